@@ -1,0 +1,72 @@
+# Each target does the set-up that it needs, into .venv. A machine needs Python >= 3.10, a C++ compiler
+# and a package registry. `make gpu` alone uses the machine's own Python and torch: see benchmarks/README.md.
+
+PYTHON ?= python3
+GPU_PYTHON ?= python3
+OUT ?= out
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+SOURCES := setup.py $(shell find csrc -type f 2>/dev/null)
+
+.PHONY: help setup demo test check bench lint format gpu wheel clean
+
+help:
+	@echo "make setup   create .venv, build the extension, install fastbert in place"
+	@echo "make demo    pre-train a small BERT, reopen it in transformers, write $(OUT)/demo/report.md"
+	@echo "make test    the whole test suite"
+	@echo "make check   the parity table: every op x backend x dtype of this machine"
+	@echo "make bench   time the ops and the encoder, transformers beside them"
+	@echo "make lint    ruff, mypy, clang-format (make format mends what can be mended)"
+	@echo "make gpu     on a GPU machine: build, test, check, bench into $(OUT)/gpu"
+	@echo "make wheel   build dist/*.whl"
+
+.venv/torch: constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "fastbert needs Python >= 3.10")'
+	$(PYTHON) -m venv .venv
+	$(PIP) torch 'setuptools>=77' wheel ninja pybind11
+	@touch $@
+
+.venv/fastbert: .venv/torch pyproject.toml $(SOURCES)
+	$(PIP) --no-build-isolation --editable '.[test]'
+	@touch $@
+
+.venv/lint: .venv/fastbert
+	$(PIP) --requirement requirements-lint.txt
+	@touch $@
+
+setup: .venv/fastbert
+
+demo: setup
+	$(BIN)/fastbert demo --out $(OUT)/demo
+
+test: setup
+	$(BIN)/python -m pytest
+
+check: setup
+	$(BIN)/fastbert check
+
+bench: setup
+	mkdir -p $(OUT)/bench
+	$(BIN)/fastbert bench --json $(OUT)/bench/bench.json --plot $(OUT)/bench/bench.png
+
+lint: .venv/lint
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' | xargs $(BIN)/clang-format --dry-run -Werror
+
+format: .venv/lint
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+	git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' | xargs $(BIN)/clang-format -i
+
+gpu:
+	$(GPU_PYTHON) setup.py --quiet build_ext --inplace
+	$(GPU_PYTHON) -m benchmarks.gpu --out $(OUT)/gpu
+
+wheel: .venv/torch
+	$(PIP) build
+	$(BIN)/python -m build --wheel --no-isolation
+
+clean:
+	rm -rf .venv build dist out *.egg-info fastbert/*.so

@@ -1,0 +1,48 @@
+"""fastbert: fused kernels and modules for BERT-family encoders, checked against a plain reference.
+
+The names below load on first use, so that ``import fastbert`` and ``fastbert --help`` stay instant.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from fastbert.config import BertConfig
+from fastbert.version import __version__
+
+if TYPE_CHECKING:
+    from fastbert import ops, reference
+    from fastbert.modules import (
+        BertForMaskedLM,
+        BertForMultipleChoice,
+        BertForNextSentencePrediction,
+        BertForPreTraining,
+        BertForQuestionAnswering,
+        BertForSequenceClassification,
+        BertForTokenClassification,
+        BertModel,
+    )
+
+__all__ = [
+    "BertConfig",
+    "BertForMaskedLM",
+    "BertForMultipleChoice",
+    "BertForNextSentencePrediction",
+    "BertForPreTraining",
+    "BertForQuestionAnswering",
+    "BertForSequenceClassification",
+    "BertForTokenClassification",
+    "BertModel",
+    "__version__",
+    "ops",
+    "reference",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("ops", "reference"):
+        return importlib.import_module(f"fastbert.{name}")
+    if name in __all__:
+        return getattr(importlib.import_module("fastbert.modules"), name)
+    raise AttributeError(f"module 'fastbert' has no attribute {name!r}")

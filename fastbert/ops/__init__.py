@@ -1,0 +1,25 @@
+"""The operations: one public function each, checked arguments, a backend chosen in the open.
+
+Shapes, dtypes and errors stand in each function's docstring; ``fastbert.reference`` has the same
+names in plain PyTorch; ``fastbert.ops.backend`` chooses which implementation runs and says why.
+"""
+
+from fastbert.ops.attention import attention, attention_varlen
+from fastbert.ops.cross_entropy import linear_cross_entropy
+from fastbert.ops.embedding import embedding
+from fastbert.ops.feed_forward import feed_forward, linear_gelu
+from fastbert.ops.layer_norm import layer_norm
+from fastbert.ops.varlen import Packed, pad, unpad
+
+__all__ = [
+    "Packed",
+    "attention",
+    "attention_varlen",
+    "embedding",
+    "feed_forward",
+    "layer_norm",
+    "linear_cross_entropy",
+    "linear_gelu",
+    "pad",
+    "unpad",
+]

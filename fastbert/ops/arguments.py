@@ -1,0 +1,66 @@
+"""Checks and conversions of arguments that more than one operation shares."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def require(condition: bool, name: str, got: Any, allowed: str) -> None:
+    """Raises ValueError naming the argument, what was got and what is allowed."""
+    if not condition:
+        raise ValueError(f"{name}: got {got}, allowed: {allowed}")
+
+
+def require_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    require(tuple(tensor.shape) == shape, name, f"shape {tuple(tensor.shape)}", f"shape {shape}")
+
+
+def require_floating(name: str, tensor: Tensor) -> None:
+    if not tensor.dtype.is_floating_point:
+        raise TypeError(f"{name}: got {tensor.dtype}, allowed: a floating dtype")
+
+
+def require_integer(name: str, tensor: Tensor) -> None:
+    if tensor.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"{name}: got {tensor.dtype}, allowed: int64, int32")
+
+
+def require_same_device(first: str, device: torch.device, **tensors: Tensor | None) -> None:
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            require(
+                tensor.device == device, name, f"device {tensor.device}", f"{device}, as {first}"
+            )
+
+
+def dropout_seed(p: float, seed: Tensor | None, device: torch.device) -> Tensor | None:
+    """The seed of one dropout mask: given, or drawn from torch's generator of ``device``; None at p
+    = 0.
+
+    A tensor, not a number, so that drawing it never synchronises, a replayed CUDA graph draws a new
+    one, and activation checkpointing, which restores the generator, draws the same one again.
+    """
+    require(0.0 <= p <= 1.0, "dropout_p", p, "a number in [0, 1]")
+    if p == 0.0:
+        return None
+    if seed is None:
+        return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=device)
+    if seed.dtype != torch.int64:
+        raise TypeError(f"dropout_seed: got {seed.dtype}, allowed: int64")
+    require_shape("dropout_seed", seed, (1,))
+    require_same_device("the input", device, dropout_seed=seed)
+    return seed
+
+
+def autocast(*tensors: Tensor | None) -> list[Tensor | None]:
+    """The tensors in autocast's dtype where autocast is on, as torch does for its matrix
+    products.
+    """
+    device = next(t.device.type for t in tensors if t is not None)
+    if not torch.is_autocast_enabled(device):
+        return list(tensors)
+    dtype = torch.get_autocast_dtype(device)
+    return [t if t is None or t.dtype in (dtype, torch.float64) else t.to(dtype) for t in tensors]

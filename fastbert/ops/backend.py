@@ -1,0 +1,180 @@
+"""Which implementation serves an operation, and why. The only place that reads environment
+variables.
+
+``FASTBERT_BACKEND`` is the request where a call makes none; ``TRITON_INTERPRET=1`` (Triton's own)
+lets Triton kernels run on CPU tensors. ``FASTBERT_CPU_ISA`` is read by the extension itself.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+BACKENDS = ("reference", "triton", "cuda", "cpu")
+LOW_PRECISION = (torch.float32, torch.float16, torch.bfloat16)
+ALL_DTYPES = (*LOW_PRECISION, torch.float64)
+# The order in which ``backend=None`` tries them; the first that serves is taken.
+ORDER = {"cuda": ("triton", "cuda", "reference"), "cpu": ("cpu", "reference")}
+OTHER_DEVICE = ("reference",)
+
+
+class Choice(NamedTuple):
+    """A resolved backend and the reason in words."""
+
+    backend: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a call needs of a backend. ``device`` is the device type: "cpu", "cuda", …"""
+
+    device: str
+    dtype: torch.dtype
+    head_dim: int = 0
+    bias_gradient: bool = False
+    activation: str = "gelu"
+
+
+def serves_all(request: Request) -> str | None:
+    return None
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One row of an operation's backend table.
+
+    ``forward`` and ``backward`` take the operator's arguments; ``dtypes`` are the inputs they
+    accept; ``refuses`` returns the reason why a request cannot be served, or None.
+    """
+
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
+    dtypes: tuple[torch.dtype, ...] = LOW_PRECISION
+    refuses: Callable[[Request], str | None] = serves_all
+
+
+TABLES: dict[str, dict[str, Implementation]] = {}
+
+
+def _load_extension() -> tuple[Any, str]:
+    try:
+        from fastbert import _C
+    except ImportError as error:
+        missing = importlib.util.find_spec("fastbert._C") is None
+        why = "it was not built: no C++ compiler at installation" if missing else str(error)
+        return None, f"the extension fastbert._C is missing ({why})"
+    built = _C.build_info()["torch"]
+    if built.split("+")[0] != torch.__version__.split("+")[0]:
+        return None, (
+            f"the extension fastbert._C was built for torch {built}, this is torch "
+            f"{torch.__version__}: reinstall fastbert with --no-build-isolation"
+        )
+    return _C, "built"
+
+
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+EXTENSION, EXTENSION_STATE = _load_extension()
+EXTENSION_HAS_CUDA = EXTENSION is not None and bool(EXTENSION.build_info()["cuda"])
+HAS_TRITON = _has_triton()
+DEFAULT_REQUEST = os.environ.get("FASTBERT_BACKEND") or None
+_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def enable_interpreter() -> None:
+    """Lets Triton kernels run on CPU tensors, slowly; must come before the first kernel is loaded.
+
+    Raises RuntimeError when kernels were already loaded for a GPU.
+    """
+    global _interpreted
+    if not _interpreted and "fastbert.kernels.common" in sys.modules:
+        raise RuntimeError(
+            "TRITON_INTERPRET: the Triton kernels are already loaded for a GPU; set "
+            "TRITON_INTERPRET=1 before Python starts"
+        )
+    os.environ["TRITON_INTERPRET"] = "1"
+    _interpreted = True
+
+
+def interpreted() -> bool:
+    return _interpreted
+
+
+def unavailable(backend: str, device: str) -> str | None:
+    """Why ``backend`` cannot run on tensors of ``device`` on this machine; None when it can."""
+    if backend == "reference":
+        return None
+    if backend == "triton":
+        if not HAS_TRITON:
+            return "triton is not installed"
+        if device == "cpu" and not _interpreted:
+            return "Triton runs on CPU tensors only in its interpreter (TRITON_INTERPRET=1)"
+        return None if device in ("cpu", "cuda") else f"there are no Triton kernels for {device}"
+    if device != backend:
+        return f"it takes {backend} tensors, these are on {device}"
+    if EXTENSION is None:
+        return EXTENSION_STATE
+    if backend == "cuda" and not EXTENSION_HAS_CUDA:
+        return "the extension was built without CUDA"
+    return None
+
+
+def refusal(op: str, backend: str, request: Request) -> str | None:
+    """Why ``backend`` cannot serve this request for ``op``; None when it can."""
+    implementation = TABLES[op].get(backend)
+    if implementation is None:
+        return f"there is no {backend} implementation of {op} yet"
+    reason = unavailable(backend, request.device)
+    if reason is not None:
+        return reason
+    if request.dtype not in implementation.dtypes:
+        names = ", ".join(str(d).removeprefix("torch.") for d in implementation.dtypes)
+        return f"it takes {names}, not {str(request.dtype).removeprefix('torch.')}"
+    return implementation.refuses(request)
+
+
+def validate(backend: str | None) -> str | None:
+    """``backend`` itself if it is None or a known name. Raises ValueError otherwise."""
+    if backend is not None and backend not in BACKENDS:
+        raise ValueError(f"backend: got {backend!r}, allowed: None, {', '.join(BACKENDS)}")
+    return backend
+
+
+def resolve(op: str, requested: str | None, request: Request) -> Choice:
+    """The backend for one call and why.
+
+    An explicit request is served or refused with ValueError; ``None`` takes the first of ``ORDER``
+    that serves, and the reason lists what the ones before it lacked.
+    """
+    requested = validate(requested if requested is not None else DEFAULT_REQUEST)
+    if requested is not None:
+        reason = refusal(op, requested, request)
+        if reason is not None:
+            raise ValueError(f"backend: {requested!r} cannot serve {op}: {reason}")
+        return Choice(requested, "asked for")
+    passed: list[str] = []
+    for backend in ORDER.get(request.device, OTHER_DEVICE):
+        reason = refusal(op, backend, request)
+        if reason is None:
+            return Choice(backend, "; ".join(passed) or "first choice on this device")
+        passed.append(f"{backend}: {reason}")
+    raise ValueError(f"backend: none serves {op}: {'; '.join(passed)}")
+
+
+def prefer(op: str, requested: str | None) -> str | None:
+    """For a whole model built with one ``backend``: the request for each of its operations.
+
+    An operation without any implementation in that backend resolves by itself (None); ``fastbert
+    info`` and ``Model.backends()`` list which those are.
+    """
+    requested = validate(requested if requested is not None else DEFAULT_REQUEST)
+    return requested if requested is None or requested in TABLES[op] else None

@@ -1,0 +1,175 @@
+"""Cross entropy of a vocabulary projection that never holds the (T, V) logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastbert.ops import backend as backends
+from fastbert.ops.arguments import (
+    autocast,
+    require,
+    require_floating,
+    require_integer,
+    require_same_device,
+    require_shape,
+)
+from fastbert.ops.register import differentiable, once_differentiable, operator
+
+REDUCTIONS = ("mean", "sum", "none")
+# Rows of logits that exist at once: 1,024 × 30,522 in fp32 are 125 MB, and enough for a full GEMM.
+CHUNK_ROWS = 1024
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    backend: str | None = None,
+) -> Tensor:
+    """Cross entropy of hidden Wᵀ + b against labels, over the labelled rows only.
+
+    hidden (T, K), weight (V, K), bias (V,) or None, one floating dtype; labels int64 (T,) in [0, V)
+    or ignore_index. Labelled rows are gathered first, then projected in chunks. Returns a scalar,
+    or (T,) for reduction "none", in fp32 (fp64 for fp64). The mean over no label is 0 with
+    gradients 0. Raises ValueError or TypeError naming the argument.
+    """
+    hidden, weight, bias = autocast(hidden, weight, bias)
+    require(reduction in REDUCTIONS, "reduction", repr(reduction), ", ".join(REDUCTIONS))
+    require_floating("hidden", hidden)
+    require_integer("labels", labels)
+    require(hidden.dim() == 2, "hidden", f"shape {tuple(hidden.shape)}", "shape (T, K)")
+    shape = f"shape {tuple(weight.shape)}"
+    require(weight.dim() == 2, "weight", shape, f"shape (V, {hidden.shape[1]})")
+    require_shape("weight", weight, (weight.shape[0], hidden.shape[1]))
+    require(weight.dtype == hidden.dtype, "weight", weight.dtype, f"{hidden.dtype}, as hidden")
+    require_shape("labels", labels, (hidden.shape[0],))
+    if bias is not None:
+        require_shape("bias", bias, (weight.shape[0],))
+    require_same_device("hidden", hidden.device, weight=weight, bias=bias, labels=labels)
+    request = backends.Request(hidden.device.type, hidden.dtype)
+    choice = backends.resolve("linear_cross_entropy", backend, request)
+    losses, _ = _linear_cross_entropy(
+        hidden, weight, bias, labels.long(), ignore_index, choice.backend
+    )
+    if reduction == "none":
+        return losses
+    total = losses.sum()
+    return total if reduction == "sum" else total / (labels != ignore_index).sum().clamp(min=1)
+
+
+# The operator: losses (T,), 0 where ignored, and log-sum-exp (T,) for the backward pass
+
+
+def _forward(hidden, weight, bias, labels, ignore_index, backend):
+    table = backends.TABLES["linear_cross_entropy"]
+    return table[backend].forward(hidden, weight, bias, labels, ignore_index)
+
+
+def _fake(hidden, weight, bias, labels, ignore_index, backend):
+    losses = hidden.new_empty(
+        hidden.shape[0], dtype=torch.promote_types(hidden.dtype, torch.float32)
+    )
+    return losses, torch.empty_like(losses)
+
+
+def _backward(dlosses, hidden, weight, bias, labels, lse, ignore_index, backend):
+    table = backends.TABLES["linear_cross_entropy"]
+    return table[backend].backward(dlosses, hidden, weight, bias, labels, lse, ignore_index)
+
+
+def _backward_fake(dlosses, hidden, weight, bias, labels, lse, ignore_index, backend):
+    dbias = hidden.new_empty(0) if bias is None else bias.new_empty(bias.shape)
+    return hidden.new_empty(hidden.shape), weight.new_empty(weight.shape), dbias
+
+
+_linear_cross_entropy = operator(
+    "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, "
+    "int ignore_index, str backend) -> (Tensor, Tensor)",
+    _forward,
+    _fake,
+)
+_linear_cross_entropy_backward = operator(
+    "linear_cross_entropy_backward(Tensor dlosses, Tensor hidden, Tensor weight, Tensor? bias, "
+    "Tensor labels, Tensor lse, int ignore_index, str backend) -> (Tensor, Tensor, Tensor)",
+    _backward,
+    _backward_fake,
+)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    hidden, weight, bias, labels, ctx.ignore_index, ctx.backend = inputs
+    ctx.save_for_backward(hidden, weight, bias, labels, output[1])
+    ctx.mark_non_differentiable(output[1])
+
+
+def _gradient(ctx: Any, dlosses: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    dhidden, dweight, dbias = _linear_cross_entropy_backward(
+        dlosses, *ctx.saved_tensors, ctx.ignore_index, ctx.backend
+    )
+    return dhidden, dweight, dbias if ctx.needs_input_grad[2] else None, None, None, None
+
+
+differentiable("linear_cross_entropy", _gradient, _setup_context)
+once_differentiable("linear_cross_entropy_backward")
+
+
+# Backends
+
+
+def _chunks(labels, ignore_index):
+    """The indices of the labelled rows, ``CHUNK_ROWS`` at a time."""
+    return (labels != ignore_index).nonzero().flatten().split(CHUNK_ROWS)
+
+
+def _logits(rows, weight, bias):
+    logits = F.linear(rows, weight, bias)
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def _check_labels(labels, ignore_index, classes):
+    outside = (labels != ignore_index) & ((labels < 0) | (labels >= classes))
+    if labels.device.type == "cpu" and bool(outside.any()):
+        got = labels[outside][0].item()
+        raise ValueError(f"labels: got {got}, allowed: 0 to {classes - 1}, or {ignore_index}")
+
+
+def _reference_forward(hidden, weight, bias, labels, ignore_index):
+    _check_labels(labels, ignore_index, weight.shape[0])
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    losses, lse = hidden.new_zeros(2, hidden.shape[0], dtype=dtype)
+    for rows in _chunks(labels, ignore_index):
+        logits = _logits(hidden[rows], weight, bias)
+        lse[rows] = torch.logsumexp(logits, dim=-1)
+        losses[rows] = lse[rows] - logits.gather(1, labels[rows, None]).squeeze(1)
+    return losses, lse.clone()
+
+
+def _reference_backward(dlosses, hidden, weight, bias, labels, lse, ignore_index):
+    dhidden = torch.zeros_like(hidden, memory_format=torch.contiguous_format)
+    # Summed over chunks, so in the dtype of the statistics.
+    dweight = torch.zeros_like(weight, dtype=lse.dtype, memory_format=torch.contiguous_format)
+    dbias = hidden.new_zeros(0 if bias is None else bias.shape[0], dtype=lse.dtype)
+    for rows in _chunks(labels, ignore_index):
+        dlogits = torch.exp(_logits(hidden[rows], weight, bias) - lse[rows, None])
+        dlogits.scatter_add_(1, labels[rows, None], -torch.ones_like(dlogits[:, :1]))
+        dlogits *= dlosses[rows, None]
+        dhidden[rows] = dlogits.to(hidden.dtype) @ weight
+        dweight += dlogits.to(hidden.dtype).t() @ hidden[rows]
+        if bias is not None:
+            dbias += dlogits.sum(dim=0)
+    return dhidden, dweight.to(weight.dtype), dbias.to(hidden.dtype if bias is None else bias.dtype)
+
+
+backends.TABLES["linear_cross_entropy"] = {
+    "reference": backends.Implementation(
+        _reference_forward, _reference_backward, backends.ALL_DTYPES
+    )
+}

@@ -1,0 +1,170 @@
+"""Layer norm of a residual sum: public function, operator, gradient, backends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastbert.ops import backend as backends
+from fastbert.ops import closed_form
+from fastbert.ops.arguments import (
+    dropout_seed as draw_seed,
+)
+from fastbert.ops.arguments import (
+    require,
+    require_floating,
+    require_same_device,
+    require_shape,
+)
+from fastbert.ops.register import differentiable, once_differentiable, operator
+
+
+def layer_norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    *,
+    residual: Tensor | None = None,
+    x_bias: Tensor | None = None,
+    dropout_p: float = 0.0,
+    eps: float = 1e-12,
+    backend: str | None = None,
+    dropout_seed: Tensor | None = None,
+) -> Tensor:
+    """LN(residual + dropout(x + x_bias)) over the last dimension (Ba et al. 2016), in one pass.
+
+    x (..., N), residual of the same shape; weight, bias, x_bias (N,) in any floating dtype.
+    Statistics are fp32. The result has x's shape and the dtype x and residual promote to, under
+    autocast as well, so that an fp32 residual stream stays fp32. dropout_seed as in ``attention``.
+
+    Raises ValueError or TypeError naming the argument; ValueError when ``backend`` cannot serve.
+    """
+    require_floating("x", x)
+    require(x.dim() >= 1 and x.shape[-1] >= 1, "x", f"shape {tuple(x.shape)}", "(..., N), N >= 1")
+    columns = x.shape[-1]
+    for name, parameter in (("weight", weight), ("bias", bias), ("x_bias", x_bias)):
+        if parameter is not None:
+            require_floating(name, parameter)
+            require_shape(name, parameter, (columns,))
+    require_same_device("x", x.device, weight=weight, bias=bias, residual=residual, x_bias=x_bias)
+    shape = x.shape
+    if residual is not None:
+        require_floating("residual", residual)
+        require_shape("residual", residual, tuple(shape))
+        dtype = torch.promote_types(x.dtype, residual.dtype)
+        x, residual = x.to(dtype), residual.to(dtype).reshape(-1, columns)
+    seed = draw_seed(dropout_p, dropout_seed, x.device)
+    choice = backends.resolve("layer_norm", backend, backends.Request(x.device.type, x.dtype))
+    y, _, _ = _layer_norm(
+        x.reshape(-1, columns), weight, bias, residual, x_bias, seed, dropout_p, eps, choice.backend
+    )
+    return y.view(shape)
+
+
+# The operator. Rows are flattened: x (R, N); mean and rstd (R,).
+
+
+def _forward(x, weight, bias, residual, x_bias, seed, dropout_p, eps, backend):
+    table = backends.TABLES["layer_norm"]
+    return table[backend].forward(x, weight, bias, residual, x_bias, seed, dropout_p, eps)
+
+
+def _fake(x, weight, bias, residual, x_bias, seed, dropout_p, eps, backend):
+    statistics = x.new_empty(x.shape[0], dtype=torch.promote_types(x.dtype, torch.float32))
+    return x.new_empty(x.shape), statistics, torch.empty_like(statistics)
+
+
+def _backward(dy, x, weight, mean, rstd, residual, x_bias, seed, dropout_p, backend):
+    table = backends.TABLES["layer_norm"]
+    return table[backend].backward(dy, x, weight, mean, rstd, residual, x_bias, seed, dropout_p)
+
+
+def _backward_fake(dy, x, weight, mean, rstd, residual, x_bias, seed, dropout_p, backend):
+    dx = x.new_empty(x.shape if dropout_p > 0 else (0,))
+    dx_bias = mean.new_empty(0) if x_bias is None else x_bias.new_empty(x_bias.shape)
+    dweight = weight.new_empty(weight.shape)
+    return x.new_empty(x.shape), dx, dweight, torch.empty_like(dweight), dx_bias
+
+
+_layer_norm = operator(
+    "layer_norm(Tensor x, Tensor weight, Tensor bias, Tensor? residual, Tensor? x_bias, "
+    "Tensor? seed, float dropout_p, float eps, str backend) -> (Tensor, Tensor, Tensor)",
+    _forward,
+    _fake,
+)
+# Returns the gradients of the sum (hence of residual), of x (empty without dropout: the same then),
+# of weight, bias and x_bias (empty without one).
+_layer_norm_backward = operator(
+    "layer_norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor mean, Tensor rstd, "
+    "Tensor? residual, Tensor? x_bias, Tensor? seed, float dropout_p, str backend) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _backward,
+    _backward_fake,
+)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, weight, _, residual, x_bias, seed, ctx.dropout_p, _, ctx.backend = inputs
+    _, mean, rstd = output
+    ctx.save_for_backward(x, weight, mean, rstd, residual, x_bias, seed)
+    ctx.mark_non_differentiable(mean, rstd)
+
+
+def _gradient(ctx: Any, dy: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+    # Unpacked once: activation checkpointing allows no second look.
+    saved = ctx.saved_tensors
+    residual, x_bias = saved[4:6]
+    dsum, dx, dweight, dbias, dx_bias = _layer_norm_backward(dy, *saved, ctx.dropout_p, ctx.backend)
+    return (
+        dx if ctx.dropout_p > 0 else dsum,
+        dweight,
+        dbias,
+        None if residual is None else dsum,
+        None if x_bias is None else dx_bias,
+        *[None] * 4,
+    )
+
+
+differentiable("layer_norm", _gradient, _setup_context)
+once_differentiable("layer_norm_backward")
+
+
+# Backends
+
+
+def _triton_forward(x, weight, bias, residual, x_bias, seed, dropout_p, eps):
+    from fastbert.kernels.layer_norm import layer_norm_forward
+
+    return layer_norm_forward(
+        x, weight, bias, residual=residual, x_bias=x_bias, seed=seed, dropout_p=dropout_p, eps=eps
+    )
+
+
+def _triton_backward(dy, x, weight, mean, rstd, residual, x_bias, seed, dropout_p):
+    from fastbert.kernels.layer_norm import layer_norm_backward
+
+    dsum, dx, dweight, dbias, dx_bias = layer_norm_backward(
+        dy, x, weight, mean, rstd, residual=residual, x_bias=x_bias, seed=seed, dropout_p=dropout_p
+    )
+    dx = x.new_empty(0) if dx is None else dx
+    return dsum, dx, dweight, dbias, mean.new_empty(0) if dx_bias is None else dx_bias
+
+
+def _extension_forward(*arguments):
+    return torch.ops.fastbert_C.layer_norm_forward(*arguments)
+
+
+def _extension_backward(*arguments):
+    return torch.ops.fastbert_C.layer_norm_backward(*arguments)
+
+
+backends.TABLES["layer_norm"] = {
+    "reference": backends.Implementation(
+        closed_form.layer_norm_forward, closed_form.layer_norm_backward, backends.ALL_DTYPES
+    ),
+    "triton": backends.Implementation(_triton_forward, _triton_backward),
+    "cuda": backends.Implementation(_extension_forward, _extension_backward),
+    "cpu": backends.Implementation(_extension_forward, _extension_backward),
+}

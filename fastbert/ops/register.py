@@ -1,0 +1,71 @@
+"""How an operator is declared: schema, implementation and fake in one call, autograd in a second
+one.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LIBRARY = torch.library.Library("fastbert", "DEF")
+
+
+def _without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Autocast acts on the public function's arguments, never again on what an implementation
+    calls.
+    """
+
+    @functools.wraps(function)
+    def run(*arguments: Any) -> Any:
+        device = next(a.device.type for a in arguments if isinstance(a, Tensor))
+        if not torch.is_autocast_enabled(device):
+            return function(*arguments)
+        with torch.amp.autocast(device, enabled=False):
+            return function(*arguments)
+
+    return run
+
+
+def operator(
+    schema: str, forward: Callable[..., Any], fake: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Defines ``fastbert::<schema>`` and returns it; arguments without defaults, in schema
+    order.
+    """
+    name = schema.split("(", 1)[0]
+    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    LIBRARY.impl(name, _without_autocast(forward), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"fastbert::{name}", fake, lib=LIBRARY)
+    return getattr(torch.ops.fastbert, name).default
+
+
+def differentiable(
+    name: str, backward: Callable[..., Any], setup_context: Callable[..., None]
+) -> None:
+    """Registers the gradient of ``fastbert::<name>``."""
+    torch.library.register_autograd(
+        f"fastbert::{name}", backward, setup_context=setup_context, lib=LIBRARY
+    )
+
+
+def once_differentiable(name: str) -> None:
+    """Makes a second derivative through the backward operator ``fastbert::<name>`` a clear
+    error.
+    """
+
+    def backward(ctx: Any, *gradients: Tensor) -> None:
+        raise RuntimeError(
+            f"fastbert::{name} has no derivative: for double backward call the function of "
+            "the same name in fastbert.reference"
+        )
+
+    differentiable(name, backward, lambda ctx, inputs, output: None)
+
+
+def save_gradients() -> bool:
+    """Whether a forward pass has to keep tensors for a backward pass."""
+    return torch.is_grad_enabled()

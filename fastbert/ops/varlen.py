@@ -1,0 +1,104 @@
+"""Taking padding out of a batch once, and putting it back once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastbert import reference
+from fastbert.ops.arguments import require, require_same_device, require_shape
+from fastbert.ops.register import differentiable, operator
+from fastbert.reference import Packed
+
+__all__ = ["Packed", "pad", "unpad"]
+
+
+def unpad(x: Tensor, mask: Tensor) -> Packed:
+    """(B, L, ...) → the T rows where ``mask`` (B, L; bool or 0/1, True = keep) holds, in batch
+    order.
+
+    Returns ``Packed``; differentiable in x. Finding T and the longest length synchronises with a
+    GPU: do it once per batch. Raises ValueError naming the argument on a wrong shape.
+    """
+    require(x.dim() >= 2, "x", f"shape {tuple(x.shape)}", "(B, L, ...)")
+    require_shape("mask", mask, tuple(x.shape[:2]))
+    require_same_device("x", x.device, mask=mask)
+    indices, cu_seqlens, longest = _unpad_indices(mask)
+    values = _gather_rows(x.flatten(0, 1), indices)
+    return Packed(values, indices, cu_seqlens, longest, mask.shape[0], mask.shape[1])
+
+
+def pad(packed: Packed) -> Tensor:
+    """The padded (B, L, ...) batch of ``packed``, exactly 0 at padding; differentiable in its
+    values.
+    """
+    rows = packed.batch * packed.length
+    flat = _scatter_rows(packed.values, packed.indices, rows)
+    return flat.view(packed.batch, packed.length, *packed.values.shape[1:])
+
+
+def _unpad_indices_forward(mask):
+    packed = reference.unpad(mask, mask)
+    return packed.indices, packed.cu_seqlens, packed.max_seqlen
+
+
+def _unpad_indices_fake(mask):
+    context = torch.library.get_ctx()
+    indices = mask.new_empty(context.new_dynamic_size(), dtype=torch.int64)
+    cu_seqlens = mask.new_empty(mask.shape[0] + 1, dtype=torch.int32)
+    return indices, cu_seqlens, context.new_dynamic_size()
+
+
+def _gather_forward(x, indices):
+    return x.index_select(0, indices)
+
+
+def _gather_fake(x, indices):
+    return x.new_empty(indices.shape[0], *x.shape[1:])
+
+
+def _scatter_forward(values, indices, rows):
+    return values.new_zeros(rows, *values.shape[1:]).index_copy_(0, indices, values)
+
+
+def _scatter_fake(values, indices, rows):
+    return values.new_empty(rows, *values.shape[1:])
+
+
+_unpad_indices = operator(
+    "unpad_indices(Tensor mask) -> (Tensor, Tensor, SymInt)",
+    _unpad_indices_forward,
+    _unpad_indices_fake,
+)
+# No row is taken twice, so each is the other's gradient and neither needs an addition.
+_gather_rows = operator(
+    "gather_rows(Tensor x, Tensor indices) -> Tensor", _gather_forward, _gather_fake
+)
+_scatter_rows = operator(
+    "scatter_rows(Tensor values, Tensor indices, SymInt rows) -> Tensor",
+    _scatter_forward,
+    _scatter_fake,
+)
+
+
+def _gather_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[1])
+    ctx.rows = inputs[0].shape[0]
+
+
+def _gather_gradient(ctx: Any, dvalues: Tensor) -> tuple[Tensor, None]:
+    return _scatter_rows(dvalues, *ctx.saved_tensors, ctx.rows), None
+
+
+def _scatter_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[1])
+
+
+def _scatter_gradient(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None]:
+    return _gather_rows(dx, *ctx.saved_tensors), None, None
+
+
+differentiable("gather_rows", _gather_gradient, _gather_setup_context)
+differentiable("scatter_rows", _scatter_gradient, _scatter_setup_context)

@@ -1,0 +1,148 @@
+"""Runs cases on backends and judges every output and gradient by the rule of ``compare``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastbert import ops, reference
+from fastbert.ops import backend as backends
+from fastbert.testing.cases import TABLE_OF, Case, Inputs, find
+from fastbert.testing.compare import Comparison, compare
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One tensor of one case on one backend: what ``fastbert check`` prints and writes as JSON."""
+
+    op: str
+    case: str
+    backend: str
+    dtype: str
+    tensor: str
+    error: float
+    yardstick: float
+    ratio: float
+    passed: bool
+    detail: str
+    command: str
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def run_with_gradients(
+    function: Callable[..., Any], inputs: Inputs, extra: dict[str, Any], seed: int = 0
+) -> dict[str, Tensor]:
+    """The output and every gradient of ``function``, by name, for a seeded gradient of the
+    output.
+    """
+    leaves = inputs.map(
+        lambda name, v: (
+            v.detach().requires_grad_(name in inputs.gradients) if isinstance(v, Tensor) else v
+        )
+    )
+    out = function(*leaves.positional.values(), **leaves.keyword, **extra)
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed))
+    named = dict(leaves.items())
+    targets = [named[name] for name in inputs.gradients]
+    # Rounded to bf16, whose values every dtype holds, so that all runs see the same gradient.
+    gradients = torch.autograd.grad(out, targets, dout.bfloat16().to(out.dtype).to(out.device))
+    names = (f"d{name}" for name in inputs.gradients)
+    return {"out": out.detach(), **dict(zip(names, gradients, strict=True))}
+
+
+def oracle_and_yardstick(case: Case, dtype: torch.dtype, seed: int = 0):
+    """The reference in float64 and in ``dtype`` on the same rounded inputs, on the CPU."""
+    inputs = case.inputs(dtype, seed=seed)
+    function = getattr(reference, case.op)
+
+    def exact(_: str, value: Any) -> Any:
+        floating = isinstance(value, Tensor) and value.is_floating_point()
+        return value.double() if floating else value
+
+    oracle = run_with_gradients(function, inputs.map(exact), {})
+    return oracle, run_with_gradients(function, inputs, {})
+
+
+def check_case(
+    case: Case, backend: str | None, dtype: torch.dtype, device: str = "cpu", seed: int = 0
+) -> list[Comparison]:
+    """Runs ``case`` on ``backend`` and compares the output and each gradient."""
+    oracle, yardstick = oracle_and_yardstick(case, dtype, seed)
+    actual = run_with_gradients(
+        getattr(ops, case.op), case.inputs(dtype, device, seed), {"backend": backend}
+    )
+    return [compare(name, actual[name], oracle[name], yardstick[name]) for name in oracle]
+
+
+def refusal(case: Case, backend: str, dtype: torch.dtype, device: str) -> str | None:
+    """Why ``backend`` does not serve this case; None when it does."""
+    head_dim = case.shape[-1] if case.op == "attention" else 0
+    activation = case.options.get("approximate", "none")
+    request = backends.Request(device, dtype, head_dim=head_dim, activation=activation)
+    return backends.refusal(TABLE_OF[case.op], backend, request)
+
+
+def devices() -> tuple[str, ...]:
+    return ("cuda", "cpu") if torch.cuda.is_available() else ("cpu",)
+
+
+def plan(
+    op: str | None = None,
+    backend: str | None = None,
+    dtype: torch.dtype | None = None,
+    case: str | None = None,
+    quick: bool = False,
+) -> list[tuple[Case, str, torch.dtype, str]]:
+    """Every (case, backend, dtype, device) that this machine can run.
+
+    Raises ValueError when the selection is unknown, or when an asked-for backend serves none of it.
+    """
+    backends.validate(backend)
+    names = backends.BACKENDS if backend is None else (backend,)
+    runs, reasons = [], []
+    for selected in find(op, case, quick):
+        for name in names:
+            for device in devices():
+                for kind in DTYPES if dtype is None else (dtype,):
+                    reason = refusal(selected, name, kind, device)
+                    if reason is None:
+                        runs.append((selected, name, kind, device))
+                    else:
+                        reasons.append(f"{selected.op}: {reason}")
+    if not runs:
+        raise ValueError(f"backend: got {backend!r}, which serves nothing here ({reasons[0]})")
+    return runs
+
+
+def check(
+    op: str | None = None,
+    backend: str | None = None,
+    dtype: torch.dtype | None = None,
+    case: str | None = None,
+    quick: bool = False,
+    seed: int = 0,
+) -> Iterator[Row]:
+    """One ``Row`` per tensor, as the runs of ``plan`` go by."""
+    for selected, name, kind, device in plan(op, backend, dtype, case, quick):
+        for result in check_case(selected, name, kind, device, seed):
+            yield Row(
+                selected.op,
+                selected.name,
+                name,
+                result.dtype,
+                result.name,
+                result.error,
+                result.yardstick,
+                result.ratio,
+                result.passed,
+                str(result),
+                selected.command(name, kind),
+            )

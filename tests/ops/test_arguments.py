@@ -1,0 +1,99 @@
+"""Bad input: the error names the argument, what was got and what is allowed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fastbert import ops
+from fastbert.ops import backend as backends
+
+Q = torch.randn(2, 3, 5, 8)
+X = torch.randn(4, 8)
+W = torch.randn(6, 8)
+N = torch.ones(8)
+CU = torch.tensor([0, 2, 4], dtype=torch.int32)
+IDS = torch.zeros(4, dtype=torch.int64)
+T = torch.randn(4, 3, 8)
+
+BAD_VALUES = {
+    "mask": lambda: ops.attention(Q, Q, Q, mask=torch.ones(2, 4, dtype=torch.bool)),
+    "bias": lambda: ops.attention(Q, Q, Q, bias=torch.zeros(2, 3, 5, 4)),
+    "k": lambda: ops.attention(Q, Q[:, :2], Q[:, :2]),
+    "v": lambda: ops.attention(Q, Q, Q[:, :, :4]),
+    "q": lambda: ops.attention(Q[0], Q, Q),
+    "dropout_p": lambda: ops.attention(Q, Q, Q, dropout_p=1.5),
+    "dropout_seed": lambda: ops.attention(
+        Q, Q, Q, dropout_p=0.5, dropout_seed=torch.zeros(2, dtype=torch.int64)
+    ),
+    "window": lambda: ops.attention(Q, Q, Q, window=(-2, 1)),
+    "backend": lambda: ops.attention(Q, Q, Q, backend="tensorrt"),
+    "cu_seqlens_k": lambda: ops.attention_varlen(T, T, T, CU, CU[:2]),
+    "weight": lambda: ops.layer_norm(X, N[:4], N),
+    "residual": lambda: ops.layer_norm(X, N, N, residual=X[:2]),
+    "x_bias": lambda: ops.layer_norm(X, N, N, x_bias=N[:3]),
+    "approximate": lambda: ops.linear_gelu(X, W, None, approximate="sigmoid"),
+    "activation": lambda: ops.feed_forward(X, W, None, W.t(), None, activation="swish"),
+    "w2": lambda: ops.feed_forward(X, W, None, W, None),
+    "labels": lambda: ops.linear_cross_entropy(X, W, None, IDS + 6),
+    "reduction": lambda: ops.linear_cross_entropy(X, W, None, IDS, reduction="max"),
+    "positions": lambda: ops.embedding(IDS, IDS, IDS[:2], W, W, W, N, N),
+}
+BAD_TYPES = {
+    "mask": lambda: ops.attention(Q, Q, Q, mask=torch.ones(2, 5)),
+    "q": lambda: ops.attention(Q.long(), Q.long(), Q.long()),
+    "cu_seqlens_q": lambda: ops.attention_varlen(T, T, T, CU.long()),
+    "x": lambda: ops.layer_norm(X.long(), N, N),
+    "labels": lambda: ops.linear_cross_entropy(X, W, None, IDS.float()),
+    "ids": lambda: ops.embedding(IDS.float(), IDS, IDS, W, W, W, N, N),
+}
+
+
+@pytest.mark.parametrize("argument", BAD_VALUES)
+def test_bad_value(argument):
+    with pytest.raises(ValueError, match=rf"^{argument}: (got .*, allowed: |.*)"):
+        BAD_VALUES[argument]()
+
+
+@pytest.mark.parametrize("argument", BAD_TYPES)
+def test_bad_type(argument):
+    with pytest.raises(TypeError, match=rf"^{argument}: got .*, allowed: "):
+        BAD_TYPES[argument]()
+
+
+def test_mask_of_unpad():
+    with pytest.raises(ValueError, match=r"^mask: got shape \(2, 4\), allowed: shape \(2, 5\)"):
+        ops.unpad(torch.randn(2, 5, 3), torch.ones(2, 4))
+
+
+def test_an_id_out_of_range_raises():
+    with pytest.raises(IndexError):
+        ops.embedding(IDS + 6, IDS, IDS, W, W, W, N, N)
+
+
+def test_an_explicit_backend_that_cannot_serve_says_why():
+    with pytest.raises(ValueError, match=r"'cuda' cannot serve layer_norm: it takes cuda tensors"):
+        ops.layer_norm(X, N, N, backend="cuda")
+    with pytest.raises(ValueError, match="'triton' cannot serve attention: it takes float32"):
+        ops.attention(Q.double(), Q.double(), Q.double(), backend="triton")
+    bias = torch.zeros(1, 3, 5, 5, requires_grad=True)
+    with pytest.raises(ValueError, match="gradient of bias"):
+        ops.attention(Q, Q, Q, bias=bias, backend="triton")
+
+
+def test_every_resolution_gives_a_reason():
+    for op in backends.TABLES:
+        for dtype in backends.ALL_DTYPES:
+            choice = backends.resolve(op, None, backends.Request("cpu", dtype))
+            assert choice.backend in backends.BACKENDS
+            assert choice.reason
+
+
+def test_the_default_request_comes_from_the_environment(monkeypatch):
+    monkeypatch.setattr(backends, "DEFAULT_REQUEST", "reference")
+    request = backends.Request("cpu", torch.float32)
+    assert backends.resolve("layer_norm", None, request) == ("reference", "asked for")
+    assert backends.prefer("layer_norm", None) == "reference"
+    monkeypatch.setattr(backends, "DEFAULT_REQUEST", "nonsense")
+    with pytest.raises(ValueError, match="nonsense"):
+        backends.resolve("layer_norm", None, request)

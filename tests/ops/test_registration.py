@@ -1,0 +1,150 @@
+"""opcheck, torch.compile without graph breaks, autocast and second derivatives of every
+operator.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+
+from fastbert import ops, reference
+from fastbert.ops import backend as backends
+from fastbert.testing import parity
+from fastbert.testing.cases import find
+
+RUNS = [
+    run
+    for run in parity.plan(dtype=torch.float32)
+    if run[0] in (find(run[0].op, quick=True)[0], find(run[0].op)[1])
+]
+IDS = [f"{c.op}-{c.name}-{b}-{d}" for c, b, _, d in RUNS]
+
+
+def _record_calls(monkeypatch):
+    """Replaces operators by recorders, so that opcheck sees exactly what the public function
+    passes.
+    """
+    calls = []
+    for noun, attribute in OPERATORS:
+        # By import_module: ``fastbert.ops.attention`` the attribute is the function, not its
+        # module.
+        module = importlib.import_module(f"fastbert.ops.{noun}")
+        inner = getattr(module, attribute)
+
+        def record(*arguments, inner=inner):
+            calls.append((inner, arguments))
+            return inner(*arguments)
+
+        monkeypatch.setattr(module, attribute, record)
+    return calls
+
+
+OPERATORS = [
+    ("attention", "_attention"),
+    ("attention", "_attention_backward"),
+    ("layer_norm", "_layer_norm"),
+    ("layer_norm", "_layer_norm_backward"),
+    ("feed_forward", "_linear_gelu"),
+    ("feed_forward", "_gelu_backward"),
+    ("feed_forward", "_feed_forward"),
+    ("embedding", "_embedding"),
+    ("embedding", "_embedding_backward"),
+    ("cross_entropy", "_linear_cross_entropy"),
+    ("cross_entropy", "_linear_cross_entropy_backward"),
+]
+
+
+@pytest.mark.parametrize(("case", "backend", "dtype", "device"), RUNS, ids=IDS)
+def test_opcheck(case, backend, dtype, device, monkeypatch):
+    calls = _record_calls(monkeypatch)
+    inputs = case.inputs(dtype, device)
+    parity.run_with_gradients(getattr(ops, case.op), inputs, {"backend": backend})
+    assert len(calls) >= 2, "the forward and the backward operator"
+    forward, arguments = calls[0]
+    torch.library.opcheck(forward, arguments)
+    backward, arguments = calls[1]
+    arguments = tuple(a.detach() if isinstance(a, torch.Tensor) else a for a in arguments)
+    torch.library.opcheck(backward, arguments)
+
+
+def test_opcheck_of_padding_operators(device):
+    mask = torch.tensor([[1, 1, 0], [1, 0, 1]], device=device).bool()
+    x = torch.randn(6, 4, device=device, requires_grad=True)
+    indices = torch.tensor([0, 1, 3, 5], device=device)
+    torch.library.opcheck(torch.ops.fastbert.unpad_indices.default, (mask,))
+    torch.library.opcheck(torch.ops.fastbert.gather_rows.default, (x, indices))
+    values = torch.randn(4, 4, device=device, requires_grad=True)
+    torch.library.opcheck(torch.ops.fastbert.scatter_rows.default, (values, indices, 6))
+
+
+def test_opcheck_of_attention_weights(device):
+    q = torch.randn(2, 2, 5, 8, device=device, requires_grad=True)
+    mask = torch.rand(2, 1, 1, 5, device=device) > 0.3
+    for backend in ("reference", "triton"):
+        if backends.refusal("attention", backend, backends.Request(device, q.dtype)) is None:
+            arguments = (q, q, mask, None, 0.5, -1, 1, backend)
+            torch.library.opcheck(torch.ops.fastbert.attention_weights.default, arguments)
+
+
+@pytest.mark.parametrize(("case", "backend", "dtype", "device"), RUNS, ids=IDS)
+def test_compiles_in_one_graph(case, backend, dtype, device):
+    function = getattr(ops, case.op)
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    inputs = case.inputs(dtype, device)
+    eager = parity.run_with_gradients(function, inputs, {"backend": backend})
+    graph = parity.run_with_gradients(compiled, inputs, {"backend": backend})
+    for name, tensor in eager.items():
+        torch.testing.assert_close(graph[name], tensor, rtol=0, atol=0)
+
+
+def test_unpad_and_pad_compile_in_one_graph(device):
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]], device=device).bool()
+    x = torch.randn(2, 3, 4, device=device)
+    compiled = torch.compile(lambda x, m: ops.pad(ops.unpad(x, m)), fullgraph=True)
+    assert torch.equal(compiled(x, mask), x * mask[..., None])
+
+
+def test_compiled_dropout_draws_a_new_mask_each_call(device):
+    q = torch.randn(1, 1, 16, 8, device=device)
+    compiled = torch.compile(lambda q: ops.attention(q, q, q, dropout_p=0.5), fullgraph=True)
+    assert not torch.equal(compiled(q), compiled(q))
+
+
+@pytest.mark.parametrize("op", ["attention", "linear_gelu", "feed_forward", "linear_cross_entropy"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(op, dtype, device):
+    case = find(op)[0]
+    inputs = case.inputs(torch.float32, device)
+    with torch.amp.autocast(device, dtype=dtype):
+        result = parity.run_with_gradients(getattr(ops, op), inputs, {})
+    assert result["out"].dtype == (torch.float32 if op == "linear_cross_entropy" else dtype)
+    assert all(v.dtype == torch.float32 for name, v in result.items() if name != "out")
+
+
+def test_layer_norm_under_autocast_keeps_an_fp32_residual_stream(device):
+    x, weight = torch.randn(4, 8, device=device).bfloat16(), torch.ones(8, device=device)
+    residual = torch.randn(4, 8, device=device)
+    with torch.amp.autocast(device, dtype=torch.bfloat16):
+        y = ops.layer_norm(x, weight, weight, residual=residual)
+    assert y.dtype == torch.float32
+    torch.testing.assert_close(
+        y, reference.layer_norm(x.float(), weight, weight, residual=residual)
+    )
+
+
+def test_double_backward_raises_clearly_and_the_reference_has_it(device):
+    q = torch.randn(1, 1, 4, 8, device=device, requires_grad=True)
+    (gradient,) = torch.autograd.grad(ops.attention(q, q, q).square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"fastbert\.reference"):
+        gradient.sum().backward()
+    (gradient,) = torch.autograd.grad(
+        reference.attention(q, q, q).square().sum(), q, create_graph=True
+    )
+    gradient.sum().backward()
+
+
+def test_every_public_function_has_a_reference_of_the_same_name():
+    for name in ops.__all__:
+        assert hasattr(reference, name)

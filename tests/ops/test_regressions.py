@@ -1,0 +1,349 @@
+"""Cases that have bitten others, by number, on every backend of this machine.
+
+Exact statements are exact here: no tolerance hides a leak out of padding.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from fastbert import ops, reference
+from fastbert.ops import backend as backends
+from fastbert.testing.compare import assert_close
+
+
+def serving(op: str, device: str = "cpu") -> list[str]:
+    request = backends.Request(device, torch.float32)
+    return [b for b in backends.BACKENDS if backends.refusal(op, b, request) is None]
+
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ATTENTION = serving("attention", DEVICE)
+LAYER_NORM = serving("layer_norm", DEVICE)
+GELU = serving("linear_gelu", DEVICE)
+
+
+def qkv(*shape: int) -> list[torch.Tensor]:
+    return [torch.randn(*shape, device=DEVICE, requires_grad=True) for _ in range(3)]
+
+
+def gradients(out, tensors):
+    return torch.autograd.grad(out, tensors, torch.randn_like(out))
+
+
+@pytest.mark.parametrize("backend", ATTENTION)
+def test_01_fully_masked_row_is_exactly_zero(backend):
+    q, k, v = qkv(2, 2, 9, 16)
+    mask = torch.ones(2, 9, dtype=torch.bool, device=DEVICE)
+    mask[1] = False
+    out = ops.attention(q, k, v, mask=mask, backend=backend)
+    dq, dk, dv = gradients(out, (q, k, v))
+    assert (out[1] == 0).all()
+    assert (dq[1] == 0).all()
+    assert torch.isfinite(dk).all()
+    assert torch.isfinite(dv).all()
+
+
+@pytest.mark.parametrize("backend", ATTENTION)
+@pytest.mark.parametrize("value", [-math.inf, -1e4, torch.finfo(torch.float32).min])
+def test_02_additive_masks_are_the_same_as_bool(backend, value):
+    q, k, v = qkv(2, 2, 9, 16)
+    mask = torch.ones(2, 9, dtype=torch.bool, device=DEVICE)
+    mask[0, 5:] = False
+    bias = torch.zeros(2, 1, 1, 9, device=DEVICE).masked_fill(~mask[:, None, None], value)
+    expected = ops.attention(q, k, v, mask=mask, backend=backend)
+    assert torch.equal(ops.attention(q, k, v, bias=bias, backend=backend), expected)
+
+
+@pytest.mark.parametrize("backend", ATTENTION)
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_03_poison_in_masked_keys_and_values_changes_no_bit(backend, poison):
+    q, k, v = qkv(2, 2, 40, 16)
+    mask = torch.ones(2, 40, dtype=torch.bool, device=DEVICE)
+    mask[0, 21:] = False
+    clean = ops.attention(q, k, v, mask=mask, backend=backend)
+    dout = torch.randn_like(clean)
+    clean_gradients = torch.autograd.grad(clean, (q, k, v), dout)
+    with torch.no_grad():
+        k[0, :, 21:], v[0, :, 21:] = poison, poison
+    out = ops.attention(q, k, v, mask=mask, backend=backend)
+    assert torch.equal(out, clean)
+    for got, expected in zip(
+        torch.autograd.grad(out, (q, k, v), dout), clean_gradients, strict=True
+    ):
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("backend", ATTENTION)
+def test_04_slack_behind_the_last_sequence_is_never_seen(backend):
+    q, k, v = qkv(30, 2, 16)
+    cu_seqlens = torch.tensor([0, 9, 20], dtype=torch.int32, device=DEVICE)
+    with torch.no_grad():
+        for tensor in (q, k, v):
+            tensor[20:] = math.nan
+    out = ops.attention_varlen(q, k, v, cu_seqlens, max_seqlen_q=11, backend=backend)
+    dout = torch.randn_like(out)
+    dout[20:] = math.nan
+    assert torch.isfinite(out[:20]).all()
+    assert (out[20:] == 0).all()
+    for gradient in torch.autograd.grad(out, (q, k, v), dout):
+        assert torch.isfinite(gradient[:20]).all()
+        assert (gradient[20:] == 0).all()
+
+
+@pytest.mark.parametrize("backend", ATTENTION)
+@pytest.mark.parametrize("lengths", [(0, 5, 7), (5, 0, 7), (5, 7, 0), (0, 0, 0), ()])
+def test_06_07_zero_length_sequences_and_empty_batches(backend, lengths):
+    cu_seqlens = torch.tensor([0, *lengths], device=DEVICE).cumsum(0).int()
+    q, k, v = qkv(sum(lengths), 2, 16)
+    out = ops.attention_varlen(q, k, v, cu_seqlens, backend=backend)
+    gradients(out, (q, k, v))
+    start = 0
+    for length in lengths:
+        alone = slice(start, start + length)
+        if length:
+            dense = reference.attention(*(x[alone].transpose(0, 1)[None] for x in (q, k, v)))
+            exact = reference.attention(
+                *(x[alone].transpose(0, 1)[None].double() for x in (q, k, v))
+            )
+            got = out[alone].transpose(0, 1)[None]
+            assert_close("sequence", got, exact, dense)
+        start += length
+
+
+@pytest.mark.parametrize("backend", ATTENTION)
+@pytest.mark.parametrize("shape", [(0, 2, 5, 8), (2, 2, 0, 8)])
+def test_07_empty_dense_batches(backend, shape):
+    q, k, v = qkv(*shape)
+    out = ops.attention(q, k, v, backend=backend)
+    assert out.shape == shape
+    gradients(out, (q, k, v))
+
+
+@pytest.mark.parametrize("backend", LAYER_NORM)
+def test_07_empty_layer_norm(backend):
+    x = torch.randn(0, 16, device=DEVICE, requires_grad=True)
+    weight = torch.ones(16, device=DEVICE, requires_grad=True)
+    out = ops.layer_norm(x, weight, weight, backend=backend)
+    dx, dweight = gradients(out, (x, weight))
+    assert dx.shape == (0, 16)
+    assert (dweight == 0).all()
+
+
+@pytest.mark.parametrize("backend", GELU)
+def test_07_empty_linear_gelu(backend):
+    x = torch.randn(0, 16, device=DEVICE, requires_grad=True)
+    weight = torch.randn(8, 16, device=DEVICE, requires_grad=True)
+    bias = torch.randn(8, device=DEVICE, requires_grad=True)
+    out = ops.linear_gelu(x, weight, bias, backend=backend)
+    dx, dweight, dbias = gradients(out, (x, weight, bias))
+    assert dx.shape == (0, 16)
+    assert (dweight == 0).all()
+    assert (dbias == 0).all()
+
+
+@pytest.mark.parametrize("backend", ATTENTION)
+def test_10_strided_inputs_and_gradients(backend):
+    storage = torch.randn(2, 11, 3, 2, 16, device=DEVICE)
+    strided = [storage[:, :, i].transpose(1, 2).requires_grad_() for i in range(3)]
+    exact = [x.detach().double().requires_grad_() for x in strided]
+    plain = [x.detach().contiguous().requires_grad_() for x in strided]
+    out = ops.attention(*strided, backend=backend)
+    oracle, yardstick = reference.attention(*exact), reference.attention(*plain)
+    assert_close("out", out, oracle, yardstick)
+    # A gradient of stride 0, as .sum().backward() makes it, and a transposed one.
+    for dout in (torch.ones((), device=DEVICE).expand_as(out), out.detach().mT.contiguous().mT):
+        results = [
+            torch.autograd.grad(y, x, dout.to(y.dtype), retain_graph=True)
+            for y, x in ((out, strided), (oracle, exact), (yardstick, plain))
+        ]
+        for name, *three in zip("qkv", *results, strict=True):
+            assert_close(f"d{name}", *three)
+
+
+@pytest.mark.parametrize("backend", LAYER_NORM)
+@pytest.mark.parametrize("shape", [(16,), (3, 16), (2, 3, 16), (2, 1, 3, 16), (2, 1, 2, 3, 16)])
+def test_11_layer_norm_of_every_rank(backend, shape):
+    x, weight = torch.randn(shape, device=DEVICE), torch.randn(16, device=DEVICE)
+    flat = ops.layer_norm(x.reshape(-1, 16), weight, weight, backend=backend)
+    assert torch.equal(ops.layer_norm(x, weight, weight, backend=backend), flat.view(shape))
+
+
+@pytest.mark.parametrize("backend", LAYER_NORM)
+@pytest.mark.parametrize("columns", [1, 59, 111, 768, 1023, 3584])
+def test_12_unaligned_rows_and_odd_widths(backend, columns):
+    x = torch.randn(5 * columns + 1, device=DEVICE)[1:].view(5, columns)
+    weight = torch.randn(columns + 1, device=DEVICE)[1:]
+    out = ops.layer_norm(x, weight, weight, eps=1e-5, backend=backend)
+    exact = reference.layer_norm(x.double(), weight.double(), weight.double(), eps=1e-5)
+    assert_close("out", out, exact, reference.layer_norm(x, weight, weight, eps=1e-5))
+
+
+@pytest.mark.parametrize("backend", ATTENTION)
+def test_13_dropout_differs_per_call_repeats_on_reseed_and_keeps_its_share(backend):
+    q, k, v = qkv(2, 2, 24, 16)
+
+    def run(seed):
+        torch.manual_seed(seed)
+        return ops.attention(q, k, v, dropout_p=0.25, backend=backend)
+
+    first, again, other = run(1), run(1), run(2)
+    following = ops.attention(q, k, v, dropout_p=0.25, backend=backend)
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert not torch.equal(other, following)
+
+
+def test_13_the_kept_fraction_is_binomial():
+    kept, draws, p = 0, 0, 0.1
+    for seed in range(1000):
+        keep = reference.dropout_keep(torch.tensor([seed * 7919]), p, (16, 64))
+        kept, draws = kept + int(keep.sum()), draws + keep.numel()
+    deviation = abs(kept - draws * (1 - p)) / math.sqrt(draws * p * (1 - p))
+    assert deviation < 4.9, "two-sided probability 1e-6"
+
+
+def test_13_philox_known_answer():
+    zero = torch.zeros(1, dtype=torch.int64)
+    words = [int(w) for w in reference.philox(zero, zero, zero, zero, zero)]
+    assert words == [0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48]
+
+
+@pytest.mark.parametrize("backend", LAYER_NORM)
+def test_14_checkpointing_replays_the_same_dropout(backend):
+    x = torch.randn(8, 32, device=DEVICE, requires_grad=True)
+    weight = torch.ones(32, device=DEVICE)
+
+    def block(x):
+        return ops.layer_norm(x, weight, weight, dropout_p=0.5, residual=x, backend=backend)
+
+    torch.manual_seed(3)
+    (plain,) = torch.autograd.grad(block(x).square().sum(), x)
+    torch.manual_seed(3)
+    out = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+    (recomputed,) = torch.autograd.grad(out.square().sum(), x)
+    assert torch.equal(plain, recomputed)
+
+
+@pytest.mark.parametrize("backend", ATTENTION)
+def test_16_dropout_of_nothing_and_of_everything(backend):
+    q, k, v = qkv(1, 2, 9, 16)
+    plain = ops.attention(q, k, v, backend=backend)
+    assert torch.equal(ops.attention(q, k, v, dropout_p=0.0, backend=backend), plain)
+    out = ops.attention(q, k, v, dropout_p=1.0, backend=backend)
+    assert (out == 0).all()
+    for gradient in gradients(out, (q, k, v)):
+        assert (gradient == 0).all()
+
+
+@pytest.mark.parametrize("backend", LAYER_NORM)
+def test_16_layer_norm_dropout_of_everything_leaves_the_residual(backend):
+    x, residual = torch.randn(2, 5, 32, device=DEVICE)
+    weight = torch.ones(32, device=DEVICE)
+    out = ops.layer_norm(x, weight, weight, residual=residual, dropout_p=1.0, backend=backend)
+    assert torch.equal(out, ops.layer_norm(residual, weight, weight, backend=backend))
+
+
+@pytest.mark.parametrize("backend", ATTENTION)
+def test_17_reruns_are_bitwise_equal(backend):
+    q, k, v = qkv(2, 2, 70, 32)
+    dout = torch.randn(2, 2, 70, 32, device=DEVICE)
+
+    def run():
+        return torch.autograd.grad(ops.attention(q, k, v, backend=backend), (q, k, v), dout)
+
+    first = run()
+    for _ in range(3):
+        assert all(torch.equal(a, b) for a, b in zip(first, run(), strict=True))
+
+
+@pytest.mark.parametrize("backend", LAYER_NORM)
+def test_28_layer_norm_of_large_means_constant_rows_and_huge_values(backend):
+    weight, bias = torch.ones(768, device=DEVICE), torch.zeros(768, device=DEVICE)
+    x = torch.randn(4, 768, device=DEVICE) + 1e4
+    out = ops.layer_norm(x, weight, bias, eps=1e-5, backend=backend)
+    exact = reference.layer_norm(x.double(), weight.double(), bias.double(), eps=1e-5)
+    assert_close("mean 1e4", out, exact, reference.layer_norm(x, weight, bias, eps=1e-5))
+    constant = torch.full((2, 768), 3.0, device=DEVICE)
+    assert (ops.layer_norm(constant, weight, bias, eps=1e-5, backend=backend) == 0).all()
+    huge = torch.full((2, 768), 1e30, device=DEVICE)
+    assert not ops.layer_norm(huge, weight, bias, eps=1e-5, backend=backend).isnan().any()
+
+
+@pytest.mark.parametrize("backend", GELU)
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_28_gelu_at_the_ends_of_fp16(backend, approximate):
+    x = torch.tensor([[65504.0], [-65504.0], [0.0], [10.0], [-10.0]], device=DEVICE)
+    one = torch.ones(1, 1, device=DEVICE)
+    out = ops.linear_gelu(x, one, None, approximate=approximate, backend=backend).flatten()
+    assert out[0] == 65504.0
+    assert out[1] == 0.0
+    assert out[2] == 0.0
+    assert out[3] == 10.0
+    assert abs(float(out[4])) < 1e-20
+
+
+@pytest.mark.parametrize("backend", ATTENTION)
+def test_28_logits_of_ten_thousand(backend):
+    q, k, v = qkv(1, 1, 9, 16)
+    with torch.no_grad():
+        q *= 1e4
+    out = ops.attention(q, k, v, backend=backend)
+    assert torch.isfinite(out).all()
+    assert all(torch.isfinite(g).all() for g in gradients(out, (q, k, v)))
+
+
+def test_29_a_batch_without_a_label_has_loss_zero_and_finite_gradients():
+    hidden = torch.randn(6, 8, requires_grad=True)
+    weight, bias = torch.randn(11, 8, requires_grad=True), torch.zeros(11, requires_grad=True)
+    labels = torch.full((6,), -100)
+    loss = ops.linear_cross_entropy(hidden, weight, bias, labels)
+    assert loss == 0.0
+    for gradient in torch.autograd.grad(loss, (hidden, weight, bias)):
+        assert (gradient == 0).all()
+
+
+@pytest.mark.parametrize("backend", ATTENTION)
+def test_weights_on_request_match_and_have_gradients(backend):
+    q, k, v = qkv(2, 2, 9, 16)
+    mask = torch.rand(2, 1, 9, 9, device=DEVICE) > 0.3
+    mask[0, :, 4] = False
+    out, weights = ops.attention(q, k, v, mask=mask, return_weights=True, backend=backend)
+    exact, exact_weights = reference.attention(
+        q.double(), k.double(), v.double(), mask=mask, return_weights=True
+    )
+    yardstick, yardstick_weights = reference.attention(q, k, v, mask=mask, return_weights=True)
+    assert_close("out", out, exact, yardstick)
+    assert_close("weights", weights, exact_weights, yardstick_weights)
+    assert (weights[0, :, 4] == 0).all()
+    dweights = torch.randn_like(weights)
+    got = torch.autograd.grad(weights, (q, k), dweights)
+    oracle = torch.autograd.grad(exact_weights, (q, k), dweights.double())
+    expected = torch.autograd.grad(yardstick_weights, (q, k), dweights)
+    for name, a, b, c in zip("qk", got, oracle, expected, strict=True):
+        assert_close(f"d{name} of the weights", a, b.double(), c)
+
+
+@pytest.mark.parametrize("backend", ATTENTION)
+def test_varlen_weights_are_zero_at_padding(backend):
+    q, k, v = qkv(12, 2, 16)
+    cu_seqlens = torch.tensor([0, 4, 12], dtype=torch.int32, device=DEVICE)
+    _, weights = ops.attention_varlen(q, k, v, cu_seqlens, return_weights=True, backend=backend)
+    assert weights.shape == (2, 2, 8, 8)
+    assert (weights[0, :, 4:] == 0).all()
+    assert (weights[0, :, :, 4:] == 0).all()
+    torch.testing.assert_close(weights[1].sum(-1), torch.ones(2, 8, device=DEVICE))
+
+
+def test_varlen_equals_padding_bit_for_bit_in_its_dropout():
+    """The mask depends on positions inside the sequence alone, so packing does not change it."""
+    q, k, v = qkv(2, 2, 8, 16)
+    seed = torch.tensor([42])
+    dense = reference.attention(q, k, v, dropout_p=0.3, dropout_seed=seed)
+    packed = [x.transpose(1, 2).reshape(16, 2, 16) for x in (q, k, v)]
+    cu_seqlens = torch.tensor([0, 8, 16], dtype=torch.int32)
+    varlen = reference.attention_varlen(*packed, cu_seqlens, dropout_p=0.3, dropout_seed=seed)
+    torch.testing.assert_close(varlen, dense.transpose(1, 2).reshape(16, 2, 16))
