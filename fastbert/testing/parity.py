@@ -130,19 +130,24 @@ def check(
     quick: bool = False,
     seed: int = 0,
 ) -> Iterator[Row]:
-    """One ``Row`` per tensor, as the runs of ``plan`` go by."""
+    """One ``Row`` per tensor, as the runs of ``plan`` go by; ``plan``'s errors."""
     for selected, name, kind, device in plan(op, backend, dtype, case, quick):
         for result in check_case(selected, name, kind, device, seed):
-            yield Row(
-                selected.op,
-                selected.name,
-                name,
-                result.dtype,
-                result.name,
-                result.error,
-                result.yardstick,
-                result.ratio,
-                result.passed,
-                str(result),
-                selected.command(name, kind),
-            )
+            yield row(selected, name, kind, result)
+
+
+def row(case: Case, backend: str, dtype: torch.dtype, result: Comparison) -> Row:
+    """``dtype`` is that of the inputs; a loss comes back in fp32 all the same."""
+    return Row(
+        case.op,
+        case.name,
+        backend,
+        str(dtype).removeprefix("torch."),
+        result.name,
+        result.error,
+        result.yardstick,
+        result.ratio,
+        result.passed,
+        str(result),
+        case.command(backend, dtype),
+    )

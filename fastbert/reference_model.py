@@ -1,0 +1,119 @@
+"""The whole BERT model in plain PyTorch: padded, unfused, any dtype; the oracle of
+``fastbert.modules``.
+
+Weights come as a state dict under Hugging Face's names, so this shares no code with the modules
+that it judges, only the formulas of ``fastbert.reference``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastbert import reference
+from fastbert.config import BertConfig
+
+APPROXIMATIONS = {"gelu": "none", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "relu": "relu"}
+
+
+class Encoded(NamedTuple):
+    """last_hidden_state (B, L, N), pooler_output (B, N), the states and weights of each layer."""
+
+    last_hidden_state: Tensor
+    pooler_output: Tensor
+    hidden_states: tuple[Tensor, ...]
+    attentions: tuple[Tensor, ...]
+
+
+def encode(
+    state: Mapping[str, Tensor],
+    config: BertConfig,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    token_type_ids: Tensor | None = None,
+) -> Encoded:
+    """BertModel without dropout (Devlin et al. 2019): ids (B, L), mask (B, L) with nonzero =
+    attend.
+
+    ``state`` holds BertModel's names, without the prefix ``bert.``.
+    """
+    types = torch.zeros_like(input_ids) if token_type_ids is None else token_type_ids
+    positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+    x = reference.embedding(
+        input_ids,
+        types,
+        positions,
+        state["embeddings.word_embeddings.weight"],
+        state["embeddings.token_type_embeddings.weight"],
+        state["embeddings.position_embeddings.weight"],
+        state["embeddings.LayerNorm.weight"],
+        state["embeddings.LayerNorm.bias"],
+        eps=config.layer_norm_eps,
+        padding_idx=config.pad_token_id,
+    )
+    mask = None if attention_mask is None else attention_mask.bool()
+    hidden_states, attentions = [x], []
+    for i in range(config.num_hidden_layers):
+        x, weights = _layer(state, f"encoder.layer.{i}.", config, x, mask)
+        hidden_states.append(x)
+        attentions.append(weights)
+    pooled = torch.tanh(_linear(state, "pooler.dense", x[:, 0]))
+    return Encoded(x, pooled, tuple(hidden_states), tuple(attentions))
+
+
+def _linear(state: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
+    return F.linear(x, state[f"{name}.weight"], state[f"{name}.bias"])
+
+
+def _add_norm(state, name: str, config: BertConfig, x: Tensor, residual: Tensor) -> Tensor:
+    weight, bias = state[f"{name}.weight"], state[f"{name}.bias"]
+    return reference.layer_norm(x, weight, bias, residual=residual, eps=config.layer_norm_eps)
+
+
+def _layer(state, prefix: str, config: BertConfig, x: Tensor, mask: Tensor | None):
+    batch, length, hidden = x.shape
+
+    def heads(name: str) -> Tensor:
+        projected = _linear(state, f"{prefix}attention.self.{name}", x)
+        return projected.view(batch, length, config.num_attention_heads, -1).transpose(1, 2)
+
+    out, weights = reference.attention(
+        heads("query"), heads("key"), heads("value"), mask=mask, return_weights=True
+    )
+    out = out.transpose(1, 2).reshape(batch, length, hidden)
+    out = _linear(state, f"{prefix}attention.output.dense", out)
+    x = _add_norm(state, f"{prefix}attention.output.LayerNorm", config, out, x)
+    inner = _linear(state, f"{prefix}intermediate.dense", x)
+    inner = reference.gelu(inner, APPROXIMATIONS[config.hidden_act])
+    out = _linear(state, f"{prefix}output.dense", inner)
+    return _add_norm(state, f"{prefix}output.LayerNorm", config, out, x), weights
+
+
+def pretraining_loss(
+    state: Mapping[str, Tensor],
+    config: BertConfig,
+    batch: Mapping[str, Tensor],
+) -> tuple[Tensor, Tensor]:
+    """The MLM and NSP losses of BertForPreTraining without dropout.
+
+    ``state`` holds BertForPreTraining's names; ``batch`` holds input_ids, attention_mask,
+    token_type_ids, labels (B, L; -100 ignored) and next_sentence_label (B,; 0 = is next).
+    """
+    bert = {k.removeprefix("bert."): v for k, v in state.items() if k.startswith("bert.")}
+    inputs = (batch[name] for name in ("input_ids", "attention_mask", "token_type_ids"))
+    encoded = encode(bert, config, *inputs)
+    transform = "cls.predictions.transform."
+    x = _linear(state, f"{transform}dense", encoded.last_hidden_state)
+    x = reference.gelu(x, APPROXIMATIONS[config.hidden_act])
+    norm = (state[f"{transform}LayerNorm.weight"], state[f"{transform}LayerNorm.bias"])
+    x = reference.layer_norm(x, *norm, eps=config.layer_norm_eps)
+    decoder = (state["cls.predictions.decoder.weight"], state["cls.predictions.bias"])
+    mlm = reference.linear_cross_entropy(x.flatten(0, 1), *decoder, batch["labels"].flatten())
+    related = _linear(state, "cls.seq_relationship", encoded.pooler_output)
+    related = related.to(torch.promote_types(related.dtype, torch.float32))
+    nsp = F.cross_entropy(related, batch["next_sentence_label"].flatten())
+    return mlm, nsp

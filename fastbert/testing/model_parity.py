@@ -1,0 +1,124 @@
+"""Parity of the whole model: one pre-training step against ``fastbert.reference_model``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from fastbert import reference_model
+from fastbert.config import BertConfig
+from fastbert.modules import BertForPreTraining
+from fastbert.ops import backend as backends
+from fastbert.testing.cases import Case
+from fastbert.testing.compare import compare
+from fastbert.testing.parity import DTYPES, Row, devices, row
+
+CASE = Case("bert", "pretraining_step", ())
+# Small, with every kind of layer; the vocabulary is no multiple of anything.
+CONFIG = BertConfig(
+    vocab_size=97,
+    hidden_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    intermediate_size=128,
+    max_position_embeddings=48,
+    initializer_range=0.1,
+)
+# Gradients are judged together by kind: one long vector each, so that no handful of elements is
+# left to luck.
+KINDS = ("embeddings", "attention.self", "attention.output", "intermediate", "pooler", "cls")
+
+
+def check_model(
+    backend: str | None = None, dtype: torch.dtype | None = None, seed: int = 0
+) -> Iterator[Row]:
+    """Losses and gradients of BertForPreTraining on every backend that can serve its attention or
+    layer norm here; ``backend`` and ``dtype`` narrow it down."""
+    for name in backends.BACKENDS if backend is None else (backend,):
+        for device in devices():
+            for kind in DTYPES if dtype is None else (dtype,):
+                request = backends.Request(device, kind)
+                if backends.refusal("layer_norm", name, request) is None:
+                    yield from check_step(name, kind, device, seed)
+
+
+def check_step(
+    backend: str | None, dtype: torch.dtype, device: str = "cpu", seed: int = 0
+) -> list[Row]:
+    """The rows of one step in ``dtype``: mlm_loss, nsp_loss, and the gradient of each kind of
+    layer."""
+    torch.manual_seed(seed)
+    model = BertForPreTraining(CONFIG, backend=backend).to(device, dtype).eval()
+    batch = _batch(seed)
+    out = model(**{name: t.to(device) for name, t in batch.items()}, output_logits=False)
+    (out.mlm_loss + out.nsp_loss).backward()
+    actual = {"mlm_loss": out.mlm_loss, "nsp_loss": out.nsp_loss, **_gradients(model)}
+    state = {name: t.detach().cpu() for name, t in model.state_dict().items()}
+    oracle = _reference_step(state, batch, torch.float64)
+    yardstick = _reference_step(state, batch, dtype)
+    rows = []
+    for name, members in _groups(oracle).items():
+        sides = (_flat(side, members) for side in (actual, oracle, yardstick))
+        rows.append(row(CASE, backend or "auto", dtype, compare(name, *sides)))
+    return rows
+
+
+def _batch(seed: int) -> dict[str, Tensor]:
+    """Three sequences of 40, 23 and 9 tokens, 15 % of them labelled."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.tensor([40, 23, 9])
+    shape = (3, 40)
+    exists = torch.arange(40) < lengths[:, None]
+    ids = torch.randint(1, CONFIG.vocab_size, shape, generator=generator)
+    labelled = (torch.rand(shape, generator=generator) < 0.15) & exists
+    return {
+        "input_ids": ids * exists,
+        "attention_mask": exists.long(),
+        "token_type_ids": torch.randint(0, 2, shape, generator=generator) * exists,
+        "labels": torch.randint(0, CONFIG.vocab_size, shape, generator=generator).masked_fill(
+            ~labelled, -100
+        ),
+        "next_sentence_label": torch.tensor([0, 1, 1]),
+    }
+
+
+def _gradients(model: BertForPreTraining) -> dict[str, Tensor]:
+    """The gradients under Hugging Face's names: the parameters' state-dict hooks split them too."""
+    gradients = BertForPreTraining(CONFIG).to(next(model.parameters()).dtype)
+    with torch.no_grad():
+        for target, source in zip(gradients.parameters(), model.parameters(), strict=True):
+            assert source.grad is not None
+            target.copy_(source.grad)
+    return {f"d{name}": t for name, t in gradients.state_dict().items() if _differentiated(name)}
+
+
+def _differentiated(name: str) -> bool:
+    # Tied to the word table and to the predictions' bias, which carry the gradient.
+    return not name.startswith("cls.predictions.decoder.")
+
+
+def _reference_step(
+    state: dict[str, Tensor], batch: dict[str, Tensor], dtype: torch.dtype
+) -> dict[str, Tensor]:
+    leaves = {
+        name: t.to(dtype).requires_grad_() for name, t in state.items() if _differentiated(name)
+    }
+    tied = {"cls.predictions.decoder.weight": leaves["bert.embeddings.word_embeddings.weight"]}
+    mlm, nsp = reference_model.pretraining_loss({**leaves, **tied}, CONFIG, batch)
+    gradients = torch.autograd.grad(mlm + nsp, list(leaves.values()))
+    named = {f"d{name}": g for name, g in zip(leaves, gradients, strict=True)}
+    return {"mlm_loss": mlm, "nsp_loss": nsp, **named}
+
+
+def _groups(tensors: dict[str, Tensor]) -> dict[str, list[str]]:
+    groups: dict[str, list[str]] = {}
+    for name in tensors:
+        kind = next((k for k in KINDS if f".{k}." in f".{name[1:]}"), "output")
+        groups.setdefault(name if name.endswith("_loss") else f"d{kind}", []).append(name)
+    return groups
+
+
+def _flat(tensors: dict[str, Tensor], names: list[str]) -> Tensor:
+    return torch.cat([tensors[name].detach().cpu().flatten() for name in names])

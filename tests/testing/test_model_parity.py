@@ -1,0 +1,41 @@
+"""One pre-training step of the whole model on every backend of this machine; broken, it fails."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fastbert import ops
+from fastbert.ops import backend as backends
+from fastbert.testing.model_parity import check_step
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BACKENDS = [
+    None,
+    *(
+        name
+        for name in backends.BACKENDS
+        if backends.refusal("layer_norm", name, backends.Request(DEVICE, torch.float32)) is None
+    ),
+]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_pretraining_step(backend, dtype):
+    rows = check_step(backend, dtype, DEVICE)
+    assert {"mlm_loss", "nsp_loss", "dembeddings", "dattention.self", "dcls"} <= {
+        row.tensor for row in rows
+    }
+    failed = [row.detail for row in rows if not row.passed]
+    assert not failed, "\n".join(failed)
+
+
+def test_a_model_that_ignores_padding_fails(monkeypatch):
+    def unmasked(q, k, v, cu_seqlens_q, **options):
+        return right(q, k, v, cu_seqlens_q[[0, -1]], **{**options, "max_seqlen_q": q.shape[0],
+                                                        "max_seqlen_k": q.shape[0]})  # fmt: skip
+
+    right = ops.attention_varlen
+    monkeypatch.setattr(ops, "attention_varlen", unmasked)
+    assert not all(row.passed for row in check_step(None, torch.float32, DEVICE))
