@@ -7,6 +7,7 @@ lets Triton kernels run on CPU tensors. ``FASTBERT_CPU_ISA`` is read by the exte
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import sys
@@ -65,18 +66,19 @@ TABLES: dict[str, dict[str, Implementation]] = {}
 
 def _load_extension() -> tuple[Any, str]:
     try:
-        from fastbert import _C
-    except ImportError as error:
-        missing = importlib.util.find_spec("fastbert._C") is None
-        why = "it was not built: no C++ compiler at installation" if missing else str(error)
+        extension = importlib.import_module("fastbert._C")
+    except ModuleNotFoundError:
+        why = "it was not built: no C++ compiler at installation"
         return None, f"the extension fastbert._C is missing ({why})"
-    built = _C.build_info()["torch"]
+    except ImportError as error:
+        return None, f"the extension fastbert._C does not load ({error})"
+    built = extension.build_info()["torch"]
     if built.split("+")[0] != torch.__version__.split("+")[0]:
         return None, (
             f"the extension fastbert._C was built for torch {built}, this is torch "
             f"{torch.__version__}: reinstall fastbert with --no-build-isolation"
         )
-    return _C, "built"
+    return extension, "built"
 
 
 def _has_triton() -> bool:

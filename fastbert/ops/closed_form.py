@@ -76,18 +76,14 @@ def layer_norm_forward(x, weight, bias, residual, x_bias, seed, dropout_p, eps):
 
 
 def layer_norm_backward(dy, x, weight, mean, rstd, residual, x_bias, seed, dropout_p):
+    """Gradients of the sum, of x (empty without dropout), weight, bias, x_bias (empty without)."""
     total = normalised_sum(x, residual, x_bias, seed, dropout_p)
-    parameters = weight.to(total.dtype)
-    dsum, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
-        dy.to(total.dtype),
-        total,
-        (total.shape[-1],),
-        mean.view(-1, 1),
-        rstd.view(-1, 1),
-        parameters,
-        parameters,
-        [True, True, True],
-    )
+    dy, rstd = dy.to(total.dtype), rstd[:, None]
+    normalised = (total - mean[:, None]) * rstd
+    dnormalised = dy * weight
+    along = (dnormalised * normalised).mean(dim=-1, keepdim=True)
+    dsum = rstd * (dnormalised - dnormalised.mean(dim=-1, keepdim=True) - normalised * along)
+    dweight, dbias = (dy * normalised).sum(dim=0), dy.sum(dim=0)
     dx = reference.dropout(dsum, dropout_p, seed, tuple(dsum.shape))
     dx_bias = dsum.new_empty(0) if x_bias is None else dx.sum(dim=0).to(x_bias.dtype)
     dropped = dx.to(x.dtype) if dropout_p > 0 else x.new_empty(0)
@@ -101,10 +97,15 @@ def linear_gelu_forward(x, weight, bias, approximate, save):
 
 
 def gelu_backward(dy, h, bias, approximate):
-    """Gradients of h and bias of gelu(h + bias)."""
-    total = h if bias is None else h + bias
+    """Gradients of h and bias of gelu(h + bias), the sum formed in at least fp32: h is rounded once
+    already."""
+    total = h.to(_statistics_dtype(h))
+    if bias is not None:
+        total = total + bias
+    dy = dy.to(total.dtype)
     if approximate == "relu":
         dh = torch.ops.aten.threshold_backward(dy, total, 0)
     else:
         dh = torch.ops.aten.gelu_backward(dy, total, approximate=approximate)
-    return dh, dh.new_empty(0) if bias is None else dh.sum(dim=0).to(bias.dtype)
+    dbias = h.new_empty(0) if bias is None else dh.sum(dim=0).to(bias.dtype)
+    return dh.to(h.dtype), dbias

@@ -56,7 +56,7 @@ def linear_cross_entropy(
     require_same_device("hidden", hidden.device, weight=weight, bias=bias, labels=labels)
     request = backends.Request(hidden.device.type, hidden.dtype)
     choice = backends.resolve("linear_cross_entropy", backend, request)
-    losses, _ = _linear_cross_entropy(
+    losses = _linear_cross_entropy(
         hidden, weight, bias, labels.long(), ignore_index, choice.backend
     )
     if reduction == "none":
@@ -65,7 +65,7 @@ def linear_cross_entropy(
     return total if reduction == "sum" else total / (labels != ignore_index).sum().clamp(min=1)
 
 
-# The operator: losses (T,), 0 where ignored, and log-sum-exp (T,) for the backward pass
+# The operator: losses (T,), 0 where ignored
 
 
 def _forward(hidden, weight, bias, labels, ignore_index, backend):
@@ -74,43 +74,43 @@ def _forward(hidden, weight, bias, labels, ignore_index, backend):
 
 
 def _fake(hidden, weight, bias, labels, ignore_index, backend):
-    losses = hidden.new_empty(
-        hidden.shape[0], dtype=torch.promote_types(hidden.dtype, torch.float32)
-    )
-    return losses, torch.empty_like(losses)
+    return hidden.new_empty(hidden.shape[0], dtype=_loss_dtype(hidden))
 
 
-def _backward(dlosses, hidden, weight, bias, labels, lse, ignore_index, backend):
+def _loss_dtype(hidden):
+    return torch.promote_types(hidden.dtype, torch.float32)
+
+
+def _backward(dlosses, hidden, weight, bias, labels, ignore_index, backend):
     table = backends.TABLES["linear_cross_entropy"]
-    return table[backend].backward(dlosses, hidden, weight, bias, labels, lse, ignore_index)
+    return table[backend].backward(dlosses, hidden, weight, bias, labels, ignore_index)
 
 
-def _backward_fake(dlosses, hidden, weight, bias, labels, lse, ignore_index, backend):
+def _backward_fake(dlosses, hidden, weight, bias, labels, ignore_index, backend):
     dbias = hidden.new_empty(0) if bias is None else bias.new_empty(bias.shape)
     return hidden.new_empty(hidden.shape), weight.new_empty(weight.shape), dbias
 
 
 _linear_cross_entropy = operator(
     "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, "
-    "int ignore_index, str backend) -> (Tensor, Tensor)",
+    "int ignore_index, str backend) -> Tensor",
     _forward,
     _fake,
 )
 _linear_cross_entropy_backward = operator(
     "linear_cross_entropy_backward(Tensor dlosses, Tensor hidden, Tensor weight, Tensor? bias, "
-    "Tensor labels, Tensor lse, int ignore_index, str backend) -> (Tensor, Tensor, Tensor)",
+    "Tensor labels, int ignore_index, str backend) -> (Tensor, Tensor, Tensor)",
     _backward,
     _backward_fake,
 )
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     hidden, weight, bias, labels, ctx.ignore_index, ctx.backend = inputs
-    ctx.save_for_backward(hidden, weight, bias, labels, output[1])
-    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(hidden, weight, bias, labels)
 
 
-def _gradient(ctx: Any, dlosses: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+def _gradient(ctx: Any, dlosses: Tensor) -> tuple[Tensor | None, ...]:
     dhidden, dweight, dbias = _linear_cross_entropy_backward(
         dlosses, *ctx.saved_tensors, ctx.ignore_index, ctx.backend
     )
@@ -130,8 +130,7 @@ def _chunks(labels, ignore_index):
 
 
 def _logits(rows, weight, bias):
-    logits = F.linear(rows, weight, bias)
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.linear(rows, weight, bias).to(_loss_dtype(rows))
 
 
 def _check_labels(labels, ignore_index, classes):
@@ -143,24 +142,24 @@ def _check_labels(labels, ignore_index, classes):
 
 def _reference_forward(hidden, weight, bias, labels, ignore_index):
     _check_labels(labels, ignore_index, weight.shape[0])
-    dtype = torch.promote_types(hidden.dtype, torch.float32)
-    losses, lse = hidden.new_zeros(2, hidden.shape[0], dtype=dtype)
+    losses = hidden.new_zeros(hidden.shape[0], dtype=_loss_dtype(hidden))
     for rows in _chunks(labels, ignore_index):
         logits = _logits(hidden[rows], weight, bias)
-        lse[rows] = torch.logsumexp(logits, dim=-1)
-        losses[rows] = lse[rows] - logits.gather(1, labels[rows, None]).squeeze(1)
-    return losses, lse.clone()
+        losses[rows] = F.cross_entropy(logits, labels[rows], reduction="none")
+    return losses
 
 
-def _reference_backward(dlosses, hidden, weight, bias, labels, lse, ignore_index):
+def _reference_backward(dlosses, hidden, weight, bias, labels, ignore_index):
     dhidden = torch.zeros_like(hidden, memory_format=torch.contiguous_format)
-    # Summed over chunks, so in the dtype of the statistics.
-    dweight = torch.zeros_like(weight, dtype=lse.dtype, memory_format=torch.contiguous_format)
-    dbias = hidden.new_zeros(0 if bias is None else bias.shape[0], dtype=lse.dtype)
+    # Summed over chunks, so in the dtype of the loss.
+    dtype = _loss_dtype(hidden)
+    dweight = torch.zeros_like(weight, dtype=dtype, memory_format=torch.contiguous_format)
+    dbias = hidden.new_zeros(0 if bias is None else bias.shape[0], dtype=dtype)
     for rows in _chunks(labels, ignore_index):
-        dlogits = torch.exp(_logits(hidden[rows], weight, bias) - lse[rows, None])
-        dlogits.scatter_add_(1, labels[rows, None], -torch.ones_like(dlogits[:, :1]))
-        dlogits *= dlosses[rows, None]
+        scale = dlosses[rows, None]
+        # p g - g rather than (p - 1) g: one rounding where p is small.
+        dlogits = torch.log_softmax(_logits(hidden[rows], weight, bias), dim=-1).exp_() * scale
+        dlogits.scatter_add_(1, labels[rows, None], -scale)
         dhidden[rows] = dlogits.to(hidden.dtype) @ weight
         dweight += dlogits.to(hidden.dtype).t() @ hidden[rows]
         if bias is not None:

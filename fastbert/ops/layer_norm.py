@@ -54,13 +54,19 @@ def layer_norm(
         require_floating("residual", residual)
         require_shape("residual", residual, tuple(shape))
         dtype = torch.promote_types(x.dtype, residual.dtype)
-        x, residual = x.to(dtype), residual.to(dtype).reshape(-1, columns)
+        x, residual = x.to(dtype), _rows(residual.to(dtype))
     seed = draw_seed(dropout_p, dropout_seed, x.device)
     choice = backends.resolve("layer_norm", backend, backends.Request(x.device.type, x.dtype))
     y, _, _ = _layer_norm(
-        x.reshape(-1, columns), weight, bias, residual, x_bias, seed, dropout_p, eps, choice.backend
+        _rows(x), weight, bias, residual, x_bias, seed, dropout_p, eps, choice.backend
     )
     return y.view(shape)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """(R, N) with rows at any stride; elements that do not lie side by side are copied together."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
 # The operator. Rows are flattened: x (R, N); mean and rstd (R,).

@@ -165,6 +165,16 @@ def test_10_strided_inputs_and_gradients(backend):
 
 
 @pytest.mark.parametrize("backend", LAYER_NORM)
+def test_10_layer_norm_of_strided_rows_and_transposed_elements(backend):
+    wide = torch.randn(5, 40, device=DEVICE)
+    weight = torch.randn(16, device=DEVICE)
+    for x in (wide[:, 7:23], torch.randn(16, 5, device=DEVICE).t(), wide[:, :1].expand(5, 16)):
+        expected = ops.layer_norm(x.contiguous(), weight, weight, residual=x, backend=backend)
+        got = ops.layer_norm(x, weight, weight, residual=x.contiguous(), backend=backend)
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("backend", LAYER_NORM)
 @pytest.mark.parametrize("shape", [(16,), (3, 16), (2, 3, 16), (2, 1, 3, 16), (2, 1, 2, 3, 16)])
 def test_11_layer_norm_of_every_rank(backend, shape):
     x, weight = torch.randn(shape, device=DEVICE), torch.randn(16, device=DEVICE)

@@ -1,0 +1,336 @@
+"""softmax(q kᵀ scale + bias) v, dense and packed: forward and weights; the backward is beside it.
+
+One program owns a block of queries of one head and walks over the keys with the running softmax
+(Milakov and Gimelshein 2018; Dao 2023, algorithm 1). Tiles that every query of the block sees in
+full do no masking work; only the first and last tiles load under a mask. Saved for the backward:
+out and lse.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastbert.kernels.attention_backward import attention_backward, backward_launches
+from fastbert.kernels.attention_tile import (
+    UNSPECIALISED,
+    Problem,
+    allocate_rows,
+    allowed_pairs,
+    attended_keys,
+    describe,
+    empty_slack,
+    exponentials,
+    head_pointer,
+    load_rows,
+    log_sum_exp,
+    logits,
+    online_softmax,
+    phase_range,
+    sequence_bounds,
+    store_rows,
+    strides,
+    visible_range,
+    zero_slack,
+)
+from fastbert.kernels.common import INFINITY, Launch, attention_tile, dot, dropout_keep, narrow
+
+__all__ = ["attention_backward", "attention_forward", "attention_weights", "shipped_launches"]
+
+
+@triton.jit(do_not_specialize=UNSPECIALISED)
+def _forward_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, mask_ptr, bias_ptr, seed_ptr,
+    cu_seqlens_q_ptr, cu_seqlens_k_ptr,
+    stride_q_batch, stride_q_head, stride_q_row, stride_q_dim,
+    stride_k_batch, stride_k_head, stride_k_row, stride_k_dim,
+    stride_v_batch, stride_v_head, stride_v_row, stride_v_dim,
+    stride_out_batch, stride_out_head, stride_out_row, stride_out_dim,
+    stride_mask_batch, stride_mask_head, stride_mask_row, stride_mask_key,
+    stride_bias_batch, stride_bias_head, stride_bias_row, stride_bias_key,
+    stride_lse_batch, stride_lse_head,
+    heads, batches, q_blocks, q_length, k_length, q_rows,
+    scale, dropout_threshold, dropout_scale, window_left, window_right,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    IS_VARLEN: tl.constexpr, HAS_MASK: tl.constexpr, MASK_ROW: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    SCALING: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0) % q_blocks
+    head = tl.program_id(0) // q_blocks % heads
+    batch = tl.program_id(0) // q_blocks // heads
+    q_start, q_len = sequence_bounds(batch, cu_seqlens_q_ptr, q_length, IS_VARLEN)
+    k_start, k_len = sequence_bounds(batch, cu_seqlens_k_ptr, k_length, IS_VARLEN)
+    if IS_VARLEN:
+        empty_slack(
+            lse_ptr, batch, head, block, q_blocks, cu_seqlens_q_ptr, batches, q_rows,
+            stride_lse_head, BLOCK_M,
+        )  # fmt: skip
+        zero_slack(
+            out_ptr, batch, head, block, q_blocks, cu_seqlens_q_ptr, batches, q_rows,
+            stride_out_head, stride_out_row, stride_out_dim, HEAD_DIM, BLOCK_D, BLOCK_M,
+        )  # fmt: skip
+    first_row = block * BLOCK_M
+    if first_row >= q_len:
+        return
+    lse_ptr = head_pointer(lse_ptr, batch, head, q_start, stride_lse_batch, stride_lse_head, 1)
+    rows = first_row + tl.arange(0, BLOCK_M)
+    q_ptr = head_pointer(q_ptr, batch, head, q_start, stride_q_batch, stride_q_head, stride_q_row)
+    k_ptr = head_pointer(k_ptr, batch, head, k_start, stride_k_batch, stride_k_head, stride_k_row)
+    v_ptr = head_pointer(v_ptr, batch, head, k_start, stride_v_batch, stride_v_head, stride_v_row)
+    none = head * 0
+    if HAS_MASK:
+        mask_ptr = head_pointer(mask_ptr, batch, head, none, stride_mask_batch, stride_mask_head, 0)
+    if HAS_BIAS:
+        bias_ptr = head_pointer(bias_ptr, batch, head, none, stride_bias_batch, stride_bias_head, 0)
+    if HAS_DROPOUT:
+        seed = tl.load(seed_ptr)
+    offset = k_len - q_len
+    last_row = tl.minimum(first_row + BLOCK_M, q_len) - 1
+    low, high, start, full_start, full_stop = visible_range(
+        first_row, last_row, offset, k_len, window_left, window_right, HAS_LEFT, HAS_RIGHT, BLOCK_N
+    )
+
+    q = load_rows(q_ptr, rows, rows < q_len, stride_q_row, stride_q_dim, HEAD_DIM, BLOCK_D, True)
+    maximum = tl.full([BLOCK_M], -INFINITY, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    out = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    # Without a left window there are no leading tiles with masks: phase 0 is not even compiled.
+    for phase in tl.static_range(0 if HAS_LEFT else 1, 3):
+        phase_start, phase_stop = phase_range(phase, start, full_start, full_stop, high)
+        for first_key in range(phase_start, phase_stop, BLOCK_N):
+            keys = first_key + tl.arange(0, BLOCK_N)
+            allowed = allowed_pairs(
+                rows[:, None], keys[None, :], mask_ptr, offset, q_len, k_len,
+                window_left, window_right, stride_mask_row, stride_mask_key,
+                HAS_MASK, MASK_ROW, HAS_LEFT, HAS_RIGHT, phase != 1,
+            )  # fmt: skip
+            attended = attended_keys(
+                keys, allowed, mask_ptr, low, high, stride_mask_key, HAS_MASK, MASK_ROW
+            )
+            k = load_rows(
+                k_ptr, keys, keys < k_len, stride_k_row, stride_k_dim, HEAD_DIM, BLOCK_D, phase != 1
+            )
+            scores = dot(q, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
+            scores = logits(
+                scores, rows[:, None], keys[None, :], allowed, bias_ptr, scale, q_len, k_len,
+                stride_bias_row, stride_bias_key, HAS_BIAS, SCALING, phase != 1 or HAS_MASK,
+            )  # fmt: skip
+            weights, maximum, rescale = online_softmax(
+                scores, maximum, scale, SCALING, phase != 1 or HAS_MASK or HAS_BIAS
+            )
+            total = total * rescale + tl.sum(weights, axis=1)
+            if HAS_DROPOUT:
+                keep = dropout_keep(seed, rows, head, batch, first_key, dropout_threshold, BLOCK_N)
+                weights = tl.where(keep, weights, 0.0)
+            v = load_rows(
+                v_ptr,
+                keys,
+                attended,
+                stride_v_row,
+                stride_v_dim,
+                HEAD_DIM,
+                BLOCK_D,
+                phase != 1 or HAS_MASK,
+            )
+            out = dot(narrow(weights, v.dtype), v, out * rescale[:, None])
+
+    inverse = dropout_scale / tl.where(total == 0.0, 1.0, total)
+    out = narrow(out * inverse[:, None], out_ptr.dtype.element_ty)
+    out_ptr = head_pointer(
+        out_ptr, batch, head, q_start, stride_out_batch, stride_out_head, stride_out_row
+    )
+    store_rows(out_ptr, out, rows, rows < q_len, stride_out_row, stride_out_dim, HEAD_DIM, BLOCK_D)
+    tl.store(lse_ptr + rows, log_sum_exp(maximum, total, SCALING), mask=rows < q_len)
+
+
+@triton.jit(do_not_specialize=UNSPECIALISED)
+def _weights_kernel(
+    q_ptr, k_ptr, weights_ptr, mask_ptr, bias_ptr,
+    stride_q_batch, stride_q_head, stride_q_row, stride_q_dim,
+    stride_k_batch, stride_k_head, stride_k_row, stride_k_dim,
+    stride_weights_batch, stride_weights_head, stride_weights_row, stride_weights_key,
+    stride_mask_batch, stride_mask_head, stride_mask_row, stride_mask_key,
+    stride_bias_batch, stride_bias_head, stride_bias_row, stride_bias_key,
+    heads, q_blocks, q_length, k_length, scale, window_left, window_right,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_MASK: tl.constexpr, MASK_ROW: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SCALING: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0) % q_blocks
+    head = tl.program_id(0) // q_blocks % heads
+    batch = tl.program_id(0) // q_blocks // heads
+    none = head * 0
+    q_ptr = head_pointer(q_ptr, batch, head, none, stride_q_batch, stride_q_head, stride_q_row)
+    k_ptr = head_pointer(k_ptr, batch, head, none, stride_k_batch, stride_k_head, stride_k_row)
+    weights_ptr = head_pointer(
+        weights_ptr,
+        batch,
+        head,
+        none,
+        stride_weights_batch,
+        stride_weights_head,
+        stride_weights_row,
+    )
+    if HAS_MASK:
+        mask_ptr = head_pointer(mask_ptr, batch, head, none, stride_mask_batch, stride_mask_head, 0)
+    if HAS_BIAS:
+        bias_ptr = head_pointer(bias_ptr, batch, head, none, stride_bias_batch, stride_bias_head, 0)
+    rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    offset = k_length - q_length
+    q = load_rows(q_ptr, rows, rows < q_length, stride_q_row, stride_q_dim, HEAD_DIM, BLOCK_D, True)
+    maximum = tl.full([BLOCK_M], -INFINITY, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    # Pass 0 finds each row's maximum and sum, pass 1 writes the weights: no row need fit.
+    for weights_pass in tl.static_range(2):
+        for first_key in range(0, k_length, BLOCK_N):
+            keys = first_key + tl.arange(0, BLOCK_N)
+            allowed = allowed_pairs(
+                rows[:, None], keys[None, :], mask_ptr, offset, q_length, k_length,
+                window_left, window_right, stride_mask_row, stride_mask_key,
+                HAS_MASK, MASK_ROW, HAS_LEFT, HAS_RIGHT, True,
+            )  # fmt: skip
+            k = load_rows(
+                k_ptr, keys, keys < k_length, stride_k_row, stride_k_dim, HEAD_DIM, BLOCK_D, True
+            )
+            scores = dot(q, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
+            scores = logits(
+                scores, rows[:, None], keys[None, :], allowed, bias_ptr, scale, q_length, k_length,
+                stride_bias_row, stride_bias_key, HAS_BIAS, SCALING, True,
+            )  # fmt: skip
+            if weights_pass == 0:
+                weights, maximum, rescale = online_softmax(scores, maximum, scale, SCALING, True)
+                total = total * rescale + tl.sum(weights, axis=1)
+            else:
+                reference = tl.where(maximum == -INFINITY, 0.0, maximum)
+                weights = exponentials(scores, reference[:, None], scale, SCALING)
+                weights = weights / tl.where(total == 0.0, 1.0, total)[:, None]
+                pointers = (
+                    weights_ptr
+                    + rows.to(tl.int64)[:, None] * stride_weights_row
+                    + keys.to(tl.int64)[None, :] * stride_weights_key
+                )
+                inside = (rows < q_length)[:, None] & (keys < k_length)[None, :]
+                tl.store(pointers, narrow(weights, weights_ptr.dtype.element_ty), mask=inside)
+
+
+def _forward_launch(problem: Problem, out: Tensor, lse: Tensor) -> Launch:
+    tile = attention_tile("forward", problem.head_dim, out.dtype)
+    return problem.launch(
+        "attention_forward",
+        _forward_kernel,
+        tile,
+        out_ptr=out,
+        lse_ptr=lse,
+        **strides("out", out, problem.arguments["IS_VARLEN"]),
+    )
+
+
+def attention_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    seed: Tensor | None = None,
+    dropout_p: float = 0.0,
+    scale: float,
+    causal: bool = False,
+    window: tuple[int, int] = (-1, -1),
+) -> tuple[Tensor, Tensor]:
+    """Attention output and the natural log-sum-exp of the scaled, biased logits.
+
+    Dense: q (B, H, Lq, D), k, v (B, H, Lk, D) at any strides; out (B, H, Lq, D) lying in memory as
+    (B, Lq, H, D); lse fp32 (B, H, Lq). Packed, with int32 ``cu_seqlens_q`` (B + 1,): q (Tq, H, D),
+    k, v (Tk, H, D); out contiguous, 0 beyond ``cu_seqlens_q[-1]``; lse fp32 (H, Tq), -inf there.
+    mask bool (True = attend) and bias additive, both expanded to (B, H, Lq, Lk), in-sequence
+    positions. seed int64 (1,) on the device of q. A row that may attend nothing gives out 0 and lse
+    -inf. ValueError: D outside 1..256, dropout without a seed.
+    """
+    problem = describe(
+        q, k, v,
+        mask=mask, bias=bias, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, seed=seed, dropout_p=dropout_p,
+        scale=scale, causal=causal, window=window,
+    )  # fmt: skip
+    out = allocate_rows(q, problem)
+    shape = (q.shape[1], q.shape[0]) if cu_seqlens_q is not None else q.shape[:3]
+    lse = torch.empty(shape, dtype=torch.float32, device=q.device)
+    if problem.batches == 0:
+        lse.fill_(-math.inf)
+    _forward_launch(problem, out, lse).run(on=q)
+    return out, lse
+
+
+def _weights_launch(problem: Problem, weights: Tensor) -> Launch:
+    tile = attention_tile("weights", problem.head_dim, weights.dtype)
+    batch, head, row, key = weights.stride()
+    return problem.launch(
+        "attention_weights",
+        _weights_kernel,
+        tile,
+        weights_ptr=weights,
+        stride_weights_batch=batch,
+        stride_weights_head=head,
+        stride_weights_row=row,
+        stride_weights_key=key,
+    )
+
+
+def attention_weights(
+    q: Tensor,
+    k: Tensor,
+    *,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    scale: float,
+    causal: bool = False,
+    window: tuple[int, int] = (-1, -1),
+) -> Tensor:
+    """Softmax weights (B, H, Lq, Lk) before dropout, in q's dtype; see ``attention_forward``."""
+    problem = describe(q, k, k, mask=mask, bias=bias, scale=scale, causal=causal, window=window)
+    weights = torch.empty((*q.shape[:3], k.shape[2]), dtype=q.dtype, device=q.device)
+    _weights_launch(problem, weights).run(on=q)
+    return weights
+
+
+def shipped_launches() -> Iterator[Launch]:
+    """Representative launches, on meta tensors, for the ahead-of-time gate."""
+    for dtype, head_dim, is_varlen, dropout_p in (
+        (torch.float16, 64, True, 0.1),
+        (torch.bfloat16, 64, False, 0.1),
+        (torch.bfloat16, 32, True, 0.0),
+        (torch.bfloat16, 128, False, 0.1),
+        (torch.float32, 64, True, 0.1),
+    ):
+        # q, k and v are slices of one fused projection, as in the model.
+        rows = torch.empty((4096, 3, 12, head_dim), dtype=dtype, device="meta").unbind(1)
+        seed = torch.empty(1, dtype=torch.int64, device="meta")
+        if is_varlen:
+            q, k, v = rows
+            lse = torch.empty((12, 4096), dtype=torch.float32, device="meta")
+            cu_seqlens = torch.empty(9, dtype=torch.int32, device="meta")
+            shape = {"cu_seqlens_q": cu_seqlens, "max_seqlen_q": 512, "max_seqlen_k": 512}
+        else:
+            q, k, v = (x.view(8, 512, 12, head_dim).transpose(1, 2) for x in rows)
+            lse = torch.empty((8, 12, 512), dtype=torch.float32, device="meta")
+            padding = torch.empty((8, 1, 1, 512), dtype=torch.bool, device="meta")
+            shape = {"mask": padding.expand(8, 12, 512, 512)}
+        problem = describe(q, k, v, **shape, scale=0.125, dropout_p=dropout_p, seed=seed)
+        yield _forward_launch(problem, allocate_rows(q, problem), lse)
+        yield from backward_launches(
+            problem, q, q, lse, *(allocate_rows(x, problem) for x in (q, k, v))
+        )
+        if "mask" in shape:
+            weights = torch.empty((8, 12, 512, 512), dtype=dtype, device="meta")
+            yield _weights_launch(problem, weights)

@@ -1,0 +1,317 @@
+"""The attention launchers against the reference, by the one tolerance rule."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from kernel_cases import BRAIN, HALF, SINGLE, judge, kept, normal, seed_tensor
+
+from fastbert import reference
+from fastbert.kernels import common
+from fastbert.kernels.attention import attention_backward, attention_forward, attention_weights
+from fastbert.testing.compare import assert_close
+
+
+def rows(batch, length, heads, dim, dtype, device, scale=1.0):
+    """(B, H, L, D), lying in memory as a projection leaves it: (B, L, H, D)."""
+    return normal(batch, length, heads, dim, dtype=dtype, device=device, scale=scale).transpose(
+        1, 2
+    )
+
+
+def inputs(batch, heads, q_length, k_length, dim, dtype, device, scale=1.0):
+    """q, k, v and dout."""
+    lengths = (q_length, k_length, k_length, q_length)
+    return [
+        rows(batch, n, heads, dim, dtype, device, s)
+        for n, s in zip(lengths, (scale, scale, 1, 1), strict=True)
+    ]
+
+
+def random_mask(kind, batch, heads, q_length, k_length, device):
+    if kind is None:
+        return None
+    if kind == "keys":
+        mask = torch.rand(batch, 1, 1, k_length) > 0.3
+    else:
+        mask = torch.rand(batch, heads, q_length, k_length) > 0.3
+        mask[0, 0, q_length // 2] = False
+    return mask.to(device).expand(batch, heads, q_length, k_length)
+
+
+def run(q, k, v, dout, **options):
+    """[out, dq, dk, dv] of the launchers."""
+    options = {"scale": q.shape[-1] ** -0.5, **options}
+    out, lse = attention_forward(q, k, v, **options)
+    return [out, *attention_backward(dout, q, k, v, out, lse, **options)]
+
+
+def check_dense(q, k, v, dout, **options):
+    options = {"scale": q.shape[-1] ** -0.5, "seed": seed_tensor(str(q.device)), **options}
+    actual = run(q, k, v, dout, **options)
+    plain = {key: x.cpu() if torch.is_tensor(x) else x for key, x in options.items()}
+    plain["dropout_seed"] = plain.pop("seed")
+    bias = plain.pop("bias", None)
+
+    def function(q, k, v):
+        return reference.attention(
+            q, k, v, bias=None if bias is None else bias.to(q.dtype), **plain
+        )
+
+    judge("out dq dk dv", actual, function, [q, k, v], dout)
+
+
+@pytest.mark.parametrize(
+    ("heads", "q_length", "k_length", "dim", "dtype", "mask", "p", "options"),
+    [
+        (2, 97, 97, 1, SINGLE, None, 0.0, {}),
+        (1, 70, 70, 16, SINGLE, None, 0.0, {"window": (20, 10)}),
+        (1, 40, 70, 32, SINGLE, "keys", 0.1, {}),
+        (1, 70, 40, 40, SINGLE, "pairs", 0.1, {"causal": True}),
+        (1, 65, 65, 59, SINGLE, None, 0.2, {"scale": -0.2}),
+        (2, 33, 97, 64, SINGLE, "keys", 0.0, {}),
+        (1, 33, 33, 111, SINGLE, None, 0.0, {"scale": 0.0}),
+        (2, 129, 129, 64, HALF, "keys", 0.1, {}),
+        (1, 130, 97, 32, HALF, "pairs", 0.0, {"window": (50, 30)}),
+        (1, 97, 200, 80, HALF, None, 0.1, {"causal": True}),
+        (1, 257, 257, 16, HALF, None, 0.0, {"window": (60, 0)}),
+        (2, 129, 129, 64, BRAIN, "keys", 0.1, {}),
+        (1, 97, 97, 128, BRAIN, "pairs", 0.1, {}),
+        (1, 65, 33, 256, BRAIN, None, 0.0, {}),
+        (2, 1, 1, 32, BRAIN, None, 0.0, {}),
+    ],
+)
+def test_dense_against_oracle(heads, q_length, k_length, dim, dtype, mask, p, options, device):
+    q, k, v, dout = inputs(2, heads, q_length, k_length, dim, dtype, device)
+    mask = random_mask(mask, 2, heads, q_length, k_length, device)
+    check_dense(q, k, v, dout, mask=mask, dropout_p=p, **options)
+
+
+@pytest.mark.parametrize("dtype", [SINGLE, HALF, BRAIN])
+def test_bias_and_sharp_logits(dtype, device):
+    q, k, v, dout = inputs(1, 2, 70, 97, 64, dtype, device, scale=2.0)
+    bias = normal(1, 2, 1, 97, dtype=dtype, device=device).expand(1, 2, 70, 97)
+    check_dense(q, k, v, dout, bias=bias)
+    check_dense(q, k, v, dout)
+
+
+def test_the_interpreters_own_tiles(device, monkeypatch):
+    monkeypatch.setattr(common, "IS_INTERPRETED", True)
+    q, k, v, dout = inputs(1, 2, 150, 200, 32, SINGLE, device)
+    mask = random_mask("keys", 1, 2, 150, 200, device)
+    check_dense(q, k, v, dout, mask=mask, dropout_p=0.1)
+
+
+def packed(lengths, heads, dim, dtype, device, slack=0):
+    """Packed rows with NaN beyond the sequences, and their cu_seqlens."""
+    total = sum(lengths)
+    x = normal(total + slack, heads, dim, dtype=dtype, device=device)
+    x[total:] = math.nan
+    bounds = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
+    return x, bounds
+
+
+@pytest.mark.parametrize(
+    ("q_lengths", "k_lengths", "dtype", "p", "options"),
+    [
+        ((0, 40, 0, 33, 1, 0), None, SINGLE, 0.1, {}),
+        ((5, 0, 70), (40, 3, 0), SINGLE, 0.0, {}),
+        ((129, 0, 64, 97), None, HALF, 0.1, {}),
+        ((100, 30), (64, 140), BRAIN, 0.1, {"causal": True}),
+        ((0, 0), None, HALF, 0.0, {}),
+    ],
+)
+def test_varlen_against_oracle(q_lengths, k_lengths, dtype, p, options, device):
+    k_lengths = k_lengths or q_lengths
+    q, cu_seqlens_q = packed(q_lengths, 2, 32, dtype, device, slack=150)
+    dout, _ = packed(q_lengths, 2, 32, dtype, device, slack=150)
+    k, cu_seqlens_k = packed(k_lengths, 2, 32, dtype, device, slack=9)
+    v, _ = packed(k_lengths, 2, 32, dtype, device, slack=9)
+    bounds = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    seed = seed_tensor(device)
+    actual = run(q, k, v, dout, dropout_p=p, seed=seed, **bounds, **options)
+    used_q, used_k = sum(q_lengths), sum(k_lengths)
+    for tensor, used in zip(actual, (used_q, used_q, used_k, used_k), strict=True):
+        assert torch.count_nonzero(tensor[used:]) == 0
+
+    def function(q, k, v):
+        lengths = (cu_seqlens_q.cpu(), cu_seqlens_k.cpu())
+        return reference.attention_varlen(
+            q, k, v, *lengths, dropout_p=p, dropout_seed=seed.cpu(), **options
+        )
+
+    _, lse = attention_forward(q, k, v, scale=1.0, **bounds)
+    assert torch.all(lse[:, used_q:] == -math.inf)
+    if max(q_lengths):
+        cut = [q[:used_q], k[:used_k], v[:used_k]]
+        trimmed = [t[:n] for t, n in zip(actual, (used_q, used_q, used_k, used_k), strict=True)]
+        judge("out dq dk dv", trimmed, function, cut, dout[:used_q])
+
+
+def test_varlen_masks_and_dropout_use_positions_in_the_sequence(device):
+    """Packed sequences give bitwise what they give dense, one by one."""
+    lengths = (33, 70)
+    q, cu_seqlens = packed(lengths, 2, 16, HALF, device)
+    dout, _ = packed(lengths, 2, 16, HALF, device)
+    mask = (torch.rand(2, 2, 70, 70) > 0.3).to(device)
+    options = {"dropout_p": 0.3, "seed": seed_tensor(device)}
+    together = run(q, q, q, dout, cu_seqlens_q=cu_seqlens, mask=mask, **options)
+    # Sequence 1 alone would draw the dropout of sequence 0, so it is put second in a dense batch.
+    x, dx = (t[33:].transpose(0, 1)[None].expand(2, 2, 70, 16) for t in (q, dout))
+    alone = run(x, x, x, dx, mask=mask, **options)
+    for a, b in zip(together, alone, strict=True):
+        assert torch.equal(a[33:].transpose(0, 1), b[1])
+
+
+def test_fully_masked_rows_are_exactly_zero(device):
+    q, k, v, dout = inputs(2, 2, 40, 70, 32, SINGLE, device)
+    mask = (torch.rand(2, 2, 40, 70) > 0.3).to(device)
+    mask[1] = False
+    mask[0, 0, 3] = False
+    out, lse = attention_forward(q, k, v, mask=mask, scale=1.0)
+    gradients = attention_backward(dout, q, k, v, out, lse, mask=mask, scale=1.0)
+    empty = ~mask.any(-1)
+    assert torch.count_nonzero(out[empty]) == 0
+    assert torch.all((lse == -math.inf) == empty)
+    assert torch.count_nonzero(gradients[0][empty]) == 0
+    assert all(torch.isfinite(t).all() for t in gradients)
+    assert all(torch.count_nonzero(t[1]) == 0 for t in gradients)
+
+
+@pytest.mark.parametrize("kind", ["keys", "pairs", "window"])
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_poison_in_unattended_keys_stays_there(kind, poison, device):
+    q, k, v, dout = inputs(1, 2, 40, 97, 32, HALF, device)
+    options = {"window": (10, 20)} if kind == "window" else {}
+    if kind == "window":
+        hidden = torch.arange(97, device=device) < 97 - 40 - 10
+    else:
+        hidden = torch.rand(97, device=device) > 0.6
+        mask = (~hidden)[None, None, None, :].expand(1, 2, 40, 97)
+        options["mask"] = mask.contiguous() if kind == "pairs" else mask
+    clean = run(q, k, v, dout, dropout_p=0.1, seed=seed_tensor(device), **options)
+    weights = attention_weights(q, k, scale=1.0, **options)
+    k, v = k.clone(), v.clone()
+    k[:, :, hidden], v[:, :, hidden] = poison, poison
+    dirty = run(q, k, v, dout, dropout_p=0.1, seed=seed_tensor(device), **options)
+    assert all(torch.equal(a, b) for a, b in zip(clean, dirty, strict=True))
+    assert torch.equal(weights, attention_weights(q, k, scale=1.0, **options))
+    assert all(torch.count_nonzero(t[:, :, hidden]) == 0 for t in dirty[2:])
+
+
+def test_every_way_to_write_a_mask_agrees(device):
+    """Bool, -inf, -1e4 and finfo.min as a bias: the same bits."""
+    q, k, v, dout = inputs(1, 2, 40, 70, 32, SINGLE, device)
+    mask = (torch.rand(1, 2, 40, 70) > 0.3).to(device)
+    expected = run(q, k, v, dout, mask=mask)
+    for value in (-math.inf, -1e4, torch.finfo(SINGLE).min):
+        bias = torch.zeros(mask.shape, device=device).masked_fill(~mask, value)
+        got = run(q, k, v, dout, bias=bias)
+        assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True)), value
+
+
+def check_forward(name, actual, function, tensors):
+    oracle, yardstick = (
+        function(*(x.cpu().to(dtype) for x in tensors)) for dtype in (torch.float64, actual.dtype)
+    )
+    assert_close(name, actual, oracle, yardstick)
+
+
+@pytest.mark.parametrize("dtype", [SINGLE, HALF, BRAIN])
+def test_weights_against_oracle(dtype, device):
+    q, k, _, _ = inputs(2, 2, 40, 97, 64, dtype, device)
+    mask = random_mask("pairs", 2, 2, 40, 97, device)
+    options = {"scale": 0.125, "causal": True}
+    weights = attention_weights(q, k, mask=mask, **options)
+
+    def function(q, k):
+        return reference.attention(q, k, k, mask=mask.cpu(), return_weights=True, **options)[1]
+
+    check_forward("weights", weights, function, [q, k])
+
+
+@pytest.mark.parametrize("dtype", [SINGLE, HALF])
+def test_huge_logits(dtype, device):
+    q, k, v, dout = inputs(1, 1, 40, 70, 64, dtype, device, scale=40.0)
+    out, *gradients = run(q, k, v, dout, scale=0.125)
+    assert all(torch.isfinite(t).all() for t in gradients)
+    check_forward("out", out, lambda *x: reference.attention(*x, scale=0.125), [q, k, v])
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5])
+def test_dropout_is_the_defined_philox(p, device):
+    """Uniform weights and V = identity show the mask itself."""
+    batch, heads, q_length, k_length = 2, 3, 33, 64
+    q = torch.zeros(batch, heads, q_length, 64, device=device)
+    k = torch.zeros(batch, heads, k_length, 64, device=device)
+    v = torch.eye(64, device=device).expand(batch, heads, 64, 64)
+    seed = -(2**62) - 12345
+    options = {"dropout_p": p, "seed": seed_tensor(device, seed), "scale": 1.0}
+    out, _ = attention_forward(q, k, v, **options)
+    expected = kept(seed, p, (batch, heads, q_length, k_length))
+    assert torch.equal((out != 0).cpu(), expected)
+    assert torch.allclose(out[out != 0], torch.tensor(1 / 64 / (1 - p), device=device))
+
+
+def test_dropout_of_everything_and_of_nothing(device):
+    q, k, v, dout = inputs(1, 2, 40, 40, 16, HALF, device)
+    seed = seed_tensor(device)
+    assert all(torch.count_nonzero(t) == 0 for t in run(q, k, v, dout, dropout_p=1.0, seed=seed))
+    plain, none = run(q, k, v, dout), run(q, k, v, dout, dropout_p=0.0, seed=seed)
+    assert all(torch.equal(a, b) for a, b in zip(plain, none, strict=True))
+    drawn = [run(q, k, v, dout, dropout_p=0.5, seed=seed_tensor(device, n))[0] for n in (1, 1, 2)]
+    assert torch.equal(drawn[0], drawn[1])
+    assert not torch.equal(drawn[0], drawn[2])
+
+
+def test_reruns_and_batches_agree_bitwise(device):
+    q, k, v, dout = inputs(2, 2, 70, 70, 32, HALF, device)
+    first, second = (run(q, k, v, dout) for _ in range(2))
+    single = run(q[1:], k[1:], v[1:], dout[1:])
+    for a, b, c in zip(first, second, single, strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(a[1:], c)
+
+
+def test_layouts_do_not_matter(device):
+    """Slices of a fused projection, a transposed last dimension, expanded heads and gradients."""
+    fused = normal(2, 40, 3, 2, 24, dtype=HALF, device=device)
+    q, k, v = (fused[:, :, i].transpose(1, 2) for i in range(3))
+    dout = normal(1, 2, 1, 24, dtype=HALF, device=device).expand(2, 2, 40, 24)
+    expected = run(q.contiguous(), k.contiguous(), v.contiguous(), dout.contiguous())
+    got = run(q, k.mT.contiguous().mT, v.transpose(0, 3).contiguous().transpose(0, 3), dout)
+    assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+    assert all(t.transpose(1, 2).is_contiguous() for t in got)
+    shared = k[:, :1].expand(2, 2, 40, 24)
+    expected = run(q, shared.contiguous(), shared.contiguous(), dout)
+    assert torch.equal(expected[0], run(q, shared, shared, dout)[0])
+
+
+@pytest.mark.parametrize(
+    ("batch", "q_length", "k_length"), [(0, 5, 5), (2, 0, 5), (2, 5, 0), (2, 0, 0)]
+)
+def test_empty_dense_sizes(batch, q_length, k_length, device):
+    q, k, v, dout = inputs(batch, 2, q_length, k_length, 16, SINGLE, device)
+    for tensor, like in zip(run(q, k, v, dout), (q, q, k, v), strict=True):
+        assert tensor.shape == like.shape
+        assert torch.count_nonzero(tensor) == 0
+    assert attention_weights(q, k, scale=1.0).shape == (batch, 2, q_length, k_length)
+
+
+@pytest.mark.parametrize(("lengths", "slack"), [((), 0), ((), 7), ((0,), 7), ((0, 0), 0)])
+def test_empty_packed_sizes(lengths, slack, device):
+    x, cu_seqlens = packed(lengths, 2, 16, SINGLE, device, slack=slack)
+    for tensor in run(x, x, x, x, cu_seqlens_q=cu_seqlens):
+        assert tensor.shape == x.shape
+        assert torch.count_nonzero(tensor) == 0
+
+
+def test_errors_name_the_argument(device):
+    x = torch.zeros(1, 1, 4, 257, device=device)
+    with pytest.raises(ValueError, match=r"head_dim: got 257, allowed: 1 to 256"):
+        attention_forward(x, x, x, scale=1.0)
+    x = torch.zeros(1, 1, 4, 16, device=device)
+    with pytest.raises(ValueError, match=r"seed: got None with dropout_p=0\.1"):
+        attention_forward(x, x, x, scale=1.0, dropout_p=0.1)

@@ -1,0 +1,109 @@
+"""The rules of the house that a machine can check: who imports whom, and what import costs."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "fastbert"
+
+# Room → the rooms it may import from. Imports inside functions count too.
+ALLOWED = {
+    "config": set(),
+    "version": set(),
+    "reference": set(),
+    "reference_model": {"config", "reference"},
+    "kernels": {"kernels"},
+    "ops": {"ops", "kernels", "reference", "_C"},
+    "io": {"io", "config", "modules"},
+    "modules": {"modules", "ops", "config", "io"},
+    "data": {"data"},
+    "training": {"training", "data", "modules", "ops", "config", "testing", "version"},
+    "testing": {"testing", "modules", "ops", "config", "reference", "reference_model", "version"},
+    "cli": {"cli", "training", "data", "modules", "io", "ops", "testing", "config", "version"},
+}
+THIRD_PARTY = {"transformers", "sentence_transformers"}
+
+
+def imports(path: Path):
+    """Every absolute module name that a file imports, in functions and under TYPE_CHECKING too."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            base = node.module or ""
+            if base == "fastbert":
+                yield from (f"fastbert.{alias.name}" for alias in node.names)
+            else:
+                yield base
+
+
+def modules():
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        if parts[0] not in ("__init__", "__main__"):
+            yield parts[0], path
+
+
+@pytest.mark.parametrize("room", ALLOWED)
+def test_data_only_goes_down(room):
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for owner, path in modules()
+        for name in imports(path)
+        if owner == room and name.startswith("fastbert.")
+        if name.split(".")[1] not in ALLOWED[room] | {"__version__"}
+    ]
+    assert not wrong
+
+
+def test_every_room_is_known():
+    assert {room for room, _ in modules()} <= set(ALLOWED) | {"integrations"}
+
+
+def test_environment_variables_are_read_in_one_place():
+    readers = [
+        str(path.relative_to(ROOT))
+        for _, path in modules()
+        if "os.environ" in path.read_text(encoding="utf-8")
+    ]
+    assert readers == ["fastbert/ops/backend.py"]
+
+
+def run(code: str, blocked: tuple[str, ...] = ()) -> str:
+    """The output of ``code`` in a fresh Python in which importing ``blocked`` fails."""
+    source = f"import sys; sys.modules.update(dict.fromkeys({blocked!r}))\n{code}"
+    result = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, timeout=300
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_the_package_imports_without_torch_and_help_does_not_load_it():
+    run("import fastbert; fastbert.BertConfig(); assert 'torch' not in sys.modules")
+    run(
+        "from typer.testing import CliRunner\n"
+        "from fastbert.cli import app\n"
+        "assert CliRunner().invoke(app, ['--help']).exit_code == 0\n"
+        "assert 'torch' not in sys.modules"
+    )
+
+
+def test_without_extension_triton_and_transformers_the_model_runs_and_info_says_so():
+    blocked = ("fastbert._C", "triton", "transformers", "accelerate", "matplotlib", "pyarrow")
+    run(
+        "import torch, fastbert\n"
+        "config = fastbert.BertConfig.preset('tiny', vocab_size=50)\n"
+        "out = fastbert.BertModel(config)(torch.ones(1, 4, dtype=torch.int64))\n"
+        "assert out.last_hidden_state.shape == (1, 4, 128)",
+        blocked,
+    )
+    told = run("from fastbert.cli import main; sys.argv = ['fastbert', 'info']; main()", blocked)
+    assert "_C is missing" in " ".join(told.split())
