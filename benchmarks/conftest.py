@@ -1,0 +1,25 @@
+"""Options of the pytest-benchmark suites: ``--quick`` takes small shapes."""
+
+from __future__ import annotations
+
+import pytest
+
+from fastbert.testing.machine import describe
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="small shapes: a look, not a result")
+
+
+def pytest_report_header() -> list[str]:
+    return [f"machine: {line}" for line in describe().lines()]
+
+
+def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict) -> None:
+    machine = describe()
+    machine_info["fastbert"] = {
+        "threads": machine.threads,
+        "isa": machine.isa,
+        "gpu": machine.gpu,
+        "versions": machine.versions,
+    }

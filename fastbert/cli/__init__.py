@@ -1,0 +1,70 @@
+"""The command line: one small file per command; each parses, calls the storey below and prints.
+
+Nothing here imports torch before a command runs, so that ``fastbert --help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import typer
+
+from fastbert.cli.bench import bench
+from fastbert.cli.check import check
+from fastbert.cli.common import FriendlyGroup
+from fastbert.cli.demo import demo
+from fastbert.cli.encode import encode
+from fastbert.cli.fill_mask import fill_mask
+from fastbert.cli.info import info
+from fastbert.cli.pretrain import pretrain
+from fastbert.version import __version__
+
+app = typer.Typer(
+    name="fastbert",
+    cls=FriendlyGroup,
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"fastbert {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _root(
+    version: bool = typer.Option(
+        False, "--version", callback=_print_version, is_eager=True, help="Print the version."
+    ),
+) -> None:
+    """Fused kernels and modules for BERT-family encoders, checked against a plain reference.
+
+    Start with [bold]fastbert info[/] (what this machine can run), [bold]fastbert check[/] (is it
+    right?) and [bold]fastbert demo[/] (train a small BERT from nothing).
+    """
+
+
+for _name, _function, _example in (
+    ("info", info, "fastbert info --json | jq .extension"),
+    ("check", check, "fastbert check --op layer_norm --backend cpu"),
+    ("bench", bench, "fastbert bench --quick --json bench.json --plot bench.png"),
+    ("demo", demo, "fastbert demo --out demo"),
+    (
+        "pretrain",
+        pretrain,
+        "fastbert pretrain /usr/share/common-licenses out --preset tiny --steps 300",
+    ),
+    ("fill-mask", fill_mask, 'fastbert fill-mask demo/model "The dog [MASK] the ball."'),
+    ("encode", encode, "fastbert encode demo/model sentences.txt sentences.npy --normalize"),
+):
+    app.command(_name, epilog=f"Example: [bold]{_example.replace('[', chr(92) + '[')}[/]")(
+        _function
+    )
+
+
+def main() -> None:
+    """Entry point of the ``fastbert`` script and of ``python -m fastbert``."""
+    app()

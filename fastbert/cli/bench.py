@@ -1,0 +1,153 @@
+"""``fastbert bench``: the speed of operations and encoder, beside PyTorch and transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+from fastbert.cli.common import err, new_table, out, print_json, write_atomically, write_json
+
+if TYPE_CHECKING:
+    from fastbert.testing.bench import EncoderRow, OpRow
+    from fastbert.testing.machine import Machine
+
+ENCODER = "encoder"
+
+
+def bench(
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Small shapes, under a minute: a look, not a result.")
+    ] = False,
+    op: Annotated[
+        list[str] | None,
+        typer.Option(help="Only this operation, or encoder; may be repeated."),
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write all figures to this file; - is stdout.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw them into this .png, .svg or .pdf.")
+    ] = None,
+) -> None:
+    """Time operations and the encoder on every backend here, beside stock PyTorch and transformers.
+
+    All contenders of a shape take turns in one run on random, rotated inputs;
+    figures are medians. What is not right by [bold]fastbert check[/] is not
+    timed, and the exit status is then 1.
+    """
+    as_json = json_file is not None and str(json_file) == "-"
+    if plot is not None and plot.suffix not in (".png", ".svg", ".pdf"):
+        raise ValueError(f"--plot: got {str(plot)!r}, allowed: a .png, .svg or .pdf")
+    machine, operations, encoder = measure(op or [], quick=quick)
+    content = {"machine": machine, "quick": quick, "operations": operations, "encoder": encoder}
+    if as_json:
+        print_json(content)
+    else:
+        print_rows(machine, operations, encoder)
+    if json_file is not None and not as_json:
+        write_json(json_file, content)
+    if plot is not None:
+        from fastbert.testing.plots import plot_bench
+
+        write_atomically(plot, lambda path: plot_bench(path, operations, encoder, machine))
+    rows: list[OpRow | EncoderRow] = [*operations, *encoder]
+    refused = sorted({f"{row.engine}: {row.refused}" for row in rows if row.refused})
+    for reason in refused:
+        err.print(f"not timed: {reason}", style="red", markup=False, soft_wrap=True)
+    if refused:
+        raise typer.Exit(1)
+
+
+def measure(names: list[str], *, quick: bool) -> tuple[Machine, list[OpRow], list[EncoderRow]]:
+    """The header and the rows of operations and encoder; ``names`` [] means everything."""
+    from fastbert.testing import peers
+    from fastbert.testing.bench import bench_encoder, bench_ops
+    from fastbert.testing.machine import describe
+
+    machine = describe()
+    wanted = [name for name in names if name != ENCODER]
+    operations, encoder = [], []
+    with err.status("parity gate") as status:
+
+        def notify(text: str) -> None:
+            status.update(f"timing {text}")
+
+        if wanted or not names:
+            operations = bench_ops(wanted or None, quick=quick, notify=notify)
+        if ENCODER in names or not names:
+            if not peers.has_transformers():
+                err.print("note: transformers is not installed; the encoder is timed without it")
+            encoder = bench_encoder(quick=quick, notify=notify)
+    return machine, operations, encoder
+
+
+def print_rows(machine: Machine, operations: list[OpRow], encoder: list[EncoderRow]) -> None:
+    """The header and both tables. A ratio above 1 means that fastbert is faster."""
+    for line in machine.lines():
+        out.print(line, style="dim", highlight=False, soft_wrap=True)
+    if operations:
+        out.print(_operations_table(operations))
+    if encoder:
+        out.print(_encoder_table(encoder))
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "refused" if seconds is None else f"{seconds * 1e3:.3g}"
+
+
+def _times(ratio: float | None) -> str:
+    if ratio is None:
+        return "–"
+    return f"[{'green' if ratio >= 1 else 'red'}]{ratio:.2f}×[/]"
+
+
+def _operations_table(rows: list[OpRow]) -> Table:
+    """One line per case, dtype and backend; PyTorch's time beside it."""
+    stock = {(r.op, r.case, r.dtype, r.direction): r.seconds for r in rows if r.engine == "torch"}
+    table = new_table("operations: ms, and speed over stock PyTorch (* = chosen by itself)")
+    for heading in ("operation", "case", "dtype", "backend"):
+        table.add_column(heading, overflow="fold")
+    for heading in ("torch", "forward", "", "torch", "fwd+bwd", ""):
+        table.add_column(heading, justify="right", no_wrap=True)
+    lines: dict[tuple[str, str, str, str], list[str]] = {}
+    for row in rows:
+        if row.engine == "torch":
+            continue
+        name = row.engine.removeprefix("fastbert ") + ("*" if row.chosen else "")
+        peer = stock[row.op, row.case, row.dtype, row.direction]
+        lines.setdefault((row.op, row.case, row.dtype, name), []).extend(
+            [_milliseconds(peer), _milliseconds(row.seconds), _times(row.speedup)]
+        )
+    previous = None
+    for (op, case, dtype, name), cells in lines.items():
+        if previous not in (None, op):
+            table.add_section()
+        previous = op
+        table.add_row(op, case, dtype, name, *cells)
+    return table
+
+
+def _encoder_table(rows: list[EncoderRow]) -> Table:
+    table = new_table("encoder, forward; speed over the fastest transformers path in this run")
+    for heading in ("shape", "dtype", "engine"):
+        table.add_column(heading, overflow="fold")
+    for heading in ("ms", "tokens/s", "TFLOP/s", "speed"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    previous: Any = None
+    for row in rows:
+        if previous not in (None, (row.shape, row.dtype)):
+            table.add_section()
+        previous = (row.shape, row.dtype)
+        table.add_row(
+            row.shape,
+            row.dtype,
+            row.engine,
+            _milliseconds(row.seconds),
+            "–" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}",
+            "–" if row.tflops is None else f"{row.tflops:.2f}",
+            _times(row.speedup),
+        )
+    return table

@@ -1,0 +1,118 @@
+"""``fastbert fill-mask``: what the masked-LM head puts in place of [MASK]."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from fastbert.cli.common import BACKENDS, new_table, one_of, out, print_json
+
+if TYPE_CHECKING:
+    from fastbert.modules import BertForMaskedLM
+
+
+def fill_mask(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL", help="Folder (or hub id) of a checkpoint with a masked-LM head."
+        ),
+    ],
+    text: Annotated[str, typer.Argument(metavar="TEXT", help="Text with one or more \\[MASK].")],
+    top_k: Annotated[int, typer.Option(help="Candidates per mask.", min=1)] = 5,
+    backend: Annotated[
+        str | None, typer.Option(help="reference, triton, cuda or cpu; chosen if not given.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
+) -> None:
+    """Fill each \\[MASK] of TEXT with the likeliest tokens: token, probability, sentence."""
+    one_of("--backend", backend, BACKENDS)
+    masks = predict(model, text, top_k=top_k, backend=backend)
+    if as_json:
+        print_json({"text": text, "masks": masks})
+        return
+    for mask in masks:
+        out.print(_table(mask, numbered=len(masks) > 1))
+
+
+def predict(model: str, text: str, *, top_k: int, backend: str | None) -> list[dict[str, Any]]:
+    """One entry per [MASK]: its ``position`` in tokens and the ``candidates`` for it.
+
+    Other masks stay in the sentence. Raises ValueError without any [MASK], for a text that is too
+    long, and for a model without a masked-LM head.
+    """
+    import torch
+
+    from fastbert.data import WordPieceTokenizer
+    from fastbert.io import checkpoint
+
+    folder = checkpoint.find(model)
+    tokenizer = WordPieceTokenizer.load(folder)
+    ids = tokenizer.encode(text)
+    positions = [i for i, token in enumerate(ids) if token == tokenizer.mask_id]
+    mask = tokenizer.special["mask_token"]
+    if not positions:
+        raise ValueError(f"TEXT: got {text!r}, allowed: text with at least one {mask}")
+    masked_lm = _load(folder, backend)
+    limit = masked_lm.config.max_position_embeddings
+    if len(ids) > limit:
+        raise ValueError(f"TEXT: got {len(ids)} tokens, allowed: at most {limit}")
+    with torch.inference_mode():
+        logits = masked_lm(input_ids=torch.tensor([ids])).logits[0, positions]
+    top = logits.float().softmax(-1).topk(min(top_k, logits.shape[-1]), dim=-1)
+    return [
+        {
+            "position": position,
+            "candidates": _candidates(tokenizer, ids, position, values.tolist(), tokens.tolist()),
+        }
+        for position, values, tokens in zip(positions, top.values, top.indices, strict=True)
+    ]
+
+
+def _load(folder: Path, backend: str | None) -> BertForMaskedLM:
+    """The model, refused when its head would be random: guesses of such a head mean nothing."""
+    from fastbert.modules import BertForMaskedLM
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = BertForMaskedLM.from_pretrained(folder, backend=backend)
+    for warning in caught:
+        if "cls.predictions." in str(warning.message):
+            raise ValueError(f"MODEL: no whole masked-LM head: {warning.message}")
+        warnings.warn(warning.message, stacklevel=2)
+    return model
+
+
+def _candidates(
+    tokenizer: Any, ids: list[int], position: int, values: list[float], tokens: list[int]
+) -> list[dict[str, Any]]:
+    rows = []
+    for probability, token in zip(values, tokens, strict=True):
+        filled = [*ids[1:position], token, *ids[position + 1 : -1]]  # without [CLS] and [SEP]
+        rows.append(
+            {
+                "token": tokenizer.id_to_token(token),
+                "id": token,
+                "probability": probability,
+                "sentence": tokenizer.decode(filled, skip_special_tokens=False),
+            }
+        )
+    return rows
+
+
+def _table(mask: dict[str, Any], *, numbered: bool) -> Table:
+    title = f"[MASK] at token {mask['position']}" if numbered else None
+    table = new_table()
+    table.title = Text(title) if title else None
+    table.add_column("token", style="bold")
+    table.add_column("probability", justify="right")
+    table.add_column("sentence", overflow="fold")
+    for row in mask["candidates"]:
+        # Text, not str: a bracket in a token is no markup
+        table.add_row(Text(row["token"]), f"{row['probability']:.4f}", Text(row["sentence"]))
+    return table

@@ -1,0 +1,110 @@
+"""``fastbert info``: the machine, what was built, and which backend serves what and why."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from fastbert.cli.common import new_table, out, print_json
+
+
+def info(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
+) -> None:
+    """Show versions, the machine, the extension, and the backend chosen for each operation."""
+    content = collect()
+    if as_json:
+        print_json(content)
+        return
+    for heading in ("versions", "machine", "extension"):
+        out.print(_facts(heading, content[heading]))
+    out.print(_backends(content["backends"]))
+
+
+def collect() -> dict[str, Any]:
+    """Everything that ``fastbert info`` shows, as plain data."""
+    import torch
+
+    from fastbert.testing.machine import describe
+
+    machine = describe()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return {
+        "versions": machine.versions,
+        "machine": {
+            "cpu": machine.cpu,
+            "cores": machine.cores,
+            "threads": machine.threads,
+            "isa": machine.isa,
+            "gpu": machine.gpu,
+            "system": machine.system,
+        },
+        "extension": _extension(),
+        "backends": _choices(device),
+    }
+
+
+def _extension() -> dict[str, Any]:
+    from fastbert.ops import backend
+
+    if backend.EXTENSION is None:
+        return {"built": False, "reason": backend.EXTENSION_STATE}
+    return {"built": True, **backend.EXTENSION.build_info(), "isa": backend.EXTENSION.cpu_isa()}
+
+
+def _choices(device: str) -> list[dict[str, str]]:
+    """One row per operation and dtype: what ``backend=None`` takes on ``device``, and why."""
+    import torch
+
+    from fastbert.ops import backend
+
+    rows = []
+    for op in sorted(backend.TABLES):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            name = str(dtype).removeprefix("torch.")
+            try:
+                request = backend.Request(device, dtype, head_dim=64)
+                choice, reason = backend.resolve(op, None, request)
+            except ValueError as error:
+                choice, reason = "none", str(error)
+            rows.append(
+                {"op": op, "device": device, "dtype": name, "backend": choice, "reason": reason}
+            )
+    return rows
+
+
+def _facts(title: str, facts: dict[str, Any]) -> Table:
+    table = new_table(title)
+    table.show_header = False
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in facts.items():
+        table.add_row(name, _words(value))
+    return table
+
+
+def _words(value: Any) -> str:
+    if value is None or value == "":
+        return "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(str, value)) or "none"
+    return str(value)
+
+
+def _backends(rows: list[dict[str, str]]) -> Table:
+    """Dtypes that share the choice and the reason share a row."""
+    merged: dict[tuple[str, str, str], list[str]] = {}
+    for row in rows:
+        merged.setdefault((row["op"], row["backend"], row["reason"]), []).append(row["dtype"])
+    title = f"backends on {rows[0]['device'] if rows else 'this machine'}"
+    table = new_table(title)
+    for heading in ("operation", "dtype", "backend"):
+        table.add_column(heading, no_wrap=True)
+    table.add_column("reason", overflow="fold")
+    for (op, choice, reason), dtypes in merged.items():
+        table.add_row(op, ", ".join(dtypes), choice, reason)
+    return table

@@ -1,0 +1,95 @@
+"""The header of every measurement: on which machine, with which versions, when."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import platform
+from dataclasses import dataclass
+
+import torch
+
+import fastbert.version
+from fastbert.ops import backend
+
+REPORTED = ("torch", "triton", "transformers", "tokenizers", "numpy")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where and with what a figure was measured.
+
+    ``cores`` are those this process may use, ``threads`` those that torch uses; ``isa`` is the
+    level of the C++ operators, or torch's own where the extension is missing; ``gpu`` None without
+    one.
+    """
+
+    cpu: str
+    cores: int
+    threads: int
+    isa: str
+    gpu: str | None
+    system: str
+    versions: dict[str, str | None]
+    date: str
+
+    def lines(self) -> list[str]:
+        """The header as text: machine, versions, date."""
+        versions = ", ".join(f"{name} {v}" for name, v in self.versions.items() if v)
+        return [
+            f"{self.cpu}, {self.cores} cores, {self.threads} threads, {self.isa}; "
+            f"GPU: {self.gpu or 'none'}; {self.system}",
+            f"{versions}; {self.date}",
+        ]
+
+
+def version_of(distribution: str) -> str | None:
+    """The installed version, None where it is not installed."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def cpu_model() -> str:
+    """The processor's name as the kernel reports it."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+            for line in file:
+                if line.lower().startswith("model name"):
+                    return line.split(":", 1)[1].strip()
+    except OSError:
+        pass  # not Linux; the generic name below is all there is
+    return platform.processor() or platform.machine()
+
+
+def cpu_cores() -> int:
+    """The cores this process may use, which a container can make fewer than the machine has."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def describe() -> Machine:
+    """The machine that this process runs on, now."""
+    if backend.EXTENSION is not None:
+        isa = f"{backend.EXTENSION.cpu_isa()} (extension)"
+    else:
+        isa = f"{torch.backends.cpu.get_cpu_capability()} (torch)"
+    versions: dict[str, str | None] = {
+        "fastbert": fastbert.version.__version__,
+        "python": platform.python_version(),
+    }
+    versions |= {name: version_of(name) for name in REPORTED}
+    versions["torch"] = torch.__version__
+    return Machine(
+        cpu=cpu_model(),
+        cores=cpu_cores(),
+        threads=torch.get_num_threads(),
+        isa=isa,
+        gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        system=f"{platform.system()} {platform.release()}",
+        versions=versions,
+        date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+    )

