@@ -273,7 +273,7 @@ def layer_norm(
     x = dropout(x, dropout_p, dropout_seed, (x.numel() // max(columns, 1), columns))
     if residual is not None:
         x = residual + x
-    # Two passes in at least fp32, as every kernel: torch's own one-pass form is NaN for rows of 1e30.
+    # Two passes in at least fp32, as every kernel: torch's one-pass form is NaN for rows of 1e30.
     total = x.to(torch.promote_types(x.dtype, torch.float32))
     centred = total - total.mean(dim=-1, keepdim=True)
     rstd = torch.rsqrt(centred.square().mean(dim=-1, keepdim=True) + eps)
@@ -343,12 +343,13 @@ def linear_cross_entropy(
     """Cross entropy of hidden Wᵀ + b against labels; the mean over no label at all is 0,
     not NaN.
     """
-    logits = F.linear(hidden, weight, bias)
+    rows = (labels != ignore_index).nonzero().flatten()
+    logits = F.linear(hidden[rows], weight, bias)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    losses = F.cross_entropy(logits, labels[rows], reduction="none")
     if reduction == "none":
-        return F.cross_entropy(logits, labels, ignore_index=ignore_index, reduction="none")
-    total = F.cross_entropy(logits, labels, ignore_index=ignore_index, reduction="sum")
-    return total if reduction == "sum" else total / (labels != ignore_index).sum().clamp(min=1)
+        return losses.new_zeros(labels.shape).index_copy(0, rows, losses)
+    return losses.sum() if reduction == "sum" else losses.sum() / max(rows.numel(), 1)
 
 
 # Padding

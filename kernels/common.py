@@ -13,8 +13,8 @@ from torch import Tensor
 
 # Triton decides at import whether @jit interprets; the same flag must steer the workarounds below.
 IS_INTERPRETED = bool(triton.knobs.runtime.interpret)
-# Rows of a tile there: few operations on large tiles are fast, but NumPy sums a column of a tile one
-# row after the other, where a GPU adds in a tree.
+# Rows of a tile there: few operations on large tiles are fast, but NumPy sums a column of a tile
+# one row after the other, where a GPU adds in a tree.
 INTERPRETED_ROWS = 8
 INTERPRETED = tl.constexpr(IS_INTERPRETED)
 LOG2E = tl.constexpr(1.4426950408889634)

@@ -60,7 +60,7 @@ def autocast(*tensors: Tensor | None) -> list[Tensor | None]:
     products.
     """
     device = next(t.device.type for t in tensors if t is not None)
-    if not torch.is_autocast_enabled(device):
+    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
         return list(tensors)
     dtype = torch.get_autocast_dtype(device)
     return [t if t is None or t.dtype in (dtype, torch.float64) else t.to(dtype) for t in tensors]

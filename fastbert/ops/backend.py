@@ -1,7 +1,7 @@
 """Which implementation serves an operation, and why. The only place that reads environment
 variables.
 
-``FASTBERT_BACKEND`` is the request where a call makes none; ``TRITON_INTERPRET=1`` (Triton's own)
+``FASTBERT_BACKEND`` is the preference where a call makes none; ``TRITON_INTERPRET=1`` (Triton's own)
 lets Triton kernels run on CPU tensors. ``FASTBERT_CPU_ISA`` is read by the extension itself.
 """
 
@@ -154,10 +154,11 @@ def validate(backend: str | None) -> str | None:
 def resolve(op: str, requested: str | None, request: Request) -> Choice:
     """The backend for one call and why.
 
-    An explicit request is served or refused with ValueError; ``None`` takes the first of ``ORDER``
-    that serves, and the reason lists what the ones before it lacked.
+    An explicit request is served or refused with ValueError. ``None`` prefers FASTBERT_BACKEND where
+    that implements ``op``, else takes the first of ``ORDER`` that serves; the reason lists what the
+    ones before it lacked.
     """
-    requested = validate(requested if requested is not None else DEFAULT_REQUEST)
+    requested = prefer(op, DEFAULT_REQUEST) if requested is None else validate(requested)
     if requested is not None:
         reason = refusal(op, requested, request)
         if reason is not None:
@@ -178,5 +179,4 @@ def prefer(op: str, requested: str | None) -> str | None:
     An operation without any implementation in that backend resolves by itself (None); ``fastbert
     info`` and ``Model.backends()`` list which those are.
     """
-    requested = validate(requested if requested is not None else DEFAULT_REQUEST)
-    return requested if requested is None or requested in TABLES[op] else None
+    return None if validate(requested) is None or requested not in TABLES[op] else requested

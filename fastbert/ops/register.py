@@ -22,7 +22,7 @@ def _without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def run(*arguments: Any) -> Any:
         device = next(a.device.type for a in arguments if isinstance(a, Tensor))
-        if not torch.is_autocast_enabled(device):
+        if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
             return function(*arguments)
         with torch.amp.autocast(device, enabled=False):
             return function(*arguments)

@@ -56,8 +56,8 @@ class Comparison:
         verdict = "ok" if self.passed else f"FAILED{f' ({self.problem})' if self.problem else ''}"
         return (
             f"{self.name} [{self.dtype}]: max error {self.error:.3e} (yardstick "
-            f"{self.yardstick:.3e}, allowed {self.allowed:.3e}), RMS {self.rms_error:.3e} (yardstick "
-            f"{self.rms_yardstick:.3e}, allowed {self.rms_allowed:.3e}): {verdict}"
+            f"{self.yardstick:.3e}, allowed {self.allowed:.3e}), RMS {self.rms_error:.3e} "
+            f"(yardstick {self.rms_yardstick:.3e}, allowed {self.rms_allowed:.3e}): {verdict}"
         )
 
 

@@ -93,7 +93,9 @@ def test_the_default_request_comes_from_the_environment(monkeypatch):
     monkeypatch.setattr(backends, "DEFAULT_REQUEST", "reference")
     request = backends.Request("cpu", torch.float32)
     assert backends.resolve("layer_norm", None, request) == ("reference", "asked for")
-    assert backends.prefer("layer_norm", None) == "reference"
+    # A default is a preference: what it does not implement at all resolves by itself.
+    monkeypatch.setattr(backends, "DEFAULT_REQUEST", "triton")
+    assert backends.resolve("embedding", None, request).backend == "reference"
     monkeypatch.setattr(backends, "DEFAULT_REQUEST", "nonsense")
     with pytest.raises(ValueError, match="nonsense"):
         backends.resolve("layer_norm", None, request)

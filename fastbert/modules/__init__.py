@@ -1,0 +1,45 @@
+"""BERT models: parameters plus operations. Names, arguments, outputs are those of transformers."""
+
+from fastbert.modules.bert import BertModel
+from fastbert.modules.models import (
+    BertForMaskedLM,
+    BertForMultipleChoice,
+    BertForNextSentencePrediction,
+    BertForPreTraining,
+    BertForQuestionAnswering,
+    BertForSequenceClassification,
+    BertForTokenClassification,
+)
+from fastbert.modules.outputs import (
+    BaseModelOutputWithPooling,
+    BertForPreTrainingOutput,
+    MaskedLMOutput,
+    ModelOutput,
+    MultipleChoiceModelOutput,
+    NextSentencePredictorOutput,
+    QuestionAnsweringModelOutput,
+    SequenceClassifierOutput,
+    TokenClassifierOutput,
+)
+from fastbert.modules.pretrained import BertPreTrainedModel
+
+__all__ = [
+    "BaseModelOutputWithPooling",
+    "BertForMaskedLM",
+    "BertForMultipleChoice",
+    "BertForNextSentencePrediction",
+    "BertForPreTraining",
+    "BertForPreTrainingOutput",
+    "BertForQuestionAnswering",
+    "BertForSequenceClassification",
+    "BertForTokenClassification",
+    "BertModel",
+    "BertPreTrainedModel",
+    "MaskedLMOutput",
+    "ModelOutput",
+    "MultipleChoiceModelOutput",
+    "NextSentencePredictorOutput",
+    "QuestionAnsweringModelOutput",
+    "SequenceClassifierOutput",
+    "TokenClassifierOutput",
+]

@@ -1,0 +1,139 @@
+"""Self-attention: one fused projection inside, three Hugging Face names outside."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastbert import ops
+from fastbert.config import BertConfig
+from fastbert.io.names import QKV
+from fastbert.modules.backend import OperationModule
+from fastbert.modules.layer_norm import LayerNorm
+from fastbert.modules.layout import Layout
+
+
+class BertSelfAttention(OperationModule):
+    """softmax(q kᵀ / √D) v for every head, on rows (T, H) that ``layout`` divides into sequences.
+
+    ``qkv`` is one linear layer H → 3H. In state dicts it is ``query``, ``key`` and ``value``.
+    """
+
+    operation = "attention"
+
+    def __init__(self, config: BertConfig, backend: str | None = None) -> None:
+        super().__init__(backend)
+        self.heads = config.num_attention_heads
+        self.head_dim = config.head_dim
+        self.dropout_p = config.attention_probs_dropout_prob
+        self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
+        self.register_state_dict_post_hook(_split)
+        self.register_load_state_dict_pre_hook(_join)
+
+    def forward(
+        self, hidden: Tensor, layout: Layout, output_attentions: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """(T, H) → (T, H), and on request the softmax weights before dropout in the caller's
+        layout."""
+        qkv = self.qkv(hidden)
+        options: dict[str, Any] = {
+            "dropout_p": self.dropout_p if self.training else 0.0,
+            "return_weights": output_attentions,
+            "backend": self.backend,
+        }
+        if layout.cu_seqlens is None:
+            # (B, L, 3, heads, D) → three views (B, heads, L, D)
+            sizes = (layout.batch, layout.length, 3, self.heads, self.head_dim)
+            q, k, v = qkv.view(sizes).permute(2, 0, 3, 1, 4).unbind(0)
+            bias = None if layout.bias is None else layout.bias.to(q.dtype)
+            result = ops.attention(q, k, v, mask=layout.mask, bias=bias, **options)
+        else:
+            # (T, 3, heads, D) → three views (T, heads, D)
+            q, k, v = qkv.view(hidden.shape[0], 3, self.heads, self.head_dim).unbind(1)
+            longest = layout.max_seqlen
+            result = ops.attention_varlen(
+                q, k, v, layout.cu_seqlens, max_seqlen_q=longest, max_seqlen_k=longest, **options
+            )
+        out, weights = result if isinstance(result, tuple) else (result, None)
+        if layout.cu_seqlens is None:
+            out = out.transpose(1, 2)  # laid out as (B, L, heads, D): the reshape is a view
+        rows = out.reshape(hidden.shape)
+        return rows, None if weights is None else layout.weights(weights)
+
+
+class BertSelfOutput(nn.Module):
+    """LN(hidden + dropout(projection of what was attended)); the bias is added inside the layer
+    norm."""
+
+    def __init__(self, config: BertConfig, backend: str | None = None) -> None:
+        super().__init__()
+        size = config.hidden_size
+        self.dense = nn.Linear(size, size)
+        self.LayerNorm = LayerNorm(size, config.layer_norm_eps, config.hidden_dropout_prob, backend)
+
+    def forward(self, attended: Tensor, hidden: Tensor) -> Tensor:
+        projected = F.linear(attended, self.dense.weight)
+        return self.LayerNorm(projected, residual=hidden, x_bias=self.dense.bias)
+
+
+class BertAttention(nn.Module):
+    """Self-attention and its output projection: (T, H) → (T, H)."""
+
+    def __init__(self, config: BertConfig, backend: str | None = None) -> None:
+        super().__init__()
+        self.self = BertSelfAttention(config, backend)
+        self.output = BertSelfOutput(config, backend)
+
+    def forward(
+        self, hidden: Tensor, layout: Layout, output_attentions: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        attended, weights = self.self(hidden, layout, output_attentions)
+        return self.output(attended, hidden), weights
+
+
+def _split(module: nn.Module, state: dict[str, Tensor], prefix: str, _: Any) -> None:
+    """State-dict hook: ``qkv.weight`` (3H, H) becomes ``query.weight``, ``key.weight``,
+    ``value.weight``."""
+    fused = [(kind, state.pop(f"{prefix}qkv.{kind}")) for kind in ("weight", "bias")]
+    parts = {kind: tensor.chunk(3) for kind, tensor in fused}
+    for i, name in enumerate(QKV):
+        for kind, tensors in parts.items():
+            state[f"{prefix}{name}.{kind}"] = tensors[i]
+
+
+def _join(
+    module: nn.Module,
+    state: dict[str, Tensor],
+    prefix: str,
+    _: Any,
+    strict: bool,
+    missing: list[str],
+    unexpected: list[str],
+    errors: list[str],
+) -> None:
+    """Load hook, the inverse of ``_split``. Parts that are absent keep the values the module has
+    and are reported under their own names; parts of a wrong shape are errors and keep them too."""
+    for kind in ("weight", "bias"):
+        fused = f"{prefix}qkv.{kind}"
+        if fused in state:
+            unexpected.append(fused)
+        parameter = getattr(module.qkv, kind).detach()
+        parts, kept = list(parameter.chunk(3)), 0
+        for i, name in enumerate(QKV):
+            key = f"{prefix}{name}.{kind}"
+            part = state.pop(key, None)
+            if part is not None and part.shape == parts[i].shape:
+                parts[i] = part
+                continue
+            kept += 1
+            if part is None:
+                missing.append(key)
+            else:
+                got, expected = tuple(part.shape), tuple(parts[i].shape)
+                errors.append(f"size mismatch for {key}: got {got}, expected {expected}")
+        if kept:
+            parts = [part.to(parameter.device) for part in parts]
+        state[fused] = parameter if kept == len(parts) else torch.cat(parts)

@@ -1,0 +1,138 @@
+"""The BERT encoder (Devlin et al. 2019): embeddings, layers, pooler, without padding inside."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fastbert.config import BertConfig
+from fastbert.modules.embeddings import BertEmbeddings
+from fastbert.modules.encoder import BertEncoder
+from fastbert.modules.inputs import enter
+from fastbert.modules.layout import Layout
+from fastbert.modules.outputs import BaseModelOutputWithPooling, as_asked
+from fastbert.modules.pretrained import BertPreTrainedModel
+
+
+class Encoded(NamedTuple):
+    """What the encoder hands to the heads. ``rows`` (T, H) has no padding; the tuples are what the
+    caller asked for, already in the caller's layout, or None."""
+
+    rows: Tensor
+    layout: Layout
+    hidden_states: tuple[Tensor, ...] | None
+    attentions: tuple[Tensor, ...] | None
+
+
+class BertPooler(nn.Module):
+    """tanh(W h + b) of the first token, (B, H) → (B, H)."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+
+    def forward(self, first: Tensor) -> Tensor:
+        return torch.tanh(self.dense(first))
+
+
+class BertModel(BertPreTrainedModel):
+    """BERT without a head, with the state-dict names and outputs of transformers' ``BertModel``.
+
+    ``backend`` asks for one implementation of every operation ("reference", "triton", "cuda",
+    "cpu"); None lets each operation choose by device and dtype.
+    """
+
+    def __init__(
+        self, config: BertConfig, add_pooling_layer: bool = True, *, backend: str | None = None
+    ) -> None:
+        super().__init__(config, backend)
+        self.embeddings = BertEmbeddings(config, backend)
+        self.encoder = BertEncoder(config, backend)
+        self.pooler = BertPooler(config) if add_pooling_layer else None
+        self.initialise(self)
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        *,
+        return_dict: bool | None = None,
+        **options: Any,
+    ) -> BaseModelOutputWithPooling | tuple[Any, ...]:
+        """Encodes a batch. The keywords of ``options`` are those of ``encode``; so are shapes and
+        errors.
+
+        Returns ``last_hidden_state`` (B, L, H), exactly 0 at padding, ``pooler_output`` (B, H),
+        ``hidden_states`` and ``attentions``, or their tuple for ``return_dict=False``. Packed input
+        gives ``last_hidden_state`` (T, H).
+        """
+        encoded = self.encode(
+            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, **options
+        )
+        output = BaseModelOutputWithPooling(
+            encoded.layout.given(encoded.rows),
+            None if self.pooler is None else self.pool(encoded),
+            encoded.hidden_states,
+            encoded.attentions,
+        )
+        return as_asked(output, self.flag("return_dict", return_dict, True))
+
+    def encode(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        *,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+    ) -> Encoded:
+        """``forward`` without the padded result: what the heads build on.
+
+        Padded input: input_ids int (B, L) or inputs_embeds (B, L, H); attention_mask (B, L), 1 or
+        True for tokens that exist, or, saying for each query which keys it sees, (B, L, L) or (B,
+        heads or 1, L, L), bool or additive (0 = attend, -1e4 or less = hidden). position_ids
+        default to 0 … L-1 in the padded row. Packed input: cu_seqlens int32 (B+1,) and max_seqlen,
+        with (T,) ids or (T, H) embeddings; a sequence never sees another. token_type_ids default to
+        0.
+
+        output_attentions: softmax weights before dropout, per layer (B, heads, L, L), 0 at padding.
+        Raises ValueError or TypeError naming the argument, what was got and what is allowed.
+        """
+        want_attentions = self.flag("output_attentions", output_attentions)
+        want_states = self.flag("output_hidden_states", output_hidden_states)
+        tokens = enter(
+            self.config,
+            input_ids,
+            attention_mask,
+            token_type_ids,
+            position_ids,
+            inputs_embeds,
+            cu_seqlens,
+            max_seqlen,
+        )
+        layout = tokens.layout
+        embedded = self.embeddings(tokens)
+        rows, states, attentions = self.encoder(embedded, layout, want_attentions, want_states)
+        return Encoded(
+            rows,
+            layout,
+            tuple(layout.given(state) for state in states) if want_states else None,
+            tuple(attentions) if want_attentions else None,
+        )
+
+    def pool(self, encoded: Encoded) -> Tensor:
+        """(B, H): the pooler's view of each sequence's first token; see ``Layout.first``."""
+        if self.pooler is None:
+            raise ValueError(
+                "pooler: got None (add_pooling_layer=False), allowed: a model with one"
+            )
+        return self.pooler(encoded.layout.first(encoded.rows))

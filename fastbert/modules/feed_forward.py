@@ -1,0 +1,56 @@
+"""The position-wise feed-forward of a layer."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from fastbert import ops
+from fastbert.config import BertConfig
+from fastbert.modules.backend import OperationModule
+from fastbert.modules.layer_norm import LayerNorm
+
+# hidden_act of a config.json → ``activation`` of ``ops.feed_forward`` → ``approximate`` of
+# ``ops.linear_gelu``.
+ACTIVATIONS = {
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+}
+APPROXIMATE = {"gelu": "none", "gelu_tanh": "tanh", "relu": "relu"}
+
+
+class BertIntermediate(nn.Module):
+    """The parameters of the first projection, (F, H) and (F,), which ``BertOutput`` uses."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.dense = nn.Linear(config.hidden_size, config.intermediate_size)
+
+
+class BertOutput(OperationModule):
+    """LN(hidden + dropout(feed_forward(hidden))); the layer norm adds the second bias."""
+
+    operation = "feed_forward"
+
+    def __init__(self, config: BertConfig, backend: str | None = None) -> None:
+        super().__init__(backend)
+        self.activation = ACTIVATIONS[config.hidden_act]
+        self.dense = nn.Linear(config.intermediate_size, config.hidden_size)
+        self.LayerNorm = LayerNorm(
+            config.hidden_size, config.layer_norm_eps, config.hidden_dropout_prob, backend
+        )
+
+    def forward(self, hidden: Tensor, intermediate: BertIntermediate) -> Tensor:
+        """(T, H) → (T, H)."""
+        first, second = intermediate.dense, self.dense
+        projected = ops.feed_forward(
+            hidden,
+            first.weight,
+            first.bias,
+            second.weight,
+            None,
+            activation=self.activation,
+            backend=self.backend,
+        )
+        return self.LayerNorm(projected, residual=hidden, x_bias=second.bias)

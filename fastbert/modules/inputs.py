@@ -1,0 +1,232 @@
+"""The model's door: checks of what the caller passed, and padding taken out once."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastbert import ops
+from fastbert.config import BertConfig
+from fastbert.modules.layout import Layout, sequence_positions
+
+# An additive mask at or below this hides a key: it covers -1e4, finfo.min of every dtype, and -inf.
+HIDDEN = -1e4
+
+
+class Rows(NamedTuple):
+    """The tokens of a batch without padding. Either ``ids`` int (T,) or ``embeds`` (T, H) is set;
+    ``token_types`` and ``positions`` int64 (T,)."""
+
+    ids: Tensor | None
+    embeds: Tensor | None
+    token_types: Tensor
+    positions: Tensor
+    layout: Layout
+
+
+def enter(
+    config: BertConfig,
+    input_ids: Tensor | None,
+    attention_mask: Tensor | None,
+    token_type_ids: Tensor | None,
+    position_ids: Tensor | None,
+    inputs_embeds: Tensor | None,
+    cu_seqlens: Tensor | None,
+    max_seqlen: int | None,
+) -> Rows:
+    """Checks the arguments of ``BertModel.forward`` and lays the tokens out as rows.
+
+    Raises ValueError or TypeError naming the argument, what was got and what is allowed. The values
+    inside a tensor are looked at on the CPU only: on a GPU each look would be a synchronisation.
+    """
+    given = _tokens(config, input_ids, inputs_embeds, packed=cu_seqlens is not None)
+    if cu_seqlens is not None:
+        layout = _packed_layout(given, attention_mask, cu_seqlens, max_seqlen)
+    elif max_seqlen is not None:
+        raise ValueError(f"max_seqlen: got {max_seqlen} without cu_seqlens, allowed: None")
+    else:
+        layout = _padded_layout(given, attention_mask)
+    if layout.length > config.max_position_embeddings:
+        name = "input_ids" if inputs_embeds is None else "inputs_embeds"
+        raise ValueError(
+            f"{name}: got a length of {layout.length}, allowed: at most max_position_embeddings = "
+            f"{config.max_position_embeddings}"
+        )
+    shape = given.shape[: 1 if layout.packed else 2]
+    types = _index("token_type_ids", token_type_ids, shape, config.type_vocab_size)
+    positions = _index("position_ids", position_ids, shape, config.max_position_embeddings)
+    return Rows(
+        None if input_ids is None else layout.rows(input_ids),
+        None if inputs_embeds is None else layout.rows(inputs_embeds),
+        _default_types(layout, given) if types is None else layout.rows(types),
+        _default_positions(layout, given) if positions is None else layout.rows(positions),
+        layout,
+    )
+
+
+def check_range(name: str, index: Tensor, size: int, ignored: int | None = None) -> None:
+    """Raises TypeError unless ``index`` is int64 or int32, ValueError unless it lies in [0, size).
+
+    Elements equal to ``ignored`` pass. Values on another device than the CPU are not looked at, nor
+    are they while torch.compile traces.
+    """
+    if index.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"{name}: got {index.dtype}, allowed: int64, int32")
+    if index.device.type != "cpu" or torch.compiler.is_compiling() or index.numel() == 0:
+        return
+    wrong = (index < 0) | (index >= size)
+    if ignored is not None:
+        wrong &= index != ignored
+    if wrong.any():
+        also = "" if ignored is None else f", or {ignored}"
+        raise ValueError(f"{name}: got {int(index[wrong][0])}, allowed: 0 <= {name} < {size}{also}")
+
+
+def check_shape(name: str, x: Tensor, shape: tuple[int, ...]) -> None:
+    if tuple(x.shape) != tuple(shape):
+        raise ValueError(f"{name}: got shape {tuple(x.shape)}, allowed: {tuple(shape)}")
+
+
+def _tokens(
+    config: BertConfig, input_ids: Tensor | None, inputs_embeds: Tensor | None, packed: bool
+) -> Tensor:
+    """The one of the two that was given, checked."""
+    if (input_ids is None) == (inputs_embeds is None):
+        got = "neither" if input_ids is None else "both"
+        raise ValueError(f"input_ids, inputs_embeds: got {got}, allowed: exactly one of them")
+    leading = "(T,)" if packed else "(B, L)"
+    if input_ids is not None:
+        if input_ids.dim() != (1 if packed else 2):
+            raise ValueError(f"input_ids: got shape {tuple(input_ids.shape)}, allowed: {leading}")
+        check_range("input_ids", input_ids, config.vocab_size)
+        return input_ids
+    assert inputs_embeds is not None
+    dims = 2 if packed else 3
+    if inputs_embeds.dim() != dims or inputs_embeds.shape[-1] != config.hidden_size:
+        allowed = leading.replace(",)", ")").replace(")", f", {config.hidden_size})")
+        raise ValueError(
+            f"inputs_embeds: got shape {tuple(inputs_embeds.shape)}, allowed: {allowed}"
+        )
+    if not inputs_embeds.dtype.is_floating_point:
+        raise TypeError(f"inputs_embeds: got {inputs_embeds.dtype}, allowed: a floating dtype")
+    return inputs_embeds
+
+
+def _index(name: str, index: Tensor | None, shape: tuple[int, ...], size: int) -> Tensor | None:
+    """``index`` checked; in a padded batch one row may serve all sequences, as in transformers."""
+    if index is None:
+        return None
+    if len(shape) != 2 or tuple(index.shape) != (1, shape[1]):
+        check_shape(name, index, shape)
+    check_range(name, index, size)
+    return index
+
+
+def _default_types(layout: Layout, given: Tensor) -> Tensor:
+    rows = given.shape[0] if layout.packed else None
+    if rows is None:
+        rows = layout.batch * layout.length if layout.indices is None else layout.indices.shape[0]
+    return torch.zeros(rows, dtype=torch.int64, device=given.device)
+
+
+def _default_positions(layout: Layout, given: Tensor) -> Tensor:
+    """0, 1, … counted in the padded row, as in transformers, or in the sequence when packed."""
+    if layout.packed:
+        assert layout.cu_seqlens is not None
+        return sequence_positions(layout.cu_seqlens, given.shape[0])[1]
+    if layout.indices is not None:
+        return layout.indices % max(layout.length, 1)
+    places = torch.arange(layout.length, device=given.device)
+    return places.expand(layout.batch, layout.length).reshape(-1)
+
+
+def _packed_layout(
+    given: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor, max_seqlen: int | None
+) -> Layout:
+    if attention_mask is not None:
+        shape = tuple(attention_mask.shape)
+        raise ValueError(f"attention_mask: got shape {shape} with cu_seqlens, allowed: None")
+    if cu_seqlens.dtype != torch.int32:
+        raise TypeError(f"cu_seqlens: got {cu_seqlens.dtype}, allowed: int32")
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
+        raise ValueError(f"cu_seqlens: got shape {tuple(cu_seqlens.shape)}, allowed: (B + 1,)")
+    look = cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling()
+    if max_seqlen is None or look:
+        lengths = cu_seqlens.diff()
+        longest = int(lengths.max()) if lengths.numel() else 0
+        if max_seqlen is not None and max_seqlen < longest:
+            raise ValueError(f"max_seqlen: got {max_seqlen}, allowed: at least {longest}")
+        max_seqlen = longest if max_seqlen is None else max_seqlen
+        total = given.shape[0]
+        if look and (cu_seqlens[0] != 0 or cu_seqlens[-1] > total or (lengths < 0).any()):
+            raise ValueError(
+                f"cu_seqlens: got {cu_seqlens.tolist()}, allowed: from 0, never falling, at most "
+                f"{total}, the number of tokens"
+            )
+    batch = cu_seqlens.shape[0] - 1
+    return Layout(batch, max_seqlen, cu_seqlens, max_seqlen)
+
+
+def _padded_layout(given: Tensor, attention_mask: Tensor | None) -> Layout:
+    batch, length = given.shape[:2]
+    if attention_mask is None:
+        return Layout(batch, length)
+    if attention_mask.dim() == 2:
+        return _unpadded_layout(given, attention_mask)
+    return _masked_layout(batch, length, attention_mask)
+
+
+def _unpadded_layout(given: Tensor, attention_mask: Tensor) -> Layout:
+    """The layout of a (B, L) mask, bool or 0/1, nonzero = a token that exists."""
+    batch, length = given.shape[:2]
+    check_shape("attention_mask", attention_mask, (batch, length))
+    if attention_mask.device.type == "cpu" and not torch.compiler.is_compiling():
+        wrong = (attention_mask != 0) & (attention_mask != 1)
+        if wrong.any():
+            got = attention_mask[wrong][0].item()
+            raise ValueError(
+                f"attention_mask: got a value of {got}, allowed in a (B, L) mask: 0 and 1, or bool "
+                "(additive masks are (B, L, L) or 4-D)"
+            )
+    packed = ops.unpad(attention_mask, attention_mask)
+    if not torch.compiler.is_compiling() and packed.indices.shape[0] == batch * length:
+        return Layout(batch, length)
+    return Layout(batch, length, packed.cu_seqlens, packed.max_seqlen, packed.indices)
+
+
+def _masked_layout(batch: int, length: int, attention_mask: Tensor) -> Layout:
+    """The layout of a (B, L, L) or (B, heads, L, L) mask: nothing is unpadded, attention gets the
+    mask.
+
+    bool or integer 0/1: true = attend. Floating: added to the scores, where -1e4 or less hides.
+    """
+    mask = attention_mask.unsqueeze(1) if attention_mask.dim() == 3 else attention_mask
+    sizes = ((1, batch), None, (1, length), (1, length))
+    if mask.dim() != 4 or any(
+        allowed is not None and got not in allowed
+        for got, allowed in zip(mask.shape, sizes, strict=True)
+    ):
+        raise ValueError(
+            f"attention_mask: got shape {tuple(attention_mask.shape)}, allowed: {(batch, length)}, "
+            f"{(batch, length, length)}, ({batch}, heads or 1, {length} or 1, {length})"
+        )
+    look = mask.device.type == "cpu" and not torch.compiler.is_compiling()
+    if look and mask.dtype != torch.bool and mask.numel():
+        binary = bool(((mask == 0) | (mask == 1)).all())
+        if mask.dtype.is_floating_point and binary and bool((mask == 1).any()):
+            raise ValueError(
+                "attention_mask: got a floating mask of zeros and ones with 3 or 4 dims, allowed: "
+                "bool "
+                "(true = attend) or additive (0 = attend, -1e4 or less = hidden)"
+            )
+        if not mask.dtype.is_floating_point and not binary:
+            raise ValueError("attention_mask: got integers other than 0 and 1, allowed: 0, 1")
+    if not mask.dtype.is_floating_point:
+        return Layout(batch, length, mask=mask.bool())
+    hidden = mask <= HIDDEN
+    bias = mask.masked_fill(hidden, 0.0)
+    if not torch.compiler.is_compiling() and not mask.requires_grad and not bias.any():
+        return Layout(batch, length, mask=~hidden)
+    return Layout(batch, length, mask=~hidden, bias=bias)

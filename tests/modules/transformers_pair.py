@@ -1,0 +1,148 @@
+"""A model of transformers in float64 (oracle) and float32 (yardstick), and ours of its weights."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from fastbert import modules
+from fastbert.config import BertConfig
+from fastbert.testing.compare import Comparison, assert_close
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 211,
+    "hidden_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "intermediate_size": 80,
+    "max_position_embeddings": 40,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+BATCH, LENGTH = 4, 19
+
+
+class Pair(NamedTuple):
+    oracle: nn.Module
+    yardstick: nn.Module
+    ours: modules.BertPreTrainedModel
+
+
+def pair(name: str, *, seed: int = 0, **overrides: Any) -> Pair:
+    """The class ``name`` of both libraries with one set of random weights; none of them is zero."""
+    torch.manual_seed(seed)
+    sizes = {**SIZES, **overrides}
+    theirs = transformers.BertConfig(**sizes, attn_implementation="eager")
+    yardstick = getattr(transformers, name)(theirs).eval()
+    with torch.no_grad():
+        for parameter in yardstick.parameters():
+            center = parameter if parameter.ndim == 1 else torch.zeros_like(parameter)
+            parameter.copy_(center + 0.15 * torch.randn_like(parameter))
+    ours = getattr(modules, name)(BertConfig.from_dict(theirs.to_dict())).eval()
+    ours.load_state_dict(yardstick.state_dict())
+    return Pair(copy.deepcopy(yardstick).double(), yardstick, ours)
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Gradients under transformers' names: that of the fused projection in its three parts."""
+    named = {}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is None:
+            continue
+        before, fused, kind = name.partition(".qkv.")
+        if not fused:
+            named[name] = parameter.grad
+            continue
+        for part, gradient in zip(("query", "key", "value"), parameter.grad.chunk(3), strict=True):
+            named[f"{before}.{part}.{kind}"] = gradient
+    return named
+
+
+def as_float64(value: Any) -> Any:
+    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+# The errors of a network are not independent: one rounding in the loss scales a whole gradient, so
+# one input can be lucky for either side. Several inputs, judged as one vector, are not.
+DRAWS = 8
+REASON = "roundings early in the backward pass are shared by every gradient behind them"
+
+
+class Judge:
+    """Runs the three models on several inputs and compares what comes out, all inputs together."""
+
+    def __init__(self, models: Pair, draws: list[dict[str, Any]]) -> None:
+        self.models = models
+        self.seen: list[Comparison] = []
+        exact = [{name: as_float64(value) for name, value in draw.items()} for draw in draws]
+        self.oracle = [models.oracle(**inputs) for inputs in exact]
+        self.yardstick = [models.yardstick(**inputs) for inputs in draws]
+        self.actual = [models.ours(**inputs) for inputs in draws]
+
+    def agree(self, *names: str, select: Callable[[Tensor], Tensor] = lambda x: x) -> None:
+        """The outputs ``names``, or the part of them that ``select`` takes, agree by the rule."""
+        for name in names:
+            runs = [[as_tuple(out[name]) for out in outs] for outs in self._outputs()]
+            assert len({len(values) for run in runs for values in run}) == 1, name
+            for i in range(len(runs[0][0])):
+                stacked = [torch.stack([select(values[i]) for values in run]) for run in runs]
+                self.seen.append(assert_close(f"{name}[{i}]", *stacked))
+
+    def gradients_agree(self) -> None:
+        """Gradients of the losses agree, those of all layers' parameters of one name together."""
+        ours, exact, single = (
+            self._gradients(model, outs)
+            for model, outs in zip(
+                (self.models.ours, self.models.oracle, self.models.yardstick),
+                self._outputs(),
+                strict=True,
+            )
+        )
+        assert ours.keys() == exact.keys()
+        for name, gradient in ours.items():
+            others = exact[name], single[name]
+            self.seen.append(
+                assert_close(f"gradient of {name}", gradient, *others, factor=3.0, reason=REASON)
+            )
+
+    def _outputs(self) -> tuple[list[Any], list[Any], list[Any]]:
+        return self.actual, self.oracle, self.yardstick
+
+    @staticmethod
+    def _gradients(model: nn.Module, outs: list[Any]) -> dict[str, Tensor]:
+        gathered: dict[str, list[Tensor]] = {}
+        for out in outs:
+            model.zero_grad()
+            out["loss"].backward()
+            for name, gradient in gradients(model).items():
+                kind = re.sub(r"layer\.\d+", "layer", name)
+                gathered.setdefault(kind, []).append(gradient.detach().flatten().clone())
+        return {kind: torch.cat(parts) for kind, parts in gathered.items()}
+
+
+def as_tuple(value: Any) -> tuple[Tensor, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def batches(*, padded: bool = False, **more: Any) -> list[dict[str, Any]]:
+    """Several draws of ``batch`` with the arguments ``more`` added to each."""
+    return [{**batch(padded=padded, seed=seed), **more} for seed in range(DRAWS)]
+
+
+def batch(*, padded: bool = False, seed: int = 1) -> dict[str, Tensor]:
+    """Ids, token types and, with ``padded``, a mask: lengths 19, 1, 11, 6, padded at the end."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(1, SIZES["vocab_size"], (BATCH, LENGTH), generator=generator)
+    types = torch.randint(0, 2, (BATCH, LENGTH), generator=generator)
+    inputs = {"input_ids": ids, "token_type_ids": types}
+    if padded:
+        lengths = torch.tensor([[LENGTH], [1], [11], [6]])
+        inputs["attention_mask"] = (torch.arange(LENGTH) < lengths).long()
+        inputs["input_ids"] = ids * inputs["attention_mask"]
+    return inputs
