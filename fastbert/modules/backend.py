@@ -13,6 +13,7 @@ class OperationModule(nn.Module):
     choose."""
 
     operation: str
+    activation: str = "gelu"
     backend: str | None
 
     def __init__(self, backend: str | None) -> None:

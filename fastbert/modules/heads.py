@@ -23,7 +23,7 @@ class PredictionTransform(OperationModule):
 
     def __init__(self, config: BertConfig, backend: str | None = None) -> None:
         super().__init__(backend)
-        self.approximate = APPROXIMATE[ACTIVATIONS[config.hidden_act]]
+        self.activation = ACTIVATIONS[config.hidden_act]
         self.dense = nn.Linear(config.hidden_size, config.hidden_size)
         self.LayerNorm = LayerNorm(config.hidden_size, config.layer_norm_eps, backend=backend)
 
@@ -32,7 +32,7 @@ class PredictionTransform(OperationModule):
             hidden,
             self.dense.weight,
             self.dense.bias,
-            approximate=self.approximate,
+            approximate=APPROXIMATE[self.activation],
             backend=self.backend,
         )
         return self.LayerNorm(activated)

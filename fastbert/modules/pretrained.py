@@ -12,7 +12,7 @@ from fastbert.config import BertConfig
 from fastbert.io import checkpoint
 from fastbert.modules.backend import OperationModule
 from fastbert.modules.encoder import BertEncoder
-from fastbert.ops.backend import validate
+from fastbert.ops.backend import Choice, Request, resolve, validate
 
 Model = TypeVar("Model", bound="BertPreTrainedModel")
 
@@ -91,11 +91,16 @@ class BertPreTrainedModel(nn.Module):
             elif isinstance(module, BertPreTrainedModel):
                 module.backend = backend
 
-    def backends(self) -> dict[str, str | None]:
-        """The request that each operation makes; None = by device and dtype, because nothing was
-        asked for or because the backend asked for does not have that operation."""
-        parts = [part for part in self.modules() if isinstance(part, OperationModule)]
-        return {part.operation: part.backend for part in parts}
+    def backends(self) -> dict[str, Choice]:
+        """Which backend serves each operation of this model, where it is now and in its dtype, and
+        why. Raises ValueError, as ``forward`` would, when the one asked for cannot."""
+        weight = next(self.parameters())
+        choices = {}
+        for part in self.modules():
+            if isinstance(part, OperationModule):
+                request = Request(weight.device.type, weight.dtype, activation=part.activation)
+                choices[part.operation] = resolve(part.operation, part.backend, request)
+        return choices
 
     def gradient_checkpointing_enable(self) -> None:
         """Trades time for memory in training: activations inside a layer are computed twice."""

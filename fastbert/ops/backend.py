@@ -1,8 +1,8 @@
 """Which implementation serves an operation, and why. The only place that reads environment
 variables.
 
-``FASTBERT_BACKEND`` is the preference where a call makes none; ``TRITON_INTERPRET=1`` (Triton's own)
-lets Triton kernels run on CPU tensors. ``FASTBERT_CPU_ISA`` is read by the extension itself.
+``FASTBERT_BACKEND`` is the preference where a call makes none; ``TRITON_INTERPRET=1`` (Triton's
+own) lets Triton kernels run on CPU tensors. ``FASTBERT_CPU_ISA`` is read by the extension itself.
 """
 
 from __future__ import annotations
@@ -154,9 +154,9 @@ def validate(backend: str | None) -> str | None:
 def resolve(op: str, requested: str | None, request: Request) -> Choice:
     """The backend for one call and why.
 
-    An explicit request is served or refused with ValueError. ``None`` prefers FASTBERT_BACKEND where
-    that implements ``op``, else takes the first of ``ORDER`` that serves; the reason lists what the
-    ones before it lacked.
+    An explicit request is served or refused with ValueError. ``None`` prefers FASTBERT_BACKEND
+    where that implements ``op``, else takes the first of ``ORDER`` that serves; the reason lists
+    what the ones before it lacked.
     """
     requested = prefer(op, DEFAULT_REQUEST) if requested is None else validate(requested)
     if requested is not None:
