@@ -68,7 +68,7 @@ def _load_extension() -> tuple[Any, str]:
     try:
         extension = importlib.import_module("fastbert._C")
     except ModuleNotFoundError:
-        why = "it was not built: no C++ compiler at installation"
+        why = "it was not built: no C++ compiler or no Python.h at installation"
         return None, f"the extension fastbert._C is missing ({why})"
     except ImportError as error:
         return None, f"the extension fastbert._C does not load ({error})"

@@ -1,0 +1,95 @@
+// Storage formats of activations: fp32, bf16 and fp16 in memory, fp32 in registers.
+//
+// Narrowing rounds to nearest, ties to even, and keeps NaN a NaN. `count` as in vec.h: the lanes
+// from `count` on are read as 0 and not written.
+
+#pragma once
+
+#include "vec.h"
+
+namespace fastbert::cpu::FASTBERT_LEVEL {
+
+struct F32 {
+  using Storage = float;
+  static FASTBERT_INLINE Vec load(const Storage* p, int count) {
+    return FASTBERT_LEVEL::load(p, count);
+  }
+  static FASTBERT_INLINE void store(Storage* p, Vec v, int count) {
+    FASTBERT_LEVEL::store(p, v, count);
+  }
+};
+
+// What bf16 and fp16 share; Derived supplies widen and narrow.
+template <class Derived>
+struct SixteenBits {
+  using Storage = uint16_t;
+  static FASTBERT_INLINE Vec load(const Storage* p, int count) {
+    HalfVec bits = {};
+    if (count == kLanes) {
+      __builtin_memcpy(&bits, p, sizeof(bits));
+    } else {
+      for (int i = 0; i < count; ++i) bits[i] = p[i];
+    }
+    return Derived::widen(bits);
+  }
+  static FASTBERT_INLINE void store(Storage* p, Vec v, int count) {
+    const HalfVec bits = Derived::narrow(v);
+    if (count == kLanes) {
+      __builtin_memcpy(p, &bits, sizeof(bits));
+    } else {
+      for (int i = 0; i < count; ++i) p[i] = bits[i];
+    }
+  }
+};
+
+FASTBERT_INLINE WordVec choose(IntVec condition, WordVec a, WordVec b) { return condition ? a : b; }
+
+struct BF16 : SixteenBits<BF16> {
+  static FASTBERT_INLINE Vec widen(HalfVec bits) {
+    return (Vec)(__builtin_convertvector(bits, WordVec) << 16);
+  }
+  static FASTBERT_INLINE HalfVec narrow(Vec v) {
+    const WordVec bits = (WordVec)v;
+    const WordVec rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    const WordVec quiet_nan = (bits >> 16) | 0x40u;
+    return __builtin_convertvector(choose((IntVec)(v != v), quiet_nan, rounded), HalfVec);
+  }
+};
+
+struct F16 : SixteenBits<F16> {
+#if FASTBERT_LEVEL_BYTES == 64
+  static FASTBERT_INLINE Vec widen(HalfVec bits) { return (Vec)_mm512_cvtph_ps((__m256i)bits); }
+  static FASTBERT_INLINE HalfVec narrow(Vec v) {
+    return (HalfVec)_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  }
+#elif FASTBERT_LEVEL_BYTES == 32
+  static FASTBERT_INLINE Vec widen(HalfVec bits) { return (Vec)_mm256_cvtph_ps((__m128i)bits); }
+  static FASTBERT_INLINE HalfVec narrow(Vec v) {
+    return (HalfVec)_mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  }
+#else
+  // The exponent is rebiased by a multiplication, which is exact and normalises subnormals on the
+  // way.
+  static FASTBERT_INLINE Vec widen(HalfVec bits) {
+    const WordVec h = __builtin_convertvector(bits, WordVec);
+    const WordVec finite = (WordVec)((Vec)((h & 0x7fffu) << 13) * 0x1p112f);
+    const WordVec special = ((h & 0x7fffu) << 13) | 0x7f800000u;
+    const WordVec magnitude = choose((IntVec)((h & 0x7c00u) == 0x7c00u), special, finite);
+    return (Vec)(magnitude | (h & 0x8000u) << 16);
+  }
+  static FASTBERT_INLINE HalfVec narrow(Vec v) {
+    const Vec magnitude = abs(v);
+    const WordVec bits = (WordVec)magnitude;
+    // Normal: drop 13 bits of mantissa, rounding, and rebias the exponent from 127 to 15.
+    const WordVec normal = (bits + 0xfffu + ((bits >> 13) & 1u) - (112u << 23)) >> 13;
+    // Subnormal: adding 0.5 leaves the multiple of 2^-24 in the low bits, rounded by the addition.
+    const WordVec subnormal = (WordVec)(magnitude + 0.5f) - 0x3f000000u;
+    WordVec result = choose((IntVec)(magnitude < 0x1p-14f), subnormal, normal);
+    result = choose((IntVec)(magnitude >= 65520.0f), WordVec{} + 0x7c00u, result);
+    result = choose((IntVec)(v != v), WordVec{} + 0x7e00u, result);
+    return __builtin_convertvector(result | ((WordVec)v >> 16 & 0x8000u), HalfVec);
+  }
+#endif
+};
+
+}  // namespace fastbert::cpu::FASTBERT_LEVEL

@@ -1,0 +1,94 @@
+// GELU and its derivative, a register at a time (Hendrycks and Gimpel 2016).
+//
+// Exact form: gelu(x) = x Phi(x) with Phi the normal distribution function. Its upper tail is
+// computed directly, Q(a) = 1 - Phi(a) = exp(-a^2 / 2) R(a) for a = |x|, so Phi keeps its relative
+// accuracy for negative x, where 1 + erf would cancel, and the exponential doubles as the density
+// in the derivative. R is Mills' ratio over sqrt(2 pi): r P(1 - 8 r) with r = 1 / (a + 4) and a
+// minimax polynomial P (Lawson's algorithm on [0, 14.5], relative error 9e-9). Tanh form: 0.5 x (1
+// + tanh(w)) = x s(2 w) with s the logistic function.
+
+#pragma once
+
+#include "../normal_tail.h"
+#include "vec.h"
+
+namespace fastbert::cpu::FASTBERT_LEVEL {
+
+namespace tail = fastbert::normal_tail;
+
+// exp(-u) for u >= 0, flushed to 0 above 87 where it leaves the normal floats; relative error
+// ~1e-7. NaN gives garbage: callers multiply by their own NaN.
+FASTBERT_INLINE Vec exp_negative(Vec u) {
+  // Adding 1.5 * 2^23 rounds to an integer, left in the low mantissa bits.
+  constexpr float kRound = 12582912.0f;
+  const Vec shifted = fma(u, splat(-1.44269504f), splat(kRound));
+  const Vec n = shifted - kRound;
+  // ln 2 in two parts; the first has few bits, so that its product with n is exact.
+  const Vec r = fma(n, splat(-1.42860682e-6f), fma(n, splat(-0x1.62e4p-1f), -u));
+  // exp(r) = 1 + r + r^2 q(r), |r| <= ln 2 / 2.
+  Vec q = fma(splat(1.381432036e-03f), r, splat(8.368851085e-03f));
+  q = fma(q, r, splat(4.166840109e-02f));
+  q = fma(q, r, splat(1.666651952e-01f));
+  q = fma(q, r, splat(4.999999337e-01f));
+  const Vec e = fma(q * r, r, r) + 1.0f;
+  const Vec scaled = (Vec)((IntVec)e + ((IntVec)shifted << 23));
+  return select(u > 87.0f, Vec{}, scaled);
+}
+
+struct Erf {
+  // Phi(x), and exp(-x^2 / 2) through `bell`.
+  static FASTBERT_INLINE Vec distribution(Vec x, Vec& bell) {
+    const Vec a = abs(x);
+    const Vec r = 1.0f / (a + tail::kShift);
+    const Vec t = fma(r, splat(tail::kSlope), splat(1.0f));
+    constexpr float kPolynomial[] = FASTBERT_NORMAL_TAIL_POLYNOMIAL;
+    Vec p = splat(kPolynomial[0]);
+    for (int i = 1; i <= tail::kDegree; ++i) p = fma(p, t, splat(kPolynomial[i]));
+    bell = exp_negative(0.5f * a * a);
+    const Vec q = bell * (p * r);
+    return select(x > 0.0f, 1.0f - q, q);
+  }
+
+  static FASTBERT_INLINE Vec forward(Vec x) {
+    Vec bell;
+    return x * distribution(x, bell);
+  }
+
+  // Phi(x) + x phi(x). Where phi is 0 the product is skipped: x may be infinite there.
+  static FASTBERT_INLINE Vec derivative(Vec x) {
+    Vec bell;
+    const Vec cumulative = distribution(x, bell);
+    const Vec slope = fma(x * tail::kDensityAtZero, bell, cumulative);
+    return select(abs(x) > 14.0f, cumulative, slope);
+  }
+};
+
+struct Tanh {
+  static constexpr float kTwoBeta = 1.5957691216f;  // 2 sqrt(2 / pi)
+  static constexpr float kCubic = 0.044715f;
+
+  // s(2 w) and s(-2 w), w = sqrt(2 / pi) (x + 0.044715 x^3); the smaller one is the more accurate.
+  static FASTBERT_INLINE Vec logistic(Vec x, Vec& complement) {
+    const Vec inner = fma(x * x, splat(kCubic), splat(1.0f));
+    const Vec e = exp_negative(abs(x) * kTwoBeta * inner);
+    const Vec larger = 1.0f / (1.0f + e);
+    const Vec smaller = e * larger;
+    complement = select(x > 0.0f, smaller, larger);
+    return select(x > 0.0f, larger, smaller);
+  }
+
+  static FASTBERT_INLINE Vec forward(Vec x) {
+    Vec complement;
+    return x * logistic(x, complement);
+  }
+
+  // s + x s (1 - s) 2 w'. From |x| = 10 on the second term is 0: x^2 may overflow there.
+  static FASTBERT_INLINE Vec derivative(Vec x) {
+    Vec complement;
+    const Vec s = logistic(x, complement);
+    const Vec slope = kTwoBeta * fma(x * x, splat(3.0f * kCubic), splat(1.0f));
+    return select(abs(x) > 12.0f, s, fma(x * slope, s * complement, s));
+  }
+};
+
+}  // namespace fastbert::cpu::FASTBERT_LEVEL

@@ -1,0 +1,114 @@
+// Layer norm of a residual sum on the CPU: tensors in, rows shared out to threads.
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/zeros.h>
+#include <torch/library.h>
+
+#include <memory>
+#include <tuple>
+
+#include "isa.h"
+#include "operands.h"
+
+namespace fastbert::cpu {
+namespace {
+
+Dropout dropout_of(double p, const OptionalTensor& seed) {
+  if (p == 0.0) return {};
+  const uint64_t key = (uint64_t)*seed->const_data_ptr<int64_t>();
+  return {true,
+          {(uint32_t)key, (uint32_t)(key >> 32)},
+          (uint32_t)(p * 16777216.0 + 0.5),
+          p == 1.0 ? 0.0f : (float)(1.0 / (1.0 - p))};
+}
+
+std::unique_ptr<float[]> scratch_for(const Kernels& k, int64_t columns) {
+  return std::unique_ptr<float[]>(new float[k.layer_norm_scratch(columns)]);
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> layer_norm_forward(
+    const at::Tensor& x_in, const at::Tensor& weight_in, const at::Tensor& bias_in,
+    const OptionalTensor& residual_in, const OptionalTensor& x_bias_in, const OptionalTensor& seed,
+    double dropout_p, double eps) {
+  check_layer_norm_forward(x_in, weight_in, bias_in, residual_in, x_bias_in, seed, dropout_p, eps);
+  const auto x = fastbert::with_unit_columns(x_in);
+  const auto residual = with_unit_columns(residual_in);
+  const auto weight = as_float(weight_in), bias = as_float(bias_in);
+  const auto x_bias = as_float(x_bias_in);
+  const int64_t rows = x.size(0), columns = x.size(1);
+  auto y = at::empty({rows, columns}, x.options());
+  auto mean = at::empty({rows}, x.options().dtype(at::kFloat)), rstd = at::empty_like(mean);
+
+  const LayerNormForward params = {format_of(x),
+                                   columns,
+                                   matrix(x),
+                                   matrix(residual),
+                                   floats(weight),
+                                   floats(bias),
+                                   floats(x_bias),
+                                   dropout_of(dropout_p, seed),
+                                   (float)eps,
+                                   y.mutable_data_ptr(),
+                                   mean.mutable_data_ptr<float>(),
+                                   rstd.mutable_data_ptr<float>()};
+  const Kernels& k = kernels();
+  parallel_for(rows, grain_rows(columns), [&](int64_t begin, int64_t end) {
+    k.layer_norm_forward(params, begin, end, scratch_for(k, columns).get());
+  });
+  return {y, mean, rstd};
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> layer_norm_backward(
+    const at::Tensor& dy_in, const at::Tensor& x_in, const at::Tensor& weight_in,
+    const at::Tensor& mean_in, const at::Tensor& rstd_in, const OptionalTensor& residual_in,
+    const OptionalTensor& x_bias_in, const OptionalTensor& seed, double dropout_p) {
+  check_layer_norm_backward(dy_in, x_in, weight_in, mean_in, rstd_in, residual_in, x_bias_in, seed,
+                            dropout_p);
+  const auto dy = fastbert::with_unit_columns(dy_in), x = fastbert::with_unit_columns(x_in);
+  const auto residual = with_unit_columns(residual_in);
+  const auto weight = as_float(weight_in);
+  const auto x_bias = as_float(x_bias_in);
+  const auto mean = mean_in.contiguous(), rstd = rstd_in.contiguous();
+  const int64_t rows = x.size(0), columns = x.size(1);
+  auto dsum = at::empty({rows, columns}, x.options());
+  auto dx = dropout_p > 0.0 ? at::empty_like(dsum) : at::empty({0}, x.options());
+
+  const LayerNormBackward params = {format_of(x),
+                                    columns,
+                                    matrix(dy),
+                                    matrix(x),
+                                    matrix(residual),
+                                    floats(weight),
+                                    floats(x_bias),
+                                    floats(mean),
+                                    floats(rstd),
+                                    dropout_of(dropout_p, seed),
+                                    dsum.mutable_data_ptr(),
+                                    dx.mutable_data_ptr()};
+  const Kernels& k = kernels();
+  const Chunks chunks(rows, columns);
+  const int64_t sums = (x_bias ? 3 : 2) * columns;
+  auto partials = at::zeros({chunks.count, sums}, mean.options().dtype(at::kDouble));
+  double* partial = partials.mutable_data_ptr<double>();
+  chunks.for_each([&](int64_t chunk, int64_t begin, int64_t end) {
+    k.layer_norm_backward(params, begin, end, scratch_for(k, columns).get(),
+                          partial + chunk * sums);
+  });
+  auto totals = at::empty({sums}, mean.options());
+  k.sum_rows(partial, chunks.count, sums, totals.mutable_data_ptr<float>());
+  const auto total = [&](int64_t i, const at::Tensor& parameter) {
+    return totals.narrow(0, i * columns, columns).to(parameter.scalar_type(), false, true);
+  };
+  return {dsum, dx, total(0, weight_in), total(1, weight_in),
+          x_bias ? total(2, *x_bias_in) : at::empty({0}, mean.options())};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(fastbert_C, CPU, m) {
+  m.impl("layer_norm_forward", layer_norm_forward);
+  m.impl("layer_norm_backward", layer_norm_backward);
+}
+
+}  // namespace fastbert::cpu

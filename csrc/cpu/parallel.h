@@ -1,0 +1,27 @@
+// Sharing rows out to torch's threads.
+//
+// GNU OpenMP's thread pool does not survive fork(): in a child of a process that has used it, the
+// next parallel region waits for threads that no longer exist, forever (torch's own operators do).
+// Such a child runs the kernels on its one thread instead.
+
+#pragma once
+
+#include <ATen/Parallel.h>
+
+#include <cstdint>
+
+namespace fastbert::cpu {
+
+// False in a child forked after this process had used threads here. True also notes that it has.
+bool use_threads();
+
+// Calls body(begin, end) for ranges that cover [0, count), of at least `grain` elements where
+// threads share.
+template <class Body>
+void parallel_for(int64_t count, int64_t grain, const Body& body) {
+  if (count <= 0) return;
+  if (count <= grain || at::get_num_threads() == 1 || !use_threads()) return body(0, count);
+  at::parallel_for(0, count, grain, body);
+}
+
+}  // namespace fastbert::cpu

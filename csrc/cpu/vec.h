@@ -1,0 +1,147 @@
+// One SIMD register of floats, and the few operations on it that the kernels are written with.
+//
+// Arithmetic uses the compilers' vector extensions, so the same source serves every width;
+// intrinsics appear only where the extensions have no spelling. A level_*.cpp defines
+// FASTBERT_LEVEL (a namespace) and FASTBERT_LEVEL_BYTES (the register width) before including this.
+// Everything is force-inlined into that namespace, and no std header with code is included: see
+// kernels.h for why.
+
+#pragma once
+
+#include <cstdint>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#define FASTBERT_INLINE inline __attribute__((always_inline))
+
+namespace fastbert::cpu::FASTBERT_LEVEL {
+
+constexpr int kBytes = FASTBERT_LEVEL_BYTES;
+constexpr int kLanes = kBytes / 4;
+
+typedef float Vec __attribute__((vector_size(kBytes)));
+typedef int32_t IntVec __attribute__((vector_size(kBytes)));
+typedef uint32_t WordVec __attribute__((vector_size(kBytes)));
+typedef uint64_t WideVec __attribute__((vector_size(kBytes)));
+typedef float FloatHalf __attribute__((vector_size(kBytes / 2)));
+typedef double DoubleVec __attribute__((vector_size(kBytes)));
+typedef uint16_t HalfVec __attribute__((vector_size(kBytes / 2)));
+
+// x - 0 is x for every x, NaN and -0 included; it spells a broadcast.
+FASTBERT_INLINE Vec splat(float x) { return x - Vec{}; }
+
+FASTBERT_INLINE Vec load(const float* p) {
+  Vec v;
+  __builtin_memcpy(&v, p, kBytes);
+  return v;
+}
+
+FASTBERT_INLINE void store(float* p, Vec v) { __builtin_memcpy(p, &v, kBytes); }
+
+// The first `count` lanes; the others read as 0.
+FASTBERT_INLINE Vec load(const float* p, int count) {
+  if (count == kLanes) return load(p);
+  float lanes[kLanes] = {};
+  for (int i = 0; i < count; ++i) lanes[i] = p[i];
+  return load(lanes);
+}
+
+FASTBERT_INLINE void store(float* p, Vec v, int count) {
+  if (count == kLanes) return store(p, v);
+  float lanes[kLanes];
+  store(lanes, v);
+  for (int i = 0; i < count; ++i) p[i] = lanes[i];
+}
+
+FASTBERT_INLINE WordVec lane_numbers() {
+  WordVec v;
+  for (int i = 0; i < kLanes; ++i) v[i] = i;
+  return v;
+}
+
+FASTBERT_INLINE Vec select(IntVec condition, Vec a, Vec b) { return condition ? a : b; }
+
+FASTBERT_INLINE Vec abs(Vec x) { return (Vec)((WordVec)x & 0x7fffffffu); }
+
+// `v` with the lanes from `count` on set to 0.
+FASTBERT_INLINE Vec first_lanes(Vec v, int count) {
+  if (count == kLanes) return v;
+  return select((IntVec)lane_numbers() < count, v, Vec{});
+}
+
+// a * b + c, rounded once where the instruction set can. Explicit, because the build forbids the
+// compiler to contract by itself: results then depend on the level only, not on the compiler's
+// mood.
+FASTBERT_INLINE Vec fma(Vec a, Vec b, Vec c) {
+#if FASTBERT_LEVEL_BYTES == 64
+  return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif FASTBERT_LEVEL_BYTES == 32
+  return (Vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+  return a * b + c;
+#endif
+}
+
+// Sums along a row are kept as 64 partial sums at every level: short chains of additions, for speed
+// and accuracy.
+constexpr int kSums = 64 / kLanes;
+
+// The lower (half = 0) or upper half of the lanes in double precision.
+FASTBERT_INLINE DoubleVec widen(Vec v, int half) {
+  FloatHalf narrow;
+  __builtin_memcpy(&narrow, (const char*)&v + half * sizeof(narrow), sizeof(narrow));
+  return __builtin_convertvector(narrow, DoubleVec);
+}
+
+// The lanes are added and divided in double precision: an error in the mean or the variance of a
+// row is common to all of its elements, so it must not add to theirs.
+FASTBERT_INLINE double mean_of(const Vec (&sums)[kSums], int64_t columns) {
+  DoubleVec low = {}, high = {};
+  for (int u = 0; u < kSums; ++u) {
+    low += widen(sums[u], 0);
+    high += widen(sums[u], 1);
+  }
+  low += high;
+  double total = 0.0;
+  for (int i = 0; i < kLanes / 2; ++i) total += low[i];
+  return total / (double)columns;
+}
+
+// sums[i] += v[i]. Parameters' gradients are summed over many rows, hence in double precision.
+FASTBERT_INLINE void accumulate(double* sums, Vec v, int count) {
+  if (count < kLanes) {
+    for (int i = 0; i < count; ++i) sums[i] += v[i];
+    return;
+  }
+  for (int half = 0; half < 2; ++half) {
+    DoubleVec wide;
+    double* p = sums + half * kLanes / 2;
+    __builtin_memcpy(&wide, p, sizeof(wide));
+    wide += widen(v, half);
+    __builtin_memcpy(p, &wide, sizeof(wide));
+  }
+}
+
+// Calls body(n, count) for the elements [n, n + count) of a row. `count` is the constant kLanes but
+// for the last call on a row that does not divide evenly.
+template <class Body>
+FASTBERT_INLINE void for_each_vector(int64_t columns, Body body) {
+  int64_t n = 0;
+  for (; n + kLanes <= columns; n += kLanes) body(n, kLanes);
+  if (n < columns) body(n, (int)(columns - n));
+}
+
+// The same, with the number of the partial sum to add to: body(n, u, count), u < kSums.
+template <class Body>
+FASTBERT_INLINE void for_each_summand(int64_t columns, Body body) {
+  int64_t n = 0;
+  for (; n + 64 <= columns; n += 64) {
+    for (int u = 0; u < kSums; ++u) body(n + u * kLanes, u, kLanes);
+  }
+  for (int u = 0; n + kLanes <= columns; n += kLanes, ++u) body(n, u, kLanes);
+  if (n < columns) body(n, 0, (int)(columns - n));
+}
+
+}  // namespace fastbert::cpu::FASTBERT_LEVEL

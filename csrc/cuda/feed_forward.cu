@@ -1,0 +1,138 @@
+// gelu(h + bias), forward and backward.
+//
+// A thread owns a few neighbouring columns, 16 bytes of a row, and walks down its chunk of rows:
+// the bias is read once, and its gradient is a sum in registers, written once per chunk and added
+// by sum_partials.
+
+#include "feed_forward.cuh"
+#include "gelu.cuh"
+#include "reduce.cuh"
+
+namespace fastbert::cuda {
+namespace {
+
+constexpr int kThreads = 128;
+
+// Params as the kernels see them: `wide` says that every matrix allows 16-byte access.
+template <class P>
+struct Launch {
+  P p;
+  bool wide;
+};
+
+// The first of the calling thread's columns.
+template <class T>
+__device__ int64_t first_column() {
+  return (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * kWidth<T>;
+}
+
+template <class T, class Activation>
+__global__ void __launch_bounds__(kThreads) forward_kernel(Launch<BiasGeluForward> k) {
+  const BiasGeluForward& p = k.p;
+  const int columns = static_cast<int>(p.columns);
+  if (first_column<T>() >= columns) return;
+  const int first = static_cast<int>(first_column<T>());
+  float bias[kWidth<T>] = {};
+  if (p.bias.data) load(p.bias, first, columns, bias);
+  for (int64_t row = blockIdx.y; row < p.rows; row += gridDim.y) {
+    float v[kWidth<T>];
+    load(row_of<T>(p.h, row), first, columns, k.wide, v);
+#pragma unroll
+    for (int i = 0; i < kWidth<T>; ++i) v[i] = Activation::forward(v[i] + bias[i]);
+    store(static_cast<T*>(p.y) + row * p.columns, first, columns, k.wide, v);
+  }
+}
+
+template <class T, class Activation>
+__global__ void __launch_bounds__(kThreads) backward_kernel(Launch<BiasGeluBackward> k) {
+  const BiasGeluBackward& p = k.p;
+  const int columns = static_cast<int>(p.columns);
+  if (first_column<T>() >= columns) return;
+  const int first = static_cast<int>(first_column<T>());
+  float bias[kWidth<T>] = {}, dbias[kWidth<T>] = {};
+  if (p.bias.data) load(p.bias, first, columns, bias);
+  for (int64_t row = blockIdx.y; row < p.rows; row += gridDim.y) {
+    float d[kWidth<T>], h[kWidth<T>];
+    load(row_of<T>(p.dy, row), first, columns, k.wide, d);
+    load(row_of<T>(p.h, row), first, columns, k.wide, h);
+#pragma unroll
+    for (int i = 0; i < kWidth<T>; ++i) {
+      d[i] *= Activation::derivative(h[i] + bias[i]);
+      dbias[i] += d[i];
+    }
+    store(static_cast<T*>(p.dh) + row * p.columns, first, columns, k.wide, d);
+  }
+  if (!p.bias.data) return;
+  float* partial = p.partial + static_cast<int64_t>(blockIdx.y) * p.columns;
+#pragma unroll
+  for (int i = 0; i < kWidth<T>; ++i) {
+    if (first + i < columns) partial[first + i] = dbias[i];
+  }
+}
+
+template <class T>
+dim3 grid_of(int64_t columns, int64_t chunks) {
+  return dim3(static_cast<unsigned>(ceil_div(columns, kThreads * kWidth<T>)),
+              static_cast<unsigned>(chunks));
+}
+
+template <class T>
+cudaError_t launch_forward(const BiasGeluForward& p, cudaStream_t stream) {
+  const bool wide = p.columns % kWidth<T> == 0 && aligned(p.h.data, p.h.stride, sizeof(T)) &&
+                    aligned(p.y, p.columns, sizeof(T));
+  const dim3 grid = grid_of<T>(p.columns, p.rows < kMaxGridY ? p.rows : kMaxGridY);
+  const Launch<BiasGeluForward> k = {p, wide};
+  return p.gelu == Gelu::tanh ? launch(forward_kernel<T, Tanh>, grid, kThreads, k, stream)
+                              : launch(forward_kernel<T, Erf>, grid, kThreads, k, stream);
+}
+
+template <class T>
+cudaError_t launch_backward(const BiasGeluBackward& p, cudaStream_t stream) {
+  const bool wide = p.columns % kWidth<T> == 0 && aligned(p.h.data, p.h.stride, sizeof(T)) &&
+                    aligned(p.dy.data, p.dy.stride, sizeof(T)) &&
+                    aligned(p.dh, p.columns, sizeof(T));
+  const dim3 grid = grid_of<T>(p.columns, bias_gelu_partials(p.rows));
+  const Launch<BiasGeluBackward> k = {p, wide};
+  return p.gelu == Gelu::tanh ? launch(backward_kernel<T, Tanh>, grid, kThreads, k, stream)
+                              : launch(backward_kernel<T, Erf>, grid, kThreads, k, stream);
+}
+
+// Column numbers are ints on the device, with room for the last block's overhang.
+bool supported(int64_t columns) { return columns >= 1 && columns < (int64_t{1} << 30); }
+
+}  // namespace
+
+cudaError_t bias_gelu_forward(const BiasGeluForward& p, cudaStream_t stream) {
+  if (!supported(p.columns)) return cudaErrorInvalidValue;
+  switch (p.format) {
+    case Format::f32:
+      return launch_forward<float>(p, stream);
+    case Format::bf16:
+      return launch_forward<__nv_bfloat16>(p, stream);
+    case Format::f16:
+      return launch_forward<__half>(p, stream);
+  }
+  return cudaErrorInvalidValue;
+}
+
+cudaError_t bias_gelu_backward(const BiasGeluBackward& p, cudaStream_t stream) {
+  if (!supported(p.columns)) return cudaErrorInvalidValue;
+  cudaError_t error = cudaErrorInvalidValue;
+  switch (p.format) {
+    case Format::f32:
+      error = launch_backward<float>(p, stream);
+      break;
+    case Format::bf16:
+      error = launch_backward<__nv_bfloat16>(p, stream);
+      break;
+    case Format::f16:
+      error = launch_backward<__half>(p, stream);
+      break;
+  }
+  if (error != cudaSuccess || !p.bias.data) return error;
+  return sum_partials(
+      {p.partial, bias_gelu_partials(p.rows), p.columns, p.columns, p.dbias, p.bias.format},
+      stream);
+}
+
+}  // namespace fastbert::cuda

@@ -1,0 +1,26 @@
+// Launching a kernel that takes one params struct, with the launch checked.
+
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace fastbert::cuda {
+
+// The largest grid in y; kernels stride over what lies beyond it.
+constexpr int64_t kMaxGridY = 65535;
+
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+template <class Params>
+cudaError_t launch(void (*kernel)(Params), dim3 grid, int threads, const Params& params,
+                   cudaStream_t stream) {
+  if (grid.x == 0 || grid.y == 0) return cudaSuccess;
+  Params copy = params;
+  void* arguments[] = {&copy};
+  return cudaLaunchKernel(reinterpret_cast<const void*>(kernel), grid, dim3(threads), arguments, 0,
+                          stream);
+}
+
+}  // namespace fastbert::cuda

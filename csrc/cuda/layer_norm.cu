@@ -1,0 +1,238 @@
+// Layer norm of a residual sum, forward and backward, one read of every operand.
+//
+// Forward: a warp (rows up to 1024) or a block of 256 threads owns a row and keeps the sum
+// residual + dropout(x + x_bias) in registers through the corrected two-pass statistics. Backward:
+// the sum is formed again instead of being stored; each block strides over the rows, keeps its
+// share of the parameters' gradients in registers and writes it once, and sum_partials adds the
+// shares.
+
+#include "layer_norm.cuh"
+#include "reduce.cuh"
+
+namespace fastbert::cuda {
+namespace {
+
+// Params as the kernels see them: `wide` says that every matrix allows 16-byte access.
+template <class P>
+struct Launch {
+  P p;
+  bool wide;
+};
+
+// How a row is spread: thread t holds kElements floats, kWidth<T> neighbours at a time.
+template <class T, int kThreads, int kElements>
+struct Layout {
+  static constexpr int kVectors = kElements / kWidth<T>;
+  static_assert(kElements % kWidth<T> == 0);
+
+  static __device__ int column(int vector) {
+    return (vector * kThreads + static_cast<int>(threadIdx.x) % kThreads) * kWidth<T>;
+  }
+};
+
+// kWidth<T> elements of residual + dropout(x + x_bias).
+template <class T, class P>
+__device__ void load_sum(const Launch<P>& k, int64_t row, int first, float (&sum)[kWidth<T>]) {
+  const int columns = static_cast<int>(k.p.columns);
+  load(row_of<T>(k.p.x, row), first, columns, k.wide, sum);
+  float other[kWidth<T>];
+  if (k.p.x_bias.data) {
+    load(k.p.x_bias, first, columns, other);
+#pragma unroll
+    for (int i = 0; i < kWidth<T>; ++i) sum[i] += other[i];
+  }
+  if (k.p.dropout.seed) drop(k.p.dropout, row, first, sum);
+  if (k.p.residual.data) {
+    load(row_of<T>(k.p.residual, row), first, columns, k.wide, other);
+#pragma unroll
+    for (int i = 0; i < kWidth<T>; ++i) sum[i] += other[i];
+  }
+}
+
+template <int kRowThreads>
+constexpr int kForwardThreads = kRowThreads < 128 ? 128 : kRowThreads;
+
+template <class T, int kThreads, int kElements>
+__global__ void __launch_bounds__(kForwardThreads<kThreads>)
+    forward_kernel(Launch<LayerNormForward> k) {
+  using L = Layout<T, kThreads, kElements>;
+  __shared__ RowSums<kThreads> shared[2];
+  const LayerNormForward& p = k.p;
+  const int columns = static_cast<int>(p.columns);
+  constexpr int kRows = kForwardThreads<kThreads> / kThreads;
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * kRows + threadIdx.x / kThreads;
+  if (row >= p.rows) return;  // whole warps only: with more threads per row, kRows is 1
+
+  float sum[L::kVectors][kWidth<T>];
+  float total = 0.0f;
+#pragma unroll
+  for (int v = 0; v < L::kVectors; ++v) {
+    load_sum<T>(k, row, L::column(v), sum[v]);
+#pragma unroll
+    for (int i = 0; i < kWidth<T>; ++i) total += sum[v][i];
+  }
+  const float inverse = 1.0f / static_cast<float>(columns);
+  const float first_mean = row_sum(Pair{total, 0.0f}, shared[0]).a * inverse;
+  // The deviations sum to what rounding left of the mean: rows around 1e4 keep their digits.
+  Pair deviations = {0.0f, 0.0f};
+#pragma unroll
+  for (int v = 0; v < L::kVectors; ++v) {
+#pragma unroll
+    for (int i = 0; i < kWidth<T>; ++i) {
+      const float d = L::column(v) + i < columns ? sum[v][i] - first_mean : 0.0f;
+      sum[v][i] = d;
+      deviations.a += d;
+      deviations.b += d * d;
+    }
+  }
+  deviations = row_sum(deviations, shared[1]);
+  const float correction = deviations.a * inverse;
+  const float variance = deviations.b * inverse - correction * correction;
+  const float rstd = 1.0f / sqrtf(fmaxf(variance, 0.0f) + p.eps);
+#pragma unroll
+  for (int v = 0; v < L::kVectors; ++v) {
+    float weight[kWidth<T>], bias[kWidth<T>];
+    load(p.weight, L::column(v), columns, weight);
+    load(p.bias, L::column(v), columns, bias);
+#pragma unroll
+    for (int i = 0; i < kWidth<T>; ++i) {
+      sum[v][i] = (sum[v][i] - correction) * rstd * weight[i] + bias[i];
+    }
+    store(static_cast<T*>(p.y) + row * columns, L::column(v), columns, k.wide, sum[v]);
+  }
+  if (threadIdx.x % kThreads == 0) {
+    p.mean[row] = first_mean + correction;
+    p.rstd[row] = rstd;
+  }
+}
+
+// With g = dy * weight and the normalised row h: dsum = rstd (g - mean(g) - h mean(g h)).
+template <class T, int kThreads, int kElements>
+__global__ void __launch_bounds__(kThreads) backward_kernel(Launch<LayerNormBackward> k) {
+  using L = Layout<T, kThreads, kElements>;
+  __shared__ RowSums<kThreads> shared[2];
+  const LayerNormBackward& p = k.p;
+  const int columns = static_cast<int>(p.columns);
+  const float inverse = 1.0f / static_cast<float>(columns);
+
+  float dweight[L::kVectors][kWidth<T>] = {}, dbias[L::kVectors][kWidth<T>] = {};
+  float dx_bias[L::kVectors][kWidth<T>] = {};
+  int turn = 0;
+  for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x, turn ^= 1) {
+    const float mean = p.mean[row], rstd = p.rstd[row];
+    float h[L::kVectors][kWidth<T>], g[L::kVectors][kWidth<T>];
+    Pair sums = {0.0f, 0.0f};
+#pragma unroll
+    for (int v = 0; v < L::kVectors; ++v) {
+      float weight[kWidth<T>];
+      load_sum<T>(k, row, L::column(v), h[v]);
+      load(row_of<T>(p.dy, row), L::column(v), columns, k.wide, g[v]);
+      load(p.weight, L::column(v), columns, weight);
+#pragma unroll
+      for (int i = 0; i < kWidth<T>; ++i) {
+        h[v][i] = (h[v][i] - mean) * rstd;
+        dbias[v][i] += g[v][i];
+        dweight[v][i] += g[v][i] * h[v][i];
+        // Rounded on its own, as in its mean, so that a row of one column cancels exactly.
+        g[v][i] = __fmul_rn(g[v][i], weight[i]);
+        sums.a += g[v][i];
+        sums.b += g[v][i] * h[v][i];
+      }
+    }
+    sums = row_sum(sums, shared[turn]);
+    const float g_mean = sums.a * inverse, gh_mean = sums.b * inverse;
+#pragma unroll
+    for (int v = 0; v < L::kVectors; ++v) {
+      const int first = L::column(v);
+#pragma unroll
+      for (int i = 0; i < kWidth<T>; ++i) g[v][i] = (g[v][i] - g_mean - h[v][i] * gh_mean) * rstd;
+      store(static_cast<T*>(p.dsum) + row * columns, first, columns, k.wide, g[v]);
+      if (p.dropout.seed) {
+        drop(p.dropout, row, first, g[v]);
+        store(static_cast<T*>(p.dx) + row * columns, first, columns, k.wide, g[v]);
+      }
+#pragma unroll
+      for (int i = 0; i < kWidth<T>; ++i) dx_bias[v][i] += g[v][i];
+    }
+  }
+  float* partial = p.partial + static_cast<int64_t>(blockIdx.x) * 3 * columns;
+#pragma unroll
+  for (int v = 0; v < L::kVectors; ++v) {
+#pragma unroll
+    for (int i = 0; i < kWidth<T>; ++i) {
+      const int n = L::column(v) + i;
+      if (n >= columns) continue;
+      partial[n] = dweight[v][i];
+      partial[columns + n] = dbias[v][i];
+      if (p.x_bias.data) partial[2 * columns + n] = dx_bias[v][i];
+    }
+  }
+}
+
+template <class T, class P>
+bool wide_access(const P& p) {
+  const bool residual = !p.residual.data || aligned(p.residual.data, p.residual.stride, sizeof(T));
+  return p.columns % kWidth<T> == 0 && aligned(p.x.data, p.x.stride, sizeof(T)) && residual;
+}
+
+template <class T>
+cudaError_t launch_forward(const LayerNormForward& p, cudaStream_t stream) {
+  const bool wide = wide_access<T>(p) && aligned(p.y, p.columns, sizeof(T));
+  const Launch<LayerNormForward> k = {p, wide};
+  if (p.columns <= 1024) {
+    const dim3 grid(static_cast<unsigned>(ceil_div(p.rows, kForwardThreads<32> / 32)));
+    return launch(forward_kernel<T, 32, 32>, grid, kForwardThreads<32>, k, stream);
+  }
+  return launch(forward_kernel<T, 256, 24>, dim3(static_cast<unsigned>(p.rows)), 256, k, stream);
+}
+
+template <class T>
+cudaError_t launch_backward(const LayerNormBackward& p, cudaStream_t stream) {
+  const bool wide = wide_access<T>(p) && aligned(p.dy.data, p.dy.stride, sizeof(T)) &&
+                    aligned(p.dsum, p.columns, sizeof(T)) && aligned(p.dx, p.columns, sizeof(T));
+  const Launch<LayerNormBackward> k = {p, wide};
+  const dim3 grid(static_cast<unsigned>(layer_norm_partials(p.rows)));
+  return p.columns <= 1024 ? launch(backward_kernel<T, 128, 8>, grid, 128, k, stream)
+                           : launch(backward_kernel<T, 384, 16>, grid, 384, k, stream);
+}
+
+}  // namespace
+
+cudaError_t layer_norm_forward(const LayerNormForward& p, cudaStream_t stream) {
+  if (p.columns < 1 || p.columns > kMaxColumns) return cudaErrorInvalidValue;
+  switch (p.format) {
+    case Format::f32:
+      return launch_forward<float>(p, stream);
+    case Format::bf16:
+      return launch_forward<__nv_bfloat16>(p, stream);
+    case Format::f16:
+      return launch_forward<__half>(p, stream);
+  }
+  return cudaErrorInvalidValue;
+}
+
+cudaError_t layer_norm_backward(const LayerNormBackward& p, cudaStream_t stream) {
+  if (p.columns < 1 || p.columns > kMaxColumns) return cudaErrorInvalidValue;
+  cudaError_t error = cudaErrorInvalidValue;
+  switch (p.format) {
+    case Format::f32:
+      error = launch_backward<float>(p, stream);
+      break;
+    case Format::bf16:
+      error = launch_backward<__nv_bfloat16>(p, stream);
+      break;
+    case Format::f16:
+      error = launch_backward<__half>(p, stream);
+      break;
+  }
+  void* const outputs[] = {p.dweight, p.dbias, p.dx_bias};
+  for (int i = 0; i < (p.x_bias.data ? 3 : 2) && error == cudaSuccess; ++i) {
+    const Format format = i < 2 ? p.weight.format : p.x_bias.format;
+    error = sum_partials({p.partial + i * p.columns, layer_norm_partials(p.rows), p.columns,
+                          3 * p.columns, outputs[i], format},
+                         stream);
+  }
+  return error;
+}
+
+}  // namespace fastbert::cuda

@@ -1,0 +1,53 @@
+// Layer norm of a residual sum, y = LN(residual + dropout(x + x_bias)) (Ba et al. 2016): what the
+// launchers take. Free of torch; cuda_ops.cpp fills these in.
+
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "operands.cuh"
+#include "philox.cuh"
+
+namespace fastbert::cuda {
+
+// A row lives in the registers of one block; longer rows are refused with cudaErrorInvalidValue.
+constexpr int64_t kMaxColumns = 6144;
+// Row blocks of the backward pass, each with its own partial sums: a constant, so that the result
+// does not depend on the GPU's size. Two per multiprocessor of an H100.
+constexpr int64_t kMaxPartials = 264;
+
+// y (rows, columns) is contiguous; mean and rstd hold one float per row.
+struct LayerNormForward {
+  Format format;
+  int64_t rows, columns;
+  ConstMatrix x, residual;
+  Parameter weight, bias, x_bias;
+  Dropout dropout;
+  float eps;
+  void* y;
+  float *mean, *rstd;
+};
+
+// dsum and, under dropout, dx are contiguous. partial: (layer_norm_partials(rows), 3, columns)
+// floats, the third row unused without x_bias. dweight and dbias in weight's format, dx_bias in
+// that of x_bias.
+struct LayerNormBackward {
+  Format format;
+  int64_t rows, columns;
+  ConstMatrix dy, x, residual;
+  Parameter weight, x_bias;
+  const float *mean, *rstd;
+  Dropout dropout;
+  void *dsum, *dx;
+  float* partial;
+  void *dweight, *dbias, *dx_bias;
+};
+
+inline int64_t layer_norm_partials(int64_t rows) {
+  return rows < kMaxPartials ? rows : kMaxPartials;
+}
+
+cudaError_t layer_norm_forward(const LayerNormForward& params, cudaStream_t stream);
+cudaError_t layer_norm_backward(const LayerNormBackward& params, cudaStream_t stream);
+
+}  // namespace fastbert::cuda

@@ -1,0 +1,1 @@
+"""Adapters to host libraries (transformers, sentence-transformers). Nothing lives here yet."""

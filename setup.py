@@ -1,0 +1,93 @@
+"""Builds fastbert._C, the only part of the package that needs a compiler; see pyproject.toml.
+
+FASTBERT_CUDA=0|1 overrides whether CUDA code is built; TORCH_CUDA_ARCH_LIST sets its architectures.
+"""
+
+import os
+import shutil
+import sys
+import sysconfig
+from glob import glob
+from pathlib import Path
+
+from setuptools import Extension, setup
+
+try:
+    import torch
+    from torch.utils import cpp_extension
+except ImportError as error:
+    sys.exit(
+        f"fastbert: torch cannot be imported in the environment that builds the package ({error}). "
+        "Install torch first, then fastbert with: pip install --no-build-isolation ."
+    )
+
+CXX_FLAGS = ["-O3", "-g0", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden"]
+CXX_FLAGS += ["-Wno-maybe-uninitialized"]  # GCC 12's own AVX-512 header sets it off
+# CUDA toolkits before 12.8 do not know compute capability 10.0.
+ARCHITECTURES = "8.0;9.0;10.0+PTX"
+ARCHITECTURES_BEFORE_12_8 = "8.0;9.0+PTX"
+
+
+def wants_cuda() -> bool:
+    """Whether torch is a CUDA build and a toolkit is there; a visible GPU plays no part."""
+    request = os.environ.get("FASTBERT_CUDA", "")
+    if request not in ("", "0", "1"):
+        sys.exit(f"fastbert: FASTBERT_CUDA: got {request!r}, allowed: 0, 1 or unset")
+    lacking = None
+    if torch.version.cuda is None:
+        lacking = f"torch {torch.__version__} is not a CUDA build"
+    elif not cpp_extension.CUDA_HOME or not Path(cpp_extension.CUDA_HOME, "bin", "nvcc").exists():
+        lacking = "no CUDA toolkit was found (nvcc on PATH, or CUDA_HOME)"
+    if request == "1" and lacking:
+        sys.exit(f"fastbert: FASTBERT_CUDA=1, but {lacking}")
+    return request != "0" and lacking is None
+
+
+def extension() -> Extension:
+    sources = ["csrc/bindings.cpp", *glob("csrc/cpu/*.cpp")]
+    flags, links = list(CXX_FLAGS), []
+    if sys.platform == "linux":
+        flags, links = [*flags, "-fopenmp"], ["-fopenmp"]
+    if not wants_cuda():
+        kind = cpp_extension.CppExtension
+        options = {"cxx": flags}
+    else:
+        old = tuple(map(int, torch.version.cuda.split(".")[:2])) < (12, 8)
+        archs = os.environ.setdefault(
+            "TORCH_CUDA_ARCH_LIST", ARCHITECTURES_BEFORE_12_8 if old else ARCHITECTURES
+        )
+        kind = cpp_extension.CUDAExtension
+        sources += glob("csrc/cuda/*.cpp") + glob("csrc/cuda/*.cu")
+        options = {"cxx": [*flags, f'-DFASTBERT_CUDA_ARCHS="{archs}"'], "nvcc": ["-O3"]}
+    return kind("fastbert._C", sorted(sources), extra_compile_args=options, extra_link_args=links)
+
+
+def missing_tool() -> str | None:
+    """What this machine lacks to compile anything; our own compile errors are never hidden."""
+    if shutil.which(os.environ["CXX"].split()[0]) is None:
+        return f"no C++ compiler was found ({os.environ['CXX']}; CXX names another)"
+    headers = sysconfig.get_paths()["include"]
+    return None if Path(headers, "Python.h").exists() else f"Python.h is missing in {headers}"
+
+
+class Build(cpp_extension.BuildExtension):
+    def build_extensions(self) -> None:
+        lacking = missing_tool()
+        if lacking is None:
+            return super().build_extensions()
+        self.extensions = []
+        line = "*" * 80
+        print(
+            f"{line}\nfastbert: {lacking}.\n"
+            "Installing WITHOUT fastbert._C: the C++ operators for CPU and CUDA are absent,\n"
+            f"the reference and Triton backends work. `fastbert info` says so too.\n{line}",
+            file=sys.stderr,
+        )
+        return None
+
+
+if __name__ == "__main__":
+    # One compiler for compiling (torch) and linking (setuptools), whatever built this Python.
+    found = [name for name in ("c++", "g++", "clang++") if shutil.which(name)]
+    os.environ.setdefault("CXX", found[0] if found else "c++")
+    setup(ext_modules=[extension()], cmdclass={"build_ext": Build})

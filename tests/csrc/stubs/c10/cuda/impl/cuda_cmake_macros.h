@@ -1,0 +1,1 @@
+// Stands in for a header that torch's CUDA builds generate and its CPU wheel lacks.

@@ -1,0 +1,81 @@
+"""Bad input to the C++ operators: the error names the argument, the value and what is allowed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from _layer_norm import EPS, problem
+
+
+@pytest.fixture
+def arguments():
+    case = problem(4, 8, torch.float32)
+    return {
+        "x": case.x,
+        "weight": case.weight,
+        "bias": case.bias,
+        "residual": case.residual,
+        "x_bias": case.x_bias,
+        "seed": case.seed,
+        "dropout_p": 0.1,
+        "eps": EPS,
+    }
+
+
+BAD_LAYER_NORM = [
+    ("x", torch.zeros(4, 8, 1), ValueError),
+    ("x", torch.zeros(4, 0), ValueError),
+    ("x", torch.zeros(4, 8, dtype=torch.float64), TypeError),
+    ("x", torch.zeros(4, 8, dtype=torch.int32), TypeError),
+    ("weight", torch.zeros(7), ValueError),
+    ("weight", torch.zeros(8, dtype=torch.int64), TypeError),
+    ("bias", torch.zeros(1, 8), ValueError),
+    ("residual", torch.zeros(3, 8), ValueError),
+    ("residual", torch.zeros(4, 8, dtype=torch.bfloat16), TypeError),
+    ("x_bias", torch.zeros(9), ValueError),
+    ("seed", None, ValueError),
+    ("seed", torch.zeros(2, dtype=torch.int64), ValueError),
+    ("seed", torch.zeros(1), TypeError),
+    ("dropout_p", 1.5, ValueError),
+    ("dropout_p", float("nan"), ValueError),
+    ("eps", -1.0, ValueError),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "error"), BAD_LAYER_NORM)
+def test_layer_norm_names_the_argument(operators, arguments, name, value, error):
+    with pytest.raises(error, match=rf"^{name}: got .*allowed"):
+        operators.layer_norm_forward(**(arguments | {name: value}))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error"),
+    [
+        ("dy", torch.zeros(4, 7), ValueError),
+        ("dy", torch.zeros(4, 8, dtype=torch.float16), TypeError),
+        ("mean", torch.zeros(5), ValueError),
+        ("rstd", torch.zeros(4, dtype=torch.float64), TypeError),
+    ],
+)
+def test_layer_norm_backward_names_the_argument(operators, arguments, name, value, error):
+    del arguments["bias"], arguments["eps"]
+    arguments |= {"dy": torch.zeros(4, 8), "mean": torch.zeros(4), "rstd": torch.ones(4)}
+    with pytest.raises(error, match=rf"^{name}: got .*allowed"):
+        operators.layer_norm_backward(**(arguments | {name: value}))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error"),
+    [
+        ("h", torch.zeros(8), ValueError),
+        ("h", torch.zeros(4, 8, dtype=torch.float64), TypeError),
+        ("bias", torch.zeros(4), ValueError),
+        ("dy", torch.zeros(8, 4), ValueError),
+        ("approximate", "erf", ValueError),
+    ],
+)
+def test_bias_gelu_names_the_argument(operators, name, value, error):
+    arguments = {"dy": torch.zeros(4, 8), "h": torch.zeros(4, 8), "bias": torch.zeros(8)}
+    arguments["approximate"] = "none"
+    with pytest.raises(error, match=rf"^{name}: got .*allowed"):
+        operators.bias_gelu_backward(**(arguments | {name: value}))

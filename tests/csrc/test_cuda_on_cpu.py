@@ -1,0 +1,95 @@
+"""The CUDA kernels against float64, run on the CPU by the shim: needs no GPU and no toolkit."""
+
+from __future__ import annotations
+
+import shutil
+
+import _cuda_on_cpu
+import pytest
+import torch
+from _layer_norm import problem
+
+from fastbert import reference
+from fastbert.testing.compare import assert_close
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ on this machine")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.fixture(scope="module")
+def operators(tmp_path_factory):
+    return _cuda_on_cpu.Operators(_cuda_on_cpu.build(tmp_path_factory.mktemp("shim")))
+
+
+def check_layer_norm(case, operators):
+    oracle, yardstick = case.gradients(torch.float64), case.gradients(case.x.dtype)
+    for name, actual in case.run(operators).items():
+        assert_close(f"layer_norm {name}", actual, oracle[name], yardstick[name])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [1, 59, 111, 768, 1023, 3584])
+def test_layer_norm(operators, columns, dtype):
+    check_layer_norm(problem(6, columns, dtype), operators)
+
+
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("x_bias", [False, True])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.1, 1.0])
+def test_layer_norm_optional_operands(operators, residual, x_bias, dropout_p):
+    case = problem(7, 104, torch.float32, residual=residual, x_bias=x_bias, dropout_p=dropout_p)
+    if residual or dropout_p < 1.0:
+        check_layer_norm(case, operators)
+
+
+def test_layer_norm_of_more_rows_than_blocks(operators):
+    check_layer_norm(problem(600, 40, torch.float32, dropout_p=0.1), operators)
+
+
+def test_layer_norm_dropout_mask_is_the_definitions_bit_for_bit(operators):
+    case = problem(9, 203, torch.float32, x_bias=False, dropout_p=0.3)
+    kept = reference.dropout_keep(case.seed, 0.3, (9, 203))
+    assert torch.equal(case.run(operators)["dx"] != 0, kept)
+
+
+def test_layer_norm_far_from_zero(operators):
+    case = problem(16, 768, torch.float32, residual=False, x_bias=False)
+    case.x += 1e4
+    y = case.forward(operators)[0]
+    oracle, yardstick = case.gradients(torch.float64), case.gradients(torch.float32)
+    assert_close("y", y, oracle["y"], yardstick["y"])
+
+
+def test_row_strides_and_odd_addresses(operators):
+    for dtype in DTYPES:
+        case = problem(5, 104, dtype, dropout_p=0.1)
+        expected = case.run(operators)
+        for name in ("x", "residual", "dy"):
+            wide = torch.full((5, 211), torch.nan, dtype=dtype)
+            wide[:, 1:105] = getattr(case, name)
+            setattr(case, name, wide[:, 1:105])
+        for name, actual in case.run(operators).items():
+            assert torch.equal(actual, expected[name]), name
+
+
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (9, 111), (300, 64), (5, 3584)])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_bias_gelu(operators, rows, columns, dtype, approximate, with_bias):
+    h, dy = 2 * torch.randn(rows, columns).to(dtype), torch.randn(rows, columns).to(dtype)
+    bias = torch.randn(columns).to(dtype) if with_bias else None
+    actual = (
+        operators.bias_gelu_forward(h, bias, approximate),
+        *operators.bias_gelu_backward(dy, h, bias, approximate),
+    )
+
+    def solve(dtype):
+        inputs = [t.detach().to(dtype).requires_grad_() for t in (h, bias) if t is not None]
+        y = reference.gelu(sum(inputs[1:], inputs[0]), approximate)
+        y.backward(dy.to(dtype))
+        return [y.detach(), *(t.grad for t in inputs)]
+
+    oracle, yardstick = solve(torch.float64), solve(dtype)
+    for i, name in enumerate(("y", "dh", "dbias")[: len(oracle)]):
+        assert_close(f"bias_gelu {name}", actual[i], oracle[i], yardstick[i])

@@ -1,0 +1,122 @@
+"""The choice of the instruction set, and what must not leak out of it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+
+X86 = platform.machine() == "x86_64"
+
+
+def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_build_info(extension):
+    info = extension.build_info()
+    assert info["torch"].split("+")[0] == torch.__version__.split("+")[0]
+    assert info["cpu_isas"][0] == "baseline"
+    assert set(info["cpu_isas_supported"]) <= set(info["cpu_isas"])
+    assert isinstance(info["cuda"], bool)
+
+
+def test_the_best_level_is_the_default(extension):
+    ask = "import torch; from fastbert import _C; print(_C.cpu_isa())"
+    supported = extension.build_info()["cpu_isas_supported"]
+    assert python(ask, FASTBERT_CPU_ISA="").stdout.strip() == supported[-1]
+    for level in supported:
+        assert python(ask, FASTBERT_CPU_ISA=level).stdout.strip() == level
+
+
+def test_an_unknown_level_is_an_error(extension):
+    use = (
+        "import torch; from fastbert import _C\n"
+        "torch.ops.fastbert_C.bias_gelu_forward(torch.zeros(1, 1), None, 'none')"
+    )
+    result = python(use, FASTBERT_CPU_ISA="sse9")
+    assert result.returncode != 0
+    assert (
+        "ValueError: FASTBERT_CPU_ISA: got 'sse9', allowed on this processor: base" in result.stderr
+    )
+    with pytest.raises(ValueError, match="level: got 'sse9', allowed on this processor: baseline"):
+        extension.set_cpu_isa("sse9")
+
+
+# Registers that mark an instruction set, and the namespace whose functions alone may use them.
+ZMM_OR_MASK = re.compile(r"%zmm|%k[0-7]\b|%[xy]mm(1[6-9]|2\d|3[01])\b")
+AVX = re.compile(r"%ymm|\tv[a-z]")
+
+
+@pytest.mark.skipif(not X86, reason="not an x86-64 machine")
+def test_no_instruction_above_the_baseline_outside_the_dispatched_functions(extension):
+    if shutil.which("objdump") is None:
+        pytest.skip("objdump (binutils) is not installed")
+    listing = subprocess.run(
+        ["objdump", "-d", "--demangle", "--no-show-raw-insn", extension.__file__],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    function, stray, seen = "", set(), set()
+    for line in listing.splitlines():
+        header = re.match(r"[0-9a-f]+ <(.*)>:$", line)
+        if header:
+            function = header[1]
+        elif ZMM_OR_MASK.search(line):
+            seen.add("avx512")
+            if "fastbert::cpu::avx512::" not in function:
+                stray.add((function, line.strip()))
+        elif AVX.search(line):
+            seen.add("avx2")
+            if not re.search(r"fastbert::cpu::avx(2|512)::", function):
+                stray.add((function, line.strip()))
+    assert not stray, sorted(stray)[:10]
+    assert seen == {"avx2", "avx512"}
+
+
+# With -ffast-math, loading the extension would make this thread flush subnormals to zero.
+def test_import_leaves_the_floating_point_mode_alone(extension):
+    code = (
+        "import torch\n"
+        "tiny = torch.tensor([1e-40]); before = float(tiny * 0.5)\n"
+        "from fastbert import _C\n"
+        "torch.ops.fastbert_C.bias_gelu_forward(torch.randn(999, 111), None, 'none')\n"
+        "assert before != 0.0 and float(tiny * 0.5) == before\n"
+        "assert float(torch.full((100000,), 1e-40).mul(0.5).min()) == before\n"
+    )
+    result = python(code)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs os.fork")
+def test_works_in_a_child_forked_after_a_parallel_region(extension):
+    """GNU OpenMP's pool does not survive fork; torch's own layer norm hangs in such a child."""
+    code = (
+        "import os, signal, torch\n"
+        "from fastbert import _C\n"
+        "torch.set_num_threads(2)\n"
+        "h = torch.randn(512, 768)\n"
+        "gelu = torch.ops.fastbert_C.bias_gelu_forward\n"
+        "run = lambda: bytes(gelu(h, None, 'none').untyped_storage())\n"
+        "expected = run()\n"
+        "pid = os.fork()\n"
+        "if pid == 0:\n"
+        "    signal.alarm(30)\n"
+        "    os._exit(0 if run() == expected else 1)\n"
+        "raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))\n"
+    )
+    result = python(code)
+    assert result.returncode == 0, (result.returncode, result.stderr)

@@ -1,0 +1,72 @@
+"""The CUDA sources without a GPU: nvcc compiles the kernels, g++ the file that meets torch."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.cpp_extension import CUDA_HOME, include_paths
+
+ROOT = Path(__file__).parents[2]
+SOURCES = sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
+ARCHITECTURES = ("80", "90", "100")
+
+
+def toolkit() -> Path | None:
+    """The folder of the CUDA toolkit, if there is one."""
+    nvcc = shutil.which("nvcc")
+    candidates = [CUDA_HOME, "/usr/local/cuda", nvcc and Path(nvcc).resolve().parents[1]]
+    return next((Path(c) for c in candidates if c and Path(c, "bin", "nvcc").exists()), None)
+
+
+TOOLKIT = toolkit()
+needs_toolkit = pytest.mark.skipif(TOOLKIT is None, reason="no CUDA toolkit (nvcc) on this machine")
+
+
+def compile_kernels(source: Path, architecture: str, folder: Path) -> str:
+    command = [
+        *(TOOLKIT / "bin" / "nvcc", "-c", "-O3", "-std=c++17", f"-arch=sm_{architecture}"),
+        *("-Xptxas", "-v", source, "-o", folder / f"{source.stem}_{architecture}.o"),
+    ]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return result.stderr
+
+
+@needs_toolkit
+def test_kernels_compile_without_spills(tmp_path):
+    jobs = [(source, arch) for source in SOURCES for arch in ARCHITECTURES]
+    with ThreadPoolExecutor(2) as pool:
+        reports = pool.map(lambda job: compile_kernels(*job, tmp_path), jobs)
+    for (source, arch), report in zip(jobs, reports, strict=True):
+        usage = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores", report)
+        registers = [int(n) for n in re.findall(r"Used (\d+) registers", report)]
+        print(f"{source.name} sm_{arch}: {len(registers)} kernels, registers {sorted(registers)}")
+        assert registers
+        assert len(usage) == len(registers)
+        assert set(usage) == {("0", "0")}, (source.name, arch, report)
+
+
+@needs_toolkit
+def test_kernels_are_free_of_torch():
+    for path in (ROOT / "csrc" / "cuda").glob("*.cu*"):
+        includes = re.findall(r"#include [<\"](.*?)[>\"]", path.read_text())
+        assert not [i for i in includes if i.startswith(("torch/", "ATen/", "c10/"))], path.name
+
+
+@needs_toolkit
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ on this machine")
+def test_the_file_that_meets_torch_compiles(tmp_path):
+    """torch's CPU wheel lacks one generated header; an empty one in stubs/ stands in for it."""
+    stubs = [] if torch.version.cuda else ["-I", ROOT / "tests" / "csrc" / "stubs"]
+    headers = [*include_paths("cpu"), str(TOOLKIT / "include")]
+    command = ["g++", "-std=c++20", "-fsyntax-only", *stubs]
+    command += [flag for folder in headers for flag in ("-isystem", folder)]
+    command.append(ROOT / "csrc" / "cuda" / "cuda_ops.cpp")
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr

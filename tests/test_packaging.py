@@ -1,0 +1,222 @@
+"""What is shipped, how it installs, and the ways in which a folder called kernels could go wrong.
+
+Hugging Face publishes a package imported as ``kernels``, and transformers probes for it. Our Triton
+kernels lie in a folder of that name, without ``__init__.py``, and are packaged as
+``fastbert.kernels`` through the symlink ``fastbert/kernels``.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+LEFT_BEHIND = (".*", "build", "dist", "*.egg-info", "*.so", "__pycache__", "tests", "benchmarks")
+
+
+def run(*command: object, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    inherited = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "FASTBERT_CUDA")}
+    return subprocess.run(
+        [str(part) for part in command],
+        cwd=cwd,
+        env=inherited | environment,
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+
+
+def python(code: str, cwd: Path, *search_path: Path) -> str:
+    joined = os.pathsep.join(map(str, search_path))
+    result = run(sys.executable, "-c", code, cwd=cwd, PYTHONPATH=joined)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+def checkout(folder: Path) -> Path:
+    """A copy of the sources: a build then neither sees nor leaves anything in the working tree."""
+    return shutil.copytree(
+        ROOT, folder / "checkout", symlinks=True, ignore=shutil.ignore_patterns(*LEFT_BEHIND)
+    )
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory) -> Path:
+    """The folder with the sdist, and the wheel that was built out of that sdist."""
+    pytest.importorskip("build")
+    folder = tmp_path_factory.mktemp("packaging")
+    command = (sys.executable, "-m", "build", "--no-isolation", "--outdir", folder / "dist")
+    result = run(*command, checkout(folder), cwd=folder)
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
+    return folder / "dist"
+
+
+@pytest.fixture(scope="session")
+def installed(built, tmp_path_factory) -> Path:
+    target = tmp_path_factory.mktemp("installed")
+    (wheel,) = built.glob("*.whl")
+    pip = (sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--target", target)
+    result = run(*pip, wheel, cwd=target)
+    assert result.returncode == 0, result.stderr
+    return target
+
+
+def kernel_files() -> set[str]:
+    names = {f"fastbert/kernels/{path.name}" for path in (ROOT / "kernels").glob("*.py")}
+    assert names, "no kernels to ship"
+    return names
+
+
+def python_files() -> set[str]:
+    found = (ROOT / "fastbert").rglob("*.py")
+    return {p.relative_to(ROOT).as_posix() for p in found} | kernel_files()
+
+
+def test_the_wheel_holds_the_package_and_nothing_else(built):
+    (wheel,) = built.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        assert all(archive.getinfo(name).file_size for name in kernel_files())
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"fastbert"}
+    assert python_files() <= names
+    assert any(name.endswith("/licenses/LICENSE") for name in names)
+    if shutil.which("c++"):
+        assert any(name.startswith("fastbert/_C.") for name in names)
+
+
+def test_the_sdist_holds_all_that_a_build_needs(built):
+    (sdist,) = built.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        members = {m.name.split("/", 1)[-1]: m for m in archive.getmembers()}
+    sources = {p.relative_to(ROOT).as_posix() for p in (ROOT / "csrc").rglob("*") if p.is_file()}
+    for name in python_files() | sources | {"setup.py", "pyproject.toml", "README.md", "LICENSE"}:
+        assert name in members, name
+        assert members[name].isreg(), name
+    assert not [name for name in members if name.split("/")[0] in ("kernels", "tests")]
+
+
+def test_the_installed_wheel_works_outside_the_repository(installed, tmp_path):
+    code = (
+        "import importlib, torch, fastbert, fastbert.ops\n"
+        "spec = importlib.util.find_spec('fastbert.kernels.layer_norm')\n"
+        "x = torch.randn(3, 8)\n"
+        "y = fastbert.ops.layer_norm(x, torch.ones(8), torch.zeros(8))\n"
+        "print(fastbert.__file__, spec.origin, float(y.var(correction=0)) > 0.99, sep='\\n')"
+    )
+    package, kernel, works = python(code, tmp_path, installed).splitlines()
+    assert Path(package).parent == installed / "fastbert"
+    assert Path(kernel) == installed / "fastbert" / "kernels" / "layer_norm.py"
+    assert works == "True"
+
+
+# The name ``kernels``
+
+FIND = "import importlib.util; spec = importlib.util.find_spec('kernels'); "
+
+
+@pytest.fixture
+def hugging_face_kernels(tmp_path) -> Path:
+    """A stand-in for Hugging Face's package, in a folder that plays site-packages."""
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "__init__.py").write_text("MADE_BY = 'Hugging Face'\n")
+    metadata = tmp_path / "kernels-0.15.2.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: kernels\nVersion: 0.15.2\n")
+    return tmp_path
+
+
+def test_the_folder_is_a_namespace_and_the_symlink_is_committed():
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+    assert (ROOT / "fastbert" / "kernels").is_symlink()
+    assert os.readlink(ROOT / "fastbert" / "kernels") == "../kernels"
+
+
+def test_from_the_root_kernels_is_no_regular_package():
+    assert python(FIND + "print(spec is None or spec.origin is None)", ROOT) == "True"
+
+
+def test_from_the_root_hugging_faces_package_wins(hugging_face_kernels):
+    code = "import kernels; print(kernels.MADE_BY)"
+    assert python(code, ROOT, ROOT, hugging_face_kernels) == "Hugging Face"
+    code = (
+        "import importlib.util; print(importlib.util.find_spec('fastbert.kernels.common').origin)"
+    )
+    ours = python(code, ROOT, ROOT, hugging_face_kernels)
+    assert Path(ours).resolve() == ROOT / "kernels" / "common.py"
+
+
+def test_transformers_probe_is_right_with_and_without_it(hugging_face_kernels):
+    pytest.importorskip("transformers")
+    probe = "from transformers.utils import is_kernels_available as probe; print(probe('0.1', '9'))"
+    real = "import importlib.metadata as m; print('kernels' in {d.name for d in m.distributions()})"
+    assert python(probe, ROOT) == python(real, ROOT)
+    assert python(probe, ROOT, ROOT, hugging_face_kernels) == "True"
+
+
+# setup.py
+
+
+def setup(*arguments: str, cwd: Path = ROOT, **environment: str):
+    return run(sys.executable, "setup.py", *arguments, cwd=cwd, **environment)
+
+
+def test_without_a_compiler_it_installs_and_says_so(tmp_path):
+    source = checkout(tmp_path)
+    pip = (
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-index",
+    )
+    target = tmp_path / "target"
+    result = run(*pip, "-v", "--target", target, source, cwd=tmp_path, CXX="/nonexistent/c++")
+    output = result.stdout + result.stderr
+    assert result.returncode == 0, output
+    assert "no C++ compiler was found (/nonexistent/c++; CXX names another)" in output
+    assert "Installing WITHOUT fastbert._C" in output
+    assert not list(target.rglob("_C*"))
+    code = (
+        "import sys\n"
+        "# An editable install in this environment would lend its own extension.\n"
+        "sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in repr(f).lower()]\n"
+        "import fastbert.ops.backend as b; print(b.EXTENSION, b.EXTENSION_STATE)"
+    )
+    assert python(code, tmp_path, target).startswith("None the extension fastbert._C is missing")
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler on this machine")
+def test_a_compile_error_fails_the_build(tmp_path):
+    source = checkout(tmp_path)
+    for path in (source / "csrc" / "cpu").glob("*.cpp"):
+        path.unlink()
+    (source / "csrc" / "bindings.cpp").write_text("#error broken on purpose\n")
+    result = setup("build_ext", "--inplace", cwd=source)
+    assert result.returncode != 0
+    assert "broken on purpose" in result.stdout + result.stderr
+
+
+def test_fastbert_cuda_is_obeyed_or_refused_with_the_reason():
+    assert "FASTBERT_CUDA: got '2', allowed: 0, 1 or unset" in setup("-V", FASTBERT_CUDA="2").stderr
+    if torch.version.cuda is None:
+        result = setup("-V", FASTBERT_CUDA="1")
+        assert result.returncode != 0
+        assert "FASTBERT_CUDA=1, but torch" in result.stderr
+        assert "is not a CUDA build" in result.stderr
+
+
+def test_a_build_without_torch_says_what_to_do(tmp_path):
+    (tmp_path / "torch.py").write_text("raise ImportError('No module named torch')\n")
+    result = setup("-V", PYTHONPATH=str(tmp_path))
+    assert result.returncode != 0
+    assert "Install torch first" in result.stderr
