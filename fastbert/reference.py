@@ -98,7 +98,8 @@ def visible(
     """Keys inside the window and the lengths, bool and broadcastable to (B, H, Lq, Lk); None: all.
 
     Query i stands at key i + Lk - Lq (bottom-right alignment, per sequence where lengths are
-    given); -1 leaves that side of the window open.
+    given); -1 leaves that side of the window open. Queries beyond their length may see keys: nobody
+    reads those rows.
     """
     query = torch.arange(query_length, device=device).view(1, 1, -1, 1)
     key = torch.arange(key_length, device=device).view(1, 1, 1, -1)
@@ -107,7 +108,7 @@ def visible(
     if lengths is not None:
         query_lengths, key_lengths = (n.long().view(-1, 1, 1, 1) for n in lengths)
         offset = key_lengths - query_lengths
-        allowed = (query < query_lengths) & (key < key_lengths)
+        allowed = key < key_lengths
     for limit, inside in (
         (left, key >= query + offset - left),
         (right, key <= query + offset + right),
@@ -115,6 +116,12 @@ def visible(
         if limit >= 0:
             allowed = inside if allowed is None else allowed & inside
     return allowed
+
+
+def existing_queries(lengths: Tensor, max_seqlen: int) -> Tensor:
+    """Which rows of (B, H, Lq, Lk) belong to a token: bool (B, 1, Lq, 1)."""
+    query = torch.arange(max_seqlen, device=lengths.device)
+    return (query < lengths.view(-1, 1)).view(-1, 1, max_seqlen, 1)
 
 
 def attention_weights(
@@ -249,7 +256,9 @@ def attention_varlen(
         lengths,
     )
     out = unpad_rows(out.transpose(1, 2), slot, used)
-    return (out, weights) if return_weights else out
+    if not return_weights:
+        return out
+    return out, weights.masked_fill(~existing_queries(lengths[0], max_seqlen_q), 0.0)
 
 
 # Layer norm, feed-forward, embedding

@@ -151,6 +151,7 @@ class _Options:
             max_q, max_k = self.shape[2:]
             # The window depends on each sequence's lengths here, so it becomes part of the mask.
             inside = reference.visible(max_q, max_k, left, right, q.device, lengths)
+            inside = inside & reference.existing_queries(lengths[0], max_q)
             mask, left, right = inside if mask is None else inside & mask, -1, -1
             q = reference.pad_rows(q, cu_seqlens_q, max_q)[0].transpose(1, 2)
             k = reference.pad_rows(k, cu_seqlens_k, max_k)[0].transpose(1, 2)

@@ -7,6 +7,8 @@ autograd through ``fastbert.reference`` in float64.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -26,11 +28,25 @@ def _allowed(q, k, mask, left, right, lengths):
     return mask if allowed is None else allowed & mask
 
 
+def _weights(q, k, allowed, bias, scale):
+    """``reference.attention_weights`` in place: the scores are the largest tensor of the operation,
+    and below autograd nothing else looks at them."""
+    if bias is not None:
+        return reference.attention_weights(q, k, allowed, bias, scale)
+    scores = (q @ k.transpose(-2, -1)).mul_(scale)
+    if allowed is None:
+        return torch.softmax(scores, dim=-1)
+    empty = ~allowed.any(dim=-1, keepdim=True)
+    weights = torch.softmax(scores.masked_fill_(~allowed & ~empty, -math.inf), dim=-1)
+    # Where looking is cheap, the pass over rows that may attend nothing is left out with them.
+    return weights.masked_fill_(empty, 0.0) if empty.is_cuda or empty.any() else weights
+
+
 def attention_forward(q, k, v, mask, bias, lengths, seed, dropout_p, scale, left, right):
     """Output (B, H, Lq, D) of padded inputs."""
     allowed = _allowed(q, k, mask, left, right, lengths)
     k, v = (reference.hide_unattended(x, allowed) for x in (k, v))
-    weights = reference.attention_weights(q, k, allowed, bias, scale)
+    weights = _weights(q, k, allowed, bias, scale)
     return reference.dropout(weights, dropout_p, seed, tuple(weights.shape)) @ v
 
 
@@ -40,7 +56,7 @@ def attention_backward(dout, q, k, v, mask, bias, lengths, seed, dropout_p, scal
     """
     allowed = _allowed(q, k, mask, left, right, lengths)
     k, v = (reference.hide_unattended(x, allowed) for x in (k, v))
-    weights = reference.attention_weights(q, k, allowed, bias, scale)
+    weights = _weights(q, k, allowed, bias, scale)
     dropped = reference.dropout(weights, dropout_p, seed, tuple(weights.shape))
     dv = dropped.transpose(-2, -1) @ dout
     dweights = reference.dropout(dout @ v.transpose(-2, -1), dropout_p, seed, tuple(weights.shape))
