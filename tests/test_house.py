@@ -27,7 +27,6 @@ ALLOWED = {
     "testing": {"testing", "modules", "ops", "config", "reference", "reference_model", "version"},
     "cli": {"cli", "training", "data", "modules", "io", "ops", "testing", "config", "version"},
 }
-THIRD_PARTY = {"transformers", "sentence_transformers"}
 
 
 def imports(path: Path):

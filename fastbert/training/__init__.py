@@ -1,0 +1,15 @@
+"""Pre-training, evaluation, and the demo that runs the whole house once."""
+
+from fastbert.training.demo import DemoReport, run_demo
+from fastbert.training.evaluate import evaluate
+from fastbert.training.loop import TrainResult, pretrain
+from fastbert.training.options import PretrainOptions
+
+__all__ = [
+    "DemoReport",
+    "PretrainOptions",
+    "TrainResult",
+    "evaluate",
+    "pretrain",
+    "run_demo",
+]

@@ -1,0 +1,53 @@
+"""A few blanks that the trained model fills in, for people to look at."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from fastbert.data import WordPieceTokenizer
+from fastbert.modules import BertForPreTraining
+
+GUESSES = 3
+
+
+@dataclass(frozen=True)
+class Example:
+    """A text with one [MASK], what stood there, and the model's guesses, best first."""
+
+    text: str
+    truth: str
+    guesses: list[str]
+
+
+@torch.no_grad()
+def fill_masks(
+    checkpoint: Path, documents: Sequence[Sequence[str]], max_length: int
+) -> list[Example]:
+    """Hides one whole-piece word of the beginning of each document and lets the model guess it."""
+    tokenizer = WordPieceTokenizer.load(checkpoint)
+    model = BertForPreTraining.from_pretrained(checkpoint).eval()
+    examples = []
+    for index, document in enumerate(documents):
+        ids = tokenizer.encode(" ".join(document), max_length=max_length)
+        pieces = [tokenizer.id_to_token(i) or "" for i in ids]
+        # Words of several letters in the second half: what was told before should give them away.
+        words = [
+            i
+            for i in range(len(ids) // 2, len(ids) - 2)
+            if len(pieces[i]) > 3 and pieces[i].isalpha() and not pieces[i + 1].startswith("##")
+        ]
+        if not words:
+            continue
+        place = random.Random(index).choice(words)
+        truth, ids[place] = pieces[place], tokenizer.mask_id
+        logits = model(input_ids=torch.tensor([ids])).prediction_logits[0, place]
+        best = logits.topk(min(GUESSES, logits.numel())).indices.tolist()
+        text = tokenizer.decode(ids[1:-1], skip_special_tokens=False)
+        guesses = [tokenizer.id_to_token(i) or "" for i in best]
+        examples.append(Example(text, truth, guesses))
+    return examples

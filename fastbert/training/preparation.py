@@ -1,0 +1,109 @@
+"""From options to what the loop consumes: documents, held-out split, tokenizer, batches."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from fastbert.data import (
+    NextSentencePairs,
+    PretrainingBatches,
+    WordPieceTokenizer,
+    read_documents,
+    train_tokenizer,
+)
+from fastbert.training.evaluate import Batch
+from fastbert.training.options import PretrainOptions
+
+Documents = list[list[str]]
+# A random second half comes from another document, so a split of one document has no pair to offer.
+FEWEST_DOCUMENTS = 2
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Training batches, held-out batches (the same at every evaluation) and the tokenizer."""
+
+    tokenizer: WordPieceTokenizer
+    train: PretrainingBatches
+    held_out: list[Batch]
+    train_documents: int
+    held_out_documents: int
+
+
+def gather_documents(options: PretrainOptions, documents: Iterable[list[str]] | None) -> Documents:
+    """Reads the corpus of ``options``, or takes ``documents``; ValueError when there is nothing."""
+    if documents is None:
+        if options.corpus is None:
+            raise ValueError("corpus: got None, allowed: a file or folder, or the documents given")
+        documents = read_documents(options.corpus)
+    elif options.corpus is not None:
+        raise ValueError(f"corpus: got {options.corpus!r} and documents, allowed: one of the two")
+    gathered = list(documents)
+    if not gathered:
+        raise ValueError("documents: got none, allowed: at least 2 documents")
+    return gathered
+
+
+def split_documents(
+    documents: Documents, *, fraction: float, seed: int
+) -> tuple[Documents, Documents]:
+    """Splits off whole documents, so that no sentence of a held-out document is ever trained on.
+
+    A fraction above zero holds out at least two documents. Returns (training, held-out). Raises
+    ValueError when a side would be too small for next-sentence pairs.
+    """
+    held = round(len(documents) * fraction)
+    if fraction > 0:
+        held = max(held, FEWEST_DOCUMENTS)
+    if len(documents) - held < FEWEST_DOCUMENTS:
+        raise ValueError(
+            f"held_out: got {fraction} of {len(documents)} documents, which leaves "
+            f"{max(0, len(documents) - held)} for training; allowed: at least {FEWEST_DOCUMENTS} "
+            "documents on each side (a random next sentence comes from another document), or 0"
+        )
+    order = list(range(len(documents)))
+    random.Random(seed).shuffle(order)
+    chosen = set(order[:held])
+    return (
+        [document for i, document in enumerate(documents) if i not in chosen],
+        [document for i, document in enumerate(documents) if i in chosen],
+    )
+
+
+def _batches(
+    documents: Documents, tokenizer: WordPieceTokenizer, options: PretrainOptions, seed: int
+) -> PretrainingBatches:
+    pairs = NextSentencePairs(documents, tokenizer, max_length=options.max_length, seed=seed)
+    return PretrainingBatches(
+        pairs,
+        tokenizer,
+        tokens_per_batch=options.tokens_per_batch,
+        seed=seed,
+        whole_word=options.whole_word,
+        packed=options.packed,
+    )
+
+
+def prepare(options: PretrainOptions, documents: Documents, say: Callable[[str], None]) -> Prepared:
+    """Splits ``documents``, trains or loads the tokenizer, builds the batches. Writes nothing."""
+    train, held_out = split_documents(documents, fraction=options.held_out, seed=options.seed)
+    say(f"{len(train):,} documents to train on, {len(held_out):,} held out")
+    if options.tokenizer is not None:
+        tokenizer = WordPieceTokenizer.load(options.tokenizer)
+        say(f"tokenizer of {options.tokenizer}: {tokenizer.vocab_size:,} pieces")
+    else:
+        tokenizer = train_tokenizer(train, options.vocab_size, lowercase=options.lowercase)
+        say(f"tokenizer trained: {tokenizer.vocab_size:,} pieces")
+    evaluation: list[Batch] = []
+    if held_out:
+        batches = _batches(held_out, tokenizer, options, options.seed)
+        evaluation = batches.epoch(0)[: options.eval_batches]
+    return Prepared(
+        tokenizer=tokenizer,
+        train=_batches(train, tokenizer, options, options.seed),
+        held_out=evaluation,
+        train_documents=len(train),
+        held_out_documents=len(held_out),
+    )

@@ -1,0 +1,78 @@
+"""How a run shows itself: a progress bar in a terminal, one line per log step elsewhere."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
+
+
+def describe(row: dict[str, Any]) -> str:
+    """Losses, accuracies, learning rate and speed of one training row of the log."""
+    return (
+        f"mlm {row['mlm_loss']:.3f} ({row['mlm_accuracy']:.1%})  "
+        f"nsp {row['nsp_loss']:.3f} ({row['nsp_accuracy']:.1%})  "
+        f"lr {row['learning_rate']:.2e}  {row['tokens_per_second'] / 1e3:,.1f}k tokens/s"
+    )
+
+
+class TrainingProgress:
+    """Shows a training loop of ``total`` steps on ``console``; a context manager."""
+
+    def __init__(self, console: Console, total: int) -> None:
+        self._console = console
+        self._total = total
+        self._bar: Progress | None = None
+        self._task = TaskID(0)
+        if console.is_terminal:
+            self._bar = Progress(
+                TextColumn("training"),
+                BarColumn(bar_width=20),
+                MofNCompleteColumn(),
+                TimeRemainingColumn(),
+                TextColumn("{task.fields[status]}"),
+                console=console,
+            )
+            self._task = self._bar.add_task("training", total=total, status="")
+
+    def __enter__(self) -> TrainingProgress:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def step(self) -> None:
+        if self._bar is not None:
+            self._bar.advance(self._task)
+
+    def report(self, row: dict[str, Any], seconds_left: float) -> None:
+        """Shows one training row of the log, and in plain output the time left."""
+        if self._bar is not None:
+            self._bar.update(self._task, status=describe(row))
+        else:
+            step = f"{row['step']:>{len(str(self._total))}}/{self._total}"
+            self._console.print(
+                f"step {step}  {describe(row)}  {seconds_left:.0f} s left",
+                highlight=False,
+                soft_wrap=True,
+            )
+
+    def note(self, message: str) -> None:
+        self._console.print(message, highlight=False, soft_wrap=True)

@@ -1,0 +1,125 @@
+"""Opens a checkpoint of ours in transformers and compares the two models by the tolerance rule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastbert.data import WordPieceTokenizer
+from fastbert.modules import BertForPreTraining
+from fastbert.testing.compare import Comparison, compare
+from fastbert.testing.peers import has_transformers
+
+Pair = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Reopened:
+    """``tensors`` judged by the rule; ``same_ids``: both tokenizers gave the same ids."""
+
+    transformers: str
+    pairs: int
+    longest: int
+    same_ids: bool
+    tensors: list[Comparison]
+
+    @property
+    def passed(self) -> bool:
+        return self.same_ids and all(tensor.passed for tensor in self.tensors)
+
+    @property
+    def largest_difference(self) -> float:
+        """The largest max error of any tensor, against transformers in float64."""
+        return max(tensor.error for tensor in self.tensors)
+
+
+def pad_pairs(
+    tokenizer: WordPieceTokenizer, pairs: Sequence[Pair], max_length: int
+) -> dict[str, Tensor]:
+    """``input_ids``, ``token_type_ids`` and ``attention_mask`` (B, L) int64, padded together."""
+    encoded = [tokenizer.encode_pair(a, b, max_length=max_length) for a, b in pairs]
+    longest = max(len(ids) for ids, _ in encoded)
+    batch = {
+        "input_ids": torch.full((len(pairs), longest), tokenizer.pad_id),
+        "token_type_ids": torch.zeros(len(pairs), longest, dtype=torch.int64),
+        "attention_mask": torch.zeros(len(pairs), longest, dtype=torch.int64),
+    }
+    for row, (ids, types) in enumerate(encoded):
+        batch["input_ids"][row, : len(ids)] = torch.tensor(ids)
+        batch["token_type_ids"][row, : len(ids)] = torch.tensor(types)
+        batch["attention_mask"][row, : len(ids)] = 1
+    return batch
+
+
+def _tensors(output: Any, mask: Tensor) -> dict[str, Tensor]:
+    """What both models return, at real tokens: what stands at padding means nothing."""
+    real = mask.bool()
+    return {
+        "next-sentence logits": output.seq_relationship_logits,
+        "masked-LM logits": output.prediction_logits[real],
+        **{f"hidden state {i}": state[real] for i, state in enumerate(output.hidden_states)},
+    }
+
+
+def _stock_model(checkpoint: Path) -> Any:
+    """transformers' own model in fp32 with its plain attention, loaded without a progress bar."""
+    import transformers
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        model = transformers.BertForPreTraining.from_pretrained(
+            checkpoint, attn_implementation="eager", dtype=torch.float32
+        )
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+    return model.eval()
+
+
+def _same_ids(ours: WordPieceTokenizer, theirs: Any, pairs: Sequence[Pair]) -> bool:
+    """Whether both give the same ids and token types, uncut."""
+    for a, b in pairs:
+        encoded = theirs(a, b)
+        if ours.encode_pair(a, b) != (encoded["input_ids"], encoded["token_type_ids"]):
+            return False
+    return True
+
+
+@torch.no_grad()
+def compare_with_transformers(
+    checkpoint: Path, pairs: Sequence[Pair], *, max_length: int
+) -> Reopened | None:
+    """Runs ``pairs`` of texts, padded together, through both models in fp32 on the CPU.
+
+    The oracle is transformers' model in float64, the yardstick the same in fp32, both with its
+    plain ("eager") attention. Returns None when transformers is not installed.
+    """
+    if not has_transformers():
+        return None
+    import transformers
+
+    tokenizer = WordPieceTokenizer.load(checkpoint)
+    batch = pad_pairs(tokenizer, pairs, max_length)
+    asked = {"output_hidden_states": True}
+    ours = BertForPreTraining.from_pretrained(checkpoint).eval()
+    stock = _stock_model(checkpoint)
+    mask = batch["attention_mask"]
+    actual = _tensors(ours(**batch, **asked), mask)
+    yardstick = _tensors(stock(**batch, **asked), mask)
+    oracle = _tensors(stock.double()(**batch, **asked), mask)
+    return Reopened(
+        transformers=transformers.__version__,
+        pairs=len(pairs),
+        longest=mask.shape[1],
+        same_ids=_same_ids(
+            tokenizer, transformers.AutoTokenizer.from_pretrained(checkpoint), pairs
+        ),
+        tensors=[compare(name, actual[name], oracle[name], yardstick[name]) for name in oracle],
+    )

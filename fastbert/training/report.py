@@ -1,0 +1,169 @@
+"""The demo's ``report.md``, ``report.json`` and speed chart."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastbert.testing import machine
+from fastbert.testing.plots import plot_bench
+
+if TYPE_CHECKING:
+    from fastbert.testing.bench_encoder import EncoderRow
+    from fastbert.testing.parity import Row
+    from fastbert.training.demo import DemoReport
+
+# The first words of a report, by which a later demo knows its own folder.
+TITLE = "# fastbert demo"
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    lines = [header, ["---"] * len(header), *rows]
+    return ["| " + " | ".join(cells) + " |" for cells in lines] + [""]
+
+
+def _verdict(passed: bool) -> str:
+    return "ok" if passed else "**missed**"
+
+
+def _verdicts(report: DemoReport) -> list[str]:
+    rows = [(t.name, t.figure, t.needed, _verdict(t.passed)) for t in report.targets]
+    return ["## Verdict", "", *_table(("target", "figure", "needed", "verdict"), rows)]
+
+
+def _training(report: DemoReport) -> list[str]:
+    result, figures = report.training, report.training.evaluation
+    lines = [
+        "## Pre-training",
+        "",
+        f"Corpus: {report.corpus}. {result.parameters:,} parameters, {result.steps:,} steps, "
+        f"{result.tokens:,} tokens in {result.seconds:.0f} s "
+        f"({result.tokens_per_second:,.0f} tokens/s).",
+        "",
+    ]
+    if figures is not None:
+        rows = [
+            ("masked LM", f"{figures['mlm_loss']:.3f}", f"{figures['mlm_accuracy']:.1%}"),
+            ("always the most frequent token", "", f"{figures['mlm_baseline_accuracy']:.1%}"),
+            ("next sentence", f"{figures['nsp_loss']:.3f}", f"{figures['nsp_accuracy']:.1%}"),
+        ]
+        lines += _table(("held-out", "loss (nats)", "accuracy"), rows)
+    lines += ["![curves](curves.png)", ""]
+    if report.examples:
+        rows = [(e.text, e.truth, ", ".join(e.guesses)) for e in report.examples]
+        lines += ["Blanks in held-out text, filled in by the model:", ""]
+        lines += _table(("text", "was", "guesses"), rows)
+    return lines
+
+
+def _reopened(report: DemoReport) -> list[str]:
+    lines = ["## The checkpoint in transformers", ""]
+    found = report.reopened
+    if found is None:
+        return [*lines, "transformers is not installed: not compared.", ""]
+    same = "gave the same ids" if found.same_ids else "**gave different ids**"
+    lines += [
+        f"`model/` opened by transformers {found.transformers}; {found.pairs} pairs of up to "
+        f"{found.longest} tokens, padded together; both tokenizers {same}. Error is fastbert's "
+        "(fp32) against transformers in float64, yardstick that of transformers in fp32.",
+        "",
+    ]
+    rows = [
+        (t.name, f"{t.error:.2e}", f"{t.yardstick:.2e}", f"{t.ratio:.2f}", _verdict(t.passed))
+        for t in found.tensors
+    ]
+    return lines + _table(("tensor", "error", "yardstick", "ratio", "verdict"), rows)
+
+
+def summarise_parity(rows: Iterable[Row]) -> list[tuple[str, str, str, int, float, bool]]:
+    """Per operation, backend and dtype: number of tensors, worst ratio, and whether all passed."""
+    groups: dict[tuple[str, str, str], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row.op, row.backend, row.dtype), []).append(row)
+    return [
+        (*key, len(group), max(row.ratio for row in group), all(row.passed for row in group))
+        for key, group in groups.items()
+    ]
+
+
+def _parity(report: DemoReport) -> list[str]:
+    rows = [
+        (op, backend, dtype, str(count), f"{worst:.2f}", _verdict(passed))
+        for op, backend, dtype, count, worst, passed in summarise_parity(report.parity)
+    ]
+    return [
+        "## Parity",
+        "",
+        "Every operation, forward and gradients, on every backend that runs here: error ÷ "
+        "yardstick (1 is as exact as PyTorch in the same dtype). `fastbert check` runs more cases.",
+        "",
+        *_table(("operation", "backend", "dtype", "tensors", "worst ratio", "verdict"), rows),
+    ]
+
+
+def _speed_cells(row: EncoderRow) -> tuple[str, ...]:
+    if row.seconds is None:
+        return (row.shape, row.dtype, row.engine, row.refused or "", "", "")
+    faster = "" if row.speedup is None else f"{row.speedup:.2f} ×"
+    tokens = "" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}"
+    return (row.shape, row.dtype, row.engine, f"{row.seconds * 1e3:.1f}", tokens, faster)
+
+
+def _speed(report: DemoReport) -> list[str]:
+    header = ("batch", "dtype", "engine", "ms", "real tokens/s", "against transformers' best")
+    return [
+        "## Speed",
+        "",
+        "The encoder's forward pass with random weights, side by side in one run, medians.",
+        "",
+        *_table(header, map(_speed_cells, report.speed)),
+        "![speed](speed.png)",
+        "",
+    ]
+
+
+def render(report: DemoReport, seed: int) -> str:
+    """``report.md`` as text."""
+    phases = ", ".join(f"{name.lower()} {s:.0f} s" for name, s in report.seconds.items())
+    lines = [
+        TITLE,
+        "",
+        f"{'Passed' if report.passed else '**Failed**'}. Seed {seed}. Time: {phases}; "
+        f"together {sum(report.seconds.values()):.0f} s.",
+        "",
+        *[f"- {line}" for line in machine.describe().lines()],
+        "",
+        *_verdicts(report),
+        *_training(report),
+        *_reopened(report),
+        *_parity(report),
+        *_speed(report),
+        "## Files",
+        "",
+        "- `model/`: weights, configuration, tokenizer; opens with `fastbert` and `transformers`",
+        "- `log.jsonl`: one object per logged step · `report.json`: all of the above for machines",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, Path) else repr(value)
+
+
+def write_report(report: DemoReport, seed: int) -> None:
+    """Writes speed.png, report.json and, last, report.md into the report's folder."""
+    speed = report.folder / ".speed.partial.png"
+    plot_bench(speed, [], report.speed, machine.describe())
+    speed.replace(report.folder / "speed.png")
+    content = {"passed": report.passed, "seed": seed, **dataclasses.asdict(report)}
+    for name, text in (
+        ("report.json", json.dumps(content, indent=1, default=_plain) + "\n"),
+        ("report.md", render(report, seed)),
+    ):
+        partial = report.folder / f".{name}.partial"
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(report.folder / name)
