@@ -1,1 +1,1 @@
-"""Adapters to host libraries (transformers, sentence-transformers). Nothing lives here yet."""
+"""Adapters to host libraries: the only room that imports transformers."""

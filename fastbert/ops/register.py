@@ -64,8 +64,3 @@ def once_differentiable(name: str) -> None:
         )
 
     differentiable(name, backward, lambda ctx, inputs, output: None)
-
-
-def save_gradients() -> bool:
-    """Whether a forward pass has to keep tensors for a backward pass."""
-    return torch.is_grad_enabled()

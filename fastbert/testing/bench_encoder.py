@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from fastbert.config import BertConfig
+from fastbert.integrations import transformers
 from fastbert.ops import backend as backends
-from fastbert.testing import peers
 from fastbert.testing.compare import compare
 from fastbert.testing.timing import alternate
 
@@ -24,6 +24,7 @@ SMALL = BertConfig.preset("tiny", vocab_size=4096)
 GATE_LAYERS = 2
 ROTATED_BATCHES = 8
 STOCK = "transformers "
+TRANSFORMERS_PATHS = ("eager", "sdpa")
 
 Batch = dict[str, Tensor]
 Notify = Callable[[str], None]
@@ -212,7 +213,7 @@ def _bench_shape(
 
 def engine_names(device: str) -> list[str]:
     """fastbert by itself and in each backend that differs, then transformers if installed."""
-    stock = peers.TRANSFORMERS_PATHS if peers.has_transformers() else ()
+    stock = TRANSFORMERS_PATHS if transformers.installed() else ()
     return [*requests(device), *(f"{STOCK}{path}" for path in stock)]
 
 
@@ -226,7 +227,7 @@ def build(
     """A function of the running index: one forward pass of ``engine`` on a rotated random batch."""
     if engine.startswith(STOCK):
         path = engine.removeprefix(STOCK)
-        model = peers.transformers_encoder(shape.config, weights, path, dtype, device)
+        model = transformers.encoder(shape.config, weights, path, dtype, device)
     else:
         model = _fastbert(shape.config, weights, requests(device)[engine], dtype, device)
     batches = [random_batch(shape, seed, device) for seed in range(ROTATED_BATCHES)]

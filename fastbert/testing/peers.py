@@ -1,20 +1,15 @@
-"""What fastbert is timed beside: stock PyTorch for each operation, and transformers' encoder.
+"""What fastbert's operations are timed beside: stock PyTorch.
 
 A peer takes the arguments of the operation of the same name, and computes the same function.
 """
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-
-from fastbert.config import BertConfig
-
-TRANSFORMERS_PATHS = ("eager", "sdpa")
+from torch import Tensor
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None) -> Tensor:
@@ -119,20 +114,3 @@ OPS: Mapping[str, Callable[..., Tensor]] = {
         linear_cross_entropy,
     )
 }
-
-
-def has_transformers() -> bool:
-    return importlib.util.find_spec("transformers") is not None
-
-
-def transformers_encoder(
-    config: BertConfig, weights: Mapping[str, Tensor], path: str, dtype: torch.dtype, device: str
-) -> nn.Module:
-    """transformers' BertModel with these weights; ``path`` is its attention: "eager" or "sdpa"."""
-    import transformers
-
-    theirs = transformers.BertConfig(**config.to_dict())
-    theirs._attn_implementation = path
-    model = transformers.BertModel(theirs)
-    model.load_state_dict(dict(weights), strict=True)
-    return model.to(device=device, dtype=dtype).eval()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -34,7 +35,9 @@ def plot_bench(
         figure.subplots(1, max(1, len(panels)), squeeze=False).flat, panels, strict=False
     ):
         _draw(axes, title, unit, bars)
-    figure.suptitle("\n".join(machine.lines()), fontsize=8, color="dimgray")
+    width = 95 * max(1, len(panels))  # characters of the header's font in one line
+    header = [piece for line in machine.lines() for piece in textwrap.wrap(line, width)]
+    figure.suptitle("\n".join(header), fontsize=8, color="dimgray")
     figure.savefig(path, dpi=130)
 
 

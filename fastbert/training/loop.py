@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import math
 import time
@@ -58,16 +57,7 @@ def _accelerator() -> Accelerator:
     # Autocast is the loop's own: accelerate's precision belongs to the whole process and cannot
     # change.
     # Without cpu=True, accelerate ignores torchrun on a machine that has no accelerator.
-    accelerator = Accelerator(mixed_precision="no", cpu=not torch.accelerator.is_available())
-    if accelerator.num_processes > 1:
-        atexit.register(_leave_process_group)
-    return accelerator
-
-
-def _leave_process_group() -> None:
-    """A process that exits with its group still open can be aborted by gloo's own threads."""
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+    return Accelerator(mixed_precision="no", cpu=not torch.accelerator.is_available())
 
 
 class _Run:

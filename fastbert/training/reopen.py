@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from fastbert.data import WordPieceTokenizer
+from fastbert.integrations import transformers
 from fastbert.modules import BertForPreTraining
 from fastbert.testing.compare import Comparison, compare
-from fastbert.testing.peers import has_transformers
 
 Pair = tuple[str, str]
 
@@ -66,23 +66,6 @@ def _tensors(output: Any, mask: Tensor) -> dict[str, Tensor]:
     }
 
 
-def _stock_model(checkpoint: Path) -> Any:
-    """transformers' own model in fp32 with its plain attention, loaded without a progress bar."""
-    import transformers
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        model = transformers.BertForPreTraining.from_pretrained(
-            checkpoint, attn_implementation="eager", dtype=torch.float32
-        )
-    finally:
-        if shown:
-            logging.enable_progress_bar()
-    return model.eval()
-
-
 def _same_ids(ours: WordPieceTokenizer, theirs: Any, pairs: Sequence[Pair]) -> bool:
     """Whether both give the same ids and token types, uncut."""
     for a, b in pairs:
@@ -101,25 +84,21 @@ def compare_with_transformers(
     The oracle is transformers' model in float64, the yardstick the same in fp32, both with its
     plain ("eager") attention. Returns None when transformers is not installed.
     """
-    if not has_transformers():
+    if not transformers.installed():
         return None
-    import transformers
-
     tokenizer = WordPieceTokenizer.load(checkpoint)
     batch = pad_pairs(tokenizer, pairs, max_length)
     asked = {"output_hidden_states": True}
     ours = BertForPreTraining.from_pretrained(checkpoint).eval()
-    stock = _stock_model(checkpoint)
+    stock = transformers.pretraining_model(checkpoint)
     mask = batch["attention_mask"]
     actual = _tensors(ours(**batch, **asked), mask)
     yardstick = _tensors(stock(**batch, **asked), mask)
     oracle = _tensors(stock.double()(**batch, **asked), mask)
     return Reopened(
-        transformers=transformers.__version__,
+        transformers=transformers.version(),
         pairs=len(pairs),
         longest=mask.shape[1],
-        same_ids=_same_ids(
-            tokenizer, transformers.AutoTokenizer.from_pretrained(checkpoint), pairs
-        ),
+        same_ids=_same_ids(tokenizer, transformers.tokenizer(checkpoint), pairs),
         tensors=[compare(name, actual[name], oracle[name], yardstick[name]) for name in oracle],
     )

@@ -10,6 +10,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from fastbert import reference
+from fastbert.integrations import transformers
 from fastbert.testing import bench, bench_encoder, peers
 from fastbert.testing.bench_encoder import EncoderShape, half_padded
 from fastbert.testing.bench_encoder import bench_encoder as run_encoder
@@ -20,7 +21,7 @@ from fastbert.testing.timing import ROTATION_BYTES, alternate, input_sets, summa
 
 SMALL = bench_encoder.SMALL.replace(hidden_size=32, intermediate_size=64, vocab_size=100)
 SHAPE = EncoderShape("small", SMALL, half_padded(4, 12))
-needs_transformers = pytest.mark.skipif(not peers.has_transformers(), reason="needs transformers")
+needs_transformers = pytest.mark.skipif(not transformers.installed(), reason="needs transformers")
 
 
 def test_alternate_turns_the_order_and_rotates_the_inputs():
@@ -88,13 +89,13 @@ def test_peers_compute_the_same_function(case):
 
 
 @needs_transformers
-@pytest.mark.parametrize("path", peers.TRANSFORMERS_PATHS)
+@pytest.mark.parametrize("path", bench_encoder.TRANSFORMERS_PATHS)
 def test_transformers_peer_is_the_same_encoder(path):
     weights = bench_encoder.random_weights(SMALL)
     batch = bench_encoder.random_batch(SHAPE, 0, "cpu")
     real = batch["attention_mask"].bool()
     models = [
-        peers.transformers_encoder(SMALL, weights, path, torch.float32, "cpu"),
+        transformers.encoder(SMALL, weights, path, torch.float32, "cpu"),
         bench_encoder._fastbert(SMALL, weights, "reference", torch.float64, "cpu"),
         bench_encoder._fastbert(SMALL, weights, "reference", torch.float32, "cpu"),
     ]
@@ -106,7 +107,7 @@ def test_transformers_peer_is_the_same_encoder(path):
 def test_flops_are_those_that_torch_counts():
     shape = EncoderShape("full", SMALL, (12,) * 4)
     weights = bench_encoder.random_weights(SMALL)
-    model = peers.transformers_encoder(SMALL, weights, "eager", torch.float32, "cpu")
+    model = transformers.encoder(SMALL, weights, "eager", torch.float32, "cpu")
     model.pooler = None
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(**bench_encoder.random_batch(shape, 0, "cpu"))
