@@ -121,7 +121,7 @@ def visible(
 def existing_queries(lengths: Tensor, max_seqlen: int) -> Tensor:
     """Which rows of (B, H, Lq, Lk) belong to a token: bool (B, 1, Lq, 1)."""
     query = torch.arange(max_seqlen, device=lengths.device)
-    return (query < lengths.view(-1, 1)).view(-1, 1, max_seqlen, 1)
+    return (query < lengths[:, None])[:, None, :, None]
 
 
 def attention_weights(
