@@ -47,59 +47,49 @@ def sentences(lengths: tuple[int, ...]) -> dict[str, Tensor]:
 class Case:
     """Real sentences with transformers' outputs in float64 (oracle) and float32 (yardstick)."""
 
-    def __init__(
-        self, lengths: tuple[int, ...], *, layers: int = 6, output_attentions: bool = True
-    ) -> None:
-        self.layers, self.output_attentions = layers, output_attentions
-        self.inputs = sentences(lengths)
+    def __init__(self) -> None:
+        self.inputs = sentences(LENGTHS)
         single = transformers.BertModel.from_pretrained(
-            package_folder(), attn_implementation="eager", num_hidden_layers=layers
+            package_folder(), attn_implementation="eager"
         ).eval()
         self.yardstick = self._run(single)
         self.oracle = self._run(copy.deepcopy(single).double())
 
     def _run(self, model: nn.Module) -> Any:
-        options = {"output_hidden_states": True, "output_attentions": self.output_attentions}
         with torch.inference_mode():
-            return model(**self.inputs, **options)
+            return model(**self.inputs, output_hidden_states=True, output_attentions=True)
 
     def check(self, backend: str | None) -> None:
-        """The first ``layers`` layers agree by the rule: pooler, all states, attention weights."""
-        model = modules.BertModel.from_pretrained(
-            package_folder(), backend=backend, num_hidden_layers=self.layers
-        )
+        """Pooler, last and all hidden states and attention weights agree by the rule."""
+        model = modules.BertModel.from_pretrained(package_folder(), backend=backend)
         actual, mask = self._run(model), self.inputs["attention_mask"].bool()
         runs = (actual, self.oracle, self.yardstick)
         assert_close("pooler_output", *(run.pooler_output for run in runs))
         assert_close("last_hidden_state", *(run.last_hidden_state[mask] for run in runs))
         assert not actual.last_hidden_state[~mask].any()
-        for i in range(self.layers + 1):
+        assert len(actual.hidden_states) == 7
+        for i in range(7):
             assert_close(f"hidden_states[{i}]", *(run.hidden_states[i][mask] for run in runs))
-        for i in range(self.layers if self.output_attentions else 0):
+        assert len(actual.attentions) == 6
+        for i in range(6):
             weights = (run.attentions[i].transpose(1, 2)[mask] for run in runs)
             assert_close(f"attentions[{i}]", *weights)
 
 
 @pytest.fixture(scope="module")
-def long_case() -> Case:
-    return Case(LENGTHS)
+def case() -> Case:
+    return Case()
 
 
 @pytest.mark.parametrize("backend", ["reference", None], ids=["reference", "auto"])
-def test_all_lengths(long_case: Case, backend: str | None) -> None:
-    long_case.check(backend)
+def test_all_lengths(case: Case, backend: str | None) -> None:
+    case.check(backend)
 
 
-# The interpreter needs minutes for all layers and weights of a long sentence: depth and length are
-# two cases.
+# About two minutes in the interpreter.
 @pytest.mark.skipif(not backends.interpreted(), reason="Triton takes CPU tensors interpreted only")
-@pytest.mark.parametrize(
-    ("lengths", "layers", "output_attentions"),
-    [((1, 9, 33), 6, True), ((1, 40, 512), 2, False)],
-    ids=["deep", "long"],
-)
-def test_triton(lengths: tuple[int, ...], layers: int, output_attentions: bool) -> None:
-    Case(lengths, layers=layers, output_attentions=output_attentions).check("triton")
+def test_all_lengths_in_triton(case: Case) -> None:
+    case.check("triton")
 
 
 def test_a_sentence_alone_is_the_same_as_in_a_batch() -> None:
