@@ -61,7 +61,6 @@ format: .venv/lint
 	git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' | xargs $(BIN)/clang-format -i
 
 gpu:
-	$(GPU_PYTHON) setup.py --quiet build_ext --inplace
 	$(GPU_PYTHON) -m benchmarks.gpu --out $(OUT)/gpu
 
 wheel: .venv/torch

@@ -17,7 +17,8 @@ from torch import Tensor
 
 WORD = 0xFFFFFFFF
 PHILOX_ROUNDS = 7
-ACTIVATIONS = ("gelu", "gelu_tanh", "relu")
+# The activation of a feed-forward → ``approximate`` of ``linear_gelu``.
+ACTIVATIONS = {"gelu": "none", "gelu_tanh": "tanh", "relu": "relu"}
 
 
 class Packed(NamedTuple):
@@ -190,6 +191,18 @@ def attention(
     return (out, weights) if return_weights else out
 
 
+def sequence_positions(cu_seqlens: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """For each of ``rows`` packed rows its sequence and its position inside, int64 (T,).
+
+    Rows beyond ``cu_seqlens[-1]`` belong to sequence B, at position 0.
+    """
+    row = torch.arange(rows, device=cu_seqlens.device)
+    boundaries = cu_seqlens.long()
+    sequence = torch.searchsorted(boundaries[1:].contiguous(), row, right=True)
+    position = row - boundaries.index_select(0, sequence)
+    return sequence, position.masked_fill(sequence == cu_seqlens.shape[0] - 1, 0)
+
+
 def pad_rows(x: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> tuple[Tensor, Tensor, Tensor]:
     """Packed rows (T, ...) → padded (B, L, ...), with each row's slot in B·L and whether it has
     one.
@@ -197,11 +210,10 @@ def pad_rows(x: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> tuple[Tensor, Te
     Rows beyond ``cu_seqlens[-1]`` go to a spare slot that is cut off again: they are never seen.
     """
     batch = cu_seqlens.numel() - 1
-    rows = torch.arange(x.shape[0], device=x.device)
-    sequence = torch.searchsorted(cu_seqlens[1:].long().contiguous(), rows, right=True)
+    sequence, position = sequence_positions(cu_seqlens, x.shape[0])
     used = sequence < batch
-    start = cu_seqlens.long().index_select(0, sequence)
-    slot = torch.where(used, sequence * max_seqlen + rows - start, batch * max_seqlen)
+    # A row without a sequence has position 0 of sequence B: the spare slot.
+    slot = sequence * max_seqlen + position
     padded = x.new_zeros(batch * max_seqlen + 1, *x.shape[1:]).index_copy(0, slot, x)[:-1]
     return padded.view(batch, max_seqlen, *x.shape[1:]), slot, used
 
@@ -311,8 +323,7 @@ def feed_forward(
     activation: str = "gelu",
 ) -> Tensor:
     """gelu(x W1ᵀ + b1) W2ᵀ + b2 (Vaswani et al. 2017, eq. 2, with GELU for ReLU)."""
-    approximate = {"gelu": "none", "gelu_tanh": "tanh", "relu": "relu"}[activation]
-    return F.linear(linear_gelu(x, w1, b1, approximate=approximate), w2, b2)
+    return F.linear(linear_gelu(x, w1, b1, approximate=ACTIVATIONS[activation]), w2, b2)
 
 
 def embedding(

@@ -17,7 +17,6 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
 }
-APPROXIMATE = {"gelu": "none", "gelu_tanh": "tanh", "relu": "relu"}
 
 
 class BertIntermediate(nn.Module):

@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from fastbert import ops
 from fastbert.config import BertConfig
 from fastbert.modules.backend import OperationModule
-from fastbert.modules.feed_forward import ACTIVATIONS, APPROXIMATE
+from fastbert.modules.feed_forward import ACTIVATIONS
 from fastbert.modules.inputs import check_range
 from fastbert.modules.layer_norm import LayerNorm
+from fastbert.ops.feed_forward import ACTIVATIONS as APPROXIMATE
 
 IGNORED = -100
 

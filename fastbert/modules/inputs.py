@@ -9,7 +9,8 @@ from torch import Tensor
 
 from fastbert import ops
 from fastbert.config import BertConfig
-from fastbert.modules.layout import Layout, sequence_positions
+from fastbert.modules.layout import Layout
+from fastbert.ops.varlen import sequence_positions
 
 # An additive mask at or below this hides a key: it covers -1e4, finfo.min of every dtype, and -inf.
 HIDDEN = -1e4

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fastbert import ops
+from fastbert.ops.varlen import sequence_positions
 
 
 @dataclass(frozen=True)
@@ -105,15 +106,3 @@ class Layout:
         sizes = (*sizes[:3], self.length)
         weights = weights.gather(3, rank[:, None, None, :].expand(sizes))
         return weights * (exists[:, None, :, None] & exists[:, None, None, :])
-
-
-def sequence_positions(cu_seqlens: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """For each of ``rows`` packed rows its sequence and its position inside, int64 (T,).
-
-    Rows beyond ``cu_seqlens[-1]`` belong to sequence B, at position 0.
-    """
-    row = torch.arange(rows, device=cu_seqlens.device)
-    boundaries = cu_seqlens.long()
-    sequence = torch.searchsorted(boundaries[1:].contiguous(), row, right=True)
-    position = row - boundaries.index_select(0, sequence)
-    return sequence, position.masked_fill(sequence == cu_seqlens.shape[0] - 1, 0)

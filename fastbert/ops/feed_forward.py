@@ -18,9 +18,9 @@ from fastbert.ops.arguments import (
     require_shape,
 )
 from fastbert.ops.register import differentiable, once_differentiable, operator
+from fastbert.reference import ACTIVATIONS
 
 APPROXIMATIONS = ("none", "tanh", "relu")
-ACTIVATIONS = {"gelu": "none", "gelu_tanh": "tanh", "relu": "relu"}
 
 
 def linear_gelu(

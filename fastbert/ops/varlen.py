@@ -10,9 +10,9 @@ from torch import Tensor
 from fastbert import reference
 from fastbert.ops.arguments import require, require_same_device, require_shape
 from fastbert.ops.register import differentiable, operator
-from fastbert.reference import Packed
+from fastbert.reference import Packed, sequence_positions
 
-__all__ = ["Packed", "pad", "unpad"]
+__all__ = ["Packed", "pad", "sequence_positions", "unpad"]
 
 
 def unpad(x: Tensor, mask: Tensor) -> Packed:
