@@ -1,0 +1,50 @@
+"""What the kernels with a matrix product share: the order of the tiles and the loop over K."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fastbert.kernels.common import dot
+
+# Row blocks that share a sweep over the columns, so that what they multiply is read from L2.
+GROUP_M = 8
+
+
+@triton.jit
+def tile_position(tile, row_blocks, column_blocks, GROUP_M: tl.constexpr):
+    """Block row and block column of tile number `tile`, GROUP_M block rows at a time."""
+    group = tile // (GROUP_M * column_blocks)
+    group_rows = tl.minimum(row_blocks - group * GROUP_M, GROUP_M)
+    within = tile % (GROUP_M * column_blocks)
+    return group * GROUP_M + within % group_rows, within // group_rows
+
+
+@triton.jit
+def product_tile(
+    a_ptr, b_ptr, rows, cols, rows_total, columns, depth,
+    stride_a_row, stride_a_k, stride_b_col, stride_b_k,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
+):  # fmt: skip
+    """fp32 tile [BLOCK_M, BLOCK_N] of a b: a (M, K), b (K, N), any strides, rows and cols given.
+
+    A weight (N, K) of a linear layer is b with stride_b_col = weight.stride(0). Rows and columns
+    beyond the end read row 0 instead of a mask; their results mean nothing and must not be stored.
+    """
+    ks = tl.arange(0, BLOCK_K)
+    a_rows = tl.where(rows < rows_total, rows, 0).to(tl.int64)
+    b_cols = tl.where(cols < columns, cols, 0).to(tl.int64)
+    a_rows_ptr = a_ptr + a_rows[:, None] * stride_a_row
+    b_cols_ptr = b_ptr + b_cols[None, :] * stride_b_col
+    accumulator = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for first_k in range(0, depth, BLOCK_K):
+        k = (first_k + ks).to(tl.int64)
+        if EVEN_K:
+            a = tl.load(a_rows_ptr + k[None, :] * stride_a_k)
+            b = tl.load(b_cols_ptr + k[:, None] * stride_b_k)
+        else:
+            inside = k < depth
+            a = tl.load(a_rows_ptr + k[None, :] * stride_a_k, mask=inside[None, :], other=0.0)
+            b = tl.load(b_cols_ptr + k[:, None] * stride_b_k, mask=inside[:, None], other=0.0)
+        accumulator = dot(a, b, accumulator)
+    return accumulator

@@ -1,0 +1,117 @@
+"""Sums over rows, the second half of every parameter gradient: deterministic, without atomics.
+
+A matrix of many rows is summed in two launches: each program adds a fixed share of the rows into
+one partial sum in fp32, then the partial sums are added in fp64. Reruns agree bitwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastbert.kernels.common import IS_INTERPRETED, Launch, narrow
+
+# A program of the first launch adds this many rows.
+ROWS_PER_PARTIAL = 128
+
+
+@triton.jit(do_not_specialize=["rows_total"])
+def _partial_sums_kernel(
+    x_ptr, partials_ptr, stride_x_row, stride_x_col, rows_total, columns,
+    ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    column_blocks = tl.cdiv(columns, BLOCK_N)
+    partial = tl.program_id(0) // column_blocks
+    cols = tl.program_id(0) % column_blocks * BLOCK_N + tl.arange(0, BLOCK_N)
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for first_row in tl.static_range(0, ROWS, BLOCK_M):
+        rows = partial * ROWS + first_row + tl.arange(0, BLOCK_M)
+        offsets = (
+            rows.to(tl.int64)[:, None] * stride_x_row + cols.to(tl.int64)[None, :] * stride_x_col
+        )
+        inside = (rows < rows_total)[:, None] & (cols < columns)[None, :]
+        total += tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+    pointers = partials_ptr + partial.to(tl.int64) * columns + cols
+    tl.store(pointers, tl.sum(total, axis=0), mask=cols < columns)
+
+
+@triton.jit(do_not_specialize=["rows_total"])
+def _sum_partials_kernel(
+    partials_ptr, out_ptr, rows_total, columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    column_blocks = tl.cdiv(columns, BLOCK_N)
+    plane = tl.program_id(0) // column_blocks
+    cols = tl.program_id(0) % column_blocks * BLOCK_N + tl.arange(0, BLOCK_N)
+    partials_ptr += plane.to(tl.int64) * rows_total * columns
+    # fp64: a few hundred partial sums added one by one in fp32 lose more than all of them hold.
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float64)
+    for first_row in range(0, rows_total, BLOCK_M):
+        rows = first_row + tl.arange(0, BLOCK_M)
+        offsets = rows.to(tl.int64)[:, None] * columns + cols[None, :]
+        inside = (rows < rows_total)[:, None] & (cols < columns)[None, :]
+        total += tl.load(partials_ptr + offsets, mask=inside, other=0.0).to(tl.float64)
+    result = narrow(tl.sum(total, axis=0).to(tl.float32), out_ptr.dtype.element_ty)
+    tl.store(out_ptr + plane.to(tl.int64) * columns + cols, result, mask=cols < columns)
+
+
+def _sum_partials_launch(partials: Tensor, out: Tensor) -> Launch:
+    planes, rows, columns = partials.shape
+    block_m, block_n = (32, 64) if IS_INTERPRETED else (32, 32)
+    arguments = {
+        "partials_ptr": partials,
+        "out_ptr": out,
+        "rows_total": rows,
+        "columns": columns,
+        "BLOCK_M": block_m,
+        "BLOCK_N": block_n,
+    }
+    grid = (planes * triton.cdiv(columns, block_n),)
+    return Launch("sum_partials", _sum_partials_kernel, grid, arguments, 4, 1)
+
+
+def sum_partials(partials: Tensor, dtype: torch.dtype) -> Tensor:
+    """Contiguous fp32 (P, N) or (planes, P, N) → (N,) or (planes, N) in dtype, summed over P."""
+    stacked = partials if partials.dim() == 3 else partials[None]
+    out = torch.empty((stacked.shape[0], stacked.shape[2]), dtype=dtype, device=partials.device)
+    _sum_partials_launch(stacked, out).run(on=partials)
+    return out if partials.dim() == 3 else out[0]
+
+
+def _partial_sums_launch(x: Tensor, partials: Tensor) -> Launch:
+    rows, columns = x.shape
+    block_m, block_n = (ROWS_PER_PARTIAL, 256) if IS_INTERPRETED else (16, 128)
+    arguments = {
+        "x_ptr": x,
+        "partials_ptr": partials,
+        "stride_x_row": x.stride(0),
+        "stride_x_col": x.stride(1),
+        "rows_total": rows,
+        "columns": columns,
+        "ROWS": ROWS_PER_PARTIAL,
+        "BLOCK_M": block_m,
+        "BLOCK_N": block_n,
+    }
+    grid = (partials.shape[0] * triton.cdiv(columns, block_n),)
+    return Launch("partial_sums", _partial_sums_kernel, grid, arguments, 4, 1)
+
+
+def sum_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x (M, N) at any strides → its sum over rows (N,) in dtype: the gradient of a bias."""
+    rows, columns = x.shape
+    shape = (triton.cdiv(rows, ROWS_PER_PARTIAL), columns)
+    partials = torch.empty(shape, dtype=torch.float32, device=x.device)
+    _partial_sums_launch(x, partials).run(on=x)
+    return sum_partials(partials, dtype)
+
+
+def shipped_launches() -> Iterator[Launch]:
+    """Representative launches, on meta tensors, for the ahead-of-time gate."""
+    for dtype in (torch.bfloat16, torch.float32):
+        x = torch.empty((4096, 2304), dtype=dtype, device="meta")
+        partials = torch.empty((1, 32, 2304), dtype=torch.float32, device="meta")
+        yield _partial_sums_launch(x, partials[0])
+        yield _sum_partials_launch(partials, x[:1])
