@@ -8,16 +8,17 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 SOURCES := setup.py $(shell find csrc -type f 2>/dev/null)
 
-.PHONY: help setup demo test check bench lint format gpu wheel clean
+.PHONY: help setup demo test mutate check bench lint format gpu wheel clean
 
 help:
 	@echo "make setup   create .venv, build the extension, install fastbert in place"
 	@echo "make demo    pre-train a small BERT, reopen it in transformers, write $(OUT)/demo/report.md"
 	@echo "make test    the whole test suite"
+	@echo "make mutate  put one fault after another into the kernels: does a test notice?"
 	@echo "make check   the parity table: every op x backend x dtype of this machine"
 	@echo "make bench   time the ops and the encoder, transformers beside them"
 	@echo "make lint    ruff, mypy, clang-format (make format mends what can be mended)"
-	@echo "make gpu     on a GPU machine: build, test, check, bench into $(OUT)/gpu"
+	@echo "make gpu     on a GPU machine: build, test, check, bench into $(OUT)/gpu (SECTIONS='build check': a part)"
 	@echo "make wheel   build dist/*.whl"
 
 .venv/torch: constraints.txt
@@ -42,6 +43,9 @@ demo: setup
 test: setup
 	$(BIN)/python -m pytest
 
+mutate: setup
+	$(BIN)/python tests/mutation/mutate.py
+
 check: setup
 	$(BIN)/fastbert check
 
@@ -61,7 +65,7 @@ format: .venv/lint
 	git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' | xargs $(BIN)/clang-format -i
 
 gpu:
-	$(GPU_PYTHON) -m benchmarks.gpu --out $(OUT)/gpu
+	$(GPU_PYTHON) -m benchmarks.gpu $(SECTIONS) --out $(OUT)/gpu
 
 wheel: .venv/torch
 	$(PIP) build

@@ -13,6 +13,7 @@ from fastbert.version import __version__
 
 if TYPE_CHECKING:
     from fastbert import ops, reference
+    from fastbert.graphs import graphed
     from fastbert.modules import (
         BertForMaskedLM,
         BertForMultipleChoice,
@@ -35,6 +36,7 @@ __all__ = [
     "BertForTokenClassification",
     "BertModel",
     "__version__",
+    "graphed",
     "ops",
     "reference",
 ]
@@ -43,6 +45,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in ("ops", "reference"):
         return importlib.import_module(f"fastbert.{name}")
+    if name == "graphed":
+        return importlib.import_module("fastbert.graphs").graphed
     if name in __all__:
         return getattr(importlib.import_module("fastbert.modules"), name)
     raise AttributeError(f"module 'fastbert' has no attribute {name!r}")

@@ -9,7 +9,8 @@ arguments of the functions of the same name in ``fastbert.ops``, except ``backen
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,8 +18,16 @@ from torch import Tensor
 
 WORD = 0xFFFFFFFF
 PHILOX_ROUNDS = 7
-# The activation of a feed-forward → ``approximate`` of ``linear_gelu``.
-ACTIVATIONS = {"gelu": "none", "gelu_tanh": "tanh", "relu": "relu"}
+# The activation of a feed-forward → its function, ``approximate`` of ``gelu``.
+ACTIVATIONS = {
+    "gelu": "none",
+    "gelu_tanh": "tanh",
+    "relu": "relu",
+    "geglu": "none",
+    "swiglu": "silu",
+}
+# Those of only one half of the columns, which multiplies the other half (Shazeer 2020).
+GATED = ("geglu", "swiglu")
 
 
 class Packed(NamedTuple):
@@ -125,7 +134,7 @@ def existing_queries(lengths: Tensor, max_seqlen: int) -> Tensor:
     return (query < lengths[:, None])[:, None, :, None]
 
 
-def attention_weights(
+def softmax_weights(
     q: Tensor, k: Tensor, allowed: Tensor | None, bias: Tensor | None, scale: float
 ) -> Tensor:
     """Softmax of q kᵀ scale + bias over the allowed keys; rows that may attend nothing are exactly
@@ -163,7 +172,7 @@ def _attend(q, k, v, mask, bias, dropout_p, dropout_seed, scale, left, right, le
         mask = mask[:, None, None, :] if mask.dim() == 2 else mask
         allowed = mask if allowed is None else allowed & mask
     k, v = hide_unattended(k, allowed), hide_unattended(v, allowed)
-    weights = attention_weights(q, k, allowed, bias, scale)
+    weights = softmax_weights(q, k, allowed, bias, scale)
     dropped = dropout(weights, dropout_p, dropout_seed, tuple(weights.shape))
     return dropped @ v, weights
 
@@ -273,7 +282,61 @@ def attention_varlen(
     return out, weights.masked_fill(~existing_queries(lengths[0], max_seqlen_q), 0.0)
 
 
-# Layer norm, feed-forward, embedding
+def attention_qkvpacked(
+    qkv: Tensor,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+    *,
+    return_weights: bool = False,
+    **options: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """``attention`` of q, k, v in one tensor: (B, L, 3, H, D) → (B, L, H, D), or packed,
+    (T, 3, H, D) → (T, H, D).
+    """
+    q, k, v = qkv.unbind(-3)
+    if cu_seqlens is None:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out, weights = attention(q, k, v, return_weights=True, **options)
+        out = out.transpose(1, 2)
+    else:
+        out, weights = attention_varlen(
+            q, k, v, cu_seqlens, None, max_seqlen, max_seqlen, return_weights=True, **options
+        )
+    return (out, weights) if return_weights else out
+
+
+def attention_weights(
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor | None = None,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    heads: Sequence[int] | None = None,
+    rows: Sequence[int] | None = None,
+    **options: Any,
+) -> Tensor:
+    """The softmax weights of ``attention`` or ``attention_varlen``, for chosen heads and rows; the
+    log-sum-exp is found again, so that ``lse`` is not looked at.
+    """
+    options["return_weights"] = True
+    if cu_seqlens_q is None:
+        _, weights = attention(q, k, k, **options)
+    else:
+        lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        _, weights = attention_varlen(q, k, k, *lengths, **options)
+    return choose(weights, heads, rows)
+
+
+def choose(weights: Tensor, heads: Sequence[int] | None, rows: Sequence[int] | None) -> Tensor:
+    """Some heads and rows of (B, H, Lq, Lk)."""
+    weights = weights if heads is None else weights[:, list(heads)]
+    return weights if rows is None else weights[:, :, list(rows)]
+
+
+# Norms, feed-forward, embedding
 
 
 def layer_norm(
@@ -301,9 +364,41 @@ def layer_norm(
     return (centred * rstd * weight + bias).to(x.dtype)
 
 
+def rms_norm(
+    x: Tensor, weight: Tensor, *, residual: Tensor | None = None, eps: float = 1e-6
+) -> Tensor:
+    """weight · s / sqrt(mean(s²) + eps), s = x + residual, over the last dimension (Zhang and
+    Sennrich 2019, eq. 4).
+    """
+    if residual is not None:
+        x = x + residual
+    total = x.to(torch.promote_types(x.dtype, torch.float32))
+    rstd = torch.rsqrt(total.square().mean(dim=-1, keepdim=True) + eps)
+    return (total * rstd * weight).to(x.dtype)
+
+
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:
-    """x Φ(x) (Hendrycks and Gimpel 2016), its tanh form, or ReLU for ``approximate="relu"``."""
-    return F.relu(x) if approximate == "relu" else F.gelu(x, approximate=approximate)
+    """x Φ(x) (Hendrycks and Gimpel 2016), its tanh form, or for ``approximate="relu"`` or
+    ``"silu"`` ReLU or SiLU.
+    """
+    others = {"relu": F.relu, "silu": F.silu}
+    return others[approximate](x) if approximate in others else F.gelu(x, approximate=approximate)
+
+
+def activate(h: Tensor, activation: str) -> Tensor:
+    """What a feed-forward does between its products; gated, it halves the columns (..., 2N)."""
+    if activation not in GATED:
+        return gelu(h, ACTIVATIONS[activation])
+    gate, linear = h.chunk(2, dim=-1)
+    return gelu(gate, ACTIVATIONS[activation]) * linear
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, return_residual: bool = False
+) -> Tensor | tuple[Tensor, Tensor]:
+    """x Wᵀ + b, and on request x again."""
+    y = F.linear(x, weight, bias)
+    return (y, x) if return_residual else y
 
 
 def linear_gelu(
@@ -321,9 +416,16 @@ def feed_forward(
     b2: Tensor | None,
     *,
     activation: str = "gelu",
-) -> Tensor:
-    """gelu(x W1ᵀ + b1) W2ᵀ + b2 (Vaswani et al. 2017, eq. 2, with GELU for ReLU)."""
-    return F.linear(linear_gelu(x, w1, b1, approximate=ACTIVATIONS[activation]), w2, b2)
+    recompute: bool = False,
+    return_residual: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """gelu(x W1ᵀ + b1) W2ᵀ + b2 (Vaswani et al. 2017, eq. 2, with GELU for ReLU).
+
+    "geglu" and "swiglu" take w1 (2N, K), the gate first (Shazeer 2020). ``recompute``, which is
+    about memory alone, changes nothing here.
+    """
+    y = F.linear(activate(F.linear(x, w1, b1), activation), w2, b2)
+    return (y, x) if return_residual else y
 
 
 def embedding(
@@ -366,7 +468,7 @@ def linear_cross_entropy(
     rows = (labels != ignore_index).nonzero().flatten()
     logits = F.linear(hidden[rows], weight, bias)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    losses = F.cross_entropy(logits, labels[rows], reduction="none")
+    losses = F.cross_entropy(logits, labels[rows].long(), reduction="none")
     if reduction == "none":
         return losses.new_zeros(labels.shape).index_copy(0, rows, losses)
     return losses.sum() if reduction == "sum" else losses.sum() / max(rows.numel(), 1)

@@ -1,4 +1,4 @@
-"""softmax(q kᵀ scale + bias) v, dense and packed: forward and weights; the backward is beside it.
+"""softmax(q kᵀ scale + bias) v, dense and packed: the forward; backward and weights are beside it.
 
 One program owns a block of queries of one head and walks over the keys with the running softmax
 (Milakov and Gimelshein 2018; Dao 2023, algorithm 1). Tiles that every query of the block sees in
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import triton
@@ -17,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastbert.kernels.attention_backward import attention_backward, backward_launches
+from fastbert.kernels.attention_short import serves, short_forward_launch
 from fastbert.kernels.attention_tile import (
     UNSPECIALISED,
     Problem,
@@ -25,7 +27,6 @@ from fastbert.kernels.attention_tile import (
     attended_keys,
     describe,
     empty_slack,
-    exponentials,
     head_pointer,
     load_rows,
     log_sum_exp,
@@ -38,9 +39,10 @@ from fastbert.kernels.attention_tile import (
     visible_range,
     zero_slack,
 )
-from fastbert.kernels.common import INFINITY, Launch, attention_tile, dot, dropout_keep, narrow
+from fastbert.kernels.attention_weights import weights_launch
+from fastbert.kernels.common import INFINITY, Launch, dot, dropout_keep, narrow
 
-__all__ = ["attention_backward", "attention_forward", "attention_weights", "shipped_launches"]
+__all__ = ["attention_backward", "attention_forward", "shipped_launches"]
 
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
@@ -149,78 +151,8 @@ def _forward_kernel(
     tl.store(lse_ptr + rows, log_sum_exp(maximum, total, SCALING), mask=rows < q_len)
 
 
-@triton.jit(do_not_specialize=UNSPECIALISED)
-def _weights_kernel(
-    q_ptr, k_ptr, weights_ptr, mask_ptr, bias_ptr,
-    stride_q_batch, stride_q_head, stride_q_row, stride_q_dim,
-    stride_k_batch, stride_k_head, stride_k_row, stride_k_dim,
-    stride_weights_batch, stride_weights_head, stride_weights_row, stride_weights_key,
-    stride_mask_batch, stride_mask_head, stride_mask_row, stride_mask_key,
-    stride_bias_batch, stride_bias_head, stride_bias_row, stride_bias_key,
-    heads, q_blocks, q_length, k_length, scale, window_left, window_right,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    HAS_MASK: tl.constexpr, MASK_ROW: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SCALING: tl.constexpr,
-):  # fmt: skip
-    block = tl.program_id(0) % q_blocks
-    head = tl.program_id(0) // q_blocks % heads
-    batch = tl.program_id(0) // q_blocks // heads
-    none = head * 0
-    q_ptr = head_pointer(q_ptr, batch, head, none, stride_q_batch, stride_q_head, stride_q_row)
-    k_ptr = head_pointer(k_ptr, batch, head, none, stride_k_batch, stride_k_head, stride_k_row)
-    weights_ptr = head_pointer(
-        weights_ptr,
-        batch,
-        head,
-        none,
-        stride_weights_batch,
-        stride_weights_head,
-        stride_weights_row,
-    )
-    if HAS_MASK:
-        mask_ptr = head_pointer(mask_ptr, batch, head, none, stride_mask_batch, stride_mask_head, 0)
-    if HAS_BIAS:
-        bias_ptr = head_pointer(bias_ptr, batch, head, none, stride_bias_batch, stride_bias_head, 0)
-    rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
-    offset = k_length - q_length
-    q = load_rows(q_ptr, rows, rows < q_length, stride_q_row, stride_q_dim, HEAD_DIM, BLOCK_D, True)
-    maximum = tl.full([BLOCK_M], -INFINITY, tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    # Pass 0 finds each row's maximum and sum, pass 1 writes the weights: no row need fit.
-    for weights_pass in tl.static_range(2):
-        for first_key in range(0, k_length, BLOCK_N):
-            keys = first_key + tl.arange(0, BLOCK_N)
-            allowed = allowed_pairs(
-                rows[:, None], keys[None, :], mask_ptr, offset, q_length, k_length,
-                window_left, window_right, stride_mask_row, stride_mask_key,
-                HAS_MASK, MASK_ROW, HAS_LEFT, HAS_RIGHT, True,
-            )  # fmt: skip
-            k = load_rows(
-                k_ptr, keys, keys < k_length, stride_k_row, stride_k_dim, HEAD_DIM, BLOCK_D, True
-            )
-            scores = dot(q, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
-            scores = logits(
-                scores, rows[:, None], keys[None, :], allowed, bias_ptr, scale, q_length, k_length,
-                stride_bias_row, stride_bias_key, HAS_BIAS, SCALING, True,
-            )  # fmt: skip
-            if weights_pass == 0:
-                weights, maximum, rescale = online_softmax(scores, maximum, scale, SCALING, True)
-                total = total * rescale + tl.sum(weights, axis=1)
-            else:
-                reference = tl.where(maximum == -INFINITY, 0.0, maximum)
-                weights = exponentials(scores, reference[:, None], scale, SCALING)
-                weights = weights / tl.where(total == 0.0, 1.0, total)[:, None]
-                pointers = (
-                    weights_ptr
-                    + rows.to(tl.int64)[:, None] * stride_weights_row
-                    + keys.to(tl.int64)[None, :] * stride_weights_key
-                )
-                inside = (rows < q_length)[:, None] & (keys < k_length)[None, :]
-                tl.store(pointers, narrow(weights, weights_ptr.dtype.element_ty), mask=inside)
-
-
 def _forward_launch(problem: Problem, out: Tensor, lse: Tensor) -> Launch:
-    tile = attention_tile("forward", problem.head_dim, out.dtype)
+    tile = problem.tile("forward")
     return problem.launch(
         "attention_forward",
         _forward_kernel,
@@ -247,6 +179,7 @@ def attention_forward(
     scale: float,
     causal: bool = False,
     window: tuple[int, int] = (-1, -1),
+    path: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention output and the natural log-sum-exp of the scaled, biased logits.
 
@@ -255,7 +188,8 @@ def attention_forward(
     k, v (Tk, H, D); out contiguous, 0 beyond ``cu_seqlens_q[-1]``; lse fp32 (H, Tq), -inf there.
     mask bool (True = attend) and bias additive, both expanded to (B, H, Lq, Lk), in-sequence
     positions. seed int64 (1,) on the device of q. A row that may attend nothing gives out 0 and lse
-    -inf. ValueError: D outside 1..256, dropout without a seed.
+    -inf. path "short" or "general" overrides ``attention_path``. ValueError: D outside 1..256,
+    dropout without a seed, a path that cannot serve.
     """
     problem = describe(
         q, k, v,
@@ -268,69 +202,62 @@ def attention_forward(
     lse = torch.empty(shape, dtype=torch.float32, device=q.device)
     if problem.batches == 0:
         lse.fill_(-math.inf)
-    _forward_launch(problem, out, lse).run(on=q)
+    is_short = serves(problem, "forward", path)
+    launch = short_forward_launch if is_short else _forward_launch
+    launch(problem, out, lse).run(on=q)
     return out, lse
 
 
-def _weights_launch(problem: Problem, weights: Tensor) -> Launch:
-    tile = attention_tile("weights", problem.head_dim, weights.dtype)
-    batch, head, row, key = weights.stride()
-    return problem.launch(
-        "attention_weights",
-        _weights_kernel,
-        tile,
-        weights_ptr=weights,
-        stride_weights_batch=batch,
-        stride_weights_head=head,
-        stride_weights_row=row,
-        stride_weights_key=key,
-    )
-
-
-def attention_weights(
-    q: Tensor,
-    k: Tensor,
-    *,
-    mask: Tensor | None = None,
-    bias: Tensor | None = None,
-    scale: float,
-    causal: bool = False,
-    window: tuple[int, int] = (-1, -1),
-) -> Tensor:
-    """Softmax weights (B, H, Lq, Lk) before dropout, in q's dtype; see ``attention_forward``."""
-    problem = describe(q, k, k, mask=mask, bias=bias, scale=scale, causal=causal, window=window)
-    weights = torch.empty((*q.shape[:3], k.shape[2]), dtype=q.dtype, device=q.device)
-    _weights_launch(problem, weights).run(on=q)
-    return weights
+# dtype, head dim, packed, options: what a user may ask for, each at least once.
+SHIPPED = (
+    (torch.float16, 64, True, {"dropout_p": 0.1}),
+    (torch.bfloat16, 64, False, {"mask": "keys", "dropout_p": 0.1}),
+    (torch.bfloat16, 64, False, {"mask": "keys", "bias": True}),
+    (torch.bfloat16, 32, True, {"window": (64, 64)}),
+    (torch.bfloat16, 80, True, {"causal": True}),
+    (torch.bfloat16, 128, False, {"mask": "pairs", "dropout_p": 0.1}),
+    (torch.bfloat16, 256, False, {"window": (128, 128)}),
+    (torch.float32, 64, True, {"dropout_p": 0.1}),
+    (torch.float32, 256, False, {"bias": True, "causal": True}),
+)
 
 
 def shipped_launches() -> Iterator[Launch]:
     """Representative launches, on meta tensors, for the ahead-of-time gate."""
-    for dtype, head_dim, is_varlen, dropout_p in (
-        (torch.float16, 64, True, 0.1),
-        (torch.bfloat16, 64, False, 0.1),
-        (torch.bfloat16, 32, True, 0.0),
-        (torch.bfloat16, 128, False, 0.1),
-        (torch.float32, 64, True, 0.1),
-    ):
-        # q, k and v are slices of one fused projection, as in the model.
-        rows = torch.empty((4096, 3, 12, head_dim), dtype=dtype, device="meta").unbind(1)
-        seed = torch.empty(1, dtype=torch.int64, device="meta")
-        if is_varlen:
-            q, k, v = rows
-            lse = torch.empty((12, 4096), dtype=torch.float32, device="meta")
-            cu_seqlens = torch.empty(9, dtype=torch.int32, device="meta")
-            shape = {"cu_seqlens_q": cu_seqlens, "max_seqlen_q": 512, "max_seqlen_k": 512}
-        else:
-            q, k, v = (x.view(8, 512, 12, head_dim).transpose(1, 2) for x in rows)
-            lse = torch.empty((8, 12, 512), dtype=torch.float32, device="meta")
-            padding = torch.empty((8, 1, 1, 512), dtype=torch.bool, device="meta")
-            shape = {"mask": padding.expand(8, 12, 512, 512)}
-        problem = describe(q, k, v, **shape, scale=0.125, dropout_p=dropout_p, seed=seed)
-        yield _forward_launch(problem, allocate_rows(q, problem), lse)
-        yield from backward_launches(
-            problem, q, q, lse, *(allocate_rows(x, problem) for x in (q, k, v))
-        )
-        if "mask" in shape:
-            weights = torch.empty((8, 12, 512, 512), dtype=dtype, device="meta")
-            yield _weights_launch(problem, weights)
+    with torch.device("meta"):
+        for dtype, head_dim, is_packed, options in SHIPPED:
+            yield from _shipped(dtype, head_dim, is_packed, **options)
+
+
+def _shipped(
+    dtype: torch.dtype,
+    head_dim: int,
+    is_packed: bool,
+    mask: str = "none",
+    bias: bool = False,
+    **options: Any,
+) -> Iterator[Launch]:
+    """Every launch of a forward and a backward, where the current device is "meta"."""
+    # q, k and v are slices of one fused projection, as in the model.
+    q, k, v = torch.empty((4096, 3, 12, head_dim), dtype=dtype).unbind(1)
+    lse, dbias = torch.empty((12, 4096)), None
+    if is_packed:
+        options["cu_seqlens_q"] = torch.empty(9, dtype=torch.int32)
+        options["max_seqlen_q"] = options["max_seqlen_k"] = 512
+    else:
+        q, k, v = (x.view(8, 512, 12, head_dim).transpose(1, 2) for x in (q, k, v))
+        lse = lse.view(8, 12, 512)
+    if mask != "none":
+        rows = 1 if mask == "keys" else 512
+        options["mask"] = torch.empty((8, 1, rows, 512), dtype=torch.bool).expand(8, 12, 512, 512)
+    if bias:
+        dbias = torch.empty((1, 12, 512, 512), dtype=dtype)
+        options["bias"] = dbias.expand(8, 12, 512, 512)
+    seed = torch.empty(1, dtype=torch.int64)
+    problem = describe(q, k, v, scale=0.125, seed=seed, **options)
+    yield _forward_launch(problem, allocate_rows(q, problem), lse)
+    gradients = (allocate_rows(x, problem) for x in (q, k, v))
+    yield from backward_launches(problem, q, q, lse, *gradients, dbias)
+    if mask == "keys":
+        weights = torch.empty((8, 12, 512, 512), dtype=dtype)
+        yield weights_launch(problem, lse, weights)

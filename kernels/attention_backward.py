@@ -1,13 +1,8 @@
 """Gradients of attention from out and lse alone (Dao 2023, algorithm 2), without atomics.
 
-Three kernels: delta = rowsum(dout * out); dq, one program per block of queries; dk and dv, one
-program per block of keys. Each gradient is summed by one program in a fixed order, so reruns agree
-bitwise. Rows with lse = -inf (nothing to attend) are given lse = +inf, which makes their weights
-exactly 0.
-
-One rounding of lse is a relative error of |lse| 2**-24 in every weight of its row. That drowns in
-16-bit rounding, but not in fp32: there (NORMALISES) dq sums the recomputed weights on its way,
-divides by the sum, and leaves its inverse for dk and dv.
+First the statistics of each row; then dq, one program per block of queries; then dk and dv, one
+program per block of keys; then, on request, the gradient of the bias. Each gradient is summed in a
+fixed order, so reruns agree bitwise.
 """
 
 from __future__ import annotations
@@ -19,6 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastbert.kernels.attention_bias import bias_gradient_launches
+from fastbert.kernels.attention_short import serves, short_backward_launch
+from fastbert.kernels.attention_statistics import row_statistics, statistics_launch
 from fastbert.kernels.attention_tile import (
     UNSPECIALISED,
     Problem,
@@ -34,62 +32,21 @@ from fastbert.kernels.attention_tile import (
     sequence_bounds,
     store_rows,
     strides,
+    transposed_product,
     visible_range,
     zero_slack,
 )
 from fastbert.kernels.common import (
-    INFINITY,
-    LOG2E,
     Launch,
-    attention_tile,
     dot,
     dropout_keep,
     narrow,
 )
 
 
-@triton.jit
-def _row_statistics(lse_ptr, delta_ptr, rows, q_len, SCALING: tl.constexpr):
-    """lse in the units of `exponentials`, +inf where a row attends nothing or is none; delta."""
-    lse = tl.load(lse_ptr + rows, mask=rows < q_len, other=INFINITY)
-    lse = tl.where(lse == -INFINITY, INFINITY, lse)
-    if not SCALING:
-        lse = lse * LOG2E
-    return lse, tl.load(delta_ptr + rows, mask=rows < q_len, other=0.0)
-
-
-@triton.jit(do_not_specialize=UNSPECIALISED)
-def _delta_kernel(
-    out_ptr, dout_ptr, delta_ptr, cu_seqlens_q_ptr,
-    stride_out_batch, stride_out_head, stride_out_row, stride_out_dim,
-    stride_dout_batch, stride_dout_head, stride_dout_row, stride_dout_dim,
-    stride_lse_batch, stride_lse_head, heads, q_blocks, q_length,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, IS_VARLEN: tl.constexpr,
-):  # fmt: skip
-    block = tl.program_id(0) % q_blocks
-    head = tl.program_id(0) // q_blocks % heads
-    batch = tl.program_id(0) // q_blocks // heads
-    q_start, q_len = sequence_bounds(batch, cu_seqlens_q_ptr, q_length, IS_VARLEN)
-    rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
-    out_ptr = head_pointer(
-        out_ptr, batch, head, q_start, stride_out_batch, stride_out_head, stride_out_row
-    )
-    dout_ptr = head_pointer(
-        dout_ptr, batch, head, q_start, stride_dout_batch, stride_dout_head, stride_dout_row
-    )
-    delta_ptr = head_pointer(delta_ptr, batch, head, q_start, stride_lse_batch, stride_lse_head, 1)
-    inside = rows < q_len
-    out = load_rows(out_ptr, rows, inside, stride_out_row, stride_out_dim, HEAD_DIM, BLOCK_D, True)
-    dout = load_rows(
-        dout_ptr, rows, inside, stride_dout_row, stride_dout_dim, HEAD_DIM, BLOCK_D, True
-    )
-    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), axis=1)
-    tl.store(delta_ptr + rows, delta, mask=inside)
-
-
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def _dkv_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, inverse_ptr, dk_ptr, dv_ptr,
+    q_ptr, k_ptr, v_ptr, dout_ptr, shift_ptr, inverse_ptr, delta_ptr, dk_ptr, dv_ptr,
     mask_ptr, bias_ptr, seed_ptr,
     cu_seqlens_q_ptr, cu_seqlens_k_ptr,
     stride_q_batch, stride_q_head, stride_q_row, stride_q_dim,
@@ -105,7 +62,7 @@ def _dkv_kernel(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     IS_VARLEN: tl.constexpr, HAS_MASK: tl.constexpr, MASK_ROW: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_DROPOUT: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    SCALING: tl.constexpr, NORMALISES: tl.constexpr,
+    SCALING: tl.constexpr, HAS_DK: tl.constexpr, HAS_DV: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0) % k_blocks
     head = tl.program_id(0) // k_blocks % heads
@@ -113,14 +70,16 @@ def _dkv_kernel(
     q_start, q_len = sequence_bounds(batch, cu_seqlens_q_ptr, q_length, IS_VARLEN)
     k_start, k_len = sequence_bounds(batch, cu_seqlens_k_ptr, k_length, IS_VARLEN)
     if IS_VARLEN:
-        zero_slack(
-            dk_ptr, batch, head, block, k_blocks, cu_seqlens_k_ptr, batches, k_rows,
-            stride_dk_head, stride_dk_row, stride_dk_dim, HEAD_DIM, BLOCK_D, BLOCK_N,
-        )  # fmt: skip
-        zero_slack(
-            dv_ptr, batch, head, block, k_blocks, cu_seqlens_k_ptr, batches, k_rows,
-            stride_dk_head, stride_dk_row, stride_dk_dim, HEAD_DIM, BLOCK_D, BLOCK_N,
-        )  # fmt: skip
+        if HAS_DK:
+            zero_slack(
+                dk_ptr, batch, head, block, k_blocks, cu_seqlens_k_ptr, batches, k_rows,
+                stride_dk_head, stride_dk_row, stride_dk_dim, HEAD_DIM, BLOCK_D, BLOCK_N,
+            )  # fmt: skip
+        if HAS_DV:
+            zero_slack(
+                dv_ptr, batch, head, block, k_blocks, cu_seqlens_k_ptr, batches, k_rows,
+                stride_dk_head, stride_dk_row, stride_dk_dim, HEAD_DIM, BLOCK_D, BLOCK_N,
+            )  # fmt: skip
     first_key = block * BLOCK_N
     if first_key >= k_len:
         return
@@ -131,12 +90,12 @@ def _dkv_kernel(
     dout_ptr = head_pointer(
         dout_ptr, batch, head, q_start, stride_dout_batch, stride_dout_head, stride_dout_row
     )
-    lse_ptr = head_pointer(lse_ptr, batch, head, q_start, stride_lse_batch, stride_lse_head, 1)
-    delta_ptr = head_pointer(delta_ptr, batch, head, q_start, stride_lse_batch, stride_lse_head, 1)
-    if NORMALISES:
+    shift_ptr = head_pointer(shift_ptr, batch, head, q_start, stride_lse_batch, stride_lse_head, 1)
+    if SCALING:
         inverse_ptr = head_pointer(
             inverse_ptr, batch, head, q_start, stride_lse_batch, stride_lse_head, 1
         )
+    delta_ptr = head_pointer(delta_ptr, batch, head, q_start, stride_lse_batch, stride_lse_head, 1)
     none = head * 0
     if HAS_MASK:
         mask_ptr = head_pointer(mask_ptr, batch, head, none, stride_mask_batch, stride_mask_head, 0)
@@ -173,52 +132,60 @@ def _dkv_kernel(
                 BLOCK_D,
                 phase != 1,
             )
-            lse, delta = _row_statistics(lse_ptr, delta_ptr, rows, q_len, SCALING)
+            shift, inverse, delta = row_statistics(
+                shift_ptr, inverse_ptr, delta_ptr, rows, q_len, SCALING
+            )
             # Transposed tiles [BLOCK_N, BLOCK_M]: their products with dout and q need no transpose.
             allowed = allowed_pairs(
                 rows[None, :], keys[:, None], mask_ptr, offset, q_len, k_len,
                 window_left, window_right, stride_mask_row, stride_mask_key,
                 HAS_MASK, MASK_ROW, HAS_LEFT, HAS_RIGHT, phase != 1,
             )  # fmt: skip
-            scores = dot(k, tl.trans(q), tl.zeros([BLOCK_N, BLOCK_M], tl.float32))
+            scores = transposed_product(q, k)
             scores = logits(
                 scores, rows[None, :], keys[:, None], allowed, bias_ptr, scale, q_len, k_len,
                 stride_bias_row, stride_bias_key, HAS_BIAS, SCALING, phase != 1 or HAS_MASK,
             )  # fmt: skip
-            weights = exponentials(scores, lse[None, :], scale, SCALING)
-            if NORMALISES:
-                weights *= tl.load(inverse_ptr + rows, mask=rows < q_len, other=0.0)[None, :]
-            dweights = dot(v, tl.trans(dout), tl.zeros([BLOCK_N, BLOCK_M], tl.float32))
-            dropped = weights
+            weights = exponentials(scores, shift[None, :], scale, SCALING)
+            if SCALING:
+                weights *= inverse[None, :]
             if HAS_DROPOUT:
                 keep = tl.trans(
                     dropout_keep(seed, rows, head, batch, first_key, dropout_threshold, BLOCK_N)
                 )
-                dropped = tl.where(keep, weights, 0.0)
-                dweights = tl.where(keep, dweights * dropout_scale, 0.0)
-            dv = dot(narrow(dropped, dout.dtype), dout, dv)
-            dscores = weights * (dweights - delta[None, :])
-            if phase != 1 or HAS_MASK:
-                # A masked V may hold NaN, and 0 * NaN is NaN.
-                dscores = tl.where(allowed, dscores, 0.0)
-            dk = dot(narrow(dscores, q.dtype), q, dk)
+            if HAS_DV:
+                dropped = weights
+                if HAS_DROPOUT:
+                    dropped = tl.where(keep, weights, 0.0)
+                dv = dot(narrow(dropped, dout.dtype), dout, dv)
+            if HAS_DK:
+                dweights = transposed_product(dout, v)
+                if HAS_DROPOUT:
+                    dweights = tl.where(keep, dweights * dropout_scale, 0.0)
+                dscores = weights * (dweights - delta[None, :])
+                if phase != 1 or HAS_MASK:
+                    # A masked V may hold NaN, and 0 * NaN is NaN.
+                    dscores = tl.where(allowed, dscores, 0.0)
+                dk = dot(narrow(dscores, q.dtype), q, dk)
 
-    dk_ptr = head_pointer(
-        dk_ptr, batch, head, k_start, stride_dk_batch, stride_dk_head, stride_dk_row
-    )
-    dv_ptr = head_pointer(
-        dv_ptr, batch, head, k_start, stride_dk_batch, stride_dk_head, stride_dk_row
-    )
-    # The softmax of a single key is constant: its gradient is 0, which rounding would miss.
-    dk = narrow(tl.where(k_len == 1, 0.0, dk * scale), dk_ptr.dtype.element_ty)
-    dv = narrow(dv * dropout_scale, dv_ptr.dtype.element_ty)
-    store_rows(dk_ptr, dk, keys, inside, stride_dk_row, stride_dk_dim, HEAD_DIM, BLOCK_D)
-    store_rows(dv_ptr, dv, keys, inside, stride_dk_row, stride_dk_dim, HEAD_DIM, BLOCK_D)
+    if HAS_DK:
+        dk_ptr = head_pointer(
+            dk_ptr, batch, head, k_start, stride_dk_batch, stride_dk_head, stride_dk_row
+        )
+        # The softmax of a single key is constant: its gradient is 0, which rounding would miss.
+        dk = narrow(tl.where(k_len == 1, 0.0, dk * scale), dk_ptr.dtype.element_ty)
+        store_rows(dk_ptr, dk, keys, inside, stride_dk_row, stride_dk_dim, HEAD_DIM, BLOCK_D)
+    if HAS_DV:
+        dv_ptr = head_pointer(
+            dv_ptr, batch, head, k_start, stride_dk_batch, stride_dk_head, stride_dk_row
+        )
+        dv = narrow(dv * dropout_scale, dv_ptr.dtype.element_ty)
+        store_rows(dv_ptr, dv, keys, inside, stride_dk_row, stride_dk_dim, HEAD_DIM, BLOCK_D)
 
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def _dq_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, inverse_ptr, dq_ptr,
+    q_ptr, k_ptr, v_ptr, dout_ptr, shift_ptr, inverse_ptr, delta_ptr, dq_ptr,
     mask_ptr, bias_ptr, seed_ptr,
     cu_seqlens_q_ptr, cu_seqlens_k_ptr,
     stride_q_batch, stride_q_head, stride_q_row, stride_q_dim,
@@ -234,7 +201,7 @@ def _dq_kernel(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     IS_VARLEN: tl.constexpr, HAS_MASK: tl.constexpr, MASK_ROW: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_DROPOUT: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    SCALING: tl.constexpr, NORMALISES: tl.constexpr,
+    SCALING: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0) % q_blocks
     head = tl.program_id(0) // q_blocks % heads
@@ -256,7 +223,11 @@ def _dq_kernel(
     dout_ptr = head_pointer(
         dout_ptr, batch, head, q_start, stride_dout_batch, stride_dout_head, stride_dout_row
     )
-    lse_ptr = head_pointer(lse_ptr, batch, head, q_start, stride_lse_batch, stride_lse_head, 1)
+    shift_ptr = head_pointer(shift_ptr, batch, head, q_start, stride_lse_batch, stride_lse_head, 1)
+    if SCALING:
+        inverse_ptr = head_pointer(
+            inverse_ptr, batch, head, q_start, stride_lse_batch, stride_lse_head, 1
+        )
     delta_ptr = head_pointer(delta_ptr, batch, head, q_start, stride_lse_batch, stride_lse_head, 1)
     none = head * 0
     if HAS_MASK:
@@ -275,9 +246,8 @@ def _dq_kernel(
     dout = load_rows(
         dout_ptr, rows, inside, stride_dout_row, stride_dout_dim, HEAD_DIM, BLOCK_D, True
     )
-    lse, delta = _row_statistics(lse_ptr, delta_ptr, rows, q_len, SCALING)
+    shift, inverse, delta = row_statistics(shift_ptr, inverse_ptr, delta_ptr, rows, q_len, SCALING)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
     for phase in tl.static_range(0 if HAS_LEFT else 1, 3):
         phase_start, phase_stop = phase_range(phase, start, full_start, full_stop, high)
         for first_key in range(phase_start, phase_stop, BLOCK_N):
@@ -305,9 +275,9 @@ def _dq_kernel(
                 scores, rows[:, None], keys[None, :], allowed, bias_ptr, scale, q_len, k_len,
                 stride_bias_row, stride_bias_key, HAS_BIAS, SCALING, phase != 1 or HAS_MASK,
             )  # fmt: skip
-            weights = exponentials(scores, lse[:, None], scale, SCALING)
-            if NORMALISES:
-                total += tl.sum(weights, axis=1)
+            weights = exponentials(scores, shift[:, None], scale, SCALING)
+            if SCALING:
+                weights *= inverse[:, None]
             v = load_rows(
                 v_ptr, keys, keys < k_len, stride_v_row, stride_v_dim, HEAD_DIM, BLOCK_D, phase != 1
             )
@@ -321,13 +291,6 @@ def _dq_kernel(
                 dscores = tl.where(allowed, dscores, 0.0)
             dq = dot(narrow(dscores, k.dtype), k, dq)
 
-    if NORMALISES:
-        inverse = 1.0 / tl.where(total == 0.0, 1.0, total)
-        dq *= inverse[:, None]
-        inverse_ptr = head_pointer(
-            inverse_ptr, batch, head, q_start, stride_lse_batch, stride_lse_head, 1
-        )
-        tl.store(inverse_ptr + rows, inverse, mask=inside)
     dq_ptr = head_pointer(
         dq_ptr, batch, head, q_start, stride_dq_batch, stride_dq_head, stride_dq_row
     )
@@ -337,30 +300,42 @@ def _dq_kernel(
 
 
 def backward_launches(
-    problem: Problem, dout: Tensor, out: Tensor, lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor
+    problem: Problem,
+    dout: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    dbias: Tensor | None = None,
 ) -> Iterator[Launch]:
-    """The three launches, in order; dk and dv lie alike."""
+    """The launches, in order; dk and dv lie alike."""
     is_varlen = problem.arguments["IS_VARLEN"]
-    normalises = dq.dtype == torch.float32
-    shared = {
-        "dout_ptr": dout,
-        "lse_ptr": lse,
-        "delta_ptr": torch.empty_like(lse),
-        "inverse_ptr": torch.empty_like(lse) if normalises else None,
-        "NORMALISES": normalises,
-        **strides("dout", dout, is_varlen),
-        **strides("out", out, is_varlen),
-        **strides("dq", dq, is_varlen),
-        **strides("dk", dk, is_varlen),
-    }
-    tile = attention_tile("delta", problem.head_dim, dq.dtype)
-    yield problem.launch("attention_delta", _delta_kernel, tile, out_ptr=out, **shared)
-    tile = attention_tile("dq", problem.head_dim, dq.dtype)
-    yield problem.launch("attention_dq", _dq_kernel, tile, dq_ptr=dq, **shared)
-    tile = attention_tile("dkv", problem.head_dim, dk.dtype)
+    launch, statistics = statistics_launch(problem, dout, out, lse)
+    yield launch
+    shared = {"dout_ptr": dout, **statistics, **strides("dout", dout, is_varlen)}
+    tile = problem.tile("dq")
     yield problem.launch(
-        "attention_dkv", _dkv_kernel, tile, over_keys=True, dk_ptr=dk, dv_ptr=dv, **shared
+        "attention_dq", _dq_kernel, tile, dq_ptr=dq, **shared, **strides("dq", dq, is_varlen)
     )
+    tile = problem.tile("dkv")
+    # Two sums of 256 columns do not fit the registers together.
+    is_split = problem.head_dim > 128 and dk.dtype != torch.float32
+    for has_dk, has_dv in ((True, False), (False, True)) if is_split else ((True, True),):
+        yield problem.launch(
+            "attention_dkv",
+            _dkv_kernel,
+            tile,
+            over_keys=True,
+            dk_ptr=dk,
+            dv_ptr=dv,
+            HAS_DK=has_dk,
+            HAS_DV=has_dv,
+            **shared,
+            **strides("dk", dk, is_varlen),
+        )
+    if dbias is not None:
+        yield from bias_gradient_launches(problem, dbias, shared)
 
 
 def attention_backward(
@@ -382,11 +357,16 @@ def attention_backward(
     scale: float,
     causal: bool = False,
     window: tuple[int, int] = (-1, -1),
+    into: tuple[Tensor, Tensor, Tensor] | None = None,
+    dbias: Tensor | None = None,
+    path: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv of ``attention_forward``, given its arguments, out and lse; they lie as out does.
+    """dq, dk, dv of ``attention_forward``, given its arguments, out and lse.
 
-    dout may have any strides. Rows beyond ``cu_seqlens[-1]`` get 0; rows that attend nothing give
-    and take 0. The bias gets no gradient here.
+    They lie as out does, or are written ``into`` given tensors of any strides, those of dk and dv
+    alike. dout may have any strides. Rows beyond ``cu_seqlens[-1]`` get 0; rows that attend nothing
+    give and take 0. dbias, contiguous and of the shape that the bias had before it was expanded, is
+    filled with its gradient. path as in ``attention_forward``.
     """
     problem = describe(
         q, k, v,
@@ -394,7 +374,14 @@ def attention_backward(
         max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, seed=seed, dropout_p=dropout_p,
         scale=scale, causal=causal, window=window,
     )  # fmt: skip
-    dq, dk, dv = (allocate_rows(x, problem) for x in (q, k, v))
-    for launch in backward_launches(problem, dout, out, lse, dq, dk, dv):
+    dq, dk, dv = into or (allocate_rows(x, problem) for x in (q, k, v))
+    if problem.batches == 0:
+        for gradient in (dq, dk, dv):
+            gradient.zero_()
+    # The gradient of the bias needs what the general kernels leave behind.
+    if dbias is None and serves(problem, "backward", path):
+        short_backward_launch(problem, dout, out, lse, dq, dk, dv).run(on=q)
+        return dq, dk, dv
+    for launch in backward_launches(problem, dout, out, lse, dq, dk, dv, dbias):
         launch.run(on=q)
     return dq, dk, dv

@@ -16,12 +16,15 @@ from torch import Tensor
 
 from fastbert.kernels.common import (
     INFINITY,
+    INTERPRETED,
     LN2,
     LN2_HIGH,
     LN2_LOW,
     LOG2E,
     Launch,
     Tile,
+    attention_tile,
+    dot,
     dropout_arguments,
     padded_head_dim,
 )
@@ -232,6 +235,19 @@ def logits(
 
 
 @triton.jit
+def transposed_product(a, b):
+    """(a bᵀ)ᵀ [rows of b, rows of a], rounded as a bᵀ is.
+
+    In fp32 the weights must be those whose statistics were taken. A GPU adds along the rows in
+    order, whichever operand comes first; the library that multiplies in the interpreter does not.
+    """
+    if INTERPRETED:
+        return tl.trans(dot(a, tl.trans(b), tl.zeros([a.shape[0], b.shape[0]], tl.float32)))
+    else:
+        return dot(b, tl.trans(a), tl.zeros([b.shape[0], a.shape[0]], tl.float32))
+
+
+@triton.jit
 def exponentials(scores, maximum, scale, SCALING: tl.constexpr):
     """exp of logits less their maximum (or log-sum-exp), which broadcasts.
 
@@ -294,6 +310,12 @@ class Problem(NamedTuple):
     max_k: int
     head_dim: int
     arguments: dict[str, Any]
+
+    def tile(self, pass_name: str) -> Tile:
+        """Tile of one of its kernels, see ``attention_tile``."""
+        arguments = self.arguments
+        has_pairs = arguments["HAS_BIAS"] or (arguments["HAS_MASK"] and not arguments["MASK_ROW"])
+        return attention_tile(pass_name, self.head_dim, arguments["q_ptr"].dtype, has_pairs)
 
     def launch(
         self, name: str, kernel: Any, tile: Tile, over_keys: bool = False, **own: Any

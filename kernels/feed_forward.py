@@ -1,8 +1,9 @@
-"""gelu(x Wᵀ + b) in one GEMM, and the gradient of its activation (Hendrycks and Gimpel 2016).
+"""act(x Wᵀ + b) in one persistent GEMM: bias and activation work on its fp32 accumulator.
 
-Bias and GELU work on the fp32 accumulator in the GEMM's epilogue. For the backward the product is
-kept without its bias, so that dbias falls out of the pass that computes the gradient of the
-activation.
+The activations are GELU with erf or tanh, ReLU and SiLU, and the gated forms GEGLU and SwiGLU
+(Shazeer 2020), whose first half of the columns goes through the activation and whose second half
+multiplies. For the backward the pre-activation is kept, with its bias: rounded without it, a sum
+near 0 would lose its sign, which is all that ReLU's slope depends on.
 """
 
 from __future__ import annotations
@@ -10,143 +11,145 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastbert.kernels.common import LOG2E, Launch, dot, elementwise_tile, matmul_tile, narrow
-
-SQRT_HALF = tl.constexpr(0.7071067811865476)
-INVERSE_SQRT_2PI = tl.constexpr(0.3989422804014327)
-# sqrt(2 / pi) and the cubic coefficient of the tanh form
-TANH_LINEAR = tl.constexpr(0.7978845608028654)
-TANH_CUBIC = tl.constexpr(0.044715)
-# A program of gelu_backward sums dbias over this many rows.
-ROWS_PER_PARTIAL = 64
-# Row blocks that share a sweep over the columns, so that their weights are read from L2.
-GROUP_M = 8
-
-
-@triton.jit
-def _tanh_exponential(x):
-    """e = exp(-2 |u|), u = sqrt(2/pi) (x + 0.044715 x³): (1 + tanh(|u|)) / 2 = 1 / (1 + e)."""
-    u = x * (TANH_LINEAR + (TANH_LINEAR * TANH_CUBIC) * x * x)
-    return tl.exp2(tl.abs(u) * (-2.0 * LOG2E))
+from fastbert.kernels.activation_tile import (
+    LARGEST_PART,
+    activate,
+    biased,
+    check_function,
+    engine_name,
+    store_narrow,
+)
+from fastbert.kernels.common import Launch, elementwise_tile, gemm_depth, gemm_programs, gemm_tile
+from fastbert.kernels.matmul_tile import GROUP_M, halves, product_tile, tile_position
 
 
 @triton.jit
-def _gelu(x, IS_TANH: tl.constexpr):
-    if IS_TANH:
-        e = _tanh_exponential(x)
-        return x * (tl.where(x < 0.0, e, 1.0) / (1.0 + e))
+def _store_activation(
+    h, linear, bias_ptr, y_ptr, h_ptr, rows, first_col, rows_total, columns,
+    FUNCTION: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, SAVES_H: tl.constexpr,
+):  # fmt: skip
+    """y, and h if it is saved, from a tile of the product; gated also from linear, its other half.
+
+    columns are those of y; h has twice as many when gated.
+    """
+    cols = first_col + tl.arange(0, h.shape[1])
+    inside_columns = cols < columns
+    inside = (rows < rows_total)[:, None] & inside_columns[None, :]
+    offsets = rows.to(tl.int64)[:, None] * columns + cols[None, :]
+    h = biased(h, bias_ptr, cols, inside_columns, HAS_BIAS)
+    y = activate(h, FUNCTION)
+    if GATED:
+        linear = biased(linear, bias_ptr, columns + cols, inside_columns, HAS_BIAS)
+        y *= linear
+        if SAVES_H:
+            h_offsets = rows.to(tl.int64)[:, None] * (2 * columns) + cols[None, :]
+            store_narrow(h_ptr, h_offsets, h, inside)
+            store_narrow(h_ptr + columns, h_offsets, linear, inside)
+    elif SAVES_H:
+        store_narrow(h_ptr, offsets, h, inside)
+    store_narrow(y_ptr, offsets, y, inside)
+
+
+@triton.jit
+def _store_activations(
+    h, linear, bias_ptr, y_ptr, h_ptr, rows, first_col, rows_total, columns,
+    FUNCTION: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, SAVES_H: tl.constexpr,
+):  # fmt: skip
+    """_store_activation of a wide tile's halves, one after the other: both at once would spill."""
+    if h.shape[1] > LARGEST_PART:
+        left, right = halves(h)
+        linear_left, linear_right = halves(linear)
+        _store_activation(
+            left, linear_left, bias_ptr, y_ptr, h_ptr, rows, first_col, rows_total, columns,
+            FUNCTION, GATED, HAS_BIAS, SAVES_H,
+        )  # fmt: skip
+        _store_activation(
+            right, linear_right, bias_ptr, y_ptr, h_ptr, rows, first_col + left.shape[1],
+            rows_total, columns, FUNCTION, GATED, HAS_BIAS, SAVES_H,
+        )  # fmt: skip
     else:
-        return 0.5 * x * (1.0 + tl.math.erf(x * SQRT_HALF))
-
-
-@triton.jit
-def _gelu_slope(x, IS_TANH: tl.constexpr):
-    """Derivative of _gelu at x."""
-    if IS_TANH:
-        # s (1 - s) of the sigmoid s is e / (1 + e)²: written so, nothing cancels in the tails.
-        e = _tanh_exponential(x)
-        inverse = 1.0 / (1.0 + e)
-        # Beyond |x| = 16 the slope is 0 or 1 in fp32; there the square could overflow to 0 * inf.
-        bounded = tl.where(tl.abs(x) < 16.0, x, 0.0)
-        inner = 2.0 * TANH_LINEAR + (6.0 * TANH_LINEAR * TANH_CUBIC) * bounded * bounded
-        return tl.where(x < 0.0, e, 1.0) * inverse + bounded * (e * inverse * inverse) * inner
-    else:
-        density = INVERSE_SQRT_2PI * tl.exp2(x * x * (-0.5 * LOG2E))
-        return 0.5 * (1.0 + tl.math.erf(x * SQRT_HALF)) + x * density
+        _store_activation(
+            h, linear, bias_ptr, y_ptr, h_ptr, rows, first_col, rows_total, columns,
+            FUNCTION, GATED, HAS_BIAS, SAVES_H,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows_total"])
-def _linear_gelu_kernel(
+def _linear_activation_kernel(
     x_ptr, weight_ptr, bias_ptr, y_ptr, h_ptr,
     stride_x_row, stride_x_col, stride_weight_row, stride_weight_col,
     rows_total, columns, depth,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    HAS_BIAS: tl.constexpr, SAVES_H: tl.constexpr, IS_TANH: tl.constexpr, EVEN_K: tl.constexpr,
+    FUNCTION: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, SAVES_H: tl.constexpr,
+    EVEN_K: tl.constexpr,
 ):  # fmt: skip
-    program = tl.program_id(0)
+    # columns and WIDTH are those of y; the product is twice as wide when gated.
+    WIDTH: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     row_blocks = tl.cdiv(rows_total, BLOCK_M)
-    column_blocks = tl.cdiv(columns, BLOCK_N)
-    group = program // (GROUP_M * column_blocks)
-    group_rows = tl.minimum(row_blocks - group * GROUP_M, GROUP_M)
-    within = program % (GROUP_M * column_blocks)
-    rows = (group * GROUP_M + within % group_rows) * BLOCK_M + tl.arange(0, BLOCK_M)
-    cols = (within // group_rows) * BLOCK_N + tl.arange(0, BLOCK_N)
-    ks = tl.arange(0, BLOCK_K)
-    # Rows and columns beyond the end read row 0 instead of a mask; their results are not stored.
-    x_rows = tl.where(rows < rows_total, rows, 0).to(tl.int64)
-    weight_rows = tl.where(cols < columns, cols, 0).to(tl.int64)
-    x_rows_ptr = x_ptr + x_rows[:, None] * stride_x_row
-    weight_rows_ptr = weight_ptr + weight_rows[:, None] * stride_weight_row
-    accumulator = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for first_k in range(0, depth, BLOCK_K):
-        k = (first_k + ks).to(tl.int64)
-        if EVEN_K:
-            x = tl.load(x_rows_ptr + k[None, :] * stride_x_col)
-            weight = tl.load(weight_rows_ptr + k[None, :] * stride_weight_col)
+    column_blocks = tl.cdiv(columns, WIDTH)
+    tiles = row_blocks * column_blocks
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
+        block_row, block_column = tile_position(tile, row_blocks, column_blocks, GROUP_M)
+        rows = block_row * BLOCK_M + tl.arange(0, BLOCK_M)
+        first_col = block_column * WIDTH
+        # A gated tile: WIDTH columns of the gate, then the WIDTH columns that it multiplies.
+        wide = tl.arange(0, BLOCK_N)
+        h = product_tile(
+            x_ptr, weight_ptr, rows, first_col + wide % WIDTH + wide // WIDTH * columns,
+            rows_total, 2 * columns if GATED else columns, depth,
+            stride_x_row, stride_x_col, stride_weight_row, stride_weight_col,
+            BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K,
+        )  # fmt: skip
+        if GATED:
+            gate, linear = halves(h)
+            _store_activations(
+                gate, linear, bias_ptr, y_ptr, h_ptr, rows, first_col, rows_total, columns,
+                FUNCTION, GATED, HAS_BIAS, SAVES_H,
+            )  # fmt: skip
+        elif BLOCK_N > 2 * LARGEST_PART:
+            left, right = halves(h)
+            _store_activations(
+                left, left, bias_ptr, y_ptr, h_ptr, rows, first_col, rows_total, columns,
+                FUNCTION, GATED, HAS_BIAS, SAVES_H,
+            )  # fmt: skip
+            _store_activations(
+                right, right, bias_ptr, y_ptr, h_ptr, rows, first_col + BLOCK_N // 2, rows_total,
+                columns, FUNCTION, GATED, HAS_BIAS, SAVES_H,
+            )  # fmt: skip
         else:
-            inside = (k < depth)[None, :]
-            x = tl.load(x_rows_ptr + k[None, :] * stride_x_col, mask=inside, other=0.0)
-            weight = tl.load(
-                weight_rows_ptr + k[None, :] * stride_weight_col, mask=inside, other=0.0
-            )
-        accumulator = dot(x, tl.trans(weight), accumulator)
-
-    offsets = rows.to(tl.int64)[:, None] * columns + cols[None, :]
-    inside = (rows < rows_total)[:, None] & (cols < columns)[None, :]
-    if SAVES_H:
-        tl.store(h_ptr + offsets, narrow(accumulator, h_ptr.dtype.element_ty), mask=inside)
-    if HAS_BIAS:
-        bias = tl.load(bias_ptr + cols, mask=cols < columns, other=0.0).to(tl.float32)
-        accumulator += bias[None, :]
-    y = _gelu(accumulator, IS_TANH)
-    tl.store(y_ptr + offsets, narrow(y, y_ptr.dtype.element_ty), mask=inside)
+            _store_activations(
+                h, h, bias_ptr, y_ptr, h_ptr, rows, first_col, rows_total, columns,
+                FUNCTION, GATED, HAS_BIAS, SAVES_H,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows_total"])
-def _gelu_backward_kernel(
-    dy_ptr, h_ptr, bias_ptr, dh_ptr, partials_ptr,
-    stride_dy_row, stride_dy_col, stride_h_row, stride_h_col, rows_total, columns,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS_PER_PARTIAL: tl.constexpr,
-    HAS_BIAS: tl.constexpr, IS_TANH: tl.constexpr,
+def _activation_kernel(
+    h_ptr, y_ptr, stride_h_row, stride_h_col, rows_total, columns,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FUNCTION: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     column_blocks = tl.cdiv(columns, BLOCK_N)
-    partial = tl.program_id(0) // column_blocks
+    rows = tl.program_id(0) // column_blocks * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tl.program_id(0) % column_blocks * BLOCK_N + tl.arange(0, BLOCK_N)
-    dbias = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    if HAS_BIAS:
-        bias = tl.load(bias_ptr + cols, mask=cols < columns, other=0.0).to(tl.float32)
-    for first_row in tl.static_range(0, ROWS_PER_PARTIAL, BLOCK_M):
-        rows = (partial * ROWS_PER_PARTIAL + first_row + tl.arange(0, BLOCK_M)).to(tl.int64)
-        inside = (rows < rows_total)[:, None] & (cols < columns)[None, :]
-        dy_offsets = rows[:, None] * stride_dy_row + cols.to(tl.int64)[None, :] * stride_dy_col
-        h_offsets = rows[:, None] * stride_h_row + cols.to(tl.int64)[None, :] * stride_h_col
-        dy = tl.load(dy_ptr + dy_offsets, mask=inside, other=0.0).to(tl.float32)
-        h = tl.load(h_ptr + h_offsets, mask=inside, other=0.0).to(tl.float32)
-        if HAS_BIAS:
-            h += bias[None, :]
-        dh = dy * _gelu_slope(h, IS_TANH)
-        dbias += dh
-        offsets = rows[:, None] * columns + cols[None, :]
-        tl.store(dh_ptr + offsets, narrow(dh, dh_ptr.dtype.element_ty), mask=inside)
-    if HAS_BIAS:
-        # partials: fp32 [partials, columns]; rows beyond the end have added dy = 0.
-        pointers = partials_ptr + partial.to(tl.int64) * columns + cols
-        tl.store(pointers, tl.sum(dbias, axis=0), mask=cols < columns)
+    rows = rows.to(tl.int64)
+    inside = (rows < rows_total)[:, None] & (cols < columns)[None, :]
+    h_offsets = rows[:, None] * stride_h_row + cols.to(tl.int64)[None, :] * stride_h_col
+    h = tl.load(h_ptr + h_offsets, mask=inside, other=0.0).to(tl.float32)
+    y = activate(h, FUNCTION)
+    if GATED:
+        h_offsets += columns.to(tl.int64) * stride_h_col
+        y *= tl.load(h_ptr + h_offsets, mask=inside, other=0.0).to(tl.float32)
+    store_narrow(y_ptr, rows[:, None] * columns + cols[None, :], y, inside)
 
 
-def _is_tanh(approximate: str) -> bool:
-    if approximate not in ("none", "tanh"):
-        raise ValueError(f'approximate: got {approximate!r}, allowed: "none" or "tanh"')
-    return approximate == "tanh"
-
-
-def _linear_gelu_launch(x, weight, bias, y, h, approximate: str) -> Launch:
-    (rows, depth), columns = x.shape, weight.shape[0]
-    tile, block_k = matmul_tile(rows, x.dtype)
+def _linear_activation_launch(x, weight, bias, y, h, approximate: str, gated: bool) -> Launch:
+    (rows, depth), (product_columns, columns) = x.shape, (weight.shape[0], y.shape[1])
+    tile, block_k = gemm_tile(rows, product_columns, x.dtype), gemm_depth(x.dtype)
     arguments = {
         "x_ptr": x,
         "weight_ptr": weight,
@@ -164,88 +167,105 @@ def _linear_gelu_launch(x, weight, bias, y, h, approximate: str) -> Launch:
         "BLOCK_N": tile.block_n,
         "BLOCK_K": block_k,
         "GROUP_M": GROUP_M,
+        "FUNCTION": check_function(approximate),
+        "GATED": gated,
         "HAS_BIAS": bias is not None,
         "SAVES_H": h is not None,
-        "IS_TANH": _is_tanh(approximate),
         "EVEN_K": depth % block_k == 0,
     }
-    grid = (triton.cdiv(rows, tile.block_m) * triton.cdiv(columns, tile.block_n),)
+    width = tile.block_n // 2 if gated else tile.block_n
+    tiles = triton.cdiv(rows, tile.block_m) * triton.cdiv(columns, width)
+    grid = (gemm_programs(x, tile, tiles),)
     return Launch(
-        "linear_gelu", _linear_gelu_kernel, grid, arguments, tile.num_warps, tile.num_stages
+        "linear_gelu", _linear_activation_kernel, grid, arguments, tile.num_warps, tile.num_stages
     )
 
 
-def linear_gelu_forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, *, approximate: str, save: bool
-) -> tuple[Tensor, Tensor | None]:
-    """y = gelu(x Wᵀ + bias) and, if asked to save, h = x Wᵀ without the bias.
-
-    x (M, K) and weight (N, K) in one dtype, any strides; bias (N,) in any floating dtype. y, h (M,
-    N) contiguous in x's dtype. ValueError: approximate other than "none" (erf) and "tanh".
-    """
-    shape = (x.shape[0], weight.shape[0])
-    y = torch.empty(shape, dtype=x.dtype, device=x.device)
-    h = torch.empty_like(y) if save else None
-    _linear_gelu_launch(x, weight, bias, y, h, approximate).run(on=x)
-    return y, h
-
-
-def _gelu_backward_launch(dy, h, bias, dh, partials, approximate: str) -> Launch:
-    rows, columns = h.shape
+def _activation_launch(h, y, approximate: str, gated: bool) -> Launch:
+    rows, columns = y.shape
     tile = elementwise_tile()
     arguments = {
-        "dy_ptr": dy,
         "h_ptr": h,
-        "bias_ptr": bias,
-        "dh_ptr": dh,
-        "partials_ptr": partials,
-        "stride_dy_row": dy.stride(0),
-        "stride_dy_col": dy.stride(1),
+        "y_ptr": y,
         "stride_h_row": h.stride(0),
         "stride_h_col": h.stride(1),
         "rows_total": rows,
         "columns": columns,
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
-        "ROWS_PER_PARTIAL": ROWS_PER_PARTIAL,
-        "HAS_BIAS": bias is not None,
-        "IS_TANH": _is_tanh(approximate),
+        "FUNCTION": check_function(approximate),
+        "GATED": gated,
     }
-    grid = (triton.cdiv(rows, ROWS_PER_PARTIAL) * triton.cdiv(columns, tile.block_n),)
+    grid = (triton.cdiv(rows, tile.block_m) * triton.cdiv(columns, tile.block_n),)
     return Launch(
-        "gelu_backward", _gelu_backward_kernel, grid, arguments, tile.num_warps, tile.num_stages
+        "activation", _activation_kernel, grid, arguments, tile.num_warps, tile.num_stages
     )
 
 
-def gelu_backward(
-    dy: Tensor, h: Tensor, bias: Tensor | None, *, approximate: str
-) -> tuple[Tensor, Tensor | None]:
-    """dh = dy gelu'(h + bias), contiguous (M, N) in h's dtype; dbias (N,) in bias's dtype, or None.
+def activation_forward(h: Tensor, *, approximate: str, gated: bool = False) -> Tensor:
+    """act(h), contiguous in h's dtype: (M, N), or from h (M, 2N) if gated; h at any strides.
 
-    dy, h (M, N) at any strides. dbias is summed in fp32 over fixed partial sums: reruns agree
-    bitwise.
+    ValueError: approximate other than "none" (GELU by erf), "tanh", "relu" and "silu".
     """
-    rows, columns = h.shape
-    dh = torch.empty((rows, columns), dtype=h.dtype, device=h.device)
-    partials = None
-    if bias is not None:
-        shape = (triton.cdiv(rows, ROWS_PER_PARTIAL), columns)
-        partials = torch.empty(shape, dtype=torch.float32, device=h.device)
-    _gelu_backward_launch(dy, h, bias, dh, partials, approximate).run(on=h)
-    if partials is None:
-        return dh, None
-    # fp64, as in layer_norm_backward
-    return dh, partials.sum(dim=0, dtype=torch.float64).to(bias.dtype)
+    columns = h.shape[1] // 2 if gated else h.shape[1]
+    y = torch.empty((h.shape[0], columns), dtype=h.dtype, device=h.device)
+    _activation_launch(h, y, approximate, gated).run(on=h)
+    return y
+
+
+def linear_gelu_forward(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    approximate: str,
+    save: bool,
+    gated: bool = False,
+    engine: str | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """y = act(h) and, if asked to save, h = x Wᵀ + bias.
+
+    x (M, K) and weight (N, K) in one dtype, any strides; bias (N,) or None; h (M, N)
+    and y (M, N), or (M, N / 2) if gated: act of the first half of the columns times the second. y
+    and h are contiguous in x's dtype. engine: "fused", "library", or None for ``gemm_engine``'s
+    choice. ValueError: an unknown engine, or approximate other than "none" (GELU by erf), "tanh",
+    "relu" and "silu".
+    """
+    rows, depth = x.shape
+    columns = weight.shape[0] // 2 if gated else weight.shape[0]
+    if engine_name(engine, rows, weight.shape[0], depth, x.dtype) == "library":
+        h = F.linear(x, weight, bias)
+        return activation_forward(h, approximate=approximate, gated=gated), h if save else None
+    y = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
+    h = None
+    if save:
+        h = torch.empty((rows, weight.shape[0]), dtype=x.dtype, device=x.device)
+    _linear_activation_launch(x, weight, bias, y, h, approximate, gated).run(on=x)
+    return y, h
+
+
+# rows, dtype, act, gated of the GEMMs that are shipped
+SHIPPED = (
+    (4096, torch.bfloat16, "none", False),
+    (4096, torch.bfloat16, "none", True),
+    (4096, torch.float16, "tanh", False),
+    (4096, torch.bfloat16, "relu", False),
+    (4096, torch.bfloat16, "silu", True),
+    (128, torch.bfloat16, "none", False),
+    (16, torch.bfloat16, "none", False),
+    (16, torch.bfloat16, "none", True),
+    (4096, torch.float32, "none", False),
+    (4096, torch.float32, "silu", True),
+)
 
 
 def shipped_launches() -> Iterator[Launch]:
     """Representative launches, on meta tensors, for the ahead-of-time gate."""
-    for dtype, rows in ((torch.bfloat16, 4096), (torch.bfloat16, 32), (torch.float32, 4096)):
-        x = torch.empty((rows, 768), dtype=dtype, device="meta")
-        weight = torch.empty((3072, 768), dtype=dtype, device="meta")
-        bias = torch.empty(3072, dtype=dtype, device="meta")
-        y = torch.empty((rows, 3072), dtype=dtype, device="meta")
-        partials = torch.empty((64, 3072), dtype=torch.float32, device="meta")
-        yield _linear_gelu_launch(x, weight, bias, y, y, "none")
-        if rows == 4096:
-            yield _gelu_backward_launch(y, y, bias, y, partials, "none")
+    for rows, dtype, function, gated in SHIPPED:
+        x, a = (torch.empty((rows, n), dtype=dtype, device="meta") for n in (768, 3072))
+        h = torch.empty((rows, 6144), dtype=dtype, device="meta") if gated else a
+        weight = torch.empty((h.shape[1], 768), dtype=dtype, device="meta")
+        saved = h if rows == 4096 else None
+        yield _linear_activation_launch(x, weight, weight[:, 0], a, saved, function, gated)
+        if function == "none" and rows == 4096 and dtype == torch.bfloat16:
+            yield _activation_launch(h, a, function, gated)

@@ -14,54 +14,24 @@ from torch import Tensor
 
 from fastbert.kernels.common import (
     Launch,
+    Tile,
     dropout_arguments,
-    dropout_keep,
-    multiprocessors,
     narrow,
+    row_programs,
     row_tile,
 )
+from fastbert.kernels.reduction import sum_planes, sum_rows
+from fastbert.kernels.row_tile import (
+    layer_norm_gradient,
+    layer_norm_statistics,
+    load_parameter,
+    load_sum,
+    require_rows,
+    row_offsets,
+)
 
-
-@triton.jit
-def _row_offsets(
-    first_row, stride_row, rows_total, columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
-):
-    """Rows, offsets and bounds of a tile [BLOCK_M, BLOCK_N]."""
-    rows = first_row + tl.arange(0, BLOCK_M)
-    cols = tl.arange(0, BLOCK_N)
-    offsets = rows.to(tl.int64)[:, None] * stride_row + cols[None, :]
-    inside = (rows < rows_total)[:, None] & (cols < columns)[None, :]
-    return rows, cols, offsets, inside
-
-
-@triton.jit
-def _normalised_sum(
-    x_ptr, residual_ptr, x_bias_ptr, seed_ptr,
-    first_row, stride_x_row, stride_residual_row, rows_total, columns,
-    dropout_threshold, dropout_scale,
-    HAS_RESIDUAL: tl.constexpr, HAS_X_BIAS: tl.constexpr, HAS_DROPOUT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """residual + dropout(x + x_bias) in fp32, 0 outside the rows, and what dropout kept."""
-    rows, cols, offsets, inside = _row_offsets(
-        first_row, stride_x_row, rows_total, columns, BLOCK_M, BLOCK_N
-    )
-    total = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-    keep = inside
-    if HAS_X_BIAS:
-        x_bias = tl.load(x_bias_ptr + cols, mask=cols < columns, other=0.0).to(tl.float32)
-        total += x_bias[None, :]
-    if HAS_DROPOUT:
-        seed = tl.load(seed_ptr)
-        zero = first_row * 0
-        keep = dropout_keep(seed, rows, zero, zero, 0, dropout_threshold, BLOCK_N)
-        total = tl.where(keep, total * dropout_scale, 0.0)
-    if HAS_RESIDUAL:
-        _, _, offsets, _ = _row_offsets(
-            first_row, stride_residual_row, rows_total, columns, BLOCK_M, BLOCK_N
-        )
-        total += tl.load(residual_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-    return tl.where(inside, total, 0.0), keep
+# Wider rows leave no registers for a third sum over the rows.
+WIDEST_WITH_X_BIAS = 4096
 
 
 @triton.jit(do_not_specialize=["rows_total"])
@@ -72,27 +42,20 @@ def _forward_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     first_row = tl.program_id(0) * BLOCK_M
-    total, _ = _normalised_sum(
+    total, _ = load_sum(
         x_ptr, residual_ptr, x_bias_ptr, seed_ptr,
         first_row, stride_x_row, stride_residual_row, rows_total, columns,
         dropout_threshold, dropout_scale,
         HAS_RESIDUAL, HAS_X_BIAS, HAS_DROPOUT, BLOCK_M, BLOCK_N,
     )  # fmt: skip
-    rows, cols, offsets, inside = _row_offsets(
-        first_row, columns, rows_total, columns, BLOCK_M, BLOCK_N
+    rows, cols, offsets, inside = row_offsets(
+        first_row, columns, 1, rows_total, columns, BLOCK_M, BLOCK_N
     )
-    # The mean of a long row far from 0 loses bits; the mean of what is left after it restores them.
-    mean = tl.sum(total, axis=1) / columns
-    centred = tl.where(inside, total - mean[:, None], 0.0)
-    correction = tl.sum(centred, axis=1) / columns
-    centred = tl.where(inside, centred - correction[:, None], 0.0)
-    variance = tl.sum(centred * centred, axis=1) / columns
-    rstd = 1.0 / tl.sqrt(variance + eps)
-    weight = tl.load(weight_ptr + cols, mask=cols < columns, other=0.0).to(tl.float32)
-    bias = tl.load(bias_ptr + cols, mask=cols < columns, other=0.0).to(tl.float32)
-    y = centred * rstd[:, None] * weight[None, :] + bias[None, :]
+    centred, mean, rstd = layer_norm_statistics(total, inside, columns, eps)
+    weight = load_parameter(weight_ptr, cols, columns)
+    y = centred * rstd[:, None] * weight + load_parameter(bias_ptr, cols, columns)
     tl.store(y_ptr + offsets, narrow(y, y_ptr.dtype.element_ty), mask=inside)
-    tl.store(mean_ptr + rows, mean + correction, mask=rows < rows_total)
+    tl.store(mean_ptr + rows, mean, mask=rows < rows_total)
     tl.store(rstd_ptr + rows, rstd, mask=rows < rows_total)
 
 
@@ -100,64 +63,54 @@ def _forward_kernel(
 def _backward_kernel(
     dy_ptr, x_ptr, residual_ptr, weight_ptr, x_bias_ptr, seed_ptr, mean_ptr, rstd_ptr,
     dsum_ptr, dx_ptr, partials_ptr,
-    stride_dy_row, stride_x_row, stride_residual_row, rows_total, columns,
+    stride_dy_row, stride_dy_col, stride_x_row, stride_residual_row, rows_total, columns,
     dropout_threshold, dropout_scale,
     HAS_RESIDUAL: tl.constexpr, HAS_X_BIAS: tl.constexpr, HAS_DROPOUT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SUM_X_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     cols = tl.arange(0, BLOCK_N)
-    weight = tl.load(weight_ptr + cols, mask=cols < columns, other=0.0).to(tl.float32)
-    # Summed over this program's rows elementwise; the sum over BLOCK_M waits until the end.
-    dweight = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    dbias = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    dx_bias = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    # A row lies across all warps, so that the sum over BLOCK_M stays inside a thread.
+    dweight = tl.zeros([BLOCK_N], tl.float32)
+    dbias = tl.zeros([BLOCK_N], tl.float32)
+    dx_bias = tl.zeros([BLOCK_N], tl.float32)
     for first_row in range(program * BLOCK_M, rows_total, programs * BLOCK_M):
-        total, keep = _normalised_sum(
+        total, keep = load_sum(
             x_ptr, residual_ptr, x_bias_ptr, seed_ptr,
             tl.cast(first_row, tl.int32), stride_x_row, stride_residual_row, rows_total, columns,
             dropout_threshold, dropout_scale,
             HAS_RESIDUAL, HAS_X_BIAS, HAS_DROPOUT, BLOCK_M, BLOCK_N,
         )  # fmt: skip
-        rows, _, offsets, inside = _row_offsets(
-            first_row, stride_dy_row, rows_total, columns, BLOCK_M, BLOCK_N
+        rows, _, offsets, inside = row_offsets(
+            first_row, stride_dy_row, stride_dy_col, rows_total, columns, BLOCK_M, BLOCK_N
         )
         dy = tl.load(dy_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
         mean = tl.load(mean_ptr + rows, mask=rows < rows_total, other=0.0)
         rstd = tl.load(rstd_ptr + rows, mask=rows < rows_total, other=0.0)
-        # As in the forward: what one fp32 mean of a row far from 0 leaves is taken off as well.
-        centred = tl.where(inside, total - mean[:, None], 0.0)
-        correction = tl.sum(centred, axis=1) / columns
-        normalised = tl.where(inside, (centred - correction[:, None]) * rstd[:, None], 0.0)
-        dweight += dy * normalised
-        dbias += dy
-        dnormalised = dy * weight[None, :]
-        along = tl.sum(dnormalised * normalised, axis=1) / columns
-        average = tl.sum(dnormalised, axis=1) / columns
-        dsum = dnormalised - average[:, None] - normalised * along[:, None]
-        dsum = tl.where(inside, dsum * rstd[:, None], 0.0)
-        _, _, offsets, _ = _row_offsets(first_row, columns, rows_total, columns, BLOCK_M, BLOCK_N)
+        # Loaded per tile: from the cache, where registers would spill in wide rows.
+        weight = load_parameter(weight_ptr, cols, columns)
+        dsum, normalised = layer_norm_gradient(dy, total, mean, rstd, weight, inside, columns)
+        dweight += tl.sum(dy * normalised, axis=0)
+        dbias += tl.sum(dy, axis=0)
+        _, _, offsets, _ = row_offsets(first_row, columns, 1, rows_total, columns, BLOCK_M, BLOCK_N)
         tl.store(dsum_ptr + offsets, narrow(dsum, dsum_ptr.dtype.element_ty), mask=inside)
         if HAS_DROPOUT:
             dsum = tl.where(keep, dsum * dropout_scale, 0.0)
             tl.store(dx_ptr + offsets, narrow(dsum, dx_ptr.dtype.element_ty), mask=inside)
-        if HAS_X_BIAS:
-            dx_bias += dsum
+        if SUM_X_BIAS:
+            dx_bias += tl.sum(dsum, axis=0)
     # partials: fp32 [2 or 3, programs, columns]
     partials = partials_ptr + program.to(tl.int64) * columns + cols
     plane = programs.to(tl.int64) * columns
-    tl.store(partials, tl.sum(dweight, axis=0), mask=cols < columns)
-    tl.store(partials + plane, tl.sum(dbias, axis=0), mask=cols < columns)
-    if HAS_X_BIAS:
-        tl.store(partials + 2 * plane, tl.sum(dx_bias, axis=0), mask=cols < columns)
+    tl.store(partials, dweight, mask=cols < columns)
+    tl.store(partials + plane, dbias, mask=cols < columns)
+    if SUM_X_BIAS:
+        tl.store(partials + 2 * plane, dx_bias, mask=cols < columns)
 
 
-def _shared_arguments(x, residual, x_bias, seed, dropout_p: float) -> dict:
-    for name, tensor in (("x", x), ("residual", residual)):
-        if tensor is not None and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-            raise ValueError(f"{name}: got last stride {tensor.stride(-1)}, allowed: 1")
-    tile = row_tile(x.shape[1])
+def _shared_arguments(x, residual, x_bias, seed, dropout_p: float, tile: Tile) -> dict:
+    require_rows(x=x, residual=residual)
     dropout = dropout_arguments(dropout_p, seed)
     return {
         "x_ptr": x,
@@ -183,7 +136,7 @@ def _forward_launch(
 ) -> Launch:
     tile = row_tile(x.shape[1])
     arguments = {
-        **_shared_arguments(x, residual, x_bias, seed, dropout_p),
+        **_shared_arguments(x, residual, x_bias, seed, dropout_p, tile),
         "weight_ptr": weight,
         "bias_ptr": bias,
         "y_ptr": y,
@@ -210,7 +163,7 @@ def layer_norm_forward(
 
     x and residual (R, N) in one dtype, rows at any stride, last stride 1; weight, bias, x_bias (N,)
     in any floating dtype; seed int64 (1,). Returns y (R, N) contiguous in x's dtype, mean and rstd
-    fp32 (R,). ValueError: N above 65536, a last stride other than 1, dropout without a seed.
+    fp32 (R,). ValueError: N above 8192, a last stride other than 1, dropout without a seed.
     """
     rows, columns = x.shape
     y = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
@@ -227,7 +180,7 @@ def _backward_launch(
 ) -> Launch:
     tile = row_tile(x.shape[1])
     arguments = {
-        **_shared_arguments(x, residual, x_bias, seed, dropout_p),
+        **_shared_arguments(x, residual, x_bias, seed, dropout_p, tile),
         "dy_ptr": dy,
         "weight_ptr": weight,
         "mean_ptr": mean,
@@ -236,6 +189,8 @@ def _backward_launch(
         "dx_ptr": dx,
         "partials_ptr": partials,
         "stride_dy_row": dy.stride(0),
+        "stride_dy_col": dy.stride(1),
+        "SUM_X_BIAS": partials.shape[0] == 3,
     }
     grid = (partials.shape[1],)
     return Launch("layer_norm_backward", _backward_kernel, grid, arguments, tile.num_warps, 1)
@@ -255,42 +210,45 @@ def layer_norm_backward(
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor | None]:
     """(dsum, dx, dweight, dbias, dx_bias) of ``layer_norm_forward``; the sum is recomputed.
 
-    dsum (R, N) is the gradient of the sum, so of residual too; dx is None without dropout, where it
-    would equal dsum, and dx_bias None without x_bias. The bias takes its gradient in weight's
-    dtype. Parameter gradients are reduced in fp32 over a fixed number of partial sums: reruns agree
-    bitwise.
+    dy (R, N) at any strides. dsum (R, N) is the gradient of the sum, so of residual too; dx is None
+    without dropout, where it would equal dsum, and dx_bias None without x_bias. The bias takes its
+    gradient in weight's dtype. Parameter gradients are reduced over a fixed number of partial sums:
+    reruns agree bitwise.
     """
     rows, columns = x.shape
-    if columns > 1 and dy.stride(1) != 1:
-        dy = dy.contiguous()
     dsum = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
     dx = torch.empty_like(dsum) if dropout_p > 0.0 else None
-    tile = row_tile(columns)
-    programs = min(triton.cdiv(rows, tile.block_m), 2 * multiprocessors(x))
-    planes = 2 if x_bias is None else 3
-    partials = torch.empty((planes, programs, columns), dtype=torch.float32, device=x.device)
+    planes = 3 if x_bias is not None and columns <= WIDEST_WITH_X_BIAS else 2
+    shape = (planes, row_programs(x), columns)
+    partials = torch.empty(shape, dtype=torch.float32, device=x.device)
     if columns > 0:
         _backward_launch(
             dy, x, weight, mean, rstd, dsum, dx, partials, residual, x_bias, seed, dropout_p
         ).run(on=x)
-    # fp64: a few hundred partial sums added one by one in fp32 lose more than all of them hold.
-    sums = partials.sum(dim=1, dtype=torch.float64)
-    dx_bias = None if x_bias is None else sums[2].to(x_bias.dtype)
-    return dsum, dx, sums[0].to(weight.dtype), sums[1].to(weight.dtype), dx_bias
+    dtypes = [weight.dtype, weight.dtype, *([] if planes == 2 else [x_bias.dtype])]
+    dweight, dbias, *rest = sum_planes(partials, *dtypes)
+    if x_bias is not None and planes == 2:
+        rest.append(sum_rows(dsum if dx is None else dx, x_bias.dtype))
+    dx_bias = rest[0] if rest else None
+    return dsum, dx, dweight, dbias, dx_bias
 
 
 def shipped_launches() -> Iterator[Launch]:
     """Representative launches, on meta tensors, for the ahead-of-time gate."""
     for dtype, columns, dropout_p in (
-        (torch.bfloat16, 384, 0.1),
+        (torch.float16, 384, 0.1),
+        # 768 and 1024 columns share this binary.
         (torch.bfloat16, 1024, 0.1),
-        (torch.float32, 3584, 0.0),
+        (torch.float32, 1024, 0.1),
+        (torch.bfloat16, 4096, 0.1),
+        (torch.float32, 8192, 0.1),
     ):
         x = torch.empty((512, columns), dtype=dtype, device="meta")
         row = torch.empty(columns, dtype=torch.float32, device="meta")
         statistic = torch.empty(512, dtype=torch.float32, device="meta")
         seed = torch.empty(1, dtype=torch.int64, device="meta")
-        partials = torch.empty((3, 264, columns), dtype=torch.float32, device="meta")
+        planes = 3 if columns <= WIDEST_WITH_X_BIAS else 2
+        partials = torch.empty((planes, 396, columns), dtype=torch.float32, device="meta")
         yield _forward_launch(x, row, row, x, statistic, statistic, x, row, seed, dropout_p, 1e-12)
         yield _backward_launch(
             x, x, row, statistic, statistic, x, x, partials, x, row, seed, dropout_p

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastbert.kernels.common import IS_INTERPRETED, Launch, narrow
+from fastbert.kernels.common import Launch, narrow, partial_sums_tile, sum_partials_tile
 
 # A program of the first launch adds this many rows.
 ROWS_PER_PARTIAL = 128
@@ -39,10 +39,17 @@ def _partial_sums_kernel(
     tl.store(pointers, tl.sum(total, axis=0), mask=cols < columns)
 
 
+@triton.jit
+def _store_sum(out_ptr, result, cols, columns):
+    result = narrow(result, out_ptr.dtype.element_ty)
+    tl.store(out_ptr + cols, result, mask=cols < columns)
+
+
 @triton.jit(do_not_specialize=["rows_total"])
 def _sum_partials_kernel(
-    partials_ptr, out_ptr, rows_total, columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
-):
+    partials_ptr, out_ptr, second_out_ptr, third_out_ptr, rows_total, columns,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     column_blocks = tl.cdiv(columns, BLOCK_N)
     plane = tl.program_id(0) // column_blocks
     cols = tl.program_id(0) % column_blocks * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -54,36 +61,54 @@ def _sum_partials_kernel(
         offsets = rows.to(tl.int64)[:, None] * columns + cols[None, :]
         inside = (rows < rows_total)[:, None] & (cols < columns)[None, :]
         total += tl.load(partials_ptr + offsets, mask=inside, other=0.0).to(tl.float64)
-    result = narrow(tl.sum(total, axis=0).to(tl.float32), out_ptr.dtype.element_ty)
-    tl.store(out_ptr + plane.to(tl.int64) * columns + cols, result, mask=cols < columns)
+    result = tl.sum(total, axis=0).to(tl.float32)
+    # Each plane has a tensor of its own: outputs of one operation may not share memory.
+    if plane == 0:
+        _store_sum(out_ptr, result, cols, columns)
+    elif plane == 1:
+        _store_sum(second_out_ptr, result, cols, columns)
+    else:
+        _store_sum(third_out_ptr, result, cols, columns)
 
 
-def _sum_partials_launch(partials: Tensor, out: Tensor) -> Launch:
+def sum_partials_launch(partials: Tensor, *outs: Tensor) -> Launch:
+    """Contiguous fp32 partials (planes, P, N), one to three, summed over P into as many
+    contiguous outs of N elements.
+    """
     planes, rows, columns = partials.shape
-    block_m, block_n = (32, 64) if IS_INTERPRETED else (32, 32)
+    tile = sum_partials_tile()
+    # A plane that does not exist is stored nowhere, but has a pointer.
+    first, second, third = (*outs, outs[0], outs[0])[:3]
     arguments = {
         "partials_ptr": partials,
-        "out_ptr": out,
+        "out_ptr": first,
+        "second_out_ptr": second,
+        "third_out_ptr": third,
         "rows_total": rows,
         "columns": columns,
-        "BLOCK_M": block_m,
-        "BLOCK_N": block_n,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
     }
-    grid = (planes * triton.cdiv(columns, block_n),)
-    return Launch("sum_partials", _sum_partials_kernel, grid, arguments, 4, 1)
+    grid = (planes * triton.cdiv(columns, tile.block_n),)
+    return Launch("sum_partials", _sum_partials_kernel, grid, arguments, tile.num_warps, 1)
+
+
+def sum_planes(partials: Tensor, *dtypes: torch.dtype) -> list[Tensor]:
+    """Contiguous fp32 (planes, P, N), one to three → the sum over P of each, (N,) in its dtype."""
+    columns = partials.shape[2]
+    outs = [torch.empty(columns, dtype=dtype, device=partials.device) for dtype in dtypes]
+    sum_partials_launch(partials, *outs).run(on=partials)
+    return outs
 
 
 def sum_partials(partials: Tensor, dtype: torch.dtype) -> Tensor:
-    """Contiguous fp32 (P, N) or (planes, P, N) → (N,) or (planes, N) in dtype, summed over P."""
-    stacked = partials if partials.dim() == 3 else partials[None]
-    out = torch.empty((stacked.shape[0], stacked.shape[2]), dtype=dtype, device=partials.device)
-    _sum_partials_launch(stacked, out).run(on=partials)
-    return out if partials.dim() == 3 else out[0]
+    """Contiguous fp32 (P, N) → (N,) in dtype, summed over P."""
+    return sum_planes(partials[None], dtype)[0]
 
 
 def _partial_sums_launch(x: Tensor, partials: Tensor) -> Launch:
     rows, columns = x.shape
-    block_m, block_n = (ROWS_PER_PARTIAL, 256) if IS_INTERPRETED else (16, 128)
+    tile = partial_sums_tile()
     arguments = {
         "x_ptr": x,
         "partials_ptr": partials,
@@ -92,11 +117,11 @@ def _partial_sums_launch(x: Tensor, partials: Tensor) -> Launch:
         "rows_total": rows,
         "columns": columns,
         "ROWS": ROWS_PER_PARTIAL,
-        "BLOCK_M": block_m,
-        "BLOCK_N": block_n,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
     }
-    grid = (partials.shape[0] * triton.cdiv(columns, block_n),)
-    return Launch("partial_sums", _partial_sums_kernel, grid, arguments, 4, 1)
+    grid = (partials.shape[0] * triton.cdiv(columns, tile.block_n),)
+    return Launch("partial_sums", _partial_sums_kernel, grid, arguments, tile.num_warps, 1)
 
 
 def sum_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -114,4 +139,4 @@ def shipped_launches() -> Iterator[Launch]:
         x = torch.empty((4096, 2304), dtype=dtype, device="meta")
         partials = torch.empty((1, 32, 2304), dtype=torch.float32, device="meta")
         yield _partial_sums_launch(x, partials[0])
-        yield _sum_partials_launch(partials, x[:1])
+        yield sum_partials_launch(partials, x[0])

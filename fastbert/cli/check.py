@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from fastbert.cli.check_compiled import check_compiled
 from fastbert.cli.common import BACKENDS, DTYPES, err, new_table, one_of, out, print_json
 
 if TYPE_CHECKING:
@@ -25,7 +26,19 @@ def check(
     ] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, float16 or bfloat16.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Only the quick cases.")] = False,
+    cases: Annotated[
+        int, typer.Option(help="That many random cases instead, drawn by --seed.", min=0)
+    ] = 0,
     seed: Annotated[int, typer.Option(help="Seed of the inputs.", min=0)] = 0,
+    aot: Annotated[
+        bool,
+        typer.Option(
+            "--aot", help="Compile every shipped Triton launch instead: spills, registers, units."
+        ),
+    ] = False,
+    arch: Annotated[
+        str, typer.Option(help="With --aot: the GPUs to compile for, by commas.")
+    ] = "80,90,100",
     as_json: Annotated[
         bool, typer.Option("--json", help="Print every tensor's row as JSON on stdout.")
     ] = False,
@@ -37,9 +50,17 @@ def check(
     Without a GPU, Triton's kernels run in its interpreter, on the quick cases
     unless Triton is asked for by name. Exits 1 when anything fails.
     """
+    if aot:
+        if not check_compiled(arch, as_json):
+            raise typer.Exit(1)
+        return
     one_of("--backend", backend, BACKENDS)
     one_of("--dtype", dtype, DTYPES)
-    rows = list(_with_progress(op, case, backend, dtype, quick, seed))
+    if cases and case is not None:
+        raise ValueError(f"--case: got {case!r} with --cases, allowed: one of the two")
+    rows = list(_with_progress(op, case, backend, dtype, quick, cases, seed))
+    if not rows:
+        raise ValueError(f"--backend: got {backend!r}, which serves nothing of {op} here")
     summary = summarize(rows)
     if as_json:
         print_json({"passed": all(row.passed for row in rows), "summary": summary, "rows": rows})
@@ -55,23 +76,29 @@ def _with_progress(
     backend: str | None,
     dtype: str | None,
     quick: bool,
+    random: int,
     seed: int,
 ) -> Iterator[Row]:
     import torch
 
+    from fastbert.ops import backend as backends
     from fastbert.testing import model_parity, parity
 
+    if not torch.cuda.is_available() and backend in (None, "triton") and backends.HAS_TRITON:
+        backends.enable_interpreter()
     kind = None if dtype is None else getattr(torch, dtype)
     whole_model = op in (None, model_parity.CASE.op) and case in (None, model_parity.CASE.name)
+    whole_model = whole_model and not random
     only_model = whole_model and (op, case) != (None, None)
     selections = [] if only_model else _selections(op, case, backend, kind, quick)
+    selections = [{**selection, "random": random, "seed": seed} for selection in selections]
     total = sum(len(parity.plan(**selection)) for selection in selections) + int(whole_model)
     columns = (TextColumn("check"), BarColumn(), TextColumn("{task.description}"))
     with Progress(*columns, TimeElapsedColumn(), console=err, transient=True) as progress:
         task = progress.add_task("", total=total)
         command = None
         for selection in selections:
-            for row in parity.check(**selection, seed=seed):
+            for row in parity.check(**selection):
                 if row.command != command:
                     command = row.command
                     progress.update(
@@ -91,12 +118,9 @@ def _selections(
     """One selection of cases per backend that serves any of them here."""
     import torch
 
-    from fastbert.ops import backend as backends
     from fastbert.testing import cases, parity
 
     cases.find(op, case)
-    if not torch.cuda.is_available() and backend in (None, "triton") and backends.HAS_TRITON:
-        backends.enable_interpreter()
     selections = []
     for name in BACKENDS if backend is None else (backend,):
         interpreted = name == "triton" and not torch.cuda.is_available()

@@ -40,6 +40,15 @@ def encoder(
     return model.to(device=device, dtype=dtype).eval()
 
 
+def untrained_pretraining_model(config: BertConfig, path: str) -> nn.Module:
+    """transformers' BertForPreTraining with fresh weights; ``path`` as in ``encoder``."""
+    import transformers
+
+    theirs = transformers.BertConfig(**config.to_dict())
+    theirs._attn_implementation = path
+    return transformers.BertForPreTraining(theirs)
+
+
 def pretraining_model(checkpoint: Path) -> Any:
     """transformers' BertForPreTraining of a folder, in fp32 with its plain attention."""
     import transformers

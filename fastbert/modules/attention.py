@@ -12,8 +12,10 @@ from fastbert import ops
 from fastbert.config import BertConfig
 from fastbert.io.names import QKV
 from fastbert.modules.backend import OperationModule
+from fastbert.modules.dropout import NO_SEEDS, LayerSeeds
 from fastbert.modules.layer_norm import LayerNorm
 from fastbert.modules.layout import Layout
+from fastbert.modules.linear import Linear
 
 
 class BertSelfAttention(OperationModule):
@@ -29,39 +31,37 @@ class BertSelfAttention(OperationModule):
         self.heads = config.num_attention_heads
         self.head_dim = config.head_dim
         self.dropout_p = config.attention_probs_dropout_prob
-        self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
+        self.qkv = Linear(config.hidden_size, 3 * config.hidden_size, backend)
         self.register_state_dict_post_hook(_split)
         self.register_load_state_dict_pre_hook(_join)
 
     def forward(
-        self, hidden: Tensor, layout: Layout, output_attentions: bool = False
-    ) -> tuple[Tensor, Tensor | None]:
-        """(T, H) → (T, H), and on request the softmax weights before dropout in the caller's
-        layout."""
-        qkv = self.qkv(hidden)
-        options: dict[str, Any] = {
-            "dropout_p": self.dropout_p if self.training else 0.0,
-            "return_weights": output_attentions,
-            "backend": self.backend,
-        }
-        if layout.cu_seqlens is None:
-            # (B, L, 3, heads, D) → three views (B, heads, L, D)
-            sizes = (layout.batch, layout.length, 3, self.heads, self.head_dim)
-            q, k, v = qkv.view(sizes).permute(2, 0, 3, 1, 4).unbind(0)
-            bias = None if layout.bias is None else layout.bias.to(q.dtype)
-            result = ops.attention(q, k, v, mask=layout.mask, bias=bias, **options)
-        else:
-            # (T, 3, heads, D) → three views (T, heads, D)
-            q, k, v = qkv.view(hidden.shape[0], 3, self.heads, self.head_dim).unbind(1)
-            longest = layout.max_seqlen
-            result = ops.attention_varlen(
-                q, k, v, layout.cu_seqlens, max_seqlen_q=longest, max_seqlen_k=longest, **options
-            )
+        self,
+        hidden: Tensor,
+        layout: Layout,
+        output_attentions: bool = False,
+        dropout_seed: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(T, H) → what was attended (T, H); hidden again, for the residual connection around this
+        module (see ``ops.linear``); and on request the softmax weights before dropout in the
+        caller's layout."""
+        qkv, residual = self.qkv(hidden, return_residual=True)
+        uniform = layout.cu_seqlens is None
+        rows = (layout.batch, layout.length) if uniform else (hidden.shape[0],)
+        result = ops.attention_qkvpacked(
+            qkv.view(*rows, 3, self.heads, self.head_dim),
+            layout.cu_seqlens,
+            layout.max_seqlen,
+            mask=layout.mask,
+            bias=None if layout.bias is None else layout.bias.to(qkv.dtype),
+            dropout_p=self.dropout_p if self.training else 0.0,
+            return_weights=output_attentions,
+            backend=self.backend,
+            dropout_seed=dropout_seed,
+        )
         out, weights = result if isinstance(result, tuple) else (result, None)
-        if layout.cu_seqlens is None:
-            out = out.transpose(1, 2)  # laid out as (B, L, heads, D): the reshape is a view
-        rows = out.reshape(hidden.shape)
-        return rows, None if weights is None else layout.weights(weights)
+        attended = out.view(hidden.shape)
+        return attended, residual, None if weights is None else layout.weights(weights)
 
 
 class BertSelfOutput(nn.Module):
@@ -74,9 +74,13 @@ class BertSelfOutput(nn.Module):
         self.dense = nn.Linear(size, size)
         self.LayerNorm = LayerNorm(size, config.layer_norm_eps, config.hidden_dropout_prob, backend)
 
-    def forward(self, attended: Tensor, hidden: Tensor) -> Tensor:
+    def forward(
+        self, attended: Tensor, hidden: Tensor, dropout_seed: Tensor | None = None
+    ) -> Tensor:
         projected = F.linear(attended, self.dense.weight)
-        return self.LayerNorm(projected, residual=hidden, x_bias=self.dense.bias)
+        return self.LayerNorm(
+            projected, residual=hidden, x_bias=self.dense.bias, dropout_seed=dropout_seed
+        )
 
 
 class BertAttention(nn.Module):
@@ -88,10 +92,14 @@ class BertAttention(nn.Module):
         self.output = BertSelfOutput(config, backend)
 
     def forward(
-        self, hidden: Tensor, layout: Layout, output_attentions: bool = False
+        self,
+        hidden: Tensor,
+        layout: Layout,
+        output_attentions: bool = False,
+        seeds: LayerSeeds = NO_SEEDS,
     ) -> tuple[Tensor, Tensor | None]:
-        attended, weights = self.self(hidden, layout, output_attentions)
-        return self.output(attended, hidden), weights
+        attended, hidden, weights = self.self(hidden, layout, output_attentions, seeds.attention)
+        return self.output(attended, hidden, seeds.attention_output), weights
 
 
 def _split(module: nn.Module, state: dict[str, Tensor], prefix: str, _: Any) -> None:

@@ -16,7 +16,7 @@ class OperationModule(nn.Module):
     activation: str = "gelu"
     backend: str | None
 
-    def __init__(self, backend: str | None) -> None:
+    def __init__(self, backend: str | None = None) -> None:
         super().__init__()
         self.set_backend(backend)
 

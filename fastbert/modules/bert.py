@@ -8,10 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from fastbert.config import BertConfig
+from fastbert.modules.dropout import draw_seeds
 from fastbert.modules.embeddings import BertEmbeddings
 from fastbert.modules.encoder import BertEncoder
 from fastbert.modules.inputs import enter
 from fastbert.modules.layout import Layout
+from fastbert.modules.linear import Linear
 from fastbert.modules.outputs import BaseModelOutputWithPooling, as_asked
 from fastbert.modules.pretrained import BertPreTrainedModel
 
@@ -29,9 +31,9 @@ class Encoded(NamedTuple):
 class BertPooler(nn.Module):
     """tanh(W h + b) of the first token, (B, H) → (B, H)."""
 
-    def __init__(self, config: BertConfig) -> None:
+    def __init__(self, config: BertConfig, backend: str | None = None) -> None:
         super().__init__()
-        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.dense = Linear(config.hidden_size, config.hidden_size, backend)
 
     def forward(self, first: Tensor) -> Tensor:
         return torch.tanh(self.dense(first))
@@ -50,7 +52,7 @@ class BertModel(BertPreTrainedModel):
         super().__init__(config, backend)
         self.embeddings = BertEmbeddings(config, backend)
         self.encoder = BertEncoder(config, backend)
-        self.pooler = BertPooler(config) if add_pooling_layer else None
+        self.pooler = BertPooler(config, backend) if add_pooling_layer else None
         self.initialise(self)
 
     def forward(
@@ -120,8 +122,11 @@ class BertModel(BertPreTrainedModel):
             max_seqlen,
         )
         layout = tokens.layout
-        embedded = self.embeddings(tokens)
-        rows, states, attentions = self.encoder(embedded, layout, want_attentions, want_states)
+        seeds = draw_seeds(self.config, self.training, tokens.positions.device)
+        embedded = self.embeddings(tokens, seeds.embeddings)
+        rows, states, attentions = self.encoder(
+            embedded, layout, want_attentions, want_states, seeds.layers
+        )
         return Encoded(
             rows,
             layout,

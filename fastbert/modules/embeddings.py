@@ -29,7 +29,7 @@ class BertEmbeddings(OperationModule):
         self.LayerNorm = LayerNorm(size, config.layer_norm_eps, backend=backend)
         self.dropout_p = config.hidden_dropout_prob
 
-    def forward(self, tokens: Rows) -> Tensor:
+    def forward(self, tokens: Rows, dropout_seed: Tensor | None = None) -> Tensor:
         dropout_p = self.dropout_p if self.training else 0.0
         if tokens.ids is None:
             total = tokens.embeds + self.token_type_embeddings(tokens.token_types)
@@ -48,4 +48,5 @@ class BertEmbeddings(OperationModule):
             dropout_p=dropout_p,
             padding_idx=self.word_embeddings.padding_idx,
             backend=self.backend,
+            dropout_seed=dropout_seed,
         )

@@ -40,16 +40,24 @@ class BertOutput(OperationModule):
             config.hidden_size, config.layer_norm_eps, config.hidden_dropout_prob, backend
         )
 
-    def forward(self, hidden: Tensor, intermediate: BertIntermediate) -> Tensor:
+    def forward(
+        self,
+        hidden: Tensor,
+        intermediate: BertIntermediate,
+        dropout_seed: Tensor | None = None,
+    ) -> Tensor:
         """(T, H) → (T, H)."""
         first, second = intermediate.dense, self.dense
-        projected = ops.feed_forward(
+        projected, residual = ops.feed_forward(
             hidden,
             first.weight,
             first.bias,
             second.weight,
             None,
             activation=self.activation,
+            return_residual=True,
             backend=self.backend,
         )
-        return self.LayerNorm(projected, residual=hidden, x_bias=second.bias)
+        return self.LayerNorm(
+            projected, residual=residual, x_bias=second.bias, dropout_seed=dropout_seed
+        )

@@ -12,6 +12,7 @@ from fastbert.modules.backend import OperationModule
 from fastbert.modules.feed_forward import ACTIVATIONS
 from fastbert.modules.inputs import check_range
 from fastbert.modules.layer_norm import LayerNorm
+from fastbert.modules.linear import Linear
 from fastbert.ops.feed_forward import ACTIVATIONS as APPROXIMATE
 
 IGNORED = -100
@@ -86,9 +87,9 @@ class OnlyMLMHead(nn.Module):
 class OnlyNSPHead(nn.Module):
     """(B, H) → (B, 2)."""
 
-    def __init__(self, config: BertConfig) -> None:
+    def __init__(self, config: BertConfig, backend: str | None = None) -> None:
         super().__init__()
-        self.seq_relationship = nn.Linear(config.hidden_size, 2)
+        self.seq_relationship = Linear(config.hidden_size, 2, backend)
 
     def forward(self, pooled: Tensor) -> Tensor:
         return self.seq_relationship(pooled)
@@ -99,7 +100,7 @@ class PreTrainingHeads(OnlyMLMHead):
 
     def __init__(self, config: BertConfig, backend: str | None = None) -> None:
         super().__init__(config, backend)
-        self.seq_relationship = nn.Linear(config.hidden_size, 2)
+        self.seq_relationship = Linear(config.hidden_size, 2, backend)
 
 
 def classifier_dropout(config: BertConfig) -> nn.Dropout:

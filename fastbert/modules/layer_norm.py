@@ -31,7 +31,12 @@ class LayerNorm(OperationModule):
         self.register_load_state_dict_pre_hook(_modernise)
 
     def forward(
-        self, x: Tensor, *, residual: Tensor | None = None, x_bias: Tensor | None = None
+        self,
+        x: Tensor,
+        *,
+        residual: Tensor | None = None,
+        x_bias: Tensor | None = None,
+        dropout_seed: Tensor | None = None,
     ) -> Tensor:
         return ops.layer_norm(
             x,
@@ -42,6 +47,7 @@ class LayerNorm(OperationModule):
             dropout_p=self.dropout_p if self.training else 0.0,
             eps=self.eps,
             backend=self.backend,
+            dropout_seed=dropout_seed,
         )
 
     def extra_repr(self) -> str:

@@ -168,7 +168,7 @@ class BertForNextSentencePrediction(_TaskModel):
 
     def __init__(self, config: BertConfig, *, backend: str | None = None) -> None:
         super().__init__(config, backend=backend)
-        self.cls = OnlyNSPHead(config)
+        self.cls = OnlyNSPHead(config, backend)
         self.initialise(self.cls)
 
     def forward(

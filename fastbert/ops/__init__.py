@@ -4,22 +4,33 @@ Shapes, dtypes and errors stand in each function's docstring; ``fastbert.referen
 names in plain PyTorch; ``fastbert.ops.backend`` chooses which implementation runs and says why.
 """
 
-from fastbert.ops.attention import attention, attention_varlen
+from fastbert.ops.attention import (
+    attention,
+    attention_qkvpacked,
+    attention_varlen,
+    attention_weights,
+)
 from fastbert.ops.cross_entropy import linear_cross_entropy
 from fastbert.ops.embedding import embedding
 from fastbert.ops.feed_forward import feed_forward, linear_gelu
 from fastbert.ops.layer_norm import layer_norm
+from fastbert.ops.linear import linear
+from fastbert.ops.rms_norm import rms_norm
 from fastbert.ops.varlen import Packed, pad, unpad
 
 __all__ = [
     "Packed",
     "attention",
+    "attention_qkvpacked",
     "attention_varlen",
+    "attention_weights",
     "embedding",
     "feed_forward",
     "layer_norm",
+    "linear",
     "linear_cross_entropy",
     "linear_gelu",
     "pad",
+    "rms_norm",
     "unpad",
 ]

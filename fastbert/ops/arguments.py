@@ -36,6 +36,12 @@ def require_same_device(first: str, device: torch.device, **tensors: Tensor | No
             )
 
 
+def flatten_rows(x: Tensor) -> Tensor:
+    """(R, N) with rows at any stride; elements that do not lie side by side are copied together."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
+
+
 def dropout_seed(p: float, seed: Tensor | None, device: torch.device) -> Tensor | None:
     """The seed of one dropout mask: given, or drawn from torch's generator of ``device``; None at p
     = 0.
@@ -53,6 +59,15 @@ def dropout_seed(p: float, seed: Tensor | None, device: torch.device) -> Tensor 
     require_shape("dropout_seed", seed, (1,))
     require_same_device("the input", device, dropout_seed=seed)
     return seed
+
+
+def dropout_seeds(count: int, device: torch.device) -> tuple[Tensor, ...]:
+    """``count`` seeds for ``dropout_seed`` arguments, drawn together: one launch for a whole model.
+
+    Drawn as ``dropout_seed`` draws one, from torch's generator of ``device``.
+    """
+    seeds = torch.randint(-(2**63), 2**63 - 1, (count,), dtype=torch.int64, device=device)
+    return seeds.split(1)
 
 
 def autocast(*tensors: Tensor | None) -> list[Tensor | None]:

@@ -1,30 +1,27 @@
-"""Scaled dot-product attention, dense and varlen: public functions, operator, gradient,
-backends.
-"""
+"""Scaled dot-product attention, dense and varlen: public functions, operators, gradients."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastbert import reference
 from fastbert.ops import backend as backends
 from fastbert.ops import closed_form
-from fastbert.ops.arguments import (
-    autocast,
-    require,
-    require_floating,
-    require_same_device,
-    require_shape,
+from fastbert.ops.arguments import autocast
+from fastbert.ops.attention_arguments import (
+    Options,
+    check_dense,
+    check_lse,
+    check_qkv,
+    check_varlen,
+    chosen,
+    longest,
 )
-from fastbert.ops.arguments import (
-    dropout_seed as draw_seed,
-)
+from fastbert.ops.attention_backends import WEIGHTS, out_like, padded
 from fastbert.ops.register import differentiable, once_differentiable, operator
-
-MAX_HEAD_DIM = 256
 
 # Public functions
 
@@ -62,13 +59,11 @@ def attention(
     Raises ValueError or TypeError naming the argument; ValueError when ``backend`` cannot serve.
     """
     q, k, v = autocast(q, k, v)
-    _check_dense(q, k, v)
+    check_dense(q, k, v)
     shape = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-    options = _Options(
-        q, mask, bias, shape, dropout_p, scale, causal, window, dropout_seed, backend
-    )
-    out, _ = _attention(q, k, v, *options.tensors(), *options.numbers(shape[2], shape[3]))
-    return (out, options.weights(q, k)) if return_weights else out
+    options = Options(q, mask, bias, shape, dropout_p, scale, causal, window, dropout_seed, backend)
+    out, lse = _attention(q, k, v, *options.tensors(None, None), *options.numbers(*shape[2:]))
+    return (out, _weights(options, q, k, lse)) if return_weights else out
 
 
 def attention_varlen(
@@ -103,143 +98,115 @@ def attention_varlen(
     """
     q, k, v = autocast(q, k, v)
     cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
-    max_q = _longest(cu_seqlens_q) if max_seqlen_q is None else max_seqlen_q
-    max_k = _longest(cu_seqlens_k) if max_seqlen_k is None else max_seqlen_k
-    _check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k)
+    max_q = longest(cu_seqlens_q) if max_seqlen_q is None else max_seqlen_q
+    max_k = longest(cu_seqlens_k) if max_seqlen_k is None else max_seqlen_k
+    check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k)
     shape = (cu_seqlens_q.shape[0] - 1, q.shape[1], max_q, max_k)
-    options = _Options(
-        q, mask, bias, shape, dropout_p, scale, causal, window, dropout_seed, backend
-    )
-    out, _ = _attention(
+    options = Options(q, mask, bias, shape, dropout_p, scale, causal, window, dropout_seed, backend)
+    out, lse = _attention(
         q, k, v, *options.tensors(cu_seqlens_q, cu_seqlens_k), *options.numbers(max_q, max_k)
     )
     if not return_weights:
         return out
-    return out, options.weights(q, k, cu_seqlens_q, cu_seqlens_k)
+    return out, _weights(options, q, k, lse, cu_seqlens_q, cu_seqlens_k)
 
 
-class _Options:
-    """The options of one call, checked, in the order of the operator's schema."""
+def attention_qkvpacked(
+    qkv: Tensor,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+    *,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+    causal: bool = False,
+    window: tuple[int, int] | int | None = None,
+    return_weights: bool = False,
+    deterministic: bool | None = None,
+    backend: str | None = None,
+    dropout_seed: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Self-attention on the output of one fused projection, as ``flash_attn_qkvpacked_func``.
 
-    def __init__(self, q, mask, bias, shape, dropout_p, scale, causal, window, seed, backend):
-        self.mask, self.bias = _canonical_mask(mask, shape), _canonical_bias(bias, shape)
-        require_same_device("q", q.device, mask=self.mask, bias=self.bias)
-        self.seed = draw_seed(dropout_p, seed, q.device)
-        self.dropout_p = float(dropout_p)
-        self.scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-        self.left, self.right = _canonical_window(window, causal)
-        self.shape = shape
-        self.request = backends.Request(
-            q.device.type,
-            q.dtype,
-            head_dim=q.shape[-1],
-            bias_gradient=bias is not None and bias.requires_grad,
-        )
-        self.backend = backends.resolve("attention", backend, self.request).backend
+    qkv (B, L, 3, H, D); or (T, 3, H, D), packed sequences, with cu_seqlens int32 (B+1,) and
+    max_seqlen as in ``attention_varlen``. q, k and v are read where they lie, and the backward
+    writes their three gradients into one tensor like qkv, so that nothing is split or joined.
 
-    def tensors(self, cu_seqlens_q=None, cu_seqlens_k=None):
-        return self.mask, self.bias, cu_seqlens_q, cu_seqlens_k, self.seed
-
-    def numbers(self, max_q, max_k):
-        return max_q, max_k, self.dropout_p, self.scale, self.left, self.right, self.backend
-
-    def weights(self, q, k, cu_seqlens_q=None, cu_seqlens_k=None):
-        """The softmax weights, computed again by themselves, so that nobody else pays for them."""
-        mask, left, right = self.mask, self.left, self.right
-        if cu_seqlens_q is not None:
-            lengths = (cu_seqlens_q.diff(), cu_seqlens_k.diff())
-            max_q, max_k = self.shape[2:]
-            # The window depends on each sequence's lengths here, so it becomes part of the mask.
-            inside = reference.visible(max_q, max_k, left, right, q.device, lengths)
-            inside = inside & reference.existing_queries(lengths[0], max_q)
-            mask, left, right = inside if mask is None else inside & mask, -1, -1
-            q = reference.pad_rows(q, cu_seqlens_q, max_q)[0].transpose(1, 2)
-            k = reference.pad_rows(k, cu_seqlens_k, max_k)[0].transpose(1, 2)
-        return _attention_weights(q, k, mask, self.bias, self.scale, left, right, self.backend)
-
-
-def _longest(cu_seqlens: Tensor) -> int:
-    lengths = cu_seqlens.diff()
-    return int(lengths.max()) if lengths.numel() else 0
-
-
-# Checks
+    Returns (B, L, H, D) or (T, H, D), contiguous; with return_weights also (B, H, L, L). Other
+    arguments and errors as in ``attention``.
+    """
+    (qkv,) = autocast(qkv)
+    check_qkv(qkv, cu_seqlens)
+    heads = qkv.shape[-2]
+    if cu_seqlens is None:
+        batch, length = qkv.shape[:2]
+    else:
+        batch = cu_seqlens.shape[0] - 1
+        length = longest(cu_seqlens) if max_seqlen is None else max_seqlen
+    options = Options(
+        qkv, mask, bias, (batch, heads, length, length), dropout_p, scale, causal, window,
+        dropout_seed, backend,
+    )  # fmt: skip
+    out, lse = _attention_qkvpacked(qkv, *options.tensors(cu_seqlens), *options.numbers(length))
+    if not return_weights:
+        return out
+    q, k, _ = _unpacked(qkv, cu_seqlens)
+    return out, _weights(options, q, k, lse, cu_seqlens, cu_seqlens)
 
 
-def _check_inputs(q: Tensor, k: Tensor, v: Tensor, dims: int, names: str) -> None:
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        require_floating(name, tensor)
-        require(tensor.dim() == dims, name, f"shape {tuple(tensor.shape)}", f"{dims} dims: {names}")
-        require(tensor.dtype == q.dtype, name, tensor.dtype, f"{q.dtype}, as q")
-    require_same_device("q", q.device, k=k, v=v)
-    head_dim = q.shape[-1]
-    require(1 <= head_dim <= MAX_HEAD_DIM, "q", f"head dim {head_dim}", f"1 to {MAX_HEAD_DIM}")
-    require_shape("v", v, tuple(k.shape))
+def attention_weights(
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor | None = None,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    scale: float | None = None,
+    causal: bool = False,
+    window: tuple[int, int] | int | None = None,
+    heads: Sequence[int] | None = None,
+    rows: Sequence[int] | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """The softmax weights of ``attention`` by themselves, for chosen heads and query rows.
+
+    q (B, H, Lq, D), k (B, H, Lk, D); or packed (Tq, H, D), (Tk, H, D) with cu_seqlens, max_seqlen
+    as in ``attention_varlen``. heads and rows: numbers of heads, and positions of queries in their
+    sequences; None: all, in order. lse fp32 (B, H, Lq) or (H, Tq), the natural log-sum-exp of the
+    logits, spares a 16-bit kernel without a bias the pass that finds it; without one it is found.
+
+    Returns (B, heads, rows, Lk) in q's dtype, before dropout; 0 in rows and keys beyond a packed
+    sequence. Differentiable in q, k and bias. Other arguments and errors as in ``attention``.
+    """
+    q, k = autocast(q, k)
+    if cu_seqlens_q is None:
+        check_dense(q, k, k)
+        shape = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    else:
+        cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+        max_q = longest(cu_seqlens_q) if max_seqlen_q is None else max_seqlen_q
+        max_k = longest(cu_seqlens_k) if max_seqlen_k is None else max_seqlen_k
+        check_varlen(q, k, k, cu_seqlens_q, cu_seqlens_k)
+        shape = (cu_seqlens_q.shape[0] - 1, q.shape[1], max_q, max_k)
+    check_lse(lse, q)
+    heads, rows = chosen("heads", heads, shape[1]), chosen("rows", rows, shape[2])
+    options = Options(q, mask, bias, shape, 0.0, scale, causal, window, None, backend)
+    return _weights(options, q, k, lse, cu_seqlens_q, cu_seqlens_k, heads, rows)
 
 
-def _check_dense(q: Tensor, k: Tensor, v: Tensor) -> None:
-    _check_inputs(q, k, v, 4, "(B, H, L, D)")
-    require_shape("k", k, (q.shape[0], q.shape[1], k.shape[2], q.shape[3]))
-
-
-def _check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k):
-    _check_inputs(q, k, v, 3, "(T, H, D)")
-    require_shape("k", k, (k.shape[0], q.shape[1], q.shape[2]))
-    for name, cu_seqlens in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        if cu_seqlens.dtype != torch.int32:
-            raise TypeError(f"{name}: got {cu_seqlens.dtype}, allowed: int32")
-        shape = f"shape {tuple(cu_seqlens.shape)}"
-        require(cu_seqlens.dim() == 1 and cu_seqlens.shape[0] >= 1, name, shape, "shape (B+1,)")
-    require_shape("cu_seqlens_k", cu_seqlens_k, tuple(cu_seqlens_q.shape))
-    require_same_device("q", q.device, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-
-
-def _require_broadcastable(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
-    fits = tensor.dim() <= 4 and all(
-        got == 1 or got == want
-        for got, want in zip(reversed(tensor.shape), reversed(shape), strict=False)
-    )
-    got = f"shape {tuple(tensor.shape)}"
-    require(fits, name, got, f"(B, Lk) = {(shape[0], shape[3])} or broadcastable to {shape}")
-
-
-def _canonical_mask(mask: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
-    if mask is None:
-        return None
-    if mask.dtype != torch.bool:
-        raise TypeError(
-            f"mask: got {mask.dtype}, allowed: bool, True = attend (additive goes in bias)"
-        )
-    mask = mask[:, None, None, :] if mask.dim() == 2 else mask
-    _require_broadcastable("mask", mask, shape)
-    return mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
-
-
-def _canonical_bias(bias: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
-    if bias is None:
-        return None
-    require_floating("bias", bias)
-    _require_broadcastable("bias", bias, shape)
-    return bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape))
-
-
-def _canonical_window(window: tuple[int, int] | int | None, causal: bool) -> tuple[int, int]:
-    left, right = (window, window) if isinstance(window, int) else window or (-1, -1)
-    require(left >= -1 and right >= -1, "window", window, "numbers >= -1, where -1 is unlimited")
-    return left, 0 if causal else right
+def _weights(options, q, k, lse, cu_seqlens_q=None, cu_seqlens_k=None, heads=None, rows=None):
+    return _attention_weights(
+        q, k, lse, options.mask, options.bias, cu_seqlens_q, cu_seqlens_k, *options.shape[2:],
+        heads, rows, options.scale, options.left, options.right, options.backend,
+    )  # fmt: skip
 
 
 # The operator
-
-
-def _out_like(q: Tensor) -> Tensor:
-    """An empty (B, H, L, D) laid out as (B, L, H, D), so that merging heads is free; varlen as it
-    is.
-    """
-    if q.dim() == 3:
-        return q.new_empty(q.shape)
-    batch, heads, length, head_dim = q.shape
-    return q.new_empty(batch, length, heads, head_dim).transpose(1, 2)
 
 
 def _table(backend: str) -> backends.Implementation:
@@ -254,21 +221,27 @@ def _forward(q, k, v, mask, bias, cu_q, cu_k, seed, max_q, max_k, p, scale, left
 
 def _fake(q, k, v, mask, bias, cu_q, cu_k, seed, max_q, max_k, p, scale, left, right, backend):
     if backend == "reference":
-        return _out_like(q), q.new_empty(0, dtype=torch.float32)
+        return out_like(q), q.new_empty(0, dtype=torch.float32)
     shape = (q.shape[1], q.shape[0]) if q.dim() == 3 else q.shape[:3]
-    return _out_like(q), q.new_empty(shape, dtype=torch.float32)
+    return out_like(q), q.new_empty(shape, dtype=torch.float32)
 
 
-def _backward(dout, q, k, v, out, lse, mask, bias, cu_q, cu_k, seed, *numbers_and_backend):
-    *numbers, backend = numbers_and_backend
-    return _table(backend).backward(dout, q, k, v, out, lse, mask, bias, cu_q, cu_k, seed, *numbers)
+def _backward(dout, q, k, v, out, lse, has_dbias, mask, bias, *rest):
+    *options, backend = rest
+    gradients = _backward_fake(dout, q, k, v, out, lse, has_dbias, mask, bias)
+    *into, dbias = gradients
+    into.append(dbias if has_dbias else None)
+    _table(backend).backward(into, dout, q, k, v, out, lse, mask, bias, *options)
+    return gradients
 
 
-def _backward_fake(dout, q, k, v, out, lse, mask, bias, *rest):
-    # Only the reference has a gradient of bias; the others refuse a bias that needs one.
-    has_dbias = bias is not None and rest[-1] == "reference"
-    dbias = bias.new_empty(bias.shape) if has_dbias else q.new_empty(0)
-    return _out_like(q), _out_like(k), _out_like(v), dbias
+def _backward_fake(dout, q, k, v, out, lse, has_dbias, mask, bias, *rest):
+    return out_like(q), out_like(k), out_like(v), _dbias_like(q, bias, has_dbias)
+
+
+def _dbias_like(q: Tensor, bias: Tensor | None, has_dbias: bool) -> Tensor:
+    """An empty gradient of bias; without elements where nobody asked for one."""
+    return bias.new_empty(bias.shape) if bias is not None and has_dbias else q.new_empty(0)
 
 
 _OPTIONS = (
@@ -281,7 +254,7 @@ _attention = operator(
 )
 _attention_backward = operator(
     "attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-    f"{_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"bool has_dbias, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
     _backward,
     _backward_fake,
 )
@@ -294,153 +267,161 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 
 def _gradient(ctx: Any, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    dq, dk, dv, dbias = _attention_backward(dout, *ctx.saved_tensors, *ctx.numbers)
-    return dq, dk, dv, None, dbias if ctx.needs_input_grad[4] else None, *[None] * 10
+    saved, has_dbias = ctx.saved_tensors, ctx.needs_input_grad[4]
+    dq, dk, dv, dbias = _attention_backward(dout, *saved[:5], has_dbias, *saved[5:], *ctx.numbers)
+    return dq, dk, dv, None, dbias if has_dbias else None, *[None] * 10
 
 
 differentiable("attention", _gradient, _setup_context)
 once_differentiable("attention_backward")
 
 
+# The operator on one tensor
+
+
+def _unpacked(qkv: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Views of qkv (B, L, 3, H, D) or (T, 3, H, D) as the operator above takes q, k and v."""
+    q, k, v = qkv.unbind(-3)
+    if cu_seqlens is None:
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    return q, k, v
+
+
+def _qkvpacked_forward(qkv, mask, bias, cu_seqlens, seed, longest, *numbers_and_backend):
+    *numbers, backend = numbers_and_backend
+    out, lse = _table(backend).forward(
+        *_unpacked(qkv, cu_seqlens), mask, bias, cu_seqlens, cu_seqlens, seed, longest, longest,
+        *numbers,
+    )  # fmt: skip
+    return (out.transpose(1, 2) if cu_seqlens is None else out), lse
+
+
+def _qkvpacked_fake(qkv, mask, bias, cu_seqlens, seed, longest, *numbers_and_backend):
+    q, k, v = _unpacked(qkv, cu_seqlens)
+    out, lse = _fake(
+        q, k, v, mask, bias, cu_seqlens, cu_seqlens, seed, longest, longest, *numbers_and_backend
+    )
+    return (out.transpose(1, 2) if cu_seqlens is None else out), lse
+
+
+def _qkvpacked_backward(
+    dout, qkv, out, lse, has_dbias, mask, bias, cu_seqlens, seed, longest, *numbers_and_backend
+):
+    *numbers, backend = numbers_and_backend
+    dqkv, dbias = _qkvpacked_backward_fake(dout, qkv, out, lse, has_dbias, mask, bias)
+    if cu_seqlens is None:
+        dout, out = dout.transpose(1, 2), out.transpose(1, 2)
+    _table(backend).backward(
+        [*_unpacked(dqkv, cu_seqlens), dbias if has_dbias else None],
+        dout, *_unpacked(qkv, cu_seqlens), out, lse, mask, bias, cu_seqlens, cu_seqlens, seed,
+        longest, longest, *numbers,
+    )  # fmt: skip
+    return dqkv, dbias
+
+
+def _qkvpacked_backward_fake(dout, qkv, out, lse, has_dbias, mask, bias, *rest):
+    return qkv.new_empty(qkv.shape), _dbias_like(qkv, bias, has_dbias)
+
+
+_QKVPACKED_OPTIONS = (
+    "Tensor? mask, Tensor? bias, Tensor? cu_seqlens, Tensor? seed, SymInt max_seqlen, "
+    "float dropout_p, float scale, int left, int right, str backend"
+)
+_attention_qkvpacked = operator(
+    f"attention_qkvpacked(Tensor qkv, {_QKVPACKED_OPTIONS}) -> (Tensor, Tensor)",
+    _qkvpacked_forward,
+    _qkvpacked_fake,
+)
+_attention_qkvpacked_backward = operator(
+    "attention_qkvpacked_backward(Tensor dout, Tensor qkv, Tensor out, Tensor lse, "
+    f"bool has_dbias, {_QKVPACKED_OPTIONS}) -> (Tensor, Tensor)",
+    _qkvpacked_backward,
+    _qkvpacked_backward_fake,
+)
+
+
+def _qkvpacked_setup_context(
+    ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]
+) -> None:
+    ctx.save_for_backward(inputs[0], *output, *inputs[1:5])
+    ctx.numbers = inputs[5:]
+    ctx.mark_non_differentiable(output[1])
+
+
+def _qkvpacked_gradient(ctx: Any, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    saved, has_dbias = ctx.saved_tensors, ctx.needs_input_grad[2]
+    dqkv, dbias = _attention_qkvpacked_backward(
+        dout, *saved[:3], has_dbias, *saved[3:], *ctx.numbers
+    )
+    return dqkv, None, dbias if has_dbias else None, *[None] * 8
+
+
+differentiable("attention_qkvpacked", _qkvpacked_gradient, _qkvpacked_setup_context)
+once_differentiable("attention_qkvpacked_backward")
+
+
 # The weights by themselves
 
 
-def _weights_forward(q, k, mask, bias, scale, left, right, backend):
-    if backend == "triton":
-        from fastbert.kernels.attention import attention_weights
-
-        mask, bias = (_expand(x, q, q.shape[2], k.shape[2], None) for x in (mask, bias))
-        return attention_weights(
-            q, k, mask=mask, bias=bias, scale=scale, causal=False, window=(left, right)
-        )
-    allowed = reference.visible(q.shape[-2], k.shape[-2], left, right, q.device)
-    if mask is not None:
-        allowed = mask if allowed is None else allowed & mask
-    k = reference.hide_unattended(k, allowed)
-    return reference.attention_weights(q, k, allowed, bias, scale).contiguous()
+def _weights_forward(*arguments_and_backend):
+    *arguments, backend = arguments_and_backend
+    return WEIGHTS[backend](*arguments)
 
 
-def _weights_fake(q, k, mask, bias, scale, left, right, backend):
-    return q.new_empty(*q.shape[:3], k.shape[2])
+def _weights_fake(q, k, lse, mask, bias, cu_q, cu_k, max_q, max_k, heads, rows, *rest):
+    batch, all_heads = (q.shape[0] if cu_q is None else cu_q.shape[0] - 1), q.shape[1]
+    return q.new_empty(
+        batch,
+        all_heads if heads is None else len(heads),
+        max_q if rows is None else len(rows),
+        max_k,
+    )
 
 
 _attention_weights = operator(
-    "attention_weights(Tensor q, Tensor k, Tensor? mask, Tensor? bias, float scale, int left, "
-    "int right, str backend) -> Tensor",
+    "attention_weights(Tensor q, Tensor k, Tensor? lse, Tensor? mask, Tensor? bias, "
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
+    "int[]? heads, int[]? rows, float scale, int left, int right, str backend) -> Tensor",
     _weights_forward,
     _weights_fake,
 )
 
 
 def _weights_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    q, k, _, bias, ctx.scale = inputs[:5]
+    q, k, _, _, bias, cu_q, cu_k, ctx.max_q, ctx.max_k, ctx.heads, ctx.rows, ctx.scale = inputs[:12]
     ctx.bias_shape = None if bias is None else bias.shape
-    ctx.save_for_backward(q, k, output)
+    ctx.save_for_backward(q, k, cu_q, cu_k, output)
 
 
 def _weights_gradient(ctx: Any, dweights: Tensor) -> tuple[Tensor | None, ...]:
-    q, k, weights = ctx.saved_tensors
+    q, k, cu_q, cu_k, weights = ctx.saved_tensors
     dscores = closed_form.softmax_backward(dweights, weights)
-    dbias = closed_form.sum_to(dscores, ctx.bias_shape) if ctx.needs_input_grad[3] else None
+    if ctx.heads is not None or ctx.rows is not None:
+        dscores = _spread(dscores, q.shape[1], ctx.max_q, ctx.heads, ctx.rows)
+    dbias = closed_form.sum_to(dscores, ctx.bias_shape) if ctx.needs_input_grad[4] else None
+    if cu_q is not None:
+        (q,), pack_q = padded([q], cu_q, ctx.max_q)
+        (k,), pack_k = padded([k], cu_k, ctx.max_k)
     dq, dk = dscores @ k * ctx.scale, dscores.transpose(-2, -1) @ q * ctx.scale
-    return dq, dk, None, dbias, None, None, None, None
+    if cu_q is not None:
+        dq, dk = pack_q(dq), pack_k(dk)
+    return dq, dk, None, None, dbias, *[None] * 10
+
+
+def _spread(dscores: Tensor, heads: int, length: int, chosen_heads, chosen_rows) -> Tensor:
+    """The gradient of chosen heads and rows in its place among all, 0 elsewhere."""
+    device, (batch, *_, keys) = dscores.device, dscores.shape
+    places = (
+        torch.arange(batch, device=device)[:, None, None],
+        torch.arange(heads, device=device)[:, None]
+        if chosen_heads is None
+        else torch.tensor(chosen_heads, device=device)[:, None],
+        torch.arange(length, device=device)
+        if chosen_rows is None
+        else torch.tensor(chosen_rows, device=device),
+    )
+    full = dscores.new_zeros(batch, heads, length, keys)
+    return full.index_put_(places, dscores, accumulate=True)
 
 
 differentiable("attention_weights", _weights_gradient, _weights_setup_context)
-
-
-# Backends
-
-
-def _as_laid_out(x: Tensor) -> Tensor:
-    return x.contiguous() if x.dim() == 3 else x.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-def _padded(tensors, cu_seqlens, max_seqlen):
-    """(T, H, D) tensors as (B, H, L, D), and how to pack such a tensor again."""
-    rows = [reference.pad_rows(x, cu_seqlens, max_seqlen) for x in tensors]
-    _, slot, used = rows[0]
-
-    def pack(x: Tensor) -> Tensor:
-        return reference.unpad_rows(x.transpose(1, 2), slot, used)
-
-    return [x.transpose(1, 2) for x, _, _ in rows], pack
-
-
-def _reference_forward(q, k, v, mask, bias, cu_q, cu_k, seed, max_q, max_k, p, scale, left, right):
-    options = (seed, p, scale, left, right)
-    lse = q.new_empty(0, dtype=torch.float32)
-    if cu_q is None:
-        out = closed_form.attention_forward(q, k, v, mask, bias, None, *options)
-        return _as_laid_out(out), lse
-    (q,), pack = _padded([q], cu_q, max_q)
-    (k, v), _ = _padded([k, v], cu_k, max_k)
-    lengths = (cu_q.diff(), cu_k.diff())
-    return pack(closed_form.attention_forward(q, k, v, mask, bias, lengths, *options)), lse
-
-
-def _reference_backward(
-    dout, q, k, v, out, lse, mask, bias, cu_q, cu_k, seed, max_q, max_k, p, scale, left, right
-):
-    lengths = None
-    if cu_q is not None:
-        (q, dout), pack_q = _padded([q, dout], cu_q, max_q)
-        (k, v), pack_k = _padded([k, v], cu_k, max_k)
-        lengths = (cu_q.diff(), cu_k.diff())
-    dq, dk, dv, dbias = closed_form.attention_backward(
-        dout, q, k, v, mask, bias, lengths, seed, p, scale, left, right
-    )
-    if cu_q is not None:
-        dq, dk, dv = pack_q(dq), pack_k(dk), pack_k(dv)
-    dbias = dq.new_empty(0) if dbias is None else dbias.to(bias.dtype).contiguous()
-    return _as_laid_out(dq), _as_laid_out(dk), _as_laid_out(dv), dbias
-
-
-def _expand(x: Tensor | None, q: Tensor, max_q: int, max_k: int, cu_q: Tensor | None):
-    """A canonical mask or bias as the 4-D view with zero strides that the kernels index."""
-    if x is None:
-        return None
-    batch, heads = (q.shape[0], q.shape[1]) if cu_q is None else (cu_q.numel() - 1, q.shape[1])
-    return x.expand(batch, heads, max_q, max_k)
-
-
-def _triton_options(q, mask, bias, cu_q, cu_k, seed, max_q, max_k, p, scale, left, right):
-    return {
-        "mask": _expand(mask, q, max_q, max_k, cu_q),
-        "bias": _expand(bias, q, max_q, max_k, cu_q),
-        "cu_seqlens_q": cu_q,
-        "cu_seqlens_k": cu_k,
-        "max_seqlen_q": max_q,
-        "max_seqlen_k": max_k,
-        "seed": seed,
-        "dropout_p": p,
-        "scale": scale,
-        "window": (left, right),
-    }
-
-
-def _triton_forward(q, k, v, *options):
-    from fastbert.kernels.attention import attention_forward
-
-    return attention_forward(q, k, v, **_triton_options(q, *options))
-
-
-def _triton_backward(dout, q, k, v, out, lse, *options):
-    from fastbert.kernels.attention import attention_backward
-
-    gradients = attention_backward(dout, q, k, v, out, lse, **_triton_options(q, *options))
-    return *gradients, q.new_empty(0)
-
-
-def _triton_refuses(request: backends.Request) -> str | None:
-    if request.bias_gradient:
-        return "its kernels do not produce the gradient of bias yet"
-    return None
-
-
-backends.TABLES["attention"] = {
-    "reference": backends.Implementation(
-        _reference_forward, _reference_backward, backends.ALL_DTYPES
-    ),
-    "triton": backends.Implementation(_triton_forward, _triton_backward, refuses=_triton_refuses),
-}

@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,8 @@ ALL_DTYPES = (*LOW_PRECISION, torch.float64)
 # The order in which ``backend=None`` tries them; the first that serves is taken.
 ORDER = {"cuda": ("triton", "cuda", "reference"), "cpu": ("cpu", "reference")}
 OTHER_DEVICE = ("reference",)
+# Equal to kernels.common.LARGEST_ROW, which cannot be read where Triton is missing.
+LARGEST_TRITON_ROW = 8192
 
 
 class Choice(NamedTuple):
@@ -39,12 +42,19 @@ class Request:
     device: str
     dtype: torch.dtype
     head_dim: int = 0
-    bias_gradient: bool = False
     activation: str = "gelu"
+    columns: int = 0
 
 
 def serves_all(request: Request) -> str | None:
     return None
+
+
+def refuse_wide_rows(request: Request) -> str | None:
+    """For kernels that hold a whole row in registers; see ``kernels/common.py``."""
+    if request.columns <= LARGEST_TRITON_ROW:
+        return None
+    return f"it takes rows of up to {LARGEST_TRITON_ROW} elements, not {request.columns}"
 
 
 @dataclass(frozen=True)
@@ -109,6 +119,16 @@ def enable_interpreter() -> None:
 
 def interpreted() -> bool:
     return _interpreted
+
+
+def compiler_environment(cache: Path | None = None) -> dict[str, str]:
+    """The environment of a child process that compiles the Triton kernels for GPUs.
+
+    ``cache`` is the folder of Triton's cache, its own default without one.
+    """
+    # Triton 3.10 flips the default of the fusion, which moves last bits.
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": "1"}
+    return environment if cache is None else {**environment, "TRITON_CACHE_DIR": str(cache)}
 
 
 def unavailable(backend: str, device: str) -> str | None:

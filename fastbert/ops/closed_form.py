@@ -29,10 +29,10 @@ def _allowed(q, k, mask, left, right, lengths):
 
 
 def _weights(q, k, allowed, bias, scale):
-    """``reference.attention_weights`` in place: the scores are the largest tensor of the operation,
+    """``reference.softmax_weights`` in place: the scores are the largest tensor of the operation,
     and below autograd nothing else looks at them."""
     if bias is not None:
-        return reference.attention_weights(q, k, allowed, bias, scale)
+        return reference.softmax_weights(q, k, allowed, bias, scale)
     scores = (q @ k.transpose(-2, -1)).mul_(scale)
     if allowed is None:
         return torch.softmax(scores, dim=-1)
@@ -66,7 +66,9 @@ def attention_backward(dout, q, k, v, mask, bias, lengths, seed, dropout_p, scal
 
 
 def softmax_backward(dweights: Tensor, weights: Tensor) -> Tensor:
-    return weights * (dweights - (dweights * weights).sum(dim=-1, keepdim=True))
+    # As autograd does it: in fp32 inside, where dweights * weights in 16 bit would lose half of
+    # what the sum leaves.
+    return torch._softmax_backward_data(dweights, weights, -1, weights.dtype)
 
 
 def _statistics_dtype(x: Tensor) -> torch.dtype:
@@ -106,22 +108,50 @@ def layer_norm_backward(dy, x, weight, mean, rstd, residual, x_bias, seed, dropo
     return dsum.to(x.dtype), dropped, dweight.to(weight.dtype), dbias.to(weight.dtype), dx_bias
 
 
-def linear_gelu_forward(x, weight, bias, approximate, save):
-    """(y, h): gelu(h + bias) and h = x Wᵀ, or an empty h when nothing is to be saved."""
-    y = reference.linear_gelu(x, weight, bias, approximate=approximate)
-    return y, x @ weight.t() if save else x.new_empty(0)
+def rms_norm_forward(x, weight, residual, eps):
+    total = normalised_sum(x, residual, None, None, 0.0)
+    rstd = torch.rsqrt(total.square().mean(dim=-1, keepdim=True) + eps)
+    return (total * rstd * weight).to(x.dtype), rstd.squeeze(-1)
 
 
-def gelu_backward(dy, h, bias, approximate):
-    """Gradients of h and bias of gelu(h + bias), the sum formed in at least fp32: h is rounded once
-    already."""
+def rms_norm_backward(dy, x, weight, rstd, residual):
+    """Gradients of the sum and of weight."""
+    total = normalised_sum(x, residual, None, None, 0.0)
+    dy, rstd = dy.to(total.dtype), rstd[:, None]
+    normalised = total * rstd
+    dnormalised = dy * weight
+    along = (dnormalised * normalised).mean(dim=-1, keepdim=True)
+    dsum = rstd * (dnormalised - normalised * along)
+    return dsum.to(x.dtype), (dy * normalised).sum(dim=0).to(weight.dtype)
+
+
+def linear_gelu_forward(x, weight, bias, activation, save):
+    """(y, h): the activation of h and h = x Wᵀ + bias, empty when nothing is to be saved."""
+    h = torch.nn.functional.linear(x, weight, bias)
+    return reference.activate(h, activation), h if save else x.new_empty(0)
+
+
+def _slope(x: Tensor, function: str) -> Tensor:
+    """The derivative of ``reference.gelu`` at x."""
+    one = torch.ones_like(x)
+    if function == "relu":
+        return torch.ops.aten.threshold_backward(one, x, 0)
+    if function == "silu":
+        return torch.ops.aten.silu_backward(one, x)
+    return torch.ops.aten.gelu_backward(one, x, approximate=function)
+
+
+def gelu_backward(da, h, sum_rows, activation):
+    """Gradient of h where a = activation(h), its sum over the rows if wanted, and a itself, each
+    computed in at least fp32."""
     total = h.to(_statistics_dtype(h))
-    if bias is not None:
-        total = total + bias
-    dy = dy.to(total.dtype)
-    if approximate == "relu":
-        dh = torch.ops.aten.threshold_backward(dy, total, 0)
+    da, function = da.to(total.dtype), reference.ACTIVATIONS[activation]
+    a = reference.activate(total, activation)
+    if activation in reference.GATED:
+        gate, linear = total.chunk(2, dim=-1)
+        dgate = da * linear * _slope(gate, function)
+        dh = torch.cat([dgate, da * reference.gelu(gate, function)], dim=-1)
     else:
-        dh = torch.ops.aten.gelu_backward(dy, total, approximate=approximate)
-    dbias = h.new_empty(0) if bias is None else dh.sum(dim=0).to(bias.dtype)
-    return dh.to(h.dtype), dbias
+        dh = da * _slope(total, function)
+    dbias = dh.sum(dim=0).to(h.dtype) if sum_rows else None
+    return dh.to(h.dtype), dbias, a.to(h.dtype)

@@ -20,7 +20,8 @@ from fastbert.ops.arguments import (
 from fastbert.ops.register import differentiable, once_differentiable, operator
 
 REDUCTIONS = ("mean", "sum", "none")
-# Rows of logits that exist at once: 1,024 × 30,522 in fp32 are 125 MB, and enough for a full GEMM.
+# Rows of logits that exist at once in the reference: 1,024 × 30,522 in fp32 are 125 MB, and enough
+# for a full GEMM.
 CHUNK_ROWS = 1024
 
 
@@ -36,10 +37,11 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Cross entropy of hidden Wᵀ + b against labels, over the labelled rows only.
 
-    hidden (T, K), weight (V, K), bias (V,) or None, one floating dtype; labels int64 (T,) in [0, V)
-    or ignore_index. Labelled rows are gathered first, then projected in chunks. Returns a scalar,
-    or (T,) for reduction "none", in fp32 (fp64 for fp64). The mean over no label is 0 with
-    gradients 0. Raises ValueError or TypeError naming the argument.
+    hidden (T, K), weight (V, K), bias (V,) or None, one floating dtype; labels int64 or int32 (T,)
+    in [0, V) or ignore_index. Labelled rows are gathered first, then projected part by part.
+    Returns a scalar, or (T,) for reduction "none", in fp32 (fp64 for fp64). The mean over no label
+    is 0 with gradients 0. Raises ValueError or TypeError naming the argument; a label out of range
+    raises on the CPU alone: on a GPU the Triton kernels make its loss and its gradients NaN.
     """
     hidden, weight, bias = autocast(hidden, weight, bias)
     require(reduction in REDUCTIONS, "reduction", repr(reduction), ", ".join(REDUCTIONS))
@@ -56,65 +58,87 @@ def linear_cross_entropy(
     require_same_device("hidden", hidden.device, weight=weight, bias=bias, labels=labels)
     request = backends.Request(hidden.device.type, hidden.dtype)
     choice = backends.resolve("linear_cross_entropy", backend, request)
-    losses = _linear_cross_entropy(
-        hidden, weight, bias, labels.long(), ignore_index, choice.backend
+    loss, _, _ = _linear_cross_entropy(
+        hidden, weight, bias, labels, ignore_index, reduction, choice.backend
     )
-    if reduction == "none":
-        return losses
-    total = losses.sum()
-    return total if reduction == "sum" else total / (labels != ignore_index).sum().clamp(min=1)
+    return loss
 
 
-# The operator: losses (T,), 0 where ignored
+# The operator: the loss, and what the Triton kernels keep for the backward (their launcher says
+# what); both are empty in the reference.
 
 
-def _forward(hidden, weight, bias, labels, ignore_index, backend):
-    table = backends.TABLES["linear_cross_entropy"]
-    return table[backend].forward(hidden, weight, bias, labels, ignore_index)
+def _table(backend: str) -> backends.Implementation:
+    return backends.TABLES["linear_cross_entropy"][backend]
 
 
-def _fake(hidden, weight, bias, labels, ignore_index, backend):
-    return hidden.new_empty(hidden.shape[0], dtype=_loss_dtype(hidden))
+def _forward(hidden, weight, bias, labels, ignore_index, reduction, backend):
+    _check_labels(labels, ignore_index, weight.shape[0])
+    return _table(backend).forward(hidden, weight, bias, labels, ignore_index, reduction)
+
+
+def _check_labels(labels, ignore_index, classes):
+    """ValueError for a label out of range on the CPU; elsewhere reading it would synchronise."""
+    if labels.device.type != "cpu":
+        return
+    outside = (labels != ignore_index) & ((labels < 0) | (labels >= classes))
+    if bool(outside.any()):
+        got = labels[outside][0].item()
+        raise ValueError(f"labels: got {got}, allowed: 0 to {classes - 1}, or {ignore_index}")
+
+
+def _fake(hidden, weight, bias, labels, ignore_index, reduction, backend):
+    rows = hidden.shape[0]
+    loss = hidden.new_empty((rows,) if reduction == "none" else (), dtype=_loss_dtype(hidden))
+    kept = backend == "triton"
+    statistics = hidden.new_empty((2, rows) if kept else (0,), dtype=torch.float32)
+    return loss, statistics, hidden.new_empty(rows + 1 if kept else 0, dtype=torch.int32)
 
 
 def _loss_dtype(hidden):
     return torch.promote_types(hidden.dtype, torch.float32)
 
 
-def _backward(dlosses, hidden, weight, bias, labels, ignore_index, backend):
-    table = backends.TABLES["linear_cross_entropy"]
-    return table[backend].backward(dlosses, hidden, weight, bias, labels, ignore_index)
+def _backward(
+    dloss, hidden, weight, bias, labels, statistics, order, ignore_index, reduction, backend
+):
+    return _table(backend).backward(
+        dloss, hidden, weight, bias, labels, statistics, order, ignore_index, reduction
+    )
 
 
-def _backward_fake(dlosses, hidden, weight, bias, labels, ignore_index, backend):
+def _backward_fake(dloss, hidden, weight, bias, *_):
     dbias = hidden.new_empty(0) if bias is None else bias.new_empty(bias.shape)
     return hidden.new_empty(hidden.shape), weight.new_empty(weight.shape), dbias
 
 
 _linear_cross_entropy = operator(
     "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, "
-    "int ignore_index, str backend) -> Tensor",
+    "int ignore_index, str reduction, str backend) -> (Tensor, Tensor, Tensor)",
     _forward,
     _fake,
 )
 _linear_cross_entropy_backward = operator(
-    "linear_cross_entropy_backward(Tensor dlosses, Tensor hidden, Tensor weight, Tensor? bias, "
-    "Tensor labels, int ignore_index, str backend) -> (Tensor, Tensor, Tensor)",
+    "linear_cross_entropy_backward(Tensor dloss, Tensor hidden, Tensor weight, Tensor? bias, "
+    "Tensor labels, Tensor statistics, Tensor order, int ignore_index, str reduction, str backend)"
+    " -> (Tensor, Tensor, Tensor)",
     _backward,
     _backward_fake,
 )
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    hidden, weight, bias, labels, ctx.ignore_index, ctx.backend = inputs
-    ctx.save_for_backward(hidden, weight, bias, labels)
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    hidden, weight, bias, labels, ctx.ignore_index, ctx.reduction, ctx.backend = inputs
+    _, statistics, order = output
+    ctx.save_for_backward(hidden, weight, bias, labels, statistics, order)
+    ctx.mark_non_differentiable(statistics, order)
 
 
-def _gradient(ctx: Any, dlosses: Tensor) -> tuple[Tensor | None, ...]:
+def _gradient(ctx: Any, dloss: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
     dhidden, dweight, dbias = _linear_cross_entropy_backward(
-        dlosses, *ctx.saved_tensors, ctx.ignore_index, ctx.backend
+        dloss, *ctx.saved_tensors, ctx.ignore_index, ctx.reduction, ctx.backend
     )
-    return dhidden, dweight, dbias if ctx.needs_input_grad[2] else None, None, None, None
+    return dhidden, dweight, dbias if ctx.needs_input_grad[2] else None, *[None] * 4
 
 
 differentiable("linear_cross_entropy", _gradient, _setup_context)
@@ -133,23 +157,28 @@ def _logits(rows, weight, bias):
     return F.linear(rows, weight, bias).to(_loss_dtype(rows))
 
 
-def _check_labels(labels, ignore_index, classes):
-    outside = (labels != ignore_index) & ((labels < 0) | (labels >= classes))
-    if labels.device.type == "cpu" and bool(outside.any()):
-        got = labels[outside][0].item()
-        raise ValueError(f"labels: got {got}, allowed: 0 to {classes - 1}, or {ignore_index}")
+def _labelled(labels, ignore_index):
+    """The divisor of the mean."""
+    return (labels != ignore_index).sum().clamp(min=1)
 
 
-def _reference_forward(hidden, weight, bias, labels, ignore_index):
-    _check_labels(labels, ignore_index, weight.shape[0])
+def _reference_forward(hidden, weight, bias, labels, ignore_index, reduction):
     losses = hidden.new_zeros(hidden.shape[0], dtype=_loss_dtype(hidden))
     for rows in _chunks(labels, ignore_index):
         logits = _logits(hidden[rows], weight, bias)
-        losses[rows] = F.cross_entropy(logits, labels[rows], reduction="none")
-    return losses
+        losses[rows] = F.cross_entropy(logits, labels[rows].long(), reduction="none")
+    nothing = hidden.new_empty(0, dtype=torch.float32), hidden.new_empty(0, dtype=torch.int32)
+    if reduction == "none":
+        return losses, *nothing
+    total = losses.sum()
+    return total / _labelled(labels, ignore_index) if reduction == "mean" else total, *nothing
 
 
-def _reference_backward(dlosses, hidden, weight, bias, labels, ignore_index):
+def _reference_backward(
+    dloss, hidden, weight, bias, labels, statistics, order, ignore_index, reduction
+):
+    dlosses = dloss / _labelled(labels, ignore_index) if reduction == "mean" else dloss
+    dlosses = dlosses.expand(labels.shape)
     dhidden = torch.zeros_like(hidden, memory_format=torch.contiguous_format)
     # Summed over chunks, so in the dtype of the loss.
     dtype = _loss_dtype(hidden)
@@ -159,7 +188,7 @@ def _reference_backward(dlosses, hidden, weight, bias, labels, ignore_index):
         scale = dlosses[rows, None]
         # p g - g rather than (p - 1) g: one rounding where p is small.
         dlogits = torch.log_softmax(_logits(hidden[rows], weight, bias), dim=-1).exp_() * scale
-        dlogits.scatter_add_(1, labels[rows, None], -scale)
+        dlogits.scatter_add_(1, labels[rows, None].long(), -scale)
         dhidden[rows] = dlogits.to(hidden.dtype) @ weight
         dweight += dlogits.to(hidden.dtype).t() @ hidden[rows]
         if bias is not None:
@@ -167,8 +196,28 @@ def _reference_backward(dlosses, hidden, weight, bias, labels, ignore_index):
     return dhidden, dweight.to(weight.dtype), dbias.to(hidden.dtype if bias is None else bias.dtype)
 
 
+def _triton_forward(hidden, weight, bias, labels, ignore_index, reduction):
+    from fastbert.kernels.cross_entropy import linear_cross_entropy_forward
+
+    return linear_cross_entropy_forward(
+        hidden, weight, bias, labels, ignore_index=ignore_index, reduction=reduction
+    )
+
+
+def _triton_backward(
+    dloss, hidden, weight, bias, labels, statistics, order, ignore_index, reduction
+):
+    from fastbert.kernels.cross_entropy_backward import linear_cross_entropy_backward
+
+    dhidden, dweight, dbias = linear_cross_entropy_backward(
+        dloss, hidden, weight, bias, labels, statistics, order, reduction=reduction
+    )
+    return dhidden, dweight, hidden.new_empty(0) if dbias is None else dbias
+
+
 backends.TABLES["linear_cross_entropy"] = {
     "reference": backends.Implementation(
         _reference_forward, _reference_backward, backends.ALL_DTYPES
-    )
+    ),
+    "triton": backends.Implementation(_triton_forward, _triton_backward),
 }

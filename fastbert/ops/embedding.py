@@ -17,6 +17,7 @@ from fastbert.ops.arguments import (
     dropout_seed as draw_seed,
 )
 from fastbert.ops.arguments import (
+    flatten_rows,
     require,
     require_floating,
     require_integer,
@@ -46,10 +47,12 @@ def embedding(
     2).
 
     ids, token_types, positions int64 or int32 of one shape, (T,) or (B, L); tables (V, N), (types,
-    N), (P, N) and weight, bias (N,) of one floating dtype. The row ``padding_idx`` of word_table
-    gets no gradient. Returns (..., N). Ids out of range raise IndexError on the CPU; on a GPU,
-    where looking would synchronise, they are an error of the device. Other errors name the
-    argument.
+    N), (P, N) of one floating dtype; weight, bias (N,) in any. The row ``padding_idx`` of
+    word_table gets no gradient. Returns (..., N) in the tables' dtype.
+
+    An id out of range raises IndexError from ``backend="reference"`` on the CPU and is an error of
+    the device on a GPU. ``backend="triton"`` reads nothing outside the tables and, as looking would
+    synchronise, makes that row NaN. Other errors are ValueError or TypeError and name the argument.
     """
     for name, index in (("ids", ids), ("token_types", token_types), ("positions", positions)):
         require_integer(name, index)
@@ -63,14 +66,15 @@ def embedding(
         require_floating(name, table)
         shape = f"shape {tuple(table.shape)}"
         require(table.dim() == 2 and table.shape[1] == columns, name, shape, f"(rows, {columns})")
+        require(table.dtype == word_table.dtype, name, table.dtype, f"{word_table.dtype}, as words")
     require_shape("weight", weight, (columns,))
     require_shape("bias", bias, (columns,))
     require_same_device("word_table", word_table.device, ids=ids, type_table=type_table)
     seed = draw_seed(dropout_p, dropout_seed, word_table.device)
-    request = backends.Request(word_table.device.type, word_table.dtype)
+    request = backends.Request(word_table.device.type, word_table.dtype, columns=columns)
     choice = backends.resolve("embedding", backend, request)
     indices = (ids.reshape(-1), token_types.reshape(-1), positions.reshape(-1))
-    tables = (word_table, type_table, position_table)
+    tables = tuple(flatten_rows(t) for t in (word_table, type_table, position_table))
     padding = -1 if padding_idx is None else padding_idx
     y, _, _ = _embedding(
         *indices, *tables, weight, bias, seed, eps, dropout_p, padding, choice.backend
@@ -169,8 +173,29 @@ def _reference_backward(
     return *gradients, dweight, dbias
 
 
+def _triton_forward(ids, types, positions, words, type_table, places, weight, bias, seed, eps, p):
+    from fastbert.kernels.embedding import embedding_forward
+
+    indices, tables = (ids, types, positions), (words, type_table, places)
+    return embedding_forward(indices, tables, weight, bias, seed=seed, dropout_p=p, eps=eps)
+
+
+def _triton_backward(
+    dy, ids, types, positions, words, type_table, places, weight, mean, rstd, seed, p, padding
+):
+    from fastbert.kernels.embedding import embedding_backward
+
+    indices, tables = (ids, types, positions), (words, type_table, places)
+    return embedding_backward(
+        dy, indices, tables, weight, mean, rstd, seed=seed, dropout_p=p, padding_idx=padding
+    )
+
+
 backends.TABLES["embedding"] = {
     "reference": backends.Implementation(
         _reference_forward, _reference_backward, backends.ALL_DTYPES
-    )
+    ),
+    "triton": backends.Implementation(
+        _triton_forward, _triton_backward, refuses=backends.refuse_wide_rows
+    ),
 }

@@ -1,8 +1,8 @@
-"""The GELU feed-forward and its first half, linear_gelu: public functions, operators, backends."""
+"""The feed-forward and its first half, linear_gelu: public functions, operators, backends."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,9 +18,13 @@ from fastbert.ops.arguments import (
     require_shape,
 )
 from fastbert.ops.register import differentiable, once_differentiable, operator
-from fastbert.reference import ACTIVATIONS
+from fastbert.ops.residual import LAYERS, Layer, with_residual
+from fastbert.reference import ACTIVATIONS, GATED
 
-APPROXIMATIONS = ("none", "tanh", "relu")
+# The backends of fastbert._C, which save the first product without its bias.
+EXTENSION = ("cpu", "cuda")
+# ``approximate`` of linear_gelu → the activation.
+APPROXIMATIONS = {ACTIVATIONS[name]: name for name in ("gelu", "gelu_tanh", "relu")}
 
 
 def linear_gelu(
@@ -39,11 +43,12 @@ def linear_gelu(
     ``backend`` cannot serve.
     """
     require(approximate in APPROXIMATIONS, "approximate", approximate, ", ".join(APPROXIMATIONS))
+    activation = APPROXIMATIONS[approximate]
     x, weight, bias = autocast(x, weight, bias)
     _check_linear(x, "x", weight, "weight", bias, "bias")
-    choice = _resolve("linear_gelu", x, approximate, backend)
+    choice = _resolve("linear_gelu", x, activation, backend)
     rows, save = x.reshape(-1, x.shape[-1]), torch.is_grad_enabled()
-    y, _ = _linear_gelu(rows, weight, bias, approximate, save, choice.backend)
+    y, _ = _linear_gelu(rows, weight, bias, activation, save, choice.backend)
     return y.view(*x.shape[:-1], weight.shape[0])
 
 
@@ -55,33 +60,59 @@ def feed_forward(
     b2: Tensor | None,
     *,
     activation: str = "gelu",
+    recompute: bool = False,
+    return_residual: bool = False,
     backend: str | None = None,
-) -> Tensor:
+) -> Tensor | tuple[Tensor, Tensor]:
     """gelu(x W1ᵀ + b1) W2ᵀ + b2 (Vaswani et al. 2017, eq. 2, with GELU for ReLU).
 
     x (..., K), w1 (N, K), b1 (N,) or None, w2 (M, N), b2 (M,) or None, one floating dtype;
-    activation: "gelu" (exact), "gelu_tanh" or "relu". Returns (..., M) in x's dtype (autocast's
-    under autocast). Raises ValueError or TypeError naming the argument; ValueError when ``backend``
-    cannot serve.
+    activation: "gelu" (exact), "gelu_tanh" or "relu"; or "geglu" or "swiglu" with w1 (2N, K) and b1
+    (2N,), GELU or SiLU of the first half of the columns times the second half (Shazeer 2020). For
+    the backward pass the pre-activation is kept; with ``recompute`` nothing is but the arguments,
+    and the first product is formed once more. Returns (..., M) in x's dtype (autocast's under
+    autocast), with return_residual also x, as ``linear`` does. Raises ValueError or TypeError
+    naming the argument; ValueError when ``backend`` cannot serve.
     """
+    given = x
     require(activation in ACTIVATIONS, "activation", repr(activation), ", ".join(ACTIVATIONS))
-    approximate = ACTIVATIONS[activation]
     x, w1, b1, w2, b2 = autocast(x, w1, b1, w2, b2)
     _check_linear(x, "x", w1, "w1", b1, "b1")
     require_floating("w2", w2)
-    require(w2.dim() == 2, "w2", f"shape {tuple(w2.shape)}", f"shape (M, {w1.shape[0]})")
-    require_shape("w2", w2, (w2.shape[0], w1.shape[0]))
+    inner = w1.shape[0]
+    if activation in GATED:
+        require(inner % 2 == 0, "w1", f"shape {tuple(w1.shape)}", "an even number of rows")
+        inner //= 2
+    require(w2.dim() == 2, "w2", f"shape {tuple(w2.shape)}", f"shape (M, {inner})")
+    require_shape("w2", w2, (w2.shape[0], inner))
+    require(w2.dtype == x.dtype, "w2", w2.dtype, f"{x.dtype}, as x")
     if b2 is not None:
         require_shape("b2", b2, (w2.shape[0],))
+        require(b2.dtype == x.dtype, "b2", b2.dtype, f"{x.dtype}, as x")
     require_same_device("x", x.device, w2=w2, b2=b2)
-    choice = _resolve("feed_forward", x, approximate, backend)
-    rows, save = x.reshape(-1, x.shape[-1]), torch.is_grad_enabled()
-    y, _, _ = _feed_forward(rows, w1, b1, w2, b2, approximate, save, choice.backend)
-    return y.view(*x.shape[:-1], w2.shape[0])
+    choice = _resolve("feed_forward", x, activation, backend)
+    rows, save = x.reshape(-1, x.shape[-1]), torch.is_grad_enabled() and not recompute
+    if return_residual and given.requires_grad and torch.is_grad_enabled():
+        constants = (activation, save, choice.backend)
+        return with_residual("feed_forward", given, (w1, b1, w2, b2), constants)
+    y, _ = _feed_forward(rows, w1, b1, w2, b2, activation, save, choice.backend)
+    y = y.view(*x.shape[:-1], w2.shape[0])
+    return (y, given) if return_residual else y
 
 
-def _resolve(op: str, x: Tensor, approximate: str, backend: str | None) -> backends.Choice:
-    request = backends.Request(x.device.type, x.dtype, activation=approximate)
+def engine_reason(rows: int, columns: int, depth: int, dtype: torch.dtype) -> str:
+    """Which engine the Triton backend takes for a product with an activation, and why.
+
+    rows × columns results, each of depth products. ImportError where Triton is missing.
+    """
+    from fastbert.kernels.common import gemm_engine
+
+    engine = gemm_engine(rows, columns, depth, dtype)
+    return f"{engine.name}: {engine.reason}"
+
+
+def _resolve(op: str, x: Tensor, activation: str, backend: str | None) -> backends.Choice:
+    request = backends.Request(x.device.type, x.dtype, activation=activation)
     return backends.resolve(op, backend, request)
 
 
@@ -94,149 +125,260 @@ def _check_linear(x, x_name, weight, weight_name, bias, bias_name):
     require(weight.dtype == x.dtype, weight_name, weight.dtype, f"{x.dtype}, as {x_name}")
     require_same_device(x_name, x.device, **{weight_name: weight, bias_name: bias})
     if bias is not None:
-        require_floating(bias_name, bias)
+        require(bias.dtype == x.dtype, bias_name, bias.dtype, f"{x.dtype}, as {x_name}")
         require_shape(bias_name, bias, (weight.shape[0],))
 
 
-# linear_gelu: x (M, K) → y (M, N) and, to be saved, h = x Wᵀ without the bias
+# linear_gelu: x (M, K) → y (M, N) and, to be saved, the pre-activation h as the backend's backward
+# wants it: with the bias, or without it in the extension, which adds it in its own pass. Of every
+# backward operator the results that are not needed are empty.
 
 
-def _table(backend: str) -> backends.Implementation:
-    return backends.TABLES["linear_gelu"][backend]
+def _forward(x, weight, bias, activation, save, backend):
+    return backends.TABLES["linear_gelu"][backend].forward(x, weight, bias, activation, save)
 
 
-def _forward(x, weight, bias, approximate, save, backend):
-    return _table(backend).forward(x, weight, bias, approximate, save)
-
-
-def _fake(x, weight, bias, approximate, save, backend):
+def _fake(x, weight, bias, activation, save, backend):
     y = x.new_empty(x.shape[0], weight.shape[0])
     return y, torch.empty_like(y) if save else x.new_empty(0)
 
 
-def _gelu_backward_forward(dy, h, bias, approximate, backend):
-    return _table(backend).backward(dy, h, bias, approximate)
+def _backward(dy, x, weight, bias, h, activation, needs, backend):
+    table = backends.TABLES["linear_gelu"][backend]
+    dh, dbias, _ = table.backward(dy, None, h, bias, activation)
+    dx = dh @ weight if needs[0] else None
+    dweight = dh.t() @ x if needs[1] else None
+    return _or_empty(dy, dx, dweight, dbias if needs[2] else None)
 
 
-def _gelu_backward_fake(dy, h, bias, approximate, backend):
-    return h.new_empty(h.shape), h.new_empty(0) if bias is None else bias.new_empty(bias.shape)
+def _backward_fake(dy, x, weight, bias, h, activation, needs, backend):
+    return _like_needed(dy, needs, x, weight, bias)
+
+
+def _or_empty(like: Tensor, *gradients: Tensor | None) -> tuple[Tensor, ...]:
+    return tuple(like.new_empty(0) if g is None else g for g in gradients)
+
+
+def _like_needed(like: Tensor, needs: list[bool], *inputs: Tensor | None) -> tuple[Tensor, ...]:
+    return tuple(
+        t.new_empty(t.shape) if need and t is not None else like.new_empty(0)
+        for t, need in zip(inputs, needs, strict=True)
+    )
+
+
+def _needed(gradients: tuple[Tensor, ...], needs: list[bool]) -> tuple[Tensor | None, ...]:
+    return tuple(g if need else None for g, need in zip(gradients, needs, strict=True))
 
 
 _linear_gelu = operator(
-    "linear_gelu(Tensor x, Tensor weight, Tensor? bias, str approximate, bool save, str backend) "
+    "linear_gelu(Tensor x, Tensor weight, Tensor? bias, str activation, bool save, str backend) "
     "-> (Tensor, Tensor)",
     _forward,
     _fake,
 )
-# Gradients of h and bias of gelu(h + bias); the second is empty without a bias.
-_gelu_backward = operator(
-    "gelu_backward(Tensor dy, Tensor h, Tensor? bias, str approximate, str backend) "
-    "-> (Tensor, Tensor)",
-    _gelu_backward_forward,
-    _gelu_backward_fake,
+_linear_gelu_backward = operator(
+    "linear_gelu_backward(Tensor dy, Tensor x, Tensor weight, Tensor? bias, Tensor h, "
+    "str activation, bool[] needs, str backend) -> (Tensor, Tensor, Tensor)",
+    _backward,
+    _backward_fake,
 )
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, weight, bias, ctx.approximate, _, ctx.backend = inputs
+    x, weight, bias, ctx.activation, _, ctx.backend = inputs
     ctx.save_for_backward(x, weight, bias, output[1])
     ctx.mark_non_differentiable(output[1])
 
 
-def _first_layer_gradients(ctx, da, x, weight, bias, h, needs_x, needs_weight):
-    """Gradients of x, weight and bias from that of gelu(x Wᵀ + b)."""
-    dh, dbias = _gelu_backward(da, h, bias, ctx.approximate, ctx.backend)
-    dx = dh @ weight if needs_x else None
-    dweight = dh.t() @ x if needs_weight else None
-    return dx, dweight, None if bias is None else dbias
-
-
 def _gradient(ctx: Any, dy: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    x, weight, bias, h = ctx.saved_tensors
-    needs = ctx.needs_input_grad
-    return *_first_layer_gradients(ctx, dy, x, weight, bias, h, *needs[:2]), None, None, None
+    needs = ctx.needs_input_grad[:3]
+    gradients = _linear_gelu_backward(dy, *ctx.saved_tensors, ctx.activation, needs, ctx.backend)
+    return *_needed(gradients, needs), None, None, None
 
 
 differentiable("linear_gelu", _gradient, _setup_context)
-once_differentiable("gelu_backward")
+once_differentiable("linear_gelu_backward")
 
 
-# feed_forward: y (M, O) and, to be saved, a = gelu(h + b1) and h
+# feed_forward: y (M, O) and, to be saved, h as above
 
 
-def _feed_forward_forward(x, w1, b1, w2, b2, approximate, save, backend):
-    a, h = _table(backend).forward(x, w1, b1, approximate, save)
-    return F.linear(a, w2, b2), a if save else x.new_empty(0), h
+def _feed_forward_forward(x, w1, b1, w2, b2, activation, save, backend):
+    a, h = backends.TABLES["feed_forward"][backend].forward(x, w1, b1, activation, save)
+    return F.linear(a, w2, b2), h
 
 
-def _feed_forward_fake(x, w1, b1, w2, b2, approximate, save, backend):
-    a, h = _fake(x, w1, b1, approximate, save, backend)
-    return x.new_empty(x.shape[0], w2.shape[0]), a if save else x.new_empty(0), h
+def _feed_forward_fake(x, w1, b1, w2, b2, activation, save, backend):
+    h = x.new_empty(x.shape[0], w1.shape[0]) if save else x.new_empty(0)
+    return x.new_empty(x.shape[0], w2.shape[0]), h
+
+
+class Gradients(NamedTuple):
+    """Of ``feed_forward``'s inputs, None where they are not needed."""
+
+    x: Tensor | None
+    w1: Tensor | None
+    b1: Tensor | None
+    w2: Tensor | None
+    b2: Tensor | None
+
+
+def feed_forward_gradients(
+    dy: Tensor,
+    x: Tensor,
+    w1: Tensor,
+    b1: Tensor | None,
+    w2: Tensor,
+    h: Tensor | None,
+    activation: str,
+    needs: list[bool],
+    backend: str,
+    dresidual: Tensor | None = None,
+) -> Gradients:
+    """What the operator's backward computes, below autograd.
+
+    dy (M, O) of the result for x (M, K); h (M, N) as the forward saved it, or None to have it
+    formed here; needs: which of x, w1, b1, w2, b2 want a gradient. dresidual (M, K), the gradient
+    that comes to x on another way, is added to x's in the GEMM that makes it.
+    """
+    table = backends.TABLES["feed_forward"][backend]
+    dx = dw1 = db1 = dw2 = None
+    if any(needs[:4]):
+        if h is None:
+            h = F.linear(x, w1, None if backend in EXTENSION else b1)
+        dh, db1, a = table.backward(dy, w2, h, b1, activation)
+        if needs[0]:
+            dx = dh @ w1 if dresidual is None else torch.addmm(dresidual, dh, w1)
+        dw1 = dh.t() @ x if needs[1] else None
+        dw2 = dy.t() @ a if needs[3] else None
+    db2 = backends.TABLES["linear"][_summing(backend)].backward(dy) if needs[4] else None
+    return Gradients(dx, dw1, db1 if needs[2] else None, dw2, db2)
+
+
+def _summing(backend: str) -> str:
+    """The backend that sums the rows of a second bias's gradient."""
+    return backend if backend in backends.TABLES["linear"] else "reference"
+
+
+def _feed_forward_backward_forward(dy, x, w1, b1, w2, b2, h, dresidual, activation, needs, backend):
+    gradients = feed_forward_gradients(dy, x, w1, b1, w2, h, activation, needs, backend, dresidual)
+    return _or_empty(dy, *gradients)
+
+
+def _feed_forward_backward_fake(dy, x, w1, b1, w2, b2, h, dresidual, activation, needs, backend):
+    return _like_needed(dy, needs, x, w1, b1, w2, b2)
 
 
 _feed_forward = operator(
-    "feed_forward(Tensor x, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, str approximate, "
-    "bool save, str backend) -> (Tensor, Tensor, Tensor)",
+    "feed_forward(Tensor x, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, str activation, "
+    "bool save, str backend) -> (Tensor, Tensor)",
     _feed_forward_forward,
     _feed_forward_fake,
+)
+_feed_forward_backward = operator(
+    "feed_forward_backward(Tensor dy, Tensor x, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, "
+    "Tensor? h, Tensor? dresidual, str activation, bool[] needs, str backend) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _feed_forward_backward_forward,
+    _feed_forward_backward_fake,
 )
 
 
 def _feed_forward_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    x, w1, b1, w2, b2, ctx.approximate, _, ctx.backend = inputs
-    ctx.has_b2 = b2 is not None
-    ctx.save_for_backward(x, w1, b1, w2, *output[1:])
-    ctx.mark_non_differentiable(*output[1:])
+    x, w1, b1, w2, b2, ctx.activation, save, ctx.backend = inputs
+    ctx.save_for_backward(x, w1, b1, w2, b2, output[1] if save else None)
+    ctx.mark_non_differentiable(output[1])
 
 
-def _feed_forward_gradient(ctx: Any, dy: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-    x, w1, b1, w2, a, h = ctx.saved_tensors
-    needs = ctx.needs_input_grad
-    dw2 = dy.t() @ a if needs[3] else None
-    db2 = dy.sum(dim=0) if ctx.has_b2 and needs[4] else None
-    first = _first_layer_gradients(ctx, dy @ w2, x, w1, b1, h, *needs[:2])
-    return *first, dw2, db2, None, None, None
+def _feed_forward_gradient(ctx: Any, dy: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    needs = ctx.needs_input_grad[:5]
+    gradients = _feed_forward_backward(
+        dy, *ctx.saved_tensors, None, ctx.activation, needs, ctx.backend
+    )
+    return *_needed(gradients, needs), None, None, None
 
 
 differentiable("feed_forward", _feed_forward_gradient, _feed_forward_setup_context)
+once_differentiable("feed_forward_backward")
 
 
-# Backends; those of feed_forward are the same, its second product is a library GEMM in each
+def _layer_forward(x, w1, b1, w2, b2, activation, save, backend):
+    y, h = _feed_forward(x, w1, b1, w2, b2, activation, save, backend)
+    return y, h if save else None
 
 
-def _triton_forward(x, weight, bias, approximate, save):
+def _layer_backward(dy, x, w1, b1, w2, b2, h, dresidual, needs, activation, save, backend):
+    return _feed_forward_backward(dy, x, w1, b1, w2, b2, h, dresidual, activation, needs, backend)
+
+
+LAYERS["feed_forward"] = Layer(_layer_forward, _layer_backward)
+
+
+# Backends of both. Forward: the first product and its activation. Backward: from dy and the second
+# product's weight, None where there is no second product, the gradients of h and of the bias and
+# the activation itself, which the gradient of the second weight needs.
+
+
+def _triton_forward(x, weight, bias, activation, save):
     from fastbert.kernels.feed_forward import linear_gelu_forward
 
-    y, h = linear_gelu_forward(x, weight, bias, approximate=approximate, save=save)
+    y, h = linear_gelu_forward(
+        x,
+        weight,
+        bias,
+        approximate=ACTIVATIONS[activation],
+        gated=activation in GATED,
+        save=save,
+    )
     return y, x.new_empty(0) if h is None else h
 
 
-def _triton_backward(dy, h, bias, approximate):
-    from fastbert.kernels.feed_forward import gelu_backward
+def _triton_backward(dy, w2, h, bias, activation):
+    from fastbert.kernels.feed_forward_backward import feed_forward_backward, gelu_backward
 
-    dh, dbias = gelu_backward(dy, h, bias, approximate=approximate)
-    return dh, h.new_empty(0) if dbias is None else dbias
+    options = {
+        "approximate": ACTIVATIONS[activation],
+        "gated": activation in GATED,
+        "sum_rows": bias is not None,
+    }
+    if w2 is None:
+        return gelu_backward(dy, h, **options)
+    return feed_forward_backward(dy, w2, h, **options)
 
 
-def _extension_forward(x, weight, bias, approximate, save):
+def _extension_forward(x, weight, bias, activation, save):
     h = x @ weight.t()
-    y = torch.ops.fastbert_C.bias_gelu_forward(h, bias, approximate)
+    y = torch.ops.fastbert_C.bias_gelu_forward(h, bias, ACTIVATIONS[activation])
     return y, h if save else x.new_empty(0)
 
 
-def _extension_backward(dy, h, bias, approximate):
-    return torch.ops.fastbert_C.bias_gelu_backward(dy, h, bias, approximate)
+def _extension_backward(dy, w2, h, bias, activation):
+    da, form = dy if w2 is None else dy @ w2, ACTIVATIONS[activation]
+    dh, dbias = torch.ops.fastbert_C.bias_gelu_backward(da, h, bias, form)
+    a = None if w2 is None else torch.ops.fastbert_C.bias_gelu_forward(h, bias, form)
+    return dh, dbias, a
 
 
-def _refuses_relu(request: backends.Request) -> str | None:
-    return "it has GELU kernels only, not ReLU" if request.activation == "relu" else None
+def _reference_backward(dy, w2, h, bias, activation):
+    da = dy if w2 is None else dy @ w2
+    return closed_form.gelu_backward(da, h, bias is not None, activation)
+
+
+def _refuses_all_but_gelu(request: backends.Request) -> str | None:
+    if request.activation in ("gelu", "gelu_tanh"):
+        return None
+    return f"it has GELU kernels only, none for {request.activation}"
 
 
 backends.TABLES["linear_gelu"] = backends.TABLES["feed_forward"] = {
     "reference": backends.Implementation(
-        closed_form.linear_gelu_forward, closed_form.gelu_backward, backends.ALL_DTYPES
+        closed_form.linear_gelu_forward, _reference_backward, backends.ALL_DTYPES
     ),
-    "triton": backends.Implementation(_triton_forward, _triton_backward, refuses=_refuses_relu),
-    "cuda": backends.Implementation(_extension_forward, _extension_backward, refuses=_refuses_relu),
-    "cpu": backends.Implementation(_extension_forward, _extension_backward, refuses=_refuses_relu),
+    "triton": backends.Implementation(_triton_forward, _triton_backward),
+    "cuda": backends.Implementation(
+        _extension_forward, _extension_backward, refuses=_refuses_all_but_gelu
+    ),
+    "cpu": backends.Implementation(
+        _extension_forward, _extension_backward, refuses=_refuses_all_but_gelu
+    ),
 }

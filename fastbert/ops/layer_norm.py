@@ -13,6 +13,7 @@ from fastbert.ops.arguments import (
     dropout_seed as draw_seed,
 )
 from fastbert.ops.arguments import (
+    flatten_rows,
     require,
     require_floating,
     require_same_device,
@@ -54,19 +55,14 @@ def layer_norm(
         require_floating("residual", residual)
         require_shape("residual", residual, tuple(shape))
         dtype = torch.promote_types(x.dtype, residual.dtype)
-        x, residual = x.to(dtype), _rows(residual.to(dtype))
+        x, residual = x.to(dtype), flatten_rows(residual.to(dtype))
     seed = draw_seed(dropout_p, dropout_seed, x.device)
-    choice = backends.resolve("layer_norm", backend, backends.Request(x.device.type, x.dtype))
+    request = backends.Request(x.device.type, x.dtype, columns=columns)
+    choice = backends.resolve("layer_norm", backend, request)
     y, _, _ = _layer_norm(
-        _rows(x), weight, bias, residual, x_bias, seed, dropout_p, eps, choice.backend
+        flatten_rows(x), weight, bias, residual, x_bias, seed, dropout_p, eps, choice.backend
     )
     return y.view(shape)
-
-
-def _rows(x: Tensor) -> Tensor:
-    """(R, N) with rows at any stride; elements that do not lie side by side are copied together."""
-    rows = x.reshape(-1, x.shape[-1])
-    return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
 # The operator. Rows are flattened: x (R, N); mean and rstd (R,).
@@ -170,7 +166,9 @@ backends.TABLES["layer_norm"] = {
     "reference": backends.Implementation(
         closed_form.layer_norm_forward, closed_form.layer_norm_backward, backends.ALL_DTYPES
     ),
-    "triton": backends.Implementation(_triton_forward, _triton_backward),
+    "triton": backends.Implementation(
+        _triton_forward, _triton_backward, refuses=backends.refuse_wide_rows
+    ),
     "cuda": backends.Implementation(_extension_forward, _extension_backward),
     "cpu": backends.Implementation(_extension_forward, _extension_backward),
 }

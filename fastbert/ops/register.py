@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 LIBRARY = torch.library.Library("fastbert", "DEF")
+# What runs for each operator, by name, once autograd and autocast have had their say.
+IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {}
 
 
 def _without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -38,7 +40,8 @@ def operator(
     """
     name = schema.split("(", 1)[0]
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    LIBRARY.impl(name, _without_autocast(forward), "CompositeExplicitAutograd")
+    IMPLEMENTATIONS[name] = _without_autocast(forward)
+    LIBRARY.impl(name, IMPLEMENTATIONS[name], "CompositeExplicitAutograd")
     torch.library.register_fake(f"fastbert::{name}", fake, lib=LIBRARY)
     return getattr(torch.ops.fastbert, name).default
 
@@ -46,10 +49,17 @@ def operator(
 def differentiable(
     name: str, backward: Callable[..., Any], setup_context: Callable[..., None]
 ) -> None:
-    """Registers the gradient of ``fastbert::<name>``."""
-    torch.library.register_autograd(
-        f"fastbert::{name}", backward, setup_context=setup_context, lib=LIBRARY
-    )
+    """Registers the gradient of ``fastbert::<name>``.
+
+    Gradients of outputs that have none, such as statistics, arrive as None: autograd would launch a
+    kernel for each to fill it with zeros.
+    """
+
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.set_materialize_grads(False)
+        setup_context(ctx, inputs, output)
+
+    torch.library.register_autograd(f"fastbert::{name}", backward, setup_context=setup, lib=LIBRARY)
 
 
 def once_differentiable(name: str) -> None:

@@ -14,17 +14,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastbert.reference import GATED
+
 OPS = (
     "attention",
     "attention_varlen",
+    "attention_qkvpacked",
     "layer_norm",
+    "rms_norm",
+    "linear",
     "linear_gelu",
     "feed_forward",
     "embedding",
     "linear_cross_entropy",
 )
 # The row of the backend table that serves each public function.
-TABLE_OF = {op: op for op in OPS} | {"attention_varlen": "attention"}
+TABLE_OF = {op: op for op in OPS} | {
+    "attention_varlen": "attention",
+    "attention_qkvpacked": "attention",
+}
+
+# How the names of random cases begin.
+RANDOM = "random-"
 
 
 @dataclass(frozen=True)
@@ -55,9 +66,15 @@ class Case:
 
     op: str
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[Any, ...]
     options: dict[str, Any] = field(default_factory=dict)
     quick: bool = False
+    # In Triton's interpreter, play the tiles of a GPU, not the larger ones that are faster there.
+    gpu_tiles: bool = False
+
+    @property
+    def is_random(self) -> bool:
+        return self.name.startswith(RANDOM)
 
     def inputs(self, dtype: torch.dtype, device: str = "cpu", seed: int = 0) -> Inputs:
         """Seeded inputs rounded to ``dtype``; the same values on every device and backend."""
@@ -66,11 +83,12 @@ class Case:
         inputs = _BUILDERS[self.op](draw, *self.shape, **self.options)
         return inputs.map(lambda _, v: v.to(device) if isinstance(v, Tensor) else v)
 
-    def command(self, backend: str, dtype: torch.dtype) -> str:
+    def command(self, backend: str, dtype: torch.dtype, seed: int = 0) -> str:
+        """What reproduces this case, run on inputs of ``seed``."""
         name = str(dtype).removeprefix("torch.")
-        return (
-            f"fastbert check --op {self.op} --case {self.name} --backend {backend} --dtype {name}"
-        )
+        command = f"fastbert check --op {self.op} --case {self.name}"
+        seeded = f" --seed {seed}" if seed else ""
+        return f"{command} --backend {backend} --dtype {name}{seeded}"
 
     def flops(self) -> int:
         """Floating-point operations of the forward pass, multiply and add counted as two."""
@@ -107,40 +125,105 @@ def _dropout(draw: Draw, dropout_p: float) -> dict[str, Any]:
     return {"dropout_p": dropout_p, "dropout_seed": draw.seed()} if dropout_p else {}
 
 
+def _broadcast(form: str, sizes: tuple[int, int, int, int]) -> tuple[int, ...]:
+    """The shape of a mask or bias that differs along the dimensions named: "bqk" is (B, 1, Lq,
+    Lk).
+    """
+    return tuple(size if name in form else 1 for name, size in zip("bhqk", sizes, strict=True))
+
+
+def _pairs(draw, sizes, mask, bias, dropout_p) -> dict[str, Any]:
+    """Keywords mask, bias and dropout for logits of these sizes (B, H, Lq, Lk).
+
+    mask: None, "padding" (B, Lk), "rows" (a row that attends nothing), or a form of ``_broadcast``;
+    bias: False, True for "hqk", or a form.
+    """
+    keyword = _dropout(draw, dropout_p)
+    batch, _, _, keys = sizes
+    if mask == "padding":
+        keyword["mask"] = torch.arange(keys) < draw.lengths(batch, keys)[:, None]
+    elif mask == "rows":
+        keyword["mask"] = draw.integers(4, *_broadcast("bqk", sizes)) > 0
+        keyword["mask"][..., :1, :] = False
+    elif mask is not None:
+        keyword["mask"] = draw.integers(4, *_broadcast(mask, sizes)) > 0
+    if bias:
+        keyword["bias"] = draw.normal(*_broadcast("hqk" if bias is True else bias, sizes))
+    return keyword
+
+
+def _laid_out(x: Tensor, layout: str) -> Tensor:
+    """x (B, H, L, D) in other memory: "transposed" strides, keys and values shared by all heads
+    ("expanded"), or an address that is a multiple of one element alone ("offset").
+    """
+    if layout == "transposed":
+        return x.mT.contiguous().mT
+    if layout == "expanded":
+        return x[:, :1].expand(x.shape)
+    if layout == "offset":
+        return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
+    return x
+
+
 def _attention(
-    draw, batch, heads, queries, keys, head_dim, *, mask=None, bias=False, dropout_p=0.0,
-    logits=1.0, **options,
+    draw, batch, heads, queries, keys, head_dim, *, mask=None, bias=False, bias_gradient=False,
+    dropout_p=0.0, logits=1.0, layout="sliced", **options,
 ):  # fmt: skip
     q = draw.normal(batch, heads, queries, head_dim, scale=logits)
     # Slices of one fused projection, as the model passes them.
-    kv = draw.normal(batch, keys, 2, heads, head_dim).permute(2, 0, 3, 1, 4)
-    keyword: dict[str, Any] = {**options, **_dropout(draw, dropout_p)}
-    if mask == "padding":
-        lengths = draw.lengths(batch, keys)
-        keyword["mask"] = torch.arange(keys) < lengths[:, None]
-    elif mask == "rows":
-        keyword["mask"] = draw.integers(4, batch, 1, queries, keys) > 0
-        keyword["mask"][..., 0, :] = False
-    gradients = ("q", "k", "v")
-    if bias:
-        keyword["bias"] = draw.normal(1, heads, queries, keys)
-    return Inputs({"q": q, "k": kv[0], "v": kv[1]}, keyword, gradients)
-
-
-def _attention_varlen(draw, lengths, heads, head_dim, slack=0, *, dropout_p=0.0, **options):
-    cu_seqlens = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    total = int(cu_seqlens[-1]) + slack
-    qkv = draw.normal(total, 3, heads, head_dim)
+    k, v = draw.normal(batch, keys, 2, heads, head_dim).permute(2, 0, 3, 1, 4)
+    keyword = _pairs(draw, (batch, heads, queries, keys), mask, bias, dropout_p)
     positional = {
-        "q": qkv[:, 0],
-        "k": qkv[:, 1],
-        "v": qkv[:, 2],
-        "cu_seqlens_q": cu_seqlens,
-        "cu_seqlens_k": cu_seqlens,
-        "max_seqlen_q": max(lengths, default=0),
-        "max_seqlen_k": max(lengths, default=0),
+        "q": q if layout == "expanded" else _laid_out(q, layout),
+        "k": _laid_out(k, layout),
+        "v": _laid_out(v, layout),
     }
-    return Inputs(positional, {**options, **_dropout(draw, dropout_p)}, ("q", "k", "v"))
+    gradients = ("q", "k", "v", *(("bias",) if bias_gradient else ()))
+    return Inputs(positional, {**options, **keyword}, gradients)
+
+
+def _cumulative(lengths: tuple[int, ...]) -> Tensor:
+    return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+
+
+def _attention_varlen(
+    draw, lengths, heads, head_dim, slack=0, *, key_lengths=None, mask=None, bias=False,
+    bias_gradient=False, dropout_p=0.0, **options,
+):  # fmt: skip
+    if key_lengths is None:
+        key_lengths = lengths
+        q, k, v = draw.normal(sum(lengths) + slack, 3, heads, head_dim).unbind(1)
+    else:
+        q = draw.normal(sum(lengths) + slack, heads, head_dim)
+        k, v = draw.normal(sum(key_lengths) + slack, 2, heads, head_dim).unbind(1)
+    longest = (max(lengths, default=0), max(key_lengths, default=0))
+    positional = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "cu_seqlens_q": _cumulative(lengths),
+        "cu_seqlens_k": _cumulative(key_lengths),
+        "max_seqlen_q": longest[0],
+        "max_seqlen_k": longest[1],
+    }
+    keyword = _pairs(draw, (len(lengths), heads, *longest), mask, bias, dropout_p)
+    gradients = ("q", "k", "v", *(("bias",) if bias_gradient else ()))
+    return Inputs(positional, {**options, **keyword}, gradients)
+
+
+def _attention_qkvpacked(
+    draw, lengths, heads, head_dim, slack=0, *, dense=False, mask=None, bias=False,
+    bias_gradient=False, dropout_p=0.0, **options,
+):  # fmt: skip
+    longest = max(lengths, default=0)
+    if dense:
+        positional = {"qkv": draw.normal(len(lengths), longest, 3, heads, head_dim)}
+    else:
+        qkv = draw.normal(sum(lengths) + slack, 3, heads, head_dim)
+        positional = {"qkv": qkv, "cu_seqlens": _cumulative(lengths), "max_seqlen": longest}
+    keyword = _pairs(draw, (len(lengths), heads, longest, longest), mask, bias, dropout_p)
+    gradients = ("qkv", *(("bias",) if bias_gradient else ()))
+    return Inputs(positional, {**options, **keyword}, gradients)
 
 
 def _layer_norm(
@@ -161,6 +244,14 @@ def _layer_norm(
     return Inputs(positional, keyword, gradients)
 
 
+def _rms_norm(draw, rows, columns, *, residual=True, **options):
+    positional = {"x": draw.normal(rows, columns), "weight": draw.normal(columns) + 1}
+    if residual:
+        options["residual"] = draw.normal(rows, columns)
+    gradients = ("x", "weight", *(("residual",) if residual else ()))
+    return Inputs(positional, options, gradients)
+
+
 def _linear_gelu(draw, rows, inner, outer, *, bias=True, **options):
     positional = {
         "x": draw.normal(rows, inner),
@@ -170,11 +261,16 @@ def _linear_gelu(draw, rows, inner, outer, *, bias=True, **options):
     return Inputs(positional, options, ("x", "weight", "bias") if bias else ("x", "weight"))
 
 
+def _linear(draw, rows, inner, outer, *, bias=True):
+    return _linear_gelu(draw, rows, inner, outer, bias=bias)
+
+
 def _feed_forward(draw, rows, hidden, inner, *, bias=True, **options):
+    first = 2 * inner if options.get("activation") in GATED else inner
     positional = {
         "x": draw.normal(rows, hidden),
-        "w1": draw.normal(inner, hidden, scale=hidden**-0.5),
-        "b1": draw.normal(inner) if bias else None,
+        "w1": draw.normal(first, hidden, scale=hidden**-0.5),
+        "b1": draw.normal(first) if bias else None,
         "w2": draw.normal(hidden, inner, scale=inner**-0.5),
         "b2": draw.normal(hidden) if bias else None,
     }
@@ -196,14 +292,18 @@ def _embedding(draw, tokens, vocabulary, hidden, *, padding_idx=None, dropout_p=
     return Inputs(positional, keyword, tuple(positional)[3:])
 
 
-def _linear_cross_entropy(draw, tokens, hidden, vocabulary, *, labelled=0.15, bias=True, **options):
+def _linear_cross_entropy(
+    draw, tokens, hidden, vocabulary, *, labelled=0.15, bias=True, logits=1.0, narrow=False,
+    **options,
+):  # fmt: skip
     labels = draw.integers(vocabulary, tokens)
     ignored = torch.rand(tokens, generator=draw.generator) >= labelled
+    labels = labels.masked_fill(ignored, options.get("ignore_index", -100))
     positional = {
-        "hidden": draw.normal(tokens, hidden),
+        "hidden": draw.normal(tokens, hidden, scale=logits),
         "weight": draw.normal(vocabulary, hidden, scale=hidden**-0.5),
         "bias": draw.normal(vocabulary) if bias else None,
-        "labels": labels.masked_fill(ignored, -100),
+        "labels": labels.int() if narrow else labels,
     }
     return Inputs(positional, options, ("hidden", "weight", *(("bias",) if bias else ())))
 
@@ -211,7 +311,10 @@ def _linear_cross_entropy(draw, tokens, hidden, vocabulary, *, labelled=0.15, bi
 _BUILDERS: dict[str, Callable[..., Inputs]] = {
     "attention": _attention,
     "attention_varlen": _attention_varlen,
+    "attention_qkvpacked": _attention_qkvpacked,
     "layer_norm": _layer_norm,
+    "rms_norm": _rms_norm,
+    "linear": _linear,
     "linear_gelu": _linear_gelu,
     "feed_forward": _feed_forward,
     "embedding": _embedding,
@@ -221,7 +324,10 @@ _BUILDERS: dict[str, Callable[..., Inputs]] = {
 _FLOPS: dict[str, Callable[..., int]] = {
     "attention": lambda b, h, lq, lk, d: 4 * b * h * lq * lk * d,
     "attention_varlen": lambda lengths, h, d, slack=0: 4 * h * d * sum(n * n for n in lengths),
+    "attention_qkvpacked": lambda lengths, h, d, slack=0: 4 * h * d * sum(n * n for n in lengths),
     "layer_norm": lambda rows, columns: 8 * rows * columns,
+    "rms_norm": lambda rows, columns: 5 * rows * columns,
+    "linear": lambda rows, inner, outer: 2 * rows * inner * outer,
     "linear_gelu": lambda rows, inner, outer: 2 * rows * inner * outer,
     "feed_forward": lambda rows, hidden, inner: 4 * rows * hidden * inner,
     "embedding": lambda tokens, vocabulary, hidden: 10 * tokens * hidden,
@@ -231,7 +337,10 @@ _FLOPS: dict[str, Callable[..., int]] = {
 _ELEMENTS: dict[str, Callable[..., int]] = {
     "attention": lambda b, h, lq, lk, d: 2 * b * h * (lq + lk) * d,
     "attention_varlen": lambda lengths, h, d, slack=0: 4 * sum(lengths) * h * d,
+    "attention_qkvpacked": lambda lengths, h, d, slack=0: 4 * sum(lengths) * h * d,
     "layer_norm": lambda rows, columns: 3 * rows * columns,
+    "rms_norm": lambda rows, columns: 3 * rows * columns,
+    "linear": lambda rows, inner, outer: rows * inner + inner * outer + rows * outer,
     "linear_gelu": lambda rows, inner, outer: rows * inner + inner * outer + rows * outer,
     "feed_forward": lambda rows, hidden, inner: 2 * rows * hidden + 2 * hidden * inner,
     "embedding": lambda tokens, vocabulary, hidden: 4 * tokens * hidden,
@@ -261,12 +370,19 @@ def _cases() -> Iterator[Case]:
     yield case("attention_varlen", "dropout", (25, 14), 2, 64, dropout_p=0.1)
     yield case("attention_varlen", "window", (50, 31), 1, 16, window=(6, 6))
     yield case("attention_varlen", "one_token", (1,), 2, 111)
+    yield case("attention_qkvpacked", "packed", (33, 0, 1, 40), 2, 64, 5, quick=True)
+    yield case("attention_qkvpacked", "dense", (37, 37), 2, 40, dense=True, dropout_p=0.1)
     yield case("layer_norm", "residual", 37, 768, quick=True)
     yield case("layer_norm", "dropout", 29, 768, dropout_p=0.1, quick=True)
     yield case("layer_norm", "plain", 33, 111, residual=False, x_bias=False)
     yield case("layer_norm", "wide", 9, 3584, dropout_p=0.1)
     yield case("layer_norm", "odd", 17, 1023, x_bias=False)
     yield case("layer_norm", "constant", 16, 128, residual=False, x_bias=False, constant=True)
+    yield case("rms_norm", "residual", 37, 768, quick=True)
+    yield case("rms_norm", "plain", 33, 111, residual=False, eps=1e-5)
+    yield case("rms_norm", "wide", 9, 3584)
+    yield case("linear", "bias", 70, 96, 130, quick=True)
+    yield case("linear", "no_bias", 17, 59, 65, bias=False)
     yield case("linear_gelu", "erf", 70, 96, 130, quick=True)
     yield case("linear_gelu", "tanh", 33, 64, 72, approximate="tanh", quick=True)
     yield case("linear_gelu", "no_bias", 17, 59, 65, bias=False)
@@ -274,6 +390,11 @@ def _cases() -> Iterator[Case]:
     yield case("feed_forward", "erf", 65, 64, 160, quick=True)
     yield case("feed_forward", "tanh", 31, 48, 100, activation="gelu_tanh")
     yield case("feed_forward", "no_bias", 24, 40, 96, bias=False)
+    yield case("feed_forward", "relu", 33, 40, 72, activation="relu")
+    yield case("feed_forward", "geglu", 37, 64, 104, activation="geglu")
+    yield case("feed_forward", "swiglu", 29, 48, 67, activation="swiglu", bias=False)
+    yield case("feed_forward", "recompute", 34, 56, 90, recompute=True)
+    yield case("feed_forward", "recompute_geglu", 34, 56, 66, activation="geglu", recompute=True)
     yield case("embedding", "plain", 70, 211, 96, quick=True)
     yield case("embedding", "dropout", 65, 100, 64, dropout_p=0.1, padding_idx=0, quick=True)
     # Enough labelled rows that the worst of their logits is typical, in the yardstick as well.
@@ -281,6 +402,9 @@ def _cases() -> Iterator[Case]:
     yield case("linear_cross_entropy", "sum", 130, 32, 197, reduction="sum", labelled=0.9)
     yield case("linear_cross_entropy", "none", 130, 32, 197, reduction="none", labelled=0.8)
     yield case("linear_cross_entropy", "no_label", 40, 32, 97, labelled=0.0, bias=False)
+    yield case("linear_cross_entropy", "odd", 201, 33, 1030, labelled=0.4, reduction="none")
+    yield case("linear_cross_entropy", "large_logits", 140, 64, 260, labelled=0.9, logits=30.0)
+    yield case("linear_cross_entropy", "int32", 150, 48, 130, ignore_index=7, narrow=True)
 
 
 CASES: tuple[Case, ...] = tuple(_cases())
@@ -288,10 +412,14 @@ CASES: tuple[Case, ...] = tuple(_cases())
 
 def find(op: str | None = None, name: str | None = None, quick: bool = False) -> list[Case]:
     """The registered cases of ``op`` (all without one) called ``name``; ValueError when there is
-    none.
+    none. ``name`` may also be that of a random case.
     """
     if op is not None and op not in OPS:
         raise ValueError(f"op: got {op!r}, allowed: {', '.join(OPS)}")
+    if name is not None and name.startswith(RANDOM):
+        from fastbert.testing import random_cases
+
+        return [random_cases.named(name, op)]
     found = [
         c for c in CASES if op in (None, c.op) and name in (None, c.name) and (c.quick or not quick)
     ]

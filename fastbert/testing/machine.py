@@ -6,6 +6,8 @@ import datetime
 import importlib.metadata
 import os
 import platform
+import shutil
+import subprocess
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +15,7 @@ import torch
 import fastbert.version
 from fastbert.ops import backend
 
-REPORTED = ("torch", "triton", "transformers", "tokenizers", "numpy")
+REPORTED = ("torch", "triton", "transformers", "tokenizers", "numpy", "flash-attn")
 
 
 @dataclass(frozen=True)
@@ -21,8 +23,8 @@ class Machine:
     """Where and with what a figure was measured.
 
     ``cores`` are those this process may use, ``threads`` those that torch uses; ``isa`` is the
-    level of the C++ operators, or torch's own where the extension is missing; ``gpu`` None without
-    one.
+    level of the C++ operators, or torch's own where the extension is missing; ``gpu`` and its
+    ``driver`` None without one.
     """
 
     cpu: str
@@ -33,13 +35,15 @@ class Machine:
     system: str
     versions: dict[str, str | None]
     date: str
+    driver: str | None = None
 
     def lines(self) -> list[str]:
         """The header as text: machine, versions, date."""
         versions = ", ".join(f"{name} {v}" for name, v in self.versions.items() if v)
+        driver = f" (driver {self.driver})" if self.driver else ""
         return [
             f"{self.cpu}, {self.cores} cores, {self.threads} threads, {self.isa}; "
-            f"GPU: {self.gpu or 'none'}; {self.system}",
+            f"GPU: {self.gpu or 'none'}{driver}; {self.system}",
             f"{versions}; {self.date}",
         ]
 
@@ -71,6 +75,18 @@ def cpu_cores() -> int:
     return os.cpu_count() or 1
 
 
+def gpu_driver() -> str | None:
+    """The NVIDIA driver's version, None where nvidia-smi is missing or fails."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30)
+    except (subprocess.SubprocessError, OSError):
+        return None
+    return answer.stdout.split("\n", 1)[0].strip() or None
+
+
 def describe() -> Machine:
     """The machine that this process runs on, now."""
     if backend.EXTENSION is not None:
@@ -83,13 +99,18 @@ def describe() -> Machine:
     }
     versions |= {name: version_of(name) for name in REPORTED}
     versions["torch"] = torch.__version__
+    has_gpu = torch.cuda.is_available()
+    if has_gpu:
+        versions["CUDA"] = torch.version.cuda
+        versions["cuDNN"] = str(torch.backends.cudnn.version())
     return Machine(
         cpu=cpu_model(),
         cores=cpu_cores(),
         threads=torch.get_num_threads(),
         isa=isa,
-        gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        gpu=torch.cuda.get_device_name() if has_gpu else None,
         system=f"{platform.system()} {platform.release()}",
         versions=versions,
         date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        driver=gpu_driver() if has_gpu else None,
     )

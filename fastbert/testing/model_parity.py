@@ -1,4 +1,6 @@
-"""Parity of the whole model: one pre-training step against ``fastbert.reference_model``."""
+"""Parity of the whole model: one pre-training step, dropout and all, against
+``fastbert.reference_model``.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,9 @@ from fastbert import reference_model
 from fastbert.config import BertConfig
 from fastbert.modules import BertForPreTraining
 from fastbert.ops import backend as backends
+from fastbert.ops.arguments import dropout_seeds
 from fastbert.testing.cases import Case
-from fastbert.testing.compare import compare
+from fastbert.testing.compare import MAX_FACTOR, compare
 from fastbert.testing.parity import DTYPES, Row, devices, row
 
 CASE = Case("bert", "pretraining_step", ())
@@ -45,23 +48,37 @@ def check_model(
 
 
 def check_step(
-    backend: str | None, dtype: torch.dtype, device: str = "cpu", seed: int = 0
+    backend: str | None,
+    dtype: torch.dtype,
+    device: str = "cpu",
+    seed: int = 0,
+    *,
+    each: bool = False,
+    factor: float = MAX_FACTOR,
+    reason: str | None = None,
 ) -> list[Row]:
-    """The rows of one step in ``dtype``: mlm_loss, nsp_loss, and the gradient of each kind of
-    layer."""
+    """The rows of one training step in ``dtype``, with seeded dropout: mlm_loss, nsp_loss, and the
+    gradient of each kind of layer, or of ``each`` parameter. ``factor`` and ``reason`` as in
+    ``compare``."""
     torch.manual_seed(seed)
-    model = BertForPreTraining(CONFIG, backend=backend).to(device, dtype).eval()
+    model = BertForPreTraining(CONFIG, backend=backend).to(device, dtype).train()
     batch = _batch(seed)
+    # The model draws the same seeds after this.
+    torch.manual_seed(seed)
+    seeds = torch.cat(dropout_seeds(1 + 3 * CONFIG.num_hidden_layers, model.device)).cpu()
+    torch.manual_seed(seed)
     out = model(**{name: t.to(device) for name, t in batch.items()}, output_logits=False)
     (out.mlm_loss + out.nsp_loss).backward()
     actual = {"mlm_loss": out.mlm_loss, "nsp_loss": out.nsp_loss, **_gradients(model)}
     state = {name: t.detach().cpu() for name, t in model.state_dict().items()}
-    oracle = _reference_step(state, batch, torch.float64)
-    yardstick = _reference_step(state, batch, dtype)
+    oracle = _reference_step(state, batch, seeds, torch.float64)
+    yardstick = _reference_step(state, batch, seeds, dtype)
     rows = []
-    for name, members in _groups(oracle).items():
+    groups = {name: [name] for name in oracle} if each else _groups(oracle)
+    for name, members in groups.items():
         sides = (_flat(side, members) for side in (actual, oracle, yardstick))
-        rows.append(row(CASE, backend or "auto", dtype, compare(name, *sides)))
+        result = compare(name, *sides, factor=factor, reason=reason)
+        rows.append(row(CASE, backend or "auto", dtype, result, seed))
     return rows
 
 
@@ -100,13 +117,13 @@ def _differentiated(name: str) -> bool:
 
 
 def _reference_step(
-    state: dict[str, Tensor], batch: dict[str, Tensor], dtype: torch.dtype
+    state: dict[str, Tensor], batch: dict[str, Tensor], seeds: Tensor, dtype: torch.dtype
 ) -> dict[str, Tensor]:
     leaves = {
         name: t.to(dtype).requires_grad_() for name, t in state.items() if _differentiated(name)
     }
     tied = {"cls.predictions.decoder.weight": leaves["bert.embeddings.word_embeddings.weight"]}
-    mlm, nsp = reference_model.pretraining_loss({**leaves, **tied}, CONFIG, batch)
+    mlm, nsp = reference_model.pretraining_loss({**leaves, **tied}, CONFIG, batch, seeds)
     gradients = torch.autograd.grad(mlm + nsp, list(leaves.values()))
     named = {f"d{name}": g for name, g in zip(leaves, gradients, strict=True)}
     return {"mlm_loss": mlm, "nsp_loss": nsp, **named}

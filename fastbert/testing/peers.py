@@ -63,6 +63,13 @@ def layer_norm(
     return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
+def rms_norm(
+    x: Tensor, weight: Tensor, *, residual: Tensor | None = None, eps: float = 1e-6
+) -> Tensor:
+    """Residual and RMS norm, one after another."""
+    return F.rms_norm(x if residual is None else x + residual, x.shape[-1:], weight, eps)
+
+
 def linear_gelu(
     x: Tensor, weight: Tensor, bias: Tensor | None, *, approximate: str = "none"
 ) -> Tensor:
@@ -108,6 +115,7 @@ OPS: Mapping[str, Callable[..., Tensor]] = {
         attention,
         attention_varlen,
         layer_norm,
+        rms_norm,
         linear_gelu,
         feed_forward,
         embedding,

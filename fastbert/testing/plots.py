@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from fastbert.testing.bench import FORWARD, OpRow
 from fastbert.testing.bench_encoder import EncoderRow
@@ -21,24 +22,81 @@ def plot_bench(
     Left: the encoder in real tokens per second. Right: speedup of each operation's forward pass
     over stock PyTorch. Raises ImportError naming the extra when matplotlib is missing.
     """
+    panels = [panel for panel in (_encoder_bars(encoder), _operation_bars(operations)) if panel]
+    tallest = max((len(bars) for _, _, bars in panels), default=1)
+    figure = _figure(7.5 * max(1, len(panels)), 1.6 + 0.27 * tallest)
+    for axes, (title, unit, bars) in zip(
+        figure.subplots(1, max(1, len(panels)), squeeze=False).flat, panels, strict=False
+    ):
+        _draw(axes, title, unit, bars)
+    _head(figure, machine, 95 * max(1, len(panels)))
+    figure.savefig(path, dpi=130)
+
+
+def plot_matches(path: Path, rows: Sequence[Mapping[str, Any]], machine: Machine) -> None:
+    """Draws the rows of a benchmark section: a panel per series, shapes across, a line per engine.
+
+    Rows as ``benchmarks.gpu`` writes them; those without a time are left out, the goal is a dash.
+    Raises ImportError naming the extra when matplotlib is missing.
+    """
+    panels: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        if row.get("rate") is not None:
+            panels.setdefault(f"{row['series']}, {row['unit']}", []).append(row)
+    columns = 2 if len(panels) > 1 else 1
+    lines = -(-max(1, len(panels)) // columns)
+    figure = _figure(8.5 * columns, 1.0 + 3.4 * lines)
+    grid = figure.subplots(lines, columns, squeeze=False).flat
+    for axes, (title, found) in zip(grid, panels.items(), strict=False):
+        _draw_lines(axes, title, found)
+    for axes in list(grid)[len(panels) :]:
+        axes.set_visible(False)
+    _head(figure, machine, 110 * columns)
+    figure.savefig(path, dpi=100)
+
+
+def _draw_lines(axes, title: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    labels = list(dict.fromkeys(row["label"] for row in rows))
+    engines = list(dict.fromkeys(row["contender"] for row in rows))
+    for engine in engines:
+        found = [row for row in rows if row["contender"] == engine]
+        is_ours = found[0]["ours"]
+        axes.plot(
+            [labels.index(row["label"]) for row in found],
+            [row["rate"] for row in found],
+            marker="o" if is_ours else "x",
+            linewidth=2.0 if is_ours else 1.0,
+            label=engine,
+        )
+    goals = {labels.index(row["label"]): row["goal"] for row in rows if row.get("goal")}
+    if goals:
+        axes.scatter(
+            list(goals), list(goals.values()), marker="_", s=400, color="black", label="goal"
+        )
+    axes.set_xticks(range(len(labels)), [textwrap.fill(label, 14) for label in labels], fontsize=6)
+    axes.set_ylim(bottom=0)
+    axes.set_title(title, fontsize=9)
+    axes.tick_params(axis="y", labelsize=7)
+    axes.legend(fontsize=6)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _figure(width: float, height: float) -> Any:
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("--plot needs matplotlib: pip install 'fastbert[train]'") from error
 
-    panels = [panel for panel in (_encoder_bars(encoder), _operation_bars(operations)) if panel]
-    tallest = max((len(bars) for _, _, bars in panels), default=1)
-    figure = Figure(figsize=(7.5 * max(1, len(panels)), 1.6 + 0.27 * tallest), layout="constrained")
+    figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
-    for axes, (title, unit, bars) in zip(
-        figure.subplots(1, max(1, len(panels)), squeeze=False).flat, panels, strict=False
-    ):
-        _draw(axes, title, unit, bars)
-    width = 95 * max(1, len(panels))  # characters of the header's font in one line
+    return figure
+
+
+def _head(figure: Any, machine: Machine, width: int) -> None:
+    """The machine above the panels, ``width`` characters of its font in one line."""
     header = [piece for line in machine.lines() for piece in textwrap.wrap(line, width)]
     figure.suptitle("\n".join(header), fontsize=8, color="dimgray")
-    figure.savefig(path, dpi=130)
 
 
 Bar = tuple[str, float, str]  # label, length, what is written at its end

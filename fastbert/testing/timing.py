@@ -56,6 +56,36 @@ class Stopwatch:
         return begin.elapsed_time(end) / 1e3 / calls
 
 
+def captured(call: Callable[[int], object], calls: int) -> Callable[[int], object]:
+    """A CUDA graph of ``call(0)`` … ``call(calls - 1)`` on the current stream; each use replays it.
+
+    What is timed is then the kernels and the gaps between them, without the host's part. The stream
+    must not be the default one, and a backward pass must come from a forward pass on the same
+    stream. Raises RuntimeError where the call synchronises or cannot be captured otherwise.
+    """
+    for index in range(calls):
+        call(index)  # compiles, plans, allocates what must exist before the capture
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+        for index in range(calls):
+            call(index)
+    return lambda _: graph.replay()
+
+
+def peak_memory(call: Callable[[int], object]) -> int | None:
+    """Bytes that one call holds at its highest above what was held before; None without a GPU."""
+    if not torch.cuda.is_available():
+        return None
+    call(0)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call(1)
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
 def alternate(
     candidates: Mapping[str, Callable[[int], object]],
     *,

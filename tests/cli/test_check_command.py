@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fastbert.ops import backend
-from fastbert.testing import parity
+from fastbert.testing import ahead_of_time, parity
 
 REFERENCE = ("--backend", "reference", "--dtype", "float32", "--quick")
 
@@ -84,3 +84,61 @@ def test_triton_is_checked_without_a_gpu():
     assert result.returncode == 0, result.stderr
     content = json.loads(result.stdout)
     assert {row["backend"] for row in content["rows"]} == {"triton"}
+
+
+def test_random_cases_and_one_of_them_by_its_name(run, refused):
+    result = run("check", "--op", "layer_norm", *REFERENCE, "--cases", "3", "--seed", "2", "--json")
+    assert result.exit_code == 0
+    rows = json.loads(result.stdout)["rows"]
+    assert {row["case"] for row in rows} == {f"random-2-{i}" for i in range(3)}
+    command = rows[0]["command"].split()
+    assert command[:4] == ["fastbert", "check", "--op", "layer_norm"]
+    again = json.loads(run(*command[1:], "--json").stdout)["rows"]
+    assert again == [row for row in rows if row["case"] == "random-2-0"]
+    assert "--case" in refused("check", "--cases", "3", "--case", "plain")
+
+
+def test_the_command_of_a_row_names_the_seed(run):
+    result = run("check", "--op", "linear_gelu", *REFERENCE, "--seed", "5", "--json")
+    assert all(row["command"].endswith("--seed 5") for row in json.loads(result.stdout)["rows"])
+
+
+def compiled(**changes) -> ahead_of_time.Compiled:
+    launch = ahead_of_time.Compiled(
+        name="attention_dkv", noun="attention", arch=90, dtype="bfloat16", warps=8, registers=255,
+        stack=0, shared=45056, matrix="HGMMA", loads={16: 12, 4: 8}, tf32=False, has_dot=True,
+        narrow_products=[], constants={"HEAD_DIM": 64}, number=1, total=2,
+    )  # fmt: skip
+    launch = replace(launch, **changes)
+    return replace(launch, faults=ahead_of_time.judge(launch))
+
+
+def test_what_was_compiled_is_printed_with_its_faults(run, monkeypatch):
+    launches = [compiled(), compiled(number=2, stack=80, arch=80, matrix="HMMA")]
+    seen = []
+
+    def compile_launches(architectures, processes):
+        seen.append(architectures)
+        return iter(launches)
+
+    monkeypatch.setattr(ahead_of_time, "compile_launches", compile_launches)
+    result = run("check", "--aot", "--arch", "80,90")
+    assert seen == [(80, 90)]
+    assert result.exit_code == 1
+    assert "attention_dkv" in result.stdout
+    assert "HGMMA" in result.stdout
+    assert "80 bytes of stack: registers spill" in result.stdout
+    assert "1 of 2 FAILED" in result.stdout
+    content = json.loads(run("check", "--aot", "--json").stdout)
+    assert content["passed"] is False
+    assert [line["stack"] for line in content["summary"]] == [80, 0]
+    launches.pop()
+    assert run("check", "--aot").exit_code == 0
+
+
+def test_ahead_of_time_without_triton_or_for_an_unknown_gpu(refused, monkeypatch):
+    assert "--arch: got '70', allowed: some of 80, 90, 100" in refused(
+        "check", "--aot", "--arch", "70"
+    )
+    monkeypatch.setattr(backend, "HAS_TRITON", False)
+    assert "triton is not installed" in refused("check", "--aot")

@@ -19,3 +19,11 @@ def real_tiles(monkeypatch):
     from fastbert.kernels import common
 
     monkeypatch.setattr(common, "IS_INTERPRETED", False)
+
+
+@pytest.fixture
+def general_path(monkeypatch):
+    """Attention through its general kernels, whatever ``attention_path`` would choose."""
+    from fastbert.kernels import attention_short
+
+    monkeypatch.setattr(attention_short, "attention_path", lambda *_, **__: "general")

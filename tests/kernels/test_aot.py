@@ -2,68 +2,125 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-# A minute and a half on two free cores.
+from fastbert.ops.backend import compiler_environment
+from fastbert.testing.ahead_of_time import (
+    ARCHITECTURES,
+    KERNELS,
+    compile_launches,
+    judge,
+    launches_of,
+    nouns,
+)
+
+# A few minutes on two free cores.
 pytestmark = pytest.mark.timeout(1500)
 
-HERE = Path(__file__).parent
-ARCHITECTURES = (80, 90, 100)
-MATRIX_KERNELS = ("attention_forward", "attention_dq", "attention_dkv", "linear_gelu")
+# Kernels with a matrix product of 16-bit operands.
+MATRIX_KERNELS = {
+    "attention_bias_gradient",
+    "attention_dkv",
+    "attention_dq",
+    "attention_forward",
+    "attention_short_backward",
+    "attention_short_forward",
+    "attention_statistics",
+    "attention_weights",
+    "cross_entropy_dhidden",
+    "cross_entropy_dlogits",
+    "cross_entropy_dweight",
+    "cross_entropy_partials",
+    "feed_forward_backward",
+    "linear_gelu",
+}
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory):
-    """What ahead_of_time.py prints, compiled from nothing."""
-    environment = {
-        **os.environ,
-        "TRITON_INTERPRET": "0",
-        # Triton 3.10 flips its default, which moves last bits.
-        "TRITON_DEFAULT_FP_FUSION": "1",
-        "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")),
-        "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]),
-    }
-    command = [sys.executable, str(HERE / "ahead_of_time.py"), "--processes", "2"]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr[-4000:]
-    return [json.loads(line) for line in run.stdout.splitlines()]
+def cache(pytestconfig):
+    """Between runs only what changed is compiled again."""
+    return pytestconfig.cache.mkdir("triton")
 
 
-def names(results) -> set[str]:
-    return {f"{r['name']} {r['dtype']} sm_{r['arch']} {r['constants']}" for r in results}
+@pytest.fixture(scope="module")
+def compiled(cache):
+    return list(compile_launches(processes=2, cache=cache))
 
 
 def test_every_kernel_compiles_for_every_architecture(compiled):
-    kernels = {r["name"] for r in compiled}
-    assert kernels >= {*MATRIX_KERNELS, "attention_delta", "attention_weights"}
-    assert kernels >= {"layer_norm_forward", "layer_norm_backward", "gelu_backward"}
-    for kernel in kernels:
-        assert {r["arch"] for r in compiled if r["name"] == kernel} == set(ARCHITECTURES)
+    expected = {launch.name for noun in nouns() for launch in launches_of(noun)}
+    assert set(nouns()) >= {"attention", "feed_forward", "layer_norm", "reduction"}
+    for arch in ARCHITECTURES:
+        assert {c.name for c in compiled if c.arch == arch} == expected
 
 
-def test_nothing_spills(compiled):
-    assert names(r for r in compiled if r["stack"] > 0) == set()
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_every_launch_passes_the_gate(compiled, arch):
+    """STACK 0, matrix units, 16-byte loads, 64-bit addresses, no tf32, shared memory: ``judge``."""
+    faults = [f"{c}: {fault}" for c in compiled for fault in c.faults if c.arch == arch]
+    assert not faults, "\n".join(faults)
 
 
-def test_half_precision_uses_hoppers_matrix_units(compiled):
-    hopper = [r for r in compiled if r["arch"] == 90 and r["name"] in MATRIX_KERNELS]
-    half = [r for r in hopper if r["dtype"] != "*fp32"]
-    assert {r["name"] for r in half} == set(MATRIX_KERNELS)
-    assert names(r for r in half if not r["hgmma"]) == set()
+def test_the_gate_sees_matrix_products(compiled):
+    """Were ``has_dot`` never set, no kernel would have to use a matrix unit."""
+    assert {c.name for c in compiled if c.has_dot and c.half} >= MATRIX_KERNELS
+    assert {c.matrix for c in compiled if c.arch == 90 and c.name in MATRIX_KERNELS and c.half} == {
+        "HGMMA"
+    }
 
 
-def test_single_precision_is_ieee(compiled):
-    """tl.dot falls back to tf32 unless it is told not to."""
-    assert names(r for r in compiled if r["dtype"] == "*fp32" and r["tf32"]) == set()
+def test_every_kernel_is_among_the_shipped_launches():
+    """A kernel that the gate does not know would go unseen."""
+    written = {
+        (path.stem, name)
+        for path in KERNELS.glob("*.py")
+        for name in re.findall(
+            r"^@triton\.jit.*\ndef (_\w+_kernel)\(", path.read_text(encoding="utf-8"), re.MULTILINE
+        )
+    }
+    functions = [launch.kernel.fn for noun in nouns() for launch in launches_of(noun)]
+    shipped = {(f.__module__.rpartition(".")[2], f.__name__) for f in functions}
+    assert written
+    assert written - shipped == set()
 
 
-def test_shared_memory_fits(compiled):
-    """163 KiB per block on sm_80, 227 KiB later."""
-    limits = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
-    assert names(r for r in compiled if r["shared"] > limits[r["arch"]]) == set()
+def test_broken_kernels_fail_the_gate(cache):
+    """Each kernel of faulty_launches.py breaks one rule; one breaks none."""
+    program = Path(__file__).with_name("faulty_launches.py")
+    run = subprocess.run(
+        [sys.executable, str(program)],
+        env=compiler_environment(cache),
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr[-4000:]
+    found = json.loads(run.stdout)
+    expected = {
+        "rows_times_stride": "32-bit address arithmetic",
+        "rows_times_columns": "32-bit address arithmetic",
+        "rows_times_constant": "32-bit address arithmetic",
+        "stride_of_a_step": "32-bit address arithmetic",
+        "in_tf32": "tf32",
+        "spills": "bytes of stack",
+        "copies_by_two_bytes": "narrow loads",
+        "small_tiles": "matrix unit HMMA, expected HGMMA",
+    }
+    assert found["right_addresses"] == []
+    assert set(found) == {*expected, "right_addresses"}
+    for name, words in expected.items():
+        assert any(words in fault for fault in found[name]), f"{name}: {found[name]}"
+    assert "faulty_launches.py:" in found["rows_times_stride"][0]
+
+
+def test_too_much_shared_memory_fails_the_gate(compiled):
+    for arch, limit in ((80, 163), (90, 227), (100, 227)):
+        launch = next(c for c in compiled if c.arch == arch and c.passed)
+        assert not judge(dataclasses.replace(launch, shared=limit * 1024))
+        assert judge(dataclasses.replace(launch, shared=limit * 1024 + 1))

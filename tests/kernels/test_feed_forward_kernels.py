@@ -1,4 +1,4 @@
-"""The linear_gelu launchers against the reference, by the one tolerance rule."""
+"""The feed-forward launchers against the reference, by the one tolerance rule."""
 
 from __future__ import annotations
 
@@ -7,101 +7,235 @@ import torch
 from kernel_cases import BRAIN, HALF, SINGLE, judge, normal
 
 from fastbert import reference
-from fastbert.kernels.feed_forward import gelu_backward, linear_gelu_forward
+from fastbert.kernels import common
+from fastbert.kernels.feed_forward import activation_forward, linear_gelu_forward
+from fastbert.kernels.feed_forward_backward import feed_forward_backward, gelu_backward
+from fastbert.reference import ACTIVATIONS, GATED
+
+ENGINES = ("fused", "library")
+# GEMM_TILES for which 70 × 131 results are cut into tiles of 128 × 128, 64 × 64 and 64 × 32.
+TILES = (1, 4, 96)
 
 
-def run(x, weight, bias, dy, approximate):
-    """[y, dx, dweight, (dbias)]; the two GEMMs of the backward are torch's own."""
-    y, h = linear_gelu_forward(x, weight, bias, approximate=approximate, save=True)
-    dh, dbias = gelu_backward(dy, h, bias, approximate=approximate)
-    return [y, dh @ weight, dh.T @ x, *([] if dbias is None else [dbias])]
+def options(activation: str) -> dict:
+    return {"approximate": ACTIVATIONS[activation], "gated": activation in GATED}
 
 
-@pytest.mark.parametrize("approximate", ["none", "tanh"])
-@pytest.mark.parametrize(
-    ("rows", "depth", "columns", "dtype", "has_bias", "scale"),
-    [
-        (70, 65, 131, SINGLE, True, 1.0),
-        (70, 64, 40, SINGLE, True, 6.0),
-        (33, 111, 1, SINGLE, False, 1.0),
-        (70, 64, 40, HALF, True, 4.0),
-        (3, 128, 130, HALF, False, 1.0),
-        (70, 65, 131, BRAIN, True, 1.0),
-        (130, 16, 40, BRAIN, False, 4.0),
-    ],
-)
-def test_against_oracle(rows, depth, columns, dtype, has_bias, scale, approximate, device):
-    x = normal(rows, depth, dtype=dtype, device=device, scale=scale)
-    weight = normal(columns, depth, dtype=dtype, device=device, scale=depth**-0.5)
-    bias = normal(columns, dtype=dtype, device=device) if has_bias else None
-    dy = normal(rows, columns, dtype=dtype, device=device)
-
-    def function(x, weight, bias):
-        return reference.linear_gelu(x, weight, bias, approximate=approximate)
-
-    names = "y dx dweight dbias" if has_bias else "y dx dweight"
-    judge(names, run(x, weight, bias, dy, approximate), function, [x, weight, bias], dy)
-
-
-def test_product_of_small_integers_is_exact(device):
-    x = torch.randint(-3, 4, (70, 97)).to(device, HALF)
-    weight = torch.randint(-3, 4, (65, 97)).to(device, HALF)
-    _, h = linear_gelu_forward(x, weight, None, approximate="none", save=True)
-    assert torch.equal(h.double(), x.double() @ weight.double().T)
-
-
-@pytest.mark.parametrize("approximate", ["none", "tanh"])
-@pytest.mark.parametrize("dtype", [SINGLE, HALF, BRAIN])
-def test_large_values(approximate, dtype, device):
-    """The tails are exact: gelu(x) = x or 0, slope 1 or 0."""
-    h = torch.tensor([[-65504.0, 65504.0, -30.0, 30.0, 0.0]], device=device).to(dtype)
-    one = torch.ones(1, 1, dtype=dtype, device=device)
-    y, _ = linear_gelu_forward(h.T, one, None, approximate=approximate, save=False)
-    assert torch.equal(y.T, h.clamp(min=0.0))
-    dh, _ = gelu_backward(torch.ones_like(h), h, None, approximate=approximate)
-    assert dh.tolist() == [[0.0, 1.0, 0.0, 1.0, 0.5]]
-
-
-def test_strided_and_offset_inputs(device):
-    x, dy = (normal(37, n, dtype=SINGLE, device=device) for n in (50, 40))
-    weight = normal(40, 50, dtype=SINGLE, device=device)
-    bias = normal(40, dtype=SINGLE, device=device)
-    dense = run(x, weight, bias, dy[:1].expand(37, 40).contiguous(), "none")
-    wide = torch.zeros(37, 201, device=device)
-    wide[:, 1:101:2] = x
-    views = run(wide[:, 1:101:2], weight.T.contiguous().T, bias, dy[:1].expand(37, 40), "none")
-    assert all(
-        torch.equal(a, b) for a, b in zip(dense[:1] + dense[3:], views[:1] + views[3:], strict=True)
+def draw(rows, depth, columns, dtype, device, activation="gelu", has_bias=True, scale=1.0):
+    """x, w1, b1, w2 and dy of a feed-forward from depth over columns back to depth."""
+    first = 2 * columns if activation in GATED else columns
+    return (
+        normal(rows, depth, dtype=dtype, device=device, scale=scale),
+        normal(first, depth, dtype=dtype, device=device, scale=max(depth, 1) ** -0.5),
+        normal(first, dtype=dtype, device=device) if has_bias else None,
+        normal(depth, columns, dtype=dtype, device=device, scale=max(columns, 1) ** -0.5),
+        normal(rows, depth, dtype=dtype, device=device),
     )
 
 
-def test_saves_only_when_asked(device):
-    x, weight = (normal(8, 16, dtype=SINGLE, device=device) for _ in range(2))
-    assert linear_gelu_forward(x, weight, None, approximate="none", save=False)[1] is None
+def run(x, w1, b1, w2, dy, activation, engine):
+    """[y, dx, dw1, (db1), dw2]; the GEMMs without an activation are torch's own."""
+    form = options(activation)
+    a, h = linear_gelu_forward(x, w1, b1, save=True, engine=engine, **form)
+    dh, db1, again = feed_forward_backward(
+        dy, w2, h, sum_rows=b1 is not None, engine=engine, **form
+    )
+    return [a @ w2.T, dh @ w1, dh.T @ x, *([] if db1 is None else [db1]), dy.T @ again]
 
 
-def test_reruns_agree_bitwise(device):
-    x, dy = (normal(150, n, dtype=BRAIN, device=device) for n in (32, 48))
-    weight = normal(48, 32, dtype=BRAIN, device=device)
-    bias = normal(48, dtype=BRAIN, device=device)
-    first, second = (run(x, weight, bias, dy, "none") for _ in range(2))
+def judge_feed_forward(actual, x, w1, b1, w2, dy, activation):
+    def function(x, w1, b1, w2):
+        return reference.feed_forward(x, w1, b1, w2, None, activation=activation)
+
+    names = "y dx dw1 db1 dw2" if b1 is not None else "y dx dw1 dw2"
+    judge(names, actual, function, [x, w1, b1, w2], dy)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize(
+    ("dtype", "has_bias", "scale"), [(SINGLE, True, 1.0), (HALF, False, 4.0), (BRAIN, True, 1.0)]
+)
+def test_against_oracle(dtype, has_bias, scale, activation, engine, device):
+    tensors = draw(70, 65, 131, dtype, device, activation, has_bias, scale)
+    judge_feed_forward(run(*tensors, activation, engine), *tensors, activation)
+
+
+@pytest.mark.parametrize("tiles", TILES)
+@pytest.mark.parametrize("activation", ["gelu", "geglu"])
+@pytest.mark.parametrize("depth", [64, 200])
+def test_every_tile_of_the_gemm(tiles, activation, depth, device, monkeypatch):
+    """With depths that are and are not a multiple of what a tile takes at once."""
+    monkeypatch.setattr(common, "GEMM_TILES", tiles)
+    tensors = draw(70, depth, 131, HALF, device, activation)
+    judge_feed_forward(run(*tensors, activation, "fused"), *tensors, activation)
+
+
+def test_tiles_are_the_ones_that_the_tests_above_mean(monkeypatch):
+    shapes = []
+    for tiles in TILES:
+        monkeypatch.setattr(common, "GEMM_TILES", tiles)
+        shapes.append(common.gemm_tile(70, 131, HALF)[:2])
+    assert shapes == [(128, 128), (64, 64), (64, 32)]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    ("rows", "depth", "columns", "dtype"),
+    [(1, 128, 96, SINGLE), (1, 33, 70, BRAIN), (33, 111, 1, SINGLE), (129, 16, 40, HALF)],
+)
+@pytest.mark.parametrize("activation", ["gelu_tanh", "swiglu"])
+def test_odd_sizes(rows, depth, columns, dtype, activation, engine, device):
+    tensors = draw(rows, depth, columns, dtype, device, activation)
+    judge_feed_forward(run(*tensors, activation, engine), *tensors, activation)
+
+
+@pytest.mark.parametrize("programs", [1, 3, 1000])
+@pytest.mark.parametrize(("activation", "dtype"), [("gelu", BRAIN), ("swiglu", SINGLE)])
+def test_a_program_walks_its_tiles(programs, activation, dtype, device, monkeypatch):
+    """The result does not depend on how many programs share the tiles."""
+    tensors = draw(130, 32, 140, dtype, device, activation)
+    expected = run(*tensors, activation, "fused")
+    monkeypatch.setattr(common, "multiprocessors", lambda x: programs)
+    actual = run(*tensors, activation, "fused")
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
+def test_tile_position_visits_every_tile_once(device):
+    """More row blocks than one group has, and a last group that is not full."""
+    x, weight = normal(9 * 64 + 5, 16, dtype=SINGLE, device=device), torch.eye(16, device=device)
+    y, _ = linear_gelu_forward(x, weight, None, approximate="relu", save=False, engine="fused")
+    assert torch.equal(y, x.clamp(min=0.0))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_product_of_small_integers_is_exact(engine, device):
+    x = torch.randint(-3, 4, (70, 97)).to(device, HALF)
+    weight = torch.randint(-3, 4, (65, 97)).to(device, HALF)
+    bias = torch.randint(-3, 4, (65,)).to(device, HALF)
+    _, h = linear_gelu_forward(x, weight, bias, approximate="none", save=True, engine=engine)
+    assert torch.equal(h.double(), x.double() @ weight.double().T + bias.double())
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("approximate", ["none", "tanh", "relu", "silu"])
+@pytest.mark.parametrize("dtype", [SINGLE, HALF, BRAIN])
+def test_large_values(approximate, dtype, engine, device):
+    """The tails are exact: act(x) = x or 0, slope 1 or 0."""
+    h = torch.tensor([[-65504.0, 65504.0, -120.0, 120.0, 0.0]], device=device).to(dtype)
+    one = torch.ones(1, 1, dtype=dtype, device=device)
+    y, _ = linear_gelu_forward(h.T, one, None, approximate=approximate, save=False, engine=engine)
+    assert torch.equal(y.T, h.clamp(min=0.0))
+    dy, weight = torch.ones(1, 1, dtype=dtype, device=device), torch.ones_like(h)
+    dh, _, a = feed_forward_backward(dy, weight, h, approximate=approximate, engine=engine)
+    assert dh.tolist() == [[0.0, 1.0, 0.0, 1.0, 0.0 if approximate == "relu" else 0.5]]
+    assert torch.equal(a, y.T)
+
+
+@pytest.mark.parametrize("approximate", ["none", "tanh", "relu", "silu"])
+def test_every_fp16_number(approximate, device):
+    """All 63,488 finite numbers, with the output and the input in fp32, where rounding hides
+    nothing.
+    """
+    h = torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16).view(HALF)
+    h = h[h.isfinite()].view(-1, 62).float().to(device)
+    da = torch.ones_like(h)
+    dh, _, a = gelu_backward(da, h, approximate=approximate, sum_rows=False, activated=True)
+    assert torch.equal(a, activation_forward(h, approximate=approximate))
+    judge("y dh", [a, dh], lambda h: reference.gelu(h, approximate), [h], da)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_nan_is_not_hidden(gated, device):
+    h = torch.full((1, 4), float("nan"), device=device)
+    for approximate in ("none", "tanh", "relu", "silu"):
+        assert activation_forward(h, approximate=approximate, gated=gated).isnan().all()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("activation", ["gelu", "geglu"])
+def test_strided_and_offset_inputs(activation, engine, device):
+    x, w1, b1, w2, dy = draw(37, 50, 40, SINGLE, device, activation)
+    dy = dy[:1].expand(37, 50)
+    dense = run(x, w1, b1, w2, dy.contiguous(), activation, engine)
+    wide = torch.zeros(37, 201, device=device)
+    wide[:, 1:101:2] = x
+    views = run(
+        wide[:, 1:101:2], w1.T.contiguous().T, b1, w2.T.contiguous().T, dy, activation, engine
+    )
+    # y, db1 and the operands of the other products are ours alone, whatever torch's GEMMs do.
+    if engine == "fused":
+        assert torch.equal(dense[3], views[3])
+    judge_feed_forward(views, x, w1, b1, w2, dy, activation)
+
+
+def test_strided_gradient_and_preactivation(device):
+    da, h = (normal(37, 60, dtype=BRAIN, device=device) for _ in range(2))
+    dense = gelu_backward(da[:, ::2].contiguous(), h, approximate="silu", gated=True)
+    views = gelu_backward(da[:, ::2], h.T.contiguous().T, approximate="silu", gated=True)
+    assert all(torch.equal(a, b) for a, b in zip(dense[:2], views[:2], strict=True))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_gives_only_what_is_asked_for(engine, device):
+    x, w1, _, w2, dy = draw(8, 16, 24, SINGLE, device)
+    assert (
+        linear_gelu_forward(x, w1, None, approximate="none", save=False, engine=engine)[1] is None
+    )
+    h = x @ w1.T
+    form = {"approximate": "none", "sum_rows": False}
+    assert feed_forward_backward(dy, w2, h, engine=engine, **form)[1] is None
+    assert gelu_backward(h, h, **form)[1:] == (None, None)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+def test_reruns_agree_bitwise(activation, engine, device):
+    tensors = draw(150, 32, 48, BRAIN, device, activation)
+    first, second = (run(*tensors, activation, engine) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("activation", ["gelu", "geglu"])
 @pytest.mark.parametrize(("rows", "depth", "columns"), [(0, 8, 4), (5, 0, 4), (5, 8, 0)])
-def test_empty_sizes(rows, depth, columns, device):
-    x = normal(rows, depth, dtype=SINGLE, device=device)
-    weight = normal(columns, depth, dtype=SINGLE, device=device)
-    bias = normal(columns, dtype=SINGLE, device=device)
-    dy = normal(rows, columns, dtype=SINGLE, device=device)
-    y, dx, dweight, dbias = run(x, weight, bias, dy, "none")
-    assert (y.shape, dx.shape, dweight.shape) == (dy.shape, x.shape, weight.shape)
-    assert all(torch.isfinite(t).all() for t in (y, dx, dweight, dbias))
+def test_empty_sizes(rows, depth, columns, activation, engine, device):
+    x, w1, b1, w2, dy = draw(rows, depth, columns, SINGLE, device, activation)
+    y, dx, dw1, db1, dw2 = run(x, w1, b1, w2, dy, activation, engine)
+    shapes = [tuple(t.shape) for t in (y, dx, dw1, db1, dw2)]
+    assert shapes == [tuple(t.shape) for t in (dy, x, w1, b1, w2)]
+    assert all(torch.isfinite(t).all() for t in (y, dx, dw1, db1, dw2))
     if rows == 0:
-        assert torch.count_nonzero(dbias) == 0
+        assert torch.count_nonzero(db1) == 0
+
+
+def test_gradient_of_a_bias_over_many_rows(device):
+    """Row blocks beyond the first and rows beyond the last are summed once and not at all."""
+    h, ones = torch.full((300, 3), 200.0, device=device), torch.ones(300, 3, device=device)
+    _, elementwise, _ = gelu_backward(ones, h, approximate="none")
+    identity = torch.eye(3, device=device)
+    _, fused, _ = feed_forward_backward(ones, identity, h, approximate="none", engine="fused")
+    assert elementwise.tolist() == fused.tolist() == [300.0] * 3
+
+
+def test_engine_of_a_product():
+    for dtype in (SINGLE, HALF, BRAIN):
+        for rows in (1, 64, 4096):
+            for depth in (384, 768, 4096):
+                engine = common.gemm_engine(rows, 3072, depth, dtype)
+                assert engine.name in ENGINES
+                assert "not measured" in engine.reason
+    assert common.gemm_engine(4096, 3072, 768, SINGLE).name == "library"
+    assert common.gemm_engine(4096, 3072, 768, BRAIN).name == "fused"
+    assert common.gemm_engine(4096, 3072, 4096, BRAIN).name == "library"
 
 
 def test_errors_name_the_argument(device):
     x = normal(4, 4, dtype=SINGLE, device=device)
-    with pytest.raises(ValueError, match="approximate: got 'sigmoid'"):
-        linear_gelu_forward(x, x, None, approximate="sigmoid", save=False)
+    for engine in ENGINES:
+        with pytest.raises(ValueError, match="approximate: got 'sigmoid'"):
+            linear_gelu_forward(x, x, None, approximate="sigmoid", save=False, engine=engine)
+    with pytest.raises(ValueError, match="engine: got 'cutlass'"):
+        linear_gelu_forward(x, x, None, approximate="none", save=False, engine="cutlass")
+    with pytest.raises(ValueError, match="engine: got 'cutlass'"):
+        feed_forward_backward(x, x, x, approximate="none", engine="cutlass")

@@ -6,8 +6,10 @@ import pytest
 import torch
 from kernel_cases import BRAIN, HALF, SINGLE, judge, kept, normal, seed_tensor
 
-from fastbert import reference
+from fastbert import ops, reference
+from fastbert.kernels.common import LARGEST_ROW
 from fastbert.kernels.layer_norm import layer_norm_backward, layer_norm_forward
+from fastbert.ops import backend as backends
 
 EPS = 1e-12
 
@@ -50,8 +52,8 @@ def check(rows, columns, dtype, device, *, fused=True, p=0.0, mean=0.0):
         (9, 768, SINGLE, True, 0.5),
         (70, 40, HALF, True, 0.1),
         (9, 768, HALF, False, 0.0),
-        (5, 3584, BRAIN, True, 0.1),
-        (37, 384, BRAIN, True, 0.0),
+        (2, 3584, BRAIN, False, 0.1),
+        (17, 384, BRAIN, True, 0.0),
         (100, 16, BRAIN, False, 0.3),
     ],
 )
@@ -59,8 +61,27 @@ def test_against_oracle(rows, columns, dtype, fused, p, device):
     check(rows, columns, dtype, device, fused=fused, p=p)
 
 
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_x_bias_of_rows_too_wide_for_a_third_sum(p, device, monkeypatch):
+    """There the gradient of x_bias is summed from dx, in a pass of its own."""
+    monkeypatch.setattr("fastbert.kernels.layer_norm.WIDEST_WITH_X_BIAS", 32)
+    check(9, 48, SINGLE, device, p=p)
+
+
 def test_mean_far_from_zero(device):
     check(9, 768, SINGLE, device, fused=False, mean=1e4)
+
+
+def test_a_mean_far_from_zero_costs_no_accuracy(device):
+    """Rows of integers moved by 2**14 without rounding are judged as if they had not been moved."""
+    x = torch.randint(-8, 9, (5, 768)).float().to(device)
+    dy = normal(5, 768, dtype=SINGLE, device=device)
+    weight, bias = (normal(768, dtype=SINGLE, device=device) for _ in range(2))
+
+    def function(x, weight, bias):
+        return reference.layer_norm(x, weight, bias, eps=EPS)
+
+    judge("y dx dweight dbias", run(x + 2**14, weight, bias, dy), function, [x, weight, bias], dy)
 
 
 def test_constant_and_huge_rows_stay_finite(device):
@@ -79,17 +100,18 @@ def test_parameters_of_another_dtype(device):
 
 
 def test_strided_and_offset_rows(device):
-    """Rows at any stride, a data pointer off by one element, and an expanded gradient."""
+    """Rows at any stride, a data pointer off by one element, gradients at any strides."""
     x, residual, dy = (normal(7, 111, dtype=SINGLE, device=device) for _ in range(3))
     weight, bias = (normal(111, dtype=SINGLE, device=device) for _ in range(2))
-    dy = dy[:1].expand(7, 111)
-    dense = run(x, weight, bias, dy.contiguous(), residual=residual)
     wide = torch.zeros(7, 250, device=device)
     wide[:, 1:112] = x
     narrow = torch.zeros(7 * 111 + 1, device=device)
     narrow[1:] = residual.flatten()
-    views = run(wide[:, 1:112], weight, bias, dy, residual=narrow[1:].view(7, 111))
-    assert all(torch.equal(a, b) for a, b in zip(dense, views, strict=True))
+    views = {"x": wide[:, 1:112], "residual": narrow[1:].view(7, 111)}
+    for gradient in (dy.t().contiguous().t(), dy[:1].expand(7, 111), dy[:1, :1].expand(7, 111)):
+        dense = run(x, weight, bias, gradient.contiguous(), residual=residual)
+        strided = run(views["x"], weight, bias, gradient, residual=views["residual"])
+        assert all(torch.equal(a, b) for a, b in zip(dense, strided, strict=True))
 
 
 def test_dropout_is_the_defined_philox(device):
@@ -114,7 +136,7 @@ def test_dropout_of_everything_and_of_nothing(device):
 
 
 def test_reruns_agree_bitwise(device):
-    x, dy = (normal(100, 48, dtype=BRAIN, device=device) for _ in range(2))
+    x, dy = (normal(30, 48, dtype=BRAIN, device=device) for _ in range(2))
     weight, bias = (normal(48, dtype=BRAIN, device=device) for _ in range(2))
     options = {"p": 0.2, "seed": seed_tensor(device)}
     first, second = (run(x, weight, bias, dy, **options) for _ in range(2))
@@ -143,3 +165,13 @@ def test_errors_name_the_argument(device):
         layer_norm_forward(x, row, row, dropout_p=1.5, seed=seed_tensor(device), eps=EPS)
     with pytest.raises(ValueError, match="columns: got 70000"):
         layer_norm_forward(x.new_ones(1, 70000), row, row, eps=EPS)
+
+
+@pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
+def test_rows_wider_than_the_registers_are_refused_in_words(op, device):
+    assert backends.LARGEST_TRITON_ROW == LARGEST_ROW
+    x = torch.ones(1, LARGEST_ROW + 1, device=device)
+    parameters = [x[0]] * (2 if op == "layer_norm" else 1)
+    with pytest.raises(ValueError, match="rows of up to 8192 elements, not 8193"):
+        getattr(ops, op)(x, *parameters, backend="triton")
+    assert torch.isfinite(getattr(ops, op)(x, *parameters, eps=1.0)).all()

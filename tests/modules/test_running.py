@@ -130,9 +130,9 @@ def test_set_backend_reaches_every_operation() -> None:
     assert "asked for" not in {choice.reason for choice in built.backends().values()}
     built.set_backend("triton")
     choices = built.backends()
-    assert choices["attention"] == choices["layer_norm"] == ("triton", "asked for")
-    assert choices["embedding"].backend == "reference"
-    assert choices.keys() >= {"attention", "embedding", "feed_forward", "layer_norm"}
+    for op in ("attention", "embedding", "layer_norm"):
+        assert choices[op] == ("triton", "asked for")
+    assert "feed_forward" in choices
     assert choices.keys() >= {"linear_cross_entropy", "linear_gelu"}
 
 

@@ -44,11 +44,18 @@ def _record_calls(monkeypatch):
 OPERATORS = [
     ("attention", "_attention"),
     ("attention", "_attention_backward"),
+    ("attention", "_attention_qkvpacked"),
+    ("attention", "_attention_qkvpacked_backward"),
     ("layer_norm", "_layer_norm"),
     ("layer_norm", "_layer_norm_backward"),
+    ("rms_norm", "_rms_norm"),
+    ("rms_norm", "_rms_norm_backward"),
+    ("linear", "_linear"),
+    ("linear", "_linear_backward"),
     ("feed_forward", "_linear_gelu"),
-    ("feed_forward", "_gelu_backward"),
+    ("feed_forward", "_linear_gelu_backward"),
     ("feed_forward", "_feed_forward"),
+    ("feed_forward", "_feed_forward_backward"),
     ("embedding", "_embedding"),
     ("embedding", "_embedding_backward"),
     ("cross_entropy", "_linear_cross_entropy"),
@@ -84,7 +91,8 @@ def test_opcheck_of_attention_weights(device):
     mask = torch.rand(2, 1, 1, 5, device=device) > 0.3
     for backend in ("reference", "triton"):
         if backends.refusal("attention", backend, backends.Request(device, q.dtype)) is None:
-            arguments = (q, q, mask, None, 0.5, -1, 1, backend)
+            chosen = ([1], None)
+            arguments = (q, q, None, mask, None, None, None, 5, 5, *chosen, 0.5, -1, 1, backend)
             torch.library.opcheck(torch.ops.fastbert.attention_weights.default, arguments)
 
 
@@ -112,7 +120,9 @@ def test_compiled_dropout_draws_a_new_mask_each_call(device):
     assert not torch.equal(compiled(q), compiled(q))
 
 
-@pytest.mark.parametrize("op", ["attention", "linear_gelu", "feed_forward", "linear_cross_entropy"])
+@pytest.mark.parametrize(
+    "op", ["attention", "linear", "linear_gelu", "feed_forward", "linear_cross_entropy"]
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast(op, dtype, device):
     case = find(op)[0]

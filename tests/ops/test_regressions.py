@@ -23,7 +23,10 @@ def serving(op: str, device: str = "cpu") -> list[str]:
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ATTENTION = serving("attention", DEVICE)
 LAYER_NORM = serving("layer_norm", DEVICE)
+RMS_NORM = serving("rms_norm", DEVICE)
+EMBEDDING = serving("embedding", DEVICE)
 GELU = serving("linear_gelu", DEVICE)
+CROSS_ENTROPY = serving("linear_cross_entropy", DEVICE)
 
 
 def qkv(*shape: int) -> list[torch.Tensor]:
@@ -94,6 +97,23 @@ def test_04_slack_behind_the_last_sequence_is_never_seen(backend):
         assert (gradient[20:] == 0).all()
 
 
+@pytest.mark.skipif("triton" not in ATTENTION, reason="needs the kernels that save lse")
+def test_05_what_is_saved_for_rows_without_a_token_is_not_read():
+    """Poison in out and lse behind the last sequence, as in memory that a larger batch left."""
+    from fastbert.kernels.attention import attention_backward, attention_forward
+
+    q, k, v, dout = (torch.randn(41, 2, 16, device=DEVICE) for _ in range(4))
+    options = {"cu_seqlens_q": torch.tensor([0, 9, 30], dtype=torch.int32, device=DEVICE)}
+    out, lse = attention_forward(q, k, v, scale=0.25, **options)
+    assert (lse[:, 30:] == -math.inf).all()
+    clean = attention_backward(dout, q, k, v, out, lse, scale=0.25, **options)
+    for poison in (math.nan, math.inf, -math.inf):
+        dirty_out, dirty_lse, dirty_dout = out.clone(), lse.clone(), dout.clone()
+        dirty_out[30:], dirty_lse[:, 30:], dirty_dout[30:] = poison, poison, poison
+        got = attention_backward(dirty_dout, q, k, v, dirty_out, dirty_lse, scale=0.25, **options)
+        assert all(torch.equal(a, b) for a, b in zip(got, clean, strict=True))
+
+
 @pytest.mark.parametrize("backend", ATTENTION)
 @pytest.mark.parametrize("lengths", [(0, 5, 7), (5, 0, 7), (5, 7, 0), (0, 0, 0), ()])
 def test_06_07_zero_length_sequences_and_empty_batches(backend, lengths):
@@ -133,6 +153,28 @@ def test_07_empty_layer_norm(backend):
     assert (dweight == 0).all()
 
 
+@pytest.mark.parametrize("backend", RMS_NORM)
+def test_07_empty_rms_norm(backend):
+    x = torch.randn(0, 16, device=DEVICE, requires_grad=True)
+    weight = torch.ones(16, device=DEVICE, requires_grad=True)
+    dx, dweight = gradients(ops.rms_norm(x, weight, backend=backend), (x, weight))
+    assert dx.shape == (0, 16)
+    assert (dweight == 0).all()
+
+
+@pytest.mark.parametrize("backend", EMBEDDING)
+@pytest.mark.parametrize("shape", [(0,), (2, 0), (2, 3)])
+def test_07_embedding_of_no_token_and_of_a_batch(backend, shape):
+    indices = [torch.zeros(shape, dtype=torch.int64, device=DEVICE) for _ in range(3)]
+    leaves = [torch.randn(n, 16, device=DEVICE, requires_grad=True) for n in (5, 2, 4)]
+    leaves += [torch.randn(16, device=DEVICE, requires_grad=True) for _ in range(2)]
+    out = ops.embedding(*indices, *leaves, padding_idx=0, backend=backend)
+    assert out.shape == (*shape, 16)
+    dwords, dtypes, *_ = gradients(out, leaves)
+    assert (dwords == 0).all()
+    assert (dtypes[1] == 0).all()
+
+
 @pytest.mark.parametrize("backend", GELU)
 def test_07_empty_linear_gelu(backend):
     x = torch.randn(0, 16, device=DEVICE, requires_grad=True)
@@ -143,6 +185,29 @@ def test_07_empty_linear_gelu(backend):
     assert dx.shape == (0, 16)
     assert (dweight == 0).all()
     assert (dbias == 0).all()
+
+
+# Every length and head dim that was ever wrong, and each head dim on either side of a tile.
+@pytest.mark.parametrize("backend", ATTENTION)
+@pytest.mark.parametrize(
+    ("length", "dim"),
+    [(1, 1), (97, 16), (129, 32), (511, 40), (512, 59), (1, 64), (97, 80), (129, 111), (97, 128)],
+)
+def test_08_lengths_and_head_dims(backend, length, dim):
+    tensors = qkv(1, 1, length, dim)
+    dout = torch.randn(1, 1, length, dim, device=DEVICE)
+    results = []
+    for function, dtype in ((ops.attention, None), (reference.attention, torch.float64)):
+        leaves = [x.detach().to(dtype or x.dtype).requires_grad_() for x in tensors]
+        out = function(*leaves, **({} if dtype else {"backend": backend}))
+        results.append([out, *torch.autograd.grad(out, leaves, dout.to(out.dtype))])
+    out = reference.attention(*tensors)
+    results.append([out, *torch.autograd.grad(out, tensors, dout)])
+    # A single key: the gradients of q and k are 0, the difference of two equal sums.
+    names = ("out", "dq", "dk", "dv") if length > 1 else ("out", "dv")
+    for name in names:
+        i = ("out", "dq", "dk", "dv").index(name)
+        assert_close(name, *(result[i] for result in results))
 
 
 @pytest.mark.parametrize("backend", ATTENTION)
@@ -182,6 +247,16 @@ def test_11_layer_norm_of_every_rank(backend, shape):
     assert torch.equal(ops.layer_norm(x, weight, weight, backend=backend), flat.view(shape))
 
 
+@pytest.mark.parametrize("backend", RMS_NORM)
+@pytest.mark.parametrize("shape", [(16,), (3, 16), (2, 1, 2, 3, 16)])
+def test_11_rms_norm_of_every_rank_and_stride(backend, shape):
+    x, weight = torch.randn(shape, device=DEVICE), torch.randn(16, device=DEVICE)
+    flat = ops.rms_norm(x.reshape(-1, 16), weight, residual=x.reshape(-1, 16), backend=backend)
+    strided = torch.randn(*shape[:-1], 40, device=DEVICE)[..., 3:19].copy_(x)
+    got = ops.rms_norm(strided, weight, residual=x, backend=backend)
+    assert torch.equal(got, flat.view(shape))
+
+
 @pytest.mark.parametrize("backend", LAYER_NORM)
 @pytest.mark.parametrize("columns", [1, 59, 111, 768, 1023, 3584])
 def test_12_unaligned_rows_and_odd_widths(backend, columns):
@@ -190,6 +265,16 @@ def test_12_unaligned_rows_and_odd_widths(backend, columns):
     out = ops.layer_norm(x, weight, weight, eps=1e-5, backend=backend)
     exact = reference.layer_norm(x.double(), weight.double(), weight.double(), eps=1e-5)
     assert_close("out", out, exact, reference.layer_norm(x, weight, weight, eps=1e-5))
+
+
+@pytest.mark.parametrize("backend", RMS_NORM)
+@pytest.mark.parametrize("columns", [1, 111, 768, 1023, 3584])
+def test_12_unaligned_rows_and_odd_widths_of_rms_norm(backend, columns):
+    x = torch.randn(5 * columns + 1, device=DEVICE)[1:].view(5, columns)
+    weight = torch.randn(columns + 1, device=DEVICE)[1:]
+    out = ops.rms_norm(x, weight, backend=backend)
+    exact = reference.rms_norm(x.double(), weight.double())
+    assert_close("out", out, exact, reference.rms_norm(x, weight))
 
 
 @pytest.mark.parametrize("backend", ATTENTION)
@@ -220,6 +305,31 @@ def test_13_philox_known_answer():
     zero = torch.zeros(1, dtype=torch.int64)
     words = [int(w) for w in reference.philox(zero, zero, zero, zero, zero)]
     assert words == [0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48]
+
+
+@pytest.mark.parametrize("backend", ATTENTION)
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_14_the_backward_replays_the_forwards_mask(backend, compiled, checkpointed):
+    """With v and dout the identity, out is the dropped weights and dv their transpose."""
+    q, k, _ = qkv(1, 2, 16, 16)
+    v = torch.eye(16, device=DEVICE).expand(1, 2, 16, 16).clone().requires_grad_()
+
+    def attend(q, k, v):
+        return ops.attention(q, k, v, dropout_p=0.5, backend=backend)
+
+    def block(q, k, v):
+        if not checkpointed:
+            return attend(q, k, v)
+        return torch.utils.checkpoint.checkpoint(attend, q, k, v, use_reentrant=False)
+
+    run = torch.compile(block, fullgraph=True, backend="aot_eager") if compiled else block
+    out = run(q, k, v)
+    assert 0.2 < (out == 0).float().mean() < 0.8
+    (dv,) = torch.autograd.grad(out, v, torch.eye(16, device=DEVICE).expand_as(out))
+    assert torch.equal(dv == 0, out.mT == 0)
+    # Each a sum with one term that is not 0, rounded alike.
+    torch.testing.assert_close(dv, out.mT)
 
 
 @pytest.mark.parametrize("backend", LAYER_NORM)
@@ -270,6 +380,52 @@ def test_17_reruns_are_bitwise_equal(backend):
         assert all(torch.equal(a, b) for a, b in zip(first, run(), strict=True))
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_18_tensors_on_another_device_than_the_current_one():
+    tensors = [torch.randn(2, 2, 33, 32, device="cuda:1") for _ in range(3)]
+    expected = ops.attention(*(x.to("cuda:0") for x in tensors), backend="triton")
+    with torch.cuda.device(0):
+        assert torch.equal(ops.attention(*tensors, backend="triton").to("cuda:0"), expected)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+def test_19_a_stream_of_its_own():
+    q, k, v = qkv(2, 4, 257, 64)
+    expected = ops.attention(q * 2, k, v, backend="triton")
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        # Long enough that a launch on the default stream would read q before it is doubled.
+        torch.cuda._sleep(20_000_000)
+        out = ops.attention(q * 2, k, v, backend="triton")
+    stream.synchronize()
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("backend", ATTENTION)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_21_autocast(backend, dtype):
+    q, k, v = qkv(2, 2, 9, 16)
+    weight = torch.randn(24, 16, device=DEVICE, requires_grad=True)
+    gelu_backend = backend if backend in GELU else None
+    with torch.amp.autocast(DEVICE, dtype=dtype):
+        attended = ops.attention(q, k, v, backend=backend)
+        activated = ops.linear_gelu(attended, weight, None, backend=gelu_backend)
+    assert attended.dtype == activated.dtype == dtype
+    for gradient in torch.autograd.grad(activated.float().sum(), (q, k, v, weight)):
+        assert gradient.dtype == torch.float32
+        assert torch.isfinite(gradient).all()
+
+
+@pytest.mark.parametrize("backend", ATTENTION)
+def test_22_double_backward_raises_and_names_the_reference(backend):
+    q, k, v = qkv(1, 1, 4, 8)
+    out = ops.attention(q, k, v, backend=backend).square().sum()
+    (gradient,) = torch.autograd.grad(out, q, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"fastbert\.reference"):
+        gradient.sum().backward()
+
+
 @pytest.mark.parametrize("backend", LAYER_NORM)
 def test_28_layer_norm_of_large_means_constant_rows_and_huge_values(backend):
     weight, bias = torch.ones(768, device=DEVICE), torch.zeros(768, device=DEVICE)
@@ -306,11 +462,28 @@ def test_28_logits_of_ten_thousand(backend):
     assert all(torch.isfinite(g).all() for g in gradients(out, (q, k, v)))
 
 
-def test_29_a_batch_without_a_label_has_loss_zero_and_finite_gradients():
-    hidden = torch.randn(6, 8, requires_grad=True)
-    weight, bias = torch.randn(11, 8, requires_grad=True), torch.zeros(11, requires_grad=True)
-    labels = torch.full((6,), -100)
-    loss = ops.linear_cross_entropy(hidden, weight, bias, labels)
+@pytest.mark.parametrize("backend", CROSS_ENTROPY)
+def test_28_cross_entropy_of_logits_of_ten_thousand(backend):
+    hidden = (torch.randn(70, 8, device=DEVICE) * 1e4).requires_grad_()
+    weight = torch.randn(200, 8, device=DEVICE, requires_grad=True)
+    labels = torch.randint(0, 200, (70,), device=DEVICE)
+    options = {"reduction": "none", "backend": backend}
+    losses = ops.linear_cross_entropy(hidden, weight, None, labels, **options)
+    exact = reference.linear_cross_entropy(
+        hidden.double(), weight.double(), None, labels, reduction="none"
+    )
+    yardstick = reference.linear_cross_entropy(hidden, weight, None, labels, reduction="none")
+    assert_close("losses", losses, exact, yardstick)
+    assert all(torch.isfinite(g).all() for g in gradients(losses, (hidden, weight)))
+
+
+@pytest.mark.parametrize("backend", CROSS_ENTROPY)
+def test_29_a_batch_without_a_label_has_loss_zero_and_finite_gradients(backend):
+    hidden = torch.randn(6, 8, device=DEVICE, requires_grad=True)
+    weight = torch.randn(11, 8, device=DEVICE, requires_grad=True)
+    bias = torch.zeros(11, device=DEVICE, requires_grad=True)
+    labels = torch.full((6,), -100, device=DEVICE)
+    loss = ops.linear_cross_entropy(hidden, weight, bias, labels, backend=backend)
     assert loss == 0.0
     for gradient in torch.autograd.grad(loss, (hidden, weight, bias)):
         assert (gradient == 0).all()

@@ -18,27 +18,15 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
-def test_gpu_dry_run_lists_the_commands_of_the_sections():
-    everything = run("benchmarks.gpu", "--dry-run")
-    assert everything.returncode == 0
-    for section in ("build", "test", "check", "bench"):
-        assert f"[{section}] " in everything.stdout
-    one = run("benchmarks.gpu", "--dry-run", "check")
-    assert [line.split()[0] for line in one.stdout.splitlines()] == ["[check]"]
-
-
-def test_gpu_unknown_section():
-    result = run("benchmarks.gpu", "--dry-run", "profile")
-    assert result.returncode == 2
-    assert "SECTION: got profile, allowed: build, test, check, bench" in result.stderr
-
-
-@no_gpu
-def test_gpu_says_why_nothing_runs(tmp_path):
-    result = run("benchmarks.gpu", "--out", str(tmp_path / "gpu"))
-    assert result.returncode == 2
-    assert "no CUDA device" in result.stderr
-    assert not (tmp_path / "gpu").exists()
+def test_gpu_dry_run_lists_and_plays():
+    result = run("benchmarks.gpu", "--dry-run", "build", "test-ops", "check", "bench-training")
+    assert result.returncode == 0, result.stdout + result.stderr
+    starts = {line.split()[0] for line in result.stdout.splitlines()}
+    assert starts == {"[build]", "[test-ops]", "[check]", "[bench-training]", "dry"}
+    assert "setup.py --quiet build_ext --inplace" in result.stdout
+    assert "BERT-large 48×512 half padded" in result.stdout
+    assert "[bench-training]   played on the CPU: fastbert auto" in result.stdout
+    assert "dry run: no fault" in result.stdout
 
 
 @no_gpu

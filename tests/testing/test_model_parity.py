@@ -32,10 +32,9 @@ def test_pretraining_step(backend, dtype):
 
 
 def test_a_model_that_ignores_padding_fails(monkeypatch):
-    def unmasked(q, k, v, cu_seqlens_q, **options):
-        return right(q, k, v, cu_seqlens_q[[0, -1]], **{**options, "max_seqlen_q": q.shape[0],
-                                                        "max_seqlen_k": q.shape[0]})  # fmt: skip
+    def unmasked(qkv, cu_seqlens, max_seqlen, **options):
+        return right(qkv, cu_seqlens[[0, -1]], qkv.shape[0], **options)
 
-    right = ops.attention_varlen
-    monkeypatch.setattr(ops, "attention_varlen", unmasked)
+    right = ops.attention_qkvpacked
+    monkeypatch.setattr(ops, "attention_qkvpacked", unmasked)
     assert not all(row.passed for row in check_step(None, torch.float32, DEVICE))

@@ -1,0 +1,121 @@
+"""One command for a GPU machine: build, compile, tests, parity, benchmarks; all kept in a folder.
+
+    python -m benchmarks.gpu --out out/gpu                        # everything
+    python -m benchmarks.gpu build bench-attention --out out/gpu  # some sections
+    python -m benchmarks.gpu --dry-run                            # on any machine, without a GPU
+
+It uses the machine's own Python and needs nothing that is not there. A section ends within nine
+minutes or is ended; one that fails does not stop the next. The exit status is 1 when any failed,
+and 2 when the machine has no CUDA device. A dry run lists the commands, plays every benchmark on
+tiny shapes on the CPU, and compiles every shipped Triton launch for sm_90.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks.gpu import bench, summary
+from benchmarks.gpu.sections import Section, run, sections
+
+DRY_ARCHITECTURE = 90
+
+
+def main() -> int:
+    names = list(sections(Path()))
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("sections", nargs="*", metavar="SECTION", help=", ".join(names))
+    parser.add_argument("--out", type=Path, default=Path("out/gpu"), help="folder of the results")
+    parser.add_argument("--dry-run", action="store_true", help="what can be tried without a GPU")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.sections) - set(names):
+        parser.error(f"SECTION: got {', '.join(sorted(unknown))}, allowed: {', '.join(names)}")
+    folder = arguments.out.resolve()
+    wanted = [s for n, s in sections(folder).items() if n in (arguments.sections or names)]
+    if arguments.dry_run:
+        return dry_run(wanted)
+    import torch
+
+    if not torch.cuda.is_available():
+        print(
+            "benchmarks.gpu: no CUDA device, nothing was run (--dry-run shows what would)",
+            file=sys.stderr,
+        )
+        return 2
+    folder.mkdir(parents=True, exist_ok=True)
+    results = []
+    for section in wanted:
+        results.append(run(section, folder))
+        summary.write(folder, results)
+    summary.print_table(folder, results)
+    return 1 if any(result["status"] for result in results) else 0
+
+
+def dry_run(wanted: list[Section]) -> int:
+    """Lists, plays and compiles. Returns 1 when a toy benchmark or a launch has a fault."""
+    for section in wanted:
+        print(f"[{section.name}] {section.about}")
+        for command in section.commands:
+            print(f"[{section.name}]   {shlex.join(command)}")
+        if section.name in bench.SECTIONS:
+            _list_matches(section.name)
+    failed = []
+    with tempfile.TemporaryDirectory() as scratch:
+        for section in wanted:
+            command = _dry_command(section.name, scratch)
+            if command is None:
+                continue
+            tried = Section(section.name, section.about, (command,))
+            # Its own process, as on a GPU machine; TRITON_INTERPRET would be read too late here.
+            if run(tried, Path(scratch), notify=_echo)["status"]:
+                failed.append(section.name)
+            _show(Path(scratch), section.name)
+    print(f"dry run: {'faults in ' + ', '.join(failed) if failed else 'no fault'}")
+    return 1 if failed else 0
+
+
+def _list_matches(section: str) -> None:
+    matches = bench.matches_of(section, "cpu", toy=False)
+    for match in matches:
+        print(f"[{section}]   {match.series}: {match.label}")
+    engines = dict.fromkeys(c.name for match in matches for c in match.contenders if not c.ours)
+    print(f"[{section}]   {len(matches)} matches; beside {', '.join(engines)}")
+
+
+def _dry_command(section: str, scratch: str) -> tuple[str, ...] | None:
+    if section in bench.SECTIONS:
+        module = (sys.executable, "-m", "benchmarks.gpu.bench", section, "--toy")
+        return (*module, "--out", scratch)
+    if section == "compile":
+        return (sys.executable, "-m", "benchmarks.gpu.compiled", "--arch", str(DRY_ARCHITECTURE))
+    return None
+
+
+def _echo(text: str) -> None:
+    print(text, flush=True)
+
+
+def _show(folder: Path, section: str) -> None:
+    """How many engines played on the CPU and who cannot there; the table of compiled launches."""
+    log, figures = folder / f"{section}.log", folder / f"{section}.json"
+    if section not in bench.SECTIONS and log.exists():
+        print(log.read_text("utf-8"), end="")
+    elif figures.exists():
+        rows = json.loads(figures.read_text("utf-8"))["rows"]
+        refused = {row["contender"]: row["refused"] for row in rows if "refused" in row}
+        ran = dict.fromkeys(row["contender"] for row in rows if "seconds" in row)
+        print(f"[{section}]   played on the CPU: {', '.join(ran)}")
+        for name, reason in refused.items():
+            print(f"[{section}]   not on the CPU: {name}: {reason[:80]}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,164 @@
+"""Runs one benchmark section: ceilings, matches, one JSON and one plot.
+
+python -m benchmarks.gpu.bench bench-attention --out out/gpu [--toy] [--minutes 8]
+
+``--toy`` plays tiny shapes on the CPU, so that every match and peer is tried without a GPU; its
+times mean nothing. Exits 1 when one of ours is wrong or cannot run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._functorch.config as functorch
+
+from benchmarks.gpu import attention, encoder, gemm, rows
+from benchmarks.gpu.contest import (
+    Deadline,
+    Match,
+    Row,
+    Setting,
+    is_variant,
+    play_all,
+    to_dict,
+)
+from fastbert.testing.limits import H200, Limits, limits_of
+from fastbert.testing.machine import Machine, describe
+from fastbert.testing.plots import plot_matches
+from fastbert.testing.timing import Stopwatch
+
+Build = Callable[[Any, str], Iterator[Match]]
+# Section → how its matches are built, at full size and as toys, and seconds for one match's turns.
+SECTIONS: dict[str, tuple[Build, Any, Any, float]] = {
+    "bench-attention": (attention.dense, attention.FULL, attention.TOY, 1.0),
+    "bench-varlen": (attention.packed, attention.FULL, attention.TOY, 1.0),
+    "bench-rows": (rows.matches, rows.FULL, rows.TOY, 1.0),
+    "bench-gemm": (gemm.matches, gemm.FULL, gemm.TOY, 1.0),
+    "bench-encoder": (encoder.inference, encoder.FULL, encoder.TOY, 2.0),
+    "bench-training": (encoder.training, encoder.FULL, encoder.TOY, 6.0),
+    "bench-latency": (encoder.latency, encoder.FULL, encoder.TOY, 1.0),
+}
+# An engine refuses by other errors than these.
+MISTAKES = ("TypeError", "AttributeError", "NameError", "KeyError", "IndexError", "UnboundLocal")
+COPY_BYTES = 4 << 30
+PRODUCT = 8192
+
+
+def matches_of(section: str, device: str, *, toy: bool) -> list[Match]:
+    build, full, small, _ = SECTIONS[section]
+    return list(build(small if toy else full, device))
+
+
+def ceilings(device: str, *, copied: int = COPY_BYTES, size: int = PRODUCT) -> Limits:
+    """This machine's own: a large copy, read plus written, and a large bf16 product, random data.
+
+    The exponentials are the known chip's: nothing in a library shows their rate alone.
+    """
+    watch = Stopwatch(device)
+    source = torch.randn(copied // 4, device=device)
+    target = torch.empty_like(source)
+    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+
+    def best(call: Callable[[int], object]) -> float:
+        watch.measure(call, 0, 3)
+        return sorted(watch.measure(call, 0, 5) for _ in range(5))[2]
+
+    moved = 2 * copied / best(lambda _: target.copy_(source))
+    flops = 2 * size**3 / best(lambda _: a @ b)
+    known = limits_of(describe().gpu) or H200
+    return dataclasses.replace(known, measured_bytes=moved, measured_flops=flops)
+
+
+def run(
+    section: str, *, toy: bool, minutes: float, notify: Callable[[str], None] = print
+) -> dict[str, Any]:
+    """Everything that the section's JSON holds."""
+    start = time.monotonic()
+    device = "cpu" if toy else "cuda"
+    if not toy:
+        # A graph is captured on a stream of its own, and a backward pass runs on its forward's.
+        torch.cuda.set_stream(torch.cuda.Stream())
+    # A compiled backward pass is timed alone, again and again on one forward pass.
+    functorch.donated_buffer = False
+    machine = describe()
+    for line in machine.lines():
+        notify(line)
+    measured = ceilings(device, **({"copied": 1 << 16, "size": 64} if toy else {}))
+    if not toy:
+        notify(
+            f"ceilings of this run: copy {measured.measured_bytes / 1e12:.2f} TB/s, "
+            f"product {measured.measured_flops / 1e12:.0f} TFLOP/s"
+        )
+    setting = Setting(
+        section,
+        device,
+        0.0 if toy else SECTIONS[section][3],
+        limits_of(machine.gpu),
+        measured,
+        Deadline(60 * minutes),
+    )
+    played = play_all(matches_of(section, device, toy=toy), setting, notify)
+    return {
+        "section": section,
+        "toy": toy,
+        "seconds": round(time.monotonic() - start, 1),
+        "machine": dataclasses.asdict(machine),
+        "limits": dataclasses.asdict(setting.limits) if setting.limits else None,
+        "ceilings": dataclasses.asdict(measured),
+        "faults": faults(played),
+        "rows": [to_dict(row) for row in played],
+    }
+
+
+def faults(played: Sequence[Row]) -> list[str]:
+    """What must not be: ours red, unable or out of time, and a peer that is called wrongly.
+
+    A forced variant may refuse a shape that it is not made for.
+    """
+
+    def is_fault(row: Row) -> bool:
+        if not row.refused:
+            return False
+        refuses = is_variant(row.contender) and row.refused.startswith("ValueError")
+        return row.refused.startswith(MISTAKES) or (row.ours and not refuses)
+
+    return sorted(
+        {
+            f"{row.series} {row.label} {row.contender}: {row.refused}"
+            for row in played
+            if is_fault(row)
+        }
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("section", choices=list(SECTIONS))
+    parser.add_argument("--out", type=Path, required=True, help="folder of JSON and plot")
+    parser.add_argument("--toy", action="store_true", help="tiny shapes on the CPU")
+    parser.add_argument("--minutes", type=float, default=7.5, help="no match begins after them")
+    arguments = parser.parse_args()
+    if not arguments.toy and not torch.cuda.is_available():
+        parser.error("no CUDA device; --toy plays tiny shapes on the CPU")
+    content = run(arguments.section, toy=arguments.toy, minutes=arguments.minutes)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    path = arguments.out / f"{arguments.section}.json"
+    path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    plot_matches(path.with_suffix(".png"), content["rows"], Machine(**content["machine"]))
+    for fault in content["faults"]:
+        print(f"FAULT {fault}")
+    return 1 if content["faults"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,287 @@
+"""The matches of the whole model: inference, a pre-training step, and the latency of one sequence.
+
+The parity of the encoder is judged once per model and dtype on two layers (``bench_encoder.gate``):
+an engine that fails it is refused. Tokens and sequences count real tokens only.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+import fastbert
+from benchmarks.gpu.contest import TRAINING, Contender, Match
+from benchmarks.gpu.engines import OURS, compiler
+from fastbert.config import BertConfig
+from fastbert.integrations import transformers
+from fastbert.testing import bench_encoder
+from fastbert.testing.attention_peers import Prepared
+from fastbert.testing.bench_encoder import BASE, MINILM, SMALL, EncoderShape, half_padded
+from fastbert.testing.cases import Inputs
+from fastbert.testing.limits import GOALS, RATIO_GOALS, Work
+
+LARGE = BertConfig.preset("large")
+BF16, FP16 = torch.bfloat16, torch.float16
+INFERENCE, LATENCY = "inference", "latency"
+ROTATED_BATCHES = 4
+THEIRS = bench_encoder.STOCK
+IGNORED = -100
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Models by name; tokens of a padded batch; its lengths; the batch of a training step."""
+
+    models: dict[str, BertConfig]
+    tokens: int
+    lengths: tuple[int, ...]
+    training_batch: int
+
+
+FULL = Scale({"BERT-base": BASE, "BERT-large": LARGE, "MiniLM": MINILM}, 32768, (128, 512), 48)
+TOY = Scale({"BERT-base": SMALL}, 64, (16,), 2)
+
+
+def inference(scale: Scale, device: str) -> Iterator[Match]:
+    """Full and half padded batches of every model, padded ids to padded hidden states."""
+    for dtype in (BF16, FP16):
+        for name, config in scale.models.items():
+            for length in scale.lengths:
+                batch = scale.tokens // length
+                for kind, lengths in (
+                    ("full", (length,) * batch),
+                    ("half padded", half_padded(batch, length)),
+                ):
+                    shape = EncoderShape(f"{name} {batch}×{length} {kind}", config, lengths)
+                    goal = None
+                    if kind == "full" and dtype == BF16:
+                        goal = GOALS.get(f"{name} s{length}")
+                    # Each compilation takes half a minute: where the graph differs, not for dtypes.
+                    compiled = kind == "full" and dtype == BF16
+                    yield _inference(shape, dtype, device, goal, compiled=compiled)
+    name = "BERT-base 16×512, 60 % real"
+    mixed = tuple(round(512 * (0.2 + 0.8 * i / 15)) for i in range(16))
+    if device == "cuda":
+        shape = EncoderShape(name, BASE, mixed)
+        yield _inference(shape, FP16, device, None, compiled=False, ratio=RATIO_GOALS[name])
+
+
+def _inference(shape, dtype, device, goal, *, compiled, ratio=None) -> Match:
+    contenders = [
+        Contender(name, functools.partial(_forward, name, shape, dtype, device), ours=True)
+        for name in own_engines(device)
+    ]
+    for path in transformers_paths():
+        prepare = functools.partial(_forward, THEIRS + path, shape, dtype, device)
+        contenders.append(Contender(THEIRS + path, prepare))
+    if compiled:
+        prepare = functools.partial(
+            _forward, f"{THEIRS}sdpa", shape, dtype, device, change=compiler(device)
+        )
+        contenders.append(Contender(f"{THEIRS}sdpa compiled", prepare))
+    return _match(INFERENCE, shape, dtype, contenders, "tokens/s", shape.tokens, goal, ratio)
+
+
+def _match(direction, shape, dtype, contenders, unit, amount, goal=None, ratio=None) -> Match:
+    passes = 3 if direction == TRAINING else 1
+    return Match(
+        series=f"{direction}, {str(dtype).removeprefix('torch.')}",
+        label=shape.name,
+        op="encoder",
+        dtype=dtype,
+        direction=direction,
+        contenders=contenders,
+        work=Work(flops=passes * shape.flops),
+        unit=unit,
+        amount=amount,
+        goal=goal,
+        ratio_goal=ratio,
+        batches=[Inputs({"seed": seed}) for seed in range(ROTATED_BATCHES)],
+        # What a caller gets: the host's part and its synchronisations included.
+        graphs=False,
+    )
+
+
+def own_engines(device: str) -> list[str]:
+    """fastbert by itself and in each backend that differs; the reference is no contender."""
+    names = list(bench_encoder.requests(device))
+    return [name for name in names if name != f"{OURS}reference"] or names
+
+
+def transformers_paths() -> tuple[str, ...]:
+    """Its attentions on this machine; none where transformers is not installed."""
+    if not transformers.installed():
+        return ()
+    flash = ("flash_attention_2",) if importlib.util.find_spec("flash_attn") else ()
+    return (*bench_encoder.TRANSFORMERS_PATHS, *flash)
+
+
+# Inference
+
+
+@functools.lru_cache(maxsize=2)
+def weights_of(config: BertConfig) -> dict[str, Tensor]:
+    return bench_encoder.random_weights(config)
+
+
+@functools.lru_cache(maxsize=4)
+def refused(config: BertConfig, dtype: torch.dtype, device: str) -> dict[str, str]:
+    """Engine → why its hidden states are wrong, on two layers and two lengths."""
+    with torch.inference_mode():
+        return bench_encoder.gate(EncoderShape("gate", config, (64, 37)), dtype, device)
+
+
+def _forward(
+    engine: str,
+    shape: EncoderShape,
+    dtype: torch.dtype,
+    device: str,
+    inputs: Inputs,
+    change: Callable[[nn.Module], Callable] | None = None,
+) -> Prepared:
+    """A forward pass of ``engine`` on one batch; ``inputs`` says which."""
+    if reason := refused(shape.config, dtype, device).get(engine):
+        raise ValueError(reason)
+    model = model_of(engine, shape.config, dtype, device)
+    batch = bench_encoder.random_batch(shape, inputs.positional["seed"], device)
+    call = change(model) if change else model
+    return Prepared(lambda: call(**batch).last_hidden_state, [])
+
+
+@functools.lru_cache(maxsize=8)
+def model_of(engine: str, config: BertConfig, dtype: torch.dtype, device: str) -> nn.Module:
+    """The encoder of ``engine``, the same weights in each."""
+    weights = weights_of(config)
+    if engine.startswith(THEIRS):
+        return transformers.encoder(config, weights, engine.removeprefix(THEIRS), dtype, device)
+    request = bench_encoder.requests(device)[engine]
+    return bench_encoder._fastbert(config, weights, request, dtype, device)
+
+
+# Training
+
+
+def training(scale: Scale, device: str) -> Iterator[Match]:
+    """Forward, backward and AdamW of a pre-training step with dropout, bf16 autocast, fp32 weights.
+
+    Half padded to 512, so the mean real length is MLPerf's 254; 15 % of the tokens have labels.
+    """
+    longest = max(scale.lengths)
+    for name in ("BERT-large", "BERT-base", "MiniLM"):
+        if (config := scale.models.get(name)) is None:
+            continue
+        for kind, lengths in (
+            ("half padded", half_padded(scale.training_batch, longest)),
+            ("full", (longest,) * scale.training_batch),
+        ):
+            shape = EncoderShape(f"{name} {len(lengths)}×{longest} {kind}", config, lengths)
+            goal = GOALS.get(f"{name} training") if kind == "half padded" else None
+            contenders = [
+                Contender(
+                    engine,
+                    functools.partial(_train, engine, shape, device),
+                    engine.startswith(OURS),
+                )
+                for engine in (
+                    *own_engines(device),
+                    *(THEIRS + path for path in transformers_paths()),
+                )
+            ]
+            yield _match(TRAINING, shape, BF16, contenders, "sequences/s", len(shape.lengths), goal)
+
+
+def _train(engine: str, shape: EncoderShape, device: str, inputs: Inputs) -> Prepared:
+    """One step on one batch; the model and its optimizer are shared by all batches."""
+    if reason := refused(shape.config, BF16, device).get(engine):
+        raise ValueError(reason)
+    model, optimizer = trainee(engine, shape.config, device)
+    batch = training_batch(shape, inputs.positional["seed"], device)
+
+    def step() -> Tensor:
+        with torch.autocast(device, BF16):
+            loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return Prepared(step, [])
+
+
+@functools.lru_cache(maxsize=4)
+def trainee(engine: str, config: BertConfig, device: str):
+    """A model in train mode and its fused AdamW, weights and states in fp32."""
+    if engine.startswith(THEIRS):
+        path = engine.removeprefix(THEIRS)
+        model = transformers.untrained_pretraining_model(config, path)
+    else:
+        from fastbert.modules import BertForPreTraining
+
+        model = BertForPreTraining(config, backend=bench_encoder.requests(device)[engine])
+    model = model.to(device).train()
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=1e-5, fused=True, capturable=device == "cuda"
+    )
+    return model, optimizer
+
+
+def training_batch(shape: EncoderShape, seed: int, device: str) -> dict[str, Tensor]:
+    """A batch with labels at 15 % of the real tokens, and one of the next-sentence task."""
+    batch = bench_encoder.random_batch(shape, seed, "cpu")
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.rand(batch["input_ids"].shape, generator=generator) < 0.15
+    labelled = drawn & batch["attention_mask"].bool()
+    labelled[:, 0] = True
+    labels = batch["input_ids"].masked_fill(~labelled, IGNORED)
+    follows = torch.randint(0, 2, (len(shape.lengths),), generator=generator)
+    batch |= {"labels": labels, "next_sentence_label": follows}
+    return {name: value.to(device) for name, value in batch.items()}
+
+
+# Latency
+
+
+def latency(scale: Scale, device: str) -> Iterator[Match]:
+    """One sequence: with CUDA graphs where an engine has its own, and as plain calls."""
+    for name, config in scale.models.items():
+        for length in scale.lengths:
+            for dtype in (FP16, BF16):
+                shape = EncoderShape(f"{name} 1×{length}", config, (length,))
+                goal = GOALS.get(f"{name} batch 1") if length == 128 and dtype == FP16 else None
+                yield _latency(shape, dtype, device, goal)
+
+
+def _latency(shape, dtype, device, goal) -> Match:
+    contenders = []
+    for engine in own_engines(device):
+        prepare = functools.partial(_forward, engine, shape, dtype, device)
+        contenders.append(Contender(engine, prepare, ours=True))
+    if device == "cuda":
+        # The public wrapper, its copies of the inputs and its choice of a bucket included.
+        prepare = functools.partial(_graphed, shape, dtype, device)
+        contenders.append(Contender(f"{OURS}graphed", prepare, ours=True))
+    for path in transformers_paths():
+        prepare = functools.partial(_forward, THEIRS + path, shape, dtype, device)
+        contenders.append(Contender(THEIRS + path, prepare))
+    if transformers.installed() and device == "cuda":
+        change = compiler(device, mode="reduce-overhead")
+        prepare = functools.partial(_forward, f"{THEIRS}sdpa", shape, dtype, device, change=change)
+        contenders.append(Contender(f"{THEIRS}sdpa compiled, CUDA graph", prepare))
+    return _match(LATENCY, shape, dtype, contenders, "ms", 1.0, goal)
+
+
+def _graphed(shape: EncoderShape, dtype: torch.dtype, device: str, inputs: Inputs) -> Prepared:
+    """``fastbert.graphed`` of the model, which replays its own graph at every call."""
+    model = _wrapped(shape.config, dtype, device)
+    batch = bench_encoder.random_batch(shape, inputs.positional["seed"], device)
+    return Prepared(lambda: model(**batch).last_hidden_state, [])
+
+
+@functools.lru_cache(maxsize=2)
+def _wrapped(config: BertConfig, dtype: torch.dtype, device: str) -> Callable:
+    return fastbert.graphed(model_of(f"{OURS}auto", config, dtype, device))

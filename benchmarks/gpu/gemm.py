@@ -1,0 +1,125 @@
+"""The matches of the operations around a matrix product: feed_forward, linear_gelu and the loss."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.gpu.contest import Contender, Match
+from benchmarks.gpu.engines import compiler, gemm_variants, ours, stock
+from fastbert.testing.attention_peers import Prepared, of_function
+from fastbert.testing.cases import Case, Inputs
+from fastbert.testing.limits import BACKWARD, FORWARD, RATIO_GOALS, work
+
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Tokens of a pass; hidden and inner width of the models; vocabulary; tokens of a loss."""
+
+    tokens: tuple[int, ...]
+    widths: tuple[tuple[int, int], ...]
+    vocabulary: int
+    loss_tokens: int
+
+
+FULL = Scale((16384, 2048, 128), ((1024, 4096), (768, 3072), (384, 1536)), 30522, 16384)
+TOY = Scale((32,), ((32, 64),), 97, 96)
+
+
+def matches(scale: Scale, device: str) -> Iterator[Match]:
+    largest = scale.tokens[0]
+    for hidden, inner in scale.widths:
+        for direction in (FORWARD, BACKWARD):
+            yield _loss(scale, hidden, direction, device)
+        for op in ("linear_gelu", "feed_forward"):
+            for direction in (FORWARD, BACKWARD):
+                yield _product(op, largest, hidden, inner, BF16, direction, device)
+    for tokens in scale.tokens[1:]:
+        for hidden, inner in scale.widths:
+            for op in ("linear_gelu", "feed_forward"):
+                yield _product(op, tokens, hidden, inner, BF16, FORWARD, device)
+    hidden, inner = scale.widths[0]
+    for op in ("linear_gelu", "feed_forward"):
+        yield _product(op, largest, hidden, inner, FP16, FORWARD, device)
+
+
+def _product(op, tokens, hidden, inner, dtype, direction, device) -> Match:
+    case = Case(op, f"{tokens}×{hidden}×{inner}", (tokens, hidden, inner))
+    contenders = [
+        *ours(case, dtype, device),
+        *gemm_variants(op, direction, device),
+        *stock(op, device),
+    ]
+    if (op, direction) == ("linear_gelu", FORWARD):
+        contenders += other_functions()
+    return _match(case, dtype, direction, contenders, memory=False)
+
+
+def other_functions() -> list[Contender]:
+    """What a library's epilogue offers: the tanh GELU, and the product without any."""
+    return [
+        Contender("product alone", _product_alone, same_function=False),
+        Contender("tanh epilogue", _tanh_epilogue, same_function=False),
+    ]
+
+
+def _product_alone(inputs: Inputs) -> Prepared:
+    return of_function(F.linear, inputs)
+
+
+def _tanh_epilogue(inputs: Inputs) -> Prepared:
+    def fused(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return torch._addmm_activation(bias, x, weight.t(), use_gelu=True)
+
+    return of_function(fused, inputs)
+
+
+def _loss(scale: Scale, hidden: int, direction: str, device: str) -> Match:
+    shape = (scale.loss_tokens, hidden, scale.vocabulary)
+    case = Case("linear_cross_entropy", "×".join(map(str, shape)), shape)
+    contenders = [*ours(case, BF16, device), *stock(case.op, device)]
+    for name, change in (("eager", None), ("torch.compile", compiler(device))):
+        prepare = functools.partial(_gathered, change)
+        contenders.append(Contender(f"{name} gathered", prepare))
+    return _match(case, BF16, direction, contenders, memory=direction == BACKWARD)
+
+
+def gathered_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor, labels: Tensor) -> Tensor:
+    """The logits of the labelled rows only; ``labels`` have no ignored ones left."""
+    return F.cross_entropy(F.linear(hidden, weight, bias), labels)
+
+
+def _gathered(change, inputs: Inputs) -> Prepared:
+    """As a careful model does it: rows by label first. The count of labels is known beforehand."""
+    rows = (inputs.positional["labels"] >= 0).nonzero().squeeze(1)
+    function = change(gathered_cross_entropy) if change else gathered_cross_entropy
+
+    def run(hidden: Tensor, weight: Tensor, bias: Tensor, labels: Tensor) -> Tensor:
+        return function(hidden[rows], weight, bias, labels[rows])
+
+    return of_function(run, inputs)
+
+
+def _match(case, dtype, direction, contenders, memory) -> Match:
+    amount = work(case, dtype, direction)
+    return Match(
+        series=f"{case.op} {direction}",
+        label=f"{case.name} {str(dtype).removeprefix('torch.')}",
+        op=case.op,
+        case=case,
+        dtype=dtype,
+        direction=direction,
+        contenders=contenders,
+        work=amount,
+        unit="TFLOP/s",
+        amount=amount.flops / 1e12,
+        ratio_goal=RATIO_GOALS[case.op] if direction == FORWARD else None,
+        memory=memory,
+    )

@@ -1,0 +1,116 @@
+"""Inputs for an engine, and whether what it computes from them is right."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fastbert import reference
+from fastbert.testing.attention_peers import leaves
+from fastbert.testing.cases import Case, Inputs
+from fastbert.testing.compare import Comparison, compare
+from fastbert.testing.limits import BACKWARD
+from fastbert.testing.timing import input_sets
+
+if TYPE_CHECKING:
+    from benchmarks.gpu.contest import Contender, Match
+
+# Elements of a tensor that the comparison looks at: enough for the rule's two figures.
+COMPARED = 1 << 18
+MOST_SETS = 8
+
+
+def rotated(case: Case, dtype: torch.dtype, device: str) -> list[Inputs]:
+    """Sets of inputs that together overflow the caches; strides as the case makes them."""
+    first = case.inputs(dtype, device)
+    size = sum(v.nbytes for _, v in first.items() if isinstance(v, Tensor))
+    count = input_sets(size, at_most=MOST_SETS)
+    return [first, *(other_values(first, shift) for shift in range(1, count))]
+
+
+def other_values(inputs: Inputs, shift: int) -> Inputs:
+    """The same statistics in other memory: floating tensors rolled, slices of one buffer kept so.
+
+    Drawing them again would take most of a section's time.
+    """
+    buffers: dict[int, Tensor] = {}
+
+    def change(_: str, value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            return value
+        storage = value.untyped_storage()
+        if storage.data_ptr() not in buffers:
+            flat = torch.empty(0, dtype=value.dtype, device=value.device).set_(storage)
+            buffers[storage.data_ptr()] = flat.roll(17 * shift)
+        buffer = buffers[storage.data_ptr()]
+        return buffer.as_strided(value.shape, value.stride(), value.storage_offset())
+
+    return inputs.map(change)
+
+
+class Judge:
+    """Compares outputs, or gradients, with the float64 reference on the first set of inputs.
+
+    With dropout only fastbert draws the reference's mask: nobody else is compared.
+    """
+
+    def __init__(self, match: Match, inputs: Inputs) -> None:
+        self.match, self.inputs = match, inputs
+        self.dout: Tensor | None = None
+        self._expected: tuple[list[Tensor], list[Tensor]] | None = None
+
+    def gradient(self, shape: torch.Size, like: Tensor) -> Tensor:
+        """The gradient of the output, rounded to bf16, whose values every dtype holds."""
+        if self.dout is None:
+            self.dout = torch.randn(shape, device=like.device).bfloat16()
+        return self.dout.to(like.dtype)
+
+    def expected(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Oracle and yardstick: the output, or the gradients, of the reference."""
+        if self._expected is None:
+            exact = self.inputs.map(
+                lambda _, v: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v
+            )
+            self._expected = (self._reference(exact), self._reference(self.inputs))
+        return self._expected
+
+    def _reference(self, inputs: Inputs) -> list[Tensor]:
+        function = getattr(reference, self.match.op)
+        ready = leaves(inputs)
+        with torch.set_grad_enabled(self.match.direction == BACKWARD):
+            out = function(*ready.positional.values(), **ready.keyword)
+        if self.match.direction != BACKWARD:
+            return [sample(out)]
+        named = dict(ready.items())
+        targets = [named[name] for name in inputs.gradients]
+        gradients = torch.autograd.grad(out, targets, self.gradient(out.shape, out))
+        return [sample(gradient) for gradient in gradients]
+
+    def compare(self, contender: Contender, results: Sequence[Tensor]) -> list[Comparison]:
+        """One comparison per tensor; none where there is nothing to compare with."""
+        if self.match.case is None or not contender.same_function:
+            return []
+        if self.match.case.options.get("dropout_p") and not contender.ours:
+            return []
+        backward = self.match.direction == BACKWARD
+        names = [f"d{name}" for name in self.inputs.gradients] if backward else ["out"]
+        tensors = [sample(result) for result in results]
+        return [
+            compare(name, tensor if contender.ours else tensor.to(best.dtype), oracle, best)
+            for name, tensor, oracle, best in zip(names, tensors, *self.expected(), strict=True)
+        ]
+
+    def forget(self) -> None:
+        """Frees the oracle's memory before anything is timed."""
+        self._expected = self.dout = None
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def sample(x: Tensor) -> Tensor:
+    """Evenly spread elements of x, so that a comparison of large tensors stays quick."""
+    flat = x.detach().reshape(-1)
+    return flat[:: max(1, -(-flat.numel() // COMPARED) | 1)].clone()

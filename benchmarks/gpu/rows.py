@@ -1,0 +1,83 @@
+"""The matches of the memory-bound operations: layer_norm, rms_norm and embedding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks.gpu.contest import Match
+from benchmarks.gpu.engines import ours, stock
+from fastbert import ops
+from fastbert.testing import peers
+from fastbert.testing.cases import OPS, Case
+from fastbert.testing.limits import BACKWARD, FORWARD, GOALS, work
+
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Rows of a pass, columns of the models, the vocabulary of the embedding."""
+
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+    vocabulary: int
+
+
+# BERT-large, -base and MiniLM; a training batch, then one whose tensors fit in the L2.
+FULL = Scale((65536, 16384, 2048), (1024, 768, 384), 30522)
+TOY = Scale((48,), (64,), 97)
+
+
+def matches(scale: Scale, device: str) -> Iterator[Match]:
+    large = (scale.rows[0], scale.columns[0])
+    # Dropout makes the residual's gradient a tensor of its own: a fourth stream.
+    for options in ({}, {"dropout_p": 0.1}, {"residual": False, "x_bias": False}):
+        yield from _norm("layer_norm", large, options, BF16, device, wanted=True)
+    yield from _norm("layer_norm", large, {"dropout_p": 0.1}, FP16, device, wanted=True)
+    for rows in scale.rows:
+        for columns in scale.columns:
+            if (rows, columns) != large:
+                yield from _norm("layer_norm", (rows, columns), {"dropout_p": 0.1}, BF16, device)
+    if has("rms_norm"):
+        for columns in scale.columns:
+            yield from _norm("rms_norm", (scale.rows[0], columns), {}, BF16, device)
+    for rows, columns in ((scale.rows[0], columns) for columns in scale.columns):
+        case = Case("embedding", f"{rows}×{columns}", (rows, scale.vocabulary, columns))
+        for direction in (FORWARD, BACKWARD):
+            yield _match(case, BF16, direction, device)
+
+
+def has(op: str) -> bool:
+    """Whether this build has the operation, its cases and a peer to hold it against."""
+    return op in OPS and hasattr(ops, op) and op in peers.OPS
+
+
+def _norm(op, shape, options, dtype, device, wanted=False) -> Iterator[Match]:
+    names = [
+        "drop" if options.get("dropout_p") else "",
+        "alone" if options.get("residual") is False else "",
+    ]
+    name = " ".join(["×".join(map(str, shape)), *filter(None, names)])
+    for direction in (FORWARD, BACKWARD):
+        goal = GOALS[f"layer_norm {direction}"] if wanted else None
+        yield _match(Case(op, name, shape, options), dtype, direction, device, goal)
+
+
+def _match(case, dtype, direction, device, goal=None) -> Match:
+    amount = work(case, dtype, direction)
+    return Match(
+        series=f"{case.op} {direction}",
+        label=f"{case.name} {str(dtype).removeprefix('torch.')}",
+        op=case.op,
+        case=case,
+        dtype=dtype,
+        direction=direction,
+        contenders=[*ours(case, dtype, device), *stock(case.op, device)],
+        work=amount,
+        unit="GB/s",
+        amount=amount.bytes / 1e9,
+        goal=goal,
+    )

@@ -1,0 +1,115 @@
+"""``fastbert check --aot``: every shipped launch compiled ahead of time, and what came out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from fastbert.cli.common import err, new_table, out, print_json
+
+if TYPE_CHECKING:
+    from fastbert.testing.ahead_of_time import Compiled
+
+
+def check_compiled(architectures: str, as_json: bool) -> bool:
+    """Compiles for ``architectures``, such as "80,90", and prints the verdicts; whether all pass.
+
+    Raises ValueError when an architecture is not known, ImportError without triton.
+    """
+    from fastbert.testing import ahead_of_time
+
+    known = ahead_of_time.ARCHITECTURES
+    try:
+        chosen = tuple(int(text) for text in architectures.split(","))
+    except ValueError:
+        chosen = ()
+    if not chosen or not set(chosen) <= set(known):
+        allowed = ", ".join(map(str, known))
+        raise ValueError(f"--arch: got {architectures!r}, allowed: some of {allowed}, by commas")
+    launches = _with_progress(chosen)
+    passed = all(launch.passed for launch in launches)
+    summary = summarize(launches)
+    if as_json:
+        print_json({"passed": passed, "summary": summary, "launches": launches})
+    else:
+        _print(launches, summary)
+    return passed
+
+
+def _with_progress(architectures: Sequence[int]) -> list[Compiled]:
+    from fastbert.testing.ahead_of_time import compile_launches
+
+    launches = []
+    columns = (TextColumn("compile"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(
+        *columns, TextColumn("{task.description}"), console=err, transient=True
+    ) as progress:
+        task = progress.add_task("", total=None)
+        for launch in compile_launches(architectures, processes=os.cpu_count() or 1):
+            launches.append(launch)
+            description = f"{launch.name} {launch.dtype} sm_{launch.arch}"
+            progress.update(
+                task, completed=launch.number, total=launch.total, description=description
+            )
+    return launches
+
+
+def summarize(launches: list[Compiled]) -> list[dict[str, Any]]:
+    """One line per kernel, dtype and architecture, with the worst of its launches."""
+    groups: dict[tuple[str, str, int], list[Compiled]] = {}
+    for launch in launches:
+        groups.setdefault((launch.name, launch.dtype, launch.arch), []).append(launch)
+    return [
+        {
+            "kernel": name,
+            "dtype": dtype,
+            "arch": arch,
+            "launches": len(group),
+            "registers": max(launch.registers for launch in group),
+            "stack": max(launch.stack for launch in group),
+            "shared": max(launch.shared for launch in group),
+            "matrix": " ".join(sorted({launch.matrix for launch in group})),
+            "load": min(max(launch.loads, default=0) for launch in group),
+            "passed": all(launch.passed for launch in group),
+        }
+        for (name, dtype, arch), group in sorted(groups.items())
+    ]
+
+
+def _print(launches: list[Compiled], summary: list[dict[str, Any]]) -> None:
+    table = new_table()
+    for heading in ("kernel", "dtype", "for"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("launches", "registers", "stack", "shared", "matrix unit", "widest load"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("verdict", no_wrap=True)
+    for line in summary:
+        table.add_row(
+            line["kernel"],
+            line["dtype"],
+            f"sm_{line['arch']}",
+            str(line["launches"]),
+            str(line["registers"]),
+            str(line["stack"]),
+            f"{line['shared'] / 1024:.0f} KiB",
+            line["matrix"],
+            f"{line['load']} B",
+            "[green]ok[/]" if line["passed"] else "[bold red]FAILED[/]",
+        )
+    out.print(table)
+    failures = [launch for launch in launches if not launch.passed]
+    for launch in failures:
+        out.print(f"{launch}:", style="red", markup=False, soft_wrap=True)
+        for fault in launch.faults:
+            out.print(f"  {fault}", style="red", markup=False, soft_wrap=True)
+    verdict = (
+        f"{len(failures)} of {len(launches)} FAILED" if failures else f"all {len(launches)} ok"
+    )
+    out.print(
+        f"{verdict}: no spill, matrix units, 16-byte loads, 64-bit addresses, IEEE fp32, "
+        "shared memory fits",
+        highlight=False,
+    )

@@ -1,0 +1,39 @@
+"""The dropout seeds of one call of a model, drawn together: one launch, not one per operation."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastbert.config import BertConfig
+from fastbert.ops.arguments import dropout_seeds
+
+
+class LayerSeeds(NamedTuple):
+    """Seeds of the three dropouts of a layer, int64 (1,); None: the operation draws its own."""
+
+    attention: Tensor | None = None
+    attention_output: Tensor | None = None
+    output: Tensor | None = None
+
+
+NO_SEEDS = LayerSeeds()
+
+
+class Seeds(NamedTuple):
+    """Seeds of the embeddings and of each layer."""
+
+    embeddings: Tensor | None
+    layers: tuple[LayerSeeds, ...]
+
+
+def draw_seeds(config: BertConfig, training: bool, device: torch.device) -> Seeds:
+    """From torch's generator of ``device``, in the order of the operations; none in eval mode."""
+    layers = config.num_hidden_layers
+    dropping = config.hidden_dropout_prob > 0 or config.attention_probs_dropout_prob > 0
+    if not (training and dropping):
+        return Seeds(None, (NO_SEEDS,) * layers)
+    first, *others = dropout_seeds(1 + 3 * layers, device)
+    return Seeds(first, tuple(LayerSeeds(*others[3 * i : 3 * i + 3]) for i in range(layers)))

@@ -1,0 +1,148 @@
+"""Arguments of the attention functions: what is allowed, and the form the operators take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fastbert.ops import backend as backends
+from fastbert.ops.arguments import (
+    dropout_seed as draw_seed,
+)
+from fastbert.ops.arguments import (
+    require,
+    require_floating,
+    require_same_device,
+    require_shape,
+)
+
+MAX_HEAD_DIM = 256
+
+
+class Options:
+    """The options of one call, checked, in the order of the operator's schema."""
+
+    def __init__(self, q, mask, bias, shape, dropout_p, scale, causal, window, seed, backend):
+        self.mask, self.bias = _canonical_mask(mask, shape), _canonical_bias(bias, shape)
+        require_same_device("q", q.device, mask=self.mask, bias=self.bias)
+        self.seed = draw_seed(dropout_p, seed, q.device)
+        self.dropout_p = float(dropout_p)
+        self.scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+        self.left, self.right = _canonical_window(window, causal)
+        self.shape = shape
+        request = backends.Request(q.device.type, q.dtype, head_dim=q.shape[-1])
+        self.backend = backends.resolve("attention", backend, request).backend
+
+    def tensors(self, *cu_seqlens):
+        return self.mask, self.bias, *cu_seqlens, self.seed
+
+    def numbers(self, *longest):
+        return *longest, self.dropout_p, self.scale, self.left, self.right, self.backend
+
+
+def longest(cu_seqlens: Tensor) -> int:
+    """The longest sequence; a synchronisation with a GPU."""
+    lengths = cu_seqlens.diff()
+    return int(lengths.max()) if lengths.numel() else 0
+
+
+def _check_head_dim(name: str, head_dim: int) -> None:
+    require(1 <= head_dim <= MAX_HEAD_DIM, name, f"head dim {head_dim}", f"1 to {MAX_HEAD_DIM}")
+
+
+def _check_inputs(q: Tensor, k: Tensor, v: Tensor, dims: int, names: str) -> None:
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        require_floating(name, tensor)
+        require(tensor.dim() == dims, name, f"shape {tuple(tensor.shape)}", f"{dims} dims: {names}")
+        require(tensor.dtype == q.dtype, name, tensor.dtype, f"{q.dtype}, as q")
+    require_same_device("q", q.device, k=k, v=v)
+    _check_head_dim("q", q.shape[-1])
+    require_shape("v", v, tuple(k.shape))
+
+
+def check_dense(q: Tensor, k: Tensor, v: Tensor) -> None:
+    _check_inputs(q, k, v, 4, "(B, H, L, D)")
+    require_shape("k", k, (q.shape[0], q.shape[1], k.shape[2], q.shape[3]))
+
+
+def check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k):
+    _check_inputs(q, k, v, 3, "(T, H, D)")
+    require_shape("k", k, (k.shape[0], q.shape[1], q.shape[2]))
+    _check_cu_seqlens("cu_seqlens_q", cu_seqlens_q)
+    _check_cu_seqlens("cu_seqlens_k", cu_seqlens_k)
+    require_shape("cu_seqlens_k", cu_seqlens_k, tuple(cu_seqlens_q.shape))
+    require_same_device("q", q.device, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+
+
+def _check_cu_seqlens(name: str, cu_seqlens: Tensor) -> None:
+    if cu_seqlens.dtype != torch.int32:
+        raise TypeError(f"{name}: got {cu_seqlens.dtype}, allowed: int32")
+    shape = f"shape {tuple(cu_seqlens.shape)}"
+    require(cu_seqlens.dim() == 1 and cu_seqlens.shape[0] >= 1, name, shape, "shape (B+1,)")
+
+
+def check_qkv(qkv: Tensor, cu_seqlens: Tensor | None) -> None:
+    require_floating("qkv", qkv)
+    dims, names = (5, "(B, L, 3, H, D)") if cu_seqlens is None else (4, "(T, 3, H, D)")
+    fits = qkv.dim() == dims and qkv.shape[-3] == 3
+    require(fits, "qkv", f"shape {tuple(qkv.shape)}", names)
+    _check_head_dim("qkv", qkv.shape[-1])
+    if cu_seqlens is not None:
+        _check_cu_seqlens("cu_seqlens", cu_seqlens)
+        require_same_device("qkv", qkv.device, cu_seqlens=cu_seqlens)
+
+
+def _require_broadcastable(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    fits = tensor.dim() <= 4 and all(
+        got == 1 or got == want
+        for got, want in zip(reversed(tensor.shape), reversed(shape), strict=False)
+    )
+    got = f"shape {tuple(tensor.shape)}"
+    require(fits, name, got, f"(B, Lk) = {(shape[0], shape[3])} or broadcastable to {shape}")
+
+
+def _canonical_mask(mask: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
+    if mask is None:
+        return None
+    if mask.dtype != torch.bool:
+        raise TypeError(
+            f"mask: got {mask.dtype}, allowed: bool, True = attend (additive goes in bias)"
+        )
+    mask = mask[:, None, None, :] if mask.dim() == 2 else mask
+    _require_broadcastable("mask", mask, shape)
+    return mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
+
+
+def _canonical_bias(bias: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
+    if bias is None:
+        return None
+    require_floating("bias", bias)
+    _require_broadcastable("bias", bias, shape)
+    return bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape))
+
+
+def _canonical_window(window: tuple[int, int] | int | None, causal: bool) -> tuple[int, int]:
+    left, right = (window, window) if isinstance(window, int) else window or (-1, -1)
+    require(left >= -1 and right >= -1, "window", window, "numbers >= -1, where -1 is unlimited")
+    return left, 0 if causal else right
+
+
+def check_lse(lse: Tensor | None, q: Tensor) -> None:
+    """lse fp32 (B, H, Lq) of q (B, H, Lq, D), or (H, Tq) of q (Tq, H, D)."""
+    if lse is None:
+        return
+    if lse.dtype != torch.float32:
+        raise TypeError(f"lse: got {lse.dtype}, allowed: float32")
+    require_shape("lse", lse, tuple(q.shape[:3]) if q.dim() == 4 else (q.shape[1], q.shape[0]))
+    require_same_device("q", q.device, lse=lse)
+
+
+def chosen(name: str, indices: Sequence[int] | None, size: int) -> list[int] | None:
+    """Indices of heads or rows as a list, each within ``size``; None: all."""
+    if indices is None:
+        return None
+    indices = [int(i) for i in indices]
+    require(all(0 <= i < size for i in indices), name, indices, f"numbers from 0 to {size - 1}")
+    return indices

@@ -1,0 +1,342 @@
+"""Compiles the shipped launches for GPUs that need not be there, and judges what came out.
+
+    python -m fastbert.testing.ahead_of_time --arch 90 --noun attention --only dkv --processes 1
+
+Prints one JSON object per compiled launch, a ``Compiled``. A process of its own, because Triton
+decides at import whether @jit interprets; ``compile_launches`` starts it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import json
+import multiprocessing
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fastbert.testing.addresses import narrow_products
+
+ARCHITECTURES = (80, 90, 100)
+# Bytes of shared memory that one block may have.
+SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+# What the products of 16-bit operands run on; older units are there on newer GPUs too, but slower.
+MATRIX_UNITS = {80: ("HMMA",), 90: ("HGMMA",), 100: ("UTCHMMA", "HMMA")}
+# Of the bytes that the load instructions of a kernel take, this share must come 16 at a time.
+WIDE_SHARE = 0.5
+# Kernels that need a smaller share, and why.
+NARROWER: dict[str, tuple[float, str]] = {
+    "attention_dq": (0.2, "at head dim 32 a thread's part of a tile is 8 bytes"),
+    "attention_dkv": (0.1, "the same, and 4 bytes each for the statistics of every row"),
+    "attention_short_backward": (0.3, "the same"),
+    "embedding_run_sums": (0.3, "a key of every row, in the layout of the loads and of the stores"),
+}
+# Kernels that read no rows, and what they read.
+NARROW_LOADS: dict[str, str] = {
+    "embedding_keys": "one index a row, at any stride",
+}
+KERNELS = Path(__file__).resolve().parents[1] / "kernels"
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One launch compiled for one architecture, what the binary looks like, and the verdict.
+
+    ``shared`` in bytes per block; ``matrix`` the unit that the SASS names, or "none"; ``loads`` the
+    number of instructions that load from global memory, by the bytes that a thread gets.
+    ``faults`` in words, empty when the gate is passed. ``number`` and ``total`` count the
+    compilations of one run.
+    """
+
+    name: str
+    noun: str
+    arch: int
+    dtype: str
+    warps: int
+    registers: int
+    stack: int
+    shared: int
+    matrix: str
+    loads: dict[int, int]
+    tf32: bool
+    has_dot: bool
+    narrow_products: list[str]
+    constants: dict[str, Any]
+    number: int = 0
+    total: int = 0
+    faults: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        constants = " ".join(f"{key}={value}" for key, value in self.constants.items())
+        return f"{self.name} {self.dtype} sm_{self.arch} {self.warps} warps {constants}"
+
+    @property
+    def passed(self) -> bool:
+        return not self.faults
+
+    @property
+    def half(self) -> bool:
+        return self.dtype in ("float16", "bfloat16")
+
+    @property
+    def wide_share(self) -> float:
+        """Of the bytes that one pass over the load instructions takes, those that come by 16."""
+        total = sum(width * count for width, count in self.loads.items())
+        return 16 * self.loads.get(16, 0) / total if total else 1.0
+
+
+def judge(compiled: Compiled) -> list[str]:
+    """What is wrong with it, in words."""
+    faults = []
+    if compiled.stack:
+        faults.append(f"{compiled.stack} bytes of stack: registers spill")
+    if compiled.shared > SHARED_MEMORY[compiled.arch]:
+        limit = SHARED_MEMORY[compiled.arch]
+        faults.append(f"{compiled.shared} bytes of shared memory, allowed: {limit}")
+    if compiled.has_dot and compiled.half and compiled.matrix not in MATRIX_UNITS[compiled.arch]:
+        allowed = " or ".join(MATRIX_UNITS[compiled.arch])
+        faults.append(f"matrix unit {compiled.matrix}, expected {allowed}")
+    if compiled.tf32:
+        faults.append("tf32 where IEEE fp32 is promised")
+    needed = NARROWER.get(compiled.name, (WIDE_SHARE,))[0]
+    if compiled.wide_share < needed and compiled.name not in NARROW_LOADS:
+        loads = ", ".join(f"{n} of {width} bytes" for width, n in compiled.loads.items())
+        faults.append(f"narrow loads: {loads}")
+    faults += [f"32-bit address arithmetic: {product}" for product in compiled.narrow_products]
+    return faults
+
+
+# Launches
+
+
+def nouns() -> list[str]:
+    """The kernel files that have ``shipped_launches``."""
+    return sorted(
+        path.stem
+        for path in KERNELS.glob("*.py")
+        if "\ndef shipped_launches(" in path.read_text(encoding="utf-8")
+    )
+
+
+def launches_of(noun: str) -> list[Any]:
+    """The shipped launches of one kernel file; RuntimeError when it cannot be imported."""
+    if noun not in nouns():
+        raise ValueError(f"--noun: got {noun!r}, allowed: {', '.join(nouns())}")
+    try:
+        return list(importlib.import_module(f"fastbert.kernels.{noun}").shipped_launches())
+    except Exception as error:
+        raise RuntimeError(
+            f"fastbert/kernels/{noun}.py gives no launches: {type(error).__name__}: {error}"
+        ) from error
+
+
+def specialise(launch: Any) -> tuple[dict[str, str], dict[str, Any], dict[tuple[int], Any]]:
+    """Signature, constants and attributes that a real launch with these arguments would compile."""
+    import torch
+
+    names = {
+        torch.float32: "*fp32",
+        torch.float16: "*fp16",
+        torch.bfloat16: "*bf16",
+        torch.int32: "*i32",
+        torch.int64: "*i64",
+        torch.uint8: "*u8",
+    }
+    signature: dict[str, str] = {}
+    constants: dict[str, Any] = {}
+    attributes: dict[tuple[int], Any] = {}
+    for position, parameter in enumerate(launch.kernel.params):
+        value = launch.arguments[parameter.name]
+        if parameter.is_constexpr or value is None:
+            signature[parameter.name], constants[parameter.name] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[parameter.name] = names[value.dtype]
+            attributes[(position,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, float):
+            signature[parameter.name] = "fp32"
+        elif value == 1 and not parameter.do_not_specialize:
+            signature[parameter.name], constants[parameter.name] = "constexpr", 1
+        else:
+            signature[parameter.name] = "i32" if -(2**31) <= value < 2**31 else "i64"
+            if value % 16 == 0 and not parameter.do_not_specialize:
+                attributes[(position,)] = [["tt.divisibility", 16]]
+    return signature, constants, attributes
+
+
+def identity(launch: Any) -> str:
+    """Equal for two launches that compile to the same binary."""
+    kernel = f"{launch.kernel.__module__}.{launch.kernel.__name__}"
+    return repr((kernel, *specialise(launch), launch.num_warps, launch.num_stages))
+
+
+# The binary
+
+
+def cuobjdump(option: str, cubin: Path) -> str:
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    command = [str(tool), option, str(cubin)]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def matrix_unit(sass: str) -> str:
+    """The matrix instruction of the newest kind in the SASS, or "none"."""
+    for name in ("UTCHMMA", "HGMMA", "HMMA", "DMMA"):
+        if re.search(rf"\b{name}\b", sass):
+            return name
+    return "none"
+
+
+def global_loads(sass: str) -> dict[int, int]:
+    """Instructions that load from global memory, by bytes per thread; a bulk copy counts as 16."""
+    widths = {"128": 16, "64": 8, "U8": 1, "S8": 1, "U16": 2, "S16": 2}
+    found = [16] * len(re.findall(r"\b(?:UTMALDG|UBLKCP)\b", sass))
+    for modifiers in re.findall(r"\b(?:LDGSTS|LDG)\b((?:\.\w+)*)", sass):
+        found.append(next((widths[m] for m in modifiers.split(".") if m in widths), 4))
+    return {width: found.count(width) for width in sorted(set(found), reverse=True)}
+
+
+def compile_one(launch: Any, noun: str, arch: int) -> Compiled:
+    """Compiles ``launch`` of kernels/``noun``.py for sm_``arch``."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature, constants, attributes = specialise(launch)
+    source = ASTSource(launch.kernel, signature, constants, attributes)
+    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder) / "kernel.cubin"
+        cubin.write_bytes(compiled.asm["cubin"])
+        usage, sass = cuobjdump("-res-usage", cubin), cuobjdump("--dump-sass", cubin)
+    dtypes = set(signature.values())
+    narrow = {"*fp16": "float16", "*bf16": "bfloat16"}
+    arguments = [name for name, kind in signature.items() if kind != "constexpr"]
+    result = Compiled(
+        name=launch.name,
+        noun=noun,
+        arch=arch,
+        dtype=next((narrow[kind] for kind in sorted(dtypes & set(narrow))), "float32"),
+        warps=launch.num_warps,
+        registers=int(_group(r"REG:(\d+)", usage)),
+        stack=int(_group(r"STACK:(\d+)", usage)),
+        shared=compiled.metadata.shared,
+        matrix=matrix_unit(sass),
+        loads=global_loads(sass),
+        tf32="tf32" in compiled.asm["ptx"],
+        has_dot=" tt.dot " in compiled.asm["ttir"],
+        narrow_products=narrow_products(compiled.asm["ttir"], arguments),
+        constants={
+            key: value
+            for key, value in constants.items()
+            if isinstance(value, (bool, int, str)) and not key.startswith("stride")
+        },
+    )
+    return Compiled(**{**asdict(result), "faults": judge(result)})
+
+
+def _group(pattern: str, text: str) -> str:
+    match = re.search(pattern, text)
+    if match is None:
+        raise RuntimeError(f"cuobjdump: {pattern} is not in its output:\n{text[:500]}")
+    return match[1]
+
+
+# The program
+
+
+def compile_launches(
+    architectures: Sequence[int] = ARCHITECTURES, processes: int = 2, cache: Path | None = None
+) -> Iterator[Compiled]:
+    """Every shipped launch for every architecture, as they are done, compiled in processes of
+    their own.
+
+    ``cache`` is the folder of Triton's cache, its own default without one. ImportError: triton is
+    missing. RuntimeError: a kernel does not compile.
+    """
+    from fastbert.ops.backend import HAS_TRITON, compiler_environment
+
+    if not HAS_TRITON:
+        raise ImportError("triton is not installed: pip install 'fastbert[triton]'")
+    command = [sys.executable, "-m", "fastbert.testing.ahead_of_time"]
+    command += ["--processes", str(processes), "--arch", *map(str, architectures)]
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(
+            command, env=compiler_environment(cache), stdout=subprocess.PIPE, stderr=errors,
+            text=True,
+        ) as run,
+    ):  # fmt: skip
+        assert run.stdout is not None
+        try:
+            for line in run.stdout:
+                yield from_json(line)
+        except BaseException:
+            run.terminate()
+            raise
+        if run.wait() != 0:
+            errors.seek(0)
+            raise RuntimeError(f"ahead of time: {errors.read()[-4000:]}")
+
+
+def from_json(line: str) -> Compiled:
+    """A line that the program printed."""
+    content = json.loads(line)
+    content["loads"] = {int(width): count for width, count in content["loads"].items()}
+    return Compiled(**content)
+
+
+@functools.cache
+def _jobs(nouns: tuple[str, ...], only: str) -> list[tuple[str, Any]]:
+    """(noun, launch), each binary once: files share kernels."""
+    found: dict[str, tuple[str, Any]] = {}
+    for noun in nouns:
+        for launch in launches_of(noun):
+            if only in launch.name:
+                found.setdefault(identity(launch), (noun, launch))
+    return list(found.values())
+
+
+def _compile_job(job: tuple[tuple[str, ...], str, int, int]) -> Compiled:
+    nouns, only, index, arch = job
+    noun, launch = _jobs(nouns, only)[index]
+    return compile_one(launch, noun, arch)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--arch", type=int, nargs="*", default=list(ARCHITECTURES))
+    parser.add_argument("--noun", nargs="*", default=nouns())
+    parser.add_argument("--only", default="", help="launches whose name contains this")
+    parser.add_argument("--processes", type=int, default=2)
+    options = parser.parse_args()
+    import triton
+
+    if triton.knobs.runtime.interpret:
+        sys.exit("TRITON_INTERPRET: got 1, allowed: unset, nothing compiles in the interpreter")
+    chosen = tuple(options.noun)
+    try:
+        launches = _jobs(chosen, options.only)
+    except (RuntimeError, ValueError) as error:
+        sys.exit(str(error))
+    jobs = [(chosen, options.only, i, arch) for i in range(len(launches)) for arch in options.arch]
+    # Forked, so that the children have the launches already.
+    with multiprocessing.get_context("fork").Pool(options.processes) as pool:
+        for number, result in enumerate(pool.imap(_compile_job, jobs), 1):
+            counted = {**asdict(result), "number": number, "total": len(jobs)}
+            print(json.dumps(counted), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,263 @@
+"""Seeded random cases over every operation and its options: shapes that nobody would think of.
+
+``random-SEED-INDEX`` of an operation is always the same case, so its name reproduces it. Sizes are
+small, and edges of tiles and vectors are likelier than others, so that Triton's interpreter runs
+one in a fraction of a second; half of the cases play the tiles that a GPU gets there.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from fastbert.ops.feed_forward import APPROXIMATIONS
+from fastbert.reference import ACTIVATIONS
+from fastbert.testing.cases import OPS, Case
+
+# Sizes where a tile, a vector or a loop begins or ends.
+EDGES = (1, 2, 3, 7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 127, 128, 129)
+HEAD_DIMS = (1, 8, 16, 32, 40, 59, 64, 80, 96, 111, 128, 192, 256)
+COLUMNS = (1, 59, 111, 128, 384, 768, 1023, 1024)
+# What keeps one case in the interpreter to a fraction of a second: elements of its tensors, and
+# where it plays the small tiles of a GPU pairs of a query and a key, and rows.
+LARGEST = 2**15
+LARGEST_PAIRS = 2**12
+LARGEST_ROWS = 8
+# Logits with a gradient that is not 0 by definition, over all heads. With fewer there is no telling
+# an error from the luck of the yardstick, however many elements the result has.
+FEWEST_LOGITS = 128
+
+Options = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class Pick:
+    """Random choices of sizes and options."""
+
+    def __init__(self, text: str) -> None:
+        # By text: the same on every machine, version and hash seed.
+        self.random = random.Random(text)
+        self.gpu_tiles = self.chance(0.5)
+
+    def chance(self, p: float) -> bool:
+        return self.random.random() < p
+
+    def one(self, of: Sequence[Any]) -> Any:
+        return self.random.choice(of)
+
+    def size(self, largest: int, edges: Sequence[int] = EDGES) -> int:
+        """1 to ``largest``, one of ``edges`` more often than not."""
+        if self.chance(0.6):
+            return self.one([edge for edge in edges if edge <= largest])
+        return self.random.randint(1, largest)
+
+    def lengths(self, sequences: int, longest: int) -> tuple[int, ...]:
+        return tuple(0 if self.chance(0.15) else self.size(longest) for _ in range(sequences))
+
+    def dropout(self) -> dict[str, float]:
+        return {"dropout_p": self.one((0.1, 0.1, 0.5, 0.9, 1.0))} if self.chance(0.35) else {}
+
+    def only(self, p: float, **option: Any) -> dict[str, Any]:
+        """The option with probability p, else nothing."""
+        return option if self.chance(p) else {}
+
+
+def _pairs(pick: Pick, head_dim: int) -> dict[str, Any]:
+    """Options that every form of attention takes.
+
+    Logits stay within a few units: where they are larger, fp32 is as good as the order in which a
+    product is summed, and the interpreter's adds in one chain, torch's in several: an RMS error 1.3
+    times as large at head dim 64, 1.6 times at 192. Huge logits have tests of their own.
+    """
+    options = {
+        **pick.only(0.25, causal=True),
+        **pick.only(0.3, scale=pick.one((1.0, 0.25, -1.0, 0.0)) * head_dim**-0.5),
+        **pick.dropout(),
+    }
+    if pick.chance(0.3):
+        sides = (-1, 0, 1, 5, 17, 40)
+        options["window"] = pick.one((pick.one(sides[1:]), (pick.one(sides), pick.one(sides))))
+    if pick.chance(0.5):
+        options["mask"] = pick.one(("padding", "padding", "rows", "k", "bq", "qk", "hk", "bhqk"))
+    if pick.chance(0.3):
+        # Not "h" or "bq": adding one number to a whole row of logits changes nothing.
+        options["bias"] = pick.one(("hqk", "bhqk", "qk", "bk", "hk"))
+        options["bias_gradient"] = pick.chance(0.6)
+    return options
+
+
+def _head_dim(pick: Pick) -> int:
+    return pick.size(256, HEAD_DIMS) if pick.chance(0.3) else pick.size(128, HEAD_DIMS)
+
+
+def free_logits(queries: int, keys: int, causal: bool = False, window: Any = None) -> int:
+    """Visible logits of one head, less one per row: a row's gradients add up to 0."""
+    left, right = (window, window) if isinstance(window, int) else window or (-1, -1)
+    right = 0 if causal else right
+    free = 0
+    for place in range(keys - queries, keys):
+        low = max(0, place - left) if left >= 0 else 0
+        high = min(keys, place + right + 1) if right >= 0 else keys
+        free += max(0, high - low - 1)
+    return free
+
+
+def _batch(pick: Pick) -> tuple[int, int, int, int]:
+    """Sequences, heads and the head dim, with the longest length that they leave."""
+    sequences, heads = pick.one(((1, 1), (1, 2), (1, 3), (2, 1), (2, 2), (3, 1), (4, 1)))
+    head_dim = _head_dim(pick)
+    longest = min(130, LARGEST // (sequences * heads * head_dim))
+    if pick.gpu_tiles:
+        # Tiles of fp32 are a quarter of the size beyond a head dim of 64.
+        pairs = LARGEST_PAIRS // (sequences * heads * (1 if head_dim <= 64 else 4))
+        longest = min(longest, int(pairs**0.5))
+    return sequences, heads, head_dim, longest
+
+
+def _until_free(draw: Callable[[], tuple[Any, int]]) -> Any:
+    """What is drawn, with how many logits are free: enough of them."""
+    while True:
+        drawn, free = draw()
+        if free >= FEWEST_LOGITS:
+            return drawn
+
+
+def _attention(pick: Pick) -> Options:
+    def draw() -> tuple[Options, int]:
+        batch, heads, head_dim, longest = _batch(pick)
+        queries, keys = pick.size(longest), pick.size(longest)
+        queries = keys if pick.chance(0.4) else queries
+        options = _pairs(pick, head_dim)
+        visible = {name: options[name] for name in ("causal", "window") if name in options}
+        options["layout"] = pick.one(("sliced", "sliced", "transposed", "expanded", "offset"))
+        options |= pick.only(0.2, logits=4.0 if head_dim <= 64 else 1.0)
+        free = batch * heads * free_logits(queries, keys, **visible)
+        return ((batch, heads, queries, keys, head_dim), options), free
+
+    (batch, heads, queries, keys, head_dim), options = _until_free(draw)
+    if pick.chance(0.02):
+        queries, keys = pick.one(((0, keys), (queries, 0), (0, 0)))
+    return (batch, heads, queries, keys, head_dim), options
+
+
+def _attention_varlen(pick: Pick) -> Options:
+    def draw() -> tuple[Options, int]:
+        sequences, heads, head_dim, longest = _batch(pick)
+        options = _pairs(pick, head_dim)
+        visible = {name: options[name] for name in ("causal", "window") if name in options}
+        lengths = key_lengths = pick.lengths(sequences, longest)
+        if pick.chance(0.3):
+            options["key_lengths"] = key_lengths = pick.lengths(sequences, longest)
+        pairs = zip(lengths, key_lengths, strict=True)
+        free = heads * sum(free_logits(queries, keys, **visible) for queries, keys in pairs)
+        slack = pick.size(40) if pick.chance(0.3) else 0
+        return ((lengths, heads, head_dim, slack), options), free
+
+    return _until_free(draw)
+
+
+def _attention_qkvpacked(pick: Pick) -> Options:
+    while True:
+        shape, options = _attention_varlen(pick)
+        if "key_lengths" not in options:
+            return shape, {**options, **pick.only(0.4, dense=True)}
+
+
+def _rows(pick: Pick, largest: int = 40) -> int:
+    return pick.size(LARGEST_ROWS if pick.gpu_tiles else largest)
+
+
+def _matrix(pick: Pick) -> tuple[int, int]:
+    columns = pick.size(1200, COLUMNS)
+    return _rows(pick, max(1, min(40, LARGEST // columns))), columns
+
+
+def _layer_norm(pick: Pick) -> Options:
+    return _matrix(pick), {
+        "residual": pick.chance(0.5),
+        "x_bias": pick.chance(0.5),
+        **pick.dropout(),
+        **pick.only(0.3, mean=pick.one((1.0, 100.0))),
+    }
+
+
+def _rms_norm(pick: Pick) -> Options:
+    return _matrix(pick), {"residual": pick.chance(0.5), **pick.only(0.3, eps=1e-3)}
+
+
+def _product(pick: Pick) -> tuple[int, int, int]:
+    return pick.size(130), pick.size(200), pick.size(200)
+
+
+def _linear(pick: Pick) -> Options:
+    return _product(pick), {"bias": pick.chance(0.7)}
+
+
+def _linear_gelu(pick: Pick) -> Options:
+    return _product(pick), {
+        "bias": pick.chance(0.7),
+        "approximate": pick.one(tuple(APPROXIMATIONS)),
+    }
+
+
+def _feed_forward(pick: Pick) -> Options:
+    return _product(pick), {
+        "bias": pick.chance(0.7),
+        "activation": pick.one(tuple(ACTIVATIONS)),
+        **pick.only(0.4, recompute=True),
+    }
+
+
+def _embedding(pick: Pick) -> Options:
+    shape = (_rows(pick), pick.size(300), pick.size(400, COLUMNS))
+    return shape, {**pick.only(0.4, padding_idx=0), **pick.dropout()}
+
+
+def _linear_cross_entropy(pick: Pick) -> Options:
+    return (pick.size(130), pick.size(100), pick.size(300)), {
+        "labelled": pick.one((0.0, 0.15, 0.5, 0.9, 1.0)),
+        "bias": pick.chance(0.7),
+        "reduction": pick.one(("mean", "sum", "none")),
+    }
+
+
+GENERATORS: dict[str, Callable[[Pick], Options]] = {
+    "attention": _attention,
+    "attention_varlen": _attention_varlen,
+    "attention_qkvpacked": _attention_qkvpacked,
+    "layer_norm": _layer_norm,
+    "rms_norm": _rms_norm,
+    "linear": _linear,
+    "linear_gelu": _linear_gelu,
+    "feed_forward": _feed_forward,
+    "embedding": _embedding,
+    "linear_cross_entropy": _linear_cross_entropy,
+}
+# Of twelve cases, attention with its many options gets five.
+TURNS = (*OPS, "attention", "attention_varlen")
+
+
+def random_case(op: str, index: int, seed: int = 0) -> Case:
+    """Case ``random-seed-index`` of ``op``."""
+    pick = Pick(f"{op}/{seed}/{index}")
+    shape, options = GENERATORS[op](pick)
+    return Case(op, f"random-{seed}-{index}", shape, options, gpu_tiles=pick.gpu_tiles)
+
+
+def random_cases(n: int, seed: int = 0, op: str | None = None) -> list[Case]:
+    """``n`` cases, of every operation by turns or of ``op`` alone."""
+    turns = TURNS if op is None else (op,)
+    return [random_case(turns[i % len(turns)], i, seed) for i in range(n)]
+
+
+def named(name: str, op: str | None) -> Case:
+    """The random case called ``name``; ValueError without its operation or when it has no such
+    name.
+    """
+    match = re.fullmatch(r"random-(\d+)-(\d+)", name)
+    if match is None:
+        raise ValueError(f"case: got {name!r}, allowed: random-SEED-INDEX")
+    if op is None:
+        raise ValueError(f"op: got None for {name}, allowed: {', '.join(OPS)}")
+    return random_case(op, int(match[2]), int(match[1]))

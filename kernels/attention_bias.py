@@ -1,0 +1,219 @@
+"""Gradient of the additive bias of attention: dS summed over what the bias was broadcast along.
+
+A program owns a tile of the gradient and walks over the (sequence, head, query block, key block)
+combinations that share it, recomputing dS = P * (dP - delta) of each from the statistics of the
+rows: two products per pair of blocks, where the other gradients take seven, and no tensor of Lq Lk
+elements but the gradient itself. The sum is held in registers and added in a fixed order, so there
+are no atomics and reruns agree bitwise. A combination reads four tiles of D columns (q, dout, k, v)
+and one of the bias; tiles outside a window or a sequence are skipped.
+
+Where few tiles are shared by many combinations (a bias (1, H, 1, Lk), say), their combinations are
+divided among PARTIALS programs, and a second launch adds the partial sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastbert.kernels.attention_statistics import row_statistics
+from fastbert.kernels.attention_tile import (
+    UNSPECIALISED,
+    Problem,
+    allowed_pairs,
+    exponentials,
+    head_pointer,
+    load_rows,
+    logits,
+    sequence_bounds,
+)
+from fastbert.kernels.common import Launch, dot, dropout_keep, narrow
+from fastbert.kernels.reduction import sum_partials_launch
+
+# Combinations are divided until about this many programs share the work. A constant, not a property
+# of the device: the order of the sums, and so their last bits, are the same on every GPU.
+PROGRAMS = 512
+
+
+@triton.jit(do_not_specialize=[*UNSPECIALISED, "combinations", "bias_heads", "partials"])
+def _bias_gradient_kernel(
+    q_ptr, k_ptr, v_ptr, dout_ptr, shift_ptr, inverse_ptr, delta_ptr, dbias_ptr,
+    mask_ptr, bias_ptr, seed_ptr,
+    cu_seqlens_q_ptr, cu_seqlens_k_ptr,
+    stride_q_batch, stride_q_head, stride_q_row, stride_q_dim,
+    stride_k_batch, stride_k_head, stride_k_row, stride_k_dim,
+    stride_v_batch, stride_v_head, stride_v_row, stride_v_dim,
+    stride_dout_batch, stride_dout_head, stride_dout_row, stride_dout_dim,
+    stride_mask_batch, stride_mask_head, stride_mask_row, stride_mask_key,
+    stride_bias_batch, stride_bias_head, stride_bias_row, stride_bias_key,
+    stride_lse_batch, stride_lse_head, stride_dbias_partial,
+    heads, q_blocks, k_blocks, q_length, k_length, combinations, bias_heads, partials,
+    scale, dropout_threshold, dropout_scale, window_left, window_right,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    IS_VARLEN: tl.constexpr, HAS_MASK: tl.constexpr, MASK_ROW: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    SCALING: tl.constexpr, SUMS_ROWS: tl.constexpr, SUMS_KEYS: tl.constexpr,
+):  # fmt: skip
+    # The tile of the gradient, and the share of its combinations.
+    row_tiles = q_blocks
+    key_tiles = k_blocks
+    if SUMS_ROWS:
+        row_tiles = 1
+    if SUMS_KEYS:
+        key_tiles = 1
+    shared_heads = heads // bias_heads
+    tile = tl.program_id(0) // partials
+    partial = tl.program_id(0) % partials
+    key_tile = tile % key_tiles
+    row_tile = tile // key_tiles % row_tiles
+    bias_head = tile // key_tiles // row_tiles % bias_heads
+    bias_batch = tile // key_tiles // row_tiles // bias_heads
+    if HAS_DROPOUT:
+        seed = tl.load(seed_ptr)
+
+    share = tl.cdiv(combinations, partials)
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for combination in range(partial * share, tl.minimum((partial + 1) * share, combinations)):
+        # Of each pair, a tile index and a combination index, one is always 0.
+        rest = combination
+        key_block = key_tile
+        row_block = row_tile
+        if SUMS_KEYS:
+            key_block = rest % k_blocks
+            rest = rest // k_blocks
+        if SUMS_ROWS:
+            row_block = rest % q_blocks
+            rest = rest // q_blocks
+        head = bias_head + rest % shared_heads
+        batch = bias_batch + rest // shared_heads
+        q_start, q_len = sequence_bounds(batch, cu_seqlens_q_ptr, q_length, IS_VARLEN)
+        k_start, k_len = sequence_bounds(batch, cu_seqlens_k_ptr, k_length, IS_VARLEN)
+        offset = k_len - q_len
+        first_row = row_block * BLOCK_M
+        first_key = key_block * BLOCK_N
+        is_visible = (first_row < q_len) & (first_key < k_len)
+        if HAS_LEFT:
+            is_visible = is_visible & (first_key + BLOCK_N > first_row + offset - window_left)
+        if HAS_RIGHT:
+            is_visible = is_visible & (first_key < first_row + BLOCK_M + offset + window_right)
+        if is_visible:
+            rows = first_row + tl.arange(0, BLOCK_M)
+            keys = first_key + tl.arange(0, BLOCK_N)
+            q_rows_ptr = head_pointer(
+                q_ptr, batch, head, q_start, stride_q_batch, stride_q_head, stride_q_row
+            )
+            k_rows_ptr = head_pointer(
+                k_ptr, batch, head, k_start, stride_k_batch, stride_k_head, stride_k_row
+            )
+            v_rows_ptr = head_pointer(
+                v_ptr, batch, head, k_start, stride_v_batch, stride_v_head, stride_v_row
+            )
+            dout_rows_ptr = head_pointer(
+                dout_ptr, batch, head, q_start, stride_dout_batch, stride_dout_head, stride_dout_row
+            )
+            shift, inverse, delta = row_statistics(
+                head_pointer(shift_ptr, batch, head, q_start, stride_lse_batch, stride_lse_head, 1),
+                head_pointer(
+                    inverse_ptr, batch, head, q_start, stride_lse_batch, stride_lse_head, 1
+                ),
+                head_pointer(delta_ptr, batch, head, q_start, stride_lse_batch, stride_lse_head, 1),
+                rows, q_len, SCALING,
+            )  # fmt: skip
+            none = head * 0
+            mask_pairs_ptr = mask_ptr
+            if HAS_MASK:
+                mask_pairs_ptr = head_pointer(
+                    mask_ptr, batch, head, none, stride_mask_batch, stride_mask_head, 0
+                )
+            bias_pairs_ptr = head_pointer(
+                bias_ptr, batch, head, none, stride_bias_batch, stride_bias_head, 0
+            )
+            allowed = allowed_pairs(
+                rows[:, None], keys[None, :], mask_pairs_ptr, offset, q_len, k_len,
+                window_left, window_right, stride_mask_row, stride_mask_key,
+                HAS_MASK, MASK_ROW, HAS_LEFT, HAS_RIGHT, True,
+            )  # fmt: skip
+            q = load_rows(
+                q_rows_ptr, rows, rows < q_len, stride_q_row, stride_q_dim, HEAD_DIM, BLOCK_D, True
+            )
+            k = load_rows(
+                k_rows_ptr, keys, keys < k_len, stride_k_row, stride_k_dim, HEAD_DIM, BLOCK_D, True
+            )
+            scores = dot(q, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
+            scores = logits(
+                scores, rows[:, None], keys[None, :], allowed, bias_pairs_ptr, scale, q_len, k_len,
+                stride_bias_row, stride_bias_key, True, SCALING, True,
+            )  # fmt: skip
+            weights = exponentials(scores, shift[:, None], scale, SCALING) * inverse[:, None]
+            dout = load_rows(
+                dout_rows_ptr, rows, rows < q_len, stride_dout_row, stride_dout_dim,
+                HEAD_DIM, BLOCK_D, True,
+            )  # fmt: skip
+            v = load_rows(
+                v_rows_ptr, keys, keys < k_len, stride_v_row, stride_v_dim, HEAD_DIM, BLOCK_D, True
+            )
+            dweights = dot(dout, tl.trans(v), tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
+            if HAS_DROPOUT:
+                keep = dropout_keep(seed, rows, head, batch, first_key, dropout_threshold, BLOCK_N)
+                dweights = tl.where(keep, dweights * dropout_scale, 0.0)
+            # A masked V may hold NaN, and 0 * NaN is NaN.
+            total += tl.where(allowed, weights * (dweights - delta[:, None]), 0.0)
+
+    # The tile, as much of it as is left, lies in a contiguous (batch, head, Lq, Lk) or less.
+    rows = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    keys = key_tile * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    bias_rows = q_length
+    bias_keys = k_length
+    if SUMS_ROWS:
+        total = tl.sum(total, axis=0)[None, :]
+        rows = tl.zeros([1, 1], tl.int32)
+        bias_rows = 1
+    if SUMS_KEYS:
+        total = tl.sum(total, axis=1)[:, None]
+        keys = tl.zeros([1, 1], tl.int32)
+        bias_keys = 1
+    first = (bias_batch.to(tl.int64) * bias_heads + bias_head) * bias_rows
+    pointers = dbias_ptr + partial.to(tl.int64) * stride_dbias_partial
+    pointers += (first + rows) * bias_keys + keys
+    inside = (rows < bias_rows) & (keys < bias_keys)
+    tl.store(pointers, narrow(total, dbias_ptr.dtype.element_ty), mask=inside)
+
+
+def bias_gradient_launches(
+    problem: Problem, dbias: Tensor, arguments: dict[str, Any]
+) -> Iterator[Launch]:
+    """Fills dbias, contiguous (B or 1, H or 1, Lq or 1, Lk or 1), given the arguments of dq."""
+    tile = problem.tile("bias")
+    q_blocks = triton.cdiv(problem.max_q, tile.block_m)
+    k_blocks = triton.cdiv(problem.max_k, tile.block_n)
+    batches, heads, rows, keys = dbias.shape
+    if dbias.numel() == 0:
+        return
+    tiles = batches * heads * (q_blocks if rows > 1 else 1) * (k_blocks if keys > 1 else 1)
+    combinations = problem.batches * problem.heads * q_blocks * k_blocks // max(tiles, 1)
+    partials = max(1, min(combinations, PROGRAMS // max(tiles, 1)))
+    sums = dbias
+    if partials > 1:
+        shape = (1, partials, dbias.numel())
+        sums = torch.empty(shape, dtype=torch.float32, device=dbias.device)
+    launch = problem.launch(
+        "attention_bias_gradient",
+        _bias_gradient_kernel,
+        tile,
+        dbias_ptr=sums,
+        stride_dbias_partial=dbias.numel(),
+        combinations=combinations,
+        bias_heads=heads,
+        partials=partials,
+        SUMS_ROWS=rows == 1,
+        SUMS_KEYS=keys == 1,
+        **arguments,
+    )
+    yield launch._replace(grid=(tiles * partials,))
+    if partials > 1:
+        yield sum_partials_launch(sums, dbias.view(1, -1))

@@ -1,0 +1,506 @@
+"""Attention over keys that fit one program: the path made for BERT's lengths (up to 512 keys).
+
+A program takes a work item (sequence, head, group of query tiles), loads all keys and values of the
+head once into shared memory and walks over the item's query tiles. The grid is persistent: as many
+programs as fit the GPU at once share the work items. Scores are taken in chunks of keys: then few
+registers are alive and several programs share a multiprocessor. A dense batch whose keys fill the
+chunks exactly does no masking work; where lengths differ every chunk is masked, one comparison for
+two scores.
+
+The backward is one kernel: each score is computed once and serves dq, dk and dv (5 products, where
+the general path needs 7), and delta = rowsum(dout * out) is taken on the way. rowsum(P * dP) would
+spare reading out, but lies across the warps: 96 shuffles and a dozen barriers for each query tile.
+dk and dv are summed over the query tiles by the one program that owns the head, in a fixed order:
+no atomics, reruns agree bitwise. A key costs the backward one predicate per row: always masked.
+
+What the forward gives a row depends on its sequence alone, not on the batch around it nor on the
+longest sequence. Values that no query of a work item attends are never read: they may hold NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastbert.kernels.attention_tile import (
+    UNSPECIALISED,
+    Problem,
+    allocate_rows,
+    allowed_pairs,
+    attended_keys,
+    describe,
+    empty_slack,
+    exponentials,
+    head_pointer,
+    load_rows,
+    log_sum_exp,
+    logits,
+    online_softmax,
+    sequence_bounds,
+    store_rows,
+    strides,
+    visible_range,
+    zero_slack,
+)
+from fastbert.kernels.common import (
+    INFINITY,
+    LOG2E,
+    Launch,
+    attention_path,
+    dot,
+    dropout_keep,
+    multiprocessors,
+    narrow,
+    short_attention_obstacle,
+    short_attention_tile,
+)
+
+
+@triton.jit
+def opaque_zero(counter):
+    """0, but the compiler does not know: what depends on it is not moved out of counter's loop.
+
+    Offsets and predicates of a whole tile are cheap to compute and dear to keep in registers.
+    """
+    return tl.minimum(counter, 0)
+
+
+@triton.jit
+def _zero_slack_of_heads(
+    ptr, heads, cu_seqlens_ptr, batches, rows_total, stride_head, stride_row, stride_dim,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Zeroes every head's rows beyond cu_seqlens[-1]; all programs share them."""
+    blocks = (tl.num_programs(0) + heads - 1) // heads
+    for share in range(tl.program_id(0), heads * blocks, tl.num_programs(0)):
+        zero_slack(
+            ptr, batches - 1, share % heads, share // heads, blocks, cu_seqlens_ptr, batches,
+            rows_total, stride_head, stride_row, stride_dim, HEAD_DIM, BLOCK_D, BLOCK,
+        )  # fmt: skip
+
+
+@triton.jit
+def _seen_keys(
+    keys, first_row, last_row, step, mask_ptr, q_len, k_len, left, right,
+    stride_mask_row, stride_mask_key,
+    HAS_MASK: tl.constexpr, MASK_ROW: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Keys [BLOCK_N] that some row of the tiles first_row, first_row + step, … attends."""
+    offset = k_len - q_len
+    low, high, _, _, _ = visible_range(
+        first_row, last_row, offset, k_len, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M
+    )
+    # A program without rows reads no keys.
+    high = tl.where(first_row <= last_row, high, low)
+    seen = attended_keys(
+        keys, keys < k_len, mask_ptr, low, high, stride_mask_key, HAS_MASK and MASK_ROW, True
+    )
+    if HAS_MASK and not MASK_ROW:
+        counts = tl.zeros_like(keys)
+        for row in range(first_row, last_row + 1, step):
+            rows = row + tl.arange(0, BLOCK_M)
+            allowed = allowed_pairs(
+                rows[:, None], keys[None, :], mask_ptr, offset, q_len, k_len,
+                left, right, stride_mask_row, stride_mask_key,
+                HAS_MASK, MASK_ROW, HAS_LEFT, HAS_RIGHT, True,
+            )  # fmt: skip
+            counts = tl.maximum(counts, tl.max(allowed.to(tl.int32), axis=0))
+        seen = seen & (counts > 0)
+    return seen
+
+
+@triton.jit(do_not_specialize=[*UNSPECIALISED, "groups", "items"])
+def _short_forward_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, mask_ptr, bias_ptr, seed_ptr,
+    cu_seqlens_q_ptr, cu_seqlens_k_ptr,
+    stride_q_batch, stride_q_head, stride_q_row, stride_q_dim,
+    stride_k_batch, stride_k_head, stride_k_row, stride_k_dim,
+    stride_v_batch, stride_v_head, stride_v_row, stride_v_dim,
+    stride_out_batch, stride_out_head, stride_out_row, stride_out_dim,
+    stride_mask_batch, stride_mask_head, stride_mask_row, stride_mask_key,
+    stride_bias_batch, stride_bias_head, stride_bias_row, stride_bias_key,
+    stride_lse_batch, stride_lse_head,
+    heads, batches, groups, items, q_length, k_length, q_rows,
+    scale, dropout_threshold, dropout_scale, window_left, window_right,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    IS_VARLEN: tl.constexpr, HAS_MASK: tl.constexpr, MASK_ROW: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    SCALING: tl.constexpr, IS_FULL: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    IS_MASKED: tl.constexpr = HAS_MASK or HAS_LEFT or HAS_RIGHT or not IS_FULL
+    if HAS_DROPOUT:
+        seed = tl.load(seed_ptr)
+    if IS_VARLEN:
+        blocks = (tl.num_programs(0) + heads - 1) // heads
+        for share in range(tl.program_id(0), heads * blocks, tl.num_programs(0)):
+            empty_slack(
+                lse_ptr, batches - 1, share % heads, share // heads, blocks, cu_seqlens_q_ptr,
+                batches, q_rows, stride_lse_head, BLOCK_M,
+            )  # fmt: skip
+        _zero_slack_of_heads(
+            out_ptr, heads, cu_seqlens_q_ptr, batches, q_rows,
+            stride_out_head, stride_out_row, stride_out_dim, HEAD_DIM, BLOCK_D, BLOCK_M,
+        )  # fmt: skip
+    for item in range(tl.program_id(0), items, tl.num_programs(0)):
+        group = item % groups
+        head = item // groups % heads
+        batch = item // groups // heads
+        none = opaque_zero(item)
+        keys = none + tl.arange(0, BLOCK_N)
+        q_start, q_len = sequence_bounds(batch, cu_seqlens_q_ptr, q_length, IS_VARLEN)
+        k_start, k_len = sequence_bounds(batch, cu_seqlens_k_ptr, k_length, IS_VARLEN)
+        q_base = head_pointer(
+            q_ptr, batch, head, q_start, stride_q_batch, stride_q_head, stride_q_row
+        )
+        k_base = head_pointer(
+            k_ptr, batch, head, k_start, stride_k_batch, stride_k_head, stride_k_row
+        )
+        v_base = head_pointer(
+            v_ptr, batch, head, k_start, stride_v_batch, stride_v_head, stride_v_row
+        )
+        out_base = head_pointer(
+            out_ptr, batch, head, q_start, stride_out_batch, stride_out_head, stride_out_row
+        )
+        lse_base = head_pointer(lse_ptr, batch, head, q_start, stride_lse_batch, stride_lse_head, 1)
+        mask_base = mask_ptr
+        bias_base = bias_ptr
+        if HAS_MASK:
+            mask_base = head_pointer(
+                mask_ptr, batch, head, none, stride_mask_batch, stride_mask_head, 0
+            )
+        if HAS_BIAS:
+            bias_base = head_pointer(
+                bias_ptr, batch, head, none, stride_bias_batch, stride_bias_head, 0
+            )
+        first = group * BLOCK_M
+        step = groups * BLOCK_M
+        keys_t = ()
+        values = ()
+        for chunk in tl.static_range(CHUNKS):
+            seen = _seen_keys(
+                keys + chunk * BLOCK_N, first, q_len - 1, step, mask_base, q_len, k_len,
+                window_left, window_right, stride_mask_row, stride_mask_key,
+                HAS_MASK, MASK_ROW, HAS_LEFT, HAS_RIGHT, BLOCK_M,
+            )  # fmt: skip
+            k = load_rows(
+                k_base, keys + chunk * BLOCK_N, seen, stride_k_row, stride_k_dim, HEAD_DIM, BLOCK_D,
+                IS_MASKED,
+            )  # fmt: skip
+            v = load_rows(
+                v_base, keys + chunk * BLOCK_N, seen, stride_v_row, stride_v_dim, HEAD_DIM, BLOCK_D,
+                IS_MASKED,
+            )  # fmt: skip
+            # Triton compiles no starred tuple.
+            keys_t = keys_t + (tl.trans(k),)  # noqa: RUF005
+            values = values + (v,)  # noqa: RUF005
+        for first_row in range(first, q_len, step):
+            rows = first_row + tl.arange(0, BLOCK_M)
+            inside = rows < q_len
+            q = load_rows(q_base, rows, inside, stride_q_row, stride_q_dim, HEAD_DIM, BLOCK_D, True)
+            maximum = tl.full([BLOCK_M], -INFINITY, tl.float32)
+            total = tl.zeros([BLOCK_M], tl.float32)
+            out = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+            for chunk in tl.static_range(CHUNKS):
+                first_key = chunk * BLOCK_N + opaque_zero(first_row)
+                cols = first_key + tl.arange(0, BLOCK_N)
+                allowed = allowed_pairs(
+                    rows[:, None], cols[None, :], mask_base, k_len - q_len, q_len, k_len,
+                    window_left, window_right, stride_mask_row, stride_mask_key,
+                    HAS_MASK, MASK_ROW, HAS_LEFT, HAS_RIGHT, True,
+                )  # fmt: skip
+                scores = dot(q, keys_t[chunk], tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
+                scores = logits(
+                    scores, rows[:, None], cols[None, :], allowed, bias_base, scale, q_len, k_len,
+                    stride_bias_row, stride_bias_key, HAS_BIAS, SCALING, IS_MASKED,
+                )  # fmt: skip
+                weights, maximum, rescale = online_softmax(
+                    scores, maximum, scale, SCALING, IS_MASKED or HAS_BIAS
+                )
+                total = total * rescale + tl.sum(weights, axis=1)
+                if HAS_DROPOUT:
+                    keep = dropout_keep(
+                        seed, rows, head, batch, first_key, dropout_threshold, BLOCK_N
+                    )
+                    weights = tl.where(keep, weights, 0.0)
+                weights = narrow(weights, values[chunk].dtype)
+                out = dot(weights, values[chunk], out * rescale[:, None])
+            inverse = dropout_scale / tl.where(total == 0.0, 1.0, total)
+            out = narrow(out * inverse[:, None], out_ptr.dtype.element_ty)
+            store_rows(
+                out_base, out, rows, inside, stride_out_row, stride_out_dim, HEAD_DIM, BLOCK_D
+            )
+            tl.store(lse_base + rows, log_sum_exp(maximum, total, SCALING), mask=inside)
+
+
+@triton.jit(do_not_specialize=[*UNSPECIALISED, "items"])
+def _short_backward_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, dout_ptr, lse_ptr, dq_ptr, dk_ptr, dv_ptr,
+    mask_ptr, bias_ptr, seed_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
+    stride_q_batch, stride_q_head, stride_q_row, stride_q_dim,
+    stride_k_batch, stride_k_head, stride_k_row, stride_k_dim,
+    stride_v_batch, stride_v_head, stride_v_row, stride_v_dim,
+    stride_out_batch, stride_out_head, stride_out_row, stride_out_dim,
+    stride_dout_batch, stride_dout_head, stride_dout_row, stride_dout_dim,
+    stride_dq_batch, stride_dq_head, stride_dq_row, stride_dq_dim,
+    stride_dk_batch, stride_dk_head, stride_dk_row, stride_dk_dim,
+    stride_dv_batch, stride_dv_head, stride_dv_row, stride_dv_dim,
+    stride_mask_batch, stride_mask_head, stride_mask_row, stride_mask_key,
+    stride_bias_batch, stride_bias_head, stride_bias_row, stride_bias_key,
+    stride_lse_batch, stride_lse_head,
+    heads, batches, items, q_length, k_length, q_rows, k_rows,
+    scale, dropout_threshold, dropout_scale, window_left, window_right,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    IS_VARLEN: tl.constexpr, HAS_MASK: tl.constexpr, MASK_ROW: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    SCALING: tl.constexpr,
+):  # fmt: skip
+    if IS_VARLEN:
+        _zero_slack_of_heads(
+            dq_ptr, heads, cu_seqlens_q_ptr, batches, q_rows,
+            stride_dq_head, stride_dq_row, stride_dq_dim, HEAD_DIM, BLOCK_D, BLOCK_M,
+        )  # fmt: skip
+        _zero_slack_of_heads(
+            dk_ptr, heads, cu_seqlens_k_ptr, batches, k_rows,
+            stride_dk_head, stride_dk_row, stride_dk_dim, HEAD_DIM, BLOCK_D, BLOCK_M,
+        )  # fmt: skip
+        _zero_slack_of_heads(
+            dv_ptr, heads, cu_seqlens_k_ptr, batches, k_rows,
+            stride_dv_head, stride_dv_row, stride_dv_dim, HEAD_DIM, BLOCK_D, BLOCK_M,
+        )  # fmt: skip
+    for item in range(tl.program_id(0), items, tl.num_programs(0)):
+        head = item % heads
+        batch = item // heads
+        none = opaque_zero(item)
+        keys = tl.arange(0, BLOCK_N)
+        if BLOCK_N <= 64 or HAS_DROPOUT or IS_VARLEN:
+            # Spares these a spill on sm_80, and would cost the others one on sm_100.
+            keys += none
+        q_start, q_len = sequence_bounds(batch, cu_seqlens_q_ptr, q_length, IS_VARLEN)
+        k_start, k_len = sequence_bounds(batch, cu_seqlens_k_ptr, k_length, IS_VARLEN)
+        q_base = head_pointer(
+            q_ptr, batch, head, q_start, stride_q_batch, stride_q_head, stride_q_row
+        )
+        k_base = head_pointer(
+            k_ptr, batch, head, k_start, stride_k_batch, stride_k_head, stride_k_row
+        )
+        v_base = head_pointer(
+            v_ptr, batch, head, k_start, stride_v_batch, stride_v_head, stride_v_row
+        )
+        out_base = head_pointer(
+            out_ptr, batch, head, q_start, stride_out_batch, stride_out_head, stride_out_row
+        )
+        dout_base = head_pointer(
+            dout_ptr, batch, head, q_start, stride_dout_batch, stride_dout_head, stride_dout_row
+        )
+        dq_base = head_pointer(
+            dq_ptr, batch, head, q_start, stride_dq_batch, stride_dq_head, stride_dq_row
+        )
+        dk_base = head_pointer(
+            dk_ptr, batch, head, k_start, stride_dk_batch, stride_dk_head, stride_dk_row
+        )
+        dv_base = head_pointer(
+            dv_ptr, batch, head, k_start, stride_dv_batch, stride_dv_head, stride_dv_row
+        )
+        lse_base = head_pointer(lse_ptr, batch, head, q_start, stride_lse_batch, stride_lse_head, 1)
+        mask_base = mask_ptr
+        bias_base = bias_ptr
+        if HAS_MASK:
+            mask_base = head_pointer(
+                mask_ptr, batch, head, none, stride_mask_batch, stride_mask_head, 0
+            )
+        if HAS_BIAS:
+            bias_base = head_pointer(
+                bias_ptr, batch, head, none, stride_bias_batch, stride_bias_head, 0
+            )
+        seen = _seen_keys(
+            keys, none, q_len - 1, BLOCK_M, mask_base, q_len, k_len, window_left, window_right,
+            stride_mask_row, stride_mask_key, HAS_MASK, MASK_ROW, HAS_LEFT, HAS_RIGHT, BLOCK_M,
+        )  # fmt: skip
+        k = load_rows(k_base, keys, seen, stride_k_row, stride_k_dim, HEAD_DIM, BLOCK_D, True)
+        v = load_rows(v_base, keys, seen, stride_v_row, stride_v_dim, HEAD_DIM, BLOCK_D, True)
+        dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+        dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+        # The softmax of a single key is constant: its gradient is 0, which rounding would miss.
+        dscores_scale = tl.where(k_len == 1, 0.0, scale)
+        for first_row in range(0, q_len, BLOCK_M):
+            rows = first_row + tl.arange(0, BLOCK_M)
+            inside = rows < q_len
+            q = load_rows(q_base, rows, inside, stride_q_row, stride_q_dim, HEAD_DIM, BLOCK_D, True)
+            dout = load_rows(
+                dout_base, rows, inside, stride_dout_row, stride_dout_dim, HEAD_DIM, BLOCK_D, True
+            )
+            out = load_rows(
+                out_base, rows, inside, stride_out_row, stride_out_dim, HEAD_DIM, BLOCK_D, True
+            )
+            delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), axis=1)
+            # +inf gives a row that attends nothing, or is none, weights of exactly 0.
+            lse = tl.load(lse_base + rows, mask=inside, other=INFINITY)
+            lse = tl.where(lse == -INFINITY, INFINITY, lse)
+            if not SCALING:
+                lse = lse * LOG2E
+            # Transposed tiles [BLOCK_N, BLOCK_M]: their products with dout and q need no transpose.
+            allowed = seen[:, None]
+            if HAS_LEFT or HAS_RIGHT or (HAS_MASK and not MASK_ROW):
+                allowed = allowed & allowed_pairs(
+                    rows[None, :], keys[:, None], mask_base, k_len - q_len, q_len, k_len,
+                    window_left, window_right, stride_mask_row, stride_mask_key,
+                    HAS_MASK and not MASK_ROW, False, HAS_LEFT, HAS_RIGHT, True,
+                )  # fmt: skip
+            scores = dot(k, tl.trans(q), tl.zeros([BLOCK_N, BLOCK_M], tl.float32))
+            scores = logits(
+                scores, rows[None, :], keys[:, None], allowed, bias_base, scale, q_len, k_len,
+                stride_bias_row, stride_bias_key, HAS_BIAS, SCALING, True,
+            )  # fmt: skip
+            weights = exponentials(scores, lse[None, :], scale, SCALING)
+            dweights = dot(v, tl.trans(dout), tl.zeros([BLOCK_N, BLOCK_M], tl.float32))
+            dropped = weights
+            if HAS_DROPOUT:
+                first_key = opaque_zero(first_row)
+                # Loaded here, so that its key schedule is not kept in registers over the products.
+                seed = tl.load(seed_ptr + first_key)
+                keep = tl.trans(
+                    dropout_keep(seed, rows, head, batch, first_key, dropout_threshold, BLOCK_N)
+                )
+                dropped = tl.where(keep, weights, 0.0)
+                dweights = tl.where(keep, dweights * dropout_scale, 0.0)
+            dv = dot(narrow(dropped, dout.dtype), dout, dv)
+            dscores = narrow(weights * (dweights - delta[None, :]), q.dtype)
+            dk = dot(dscores, q, dk)
+            dq_t = dot(tl.trans(k), dscores, tl.zeros([BLOCK_D, BLOCK_M], tl.float32))
+            dq = tl.trans(narrow(dq_t * dscores_scale, dq_ptr.dtype.element_ty))
+            store_rows(dq_base, dq, rows, inside, stride_dq_row, stride_dq_dim, HEAD_DIM, BLOCK_D)
+        dk = narrow(dk * dscores_scale, dk_ptr.dtype.element_ty)
+        dv = narrow(dv * dropout_scale, dv_ptr.dtype.element_ty)
+        here = keys < k_len
+        store_rows(dk_base, dk, keys, here, stride_dk_row, stride_dk_dim, HEAD_DIM, BLOCK_D)
+        store_rows(dv_base, dv, keys, here, stride_dv_row, stride_dv_dim, HEAD_DIM, BLOCK_D)
+
+
+def serves(problem: Problem, pass_name: str, path: str | None) -> bool:
+    """Whether a pass goes through this file; ValueError: path "short" where it cannot, or unknown.
+
+    path: None lets ``attention_path`` choose.
+    """
+    if path not in (None, "short", "general"):
+        raise ValueError(f"path: got {path!r}, allowed: None, 'short', 'general'")
+    dtype = problem.arguments["q_ptr"].dtype
+    shape = (pass_name, problem.max_k, problem.head_dim, dtype)
+    if path == "short" and (obstacle := short_attention_obstacle(*shape)):
+        raise ValueError(f"path: 'short' cannot serve: {obstacle}")
+    arguments = problem.arguments
+    chosen = path or attention_path(
+        *shape,
+        has_dropout=arguments["HAS_DROPOUT"],
+        has_key_mask=arguments["MASK_ROW"],
+        has_pairs=arguments["HAS_BIAS"] or (arguments["HAS_MASK"] and not arguments["MASK_ROW"]),
+        has_window=arguments["HAS_LEFT"] or arguments["HAS_RIGHT"],
+    )
+    return chosen == "short"
+
+
+def _query_groups(q_blocks: int, heads: int, programs: int, chunks: int) -> int:
+    """Parts into which the query tiles of a head are split, so that few heads fill the GPU too.
+
+    The slowest program takes ceil(heads * groups / programs) items, each its share of the tiles and
+    the keys, which cost about half a tile per chunk.
+    """
+    candidates = [2**i for i in range(q_blocks.bit_length())] if q_blocks else [1]
+    return min(
+        candidates,
+        key=lambda groups: (
+            triton.cdiv(heads * groups, programs) * (triton.cdiv(q_blocks, groups) + chunks / 2)
+        ),
+    )
+
+
+def short_forward_launch(problem: Problem, out: Tensor, lse: Tensor) -> Launch:
+    """The forward's one launch."""
+    tile, chunks, resident = short_attention_tile("forward", problem.max_k, problem.head_dim)
+    is_varlen = problem.arguments["IS_VARLEN"]
+    heads = problem.batches * problem.heads
+    programs = resident * multiprocessors(out)
+    groups = _query_groups(triton.cdiv(problem.max_q, tile.block_m), heads, programs, chunks)
+    launch = problem.launch(
+        "attention_short_forward",
+        _short_forward_kernel,
+        tile,
+        out_ptr=out,
+        lse_ptr=lse,
+        groups=groups,
+        items=heads * groups,
+        CHUNKS=chunks,
+        IS_FULL=not is_varlen and problem.max_k == chunks * tile.block_n,
+        **strides("out", out, is_varlen),
+    )
+    return launch._replace(grid=(min(heads * groups, programs),))
+
+
+def short_backward_launch(
+    problem: Problem, dout: Tensor, out: Tensor, lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor
+) -> Launch:
+    """The backward's one launch; every tensor at its own strides."""
+    tile, _, resident = short_attention_tile("backward", problem.max_k, problem.head_dim)
+    is_varlen = problem.arguments["IS_VARLEN"]
+    heads = problem.batches * problem.heads
+    launch = problem.launch(
+        "attention_short_backward",
+        _short_backward_kernel,
+        tile,
+        out_ptr=out,
+        dout_ptr=dout,
+        lse_ptr=lse,
+        dq_ptr=dq,
+        dk_ptr=dk,
+        dv_ptr=dv,
+        items=heads,
+        **strides("out", out, is_varlen),
+        **strides("dout", dout, is_varlen),
+        **strides("dq", dq, is_varlen),
+        **strides("dk", dk, is_varlen),
+        **strides("dv", dv, is_varlen),
+    )
+    return launch._replace(grid=(min(heads, resident * multiprocessors(out)),))
+
+
+# dtype, head dim, longest sequence, packed, options
+SHIPPED = (
+    (torch.bfloat16, 64, 64, False, {"mask": "keys", "dropout_p": 0.1}),
+    (torch.float16, 64, 128, True, {"dropout_p": 0.1}),
+    (torch.bfloat16, 64, 128, False, {}),
+    (torch.bfloat16, 64, 128, False, {"mask": "keys", "dropout_p": 0.1}),
+    (torch.bfloat16, 32, 128, True, {"window": (64, 64)}),
+    (torch.bfloat16, 64, 256, True, {}),
+    (torch.bfloat16, 32, 256, False, {}),
+    (torch.bfloat16, 64, 512, True, {}),
+)
+
+
+def shipped_launches() -> Iterator[Launch]:
+    """Representative launches, on meta tensors, for the ahead-of-time gate."""
+    with torch.device("meta"):
+        for dtype, head_dim, length, is_varlen, wanted in SHIPPED:
+            options = dict(wanted)
+            # q, k and v are slices of one fused projection, as in the model.
+            rows = torch.empty((8 * length, 3, 12, head_dim), dtype=dtype).unbind(1)
+            pairs = (8, 12, length, length)
+            if is_varlen:
+                q, k, v = rows
+                lse = torch.empty((12, 8 * length))
+                options["cu_seqlens_q"] = torch.empty(9, dtype=torch.int32)
+                options["max_seqlen_q"] = options["max_seqlen_k"] = length
+            else:
+                q, k, v = (x.view(8, length, 12, head_dim).transpose(1, 2) for x in rows)
+                lse = torch.empty((8, 12, length))
+            if "mask" in options:
+                options["mask"] = torch.empty((8, 1, 1, length), dtype=torch.bool).expand(pairs)
+            seed = torch.empty(1, dtype=torch.int64)
+            problem = describe(q, k, v, scale=0.125, seed=seed, **options)
+            out, dq, dk, dv = (allocate_rows(x, problem) for x in (q, q, k, v))
+            yield short_forward_launch(problem, out, lse)
+            if serves(problem, "backward", None):
+                yield short_backward_launch(problem, out, out, lse, dq, dk, dv)

@@ -1,0 +1,371 @@
+"""Cross entropy of a vocabulary projection, over the labelled rows only: the forward.
+
+How many rows have a label is data. It is never read by the host: a first kernel puts the labelled
+rows at the front of a list of all rows and their count behind it, grids are as large as they can
+have to be, and programs beyond the count end at once. So nothing synchronises, a CUDA graph can be
+captured, and no product is spent on a row without a label. hidden is gathered by that list inside
+the loads of the products.
+
+The forward keeps, per row, the maximum and the sum of exponentials of the logits (Milakov and
+Gimelshein 2018), over parts of the vocabulary that are combined in a fixed order. They stay apart
+because their logarithmic sum would be rounded as coarsely as a logit: at 1e4 that moves a
+probability by 5e-4. Parts and tiles depend on the vocabulary alone, so a row's loss has the same
+bits in every batch. Speed not measured on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastbert.kernels.common import (
+    LOG2E,
+    Launch,
+    Tile,
+    cross_entropy_tile,
+)
+from fastbert.kernels.matmul_tile import product_tile
+
+REDUCTIONS = ("mean", "sum", "none")
+# Into how many parts the forward divides a vocabulary at the most.
+MOST_SPLITS = 128
+# Elements that the kernels of one program take at a time, and rows of the one that combines.
+LIST_BLOCK = 4096
+COMBINED_ROWS = 32
+# Where a running maximum begins: finite, so that a logit of -inf makes no NaN, also times log2(e).
+LOWEST = tl.constexpr(-2.0e38)
+NOT_A_NUMBER = tl.constexpr(float("nan"))
+
+
+@triton.jit(do_not_specialize=["ignore_index"])
+def _partition_kernel(
+    labels_ptr, order_ptr, stride_labels, rows_total, ignore_index, BLOCK: tl.constexpr
+):
+    """order: the labelled rows in their order, the others from the end backwards, the count."""
+    count = 0
+    for first in range(0, rows_total, BLOCK):
+        rows = first + tl.arange(0, BLOCK)
+        inside = rows < rows_total
+        labels = tl.load(labels_ptr + rows.to(tl.int64) * stride_labels, mask=inside, other=0)
+        labelled = (inside & (labels != ignore_index)).to(tl.int32)
+        before = count + tl.cumsum(labelled, axis=0) - labelled
+        places = tl.where(labelled == 1, before, rows_total - 1 - (rows - before))
+        tl.store(order_ptr + places, rows, mask=inside)
+        count += tl.sum(labelled, axis=0)
+    tl.store(order_ptr + rows_total, count)
+
+
+@triton.jit
+def labelled_rows(order_ptr, places, count):
+    """Rows at these places of the list; one that has a label for places beyond the count."""
+    return tl.load(order_ptr + tl.where(places < count, places, 0))
+
+
+@triton.jit
+def logits_tile(
+    hidden_ptr, weight_ptr, bias_ptr, rows, cols, rows_total, columns, depth,
+    stride_hidden_row, stride_hidden_col, stride_weight_row, stride_weight_col,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr,
+):  # fmt: skip
+    """Logits fp32 [BLOCK_M, BLOCK_N], -inf beyond the vocabulary; the same bits in each pass."""
+    logits = product_tile(
+        hidden_ptr, weight_ptr, rows, cols, rows_total, columns, depth,
+        stride_hidden_row, stride_hidden_col, stride_weight_row, stride_weight_col,
+        BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K,
+    )  # fmt: skip
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + cols, mask=cols < columns, other=0.0).to(tl.float32)
+        logits += bias[None, :]
+    return tl.where((cols < columns)[None, :], logits, -float("inf"))
+
+
+@triton.jit(do_not_specialize=["rows_total"])
+def _partials_kernel(
+    hidden_ptr, weight_ptr, bias_ptr, labels_ptr, order_ptr, partials_ptr, own_ptr,
+    stride_hidden_row, stride_hidden_col, stride_weight_row, stride_weight_col, stride_labels,
+    rows_total, capacity, columns, depth,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCKS_PER_SPLIT: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr,
+):  # fmt: skip
+    """Maximum and sum of exponentials of one part of the vocabulary, and the label's logit."""
+    splits = tl.cdiv(columns, BLOCK_N * BLOCKS_PER_SPLIT)
+    count = tl.load(order_ptr + rows_total)
+    row_blocks = tl.cdiv(count, BLOCK_M)
+    if tl.program_id(0) >= row_blocks * splits:
+        return
+    # Neighbours share a part of the weight, so that it is read from L2.
+    split = tl.program_id(0) // row_blocks
+    places = tl.program_id(0) % row_blocks * BLOCK_M + tl.arange(0, BLOCK_M)
+    rows = labelled_rows(order_ptr, places, count)
+    labels = tl.load(labels_ptr + rows.to(tl.int64) * stride_labels)
+    highest = tl.full([BLOCK_M], LOWEST, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    own = tl.zeros([BLOCK_M], tl.float32)
+    first = split * BLOCKS_PER_SPLIT * BLOCK_N
+    end = tl.minimum(first + BLOCKS_PER_SPLIT * BLOCK_N, columns)
+    for first_column in range(first, end, BLOCK_N):
+        cols = first_column + tl.arange(0, BLOCK_N)
+        logits = logits_tile(
+            hidden_ptr, weight_ptr, bias_ptr, rows, cols, rows_total, columns, depth,
+            stride_hidden_row, stride_hidden_col, stride_weight_row, stride_weight_col,
+            BLOCK_M, BLOCK_N, BLOCK_K, HAS_BIAS, EVEN_K,
+        )  # fmt: skip
+        higher = tl.maximum(highest, tl.max(logits, axis=1))
+        exponentials = tl.exp2((logits - higher[:, None]) * LOG2E)
+        total = total * tl.exp2((highest - higher) * LOG2E) + tl.sum(exponentials, axis=1)
+        highest = higher
+        own += tl.sum(tl.where(cols[None, :] == labels[:, None], logits, 0.0), axis=1)
+    # partials: fp32 [2, splits, capacity], capacity a multiple of BLOCK_M
+    offsets = split.to(tl.int64) * capacity + places
+    tl.store(partials_ptr + offsets, highest)
+    tl.store(partials_ptr + splits.to(tl.int64) * capacity + offsets, total)
+    holds_label = (labels >= first) & (labels < end)
+    tl.store(own_ptr + places, own, mask=holds_label & (places < count))
+
+
+@triton.jit(do_not_specialize=["rows_total"])
+def _combine_kernel(
+    labels_ptr, order_ptr, partials_ptr, own_ptr, statistics_ptr, losses_ptr,
+    stride_labels, rows_total, capacity, columns, splits,
+    BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """Statistics, fp32 [2, rows_total] by place, and losses, by row; 0 for rows without a label."""
+    count = tl.load(order_ptr + rows_total)
+    places = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    inside = places < rows_total
+    parts = tl.arange(0, BLOCK_S)
+    offsets = parts.to(tl.int64)[:, None] * capacity + places[None, :]
+    # Blocks without a labelled row have no parts.
+    used = tl.where(tl.program_id(0) * BLOCK_M < count, splits, 0)
+    has_part = (parts < used)[:, None]
+    partials = tl.load(partials_ptr + offsets, mask=has_part, other=LOWEST)
+    highest = tl.max(partials, axis=0)
+    sums_ptr = partials_ptr + tl.cast(splits, tl.int64) * capacity
+    sums = tl.load(sums_ptr + offsets, mask=has_part, other=0.0)
+    total = tl.sum(sums * tl.exp2((partials - highest[None, :]) * LOG2E), axis=0)
+
+    rows = tl.load(order_ptr + places, mask=inside, other=0).to(tl.int64)
+    labels = tl.load(labels_ptr + rows * stride_labels, mask=inside, other=0)
+    own = tl.load(own_ptr + places, mask=places < count, other=0.0)
+    # A label outside the vocabulary: NaN, in the loss now and in the gradients later.
+    total = tl.where((labels >= 0) & (labels < columns), total, NOT_A_NUMBER)
+    labelled = places < count
+    loss = tl.log(tl.where(labelled, total, 1.0)) - (own - highest)
+    tl.store(losses_ptr + rows, tl.where(labelled, loss, 0.0), mask=inside)
+    tl.store(statistics_ptr + places, tl.where(labelled, highest, 0.0), mask=inside)
+    sums_ptr = statistics_ptr + tl.cast(rows_total, tl.int64)
+    tl.store(sums_ptr + places, tl.where(labelled, total, 0.0), mask=inside)
+
+
+@triton.jit
+def _reduce_kernel(
+    losses_ptr, order_ptr, loss_ptr, rows_total, IS_MEAN: tl.constexpr, BLOCK: tl.constexpr
+):
+    total = tl.zeros([BLOCK], tl.float64)
+    for first in range(0, rows_total, BLOCK):
+        rows = first + tl.arange(0, BLOCK)
+        total += tl.load(losses_ptr + rows, mask=rows < rows_total, other=0.0).to(tl.float64)
+    loss = tl.sum(total, axis=0)
+    if IS_MEAN:
+        loss /= tl.maximum(tl.load(order_ptr + rows_total), 1).to(tl.float64)
+    tl.store(loss_ptr, loss.to(tl.float32))
+
+
+# Launchers
+
+
+class Projection(NamedTuple):
+    """What both passes take: hidden (T, K), weight (V, K), bias (V,) or None, labels (T,)."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    labels: Tensor
+
+    @property
+    def rows(self) -> int:
+        return self.hidden.shape[0]
+
+    @property
+    def depth(self) -> int:
+        return self.hidden.shape[1]
+
+    @property
+    def columns(self) -> int:
+        return self.weight.shape[0]
+
+    @property
+    def row_blocks(self) -> int:
+        return triton.cdiv(self.rows, self.tile[0].block_m)
+
+    @property
+    def tile(self) -> tuple[Tile, int]:
+        return cross_entropy_tile(self.hidden.dtype)
+
+    @property
+    def blocks_per_split(self) -> int:
+        """Two at the least: they share what a program begins and ends with."""
+        blocks = triton.cdiv(self.columns, self.tile[0].block_n)
+        return max(2, triton.cdiv(blocks, MOST_SPLITS))
+
+    @property
+    def splits(self) -> int:
+        return triton.cdiv(self.columns, self.tile[0].block_n * self.blocks_per_split)
+
+    def arguments(self, order: Tensor) -> dict[str, object]:
+        """The kernel arguments that describe the tile of logits."""
+        tile, block_k = self.tile
+        return {
+            "hidden_ptr": self.hidden,
+            "weight_ptr": self.weight,
+            "bias_ptr": self.bias,
+            "labels_ptr": self.labels,
+            "order_ptr": order,
+            "stride_hidden_row": self.hidden.stride(0),
+            "stride_hidden_col": self.hidden.stride(1),
+            "stride_weight_row": self.weight.stride(0),
+            "stride_weight_col": self.weight.stride(1),
+            "stride_labels": self.labels.stride(0),
+            "rows_total": self.rows,
+            "columns": self.columns,
+            "depth": self.depth,
+            "BLOCK_M": tile.block_m,
+            "BLOCK_N": tile.block_n,
+            "BLOCK_K": block_k,
+            "HAS_BIAS": self.bias is not None,
+            "EVEN_K": self.depth % block_k == 0,
+        }
+
+
+def is_mean(reduction: str) -> bool:
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction: got {reduction!r}, allowed: {', '.join(REDUCTIONS)}")
+    return reduction == "mean"
+
+
+def _partition_launch(labels, order, ignore_index: int) -> Launch:
+    arguments = {
+        "labels_ptr": labels,
+        "order_ptr": order,
+        "stride_labels": labels.stride(0),
+        "rows_total": labels.shape[0],
+        "ignore_index": ignore_index,
+        "BLOCK": LIST_BLOCK,
+    }
+    return Launch("cross_entropy_partition", _partition_kernel, (1,), arguments, 8, 1)
+
+
+def _partials_launch(given: Projection, order, partials, own) -> Launch:
+    tile, _ = given.tile
+    arguments = {
+        **given.arguments(order),
+        "partials_ptr": partials,
+        "own_ptr": own,
+        "capacity": partials.shape[2],
+        "BLOCKS_PER_SPLIT": given.blocks_per_split,
+    }
+    return Launch(
+        "cross_entropy_partials",
+        _partials_kernel,
+        (given.row_blocks * given.splits,),
+        arguments,
+        tile.num_warps,
+        tile.num_stages,
+    )
+
+
+def _combine_launch(given: Projection, order, partials, own, statistics, losses) -> Launch:
+    arguments = {
+        "labels_ptr": given.labels,
+        "order_ptr": order,
+        "partials_ptr": partials,
+        "own_ptr": own,
+        "statistics_ptr": statistics,
+        "losses_ptr": losses,
+        "stride_labels": given.labels.stride(0),
+        "rows_total": given.rows,
+        "capacity": partials.shape[2],
+        "columns": given.columns,
+        "splits": given.splits,
+        "BLOCK_M": COMBINED_ROWS,
+        "BLOCK_S": triton.next_power_of_2(max(given.splits, 1)),
+    }
+    grid = (triton.cdiv(given.rows, COMBINED_ROWS),)
+    return Launch("cross_entropy_combine", _combine_kernel, grid, arguments, 4, 1)
+
+
+def _reduce_launch(losses, order, loss, mean: bool) -> Launch:
+    arguments = {
+        "losses_ptr": losses,
+        "order_ptr": order,
+        "loss_ptr": loss,
+        "rows_total": losses.shape[0],
+        "IS_MEAN": mean,
+        "BLOCK": LIST_BLOCK,
+    }
+    return Launch("cross_entropy_reduce", _reduce_kernel, (1,), arguments, 8, 1)
+
+
+def linear_cross_entropy_forward(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    *,
+    ignore_index: int,
+    reduction: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Cross entropy of hidden Wᵀ + bias: loss, statistics and order, all that the backward needs.
+
+    hidden (T, K) and weight (V, K) in one dtype, bias (V,) in any floating dtype or None, labels
+    (T,) int32 or int64; any strides. loss: fp32, () for reduction "mean" and "sum", (T,) for
+    "none"; 0 without a label, NaN for a label outside 0 to V - 1 that is not ignore_index.
+    statistics: fp32 (2, T), maximum and sum of exponentials of the logits by place in order: int32
+    (T + 1,), the rows with a label, those without, and the number of the former. Nothing
+    synchronises. ValueError: reduction.
+    """
+    given, mean = Projection(hidden, weight, bias, labels), is_mean(reduction)
+    device = hidden.device
+    order = torch.empty(given.rows + 1, dtype=torch.int32, device=device)
+    capacity = given.row_blocks * given.tile[0].block_m
+    partials = torch.empty((2, given.splits, capacity), dtype=torch.float32, device=device)
+    own, losses = (torch.empty(given.rows, dtype=torch.float32, device=device) for _ in range(2))
+    statistics = torch.empty((2, given.rows), dtype=torch.float32, device=device)
+    _partition_launch(labels, order, ignore_index).run(on=hidden)
+    _partials_launch(given, order, partials, own).run(on=hidden)
+    _combine_launch(given, order, partials, own, statistics, losses).run(on=hidden)
+    if reduction == "none":
+        return losses, statistics, order
+    loss = torch.empty((), dtype=torch.float32, device=device)
+    _reduce_launch(losses, order, loss, mean).run(on=hidden)
+    return loss, statistics, order
+
+
+def example(dtype: torch.dtype, depth: int) -> tuple[Projection, Tensor, Tensor]:
+    """A projection to BERT's vocabulary, order and statistics on meta tensors."""
+    hidden = torch.empty((4096, depth), dtype=dtype, device="meta")
+    weight = torch.empty((30522, depth), dtype=dtype, device="meta")
+    bias = torch.empty(30522, dtype=dtype, device="meta")
+    labels = torch.empty(4096, dtype=torch.int64, device="meta")
+    order = torch.empty(4097, dtype=torch.int32, device="meta")
+    statistics = torch.empty((2, 4096), dtype=torch.float32, device="meta")
+    return Projection(hidden, weight, bias, labels), order, statistics
+
+
+def shipped_launches() -> Iterator[Launch]:
+    """Representative launches, on meta tensors, for the ahead-of-time gate."""
+    for dtype, depth in ((torch.bfloat16, 768), (torch.float32, 1024)):
+        given, order, statistics = example(dtype, depth)
+        partials = torch.empty((2, given.splits, 4096), dtype=torch.float32, device="meta")
+        own = losses = statistics[0]
+        yield _partials_launch(given, order, partials, own)
+        if dtype == torch.bfloat16:
+            yield _partition_launch(given.labels, order, -100)
+            yield _combine_launch(given, order, partials, own, statistics, losses)
+            yield _reduce_launch(losses, order, losses[:1], True)

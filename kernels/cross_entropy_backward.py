@@ -1,0 +1,376 @@
+"""The gradients of linear_cross_entropy, from what its forward keeps (cross_entropy.py).
+
+The vocabulary is taken a part at a time: logits are recomputed, their gradient is written once, and
+three kernels turn it into the gradients of weight and bias, which are then complete for that part,
+and of hidden, which is summed over parts in fp32. All products are Triton's own, because a library
+GEMM takes its number of rows from the host. Speed not measured on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastbert.kernels.common import INTERPRETED, LOG2E, Launch, dot, narrow
+from fastbert.kernels.cross_entropy import (
+    LOWEST,
+    Projection,
+    example,
+    is_mean,
+    labelled_rows,
+    logits_tile,
+)
+from fastbert.kernels.matmul_tile import GROUP_M, tile_position
+
+# Bytes of the logits' gradient that exist at once, and the columns that it has at the least: of
+# fewer, the weight's gradient would not fill a GPU.
+GRADIENT_BYTES = 64 * 1024 * 1024
+FEWEST_COLUMNS = 2048
+
+
+@triton.jit
+def _column_sums(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Sums of the columns of x [ROWS, COLUMNS] in a tree, as a GPU adds them."""
+    if INTERPRETED:
+        # NumPy adds a column one row after the other.
+        half: tl.constexpr = ROWS // 2
+        while half > 0:
+            x = tl.sum(tl.reshape(x, [2, half, COLUMNS]), axis=0)
+            half //= 2
+    return tl.sum(x, axis=0)
+
+
+@triton.jit(do_not_specialize=["rows_total", "first_column", "chunk_columns"])
+def _dlogits_kernel(
+    dloss_ptr, hidden_ptr, weight_ptr, bias_ptr, labels_ptr, order_ptr, statistics_ptr,
+    dlogits_ptr, partials_ptr,
+    stride_dloss, stride_hidden_row, stride_hidden_col, stride_weight_row, stride_weight_col,
+    stride_labels, stride_dlogits_row, rows_total, columns, depth, first_column, chunk_columns,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    HAS_BIAS: tl.constexpr, IS_MEAN: tl.constexpr, EVEN_K: tl.constexpr,
+):  # fmt: skip
+    """(softmax - one hot) dloss by place, of the chunk's columns; whole tiles, 0 where no logit."""
+    column_blocks = tl.cdiv(chunk_columns, BLOCK_N)
+    count = tl.load(order_ptr + rows_total)
+    row_blocks = tl.cdiv(count, BLOCK_M)
+    if tl.program_id(0) >= row_blocks * column_blocks:
+        return
+    row_block, column_block = tile_position(tl.program_id(0), row_blocks, column_blocks, GROUP_M)
+    places = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
+    rows = labelled_rows(order_ptr, places, count)
+    chunk_cols = column_block * BLOCK_N + tl.arange(0, BLOCK_N)
+    cols = first_column + chunk_cols
+    logits = logits_tile(
+        hidden_ptr, weight_ptr, bias_ptr, rows, cols, rows_total, columns, depth,
+        stride_hidden_row, stride_hidden_col, stride_weight_row, stride_weight_col,
+        BLOCK_M, BLOCK_N, BLOCK_K, HAS_BIAS, EVEN_K,
+    )  # fmt: skip
+    labelled = places < count
+    labels = tl.load(labels_ptr + rows.to(tl.int64) * stride_labels)
+    highest = tl.load(statistics_ptr + places, mask=labelled, other=-LOWEST)
+    sums_ptr = statistics_ptr + tl.cast(rows_total, tl.int64)
+    total = tl.load(sums_ptr + places, mask=labelled, other=1.0)
+    dloss = tl.load(dloss_ptr + rows.to(tl.int64) * stride_dloss, mask=labelled, other=0.0)
+    if IS_MEAN:
+        dloss /= count.to(tl.float32)
+    exponentials = tl.exp2((logits - highest[:, None]) * LOG2E)
+    # p g - g rather than (p - 1) g: one rounding where p is small.
+    own = tl.where(cols[None, :] == labels[:, None], dloss[:, None], 0.0)
+    dlogits = exponentials * (dloss / total)[:, None] - own
+    # A row that fills up the tile is a copy, which may hold NaN.
+    dlogits = tl.where(labelled[:, None], dlogits, 0.0)
+    offsets = places.to(tl.int64)[:, None] * stride_dlogits_row + chunk_cols[None, :]
+    tl.store(dlogits_ptr + offsets, narrow(dlogits, dlogits_ptr.dtype.element_ty))
+    if HAS_BIAS:
+        # partials: fp32 [row_blocks, stride_dlogits_row]
+        offsets = row_block.to(tl.int64) * stride_dlogits_row + chunk_cols
+        tl.store(partials_ptr + offsets, _column_sums(dlogits, BLOCK_M, BLOCK_N))
+
+
+@triton.jit(do_not_specialize=["rows_total", "first_column"])
+def _dbias_kernel(
+    partials_ptr, order_ptr, dbias_ptr, stride_partials_row, rows_total, columns, first_column,
+    ROWS_PER_PARTIAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    row_blocks = tl.cdiv(tl.load(order_ptr + rows_total), ROWS_PER_PARTIAL)
+    chunk_cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    # fp64, as in reduction.py
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float64)
+    for first in range(0, row_blocks, BLOCK_M):
+        blocks = first + tl.arange(0, BLOCK_M)
+        offsets = blocks.to(tl.int64)[:, None] * stride_partials_row + chunk_cols[None, :]
+        partials = tl.load(partials_ptr + offsets, mask=(blocks < row_blocks)[:, None], other=0.0)
+        total += partials.to(tl.float64)
+    dbias = narrow(tl.sum(total, axis=0).to(tl.float32), dbias_ptr.dtype.element_ty)
+    cols = first_column + chunk_cols
+    tl.store(dbias_ptr + cols, dbias, mask=cols < columns)
+
+
+@triton.jit(do_not_specialize=["rows_total", "first_column", "chunk_columns"])
+def _dweight_kernel(
+    dlogits_ptr, hidden_ptr, order_ptr, dweight_ptr,
+    stride_dlogits_row, stride_hidden_row, stride_hidden_col,
+    rows_total, depth, first_column, chunk_columns,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    """dlogitsᵀ hidden: a block row is a part of the chunk's columns, K runs over labelled rows."""
+    row_blocks, column_blocks = tl.cdiv(chunk_columns, BLOCK_M), tl.cdiv(depth, BLOCK_N)
+    row_block, column_block = tile_position(tl.program_id(0), row_blocks, column_blocks, GROUP_M)
+    chunk_cols = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
+    ns = (column_block * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    count = tl.load(order_ptr + rows_total)
+    accumulator = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for first in range(0, count, BLOCK_K):
+        places = first + tl.arange(0, BLOCK_K)
+        rows = labelled_rows(order_ptr, places, count)
+        # dlogits is 0 at the places beyond the count.
+        dlogits = tl.load(
+            dlogits_ptr + places.to(tl.int64)[None, :] * stride_dlogits_row + chunk_cols[:, None]
+        )
+        hidden_rows_ptr = hidden_ptr + rows.to(tl.int64)[:, None] * stride_hidden_row
+        hidden = tl.load(
+            hidden_rows_ptr + ns[None, :] * stride_hidden_col,
+            mask=(ns < depth)[None, :], other=0.0,
+        )  # fmt: skip
+        accumulator = dot(dlogits, hidden, accumulator)
+    offsets = (first_column + chunk_cols).to(tl.int64)[:, None] * depth + ns[None, :]
+    inside = (chunk_cols < chunk_columns)[:, None] & (ns < depth)[None, :]
+    tl.store(dweight_ptr + offsets, narrow(accumulator, dweight_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows_total", "first_column", "chunk_columns"])
+def _dhidden_kernel(
+    dlogits_ptr, weight_ptr, order_ptr, sums_ptr, dhidden_ptr,
+    stride_dlogits_row, stride_weight_row, stride_weight_col,
+    rows_total, depth, first_column, chunk_columns,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    IS_FIRST: tl.constexpr, IS_LAST: tl.constexpr,
+):  # fmt: skip
+    """dlogits W summed over chunks: by place in fp32 until the last, which writes every row."""
+    row_blocks, column_blocks = tl.cdiv(rows_total, BLOCK_M), tl.cdiv(depth, BLOCK_N)
+    row_block, column_block = tile_position(tl.program_id(0), row_blocks, column_blocks, GROUP_M)
+    places = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
+    ns = (column_block * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    count = tl.load(order_ptr + rows_total)
+    labelled = (places < count)[:, None]
+    dlogits_rows_ptr = dlogits_ptr + places.to(tl.int64)[:, None] * stride_dlogits_row
+    weight_cols_ptr = weight_ptr + ns[None, :] * stride_weight_col
+    accumulator = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    # Blocks without a labelled row have no dlogits.
+    end = tl.where(row_block * BLOCK_M < count, chunk_columns, 0)
+    for first in range(0, end, BLOCK_K):
+        chunk_cols = first + tl.arange(0, BLOCK_K)
+        cols = (first_column + chunk_cols).to(tl.int64)
+        dlogits = tl.load(dlogits_rows_ptr + chunk_cols[None, :])
+        inside = (chunk_cols < chunk_columns)[:, None] & (ns < depth)[None, :]
+        weight = tl.load(
+            weight_cols_ptr + cols[:, None] * stride_weight_row, mask=inside, other=0.0
+        )
+        accumulator = dot(dlogits, weight, accumulator)
+    offsets = places.to(tl.int64)[:, None] * depth + ns[None, :]
+    inside = (ns < depth)[None, :]
+    if not IS_FIRST:
+        accumulator += tl.load(sums_ptr + offsets, mask=labelled & inside, other=0.0)
+    if IS_LAST:
+        exists = places < rows_total
+        rows = tl.load(order_ptr + places, mask=exists, other=0).to(tl.int64)
+        dhidden = narrow(accumulator, dhidden_ptr.dtype.element_ty)
+        offsets = rows[:, None] * depth + ns[None, :]
+        tl.store(dhidden_ptr + offsets, dhidden, mask=exists[:, None] & inside)
+    else:
+        tl.store(sums_ptr + offsets, accumulator, mask=labelled & inside)
+
+
+class Chunk(NamedTuple):
+    """Columns first to first + count of the vocabulary; the first and last one are marked."""
+
+    first: int
+    count: int
+    is_first: bool
+    is_last: bool
+
+
+def _chunk_columns(given: Projection) -> int:
+    """Columns of the logits' gradient that exist at once, in whole blocks."""
+    tile, _ = given.tile
+    rows = max(1, given.row_blocks * tile.block_m)
+    most = GRADIENT_BYTES // (rows * given.hidden.dtype.itemsize)
+    blocks = triton.cdiv(given.columns, tile.block_n)
+    return max(1, min(max(most, FEWEST_COLUMNS) // tile.block_n, blocks)) * tile.block_n
+
+
+def _chunks(given: Projection) -> Iterator[Chunk]:
+    """At least one, so that every gradient is written."""
+    step, end = _chunk_columns(given), given.columns
+    for first in range(0, max(end, 1), step):
+        yield Chunk(first, min(step, end - first), first == 0, first + step >= end)
+
+
+def _dlogits_launch(
+    given: Projection, chunk: Chunk, dloss, statistics, order, dlogits, partials, mean: bool
+) -> Launch:
+    tile, _ = given.tile
+    arguments = {
+        **given.arguments(order),
+        "dloss_ptr": dloss,
+        "statistics_ptr": statistics,
+        "dlogits_ptr": dlogits,
+        "partials_ptr": partials,
+        "stride_dloss": dloss.stride(0) if dloss.dim() else 0,
+        "stride_dlogits_row": dlogits.stride(0),
+        "first_column": chunk.first,
+        "chunk_columns": chunk.count,
+        "GROUP_M": GROUP_M,
+        "IS_MEAN": mean,
+    }
+    return Launch(
+        "cross_entropy_dlogits",
+        _dlogits_kernel,
+        (given.row_blocks * triton.cdiv(chunk.count, tile.block_n),),
+        arguments,
+        tile.num_warps,
+        tile.num_stages,
+    )
+
+
+def _dbias_launch(given: Projection, chunk: Chunk, order, partials, dbias) -> Launch:
+    block_n = 64
+    arguments = {
+        "partials_ptr": partials,
+        "order_ptr": order,
+        "dbias_ptr": dbias,
+        "stride_partials_row": partials.stride(0),
+        "rows_total": given.rows,
+        "columns": given.columns,
+        "first_column": chunk.first,
+        "ROWS_PER_PARTIAL": given.tile[0].block_m,
+        "BLOCK_M": 32,
+        "BLOCK_N": block_n,
+    }
+    grid = (triton.cdiv(chunk.count, block_n),)
+    return Launch("cross_entropy_dbias", _dbias_kernel, grid, arguments, 4, 1)
+
+
+def _product_launch(
+    name: str, kernel, rows: int, stages: int, given: Projection, chunk: Chunk, **own
+) -> Launch:
+    """A product with the chunk's dlogits; its result has ``rows`` rows and K columns."""
+    tile, block_k = given.tile
+    arguments = {
+        "rows_total": given.rows,
+        "depth": given.depth,
+        "first_column": chunk.first,
+        "chunk_columns": chunk.count,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        # dlogits has whole blocks of block_m rows and block_n columns, no more.
+        "BLOCK_K": min(block_k, tile.block_m, tile.block_n),
+        "GROUP_M": GROUP_M,
+        **own,
+    }
+    grid = (triton.cdiv(rows, tile.block_m) * triton.cdiv(given.depth, tile.block_n),)
+    return Launch(name, kernel, grid, arguments, tile.num_warps, stages)
+
+
+def _dweight_launch(given: Projection, chunk: Chunk, order, dlogits, dweight) -> Launch:
+    return _product_launch(
+        "cross_entropy_dweight",
+        _dweight_kernel,
+        chunk.count,
+        # Half of them go to reading the list ahead of the rows that it names.
+        given.tile[0].num_stages + 2,
+        given,
+        chunk,
+        dlogits_ptr=dlogits,
+        hidden_ptr=given.hidden,
+        order_ptr=order,
+        dweight_ptr=dweight,
+        stride_dlogits_row=dlogits.stride(0),
+        stride_hidden_row=given.hidden.stride(0),
+        stride_hidden_col=given.hidden.stride(1),
+    )
+
+
+def _dhidden_launch(given: Projection, chunk: Chunk, order, dlogits, sums, dhidden) -> Launch:
+    return _product_launch(
+        "cross_entropy_dhidden",
+        _dhidden_kernel,
+        given.rows,
+        given.tile[0].num_stages,
+        given,
+        chunk,
+        dlogits_ptr=dlogits,
+        weight_ptr=given.weight,
+        order_ptr=order,
+        sums_ptr=sums,
+        dhidden_ptr=dhidden,
+        stride_dlogits_row=dlogits.stride(0),
+        stride_weight_row=given.weight.stride(0),
+        stride_weight_col=given.weight.stride(1),
+        IS_FIRST=chunk.is_first,
+        IS_LAST=chunk.is_last,
+    )
+
+
+def linear_cross_entropy_backward(
+    dloss: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    statistics: Tensor,
+    order: Tensor,
+    *,
+    reduction: str,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """dhidden (T, K), dweight (V, K), dbias (V,) or None, contiguous, each in its tensor's dtype.
+
+    dloss fp32, shaped as the loss was, any strides; the rest as the forward took and gave it. Rows
+    without a label get 0. Reruns agree bitwise. Of the logits' gradient, in hidden's dtype, 64 MiB
+    exist at once, or 2,048 columns where T is so large that these are more.
+    """
+    given, mean = Projection(hidden, weight, bias, labels), is_mean(reduction)
+    tile, device = given.tile[0], hidden.device
+    shape = (given.row_blocks * tile.block_m, _chunk_columns(given))
+    dlogits = torch.empty(shape, dtype=hidden.dtype, device=device)
+    dhidden, dweight = (
+        torch.empty(x.shape, dtype=x.dtype, device=device) for x in (hidden, weight)
+    )
+    dbias = partials = sums = None
+    if bias is not None:
+        dbias = torch.empty(bias.shape, dtype=bias.dtype, device=device)
+        partials = torch.empty((given.row_blocks, shape[1]), dtype=torch.float32, device=device)
+    if given.columns > shape[1]:
+        sums = torch.empty(hidden.shape, dtype=torch.float32, device=device)
+    for chunk in _chunks(given):
+        _dlogits_launch(given, chunk, dloss, statistics, order, dlogits, partials, mean).run(
+            on=hidden
+        )
+        if bias is not None:
+            _dbias_launch(given, chunk, order, partials, dbias).run(on=hidden)
+        _dweight_launch(given, chunk, order, dlogits, dweight).run(on=hidden)
+        _dhidden_launch(given, chunk, order, dlogits, sums, dhidden).run(on=hidden)
+    return dhidden, dweight, dbias
+
+
+def shipped_launches() -> Iterator[Launch]:
+    """Representative launches, on meta tensors, for the ahead-of-time gate."""
+    for dtype, depth in ((torch.bfloat16, 768), (torch.float32, 1024)):
+        given, order, statistics = example(dtype, depth)
+        # Neither the first nor the last.
+        chunk = list(_chunks(given))[1]
+        dlogits = torch.empty((4096, _chunk_columns(given)), dtype=dtype, device="meta")
+        partials = torch.empty((32, dlogits.shape[1]), dtype=torch.float32, device="meta")
+        sums = torch.empty(given.hidden.shape, dtype=torch.float32, device="meta")
+        yield _dlogits_launch(
+            given, chunk, statistics[0], statistics, order, dlogits, partials, False
+        )
+        if dtype == torch.bfloat16:
+            yield _dbias_launch(given, chunk, order, partials, given.bias)
+        yield _dweight_launch(given, chunk, order, dlogits, given.weight)
+        yield _dhidden_launch(given, chunk, order, dlogits, sums, given.hidden)

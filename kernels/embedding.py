@@ -1,0 +1,503 @@
+"""The embedding of a BERT input, dropout(LN(word + type + position)), and its backward.
+
+Forward: three gathers, their sum, layer norm and dropout in one pass (Devlin et al. 2019, figure
+2). Backward: one pass over the rows gives the gradient of each row's sum, which the tables then
+collect without atomics. All three indices become keys in one numbering of the tables' rows; sorted,
+equal keys are a run, and the sum of a run is the gradient of its table row. Programs sum the runs
+in fixed chunks of the sorted keys; a second launch adds up the runs that cross chunks (token types,
+[CLS]). Every sum has a fixed order: reruns agree bitwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastbert.kernels.common import (
+    Launch,
+    dot,
+    dropout_arguments,
+    narrow,
+    row_programs,
+    row_tile,
+    run_sum_tile,
+)
+from fastbert.kernels.reduction import sum_planes
+from fastbert.kernels.row_tile import (
+    keep_rows,
+    layer_norm_gradient,
+    layer_norm_statistics,
+    load_parameter,
+    require_rows,
+    row_offsets,
+)
+
+# Rows whose keys one program makes.
+KEYS_PER_PROGRAM = 1024
+
+
+@triton.jit
+def _gather(
+    index_ptr, table_ptr, rows, cols, inside,
+    stride_index, stride_table, rows_total, table_rows,
+):  # fmt: skip
+    """Table rows in fp32 [BLOCK_M, BLOCK_N]; NaN where the index is none of the table's rows."""
+    pointers = index_ptr + rows.to(tl.int64) * stride_index
+    index = tl.load(pointers, mask=rows < rows_total, other=0).to(tl.int64)
+    found = ((index >= 0) & (index < table_rows))[:, None]
+    offsets = index[:, None] * stride_table + cols[None, :]
+    values = tl.load(table_ptr + offsets, mask=inside & found, other=0.0).to(tl.float32)
+    return tl.where(found, values, float("nan"))
+
+
+@triton.jit
+def _gathered_sum(
+    ids_ptr, types_ptr, positions_ptr, word_table_ptr, type_table_ptr, position_table_ptr,
+    rows, cols, inside,
+    stride_ids, stride_types, stride_positions, stride_word, stride_type, stride_position,
+    rows_total, words, types, positions,
+):  # fmt: skip
+    """word + type + position in fp32, 0 outside the rows."""
+    total = _gather(
+        ids_ptr, word_table_ptr, rows, cols, inside, stride_ids, stride_word, rows_total, words
+    )
+    total += _gather(
+        types_ptr, type_table_ptr, rows, cols, inside, stride_types, stride_type, rows_total, types
+    )
+    total += _gather(
+        positions_ptr, position_table_ptr, rows, cols, inside,
+        stride_positions, stride_position, rows_total, positions,
+    )  # fmt: skip
+    return tl.where(inside, total, 0.0)
+
+
+@triton.jit(do_not_specialize=["rows_total"])
+def _forward_kernel(
+    ids_ptr, types_ptr, positions_ptr, word_table_ptr, type_table_ptr, position_table_ptr,
+    weight_ptr, bias_ptr, seed_ptr, y_ptr, mean_ptr, rstd_ptr,
+    stride_ids, stride_types, stride_positions, stride_word, stride_type, stride_position,
+    rows_total, columns, words, types, positions, eps, dropout_threshold, dropout_scale,
+    HAS_DROPOUT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    first_row = tl.program_id(0) * BLOCK_M
+    rows, cols, offsets, inside = row_offsets(
+        first_row, columns, 1, rows_total, columns, BLOCK_M, BLOCK_N
+    )
+    total = _gathered_sum(
+        ids_ptr, types_ptr, positions_ptr, word_table_ptr, type_table_ptr, position_table_ptr,
+        rows, cols, inside,
+        stride_ids, stride_types, stride_positions, stride_word, stride_type, stride_position,
+        rows_total, words, types, positions,
+    )  # fmt: skip
+    centred, mean, rstd = layer_norm_statistics(total, inside, columns, eps)
+    weight = load_parameter(weight_ptr, cols, columns)
+    y = centred * rstd[:, None] * weight + load_parameter(bias_ptr, cols, columns)
+    if HAS_DROPOUT:
+        keep = keep_rows(seed_ptr, rows, dropout_threshold, BLOCK_N)
+        y = tl.where(keep, y * dropout_scale, 0.0)
+    tl.store(y_ptr + offsets, narrow(y, y_ptr.dtype.element_ty), mask=inside)
+    tl.store(mean_ptr + rows, mean, mask=rows < rows_total)
+    tl.store(rstd_ptr + rows, rstd, mask=rows < rows_total)
+
+
+@triton.jit(do_not_specialize=["rows_total"])
+def _backward_kernel(
+    dy_ptr, ids_ptr, types_ptr, positions_ptr, word_table_ptr, type_table_ptr, position_table_ptr,
+    weight_ptr, seed_ptr, mean_ptr, rstd_ptr, dsum_ptr, partials_ptr,
+    stride_dy_row, stride_dy_col,
+    stride_ids, stride_types, stride_positions, stride_word, stride_type, stride_position,
+    rows_total, columns, words, types, positions, dropout_threshold, dropout_scale,
+    HAS_DROPOUT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    cols = tl.arange(0, BLOCK_N)
+    dweight = tl.zeros([BLOCK_N], tl.float32)
+    dbias = tl.zeros([BLOCK_N], tl.float32)
+    for first_row in range(program * BLOCK_M, rows_total, programs * BLOCK_M):
+        rows, _, offsets, inside = row_offsets(
+            first_row, stride_dy_row, stride_dy_col, rows_total, columns, BLOCK_M, BLOCK_N
+        )
+        dy = tl.load(dy_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+        if HAS_DROPOUT:
+            keep = keep_rows(seed_ptr, rows, dropout_threshold, BLOCK_N)
+            dy = tl.where(keep, dy * dropout_scale, 0.0)
+        total = _gathered_sum(
+            ids_ptr, types_ptr, positions_ptr, word_table_ptr, type_table_ptr, position_table_ptr,
+            rows, cols, inside,
+            stride_ids, stride_types, stride_positions, stride_word, stride_type, stride_position,
+            rows_total, words, types, positions,
+        )  # fmt: skip
+        mean = tl.load(mean_ptr + rows, mask=rows < rows_total, other=0.0)
+        rstd = tl.load(rstd_ptr + rows, mask=rows < rows_total, other=0.0)
+        weight = load_parameter(weight_ptr, cols, columns)
+        dsum, normalised = layer_norm_gradient(dy, total, mean, rstd, weight, inside, columns)
+        dweight += tl.sum(dy * normalised, axis=0)
+        dbias += tl.sum(dy, axis=0)
+        _, _, offsets, _ = row_offsets(first_row, columns, 1, rows_total, columns, BLOCK_M, BLOCK_N)
+        tl.store(dsum_ptr + offsets, narrow(dsum, dsum_ptr.dtype.element_ty), mask=inside)
+    # partials: fp32 [2, programs, columns]
+    partials = partials_ptr + program.to(tl.int64) * columns + cols
+    tl.store(partials, dweight, mask=cols < columns)
+    tl.store(partials + programs.to(tl.int64) * columns, dbias, mask=cols < columns)
+
+
+@triton.jit
+def _store_keys(
+    keys_ptr, index_ptr, rows, stride_index, rows_total, limit,
+    first_key, table_rows, skipped, no_key,
+):  # fmt: skip
+    """first_key + index of each row below limit; no_key for an index to skip or out of range."""
+    pointers = index_ptr + rows.to(tl.int64) * stride_index
+    index = tl.load(pointers, mask=rows < rows_total, other=-1).to(tl.int64)
+    counts = (index >= 0) & (index < table_rows) & (index != skipped)
+    key = tl.where(counts, first_key + index, no_key)
+    tl.store(keys_ptr + rows, key.to(keys_ptr.dtype.element_ty), mask=rows < limit)
+
+
+@triton.jit(do_not_specialize=["rows_total", "entries", "padding_idx"])
+def _keys_kernel(
+    ids_ptr, types_ptr, positions_ptr, keys_ptr,
+    stride_ids, stride_types, stride_positions,
+    rows_total, entries, words, types, positions, padding_idx, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """keys [entries]: of the words, of the types, of the positions; no_key in what is left."""
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    no_key = words + types + positions
+    _store_keys(
+        keys_ptr, ids_ptr, rows, stride_ids, rows_total, rows_total,
+        0, words, padding_idx, no_key,
+    )  # fmt: skip
+    _store_keys(
+        keys_ptr + rows_total, types_ptr, rows, stride_types, rows_total, rows_total,
+        words, types, -1, no_key,
+    )  # fmt: skip
+    _store_keys(
+        keys_ptr + 2 * rows_total, positions_ptr, rows, stride_positions,
+        rows_total, entries - 2 * rows_total, words + types, positions, -1, no_key,
+    )  # fmt: skip
+
+
+@triton.jit
+def _store_gradients(
+    keys, gradients, chosen, cols, dword_ptr, dtype_ptr, dposition_ptr, columns, words, types
+):
+    """Chosen rows of fp32 gradients [BLOCK_M, BLOCK_N] into the table rows of their keys."""
+    gradients = narrow(gradients, dword_ptr.dtype.element_ty)
+    rows = keys.to(tl.int64)[:, None]
+    offsets = rows * columns + cols[None, :]
+    chosen = chosen[:, None] & (cols < columns)[None, :]
+    tl.store(dword_ptr + offsets, gradients, mask=chosen & (rows < words))
+    offsets = (rows - words) * columns + cols[None, :]
+    is_type = (rows >= words) & (rows < words + types)
+    tl.store(dtype_ptr + offsets, gradients, mask=chosen & is_type)
+    offsets = (rows - words - types) * columns + cols[None, :]
+    tl.store(dposition_ptr + offsets, gradients, mask=chosen & (rows >= words + types))
+
+
+@triton.jit(do_not_specialize=["rows_total"])
+def _run_sums_kernel(
+    dsum_ptr, keys_ptr, order_ptr, partials_ptr, dword_ptr, dtype_ptr, dposition_ptr,
+    rows_total, columns, words, types, positions,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Sums the runs of equal keys inside one chunk of BLOCK_M entries.
+
+    A run inside the chunk goes to its table row; the part of one that began in an earlier chunk to
+    partials[0, chunk], the part of one that goes on in the next chunk to partials[1, chunk].
+    """
+    column_blocks = tl.cdiv(columns, BLOCK_N)
+    chunk = tl.program_id(0) // column_blocks
+    chunks = tl.num_programs(0) // column_blocks
+    cols = tl.program_id(0) % column_blocks * BLOCK_N + tl.arange(0, BLOCK_N)
+    entries = chunk * BLOCK_M + tl.arange(0, BLOCK_M)
+    keys = tl.load(keys_ptr + entries)
+    before = tl.load(keys_ptr + entries - 1, mask=entries > 0, other=-1)
+    following = chunk * BLOCK_M + BLOCK_M
+    after = tl.load(keys_ptr + following, mask=chunk + 1 < chunks, other=-1)
+    row = tl.load(order_ptr + entries)
+    row -= tl.where(row >= 2 * rows_total, 2 * rows_total, 0)
+    row -= tl.where(row >= rows_total, rows_total, 0)
+    is_key = keys < words + types + positions
+    offsets = row.to(tl.int64)[:, None] * columns + cols[None, :]
+    inside = is_key[:, None] & (cols < columns)[None, :]
+    dsum = tl.load(dsum_ptr + offsets, mask=inside, other=0.0)
+    # Row i of the product is the sum over the entries of i's key. 0 and 1 are exact in any dtype.
+    same = (keys[:, None] == keys[None, :]).to(tl.float32)
+    sums = dot(narrow(same, dsum.dtype), dsum, tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
+    is_first = entries == chunk * BLOCK_M
+    went_on = is_first & (keys == before) & is_key
+    starts = (is_first | (keys != before)) & ~went_on & is_key
+    goes_on = starts & (keys == after)
+    # One row at most of either kind.
+    partials = partials_ptr + chunk.to(tl.int64) * columns + cols
+    part = tl.sum(tl.where(went_on[:, None], sums, 0.0), axis=0)
+    tl.store(partials, part, mask=cols < columns)
+    partials += chunks.to(tl.int64) * columns
+    part = tl.sum(tl.where(goes_on[:, None], sums, 0.0), axis=0)
+    tl.store(partials, part, mask=cols < columns)
+    _store_gradients(
+        keys, sums, starts & ~goes_on, cols,
+        dword_ptr, dtype_ptr, dposition_ptr, columns, words, types,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["halvings"])
+def _crossing_runs_kernel(
+    keys_ptr, partials_ptr, dword_ptr, dtype_ptr, dposition_ptr,
+    columns, words, types, positions, halvings,
+    CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Adds the parts of the run that begins in this chunk and goes on in the next; one at most."""
+    column_blocks = tl.cdiv(columns, BLOCK_N)
+    chunk = tl.program_id(0) // column_blocks
+    chunks = tl.num_programs(0) // column_blocks
+    cols = tl.program_id(0) % column_blocks * BLOCK_N + tl.arange(0, BLOCK_N)
+    first = chunk * CHUNK
+    before = tl.load(keys_ptr + first - 1, mask=chunk > 0, other=-1)
+    last = tl.load(keys_ptr + first + CHUNK - 1)
+    after = tl.load(keys_ptr + first + CHUNK, mask=chunk + 1 < chunks, other=-1)
+    if (last == after) & (last != before) & (last < words + types + positions):
+        # The first chunk that begins with another key, by bisection.
+        start, limit = chunk + 1, chunks
+        for _ in range(halvings):
+            middle = (start + limit) // 2
+            key = tl.load(keys_ptr + middle * CHUNK, mask=middle < chunks, other=-1)
+            goes_on = key == last
+            start = tl.where(goes_on, middle + 1, start)
+            limit = tl.where(goes_on, limit, middle)
+        parts = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for part in range(chunk + 1, start, BLOCK_M):
+            chosen = part + tl.arange(0, BLOCK_M)
+            offsets = chosen.to(tl.int64)[:, None] * columns + cols[None, :]
+            inside = (chosen < start)[:, None] & (cols < columns)[None, :]
+            parts += tl.load(partials_ptr + offsets, mask=inside, other=0.0)
+        offsets = (chunks + chunk).to(tl.int64) * columns + cols
+        begun = tl.load(partials_ptr + offsets, mask=cols < columns, other=0.0)
+        # One row, in the shape that the stores take.
+        gradient = (begun + tl.sum(parts, axis=0))[None, :]
+        keys = tl.zeros([1], tl.int64) + last
+        _store_gradients(
+            keys, gradient, keys >= 0, cols,
+            dword_ptr, dtype_ptr, dposition_ptr, columns, words, types,
+        )  # fmt: skip
+
+
+def _sizes(tables) -> dict:
+    names = ("words", "types", "positions")
+    return {name: table.shape[0] for name, table in zip(names, tables, strict=True)}
+
+
+def _indices(indices) -> dict:
+    ids, types, positions = indices
+    return {
+        "ids_ptr": ids,
+        "types_ptr": types,
+        "positions_ptr": positions,
+        "stride_ids": ids.stride(0),
+        "stride_types": types.stride(0),
+        "stride_positions": positions.stride(0),
+        "rows_total": ids.shape[0],
+    }
+
+
+def _shared_arguments(indices, tables, weight, mean, rstd, seed, dropout_p: float) -> dict:
+    word_table, type_table, position_table = tables
+    require_rows(word_table=word_table, type_table=type_table, position_table=position_table)
+    tile = row_tile(word_table.shape[1])
+    dropout = dropout_arguments(dropout_p, seed)
+    return {
+        **_indices(indices),
+        **_sizes(tables),
+        "word_table_ptr": word_table,
+        "type_table_ptr": type_table,
+        "position_table_ptr": position_table,
+        "weight_ptr": weight,
+        "seed_ptr": seed if dropout.enabled else None,
+        "mean_ptr": mean,
+        "rstd_ptr": rstd,
+        "stride_word": word_table.stride(0),
+        "stride_type": type_table.stride(0),
+        "stride_position": position_table.stride(0),
+        "columns": word_table.shape[1],
+        "dropout_threshold": dropout.threshold,
+        "dropout_scale": dropout.scale,
+        "HAS_DROPOUT": dropout.enabled,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+    }
+
+
+def _forward_launch(indices, tables, weight, bias, y, mean, rstd, seed, dropout_p, eps) -> Launch:
+    tile = row_tile(y.shape[1])
+    arguments = {
+        **_shared_arguments(indices, tables, weight, mean, rstd, seed, dropout_p),
+        "bias_ptr": bias,
+        "y_ptr": y,
+        "eps": eps,
+    }
+    grid = (triton.cdiv(y.shape[0], tile.block_m),)
+    return Launch("embedding_forward", _forward_kernel, grid, arguments, tile.num_warps, 1)
+
+
+def embedding_forward(
+    indices: tuple[Tensor, Tensor, Tensor],
+    tables: tuple[Tensor, Tensor, Tensor],
+    weight: Tensor,
+    bias: Tensor,
+    *,
+    seed: Tensor | None = None,
+    dropout_p: float = 0.0,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y = dropout(LN(word + type + position)), with the row statistics that the backward needs.
+
+    indices: ids, token types and positions, int32 or int64 (T,) at any stride; tables: (V, N),
+    (types, N) and (P, N) in one dtype, rows at any stride, last stride 1; weight, bias (N,) in any
+    floating dtype; seed int64 (1,). Returns y (T, N) contiguous in the tables' dtype, mean and rstd
+    fp32 (T,). A row with an index out of range is NaN; nothing is read outside the tables.
+    ValueError: N above 8192, a last stride other than 1, dropout without a seed.
+    """
+    rows, columns = indices[0].shape[0], tables[0].shape[1]
+    y = torch.empty((rows, columns), dtype=tables[0].dtype, device=tables[0].device)
+    mean, rstd = (torch.empty(rows, dtype=torch.float32, device=y.device) for _ in range(2))
+    if columns > 0:
+        _forward_launch(indices, tables, weight, bias, y, mean, rstd, seed, dropout_p, eps).run(
+            on=y
+        )
+    return y, mean, rstd
+
+
+def _backward_launch(
+    dy, indices, tables, weight, mean, rstd, dsum, partials, seed, dropout_p
+) -> Launch:
+    arguments = {
+        **_shared_arguments(indices, tables, weight, mean, rstd, seed, dropout_p),
+        "dy_ptr": dy,
+        "dsum_ptr": dsum,
+        "partials_ptr": partials,
+        "stride_dy_row": dy.stride(0),
+        "stride_dy_col": dy.stride(1),
+    }
+    num_warps = row_tile(dsum.shape[1]).num_warps
+    grid = (partials.shape[1],)
+    return Launch("embedding_backward", _backward_kernel, grid, arguments, num_warps, 1)
+
+
+def _keys_launch(indices, tables, keys, padding_idx: int) -> Launch:
+    arguments = {
+        **_indices(indices),
+        **_sizes(tables),
+        "keys_ptr": keys,
+        "entries": keys.shape[0],
+        "padding_idx": padding_idx,
+        "BLOCK_M": KEYS_PER_PROGRAM,
+    }
+    rows = indices[0].shape[0]
+    grid = (triton.cdiv(keys.shape[0] - 2 * rows, KEYS_PER_PROGRAM),)
+    return Launch("embedding_keys", _keys_kernel, grid, arguments, 4, 1)
+
+
+def _table_launches(dsum, keys, order, partials, gradients) -> Iterator[Launch]:
+    """The two launches that fill the gradients of the tables with sums of runs."""
+    columns = dsum.shape[1]
+    tile = run_sum_tile(columns, dsum.dtype)
+    names = ("dword_ptr", "dtype_ptr", "dposition_ptr")
+    arguments = {
+        "keys_ptr": keys,
+        "partials_ptr": partials,
+        **dict(zip(names, gradients, strict=True)),
+        **_sizes(gradients),
+        "columns": columns,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+    }
+    grid = (partials.shape[1] * triton.cdiv(columns, tile.block_n),)
+    first = {**arguments, "dsum_ptr": dsum, "order_ptr": order, "rows_total": dsum.shape[0]}
+    yield Launch("embedding_run_sums", _run_sums_kernel, grid, first, tile.num_warps, 1)
+    second = {**arguments, "CHUNK": tile.block_m, "BLOCK_M": 64}
+    second["halvings"] = partials.shape[1].bit_length()
+    yield Launch("embedding_crossing_runs", _crossing_runs_kernel, grid, second, 4, 1)
+
+
+def table_gradients(
+    dsum: Tensor,
+    indices: tuple[Tensor, Tensor, Tensor],
+    tables: tuple[Tensor, Tensor, Tensor],
+    padding_idx: int = -1,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the tables from that of their rows' sum (T, N), contiguous.
+
+    A row that is not finite may make rows that share its chunk of sorted keys NaN.
+    """
+    rows, columns = dsum.shape
+    gradients = [
+        torch.zeros(table.shape, dtype=table.dtype, device=dsum.device) for table in tables
+    ]
+    key_dtype = torch.int32 if sum(t.shape[0] for t in tables) < 2**31 else torch.int64
+    chunk = run_sum_tile(columns, dsum.dtype).block_m
+    chunks = triton.cdiv(3 * rows, chunk)
+    keys = torch.empty(chunks * chunk, dtype=key_dtype, device=dsum.device)
+    _keys_launch(indices, tables, keys, padding_idx).run(on=dsum)
+    # torch's radix sort, the one step that is not ours; stable, so the order is always the same.
+    keys, order = torch.sort(keys, stable=True)
+    partials = torch.empty((2, chunks, columns), dtype=torch.float32, device=dsum.device)
+    for launch in _table_launches(dsum, keys, order, partials, gradients):
+        launch.run(on=dsum)
+    dword, dtypes, dpositions = gradients
+    return dword, dtypes, dpositions
+
+
+def embedding_backward(
+    dy: Tensor,
+    indices: tuple[Tensor, Tensor, Tensor],
+    tables: tuple[Tensor, Tensor, Tensor],
+    weight: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    *,
+    seed: Tensor | None = None,
+    dropout_p: float = 0.0,
+    padding_idx: int = -1,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of the three tables, of weight and of bias (in weight's dtype).
+
+    dy (T, N) at any strides, the rest as in ``embedding_forward``. Table rows that no index names,
+    and row ``padding_idx`` of the words (-1: none), are exactly 0. Sums are fp32 in a fixed order:
+    reruns agree bitwise.
+    """
+    rows, columns = dy.shape
+    dsum = torch.empty((rows, columns), dtype=tables[0].dtype, device=dy.device)
+    shape = (2, row_programs(dsum), columns)
+    partials = torch.empty(shape, dtype=torch.float32, device=dy.device)
+    if columns > 0:
+        _backward_launch(
+            dy, indices, tables, weight, mean, rstd, dsum, partials, seed, dropout_p
+        ).run(on=dy)
+    dweight, dbias = sum_planes(partials, weight.dtype, weight.dtype)
+    return *table_gradients(dsum, indices, tables, padding_idx), dweight, dbias
+
+
+def shipped_launches() -> Iterator[Launch]:
+    """Representative launches, on meta tensors, for the ahead-of-time gate."""
+
+    def meta(dtype, *shape):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    for dtype, columns in ((torch.bfloat16, 1024), (torch.float32, 8192)):
+        tables = [meta(dtype, rows, columns) for rows in (30522, 2, 512)]
+        indices = [meta(torch.int64, 4096)] * 3
+        y, row = meta(dtype, 4096, columns), meta(torch.float32, columns)
+        statistic, seed = meta(torch.float32, 4096), meta(torch.int64, 1)
+        partials = meta(torch.float32, 2, 396, columns)
+        yield _forward_launch(indices, tables, row, row, y, statistic, statistic, seed, 0.1, 1e-12)
+        yield _backward_launch(
+            y, indices, tables, row, statistic, statistic, y, partials, seed, 0.1
+        )
+        keys, order = meta(torch.int32, 3 * 4096), meta(torch.int64, 3 * 4096)
+        yield from _table_launches(y, keys, order, partials, tables)
+    yield _keys_launch(indices, tables, keys, 0)

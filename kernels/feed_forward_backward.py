@@ -1,0 +1,313 @@
+"""The gradient of an activation, fused into the GEMM that leads to it, da = dy W2.
+
+From the saved pre-activation h the epilogue computes dh = da act'(h) and, because dW2 needs them
+and keeping them would cost memory, the activations act(h) once more; it also sums dh over the rows,
+for the gradient of the bias. The same for a given da, without a product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastbert.kernels.activation_tile import (
+    LARGEST_PART,
+    check_function,
+    engine_name,
+    store_narrow,
+    value_and_slope,
+)
+from fastbert.kernels.common import (
+    Launch,
+    Tile,
+    elementwise_tile,
+    gemm_depth,
+    gemm_programs,
+    gemm_tile,
+)
+from fastbert.kernels.feed_forward import SHIPPED
+from fastbert.kernels.matmul_tile import GROUP_M, halves, product_tile, tile_position
+from fastbert.kernels.reduction import sum_partials
+
+
+@triton.jit
+def _store_partial(partials_ptr, partial, dh, cols, columns, total_columns):
+    """One row of partials, fp32 [partials, total_columns]: the tile's sum over its rows."""
+    pointers = partials_ptr + partial.to(tl.int64) * total_columns + cols
+    tl.store(pointers, tl.sum(dh, axis=0), mask=cols < columns)
+
+
+@triton.jit
+def _store_gradient(
+    da, h_ptr, dh_ptr, a_ptr, partials_ptr, rows, first_col, partial,
+    stride_h_row, stride_h_col, rows_total, columns,
+    FUNCTION: tl.constexpr, GATED: tl.constexpr, SUMS_ROWS: tl.constexpr, STORES_A: tl.constexpr,
+):  # fmt: skip
+    """From a tile of da, 0 beyond the rows: dh, the sums of its columns, and a = act(h).
+
+    columns are those of a; h and dh have twice as many when gated.
+    """
+    cols = first_col + tl.arange(0, da.shape[1])
+    inside = (rows < rows_total)[:, None] & (cols < columns)[None, :]
+    rows = rows.to(tl.int64)
+    h_offsets = rows[:, None] * stride_h_row + cols.to(tl.int64)[None, :] * stride_h_col
+    h = tl.load(h_ptr + h_offsets, mask=inside, other=0.0).to(tl.float32)
+    a, slope = value_and_slope(h, FUNCTION)
+    total_columns = columns
+    if GATED:
+        total_columns = 2 * columns
+        h_offsets += columns.to(tl.int64) * stride_h_col
+        linear = tl.load(h_ptr + h_offsets, mask=inside, other=0.0).to(tl.float32)
+        dlinear = da * a
+        dlinear_offsets = rows[:, None] * total_columns + (columns + cols)[None, :]
+        store_narrow(dh_ptr, dlinear_offsets, dlinear, inside)
+        if SUMS_ROWS:
+            _store_partial(partials_ptr + columns, partial, dlinear, cols, columns, total_columns)
+        a *= linear
+        da *= linear
+    if STORES_A:
+        store_narrow(a_ptr, rows[:, None] * columns + cols[None, :], a, inside)
+    dh = da * slope
+    store_narrow(dh_ptr, rows[:, None] * total_columns + cols[None, :], dh, inside)
+    if SUMS_ROWS:
+        _store_partial(partials_ptr, partial, dh, cols, columns, total_columns)
+
+
+@triton.jit
+def _store_gradients(
+    da, h_ptr, dh_ptr, a_ptr, partials_ptr, rows, first_col, partial,
+    stride_h_row, stride_h_col, rows_total, columns,
+    FUNCTION: tl.constexpr, GATED: tl.constexpr, SUMS_ROWS: tl.constexpr,
+):  # fmt: skip
+    """_store_gradient of a wide tile's halves, one after the other."""
+    if da.shape[1] > LARGEST_PART:
+        left, right = halves(da)
+        _store_gradient(
+            left, h_ptr, dh_ptr, a_ptr, partials_ptr, rows, first_col, partial,
+            stride_h_row, stride_h_col, rows_total, columns, FUNCTION, GATED, SUMS_ROWS, True,
+        )  # fmt: skip
+        _store_gradient(
+            right, h_ptr, dh_ptr, a_ptr, partials_ptr, rows, first_col + left.shape[1],
+            partial, stride_h_row, stride_h_col, rows_total, columns, FUNCTION, GATED, SUMS_ROWS,
+            True,
+        )  # fmt: skip
+    else:
+        _store_gradient(
+            da, h_ptr, dh_ptr, a_ptr, partials_ptr, rows, first_col, partial,
+            stride_h_row, stride_h_col, rows_total, columns, FUNCTION, GATED, SUMS_ROWS, True,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rows_total"])
+def _activation_gradient_kernel(
+    da_ptr, h_ptr, dh_ptr, a_ptr, partials_ptr,
+    stride_da_row, stride_da_col, stride_h_row, stride_h_col, rows_total, columns,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    FUNCTION: tl.constexpr, GATED: tl.constexpr, SUMS_ROWS: tl.constexpr, STORES_A: tl.constexpr,
+):  # fmt: skip
+    column_blocks = tl.cdiv(columns, BLOCK_N)
+    partial = tl.program_id(0) // column_blocks
+    rows = partial * BLOCK_M + tl.arange(0, BLOCK_M)
+    first_col = tl.program_id(0) % column_blocks * BLOCK_N
+    cols = first_col + tl.arange(0, BLOCK_N)
+    inside = (rows < rows_total)[:, None] & (cols < columns)[None, :]
+    da_offsets = (
+        rows.to(tl.int64)[:, None] * stride_da_row + cols.to(tl.int64)[None, :] * stride_da_col
+    )
+    da = tl.load(da_ptr + da_offsets, mask=inside, other=0.0).to(tl.float32)
+    _store_gradient(
+        da, h_ptr, dh_ptr, a_ptr, partials_ptr, rows, first_col, partial,
+        stride_h_row, stride_h_col, rows_total, columns, FUNCTION, GATED, SUMS_ROWS, STORES_A,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rows_total"])
+def _linear_activation_gradient_kernel(
+    dy_ptr, weight_ptr, h_ptr, dh_ptr, a_ptr, partials_ptr,
+    stride_dy_row, stride_dy_col, stride_weight_row, stride_weight_col, stride_h_row, stride_h_col,
+    rows_total, columns, depth,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    FUNCTION: tl.constexpr, GATED: tl.constexpr, SUMS_ROWS: tl.constexpr, EVEN_K: tl.constexpr,
+):  # fmt: skip
+    # weight is that of the second layer, (depth, columns).
+    row_blocks = tl.cdiv(rows_total, BLOCK_M)
+    column_blocks = tl.cdiv(columns, BLOCK_N)
+    tiles = row_blocks * column_blocks
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
+        block_row, block_column = tile_position(tile, row_blocks, column_blocks, GROUP_M)
+        rows = block_row * BLOCK_M + tl.arange(0, BLOCK_M)
+        first_col = block_column * BLOCK_N
+        da = product_tile(
+            dy_ptr, weight_ptr, rows, first_col + tl.arange(0, BLOCK_N), rows_total, columns, depth,
+            stride_dy_row, stride_dy_col, stride_weight_col, stride_weight_row,
+            BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K,
+        )  # fmt: skip
+        da = tl.where((rows < rows_total)[:, None], da, 0.0)
+        if BLOCK_N > 2 * LARGEST_PART:
+            left, right = halves(da)
+            _store_gradients(
+                left, h_ptr, dh_ptr, a_ptr, partials_ptr, rows, first_col, block_row,
+                stride_h_row, stride_h_col, rows_total, columns, FUNCTION, GATED, SUMS_ROWS,
+            )  # fmt: skip
+            _store_gradients(
+                right, h_ptr, dh_ptr, a_ptr, partials_ptr, rows,
+                first_col + BLOCK_N // 2, block_row,
+                stride_h_row, stride_h_col, rows_total, columns, FUNCTION, GATED, SUMS_ROWS,
+            )  # fmt: skip
+        else:
+            _store_gradients(
+                da, h_ptr, dh_ptr, a_ptr, partials_ptr, rows, first_col, block_row,
+                stride_h_row, stride_h_col, rows_total, columns, FUNCTION, GATED, SUMS_ROWS,
+            )  # fmt: skip
+
+
+def _activation_gradient_launch(da, h, dh, a, partials, approximate: str, gated: bool) -> Launch:
+    rows, columns = da.shape
+    tile = elementwise_tile()
+    arguments = {
+        "da_ptr": da,
+        "h_ptr": h,
+        "dh_ptr": dh,
+        "a_ptr": a,
+        "partials_ptr": partials,
+        "stride_da_row": da.stride(0),
+        "stride_da_col": da.stride(1),
+        "stride_h_row": h.stride(0),
+        "stride_h_col": h.stride(1),
+        "rows_total": rows,
+        "columns": columns,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "FUNCTION": check_function(approximate),
+        "GATED": gated,
+        "SUMS_ROWS": partials is not None,
+        "STORES_A": a is not None,
+    }
+    grid = (triton.cdiv(rows, tile.block_m) * triton.cdiv(columns, tile.block_n),)
+    return Launch(
+        "gelu_backward",
+        _activation_gradient_kernel,
+        grid,
+        arguments,
+        tile.num_warps,
+        tile.num_stages,
+    )
+
+
+def _partials(h: Tensor, block_m: int, wanted: bool) -> Tensor | None:
+    if not wanted:
+        return None
+    shape = (triton.cdiv(h.shape[0], block_m), h.shape[1])
+    return torch.empty(shape, dtype=torch.float32, device=h.device)
+
+
+def gelu_backward(
+    da: Tensor,
+    h: Tensor,
+    *,
+    approximate: str,
+    gated: bool = False,
+    sum_rows: bool = True,
+    activated: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """dh of a = act(h), contiguous in h's dtype and shape; if ``sum_rows`` its sum over the rows in
+    h's dtype, the gradient of a bias; and if ``activated`` a itself, contiguous.
+
+    da (M, N), h (M, N), or (M, 2N) if gated, at any strides. The sum is formed in fp32 over fixed
+    partial sums: reruns agree bitwise.
+    """
+    dh = torch.empty(h.shape, dtype=h.dtype, device=h.device)
+    a = torch.empty(da.shape, dtype=h.dtype, device=h.device) if activated else None
+    partials = _partials(h, elementwise_tile().block_m, sum_rows)
+    _activation_gradient_launch(da, h, dh, a, partials, approximate, gated).run(on=h)
+    return dh, None if partials is None else sum_partials(partials, h.dtype), a
+
+
+def _linear_activation_gradient_launch(
+    dy, weight, h, dh, a, partials, approximate: str, gated: bool
+) -> Launch:
+    (rows, depth), columns = dy.shape, weight.shape[1]
+    tile, block_k = _gradient_tile(dy, weight, gated), gemm_depth(dy.dtype)
+    arguments = {
+        "dy_ptr": dy,
+        "weight_ptr": weight,
+        "h_ptr": h,
+        "dh_ptr": dh,
+        "a_ptr": a,
+        "partials_ptr": partials,
+        "stride_dy_row": dy.stride(0),
+        "stride_dy_col": dy.stride(1),
+        "stride_weight_row": weight.stride(0),
+        "stride_weight_col": weight.stride(1),
+        "stride_h_row": h.stride(0),
+        "stride_h_col": h.stride(1),
+        "rows_total": rows,
+        "columns": columns,
+        "depth": depth,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_K": block_k,
+        "GROUP_M": GROUP_M,
+        "FUNCTION": check_function(approximate),
+        "GATED": gated,
+        "SUMS_ROWS": partials is not None,
+        "EVEN_K": depth % block_k == 0,
+    }
+    tiles = triton.cdiv(rows, tile.block_m) * triton.cdiv(columns, tile.block_n)
+    return Launch(
+        "feed_forward_backward",
+        _linear_activation_gradient_kernel,
+        (gemm_programs(dy, tile, tiles),),
+        arguments,
+        tile.num_warps,
+        tile.num_stages,
+    )
+
+
+def _gradient_tile(dy: Tensor, weight: Tensor, gated: bool) -> Tile:
+    epilogue = "gated_backward" if gated else "backward"
+    return gemm_tile(dy.shape[0], weight.shape[1], dy.dtype, epilogue)
+
+
+def feed_forward_backward(
+    dy: Tensor,
+    weight: Tensor,
+    h: Tensor,
+    *,
+    approximate: str,
+    gated: bool = False,
+    sum_rows: bool = True,
+    engine: str | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """What ``gelu_backward`` gives, a too, with da = dy W of the second layer formed on the way.
+
+    dy (M, O) and weight (O, N) in one dtype, h (M, N), or (M, 2N) if gated, any strides. engine and
+    errors as in ``linear_gelu_forward``.
+    """
+    (rows, depth), columns = dy.shape, weight.shape[1]
+    if engine_name(engine, rows, columns, depth, dy.dtype) == "library":
+        options = {"approximate": approximate, "gated": gated, "sum_rows": sum_rows}
+        return gelu_backward(dy @ weight, h, **options, activated=True)
+    dh = torch.empty(h.shape, dtype=h.dtype, device=h.device)
+    a = torch.empty((rows, columns), dtype=h.dtype, device=h.device)
+    partials = _partials(h, _gradient_tile(dy, weight, gated).block_m, sum_rows)
+    _linear_activation_gradient_launch(dy, weight, h, dh, a, partials, approximate, gated).run(
+        on=dy
+    )
+    return dh, None if partials is None else sum_partials(partials, h.dtype), a
+
+
+def shipped_launches() -> Iterator[Launch]:
+    """Representative launches, on meta tensors, for the ahead-of-time gate."""
+    for rows, dtype, function, gated in SHIPPED:
+        dy, a = (torch.empty((rows, n), dtype=dtype, device="meta") for n in (768, 3072))
+        h = torch.empty((rows, 6144), dtype=dtype, device="meta") if gated else a
+        weight = torch.empty((768, 3072), dtype=dtype, device="meta")
+        partials = torch.empty((64, h.shape[1]), dtype=torch.float32, device="meta")
+        yield _linear_activation_gradient_launch(dy, weight, h, h, a, partials, function, gated)
+        if function == "none" and rows == 4096 and dtype == torch.bfloat16:
+            yield _activation_gradient_launch(a, h, h, a, partials, function, gated)

@@ -1,0 +1,155 @@
+"""weight · s / sqrt(mean(s²) + eps), s = x + residual, and its backward (Zhang and Sennrich 2019).
+
+Both passes are bound by memory: a program reads whole rows once and keeps them in registers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastbert.kernels.common import Launch, narrow, row_programs, row_tile
+from fastbert.kernels.reduction import sum_partials
+from fastbert.kernels.row_tile import load_parameter, load_sum, require_rows, row_offsets
+
+
+@triton.jit(do_not_specialize=["rows_total"])
+def _forward_kernel(
+    x_ptr, residual_ptr, weight_ptr, y_ptr, rstd_ptr,
+    stride_x_row, stride_residual_row, rows_total, columns, eps,
+    HAS_RESIDUAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    first_row = tl.program_id(0) * BLOCK_M
+    total, _ = load_sum(
+        x_ptr, residual_ptr, None, None,
+        first_row, stride_x_row, stride_residual_row, rows_total, columns, 0, 1.0,
+        HAS_RESIDUAL, False, False, BLOCK_M, BLOCK_N,
+    )  # fmt: skip
+    rows, cols, offsets, inside = row_offsets(
+        first_row, columns, 1, rows_total, columns, BLOCK_M, BLOCK_N
+    )
+    rstd = 1.0 / tl.sqrt(tl.sum(total * total, axis=1) / columns + eps)
+    y = total * rstd[:, None] * load_parameter(weight_ptr, cols, columns)
+    tl.store(y_ptr + offsets, narrow(y, y_ptr.dtype.element_ty), mask=inside)
+    tl.store(rstd_ptr + rows, rstd, mask=rows < rows_total)
+
+
+@triton.jit(do_not_specialize=["rows_total"])
+def _backward_kernel(
+    dy_ptr, x_ptr, residual_ptr, weight_ptr, rstd_ptr, dsum_ptr, partials_ptr,
+    stride_dy_row, stride_dy_col, stride_x_row, stride_residual_row, rows_total, columns,
+    HAS_RESIDUAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    cols = tl.arange(0, BLOCK_N)
+    # A row lies across all warps, so that the sum over BLOCK_M stays inside a thread.
+    dweight = tl.zeros([BLOCK_N], tl.float32)
+    for first_row in range(program * BLOCK_M, rows_total, programs * BLOCK_M):
+        total, _ = load_sum(
+            x_ptr, residual_ptr, None, None,
+            first_row, stride_x_row, stride_residual_row, rows_total, columns, 0, 1.0,
+            HAS_RESIDUAL, False, False, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
+        rows, _, offsets, inside = row_offsets(
+            first_row, stride_dy_row, stride_dy_col, rows_total, columns, BLOCK_M, BLOCK_N
+        )
+        dy = tl.load(dy_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+        rstd = tl.load(rstd_ptr + rows, mask=rows < rows_total, other=0.0)
+        normalised = total * rstd[:, None]
+        dweight += tl.sum(dy * normalised, axis=0)
+        dnormalised = dy * load_parameter(weight_ptr, cols, columns)
+        along = tl.sum(dnormalised * normalised, axis=1) / columns
+        dsum = (dnormalised - normalised * along[:, None]) * rstd[:, None]
+        _, _, offsets, _ = row_offsets(first_row, columns, 1, rows_total, columns, BLOCK_M, BLOCK_N)
+        tl.store(dsum_ptr + offsets, narrow(dsum, dsum_ptr.dtype.element_ty), mask=inside)
+    # partials: fp32 [programs, columns]
+    pointers = partials_ptr + program.to(tl.int64) * columns + cols
+    tl.store(pointers, dweight, mask=cols < columns)
+
+
+def _shared_arguments(x, weight, rstd, residual) -> dict:
+    require_rows(x=x, residual=residual)
+    tile = row_tile(x.shape[1])
+    return {
+        "x_ptr": x,
+        "residual_ptr": residual,
+        "weight_ptr": weight,
+        "rstd_ptr": rstd,
+        "stride_x_row": x.stride(0),
+        "stride_residual_row": 0 if residual is None else residual.stride(0),
+        "rows_total": x.shape[0],
+        "columns": x.shape[1],
+        "HAS_RESIDUAL": residual is not None,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+    }
+
+
+def _forward_launch(x, weight, y, rstd, residual, eps) -> Launch:
+    tile = row_tile(x.shape[1])
+    arguments = {**_shared_arguments(x, weight, rstd, residual), "y_ptr": y, "eps": eps}
+    grid = (triton.cdiv(x.shape[0], tile.block_m),)
+    return Launch("rms_norm_forward", _forward_kernel, grid, arguments, tile.num_warps, 1)
+
+
+def rms_norm_forward(
+    x: Tensor, weight: Tensor, *, residual: Tensor | None = None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """y = weight · s / sqrt(mean(s²) + eps), s = x + residual, with the 1 / sqrt of each row.
+
+    x and residual (R, N) in one dtype, rows at any stride, last stride 1; weight (N,) in any
+    floating dtype. Returns y (R, N) contiguous in x's dtype and rstd fp32 (R,). ValueError: N above
+    8192, a last stride other than 1.
+    """
+    rows, columns = x.shape
+    y = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
+    rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
+    if columns > 0:
+        _forward_launch(x, weight, y, rstd, residual, eps).run(on=x)
+    return y, rstd
+
+
+def _backward_launch(dy, x, weight, rstd, dsum, partials, residual) -> Launch:
+    arguments = {
+        **_shared_arguments(x, weight, rstd, residual),
+        "dy_ptr": dy,
+        "dsum_ptr": dsum,
+        "partials_ptr": partials,
+        "stride_dy_row": dy.stride(0),
+        "stride_dy_col": dy.stride(1),
+    }
+    num_warps = row_tile(x.shape[1]).num_warps
+    grid = (partials.shape[0],)
+    return Launch("rms_norm_backward", _backward_kernel, grid, arguments, num_warps, 1)
+
+
+def rms_norm_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, *, residual: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(dsum, dweight) of ``rms_norm_forward``; the sum is recomputed.
+
+    dy (R, N) at any strides; dsum (R, N) is the gradient of x and of residual. dweight is reduced
+    over a fixed number of partial sums: reruns agree bitwise.
+    """
+    rows, columns = x.shape
+    dsum = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
+    partials = torch.empty((row_programs(x), columns), dtype=torch.float32, device=x.device)
+    if columns > 0:
+        _backward_launch(dy, x, weight, rstd, dsum, partials, residual).run(on=x)
+    return dsum, sum_partials(partials, weight.dtype)
+
+
+def shipped_launches() -> Iterator[Launch]:
+    """Representative launches, on meta tensors, for the ahead-of-time gate."""
+    for dtype, columns in ((torch.bfloat16, 768), (torch.float32, 8192)):
+        x = torch.empty((512, columns), dtype=dtype, device="meta")
+        row = torch.empty(columns, dtype=torch.float32, device="meta")
+        rstd = torch.empty(512, dtype=torch.float32, device="meta")
+        partials = torch.empty((396, columns), dtype=torch.float32, device="meta")
+        yield _forward_launch(x, row, x, rstd, x, 1e-6)
+        yield _backward_launch(x, x, row, rstd, x, partials, x)

@@ -1,0 +1,187 @@
+"""Puts one fault after another into the Triton kernels and asks whether a test notices.
+
+    python tests/mutation/mutate.py [--only TEXT] [--workers 2] [--json FILE]    # or: make mutate
+
+Each fault of faults.py is applied to a copy of the tree, never to the tree itself, and the tests of
+the kernel's noun run there until one fails. A fault is caught when a test fails, crashes or hangs.
+Exits 1 when fewer than 95 % are caught, or when the tests fail without a fault.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import queue
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from faults import FAULTS, SELECTIONS, Fault
+
+ROOT = Path(__file__).resolve().parents[2]
+NEEDED = 0.95
+# A fault may make a kernel loop forever.
+LONGEST = 300
+COPIED = ("fastbert", "kernels", "tests", "pyproject.toml")
+
+
+class Outcome(NamedTuple):
+    """What became of one fault. ``by``: the first test to fail and why, or how the run ended."""
+
+    fault: Fault
+    caught: bool
+    by: str
+    seconds: float
+
+
+def copy_tree(folder: Path) -> Path:
+    """A copy of what the tests need, symlinks kept."""
+    ignored = shutil.ignore_patterns("__pycache__", ".pytest_cache")
+    for name in COPIED:
+        source, target = ROOT / name, folder / name
+        if source.is_dir():
+            shutil.copytree(source, target, symlinks=True, ignore=ignored)
+        else:
+            shutil.copy2(source, target)
+    return folder
+
+
+def run_tests(tree: Path, noun: str) -> tuple[bool, str]:
+    """Whether all tests of ``noun`` pass in ``tree``; if not, the first that failed and why."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(tree),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "TRITON_INTERPRET": "1",
+        "OMP_NUM_THREADS": "1",
+        # How wide pytest's summary is.
+        "COLUMNS": "240",
+    }
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider"]
+    command += ["-rf", "--tb=no", *SELECTIONS[noun]]
+    try:
+        run = subprocess.run(
+            command, cwd=tree, env=environment, capture_output=True, text=True, timeout=LONGEST
+        )
+    except subprocess.TimeoutExpired:
+        return False, f"no end after {LONGEST} s"
+    if run.returncode == 0:
+        return True, ""
+    if run.returncode < 0:
+        return False, f"crashed with signal {-run.returncode}"
+    if run.returncode != 1:
+        # No tests, or pytest's own error: that is no proof of anything.
+        raise RuntimeError(f"pytest: exit status {run.returncode}\n{run.stdout}\n{run.stderr}")
+    failed = [line for line in run.stdout.splitlines() if line.startswith("FAILED ")]
+    return False, failed[0].removeprefix("FAILED ") if failed else "an error"
+
+
+def apply(tree: Path, fault: Fault) -> str:
+    """Writes the fault into ``tree`` and returns the file's original text."""
+    path = tree / "kernels" / fault.file
+    original = path.read_text(encoding="utf-8")
+    path.write_text(fault.broken(original), encoding="utf-8")
+    return original
+
+
+def try_fault(tree: Path, fault: Fault) -> Outcome:
+    start = time.monotonic()
+    original = apply(tree, fault)
+    try:
+        passed, by = run_tests(tree, fault.noun)
+    finally:
+        (tree / "kernels" / fault.file).write_text(original, encoding="utf-8")
+    return Outcome(fault, not passed, by, time.monotonic() - start)
+
+
+def try_all(faults: list[Fault], workers: int) -> list[Outcome]:
+    """The outcome of each fault, ``workers`` at a time, each worker in a tree of its own."""
+    jobs: queue.SimpleQueue[Fault] = queue.SimpleQueue()
+    for fault in faults:
+        jobs.put(fault)
+    outcomes: list[Outcome] = []
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        with tempfile.TemporaryDirectory(prefix="fastbert-mutate-") as folder:
+            tree = copy_tree(Path(folder))
+            while not errors:
+                try:
+                    outcome = try_fault(tree, jobs.get_nowait())
+                except queue.Empty:
+                    return
+                except BaseException as error:
+                    errors.append(error)
+                    return
+                outcomes.append(outcome)
+                verdict = f"caught by {outcome.by}" if outcome.caught else "SURVIVED"
+                print(
+                    f"[{len(outcomes)}/{len(faults)}] {outcome.fault.name}: {verdict} "
+                    f"({outcome.seconds:.0f} s)",
+                    flush=True,
+                )
+
+    threads = [threading.Thread(target=work) for _ in range(min(workers, len(faults)))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return outcomes
+
+
+def check_unbroken(nouns: set[str], workers: int) -> None:
+    """Raises RuntimeError when the tests of a noun fail without any fault."""
+    with tempfile.TemporaryDirectory(prefix="fastbert-mutate-") as folder:
+        tree = copy_tree(Path(folder))
+
+        def check(noun: str) -> None:
+            start = time.monotonic()
+            passed, by = run_tests(tree, noun)
+            if not passed:
+                raise RuntimeError(f"{noun}: a test fails without a fault: {by}")
+            print(f"{noun}: green without a fault ({time.monotonic() - start:.0f} s)", flush=True)
+
+        with ThreadPoolExecutor(workers) as pool:
+            list(pool.map(check, sorted(nouns)))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", default="", help="faults whose name contains this")
+    parser.add_argument("--workers", type=int, default=2, help="faults tried at a time")
+    parser.add_argument("--json", type=Path, help="write the outcomes to this file")
+    options = parser.parse_args()
+    faults = [fault for fault in FAULTS if options.only in fault.name]
+    if not faults:
+        parser.error(f"--only: got {options.only!r}, allowed: a part of a fault's name")
+    check_unbroken({fault.noun for fault in faults}, options.workers)
+    outcomes = try_all(faults, options.workers)
+    caught = sum(outcome.caught for outcome in outcomes)
+    print(f"{caught} of {len(outcomes)} faults caught, {caught / len(outcomes):.1%}")
+    for outcome in outcomes:
+        if not outcome.caught:
+            print(f"  survived: {outcome.fault.name} ({outcome.fault.file})")
+    if options.json:
+        rows = [
+            {"name": o.fault.name, "file": o.fault.file, "caught": o.caught, "by": o.by}
+            for o in sorted(outcomes, key=lambda o: o.fault.name)
+        ]
+        options.json.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+    return 0 if caught >= NEEDED * len(outcomes) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
