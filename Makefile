@@ -41,7 +41,7 @@ demo: setup
 	$(BIN)/fastbert demo --out $(OUT)/demo
 
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadscope
 
 mutate: setup
 	$(BIN)/python tests/mutation/mutate.py

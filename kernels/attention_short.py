@@ -57,6 +57,7 @@ from fastbert.kernels.common import (
     narrow,
     short_attention_obstacle,
     short_attention_tile,
+    target_of,
 )
 
 
@@ -420,7 +421,9 @@ def _query_groups(q_blocks: int, heads: int, programs: int, chunks: int) -> int:
 
 def short_forward_launch(problem: Problem, out: Tensor, lse: Tensor) -> Launch:
     """The forward's one launch."""
-    tile, chunks, resident = short_attention_tile("forward", problem.max_k, problem.head_dim)
+    tile, chunks, resident = short_attention_tile(
+        "forward", problem.max_k, problem.head_dim, target_of(out)
+    )
     is_varlen = problem.arguments["IS_VARLEN"]
     heads = problem.batches * problem.heads
     programs = resident * multiprocessors(out)
@@ -444,7 +447,10 @@ def short_backward_launch(
     problem: Problem, dout: Tensor, out: Tensor, lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor
 ) -> Launch:
     """The backward's one launch; every tensor at its own strides."""
-    tile, _, resident = short_attention_tile("backward", problem.max_k, problem.head_dim)
+    has_dropout = problem.arguments["HAS_DROPOUT"]
+    tile, _, resident = short_attention_tile(
+        "backward", problem.max_k, problem.head_dim, target_of(out), has_dropout
+    )
     is_varlen = problem.arguments["IS_VARLEN"]
     heads = problem.batches * problem.heads
     launch = problem.launch(
@@ -471,7 +477,9 @@ def short_backward_launch(
 SHIPPED = (
     (torch.bfloat16, 64, 64, False, {"mask": "keys", "dropout_p": 0.1}),
     (torch.float16, 64, 128, True, {"dropout_p": 0.1}),
+    (torch.bfloat16, 64, 128, True, {}),
     (torch.bfloat16, 64, 128, False, {}),
+    (torch.bfloat16, 64, 128, False, {"dropout_p": 0.1}),
     (torch.bfloat16, 64, 128, False, {"mask": "keys", "dropout_p": 0.1}),
     (torch.bfloat16, 32, 128, True, {"window": (64, 64)}),
     (torch.bfloat16, 64, 256, True, {}),

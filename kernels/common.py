@@ -182,8 +182,10 @@ class ShortTile(NamedTuple):
     programs: int
 
 
-def short_attention_tile(pass_name: str, max_keys: int, head_dim: int) -> ShortTile:
-    """Tile of kernels/attention_short.py; pass_name: "forward" or "backward".
+def short_attention_tile(
+    pass_name: str, max_keys: int, head_dim: int, target: int = 90, has_dropout: bool = False
+) -> ShortTile:
+    """Tile of kernels/attention_short.py; pass_name: "forward" or "backward"; target: 80, 90, 100.
 
     Registers and shared memory are what ptxas reports for sm_90 (65,536 registers and 227 KiB per
     multiprocessor); programs is what they leave room for. Not measured on a GPU.
@@ -193,19 +195,23 @@ def short_attention_tile(pass_name: str, max_keys: int, head_dim: int) -> ShortT
       the next query tile is loaded ahead; beyond, its 16 KiB would cost the third program.
     - Backward: dk and dv [128, 64] take 64 registers on 8 warps, the tiles [128, 32] of P and dP
       take 32, addresses and dropout the rest of 242: one program. Up to 64 keys 4 warps do, and two
-      programs fit.
+      programs fit. sm_80 copies through registers and takes tiles of 16 queries; on sm_100, where
+      the products lie in tensor memory, dropout spills on 8 warps and has room on 4.
     """
     if pass_name == "forward":
         block = 128 if IS_INTERPRETED else 64
         chunks = max(1, triton.cdiv(max_keys, block))
         resident = 3 if max_keys <= 256 else 1
-        stages = 2 if max_keys <= 128 else 1
+        stages = 2 if max_keys <= 128 and target < 100 else 1
         return ShortTile(Tile(block, block, 4, stages), chunks, resident)
     block_n = max(64, triton.next_power_of_2(max_keys))
     block_m = 128 if IS_INTERPRETED else 32
     if block_n == 64:
         return ShortTile(Tile(block_m, block_n, 4, 1), chunks=1, programs=2)
-    return ShortTile(Tile(block_m, block_n, 8, 1), chunks=1, programs=1)
+    if target < 90 and not IS_INTERPRETED:
+        block_m = 16
+    num_warps = 4 if target >= 100 and has_dropout else 8
+    return ShortTile(Tile(block_m, block_n, num_warps, 1), chunks=1, programs=1)
 
 
 def short_attention_obstacle(
@@ -399,6 +405,21 @@ def _multiprocessors(index: int) -> int:
 def multiprocessors(x: Tensor) -> int:
     """Multiprocessors of x's device; a small number where the interpreter plays them one by one."""
     return _multiprocessors(x.device.index) if x.is_cuda else 4
+
+
+# What launches on meta tensors are for: 80, 90, 100 …; the ahead-of-time gate sets it.
+compiled_target = 90
+
+
+def target_of(x: Tensor) -> int:
+    """Ten times the compute capability of x's device: 80 for sm_80."""
+    return _capability(x.device.index) if x.is_cuda else compiled_target
+
+
+@functools.cache
+def _capability(index: int) -> int:
+    major, minor = torch.cuda.get_device_capability(index)
+    return 10 * major + minor
 
 
 def device_of(x: Tensor) -> contextlib.AbstractContextManager[Any]:

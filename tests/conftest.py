@@ -14,6 +14,10 @@ if not torch.cuda.is_available():
 # No test needs the network; a hub call that slips in must fail at once, not time out.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Two processes of several threads each on the same cores wait for each other most of the time.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
 
 import pytest
 

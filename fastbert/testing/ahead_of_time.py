@@ -296,8 +296,11 @@ def from_json(line: str) -> Compiled:
 
 
 @functools.cache
-def _jobs(nouns: tuple[str, ...], only: str) -> list[tuple[str, Any]]:
-    """(noun, launch), each binary once: files share kernels."""
+def _jobs(nouns: tuple[str, ...], only: str, arch: int) -> list[tuple[str, Any]]:
+    """(noun, launch) for sm_``arch``, each binary once: files share kernels."""
+    from fastbert.kernels import common
+
+    common.compiled_target = arch
     found: dict[str, tuple[str, Any]] = {}
     for noun in nouns:
         for launch in launches_of(noun):
@@ -308,7 +311,7 @@ def _jobs(nouns: tuple[str, ...], only: str) -> list[tuple[str, Any]]:
 
 def _compile_job(job: tuple[tuple[str, ...], str, int, int]) -> Compiled:
     nouns, only, index, arch = job
-    noun, launch = _jobs(nouns, only)[index]
+    noun, launch = _jobs(nouns, only, arch)[index]
     return compile_one(launch, noun, arch)
 
 
@@ -327,10 +330,13 @@ def main() -> None:
         sys.exit("TRITON_INTERPRET: got 1, allowed: unset, nothing compiles in the interpreter")
     chosen = tuple(options.noun)
     try:
-        launches = _jobs(chosen, options.only)
+        jobs = [
+            (chosen, options.only, index, arch)
+            for arch in options.arch
+            for index in range(len(_jobs(chosen, options.only, arch)))
+        ]
     except (RuntimeError, ValueError) as error:
         sys.exit(str(error))
-    jobs = [(chosen, options.only, i, arch) for i in range(len(launches)) for arch in options.arch]
     # Forked, so that the children have the launches already.
     with multiprocessing.get_context("fork").Pool(options.processes) as pool:
         for number, result in enumerate(pool.imap(_compile_job, jobs), 1):

@@ -12,6 +12,7 @@ from fastbert import reference
 from fastbert.kernels import common
 from fastbert.kernels.attention import attention_backward, attention_forward
 from fastbert.kernels.attention_weights import attention_weights
+from fastbert.testing.compare import assert_close
 
 pytestmark = pytest.mark.usefixtures("general_path")
 
@@ -225,6 +226,21 @@ def test_logits_of_ten_thousand(dtype, device):
     q[..., 0], k[..., 0] = 100.0, 100.0
     q[:, :, ::2, 0] = -100.0
     check_dense(q, k, v, dout, scale=1.0)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "has_bias"), [(SINGLE, False), (HALF, False), (HALF, True), (BRAIN, True)]
+)
+def test_log_sum_exp_is_the_natural_one(dtype, has_bias, device):
+    q, k, v, _ = inputs(2, 2, 40, 97, 32, dtype, device)
+    bias = normal(2, 2, 40, 97, dtype=dtype, device=device) if has_bias else None
+    _, lse = attention_forward(q, k, v, bias=bias, scale=0.2)
+
+    def function(dtype):
+        logits = q.cpu().to(dtype) @ k.cpu().to(dtype).mT * 0.2
+        return torch.logsumexp(logits if bias is None else logits + bias.cpu().to(dtype), dim=-1)
+
+    assert_close("lse", lse, function(torch.float64), function(SINGLE))
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5])

@@ -141,6 +141,8 @@ def packed(lengths, heads, dim, dtype, device, slack=0):
         ((5, 0, 70), (40, 3, 0), BRAIN, 0.0, {}),
         ((100, 30), (64, 128), HALF, 0.1, {"causal": True}),
         ((30, 65), None, HALF, 0.0, {"window": (10, 5)}),
+        # The longest sequence fills its chunk of keys, the others do not.
+        ((30, 9), (64, 40), HALF, 0.1, {}),
         ((0, 0), None, HALF, 0.0, {}),
     ],
 )

@@ -92,11 +92,11 @@ def test_packed_sequences(options, device):
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_gradients_of_chosen_weights(backend, is_packed, device):
-    shape = (26, 2, 16) if is_packed else (2, 2, 13, 16)
+    shape = (58, 2, 32) if is_packed else (2, 2, 29, 32)
     q, k = (normal(*shape, dtype=SINGLE, device=device).requires_grad_() for _ in range(2))
-    bias = normal(1, 2, 1, 13, dtype=SINGLE, device=device).requires_grad_()
-    options = {"heads": [1], "rows": [12, 3, 3]}
-    lengths = torch.tensor([0, 13, 26], dtype=torch.int32)
+    bias = normal(1, 2, 1, 29, dtype=SINGLE, device=device).requires_grad_()
+    options = {"heads": [1], "rows": [28, 3, 3, *range(4, 20)]}
+    lengths = torch.tensor([0, 29, 58], dtype=torch.int32)
     if is_packed:
         options["cu_seqlens_q"] = lengths.to(device)
     weights = ops.attention_weights(q, k, bias=bias, backend=backend, **options)

@@ -132,6 +132,15 @@ def test_large_values(approximate, dtype, engine, device):
     assert torch.equal(a, y.T)
 
 
+@pytest.mark.filterwarnings("ignore:overflow")
+@pytest.mark.parametrize("approximate", ["none", "tanh", "relu", "silu"])
+def test_numbers_whose_square_overflows(approximate, device):
+    h = torch.tensor([[-1e30, 1e30]], device=device)
+    dh, _, a = gelu_backward(torch.ones_like(h), h, approximate=approximate, activated=True)
+    assert torch.equal(a, h.clamp(min=0.0))
+    assert dh.tolist() == [[0.0, 1.0]]
+
+
 @pytest.mark.parametrize("approximate", ["none", "tanh", "relu", "silu"])
 def test_every_fp16_number(approximate, device):
     """All 63,488 finite numbers, with the output and the input in fp32, where rounding hides

@@ -212,7 +212,8 @@ def test_08_lengths_and_head_dims(backend, length, dim):
 
 @pytest.mark.parametrize("backend", ATTENTION)
 def test_10_strided_inputs_and_gradients(backend):
-    storage = torch.randn(2, 11, 3, 2, 16, device=DEVICE)
+    # Elements enough that the RMS of rounding errors is no matter of luck.
+    storage = torch.randn(2, 40, 3, 4, 16, device=DEVICE)
     strided = [storage[:, :, i].transpose(1, 2).requires_grad_() for i in range(3)]
     exact = [x.detach().double().requires_grad_() for x in strided]
     plain = [x.detach().contiguous().requires_grad_() for x in strided]
