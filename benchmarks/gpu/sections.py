@@ -135,7 +135,7 @@ def run(section: Section, folder: Path, notify: Callable[[str], None] = print) -
     if status:
         notify(tail)
     if status == 0 and (folder / f"{section.name}.json").exists():
-        log_path.unlink()  # its figures are in the JSON; few files come back from a lent machine
+        log_path.unlink()  # its figures are in the JSON; few files are easily fetched
     return {
         "section": section.name,
         "status": status,

@@ -86,8 +86,10 @@ def compare(
     *,
     factor: float = MAX_FACTOR,
     reason: str | None = None,
+    tested: torch.dtype | None = None,
 ) -> Comparison:
-    """Judges ``actual`` by the rule; its dtype is the tested one.
+    """Judges ``actual`` by the rule; its dtype is the tested one, unless ``tested`` says in which
+    narrower one it was computed: the fp32 loss of a 16-bit model.
 
     oracle float64 and yardstick in the tested dtype, both of actual's shape. ``factor`` above 2
     needs a ``reason`` in words and is never above 3. Raises ValueError on a misuse of the rule,
@@ -104,13 +106,14 @@ def compare(
         return Comparison(name, dtype, problem=problem)
     error, best = (actual.double() - oracle).abs(), (yardstick.double() - oracle).abs()
     largest, limit = (float(e.max()) if e.numel() else 0.0 for e in (error, best))
-    rms_allowed = RMS_FACTOR * max(_rms(best), _representation(oracle, actual.dtype))
+    tested = actual.dtype if tested is None else tested
+    rms_allowed = RMS_FACTOR * max(_rms(best), _representation(oracle, tested))
     return Comparison(
         name,
         dtype,
         largest,
         limit,
-        factor * limit + rounding(oracle, actual.dtype),
+        factor * limit + rounding(oracle, tested),
         _rms(error),
         _rms(best),
         rms_allowed if oracle.numel() >= SAMPLE else math.inf,

@@ -77,7 +77,10 @@ def check_step(
     groups = {name: [name] for name in oracle} if each else _groups(oracle)
     for name, members in groups.items():
         sides = (_flat(side, members) for side in (actual, oracle, yardstick))
-        result = compare(name, *sides, factor=factor, reason=reason)
+        # A loss is one number: by the rounding of its fp32 alone plain PyTorch itself, its
+        # operations in another order, fails in 6 of 40 steps (ratios up to 42); by that of the
+        # 16-bit states it was made of, in none.
+        result = compare(name, *sides, factor=factor, reason=reason, tested=dtype)
         rows.append(row(CASE, backend or "auto", dtype, result, seed))
     return rows
 

@@ -782,11 +782,11 @@ EMBEDDING = (
         "goes_on = starts & (keys > after)",
     ),
     Fault(
-        "run_that_went_on_starts_again",
+        "run_loses_its_later_chunks",
         "embedding",
         "embedding.py",
-        "starts = (is_first | (keys != before)) & ~went_on & is_key",
-        "starts = (is_first | (keys != before)) & is_key",
+        "is_first = entries == chunk * BLOCK_M",
+        "is_first = entries == 0",
     ),
     Fault(
         "index_one_beyond_the_table",

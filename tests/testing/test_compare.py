@@ -59,6 +59,15 @@ def test_an_element_that_is_not_finite_fails_even_where_the_oracle_is_not_either
     assert "not finite" in str(result)
 
 
+def test_a_loss_is_judged_by_the_dtype_it_was_computed_in():
+    """One lucky yardstick decides nothing there, and one percent is still too much."""
+    oracle = torch.tensor([4.6], dtype=torch.float64)
+    yardstick, close, wrong = ((oracle + e).float() for e in (1e-5, 4e-4, 0.046))
+    assert not compare("loss", close, oracle, yardstick).passed
+    assert compare("loss", close, oracle, yardstick, tested=torch.float16).passed
+    assert not compare("loss", wrong, oracle, yardstick, tested=torch.float16).passed
+
+
 def test_wrong_shape_and_dtype_fail():
     oracle = torch.zeros(4, dtype=torch.float64)
     assert "shape" in str(compare("x", torch.zeros(5), oracle, torch.zeros(4)))
