@@ -102,10 +102,11 @@ def test_a_program_walks_its_tiles(programs, activation, dtype, device, monkeypa
 
 
 def test_tile_position_visits_every_tile_once(device):
-    """More row blocks than one group has, and a last group that is not full."""
-    x, weight = normal(9 * 64 + 5, 16, dtype=SINGLE, device=device), torch.eye(16, device=device)
+    """More row blocks than one group has, a last group that is not full, two column blocks."""
+    x = normal(9 * 64 + 5, 16, dtype=SINGLE, device=device)
+    weight = torch.eye(16, device=device).repeat(5, 1)
     y, _ = linear_gelu_forward(x, weight, None, approximate="relu", save=False, engine="fused")
-    assert torch.equal(y, x.clamp(min=0.0))
+    assert torch.equal(y, x.clamp(min=0.0).repeat(1, 5))
 
 
 @pytest.mark.parametrize("engine", ENGINES)
