@@ -116,7 +116,7 @@ def test_broken_kernels_fail_the_gate(cache):
     assert set(found) == {*expected, "right_addresses"}
     for name, words in expected.items():
         assert any(words in fault for fault in found[name]), f"{name}: {found[name]}"
-    assert "faulty_launches.py:" in found["rows_times_stride"][0]
+    assert any("faulty_launches.py:" in fault for fault in found["rows_times_stride"])
 
 
 def test_too_much_shared_memory_fails_the_gate(compiled):
