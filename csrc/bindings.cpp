@@ -13,6 +13,7 @@
 #include <string>
 
 #include "cpu/isa.h"
+#include "cpu/packed.h"
 
 TORCH_LIBRARY(fastbert_C, m) {
   m.def(
@@ -26,6 +27,64 @@ TORCH_LIBRARY(fastbert_C, m) {
   m.def(
       "bias_gelu_backward(Tensor dy, Tensor h, Tensor? bias, str approximate) "
       "-> (Tensor dh, Tensor dbias)");
+  m.def("activation_forward(Tensor h, Tensor? bias, str activation) -> Tensor");
+  m.def(
+      "activation_backward(Tensor dy, Tensor h, Tensor? bias, str activation, bool sum_rows, "
+      "bool recompute) -> (Tensor dh, Tensor dbias, Tensor a)");
+  m.def(
+      "rms_norm_forward(Tensor x, Tensor weight, Tensor? residual, float eps) "
+      "-> (Tensor y, Tensor rstd)");
+  m.def(
+      "rms_norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor rstd, Tensor? residual) "
+      "-> (Tensor dsum, Tensor dweight)");
+  m.def(
+      "embedding_forward(Tensor ids, Tensor token_types, Tensor positions, Tensor word_table, "
+      "Tensor type_table, Tensor position_table, Tensor weight, Tensor bias, Tensor? seed, "
+      "float eps, float dropout_p) -> (Tensor y, Tensor mean, Tensor rstd)");
+  m.def(
+      "embedding_backward(Tensor dy, Tensor ids, Tensor token_types, Tensor positions, "
+      "Tensor word_table, Tensor type_table, Tensor position_table, Tensor weight, Tensor mean, "
+      "Tensor rstd, Tensor? seed, float dropout_p, int padding_idx) "
+      "-> (Tensor dword, Tensor dtype, Tensor dposition, Tensor dweight, Tensor dbias)");
+  m.def(
+      "linear_cross_entropy_forward(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, "
+      "int ignore_index, str reduction) -> (Tensor loss, Tensor statistics, Tensor order)");
+  m.def(
+      "linear_cross_entropy_backward(Tensor dloss, Tensor hidden, Tensor weight, Tensor? bias, "
+      "Tensor labels, Tensor statistics, Tensor order, str reduction) "
+      "-> (Tensor dhidden, Tensor dweight, Tensor dbias)");
+  m.def(
+      "linear(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, str activation, bool save) "
+      "-> (Tensor y, Tensor h)");
+  m.def(
+      "linear_layer_norm(Tensor x, Tensor weight, Tensor? bias, Tensor residual, "
+      "Tensor norm_weight, Tensor norm_bias, float eps) -> Tensor");
+  m.def(
+      "attention_forward(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? bias, "
+      "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seed, int max_seqlen_q, "
+      "int max_seqlen_k, float dropout_p, float scale, int left, int right) "
+      "-> (Tensor out, Tensor lse)");
+  m.def(
+      "attention_backward(Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, Tensor(d!)? dbias, "
+      "Tensor dout, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? bias, "
+      "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seed, int max_seqlen_q, "
+      "int max_seqlen_k, float dropout_p, float scale, int left, int right) -> ()");
+  m.def(
+      "attention_weights(Tensor q, Tensor k, Tensor? mask, Tensor? bias, Tensor? cu_seqlens_q, "
+      "Tensor? cu_seqlens_k, int max_seqlen_q, int max_seqlen_k, int[]? heads, int[]? rows, "
+      "float scale, int left, int right) -> Tensor");
+  m.def("matmul(Tensor a, Tensor b, Tensor? addend, ScalarType dtype) -> Tensor");
+  m.def(
+      "int8_linear(Tensor x, Tensor packed, Tensor scale, Tensor column_sum, int n, Tensor? bias, "
+      "Tensor? residual, str activation, ScalarType dtype) -> Tensor");
+  m.def("int8_layout() -> (int lanes, int group)");
+  m.def(
+      "encoder(Tensor hidden, Tensor[] parameters, Tensor? cu_seqlens, Tensor? mask, Tensor? bias, "
+      "int batch, int max_seqlen, int heads, float eps, str activation, ScalarType dtype, "
+      "bool all_states) -> Tensor[]");
+  m.def("any_outside(Tensor index, int size, int? ignored) -> bool");
+  m.def("unpad_indices(Tensor mask) -> (Tensor indices, Tensor cu_seqlens, int max_seqlen)");
+  m.def("scatter_rows(Tensor values, Tensor indices, int rows) -> Tensor");
 }
 
 namespace {
@@ -60,6 +119,12 @@ void set_cpu_isa(const std::optional<std::string>& level) {
   fastbert::cpu::set_level(level ? level->c_str() : nullptr);
 }
 
+void set_cpu_kernels(uintptr_t address, size_t size) {
+  TORCH_CHECK_VALUE(size == sizeof(fastbert::cpu::Kernels), "size: got ", size,
+                    ", allowed: ", sizeof(fastbert::cpu::Kernels));
+  fastbert::cpu::set_kernels(reinterpret_cast<const fastbert::cpu::Kernels*>(address));
+}
+
 // c10's exceptions are not pybind11's; without this they would all arrive as RuntimeError.
 void translate(std::exception_ptr pointer) {
   try {
@@ -85,4 +150,13 @@ PYBIND11_MODULE(_C, m) {
         "Sets the instruction-set level of this process; None goes back to FASTBERT_CPU_ISA or, "
         "without "
         "it, the best one. Raises ValueError on a level that this processor lacks.");
+  m.def("set_cpu_kernels", set_cpu_kernels, py::arg("address"), py::arg("size"),
+        "Sets the kernels of this process to the table (csrc/cpu/kernels.h) at an address, for "
+        "tests that compile levels of their own. Raises ValueError when its size in bytes is "
+        "another than this build's.");
+  m.def("packed_bytes", fastbert::cpu::packed_total,
+        "Bytes held in copies of weights in the layout of the CPU's products; a copy goes with its "
+        "weight.");
+  m.def("forget_packed", fastbert::cpu::forget_packed,
+        "Frees these copies; the next product with a weight packs it again.");
 }

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         BertForTokenClassification,
         BertModel,
     )
+    from fastbert.quantization import quantize
 
 __all__ = [
     "BertConfig",
@@ -38,6 +39,7 @@ __all__ = [
     "__version__",
     "graphed",
     "ops",
+    "quantize",
     "reference",
 ]
 
@@ -47,6 +49,8 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"fastbert.{name}")
     if name == "graphed":
         return importlib.import_module("fastbert.graphs").graphed
+    if name == "quantize":
+        return importlib.import_module("fastbert.quantization").quantize
     if name in __all__:
         return getattr(importlib.import_module("fastbert.modules"), name)
     raise AttributeError(f"module 'fastbert' has no attribute {name!r}")

@@ -401,6 +401,53 @@ def linear(
     return (y, x) if return_residual else y
 
 
+def int8_rows(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """x (M, K) as integers of 8 bits: q (M, K) in [0, 255], scale and zero (M, 1), all fp32, with
+    x ≈ (q − zero) · scale.
+
+    [low, high] spans a row and 0; scale = (high − low) / 255, zero = rint(−low / scale), q =
+    clip(rint(x / scale) + zero). Rows whose scale is below 2⁻¹²⁰ count as 0; rows that are not
+    finite have q = 0 and the scale NaN.
+    """
+    x = x.float()
+    low, high = x.amin(1, keepdim=True).clamp(max=0.0), x.amax(1, keepdim=True).clamp(min=0.0)
+    scale = high / 255.0 - low / 255.0
+    finite = x.isfinite().all(1, keepdim=True)
+    counts = finite & (scale >= 2.0**-120)
+    inverse = torch.where(counts, 1.0 / scale, 0.0)
+    zero = torch.where(counts, (-low * inverse).round(), 0.0)
+    q = torch.where(counts, ((x * inverse).round() + zero).clamp(0.0, 255.0), 0.0)
+    return q, torch.where(counts, scale, torch.where(finite, 0.0, torch.nan)), zero
+
+
+def int8_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """weight (N, K) ≈ values · scale: values int8 (N, K) in [-127, 127], symmetric, and fp32 scale
+    (N,), one for each row."""
+    weight = weight.detach().float()
+    scale = weight.abs().amax(1) / 127.0
+    inverse = torch.where(scale >= 2.0**-120, 1.0 / scale, 0.0)
+    values = (weight * inverse.unsqueeze(1)).round().clamp(-127.0, 127.0)
+    return values.to(torch.int8), torch.where(scale >= 2.0**-120, scale, 0.0)
+
+
+def int8_linear(
+    x: Tensor,
+    values: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    residual: Tensor | None = None,
+    activation: str = "none",
+) -> Tensor:
+    """activation((q − zero) valuesᵀ · scales + b) + residual, x (M, K), values int8 (N, K), scale
+    (N,); in fp32 but for the integers, whose sums are exact."""
+    q, row_scale, zero = int8_rows(x)
+    y = ((q - zero).double() @ values.double().t()).float() * (row_scale * scale)
+    y = y if bias is None else y + bias.float()
+    y = y if activation == "none" else activate(y, activation)
+    return y if residual is None else y + residual.float()
+
+
 def linear_gelu(
     x: Tensor, weight: Tensor, bias: Tensor | None, *, approximate: str = "none"
 ) -> Tensor:
@@ -472,6 +519,43 @@ def linear_cross_entropy(
     if reduction == "none":
         return losses.new_zeros(labels.shape).index_copy(0, rows, losses)
     return losses.sum() if reduction == "sum" else losses.sum() / max(rows.numel(), 1)
+
+
+# The layers of a BERT encoder
+
+
+def encoder(
+    hidden: Tensor,
+    parameters: Sequence[Tensor],
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int = 0,
+    *,
+    batch: int,
+    heads: int,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-12,
+    activation: str = "gelu",
+    dtype: torch.dtype | None = None,
+    all_states: bool = False,
+) -> list[Tensor]:
+    """hidden (T, H) through one layer for every twelve parameters (Devlin et al. 2019)."""
+    dtype = hidden.dtype if dtype is None else dtype
+    rows = (-1,) if cu_seqlens is not None else (batch, max_seqlen)
+    states = []
+    for first in range(0, len(parameters), 12):
+        wqkv, bqkv, wo, bo, *norm1, w1, b1, w2, b2 = parameters[first : first + 10]
+        norm2 = parameters[first + 10 : first + 12]
+        qkv = F.linear(hidden.to(dtype), wqkv.to(dtype), bqkv.to(dtype))
+        qkv = qkv.view(*rows, 3, heads, hidden.shape[1] // heads)
+        x: Any = attention_qkvpacked(qkv, cu_seqlens, max_seqlen, mask=mask, bias=bias)
+        x = F.linear(x.reshape(hidden.shape), wo.to(dtype), bo.to(dtype))
+        hidden = layer_norm(x.to(hidden.dtype), *norm1, residual=hidden, eps=eps)
+        inner = (p.to(dtype) for p in (w1, b1, w2, b2))
+        x = feed_forward(hidden.to(dtype), *inner, activation=activation)
+        hidden = layer_norm(x.to(hidden.dtype), *norm2, residual=hidden, eps=eps)
+        states.append(hidden)
+    return states if all_states else states[-1:]
 
 
 # Padding

@@ -184,7 +184,7 @@ def training(scale: Scale, device: str) -> Iterator[Match]:
             contenders = [
                 Contender(
                     engine,
-                    functools.partial(_train, engine, shape, device),
+                    functools.partial(train, engine, shape, device),
                     engine.startswith(OURS),
                 )
                 for engine in (
@@ -195,15 +195,22 @@ def training(scale: Scale, device: str) -> Iterator[Match]:
             yield _match(TRAINING, shape, BF16, contenders, "sequences/s", len(shape.lengths), goal)
 
 
-def _train(engine: str, shape: EncoderShape, device: str, inputs: Inputs) -> Prepared:
-    """One step on one batch; the model and its optimizer are shared by all batches."""
-    if reason := refused(shape.config, BF16, device).get(engine):
+def train(
+    engine: str,
+    shape: EncoderShape,
+    device: str,
+    inputs: Inputs,
+    dtype: torch.dtype = BF16,
+) -> Prepared:
+    """One step on one batch, under autocast unless ``dtype`` is fp32; the model and its optimizer
+    are shared by all batches."""
+    if reason := refused(shape.config, dtype, device).get(engine):
         raise ValueError(reason)
     model, optimizer = trainee(engine, shape.config, device)
     batch = training_batch(shape, inputs.positional["seed"], device)
 
     def step() -> Tensor:
-        with torch.autocast(device, BF16):
+        with torch.autocast(device, BF16, enabled=dtype == BF16):
             loss = model(**batch).loss
         loss.backward()
         optimizer.step()

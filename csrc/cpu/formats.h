@@ -5,6 +5,7 @@
 
 #pragma once
 
+#include "kernels.h"
 #include "vec.h"
 
 namespace fastbert::cpu::FASTBERT_LEVEL {
@@ -46,7 +47,15 @@ FASTBERT_INLINE WordVec choose(IntVec condition, WordVec a, WordVec b) { return 
 
 struct BF16 : SixteenBits<BF16> {
   static FASTBERT_INLINE Vec widen(HalfVec bits) {
-    return (Vec)(__builtin_convertvector(bits, WordVec) << 16);
+#if FASTBERT_INTRINSIC_BYTES == 64
+    const WordVec words = (WordVec)_mm512_cvtepu16_epi32((__m256i)bits);
+#elif FASTBERT_INTRINSIC_BYTES == 32
+    // GCC makes four instructions of the conversion of a whole register.
+    const WordVec words = (WordVec)_mm256_cvtepu16_epi32((__m128i)bits);
+#else
+    const WordVec words = __builtin_convertvector(bits, WordVec);
+#endif
+    return (Vec)(words << 16);
   }
   static FASTBERT_INLINE HalfVec narrow(Vec v) {
     const WordVec bits = (WordVec)v;
@@ -57,12 +66,12 @@ struct BF16 : SixteenBits<BF16> {
 };
 
 struct F16 : SixteenBits<F16> {
-#if FASTBERT_LEVEL_BYTES == 64
+#if FASTBERT_INTRINSIC_BYTES == 64
   static FASTBERT_INLINE Vec widen(HalfVec bits) { return (Vec)_mm512_cvtph_ps((__m256i)bits); }
   static FASTBERT_INLINE HalfVec narrow(Vec v) {
     return (HalfVec)_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   }
-#elif FASTBERT_LEVEL_BYTES == 32
+#elif FASTBERT_INTRINSIC_BYTES == 32
   static FASTBERT_INLINE Vec widen(HalfVec bits) { return (Vec)_mm256_cvtph_ps((__m128i)bits); }
   static FASTBERT_INLINE HalfVec narrow(Vec v) {
     return (HalfVec)_mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
@@ -91,5 +100,18 @@ struct F16 : SixteenBits<F16> {
   }
 #endif
 };
+
+// Calls body(format) with the type that `format` names.
+template <class Body>
+FASTBERT_INLINE void with_format(Format format, Body body) {
+  switch (format) {
+    case Format::f32:
+      return body(F32{});
+    case Format::bf16:
+      return body(BF16{});
+    case Format::f16:
+      return body(F16{});
+  }
+}
 
 }  // namespace fastbert::cpu::FASTBERT_LEVEL

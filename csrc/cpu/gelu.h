@@ -1,4 +1,5 @@
-// GELU and its derivative, a register at a time (Hendrycks and Gimpel 2016).
+// GELU (Hendrycks and Gimpel 2016) and the other activations with their derivatives, a register at
+// a time. `both` gives value and slope of one point in one go.
 //
 // Exact form: gelu(x) = x Phi(x) with Phi the normal distribution function. Its upper tail is
 // computed directly, Q(a) = 1 - Phi(a) = exp(-a^2 / 2) R(a) for a = |x|, so Phi keeps its relative
@@ -54,12 +55,13 @@ struct Erf {
     return x * distribution(x, bell);
   }
 
-  // Phi(x) + x phi(x). Where phi is 0 the product is skipped: x may be infinite there.
-  static FASTBERT_INLINE Vec derivative(Vec x) {
+  // The slope is Phi(x) + x phi(x). Where phi is 0 the product is skipped: x may be infinite there.
+  static FASTBERT_INLINE Vec both(Vec x, Vec& slope) {
     Vec bell;
     const Vec cumulative = distribution(x, bell);
-    const Vec slope = fma(x * tail::kDensityAtZero, bell, cumulative);
-    return select(abs(x) > 14.0f, cumulative, slope);
+    const Vec sum = fma(x * tail::kDensityAtZero, bell, cumulative);
+    slope = select(abs(x) > 14.0f, cumulative, sum);
+    return x * cumulative;
   }
 };
 
@@ -82,12 +84,48 @@ struct Tanh {
     return x * logistic(x, complement);
   }
 
-  // s + x s (1 - s) 2 w'. From |x| = 10 on the second term is 0: x^2 may overflow there.
-  static FASTBERT_INLINE Vec derivative(Vec x) {
+  // The slope is s + x s (1 - s) 2 w'. From |x| = 10 on the second term is 0: x^2 may overflow
+  // there.
+  static FASTBERT_INLINE Vec both(Vec x, Vec& slope) {
     Vec complement;
     const Vec s = logistic(x, complement);
-    const Vec slope = kTwoBeta * fma(x * x, splat(3.0f * kCubic), splat(1.0f));
-    return select(abs(x) > 12.0f, s, fma(x * slope, s * complement, s));
+    const Vec inner = kTwoBeta * fma(x * x, splat(3.0f * kCubic), splat(1.0f));
+    slope = select(abs(x) > 12.0f, s, fma(x * inner, s * complement, s));
+    return x * s;
+  }
+};
+
+// max(x, 0); NaN stays NaN, and as in torch its slope is 1.
+struct Relu {
+  static FASTBERT_INLINE Vec forward(Vec x) { return select(x <= 0.0f, Vec{}, x); }
+
+  static FASTBERT_INLINE Vec both(Vec x, Vec& slope) {
+    slope = select(x <= 0.0f, Vec{}, splat(1.0f));
+    return forward(x);
+  }
+};
+
+// x s(x), s the logistic function (Elfwing et al. 2018).
+struct Silu {
+  static FASTBERT_INLINE Vec logistic(Vec x, Vec& complement) {
+    const Vec e = exp_negative(abs(x));
+    const Vec larger = 1.0f / (1.0f + e);
+    const Vec smaller = e * larger;
+    complement = select(x > 0.0f, smaller, larger);
+    return select(x > 0.0f, larger, smaller);
+  }
+
+  static FASTBERT_INLINE Vec forward(Vec x) {
+    Vec complement;
+    return x * logistic(x, complement);
+  }
+
+  // The slope is s + x s (1 - s); the second term is 0 from |x| = 87 on, where x may be infinite.
+  static FASTBERT_INLINE Vec both(Vec x, Vec& slope) {
+    Vec complement;
+    const Vec s = logistic(x, complement);
+    slope = select(abs(x) > 87.0f, s, fma(x * s, complement, s));
+    return x * s;
   }
 };
 

@@ -2,6 +2,14 @@
 
 #include <c10/util/Exception.h>
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
@@ -12,14 +20,35 @@ namespace fastbert::cpu {
 namespace {
 
 #if defined(__x86_64__)
+
+// AMX tiles in bf16 and int8, and the AVX-512 extensions that come with them. Linux hands tiles out
+// to processes that ask (arch_prctl ARCH_REQ_XCOMP_PERM, feature 18); children inherit them.
+bool has_amx() {
+  unsigned a = 0, b = 0, c = 0, d = 0, sub = 0;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+  const bool vnni = c >> 11 & 1, tiles = (d >> 22 & 1) && (d >> 24 & 1) && (d >> 25 & 1);
+  if (!vnni || !tiles || !__get_cpuid_count(7, 1, &sub, &b, &c, &d) || !(sub >> 5 & 1))
+    return false;
+#if defined(__linux__)
+  constexpr int kRequestPermission = 0x1023, kTileData = 18;
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
+}
+
+bool has_avx512() {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
+
 // __builtin_cpu_supports asks CPUID, and XGETBV whether the operating system saves the registers.
 const Level kLevels[] = {
     {&baseline::kKernels, __builtin_cpu_supports("sse4.2") != 0},
     {&avx2::kKernels, __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
                           __builtin_cpu_supports("f16c")},
-    {&avx512::kKernels, __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                            __builtin_cpu_supports("avx512dq") &&
-                            __builtin_cpu_supports("avx512vl")},
+    {&avx512::kKernels, has_avx512()},
+    {&amx::kKernels, has_avx512() && has_amx()},
 };
 #else
 const Level kLevels[] = {{&baseline::kKernels, true}};
@@ -68,8 +97,8 @@ const Kernels& kernels() {
   return *chosen;
 }
 
-void set_level(const char* name) {
-  current.store(name == nullptr ? choose() : named("level", name), std::memory_order_release);
-}
+void set_level(const char* name) { set_kernels(name == nullptr ? choose() : named("level", name)); }
+
+void set_kernels(const Kernels* table) { current.store(table, std::memory_order_release); }
 
 }  // namespace fastbert::cpu

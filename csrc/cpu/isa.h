@@ -1,8 +1,8 @@
 // Which instruction-set level the CPU kernels run at.
 //
 // The best level that the processor and the operating system support, or the one that
-// FASTBERT_CPU_ISA names (baseline, avx2, avx512). A name that is unknown or not supported is an
-// error, never ignored.
+// FASTBERT_CPU_ISA names (baseline, avx2, avx512, amx). A name that is unknown or not supported is
+// an error, never ignored.
 
 #pragma once
 
@@ -17,6 +17,9 @@ namespace avx2 {
 extern const Kernels kKernels;
 }
 namespace avx512 {
+extern const Kernels kKernels;
+}
+namespace amx {
 extern const Kernels kKernels;
 }
 
@@ -34,5 +37,8 @@ const Kernels& kernels();
 
 // Sets the level for the whole process, by name; nullptr goes back to the choice described above.
 void set_level(const char* name);
+
+// Puts another table in their place: tests bring levels that they compiled for themselves.
+void set_kernels(const Kernels* table);
 
 }  // namespace fastbert::cpu

@@ -2,31 +2,15 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
-#include <memory>
 #include <tuple>
 
 #include "isa.h"
 #include "operands.h"
+#include "operators.h"
 
 namespace fastbert::cpu {
-namespace {
-
-Dropout dropout_of(double p, const OptionalTensor& seed) {
-  if (p == 0.0) return {};
-  const uint64_t key = (uint64_t)*seed->const_data_ptr<int64_t>();
-  return {true,
-          {(uint32_t)key, (uint32_t)(key >> 32)},
-          (uint32_t)(p * 16777216.0 + 0.5),
-          p == 1.0 ? 0.0f : (float)(1.0 / (1.0 - p))};
-}
-
-std::unique_ptr<float[]> scratch_for(const Kernels& k, int64_t columns) {
-  return std::unique_ptr<float[]>(new float[k.layer_norm_scratch(columns)]);
-}
-
 std::tuple<at::Tensor, at::Tensor, at::Tensor> layer_norm_forward(
     const at::Tensor& x_in, const at::Tensor& weight_in, const at::Tensor& bias_in,
     const OptionalTensor& residual_in, const OptionalTensor& x_bias_in, const OptionalTensor& seed,
@@ -54,10 +38,36 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> layer_norm_forward(
                                    rstd.mutable_data_ptr<float>()};
   const Kernels& k = kernels();
   parallel_for(rows, grain_rows(columns), [&](int64_t begin, int64_t end) {
-    k.layer_norm_forward(params, begin, end, scratch_for(k, columns).get());
+    k.layer_norm_forward(params, begin, end, row_scratch(k, columns));
   });
   return {y, mean, rstd};
 }
+
+at::Tensor layer_norm(const at::Tensor& x_in, const at::Tensor& weight_in,
+                      const at::Tensor& bias_in, const OptionalTensor& residual_in, double eps) {
+  check_layer_norm_forward(x_in, weight_in, bias_in, residual_in, {}, {}, 0.0, eps);
+  const auto x = fastbert::with_unit_columns(x_in);
+  const auto residual = with_unit_columns(residual_in);
+  const auto weight = as_float(weight_in), bias = as_float(bias_in);
+  const int64_t rows = x.size(0), columns = x.size(1);
+  auto y = at::empty({rows, columns}, x.options());
+  LayerNormForward params = {};
+  params.format = format_of(x);
+  params.columns = columns;
+  params.x = matrix(x);
+  params.residual = matrix(residual);
+  params.weight = floats(weight);
+  params.bias = floats(bias);
+  params.eps = (float)eps;
+  params.y = y.mutable_data_ptr();
+  const Kernels& k = kernels();
+  parallel_for(rows, grain_rows(columns), [&](int64_t begin, int64_t end) {
+    k.layer_norm_forward(params, begin, end, row_scratch(k, columns));
+  });
+  return y;
+}
+
+namespace {
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> layer_norm_backward(
     const at::Tensor& dy_in, const at::Tensor& x_in, const at::Tensor& weight_in,
@@ -87,16 +97,11 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> layer_nor
                                     dsum.mutable_data_ptr(),
                                     dx.mutable_data_ptr()};
   const Kernels& k = kernels();
-  const Chunks chunks(rows, columns);
-  const int64_t sums = (x_bias ? 3 : 2) * columns;
-  auto partials = at::zeros({chunks.count, sums}, mean.options().dtype(at::kDouble));
-  double* partial = partials.mutable_data_ptr<double>();
-  chunks.for_each([&](int64_t chunk, int64_t begin, int64_t end) {
-    k.layer_norm_backward(params, begin, end, scratch_for(k, columns).get(),
-                          partial + chunk * sums);
-  });
-  auto totals = at::empty({sums}, mean.options());
-  k.sum_rows(partial, chunks.count, sums, totals.mutable_data_ptr<float>());
+  const auto totals =
+      sum_by_chunks(k, rows, columns, (x_bias ? 3 : 2) * columns,
+                    [&](int64_t begin, int64_t end, double* partial) {
+                      k.layer_norm_backward(params, begin, end, row_scratch(k, columns), partial);
+                    });
   const auto total = [&](int64_t i, const at::Tensor& parameter) {
     return totals.narrow(0, i * columns, columns).to(parameter.scalar_type(), false, true);
   };

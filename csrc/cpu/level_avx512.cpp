@@ -2,7 +2,9 @@
 
 #if defined(__x86_64__)
 
-#if defined(__clang__)
+#if defined(FASTBERT_EMULATE)
+// The build's flags say what the processor has.
+#elif defined(__clang__)
 #pragma clang attribute push(                                                    \
     __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c"))), \
     apply_to = function)
@@ -14,7 +16,7 @@
 #define FASTBERT_LEVEL_BYTES 64
 #include "level.h"
 
-#if defined(__clang__)
+#if defined(__clang__) && !defined(FASTBERT_EMULATE)
 #pragma clang attribute pop
 #endif
 

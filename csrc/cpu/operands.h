@@ -3,6 +3,8 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 
@@ -64,5 +66,35 @@ struct Chunks {
     });
   }
 };
+
+// Parameters' gradients: body(begin, end, partial) adds those of its rows to `length` partial sums;
+// the chunks' sums are added in their order. Contiguous fp32.
+template <class Body>
+at::Tensor sum_by_chunks(const Kernels& k, int64_t rows, int64_t columns, int64_t length,
+                         const Body& body) {
+  const Chunks chunks(rows, columns);
+  auto partials = at::zeros({chunks.count, length}, at::dtype(at::kDouble));
+  double* partial = partials.mutable_data_ptr<double>();
+  chunks.for_each([&](int64_t chunk, int64_t begin, int64_t end) {
+    body(begin, end, partial + chunk * length);
+  });
+  auto totals = at::empty({length}, at::dtype(at::kFloat));
+  k.sum_rows(partial, chunks.count, length, totals.mutable_data_ptr<float>());
+  return totals;
+}
+
+// The calling thread's scratch memory for the norms and the embedding.
+inline float* row_scratch(const Kernels& k, int64_t columns) {
+  return (float*)thread_scratch(k.layer_norm_scratch(columns) * (int64_t)sizeof(float));
+}
+
+inline Dropout dropout_of(double p, const OptionalTensor& seed) {
+  if (p == 0.0) return {};
+  const uint64_t key = (uint64_t)*seed->const_data_ptr<int64_t>();
+  return {true,
+          {(uint32_t)key, (uint32_t)(key >> 32)},
+          (uint32_t)(p * 16777216.0 + 0.5),
+          p == 1.0 ? 0.0f : (float)(1.0 / (1.0 - p))};
+}
 
 }  // namespace fastbert::cpu

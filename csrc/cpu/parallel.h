@@ -2,7 +2,8 @@
 //
 // GNU OpenMP's thread pool does not survive fork(): in a child of a process that has used it, the
 // next parallel region waits for threads that no longer exist, forever (torch's own operators do).
-// Such a child runs the kernels on its one thread instead.
+// Such a child runs the kernels, and with torch.set_num_threads(1) torch's operators, on its one
+// thread instead.
 
 #pragma once
 
@@ -14,6 +15,10 @@ namespace fastbert::cpu {
 
 // False in a child forked after this process had used threads here. True also notes that it has.
 bool use_threads();
+
+// Memory of the calling thread, aligned to 64 bytes; it grows to the largest request and stays with
+// the thread. The next call on this thread hands it out again.
+void* thread_scratch(int64_t bytes);
 
 // Calls body(begin, end) for ranges that cover [0, count), of at least `grain` elements where
 // threads share.

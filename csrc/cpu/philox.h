@@ -12,11 +12,11 @@ constexpr int kPhiloxRounds = 7;
 
 // Products of the even 32-bit lanes, 64 bits each.
 FASTBERT_INLINE WideVec multiply_even(WordVec a, WordVec b) {
-#if FASTBERT_LEVEL_BYTES == 64
+#if FASTBERT_INTRINSIC_BYTES == 64
   return (WideVec)_mm512_mul_epu32((__m512i)a, (__m512i)b);
-#elif FASTBERT_LEVEL_BYTES == 32
+#elif FASTBERT_INTRINSIC_BYTES == 32
   return (WideVec)_mm256_mul_epu32((__m256i)a, (__m256i)b);
-#elif defined(__x86_64__)
+#elif FASTBERT_INTRINSIC_BYTES == 16 && defined(__x86_64__)
   return (WideVec)_mm_mul_epu32((__m128i)a, (__m128i)b);
 #else
   return ((WideVec)a & 0xffffffffu) * ((WideVec)b & 0xffffffffu);
@@ -49,13 +49,13 @@ FASTBERT_INLINE void philox(const uint32_t (&key)[2], WordVec (&counter)[4]) {
 
 // Transposes the 4x4 blocks of words that four registers form, 128 bits of each at a time.
 FASTBERT_INLINE void transpose_blocks(WordVec (&v)[4]) {
-#if FASTBERT_LEVEL_BYTES == 64
+#if FASTBERT_INTRINSIC_BYTES == 64
 #define FASTBERT_UNPACK(half, width, a, b) \
   (WordVec) _mm512_unpack##half##_epi##width((__m512i)a, (__m512i)b)
-#elif FASTBERT_LEVEL_BYTES == 32
+#elif FASTBERT_INTRINSIC_BYTES == 32
 #define FASTBERT_UNPACK(half, width, a, b) \
   (WordVec) _mm256_unpack##half##_epi##width((__m256i)a, (__m256i)b)
-#elif defined(__x86_64__)
+#elif FASTBERT_INTRINSIC_BYTES == 16 && defined(__x86_64__)
 #define FASTBERT_UNPACK(half, width, a, b) \
   (WordVec) _mm_unpack##half##_epi##width((__m128i)a, (__m128i)b)
 #endif
@@ -70,7 +70,7 @@ FASTBERT_INLINE void transpose_blocks(WordVec (&v)[4]) {
 #else
   const WordVec old[4] = {v[0], v[1], v[2], v[3]};
   for (int i = 0; i < 4; ++i) {
-    for (int j = 0; j < 4; ++j) v[i][j] = old[j][i];
+    for (int lane = 0; lane < kLanes; ++lane) v[i][lane] = old[lane % 4][lane / 4 * 4 + i];
   }
 #endif
 }
@@ -80,9 +80,10 @@ FASTBERT_INLINE int64_t mask_length(int64_t columns) {
   return (columns + 4 * kLanes - 1) / (4 * kLanes) * (4 * kLanes);
 }
 
-// All ones where element (row, n) is kept, 0 where it is dropped.
-FASTBERT_INLINE void dropout_mask(const Dropout& dropout, int64_t row, int64_t columns,
-                                  uint32_t* mask) {
+// All ones where element (row, n) is kept, 0 where it is dropped. Not inlined: its constants would
+// push the caller's out of the registers, whether there is dropout or not.
+inline __attribute__((noinline)) void dropout_mask(const Dropout& dropout, int64_t row,
+                                                   int64_t columns, uint32_t* mask) {
   // Lane 4 b + j of a register holds counter j * (kLanes / 4) + b of its group, so that after the
   // transposition register j holds the words of kLanes / 4 consecutive counters in memory order.
   const WordVec lane = lane_numbers();

@@ -16,10 +16,21 @@
 
 #define FASTBERT_INLINE inline __attribute__((always_inline))
 
+// The width of the intrinsics, where the extensions have no spelling. A test build
+// (FASTBERT_EMULATE) compiles the levels of 64 bytes for processors that lack them: the compiler
+// splits the vectors, and plain C++ with the same results stands in for the intrinsics.
+#if defined(FASTBERT_EMULATE) && FASTBERT_LEVEL_BYTES == 64
+#define FASTBERT_INTRINSIC_BYTES 0
+#else
+#define FASTBERT_INTRINSIC_BYTES FASTBERT_LEVEL_BYTES
+#endif
+
 namespace fastbert::cpu::FASTBERT_LEVEL {
 
 constexpr int kBytes = FASTBERT_LEVEL_BYTES;
 constexpr int kLanes = kBytes / 4;
+// Columns of a panel of a packed operand: two registers.
+constexpr int kPanel = 2 * kLanes;
 
 typedef float Vec __attribute__((vector_size(kBytes)));
 typedef int32_t IntVec __attribute__((vector_size(kBytes)));
@@ -75,18 +86,26 @@ FASTBERT_INLINE Vec first_lanes(Vec v, int count) {
 // compiler to contract by itself: results then depend on the level only, not on the compiler's
 // mood.
 FASTBERT_INLINE Vec fma(Vec a, Vec b, Vec c) {
-#if FASTBERT_LEVEL_BYTES == 64
+#if FASTBERT_INTRINSIC_BYTES == 64
   return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif FASTBERT_LEVEL_BYTES == 32
+#elif FASTBERT_INTRINSIC_BYTES == 32
   return (Vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
-#else
+#elif FASTBERT_INTRINSIC_BYTES == 16
   return a * b + c;
+#else
+  __m256 x[2], y[2], z[2];
+  __builtin_memcpy(x, &a, kBytes);
+  __builtin_memcpy(y, &b, kBytes);
+  __builtin_memcpy(z, &c, kBytes);
+  for (int i = 0; i < 2; ++i) z[i] = _mm256_fmadd_ps(x[i], y[i], z[i]);
+  __builtin_memcpy(&c, z, kBytes);
+  return c;
 #endif
 }
 
-// Sums along a row are kept as 64 partial sums at every level: short chains of additions, for speed
-// and accuracy.
-constexpr int kSums = 64 / kLanes;
+// Sums along a row are kept in four registers of partial sums: short chains of additions, for speed
+// and accuracy, and two such sums at a time still fit the register file.
+constexpr int kSums = 4;
 
 // The lower (half = 0) or upper half of the lanes in double precision.
 FASTBERT_INLINE DoubleVec widen(Vec v, int half) {
@@ -98,14 +117,10 @@ FASTBERT_INLINE DoubleVec widen(Vec v, int half) {
 // The lanes are added and divided in double precision: an error in the mean or the variance of a
 // row is common to all of its elements, so it must not add to theirs.
 FASTBERT_INLINE double mean_of(const Vec (&sums)[kSums], int64_t columns) {
-  DoubleVec low = {}, high = {};
-  for (int u = 0; u < kSums; ++u) {
-    low += widen(sums[u], 0);
-    high += widen(sums[u], 1);
-  }
-  low += high;
+  const Vec sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+  const DoubleVec wide = widen(sum, 0) + widen(sum, 1);
   double total = 0.0;
-  for (int i = 0; i < kLanes / 2; ++i) total += low[i];
+  for (int i = 0; i < kLanes / 2; ++i) total += wide[i];
   return total / (double)columns;
 }
 
@@ -136,12 +151,19 @@ FASTBERT_INLINE void for_each_vector(int64_t columns, Body body) {
 // The same, with the number of the partial sum to add to: body(n, u, count), u < kSums.
 template <class Body>
 FASTBERT_INLINE void for_each_summand(int64_t columns, Body body) {
+  constexpr int kStep = kSums * kLanes;
   int64_t n = 0;
-  for (; n + 64 <= columns; n += 64) {
+  for (; n + kStep <= columns; n += kStep) {
     for (int u = 0; u < kSums; ++u) body(n + u * kLanes, u, kLanes);
   }
-  for (int u = 0; n + kLanes <= columns; n += kLanes, ++u) body(n, u, kLanes);
-  if (n < columns) body(n, 0, (int)(columns - n));
+  // The number of the sum is a constant everywhere: indexed by a variable, the sums would live in
+  // memory.
+  for (int u = 0; u < kSums - 1; ++u) {
+    if (n + kLanes > columns) break;
+    body(n, u, kLanes);
+    n += kLanes;
+  }
+  if (n < columns) body(n, kSums - 1, (int)(columns - n));
 }
 
 }  // namespace fastbert::cpu::FASTBERT_LEVEL

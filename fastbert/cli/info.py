@@ -55,18 +55,23 @@ def _extension() -> dict[str, Any]:
 
 
 def _choices(device: str) -> list[dict[str, str]]:
-    """One row per operation and dtype: what ``backend=None`` takes on ``device``, and why."""
+    """One row per operation and dtype: what ``backend=None`` takes on ``device``, and why; and one
+    for all layers of an encoder, in inference."""
     import torch
 
     from fastbert.ops import backend
+    from fastbert.ops.encoder import choose
 
     rows = []
-    for op in sorted(backend.TABLES):
+    for op in (*sorted(backend.TABLES), "encoder"):
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             name = str(dtype).removeprefix("torch.")
             try:
                 request = backend.Request(device, dtype, head_dim=64)
-                choice, reason = backend.resolve(op, None, request)
+                if op == "encoder":
+                    choice, reason = choose(request, {})
+                else:
+                    choice, reason = backend.resolve(op, None, request)
             except ValueError as error:
                 choice, reason = "none", str(error)
             rows.append(

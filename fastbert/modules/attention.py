@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastbert import ops
@@ -16,6 +15,8 @@ from fastbert.modules.dropout import NO_SEEDS, LayerSeeds
 from fastbert.modules.layer_norm import LayerNorm
 from fastbert.modules.layout import Layout
 from fastbert.modules.linear import Linear
+from fastbert.modules.quantized_linear import QuantizedLinear
+from fastbert.modules.untouched import touched
 
 
 class BertSelfAttention(OperationModule):
@@ -66,20 +67,23 @@ class BertSelfAttention(OperationModule):
 
 class BertSelfOutput(nn.Module):
     """LN(hidden + dropout(projection of what was attended)); the bias is added inside the layer
-    norm."""
+    norm, unless ``dense`` was replaced or has hooks and must be called."""
 
     def __init__(self, config: BertConfig, backend: str | None = None) -> None:
         super().__init__()
         size = config.hidden_size
-        self.dense = nn.Linear(size, size)
+        self.dense = Linear(size, size, backend)
         self.LayerNorm = LayerNorm(size, config.layer_norm_eps, config.hidden_dropout_prob, backend)
 
     def forward(
         self, attended: Tensor, hidden: Tensor, dropout_seed: Tensor | None = None
     ) -> Tensor:
-        projected = F.linear(attended, self.dense.weight)
+        dense = self.dense
+        if touched(dense, Linear) is not None:
+            return self.LayerNorm(dense(attended), residual=hidden, dropout_seed=dropout_seed)
+        projected = ops.linear(attended, dense.weight, backend=dense.backend)
         return self.LayerNorm(
-            projected, residual=hidden, x_bias=self.dense.bias, dropout_seed=dropout_seed
+            projected, residual=hidden, x_bias=dense.bias, dropout_seed=dropout_seed
         )
 
 
@@ -102,10 +106,16 @@ class BertAttention(nn.Module):
         return self.output(attended, hidden, seeds.attention_output), weights
 
 
+def _kinds(qkv: nn.Module) -> tuple[str, ...]:
+    """What a projection has for each of its outputs, in a state dict."""
+    quantised = isinstance(qkv, QuantizedLinear)
+    return ("weight", "scale", "bias") if quantised else ("weight", "bias")
+
+
 def _split(module: nn.Module, state: dict[str, Tensor], prefix: str, _: Any) -> None:
     """State-dict hook: ``qkv.weight`` (3H, H) becomes ``query.weight``, ``key.weight``,
     ``value.weight``."""
-    fused = [(kind, state.pop(f"{prefix}qkv.{kind}")) for kind in ("weight", "bias")]
+    fused = [(kind, state.pop(f"{prefix}qkv.{kind}")) for kind in _kinds(module.qkv)]
     parts = {kind: tensor.chunk(3) for kind, tensor in fused}
     for i, name in enumerate(QKV):
         for kind, tensors in parts.items():
@@ -124,7 +134,7 @@ def _join(
 ) -> None:
     """Load hook, the inverse of ``_split``. Parts that are absent keep the values the module has
     and are reported under their own names; parts of a wrong shape are errors and keep them too."""
-    for kind in ("weight", "bias"):
+    for kind in _kinds(module.qkv):
         fused = f"{prefix}qkv.{kind}"
         if fused in state:
             unexpected.append(fused)

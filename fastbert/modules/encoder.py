@@ -8,31 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from fastbert import ops
 from fastbert.config import BertConfig
-from fastbert.modules.attention import BertAttention
 from fastbert.modules.dropout import NO_SEEDS, LayerSeeds
-from fastbert.modules.feed_forward import BertIntermediate, BertOutput
+from fastbert.modules.layer import BertLayer
 from fastbert.modules.layout import Layout
-
-
-class BertLayer(nn.Module):
-    """Attention and feed-forward, each with its residual and layer norm: (T, H) → (T, H)."""
-
-    def __init__(self, config: BertConfig, backend: str | None = None) -> None:
-        super().__init__()
-        self.attention = BertAttention(config, backend)
-        self.intermediate = BertIntermediate(config)
-        self.output = BertOutput(config, backend)
-
-    def forward(
-        self,
-        hidden: Tensor,
-        layout: Layout,
-        output_attentions: bool = False,
-        seeds: LayerSeeds = NO_SEEDS,
-    ) -> tuple[Tensor, Tensor | None]:
-        hidden, weights = self.attention(hidden, layout, output_attentions, seeds)
-        return self.output(hidden, self.intermediate, seeds.output), weights
+from fastbert.modules.stack import Stack, stack
+from fastbert.ops.backend import Choice
 
 
 class BertEncoder(nn.Module):
@@ -58,6 +40,11 @@ class BertEncoder(nn.Module):
         layer and leave each one (N + 1), and the attention weights of each (N). ``seeds``: one
         entry per layer."""
         states, attentions = [hidden] if output_hidden_states else [], []
+        if not output_attentions:
+            plan = stack(self.layer, hidden.device.type, hidden.dtype, hidden.requires_grad)
+            if isinstance(plan, Stack):
+                outputs = _one_call(plan, hidden, layout, output_hidden_states)
+                return outputs[-1], [*states, *outputs] if output_hidden_states else [], []
         recompute = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
         for i, layer in enumerate(self.layer):
             arguments = (hidden, layout, output_attentions, NO_SEEDS if seeds is None else seeds[i])
@@ -70,3 +57,30 @@ class BertEncoder(nn.Module):
             if weights is not None:
                 attentions.append(weights)
         return hidden, states, attentions
+
+    def choice(self, device: str, dtype: torch.dtype, layers: str) -> Choice:
+        """Who serves the layers in inference without attention weights, for rows of ``dtype``:
+        the CPU's one call, or ``layers``, which serves them one by one; and why."""
+        with torch.no_grad():
+            plan = stack(self.layer, device, dtype, wants_gradient=False)
+        if isinstance(plan, Stack):
+            return Choice("cpu", "all layers in one call")
+        return Choice(plan.backend or layers, plan.reason)
+
+
+def _one_call(plan: Stack, hidden: Tensor, layout: Layout, all_states: bool) -> list[Tensor]:
+    uniform = layout.cu_seqlens is None
+    return ops.encoder(
+        hidden,
+        plan.parameters,
+        layout.cu_seqlens,
+        layout.length if uniform else layout.max_seqlen,
+        batch=layout.batch,
+        heads=plan.heads,
+        mask=layout.mask,
+        bias=layout.bias,
+        eps=plan.eps,
+        activation=plan.activation,
+        dtype=plan.dtype,
+        all_states=all_states,
+    )

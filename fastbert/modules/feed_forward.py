@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastbert import ops
 from fastbert.config import BertConfig
 from fastbert.modules.backend import OperationModule
 from fastbert.modules.layer_norm import LayerNorm
+from fastbert.modules.quantized_linear import QuantizedLinear
+from fastbert.modules.untouched import touched
 
 # hidden_act of a config.json → ``activation`` of ``ops.feed_forward`` → ``approximate`` of
 # ``ops.linear_gelu``.
@@ -16,6 +22,11 @@ ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
+}
+NONLINEARITIES: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
 }
 
 
@@ -28,7 +39,8 @@ class BertIntermediate(nn.Module):
 
 
 class BertOutput(OperationModule):
-    """LN(hidden + dropout(feed_forward(hidden))); the layer norm adds the second bias."""
+    """LN(hidden + dropout(feed_forward(hidden))); the layer norm adds the second bias. Where one of
+    the linear layers was replaced or has hooks, both are called instead."""
 
     operation = "feed_forward"
 
@@ -48,6 +60,12 @@ class BertOutput(OperationModule):
     ) -> Tensor:
         """(T, H) → (T, H)."""
         first, second = intermediate.dense, self.dense
+        if touched(first, nn.Linear) is not None or touched(second, nn.Linear) is not None:
+            if isinstance(first, QuantizedLinear):
+                inner = first(hidden, activation=self.activation)
+            else:
+                inner = NONLINEARITIES[self.activation](first(hidden))
+            return self.LayerNorm(second(inner), residual=hidden, dropout_seed=dropout_seed)
         projected, residual = ops.feed_forward(
             hidden,
             first.weight,

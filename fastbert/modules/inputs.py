@@ -7,10 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastbert import ops
 from fastbert.config import BertConfig
 from fastbert.modules.layout import Layout
-from fastbert.ops.varlen import sequence_positions
+from fastbert.ops.varlen import any_outside, sequence_positions, unpad_indices
 
 # An additive mask at or below this hides a key: it covers -1e4, finfo.min of every dtype, and -inf.
 HIDDEN = -1e4
@@ -77,10 +76,10 @@ def check_range(name: str, index: Tensor, size: int, ignored: int | None = None)
         raise TypeError(f"{name}: got {index.dtype}, allowed: int64, int32")
     if index.device.type != "cpu" or torch.compiler.is_compiling() or index.numel() == 0:
         return
-    wrong = (index < 0) | (index >= size)
-    if ignored is not None:
-        wrong &= index != ignored
-    if wrong.any():
+    if any_outside(index, size, ignored):
+        wrong = (index < 0) | (index >= size)
+        if ignored is not None:
+            wrong &= index != ignored
         also = "" if ignored is None else f", or {ignored}"
         raise ValueError(f"{name}: got {int(index[wrong][0])}, allowed: 0 <= {name} < {size}{also}")
 
@@ -184,17 +183,21 @@ def _unpadded_layout(given: Tensor, attention_mask: Tensor) -> Layout:
     batch, length = given.shape[:2]
     check_shape("attention_mask", attention_mask, (batch, length))
     if attention_mask.device.type == "cpu" and not torch.compiler.is_compiling():
-        wrong = (attention_mask != 0) & (attention_mask != 1)
-        if wrong.any():
+        if attention_mask.dtype.is_floating_point:
+            valid = bool(((attention_mask == 0) | (attention_mask == 1)).all())
+        else:
+            valid = not any_outside(attention_mask, 2)
+        if not valid:
+            wrong = (attention_mask != 0) & (attention_mask != 1)
             got = attention_mask[wrong][0].item()
             raise ValueError(
                 f"attention_mask: got a value of {got}, allowed in a (B, L) mask: 0 and 1, or bool "
                 "(additive masks are (B, L, L) or 4-D)"
             )
-    packed = ops.unpad(attention_mask, attention_mask)
-    if not torch.compiler.is_compiling() and packed.indices.shape[0] == batch * length:
+    indices, cu_seqlens, longest = unpad_indices(attention_mask)
+    if not torch.compiler.is_compiling() and indices.shape[0] == batch * length:
         return Layout(batch, length)
-    return Layout(batch, length, packed.cu_seqlens, packed.max_seqlen, packed.indices)
+    return Layout(batch, length, cu_seqlens, longest, indices)
 
 
 def _masked_layout(batch: int, length: int, attention_mask: Tensor) -> Layout:

@@ -12,6 +12,7 @@ from fastbert.config import BertConfig
 from fastbert.io import checkpoint
 from fastbert.modules.backend import OperationModule
 from fastbert.modules.encoder import BertEncoder
+from fastbert.modules.quantized_linear import QuantizedLinear
 from fastbert.ops.backend import Choice, Request, resolve, validate
 
 Model = TypeVar("Model", bound="BertPreTrainedModel")
@@ -75,8 +76,14 @@ class BertPreTrainedModel(nn.Module):
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Writes config.json and model.safetensors, which transformers opens, to ``folder``.
 
-        Each file appears whole or not at all. Raises ValueError when ``folder`` is a file.
+        Each file appears whole or not at all. Raises ValueError when ``folder`` is a file, or the
+        model is quantised, which transformers could not open.
         """
+        if any(isinstance(part, QuantizedLinear) for part in self.modules()):
+            raise ValueError(
+                "save_pretrained: got a quantised model, allowed: one that is not; save its "
+                "state_dict(), or save the model before fastbert.quantize"
+            )
         checkpoint.write(folder, self)
 
     # Switches
@@ -93,13 +100,20 @@ class BertPreTrainedModel(nn.Module):
 
     def backends(self) -> dict[str, Choice]:
         """Which backend serves each operation of this model, where it is now and in its dtype, and
-        why. Raises ValueError, as ``forward`` would, when the one asked for cannot."""
+        why; under "encoder", whether its layers are one call in inference.
+
+        Raises ValueError, as ``forward`` would, when the one asked for cannot.
+        """
         weight = next(self.parameters())
         choices = {}
         for part in self.modules():
             if isinstance(part, OperationModule):
                 request = Request(weight.device.type, weight.dtype, activation=part.activation)
                 choices[part.operation] = resolve(part.operation, part.backend, request)
+        for part in self.modules():
+            if isinstance(part, BertEncoder):
+                layers = choices["attention"].backend
+                choices["encoder"] = part.choice(weight.device.type, weight.dtype, layers)
         return choices
 
     def gradient_checkpointing_enable(self) -> None:

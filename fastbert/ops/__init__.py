@@ -12,7 +12,9 @@ from fastbert.ops.attention import (
 )
 from fastbert.ops.cross_entropy import linear_cross_entropy
 from fastbert.ops.embedding import embedding
+from fastbert.ops.encoder import encoder
 from fastbert.ops.feed_forward import feed_forward, linear_gelu
+from fastbert.ops.int8_linear import int8_linear
 from fastbert.ops.layer_norm import layer_norm
 from fastbert.ops.linear import linear
 from fastbert.ops.rms_norm import rms_norm
@@ -25,7 +27,9 @@ __all__ = [
     "attention_varlen",
     "attention_weights",
     "embedding",
+    "encoder",
     "feed_forward",
+    "int8_linear",
     "layer_norm",
     "linear",
     "linear_cross_entropy",

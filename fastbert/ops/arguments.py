@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 
 def require(condition: bool, name: str, got: Any, allowed: str) -> None:
@@ -70,6 +71,15 @@ def dropout_seeds(count: int, device: torch.device) -> tuple[Tensor, ...]:
     return seeds.split(1)
 
 
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """The dtype in which autocast has a matrix product of ``x`` formed; None where it leaves it
+    alone."""
+    device = x.device.type
+    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+        return None
+    return None if x.dtype == torch.float64 else torch.get_autocast_dtype(device)
+
+
 def autocast(*tensors: Tensor | None) -> list[Tensor | None]:
     """The tensors in autocast's dtype where autocast is on, as torch does for its matrix
     products.
@@ -79,3 +89,11 @@ def autocast(*tensors: Tensor | None) -> list[Tensor | None]:
         return list(tensors)
     dtype = torch.get_autocast_dtype(device)
     return [t if t is None or t.dtype in (dtype, torch.float64) else t.to(dtype) for t in tensors]
+
+
+def transformed() -> bool:
+    """Whether a transform of torch.func or forward-mode AD looks on, outside a compiled graph."""
+    if torch.compiler.is_compiling():
+        return False
+    # The level of forward-mode AD has no public name; -1 outside any.
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0

@@ -138,14 +138,29 @@ def _triton_weights(
     return attention_weights(q, k, lse, heads=heads, rows=rows, **options)
 
 
+def _cpu_forward(q, k, v, *options):
+    return torch.ops.fastbert_C.attention_forward(q, k, v, *options)
+
+
+def _cpu_backward(gradients, dout, q, k, v, out, lse, *options):
+    # It finds the statistics of each row anew, which out and lse know to one rounding only.
+    torch.ops.fastbert_C.attention_backward(*gradients, dout, q, k, v, *options)
+
+
+def _cpu_weights(q, k, lse, *options):
+    return torch.ops.fastbert_C.attention_weights(q, k, *options)
+
+
 # The backward fills the tensors (dq, dk, dv, dbias or None) that it is given first.
 backends.TABLES["attention"] = {
     "reference": backends.Implementation(
         _reference_forward, _reference_backward, backends.ALL_DTYPES
     ),
     "triton": backends.Implementation(_triton_forward, _triton_backward),
+    "cpu": backends.Implementation(_cpu_forward, _cpu_backward),
 }
 WEIGHTS: dict[str, Callable[..., Tensor]] = {
     "reference": _reference_weights,
     "triton": _triton_weights,
+    "cpu": _cpu_weights,
 }

@@ -35,15 +35,16 @@ class Choice(NamedTuple):
     reason: str
 
 
-@dataclass(frozen=True)
-class Request:
-    """What a call needs of a backend. ``device`` is the device type: "cpu", "cuda", …"""
+class Request(NamedTuple):
+    """What a call needs of a backend. ``device`` is the device type: "cpu", "cuda", …;
+    ``transformed``: a transform of torch.func or forward-mode AD looks on."""
 
     device: str
     dtype: torch.dtype
     head_dim: int = 0
     activation: str = "gelu"
     columns: int = 0
+    transformed: bool = False
 
 
 def serves_all(request: Request) -> str | None:
@@ -161,6 +162,8 @@ def refusal(op: str, backend: str, request: Request) -> str | None:
     if request.dtype not in implementation.dtypes:
         names = ", ".join(str(d).removeprefix("torch.") for d in implementation.dtypes)
         return f"it takes {names}, not {str(request.dtype).removeprefix('torch.')}"
+    if request.transformed and backend != "reference":
+        return "torch.func's transforms and forward-mode AD look through plain PyTorch only"
     return implementation.refuses(request)
 
 

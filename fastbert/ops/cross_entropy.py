@@ -20,6 +20,8 @@ from fastbert.ops.arguments import (
 from fastbert.ops.register import differentiable, once_differentiable, operator
 
 REDUCTIONS = ("mean", "sum", "none")
+# The backends whose forward keeps statistics and order for the backward.
+KEEPING = ("triton", "cpu")
 # Rows of logits that exist at once in the reference: 1,024 × 30,522 in fp32 are 125 MB, and enough
 # for a full GEMM.
 CHUNK_ROWS = 1024
@@ -64,8 +66,9 @@ def linear_cross_entropy(
     return loss
 
 
-# The operator: the loss, and what the Triton kernels keep for the backward (their launcher says
-# what); both are empty in the reference.
+# The operator: the loss, and what the kernels keep for the backward: fp32 (2, T), maximum and sum
+# of exponentials of the logits by place in order; int32 (T + 1,), the rows with a label, those
+# without and the number of the former. Both are empty in the reference.
 
 
 def _table(backend: str) -> backends.Implementation:
@@ -90,7 +93,7 @@ def _check_labels(labels, ignore_index, classes):
 def _fake(hidden, weight, bias, labels, ignore_index, reduction, backend):
     rows = hidden.shape[0]
     loss = hidden.new_empty((rows,) if reduction == "none" else (), dtype=_loss_dtype(hidden))
-    kept = backend == "triton"
+    kept = backend in KEEPING
     statistics = hidden.new_empty((2, rows) if kept else (0,), dtype=torch.float32)
     return loss, statistics, hidden.new_empty(rows + 1 if kept else 0, dtype=torch.int32)
 
@@ -215,9 +218,22 @@ def _triton_backward(
     return dhidden, dweight, hidden.new_empty(0) if dbias is None else dbias
 
 
+def _extension_forward(*arguments):
+    return torch.ops.fastbert_C.linear_cross_entropy_forward(*arguments)
+
+
+def _extension_backward(
+    dloss, hidden, weight, bias, labels, statistics, order, ignore_index, reduction
+):
+    return torch.ops.fastbert_C.linear_cross_entropy_backward(
+        dloss, hidden, weight, bias, labels, statistics, order, reduction
+    )
+
+
 backends.TABLES["linear_cross_entropy"] = {
     "reference": backends.Implementation(
         _reference_forward, _reference_backward, backends.ALL_DTYPES
     ),
     "triton": backends.Implementation(_triton_forward, _triton_backward),
+    "cpu": backends.Implementation(_extension_forward, _extension_backward),
 }

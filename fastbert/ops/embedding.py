@@ -50,9 +50,9 @@ def embedding(
     N), (P, N) of one floating dtype; weight, bias (N,) in any. The row ``padding_idx`` of
     word_table gets no gradient. Returns (..., N) in the tables' dtype.
 
-    An id out of range raises IndexError from ``backend="reference"`` on the CPU and is an error of
-    the device on a GPU. ``backend="triton"`` reads nothing outside the tables and, as looking would
-    synchronise, makes that row NaN. Other errors are ValueError or TypeError and name the argument.
+    An id out of range raises IndexError on the CPU and is an error of the device on a GPU.
+    ``backend="triton"`` reads nothing outside the tables and, as looking would synchronise, makes
+    that row NaN. Other errors are ValueError or TypeError and name the argument.
     """
     for name, index in (("ids", ids), ("token_types", token_types), ("positions", positions)):
         require_integer(name, index)
@@ -191,6 +191,14 @@ def _triton_backward(
     )
 
 
+def _extension_forward(*arguments):
+    return torch.ops.fastbert_C.embedding_forward(*arguments)
+
+
+def _extension_backward(*arguments):
+    return torch.ops.fastbert_C.embedding_backward(*arguments)
+
+
 backends.TABLES["embedding"] = {
     "reference": backends.Implementation(
         _reference_forward, _reference_backward, backends.ALL_DTYPES
@@ -198,4 +206,5 @@ backends.TABLES["embedding"] = {
     "triton": backends.Implementation(
         _triton_forward, _triton_backward, refuses=backends.refuse_wide_rows
     ),
+    "cpu": backends.Implementation(_extension_forward, _extension_backward),
 }

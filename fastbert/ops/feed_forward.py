@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from fastbert import reference
 from fastbert.ops import backend as backends
 from fastbert.ops import closed_form
-from fastbert.ops.arguments import (
-    autocast,
-    require,
-    require_floating,
-    require_same_device,
-    require_shape,
+from fastbert.ops.arguments import autocast_dtype, require, require_floating, transformed
+from fastbert.ops.product import (
+    check_parameters,
+    gradient_of_rows,
+    gradient_of_weight,
+    needs_gradient,
+    parameters_for,
+    project,
+    rows_of,
+    runs_directly,
 )
 from fastbert.ops.register import differentiable, once_differentiable, operator
 from fastbert.ops.residual import LAYERS, Layer, with_residual
 from fastbert.reference import ACTIVATIONS, GATED
 
-# The backends of fastbert._C, which save the first product without its bias.
-EXTENSION = ("cpu", "cuda")
 # ``approximate`` of linear_gelu → the activation.
 APPROXIMATIONS = {ACTIVATIONS[name]: name for name in ("gelu", "gelu_tanh", "relu")}
 
@@ -42,14 +45,20 @@ def linear_gelu(
     (autocast's under autocast). Raises ValueError or TypeError naming the argument; ValueError when
     ``backend`` cannot serve.
     """
-    require(approximate in APPROXIMATIONS, "approximate", approximate, ", ".join(APPROXIMATIONS))
-    activation = APPROXIMATIONS[approximate]
-    x, weight, bias = autocast(x, weight, bias)
-    _check_linear(x, "x", weight, "weight", bias, "bias")
-    choice = _resolve("linear_gelu", x, activation, backend)
-    rows, save = x.reshape(-1, x.shape[-1]), torch.is_grad_enabled()
-    y, _ = _linear_gelu(rows, weight, bias, activation, save, choice.backend)
-    return y.view(*x.shape[:-1], weight.shape[0])
+    activation = APPROXIMATIONS.get(approximate)
+    if activation is None:
+        raise ValueError(f"approximate: got {approximate}, allowed: {', '.join(APPROXIMATIONS)}")
+    cast = _check_first(x, "weight", weight, "bias", bias)
+    dtype = x.dtype if cast is None else cast
+    request = _request(x, dtype, activation)
+    choice = backends.resolve("linear_gelu", backend, request)
+    if request.transformed:
+        return reference.linear_gelu(x, weight, bias, approximate=approximate)
+    weight, bias = parameters_for(choice.backend, dtype, weight, bias)
+    save = needs_gradient(x, weight, bias)
+    run = _forward if runs_directly(choice.backend, save) else _linear_gelu
+    y, _ = run(rows_of(x, dtype), weight, bias, activation, save, choice.backend)
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
 
 
 def feed_forward(
@@ -74,30 +83,31 @@ def feed_forward(
     autocast), with return_residual also x, as ``linear`` does. Raises ValueError or TypeError
     naming the argument; ValueError when ``backend`` cannot serve.
     """
-    given = x
-    require(activation in ACTIVATIONS, "activation", repr(activation), ", ".join(ACTIVATIONS))
-    x, w1, b1, w2, b2 = autocast(x, w1, b1, w2, b2)
-    _check_linear(x, "x", w1, "w1", b1, "b1")
-    require_floating("w2", w2)
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation: got {activation!r}, allowed: {', '.join(ACTIVATIONS)}")
+    cast = _check_first(x, "w1", w1, "b1", b1)
     inner = w1.shape[0]
     if activation in GATED:
         require(inner % 2 == 0, "w1", f"shape {tuple(w1.shape)}", "an even number of rows")
         inner //= 2
-    require(w2.dim() == 2, "w2", f"shape {tuple(w2.shape)}", f"shape (M, {inner})")
-    require_shape("w2", w2, (w2.shape[0], inner))
-    require(w2.dtype == x.dtype, "w2", w2.dtype, f"{x.dtype}, as x")
-    if b2 is not None:
-        require_shape("b2", b2, (w2.shape[0],))
-        require(b2.dtype == x.dtype, "b2", b2.dtype, f"{x.dtype}, as x")
-    require_same_device("x", x.device, w2=w2, b2=b2)
-    choice = _resolve("feed_forward", x, activation, backend)
-    rows, save = x.reshape(-1, x.shape[-1]), torch.is_grad_enabled() and not recompute
-    if return_residual and given.requires_grad and torch.is_grad_enabled():
-        constants = (activation, save, choice.backend)
-        return with_residual("feed_forward", given, (w1, b1, w2, b2), constants)
-    y, _ = _feed_forward(rows, w1, b1, w2, b2, activation, save, choice.backend)
-    y = y.view(*x.shape[:-1], w2.shape[0])
-    return (y, given) if return_residual else y
+    check_parameters(inner, x, cast, "w2", w2, "b2", b2)
+    dtype = x.dtype if cast is None else cast
+    request = _request(x, dtype, activation)
+    choice = backends.resolve("feed_forward", backend, request)
+    if request.transformed:
+        return reference.feed_forward(
+            x, w1, b1, w2, b2, activation=activation, return_residual=return_residual
+        )
+    parameters = parameters_for(choice.backend, dtype, w1, b1, w2, b2)
+    differentiated = needs_gradient(x, *parameters)
+    constants = (activation, differentiated and not recompute, choice.backend)
+    if return_residual and differentiated and x.requires_grad:
+        return with_residual("feed_forward", x, dtype, parameters, constants)
+    direct = runs_directly(choice.backend, differentiated)
+    run: Callable[..., Any] = _feed_forward_forward if direct else _feed_forward
+    y, _ = run(rows_of(x, dtype), *parameters, *constants)
+    y = y if x.dim() == 2 else y.view(*x.shape[:-1], w2.shape[0])
+    return (y, x) if return_residual else y
 
 
 def engine_reason(rows: int, columns: int, depth: int, dtype: torch.dtype) -> str:
@@ -111,26 +121,22 @@ def engine_reason(rows: int, columns: int, depth: int, dtype: torch.dtype) -> st
     return f"{engine.name}: {engine.reason}"
 
 
-def _resolve(op: str, x: Tensor, activation: str, backend: str | None) -> backends.Choice:
-    request = backends.Request(x.device.type, x.dtype, activation=activation)
-    return backends.resolve(op, backend, request)
+def _request(x: Tensor, dtype: torch.dtype, activation: str) -> backends.Request:
+    return backends.Request(x.device.type, dtype, activation=activation, transformed=transformed())
 
 
-def _check_linear(x, x_name, weight, weight_name, bias, bias_name):
-    require_floating(x_name, x)
-    require(x.dim() >= 1, x_name, f"shape {tuple(x.shape)}", "(..., K)")
-    shape = f"shape {tuple(weight.shape)}"
-    require(weight.dim() == 2, weight_name, shape, f"shape (N, {x.shape[-1]})")
-    require_shape(weight_name, weight, (weight.shape[0], x.shape[-1]))
-    require(weight.dtype == x.dtype, weight_name, weight.dtype, f"{x.dtype}, as {x_name}")
-    require_same_device(x_name, x.device, **{weight_name: weight, bias_name: bias})
-    if bias is not None:
-        require(bias.dtype == x.dtype, bias_name, bias.dtype, f"{x.dtype}, as {x_name}")
-        require_shape(bias_name, bias, (weight.shape[0],))
+def _check_first(x, weight_name, weight, bias_name, bias) -> torch.dtype | None:
+    """Checks x and the first product's parameters; what autocast computes in."""
+    require_floating("x", x)
+    if x.dim() == 0:
+        raise ValueError("x: got shape (), allowed: (..., K)")
+    cast = autocast_dtype(x)
+    check_parameters(x.shape[-1], x, cast, weight_name, weight, bias_name, bias)
+    return cast
 
 
 # linear_gelu: x (M, K) → y (M, N) and, to be saved, the pre-activation h as the backend's backward
-# wants it: with the bias, or without it in the extension, which adds it in its own pass. Of every
+# wants it: with the bias, or without it in the "cuda" one, which adds it in its own pass. Of every
 # backward operator the results that are not needed are empty.
 
 
@@ -146,8 +152,8 @@ def _fake(x, weight, bias, activation, save, backend):
 def _backward(dy, x, weight, bias, h, activation, needs, backend):
     table = backends.TABLES["linear_gelu"][backend]
     dh, dbias, _ = table.backward(dy, None, h, bias, activation)
-    dx = dh @ weight if needs[0] else None
-    dweight = dh.t() @ x if needs[1] else None
+    dx = gradient_of_rows(dh, weight, None, backend) if needs[0] else None
+    dweight = gradient_of_weight(dh, x, weight, backend) if needs[1] else None
     return _or_empty(dy, dx, dweight, dbias if needs[2] else None)
 
 
@@ -205,7 +211,7 @@ once_differentiable("linear_gelu_backward")
 
 def _feed_forward_forward(x, w1, b1, w2, b2, activation, save, backend):
     a, h = backends.TABLES["feed_forward"][backend].forward(x, w1, b1, activation, save)
-    return F.linear(a, w2, b2), h
+    return project(a, w2, b2, backend), h
 
 
 def _feed_forward_fake(x, w1, b1, w2, b2, activation, save, backend):
@@ -229,6 +235,7 @@ def feed_forward_gradients(
     w1: Tensor,
     b1: Tensor | None,
     w2: Tensor,
+    b2: Tensor | None,
     h: Tensor | None,
     activation: str,
     needs: list[bool],
@@ -245,13 +252,14 @@ def feed_forward_gradients(
     dx = dw1 = db1 = dw2 = None
     if any(needs[:4]):
         if h is None:
-            h = F.linear(x, w1, None if backend in EXTENSION else b1)
+            h = project(x, w1, None if backend == "cuda" else b1, backend)
         dh, db1, a = table.backward(dy, w2, h, b1, activation)
         if needs[0]:
-            dx = dh @ w1 if dresidual is None else torch.addmm(dresidual, dh, w1)
-        dw1 = dh.t() @ x if needs[1] else None
-        dw2 = dy.t() @ a if needs[3] else None
-    db2 = backends.TABLES["linear"][_summing(backend)].backward(dy) if needs[4] else None
+            dx = gradient_of_rows(dh, w1, dresidual, backend)
+        dw1 = gradient_of_weight(dh, x, w1, backend) if needs[1] else None
+        dw2 = gradient_of_weight(dy, a, w2, backend) if needs[3] else None
+    sum_rows = backends.TABLES["linear"][_summing(backend)].backward
+    db2 = sum_rows(dy, b2.dtype) if b2 is not None and needs[4] else None
     return Gradients(dx, dw1, db1 if needs[2] else None, dw2, db2)
 
 
@@ -261,12 +269,14 @@ def _summing(backend: str) -> str:
 
 
 def _feed_forward_backward_forward(dy, x, w1, b1, w2, b2, h, dresidual, activation, needs, backend):
-    gradients = feed_forward_gradients(dy, x, w1, b1, w2, h, activation, needs, backend, dresidual)
+    gradients = feed_forward_gradients(
+        dy, x, w1, b1, w2, b2, h, activation, needs, backend, dresidual
+    )
     return _or_empty(dy, *gradients)
 
 
 def _feed_forward_backward_fake(dy, x, w1, b1, w2, b2, h, dresidual, activation, needs, backend):
-    return _like_needed(dy, needs, x, w1, b1, w2, b2)
+    return _like_needed(dy, needs, x if dresidual is None else dresidual, w1, b1, w2, b2)
 
 
 _feed_forward = operator(
@@ -359,6 +369,21 @@ def _extension_backward(dy, w2, h, bias, activation):
     return dh, dbias, a
 
 
+def _cpu_forward(x, weight, bias, activation, save):
+    if activation not in GATED:
+        return torch.ops.fastbert_C.linear(x, weight, bias, None, activation, save)
+    h = project(x, weight, bias, "cpu")
+    y = torch.ops.fastbert_C.activation_forward(h, None, activation)
+    return y, h if save else x.new_empty(0)
+
+
+def _cpu_backward(dy, w2, h, bias, activation):
+    da = dy if w2 is None else gradient_of_rows(dy, w2, None, "cpu")
+    summed, again = bias is not None, w2 is not None
+    dh, dbias, a = torch.ops.fastbert_C.activation_backward(da, h, None, activation, summed, again)
+    return dh, None if bias is None else dbias.to(bias.dtype), a
+
+
 def _reference_backward(dy, w2, h, bias, activation):
     da = dy if w2 is None else dy @ w2
     return closed_form.gelu_backward(da, h, bias is not None, activation)
@@ -378,7 +403,5 @@ backends.TABLES["linear_gelu"] = backends.TABLES["feed_forward"] = {
     "cuda": backends.Implementation(
         _extension_forward, _extension_backward, refuses=_refuses_all_but_gelu
     ),
-    "cpu": backends.Implementation(
-        _extension_forward, _extension_backward, refuses=_refuses_all_but_gelu
-    ),
+    "cpu": backends.Implementation(_cpu_forward, _cpu_backward),
 }

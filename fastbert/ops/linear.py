@@ -1,20 +1,23 @@
-"""x Wᵀ + b by the library's GEMM, with a gradient that launches nothing but GEMMs and our sums."""
+"""x Wᵀ + b by one GEMM, with a gradient that launches nothing but GEMMs and our sums."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastbert import reference
 from fastbert.ops import backend as backends
-from fastbert.ops.arguments import (
-    autocast,
-    require,
-    require_floating,
-    require_same_device,
-    require_shape,
+from fastbert.ops.arguments import autocast_dtype, require_floating, transformed
+from fastbert.ops.product import (
+    check_parameters,
+    gradient_of_rows,
+    gradient_of_weight,
+    needs_gradient,
+    parameters_for,
+    project,
+    rows_of,
 )
 from fastbert.ops.register import differentiable, once_differentiable, operator
 from fastbert.ops.residual import LAYERS, Layer, with_residual
@@ -36,40 +39,27 @@ def linear(
     autograd would launch an addition. Raises ValueError or TypeError naming the argument;
     ValueError when ``backend`` cannot serve.
     """
-    given = x
-    x, weight, bias = autocast(x, weight, bias)
-    _check(x, weight, bias)
-    request = backends.Request(x.device.type, x.dtype)
-    choice = backends.resolve("linear", backend, request)
-    if return_residual and given.requires_grad and torch.is_grad_enabled():
-        return with_residual("linear", given, (weight, bias), (choice.backend,))
-    if torch.is_grad_enabled():
-        y = _linear(x.reshape(-1, x.shape[-1]), weight, bias, choice.backend)
-        y = y.view(*x.shape[:-1], weight.shape[0])
-    else:
-        y = F.linear(x, weight, bias)  # the same product, sooner launched
-    return (y, given) if return_residual else y
-
-
-def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     require_floating("x", x)
-    require(x.dim() >= 1, "x", f"shape {tuple(x.shape)}", "(..., K)")
-    columns = x.shape[-1]
-    shape = f"shape {tuple(weight.shape)}"
-    require(weight.dim() == 2, "weight", shape, f"shape (N, {columns})")
-    require_shape("weight", weight, (weight.shape[0], columns))
-    require(weight.dtype == x.dtype, "weight", weight.dtype, f"{x.dtype}, as x")
-    require_same_device("x", x.device, weight=weight, bias=bias)
-    if bias is not None:
-        require_shape("bias", bias, (weight.shape[0],))
-        require(bias.dtype == x.dtype, "bias", bias.dtype, f"{x.dtype}, as x")
+    if x.dim() == 0:
+        raise ValueError("x: got shape (), allowed: (..., K)")
+    cast = autocast_dtype(x)
+    check_parameters(x.shape[-1], x, cast, "weight", weight, "bias", bias)
+    dtype = x.dtype if cast is None else cast
+    request = backends.Request(x.device.type, dtype, transformed=transformed())
+    choice = backends.resolve("linear", backend, request)
+    if request.transformed:
+        return reference.linear(x, weight, bias, return_residual=return_residual)
+    weight, bias = parameters_for(choice.backend, dtype, weight, bias)
+    differentiated = needs_gradient(x, weight, bias)
+    if return_residual and differentiated and x.requires_grad:
+        return with_residual("linear", x, dtype, (weight, bias), (choice.backend,))
+    product = _linear if differentiated else project
+    y = product(rows_of(x, dtype), weight, bias, choice.backend)
+    y = y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
+    return (y, x) if return_residual else y
 
 
 # The operator: x (M, K) → y (M, N)
-
-
-def _forward(x, weight, bias, backend):
-    return F.linear(x, weight, bias)
 
 
 def _fake(x, weight, bias, backend):
@@ -77,23 +67,23 @@ def _fake(x, weight, bias, backend):
 
 
 def _backward(dy, x, weight, bias, dresidual, needs, backend):
-    nothing = dy.new_empty(0)
     needs_x, needs_weight, needs_bias = needs
-    dx = nothing
-    if needs_x:
-        dx = dy @ weight if dresidual is None else torch.addmm(dresidual, dy, weight)
-    dweight = dy.t() @ x if needs_weight else nothing
+    dx = gradient_of_rows(dy, weight, dresidual, backend) if needs_x else dy.new_empty(0)
+    dweight = gradient_of_weight(dy, x, weight, backend) if needs_weight else dy.new_empty(0)
     sum_rows = backends.TABLES["linear"][backend].backward
-    return dx, dweight, sum_rows(dy) if needs_bias else nothing
+    return dx, dweight, sum_rows(dy, bias.dtype) if needs_bias else dy.new_empty(0)
 
 
 def _backward_fake(dy, x, weight, bias, dresidual, needs, backend):
-    inputs = zip((x, weight, bias), needs, strict=True)
-    return tuple(dy.new_empty(t.shape if need else (0,)) for t, need in inputs)
+    inputs = (x if dresidual is None else dresidual, weight, bias)
+    return tuple(
+        t.new_empty(t.shape) if need else dy.new_empty(0)
+        for t, need in zip(inputs, needs, strict=True)
+    )
 
 
 _linear = operator(
-    "linear(Tensor x, Tensor weight, Tensor? bias, str backend) -> Tensor", _forward, _fake
+    "linear(Tensor x, Tensor weight, Tensor? bias, str backend) -> Tensor", project, _fake
 )
 # Gradients of x (the residual's among them where there is one), weight and bias; empty where
 # ``needs`` says that nobody asks.
@@ -121,7 +111,7 @@ once_differentiable("linear_backward")
 
 
 def _layer_forward(x, weight, bias, backend):
-    return F.linear(x, weight, bias), None
+    return project(x, weight, bias, backend), None
 
 
 def _layer_backward(dy, x, weight, bias, saved, dresidual, needs, backend):
@@ -131,20 +121,22 @@ def _layer_backward(dy, x, weight, bias, saved, dresidual, needs, backend):
 LAYERS["linear"] = Layer(_layer_forward, _layer_backward)
 
 
-# Backends: how the bias gradient is summed; the products are the library's in each
+# Backends: how the bias gradient, dy (M, N) → (N,) in the bias's dtype, is summed; the products are
+# those of ``product.py``
 
 
-def _triton_backward(dy):
+def _triton_backward(dy, dtype):
     from fastbert.kernels.reduction import sum_rows
 
-    return sum_rows(dy, dy.dtype)
+    return sum_rows(dy, dtype)
 
 
-def _reference_backward(dy):
-    return dy.sum(dim=0)
+def _reference_backward(dy, dtype):
+    return dy.sum(dim=0, dtype=dtype)
 
 
 backends.TABLES["linear"] = {
     "reference": backends.Implementation(F.linear, _reference_backward, backends.ALL_DTYPES),
     "triton": backends.Implementation(F.linear, _triton_backward),
+    "cpu": backends.Implementation(project, _reference_backward),
 }

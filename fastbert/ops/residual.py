@@ -13,11 +13,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fastbert.ops.product import rows_of
+
 
 class Layer(NamedTuple):
     """``forward(rows, *parameters, *constants)`` → y (M, N) and what to save, None or a tensor;
     ``backward(dy, rows, *parameters, saved, dresidual, needs, *constants)`` → gradients of rows and
-    parameters, dresidual's added to the first; those that are not needed may be anything."""
+    parameters, dresidual's added to the first; those that are not needed may be anything. dresidual
+    may be of another dtype than dy: under autocast the residual stream stays in fp32."""
 
     forward: Callable[..., tuple[Tensor, Tensor | None]]
     backward: Callable[..., tuple[Tensor | None, ...]]
@@ -28,22 +31,30 @@ LAYERS: dict[str, Layer] = {}
 
 
 def with_residual(
-    name: str, x: Tensor, parameters: tuple[Tensor | None, ...], constants: tuple[Any, ...]
+    name: str,
+    x: Tensor,
+    dtype: torch.dtype,
+    parameters: tuple[Tensor | None, ...],
+    constants: tuple[Any, ...],
 ) -> tuple[Tensor, Tensor]:
     """x (..., K) → y (..., N) and x, to be used for the residual connection and nothing else.
 
-    The layer computes in the dtype of its first parameter; x, and its gradient, keep theirs.
+    The layer computes in ``dtype``; x, and its gradient, keep theirs.
     """
-    return _WithResidual.apply(name, constants, x, *parameters)
+    return _WithResidual.apply(name, constants, dtype, x, *parameters)
 
 
 class _WithResidual(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, name: str, constants: tuple[Any, ...], x: Tensor, *parameters: Tensor | None
+        ctx: Any,
+        name: str,
+        constants: tuple[Any, ...],
+        dtype: torch.dtype,
+        x: Tensor,
+        *parameters: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        assert parameters[0] is not None
-        rows = x.reshape(-1, x.shape[-1]).to(parameters[0].dtype)
+        rows = rows_of(x, dtype)
         y, saved = LAYERS[name].forward(rows, *parameters, *constants)
         ctx.save_for_backward(rows, *parameters, saved)
         ctx.name, ctx.constants = name, constants
@@ -54,22 +65,18 @@ class _WithResidual(torch.autograd.Function):
     def backward(
         ctx: Any, dy: Tensor | None, dresidual: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        needs = list(ctx.needs_input_grad[2:])
+        needs = list(ctx.needs_input_grad[3:])
         if dy is None:
-            return None, None, dresidual, *[None] * (len(needs) - 1)
-        flat = None if dresidual is None else dresidual.reshape(-1, dresidual.shape[-1])
-        # Under autocast the residual stream stays in fp32, which no GEMM adds to bf16.
-        mixed = flat is not None and flat.dtype != dy.dtype
+            return None, None, None, dresidual, *[None] * (len(needs) - 1)
         gradients = LAYERS[ctx.name].backward(
             dy.reshape(-1, dy.shape[-1]),
             *ctx.saved_tensors,
-            None if mixed else flat,
+            None if dresidual is None else dresidual.reshape(-1, dresidual.shape[-1]),
             needs,
             *ctx.constants,
         )
         needed = [g if need else None for g, need in zip(gradients, needs, strict=True)]
         dx = needed[0]
         if dx is not None:
-            dx = flat + dx if mixed else dx
             needed[0] = dx.view(*dy.shape[:-1], dx.shape[-1])
-        return None, None, *needed
+        return None, None, None, *needed

@@ -121,6 +121,14 @@ def _triton_backward(dy, x, weight, rstd, residual):
     return rms_norm_backward(dy, x, weight, rstd, residual=residual)
 
 
+def _extension_forward(*arguments):
+    return torch.ops.fastbert_C.rms_norm_forward(*arguments)
+
+
+def _extension_backward(*arguments):
+    return torch.ops.fastbert_C.rms_norm_backward(*arguments)
+
+
 backends.TABLES["rms_norm"] = {
     "reference": backends.Implementation(
         closed_form.rms_norm_forward, closed_form.rms_norm_backward, backends.ALL_DTYPES
@@ -128,4 +136,5 @@ backends.TABLES["rms_norm"] = {
     "triton": backends.Implementation(
         _triton_forward, _triton_backward, refuses=backends.refuse_wide_rows
     ),
+    "cpu": backends.Implementation(_extension_forward, _extension_backward),
 }

@@ -8,11 +8,15 @@ import torch
 from torch import Tensor
 
 from fastbert import reference
+from fastbert.ops import backend as backends
 from fastbert.ops.arguments import require, require_same_device, require_shape
 from fastbert.ops.register import differentiable, operator
 from fastbert.reference import Packed, sequence_positions
 
-__all__ = ["Packed", "pad", "sequence_positions", "unpad"]
+__all__ = ["Packed", "any_outside", "pad", "sequence_positions", "unpad", "unpad_indices"]
+
+# The dtypes of ids and masks that the extension reads.
+INTEGERS = (torch.int64, torch.int32, torch.bool)
 
 
 def unpad(x: Tensor, mask: Tensor) -> Packed:
@@ -25,9 +29,34 @@ def unpad(x: Tensor, mask: Tensor) -> Packed:
     require(x.dim() >= 2, "x", f"shape {tuple(x.shape)}", "(B, L, ...)")
     require_shape("mask", mask, tuple(x.shape[:2]))
     require_same_device("x", x.device, mask=mask)
-    indices, cu_seqlens, longest = _unpad_indices(mask)
+    indices, cu_seqlens, longest = unpad_indices(mask)
     values = _gather_rows(x.flatten(0, 1), indices)
     return Packed(values, indices, cu_seqlens, longest, mask.shape[0], mask.shape[1])
+
+
+def unpad_indices(mask: Tensor) -> tuple[Tensor, Tensor, int]:
+    """Indices int64 (T,), cu_seqlens int32 (B+1,) and longest length of ``mask``, as in
+    ``unpad``."""
+    if not torch.compiler.is_compiling() and _by_extension(mask):
+        return torch.ops.fastbert_C.unpad_indices(mask)
+    return _unpad_indices(mask)
+
+
+def any_outside(index: Tensor, size: int, ignored: int | None = None) -> bool:
+    """Whether an element of ``index``, on the CPU, lies outside of [0, size) and is not
+    ``ignored``."""
+    if _by_extension(index):
+        return torch.ops.fastbert_C.any_outside(index, size, ignored)
+    wrong = (index < 0) | (index >= size)
+    if ignored is not None:
+        wrong &= index != ignored
+    return bool(wrong.any())
+
+
+def _by_extension(index: Tensor) -> bool:
+    """Whether fastbert._C reads this tensor: in a pass of its own instead of a chain of them."""
+    here = backends.EXTENSION is not None and index.device.type == "cpu"
+    return here and index.dtype in INTEGERS and type(index) is Tensor
 
 
 def pad(packed: Packed) -> Tensor:
@@ -40,6 +69,8 @@ def pad(packed: Packed) -> Tensor:
 
 
 def _unpad_indices_forward(mask):
+    if _by_extension(mask):
+        return torch.ops.fastbert_C.unpad_indices(mask)
     packed = reference.unpad(mask, mask)
     return packed.indices, packed.cu_seqlens, packed.max_seqlen
 
@@ -60,6 +91,8 @@ def _gather_fake(x, indices):
 
 
 def _scatter_forward(values, indices, rows):
+    if backends.EXTENSION is not None and values.device.type == "cpu":
+        return torch.ops.fastbert_C.scatter_rows(values, indices, rows)
     return values.new_zeros(rows, *values.shape[1:]).index_copy_(0, indices, values)
 
 

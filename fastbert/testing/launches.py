@@ -27,8 +27,8 @@ VIEWS = {"_reshape_alias", "_unsafe_view", "lift_fresh"}
 
 @dataclass
 class Launches:
-    """Name → how often it was launched. ``foreign``: operators of torch that are no GEMM, no view
-    and no allocation."""
+    """Name → how often it was launched; ``kernels`` are Triton's and the extension's. ``foreign``:
+    operators of torch that are no GEMM, no view and no allocation."""
 
     kernels: Counter[str] = field(default_factory=Counter)
     gemms: Counter[str] = field(default_factory=Counter)
@@ -71,7 +71,9 @@ class _Counting(TorchDispatchMode):
         if result is not NotImplemented:
             return result
         name = func._opname
-        if name in GEMMS:
+        if func.namespace == "fastbert_C":
+            self.launches.kernels[name] += 1
+        elif name in GEMMS:
             self.launches.gemms[name] += 1
         elif name not in ALLOCATIONS | VIEWS and not _is_view(func):
             self.launches.foreign[f"{func.namespace}.{name}"] += 1

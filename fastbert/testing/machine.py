@@ -15,7 +15,16 @@ import torch
 import fastbert.version
 from fastbert.ops import backend
 
-REPORTED = ("torch", "triton", "transformers", "tokenizers", "numpy", "flash-attn")
+REPORTED = (
+    "torch",
+    "triton",
+    "transformers",
+    "tokenizers",
+    "numpy",
+    "flash-attn",
+    "openvino",
+    "onnxruntime",
+)
 
 
 @dataclass(frozen=True)

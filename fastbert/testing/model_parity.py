@@ -54,25 +54,30 @@ def check_step(
     seed: int = 0,
     *,
     each: bool = False,
+    autocast: bool = False,
     factor: float = MAX_FACTOR,
     reason: str | None = None,
 ) -> list[Row]:
     """The rows of one training step in ``dtype``, with seeded dropout: mlm_loss, nsp_loss, and the
-    gradient of each kind of layer, or of ``each`` parameter. ``factor`` and ``reason`` as in
+    gradient of each kind of layer, or of ``each`` parameter. With ``autocast`` the parameters are
+    fp32 and ``dtype`` is autocast's, the yardstick's too. ``factor`` and ``reason`` as in
     ``compare``."""
     torch.manual_seed(seed)
-    model = BertForPreTraining(CONFIG, backend=backend).to(device, dtype).train()
-    batch = _batch(seed)
+    parameters = torch.float32 if autocast else dtype
+    model = BertForPreTraining(CONFIG, backend=backend).to(device, parameters).train()
+    batch = batch_of(seed)
     # The model draws the same seeds after this.
     torch.manual_seed(seed)
     seeds = torch.cat(dropout_seeds(1 + 3 * CONFIG.num_hidden_layers, model.device)).cpu()
     torch.manual_seed(seed)
-    out = model(**{name: t.to(device) for name, t in batch.items()}, output_logits=False)
+    with torch.autocast(device, dtype, enabled=autocast):
+        out = model(**{name: t.to(device) for name, t in batch.items()}, output_logits=False)
     (out.mlm_loss + out.nsp_loss).backward()
     actual = {"mlm_loss": out.mlm_loss, "nsp_loss": out.nsp_loss, **_gradients(model)}
     state = {name: t.detach().cpu() for name, t in model.state_dict().items()}
     oracle = _reference_step(state, batch, seeds, torch.float64)
-    yardstick = _reference_step(state, batch, seeds, dtype)
+    with torch.autocast("cpu", dtype, enabled=autocast):
+        yardstick = _reference_step(state, batch, seeds, parameters)
     rows = []
     groups = {name: [name] for name in oracle} if each else _groups(oracle)
     for name, members in groups.items():
@@ -85,7 +90,7 @@ def check_step(
     return rows
 
 
-def _batch(seed: int) -> dict[str, Tensor]:
+def batch_of(seed: int) -> dict[str, Tensor]:
     """Three sequences of 40, 23 and 9 tokens, 15 % of them labelled."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.tensor([40, 23, 9])

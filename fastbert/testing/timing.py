@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
@@ -31,6 +32,12 @@ class Timing:
 def input_sets(bytes_per_set: int, *, at_most: int = MAX_INPUT_SETS) -> int:
     """How many sets of inputs to rotate so that together they overflow the caches."""
     return max(2, min(at_most, -(-ROTATION_BYTES // max(1, bytes_per_set))))
+
+
+class Watch(Protocol):
+    """What measures a candidate: mean seconds of its calls ``first``, ``first + 1``, …"""
+
+    def measure(self, call: Any, first: int, calls: int) -> float: ...
 
 
 class Stopwatch:
@@ -87,12 +94,15 @@ def peak_memory(call: Callable[[int], object]) -> int | None:
 
 
 def alternate(
-    candidates: Mapping[str, Callable[[int], object]],
+    candidates: Mapping[str, Any],
     *,
     device: str = "cpu",
     seconds: float = 1.0,
     min_samples: int = 5,
     max_samples: int = 50,
+    watch: Watch | None = None,
+    once: Mapping[str, float] | None = None,
+    settle: float = 0.0,
 ) -> dict[str, Timing]:
     """Times the candidates side by side and returns one ``Timing`` per name.
 
@@ -100,21 +110,34 @@ def alternate(
     takes one sample of each, and the round's order turns by one, so that a slow spell of the
     machine or a warm cache favours nobody. ``seconds`` bounds the whole, ``min_samples`` goes
     before it.
+
+    ``watch`` measures candidates that are no calls of this process. ``once`` has the seconds of a
+    call of each, made in turn, where the caller has warmed them up: their first samples. ``settle``
+    is a pause in seconds before each sample.
     """
-    watch = Stopwatch(device)
-    calls = {}
-    for name, candidate in candidates.items():
-        watch.measure(candidate, 0, 1)  # compiles, allocates, packs weights
-        once = watch.measure(candidate, 1, 1)
-        calls[name] = min(MAX_CALLS_PER_SAMPLE, max(1, int(SHORTEST_SAMPLE_S / max(once, 1e-9))))
+    watch = watch or Stopwatch(device)
     samples: dict[str, list[float]] = {name: [] for name in candidates}
+    if once is not None:
+        samples = {name: [once[name]] for name in candidates}
+    else:
+        once = {}
+        for name, candidate in candidates.items():
+            watch.measure(candidate, 0, 1)  # compiles, allocates, packs weights
+            once[name] = watch.measure(candidate, 1, 1)
+    calls = {
+        name: min(MAX_CALLS_PER_SAMPLE, max(1, int(SHORTEST_SAMPLE_S / max(once[name], 1e-9))))
+        for name in candidates
+    }
     names = list(candidates)
     deadline = time.perf_counter() + seconds
-    for turn in range(max_samples):
+    first = len(samples[names[0]]) if names else 0
+    for turn in range(first, max_samples):
         if turn >= min_samples and time.perf_counter() > deadline:
             break
         shift = turn % len(names)
         for name in names[shift:] + names[:shift]:
+            if settle:
+                time.sleep(settle)
             samples[name].append(
                 watch.measure(candidates[name], 2 + turn * calls[name], calls[name])
             )

@@ -18,7 +18,7 @@ def test_json_says_what_is_built_and_what_serves(run):
         assert "fastbert._C" in content["extension"]["reason"]
     listed = {(row["op"], row["dtype"]) for row in content["backends"]}
     dtypes = ("float32", "bfloat16", "float16")
-    assert listed == {(op, dtype) for op in backend.TABLES for dtype in dtypes}
+    assert listed == {(op, dtype) for op in (*backend.TABLES, "encoder") for dtype in dtypes}
     for row in content["backends"]:
         assert row["backend"] in backend.BACKENDS
         assert row["reason"]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import _emulated
 import pytest
 import torch
 
-LEVELS = ("baseline", "avx2", "avx512")
+LEVELS = ("baseline", "avx2", "avx512", "amx")
 
 
 @pytest.fixture(scope="session")
@@ -13,13 +14,31 @@ def extension():
     return pytest.importorskip("fastbert._C", reason="fastbert._C was not built: no compiler")
 
 
+@pytest.fixture(scope="session")
+def emulated(tmp_path_factory, request):
+    folder = tmp_path_factory.getbasetemp()
+    # Workers of one session have folders of their own inside the session's.
+    if hasattr(request.config, "workerinput"):
+        folder = folder.parent
+    return _emulated.Emulated(_emulated.compile_library(folder))
+
+
 @pytest.fixture(params=LEVELS)
 def isa(request, extension):
-    """Forces each level in turn; one that this machine or build lacks is skipped, and says so."""
-    if request.param not in extension.build_info()["cpu_isas_supported"]:
-        pytest.skip(f"this processor or build has no {request.param}")
-    extension.set_cpu_isa(request.param)
-    yield request.param
+    """Forces each level in turn. A wide one that this machine lacks is emulated; a level that this
+    build lacks, or that cannot be emulated here, is skipped, and says so.
+    """
+    level, info = request.param, extension.build_info()
+    if level in info["cpu_isas_supported"]:
+        extension.set_cpu_isa(level)
+    elif level in info["cpu_isas"] and level in _emulated.LEVELS:
+        reason = _emulated.lacking(info["cpu_isas_supported"])
+        if reason:
+            pytest.skip(f"this processor has no {level}, and {reason}")
+        request.getfixturevalue("emulated").use(extension, level)
+    else:
+        pytest.skip(f"this processor or build has no {level}")
+    yield level
     extension.set_cpu_isa(None)
 
 

@@ -1,4 +1,4 @@
-"""The C++ bias and GELU against float64, at every instruction-set level."""
+"""The C++ activations against float64, at every instruction-set level."""
 
 from __future__ import annotations
 
@@ -118,3 +118,88 @@ def test_reruns_and_thread_counts_agree_bitwise(isa, operators):
             assert all(torch.equal(a, e) for a, e in zip(actual, expected, strict=True)), count
     finally:
         torch.set_num_threads(threads)
+
+
+# Every activation, gated ones too, on a pre-activation that has its bias already.
+
+
+def activation_problem(rows, columns, dtype, activation):
+    width = 2 * columns if activation in reference.GATED else columns
+    return (2 * torch.randn(rows, width)).to(dtype), torch.randn(rows, columns).to(dtype)
+
+
+def activation_gradients(h, dy, activation, dtype):
+    h = h.detach().to(dtype).requires_grad_()
+    a = reference.activate(h, activation)
+    a.backward(dy.to(dtype))
+    return {"a": a.detach(), "dh": h.grad, "dbias": h.grad.sum(dim=0)}
+
+
+def run_activation(operators, h, dy, activation):
+    dh, dbias, a = operators.activation_backward(dy, h, None, activation, True, True)
+    assert dbias.dtype == torch.float32  # without a bias its gradient has no dtype to follow
+    return {"a": a, "dh": dh, "dbias": dbias.to(h.dtype)}
+
+
+@pytest.mark.parametrize("activation", reference.ACTIVATIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [1, 111, 768])
+def test_activation_agrees_with_float64(isa, operators, columns, dtype, activation):
+    h, dy = activation_problem(37, columns, dtype, activation)
+    oracle, yardstick = (activation_gradients(h, dy, activation, t) for t in (torch.float64, dtype))
+    actual = run_activation(operators, h, dy, activation)
+    for name, result in actual.items():
+        assert_close(f"{activation} {name}", result, oracle[name], yardstick[name])
+    assert torch.equal(operators.activation_forward(h, None, activation), actual["a"])
+
+
+@pytest.mark.parametrize("activation", reference.ACTIVATIONS)
+def test_only_what_is_asked_for(isa, operators, activation):
+    h, dy = activation_problem(5, 59, torch.float32, activation)
+    expected = run_activation(operators, h, dy, activation)
+    dh, dbias, a = operators.activation_backward(dy, h, None, activation, False, False)
+    assert torch.equal(dh, expected["dh"])
+    assert dbias.numel() == a.numel() == 0
+
+
+@pytest.mark.parametrize("activation", ["relu", "swiglu"])
+def test_activation_far_from_zero_and_nan(isa, operators, activation):
+    x = torch.tensor([[65504.0, -65504.0, 3e38, -3e38, torch.inf, 90.0, -90.0, 0.0, -0.0]])
+    h = torch.cat([x, torch.ones_like(x)], dim=1) if activation in reference.GATED else x
+    results = run_activation(operators, h, torch.ones_like(x), activation)
+    assert torch.equal(results["a"], x.clamp(min=0.0))
+    at_zero = 0.5 if activation == "swiglu" else 0.0
+    expected = torch.tensor([[1.0, 0, 1, 0, 1, 1, 0, at_zero, at_zero]])
+    assert torch.equal(results["dh"][:, :9], expected)
+    nan = torch.full_like(h, torch.nan)
+    results = run_activation(operators, nan, torch.ones_like(x), activation)
+    assert results["a"].isnan().all()
+
+
+@pytest.mark.parametrize("activation", ["relu", "geglu"])
+def test_activation_rows_alone_strides_and_threads(isa, operators, activation):
+    h, dy = activation_problem(1200, 59, torch.float32, activation)
+    expected = run_activation(operators, h, dy, activation)
+    wide = torch.full((1200, 211), torch.nan)
+    wide[:, 1 : 1 + h.shape[1]] = h
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        actual = run_activation(operators, wide[:, 1 : 1 + h.shape[1]], dy, activation)
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+    alone = run_activation(operators, h[7:8], dy[7:8], activation)
+    assert torch.equal(alone["a"], expected["a"][7:8])
+    assert torch.equal(alone["dh"], expected["dh"][7:8])
+
+
+def test_bad_activation_names_the_argument(operators):
+    h, dy = activation_problem(4, 7, torch.float32, "gelu")
+    for name, arguments in (
+        ("activation", (dy, h, None, "silu")),
+        ("h", (dy, h, None, "geglu")),
+        ("dy", (dy[:3], h, None, "gelu")),
+    ):
+        with pytest.raises(ValueError, match=rf"^{name}: got .*allowed"):
+            operators.activation_backward(*arguments, False, False)

@@ -56,6 +56,7 @@ def test_an_unknown_level_is_an_error(extension):
 
 
 # Registers that mark an instruction set, and the namespace whose functions alone may use them.
+TILE = re.compile(r"%tmm|\t(tile|[ls][dt]tilecfg)")
 ZMM_OR_MASK = re.compile(r"%zmm|%k[0-7]\b|%[xy]mm(1[6-9]|2\d|3[01])\b")
 AVX = re.compile(r"%ymm|\tv[a-z]")
 
@@ -75,16 +76,20 @@ def test_no_instruction_above_the_baseline_outside_the_dispatched_functions(exte
         header = re.match(r"[0-9a-f]+ <(.*)>:$", line)
         if header:
             function = header[1]
+        elif TILE.search(line):
+            seen.add("amx")
+            if "fastbert::cpu::amx::" not in function:
+                stray.add((function, line.strip()))
         elif ZMM_OR_MASK.search(line):
             seen.add("avx512")
-            if "fastbert::cpu::avx512::" not in function:
+            if not re.search(r"fastbert::cpu::(avx512|amx)::", function):
                 stray.add((function, line.strip()))
         elif AVX.search(line):
             seen.add("avx2")
-            if not re.search(r"fastbert::cpu::avx(2|512)::", function):
+            if not re.search(r"fastbert::cpu::(avx2|avx512|amx)::", function):
                 stray.add((function, line.strip()))
     assert not stray, sorted(stray)[:10]
-    assert seen == {"avx2", "avx512"}
+    assert seen == {"avx2", "avx512", "amx"}
 
 
 # With -ffast-math, loading the extension would make this thread flush subnormals to zero.

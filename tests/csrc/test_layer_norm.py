@@ -149,3 +149,14 @@ def test_reruns_and_thread_counts_agree_bitwise(isa, operators):
                 assert torch.equal(actual, expected[name]), (name, count)
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_alone_has_the_same_bits(isa, operators, dtype):
+    case = problem(37, 768, dtype)
+    expected = case.run(operators)
+    for name in ("x", "residual", "dy"):
+        setattr(case, name, getattr(case, name)[7:8])
+    alone = case.run(operators)
+    assert torch.equal(alone["y"], expected["y"][7:8])
+    assert torch.equal(alone["dx"], expected["dx"][7:8])

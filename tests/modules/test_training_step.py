@@ -1,13 +1,19 @@
-"""A whole BertForPreTraining step with dropout: both losses and the gradient of every parameter."""
+"""A whole BertForPreTraining step with dropout: both losses and the gradient of every parameter;
+and some steps in a row, each with the weights that the one before has left.
+"""
 
 from __future__ import annotations
+
+import copy
 
 import pytest
 import torch
 
+from fastbert import BertForPreTraining
 from fastbert.ops import backend as backends
 from fastbert.testing import model_parity
-from fastbert.testing.model_parity import check_step
+from fastbert.testing.compare import assert_close
+from fastbert.testing.model_parity import CONFIG, check_step
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BACKENDS = [
@@ -15,6 +21,7 @@ BACKENDS = [
     for name in backends.BACKENDS
     if backends.refusal("layer_norm", name, backends.Request(DEVICE, torch.float32)) is None
 ]
+needs_cpu = pytest.mark.skipif("cpu" not in BACKENDS, reason="the extension cannot run here")
 REASON = "roundings early in the backward pass are shared by every gradient behind them"
 
 
@@ -24,6 +31,62 @@ def test_every_gradient_of_a_training_step(backend):
     assert len(rows) == 48
     failed = [row.detail for row in rows if not row.passed]
     assert not failed, "\n".join(failed)
+
+
+@needs_cpu
+@pytest.mark.parametrize("autocast", [False, True], ids=["model", "autocast"])
+def test_every_gradient_of_a_training_step_in_bfloat16(autocast):
+    options = {"each": True, "autocast": autocast, "factor": 3.0, "reason": REASON}
+    rows = check_step("cpu", torch.bfloat16, **options)
+    assert len(rows) == 48
+    failed = [row.detail for row in rows if not row.passed]
+    assert not failed, "\n".join(failed)
+
+
+def losses(model, optimizer, batch, autocast, again=False):
+    """The loss before each of five steps, and with ``again`` that of a copy of the model, whose
+    weights nobody has packed yet."""
+    first, copies = [], []
+    for _ in range(5):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            if again:
+                copies.append(copy.deepcopy(model)(**batch).loss.detach())
+            loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        first.append(loss.detach())
+    return torch.stack(first), copies
+
+
+def trained(backend, dtype, make_optimizer, autocast=False, again=False):
+    torch.manual_seed(3)
+    model = BertForPreTraining(CONFIG, backend=backend).to(dtype).eval()
+    optimizer = make_optimizer(model.parameters())
+    return losses(model, optimizer, model_parity.batch_of(3), autocast, again)
+
+
+@needs_cpu
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
+def test_weights_are_packed_again_after_each_step(autocast):
+    def adamw(parameters):
+        return torch.optim.AdamW(parameters, lr=1e-3, fused=True)
+
+    got, fresh = trained("cpu", torch.float32, adamw, autocast, again=True)
+    assert torch.equal(got, torch.stack(fresh))
+    assert bool((got.diff() < 0).all())
+
+
+@needs_cpu
+def test_the_loss_falls_as_the_references_does():
+    def sgd(parameters):
+        return torch.optim.SGD(parameters, lr=0.05)
+
+    got, _ = trained("cpu", torch.float32, sgd)
+    oracle, _ = trained("reference", torch.float64, sgd)
+    yardstick, _ = trained("reference", torch.float32, sgd)
+    assert_close("losses", got, oracle, yardstick)
+    assert float(got[-1]) < float(got[0])
 
 
 def test_another_dropout_mask_fails(monkeypatch):

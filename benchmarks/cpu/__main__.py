@@ -1,0 +1,171 @@
+"""The CPU figures beside every peer, one command: a table, JSON and plots, all kept in a folder.
+
+    python -m benchmarks.cpu --out out/cpu                  # everything
+    python -m benchmarks.cpu bert-base training             # some sections
+    python -m benchmarks.cpu --quick                        # tiny shapes: does every engine run?
+
+How long it will take is printed first. A peer that is not installed stays in the table as such.
+The exit status is 1 where one of ours is wrong or cannot run; a ratio that misses its floor is
+printed and is no failure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cpu import accuracy, breakdown, encoder, report, training
+from benchmarks.cpu.ceilings import Ceilings, measure
+from benchmarks.cpu.contest import TOO_LONG_S, CpuRow, Setting, padded_flops
+from benchmarks.cpu.engines import BF16, ENGINES
+from benchmarks.gpu.contest import to_dict
+from fastbert.testing.machine import cpu_cores, describe
+
+SECTIONS = report.ORDER
+# Seconds of one match's turns, of one training contest's, and of one shape's breakdown.
+TURNS_S, STEPS_S, BREAKDOWN_S = 5.0, 10.0, 2.0
+# For the estimate: a worker's start and parity gate, a conversion, a compilation.
+START_S, CONVERT_S, COMPILE_S = 2.5, 25.0, 80.0
+# Of an engine at a shape: those that fall behind are called twice, the others four times.
+CALLS = 3.5
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.cpu",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("sections", nargs="*", metavar="SECTION", help=", ".join(SECTIONS))
+    parser.add_argument("--out", type=Path, default=Path("out/cpu"), help="folder of the results")
+    parser.add_argument("--threads", type=int, default=2, help="threads of every engine")
+    parser.add_argument("--engine", action="append", default=[], help="only this one; repeatable")
+    parser.add_argument("--quick", action="store_true", help="tiny shapes: a look, not a result")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.sections) - set(SECTIONS):
+        allowed = ", ".join(SECTIONS)
+        parser.error(f"SECTION: got {', '.join(sorted(unknown))}, allowed: {allowed}")
+    if unknown := set(arguments.engine) - {engine.name for engine in ENGINES}:
+        allowed = ", ".join(engine.name for engine in ENGINES)
+        parser.error(f"--engine: got {', '.join(sorted(unknown))}, allowed: {allowed}")
+    if not 1 <= arguments.threads <= cpu_cores():
+        parser.error(f"--threads: got {arguments.threads}, allowed: 1 … {cpu_cores()}")
+    wanted = [name for name in SECTIONS if name in (arguments.sections or SECTIONS)]
+    return run(wanted, arguments.out, arguments.threads, arguments.engine, quick=arguments.quick)
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def run(
+    wanted: Sequence[str],
+    folder: Path,
+    threads: int,
+    engines: Sequence[str] = (),
+    *,
+    quick: bool = False,
+    notify: Callable[[str], None] = say,
+) -> int:
+    """The exit status: 1 when one of ours was refused."""
+    folder.mkdir(parents=True, exist_ok=True)
+    sizes = {"size": 64, "copied": 1 << 20} if quick else {}
+    ceilings = measure(threads, **sizes)
+    machine = describe()
+    header = [*machine.lines(), *ceilings.lines()]
+    if quick:
+        header.append("--quick: tiny shapes, the times mean nothing")
+    for text in header:
+        notify(text)
+    for engine in ENGINES:
+        if (reason := engine.missing()) is not None:
+            notify(f"{engine.name}: {reason}")
+    if not quick:
+        minutes = sum(estimate(name, ceilings) for name in wanted) / 60
+        notify(f"{', '.join(wanted)}: about {minutes:.0f} minutes")
+    faults = []
+    for section in wanted:
+        start = time.monotonic()
+        setting = Setting(section, ceilings, 0.0 if quick else TURNS_S, notify)
+        content, rows = measured(section, setting, threads, engines, quick=quick)
+        content |= {
+            "section": section,
+            "quick": quick,
+            "seconds": round(time.monotonic() - start, 1),
+            "header": header,
+            "machine": dataclasses.asdict(machine),
+            "ceilings": dataclasses.asdict(ceilings),
+        }
+        report.write(folder, content, machine)
+        faults += [f"{row.label} {row.contender}: {row.refused}" for row in rows if is_fault(row)]
+        notify(f"[{section}] {content['seconds']} s")
+    notify(f"written: {folder / report.PAGE}")
+    for fault in sorted(set(faults)):
+        notify(f"FAULT {fault}")
+    return 1 if faults else 0
+
+
+def measured(
+    section: str, setting: Setting, threads: int, engines: Sequence[str], *, quick: bool
+) -> tuple[dict[str, Any], list[CpuRow]]:
+    """The section's own part of its JSON, and its rows where it is a contest."""
+    if section in encoder.SCALES:
+        scale = encoder.QUICK if quick else encoder.SCALES[section]
+        rows = encoder.run(scale, setting, threads, engines)
+    elif section == "training":
+        setting.seconds = 0.0 if quick else STEPS_S
+        rows = training.run(training.QUICK if quick else training.SHAPE, setting, threads)
+    elif section == "breakdown":
+        setting.seconds = 0.0 if quick else BREAKDOWN_S
+        scale = encoder.QUICK if quick else encoder.SCALES["bert-base"]
+        return {"rows": breakdown.run(scale, setting, threads)}, []
+    else:
+        return {"result": accuracy.run(setting.notify, 16 if quick else accuracy.MOST)}, []
+    return {"rows": [to_dict(row) for row in rows]}, rows
+
+
+def is_fault(row: CpuRow) -> bool:
+    """One of ours that could not be timed, other than for what this build does not have."""
+    return row.ours and row.refused is not None and "NotImplementedError" not in row.refused
+
+
+def estimate(section: str, ceilings: Ceilings) -> float:
+    """Seconds that a section will take here, by the rates of torch's own products."""
+    fp32, bf16 = ceilings.torch_fp32, ceilings.torch_bf16
+    if section in encoder.SCALES:
+        scale = encoder.SCALES[section]
+        shapes = [match.shape for match in encoder.matches(scale)]
+        seconds = CONVERT_S * scale.config.num_hidden_layers / 12
+        setting = Setting(section, ceilings, 0.0)
+        for engine in ENGINES:
+            if engine.missing() or encoder.left_out(engine, setting):
+                continue
+            seconds += START_S + (COMPILE_S if engine.kind == "compiled" else 0.0)
+            for shape in shapes:
+                slow = engine.form == BF16 and not engine.ours and engine.kind != "openvino"
+                flops = shape.flops if engine.ours else padded_flops(shape)
+                once = flops / (bf16 if slow else fp32)
+                # What is far behind is called once, or not at all.
+                is_behind = slow and bf16 < fp32 / 3
+                seconds += once * (
+                    0 if is_behind and once > TOO_LONG_S else 1 if is_behind else CALLS
+                )
+        return seconds
+    if section == "training":
+        step = 3 * padded_flops(training.SHAPE)
+        return 6 * START_S + step * (
+            2 * CALLS * 2 / fp32 + 2 * (1 if bf16 < fp32 / 3 else 3) / bf16
+        )
+    if section == "breakdown":
+        flops = sum(m.shape.flops for m in encoder.matches(encoder.SCALES["bert-base"]))
+        return 2 * (2 * START_S + 5.5 * flops / fp32 + 4 * BREAKDOWN_S)
+    return 30.0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

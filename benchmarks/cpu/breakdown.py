@@ -1,0 +1,237 @@
+"""Where the time of our encoder goes: each operation of a layer, with its part of the roofline.
+
+The operations are timed one by one with the model's own weights, which rotate from layer to layer
+as they do in a forward pass; what the whole takes beyond their sum is listed as the rest, which is
+negative where one call for a layer saves what single calls cost. The roofline is the larger of
+FLOPs over this machine's product rate and bytes over its copy rate: every weight, input and result
+read or written once, from memory.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.cpu.contest import Setting
+from benchmarks.cpu.encoder import Scale, matches, prepare
+from benchmarks.cpu.engines import BF16, BY_NAME, FP32, Built
+from benchmarks.cpu.remote import Failed, Remote
+from fastbert.testing.limits import Work
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from fastbert.modules.inputs import Rows
+
+NAMES = ("fastbert bf16", "fastbert fp32")
+SIZES = {BF16: 2, FP32: 4}
+WHOLE, REST = "whole", "rest"
+
+
+# In the worker
+
+
+def operations(
+    built: Built, engine: str, lengths: Sequence[int], seconds: float
+) -> list[dict[str, Any]]:
+    """Per operation: seconds of all its calls in one forward pass, how many, FLOPs and bytes."""
+    import torch
+
+    from benchmarks.cpu.batches import batches
+    from fastbert.modules.inputs import enter
+    from fastbert.testing.timing import alternate
+
+    model, config = built.model, built.model.config
+    batch = built.inputs(batches(config.vocab_size, lengths)[0])
+
+    def door() -> Rows:
+        return enter(config, batch["input_ids"], batch["attention_mask"], *[None] * 5)
+
+    with torch.inference_mode():
+        tokens = door()
+        hidden = model.embeddings(tokens)
+        calls = _calls(model, tokens, hidden)
+        calls["door"] = lambda _: (door(), tokens.layout.given(hidden))
+        calls["embedding"] = lambda _: model.embeddings(tokens)
+        calls[WHOLE] = lambda _: built.call(batch)
+        timings = alternate(calls, seconds=seconds, min_samples=3)
+    amounts = work(config, lengths, SIZES[BY_NAME[engine].form])
+    found = []
+    for name, timing in timings.items():
+        count, amount = amounts[name]
+        taken = {"operation": name, "count": count, "seconds": count * timing.median}
+        found.append({**taken, "flops": count * amount.flops, "bytes": count * amount.bytes})
+    return found
+
+
+def _calls(model: nn.Module, tokens: Rows, hidden: Tensor) -> dict[str, Callable[[int], object]]:
+    """The operations of a layer, the weights by the running index."""
+    import torch
+
+    from fastbert import ops
+    from fastbert.modules.feed_forward import ACTIVATIONS
+    from fastbert.ops import backend
+
+    layers, layout, heads = model.encoder.layer, tokens.layout, model.config.num_attention_heads
+    activation = ACTIVATIONS[model.config.hidden_act]
+    approximate = "tanh" if activation == "gelu_tanh" else "none"
+    linear = torch.ops.fastbert_C.linear
+    rows = (layout.batch, layout.length) if layout.cu_seqlens is None else (hidden.shape[0],)
+    packed = layers[0].attention.self.qkv(hidden).view(*rows, 3, heads, -1)
+
+    def attention(index: int) -> Tensor:
+        return ops.attention_qkvpacked(
+            packed, layout.cu_seqlens, layout.max_seqlen, mask=layout.mask, bias=layout.bias
+        )
+
+    def first(index: int) -> Tensor:
+        dense = layers[index % len(layers)].intermediate.dense
+        if backend.EXTENSION is None:
+            return ops.linear_gelu(hidden, dense.weight, dense.bias, approximate=approximate)
+        return linear(hidden, dense.weight, dense.bias, None, activation, False)[0]
+
+    def qkv(index: int) -> Tensor:
+        dense = layers[index % len(layers)].attention.self.qkv
+        if backend.EXTENSION is None:
+            return dense(hidden)
+        return linear(hidden, dense.weight, dense.bias, None, "none", False)[0]
+
+    attended, inner = attention(0).reshape(hidden.shape), first(0)
+    return {
+        "QKV": qkv,
+        "attention": attention,
+        "projection + layer norm": _projected(
+            [layer.attention.output for layer in layers], attended, hidden
+        ),
+        "feed-forward 1 + GELU": first,
+        "feed-forward 2 + layer norm": _projected(
+            [layer.output for layer in layers], inner, hidden
+        ),
+    }
+
+
+def _projected(
+    modules: Sequence[nn.Module], x: Tensor, residual: Tensor
+) -> Callable[[int], Tensor]:
+    """LN(residual + dense(x)) by the extension in one call, or by the operators without it."""
+    import torch
+
+    from fastbert import ops
+    from fastbert.ops import backend
+
+    def fused(index: int) -> Tensor:
+        module = modules[index % len(modules)]
+        dense, norm = module.dense, module.LayerNorm
+        return torch.ops.fastbert_C.linear_layer_norm(
+            x, dense.weight, dense.bias, residual, norm.weight, norm.bias, norm.eps
+        )
+
+    def apart(index: int) -> Tensor:
+        module = modules[index % len(modules)]
+        projected = ops.linear(x, module.dense.weight, None)
+        return module.LayerNorm(projected, residual=residual, x_bias=module.dense.bias)
+
+    return apart if backend.EXTENSION is None else fused
+
+
+def work(config, lengths: Sequence[int], size: int) -> dict[str, tuple[int, Work]]:
+    """Operation → how often a forward pass does it, and one time's work. size: of a number."""
+    tokens, padded = sum(lengths), len(lengths) * max(lengths)
+    hidden, inner, layers = (
+        config.hidden_size,
+        config.intermediate_size,
+        config.num_hidden_layers,
+    )
+
+    def linear(inputs: int, outputs: int, residual: int = 0) -> tuple[int, Work]:
+        numbers = inputs * outputs + tokens * (inputs + outputs + residual)
+        return layers, Work(2.0 * tokens * inputs * outputs, float(size * numbers))
+
+    pairs = 4.0 * hidden * sum(length**2 for length in lengths)
+    rows = float(size * tokens * hidden)
+    amounts = {
+        "QKV": linear(hidden, 3 * hidden),
+        "attention": (layers, Work(pairs, 4 * rows)),
+        "projection + layer norm": linear(hidden, hidden, hidden),
+        "feed-forward 1 + GELU": linear(hidden, inner),
+        "feed-forward 2 + layer norm": linear(inner, hidden, hidden),
+        "door": (1, Work(0.0, 16.0 * padded + rows + size * padded * hidden)),
+        "embedding": (1, Work(0.0, 2 * rows)),
+    }
+    amounts[WHOLE] = (1, Work(sum(count * one.flops for count, one in amounts.values())))
+    return amounts
+
+
+# In the driver
+
+
+def run(scale: Scale, setting: Setting, threads: int) -> list[dict[str, Any]]:
+    """One entry per shape and format: the operations with their part of the time and roofline."""
+    found = []
+    engines = [BY_NAME[name] for name in NAMES]
+    with tempfile.TemporaryDirectory() as folder:
+        prepare(Path(folder), scale.config, engines, setting)
+        for engine in engines:
+            with Remote(engine.name, Path(folder), threads) as worker:
+                for match in matches(scale):
+                    entry: dict[str, Any] = {"label": match.shape.name, "engine": engine.name}
+                    try:
+                        if not found or found[-1]["engine"] != engine.name:
+                            worker.ask("load")
+                        answer = worker.ask(
+                            "breakdown", lengths=list(match.shape.lengths), seconds=setting.seconds
+                        )
+                        limits = setting.ceilings.limits(engine.form)
+                        entry["operations"] = with_roofline(answer["operations"], limits)
+                    except Failed as failure:
+                        entry["refused"] = str(failure)
+                    found.append(entry)
+                    for text in lines([entry]):
+                        setting.notify(text)
+    return found
+
+
+def with_roofline(operations: Sequence[Mapping[str, Any]], limits) -> list[dict[str, Any]]:
+    """Adds each operation's share of the whole, its floor over its time, and the rest."""
+    whole = next(o["seconds"] for o in operations if o["operation"] == WHOLE)
+    named = sum(o["seconds"] for o in operations if o["operation"] != WHOLE)
+    found = []
+    for operation in operations:
+        amount = Work(operation["flops"], operation["bytes"])
+        found.append(
+            {
+                **operation,
+                "share": operation["seconds"] / whole,
+                "gflops": operation["flops"] / operation["seconds"] / 1e9,
+                "of_roofline": amount.floor(limits) / operation["seconds"],
+                "bound_by": amount.bound_by(limits),
+            }
+        )
+    rest = whole - named
+    return [*found, {"operation": REST, "seconds": rest, "share": rest / whole}]
+
+
+def lines(entries: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A Markdown table per shape and format."""
+    text = []
+    for entry in entries:
+        text += ["", f"### {entry['label']}, {entry['engine']}", ""]
+        if "refused" in entry:
+            text.append(f"not measured: {entry['refused']}")
+            continue
+        text += [
+            "| operation | ms | of the whole | GFLOP/s | of the roofline | bound by |",
+            "|---|---|---|---|---|---|",
+        ]
+        for o in entry["operations"]:
+            text.append(
+                f"| {o['operation']} | {1e3 * o['seconds']:.2f} | {100 * o['share']:.0f} % | "
+                + (
+                    f"{o['gflops']:,.0f} | {100 * o['of_roofline']:.0f} % | {o['bound_by']} |"
+                    if "gflops" in o
+                    else "| | |"
+                )
+            )
+    return text

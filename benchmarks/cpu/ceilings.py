@@ -1,0 +1,140 @@
+"""What this machine can do at most, measured in the run itself: products per format, and memory.
+
+The products come from a loop in C on operands in registers or the L1 cache (``peak.c``), compiled
+here for this very processor; without a C compiler they are torch's best product, and the header
+says so. Memory is a copy larger than the caches, read plus written.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from fastbert.testing.limits import Limits
+
+FORMATS = ("fp32", "bf16", "int8")
+COPY_BYTES = 256 << 20
+# Short and many: the best of them ran undisturbed.
+SAMPLE_S = 0.005
+SAMPLES = 20
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """Operations per second of all threads by format, by which unit each, and bytes per second.
+
+    ``torch_*``: what torch's own products reach, from which the run's length is estimated.
+    """
+
+    threads: int
+    products: dict[str, float]
+    units: dict[str, str]
+    bytes: float
+    torch_fp32: float
+    torch_bf16: float
+
+    def limits(self, form: str) -> Limits:
+        """As the limits of a chip: the exponentials are none of a CPU's units."""
+        rate = self.products[form]
+        return Limits(self.units[form], rate, self.bytes, rate, self.bytes, float("inf"))
+
+    def lines(self) -> list[str]:
+        products = ", ".join(
+            f"{form} {self.products[form] / 1e9:,.0f} ({self.units[form]})" for form in FORMATS
+        )
+        return [
+            f"limits of {self.threads} threads, G operations/s: {products}; "
+            f"copy {self.bytes / 1e9:.1f} GB/s",
+            f"torch's products: fp32 {self.torch_fp32 / 1e9:,.0f}, "
+            f"bf16 {self.torch_bf16 / 1e9:,.0f} GFLOP/s",
+        ]
+
+
+def measure(threads: int, *, size: int = 1024, copied: int = COPY_BYTES) -> Ceilings:
+    """The best of a few short samples of each: a limit is not a median."""
+    torch.set_num_threads(threads)
+    fp32 = _product(torch.float32, size)
+    bf16 = _product(torch.bfloat16, size)
+    products, units = _peaks(threads)
+    for form, fallback in (("fp32", fp32), ("bf16", max(bf16, products.get("fp32", 0.0)))):
+        if not products.get(form):
+            unit = "widened to fp32" if form == "bf16" and products.get("fp32") else "torch matmul"
+            products[form], units[form] = fallback, unit
+    if not products.get("int8"):
+        products["int8"], units["int8"] = products["fp32"], "as fp32"
+    return Ceilings(threads, products, units, _copy(copied), fp32, bf16)
+
+
+def _best(call: Callable[[], object], repeats: int) -> float:
+    call()
+    best = float("inf")
+    for _ in range(SAMPLES):
+        start = time.perf_counter()
+        for _ in range(repeats):
+            call()
+        best = min(best, (time.perf_counter() - start) / repeats)
+    return best
+
+
+def _product(dtype: torch.dtype, size: int) -> float:
+    a, b = (torch.randn(size, size, dtype=dtype) for _ in range(2))
+    return 2 * size**3 / _best(lambda: a @ b, 1)
+
+
+def _copy(size: int) -> float:
+    source = torch.randn(size // 4)
+    target = torch.empty_like(source)
+    return 2 * size / _best(lambda: target.copy_(source), 1)
+
+
+def _peaks(threads: int) -> tuple[dict[str, float], dict[str, str]]:
+    """Per format; empty where no C compiler makes the loop."""
+    compiler = next((c for c in ("cc", "gcc", "clang") if shutil.which(c)), None)
+    if compiler is None:
+        return {}, {}
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder) / "peak.so"
+        source = Path(__file__).with_name("peak.c")
+        command = [compiler, "-O2", "-march=native", "-shared", "-fPIC", "-o", target, source]
+        if subprocess.run(command, capture_output=True, check=False).returncode:
+            return {}, {}
+        library = ctypes.CDLL(str(target))
+    rates, units = {}, {}
+    for form in FORMATS:
+        function, unit = getattr(library, f"peak_{form}"), getattr(library, f"unit_{form}")
+        function.restype, function.argtypes = ctypes.c_double, [ctypes.c_int64]
+        unit.restype = ctypes.c_char_p
+        rates[form] = max(_rate(function, threads) for _ in range(SAMPLES))
+        units[form] = unit().decode()
+    return rates, units
+
+
+def _rate(function: Callable[[int], float], threads: int) -> float:
+    """Operations per second of ``threads`` threads at once; ctypes lets go of Python's lock."""
+    rounds = 1 << 12
+    while True:
+        rates, seconds = [0.0] * threads, [0.0] * threads
+
+        def run(index: int, rounds: int = rounds, rates=rates, seconds=seconds) -> None:
+            start = time.perf_counter()
+            done = function(rounds)
+            seconds[index] = time.perf_counter() - start
+            rates[index] = done / seconds[index]
+
+        workers = [threading.Thread(target=run, args=(i,)) for i in range(threads)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        if min(seconds) > SAMPLE_S / 2 or not all(rates):
+            return sum(rates)
+        rounds *= 2

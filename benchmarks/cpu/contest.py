@@ -1,0 +1,295 @@
+"""One shape, every engine: each is tried once, then those that can win take turns.
+
+An engine far behind is not called again: on a machine without a unit for its dtype one call can
+take longer than everybody else's whole turn. What is left out, refused or not installed stays in
+the table with its reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from benchmarks.cpu.ceilings import Ceilings
+from benchmarks.cpu.engines import BF16, BY_NAME, FP32, INT8
+from benchmarks.cpu.remote import Failed, Remote, RemoteWatch
+from benchmarks.gpu.contest import Row
+from fastbert.testing.bench_encoder import EncoderShape
+from fastbert.testing.timing import Timing, alternate
+
+Notify = Callable[[str], None]
+
+# Beyond this multiple of the fastest peer of its group an engine cannot be the best: one warm call
+# is its time, unless it is a short one.
+BEHIND = 1.5
+SHORT_S = 0.3
+# So far behind, a first call longer than LONG_S is its time; and it is left out where, by its own
+# rate at the last shape, a call would take longer than TOO_LONG_S.
+FAR_BEHIND = 3.0
+LONG_S = 4.0
+TOO_LONG_S = 15.0
+# The threads of an engine spin for a while after its call; the next one begins when they sleep.
+SETTLE_S = 0.02
+MIN_SAMPLES, MAX_SAMPLES = 3, 30
+# The RMS of a difference over the RMS of what is right, above which an engine computes something
+# else. Rounding to bf16 in twelve layers makes a few hundredths.
+CLOSE = 0.25
+
+
+@dataclass(frozen=True)
+class Target:
+    """The ratio that must be reached, and the one that is wanted."""
+
+    floor: float | None = None
+    goal: float | None = None
+
+
+@dataclass
+class CpuRow(Row):
+    """``ratio`` is against ``against``, the fastest of those that the row's target names;
+    ``best_ratio`` against the fastest peer in any format. ``difference``: RMS of the difference to
+    the first fp32 engine's result over that result's RMS. ``peak_bytes``: of the resident memory of
+    the engine's process while it ran this shape, after its first call."""
+
+    tokens: int = 0
+    against: str | None = None
+    best_ratio: float | None = None
+    ratio_floor: float | None = None
+    difference: float | None = None
+    packed_bytes: int | None = None
+
+
+@dataclass
+class Setting:
+    """What the matches of a section share. seconds: of one match's turns."""
+
+    section: str
+    ceilings: Ceilings
+    seconds: float
+    notify: Notify = print
+    # Engine → seconds per FLOP of a padded batch, at the last shape that it was timed at.
+    rates: dict[str, float] = field(default_factory=dict)
+
+
+def padded_flops(shape: EncoderShape) -> float:
+    """Of an engine that computes the padding too."""
+    full = EncoderShape(shape.name, shape.config, (max(shape.lengths),) * len(shape.lengths))
+    return full.flops
+
+
+def play(
+    shape: EncoderShape,
+    series: str,
+    workers: Mapping[str, Remote],
+    refused: Mapping[str, str],
+    notes: Mapping[str, str | None],
+    setting: Setting,
+) -> list[CpuRow]:
+    """One row for each engine of ``workers`` and ``refused``, in the order of the table."""
+    rows = {}
+    for name, engine in BY_NAME.items():
+        if name in workers or name in refused:
+            row = CpuRow(setting.section, series, shape.name, "encoder", engine.form, "inference",
+                         name, engine.ours, unit="tokens/s", tokens=shape.tokens)  # fmt: skip
+            row.refused, row.note = refused.get(name), notes.get(name)
+            rows[name] = row
+
+    def first_call(name: str) -> dict[str, Any]:
+        if reason := _too_slow(name, shape, setting):
+            raise Failed(reason)
+        return workers[name].ask("shape", lengths=list(shape.lengths))
+
+    answers = first_calls(workers, rows, first_call, setting.notify)
+    _compare(answers, rows)
+    seconds = {name: answers[name]["seconds"] for name in answers if not rows[name].refused}
+    take_turns(seconds, workers, rows, setting.seconds)
+    for name, row in rows.items():
+        if row.seconds is None:
+            continue
+        setting.rates[name] = row.seconds / padded_flops(shape)
+        row.rate, row.tflops = shape.tokens / row.seconds, shape.flops / row.seconds / 1e12
+        row.of_measured_floor = row.tflops * 1e12 / setting.ceilings.products[row.dtype]
+    return list(rows.values())
+
+
+def _too_slow(name: str, shape: EncoderShape, setting: Setting) -> str | None:
+    """Why an engine is not even called: by its rate it would take too long, and cannot win."""
+    if name not in setting.rates or BY_NAME[name].ours:
+        return None
+    expected = setting.rates[name] * padded_flops(shape)
+    behind = setting.rates[name] / min(setting.rates.values())
+    if expected < TOO_LONG_S or behind < FAR_BEHIND:
+        return None
+    return f"left out: about {expected:.0f} s a call, {behind:.1f} × the fastest, by its last shape"
+
+
+def first_calls(
+    workers: Mapping[str, Remote],
+    rows: Mapping[str, CpuRow],
+    call: Callable[[str], dict[str, Any]],
+    notify: Notify,
+) -> dict[str, dict[str, Any]]:
+    """Engine → what it answered to its first call, which compiles, packs and allocates."""
+    answers = {}
+    for name, worker in workers.items():
+        try:
+            answers[name] = call(name)
+            worker.ask("forget_peak")
+        except Failed as failure:
+            rows[name].refused = str(failure)
+            notify(f"  {name}: {failure}")
+            continue
+        notify(f"  {name}: first call {answers[name]['seconds']:.3g} s")
+    return answers
+
+
+def _compare(answers: Mapping[str, dict[str, Any]], rows: Mapping[str, CpuRow]) -> None:
+    """Refuses what is not finite or far from the first fp32 engine's result."""
+    numbers = {name: np.asarray(answer["sample"]) for name, answer in answers.items()}
+    order = sorted(numbers, key=lambda name: (rows[name].dtype != FP32, rows[name].ours))
+    right = numbers[order[0]] if order else None
+    for name, found in numbers.items():
+        if not np.isfinite(found).all():
+            rows[name].refused = "its result is not finite"
+            continue
+        difference = float(np.sqrt(np.mean((found - right) ** 2) / np.mean(right**2)))
+        rows[name].difference = difference
+        if difference > CLOSE:
+            rows[name].refused = f"its result differs: RMS {difference:.2f} of the right one's"
+
+
+def take_turns(
+    first: Mapping[str, float],
+    workers: Mapping[str, Remote],
+    rows: Mapping[str, CpuRow],
+    seconds: float,
+) -> None:
+    """Fills in the times and the memory of every engine that answered its first call.
+
+    first: seconds of that call. Ours always take turns, however slow.
+    """
+    once: dict[str, float] = {}
+    fastest = fastest_peers(first, rows)
+    for name, took in first.items():
+        is_long = took > max(LONG_S, FAR_BEHIND * fastest[name]) and not rows[name].ours
+        try:
+            once[name] = took if is_long else workers[name].measure(1, 1)
+        except Failed as failure:
+            rows[name].refused = str(failure)
+    fastest = fastest_peers(once, rows)
+    turns = {
+        name: took
+        for name, took in once.items()
+        if rows[name].ours or took <= max(SHORT_S, BEHIND * fastest[name])
+    }
+    timings = {name: Timing(took, took, took, 1) for name, took in once.items()}
+    if turns:
+        timings |= _alternate(turns, workers, rows, seconds)
+    for name, timing in timings.items():
+        row = rows[name]
+        row.seconds, row.p10, row.p90 = timing.median, timing.p10, timing.p90
+        row.samples = timing.samples
+        if name not in turns:
+            add_note(row, "one call: too slow to be the best peer")
+        try:
+            memory = workers[name].ask("peak")
+        except Failed as failure:
+            add_note(row, str(failure))
+            continue
+        row.peak_bytes, row.packed_bytes = memory["peak"], memory["packed"]
+
+
+def _alternate(
+    turns: Mapping[str, float],
+    workers: Mapping[str, Remote],
+    rows: Mapping[str, CpuRow],
+    seconds: float,
+) -> dict[str, Timing]:
+    """The times of those that take turns; none where one of them fails on the way."""
+    try:
+        return alternate(
+            {name: workers[name] for name in turns},
+            watch=RemoteWatch(),
+            once=turns,
+            settle=SETTLE_S,
+            seconds=seconds,
+            min_samples=MIN_SAMPLES,
+            max_samples=MAX_SAMPLES,
+        )
+    except Failed as failure:
+        for name in turns:
+            add_note(rows[name], f"one call: the turns were broken off by {failure}")
+        return {}
+
+
+def add_note(row: CpuRow, text: str) -> None:
+    row.note = "; ".join(filter(None, [row.note, text]))
+
+
+# Which rows a target is against, by the format of ours.
+PEERS: dict[str, Callable[[CpuRow], bool]] = {
+    BF16: lambda row: not row.ours,
+    FP32: lambda row: row.contender.startswith("transformers") and row.dtype == FP32,
+    INT8: lambda row: row.contender == "fastbert bf16",
+}
+
+
+def fastest_peers(seconds: Mapping[str, float], rows: Mapping[str, CpuRow]) -> dict[str, float]:
+    """Engine → the fewest seconds of a peer that some target holds it against.
+
+    transformers' fp32 paths compete with each other, as the only peers of our fp32.
+    """
+
+    def fastest(wanted: Callable[[CpuRow], bool]) -> float:
+        return min((t for name, t in seconds.items() if wanted(rows[name])), default=float("inf"))
+
+    of_form = {form: fastest(PEERS[form]) for form in (BF16, FP32)}
+    return {name: of_form[FP32 if PEERS[FP32](rows[name]) else BF16] for name in seconds}
+
+
+def judge(
+    rows: Sequence[CpuRow],
+    target: Callable[[CpuRow], Target],
+    peers: Mapping[str, Callable[[CpuRow], bool]] = PEERS,
+) -> None:
+    """Ratios of our rows of one shape, and what each has to reach."""
+    best = _fastest(row for row in rows if not row.ours)
+    for row in rows:
+        if not row.ours or row.seconds is None:
+            continue
+        wanted = target(row)
+        row.ratio_floor, row.ratio_goal = wanted.floor, wanted.goal
+        peer = _fastest(other for other in rows if peers[row.dtype](other) and other is not row)
+        if peer is not None and peer.seconds is not None:
+            row.against, row.ratio = peer.contender, peer.seconds / row.seconds
+        if best is not None and best.seconds is not None:
+            row.best_ratio = best.seconds / row.seconds
+
+
+def _fastest(rows: Iterable[CpuRow]) -> CpuRow | None:
+    timed = [row for row in rows if row.seconds is not None]
+    return min(timed, key=lambda row: row.seconds or 0.0, default=None)
+
+
+def verdict(row: CpuRow) -> str:
+    """Whether the floor and the goal of a row of ours are met, in words; empty without a target."""
+    parts = []
+    for name, wanted in (("floor", row.ratio_floor), ("goal", row.ratio_goal)):
+        if wanted is not None:
+            met = row.ratio is not None and row.ratio >= wanted
+            parts.append(f"{name} {wanted:g}: {'met' if met else 'NOT met'}")
+    return ", ".join(parts)
+
+
+def line(row: CpuRow) -> str:
+    """One row as text, when its shape is done."""
+    text = f"  {row.contender:<26}"
+    if row.seconds is None:
+        return f"{text} {row.refused}"
+    text += f" {1e3 * row.seconds:>9.2f} ms  {row.rate or 0:>10,.0f} {row.unit}"
+    if row.ratio is not None:
+        text += f"  {row.ratio:.2f} × {row.against}  {verdict(row)}"
+    return text.rstrip()

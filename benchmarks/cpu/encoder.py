@@ -1,0 +1,176 @@
+"""Inference of the whole encoder: padded ids to padded hidden states, beside every peer."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from benchmarks.cpu.contest import CpuRow, Setting, Target, judge, line, padded_flops, play
+from benchmarks.cpu.engines import BF16, ENGINES, FP32, INT8, ONNX, OPENVINO, WEIGHTS, Engine
+from benchmarks.cpu.remote import ROOT, Failed, Remote
+from fastbert.config import BertConfig
+from fastbert.testing.bench_encoder import (
+    BASE,
+    MINILM,
+    SMALL,
+    EncoderShape,
+    half_padded,
+    random_weights,
+)
+
+FULL, HALF, ONE = "full", "half padded", "one sequence"
+EXPORT_LIMIT_S = 300
+
+
+@dataclass(frozen=True)
+class Scale:
+    """The model, its full batches (B, L), each also half padded, and its single lengths."""
+
+    name: str
+    config: BertConfig
+    batches: tuple[tuple[int, int], ...]
+    single: tuple[int, ...]
+
+
+BATCHES, SINGLE = ((8, 128), (4, 512)), (32, 128)
+SCALES = {
+    "bert-base": Scale("BERT-base", BASE, BATCHES, SINGLE),
+    "minilm": Scale("MiniLM-L6", MINILM, BATCHES, SINGLE),
+}
+QUICK = Scale("tiny", SMALL, ((4, 32),), (16,))
+
+# What BERT-base must reach, by the kind of batch and our format: (floor, goal).
+TARGETS: dict[tuple[str, str], Target] = {
+    (FULL, BF16): Target(2.0, 3.0),
+    (HALF, BF16): Target(3.5, 5.0),
+    (ONE, BF16): Target(1.3, 1.5),
+    (FULL, FP32): Target(1.2),
+    (HALF, FP32): Target(2.0),
+}
+INT8_TARGET = Target(1.5)
+INT8_SHAPE = "BERT-base 8×128"
+
+
+@dataclass(frozen=True)
+class Match:
+    kind: str
+    shape: EncoderShape
+
+
+def matches(scale: Scale) -> list[Match]:
+    """Single sequences first: they are short, and say how fast each engine is."""
+    found = []
+    for length in scale.single:
+        shape = EncoderShape(f"{scale.name} 1×{length}", scale.config, (length,))
+        found.append(Match(ONE, shape))
+    for batch, length in scale.batches:
+        name = f"{scale.name} {batch}×{length}"
+        for kind, lengths in ((FULL, (length,) * batch), (HALF, half_padded(batch, length))):
+            found.append(Match(kind, EncoderShape(f"{name} {kind}", scale.config, lengths)))
+    return found
+
+
+def target_of(row: CpuRow, match: Match) -> Target:
+    """Floor and goal of one of our rows; none for a model without any."""
+    if not match.shape.name.startswith("BERT-base"):
+        return Target()
+    if row.dtype == INT8:
+        return INT8_TARGET if match.shape.name.startswith(INT8_SHAPE) else Target()
+    return TARGETS.get((match.kind, row.dtype), Target())
+
+
+def flops_to_do(scale: Scale) -> float:
+    return sum(padded_flops(match.shape) for match in matches(scale))
+
+
+def run(scale: Scale, setting: Setting, threads: int, names: Sequence[str] = ()) -> list[CpuRow]:
+    """All shapes of one model; ``names`` [] means every engine."""
+    wanted = [e for e in ENGINES if not names or e.name in names]
+    rows: list[CpuRow] = []
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        refused = prepare(Path(folder), scale.config, wanted, setting)
+        runners = [engine for engine in wanted if engine.name not in refused]
+        started = [stack.enter_context(Remote(e.name, Path(folder), threads)) for e in runners]
+        # Nothing is timed yet: imports, gates and conversions may share the cores.
+        with ThreadPoolExecutor(threads) as pool:
+            admitted = list(pool.map(_admit, started, [engine.ours for engine in runners]))
+        workers, notes = {}, {}
+        for worker, (note, reason) in zip(started, admitted, strict=True):
+            if reason is None:
+                workers[worker.engine], notes[worker.engine] = worker, note
+            else:
+                refused[worker.engine] = reason
+                worker.close()
+        for name, reason in refused.items():
+            setting.notify(f"  {name}: {reason}")
+        for match in matches(scale):
+            setting.notify(f"[{setting.section}] {match.shape.name}")
+            found = play(match.shape, scale.name, workers, refused, notes, setting)
+            judge(found, lambda row, match=match: target_of(row, match))
+            rows += found
+            for row in found:
+                setting.notify(line(row))
+    return rows
+
+
+def _admit(worker: Remote, ours: bool) -> tuple[str | None, str | None]:
+    """The note of an engine that is right and built, or the reason why it is not."""
+    try:
+        if ours and (reason := worker.ask("gate")["refused"]):
+            return None, reason
+        return worker.ask("load")["note"], None
+    except Failed as failure:
+        return None, str(failure)
+
+
+def prepare(
+    folder: Path, config: BertConfig, wanted: Sequence[Engine], setting: Setting
+) -> dict[str, str]:
+    """Writes the model into ``folder``; engine → why it cannot run."""
+    refused = {e.name: reason for e in wanted if (reason := e.missing() or left_out(e, setting))}
+    (folder / "config.json").write_text(json.dumps(config.to_dict()), encoding="utf-8")
+    torch.save(random_weights(config), folder / WEIGHTS)
+    for kind, made in (("onnx", ONNX), ("openvino", OPENVINO)):
+        users = [e.name for e in wanted if e.kind.startswith(kind) and e.name not in refused]
+        if not users:
+            continue
+        setting.notify(f"[{setting.section}] converting for {', '.join(users)}")
+        reason = _export(folder, kind)
+        if reason or not (folder / made).exists():
+            refused |= dict.fromkeys(users, f"conversion failed: {reason}")
+    return refused
+
+
+def left_out(engine: Engine, setting: Setting) -> str | None:
+    """Why an engine is not even built: it would compile for minutes, for nothing that counts."""
+    fp32, bf16 = setting.ceilings.torch_fp32, setting.ceilings.torch_bf16
+    if engine.kind != "compiled":
+        return None
+    if setting.section == "minilm":
+        return "left out: compiled for BERT-base only, whose targets count it"
+    if engine.form != BF16 or bf16 > fp32 / 2:
+        return None
+    return (
+        f"left out: torch's bf16 products reach {bf16 / 1e9:.0f} GFLOP/s here, "
+        f"its fp32 products {fp32 / 1e9:.0f}"
+    )
+
+
+def _export(folder: Path, kind: str) -> str | None:
+    command = [sys.executable, "-m", "benchmarks.cpu.export", str(folder), kind]
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=EXPORT_LIMIT_S
+        )
+    except subprocess.TimeoutExpired:
+        return f"not done within {EXPORT_LIMIT_S} s"
+    return " ".join(done.stderr.split())[-300:] if done.returncode else None

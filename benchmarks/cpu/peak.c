@@ -1,0 +1,230 @@
+// What one thread of this processor can multiply and add at most, measured on operands in registers
+// or, for tiles, in the L1 cache. Random numbers: tiles of zeros run faster than any real data.
+//
+// Compiled by ceilings.py with -march=native at run time: the widest unit of this very machine
+// counts, whatever the extension was built for. Each function does `rounds` rounds and returns the
+// operations done (a multiply and an add are two), or 0 where the machine has no such unit.
+
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+#if defined(__AVX512F__)
+#define VECTOR_BYTES 64
+#elif defined(__AVX2__)
+#define VECTOR_BYTES 32
+#else
+#define VECTOR_BYTES 16
+#endif
+
+typedef float Vector __attribute__((vector_size(VECTOR_BYTES)));
+enum { kLanes = VECTOR_BYTES / 4, kChains = 12 };
+
+// Enough chains of dependent additions to hide their latency on any core, each a variable of its
+// own: an array of them would live in memory.
+#define EACH_CHAIN(f) f(0) f(1) f(2) f(3) f(4) f(5) f(6) f(7) f(8) f(9) f(10) f(11)
+// Keeps the compiler from merging the chains or leaving the loop.
+#define PIN(i) __asm__ volatile("" : "+x"(sum##i));
+
+static volatile float sink;
+
+static uint32_t next_random(uint32_t* state) { return *state = *state * 1664525u + 1013904223u; }
+
+double peak_fp32(int64_t rounds) {
+  uint32_t state = 1;
+  float values[2 * kLanes];
+  for (int lane = 0; lane < kLanes; ++lane) {
+    values[lane] = 0.5f + (float)(next_random(&state) >> 8) * 0x1p-26f;
+    values[kLanes + lane] = (float)(next_random(&state) >> 8) * 0x1p-24f;
+  }
+  Vector factor, term;
+  memcpy(&factor, values, sizeof factor);
+  memcpy(&term, values + kLanes, sizeof term);
+#define BEGIN(i) Vector sum##i = term + (float)i;
+#define ADD(i) sum##i = sum##i * factor + term;
+#define COLLECT(i) term += sum##i;
+  EACH_CHAIN(BEGIN)
+  for (int64_t round = 0; round < rounds; ++round) {
+    EACH_CHAIN(ADD)
+    EACH_CHAIN(PIN)
+  }
+  EACH_CHAIN(COLLECT)
+#undef BEGIN
+#undef ADD
+#undef COLLECT
+  sink = term[0];
+  return 2.0 * kLanes * kChains * (double)rounds;
+}
+
+#if defined(__AMX_TILE__)
+typedef struct {
+  uint8_t palette, start_row, reserved[14];
+  uint16_t bytes_per_row[16];
+  uint8_t rows[16];
+} __attribute__((packed)) TileShape;
+
+// Four sums, two tiles of each operand, all full; a loop of four loads and four products.
+static uint8_t operands[4][1024] __attribute__((aligned(64)));
+static int8_t results[1024] __attribute__((aligned(64)));
+
+static int tiles_begin(int is_bf16) {
+  if (syscall(SYS_arch_prctl, 0x1023, 18)) return 0;  // ARCH_REQ_XCOMP_PERM of the tile data
+  uint32_t state = 1;
+  for (int tile = 0; tile < 4; ++tile)
+    for (int i = 0; i < 1024; i += 2) {
+      // bf16 numbers of both signs between 1/2 and 2, or any bytes.
+      const uint32_t drawn = next_random(&state);
+      const uint16_t value = is_bf16 ? (uint16_t)((drawn >> 16 & 0x80ff) | 0x3f00) : drawn >> 16;
+      memcpy(operands[tile] + i, &value, 2);
+    }
+  TileShape shape = {.palette = 1};
+  for (int tile = 0; tile < 8; ++tile) shape.bytes_per_row[tile] = 64, shape.rows[tile] = 16;
+  _tile_loadconfig(&shape);
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  return 1;
+}
+
+static void tiles_end(void) {
+  _tile_stored(0, results, 64);
+  sink = results[0];
+  _tile_release();
+}
+
+#define TILE_LOOP(product)                           \
+  for (int64_t round = 0; round < rounds; ++round) { \
+    _tile_loadd(4, operands[0], 64);                 \
+    _tile_loadd(5, operands[1], 64);                 \
+    _tile_loadd(6, operands[2], 64);                 \
+    _tile_loadd(7, operands[3], 64);                 \
+    product(0, 4, 6);                                \
+    product(1, 4, 7);                                \
+    product(2, 5, 6);                                \
+    product(3, 5, 7);                                \
+  }
+#endif
+
+double peak_bf16(int64_t rounds) {
+#if defined(__AMX_BF16__)
+  if (tiles_begin(1)) {
+    TILE_LOOP(_tile_dpbf16ps)
+    tiles_end();
+    return 4.0 * 2 * 16 * 16 * 32 * (double)rounds;
+  }
+#endif
+#if defined(__AVX512BF16__)
+  uint32_t state = 1;
+  uint16_t values[64];
+  for (int i = 0; i < 64; ++i) values[i] = (next_random(&state) >> 16 & 0x80ff) | 0x3f00;
+  __m512bh a, b;
+  memcpy(&a, values, 64), memcpy(&b, values + 32, 64);
+#define BEGIN(i) __m512 sum##i = _mm512_set1_ps(i);
+#define ADD(i) sum##i = _mm512_dpbf16_ps(sum##i, a, b);
+#define COLLECT(i) total += _mm512_reduce_add_ps(sum##i);
+  EACH_CHAIN(BEGIN)
+  for (int64_t round = 0; round < rounds; ++round) {
+    EACH_CHAIN(ADD)
+    EACH_CHAIN(PIN)
+  }
+  float total = 0;
+  EACH_CHAIN(COLLECT)
+#undef BEGIN
+#undef ADD
+#undef COLLECT
+  sink = total;
+  return 2.0 * 32 * kChains * (double)rounds;
+#else
+  return 0;
+#endif
+}
+
+double peak_int8(int64_t rounds) {
+#if defined(__AMX_INT8__)
+  if (tiles_begin(0)) {
+    TILE_LOOP(_tile_dpbusd)
+    tiles_end();
+    return 4.0 * 2 * 16 * 16 * 64 * (double)rounds;
+  }
+#endif
+#if defined(__AVX2__)
+  uint32_t state = 1;
+  uint8_t values[128];
+  for (int i = 0; i < 128; ++i) values[i] = next_random(&state) >> 24;
+#if defined(__AVX512VNNI__)
+  typedef __m512i Bytes;
+#define ADD_PRODUCTS(sum) _mm512_dpbusd_epi32(sum, a, b)
+#elif defined(__AVXVNNI__)
+  typedef __m256i Bytes;
+#define ADD_PRODUCTS(sum) _mm256_dpbusd_avx_epi32(sum, a, b)
+#else
+  // Without VNNI: widened to 16 bits, whose pairs are exact, half of the bytes at a time.
+  typedef __m256i Bytes;
+#define ADD_PRODUCTS(sum) _mm256_add_epi32(sum, _mm256_madd_epi16(a, b))
+#endif
+  Bytes a, b;
+  memcpy(&a, values, sizeof a), memcpy(&b, values + 64, sizeof b);
+#define BEGIN(i) Bytes sum##i = a;
+// Without the pin the products, which never change, would be computed once for all chains.
+#define ADD(i)                    \
+  __asm__ volatile("" : "+x"(a)); \
+  sum##i = ADD_PRODUCTS(sum##i);
+#define COLLECT(i) a ^= sum##i;
+  EACH_CHAIN(BEGIN)
+  for (int64_t round = 0; round < rounds; ++round) {
+    EACH_CHAIN(ADD)
+    EACH_CHAIN(PIN)
+  }
+  EACH_CHAIN(COLLECT)
+#undef BEGIN
+#undef ADD
+#undef COLLECT
+  sink = (float)a[0];
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+  return 2.0 * sizeof(Bytes) * kChains * (double)rounds;
+#else
+  return 1.0 * sizeof(Bytes) * kChains * (double)rounds;
+#endif
+#else
+  return 0;
+#endif
+}
+
+// The unit behind each figure, for the table's header.
+const char* unit_fp32(void) {
+#if defined(__AVX512F__)
+  return "AVX-512 FMA";
+#elif defined(__FMA__)
+  return "AVX2 FMA";
+#else
+  return "128-bit multiply and add";
+#endif
+}
+
+const char* unit_bf16(void) {
+#if defined(__AMX_BF16__)
+  return "AMX-BF16";
+#elif defined(__AVX512BF16__)
+  return "AVX512-BF16";
+#else
+  return "";
+#endif
+}
+
+const char* unit_int8(void) {
+#if defined(__AMX_INT8__)
+  return "AMX-INT8";
+#elif defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+  return "VNNI";
+#elif defined(__AVX2__)
+  return "AVX2 16-bit pairs";
+#else
+  return "";
+#endif
+}

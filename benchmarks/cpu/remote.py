@@ -1,0 +1,104 @@
+"""The driver's side of a worker: start it, ask it, end it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+# Compiling a model for a shape is the longest that an answer may take.
+LIMIT_S = 480.0
+
+
+class Failed(RuntimeError):
+    """The worker's own reason, or that it gave none."""
+
+
+class Remote:
+    """A process that holds one engine. Context manager; its end ends the process."""
+
+    def __init__(self, engine: str, folder: Path, threads: int) -> None:
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+            environment[name] = str(threads)
+        environment["PYTHONPATH"] = os.pathsep.join(
+            [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        )
+        self.engine = engine
+        self.log = folder / f"{engine.replace(' ', '-')}.log"
+        self._log = self.log.open("w", encoding="utf-8")
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.cpu.worker", engine, str(folder), str(threads)],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+        )
+
+    def ask(self, do: str, *, limit: float = LIMIT_S, **arguments: Any) -> dict[str, Any]:
+        """The answer; Failed with the worker's reason, or when it ended or takes too long."""
+        process = self._process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(json.dumps({"do": do, **arguments}).encode() + b"\n")
+            process.stdin.flush()
+        except OSError as error:
+            raise Failed(f"{self.engine}: its process ended: {self._tail()}") from error
+        line = b""
+        end = time.monotonic() + limit
+        while not line.endswith(b"\n"):
+            left = end - time.monotonic()
+            if left <= 0 or not select.select([process.stdout], [], [], left)[0]:
+                self.close()
+                raise Failed(f"no answer to {do} within {limit:.0f} s")
+            piece = os.read(process.stdout.fileno(), 1 << 20)
+            if not piece:
+                raise Failed(f"{self.engine}: its process ended: {self._tail()}")
+            line += piece
+        answer = json.loads(line)
+        if "error" in answer:
+            raise Failed(answer["error"])
+        return answer
+
+    def measure(self, first: int, calls: int) -> float:
+        return self.ask("measure", first=first, calls=calls)["seconds"]
+
+    def _tail(self) -> str:
+        self._process.kill()  # one that has ended keeps its status
+        self._process.wait()
+        text = self.log.read_text("utf-8", errors="replace").split("\n")
+        said = " ".join(line for line in text if line.strip())[-300:]
+        return f"exit status {self._process.returncode} {said}"
+
+    def close(self) -> None:
+        process = self._process
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+        for stream in (process.stdin, process.stdout, self._log):
+            if stream is not None:
+                # A request may be left that nobody will read any more.
+                with contextlib.suppress(OSError):
+                    stream.close()
+
+    def __enter__(self) -> Remote:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class RemoteWatch:
+    """A stopwatch for candidates that keep the time themselves."""
+
+    @staticmethod
+    def measure(call: Remote, first: int, calls: int) -> float:
+        return call.measure(first, calls)

@@ -1,0 +1,100 @@
+"""What a run leaves behind: a JSON per section, a plot per contest, one Markdown page of all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cpu import accuracy, breakdown
+from fastbert.testing.machine import Machine
+from fastbert.testing.plots import plot_matches
+
+PAGE = "cpu.md"
+CONTESTS = ("bert-base", "minilm", "training")
+ORDER = (*CONTESTS, "breakdown", "int8")
+
+
+def write(folder: Path, content: Mapping[str, Any], machine: Machine) -> None:
+    """Adds a section to the folder; those of earlier runs into it stay on the page."""
+    section = content["section"]
+    (folder / f"{section}.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    if section in CONTESTS:
+        try:
+            plot_matches(folder / f"{section}.png", content["rows"], machine)
+        except ImportError as error:
+            print(f"no plot: {error}")
+    (folder / PAGE).write_text("\n".join(page(folder)) + "\n", encoding="utf-8")
+
+
+def page(folder: Path) -> Iterator[str]:
+    """All sections that the folder has, each under the machine and the limits of its own run."""
+    yield "# The CPU beside its peers"
+    for section in ORDER:
+        path = folder / f"{section}.json"
+        if not path.exists():
+            continue
+        content = json.loads(path.read_text("utf-8"))
+        yield ""
+        yield f"## {section}"
+        yield ""
+        for text in content["header"]:
+            yield f"- {text}"
+        if section in CONTESTS:
+            yield from contest_lines(content["rows"])
+        elif section == "breakdown":
+            yield from breakdown.lines(content["rows"])
+        else:
+            yield ""
+            yield from accuracy.lines(content["result"])
+
+
+def contest_lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """First what was asked for and what came of it, then every engine at every shape."""
+    claims = [row for row in rows if row["ours"] and "ratio_floor" in row]
+    if claims:
+        yield ""
+        yield "| shape | ours | ratio | against | floor | goal |"
+        yield "|---|---|---|---|---|---|"
+        for row in claims:
+            ratio, against = row.get("ratio"), row.get("against", "nobody was timed")
+            shown = "–" if ratio is None else f"{ratio:.2f}"
+            yield (
+                f"| {row['label']} | {row['contender']} | {shown} | {against} | "
+                f"{_met(ratio, row['ratio_floor'])} | {_met(ratio, row.get('ratio_goal'))} |"
+            )
+    yield ""
+    yield (
+        "| shape | engine | ms | p10–p90 | n | rate | TFLOP/s | of the limit | ratio | "
+        "of the best peer | peak MiB | packed MiB | |"
+    )
+    yield "|---|---|---|---|---|---|---|---|---|---|---|---|---|"
+    for row in rows:
+        yield _row(row)
+
+
+def _met(ratio: float | None, wanted: float | None) -> str:
+    if wanted is None:
+        return ""
+    return f"{wanted:g}: {'met' if ratio is not None and ratio >= wanted else '**not met**'}"
+
+
+def _row(row: Mapping[str, Any]) -> str:
+    label = f"{row['label']}, {row['dtype']}" if row["direction"] == "training" else row["label"]
+    start = f"| {label} | {row['contender']} |"
+    if "seconds" not in row:
+        return f"{start} | | | | | | | | | | {row.get('refused', '')} |"
+
+    def ratio(key: str) -> str:
+        return f"{row[key]:.2f}" if key in row else ""
+
+    def size(key: str) -> str:
+        return f"{row[key] / 2**20:,.0f}" if row.get(key) is not None else ""
+
+    return (
+        f"{start} {1e3 * row['seconds']:.2f} | {1e3 * row['p10']:.2f}–{1e3 * row['p90']:.2f} | "
+        f"{row['samples']} | {row['rate']:,.4g} {row['unit']} | {row['tflops']:.3f} | "
+        f"{100 * row['of_measured_floor']:.0f} % | {ratio('ratio')} | {ratio('best_ratio')} | "
+        f"{size('peak_bytes')} | {size('packed_bytes')} | {row.get('note', '')} |"
+    )

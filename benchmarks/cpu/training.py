@@ -1,0 +1,118 @@
+"""One pre-training step: forward, backward and fused AdamW, masked words and next sentence."""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cpu.contest import (
+    CpuRow,
+    Setting,
+    Target,
+    first_calls,
+    judge,
+    line,
+    take_turns,
+)
+from benchmarks.cpu.engines import BF16, BY_NAME, FP32
+from benchmarks.cpu.remote import Remote
+from fastbert.testing.bench_encoder import BASE, SMALL, STOCK, EncoderShape, half_padded
+
+# The same engines as in inference, with fp32 weights under autocast for bf16.
+NAMES = {
+    BF16: ("fastbert bf16 autocast", "transformers eager bf16", "transformers sdpa bf16"),
+    FP32: ("fastbert fp32", "transformers eager fp32", "transformers sdpa fp32"),
+}
+TARGETS = {BF16: Target(2.0), FP32: Target()}
+SHAPE = EncoderShape("BERT-base 8×128 half padded", BASE, half_padded(8, 128))
+QUICK = EncoderShape("tiny 2×16 half padded", SMALL, half_padded(2, 16))
+# The first losses of two fresh models differ by their draws of weights and dropout only.
+LOSSES_CLOSE = 0.1
+
+
+def stepper(name: str, config: dict[str, Any], lengths: Sequence[int], threads: int) -> Callable:
+    """In the worker: a function of the running index, one step and its loss."""
+    import torch
+
+    from benchmarks.cpu.batches import ROTATED
+    from benchmarks.gpu import encoder
+    from fastbert.config import BertConfig
+    from fastbert.testing.cases import Inputs
+
+    torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    engine = BY_NAME[name]
+    inner = "fastbert auto" if engine.ours else f"{STOCK}{engine.option}"
+    shape = EncoderShape("training", BertConfig.from_dict(config), tuple(lengths))
+    dtype = torch.bfloat16 if engine.form == BF16 else torch.float32
+    steps = [
+        encoder.train(inner, shape, "cpu", Inputs({"seed": seed}), dtype) for seed in range(ROTATED)
+    ]
+    return lambda index: steps[index % ROTATED].run()
+
+
+def run(shape: EncoderShape, setting: Setting, threads: int) -> list[CpuRow]:
+    """bf16 autocast, then fp32; ratios against transformers on the same settings."""
+    rows: list[CpuRow] = []
+    with tempfile.TemporaryDirectory() as folder:
+        config = json.dumps(shape.config.to_dict())
+        (Path(folder) / "config.json").write_text(config, encoding="utf-8")
+        for form, names in NAMES.items():
+            setting.notify(f"[{setting.section}] {shape.name}, {form}")
+            rows += _play(shape, form, names, Path(folder), setting, threads)
+    return rows
+
+
+def _play(
+    shape: EncoderShape,
+    form: str,
+    names: Sequence[str],
+    folder: Path,
+    setting: Setting,
+    threads: int,
+) -> list[CpuRow]:
+    rows = {}
+    with ExitStack() as stack:
+        workers = {}
+        for name in names:
+            rows[name] = row = CpuRow(
+                setting.section, f"training step, {form}", shape.name, "encoder", form, "training",
+                name, BY_NAME[name].ours, unit="sequences/s", tokens=shape.tokens,
+            )  # fmt: skip
+            row.refused = BY_NAME[name].missing()
+            if not row.refused:
+                workers[name] = stack.enter_context(Remote(name, folder, threads))
+        answers = first_calls(
+            workers, rows, lambda name: _begin(workers[name], shape), setting.notify
+        )
+        _compare(answers, rows)
+        first = {n: a["seconds"] for n, a in answers.items() if not rows[n].refused}
+        take_turns(first, workers, rows, setting.seconds)
+    for row in rows.values():
+        if row.seconds is not None:
+            row.rate = len(shape.lengths) / row.seconds
+            row.tflops = 3 * shape.flops / row.seconds / 1e12
+            row.of_measured_floor = row.tflops * 1e12 / setting.ceilings.products[form]
+    peers = {form: lambda row: not row.ours}
+    judge(list(rows.values()), lambda row: TARGETS[row.dtype], peers)
+    for row in rows.values():
+        setting.notify(line(row))
+    return list(rows.values())
+
+
+def _begin(worker: Remote, shape: EncoderShape) -> dict[str, Any]:
+    return worker.ask("training", lengths=list(shape.lengths))
+
+
+def _compare(answers: dict[str, dict[str, Any]], rows: dict[str, CpuRow]) -> None:
+    """Refuses a step whose first loss is no number or far from the middle one."""
+    losses = sorted(a["loss"] for a in answers.values() if math.isfinite(a["loss"]))
+    for name, answer in answers.items():
+        middle = losses[len(losses) // 2] if losses else math.nan
+        if not abs(answer["loss"] - middle) <= LOSSES_CLOSE * abs(middle):
+            rows[name].refused = f"its first loss is {answer['loss']:.4g}, others' {middle:.4g}"

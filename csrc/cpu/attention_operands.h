@@ -1,0 +1,113 @@
+// From tensors to the plain operands of attention, and its work shared out by cost.
+
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <memory>
+#include <new>
+#include <vector>
+
+#include "isa.h"
+#include "operands.h"
+
+namespace fastbert::cpu {
+
+// The arguments that every attention operator takes.
+struct AttentionArguments {
+  const OptionalTensor &mask, &bias, &cu_seqlens_q, &cu_seqlens_k, &seed;
+  int64_t max_seqlen_q, max_seqlen_k;
+  double dropout_p, scale;
+  int64_t left, right;
+};
+
+// One problem: the kernels' operands, and the tensors that keep them alive.
+struct AttentionProblem {
+  Attention kernel;
+  std::vector<at::Tensor> alive;
+  int64_t q_rows, k_rows;  // of the tensors, packed ones' slack included
+
+  AttentionProblem(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                   const AttentionArguments& arguments);
+
+  bool packed() const { return kernel.cu_q != nullptr; }
+  int64_t q_length(int64_t sequence) const;
+  int64_t k_length(int64_t sequence) const;
+  // Query by key pairs of one head that the window leaves, roughly.
+  int64_t pairs(int64_t sequence) const;
+  // An operand whose rows the kernels can read: its last dimension contiguous.
+  ConstRows read(const at::Tensor& x);
+  Rows write(const at::Tensor& x) const;
+  // lse or another number for each query, fp32.
+  at::Tensor empty_statistic(const at::Tensor& like) const;
+};
+
+// Memory aligned to a cache line.
+struct FreeMemory {
+  void operator()(void* memory) const { std::free(memory); }
+};
+
+inline std::unique_ptr<void, FreeMemory> aligned_memory(int64_t bytes) {
+  void* memory = std::aligned_alloc(64, (bytes + 127) / 64 * 64);
+  if (memory == nullptr) throw std::bad_alloc();
+  return std::unique_ptr<void, FreeMemory>(memory);
+}
+
+struct Work {
+  AttentionItem item;
+  int64_t cost;  // in multiplications, roughly
+};
+
+// Calls body(item, memory) for each item once, on torch's threads, the dearest first, so that no
+// thread begins a long one when the others are done. Each thread has `scratch` bytes.
+template <class Item, class Body>
+void share_out(std::vector<Item>& items, int64_t scratch, const Body& body) {
+  if (items.empty()) return;
+  std::stable_sort(items.begin(), items.end(),
+                   [](const Item& a, const Item& b) { return a.cost > b.cost; });
+  int64_t total = 0;
+  for (const Item& item : items) total += item.cost;
+  // Waking a thread costs more than this many multiplications.
+  constexpr int64_t kWorthAThread = 1 << 18;
+  const int64_t threads = std::min({(int64_t)at::get_num_threads(), (int64_t)items.size(),
+                                    std::max<int64_t>(1, total / kWorthAThread)});
+  std::atomic<size_t> next{0};
+  parallel_for(threads, 1, [&](int64_t, int64_t) {
+    const auto memory = aligned_memory(scratch);
+    for (size_t i = next++; i < items.size(); i = next++) body(items[i], memory.get());
+  });
+}
+
+// Every head of every sequence in pieces of `length(sequence)` rows: whole ones where there are
+// enough of them, shorter ones where few would leave threads without work. Pieces are multiples of
+// `grain` and at most `longest`.
+template <class Length>
+std::vector<Work> pieces(const AttentionProblem& problem, int64_t grain, int64_t longest,
+                         const Length& length) {
+  const Attention& a = problem.kernel;
+  const auto cost = [&](int64_t sequence) { return problem.pairs(sequence) * a.head_dim; };
+  int64_t total = 0;
+  for (int64_t b = 0; b < a.batch; ++b) total += cost(b) * a.heads;
+  const int64_t fair = std::max<int64_t>(total / (4 * at::get_num_threads()), 1);
+  std::vector<Work> items;
+  for (int64_t b = 0; b < a.batch; ++b) {
+    const int64_t rows = length(b);
+    if (rows == 0) continue;
+    const int64_t count = std::max((cost(b) + fair - 1) / fair, (rows + longest - 1) / longest);
+    const int64_t piece =
+        ((rows + count - 1) / std::max<int64_t>(count, 1) + grain - 1) / grain * grain;
+    for (int64_t h = 0; h < a.heads; ++h) {
+      for (int64_t begin = 0; begin < rows; begin += piece) {
+        const int64_t end = std::min(rows, begin + piece);
+        items.push_back({{b, h, begin, end}, cost(b) * (end - begin) / rows + 1});
+      }
+    }
+  }
+  return items;
+}
+
+}  // namespace fastbert::cpu

@@ -1,0 +1,152 @@
+// The embedding of a token, y = dropout(LN(word + type + position)) (Devlin et al. 2019, figure 2),
+// and sums of chosen rows, from which the gradients of the tables are made.
+
+#pragma once
+
+#include "layer_norm_kernel.h"
+
+namespace fastbert::cpu::FASTBERT_LEVEL {
+
+// The sum of the three rows that belong to a token, from element n on.
+template <class Format>
+struct TableSum {
+  using Storage = typename Format::Storage;
+
+  const Storage* rows[3];
+
+  FASTBERT_INLINE TableSum(const Lookup& lookup, int64_t token) {
+    for (int i = 0; i < 3; ++i) {
+      const ConstMatrix& table = lookup.tables[i];
+      rows[i] = (const Storage*)table.data + lookup.indices[i][token] * table.stride;
+    }
+  }
+
+  FASTBERT_INLINE Vec operator()(int64_t n, int count) const {
+    const Vec v = Format::load(rows[0] + n, count) + Format::load(rows[1] + n, count);
+    return v + Format::load(rows[2] + n, count);
+  }
+};
+
+template <class Format>
+void embedding_forward_rows(const EmbeddingForward& params, int64_t begin, int64_t end,
+                            float* scratch) {
+  const EmbeddingForward p = params;  // a local copy: see RowSum
+  using Storage = typename Format::Storage;
+  uint32_t* mask = scratch_mask(scratch, p.columns);
+  for (int64_t row = begin; row < end; ++row) {
+    const TableSum<Format> sum(p.lookup, row);
+    Vec totals[kSums] = {};
+    for_each_summand(p.columns, [&](int64_t n, int u, int count) __attribute__((always_inline)) {
+      const Vec v = sum(n, count);
+      store(scratch + n, v, count);
+      totals[u] += v;
+    });
+    const Moments m = moments(scratch, totals, p.columns, p.eps);
+    if (p.dropout.enabled) dropout_mask(p.dropout, row, p.columns, mask);
+    Storage* y = (Storage*)p.y + row * p.columns;
+    write_normalised(p, scratch, m,
+                     [&](int64_t n, int count, Vec v) __attribute__((always_inline)) {
+                       if (p.dropout.enabled) v = drop(v, mask + n, p.dropout.scale, count);
+                       Format::store(y + n, v, count);
+                     });
+    keep_moments(p, row, m);
+  }
+}
+
+// A row of the backward pass: its operands, and where its gradient goes.
+template <class Format>
+struct EmbeddingRow {
+  using P = EmbeddingBackward;
+  using Storage = typename Format::Storage;
+  static constexpr bool kHasXBias = false;
+
+  const Storage* dy;
+  float* dsum;
+  const uint32_t* mask;
+  float scale;
+
+  static FASTBERT_INLINE TableSum<Format> sum(const P& p, int64_t row, uint32_t*) {
+    return TableSum<Format>(p.lookup, row);
+  }
+
+  FASTBERT_INLINE void begin(const P& p, int64_t row, uint32_t* mask_memory) {
+    dy = row_of<Storage>(p.dy, row);
+    dsum = p.dsum + row * p.columns;
+    mask = p.dropout.enabled ? mask_memory : nullptr;
+    scale = p.dropout.scale;
+    if (mask) dropout_mask(p.dropout, row, p.columns, mask_memory);
+  }
+
+  FASTBERT_INLINE Vec gradient(int64_t n, int count) const {
+    const Vec v = Format::load(dy + n, count);
+    return mask ? drop(v, mask + n, scale, count) : v;
+  }
+
+  FASTBERT_INLINE Vec finish(int64_t n, Vec d, int count) const {
+    store(dsum + n, d, count);
+    return d;
+  }
+};
+
+void embedding_forward(const EmbeddingForward& p, int64_t begin, int64_t end, float* scratch) {
+  with_format(p.format, [&](auto format) {
+    embedding_forward_rows<decltype(format)>(p, begin, end, scratch);
+  });
+}
+
+void embedding_backward(const EmbeddingBackward& p, int64_t begin, int64_t end, float* scratch,
+                        double* partial) {
+  with_format(p.format, [&](auto format) {
+    using Row = EmbeddingRow<decltype(format)>;
+    layer_norm_backward_rows<Row>(p, 2 * p.columns, begin, end, scratch, partial);
+  });
+}
+
+// kVectors registers of one sum, from column n on: fp32 over a group of rows, which then goes into
+// double precision.
+template <class Format, int kVectors>
+FASTBERT_INLINE void sum_segment(const SegmentSums& p, int64_t segment, int64_t n, int count) {
+  DoubleVec low[kVectors] = {}, high[kVectors] = {};
+  const int64_t end = p.starts[segment + 1];
+  for (int64_t i = p.starts[segment]; i < end;) {
+    const int64_t group_end = end - i < kGroupRows ? end : i + kGroupRows;
+    Vec total[kVectors] = {};
+    for (; i < group_end; ++i) {
+      const float* row = p.rows + (p.order ? p.order[i] : i) * p.stride + n;
+      for (int j = 0; j < kVectors; ++j) total[j] += load(row + j * kLanes, count);
+    }
+    for (int j = 0; j < kVectors; ++j) {
+      low[j] += widen(total[j], 0);
+      high[j] += widen(total[j], 1);
+    }
+  }
+  auto* out = (typename Format::Storage*)p.out + p.targets[segment] * p.out_stride + n;
+  for (int j = 0; j < kVectors; ++j) {
+    Vec v;
+    for (int half = 0; half < 2; ++half) {
+      const FloatHalf narrow = __builtin_convertvector(half ? high[j] : low[j], FloatHalf);
+      __builtin_memcpy((char*)&v + half * sizeof(narrow), &narrow, sizeof(narrow));
+    }
+    Format::store(out + j * kLanes, v, count);
+  }
+}
+
+template <class Format>
+void sum_segments_of(const SegmentSums& params, int64_t begin, int64_t end) {
+  const SegmentSums p = params;
+  const int64_t strips = (p.columns + kStripColumns - 1) / kStripColumns;
+  for (int64_t unit = begin; unit < end; ++unit) {
+    const int64_t segment = unit / strips;
+    int64_t n = unit % strips * kStripColumns;
+    const int64_t last = n + kStripColumns < p.columns ? n + kStripColumns : p.columns;
+    for (; n + 4 * kLanes <= last; n += 4 * kLanes) sum_segment<Format, 4>(p, segment, n, kLanes);
+    for (; n + kLanes <= last; n += kLanes) sum_segment<Format, 1>(p, segment, n, kLanes);
+    if (n < last) sum_segment<Format, 1>(p, segment, n, (int)(last - n));
+  }
+}
+
+void sum_segments(const SegmentSums& p, int64_t begin, int64_t end) {
+  with_format(p.format, [&](auto format) { sum_segments_of<decltype(format)>(p, begin, end); });
+}
+
+}  // namespace fastbert::cpu::FASTBERT_LEVEL

@@ -1,0 +1,117 @@
+// The way into a packed batch and out of it: are the ids in range, which tokens exist, and rows put
+// back where they came from. One pass each, where a chain of tensor operations costs a short batch
+// more than a layer does.
+
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <cstring>
+#include <tuple>
+
+#include "operands.h"
+
+namespace fastbert::cpu {
+namespace {
+
+template <class Body>
+auto with_integers(const char* name, const at::Tensor& t, const Body& body) {
+  switch (t.scalar_type()) {
+    case at::kLong:
+      return body(t.const_data_ptr<int64_t>());
+    case at::kInt:
+      return body(t.const_data_ptr<int32_t>());
+    default:
+      TORCH_CHECK_TYPE(t.scalar_type() == at::kBool, name, ": got dtype ", t.scalar_type(),
+                       ", allowed: Long, Int, Bool");
+      return body(reinterpret_cast<const uint8_t*>(t.const_data_ptr<bool>()));
+  }
+}
+
+// Whether an element lies outside of [0, size) and is not `ignored`.
+bool any_outside(const at::Tensor& index_in, int64_t size, std::optional<int64_t> ignored) {
+  const auto index = index_in.contiguous();
+  const int64_t other = ignored.value_or(0);  // inside anyway where nothing is ignored
+  return with_integers("index", index, [&](const auto* x) {
+    bool outside = false;
+    for (int64_t i = 0; i < index.numel(); ++i) {
+      const int64_t value = (int64_t)x[i];
+      outside |= (value < 0 || value >= size) && value != other;
+    }
+    return outside;
+  });
+}
+
+// Of a mask (B, L), nonzero = a token that exists: where in the flat batch each token is, int64
+// (T,); the cumulative lengths, int32 (B + 1,); and the longest length.
+std::tuple<at::Tensor, at::Tensor, int64_t> unpad_indices(const at::Tensor& mask_in) {
+  TORCH_CHECK_VALUE(mask_in.dim() == 2, "mask: got shape ", mask_in.sizes(), ", allowed: (B, L)");
+  const auto mask = mask_in.contiguous();
+  const int64_t batch = mask.size(0), length = mask.size(1);
+  auto cu_seqlens = at::empty({batch + 1}, mask.options().dtype(at::kInt));
+  int32_t* ends = cu_seqlens.mutable_data_ptr<int32_t>();
+  return with_integers("mask", mask, [&](const auto* x) {
+    int64_t longest = 0, total = 0;
+    ends[0] = 0;
+    for (int64_t b = 0; b < batch; ++b) {
+      const auto* row = x + b * length;
+      const int64_t count = std::count_if(row, row + length, [](auto v) { return v != 0; });
+      longest = std::max(longest, count);
+      ends[b + 1] = (int32_t)(total += count);
+    }
+    auto indices = at::empty({total}, mask.options().dtype(at::kLong));
+    int64_t* place = indices.mutable_data_ptr<int64_t>();
+    for (int64_t i = 0; i < batch * length; ++i)
+      if (x[i] != 0) *place++ = i;
+    return std::make_tuple(indices, cu_seqlens, longest);
+  });
+}
+
+// (rows, ...) with row indices[i] = values[i] and 0 elsewhere; in one pass where the indices rise,
+// as those of a mask do.
+at::Tensor scatter_rows(const at::Tensor& values_in, const at::Tensor& indices_in, int64_t rows) {
+  TORCH_CHECK_VALUE(
+      values_in.dim() >= 1 && indices_in.dim() == 1 && values_in.size(0) == indices_in.size(0),
+      "indices: got shape ", indices_in.sizes(), ", allowed: one for each of ", values_in.sizes());
+  TORCH_CHECK_TYPE(indices_in.scalar_type() == at::kLong, "indices: got dtype ",
+                   indices_in.scalar_type(), ", allowed: Long");
+  const auto values = values_in.contiguous(), indices = indices_in.contiguous();
+  auto sizes = values.sizes().vec();
+  sizes[0] = rows;
+  auto out = at::empty(sizes, values.options());
+  const int64_t count = values.size(0), columns = count == 0 ? 0 : values.numel() / count;
+  const int64_t bytes = columns * (int64_t)values.element_size();
+  const int64_t* place = indices.const_data_ptr<int64_t>();
+  for (int64_t i = 0; i < count; ++i) {
+    if (place[i] < (i == 0 ? 0 : place[i - 1] + 1) || place[i] >= rows)
+      return out.zero_().index_copy_(0, indices, values);
+  }
+  const char* from = static_cast<const char*>(values.const_data_ptr());
+  char* to = static_cast<char*>(out.mutable_data_ptr());
+  if (count == 0) {
+    std::memset(to, 0, out.nbytes());
+    return out;
+  }
+  // Each thread has the rows from where its first value goes to where the next thread's does.
+  parallel_for(count, grain_rows(std::max<int64_t>(1, columns)), [&](int64_t begin, int64_t end) {
+    int64_t row = begin == 0 ? 0 : place[begin];
+    for (int64_t i = begin; i < end; ++i) {
+      std::memset(to + row * bytes, 0, (place[i] - row) * bytes);
+      std::memcpy(to + place[i] * bytes, from + i * bytes, bytes);
+      row = place[i] + 1;
+    }
+    const int64_t next = end == count ? rows : place[end];
+    std::memset(to + row * bytes, 0, (next - row) * bytes);
+  });
+  return out;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(fastbert_C, CPU, m) {
+  m.impl("any_outside", any_outside);
+  m.impl("unpad_indices", unpad_indices);
+  m.impl("scatter_rows", scatter_rows);
+}
+
+}  // namespace fastbert::cpu

@@ -1,0 +1,111 @@
+"""What ``fastbert.quantize`` puts in the place of a linear layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastbert import ops
+from fastbert.modules.backend import OperationModule
+from fastbert.ops.int8_linear import Int8Weight, integers, layout, pack, unpack
+
+
+class QuantizedLinear(OperationModule):
+    """x Wᵀ + b by ``fastbert.ops.int8_linear``, on the CPU and for inference only.
+
+    W is kept once, in the layout of the instruction set in use, one byte an element. ``weight``
+    int8 (N, K) and ``scale`` fp32 (N,), in state dicts too, are copies of it: W ≈ scale · weight.
+    ``scale`` stays fp32 when the model changes its dtype.
+    """
+
+    operation = "int8_linear"
+
+    def __init__(
+        self, values: Tensor, scale: Tensor, bias: Tensor | None, backend: str | None = None
+    ) -> None:
+        super().__init__(backend)
+        self.out_features, self.in_features = values.shape
+        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+        for name in ("packed", "padded_scale", "column_sum"):
+            self.register_buffer(name, None, persistent=False)
+        self._pack(values, scale)
+
+    @classmethod
+    def of(cls, linear: nn.Linear) -> QuantizedLinear:
+        """Weights symmetric, a scale for each output; the bias is shared with ``linear``."""
+        values, scale = integers(linear.weight)
+        return cls(values, scale, linear.bias)
+
+    def forward(
+        self, x: Tensor, return_residual: bool = False, activation: str = "none"
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """x (..., K) → (..., N); with ``return_residual`` also x, as ``Linear`` does."""
+        if self.training:
+            raise RuntimeError(
+                "a quantised model got a call in training mode, allowed: model.eval()"
+            )
+        if tuple(self.packed.shape[2:]) != layout():
+            self._pack(*unpack(self._int8()))
+        y = ops.int8_linear(x, self._int8(), self.bias, activation=activation, backend=self.backend)
+        return (y, x) if return_residual else y
+
+    @property
+    def weight(self) -> Tensor:
+        """int8 (N, K), a copy."""
+        return unpack(self._int8())[0]
+
+    @property
+    def scale(self) -> Tensor:
+        """fp32 (N,), a copy."""
+        return unpack(self._int8())[1]
+
+    def _int8(self) -> Int8Weight:
+        sizes = (self.out_features, self.in_features)
+        return Int8Weight(self.packed, self.padded_scale, self.column_sum, *sizes)
+
+    def _pack(self, values: Tensor, scale: Tensor) -> None:
+        self.packed, self.padded_scale, self.column_sum, *_ = pack(values, scale, *layout())
+
+    def _apply(self, fn: Any, recurse: bool = True) -> QuantizedLinear:
+        scale = self.padded_scale
+        super()._apply(fn, recurse)
+        # fn may have narrowed it, with everything else that is floating.
+        if self.padded_scale.dtype != torch.float32:
+            self.padded_scale = scale.to(self.padded_scale.device)
+        return self
+
+    def _save_to_state_dict(self, state: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        state[f"{prefix}weight"], state[f"{prefix}scale"] = unpack(self._int8())
+        super()._save_to_state_dict(state, prefix, keep_vars)
+
+    def _load_from_state_dict(
+        self,
+        state: dict[str, Any],
+        prefix: str,
+        metadata: dict[str, Any],
+        strict: bool,
+        missing: list[str],
+        unexpected: list[str],
+        errors: list[str],
+    ) -> None:
+        values, scale = unpack(self._int8())
+        stored = []
+        for name, old in (("weight", values), ("scale", scale)):
+            new = state.pop(f"{prefix}{name}", None)
+            if new is None:
+                missing.append(f"{prefix}{name}")
+            elif new.shape != old.shape or new.dtype != old.dtype:
+                errors.append(
+                    f"{prefix}{name}: got {new.dtype} {tuple(new.shape)}, allowed: {old.dtype} "
+                    f"{tuple(old.shape)}, the state of a quantised model"
+                )
+                new = None
+            stored.append(new)
+        if all(new is not None for new in stored):
+            self._pack(*(new.detach().to(self.packed.device) for new in stored))
+        super()._load_from_state_dict(state, prefix, metadata, strict, missing, unexpected, errors)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, int8"

@@ -1,0 +1,152 @@
+"""Whether the layers of an encoder can be one call of ``ops.encoder``; if not, why.
+
+The one place where that is decided, anew for every call of the encoder: hooks, adapters and
+backends come and go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+
+from fastbert.modules.attention import BertAttention, BertSelfAttention, BertSelfOutput
+from fastbert.modules.backend import OperationModule
+from fastbert.modules.feed_forward import BertIntermediate, BertOutput
+from fastbert.modules.layer import BertLayer
+from fastbert.modules.layer_norm import LayerNorm
+from fastbert.modules.linear import Linear
+from fastbert.modules.untouched import touched
+from fastbert.ops.backend import Choice, Request
+from fastbert.ops.encoder import choose
+
+# The modules inside a module of each class; anything else in a layer is not known here.
+CHILDREN: dict[type[nn.Module], tuple[tuple[str, type[nn.Module]], ...]] = {
+    BertLayer: (
+        ("attention", BertAttention),
+        ("intermediate", BertIntermediate),
+        ("output", BertOutput),
+    ),
+    BertAttention: (("self", BertSelfAttention), ("output", BertSelfOutput)),
+    BertSelfAttention: (("qkv", Linear),),
+    BertSelfOutput: (("dense", Linear), ("LayerNorm", LayerNorm)),
+    BertIntermediate: (("dense", nn.Linear),),
+    BertOutput: (("dense", nn.Linear), ("LayerNorm", LayerNorm)),
+}
+
+
+class Step(NamedTuple):
+    """A module of a layer: its place among those found so far is its number; 0 is the layer."""
+
+    parent: int
+    name: str
+    kind: type[nn.Module]
+    path: str
+
+
+def _steps(kind: type[nn.Module], number: int, path: str, found: list[int]) -> Iterator[Step]:
+    for name, child in CHILDREN.get(kind, ()):
+        found[0] += 1
+        yield Step(number, name, child, f"{path}.{name}")
+        yield from _steps(child, found[0], f"{path}.{name}", found)
+
+
+STEPS = tuple(_steps(BertLayer, 0, "", [0]))
+KINDS = (BertLayer, *(step.kind for step in STEPS))
+
+
+def _numbers(kinds: tuple[type[nn.Module], ...], of: tuple[Any, ...] = KINDS) -> tuple[int, ...]:
+    return tuple(i for i, kind in enumerate(of) if issubclass(kind, kinds))
+
+
+OPERATIONS = _numbers((OperationModule,))
+NORMS, LINEARS = _numbers((LayerNorm,)), _numbers((nn.Linear,))
+# In this order weights and biases are what ``ops.encoder`` takes.
+LEAVES = tuple(sorted(NORMS + LINEARS))
+(ATTENTION,), (OUTPUT,) = _numbers((BertSelfAttention,)), _numbers((BertOutput,))
+DROPPING = (ATTENTION, *NORMS)
+
+
+class Stack(NamedTuple):
+    """What ``ops.encoder`` is told about the layers."""
+
+    parameters: list[Tensor]
+    dtype: torch.dtype
+    heads: int
+    eps: float
+    activation: str
+
+
+def stack(
+    layers: nn.ModuleList, device: str, dtype: torch.dtype, wants_gradient: bool
+) -> Stack | Choice:
+    """The stack of ``layers`` for rows of ``dtype`` on a ``device`` ("cpu", …), or who serves them
+    one by one (backend "": up to each operation), and why. ``wants_gradient``: whether that of the
+    rows is asked for."""
+    if torch.compiler.is_compiling():
+        return _one_by_one("torch.compile traces")
+    if device != "cpu":
+        return _one_by_one(f"the rows are on {device}")
+    if torch.is_grad_enabled() and (
+        wants_gradient or any(p.requires_grad for p in layers.parameters())
+    ):
+        return _one_by_one("a gradient is wanted")
+    if _has_any_global_hook():
+        return _one_by_one("there are hooks on all modules")
+    found: list[list[Any]] = []
+    for number, layer in enumerate(layers._modules.values()):
+        inside = _inside(layer)
+        if isinstance(inside, str):
+            return _one_by_one(f"layer.{number}{inside}")
+        found.append(inside)
+    return _stack(found, device, dtype)
+
+
+def _inside(layer: Any) -> list[Any] | str:
+    """The modules of a layer by number; or how one of them, named first, is in the way."""
+    problem = touched(layer, BertLayer)
+    if problem is not None:
+        return f" {problem}"
+    found = [layer]
+    for parent, name, kind, path in STEPS:
+        module = found[parent]._modules.get(name)
+        problem = touched(module, kind)
+        if problem is not None:
+            return f"{path} {problem}"
+        found.append(module)
+    return found
+
+
+def _stack(found: list[list[Any]], device: str, dtype: torch.dtype) -> Stack | Choice:
+    own = [modules[i]._parameters for modules in found for i in LEAVES]
+    parameters = [p for leaf in own for p in (leaf.get("weight"), leaf.get("bias"))]
+    if set(map(type, parameters)) != {nn.Parameter}:
+        return _one_by_one("a parameter is missing or of a class of its own")
+    allowed = {dtype}
+    if torch.is_autocast_enabled("cpu"):
+        dtype = torch.get_autocast_dtype("cpu")
+        allowed = {dtype, torch.float32}
+    products = {m[i]._parameters["weight"].dtype for m in found for i in LINEARS}
+    if not products <= allowed:
+        return _one_by_one(f"weights are {products}, the rows {dtype}")
+    if any(m[i].training and m[i].dropout_p > 0.0 for m in found for i in DROPPING):
+        return _one_by_one("there is dropout in training")
+    heads = {modules[ATTENTION].heads for modules in found}
+    activations = {modules[OUTPUT].activation for modules in found}
+    eps = {modules[i].eps for modules in found for i in NORMS}
+    requests = {(m[i].operation, m[i].backend) for m in found for i in OPERATIONS}
+    requested = dict(requests)
+    if max(map(len, (heads, activations, eps))) > 1 or len(requested) < len(requests):
+        return _one_by_one("the layers differ in heads, eps, activation or backend")
+    activation = activations.pop()
+    choice = choose(Request(device, dtype, activation=activation), requested)
+    if choice.backend != "cpu":
+        return choice
+    return Stack(parameters, dtype, heads.pop(), eps.pop(), activation)
+
+
+def _one_by_one(reason: str) -> Choice:
+    return Choice("", f"layer by layer: {reason}")

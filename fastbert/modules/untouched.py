@@ -1,0 +1,19 @@
+"""Whether a module does what its class says: what may be read past its ``forward``."""
+
+from __future__ import annotations
+
+from torch import nn
+
+
+def touched(module: nn.Module, kind: type[nn.Module]) -> str | None:
+    """How ``module`` differs from a plain ``kind``, in words; None when it does not.
+
+    A module of another class (an adapter, a quantized layer, a parametrization, a shard), one with
+    hooks and one with a ``forward`` of its own must be called; the parameters of any other may be
+    used without calling it.
+    """
+    if type(module) is not kind:
+        return f"is a {type(module).__module__}.{type(module).__qualname__}"
+    if module._forward_hooks or module._forward_pre_hooks:
+        return "has forward hooks"
+    return "has a forward of its own" if "forward" in module.__dict__ else None

@@ -1,0 +1,161 @@
+"""A linear layer by integers, for inference: weights of 8 bits, rows quantised on the way in."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastbert import reference
+from fastbert.ops import backend as backends
+from fastbert.ops.arguments import (
+    require,
+    require_floating,
+    require_same_device,
+    require_shape,
+)
+from fastbert.ops.register import operator
+
+ACTIVATIONS = ("none", "gelu", "gelu_tanh", "relu")
+# Sums of 255 times 128 stay below 2^31 up to here.
+LARGEST_DEPTH = 65536
+# Packed weights are padded to whole tiles: panels to a multiple of four, K to one of 64.
+PANELS, DEPTH = 4, 64
+
+
+class Int8Weight(NamedTuple):
+    """W ≈ scale · integers, as the kernels read it.
+
+    ``packed`` int8 (panels, K / group, lanes, group) with panels of ``lanes`` outputs; ``scale``
+    fp32 and ``column_sum`` int32, the sum of each output's integers, both (panels · lanes,);
+    ``outputs`` N, ``inputs`` K. What pads is 0.
+    """
+
+    packed: Tensor
+    scale: Tensor
+    column_sum: Tensor
+    outputs: int
+    inputs: int
+
+
+def layout() -> tuple[int, int]:
+    """(lanes, group) that the instruction set in use prefers."""
+    if backends.EXTENSION is None:
+        return 16, 4
+    return torch.ops.fastbert_C.int8_layout()
+
+
+def integers(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """weight (N, K) ≈ values · scale; see ``fastbert.reference.int8_weight``."""
+    return reference.int8_weight(weight)
+
+
+def pack(values: Tensor, scale: Tensor, lanes: int, group: int) -> Int8Weight:
+    """values int8 (N, K) and scale fp32 (N,) in the layout of ``lanes`` and ``group``."""
+    outputs, inputs = values.shape
+    panels = -(-outputs // (lanes * PANELS)) * PANELS
+    depth = -(-inputs // DEPTH) * DEPTH
+    padded = values.new_zeros(panels * lanes, depth)
+    padded[:outputs, :inputs] = values
+    packed = padded.view(panels, lanes, depth // group, group).transpose(1, 2).contiguous()
+    scales = scale.new_zeros(panels * lanes, dtype=torch.float32)
+    scales[:outputs] = scale
+    return Int8Weight(packed, scales, padded.sum(1, dtype=torch.int32), outputs, inputs)
+
+
+def unpack(weight: Int8Weight) -> tuple[Tensor, Tensor]:
+    """What ``pack`` was given: values (N, K) and scale (N,)."""
+    panels, groups, lanes, group = weight.packed.shape
+    values = weight.packed.transpose(1, 2).reshape(panels * lanes, groups * group)
+    values = values[: weight.outputs, : weight.inputs].contiguous()
+    return values, weight.scale[: weight.outputs].clone()
+
+
+def int8_linear(
+    x: Tensor,
+    weight: Int8Weight,
+    bias: Tensor | None = None,
+    *,
+    residual: Tensor | None = None,
+    activation: str = "none",
+    backend: str | None = None,
+) -> Tensor:
+    """activation(q(x) Wᵀ + b) + residual with products and sums in integers, exact at every level
+    (the scheme of Jacob et al. 2018); see ``fastbert.reference.int8_linear`` for q.
+
+    x (..., K) fp32, bf16 or fp16; bias (N,) floating; residual (..., N) in the dtype of the result:
+    x's, autocast's under autocast. activation: "none", "gelu" (exact), "gelu_tanh", "relu". A row
+    with an element that is not finite gives NaN. Inference only. Raises ValueError or TypeError
+    naming the argument; RuntimeError where x wants a gradient.
+    """
+    require_floating("x", x)
+    require(x.dim() >= 1, "x", f"shape {tuple(x.shape)}", "(..., K)")
+    require_shape("x", x, (*x.shape[:-1], weight.inputs))
+    require(activation in ACTIVATIONS, "activation", repr(activation), ", ".join(ACTIVATIONS))
+    require_same_device("x", x.device, weight=weight.packed, bias=bias, residual=residual)
+    if x.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError("x: got a tensor that wants a gradient; int8_linear has none")
+    device, dtype = x.device.type, x.dtype
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+    outputs = weight.outputs
+    if residual is not None:
+        require_shape("residual", residual, (*x.shape[:-1], outputs))
+        require(residual.dtype == dtype, "residual", residual.dtype, f"{dtype}, as the result")
+        residual = residual.reshape(-1, outputs)
+    if bias is not None:
+        require_shape("bias", bias, (outputs,))
+    rows = x.reshape(-1, weight.inputs)
+    choice = backends.resolve("int8_linear", backend, backends.Request(device, x.dtype))
+    arguments = (rows, *weight[:3], outputs, bias, residual, activation, dtype)
+    if choice.backend == "cpu" and not torch.compiler.is_compiling():
+        y = _cpu_forward(*arguments)  # the same, sooner
+    else:
+        y = _int8_linear(*arguments, choice.backend)
+    return y.view(*x.shape[:-1], outputs)
+
+
+# The operator: x (M, K) → (M, N)
+
+
+def _forward(x, packed, scale, column_sum, outputs, bias, residual, activation, dtype, backend):
+    forward = backends.TABLES["int8_linear"][backend].forward
+    return forward(x, packed, scale, column_sum, outputs, bias, residual, activation, dtype)
+
+
+def _fake(x, packed, scale, column_sum, outputs, bias, residual, activation, dtype, backend):
+    return x.new_empty(x.shape[0], outputs, dtype=dtype)
+
+
+_int8_linear = operator(
+    "int8_linear(Tensor x, Tensor packed, Tensor scale, Tensor column_sum, int outputs, "
+    "Tensor? bias, Tensor? residual, str activation, ScalarType dtype, str backend) -> Tensor",
+    _forward,
+    _fake,
+)
+
+
+# Backends
+
+
+def _no_gradient(*_):
+    raise RuntimeError("int8_linear has no gradient")
+
+
+def _reference_forward(x, packed, scale, column_sum, outputs, bias, residual, activation, dtype):
+    values, scale = unpack(Int8Weight(packed, scale, column_sum, outputs, x.shape[1]))
+    y = reference.int8_linear(x, values, scale, bias, residual=residual, activation=activation)
+    return y.to(dtype)
+
+
+def _cpu_forward(x, packed, scale, column_sum, outputs, bias, residual, activation, dtype):
+    return torch.ops.fastbert_C.int8_linear(
+        x, packed, scale, column_sum, outputs, bias, residual, activation, dtype
+    )
+
+
+backends.TABLES["int8_linear"] = {
+    "reference": backends.Implementation(_reference_forward, _no_gradient),
+    "cpu": backends.Implementation(_cpu_forward, _no_gradient),
+}

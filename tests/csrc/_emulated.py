@@ -1,0 +1,73 @@
+"""The levels of 64-byte registers and tiles, compiled for a processor that has neither.
+
+``csrc/cpu`` is written in vectors that the compiler splits where it must; what remains, the
+intrinsics of that width and the tile instructions, has a plain C++ body under ``FASTBERT_EMULATE``.
+So these levels are tested on every machine with AVX2, slowly, and with the results of the real
+ones.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+CPU = Path(__file__).parents[2] / "csrc" / "cpu"
+LEVELS = ("avx512", "amx")
+FLAGS = ("-std=c++17", "-O1", "-g0", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-Wno-psabi")
+TARGET = ("-mavx2", "-mfma", "-mf16c", "-DFASTBERT_EMULATE")
+
+
+def lacking(supported: list[str]) -> str | None:
+    """Why this machine cannot emulate, or None."""
+    if "avx2" not in supported:
+        return "emulation needs AVX2"
+    return None if shutil.which("g++") else "emulation needs g++"
+
+
+def compile_library(folder: Path) -> Path:
+    """One library for all processes of a test session: the first one builds, the others wait."""
+    library = folder / "emulated.so"
+    with open(folder / "emulated.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if library.exists():
+            return library
+        objects = [folder / f"{level}.o" for level in LEVELS]
+        compilers = [
+            subprocess.Popen(
+                ["g++", *FLAGS, *TARGET, "-c", "-o", out, CPU / f"level_{level}.cpp"],
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for level, out in zip(LEVELS, objects, strict=True)
+        ]
+        for compiler in compilers:
+            messages = compiler.communicate()[1]
+            assert compiler.returncode == 0, messages
+        unfinished = library.with_suffix(".unfinished")
+        subprocess.run(["g++", "-shared", "-Wl,-Bsymbolic", "-o", unfinished, *objects], check=True)
+        os.rename(unfinished, library)
+    return library
+
+
+class Emulated:
+    """The kernel tables of a library built by `compile_library`."""
+
+    def __init__(self, library: Path) -> None:
+        self.library = ctypes.CDLL(str(library))
+        symbols = subprocess.run(
+            ["nm", "--dynamic", "--print-size", library], capture_output=True, text=True, check=True
+        ).stdout
+        self.sizes = {
+            fields[3]: int(fields[1], 16)
+            for fields in map(str.split, symbols.splitlines())
+            if len(fields) == 4
+        }
+
+    def use(self, extension, level: str) -> None:
+        symbol = f"_ZN8fastbert3cpu{len(level)}{level}8kKernelsE"
+        address = ctypes.addressof(ctypes.c_char.in_dll(self.library, symbol))
+        extension.set_cpu_kernels(address, self.sizes[symbol])

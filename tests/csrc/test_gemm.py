@@ -1,0 +1,409 @@
+"""The C++ products with packed weights against float64, at every instruction-set level."""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import signal
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastbert import reference
+from fastbert.testing.compare import assert_close
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ACTIVATIONS = ("none", "gelu", "gelu_tanh", "relu")
+EPS = 1e-5
+# (M, N, K): rows around the tiles of every level, columns and depths that fill no register, no
+# panel and no block.
+SHAPES = [
+    (0, 15, 59),
+    (1, 1, 1),
+    (1, 768, 768),
+    (2, 111, 59),
+    (3, 15, 3072),
+    (5, 111, 768),
+    (6, 1, 768),
+    (7, 768, 59),
+    (13, 40, 300),
+    (97, 15, 1),
+    (97, 111, 768),
+    (129, 111, 257),
+]
+
+
+def draw(m, n, k, dtype) -> dict[str, Tensor]:
+    shapes = {"x": (m, k), "weight": (n, k), "bias": (n,), "residual": (m, n)}
+    shapes |= {"norm_weight": (n,), "norm_bias": (n,)}
+    return {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}
+
+
+def solve(case, activation, dtype, norm=False) -> tuple[Tensor, Tensor]:
+    """The result, and the pre-activation, by plain PyTorch in ``dtype``; the sums of a layer norm
+    in fp32 at least, as no kernel rounds them.
+    """
+    wide = torch.promote_types(dtype, torch.float32) if norm else dtype
+    given = {name: t.to(wide) for name, t in case.items()}
+    h = F.linear(given["x"], given["weight"], given.get("bias"))
+    y = h if activation == "none" else reference.activate(h, activation)
+    if "residual" in given:
+        y = y + given["residual"]
+    if norm:
+        y = F.layer_norm(y, y.shape[1:], given["norm_weight"], given["norm_bias"], EPS)
+    return y.to(dtype), h
+
+
+def linear(operators, case, activation="none", save=False) -> tuple[Tensor, Tensor]:
+    optional = (case.get("bias"), case.get("residual"))
+    return operators.linear(case["x"], case["weight"], *optional, activation, save)
+
+
+def linear_layer_norm(operators, case) -> Tensor:
+    names = ("x", "weight", "bias", "residual", "norm_weight", "norm_bias")
+    return operators.linear_layer_norm(*(case.get(name) for name in names), EPS)
+
+
+def check(operators, case, activation="none") -> None:
+    dtype = case["x"].dtype
+    oracle, yardstick = (solve(case, activation, d) for d in (torch.float64, dtype))
+    for i, actual in enumerate(linear(operators, case, activation, True)):
+        assert_close(f"linear {'yh'[i]}", actual, oracle[i], yardstick[i])
+    if case["x"].shape[0] * case["weight"].shape[0] > 0:
+        assert linear(operators, case, activation)[1].numel() == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("m", "n", "k"), SHAPES)
+def test_agrees_with_float64(isa, operators, m, n, k, dtype):
+    case = draw(m, n, k, dtype)
+    check(operators, case)
+    if m > 0:
+        oracle, yardstick = (solve(case, "none", d, True)[0] for d in (torch.float64, dtype))
+        assert_close("linear_layer_norm", linear_layer_norm(operators, case), oracle, yardstick)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("omitted", [(), ("bias",), ("residual",), ("bias", "residual")])
+def test_epilogues(isa, operators, activation, dtype, omitted):
+    case = draw(19, 111, 300, dtype)
+    for name in omitted:
+        del case[name]
+    check(operators, case, activation)
+
+
+def test_layer_norm_without_a_bias_and_of_rows_far_from_zero(isa, operators):
+    case = draw(40, 768, 59, torch.float32)
+    del case["bias"]
+    case["residual"] += 1e4
+    oracle, yardstick = (solve(case, "none", d, True)[0] for d in (torch.float64, torch.float32))
+    assert_close("linear_layer_norm", linear_layer_norm(operators, case), oracle, yardstick)
+
+
+def test_layer_norm_of_fp32_sums_with_16_bit_products(isa, operators):
+    """As under autocast: the residual, and so the result, stay in fp32."""
+    for m in (3, 40):
+        case = draw(m, 111, 300, torch.bfloat16)
+        case["residual"] = torch.randn(m, 111)
+        y = linear_layer_norm(operators, case)
+        wide = {name: t.float() for name, t in case.items()}
+        oracle, yardstick = (solve(wide, "none", d, True)[0] for d in (torch.float64, y.dtype))
+        assert_close("linear_layer_norm", y, oracle, yardstick)
+
+
+def test_small_integers_are_exact(isa, operators):
+    x, weight = (torch.randint(-3, 4, shape).float() for shape in ((37, 300), (111, 300)))
+    for dtype in DTYPES:
+        y, _ = linear(operators, {"x": x.to(dtype), "weight": weight.to(dtype)})
+        assert torch.equal(y, (x @ weight.t()).to(dtype))
+
+
+def test_fp32_parameters_with_16_bit_rows(isa, operators):
+    """As under autocast: the weight is rounded while it is packed."""
+    for dtype in DTYPES[1:]:
+        case = draw(9, 111, 300, dtype)
+        rounded = linear(operators, case, "gelu")[0]
+        wide = case | {name: case[name].float() for name in ("weight", "bias")}
+        assert torch.equal(linear(operators, wide, "gelu")[0], rounded)
+        wide["weight"] += wide["weight"] * 2.0**-13  # less than half a unit in either format
+        assert torch.equal(linear(operators, wide, "gelu")[0], rounded)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_strided_operands_and_odd_addresses(isa, operators, dtype):
+    case = draw(13, 59, 111, dtype)
+    expected, normal = linear(operators, case, "gelu", True), linear_layer_norm(operators, case)
+
+    def views(t):
+        wide = torch.full((t.shape[0], 211), torch.nan, dtype=dtype)
+        wide[:, 1 : 1 + t.shape[1]] = t
+        yield wide[:, 1 : 1 + t.shape[1]]
+        yield t.t().contiguous().t()
+        yield wide.repeat_interleave(2, dim=1)[:, 2 : 2 + 2 * t.shape[1] : 2]
+
+    for name in ("x", "weight", "residual"):
+        for view in views(case[name]):
+            actual = linear(operators, case | {name: view}, "gelu", True)
+            assert all(torch.equal(a, e) for a, e in zip(actual, expected, strict=True)), name
+            assert torch.equal(linear_layer_norm(operators, case | {name: view}), normal), name
+
+
+def test_nan_stays_in_its_row_and_column(isa, operators):
+    case = draw(9, 40, 59, torch.float32)
+    case["x"][3, 7], case["weight"][17, 5] = torch.nan, torch.nan
+    y = linear(operators, case, "relu")[0].isnan()
+    expected = torch.zeros(9, 40, dtype=torch.bool)
+    expected[3], expected[:, 17] = True, True
+    assert torch.equal(y, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("a_transposed", "b_transposed"), [(0, 0), (0, 1), (1, 0), (1, 1)])
+def test_matmul(isa, operators, a_transposed, b_transposed, dtype):
+    """dx = dy W, dW = dyᵀ x and every other layout; the result in the operands' dtype or fp32."""
+
+    def stored(shape, transposed):
+        t = torch.randn(shape).to(dtype)
+        return t.t().contiguous().t() if transposed else t
+
+    for m, n, k in ((7, 111, 59), (40, 15, 700), (768, 40, 97)):
+        a, b = stored((m, k), a_transposed), stored((k, n), b_transposed)
+        for out in {dtype, torch.float32}:
+            oracle, yardstick = a.double() @ b.double(), a.to(out) @ b.to(out)
+            c = operators.matmul(a, b, None, out)
+            assert_close(f"matmul in {out}", c, oracle, yardstick)
+            addend = torch.randn(m, n).to(out)
+            c = operators.matmul(a, b, addend, out)
+            oracle, yardstick = oracle + addend.double(), yardstick + addend
+            assert_close(f"matmul with an addend in {out}", c, oracle, yardstick)
+
+
+def test_matmul_without_products(isa, operators):
+    addend = torch.randn(3, 5)
+    a, b = torch.zeros(3, 0), torch.zeros(0, 5)
+    assert torch.equal(operators.matmul(a, b, addend, torch.float32), addend)
+    assert not operators.matmul(a, b, None, torch.bfloat16).any()
+    assert operators.matmul(addend[:0], b.t(), None, torch.float32).shape == (0, 0)
+
+
+def results(operators, case) -> list[Tensor]:
+    product = operators.matmul(case["x"], case["weight"].t(), None, torch.float32)
+    return [*linear(operators, case, "gelu", True), linear_layer_norm(operators, case), product]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_is_the_same_alone_and_in_any_batch(isa, operators, dtype):
+    for n, k in ((111, 300), (40, 600)):
+        case = draw(129, n, k, dtype)
+        expected = results(operators, case)
+        for begin, end in ((0, 1), (5, 7), (60, 63), (20, 25), (30, 46), (1, 129)):
+            part = case | {name: case[name][begin:end] for name in ("x", "residual")}
+            for actual, whole in zip(results(operators, part), expected, strict=True):
+                assert torch.equal(actual, whole[begin:end]), (begin, end)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_reruns_and_thread_counts_agree_bitwise(isa, operators, dtype):
+    cases = [draw(m, 300, 259, dtype) for m in (17, 300)]
+    expected = [results(operators, case) for case in cases]
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 3, 7):
+            torch.set_num_threads(count)
+            for case, want in zip(cases, expected, strict=True):
+                for actual, e in zip(results(operators, case), want, strict=True):
+                    assert torch.equal(actual, e), count
+    finally:
+        torch.set_num_threads(threads)
+
+
+# The cache of packed weights
+
+
+@pytest.fixture
+def cache(extension):
+    extension.forget_packed()
+    yield extension
+    extension.forget_packed()
+
+
+def step(weight):
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+    weight.grad = torch.randn_like(weight)
+    optimizer.step()
+
+
+def load(weight):
+    module = torch.nn.Linear(59, 111, bias=False)
+    module.weight = weight
+    module.load_state_dict({"weight": torch.randn(111, 59)})
+
+
+WRITES = {
+    "in place": lambda weight: weight.detach().mul_(2.0),
+    "one element in place": lambda weight: weight.detach()[3, 5].add_(2.0),
+    "data in place": lambda weight: weight.data.mul_(2.0),
+    "data replaced": lambda weight: setattr(weight, "data", torch.randn(111, 59)),
+    "optimizer": step,
+    "load_state_dict": load,
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_a_changed_weight_is_packed_again(isa, operators, cache, write):
+    x, weight = torch.randn(7, 59), torch.nn.Parameter(torch.randn(111, 59))
+    with torch.no_grad():
+        for _ in range(3):
+            fresh = linear(operators, {"x": x, "weight": weight.detach().clone()})[0]
+            assert torch.equal(linear(operators, {"x": x, "weight": weight})[0], fresh)
+            write(weight)
+
+
+def test_an_inference_tensor_is_packed_again(isa, operators, cache):
+    with torch.inference_mode():
+        x, weight = torch.randn(7, 59), torch.randn(111, 59)
+        before = linear(operators, {"x": x, "weight": weight})[0]
+        weight.mul_(2.0)
+        assert torch.equal(linear(operators, {"x": x, "weight": weight})[0], 2 * before)
+
+
+def test_another_level_packs_again(operators, cache):
+    x, weight = torch.randn(7, 300), torch.randn(111, 300)
+    try:
+        for level in 2 * cache.build_info()["cpu_isas_supported"]:
+            cache.set_cpu_isa(level)
+            y = linear(operators, {"x": x, "weight": weight})[0]
+            oracle = x.double() @ weight.double().t()
+            assert_close(level, y, oracle, x @ weight.t())
+    finally:
+        cache.set_cpu_isa(None)
+
+
+def test_packed_once_and_freed_with_the_weight(isa, operators, cache):
+    x, weight = torch.randn(3, 320), torch.randn(320, 320)
+    size = weight.numel() * 4
+    for _ in range(2):
+        linear(operators, {"x": x, "weight": weight})
+        assert cache.packed_bytes() == size
+        linear(operators, {"x": x, "weight": weight.detach()})  # another tensor, the same memory
+        assert cache.packed_bytes() == size
+    linear(operators, {"x": x.bfloat16(), "weight": weight})
+    assert cache.packed_bytes() == size + size // 2
+    del weight
+    gc.collect()
+    assert cache.packed_bytes() == 0
+
+
+def test_copies_of_overlapping_views_do_not_pile_up(operators, cache):
+    x, buffer = torch.randn(1, 128), torch.randn(256, 128)
+    for i in range(0, 128, 4):  # 2 MiB of copies if each were kept
+        y = linear(operators, {"x": x, "weight": buffer[i : i + 128]})[0]
+        assert torch.equal(y, linear(operators, {"x": x, "weight": buffer[i : i + 128].clone()})[0])
+    gc.collect()
+    assert cache.packed_bytes() <= 2 * buffer.numel() * 4 + 2**20
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+
+def test_ten_thousand_calls_grow_no_memory(operators, cache):
+    case = draw(5, 48, 64, torch.bfloat16)
+
+    def calls(count):
+        for i in range(count):
+            if i % 10 == 0:
+                case["weight"] = torch.randn(48, 64)
+            linear(operators, case, "gelu")
+            operators.matmul(case["x"], case["x"].t(), None, torch.float32)
+
+    try:
+        calls(500)
+        before = resident_bytes()
+        calls(5000)
+        assert resident_bytes() - before < 2**20
+    except FileNotFoundError:
+        pytest.skip("no /proc/self/statm on this system")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+def test_a_forked_child_computes_the_same(operators, cache):
+    """Threads of the pool are gone there, and no lock of the cache may stay taken. The tensors are
+    small, because torch's own fills with NaN hang on more than 32,768 elements; the product is not.
+    """
+    case = draw(100, 60, 100, torch.float32)
+    expected = linear(operators, case, "gelu")[0]
+    child = os.fork()
+    if child == 0:
+        same = False
+        try:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(60)
+            same = torch.equal(linear(operators, case, "gelu")[0], expected)
+            cache.forget_packed()
+            same = same and torch.equal(linear(operators, case, "gelu")[0], expected)
+        finally:
+            os._exit(0 if same else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+# Bad input
+
+BAD_LINEAR = [
+    ("x", torch.zeros(4, 8, 1), ValueError),
+    ("x", torch.zeros(4, 8, dtype=torch.float64), TypeError),
+    ("weight", torch.zeros(6, 7), ValueError),
+    ("weight", torch.zeros(8), ValueError),
+    ("weight", torch.zeros(6, 8, dtype=torch.bfloat16), TypeError),
+    ("bias", torch.zeros(8), ValueError),
+    ("bias", torch.zeros(6, dtype=torch.int64), TypeError),
+    ("residual", torch.zeros(4, 8), ValueError),
+    ("residual", torch.zeros(4, 6, dtype=torch.float16), TypeError),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error"), [*BAD_LINEAR, ("activation", "silu", ValueError)]
+)
+def test_linear_names_the_argument(operators, name, value, error):
+    arguments = {"x": torch.zeros(4, 8), "weight": torch.zeros(6, 8), "bias": torch.zeros(6)}
+    arguments |= {"residual": torch.zeros(4, 6), "activation": "none", "save": False}
+    with pytest.raises(error, match=rf"^{name}: got .*allowed"):
+        operators.linear(**(arguments | {name: value}))
+
+
+NORM = [("norm_weight", torch.zeros(8)), ("norm_bias", torch.zeros(1, 6)), ("eps", -1.0)]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error"), [*BAD_LINEAR, *((*item, ValueError) for item in NORM)]
+)
+def test_linear_layer_norm_names_the_argument(operators, name, value, error):
+    arguments = {"x": torch.zeros(4, 8), "weight": torch.zeros(6, 8), "bias": torch.zeros(6)}
+    arguments |= {"residual": torch.zeros(4, 6), "eps": EPS}
+    arguments |= {"norm_weight": torch.zeros(6), "norm_bias": torch.zeros(6)}
+    with pytest.raises(error, match=rf"^{name}: got .*allowed"):
+        operators.linear_layer_norm(**(arguments | {name: value}))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error"),
+    [
+        ("a", torch.zeros(4), ValueError),
+        ("a", torch.zeros(4, 8, dtype=torch.float64), TypeError),
+        ("b", torch.zeros(7, 6), ValueError),
+        ("b", torch.zeros(8, 6, dtype=torch.bfloat16), TypeError),
+        ("addend", torch.zeros(6, 4), ValueError),
+        ("addend", torch.zeros(4, 6, dtype=torch.bfloat16), TypeError),
+        ("dtype", torch.float64, TypeError),
+    ],
+)
+def test_matmul_names_the_argument(operators, name, value, error):
+    arguments = {"a": torch.zeros(4, 8), "b": torch.zeros(8, 6), "addend": torch.zeros(4, 6)}
+    with pytest.raises(error, match=rf"^{name}: got .*allowed"):
+        operators.matmul(**(arguments | {"dtype": torch.float32} | {name: value}))

@@ -1,0 +1,110 @@
+"""fp32 parameters under autocast, on every backend: results and gradients by the one rule, against
+the plain reference under the same autocast."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastbert import ops, reference
+from fastbert.ops import backend as backends
+from fastbert.ops import product
+from fastbert.testing.cases import find
+from fastbert.testing.compare import compare
+from fastbert.testing.parity import run_with_gradients
+
+DTYPES = (torch.bfloat16, torch.float16)
+CASES = [
+    *find("linear", "bias"),
+    *find("linear_gelu", "erf"),
+    *find("feed_forward", "tanh"),
+    *find("feed_forward", "relu"),
+    *find("feed_forward", "swiglu"),
+    *find("feed_forward", "recompute_geglu"),
+]
+RUNS = [
+    (case, backend)
+    for case in CASES
+    for backend in ("reference", "cpu")
+    if backends.refusal(case.op, backend, backends.Request("cpu", torch.bfloat16)) is None
+]
+each_run = pytest.mark.parametrize(
+    ("case", "backend"), RUNS, ids=[f"{c.op}-{c.name}-{b}" for c, b in RUNS]
+)
+needs_cpu = pytest.mark.skipif(
+    backends.unavailable("cpu", "cpu") is not None, reason="the extension cannot run here"
+)
+
+
+def run(function, inputs, dtype, **extra) -> dict[str, Tensor]:
+    with torch.autocast("cpu", dtype):
+        return run_with_gradients(function, inputs, extra)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@each_run
+def test_results_and_gradients(case, backend, dtype):
+    # Numbers that both formats hold, so that the oracle sees what autocast leaves of them.
+    inputs = case.inputs(dtype).map(lambda _, v: v.float() if isinstance(v, Tensor) else v)
+    exact = inputs.map(lambda _, v: v.double() if isinstance(v, Tensor) else v)
+    function = getattr(reference, case.op)
+    oracle, yardstick = run_with_gradients(function, exact, {}), run(function, inputs, dtype)
+    got = run(getattr(ops, case.op), inputs, dtype, backend=backend)
+    assert got["out"].dtype == dtype
+    for name in oracle:
+        result = compare(name, got[name], oracle[name], yardstick[name], tested=dtype)
+        assert result.passed, str(result)
+
+
+@needs_cpu
+def test_the_gradient_of_an_fp32_weight_is_not_rounded_to_bf16():
+    x, weight = torch.randn(40, 24), torch.randn(8, 24, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        ops.linear(x, weight, backend="cpu").sum().backward()
+    assert weight.grad.dtype == torch.float32
+    assert not torch.equal(weight.grad, weight.grad.bfloat16().float())
+
+
+@needs_cpu
+def test_no_copy_of_an_fp32_weight_is_made():
+    weight = torch.randn(5, 8)
+    assert product.parameters_for("cpu", torch.bfloat16, weight, None) == (weight, None)
+    (cast,) = product.parameters_for("reference", torch.bfloat16, weight)
+    assert cast.dtype == torch.bfloat16
+    (cast,) = product.parameters_for("cpu", torch.bfloat16, weight.half())
+    assert cast.dtype == torch.bfloat16
+
+
+@needs_cpu
+@pytest.mark.parametrize("op", ["linear", "linear_gelu", "feed_forward"])
+def test_opcheck_of_mixed_dtypes(op):
+    x, w, b = torch.randn(6, 8).bfloat16(), torch.randn(8, 8), torch.randn(8)
+    dy, needs = torch.randn(6, 8).bfloat16(), [True] * 3
+    run = {
+        "linear": (x, w, b, "cpu"),
+        "linear_gelu": (x, w, b, "gelu", True, "cpu"),
+        "feed_forward": (x, w, b, w.clone(), b.clone(), "gelu", True, "cpu"),
+    }[op]
+    back = {
+        "linear": (dy, x, w, b, torch.randn(6, 8), needs, "cpu"),
+        "linear_gelu": (dy, x, w, b, x.clone(), "gelu", needs, "cpu"),
+        "feed_forward": (
+            dy, x, w, b, w.clone(), b.clone(), x.clone(), torch.randn(6, 8), "gelu", [True] * 5,
+            "cpu",
+        ),
+    }[op]  # fmt: skip
+    leaves = tuple(a.requires_grad_() if isinstance(a, Tensor) else a for a in run)
+    torch.library.opcheck(getattr(torch.ops.fastbert, op).default, leaves)
+    plain = tuple(a.detach() if isinstance(a, Tensor) else a for a in back)
+    torch.library.opcheck(getattr(torch.ops.fastbert, f"{op}_backward").default, plain)
+
+
+@needs_cpu
+@pytest.mark.parametrize("op", ["linear", "feed_forward"])
+def test_compiles_in_one_graph_without_gradients(op):
+    x, w, b = torch.randn(6, 8), torch.randn(8, 8), torch.randn(8)
+    arguments = (x, w, b) if op == "linear" else (x, w, b, w, b)
+    compiled = torch.compile(getattr(ops, op), fullgraph=True, backend="aot_eager")
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(compiled(*arguments), getattr(ops, op)(*arguments))

@@ -1,0 +1,61 @@
+"""torch.func and forward-mode AD: plain PyTorch serves, and the other backends say why not."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+
+from fastbert import ops, reference
+from fastbert.ops import backend as backends
+
+X, W, B = torch.randn(6, 8), torch.randn(8, 8), torch.randn(8)
+OPERANDS = {"linear": (W, B), "linear_gelu": (W, B), "feed_forward": (W, B, W.t(), B)}
+each_op = pytest.mark.parametrize("op", OPERANDS)
+
+
+def both(op, **options):
+    """The operation and its reference as functions of x."""
+    for module, extra in ((ops, options), (reference, {})):
+        function = functools.partial(getattr(module, op), **extra)
+        yield lambda x, function=function: function(x, *OPERANDS[op])
+
+
+@each_op
+def test_torch_func(op):
+    ours, plain = both(op)
+    got, expected = (torch.func.grad(lambda x, f=f: f(x).sum())(X) for f in (ours, plain))
+    assert torch.equal(got, expected)
+    got, expected = (torch.func.jvp(f, (X,), (X.flip(0),))[1] for f in (ours, plain))
+    assert torch.equal(got, expected)
+    got, expected = (torch.func.vmap(f)(X[:, None]) for f in (ours, plain))
+    assert torch.equal(got, expected)
+    got, expected = (torch.func.hessian(lambda x, f=f: f(x).sum())(X[:1]) for f in (ours, plain))
+    assert torch.equal(got, expected)
+
+
+@each_op
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
+def test_forward_mode(op, mode):
+    tangents = []
+    with forward_ad.dual_level(), mode():
+        for function in both(op):
+            y = function(forward_ad.make_dual(X, X.flip(0)))
+            tangents.append(forward_ad.unpack_dual(y).tangent)
+    assert torch.equal(*tangents)
+
+
+@each_op
+@pytest.mark.parametrize("backend", ["cpu", "triton"])
+def test_another_backend_says_why_it_cannot(op, backend):
+    if backends.refusal(op, backend, backends.Request("cpu", torch.float32)) is not None:
+        pytest.skip(f"{backend} cannot run here")
+    ours, _ = both(op, backend=backend)
+    with pytest.raises(ValueError, match=r"cannot serve .* look through plain PyTorch only"):
+        torch.func.vmap(ours)(X[:, None])
+    request = backends.Request("cpu", torch.float32, transformed=True)
+    choice = backends.resolve(op, None, request)
+    assert choice.backend == "reference"
+    assert "torch.func" in choice.reason or "not built" in choice.reason
