@@ -7,13 +7,10 @@
 #include "gelu.h"
 #include "kernels.h"
 #include "layer_norm_kernel.h"
+#include "pairs.h"
 #include "vec.h"
 
 namespace fastbert::cpu::FASTBERT_LEVEL {
-
-FASTBERT_INLINE int clamp_count(int64_t count, int most) {
-  return count < 0 ? 0 : count < most ? (int)count : most;
-}
 
 // A tile of sums whose products are complete, or whole rows of them.
 struct Tile {

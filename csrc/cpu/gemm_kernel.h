@@ -8,8 +8,10 @@
 // tasks or the row's place in its tile: an element is the sum of its chunks of k in order, each
 // chunk the sum of its products in order. That makes a row's result independent of its batch.
 //
-// bf16 panels hold pairs, column j in the low half of a word and column j + kLanes in the high one:
-// a shift and a mask widen them.
+// bf16 panels hold pairs. Where the processor has a dot product of bf16 (FASTBERT_LEVEL_DOTS), the
+// words of a row and of a panel are two neighbours along k, and a step is one of both; elsewhere a
+// word is column j in the low half and column j + kLanes in the high one: a shift and a mask widen
+// them.
 
 #pragma once
 
@@ -60,22 +62,73 @@ struct PanelRow<BF16> {
   }
 };
 
+#if defined(FASTBERT_LEVEL_DOTS)
+// Words of two neighbours along k.
+struct BF16Dots {
+  using Storage = uint32_t;
+};
+
+template <>
+struct PanelRow<BF16Dots> {
+  using Storage = uint32_t;
+  static FASTBERT_INLINE void load(const Storage* p, Vec& low, Vec& high) {
+    low = FASTBERT_LEVEL::load((const float*)p);
+    high = FASTBERT_LEVEL::load((const float*)p + kLanes);
+  }
+};
+
+using BF16Operand = BF16Dots;
+#else
+using BF16Operand = BF16;
+#endif
+
+template <class Operand>
+constexpr bool kIsDots = false;
+#if defined(FASTBERT_LEVEL_DOTS)
+template <>
+constexpr bool kIsDots<BF16Dots> = true;
+#endif
+
+// sum + x b, of words.
+template <class Operand>
+FASTBERT_INLINE Vec multiply_add(Vec x, Vec b, Vec sum) {
+#if defined(FASTBERT_LEVEL_DOTS)
+  if constexpr (kIsDots<Operand>) return dot_bf16(x, b, sum);
+#endif
+  return fma(x, b, sum);
+}
+
+// The words along k of a row.
+template <class Operand>
+FASTBERT_INLINE int64_t words_of(int64_t k) {
+  return kIsDots<Operand> ? (k + 1) / 2 : k;
+}
+
+// Calls body(operand) with how a packed operand in `format` is multiplied.
+template <class Body>
+FASTBERT_INLINE void with_operand(Format format, Body body) {
+  switch (format) {
+    case Format::f32:
+      return body(F32{});
+    case Format::bf16:
+      return body(BF16Operand{});
+    case Format::f16:
+      return body(F16{});
+  }
+}
+
 FASTBERT_INLINE int64_t panels_of(int64_t n) { return (n + kPanel - 1) / kPanel; }
 
 int64_t packed_bytes(Format to, int64_t n, int64_t k) {
-  return panels_of(n) * kPanel * k * (to == Format::f32 ? 4 : 2);
+  int64_t row = 0;
+  with_operand(to, [&](auto type) {
+    using Operand = decltype(type);
+    row = words_of<Operand>(k) * sizeof(typename Operand::Storage);
+  });
+  return panels_of(n) * kPanel * row;
 }
 
 int64_t pack_units(int64_t n) { return panels_of(n); }
-
-// `count` elements that lie `stride` apart, from p on; the other lanes read as 0.
-template <class Format>
-FASTBERT_INLINE Vec gather(const typename Format::Storage* p, int64_t stride, int count) {
-  if (stride == 1) return Format::load(p, count);
-  typename Format::Storage lanes[kLanes] = {};
-  for (int i = 0; i < count; ++i) lanes[i] = p[i * stride];
-  return Format::load(lanes, kLanes);
-}
 
 // A register from each of `count` rows, transposed: lane i of block[j] is element j of row i.
 template <class Format>
@@ -87,33 +140,51 @@ FASTBERT_INLINE void load_transposed(const typename Format::Storage* p, int64_t 
   transpose(block);
 }
 
+// Columns of a panel, `row` apart, as words of two neighbours along k.
+template <class From>
+void pack_dots(const typename From::Storage* p, int64_t row, int64_t column, int low, int high,
+               int64_t k, uint32_t* packed) {
+  for (int64_t first = 0; first < k; first += kLine, p += kLine * column) {
+    const int depth = clamp_count(k - first, kLine);
+    Vec lows[kLanes], highs[kLanes];
+    load_pairs<From>(p, row, column, low, depth, lows);
+    load_pairs<From>(p + low * row, row, column, high, depth, highs);
+    for (int i = 0; i < (depth + 1) / 2; ++i, packed += kPanel) {
+      store((float*)packed, lows[i]);
+      store((float*)packed + kLanes, highs[i]);
+    }
+  }
+}
+
 template <class From, class To>
 void pack_panel(const Packing& params, int64_t panel) {
   const Packing p = params;
   using Row = PanelRow<To>;
   const int64_t first = panel * kPanel;
   const auto* weight = (const typename From::Storage*)p.weight + first * p.row;
-  auto* packed = (typename Row::Storage*)p.packed + first * p.k;
+  auto* packed = (typename Row::Storage*)p.packed + first * words_of<To>(p.k);
   const int low = clamp_count(p.n - first, kLanes), high = clamp_count(p.n - first - low, kLanes);
-  if (p.column != 1) {
+  if constexpr (kIsDots<To>) {
+    pack_dots<From>(weight, p.row, p.column, low, high, p.k, packed);
+  } else if (p.column != 1) {
     for (int64_t k = 0; k < p.k; ++k, weight += p.column) {
       Row::store(packed + k * kPanel, gather<From>(weight, p.row, low),
                  gather<From>(weight + low * p.row, p.row, high));
     }
-    return;
-  }
-  for (int64_t k = 0; k < p.k; k += kLanes) {
-    const int length = clamp_count(p.k - k, kLanes);
-    Vec lows[kLanes], highs[kLanes];
-    load_transposed<From>(weight + k, p.row, low, length, lows);
-    load_transposed<From>(weight + low * p.row + k, p.row, high, length, highs);
-    for (int i = 0; i < length; ++i) Row::store(packed + (k + i) * kPanel, lows[i], highs[i]);
+  } else {
+    for (int64_t k = 0; k < p.k; k += kLanes) {
+      const int length = clamp_count(p.k - k, kLanes);
+      Vec lows[kLanes], highs[kLanes];
+      load_transposed<From>(weight + k, p.row, low, length, lows);
+      load_transposed<From>(weight + low * p.row + k, p.row, high, length, highs);
+      for (int i = 0; i < length; ++i) Row::store(packed + (k + i) * kPanel, lows[i], highs[i]);
+    }
   }
 }
 
 void pack(const Packing& p, int64_t begin, int64_t end) {
   with_format(p.from, [&](auto from) {
-    with_format(p.to, [&](auto to) {
+    with_operand(p.to, [&](auto to) {
       for (int64_t panel = begin; panel < end; ++panel) {
         pack_panel<decltype(from), decltype(to)>(p, panel);
       }
@@ -122,7 +193,7 @@ void pack(const Packing& p, int64_t begin, int64_t end) {
 }
 
 // What one task computes of the result, and its memory: a block of a panel in fp32, the block of a
-// in rows of kDepth, and the sums.
+// in rows of kDepth words, and the sums.
 struct Task {
   int64_t row, column, rows, columns;
   float *panel, *a, *sums;
@@ -157,6 +228,20 @@ void pack_rows(const Gemm& g, const Task& task, int64_t first, int64_t depth) {
   }
 }
 
+// The same in words of two neighbours along k.
+inline void pack_row_pairs(const Gemm& g, const Task& task, int64_t first, int64_t depth) {
+  for (int64_t row = 0; row < task.rows; row += kLanes) {
+    const int rows = clamp_count(task.rows - row, kLanes);
+    for (int64_t word = 0; word < depth; word += kLanes) {
+      const int64_t k = 2 * (first + word);
+      Vec words[kLanes];
+      load_row_pairs((const uint16_t*)g.a + (task.row + row) * g.a_row + k * g.a_column, g.a_row,
+                     g.a_column, rows, clamp_count(g.k - k, kLine), words);
+      for (int i = 0; i < rows; ++i) store(task.a + (row + i) * kDepth + word, words[i]);
+    }
+  }
+}
+
 // The steps along k of one block, the length of a chain of additions, and whether sums of earlier
 // blocks are there to add to.
 struct Depth {
@@ -187,8 +272,8 @@ FASTBERT_INLINE void multiply_chunk(const float* a, const typename Format::Stora
 #pragma GCC unroll 16
       for (int i = 0; i < kRows; ++i) {
         const Vec x = splat(a[i * kDepth + k]);
-        total[j][i][0] = fma(x, low, total[j][i][0]);
-        total[j][i][1] = fma(x, high, total[j][i][1]);
+        total[j][i][0] = multiply_add<Format>(x, low, total[j][i][0]);
+        total[j][i][1] = multiply_add<Format>(x, high, total[j][i][1]);
       }
     }
   }
@@ -247,12 +332,12 @@ struct TaskBlock {
 
   const Gemm& g;
   const Task& task;
-  int64_t first, depth;
+  int64_t words, first, depth;  // of a row, and of this block
 
   FASTBERT_INLINE const Storage* panel(int64_t n) const {
-    return (const Storage*)g.packed + (task.column + n) * g.k + first * kPanel;
+    return (const Storage*)g.packed + (task.column + n) * words + first * kPanel;
   }
-  FASTBERT_INLINE bool last() const { return first + depth >= g.k; }
+  FASTBERT_INLINE bool last() const { return first + depth >= words; }
   FASTBERT_INLINE Depth steps() const { return {depth, chunk_of(g.n, g.k), first > 0}; }
 
   FASTBERT_INLINE void finish(int64_t row, int64_t n, int rows, int64_t columns) const {
@@ -283,7 +368,7 @@ struct TaskBlock {
     int64_t n = 0;
     for (; n + kPanels * kPanel <= task.columns; n += kPanels * kPanel) {
       const Next next = {(const char*)task.a, (const char*)panel(n + kPanels * kPanel)};
-      multiply<Format, kRows, kPanels>(task.a, panel(n), kPanel * g.k, steps(), task.sums + n,
+      multiply<Format, kRows, kPanels>(task.a, panel(n), kPanel * words, steps(), task.sums + n,
                                        task.stride, next);
       if (last()) finish(0, n, kRows, kPanels * kPanel);
     }
@@ -316,13 +401,18 @@ struct TaskBlock {
 
 template <class Format>
 void run_task(const Gemm& g, const Task& task) {
+  const int64_t words = words_of<Format>(g.k);
   int64_t first = 0;
   do {
-    const int64_t depth = g.k - first < kDepth ? g.k - first : kDepth;
-    with_format(g.format, [&](auto type) { pack_rows<decltype(type)>(g, task, first, depth); });
-    TaskBlock<Format>{g, task, first, depth}.run();
+    const int64_t depth = words - first < kDepth ? words - first : kDepth;
+    if constexpr (kIsDots<Format>) {
+      pack_row_pairs(g, task, first, depth);
+    } else {
+      with_format(g.format, [&](auto type) { pack_rows<decltype(type)>(g, task, first, depth); });
+    }
+    TaskBlock<Format>{g, task, words, first, depth}.run();
     first += depth;
-  } while (first < g.k);
+  } while (first < words);
   if (!g.norm_weight) return;
   with_format(g.out_format, [&](auto type) {
     normalise_rows<decltype(type)>(g,
@@ -376,7 +466,7 @@ void gemm(const Gemm& params, const GemmPlan& plan, int64_t begin, int64_t end, 
     task.panel = (float*)scratch;
     task.a = task.panel + kDepth * kPanel;
     task.sums = task.a + plan.rows * kDepth;
-    with_format(g.packed_format, [&](auto type) { run_task<decltype(type)>(g, task); });
+    with_operand(g.packed_format, [&](auto type) { run_task<decltype(type)>(g, task); });
   }
 }
 

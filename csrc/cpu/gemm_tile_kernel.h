@@ -29,84 +29,8 @@
 
 namespace fastbert::cpu::FASTBERT_LEVEL {
 
-constexpr int64_t kStep = 32;                    // of k
-constexpr int64_t kStepBytes = 64;               // of a row of a
-constexpr int64_t kWeightTile = 1024;            // bytes
-constexpr int64_t kPanelStep = 2 * kWeightTile;  // bytes of a panel for one step
-constexpr int64_t kStrip = 32;                   // rows of a block of sums
-constexpr int64_t kBlockBytes = 1152 << 10;      // of a task's rows: over half of the cache
-constexpr int64_t kMaxStripRows = 1024;          // of a task
-
-static_assert(kPanel == 32, "a panel is two tiles wide");
-
-FASTBERT_INLINE int64_t steps_of(int64_t k) { return (k + kStep - 1) / kStep; }
-
-FASTBERT_INLINE WordVec bits_of(HalfVec v) { return __builtin_convertvector(v, WordVec); }
-
-template <class>
-constexpr bool kIsBF16 = false;
-template <>
-constexpr bool kIsBF16<BF16> = true;
-
-// `depth` elements, at most 32, as bf16 in memory order; the rest reads as 0.
-template <class From>
-FASTBERT_INLINE Vec load_line(const typename From::Storage* p, int depth) {
-  Vec line = {};
-  if constexpr (kIsBF16<From>) {
-    if (depth == kStep) return load((const float*)p);
-    __builtin_memcpy(&line, p, 2 * depth);
-  } else {
-    uint16_t rounded[kStep];
-    BF16::store(rounded, From::load(p, clamp_count(depth, kLanes)), kLanes);
-    const int rest = clamp_count(depth - kLanes, kLanes);
-    BF16::store(rounded + kLanes, rest > 0 ? From::load(p + kLanes, rest) : Vec{}, kLanes);
-    __builtin_memcpy(&line, rounded, sizeof(line));
-  }
-  return line;
-}
-
-template <class From>
-FASTBERT_INLINE Vec pair_words(Vec even, Vec odd) {
-  if constexpr (kIsBF16<From>) {
-    return (Vec)((WordVec)even >> 16 | ((WordVec)odd & 0xffff0000u));
-  } else {
-    return (Vec)(bits_of(BF16::narrow(even)) | bits_of(BF16::narrow(odd)) << 16);
-  }
-}
-
-// Rows of pairs of bf16: word i of words[j] holds elements 2 j and 2 j + 1 of row i, of up to 16
-// rows and 32 elements from p on; 0 beyond.
-template <class From>
-FASTBERT_INLINE void load_pairs(const typename From::Storage* p, int64_t row, int64_t column,
-                                int rows, int depth, Vec (&words)[kLanes]) {
-  if (column == 1) {
-    for (int i = 0; i < kLanes; ++i) {
-      words[i] = i < rows ? load_line<From>(p + i * row, depth) : Vec{};
-    }
-    return transpose(words);
-  }
-  for (int j = 0; j < kLanes; ++j) {
-    const auto* pair = p + 2 * j * column;
-    const Vec even = gather<From>(pair, row, 2 * j < depth ? rows : 0);
-    const Vec odd = gather<From>(pair + column, row, 2 * j + 1 < depth ? rows : 0);
-    words[j] = pair_words<From>(even, odd);
-  }
-}
-
-// One panel of a right operand: up to 32 columns, `row` apart, of k elements, `column` apart.
-template <class From>
-void pack_tiles(const typename From::Storage* p, int64_t row, int64_t column, int64_t columns,
-                int64_t k, char* packed) {
-  for (int64_t first = 0; first < k; first += kStep) {
-    for (int half = 0; half < 2; ++half, packed += kWeightTile) {
-      Vec words[kLanes];
-      load_pairs<From>(p + half * kLanes * row + first * column, row, column,
-                       clamp_count(columns - half * kLanes, kLanes), clamp_count(k - first, kStep),
-                       words);
-      __builtin_memcpy(packed, words, kWeightTile);
-    }
-  }
-}
+constexpr int64_t kBlockBytes = 1152 << 10;  // of a task's rows: over half of the cache
+constexpr int64_t kMaxStripRows = 1024;      // of a task
 
 // Rows of a, k padded with zeros to whole steps and the rows to whole tiles, one after another.
 inline void pack_left(const Gemm& g, int64_t first, int64_t rows, char* out) {
@@ -118,13 +42,8 @@ inline void pack_left(const Gemm& g, int64_t first, int64_t rows, char* out) {
       const int depth = clamp_count(g.k - step * kStep, kStep);
       const uint16_t* p = a + row * g.a_row + step * kStep * g.a_column;
       char* block = out + row * stride + step * kStepBytes;
-      Vec words[kLanes] = {};
-      if (g.a_column == 1) {
-        for (int i = 0; i < count; ++i) words[i] = load_line<BF16>(p + i * g.a_row, depth);
-      } else {
-        load_pairs<BF16>(p, g.a_row, g.a_column, count, depth, words);
-        transpose(words);
-      }
+      Vec words[kLanes];
+      load_row_pairs(p, g.a_row, g.a_column, count, depth, words);
       for (int i = 0; i < kLanes; ++i) store((float*)(block + i * stride), words[i]);
     }
   }
@@ -278,8 +197,6 @@ FASTBERT_INLINE void multiply_blocks(TileTask& t) {
   t.pending.finish(t.g, kStrip);
 }
 
-FASTBERT_INLINE int64_t whole_strips(int64_t rows) { return (rows + kStrip - 1) / kStrip * kStrip; }
-
 // Scratch memory of a task: the rows of a that are copied, then the sums.
 FASTBERT_INLINE int64_t left_bytes(const Gemm& g, int64_t rows) {
   return (lies_in_tiles(g) ? kStrip : whole_strips(rows)) * steps_of(g.k) * kStepBytes;
@@ -365,7 +282,7 @@ void pack_tiled(const Packing& p, int64_t begin, int64_t end) {
     using From = decltype(from);
     for (int64_t panel = begin; panel < end; ++panel) {
       const auto* weight = (const typename From::Storage*)p.weight + panel * kPanel * p.row;
-      pack_tiles<From>(weight, p.row, p.column, p.n - panel * kPanel, p.k,
+      pack_steps<From>(weight, p.row, p.column, p.n - panel * kPanel, p.k,
                        (char*)p.packed + panel * steps_of(p.k) * kPanelStep);
     }
   });

@@ -21,14 +21,12 @@ namespace {
 
 #if defined(__x86_64__)
 
-// AMX tiles in bf16 and int8, and the AVX-512 extensions that come with them. Linux hands tiles out
-// to processes that ask (arch_prctl ARCH_REQ_XCOMP_PERM, feature 18); children inherit them.
-bool has_amx() {
-  unsigned a = 0, b = 0, c = 0, d = 0, sub = 0;
+// AMX tiles in bf16 and int8. Linux hands them out to processes that ask (arch_prctl
+// ARCH_REQ_XCOMP_PERM, feature 18); children inherit them.
+bool has_tiles() {
+  unsigned a = 0, b = 0, c = 0, d = 0;
   if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
-  const bool vnni = c >> 11 & 1, tiles = (d >> 22 & 1) && (d >> 24 & 1) && (d >> 25 & 1);
-  if (!vnni || !tiles || !__get_cpuid_count(7, 1, &sub, &b, &c, &d) || !(sub >> 5 & 1))
-    return false;
+  if (!(d >> 22 & 1) || !(d >> 24 & 1) || !(d >> 25 & 1)) return false;
 #if defined(__linux__)
   constexpr int kRequestPermission = 0x1023, kTileData = 18;
   return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
@@ -42,13 +40,19 @@ bool has_avx512() {
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
 
+bool has_avx512_bf16() {
+  return has_avx512() && __builtin_cpu_supports("avx512bf16") &&
+         __builtin_cpu_supports("avx512vnni");
+}
+
 // __builtin_cpu_supports asks CPUID, and XGETBV whether the operating system saves the registers.
 const Level kLevels[] = {
     {&baseline::kKernels, __builtin_cpu_supports("sse4.2") != 0},
     {&avx2::kKernels, __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
                           __builtin_cpu_supports("f16c")},
     {&avx512::kKernels, has_avx512()},
-    {&amx::kKernels, has_avx512() && has_amx()},
+    {&avx512_bf16::kKernels, has_avx512_bf16()},
+    {&amx::kKernels, has_avx512_bf16() && has_tiles()},
 };
 #else
 const Level kLevels[] = {{&baseline::kKernels, true}};

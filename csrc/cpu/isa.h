@@ -1,8 +1,8 @@
 // Which instruction-set level the CPU kernels run at.
 //
 // The best level that the processor and the operating system support, or the one that
-// FASTBERT_CPU_ISA names (baseline, avx2, avx512, amx). A name that is unknown or not supported is
-// an error, never ignored.
+// FASTBERT_CPU_ISA names (baseline, avx2, avx512, avx512_bf16, amx). A name that is unknown or not
+// supported is an error, never ignored.
 
 #pragma once
 
@@ -17,6 +17,9 @@ namespace avx2 {
 extern const Kernels kKernels;
 }
 namespace avx512 {
+extern const Kernels kKernels;
+}
+namespace avx512_bf16 {
 extern const Kernels kKernels;
 }
 namespace amx {

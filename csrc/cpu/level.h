@@ -12,8 +12,10 @@
 #include "isa.h"
 #include "layer_norm_kernel.h"
 #if defined(FASTBERT_LEVEL_TILES)
-#include "attention_tile_kernel.h"
 #include "gemm_tile_kernel.h"
+#endif
+#if defined(FASTBERT_LEVEL_TILES) || defined(FASTBERT_LEVEL_DOTS)
+#include "attention_strip_kernel.h"
 #endif
 #include "rms_norm_kernel.h"
 
@@ -50,9 +52,9 @@ extern const Kernels kKernels = {
     gemm_plan,
     gemm,
 #endif
-#if defined(FASTBERT_LEVEL_TILES)
-    attention_scratch_tiled,
-    attention_forward_tiled,
+#if defined(FASTBERT_LEVEL_TILES) || defined(FASTBERT_LEVEL_DOTS)
+    attention_strip_scratch,
+    attention_strips,
 #else
     attention_scratch,
     attention_forward,

@@ -11,7 +11,6 @@
 
 #pragma once
 
-#include "formats.h"
 #include "vec.h"
 
 #if defined(FASTBERT_EMULATE)
@@ -36,18 +35,6 @@ struct alignas(64) TileShapes {
 };
 
 static_assert(sizeof(TileShapes) == 64, "the configuring instruction reads 64 bytes");
-
-// bf16 of what is no denormal, in one instruction of the processors that have tiles.
-FASTBERT_INLINE HalfVec narrow_to_bf16(Vec v) {
-#if defined(FASTBERT_EMULATE)
-  return BF16::narrow(v);
-#else
-  const __m256bh narrow = _mm512_cvtneps_pbh((__m512)v);
-  HalfVec bits;
-  __builtin_memcpy(&bits, &narrow, sizeof(bits));
-  return bits;
-#endif
-}
 
 #if !defined(FASTBERT_EMULATE)
 

@@ -103,6 +103,20 @@ FASTBERT_INLINE Vec fma(Vec a, Vec b, Vec c) {
 #endif
 }
 
+#if defined(FASTBERT_LEVEL_DOTS)
+// In each lane, c plus the products of the two bf16 of a and of b, the upper ones first. Subnormals
+// count as 0.
+FASTBERT_INLINE Vec dot_bf16(Vec a, Vec b, Vec c) {
+#if FASTBERT_INTRINSIC_BYTES == 64
+  return (Vec)_mm512_dpbf16_ps((__m512)c, (__m512bh)a, (__m512bh)b);
+#else
+  const WordVec x = (WordVec)a, y = (WordVec)b;
+  c = fma((Vec)(x & 0xffff0000u), (Vec)(y & 0xffff0000u), c);
+  return fma((Vec)(x << 16), (Vec)(y << 16), c);
+#endif
+}
+#endif
+
 // Sums along a row are kept in four registers of partial sums: short chains of additions, for speed
 // and accuracy, and two such sums at a time still fit the register file.
 constexpr int kSums = 4;

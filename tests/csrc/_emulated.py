@@ -16,7 +16,7 @@ import subprocess
 from pathlib import Path
 
 CPU = Path(__file__).parents[2] / "csrc" / "cpu"
-LEVELS = ("avx512", "amx")
+LEVELS = ("avx512", "avx512_bf16", "amx")
 FLAGS = ("-std=c++17", "-O1", "-g0", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-Wno-psabi")
 TARGET = ("-mavx2", "-mfma", "-mf16c", "-DFASTBERT_EMULATE")
 

@@ -6,7 +6,7 @@ import _emulated
 import pytest
 import torch
 
-LEVELS = ("baseline", "avx2", "avx512", "amx")
+LEVELS = ("baseline", "avx2", "avx512", "avx512_bf16", "amx")
 
 
 @pytest.fixture(scope="session")

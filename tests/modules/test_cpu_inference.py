@@ -32,7 +32,7 @@ CONFIG = BertConfig(
 )
 LENGTHS = (70, 23, 9, 1)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-LEVELS = ("baseline", "avx2", "avx512", "amx")
+LEVELS = ("baseline", "avx2", "avx512", "avx512_bf16", "amx")
 ONE_CALL = ("cpu", "all layers in one call")
 
 

@@ -1,4 +1,4 @@
-// Attention forward in bf16 on AMX tiles, 32 queries by kKeys keys at a time.
+// Attention forward in bf16 on tiles or dot products, 32 queries by kKeys keys at a time.
 //
 // A block of keys is packed once per item and serves all of its queries: k as the right operand of
 // q kᵀ, pairs of a head's elements in a word (16 x 16 words transposed), v as that of P v, pairs of
@@ -21,21 +21,24 @@
 #pragma once
 
 #include "attention_kernel.h"
-#include "gemm_tile_kernel.h"
-#include "tile.h"
+#if defined(FASTBERT_LEVEL_TILES)
+#include "strip_tiles.h"
+#else
+#include "strip_dots.h"
+#endif
 
 namespace fastbert::cpu::FASTBERT_LEVEL {
 
 // Of a row of weights; not a power of two, see kScoreStride.
 constexpr int64_t kWeightStride = kKeys + kStep;
 
-struct TileMemory {
+struct StripMemory {
   uint32_t *used, *begun;  // begun: for each strip of queries, whether out holds anything
   uint16_t *q, *kept_rows, *weights;
   char *keys, *values;
   float *out, *maximum, *sum, *scores, *factors;
 
-  TileMemory(const Attention& a, int64_t rows, Arena& arena) {
+  StripMemory(const Attention& a, int64_t rows, Arena& arena) {
     const int64_t width = whole_panels(a.head_dim), all = whole_strips(rows);
     used = arena.take<uint32_t>(a.max_k);
     begun = arena.take<uint32_t>(all / kStrip);
@@ -88,39 +91,32 @@ inline const uint16_t* rows_of_keys(const Attention& a, const Head& h, const Con
 }
 
 inline void pack_keys(const Attention& a, const Head& h, int64_t key, int64_t keys,
-                      const TileMemory& m) {
+                      const StripMemory& m) {
   int64_t stride;
   const uint16_t* k = rows_of_keys(a, h, a.k, key, keys, m.kept_rows, stride);
   for (int64_t n = 0; n < keys; n += kPanel) {
-    pack_tiles<BF16>(k + n * stride, stride, 1, keys - n, a.head_dim,
+    pack_steps<BF16>(k + n * stride, stride, 1, keys - n, a.head_dim,
                      m.keys + n / kPanel * steps_of(a.head_dim) * kPanelStep);
   }
   const uint16_t* v = rows_of_keys(a, h, a.v, key, keys, m.kept_rows, stride);
   for (int64_t d = 0; d < a.head_dim; d += kPanel) {
-    pack_tiles<BF16>(v + d, 1, stride, a.head_dim - d, keys,
+    pack_steps<BF16>(v + d, 1, stride, a.head_dim - d, keys,
                      m.values + d / kPanel * steps_of(keys) * kPanelStep);
   }
 }
 
 // q kᵀ of a strip of queries and a block of keys.
-inline void multiply_keys(const uint16_t* q, int64_t width, int64_t keys, const TileMemory& m) {
+inline void multiply_keys(const uint16_t* q, int64_t width, int64_t keys, const StripMemory& m) {
   const int64_t steps = width / kStep;
   for (int64_t n = 0; n < keys; n += kPanel) {
-    const char* b = m.keys + n / kPanel * steps * kPanelStep;
-    tile_zero<0>();
-    tile_zero<1>();
-    tile_zero<2>();
-    tile_zero<3>();
-    for (int64_t step = 0; step < steps; ++step) {
-      multiply_step<2, 1>((const char*)(q + step * kStep), 2 * width, b + step * kPanelStep, 0);
-    }
-    store_block<2, 1>(m.scores + n, kScoreStride);
+    strip_product<false>(q, width, m.keys + n / kPanel * steps * kPanelStep, steps, m.scores + n,
+                         kScoreStride);
   }
 }
 
 // out (+)= P v, what was there worth `factors` now.
 inline void multiply_values(float* out, int64_t width, int64_t rows, int64_t keys, bool begins,
-                            const TileMemory& m) {
+                            const StripMemory& m) {
   const int64_t steps = steps_of(keys);
   for (int64_t r = 0; r < rows && !begins; ++r) {
     if (m.factors[r] == 1.0f) continue;
@@ -131,22 +127,10 @@ inline void multiply_values(float* out, int64_t width, int64_t rows, int64_t key
   for (int64_t n = 0; n < width; n += kPanel) {
     const char* b = m.values + n / kPanel * steps * kPanelStep;
     if (begins) {
-      tile_zero<0>();
-      tile_zero<1>();
-      tile_zero<2>();
-      tile_zero<3>();
+      strip_product<false>(m.weights, kWeightStride, b, steps, out + n, width);
     } else {
-      const float* lower = out + kMostTileRows * width;
-      tile_load<0>(out + n, 4 * width);
-      tile_load<1>(out + n + kLanes, 4 * width);
-      tile_load<2>(lower + n, 4 * width);
-      tile_load<3>(lower + n + kLanes, 4 * width);
+      strip_product<true>(m.weights, kWeightStride, b, steps, out + n, width);
     }
-    for (int64_t step = 0; step < steps; ++step) {
-      multiply_step<2, 1>((const char*)(m.weights + step * kStep), 2 * kWeightStride,
-                          b + step * kPanelStep, 0);
-    }
-    store_block<2, 1>(out + n, width);
   }
 }
 
@@ -170,7 +154,7 @@ FASTBERT_INLINE Vec row_weights(const float* scores, int64_t width, float scale,
       Vec e = exp2_negative((load(scores + at) * scale - maximum) * kLog2E);
       sum[i] += e;
       if (kept) e = drop(e, kept + at, kept_scale, kLanes);
-      const HalfVec bits = narrow_to_bf16(e);
+      const HalfVec bits = narrow_normal(e);
       __builtin_memcpy(weights + at, &bits, sizeof(bits));
     }
   }
@@ -187,8 +171,8 @@ FASTBERT_INLINE Vec combine_lanes(Vec (&rows)[kLanes], Combine combine) {
 }
 
 // A strip's scores to weights, its running maxima and sums, and the factors of what came before.
-inline void tile_softmax(const Attention& a, const Head& h, const Block& block, const TileMemory& m,
-                         int64_t first) {
+inline void strip_softmax(const Attention& a, const Head& h, const Block& block,
+                          const StripMemory& m, int64_t first) {
   const int64_t width = whole_panels(block.keys);
   const Masking masks = masking(a, h, block);
   const bool biased = a.bias.data != nullptr, plain = !masks.needed && !biased;
@@ -246,7 +230,7 @@ inline void tile_softmax(const Attention& a, const Head& h, const Block& block, 
 }
 
 inline void begin_queries(const Attention& a, const Head& h, const AttentionItem& item,
-                          const TileMemory& m) {
+                          const StripMemory& m) {
   const int64_t rows = item.end - item.begin, all = whole_strips(rows);
   const int64_t width = whole_panels(a.head_dim);
   const uint16_t* q = first_row<BF16>(a, h, a.q, h.q_start) + item.begin * a.q.row;
@@ -261,14 +245,14 @@ inline void begin_queries(const Attention& a, const Head& h, const AttentionItem
   }
 }
 
-inline void tile_attention_item(const Attention& a, const AttentionItem& item, void* scratch) {
+inline void strip_item(const Attention& a, const AttentionItem& item, void* scratch) {
   Arena arena = {(char*)scratch};
   const int64_t rows = item.end - item.begin, width = whole_panels(a.head_dim);
-  const TileMemory m(a, rows, arena);
+  const StripMemory m(a, rows, arena);
   Head h = head_of(a, item.sequence, item.head);
   h.used = used_keys(a, h, m.used);
   begin_queries(a, h, item, m);
-  configure_tiles();
+  begin_strips();
   const Range seen = visible_keys(a, h, item.begin, item.end - 1);
   for (int64_t key = seen.low / kKeys * kKeys; key < seen.high; key += kKeys) {
     const int64_t keys = clamp(h.k_length - key, 0, kKeys);
@@ -280,27 +264,27 @@ inline void tile_attention_item(const Attention& a, const AttentionItem& item, v
       if (key >= range.high || key + keys <= range.low) continue;
       uint32_t& begun = m.begun[first / kStrip];
       multiply_keys(m.q + first * width, width, keys, m);
-      tile_softmax(a, h, block, m, first);
+      strip_softmax(a, h, block, m, first);
       multiply_values(m.out + first * width, width, block.rows, keys, begun == 0, m);
       begun = 1;
     }
   }
-  tile_release();
+  end_strips();
   forward_results<BF16>(a, h, item, m);
 }
 
-// The table's functions at a level with tiles: they take what is bf16.
+// The table's functions at a level with products of pairs: they take what is bf16.
 
-int64_t attention_scratch_tiled(const Attention& a, int64_t rows) {
+int64_t attention_strip_scratch(const Attention& a, int64_t rows) {
   if (a.format != Format::bf16) return attention_scratch(a, rows);
   Arena arena = {nullptr};
-  TileMemory(a, rows, arena);
+  StripMemory(a, rows, arena);
   return (int64_t)(arena.next - (char*)nullptr);
 }
 
-void attention_forward_tiled(const Attention& a, const AttentionItem& item, void* scratch) {
+void attention_strips(const Attention& a, const AttentionItem& item, void* scratch) {
   if (a.format != Format::bf16) return attention_forward(a, item, scratch);
-  tile_attention_item(a, item, scratch);
+  strip_item(a, item, scratch);
 }
 
 }  // namespace fastbert::cpu::FASTBERT_LEVEL

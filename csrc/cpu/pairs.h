@@ -1,0 +1,119 @@
+// Two neighbouring bf16 in each 32-bit word, the lower one in the low half: what dot products and
+// tiles take. Operands are worked through in steps of kStep along k.
+
+#pragma once
+
+#include "formats.h"
+#include "transpose.h"
+
+namespace fastbert::cpu::FASTBERT_LEVEL {
+
+constexpr int kLine = 2 * kLanes;  // elements of a register
+
+FASTBERT_INLINE int clamp_count(int64_t count, int most) {
+  return count < 0 ? 0 : count < most ? (int)count : most;
+}
+
+// `count` elements that lie `stride` apart, from p on; the other lanes read as 0.
+template <class Format>
+FASTBERT_INLINE Vec gather(const typename Format::Storage* p, int64_t stride, int count) {
+  if (stride == 1) return Format::load(p, count);
+  typename Format::Storage lanes[kLanes] = {};
+  for (int i = 0; i < count; ++i) lanes[i] = p[i * stride];
+  return Format::load(lanes, kLanes);
+}
+
+FASTBERT_INLINE WordVec bits_of(HalfVec v) { return __builtin_convertvector(v, WordVec); }
+
+template <class>
+constexpr bool kIsBF16 = false;
+template <>
+constexpr bool kIsBF16<BF16> = true;
+
+// `depth` elements, at most kLine, as bf16 in memory order; the rest reads as 0.
+template <class From>
+FASTBERT_INLINE Vec load_line(const typename From::Storage* p, int depth) {
+  Vec line = {};
+  if constexpr (kIsBF16<From>) {
+    if (depth == kLine) return load((const float*)p);
+    __builtin_memcpy(&line, p, 2 * depth);
+  } else {
+    uint16_t rounded[kLine];
+    BF16::store(rounded, From::load(p, clamp_count(depth, kLanes)), kLanes);
+    const int rest = clamp_count(depth - kLanes, kLanes);
+    BF16::store(rounded + kLanes, rest > 0 ? From::load(p + kLanes, rest) : Vec{}, kLanes);
+    __builtin_memcpy(&line, rounded, sizeof(line));
+  }
+  return line;
+}
+
+template <class From>
+FASTBERT_INLINE Vec pair_words(Vec even, Vec odd) {
+  if constexpr (kIsBF16<From>) {
+    return (Vec)((WordVec)even >> 16 | ((WordVec)odd & 0xffff0000u));
+  } else {
+    return (Vec)(bits_of(BF16::narrow(even)) | bits_of(BF16::narrow(odd)) << 16);
+  }
+}
+
+// Rows of pairs of bf16: word i of words[j] holds elements 2 j and 2 j + 1 of row i, of up to
+// kLanes rows and kLine elements from p on; 0 beyond.
+template <class From>
+FASTBERT_INLINE void load_pairs(const typename From::Storage* p, int64_t row, int64_t column,
+                                int rows, int depth, Vec (&words)[kLanes]) {
+  if (column == 1) {
+    for (int i = 0; i < kLanes; ++i) {
+      words[i] = i < rows ? load_line<From>(p + i * row, depth) : Vec{};
+    }
+    return transpose(words);
+  }
+  for (int j = 0; j < kLanes; ++j) {
+    const auto* pair = p + 2 * j * column;
+    const Vec even = gather<From>(pair, row, 2 * j < depth ? rows : 0);
+    const Vec odd = gather<From>(pair + column, row, 2 * j + 1 < depth ? rows : 0);
+    words[j] = pair_words<From>(even, odd);
+  }
+}
+
+// Words of the rows themselves: words[i] is what `depth` elements of row i are; 0 beyond.
+inline void load_row_pairs(const uint16_t* p, int64_t row, int64_t column, int rows, int depth,
+                           Vec (&words)[kLanes]) {
+  if (column != 1) {
+    load_pairs<BF16>(p, row, column, rows, depth, words);
+    return transpose(words);
+  }
+  for (int i = 0; i < kLanes; ++i) {
+    words[i] = i < rows ? load_line<BF16>(p + i * row, depth) : Vec{};
+  }
+}
+
+#if FASTBERT_LEVEL_BYTES == 64
+constexpr int64_t kStep = 32;                    // of k: a register of pairs
+constexpr int64_t kStepBytes = 64;               // of a row
+constexpr int64_t kWeightTile = 1024;            // bytes
+constexpr int64_t kPanelStep = 2 * kWeightTile;  // bytes of a panel for one step
+constexpr int64_t kStrip = 32;                   // rows of a block of sums
+
+static_assert(kPanel == 32, "a panel is two tiles wide");
+
+FASTBERT_INLINE int64_t steps_of(int64_t k) { return (k + kStep - 1) / kStep; }
+FASTBERT_INLINE int64_t whole_strips(int64_t rows) { return (rows + kStrip - 1) / kStrip * kStrip; }
+
+// One panel of a right operand: up to 32 columns, `row` apart, of k elements, `column` apart.
+template <class From>
+void pack_steps(const typename From::Storage* p, int64_t row, int64_t column, int64_t columns,
+                int64_t k, char* packed) {
+  for (int64_t first = 0; first < k; first += kStep) {
+    for (int half = 0; half < 2; ++half, packed += kWeightTile) {
+      Vec words[kLanes];
+      load_pairs<From>(p + half * kLanes * row + first * column, row, column,
+                       clamp_count(columns - half * kLanes, kLanes), clamp_count(k - first, kStep),
+                       words);
+      __builtin_memcpy(packed, words, kWeightTile);
+    }
+  }
+}
+
+#endif
+
+}  // namespace fastbert::cpu::FASTBERT_LEVEL
