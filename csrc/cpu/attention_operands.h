@@ -7,9 +7,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cstdlib>
-#include <memory>
-#include <new>
 #include <vector>
 
 #include "isa.h"
@@ -46,17 +43,6 @@ struct AttentionProblem {
   at::Tensor empty_statistic(const at::Tensor& like) const;
 };
 
-// Memory aligned to a cache line.
-struct FreeMemory {
-  void operator()(void* memory) const { std::free(memory); }
-};
-
-inline std::unique_ptr<void, FreeMemory> aligned_memory(int64_t bytes) {
-  void* memory = std::aligned_alloc(64, (bytes + 127) / 64 * 64);
-  if (memory == nullptr) throw std::bad_alloc();
-  return std::unique_ptr<void, FreeMemory>(memory);
-}
-
 struct Work {
   AttentionItem item;
   int64_t cost;  // in multiplications, roughly
@@ -77,8 +63,8 @@ void share_out(std::vector<Item>& items, int64_t scratch, const Body& body) {
                                     std::max<int64_t>(1, total / kWorthAThread)});
   std::atomic<size_t> next{0};
   parallel_for(threads, 1, [&](int64_t, int64_t) {
-    const auto memory = aligned_memory(scratch);
-    for (size_t i = next++; i < items.size(); i = next++) body(items[i], memory.get());
+    void* memory = thread_scratch(scratch);
+    for (size_t i = next++; i < items.size(); i = next++) body(items[i], memory);
   });
 }
 

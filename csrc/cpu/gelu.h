@@ -65,30 +65,35 @@ struct Erf {
   }
 };
 
+// The logistic function s of x, and s(-x), from e = exp(-|x|); the smaller one is the more
+// accurate.
+FASTBERT_INLINE Vec logistic(Vec x, Vec e, Vec& complement) {
+  const Vec larger = 1.0f / (1.0f + e);
+  const Vec smaller = e * larger;
+  complement = select(x > 0.0f, smaller, larger);
+  return select(x > 0.0f, larger, smaller);
+}
+
 struct Tanh {
   static constexpr float kTwoBeta = 1.5957691216f;  // 2 sqrt(2 / pi)
   static constexpr float kCubic = 0.044715f;
 
-  // s(2 w) and s(-2 w), w = sqrt(2 / pi) (x + 0.044715 x^3); the smaller one is the more accurate.
-  static FASTBERT_INLINE Vec logistic(Vec x, Vec& complement) {
+  // s(2 w) and s(-2 w), w = sqrt(2 / pi) (x + 0.044715 x^3).
+  static FASTBERT_INLINE Vec of_cubic(Vec x, Vec& complement) {
     const Vec inner = fma(x * x, splat(kCubic), splat(1.0f));
-    const Vec e = exp_negative(abs(x) * kTwoBeta * inner);
-    const Vec larger = 1.0f / (1.0f + e);
-    const Vec smaller = e * larger;
-    complement = select(x > 0.0f, smaller, larger);
-    return select(x > 0.0f, larger, smaller);
+    return logistic(x, exp_negative(abs(x) * kTwoBeta * inner), complement);
   }
 
   static FASTBERT_INLINE Vec forward(Vec x) {
     Vec complement;
-    return x * logistic(x, complement);
+    return x * of_cubic(x, complement);
   }
 
   // The slope is s + x s (1 - s) 2 w'. From |x| = 10 on the second term is 0: x^2 may overflow
   // there.
   static FASTBERT_INLINE Vec both(Vec x, Vec& slope) {
     Vec complement;
-    const Vec s = logistic(x, complement);
+    const Vec s = of_cubic(x, complement);
     const Vec inner = kTwoBeta * fma(x * x, splat(3.0f * kCubic), splat(1.0f));
     slope = select(abs(x) > 12.0f, s, fma(x * inner, s * complement, s));
     return x * s;
@@ -107,23 +112,15 @@ struct Relu {
 
 // x s(x), s the logistic function (Elfwing et al. 2018).
 struct Silu {
-  static FASTBERT_INLINE Vec logistic(Vec x, Vec& complement) {
-    const Vec e = exp_negative(abs(x));
-    const Vec larger = 1.0f / (1.0f + e);
-    const Vec smaller = e * larger;
-    complement = select(x > 0.0f, smaller, larger);
-    return select(x > 0.0f, larger, smaller);
-  }
-
   static FASTBERT_INLINE Vec forward(Vec x) {
     Vec complement;
-    return x * logistic(x, complement);
+    return x * logistic(x, exp_negative(abs(x)), complement);
   }
 
   // The slope is s + x s (1 - s); the second term is 0 from |x| = 87 on, where x may be infinite.
   static FASTBERT_INLINE Vec both(Vec x, Vec& slope) {
     Vec complement;
-    const Vec s = logistic(x, complement);
+    const Vec s = logistic(x, exp_negative(abs(x)), complement);
     slope = select(abs(x) > 87.0f, s, fma(x * s, complement, s));
     return x * s;
   }

@@ -14,15 +14,6 @@
 namespace fastbert::cpu {
 namespace {
 
-Activation activation_of(const std::string& name) {
-  if (name == "none") return Activation::none;
-  if (name == "gelu") return Activation::gelu;
-  if (name == "gelu_tanh") return Activation::gelu_tanh;
-  TORCH_CHECK_VALUE(name == "relu", "activation: got '", name,
-                    "', allowed: 'none', 'gelu', 'gelu_tanh', 'relu'");
-  return Activation::relu;
-}
-
 // weight (N, K) for x (M, K): x's dtype, or fp32.
 void check_weight(const at::Tensor& weight, const at::Tensor& x) {
   check_device("weight", weight, x);
@@ -101,7 +92,7 @@ std::tuple<at::Tensor, at::Tensor> linear(const at::Tensor& x, const at::Tensor&
   if (bias_in) check_vector("bias", *bias_in, x, n);
   if (residual_in) check_summand("residual", *residual_in, x, m, n, x.scalar_type());
   const auto bias = as_float(bias_in), residual = with_unit_columns(residual_in);
-  const Activation function = activation_of(activation);
+  const Activation function = epilogue_activation(activation);
   auto y = at::empty({m, n}, x.options());
   auto h = save ? at::empty({m, n}, x.options()) : at::empty({0}, x.options());
   if (m == 0) return {y, h};

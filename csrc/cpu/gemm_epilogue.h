@@ -92,6 +92,7 @@ void normalise_rows(const Gemm& g, const Tile& tile) {
     Vec totals[kSums] = {};
     for_each_summand(g.n, [&](int64_t n, int u, int count) __attribute__((always_inline)) {
       totals[u] += load(sums + n, count);
+      __builtin_prefetch(sums + tile.stride + n, 0, 3);
     });
     const Moments m = moments(sums, totals, g.n, g.eps);
     auto* out = (typename Format::Storage*)g.out + (tile.row + row) * g.n;

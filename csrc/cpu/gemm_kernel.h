@@ -25,7 +25,7 @@ namespace fastbert::cpu::FASTBERT_LEVEL {
 
 constexpr int kTileRows = kBytes == 64 ? 14 : 6;  // two registers each, and three for the operands
 constexpr int kDepth = 256;
-constexpr int64_t kMaxRows = 120, kMaxColumns = 1024;  // of a task
+constexpr int64_t kMaxRows = kBytes == 64 ? 128 : 120, kMaxColumns = 1024;  // of a task
 
 // One row of a panel: kPanel elements in its storage, two registers in fp32.
 template <class Format>
@@ -249,10 +249,22 @@ struct Depth {
   bool add;
 };
 
-// What is read next, fetched while a tile is multiplied: a line of b and a part of a per step.
+// What is read next, fetched while a tile is multiplied: a part of a and a line of each b per step.
+// Of the tiles of a panel the first two fetch half of the next panel each, so that no more lines
+// are on their way from memory than the processor keeps track of; one alone fetches both halves.
 struct Next {
-  const char *a, *b;
+  const char *a, *b[2];
 };
+
+constexpr int64_t kCacheLine = 64;
+
+// `here`: the panel that is being multiplied, whose lines are as near as can be.
+FASTBERT_INLINE Next next_of(const char* a, const char* here, const char* panel, int64_t bytes,
+                             int64_t tile, int64_t tiles) {
+  const char* half = panel + (bytes / 2 + kCacheLine - 1) / kCacheLine * kCacheLine;
+  if (tiles == 1) return {a, {panel, half}};
+  return {a, {tile == 0 ? panel : tile == 1 ? half : here, here}};
+}
 
 // sums (+)= a bᵀ for kRows rows of a and kPanels panels, which lie `panel` elements apart, over the
 // steps [begin, end).
@@ -260,11 +272,11 @@ template <class Format, int kRows, int kPanels>
 FASTBERT_INLINE void multiply_chunk(const float* a, const typename Format::Storage* b,
                                     int64_t panel, int64_t begin, int64_t end, float* sums,
                                     int64_t stride, bool add, Next next) {
-  constexpr int kStep = kPanel * sizeof(*b);
   Vec total[kPanels][kRows][2] = {};
   for (int64_t k = begin; k < end; ++k) {
     __builtin_prefetch(next.a + k * kRows * 4, 0, 3);
-    __builtin_prefetch(next.b + k * kStep, 0, 2);
+    __builtin_prefetch(next.b[0] + k * kCacheLine, 0, 2);
+    __builtin_prefetch(next.b[1] + k * kCacheLine, 0, 2);
 #pragma GCC unroll 4
     for (int j = 0; j < kPanels; ++j) {
       Vec low, high;
@@ -345,6 +357,25 @@ struct TaskBlock {
                     rows, (int)columns});
   }
 
+  // What the epilogue of a tile reads and writes, fetched while the tile is multiplied: the lines
+  // lie a row apart, where no processor looks ahead by itself.
+  template <int kWrite>
+  FASTBERT_INLINE void fetch_tile(const void* matrix, int64_t stride, fastbert::cpu::Format format,
+                                  int64_t row, int64_t n, int rows) const {
+    if (!matrix) return;
+    const int64_t size = format == fastbert::cpu::Format::f32 ? 4 : 2;
+    const char* p = (const char*)matrix + ((task.row + row) * stride + task.column + n) * size;
+    for (int i = 0; i < rows; ++i, p += stride * size) {
+      for (int64_t j = 0; j < kPanel * size; j += kCacheLine) __builtin_prefetch(p + j, kWrite, 3);
+    }
+  }
+
+  FASTBERT_INLINE void fetch_tile(int64_t row, int64_t n, int rows) const {
+    fetch_tile<0>(g.residual.data, g.residual.stride, g.residual_format, row, n, rows);
+    fetch_tile<1>(g.pre_activation, g.n, g.format, row, n, rows);
+    if (!g.norm_weight) fetch_tile<1>(g.out, g.n, g.out_format, row, n, rows);
+  }
+
   // Rows are spread evenly over the tiles: tiles of five rows keep the multipliers as busy as tiles
   // of six, one of a single row would not.
   template <class Operand>
@@ -354,8 +385,10 @@ struct TaskBlock {
     for (int64_t tile = 0; tile < tiles; ++tile) {
       const int64_t row = task.rows * tile / tiles, end = task.rows * (tile + 1) / tiles;
       const int rows = (int)(end - row);
-      const Next next = {(const char*)(task.a + (tile + 1 < tiles ? end : 0) * kDepth),
-                         tile == 0 ? next_panel : (const char*)b};
+      const Next next =
+          next_of((const char*)(task.a + (tile + 1 < tiles ? end : 0) * kDepth), (const char*)b,
+                  next_panel, depth * kPanel * sizeof(Storage), tile, tiles);
+      if (last()) fetch_tile(row, n, rows);
       multiply_rows<Operand>(rows, task.a + row * kDepth, b, steps(),
                              task.sums + row * task.stride + n, task.stride, next);
       if (last()) finish(row, n, rows, task.columns - n < kPanel ? task.columns - n : kPanel);
@@ -367,7 +400,9 @@ struct TaskBlock {
   FASTBERT_INLINE int64_t multiply_panels() const {
     int64_t n = 0;
     for (; n + kPanels * kPanel <= task.columns; n += kPanels * kPanel) {
-      const Next next = {(const char*)task.a, (const char*)panel(n + kPanels * kPanel)};
+      const Next next = next_of((const char*)task.a, (const char*)panel(n),
+                                (const char*)panel(n + kPanels * kPanel),
+                                kPanels * depth * kPanel * sizeof(Storage), 0, 1);
       multiply<Format, kRows, kPanels>(task.a, panel(n), kPanel * words, steps(), task.sums + n,
                                        task.stride, next);
       if (last()) finish(0, n, kRows, kPanels * kPanel);
@@ -383,18 +418,19 @@ struct TaskBlock {
                                  : 0;
     for (; n < task.columns; n += kPanel) {
       const Storage* b = panel(n);
-      const char* next = (const char*)(n + kPanel < task.columns ? panel(n + kPanel) : b);
+      const char* next = (const char*)(n + kPanel < task.columns ? panel(n + kPanel)
+                                       : last()                  ? b
+                                                                 : panel(0) + depth * kPanel);
       if (!widen) {
         multiply_panel<Format>(n, b, next);
         continue;
       }
       for (int64_t k = 0; k < depth; ++k) {
         Vec low, high;
-        __builtin_prefetch(next + k * kPanel * sizeof(Storage), 0, 2);
         PanelRow<Format>::load(b + k * kPanel, low, high);
         PanelRow<F32>::store(task.panel + k * kPanel, low, high);
       }
-      multiply_panel<F32>(n, task.panel, (const char*)task.panel);
+      multiply_panel<F32>(n, task.panel, next);
     }
   }
 };

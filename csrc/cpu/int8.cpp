@@ -25,15 +25,6 @@ constexpr int64_t kRowBytes = 256 * 1024;
 
 int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 
-Activation activation_of(const std::string& name) {
-  if (name == "none") return Activation::none;
-  if (name == "gelu") return Activation::gelu;
-  if (name == "gelu_tanh") return Activation::gelu_tanh;
-  TORCH_CHECK_VALUE(name == "relu", "activation: got '", name,
-                    "', allowed: 'none', 'gelu', 'gelu_tanh', 'relu'");
-  return Activation::relu;
-}
-
 std::tuple<int64_t, int64_t> int8_layout() {
   const Int8Layout layout = kernels().int8_layout();
   return {layout.lanes, layout.group};
@@ -151,7 +142,7 @@ at::Tensor int8_linear(const at::Tensor& x_in, const at::Tensor& packed, const a
   const auto bias = as_float(bias_in);
   const int64_t m = x.size(0), group = packed.size(3), depth = packed.size(1) * group;
   auto out = at::empty({m, n}, x.options().dtype(dtype));
-  const Activation chosen = activation_of(activation);
+  const Activation chosen = epilogue_activation(activation);
   if (m == 0) return out;
   const Quantised rows(x, depth, group);
   const Int8Gemm params = {format_of(out),

@@ -43,30 +43,6 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> layer_norm_forward(
   return {y, mean, rstd};
 }
 
-at::Tensor layer_norm(const at::Tensor& x_in, const at::Tensor& weight_in,
-                      const at::Tensor& bias_in, const OptionalTensor& residual_in, double eps) {
-  check_layer_norm_forward(x_in, weight_in, bias_in, residual_in, {}, {}, 0.0, eps);
-  const auto x = fastbert::with_unit_columns(x_in);
-  const auto residual = with_unit_columns(residual_in);
-  const auto weight = as_float(weight_in), bias = as_float(bias_in);
-  const int64_t rows = x.size(0), columns = x.size(1);
-  auto y = at::empty({rows, columns}, x.options());
-  LayerNormForward params = {};
-  params.format = format_of(x);
-  params.columns = columns;
-  params.x = matrix(x);
-  params.residual = matrix(residual);
-  params.weight = floats(weight);
-  params.bias = floats(bias);
-  params.eps = (float)eps;
-  params.y = y.mutable_data_ptr();
-  const Kernels& k = kernels();
-  parallel_for(rows, grain_rows(columns), [&](int64_t begin, int64_t end) {
-    k.layer_norm_forward(params, begin, end, row_scratch(k, columns));
-  });
-  return y;
-}
-
 namespace {
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> layer_norm_backward(

@@ -144,7 +144,6 @@ FASTBERT_INLINE void write_normalised(const P& p, const float* sum, const Moment
 
 template <class P>
 FASTBERT_INLINE void keep_moments(const P& p, int64_t row, const Moments& m) {
-  if (!p.mean) return;
   p.mean[row] = m.mean + m.correction;
   p.rstd[row] = m.rstd;
 }

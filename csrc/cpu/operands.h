@@ -7,6 +7,7 @@
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
+#include <string>
 
 #include "../checks.h"
 #include "kernels.h"
@@ -86,6 +87,16 @@ at::Tensor sum_by_chunks(const Kernels& k, int64_t rows, int64_t columns, int64_
 // The calling thread's scratch memory for the norms and the embedding.
 inline float* row_scratch(const Kernels& k, int64_t columns) {
   return (float*)thread_scratch(k.layer_norm_scratch(columns) * (int64_t)sizeof(float));
+}
+
+// What may follow a product in its own pass.
+inline Activation epilogue_activation(const std::string& name) {
+  if (name == "none") return Activation::none;
+  if (name == "gelu") return Activation::gelu;
+  if (name == "gelu_tanh") return Activation::gelu_tanh;
+  TORCH_CHECK_VALUE(name == "relu", "activation: got '", name,
+                    "', allowed: 'none', 'gelu', 'gelu_tanh', 'relu'");
+  return Activation::relu;
 }
 
 inline Dropout dropout_of(double p, const OptionalTensor& seed) {

@@ -49,10 +49,6 @@ std::tuple<at::Tensor, at::Tensor> attention_forward(
 at::Tensor attention_qkvpacked(const at::Tensor& qkv, const OptionalTensor& mask,
                                const OptionalTensor& cu_seqlens, int64_t max_seqlen, double scale);
 
-// LN(x + residual) for inference: no statistics are kept.
-at::Tensor layer_norm(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,
-                      const OptionalTensor& residual, double eps);
-
 // f(h + bias), f "gelu", "gelu_tanh", "relu", or gated "geglu", "swiglu": h (M, 2 N) to (M, N).
 at::Tensor activation_forward(const at::Tensor& h, const OptionalTensor& bias,
                               const std::string& activation);
