@@ -61,8 +61,8 @@ BY_NAME = {engine.name: engine for engine in ENGINES}
 class Built:
     """What a worker calls. inputs: a batch as the engine takes it. array: its result as numpy.
 
-    prepare: told the shape (B, L) before its first batch. notes: what a reader of the table must
-    know about this engine here.
+    prepare: told the shape (B, L) before its first batch. compiles: in its first call with a shape,
+    which is not its time then. note: what a reader of the table must know about this engine here.
     """
 
     call: Callable[[Any], Any]
@@ -71,6 +71,7 @@ class Built:
     prepare: Callable[[int, int], None] = lambda batch, length: None
     note: str | None = None
     model: Any = None
+    compiles: bool = False
 
 
 def build(name: str, config: dict[str, Any], folder: Path, threads: int) -> Built:
@@ -153,7 +154,9 @@ def _compiled(engine: Engine, config, folder: Path, threads: int) -> Built:
 
     inductor.freezing = True
     model = _transformers(engine, config, folder, threads).model
-    return _of_torch(torch.compile(model, dynamic=True), threads, freezing=True)
+    built = _of_torch(torch.compile(model, dynamic=True), threads, freezing=True)
+    built.compiles = True
+    return built
 
 
 def _openvino(engine: Engine, config, folder: Path, threads: int) -> Built:
