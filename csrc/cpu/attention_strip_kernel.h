@@ -90,9 +90,17 @@ inline const uint16_t* rows_of_keys(const Attention& a, const Head& h, const Con
   return kept;
 }
 
+// Rows of a head lie far apart, where no processor looks ahead by itself.
+inline void fetch_rows(const Attention& a, const uint16_t* rows, int64_t stride, int64_t count) {
+  for (int64_t n = 0; n < count; ++n) {
+    for (int64_t d = 0; d < a.head_dim; d += kStep) __builtin_prefetch(rows + n * stride + d, 0, 3);
+  }
+}
+
 inline void pack_keys(const Attention& a, const Head& h, int64_t key, int64_t keys,
                       const StripMemory& m) {
   int64_t stride;
+  fetch_rows(a, first_row<BF16>(a, h, a.v, h.k_start) + key * a.v.row, a.v.row, keys);
   const uint16_t* k = rows_of_keys(a, h, a.k, key, keys, m.kept_rows, stride);
   for (int64_t n = 0; n < keys; n += kPanel) {
     pack_steps<BF16>(k + n * stride, stride, 1, keys - n, a.head_dim,
@@ -251,6 +259,8 @@ inline void strip_item(const Attention& a, const AttentionItem& item, void* scra
   const StripMemory m(a, rows, arena);
   Head h = head_of(a, item.sequence, item.head);
   h.used = used_keys(a, h, m.used);
+  const int64_t first_keys = clamp(h.k_length, 0, kKeys);
+  fetch_rows(a, first_row<BF16>(a, h, a.k, h.k_start), a.k.row, first_keys);
   begin_queries(a, h, item, m);
   begin_strips();
   const Range seen = visible_keys(a, h, item.begin, item.end - 1);

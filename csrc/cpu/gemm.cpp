@@ -47,8 +47,9 @@ void check_summand(const char* name, const at::Tensor& t, const at::Tensor& like
 // Below about this many products a second thread costs more than it brings.
 constexpr double kProductGrain = 400e3;
 
-// With fewer rows than this, tasks of whole rows do not keep the multipliers of every thread busy.
-constexpr int64_t kRowsPerThread = 8;
+// With fewer rows than this, tasks of whole rows do not keep the multipliers of every thread busy,
+// and each of them reads the whole weight.
+constexpr int64_t kRowsPerThread = 32;
 
 // Tasks are taken as threads become free: they need not all run equally fast.
 void run(const Kernels& k, const Gemm& g) {

@@ -24,7 +24,7 @@
 namespace fastbert::cpu::FASTBERT_LEVEL {
 
 constexpr int kTileRows = kBytes == 64 ? 14 : 6;  // two registers each, and three for the operands
-constexpr int kDepth = 256;
+constexpr int kDepth = kBytes == 64 ? 384 : 256;  // words
 constexpr int64_t kMaxRows = kBytes == 64 ? 128 : 120, kMaxColumns = 1024;  // of a task
 
 // One row of a panel: kPanel elements in its storage, two registers in fp32.
