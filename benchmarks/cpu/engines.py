@@ -135,10 +135,10 @@ def _transformers(engine: Engine, config, folder: Path, threads: int) -> Built:
     import torch
 
     from fastbert.config import BertConfig
-    from fastbert.integrations import transformers
+    from fastbert.integrations import stock_models
 
     dtype = torch.bfloat16 if engine.form == BF16 else torch.float32
-    model = transformers.encoder(
+    model = stock_models.encoder(
         BertConfig.from_dict(config), _loaded(folder), engine.option, dtype, "cpu"
     )
     return _of_torch(model, threads)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from benchmarks.cpu.engines import ONNX, OPENVINO, WEIGHTS
 from fastbert.config import BertConfig
-from fastbert.integrations import transformers
+from fastbert.integrations import stock_models
 
 NAMES = ("input_ids", "attention_mask")
 
@@ -46,7 +46,7 @@ def main() -> None:
     mask[1, 9:] = 0
 
     def wrapped(path: str) -> nn.Module:
-        return Hidden(transformers.encoder(config, weights, path, torch.float32, "cpu")).eval()
+        return Hidden(stock_models.encoder(config, weights, path, torch.float32, "cpu")).eval()
 
     if "onnx" in kinds:
         # The eager attention: its graph is the one that ONNX Runtime knows how to fuse.

@@ -18,7 +18,7 @@ import fastbert
 from benchmarks.gpu.contest import TRAINING, Contender, Match
 from benchmarks.gpu.engines import OURS, compiler
 from fastbert.config import BertConfig
-from fastbert.integrations import transformers
+from fastbert.integrations import stock_models
 from fastbert.testing import bench_encoder
 from fastbert.testing.attention_peers import Prepared
 from fastbert.testing.bench_encoder import BASE, MINILM, SMALL, EncoderShape, half_padded
@@ -115,7 +115,7 @@ def own_engines(device: str) -> list[str]:
 
 def transformers_paths() -> tuple[str, ...]:
     """Its attentions on this machine; none where transformers is not installed."""
-    if not transformers.installed():
+    if not stock_models.installed():
         return ()
     flash = ("flash_attention_2",) if importlib.util.find_spec("flash_attn") else ()
     return (*bench_encoder.TRANSFORMERS_PATHS, *flash)
@@ -158,7 +158,7 @@ def model_of(engine: str, config: BertConfig, dtype: torch.dtype, device: str) -
     """The encoder of ``engine``, the same weights in each."""
     weights = weights_of(config)
     if engine.startswith(THEIRS):
-        return transformers.encoder(config, weights, engine.removeprefix(THEIRS), dtype, device)
+        return stock_models.encoder(config, weights, engine.removeprefix(THEIRS), dtype, device)
     request = bench_encoder.requests(device)[engine]
     return bench_encoder._fastbert(config, weights, request, dtype, device)
 
@@ -225,7 +225,7 @@ def trainee(engine: str, config: BertConfig, device: str):
     """A model in train mode and its fused AdamW, weights and states in fp32."""
     if engine.startswith(THEIRS):
         path = engine.removeprefix(THEIRS)
-        model = transformers.untrained_pretraining_model(config, path)
+        model = stock_models.untrained_pretraining_model(config, path)
     else:
         from fastbert.modules import BertForPreTraining
 
@@ -275,7 +275,7 @@ def _latency(shape, dtype, device, goal) -> Match:
     for path in transformers_paths():
         prepare = functools.partial(_forward, THEIRS + path, shape, dtype, device)
         contenders.append(Contender(THEIRS + path, prepare))
-    if transformers.installed() and device == "cuda":
+    if stock_models.installed() and device == "cuda":
         change = compiler(device, mode="reduce-overhead")
         prepare = functools.partial(_forward, f"{THEIRS}sdpa", shape, dtype, device, change=change)
         contenders.append(Contender(f"{THEIRS}sdpa compiled, CUDA graph", prepare))

@@ -63,7 +63,7 @@ def bench(
 
 def measure(names: list[str], *, quick: bool) -> tuple[Machine, list[OpRow], list[EncoderRow]]:
     """The header and the rows of operations and encoder; ``names`` [] means everything."""
-    from fastbert.integrations import transformers
+    from fastbert.integrations import stock_models
     from fastbert.testing.bench import bench_encoder, bench_ops
     from fastbert.testing.machine import describe
 
@@ -78,7 +78,7 @@ def measure(names: list[str], *, quick: bool) -> tuple[Machine, list[OpRow], lis
         if wanted or not names:
             operations = bench_ops(wanted or None, quick=quick, notify=notify)
         if ENCODER in names or not names:
-            if not transformers.installed():
+            if not stock_models.installed():
                 err.print("note: transformers is not installed; the encoder is timed without it")
             encoder = bench_encoder(quick=quick, notify=notify)
     return machine, operations, encoder

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fastbert.config import BertConfig
-from fastbert.integrations import transformers
+from fastbert.integrations import stock_models
 from fastbert.ops import backend as backends
 from fastbert.testing.compare import compare
 from fastbert.testing.timing import alternate
@@ -213,7 +213,7 @@ def _bench_shape(
 
 def engine_names(device: str) -> list[str]:
     """fastbert by itself and in each backend that differs, then transformers if installed."""
-    stock = TRANSFORMERS_PATHS if transformers.installed() else ()
+    stock = TRANSFORMERS_PATHS if stock_models.installed() else ()
     return [*requests(device), *(f"{STOCK}{path}" for path in stock)]
 
 
@@ -227,7 +227,7 @@ def build(
     """A function of the running index: one forward pass of ``engine`` on a rotated random batch."""
     if engine.startswith(STOCK):
         path = engine.removeprefix(STOCK)
-        model = transformers.encoder(shape.config, weights, path, dtype, device)
+        model = stock_models.encoder(shape.config, weights, path, dtype, device)
     else:
         model = _fastbert(shape.config, weights, requests(device)[engine], dtype, device)
     batches = [random_batch(shape, seed, device) for seed in range(ROTATED_BATCHES)]

