@@ -2,11 +2,12 @@
 //
 // W lies packed in panels of two registers of columns, so that one step along k loads two registers
 // and multiplies them by a broadcast of each of up to kTileRows rows of a; the sums of such a tile
-// stay in registers. k is cut into blocks of kDepth: a block of a panel (16 KiB in fp32) stays in
-// the first-level cache while all rows of a task pass, and the rows of the task, widened to fp32
-// and laid out with a constant stride, stay in the second. Whatever the shape, the division into
-// tasks or the row's place in its tile: an element is the sum of its chunks of k in order, each
-// chunk the sum of its products in order. That makes a row's result independent of its batch.
+// stay in registers. k is cut into blocks of kDepth: a block of a panel (16 KiB in fp32, 48 at 64
+// bytes) stays in or near the first-level cache while all rows of a task pass, and the rows of the
+// task, widened to fp32 and laid out with a constant stride, stay in the second. Whatever the
+// shape, the division into tasks or the row's place in its tile: an element is the sum of its
+// chunks of k in order, each chunk the sum of its products in order. That makes a row's result
+// independent of its batch.
 //
 // bf16 panels hold pairs. Where the processor has a dot product of bf16 (FASTBERT_LEVEL_DOTS), the
 // words of a row and of a panel are two neighbours along k, and a step is one of both; elsewhere a

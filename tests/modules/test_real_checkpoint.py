@@ -18,8 +18,9 @@ from fastbert.ops import backend as backends
 from fastbert.testing.compare import assert_close
 
 LENGTHS = (1, 2, 64, 257, 512)
-# In the interpreter, which needs a quarter of a second per token.
-FEW = (1, 2, 64, 130)
+# In the interpreter, which needs a quarter of a second per token. Fewer would not do: stock
+# attention too has rows of large logits whose weights are off by 4e-6, and the sample needs them.
+FEW = (1, 2, 64, 257)
 
 
 def package_folder() -> Path:
