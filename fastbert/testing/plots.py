@@ -12,11 +12,6 @@ from fastbert.testing.bench_encoder import EncoderRow
 from fastbert.testing.machine import Machine
 
 OURS, THEIRS = "#2a6fbb", "#b0b0b0"
-# More engines than a cycle of colours has, strong ones first (matplotlib's tab20).
-CYCLE = [
-    "#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f",
-    "#bcbd22", "#17becf", "#aec7e8", "#ffbb78", "#98df8a", "#ff9896", "#c5b0d5", "#c49c94",
-]  # fmt: skip
 
 
 def plot_bench(
@@ -61,9 +56,13 @@ def plot_matches(path: Path, rows: Sequence[Mapping[str, Any]], machine: Machine
 
 
 def _draw_lines(axes, title: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    from matplotlib import colormaps
+
     labels = list(dict.fromkeys(row["label"] for row in rows))
     engines = list(dict.fromkeys(row["contender"] for row in rows))
-    axes.set_prop_cycle(color=CYCLE)
+    # More engines than the default cycle has colours; the strong ones of tab20 first.
+    twenty = colormaps["tab20"].colors
+    axes.set_prop_cycle(color=twenty[::2] + twenty[1::2])
     for engine in engines:
         found = [row for row in rows if row["contender"] == engine]
         is_ours = found[0]["ours"]
