@@ -65,11 +65,13 @@ def attention(
     if key.shape[1] != query.shape[1]:
         raise ValueError(f"key: got {key.shape[1]} heads, allowed: {query.shape[1]}, as query has")
     causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
+    # As in transformers: a mask says all, and a single query sees all that came before.
+    causal = bool(causal) and attention_mask is None and query.shape[2] > 1
     exporting = torch.compiler.is_exporting() or torch.onnx.is_in_onnx_export()
     operations: Any = reference if exporting else ops
     shared: dict[str, Any] = {"dropout_p": dropout, "scale": scaling}
     if cu_seq_lens_q is None and attention_mask is None and position_ids is not None:
-        cu_seq_lens_q = _restarts(position_ids, query, key)
+        attention_mask, cu_seq_lens_q = _restarts(position_ids, query, key)
     if cu_seq_lens_q is None:
         return _dense(
             operations, query, key, value, attention_mask, causal, output_attentions, shared
@@ -80,14 +82,12 @@ def attention(
         raise ValueError("attention_mask: got a mask, allowed: None beside cu_seq_lens_q")
     rows = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
     lengths = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
-    out = operations.attention_varlen(*rows, *lengths, causal=bool(causal), **shared)
+    out = operations.attention_varlen(*rows, *lengths, causal=causal, **shared)
     return out.view(query.shape[0], query.shape[2], *out.shape[1:]), None
 
 
 def _dense(operations, query, key, value, attention_mask, causal, weighed, shared):
     mask, bias = _as_arguments(attention_mask, key.shape[2])
-    # As in transformers: a mask says all, and a single query sees all that came before.
-    causal = bool(causal) and attention_mask is None and query.shape[2] > 1
     result = operations.attention(
         query, key, value, mask=mask, bias=bias, causal=causal, return_weights=weighed, **shared
     )
@@ -109,17 +109,24 @@ def _as_arguments(mask: Tensor | None, keys: int) -> tuple[Tensor | None, Tensor
     return (None, mask) if mask.is_floating_point() else (mask.bool(), None)
 
 
-def _restarts(position_ids: Tensor, query: Tensor, key: Tensor) -> Tensor | None:
-    """cu_seqlens of sequences packed in rows, whose positions do not go on; None for whole rows."""
+def _restarts(
+    position_ids: Tensor, query: Tensor, key: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """Sequences packed in rows, whose positions do not go on, as cu_seqlens; in a graph, which may
+    not depend on where they begin, as a mask of pairs. Neither for whole rows.
+    """
     batch, length = query.shape[0], query.shape[2]
-    if key.shape[2] != length or position_ids.shape[-1] != length or torch.compiler.is_compiling():
-        return None
+    if key.shape[2] != length or position_ids.shape[-1] != length:
+        return None, None
     starts = position_ids.diff(dim=-1) != 1
+    if torch.compiler.is_compiling():
+        sequence = F.pad(starts, (1, 0)).cumsum(-1)
+        return sequence[:, None, :, None] == sequence[:, None, None, :], None
     if not bool(starts.any()):
-        return None
+        return None, None
     starts = F.pad(starts, (1, 0), value=True).expand(batch, length).flatten()
     first = starts.nonzero().flatten().int()
-    return F.pad(first, (0, 1), value=batch * length)
+    return None, F.pad(first, (0, 1), value=batch * length)
 
 
 def mask(

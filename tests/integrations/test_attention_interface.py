@@ -199,6 +199,16 @@ def test_packed_sequences_do_not_see_each_other(form) -> None:
     assert not torch.allclose(eager, oracle.float(), atol=1e-3)  # the stock path leaks
 
 
+def test_compiled_packed_sequences_do_not_see_each_other() -> None:
+    model, ids = ours(build("Bert")), inputs("none")["input_ids"]
+    positions = torch.cat([torch.arange(n) for n in (4, 1, 9, 7)])[None].expand(3, LENGTH)
+    with torch.no_grad():
+        expected = model(ids, position_ids=positions).last_hidden_state
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        actual = compiled(ids, position_ids=positions).last_hidden_state
+    torch.testing.assert_close(actual, expected)
+
+
 def test_dropout_is_on_in_training() -> None:
     model = ours(build("Bert", attention_probs_dropout_prob=0.5)).train()
     batch = inputs("right")
