@@ -61,8 +61,8 @@ def _draw_lines(axes, title: str, rows: Sequence[Mapping[str, Any]]) -> None:
     labels = list(dict.fromkeys(row["label"] for row in rows))
     engines = list(dict.fromkeys(row["contender"] for row in rows))
     # More engines than the default cycle has colours; the strong ones of tab20 first.
-    twenty = colormaps["tab20"].colors
-    axes.set_prop_cycle(color=twenty[::2] + twenty[1::2])
+    strong_first = [*range(0, 20, 2), *range(1, 20, 2)]
+    axes.set_prop_cycle(color=colormaps["tab20"](strong_first))
     for engine in engines:
         found = [row for row in rows if row["contender"] == engine]
         is_ours = found[0]["ours"]
