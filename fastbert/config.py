@@ -14,11 +14,59 @@ from pathlib import Path
 from typing import Any
 
 ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
+# Those of the first half of a gated feed-forward.
+GATED_ACTIVATIONS = ("gelu", "silu")
 
 
 def _check(name: str, value: Any, allowed: str, ok: bool) -> None:
     if not ok:
         raise ValueError(f"{name}: got {value!r}, allowed: {allowed}")
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Where an encoder of BERT's family departs from BERT; the defaults are BERT itself.
+
+    ``fastbert.io.families`` says which departures a ``model_type`` has.
+    """
+
+    # The width of the tables, projected to hidden_size; None: hidden_size, without a projection.
+    embedding_size: int | None = None
+    # Whether positions and token types have tables.
+    position_table: bool = True
+    type_table: bool = True
+    # The first token's position where padding does not count (RoBERTa); None: places in the row.
+    first_position: int | None = None
+    # Buckets of a learned bias by distance, shared by the layers (MPNet); 0: none.
+    distance_buckets: int = 0
+    # Of each layer: the base of its rotary positions; how far keys may be on either side, -1 for
+    # any distance. Empty: none has one.
+    rotary_bases: tuple[float, ...] = ()
+    windows: tuple[int, ...] = ()
+    # Layer norms before attention and feed-forward, and one behind the last layer (ModernBERT).
+    pre_norm: bool = False
+    # act(first half) * second half, of a first projection twice as wide.
+    gated: bool = False
+    attention_bias: bool = True
+    feed_forward_bias: bool = True
+    norm_bias: bool = True
+    pooler: bool = True
+    # Layers that run again and again (ALBERT): ``groups`` of ``group_size``; None: each runs once.
+    groups: int | None = None
+    group_size: int = 1
+    # Dropouts that are not hidden_dropout_prob: behind the embeddings, behind attention's
+    # projection, inside the feed-forward and behind it.
+    embedding_dropout: float | None = None
+    attention_output_dropout: float | None = None
+    inner_dropout: float = 0.0
+    output_dropout: float | None = None
+
+    def order(self, layers: int) -> tuple[int, ...]:
+        """Which stored layer runs at each step of an encoder of ``layers`` layers."""
+        if self.groups is None:
+            return tuple(range(layers))
+        first = (int(i / (layers / self.groups)) * self.group_size for i in range(layers))
+        return tuple(start + inner for start in first for inner in range(self.group_size))
 
 
 @dataclass(frozen=True)
@@ -47,6 +95,8 @@ class BertConfig:
     tie_word_embeddings: bool = True
     num_labels: int = 2
     problem_type: str | None = None
+    model_type: str = "bert"
+    architecture: Architecture = field(default_factory=Architecture)
     extra: dict[str, Any] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
@@ -68,8 +118,9 @@ class BertConfig:
         if self.classifier_dropout is not None:
             value = self.classifier_dropout
             _check("classifier_dropout", value, "None or a number in [0, 1]", 0.0 <= value <= 1.0)
+        activations = GATED_ACTIVATIONS if self.architecture.gated else ACTIVATIONS
         _check(
-            "hidden_act", self.hidden_act, ", ".join(ACTIVATIONS), self.hidden_act in ACTIVATIONS
+            "hidden_act", self.hidden_act, ", ".join(activations), self.hidden_act in activations
         )
         _check(
             "hidden_size",
@@ -86,6 +137,11 @@ class BertConfig:
     def head_dim(self) -> int:
         return self.hidden_size // self.num_attention_heads
 
+    @property
+    def max_length(self) -> int:
+        """The longest sequence, in tokens."""
+        return self.max_position_embeddings - (self.architecture.first_position or 0)
+
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> BertConfig:
         """The preset ``name`` (tiny, mini, base, large; Turc et al. 2019) with ``overrides``
@@ -101,9 +157,9 @@ class BertConfig:
         """The content of ``config.json``: unknown keys kept, ``model_type`` and labels
         filled in.
         """
-        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "extra"}
+        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in OURS}
         num_labels = own.pop("num_labels")
-        out = {**self.extra, **own, "model_type": "bert"}
+        out = {**self.extra, **own}
         if len(out.get("id2label") or ()) != num_labels:
             labels = {i: f"LABEL_{i}" for i in range(num_labels)}
             out["id2label"] = {str(i): label for i, label in labels.items()}
@@ -111,22 +167,28 @@ class BertConfig:
         return out
 
     @classmethod
-    def from_dict(cls, content: dict[str, Any]) -> BertConfig:
+    def from_dict(
+        cls, content: dict[str, Any], architecture: Architecture | None = None
+    ) -> BertConfig:
         """Builds a configuration from the content of a ``config.json``; keys it does not know are
         kept.
+
+        Without an ``architecture`` that of BERT; other families are read by
+        ``fastbert.io.families``.
         """
         model_type = content.get("model_type", "bert")
-        _check("model_type", model_type, "bert", model_type == "bert")
+        allowed = "bert; of another family fastbert.io.families.read_config reads it"
+        _check("model_type", model_type, allowed, model_type == "bert" or architecture is not None)
         position = content.get("position_embedding_type", "absolute")
         _check("position_embedding_type", position, "absolute", position == "absolute")
         for name in ("is_decoder", "add_cross_attention"):
             _check(name, content.get(name, False), "false: an encoder", not content.get(name))
-        known = {f.name for f in fields(cls)} - {"extra"}
+        known = {f.name for f in fields(cls)} - OURS
         values = {key: value for key, value in content.items() if key in known}
         if "num_labels" not in values and content.get("id2label"):
             values["num_labels"] = len(content["id2label"])
-        extra = {k: v for k, v in content.items() if k not in known and k != "model_type"}
-        return cls(**values, extra=extra)
+        extra = {k: v for k, v in content.items() if k not in known}
+        return cls(**values, architecture=architecture or Architecture(), extra=extra)
 
     @classmethod
     def from_json(cls, path: str | os.PathLike[str]) -> BertConfig:
@@ -139,6 +201,8 @@ class BertConfig:
         return cls.from_dict(content)
 
 
+# Fields that are no keys of a config.json.
+OURS = {"architecture", "extra"}
 PRESETS: dict[str, dict[str, int]] = {
     "tiny": {
         "hidden_size": 128,

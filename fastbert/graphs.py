@@ -48,7 +48,13 @@ def graphed(
             f"graphed: got {type(model).__name__}, allowed: BertModel (the .bert of a model with "
             "a head)"
         )
-    buckets = Buckets(max_tokens, max_batch, model.config.max_position_embeddings)
+    choices = model.config.architecture
+    if choices.rotary_bases or choices.windows or choices.distance_buckets:
+        raise ValueError(
+            f"graphed: got a {model.config.model_type}, allowed: an encoder whose attention does "
+            "not know where tokens stand"
+        )
+    buckets = Buckets(max_tokens, max_batch, model.config.max_length)
     return GraphedModel(model, buckets, max_graphs, _cuda_recorder)
 
 

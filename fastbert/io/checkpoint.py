@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fastbert.config import BertConfig
-from fastbert.io import names, safetensors_file
+from fastbert.config import OURS, BertConfig
+from fastbert.io import families, names, safetensors_file
 
 if TYPE_CHECKING:
     from fastbert.modules.pretrained import BertPreTrainedModel
@@ -55,14 +55,14 @@ class Stored:
 
     def config(self, overrides: dict[str, Any]) -> BertConfig:
         """Raises ValueError naming the file, or the override that is no field of BertConfig."""
-        known = {field.name for field in dataclasses.fields(BertConfig)} - {"extra"}
+        known = {field.name for field in dataclasses.fields(BertConfig)} - OURS
         for name in overrides:
             if name not in known:
                 allowed = ", ".join(sorted(known))
                 raise ValueError(f"config_overrides: got {name!r}, allowed: {allowed}")
         try:
-            config = BertConfig.from_dict(self.content)
-        except (TypeError, ValueError, AttributeError) as error:
+            config = families.read_config(self.content)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"{self.folder / CONFIG}: {error}") from error
         return config.replace(**overrides)
 
@@ -180,7 +180,10 @@ def load_into(model: BertPreTrainedModel, stored: Stored) -> None:
     Raises ValueError when a shape differs or weights of the embeddings or the encoder are missing;
     the model is untouched then.
     """
-    tensors = names.for_model(stored.tensors, model.body_prefix)
+    if model.config.model_type == "bert":
+        tensors = names.for_model(stored.tensors, model.body_prefix)
+    else:
+        tensors = families.to_ours(stored.tensors, model.config)
     expected = model.state_dict()
     for name, target in model.tied().items():
         tied = tensors.pop(name, None)
@@ -243,9 +246,13 @@ def write(folder: str | os.PathLike[str], model: BertPreTrainedModel) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     tied = model.tied()
     tensors = {name: t.cpu() for name, t in model.state_dict().items() if name not in tied}
-    content = model.config.to_dict()
+    content = families.write_config(model.config)
     content.pop("torch_dtype", None)
-    content["architectures"] = [type(model).__name__]
+    if model.config.model_type == "bert":
+        content["architectures"] = [type(model).__name__]
+    else:
+        content["architectures"] = [families.family_of(model.config.model_type).model]
+        tensors = families.to_theirs(tensors, model.config)
     content["dtype"] = str(model.dtype).removeprefix("torch.")
     text = json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
     _replace(folder / WEIGHTS, lambda path: safetensors_file.write(path, tensors))

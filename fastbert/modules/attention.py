@@ -15,6 +15,7 @@ from fastbert.modules.dropout import NO_SEEDS, LayerSeeds
 from fastbert.modules.layer_norm import LayerNorm
 from fastbert.modules.layout import Layout
 from fastbert.modules.linear import Linear
+from fastbert.modules.positions import rotate
 from fastbert.modules.quantized_linear import QuantizedLinear
 from fastbert.modules.untouched import touched
 
@@ -23,16 +24,22 @@ class BertSelfAttention(OperationModule):
     """softmax(q kᵀ / √D) v for every head, on rows (T, H) that ``layout`` divides into sequences.
 
     ``qkv`` is one linear layer H → 3H. In state dicts it is ``query``, ``key`` and ``value``.
+    ``rotary_base`` and ``window``, of the layer ``number``, are None where it has none.
     """
 
     operation = "attention"
 
-    def __init__(self, config: BertConfig, backend: str | None = None) -> None:
+    def __init__(self, config: BertConfig, backend: str | None = None, number: int = 0) -> None:
         super().__init__(backend)
+        choices = config.architecture
+        self.rotary_base = choices.rotary_bases[number] if choices.rotary_bases else None
+        window = choices.windows[number] if choices.windows else -1
+        self.window = window if window >= 0 else None
         self.heads = config.num_attention_heads
         self.head_dim = config.head_dim
         self.dropout_p = config.attention_probs_dropout_prob
-        self.qkv = Linear(config.hidden_size, 3 * config.hidden_size, backend)
+        size = config.hidden_size
+        self.qkv = Linear(size, 3 * size, backend, bias=choices.attention_bias)
         self.register_state_dict_post_hook(_split)
         self.register_load_state_dict_pre_hook(_join)
 
@@ -49,11 +56,17 @@ class BertSelfAttention(OperationModule):
         qkv, residual = self.qkv(hidden, return_residual=True)
         uniform = layout.cu_seqlens is None
         rows = (layout.batch, layout.length) if uniform else (hidden.shape[0],)
+        near = None if self.window is None else layout.near(self.window)
+        if self.rotary_base is not None:
+            qkv = qkv.view(-1, 3 * self.heads, self.head_dim)
+            turned = rotate(qkv[:, : 2 * self.heads], layout.rotations[self.rotary_base])
+            qkv = torch.cat([turned, qkv[:, 2 * self.heads :]], 1)
         result = ops.attention_qkvpacked(
             qkv.view(*rows, 3, self.heads, self.head_dim),
             layout.cu_seqlens,
             layout.max_seqlen,
-            mask=layout.mask,
+            mask=layout.mask if near is None else near,
+            window=self.window if near is None else None,
             bias=None if layout.bias is None else layout.bias.to(qkv.dtype),
             dropout_p=self.dropout_p if self.training else 0.0,
             return_weights=output_attentions,
@@ -71,9 +84,13 @@ class BertSelfOutput(nn.Module):
 
     def __init__(self, config: BertConfig, backend: str | None = None) -> None:
         super().__init__()
-        size = config.hidden_size
-        self.dense = Linear(size, size, backend)
-        self.LayerNorm = LayerNorm(size, config.layer_norm_eps, config.hidden_dropout_prob, backend)
+        size, choices = config.hidden_size, config.architecture
+        dropout_p = choices.attention_output_dropout
+        dropout_p = config.hidden_dropout_prob if dropout_p is None else dropout_p
+        self.dense = Linear(size, size, backend, bias=choices.attention_bias)
+        self.LayerNorm = LayerNorm(
+            size, config.layer_norm_eps, dropout_p, backend, choices.norm_bias
+        )
 
     def forward(
         self, attended: Tensor, hidden: Tensor, dropout_seed: Tensor | None = None
@@ -90,9 +107,9 @@ class BertSelfOutput(nn.Module):
 class BertAttention(nn.Module):
     """Self-attention and its output projection: (T, H) → (T, H)."""
 
-    def __init__(self, config: BertConfig, backend: str | None = None) -> None:
+    def __init__(self, config: BertConfig, backend: str | None = None, number: int = 0) -> None:
         super().__init__()
-        self.self = BertSelfAttention(config, backend)
+        self.self = BertSelfAttention(config, backend, number)
         self.output = BertSelfOutput(config, backend)
 
     def forward(
@@ -108,8 +125,8 @@ class BertAttention(nn.Module):
 
 def _kinds(qkv: nn.Module) -> tuple[str, ...]:
     """What a projection has for each of its outputs, in a state dict."""
-    quantised = isinstance(qkv, QuantizedLinear)
-    return ("weight", "scale", "bias") if quantised else ("weight", "bias")
+    weight = ("weight", "scale") if isinstance(qkv, QuantizedLinear) else ("weight",)
+    return weight if qkv.bias is None else (*weight, "bias")
 
 
 def _split(module: nn.Module, state: dict[str, Tensor], prefix: str, _: Any) -> None:

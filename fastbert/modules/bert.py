@@ -52,7 +52,8 @@ class BertModel(BertPreTrainedModel):
         super().__init__(config, backend)
         self.embeddings = BertEmbeddings(config, backend)
         self.encoder = BertEncoder(config, backend)
-        self.pooler = BertPooler(config, backend) if add_pooling_layer else None
+        pooling = add_pooling_layer and config.architecture.pooler
+        self.pooler = BertPooler(config, backend) if pooling else None
         self.initialise(self)
 
     def forward(

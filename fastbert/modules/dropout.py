@@ -31,8 +31,8 @@ class Seeds(NamedTuple):
 
 def draw_seeds(config: BertConfig, training: bool, device: torch.device) -> Seeds:
     """From torch's generator of ``device``, in the order of the operations; none in eval mode."""
-    layers = config.num_hidden_layers
     dropping = config.hidden_dropout_prob > 0 or config.attention_probs_dropout_prob > 0
+    layers = len(config.architecture.order(config.num_hidden_layers))
     if not (training and dropping):
         return Seeds(None, (NO_SEEDS,) * layers)
     first, *others = dropout_seeds(1 + 3 * layers, device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -10,43 +11,72 @@ from fastbert.config import BertConfig
 from fastbert.modules.backend import OperationModule
 from fastbert.modules.inputs import Rows
 from fastbert.modules.layer_norm import LayerNorm
+from fastbert.modules.linear import Linear
+from fastbert.modules.untouched import touched
 
 
 class BertEmbeddings(OperationModule):
     """Rows of tokens → (T, H): dropout(LN(word + token type + position)) (Devlin et al. 2019,
-    figure 2)."""
+    figure 2), from tables of another width projected to H. A table that the architecture lacks is
+    None and adds nothing. A word table that was replaced or has hooks is called."""
 
     operation = "embedding"
 
     def __init__(self, config: BertConfig, backend: str | None = None) -> None:
         super().__init__(backend)
-        size = config.hidden_size
+        choices = config.architecture
+        size = choices.embedding_size or config.hidden_size
         self.word_embeddings = nn.Embedding(
             config.vocab_size, size, padding_idx=config.pad_token_id
         )
-        self.position_embeddings = nn.Embedding(config.max_position_embeddings, size)
-        self.token_type_embeddings = nn.Embedding(config.type_vocab_size, size)
-        self.LayerNorm = LayerNorm(size, config.layer_norm_eps, backend=backend)
-        self.dropout_p = config.hidden_dropout_prob
+        self.position_embeddings = (
+            nn.Embedding(config.max_position_embeddings, size) if choices.position_table else None
+        )
+        self.token_type_embeddings = (
+            nn.Embedding(config.type_vocab_size, size) if choices.type_table else None
+        )
+        self.LayerNorm = LayerNorm(
+            size, config.layer_norm_eps, backend=backend, bias=choices.norm_bias
+        )
+        self.projection = (
+            Linear(size, config.hidden_size, backend) if choices.embedding_size else None
+        )
+        own = choices.embedding_dropout
+        self.dropout_p = config.hidden_dropout_prob if own is None else own
 
     def forward(self, tokens: Rows, dropout_seed: Tensor | None = None) -> Tensor:
-        dropout_p = self.dropout_p if self.training else 0.0
-        if tokens.ids is None:
-            total = tokens.embeds + self.token_type_embeddings(tokens.token_types)
-            total = total + self.position_embeddings(tokens.positions)
-            return F.dropout(self.LayerNorm(total), dropout_p)
+        embedded = self._embedded(tokens, self.dropout_p if self.training else 0.0, dropout_seed)
+        return embedded if self.projection is None else self.projection(embedded)
+
+    def _embedded(self, tokens: Rows, dropout_p: float, dropout_seed: Tensor | None) -> Tensor:
+        words, norm = self.word_embeddings, self.LayerNorm
+        ids, embeds = tokens.ids, tokens.embeds
+        if ids is not None and touched(words, nn.Embedding) is not None:
+            embeds = words(ids)
+        types, type_table = _rows(tokens.token_types, self.token_type_embeddings, words)
+        positions, position_table = _rows(tokens.positions, self.position_embeddings, words)
+        if embeds is not None:
+            total = embeds + F.embedding(types, type_table) + F.embedding(positions, position_table)
+            return F.dropout(norm(total), dropout_p)
         return ops.embedding(
-            tokens.ids,
-            tokens.token_types,
-            tokens.positions,
-            self.word_embeddings.weight,
-            self.token_type_embeddings.weight,
-            self.position_embeddings.weight,
-            self.LayerNorm.weight,
-            self.LayerNorm.bias,
-            eps=self.LayerNorm.eps,
+            ids,
+            types,
+            positions,
+            words.weight,
+            type_table,
+            position_table,
+            norm.weight,
+            torch.zeros_like(norm.weight) if norm.bias is None else norm.bias,
+            eps=norm.eps,
             dropout_p=dropout_p,
-            padding_idx=self.word_embeddings.padding_idx,
+            padding_idx=words.padding_idx,
             backend=self.backend,
             dropout_seed=dropout_seed,
         )
+
+
+def _rows(index: Tensor, table: nn.Embedding | None, words: nn.Embedding) -> tuple[Tensor, Tensor]:
+    """A table and the rows taken of it; without one a single row of zeros."""
+    if table is not None:
+        return index, table.weight
+    return torch.zeros_like(index), words.weight.new_zeros(1, words.weight.shape[1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -11,20 +12,35 @@ from torch.utils.checkpoint import checkpoint
 from fastbert import ops
 from fastbert.config import BertConfig
 from fastbert.modules.dropout import NO_SEEDS, LayerSeeds
-from fastbert.modules.layer import BertLayer
+from fastbert.modules.layer import BertLayer, PreNormLayer
+from fastbert.modules.layer_norm import LayerNorm
 from fastbert.modules.layout import Layout
+from fastbert.modules.positions import DistanceBias
 from fastbert.modules.stack import Stack, stack
 from fastbert.ops.backend import Choice
 
 
 class BertEncoder(nn.Module):
-    """All layers. With ``gradient_checkpointing`` a training step keeps one (T, H) per layer and
-    computes the rest again in the backward pass, with the same dropout masks."""
+    """All layers, in the ``order`` in which they run: a stored layer may run more than once. With
+    ``gradient_checkpointing`` a training step keeps one (T, H) per layer and computes the rest
+    again in the backward pass, with the same dropout masks."""
 
     def __init__(self, config: BertConfig, backend: str | None = None) -> None:
         super().__init__()
+        choices = config.architecture
+        kind = PreNormLayer if choices.pre_norm else BertLayer
+        self.order = choices.order(config.num_hidden_layers)
         self.layer = nn.ModuleList(
-            BertLayer(config, backend) for _ in range(config.num_hidden_layers)
+            kind(config, backend, number) for number in range(max(self.order) + 1)
+        )
+        buckets, heads = choices.distance_buckets, config.num_attention_heads
+        self.relative_attention_bias = DistanceBias(buckets, heads) if buckets else None
+        self.final_norm = (
+            LayerNorm(
+                config.hidden_size, config.layer_norm_eps, backend=backend, bias=choices.norm_bias
+            )
+            if choices.pre_norm
+            else None
         )
         self.gradient_checkpointing = False
 
@@ -36,17 +52,24 @@ class BertEncoder(nn.Module):
         output_hidden_states: bool = False,
         seeds: Sequence[LayerSeeds] | None = None,
     ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """The rows that leave the last layer; on request, else empty, the rows that enter the first
-        layer and leave each one (N + 1), and the attention weights of each (N). ``seeds``: one
-        entry per layer."""
+        """The rows that leave the encoder; on request, else empty, the rows that enter the first
+        layer, leave each one, and leave the encoder (N + 1), and the attention weights of each
+        (N). ``seeds``: one entry per layer."""
         states, attentions = [hidden] if output_hidden_states else [], []
+        layers = self.running()
+        if self.relative_attention_bias is not None:
+            bias = self.relative_attention_bias(layout.order(hidden.device))
+            given = layout.bias
+            layout = dataclasses.replace(layout, bias=bias if given is None else bias + given)
         if not output_attentions:
-            plan = stack(self.layer, hidden.device.type, hidden.dtype, hidden.requires_grad)
+            plan = stack(layers, hidden.device.type, hidden.dtype, hidden.requires_grad)
+            if layout.bias is not None and layout.cu_seqlens is not None:
+                plan = Choice("", "layer by layer: a bias by distance of packed sequences")
             if isinstance(plan, Stack):
                 outputs = _one_call(plan, hidden, layout, output_hidden_states)
                 return outputs[-1], [*states, *outputs] if output_hidden_states else [], []
         recompute = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
-        for i, layer in enumerate(self.layer):
+        for i, layer in enumerate(layers):
             arguments = (hidden, layout, output_attentions, NO_SEEDS if seeds is None else seeds[i])
             if recompute:
                 hidden, weights = checkpoint(layer, *arguments, use_reentrant=False)
@@ -56,13 +79,20 @@ class BertEncoder(nn.Module):
                 states.append(hidden)
             if weights is not None:
                 attentions.append(weights)
+        if self.final_norm is not None:
+            hidden = self.final_norm(hidden)
+            states[-1:] = [hidden] if states else []
         return hidden, states, attentions
+
+    def running(self) -> list[nn.Module]:
+        """The layers in the order in which they run."""
+        return [self.layer[number] for number in self.order]
 
     def choice(self, device: str, dtype: torch.dtype, layers: str) -> Choice:
         """Who serves the layers in inference without attention weights, for rows of ``dtype``:
         the CPU's one call, or ``layers``, which serves them one by one; and why."""
         with torch.no_grad():
-            plan = stack(self.layer, device, dtype, wants_gradient=False)
+            plan = stack(self.running(), device, dtype, wants_gradient=False)
         if isinstance(plan, Stack):
             return Choice("cpu", "all layers in one call")
         return Choice(plan.backend or layers, plan.reason)

@@ -23,33 +23,52 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
 }
+GATED_ACTIVATIONS = {"gelu": "geglu", "silu": "swiglu"}
+
+
+def _gated(activate: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    activated, linear = x.chunk(2, -1)
+    return activate(activated) * linear
+
+
 NONLINEARITIES: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
+    "geglu": partial(_gated, F.gelu),
+    "swiglu": partial(_gated, F.silu),
 }
 
 
 class BertIntermediate(nn.Module):
-    """The parameters of the first projection, (F, H) and (F,), which ``BertOutput`` uses."""
+    """The parameters of the first projection, (F, H) and (F,), or (2F, H) and (2F,) when gated,
+    which ``BertOutput`` uses."""
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
-        self.dense = nn.Linear(config.hidden_size, config.intermediate_size)
+        choices = config.architecture
+        size = config.intermediate_size * (2 if choices.gated else 1)
+        self.dense = nn.Linear(config.hidden_size, size, bias=choices.feed_forward_bias)
 
 
 class BertOutput(OperationModule):
     """LN(hidden + dropout(feed_forward(hidden))); the layer norm adds the second bias. Where one of
-    the linear layers was replaced or has hooks, both are called instead."""
+    the linear layers was replaced or has hooks, or there is dropout between them, both are called
+    instead."""
 
     operation = "feed_forward"
 
     def __init__(self, config: BertConfig, backend: str | None = None) -> None:
         super().__init__(backend)
-        self.activation = ACTIVATIONS[config.hidden_act]
-        self.dense = nn.Linear(config.intermediate_size, config.hidden_size)
+        choices, size = config.architecture, config.hidden_size
+        names = GATED_ACTIVATIONS if choices.gated else ACTIVATIONS
+        self.activation = names[config.hidden_act]
+        self.dense = nn.Linear(config.intermediate_size, size, bias=choices.feed_forward_bias)
+        self.dropout_p = choices.inner_dropout
+        dropout_p = choices.output_dropout
+        dropout_p = config.hidden_dropout_prob if dropout_p is None else dropout_p
         self.LayerNorm = LayerNorm(
-            config.hidden_size, config.layer_norm_eps, config.hidden_dropout_prob, backend
+            size, config.layer_norm_eps, dropout_p, backend, choices.norm_bias
         )
 
     def forward(
@@ -59,23 +78,33 @@ class BertOutput(OperationModule):
         dropout_seed: Tensor | None = None,
     ) -> Tensor:
         """(T, H) → (T, H)."""
-        first, second = intermediate.dense, self.dense
-        if touched(first, nn.Linear) is not None or touched(second, nn.Linear) is not None:
-            if isinstance(first, QuantizedLinear):
-                inner = first(hidden, activation=self.activation)
-            else:
-                inner = NONLINEARITIES[self.activation](first(hidden))
-            return self.LayerNorm(second(inner), residual=hidden, dropout_seed=dropout_seed)
+        if self.called(intermediate):
+            return self.LayerNorm(
+                self.call(hidden, intermediate), residual=hidden, dropout_seed=dropout_seed
+            )
         projected, residual = ops.feed_forward(
             hidden,
-            first.weight,
-            first.bias,
-            second.weight,
+            intermediate.dense.weight,
+            intermediate.dense.bias,
+            self.dense.weight,
             None,
             activation=self.activation,
             return_residual=True,
             backend=self.backend,
         )
         return self.LayerNorm(
-            projected, residual=residual, x_bias=second.bias, dropout_seed=dropout_seed
+            projected, residual=residual, x_bias=self.dense.bias, dropout_seed=dropout_seed
         )
+
+    def called(self, intermediate: BertIntermediate) -> bool:
+        """Whether the linear layers are called, not their parameters used."""
+        touches = (touched(part, nn.Linear) for part in (intermediate.dense, self.dense))
+        return any(touches) or (self.training and self.dropout_p > 0.0)
+
+    def call(self, hidden: Tensor, intermediate: BertIntermediate) -> Tensor:
+        first = intermediate.dense
+        if isinstance(first, QuantizedLinear):
+            inner = first(hidden, activation=self.activation)
+        else:
+            inner = NONLINEARITIES[self.activation](first(hidden))
+        return self.dense(F.dropout(inner, self.dropout_p, self.training))

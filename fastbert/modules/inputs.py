@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
 import torch
@@ -9,10 +10,13 @@ from torch import Tensor
 
 from fastbert.config import BertConfig
 from fastbert.modules.layout import Layout
+from fastbert.modules.positions import rotation
 from fastbert.ops.varlen import any_outside, sequence_positions, unpad_indices
 
 # An additive mask at or below this hides a key: it covers -1e4, finfo.min of every dtype, and -inf.
 HIDDEN = -1e4
+# Rotary positions have no table that ends.
+LAST_POSITION = 2**31 - 1
 
 
 class Rows(NamedTuple):
@@ -48,20 +52,33 @@ def enter(
         raise ValueError(f"max_seqlen: got {max_seqlen} without cu_seqlens, allowed: None")
     else:
         layout = _padded_layout(given, attention_mask)
-    if layout.length > config.max_position_embeddings:
-        name = "input_ids" if inputs_embeds is None else "inputs_embeds"
-        raise ValueError(
-            f"{name}: got a length of {layout.length}, allowed: at most max_position_embeddings = "
-            f"{config.max_position_embeddings}"
-        )
+    choices = config.architecture
+    if choices.position_table:
+        _check_length("input_ids" if inputs_embeds is None else "inputs_embeds", config, layout)
     shape = given.shape[: 1 if layout.packed else 2]
+    if token_type_ids is not None and not choices.type_table:
+        allowed = f"None: {config.model_type} has no token types"
+        raise ValueError(f"token_type_ids: got a tensor, allowed: {allowed}")
     types = _index("token_type_ids", token_type_ids, shape, config.type_vocab_size)
-    positions = _index("position_ids", position_ids, shape, config.max_position_embeddings)
+    last = config.max_position_embeddings if choices.position_table else LAST_POSITION
+    given_positions = _index("position_ids", position_ids, shape, last)
+    if given_positions is not None:
+        positions = layout.rows(given_positions)
+    elif choices.first_position is not None:
+        positions = _counted_positions(layout, given, choices.first_position)
+    else:
+        positions = _default_positions(layout, given)
+    if choices.distance_buckets or choices.windows:
+        layout = _with_places(layout)
+    if choices.rotary_bases:
+        bases = sorted(set(choices.rotary_bases))
+        turns = {base: rotation(positions, base, config.head_dim) for base in bases}
+        layout = dataclasses.replace(layout, rotations=turns)
     return Rows(
         None if input_ids is None else layout.rows(input_ids),
         None if inputs_embeds is None else layout.rows(inputs_embeds),
         _default_types(layout, given) if types is None else layout.rows(types),
-        _default_positions(layout, given) if positions is None else layout.rows(positions),
+        positions,
         layout,
     )
 
@@ -103,9 +120,9 @@ def _tokens(
         check_range("input_ids", input_ids, config.vocab_size)
         return input_ids
     assert inputs_embeds is not None
-    dims = 2 if packed else 3
-    if inputs_embeds.dim() != dims or inputs_embeds.shape[-1] != config.hidden_size:
-        allowed = leading.replace(",)", ")").replace(")", f", {config.hidden_size})")
+    dims, width = 2 if packed else 3, config.architecture.embedding_size or config.hidden_size
+    if inputs_embeds.dim() != dims or inputs_embeds.shape[-1] != width:
+        allowed = leading.replace(",)", ")").replace(")", f", {width})")
         raise ValueError(
             f"inputs_embeds: got shape {tuple(inputs_embeds.shape)}, allowed: {allowed}"
         )
@@ -140,6 +157,43 @@ def _default_positions(layout: Layout, given: Tensor) -> Tensor:
         return layout.indices % max(layout.length, 1)
     places = torch.arange(layout.length, device=given.device)
     return places.expand(layout.batch, layout.length).reshape(-1)
+
+
+def _counted_positions(layout: Layout, given: Tensor, first: int) -> Tensor:
+    """first, first + 1, … over the tokens that are no padding, whose id is first - 1 (RoBERTa);
+    over all of a row when there are no ids."""
+    if layout.packed or given.dim() == 3:
+        return _default_positions(layout, given) + first
+    exists = (given != first - 1).long()
+    return layout.rows(exists.cumsum(1) * exists + (first - 1))
+
+
+def _check_length(name: str, config: BertConfig, layout: Layout) -> None:
+    """Raises ValueError for a sequence that the table of positions does not reach."""
+    first = config.architecture.first_position
+    counted = first is not None and layout.cu_seqlens is not None
+    length = layout.max_seqlen if counted else layout.length
+    if length > config.max_length:
+        less = "" if first is None else f" - {first}"
+        raise ValueError(
+            f"{name}: got a length of {length}, allowed: at most max_position_embeddings{less} = "
+            f"{config.max_length}"
+        )
+
+
+def _with_places(layout: Layout) -> Layout:
+    """``layout`` with ``places`` where a sequence's tokens did not stand side by side; which
+    torch.compile, that does not look at values, always supposes."""
+    if layout.indices is None or layout.cu_seqlens is None:
+        return layout
+    sequence, position = sequence_positions(layout.cu_seqlens, layout.indices.shape[0])
+    place = layout.indices % max(layout.length, 1)
+    if not torch.compiler.is_compiling():
+        apart = (place - position).diff()[sequence.diff() == 0]
+        if not bool(apart.any()):
+            return layout
+    places = place.new_zeros(layout.batch, layout.max_seqlen).index_put((sequence, position), place)
+    return dataclasses.replace(layout, places=places)
 
 
 def _packed_layout(

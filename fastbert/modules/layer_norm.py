@@ -21,13 +21,18 @@ class LayerNorm(OperationModule):
     operation = "layer_norm"
 
     def __init__(
-        self, size: int, eps: float, dropout_p: float = 0.0, backend: str | None = None
+        self,
+        size: int,
+        eps: float,
+        dropout_p: float = 0.0,
+        backend: str | None = None,
+        bias: bool = True,
     ) -> None:
         super().__init__(backend)
         self.eps = eps
         self.dropout_p = dropout_p
         self.weight = nn.Parameter(torch.ones(size))
-        self.bias = nn.Parameter(torch.zeros(size))
+        self.bias = nn.Parameter(torch.zeros(size)) if bias else None
         self.register_load_state_dict_pre_hook(_modernise)
 
     def forward(
@@ -41,7 +46,7 @@ class LayerNorm(OperationModule):
         return ops.layer_norm(
             x,
             self.weight,
-            self.bias,
+            torch.zeros_like(self.weight) if self.bias is None else self.bias,
             residual=residual,
             x_bias=x_bias,
             dropout_p=self.dropout_p if self.training else 0.0,

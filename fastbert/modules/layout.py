@@ -6,12 +6,13 @@ Made once per call at the model's door (``inputs.py``) and handed to every layer
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from fastbert import ops
+from fastbert.modules.positions import Rotation
 from fastbert.ops.varlen import sequence_positions
 
 
@@ -22,8 +23,10 @@ class Layout:
     from. Packed: the caller's tensors have (T, ...) rows already.
 
     ``cu_seqlens`` int32 (batch + 1,); ``length``: L of the padded batch, the longest sequence when
-    packed; ``mask`` bool and ``bias`` floating, 4-D and only in the uniform case: what attention
-    may see.
+    packed; ``mask`` bool and ``bias`` floating, 4-D, in the caller's masks only of the uniform
+    case: what attention may see. ``rotations``: of each base, what turns the rows' queries and
+    keys. ``places`` int64 (batch, max_seqlen): where tokens stood in the padded batch, when
+    sequences had padding in their middle and somebody measures distances; else None.
     """
 
     batch: int
@@ -33,6 +36,8 @@ class Layout:
     indices: Tensor | None = None
     mask: Tensor | None = None
     bias: Tensor | None = None
+    rotations: dict[float, Rotation] = field(default_factory=dict)
+    places: Tensor | None = None
 
     @property
     def packed(self) -> bool:
@@ -74,6 +79,21 @@ class Layout:
             self.batch * self.length, dtype=torch.bool, device=self.cu_seqlens.device
         )
         return flat.index_fill(0, self.indices, True).view(self.batch, self.length)
+
+    def near(self, window: int) -> Tensor | None:
+        """Bool (batch, 1, max_seqlen, max_seqlen): which pairs stood at most ``window`` apart in
+        the padded batch; None where distances between rows say it."""
+        if self.places is None:
+            return None
+        apart = (self.places.unsqueeze(-1) - self.places.unsqueeze(-2)).abs()
+        return (apart <= window).unsqueeze(1)
+
+    def order(self, device: torch.device) -> Tensor:
+        """int64 (1 or batch, max_seqlen): the places of tokens to measure distances by."""
+        if self.places is not None:
+            return self.places
+        length = self.length if self.cu_seqlens is None else self.max_seqlen
+        return torch.arange(length, device=device).unsqueeze(0)
 
     def first(self, rows: Tensor) -> Tensor:
         """(T, H) → (B, H): each sequence's first token, 0 for a sequence without any.

@@ -13,8 +13,10 @@ class Linear(nn.Linear, OperationModule):
 
     operation = "linear"
 
-    def __init__(self, inputs: int, outputs: int, backend: str | None = None) -> None:
-        nn.Linear.__init__(self, inputs, outputs)
+    def __init__(
+        self, inputs: int, outputs: int, backend: str | None = None, bias: bool = True
+    ) -> None:
+        nn.Linear.__init__(self, inputs, outputs, bias=bias)
         self.set_backend(backend)
 
     def forward(self, x: Tensor, return_residual: bool = False) -> Tensor | tuple[Tensor, Tensor]:

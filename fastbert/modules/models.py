@@ -51,6 +51,12 @@ class _TaskModel(BertPreTrainedModel):
     def __init__(
         self, config: BertConfig, *, backend: str | None = None, pooling: bool = True
     ) -> None:
+        if config.model_type != "bert":
+            raise ValueError(
+                f"model_type: got {config.model_type!r}, allowed: bert; of another family "
+                "fastbert.BertModel is the encoder, and fastbert.accelerate takes transformers' "
+                "models with their heads"
+            )
         super().__init__(config, backend)
         self.bert = BertModel(config, add_pooling_layer=pooling, backend=backend)
 

@@ -6,7 +6,7 @@ backends come and go.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ from fastbert.modules.layer_norm import LayerNorm
 from fastbert.modules.linear import Linear
 from fastbert.modules.untouched import touched
 from fastbert.ops.backend import Choice, Request
-from fastbert.ops.encoder import choose
+from fastbert.ops.encoder import ACTIVATIONS, choose
 
 # The modules inside a module of each class; anything else in a layer is not known here.
 CHILDREN: dict[type[nn.Module], tuple[tuple[str, type[nn.Module]], ...]] = {
@@ -81,7 +81,7 @@ class Stack(NamedTuple):
 
 
 def stack(
-    layers: nn.ModuleList, device: str, dtype: torch.dtype, wants_gradient: bool
+    layers: Sequence[nn.Module], device: str, dtype: torch.dtype, wants_gradient: bool
 ) -> Stack | Choice:
     """The stack of ``layers`` for rows of ``dtype`` on a ``device`` ("cpu", …), or who serves them
     one by one (backend "": up to each operation), and why. ``wants_gradient``: whether that of the
@@ -91,13 +91,13 @@ def stack(
     if device != "cpu":
         return _one_by_one(f"the rows are on {device}")
     if torch.is_grad_enabled() and (
-        wants_gradient or any(p.requires_grad for p in layers.parameters())
+        wants_gradient or any(p.requires_grad for layer in layers for p in layer.parameters())
     ):
         return _one_by_one("a gradient is wanted")
     if _has_any_global_hook():
         return _one_by_one("there are hooks on all modules")
     found: list[list[Any]] = []
-    for number, layer in enumerate(layers._modules.values()):
+    for number, layer in enumerate(layers):
         inside = _inside(layer)
         if isinstance(inside, str):
             return _one_by_one(f"layer.{number}{inside}")
@@ -134,6 +134,8 @@ def _stack(found: list[list[Any]], device: str, dtype: torch.dtype) -> Stack | C
         return _one_by_one(f"weights are {products}, the rows {dtype}")
     if any(m[i].training and m[i].dropout_p > 0.0 for m in found for i in DROPPING):
         return _one_by_one("there is dropout in training")
+    if any(m[ATTENTION].rotary_base is not None or m[ATTENTION].window is not None for m in found):
+        return _one_by_one("attention has rotary positions or a window")
     heads = {modules[ATTENTION].heads for modules in found}
     activations = {modules[OUTPUT].activation for modules in found}
     eps = {modules[i].eps for modules in found for i in NORMS}
@@ -142,6 +144,8 @@ def _stack(found: list[list[Any]], device: str, dtype: torch.dtype) -> Stack | C
     if max(map(len, (heads, activations, eps))) > 1 or len(requested) < len(requests):
         return _one_by_one("the layers differ in heads, eps, activation or backend")
     activation = activations.pop()
+    if activation not in ACTIVATIONS:
+        return _one_by_one(f"the activation is {activation}")
     choice = choose(Request(device, dtype, activation=activation), requested)
     if choice.backend != "cpu":
         return choice

@@ -1,0 +1,459 @@
+"""The model families: in what each departs from BERT, and what it calls its settings and weights.
+
+One table per family. A module of ours, as ``encoder.layer.{layer}.output.dense``, has the
+parameters of one of theirs, or of several one below the other. ``{layer}`` counts the stored
+layers; ``{group}`` and ``{inner}`` do in a family that runs groups of layers again and again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastbert.config import Architecture, BertConfig
+from fastbert.io.names import BUFFERS, QKV, modernise
+
+Content = dict[str, Any]
+Names = dict[str, tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class Family:
+    """``model``: transformers' class of the encoder. ``prefix``: what stands before the encoder's
+    names in a model with a head. ``modules``: ours → theirs, for every module with parameters.
+    ``dropouts``: our modules that drop → their modules, or attributes, that say how much.
+    ``settings``: our fields → keys of config.json, where they differ. ``defaults``: what a missing
+    key means. ``lacks``: our fields that have no key. ``stored``: the modules of theirs that a
+    checkpoint calls otherwise."""
+
+    model: str
+    prefix: str
+    modules: Names
+    dropouts: dict[str, str]
+    architecture: Callable[[Content], Architecture] = lambda content: Architecture()
+    settings: dict[str, str] = field(default_factory=dict)
+    defaults: Content = field(default_factory=dict)
+    lacks: tuple[str, ...] = ()
+    stored: Names = field(default_factory=dict)
+
+
+def family_of(model_type: str) -> Family:
+    """Raises ValueError for a model type that is no family of ours."""
+    if model_type not in FAMILIES:
+        raise ValueError(f"model_type: got {model_type!r}, allowed: {', '.join(FAMILIES)}")
+    return FAMILIES[model_type]
+
+
+# Settings
+
+
+def read_config(content: Content) -> BertConfig:
+    """The configuration in the content of a config.json of any family; keys it does not know are
+    kept. Raises ValueError naming the key."""
+    model_type = content.get("model_type", "bert")
+    family = family_of(model_type)
+    content = {**family.defaults, **content}
+    ours = {key: name for name, key in family.settings.items()}
+    return BertConfig.from_dict(
+        {ours.get(key, key): value for key, value in content.items()}, family.architecture(content)
+    )
+
+
+def write_config(config: BertConfig) -> Content:
+    """The inverse of ``read_config``."""
+    family = family_of(config.model_type)
+    content = config.to_dict()
+    return {
+        family.settings.get(key, key): value
+        for key, value in content.items()
+        if key not in family.lacks
+    }
+
+
+# Weights
+
+
+def pairs(config: BertConfig, stored: bool = False) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Our modules with parameters and theirs, layer by layer, as the model calls them or, with
+    ``stored``, as a checkpoint does."""
+    family = family_of(config.model_type)
+    layers = max(config.architecture.order(config.num_hidden_layers)) + 1
+    for ours, theirs in (family.modules | family.stored if stored else family.modules).items():
+        if "{layer}" not in ours:
+            yield ours, theirs
+            continue
+        for layer in range(layers):
+            yield ours.format(layer=layer), tuple(place(name, layer, config) for name in theirs)
+
+
+def place(name: str, layer: int, config: BertConfig) -> str:
+    """A name of theirs with the number of the stored ``layer`` put in."""
+    group, inner = divmod(layer, config.architecture.group_size)
+    return name.format(layer=layer, group=group, inner=inner)
+
+
+def to_ours(tensors: Mapping[str, Tensor], config: BertConfig) -> dict[str, Tensor]:
+    """The tensors of an encoder under the names of our state dict; names that no module of ours has
+    stay. Of a checkpoint with ``prefix`` before the encoder's names, the head's are left out."""
+    prefix = family_of(config.model_type).prefix
+    if any(name.startswith(prefix) for name in tensors):
+        tensors = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+    left = {modernise(name): t for name, t in tensors.items() if name not in BUFFERS}
+    for stored in (True, False):
+        left = _renamed(left, ((theirs, _in_state(ours)) for ours, theirs in pairs(config, stored)))
+    return left
+
+
+def to_theirs(tensors: Mapping[str, Tensor], config: BertConfig) -> dict[str, Tensor]:
+    """The inverse of ``to_ours``, without the prefix."""
+    names = ((_in_state(ours), theirs) for ours, theirs in pairs(config, stored=True))
+    return _renamed(dict(tensors), names)
+
+
+def _in_state(module: str) -> tuple[str, ...]:
+    """The names of one of our modules in our state dict, where the fused projection is three."""
+    parent, _, name = module.rpartition(".")
+    return tuple(f"{parent}.{part}" for part in QKV) if name == "qkv" else (module,)
+
+
+def _renamed(left: dict[str, Tensor], names: Iterator[tuple[tuple[str, ...], tuple[str, ...]]]):
+    named: dict[str, Tensor] = {}
+    for old, new in names:
+        for kind in ("weight", "bias"):
+            parts = [left.pop(f"{name}.{kind}", None) for name in old]
+            found = [part for part in parts if part is not None]
+            if len(found) < len(old):
+                continue  # what is missing is reported by whoever loads
+            if len(old) == len(new):
+                renamed = found
+            else:
+                whole = torch.cat(found)
+                renamed = [part.contiguous() for part in whole.chunk(len(new))]
+            named |= {f"{name}.{kind}": part for name, part in zip(new, renamed, strict=True)}
+    return named | left
+
+
+# The tables
+
+
+def _rotary(content: Content, name: str, default: float) -> float:
+    """The base of the rotary positions of one kind of layer. Raises ValueError for a scaled one."""
+    parameters = content.get("rope_parameters") or {}
+    parameters = parameters.get(name, parameters) or {}
+    kind = parameters.get("rope_type", "default")
+    if kind != "default" or content.get("rope_scaling"):
+        raise ValueError(f"rope_parameters: got rope_type {kind!r}, allowed: 'default', unscaled")
+    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError("partial_rotary_factor: got a part of the head, allowed: 1.0")
+    return float(parameters.get("rope_theta", default))
+
+
+def _after_padding(content: Content) -> Architecture:
+    return Architecture(first_position=content["pad_token_id"] + 1)
+
+
+def _electra(content: Content) -> Architecture:
+    narrow = content["embedding_size"] != content["hidden_size"]
+    return Architecture(embedding_size=content["embedding_size"] if narrow else None, pooler=False)
+
+
+def _albert(content: Content) -> Architecture:
+    return Architecture(
+        embedding_size=content["embedding_size"],
+        groups=content["num_hidden_groups"],
+        group_size=content["inner_group_num"],
+        output_dropout=0.0,
+    )
+
+
+def _distilbert(content: Content) -> Architecture:
+    return Architecture(type_table=False, attention_output_dropout=0.0, pooler=False)
+
+
+def _mpnet(content: Content) -> Architecture:
+    buckets = content["relative_attention_num_buckets"]
+    if buckets != 32:  # transformers computes with 32 whatever the size of the table is
+        raise ValueError(f"relative_attention_num_buckets: got {buckets}, allowed: 32")
+    # It counts from the padding's id, 1, whatever pad_token_id is.
+    return Architecture(type_table=False, first_position=2, distance_buckets=buckets)
+
+
+def _nomic(content: Content) -> Architecture:
+    if content["head_dim"] not in (None, content["hidden_size"] // content["num_attention_heads"]):
+        raise ValueError(f"head_dim: got {content['head_dim']}, allowed: hidden_size / heads")
+    base = _rotary(content, "", 1000.0)
+    return Architecture(
+        position_table=False,
+        rotary_bases=(base,) * content["num_hidden_layers"],
+        gated=True,
+        attention_bias=False,
+        feed_forward_bias=False,
+        pooler=False,
+    )
+
+
+def _modernbert(content: Content) -> Architecture:
+    layers, every = content["num_hidden_layers"], content.get("global_attn_every_n_layers", 3)
+    kinds = content.get("layer_types") or [
+        "sliding_attention" if i % every else "full_attention" for i in range(layers)
+    ]
+    bases = {
+        "full_attention": content.get("global_rope_theta", 160_000.0),
+        "sliding_attention": content.get("local_rope_theta", 10_000.0),
+    }
+    unknown = set(kinds) - set(bases)
+    if unknown or len(kinds) != layers:
+        raise ValueError(f"layer_types: got {kinds}, allowed: {layers} of {', '.join(bases)}")
+    window = content["local_attention"] // 2
+    return Architecture(
+        position_table=False,
+        type_table=False,
+        rotary_bases=tuple(_rotary(content, kind, bases[kind]) for kind in kinds),
+        windows=tuple(window if kind == "sliding_attention" else -1 for kind in kinds),
+        pre_norm=True,
+        gated=True,
+        attention_bias=content["attention_bias"],
+        feed_forward_bias=content["mlp_bias"],
+        norm_bias=content["norm_bias"],
+        embedding_dropout=content["embedding_dropout"],
+        attention_output_dropout=content["attention_dropout"],
+        inner_dropout=content["mlp_dropout"],
+        output_dropout=0.0,
+        pooler=False,
+    )
+
+
+def _same(*names: str) -> Names:
+    return {name: (name,) for name in names}
+
+
+LAYER = "encoder.layer.{layer}."
+_QKV = LAYER + "attention.self.qkv"
+_ATTENTION = LAYER + "attention.output.dense"
+_ATTENTION_NORM = LAYER + "attention.output.LayerNorm"
+_FIRST = LAYER + "intermediate.dense"
+_SECOND = LAYER + "output.dense"
+_NORM = LAYER + "output.LayerNorm"
+_EMBEDDINGS = _same(
+    "embeddings.word_embeddings",
+    "embeddings.position_embeddings",
+    "embeddings.token_type_embeddings",
+    "embeddings.LayerNorm",
+)
+_WITHOUT_TYPES = {name: theirs for name, theirs in _EMBEDDINGS.items() if "token_type" not in name}
+_POOLER = _same("pooler.dense")
+_BERT: Names = {
+    **_EMBEDDINGS,
+    _QKV: tuple(f"{LAYER}attention.self.{part}" for part in QKV),
+    **_same(_ATTENTION, _ATTENTION_NORM, _FIRST, _SECOND, _NORM),
+    **_POOLER,
+}
+_BERT_DROPOUTS = {
+    "embeddings": "embeddings.dropout",
+    LAYER + "attention.self": LAYER + "attention.self.dropout",
+    _ATTENTION_NORM: LAYER + "attention.output.dropout",
+    _NORM: LAYER + "output.dropout",
+}
+_ALBERT_LAYER = "encoder.albert_layer_groups.{group}.albert_layers.{inner}."
+_DISTILBERT_LAYER = "transformer.layer.{layer}."
+_LAYERS = "layers.{layer}."
+
+
+def _roberta(model: str) -> Family:
+    return Family(
+        model, "roberta.", _BERT, _BERT_DROPOUTS, _after_padding, defaults={"pad_token_id": 1}
+    )
+
+
+FAMILIES: dict[str, Family] = {
+    "bert": Family("BertModel", "bert.", _BERT, _BERT_DROPOUTS),
+    "roberta": _roberta("RobertaModel"),
+    "xlm-roberta": _roberta("XLMRobertaModel"),
+    "camembert": _roberta("CamembertModel"),
+    "electra": Family(
+        "ElectraModel",
+        "electra.",
+        {**_BERT, "embeddings.projection": ("embeddings_project",)},
+        _BERT_DROPOUTS,
+        _electra,
+        defaults={
+            "embedding_size": 128,
+            "hidden_size": 256,
+            "num_attention_heads": 4,
+            "intermediate_size": 1024,
+        },
+    ),
+    "albert": Family(
+        "AlbertModel",
+        "albert.",
+        {
+            **_EMBEDDINGS,
+            "embeddings.projection": ("encoder.embedding_hidden_mapping_in",),
+            _QKV: tuple(f"{_ALBERT_LAYER}attention.{part}" for part in QKV),
+            _ATTENTION: (f"{_ALBERT_LAYER}attention.dense",),
+            _ATTENTION_NORM: (f"{_ALBERT_LAYER}attention.LayerNorm",),
+            _FIRST: (f"{_ALBERT_LAYER}ffn",),
+            _SECOND: (f"{_ALBERT_LAYER}ffn_output",),
+            _NORM: (f"{_ALBERT_LAYER}full_layer_layer_norm",),
+            "pooler.dense": ("pooler",),
+        },
+        {
+            "embeddings": "embeddings.dropout",
+            LAYER + "attention.self": f"{_ALBERT_LAYER}attention.attention_dropout",
+            _ATTENTION_NORM: f"{_ALBERT_LAYER}attention.output_dropout",
+        },
+        _albert,
+        defaults={
+            "vocab_size": 30000,
+            "embedding_size": 128,
+            "hidden_size": 4096,
+            "num_hidden_groups": 1,
+            "inner_group_num": 1,
+            "num_attention_heads": 64,
+            "intermediate_size": 16384,
+            "hidden_act": "gelu_new",
+            "hidden_dropout_prob": 0.0,
+            "attention_probs_dropout_prob": 0.0,
+        },
+        lacks=("classifier_dropout",),
+    ),
+    "distilbert": Family(
+        "DistilBertModel",
+        "distilbert.",
+        {
+            **_WITHOUT_TYPES,
+            _QKV: tuple(f"{_DISTILBERT_LAYER}attention.{part}_lin" for part in "qkv"),
+            _ATTENTION: (f"{_DISTILBERT_LAYER}attention.out_lin",),
+            _ATTENTION_NORM: (f"{_DISTILBERT_LAYER}sa_layer_norm",),
+            _FIRST: (f"{_DISTILBERT_LAYER}ffn.lin1",),
+            _SECOND: (f"{_DISTILBERT_LAYER}ffn.lin2",),
+            _NORM: (f"{_DISTILBERT_LAYER}output_layer_norm",),
+        },
+        {
+            "embeddings": "embeddings.dropout",
+            LAYER + "attention.self": f"{_DISTILBERT_LAYER}attention.dropout",
+            _NORM: f"{_DISTILBERT_LAYER}ffn.dropout",
+        },
+        _distilbert,
+        settings={
+            "hidden_size": "dim",
+            "num_hidden_layers": "n_layers",
+            "num_attention_heads": "n_heads",
+            "intermediate_size": "hidden_dim",
+            "hidden_act": "activation",
+            "hidden_dropout_prob": "dropout",
+            "attention_probs_dropout_prob": "attention_dropout",
+        },
+        defaults={"n_layers": 6},
+        lacks=("type_vocab_size", "layer_norm_eps", "classifier_dropout"),
+    ),
+    "mpnet": Family(
+        "MPNetModel",
+        "mpnet.",
+        {
+            **_WITHOUT_TYPES,
+            _QKV: tuple(f"{LAYER}attention.attn.{part}" for part in "qkv"),
+            _ATTENTION: (f"{LAYER}attention.attn.o",),
+            _ATTENTION_NORM: (f"{LAYER}attention.LayerNorm",),
+            **_same(_FIRST, _SECOND, _NORM, "encoder.relative_attention_bias"),
+            **_POOLER,
+        },
+        {
+            "embeddings": "embeddings.dropout",
+            LAYER + "attention.self": f"{LAYER}attention.attn.dropout",
+            _ATTENTION_NORM: f"{LAYER}attention.dropout",
+            _NORM: f"{LAYER}output.dropout",
+        },
+        _mpnet,
+        defaults={"vocab_size": 30527, "pad_token_id": 1, "relative_attention_num_buckets": 32},
+        lacks=("type_vocab_size", "classifier_dropout"),
+    ),
+    "nomic_bert": Family(
+        "NomicBertModel",
+        "nomic_bert.",
+        {
+            **{name: theirs for name, theirs in _EMBEDDINGS.items() if "position" not in name},
+            _QKV: tuple(f"{_LAYERS}self_attn.{part}_proj" for part in "qkv"),
+            _ATTENTION: (f"{_LAYERS}self_attn.o_proj",),
+            _ATTENTION_NORM: (f"{_LAYERS}post_attention_layernorm",),
+            _FIRST: (f"{_LAYERS}mlp.gate_proj", f"{_LAYERS}mlp.up_proj"),
+            _SECOND: (f"{_LAYERS}mlp.down_proj",),
+            _NORM: (f"{_LAYERS}post_mlp_layernorm",),
+            **_POOLER,
+        },
+        {
+            "embeddings": "embeddings.dropout",
+            LAYER + "attention.self": f"{_LAYERS}self_attn.attention_dropout",
+            _ATTENTION_NORM: f"{_LAYERS}post_attention_dropout",
+            _NORM: f"{_LAYERS}post_mlp_dropout",
+        },
+        _nomic,
+        defaults={
+            "vocab_size": 30528,
+            "hidden_size": 768,
+            "num_hidden_layers": 12,
+            "num_attention_heads": 12,
+            "hidden_act": "silu",
+            "hidden_dropout_prob": 0.0,
+            "attention_probs_dropout_prob": 0.0,
+            "max_position_embeddings": 2048,
+            "head_dim": None,
+        },
+        stored={
+            "embeddings.LayerNorm": ("emb_ln",),
+            _QKV: (f"encoder.{_LAYERS}attn.Wqkv",),
+            _ATTENTION: (f"encoder.{_LAYERS}attn.out_proj",),
+            _ATTENTION_NORM: (f"encoder.{_LAYERS}norm1",),
+            _FIRST: (f"encoder.{_LAYERS}mlp.fc12", f"encoder.{_LAYERS}mlp.fc11"),
+            _SECOND: (f"encoder.{_LAYERS}mlp.fc2",),
+            _NORM: (f"encoder.{_LAYERS}norm2",),
+        },
+    ),
+    "modernbert": Family(
+        "ModernBertModel",
+        "model.",
+        {
+            "embeddings.word_embeddings": ("embeddings.tok_embeddings",),
+            "embeddings.LayerNorm": ("embeddings.norm",),
+            _QKV: (f"{_LAYERS}attn.Wqkv",),
+            _ATTENTION: (f"{_LAYERS}attn.Wo",),
+            _ATTENTION_NORM: (f"{_LAYERS}attn_norm",),
+            _FIRST: (f"{_LAYERS}mlp.Wi",),
+            _SECOND: (f"{_LAYERS}mlp.Wo",),
+            _NORM: (f"{_LAYERS}mlp_norm",),
+            "encoder.final_norm": ("final_norm",),
+        },
+        {
+            "embeddings": "embeddings.drop",
+            LAYER + "attention.self": f"{_LAYERS}attn.attention_dropout",
+            LAYER + "attention.output": f"{_LAYERS}attn.out_drop",
+            LAYER + "output": f"{_LAYERS}mlp.drop",
+        },
+        _modernbert,
+        settings={
+            "hidden_act": "hidden_activation",
+            "layer_norm_eps": "norm_eps",
+            "attention_probs_dropout_prob": "attention_dropout",
+        },
+        defaults={
+            "vocab_size": 50368,
+            "intermediate_size": 1152,
+            "num_hidden_layers": 22,
+            "max_position_embeddings": 8192,
+            "norm_eps": 1e-5,
+            "norm_bias": False,
+            "pad_token_id": 50283,
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "local_attention": 128,
+            "embedding_dropout": 0.0,
+            "mlp_bias": False,
+            "mlp_dropout": 0.0,
+        },
+        lacks=("type_vocab_size", "hidden_dropout_prob"),
+    ),
+}

@@ -1,0 +1,48 @@
+"""Where tokens stand, for the encoders whose attention knows: rotary positions (Su et al. 2021) and
+a learned bias by distance (Raffel et al. 2020, as in MPNet)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+Rotation = tuple[Tensor, Tensor]
+
+
+def rotation(positions: Tensor, base: float, head_dim: int) -> Rotation:
+    """Cosines and sines fp32 (T, 1, D / 2) of the angles positions (T,) / base^(2i / D)."""
+    steps = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32)
+    angles = positions[:, None, None].float() * (1.0 / base ** (steps / head_dim))
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, by: Rotation) -> Tensor:
+    """x (T, heads, D) with element i of the first half and of the second turned as a pair."""
+    cos, sin = (part.to(torch.promote_types(x.dtype, part.dtype)) for part in by)
+    first, second = x.to(cos.dtype).chunk(2, -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
+
+
+class DistanceBias(nn.Embedding):
+    """``weight`` (buckets, heads): what is added to the logits of a query and a key by the distance
+    between them. Half of the buckets are for keys behind the query; in each half the first half is
+    for single distances, the others grow by a factor up to ``FARTHEST``."""
+
+    FARTHEST = 128
+
+    def forward(self, places: Tensor) -> Tensor:
+        """places int64 (..., L) → (..., heads, L, L), [query, key]."""
+        distance = places.unsqueeze(-2) - places.unsqueeze(-1)
+        bias = super().forward(self.buckets(distance))
+        return bias.movedim(-1, -3)
+
+    def buckets(self, distance: Tensor) -> Tensor:
+        """The bucket of each distance, key minus query."""
+        half = self.num_embeddings // 2
+        exact = half // 2
+        far = distance.abs()
+        growth = (far.float() / exact).log() / math.log(self.FARTHEST / exact) * (half - exact)
+        grown = (exact + growth.clamp(min=0).long()).clamp(max=half - 1)
+        return torch.where(distance > 0, half, 0) + torch.where(far < exact, far, grown)
