@@ -82,6 +82,7 @@ TORCH_LIBRARY(fastbert_C, m) {
       "encoder(Tensor hidden, Tensor[] parameters, Tensor? cu_seqlens, Tensor? mask, Tensor? bias, "
       "int batch, int max_seqlen, int heads, float eps, str activation, ScalarType dtype, "
       "bool all_states) -> Tensor[]");
+  m.def("state_of(Tensor[] tensors) -> int");
   m.def("any_outside(Tensor index, int size, int? ignored) -> bool");
   m.def("unpad_indices(Tensor mask) -> (Tensor indices, Tensor cu_seqlens, int max_seqlen)");
   m.def("scatter_rows(Tensor values, Tensor indices, int rows) -> Tensor");

@@ -14,6 +14,7 @@ from fastbert.version import __version__
 if TYPE_CHECKING:
     from fastbert import ops, reference
     from fastbert.graphs import graphed
+    from fastbert.integrations.accelerated import accelerate, restore
     from fastbert.modules import (
         BertForMaskedLM,
         BertForMultipleChoice,
@@ -37,10 +38,12 @@ __all__ = [
     "BertForTokenClassification",
     "BertModel",
     "__version__",
+    "accelerate",
     "graphed",
     "ops",
     "quantize",
     "reference",
+    "restore",
 ]
 
 
@@ -49,6 +52,8 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"fastbert.{name}")
     if name == "graphed":
         return importlib.import_module("fastbert.graphs").graphed
+    if name in ("accelerate", "restore"):
+        return getattr(importlib.import_module("fastbert.integrations.accelerated"), name)
     if name == "quantize":
         return importlib.import_module("fastbert.quantization").quantize
     if name in __all__:

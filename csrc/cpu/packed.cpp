@@ -4,6 +4,7 @@
 #include <c10/core/StorageImpl.h>
 #include <c10/util/intrusive_ptr.h>
 #include <pthread.h>
+#include <torch/library.h>
 
 #include <array>
 #include <atomic>
@@ -70,6 +71,15 @@ Cache& cache() {
   return *instance;
 }
 
+uint64_t mixed(uint64_t hash, uint64_t bits) {
+  hash = (hash ^ bits) * 0x9e3779b97f4a7c15u;
+  return hash ^ hash >> 29;
+}
+
+uint64_t version_of(const at::Tensor& weight) {
+  return weight.is_inference() ? 0 : (uint64_t)weight._version();
+}
+
 // Of the bits of elements spread over the whole matrix.
 uint64_t fingerprint(const at::Tensor& weight) {
   constexpr int kSamples = 16;
@@ -80,8 +90,7 @@ uint64_t fingerprint(const at::Tensor& weight) {
     const int64_t row = rows * i / kSamples, column = columns * (i * 7 % kSamples) / kSamples;
     uint64_t bits = 0;
     std::memcpy(&bits, data + (row * weight.stride(0) + column * weight.stride(1)) * size, size);
-    hash = (hash ^ bits) * 0x9e3779b97f4a7c15u;
-    hash ^= hash >> 29;
+    hash = mixed(hash, bits);
   }
   return hash;
 }
@@ -130,8 +139,7 @@ at::Tensor packed(const at::Tensor& weight, Format to) {
                      {weight.size(0), weight.size(1), weight.stride(0), weight.stride(1)},
                      weight.scalar_type(),
                      to};
-  const State state = {&k, weight.is_inference() ? 0 : (uint64_t)weight._version(),
-                       fingerprint(weight)};
+  const State state = {&k, version_of(weight), fingerprint(weight)};
   Cache& c = cache();
   const std::lock_guard<std::mutex> lock(c.mutex);
   if (++c.lookups % 64 == 0) forget_freed(c);
@@ -167,6 +175,19 @@ at::Tensor pack_once(const at::Tensor& weight, Format to) {
   return bytes;
 }
 
+int64_t state_of(at::TensorList tensors) {
+  uint64_t hash = 0;
+  for (const at::Tensor& tensor : tensors) {
+    const at::Tensor matrix = tensor.dim() == 1 ? tensor.unsqueeze(0) : tensor;
+    hash = mixed(hash, (uint64_t)matrix.const_data_ptr());
+    hash = mixed(hash, (uint64_t)tensor.scalar_type());
+    hash = mixed(hash, version_of(tensor));
+    hash = mixed(hash, (uint64_t)matrix.size(0) << 32 | (uint64_t)matrix.size(1));
+    hash = mixed(hash, matrix.numel() ? fingerprint(matrix) : 0);
+  }
+  return (int64_t)hash;
+}
+
 int64_t packed_total() {
   Cache& c = cache();
   const std::lock_guard<std::mutex> lock(c.mutex);
@@ -183,5 +204,7 @@ void forget_packed() {
   const std::lock_guard<std::mutex> lock(c.mutex);
   c.weights.clear();
 }
+
+TORCH_LIBRARY_IMPL(fastbert_C, CPU, m) { m.impl("state_of", state_of); }
 
 }  // namespace fastbert::cpu

@@ -23,6 +23,10 @@ at::Tensor packed(const at::Tensor& weight, Format to);
 // The same without a cache, for an operand that is used once.
 at::Tensor pack_once(const at::Tensor& weight, Format to);
 
+// Tells one state of these tensors (1-D or 2-D, on the CPU) from another, by all that the cache
+// goes by.
+int64_t state_of(at::TensorList tensors);
+
 int64_t packed_total();
 void forget_packed();
 

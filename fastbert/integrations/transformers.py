@@ -71,7 +71,9 @@ def attention(
     operations: Any = reference if exporting else ops
     shared: dict[str, Any] = {"dropout_p": dropout, "scale": scaling}
     if cu_seq_lens_q is None and attention_mask is None and position_ids is not None:
-        attention_mask, cu_seq_lens_q = _restarts(position_ids, query, key)
+        batch, length = query.shape[0], query.shape[2]
+        if key.shape[2] == length:
+            attention_mask, cu_seq_lens_q = restarts(position_ids, batch, length)
     if cu_seq_lens_q is None:
         return _dense(
             operations, query, key, value, attention_mask, causal, output_attentions, shared
@@ -109,14 +111,11 @@ def _as_arguments(mask: Tensor | None, keys: int) -> tuple[Tensor | None, Tensor
     return (None, mask) if mask.is_floating_point() else (mask.bool(), None)
 
 
-def _restarts(
-    position_ids: Tensor, query: Tensor, key: Tensor
-) -> tuple[Tensor | None, Tensor | None]:
+def restarts(position_ids: Tensor, batch: int, length: int) -> tuple[Tensor | None, Tensor | None]:
     """Sequences packed in rows, whose positions do not go on, as cu_seqlens; in a graph, which may
     not depend on where they begin, as a mask of pairs. Neither for whole rows.
     """
-    batch, length = query.shape[0], query.shape[2]
-    if key.shape[2] != length or position_ids.shape[-1] != length:
+    if position_ids.shape[-1] != length:
         return None, None
     starts = position_ids.diff(dim=-1) != 1
     if torch.compiler.is_compiling():

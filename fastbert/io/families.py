@@ -430,7 +430,7 @@ FAMILIES: dict[str, Family] = {
         {
             "embeddings": "embeddings.drop",
             LAYER + "attention.self": f"{_LAYERS}attn.attention_dropout",
-            LAYER + "attention.output": f"{_LAYERS}attn.out_drop",
+            LAYER[:-1]: f"{_LAYERS}attn.out_drop",
             LAYER + "output": f"{_LAYERS}mlp.drop",
         },
         _modernbert,

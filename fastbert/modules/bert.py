@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ class Encoded(NamedTuple):
     rows: Tensor
     layout: Layout
     hidden_states: tuple[Tensor, ...] | None
-    attentions: tuple[Tensor, ...] | None
+    attentions: tuple[Tensor | None, ...] | None
 
 
 class BertPooler(nn.Module):
@@ -93,7 +94,7 @@ class BertModel(BertPreTrainedModel):
         position_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         *,
-        output_attentions: bool | None = None,
+        output_attentions: bool | Sequence[int] | None = None,
         output_hidden_states: bool | None = None,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
@@ -107,10 +108,15 @@ class BertModel(BertPreTrainedModel):
         with (T,) ids or (T, H) embeddings; a sequence never sees another. token_type_ids default to
         0.
 
-        output_attentions: softmax weights before dropout, per layer (B, heads, L, L), 0 at padding.
+        output_attentions: softmax weights before dropout, per layer (B, heads, L, L), 0 at padding;
+        numbers of layers for those alone, None for the others.
         Raises ValueError or TypeError naming the argument, what was got and what is allowed.
         """
-        want_attentions = self.flag("output_attentions", output_attentions)
+        want_attentions = (
+            output_attentions
+            if isinstance(output_attentions, Sequence)
+            else self.flag("output_attentions", output_attentions)
+        )
         want_states = self.flag("output_hidden_states", output_hidden_states)
         tokens = enter(
             self.config,
@@ -132,7 +138,7 @@ class BertModel(BertPreTrainedModel):
             rows,
             layout,
             tuple(layout.given(state) for state in states) if want_states else None,
-            tuple(attentions) if want_attentions else None,
+            tuple(attentions) if attentions else None,
         )
 
     def pool(self, encoded: Encoded) -> Tensor:

@@ -48,20 +48,22 @@ class BertEncoder(nn.Module):
         self,
         hidden: Tensor,
         layout: Layout,
-        output_attentions: bool = False,
+        output_attentions: bool | Sequence[int] = False,
         output_hidden_states: bool = False,
         seeds: Sequence[LayerSeeds] | None = None,
-    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    ) -> tuple[Tensor, list[Tensor], list[Tensor | None]]:
         """The rows that leave the encoder; on request, else empty, the rows that enter the first
         layer, leave each one, and leave the encoder (N + 1), and the attention weights of each
-        (N). ``seeds``: one entry per layer."""
-        states, attentions = [hidden] if output_hidden_states else [], []
+        (N), of chosen layers alone None for the others. ``seeds``: one entry per layer."""
+        states: list[Tensor] = [hidden] if output_hidden_states else []
+        attentions: list[Tensor | None] = []
         layers = self.running()
+        weighed = chosen_layers(output_attentions, len(layers))
         if self.relative_attention_bias is not None:
             bias = self.relative_attention_bias(layout.order(hidden.device))
             given = layout.bias
             layout = dataclasses.replace(layout, bias=bias if given is None else bias + given)
-        if not output_attentions:
+        if not weighed:
             plan = stack(layers, hidden.device.type, hidden.dtype, hidden.requires_grad)
             if layout.bias is not None and layout.cu_seqlens is not None:
                 plan = Choice("", "layer by layer: a bias by distance of packed sequences")
@@ -70,14 +72,14 @@ class BertEncoder(nn.Module):
                 return outputs[-1], [*states, *outputs] if output_hidden_states else [], []
         recompute = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
         for i, layer in enumerate(layers):
-            arguments = (hidden, layout, output_attentions, NO_SEEDS if seeds is None else seeds[i])
+            arguments = (hidden, layout, i in weighed, NO_SEEDS if seeds is None else seeds[i])
             if recompute:
                 hidden, weights = checkpoint(layer, *arguments, use_reentrant=False)
             else:
                 hidden, weights = layer(*arguments)
             if output_hidden_states:
                 states.append(hidden)
-            if weights is not None:
+            if weighed:
                 attentions.append(weights)
         if self.final_norm is not None:
             hidden = self.final_norm(hidden)
@@ -96,6 +98,18 @@ class BertEncoder(nn.Module):
         if isinstance(plan, Stack):
             return Choice("cpu", "all layers in one call")
         return Choice(plan.backend or layers, plan.reason)
+
+
+def chosen_layers(wanted: bool | Sequence[int], layers: int) -> frozenset[int]:
+    """The numbers of the layers that ``wanted`` names, from the end when negative. Raises
+    ValueError for one that is not there."""
+    if isinstance(wanted, bool):
+        return frozenset(range(layers) if wanted else ())
+    for number in wanted:
+        if isinstance(number, bool) or not -layers <= number < layers:
+            allowed = f"True, False or numbers from {-layers} to {layers - 1}"
+            raise ValueError(f"output_attentions: got layer {number!r}, allowed: {allowed}")
+    return frozenset(number % layers for number in wanted)
 
 
 def _one_call(plan: Stack, hidden: Tensor, layout: Layout, all_states: bool) -> list[Tensor]:

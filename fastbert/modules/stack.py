@@ -16,6 +16,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from fastbert.modules.attention import BertAttention, BertSelfAttention, BertSelfOutput
 from fastbert.modules.backend import OperationModule
 from fastbert.modules.feed_forward import BertIntermediate, BertOutput
+from fastbert.modules.joined_linear import JoinedLinear
 from fastbert.modules.layer import BertLayer
 from fastbert.modules.layer_norm import LayerNorm
 from fastbert.modules.linear import Linear
@@ -121,15 +122,14 @@ def _inside(layer: Any) -> list[Any] | str:
 
 
 def _stack(found: list[list[Any]], device: str, dtype: torch.dtype) -> Stack | Choice:
-    own = [modules[i]._parameters for modules in found for i in LEAVES]
-    parameters = [p for leaf in own for p in (leaf.get("weight"), leaf.get("bias"))]
+    parameters = [p for modules in found for i in LEAVES for p in _parameters(modules[i])]
     if set(map(type, parameters)) != {nn.Parameter}:
         return _one_by_one("a parameter is missing or of a class of its own")
     allowed = {dtype}
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
         allowed = {dtype, torch.float32}
-    products = {m[i]._parameters["weight"].dtype for m in found for i in LINEARS}
+    products = {p.dtype for p in _weights_of_products(parameters)}
     if not products <= allowed:
         return _one_by_one(f"weights are {products}, the rows {dtype}")
     if any(m[i].training and m[i].dropout_p > 0.0 for m in found for i in DROPPING):
@@ -150,6 +150,19 @@ def _stack(found: list[list[Any]], device: str, dtype: torch.dtype) -> Stack | C
     if choice.backend != "cpu":
         return choice
     return Stack(parameters, dtype, heads.pop(), eps.pop(), activation)
+
+
+def _parameters(leaf: nn.Module) -> tuple[Tensor | None, Tensor | None]:
+    if isinstance(leaf, JoinedLinear):
+        return leaf.parameters_now()
+    own = leaf._parameters
+    return own.get("weight"), own.get("bias")
+
+
+def _weights_of_products(parameters: list[Tensor]) -> Iterator[Tensor]:
+    weights = [i for i, leaf in enumerate(LEAVES) if leaf in LINEARS]
+    for layer in range(0, len(parameters), 2 * len(LEAVES)):
+        yield from (parameters[layer + 2 * i] for i in weights)
 
 
 def _one_by_one(reason: str) -> Choice:

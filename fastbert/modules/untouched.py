@@ -5,6 +5,12 @@ from __future__ import annotations
 from torch import nn
 
 
+class Joined(nn.Module):
+    """Stands for the linear layers ``parts``, their outputs side by side."""
+
+    parts: nn.ModuleList
+
+
 def touched(module: nn.Module, kind: type[nn.Module]) -> str | None:
     """How ``module`` differs from a plain ``kind``, in words; None when it does not.
 
@@ -12,6 +18,8 @@ def touched(module: nn.Module, kind: type[nn.Module]) -> str | None:
     hooks and one with a ``forward`` of its own must be called; the parameters of any other may be
     used without calling it.
     """
+    if isinstance(module, Joined):
+        return next(filter(None, (touched(part, nn.Linear) for part in module.parts)), None)
     if type(module) is not kind:
         return f"is a {type(module).__module__}.{type(module).__qualname__}"
     if module._forward_hooks or module._forward_pre_hooks:
