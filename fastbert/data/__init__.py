@@ -1,6 +1,14 @@
-"""Text to batches: documents, sentences, WordPiece, next-sentence pairs, masking, token budgets."""
+"""Text to batches: documents, sentences, WordPiece, next-sentence pairs, masking, token budgets,
+packed collators."""
 
 from fastbert.data.batches import PretrainingBatches
+from fastbert.data.collators import (
+    PackedCollatorForBiEncoder,
+    PackedCollatorForMaskedLM,
+    PackedCollatorForPreTraining,
+    PackedCollatorForSequenceClassification,
+    PackedCollatorForTokenClassification,
+)
 from fastbert.data.corpus import CorpusWarning, read_documents
 from fastbert.data.masking import mask_tokens
 from fastbert.data.pairs import Instance, NextSentencePairs
@@ -12,6 +20,11 @@ __all__ = [
     "CorpusWarning",
     "Instance",
     "NextSentencePairs",
+    "PackedCollatorForBiEncoder",
+    "PackedCollatorForMaskedLM",
+    "PackedCollatorForPreTraining",
+    "PackedCollatorForSequenceClassification",
+    "PackedCollatorForTokenClassification",
     "PretrainingBatches",
     "WordPieceTokenizer",
     "mask_tokens",

@@ -5,14 +5,25 @@ Devlin et al. 2019, section 3.1 and A.1.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import numpy as np
 
 from fastbert.data.pairs import Instance
-from fastbert.data.tokenizer import WordPieceTokenizer
 
 IGNORED = -100
 MASKED_SHARE = 0.8
 RANDOM_SHARE = 0.1
+
+
+class MaskingTokenizer(Protocol):
+    """What masking asks of a tokenizer: the part of ``WordPieceTokenizer`` with these names."""
+
+    mask_id: int
+    is_special: np.ndarray
+    ordinary_ids: np.ndarray
+
+    def word_starts(self, ids: np.ndarray) -> np.ndarray: ...
 
 
 def _choose(sizes: np.ndarray, rng: np.random.Generator, probability: float) -> np.ndarray:
@@ -36,7 +47,7 @@ def mask_packed(
     ids: np.ndarray,
     cu_seqlens: np.ndarray,
     rng: np.random.Generator,
-    tokenizer: WordPieceTokenizer,
+    tokenizer: MaskingTokenizer,
     *,
     probability: float = 0.15,
     whole_word: bool = False,
@@ -75,7 +86,7 @@ def mask_packed(
 def mask_tokens(
     instance: Instance,
     rng: np.random.Generator,
-    tokenizer: WordPieceTokenizer,
+    tokenizer: MaskingTokenizer,
     *,
     probability: float = 0.15,
     whole_word: bool = False,

@@ -21,6 +21,7 @@ from fastbert.modules.outputs import (
     SequenceClassifierOutput,
     TokenClassifierOutput,
 )
+from fastbert.modules.pooling import pool
 from fastbert.modules.pretrained import BertPreTrainedModel
 
 __all__ = [
@@ -42,4 +43,5 @@ __all__ = [
     "QuestionAnsweringModelOutput",
     "SequenceClassifierOutput",
     "TokenClassifierOutput",
+    "pool",
 ]

@@ -1,0 +1,175 @@
+"""Features, as tokenizers and datasets give them, checked and put one after the other.
+
+A feature is a mapping of columns: lists, numpy arrays or tensors, 1-D where they go by token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Feature = Mapping[str, Any]
+LABELS = ("labels", "label", "label_ids")
+
+
+class Text(NamedTuple):
+    """One sequence to be: its columns are ``columns[prefix + name]``; ``where`` is for errors."""
+
+    columns: Feature
+    where: str
+    prefix: str = ""
+
+    def get(self, name: str) -> Any:
+        return self.columns.get(self.prefix + name)
+
+    def wrong(self, name: str, got: str, allowed: str) -> ValueError:
+        return ValueError(f"{self.prefix}{name} of {self.where}: got {got}, allowed: {allowed}")
+
+
+class Sequences(NamedTuple):
+    """The sequences of a batch, one after the other: ids, and token_types and labels where there
+    are any, int64 (T,); cu_seqlens int64 (B + 1,)."""
+
+    ids: np.ndarray
+    token_types: np.ndarray | None
+    labels: np.ndarray | None
+    cu_seqlens: np.ndarray
+
+
+def as_texts(features: Sequence[Feature]) -> list[Text]:
+    """The features, each with its number in the batch, from 0."""
+    if len(features) == 0:
+        raise ValueError("features: got an empty batch, allowed: at least one example")
+    for number, feature in enumerate(features):
+        if not isinstance(feature, Mapping):
+            kind = type(feature).__name__
+            raise ValueError(f"features: got {kind} as example {number}, allowed: a mapping")
+    return [Text(feature, f"example {number}") for number, feature in enumerate(features)]
+
+
+def flatten(texts: list[Text], max_length: int | None, labels: str | None = None) -> Sequences:
+    """Concatenates input_ids and, where every text has them, token_type_ids and the column
+    ``labels``; tokens whose attention_mask is 0 are dropped from all of them."""
+    names = ["input_ids"]
+    if _in_all(texts, "token_type_ids"):
+        names.append("token_type_ids")
+    if labels is not None:
+        names.append(labels)
+    rows: dict[str, list[np.ndarray]] = {name: [] for name in names}
+    for text in texts:
+        given = {name: _integers(text, name) for name in names}
+        length = len(given["input_ids"])
+        for name, values in given.items():
+            if len(values) != length:
+                allowed = f"{length}, as many as {text.prefix}input_ids"
+                raise text.wrong(name, f"{len(values)} values", allowed)
+        keep = _mask(text, length)
+        kept = length if keep is None else int(keep.sum())
+        if kept == 0:
+            raise text.wrong("input_ids", "no tokens", "at least one")
+        if max_length is not None and kept > max_length:
+            raise text.wrong("input_ids", f"{kept} tokens", f"at most max_length = {max_length}")
+        for name, values in given.items():
+            rows[name].append(values if keep is None else values[keep])
+    flat = {name: np.concatenate(parts) for name, parts in rows.items()}
+    cu_seqlens = np.cumsum([0, *map(len, rows["input_ids"])])
+    ids = flat["input_ids"]
+    refuse(texts, cu_seqlens, "input_ids", ids, ids < 0, "0 or more")
+    return Sequences(
+        ids,
+        flat.get("token_type_ids"),
+        None if labels is None else flat[labels],
+        cu_seqlens,
+    )
+
+
+def refuse(
+    texts: list[Text],
+    cu_seqlens: np.ndarray,
+    name: str,
+    values: np.ndarray,
+    wrong: np.ndarray,
+    allowed: str,
+) -> None:
+    """Raises ValueError with the first of ``values`` (T,) that is ``wrong``, bool (T,)."""
+    if wrong.any():
+        place = int(wrong.argmax())
+        text = texts[int(np.searchsorted(cu_seqlens, place, side="right")) - 1]
+        raise text.wrong(name, str(values[place]), allowed)
+
+
+def label_column(texts: list[Text], names: Sequence[str] = LABELS) -> str | None:
+    """The one of ``names`` that all texts have, None when they have none."""
+    found = [name for name in names if any(text.get(name) is not None for text in texts)]
+    if len(found) > 1:
+        raise ValueError(f"labels: got the columns {', '.join(found)}, allowed: one of them")
+    return found[0] if found and _in_all(texts, found[0]) else None
+
+
+def sequence_labels(texts: list[Text], name: str) -> Tensor:
+    """A label per sequence: int64 (B,), float32 (B,) or float32 (B, C)."""
+    rows = [as_array(text, name) for text in texts]
+    for text, row in zip(texts, rows, strict=True):
+        if row.ndim > 1 or row.dtype.kind not in ("f" if row.ndim else "biuf"):
+            got = f"{row.dtype} of shape {row.shape}"
+            raise text.wrong(name, got, "an integer, a float or a vector of floats")
+        if row.shape != rows[0].shape:
+            raise text.wrong(name, f"shape {row.shape}", f"{rows[0].shape}, as {texts[0].where}")
+    stacked = np.stack(rows)
+    kind = np.float32 if stacked.dtype.kind == "f" else np.int64
+    return torch.from_numpy(stacked.astype(kind))
+
+
+def as_array(text: Text, name: str) -> np.ndarray:
+    """A column as an array of numbers of any shape."""
+    value = text.get(name)
+    if value is None:
+        columns = ", ".join(map(str, text.columns)) or "none"
+        raise text.wrong(name, f"nothing among the columns ({columns})", "numbers")
+    if isinstance(value, Tensor):
+        value = value.detach().cpu()
+        value = value.float() if value.dtype == torch.bfloat16 else value
+    try:
+        array = np.asarray(value)
+    except ValueError:
+        raise text.wrong(name, "lists of different lengths", "numbers") from None
+    if array.dtype.kind not in "biuf":
+        raise text.wrong(name, f"{type(value).__name__} of {array.dtype}", "numbers")
+    return array
+
+
+def _integers(text: Text, name: str) -> np.ndarray:
+    array = as_array(text, name)
+    # An empty list makes an array of floats.
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        got = f"{array.dtype} of shape {array.shape}"
+        raise text.wrong(name, got, "integers of shape (length,)")
+    return array.astype(np.int64, copy=False)
+
+
+def _mask(text: Text, length: int) -> np.ndarray | None:
+    """Bool (length,): which tokens exist; None when all do."""
+    if text.get("attention_mask") is None:
+        return None
+    mask = as_array(text, "attention_mask")
+    if mask.shape != (length,):
+        allowed = f"({length},), as {text.prefix}input_ids"
+        raise text.wrong("attention_mask", f"shape {mask.shape}", allowed)
+    keep = mask == 1
+    if not (keep | (mask == 0)).all():
+        wrong = mask[~(keep | (mask == 0))][0]
+        raise text.wrong("attention_mask", f"a value of {wrong}", "0 and 1")
+    return None if keep.all() else keep
+
+
+def _in_all(texts: list[Text], name: str) -> bool:
+    """Whether every text has the column; raises where only some have it."""
+    having = [text.get(name) is not None for text in texts]
+    if any(having) and not all(having):
+        lacking, has = texts[having.index(False)], texts[having.index(True)]
+        raise lacking.wrong(name, "nothing", f"a column in every example, as {has.where} has it")
+    return all(having)

@@ -1,0 +1,67 @@
+"""One vector per sequence from the rows of packed sequences."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+POOLINGS = ("cls", "mean", "max", "last")
+
+
+def pool(rows: Tensor, cu_seqlens: Tensor, pooling: str = "mean") -> Tensor:
+    """(T, H) rows of packed sequences → (B, H) in the rows' dtype, differentiable.
+
+    rows: floating; ``last_hidden_state`` of packed input, from transformers' (1, T, H) its ``[0]``.
+    cu_seqlens: int32 (B + 1,), rows ``cu_seqlens[b]`` up to ``cu_seqlens[b + 1]`` are sequence b;
+    rows beyond the last one are not read. pooling: "cls" the first row, "last" the last one, "mean"
+    (summed in fp32 for 16-bit rows) and "max" over the rows; largest rows that are equal share its
+    gradient. A sequence without rows gives 0, and none is touched by what else is in the batch.
+
+    Raises ValueError or TypeError naming the argument, what was got and what is allowed; the values
+    of ``cu_seqlens`` are looked at on the CPU only.
+    """
+    _check(rows, cu_seqlens, pooling)
+    bounds = cu_seqlens.long()
+    lengths = bounds.diff().unsqueeze(1)
+    if pooling == "cls":
+        return _rows_at(rows, bounds[:-1], lengths == 0)
+    if pooling == "last":
+        return _rows_at(rows, bounds[1:] - 1, lengths == 0)
+    wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
+    if pooling == "max":
+        largest = torch.segment_reduce(wide, "max", offsets=bounds, unsafe=True)
+        return largest.masked_fill(lengths == 0, 0.0).to(rows.dtype)
+    # unsafe: the check that the offsets cover all rows would be a synchronisation.
+    total = torch.segment_reduce(wide, "sum", offsets=bounds, unsafe=True)
+    return (total / lengths.clamp(min=1)).to(rows.dtype)
+
+
+def _rows_at(rows: Tensor, places: Tensor, empty: Tensor) -> Tensor:
+    """rows (T, H) at ``places`` int64 (B,), 0 where ``empty`` (B, 1), whose places may lie
+    outside."""
+    if not torch.compiler.is_compiling() and rows.shape[0] == 0:
+        return rows.new_zeros(places.shape[0], rows.shape[1])
+    return rows.index_select(0, places.clamp(0, rows.shape[0] - 1)).masked_fill(empty, 0.0)
+
+
+def _check(rows: Tensor, cu_seqlens: Tensor, pooling: str) -> None:
+    if pooling not in POOLINGS:
+        raise ValueError(f"pooling: got {pooling!r}, allowed: {', '.join(POOLINGS)}")
+    if not rows.dtype.is_floating_point:
+        raise TypeError(f"rows: got {rows.dtype}, allowed: a floating dtype")
+    if rows.dim() != 2:
+        raise ValueError(f"rows: got shape {tuple(rows.shape)}, allowed: (T, H)")
+    if cu_seqlens.dtype != torch.int32:
+        raise TypeError(f"cu_seqlens: got {cu_seqlens.dtype}, allowed: int32")
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
+        raise ValueError(f"cu_seqlens: got shape {tuple(cu_seqlens.shape)}, allowed: (B + 1,)")
+    if cu_seqlens.device != rows.device:
+        raise ValueError(f"cu_seqlens: got device {cu_seqlens.device}, allowed: {rows.device}")
+    if cu_seqlens.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    falls = bool((cu_seqlens.diff() < 0).any())
+    if falls or cu_seqlens[0] != 0 or cu_seqlens[-1] > rows.shape[0]:
+        raise ValueError(
+            f"cu_seqlens: got {cu_seqlens.tolist()}, allowed: from 0, never falling, at most "
+            f"{rows.shape[0]}, the number of rows"
+        )
