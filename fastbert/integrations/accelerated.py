@@ -151,12 +151,15 @@ def _fast_class(kind: Any, stock: Any) -> Any:
         given = dict(zip(names, args, strict=False)) | kwargs
         if _exporting():
             return stock.forward(self, *args, **kwargs)
-        engine = _engine(self)
-        problem = engine.bind()
-        if problem is None and _has_any_global_hook():
-            problem = "there are hooks on all modules"
+        problem: Any = "there are hooks on all modules" if _has_any_global_hook() else None
+        if problem is None:
+            try:
+                engine = _engine(self)
+                problem = engine.bind()
+            except ValueError as error:
+                problem = error
         if problem is not None:
-            _warn_once(stock.__name__, problem)
+            _warn_once(stock.__name__, str(problem))
             return stock.forward(self, *args, **kwargs)
         return _run(self, engine, OUTPUTS[stock.__name__], given)
 
@@ -172,7 +175,8 @@ def _fast_class(kind: Any, stock: Any) -> Any:
     }
     if kind is stock:
         return type(kind.__name__, (kind,), own)
-    between = type(stock.__name__, (stock,), {**own, "__module__": stock.__module__})
+    named = {"__module__": stock.__module__, "__qualname__": stock.__qualname__}
+    between = type(stock.__name__, (stock,), own | named)
     del own["forward"]
     return type(kind.__name__, (kind, between), own)
 
@@ -184,9 +188,9 @@ def _rebuild(kind: Any, stock: Any) -> Any:
 
 
 def _engine(host: Any) -> Engine:
-    """A copy, a replica and a model out of a pickle make an engine of their own."""
+    """A copy, a replica, a model out of a pickle and a rebuilt one make an engine of their own."""
     engine = host.__dict__.get(ENGINE)
-    if engine is None or engine.host is not host:
+    if engine is None or engine.host is not host or not engine.fits():
         engine = host.__dict__[ENGINE] = Engine(host)
     return engine
 

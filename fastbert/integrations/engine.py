@@ -93,11 +93,13 @@ class Engine:
         # A copy or a pickle of the host makes its own when it is called.
         return (_none, ())
 
+    def fits(self) -> bool:
+        """Whether the host is built as it was: no layer came, went or became another."""
+        return all(parent._modules.get(name) is child for parent, name, child in self.inside)
+
     def bind(self) -> str | None:
         """Hands our modules the parameters of theirs. Returns what is in the way, if anything."""
-        for parent, name, child in self.inside:
-            if parent._modules.get(name) is not child:
-                return f"{name} was replaced"
+        for _, _, child in self.inside:
             reason = _called_from_outside(child)
             if reason is not None:
                 return f"{type(child).__name__} {reason}"
@@ -105,6 +107,7 @@ class Engine:
             problem = _bind(leaf)
             if problem is not None:
                 return problem
+        self._take_sizes()
         return None
 
     def settle_dropout(self) -> None:
@@ -114,6 +117,17 @@ class Engine:
             drop.ours.dropout_p = probability = drop.probability()
             dropping |= probability > 0.0
         self.model.training = dropping
+
+    def _take_sizes(self) -> None:
+        """Tables may have grown."""
+        config, embeddings = self.model.config, self.model.embeddings
+        for name, table in (
+            ("vocab_size", embeddings.word_embeddings),
+            ("max_position_embeddings", embeddings.position_embeddings),
+            ("type_vocab_size", embeddings.token_type_embeddings),
+        ):
+            if table is not None and table.weight.shape[0] != getattr(config, name):
+                self.model.config = config = config.replace(**{name: table.weight.shape[0]})
 
     # What hangs where
 

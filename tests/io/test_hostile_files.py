@@ -181,7 +181,7 @@ def test_a_path_in_modules_json(folder: Path) -> None:
         ({"hidden_act": "swish"}, "hidden_act: got 'swish', allowed: gelu, "),
         ({"hidden_size": "8"}, "hidden_size: got '8', allowed: an integer"),
         ({"hidden_dropout_prob": "much"}, "config.json: "),
-        ({"model_type": "roberta"}, "model_type: got 'roberta', allowed: bert"),
+        ({"model_type": "gpt2"}, "model_type: got 'gpt2', allowed: bert, roberta, "),
         (
             {"position_embedding_type": "relative_key"},
             "position_embedding_type: got 'relative_key'",
