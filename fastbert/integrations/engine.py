@@ -64,6 +64,51 @@ class Drop(NamedTuple):
         return getattr(module, "p", 0.0) if module.training else 0.0
 
 
+class Watch(NamedTuple):
+    """What binding depended on, in a form that is quick to compare with what is there now:
+    modules, where they hang and their classes; their hooks; the attributes among which a
+    ``forward`` may appear; parameters of ours and theirs."""
+
+    modules: list[tuple[dict[str, Any], str, nn.Module, type]]
+    hooks: list[dict[int, Any]]
+    attributes: list[dict[str, Any]]
+    parameters: list[tuple[dict[str, Any], dict[str, Any], str]]
+
+    @classmethod
+    def over(cls, inside: list[tuple[nn.Module, str, nn.Module]], leaves: list[Leaf]) -> Watch:
+        theirs = [(place, place.get()) for leaf in leaves for place in leaf.theirs]
+        places = [(Place(parent, name), child) for parent, name, child in inside]
+        found = [(place, child) for place, child in (*places, *theirs) if child is not None]
+        modules = [child for _, child in found]
+        hooks: list[dict[int, Any]] = []
+        for module in modules:
+            hooks += [module._forward_hooks, module._forward_pre_hooks]
+            hooks += [module._backward_hooks, module._backward_pre_hooks]
+        shared = []
+        for leaf in leaves:
+            first = leaf.theirs[0].get()
+            if leaf.ours.get() is leaf.module and len(leaf.theirs) == 1 and first is not None:
+                ours = leaf.module._parameters
+                shared += [(ours, first._parameters, name) for name in ours]
+        return cls(
+            [(place.parent._modules, place.name, child, type(child)) for place, child in found],
+            hooks,
+            [module.__dict__ for module in modules],
+            shared,
+        )
+
+    def unchanged(self) -> bool:
+        return (
+            all(
+                parent.get(name) is child and type(child) is kind
+                for parent, name, child, kind in self.modules
+            )
+            and not any(self.hooks)
+            and not any("forward" in attributes for attributes in self.attributes)
+            and all(ours[name] is theirs.get(name) for ours, theirs, name in self.parameters)
+        )
+
+
 class Engine:
     """``model``: a ``BertModel`` of ours with the parameters of ``host``, transformers' encoder.
 
@@ -85,6 +130,7 @@ class Engine:
         self.drops = list(self._drops())
         self.inside = list(self._containers())
         self._check_activations()
+        self.watch: Watch | None = None
         problem = self.bind()
         if problem is not None:
             raise ValueError(problem)
@@ -99,6 +145,16 @@ class Engine:
 
     def bind(self) -> str | None:
         """Hands our modules the parameters of theirs. Returns what is in the way, if anything."""
+        if self.watch is not None and self.watch.unchanged():
+            self._take_sizes()
+            return None
+        self.watch = None
+        problem = self._bind_anew()
+        if problem is None:
+            self.watch = Watch.over(self.inside, self.leaves)
+        return problem
+
+    def _bind_anew(self) -> str | None:
         for _, _, child in self.inside:
             reason = _called_from_outside(child)
             if reason is not None:
@@ -114,7 +170,9 @@ class Engine:
         """Takes over how much is dropped now."""
         dropping = False
         for drop in self.drops:
-            drop.ours.dropout_p = probability = drop.probability()
+            probability = drop.probability()
+            if drop.ours.dropout_p != probability:
+                drop.ours.dropout_p = probability
             dropping |= probability > 0.0
         self.model.training = dropping
 
