@@ -9,6 +9,7 @@ import typer
 
 from fastbert.cli.bench import bench
 from fastbert.cli.check import check
+from fastbert.cli.classify import classify
 from fastbert.cli.common import FriendlyGroup
 from fastbert.cli.demo import demo
 from fastbert.cli.encode import encode
@@ -59,6 +60,7 @@ for _name, _function, _example in (
     ),
     ("fill-mask", fill_mask, 'fastbert fill-mask demo/model "The dog [MASK] the ball."'),
     ("encode", encode, "fastbert encode demo/model sentences.txt sentences.npy --normalize"),
+    ("classify", classify, "fastbert classify model reviews.parquet labels.parquet --field body"),
 ):
     app.command(_name, epilog=f"Example: [bold]{_example.replace('[', chr(92) + '[')}[/]")(
         _function

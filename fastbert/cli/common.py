@@ -11,13 +11,18 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from typer.core import TyperGroup
+
+if TYPE_CHECKING:
+    from fastbert.modules.pretrained import BertPreTrainedModel
+
+Model = TypeVar("Model", bound="BertPreTrainedModel")
 
 # Results go to stdout, everything about the run (progress, notes, errors) to stderr, so that
 # `fastbert ... --json | jq` never meets a progress bar.
@@ -114,3 +119,20 @@ def one_of(argument: str, value: str | None, allowed: tuple[str, ...]) -> str | 
     if value is not None and value not in allowed:
         raise ValueError(f"{argument}: got {value!r}, allowed: {', '.join(allowed)}")
     return value
+
+
+def load_whole(
+    kind: type[Model], folder: Path, backend: str | None, parts: tuple[str, ...], head: str
+) -> Model:
+    """The model, refused when one of ``parts`` would be random: results of it mean nothing.
+
+    ``parts`` are beginnings of names of weights, ``head`` is what they are called together.
+    """
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = kind.from_pretrained(folder, backend=backend)
+    for warning in caught:
+        if any(part in str(warning.message) for part in parts):
+            raise ValueError(f"MODEL: no whole {head}: {warning.message}")
+        warnings.warn(warning.message, stacklevel=2)
+    return model

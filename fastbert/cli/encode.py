@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,16 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from fastbert.cli.common import (
-    BACKENDS,
-    err,
-    one_of,
-    out,
-    print_json,
-    write_atomically,
-)
+from fastbert.cli.common import BACKENDS, one_of
+from fastbert.cli.rows import LimitedTokenizer, compute, fingerprint, print_summary
+from fastbert.cli.texts import Texts, blocks, check_output, write_parquet
 
 if TYPE_CHECKING:
     import numpy as np
@@ -35,11 +28,17 @@ def encode(
         str, typer.Argument(metavar="MODEL", help="Folder (or hub id) of a checkpoint.")
     ],
     source: Annotated[
-        Path, typer.Argument(metavar="INPUT", help=".txt (a text per line) or .jsonl (field text).")
+        Path, typer.Argument(metavar="INPUT", help=".txt (a text per line), .jsonl or .parquet.")
     ],
     target: Annotated[
-        Path, typer.Argument(metavar="OUT", help=".npy to write: float32, a row per line.")
+        Path,
+        typer.Argument(
+            metavar="OUT", help=".npy (a float32 row per line) or .parquet (column embedding)."
+        ),
     ],
+    field: Annotated[
+        str, typer.Option(help="Field of the .jsonl or column of the .parquet with the text.")
+    ] = "text",
     pooling: Annotated[
         str | None,
         typer.Option(help="mean or cls; the folder's own 1_Pooling/config.json, else mean."),
@@ -57,14 +56,16 @@ def encode(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a summary as JSON.")] = False,
 ) -> None:
-    """Turn each line of INPUT into an embedding; row i of OUT is line i, blank lines too."""
+    """Turn each line of INPUT into an embedding; row i of OUT is line i, blank lines too.
+
+    OUT holds the embeddings and nothing else. It appears when it is whole;
+    until then OUT.partial keeps what is done, and after an interruption the
+    same command goes on from there.
+    """
     one_of("--backend", backend, BACKENDS)
     one_of("--pooling", pooling, POOLINGS)
-    if target.suffix != ".npy":
-        raise ValueError(f"OUT: got {str(target)!r}, allowed: a name that ends in .npy")
-    texts = list(read_lines(source))
-    if not texts:
-        raise ValueError(f"INPUT: {str(source)!r} has no lines, allowed: at least one")
+    check_output(target, source, (".npy", ".parquet"))
+    texts = Texts(source, (field,))
     from fastbert.io import checkpoint
 
     folder = checkpoint.find(model)
@@ -75,25 +76,13 @@ def encode(
         max_length or recipe.max_length,
     )
     summary = run(folder, texts, target, recipe, tokens_per_batch=tokens_per_batch, backend=backend)
-    if as_json:
-        print_json(summary)
-        return
-    out.print(
-        f"{summary['texts']:,} texts, {summary['tokens']:,} tokens in {summary['seconds']:.1f} s "
-        f"({summary['tokens_per_second']:,.0f} tokens/s) → {target} "
-        f"{tuple(summary['shape'])}, {recipe.pooling}{', normalised' if recipe.normalize else ''}",
-        highlight=False,
-        soft_wrap=True,
-    )
-    if summary["truncated"]:
-        err.print(
-            f"note: {summary['truncated']:,} texts were cut to {summary['max_length']} tokens"
-        )
+    detail = f"{summary['shape']}, {recipe.pooling}{', normalised' if recipe.normalize else ''}"
+    print_summary(summary, detail, as_json=as_json)
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How token vectors become one vector. ``max_length`` None: as long as the position table."""
+    """How token vectors become one vector. ``max_length`` None: as long as the model allows."""
 
     pooling: str = "mean"
     normalize: bool = False
@@ -144,32 +133,9 @@ def _pooling_mode(config: dict[str, Any]) -> str:
     return mode if isinstance(mode, str) else "+".join(mode)
 
 
-def read_lines(path: Path) -> Iterator[str]:
-    """The texts of ``path``: its lines, or the field ``text`` of each object of a .jsonl.
-
-    Raises FileNotFoundError, or ValueError naming the line.
-    """
-    if path.suffix not in (".txt", ".jsonl"):
-        raise ValueError(f"INPUT: got {str(path)!r}, allowed: a .txt or .jsonl file")
-    with path.open(encoding="utf-8-sig", newline=None) as file:
-        for number, line in enumerate(file, 1):
-            if path.suffix == ".txt":
-                yield line.rstrip("\n")
-                continue
-            try:
-                text = json.loads(line)["text"]
-            except (ValueError, KeyError, TypeError):
-                text = None
-            if not isinstance(text, str):
-                raise ValueError(
-                    f"INPUT: {path}, line {number}: expected an object with a string field text"
-                )
-            yield text
-
-
 def run(
-    model: Path,
-    texts: list[str],
+    folder: Path,
+    texts: Texts,
     target: Path,
     recipe: Recipe,
     *,
@@ -177,97 +143,61 @@ def run(
     backend: str | None,
 ) -> dict[str, Any]:
     """Encodes ``texts`` and writes ``target``; returns the summary that ``--json`` prints."""
-    import numpy as np
     import torch
 
-    from fastbert.data import WordPieceTokenizer
     from fastbert.modules import BertModel
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with warnings.catch_warnings():
         # A checkpoint without a pooler is as good as any here: nothing reads the pooler's output.
         warnings.filterwarnings("ignore", ".*initialised afresh: pooler")
-        encoder = BertModel.from_pretrained(model, backend=backend).to(device)
-    limit = min(recipe.max_length or 1 << 30, encoder.config.max_position_embeddings)
-    ids, truncated = tokenize(WordPieceTokenizer.load(model), texts, limit)
-    start = time.perf_counter()
-    rows = embed(encoder, ids, recipe, tokens_per_batch)
-    seconds = time.perf_counter() - start
-    write_atomically(target, lambda temporary: np.save(temporary, rows))
-    tokens = sum(map(len, ids))
-    return {
-        "output": target,
-        "shape": rows.shape,
-        "pooling": recipe.pooling,
-        "normalize": recipe.normalize,
-        "max_length": limit,
-        "texts": len(texts),
-        "truncated": truncated,
-        "tokens": tokens,
-        "seconds": seconds,
-        "tokens_per_second": tokens / seconds,
-        "device": device,
-    }
+        model = BertModel.from_pretrained(folder, backend=backend).to(device)
+    config = model.config
+    tokenizer = LimitedTokenizer(folder, recipe.max_length, config.max_position_embeddings)
+    options = {"pooling": recipe.pooling, "normalize": recipe.normalize}
+    summary = compute(
+        texts,
+        target,
+        tokenizer=tokenizer,
+        forward=lambda batch: pool(model(**batch).last_hidden_state, batch["cu_seqlens"], recipe),
+        width=config.hidden_size,
+        tokens_per_batch=tokens_per_batch,
+        device=device,
+        fingerprint=fingerprint(
+            folder,
+            texts,
+            command="encode",
+            **options,
+            max_length=tokenizer.limit,
+            tokens_per_batch=tokens_per_batch,
+            backend=backend,
+        ),
+        write=None if target.suffix.lower() == ".npy" else write_embeddings,
+    )
+    return {**summary, "shape": (texts.count, config.hidden_size), **options}
 
 
-def tokenize(tokenizer: Any, texts: list[str], limit: int) -> tuple[list[list[int]], int]:
-    """Ids of each text, cut to ``limit`` with [SEP] kept last, and how many had to be cut."""
-    ids = [tokenizer.encode(text) for text in texts]
-    truncated = sum(len(row) > limit for row in ids)
-    return [row if len(row) <= limit else [*row[: limit - 1], row[-1]] for row in ids], truncated
-
-
-def length_batches(lengths: list[int], tokens_per_batch: int) -> list[list[int]]:
-    """Indices grouped by length, longest first (what runs out of memory does so at once).
-
-    A batch holds at most ``tokens_per_batch`` tokens, or a single longer text.
-    """
-    batches: list[list[int]] = []
-    room = 0
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        if not batches or room < lengths[index]:
-            batches.append([])
-            room = tokens_per_batch
-        batches[-1].append(index)
-        room -= lengths[index]
-    return batches
-
-
-def embed(
-    encoder: Any, ids: list[list[int]], recipe: Recipe, tokens_per_batch: int
-) -> NDArray[np.float32]:
-    """Embeddings (len(ids), hidden) float32 in the order of ``ids``; a progress bar on stderr."""
-    import numpy as np
+def pool(hidden: torch.Tensor, cu_seqlens: torch.Tensor, recipe: Recipe) -> torch.Tensor:
+    """Token vectors (T, H) of packed texts to one float32 vector each, (B, H)."""
     import torch
 
-    rows = np.empty((len(ids), encoder.config.hidden_size), dtype=np.float32)
-    device = next(encoder.parameters()).device
-    columns = (TextColumn("encode"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=err) as progress, torch.inference_mode():
-        task = progress.add_task("encode", total=len(ids))
-        for batch in length_batches([len(row) for row in ids], tokens_per_batch):
-            rows[batch] = _embed_batch(encoder, [ids[i] for i in batch], recipe, device)
-            progress.advance(task, len(batch))
-    return rows
-
-
-def _embed_batch(
-    encoder: Any, ids: list[list[int]], recipe: Recipe, device: torch.device
-) -> NDArray[np.float32]:
-    """One packed forward pass: no padding anywhere."""
-    import torch
-
-    lengths = torch.tensor([len(row) for row in ids], device=device)
-    ends = lengths.cumsum(0)
-    cu_seqlens = torch.cat([ends.new_zeros(1), ends]).int()
-    flat = torch.tensor([token for row in ids for token in row], device=device)
-    hidden = encoder(
-        input_ids=flat, cu_seqlens=cu_seqlens, max_seqlen=max(map(len, ids))
-    ).last_hidden_state.float()
+    hidden = hidden.float()
     if recipe.pooling == "cls":
         rows = hidden[cu_seqlens[:-1].long()]
     else:
-        rows = torch.segment_reduce(hidden, "mean", lengths=lengths)
-    if recipe.normalize:
-        rows = torch.nn.functional.normalize(rows, dim=-1)
-    return rows.cpu().numpy()
+        rows = torch.segment_reduce(hidden, "mean", lengths=cu_seqlens.diff().long())
+    return torch.nn.functional.normalize(rows, dim=-1) if recipe.normalize else rows
+
+
+def write_embeddings(rows: NDArray[np.float32], path: Path) -> None:
+    """A .parquet with the column ``embedding``, a fixed-size list of float32."""
+    import pyarrow as pa
+
+    schema = pa.schema({"embedding": pa.list_(pa.float32(), rows.shape[1])})
+
+    def batches() -> Iterator[Any]:
+        for block in blocks(rows):
+            column = pa.FixedSizeListArray.from_arrays(pa.array(block.ravel()), rows.shape[1])
+            yield pa.record_batch([column], schema=schema)
+
+    write_parquet(path, schema, batches())

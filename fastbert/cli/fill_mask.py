@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
-from fastbert.cli.common import BACKENDS, new_table, one_of, out, print_json
-
-if TYPE_CHECKING:
-    from fastbert.modules import BertForMaskedLM
+from fastbert.cli.common import BACKENDS, load_whole, new_table, one_of, out, print_json
 
 
 def fill_mask(
@@ -50,6 +45,7 @@ def predict(model: str, text: str, *, top_k: int, backend: str | None) -> list[d
 
     from fastbert.data import WordPieceTokenizer
     from fastbert.io import checkpoint
+    from fastbert.modules import BertForMaskedLM
 
     folder = checkpoint.find(model)
     tokenizer = WordPieceTokenizer.load(folder)
@@ -58,7 +54,9 @@ def predict(model: str, text: str, *, top_k: int, backend: str | None) -> list[d
     mask = tokenizer.special["mask_token"]
     if not positions:
         raise ValueError(f"TEXT: got {text!r}, allowed: text with at least one {mask}")
-    masked_lm = _load(folder, backend)
+    masked_lm = load_whole(
+        BertForMaskedLM, folder, backend, ("cls.predictions.",), "masked-LM head"
+    )
     limit = masked_lm.config.max_position_embeddings
     if len(ids) > limit:
         raise ValueError(f"TEXT: got {len(ids)} tokens, allowed: at most {limit}")
@@ -72,20 +70,6 @@ def predict(model: str, text: str, *, top_k: int, backend: str | None) -> list[d
         }
         for position, values, tokens in zip(positions, top.values, top.indices, strict=True)
     ]
-
-
-def _load(folder: Path, backend: str | None) -> BertForMaskedLM:
-    """The model, refused when its head would be random: guesses of such a head mean nothing."""
-    from fastbert.modules import BertForMaskedLM
-
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        model = BertForMaskedLM.from_pretrained(folder, backend=backend)
-    for warning in caught:
-        if "cls.predictions." in str(warning.message):
-            raise ValueError(f"MODEL: no whole masked-LM head: {warning.message}")
-        warnings.warn(warning.message, stacklevel=2)
-    return model
 
 
 def _candidates(

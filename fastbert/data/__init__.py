@@ -10,6 +10,7 @@ from fastbert.data.collators import (
     PackedCollatorForTokenClassification,
 )
 from fastbert.data.corpus import CorpusWarning, read_documents
+from fastbert.data.json_tokenizer import JsonTokenizer, load_tokenizer, model_max_length
 from fastbert.data.masking import mask_tokens
 from fastbert.data.pairs import Instance, NextSentencePairs
 from fastbert.data.stories import stories
@@ -19,6 +20,7 @@ from fastbert.data.vocabulary import train_tokenizer
 __all__ = [
     "CorpusWarning",
     "Instance",
+    "JsonTokenizer",
     "NextSentencePairs",
     "PackedCollatorForBiEncoder",
     "PackedCollatorForMaskedLM",
@@ -27,7 +29,9 @@ __all__ = [
     "PackedCollatorForTokenClassification",
     "PretrainingBatches",
     "WordPieceTokenizer",
+    "load_tokenizer",
     "mask_tokens",
+    "model_max_length",
     "read_documents",
     "stories",
     "train_tokenizer",

@@ -163,15 +163,12 @@ class WordPieceTokenizer:
         neither file is there, ValueError when a file is broken.
         """
         folder = Path(folder)
-        config = _read_config(folder / "tokenizer_config.json")
+        config = read_config(folder)
         names = {key: _token_text(config[key]) for key in SPECIAL_TOKENS if config.get(key)}
         special = {**SPECIAL_TOKENS, **names}
         whole, vocab = folder / "tokenizer.json", folder / "vocab.txt"
         if whole.is_file():
-            try:
-                tokenizer = Tokenizer.from_file(str(whole))
-            except Exception as error:  # the Rust side raises bare Exception
-                raise ValueError(f"tokenizer: {whole} is broken: {error}") from error
+            tokenizer = read_tokenizer(whole)
         elif vocab.is_file():
             tokenizer = build_tokenizer(
                 _read_vocab(vocab),
@@ -217,7 +214,17 @@ def _room(max_length: int, special: int) -> int:
     return max_length - special
 
 
-def _read_config(path: Path) -> dict[str, Any]:
+def read_tokenizer(path: Path) -> Tokenizer:
+    """A ``tokenizer.json``. Raises ValueError when it is broken."""
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the Rust side raises bare Exception
+        raise ValueError(f"tokenizer: {path} is broken: {error}") from error
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The content of ``tokenizer_config.json``, {} without one. Raises ValueError when broken."""
+    path = folder / "tokenizer_config.json"
     if not path.is_file():
         return {}
     try:

@@ -7,10 +7,13 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
+from pyarrow import parquet
 
-from fastbert.cli.encode import Recipe, length_batches
+from fastbert.cli.encode import Recipe
+from fastbert.cli.rows import Encoded, length_batches, windows
 from fastbert.data import WordPieceTokenizer
 from fastbert.modules import BertModel
 from fastbert.testing.compare import assert_close
@@ -62,6 +65,30 @@ def test_summary(run, model_folder, lines, tmp_path):
     assert summary["max_length"] == 5
 
 
+def test_the_same_rows_from_every_format_into_every_format(run, model_folder, lines, tmp_path):
+    sources = [lines, tmp_path / "texts.jsonl", tmp_path / "texts.parquet"]
+    sources[1].write_text("".join(json.dumps({"id": 1, "body": t}) + "\n" for t in TEXTS))
+    parquet.write_table(pa.table({"id": range(len(TEXTS)), "body": TEXTS}), sources[2])
+    plain = tmp_path / "plain.npy"
+    assert run("encode", model_folder, lines, plain).exit_code == 0
+    for source in sources:
+        target = tmp_path / f"{source.suffix[1:]}.parquet"
+        field = () if source.suffix == ".txt" else ("--field", "body")
+        result = run("encode", model_folder, source, target, *field)
+        assert result.exit_code == 0, result.output
+        table = parquet.read_table(target)
+        assert table.schema == pa.schema({"embedding": pa.list_(pa.float32(), 32)})
+        rows = np.array(table["embedding"].to_pylist(), dtype=np.float32)
+        assert np.array_equal(rows, np.load(plain))
+    assert len(list(tmp_path.iterdir())) == 3 + 1 + 3
+
+
+def test_npy_is_what_numpy_writes(run, model_folder, lines, tmp_path):
+    assert run("encode", model_folder, lines, tmp_path / "rows.npy").exit_code == 0
+    np.save(tmp_path / "again.npy", np.load(tmp_path / "rows.npy"))
+    assert (tmp_path / "rows.npy").read_bytes() == (tmp_path / "again.npy").read_bytes()
+
+
 def test_jsonl_and_normalize(run, model_folder, lines, tmp_path):
     source = tmp_path / "texts.jsonl"
     source.write_text("".join(json.dumps({"text": text, "id": 1}) + "\n" for text in TEXTS))
@@ -78,7 +105,10 @@ def test_bad_input_leaves_no_file(refused, model_folder, lines, tmp_path):
     broken.write_text('{"text": "fine"}\n{"txt": "no"}\n')
     assert "no lines" in refused("encode", model_folder, empty, target)
     assert "line 2: expected" in refused("encode", model_folder, broken, target)
-    assert "ends in .npy" in refused("encode", model_folder, lines, tmp_path / "rows.csv")
+    assert "a name in .npy or .parquet" in refused(
+        "encode", model_folder, lines, tmp_path / "rows.csv"
+    )
+    assert "a folder" in refused("encode", model_folder, lines, _folder(tmp_path / "f.npy"))
     assert "allowed: mean, cls" in refused(
         "encode", model_folder, lines, target, "--pooling", "max"
     )
@@ -87,6 +117,18 @@ def test_bad_input_leaves_no_file(refused, model_folder, lines, tmp_path):
     assert "nowhere" in refused("encode", tmp_path / "nowhere", lines, target)
     assert "got 'rocm'" in refused("encode", model_folder, lines, target, "--backend", "rocm")
     assert not target.parent.exists()
+
+
+def _folder(path: Path) -> Path:
+    path.mkdir()
+    return path
+
+
+def test_windows_are_consecutive_lines():
+    lines = [Encoded([0] * length, [], False) for length in (3, 4, 9, 1, 1, 1)]
+    cut = list(windows(lines, 7))
+    assert [len(window) for window in cut] == [2, 1, 3]
+    assert [line for window in cut for line in window] == lines
 
 
 def test_batches_are_by_length_and_within_the_budget():

@@ -14,7 +14,7 @@ from fastbert.ops import backend
 from fastbert.testing import parity
 from fastbert.version import __version__
 
-COMMANDS = ("info", "check", "bench", "demo", "pretrain", "fill-mask", "encode")
+COMMANDS = ("info", "check", "bench", "demo", "pretrain", "fill-mask", "encode", "classify")
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -1,0 +1,233 @@
+"""``fastbert classify``: the labels of each line of a file, or of one text, with their scores."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.text import Text
+
+from fastbert.cli.common import (
+    BACKENDS,
+    jsonable,
+    load_whole,
+    new_table,
+    one_of,
+    out,
+    print_json,
+)
+from fastbert.cli.rows import LimitedTokenizer, compute, fingerprint, pack, print_summary
+from fastbert.cli.texts import Texts, blocks, check_output, write_parquet
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from numpy.typing import NDArray
+
+    from fastbert.config import BertConfig
+
+
+def classify(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL", help="Folder (or hub id) of a checkpoint with a classification head."
+        ),
+    ],
+    source: Annotated[
+        Path | None,
+        typer.Argument(metavar="INPUT", help=".txt (a text per line), .jsonl or .parquet."),
+    ] = None,
+    target: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="OUT", help=".jsonl or .parquet: label, score, scores (of every label)."
+        ),
+    ] = None,
+    text: Annotated[
+        str | None, typer.Option(help="Classify this text instead of a file, and print.")
+    ] = None,
+    field: Annotated[
+        str, typer.Option(help="Field of the .jsonl or column of the .parquet with the text.")
+    ] = "text",
+    pair_field: Annotated[
+        str | None, typer.Option(help="Field or column of a second text: each line is a pair.")
+    ] = None,
+    max_length: Annotated[
+        int | None, typer.Option(help="Tokens kept of a line, \\[CLS] and \\[SEP] included.", min=3)
+    ] = None,
+    tokens_per_batch: Annotated[int, typer.Option(help="Token budget of a batch.", min=1)] = 8192,
+    backend: Annotated[
+        str | None, typer.Option(help="reference, triton, cuda or cpu; chosen if not given.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print a summary, or the result of --text, as JSON.")
+    ] = False,
+) -> None:
+    """Label each line of INPUT; line i of OUT is line i of INPUT, blank lines too.
+
+    Scores are probabilities: softmax over all labels, or a sigmoid of each
+    where config.json says multi_label_classification or has a single label;
+    for regression they are the numbers. The label is that of the largest.
+
+    OUT holds label, score and scores, and nothing else. It appears when it is
+    whole; until then OUT.partial keeps what is done, and after an
+    interruption the same command goes on from there.
+    """
+    one_of("--backend", backend, BACKENDS)
+    if text is not None and (source is not None or pair_field is not None):
+        given = "INPUT" if source is not None else "--pair-field"
+        raise ValueError(f"--text: got one with {given}, allowed: --text, or INPUT and OUT")
+    if text is not None:
+        result = classify_text(model, text, max_length=max_length, backend=backend)
+        _print_result(text, result, as_json=as_json)
+        return
+    if source is None or target is None:
+        missing = "INPUT" if source is None else "OUT"
+        raise ValueError(f"{missing}: got none, allowed: INPUT and OUT, or --text")
+    check_output(target, source, (".jsonl", ".parquet"))
+    texts = Texts(source, (field,) if pair_field is None else (field, pair_field))
+    classifier = Classifier(model, max_length=max_length, backend=backend)
+    summary = run(classifier, texts, target, tokens_per_batch=tokens_per_batch)
+    labels = f"{len(classifier.labels)} label{'s' if len(classifier.labels) > 1 else ''}"
+    print_summary(summary, f"({labels}, {classifier.function})", as_json=as_json)
+
+
+class Classifier:
+    """A classification model, its tokenizer, the names of its labels and what scores are."""
+
+    def __init__(self, model: str, *, max_length: int | None, backend: str | None) -> None:
+        import torch
+
+        from fastbert.io import checkpoint
+        from fastbert.modules import BertForSequenceClassification
+
+        self.folder, self.backend = checkpoint.find(model), backend
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        parts, head = ("pooler.", "classifier."), "classification head"
+        self.model = load_whole(BertForSequenceClassification, self.folder, backend, parts, head)
+        self.model.to(self.device)
+        config = self.model.config
+        self.labels, self.function = label_names(config), score_function(config)
+        self.tokenizer = LimitedTokenizer(self.folder, max_length, config.max_position_embeddings)
+
+    def __call__(self, batch: dict[str, Any]) -> torch.Tensor:
+        """The scores (B, labels), float32, of a packed batch."""
+        logits = self.model(**batch).logits.float()
+        if self.function == "softmax":
+            return logits.softmax(-1)
+        return logits.sigmoid() if self.function == "sigmoid" else logits
+
+
+def label_names(config: BertConfig) -> list[str]:
+    """The names by index, from ``id2label``. Raises ValueError when it is no list of names."""
+    named = config.to_dict()["id2label"]
+    try:
+        names = [str(named[str(index)]) for index in range(config.num_labels)]
+    except (KeyError, TypeError, IndexError) as error:
+        raise ValueError(
+            f"MODEL: its id2label is {named!r}, allowed: a name for each of "
+            f"0 … {config.num_labels - 1}"
+        ) from error
+    if len(set(names)) < len(names):
+        raise ValueError(f"MODEL: its id2label has the names {names}, allowed: different ones")
+    return names
+
+
+def score_function(config: BertConfig) -> str:
+    """softmax, sigmoid or none, as transformers' text-classification pipeline chooses."""
+    if config.problem_type == "regression":
+        return "none"
+    if config.problem_type == "multi_label_classification" or config.num_labels == 1:
+        return "sigmoid"
+    return "softmax"
+
+
+def classify_text(
+    model: str, text: str, *, max_length: int | None, backend: str | None
+) -> dict[str, Any]:
+    """``label``, ``score`` and ``scores`` of one text."""
+    import torch
+
+    classifier = Classifier(model, max_length=max_length, backend=backend)
+    with torch.inference_mode():
+        scores = classifier(pack([classifier.tokenizer((text,))], classifier.device))
+    return next(results(scores.cpu().numpy(), classifier.labels))
+
+
+def run(
+    classifier: Classifier, texts: Texts, target: Path, *, tokens_per_batch: int
+) -> dict[str, Any]:
+    """Classifies ``texts`` and writes ``target``; returns the summary that ``--json`` prints."""
+    labels = classifier.labels
+
+    def write(rows: NDArray[np.float32], path: Path) -> None:
+        writer = write_jsonl if path.suffix.lower() == ".jsonl" else write_table
+        writer(rows, labels, path)
+
+    summary = compute(
+        texts,
+        target,
+        tokenizer=classifier.tokenizer,
+        forward=classifier,
+        width=len(labels),
+        tokens_per_batch=tokens_per_batch,
+        device=classifier.device,
+        fingerprint=fingerprint(
+            classifier.folder,
+            texts,
+            command="classify",
+            fields=len(texts.fields),
+            max_length=classifier.tokenizer.limit,
+            tokens_per_batch=tokens_per_batch,
+            backend=classifier.backend,
+        ),
+        write=write,
+    )
+    return {**summary, "labels": labels, "function": classifier.function}
+
+
+def results(rows: NDArray[np.float32], labels: list[str]) -> Iterator[dict[str, Any]]:
+    """A record per row of scores (count, labels): the best label, its score, the scores of all."""
+    for best, scores in zip(rows.argmax(-1).tolist(), rows.tolist(), strict=True):
+        yield {
+            "label": labels[best],
+            "score": scores[best],
+            "scores": dict(zip(labels, scores, strict=True)),
+        }
+
+
+def write_jsonl(rows: NDArray[np.float32], labels: list[str], path: Path) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        for block in blocks(rows):
+            for result in results(block, labels):
+                file.write(json.dumps(jsonable(result), ensure_ascii=False) + "\n")
+
+
+def write_table(rows: NDArray[np.float32], labels: list[str], path: Path) -> None:
+    """A .parquet; ``scores`` is a struct with a field per label."""
+    import pyarrow as pa
+
+    scores = pa.struct({label: pa.float32() for label in labels})
+    schema = pa.schema({"label": pa.string(), "score": pa.float32(), "scores": scores})
+    batches = (
+        pa.RecordBatch.from_pylist(list(results(block, labels)), schema=schema)
+        for block in blocks(rows)
+    )
+    write_parquet(path, schema, batches)
+
+
+def _print_result(text: str, result: dict[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        print_json({"text": text, **result})
+        return
+    table = new_table()
+    table.add_column("label", style="bold")
+    table.add_column("score", justify="right")
+    for label, score in sorted(result["scores"].items(), key=lambda item: -item[1]):
+        # Text, not str: a bracket in a label is no markup
+        table.add_row(Text(label), f"{score:.4f}")
+    out.print(table)

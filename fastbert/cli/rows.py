@@ -1,0 +1,215 @@
+"""A row of numbers for each line of INPUT: packed batches by length, kept across interruptions."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from fastbert.cli.common import err, out, print_json
+from fastbert.cli.partial_rows import PartialRows
+from fastbert.cli.texts import Texts
+from fastbert.version import __version__
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from numpy.typing import NDArray
+
+    from fastbert.data import JsonTokenizer, WordPieceTokenizer
+
+# Lines are sorted by length, and kept once computed, in windows of about this many batches.
+WINDOW_BATCHES = 8
+
+
+class Encoded(NamedTuple):
+    """A text or a pair as ids; ``token_types`` [] where all are 0."""
+
+    ids: list[int]
+    token_types: list[int]
+    truncated: bool
+
+
+class LimitedTokenizer:
+    """The tokenizer of a model folder, for texts and pairs, with the model's limit of tokens.
+
+    The limit is ``max_length``, or what tokenizer_config.json says, but never more than the
+    ``positions`` that the model has.
+    """
+
+    def __init__(self, folder: Path, max_length: int | None, positions: int) -> None:
+        from fastbert.data import load_tokenizer, model_max_length
+
+        self.tokenizer: WordPieceTokenizer | JsonTokenizer = load_tokenizer(folder)
+        self.limit = min(max_length or model_max_length(folder) or positions, positions)
+
+    def __call__(self, texts: tuple[str, ...]) -> Encoded:
+        encoded = self._encode(texts, None)
+        if not encoded.ids:
+            raise ValueError(f"MODEL: its tokenizer makes no tokens of {texts[0]!r}, allowed: some")
+        if len(encoded.ids) <= self.limit:
+            return encoded
+        return self._encode(texts, self.limit)._replace(truncated=True)
+
+    def _encode(self, texts: tuple[str, ...], max_length: int | None) -> Encoded:
+        if len(texts) == 1:
+            return Encoded(self.tokenizer.encode(texts[0], max_length=max_length), [], False)
+        ids, types = self.tokenizer.encode_pair(*texts, max_length=max_length)
+        return Encoded(ids, types if any(types) else [], False)
+
+
+def compute(
+    texts: Texts,
+    target: Path,
+    *,
+    tokenizer: LimitedTokenizer,
+    forward: Callable[[dict[str, Any]], torch.Tensor],
+    width: int,
+    tokens_per_batch: int,
+    device: torch.device,
+    fingerprint: dict[str, Any],
+    write: Callable[[NDArray[np.float32], Path], None] | None,
+) -> dict[str, Any]:
+    """Writes OUT from ``forward(batch)``, (B, width) for a packed batch of B; the summary of it.
+
+    A run with the same ``fingerprint`` that was stopped is resumed at the window where it stopped.
+    ``write(rows, path)`` turns all rows (count, width) into OUT; None: as a .npy.
+    """
+    import numpy as np
+    import torch
+
+    digest = texts.digest
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with PartialRows(target, (texts.count, width), fingerprint) as partial:
+        resumed, tokens_before = partial.done, partial.totals["tokens"]
+        start = time.perf_counter()
+        with (
+            Progress(*columns, TimeRemainingColumn(), console=err) as progress,
+            torch.inference_mode(),
+        ):
+            task = progress.add_task("texts", total=texts.count, completed=resumed)
+            encoded = map(tokenizer, islice(texts, resumed, None))
+            for window in windows(encoded, WINDOW_BATCHES * tokens_per_batch):
+                rows = np.empty((len(window), width), dtype=np.float32)
+                for batch in length_batches([len(line.ids) for line in window], tokens_per_batch):
+                    values = forward(pack([window[i] for i in batch], device))
+                    rows[batch] = values.float().cpu().numpy()
+                    progress.advance(task, len(batch))
+                partial.append(
+                    rows,
+                    tokens=sum(len(line.ids) for line in window),
+                    truncated=sum(line.truncated for line in window),
+                )
+        seconds = time.perf_counter() - start
+        if (texts.digest, partial.done) != (digest, texts.count):
+            partial.discard()
+            raise ValueError(f"INPUT: {texts.path} changed while it was read, allowed: no change")
+        partial.finish(write)
+    tokens = partial.totals["tokens"]
+    return {
+        "output": target,
+        "max_length": tokenizer.limit,
+        "texts": texts.count,
+        "truncated": partial.totals["truncated"],
+        "resumed": resumed,
+        "tokens": tokens,
+        "seconds": seconds,
+        "tokens_per_second": (tokens - tokens_before) / seconds,
+        "device": device.type,
+    }
+
+
+def windows(lines: Iterable[Encoded], tokens: int) -> Iterator[list[Encoded]]:
+    """Consecutive lines, cut as soon as they hold ``tokens`` tokens."""
+    window: list[Encoded] = []
+    held = 0
+    for line in lines:
+        window.append(line)
+        held += len(line.ids)
+        if held >= tokens:
+            yield window
+            window, held = [], 0
+    if window:
+        yield window
+
+
+def length_batches(lengths: list[int], tokens_per_batch: int) -> list[list[int]]:
+    """Indices grouped by length, longest first.
+
+    A batch holds at most ``tokens_per_batch`` tokens, or a single longer text.
+    """
+    batches: list[list[int]] = []
+    room = 0
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        if not batches or room < lengths[index]:
+            batches.append([])
+            room = tokens_per_batch
+        batches[-1].append(index)
+        room -= lengths[index]
+    return batches
+
+
+def pack(lines: list[Encoded], device: torch.device) -> dict[str, Any]:
+    """The arguments of a model's forward pass without any padding."""
+    import torch
+
+    lengths = torch.tensor([0, *(len(line.ids) for line in lines)], device=device)
+    batch = {
+        "input_ids": torch.tensor([i for line in lines for i in line.ids], device=device),
+        "cu_seqlens": lengths.cumsum(0).int(),
+        "max_seqlen": max(len(line.ids) for line in lines),
+    }
+    if any(line.token_types for line in lines):
+        types = [t for line in lines for t in line.token_types or [0] * len(line.ids)]
+        batch["token_type_ids"] = torch.tensor(types, device=device)
+    return batch
+
+
+def fingerprint(folder: Path, texts: Texts, **options: Any) -> dict[str, Any]:
+    """What the rows depend on: the model's files, the texts, ``options``, versions, machine."""
+    from fastbert.testing.machine import describe
+
+    machine = describe()
+    versions = {name: machine.versions.get(name) for name in ("torch", "triton", "tokenizers")}
+    return {
+        "model": _digest_of_model(folder),
+        "input": texts.digest,
+        **options,
+        "machine": [machine.isa, machine.gpu],
+        "versions": {"fastbert": __version__, **versions},
+    }
+
+
+def _digest_of_model(folder: Path) -> str:
+    """A digest of every file that a model, its tokenizer or its pooling may be read from."""
+    from fastbert.io import checkpoint
+
+    digest = hashlib.sha256()
+    patterns = (*checkpoint.DOWNLOADED, checkpoint.PICKLED)
+    for path in sorted({path for pattern in patterns for path in folder.glob(pattern)}):
+        digest.update(f"{path.relative_to(folder)}:{path.stat().st_size}:".encode())
+        with path.open("rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+    return digest.hexdigest()
+
+
+def print_summary(summary: dict[str, Any], detail: str, *, as_json: bool) -> None:
+    if as_json:
+        print_json(summary)
+        return
+    out.print(
+        f"{summary['texts']:,} texts, {summary['tokens']:,} tokens in {summary['seconds']:.1f} s "
+        f"({summary['tokens_per_second']:,.0f} tokens/s) → {summary['output']} {detail}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    if summary["truncated"]:
+        err.print(
+            f"note: {summary['truncated']:,} texts were cut to {summary['max_length']} tokens"
+        )

@@ -1,0 +1,106 @@
+"""``load_tokenizer``: WordPiece where the folder has it, else what its tokenizer.json describes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from fastbert.data import JsonTokenizer, WordPieceTokenizer, load_tokenizer, model_max_length
+
+TEXTS = ["Anna the sailor walked to the harbour.", "", "naïve 漢字 <mask> end</s>", "the sea " * 30]
+
+
+@pytest.fixture(params=["roberta", "template"])
+def folder(request, documents, tmp_path):
+    """A byte-level BPE folder as RoBERTa's, or with token types as a template may have them."""
+    special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((s for document in documents for s in document), trainer)
+    if request.param == "roberta":
+        tokenizer.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 0))
+    else:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="<s> $A </s>",
+            pair="<s> $A </s> $B:1 </s>:1",
+            special_tokens=[("<s>", 0), ("</s>", 2)],
+        )
+    # A saved file may have both switched on; here the caller decides.
+    tokenizer.enable_padding(length=50)
+    tokenizer.enable_truncation(10)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    configure(tmp_path, model_max_length=512)
+    return tmp_path
+
+
+def configure(folder, **content):
+    content = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "cls_token": "<s>",
+        "eos_token": "</s>",
+        "sep_token": "</s>",
+        "pad_token": "<pad>",
+        "unk_token": "<unk>",
+        "mask_token": "<mask>",
+        **content,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize("max_length", [None, 8, 33])
+@pytest.mark.parametrize("names", [[], ["token_type_ids"]])
+def test_ids_and_types_are_those_of_transformers(folder, max_length, names):
+    transformers = pytest.importorskip("transformers")
+    configure(folder, model_input_names=["input_ids", "attention_mask", *names])
+    ours = load_tokenizer(folder)
+    assert isinstance(ours, JsonTokenizer)
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    options = {"truncation": max_length is not None, "max_length": max_length}
+    for text in TEXTS:
+        assert ours.encode(text, max_length=max_length) == theirs(text, **options)["input_ids"]
+        for second in TEXTS:
+            ids, types = ours.encode_pair(text, second, max_length=max_length)
+            # A batch of one: a call without one drops an empty second text.
+            pair = theirs([text], [second], **options)
+            assert [ids] == pair["input_ids"]
+            assert [types] == pair.get("token_type_ids", [[0] * len(ids)])
+
+
+def test_no_room_for_the_special_tokens(folder):
+    tokenizer = load_tokenizer(folder)
+    with pytest.raises(ValueError, match="max_length: got 1, allowed: at least 2"):
+        tokenizer.encode("the sea", max_length=1)
+
+
+@pytest.mark.parametrize("kept", ["vocab.txt", "tokenizer.json"])
+def test_word_piece_folders(tmp_path, tokenizer, kept):
+    tokenizer.save(tmp_path / "saved")
+    (tmp_path / "saved" / kept).rename(tmp_path / kept)
+    again = load_tokenizer(tmp_path)
+    assert isinstance(again, WordPieceTokenizer)
+    assert [again.encode(text) for text in TEXTS] == [tokenizer.encode(text) for text in TEXTS]
+
+
+def test_errors(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"neither tokenizer\.json nor vocab\.txt"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match=r"tokenizer\.json is broken"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(("recorded", "length"), [(512, 512), (None, None), (10**30, None)])
+def test_model_max_length(tmp_path, recorded, length):
+    assert model_max_length(tmp_path) is None
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"model_max_length": recorded}))
+    assert model_max_length(tmp_path) == length
