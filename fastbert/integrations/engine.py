@@ -88,8 +88,8 @@ class Watch(NamedTuple):
         for leaf in leaves:
             first = leaf.theirs[0].get()
             if leaf.ours.get() is leaf.module and len(leaf.theirs) == 1 and first is not None:
-                ours = leaf.module._parameters
-                shared += [(ours, first._parameters, name) for name in ours]
+                ours, own = leaf.module._parameters, first._parameters
+                shared += [(ours, own, name) for name in ours]
         return cls(
             [(place.parent._modules, place.name, child, type(child)) for place, child in found],
             hooks,
