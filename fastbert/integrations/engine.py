@@ -86,10 +86,10 @@ class Watch(NamedTuple):
             hooks += [module._backward_hooks, module._backward_pre_hooks]
         shared = []
         for leaf in leaves:
-            first = leaf.theirs[0].get()
-            if leaf.ours.get() is leaf.module and len(leaf.theirs) == 1 and first is not None:
-                ours, own = leaf.module._parameters, first._parameters
-                shared += [(ours, own, name) for name in ours]
+            first, ours = leaf.theirs[0].get(), leaf.module._parameters
+            ours_is_placed = leaf.ours.get() is leaf.module
+            if ours_is_placed and len(leaf.theirs) == 1 and first is not None:
+                shared += [(ours, first._parameters, name) for name in ours]
         return cls(
             [(place.parent._modules, place.name, child, type(child)) for place, child in found],
             hooks,
