@@ -29,6 +29,8 @@ except ImportError as error:
 
 # Of transformers: they collect hidden states and attention weights, which the encoder returns.
 COLLECTING_HOOKS = "transformers.utils.output_capturing"
+# Where the classes of a stock model's modules are defined.
+KNOWN = ("transformers.", "torch.nn.modules.")
 
 
 class Place(NamedTuple):
@@ -155,10 +157,10 @@ class Engine:
         return problem
 
     def _bind_anew(self) -> str | None:
-        for _, _, child in self.inside:
+        for _, name, child in self.inside:
             reason = _called_from_outside(child)
             if reason is not None:
-                return f"{type(child).__name__} {reason}"
+                return f"{name} {reason}"
         for leaf in self.leaves:
             problem = _bind(leaf)
             if problem is not None:
@@ -262,6 +264,9 @@ def _place(root: nn.Module, path: str) -> Place:
 
 def _called_from_outside(module: nn.Module) -> str | None:
     """How somebody relies on ``module`` being called; None when nobody does."""
+    kind = type(module)
+    if not kind.__module__.startswith(KNOWN):
+        return f"is a {kind.__module__}.{kind.__qualname__}"
     for hooks in (module._forward_hooks, module._forward_pre_hooks):
         for hook in hooks.values():
             if getattr(hook, "__module__", None) != COLLECTING_HOOKS:
