@@ -43,6 +43,14 @@ class Place(NamedTuple):
         return self.parent._modules.get(self.name)
 
 
+class Inside(NamedTuple):
+    """A module inside the host that is not called: its name there, and where it hangs."""
+
+    path: str
+    place: Place
+    module: nn.Module
+
+
 class Leaf(NamedTuple):
     """A module of ours with parameters, where it hangs, and where theirs hang."""
 
@@ -77,9 +85,9 @@ class Watch(NamedTuple):
     parameters: list[tuple[dict[str, Any], dict[str, Any], str]]
 
     @classmethod
-    def over(cls, inside: list[tuple[nn.Module, str, nn.Module]], leaves: list[Leaf]) -> Watch:
+    def over(cls, inside: list[Inside], leaves: list[Leaf]) -> Watch:
         theirs = [(place, place.get()) for leaf in leaves for place in leaf.theirs]
-        places = [(Place(parent, name), child) for parent, name, child in inside]
+        places = [(place, module) for _, place, module in inside]
         found = [(place, child) for place, child in (*places, *theirs) if child is not None]
         modules = [child for _, child in found]
         hooks: list[dict[int, Any]] = []
@@ -143,7 +151,7 @@ class Engine:
 
     def fits(self) -> bool:
         """Whether the host is built as it was: no layer came, went or became another."""
-        return all(parent._modules.get(name) is child for parent, name, child in self.inside)
+        return all(place.get() is module for _, place, module in self.inside)
 
     def bind(self) -> str | None:
         """Hands our modules the parameters of theirs. Returns what is in the way, if anything."""
@@ -157,10 +165,10 @@ class Engine:
         return problem
 
     def _bind_anew(self) -> str | None:
-        for _, name, child in self.inside:
-            reason = _called_from_outside(child)
+        for path, _, module in self.inside:
+            reason = _called_from_outside(module)
             if reason is not None:
-                return f"{name} {reason}"
+                return f"{path} {reason}"
         for leaf in self.leaves:
             problem = _bind(leaf)
             if problem is not None:
@@ -227,29 +235,28 @@ class Engine:
                 parent, name = _place(self.host, families.place(theirs, layer, config))
                 yield Drop(self.model.get_submodule(ours.format(layer=layer)), parent, name)
 
-    def _containers(self) -> Iterator[tuple[nn.Module, str, nn.Module]]:
-        """Every module inside the host that is not called, and where it hangs: our leaves, what is
-        in them, and the pooler, which is called, are none."""
+    def _containers(self) -> Iterator[Inside]:
+        """All but our leaves, what is in them, and the pooler, which is called."""
         leaves = {id(place.get()) for leaf in self.leaves for place in leaf.theirs}
 
-        def walk(parent: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+        def walk(parent: nn.Module, before: str) -> Iterator[Inside]:
             for name, child in parent._modules.items():
                 if child is None or id(child) in leaves or name.startswith("pooler"):
                     continue
-                yield parent, name, child
-                yield from walk(child)
+                yield Inside(before + name, Place(parent, name), child)
+                yield from walk(child, f"{before}{name}.")
 
-        return walk(self.host)
+        return walk(self.host, "")
 
     def _check_activations(self) -> None:
         """Raises ValueError where a module without parameters is not what config.json calls it."""
         expected = type(ACT2FN[self.model.config.hidden_act])
         plain = (nn.Dropout, nn.Identity, nn.ModuleList, expected)
-        for _, name, child in self.inside:
+        for path, _, child in self.inside:
             lone = not child._modules and not child._parameters and not child._buffers
             if lone and not isinstance(child, plain):
                 raise ValueError(
-                    f"{name}: got {type(child).__name__}, allowed: {expected.__name__}"
+                    f"{path}: got {type(child).__name__}, allowed: {expected.__name__}"
                 )
 
 
