@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -154,8 +154,8 @@ def in_dtype(model: nn.Module, dtype: torch.dtype) -> Any:
 
 @contextmanager
 def all_in_float64() -> Iterator[None]:
-    """ModernBERT turns queries and takes the softmax in fp32, of float64 too; NomicBERT does the
-    same in the dtype that it is given."""
+    """ModernBERT turns queries and takes the softmax in fp32, of float64 too, which makes NaN of
+    rows that see padding alone; NomicBERT does the same in the dtype that it is given."""
     names = ("apply_rotary_pos_emb", "eager_attention_forward")
     before = {name: getattr(modeling_modernbert, name) for name in names}
     for name in names:
@@ -181,36 +181,6 @@ def run(side: nn.Module, batch: dict[str, Tensor], weights: bool = False) -> Out
     assert torch.equal(out.hidden_states[-1], out.last_hidden_state)
     stacked = torch.stack(out.attentions).transpose(2, 3) if weights else None
     return Outputs(torch.stack(out.hidden_states), stacked, out.get("pooler_output"))
-
-
-def run_alone(side: nn.Module, batch: dict[str, Tensor], weights: bool = False) -> Outputs:
-    """The same from each sequence by itself, without its padding, which must be outside."""
-    length = batch["input_ids"].shape[1]
-    rows = []
-    for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True):
-        places = mask.nonzero().flatten()
-        first, size = int(places[0]), len(places)
-        alone = {"input_ids": ids[places][None], "position_ids": places[None]}
-        out = run(side, alone, weights)
-        around = (first, length - first - size)
-        states = nn.functional.pad(out.states, (0, 0, *around))
-        attended = None
-        if out.weights is not None:
-            attended = nn.functional.pad(out.weights, (*around, 0, 0, *around))
-        rows.append(Outputs(states, attended, out.pooled))
-    joined = zip(*rows, strict=True)
-    states, attended, pooled = (None if part[0] is None else part for part in joined)
-    return Outputs(
-        torch.cat(states, 1),
-        None if attended is None else torch.cat(attended, 1),
-        None if pooled is None else torch.cat(pooled),
-    )
-
-
-def stock_run(family: str, padding: str) -> Callable[..., Outputs]:
-    """``run``, or ``run_alone`` where stock eager makes NaN: of ModernBERT's queries whose whole
-    window is padding."""
-    return run_alone if family == "modernbert" and padding in ("left", "right") else run
 
 
 # Comparing
