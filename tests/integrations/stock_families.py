@@ -92,9 +92,10 @@ def build(family: str, head: str = "Model", seed: int = 0, **changes: Any) -> An
     """A model with random weights, none of them zero, in eval mode."""
     torch.manual_seed(seed)
     name, own = FAMILIES[family]
-    config = getattr(transformers, f"{name}Config")(
-        **SIZES | own | changes, attn_implementation="eager"
-    )
+    kind = getattr(transformers, f"{name}Config")
+    known = kind().to_dict()
+    sizes = {key: value for key, value in SIZES.items() if key in known}
+    config = kind(**sizes | own | changes, attn_implementation="eager")
     model = getattr(transformers, name + head)(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -143,6 +144,16 @@ class Outputs(NamedTuple):
         pooled = None if self.pooled is None else self.pooled[real[:, 0]]
         return Outputs(self.states[:, real], weights, pooled)
 
+    def detached(self) -> Outputs:
+        return Outputs(*(None if part is None else part.detach() for part in self))
+
+
+def total(outs: Outputs) -> Tensor:
+    """A scalar whose gradient reaches everything."""
+    torch.manual_seed(2)
+    parts = [part for part in (outs.states, outs.pooled) if part is not None]
+    return torch.stack([(part * torch.randn_like(part.float())).sum() for part in parts]).sum()
+
 
 def in_dtype(model: nn.Module, dtype: torch.dtype) -> Any:
     """A copy with parameters of ``dtype``, and buffers as transformers loads them: fp32."""
@@ -176,16 +187,26 @@ def call(side: nn.Module, batch: dict[str, Any], **options: Any) -> Any:
 
 
 def run(side: nn.Module, batch: dict[str, Tensor], weights: bool = False) -> Outputs:
-    """What a model of transformers, stock or accelerated, gives for a batch."""
+    """What a model gives for a batch: stock, accelerated or ours."""
     out = call(side, batch, output_hidden_states=True, output_attentions=weights)
     assert torch.equal(out.hidden_states[-1], out.last_hidden_state)
     stacked = torch.stack(out.attentions).transpose(2, 3) if weights else None
-    return Outputs(torch.stack(out.hidden_states), stacked, out.get("pooler_output"))
+    return Outputs(torch.stack(out.hidden_states), stacked, getattr(out, "pooler_output", None))
 
 
 # Comparing
 
 REASON = "roundings early in the backward pass are shared by every gradient behind them"
+
+
+def assert_outputs_close(*outs: Outputs) -> None:
+    """Of the tested side, the oracle and the yardstick; what the oracle lacks must lack."""
+    for name in Outputs._fields:
+        parts = [getattr(out, name) for out in outs]
+        if parts[1] is None:
+            assert parts[0] is None, name
+        else:
+            assert_close(name, *parts)
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:

@@ -21,12 +21,14 @@ from stock_families import (
     SIZES,
     Outputs,
     assert_gradients_close,
+    assert_outputs_close,
     build,
     call,
     gradients,
     in_dtype,
     inputs,
     run,
+    total,
 )
 
 import fastbert
@@ -51,22 +53,6 @@ def sides_of(model: Any) -> tuple[Any, Any, Any]:
     return fastbert.accelerate(copy.deepcopy(model)), in_dtype(model, torch.float64), model
 
 
-def assert_outputs_close(*outs: Outputs) -> None:
-    for name in Outputs._fields:
-        parts = [getattr(out, name) for out in outs]
-        if parts[1] is None:
-            assert parts[0] is None, name
-        else:
-            assert_close(name, *parts)
-
-
-def total(outs: Outputs) -> Tensor:
-    """A scalar whose gradient reaches everything."""
-    torch.manual_seed(2)
-    parts = [part for part in (outs.states, outs.pooled) if part is not None]
-    return torch.stack([(part * torch.randn_like(part.float())).sum() for part in parts]).sum()
-
-
 # Outputs and gradients
 
 
@@ -80,7 +66,7 @@ def test_outputs_and_gradients(family, padding, rows, mode) -> None:
     for side in sides_of(model):
         out = run(side.train(mode == "train"), batch).existing(batch["attention_mask"])
         total(out).backward()
-        outs.append(Outputs(*(None if part is None else part.detach() for part in out)))
+        outs.append(out.detached())
         slopes.append(gradients(side))
     assert_outputs_close(*outs)
     assert_gradients_close(*slopes)
@@ -205,7 +191,7 @@ def test_packed_sequences_do_not_see_each_other(family, form) -> None:
                 torch.cat(states, 2), None, None if pooled[0] is None else torch.cat(pooled)
             )
         total(out).backward()
-        outs.append(Outputs(*(None if part is None else part.detach() for part in out)))
+        outs.append(out.detached())
         slopes.append(gradients(side))
     assert_outputs_close(*outs)
     assert_gradients_close(*slopes)
@@ -432,7 +418,7 @@ def test_variants(variant) -> None:
     for side in sides_of(model):
         out = run(side, batch).existing(batch["attention_mask"])
         total(out).backward()
-        outs.append(Outputs(*(None if part is None else part.detach() for part in out)))
+        outs.append(out.detached())
         slopes.append(gradients(side))
     assert_outputs_close(*outs)
     assert_gradients_close(*slopes)
