@@ -133,6 +133,87 @@ def test_a_head_with_a_loss(family, padding, head) -> None:
     assert_gradients_close(*slopes)
 
 
+# Dropout: at 1 it is exact, and shows where it is
+
+DROPPING: dict[str, dict[str, Any]] = {
+    "distilbert": {"dropout": 0.5, "attention_dropout": 0.5},
+    "modernbert": {"attention_dropout": 0.5, "mlp_dropout": 0.5, "embedding_dropout": 0.5},
+}
+
+
+def drops(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Everything that drops in an encoder: a module with a ``p``, or a number of one's own."""
+    found: list[tuple[nn.Module, str]] = []
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            found.append((module, "p"))
+        elif isinstance(module.__dict__.get("attention_dropout"), float):
+            found.append((module, "attention_dropout"))
+    return found
+
+
+@every_family
+def test_every_dropout_is_where_it_is_in_transformers(family) -> None:
+    both = {"hidden_dropout_prob": 0.5, "attention_probs_dropout_prob": 0.5}
+    sides = sides_of(build(family, **DROPPING.get(family, both)))
+    batch = inputs("middle", family)
+    places = [drops(side.train()) for side in sides]
+    for module, name in (place for side in places for place in side):
+        setattr(module, name, 0.0)
+    with torch.no_grad():
+        for same in zip(*places, strict=True):
+            for module, name in same:
+                setattr(module, name, 1.0)
+            states = [run(side, batch).existing(batch["attention_mask"]).states for side in sides]
+            assert_close(type(same[0][0]).__name__, *states)
+            for module, name in same:
+                setattr(module, name, 0.0)
+
+
+@every_family
+def test_dropout_is_drawn_anew_and_follows_train_and_eval(family) -> None:
+    both = {"hidden_dropout_prob": 0.5, "attention_probs_dropout_prob": 0.5}
+    fast = fastbert.accelerate(build(family, **DROPPING.get(family, both)))
+    batch = inputs("middle", family)
+
+    def states() -> Tensor:
+        return fast(**batch).last_hidden_state
+
+    assert torch.equal(states(), states())
+    fast.train()
+    assert not torch.equal(states(), states())
+    torch.manual_seed(3)
+    first = states()
+    torch.manual_seed(3)
+    assert torch.equal(states(), first)
+
+
+def test_a_norm_whose_eps_changes_is_followed() -> None:
+    model, batch = build("bert"), inputs("right")
+    sides = sides_of(model)
+    for side in sides:
+        side.encoder.layer[1].output.LayerNorm.eps = 0.5
+    with torch.no_grad():
+        outs = [run(side, batch).existing(batch["attention_mask"]) for side in sides]
+    assert_outputs_close(*outs)
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta", "albert", "mpnet"])
+def test_the_pooler_reads_the_first_token_that_exists(family) -> None:
+    model, batch = build(family), inputs("left", family, rows=5)
+    sides = sides_of(model)
+    runs = [sides[0](**batch).pooler_output]
+    for side in sides[1:]:
+        pooled = []
+        for ids, mask in zip(*batch.values(), strict=True):
+            kept = mask.bool()
+            counted = family in ("roberta", "mpnet")
+            where = {} if counted else {"position_ids": kept.nonzero().T}
+            pooled.append(side(ids[kept][None], **where).pooler_output)
+        runs.append(torch.cat(pooled))
+    assert_close("pooler_output", *runs)
+
+
 # What may be passed
 
 
@@ -383,6 +464,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "bert relu": ("bert", {"hidden_act": "relu"}),
     "bert of one type": ("bert", {"type_vocab_size": 1}),
     "roberta of another padding": ("roberta", {"pad_token_id": 5}),
+    "roberta of a large eps": ("roberta", {"layer_norm_eps": 0.3}),
+    "modernbert of a large eps": ("modernbert", {"norm_eps": 0.3}),
     "distilbert of sines": ("distilbert", {"sinusoidal_pos_embds": True}),
     "electra as wide": ("electra", {"embedding_size": 144}),
     "albert of one group": ("albert", {"num_hidden_groups": 1, "inner_group_num": 1}),

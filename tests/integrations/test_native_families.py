@@ -177,6 +177,26 @@ def test_fresh_models_of_a_family_train(tmp_path) -> None:
             torch.testing.assert_close(*states, atol=1e-5, rtol=1e-4)
 
 
+DROPOUTS = {
+    "distilbert": ("dropout", "attention_dropout"),
+    "modernbert": ("attention_dropout", "mlp_dropout", "embedding_dropout"),
+}
+
+
+@every_family
+def test_dropout_is_where_it_is_in_transformers(family, tmp_path) -> None:
+    """At 1 it is exact."""
+    batch = inputs("middle", family)
+    mask = batch["attention_mask"]
+    for key in DROPOUTS.get(family, ("hidden_dropout_prob", "attention_probs_dropout_prob")):
+        stock = build(family, **{key: 1.0})
+        ours = native(stock, tmp_path / key)
+        with torch.no_grad():
+            sides = (ours, in_dtype(stock, torch.float64), stock)
+            states = [run(side.train(), batch).existing(mask).states for side in sides]
+        assert_close(key, *states)
+
+
 # Folders
 
 
