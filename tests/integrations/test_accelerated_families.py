@@ -56,11 +56,19 @@ def sides_of(model: Any) -> tuple[Any, Any, Any]:
 # Outputs and gradients
 
 
-@pytest.mark.parametrize(("rows", "mode"), [(1, "train"), (16, "eval"), (16, "train")])
+@pytest.mark.parametrize(
+    ("rows", "mode", "dtype"),
+    [
+        (1, "train", torch.float32),
+        (16, "eval", torch.float32),
+        (16, "train", torch.float32),
+        (16, "train", torch.bfloat16),
+    ],
+)
 @pytest.mark.parametrize("padding", PADDINGS)
 @every_family
-def test_outputs_and_gradients(family, padding, rows, mode) -> None:
-    model, batch = build(family), inputs(padding, family, rows)
+def test_outputs_and_gradients(family, padding, rows, mode, dtype) -> None:
+    model, batch = in_dtype(build(family), dtype), inputs(padding, family, rows)
     outs, slopes = [], []
     for side in sides_of(model):
         out = run(side.train(mode == "train"), batch).existing(batch["attention_mask"])
@@ -393,10 +401,19 @@ def test_hidden_states_of_chosen_layers(family) -> None:
         assert torch.equal(values[0], last)
 
 
+REFUSED = (
+    "head_mask",
+    "past_key_values",
+    "encoder_hidden_states",
+    "encoder_attention_mask",
+    "use_cache",
+)
+
+
 @every_family
 def test_what_cannot_be_served_is_named(family) -> None:
     fast, batch = fastbert.accelerate(build(family)), inputs("right", family)
-    for name in accelerated.REFUSED:
+    for name in REFUSED:
         with pytest.raises(ValueError, match=f"^{name}: got a value, allowed: None"):
             fast(**batch, **{name: True if name == "use_cache" else torch.ones(1)})
 
