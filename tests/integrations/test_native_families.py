@@ -64,8 +64,10 @@ def stock_gradients(ours: modules.BertModel, like: Any, folder: Path) -> dict[st
 # Outputs
 
 
-@pytest.mark.parametrize("mode", ["eval", "train"])
-@pytest.mark.parametrize("padding", PADDINGS)
+@pytest.mark.parametrize(
+    ("padding", "mode"),
+    [("none", "eval"), ("right", "train"), ("left", "eval"), ("middle", "train")],
+)
 @every_family
 def test_outputs_and_gradients(family, padding, mode, tmp_path) -> None:
     stock = build(family)
