@@ -180,7 +180,9 @@ class BertConfig:
         allowed = "bert; of another family fastbert.io.families.read_config reads it"
         _check("model_type", model_type, allowed, model_type == "bert" or architecture is not None)
         position = content.get("position_embedding_type", "absolute")
-        _check("position_embedding_type", position, "absolute", position == "absolute")
+        counted = architecture is None or architecture.position_table
+        fits = position == "absolute" or not counted
+        _check("position_embedding_type", position, "absolute", fits)
         for name in ("is_decoder", "add_cross_attention"):
             _check(name, content.get(name, False), "false: an encoder", not content.get(name))
         known = {f.name for f in fields(cls)} - OURS

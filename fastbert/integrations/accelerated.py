@@ -226,7 +226,7 @@ def _run(host: Any, engine: Engine, output: str, given: dict[str, Any]) -> Any:
     encoded = engine.model.encode(
         **arguments,
         output_attentions=list(weights) if isinstance(weights, (list, tuple)) else bool(weights),
-        output_hidden_states=states is not None and states is not False,
+        output_hidden_states=bool(states),
     )
     layout = encoded.layout
     hidden = layout.given(encoded.rows)

@@ -53,13 +53,16 @@ def family_of(model_type: str) -> Family:
 
 def read_config(content: Content) -> BertConfig:
     """The configuration in the content of a config.json of any family; keys it does not know are
-    kept. Raises ValueError naming the key."""
+    kept, our names of what the family calls otherwise or lacks are not. Raises ValueError naming
+    the key."""
     model_type = content.get("model_type", "bert")
     family = family_of(model_type)
     content = {**family.defaults, **content}
     ours = {key: name for name, key in family.settings.items()}
+    meaningless = {*family.settings, *family.lacks} - {*ours}
     return BertConfig.from_dict(
-        {ours.get(key, key): value for key, value in content.items()}, family.architecture(content)
+        {ours.get(key, key): value for key, value in content.items() if key not in meaningless},
+        family.architecture(content),
     )
 
 
@@ -263,15 +266,14 @@ _DISTILBERT_LAYER = "transformer.layer.{layer}."
 _LAYERS = "layers.{layer}."
 
 
-def _roberta(model: str) -> Family:
-    return Family(
-        model, "roberta.", _BERT, _BERT_DROPOUTS, _after_padding, defaults={"pad_token_id": 1}
-    )
+def _roberta(model: str, **defaults: Any) -> Family:
+    defaults["pad_token_id"] = 1
+    return Family(model, "roberta.", _BERT, _BERT_DROPOUTS, _after_padding, defaults=defaults)
 
 
 FAMILIES: dict[str, Family] = {
     "bert": Family("BertModel", "bert.", _BERT, _BERT_DROPOUTS),
-    "roberta": _roberta("RobertaModel"),
+    "roberta": _roberta("RobertaModel", vocab_size=50265),
     "xlm-roberta": _roberta("XLMRobertaModel"),
     "camembert": _roberta("CamembertModel"),
     "electra": Family(

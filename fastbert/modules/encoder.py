@@ -65,8 +65,9 @@ class BertEncoder(nn.Module):
             layout = dataclasses.replace(layout, bias=bias if given is None else bias + given)
         if not weighed:
             plan = stack(layers, hidden.device.type, hidden.dtype, hidden.requires_grad)
-            if layout.bias is not None and layout.cu_seqlens is not None:
-                plan = Choice("", "layer by layer: a bias by distance of packed sequences")
+            if self.relative_attention_bias is not None:
+                # The one call takes a bias of whole rows alone, and its bits are not the layers'.
+                plan = Choice("", "layer by layer: a bias by distance")
             if isinstance(plan, Stack):
                 outputs = _one_call(plan, hidden, layout, output_hidden_states)
                 return outputs[-1], [*states, *outputs] if output_hidden_states else [], []

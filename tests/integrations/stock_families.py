@@ -1,0 +1,237 @@
+"""Small random models of transformers of every family, batches for them, and what they compute:
+stock eager, in float64 the oracle, in the tested dtype the yardstick.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers.models.modernbert import modeling_modernbert
+from transformers.models.nomic_bert import modeling_nomic_bert
+
+from fastbert.testing.compare import assert_close
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 144,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "intermediate_size": 64,
+    "max_position_embeddings": 48,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+ROBERTA = {"pad_token_id": 1, "type_vocab_size": 2}
+
+
+class Stock(NamedTuple):
+    """``name``: of transformers' classes, before Config and Model."""
+
+    name: str
+    changes: dict[str, Any]
+
+
+FAMILIES: dict[str, Stock] = {
+    "bert": Stock("Bert", {}),
+    "roberta": Stock("Roberta", ROBERTA),
+    "xlm-roberta": Stock("XLMRoberta", ROBERTA),
+    "camembert": Stock("Camembert", ROBERTA),
+    "electra": Stock("Electra", {"embedding_size": 32}),
+    # Runs its six stored layers as 0, 1, 0, 1, 2, 3.
+    "albert": Stock(
+        "Albert",
+        {
+            "embedding_size": 32,
+            "num_hidden_layers": 3,
+            "num_hidden_groups": 2,
+            "inner_group_num": 2,
+            "classifier_dropout_prob": 0.0,
+        },
+    ),
+    "distilbert": Stock(
+        "DistilBert",
+        {
+            "dim": 144,
+            "n_layers": 2,
+            "n_heads": 3,
+            "hidden_dim": 64,
+            "dropout": 0.0,
+            "attention_dropout": 0.0,
+            "seq_classif_dropout": 0.0,
+        },
+    ),
+    "mpnet": Stock("MPNet", {"pad_token_id": 1}),
+    "nomic_bert": Stock("NomicBert", {}),
+    # Layers that see all, 4 tokens on each side, and all.
+    "modernbert": Stock(
+        "ModernBert",
+        {
+            "num_hidden_layers": 3,
+            "local_attention": 8,
+            "global_attn_every_n_layers": 2,
+            "cls_token_id": None,
+            "sep_token_id": None,
+        },
+    ),
+}
+PADDINGS = ("none", "right", "left", "middle")
+LENGTH = 21
+
+
+def build(family: str, head: str = "Model", seed: int = 0, **changes: Any) -> Any:
+    """A model with random weights, none of them zero, in eval mode."""
+    torch.manual_seed(seed)
+    name, own = FAMILIES[family]
+    kind = getattr(transformers, f"{name}Config")
+    known = kind().to_dict()
+    sizes = {key: value for key, value in SIZES.items() if key in known}
+    config = kind(**sizes | own | changes, attn_implementation="eager")
+    model = getattr(transformers, name + head)(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def inputs(
+    padding: str, family: str = "bert", rows: int = 3, length: int = LENGTH, seed: int = 1
+) -> dict[str, Tensor]:
+    """Ids (rows, length) and a mask. The first of several rows is whole; "middle" hides tokens
+    inside, never the first and never more than three in a row."""
+    generator = torch.Generator().manual_seed(seed)
+    pad = (SIZES | FAMILIES[family].changes)["pad_token_id"]
+    ids = torch.randint(2, SIZES["vocab_size"], (rows, length), generator=generator)
+    kept = torch.randint(1, length, (rows, 1), generator=generator)
+    if rows > 1:
+        kept[0] = length
+    places = torch.arange(length)
+    exists = torch.ones(rows, length, dtype=torch.bool)
+    if padding == "right":
+        exists = places < kept
+    if padding == "left":
+        exists = places >= length - kept
+    if padding == "middle":
+        at = torch.randint(1, length - 4, (rows, 1), generator=generator)
+        exists = (places < at) | (places >= at + 1 + torch.arange(rows)[:, None] % 3)
+        exists[0] |= rows > 1
+    return {"input_ids": ids.where(exists, pad), "attention_mask": exists.long()}
+
+
+# Running
+
+
+class Outputs(NamedTuple):
+    """states (layers + 1, B, L, H), weights (layers, B, L, heads, L) by query, pooled (B, H)."""
+
+    states: Tensor
+    weights: Tensor | None
+    pooled: Tensor | None
+
+    def existing(self, mask: Tensor) -> Outputs:
+        """Of the tokens that exist, and the pooled rows that begin with one."""
+        real = mask.bool()
+        weights = None if self.weights is None else self.weights[:, real]
+        pooled = None if self.pooled is None else self.pooled[real[:, 0]]
+        return Outputs(self.states[:, real], weights, pooled)
+
+    def detached(self) -> Outputs:
+        return Outputs(*(None if part is None else part.detach() for part in self))
+
+
+def total(outs: Outputs) -> Tensor:
+    """A scalar whose gradient reaches everything."""
+    torch.manual_seed(2)
+    parts = [part for part in (outs.states, outs.pooled) if part is not None]
+    return torch.stack([(part * torch.randn_like(part.float())).sum() for part in parts]).sum()
+
+
+def in_dtype(model: nn.Module, dtype: torch.dtype) -> Any:
+    """A copy with parameters of ``dtype``, and buffers as transformers loads them: fp32."""
+    changed = copy.deepcopy(model)
+    for parameter in changed.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return changed
+
+
+@contextmanager
+def all_in_float64() -> Iterator[None]:
+    """ModernBERT turns queries and takes the softmax in fp32, of float64 too, which makes NaN of
+    rows that see padding alone; NomicBERT does the same in the dtype that it is given."""
+    names = ("apply_rotary_pos_emb", "eager_attention_forward")
+    before = {name: getattr(modeling_modernbert, name) for name in names}
+    for name in names:
+        setattr(modeling_modernbert, name, getattr(modeling_nomic_bert, name))
+    try:
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(modeling_modernbert, name, function)
+
+
+def call(side: nn.Module, batch: dict[str, Any], **options: Any) -> Any:
+    """side(**batch), really in float64 if it is."""
+    if next(side.parameters()).dtype != torch.float64:
+        return side(**batch, **options)
+    with all_in_float64():
+        return side(**batch, **options)
+
+
+def run(side: nn.Module, batch: dict[str, Tensor], weights: bool = False) -> Outputs:
+    """What a model gives for a batch: stock, accelerated or ours."""
+    out = call(side, batch, output_hidden_states=True, output_attentions=weights)
+    assert torch.equal(out.hidden_states[-1], out.last_hidden_state)
+    stacked = torch.stack(out.attentions).transpose(2, 3) if weights else None
+    return Outputs(torch.stack(out.hidden_states), stacked, getattr(out, "pooler_output", None))
+
+
+# Comparing
+
+REASON = "roundings early in the backward pass are shared by every gradient behind them"
+
+
+def assert_outputs_close(*outs: Outputs) -> None:
+    """Of the tested side, the oracle and the yardstick; what the oracle lacks must lack."""
+    for name in Outputs._fields:
+        parts = [getattr(out, name) for out in outs]
+        if parts[1] is None:
+            assert parts[0] is None, name
+        else:
+            assert_close(name, *parts)
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+# The gradient of a key's bias is 0 but for rounding, for softmax sees no shift: what rounding makes
+# of it is judged beside the query's.
+KEYS = {"key.bias": "query.bias", "k_lin.bias": "q_lin.bias", "attn.k.bias": "attn.q.bias"}
+
+
+def assert_gradients_close(
+    actual: dict[str, Tensor], oracle: dict[str, Tensor], yardstick: dict[str, Tensor]
+) -> None:
+    """Those of all layers' parameters of one name together."""
+    assert actual.keys() == oracle.keys() == yardstick.keys()
+    kinds: dict[str, list[str]] = {}
+    for name in oracle:
+        kind = re.sub(r"\d+", "*", name)
+        for key, query in KEYS.items():
+            kind = re.sub(rf"{re.escape(key)}$", query, kind)
+        kinds.setdefault(kind, []).append(name)
+    for kind, names in kinds.items():
+        sides = [
+            torch.cat([side[name].flatten() for name in names])
+            for side in (actual, oracle, yardstick)
+        ]
+        assert_close(f"gradient of {kind}", *sides, factor=3.0, reason=REASON)

@@ -1,0 +1,166 @@
+"""``JoinedLinear`` beside the linear layers that it joins."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastbert.modules.joined_linear import JoinedLinear
+from fastbert.ops import backend as backends
+from fastbert.testing.compare import assert_close
+
+SIZE, ROWS = 48, 21
+
+
+def parts(bias: tuple[bool, ...] = (True, True, True)) -> list[nn.Linear]:
+    torch.manual_seed(0)
+    return [nn.Linear(SIZE, SIZE, bias=has) for has in bias]
+
+
+def one_by_one(layers: Any, x: Tensor) -> Tensor:
+    return torch.cat([layer(x) for layer in layers], -1)
+
+
+BIASES = [(True, True, True), (False, False, False), (True, False, True)]
+
+
+def whole(layers: Any, x: Tensor) -> Tensor:
+    """In one plain product, which sums the gradient of x over all parts."""
+    biases = [torch.zeros(SIZE) if layer.bias is None else layer.bias for layer in layers]
+    return F.linear(x, torch.cat([layer.weight for layer in layers]), torch.cat(biases))
+
+
+@pytest.mark.parametrize("bias", BIASES, ids=str)
+def test_values_and_gradients(bias) -> None:
+    x, slope = torch.randn(ROWS, SIZE), torch.randn(ROWS, 3 * SIZE)
+    joined = JoinedLinear(parts(bias))
+    double, single = nn.ModuleList(parts(bias)).double(), nn.ModuleList(parts(bias))
+    runs = []
+    for module, given in ((joined, x), (double, x.double()), (single, x)):
+        given = given.clone().requires_grad_()
+        if module is joined:
+            y = joined(given)
+        else:
+            y = whole(single, given) if module is single else one_by_one(double, given)
+        (y * slope).sum().backward()
+        slopes = {name: p.grad for name, p in module.named_parameters()}
+        runs.append({"y": y.detach(), "x": given.grad, **slopes})
+    assert [name.removeprefix("parts.") for name in runs[0]] == list(runs[1])
+    for name, *sides in zip(runs[1], *(run.values() for run in runs), strict=True):
+        assert_close(name, *sides)
+
+
+@pytest.mark.parametrize("bias", BIASES, ids=str)
+def test_inference(bias) -> None:
+    layers = parts(bias)
+    joined, x = JoinedLinear(layers), torch.randn(ROWS, SIZE)
+    with torch.no_grad():
+        y, residual = joined(x, return_residual=True)
+        assert torch.equal(y, joined(x))
+        assert residual is x
+        yardstick = one_by_one(layers, x)
+        assert_close("y", y, one_by_one(nn.ModuleList(parts(bias)).double(), x.double()), yardstick)
+
+
+def test_the_copy_is_kept_in_inference_only() -> None:
+    joined, x = JoinedLinear(parts()), torch.randn(ROWS, SIZE)
+    if backends.EXTENSION is None:
+        pytest.skip(str(backends.EXTENSION_STATE))
+    with torch.inference_mode():
+        joined(x)
+        weight, bias = joined.parameters_now()
+        assert joined.parameters_now()[0] is weight
+        assert joined.parameters_now()[1] is bias
+    joined(x)
+    assert joined._kept is None
+    for parameter in joined.parameters():
+        parameter.requires_grad_(False)
+    joined(x)
+    assert joined._kept is not None
+
+
+def _first(joined: JoinedLinear) -> Any:
+    return joined.parts[0]
+
+
+CHANGES = {
+    "in place": lambda j: _first(j).weight.mul_(2.0),
+    "in place, bias": lambda j: _first(j).bias.add_(1.0),
+    "data in place": lambda j: _first(j).weight.data.mul_(2.0),
+    "data copied": lambda j: j.parts[2].weight.data.copy_(torch.randn(SIZE, SIZE)),
+    "data replaced": lambda j: setattr(j.parts[1].weight, "data", torch.randn(SIZE, SIZE)),
+    "parameter replaced": lambda j: setattr(
+        _first(j), "weight", nn.Parameter(torch.randn(SIZE, SIZE))
+    ),
+    "bias gone": lambda j: setattr(_first(j), "bias", None),
+    "all biases gone": lambda j: [setattr(part, "bias", None) for part in j.parts],
+    "part replaced": lambda j: j.parts.__setitem__(1, nn.Linear(SIZE, SIZE)),
+    "loaded": lambda j: j.load_state_dict(
+        JoinedLinear([nn.Linear(SIZE, SIZE) for _ in range(3)]).state_dict()
+    ),
+    "another dtype": lambda j: j.to(torch.bfloat16),
+    "a view of numpy": lambda j: _first(j).weight.detach().numpy().__imul__(2.0),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_copy_follows_every_change(change) -> None:
+    joined, x = JoinedLinear(parts()), torch.randn(ROWS, SIZE)
+    with torch.no_grad():
+        before = joined(x)
+        CHANGES[change](joined)
+        x = x.to(joined.parts[0].weight.dtype)
+        after = joined(x)
+        fresh = JoinedLinear(list(joined.parts))(x)
+    assert torch.equal(after, fresh)
+    assert after.dtype == x.dtype
+    assert not torch.equal(after.float(), before)
+    wanted = one_by_one(joined.parts, x).float()
+    torch.testing.assert_close(after.float(), wanted, atol=0.05, rtol=0.02)
+
+
+class Adapted(nn.Module):
+    """What an adapter looks like: a linear layer inside, and its weights on show."""
+
+    def __init__(self, inner: nn.Linear) -> None:
+        super().__init__()
+        self.inner, self.weight, self.bias = inner, inner.weight, inner.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2.0 * self.inner(x)
+
+
+@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_part_with_hooks_or_of_another_class_is_called(number, grad) -> None:
+    joined, x, fired = JoinedLinear(parts()), torch.randn(ROWS, SIZE), []
+    with torch.set_grad_enabled(grad):
+        expected = joined(x)
+        part = joined.parts[number]
+        for register in (part.register_forward_hook, part.register_forward_pre_hook):
+            handle = register(lambda *_: fired.append(number))
+            y, residual = joined(x, return_residual=True)
+            assert residual is x
+            torch.testing.assert_close(y, expected)
+            handle.remove()
+        joined(x)
+        assert fired == [number] * 2
+        columns = slice(number * SIZE, (number + 1) * SIZE)
+        joined.parts[number] = Adapted(part)
+        expected[:, columns] *= 2.0
+        torch.testing.assert_close(joined(x), expected)
+        joined.parts[number] = part
+        part.forward = lambda x: torch.zeros_like(x)
+        assert not joined(x)[:, columns].any()
+
+
+def test_frozen_parts_get_no_gradient() -> None:
+    joined, x = JoinedLinear(parts()), torch.randn(ROWS, SIZE)
+    joined.parts[1].requires_grad_(False)
+    joined(x).square().sum().backward()
+    assert joined.parts[1].weight.grad is None
+    assert all(joined.parts[i].weight.grad is not None for i in (0, 2))
