@@ -129,7 +129,8 @@ class Engine:
         self.leaves = [self._leaf(ours, theirs) for ours, theirs in self._pairs()]
         self.drops = list(self._drops())
         self.inside = list(self._containers())
-        self._check_activations()
+        self.sizes = [(m, len(m._modules)) for m in (host, *(child for *_, child in self.inside))]
+        self._check_classes()
         self.watch: Watch | None = None
         problem = self.bind()
         if problem is not None:
@@ -141,7 +142,9 @@ class Engine:
 
     def fits(self) -> bool:
         """Whether the host is built as it was: no layer came, went or became another."""
-        return all(parent._modules.get(name) is child for parent, name, child in self.inside)
+        return all(
+            parent._modules.get(name) is child for parent, name, child in self.inside
+        ) and all(len(module._modules) == size for module, size in self.sizes)
 
     def bind(self) -> str | None:
         """Hands our modules the parameters of theirs. Returns what is in the way, if anything."""
@@ -239,15 +242,24 @@ class Engine:
 
         return walk(self.host)
 
-    def _check_activations(self) -> None:
-        """Raises ValueError where a module without parameters is not what config.json calls it."""
+    def _check_classes(self) -> None:
+        """Raises ValueError for a module that does not compute what config.json says: one without
+        parameters that is no dropout and not the activation, one with some that is not of
+        transformers."""
         expected = type(ACT2FN[self.model.config.hidden_act])
         plain = (nn.Dropout, nn.Identity, nn.ModuleList, expected)
         for _, name, child in self.inside:
+            if isinstance(child, plain):
+                continue
             lone = not child._modules and not child._parameters and not child._buffers
-            if lone and not isinstance(child, plain):
+            if lone:
                 raise ValueError(
                     f"{name}: got {type(child).__name__}, allowed: {expected.__name__}"
+                )
+            if not type(child).__module__.startswith("transformers."):
+                path = next(path for path, m in self.host.named_modules() if m is child)
+                raise ValueError(
+                    f"{path}: got {type(child).__name__}, allowed: the class of transformers"
                 )
 
 
@@ -257,7 +269,10 @@ def _none() -> None:
 
 def _place(root: nn.Module, path: str) -> Place:
     parent, _, name = path.rpartition(".")
-    return Place(root.get_submodule(parent), name)
+    try:
+        return Place(root.get_submodule(parent), name)
+    except AttributeError as error:
+        raise ValueError(f"{parent}: {error}") from error
 
 
 def _called_from_outside(module: nn.Module) -> str | None:
