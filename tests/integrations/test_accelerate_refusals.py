@@ -112,7 +112,7 @@ def test_a_model_that_cannot_be_served(name) -> None:
     with pytest.raises(ValueError) as raised:
         fastbert.accelerate(made)
     assert str(raised.value) == f"accelerate: {problem}"
-    with pytest.warns(UserWarning) as warned:
+    with pytest.warns(UserWarning, match="^accelerate: left") as warned:
         assert fastbert.accelerate(made, strict=False) is made
     expected = f"accelerate: left {type(made).__name__} as it is: {problem}"
     assert [str(w.message) for w in warned] == [expected]
@@ -128,7 +128,7 @@ def test_what_is_no_model(thing, strict) -> None:
     expected = rf"^accelerate: got {type(thing).__name__}, allowed: a torch\.nn\.Module"
     with pytest.raises(TypeError, match=expected):
         fastbert.accelerate(thing, strict=strict)
-    with pytest.raises(TypeError, match="allowed: a torch.nn.Module"):
+    with pytest.raises(TypeError, match=r"allowed: a torch\.nn\.Module"):
         fastbert.restore(thing)
 
 
