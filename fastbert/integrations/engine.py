@@ -67,12 +67,13 @@ class Drop(NamedTuple):
 class Watch(NamedTuple):
     """What binding depended on, in a form that is quick to compare with what is there now:
     modules, where they hang and their classes; their hooks; the attributes among which a
-    ``forward`` may appear; parameters of ours and theirs."""
+    ``forward`` may appear; parameters of ours and theirs, and the norms that have an eps."""
 
     modules: list[tuple[dict[str, Any], str, nn.Module, type]]
     hooks: list[dict[int, Any]]
     attributes: list[dict[str, Any]]
     parameters: list[tuple[dict[str, Any], dict[str, Any], str]]
+    norms: list[tuple[Any, Any]]
 
     @classmethod
     def over(cls, inside: list[tuple[nn.Module, str, nn.Module]], leaves: list[Leaf]) -> Watch:
@@ -86,15 +87,16 @@ class Watch(NamedTuple):
             hooks += [module._backward_hooks, module._backward_pre_hooks]
         shared = []
         for leaf in leaves:
-            first = leaf.theirs[0].get()
-            if leaf.ours.get() is leaf.module and len(leaf.theirs) == 1 and first is not None:
-                ours, own = leaf.module._parameters, first._parameters
+            ours, first = leaf.module._parameters, leaf.theirs[0].get()
+            if first is not None and leaf.ours.get() is leaf.module and len(leaf.theirs) == 1:
+                own = first._parameters
                 shared += [(ours, own, name) for name in ours]
         return cls(
             [(place.parent._modules, place.name, child, type(child)) for place, child in found],
             hooks,
             [module.__dict__ for module in modules],
             shared,
+            [(x.module, x.theirs[0].get()) for x in leaves if isinstance(x.module, LayerNorm)],
         )
 
     def unchanged(self) -> bool:
@@ -106,6 +108,7 @@ class Watch(NamedTuple):
             and not any(self.hooks)
             and not any("forward" in attributes for attributes in self.attributes)
             and all(ours[name] is theirs.get(name) for ours, theirs, name in self.parameters)
+            and all(ours.eps == theirs.eps for ours, theirs in self.norms)
         )
 
 
@@ -154,7 +157,9 @@ class Engine:
         self.watch = None
         problem = self._bind_anew()
         if problem is None:
-            self.watch = Watch.over(self.inside, self.leaves)
+            watch = Watch.over(self.inside, self.leaves)
+            # What has hooks now is bound otherwise when it has none.
+            self.watch = watch if watch.unchanged() else None
         return problem
 
     def _bind_anew(self) -> str | None:
@@ -230,12 +235,17 @@ class Engine:
 
     def _containers(self) -> Iterator[tuple[nn.Module, str, nn.Module]]:
         """Every module inside the host that is not called, and where it hangs: our leaves, what is
-        in them, and the pooler, which is called, are none."""
+        in them, the pooler, which is called, and what a subclass added are none."""
+        family = families.family_of(self.model.config.model_type)
+        paths = [path for theirs in family.modules.values() for path in theirs]
+        roots = {path.partition(".")[0] for path in (*paths, *family.dropouts.values())}
         leaves = {id(place.get()) for leaf in self.leaves for place in leaf.theirs}
 
         def walk(parent: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
             for name, child in parent._modules.items():
                 if child is None or id(child) in leaves or name.startswith("pooler"):
+                    continue
+                if parent is self.host and name not in roots:
                     continue
                 yield parent, name, child
                 yield from walk(child)

@@ -257,11 +257,12 @@ class IsBert(transformers.BertModel):
     def __init__(self, settings: Any) -> None:
         super().__init__(settings)
         self.linear = nn.Linear(settings.hidden_size, 8, bias=False)
+        self.squash = nn.Tanh()
         self.post_init()
 
     def forward(self, input_ids, attention_mask, *, scale=1.0, **options):
         states = super().forward(input_ids, attention_mask=attention_mask, **options)
-        return {"vectors": scale * self.linear(states.last_hidden_state)}
+        return {"vectors": scale * self.squash(self.linear(states.last_hidden_state))}
 
 
 class BiEncoder(nn.Module):

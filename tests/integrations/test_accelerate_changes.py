@@ -183,6 +183,11 @@ def replaced_norm(side: nn.Module) -> None:
     side.bert.encoder.layer[0].output.LayerNorm = norm.to(side.dtype)
 
 
+def another_epsilon(side: nn.Module) -> None:
+    side.bert.embeddings.LayerNorm.eps = 0.1
+    side.bert.encoder.layer[1].output.LayerNorm.eps = 0.3
+
+
 def replaced_linear(side: nn.Module) -> None:
     linear = nn.Linear(80, 48)
     nn.init.normal_(linear.weight, std=0.1)
@@ -219,6 +224,7 @@ CHANGES = [
     resized,
     replaced_embeddings,
     replaced_norm,
+    another_epsilon,
     replaced_linear,
     truncated,
     shortened_in_place,
@@ -367,10 +373,16 @@ def test_a_hook_on_a_linear_is_called_on_rows(pair, where) -> None:
         shapes.append(out.shape)
         return out * 2.0
 
-    pair.each(lambda side: side.bert.get_submodule(where).register_forward_hook(double))
+    handles = [s.bert.get_submodule(where).register_forward_hook(double) for s in pair]
     pair.check(batch())
     assert [len(shape) for shape in shapes] == [2, 3, 3]
     assert shapes[0][0] == sum(LENGTHS)
+    for handle in handles:
+        handle.remove()
+    pair.check(batch())
+    with torch.no_grad(), rows_computed() as rows:
+        pair.fast(**batch())
+    assert rows == [sum(LENGTHS)], "all layers are one call again"
 
 
 @pytest.mark.parametrize("where", ["embeddings.LayerNorm", "encoder.layer.0.output.LayerNorm"])
