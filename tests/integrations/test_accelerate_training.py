@@ -389,6 +389,8 @@ for checkpointed in (False, True):
     dist.all_gather(both, total)
     assert torch.equal(both[0], both[1])
     print("same gradients", rank, checkpointed, flush=True)
+    del whole
+dist.barrier()
 dist.destroy_process_group()
 """
 
