@@ -133,7 +133,7 @@ def test_export(strict) -> None:
 def test_export_with_a_dynamic_batch() -> None:
     made = fastbert.accelerate(model())
     size, length = torch.export.Dim("size"), torch.export.Dim("length", max=40)
-    shapes = dict.fromkeys(batch(), {0: size, 1: length})
+    shapes = {name: {0: size, 1: length} for name in batch()}
     with torch.no_grad():
         program = torch.export.export(made, (), batch(), dynamic_shapes=shapes, strict=False)
         no_operator_of_ours(program)
