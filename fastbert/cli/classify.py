@@ -18,6 +18,7 @@ from fastbert.cli.common import (
     one_of,
     out,
     print_json,
+    refuse_backend,
 )
 from fastbert.cli.rows import LimitedTokenizer, compute, fingerprint, pack, print_summary
 from fastbert.cli.texts import Texts, blocks, check_output, write_parquet
@@ -103,16 +104,13 @@ class Classifier:
         import torch
 
         from fastbert.io import checkpoint
-        from fastbert.modules import BertForSequenceClassification
 
         self.folder, self.backend = checkpoint.find(model), backend
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        parts, head = ("pooler.", "classifier."), "classification head"
-        self.model = load_whole(BertForSequenceClassification, self.folder, backend, parts, head)
-        self.model.to(self.device)
-        config = self.model.config
+        config, _ = checkpoint.read_settings(self.folder)
+        self.model = _load(self.folder, config, backend).to(self.device)
         self.labels, self.function = label_names(config), score_function(config)
-        self.tokenizer = LimitedTokenizer(self.folder, max_length, config.max_position_embeddings)
+        self.tokenizer = LimitedTokenizer(self.folder, max_length, config.max_length)
 
     def __call__(self, batch: dict[str, Any]) -> torch.Tensor:
         """The scores (B, labels), float32, of a packed batch."""
@@ -120,6 +118,18 @@ class Classifier:
         if self.function == "softmax":
             return logits.softmax(-1)
         return logits.sigmoid() if self.function == "sigmoid" else logits
+
+
+def _load(folder: Path, config: BertConfig, backend: str | None) -> torch.nn.Module:
+    if config.model_type != "bert":
+        from fastbert.integrations.heads import StockHead
+
+        refuse_backend(backend, config.model_type)
+        return StockHead("AutoModelForSequenceClassification", folder)
+    from fastbert.modules import BertForSequenceClassification
+
+    parts, head = ("pooler.", "classifier."), "classification head"
+    return load_whole(BertForSequenceClassification, folder, backend, parts, head)
 
 
 def label_names(config: BertConfig) -> list[str]:

@@ -121,6 +121,15 @@ def one_of(argument: str, value: str | None, allowed: tuple[str, ...]) -> str | 
     return value
 
 
+def refuse_backend(backend: str | None, model_type: str) -> None:
+    """For a model whose head is transformers'. Raises ValueError when a backend was asked for."""
+    if backend is not None:
+        raise ValueError(
+            f"--backend: got {backend!r}, allowed: none for a head of {model_type}, which is "
+            "transformers' (the environment variable FASTBERT_BACKEND is a preference)"
+        )
+
+
 def load_whole(
     kind: type[Model], folder: Path, backend: str | None, parts: tuple[str, ...], head: str
 ) -> Model:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-POOLINGS = ("mean", "cls")
+POOLINGS = ("mean", "cls", "max", "last")
 
 
 def encode(
@@ -41,7 +41,9 @@ def encode(
     ] = "text",
     pooling: Annotated[
         str | None,
-        typer.Option(help="mean or cls; the folder's own 1_Pooling/config.json, else mean."),
+        typer.Option(
+            help="mean, cls, max or last; the folder's own 1_Pooling/config.json, else mean."
+        ),
     ] = None,
     normalize: Annotated[
         bool | None,
@@ -123,14 +125,12 @@ def _pooling_mode(config: dict[str, Any]) -> str:
     """The mode of a Pooling module: one key today, one flag per mode in older folders."""
     mode = config.get("pooling_mode")
     if mode is None:
-        names = {"cls_token": "cls", "mean_tokens": "mean", "max_tokens": "max"}
         prefix = "pooling_mode_"
-        mode = [
-            names.get(key.removeprefix(prefix), key.removeprefix(prefix))
-            for key, wanted in config.items()
-            if key.startswith(prefix) and wanted
-        ] or ["mean"]
-    return mode if isinstance(mode, str) else "+".join(mode)
+        flags = [key.removeprefix(prefix) for key, on in config.items() if on]
+        mode = [key for key in flags if f"{prefix}{key}" in config] or ["mean"]
+    modes = [mode] if isinstance(mode, str) else mode
+    names = {"cls_token": "cls", "mean_tokens": "mean", "max_tokens": "max", "lasttoken": "last"}
+    return "+".join(names.get(name, name) for name in modes)
 
 
 def run(
@@ -153,13 +153,13 @@ def run(
         warnings.filterwarnings("ignore", ".*initialised afresh: pooler")
         model = BertModel.from_pretrained(folder, backend=backend).to(device)
     config = model.config
-    tokenizer = LimitedTokenizer(folder, recipe.max_length, config.max_position_embeddings)
+    tokenizer = LimitedTokenizer(folder, recipe.max_length, config.max_length)
     options = {"pooling": recipe.pooling, "normalize": recipe.normalize}
     summary = compute(
         texts,
         target,
         tokenizer=tokenizer,
-        forward=lambda batch: pool(model(**batch).last_hidden_state, batch["cu_seqlens"], recipe),
+        forward=lambda batch: pooled(model(**batch).last_hidden_state, batch["cu_seqlens"], recipe),
         width=config.hidden_size,
         tokens_per_batch=tokens_per_batch,
         device=device,
@@ -177,15 +177,13 @@ def run(
     return {**summary, "shape": (texts.count, config.hidden_size), **options}
 
 
-def pool(hidden: torch.Tensor, cu_seqlens: torch.Tensor, recipe: Recipe) -> torch.Tensor:
+def pooled(hidden: torch.Tensor, cu_seqlens: torch.Tensor, recipe: Recipe) -> torch.Tensor:
     """Token vectors (T, H) of packed texts to one float32 vector each, (B, H)."""
     import torch
 
-    hidden = hidden.float()
-    if recipe.pooling == "cls":
-        rows = hidden[cu_seqlens[:-1].long()]
-    else:
-        rows = torch.segment_reduce(hidden, "mean", lengths=cu_seqlens.diff().long())
+    from fastbert.modules import pool
+
+    rows = pool(hidden.float(), cu_seqlens, recipe.pooling)
     return torch.nn.functional.normalize(rows, dim=-1) if recipe.normalize else rows
 
 

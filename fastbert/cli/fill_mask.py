@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
-from fastbert.cli.common import BACKENDS, load_whole, new_table, one_of, out, print_json
+from fastbert.cli.common import (
+    BACKENDS,
+    load_whole,
+    new_table,
+    one_of,
+    out,
+    print_json,
+    refuse_backend,
+)
+
+if TYPE_CHECKING:
+    from fastbert.config import BertConfig
 
 
 def fill_mask(
@@ -48,6 +60,9 @@ def predict(model: str, text: str, *, top_k: int, backend: str | None) -> list[d
     from fastbert.modules import BertForMaskedLM
 
     folder = checkpoint.find(model)
+    config, _ = checkpoint.read_settings(folder)
+    if config.model_type != "bert":
+        return _predict_by_transformers(folder, text, config, top_k=top_k, backend=backend)
     tokenizer = WordPieceTokenizer.load(folder)
     ids = tokenizer.encode(text)
     positions = [i for i, token in enumerate(ids) if token == tokenizer.mask_id]
@@ -70,6 +85,19 @@ def predict(model: str, text: str, *, top_k: int, backend: str | None) -> list[d
         }
         for position, values, tokens in zip(positions, top.values, top.indices, strict=True)
     ]
+
+
+def _predict_by_transformers(
+    folder: Path, text: str, config: BertConfig, *, top_k: int, backend: str | None
+) -> list[dict[str, Any]]:
+    """Of a family whose head we do not have."""
+    from fastbert.integrations.heads import fill_mask as fill
+
+    refuse_backend(backend, config.model_type)
+    mask, found = fill(folder, text, top_k)
+    if not found:
+        raise ValueError(f"TEXT: got {text!r}, allowed: text with at least one {mask}")
+    return found
 
 
 def _candidates(

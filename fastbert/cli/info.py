@@ -1,26 +1,84 @@
-"""``fastbert info``: the machine, what was built, and which backend serves what and why."""
+"""``fastbert info``: the machine, what was built, and which backend serves what and why; of a
+model, what it is and which backend serves each of its operations here."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 
-from fastbert.cli.common import new_table, out, print_json
+from fastbert.cli.common import DTYPES, new_table, out, print_json
+
+if TYPE_CHECKING:
+    from fastbert.config import BertConfig
 
 
 def info(
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="MODEL", help="Folder (or hub id) of a checkpoint."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
 ) -> None:
-    """Show versions, the machine, the extension, and the backend chosen for each operation."""
-    content = collect()
+    """Show versions, the machine, the extension, and the backend chosen for each operation.
+
+    With MODEL: what its config.json says, and the backend that each of its
+    operations takes on this machine, and why. Weights are not read.
+    """
+    content = collect() if model is None else collect_model(model)
     if as_json:
         print_json(content)
         return
-    for heading in ("versions", "machine", "extension"):
+    for heading in ("versions", "machine", "extension") if model is None else ("model",):
         out.print(_facts(heading, content[heading]))
     out.print(_backends(content["backends"]))
+
+
+def collect_model(path_or_hub_id: str) -> dict[str, Any]:
+    """Everything that ``fastbert info MODEL`` shows, as plain data."""
+    import torch
+
+    from fastbert import modules
+    from fastbert.io import checkpoint
+
+    config, architectures = checkpoint.read_settings(path_or_hub_id)
+    named = [getattr(modules, name, None) for name in architectures]
+    heads = [kind for kind in named if kind is not None and config.model_type == "bert"]
+    kind = heads[0] if heads else modules.BertModel
+    with torch.device("meta"):
+        model = kind(config).eval()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    rows = []
+    for dtype in DTYPES:
+        choices = model.to(getattr(torch, dtype)).backends(device)
+        for op, choice in sorted(choices.items(), key=lambda item: item[0] == "encoder"):
+            rows.append({"op": op, "device": device, "dtype": dtype, **choice._asdict()})
+    choices = config.architecture
+    windows = [window for window in choices.windows if window >= 0]
+    return {
+        "model": {
+            "family": config.model_type,
+            "class": kind.__name__,
+            "checkpoint of": architectures,
+            "parameters": f"{model.num_parameters():,}",
+            "layers": config.num_hidden_layers,
+            "hidden size": config.hidden_size,
+            "heads": f"{config.num_attention_heads} of {config.head_dim}",
+            "activation": f"{config.hidden_act}{', gated' if choices.gated else ''}",
+            "positions": _positions(config),
+            "windows": f"{len(windows)} layers see {windows[0]} tokens around" if windows else None,
+        },
+        "backends": rows,
+    }
+
+
+def _positions(config: BertConfig) -> str:
+    choices = config.architecture
+    if choices.rotary_bases:
+        return f"rotary, base {', '.join(f'{b:g}' for b in sorted(set(choices.rotary_bases)))}"
+    by_distance = ", and a bias by distance" if choices.distance_buckets else ""
+    return f"a table, up to {config.max_length} tokens{by_distance}"
 
 
 def collect() -> dict[str, Any]:

@@ -152,6 +152,8 @@ def _fast_class(kind: Any, stock: Any) -> Any:
         if _exporting():
             return stock.forward(self, *args, **kwargs)
         problem: Any = "there are hooks on all modules" if _has_any_global_hook() else None
+        if "_is_replica" in self.__dict__:
+            problem = "it is a replica of DataParallel, without parameters of its own"
         if problem is None:
             try:
                 engine = _engine(self)

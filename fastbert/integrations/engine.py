@@ -29,6 +29,8 @@ except ImportError as error:
 
 # Of transformers: they collect hidden states and attention weights, which the encoder returns.
 COLLECTING_HOOKS = "transformers.utils.output_capturing"
+# Where the classes of a stock model's modules are defined.
+KNOWN = ("transformers.", "torch.nn.modules.")
 
 
 class Place(NamedTuple):
@@ -39,6 +41,14 @@ class Place(NamedTuple):
 
     def get(self) -> nn.Module | None:
         return self.parent._modules.get(self.name)
+
+
+class Inside(NamedTuple):
+    """A module inside the host that is not called: its name there, and where it hangs."""
+
+    path: str
+    place: Place
+    module: nn.Module
 
 
 class Leaf(NamedTuple):
@@ -76,9 +86,9 @@ class Watch(NamedTuple):
     norms: list[tuple[Any, Any]]
 
     @classmethod
-    def over(cls, inside: list[tuple[nn.Module, str, nn.Module]], leaves: list[Leaf]) -> Watch:
+    def over(cls, inside: list[Inside], leaves: list[Leaf]) -> Watch:
         theirs = [(place, place.get()) for leaf in leaves for place in leaf.theirs]
-        places = [(Place(parent, name), child) for parent, name, child in inside]
+        places = [(place, module) for _, place, module in inside]
         found = [(place, child) for place, child in (*places, *theirs) if child is not None]
         modules = [child for _, child in found]
         hooks: list[dict[int, Any]] = []
@@ -87,10 +97,10 @@ class Watch(NamedTuple):
             hooks += [module._backward_hooks, module._backward_pre_hooks]
         shared = []
         for leaf in leaves:
-            ours, first = leaf.module._parameters, leaf.theirs[0].get()
-            if first is not None and leaf.ours.get() is leaf.module and len(leaf.theirs) == 1:
-                own = first._parameters
-                shared += [(ours, own, name) for name in ours]
+            first, ours = leaf.theirs[0].get(), leaf.module._parameters
+            ours_is_placed = leaf.ours.get() is leaf.module
+            if ours_is_placed and len(leaf.theirs) == 1 and first is not None:
+                shared += [(ours, first._parameters, name) for name in ours]
         return cls(
             [(place.parent._modules, place.name, child, type(child)) for place, child in found],
             hooks,
@@ -132,8 +142,8 @@ class Engine:
         self.leaves = [self._leaf(ours, theirs) for ours, theirs in self._pairs()]
         self.drops = list(self._drops())
         self.inside = list(self._containers())
-        self.sizes = [(m, len(m._modules)) for m in (host, *(child for *_, child in self.inside))]
-        self._check_classes()
+        self.sizes = [(m, len(m._modules)) for m in (host, *(each.module for each in self.inside))]
+        self._check_activations()
         self.watch: Watch | None = None
         problem = self.bind()
         if problem is not None:
@@ -145,9 +155,9 @@ class Engine:
 
     def fits(self) -> bool:
         """Whether the host is built as it was: no layer came, went or became another."""
-        return all(
-            parent._modules.get(name) is child for parent, name, child in self.inside
-        ) and all(len(module._modules) == size for module, size in self.sizes)
+        return all(place.get() is module for _, place, module in self.inside) and all(
+            len(module._modules) == size for module, size in self.sizes
+        )
 
     def bind(self) -> str | None:
         """Hands our modules the parameters of theirs. Returns what is in the way, if anything."""
@@ -163,10 +173,10 @@ class Engine:
         return problem
 
     def _bind_anew(self) -> str | None:
-        for _, _, child in self.inside:
-            reason = _called_from_outside(child)
+        for path, _, module in self.inside:
+            reason = _called_from_outside(module)
             if reason is not None:
-                return f"{type(child).__name__} {reason}"
+                return f"{path} {reason}"
         for leaf in self.leaves:
             problem = _bind(leaf)
             if problem is not None:
@@ -233,43 +243,34 @@ class Engine:
                 parent, name = _place(self.host, families.place(theirs, layer, config))
                 yield Drop(self.model.get_submodule(ours.format(layer=layer)), parent, name)
 
-    def _containers(self) -> Iterator[tuple[nn.Module, str, nn.Module]]:
-        """Every module inside the host that is not called, and where it hangs: our leaves, what is
-        in them, the pooler, which is called, and what a subclass added are none."""
+    def _containers(self) -> Iterator[Inside]:
+        """All but our leaves, what is in them, the pooler, which is called, and what a subclass
+        added."""
         family = families.family_of(self.model.config.model_type)
         paths = [path for theirs in family.modules.values() for path in theirs]
         roots = {path.partition(".")[0] for path in (*paths, *family.dropouts.values())}
         leaves = {id(place.get()) for leaf in self.leaves for place in leaf.theirs}
 
-        def walk(parent: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+        def walk(parent: nn.Module, before: str) -> Iterator[Inside]:
             for name, child in parent._modules.items():
                 if child is None or id(child) in leaves or name.startswith("pooler"):
                     continue
                 if parent is self.host and name not in roots:
                     continue
-                yield parent, name, child
-                yield from walk(child)
+                yield Inside(before + name, Place(parent, name), child)
+                yield from walk(child, f"{before}{name}.")
 
-        return walk(self.host)
+        return walk(self.host, "")
 
-    def _check_classes(self) -> None:
-        """Raises ValueError for a module that does not compute what config.json says: one without
-        parameters that is no dropout and not the activation, one with some that is not of
-        transformers."""
+    def _check_activations(self) -> None:
+        """Raises ValueError where a module without parameters is not what config.json calls it."""
         expected = type(ACT2FN[self.model.config.hidden_act])
         plain = (nn.Dropout, nn.Identity, nn.ModuleList, expected)
-        for _, name, child in self.inside:
-            if isinstance(child, plain):
-                continue
+        for path, _, child in self.inside:
             lone = not child._modules and not child._parameters and not child._buffers
-            if lone:
+            if lone and not isinstance(child, plain):
                 raise ValueError(
-                    f"{name}: got {type(child).__name__}, allowed: {expected.__name__}"
-                )
-            if not type(child).__module__.startswith("transformers."):
-                path = next(path for path, m in self.host.named_modules() if m is child)
-                raise ValueError(
-                    f"{path}: got {type(child).__name__}, allowed: the class of transformers"
+                    f"{path}: got {type(child).__name__}, allowed: {expected.__name__}"
                 )
 
 
@@ -287,6 +288,9 @@ def _place(root: nn.Module, path: str) -> Place:
 
 def _called_from_outside(module: nn.Module) -> str | None:
     """How somebody relies on ``module`` being called; None when nobody does."""
+    kind = type(module)
+    if not kind.__module__.startswith(KNOWN):
+        return f"is a {kind.__module__}.{kind.__qualname__}"
     for hooks in (module._forward_hooks, module._forward_pre_hooks):
         for hook in hooks.values():
             if getattr(hook, "__module__", None) != COLLECTING_HOOKS:

@@ -53,7 +53,7 @@ def pretraining_model(checkpoint: Path) -> Any:
     """transformers' BertForPreTraining of a folder, in fp32 with its plain attention."""
     import transformers
 
-    with _no_progress_bar():
+    with quiet():
         model = transformers.BertForPreTraining.from_pretrained(
             checkpoint, attn_implementation="eager", dtype=torch.float32
         )
@@ -68,13 +68,16 @@ def tokenizer(checkpoint: Path) -> Any:
 
 
 @contextmanager
-def _no_progress_bar() -> Iterator[None]:
+def quiet() -> Iterator[None]:
+    """Without transformers' progress bars and reports of loading."""
     from transformers.utils import logging
 
-    shown = logging.is_progress_bar_enabled()
+    shown, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
+    logging.set_verbosity_error()
     try:
         yield
     finally:
+        logging.set_verbosity(verbosity)
         if shown:
             logging.enable_progress_bar()

@@ -82,6 +82,16 @@ def read(path_or_hub_id: str | os.PathLike[str]) -> Stored:
     return Stored(folder, _read_json(folder / CONFIG), _read_tensors(folder))
 
 
+def read_settings(path_or_hub_id: str | os.PathLike[str]) -> tuple[BertConfig, list[str]]:
+    """The configuration of a checkpoint and the classes that its config.json names, without reading
+    weights. Errors as in ``read``."""
+    folder = _encoder_folder(find(path_or_hub_id))
+    if not (folder / CONFIG).is_file():
+        raise FileNotFoundError(f"{folder}: there is no {CONFIG} in this folder")
+    content = _read_json(folder / CONFIG)
+    return Stored(folder, content, {}).config({}), list(content.get("architectures") or [])
+
+
 def find(path_or_hub_id: str | os.PathLike[str]) -> Path:
     """The folder itself, or where the files of the hub id were downloaded to."""
     path = Path(path_or_hub_id)

@@ -98,22 +98,24 @@ class BertPreTrainedModel(nn.Module):
             elif isinstance(module, BertPreTrainedModel):
                 module.backend = backend
 
-    def backends(self) -> dict[str, Choice]:
-        """Which backend serves each operation of this model, where it is now and in its dtype, and
-        why; under "encoder", whether its layers are one call in inference.
+    def backends(self, device: str | None = None) -> dict[str, Choice]:
+        """Which backend serves each operation of this model on a ``device`` ("cpu", "cuda"; where
+        it is now) in its dtype, and why; under "encoder", whether its layers are one call in
+        inference.
 
         Raises ValueError, as ``forward`` would, when the one asked for cannot.
         """
         weight = next(self.parameters())
+        device = device or weight.device.type
         choices = {}
         for part in self.modules():
             if isinstance(part, OperationModule):
-                request = Request(weight.device.type, weight.dtype, activation=part.activation)
+                request = Request(device, weight.dtype, activation=part.activation)
                 choices[part.operation] = resolve(part.operation, part.backend, request)
         for part in self.modules():
             if isinstance(part, BertEncoder):
                 layers = choices["attention"].backend
-                choices["encoder"] = part.choice(weight.device.type, weight.dtype, layers)
+                choices["encoder"] = part.choice(device, weight.dtype, layers)
         return choices
 
     def gradient_checkpointing_enable(self) -> None:

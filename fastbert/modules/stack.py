@@ -17,7 +17,7 @@ from fastbert.modules.attention import BertAttention, BertSelfAttention, BertSel
 from fastbert.modules.backend import OperationModule
 from fastbert.modules.feed_forward import BertIntermediate, BertOutput
 from fastbert.modules.joined_linear import JoinedLinear
-from fastbert.modules.layer import BertLayer
+from fastbert.modules.layer import BertLayer, PreNormLayer
 from fastbert.modules.layer_norm import LayerNorm
 from fastbert.modules.linear import Linear
 from fastbert.modules.untouched import touched
@@ -108,6 +108,8 @@ def stack(
 
 def _inside(layer: Any) -> list[Any] | str:
     """The modules of a layer by number; or how one of them, named first, is in the way."""
+    if type(layer) is PreNormLayer:
+        return " has its layer norms before attention and feed-forward"
     problem = touched(layer, BertLayer)
     if problem is not None:
         return f" {problem}"

@@ -12,7 +12,7 @@ import pytest
 import torch
 from pyarrow import parquet
 
-from fastbert.cli.encode import Recipe
+from fastbert.cli.encode import POOLINGS, Recipe
 from fastbert.cli.rows import Encoded, length_batches, windows
 from fastbert.data import WordPieceTokenizer
 from fastbert.modules import BertModel
@@ -109,8 +109,8 @@ def test_bad_input_leaves_no_file(refused, model_folder, lines, tmp_path):
         "encode", model_folder, lines, tmp_path / "rows.csv"
     )
     assert "a folder" in refused("encode", model_folder, lines, _folder(tmp_path / "f.npy"))
-    assert "allowed: mean, cls" in refused(
-        "encode", model_folder, lines, target, "--pooling", "max"
+    assert "allowed: mean, cls, max, last" in refused(
+        "encode", model_folder, lines, target, "--pooling", "median"
     )
     assert "allowed: a .txt" in refused("encode", model_folder, tmp_path / "texts.pdf", target)
     assert "nowhere.txt" in refused("encode", model_folder, tmp_path / "nowhere.txt", target)
@@ -162,13 +162,15 @@ def sentence_folder(folder: Path, pooling: dict[str, object], normalize: bool = 
         ({"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True}, "mean"),
         ({"pooling_mode": "cls"}, "cls"),
         ({"pooling_mode_max_tokens": True}, "max"),
+        ({"pooling_mode_lasttoken": True}, "last"),
+        ({"pooling_mode": "lasttoken"}, "last"),
         ({"pooling_mode": ["mean", "max"]}, "mean+max"),
     ],
 )
 def test_a_sentence_folder_says_how_to_pool(tmp_path, config, pooling):
     recipe = Recipe.of(sentence_folder(tmp_path, config))
     assert recipe == Recipe(pooling, normalize=True, max_length=17)
-    if pooling not in ("mean", "cls"):
+    if pooling not in POOLINGS:
         with pytest.raises(ValueError, match="its pooling is"):
             recipe.checked_pooling()
 

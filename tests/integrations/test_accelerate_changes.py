@@ -348,8 +348,7 @@ def test_a_hook_inside_is_served_by_the_plain_path(pair, kind, where) -> None:
         # Whoever calls the encoder calls its hooks.
         pair.check(batch())
     else:
-        kind_of_part = type(part).__name__
-        plain(pair.fast, f"BertModel runs its own code, padded: {kind_of_part} has .* hooks")
+        plain(pair.fast, f"BertModel runs its own code, padded: {where} has .* hooks")
     if kind == "full_backward":
         pair.fast(**batch()).logits.sum().backward()
     assert called
@@ -428,7 +427,7 @@ def test_a_forward_of_its_own_is_served_by_the_plain_path(pair) -> None:
     layer = pair.fast.bert.encoder.layer[0]
     real, called = layer.forward, []
     layer.forward = lambda *a, **k: (called.append(1), real(*a, **k))[1]
-    plain(pair.fast, "BertLayer has a forward of its own")
+    plain(pair.fast, "layer.0 has a forward of its own")
     assert called
     del layer.forward
     pair.check(batch())

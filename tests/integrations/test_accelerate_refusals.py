@@ -85,7 +85,7 @@ MODELS: dict[str, tuple[Any, str]] = {
     ),
     "activation": (
         with_another_activation,
-        "intermediate_act_fn: got SiLU, allowed: GELUActivation",
+        "encoder.layer.1.intermediate.intermediate_act_fn: got SiLU, allowed: GELUActivation",
     ),
     "layer": (
         with_another_layer,
@@ -93,13 +93,13 @@ MODELS: dict[str, tuple[Any, str]] = {
     ),
     "a layer of one's own": (
         with_a_layer_of_ones_own,
-        "encoder.layer.1.attention.output: got Shifted, allowed: the class of transformers",
+        f"encoder.layer.1.attention.output is a {__name__}.Shifted",
     ),
     "norm": (
         with_another_norm,
         "LayerNorm is a torch.nn.modules.normalization.RMSNorm",
     ),
-    "hook": (with_a_hook, "BertLayer has forward hooks"),
+    "hook": (with_a_hook, "encoder.layer.0 has forward hooks"),
     "one of two": (one_of_two, "is_decoder: got True, allowed: false: an encoder"),
 }
 

@@ -1,0 +1,143 @@
+"""``fastbert encode``, ``classify``, ``fill-mask`` and ``info`` on a RoBERTa with a byte-level BPE
+tokenizer, against transformers in float64."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from fastbert.testing.compare import assert_close
+
+transformers = pytest.importorskip("transformers")
+
+TEXTS = ["the dog ran to the garden", "", "anna likes the cat on the tree and a bird", "birds"]
+SPECIAL = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A folder for each head, all with one tokenizer."""
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    backend = Tokenizer(models.BPE(unk_token="<unk>"))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
+    backend.train_from_iterator(TEXTS * 9, trainer)
+    backend.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 0))
+    names = {"bos": "<s>", "eos": "</s>", "pad": "<pad>", "unk": "<unk>", "mask": "<mask>"}
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        cls_token="<s>",
+        sep_token="</s>",
+        model_max_length=60,
+        model_input_names=["input_ids", "attention_mask"],
+        **{f"{name}_token": token for name, token in names.items()},
+    )
+    config = transformers.RobertaConfig(
+        vocab_size=backend.get_vocab_size(),
+        hidden_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=3,
+        intermediate_size=80,
+        max_position_embeddings=66,
+        pad_token_id=1,
+        initializer_range=0.3,
+        id2label={0: "bad", 1: "good", 2: "other"},
+        label2id={"bad": 0, "good": 1, "other": 2},
+    )
+    made = {}
+    torch.manual_seed(0)
+    for head in ("SequenceClassification", "MaskedLM"):
+        made[head] = tmp_path_factory.mktemp(head)
+        getattr(transformers, f"RobertaFor{head}")(config).save_pretrained(made[head])
+        tokenizer.save_pretrained(made[head])
+    return made
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "texts.txt"
+    path.write_text("".join(f"{text}\n" for text in TEXTS))
+    return path
+
+
+def stock(kind: str, folder: Path, dtype: torch.dtype):
+    """Of each text alone: what transformers' model of that kind makes of it."""
+    model = getattr(transformers, kind).from_pretrained(folder).to(dtype).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    with torch.no_grad():
+        return [model(**tokenizer(text, return_tensors="pt")) for text in TEXTS]
+
+
+def test_encode(run, folders, source, tmp_path) -> None:
+    folder, target = folders["MaskedLM"], tmp_path / "out.npy"
+    assert run("encode", folder, source, target, "--pooling", "mean").exit_code == 0
+    sides = [
+        torch.cat([out.last_hidden_state.mean(1) for out in stock("AutoModel", folder, dtype)])
+        for dtype in (torch.float64, torch.float32)
+    ]
+    assert_close("embeddings", torch.from_numpy(np.load(target)), *sides)
+
+
+def test_classify(run, refused, folders, source, tmp_path) -> None:
+    folder, target = folders["SequenceClassification"], tmp_path / "out.jsonl"
+    assert run("classify", folder, source, target).exit_code == 0
+    lines = [json.loads(line) for line in target.read_text().splitlines()]
+    outs = stock("AutoModelForSequenceClassification", folder, torch.float64)
+    for line, out in zip(lines, outs, strict=True):
+        expected = out.logits[0].softmax(-1)
+        actual = torch.tensor([line["scores"][name] for name in ("bad", "good", "other")])
+        torch.testing.assert_close(actual.double(), expected, atol=1e-5, rtol=0)
+        assert line["label"] == ("bad", "good", "other")[int(expected.argmax())]
+    assert "allowed: none for a head of roberta" in refused(
+        "classify", folder, "--text", "a dog", "--backend", "cpu"
+    )
+    assert "no whole head" in refused("classify", folders["MaskedLM"], "--text", "a dog")
+
+
+def test_fill_mask(run, refused, folders) -> None:
+    folder = folders["MaskedLM"]
+    result = run("fill-mask", folder, "the <mask> ran to the <mask>", "--json", "--top-k", "3")
+    masks = json.loads(result.stdout)["masks"]
+    model = transformers.AutoModelForMaskedLM.from_pretrained(folder).double().eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    batch = tokenizer("the <mask> ran to the <mask>", return_tensors="pt")
+    with torch.no_grad():
+        expected = model(**batch).logits[0].softmax(-1)
+    assert len(masks) == 2
+    for mask in masks:
+        best = expected[mask["position"]].topk(3)
+        assert [candidate["id"] for candidate in mask["candidates"]] == best.indices.tolist()
+        for candidate, probability in zip(mask["candidates"], best.values, strict=True):
+            assert candidate["probability"] == pytest.approx(float(probability), abs=1e-5)
+            assert candidate["sentence"].count("<mask>") == 1
+            assert "<s>" not in candidate["sentence"]
+    assert "allowed: text with at least one <mask>" in refused("fill-mask", folder, "the dog")
+
+
+def test_info(run, folders) -> None:
+    content = json.loads(run("info", folders["MaskedLM"], "--json").stdout)
+    assert content["model"]["family"] == "roberta"
+    assert "up to 64 tokens" in content["model"]["positions"]
+    encoder = [row for row in content["backends"] if row["op"] == "encoder"]
+    assert len(encoder) == 3
+    assert all(row["reason"] for row in content["backends"])
+    table = run("info", folders["MaskedLM"]).stdout
+    assert "feed_forward" in table
+    assert "roberta" in table
+
+
+def test_info_of_a_model_says_why(run, refused, tmp_path) -> None:
+    transformers.ModernBertConfig(num_hidden_layers=4).save_pretrained(tmp_path)
+    content = json.loads(run("info", tmp_path, "--json").stdout)
+    assert "rotary, base 10000, 160000" in content["model"]["positions"]
+    assert content["model"]["windows"] == "2 layers see 64 tokens around"
+    rows = [row for row in content["backends"] if row["op"] == "encoder"]
+    assert all("layer norms before attention" in row["reason"] for row in rows)
+    assert "there is no config.json" in refused("info", tmp_path.parent)
