@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import threading
 import warnings
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tiny_hosts import LENGTHS, batch, config, model, rows_computed, sides
+from tiny_hosts import LENGTHS, agree, batch, config, model, rows_computed, sides, values
 from torch import Tensor, nn
 from transformers import modeling_outputs
 
@@ -235,6 +236,34 @@ def test_a_head_that_would_read_padding_is_warned_once() -> None:
         made(**left)
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("form", ["cu_seq_lens", "position_ids"])
+def test_packed_sequences_are_as_if_alone(form, rows) -> None:
+    """Two rows of ten tokens hold three sequences each; one row of twenty holds all six."""
+    lengths = (5, 4, 1, 3, 1, 6)
+    pair, given = sides(model()), batch(lengths)
+    exist = given["attention_mask"].bool()
+    packed = {
+        "input_ids": given["input_ids"][exist].view(rows, -1),
+        "position_ids": torch.cat([torch.arange(n) for n in lengths]).view(rows, -1),
+    }
+    if form == "cu_seq_lens":
+        ends = torch.tensor([0, *lengths]).cumsum(0).int()
+        packed |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
+        packed |= {"max_length_q": 6, "max_length_k": 6}
+    with torch.no_grad(), rows_computed() as computed:
+        out = pair.fast(**packed, output_hidden_states=True)
+    assert computed == [20]
+    assert out.last_hidden_state.shape == (rows, 20 // rows, 48)
+    fast = {
+        "last_hidden_state": out.last_hidden_state.flatten(0, 1),
+        "pooler_output": out.pooler_output,
+        "hidden_states": torch.stack(out.hidden_states).flatten(1, 2),
+    }
+    with torch.no_grad():
+        agree(fast, *(values(side, given, output_hidden_states=True) for side in pair[1:]))
+
+
 # Models around encoders
 
 
@@ -314,8 +343,13 @@ def test_two_threads_call_one_model() -> None:
             wrong.append(error)
 
     threads = [threading.Thread(target=call, args=(i,)) for i in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
     assert wrong == []

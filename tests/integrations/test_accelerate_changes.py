@@ -15,7 +15,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from tiny_hosts import LENGTHS, Sides, batch, model, rows_computed, sides
+from tiny_hosts import LENGTHS, Sides, agree, batch, model, rows_computed, sides
 from torch import nn
 from torch.nn.utils import parametrize
 
@@ -271,6 +271,26 @@ def test_one_part_in_another_dtype_is_refused(pair) -> None:
             pair.stock(**batch())
         with pytest.raises(ValueError, match=r"^w1: got torch\.bfloat16, allowed: torch\.float32"):
             pair.fast(**batch())
+
+
+def test_weights_passed_in_for_one_call(pair) -> None:
+    def call(side: Any) -> dict[str, torch.Tensor]:
+        weights = {name: 1.1 * p for name, p in side.named_parameters()}
+        out = torch.func.functional_call(side, weights, kwargs=batch())
+        return {"logits": out.logits.detach()}
+
+    agree(*map(call, pair))
+    pair.check(batch())
+
+
+def test_tied_weights_stay_tied() -> None:
+    pair = sides(model("BertForMaskedLM"))
+    for side in (pair.fast, copy.deepcopy(pair.fast), through_pickle(pair.fast)):
+        table = side.bert.embeddings.word_embeddings
+        assert side.cls.predictions.decoder.weight is table.weight
+        side.resize_token_embeddings(110)
+        assert side.cls.predictions.decoder.weight is side.get_input_embeddings().weight
+        assert side(**batch()).logits.shape == (4, 19, 110)
 
 
 # Dropout

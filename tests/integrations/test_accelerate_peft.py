@@ -160,6 +160,26 @@ def test_other_adapters(settings, when) -> None:
     agree(*map(step, pair), factor=3.0, reason=REASON)
 
 
+def test_an_adapter_that_transformers_itself_adds() -> None:
+    pair = sides(model("BertForSequenceClassification"))
+
+    def add(side: Any) -> None:
+        side.add_adapter(lora(modules_to_save=None))
+        torch.manual_seed(9)
+        with torch.no_grad():
+            for name, parameter in side.named_parameters():
+                if "lora_" in name:
+                    parameter.copy_(0.2 * torch.randn(parameter.shape))
+
+    before = pair.stock(**batch()).logits
+    pair.each(add)
+    pair.check(batch())
+    assert not torch.equal(pair.stock(**batch()).logits, before)
+    pair.each(lambda side: side.disable_adapters())
+    pair.check(batch())
+    assert torch.equal(pair.stock(**batch()).logits, before)
+
+
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_prompt_tuning(when) -> None:
     settings = peft.PromptTuningConfig(task_type="SEQ_CLS", num_virtual_tokens=4)

@@ -82,6 +82,17 @@ def test_only_one_bias_is_trained(pair) -> None:
     assert sum(p.grad is not None for p in pair.fast.parameters()) == 1
 
 
+def test_tied_weights_get_both_gradients() -> None:
+    pair = sides(model("BertForMaskedLM"))
+    labels = batch(seed=2)["input_ids"].masked_fill(batch()["attention_mask"] == 0, -100)
+    found = []
+    for side in pair:
+        side.train()(**batch(), labels=labels).loss.backward()
+        found.append(gradients(side))
+    assert "bert.embeddings.word_embeddings.weight" in found[0]
+    agree(*found, factor=3.0, reason=REASON)
+
+
 def test_a_model_frozen_altogether_keeps_no_graph(pair) -> None:
     pair.each(lambda side: side.requires_grad_(False))
     pair.check(batch())
