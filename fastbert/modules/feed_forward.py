@@ -103,7 +103,7 @@ class BertOutput(OperationModule):
 
     def call(self, hidden: Tensor, intermediate: BertIntermediate) -> Tensor:
         first = intermediate.dense
-        if isinstance(first, QuantizedLinear):
+        if isinstance(first, QuantizedLinear) and self.activation in ACTIVATIONS.values():
             inner = first(hidden, activation=self.activation)
         else:
             inner = NONLINEARITIES[self.activation](first(hidden))

@@ -51,7 +51,7 @@ def enter(
     elif max_seqlen is not None:
         raise ValueError(f"max_seqlen: got {max_seqlen} without cu_seqlens, allowed: None")
     else:
-        layout = _padded_layout(given, attention_mask)
+        layout = _padded_layout(given, attention_mask, config)
     choices = config.architecture
     if choices.position_table:
         _check_length("input_ids" if inputs_embeds is None else "inputs_embeds", config, layout)
@@ -172,6 +172,8 @@ def _check_length(name: str, config: BertConfig, layout: Layout) -> None:
     """Raises ValueError for a sequence that the table of positions does not reach."""
     first = config.architecture.first_position
     counted = first is not None and layout.cu_seqlens is not None
+    if counted and torch.compiler.is_compiling():
+        return  # how many tokens the mask leaves is data
     length = layout.max_seqlen if counted else layout.length
     if length > config.max_length:
         less = "" if first is None else f" - {first}"
@@ -182,16 +184,13 @@ def _check_length(name: str, config: BertConfig, layout: Layout) -> None:
 
 
 def _with_places(layout: Layout) -> Layout:
-    """``layout`` with ``places`` where a sequence's tokens did not stand side by side; which
-    torch.compile, that does not look at values, always supposes."""
+    """``layout`` with ``places`` where a sequence's tokens did not stand side by side."""
     if layout.indices is None or layout.cu_seqlens is None:
         return layout
     sequence, position = sequence_positions(layout.cu_seqlens, layout.indices.shape[0])
     place = layout.indices % max(layout.length, 1)
-    if not torch.compiler.is_compiling():
-        apart = (place - position).diff()[sequence.diff() == 0]
-        if not bool(apart.any()):
-            return layout
+    if not bool((place - position).diff()[sequence.diff() == 0].any()):
+        return layout
     places = place.new_zeros(layout.batch, layout.max_seqlen).index_put((sequence, position), place)
     return dataclasses.replace(layout, places=places)
 
@@ -223,11 +222,17 @@ def _packed_layout(
     return Layout(batch, max_seqlen, cu_seqlens, max_seqlen)
 
 
-def _padded_layout(given: Tensor, attention_mask: Tensor | None) -> Layout:
+def _padded_layout(given: Tensor, attention_mask: Tensor | None, config: BertConfig) -> Layout:
     batch, length = given.shape[:2]
     if attention_mask is None:
         return Layout(batch, length)
+    choices = config.architecture
     if attention_mask.dim() == 2:
+        if torch.compiler.is_compiling() and (choices.distance_buckets or choices.windows):
+            # A graph cannot depend on whether the tokens of a row stand side by side.
+            check_shape("attention_mask", attention_mask, (batch, length))
+            exists = attention_mask.bool()
+            return Layout(batch, length, mask=exists[:, None, None], tokens=exists)
         return _unpadded_layout(given, attention_mask)
     return _masked_layout(batch, length, attention_mask)
 

@@ -26,7 +26,8 @@ class Layout:
     packed; ``mask`` bool and ``bias`` floating, 4-D, in the caller's masks only of the uniform
     case: what attention may see. ``rotations``: of each base, what turns the rows' queries and
     keys. ``places`` int64 (batch, max_seqlen): where tokens stood in the padded batch, when
-    sequences had padding in their middle and somebody measures distances; else None.
+    sequences had padding in their middle and somebody measures distances; else None. ``tokens``
+    bool (batch, length): of a uniform layout with padding in it, which rows are tokens.
     """
 
     batch: int
@@ -38,6 +39,7 @@ class Layout:
     bias: Tensor | None = None
     rotations: dict[float, Rotation] = field(default_factory=dict)
     places: Tensor | None = None
+    tokens: Tensor | None = None
 
     @property
     def packed(self) -> bool:
@@ -57,7 +59,11 @@ class Layout:
     def padded(self, rows: Tensor) -> Tensor:
         """(T, ...) rows → (B, L, ...), 0 at padding, for packed input as well."""
         if self.cu_seqlens is None:
-            return rows.view(self.batch, self.length, *rows.shape[1:])
+            padded = rows.view(self.batch, self.length, *rows.shape[1:])
+            if self.tokens is None:
+                return padded
+            exists = self.tokens.view(*self.tokens.shape, *[1] * (rows.dim() - 1))
+            return padded.masked_fill(~exists, 0.0)
         indices = self.indices
         if indices is None:
             sequence, position = sequence_positions(self.cu_seqlens, rows.shape[0])
@@ -71,7 +77,7 @@ class Layout:
     def exists(self) -> Tensor | None:
         """Bool (B, L): which tokens of the padded batch are rows; None when all are."""
         if self.cu_seqlens is None:
-            return None
+            return self.tokens
         if self.indices is None:
             places = torch.arange(self.length, device=self.cu_seqlens.device)
             return places < self.cu_seqlens.diff().unsqueeze(1)
@@ -105,7 +111,11 @@ class Layout:
         if not torch.compiler.is_compiling() and rows.shape[0] == 0:
             return rows.new_zeros(self.batch, rows.shape[1])
         if self.cu_seqlens is None:
-            return rows.view(self.batch, self.length, rows.shape[1])[:, 0]
+            padded = self.padded(rows)
+            if self.tokens is None:
+                return padded[:, 0]
+            place = self.tokens.int().argmax(1)
+            return padded[torch.arange(self.batch, device=rows.device), place]
         # A sequence without tokens may start behind the last row; what it points at is masked.
         starts = self.cu_seqlens[:-1].long().clamp(max=rows.shape[0] - 1)
         empty = self.cu_seqlens.diff() == 0
@@ -113,6 +123,8 @@ class Layout:
 
     def weights(self, weights: Tensor) -> Tensor:
         """Attention weights (B, heads, max_seqlen, max_seqlen) → (B, heads, L, L), 0 at padding."""
+        if self.tokens is not None:
+            return weights * (self.tokens[:, None, :, None] & self.tokens[:, None, None, :])
         if self.cu_seqlens is None or self.packed:
             return weights
         exists = self.exists()
