@@ -146,3 +146,37 @@ def test_without_extension_triton_and_transformers_the_model_runs_and_info_says_
     )
     told = run("from fastbert.cli import main; sys.argv = ['fastbert', 'info']; main()", blocked)
     assert "_C is missing" in " ".join(told.split())
+
+
+def test_accelerate_without_transformers_says_what_to_install():
+    told = run(
+        "import torch, fastbert\n"
+        "from fastbert import BertModel, data, modules, ops\n"
+        "for name in ('accelerate', 'restore'):\n"
+        "    try:\n"
+        "        getattr(fastbert, name)\n"
+        "    except ImportError as error:\n"
+        "        print(error)\n",
+        ("transformers",),
+    )
+    lines = told.splitlines()
+    assert len(lines) == 2
+    for line in lines:
+        assert line.startswith("fastbert.accelerate needs transformers >= 5 (")
+        assert line.endswith("pip install 'fastbert[transformers]'")
+
+
+def test_accelerate_without_extension_and_triton_serves():
+    run(
+        "import torch, transformers, fastbert\n"
+        "sizes = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2)\n"
+        "config = transformers.BertConfig(vocab_size=50, intermediate_size=40, **sizes)\n"
+        "model = transformers.BertModel(config).eval()\n"
+        "ids, mask = torch.ones(2, 5, dtype=torch.int64), torch.ones(2, 5)\n"
+        "mask[1, 2:] = 0\n"
+        "with torch.no_grad():\n"
+        "    stock = model(ids, mask).pooler_output\n"
+        "    fast = fastbert.accelerate(model)(ids, mask).pooler_output\n"
+        "torch.testing.assert_close(fast, stock)",
+        ("fastbert._C", "triton", "sentence_transformers", "peft"),
+    )

@@ -239,6 +239,7 @@ def _run(host: Any, engine: Engine, output: str, given: dict[str, Any]) -> Any:
         values["hidden_states"] = _selected(shaped, states)
     if weights:
         values["attentions"] = encoded.attentions
+        values["cross_attentions"] = ()  # as in transformers, for an encoder has none
     fields = getattr(modeling_outputs, output)
     out = fields(**{k: v for k, v in values.items() if k in fields.__dataclass_fields__})
     wanted = given.get("return_dict")

@@ -77,12 +77,13 @@ class Drop(NamedTuple):
 class Watch(NamedTuple):
     """What binding depended on, in a form that is quick to compare with what is there now:
     modules, where they hang and their classes; their hooks; the attributes among which a
-    ``forward`` may appear; parameters of ours and theirs."""
+    ``forward`` may appear; parameters of ours and theirs, and the norms that have an eps."""
 
     modules: list[tuple[dict[str, Any], str, nn.Module, type]]
     hooks: list[dict[int, Any]]
     attributes: list[dict[str, Any]]
     parameters: list[tuple[dict[str, Any], dict[str, Any], str]]
+    norms: list[tuple[Any, Any]]
 
     @classmethod
     def over(cls, inside: list[Inside], leaves: list[Leaf]) -> Watch:
@@ -105,6 +106,7 @@ class Watch(NamedTuple):
             hooks,
             [module.__dict__ for module in modules],
             shared,
+            [(x.module, x.theirs[0].get()) for x in leaves if isinstance(x.module, LayerNorm)],
         )
 
     def unchanged(self) -> bool:
@@ -116,6 +118,7 @@ class Watch(NamedTuple):
             and not any(self.hooks)
             and not any("forward" in attributes for attributes in self.attributes)
             and all(ours[name] is theirs.get(name) for ours, theirs, name in self.parameters)
+            and all(ours.eps == theirs.eps for ours, theirs in self.norms)
         )
 
 
@@ -139,6 +142,7 @@ class Engine:
         self.leaves = [self._leaf(ours, theirs) for ours, theirs in self._pairs()]
         self.drops = list(self._drops())
         self.inside = list(self._containers())
+        self.sizes = [(m, len(m._modules)) for m in (host, *(each.module for each in self.inside))]
         self._check_activations()
         self.watch: Watch | None = None
         problem = self.bind()
@@ -151,7 +155,9 @@ class Engine:
 
     def fits(self) -> bool:
         """Whether the host is built as it was: no layer came, went or became another."""
-        return all(place.get() is module for _, place, module in self.inside)
+        return all(place.get() is module for _, place, module in self.inside) and all(
+            len(module._modules) == size for module, size in self.sizes
+        )
 
     def bind(self) -> str | None:
         """Hands our modules the parameters of theirs. Returns what is in the way, if anything."""
@@ -161,7 +167,9 @@ class Engine:
         self.watch = None
         problem = self._bind_anew()
         if problem is None:
-            self.watch = Watch.over(self.inside, self.leaves)
+            watch = Watch.over(self.inside, self.leaves)
+            # What has hooks now is bound otherwise when it has none.
+            self.watch = watch if watch.unchanged() else None
         return problem
 
     def _bind_anew(self) -> str | None:
@@ -236,12 +244,18 @@ class Engine:
                 yield Drop(self.model.get_submodule(ours.format(layer=layer)), parent, name)
 
     def _containers(self) -> Iterator[Inside]:
-        """All but our leaves, what is in them, and the pooler, which is called."""
+        """All but our leaves, what is in them, the pooler, which is called, and what a subclass
+        added."""
+        family = families.family_of(self.model.config.model_type)
+        paths = [path for theirs in family.modules.values() for path in theirs]
+        roots = {path.partition(".")[0] for path in (*paths, *family.dropouts.values())}
         leaves = {id(place.get()) for leaf in self.leaves for place in leaf.theirs}
 
         def walk(parent: nn.Module, before: str) -> Iterator[Inside]:
             for name, child in parent._modules.items():
                 if child is None or id(child) in leaves or name.startswith("pooler"):
+                    continue
+                if parent is self.host and name not in roots:
                     continue
                 yield Inside(before + name, Place(parent, name), child)
                 yield from walk(child, f"{before}{name}.")
@@ -266,7 +280,10 @@ def _none() -> None:
 
 def _place(root: nn.Module, path: str) -> Place:
     parent, _, name = path.rpartition(".")
-    return Place(root.get_submodule(parent), name)
+    try:
+        return Place(root.get_submodule(parent), name)
+    except AttributeError as error:
+        raise ValueError(f"{parent}: {error}") from error
 
 
 def _called_from_outside(module: nn.Module) -> str | None:
