@@ -65,7 +65,8 @@ def accelerate(model: Model, *, strict: bool = True) -> Model:
     A model of transformers with any head or none, a ``SentenceTransformer``, a ``CrossEncoder``, a
     model of your own around such an encoder, or a pipeline. Names, parameters, outputs and
     arguments stay those of transformers; ``restore`` undoes it. Differences, all on purpose:
-    ``last_hidden_state`` is 0 at padding, the pooler reads the first token that exists, masks of 3
+    ``last_hidden_state`` is 0 at padding (a loss over padded positions, as question answering's,
+    sees the head's bias there), the pooler reads the first token that exists, masks of 3
     and 4 dims may be bool, 0/1 or additive, packed sequences (``cu_seq_lens_q``, or
     ``position_ids`` that restart) do not see each other and have a pooler output each, and
     ``output_attentions`` may be a list of layers.
