@@ -41,7 +41,7 @@ def rotary(
     for name, angles in (("cos", cos), ("sin", sin)):
         if angles.dtype not in allowed:
             names = ", ".join(map(str, allowed))
-            raise TypeError(f"{name}: got {angles.dtype}, allowed for x in {x.dtype}: {names}")
+            raise TypeError(f"{name}: got {angles.dtype}, allowed: {names}")
         require_shape(name, angles, (tokens, head_dim // 2))
     require_same_device("x", x.device, cos=cos, sin=sin)
     require(0 <= heads <= total, "heads", heads, f"0 to {total}, the heads of x")
