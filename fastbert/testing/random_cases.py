@@ -28,6 +28,9 @@ LARGEST_ROWS = 8
 # Logits with a gradient that is not 0 by definition, over all heads. With fewer there is no telling
 # an error from the luck of the yardstick, however many elements the result has.
 FEWEST_LOGITS = 128
+# Rows with a label that are expected where there is any: the errors of a row's gradients share that
+# of its log-sum-exp, so those of one row are one number.
+FEWEST_LABELLED = 4
 
 Options = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -223,8 +226,10 @@ def _embedding(pick: Pick) -> Options:
 
 
 def _linear_cross_entropy(pick: Pick) -> Options:
-    return (pick.size(130), pick.size(100), pick.size(300)), {
-        "labelled": pick.one((0.0, 0.15, 0.5, 0.9, 1.0)),
+    tokens, hidden, vocabulary = pick.size(130), pick.size(100), pick.size(300)
+    labelled = pick.one((0.0, 0.15, 0.5, 0.9, 1.0))
+    return (tokens, hidden, vocabulary), {
+        "labelled": 1.0 if 0.0 < labelled * tokens < FEWEST_LABELLED else labelled,
         "bias": pick.chance(0.7),
         "reduction": pick.one(("mean", "sum", "none")),
     }
