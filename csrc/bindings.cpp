@@ -37,6 +37,7 @@ TORCH_LIBRARY(fastbert_C, m) {
   m.def(
       "rms_norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor rstd, Tensor? residual) "
       "-> (Tensor dsum, Tensor dweight)");
+  m.def("rotary(Tensor x, Tensor cos, Tensor sin, int heads, bool inverse) -> Tensor");
   m.def(
       "embedding_forward(Tensor ids, Tensor token_types, Tensor positions, Tensor word_table, "
       "Tensor type_table, Tensor position_table, Tensor weight, Tensor bias, Tensor? seed, "

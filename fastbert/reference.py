@@ -377,6 +377,17 @@ def rms_norm(
     return (total * rstd * weight).to(x.dtype)
 
 
+def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, heads: int) -> Tensor:
+    """x (T, N, D) with the first ``heads`` heads turned: element i of the first half of a head and
+    of the second are a pair, cos and sin (T, D / 2) those of its angle (Su et al. 2021, eq. 34).
+    """
+    dtype = torch.promote_types(x.dtype, cos.dtype)
+    cos, sin = (part.to(dtype).unsqueeze(1) for part in (cos, sin))
+    first, second = x[:, :heads].to(dtype).chunk(2, -1)
+    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+    return torch.cat([turned.to(x.dtype), x[:, heads:]], 1)
+
+
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:
     """x Φ(x) (Hendrycks and Gimpel 2016), its tanh form, or for ``approximate="relu"`` or
     ``"silu"`` ReLU or SiLU.

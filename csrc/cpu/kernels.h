@@ -77,6 +77,19 @@ struct RmsNormBackward {
   void* dsum;
 };
 
+// The first `turned` heads of each row of x (tokens, heads, 2 half), turned by the angles whose
+// cosines and sines are contiguous (tokens, half), backwards where `direction` is -1; the others
+// are copied. Strides in elements, 1 inside a head; y is contiguous.
+struct Rotary {
+  Format format;
+  int64_t heads, turned, half;
+  const void* x;
+  int64_t stride_row, stride_head;
+  const float *cos, *sin;
+  float direction;
+  void* y;
+};
+
 // For each token a row of every table: words, types, positions.
 struct Lookup {
   const int64_t* indices[3];
@@ -319,6 +332,7 @@ struct Kernels {
   void (*rms_norm_forward)(const RmsNormForward&, int64_t begin, int64_t end, float* scratch);
   void (*rms_norm_backward)(const RmsNormBackward&, int64_t begin, int64_t end, float* scratch,
                             double* partial);
+  void (*rotary)(const Rotary&, int64_t begin, int64_t end);
   void (*embedding_forward)(const EmbeddingForward&, int64_t begin, int64_t end, float* scratch);
   void (*embedding_backward)(const EmbeddingBackward&, int64_t begin, int64_t end, float* scratch,
                              double* partial);

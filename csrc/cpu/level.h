@@ -18,6 +18,7 @@
 #include "attention_strip_kernel.h"
 #endif
 #include "rms_norm_kernel.h"
+#include "rotary_kernel.h"
 
 #define FASTBERT_STRING_OF(x) #x
 #define FASTBERT_STRING(x) FASTBERT_STRING_OF(x)
@@ -33,6 +34,7 @@ extern const Kernels kKernels = {
     activation_backward,
     rms_norm_forward,
     rms_norm_backward,
+    rotary,
     embedding_forward,
     embedding_backward,
     sum_segments,

@@ -15,9 +15,9 @@ from fastbert.modules.dropout import NO_SEEDS, LayerSeeds
 from fastbert.modules.layer_norm import LayerNorm
 from fastbert.modules.layout import Layout
 from fastbert.modules.linear import Linear
-from fastbert.modules.positions import rotate
 from fastbert.modules.quantized_linear import QuantizedLinear
 from fastbert.modules.untouched import touched
+from fastbert.ops.backend import prefer
 
 
 class BertSelfAttention(OperationModule):
@@ -58,9 +58,12 @@ class BertSelfAttention(OperationModule):
         rows = (layout.batch, layout.length) if uniform else (hidden.shape[0],)
         near = None if self.window is None else layout.near(self.window)
         if self.rotary_base is not None:
-            qkv = qkv.view(-1, 3 * self.heads, self.head_dim)
-            turned = rotate(qkv[:, : 2 * self.heads], layout.rotations[self.rotary_base])
-            qkv = torch.cat([turned, qkv[:, 2 * self.heads :]], 1)
+            qkv = ops.rotary(
+                qkv.view(-1, 3 * self.heads, self.head_dim),
+                *layout.rotations[self.rotary_base],
+                heads=2 * self.heads,
+                backend=prefer("rotary", self.backend),
+            )
         result = ops.attention_qkvpacked(
             qkv.view(*rows, 3, self.heads, self.head_dim),
             layout.cu_seqlens,

@@ -12,17 +12,11 @@ Rotation = tuple[Tensor, Tensor]
 
 
 def rotation(positions: Tensor, base: float, head_dim: int) -> Rotation:
-    """Cosines and sines fp32 (T, 1, D / 2) of the angles positions (T,) / base^(2i / D)."""
+    """Cosines and sines fp32 (T, D / 2) of the angles positions (T,) / base^(2i / D), as
+    ``ops.rotary`` takes them."""
     steps = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32)
-    angles = positions[:, None, None].float() * (1.0 / base ** (steps / head_dim))
+    angles = positions[:, None].float() * (1.0 / base ** (steps / head_dim))
     return angles.cos(), angles.sin()
-
-
-def rotate(x: Tensor, by: Rotation) -> Tensor:
-    """x (T, heads, D) with element i of the first half and of the second turned as a pair."""
-    cos, sin = (part.to(torch.promote_types(x.dtype, part.dtype)) for part in by)
-    first, second = x.to(cos.dtype).chunk(2, -1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
 
 
 class DistanceBias(nn.Embedding):

@@ -18,6 +18,7 @@ from fastbert.ops.int8_linear import int8_linear
 from fastbert.ops.layer_norm import layer_norm
 from fastbert.ops.linear import linear
 from fastbert.ops.rms_norm import rms_norm
+from fastbert.ops.rotary import rotary
 from fastbert.ops.varlen import Packed, pad, unpad
 
 __all__ = [
@@ -36,5 +37,6 @@ __all__ = [
     "linear_gelu",
     "pad",
     "rms_norm",
+    "rotary",
     "unpad",
 ]

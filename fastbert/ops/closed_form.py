@@ -125,6 +125,15 @@ def rms_norm_backward(dy, x, weight, rstd, residual):
     return dsum.to(x.dtype), (dy * normalised).sum(dim=0).to(weight.dtype)
 
 
+def rotary_forward(x, cos, sin, heads):
+    return reference.rotary(x, cos, sin, heads=heads)
+
+
+def rotary_backward(dy, cos, sin, heads):
+    """Turned back by the same angles."""
+    return reference.rotary(dy, cos, -sin, heads=heads)
+
+
 def linear_gelu_forward(x, weight, bias, activation, save):
     """(y, h): the activation of h and h = x Wᵀ + bias, empty when nothing is to be saved."""
     h = torch.nn.functional.linear(x, weight, bias)

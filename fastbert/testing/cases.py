@@ -22,6 +22,7 @@ OPS = (
     "attention_qkvpacked",
     "layer_norm",
     "rms_norm",
+    "rotary",
     "linear",
     "linear_gelu",
     "feed_forward",
@@ -252,6 +253,15 @@ def _rms_norm(draw, rows, columns, *, residual=True, **options):
     return Inputs(positional, options, gradients)
 
 
+def _rotary(draw, tokens, total, head_dim, heads, *, strided=False):
+    if strided:
+        x = draw.normal(tokens, total + 3, head_dim + 5)[:, 2 : 2 + total, 1 : 1 + head_dim]
+    else:
+        x = draw.normal(tokens, total, head_dim)
+    angles = torch.rand(tokens, head_dim // 2, generator=draw.generator) * 2 * torch.pi
+    return Inputs({"x": x, "cos": angles.cos(), "sin": angles.sin()}, {"heads": heads}, ("x",))
+
+
 def _linear_gelu(draw, rows, inner, outer, *, bias=True, **options):
     positional = {
         "x": draw.normal(rows, inner),
@@ -314,6 +324,7 @@ _BUILDERS: dict[str, Callable[..., Inputs]] = {
     "attention_qkvpacked": _attention_qkvpacked,
     "layer_norm": _layer_norm,
     "rms_norm": _rms_norm,
+    "rotary": _rotary,
     "linear": _linear,
     "linear_gelu": _linear_gelu,
     "feed_forward": _feed_forward,
@@ -327,6 +338,7 @@ _FLOPS: dict[str, Callable[..., int]] = {
     "attention_qkvpacked": lambda lengths, h, d, slack=0: 4 * h * d * sum(n * n for n in lengths),
     "layer_norm": lambda rows, columns: 8 * rows * columns,
     "rms_norm": lambda rows, columns: 5 * rows * columns,
+    "rotary": lambda tokens, total, head_dim, heads: 3 * tokens * heads * head_dim,
     "linear": lambda rows, inner, outer: 2 * rows * inner * outer,
     "linear_gelu": lambda rows, inner, outer: 2 * rows * inner * outer,
     "feed_forward": lambda rows, hidden, inner: 4 * rows * hidden * inner,
@@ -340,6 +352,7 @@ _ELEMENTS: dict[str, Callable[..., int]] = {
     "attention_qkvpacked": lambda lengths, h, d, slack=0: 4 * sum(lengths) * h * d,
     "layer_norm": lambda rows, columns: 3 * rows * columns,
     "rms_norm": lambda rows, columns: 3 * rows * columns,
+    "rotary": lambda tokens, total, head_dim, heads: (2 * total + 1) * tokens * head_dim,
     "linear": lambda rows, inner, outer: rows * inner + inner * outer + rows * outer,
     "linear_gelu": lambda rows, inner, outer: rows * inner + inner * outer + rows * outer,
     "feed_forward": lambda rows, hidden, inner: 2 * rows * hidden + 2 * hidden * inner,
@@ -381,6 +394,18 @@ def _cases() -> Iterator[Case]:
     yield case("rms_norm", "residual", 37, 768, quick=True)
     yield case("rms_norm", "plain", 33, 111, residual=False, eps=1e-5)
     yield case("rms_norm", "wide", 9, 3584)
+    # Tokens, heads, head dim, heads that are turned.
+    yield case("rotary", "fused_projection", 37, 9, 64, 6, quick=True)
+    yield case("rotary", "strided", 33, 5, 96, 3, strided=True)
+    yield case("rotary", "one_token", 1, 6, 64, 4)
+    yield case("rotary", "no_token", 0, 6, 64, 4)
+    yield case("rotary", "one_pair", 65, 3, 2, 2)
+    yield case("rotary", "odd_half", 19, 6, 54, 4, strided=True)
+    yield case("rotary", "narrow_heads", 41, 12, 16, 8)
+    yield case("rotary", "wide_heads", 7, 3, 256, 2)
+    yield case("rotary", "wider_heads", 5, 2, 514, 1)
+    yield case("rotary", "no_head", 11, 3, 32, 0)
+    yield case("rotary", "every_head", 13, 20, 80, 20)
     yield case("linear", "bias", 70, 96, 130, quick=True)
     yield case("linear", "no_bias", 17, 59, 65, bias=False)
     yield case("linear_gelu", "erf", 70, 96, 130, quick=True)

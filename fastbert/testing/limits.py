@@ -110,6 +110,9 @@ def _backward(table: str, case: Case, dtype: torch.dtype, forward: Work) -> Work
         # where dropout makes it another tensor.
         own = bool(case.options.get("dropout_p")) and case.options.get("residual", True)
         return Work(2 * forward.flops, (4 if own else 3) * rows * columns * dtype.itemsize)
+    if table == "rotary":
+        # The gradient turned back: the same again.
+        return forward
     if table == "embedding":
         tokens, vocabulary, hidden = case.shape
         # dout and the words' rows read, the whole gradient of the word table written.

@@ -28,6 +28,9 @@ LARGEST_ROWS = 8
 # Logits with a gradient that is not 0 by definition, over all heads. With fewer there is no telling
 # an error from the luck of the yardstick, however many elements the result has.
 FEWEST_LOGITS = 128
+# Rows with a label that are expected where there is any: the errors of a row's gradients share that
+# of its log-sum-exp, so those of one row are one number.
+FEWEST_LABELLED = 4
 
 Options = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -186,6 +189,14 @@ def _rms_norm(pick: Pick) -> Options:
     return _matrix(pick), {"residual": pick.chance(0.5), **pick.only(0.3, eps=1e-3)}
 
 
+def _rotary(pick: Pick) -> Options:
+    total = pick.size(40, (1, 3, 12, 36))
+    head_dim = 2 * pick.size(150, (1, 8, 16, 32, 40, 48, 64, 128))
+    tokens = _rows(pick, max(1, min(40, LARGEST // (total * head_dim))))
+    heads = pick.one((0, total, 2 * total // 3, pick.random.randint(0, total)))
+    return (tokens, total, head_dim, heads), pick.only(0.5, strided=True)
+
+
 def _product(pick: Pick) -> tuple[int, int, int]:
     return pick.size(130), pick.size(200), pick.size(200)
 
@@ -215,8 +226,10 @@ def _embedding(pick: Pick) -> Options:
 
 
 def _linear_cross_entropy(pick: Pick) -> Options:
-    return (pick.size(130), pick.size(100), pick.size(300)), {
-        "labelled": pick.one((0.0, 0.15, 0.5, 0.9, 1.0)),
+    tokens, hidden, vocabulary = pick.size(130), pick.size(100), pick.size(300)
+    labelled = pick.one((0.0, 0.15, 0.5, 0.9, 1.0))
+    return (tokens, hidden, vocabulary), {
+        "labelled": 1.0 if 0.0 < labelled * tokens < FEWEST_LABELLED else labelled,
         "bias": pick.chance(0.7),
         "reduction": pick.one(("mean", "sum", "none")),
     }
@@ -228,13 +241,14 @@ GENERATORS: dict[str, Callable[[Pick], Options]] = {
     "attention_qkvpacked": _attention_qkvpacked,
     "layer_norm": _layer_norm,
     "rms_norm": _rms_norm,
+    "rotary": _rotary,
     "linear": _linear,
     "linear_gelu": _linear_gelu,
     "feed_forward": _feed_forward,
     "embedding": _embedding,
     "linear_cross_entropy": _linear_cross_entropy,
 }
-# Of twelve cases, attention with its many options gets five.
+# Of thirteen cases, attention with its many options gets five.
 TURNS = (*OPS, "attention", "attention_varlen")
 
 

@@ -101,6 +101,7 @@ def norms() -> None:
     from fastbert.kernels.layer_norm import layer_norm_backward, layer_norm_forward
     from fastbert.kernels.reduction import sum_rows
     from fastbert.kernels.rms_norm import rms_norm_backward, rms_norm_forward
+    from fastbert.kernels.rotary import rotary_backward, rotary_forward
 
     ones = torch.ones(64)
 
@@ -111,6 +112,15 @@ def norms() -> None:
     def rms_norm(x, residual, dy):
         y, rstd = rms_norm_forward(x, ones, residual=residual, eps=1e-6)
         return y, rms_norm_backward(dy, x, ones, rstd, residual=residual)
+
+    angles = torch.rand(9, 32) * 6
+
+    def rotary(x, dy):
+        given = {"cos": angles.cos(), "sin": angles.sin(), "heads": 2}
+        return rotary_forward(x, **given), rotary_backward(dy, **given)
+
+    tensors = {name: half(9, 3, 64) for name in ("x", "dy")}
+    check("rotary", rotary, tensors, dict.fromkeys(tensors, (0, 1, 2)))
 
     tensors = {name: half(9, 64) for name in ("x", "residual", "dy")}
     rows = {"x": (0,), "residual": (0,), "dy": (0, 1)}

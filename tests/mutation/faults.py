@@ -71,6 +71,12 @@ SELECTIONS: dict[str, list[str]] = {
         "-k",
         "kernels or (rms_norm and triton)",
     ],
+    "rotary": [
+        "tests/kernels/test_rotary_kernels.py",
+        PARITY,
+        "-k",
+        "kernels or (rotary and triton)",
+    ],
 }
 
 
@@ -726,6 +732,20 @@ ROWS = (
         "rms_norm.py",
         "dweight += tl.sum(dy * normalised, axis=0)",
         "dweight += tl.sum(dy * total, axis=0)",
+    ),
+    Fault(
+        "rotary_turns_the_gradient_forwards",
+        "rotary",
+        "rotary.py",
+        "sin = -sin",
+        "sin = sin",
+    ),
+    Fault(
+        "rotary_second_half_with_itself_as_partner",
+        "rotary",
+        "rotary.py",
+        "second * cos + first * sin",
+        "second * cos + second * sin",
     ),
     Fault(
         "last_partial_sum_dropped",

@@ -15,6 +15,7 @@ N = torch.ones(8)
 CU = torch.tensor([0, 2, 4], dtype=torch.int32)
 IDS = torch.zeros(4, dtype=torch.int64)
 T = torch.randn(4, 3, 8)
+C = torch.randn(4, 4)
 
 BAD_VALUES = {
     "mask": lambda: ops.attention(Q, Q, Q, mask=torch.ones(2, 4, dtype=torch.bool)),
@@ -38,6 +39,9 @@ BAD_VALUES = {
     "labels": lambda: ops.linear_cross_entropy(X, W, None, IDS + 6),
     "reduction": lambda: ops.linear_cross_entropy(X, W, None, IDS, reduction="max"),
     "positions": lambda: ops.embedding(IDS, IDS, IDS[:2], W, W, W, N, N),
+    "x": lambda: ops.rotary(T[..., :7], C, C, heads=2),
+    "cos": lambda: ops.rotary(T, C[:, :3], C, heads=2),
+    "heads": lambda: ops.rotary(T, C, C, heads=4),
 }
 BAD_TYPES = {
     "mask": lambda: ops.attention(Q, Q, Q, mask=torch.ones(2, 5)),
@@ -46,6 +50,8 @@ BAD_TYPES = {
     "x": lambda: ops.layer_norm(X.long(), N, N),
     "labels": lambda: ops.linear_cross_entropy(X, W, None, IDS.float()),
     "ids": lambda: ops.embedding(IDS.float(), IDS, IDS, W, W, W, N, N),
+    "cos": lambda: ops.rotary(T, C.bfloat16(), C, heads=2),
+    "sin": lambda: ops.rotary(T, C, C.double(), heads=2),
 }
 
 

@@ -108,3 +108,12 @@ def test_compiles_in_one_graph_without_gradients(op):
     compiled = torch.compile(getattr(ops, op), fullgraph=True, backend="aot_eager")
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(compiled(*arguments), getattr(ops, op)(*arguments))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rotary_is_left_alone(dtype):
+    inputs = find("rotary")[0].inputs(dtype)
+    plain = run_with_gradients(ops.rotary, inputs, {})
+    for name, tensor in run(ops.rotary, inputs, torch.bfloat16).items():
+        assert torch.equal(tensor, plain[name])
+        assert tensor.dtype == dtype

@@ -50,6 +50,8 @@ OPERATORS = [
     ("layer_norm", "_layer_norm_backward"),
     ("rms_norm", "_rms_norm"),
     ("rms_norm", "_rms_norm_backward"),
+    ("rotary", "_rotary"),
+    ("rotary", "_rotary_backward"),
     ("linear", "_linear"),
     ("linear", "_linear_backward"),
     ("feed_forward", "_linear_gelu"),

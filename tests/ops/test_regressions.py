@@ -5,6 +5,7 @@ Exact statements are exact here: no tolerance hides a leak out of padding.
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
@@ -24,6 +25,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ATTENTION = serving("attention", DEVICE)
 LAYER_NORM = serving("layer_norm", DEVICE)
 RMS_NORM = serving("rms_norm", DEVICE)
+ROTARY = serving("rotary", DEVICE)
 EMBEDDING = serving("embedding", DEVICE)
 GELU = serving("linear_gelu", DEVICE)
 CROSS_ENTROPY = serving("linear_cross_entropy", DEVICE)
@@ -238,6 +240,40 @@ def test_10_layer_norm_of_strided_rows_and_transposed_elements(backend):
         expected = ops.layer_norm(x.contiguous(), weight, weight, residual=x, backend=backend)
         got = ops.layer_norm(x, weight, weight, residual=x.contiguous(), backend=backend)
         assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("backend", ROTARY)
+def test_10_rotary_of_a_fused_projection_and_gradients_at_any_strides(backend):
+    angles = torch.rand(9, 8, device=DEVICE) * 6
+    turn = functools.partial(
+        ops.rotary, cos=angles.cos(), sin=angles.sin(), heads=4, backend=backend
+    )
+    wide = torch.randn(9, 6, 40, device=DEVICE)
+    for x in (
+        wide[..., 7:23],
+        wide[:, :, :16].mT.contiguous().mT,
+        wide[:1, :1, :16].expand(9, 6, 16),
+    ):
+        leaf = x.detach().requires_grad_()
+        out = turn(leaf)
+        assert out.is_contiguous()
+        assert torch.equal(out, turn(x.contiguous()))
+        for dout in (torch.ones((), device=DEVICE).expand_as(out), x):
+            (got,) = torch.autograd.grad(out, leaf, dout, retain_graph=True)
+            (expected,) = torch.autograd.grad(out, leaf, dout.contiguous(), retain_graph=True)
+            assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("backend", ROTARY)
+def test_28_rotary_copies_what_arithmetic_would_change_and_has_no_gradient_of_the_angles(backend):
+    x = torch.tensor([math.inf, -0.0, math.nan, 3.0], device=DEVICE).repeat(2, 3, 1)
+    cos, sin = (f(torch.rand(2, 2, device=DEVICE)).requires_grad_() for f in (torch.cos, torch.sin))
+    out = ops.rotary(x, cos, sin, heads=1, backend=backend)
+    assert torch.equal(out[:, 1:].view(torch.int32), x[:, 1:].view(torch.int32))
+    turned = torch.randn(2, 3, 4, device=DEVICE, requires_grad=True)
+    ops.rotary(turned, cos, sin, heads=3, backend=backend).sum().backward()
+    assert turned.grad is not None
+    assert cos.grad is sin.grad is None
 
 
 @pytest.mark.parametrize("backend", LAYER_NORM)

@@ -13,14 +13,23 @@ from fastbert.ops import backend as backends
 
 X, W, B = torch.randn(6, 8), torch.randn(8, 8), torch.randn(8)
 OPERANDS = {"linear": (W, B), "linear_gelu": (W, B), "feed_forward": (W, B, W.t(), B)}
-each_op = pytest.mark.parametrize("op", OPERANDS)
+each_op = pytest.mark.parametrize("op", [*OPERANDS, "rotary"])
 
 
 def both(op, **options):
     """The operation and its reference as functions of x."""
     for module, extra in ((ops, options), (reference, {})):
         function = functools.partial(getattr(module, op), **extra)
-        yield lambda x, function=function: function(x, *OPERANDS[op])
+        if op == "rotary":
+            yield lambda x, function=function: turned(x, function)
+        else:
+            yield lambda x, function=function: function(x, *OPERANDS[op])
+
+
+def turned(x, rotary):
+    """Each row (8,) of x as two heads, the first of them turned."""
+    angles = torch.arange(2.0 * x.shape[0]).view(-1, 2)
+    return rotary(x.view(-1, 2, 4), angles.cos(), angles.sin(), heads=1).reshape(x.shape)
 
 
 @each_op

@@ -1,0 +1,123 @@
+"""Rotary positions: public function, operator, gradient, backends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastbert import reference
+from fastbert.ops import backend as backends
+from fastbert.ops import closed_form
+from fastbert.ops.arguments import (
+    require,
+    require_floating,
+    require_same_device,
+    require_shape,
+    transformed,
+)
+from fastbert.ops.register import differentiable, once_differentiable, operator
+
+
+def rotary(
+    x: Tensor, cos: Tensor, sin: Tensor, *, heads: int, backend: str | None = None
+) -> Tensor:
+    """x with its first ``heads`` heads turned by each token's angles (Su et al. 2021, eq. 34), the
+    others copied, in one pass.
+
+    x (T, N, D) at any strides, D even: for one fused projection of q, k and v, N = 3H and ``heads``
+    = 2H. cos, sin (T, D / 2) fp32, for a float64 x also float64. Elements i and i + D / 2 of a head
+    are a pair: (a cos − b sin, b cos + a sin), in fp32 for a 16-bit x, rounded once. Returns (T, N,
+    D) contiguous in x's dtype, under autocast as well. Only x has a gradient.
+
+    Raises ValueError or TypeError naming the argument; ValueError when ``backend`` cannot serve.
+    """
+    require_floating("x", x)
+    is_pairs = x.dim() == 3 and x.shape[-1] >= 2 and x.shape[-1] % 2 == 0
+    require(is_pairs, "x", f"shape {tuple(x.shape)}", "(T, N, D), D even and >= 2")
+    tokens, total, head_dim = x.shape
+    allowed = (torch.float32, torch.float64) if x.dtype == torch.float64 else (torch.float32,)
+    for name, angles in (("cos", cos), ("sin", sin)):
+        if angles.dtype not in allowed:
+            names = ", ".join(map(str, allowed))
+            raise TypeError(f"{name}: got {angles.dtype}, allowed: {names}")
+        require_shape(name, angles, (tokens, head_dim // 2))
+    require_same_device("x", x.device, cos=cos, sin=sin)
+    require(0 <= heads <= total, "heads", heads, f"0 to {total}, the heads of x")
+    request = backends.Request(x.device.type, x.dtype, transformed=transformed())
+    choice = backends.resolve("rotary", backend, request)
+    if request.transformed:
+        return reference.rotary(x, cos, sin, heads=heads)
+    return _rotary(x, cos, sin, heads, choice.backend)
+
+
+# The operator
+
+
+def _forward(x, cos, sin, heads, backend):
+    return backends.TABLES["rotary"][backend].forward(x, cos, sin, heads)
+
+
+def _fake(x, cos, sin, heads, backend):
+    return x.new_empty(x.shape)
+
+
+def _backward(dy, cos, sin, heads, backend):
+    return backends.TABLES["rotary"][backend].backward(dy, cos, sin, heads)
+
+
+_rotary = operator(
+    "rotary(Tensor x, Tensor cos, Tensor sin, int heads, str backend) -> Tensor", _forward, _fake
+)
+_rotary_backward = operator(
+    "rotary_backward(Tensor dy, Tensor cos, Tensor sin, int heads, str backend) -> Tensor",
+    _backward,
+    _fake,
+)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, cos, sin, ctx.heads, ctx.backend = inputs
+    ctx.save_for_backward(cos, sin)
+
+
+def _gradient(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    dx = _rotary_backward(dy, *ctx.saved_tensors, ctx.heads, ctx.backend)
+    return dx, None, None, None, None
+
+
+differentiable("rotary", _gradient, _setup_context)
+once_differentiable("rotary_backward")
+
+
+# Backends
+
+
+def _triton_forward(x, cos, sin, heads):
+    from fastbert.kernels.rotary import rotary_forward
+
+    return rotary_forward(x, cos, sin, heads=heads)
+
+
+def _triton_backward(dy, cos, sin, heads):
+    from fastbert.kernels.rotary import rotary_backward
+
+    return rotary_backward(dy, cos, sin, heads=heads)
+
+
+def _extension_forward(x, cos, sin, heads):
+    return torch.ops.fastbert_C.rotary(x, cos, sin, heads, False)
+
+
+def _extension_backward(dy, cos, sin, heads):
+    return torch.ops.fastbert_C.rotary(dy, cos, sin, heads, True)
+
+
+backends.TABLES["rotary"] = {
+    "reference": backends.Implementation(
+        closed_form.rotary_forward, closed_form.rotary_backward, backends.ALL_DTYPES
+    ),
+    "triton": backends.Implementation(_triton_forward, _triton_backward),
+    "cpu": backends.Implementation(_extension_forward, _extension_backward),
+}

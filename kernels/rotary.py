@@ -1,0 +1,107 @@
+"""Rotary positions, forward and backward (Su et al. 2021).
+
+Bound by memory: a program reads the angles of one token once and turns all of its heads with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastbert.kernels.common import Launch, narrow, rotary_tile
+
+
+@triton.jit
+def _offsets(row, heads, cols, stride_row, stride_head, stride_col):
+    """Offsets [BLOCK_M, BLOCK_N] of some elements of some heads of one token."""
+    across = heads.to(tl.int64)[:, None] * stride_head
+    return row * stride_row + across + cols.to(tl.int64)[None, :] * stride_col
+
+
+@triton.jit
+def _rotary_kernel(
+    x_ptr, cos_ptr, sin_ptr, y_ptr,
+    stride_x_row, stride_x_head, stride_x_col, stride_y_row, stride_y_head,
+    heads_total, turned, half,
+    INVERSE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    angles = row * half + cols
+    cos = tl.load(cos_ptr + angles, mask=cols < half, other=0.0)[None, :]
+    sin = tl.load(sin_ptr + angles, mask=cols < half, other=0.0)[None, :]
+    if INVERSE:
+        sin = -sin
+    for first_head in range(0, heads_total, BLOCK_M):
+        heads = first_head + tl.arange(0, BLOCK_M)
+        inside = (heads < heads_total)[:, None] & (cols < half)[None, :]
+        offsets = _offsets(row, heads, cols, stride_x_row, stride_x_head, stride_x_col)
+        first = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+        offsets = _offsets(row, heads, cols + half, stride_x_row, stride_x_head, stride_x_col)
+        second = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+        is_turned = (heads < turned)[:, None]
+        new_first = tl.where(is_turned, first * cos - second * sin, first)
+        new_second = tl.where(is_turned, second * cos + first * sin, second)
+        dtype = y_ptr.dtype.element_ty
+        offsets = _offsets(row, heads, cols, stride_y_row, stride_y_head, 1)
+        tl.store(y_ptr + offsets, narrow(new_first, dtype), mask=inside)
+        offsets = _offsets(row, heads, cols + half, stride_y_row, stride_y_head, 1)
+        tl.store(y_ptr + offsets, narrow(new_second, dtype), mask=inside)
+
+
+def _launch(name, x, cos, sin, y, heads) -> Launch:
+    tokens, total, head_dim = x.shape
+    half = head_dim // 2
+    tile = rotary_tile(head_dim)
+    arguments = {
+        "x_ptr": x,
+        "cos_ptr": cos,
+        "sin_ptr": sin,
+        "y_ptr": y,
+        "stride_x_row": x.stride(0),
+        "stride_x_head": x.stride(1),
+        "stride_x_col": x.stride(2),
+        "stride_y_row": y.stride(0),
+        "stride_y_head": y.stride(1),
+        "heads_total": total,
+        "turned": heads,
+        "half": half,
+        "INVERSE": name == "rotary_backward",
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+    }
+    grid = (tokens, triton.cdiv(half, tile.block_n))
+    return Launch(name, _rotary_kernel, grid, arguments, tile.num_warps, tile.num_stages)
+
+
+def _run(name, x, cos, sin, heads) -> Tensor:
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _launch(name, x, cos.contiguous(), sin.contiguous(), y, heads).run(on=x)
+    return y
+
+
+def rotary_forward(x: Tensor, cos: Tensor, sin: Tensor, *, heads: int) -> Tensor:
+    """x (T, N, D) at any strides, D even, with the first ``heads`` heads turned, the others copied.
+
+    cos, sin fp32 (T, D / 2). Elements i and i + D / 2 of a head are a pair: (a cos − b sin, b cos +
+    a sin). Returns (T, N, D) contiguous in x's dtype.
+    """
+    return _run("rotary_forward", x, cos, sin, heads)
+
+
+def rotary_backward(dy: Tensor, cos: Tensor, sin: Tensor, *, heads: int) -> Tensor:
+    """dx of ``rotary_forward``: dy (T, N, D) at any strides turned back."""
+    return _run("rotary_backward", dy, cos, sin, heads)
+
+
+def shipped_launches() -> Iterator[Launch]:
+    """Representative launches, on meta tensors, for the ahead-of-time gate."""
+    for dtype, head_dim in ((torch.bfloat16, 64), (torch.float16, 96), (torch.float32, 256)):
+        x = torch.empty((512, 36, head_dim), dtype=dtype, device="meta")
+        angles = torch.empty((512, head_dim // 2), dtype=torch.float32, device="meta")
+        for name in ("rotary_forward", "rotary_backward"):
+            yield _launch(name, x, angles, angles, x, 24)
