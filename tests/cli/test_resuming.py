@@ -25,13 +25,13 @@ OPTIONS = ("--tokens-per-batch", 16)
 KILLED = """
 import importlib, os
 encode = importlib.import_module("fastbert.cli.encode")
-calls, pool = [], encode.pool
+calls, pool = [], encode.pooled
 def killed(*arguments):
     calls.append(1)
     if len(calls) == 30:
         os.kill(os.getpid(), 9)
     return pool(*arguments)
-encode.pool = killed
+encode.pooled = killed
 from fastbert.cli import main
 main()
 """
@@ -60,7 +60,7 @@ def stop(monkeypatch):
     """Makes the n-th batch raise, until ``monkeypatch.undo``."""
 
     def at(batch: int, error: type[BaseException] = RuntimeError) -> None:
-        calls, pool = [], encode_module.pool
+        calls, pool = [], encode_module.pooled
 
         def failing(*arguments):
             calls.append(1)
@@ -68,7 +68,7 @@ def stop(monkeypatch):
                 raise error("stopped")
             return pool(*arguments)
 
-        monkeypatch.setattr(encode_module, "pool", failing)
+        monkeypatch.setattr(encode_module, "pooled", failing)
 
     return at
 
@@ -223,14 +223,14 @@ def test_the_old_file_stays_until_the_new_one_is_whole(encode, stop, tmp_path):
 
 
 def test_an_input_that_changes_under_the_run(encode, monkeypatch, tmp_path, source):
-    texts, pool = tmp_path / "texts.txt", encode_module.pool
+    texts, pool = tmp_path / "texts.txt", encode_module.pooled
     shutil.copy(source, texts)
 
     def change(*arguments):
         texts.write_text("something else\n" * 100)
         return pool(*arguments)
 
-    monkeypatch.setattr(encode_module, "pool", change)
+    monkeypatch.setattr(encode_module, "pooled", change)
     monkeypatch.setattr(encode_module, "Texts", small_blocks(encode_module.Texts))
     result = encode(tmp_path / "rows.npy", texts=texts)
     assert "changed while it was read" in result.output
