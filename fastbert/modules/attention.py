@@ -15,16 +15,16 @@ from fastbert.modules.dropout import NO_SEEDS, LayerSeeds
 from fastbert.modules.layer_norm import LayerNorm
 from fastbert.modules.layout import Layout
 from fastbert.modules.linear import Linear
+from fastbert.modules.positions import Rotary
 from fastbert.modules.quantized_linear import QuantizedLinear
 from fastbert.modules.untouched import touched
-from fastbert.ops.backend import prefer
 
 
 class BertSelfAttention(OperationModule):
     """softmax(q kᵀ / √D) v for every head, on rows (T, H) that ``layout`` divides into sequences.
 
     ``qkv`` is one linear layer H → 3H. In state dicts it is ``query``, ``key`` and ``value``.
-    ``rotary_base`` and ``window``, of the layer ``number``, are None where it has none.
+    ``rotary`` and ``window``, of the layer ``number``, are None where it has none.
     """
 
     operation = "attention"
@@ -32,7 +32,8 @@ class BertSelfAttention(OperationModule):
     def __init__(self, config: BertConfig, backend: str | None = None, number: int = 0) -> None:
         super().__init__(backend)
         choices = config.architecture
-        self.rotary_base = choices.rotary_bases[number] if choices.rotary_bases else None
+        bases = choices.rotary_bases
+        self.rotary = Rotary(bases[number], backend) if bases else None
         window = choices.windows[number] if choices.windows else -1
         self.window = window if window >= 0 else None
         self.heads = config.num_attention_heads
@@ -57,13 +58,9 @@ class BertSelfAttention(OperationModule):
         uniform = layout.cu_seqlens is None
         rows = (layout.batch, layout.length) if uniform else (hidden.shape[0],)
         near = None if self.window is None else layout.near(self.window)
-        if self.rotary_base is not None:
-            qkv = ops.rotary(
-                qkv.view(-1, 3 * self.heads, self.head_dim),
-                *layout.rotations[self.rotary_base],
-                heads=2 * self.heads,
-                backend=prefer("rotary", self.backend),
-            )
+        if self.rotary is not None:
+            qkv = qkv.view(-1, 3 * self.heads, self.head_dim)
+            qkv = self.rotary(qkv, layout.rotations, 2 * self.heads)
         result = ops.attention_qkvpacked(
             qkv.view(*rows, 3, self.heads, self.head_dim),
             layout.cu_seqlens,

@@ -8,6 +8,9 @@ import math
 import torch
 from torch import Tensor, nn
 
+from fastbert import ops
+from fastbert.modules.backend import OperationModule
+
 Rotation = tuple[Tensor, Tensor]
 
 
@@ -17,6 +20,20 @@ def rotation(positions: Tensor, base: float, head_dim: int) -> Rotation:
     steps = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32)
     angles = positions[:, None].float() * (1.0 / base ** (steps / head_dim))
     return angles.cos(), angles.sin()
+
+
+class Rotary(OperationModule):
+    """Turns the queries and keys of a layer whose angles have the base ``base``."""
+
+    operation = "rotary"
+
+    def __init__(self, base: float, backend: str | None = None) -> None:
+        super().__init__(backend)
+        self.base = base
+
+    def forward(self, qkv: Tensor, rotations: dict[float, Rotation], heads: int) -> Tensor:
+        """qkv (T, N, D), the first ``heads`` of N turned; ``rotations``: of each base."""
+        return ops.rotary(qkv, *rotations[self.base], heads=heads, backend=self.backend)
 
 
 class DistanceBias(nn.Embedding):

@@ -136,7 +136,7 @@ def _stack(found: list[list[Any]], device: str, dtype: torch.dtype) -> Stack | C
         return _one_by_one(f"weights are {products}, the rows {dtype}")
     if any(m[i].training and m[i].dropout_p > 0.0 for m in found for i in DROPPING):
         return _one_by_one("there is dropout in training")
-    if any(m[ATTENTION].rotary_base is not None or m[ATTENTION].window is not None for m in found):
+    if any(m[ATTENTION].rotary is not None or m[ATTENTION].window is not None for m in found):
         return _one_by_one("attention has rotary positions or a window")
     heads = {modules[ATTENTION].heads for modules in found}
     activations = {modules[OUTPUT].activation for modules in found}

@@ -145,4 +145,5 @@ def test_info_of_a_model_says_why(run, refused, tmp_path) -> None:
     assert content["model"]["windows"] == "2 layers see 64 tokens around"
     rows = [row for row in content["backends"] if row["op"] == "encoder"]
     assert all("layer norms before attention" in row["reason"] for row in rows)
+    assert sum(row["op"] == "rotary" for row in content["backends"]) == 3
     assert "there is no config.json" in refused("info", tmp_path.parent)
