@@ -76,20 +76,23 @@ def read(path_or_hub_id: str | os.PathLike[str]) -> Stored:
     A sentence-transformers folder may keep its encoder in a sub-folder. Raises FileNotFoundError
     when there is no checkpoint, ValueError naming file and reason when there is a damaged one.
     """
-    folder = _encoder_folder(find(path_or_hub_id))
-    if not (folder / CONFIG).is_file():
-        raise FileNotFoundError(f"{folder}: there is no {CONFIG} in this folder")
-    return Stored(folder, _read_json(folder / CONFIG), _read_tensors(folder))
+    folder, content = _read_content(path_or_hub_id)
+    return Stored(folder, content, _read_tensors(folder))
 
 
 def read_settings(path_or_hub_id: str | os.PathLike[str]) -> tuple[BertConfig, list[str]]:
     """The configuration of a checkpoint and the classes that its config.json names, without reading
     weights. Errors as in ``read``."""
+    folder, content = _read_content(path_or_hub_id)
+    return Stored(folder, content, {}).config({}), list(content.get("architectures") or [])
+
+
+def _read_content(path_or_hub_id: str | os.PathLike[str]) -> tuple[Path, dict[str, Any]]:
+    """The folder of the encoder, and the content of its config.json."""
     folder = _encoder_folder(find(path_or_hub_id))
     if not (folder / CONFIG).is_file():
         raise FileNotFoundError(f"{folder}: there is no {CONFIG} in this folder")
-    content = _read_json(folder / CONFIG)
-    return Stored(folder, content, {}).config({}), list(content.get("architectures") or [])
+    return folder, _read_json(folder / CONFIG)
 
 
 def find(path_or_hub_id: str | os.PathLike[str]) -> Path:

@@ -42,6 +42,8 @@ class JoinedLinear(Joined, OperationModule):
 
     @property
     def bias(self) -> Tensor | None:
+        if all(part.bias is None for part in self.parts):
+            return None  # without joining the weights for it
         return self.parameters_now()[1]
 
     def parameters_now(self) -> tuple[Tensor, Tensor | None]:
