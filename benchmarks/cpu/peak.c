@@ -23,13 +23,22 @@
 #endif
 
 typedef float Vector __attribute__((vector_size(VECTOR_BYTES)));
-enum { kLanes = VECTOR_BYTES / 4, kChains = 12 };
+enum { kLanes = VECTOR_BYTES / 4, kChains = VECTOR_BYTES == 64 ? 24 : 12 };
 
-// Enough chains of dependent additions to hide their latency on any core, each a variable of its
-// own: an array of them would live in memory.
-#define EACH_CHAIN(f) f(0) f(1) f(2) f(3) f(4) f(5) f(6) f(7) f(8) f(9) f(10) f(11)
+// Enough chains of dependent additions to hide their latency on any core (two products of bf16 a
+// cycle of 6 cycles each ask for more than 12), each a variable of its own: an array of them would
+// live in memory.
+#define TWELVE_CHAINS(f) f(0) f(1) f(2) f(3) f(4) f(5) f(6) f(7) f(8) f(9) f(10) f(11)
+#if VECTOR_BYTES == 64
+#define MORE_CHAINS(f) f(12) f(13) f(14) f(15) f(16) f(17) f(18) f(19) f(20) f(21) f(22) f(23)
+#define EACH_CHAIN(f) TWELVE_CHAINS(f) MORE_CHAINS(f)
+#define ANY_REGISTER "+v"
+#else
+#define EACH_CHAIN TWELVE_CHAINS
+#define ANY_REGISTER "+x"
+#endif
 // Keeps the compiler from merging the chains or leaving the loop.
-#define PIN(i) __asm__ volatile("" : "+x"(sum##i));
+#define PIN(i) __asm__ volatile("" : ANY_REGISTER(sum##i));
 
 static volatile float sink;
 
@@ -172,8 +181,8 @@ double peak_int8(int64_t rounds) {
   memcpy(&a, values, sizeof a), memcpy(&b, values + 64, sizeof b);
 #define BEGIN(i) Bytes sum##i = a;
 // Without the pin the products, which never change, would be computed once for all chains.
-#define ADD(i)                    \
-  __asm__ volatile("" : "+x"(a)); \
+#define ADD(i)                            \
+  __asm__ volatile("" : ANY_REGISTER(a)); \
   sum##i = ADD_PRODUCTS(sum##i);
 #define COLLECT(i) a ^= sum##i;
   EACH_CHAIN(BEGIN)

@@ -20,26 +20,41 @@ struct F32 {
   }
 };
 
+FASTBERT_INLINE HalfVec load_half(const uint16_t* p, int count) {
+  HalfVec bits = {};
+  if (count == kLanes) {
+    __builtin_memcpy(&bits, p, sizeof(bits));
+    return bits;
+  }
+#if FASTBERT_INTRINSIC_BYTES == 64
+  return (HalfVec)_mm256_maskz_loadu_epi16((__mmask16)((1u << count) - 1u), p);
+#else
+  for (int i = 0; i < count; ++i) bits[i] = p[i];
+  return bits;
+#endif
+}
+
+FASTBERT_INLINE void store_half(uint16_t* p, HalfVec bits, int count) {
+  if (count == kLanes) {
+    __builtin_memcpy(p, &bits, sizeof(bits));
+    return;
+  }
+#if FASTBERT_INTRINSIC_BYTES == 64
+  _mm256_mask_storeu_epi16(p, (__mmask16)((1u << count) - 1u), (__m256i)bits);
+#else
+  for (int i = 0; i < count; ++i) p[i] = bits[i];
+#endif
+}
+
 // What bf16 and fp16 share; Derived supplies widen and narrow.
 template <class Derived>
 struct SixteenBits {
   using Storage = uint16_t;
   static FASTBERT_INLINE Vec load(const Storage* p, int count) {
-    HalfVec bits = {};
-    if (count == kLanes) {
-      __builtin_memcpy(&bits, p, sizeof(bits));
-    } else {
-      for (int i = 0; i < count; ++i) bits[i] = p[i];
-    }
-    return Derived::widen(bits);
+    return Derived::widen(load_half(p, count));
   }
   static FASTBERT_INLINE void store(Storage* p, Vec v, int count) {
-    const HalfVec bits = Derived::narrow(v);
-    if (count == kLanes) {
-      __builtin_memcpy(p, &bits, sizeof(bits));
-    } else {
-      for (int i = 0; i < count; ++i) p[i] = bits[i];
-    }
+    store_half(p, Derived::narrow(v), count);
   }
 };
 
@@ -101,19 +116,17 @@ struct F16 : SixteenBits<F16> {
 #endif
 };
 
-#if defined(FASTBERT_LEVEL_DOTS) || defined(FASTBERT_LEVEL_TILES)
-// bf16 of what is no denormal, in one instruction.
+// bf16 of what is no denormal, in one instruction where there is one.
 FASTBERT_INLINE HalfVec narrow_normal(Vec v) {
-#if defined(FASTBERT_EMULATE)
-  return BF16::narrow(v);
-#else
+#if (defined(FASTBERT_LEVEL_DOTS) || defined(FASTBERT_LEVEL_TILES)) && !defined(FASTBERT_EMULATE)
   const __m256bh narrow = _mm512_cvtneps_pbh((__m512)v);
   HalfVec bits;
   __builtin_memcpy(&bits, &narrow, sizeof(bits));
   return bits;
+#else
+  return BF16::narrow(v);
 #endif
 }
-#endif
 
 // Calls body(format) with the type that `format` names.
 template <class Body>

@@ -19,69 +19,141 @@ struct Tile {
   int rows, columns;
 };
 
-// Calls body(sums, row, column, count) for each register of the tile.
-template <class Body>
-FASTBERT_INLINE void for_each_register(const Tile& tile, Body body) {
-  for (int i = 0; i < tile.rows; ++i) {
-    for (int n = 0; n < tile.columns; n += kLanes) {
-      body(tile.sums + i * tile.stride + n, tile.row + i, tile.column + n,
-           clamp_count(tile.columns - n, kLanes));
-    }
-  }
-}
+// What is done to a few registers of sums at a time, so that long chains of operations overlap.
+struct Same {
+  template <int kCount>
+  static FASTBERT_INLINE void apply(Vec (&)[kCount]) {}
+};
 
 template <class Function>
-FASTBERT_INLINE void apply(const Tile& tile, Function function) {
-  for_each_register(tile, [&](float* sums, int64_t, int64_t, int) __attribute__((always_inline)) {
-    store(sums, function(load(sums)));
-  });
-}
-
-FASTBERT_INLINE void store_as(Format format, void* matrix, int64_t columns, const Tile& tile) {
-  with_format(format, [&](auto type) __attribute__((always_inline)) {
-    using To = decltype(type);
-    for_each_register(tile, [&](const float* sums, int64_t row, int64_t column,
-                                int count) __attribute__((always_inline)) {
-      To::store((typename To::Storage*)matrix + row * columns + column, load(sums), count);
-    });
-  });
-}
-
-__attribute__((noinline)) void finish_tile(const Gemm& g, const Tile& tile) {
-  if (g.bias) {
-    for_each_register(
-        tile, [&](float* sums, int64_t, int64_t column, int count) __attribute__((always_inline)) {
-          store(sums, load(sums) + load(g.bias + column, count));
-        });
+struct Each {
+  template <int kCount>
+  static FASTBERT_INLINE void apply(Vec (&x)[kCount]) {
+    for (int i = 0; i < kCount; ++i) x[i] = Function::forward(x[i]);
   }
-  if (g.pre_activation) store_as(g.format, g.pre_activation, g.n, tile);
-  switch (g.activation) {
+};
+
+template <class To>
+struct ErfTo : Each<Erf> {};
+
+template <>
+struct ErfTo<BF16> {
+  template <int kCount>
+  static FASTBERT_INLINE void apply(Vec (&x)[kCount]) {
+    Erf::forward_bf16(x);
+  }
+};
+
+// Where a residual comes from, `data` null for none, or where a result goes: the element that
+// belongs to the first one of a tile, and the distance of its rows.
+template <class Pointer>
+struct Place {
+  Pointer data;
+  int64_t stride;
+};
+
+template <class Format, class Pointer>
+FASTBERT_INLINE auto place_of(Pointer matrix, int64_t stride, const Tile& tile) {
+  return Place<Pointer>{matrix ? matrix + tile.row * stride + tile.column : matrix, stride};
+}
+
+// One pass over a tile: out = function(sums + bias) + residual.
+template <class From, class To, class Function>
+struct Pass {
+  const Tile& tile;
+  const float* bias;  // of the tile's columns, or null
+  Place<const typename From::Storage*> residual;
+  Place<typename To::Storage*> out;
+
+  template <int kRows>
+  FASTBERT_INLINE void rows(int row, int n, int count) const {
+    Vec v[kRows];
+    const Vec summand = bias ? load(bias + n, count) : Vec{};
+    for (int i = 0; i < kRows; ++i) {
+      v[i] = load(tile.sums + (row + i) * tile.stride + n) + summand;
+    }
+    Function::apply(v);
+    for (int i = 0; i < kRows; ++i) {
+      if (residual.data) {
+        v[i] += From::load(residual.data + (row + i) * residual.stride + n, count);
+      }
+      auto* p = out.data + (row + i) * out.stride + n;
+      if constexpr (kIsBF16<To>) {
+        store_half(p, narrow_normal(v[i]), count);
+      } else {
+        To::store(p, v[i], count);
+      }
+    }
+  }
+
+  FASTBERT_INLINE void run() const {
+    for (int n = 0; n < tile.columns; n += kLanes) {
+      const int count = clamp_count(tile.columns - n, kLanes);
+      int row = 0;
+      if (count == kLanes) {
+        for (; row + 4 <= tile.rows; row += 4) rows<4>(row, n, kLanes);
+        for (; row + 2 <= tile.rows; row += 2) rows<2>(row, n, kLanes);
+      }
+      for (; row < tile.rows; ++row) rows<1>(row, n, count);
+    }
+  }
+};
+
+template <class From, class To, class Function>
+FASTBERT_INLINE void pass(const Tile& tile, const float* bias,
+                          Place<const typename From::Storage*> residual,
+                          Place<typename To::Storage*> out) {
+  Pass<From, To, Function>{tile, bias, residual, out}.run();
+}
+
+template <class To>
+FASTBERT_INLINE void activate(Activation activation, const Tile& tile, const float* bias,
+                              Place<typename To::Storage*> out) {
+  switch (activation) {
     case Activation::none:
-      break;
+      return pass<F32, To, Same>(tile, bias, {}, out);
     case Activation::gelu:
-      apply(tile, [&](Vec x) __attribute__((always_inline)) { return Erf::forward(x); });
-      break;
+      return pass<F32, To, ErfTo<To>>(tile, bias, {}, out);
     case Activation::gelu_tanh:
-      apply(tile, [&](Vec x) __attribute__((always_inline)) { return Tanh::forward(x); });
-      break;
-    case Activation::relu:  // a NaN stays one
-      apply(tile, [&](Vec x) __attribute__((always_inline)) { return select(x < 0.0f, Vec{}, x); });
-      break;
+      return pass<F32, To, Each<Tanh>>(tile, bias, {}, out);
+    case Activation::relu:
+      return pass<F32, To, Each<Relu>>(tile, bias, {}, out);
     case Activation::geglu:  // of two halves of a row: feed_forward_kernel.h
     case Activation::swiglu:
       __builtin_unreachable();
   }
-  if (g.residual.data) {
-    with_format(g.residual_format, [&](auto type) __attribute__((always_inline)) {
-      using From = decltype(type);
-      for_each_register(tile, [&](float* sums, int64_t row, int64_t column,
-                                  int count) __attribute__((always_inline)) {
-        const auto* residual = (const typename From::Storage*)g.residual.data;
-        store(sums, load(sums) + From::load(residual + row * g.residual.stride + column, count));
-      });
+}
+
+template <class To>
+FASTBERT_INLINE void finish_to(const Gemm& g, const Tile& tile, const float* bias,
+                               Place<typename To::Storage*> out) {
+  if (!g.residual.data) return activate<To>(g.activation, tile, bias, out);
+  if (g.activation != Activation::none) {
+    activate<F32>(g.activation, tile, bias, {tile.sums, tile.stride});
+    bias = nullptr;
+  }
+  with_format(g.residual_format, [&](auto type) __attribute__((always_inline)) {
+    using From = decltype(type);
+    const auto* residual = (const typename From::Storage*)g.residual.data;
+    pass<From, To, Same>(tile, bias, place_of<From>(residual, g.residual.stride, tile), out);
+  });
+}
+
+__attribute__((noinline)) void finish_tile(const Gemm& g, const Tile& tile) {
+  const float* bias = g.bias ? g.bias + tile.column : nullptr;
+  const auto lying_like_out = [&](auto type, void* matrix) __attribute__((always_inline)) {
+    using To = decltype(type);
+    return place_of<To>((typename To::Storage*)matrix, g.n, tile);
+  };
+  if (g.pre_activation) {
+    with_format(g.format, [&](auto type) __attribute__((always_inline)) {
+      pass<F32, decltype(type), Same>(tile, bias, {}, lying_like_out(type, g.pre_activation));
     });
   }
-  if (!g.norm_weight) store_as(g.out_format, g.out, g.n, tile);
+  if (g.norm_weight) return finish_to<F32>(g, tile, bias, {tile.sums, tile.stride});
+  with_format(g.out_format, [&](auto type) __attribute__((always_inline)) {
+    finish_to<decltype(type)>(g, tile, bias, lying_like_out(type, g.out));
+  });
 }
 
 // The layer norm of whole rows of sums, as in layer_norm_kernel.h.

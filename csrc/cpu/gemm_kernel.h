@@ -198,11 +198,25 @@ void pack(const Packing& p, int64_t begin, int64_t end) {
 struct Task {
   int64_t row, column, rows, columns;
   float *panel, *a, *sums;
-  int64_t stride;  // of the rows of sums
+  int64_t stride;   // of the rows of sums
+  bool one_by_one;  // sums are those of one tile at a time
 };
 
 // Not a multiple of a page, so that the rows of a tile do not compete for the same lines of cache.
 FASTBERT_INLINE int64_t sums_stride(int64_t columns) { return panels_of(columns) * kPanel + 16; }
+
+// Of rows of panels that are multiplied together.
+constexpr int64_t kMostPanels = 4;
+
+// Whether a tile is finished as soon as it is multiplied: k is a single block, and no row has to be
+// complete first. Its sums then never leave the first-level cache, and a task has no bound on its
+// columns.
+FASTBERT_INLINE bool tiles_finish_one_by_one(const Gemm& g) {
+  bool single = false;
+  with_operand(g.packed_format,
+               [&](auto type) { single = words_of<decltype(type)>(g.k) <= kDepth; });
+  return single && !g.norm_weight;
+}
 
 template <class Format>
 void pack_rows(const Gemm& g, const Task& task, int64_t first, int64_t depth) {
@@ -353,9 +367,13 @@ struct TaskBlock {
   FASTBERT_INLINE bool last() const { return first + depth >= words; }
   FASTBERT_INLINE Depth steps() const { return {depth, chunk_of(g.n, g.k), first > 0}; }
 
+  FASTBERT_INLINE float* sums(int64_t row, int64_t n) const {
+    return task.one_by_one ? task.sums : task.sums + row * task.stride + n;
+  }
+
   FASTBERT_INLINE void finish(int64_t row, int64_t n, int rows, int64_t columns) const {
-    finish_tile(g, {task.sums + row * task.stride + n, task.stride, task.row + row, task.column + n,
-                    rows, (int)columns});
+    finish_tile(g,
+                {sums(row, n), task.stride, task.row + row, task.column + n, rows, (int)columns});
   }
 
   // What the epilogue of a tile reads and writes, fetched while the tile is multiplied: the lines
@@ -390,8 +408,8 @@ struct TaskBlock {
           next_of((const char*)(task.a + (tile + 1 < tiles ? end : 0) * kDepth), (const char*)b,
                   next_panel, depth * kPanel * sizeof(Storage), tile, tiles);
       if (last()) fetch_tile(row, n, rows);
-      multiply_rows<Operand>(rows, task.a + row * kDepth, b, steps(),
-                             task.sums + row * task.stride + n, task.stride, next);
+      multiply_rows<Operand>(rows, task.a + row * kDepth, b, steps(), sums(row, n), task.stride,
+                             next);
       if (last()) finish(row, n, rows, task.columns - n < kPanel ? task.columns - n : kPanel);
     }
   }
@@ -404,7 +422,7 @@ struct TaskBlock {
       const Next next = next_of((const char*)task.a, (const char*)panel(n),
                                 (const char*)panel(n + kPanels * kPanel),
                                 kPanels * depth * kPanel * sizeof(Storage), 0, 1);
-      multiply<Format, kRows, kPanels>(task.a, panel(n), kPanel * words, steps(), task.sums + n,
+      multiply<Format, kRows, kPanels>(task.a, panel(n), kPanel * words, steps(), sums(0, n),
                                        task.stride, next);
       if (last()) finish(0, n, kRows, kPanels * kPanel);
     }
@@ -414,7 +432,7 @@ struct TaskBlock {
   FASTBERT_INLINE void run() const {
     // From three tiles on it pays to widen a panel once, into memory.
     const bool widen = sizeof(Storage) < 4 && task.rows > 2 * kTileRows;
-    int64_t n = task.rows == 1   ? multiply_panels<1, 4>()
+    int64_t n = task.rows == 1   ? multiply_panels<1, kMostPanels>()
                 : task.rows == 2 ? multiply_panels<2, 2>()
                                  : 0;
     for (; n < task.columns; n += kPanel) {
@@ -461,7 +479,8 @@ void run_task(const Gemm& g, const Task& task) {
 // multiplications, and the loads that each row (its packing) and each column (its way from memory)
 // of a task costs.
 GemmPlan gemm_plan(const Gemm& g, int threads) {
-  const int64_t most_columns = g.norm_weight ? g.n : kMaxColumns;
+  const bool one_by_one = tiles_finish_one_by_one(g);
+  const int64_t most_columns = g.norm_weight || one_by_one ? g.n : kMaxColumns;
   const int64_t panels = panels_of(g.n), most_panels = panels_of(most_columns);
   const int64_t least_columns = (panels + most_panels - 1) / most_panels;
   // Whole rows of sums, to be normalised, stay near the second-level cache.
@@ -486,20 +505,24 @@ GemmPlan gemm_plan(const Gemm& g, int threads) {
       best = {tasks, 0, rows, columns};
     }
   }
-  best.scratch = 4 * (kDepth * kPanel + best.rows * (kDepth + sums_stride(best.columns)));
+  const int64_t sums = one_by_one ? kTileRows * sums_stride(kMostPanels * kPanel)
+                                  : best.rows * sums_stride(best.columns);
+  best.scratch = 4 * (kDepth * kPanel + best.rows * kDepth + sums);
   return best;
 }
 
 void gemm(const Gemm& params, const GemmPlan& plan, int64_t begin, int64_t end, void* scratch) {
   const Gemm g = params;
   const int64_t column_tasks = (g.n + plan.columns - 1) / plan.columns;
+  const bool one_by_one = tiles_finish_one_by_one(g);
   for (int64_t i = begin; i < end; ++i) {
     Task task = {};
     task.row = i / column_tasks * plan.rows;
     task.column = i % column_tasks * plan.columns;
     task.rows = g.m - task.row < plan.rows ? g.m - task.row : plan.rows;
     task.columns = g.n - task.column < plan.columns ? g.n - task.column : plan.columns;
-    task.stride = sums_stride(task.columns);
+    task.one_by_one = one_by_one;
+    task.stride = sums_stride(one_by_one ? kMostPanels * kPanel : task.columns);
     task.panel = (float*)scratch;
     task.a = task.panel + kDepth * kPanel;
     task.sums = task.a + plan.rows * kDepth;

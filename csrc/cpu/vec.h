@@ -54,16 +54,24 @@ FASTBERT_INLINE void store(float* p, Vec v) { __builtin_memcpy(p, &v, kBytes); }
 // The first `count` lanes; the others read as 0.
 FASTBERT_INLINE Vec load(const float* p, int count) {
   if (count == kLanes) return load(p);
+#if FASTBERT_INTRINSIC_BYTES == 64
+  return (Vec)_mm512_maskz_loadu_ps((__mmask16)((1u << count) - 1u), p);
+#else
   float lanes[kLanes] = {};
   for (int i = 0; i < count; ++i) lanes[i] = p[i];
   return load(lanes);
+#endif
 }
 
 FASTBERT_INLINE void store(float* p, Vec v, int count) {
   if (count == kLanes) return store(p, v);
+#if FASTBERT_INTRINSIC_BYTES == 64
+  _mm512_mask_storeu_ps(p, (__mmask16)((1u << count) - 1u), (__m512)v);
+#else
   float lanes[kLanes];
   store(lanes, v);
   for (int i = 0; i < count; ++i) p[i] = lanes[i];
+#endif
 }
 
 FASTBERT_INLINE WordVec lane_numbers() {
@@ -73,6 +81,23 @@ FASTBERT_INLINE WordVec lane_numbers() {
 }
 
 FASTBERT_INLINE Vec select(IntVec condition, Vec a, Vec b) { return condition ? a : b; }
+
+// a < b ? a : b and a > b ? a : b, so that a NaN gives b. Compilers do not see them in a select.
+FASTBERT_INLINE Vec least(Vec a, Vec b) {
+#if FASTBERT_INTRINSIC_BYTES == 64
+  return (Vec)_mm512_min_ps((__m512)a, (__m512)b);
+#else
+  return select(a < b, a, b);
+#endif
+}
+
+FASTBERT_INLINE Vec greatest(Vec a, Vec b) {
+#if FASTBERT_INTRINSIC_BYTES == 64
+  return (Vec)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+  return select(a > b, a, b);
+#endif
+}
 
 FASTBERT_INLINE Vec abs(Vec x) { return (Vec)((WordVec)x & 0x7fffffffu); }
 
