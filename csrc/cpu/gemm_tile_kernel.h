@@ -139,6 +139,8 @@ __attribute__((noinline)) void multiply_block(TileTask& t, int64_t strip, int64_
   const int64_t a_stride = whole || !t.tail ? t.a_stride : steps * kStepBytes;
   const char* b = (const char*)t.g.packed + (t.column / kPanel + panel) * panel_bytes;
   const int rows_per_step = (int)(kStrip / (steps + 1)) + 1;
+  // A copy in registers: read from memory, it would wait for the stores of the epilogue before.
+  Pending pending = t.pending;
   tile_zero<0>();
   tile_zero<1>();
   tile_zero<2>();
@@ -152,9 +154,9 @@ __attribute__((noinline)) void multiply_block(TileTask& t, int64_t strip, int64_
     if (ahead.a) {
       for (int i = 0; i < kStrip; ++i) fetch(ahead.a + i * a_stride + step * kStepBytes);
     }
-    t.pending.finish(t.g, rows_per_step);
+    pending.finish(t.g, rows_per_step);
   }
-  t.pending.finish(t.g, kStrip);
+  pending.finish(t.g, kStrip);
   const int64_t row = strip * kStrip, column = panel * kPanel;
   float* sums = t.sums;
   int64_t stride = kPanels * kPanel;

@@ -28,21 +28,21 @@ def lacking(supported: list[str]) -> str | None:
     return None if shutil.which("g++") else "emulation needs g++"
 
 
-def compile_library(folder: Path) -> Path:
+def compile_library(folder: Path, levels: list[str]) -> Path:
     """One library for all processes of a test session: the first one builds, the others wait."""
     library = folder / "emulated.so"
     with open(folder / "emulated.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if library.exists():
             return library
-        objects = [folder / f"{level}.o" for level in LEVELS]
+        objects = [folder / f"{level}.o" for level in levels]
         compilers = [
             subprocess.Popen(
                 ["g++", *FLAGS, *TARGET, "-c", "-o", out, CPU / f"level_{level}.cpp"],
                 stderr=subprocess.PIPE,
                 text=True,
             )
-            for level, out in zip(LEVELS, objects, strict=True)
+            for level, out in zip(levels, objects, strict=True)
         ]
         for compiler in compilers:
             messages = compiler.communicate()[1]

@@ -1,0 +1,97 @@
+"""The AMX level of the built extension itself, on a processor without AMX.
+
+The kernels run as they ship; their tile instructions raise SIGILL, and `trapped_tiles.cpp` computes
+them. Everything else in them is executed by the processor, which therefore needs AVX512_BF16.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+SOURCE = Path(__file__).with_name("trapped_tiles.cpp")
+PROBE = Path(__file__).with_name("trapped_probe.cpp")
+FLAGS = ("-std=c++17", "-O3", "-mavx512f", "-mprefer-vector-width=512", "-ffp-contract=off")
+TABLE = "_ZN8fastbert3cpu3amx8kKernelsE"
+MOST_SITES = 4096
+TILE = re.compile(r"^ *([0-9a-f]+):\t(tile|tdp|ldtilecfg|sttilecfg)")
+
+
+@functools.cache
+def symbols(library: str) -> dict[str, tuple[int, int]]:
+    """Name → (address, size), the hidden ones included."""
+    listing = subprocess.run(
+        ["nm", "--print-size", library], capture_output=True, text=True, check=True
+    ).stdout
+    rows = [line.split() for line in listing.splitlines()]
+    return {row[3]: (int(row[0], 16), int(row[1], 16)) for row in rows if len(row) == 4}
+
+
+def lacking(extension) -> str | None:
+    """Why tiles cannot be trapped here, or None."""
+    info = extension.build_info()
+    if sys.platform != "linux" or "amx" not in info["cpu_isas"]:
+        return "trapping its tiles needs Linux on x86-64"
+    if "avx512_bf16" not in info["cpu_isas_supported"]:
+        return "trapping its tiles needs AVX512_BF16 and AVX512_VNNI"
+    for tool in ("g++", "nm", "objdump"):
+        if shutil.which(tool) is None:
+            return f"trapping its tiles needs {tool}"
+    if TABLE not in symbols(extension.__file__):
+        return "trapping its tiles needs fastbert._C with its symbols (it was stripped)"
+    return None
+
+
+def compile_library(folder: Path) -> Path:
+    library = folder / "trapped_tiles.so"
+    subprocess.run(["g++", *FLAGS, "-fPIC", "-shared", "-o", library, SOURCE], check=True)
+    return library
+
+
+def compile_probe(program: Path) -> None:
+    """Without -pie, so that its data have addresses of 32 bits."""
+    subprocess.run(["g++", *FLAGS, "-no-pie", "-o", program, SOURCE, PROBE], check=True)
+
+
+class Trapped:
+    """The handler of a library built by `compile_library`, and the table of the extension."""
+
+    def __init__(self, library: Path, extension) -> None:
+        self.library = ctypes.CDLL(str(library))
+        self.library.trapped_tiles_configured.restype = ctypes.c_int64
+        found = symbols(extension.__file__)
+        anchor = ctypes.PyDLL(extension.__file__).PyInit__C
+        self.base = ctypes.cast(anchor, ctypes.c_void_p).value - found["PyInit__C"][0]
+        self.table = (self.base + found[TABLE][0], found[TABLE][1])
+
+    def install(self) -> None:
+        assert self.library.trapped_tiles_install() == 0
+
+    def remove(self) -> None:
+        assert self.library.trapped_tiles_remove() == 0
+
+    def use(self, extension) -> None:
+        extension.set_cpu_kernels(*self.table)
+
+    def executed(self) -> set[int]:
+        """Where in the extension's file the instructions lie that were executed so far."""
+        sites = (ctypes.c_uint64 * MOST_SITES).in_dll(self.library, "trapped_tiles_sites")
+        return {site - self.base for site in sites if site}
+
+    def configured(self) -> int:
+        """Threads that have not given their tiles back."""
+        return self.library.trapped_tiles_configured()
+
+
+def tile_instructions(library: str) -> dict[int, str]:
+    """Address in the file → text of every tile instruction."""
+    listing = subprocess.run(
+        ["objdump", "-d", "--no-show-raw-insn", library], capture_output=True, text=True, check=True
+    ).stdout
+    matches = ((TILE.match(line), line) for line in listing.splitlines())
+    return {int(match[1], 16): line.strip() for match, line in matches if match}
