@@ -12,6 +12,7 @@
 
 #include "isa.h"
 #include "operands.h"
+#include "operators.h"
 
 namespace fastbert::cpu {
 namespace {
@@ -132,6 +133,8 @@ void multiply(const Int8Gemm& params, int64_t m, int64_t panels, int64_t row_byt
                });
 }
 
+}  // namespace
+
 at::Tensor int8_linear(const at::Tensor& x_in, const at::Tensor& packed, const at::Tensor& scale,
                        const at::Tensor& column_sum, int64_t n, const OptionalTensor& bias_in,
                        const OptionalTensor& residual_in, const std::string& activation,
@@ -162,8 +165,6 @@ at::Tensor int8_linear(const at::Tensor& x_in, const at::Tensor& packed, const a
   multiply(params, m, packed.size(0), depth * rows.q.element_size());
   return out;
 }
-
-}  // namespace
 
 TORCH_LIBRARY_IMPL(fastbert_C, CompositeExplicitAutograd, m) { m.impl("int8_layout", int8_layout); }
 

@@ -11,6 +11,8 @@ from fastbert import ops
 from fastbert.modules.backend import OperationModule
 from fastbert.ops.int8_linear import Int8Weight, integers, layout, pack, unpack
 
+BUFFERS = ("packed", "padded_scale", "column_sum")
+
 
 class QuantizedLinear(OperationModule):
     """x Wᵀ + b by ``fastbert.ops.int8_linear``, on the CPU and for inference only.
@@ -28,7 +30,7 @@ class QuantizedLinear(OperationModule):
         super().__init__(backend)
         self.out_features, self.in_features = values.shape
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
-        for name in ("packed", "padded_scale", "column_sum"):
+        for name in BUFFERS:
             self.register_buffer(name, None, persistent=False)
         self._pack(values, scale)
 
@@ -46,10 +48,15 @@ class QuantizedLinear(OperationModule):
             raise RuntimeError(
                 "a quantised model got a call in training mode, allowed: model.eval()"
             )
-        if tuple(self.packed.shape[2:]) != layout():
-            self._pack(*unpack(self._int8()))
-        y = ops.int8_linear(x, self._int8(), self.bias, activation=activation, backend=self.backend)
+        weight = self.weight_now(layout())
+        y = ops.int8_linear(x, weight, self.bias, activation=activation, backend=self.backend)
         return (y, x) if return_residual else y
+
+    def weight_now(self, layout: tuple[int, int]) -> Int8Weight:
+        """W, packed again where the instruction set in use has another ``layout`` by now."""
+        if tuple(self._buffers["packed"].shape[2:]) != layout:
+            self._pack(*unpack(self._int8()))
+        return self._int8()
 
     @property
     def weight(self) -> Tensor:
@@ -62,8 +69,8 @@ class QuantizedLinear(OperationModule):
         return unpack(self._int8())[1]
 
     def _int8(self) -> Int8Weight:
-        sizes = (self.out_features, self.in_features)
-        return Int8Weight(self.packed, self.padded_scale, self.column_sum, *sizes)
+        packed, scale, column_sum = (self._buffers[name] for name in BUFFERS)
+        return Int8Weight(packed, scale, column_sum, self.out_features, self.in_features)
 
     def _pack(self, values: Tensor, scale: Tensor) -> None:
         self.packed, self.padded_scale, self.column_sum, *_ = pack(values, scale, *layout())
