@@ -43,8 +43,8 @@ void check(const at::Tensor& hidden, at::TensorList parameters, at::TensorList s
                     " tensors, allowed: ", kParameters, " for each layer");
   const size_t layers = parameters.size() / kParameters;
   TORCH_CHECK_VALUE(scales.empty() || scales.size() == layers * kScales, "scales: got ",
-                    scales.size(), " tensors, allowed: none, or ", kScales,
-                    " for each of the layers, ", layers);
+                    scales.size(), " tensors, allowed: none, or ", kScales, " for each of ", layers,
+                    " layers");
   TORCH_CHECK_VALUE(s.heads >= 1 && hidden.size(1) % s.heads == 0, "heads: got ", s.heads,
                     ", allowed: a divisor of ", hidden.size(1), ", the columns of hidden");
   TORCH_CHECK_TYPE(s.dtype == hidden.scalar_type() || hidden.scalar_type() == at::kFloat,

@@ -105,7 +105,7 @@ struct Quantised {
     parallel_for(rows, grain_rows(columns),
                  [&](int64_t begin, int64_t end) { k.int8_quantise(params, begin, end); });
     // What lies behind the rows is multiplied too, and thrown away; it only has to be defined.
-    q.narrow(0, rows, q.size(0) - rows).zero_();
+    if (q.size(0) > rows) q.narrow(0, rows, q.size(0) - rows).zero_();
   }
 };
 

@@ -11,8 +11,6 @@ from fastbert import ops
 from fastbert.modules.backend import OperationModule
 from fastbert.ops.int8_linear import Int8Weight, integers, layout, pack, unpack
 
-BUFFERS = ("packed", "padded_scale", "column_sum")
-
 
 class QuantizedLinear(OperationModule):
     """x Wᵀ + b by ``fastbert.ops.int8_linear``, on the CPU and for inference only.
@@ -30,7 +28,7 @@ class QuantizedLinear(OperationModule):
         super().__init__(backend)
         self.out_features, self.in_features = values.shape
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
-        for name in BUFFERS:
+        for name in ("packed", "padded_scale", "column_sum"):
             self.register_buffer(name, None, persistent=False)
         self._pack(values, scale)
 
@@ -54,7 +52,7 @@ class QuantizedLinear(OperationModule):
 
     def weight_now(self, layout: tuple[int, int]) -> Int8Weight:
         """W, packed again where the instruction set in use has another ``layout`` by now."""
-        if tuple(self._buffers["packed"].shape[2:]) != layout:
+        if self._layout != layout:
             self._pack(*unpack(self._int8()))
         return self._int8()
 
@@ -69,11 +67,16 @@ class QuantizedLinear(OperationModule):
         return unpack(self._int8())[1]
 
     def _int8(self) -> Int8Weight:
-        packed, scale, column_sum = (self._buffers[name] for name in BUFFERS)
-        return Int8Weight(packed, scale, column_sum, self.out_features, self.in_features)
+        # Not self.packed: a stack of layers asks for many, and attributes of a module are slow.
+        own = self._buffers
+        return Int8Weight(
+            own["packed"], own["padded_scale"], own["column_sum"],
+            self.out_features, self.in_features,
+        )  # fmt: skip
 
     def _pack(self, values: Tensor, scale: Tensor) -> None:
-        self.packed, self.padded_scale, self.column_sum, *_ = pack(values, scale, *layout())
+        self._layout = layout()
+        self.packed, self.padded_scale, self.column_sum, *_ = pack(values, scale, *self._layout)
 
     def _apply(self, fn: Any, recurse: bool = True) -> QuantizedLinear:
         scale = self.padded_scale

@@ -174,14 +174,18 @@ def _tensors(found: list[list[Any]]) -> tuple[list[Any], list[Tensor]]:
 
 
 def _int8_tensors(found: list[list[Any]]) -> tuple[list[Any], list[Tensor]]:
-    parameters, scales, now = [], [], layout()
+    parameters: list[Any] = []
+    scales: list[Tensor] = []
+    now = layout()
     for modules in found:
         for i in LEAVES:
-            weight, bias = _parameters(modules[i])
+            own = modules[i]._parameters
             if i in LINEARS:
-                weight, *both, _, _ = modules[i].weight_now(now)
-                scales += both
-            parameters += (weight, bias)
+                packed, scale, column_sum, _, _ = modules[i].weight_now(now)
+                parameters += (packed, own.get("bias"))
+                scales += (scale, column_sum)
+            else:
+                parameters += (own.get("weight"), own.get("bias"))
     return parameters, scales
 
 

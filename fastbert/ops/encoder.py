@@ -63,7 +63,9 @@ def encoder(
 
 
 def choose(
-    request: backends.Request, requested: dict[str, str | None], operations: Sequence[str]
+    request: backends.Request,
+    requested: dict[str, str | None],
+    operations: Sequence[str] = OPERATIONS,
 ) -> backends.Choice:
     """Who serves the layers: the CPU's one call where its backend serves every one of the
     ``operations`` inside; else, layer by layer, the backend of the first operation that is

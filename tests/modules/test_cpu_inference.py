@@ -32,25 +32,7 @@ CONFIG = BertConfig(
 )
 LENGTHS = (70, 23, 9, 1)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-LEVELS = ("baseline", "avx2", "avx512", "avx512_bf16", "amx")
 ONE_CALL = ("cpu", "all layers in one call")
-
-
-@pytest.fixture(params=LEVELS)
-def isa(request):
-    """Each level in turn; one that this machine or build lacks is skipped, and says so."""
-    if request.param not in backends.EXTENSION.build_info()["cpu_isas_supported"]:
-        pytest.skip(f"this processor or build has no {request.param}")
-    backends.EXTENSION.set_cpu_isa(request.param)
-    yield request.param
-    backends.EXTENSION.set_cpu_isa(None)
-
-
-@pytest.fixture
-def threads():
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
 
 
 def model(dtype: torch.dtype = torch.float32, **changes: Any) -> modules.BertModel:
@@ -345,7 +327,7 @@ def test_operator() -> None:
     hidden = torch.randn(12, 64)
     cu_seqlens = torch.tensor([0, 7, 12], dtype=torch.int32)
     parameters = [p.detach() for p in plan.parameters]
-    arguments = (parameters, cu_seqlens, None, None, 2, 7, 2, 1e-12, "gelu", torch.float32)
+    arguments = (parameters, [], cu_seqlens, None, None, 2, 7, 2, 1e-12, "gelu", torch.float32)
     for all_states in (False, True):
         torch.library.opcheck(torch.ops.fastbert.encoder.default, (hidden, *arguments, all_states))
     leaf = hidden.clone().requires_grad_()
