@@ -81,23 +81,23 @@ at::Tensor attention(const at::Tensor& qkv, const Stack& s) {
 }
 
 // activation(x Wᵀ + bias). Rows in fp32 are quantised as they are.
-at::Tensor product(const at::Tensor& x, const Layer& layer, Place at, const std::string& activation,
-                   const Stack& s) {
-  const at::Tensor *p = layer.parameters + at.parameters, &weight = p[0], &bias = p[1];
+at::Tensor product(const at::Tensor& x, const Layer& layer, Place place,
+                   const std::string& activation, const Stack& s) {
+  const at::Tensor *p = layer.parameters + place.parameters, &weight = p[0], &bias = p[1];
   if (!layer.scales) {
     return std::get<0>(linear(x.to(s.dtype), weight, bias, std::nullopt, activation, false));
   }
-  const at::Tensor *q = layer.scales + at.scales, &scale = q[0], &column_sum = q[1];
+  const at::Tensor *q = layer.scales + place.scales, &scale = q[0], &column_sum = q[1];
   return int8_linear(x, weight, scale, column_sum, bias.numel(), bias, std::nullopt, activation,
                      s.dtype);
 }
 
 // LN(x Wᵀ + bias + residual).
-at::Tensor product_and_norm(const at::Tensor& x, const Layer& layer, Place at, size_t norm,
+at::Tensor product_and_norm(const at::Tensor& x, const Layer& layer, Place place, size_t norm,
                             const at::Tensor& residual, const Stack& s) {
-  const at::Tensor *p = layer.parameters + at.parameters, *n = layer.parameters + norm;
+  const at::Tensor *p = layer.parameters + place.parameters, *n = layer.parameters + norm;
   if (!layer.scales) return linear_layer_norm(x, p[0], p[1], residual, n[0], n[1], s.eps);
-  const auto y = product(x, layer, at, "none", s).to(residual.scalar_type());
+  const auto y = product(x, layer, place, "none", s).to(residual.scalar_type());
   return std::get<0>(
       layer_norm_forward(y, n[0], n[1], residual, std::nullopt, std::nullopt, 0.0, s.eps));
 }

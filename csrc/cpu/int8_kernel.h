@@ -35,17 +35,23 @@ struct RowRange {
   bool finite;
 };
 
+// Several chains of comparisons at a time: one would wait for its own results.
 template <class Format>
 FASTBERT_INLINE RowRange range_of(const typename Format::Storage* x, int64_t columns) {
-  Vec low = {}, high = {};
+  Vec lows[kSums] = {}, highs[kSums] = {};
   IntVec bits = {};
-  for_each_vector(columns, [&](int64_t n, int count) __attribute__((always_inline)) {
+  for_each_summand(columns, [&](int64_t n, int u, int count) __attribute__((always_inline)) {
     const Vec v = Format::load(x + n, count);
-    low = select(v < low, v, low);
-    high = select(v > high, v, high);
+    lows[u] = select(v < lows[u], v, lows[u]);
+    highs[u] = select(v > highs[u], v, highs[u]);
     const IntVec magnitude = (IntVec)v & 0x7fffffff;
     bits = magnitude > bits ? magnitude : bits;
   });
+  Vec low = lows[0], high = highs[0];
+  for (int u = 1; u < kSums; ++u) {
+    low = select(lows[u] < low, lows[u], low);
+    high = select(highs[u] > high, highs[u], high);
+  }
   RowRange range = {0.0f, 0.0f, true};
   for (int i = 0; i < kLanes; ++i) {
     if (low[i] < range.low) range.low = low[i];

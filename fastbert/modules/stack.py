@@ -73,7 +73,7 @@ INT8_ASKING = tuple(sorted({*ASKING, *LINEARS}))
 # In this order weights and biases are what ``ops.encoder`` takes.
 LEAVES = tuple(sorted(NORMS + LINEARS))
 (ATTENTION,), (OUTPUT,) = _numbers((BertSelfAttention,)), _numbers((BertOutput,))
-DROPPING = (ATTENTION, *NORMS)
+DROPPING = (ATTENTION, OUTPUT, *NORMS)
 
 
 class Stack(NamedTuple):
@@ -138,7 +138,7 @@ def _stack(found: list[list[Any]], device: str, dtype: torch.dtype) -> Stack | C
     if int8 and any(modules[i].training for modules in found for i in LINEARS):
         return _one_by_one("a quantised layer is in training mode")
     parameters, scales = (_int8_tensors if int8 else _tensors)(found)
-    if not set(map(type, parameters)) <= {nn.Parameter, Tensor if int8 else nn.Parameter}:
+    if set(map(type, parameters)) != ({nn.Parameter, Tensor} if int8 else {nn.Parameter}):
         return _one_by_one("a parameter is missing or of a class of its own")
     allowed, rows = {dtype}, dtype
     if torch.is_autocast_enabled("cpu"):

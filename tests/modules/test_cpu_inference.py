@@ -4,6 +4,7 @@ any company, and never past a hook or a replaced layer.
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from pathlib import Path
 from typing import Any
@@ -254,6 +255,13 @@ def test_the_reasons(monkeypatch) -> None:
         assert built.backends()["encoder"].backend == "reference"
         assert "served by reference" in built.backends()["encoder"].reason
     assert "float64" in model(torch.float64).backends()["encoder"].reason
+
+
+def test_dropout_inside_the_feed_forward_alone_is_seen() -> None:
+    inner = dataclasses.replace(CONFIG.architecture, inner_dropout=0.5)
+    built = model(architecture=inner, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    assert one_call(built)
+    assert "dropout" in built.train().backends()["encoder"].reason
 
 
 def test_weights_that_change_are_seen() -> None:

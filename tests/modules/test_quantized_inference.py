@@ -262,3 +262,11 @@ def test_bad_arguments_are_named() -> None:
     square = [p[None] if i == 1 else p for i, p in enumerate(plan.parameters)]
     with pytest.raises(ValueError, match=r"bias: got shape \[1, 192\]"):
         call(square)
+
+
+def test_compiled_it_traces_the_modules() -> None:
+    built, ids = quantised(num_hidden_layers=1), batch((12, 12))["input_ids"]
+    with torch.no_grad():
+        expected = built(ids).last_hidden_state
+        compiled = torch.compile(built, backend="eager", fullgraph=True)
+        assert torch.equal(compiled(ids).last_hidden_state, expected)
