@@ -80,9 +80,9 @@ TORCH_LIBRARY(fastbert_C, m) {
       "Tensor? residual, str activation, ScalarType dtype) -> Tensor");
   m.def("int8_layout() -> (int lanes, int group)");
   m.def(
-      "encoder(Tensor hidden, Tensor[] parameters, Tensor? cu_seqlens, Tensor? mask, Tensor? bias, "
-      "int batch, int max_seqlen, int heads, float eps, str activation, ScalarType dtype, "
-      "bool all_states) -> Tensor[]");
+      "encoder(Tensor hidden, Tensor[] parameters, Tensor[] scales, Tensor? cu_seqlens, "
+      "Tensor? mask, Tensor? bias, int batch, int max_seqlen, int heads, float eps, "
+      "str activation, ScalarType dtype, bool all_states) -> Tensor[]");
   m.def("state_of(Tensor[] tensors) -> int");
   m.def("any_outside(Tensor index, int size, int? ignored) -> bool");
   m.def("unpad_indices(Tensor mask) -> (Tensor indices, Tensor cu_seqlens, int max_seqlen)");

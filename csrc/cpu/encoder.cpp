@@ -12,22 +12,15 @@
 namespace fastbert::cpu {
 namespace {
 
-// The parameters of a layer, in the order in which they are passed.
-enum Parameter {
-  kQkvWeight,
-  kQkvBias,
-  kProjectionWeight,
-  kProjectionBias,
-  kFirstNormWeight,
-  kFirstNormBias,
-  kInnerWeight,
-  kInnerBias,
-  kOuterWeight,
-  kOuterBias,
-  kSecondNormWeight,
-  kSecondNormBias,
-  kParameters
+// Where the tensors of a linear layer stand among its layer's: weight and bias, and in the other
+// list, where the weight is int8, its scale and the sums of its columns.
+struct Place {
+  size_t parameters, scales;
 };
+
+constexpr Place kQkv = {0, 0}, kProjection = {2, 2}, kInner = {6, 4}, kOuter = {8, 6};
+constexpr size_t kFirstNorm = 4, kSecondNorm = 10;  // weight and bias
+constexpr size_t kParameters = 12, kScales = 8;
 
 // How the rows are divided into sequences, and what every layer shares.
 struct Stack {
@@ -38,10 +31,20 @@ struct Stack {
   at::ScalarType dtype;  // of the products; the rows that go from layer to layer have their own
 };
 
-void check(const at::Tensor& hidden, at::TensorList parameters, const Stack& s) {
+struct Layer {
+  const at::Tensor* parameters;
+  const at::Tensor* scales;  // null where the weights are floating
+};
+
+void check(const at::Tensor& hidden, at::TensorList parameters, at::TensorList scales,
+           const Stack& s) {
   check_matrix("hidden", hidden);
   TORCH_CHECK_VALUE(parameters.size() % kParameters == 0, "parameters: got ", parameters.size(),
-                    " tensors, allowed: ", +kParameters, " for each layer");
+                    " tensors, allowed: ", kParameters, " for each layer");
+  const size_t layers = parameters.size() / kParameters;
+  TORCH_CHECK_VALUE(scales.empty() || scales.size() == layers * kScales, "scales: got ",
+                    scales.size(), " tensors, allowed: none, or ", kScales, " for each of ", layers,
+                    " layers");
   TORCH_CHECK_VALUE(s.heads >= 1 && hidden.size(1) % s.heads == 0, "heads: got ", s.heads,
                     ", allowed: a divisor of ", hidden.size(1), ", the columns of hidden");
   TORCH_CHECK_TYPE(s.dtype == hidden.scalar_type() || hidden.scalar_type() == at::kFloat,
@@ -77,30 +80,50 @@ at::Tensor attention(const at::Tensor& qkv, const Stack& s) {
   return out.reshape({rows, qkv.size(1) / 3});
 }
 
-// The rows between the layers keep their dtype, fp32 under autocast; the products have theirs.
-at::Tensor layer(const at::Tensor& hidden, const at::Tensor* p, const Stack& s) {
-  auto qkv = std::get<0>(
-      linear(hidden.to(s.dtype), p[kQkvWeight], p[kQkvBias], std::nullopt, "none", false));
-  auto x = attention(qkv, s);
-  qkv.reset();  // its memory is warm, and large enough for what comes next
-  const auto middle = linear_layer_norm(x, p[kProjectionWeight], p[kProjectionBias], hidden,
-                                        p[kFirstNormWeight], p[kFirstNormBias], s.eps);
-  x = std::get<0>(linear(middle.to(s.dtype), p[kInnerWeight], p[kInnerBias], std::nullopt,
-                         s.activation, false));
-  return linear_layer_norm(x, p[kOuterWeight], p[kOuterBias], middle, p[kSecondNormWeight],
-                           p[kSecondNormBias], s.eps);
+// activation(x Wᵀ + bias). Rows in fp32 are quantised as they are.
+at::Tensor product(const at::Tensor& x, const Layer& layer, Place place,
+                   const std::string& activation, const Stack& s) {
+  const at::Tensor *p = layer.parameters + place.parameters, &weight = p[0], &bias = p[1];
+  if (!layer.scales) {
+    return std::get<0>(linear(x.to(s.dtype), weight, bias, std::nullopt, activation, false));
+  }
+  const at::Tensor *q = layer.scales + place.scales, &scale = q[0], &column_sum = q[1];
+  return int8_linear(x, weight, scale, column_sum, bias.numel(), bias, std::nullopt, activation,
+                     s.dtype);
 }
 
-std::vector<at::Tensor> encoder(at::Tensor hidden, at::TensorList parameters,
+// LN(x Wᵀ + bias + residual).
+at::Tensor product_and_norm(const at::Tensor& x, const Layer& layer, Place place, size_t norm,
+                            const at::Tensor& residual, const Stack& s) {
+  const at::Tensor *p = layer.parameters + place.parameters, *n = layer.parameters + norm;
+  if (!layer.scales) return linear_layer_norm(x, p[0], p[1], residual, n[0], n[1], s.eps);
+  const auto y = product(x, layer, place, "none", s).to(residual.scalar_type());
+  return std::get<0>(
+      layer_norm_forward(y, n[0], n[1], residual, std::nullopt, std::nullopt, 0.0, s.eps));
+}
+
+// The rows between the layers keep their dtype, fp32 under autocast; the products have theirs.
+at::Tensor through(const Layer& layer, const at::Tensor& hidden, const Stack& s) {
+  auto qkv = product(hidden, layer, kQkv, "none", s);
+  auto x = attention(qkv, s);
+  qkv.reset();  // its memory is warm, and large enough for what comes next
+  const auto middle = product_and_norm(x, layer, kProjection, kFirstNorm, hidden, s);
+  x = product(middle, layer, kInner, s.activation, s);
+  return product_and_norm(x, layer, kOuter, kSecondNorm, middle, s);
+}
+
+std::vector<at::Tensor> encoder(at::Tensor hidden, at::TensorList parameters, at::TensorList scales,
                                 const OptionalTensor& cu_seqlens, const OptionalTensor& mask,
                                 const OptionalTensor& bias, int64_t batch, int64_t max_seqlen,
                                 int64_t heads, double eps, const std::string& activation,
                                 at::ScalarType dtype, bool all_states) {
   const Stack stack = {cu_seqlens, mask, bias, batch, max_seqlen, heads, eps, activation, dtype};
-  check(hidden, parameters, stack);
+  check(hidden, parameters, scales, stack);
   std::vector<at::Tensor> states;
-  for (size_t i = 0; i < parameters.size(); i += kParameters) {
-    hidden = layer(hidden, &parameters[i], stack);
+  for (size_t i = 0; i < parameters.size() / kParameters; ++i) {
+    const Layer layer = {&parameters[i * kParameters],
+                         scales.empty() ? nullptr : &scales[i * kScales]};
+    hidden = through(layer, hidden, stack);
     if (all_states) states.push_back(hidden);
   }
   if (!all_states) states.push_back(hidden);

@@ -12,6 +12,7 @@
 
 #include "isa.h"
 #include "operands.h"
+#include "operators.h"
 
 namespace fastbert::cpu {
 namespace {
@@ -104,7 +105,7 @@ struct Quantised {
     parallel_for(rows, grain_rows(columns),
                  [&](int64_t begin, int64_t end) { k.int8_quantise(params, begin, end); });
     // What lies behind the rows is multiplied too, and thrown away; it only has to be defined.
-    q.narrow(0, rows, q.size(0) - rows).zero_();
+    if (q.size(0) > rows) q.narrow(0, rows, q.size(0) - rows).zero_();
   }
 };
 
@@ -131,6 +132,8 @@ void multiply(const Int8Gemm& params, int64_t m, int64_t panels, int64_t row_byt
                  }
                });
 }
+
+}  // namespace
 
 at::Tensor int8_linear(const at::Tensor& x_in, const at::Tensor& packed, const at::Tensor& scale,
                        const at::Tensor& column_sum, int64_t n, const OptionalTensor& bias_in,
@@ -162,8 +165,6 @@ at::Tensor int8_linear(const at::Tensor& x_in, const at::Tensor& packed, const a
   multiply(params, m, packed.size(0), depth * rows.q.element_size());
   return out;
 }
-
-}  // namespace
 
 TORCH_LIBRARY_IMPL(fastbert_C, CompositeExplicitAutograd, m) { m.impl("int8_layout", int8_layout); }
 

@@ -25,6 +25,13 @@ at::Tensor linear_layer_norm(const at::Tensor& x, const at::Tensor& weight,
                              const at::Tensor& norm_weight, const at::Tensor& norm_bias,
                              double eps);
 
+// activation(q(x) Wᵀ + bias) + residual by integers, in `dtype`, the residual's: x (M, K), packed
+// int8 weights with n outputs, scale and column_sum padded as they are.
+at::Tensor int8_linear(const at::Tensor& x, const at::Tensor& packed, const at::Tensor& scale,
+                       const at::Tensor& column_sum, int64_t n, const OptionalTensor& bias,
+                       const OptionalTensor& residual, const std::string& activation,
+                       at::ScalarType dtype);
+
 // a b + addend, in `dtype` as the addend is: a (M, K), b (K, N) of a's dtype or fp32, any strides.
 at::Tensor matmul(const at::Tensor& a, const at::Tensor& b, const OptionalTensor& addend,
                   at::ScalarType dtype);

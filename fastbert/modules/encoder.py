@@ -122,6 +122,7 @@ def _one_call(plan: Stack, hidden: Tensor, layout: Layout, all_states: bool) -> 
         layout.length if uniform else layout.max_seqlen,
         batch=layout.batch,
         heads=plan.heads,
+        scales=plan.scales,
         mask=layout.mask,
         bias=layout.bias,
         eps=plan.eps,

@@ -46,10 +46,15 @@ class QuantizedLinear(OperationModule):
             raise RuntimeError(
                 "a quantised model got a call in training mode, allowed: model.eval()"
             )
-        if tuple(self.packed.shape[2:]) != layout():
-            self._pack(*unpack(self._int8()))
-        y = ops.int8_linear(x, self._int8(), self.bias, activation=activation, backend=self.backend)
+        weight = self.weight_now(layout())
+        y = ops.int8_linear(x, weight, self.bias, activation=activation, backend=self.backend)
         return (y, x) if return_residual else y
+
+    def weight_now(self, layout: tuple[int, int]) -> Int8Weight:
+        """W, packed again where the instruction set in use has another ``layout`` by now."""
+        if self._layout != layout:
+            self._pack(*unpack(self._int8()))
+        return self._int8()
 
     @property
     def weight(self) -> Tensor:
@@ -62,11 +67,16 @@ class QuantizedLinear(OperationModule):
         return unpack(self._int8())[1]
 
     def _int8(self) -> Int8Weight:
-        sizes = (self.out_features, self.in_features)
-        return Int8Weight(self.packed, self.padded_scale, self.column_sum, *sizes)
+        # Not self.packed: a stack of layers asks for many, and attributes of a module are slow.
+        own = self._buffers
+        return Int8Weight(
+            own["packed"], own["padded_scale"], own["column_sum"],
+            self.out_features, self.in_features,
+        )  # fmt: skip
 
     def _pack(self, values: Tensor, scale: Tensor) -> None:
-        self.packed, self.padded_scale, self.column_sum, *_ = pack(values, scale, *layout())
+        self._layout = layout()
+        self.packed, self.padded_scale, self.column_sum, *_ = pack(values, scale, *self._layout)
 
     def _apply(self, fn: Any, recurse: bool = True) -> QuantizedLinear:
         scale = self.padded_scale

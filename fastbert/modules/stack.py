@@ -20,11 +20,14 @@ from fastbert.modules.joined_linear import JoinedLinear
 from fastbert.modules.layer import BertLayer, PreNormLayer
 from fastbert.modules.layer_norm import LayerNorm
 from fastbert.modules.linear import Linear
+from fastbert.modules.quantized_linear import QuantizedLinear
 from fastbert.modules.untouched import touched
 from fastbert.ops.backend import Choice, Request
-from fastbert.ops.encoder import ACTIVATIONS, choose
+from fastbert.ops.encoder import ACTIVATIONS, INT8_OPERATIONS, OPERATIONS, choose
+from fastbert.ops.int8_linear import layout
 
-# The modules inside a module of each class; anything else in a layer is not known here.
+# The modules inside a module of each class, or QuantizedLinear for a linear one; anything else in a
+# layer is not known here.
 CHILDREN: dict[type[nn.Module], tuple[tuple[str, type[nn.Module]], ...]] = {
     BertLayer: (
         ("attention", BertAttention),
@@ -63,18 +66,21 @@ def _numbers(kinds: tuple[type[nn.Module], ...], of: tuple[Any, ...] = KINDS) ->
     return tuple(i for i, kind in enumerate(of) if issubclass(kind, kinds))
 
 
-OPERATIONS = _numbers((OperationModule,))
 NORMS, LINEARS = _numbers((LayerNorm,)), _numbers((nn.Linear,))
+# The modules that ask for a backend.
+ASKING = _numbers((OperationModule,))
+INT8_ASKING = tuple(sorted({*ASKING, *LINEARS}))
 # In this order weights and biases are what ``ops.encoder`` takes.
 LEAVES = tuple(sorted(NORMS + LINEARS))
 (ATTENTION,), (OUTPUT,) = _numbers((BertSelfAttention,)), _numbers((BertOutput,))
-DROPPING = (ATTENTION, *NORMS)
+DROPPING = (ATTENTION, OUTPUT, *NORMS)
 
 
 class Stack(NamedTuple):
     """What ``ops.encoder`` is told about the layers."""
 
     parameters: list[Tensor]
+    scales: list[Tensor]
     dtype: torch.dtype
     heads: int
     eps: float
@@ -116,7 +122,8 @@ def _inside(layer: Any) -> list[Any] | str:
     found = [layer]
     for parent, name, kind, path in STEPS:
         module = found[parent]._modules.get(name)
-        problem = touched(module, kind)
+        quantised = type(module) is QuantizedLinear and issubclass(kind, nn.Linear)
+        problem = touched(module, QuantizedLinear if quantised else kind)
         if problem is not None:
             return f"{path} {problem}"
         found.append(module)
@@ -124,16 +131,22 @@ def _inside(layer: Any) -> list[Any] | str:
 
 
 def _stack(found: list[list[Any]], device: str, dtype: torch.dtype) -> Stack | Choice:
-    parameters = [p for modules in found for i in LEAVES for p in _parameters(modules[i])]
-    if set(map(type, parameters)) != {nn.Parameter}:
+    kinds = {type(modules[i]) is QuantizedLinear for modules in found for i in LINEARS}
+    if len(kinds) > 1:
+        return _one_by_one("some linear layers are int8, others are not")
+    int8 = kinds == {True}
+    if int8 and any(modules[i].training for modules in found for i in LINEARS):
+        return _one_by_one("a quantised layer is in training mode")
+    parameters, scales = (_int8_tensors if int8 else _tensors)(found)
+    if set(map(type, parameters)) != ({nn.Parameter, Tensor} if int8 else {nn.Parameter}):
         return _one_by_one("a parameter is missing or of a class of its own")
-    allowed = {dtype}
+    allowed, rows = {dtype}, dtype
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
         allowed = {dtype, torch.float32}
-    products = {p.dtype for p in _weights_of_products(parameters)}
-    if not products <= allowed:
-        return _one_by_one(f"weights are {products}, the rows {dtype}")
+    dtypes = {rows} if int8 else {p.dtype for p in _weights_of_products(parameters)}
+    if not dtypes <= allowed:
+        return _one_by_one(f"{'rows' if int8 else 'weights'} are {dtypes}, the products {dtype}")
     if any(m[i].training and m[i].dropout_p > 0.0 for m in found for i in DROPPING):
         return _one_by_one("there is dropout in training")
     if any(m[ATTENTION].rotary is not None or m[ATTENTION].window is not None for m in found):
@@ -141,17 +154,39 @@ def _stack(found: list[list[Any]], device: str, dtype: torch.dtype) -> Stack | C
     heads = {modules[ATTENTION].heads for modules in found}
     activations = {modules[OUTPUT].activation for modules in found}
     eps = {modules[i].eps for modules in found for i in NORMS}
-    requests = {(m[i].operation, m[i].backend) for m in found for i in OPERATIONS}
+    asking = INT8_ASKING if int8 else ASKING
+    requests = {(m[i].operation, m[i].backend) for m in found for i in asking}
     requested = dict(requests)
     if max(map(len, (heads, activations, eps))) > 1 or len(requested) < len(requests):
         return _one_by_one("the layers differ in heads, eps, activation or backend")
     activation = activations.pop()
     if activation not in ACTIVATIONS:
         return _one_by_one(f"the activation is {activation}")
-    choice = choose(Request(device, dtype, activation=activation), requested)
+    request = Request(device, dtype, activation=activation)
+    choice = choose(request, requested, INT8_OPERATIONS if int8 else OPERATIONS)
     if choice.backend != "cpu":
         return choice
-    return Stack(parameters, dtype, heads.pop(), eps.pop(), activation)
+    return Stack(parameters, scales, dtype, heads.pop(), eps.pop(), activation)
+
+
+def _tensors(found: list[list[Any]]) -> tuple[list[Any], list[Tensor]]:
+    return [p for modules in found for i in LEAVES for p in _parameters(modules[i])], []
+
+
+def _int8_tensors(found: list[list[Any]]) -> tuple[list[Any], list[Tensor]]:
+    parameters: list[Any] = []
+    scales: list[Tensor] = []
+    now = layout()
+    for modules in found:
+        for i in LEAVES:
+            own = modules[i]._parameters
+            if i in LINEARS:
+                packed, scale, column_sum, _, _ = modules[i].weight_now(now)
+                parameters += (packed, own.get("bias"))
+                scales += (scale, column_sum)
+            else:
+                parameters += (own.get("weight"), own.get("bias"))
+    return parameters, scales
 
 
 def _parameters(leaf: nn.Module) -> tuple[Tensor | None, Tensor | None]:

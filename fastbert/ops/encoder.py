@@ -15,9 +15,10 @@ from fastbert.ops.register import differentiable, operator
 
 # Of each layer, in this order: weight and bias of the fused q, k, v, of the projection behind
 # attention and of the layer norm behind it, of both layers of the feed-forward and of the layer
-# norm behind those.
-PARAMETERS = 12
+# norm behind those. With int8 weights also, of the four linear layers, scale and column sums.
+PARAMETERS, SCALES = 12, 8
 OPERATIONS = ("linear", "attention", "feed_forward", "layer_norm")
+INT8_OPERATIONS = ("int8_linear", "attention", "layer_norm")
 ACTIVATIONS = ("gelu", "gelu_tanh", "relu")
 
 
@@ -29,6 +30,7 @@ def encoder(
     *,
     batch: int,
     heads: int,
+    scales: Sequence[Tensor] = (),
     mask: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-12,
@@ -40,8 +42,10 @@ def encoder(
     (Devlin et al. 2019), without dropout and without gradients.
 
     hidden (T, H): packed sequences with cu_seqlens int32 (B+1,), or T = batch · max_seqlen;
-    parameters: ``PARAMETERS`` tensors for each layer; mask bool and bias floating, 4-D, as in
-    ``attention``, without cu_seqlens. dtype: that of the matrix products, hidden's by default;
+    parameters: ``PARAMETERS`` tensors for each layer; with int8 weights, all of them, each is the
+    ``packed`` of an ``ops.int8_linear.Int8Weight``, and ``scales`` holds ``SCALES`` tensors for
+    each layer, ``scale`` and ``column_sum`` of each. mask bool and bias floating, 4-D, as in
+    ``attention``, without cu_seqlens. dtype: that of the products' results, hidden's by default;
     under autocast hidden is fp32 and stays so from layer to layer. CPU tensors only.
 
     Raises ValueError or TypeError naming the argument; RuntimeError where a gradient is asked for.
@@ -53,16 +57,21 @@ def encoder(
         reason is None, "hidden", hidden.device, f"a tensor that the cpu backend takes: {reason}"
     )
     return _encoder(
-        hidden, list(parameters), cu_seqlens, mask, bias, batch, max_seqlen, heads, eps, activation,
-        hidden.dtype if dtype is None else dtype, all_states,
+        hidden, list(parameters), list(scales), cu_seqlens, mask, bias, batch, max_seqlen, heads,
+        eps, activation, hidden.dtype if dtype is None else dtype, all_states,
     )  # fmt: skip
 
 
-def choose(request: backends.Request, requested: dict[str, str | None]) -> backends.Choice:
-    """Who serves the layers: the CPU's one call where its backend serves every operation inside;
-    else, layer by layer, the backend of the first operation that is another's. ``requested``: the
-    backend asked for by operation. Raises ValueError where one cannot serve."""
-    for op in OPERATIONS:
+def choose(
+    request: backends.Request,
+    requested: dict[str, str | None],
+    operations: Sequence[str] = OPERATIONS,
+) -> backends.Choice:
+    """Who serves the layers: the CPU's one call where its backend serves every one of the
+    ``operations`` inside; else, layer by layer, the backend of the first operation that is
+    another's. ``requested``: the backend asked for by operation. Raises ValueError where one cannot
+    serve."""
+    for op in operations:
         choice = backends.resolve(op, requested.get(op), request)
         if choice.backend != "cpu":
             reason = f"layer by layer: {op} is served by {choice.backend}: {choice.reason}"
@@ -77,7 +86,7 @@ def _forward(*arguments):
     return torch.ops.fastbert_C.encoder(*arguments)
 
 
-def _fake(hidden, parameters, cu_seqlens, mask, bias, batch, max_seqlen, *rest):
+def _fake(hidden, parameters, scales, cu_seqlens, mask, bias, batch, max_seqlen, *rest):
     layers = len(parameters) // PARAMETERS if rest[-1] else 1
     return [torch.empty_like(hidden) for _ in range(layers)]
 
@@ -87,9 +96,9 @@ def _backward(ctx, *gradients):
 
 
 _encoder = operator(
-    "encoder(Tensor hidden, Tensor[] parameters, Tensor? cu_seqlens, Tensor? mask, Tensor? bias, "
-    "SymInt batch, SymInt max_seqlen, int heads, float eps, str activation, ScalarType dtype, "
-    "bool all_states) -> Tensor[]",
+    "encoder(Tensor hidden, Tensor[] parameters, Tensor[] scales, Tensor? cu_seqlens, "
+    "Tensor? mask, Tensor? bias, SymInt batch, SymInt max_seqlen, int heads, float eps, "
+    "str activation, ScalarType dtype, bool all_states) -> Tensor[]",
     _forward,
     _fake,
 )

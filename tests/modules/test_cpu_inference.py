@@ -4,6 +4,7 @@ any company, and never past a hook or a replaced layer.
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from pathlib import Path
 from typing import Any
@@ -32,25 +33,7 @@ CONFIG = BertConfig(
 )
 LENGTHS = (70, 23, 9, 1)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-LEVELS = ("baseline", "avx2", "avx512", "avx512_bf16", "amx")
 ONE_CALL = ("cpu", "all layers in one call")
-
-
-@pytest.fixture(params=LEVELS)
-def isa(request):
-    """Each level in turn; one that this machine or build lacks is skipped, and says so."""
-    if request.param not in backends.EXTENSION.build_info()["cpu_isas_supported"]:
-        pytest.skip(f"this processor or build has no {request.param}")
-    backends.EXTENSION.set_cpu_isa(request.param)
-    yield request.param
-    backends.EXTENSION.set_cpu_isa(None)
-
-
-@pytest.fixture
-def threads():
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
 
 
 def model(dtype: torch.dtype = torch.float32, **changes: Any) -> modules.BertModel:
@@ -274,6 +257,13 @@ def test_the_reasons(monkeypatch) -> None:
     assert "float64" in model(torch.float64).backends()["encoder"].reason
 
 
+def test_dropout_inside_the_feed_forward_alone_is_seen() -> None:
+    inner = dataclasses.replace(CONFIG.architecture, inner_dropout=0.5)
+    built = model(architecture=inner, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    assert one_call(built)
+    assert "dropout" in built.train().backends()["encoder"].reason
+
+
 def test_weights_that_change_are_seen() -> None:
     """Every way in which weights change shows in the next result: none is packed for good."""
     built, other, inputs = model(), model(initializer_range=0.05), batch()
@@ -345,7 +335,7 @@ def test_operator() -> None:
     hidden = torch.randn(12, 64)
     cu_seqlens = torch.tensor([0, 7, 12], dtype=torch.int32)
     parameters = [p.detach() for p in plan.parameters]
-    arguments = (parameters, cu_seqlens, None, None, 2, 7, 2, 1e-12, "gelu", torch.float32)
+    arguments = (parameters, [], cu_seqlens, None, None, 2, 7, 2, 1e-12, "gelu", torch.float32)
     for all_states in (False, True):
         torch.library.opcheck(torch.ops.fastbert.encoder.default, (hidden, *arguments, all_states))
     leaf = hidden.clone().requires_grad_()
