@@ -6,7 +6,6 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
-#include <atomic>
 #include <vector>
 
 #include "isa.h"
@@ -61,11 +60,8 @@ void share_out(std::vector<Item>& items, int64_t scratch, const Body& body) {
   constexpr int64_t kWorthAThread = 1 << 18;
   const int64_t threads = std::min({(int64_t)at::get_num_threads(), (int64_t)items.size(),
                                     std::max<int64_t>(1, total / kWorthAThread)});
-  std::atomic<size_t> next{0};
-  parallel_for(threads, 1, [&](int64_t, int64_t) {
-    void* memory = thread_scratch(scratch);
-    for (size_t i = next++; i < items.size(); i = next++) body(items[i], memory);
-  });
+  for_each_task((int64_t)items.size(), threads,
+                [&](int64_t i) { body(items[i], thread_scratch(scratch)); });
 }
 
 // Every head of every sequence in pieces of `length(sequence)` rows: whole ones where there are

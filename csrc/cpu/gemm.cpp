@@ -4,7 +4,6 @@
 #include <torch/library.h>
 
 #include <array>
-#include <atomic>
 
 #include "isa.h"
 #include "operands.h"
@@ -51,15 +50,12 @@ constexpr double kProductGrain = 400e3;
 // and each of them reads the whole weight.
 constexpr int64_t kRowsPerThread = 32;
 
-// Tasks are taken as threads become free: they need not all run equally fast.
 void run(const Kernels& k, const Gemm& g) {
   const bool small = (double)g.m * (double)g.n * (double)std::max<int64_t>(1, g.k) < kProductGrain;
   const int threads = small ? 1 : at::get_num_threads();
   const GemmPlan plan = k.gemm_plan(g, threads);
-  std::atomic<int64_t> next{0};
-  parallel_for(std::min<int64_t>(threads, plan.tasks), 1, [&](int64_t, int64_t) {
-    void* scratch = thread_scratch(plan.scratch);
-    for (int64_t task; (task = next++) < plan.tasks;) k.gemm(g, plan, task, task + 1, scratch);
+  for_each_task(plan.tasks, threads, [&](int64_t task) {
+    k.gemm(g, plan, task, task + 1, thread_scratch(plan.scratch));
   });
 }
 
@@ -67,7 +63,7 @@ void run(const Kernels& k, const Gemm& g) {
 Gemm product(const at::Tensor& x, const at::Tensor& packed, int64_t n, const OptionalTensor& bias,
              const OptionalTensor& residual) {
   Gemm g = {};
-  g.format = g.packed_format = g.out_format = format_of(x);
+  g.format = g.packed_format = g.pre_activation_format = g.out_format = format_of(x);
   g.m = x.size(0);
   g.n = n;
   g.k = x.size(1);

@@ -125,54 +125,54 @@ FASTBERT_INLINE void activate(Activation activation, const Tile& tile, const flo
 }
 
 template <class To>
-FASTBERT_INLINE void finish_to(const Gemm& g, const Tile& tile, const float* bias,
+FASTBERT_INLINE void finish_to(const Epilogue& e, const Tile& tile, const float* bias,
                                Place<typename To::Storage*> out) {
-  if (!g.residual.data) return activate<To>(g.activation, tile, bias, out);
-  if (g.activation != Activation::none) {
-    activate<F32>(g.activation, tile, bias, {tile.sums, tile.stride});
+  if (!e.residual.data) return activate<To>(e.activation, tile, bias, out);
+  if (e.activation != Activation::none) {
+    activate<F32>(e.activation, tile, bias, {tile.sums, tile.stride});
     bias = nullptr;
   }
-  with_format(g.residual_format, [&](auto type) __attribute__((always_inline)) {
+  with_format(e.residual_format, [&](auto type) __attribute__((always_inline)) {
     using From = decltype(type);
-    const auto* residual = (const typename From::Storage*)g.residual.data;
-    pass<From, To, Same>(tile, bias, place_of<From>(residual, g.residual.stride, tile), out);
+    const auto* residual = (const typename From::Storage*)e.residual.data;
+    pass<From, To, Same>(tile, bias, place_of<From>(residual, e.residual.stride, tile), out);
   });
 }
 
-__attribute__((noinline)) void finish_tile(const Gemm& g, const Tile& tile) {
-  const float* bias = g.bias ? g.bias + tile.column : nullptr;
+__attribute__((noinline)) void finish_tile(const Epilogue& e, const Tile& tile) {
+  const float* bias = e.bias ? e.bias + tile.column : nullptr;
   const auto lying_like_out = [&](auto type, void* matrix) __attribute__((always_inline)) {
     using To = decltype(type);
-    return place_of<To>((typename To::Storage*)matrix, g.n, tile);
+    return place_of<To>((typename To::Storage*)matrix, e.n, tile);
   };
-  if (g.pre_activation) {
-    with_format(g.format, [&](auto type) __attribute__((always_inline)) {
-      pass<F32, decltype(type), Same>(tile, bias, {}, lying_like_out(type, g.pre_activation));
+  if (e.pre_activation) {
+    with_format(e.pre_activation_format, [&](auto type) __attribute__((always_inline)) {
+      pass<F32, decltype(type), Same>(tile, bias, {}, lying_like_out(type, e.pre_activation));
     });
   }
-  if (g.norm_weight) return finish_to<F32>(g, tile, bias, {tile.sums, tile.stride});
-  with_format(g.out_format, [&](auto type) __attribute__((always_inline)) {
-    finish_to<decltype(type)>(g, tile, bias, lying_like_out(type, g.out));
+  if (e.norm_weight) return finish_to<F32>(e, tile, bias, {tile.sums, tile.stride});
+  with_format(e.out_format, [&](auto type) __attribute__((always_inline)) {
+    finish_to<decltype(type)>(e, tile, bias, lying_like_out(type, e.out));
   });
 }
 
 // The layer norm of whole rows of sums, as in layer_norm_kernel.h.
 template <class Format>
-void normalise_rows(const Gemm& g, const Tile& tile) {
+void normalise_rows(const Epilogue& e, const Tile& tile) {
   for (int64_t row = 0; row < tile.rows; ++row) {
     const float* sums = tile.sums + row * tile.stride;
     Vec totals[kSums] = {};
-    for_each_summand(g.n, [&](int64_t n, int u, int count) __attribute__((always_inline)) {
+    for_each_summand(e.n, [&](int64_t n, int u, int count) __attribute__((always_inline)) {
       totals[u] += load(sums + n, count);
       __builtin_prefetch(sums + tile.stride + n, 0, 3);
     });
-    const Moments m = moments(sums, totals, g.n, g.eps);
-    auto* out = (typename Format::Storage*)g.out + (tile.row + row) * g.n;
+    const Moments m = moments(sums, totals, e.n, e.eps);
+    auto* out = (typename Format::Storage*)e.out + (tile.row + row) * e.n;
     const Vec shift = splat(-m.correction * m.rstd);
-    for_each_vector(g.n, [&](int64_t n, int count) __attribute__((always_inline)) {
+    for_each_vector(e.n, [&](int64_t n, int count) __attribute__((always_inline)) {
       const Vec normal = fma(load(sums + n, count) - m.mean, splat(m.rstd), shift);
       Format::store(out + n,
-                    fma(normal, load(g.norm_weight + n, count), load(g.norm_bias + n, count)),
+                    fma(normal, load(e.norm_weight + n, count), load(e.norm_bias + n, count)),
                     count);
     });
   }

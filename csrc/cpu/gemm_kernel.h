@@ -18,6 +18,7 @@
 
 #include "formats.h"
 #include "gemm_epilogue.h"
+#include "gemm_tasks.h"
 #include "kernels.h"
 #include "transpose.h"
 #include "vec.h"
@@ -195,8 +196,7 @@ void pack(const Packing& p, int64_t begin, int64_t end) {
 
 // What one task computes of the result, and its memory: a block of a panel in fp32, the block of a
 // in rows of kDepth words, and the sums.
-struct Task {
-  int64_t row, column, rows, columns;
+struct Task : GemmBlock {
   float *panel, *a, *sums;
   int64_t stride;   // of the rows of sums
   bool one_by_one;  // sums are those of one tile at a time
@@ -243,8 +243,23 @@ void pack_rows(const Gemm& g, const Task& task, int64_t first, int64_t depth) {
   }
 }
 
-// The same in words of two neighbours along k.
+// The same in words of two neighbours along k. Rows that lie in memory as words do are copied one
+// after another, while those that follow are on their way.
 inline void pack_row_pairs(const Gemm& g, const Task& task, int64_t first, int64_t depth) {
+  if (g.a_column == 1) {
+    constexpr int64_t kAhead = 4;
+    const auto* a = (const uint16_t*)g.a + task.row * g.a_row;
+    for (int64_t row = 0; row < task.rows; ++row) {
+      const int64_t far = row + kAhead < task.rows ? kAhead * g.a_row : 0;
+      for (int64_t word = 0; word < depth; word += kLanes) {
+        const int64_t k = 2 * (first + word);
+        const auto* p = a + row * g.a_row + k;
+        __builtin_prefetch(p + far, 0, 3);
+        store(task.a + row * kDepth + word, load_line<BF16>(p, clamp_count(g.k - k, kLine)));
+      }
+    }
+    return;
+  }
   for (int64_t row = 0; row < task.rows; row += kLanes) {
     const int rows = clamp_count(task.rows - row, kLanes);
     for (int64_t word = 0; word < depth; word += kLanes) {
@@ -264,21 +279,19 @@ struct Depth {
   bool add;
 };
 
-// What is read next, fetched while a tile is multiplied: a part of a and a line of each b per step.
-// Of the tiles of a panel the first two fetch half of the next panel each, so that no more lines
-// are on their way from memory than the processor keeps track of; one alone fetches both halves.
+// What is read next, fetched while a tile is multiplied: of a, and of the next panel, whose lines
+// are spread evenly over the steps of all tiles.
 struct Next {
-  const char *a, *b[2];
+  const char *a, *b;
+  int64_t step;  // bytes of b per step
 };
 
 constexpr int64_t kCacheLine = 64;
 
-// `here`: the panel that is being multiplied, whose lines are as near as can be.
-FASTBERT_INLINE Next next_of(const char* a, const char* here, const char* panel, int64_t bytes,
+FASTBERT_INLINE Next next_of(const char* a, const char* panel, int64_t bytes, int64_t steps,
                              int64_t tile, int64_t tiles) {
-  const char* half = panel + (bytes / 2 + kCacheLine - 1) / kCacheLine * kCacheLine;
-  if (tiles == 1) return {a, {panel, half}};
-  return {a, {tile == 0 ? panel : tile == 1 ? half : here, here}};
+  const int64_t step = bytes / (steps * tiles + 1) + 1;  // there may be no steps
+  return {a, panel + tile * steps * step, step};
 }
 
 // sums (+)= a bᵀ for kRows rows of a and kPanels panels, which lie `panel` elements apart, over the
@@ -290,8 +303,8 @@ FASTBERT_INLINE void multiply_chunk(const float* a, const typename Format::Stora
   Vec total[kPanels][kRows][2] = {};
   for (int64_t k = begin; k < end; ++k) {
     __builtin_prefetch(next.a + k * kRows * 4, 0, 3);
-    __builtin_prefetch(next.b[0] + k * kCacheLine, 0, 2);
-    __builtin_prefetch(next.b[1] + k * kCacheLine, 0, 2);
+    __builtin_prefetch(next.b + k * next.step, 0, 2);
+    __builtin_prefetch(next.b + k * next.step + kCacheLine, 0, 2);
 #pragma GCC unroll 4
     for (int j = 0; j < kPanels; ++j) {
       Vec low, high;
@@ -391,7 +404,7 @@ struct TaskBlock {
 
   FASTBERT_INLINE void fetch_tile(int64_t row, int64_t n, int rows) const {
     fetch_tile<0>(g.residual.data, g.residual.stride, g.residual_format, row, n, rows);
-    fetch_tile<1>(g.pre_activation, g.n, g.format, row, n, rows);
+    fetch_tile<1>(g.pre_activation, g.n, g.pre_activation_format, row, n, rows);
     if (!g.norm_weight) fetch_tile<1>(g.out, g.n, g.out_format, row, n, rows);
   }
 
@@ -404,9 +417,8 @@ struct TaskBlock {
     for (int64_t tile = 0; tile < tiles; ++tile) {
       const int64_t row = task.rows * tile / tiles, end = task.rows * (tile + 1) / tiles;
       const int rows = (int)(end - row);
-      const Next next =
-          next_of((const char*)(task.a + (tile + 1 < tiles ? end : 0) * kDepth), (const char*)b,
-                  next_panel, depth * kPanel * sizeof(Storage), tile, tiles);
+      const Next next = next_of((const char*)(task.a + (tile + 1 < tiles ? end : 0) * kDepth),
+                                next_panel, depth * kPanel * sizeof(Storage), depth, tile, tiles);
       if (last()) fetch_tile(row, n, rows);
       multiply_rows<Operand>(rows, task.a + row * kDepth, b, steps(), sums(row, n), task.stride,
                              next);
@@ -419,9 +431,8 @@ struct TaskBlock {
   FASTBERT_INLINE int64_t multiply_panels() const {
     int64_t n = 0;
     for (; n + kPanels * kPanel <= task.columns; n += kPanels * kPanel) {
-      const Next next = next_of((const char*)task.a, (const char*)panel(n),
-                                (const char*)panel(n + kPanels * kPanel),
-                                kPanels * depth * kPanel * sizeof(Storage), 0, 1);
+      const Next next = next_of((const char*)task.a, (const char*)panel(n + kPanels * kPanel),
+                                kPanels * depth * kPanel * sizeof(Storage), depth, 0, 1);
       multiply<Format, kRows, kPanels>(task.a, panel(n), kPanel * words, steps(), sums(0, n),
                                        task.stride, next);
       if (last()) finish(0, n, kRows, kPanels * kPanel);
@@ -487,7 +498,7 @@ GemmPlan gemm_plan(const Gemm& g, int threads) {
   const int64_t fitting = ((int64_t)1 << 18) / (g.n + 1) + 1;
   const int64_t most_rows = g.norm_weight && fitting < kMaxRows ? fitting : kMaxRows;
   const int64_t least_rows = (g.m + most_rows - 1) / most_rows;
-  GemmPlan best = {};
+  int64_t best_rows = 0, best_columns = 0;
   double best_cost = 0.0;
   const int64_t most_column_tasks =
       g.norm_weight || least_columns + threads > panels ? panels : least_columns + threads;
@@ -500,27 +511,23 @@ GemmPlan gemm_plan(const Gemm& g, int threads) {
       const double products = (double)(rows < 4 ? 4 : rows) * columns / kPanel;
       const double cost =
           (double)((tasks + threads - 1) / threads) * (products + 0.5 * rows + 0.5 * columns);
-      if (best.tasks != 0 && cost >= best_cost) continue;
+      if (best_rows != 0 && cost >= best_cost) continue;
       best_cost = cost;
-      best = {tasks, 0, rows, columns};
+      best_rows = rows, best_columns = columns;
     }
   }
   const int64_t sums = one_by_one ? kTileRows * sums_stride(kMostPanels * kPanel)
-                                  : best.rows * sums_stride(best.columns);
-  best.scratch = 4 * (kDepth * kPanel + best.rows * kDepth + sums);
-  return best;
+                                  : best_rows * sums_stride(best_columns);
+  GemmPlan plan = divided(g, best_rows, best_columns, threads, 1, 2 * kTileRows);
+  plan.scratch = 4 * (kDepth * kPanel + best_rows * kDepth + sums);
+  return plan;
 }
 
 void gemm(const Gemm& params, const GemmPlan& plan, int64_t begin, int64_t end, void* scratch) {
   const Gemm g = params;
-  const int64_t column_tasks = (g.n + plan.columns - 1) / plan.columns;
   const bool one_by_one = tiles_finish_one_by_one(g);
   for (int64_t i = begin; i < end; ++i) {
-    Task task = {};
-    task.row = i / column_tasks * plan.rows;
-    task.column = i % column_tasks * plan.columns;
-    task.rows = g.m - task.row < plan.rows ? g.m - task.row : plan.rows;
-    task.columns = g.n - task.column < plan.columns ? g.n - task.column : plan.columns;
+    Task task = {block_of(g, plan, i)};
     task.one_by_one = one_by_one;
     task.stride = sums_stride(one_by_one ? kMostPanels * kPanel : task.columns);
     task.panel = (float*)scratch;

@@ -251,7 +251,7 @@ inline GemmPlan tile_plan(const Gemm& g, int threads) {
                                                           : fitting;
   const int64_t least_tasks = (strips + most - 1) / most;
   const int64_t most_tasks = least_tasks + threads < strips ? least_tasks + threads : strips;
-  GemmPlan best = {};
+  int64_t best_rows = 0, best_columns = 0;
   double best_cost = 0.0;
   for (int64_t r = least_tasks; r <= most_tasks; ++r) {
     for (int64_t wave = 1; wave <= 3; ++wave) {
@@ -264,12 +264,14 @@ inline GemmPlan tile_plan(const Gemm& g, int threads) {
       const double cost = (double)((tasks + threads - 1) / threads) *
                           ((double)(task_strips * task_panels * steps) * kStepCycles +
                            (double)((rows + columns) * row_bytes) * kCyclesPerByte + kTaskCycles);
-      if (best.tasks != 0 && cost >= best_cost) continue;
+      if (best_rows != 0 && cost >= best_cost) continue;
       best_cost = cost;
-      best = {tasks, left_bytes(g, rows) + block_bytes(g, rows), rows, columns};
+      best_rows = rows, best_columns = columns;
     }
   }
-  return best;
+  GemmPlan plan = divided(g, best_rows, best_columns, threads, kStrip, 2 * kStrip);
+  plan.scratch = left_bytes(g, best_rows) + block_bytes(g, best_rows);
+  return plan;
 }
 
 // The table's functions at a level with tiles: they take what is bf16.
@@ -298,12 +300,9 @@ void gemm_tiled(const Gemm& params, const GemmPlan& plan, int64_t begin, int64_t
                 void* scratch) {
   if (params.packed_format != Format::bf16) return gemm(params, plan, begin, end, scratch);
   const Gemm g = params;
-  const int64_t column_tasks = (g.n + plan.columns - 1) / plan.columns;
   for (int64_t i = begin; i < end; ++i) {
-    const int64_t row = i / column_tasks * plan.rows, column = i % column_tasks * plan.columns;
-    const int64_t rows = g.m - row < plan.rows ? g.m - row : plan.rows;
-    const int64_t columns = g.n - column < plan.columns ? g.n - column : plan.columns;
-    run_tile_task(g, row, column, rows, columns, (char*)scratch);
+    const GemmBlock b = block_of(g, plan, i);
+    run_tile_task(g, b.row, b.column, b.rows, b.columns, (char*)scratch);
   }
 }
 

@@ -120,17 +120,13 @@ void multiply(const Int8Gemm& params, int64_t m, int64_t panels, int64_t row_byt
   const int64_t tasks = 8 * at::get_num_threads();
   const int64_t quarters = panels / kPanels;
   const int64_t column_blocks = std::min(quarters, (tasks + row_blocks - 1) / row_blocks);
-  const int64_t work = std::min(rows, m) * params.n / column_blocks * params.depth;
-  parallel_for(row_blocks * column_blocks, std::max<int64_t>(1, kGrain * 16 / (work + 1)),
-               [&](int64_t begin, int64_t end) {
-                 for (int64_t task = begin; task < end; ++task) {
-                   const int64_t row = task / column_blocks * rows, part = task % column_blocks;
-                   if (row >= m) continue;
-                   k.int8_gemm(params, {row, std::min(m, row + rows),
-                                        part * quarters / column_blocks * kPanels,
-                                        (part + 1) * quarters / column_blocks * kPanels});
-                 }
-               });
+  const int64_t threads = m * params.n * params.depth < 16 * kGrain ? 1 : at::get_num_threads();
+  for_each_task(row_blocks * column_blocks, threads, [&](int64_t task) {
+    const int64_t row = task / column_blocks * rows, part = task % column_blocks;
+    if (row >= m) return;
+    k.int8_gemm(params, {row, std::min(m, row + rows), part * quarters / column_blocks * kPanels,
+                         (part + 1) * quarters / column_blocks * kPanels});
+  });
 }
 
 }  // namespace
@@ -148,20 +144,21 @@ at::Tensor int8_linear(const at::Tensor& x_in, const at::Tensor& packed, const a
   const Activation chosen = epilogue_activation(activation);
   if (m == 0) return out;
   const Quantised rows(x, depth, group);
-  const Int8Gemm params = {format_of(out),
-                           n,
-                           depth,
-                           group,
-                           rows.q.const_data_ptr(),
-                           rows.scale.const_data_ptr<float>(),
-                           rows.zero.const_data_ptr<int32_t>(),
-                           packed.const_data_ptr<int8_t>(),
-                           scale.const_data_ptr<float>(),
-                           column_sum.const_data_ptr<int32_t>(),
-                           floats(bias),
-                           chosen,
-                           matrix(residual),
-                           out.mutable_data_ptr()};
+  Int8Gemm params = {};
+  params.n = n;
+  params.bias = floats(bias);
+  params.activation = chosen;
+  params.residual = matrix(residual);
+  params.residual_format = params.out_format = format_of(out);
+  params.out = out.mutable_data_ptr();
+  params.depth = depth;
+  params.group = group;
+  params.q = rows.q.const_data_ptr();
+  params.row_scale = rows.scale.const_data_ptr<float>();
+  params.zero = rows.zero.const_data_ptr<int32_t>();
+  params.packed = packed.const_data_ptr<int8_t>();
+  params.column_scale = scale.const_data_ptr<float>();
+  params.column_sum = column_sum.const_data_ptr<int32_t>();
   multiply(params, m, packed.size(0), depth * rows.q.element_size());
   return out;
 }

@@ -14,7 +14,7 @@
 #pragma once
 
 #include "formats.h"
-#include "gelu.h"
+#include "gemm_epilogue.h"
 #include "int8_dot.h"
 #include "kernels.h"
 #include "vec.h"
@@ -182,63 +182,25 @@ FASTBERT_INLINE void int8_rows(int rows, const void* q, int64_t depth, const int
   }
 }
 
-FASTBERT_INLINE Vec activate(Activation activation, Vec v) {
-  switch (activation) {
-    case Activation::none:
-      return v;
-    case Activation::gelu:
-      return Erf::forward(v);
-    case Activation::gelu_tanh:
-      return Tanh::forward(v);
-    case Activation::relu:
-      return select(v < 0.0f, Vec{}, v);  // NaN stays
-    case Activation::geglu:               // of two halves of a row, never of a product's epilogue
-    case Activation::swiglu:
-      break;
+// Sums to results, for `rows` rows from `row` and the columns [begin, end), at most `width`, the
+// length of a row of sums: (sum - zero sum_of_column) row_scale column_scale, and the epilogue.
+FASTBERT_INLINE void int8_epilogue(const Int8Gemm& p, int32_t* sums, int64_t width, int64_t row,
+                                   int64_t rows, int64_t begin, int64_t end) {
+  // Integers become floats in their place.
+  auto* values = (float*)sums;
+  for (int64_t n = 0; n < width && begin + n < end; n += kLanes) {
+    WordVec columns;  // padded like the panels are
+    __builtin_memcpy(&columns, p.column_sum + begin + n, kBytes);
+    const Vec column_scale = load(p.column_scale + begin + n);
+    for (int64_t r = 0; r < rows; ++r) {
+      WordVec sum;
+      __builtin_memcpy(&sum, sums + r * width + n, kBytes);
+      const WordVec exact = sum - (uint32_t)p.zero[row + r] * columns;
+      store(values + r * width + n,
+            __builtin_convertvector((IntVec)exact, Vec) * (column_scale * p.row_scale[row + r]));
+    }
   }
-  __builtin_unreachable();
-}
-
-// out = activation((sums - zero sum_of_column) row_scale column_scale + bias) + residual, for
-// `rows` rows from `row` and the columns [begin, end), at most `width`, the length of a row of
-// sums.
-template <class Format>
-void int8_epilogue_rows(const Int8Gemm& params, const int32_t* sums, int64_t width, int64_t row,
-                        int64_t rows, int64_t begin, int64_t end) {
-  const Int8Gemm p = params;
-  using Storage = typename Format::Storage;
-  for (int64_t r = 0; r < rows; ++r, ++row, sums += width) {
-    const float row_scale = p.row_scale[row];
-    const uint32_t zero = (uint32_t)p.zero[row];
-    const Storage* residual =
-        p.residual.data ? (const Storage*)p.residual.data + row * p.residual.stride : nullptr;
-    Storage* out = (Storage*)p.out + row * p.n;
-    for_each_vector(end - begin, [&](int64_t i, int count) __attribute__((always_inline)) {
-      const int64_t n = begin + i;
-      WordVec sum, columns;
-      __builtin_memcpy(&sum, sums + i, kBytes);
-      // Padded like the panels are.
-      __builtin_memcpy(&columns, p.column_sum + n, kBytes);
-      const Vec exact = __builtin_convertvector((IntVec)(sum - zero * columns), Vec);
-      const Vec scale = load(p.column_scale + n) * row_scale;
-      Vec v = fma(exact, scale, p.bias ? load(p.bias + n, count) : Vec{});
-      v = activate(p.activation, v);
-      if (residual) v += Format::load(residual + n, count);
-      Format::store(out + n, v, count);
-    });
-  }
-}
-
-FASTBERT_INLINE void int8_epilogue(const Int8Gemm& p, const int32_t* sums, int64_t width,
-                                   int64_t row, int64_t rows, int64_t begin, int64_t end) {
-  switch (p.format) {
-    case Format::f32:
-      return int8_epilogue_rows<F32>(p, sums, width, row, rows, begin, end);
-    case Format::bf16:
-      return int8_epilogue_rows<BF16>(p, sums, width, row, rows, begin, end);
-    case Format::f16:
-      return int8_epilogue_rows<F16>(p, sums, width, row, rows, begin, end);
-  }
+  finish_tile(p, {values, width, row, begin, (int)rows, (int)(end - begin)});
 }
 
 // The rows [begin, end) and whole panels: four panels stay in the first two caches while the rows

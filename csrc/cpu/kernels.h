@@ -185,32 +185,39 @@ struct Packing {
   void* packed;
 };
 
-// out = epilogue(a Wᵀ), a (m, k) with any strides. The epilogue adds `bias` (n), stores the sum in
-// `pre_activation` where that is asked for, applies the activation, adds `residual`, and with
-// `norm_weight` normalises each row (layer norm). Sums over k run in one order, whatever m and the
-// number of threads are.
-struct Gemm {
-  Format format;  // of a, pre_activation
-  Format packed_format;
-  Format residual_format, out_format;
-  int64_t m, n, k;
-  const void* a;
-  int64_t a_row, a_column;
-  const void* packed;
+// What becomes of the sums of a product with n columns: `bias` (n) is added, the sum stored in
+// `pre_activation` where that is asked for, the activation applied, `residual` added, and with
+// `norm_weight` each row normalised (layer norm).
+struct Epilogue {
+  int64_t n;
   const float* bias;
   Activation activation;
+  Format residual_format;
   ConstMatrix residual;
   const float *norm_weight, *norm_bias;
   float eps;
+  Format pre_activation_format, out_format;
   void* pre_activation;  // contiguous, or null
   void* out;             // contiguous
+};
+
+// out = epilogue(a Wᵀ), a (m, k) with any strides. Sums over k run in one order, whatever m and the
+// number of threads are.
+struct Gemm : Epilogue {
+  Format format, packed_format;  // of a, of W
+  int64_t m, k;
+  const void* a;
+  int64_t a_row, a_column;
+  const void* packed;
 };
 
 // How a product is divided: independent tasks, and the bytes that one thread needs to work on them
 // (aligned to 64).
 struct GemmPlan {
   int64_t tasks, scratch;
-  int64_t rows, columns;  // of the results that a task forms
+  int64_t rows, columns;  // of the results that a task forms, at most
+  int64_t long_blocks;    // blocks of `rows` rows; those that follow have
+  int64_t short_rows;
 };
 
 // How the weights of int8 products lie: panels of `lanes` columns, [k / group][lanes][group].
@@ -229,21 +236,16 @@ struct Int8Rows {
   int32_t* zero;
 };
 
-// out = activation(x Wᵀ + bias) + residual by integers; residual and out have one format, out is
-// contiguous. column_scale and column_sum are padded to whole panels, q to 16 rows.
-struct Int8Gemm {
-  Format format;
-  int64_t n, depth, group;
+// out = epilogue(x Wᵀ) by integers. column_scale and column_sum are padded to whole panels, q to 16
+// rows.
+struct Int8Gemm : Epilogue {
+  int64_t depth, group;
   const void* q;
   const float* row_scale;
   const int32_t* zero;
   const int8_t* packed;
   const float* column_scale;
   const int32_t* column_sum;
-  const float* bias;
-  Activation activation;
-  ConstMatrix residual;
-  void* out;
 };
 
 // A task of such a product; the first panel's number divides by four, the first row's by 16.

@@ -1,9 +1,14 @@
 #include "packed.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
 #include <c10/core/StorageImpl.h>
 #include <c10/util/intrusive_ptr.h>
 #include <pthread.h>
+#if defined(__linux__)
+#include <sys/mman.h>
+#include <unistd.h>
+#endif
 #include <torch/library.h>
 
 #include <array>
@@ -111,9 +116,41 @@ void pack_into(const at::Tensor& weight, Format to, const Kernels& k, void* pack
   parallel_for(units, grain, [&](int64_t begin, int64_t end) { k.pack(packing, begin, end); });
 }
 
+#if defined(__linux__)
+constexpr size_t kLargePage = 2 << 20;
+
+// Large pages for all of it but a rest smaller than one: a few rows of activations meet weights as
+// fast as these come from memory, and at 4 KiB a page every panel waits for a dozen translations.
+// An undefined tensor where the system gives none.
+at::Tensor in_large_pages(int64_t bytes) {
+  const size_t page = sysconf(_SC_PAGESIZE), size = ((size_t)bytes + page - 1) / page * page;
+  void* const reserved =
+      mmap(nullptr, size + kLargePage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (reserved == MAP_FAILED) return {};
+  const size_t before = kLargePage - (size_t)reserved % kLargePage;
+  char* const begin = (char*)reserved + before;
+  munmap(reserved, before);
+  if (before < kLargePage) munmap(begin + size, kLargePage - before);
+  madvise(begin, size, MADV_HUGEPAGE);  // a wish: small pages do as well
+  return at::from_blob(
+      begin, {bytes}, [size](void* p) { munmap(p, size); }, at::TensorOptions().dtype(at::kByte));
+}
+#endif
+
 at::Tensor bytes_for(const at::Tensor& weight, Format to, const Kernels& k) {
   return at::empty({k.packed_bytes(to, weight.size(0), weight.size(1))},
                    at::TensorOptions().dtype(at::kByte));
+}
+
+// For a copy that is kept.
+at::Tensor lasting_bytes_for(const at::Tensor& weight, Format to, const Kernels& k) {
+#if defined(__linux__)
+  const int64_t bytes = k.packed_bytes(to, weight.size(0), weight.size(1));
+  if (bytes >= (int64_t)kLargePage) {
+    if (auto large = in_large_pages(bytes); large.defined()) return large;
+  }
+#endif
+  return bytes_for(weight, to, k);
 }
 
 // The copy of one view, perhaps still empty. A storage that many weights share has as many; but
@@ -160,7 +197,7 @@ at::Tensor packed(const at::Tensor& weight, Format to) {
   std::atomic_thread_fence(std::memory_order_acquire);
   if (!own || copy.state.kernels != &k) {
     copy.bytes = at::Tensor();
-    copy.bytes = bytes_for(weight, to, k);
+    copy.bytes = lasting_bytes_for(weight, to, k);
   }
   copy.state = {};  // until it is packed
   pack_into(weight, to, k, copy.bytes.mutable_data_ptr());

@@ -9,6 +9,8 @@
 
 #include <ATen/Parallel.h>
 
+#include <algorithm>
+#include <atomic>
 #include <cstdint>
 
 namespace fastbert::cpu {
@@ -27,6 +29,16 @@ void parallel_for(int64_t count, int64_t grain, const Body& body) {
   if (count <= 0) return;
   if (count <= grain || at::get_num_threads() == 1 || !use_threads()) return body(0, count);
   at::parallel_for(0, count, grain, body);
+}
+
+// Calls body(task) for each of `count` tasks once, on at most `threads` threads, which take them in
+// order as they become free.
+template <class Body>
+void for_each_task(int64_t count, int64_t threads, const Body& body) {
+  std::atomic<int64_t> next{0};
+  parallel_for(std::min(count, threads), 1, [&](int64_t, int64_t) {
+    for (int64_t task; (task = next++) < count;) body(task);
+  });
 }
 
 }  // namespace fastbert::cpu
