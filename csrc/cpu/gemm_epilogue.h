@@ -33,6 +33,7 @@ struct Each {
   }
 };
 
+// GELU on its way to a format.
 template <class To>
 struct ErfTo : Each<Erf> {};
 
@@ -52,9 +53,9 @@ struct Place {
   int64_t stride;
 };
 
-template <class Format, class Pointer>
-FASTBERT_INLINE auto place_of(Pointer matrix, int64_t stride, const Tile& tile) {
-  return Place<Pointer>{matrix ? matrix + tile.row * stride + tile.column : matrix, stride};
+template <class Pointer>
+FASTBERT_INLINE Place<Pointer> place_of(Pointer matrix, int64_t stride, const Tile& tile) {
+  return {matrix ? matrix + tile.row * stride + tile.column : matrix, stride};
 }
 
 // One pass over a tile: out = function(sums + bias) + residual.
@@ -135,15 +136,14 @@ FASTBERT_INLINE void finish_to(const Epilogue& e, const Tile& tile, const float*
   with_format(e.residual_format, [&](auto type) __attribute__((always_inline)) {
     using From = decltype(type);
     const auto* residual = (const typename From::Storage*)e.residual.data;
-    pass<From, To, Same>(tile, bias, place_of<From>(residual, e.residual.stride, tile), out);
+    pass<From, To, Same>(tile, bias, place_of(residual, e.residual.stride, tile), out);
   });
 }
 
 __attribute__((noinline)) void finish_tile(const Epilogue& e, const Tile& tile) {
   const float* bias = e.bias ? e.bias + tile.column : nullptr;
   const auto lying_like_out = [&](auto type, void* matrix) __attribute__((always_inline)) {
-    using To = decltype(type);
-    return place_of<To>((typename To::Storage*)matrix, e.n, tile);
+    return place_of((typename decltype(type)::Storage*)matrix, e.n, tile);
   };
   if (e.pre_activation) {
     with_format(e.pre_activation_format, [&](auto type) __attribute__((always_inline)) {

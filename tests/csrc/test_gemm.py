@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import resource
 import signal
@@ -94,6 +95,21 @@ def test_epilogues(isa, operators, activation, dtype, omitted):
     for name in omitted:
         del case[name]
     check(operators, case, activation)
+
+
+def test_gelu_of_every_bf16(isa, operators):
+    """x times 1 is x, so the epilogue alone is seen: half a unit in the last place, and what the
+    polynomials add. Denormal results may be 0."""
+    x = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16)
+    x = x[(x.abs() >= 2.0**-120) | (x == 0)].unsqueeze(1)
+    y = operators.linear(x, torch.ones(1, 1, dtype=x.dtype), None, None, "gelu", False)[0]
+    x, y = x.double().flatten(), y.double().flatten()
+    exact = 0.5 * x * torch.erfc(-x * 0.5**0.5)
+    units = (y - exact).abs() / torch.exp2(torch.frexp(exact).exponent.double() - 8)
+    for least, most, added in ((-4.0, 1e39, 1e-4), (-6.0, -4.0, 2e-4), (-12.8, -6.0, 1.3e-3)):
+        assert units[(x >= least) & (x < most)].max() <= 0.5 + 256 * added, least
+    assert y[x < -12.8].abs().max() < 1.1e-36
+    assert y[x == math.inf].item() == math.inf
 
 
 def test_layer_norm_without_a_bias_and_of_rows_far_from_zero(isa, operators):
