@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -143,11 +144,14 @@ def test_autocast(dtype) -> None:
     assert not torch.equal(actual, run())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_sequence_has_the_same_bits_alone_in_any_batch_and_on_any_threads(
-    isa, threads, dtype
+def packed_rows(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    ids = torch.cat([inputs["input_ids"][i, :n] for i, n in enumerate(LENGTHS)])
+    return {"input_ids": ids, "cu_seqlens": torch.tensor([0, *LENGTHS]).cumsum(0).int()}
+
+
+def assert_same_bits_alone_in_any_batch_and_on_any_threads(
+    built: modules.BertModel, threads: Callable[[int], None]
 ) -> None:
-    built = model(dtype)
     inputs = batch()
     with torch.inference_mode():
         threads(1)
@@ -157,10 +161,15 @@ def test_a_sequence_has_the_same_bits_alone_in_any_batch_and_on_any_threads(
         for row, length in enumerate(LENGTHS):
             alone = built(inputs["input_ids"][row : row + 1, :length]).last_hidden_state
             assert torch.equal(alone[0], together[row, :length]), length
-        ids = torch.cat([inputs["input_ids"][i, :n] for i, n in enumerate(LENGTHS)])
-        ends = torch.tensor([0, *LENGTHS]).cumsum(0).int()
-        packed = built(ids, cu_seqlens=ends).last_hidden_state
+        packed = built(**packed_rows(inputs)).last_hidden_state
     assert torch.equal(packed, together[inputs["attention_mask"].bool()])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sequence_has_the_same_bits_alone_in_any_batch_and_on_any_threads(
+    isa, threads, dtype
+) -> None:
+    assert_same_bits_alone_in_any_batch_and_on_any_threads(model(dtype), threads)
 
 
 CALLED = ["", "attention", "attention.self", "attention.self.qkv", "attention.output",

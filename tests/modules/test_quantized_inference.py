@@ -13,12 +13,13 @@ from test_cpu_inference import (
     CONFIG,
     DENSE,
     DTYPES,
-    LENGTHS,
     Doubled,
+    assert_same_bits_alone_in_any_batch_and_on_any_threads,
     batch,
     layer_by_layer,
     model,
     one_call,
+    packed_rows,
 )
 from torch import Tensor, nn
 
@@ -42,11 +43,6 @@ def same_bits(built: modules.BertModel, **inputs: Any) -> bool:
     assert one_call(built)
     layers = states(built, lambda **given: layer_by_layer(built, **given), **inputs)
     return torch.equal(states(built, **inputs), layers)
-
-
-def packed_rows(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    ids = torch.cat([inputs["input_ids"][i, :n] for i, n in enumerate(LENGTHS)])
-    return {"input_ids": ids, "cu_seqlens": torch.tensor([0, *LENGTHS]).cumsum(0).int()}
 
 
 @pytest.mark.parametrize("form", ["full", "padded", "packed", "mask", "bias"])
@@ -92,17 +88,7 @@ def test_other_activations(activation) -> None:
 def test_a_sequence_has_the_same_bits_alone_in_any_batch_and_on_any_threads(
     isa, threads, dtype
 ) -> None:
-    built, inputs = quantised(dtype), batch()
-    with torch.inference_mode():
-        threads(1)
-        together = built(**inputs).last_hidden_state
-        threads(2)
-        assert torch.equal(built(**inputs).last_hidden_state, together)
-        for row, length in enumerate(LENGTHS):
-            alone = built(inputs["input_ids"][row : row + 1, :length]).last_hidden_state
-            assert torch.equal(alone[0], together[row, :length]), length
-        packed = built(**packed_rows(inputs)).last_hidden_state
-    assert torch.equal(packed, together[inputs["attention_mask"].bool()])
+    assert_same_bits_alone_in_any_batch_and_on_any_threads(quantised(dtype), threads)
 
 
 @pytest.mark.parametrize("name", CALLED)
