@@ -12,6 +12,7 @@
 #include <optional>
 #include <string>
 
+#include "cpu/fingerprint.h"
 #include "cpu/isa.h"
 #include "cpu/packed.h"
 
@@ -83,7 +84,8 @@ TORCH_LIBRARY(fastbert_C, m) {
       "encoder(Tensor hidden, Tensor[] parameters, Tensor[] scales, Tensor? cu_seqlens, "
       "Tensor? mask, Tensor? bias, int batch, int max_seqlen, int heads, float eps, "
       "str activation, ScalarType dtype, bool all_states) -> Tensor[]");
-  m.def("state_of(Tensor[] tensors) -> int");
+  m.def("fingerprint(Tensor[] tensors) -> Tensor");
+  m.def("has_fingerprint(Tensor[] tensors, Tensor(a!) fingerprint, int rows) -> bool");
   m.def("any_outside(Tensor index, int size, int? ignored) -> bool");
   m.def("unpad_indices(Tensor mask) -> (Tensor indices, Tensor cu_seqlens, int max_seqlen)");
   m.def("scatter_rows(Tensor values, Tensor indices, int rows) -> Tensor");
@@ -160,5 +162,10 @@ PYBIND11_MODULE(_C, m) {
         "Bytes held in copies of weights in the layout of the CPU's products; a copy goes with its "
         "weight.");
   m.def("forget_packed", fastbert::cpu::forget_packed,
-        "Frees these copies; the next product with a weight packs it again.");
+        "Frees these copies and puts fingerprints (fastbert_C::fingerprint) out of date; the next "
+        "product with a weight packs it again.");
+  m.def("expire_packed", fastbert::cpu::expire_fingerprints,
+        "Puts these copies and all fingerprints out of date, but keeps the memory for the next.");
+  m.def("expect_writes", fastbert::cpu::expect_writes, py::arg("expected"),
+        "Whether each product in this process reads its whole weight before it takes a copy.");
 }

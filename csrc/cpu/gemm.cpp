@@ -93,7 +93,7 @@ std::tuple<at::Tensor, at::Tensor> linear(const at::Tensor& x, const at::Tensor&
   auto y = at::empty({m, n}, x.options());
   auto h = save ? at::empty({m, n}, x.options()) : at::empty({0}, x.options());
   if (m == 0) return {y, h};
-  const auto w = packed(weight, format_of(x));
+  const auto w = packed(weight, format_of(x), m);
   Gemm g = product(x, w, n, bias, residual);
   g.activation = function;
   g.pre_activation = save ? h.mutable_data_ptr() : nullptr;
@@ -120,7 +120,7 @@ at::Tensor linear_layer_norm(const at::Tensor& x, const at::Tensor& weight,
   const OptionalTensor residual = fastbert::with_unit_columns(residual_in);
   auto y = at::empty({m, n}, residual_in.options());
   if (m == 0) return y;
-  const auto w = packed(weight, format_of(x));
+  const auto w = packed(weight, format_of(x), m);
   Gemm g = product(x, w, n, bias, residual);
   g.out_format = format_of(y);
   // A task must have whole rows to normalise. Where there are too few for that, the sums are formed

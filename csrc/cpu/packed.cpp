@@ -13,11 +13,12 @@
 
 #include <array>
 #include <atomic>
-#include <cstring>
+#include <memory>
 #include <mutex>
 #include <unordered_map>
 #include <vector>
 
+#include "fingerprint.h"
 #include "isa.h"
 #include "operands.h"
 
@@ -25,16 +26,6 @@ namespace fastbert::cpu {
 namespace {
 
 using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
-
-// Everything that tells one state of a weight from another.
-struct State {
-  const Kernels* kernels;
-  uint64_t version, fingerprint;
-};
-
-bool operator==(const State& a, const State& b) {
-  return a.kernels == b.kernels && a.version == b.version && a.fingerprint == b.fingerprint;
-}
 
 // Which part of a storage, as which matrix.
 struct View {
@@ -48,9 +39,11 @@ bool operator==(const View& a, const View& b) {
   return a.data == b.data && a.geometry == b.geometry && a.dtype == b.dtype && a.to == b.to;
 }
 
+// Without a fingerprint `bytes` is memory for the next packing.
 struct Copy {
   View view;
-  State state;
+  const Kernels* kernels;
+  std::shared_ptr<Fingerprint> fingerprint;
   at::Tensor bytes;
 };
 
@@ -74,30 +67,6 @@ Cache& cache() {
     return new Cache;
   }();
   return *instance;
-}
-
-uint64_t mixed(uint64_t hash, uint64_t bits) {
-  hash = (hash ^ bits) * 0x9e3779b97f4a7c15u;
-  return hash ^ hash >> 29;
-}
-
-uint64_t version_of(const at::Tensor& weight) {
-  return weight.is_inference() ? 0 : (uint64_t)weight._version();
-}
-
-// Of the bits of elements spread over the whole matrix.
-uint64_t fingerprint(const at::Tensor& weight) {
-  constexpr int kSamples = 16;
-  const int64_t rows = weight.size(0), columns = weight.size(1), size = weight.element_size();
-  const char* data = (const char*)weight.const_data_ptr();
-  uint64_t hash = 0;
-  for (int i = 0; i < kSamples; ++i) {
-    const int64_t row = rows * i / kSamples, column = columns * (i * 7 % kSamples) / kSamples;
-    uint64_t bits = 0;
-    std::memcpy(&bits, data + (row * weight.stride(0) + column * weight.stride(1)) * size, size);
-    hash = mixed(hash, bits);
-  }
-  return hash;
 }
 
 void forget_freed(Cache& c) {
@@ -153,56 +122,86 @@ at::Tensor lasting_bytes_for(const at::Tensor& weight, Format to, const Kernels&
   return bytes_for(weight, to, k);
 }
 
-// The copy of one view, perhaps still empty. A storage that many weights share has as many; but
-// views that overlap, a window that moves over a buffer, must not pile up copies.
-Copy& copy_of(Copies& owner, const View& view, const at::Tensor& weight, const Kernels& k) {
+// The copy of one view, perhaps still empty; the mutex is held. A storage that many weights share
+// has as many; but views that overlap, a window that moves over a buffer, must not pile up copies.
+Copy& copy_of(Cache& c, const View& view, const at::Tensor& weight, const Kernels& k) {
   constexpr int64_t kSlack = 1 << 20;
-  auto& copies = owner.copies;
+  if (++c.lookups % 64 == 0) forget_freed(c);
+  const auto* impl = weight.storage().unsafeGetStorageImpl();
+  auto found = c.weights.find(impl);
+  if (found == c.weights.end() || found->second.storage.expired()) {
+    forget_freed(c);
+    const auto weak = weight.storage().getWeakStorageImpl();
+    found = c.weights.emplace(impl, Copies{weak, {}}).first;
+  }
+  auto& copies = found->second.copies;
   int64_t total = k.packed_bytes(view.to, view.geometry[0], view.geometry[1]);
   for (Copy& copy : copies) {
     if (copy.view == view) return copy;
     total += copy.bytes.defined() ? copy.bytes.numel() : 0;
   }
   if (total > 2 * (int64_t)weight.storage().nbytes() + kSlack) copies.clear();
-  return copies.emplace_back(Copy{view, {}, {}});
+  return copies.emplace_back(Copy{view, &k, nullptr, {}});
+}
+
+// The kept copy, where it is still true; else the memory that it leaves to the next one.
+struct Found {
+  std::shared_ptr<Fingerprint> fingerprint;
+  at::Tensor bytes;
+};
+
+Found look_up(const View& view, const at::Tensor& weight, const Kernels& k) {
+  Cache& c = cache();
+  const std::lock_guard<std::mutex> lock(c.mutex);
+  const Copy& copy = copy_of(c, view, weight, k);
+  if (copy.kernels != &k) return {};
+  return {copy.fingerprint, copy.bytes};
+}
+
+// Takes the memory of a copy out of the cache. A copy that a product on another thread still reads
+// is left to that product.
+at::Tensor take_memory(const View& view, const at::Tensor& weight, const Kernels& k) {
+  Cache& c = cache();
+  const std::lock_guard<std::mutex> lock(c.mutex);
+  Copy& copy = copy_of(c, view, weight, k);
+  at::Tensor bytes = std::move(copy.bytes);
+  const bool own = copy.kernels == &k && bytes.defined() && bytes.use_count() == 1;
+  std::atomic_thread_fence(std::memory_order_acquire);
+  copy.kernels = &k;
+  copy.fingerprint.reset();
+  copy.bytes = at::Tensor();
+  return own ? bytes : at::Tensor();
+}
+
+void keep(const View& view, const at::Tensor& weight, const Kernels& k, const Found& made) {
+  Cache& c = cache();
+  const std::lock_guard<std::mutex> lock(c.mutex);
+  Copy& copy = copy_of(c, view, weight, k);
+  copy = {view, &k, made.fingerprint, made.bytes};
 }
 
 }  // namespace
 
-at::Tensor packed(const at::Tensor& weight, Format to) {
+at::Tensor packed(const at::Tensor& weight, Format to, int64_t rows) {
   const Kernels& k = kernels();
-  const auto* impl = weight.storage().unsafeGetStorageImpl();
   const View view = {weight.const_data_ptr(),
                      {weight.size(0), weight.size(1), weight.stride(0), weight.stride(1)},
                      weight.scalar_type(),
                      to};
-  const State state = {&k, version_of(weight), fingerprint(weight)};
-  Cache& c = cache();
-  const std::lock_guard<std::mutex> lock(c.mutex);
-  if (++c.lookups % 64 == 0) forget_freed(c);
-  auto found = c.weights.find(impl);
-  if (found != c.weights.end() && found->second.storage.expired()) {
-    c.weights.erase(found);
-    found = c.weights.end();
+  {
+    const Found kept = look_up(view, weight, k);
+    if (kept.fingerprint && kept.bytes.defined()) {
+      auto& fingerprint = *kept.fingerprint;
+      if (matches(fingerprint.data(), fingerprint.size(), weight, rows)) return kept.bytes;
+    }
   }
-  if (found == c.weights.end()) {
-    forget_freed(c);
-    const auto weak = weight.storage().getWeakStorageImpl();
-    found = c.weights.emplace(impl, Copies{weak, {}}).first;
-  }
-  Copy& copy = copy_of(found->second, view, weight, k);
-  if (copy.bytes.defined() && copy.state == state) return copy.bytes;
-  // A copy that a product on another thread still reads is left to it.
-  const bool own = copy.bytes.defined() && copy.bytes.use_count() == 1;
-  std::atomic_thread_fence(std::memory_order_acquire);
-  if (!own || copy.state.kernels != &k) {
-    copy.bytes = at::Tensor();
-    copy.bytes = lasting_bytes_for(weight, to, k);
-  }
-  copy.state = {};  // until it is packed
-  pack_into(weight, to, k, copy.bytes.mutable_data_ptr());
-  copy.state = state;
-  return copy.bytes;
+  Found made = {nullptr, take_memory(view, weight, k)};
+  if (!made.bytes.defined()) made.bytes = lasting_bytes_for(weight, to, k);
+  // First the fingerprint: of a write between the two, the next call sees that it does not match.
+  made.fingerprint = std::make_shared<Fingerprint>(fingerprint_of(weight));
+  pack_into(weight, to, k, made.bytes.mutable_data_ptr());
+  keep(view, weight, k, made);
+  return made.bytes;
 }
 
 at::Tensor pack_once(const at::Tensor& weight, Format to) {
@@ -210,19 +209,6 @@ at::Tensor pack_once(const at::Tensor& weight, Format to) {
   auto bytes = bytes_for(weight, to, k);
   pack_into(weight, to, k, bytes.mutable_data_ptr());
   return bytes;
-}
-
-int64_t state_of(at::TensorList tensors) {
-  uint64_t hash = 0;
-  for (const at::Tensor& tensor : tensors) {
-    const at::Tensor matrix = tensor.dim() == 1 ? tensor.unsqueeze(0) : tensor;
-    hash = mixed(hash, (uint64_t)matrix.const_data_ptr());
-    hash = mixed(hash, (uint64_t)tensor.scalar_type());
-    hash = mixed(hash, version_of(tensor));
-    hash = mixed(hash, (uint64_t)matrix.size(0) << 32 | (uint64_t)matrix.size(1));
-    hash = mixed(hash, matrix.numel() ? fingerprint(matrix) : 0);
-  }
-  return (int64_t)hash;
 }
 
 int64_t packed_total() {
@@ -240,8 +226,7 @@ void forget_packed() {
   Cache& c = cache();
   const std::lock_guard<std::mutex> lock(c.mutex);
   c.weights.clear();
+  expire_fingerprints();
 }
-
-TORCH_LIBRARY_IMPL(fastbert_C, CPU, m) { m.impl("state_of", state_of); }
 
 }  // namespace fastbert::cpu

@@ -22,6 +22,7 @@ from fastbert.integrations.transformers import restarts
 from fastbert.io.families import FAMILIES
 from fastbert.modules.bert import Encoded
 from fastbert.modules.layout import Layout
+from fastbert.ops import packed_weights
 
 try:
     from transformers import PreTrainedModel, modeling_outputs
@@ -166,11 +167,17 @@ def _fast_class(kind: Any, stock: Any) -> Any:
             return stock.forward(self, *args, **kwargs)
         return _run(self, engine, OUTPUTS[stock.__name__], given)
 
+    def train(self: Any, mode: bool = True) -> Any:
+        if mode != self.training:
+            packed_weights.forget()
+        return kind.train(self, mode)
+
     def reduce(self: Any, protocol: Any) -> Any:
         return _rebuild, (kind, stock), self.__dict__
 
     own = {
         "forward": forward,
+        "train": train,
         "__reduce_ex__": reduce,
         "fastbert_restores": kind,
         "__module__": kind.__module__,

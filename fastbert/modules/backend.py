@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from fastbert.ops import packed_weights
 from fastbert.ops.backend import prefer
 
 
@@ -19,6 +20,12 @@ class OperationModule(nn.Module):
     def __init__(self, backend: str | None = None) -> None:
         super().__init__()
         self.set_backend(backend)
+
+    def train(self, mode: bool = True) -> OperationModule:
+        if mode != self.training:
+            packed_weights.forget()
+        super().train(mode)
+        return self
 
     def set_backend(self, backend: str | None) -> None:
         """Raises ValueError for a name that no backend has."""

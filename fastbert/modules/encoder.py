@@ -64,7 +64,8 @@ class BertEncoder(nn.Module):
             given = layout.bias
             layout = dataclasses.replace(layout, bias=bias if given is None else bias + given)
         if not weighed:
-            plan = stack(layers, hidden.device.type, hidden.dtype, hidden.requires_grad)
+            rows, wants_gradient = hidden.shape[0], hidden.requires_grad
+            plan = stack(layers, hidden.device.type, hidden.dtype, wants_gradient, rows)
             if self.relative_attention_bias is not None:
                 # The one call takes a bias of whole rows alone, and its bits are not the layers'.
                 plan = Choice("", "layer by layer: a bias by distance")

@@ -16,7 +16,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from fastbert.modules.attention import BertAttention, BertSelfAttention, BertSelfOutput
 from fastbert.modules.backend import OperationModule
 from fastbert.modules.feed_forward import BertIntermediate, BertOutput
-from fastbert.modules.joined_linear import JoinedLinear
+from fastbert.modules.joined_linear import WHOLE, JoinedLinear
 from fastbert.modules.layer import BertLayer, PreNormLayer
 from fastbert.modules.layer_norm import LayerNorm
 from fastbert.modules.linear import Linear
@@ -88,11 +88,15 @@ class Stack(NamedTuple):
 
 
 def stack(
-    layers: Sequence[nn.Module], device: str, dtype: torch.dtype, wants_gradient: bool
+    layers: Sequence[nn.Module],
+    device: str,
+    dtype: torch.dtype,
+    wants_gradient: bool,
+    rows: int = WHOLE,
 ) -> Stack | Choice:
     """The stack of ``layers`` for rows of ``dtype`` on a ``device`` ("cpu", …), or who serves them
     one by one (backend "": up to each operation), and why. ``wants_gradient``: whether that of the
-    rows is asked for."""
+    rows is asked for. ``rows``: how many there are (see ``JoinedLinear.parameters_now``)."""
     if torch.compiler.is_compiling():
         return _one_by_one("torch.compile traces")
     if device != "cpu":
@@ -109,7 +113,7 @@ def stack(
         if isinstance(inside, str):
             return _one_by_one(f"layer.{number}{inside}")
         found.append(inside)
-    return _stack(found, device, dtype)
+    return _stack(found, device, dtype, rows)
 
 
 def _inside(layer: Any) -> list[Any] | str:
@@ -130,21 +134,21 @@ def _inside(layer: Any) -> list[Any] | str:
     return found
 
 
-def _stack(found: list[list[Any]], device: str, dtype: torch.dtype) -> Stack | Choice:
+def _stack(found: list[list[Any]], device: str, dtype: torch.dtype, rows: int) -> Stack | Choice:
     kinds = {type(modules[i]) is QuantizedLinear for modules in found for i in LINEARS}
     if len(kinds) > 1:
         return _one_by_one("some linear layers are int8, others are not")
     int8 = kinds == {True}
     if int8 and any(modules[i].training for modules in found for i in LINEARS):
         return _one_by_one("a quantised layer is in training mode")
-    parameters, scales = (_int8_tensors if int8 else _tensors)(found)
+    parameters, scales = _int8_tensors(found) if int8 else (_tensors(found, rows), [])
     if set(map(type, parameters)) != ({nn.Parameter, Tensor} if int8 else {nn.Parameter}):
         return _one_by_one("a parameter is missing or of a class of its own")
-    allowed, rows = {dtype}, dtype
+    allowed, of_rows = {dtype}, dtype
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
         allowed = {dtype, torch.float32}
-    dtypes = {rows} if int8 else {p.dtype for p in _weights_of_products(parameters)}
+    dtypes = {of_rows} if int8 else {p.dtype for p in _weights_of_products(parameters)}
     if not dtypes <= allowed:
         return _one_by_one(f"{'rows' if int8 else 'weights'} are {dtypes}, the products {dtype}")
     if any(m[i].training and m[i].dropout_p > 0.0 for m in found for i in DROPPING):
@@ -169,8 +173,8 @@ def _stack(found: list[list[Any]], device: str, dtype: torch.dtype) -> Stack | C
     return Stack(parameters, scales, dtype, heads.pop(), eps.pop(), activation)
 
 
-def _tensors(found: list[list[Any]]) -> tuple[list[Any], list[Tensor]]:
-    return [p for modules in found for i in LEAVES for p in _parameters(modules[i])], []
+def _tensors(found: list[list[Any]], rows: int) -> list[Any]:
+    return [p for modules in found for i in LEAVES for p in _parameters(modules[i], rows)]
 
 
 def _int8_tensors(found: list[list[Any]]) -> tuple[list[Any], list[Tensor]]:
@@ -189,9 +193,9 @@ def _int8_tensors(found: list[list[Any]]) -> tuple[list[Any], list[Tensor]]:
     return parameters, scales
 
 
-def _parameters(leaf: nn.Module) -> tuple[Tensor | None, Tensor | None]:
+def _parameters(leaf: nn.Module, rows: int) -> tuple[Tensor | None, Tensor | None]:
     if isinstance(leaf, JoinedLinear):
-        return leaf.parameters_now()
+        return leaf.parameters_now(rows)
     own = leaf._parameters
     return own.get("weight"), own.get("bias")
 

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastbert.ops import packed_weights
+
 LIBRARY = torch.library.Library("fastbert", "DEF")
 # What runs for each operator, by name, once autograd and autocast have had their say.
 IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {}
@@ -59,7 +61,13 @@ def differentiable(
         ctx.set_materialize_grads(False)
         setup_context(ctx, inputs, output)
 
-    torch.library.register_autograd(f"fastbert::{name}", backward, setup_context=setup, lib=LIBRARY)
+    @functools.wraps(backward)
+    def gradient(ctx: Any, *gradients: Tensor | None) -> Any:
+        if not torch.compiler.is_compiling():
+            packed_weights.note_backward()
+        return backward(ctx, *gradients)
+
+    torch.library.register_autograd(f"fastbert::{name}", gradient, setup_context=setup, lib=LIBRARY)
 
 
 def once_differentiable(name: str) -> None:

@@ -1,0 +1,345 @@
+"""A result never comes from weights that are gone: whatever writes to a model, and however, its
+next result has the bits of a deep copy's, which has never computed anything and keeps nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import io
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fastbert
+from fastbert import modules
+from fastbert.config import BertConfig
+from fastbert.ops import backend as backends
+
+pytest.importorskip("transformers")
+if backends.EXTENSION is None:
+    pytest.skip(backends.EXTENSION_STATE, allow_module_level=True)
+
+import transformers
+
+# More columns than one piece of a row that a short call reads (64 bytes).
+SIZES: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 128,
+    "max_position_embeddings": 300,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+# A warm-up begins here: most bf16 weights do not move in one step, and a sample misses the others.
+SMALL_RATE = 5e-6
+
+
+def accelerated() -> nn.Module:
+    kind = transformers.BertForSequenceClassification
+    return fastbert.accelerate(kind(transformers.BertConfig(**SIZES)))
+
+
+def native() -> nn.Module:
+    return modules.BertForSequenceClassification(BertConfig(**SIZES))
+
+
+KINDS = {"accelerated": accelerated, "native": native}
+DTYPES = (torch.bfloat16, torch.float32)
+
+
+def made(kind: str, dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(0)
+    return KINDS[kind]().to(dtype).eval()
+
+
+def batch(rows: int = 40) -> dict[str, Tensor]:
+    ids = torch.randint(1, 97, (2, rows // 2), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": ids, "labels": torch.tensor([0, 1])}
+
+
+def logits(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+    with torch.no_grad():
+        return model.eval()(**inputs).logits
+
+
+def is_what_a_deep_copy_says(model: nn.Module, inputs: dict[str, Tensor]) -> bool:
+    return torch.equal(logits(model, inputs), logits(copy.deepcopy(model), inputs))
+
+
+# Steps
+
+
+class Offloaded(torch.optim.Optimizer):
+    """Master weights in fp32 beside the model, written back through ``data``, as offloading and
+    sharding optimizers do."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(list(parameters), {"lr": lr})
+        self.masters = [p.detach().float().clone() for p in self.param_groups[0]["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p, master in zip(self.param_groups[0]["params"], self.masters, strict=True):
+            if p.grad is not None:
+                master.sub_(p.grad.float().sign(), alpha=self.param_groups[0]["lr"])
+                p.data.copy_(master)
+
+
+class EightBit(torch.optim.Optimizer):
+    """Momentum in int8 with one scale, and weights written through their address, as a library of
+    8-bit optimizers does in its own C code."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            if p.grad is None:
+                continue
+            codes, scale = self.state[p].get("momentum", (torch.zeros_like(p.grad).char(), 0.0))
+            momentum = 0.9 * scale * codes.float() + p.grad.float()
+            scale = float(momentum.abs().max()) / 127.0 or 1.0
+            codes = (momentum / scale).round().char()
+            self.state[p]["momentum"] = (codes, scale)
+            new = p.detach() - self.param_groups[0]["lr"] * codes.to(p.dtype).sign()
+            ctypes.memmove(p.data_ptr(), new.data_ptr(), new.nbytes)
+
+
+OPTIMIZERS: dict[str, Callable[..., Any]] = {
+    **{
+        f"{kind.__name__} {way}": lambda p, lr, kind=kind, way=way: kind(p, lr=lr, **{way: True})
+        for kind in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad)
+        for way in ("fused", "foreach")
+    },
+    "8 bit": EightBit,
+    "offloaded": Offloaded,
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_step_of_an_optimizer_is_seen(kind, dtype, optimizer) -> None:
+    model, inputs = made(kind, dtype), batch()
+    step = OPTIMIZERS[optimizer](model.parameters(), lr=SMALL_RATE)
+    first = logits(model, inputs)
+    for _ in range(4):
+        model.train()(**inputs).loss.backward()
+        step.step()
+        step.zero_grad()
+        assert is_what_a_deep_copy_says(model, inputs)
+    if dtype == torch.float32:
+        assert not torch.equal(logits(model, inputs), first), "no step changed anything"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_in_evaluation_mode_is_seen(kind) -> None:
+    """Nothing changes between train and eval, and the gradients come from elsewhere."""
+    model, inputs = made(kind, torch.bfloat16), batch()
+    step = torch.optim.AdamW(model.parameters(), lr=SMALL_RATE, fused=True)
+    for _ in range(4):
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        step.step()
+        assert is_what_a_deep_copy_says(model, inputs)
+
+
+# In a process that trains: averaged and exchanged weights
+
+
+def trained(model: nn.Module, inputs: dict[str, Tensor]) -> None:
+    step = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    model.train()(**inputs).loss.backward()
+    step.step()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_average_of_the_weights_is_seen(kind) -> None:
+    model, inputs = made(kind, torch.bfloat16), batch()
+    average = copy.deepcopy(model)
+    for _ in range(4):
+        trained(model, inputs)
+        logits(average, inputs)  # between the step and the average
+        for mean, now in zip(average.parameters(), model.parameters(), strict=True):
+            mean.data.mul_(0.99).add_(now.data, alpha=0.01)
+        assert is_what_a_deep_copy_says(average, inputs)
+
+
+@pytest.mark.parametrize("how", ["copied", "exchanged"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_that_are_swapped_for_an_evaluation_are_seen(kind, how) -> None:
+    model, inputs = made(kind, torch.bfloat16), batch()
+    shadow = [p.detach().clone() for p in model.parameters()]
+    trained(model, inputs)
+    for _ in range(2):  # there and back
+        logits(model, inputs)
+        for parameter, other in zip(model.parameters(), shadow, strict=True):
+            kept = parameter.detach().clone()
+            if how == "copied":
+                parameter.data.copy_(other)
+                other.copy_(kept)
+            else:
+                parameter.data, other.data = other.data, parameter.data
+        assert is_what_a_deep_copy_says(model, inputs)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_element_is_seen_in_a_process_that_trains(kind) -> None:
+    model, inputs = made(kind, torch.float32), batch()
+    trained(model, inputs)
+    for name, parameter in model.named_parameters():
+        logits(model, inputs)
+        parameter.data.view(-1)[-1] += 1.0
+        assert is_what_a_deep_copy_says(model, inputs), name
+
+
+# Without any training
+
+
+def matrices(model: nn.Module) -> Iterator[Tensor]:
+    """The weights of the encoder's products."""
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 2 and "embeddings" not in name and ".layer." in name:
+            yield parameter.data
+
+
+def zero_a_row(w: Tensor) -> None:
+    w[w.shape[0] // 3].zero_()
+
+
+def prune(w: Tensor) -> None:
+    w.masked_fill_(torch.rand(w.shape) < 0.05, 0.0)
+
+
+def clamp(w: Tensor) -> None:
+    bound = 2.0 * float(w.float().std())
+    w.clamp_(-bound, bound)
+
+
+def negate_a_column(w: Tensor) -> None:
+    w[:, -1].neg_()
+
+
+def move_one(w: Tensor) -> None:
+    w[-1, -1] += 1.0
+
+
+WHOLE_ROWS = {"a row set to zero": zero_a_row, "5 % pruned": prune, "clamped": clamp}
+NARROW = {"a column negated": negate_a_column, "one element": move_one}
+
+
+@pytest.fixture
+def untrained() -> Iterator[None]:
+    """As in a process in which no optimizer has stepped and no gradient was computed."""
+    backends.EXTENSION.expect_writes(False)
+    yield
+    backends.EXTENSION.expect_writes(True)
+
+
+def changed_everywhere(
+    model: nn.Module, inputs: dict[str, Tensor], change: Callable[[Tensor], None], calls: int
+) -> None:
+    """``change`` of each matrix is seen by the last of ``calls`` calls."""
+    for weight in matrices(model):
+        logits(model, inputs)
+        change(weight)
+        for _ in range(calls - 1):
+            logits(model, inputs)
+        assert is_what_a_deep_copy_says(model, inputs), tuple(weight.shape)
+
+
+@pytest.mark.parametrize("change", WHOLE_ROWS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_write_through_data_to_whole_rows_is_seen_at_once(untrained, kind, dtype, change) -> None:
+    changed_everywhere(made(kind, dtype), batch(), WHOLE_ROWS[change], calls=1)
+
+
+@pytest.mark.parametrize("change", NARROW)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_narrow_write_is_seen_at_once_by_a_call_with_many_rows(
+    untrained, kind, dtype, change
+) -> None:
+    changed_everywhere(made(kind, dtype), batch(512), NARROW[change], calls=1)
+
+
+@pytest.mark.parametrize("change", NARROW)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_narrow_write_is_seen_in_as_many_calls_as_a_row_has_pieces(
+    untrained, kind, change
+) -> None:
+    pieces = 128 * 4 // 64  # of the widest row, in fp32
+    changed_everywhere(made(kind, torch.float32), batch(), NARROW[change], calls=pieces)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_that_are_inference_tensors_are_read_whole(untrained, kind) -> None:
+    inputs = batch()
+    with torch.inference_mode():
+        model = made(kind, torch.bfloat16)
+        for weight in [p for p in model.parameters() if p.dim() == 2]:
+            logits(model, inputs)
+            assert weight.is_inference()
+            weight[-1, -1] += 1.0
+            assert torch.equal(logits(model, inputs), logits(copy.deepcopy(model), inputs))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_in_shared_memory_are_read_whole(untrained, kind) -> None:
+    """Another process may train them."""
+    model = made(kind, torch.bfloat16).share_memory()
+    changed_everywhere(model, batch(), move_one, calls=1)
+
+
+@pytest.mark.parametrize("assign", [False, True], ids=["copied", "assigned"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_state_dict_that_is_loaded_is_seen(untrained, kind, assign) -> None:
+    """Assigned, the new tensors may lie where the old ones did: the loop frees those at once."""
+    model, inputs = made(kind, torch.bfloat16), batch()
+    for seed in range(6):
+        logits(model, inputs)
+        torch.manual_seed(seed)
+        state = {name: torch.randn_like(t) * 0.1 for name, t in model.state_dict().items()}
+        model.load_state_dict(state, assign=assign)
+        del state
+        assert is_what_a_deep_copy_says(model, inputs)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_change_of_mode_puts_copies_out_of_date(untrained, kind) -> None:
+    model, inputs = made(kind, torch.float32), batch()
+    for weight in matrices(model):
+        logits(model, inputs)
+        model.train()
+        move_one(weight)
+        assert is_what_a_deep_copy_says(model, inputs)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_forget_packed_reaches_every_copy(untrained, kind) -> None:
+    model, inputs = made(kind, torch.float32), batch()
+    for weight in matrices(model):
+        logits(model, inputs)
+        move_one(weight)
+        backends.EXTENSION.forget_packed()
+        assert is_what_a_deep_copy_says(model, inputs)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_copy_and_a_pickle_keep_nothing(kind) -> None:
+    model, inputs = made(kind, torch.bfloat16), batch()
+    expected = logits(model, inputs)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        assert not any(getattr(m, "_kept", None) is not None for m in other.modules())
+        assert torch.equal(logits(other, inputs), expected)
