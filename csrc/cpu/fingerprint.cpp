@@ -1,8 +1,6 @@
 #include "fingerprint.h"
 
 #include <ATen/MapAllocator.h>
-#include <ATen/ops/empty.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <array>
@@ -10,6 +8,8 @@
 #include <cstring>
 
 #include "operands.h"
+#include "operators.h"
+#include "tensors.h"
 
 namespace fastbert::cpu {
 namespace {
@@ -192,11 +192,9 @@ void expire_fingerprints() { ++epoch; }
 
 void expect_writes(bool expected) { writes_expected = expected; }
 
-namespace {
-
 at::Tensor fingerprint(at::TensorList tensors) {
   const Fingerprint made = fingerprint_of(tensors);
-  auto out = at::empty({(int64_t)made.size()}, at::TensorOptions().dtype(at::kLong));
+  auto out = empty({(int64_t)made.size()}, at::TensorOptions().dtype(at::kLong));
   std::memcpy(out.mutable_data_ptr(), made.data(), made.size() * kWord);
   return out;
 }
@@ -208,13 +206,6 @@ bool has_fingerprint(at::TensorList tensors, const at::Tensor& fingerprint, int6
                     "fingerprint: got shape ", fingerprint.sizes(),
                     ", allowed: what fastbert_C::fingerprint returned");
   return matches((uint64_t*)fingerprint.mutable_data_ptr(), fingerprint.numel(), tensors, rows);
-}
-
-}  // namespace
-
-TORCH_LIBRARY_IMPL(fastbert_C, CPU, m) {
-  m.impl("fingerprint", fingerprint);
-  m.impl("has_fingerprint", has_fingerprint);
 }
 
 }  // namespace fastbert::cpu

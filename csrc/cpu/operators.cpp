@@ -26,6 +26,8 @@ TORCH_LIBRARY_IMPL(fastbert_C, CPU, m) {
   m.impl("matmul", matmul);
   m.impl("int8_linear", int8_linear);
   m.impl("encoder", encoder);
+  m.impl("fingerprint", fingerprint);
+  m.impl("has_fingerprint", has_fingerprint);
   m.impl("any_outside", any_outside);
   m.impl("unpad_indices", unpad_indices);
   m.impl("scatter_rows", scatter_rows);
