@@ -76,8 +76,13 @@ class BertPreTrainedModel(nn.Module):
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Writes config.json and model.safetensors, which transformers opens, to ``folder``.
 
-        Each file appears whole or not at all. Raises ValueError when ``folder`` is a file, or the
-        model is quantised, which transformers could not open.
+        The two files replace those of an earlier save together; other files of ``folder`` stay. If
+        the process is killed at any moment, ``from_pretrained`` finds the whole old model or the
+        whole new one. Other readers may then find a file missing, but never an old file beside a
+        new one.
+
+        Raises ValueError when ``folder`` is a file, or the model is quantised, which transformers
+        could not open. Raises OSError when a file cannot be written; ``folder`` stays as it was.
         """
         if any(isinstance(part, QuantizedLinear) for part in self.modules()):
             raise ValueError(
