@@ -195,10 +195,10 @@ def _read_pickled(path: Path) -> dict[str, Tensor]:
 
 def load_into(model: BertPreTrainedModel, stored: Stored) -> None:
     """Copies the stored weights into ``model``; one warning names what it lacks and what nobody
-    knows.
+    knows. Weights of heads that ``model`` does not have are left out.
 
-    Raises ValueError when a shape differs or weights of the embeddings or the encoder are missing;
-    the model is untouched then.
+    Raises ValueError when a shape differs, or weights of the embeddings or the encoder are missing
+    or have no place in ``model``; the model is untouched then.
     """
     if model.config.model_type == "bert":
         tensors = names.for_model(stored.tensors, model.body_prefix)
@@ -217,11 +217,9 @@ def load_into(model: BertPreTrainedModel, stored: Stored) -> None:
         raise ValueError(
             f"{stored.folder}: {len(lost)} weights of the encoder are missing: {_few(lost)}"
         )
-    unknown = [
-        name
-        for name in tensors
-        if name not in expected and names.part(name) not in (*names.BODY, *names.HEADS)
-    ]
+    left = [name for name in tensors if name not in expected]
+    _check_surplus(stored.folder, left, model.config)
+    unknown = [name for name in left if names.part(name) not in (*names.BODY, *names.HEADS)]
     if missing or unknown:
         message = [f"{stored.folder}:"]
         if missing:
@@ -242,6 +240,24 @@ def _check_shapes(folder: Path, tensors: dict[str, Tensor], expected: dict[str, 
             wrong.append(f"{name}: got {got.dtype}, expected a floating dtype")
     if wrong:
         raise ValueError(f"{folder}: the weights do not fit the model: {_few(sorted(wrong), '; ')}")
+
+
+def _check_surplus(folder: Path, left: list[str], config: BertConfig) -> None:
+    """Raises ValueError naming the weights of an encoder among those that no module took."""
+    parts = families.encoder_parts(config)
+    surplus = [name for name in left if names.part(name) in parts]
+    if surplus:
+        what = "1 weight" if len(surplus) == 1 else f"{len(surplus)} weights"
+        verb = "has" if len(surplus) == 1 else "have"
+        raise ValueError(
+            f"{folder}: {what} of the encoder {verb} no place in the model of {CONFIG}, with "
+            f"num_hidden_layers {config.num_hidden_layers}: {_few(sorted(surplus, key=_number))}"
+        )
+
+
+def _number(name: str) -> tuple[list[int], str]:
+    """Sorts layer 2 before layer 10."""
+    return [int(digits) for digits in re.findall(r"\d+", name)], name
 
 
 def _few(items: list[str], separator: str = ", ", most: int = 10) -> str:

@@ -63,7 +63,9 @@ class BertPreTrainedModel(nn.Module):
         checkpoint lacks are initialised, with one warning that names them.
 
         Raises FileNotFoundError when there is nothing to load, and ValueError naming file and
-        reason when a file is damaged, a shape differs, or the encoder's own weights are missing.
+        reason when a file is damaged, a shape differs, or weights of the encoder are missing. The
+        same holds for weights of the encoder that the configuration has no place for, as when
+        num_hidden_layers is smaller than the number of stored layers.
         """
         validate(backend)
         stored = checkpoint.read(path_or_hub_id)
