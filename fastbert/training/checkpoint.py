@@ -23,7 +23,7 @@ def refuse_existing(output: Path, *, overwrite: bool) -> None:
     if (output / CHECKPOINT).exists() and not overwrite:
         raise ValueError(
             f"output: {output} holds a checkpoint already, "
-            "allowed: another folder, or overwrite=True"
+            "allowed: another folder, or overwrite=True (--overwrite), which replaces it"
         )
 
 
