@@ -26,7 +26,7 @@ ALLOWED = {
     "quantization": {"modules"},
     "data": {"data"},
     "integrations": {"integrations", "modules", "io", "config", "ops", "reference"},
-    "training": {"training", "data", "modules", "ops", "config", "integrations", "testing"},
+    "training": {"training", "data", "modules", "io", "ops", "config", "integrations", "testing"},
     "testing": {
         "testing",
         "data",

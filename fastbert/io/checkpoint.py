@@ -8,9 +8,7 @@ import json
 import os
 import pickle
 import re
-import secrets
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,12 +17,12 @@ import torch
 from torch import Tensor
 
 from fastbert.config import OURS, BertConfig
-from fastbert.io import families, names, safetensors_file
+from fastbert.io import commit, families, names, safetensors_file
+from fastbert.io.commit import CONFIG
 
 if TYPE_CHECKING:
     from fastbert.modules.pretrained import BertPreTrainedModel
 
-CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLED = "pytorch_model.bin"
@@ -75,30 +73,39 @@ def read(path_or_hub_id: str | os.PathLike[str]) -> Stored:
 
     A sentence-transformers folder may keep its encoder in a sub-folder. Raises FileNotFoundError
     when there is no checkpoint, ValueError naming file and reason when there is a damaged one.
+
+    Configuration and weights are of one save, even if another process saves at the same time. A
+    save that was killed after its commit point is finished first (``fastbert.io.commit``); OSError
+    when this is not possible.
     """
-    folder, content = _read_content(path_or_hub_id)
-    return Stored(folder, content, _read_tensors(folder))
+    folder = _encoder_folder(find(path_or_hub_id))
+    return commit.consistent(
+        folder, lambda: Stored(folder, _read_content(folder), _read_tensors(folder))
+    )
 
 
 def read_settings(path_or_hub_id: str | os.PathLike[str]) -> tuple[BertConfig, list[str]]:
     """The configuration of a checkpoint and the classes that its config.json names, without reading
     weights. Errors as in ``read``."""
-    folder, content = _read_content(path_or_hub_id)
+    folder = _encoder_folder(find(path_or_hub_id))
+    content = commit.consistent(folder, lambda: _read_content(folder))
     return Stored(folder, content, {}).config({}), list(content.get("architectures") or [])
 
 
-def _read_content(path_or_hub_id: str | os.PathLike[str]) -> tuple[Path, dict[str, Any]]:
-    """The folder of the encoder, and the content of its config.json."""
-    folder = _encoder_folder(find(path_or_hub_id))
+def _read_content(folder: Path) -> dict[str, Any]:
     if not (folder / CONFIG).is_file():
         raise FileNotFoundError(f"{folder}: there is no {CONFIG} in this folder")
-    return folder, _read_json(folder / CONFIG)
+    return _read_json(folder / CONFIG)
 
 
 def find(path_or_hub_id: str | os.PathLike[str]) -> Path:
-    """The folder itself, or where the files of the hub id were downloaded to."""
+    """The folder itself, or where the files of the hub id were downloaded to.
+
+    Finishes a save to the folder that was killed after its commit point.
+    """
     path = Path(path_or_hub_id)
     if path.is_dir():
+        commit.settle(path)
         return path
     name = str(path_or_hub_id)
     if path.exists() or not _HUB_ID.fullmatch(name):
@@ -188,10 +195,10 @@ def _read_pickled(path: Path) -> dict[str, Tensor]:
 
 def load_into(model: BertPreTrainedModel, stored: Stored) -> None:
     """Copies the stored weights into ``model``; one warning names what it lacks and what nobody
-    knows.
+    knows. Weights of heads that ``model`` does not have are left out.
 
-    Raises ValueError when a shape differs or weights of the embeddings or the encoder are missing;
-    the model is untouched then.
+    Raises ValueError when a shape differs, or weights of the embeddings or the encoder are missing
+    or have no place in ``model``; the model is untouched then.
     """
     if model.config.model_type == "bert":
         tensors = names.for_model(stored.tensors, model.body_prefix)
@@ -210,11 +217,9 @@ def load_into(model: BertPreTrainedModel, stored: Stored) -> None:
         raise ValueError(
             f"{stored.folder}: {len(lost)} weights of the encoder are missing: {_few(lost)}"
         )
-    unknown = [
-        name
-        for name in tensors
-        if name not in expected and names.part(name) not in (*names.BODY, *names.HEADS)
-    ]
+    left = [name for name in tensors if name not in expected]
+    _check_surplus(stored.folder, left, model.config)
+    unknown = [name for name in left if names.part(name) not in (*names.BODY, *names.HEADS)]
     if missing or unknown:
         message = [f"{stored.folder}:"]
         if missing:
@@ -237,6 +242,24 @@ def _check_shapes(folder: Path, tensors: dict[str, Tensor], expected: dict[str, 
         raise ValueError(f"{folder}: the weights do not fit the model: {_few(sorted(wrong), '; ')}")
 
 
+def _check_surplus(folder: Path, left: list[str], config: BertConfig) -> None:
+    """Raises ValueError naming the weights of an encoder among those that no module took."""
+    parts = families.encoder_parts(config)
+    surplus = [name for name in left if names.part(name) in parts]
+    if surplus:
+        what = "1 weight" if len(surplus) == 1 else f"{len(surplus)} weights"
+        verb = "has" if len(surplus) == 1 else "have"
+        raise ValueError(
+            f"{folder}: {what} of the encoder {verb} no place in the model of {CONFIG}, with "
+            f"num_hidden_layers {config.num_hidden_layers}: {_few(sorted(surplus, key=_number))}"
+        )
+
+
+def _number(name: str) -> tuple[list[int], str]:
+    """Sorts layer 2 before layer 10."""
+    return [int(digits) for digits in re.findall(r"\d+", name)], name
+
+
 def _few(items: list[str], separator: str = ", ", most: int = 10) -> str:
     more = f"{separator}and {len(items) - most} more" if len(items) > most else ""
     return separator.join(items[:most]) + more
@@ -248,15 +271,15 @@ def _few(items: list[str], separator: str = ", ", most: int = 10) -> str:
 def write(folder: str | os.PathLike[str], model: BertPreTrainedModel) -> None:
     """Writes ``model`` so that transformers' class of the same name opens it.
 
-    A tied parameter is stored once, under the name transformers keeps. Each file is written beside
-    its place, flushed and renamed. Raises ValueError when ``folder`` is a file.
+    A tied parameter is stored once, under the name transformers keeps. Both files appear together
+    or not at all, and other files of ``folder`` stay (``fastbert.io.commit``). Raises ValueError
+    when ``folder`` is a file, OSError when a file cannot be written.
     """
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
         raise ValueError(
             f"folder: got {str(folder)!r}, a file; allowed: a folder or a name not taken"
         )
-    folder.mkdir(parents=True, exist_ok=True)
     tied = model.tied()
     tensors = {name: t.cpu() for name, t in model.state_dict().items() if name not in tied}
     content = families.write_config(model.config)
@@ -268,25 +291,6 @@ def write(folder: str | os.PathLike[str], model: BertPreTrainedModel) -> None:
         tensors = families.to_theirs(tensors, model.config)
     content["dtype"] = str(model.dtype).removeprefix("torch.")
     text = json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
-    _replace(folder / WEIGHTS, lambda path: safetensors_file.write(path, tensors))
-    _replace(folder / CONFIG, lambda path: _write_text(path, text))
-
-
-def _write_text(path: Path, text: str) -> None:
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _replace(path: Path, write_to: Callable[[Path], None]) -> None:
-    """Lets ``write_to`` fill a new file in the same folder, then renames it to ``path``."""
-    partial = path.with_name(f".{path.name}.partial-{secrets.token_hex(4)}")
-    try:
-        partial.touch(exist_ok=False)  # with the permissions of any new file
-        mode = partial.stat().st_mode
-        write_to(partial)
-        partial.chmod(mode)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with commit.replacement(folder) as new:
+        safetensors_file.write(new / WEIGHTS, tensors)
+        (new / CONFIG).write_text(text, encoding="utf-8")

@@ -7,6 +7,7 @@ layers; ``{group}`` and ``{inner}`` do in a family that runs groups of layers ag
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fastbert.config import Architecture, BertConfig
-from fastbert.io.names import BUFFERS, QKV, modernise
+from fastbert.io.names import BUFFERS, ENCODER, QKV, modernise
 
 Content = dict[str, Any]
 Names = dict[str, tuple[str, ...]]
@@ -99,16 +100,41 @@ def place(name: str, layer: int, config: BertConfig) -> str:
     return name.format(layer=layer, group=group, inner=inner)
 
 
+def encoder_parts(config: BertConfig) -> set[str]:
+    """The first parts of the names of an encoder's weights, ours and theirs, without the pooler."""
+    family = family_of(config.model_type)
+    modules = [*family.modules.values(), *family.stored.values()]
+    theirs = {name.partition(".")[0] for group in modules for name in group}
+    return {*ENCODER, *theirs} - {"pooler"}
+
+
 def to_ours(tensors: Mapping[str, Tensor], config: BertConfig) -> dict[str, Tensor]:
     """The tensors of an encoder under the names of our state dict; names that no module of ours has
-    stay. Of a checkpoint with ``prefix`` before the encoder's names, the head's are left out."""
+    stay. Of a checkpoint with ``prefix`` before the encoder's names, the head's are left out, and
+    of ALBERT's groups of layers those that never run."""
     prefix = family_of(config.model_type).prefix
     if any(name.startswith(prefix) for name in tensors):
         tensors = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
-    left = {modernise(name): t for name, t in tensors.items() if name not in BUFFERS}
+    left = {
+        modernise(name): tensor
+        for name, tensor in tensors.items()
+        if name not in BUFFERS and not _never_runs(name, config)
+    }
     for stored in (True, False):
         left = _renamed(left, ((theirs, _in_state(ours)) for ours, theirs in pairs(config, stored)))
     return left
+
+
+def _never_runs(name: str, config: BertConfig) -> bool:
+    """Whether a weight is of one of ALBERT's last groups while there are fewer layers than
+    groups."""
+    choices, found = config.architecture, _SHARED_LAYER.match(name)
+    if choices.groups is None or found is None:
+        return False
+    group, inner = int(found[1]), int(found[2])
+    last = max(choices.order(config.num_hidden_layers))
+    exists = group < choices.groups and inner < choices.group_size
+    return exists and group * choices.group_size + inner > last
 
 
 def to_theirs(tensors: Mapping[str, Tensor], config: BertConfig) -> dict[str, Tensor]:
@@ -262,6 +288,7 @@ _BERT_DROPOUTS = {
     _NORM: LAYER + "output.dropout",
 }
 _ALBERT_LAYER = "encoder.albert_layer_groups.{group}.albert_layers.{inner}."
+_SHARED_LAYER = re.compile(r"encoder\.albert_layer_groups\.(\d+)\.albert_layers\.(\d+)\.")
 _DISTILBERT_LAYER = "transformer.layer.{layer}."
 _LAYERS = "layers.{layer}."
 

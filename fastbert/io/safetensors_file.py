@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -39,11 +38,18 @@ def read(path: Path) -> dict[str, Tensor]:
 
 
 def write(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Writes ``tensors`` with transformers' metadata and flushes them to the disk."""
+    """Writes ``tensors`` with transformers' metadata and the permissions of any new file.
+
+    Raises OSError naming ``path`` when they cannot be written.
+    """
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    safetensors.torch.save_file(contiguous, path, metadata={"format": "pt"})
-    with open(path, "rb+") as file:
-        os.fsync(file.fileno())
+    path.touch()
+    mode = path.stat().st_mode
+    try:
+        safetensors.torch.save_file(contiguous, path, metadata={"format": "pt"})
+    except safetensors.SafetensorError as error:
+        raise OSError(f"{path}: {error}") from error
+    path.chmod(mode)
 
 
 def check(path: Path) -> None:
