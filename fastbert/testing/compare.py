@@ -100,10 +100,10 @@ def compare(
     """Judges ``actual`` by the rule; its dtype is the tested one, unless ``tested`` says in which
     narrower one it was computed: the fp32 loss of a 16-bit model.
 
-    oracle float64 and yardstick in the tested dtype, both of actual's shape. A yardstick that holds
-    products is a ``Yardstick``; one without products may be a tensor. ``factor`` above 2
-    needs a ``reason`` in words and is never above 3. Raises ValueError on a misuse of the rule,
-    never on a result.
+    The oracle is in float64 and the yardstick in the tested dtype, both of actual's shape. The
+    yardstick of a computation with products is a ``Yardstick``, any other may be a tensor.
+    ``factor`` above 2 needs a ``reason`` in words and is never above 3. Raises ValueError on a
+    misuse of the rule, never on a result.
     """
     if factor > 3.0 or (factor > MAX_FACTOR and not reason):
         raise ValueError(f"factor: got {factor}, allowed: 2, or at most 3 with a reason")
@@ -134,7 +134,8 @@ def compare(
         plain = None if verdict.passed else next(runs, None)
         if plain is None:
             return verdict
-        limits = tuple(map(max, limits, _errors(plain, oracle)))
+        more = _errors(plain, oracle)
+        limits = max(limits[0], more[0]), max(limits[1], more[1])
 
 
 def _runs(yardstick: Tensor | Yardstick) -> Iterator[Tensor]:

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # The terms of one chain. BLAS libraries keep a sum in a register for 128 to 512 terms.
 CHAIN = 128
 # The number of plain orders.
-ORDERS = 8
+ORDERS = 16
 
 
 class Yardstick:
