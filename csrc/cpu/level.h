@@ -7,6 +7,7 @@
 #include "cross_entropy_kernel.h"
 #include "embedding_kernel.h"
 #include "feed_forward_kernel.h"
+#include "fingerprint_kernel.h"
 #include "gemm_kernel.h"
 #include "int8_kernel.h"
 #include "isa.h"
@@ -70,6 +71,7 @@ extern const Kernels kKernels = {
     int8_layout,
     int8_quantise,
     int8_gemm,
+    checksums,
 };
 
 }  // namespace fastbert::cpu::FASTBERT_LEVEL
