@@ -1,8 +1,26 @@
+// The one file of the CPU operators that reads the large headers of torch: it registers the
+// operators and makes new tensors.
+
 #include "operators.h"
 
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
+#include "tensors.h"
+
 namespace fastbert::cpu {
+
+at::Tensor empty(at::IntArrayRef sizes, const at::TensorOptions& options) {
+  return at::empty(sizes, options);
+}
+
+at::Tensor empty_like(const at::Tensor& like) { return at::empty_like(like); }
+
+at::Tensor zeros(at::IntArrayRef sizes, const at::TensorOptions& options) {
+  return at::zeros(sizes, options);
+}
 
 TORCH_LIBRARY_IMPL(fastbert_C, CPU, m) {
   m.impl("layer_norm_forward", layer_norm_forward);

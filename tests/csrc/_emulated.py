@@ -35,6 +35,8 @@ def compile_library(folder: Path, levels: list[str]) -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if library.exists():
             return library
+        # The others take from avx512 what they have in common with it.
+        levels = sorted({"avx512", *levels})
         objects = [folder / f"{level}.o" for level in levels]
         compilers = [
             subprocess.Popen(
