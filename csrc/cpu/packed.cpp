@@ -9,7 +9,6 @@
 #include <sys/mman.h>
 #include <unistd.h>
 #endif
-#include <torch/library.h>
 
 #include <array>
 #include <atomic>
@@ -18,6 +17,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "../register.h"
 #include "isa.h"
 #include "operands.h"
 
@@ -242,6 +242,6 @@ void forget_packed() {
   c.weights.clear();
 }
 
-TORCH_LIBRARY_IMPL(fastbert_C, CPU, m) { m.impl("state_of", state_of); }
+TORCH_LIBRARY_IMPL(fastbert_C, CPU, m) { implement<state_of>(m, "state_of"); }
 
 }  // namespace fastbert::cpu
