@@ -6,9 +6,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import pickle
 import re
 import warnings
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from fastbert import json_file
 from fastbert.config import OURS, BertConfig
-from fastbert.io import commit, families, names, safetensors_file
+from fastbert.io import commit, families, names, safetensors_file, sentence_transformers_folder
 from fastbert.io.commit import CONFIG
 
 if TYPE_CHECKING:
@@ -28,11 +29,14 @@ INDEX = "model.safetensors.index.json"
 PICKLED = "pytorch_model.bin"
 # What a hub id downloads; never code, never pickles.
 DOWNLOADED = (
-    CONFIG, WEIGHTS, INDEX, "model-*.safetensors", "modules.json", "0_Transformer/config.json",
-    "0_Transformer/model.safetensors", "vocab.txt", "tokenizer.json", "tokenizer_config.json",
-    "special_tokens_map.json", "added_tokens.json", "1_Pooling/config.json",
-    "sentence_bert_config.json",
+    CONFIG, WEIGHTS, INDEX, "model-*.safetensors", "vocab.txt", "tokenizer.json",
+    "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    sentence_transformers_folder.LISTING, sentence_transformers_folder.SETTINGS,
+    *sentence_transformers_folder.ENCODER_SETTINGS,
+    # The modules of sentence-transformers: 0_Transformer, 1_Pooling, 2_Dense, …
+    "[0-9]*_*/*.json", "[0-9]*_*/vocab.txt", "[0-9]*_*/model*.safetensors",
 )  # fmt: skip
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
@@ -48,7 +52,7 @@ class Stored:
     @property
     def dtype(self) -> torch.dtype:
         """The one floating dtype of the weights; float32 when there are several or none."""
-        dtypes = {t.dtype for t in self.tensors.values() if t.dtype.is_floating_point}
+        dtypes = {t.dtype for t in self.tensors.values() if t.dtype in DTYPES}
         return dtypes.pop() if len(dtypes) == 1 else torch.float32
 
     def config(self, overrides: dict[str, Any]) -> BertConfig:
@@ -60,9 +64,18 @@ class Stored:
                 raise ValueError(f"config_overrides: got {name!r}, allowed: {allowed}")
         try:
             config = families.read_config(self.content)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
             raise ValueError(f"{self.folder / CONFIG}: {error}") from error
         return config.replace(**overrides)
+
+    def architectures(self) -> list[str]:
+        """The classes that config.json names. Raises ValueError when they are no list of names."""
+        classes = self.content.get("architectures") or []
+        if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
+            raise ValueError(
+                f"{self.folder / CONFIG}: architectures: got {classes!r:.200}, allowed: names"
+            )
+        return classes
 
 
 # Reading
@@ -80,7 +93,7 @@ def read(path_or_hub_id: str | os.PathLike[str]) -> Stored:
     """
     folder = _encoder_folder(find(path_or_hub_id))
     return commit.consistent(
-        folder, lambda: Stored(folder, _read_content(folder), _read_tensors(folder))
+        folder, lambda: Stored(folder, _read_content(folder), read_tensors(folder))
     )
 
 
@@ -89,13 +102,14 @@ def read_settings(path_or_hub_id: str | os.PathLike[str]) -> tuple[BertConfig, l
     weights. Errors as in ``read``."""
     folder = _encoder_folder(find(path_or_hub_id))
     content = commit.consistent(folder, lambda: _read_content(folder))
-    return Stored(folder, content, {}).config({}), list(content.get("architectures") or [])
+    stored = Stored(folder, content, {})
+    return stored.config({}), stored.architectures()
 
 
 def _read_content(folder: Path) -> dict[str, Any]:
     if not (folder / CONFIG).is_file():
         raise FileNotFoundError(f"{folder}: there is no {CONFIG} in this folder")
-    return _read_json(folder / CONFIG)
+    return json_file.read(folder / CONFIG)
 
 
 def find(path_or_hub_id: str | os.PathLike[str]) -> Path:
@@ -126,27 +140,14 @@ def find(path_or_hub_id: str | os.PathLike[str]) -> Path:
 
 def _encoder_folder(folder: Path) -> Path:
     """The folder of the transformer in a sentence-transformers folder; else ``folder`` itself."""
-    listing = folder / "modules.json"
-    if (folder / CONFIG).exists() or not listing.is_file():
+    if (folder / CONFIG).exists() or not sentence_transformers_folder.is_one(folder):
         return folder
-    content = _read_json(listing, kind=list)
-    for module in content:
-        if isinstance(module, dict) and str(module.get("type", "")).endswith("Transformer"):
-            return folder / _plain_name(listing, module.get("path"))
-    raise ValueError(f"{listing}: none of its modules is a Transformer")
+    return sentence_transformers_folder.encoder_folder(folder)
 
 
-def _read_json(path: Path, kind: type = dict) -> Any:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(content, kind):
-        raise ValueError(f"{path}: holds a JSON {type(content).__name__}, expected {kind.__name__}")
-    return content
-
-
-def _read_tensors(folder: Path) -> dict[str, Tensor]:
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """The weights in a folder, by their names. Raises FileNotFoundError when there are none, and
+    ValueError naming the file when it is damaged."""
     if (folder / WEIGHTS).is_file():
         return safetensors_file.read(folder / WEIGHTS)
     if (folder / INDEX).is_file():
@@ -159,15 +160,17 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def _read_shards(index: Path) -> dict[str, Tensor]:
-    places = _read_json(index).get("weight_map")
+    places = json_file.read(index).get("weight_map")
     if not isinstance(places, dict):
         raise ValueError(f"{index}: it has no weight_map")
     tensors: dict[str, Tensor] = {}
-    for shard in sorted({_plain_name(index, place) for place in places.values()}):
+    shards: dict[str, list[str]] = {}
+    for name, place in places.items():
+        shards.setdefault(_plain_name(index, place), []).append(name)
+    for shard, wanted in sorted(shards.items()):
         if not (index.parent / shard).is_file():
             raise ValueError(f"{index}: its shard {shard} is missing")
         stored = safetensors_file.read(index.parent / shard)
-        wanted = [name for name, place in places.items() if place == shard]
         absent = [name for name in wanted if name not in stored]
         if absent:
             raise ValueError(f"{index}: {absent[0]} is not in its shard {shard}")
@@ -184,44 +187,77 @@ def _plain_name(index: Path, name: Any) -> str:
 
 def _read_pickled(path: Path) -> dict[str, Tensor]:
     try:
+        _refuse_compressed(path)
         tensors = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+    except Exception as error:  # damage makes the unpickler raise any kind of error
+        if isinstance(error, OSError) and error.filename:
+            raise
         reason = str(error).partition("\n")[0]
         raise ValueError(f"{path}: refused or damaged: {reason}") from error
-    if not isinstance(tensors, dict) or not all(isinstance(t, Tensor) for t in tensors.values()):
+    if not isinstance(tensors, dict) or not all(map(_is_plain, tensors, tensors.values())):
         raise ValueError(f"{path}: it does not hold a dictionary of tensors")
     return tensors
 
 
-def load_into(model: BertPreTrainedModel, stored: Stored) -> None:
-    """Copies the stored weights into ``model``; one warning names what it lacks and what nobody
-    knows. Weights of heads that ``model`` does not have are left out.
+def _refuse_compressed(path: Path) -> None:
+    """torch.save compresses nothing; a small file could otherwise fill the memory."""
+    if not zipfile.is_zipfile(path):
+        return  # the format of torch before 1.6
+    with zipfile.ZipFile(path) as file:
+        size = sum(entry.file_size for entry in file.infolist())
+    if size > path.stat().st_size:
+        raise ValueError(f"it unpacks to {size:,} bytes")
 
-    Raises ValueError when a shape differs, or weights of the embeddings or the encoder are missing
-    or have no place in ``model``; the model is untouched then.
+
+def _is_plain(name: object, tensor: object) -> bool:
+    """Whether a tensor is named, is dense in this machine's memory, and shows no number twice."""
+    return (
+        isinstance(name, str)
+        and isinstance(tensor, Tensor)
+        and tensor.layout == torch.strided
+        and tensor.device.type == "cpu"
+        and tensor.nbytes <= tensor.untyped_storage().nbytes()
+    )
+
+
+def fit(model: BertPreTrainedModel, stored: Stored) -> dict[str, Tensor]:
+    """The stored tensors under the names of ``model``, which may be on the meta device.
+
+    Weights of heads that ``model`` does not have are among them. Raises ValueError when a shape
+    differs, or weights of the embeddings or the encoder are missing or have no place in ``model``.
     """
     if model.config.model_type == "bert":
         tensors = names.for_model(stored.tensors, model.body_prefix)
     else:
         tensors = families.to_ours(stored.tensors, model.config)
-    expected = model.state_dict()
+    expected = _own_state(model)
     for name, target in model.tied().items():
         tied = tensors.pop(name, None)
         if tied is not None:
             tensors.setdefault(target, tied)
-        del expected[name]
-    _check_shapes(stored.folder, tensors, expected)
-    missing = [name for name in expected if name not in tensors]
-    lost = [name for name in missing if names.part(name) in names.ENCODER]
+    check_shapes(stored.folder, tensors, expected)
+    lost = [n for n in expected if n not in tensors and names.part(n) in names.ENCODER]
     if lost:
         raise ValueError(
             f"{stored.folder}: {len(lost)} weights of the encoder are missing: {_few(lost)}"
         )
     left = [name for name in tensors if name not in expected]
     _check_surplus(stored.folder, left, model.config)
-    unknown = [name for name in left if names.part(name) not in (*names.BODY, *names.HEADS)]
+    return tensors
+
+
+def load_into(model: BertPreTrainedModel, tensors: dict[str, Tensor], folder: Path) -> None:
+    """Copies what ``fit`` returned into ``model``; one warning names what the checkpoint in
+    ``folder`` lacks and what nobody knows."""
+    expected = _own_state(model)
+    missing = [name for name in expected if name not in tensors]
+    unknown = [
+        name
+        for name in tensors
+        if name not in expected and names.part(name) not in (*names.BODY, *names.HEADS)
+    ]
     if missing or unknown:
-        message = [f"{stored.folder}:"]
+        message = [f"{folder}:"]
         if missing:
             message.append(f"not in the checkpoint, initialised afresh: {', '.join(missing)}.")
         if unknown:
@@ -230,14 +266,21 @@ def load_into(model: BertPreTrainedModel, stored: Stored) -> None:
     model.load_state_dict({n: t for n, t in tensors.items() if n in expected}, strict=False)
 
 
-def _check_shapes(folder: Path, tensors: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+def _own_state(model: BertPreTrainedModel) -> dict[str, Tensor]:
+    """The state of ``model`` without the second names of tied parameters."""
+    tied = model.tied()
+    return {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+
+
+def check_shapes(folder: Path, tensors: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Raises ValueError naming the tensors of another shape or a dtype that is not served."""
     wrong = []
     for name in expected.keys() & tensors.keys():
         got, want = tensors[name], expected[name]
         if got.shape != want.shape:
             wrong.append(f"{name}: got shape {tuple(got.shape)}, expected {tuple(want.shape)}")
-        elif not got.dtype.is_floating_point:
-            wrong.append(f"{name}: got {got.dtype}, expected a floating dtype")
+        elif got.dtype not in DTYPES:
+            wrong.append(f"{name}: got {got.dtype}, expected a floating dtype of 16 to 64 bits")
     if wrong:
         raise ValueError(f"{folder}: the weights do not fit the model: {_few(sorted(wrong), '; ')}")
 

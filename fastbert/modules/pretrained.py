@@ -70,9 +70,11 @@ class BertPreTrainedModel(nn.Module):
         validate(backend)
         stored = checkpoint.read(path_or_hub_id)
         config = stored.config(config_overrides)
+        with torch.device("meta"):  # without memory, however large config.json says the model is
+            tensors = checkpoint.fit(cls(config, backend=backend), stored)
         model = cls(config, backend=backend)
         model.to(stored.dtype if dtype is None else dtype)
-        checkpoint.load_into(model, stored)
+        checkpoint.load_into(model, tensors, stored.folder)
         return model.eval()
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
