@@ -74,7 +74,8 @@ def accelerate(model: Model, *, strict: bool = True) -> Model:
     sees the head's bias there), the pooler reads the first token that exists, masks of 3
     and 4 dims may be bool, 0/1 or additive, packed sequences (``cu_seq_lens_q``, or
     ``position_ids`` that restart) do not see each other and have a pooler output each, and
-    ``output_attentions`` may be a list of layers.
+    ``output_attentions`` may be a list of layers. Hidden states and attention weights carry
+    gradients, as in transformers; the weights are those before dropout.
 
     Raises TypeError for what is no model, ValueError naming what cannot be served, in which case
     nothing was changed; with ``strict=False`` it warns instead and returns the model untouched. A

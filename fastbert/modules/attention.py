@@ -19,6 +19,7 @@ from fastbert.modules.positions import Rotary
 from fastbert.modules.quantized_linear import QuantizedLinear
 from fastbert.modules.untouched import touched
 from fastbert.ops.attention_context import attention_context
+from fastbert.ops.product import needs_gradient
 
 
 class BertSelfAttention(OperationModule):
@@ -63,17 +64,17 @@ class BertSelfAttention(OperationModule):
             qkv = qkv.view(-1, 3 * self.heads, self.head_dim)
             qkv = self.rotary(qkv, layout.rotations, 2 * self.heads)
         qkv = qkv.view(*rows, 3, self.heads, self.head_dim)
-        options = {
+        options: dict[str, Any] = {
             "mask": layout.mask if near is None else near,
             "window": self.window if near is None else None,
             "bias": None if layout.bias is None else layout.bias.to(qkv.dtype),
             "backend": self.backend,
         }
-        dropout = {
+        dropout: dict[str, Any] = {
             "dropout_p": self.dropout_p if self.training else 0.0,
             "dropout_seed": dropout_seed,
         }
-        if output_attentions and torch.is_grad_enabled() and _carries(qkv, options["bias"]):
+        if output_attentions and needs_gradient(qkv, options["bias"]):
             out, weights = _through_weights(qkv, layout, options, dropout)
             return out.reshape(hidden.shape), residual, weights
         result = ops.attention_qkvpacked(
@@ -87,11 +88,6 @@ class BertSelfAttention(OperationModule):
         out, weights = result if isinstance(result, tuple) else (result, None)
         attended = out.view(hidden.shape)
         return attended, residual, None if weights is None else layout.weights(weights)
-
-
-def _carries(*tensors: Tensor | None) -> bool:
-    """Whether a gradient of any of these tensors is wanted."""
-    return any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 def _through_weights(

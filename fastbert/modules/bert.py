@@ -114,7 +114,9 @@ class BertModel(BertPreTrainedModel):
         0.
 
         output_attentions: softmax weights before dropout, per layer (B, heads, L, L), 0 at padding;
-        numbers of layers for those alone, None for the others.
+        numbers of layers for those alone, None for the others. Where a gradient is wanted, the
+        model computes what follows from the returned hidden states and weights, so they carry
+        gradients; layers whose weights are asked for then run a slower path.
         Raises ValueError or TypeError naming the argument, what was got and what is allowed.
         """
         want_attentions = (

@@ -18,6 +18,7 @@ from fastbert.modules.layout import Layout
 from fastbert.modules.positions import DistanceBias
 from fastbert.modules.stack import Stack, stack
 from fastbert.ops.backend import Choice
+from fastbert.ops.product import needs_gradient
 
 
 class BertEncoder(nn.Module):
@@ -111,7 +112,7 @@ def _through(rows: Tensor, layout: Layout, states: list[Tensor]) -> Tensor:
     """Appends ``rows`` in the caller's layout to ``states``. Returns the same rows, taken from
     that state where a gradient is wanted: what follows is then computed from the state."""
     states.append(layout.given(rows))
-    return layout.rows(states[-1]) if torch.is_grad_enabled() and rows.requires_grad else rows
+    return layout.rows(states[-1]) if needs_gradient(rows) else rows
 
 
 def chosen_layers(wanted: bool | Sequence[int], layers: int) -> frozenset[int]:

@@ -174,6 +174,14 @@ def test_the_same_weights_are_dropped_with_and_without_the_weights(family) -> No
     assert_close("last_hidden_state", *outs)
 
 
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "mpnet"])
+def test_the_attention_interface_carries_gradients_as_well(family) -> None:
+    batch = inputs("none", family)
+    ours, *stock = sides_of(build(family))
+    fastbert.restore(ours).set_attn_implementation("fastbert")
+    assert_slopes_close(batch, [slopes_of(side, batch) for side in (ours, *stock)])
+
+
 # The tuple
 
 HEADS = (

@@ -116,7 +116,8 @@ def test_a_compiled_model_trains_through_states_and_weights() -> None:
     for side in (torch.compile(model, backend="aot_eager", fullgraph=True), model):
         model.zero_grad()
         out = side(**batch(padded=True), **BOTH)
-        torch.stack([each.square().sum() for each in asked(out)]).sum().backward()
+        seen = (*asked(out), out.pooler_output)
+        torch.stack([each.square().sum() for each in seen]).sum().backward()
         found.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
     assert found[0].keys() == found[1].keys()
     for name, gradient in found[1].items():
