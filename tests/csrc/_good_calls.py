@@ -39,7 +39,11 @@ def good_calls() -> dict[str, list[Call]]:
     calls["any_outside"] = [
         {"index": torch.tensor([[0, 3], [-100, 4]]), "size": 5, "ignored": -100}
     ]
-    calls["state_of"] = [{"tensors": [torch.randn(3, 4), torch.randn(5)]}]
+    tensors = [torch.randn(3, 4), torch.randn(5)]
+    calls["fingerprint"] = [{"tensors": tensors}]
+    calls["has_fingerprint"] = [
+        {"tensors": tensors, "fingerprint": ops.fingerprint(tensors), "rows": 2}
+    ]
     rising, mixed = torch.tensor([0, 2, 3]), torch.tensor([4, 2, 0])
     calls["scatter_rows"] = [
         {"values": torch.randn(3, H), "indices": i, "rows": 5} for i in (rising, mixed)

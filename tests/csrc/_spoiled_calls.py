@@ -147,8 +147,8 @@ def other_numbers(kind: str, value: Any) -> Iterator[tuple[str, Any]]:
             yield str(items)[:24], items
 
 
-# Its number says where tensors are in memory, so that a copy has another one.
-PLACES = {"state_of"}
+# A fingerprint says where tensors are in memory, so that a copy has another one.
+PLACES = {"fingerprint", "has_fingerprint"}
 KINDS = {"int": "int", "SymInt": "int", "float": "float", "str": "str", "bool": "bool"}
 
 

@@ -124,7 +124,14 @@ HARMLESS = (
     (r"encoder/1", r"parameters", r"size [+-] 1 of dimension 0"),
     (r"scatter_rows/.*", r"values", r"dtype .*|rank \+ 1 behind|size .* of dimension 1"),
     (r"scatter_rows/.*", r"rows", r"[46]"),
-    (r"state_of/0", r"tensors", r"dtype .*|rank.*|size.*|empty|one tensor (less|more)|no tensor"),
+    # A fingerprint is of any tensors; one that is not theirs is no match.
+    (
+        r"(has_)?fingerprint/0",
+        r"tensors",
+        rf"{CONTENT}|dtype .*|rank.*|size.*|empty|one tensor (less|more)|no tensor",
+    ),
+    (r"has_fingerprint/0", r"fingerprint", rf"{CONTENT}|size.*|empty"),
+    (r"has_fingerprint/0", r"rows", NUMBER),
     # torch calls the fake implementations of these, which read no memory.
     (r"linear/.*|matmul/0", r".*", r"meta"),
 )
