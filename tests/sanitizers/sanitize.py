@@ -90,11 +90,14 @@ def run(package: Path, sanitizer: Sanitizer, arguments: list[str]) -> int:
 
 def main(arguments: list[str]) -> int:
     if arguments[:1] == ["--in"]:
-        import fastbert._C
         import pytest
 
-        assert Path(fastbert._C.__file__).is_relative_to(arguments[1]), fastbert._C.__file__
-        return pytest.main(["-p", "no:cacheprovider", *arguments[2:]])
+        from fastbert.ops.backend import EXTENSION
+
+        assert EXTENSION is not None, f"the extension in {arguments[1]} cannot be imported"
+        assert Path(EXTENSION.__file__).is_relative_to(arguments[1]), EXTENSION.__file__
+        # A report is written as the process ends, which would lose captured output.
+        return pytest.main(["--capture=no", "-p", "no:cacheprovider", *arguments[2:]])
     if not arguments or arguments[0] not in SANITIZERS:
         print(__doc__, file=sys.stderr)
         return 2
