@@ -128,14 +128,15 @@ class Conformance(common.ModelTesterMixin, unittest.TestCase):
 
 
 def accelerate_every_encoder() -> None:
-    """Has each encoder of the family accelerated as soon as it is built."""
+    """Has each encoder of the family accelerated as soon as it is built. An encoder that is refused
+    stays stock, with a warning that the table counts."""
     kind = Conformance.all_model_classes[0]
     build = kind.__init__
 
     @functools.wraps(build)
     def built(self: Any, *args: Any, **kwargs: Any) -> None:
         build(self, *args, **kwargs)
-        fastbert.accelerate(self)
+        fastbert.accelerate(self, strict=False)
 
     kind.__init__ = built
 
