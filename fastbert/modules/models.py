@@ -246,12 +246,7 @@ class BertForSequenceClassification(_TaskModel):
         if problem == "regression" and labels.numel() == logits.numel():
             return F.mse_loss(logits, labels.view(logits.shape).to(logits.dtype))
         check_shape("labels", labels, tuple(logits.shape))
-        if problem == "multi_label_classification":
-            return F.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype))
-        raise ValueError(
-            f"problem_type: got {problem!r}, allowed: regression, single_label_classification, "
-            "multi_label_classification"
-        )
+        return F.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype))
 
 
 class BertForTokenClassification(_TaskModel):
