@@ -59,7 +59,15 @@ def extension() -> Extension:
         kind = cpp_extension.CUDAExtension
         sources += glob("csrc/cuda/*.cpp") + glob("csrc/cuda/*.cu")
         options = {"cxx": [*flags, f'-DFASTBERT_CUDA_ARCHS="{archs}"'], "nvcc": ["-O3"]}
-    return kind("fastbert._C", sorted(sources), extra_compile_args=options, extra_link_args=links)
+    # ninja compiles again where a command has changed, so the commands name the version of torch.
+    macros = [("FASTBERT_TORCH", torch.__version__)]
+    return kind(
+        "fastbert._C",
+        sorted(sources),
+        define_macros=macros,
+        extra_compile_args=options,
+        extra_link_args=links,
+    )
 
 
 def missing_tool() -> str | None:
@@ -71,6 +79,12 @@ def missing_tool() -> str | None:
 
 
 class Build(cpp_extension.BuildExtension):
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        # pip builds an editable install in a temporary folder. In a folder that stays, ninja finds
+        # the objects of the last build and compiles only what has changed since.
+        self.build_temp = f"build/temp.{self.plat_name}-{sys.implementation.cache_tag}"
+
     def build_extensions(self) -> None:
         lacking = missing_tool()
         if lacking is None:

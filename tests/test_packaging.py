@@ -206,6 +206,59 @@ def test_a_compile_error_fails_the_build(tmp_path):
     assert "broken on purpose" in result.stdout + result.stderr
 
 
+SMALL_SOURCES = {
+    "bindings.cpp": "int bindings() { return 1; }\n",
+    "cpu/plain.cpp": "int plain() { return 1; }\n",
+    "cpu/including.cpp": '#include "included.h"\nint including() { return kOne; }\n',
+    "cpu/included.h": "constexpr int kOne = 1;\n",
+}
+
+# Installs one checkout five times, and writes a line with the objects that each install compiles.
+INSTALL_AGAIN_AND_AGAIN = """
+import pathlib
+import torch
+from setuptools import build_meta
+
+compiled = {}
+
+def install():
+    before = dict(compiled)
+    build_meta.build_editable("dist")
+    for path in pathlib.Path("build").rglob("*.o"):
+        compiled[path.stem] = path.stat().st_mtime_ns
+    names = sorted(name for name, time in compiled.items() if before.get(name) != time)
+    with open("compiled.txt", "a") as file:
+        print(*names, file=file)
+
+install()
+pathlib.Path("pyproject.toml").touch()
+install()
+pathlib.Path("csrc/cpu/plain.cpp").touch()
+install()
+pathlib.Path("csrc/cpu/included.h").touch()
+install()
+torch.__version__ = type(torch.__version__)("99.0")
+install()
+"""
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler on this machine")
+def test_an_editable_install_compiles_what_has_changed_and_nothing_else(tmp_path):
+    source = checkout(tmp_path)
+    shutil.rmtree(source / "csrc")
+    for name, text in SMALL_SOURCES.items():
+        (source / "csrc" / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / "csrc" / name).write_text(text)
+    result = run(sys.executable, "-c", INSTALL_AGAIN_AND_AGAIN, cwd=source, FASTBERT_CUDA="0")
+    assert result.returncode == 0, result.stderr
+    lines = (source / "compiled.txt").read_text().splitlines()
+    first, new_metadata, new_source, new_header, new_torch = lines
+    assert first == new_torch == "bindings including plain"
+    assert new_metadata == ""
+    assert new_source == "plain"
+    assert new_header == "including"
+
+
 def test_fastbert_cuda_is_obeyed_or_refused_with_the_reason():
     assert "FASTBERT_CUDA: got '2', allowed: 0, 1 or unset" in setup("-V", FASTBERT_CUDA="2").stderr
     if torch.version.cuda is None:

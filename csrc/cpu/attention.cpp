@@ -1,9 +1,5 @@
 // Attention forward and its weights on the CPU: tensors in, items shared out to threads.
 
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
-#include <torch/library.h>
-
 #include <limits>
 #include <numeric>
 #include <tuple>
@@ -45,10 +41,9 @@ std::tuple<at::Tensor, at::Tensor> attention_forward(
   AttentionProblem problem(q, k, v,
                            {mask, bias, cu_seqlens_q, cu_seqlens_k, seed, max_seqlen_q,
                             max_seqlen_k, dropout_p, scale, left, right});
-  auto out =
-      problem.packed()
-          ? at::empty(q.sizes(), q.options())
-          : at::empty({q.size(0), q.size(2), q.size(1), q.size(3)}, q.options()).transpose(1, 2);
+  auto out = problem.packed()
+                 ? empty(q.sizes(), q.options())
+                 : empty({q.size(0), q.size(2), q.size(1), q.size(3)}, q.options()).transpose(1, 2);
   auto lse = problem.empty_statistic(q);
   forward_into(problem, out, lse);
   return {out, lse};
@@ -73,6 +68,8 @@ std::vector<int64_t> all_or(const at::OptionalIntArrayRef& chosen, int64_t count
   std::iota(all.begin(), all.end(), 0);
   return all;
 }
+
+}  // namespace
 
 // The softmax weights (B, heads, rows, max_seqlen_k) of chosen heads and queries.
 at::Tensor attention_weights(const at::Tensor& q, const at::Tensor& k, const OptionalTensor& mask,
@@ -102,7 +99,7 @@ at::Tensor attention_weights(const at::Tensor& q, const at::Tensor& k, const Opt
   const bool ascending = std::is_sorted(rows.begin(), rows.end());
   std::sort(rows.begin(), rows.end());
   const int64_t count = (int64_t)rows.size();
-  auto weights = at::empty({a.batch, (int64_t)heads.size(), count, a.max_k}, q.options());
+  auto weights = empty({a.batch, (int64_t)heads.size(), count, a.max_k}, q.options());
   auto* place = (char*)weights.mutable_data_ptr();
   std::vector<Work> items;
   constexpr int64_t kRows = 96;
@@ -121,16 +118,9 @@ at::Tensor attention_weights(const at::Tensor& q, const at::Tensor& k, const Opt
     kernel.attention_weights(a, item, rows.data(), place + first * weights.element_size(), memory);
   });
   if (ascending) return weights;
-  auto moved = at::empty_like(weights);
+  auto moved = empty_like(weights);
   for (int64_t i = 0; i < count; ++i) moved.select(2, order[i]).copy_(weights.select(2, i));
   return moved;
-}
-
-}  // namespace
-
-TORCH_LIBRARY_IMPL(fastbert_C, CPU, m) {
-  m.impl("attention_forward", attention_forward);
-  m.impl("attention_weights", attention_weights);
 }
 
 }  // namespace fastbert::cpu

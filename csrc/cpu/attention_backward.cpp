@@ -1,8 +1,5 @@
 // Attention backward on the CPU: tensors in, items shared out to threads.
 
-#include <ATen/ops/empty.h>
-#include <torch/library.h>
-
 #include "attention_operands.h"
 
 namespace fastbert::cpu {
@@ -58,7 +55,7 @@ void zero_slack(const AttentionProblem& problem, const at::Tensor& dq, const at:
 
 // dbias, found from the statistics that the other gradients left.
 void bias_gradient(AttentionBackward& p, const at::Tensor& dbias) {
-  auto sums = at::empty(dbias.sizes(), dbias.options().dtype(at::kFloat));
+  auto sums = empty(dbias.sizes(), dbias.options().dtype(at::kFloat));
   const auto stride = [&](int i) { return sums.size(i) == 1 ? 0 : sums.stride(i); };
   p.dbias = sums.mutable_data_ptr<float>();
   p.dbias_batch = stride(0), p.dbias_head = stride(1);
@@ -79,6 +76,8 @@ void bias_gradient(AttentionBackward& p, const at::Tensor& dbias) {
   });
   dbias.copy_(sums);
 }
+
+}  // namespace
 
 // Fills dq, dk, dv and, where it is given, dbias (in the shape of the bias).
 void attention_backward(const at::Tensor& dq, const at::Tensor& dk, const at::Tensor& dv,
@@ -119,9 +118,5 @@ void attention_backward(const at::Tensor& dq, const at::Tensor& dk, const at::Te
     bias_gradient(p, *dbias);
   }
 }
-
-}  // namespace
-
-TORCH_LIBRARY_IMPL(fastbert_C, CPU, m) { m.impl("attention_backward", attention_backward); }
 
 }  // namespace fastbert::cpu

@@ -132,8 +132,8 @@ Rows AttentionProblem::write(const at::Tensor& x) const {
 
 at::Tensor AttentionProblem::empty_statistic(const at::Tensor& like) const {
   const auto options = like.options().dtype(at::kFloat);
-  return packed() ? at::empty({kernel.heads, q_rows}, options)
-                  : at::empty({kernel.batch, kernel.heads, q_rows}, options);
+  return packed() ? empty({kernel.heads, q_rows}, options)
+                  : empty({kernel.batch, kernel.heads, q_rows}, options);
 }
 
 }  // namespace fastbert::cpu

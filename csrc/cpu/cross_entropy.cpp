@@ -5,11 +5,6 @@
 // sum of exponentials of each row, the backward forms the logits again. Parts depend on nothing, so
 // a row's loss has the same bits in every batch.
 
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
-#include <ATen/ops/zeros.h>
-#include <torch/library.h>
-
 #include <algorithm>
 #include <cmath>
 #include <string>
@@ -63,7 +58,7 @@ struct Labelled {
 at::Tensor order_of(const at::Tensor& labels_in, int64_t ignore_index, int64_t classes) {
   const auto labels = labels_in.to(at::kLong).contiguous();
   const int64_t total = labels.size(0);
-  auto order = at::empty({total + 1}, labels.options().dtype(at::kInt));
+  auto order = empty({total + 1}, labels.options().dtype(at::kInt));
   const int64_t* label = labels.const_data_ptr<int64_t>();
   int32_t* place = order.mutable_data_ptr<int32_t>();
   int64_t count = 0, end = total;
@@ -89,6 +84,8 @@ at::Tensor logits_of(const Labelled& given, int64_t row, int64_t rows, const at:
   return matmul(given.hidden.narrow(0, row, rows), part.t(), std::nullopt, at::kFloat);
 }
 
+}  // namespace
+
 std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_cross_entropy_forward(
     const at::Tensor& hidden, const at::Tensor& weight, const OptionalTensor& bias_in,
     const at::Tensor& labels, int64_t ignore_index, const std::string& reduction) {
@@ -98,12 +95,12 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_cross_entropy_forward(
   const auto order = order_of(labels, ignore_index, classes);
   const Labelled given(hidden, labels, order);
   const auto bias = as_float(bias_in);
-  auto statistics = at::zeros({2, total}, hidden.options().dtype(at::kFloat));
+  auto statistics = zeros({2, total}, hidden.options().dtype(at::kFloat));
   statistics.select(0, 0).narrow(0, 0, given.count).fill_(-2.0e38);
-  auto losses = at::zeros({total}, statistics.options());
+  auto losses = zeros({total}, statistics.options());
   float* highest = statistics.mutable_data_ptr<float>();
   float* sums = highest + total;
-  auto own = at::zeros({given.count}, statistics.options());
+  auto own = zeros({given.count}, statistics.options());
   const int64_t* label = given.labels.const_data_ptr<int64_t>();
   const Kernels& k = kernels();
   for_each_part(classes, kPartClasses, [&](int64_t first, int64_t columns) {
@@ -132,10 +129,12 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_cross_entropy_forward(
   }
   if (reduction == "none") return {losses, statistics, order};
   const double divisor = mean ? (double)std::max<int64_t>(1, given.count) : 1.0;
-  auto reduced = at::empty({}, losses.options());
+  auto reduced = empty({}, losses.options());
   *reduced.mutable_data_ptr<float>() = (float)(sum / divisor);
   return {reduced, statistics, order};
 }
+
+namespace {
 
 // The gradient of each labelled row's loss.
 at::Tensor scales(const at::Tensor& dloss, const Labelled& given, const std::string& reduction) {
@@ -157,9 +156,9 @@ class Backward {
         statistics(statistics_in.contiguous()),
         highest(statistics.const_data_ptr<float>()),
         sums(highest + hidden.size(0)),
-        dhidden(at::zeros({given.count, hidden.size(1)}, statistics.options())),
-        dweight(at::empty(weight.sizes(), weight.options())),
-        dbias(at::zeros({bias ? weight.size(0) : 0}, statistics.options())) {}
+        dhidden(zeros({given.count, hidden.size(1)}, statistics.options())),
+        dweight(empty(weight.sizes(), weight.options())),
+        dbias(zeros({bias ? weight.size(0) : 0}, statistics.options())) {}
 
   void part(int64_t first, int64_t columns) {
     const auto classes = weight.narrow(0, first, columns);
@@ -193,7 +192,7 @@ class Backward {
   at::Tensor gradient(int64_t first, int64_t row, at::Tensor logits) {
     const int64_t rows = logits.size(0), columns = logits.size(1);
     const bool round = weight.scalar_type() != at::kFloat;
-    auto rounded = round ? at::empty({rows, columns}, weight.options()) : logits;
+    auto rounded = round ? empty({rows, columns}, weight.options()) : logits;
     const CrossEntropyBackward params = {format_of(weight),
                                          first,
                                          columns,
@@ -214,7 +213,7 @@ class Backward {
   void add_bias_gradient(const Kernels& k, const at::Tensor& dlogits, int64_t first) {
     const int64_t rows = dlogits.size(0), columns = dlogits.size(1);
     const int64_t starts[] = {0, rows}, target = 0;
-    auto sum = at::empty({columns}, dlogits.options());
+    auto sum = empty({columns}, dlogits.options());
     const SegmentSums params = {
         Format::f32, columns, dlogits.const_data_ptr<float>(), columns, nullptr,
         starts,      &target, sum.mutable_data_ptr(),          columns};
@@ -223,6 +222,8 @@ class Backward {
     dbias.narrow(0, first, columns).add_(sum);
   }
 };
+
+}  // namespace
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_cross_entropy_backward(
     const at::Tensor& dloss, const at::Tensor& hidden, const at::Tensor& weight,
@@ -239,18 +240,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_cross_entropy_backward(
   Backward backward(hidden, weight, bias, given, statistics, scales(dloss, given, reduction));
   for_each_part(weight.size(0), kPartClasses,
                 [&](int64_t first, int64_t columns) { backward.part(first, columns); });
-  auto dhidden = at::zeros({total, hidden.size(1)}, hidden.options());
+  auto dhidden = zeros({total, hidden.size(1)}, hidden.options());
   dhidden.index_copy_(0, given.rows, backward.dhidden.to(hidden.scalar_type()));
-  const auto dbias =
-      bias ? backward.dbias.to(bias->scalar_type()) : at::empty({0}, hidden.options());
+  const auto dbias = bias ? backward.dbias.to(bias->scalar_type()) : empty({0}, hidden.options());
   return {dhidden, backward.dweight, dbias};
-}
-
-}  // namespace
-
-TORCH_LIBRARY_IMPL(fastbert_C, CPU, m) {
-  m.impl("linear_cross_entropy_forward", linear_cross_entropy_forward);
-  m.impl("linear_cross_entropy_backward", linear_cross_entropy_backward);
 }
 
 }  // namespace fastbert::cpu

@@ -1,11 +1,6 @@
 // The embedding of a BERT input on the CPU: three gathers, their sum, layer norm and dropout in one
 // pass, and the gradients of the three tables.
 
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
-#include <ATen/ops/zeros.h>
-#include <torch/library.h>
-
 #include <array>
 #include <tuple>
 #include <vector>
@@ -78,7 +73,7 @@ struct Operands {
 at::Tensor table_gradient(const Kernels& k, const at::Tensor& dsum, const at::Tensor& index,
                           const at::Tensor& table, int64_t skipped) {
   const int64_t rows = table.size(0), columns = table.size(1), tokens = index.numel();
-  auto gradient = at::zeros({rows, columns}, table.options());
+  auto gradient = zeros({rows, columns}, table.options());
   const int64_t* numbers = index.const_data_ptr<int64_t>();
   std::vector<int64_t> places(rows + 1, 0), order(tokens), starts, targets;
   for (int64_t i = 0; i < tokens; ++i) ++places[numbers[i] + 1];
@@ -115,8 +110,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> embedding_forward(
   TORCH_CHECK_VALUE(eps >= 0.0, "eps: got ", eps, ", allowed: eps >= 0");
   const auto weight = as_float(weight_in), bias = as_float(bias_in);
   const int64_t rows = operands.tokens, columns = operands.columns;
-  auto y = at::empty({rows, columns}, word_table.options());
-  auto mean = at::empty({rows}, y.options().dtype(at::kFloat)), rstd = at::empty_like(mean);
+  auto y = empty({rows, columns}, word_table.options());
+  auto mean = empty({rows}, y.options().dtype(at::kFloat)), rstd = empty_like(mean);
   const EmbeddingForward params = {format_of(y),
                                    columns,
                                    operands.lookup(),
@@ -133,8 +128,6 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> embedding_forward(
   });
   return {y, mean, rstd};
 }
-
-namespace {
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> embedding_backward(
     const at::Tensor& dy_in, const at::Tensor& ids, const at::Tensor& token_types,
@@ -154,7 +147,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> embedding
   check_statistic("rstd", rstd_in, dy_in);
   const auto dy = fastbert::with_unit_columns(dy_in), weight = as_float(weight_in);
   const auto mean = mean_in.contiguous(), rstd = rstd_in.contiguous();
-  auto dsum = at::empty({rows, columns}, mean.options());
+  auto dsum = empty({rows, columns}, mean.options());
   const EmbeddingBackward params = {format_of(dy),
                                     columns,
                                     operands.lookup(),
@@ -176,13 +169,6 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> embedding
     return table_gradient(k, dsum, operands.indices[i], operands.tables[i], skipped);
   };
   return {gradient(0, padding_idx), gradient(1, -1), gradient(2, -1), total(0), total(1)};
-}
-
-}  // namespace
-
-TORCH_LIBRARY_IMPL(fastbert_C, CPU, m) {
-  m.impl("embedding_forward", embedding_forward);
-  m.impl("embedding_backward", embedding_backward);
 }
 
 }  // namespace fastbert::cpu

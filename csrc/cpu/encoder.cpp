@@ -2,8 +2,6 @@
 // there is neither Python nor a dispatcher, and no lock is held, so that threads can run models
 // side by side.
 
-#include <torch/library.h>
-
 #include <cmath>
 #include <vector>
 
@@ -112,6 +110,8 @@ at::Tensor through(const Layer& layer, const at::Tensor& hidden, const Stack& s)
   return product_and_norm(x, layer, kOuter, kSecondNorm, middle, s);
 }
 
+}  // namespace
+
 std::vector<at::Tensor> encoder(at::Tensor hidden, at::TensorList parameters, at::TensorList scales,
                                 const OptionalTensor& cu_seqlens, const OptionalTensor& mask,
                                 const OptionalTensor& bias, int64_t batch, int64_t max_seqlen,
@@ -129,9 +129,5 @@ std::vector<at::Tensor> encoder(at::Tensor hidden, at::TensorList parameters, at
   if (!all_states) states.push_back(hidden);
   return states;
 }
-
-}  // namespace
-
-TORCH_LIBRARY_IMPL(fastbert_C, CPU, m) { m.impl("encoder", encoder); }
 
 }  // namespace fastbert::cpu

@@ -1,8 +1,5 @@
 // An activation and its gradients on the CPU: tensors in, rows shared out to threads.
 
-#include <ATen/ops/empty.h>
-#include <torch/library.h>
-
 #include <string>
 #include <tuple>
 
@@ -46,7 +43,7 @@ at::Tensor activation_forward(const at::Tensor& h_in, const OptionalTensor& bias
   const auto h = fastbert::with_unit_columns(h_in);
   const auto bias = as_float(bias_in);
   const int64_t rows = h.size(0);
-  auto y = at::empty({rows, columns}, h.options());
+  auto y = empty({rows, columns}, h.options());
   const ActivationForward params = {format_of(h), activation,   columns,
                                     matrix(h),    floats(bias), y.mutable_data_ptr()};
   const Kernels& k = kernels();
@@ -70,8 +67,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> activation_backward(const at::Ten
                     "dy: got shape ", dy_in.sizes(), ", allowed: (", rows, ", ", columns, ")");
   const auto dy = fastbert::with_unit_columns(dy_in), h = fastbert::with_unit_columns(h_in);
   const auto bias = as_float(bias_in);
-  auto dh = at::empty({rows, width}, h.options());
-  auto a = recompute ? at::empty({rows, columns}, h.options()) : at::empty({0}, h.options());
+  auto dh = empty({rows, width}, h.options());
+  auto a = recompute ? empty({rows, columns}, h.options()) : empty({0}, h.options());
   const ActivationBackward params = {format_of(h),
                                      activation,
                                      columns,
@@ -85,7 +82,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> activation_backward(const at::Ten
     parallel_for(rows, grain_rows(width), [&](int64_t begin, int64_t end) {
       k.activation_backward(params, begin, end, nullptr);
     });
-    return {dh, at::empty({0}, h.options()), a};
+    return {dh, empty({0}, h.options()), a};
   }
   const auto dbias =
       sum_by_chunks(k, rows, width, width, [&](int64_t begin, int64_t end, double* partial) {
@@ -93,8 +90,6 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> activation_backward(const at::Ten
       });
   return {dh, bias_in ? dbias.to(bias_in->scalar_type()) : dbias, a};
 }
-
-namespace {
 
 at::Tensor bias_gelu_forward(const at::Tensor& h, const OptionalTensor& bias,
                              const std::string& approximate) {
@@ -107,15 +102,6 @@ std::tuple<at::Tensor, at::Tensor> bias_gelu_backward(const at::Tensor& dy, cons
   auto [dh, dbias, a] =
       activation_backward(dy, h, bias, form_of(approximate), bias.has_value(), false);
   return {dh, dbias};
-}
-
-}  // namespace
-
-TORCH_LIBRARY_IMPL(fastbert_C, CPU, m) {
-  m.impl("activation_forward", activation_forward);
-  m.impl("activation_backward", activation_backward);
-  m.impl("bias_gelu_forward", bias_gelu_forward);
-  m.impl("bias_gelu_backward", bias_gelu_backward);
 }
 
 }  // namespace fastbert::cpu

@@ -1,8 +1,5 @@
 // Matrix products with their epilogues on the CPU: tensors in, tasks shared out to threads.
 
-#include <ATen/ops/empty.h>
-#include <torch/library.h>
-
 #include <array>
 
 #include "isa.h"
@@ -90,8 +87,8 @@ std::tuple<at::Tensor, at::Tensor> linear(const at::Tensor& x, const at::Tensor&
   if (residual_in) check_summand("residual", *residual_in, x, m, n, x.scalar_type());
   const auto bias = as_float(bias_in), residual = with_unit_columns(residual_in);
   const Activation function = epilogue_activation(activation);
-  auto y = at::empty({m, n}, x.options());
-  auto h = save ? at::empty({m, n}, x.options()) : at::empty({0}, x.options());
+  auto y = empty({m, n}, x.options());
+  auto h = save ? empty({m, n}, x.options()) : empty({0}, x.options());
   if (m == 0) return {y, h};
   const auto w = packed(weight, format_of(x), m);
   Gemm g = product(x, w, n, bias, residual);
@@ -118,7 +115,7 @@ at::Tensor linear_layer_norm(const at::Tensor& x, const at::Tensor& weight,
   const auto bias = as_float(bias_in), norm_weight = as_float(OptionalTensor(norm_weight_in));
   const auto norm_bias = as_float(OptionalTensor(norm_bias_in));
   const OptionalTensor residual = fastbert::with_unit_columns(residual_in);
-  auto y = at::empty({m, n}, residual_in.options());
+  auto y = empty({m, n}, residual_in.options());
   if (m == 0) return y;
   const auto w = packed(weight, format_of(x), m);
   Gemm g = product(x, w, n, bias, residual);
@@ -128,7 +125,7 @@ at::Tensor linear_layer_norm(const at::Tensor& x, const at::Tensor& weight,
   // order.
   at::Tensor sums;
   if (m < kRowsPerThread * at::get_num_threads()) {
-    sums = at::empty({m, n}, x.options().dtype(at::kFloat));
+    sums = empty({m, n}, x.options().dtype(at::kFloat));
     g.out_format = Format::f32;
     g.out = sums.mutable_data_ptr();
     run(kernels(), g);
@@ -160,7 +157,7 @@ at::Tensor matmul(const at::Tensor& a, const at::Tensor& b, const OptionalTensor
                    "dtype: got ", dtype, ", allowed: Float, BFloat16, Half");
   const int64_t m = a.size(0), n = b.size(1);
   if (addend_in) check_summand("addend", *addend_in, a, m, n, dtype);
-  auto out = at::empty({m, n}, a.options().dtype(dtype));
+  auto out = empty({m, n}, a.options().dtype(dtype));
   if (m == 0 || n == 0) return out;
   const auto addend = with_unit_columns(addend_in);
   const auto w = pack_once(b.t(), format_of(a));
@@ -169,12 +166,6 @@ at::Tensor matmul(const at::Tensor& a, const at::Tensor& b, const OptionalTensor
   g.out = out.mutable_data_ptr();
   run(kernels(), g);
   return out;
-}
-
-TORCH_LIBRARY_IMPL(fastbert_C, CPU, m) {
-  m.impl("linear", linear);
-  m.impl("linear_layer_norm", linear_layer_norm);
-  m.impl("matmul", matmul);
 }
 
 }  // namespace fastbert::cpu

@@ -1,10 +1,6 @@
 // int8 products on the CPU: tensors in, rows quantised, blocks of the result shared out to threads.
 
 #include <ATen/Dispatch.h>
-#include <ATen/ops/constant_pad_nd.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <string>
@@ -25,11 +21,6 @@ constexpr int64_t kPanels = 4, kRows = 16, kDepth = 64;
 constexpr int64_t kRowBytes = 256 * 1024;
 
 int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
-
-std::tuple<int64_t, int64_t> int8_layout() {
-  const Int8Layout layout = kernels().int8_layout();
-  return {layout.lanes, layout.group};
-}
 
 void check_packed(const at::Tensor& x, const at::Tensor& packed, const at::Tensor& scale,
                   const at::Tensor& column_sum, int64_t n) {
@@ -88,10 +79,10 @@ struct Quantised {
   at::Tensor q, scale, zero;
 
   Quantised(const at::Tensor& x, int64_t depth, int64_t group)
-      : q(at::empty({round_up(x.size(0), kRows), depth},
-                    x.options().dtype(group == 4 ? at::kByte : at::kShort))),
-        scale(at::empty({x.size(0)}, x.options().dtype(at::kFloat))),
-        zero(at::empty({x.size(0)}, x.options().dtype(at::kInt))) {
+      : q(empty({round_up(x.size(0), kRows), depth},
+                x.options().dtype(group == 4 ? at::kByte : at::kShort))),
+        scale(empty({x.size(0)}, x.options().dtype(at::kFloat))),
+        zero(empty({x.size(0)}, x.options().dtype(at::kInt))) {
     const int64_t rows = x.size(0), columns = x.size(1);
     const Int8Rows params = {format_of(x),
                              columns,
@@ -131,6 +122,11 @@ void multiply(const Int8Gemm& params, int64_t m, int64_t panels, int64_t row_byt
 
 }  // namespace
 
+std::tuple<int64_t, int64_t> int8_layout() {
+  const Int8Layout layout = kernels().int8_layout();
+  return {layout.lanes, layout.group};
+}
+
 at::Tensor int8_linear(const at::Tensor& x_in, const at::Tensor& packed, const at::Tensor& scale,
                        const at::Tensor& column_sum, int64_t n, const OptionalTensor& bias_in,
                        const OptionalTensor& residual_in, const std::string& activation,
@@ -140,7 +136,7 @@ at::Tensor int8_linear(const at::Tensor& x_in, const at::Tensor& packed, const a
   const auto residual = with_unit_columns(residual_in);
   const auto bias = as_float(bias_in);
   const int64_t m = x.size(0), group = packed.size(3), depth = packed.size(1) * group;
-  auto out = at::empty({m, n}, x.options().dtype(dtype));
+  auto out = empty({m, n}, x.options().dtype(dtype));
   const Activation chosen = epilogue_activation(activation);
   if (m == 0) return out;
   const Quantised rows(x, depth, group);
@@ -162,9 +158,5 @@ at::Tensor int8_linear(const at::Tensor& x_in, const at::Tensor& packed, const a
   multiply(params, m, packed.size(0), depth * rows.q.element_size());
   return out;
 }
-
-TORCH_LIBRARY_IMPL(fastbert_C, CompositeExplicitAutograd, m) { m.impl("int8_layout", int8_layout); }
-
-TORCH_LIBRARY_IMPL(fastbert_C, CPU, m) { m.impl("int8_linear", int8_linear); }
 
 }  // namespace fastbert::cpu

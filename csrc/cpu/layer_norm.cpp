@@ -1,9 +1,5 @@
 // Layer norm of a residual sum on the CPU: tensors in, rows shared out to threads.
 
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
-#include <torch/library.h>
-
 #include <tuple>
 
 #include "isa.h"
@@ -21,8 +17,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> layer_norm_forward(
   const auto weight = as_float(weight_in), bias = as_float(bias_in);
   const auto x_bias = as_float(x_bias_in);
   const int64_t rows = x.size(0), columns = x.size(1);
-  auto y = at::empty({rows, columns}, x.options());
-  auto mean = at::empty({rows}, x.options().dtype(at::kFloat)), rstd = at::empty_like(mean);
+  auto y = empty({rows, columns}, x.options());
+  auto mean = empty({rows}, x.options().dtype(at::kFloat)), rstd = empty_like(mean);
 
   const LayerNormForward params = {format_of(x),
                                    columns,
@@ -43,8 +39,6 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> layer_norm_forward(
   return {y, mean, rstd};
 }
 
-namespace {
-
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> layer_norm_backward(
     const at::Tensor& dy_in, const at::Tensor& x_in, const at::Tensor& weight_in,
     const at::Tensor& mean_in, const at::Tensor& rstd_in, const OptionalTensor& residual_in,
@@ -57,8 +51,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> layer_nor
   const auto x_bias = as_float(x_bias_in);
   const auto mean = mean_in.contiguous(), rstd = rstd_in.contiguous();
   const int64_t rows = x.size(0), columns = x.size(1);
-  auto dsum = at::empty({rows, columns}, x.options());
-  auto dx = dropout_p > 0.0 ? at::empty_like(dsum) : at::empty({0}, x.options());
+  auto dsum = empty({rows, columns}, x.options());
+  auto dx = dropout_p > 0.0 ? empty_like(dsum) : empty({0}, x.options());
 
   const LayerNormBackward params = {format_of(x),
                                     columns,
@@ -82,14 +76,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> layer_nor
     return totals.narrow(0, i * columns, columns).to(parameter.scalar_type(), false, true);
   };
   return {dsum, dx, total(0, weight_in), total(1, weight_in),
-          x_bias ? total(2, *x_bias_in) : at::empty({0}, mean.options())};
-}
-
-}  // namespace
-
-TORCH_LIBRARY_IMPL(fastbert_C, CPU, m) {
-  m.impl("layer_norm_forward", layer_norm_forward);
-  m.impl("layer_norm_backward", layer_norm_backward);
+          x_bias ? total(2, *x_bias_in) : empty({0}, mean.options())};
 }
 
 }  // namespace fastbert::cpu

@@ -3,8 +3,6 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <string>
@@ -12,6 +10,7 @@
 #include "../checks.h"
 #include "kernels.h"
 #include "parallel.h"
+#include "tensors.h"
 
 namespace fastbert::cpu {
 
@@ -74,12 +73,12 @@ template <class Body>
 at::Tensor sum_by_chunks(const Kernels& k, int64_t rows, int64_t columns, int64_t length,
                          const Body& body) {
   const Chunks chunks(rows, columns);
-  auto partials = at::zeros({chunks.count, length}, at::dtype(at::kDouble));
+  auto partials = zeros({chunks.count, length}, at::dtype(at::kDouble));
   double* partial = partials.mutable_data_ptr<double>();
   chunks.for_each([&](int64_t chunk, int64_t begin, int64_t end) {
     body(begin, end, partial + chunk * length);
   });
-  auto totals = at::empty({length}, at::dtype(at::kFloat));
+  auto totals = empty({length}, at::dtype(at::kFloat));
   k.sum_rows(partial, chunks.count, length, totals.mutable_data_ptr<float>());
   return totals;
 }

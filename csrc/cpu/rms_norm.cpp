@@ -1,8 +1,5 @@
 // RMS norm of a residual sum on the CPU: tensors in, rows shared out to threads.
 
-#include <ATen/ops/empty.h>
-#include <torch/library.h>
-
 #include <tuple>
 
 #include "isa.h"
@@ -17,6 +14,8 @@ void check_rms_norm(const at::Tensor& x, const at::Tensor& weight, const Optiona
   if (residual) check_same("residual", *residual, x);
 }
 
+}  // namespace
+
 std::tuple<at::Tensor, at::Tensor> rms_norm_forward(const at::Tensor& x_in,
                                                     const at::Tensor& weight_in,
                                                     const OptionalTensor& residual_in, double eps) {
@@ -26,8 +25,8 @@ std::tuple<at::Tensor, at::Tensor> rms_norm_forward(const at::Tensor& x_in,
   const auto residual = with_unit_columns(residual_in);
   const auto weight = as_float(weight_in);
   const int64_t rows = x.size(0), columns = x.size(1);
-  auto y = at::empty({rows, columns}, x.options());
-  auto rstd = at::empty({rows}, x.options().dtype(at::kFloat));
+  auto y = empty({rows, columns}, x.options());
+  auto rstd = empty({rows}, x.options().dtype(at::kFloat));
   const RmsNormForward params = {format_of(x),
                                  columns,
                                  matrix(x),
@@ -56,7 +55,7 @@ std::tuple<at::Tensor, at::Tensor> rms_norm_backward(const at::Tensor& dy_in,
   const auto weight = as_float(weight_in);
   const auto rstd = rstd_in.contiguous();
   const int64_t rows = x.size(0), columns = x.size(1);
-  auto dsum = at::empty({rows, columns}, x.options());
+  auto dsum = empty({rows, columns}, x.options());
   const RmsNormBackward params = {
       format_of(x),     columns,        matrix(dy),   matrix(x),
       matrix(residual), floats(weight), floats(rstd), dsum.mutable_data_ptr()};
@@ -66,13 +65,6 @@ std::tuple<at::Tensor, at::Tensor> rms_norm_backward(const at::Tensor& dy_in,
         k.rms_norm_backward(params, begin, end, row_scratch(k, columns), partial);
       });
   return {dsum, dweight.to(weight_in.scalar_type())};
-}
-
-}  // namespace
-
-TORCH_LIBRARY_IMPL(fastbert_C, CPU, m) {
-  m.impl("rms_norm_forward", rms_norm_forward);
-  m.impl("rms_norm_backward", rms_norm_backward);
 }
 
 }  // namespace fastbert::cpu

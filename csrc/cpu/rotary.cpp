@@ -1,8 +1,5 @@
 // Rotary positions on the CPU: tensors in, tokens shared out to threads.
 
-#include <ATen/ops/empty.h>
-#include <torch/library.h>
-
 #include "isa.h"
 #include "operands.h"
 
@@ -17,6 +14,8 @@ void check_angles(const char* name, const at::Tensor& t, const at::Tensor& x) {
                     ": got shape ", t.sizes(), ", allowed: (", x.size(0), ", ", x.size(2) / 2, ")");
 }
 
+}  // namespace
+
 at::Tensor rotary(const at::Tensor& x_in, const at::Tensor& cos_in, const at::Tensor& sin_in,
                   int64_t heads, bool inverse) {
   check_dtype("x", x_in);
@@ -28,7 +27,7 @@ at::Tensor rotary(const at::Tensor& x_in, const at::Tensor& cos_in, const at::Te
                     x_in.size(1));
   const auto x = x_in.stride(2) == 1 ? x_in : x_in.contiguous();
   const auto cos = cos_in.contiguous(), sin = sin_in.contiguous();
-  auto y = at::empty(x.sizes(), x.options());
+  auto y = empty(x.sizes(), x.options());
   const Rotary params = {format_of(x),
                          x.size(1),
                          heads,
@@ -46,9 +45,5 @@ at::Tensor rotary(const at::Tensor& x_in, const at::Tensor& cos_in, const at::Te
                [&](int64_t begin, int64_t end) { k.rotary(params, begin, end); });
   return y;
 }
-
-}  // namespace
-
-TORCH_LIBRARY_IMPL(fastbert_C, CPU, m) { m.impl("rotary", rotary); }
 
 }  // namespace fastbert::cpu

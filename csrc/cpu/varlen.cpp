@@ -2,9 +2,6 @@
 // back where they came from. One pass each, where a chain of tensor operations costs a short batch
 // more than a layer does.
 
-#include <ATen/ops/empty.h>
-#include <torch/library.h>
-
 #include <algorithm>
 #include <cstring>
 #include <tuple>
@@ -28,6 +25,8 @@ auto with_integers(const char* name, const at::Tensor& t, const Body& body) {
   }
 }
 
+}  // namespace
+
 // Whether an element lies outside of [0, size) and is not `ignored`.
 bool any_outside(const at::Tensor& index_in, int64_t size, std::optional<int64_t> ignored) {
   const auto index = index_in.contiguous();
@@ -48,7 +47,7 @@ std::tuple<at::Tensor, at::Tensor, int64_t> unpad_indices(const at::Tensor& mask
   TORCH_CHECK_VALUE(mask_in.dim() == 2, "mask: got shape ", mask_in.sizes(), ", allowed: (B, L)");
   const auto mask = mask_in.contiguous();
   const int64_t batch = mask.size(0), length = mask.size(1);
-  auto cu_seqlens = at::empty({batch + 1}, mask.options().dtype(at::kInt));
+  auto cu_seqlens = empty({batch + 1}, mask.options().dtype(at::kInt));
   int32_t* ends = cu_seqlens.mutable_data_ptr<int32_t>();
   return with_integers("mask", mask, [&](const auto* x) {
     int64_t longest = 0, total = 0;
@@ -59,7 +58,7 @@ std::tuple<at::Tensor, at::Tensor, int64_t> unpad_indices(const at::Tensor& mask
       longest = std::max(longest, count);
       ends[b + 1] = (int32_t)(total += count);
     }
-    auto indices = at::empty({total}, mask.options().dtype(at::kLong));
+    auto indices = empty({total}, mask.options().dtype(at::kLong));
     int64_t* place = indices.mutable_data_ptr<int64_t>();
     for (int64_t i = 0; i < batch * length; ++i)
       if (x[i] != 0) *place++ = i;
@@ -78,7 +77,7 @@ at::Tensor scatter_rows(const at::Tensor& values_in, const at::Tensor& indices_i
   const auto values = values_in.contiguous(), indices = indices_in.contiguous();
   auto sizes = values.sizes().vec();
   sizes[0] = rows;
-  auto out = at::empty(sizes, values.options());
+  auto out = empty(sizes, values.options());
   const int64_t count = values.size(0), columns = count == 0 ? 0 : values.numel() / count;
   const int64_t bytes = columns * (int64_t)values.element_size();
   const int64_t* place = indices.const_data_ptr<int64_t>();
@@ -104,14 +103,6 @@ at::Tensor scatter_rows(const at::Tensor& values_in, const at::Tensor& indices_i
     std::memset(to + row * bytes, 0, (next - row) * bytes);
   });
   return out;
-}
-
-}  // namespace
-
-TORCH_LIBRARY_IMPL(fastbert_C, CPU, m) {
-  m.impl("any_outside", any_outside);
-  m.impl("unpad_indices", unpad_indices);
-  m.impl("scatter_rows", scatter_rows);
 }
 
 }  // namespace fastbert::cpu
