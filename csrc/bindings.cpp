@@ -123,12 +123,6 @@ void set_cpu_isa(const std::optional<std::string>& level) {
   fastbert::cpu::set_level(level ? level->c_str() : nullptr);
 }
 
-void set_cpu_kernels(uintptr_t address, size_t size) {
-  TORCH_CHECK_VALUE(size == sizeof(fastbert::cpu::Kernels), "size: got ", size,
-                    ", allowed: ", sizeof(fastbert::cpu::Kernels));
-  fastbert::cpu::set_kernels(reinterpret_cast<const fastbert::cpu::Kernels*>(address));
-}
-
 // c10's exceptions are not pybind11's; without this they would all arrive as RuntimeError.
 void translate(std::exception_ptr pointer) {
   try {
@@ -154,10 +148,6 @@ PYBIND11_MODULE(_C, m) {
         "Sets the instruction-set level of this process; None goes back to FASTBERT_CPU_ISA or, "
         "without "
         "it, the best one. Raises ValueError on a level that this processor lacks.");
-  m.def("set_cpu_kernels", set_cpu_kernels, py::arg("address"), py::arg("size"),
-        "Sets the kernels of this process to the table (csrc/cpu/kernels.h) at an address, for "
-        "tests that compile levels of their own. Raises ValueError when its size in bytes is "
-        "another than this build's.");
   m.def("packed_bytes", fastbert::cpu::packed_total,
         "Bytes held in copies of weights in the layout of the CPU's products; a copy goes with its "
         "weight.");

@@ -113,6 +113,12 @@ inline bool check_approximate(const std::string& approximate) {
   return approximate == "tanh";
 }
 
+// Numbers that a kernel indexes with, contiguous, in memory that no other thread can write: what
+// was checked is what is used. `contiguous()` and `to()` alone may return the tensor itself.
+inline at::Tensor private_copy(const at::Tensor& t, at::ScalarType dtype) {
+  return t.to(dtype, /*non_blocking=*/false, /*copy=*/true, at::MemoryFormat::Contiguous);
+}
+
 // The kernels take any row stride and unit column stride; anything more exotic is copied.
 inline at::Tensor with_unit_columns(const at::Tensor& t) {
   return t.size(1) == 1 || t.stride(1) == 1 ? t : t.contiguous();

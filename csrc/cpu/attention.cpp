@@ -15,7 +15,7 @@ constexpr int64_t kLongest = 4 * kAttentionQueries;
 
 void forward_into(AttentionProblem& problem, const at::Tensor& out, const at::Tensor& lse) {
   Attention& a = problem.kernel;
-  a.out = problem.write(out);
+  a.out = problem.write("out", out);
   a.lse = lse.mutable_data_ptr<float>();
   if (problem.packed()) {
     const int64_t used = a.cu_q[a.batch], slack = problem.q_rows - used;

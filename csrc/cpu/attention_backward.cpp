@@ -94,8 +94,12 @@ void attention_backward(const at::Tensor& dq, const at::Tensor& dk, const at::Te
   check_same("dq", dq, q);
   check_same("dk", dk, k);
   check_same("dv", dv, v);
-  AttentionBackward p = {problem.kernel, problem.read(dout), problem.write(dq), problem.write(dk),
-                         problem.write(dv)};
+  if (dbias) {
+    TORCH_CHECK_VALUE(bias.has_value(), "dbias: got a tensor without bias, allowed: None");
+    check_same("dbias", *dbias, *bias);
+  }
+  AttentionBackward p = {problem.kernel, problem.read(dout), problem.write("dq", dq),
+                         problem.write("dk", dk), problem.write("dv", dv)};
   zero_slack(problem, dq, dk, dv);
   BackwardPlan plan(problem);
   at::Tensor statistics[3];
@@ -112,11 +116,7 @@ void attention_backward(const at::Tensor& dq, const at::Tensor& dk, const at::Te
   const int64_t longest = problem.kernel.max_k;
   share_out(plan.first, kernel.attention_backward_scratch(p, longest), run);
   share_out(plan.second, kernel.attention_backward_scratch(p, kAttentionKeys), run);
-  if (dbias) {
-    TORCH_CHECK_VALUE(bias && dbias->sizes() == bias->sizes(), "dbias: got shape ", dbias->sizes(),
-                      ", allowed: that of bias");
-    bias_gradient(p, *dbias);
-  }
+  if (dbias) bias_gradient(p, *dbias);
 }
 
 }  // namespace fastbert::cpu

@@ -1,31 +1,11 @@
 #include "attention_operands.h"
 
+#include <ATen/MemoryOverlap.h>
+
 #include <limits>
 
 namespace fastbert::cpu {
 namespace {
-
-// The kernels index with these: a wrong one must not reach them.
-const int32_t* checked_lengths(const char* name, const at::Tensor& cu_seqlens, int64_t rows,
-                               const char* longest_name, int64_t longest) {
-  TORCH_CHECK_TYPE(cu_seqlens.scalar_type() == at::kInt, name, ": got dtype ",
-                   cu_seqlens.scalar_type(), ", allowed: Int");
-  TORCH_CHECK_VALUE(cu_seqlens.dim() == 1 && cu_seqlens.size(0) >= 1, name, ": got shape ",
-                    cu_seqlens.sizes(), ", allowed: (B + 1,)");
-  const auto* lengths = cu_seqlens.const_data_ptr<int32_t>();
-  const int64_t batch = cu_seqlens.size(0) - 1;
-  TORCH_CHECK_VALUE(lengths[0] == 0, name, ": got ", lengths[0], " first, allowed: 0");
-  for (int64_t b = 0; b < batch; ++b) {
-    const int64_t length = (int64_t)lengths[b + 1] - lengths[b];
-    TORCH_CHECK_VALUE(length >= 0, name, ": got ", lengths[b + 1], " after ", lengths[b],
-                      ", allowed: ascending numbers");
-    TORCH_CHECK_VALUE(length <= longest, longest_name, ": got ", longest,
-                      ", allowed: at least the longest sequence, ", length);
-  }
-  TORCH_CHECK_VALUE(lengths[batch] <= rows, name, ": got ", lengths[batch],
-                    " last, allowed: at most the ", rows, " rows of the tensor");
-  return lengths;
-}
 
 ConstPairs pairs_of(const char* name, const at::Tensor& t, const Attention& a) {
   const int64_t shape[] = {a.batch, a.heads, a.max_q, a.max_k};
@@ -39,19 +19,51 @@ ConstPairs pairs_of(const char* name, const at::Tensor& t, const Attention& a) {
   return {t.const_data_ptr(), format_of(t), strides[0], strides[1], strides[2], strides[3]};
 }
 
-int64_t window_side(int64_t side) {
+int64_t window_side(const char* name, int64_t side) {
+  TORCH_CHECK_VALUE(side >= -1, name, ": got ", side, ", allowed: side >= -1, where -1 is open");
   return std::min<int64_t>(side, std::numeric_limits<int32_t>::max());
 }
 
 }  // namespace
+
+at::Tensor checked_lengths(const char* name, const at::Tensor& cu_seqlens, int64_t rows,
+                           const char* longest_name, int64_t longest) {
+  TORCH_CHECK_TYPE(cu_seqlens.scalar_type() == at::kInt, name, ": got dtype ",
+                   cu_seqlens.scalar_type(), ", allowed: Int");
+  TORCH_CHECK_VALUE(cu_seqlens.dim() == 1 && cu_seqlens.size(0) >= 1, name, ": got shape ",
+                    cu_seqlens.sizes(), ", allowed: (B + 1,)");
+  constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+  TORCH_CHECK_VALUE(longest >= 0 && longest <= kMost, longest_name, ": got ", longest,
+                    ", allowed: 0 to ", kMost);
+  const auto copy = private_copy(cu_seqlens, at::kInt);
+  const auto* lengths = copy.const_data_ptr<int32_t>();
+  const int64_t batch = cu_seqlens.size(0) - 1;
+  TORCH_CHECK_VALUE(lengths[0] == 0, name, ": got ", lengths[0], " first, allowed: 0");
+  for (int64_t b = 0; b < batch; ++b) {
+    const int64_t length = (int64_t)lengths[b + 1] - lengths[b];
+    TORCH_CHECK_VALUE(length >= 0, name, ": got ", lengths[b + 1], " after ", lengths[b],
+                      ", allowed: ascending numbers");
+    TORCH_CHECK_VALUE(length <= longest, longest_name, ": got ", longest,
+                      ", allowed: at least the longest sequence, ", length);
+  }
+  TORCH_CHECK_VALUE(lengths[batch] <= rows, name, ": got ", lengths[batch],
+                    " last, allowed: at most the ", rows, " rows of the tensor");
+  return copy;
+}
 
 AttentionProblem::AttentionProblem(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                    const AttentionArguments& arguments)
     : kernel{} {
   check_dtype("q", q);
   const bool packed = arguments.cu_seqlens_q.has_value();
+  TORCH_CHECK_VALUE(arguments.cu_seqlens_k.has_value() == packed, "cu_seqlens_k: got ",
+                    packed ? "None" : "a tensor", " with cu_seqlens_q ", packed ? "given" : "None",
+                    ", allowed: both or neither");
   TORCH_CHECK_VALUE(q.dim() == (packed ? 3 : 4), "q: got shape ", q.sizes(),
                     ", allowed: ", packed ? "(T, H, D)" : "(B, H, L, D)");
+  TORCH_CHECK_VALUE(q.size(-1) >= 1, "q: got shape ", q.sizes(), ", allowed: D >= 1");
+  TORCH_CHECK_VALUE(k.dim() == q.dim(), "k: got shape ", k.sizes(), ", allowed: ", q.dim(),
+                    " dimensions, as q");
   check_same("v", v, k);
   auto like_q = k.sizes().vec();
   like_q[packed ? 0 : 2] = q.size(packed ? 0 : 2);
@@ -65,16 +77,17 @@ AttentionProblem::AttentionProblem(const at::Tensor& q, const at::Tensor& k, con
   kernel.format = format_of(q);
   kernel.heads = q.size(1);
   kernel.head_dim = q.size(-1);
-  kernel.batch = packed ? arguments.cu_seqlens_q->size(0) - 1 : q.size(0);
+  kernel.batch = q.size(0);
   kernel.max_q = packed ? arguments.max_seqlen_q : q_rows;
   kernel.max_k = packed ? arguments.max_seqlen_k : k_rows;
   if (packed) {
-    alive.push_back(arguments.cu_seqlens_q->contiguous());
-    kernel.cu_q =
-        checked_lengths("cu_seqlens_q", alive.back(), q_rows, "max_seqlen_q", kernel.max_q);
-    alive.push_back(arguments.cu_seqlens_k->contiguous());
-    kernel.cu_k =
-        checked_lengths("cu_seqlens_k", alive.back(), k_rows, "max_seqlen_k", kernel.max_k);
+    alive.push_back(checked_lengths("cu_seqlens_q", *arguments.cu_seqlens_q, q_rows, "max_seqlen_q",
+                                    kernel.max_q));
+    kernel.cu_q = alive.back().const_data_ptr<int32_t>();
+    alive.push_back(checked_lengths("cu_seqlens_k", *arguments.cu_seqlens_k, k_rows, "max_seqlen_k",
+                                    kernel.max_k));
+    kernel.cu_k = alive.back().const_data_ptr<int32_t>();
+    kernel.batch = arguments.cu_seqlens_q->size(0) - 1;
     TORCH_CHECK_VALUE(alive.back().size(0) == kernel.batch + 1, "cu_seqlens_k: got shape ",
                       alive.back().sizes(), ", allowed: (", kernel.batch + 1, ",)");
   }
@@ -94,8 +107,8 @@ AttentionProblem::AttentionProblem(const at::Tensor& q, const at::Tensor& k, con
     check_dtype("bias", alive.back());
     kernel.bias = pairs_of("bias", alive.back(), kernel);
   }
-  kernel.left = window_side(arguments.left);
-  kernel.right = window_side(arguments.right);
+  kernel.left = window_side("left", arguments.left);
+  kernel.right = window_side("right", arguments.right);
   kernel.dropout = dropout_of(arguments.dropout_p, arguments.seed);
   kernel.scale = (float)arguments.scale;
 }
@@ -123,9 +136,11 @@ ConstRows AttentionProblem::read(const at::Tensor& x) {
                   : ConstRows{t.const_data_ptr(), t.stride(0), t.stride(1), t.stride(2)};
 }
 
-Rows AttentionProblem::write(const at::Tensor& x) const {
-  TORCH_CHECK(x.size(-1) == 1 || x.stride(-1) == 1,
-              "attention writes to tensors whose last dimension is contiguous only");
+Rows AttentionProblem::write(const char* name, const at::Tensor& x) const {
+  TORCH_CHECK_VALUE(x.size(-1) == 1 || x.stride(-1) == 1, name, ": got strides ", x.strides(),
+                    ", allowed: a contiguous last dimension");
+  TORCH_CHECK_VALUE(at::has_internal_overlap(x) != at::MemOverlap::Yes, name, ": got strides ",
+                    x.strides(), ", allowed: elements that do not share memory");
   return packed() ? Rows{x.mutable_data_ptr(), 0, x.stride(1), x.stride(0)}
                   : Rows{x.mutable_data_ptr(), x.stride(0), x.stride(1), x.stride(2)};
 }

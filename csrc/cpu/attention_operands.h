@@ -20,6 +20,11 @@ struct AttentionArguments {
   int64_t left, right;
 };
 
+// A private copy of the cumulative lengths of sequences that `rows` rows hold, none of them longer
+// than `longest`. The kernels index with these numbers; the names are those of the arguments.
+at::Tensor checked_lengths(const char* name, const at::Tensor& cu_seqlens, int64_t rows,
+                           const char* longest_name, int64_t longest);
+
 // One problem: the kernels' operands, and the tensors that keep them alive.
 struct AttentionProblem {
   Attention kernel;
@@ -36,7 +41,7 @@ struct AttentionProblem {
   int64_t pairs(int64_t sequence) const;
   // An operand whose rows the kernels can read: its last dimension contiguous.
   ConstRows read(const at::Tensor& x);
-  Rows write(const at::Tensor& x) const;
+  Rows write(const char* name, const at::Tensor& x) const;
   // lse or another number for each query, fp32.
   at::Tensor empty_statistic(const at::Tensor& like) const;
 };

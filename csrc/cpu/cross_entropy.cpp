@@ -32,8 +32,9 @@ void check_projection(const at::Tensor& hidden, const at::Tensor& weight,
   check_device("weight", weight, hidden);
   TORCH_CHECK_TYPE(weight.scalar_type() == hidden.scalar_type(), "weight: got dtype ",
                    weight.scalar_type(), ", allowed: ", hidden.scalar_type(), ", that of hidden");
-  TORCH_CHECK_VALUE(weight.dim() == 2 && weight.size(1) == hidden.size(1), "weight: got shape ",
-                    weight.sizes(), ", allowed: (V, ", hidden.size(1), ")");
+  TORCH_CHECK_VALUE(weight.dim() == 2 && weight.size(0) >= 1 && weight.size(1) == hidden.size(1),
+                    "weight: got shape ", weight.sizes(), ", allowed: (V, ", hidden.size(1),
+                    ") with V >= 1");
   if (bias) check_parameter("bias", *bias, weight.t());
   check_device("labels", labels, hidden);
   TORCH_CHECK_TYPE(labels.scalar_type() == at::kLong || labels.scalar_type() == at::kInt,
@@ -42,21 +43,35 @@ void check_projection(const at::Tensor& hidden, const at::Tensor& weight,
                     labels.sizes(), ", allowed: (", hidden.size(0), ",)");
 }
 
-// The first `count` rows of `order`, gathered.
+// The labelled rows by `order`, gathered.
 struct Labelled {
   int64_t count;
   at::Tensor rows, hidden, labels;
 
   Labelled(const at::Tensor& all, const at::Tensor& all_labels, const at::Tensor& order)
-      : count(order.const_data_ptr<int32_t>()[all.size(0)]),
-        rows(order.narrow(0, 0, count).to(at::kLong)),
+      : count(count_of(order)),
+        rows(order.narrow(0, 0, count)),
         hidden(all.index_select(0, rows)),
-        labels(all_labels.index_select(0, rows).to(at::kLong)) {}
+        labels(all_labels.index_select(0, rows)) {}
+
+ private:
+  // order: a private copy, int64. Every number that the gathering indexes with is looked at.
+  static int64_t count_of(const at::Tensor& order) {
+    const int64_t total = order.size(0) - 1;
+    const int64_t* place = order.const_data_ptr<int64_t>();
+    TORCH_CHECK_VALUE(place[total] >= 0 && place[total] <= total, "order: got ", place[total],
+                      " last, allowed: 0 to ", total, ", the number of labelled rows");
+    for (int64_t i = 0; i < place[total]; ++i) {
+      TORCH_CHECK_VALUE(place[i] >= 0 && place[i] < total, "order: got ", place[i],
+                        ", allowed: 0 to ", total - 1);
+    }
+    return place[total];
+  }
 };
 
 // The labelled rows in their order, the others from the end backwards, the number of the former.
-at::Tensor order_of(const at::Tensor& labels_in, int64_t ignore_index, int64_t classes) {
-  const auto labels = labels_in.to(at::kLong).contiguous();
+// labels: a private copy, int64.
+at::Tensor order_of(const at::Tensor& labels, int64_t ignore_index, int64_t classes) {
   const int64_t total = labels.size(0);
   auto order = empty({total + 1}, labels.options().dtype(at::kInt));
   const int64_t* label = labels.const_data_ptr<int64_t>();
@@ -92,8 +107,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_cross_entropy_forward(
   check_projection(hidden, weight, bias_in, labels);
   const bool mean = check_reduction(reduction);
   const int64_t total = hidden.size(0), classes = weight.size(0);
-  const auto order = order_of(labels, ignore_index, classes);
-  const Labelled given(hidden, labels, order);
+  const auto numbers = private_copy(labels, at::kLong);
+  const auto order = order_of(numbers, ignore_index, classes);
+  const Labelled given(hidden, numbers, private_copy(order, at::kLong));
   const auto bias = as_float(bias_in);
   auto statistics = zeros({2, total}, hidden.options().dtype(at::kFloat));
   statistics.select(0, 0).narrow(0, 0, given.count).fill_(-2.0e38);
@@ -223,6 +239,27 @@ class Backward {
   }
 };
 
+// What the forward pass kept.
+void check_kept(const at::Tensor& statistics, const at::Tensor& order, int64_t total) {
+  TORCH_CHECK_TYPE(statistics.scalar_type() == at::kFloat, "statistics: got dtype ",
+                   statistics.scalar_type(), ", allowed: Float");
+  TORCH_CHECK_VALUE(statistics.dim() == 2 && statistics.size(0) == 2 && statistics.size(1) == total,
+                    "statistics: got shape ", statistics.sizes(), ", allowed: (2, ", total, ")");
+  TORCH_CHECK_TYPE(order.scalar_type() == at::kInt, "order: got dtype ", order.scalar_type(),
+                   ", allowed: Int");
+  TORCH_CHECK_VALUE(order.dim() == 1 && order.size(0) == total + 1, "order: got shape ",
+                    order.sizes(), ", allowed: (", total + 1, ",)");
+}
+
+void check_gradient(const at::Tensor& dloss, const std::string& reduction, int64_t total) {
+  TORCH_CHECK_TYPE(at::isFloatingType(dloss.scalar_type()), "dloss: got dtype ",
+                   dloss.scalar_type(), ", allowed: a floating dtype");
+  const bool each = reduction == "none";
+  TORCH_CHECK_VALUE(each ? dloss.dim() == 1 && dloss.size(0) == total : dloss.dim() == 0,
+                    "dloss: got shape ", dloss.sizes(), ", allowed: that of the loss, ",
+                    each ? "(" + std::to_string(total) + ",)" : std::string("()"));
+}
+
 }  // namespace
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_cross_entropy_backward(
@@ -232,11 +269,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_cross_entropy_backward(
   check_projection(hidden, weight, bias, labels);
   check_reduction(reduction);
   const int64_t total = hidden.size(0);
-  TORCH_CHECK_VALUE(statistics.dim() == 2 && statistics.size(0) == 2 && statistics.size(1) == total,
-                    "statistics: got shape ", statistics.sizes(), ", allowed: (2, ", total, ")");
-  TORCH_CHECK_VALUE(order.dim() == 1 && order.size(0) == total + 1, "order: got shape ",
-                    order.sizes(), ", allowed: (", total + 1, ",)");
-  const Labelled given(hidden, labels, order);
+  check_kept(statistics, order, total);
+  check_gradient(dloss, reduction, total);
+  const Labelled given(hidden, private_copy(labels, at::kLong), private_copy(order, at::kLong));
   Backward backward(hidden, weight, bias, given, statistics, scales(dloss, given, reduction));
   for_each_part(weight.size(0), kPartClasses,
                 [&](int64_t first, int64_t columns) { backward.part(first, columns); });

@@ -36,7 +36,7 @@ struct Operands {
                         ": got shape ", table.sizes(), ", allowed: (rows, ", columns, ")");
       tables[i] = fastbert::with_unit_columns(table);
       check_indices(kIndexNames[i], indices_in[i], words);
-      indices[i] = indices_in[i].to(at::kLong).contiguous();
+      indices[i] = private_copy(indices_in[i], at::kLong);
       check_range(kIndexNames[i], indices[i], table.size(0));
     }
   }

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <vector>
 
+#include "attention_operands.h"
 #include "operators.h"
 
 namespace fastbert::cpu {
@@ -48,14 +49,19 @@ void check(const at::Tensor& hidden, at::TensorList parameters, at::TensorList s
   TORCH_CHECK_TYPE(s.dtype == hidden.scalar_type() || hidden.scalar_type() == at::kFloat,
                    "dtype: got ", s.dtype, ", allowed: ", hidden.scalar_type(),
                    ", that of hidden, or any with hidden in Float");
+  TORCH_CHECK_VALUE(s.eps >= 0.0, "eps: got ", s.eps, ", allowed: eps >= 0");
+  epilogue_activation(s.activation);
   if (s.cu_seqlens) {
-    check_device("cu_seqlens", *s.cu_seqlens, hidden);
-    TORCH_CHECK_TYPE(s.cu_seqlens->scalar_type() == at::kInt, "cu_seqlens: got dtype ",
-                     s.cu_seqlens->scalar_type(), ", allowed: Int");
-    TORCH_CHECK_VALUE(!s.mask && !s.bias, "mask, bias: got one with cu_seqlens, allowed: none");
+    TORCH_CHECK_VALUE(!s.mask, "mask: got a tensor with cu_seqlens, allowed: None");
+    TORCH_CHECK_VALUE(!s.bias, "bias: got a tensor with cu_seqlens, allowed: None");
   } else {
-    TORCH_CHECK_VALUE(s.batch * s.max_seqlen == hidden.size(0), "hidden: got ", hidden.size(0),
-                      " rows, allowed: batch * max_seqlen = ", s.batch * s.max_seqlen);
+    // A product of the two could overflow.
+    const int64_t rows = hidden.size(0);
+    TORCH_CHECK_VALUE(
+        s.batch >= 0 && s.max_seqlen >= 0 &&
+            (s.batch == 0 ? rows == 0 : rows % s.batch == 0 && rows / s.batch == s.max_seqlen),
+        "batch, max_seqlen: got ", s.batch, " and ", s.max_seqlen, ", allowed: a product of ", rows,
+        ", the rows of hidden");
   }
 }
 
@@ -117,13 +123,24 @@ std::vector<at::Tensor> encoder(at::Tensor hidden, at::TensorList parameters, at
                                 const OptionalTensor& bias, int64_t batch, int64_t max_seqlen,
                                 int64_t heads, double eps, const std::string& activation,
                                 at::ScalarType dtype, bool all_states) {
-  const Stack stack = {cu_seqlens, mask, bias, batch, max_seqlen, heads, eps, activation, dtype};
+  OptionalTensor lengths = cu_seqlens;
+  const Stack stack = {lengths, mask, bias, batch, max_seqlen, heads, eps, activation, dtype};
   check(hidden, parameters, scales, stack);
+  if (lengths) {
+    // One copy for all layers: each finds the same sequences, whatever other threads write.
+    lengths = checked_lengths("cu_seqlens", *cu_seqlens, hidden.size(0), "max_seqlen", max_seqlen);
+  }
   std::vector<at::Tensor> states;
   for (size_t i = 0; i < parameters.size() / kParameters; ++i) {
     const Layer layer = {&parameters[i * kParameters],
                          scales.empty() ? nullptr : &scales[i * kScales]};
-    hidden = through(layer, hidden, stack);
+    try {
+      hidden = through(layer, hidden, stack);
+    } catch (c10::Error& error) {
+      // The operators of a layer name their own arguments.
+      error.add_context("in layer " + std::to_string(i) + " of parameters");
+      throw;
+    }
     if (all_states) states.push_back(hidden);
   }
   if (!all_states) states.push_back(hidden);

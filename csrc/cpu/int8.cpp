@@ -55,8 +55,8 @@ void check_int8(const at::Tensor& x, const at::Tensor& packed, const at::Tensor&
                 const at::Tensor& column_sum, int64_t n, const OptionalTensor& bias,
                 const OptionalTensor& residual, at::ScalarType dtype) {
   check_matrix("x", x);
-  TORCH_CHECK_VALUE(n >= 1, "n: got ", n, ", allowed: n >= 1");
-  for (const auto* t : {&packed, &scale, &column_sum}) check_device("packed", *t, x);
+  TORCH_CHECK_VALUE(n >= 1 && n <= packed.numel(), "n: got ", n, ", allowed: 1 to ", packed.numel(),
+                    ", the elements of packed");
   check_packed(x, packed, scale, column_sum, n);
   TORCH_CHECK_TYPE(dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf,
                    "dtype: got ", dtype, ", allowed: Float, BFloat16, Half");

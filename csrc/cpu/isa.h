@@ -41,7 +41,8 @@ const Kernels& kernels();
 // Sets the level for the whole process, by name; nullptr goes back to the choice described above.
 void set_level(const char* name);
 
-// Puts another table in their place: tests bring levels that they compiled for themselves.
+// Puts another table in their place. Python cannot reach it; tests that compile levels of their own
+// look up its address in the symbols of the library.
 void set_kernels(const Kernels* table);
 
 }  // namespace fastbert::cpu

@@ -1,6 +1,9 @@
 #include "parallel.h"
 
 #include <pthread.h>
+#if defined(_OPENMP)
+#include <omp.h>
+#endif
 
 #include <atomic>
 #include <cstdlib>
@@ -10,22 +13,30 @@
 namespace fastbert::cpu {
 namespace {
 
-std::atomic<bool> used{false}, orphaned{false};
+// Whether the pool of the thread that forks goes into the child, without its threads.
+std::atomic<bool> inherited{false}, orphaned{false};
+
+// Ends the threads of the pool; the next parallel region starts new ones. Inside a parallel region
+// that is refused.
+void before_fork() {
+#if defined(_OPENMP)
+  inherited = omp_pause_resource_all(omp_pause_hard) != 0;
+#endif
+}
 
 // torch's own operators would wait too (the pooler's tanh): they get one thread as well.
-void note_fork() {
-  orphaned = used.load();
-  if (orphaned) at::set_num_threads(1);
+void in_child() {
+  if (!inherited) return;
+  orphaned = true;
+  at::set_num_threads(1);
 }
+
+// When the library is loaded: a parent may have used torch's threads and nothing of ours.
+[[maybe_unused]] const int registered = pthread_atfork(before_fork, nullptr, in_child);
 
 }  // namespace
 
-bool use_threads() {
-  static const int registered = pthread_atfork(nullptr, nullptr, note_fork);
-  if (registered != 0 || orphaned) return false;
-  used = true;
-  return true;
-}
+bool use_threads() { return !orphaned; }
 
 void* thread_scratch(int64_t bytes) {
   struct Free {

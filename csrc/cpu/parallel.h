@@ -1,9 +1,10 @@
 // Sharing rows out to torch's threads.
 //
-// GNU OpenMP's thread pool does not survive fork(): in a child of a process that has used it, the
-// next parallel region waits for threads that no longer exist, forever (torch's own operators do).
-// Such a child runs the kernels, and with torch.set_num_threads(1) torch's operators, on its one
-// thread instead.
+// GNU OpenMP's thread pool does not survive fork(): in a child whose parent has used it, in these
+// kernels or in torch's operators, the next parallel region waits forever for threads that do not
+// exist there. So the pool is ended before each fork, and parent and child start new ones when they
+// need them. Where that is impossible, because the fork happens inside a parallel region, the child
+// runs the kernels, and with torch.set_num_threads(1) torch's operators, on one thread.
 
 #pragma once
 
@@ -15,7 +16,7 @@
 
 namespace fastbert::cpu {
 
-// False in a child forked after this process had used threads here. True also notes that it has.
+// False in a child that was forked inside a parallel region.
 bool use_threads();
 
 // Memory of the calling thread, aligned to 64 bytes; it grows to the largest request and stays with

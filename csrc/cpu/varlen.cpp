@@ -30,12 +30,11 @@ auto with_integers(const char* name, const at::Tensor& t, const Body& body) {
 // Whether an element lies outside of [0, size) and is not `ignored`.
 bool any_outside(const at::Tensor& index_in, int64_t size, std::optional<int64_t> ignored) {
   const auto index = index_in.contiguous();
-  const int64_t other = ignored.value_or(0);  // inside anyway where nothing is ignored
   return with_integers("index", index, [&](const auto* x) {
     bool outside = false;
     for (int64_t i = 0; i < index.numel(); ++i) {
       const int64_t value = (int64_t)x[i];
-      outside |= (value < 0 || value >= size) && value != other;
+      outside |= (value < 0 || value >= size) && !(ignored && value == *ignored);
     }
     return outside;
   });
@@ -45,7 +44,7 @@ bool any_outside(const at::Tensor& index_in, int64_t size, std::optional<int64_t
 // (T,); the cumulative lengths, int32 (B + 1,); and the longest length.
 std::tuple<at::Tensor, at::Tensor, int64_t> unpad_indices(const at::Tensor& mask_in) {
   TORCH_CHECK_VALUE(mask_in.dim() == 2, "mask: got shape ", mask_in.sizes(), ", allowed: (B, L)");
-  const auto mask = mask_in.contiguous();
+  const auto mask = private_copy(mask_in, mask_in.scalar_type());
   const int64_t batch = mask.size(0), length = mask.size(1);
   auto cu_seqlens = empty({batch + 1}, mask.options().dtype(at::kInt));
   int32_t* ends = cu_seqlens.mutable_data_ptr<int32_t>();
@@ -69,22 +68,28 @@ std::tuple<at::Tensor, at::Tensor, int64_t> unpad_indices(const at::Tensor& mask
 // (rows, ...) with row indices[i] = values[i] and 0 elsewhere; in one pass where the indices rise,
 // as those of a mask do.
 at::Tensor scatter_rows(const at::Tensor& values_in, const at::Tensor& indices_in, int64_t rows) {
-  TORCH_CHECK_VALUE(
-      values_in.dim() >= 1 && indices_in.dim() == 1 && values_in.size(0) == indices_in.size(0),
-      "indices: got shape ", indices_in.sizes(), ", allowed: one for each of ", values_in.sizes());
+  TORCH_CHECK_VALUE(values_in.dim() >= 1, "values: got shape ", values_in.sizes(),
+                    ", allowed: (T, ...)");
+  TORCH_CHECK_VALUE(indices_in.dim() == 1 && values_in.size(0) == indices_in.size(0),
+                    "indices: got shape ", indices_in.sizes(), ", allowed: (", values_in.size(0),
+                    ",), one for each row of values");
   TORCH_CHECK_TYPE(indices_in.scalar_type() == at::kLong, "indices: got dtype ",
                    indices_in.scalar_type(), ", allowed: Long");
-  const auto values = values_in.contiguous(), indices = indices_in.contiguous();
+  TORCH_CHECK_VALUE(rows >= 0, "rows: got ", rows, ", allowed: rows >= 0");
+  const auto values = values_in.contiguous(), indices = private_copy(indices_in, at::kLong);
   auto sizes = values.sizes().vec();
   sizes[0] = rows;
   auto out = empty(sizes, values.options());
   const int64_t count = values.size(0), columns = count == 0 ? 0 : values.numel() / count;
   const int64_t bytes = columns * (int64_t)values.element_size();
   const int64_t* place = indices.const_data_ptr<int64_t>();
+  bool rising = true;
   for (int64_t i = 0; i < count; ++i) {
-    if (place[i] < (i == 0 ? 0 : place[i - 1] + 1) || place[i] >= rows)
-      return out.zero_().index_copy_(0, indices, values);
+    TORCH_CHECK_INDEX(place[i] >= 0 && place[i] < rows, "indices: got ", place[i],
+                      ", allowed: 0 to ", rows - 1);
+    rising &= i == 0 || place[i] > place[i - 1];
   }
+  if (!rising) return out.zero_().index_copy_(0, indices, values);
   const char* from = static_cast<const char*>(values.const_data_ptr());
   char* to = static_cast<char*>(out.mutable_data_ptr());
   if (count == 0) {
