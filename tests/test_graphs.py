@@ -24,6 +24,7 @@ from fastbert.graphs import Bucket, Buckets, GraphedModel, Recording, StaticBatc
 from fastbert.ops import backend as backends
 from fastbert.testing.compare import assert_close
 from fastbert.testing.launches import counted
+from fastbert.testing.yardstick import each, run_sides
 
 CONFIG = BertConfig(
     vocab_size=60,
@@ -122,13 +123,17 @@ def agree(graphs: GraphedModel, *batches: dict[str, Any]) -> None:
         reference.load_state_dict(plain.state_dict())
         sides.append(reference)
     with torch.no_grad():
-        runs = [[side(**inputs) for inputs in batches] for side in sides]
+        runs = run_sides(lambda side: [side(**inputs) for inputs in batches], *sides)
         for inputs, out in zip(batches, runs[0], strict=True):
             assert [x.shape for x in out] == [x.shape for x in plain(**inputs)]
             if "attention_mask" in inputs:
                 assert not out[0][inputs["attention_mask"] == 0].any()
-    for i, name in enumerate(("last_hidden_state", "pooler_output")):
-        assert_close(name, *(torch.cat([out[i].flatten() for out in run]) for run in runs))
+        for i, name in enumerate(("last_hidden_state", "pooler_output")):
+
+            def joined(run: list[Any], i: int = i) -> torch.Tensor:
+                return torch.cat([out[i].flatten() for out in run])
+
+            assert_close(name, *each(joined, *runs))
 
 
 # Buckets

@@ -14,6 +14,7 @@ from fastbert.config import BertConfig
 from fastbert.modules import BertModel
 from fastbert.testing.bench_encoder import GATE_LAYERS
 from fastbert.testing.compare import compare
+from fastbert.testing.yardstick import Yardstick
 
 LENGTHS = (64, 37)
 
@@ -48,7 +49,7 @@ def refusal(engine: str, config: dict[str, Any], folder: Path) -> str | None:
         ):
             return model(**inputs).last_hidden_state[real]
 
-    actual, yardstick = hidden(None, dtype, autocast), hidden("reference", dtype, autocast)
-    oracle = hidden("reference", torch.float64)
+    actual, oracle = hidden(None, dtype, autocast), hidden("reference", torch.float64)
+    yardstick = Yardstick(lambda: hidden("reference", dtype, autocast))
     verdict = compare(engine, actual, oracle, yardstick)
     return None if verdict.passed else f"parity is red: {verdict}"

@@ -77,6 +77,19 @@ typedef struct {
   uint8_t rows[16];
 } __attribute__((packed)) TileShape;
 
+_Static_assert(sizeof(TileShape) == 64, "the configuring instruction reads 64 bytes");
+
+// GCC's intrinsics do not tell the compiler what memory they read and write: GCC 12 takes the
+// configuration for 8 bytes and never stores the rest. Hence assembly.
+#define TILE_CONFIGURE(shape) __asm__ volatile("ldtilecfg %0" ::"m"(shape))
+#define TILE_ZERO(tile) __asm__ volatile("tilezero %%tmm" #tile::)
+#define TILE_LOAD(tile, from) \
+  __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #tile::"r"(from), "r"((int64_t)64) : "memory")
+#define TILE_STORE(tile, to) \
+  __asm__ volatile("tilestored %%tmm" #tile ", (%0,%1,1)" ::"r"(to), "r"((int64_t)64) : "memory")
+#define TILE_PRODUCT(instruction, c, a, b) \
+  __asm__ volatile(instruction " %%tmm" #b ", %%tmm" #a ", %%tmm" #c::)
+
 // Four sums, two tiles of each operand, all full; a loop of four loads and four products.
 static uint8_t operands[4][1024] __attribute__((aligned(64)));
 static int8_t results[1024] __attribute__((aligned(64)));
@@ -93,37 +106,37 @@ static int tiles_begin(int is_bf16) {
     }
   TileShape shape = {.palette = 1};
   for (int tile = 0; tile < 8; ++tile) shape.bytes_per_row[tile] = 64, shape.rows[tile] = 16;
-  _tile_loadconfig(&shape);
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
+  TILE_CONFIGURE(shape);
+  TILE_ZERO(0);
+  TILE_ZERO(1);
+  TILE_ZERO(2);
+  TILE_ZERO(3);
   return 1;
 }
 
 static void tiles_end(void) {
-  _tile_stored(0, results, 64);
+  TILE_STORE(0, results);
   sink = results[0];
-  _tile_release();
+  __asm__ volatile("tilerelease" ::: "memory");
 }
 
-#define TILE_LOOP(product)                           \
+#define TILE_LOOP(instruction)                       \
   for (int64_t round = 0; round < rounds; ++round) { \
-    _tile_loadd(4, operands[0], 64);                 \
-    _tile_loadd(5, operands[1], 64);                 \
-    _tile_loadd(6, operands[2], 64);                 \
-    _tile_loadd(7, operands[3], 64);                 \
-    product(0, 4, 6);                                \
-    product(1, 4, 7);                                \
-    product(2, 5, 6);                                \
-    product(3, 5, 7);                                \
+    TILE_LOAD(4, operands[0]);                       \
+    TILE_LOAD(5, operands[1]);                       \
+    TILE_LOAD(6, operands[2]);                       \
+    TILE_LOAD(7, operands[3]);                       \
+    TILE_PRODUCT(instruction, 0, 4, 6);              \
+    TILE_PRODUCT(instruction, 1, 4, 7);              \
+    TILE_PRODUCT(instruction, 2, 5, 6);              \
+    TILE_PRODUCT(instruction, 3, 5, 7);              \
   }
 #endif
 
 double peak_bf16(int64_t rounds) {
 #if defined(__AMX_BF16__)
   if (tiles_begin(1)) {
-    TILE_LOOP(_tile_dpbf16ps)
+    TILE_LOOP("tdpbf16ps")
     tiles_end();
     return 4.0 * 2 * 16 * 16 * 32 * (double)rounds;
   }
@@ -157,7 +170,7 @@ double peak_bf16(int64_t rounds) {
 double peak_int8(int64_t rounds) {
 #if defined(__AMX_INT8__)
   if (tiles_begin(0)) {
-    TILE_LOOP(_tile_dpbusd)
+    TILE_LOOP("tdpbusd")
     tiles_end();
     return 4.0 * 2 * 16 * 16 * 64 * (double)rounds;
   }

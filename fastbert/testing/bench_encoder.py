@@ -13,6 +13,7 @@ from fastbert.integrations import stock_models
 from fastbert.ops import backend as backends
 from fastbert.testing.compare import compare
 from fastbert.testing.timing import alternate
+from fastbert.testing.yardstick import Yardstick
 
 # all-MiniLM-L6-v2's sizes (Wang et al. 2020).
 MINILM = BertConfig(
@@ -276,7 +277,8 @@ def gate(shape: EncoderShape, dtype: torch.dtype, device: str) -> dict[str, str]
         model = _fastbert(config, weights, request, as_dtype, device)
         return model(**batch).last_hidden_state[real]
 
-    oracle, yardstick = hidden("reference", torch.float64), hidden("reference", dtype)
+    oracle = hidden("reference", torch.float64)
+    yardstick = Yardstick(lambda: hidden("reference", dtype))
     refused = {}
     for name, request in requests(device).items():
         verdict = compare(name, hidden(request, dtype), oracle, yardstick)

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -17,6 +18,7 @@ from fastbert.ops.arguments import dropout_seeds
 from fastbert.testing.cases import Case
 from fastbert.testing.compare import MAX_FACTOR, compare
 from fastbert.testing.parity import DTYPES, Row, devices, row
+from fastbert.testing.yardstick import Yardstick
 
 CASE = Case("bert", "pretraining_step", ())
 # Small, with every kind of layer; the vocabulary is no multiple of anything.
@@ -76,16 +78,21 @@ def check_step(
     actual = {"mlm_loss": out.mlm_loss, "nsp_loss": out.nsp_loss, **_gradients(model)}
     state = {name: t.detach().cpu() for name, t in model.state_dict().items()}
     oracle = _reference_step(state, batch, seeds, torch.float64)
-    with torch.autocast("cpu", dtype, enabled=autocast):
-        yardstick = _reference_step(state, batch, seeds, parameters)
+
+    def reference_step() -> dict[str, Tensor]:
+        with torch.autocast("cpu", dtype, enabled=autocast):
+            return _reference_step(state, batch, seeds, parameters)
+
+    yardstick = Yardstick(reference_step)
     rows = []
     groups = {name: [name] for name in oracle} if each else _groups(oracle)
     for name, members in groups.items():
-        sides = (_flat(side, members) for side in (actual, oracle, yardstick))
+        sides = _flat(actual, members), _flat(oracle, members)
+        best = yardstick.map(functools.partial(_flat, names=members))
         # A loss is one number: by the rounding of its fp32 alone plain PyTorch itself, its
         # operations in another order, fails in 6 of 40 steps (ratios up to 42); by that of the
         # 16-bit states it was made of, in none.
-        result = compare(name, *sides, factor=factor, reason=reason, tested=dtype)
+        result = compare(name, *sides, best, factor=factor, reason=reason, tested=dtype)
         rows.append(row(CASE, backend or "auto", dtype, result, seed))
     return rows
 

@@ -17,6 +17,7 @@ from fastbert.ops.feed_forward import APPROXIMATIONS
 from fastbert.testing.cases import TABLE_OF, Case, Inputs, find
 from fastbert.testing.compare import Comparison, compare
 from fastbert.testing.random_cases import random_cases
+from fastbert.testing.yardstick import Yardstick
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -62,17 +63,21 @@ def run_with_gradients(
     return {"out": out.detach(), **dict(zip(names, gradients, strict=True))}
 
 
-def oracle_and_yardstick(case: Case, dtype: torch.dtype, seed: int = 0):
+def oracle_and_yardstick(
+    case: Case, dtype: torch.dtype, seeds: Iterable[int] = (0,)
+) -> tuple[dict[str, Tensor], Yardstick]:
     """The reference in float64 and in ``dtype`` on the same rounded inputs, on the CPU."""
-    inputs = case.inputs(dtype, seed=seed)
+    inputs = [case.inputs(dtype, seed=seed) for seed in seeds]
     function = getattr(reference, case.op)
 
     def exact(_: str, value: Any) -> Any:
         floating = isinstance(value, Tensor) and value.is_floating_point()
         return value.double() if floating else value
 
-    oracle = run_with_gradients(function, inputs.map(exact), {})
-    return oracle, run_with_gradients(function, inputs, {})
+    def run(given: list[Inputs]) -> dict[str, Tensor]:
+        return _join([run_with_gradients(function, each, {}) for each in given])
+
+    return run([each.map(exact) for each in inputs]), Yardstick(lambda: run(inputs))
 
 
 @contextlib.contextmanager
@@ -107,22 +112,23 @@ def _compare(
 ) -> list[Comparison]:
     """The comparison of each tensor, joined over the seeds."""
     tiles = gpu_tiles if case.gpu_tiles and backend == "triton" else contextlib.nullcontext
-    sides: dict[str, list[list[Tensor]]] = {}
-    for seed in seeds:
-        oracle, yardstick = oracle_and_yardstick(case, dtype, seed)
-        inputs = case.inputs(dtype, device, seed)
-        with tiles():
-            actual = run_with_gradients(getattr(ops, case.op), inputs, {"backend": backend})
-        for name in oracle:
-            for side, tensors in zip(
-                sides.setdefault(name, [[], [], []]), (actual, oracle, yardstick), strict=True
-            ):
-                side.append(tensors[name])
-    return [compare(name, *map(_join, three)) for name, three in sides.items()]
+    oracle, yardstick = oracle_and_yardstick(case, dtype, seeds)
+    function, options = getattr(ops, case.op), {"backend": backend}
+    with tiles():
+        actual = _join(
+            [
+                run_with_gradients(function, case.inputs(dtype, device, seed), options)
+                for seed in seeds
+            ]
+        )
+    return [compare(name, actual[name], oracle[name], yardstick[name]) for name in oracle]
 
 
-def _join(tensors: list[Tensor]) -> Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.stack(tensors)
+def _join(results: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The results of several seeds as one."""
+    if len(results) == 1:
+        return results[0]
+    return {name: torch.stack([result[name] for result in results]) for name in results[0]}
 
 
 def refusal(case: Case, backend: str, dtype: torch.dtype, device: str) -> str | None:

@@ -14,6 +14,7 @@ from pyarrow import parquet
 from fastbert.data import WordPieceTokenizer
 from fastbert.modules import BertForMaskedLM, BertForSequenceClassification
 from fastbert.testing.compare import assert_close
+from fastbert.testing.yardstick import Yardstick
 
 TEXTS = ["the dog ran.", "", "anna went to the garden and saw a bird in the tree.", "a", "the cat."]
 # No second text is empty: the pipeline takes such a pair for a single text.
@@ -110,18 +111,17 @@ def test_agrees_with_the_pipeline_of_transformers(
     ours = read(target)
     inputs = PAIRS if pair else TEXTS
     pipeline = transformers.pipeline("text-classification", model=str(folder), device="cpu")
-    theirs = [
-        {row["label"]: row["score"] for row in rows}
-        for rows in pipeline(inputs, top_k=None, truncation=True)
-    ]
     labels = list(ours[0]["scores"])
-    exact = exact_scores(folder, inputs, function)
-    scores, plain = (
-        torch.tensor([[row[label] for label in labels] for row in rows])
-        for rows in ([row["scores"] for row in ours], theirs)
-    )
-    assert_close("scores", scores, exact, plain)
-    best = [max(row, key=row.__getitem__) for row in theirs]
+
+    def theirs() -> torch.Tensor:
+        rows = pipeline(inputs, top_k=None, truncation=True)
+        by_label = [{one["label"]: one["score"] for one in row} for row in rows]
+        return torch.tensor([[row[label] for label in labels] for row in by_label])
+
+    exact, yardstick = exact_scores(folder, inputs, function), Yardstick(theirs)
+    scores = torch.tensor([[row["scores"][label] for label in labels] for row in ours])
+    assert_close("scores", scores, exact, yardstick)
+    best = [labels[i] for i in yardstick.library.argmax(-1)]
     assert [row["label"] for row in ours] == best
     assert [row["score"] for row in ours] == [max(row["scores"].values()) for row in ours]
 

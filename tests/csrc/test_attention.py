@@ -12,6 +12,7 @@ from fastbert.testing import parity
 from fastbert.testing.cases import CASES
 from fastbert.testing.compare import assert_close
 from fastbert.testing.random_cases import random_cases
+from fastbert.testing.yardstick import Yardstick
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 OPS = ("attention", "attention_varlen", "attention_qkvpacked")
@@ -30,6 +31,17 @@ def run(function, tensors, dout, *arguments, **options) -> list[torch.Tensor]:
     leaves = [x.detach().requires_grad_() for x in tensors]
     out = function(*leaves, *arguments, backend="cpu", **options)
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+def oracle_and_yardstick(tensors, dout, **options) -> tuple[list[torch.Tensor], Yardstick]:
+    """Output and gradients of the reference in float64 and in fp32."""
+
+    def solve(dtype):
+        leaves = [x.detach().to(dtype).requires_grad_() for x in tensors]
+        out = reference.attention(*leaves, **options)
+        return [out, *torch.autograd.grad(out, leaves, dout.to(dtype))]
+
+    return solve(torch.float64), Yardstick(lambda: solve(torch.float32))
 
 
 def check(cases, dtype) -> None:
@@ -55,12 +67,9 @@ def test_several_blocks_of_queries_and_keys(isa, dim, options):
     # Few rows, where one key has nearly all the weight, make most of the error: enough of them.
     shape = (max(1, 32 // dim), 2, 203, dim)
     tensors, dout = qkv(*shape), torch.randn(shape)
-    results = [run(ops.attention, tensors, dout, **options)]
-    for dtype in (torch.float64, torch.float32):
-        leaves = [x.detach().to(dtype).requires_grad_() for x in tensors]
-        out = reference.attention(*leaves, **options)
-        results.append([out, *torch.autograd.grad(out, leaves, dout.to(dtype))])
-    for name, *three in zip(("out", "dq", "dk", "dv"), *results, strict=True):
+    results = run(ops.attention, tensors, dout, **options)
+    sides = oracle_and_yardstick(tensors, dout, **options)
+    for name, *three in zip(("out", "dq", "dk", "dv"), results, *sides, strict=True):
         loose = isa == "baseline" and name != "out"
         reason = "without FMA each product rounds before it is added" if loose else None
         assert_close(name, *three, factor=3.0 if loose else 2.0, reason=reason)
@@ -70,12 +79,10 @@ def test_more_keys_than_scores_are_kept_of(isa):
     """Beyond that the backward works the logits out twice."""
     shape = (1, 1, 1100, 16)
     tensors, dout = qkv(*shape), torch.randn(shape)
-    results = [run(ops.attention, tensors, dout, dropout_p=0.2, dropout_seed=torch.tensor([3]))]
-    for dtype in (torch.float64, torch.float32):
-        leaves = [x.detach().to(dtype).requires_grad_() for x in tensors]
-        out = reference.attention(*leaves, dropout_p=0.2, dropout_seed=torch.tensor([3]))
-        results.append([out, *torch.autograd.grad(out, leaves, dout.to(dtype))])
-    for name, *three in zip(("out", "dq", "dk", "dv"), *results, strict=True):
+    options = {"dropout_p": 0.2, "dropout_seed": torch.tensor([3])}
+    results = run(ops.attention, tensors, dout, **options)
+    sides = oracle_and_yardstick(tensors, dout, **options)
+    for name, *three in zip(("out", "dq", "dk", "dv"), results, *sides, strict=True):
         assert_close(name, *three)
 
 
@@ -190,17 +197,16 @@ def test_the_bias_gradient_is_summed_over_what_is_broadcast(isa, shape, expanded
     bias, dout = torch.randn(shape), torch.randn(2, 3, 37, 16)
     if expanded:
         bias = bias.expand(2, 3, 37, 150)
-    results = []
-    for function, dtype, backend in (
-        (ops.attention, torch.float32, {"backend": "cpu"}),
-        (reference.attention, torch.float64, {}),
-        (reference.attention, torch.float32, {}),
-    ):
+
+    def gradient(function, dtype, **backend):
         leaf = bias.to(dtype).detach().requires_grad_()
-        tensors = [x.to(dtype) for x in (q, k, v)]
-        out = function(*tensors, bias=leaf, **backend)
-        results.append(torch.autograd.grad(out, leaf, dout.to(dtype))[0])
-    assert_close("dbias", *results)
+        out = function(*(x.to(dtype) for x in (q, k, v)), bias=leaf, **backend)
+        return torch.autograd.grad(out, leaf, dout.to(dtype))[0]
+
+    actual = gradient(ops.attention, torch.float32, backend="cpu")
+    oracle = gradient(reference.attention, torch.float64)
+    yardstick = Yardstick(lambda: gradient(reference.attention, torch.float32))
+    assert_close("dbias", actual, oracle, yardstick)
 
 
 def test_lse_is_the_natural_logarithm_of_the_sum(isa, operators):
@@ -228,7 +234,8 @@ def test_weights_of_chosen_heads_and_rows(isa, rows):
     options = {"cu_seqlens_q": cu_seqlens, "heads": [2, 0], "rows": rows, "window": (100, 5)}
     got = ops.attention_weights(q, k, backend="cpu", **options)
     oracle = reference.attention_weights(q.double(), k.double(), **options)
-    assert_close("weights", got, oracle, reference.attention_weights(q, k, **options))
+    yardstick = Yardstick(lambda: reference.attention_weights(q, k, **options))
+    assert_close("weights", got, oracle, yardstick)
     assert (got[oracle == 0] == 0).all()
 
 

@@ -7,6 +7,7 @@ import torch
 
 from fastbert import reference
 from fastbert.testing.compare import assert_close
+from fastbert.testing.yardstick import Yardstick
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 IGNORED = -100
@@ -44,7 +45,8 @@ def run(operators, hidden, weight, bias, labels, reduction, dloss):
 def check(operators, problem, reduction="mean"):
     dloss = torch.rand(len(problem[3])) if reduction == "none" else torch.tensor(1.5)
     oracle = gradients(*problem, reduction, dloss, torch.float64)
-    yardstick = gradients(*problem, reduction, dloss, problem[0].dtype)
+    dtype = problem[0].dtype
+    yardstick = Yardstick(lambda: gradients(*problem, reduction, dloss, dtype))
     actual = run(operators, *problem, reduction, dloss)
     for name, expected in oracle.items():
         assert_close(f"cross_entropy {name}", actual[name], expected, yardstick[name])

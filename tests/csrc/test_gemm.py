@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fastbert import reference
 from fastbert.testing.compare import assert_close
+from fastbert.testing.yardstick import Yardstick
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ACTIVATIONS = ("none", "gelu", "gelu_tanh", "relu")
@@ -68,9 +69,17 @@ def linear_layer_norm(operators, case) -> Tensor:
     return operators.linear_layer_norm(*(case.get(name) for name in names), EPS)
 
 
+def check_layer_norm(case, y) -> None:
+    """``y`` is the result of ``linear_layer_norm``, in the dtype of the residual."""
+    oracle = solve(case, "none", torch.float64, True)[0]
+    yardstick = Yardstick(lambda: solve(case, "none", y.dtype, True)[0])
+    assert_close("linear_layer_norm", y, oracle, yardstick)
+
+
 def check(operators, case, activation="none") -> None:
     dtype = case["x"].dtype
-    oracle, yardstick = (solve(case, activation, d) for d in (torch.float64, dtype))
+    oracle = solve(case, activation, torch.float64)
+    yardstick = Yardstick(lambda: solve(case, activation, dtype))
     for i, actual in enumerate(linear(operators, case, activation, True)):
         assert_close(f"linear {'yh'[i]}", actual, oracle[i], yardstick[i])
     if case["x"].shape[0] * case["weight"].shape[0] > 0:
@@ -83,8 +92,7 @@ def test_agrees_with_float64(isa, operators, m, n, k, dtype):
     case = draw(m, n, k, dtype)
     check(operators, case)
     if m > 0:
-        oracle, yardstick = (solve(case, "none", d, True)[0] for d in (torch.float64, dtype))
-        assert_close("linear_layer_norm", linear_layer_norm(operators, case), oracle, yardstick)
+        check_layer_norm(case, linear_layer_norm(operators, case))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -116,8 +124,7 @@ def test_layer_norm_without_a_bias_and_of_rows_far_from_zero(isa, operators):
     case = draw(40, 768, 59, torch.float32)
     del case["bias"]
     case["residual"] += 1e4
-    oracle, yardstick = (solve(case, "none", d, True)[0] for d in (torch.float64, torch.float32))
-    assert_close("linear_layer_norm", linear_layer_norm(operators, case), oracle, yardstick)
+    check_layer_norm(case, linear_layer_norm(operators, case))
 
 
 def test_layer_norm_of_fp32_sums_with_16_bit_products(isa, operators):
@@ -126,9 +133,7 @@ def test_layer_norm_of_fp32_sums_with_16_bit_products(isa, operators):
         case = draw(m, 111, 300, torch.bfloat16)
         case["residual"] = torch.randn(m, 111)
         y = linear_layer_norm(operators, case)
-        wide = {name: t.float() for name, t in case.items()}
-        oracle, yardstick = (solve(wide, "none", d, True)[0] for d in (torch.float64, y.dtype))
-        assert_close("linear_layer_norm", y, oracle, yardstick)
+        check_layer_norm({name: t.float() for name, t in case.items()}, y)
 
 
 def test_small_integers_are_exact(isa, operators):
@@ -189,12 +194,14 @@ def test_matmul(isa, operators, a_transposed, b_transposed, dtype):
     for m, n, k in ((7, 111, 59), (40, 15, 700), (768, 40, 97)):
         a, b = stored((m, k), a_transposed), stored((k, n), b_transposed)
         for out in {dtype, torch.float32}:
-            oracle, yardstick = a.double() @ b.double(), a.to(out) @ b.to(out)
+            oracle = a.double() @ b.double()
+            yardstick = Yardstick(lambda a=a, b=b, out=out: a.to(out) @ b.to(out))
             c = operators.matmul(a, b, None, out)
             assert_close(f"matmul in {out}", c, oracle, yardstick)
             addend = torch.randn(m, n).to(out)
             c = operators.matmul(a, b, addend, out)
-            oracle, yardstick = oracle + addend.double(), yardstick + addend
+            oracle = oracle + addend.double()
+            yardstick = yardstick.map(lambda product, addend=addend: product + addend)
             assert_close(f"matmul with an addend in {out}", c, oracle, yardstick)
 
 
@@ -294,7 +301,7 @@ def test_another_level_packs_again(operators, cache):
             cache.set_cpu_isa(level)
             y = linear(operators, {"x": x, "weight": weight})[0]
             oracle = x.double() @ weight.double().t()
-            assert_close(level, y, oracle, x @ weight.t())
+            assert_close(level, y, oracle, Yardstick(lambda: x @ weight.t()))
     finally:
         cache.set_cpu_isa(None)
 

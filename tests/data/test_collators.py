@@ -26,6 +26,7 @@ from fastbert.data import (
 )
 from fastbert.modules import pool
 from fastbert.testing.compare import assert_close, compare
+from fastbert.testing.yardstick import Yardstick, run_sides
 
 LENGTHS = (7, 1, 12, 4, 9)
 BOUNDS = [0, 7, 8, 20, 24, 33]
@@ -300,7 +301,8 @@ class Sides:
     def check(self, packed: dict[str, Any], per_token: tuple[str, ...]) -> None:
         """Packed and padded against each sequence alone: loss, logits, gradients."""
         bounds = packed["cu_seqlens"].tolist()
-        exact, single = (alone(m, packed, bounds) for m in (self.oracle, self.yardstick))
+        exact = alone(self.oracle, packed, bounds)
+        single = Yardstick(lambda: alone(self.yardstick, packed, bounds))
         tokens = {k: v for k, v in packed.items() if k in ("input_ids", "token_type_ids", "labels")}
         if "labels" not in per_token:
             labels = {"labels": tokens.pop("labels")}
@@ -317,7 +319,8 @@ class Sides:
                 if form == "padded" and name in per_token:
                     value = value[exists]
                 factor = {"factor": 3.0, "reason": REASON} if name == "gradient" else {}
-                runs = value, exact[name], single[name].to(value.dtype)
+                best = single[name].map(lambda x, dtype=value.dtype: x.to(dtype))
+                runs = value, exact[name], best
                 verdict = compare(f"{form} {name}", *runs, tested=self.dtype, **factor)
                 assert verdict.passed, str(verdict)
             assert actual.keys() == exact.keys()
@@ -385,8 +388,9 @@ def test_a_bi_encoder_embeds_each_text_as_alone() -> None:
     with torch.no_grad():
         embeddings = pool(sides.ours(**batch).last_hidden_state, batch["cu_seqlens"])
         for text, actual in enumerate(embeddings.chunk(2)):
-            expected = (one_by_one(side, text) for side in (sides.oracle, sides.yardstick))
-            assert_close(f"text {text}", actual, *expected)
+            oracle = one_by_one(sides.oracle, text)
+            yardstick = Yardstick(lambda text=text: one_by_one(sides.yardstick, text))
+            assert_close(f"text {text}", actual, oracle, yardstick)
 
 
 @pytest.fixture(scope="module")
@@ -417,8 +421,9 @@ def test_models_of_transformers_give_the_same_states(transformers, family, start
     options: dict[str, Any] = {"layout": "transformers", "position_ids_start": start}
     batch = PackedCollatorForSequenceClassification(**options)(features)
     upstream = torch.randn(BOUNDS[-1], SIZES["hidden_size"])
-    runs = []
-    for model in models:
+
+    def run(model: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
+        model.zero_grad()
         if model is models[0]:
             states = model(**batch).last_hidden_state[0]
         else:
@@ -426,7 +431,9 @@ def test_models_of_transformers_give_the_same_states(transformers, family, start
             states = torch.cat(parts)
         (states * upstream.to(states.dtype)).sum().backward()
         pooled = pool(states, batch["cu_seq_lens_q"], "cls")
-        runs.append((states, gradient(model), pooled))
+        return states, gradient(model), pooled
+
+    runs = run_sides(run, *models)
     for name, *values in zip(("states", "gradient", "pooled"), *runs, strict=True):
         factor = {"factor": 3.0, "reason": REASON} if name == "gradient" else {}
         assert_close(name, *values, **factor)
@@ -444,9 +451,13 @@ def test_heads_of_transformers_give_the_same_loss(transformers, tokenizer, head)
     names = ("input_ids", "token_type_ids", "labels")
     grid = padded({name: batch[name][0] for name in names}, bounds)
     exists = grid["attention_mask"].bool()
-    outs = [model(**(batch if model is models[0] else grid)) for model in models]
-    assert_close("loss", *(out.loss for out in outs))
-    logits = [out.logits[0] if out is outs[0] else out.logits[exists] for out in outs]
+
+    def run(model: nn.Module) -> tuple[Tensor, Tensor]:
+        out = model(**(batch if model is models[0] else grid))
+        return out.loss, out.logits[0] if model is models[0] else out.logits[exists]
+
+    losses, logits = zip(*run_sides(run, *models), strict=True)
+    assert_close("loss", *losses)
     assert_close("logits", *logits)
 
 

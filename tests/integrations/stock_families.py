@@ -5,6 +5,7 @@ stock eager, in float64 the oracle, in the tested dtype the yardstick.
 from __future__ import annotations
 
 import copy
+import operator
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from transformers.models.modernbert import modeling_modernbert
 from transformers.models.nomic_bert import modeling_nomic_bert
 
 from fastbert.testing.compare import assert_close
+from fastbert.testing.yardstick import Yardstick, each
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,
@@ -194,15 +196,25 @@ def run(side: nn.Module, batch: dict[str, Tensor], weights: bool = False) -> Out
     return Outputs(torch.stack(out.hidden_states), stacked, getattr(out, "pooler_output", None))
 
 
+def run_with_gradients(
+    side: nn.Module, batch: dict[str, Tensor]
+) -> tuple[Outputs, dict[str, Tensor]]:
+    """The outputs of the tokens that exist, and the gradients of their ``total``."""
+    side.zero_grad()
+    out = run(side, batch).existing(batch["attention_mask"])
+    total(out).backward()
+    return out.detached(), gradients(side)
+
+
 # Comparing
 
 REASON = "roundings early in the backward pass are shared by every gradient behind them"
 
 
-def assert_outputs_close(*outs: Outputs) -> None:
-    """Of the tested side, the oracle and the yardstick; what the oracle lacks must lack."""
+def assert_outputs_close(actual: Outputs, oracle: Outputs, yardstick: Outputs | Yardstick) -> None:
+    """What the oracle lacks must lack."""
     for name in Outputs._fields:
-        parts = [getattr(out, name) for out in outs]
+        parts = each(operator.attrgetter(name), actual, oracle, yardstick)
         if parts[1] is None:
             assert parts[0] is None, name
         else:
@@ -219,10 +231,11 @@ KEYS = {"key.bias": "query.bias", "k_lin.bias": "q_lin.bias", "attn.k.bias": "at
 
 
 def assert_gradients_close(
-    actual: dict[str, Tensor], oracle: dict[str, Tensor], yardstick: dict[str, Tensor]
+    actual: dict[str, Tensor], oracle: dict[str, Tensor], yardstick: dict[str, Tensor] | Yardstick
 ) -> None:
     """Those of all layers' parameters of one name together."""
-    assert actual.keys() == oracle.keys() == yardstick.keys()
+    nearby = yardstick.library if isinstance(yardstick, Yardstick) else yardstick
+    assert actual.keys() == oracle.keys() == nearby.keys()
     kinds: dict[str, list[str]] = {}
     for name in oracle:
         kind = re.sub(r"\d+", "*", name)
@@ -230,8 +243,9 @@ def assert_gradients_close(
             kind = re.sub(rf"{re.escape(key)}$", query, kind)
         kinds.setdefault(kind, []).append(name)
     for kind, names in kinds.items():
-        sides = [
-            torch.cat([side[name].flatten() for name in names])
-            for side in (actual, oracle, yardstick)
-        ]
+
+        def joined(side: dict[str, Tensor], names: list[str] = names) -> Tensor:
+            return torch.cat([side[name].flatten() for name in names])
+
+        sides = each(joined, actual, oracle, yardstick)
         assert_close(f"gradient of {kind}", *sides, factor=3.0, reason=REASON)

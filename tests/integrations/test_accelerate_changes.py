@@ -279,7 +279,7 @@ def test_weights_passed_in_for_one_call(pair) -> None:
         out = torch.func.functional_call(side, weights, kwargs=batch())
         return {"logits": out.logits.detach()}
 
-    agree(*map(call, pair))
+    agree(*pair.run(call))
     pair.check(batch())
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 import fastbert
 from fastbert.data import PackedCollatorForTokenClassification
 from fastbert.integrations import accelerated
+from fastbert.testing.yardstick import Yardstick
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +42,8 @@ def test_compiled_padded_batches() -> None:
     whole = compiled(pair.fast)
     for given in (batch(), batch((7, 12), 4)):
         with torch.no_grad():
-            agree(values(whole, given), *(values(side, given) for side in pair[1:]))
+            stock = Yardstick(lambda given=given: values(pair.stock, given))
+            agree(values(whole, given), values(pair.oracle, given), stock)
 
 
 def test_compiled_packed_batches() -> None:
@@ -59,22 +61,23 @@ def test_a_compiled_training_step() -> None:
     pair = sides(model("BertForSequenceClassification"))
     pair.each(lambda side: side.train())
     given = batch() | {"labels": torch.tensor([0, 1, 1, 0])}
-    found = []
-    for side in pair:
+
+    def slopes(side: Any) -> dict[str, torch.Tensor]:
+        side.zero_grad()
         run = compiled(side) if side is pair.fast else side
         run(**given).loss.backward()
-        found.append(gradients(side))
-    agree(*found, factor=3.0, reason=REASON)
+        return gradients(side)
+
+    agree(*pair.run(slopes), factor=3.0, reason=REASON)
 
 
 def test_compiled_states_and_weights() -> None:
     pair = sides(model(attn_implementation="eager"))
     options = {"output_hidden_states": True, "output_attentions": True}
     with torch.no_grad():
-        agree(
-            values(compiled(pair.fast), batch(), **options),
-            *(values(side, batch(), **options) for side in pair[1:]),
-        )
+        fast = values(compiled(pair.fast), batch(), **options)
+        stock = Yardstick(lambda: values(pair.stock, batch(), **options))
+        agree(fast, values(pair.oracle, batch(), **options), stock)
 
 
 def test_a_compiled_model_holds_our_operators_and_sees_new_weights() -> None:
@@ -103,7 +106,8 @@ def test_accelerated_after_being_compiled() -> None:
     with torch.no_grad():
         whole(**batch())
         fastbert.accelerate(made)
-        agree(values(whole, batch()), *(values(side, batch()) for side in pair[1:]))
+        stock = Yardstick(lambda: values(pair.stock, batch()))
+        agree(values(whole, batch()), values(pair.oracle, batch()), stock)
         assert not whole(**batch()).last_hidden_state[batch()["attention_mask"] == 0].any()
         fastbert.restore(made)
         assert whole(**batch()).last_hidden_state[batch()["attention_mask"] == 0].any()

@@ -30,6 +30,7 @@ from fastbert.data import (
     PackedCollatorForTokenClassification,
 )
 from fastbert.modules import layer as layers
+from fastbert.testing.yardstick import Yardstick, each
 
 LABELS = torch.tensor([0, 1, 1, 0])
 
@@ -46,7 +47,8 @@ def check_step(pair: Sides) -> None:
     with rows_computed() as rows:
         fast = step(pair.fast)
     assert set(rows) == {sum(LENGTHS)}
-    agree(fast, *map(step, pair[1:]), factor=3.0, reason=REASON)
+    oracle, stock = step(pair.oracle), Yardstick(lambda: step(pair.stock))
+    agree(fast, oracle, stock, factor=3.0, reason=REASON)
 
 
 @pytest.fixture
@@ -85,10 +87,13 @@ def test_only_one_bias_is_trained(pair) -> None:
 def test_tied_weights_get_both_gradients() -> None:
     pair = sides(model("BertForMaskedLM"))
     labels = batch(seed=2)["input_ids"].masked_fill(batch()["attention_mask"] == 0, -100)
-    found = []
-    for side in pair:
+
+    def slopes(side: nn.Module) -> dict[str, Tensor]:
+        side.zero_grad()
         side.train()(**batch(), labels=labels).loss.backward()
-        found.append(gradients(side))
+        return gradients(side)
+
+    found = pair.run(slopes)
     assert "bert.embeddings.word_embeddings.weight" in found[0]
     agree(*found, factor=3.0, reason=REASON)
 
@@ -103,11 +108,13 @@ def test_gradients_of_embeddings_given_from_outside(pair) -> None:
     pair.each(lambda side: side.requires_grad_(False))
     given = batch()
     words = torch.randn(4, 19, 48)
-    found = []
-    for side in pair:
+
+    def slope(side: Any) -> dict[str, Tensor | None]:
         embeds = words.to(side.dtype).clone().requires_grad_(True)
         side(inputs_embeds=embeds, attention_mask=given["attention_mask"]).logits.sum().backward()
-        found.append({"embeds": embeds.grad})
+        return {"embeds": embeds.grad}
+
+    found = pair.run(slope)
     agree(*found, factor=3.0, reason=REASON)
     assert not found[0]["embeds"][given["attention_mask"] == 0].any()
 
@@ -142,10 +149,11 @@ def test_autocast(pair) -> None:
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=side is not pair.oracle):
             return step(side)
 
-    fast, oracle, stock = map(run, pair)
-    assert {name: x.dtype for name, x in fast.items()} == {n: x.dtype for n, x in stock.items()}
+    found = pair.run(run)
+    dtypes = ({name: x.dtype for name, x in s.items()} for s in (found[0], found[2].library))
+    assert next(dtypes) == next(dtypes)
     # Sums of bf16 products over few elements: their errors are a matter of luck, together less so.
-    whole = [{"all": torch.cat([x.flatten() for x in s.values()])} for s in (fast, oracle, stock)]
+    whole = each(lambda s: {"all": torch.cat([x.flatten() for x in s.values()])}, *found)
     agree(*whole, factor=3.0, reason=REASON)
     with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
         outs = [side.eval().bert(**batch()).last_hidden_state for side in pair[::2]]

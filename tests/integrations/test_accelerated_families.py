@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from stock_families import (
     in_dtype,
     inputs,
     run,
+    run_with_gradients,
     total,
 )
 
@@ -35,6 +37,7 @@ import fastbert
 from fastbert.integrations import accelerated
 from fastbert.ops import backend as backends
 from fastbert.testing.compare import assert_close
+from fastbert.testing.yardstick import Yardstick, each, run_sides
 
 # Nothing here may run stock code unnoticed.
 pytestmark = pytest.mark.filterwarnings("error:.*runs its own code")
@@ -68,14 +71,10 @@ def sides_of(model: Any) -> tuple[Any, Any, Any]:
 @every_family
 def test_outputs_and_gradients(family, padding, rows, mode, dtype) -> None:
     model, batch = in_dtype(build(family), dtype), inputs(padding, family, rows)
-    outs, slopes = [], []
-    for side in sides_of(model):
-        out = run(side.train(mode == "train"), batch).existing(batch["attention_mask"])
-        total(out).backward()
-        outs.append(out.detached())
-        slopes.append(gradients(side))
-    assert_outputs_close(*outs)
-    assert_gradients_close(*slopes)
+    sides = [side.train(mode == "train") for side in sides_of(model)]
+    runs = run_sides(lambda side: run_with_gradients(side, batch), *sides)
+    assert_outputs_close(*each(itemgetter(0), *runs))
+    assert_gradients_close(*each(itemgetter(1), *runs))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -86,9 +85,10 @@ def test_inference(family, padding, rows, dtype) -> None:
     """With attention weights, which come layer by layer, and without them."""
     model, batch = in_dtype(build(family), dtype), inputs(padding, family, rows)
     mask = batch["attention_mask"]
-    fast, oracle, yardstick = sides_of(model)
+    fast, oracle, stock = sides_of(model)
     with torch.no_grad():
-        right, nearby = (run(side, batch, True).existing(mask) for side in (oracle, yardstick))
+        right = run(oracle, batch, True).existing(mask)
+        nearby = Yardstick(lambda: run(stock, batch, True).existing(mask))
         for weights in (False, True):
             actual = run(fast, batch, weights)
             assert not actual.states[:, ~mask.bool()].any()
@@ -125,16 +125,18 @@ def test_a_head_with_a_loss(family, padding, head) -> None:
     batch = inputs(padding, family, rows=8)
     batch["labels"] = labels_of(head, batch)
     real = batch["attention_mask"].bool()
-    losses, logits, slopes = [], [], []
-    for side in sides_of(model):
+
+    def step(side: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        side.zero_grad()
         out = call(side, batch)
         loss, scores = out.loss, out.logits
         if scores.dtype == torch.float64:  # whose loss some models take in fp32
             loss = F.cross_entropy(scores.flatten(0, -2), batch["labels"].flatten())
         loss.backward()
-        losses.append(loss.detach())
-        logits.append((scores if scores.dim() == 2 else scores[real]).detach())
-        slopes.append(gradients(side))
+        logits = scores if scores.dim() == 2 else scores[real]
+        return loss.detach(), logits.detach(), gradients(side)
+
+    losses, logits, slopes = zip(*run_sides(step, *sides_of(model)), strict=True)
     assert_close("loss", *losses)
     assert_close("logits", *logits)
     assert_gradients_close(*slopes)
@@ -510,14 +512,9 @@ def test_variants(variant) -> None:
     family, changes = VARIANTS[variant]
     model = build(family, **changes)
     batch = inputs("none", family) | {"attention_mask": inputs("middle", family)["attention_mask"]}
-    outs, slopes = [], []
-    for side in sides_of(model):
-        out = run(side, batch).existing(batch["attention_mask"])
-        total(out).backward()
-        outs.append(out.detached())
-        slopes.append(gradients(side))
-    assert_outputs_close(*outs)
-    assert_gradients_close(*slopes)
+    runs = run_sides(lambda side: run_with_gradients(side, batch), *sides_of(model))
+    assert_outputs_close(*each(itemgetter(0), *runs))
+    assert_gradients_close(*each(itemgetter(1), *runs))
 
 
 # Bits
@@ -624,8 +621,9 @@ def test_real_sentences(folder, dtype, side) -> None:
     model = in_dtype(model, dtype)
     mask = batch["attention_mask"]
     with torch.no_grad():
-        outs = [run(each, batch, weights=True).existing(mask) for each in sides_of(model)]
-    assert_outputs_close(*outs)
+        sides = sides_of(model)
+        outs = run_sides(lambda side: run(side, batch, weights=True).existing(mask), *sides)
+        assert_outputs_close(*outs)
 
 
 def test_gradients_of_real_sentences(folder) -> None:
@@ -638,8 +636,5 @@ def test_gradients_of_real_sentences(folder) -> None:
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     model.get_input_embeddings().requires_grad_(False)  # 12 million numbers to compare
-    slopes = []
-    for each in sides_of(model):
-        total(run(each, batch).existing(batch["attention_mask"])).backward()
-        slopes.append(gradients(each))
-    assert_gradients_close(*slopes)
+    runs = run_sides(lambda side: run_with_gradients(side, batch), *sides_of(model))
+    assert_gradients_close(*each(itemgetter(1), *runs))

@@ -31,6 +31,7 @@ from stock_families import (
 from fastbert import ops
 from fastbert.integrations import transformers as host
 from fastbert.testing.compare import assert_close
+from fastbert.testing.yardstick import run_sides
 
 
 def ours(model: nn.Module) -> nn.Module:
@@ -57,15 +58,18 @@ DISPATCHING = [family for family in FAMILIES if family != "mpnet"]
 def test_a_family_agrees_with_its_eager_attention(calls, family, padding) -> None:
     model, batch = build(family), inputs(padding, family)
     real = batch["attention_mask"].bool()
-    outs, slopes = [], []
-    for side in (ours(model), in_dtype(model, torch.float64), model):
+
+    def states_and_slopes(side: nn.Module) -> tuple[Tensor, dict[str, Tensor]]:
+        side.zero_grad()
         states = run(side, batch).existing(real).states
         torch.manual_seed(2)
         (states * torch.randn_like(states.float())).sum().backward()
-        outs.append(states.detach())
-        slopes.append(gradients(side))
-    assert len(calls) == len(outs[0]) - 1
-    assert_close("hidden states", *outs)
+        return states.detach(), gradients(side)
+
+    sides = (ours(model), in_dtype(model, torch.float64), model)
+    states, slopes = zip(*run_sides(states_and_slopes, *sides), strict=True)
+    assert len(calls) == len(states[0]) - 1
+    assert_close("hidden states", *states)
     assert_gradients_close(*slopes)
 
 

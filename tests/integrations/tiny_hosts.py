@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import fastbert
 from fastbert import ops
 from fastbert.testing.compare import assert_close
+from fastbert.testing.yardstick import Yardstick, run_sides
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,
@@ -67,6 +68,10 @@ class Sides(NamedTuple):
             torch.manual_seed(3)
             change(side)
 
+    def run(self, function: Callable[[Any], Any]) -> list[Any]:
+        """``function`` of each; of stock, a yardstick."""
+        return run_sides(function, *self)
+
     def check(self, given: dict[str, Any], **options: Any) -> None:
         """Inference agrees by the rule, and ours did not compute any padding."""
         with torch.no_grad(), rows_computed() as rows:
@@ -75,8 +80,8 @@ class Sides(NamedTuple):
         assert rows, "ours did not run"
         assert set(rows) == {exist}, rows
         with torch.no_grad():
-            oracle, stock = (values(side, given, **options) for side in self[1:])
-        agree(fast, oracle, stock)
+            oracle = values(self.oracle, given, **options)
+            agree(fast, oracle, Yardstick(lambda: values(self.stock, given, **options)))
 
 
 def sides(made: nn.Module) -> Sides:
@@ -85,11 +90,17 @@ def sides(made: nn.Module) -> Sides:
     return Sides(fast, copy.deepcopy(made).double(), made)
 
 
-def agree(*outputs: dict[str, Tensor], **allowance: Any) -> None:
-    """Outputs of the three sides, in their order."""
-    assert outputs[0].keys() == outputs[1].keys() == outputs[2].keys()
-    for name in outputs[0]:
-        assert_close(name, *(output[name] for output in outputs), **allowance)
+def agree(
+    fast: dict[str, Tensor],
+    oracle: dict[str, Tensor],
+    stock: dict[str, Tensor] | Yardstick,
+    **allowance: Any,
+) -> None:
+    """Outputs of the three sides."""
+    found = stock.library if isinstance(stock, Yardstick) else stock
+    assert fast.keys() == oracle.keys() == found.keys()
+    for name in fast:
+        assert_close(name, fast[name], oracle[name], stock[name], **allowance)
 
 
 def values(side: Any, given: dict[str, Any], **options: Any) -> dict[str, Tensor]:

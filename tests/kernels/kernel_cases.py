@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fastbert.testing.compare import assert_close
+from fastbert.testing.yardstick import Yardstick
 
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 
@@ -32,7 +33,7 @@ def judge(names: str, actual: list[Tensor], function, inputs: list[Tensor | None
     """Holds [output, *gradients] against the oracle by the tolerance rule."""
     dtype = actual[0].dtype
     oracle = differentiate(function, inputs, dy, torch.float64)
-    yardstick = differentiate(function, inputs, dy, dtype)
+    yardstick = Yardstick(lambda: differentiate(function, inputs, dy, dtype))
     for name, *triple in zip(names.split(), actual, oracle, yardstick, strict=True):
         assert_close(name, *triple)
 

@@ -12,6 +12,7 @@ from fastbert import ops, reference
 from fastbert.kernels.attention import attention_forward
 from fastbert.kernels.attention_weights import attention_weights
 from fastbert.testing.compare import assert_close
+from fastbert.testing.yardstick import Yardstick
 
 pytestmark = pytest.mark.usefixtures("general_path")
 
@@ -20,10 +21,11 @@ SCALE = 0.125
 
 def check(name, actual, function, tensors):
     """Forward only: function of the tensors in float64 and in the tested dtype."""
-    oracle, yardstick = (
-        function(*(x.cpu().to(dtype) for x in tensors)) for dtype in (torch.float64, actual.dtype)
-    )
-    assert_close(name, actual, oracle, yardstick)
+
+    def run(dtype):
+        return function(*(x.cpu().to(dtype) for x in tensors))
+
+    assert_close(name, actual, run(torch.float64), Yardstick(lambda: run(actual.dtype)))
 
 
 def pairs(dtype, device, scale=1.0):
@@ -104,17 +106,14 @@ def test_gradients_of_chosen_weights(backend, is_packed, device):
     got = torch.autograd.grad(weights, (q, k, bias), dweights.to(device))
     if is_packed:
         options["cu_seqlens_q"] = lengths
-    exact, plain = (
-        [x.detach().cpu().to(dtype).requires_grad_() for x in (q, k, bias)]
-        for dtype in (torch.float64, SINGLE)
-    )
-    oracle, yardstick = (
-        torch.autograd.grad(
-            reference.attention_weights(*x[:2], bias=x[2], **options), x, dweights.to(x[0].dtype)
-        )
-        for x in (exact, plain)
-    )
-    for name, *triple in zip("qkb", got, oracle, yardstick, strict=True):
+
+    def run(dtype):
+        x = [x.detach().cpu().to(dtype).requires_grad_() for x in (q, k, bias)]
+        weights = reference.attention_weights(*x[:2], bias=x[2], **options)
+        return torch.autograd.grad(weights, x, dweights.to(dtype))
+
+    sides = run(torch.float64), Yardstick(lambda: run(SINGLE))
+    for name, *triple in zip("qkb", got, *sides, strict=True):
         assert_close(f"d{name}", *triple)
 
 
@@ -124,7 +123,7 @@ def test_weights_on_request_take_the_forwards_lse(device):
     out, weights = ops.attention(q, k, k, return_weights=True, backend="triton")
     alone = ops.attention_weights(q, k, backend="triton")
     oracle = reference.attention_weights(q.double().cpu(), k.double().cpu())
-    yardstick = reference.attention_weights(q.cpu(), k.cpu())
+    yardstick = Yardstick(lambda: reference.attention_weights(q.cpu(), k.cpu()))
     assert_close("with lse", weights, oracle, yardstick)
     assert_close("without", alone, oracle, yardstick)
     assert out.shape == q.shape

@@ -4,6 +4,7 @@ any company, and never past a hook or a replaced layer.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import threading
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from fastbert.config import BertConfig
 from fastbert.modules.stack import stack
 from fastbert.ops import backend as backends
 from fastbert.testing.compare import assert_close
+from fastbert.testing.yardstick import Yardstick, each
 
 if backends.EXTENSION is None:
     pytest.skip(backends.EXTENSION_STATE, allow_module_level=True)
@@ -79,13 +81,13 @@ def test_agrees_with_float64(isa, dtype, padded) -> None:
     with torch.inference_mode():
         actual = built(**inputs, output_hidden_states=True)
         double = {name: t.double() for name, t in state.items()}
-        oracle, yardstick = (
-            reference_model.encode(side, built.config, **inputs) for side in (double, state)
-        )
+        oracle = reference_model.encode(double, built.config, **inputs)
+        yardstick = Yardstick(lambda: reference_model.encode(state, built.config, **inputs))
     assert len(actual.hidden_states) == 3
     runs = (actual, oracle, yardstick)
-    assert_close("states", *(torch.stack(run.hidden_states)[:, mask] for run in runs))
-    assert_close("pooled", *(run.pooler_output for run in runs))
+    with torch.inference_mode():
+        assert_close("states", *each(lambda run: torch.stack(run.hidden_states)[:, mask], *runs))
+        assert_close("pooled", *each(lambda run: run.pooler_output, *runs))
     assert torch.equal(actual.hidden_states[-1], actual.last_hidden_state)
     assert not actual.last_hidden_state[~mask].any()
 
@@ -101,9 +103,10 @@ def test_other_activations(activation) -> None:
         double = {name: t.double() for name, t in state.items()}
         runs = (
             built(**inputs),
-            *(reference_model.encode(side, built.config, **inputs) for side in (double, state)),
+            reference_model.encode(double, built.config, **inputs),
+            Yardstick(lambda: reference_model.encode(state, built.config, **inputs)),
         )
-    assert_close(activation, *(run.last_hidden_state[mask] for run in runs))
+        assert_close(activation, *each(lambda run: run.last_hidden_state[mask], *runs))
 
 
 @pytest.mark.parametrize("kind", ["bool", "additive"])
@@ -115,9 +118,9 @@ def test_masks_of_pairs(kind) -> None:
     with torch.inference_mode():
         actual = built(ids, mask).last_hidden_state
         built.set_backend("reference")
-        yardstick = built(ids, mask).last_hidden_state
-        oracle = built.double()(ids, mask).last_hidden_state
-    assert_close(kind, actual, oracle, yardstick)
+        yardstick = Yardstick(lambda: built(ids, mask).last_hidden_state)
+        oracle = copy.deepcopy(built).double()(ids, mask).last_hidden_state
+        assert_close(kind, actual, oracle, yardstick)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -127,21 +130,22 @@ def test_autocast(dtype) -> None:
     inputs = batch()
     mask = inputs["attention_mask"].bool()
 
-    def run() -> Tensor:
-        states = built(**inputs, output_hidden_states=True).hidden_states
+    def run(model: modules.BertModel, autocast: bool) -> Tensor:
+        with torch.inference_mode(), torch.autocast("cpu", dtype, enabled=autocast):
+            states = model(**inputs, output_hidden_states=True).hidden_states
         return torch.stack(states)[:, mask]
 
-    with torch.inference_mode():
-        with torch.autocast("cpu", dtype):
-            assert one_call(built)
-            actual = run()
-            built.set_backend("reference")
-            assert not one_call(built)
-            yardstick = run()
-        oracle = model().double()(**inputs, output_hidden_states=True).hidden_states
+    with torch.inference_mode(), torch.autocast("cpu", dtype):
+        assert one_call(built)
+    actual = run(built, True)
+    built.set_backend("reference")
+    with torch.inference_mode(), torch.autocast("cpu", dtype):
+        assert not one_call(built)
+    yardstick = Yardstick(lambda: run(built, True))
+    oracle = run(model().double(), False)
     assert actual.dtype == torch.float32
-    assert_close("states", actual, torch.stack(oracle)[:, mask], yardstick)
-    assert not torch.equal(actual, run())
+    assert_close("states", actual, oracle, yardstick)
+    assert not torch.equal(actual, run(built, False))
 
 
 def packed_rows(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -383,10 +387,10 @@ def test_the_public_function_agrees_with_its_reference(form) -> None:
     runs = (
         ops.encoder(hidden, parameters, **options),
         reference.encoder(hidden.double(), [p.double() for p in parameters], **double),
-        reference.encoder(hidden, parameters, **options),
+        Yardstick(lambda: reference.encoder(hidden, parameters, **options)),
     )
     assert len(runs[0]) == 2
-    assert_close(form, *map(torch.stack, runs))
+    assert_close(form, *each(torch.stack, *runs))
 
 
 @pytest.mark.parametrize("lengths", [(), (0,), (0, 3, 0)])

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fastbert.modules.joined_linear import JoinedLinear
 from fastbert.ops import backend as backends
 from fastbert.testing.compare import assert_close
+from fastbert.testing.yardstick import Yardstick
 
 SIZE, ROWS = 48, 21
 
@@ -38,20 +39,22 @@ def whole(layers: Any, x: Tensor) -> Tensor:
 def test_values_and_gradients(bias) -> None:
     x, slope = torch.randn(ROWS, SIZE), torch.randn(ROWS, 3 * SIZE)
     joined = JoinedLinear(parts(bias))
-    double, single = nn.ModuleList(parts(bias)).double(), nn.ModuleList(parts(bias))
-    runs = []
-    for module, given in ((joined, x), (double, x.double()), (single, x)):
-        given = given.clone().requires_grad_()
-        if module is joined:
-            y = joined(given)
-        else:
-            y = whole(single, given) if module is single else one_by_one(double, given)
+
+    def run(module, function, dtype=torch.float32):
+        module.zero_grad()
+        given = x.to(dtype).clone().requires_grad_()
+        y = function(given)
         (y * slope).sum().backward()
-        slopes = {name: p.grad for name, p in module.named_parameters()}
-        runs.append({"y": y.detach(), "x": given.grad, **slopes})
-    assert [name.removeprefix("parts.") for name in runs[0]] == list(runs[1])
-    for name, *sides in zip(runs[1], *(run.values() for run in runs), strict=True):
-        assert_close(name, *sides)
+        slopes = {name.removeprefix("parts."): p.grad for name, p in module.named_parameters()}
+        return {"y": y.detach(), "x": given.grad, **slopes}
+
+    double, single = nn.ModuleList(parts(bias)).double(), nn.ModuleList(parts(bias))
+    actual = run(joined, joined)
+    oracle = run(double, lambda given: one_by_one(double, given), torch.float64)
+    yardstick = Yardstick(lambda: run(single, lambda given: whole(single, given)))
+    assert list(actual) == list(oracle)
+    for name in oracle:
+        assert_close(name, actual[name], oracle[name], yardstick[name])
 
 
 @pytest.mark.parametrize("bias", BIASES, ids=str)
@@ -62,7 +65,7 @@ def test_inference(bias) -> None:
         y, residual = joined(x, return_residual=True)
         assert torch.equal(y, joined(x))
         assert residual is x
-        yardstick = one_by_one(layers, x)
+        yardstick = Yardstick(lambda: one_by_one(layers, x))
         assert_close("y", y, one_by_one(nn.ModuleList(parts(bias)).double(), x.double()), yardstick)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -43,11 +44,14 @@ def test_the_pooled_token_is_the_first_that_exists(models: Pair, side: str) -> N
     mask = MASKS[side]
     judge = Judge(models, batches(attention_mask=mask.long()))
     first = mask.int().argmax(dim=1)
-    pooled = [torch.stack([out.pooler_output for out in judge.actual])]
-    for model, outs in ((models.oracle, judge.oracle), (models.yardstick, judge.yardstick)):
+
+    def pooled(model: Any, outs: list[Any]) -> Tensor:
         rows = [out.last_hidden_state[torch.arange(BATCH), first] for out in outs]
-        pooled.append(torch.stack([model.pooler(row.unsqueeze(1)) for row in rows]))
-    assert_close("pooler_output", *pooled)
+        return torch.stack([model.pooler(row.unsqueeze(1)) for row in rows])
+
+    actual = torch.stack([out.pooler_output for out in judge.actual])
+    yardstick = judge.yardstick.map(lambda outs: pooled(models.yardstick, outs))
+    assert_close("pooler_output", actual, pooled(models.oracle, judge.oracle), yardstick)
     if side in ("right", "full"):
         judge.agree("pooler_output")
 

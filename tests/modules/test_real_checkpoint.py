@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from fastbert import modules
 from fastbert.ops import backend as backends
 from fastbert.testing.compare import assert_close
+from fastbert.testing.yardstick import Yardstick, each
 
 LENGTHS = (1, 2, 64, 257, 512)
 # In the interpreter, which needs a quarter of a second per token. Fewer would not do: stock
@@ -55,7 +56,7 @@ class Case:
         single = transformers.BertModel.from_pretrained(
             package_folder(), attn_implementation="eager"
         ).eval()
-        self.yardstick = self._run(single)
+        self.yardstick = Yardstick(lambda: self._run(single))
         self.oracle = self._run(copy.deepcopy(single).double())
 
     def _run(self, model: nn.Module) -> Any:
@@ -67,15 +68,16 @@ class Case:
         model = modules.BertModel.from_pretrained(package_folder(), backend=backend)
         actual, mask = self._run(model), self.inputs["attention_mask"].bool()
         runs = (actual, self.oracle, self.yardstick)
-        assert_close("pooler_output", *(run.pooler_output for run in runs))
-        assert_close("last_hidden_state", *(run.last_hidden_state[mask] for run in runs))
+        assert_close("pooler_output", *each(lambda run: run.pooler_output, *runs))
+        assert_close("last_hidden_state", *each(lambda run: run.last_hidden_state[mask], *runs))
         assert not actual.last_hidden_state[~mask].any()
         assert len(actual.hidden_states) == 7
         for i in range(7):
-            assert_close(f"hidden_states[{i}]", *(run.hidden_states[i][mask] for run in runs))
+            states = each(lambda run, i=i: run.hidden_states[i][mask], *runs)
+            assert_close(f"hidden_states[{i}]", *states)
         assert len(actual.attentions) == 6
         for i in range(6):
-            weights = (run.attentions[i].transpose(1, 2)[mask] for run in runs)
+            weights = each(lambda run, i=i: run.attentions[i].transpose(1, 2)[mask], *runs)
             assert_close(f"attentions[{i}]", *weights)
 
 

@@ -13,6 +13,7 @@ from transformers_pair import BATCH, LENGTH, SIZES, batch, gradients, pair
 from fastbert import modules
 from fastbert.config import BertConfig
 from fastbert.testing.compare import assert_close
+from fastbert.testing.yardstick import Yardstick, each
 
 DROPPING = {"hidden_dropout_prob": 0.2, "attention_probs_dropout_prob": 0.3}
 
@@ -89,10 +90,11 @@ def test_bfloat16_against_transformers() -> None:
     mask = inputs["attention_mask"].bool()
     ours, single = models.ours.bfloat16(), models.yardstick.bfloat16()
     oracle = copy.deepcopy(single).double()
-    outs = [m(**inputs, output_hidden_states=True) for m in (ours, oracle, single)]
-    assert_close("nsp", *(out.seq_relationship_logits for out in outs))
-    assert_close("mlm", *(out.prediction_logits[mask] for out in outs))
-    assert_close("states", *(torch.stack(out.hidden_states)[:, mask] for out in outs))
+    yardstick = Yardstick(lambda: single(**inputs, output_hidden_states=True))
+    outs = *(m(**inputs, output_hidden_states=True) for m in (ours, oracle)), yardstick
+    assert_close("nsp", *each(lambda out: out.seq_relationship_logits, *outs))
+    assert_close("mlm", *each(lambda out: out.prediction_logits[mask], *outs))
+    assert_close("states", *each(lambda out: torch.stack(out.hidden_states)[:, mask], *outs))
     trained = step(ours.train())
     assert trained["loss"].dtype == torch.float32
     assert all(tensor.isfinite().all() for tensor in trained.values())
@@ -103,15 +105,17 @@ def test_autocast_keeps_the_residual_stream_in_float32() -> None:
     models = pair("BertForPreTraining")
     inputs = batch(padded=True)
     mask = inputs["attention_mask"].bool()
-    with torch.autocast("cpu", torch.bfloat16):
-        ours = models.ours(**inputs, output_hidden_states=True)
-        single = models.yardstick(**inputs, output_hidden_states=True)
+
+    def under_autocast(model: Any) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(**inputs, output_hidden_states=True)
+
+    ours, single = under_autocast(models.ours), Yardstick(lambda: under_autocast(models.yardstick))
     oracle = models.oracle(**inputs, output_hidden_states=True)
     assert ours.prediction_logits.dtype == torch.bfloat16
-    for i, states in enumerate(
-        zip(ours.hidden_states, oracle.hidden_states, single.hidden_states, strict=True)
-    ):
-        assert_close(f"hidden_states[{i}]", *(state[mask] for state in states))
+    outs = each(lambda out: out.hidden_states, ours, oracle, single)
+    for i, states in enumerate(zip(*outs, strict=True)):
+        assert_close(f"hidden_states[{i}]", *each(lambda state: state[mask], *states))
     models.ours.train()
     with torch.autocast("cpu", torch.bfloat16):
         loss = models.ours(**pretraining_batch()).loss
@@ -142,9 +146,10 @@ def test_backends_agree_on_the_dropout_mask() -> None:
     exact = step(dropping)
     single = model(**DROPPING)
     single.set_backend("reference")
-    yardstick = step(single)
-    single.set_backend(None)
-    assert_close("loss", step(single)["loss"], exact["loss"], yardstick["loss"])
+    yardstick = Yardstick(lambda: step(single))
+    fast = model(**DROPPING)
+    fast.set_backend(None)
+    assert_close("loss", step(fast)["loss"], exact["loss"], yardstick["loss"])
 
 
 @pytest.mark.parametrize("masked", [False, True])

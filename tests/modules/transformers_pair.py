@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from fastbert import modules
 from fastbert.config import BertConfig
 from fastbert.testing.compare import Comparison, assert_close
+from fastbert.testing.yardstick import Yardstick, each
 
 SIZES: dict[str, Any] = {
     "vocab_size": 211,
@@ -78,41 +79,41 @@ class Judge:
     """Runs the three models on several inputs and compares what comes out, all inputs together."""
 
     def __init__(self, models: Pair, draws: list[dict[str, Any]]) -> None:
-        self.models = models
+        self.models, self.draws = models, draws
         self.seen: list[Comparison] = []
         exact = [{name: as_float64(value) for name, value in draw.items()} for draw in draws]
         self.oracle = [models.oracle(**inputs) for inputs in exact]
-        self.yardstick = [models.yardstick(**inputs) for inputs in draws]
+        self.yardstick = Yardstick(self._run_yardstick)
         self.actual = [models.ours(**inputs) for inputs in draws]
+
+    def _run_yardstick(self) -> list[Any]:
+        return [self.models.yardstick(**inputs) for inputs in self.draws]
 
     def agree(self, *names: str, select: Callable[[Tensor], Tensor] = lambda x: x) -> None:
         """The outputs ``names``, or the part of them that ``select`` takes, agree by the rule."""
         for name in names:
-            runs = [[as_tuple(out[name]) for out in outs] for outs in self._outputs()]
-            assert len({len(values) for run in runs for values in run}) == 1, name
-            for i in range(len(runs[0][0])):
-                stacked = [torch.stack([select(values[i]) for values in run]) for run in runs]
-                self.seen.append(assert_close(f"{name}[{i}]", *stacked))
+            runs = self.actual, self.oracle, self.yardstick.library
+            counts = {len(as_tuple(out[name])) for outs in runs for out in outs}
+            assert len(counts) == 1, name
+            for i in range(counts.pop()):
+
+                def stacked(outs: list[Any], name: str = name, i: int = i) -> Tensor:
+                    return torch.stack([select(as_tuple(out[name])[i]) for out in outs])
+
+                sides = each(stacked, self.actual, self.oracle, self.yardstick)
+                self.seen.append(assert_close(f"{name}[{i}]", *sides))
 
     def gradients_agree(self) -> None:
         """Gradients of the losses agree, those of all layers' parameters of one name together."""
-        ours, exact, single = (
-            self._gradients(model, outs)
-            for model, outs in zip(
-                (self.models.ours, self.models.oracle, self.models.yardstick),
-                self._outputs(),
-                strict=True,
-            )
-        )
+        ours = self._gradients(self.models.ours, self.actual)
+        exact = self._gradients(self.models.oracle, self.oracle)
+        single = Yardstick(lambda: self._gradients(self.models.yardstick, self._run_yardstick()))
         assert ours.keys() == exact.keys()
         for name, gradient in ours.items():
             others = exact[name], single[name]
             self.seen.append(
                 assert_close(f"gradient of {name}", gradient, *others, factor=3.0, reason=REASON)
             )
-
-    def _outputs(self) -> tuple[list[Any], list[Any], list[Any]]:
-        return self.actual, self.oracle, self.yardstick
 
     @staticmethod
     def _gradients(model: nn.Module, outs: list[Any]) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ import torch
 from fastbert import ops, reference
 from fastbert.ops import backend as backends
 from fastbert.testing.compare import assert_close
+from fastbert.testing.yardstick import Yardstick
 
 
 def serving(op: str, device: str = "cpu") -> list[str]:
@@ -127,12 +128,11 @@ def test_06_07_zero_length_sequences_and_empty_batches(backend, lengths):
     for length in lengths:
         alone = slice(start, start + length)
         if length:
-            dense = reference.attention(*(x[alone].transpose(0, 1)[None] for x in (q, k, v)))
-            exact = reference.attention(
-                *(x[alone].transpose(0, 1)[None].double() for x in (q, k, v))
-            )
+            dense = [x[alone].transpose(0, 1)[None] for x in (q, k, v)]
+            exact = reference.attention(*(x.double() for x in dense))
+            yardstick = Yardstick(lambda dense=dense: reference.attention(*dense))
             got = out[alone].transpose(0, 1)[None]
-            assert_close("sequence", got, exact, dense)
+            assert_close("sequence", got, exact, yardstick)
         start += length
 
 
@@ -198,13 +198,17 @@ def test_07_empty_linear_gelu(backend):
 def test_08_lengths_and_head_dims(backend, length, dim):
     tensors = qkv(1, 1, length, dim)
     dout = torch.randn(1, 1, length, dim, device=DEVICE)
-    results = []
-    for function, dtype in ((ops.attention, None), (reference.attention, torch.float64)):
-        leaves = [x.detach().to(dtype or x.dtype).requires_grad_() for x in tensors]
-        out = function(*leaves, **({} if dtype else {"backend": backend}))
-        results.append([out, *torch.autograd.grad(out, leaves, dout.to(out.dtype))])
-    out = reference.attention(*tensors)
-    results.append([out, *torch.autograd.grad(out, tensors, dout)])
+
+    def run(function, dtype, **options):
+        leaves = [x.detach().to(dtype).requires_grad_() for x in tensors]
+        out = function(*leaves, **options)
+        return [out, *torch.autograd.grad(out, leaves, dout.to(dtype))]
+
+    results = (
+        run(ops.attention, tensors[0].dtype, backend=backend),
+        run(reference.attention, torch.float64),
+        Yardstick(lambda: run(reference.attention, tensors[0].dtype)),
+    )
     # A single key: the gradients of q and k are 0, the difference of two equal sums.
     names = ("out", "dq", "dk", "dv") if length > 1 else ("out", "dv")
     for name in names:
@@ -217,19 +221,19 @@ def test_10_strided_inputs_and_gradients(backend):
     # Elements enough that the RMS of rounding errors is no matter of luck.
     storage = torch.randn(2, 40, 3, 4, 16, device=DEVICE)
     strided = [storage[:, :, i].transpose(1, 2).requires_grad_() for i in range(3)]
-    exact = [x.detach().double().requires_grad_() for x in strided]
-    plain = [x.detach().contiguous().requires_grad_() for x in strided]
     out = ops.attention(*strided, backend=backend)
-    oracle, yardstick = reference.attention(*exact), reference.attention(*plain)
-    assert_close("out", out, oracle, yardstick)
     # A gradient of stride 0, as .sum().backward() makes it, and a transposed one.
     for dout in (torch.ones((), device=DEVICE).expand_as(out), out.detach().mT.contiguous().mT):
-        results = [
-            torch.autograd.grad(y, x, dout.to(y.dtype), retain_graph=True)
-            for y, x in ((out, strided), (oracle, exact), (yardstick, plain))
-        ]
-        for name, *three in zip("qkv", *results, strict=True):
-            assert_close(f"d{name}", *three)
+
+        def run(dtype, dout=dout):
+            leaves = [x.detach().contiguous().to(dtype).requires_grad_() for x in strided]
+            y = reference.attention(*leaves)
+            return [y, *torch.autograd.grad(y, leaves, dout.to(dtype))]
+
+        got = out, *torch.autograd.grad(out, strided, dout, retain_graph=True)
+        sides = run(torch.float64), Yardstick(lambda run=run: run(out.dtype))
+        for name, *three in zip(("out", "dq", "dk", "dv"), got, *sides, strict=True):
+            assert_close(name, *three)
 
 
 @pytest.mark.parametrize("backend", LAYER_NORM)
@@ -509,7 +513,9 @@ def test_28_cross_entropy_of_logits_of_ten_thousand(backend):
     exact = reference.linear_cross_entropy(
         hidden.double(), weight.double(), None, labels, reduction="none"
     )
-    yardstick = reference.linear_cross_entropy(hidden, weight, None, labels, reduction="none")
+    yardstick = Yardstick(
+        lambda: reference.linear_cross_entropy(hidden, weight, None, labels, reduction="none")
+    )
     assert_close("losses", losses, exact, yardstick)
     assert all(torch.isfinite(g).all() for g in gradients(losses, (hidden, weight)))
 
@@ -532,19 +538,19 @@ def test_weights_on_request_match_and_have_gradients(backend):
     mask = torch.rand(2, 1, 9, 9, device=DEVICE) > 0.3
     mask[0, :, 4] = False
     out, weights = ops.attention(q, k, v, mask=mask, return_weights=True, backend=backend)
-    exact, exact_weights = reference.attention(
-        q.double(), k.double(), v.double(), mask=mask, return_weights=True
-    )
-    yardstick, yardstick_weights = reference.attention(q, k, v, mask=mask, return_weights=True)
-    assert_close("out", out, exact, yardstick)
-    assert_close("weights", weights, exact_weights, yardstick_weights)
-    assert (weights[0, :, 4] == 0).all()
     dweights = torch.randn_like(weights)
-    got = torch.autograd.grad(weights, (q, k), dweights)
-    oracle = torch.autograd.grad(exact_weights, (q, k), dweights.double())
-    expected = torch.autograd.grad(yardstick_weights, (q, k), dweights)
-    for name, a, b, c in zip("qk", got, oracle, expected, strict=True):
-        assert_close(f"d{name} of the weights", a, b.double(), c)
+
+    def run(dtype):
+        leaves = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
+        both = reference.attention(*leaves, mask=mask, return_weights=True)
+        return [*both, *torch.autograd.grad(both[1], leaves[:2], dweights.to(dtype))]
+
+    got = out, weights, *torch.autograd.grad(weights, (q, k), dweights)
+    sides = run(torch.float64), Yardstick(lambda: run(out.dtype))
+    names = ("out", "weights", "dq of the weights", "dk of the weights")
+    for name, *three in zip(names, got, *sides, strict=True):
+        assert_close(name, *three)
+    assert (weights[0, :, 4] == 0).all()
 
 
 @pytest.mark.parametrize("backend", ATTENTION)

@@ -10,6 +10,7 @@ from fastbert import reference
 from fastbert.testing import attention_peers
 from fastbert.testing.cases import Case, Inputs
 from fastbert.testing.compare import assert_close
+from fastbert.testing.yardstick import Yardstick, run_sides
 
 DENSE = Case("attention", "toy", (2, 2, 24, 24, 16))
 SPREAD = Case("attention_varlen", "toy", ((24, 9, 1), 2, 16))
@@ -32,7 +33,8 @@ def outputs(case: Case, inputs: Inputs, prepared: attention_peers.Prepared):
         )
         return function(*changed.positional.values(), **changed.keyword)
 
-    return prepared.restore(prepared.run()), run(torch.Tensor.double), run(lambda v: v)
+    yardstick = Yardstick(lambda: run(lambda v: v))
+    return prepared.restore(prepared.run()), run(torch.Tensor.double), yardstick
 
 
 @pytest.mark.parametrize("with_mask", [False, True])
@@ -61,11 +63,13 @@ def test_gradients_of_a_padded_peer():
         lambda _, v: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v
     )
     oracle = attention_peers.of_function(reference.attention_varlen, exact)
-    results = []
-    for one in (prepared, oracle, ready):
+
+    def gradients(one):
         out = one.restore(one.run())
-        gradients = torch.autograd.grad(out.square().sum(), one.targets)
-        results.append([one.restore(gradient) for gradient in gradients])
+        found = torch.autograd.grad(out.square().sum(), one.targets)
+        return [one.restore(gradient) for gradient in found]
+
+    results = run_sides(gradients, prepared, oracle, ready)
     for name, *three in zip("qkv", *results, strict=True):
         assert_close(name, *three)
 

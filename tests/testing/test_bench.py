@@ -18,6 +18,7 @@ from fastbert.testing.compare import assert_close
 from fastbert.testing.machine import describe
 from fastbert.testing.plots import plot_bench
 from fastbert.testing.timing import ROTATION_BYTES, alternate, input_sets, summarize
+from fastbert.testing.yardstick import Yardstick, run_sides
 
 SMALL = bench_encoder.SMALL.replace(hidden_size=32, intermediate_size=64, vocab_size=100)
 SHAPE = EncoderShape("small", SMALL, half_padded(4, 12))
@@ -77,15 +78,12 @@ def test_peers_compute_the_same_function(case):
         lambda _, v: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v
     )
     function = getattr(reference, case.op)
-    results = [
-        call(*arguments.positional.values(), **arguments.keyword)
-        for call, arguments in (
-            (peers.OPS[case.op], inputs),
-            (function, exact),
-            (function, inputs),
-        )
-    ]
-    assert_close(case.op, *results)
+
+    def run(call, arguments):
+        return call(*arguments.positional.values(), **arguments.keyword)
+
+    yardstick = Yardstick(lambda: run(function, inputs))
+    assert_close(case.op, run(peers.OPS[case.op], inputs), run(function, exact), yardstick)
 
 
 @needs_transformers
@@ -100,7 +98,8 @@ def test_transformers_peer_is_the_same_encoder(path):
         bench_encoder._fastbert(SMALL, weights, "reference", torch.float32, "cpu"),
     ]
     with torch.no_grad():
-        assert_close(path, *(model(**batch).last_hidden_state[real] for model in models))
+        runs = run_sides(lambda model: model(**batch).last_hidden_state[real], *models)
+        assert_close(path, *runs)
 
 
 @needs_transformers

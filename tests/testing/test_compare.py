@@ -9,13 +9,14 @@ from fastbert import reference
 from fastbert.testing.cases import find
 from fastbert.testing.compare import assert_close, compare
 from fastbert.testing.parity import oracle_and_yardstick
+from fastbert.testing.yardstick import Yardstick, plain_product
 
 
 @pytest.fixture(params=[torch.float32, torch.float16, torch.bfloat16], ids=str)
 def attention_out(request):
     (case,) = find("attention", "plain")
     oracle, yardstick = oracle_and_yardstick(case, request.param)
-    return case, oracle["out"], yardstick["out"]
+    return case, oracle["out"], yardstick["out"].library
 
 
 def test_the_oracle_rounded_once_passes(attention_out):
@@ -35,7 +36,8 @@ def test_a_dropped_key_is_caught(attention_out):
 def test_a_scale_off_by_a_thousandth_is_caught_in_fp32():
     (case,) = find("layer_norm", "residual")
     oracle, yardstick = oracle_and_yardstick(case, torch.float32)
-    result = compare("scaled", yardstick["out"] * 1.001, oracle["out"], yardstick["out"])
+    actual = yardstick["out"].library * 1.001
+    result = compare("scaled", actual, oracle["out"], yardstick["out"])
     assert not result.passed
 
 
@@ -47,6 +49,95 @@ def test_a_small_bias_that_the_maximum_misses_is_caught_by_the_rms():
     assert result.error <= result.allowed
     assert result.rms_error > result.rms_allowed
     assert not result.passed
+
+
+# Beside plain sums
+
+
+def beside(library: torch.Tensor, run) -> Yardstick:
+    """The yardstick of ``run`` where torch's library computes ``library``."""
+    yardstick = Yardstick(run)
+    yardstick.library = library
+    return yardstick
+
+
+def in_one_chain(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a bᵀ in fp32, the terms added one after the other."""
+    total = torch.zeros(a.shape[0], b.shape[0])
+    for k in range(a.shape[1]):
+        total += a[:, k, None] * b[:, k]
+    return total
+
+
+@pytest.fixture
+def product():
+    """Operands, oracle, and what the most exact and a plain library make of their product."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(rows, 111, generator=generator) for rows in (7, 59))
+    oracle = a.double() @ b.double().mT
+    return a, b, oracle, {"exact": oracle.float(), "plain": in_one_chain(a, b)}
+
+
+def test_a_plain_product_passes_beside_every_library(product):
+    a, b, oracle, libraries = product
+    right = plain_product(a, b.mT, 100)
+    assert not compare("alone", right, oracle, libraries["exact"]).passed
+    for library in libraries.values():
+        assert_close("product", right, oracle, beside(library, lambda: a @ b.mT))
+
+
+def test_a_correctly_rounded_result_passes_beside_an_exact_yardstick(product):
+    a, b, oracle, libraries = product
+    yardstick = beside(libraries["exact"], lambda: a @ b.mT)
+    assert_close("rounded", oracle.float(), oracle, yardstick)
+    assert_close("rounded", oracle.float(), oracle, libraries["exact"])
+
+
+@pytest.mark.parametrize("library", ["exact", "plain"])
+def test_a_wrong_product_fails_beside_every_library(product, library):
+    a, b, oracle, libraries = product
+    yardstick, right = beside(libraries[library], lambda: a @ b.mT), oracle.float()
+    short = in_one_chain(a[:, :-1], b[:, :-1])
+    narrow = a.bfloat16().float() @ b.bfloat16().float().mT
+    for wrong in (short, narrow, right * 1.001, right * 1.000005, right + 5e-6):
+        result = compare("wrong", wrong, oracle, yardstick)
+        assert not result.passed, str(result)
+
+
+def test_a_dropped_key_is_caught_beside_plain_sums(attention_out):
+    case, oracle, library = attention_out
+    inputs = case.inputs(library.dtype)
+    mask = torch.ones(case.shape[0], case.shape[3], dtype=torch.bool)
+    mask[:, -1] = False
+    arguments = inputs.positional.values()
+    wrong = reference.attention(*arguments, mask=mask)
+    yardstick = Yardstick(lambda: reference.attention(*arguments))
+    assert not compare("dropped key", wrong, oracle, yardstick).passed
+
+
+def test_one_dominant_element_is_judged_by_several_orders():
+    """Logits near 1e4 leave a few weights that are neither 0 nor 1 and make all of the error."""
+    lucky = 0
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)
+        q, k = (40 * torch.randn(rows, 64, generator=generator) for rows in (30, 97))
+        oracle = (q.double() @ k.double().mT / 8).softmax(-1)
+
+        def weights(logits: torch.Tensor) -> torch.Tensor:
+            return (logits / 8).double().softmax(-1).float()
+
+        right, alone = (weights(plain_product(q, k.mT, order)) for order in (100, 200))
+        yardstick = beside(alone, lambda q=q, k=k, weights=weights: weights(q @ k.mT))
+        assert_close(f"seed {seed}", right, oracle, yardstick)
+        lucky += not compare("alone", right, oracle, alone).passed
+    assert lucky > 0
+
+
+def test_an_overflow_of_the_plain_sums_allows_nothing():
+    a = torch.full((1, 2), 300.0, dtype=torch.float16)
+    oracle = torch.full((8, 8), 3.0, dtype=torch.float64)
+    yardstick = beside(oracle.half(), lambda: (a @ a.mT).expand(8, 8))
+    assert not compare("overflow", oracle.half() + 1.0, oracle, yardstick).passed
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -1,0 +1,163 @@
+"""The yardstick of the tolerance rule: the reference in the tested dtype, with two kinds of sums.
+
+torch hands a product to a library that chooses its order of summation by processor and shape. One
+library sums a row in a single chain; another sums it in sixteen and is up to 1.6 times more exact.
+A verdict must not depend on that choice. A ``Yardstick`` therefore also runs the reference with
+plain sums, whose order is stated here and whose bits are the same on every processor.
+
+A plain product rounds each term and each partial sum to fp32. It adds chains of ``CHAIN``
+consecutive terms and then adds the chains, first to last. Plain order 0 takes the terms as they
+are; every other order shuffles them first. The errors of a large tensor hardly differ between
+orders. The errors of a few elements, or of one dominant element, differ like independent draws, so
+that the largest of them is a bound and not one lucky rounding.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# The terms of one chain. BLAS libraries keep a sum in a register for 128 to 512 terms.
+CHAIN = 128
+# The number of plain orders.
+ORDERS = 16
+
+
+class Yardstick:
+    """The result of a reference in the tested dtype, by torch at once and by plain sums on demand.
+
+    ``yardstick[key]`` and ``yardstick.map(function)`` are the yardsticks of a part and of a
+    function of the result.
+
+    Args:
+        run: Computes a tensor, or a container of tensors, from scratch at every call. The state of
+            torch's random numbers on the CPU is the same at every call.
+    """
+
+    def __init__(self, run: Callable[[], Any]) -> None:
+        state = torch.get_rng_state()
+
+        def result(order: int | None) -> Any:
+            if order is None:
+                return run()
+            with torch.random.fork_rng(devices=()), plain_sums(order):
+                torch.set_rng_state(state)
+                return run()
+
+        self._result = functools.cache(result)
+        self.library: Any = self._result(None)
+
+    def map(self, function: Callable[[Any], Any]) -> Yardstick:
+        mapped = copy.copy(self)
+        mapped._result = functools.cache(lambda order: function(self._result(order)))
+        mapped.library = mapped._result(None)
+        return mapped
+
+    def __getitem__(self, key: Any) -> Yardstick:
+        return self.map(lambda result: result[key])
+
+    def __iter__(self) -> Iterator[Yardstick]:
+        return (self[index] for index in range(len(self.library)))
+
+    def plain(self) -> Iterator[Tensor]:
+        """The result with plain sums, in one order after the other."""
+        return (self._result(order) for order in range(ORDERS))
+
+
+def each(function: Callable[[Any], Any], *sides: Any) -> list[Any]:
+    """``function`` of each side of a comparison; a yardstick stays one."""
+    return [side.map(function) if isinstance(side, Yardstick) else function(side) for side in sides]
+
+
+def run_sides(function: Callable[[Any], Any], actual: Any, oracle: Any, stock: Any) -> list[Any]:
+    """``function`` of three models: the tested one, its oracle, and one that is its yardstick."""
+    return [function(actual), function(oracle), Yardstick(lambda: function(stock))]
+
+
+def plain_product(a: Tensor, b: Tensor, order: int = 0) -> Tensor:
+    """The plain product of a ``(..., M, K)`` and b ``(..., K, N)``, in fp32 at least."""
+    dtype = torch.promote_types(a.dtype, torch.float32)
+    depth = a.shape[-1]
+    if order:
+        shuffled = torch.randperm(depth, generator=torch.Generator().manual_seed(order))
+        a, b = a[..., shuffled], b[..., shuffled, :]
+    chains = max(1, -(-depth // CHAIN))
+    rest = chains * CHAIN - depth
+    # [chains, ..., M, CHAIN] and [chains, ..., CHAIN, N]
+    a = F.pad(a.to(dtype), (0, rest)).unflatten(-1, (chains, CHAIN)).movedim(-2, 0)
+    b = F.pad(b.to(dtype), (0, 0, 0, rest)).unflatten(-2, (chains, CHAIN)).movedim(-3, 0)
+    sums = a.new_zeros((*a.shape[:-1], b.shape[-1]))
+    terms = torch.zeros_like(sums)
+    for k in range(min(depth, CHAIN)):
+        # Two operations, so that no processor fuses them into one rounding.
+        sums += torch.mul(a[..., k, None], b[..., k, None, :], out=terms)
+    return functools.reduce(torch.add, sums)
+
+
+@contextlib.contextmanager
+def plain_sums(order: int = 0) -> Iterator[None]:
+    """A context in which torch's products of fp32, fp16 and bf16 are plain ones."""
+    # Fused attention is opaque; torch's other form of it is made of products.
+    with sdpa_kernel(SDPBackend.MATH), _PlainSums(order):
+        yield
+
+
+class _PlainSums(TorchDispatchMode):
+    def __init__(self, order: int) -> None:
+        super().__init__()
+        self.order = order
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
+        kwargs = kwargs or {}
+        plain = PRODUCTS.get(function)
+        if plain is not None and args[0].dtype in (torch.float32, torch.float16, torch.bfloat16):
+            return plain(self.order, *args, **kwargs).to(args[0].dtype)
+        # In inference mode torch leaves compound operations whole.
+        if function._can_decompose():
+            with self:
+                return function.decompose(*args, **kwargs)
+        # The products inside an operator of Python, which the reference backend is.
+        if function.namespace == "fastbert":
+            device = next(x.device.type for x in args if isinstance(x, Tensor))
+            key = getattr(torch._C.DispatchKey, device.upper())
+            with self:
+                return function.redispatch(torch._C.DispatchKeySet(key), *args, **kwargs)
+        return function(*args, **kwargs)
+
+
+def _product(order: int, a: Tensor, b: Tensor) -> Tensor:
+    return plain_product(a, b, order)
+
+
+def _product_and_sum(
+    order: int, c: Tensor, a: Tensor, b: Tensor, *, beta: float = 1.0, alpha: float = 1.0
+) -> Tensor:
+    return alpha * plain_product(a, b, order) + beta * c
+
+
+def _product_with_vector(order: int, a: Tensor, b: Tensor) -> Tensor:
+    return plain_product(a, b.unsqueeze(-1), order).squeeze(-1)
+
+
+def _product_of_vectors(order: int, a: Tensor, b: Tensor) -> Tensor:
+    return plain_product(a.unsqueeze(0), b.unsqueeze(-1), order).reshape(())
+
+
+_aten = torch.ops.aten
+PRODUCTS: dict[Any, Callable[..., Tensor]] = {
+    _aten.mm.default: _product,
+    _aten.bmm.default: _product,
+    _aten.addmm.default: _product_and_sum,
+    _aten.baddbmm.default: _product_and_sum,
+    _aten.mv.default: _product_with_vector,
+    _aten.dot.default: _product_of_vectors,
+}

@@ -1,0 +1,44 @@
+"""The tiles of benchmarks/cpu/peak.c, compiled as the benchmark compiles it, compute products.
+
+Where the processor has no AMX its tile instructions are trapped (`_trapped.py`).
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+
+import _trapped
+import pytest
+
+PROBE = _trapped.SOURCE.with_name("peak_probe.c")
+AMX = ("-mamx-tile", "-mamx-bf16", "-mamx-int8")
+
+
+def compile_probe(folder, own):
+    """With the trapping handler where the tiles are not the processor's own."""
+    program, flags = folder / "peak_probe", ("-O2", "-march=native")
+    if own:
+        command = ["gcc", *flags, "-o", program, PROBE, "-lm"]
+        subprocess.run(command, check=True)
+        return program
+    parts = [folder / "handler.o", folder / "probe.o"]
+    subprocess.run(["g++", *_trapped.FLAGS, "-c", "-o", parts[0], _trapped.SOURCE], check=True)
+    subprocess.run(
+        ["gcc", *flags, *AMX, "-DPROBE_TRAPPED", "-c", "-o", parts[1], PROBE], check=True
+    )
+    subprocess.run(["g++", "-no-pie", "-o", program, *parts, "-lm"], check=True)
+    return program
+
+
+def test_the_tiles_have_their_shape_and_their_operands(tmp_path, extension):
+    own = "amx" in extension.build_info()["cpu_isas_supported"]
+    reason = None if own else _trapped.lacking(extension)
+    if reason or shutil.which("gcc") is None:
+        pytest.skip(reason or "compiling peak.c needs gcc")
+    result = subprocess.run(
+        [compile_probe(tmp_path, own)], capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 0, result.stderr
+    # 3 rounds of 4 products of 16 × 16 sums, of 32 terms in bf16 and of 64 in int8.
+    assert result.stdout == "bf16: 196608 operations, 0 wrong; int8: 393216 operations, 0 wrong\n"
