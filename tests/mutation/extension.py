@@ -23,8 +23,6 @@ from torch.utils import cpp_extension
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = Path("build", "mutation")  # from ROOT, where ninja runs
 LIBRARY = "_C" + sysconfig.get_config_var("EXT_SUFFIX")
-# What half of the time of a source outside the levels goes to, compiled once.
-HEADERS = ("ATen/core/Tensor.h", "ATen/ops/empty.h", "ATen/ops/zeros.h", "torch/library.h")
 
 
 def compiler() -> str:
@@ -32,16 +30,14 @@ def compiler() -> str:
     return os.environ.get("CXX") or (found[0] if found else "c++")
 
 
-def compile_command(source: str = "") -> list[str]:
-    """The command but for its files. ``source`` decides whether the compiled headers come first."""
+def compile_command() -> list[str]:
     flags = runpy.run_path(str(ROOT / "setup.py"))["CXX_FLAGS"]
     flags = ["-O1" if flag == "-O3" else flag for flag in flags]
     headers = [*cpp_extension.include_paths(), sysconfig.get_paths()["include"]]
     flags += [part for path in headers for part in ("-isystem", path)]
     flags += ["-std=c++17", "-fPIC", "-DTORCH_EXTENSION_NAME=_C", "-DTORCH_API_INCLUDE_EXTENSION_H"]
+    flags += [f'-DFASTBERT_TORCH="{torch.__version__}"']
     flags += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"]
-    if source and not Path(source).stem.startswith("level_"):
-        flags += ["-include", str(ROOT / BUILD / "headers.h")]
     return [*shlex.split(compiler()), *flags, *openmp()]
 
 
@@ -71,28 +67,19 @@ def build_all(workers: int) -> Path:
     (ROOT / BUILD).mkdir(parents=True, exist_ok=True)
     objects = " ".join(str(object_of(source)) for source in sources())
     link = shlex.join(link_command(["@in"], "@out")).replace("@", "$")
-    headers = BUILD / "headers.h"
-    text = "".join(f"#include <{name}>\n" for name in HEADERS)
-    if not (ROOT / headers).exists() or (ROOT / headers).read_text(encoding="utf-8") != text:
-        (ROOT / headers).write_text(text, encoding="utf-8")
-    commands = [shlex.join(compile_command(source)) for source in sources()]
     rules = [
         f"builddir = {BUILD}",
         "rule compile",
-        "  command = $compile -MD -MF $out.d $in -o $out",
+        f"  command = {shlex.join(compile_command())} -MD -MF $out.d -c $in -o $out",
         "  description = $out",
         "  depfile = $out.d",
         "  deps = gcc",
         "rule link",
         f"  command = {link}",
         "  description = $out",
-        f"build {headers}.gch: compile {headers}",
-        f"  compile = {shlex.join(compile_command())} -x c++-header",
+        *(f"build {object_of(source)}: compile {source}" for source in sources()),
         f"build {BUILD / LIBRARY}: link {objects}",
     ]
-    for source, command in zip(sources(), commands, strict=True):
-        rules += [f"build {object_of(source)}: compile {source} | {headers}.gch"]
-        rules += [f"  compile = {command} -c"]
     file = BUILD / "build.ninja"
     (ROOT / file).write_text("\n".join(rules) + "\n", encoding="utf-8")
     ninja = [sys.executable, "-m", "ninja", "-f", str(file), "-j", str(workers)]
@@ -132,7 +119,7 @@ def compile_unit(tree: Path, unit: Unit) -> Path:
     """The object of ``unit`` as ``tree`` has it. RuntimeError: it does not compile."""
     source, compiled = Path("csrc", "cpu", "unit.cpp"), tree / "unit.o"
     (tree / source).write_text(text_of(tree, unit), encoding="utf-8")
-    command = [*compile_command(unit.source), "-c", str(source), "-o", str(compiled)]
+    command = [*compile_command(), "-c", str(source), "-o", str(compiled)]
     run = subprocess.run(command, cwd=tree, capture_output=True, text=True)
     if run.returncode != 0:
         raise RuntimeError(f"{unit.source} does not compile:\n{run.stderr}")

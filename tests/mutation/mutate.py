@@ -2,11 +2,11 @@
 
     python tests/mutation/mutate.py [--only TEXT] [--workers 2] [--json FILE]    # or: make mutate
 
-Each fault of faults.py and cpp_faults.py is applied to a copy of the tree, never to the tree itself,
-and the tests of the fault's noun run there until one fails. A fault is caught when a test fails,
-crashes or hangs. Of the C++ code, the unit that the noun names is compiled with the fault; a fault
-that does not compile, or compiles to the same code, is an error. Exits 1 when fewer than 95 % of either kind are caught, or when
-the tests fail without a fault.
+Each fault of faults.py and cpp_faults.py is applied to a copy of the tree, never to the tree
+itself, and the tests of the fault's noun run there until one fails. A fault is caught when a test
+fails, crashes or hangs. Of the C++ code, the unit that the noun names is compiled with the fault; a
+fault that does not compile, or compiles to the same code, is an error. Exits 1 when fewer than 95 %
+of either kind are caught, or when the tests fail without a fault.
 """
 
 from __future__ import annotations
