@@ -497,7 +497,7 @@ ATTENTION = (
         "a.cu_q[sequence + 1] - q, nullptr};",
     ),
     Fault(
-        "bias_read_transposed",
+        "bias_read_transposed_in_cpp",
         "cpu_attention",
         f"{CPU}/attention_scores.h",
         "query * a.bias.row + block.key * a.bias.key;",
@@ -1497,7 +1497,7 @@ OPERANDS = (
         "gradient(1, -1), gradient(2, 0),",
     ),
     Fault(
-        "ignore_index_ignored",
+        "ignore_index_ignored_in_cpp",
         "cpu_cross_entropy_operands",
         f"{CPU}/cross_entropy.cpp",
         "const bool labelled = label[row] != ignore_index;",
@@ -1511,7 +1511,7 @@ OPERANDS = (
         "label[row] >= 0 && label[row] <= classes),",
     ),
     Fault(
-        "mean_over_all_rows",
+        "mean_over_all_rows_in_cpp",
         "cpu_cross_entropy_operands",
         f"{CPU}/cross_entropy.cpp",
         "const double divisor = mean ? (double)std::max<int64_t>(1, given.count) : 1.0;",

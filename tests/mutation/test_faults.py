@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from cpp_faults import CPP_FAULTS, CPP_SELECTIONS, UNITS, WITHOUT_FAULTS
-from extension import text_of
+from extension import Unit, text_of
 from faults import FAULTS, SELECTIONS, Fault
 from mutate import ROOT, copy_tree, run_tests, try_fault
 
@@ -39,7 +40,8 @@ def test_fault_changes_one_line_of_a_file_that_its_unit_includes(fault):
     assert fault.file in included(UNITS[fault.noun])
 
 
-def included(unit) -> set[str]:
+@functools.cache
+def included(unit: Unit) -> set[str]:
     """The files of csrc that the compiler reads for ``unit``."""
     found, texts = {unit.source}, [(Path(unit.source).parent, text_of(ROOT, unit))]
     while texts:
