@@ -83,6 +83,7 @@ def test_large_logits(isa, operators):
     """Logits around 1e4, where a log-sum-exp in fp32 would be off by 5e-4."""
     hidden, weight, bias, labels = draw(9, 16, 67, torch.float32, share=1.0)
     check(operators, (hidden, weight, 1e4 + bias, labels))
+    check(operators, (hidden, weight, bias - 1e4, labels))
     check(operators, (hidden, weight, bias * 1e4, labels))
 
 

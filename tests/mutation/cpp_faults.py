@@ -1086,7 +1086,7 @@ FORMATS = (
     ),
     Fault(
         "nan_in_bf16_becomes_a_number",
-        "cpu_activation",
+        "cpu_gemm_dots",
         f"{CPU}/formats.h",
         "choose((IntVec)(v != v), quiet_nan, rounded)",
         "choose((IntVec)(v != v), rounded, rounded)",
