@@ -34,14 +34,14 @@ def run(function, tensors, dout, *arguments, **options) -> list[torch.Tensor]:
 
 
 def oracle_and_yardstick(tensors, dout, **options) -> tuple[list[torch.Tensor], Yardstick]:
-    """Output and gradients of the reference in float64 and in fp32."""
+    """Output and gradients of the reference in float64 and in the dtype of the tensors."""
 
     def solve(dtype):
         leaves = [x.detach().to(dtype).requires_grad_() for x in tensors]
         out = reference.attention(*leaves, **options)
         return [out, *torch.autograd.grad(out, leaves, dout.to(dtype))]
 
-    return solve(torch.float64), Yardstick(lambda: solve(torch.float32))
+    return solve(torch.float64), Yardstick(lambda: solve(tensors[0].dtype))
 
 
 def check(cases, dtype) -> None:
@@ -73,6 +73,18 @@ def test_several_blocks_of_queries_and_keys(isa, dim, options):
         loose = isa == "baseline" and name != "out"
         reason = "without FMA each product rounds before it is added" if loose else None
         assert_close(name, *three, factor=3.0 if loose else 2.0, reason=reason)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+@pytest.mark.parametrize("dim", [32, 59, 64])
+@pytest.mark.parametrize("options", [{}, {"causal": True}])
+def test_several_blocks_of_queries_and_keys_in_16_bits(isa, dim, options, dtype):
+    shape = (1, 2, 203, dim)
+    tensors, dout = qkv(*shape, dtype=dtype), torch.randn(shape).to(dtype)
+    results = run(ops.attention, tensors, dout, **options)
+    sides = oracle_and_yardstick(tensors, dout, **options)
+    for name, *three in zip(("out", "dq", "dk", "dv"), results, *sides, strict=True):
+        assert_close(name, *three)
 
 
 def test_more_keys_than_scores_are_kept_of(isa):

@@ -144,8 +144,11 @@ def test_layer_norm_of_fp32_sums_with_16_bit_products(isa, operators):
         check_layer_norm({name: t.float() for name, t in case.items()}, y)
 
 
-def test_small_integers_are_exact(isa, operators):
-    x, weight = (torch.randint(-3, 4, shape).float() for shape in ((37, 300), (111, 300)))
+@pytest.mark.parametrize("largest", [3, 9])
+def test_small_integers_are_exact(isa, operators, largest):
+    """Beyond 256 every other integer lies halfway between two numbers of bf16."""
+    shapes = ((37, 300), (111, 300))
+    x, weight = (torch.randint(-largest, largest + 1, shape).float() for shape in shapes)
     for dtype in DTYPES:
         y, _ = linear(operators, {"x": x.to(dtype), "weight": weight.to(dtype)})
         assert torch.equal(y, (x @ weight.t()).to(dtype))
