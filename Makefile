@@ -8,13 +8,14 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 SOURCES := setup.py $(shell find csrc -type f 2>/dev/null)
 
-.PHONY: help setup demo test mutate check bench lint format gpu wheel clean
+.PHONY: help setup demo test mutate sanitize check bench lint format gpu wheel clean
 
 help:
 	@echo "make setup   create .venv, build the extension, install fastbert in place"
 	@echo "make demo    pre-train a small BERT, reopen it in transformers, write $(OUT)/demo/report.md"
 	@echo "make test    the whole test suite"
 	@echo "make mutate  put one fault after another into the kernels: does a test notice?"
+	@echo "make sanitize  the C++ operators' tests under the address, undefined and thread sanitizers"
 	@echo "make check   the parity table: every op x backend x dtype of this machine"
 	@echo "make bench   the CPU beside its peers: table, JSON, plots in $(OUT)/cpu (SECTIONS='training': a part)"
 	@echo "make lint    ruff, mypy, clang-format (make format mends what can be mended)"
@@ -27,16 +28,17 @@ help:
 	$(PIP) torch 'setuptools>=77' wheel ninja pybind11
 	@touch $@
 
+# Only what has changed is compiled: the objects stay in build/.
 .venv/fastbert: .venv/torch pyproject.toml $(SOURCES)
 	$(PIP) --no-build-isolation --editable '.[test]'
 	@touch $@
 
 # A peer that cannot be installed is no fault: the table says that it is not there.
-.venv/bench: .venv/fastbert
+.venv/bench: pyproject.toml | .venv/fastbert
 	$(PIP) --no-build-isolation --editable '.[bench]' || echo "some peers are missing"
 	@touch $@
 
-.venv/lint: .venv/fastbert
+.venv/lint: requirements-lint.txt | .venv/fastbert
 	$(PIP) --requirement requirements-lint.txt
 	@touch $@
 
@@ -50,6 +52,10 @@ test: setup
 
 mutate: setup
 	$(BIN)/python tests/mutation/mutate.py
+
+sanitize: setup
+	$(BIN)/python tests/sanitizers/sanitize.py address
+	$(BIN)/python tests/sanitizers/sanitize.py thread
 
 check: setup
 	$(BIN)/fastbert check

@@ -1,9 +1,11 @@
 """Builds fastbert._C, the only part of the package that needs a compiler; see pyproject.toml.
 
 FASTBERT_CUDA=0|1 overrides whether CUDA code is built; TORCH_CUDA_ARCH_LIST sets its architectures.
+FASTBERT_CXXFLAGS adds flags for the C++ compiler after all others.
 """
 
 import os
+import shlex
 import shutil
 import sys
 import sysconfig
@@ -48,6 +50,7 @@ def extension() -> Extension:
     flags, links = list(CXX_FLAGS), []
     if sys.platform == "linux":
         flags, links = [*flags, "-fopenmp"], ["-fopenmp"]
+    flags += shlex.split(os.environ.get("FASTBERT_CXXFLAGS", ""))
     if not wants_cuda():
         kind = cpp_extension.CppExtension
         options = {"cxx": flags}
@@ -83,7 +86,8 @@ class Build(cpp_extension.BuildExtension):
         super().finalize_options()
         # pip builds an editable install in a temporary folder. In a folder that stays, ninja finds
         # the objects of the last build and compiles only what has changed since.
-        self.build_temp = f"build/temp.{self.plat_name}-{sys.implementation.cache_tag}"
+        base = self.get_finalized_command("build").build_base
+        self.build_temp = f"{base}/temp.{self.plat_name}-{sys.implementation.cache_tag}"
 
     def build_extensions(self) -> None:
         lacking = missing_tool()

@@ -7,20 +7,46 @@ file written here opens in transformers and the other way round.
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
+import sys
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
+
+from fastbert import json_file
 
 ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
 # Those of the first half of a gated feed-forward.
 GATED_ACTIVATIONS = ("gelu", "silu")
 
 
-def _check(name: str, value: Any, allowed: str, ok: bool) -> None:
+PROBLEMS = ("regression", "single_label_classification", "multi_label_classification")
+# No product of two sizes overflows an address. No published encoder has a tenth of so many layers.
+MAX_SIZE = 2**28
+MAX_LAYERS = 1000
+
+
+def check(name: str, value: Any, allowed: str, ok: bool) -> None:
+    """Raises ValueError naming the setting, its value and what is allowed, unless ``ok``."""
     if not ok:
-        raise ValueError(f"{name}: got {value!r}, allowed: {allowed}")
+        raise ValueError(f"{name}: got {value!r:.500}, allowed: {allowed}")
+
+
+def is_integer(value: Any, least: int, most: int = MAX_SIZE) -> bool:
+    """Whether ``value`` is an integer, no bool, from ``least`` to ``most``."""
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+def integer_from(least: int, most: int = MAX_SIZE) -> str:
+    """What ``is_integer`` allows, in words."""
+    return f"an integer >= {least} and <= {most}"
+
+
+def is_number(value: Any, least: float, most: float = sys.float_info.max) -> bool:
+    """Whether ``value`` is a number, no bool and no NaN, from ``least`` to ``most``."""
+    return (
+        isinstance(value, (int, float)) and not isinstance(value, bool) and least <= value <= most
+    )
 
 
 @dataclass(frozen=True)
@@ -60,6 +86,40 @@ class Architecture:
     attention_output_dropout: float | None = None
     inner_dropout: float = 0.0
     output_dropout: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("embedding_size", "groups"):
+            value = getattr(self, name)
+            check(name, value, f"None or {integer_from(1)}", value is None or is_integer(value, 1))
+        start, buckets = self.first_position, self.distance_buckets
+        allowed = f"None or {integer_from(0)}"
+        check("first_position", start, allowed, start is None or is_integer(start, 0))
+        check("distance_buckets", buckets, integer_from(0), is_integer(buckets, 0))
+        check("group_size", self.group_size, integer_from(1), is_integer(self.group_size, 1))
+        stored = (self.groups or 1) * self.group_size
+        check("groups * group_size", stored, integer_from(1, MAX_LAYERS), stored <= MAX_LAYERS)
+        for base in self.rotary_bases:
+            check("rotary_bases", base, "a number >= 1", is_number(base, 1.0))
+        for window in self.windows:
+            check("windows", window, integer_from(-1), is_integer(window, -1))
+        for name in (
+            "position_table",
+            "type_table",
+            "pre_norm",
+            "gated",
+            "attention_bias",
+            "feed_forward_bias",
+            "norm_bias",
+            "pooler",
+        ):
+            value = getattr(self, name)
+            check(name, value, "True or False", isinstance(value, bool))
+        for name in ("embedding_dropout", "attention_output_dropout", "output_dropout"):
+            value = getattr(self, name)
+            allowed = "None or a number in [0, 1]"
+            check(name, value, allowed, value is None or is_number(value, 0.0, 1.0))
+        value = self.inner_dropout
+        check("inner_dropout", value, "a number in [0, 1]", is_number(value, 0.0, 1.0))
 
     def order(self, layers: int) -> tuple[int, ...]:
         """Which stored layer runs at each step of an encoder of ``layers`` layers."""
@@ -111,18 +171,25 @@ class BertConfig:
             "num_labels",
         ):
             value = getattr(self, name)
-            _check(name, value, "an integer >= 1", isinstance(value, int) and value >= 1)
+            check(name, value, integer_from(1), is_integer(value, 1))
+        layers = self.num_hidden_layers
+        check("num_hidden_layers", layers, integer_from(1, MAX_LAYERS), layers <= MAX_LAYERS)
         for name in ("hidden_dropout_prob", "attention_probs_dropout_prob"):
             value = getattr(self, name)
-            _check(name, value, "a number in [0, 1]", 0.0 <= value <= 1.0)
-        if self.classifier_dropout is not None:
-            value = self.classifier_dropout
-            _check("classifier_dropout", value, "None or a number in [0, 1]", 0.0 <= value <= 1.0)
+            check(name, value, "a number in [0, 1]", is_number(value, 0.0, 1.0))
+        value = self.classifier_dropout
+        allowed = "None or a number in [0, 1]"
+        check("classifier_dropout", value, allowed, value is None or is_number(value, 0.0, 1.0))
+        for name in ("initializer_range", "layer_norm_eps"):
+            value = getattr(self, name)
+            check(name, value, "a finite number >= 0", is_number(value, 0.0))
+        value = self.tie_word_embeddings
+        check("tie_word_embeddings", value, "True or False", isinstance(value, bool))
+        value = self.problem_type
+        check("problem_type", value, "None, " + ", ".join(PROBLEMS), value in (None, *PROBLEMS))
         activations = GATED_ACTIVATIONS if self.architecture.gated else ACTIVATIONS
-        _check(
-            "hidden_act", self.hidden_act, ", ".join(activations), self.hidden_act in activations
-        )
-        _check(
+        check("hidden_act", self.hidden_act, ", ".join(activations), self.hidden_act in activations)
+        check(
             "hidden_size",
             self.hidden_size,
             f"a multiple of num_attention_heads ({self.num_attention_heads})",
@@ -131,7 +198,10 @@ class BertConfig:
         if self.pad_token_id is not None:
             value = self.pad_token_id
             allowed = f"None or 0 <= id < vocab_size ({self.vocab_size})"
-            _check("pad_token_id", value, allowed, 0 <= value < self.vocab_size)
+            check("pad_token_id", value, allowed, is_integer(value, 0, self.vocab_size - 1))
+        start = self.architecture.first_position or 0
+        value = self.max_position_embeddings
+        check("max_position_embeddings", value, f"more than {start}", value > start)
 
     @property
     def head_dim(self) -> int:
@@ -147,7 +217,7 @@ class BertConfig:
         """The preset ``name`` (tiny, mini, base, large; Turc et al. 2019) with ``overrides``
         applied.
         """
-        _check("preset", name, ", ".join(PRESETS), name in PRESETS)
+        check("preset", name, ", ".join(PRESETS), name in PRESETS)
         return cls(**{**PRESETS[name], **overrides})
 
     def replace(self, **changes: Any) -> BertConfig:
@@ -178,29 +248,26 @@ class BertConfig:
         """
         model_type = content.get("model_type", "bert")
         allowed = "bert; of another family fastbert.io.families.read_config reads it"
-        _check("model_type", model_type, allowed, model_type == "bert" or architecture is not None)
+        check("model_type", model_type, allowed, model_type == "bert" or architecture is not None)
         position = content.get("position_embedding_type", "absolute")
         counted = architecture is None or architecture.position_table
         fits = position == "absolute" or not counted
-        _check("position_embedding_type", position, "absolute", fits)
+        check("position_embedding_type", position, "absolute", fits)
         for name in ("is_decoder", "add_cross_attention"):
-            _check(name, content.get(name, False), "false: an encoder", not content.get(name))
+            check(name, content.get(name, False), "false: an encoder", not content.get(name))
         known = {f.name for f in fields(cls)} - OURS
         values = {key: value for key, value in content.items() if key in known}
-        if "num_labels" not in values and content.get("id2label"):
-            values["num_labels"] = len(content["id2label"])
+        labels = content.get("id2label")
+        check("id2label", labels, "an object", labels is None or isinstance(labels, (dict, list)))
+        if "num_labels" not in values and labels:
+            values["num_labels"] = len(labels)
         extra = {k: v for k, v in content.items() if k not in known}
         return cls(**values, architecture=architecture or Architecture(), extra=extra)
 
     @classmethod
     def from_json(cls, path: str | os.PathLike[str]) -> BertConfig:
         """Reads a ``config.json``. Raises ValueError naming the file when it is no JSON object."""
-        try:
-            content = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise ValueError(f"config: {path} is not valid JSON: {error}") from error
-        _check("config", type(content).__name__, "a JSON object", isinstance(content, dict))
-        return cls.from_dict(content)
+        return cls.from_dict(json_file.read(Path(path)))
 
 
 # Fields that are no keys of a config.json.

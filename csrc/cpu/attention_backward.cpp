@@ -97,6 +97,7 @@ void attention_backward(const at::Tensor& dq, const at::Tensor& dk, const at::Te
   if (dbias) {
     TORCH_CHECK_VALUE(bias.has_value(), "dbias: got a tensor without bias, allowed: None");
     check_same("dbias", *dbias, *bias);
+    check_no_overlap("dbias", *dbias);
   }
   AttentionBackward p = {problem.kernel, problem.read(dout), problem.write("dq", dq),
                          problem.write("dk", dk), problem.write("dv", dv)};

@@ -52,7 +52,7 @@ struct BackwardMemory {
   }
 };
 
-inline int64_t attention_backward_scratch(const AttentionBackward& p, int64_t keys) {
+int64_t attention_backward_scratch(const AttentionBackward& p, int64_t keys) {
   Arena arena = {nullptr};
   BackwardMemory(p, keys, arena);
   return (int64_t)(arena.next - (char*)nullptr);
@@ -262,8 +262,8 @@ void backward_item(const AttentionBackward& p, AttentionPass pass, const Attenti
   work.run(queries, !by_keys, !by_keys, pass != AttentionPass::queries);
 }
 
-inline void attention_backward(const AttentionBackward& p, AttentionPass pass,
-                               const AttentionItem& item, void* scratch) {
+void attention_backward(const AttentionBackward& p, AttentionPass pass, const AttentionItem& item,
+                        void* scratch) {
   if (p.forward.format == Format::f32) return backward_item<F32>(p, pass, item, scratch);
   if (p.forward.format == Format::bf16) return backward_item<BF16>(p, pass, item, scratch);
   backward_item<F16>(p, pass, item, scratch);
@@ -319,14 +319,13 @@ void bias_item(const AttentionBackward& p, const AttentionItem& item, void* scra
   }
 }
 
-inline int64_t attention_bias_scratch(const AttentionBackward& p) {
+int64_t attention_bias_scratch(const AttentionBackward& p) {
   const Attention& a = p.forward;
   return kQueries * kKeys * (int64_t)sizeof(double) +
          attention_backward_scratch(p, p.dbias_key == 0 ? a.max_k : kKeys);
 }
 
-inline void attention_bias_gradient(const AttentionBackward& p, const AttentionItem& item,
-                                    void* scratch) {
+void attention_bias_gradient(const AttentionBackward& p, const AttentionItem& item, void* scratch) {
   if (p.forward.format == Format::f32) return bias_item<F32>(p, item, scratch);
   if (p.forward.format == Format::bf16) return bias_item<BF16>(p, item, scratch);
   bias_item<F16>(p, item, scratch);

@@ -26,6 +26,12 @@ int64_t window_side(const char* name, int64_t side) {
 
 }  // namespace
 
+void check_no_overlap(const char* name, const at::Tensor& written) {
+  TORCH_CHECK_VALUE(at::has_internal_overlap(written) != at::MemOverlap::Yes, name,
+                    ": got strides ", written.strides(),
+                    ", allowed: elements that do not share memory");
+}
+
 at::Tensor checked_lengths(const char* name, const at::Tensor& cu_seqlens, int64_t rows,
                            const char* longest_name, int64_t longest) {
   TORCH_CHECK_TYPE(cu_seqlens.scalar_type() == at::kInt, name, ": got dtype ",
@@ -139,8 +145,7 @@ ConstRows AttentionProblem::read(const at::Tensor& x) {
 Rows AttentionProblem::write(const char* name, const at::Tensor& x) const {
   TORCH_CHECK_VALUE(x.size(-1) == 1 || x.stride(-1) == 1, name, ": got strides ", x.strides(),
                     ", allowed: a contiguous last dimension");
-  TORCH_CHECK_VALUE(at::has_internal_overlap(x) != at::MemOverlap::Yes, name, ": got strides ",
-                    x.strides(), ", allowed: elements that do not share memory");
+  check_no_overlap(name, x);
   return packed() ? Rows{x.mutable_data_ptr(), 0, x.stride(1), x.stride(0)}
                   : Rows{x.mutable_data_ptr(), x.stride(0), x.stride(1), x.stride(2)};
 }

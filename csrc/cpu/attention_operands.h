@@ -25,6 +25,9 @@ struct AttentionArguments {
 at::Tensor checked_lengths(const char* name, const at::Tensor& cu_seqlens, int64_t rows,
                            const char* longest_name, int64_t longest);
 
+// For a tensor that an operator writes to.
+void check_no_overlap(const char* name, const at::Tensor& written);
+
 // One problem: the kernels' operands, and the tensors that keep them alive.
 struct AttentionProblem {
   Attention kernel;

@@ -25,7 +25,7 @@ struct WeightsMemory {
   }
 };
 
-inline int64_t attention_weights_scratch(const Attention& a) {
+int64_t attention_weights_scratch(const Attention& a) {
   Arena arena = {nullptr};
   WeightsMemory(a, arena);
   return (int64_t)(arena.next - (char*)nullptr);
@@ -85,8 +85,8 @@ void weights_item(const Attention& a, const AttentionItem& item, const int64_t* 
   }
 }
 
-inline void attention_weights(const Attention& a, const AttentionItem& item, const int64_t* queries,
-                              void* out, void* scratch) {
+void attention_weights(const Attention& a, const AttentionItem& item, const int64_t* queries,
+                       void* out, void* scratch) {
   if (a.format == Format::f32) return weights_item<F32>(a, item, queries, (float*)out, scratch);
   if (a.format == Format::bf16) {
     return weights_item<BF16>(a, item, queries, (uint16_t*)out, scratch);

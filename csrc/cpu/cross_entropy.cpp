@@ -251,6 +251,15 @@ void check_kept(const at::Tensor& statistics, const at::Tensor& order, int64_t t
                     order.sizes(), ", allowed: (", total + 1, ",)");
 }
 
+// The labels that the forward pass has checked, again: they may have changed since.
+void check_labels(const at::Tensor& labels, int64_t classes) {
+  const int64_t* label = labels.const_data_ptr<int64_t>();
+  for (int64_t i = 0; i < labels.size(0); ++i) {
+    TORCH_CHECK_VALUE(label[i] >= 0 && label[i] < classes, "labels: got ", label[i],
+                      " in a labelled row, allowed: 0 to ", classes - 1);
+  }
+}
+
 void check_gradient(const at::Tensor& dloss, const std::string& reduction, int64_t total) {
   TORCH_CHECK_TYPE(at::isFloatingType(dloss.scalar_type()), "dloss: got dtype ",
                    dloss.scalar_type(), ", allowed: a floating dtype");
@@ -272,6 +281,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_cross_entropy_backward(
   check_kept(statistics, order, total);
   check_gradient(dloss, reduction, total);
   const Labelled given(hidden, private_copy(labels, at::kLong), private_copy(order, at::kLong));
+  check_labels(given.labels, weight.size(0));
   Backward backward(hidden, weight, bias, given, statistics, scales(dloss, given, reduction));
   for_each_part(weight.size(0), kPartClasses,
                 [&](int64_t first, int64_t columns) { backward.part(first, columns); });

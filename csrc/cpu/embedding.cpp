@@ -23,9 +23,10 @@ struct Operands {
 
   Operands(const std::array<at::Tensor, kTables>& indices_in,
            const std::array<at::Tensor, kTables>& tables_in)
-      : tokens(indices_in[0].numel()), columns(tables_in[0].size(-1)) {
+      : tokens(indices_in[0].numel()) {
     const at::Tensor& words = tables_in[0];
     check_matrix(kTableNames[0], words);
+    columns = words.size(1);
     for (int i = 0; i < kTables; ++i) {
       const at::Tensor& table = tables_in[i];
       check_device(kTableNames[i], table, words);

@@ -49,8 +49,14 @@ void check(const at::Tensor& hidden, at::TensorList parameters, at::TensorList s
   TORCH_CHECK_TYPE(s.dtype == hidden.scalar_type() || hidden.scalar_type() == at::kFloat,
                    "dtype: got ", s.dtype, ", allowed: ", hidden.scalar_type(),
                    ", that of hidden, or any with hidden in Float");
+  TORCH_CHECK_TYPE(s.dtype == at::kFloat || s.dtype == at::kBFloat16 || s.dtype == at::kHalf,
+                   "dtype: got ", s.dtype, ", allowed: Float, BFloat16, Half");
   TORCH_CHECK_VALUE(s.eps >= 0.0, "eps: got ", s.eps, ", allowed: eps >= 0");
   epilogue_activation(s.activation);
+  if (s.bias) {
+    TORCH_CHECK_TYPE(at::isFloatingType(s.bias->scalar_type()), "bias: got dtype ",
+                     s.bias->scalar_type(), ", allowed: a floating dtype");
+  }
   if (s.cu_seqlens) {
     TORCH_CHECK_VALUE(!s.mask, "mask: got a tensor with cu_seqlens, allowed: None");
     TORCH_CHECK_VALUE(!s.bias, "bias: got a tensor with cu_seqlens, allowed: None");
@@ -138,7 +144,8 @@ std::vector<at::Tensor> encoder(at::Tensor hidden, at::TensorList parameters, at
       hidden = through(layer, hidden, stack);
     } catch (c10::Error& error) {
       // The operators of a layer name their own arguments.
-      error.add_context("in layer " + std::to_string(i) + " of parameters");
+      error.add_context("in layer " + std::to_string(i) + " of parameters" +
+                        (scales.empty() ? "" : " and scales"));
       throw;
     }
     if (all_states) states.push_back(hidden);

@@ -1,28 +1,28 @@
 #include "fingerprint.h"
 
 #include <ATen/MapAllocator.h>
-#include <ATen/ops/empty.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstring>
 
+#include "isa.h"
 #include "operands.h"
+#include "operators.h"
+#include "tensors.h"
 
 namespace fastbert::cpu {
 namespace {
 
-constexpr int64_t kWord = sizeof(uint64_t);
+constexpr int64_t kWord = sizeof(uint32_t);
 constexpr int64_t kPiece = 64 / kWord;  // words of one row that a cheap look reads
-constexpr int64_t kRowsAhead = 16;
 
 // From so many rows on, reading the whole weight takes less than 5 % of its product.
-constexpr int64_t kRowsThatPay = 512;
+constexpr int64_t kRowsThatPay = 1024;
 
 // A band of rows has checksums of its own, so that threads can share a weight.
-constexpr int64_t kBandRows = 256;
+constexpr int64_t kBandRows = 128;
 
 std::atomic<uint64_t> epoch{1};
 std::atomic<bool> writes_expected{false};
@@ -37,7 +37,8 @@ struct Bytes {
 
   int64_t bands() const { return (rows + kBandRows - 1) / kBandRows; }
   int64_t words() const { return (row_bytes + kWord - 1) / kWord; }
-  int64_t checksums() const { return bands() * words(); }
+  // Of all bands, in 64-bit words of the fingerprint.
+  int64_t checksums() const { return (bands() * words() + 1) / 2; }
 };
 
 Bytes bytes_of(const at::Tensor& matrix) {
@@ -58,71 +59,42 @@ at::Tensor matrix_of(const at::Tensor& tensor) {
   return dense ? matrix : matrix.contiguous();
 }
 
-// Each step is a bijection of the checksum for a given word and of the word for a given checksum.
-// The rotation brings the highest bits, where a product loses them, to where the next one mixes
-// them.
-inline uint64_t mixed(uint64_t checksum, uint64_t word) {
-  const uint64_t product = (checksum ^ word) * 0x9e3779b97f4a7c15u;
-  return product << 32 | product >> 32;
-}
-
-// Words [first, last) of each row of a band, one checksum per word, summed down the rows. Pieces of
-// rows lie too far apart for the processor to fetch them by itself.
-void add_band(const Bytes& b, int64_t band, int64_t first, int64_t last, uint64_t* checksums) {
-  const int64_t whole = std::min(last, b.row_bytes / kWord);
-  const int64_t end = std::min(b.rows, (band + 1) * kBandRows);
-  for (int64_t row = band * kBandRows; row < end; ++row) {
-    const char* from = b.data + row * b.stride_bytes;
-    __builtin_prefetch(from + kRowsAhead * b.stride_bytes + first * kWord);
-    for (int64_t i = first; i < whole; ++i) {
-      uint64_t word;
-      std::memcpy(&word, from + i * kWord, kWord);
-      checksums[i - first] = mixed(checksums[i - first], word);
-    }
-    if (whole < last) {
-      uint64_t word = 0;
-      std::memcpy(&word, from + whole * kWord, b.row_bytes - whole * kWord);
-      checksums[whole - first] = mixed(checksums[whole - first], word);
-    }
-  }
+void add_band(const Bytes& b, int64_t band, int64_t first, int64_t last, uint32_t* sums) {
+  const int64_t begin = band * kBandRows, rows = std::min(b.rows - begin, kBandRows);
+  kernels().checksums(
+      {b.data + begin * b.stride_bytes, rows, b.stride_bytes, b.row_bytes, first, last, sums});
 }
 
 template <class Body>
-void for_each_band(const Bytes& b, const Body& body) {
-  const int64_t bytes = std::max<int64_t>(1, kBandRows * b.row_bytes);
-  const int64_t grain = std::max<int64_t>(1, 4 * kGrain / bytes);
+void for_each_band(const Bytes& b, int64_t row_bytes, const Body& body) {
+  const int64_t bytes = std::max<int64_t>(1, kBandRows * row_bytes);
+  const int64_t grain = std::max<int64_t>(1, 2 * kGrain / bytes);
   parallel_for(b.bands(), grain, [&](int64_t begin, int64_t end) {
     for (int64_t band = begin; band < end; ++band) body(band);
   });
 }
 
-void add_all(const Bytes& b, uint64_t* checksums) {
-  for_each_band(
-      b, [&](int64_t band) { add_band(b, band, 0, b.words(), checksums + band * b.words()); });
+void add_all(const Bytes& b, uint32_t* sums) {
+  for_each_band(b, b.row_bytes,
+                [&](int64_t band) { add_band(b, band, 0, b.words(), sums + band * b.words()); });
 }
 
-bool all_match(const Bytes& b, const uint64_t* checksums) {
+// Whether words [first, last) of every row still have their sums.
+bool same_words(const Bytes& b, const uint32_t* sums, int64_t first, int64_t last) {
   std::atomic<bool> same{true};
-  for_each_band(b, [&](int64_t band) {
+  for_each_band(b, (last - first) * kWord, [&](int64_t band) {
     if (!same) return;
-    std::vector<uint64_t> now(b.words());
-    add_band(b, band, 0, b.words(), now.data());
-    if (!std::equal(now.begin(), now.end(), checksums + band * b.words())) same = false;
+    std::vector<uint32_t> now(last - first);
+    add_band(b, band, first, last, now.data());
+    if (!std::equal(now.begin(), now.end(), sums + band * b.words() + first)) same = false;
   });
   return same;
 }
 
-bool piece_matches(const Bytes& b, const uint64_t* checksums, uint64_t call) {
-  const int64_t pieces = (b.words() + kPiece - 1) / kPiece;
-  if (pieces == 0) return true;
-  const int64_t first = (int64_t)(call % (uint64_t)pieces) * kPiece;
-  const int64_t last = std::min(b.words(), first + kPiece);
-  for (int64_t band = 0; band < b.bands(); ++band) {
-    uint64_t now[kPiece] = {};
-    add_band(b, band, first, last, now);
-    if (!std::equal(now, now + (last - first), checksums + band * b.words() + first)) return false;
-  }
-  return true;
+bool same_piece(const Bytes& b, const uint32_t* sums, uint64_t call) {
+  const uint64_t pieces = (b.words() + kPiece - 1) / kPiece;
+  const int64_t first = (int64_t)(call % pieces) * kPiece;
+  return same_words(b, sums, first, std::min(b.words(), first + kPiece));
 }
 
 // All that is known of a tensor without reading its elements.
@@ -162,7 +134,7 @@ Fingerprint fingerprint_of(at::TensorList tensors) {
     const Bytes bytes = bytes_of(matrix);
     const size_t before = made.size();
     made.resize(before + bytes.checksums());
-    if (tensor.numel() > 0) add_all(bytes, made.data() + before);
+    if (tensor.numel() > 0) add_all(bytes, (uint32_t*)(made.data() + before));
   }
   return made;
 }
@@ -179,10 +151,11 @@ bool matches(uint64_t* fingerprint, int64_t size, at::TensorList tensors, int64_
     next += kIdentity;
     const Bytes bytes = bytes_of(matrix);
     if (end - next < bytes.checksums()) return false;
-    const bool same =
-        tensor.numel() == 0 ||
-        (read_whole(tensor, rows) ? all_match(bytes, next) : piece_matches(bytes, next, call));
-    if (!same) return false;
+    const auto* sums = (const uint32_t*)next;
+    if (tensor.numel() > 0 && !(read_whole(tensor, rows) ? same_words(bytes, sums, 0, bytes.words())
+                                                         : same_piece(bytes, sums, call))) {
+      return false;
+    }
     next += bytes.checksums();
   }
   return next == end;
@@ -192,12 +165,10 @@ void expire_fingerprints() { ++epoch; }
 
 void expect_writes(bool expected) { writes_expected = expected; }
 
-namespace {
-
 at::Tensor fingerprint(at::TensorList tensors) {
   const Fingerprint made = fingerprint_of(tensors);
-  auto out = at::empty({(int64_t)made.size()}, at::TensorOptions().dtype(at::kLong));
-  std::memcpy(out.mutable_data_ptr(), made.data(), made.size() * kWord);
+  auto out = empty({(int64_t)made.size()}, at::TensorOptions().dtype(at::kLong));
+  std::memcpy(out.mutable_data_ptr(), made.data(), made.size() * sizeof(uint64_t));
   return out;
 }
 
@@ -208,13 +179,6 @@ bool has_fingerprint(at::TensorList tensors, const at::Tensor& fingerprint, int6
                     "fingerprint: got shape ", fingerprint.sizes(),
                     ", allowed: what fastbert_C::fingerprint returned");
   return matches((uint64_t*)fingerprint.mutable_data_ptr(), fingerprint.numel(), tensors, rows);
-}
-
-}  // namespace
-
-TORCH_LIBRARY_IMPL(fastbert_C, CPU, m) {
-  m.impl("fingerprint", fingerprint);
-  m.impl("has_fingerprint", has_fingerprint);
 }
 
 }  // namespace fastbert::cpu

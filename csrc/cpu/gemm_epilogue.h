@@ -6,7 +6,7 @@
 #include "formats.h"
 #include "gelu.h"
 #include "kernels.h"
-#include "layer_norm_kernel.h"
+#include "moments.h"
 #include "pairs.h"
 #include "vec.h"
 

@@ -320,6 +320,15 @@ struct AttentionBackward {
 // Which gradients an item finds: all of a whole head, dq of some queries, dk and dv of some keys.
 enum class AttentionPass : int32_t { whole, queries, keys };
 
+// Words [first, last), of 32 bits, of `rows` rows: one checksum for each word, which `sums` holds
+// for the rows before these.
+struct Checksums {
+  const char* data;
+  int64_t rows, stride, row_bytes;  // stride in bytes
+  int64_t first, last;
+  uint32_t* sums;
+};
+
 // Every function handles the rows [begin, end).
 struct Kernels {
   const char* name;
@@ -370,6 +379,8 @@ struct Kernels {
   Int8Layout (*int8_layout)();
   void (*int8_quantise)(const Int8Rows&, int64_t begin, int64_t end);
   void (*int8_gemm)(const Int8Gemm&, const Int8Block&);
+  // The same sums on every level.
+  void (*checksums)(const Checksums&);
 };
 
 }  // namespace fastbert::cpu

@@ -1,46 +1,96 @@
 // The kernels of one instruction-set level and the table that leads to them. Included by
 // level_*.cpp only, after FASTBERT_LEVEL and FASTBERT_LEVEL_BYTES are defined and the target is
 // selected.
+//
+// A level whose products alone differ from those of another names that one FASTBERT_LEVEL_BASE. Its
+// table takes all else from there, and all else is compiled once.
 
-#include "attention_backward_kernel.h"
-#include "attention_weights_kernel.h"
-#include "cross_entropy_kernel.h"
-#include "embedding_kernel.h"
-#include "feed_forward_kernel.h"
 #include "gemm_kernel.h"
 #include "int8_kernel.h"
 #include "isa.h"
-#include "layer_norm_kernel.h"
 #if defined(FASTBERT_LEVEL_TILES)
 #include "gemm_tile_kernel.h"
 #endif
 #if defined(FASTBERT_LEVEL_TILES) || defined(FASTBERT_LEVEL_DOTS)
 #include "attention_strip_kernel.h"
 #endif
+
+#if defined(FASTBERT_LEVEL_BASE)
+
+namespace fastbert::cpu::FASTBERT_LEVEL_BASE {
+
+template <class Pointer>
+struct Pointee;
+template <class Function>
+struct Pointee<Function*> {
+  using Type = Function;
+};
+
+#define FASTBERT_DECLARE(kernel) Pointee<decltype(Kernels::kernel)>::Type kernel;
+
+FASTBERT_DECLARE(layer_norm_scratch)
+FASTBERT_DECLARE(layer_norm_forward)
+FASTBERT_DECLARE(layer_norm_backward)
+FASTBERT_DECLARE(activation_forward)
+FASTBERT_DECLARE(activation_backward)
+FASTBERT_DECLARE(rms_norm_forward)
+FASTBERT_DECLARE(rms_norm_backward)
+FASTBERT_DECLARE(rotary)
+FASTBERT_DECLARE(embedding_forward)
+FASTBERT_DECLARE(embedding_backward)
+FASTBERT_DECLARE(sum_segments)
+FASTBERT_DECLARE(cross_entropy_forward)
+FASTBERT_DECLARE(cross_entropy_backward)
+FASTBERT_DECLARE(sum_rows)
+FASTBERT_DECLARE(attention_backward_scratch)
+FASTBERT_DECLARE(attention_backward)
+FASTBERT_DECLARE(attention_bias_scratch)
+FASTBERT_DECLARE(attention_bias_gradient)
+FASTBERT_DECLARE(attention_weights_scratch)
+FASTBERT_DECLARE(attention_weights)
+FASTBERT_DECLARE(checksums)
+
+}  // namespace fastbert::cpu::FASTBERT_LEVEL_BASE
+
+#else
+
+#define FASTBERT_LEVEL_BASE FASTBERT_LEVEL
+
+#include "attention_backward_kernel.h"
+#include "attention_weights_kernel.h"
+#include "cross_entropy_kernel.h"
+#include "embedding_kernel.h"
+#include "feed_forward_kernel.h"
+#include "fingerprint_kernel.h"
+#include "layer_norm_kernel.h"
 #include "rms_norm_kernel.h"
 #include "rotary_kernel.h"
+
+#endif
 
 #define FASTBERT_STRING_OF(x) #x
 #define FASTBERT_STRING(x) FASTBERT_STRING_OF(x)
 
 namespace fastbert::cpu::FASTBERT_LEVEL {
 
+namespace base = FASTBERT_LEVEL_BASE;
+
 extern const Kernels kKernels = {
     FASTBERT_STRING(FASTBERT_LEVEL),
-    layer_norm_scratch,
-    layer_norm_forward,
-    layer_norm_backward,
-    activation_forward,
-    activation_backward,
-    rms_norm_forward,
-    rms_norm_backward,
-    rotary,
-    embedding_forward,
-    embedding_backward,
-    sum_segments,
-    cross_entropy_forward,
-    cross_entropy_backward,
-    sum_rows,
+    base::layer_norm_scratch,
+    base::layer_norm_forward,
+    base::layer_norm_backward,
+    base::activation_forward,
+    base::activation_backward,
+    base::rms_norm_forward,
+    base::rms_norm_backward,
+    base::rotary,
+    base::embedding_forward,
+    base::embedding_backward,
+    base::sum_segments,
+    base::cross_entropy_forward,
+    base::cross_entropy_backward,
+    base::sum_rows,
 #if defined(FASTBERT_LEVEL_TILES)
     packed_bytes_tiled,
     pack_units,
@@ -61,15 +111,16 @@ extern const Kernels kKernels = {
     attention_scratch,
     attention_forward,
 #endif
-    attention_backward_scratch,
-    attention_backward,
-    attention_bias_scratch,
-    attention_bias_gradient,
-    attention_weights_scratch,
-    attention_weights,
+    base::attention_backward_scratch,
+    base::attention_backward,
+    base::attention_bias_scratch,
+    base::attention_bias_gradient,
+    base::attention_weights_scratch,
+    base::attention_weights,
     int8_layout,
     int8_quantise,
     int8_gemm,
+    base::checksums,
 };
 
 }  // namespace fastbert::cpu::FASTBERT_LEVEL

@@ -17,6 +17,7 @@
 
 #define FASTBERT_LEVEL amx
 #define FASTBERT_LEVEL_BYTES 64
+#define FASTBERT_LEVEL_BASE avx512
 #define FASTBERT_LEVEL_TILES 1
 #include "level.h"
 

@@ -16,6 +16,7 @@
 
 #define FASTBERT_LEVEL avx512_bf16
 #define FASTBERT_LEVEL_BYTES 64
+#define FASTBERT_LEVEL_BASE avx512
 #define FASTBERT_LEVEL_DOTS 1
 #include "level.h"
 

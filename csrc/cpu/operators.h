@@ -140,6 +140,11 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_cross_entropy_backward(
     const OptionalTensor& bias, const at::Tensor& labels, const at::Tensor& statistics,
     const at::Tensor& order, const std::string& reduction);
 
+// Where these tensors (1-D or 2-D) are stored and checksums of their bits: int64, one-dimensional;
+// and whether they still have it, as far as a product with so many rows makes it worth reading.
+at::Tensor fingerprint(at::TensorList tensors);
+bool has_fingerprint(at::TensorList tensors, const at::Tensor& fingerprint, int64_t rows);
+
 // Whether an element lies outside of [0, size) and is not `ignored`.
 bool any_outside(const at::Tensor& index, int64_t size, std::optional<int64_t> ignored);
 

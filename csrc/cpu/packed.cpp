@@ -9,7 +9,6 @@
 #include <sys/mman.h>
 #include <unistd.h>
 #endif
-#include <torch/library.h>
 
 #include <array>
 #include <atomic>

@@ -6,12 +6,12 @@
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
-#include <torch/library.h>
 
 #include <string>
 #include <tuple>
 
 #include "../checks.h"
+#include "../register.h"
 #include "feed_forward.cuh"
 #include "layer_norm.cuh"
 
@@ -183,10 +183,10 @@ std::tuple<at::Tensor, at::Tensor> bias_gelu_backward_op(const at::Tensor& dy_in
 }  // namespace
 
 TORCH_LIBRARY_IMPL(fastbert_C, CUDA, m) {
-  m.impl("layer_norm_forward", layer_norm_forward_op);
-  m.impl("layer_norm_backward", layer_norm_backward_op);
-  m.impl("bias_gelu_forward", bias_gelu_forward_op);
-  m.impl("bias_gelu_backward", bias_gelu_backward_op);
+  implement<layer_norm_forward_op>(m, "layer_norm_forward");
+  implement<layer_norm_backward_op>(m, "layer_norm_backward");
+  implement<bias_gelu_forward_op>(m, "bias_gelu_forward");
+  implement<bias_gelu_backward_op>(m, "bias_gelu_backward");
 }
 
 }  // namespace fastbert::cuda

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -72,7 +73,8 @@ def classify(
 
     Scores are probabilities: softmax over all labels, or a sigmoid of each
     where config.json says multi_label_classification or has a single label;
-    for regression they are the numbers. The label is that of the largest.
+    for regression they are the numbers. A cross-encoder's folder says itself
+    whether they are a sigmoid or the numbers. The label is that of the largest.
 
     OUT holds label, score and scores, and nothing else. It appears when it is
     whole; until then OUT.partial keeps what is done, and after an
@@ -104,13 +106,19 @@ class Classifier:
         import torch
 
         from fastbert.io import checkpoint
+        from fastbert.io import sentence_transformers_folder as stored
 
         self.folder, self.backend = checkpoint.find(model), backend
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        config, _ = checkpoint.read_settings(self.folder)
-        self.model = _load(self.folder, config, backend).to(self.device)
-        self.labels, self.function = label_names(config), score_function(config)
-        self.tokenizer = LimitedTokenizer(self.folder, max_length, config.max_length)
+        settings = stored.SentenceFolder(self.folder)
+        if stored.is_cross_encoder(self.folder):
+            settings = stored.read_cross_encoder(self.folder)
+        config, _ = checkpoint.read_settings(settings.encoder)
+        self.labels = label_names(config)
+        self.function = score_function(config, settings.activation)
+        self.model = _load(settings.encoder, config, backend).to(self.device)
+        settings = replace(settings, max_length=max_length or settings.max_length)
+        self.tokenizer = LimitedTokenizer(settings, config.max_length)
 
     def __call__(self, batch: dict[str, Any]) -> torch.Tensor:
         """The scores (B, labels), float32, of a packed batch."""
@@ -147,8 +155,30 @@ def label_names(config: BertConfig) -> list[str]:
     return names
 
 
-def score_function(config: BertConfig) -> str:
-    """softmax, sigmoid or none, as transformers' text-classification pipeline chooses."""
+# The names of score functions by the classes of torch.nn that a cross-encoder may name.
+FUNCTIONS = {"Sigmoid": "sigmoid", "Identity": "none"}
+
+
+def score_function(config: BertConfig, activation: str | None = None) -> str:
+    """softmax, sigmoid or none: the ``activation`` that a cross-encoder names, there or in its
+    config.json, else as transformers' text-classification pipeline chooses.
+
+    Raises ValueError for another activation.
+    """
+    from fastbert.io.sentence_transformers_folder import activation_name
+
+    own = config.extra.get("sentence_transformers")
+    path = own.get("activation_fn") if isinstance(own, dict) else None
+    path = path or config.extra.get("sbert_ce_default_activation_function")
+    if activation is None and path is not None:
+        activation = activation_name("MODEL: the activation function of its scores", path)
+    if activation is not None:
+        if activation not in FUNCTIONS:
+            raise ValueError(
+                f"MODEL: the activation function of its scores is {activation!r}, allowed: "
+                f"{', '.join(FUNCTIONS)}"
+            )
+        return FUNCTIONS[activation]
     if config.problem_type == "regression":
         return "none"
     if config.problem_type == "multi_label_classification" or config.num_labels == 1:
@@ -187,7 +217,7 @@ def run(
         tokens_per_batch=tokens_per_batch,
         device=classifier.device,
         fingerprint=fingerprint(
-            classifier.folder,
+            (classifier.folder, classifier.tokenizer.folder),
             texts,
             command="classify",
             fields=len(texts.fields),

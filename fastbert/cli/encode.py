@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,10 +16,12 @@ from fastbert.cli.texts import Texts, blocks, check_output, write_parquet
 
 if TYPE_CHECKING:
     import numpy as np
-    import torch
     from numpy.typing import NDArray
 
-POOLINGS = ("mean", "cls", "max", "last")
+    from fastbert.io.sentence_transformers_folder import SentenceFolder
+
+# Spelled out, because importing fastbert.modules would import torch; a test compares the two.
+POOLINGS = ("mean", "cls", "max", "last", "mean_sqrt_len_tokens", "weightedmean")
 
 
 def encode(
@@ -42,12 +43,14 @@ def encode(
     pooling: Annotated[
         str | None,
         typer.Option(
-            help="mean, cls, max or last; the folder's own 1_Pooling/config.json, else mean."
+            help=f"{', '.join(POOLINGS)}; by default the folder's own Pooling, else mean."
         ),
     ] = None,
     normalize: Annotated[
         bool | None,
-        typer.Option(help="Scale rows to length 1; as the folder's modules.json says, else not."),
+        typer.Option(
+            help="End with rows of length 1; by default as the folder's modules.json says."
+        ),
     ] = None,
     max_length: Annotated[
         int | None, typer.Option(help="Tokens kept of a text, \\[CLS] and \\[SEP] included.", min=3)
@@ -60,6 +63,10 @@ def encode(
 ) -> None:
     """Turn each line of INPUT into an embedding; row i of OUT is line i, blank lines too.
 
+    A folder of sentence-transformers is followed as a whole: its Pooling,
+    Dense and Normalize, its default prompt, its limit of tokens. A folder with
+    another module or setting is refused.
+
     OUT holds the embeddings and nothing else. It appears when it is whole;
     until then OUT.partial keeps what is done, and after an interruption the
     same command goes on from there.
@@ -71,73 +78,45 @@ def encode(
     from fastbert.io import checkpoint
 
     folder = checkpoint.find(model)
-    recipe = Recipe.of(folder)
-    recipe = Recipe(
-        pooling or recipe.checked_pooling(),
-        recipe.normalize if normalize is None else normalize,
-        max_length or recipe.max_length,
-    )
+    recipe = read_recipe(folder, pooling=pooling, normalize=normalize, max_length=max_length)
     summary = run(folder, texts, target, recipe, tokens_per_batch=tokens_per_batch, backend=backend)
-    detail = f"{summary['shape']}, {recipe.pooling}{', normalised' if recipe.normalize else ''}"
-    print_summary(summary, detail, as_json=as_json)
+    normalised = ", normalised" if summary["normalize"] else ""
+    print_summary(summary, f"{summary['shape']}, {summary['pooling']}{normalised}", as_json=as_json)
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """How token vectors become one vector. ``max_length`` None: as long as the model allows."""
+def read_recipe(
+    folder: Path,
+    *,
+    pooling: str | None = None,
+    normalize: bool | None = None,
+    max_length: int | None = None,
+) -> SentenceFolder:
+    """What makes an embedding: of a sentence-transformers folder what it says, of any other the
+    mean of the rows; each argument that is not None replaces that part.
 
-    pooling: str = "mean"
-    normalize: bool = False
-    max_length: int | None = None
+    Raises ValueError naming the file and what is damaged or not served.
+    """
+    from fastbert.io import sentence_transformers_folder as stored
 
-    @classmethod
-    def of(cls, model: Path) -> Recipe:
-        """What a sentence-transformers folder says of itself; the defaults for any other."""
-        if not (model / "modules.json").is_file():
-            return cls()
-        kinds = {entry["type"].rsplit(".", 1)[-1]: entry for entry in _read(model / "modules.json")}
-        pooling = "mean"
-        if "Pooling" in kinds:
-            pooling = _pooling_mode(_read(model / kinds["Pooling"]["path"] / "config.json"))
-        length = None
-        if (model / "sentence_bert_config.json").is_file():
-            length = _read(model / "sentence_bert_config.json").get("max_seq_length")
-        return cls(pooling, "Normalize" in kinds, length)
-
-    def checked_pooling(self) -> str:
-        """Raises ValueError for a pooling that sentence-transformers has and fastbert has not."""
-        if self.pooling not in POOLINGS:
-            raise ValueError(
-                f"MODEL: its pooling is {self.pooling!r}, allowed: {', '.join(POOLINGS)} "
-                "(--pooling overrides it)"
-            )
-        return self.pooling
-
-
-def _read(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"MODEL: {path} is not valid JSON: {error}") from error
-
-
-def _pooling_mode(config: dict[str, Any]) -> str:
-    """The mode of a Pooling module: one key today, one flag per mode in older folders."""
-    mode = config.get("pooling_mode")
-    if mode is None:
-        prefix = "pooling_mode_"
-        flags = [key.removeprefix(prefix) for key, on in config.items() if on]
-        mode = [key for key in flags if f"{prefix}{key}" in config] or ["mean"]
-    modes = [mode] if isinstance(mode, str) else mode
-    names = {"cls_token": "cls", "mean_tokens": "mean", "max_tokens": "max", "lasttoken": "last"}
-    return "+".join(names.get(name, name) for name in modes)
+    recipe = stored.SentenceFolder(folder, (stored.Pooling(),))
+    if stored.is_one(folder):
+        recipe = stored.read(folder)
+    first, *others = recipe.modules
+    if pooling is not None and isinstance(first, stored.Pooling):
+        first = replace(first, modes=(pooling,))
+    ends_normalised = bool(others) and isinstance(others[-1], stored.Normalize)
+    if normalize is True and not ends_normalised:
+        others.append(stored.Normalize())
+    elif normalize is False and ends_normalised:
+        others.pop()
+    return replace(recipe, modules=(first, *others), max_length=max_length or recipe.max_length)
 
 
 def run(
     folder: Path,
     texts: Texts,
     target: Path,
-    recipe: Recipe,
+    recipe: SentenceFolder,
     *,
     tokens_per_batch: int,
     backend: str | None,
@@ -145,26 +124,28 @@ def run(
     """Encodes ``texts`` and writes ``target``; returns the summary that ``--json`` prints."""
     import torch
 
+    from fastbert.cli.after_encoder import AfterEncoder
     from fastbert.modules import BertModel
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with warnings.catch_warnings():
         # A checkpoint without a pooler is as good as any here: nothing reads the pooler's output.
         warnings.filterwarnings("ignore", ".*initialised afresh: pooler")
-        model = BertModel.from_pretrained(folder, backend=backend).to(device)
+        model = BertModel.from_pretrained(recipe.encoder, backend=backend).to(device)
     config = model.config
-    tokenizer = LimitedTokenizer(folder, recipe.max_length, config.max_length)
-    options = {"pooling": recipe.pooling, "normalize": recipe.normalize}
+    tokenizer = LimitedTokenizer(recipe, config.max_length)
+    after = AfterEncoder(recipe, config.hidden_size, tokenizer.prompt_length()).to(device)
+    options = {"pooling": "+".join(after.pooling.modes), "normalize": after.normalised}
     summary = compute(
         texts,
         target,
         tokenizer=tokenizer,
-        forward=lambda batch: pooled(model(**batch).last_hidden_state, batch["cu_seqlens"], recipe),
-        width=config.hidden_size,
+        forward=lambda batch: after(model(**batch).last_hidden_state, batch["cu_seqlens"]),
+        width=after.width,
         tokens_per_batch=tokens_per_batch,
         device=device,
         fingerprint=fingerprint(
-            folder,
+            (folder, recipe.encoder, *after.folders),
             texts,
             command="encode",
             **options,
@@ -174,17 +155,7 @@ def run(
         ),
         write=None if target.suffix.lower() == ".npy" else write_embeddings,
     )
-    return {**summary, "shape": (texts.count, config.hidden_size), **options}
-
-
-def pooled(hidden: torch.Tensor, cu_seqlens: torch.Tensor, recipe: Recipe) -> torch.Tensor:
-    """Token vectors (T, H) of packed texts to one float32 vector each, (B, H)."""
-    import torch
-
-    from fastbert.modules import pool
-
-    rows = pool(hidden.float(), cu_seqlens, recipe.pooling)
-    return torch.nn.functional.normalize(rows, dim=-1) if recipe.normalize else rows
+    return {**summary, "shape": (texts.count, after.width), **options}
 
 
 def write_embeddings(rows: NDArray[np.float32], path: Path) -> None:

@@ -97,13 +97,15 @@ class PartialRows:
         try:
             state = json.loads((self.folder / STATE).read_text(encoding="utf-8"))
             theirs, done, totals = state["fingerprint"], state["rows"], Counter(state["totals"])
+            if not all(type(n) is int and n >= 0 for n in (done, *totals.values())):
+                return
             other = [name for name in self.fingerprint if theirs[name] != self.fingerprint[name]]
             whole = (self.folder / ROWS).stat().st_size >= self._size(done)
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return
         if not done:
             return
-        if other or not whole:
+        if other or not whole or done > self.shape[0]:
             why = f"of a run with another {', '.join(other)}" if other else "damaged"
             _say(f"{self.folder} is {why}: starting anew")
             return

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -21,46 +22,56 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-    from fastbert.data import JsonTokenizer, WordPieceTokenizer
+    from fastbert.data import Encoded, JsonTokenizer, WordPieceTokenizer
+    from fastbert.io.sentence_transformers_folder import SentenceFolder
 
 # Lines are sorted by length, and kept once computed, in windows of about this many batches.
 WINDOW_BATCHES = 8
 
 
-class Encoded(NamedTuple):
-    """A text or a pair as ids; ``token_types`` [] where all are 0."""
-
-    ids: list[int]
-    token_types: list[int]
-    truncated: bool
-
-
 class LimitedTokenizer:
     """The tokenizer of a model folder, for texts and pairs, with the model's limit of tokens.
 
-    The limit is ``max_length``, or what tokenizer_config.json says, but never more than the
-    ``positions`` that the model has.
+    The limit is ``settings.max_length``, or what tokenizer_config.json says, but never more than
+    the ``positions`` that the model has. ``settings.prompt`` is put before the first text.
     """
 
-    def __init__(self, folder: Path, max_length: int | None, positions: int) -> None:
+    def __init__(self, settings: SentenceFolder, positions: int) -> None:
         from fastbert.data import load_tokenizer, model_max_length
 
-        self.tokenizer: WordPieceTokenizer | JsonTokenizer = load_tokenizer(folder)
-        self.limit = min(max_length or model_max_length(folder) or positions, positions)
+        self.folder, self.prompt = settings.encoder, settings.prompt
+        if settings.other_prompts:
+            names = ", ".join(settings.other_prompts)
+            warnings.warn(
+                f"MODEL has prompts, and none of them by default ({names}): texts are read as they "
+                "are",
+                stacklevel=2,
+            )
+        self.tokenizer: WordPieceTokenizer | JsonTokenizer = load_tokenizer(self.folder)
+        if settings.lowercase:
+            self.tokenizer.lowercase()
+        limit = settings.max_length or model_max_length(self.folder) or positions
+        self.limit = min(limit, positions)
 
     def __call__(self, texts: tuple[str, ...]) -> Encoded:
-        encoded = self._encode(texts, None)
+        first, *second = texts
+        try:
+            encoded = self.tokenizer.encode_within(self.limit, self.prompt + first, *second)
+        except ValueError as error:
+            raise ValueError(f"MODEL: {self.folder}: {error}") from error
         if not encoded.ids:
-            raise ValueError(f"MODEL: its tokenizer makes no tokens of {texts[0]!r}, allowed: some")
-        if len(encoded.ids) <= self.limit:
-            return encoded
-        return self._encode(texts, self.limit)._replace(truncated=True)
+            raise ValueError(
+                f"MODEL: its tokenizer makes no tokens of {first!r:.200}, allowed: some"
+            )
+        return encoded
 
-    def _encode(self, texts: tuple[str, ...], max_length: int | None) -> Encoded:
-        if len(texts) == 1:
-            return Encoded(self.tokenizer.encode(texts[0], max_length=max_length), [], False)
-        ids, types = self.tokenizer.encode_pair(*texts, max_length=max_length)
-        return Encoded(ids, types if any(types) else [], False)
+    def prompt_length(self) -> int:
+        """The tokens at the start of each text that are the prompt's, as sentence-transformers
+        counts them: those of the prompt alone without a special token at the end."""
+        if not self.prompt:
+            return 0
+        ids = self.tokenizer.encode_within(self.limit, self.prompt).ids
+        return len(ids) - self.tokenizer.is_added(ids[-1]) if ids else 0
 
 
 def compute(
@@ -170,14 +181,15 @@ def pack(lines: list[Encoded], device: torch.device) -> dict[str, Any]:
     return batch
 
 
-def fingerprint(folder: Path, texts: Texts, **options: Any) -> dict[str, Any]:
-    """What the rows depend on: the model's files, the texts, ``options``, versions, machine."""
+def fingerprint(folders: tuple[Path, ...], texts: Texts, **options: Any) -> dict[str, Any]:
+    """What the rows depend on: the files of the model's ``folders``, the texts, ``options``,
+    versions, machine."""
     from fastbert.testing.machine import describe
 
     machine = describe()
     versions = {name: machine.versions.get(name) for name in ("torch", "triton", "tokenizers")}
     return {
-        "model": _digest_of_model(folder),
+        "model": [_digest_of_model(folder) for folder in dict.fromkeys(folders)],
         "input": texts.digest,
         **options,
         "machine": [machine.isa, machine.gpu],
@@ -186,7 +198,7 @@ def fingerprint(folder: Path, texts: Texts, **options: Any) -> dict[str, Any]:
 
 
 def _digest_of_model(folder: Path) -> str:
-    """A digest of every file that a model, its tokenizer or its pooling may be read from."""
+    """A digest of every file that a model, its tokenizer or its modules may be read from."""
     from fastbert.io import checkpoint
 
     digest = hashlib.sha256()

@@ -85,23 +85,13 @@ class Texts:
             yield tuple(content.get(field) for field in self.fields)
 
     def _rows(self) -> Iterator[tuple[Any, ...]]:
-        parquet = require_parquet("INPUT")
-        from pyarrow import ArrowException
+        require_parquet("INPUT")
+        from fastbert.data.parquet_file import read_rows
 
         try:
-            with parquet.ParquetFile(self.path) as file:
-                names = file.schema_arrow.names
-                for field in self.fields:
-                    if field not in names:
-                        allowed = ", ".join(names)
-                        raise ValueError(
-                            f"INPUT: {self.path} has no column {field!r}, allowed: {allowed}"
-                        )
-                for batch in file.iter_batches(batch_size=1024, columns=list(self.fields)):
-                    columns = [batch[field].to_pylist() for field in self.fields]
-                    yield from zip(*columns, strict=True)
-        except ArrowException as error:
-            raise ValueError(f"INPUT: {self.path}: not a readable parquet file: {error}") from error
+            yield from read_rows(self.path, self.fields)
+        except ValueError as error:
+            raise ValueError(f"INPUT: {error}") from error
 
 
 def check_output(target: Path, source: Path, formats: tuple[str, ...]) -> None:

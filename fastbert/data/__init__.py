@@ -14,11 +14,12 @@ from fastbert.data.json_tokenizer import JsonTokenizer, load_tokenizer, model_ma
 from fastbert.data.masking import mask_tokens
 from fastbert.data.pairs import Instance, NextSentencePairs
 from fastbert.data.stories import stories
-from fastbert.data.tokenizer import WordPieceTokenizer
+from fastbert.data.tokenizer import Encoded, WordPieceTokenizer
 from fastbert.data.vocabulary import train_tokenizer
 
 __all__ = [
     "CorpusWarning",
+    "Encoded",
     "Instance",
     "JsonTokenizer",
     "NextSentencePairs",

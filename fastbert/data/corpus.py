@@ -18,6 +18,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TypeAlias
 
+from fastbert.data.parquet_file import read_rows
 from fastbert.data.sentences import split_sentences
 
 Document: TypeAlias = list[str]
@@ -133,38 +134,21 @@ def _read_jsonl(path: Path) -> Iterator[Document]:
                 continue
             try:
                 content = json.loads(line.decode("utf-8-sig"))
-            except (UnicodeDecodeError, json.JSONDecodeError) as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"{place}: not valid JSON in UTF-8: {error}") from error
             if not isinstance(content, dict):
                 got = type(content).__name__
                 raise ValueError(f'{place}: got a {got}, allowed: an object with a "text" field')
             if "text" not in content:
                 got = ", ".join(sorted(content)) or "none"
-                raise ValueError(f'{place}: no "text" field; the fields are: {got}')
+                raise ValueError(f'{place}: no "text" field; the fields are: {got:.200}')
             yield from _record(content["text"], place)
 
 
 def _read_parquet(path: Path) -> Iterator[Document]:
-    try:
-        from pyarrow import ArrowException
-        from pyarrow.parquet import ParquetFile
-    except ImportError as error:
-        raise ImportError(
-            f"reading {path} needs pyarrow; install it, or fastbert's extra 'train'"
-        ) from error
-    try:
-        with ParquetFile(path) as file:
-            if "text" not in file.schema_arrow.names:
-                names = ", ".join(file.schema_arrow.names)
-                raise ValueError(f'{path}: no "text" column; the columns are: {names}')
-            row = 0
-            for batch in file.iter_batches(batch_size=1024, columns=["text"]):
-                for value in batch.column(0).to_pylist():
-                    row += 1
-                    # A null is a row without text, as an empty string is.
-                    yield from _record("" if value is None else value, f"{path}, row {row}")
-    except ArrowException as error:
-        raise ValueError(f"{path}: not a readable parquet file: {error}") from error
+    for row, (value,) in enumerate(read_rows(path, ["text"]), start=1):
+        # A null is a row without text, as an empty string is.
+        yield from _record("" if value is None else value, f"{path}, row {row}")
 
 
 _READERS = {".jsonl": _read_jsonl, ".parquet": _read_parquet}

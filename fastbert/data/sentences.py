@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import re
 
-# A mark that may end a sentence, with the quotes and brackets that close after it.
-_END = re.compile(r"""(?:[.!?…]+["'”’»)\]]*(?=\s)|[。！？]+[”’」』）]*)\s*""")
+# A mark that may end a sentence, with the quotes and brackets that close after it. A run of marks
+# is tried from its first only, so that the time stays linear.
+_END = re.compile(r"""(?:(?<![.!?…])[.!?…]+["'”’»)\]]*(?=\s)|[。！？]+[”’」』）]*)\s*""")
 _OPENERS = "\"'“‘«([{*-–—"
 # Lower case and without the final stop. Those that often end a sentence (etc., inc.) are left out:
 # what follows them decides by its capital.
@@ -20,20 +21,26 @@ _ABBREVIATION = re.compile(
 )
 
 
-def _is_boundary(text: str, start: int, mark: str, resume: int, needs_capital: bool) -> bool:
-    """Whether the sentence from ``start`` ends with ``mark``, before position ``resume``."""
+def _is_boundary(text: str, start: int, match: re.Match[str], needs_capital: bool) -> bool:
+    """Whether the sentence from ``start`` ends with the mark of ``match``, which more text follows.
+
+    Looks at the words around the mark only, however long the sentence is.
+    """
+    mark, end, resume = match.group().strip(), match.start(), match.end()
     if mark[0] in "。！？":
         return True
-    following = text[resume:].lstrip(_OPENERS)[:1] if text[resume] in _OPENERS else text[resume]
-    if needs_capital and following.islower():
+    while text[resume : resume + 1] and text[resume] in _OPENERS:
+        resume += 1
+    if needs_capital and text[resume : resume + 1].islower():
         return False
     if not mark.startswith(".") or mark.startswith(".."):
         return True
-    before = text[start:resume].rstrip()
-    before = before[: before.rindex(mark)]
-    word = before.split()[-1].lstrip(_OPENERS).lower() if before.split() else ""
+    stop = end - (end > start and text[end - 1] == " ")
+    first = max(start, text.rfind(" ", start, stop) + 1)
+    word = text[first:stop].lstrip(_OPENERS).lower()
     is_initial = len(word) == 1 and word.isalpha() and word != "i"
-    is_heading_number = before == word and re.fullmatch(r"[\dA-Za-z]?[\d.]*", word) is not None
+    is_whole = end - start == len(word) and text[start:end] == word
+    is_heading_number = is_whole and re.fullmatch(r"[\dA-Za-z]?[\d.]*", word) is not None
     return not (_ABBREVIATION.fullmatch(word) or is_initial or is_heading_number)
 
 
@@ -47,8 +54,8 @@ def split_sentences(text: str) -> list[str]:
     needs_capital = text != text.lower()
     sentences, start = [], 0
     for match in _END.finditer(text):
-        mark, resume = match.group().strip(), match.end()
-        if resume < len(text) and _is_boundary(text, start, mark, resume, needs_capital):
+        resume = match.end()
+        if resume < len(text) and _is_boundary(text, start, match, needs_capital):
             sentences.append(text[start:resume].rstrip())
             start = resume
     sentences.append(text[start:])

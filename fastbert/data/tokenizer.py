@@ -8,12 +8,15 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from fastbert import json_file
 
 # The order that trained vocabularies begin with.
 SPECIAL_TOKENS = {
@@ -23,18 +26,52 @@ SPECIAL_TOKENS = {
     "sep_token": "[SEP]",
     "mask_token": "[MASK]",
 }
+# Ids are below this, for there are arrays with an entry per id. The largest vocabularies have a
+# sixteenth of so many tokens.
+MAX_VOCABULARY = 1 << 24
+
+
+class Encoded(NamedTuple):
+    """A text or a pair as ids; ``token_types`` [] where all are 0."""
+
+    ids: list[int]
+    token_types: list[int]
+    truncated: bool
+
+
+@contextmanager
+def rust_errors(what: str) -> Iterator[None]:
+    """Turns failures of the Rust library inside into a ValueError that begins with ``what``.
+
+    The library raises bare Exception, and PanicException, which derives from BaseException.
+    """
+    try:
+        yield
+    except (TypeError, OSError, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        raise ValueError(f"{what}: {error}") from error
+
+
+def lowercase_first(tokenizer: Tokenizer) -> None:
+    """Makes ``tokenizer`` lower-case a text before its own normaliser reads it."""
+    own = tokenizer.normalizer
+    steps = [normalizers.Lowercase()] if own is None else [normalizers.Lowercase(), own]
+    tokenizer.normalizer = normalizers.Sequence(steps)
 
 
 def truncate_pair(length_a: int, length_b: int, budget: int) -> tuple[int, int]:
-    """The lengths of two segments after the longer is cut until both fit into ``budget`` tokens."""
-    half = budget // 2
+    """The lengths of two segments after the longer is cut until both fit into ``budget`` tokens.
+
+    Of an odd budget, the segment that was longer keeps the last token, as in transformers.
+    """
     if length_a + length_b <= budget:
         return length_a, length_b
-    if length_a <= half:
-        return length_a, budget - length_a
-    if length_b <= budget - half:
-        return budget - length_b, length_b
-    return half, budget - half
+    short = min(length_a, length_b)
+    long = max(short, budget - short)
+    if short + long > budget:
+        short, long = budget // 2, budget - budget // 2
+    return (short, long) if length_a <= length_b else (long, short)
 
 
 def build_tokenizer(
@@ -80,6 +117,8 @@ class WordPieceTokenizer:
         vocab = tokenizer.get_vocab()
         if missing := [token for token in self.special.values() if token not in vocab]:
             raise ValueError(f"tokenizer: special tokens not in the vocabulary: {missing}")
+        if (largest := max(vocab.values())) >= MAX_VOCABULARY:
+            raise ValueError(f"tokenizer: got the id {largest}, allowed: below {MAX_VOCABULARY}")
         # Length is the caller's business; a saved tokenizer.json may have both switched on.
         tokenizer.no_padding()
         tokenizer.no_truncation()
@@ -88,7 +127,7 @@ class WordPieceTokenizer:
             vocab[self.special[name]] for name in SPECIAL_TOKENS
         )
         special_ids = [vocab[token] for token in self.special.values()]
-        self.vocab_size = max(vocab.values()) + 1
+        self.vocab_size = largest + 1
         self.is_special = np.zeros(self.vocab_size, dtype=bool)
         self.is_special[special_ids] = True
         self.ordinary_ids = np.setdiff1d(np.array(list(vocab.values())), special_ids)
@@ -105,7 +144,7 @@ class WordPieceTokenizer:
         self, text: str, *, add_special_tokens: bool = True, max_length: int | None = None
     ) -> list[int]:
         """Ids of ``[CLS] text [SEP]``, or of ``text`` alone, cut at the right to ``max_length``."""
-        ids = self.backend.encode(text, add_special_tokens=False).ids
+        ids = self._ids(text)
         if not add_special_tokens:
             return ids[:max_length]
         if max_length is not None:
@@ -119,13 +158,40 @@ class WordPieceTokenizer:
 
         When the result would be longer than ``max_length``, the longer text is cut at its right.
         """
-        a = self.backend.encode(first, add_special_tokens=False).ids
-        b = self.backend.encode(second, add_special_tokens=False).ids
+        a, b = self._ids(first), self._ids(second)
         if max_length is not None:
             length_a, length_b = truncate_pair(len(a), len(b), _room(max_length, 3))
             a, b = a[:length_a], b[:length_b]
         ids = [self.cls_id, *a, self.sep_id, *b, self.sep_id]
         return ids, [0] * (len(a) + 2) + [1] * (len(b) + 1)
+
+    def encode_within(self, max_length: int, first: str, second: str | None = None) -> Encoded:
+        """``encode`` or ``encode_pair`` of texts of any length, tokenised once, and whether they
+        were cut."""
+        texts = [first] if second is None else [first, second]
+        with rust_errors("tokenizer: it fails"):
+            # Without the offsets, which take most of the time.
+            encodings = self.backend.encode_batch_fast(texts, add_special_tokens=False)
+        a, *rest = (encoding.ids for encoding in encodings)
+        room = _room(max_length, 2 + len(rest))
+        if not rest:
+            return Encoded([self.cls_id, *a[:room], self.sep_id], [], len(a) > room)
+        length_a, length_b = truncate_pair(len(a), len(rest[0]), room)
+        ids = [self.cls_id, *a[:length_a], self.sep_id, *rest[0][:length_b], self.sep_id]
+        types = [0] * (length_a + 2) + [1] * (length_b + 1)
+        return Encoded(ids, types, len(a) + len(rest[0]) > room)
+
+    def _ids(self, text: str) -> list[int]:
+        with rust_errors("tokenizer: it fails"):
+            return self.backend.encode(text, add_special_tokens=False).ids
+
+    def lowercase(self) -> None:
+        """Lower-cases every text from now on, whatever the vocabulary's casing is."""
+        lowercase_first(self.backend)
+
+    def is_added(self, index: int) -> bool:
+        """Whether an id is that of a special token."""
+        return bool(self.is_special[index])
 
     def encode_sentences(self, sentences: Sequence[str]) -> list[list[int]]:
         """Ids of each sentence without special tokens.
@@ -136,7 +202,10 @@ class WordPieceTokenizer:
         before = self.backend.encode_special_tokens
         self.backend.encode_special_tokens = True
         try:
-            encodings = self.backend.encode_batch_fast(list(sentences), add_special_tokens=False)
+            with rust_errors("tokenizer: it fails"):
+                encodings = self.backend.encode_batch_fast(
+                    list(sentences), add_special_tokens=False
+                )
         finally:
             self.backend.encode_special_tokens = before
         return [encoding.ids for encoding in encodings]
@@ -164,24 +233,30 @@ class WordPieceTokenizer:
         """
         folder = Path(folder)
         config = read_config(folder)
-        names = {key: _token_text(config[key]) for key in SPECIAL_TOKENS if config.get(key)}
-        special = {**SPECIAL_TOKENS, **names}
+        names = {
+            key: _token_text(folder, key, config[key]) for key in SPECIAL_TOKENS if key in config
+        }
+        special = {**SPECIAL_TOKENS, **{key: name for key, name in names.items() if name}}
         whole, vocab = folder / "tokenizer.json", folder / "vocab.txt"
         if whole.is_file():
             tokenizer = read_tokenizer(whole)
         elif vocab.is_file():
-            tokenizer = build_tokenizer(
-                _read_vocab(vocab),
-                special,
-                lowercase=config.get("do_lower_case", True),
-                strip_accents=config.get("strip_accents"),
-                chinese=config.get("tokenize_chinese_chars", True),
-            )
+            casing = {
+                "lowercase": _flag(folder, config, "do_lower_case", True),
+                "strip_accents": _flag(folder, config, "strip_accents", None),
+                "chinese": _flag(folder, config, "tokenize_chinese_chars", True),
+            }
+            pieces = _read_vocab(vocab)
+            with rust_errors(f"tokenizer: {folder} is broken"):
+                tokenizer = build_tokenizer(pieces, special, **casing)
         else:
             raise FileNotFoundError(
                 f"tokenizer: {folder} holds neither tokenizer.json nor vocab.txt"
             )
-        return cls(tokenizer, special)
+        try:
+            return cls(tokenizer, special)
+        except ValueError as error:
+            raise ValueError(f"{folder}: {error}") from error
 
     def save(self, folder: str | os.PathLike[str], *, max_length: int | None = None) -> None:
         """Writes tokenizer.json, vocab.txt, tokenizer_config.json and special_tokens_map.json.
@@ -216,33 +291,40 @@ def _room(max_length: int, special: int) -> int:
 
 def read_tokenizer(path: Path) -> Tokenizer:
     """A ``tokenizer.json``. Raises ValueError when it is broken."""
-    try:
+    with rust_errors(f"tokenizer: {path} is broken"):
         return Tokenizer.from_file(str(path))
-    except Exception as error:  # the Rust side raises bare Exception
-        raise ValueError(f"tokenizer: {path} is broken: {error}") from error
+
+
+CONFIG = "tokenizer_config.json"
 
 
 def read_config(folder: Path) -> dict[str, Any]:
     """The content of ``tokenizer_config.json``, {} without one. Raises ValueError when broken."""
-    path = folder / "tokenizer_config.json"
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"tokenizer: {path} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"tokenizer: {path} holds a {type(content).__name__}, allowed: an object")
-    return content
+    path = folder / CONFIG
+    return json_file.read(path) if path.is_file() else {}
 
 
-def _token_text(token: str | dict[str, Any]) -> str:
+def _token_text(folder: Path, key: str, token: Any) -> str | None:
     """Older configurations write a special token as an object with its text in ``content``."""
-    return token if isinstance(token, str) else token["content"]
+    text = token.get("content", token) if isinstance(token, dict) else token
+    if text is not None and not isinstance(text, str):
+        raise ValueError(f"{folder / CONFIG}: {key}: got {token!r:.200}, allowed: a token's text")
+    return text
+
+
+def _flag(folder: Path, config: dict[str, Any], key: str, default: bool | None) -> Any:
+    value = config.get(key, default)
+    if not isinstance(value, bool) and value is not default:
+        raise ValueError(f"{folder / CONFIG}: {key}: got {value!r:.200}, allowed: true or false")
+    return value
 
 
 def _read_vocab(path: Path) -> dict[str, int]:
-    lines = path.read_text(encoding="utf-8").split("\n")
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        number = error.object[: error.start].count(b"\n") + 1
+        raise ValueError(f"tokenizer: {path}, line {number}: not UTF-8: {error.reason}") from error
     if lines[-1] == "":
         lines.pop()
     return {line.removesuffix("\r"): index for index, line in enumerate(lines)}

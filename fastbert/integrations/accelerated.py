@@ -7,6 +7,7 @@ was. ``restore`` gives the class back.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import warnings
@@ -21,6 +22,7 @@ from fastbert.integrations.engine import Engine
 from fastbert.integrations.transformers import restarts
 from fastbert.io.families import FAMILIES
 from fastbert.modules.bert import Encoded
+from fastbert.modules.inputs import enter
 from fastbert.modules.layout import Layout
 from fastbert.ops import packed_weights
 
@@ -50,6 +52,9 @@ OUTPUTS = {
     "DistilBertModel": "BaseModelOutput",
     "ModernBertModel": "BaseModelOutput",
 }
+# The encoders whose tuple has a place for the pooler's output without a pooler too, as None. Every
+# other encoder leaves out of its tuple what is None.
+TUPLES_WITH_POOLED = ("MPNetModel",)
 # What a caller may pass and no encoder here computes.
 REFUSED = (
     "head_mask",
@@ -70,7 +75,8 @@ def accelerate(model: Model, *, strict: bool = True) -> Model:
     sees the head's bias there), the pooler reads the first token that exists, masks of 3
     and 4 dims may be bool, 0/1 or additive, packed sequences (``cu_seq_lens_q``, or
     ``position_ids`` that restart) do not see each other and have a pooler output each, and
-    ``output_attentions`` may be a list of layers.
+    ``output_attentions`` may be a list of layers. Hidden states and attention weights carry
+    gradients, as in transformers; the weights are those before dropout.
 
     Raises TypeError for what is no model, ValueError naming what cannot be served, in which case
     nothing was changed; with ``strict=False`` it warns instead and returns the model untouched. A
@@ -165,7 +171,7 @@ def _fast_class(kind: Any, stock: Any) -> Any:
         if problem is not None:
             _warn_once(stock.__name__, str(problem))
             return stock.forward(self, *args, **kwargs)
-        return _run(self, engine, OUTPUTS[stock.__name__], given)
+        return _run(self, engine, stock.__name__, given)
 
     def train(self: Any, mode: bool = True) -> Any:
         if mode != self.training:
@@ -221,7 +227,7 @@ def _warn_once(encoder: str, problem: str) -> None:
 # The call
 
 
-def _run(host: Any, engine: Engine, output: str, given: dict[str, Any]) -> Any:
+def _run(host: Any, engine: Engine, stock: str, given: dict[str, Any]) -> Any:
     for name in REFUSED:
         if given.get(name) is not None and given[name] is not False:
             raise ValueError(f"{name}: got a value, allowed: None in an accelerated encoder")
@@ -231,28 +237,33 @@ def _run(host: Any, engine: Engine, output: str, given: dict[str, Any]) -> Any:
     engine.settle_dropout()
     encoder = engine.model.encoder
     encoder.gradient_checkpointing = _checkpointed(host)
-    encoded = engine.model.encode(
-        **arguments,
-        output_attentions=list(weights) if isinstance(weights, (list, tuple)) else bool(weights),
-        output_hidden_states=bool(states),
+    tokens = enter(engine.model.config, **arguments)
+    if packed is not None:
+        layout = dataclasses.replace(tokens.layout, shape=packed)
+        tokens = tokens._replace(layout=layout)
+    encoded = engine.model.encode_rows(
+        tokens,
+        list(weights) if isinstance(weights, (list, tuple)) else bool(weights),
+        bool(states),
     )
-    layout = encoded.layout
-    hidden = layout.given(encoded.rows)
     values = {
-        "last_hidden_state": _shaped(hidden, packed),
+        "last_hidden_state": encoded.last_hidden_state,
         "pooler_output": _pooled(host, encoded, given.get("attention_mask")),
     }
     if encoded.hidden_states is not None:
-        shaped = tuple(_shaped(state, packed) for state in encoded.hidden_states)
-        values["hidden_states"] = _selected(shaped, states)
+        values["hidden_states"] = _selected(encoded.hidden_states, states)
     if weights:
         values["attentions"] = encoded.attentions
         values["cross_attentions"] = ()  # as in transformers, for an encoder has none
-    fields = getattr(modeling_outputs, output)
+    fields = getattr(modeling_outputs, OUTPUTS[stock])
     out = fields(**{k: v for k, v in values.items() if k in fields.__dataclass_fields__})
     wanted = given.get("return_dict")
     wanted = getattr(host.config, "return_dict", True) if wanted is None else wanted
-    return out if wanted else out.to_tuple()
+    if wanted:
+        return out
+    last, *others = out.to_tuple()
+    absent = stock in TUPLES_WITH_POOLED and out.pooler_output is None
+    return (last, None, *others) if absent else (last, *others)
 
 
 def _flag(host: Any, given: dict[str, Any], name: str) -> Any:
@@ -263,7 +274,7 @@ def _flag(host: Any, given: dict[str, Any], name: str) -> Any:
 def _arguments(
     engine: Engine, given: dict[str, Any]
 ) -> tuple[dict[str, Any], tuple[int, int] | None]:
-    """The keywords of our ``encode``, and the (B, L) of packed input."""
+    """The arguments of ``enter``, and the (B, L) of packed input."""
     choices = engine.model.config.architecture
     names = ["input_ids", "attention_mask", "position_ids", "inputs_embeds"]
     names += ["token_type_ids"] if choices.type_table else []
@@ -274,7 +285,7 @@ def _arguments(
     tokens = given.get("input_ids") if given.get("inputs_embeds") is None else None
     tokens = given.get("inputs_embeds") if tokens is None else tokens
     if tokens is None or tokens.dim() < 2:
-        return arguments, None  # encode says what is wrong
+        return arguments, None  # enter says what is wrong
     batch, length = tokens.shape[:2]
     ends, positions = given.get("cu_seq_lens_q"), arguments["position_ids"]
     if ends is None and mask is None and positions is not None:
@@ -291,10 +302,6 @@ def _arguments(
         "cu_seqlens": ends.int(),
         "max_seqlen": given.get("max_length_q"),
     }, (batch, length)
-
-
-def _shaped(hidden: Tensor, packed: tuple[int, int] | None) -> Tensor:
-    return hidden if packed is None else hidden.view(*packed, hidden.shape[-1])
 
 
 def _selected(states: tuple[Tensor, ...], wanted: Any) -> tuple[Tensor | None, ...]:

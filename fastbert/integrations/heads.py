@@ -29,10 +29,15 @@ class StockHead(nn.Module):
 
     def __init__(self, kind: str, folder: Path) -> None:
         super().__init__()
-        with quiet():
-            model, report = getattr(transformers, kind).from_pretrained(
-                folder, output_loading_info=True
-            )
+        try:
+            with quiet():
+                model, report = getattr(transformers, kind).from_pretrained(
+                    folder, output_loading_info=True
+                )
+        except OSError:
+            raise
+        except Exception as error:  # a damaged folder makes transformers raise any kind of error
+            raise ValueError(f"MODEL: {folder}: transformers cannot load it: {error}") from error
         missing = sorted(report["missing_keys"])
         if missing:
             raise ValueError(f"MODEL: no whole head: {folder} lacks {', '.join(missing)}")

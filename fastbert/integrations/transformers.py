@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastbert import ops, reference
+from fastbert.ops.attention_context import attention_context
+from fastbert.ops.product import needs_gradient
 
 try:
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -90,6 +92,13 @@ def attention(
 
 def _dense(operations, query, key, value, attention_mask, causal, weighed, shared):
     mask, bias = _as_arguments(attention_mask, key.shape[2])
+    if weighed and operations is ops and needs_gradient(query, key, value, bias):
+        # The output is computed from the weights, so that gradients reach them.
+        weights = ops.attention_weights(
+            query, key, mask=mask, bias=bias, causal=causal, scale=shared["scale"]
+        )
+        out = attention_context(weights, value, dropout_p=shared["dropout_p"])
+        return out.transpose(1, 2).contiguous(), weights
     result = operations.attention(
         query, key, value, mask=mask, bias=bias, causal=causal, return_weights=weighed, **shared
     )

@@ -6,11 +6,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import pickle
 import re
-import secrets
 import warnings
-from collections.abc import Callable
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,23 +16,27 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from fastbert import json_file
 from fastbert.config import OURS, BertConfig
-from fastbert.io import families, names, safetensors_file
+from fastbert.io import commit, families, names, safetensors_file, sentence_transformers_folder
+from fastbert.io.commit import CONFIG
 
 if TYPE_CHECKING:
     from fastbert.modules.pretrained import BertPreTrainedModel
 
-CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLED = "pytorch_model.bin"
 # What a hub id downloads; never code, never pickles.
 DOWNLOADED = (
-    CONFIG, WEIGHTS, INDEX, "model-*.safetensors", "modules.json", "0_Transformer/config.json",
-    "0_Transformer/model.safetensors", "vocab.txt", "tokenizer.json", "tokenizer_config.json",
-    "special_tokens_map.json", "added_tokens.json", "1_Pooling/config.json",
-    "sentence_bert_config.json",
+    CONFIG, WEIGHTS, INDEX, "model-*.safetensors", "vocab.txt", "tokenizer.json",
+    "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    sentence_transformers_folder.LISTING, sentence_transformers_folder.SETTINGS,
+    *sentence_transformers_folder.ENCODER_SETTINGS,
+    # The modules of sentence-transformers: 0_Transformer, 1_Pooling, 2_Dense, …
+    "[0-9]*_*/*.json", "[0-9]*_*/vocab.txt", "[0-9]*_*/model*.safetensors",
 )  # fmt: skip
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
@@ -50,7 +52,7 @@ class Stored:
     @property
     def dtype(self) -> torch.dtype:
         """The one floating dtype of the weights; float32 when there are several or none."""
-        dtypes = {t.dtype for t in self.tensors.values() if t.dtype.is_floating_point}
+        dtypes = {t.dtype for t in self.tensors.values() if t.dtype in DTYPES}
         return dtypes.pop() if len(dtypes) == 1 else torch.float32
 
     def config(self, overrides: dict[str, Any]) -> BertConfig:
@@ -62,9 +64,18 @@ class Stored:
                 raise ValueError(f"config_overrides: got {name!r}, allowed: {allowed}")
         try:
             config = families.read_config(self.content)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
             raise ValueError(f"{self.folder / CONFIG}: {error}") from error
         return config.replace(**overrides)
+
+    def architectures(self) -> list[str]:
+        """The classes that config.json names. Raises ValueError when they are no list of names."""
+        classes = self.content.get("architectures") or []
+        if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
+            raise ValueError(
+                f"{self.folder / CONFIG}: architectures: got {classes!r:.200}, allowed: names"
+            )
+        return classes
 
 
 # Reading
@@ -75,30 +86,40 @@ def read(path_or_hub_id: str | os.PathLike[str]) -> Stored:
 
     A sentence-transformers folder may keep its encoder in a sub-folder. Raises FileNotFoundError
     when there is no checkpoint, ValueError naming file and reason when there is a damaged one.
+
+    Configuration and weights are of one save, even if another process saves at the same time. A
+    save that was killed after its commit point is finished first (``fastbert.io.commit``); OSError
+    when this is not possible.
     """
-    folder, content = _read_content(path_or_hub_id)
-    return Stored(folder, content, _read_tensors(folder))
+    folder = _encoder_folder(find(path_or_hub_id))
+    return commit.consistent(
+        folder, lambda: Stored(folder, _read_content(folder), read_tensors(folder))
+    )
 
 
 def read_settings(path_or_hub_id: str | os.PathLike[str]) -> tuple[BertConfig, list[str]]:
     """The configuration of a checkpoint and the classes that its config.json names, without reading
     weights. Errors as in ``read``."""
-    folder, content = _read_content(path_or_hub_id)
-    return Stored(folder, content, {}).config({}), list(content.get("architectures") or [])
-
-
-def _read_content(path_or_hub_id: str | os.PathLike[str]) -> tuple[Path, dict[str, Any]]:
-    """The folder of the encoder, and the content of its config.json."""
     folder = _encoder_folder(find(path_or_hub_id))
+    content = commit.consistent(folder, lambda: _read_content(folder))
+    stored = Stored(folder, content, {})
+    return stored.config({}), stored.architectures()
+
+
+def _read_content(folder: Path) -> dict[str, Any]:
     if not (folder / CONFIG).is_file():
         raise FileNotFoundError(f"{folder}: there is no {CONFIG} in this folder")
-    return folder, _read_json(folder / CONFIG)
+    return json_file.read(folder / CONFIG)
 
 
 def find(path_or_hub_id: str | os.PathLike[str]) -> Path:
-    """The folder itself, or where the files of the hub id were downloaded to."""
+    """The folder itself, or where the files of the hub id were downloaded to.
+
+    Finishes a save to the folder that was killed after its commit point.
+    """
     path = Path(path_or_hub_id)
     if path.is_dir():
+        commit.settle(path)
         return path
     name = str(path_or_hub_id)
     if path.exists() or not _HUB_ID.fullmatch(name):
@@ -119,27 +140,14 @@ def find(path_or_hub_id: str | os.PathLike[str]) -> Path:
 
 def _encoder_folder(folder: Path) -> Path:
     """The folder of the transformer in a sentence-transformers folder; else ``folder`` itself."""
-    listing = folder / "modules.json"
-    if (folder / CONFIG).exists() or not listing.is_file():
+    if (folder / CONFIG).exists() or not sentence_transformers_folder.is_one(folder):
         return folder
-    content = _read_json(listing, kind=list)
-    for module in content:
-        if isinstance(module, dict) and str(module.get("type", "")).endswith("Transformer"):
-            return folder / _plain_name(listing, module.get("path"))
-    raise ValueError(f"{listing}: none of its modules is a Transformer")
+    return sentence_transformers_folder.encoder_folder(folder)
 
 
-def _read_json(path: Path, kind: type = dict) -> Any:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(content, kind):
-        raise ValueError(f"{path}: holds a JSON {type(content).__name__}, expected {kind.__name__}")
-    return content
-
-
-def _read_tensors(folder: Path) -> dict[str, Tensor]:
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """The weights in a folder, by their names. Raises FileNotFoundError when there are none, and
+    ValueError naming the file when it is damaged."""
     if (folder / WEIGHTS).is_file():
         return safetensors_file.read(folder / WEIGHTS)
     if (folder / INDEX).is_file():
@@ -152,15 +160,17 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def _read_shards(index: Path) -> dict[str, Tensor]:
-    places = _read_json(index).get("weight_map")
+    places = json_file.read(index).get("weight_map")
     if not isinstance(places, dict):
         raise ValueError(f"{index}: it has no weight_map")
     tensors: dict[str, Tensor] = {}
-    for shard in sorted({_plain_name(index, place) for place in places.values()}):
+    shards: dict[str, list[str]] = {}
+    for name, place in places.items():
+        shards.setdefault(_plain_name(index, place), []).append(name)
+    for shard, wanted in sorted(shards.items()):
         if not (index.parent / shard).is_file():
             raise ValueError(f"{index}: its shard {shard} is missing")
         stored = safetensors_file.read(index.parent / shard)
-        wanted = [name for name, place in places.items() if place == shard]
         absent = [name for name in wanted if name not in stored]
         if absent:
             raise ValueError(f"{index}: {absent[0]} is not in its shard {shard}")
@@ -177,46 +187,77 @@ def _plain_name(index: Path, name: Any) -> str:
 
 def _read_pickled(path: Path) -> dict[str, Tensor]:
     try:
+        _refuse_compressed(path)
         tensors = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+    except Exception as error:  # damage makes the unpickler raise any kind of error
+        if isinstance(error, OSError) and error.filename:
+            raise
         reason = str(error).partition("\n")[0]
         raise ValueError(f"{path}: refused or damaged: {reason}") from error
-    if not isinstance(tensors, dict) or not all(isinstance(t, Tensor) for t in tensors.values()):
+    if not isinstance(tensors, dict) or not all(map(_is_plain, tensors, tensors.values())):
         raise ValueError(f"{path}: it does not hold a dictionary of tensors")
     return tensors
 
 
-def load_into(model: BertPreTrainedModel, stored: Stored) -> None:
-    """Copies the stored weights into ``model``; one warning names what it lacks and what nobody
-    knows.
+def _refuse_compressed(path: Path) -> None:
+    """torch.save compresses nothing; a small file could otherwise fill the memory."""
+    if not zipfile.is_zipfile(path):
+        return  # the format of torch before 1.6
+    with zipfile.ZipFile(path) as file:
+        size = sum(entry.file_size for entry in file.infolist())
+    if size > path.stat().st_size:
+        raise ValueError(f"it unpacks to {size:,} bytes")
 
-    Raises ValueError when a shape differs or weights of the embeddings or the encoder are missing;
-    the model is untouched then.
+
+def _is_plain(name: object, tensor: object) -> bool:
+    """Whether a tensor is named, is dense in this machine's memory, and shows no number twice."""
+    return (
+        isinstance(name, str)
+        and isinstance(tensor, Tensor)
+        and tensor.layout == torch.strided
+        and tensor.device.type == "cpu"
+        and tensor.nbytes <= tensor.untyped_storage().nbytes()
+    )
+
+
+def fit(model: BertPreTrainedModel, stored: Stored) -> dict[str, Tensor]:
+    """The stored tensors under the names of ``model``, which may be on the meta device.
+
+    Weights of heads that ``model`` does not have are among them. Raises ValueError when a shape
+    differs, or weights of the embeddings or the encoder are missing or have no place in ``model``.
     """
     if model.config.model_type == "bert":
         tensors = names.for_model(stored.tensors, model.body_prefix)
     else:
         tensors = families.to_ours(stored.tensors, model.config)
-    expected = model.state_dict()
+    expected = _own_state(model)
     for name, target in model.tied().items():
         tied = tensors.pop(name, None)
         if tied is not None:
             tensors.setdefault(target, tied)
-        del expected[name]
-    _check_shapes(stored.folder, tensors, expected)
-    missing = [name for name in expected if name not in tensors]
-    lost = [name for name in missing if names.part(name) in names.ENCODER]
+    check_shapes(stored.folder, tensors, expected)
+    lost = [n for n in expected if n not in tensors and names.part(n) in names.ENCODER]
     if lost:
         raise ValueError(
             f"{stored.folder}: {len(lost)} weights of the encoder are missing: {_few(lost)}"
         )
+    left = [name for name in tensors if name not in expected]
+    _check_surplus(stored.folder, left, model.config)
+    return tensors
+
+
+def load_into(model: BertPreTrainedModel, tensors: dict[str, Tensor], folder: Path) -> None:
+    """Copies what ``fit`` returned into ``model``; one warning names what the checkpoint in
+    ``folder`` lacks and what nobody knows."""
+    expected = _own_state(model)
+    missing = [name for name in expected if name not in tensors]
     unknown = [
         name
         for name in tensors
         if name not in expected and names.part(name) not in (*names.BODY, *names.HEADS)
     ]
     if missing or unknown:
-        message = [f"{stored.folder}:"]
+        message = [f"{folder}:"]
         if missing:
             message.append(f"not in the checkpoint, initialised afresh: {', '.join(missing)}.")
         if unknown:
@@ -225,16 +266,41 @@ def load_into(model: BertPreTrainedModel, stored: Stored) -> None:
     model.load_state_dict({n: t for n, t in tensors.items() if n in expected}, strict=False)
 
 
-def _check_shapes(folder: Path, tensors: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+def _own_state(model: BertPreTrainedModel) -> dict[str, Tensor]:
+    """The state of ``model`` without the second names of tied parameters."""
+    tied = model.tied()
+    return {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+
+
+def check_shapes(folder: Path, tensors: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Raises ValueError naming the tensors of another shape or a dtype that is not served."""
     wrong = []
     for name in expected.keys() & tensors.keys():
         got, want = tensors[name], expected[name]
         if got.shape != want.shape:
             wrong.append(f"{name}: got shape {tuple(got.shape)}, expected {tuple(want.shape)}")
-        elif not got.dtype.is_floating_point:
-            wrong.append(f"{name}: got {got.dtype}, expected a floating dtype")
+        elif got.dtype not in DTYPES:
+            wrong.append(f"{name}: got {got.dtype}, expected a floating dtype of 16 to 64 bits")
     if wrong:
         raise ValueError(f"{folder}: the weights do not fit the model: {_few(sorted(wrong), '; ')}")
+
+
+def _check_surplus(folder: Path, left: list[str], config: BertConfig) -> None:
+    """Raises ValueError naming the weights of an encoder among those that no module took."""
+    parts = families.encoder_parts(config)
+    surplus = [name for name in left if names.part(name) in parts]
+    if surplus:
+        what = "1 weight" if len(surplus) == 1 else f"{len(surplus)} weights"
+        verb = "has" if len(surplus) == 1 else "have"
+        raise ValueError(
+            f"{folder}: {what} of the encoder {verb} no place in the model of {CONFIG}, with "
+            f"num_hidden_layers {config.num_hidden_layers}: {_few(sorted(surplus, key=_number))}"
+        )
+
+
+def _number(name: str) -> tuple[list[int], str]:
+    """Sorts layer 2 before layer 10."""
+    return [int(digits) for digits in re.findall(r"\d+", name)], name
 
 
 def _few(items: list[str], separator: str = ", ", most: int = 10) -> str:
@@ -248,15 +314,15 @@ def _few(items: list[str], separator: str = ", ", most: int = 10) -> str:
 def write(folder: str | os.PathLike[str], model: BertPreTrainedModel) -> None:
     """Writes ``model`` so that transformers' class of the same name opens it.
 
-    A tied parameter is stored once, under the name transformers keeps. Each file is written beside
-    its place, flushed and renamed. Raises ValueError when ``folder`` is a file.
+    A tied parameter is stored once, under the name transformers keeps. Both files appear together
+    or not at all, and other files of ``folder`` stay (``fastbert.io.commit``). Raises ValueError
+    when ``folder`` is a file, OSError when a file cannot be written.
     """
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
         raise ValueError(
             f"folder: got {str(folder)!r}, a file; allowed: a folder or a name not taken"
         )
-    folder.mkdir(parents=True, exist_ok=True)
     tied = model.tied()
     tensors = {name: t.cpu() for name, t in model.state_dict().items() if name not in tied}
     content = families.write_config(model.config)
@@ -268,25 +334,6 @@ def write(folder: str | os.PathLike[str], model: BertPreTrainedModel) -> None:
         tensors = families.to_theirs(tensors, model.config)
     content["dtype"] = str(model.dtype).removeprefix("torch.")
     text = json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
-    _replace(folder / WEIGHTS, lambda path: safetensors_file.write(path, tensors))
-    _replace(folder / CONFIG, lambda path: _write_text(path, text))
-
-
-def _write_text(path: Path, text: str) -> None:
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _replace(path: Path, write_to: Callable[[Path], None]) -> None:
-    """Lets ``write_to`` fill a new file in the same folder, then renames it to ``path``."""
-    partial = path.with_name(f".{path.name}.partial-{secrets.token_hex(4)}")
-    try:
-        partial.touch(exist_ok=False)  # with the permissions of any new file
-        mode = partial.stat().st_mode
-        write_to(partial)
-        partial.chmod(mode)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with commit.replacement(folder) as new:
+        safetensors_file.write(new / WEIGHTS, tensors)
+        (new / CONFIG).write_text(text, encoding="utf-8")

@@ -7,6 +7,7 @@ layers; ``{group}`` and ``{inner}`` do in a family that runs groups of layers ag
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,8 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastbert.config import Architecture, BertConfig
-from fastbert.io.names import BUFFERS, QKV, modernise
+from fastbert.config import (
+    MAX_LAYERS,
+    Architecture,
+    BertConfig,
+    check,
+    integer_from,
+    is_integer,
+    is_number,
+)
+from fastbert.io.names import BUFFERS, ENCODER, QKV, modernise
 
 Content = dict[str, Any]
 Names = dict[str, tuple[str, ...]]
@@ -43,7 +52,7 @@ class Family:
 
 def family_of(model_type: str) -> Family:
     """Raises ValueError for a model type that is no family of ours."""
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ValueError(f"model_type: got {model_type!r}, allowed: {', '.join(FAMILIES)}")
     return FAMILIES[model_type]
 
@@ -99,16 +108,41 @@ def place(name: str, layer: int, config: BertConfig) -> str:
     return name.format(layer=layer, group=group, inner=inner)
 
 
+def encoder_parts(config: BertConfig) -> set[str]:
+    """The first parts of the names of an encoder's weights, ours and theirs, without the pooler."""
+    family = family_of(config.model_type)
+    modules = [*family.modules.values(), *family.stored.values()]
+    theirs = {name.partition(".")[0] for group in modules for name in group}
+    return {*ENCODER, *theirs} - {"pooler"}
+
+
 def to_ours(tensors: Mapping[str, Tensor], config: BertConfig) -> dict[str, Tensor]:
     """The tensors of an encoder under the names of our state dict; names that no module of ours has
-    stay. Of a checkpoint with ``prefix`` before the encoder's names, the head's are left out."""
+    stay. Of a checkpoint with ``prefix`` before the encoder's names, the head's are left out, and
+    of ALBERT's groups of layers those that never run."""
     prefix = family_of(config.model_type).prefix
     if any(name.startswith(prefix) for name in tensors):
         tensors = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
-    left = {modernise(name): t for name, t in tensors.items() if name not in BUFFERS}
+    left = {
+        modernise(name): tensor
+        for name, tensor in tensors.items()
+        if name not in BUFFERS and not _never_runs(name, config)
+    }
     for stored in (True, False):
         left = _renamed(left, ((theirs, _in_state(ours)) for ours, theirs in pairs(config, stored)))
     return left
+
+
+def _never_runs(name: str, config: BertConfig) -> bool:
+    """Whether a weight is of one of ALBERT's last groups while there are fewer layers than
+    groups."""
+    choices, found = config.architecture, _SHARED_LAYER.match(name)
+    if choices.groups is None or found is None:
+        return False
+    group, inner = int(found[1]), int(found[2])
+    last = max(choices.order(config.num_hidden_layers))
+    exists = group < choices.groups and inner < choices.group_size
+    return exists and group * choices.group_size + inner > last
 
 
 def to_theirs(tensors: Mapping[str, Tensor], config: BertConfig) -> dict[str, Tensor]:
@@ -143,20 +177,33 @@ def _renamed(left: dict[str, Tensor], names: Iterator[tuple[tuple[str, ...], tup
 # The tables
 
 
+def _layers(content: Content) -> int:
+    """``num_hidden_layers``, checked before anything has as many entries."""
+    layers = content["num_hidden_layers"]
+    allowed = integer_from(1, MAX_LAYERS)
+    check("num_hidden_layers", layers, allowed, is_integer(layers, 1, MAX_LAYERS))
+    return layers
+
+
 def _rotary(content: Content, name: str, default: float) -> float:
     """The base of the rotary positions of one kind of layer. Raises ValueError for a scaled one."""
-    parameters = content.get("rope_parameters") or {}
-    parameters = parameters.get(name, parameters) or {}
+    given = content.get("rope_parameters") or {}
+    parameters = given.get(name, given) or {} if isinstance(given, dict) else given
+    check("rope_parameters", given, "an object", isinstance(parameters, dict))
     kind = parameters.get("rope_type", "default")
     if kind != "default" or content.get("rope_scaling"):
         raise ValueError(f"rope_parameters: got rope_type {kind!r}, allowed: 'default', unscaled")
     if parameters.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError("partial_rotary_factor: got a part of the head, allowed: 1.0")
-    return float(parameters.get("rope_theta", default))
+    base = parameters.get("rope_theta", default)
+    check("rope_theta", base, "a number >= 1", is_number(base, 1.0))
+    return float(base)
 
 
 def _after_padding(content: Content) -> Architecture:
-    return Architecture(first_position=content["pad_token_id"] + 1)
+    padding = content["pad_token_id"]
+    check("pad_token_id", padding, integer_from(0), is_integer(padding, 0))
+    return Architecture(first_position=padding + 1)
 
 
 def _electra(content: Content) -> Architecture:
@@ -186,12 +233,13 @@ def _mpnet(content: Content) -> Architecture:
 
 
 def _nomic(content: Content) -> Architecture:
-    if content["head_dim"] not in (None, content["hidden_size"] // content["num_attention_heads"]):
+    dim, heads = content["head_dim"], content["num_attention_heads"]
+    if dim is not None and dim * heads != content["hidden_size"]:
         raise ValueError(f"head_dim: got {content['head_dim']}, allowed: hidden_size / heads")
     base = _rotary(content, "", 1000.0)
     return Architecture(
         position_table=False,
-        rotary_bases=(base,) * content["num_hidden_layers"],
+        rotary_bases=(base,) * _layers(content),
         gated=True,
         attention_bias=False,
         feed_forward_bias=False,
@@ -200,7 +248,8 @@ def _nomic(content: Content) -> Architecture:
 
 
 def _modernbert(content: Content) -> Architecture:
-    layers, every = content["num_hidden_layers"], content.get("global_attn_every_n_layers", 3)
+    layers, every = _layers(content), content.get("global_attn_every_n_layers", 3)
+    check("global_attn_every_n_layers", every, integer_from(1), is_integer(every, 1))
     kinds = content.get("layer_types") or [
         "sliding_attention" if i % every else "full_attention" for i in range(layers)
     ]
@@ -211,7 +260,9 @@ def _modernbert(content: Content) -> Architecture:
     unknown = set(kinds) - set(bases)
     if unknown or len(kinds) != layers:
         raise ValueError(f"layer_types: got {kinds}, allowed: {layers} of {', '.join(bases)}")
-    window = content["local_attention"] // 2
+    reach = content["local_attention"]
+    check("local_attention", reach, integer_from(0), is_integer(reach, 0))
+    window = reach // 2
     return Architecture(
         position_table=False,
         type_table=False,
@@ -262,6 +313,7 @@ _BERT_DROPOUTS = {
     _NORM: LAYER + "output.dropout",
 }
 _ALBERT_LAYER = "encoder.albert_layer_groups.{group}.albert_layers.{inner}."
+_SHARED_LAYER = re.compile(r"encoder\.albert_layer_groups\.(\d+)\.albert_layers\.(\d+)\.")
 _DISTILBERT_LAYER = "transformer.layer.{layer}."
 _LAYERS = "layers.{layer}."
 

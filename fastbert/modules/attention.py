@@ -18,6 +18,8 @@ from fastbert.modules.linear import Linear
 from fastbert.modules.positions import Rotary
 from fastbert.modules.quantized_linear import QuantizedLinear
 from fastbert.modules.untouched import touched
+from fastbert.ops.attention_context import attention_context
+from fastbert.ops.product import needs_gradient
 
 
 class BertSelfAttention(OperationModule):
@@ -53,7 +55,7 @@ class BertSelfAttention(OperationModule):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """(T, H) → what was attended (T, H); hidden again, for the residual connection around this
         module (see ``ops.linear``); and on request the softmax weights before dropout in the
-        caller's layout."""
+        caller's layout. Where a gradient is wanted, it passes through these weights."""
         qkv, residual = self.qkv(hidden, return_residual=True)
         uniform = layout.cu_seqlens is None
         rows = (layout.batch, layout.length) if uniform else (hidden.shape[0],)
@@ -61,21 +63,50 @@ class BertSelfAttention(OperationModule):
         if self.rotary is not None:
             qkv = qkv.view(-1, 3 * self.heads, self.head_dim)
             qkv = self.rotary(qkv, layout.rotations, 2 * self.heads)
+        qkv = qkv.view(*rows, 3, self.heads, self.head_dim)
+        options: dict[str, Any] = {
+            "mask": layout.mask if near is None else near,
+            "window": self.window if near is None else None,
+            "bias": None if layout.bias is None else layout.bias.to(qkv.dtype),
+            "backend": self.backend,
+        }
+        dropout: dict[str, Any] = {
+            "dropout_p": self.dropout_p if self.training else 0.0,
+            "dropout_seed": dropout_seed,
+        }
+        if output_attentions and needs_gradient(qkv, options["bias"]):
+            out, weights = _through_weights(qkv, layout, options, dropout)
+            return out.reshape(hidden.shape), residual, weights
         result = ops.attention_qkvpacked(
-            qkv.view(*rows, 3, self.heads, self.head_dim),
+            qkv,
             layout.cu_seqlens,
             layout.max_seqlen,
-            mask=layout.mask if near is None else near,
-            window=self.window if near is None else None,
-            bias=None if layout.bias is None else layout.bias.to(qkv.dtype),
-            dropout_p=self.dropout_p if self.training else 0.0,
             return_weights=output_attentions,
-            backend=self.backend,
-            dropout_seed=dropout_seed,
+            **options,
+            **dropout,
         )
         out, weights = result if isinstance(result, tuple) else (result, None)
         attended = out.view(hidden.shape)
         return attended, residual, None if weights is None else layout.weights(weights)
+
+
+def _through_weights(
+    qkv: Tensor, layout: Layout, options: dict[str, Any], dropout: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """Attention whose output is computed from the weights that the caller gets.
+
+    A gradient with respect to the weights in the caller's layout is then that of the model."""
+    q, k, v = qkv.unbind(-3)
+    ends, longest = layout.cu_seqlens, layout.max_seqlen
+    if ends is None:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        weights = ops.attention_weights(q, k, **options)
+    else:
+        packed = {"cu_seqlens_q": ends, "max_seqlen_q": longest, "max_seqlen_k": longest}
+        weights = ops.attention_weights(q, k, **packed, **options)
+    weights = layout.weights(weights)
+    out = attention_context(layout.weights_of_rows(weights), v, ends, **dropout)
+    return out.transpose(1, 2) if ends is None else out, weights
 
 
 class BertSelfOutput(nn.Module):

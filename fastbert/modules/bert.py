@@ -12,7 +12,7 @@ from fastbert.config import BertConfig
 from fastbert.modules.dropout import draw_seeds
 from fastbert.modules.embeddings import BertEmbeddings
 from fastbert.modules.encoder import BertEncoder
-from fastbert.modules.inputs import enter
+from fastbert.modules.inputs import Rows, enter
 from fastbert.modules.layout import Layout
 from fastbert.modules.linear import Linear
 from fastbert.modules.outputs import BaseModelOutputWithPooling, as_asked
@@ -27,6 +27,11 @@ class Encoded(NamedTuple):
     layout: Layout
     hidden_states: tuple[Tensor, ...] | None
     attentions: tuple[Tensor | None, ...] | None
+
+    @property
+    def last_hidden_state(self) -> Tensor:
+        """The rows in the caller's layout: the last of the hidden states where there are any."""
+        return self.hidden_states[-1] if self.hidden_states else self.layout.given(self.rows)
 
 
 class BertPooler(nn.Module):
@@ -79,7 +84,7 @@ class BertModel(BertPreTrainedModel):
             input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, **options
         )
         output = BaseModelOutputWithPooling(
-            encoded.layout.given(encoded.rows),
+            encoded.last_hidden_state,
             None if self.pooler is None else self.pool(encoded),
             encoded.hidden_states,
             encoded.attentions,
@@ -109,7 +114,9 @@ class BertModel(BertPreTrainedModel):
         0.
 
         output_attentions: softmax weights before dropout, per layer (B, heads, L, L), 0 at padding;
-        numbers of layers for those alone, None for the others.
+        numbers of layers for those alone, None for the others. Where a gradient is wanted, the
+        model computes what follows from the returned hidden states and weights, so they carry
+        gradients; layers whose weights are asked for then run a slower path.
         Raises ValueError or TypeError naming the argument, what was got and what is allowed.
         """
         want_attentions = (
@@ -128,16 +135,24 @@ class BertModel(BertPreTrainedModel):
             cu_seqlens,
             max_seqlen,
         )
-        layout = tokens.layout
+        return self.encode_rows(tokens, want_attentions, want_states)
+
+    def encode_rows(
+        self,
+        tokens: Rows,
+        output_attentions: bool | Sequence[int] = False,
+        output_hidden_states: bool = False,
+    ) -> Encoded:
+        """``encode`` of tokens that ``fastbert.modules.inputs.enter`` has checked and laid out."""
         seeds = draw_seeds(self.config, self.training, tokens.positions.device)
         embedded = self.embeddings(tokens, seeds.embeddings)
         rows, states, attentions = self.encoder(
-            embedded, layout, want_attentions, want_states, seeds.layers
+            embedded, tokens.layout, output_attentions, output_hidden_states, seeds.layers
         )
         return Encoded(
             rows,
-            layout,
-            tuple(layout.given(state) for state in states) if want_states else None,
+            tokens.layout,
+            tuple(states) if output_hidden_states else None,
             tuple(attentions) if attentions else None,
         )
 

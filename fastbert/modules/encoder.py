@@ -18,6 +18,7 @@ from fastbert.modules.layout import Layout
 from fastbert.modules.positions import DistanceBias
 from fastbert.modules.stack import Stack, stack
 from fastbert.ops.backend import Choice
+from fastbert.ops.product import needs_gradient
 
 
 class BertEncoder(nn.Module):
@@ -52,10 +53,13 @@ class BertEncoder(nn.Module):
         output_hidden_states: bool = False,
         seeds: Sequence[LayerSeeds] | None = None,
     ) -> tuple[Tensor, list[Tensor], list[Tensor | None]]:
-        """The rows that leave the encoder; on request, else empty, the rows that enter the first
-        layer, leave each one, and leave the encoder (N + 1), and the attention weights of each
-        (N), of chosen layers alone None for the others. ``seeds``: one entry per layer."""
-        states: list[Tensor] = [hidden] if output_hidden_states else []
+        """The rows that leave the encoder; on request, else empty, in the caller's layout the
+        states that enter the first layer, leave each one, and leave the encoder (N + 1), and the
+        attention weights of each (N), of chosen layers alone None for the others. ``seeds``: one
+        entry per layer.
+
+        Where a gradient is wanted, it passes through the states and weights that are returned."""
+        states: list[Tensor] = []
         attentions: list[Tensor | None] = []
         layers = self.running()
         weighed = chosen_layers(output_attentions, len(layers))
@@ -71,7 +75,11 @@ class BertEncoder(nn.Module):
                 plan = Choice("", "layer by layer: a bias by distance")
             if isinstance(plan, Stack):
                 outputs = _one_call(plan, hidden, layout, output_hidden_states)
-                return outputs[-1], [*states, *outputs] if output_hidden_states else [], []
+                if output_hidden_states:
+                    states = [layout.given(rows) for rows in (hidden, *outputs)]
+                return outputs[-1], states, []
+        if output_hidden_states:
+            hidden = _through(hidden, layout, states)
         recompute = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
         for i, layer in enumerate(layers):
             arguments = (hidden, layout, i in weighed, NO_SEEDS if seeds is None else seeds[i])
@@ -79,13 +87,12 @@ class BertEncoder(nn.Module):
                 hidden, weights = checkpoint(layer, *arguments, use_reentrant=False)
             else:
                 hidden, weights = layer(*arguments)
+            if self.final_norm is not None and i == len(layers) - 1:
+                hidden = self.final_norm(hidden)
             if output_hidden_states:
-                states.append(hidden)
+                hidden = _through(hidden, layout, states)
             if weighed:
                 attentions.append(weights)
-        if self.final_norm is not None:
-            hidden = self.final_norm(hidden)
-            states[-1:] = [hidden] if states else []
         return hidden, states, attentions
 
     def running(self) -> list[nn.Module]:
@@ -100,6 +107,13 @@ class BertEncoder(nn.Module):
         if isinstance(plan, Stack):
             return Choice("cpu", "all layers in one call")
         return Choice(plan.backend or layers, plan.reason)
+
+
+def _through(rows: Tensor, layout: Layout, states: list[Tensor]) -> Tensor:
+    """Appends ``rows`` in the caller's layout to ``states``. Returns the same rows, taken from
+    that state where a gradient is wanted: what follows is then computed from the state."""
+    states.append(layout.given(rows))
+    return layout.rows(states[-1]) if needs_gradient(rows) else rows
 
 
 def chosen_layers(wanted: bool | Sequence[int], layers: int) -> frozenset[int]:

@@ -32,13 +32,13 @@ class Rows(NamedTuple):
 
 def enter(
     config: BertConfig,
-    input_ids: Tensor | None,
-    attention_mask: Tensor | None,
-    token_type_ids: Tensor | None,
-    position_ids: Tensor | None,
-    inputs_embeds: Tensor | None,
-    cu_seqlens: Tensor | None,
-    max_seqlen: int | None,
+    input_ids: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    token_type_ids: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    inputs_embeds: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
 ) -> Rows:
     """Checks the arguments of ``BertModel.forward`` and lays the tokens out as rows.
 

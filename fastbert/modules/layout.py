@@ -27,7 +27,8 @@ class Layout:
     case: what attention may see. ``rotations``: of each base, what turns the rows' queries and
     keys. ``places`` int64 (batch, max_seqlen): where tokens stood in the padded batch, when
     sequences had padding in their middle and somebody measures distances; else None. ``tokens``
-    bool (batch, length): of a uniform layout with padding in it, which rows are tokens.
+    bool (batch, length): of a uniform layout with padding in it, which rows are tokens. ``shape``:
+    of packed rows that the caller holds as (R, C, ...) with R · C = T; None when it is (T, ...).
     """
 
     batch: int
@@ -40,6 +41,7 @@ class Layout:
     rotations: dict[float, Rotation] = field(default_factory=dict)
     places: Tensor | None = None
     tokens: Tensor | None = None
+    shape: tuple[int, int] | None = None
 
     @property
     def packed(self) -> bool:
@@ -48,13 +50,15 @@ class Layout:
     def rows(self, x: Tensor) -> Tensor:
         """The caller's (B, L, ...) → the (T, ...) rows of the tokens that exist."""
         if self.packed:
-            return x
+            return x if self.shape is None else x.flatten(0, 1)
         x = x.expand(self.batch, self.length, *x.shape[2:]).flatten(0, 1)
         return x if self.indices is None else x.index_select(0, self.indices)
 
     def given(self, rows: Tensor) -> Tensor:
         """(T, ...) rows → the caller's layout: (B, L, ...), 0 at padding; the rows when packed."""
-        return rows if self.packed else self.padded(rows)
+        if not self.packed:
+            return self.padded(rows)
+        return rows if self.shape is None else rows.view(*self.shape, *rows.shape[1:])
 
     def padded(self, rows: Tensor) -> Tensor:
         """(T, ...) rows → (B, L, ...), 0 at padding, for packed input as well."""
@@ -138,3 +142,15 @@ class Layout:
         sizes = (*sizes[:3], self.length)
         weights = weights.gather(3, rank[:, None, None, :].expand(sizes))
         return weights * (exists[:, None, :, None] & exists[:, None, None, :])
+
+    def weights_of_rows(self, weights: Tensor) -> Tensor:
+        """The inverse of ``weights``: (B, heads, L, L) → (B, heads, max_seqlen, max_seqlen)."""
+        if self.cu_seqlens is None or self.packed:
+            return weights
+        exists = self.exists()
+        assert exists is not None
+        # The places of the tokens in order, and then those of padding, where weights are 0.
+        order = exists.int().argsort(dim=1, descending=True, stable=True)[:, : self.max_seqlen]
+        sizes = (*weights.shape[:2], order.shape[1], weights.shape[3])
+        weights = weights.gather(2, order[:, None, :, None].expand(sizes))
+        return weights.gather(3, order[:, None, None, :].expand(*sizes[:3], order.shape[1]))

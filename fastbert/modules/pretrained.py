@@ -63,21 +63,30 @@ class BertPreTrainedModel(nn.Module):
         checkpoint lacks are initialised, with one warning that names them.
 
         Raises FileNotFoundError when there is nothing to load, and ValueError naming file and
-        reason when a file is damaged, a shape differs, or the encoder's own weights are missing.
+        reason when a file is damaged, a shape differs, or weights of the encoder are missing. The
+        same holds for weights of the encoder that the configuration has no place for, as when
+        num_hidden_layers is smaller than the number of stored layers.
         """
         validate(backend)
         stored = checkpoint.read(path_or_hub_id)
         config = stored.config(config_overrides)
+        with torch.device("meta"):  # without memory, however large config.json says the model is
+            tensors = checkpoint.fit(cls(config, backend=backend), stored)
         model = cls(config, backend=backend)
         model.to(stored.dtype if dtype is None else dtype)
-        checkpoint.load_into(model, stored)
+        checkpoint.load_into(model, tensors, stored.folder)
         return model.eval()
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Writes config.json and model.safetensors, which transformers opens, to ``folder``.
 
-        Each file appears whole or not at all. Raises ValueError when ``folder`` is a file, or the
-        model is quantised, which transformers could not open.
+        The two files replace those of an earlier save together; other files of ``folder`` stay. If
+        the process is killed at any moment, ``from_pretrained`` finds the whole old model or the
+        whole new one. Other readers may then find a file missing, but never an old file beside a
+        new one.
+
+        Raises ValueError when ``folder`` is a file, or the model is quantised, which transformers
+        could not open. Raises OSError when a file cannot be written; ``folder`` stays as it was.
         """
         if any(isinstance(part, QuantizedLinear) for part in self.modules()):
             raise ValueError(

@@ -53,7 +53,9 @@ class QuantizedLinear(OperationModule):
     def weight_now(self, layout: tuple[int, int]) -> Int8Weight:
         """W, packed again where the instruction set in use has another ``layout`` by now."""
         if self._layout != layout:
-            self._pack(*unpack(self._int8()))
+            # A buffer made in inference mode could not be changed outside of it.
+            with torch.inference_mode(False):
+                self._pack(*unpack(self._int8()))
         return self._int8()
 
     @property

@@ -402,6 +402,9 @@ def _weights_gradient(ctx: Any, dweights: Tensor) -> tuple[Tensor | None, ...]:
     if cu_q is not None:
         (q,), pack_q = padded([q], cu_q, ctx.max_q)
         (k,), pack_k = padded([k], cu_k, ctx.max_k)
+    # What nobody attends, and what attends nothing, may be NaN, and 0 · NaN would be NaN.
+    idle = dscores == 0.0
+    q, k = (x.masked_fill(idle.all(dim).unsqueeze(-1), 0.0) for x, dim in ((q, -1), (k, -2)))
     dq, dk = dscores @ k * ctx.scale, dscores.transpose(-2, -1) @ q * ctx.scale
     if cu_q is not None:
         dq, dk = pack_q(dq), pack_k(dk)

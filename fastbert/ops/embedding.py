@@ -69,7 +69,10 @@ def embedding(
         require(table.dtype == word_table.dtype, name, table.dtype, f"{word_table.dtype}, as words")
     require_shape("weight", weight, (columns,))
     require_shape("bias", bias, (columns,))
-    require_same_device("word_table", word_table.device, ids=ids, type_table=type_table)
+    require_same_device(
+        "word_table", word_table.device, ids=ids, token_types=token_types, positions=positions,
+        type_table=type_table, position_table=position_table, weight=weight, bias=bias,
+    )  # fmt: skip
     seed = draw_seed(dropout_p, dropout_seed, word_table.device)
     request = backends.Request(word_table.device.type, word_table.dtype, columns=columns)
     choice = backends.resolve("embedding", backend, request)

@@ -1,15 +1,17 @@
 """The yardstick of the tolerance rule: the reference in the tested dtype, with two kinds of sums.
 
-torch hands a product to a library that chooses its order of summation by processor and shape. One
+torch chooses the order of the summation in a product, a sum or a mean by processor and shape. One
 library sums a row in a single chain; another sums it in sixteen and is up to 1.6 times more exact.
 A verdict must not depend on that choice. A ``Yardstick`` therefore also runs the reference with
 plain sums, whose order is stated here and whose bits are the same on every processor.
 
 A plain product rounds each term and each partial sum to fp32. It adds chains of ``CHAIN``
-consecutive terms and then adds the chains, first to last. Plain order 0 takes the terms as they
-are; every other order shuffles them first. The errors of a large tensor hardly differ between
-orders. The errors of a few elements, or of one dominant element, differ like independent draws, so
-that the largest of them is a bound and not one lucky rounding.
+consecutive terms and then adds the chains, first to last. A plain sum is the product with ones.
+Plain order 0 takes the terms as they are; every other order shuffles them first.
+
+The errors of a large tensor hardly differ between orders. The errors of a few elements, or of one
+dominant element, differ like independent draws, so that the largest of them is a bound and not one
+lucky rounding.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -84,7 +87,7 @@ def run_sides(function: Callable[[Any], Any], actual: Any, oracle: Any, stock: A
 
 
 def plain_product(a: Tensor, b: Tensor, order: int = 0) -> Tensor:
-    """The plain product of a ``(..., M, K)`` and b ``(..., K, N)``, in fp32 at least."""
+    """The plain product of a ``(*, M, K)`` and b ``(*, K, N)``, in fp32 at least."""
     dtype = torch.promote_types(a.dtype, torch.float32)
     depth = a.shape[-1]
     if order:
@@ -105,7 +108,7 @@ def plain_product(a: Tensor, b: Tensor, order: int = 0) -> Tensor:
 
 @contextlib.contextmanager
 def plain_sums(order: int = 0) -> Iterator[None]:
-    """A context in which torch's products of fp32, fp16 and bf16 are plain ones."""
+    """A context in which torch's products, sums and means of fp32, fp16 and bf16 are plain."""
     # Fused attention is opaque; torch's other form of it is made of products.
     with sdpa_kernel(SDPBackend.MATH), _PlainSums(order):
         yield
@@ -118,9 +121,9 @@ class _PlainSums(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
         kwargs = kwargs or {}
-        plain = PRODUCTS.get(function)
+        plain = PLAIN.get(function)
         if plain is not None and args[0].dtype in (torch.float32, torch.float16, torch.bfloat16):
-            return plain(self.order, *args, **kwargs).to(args[0].dtype)
+            return plain(self.order, *args, **kwargs)
         # In inference mode torch leaves compound operations whole.
         if function._can_decompose():
             with self:
@@ -135,29 +138,57 @@ class _PlainSums(TorchDispatchMode):
 
 
 def _product(order: int, a: Tensor, b: Tensor) -> Tensor:
-    return plain_product(a, b, order)
+    return plain_product(a, b, order).to(a.dtype)
 
 
 def _product_and_sum(
     order: int, c: Tensor, a: Tensor, b: Tensor, *, beta: float = 1.0, alpha: float = 1.0
 ) -> Tensor:
-    return alpha * plain_product(a, b, order) + beta * c
+    return (alpha * plain_product(a, b, order) + beta * c).to(a.dtype)
 
 
 def _product_with_vector(order: int, a: Tensor, b: Tensor) -> Tensor:
-    return plain_product(a, b.unsqueeze(-1), order).squeeze(-1)
+    return plain_product(a, b.unsqueeze(-1), order).squeeze(-1).to(a.dtype)
 
 
 def _product_of_vectors(order: int, a: Tensor, b: Tensor) -> Tensor:
-    return plain_product(a.unsqueeze(0), b.unsqueeze(-1), order).reshape(())
+    return plain_product(a.unsqueeze(0), b.unsqueeze(-1), order).reshape(()).to(a.dtype)
+
+
+def _sum(
+    order: int,
+    x: Tensor,
+    dim: int | list[int] | None = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+    mean: bool = False,
+) -> Tensor:
+    dims = [dim] if isinstance(dim, int) else dim or range(x.dim())
+    dims = sorted(d % x.dim() for d in dims)
+    kept = [d for d in range(x.dim()) if d not in dims]
+    dtype = x.dtype if dtype is None else dtype
+    terms = x.to(torch.promote_types(x.dtype, dtype)).permute(*kept, *dims)
+    terms = terms.reshape(*(x.shape[d] for d in kept), 1, math.prod(x.shape[d] for d in dims))
+    total = plain_product(terms, torch.ones_like(terms).mT, order)[..., 0, 0]
+    if mean:
+        total = total / terms.shape[-1]
+    if keepdim:
+        total = total.reshape([1 if d in dims else size for d, size in enumerate(x.shape)])
+    return total.to(dtype)
 
 
 _aten = torch.ops.aten
-PRODUCTS: dict[Any, Callable[..., Tensor]] = {
+_mean = functools.partial(_sum, mean=True)
+PLAIN: dict[Any, Callable[..., Tensor]] = {
     _aten.mm.default: _product,
     _aten.bmm.default: _product,
     _aten.addmm.default: _product_and_sum,
     _aten.baddbmm.default: _product_and_sum,
     _aten.mv.default: _product_with_vector,
     _aten.dot.default: _product_of_vectors,
+    _aten.sum.default: _sum,
+    _aten.sum.dim_IntList: _sum,
+    _aten.mean.default: _mean,
+    _aten.mean.dim: _mean,
 }

@@ -7,6 +7,8 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fastbert.io import commit
+
 if TYPE_CHECKING:
     from fastbert.data import WordPieceTokenizer
     from fastbert.modules import BertForPreTraining
@@ -21,31 +23,25 @@ def refuse_existing(output: Path, *, overwrite: bool) -> None:
     if (output / CHECKPOINT).exists() and not overwrite:
         raise ValueError(
             f"output: {output} holds a checkpoint already, "
-            "allowed: another folder, or overwrite=True"
+            "allowed: another folder, or overwrite=True (--overwrite), which replaces it"
         )
 
 
 def save_checkpoint(folder: Path, model: BertForPreTraining, tokenizer: WordPieceTokenizer) -> None:
     """Writes weights, configuration and tokenizer in the Hugging Face layout to ``folder``.
 
-    Everything is written to a sibling first and renamed last, so a run that dies half-way leaves
-    the checkpoint that was there before, or none.
+    All files are replaced by one commit (``fastbert.io.commit``), so a run that dies at any moment
+    leaves the whole checkpoint that was there before, or the whole new one. Files that the new
+    checkpoint does not have are deleted afterwards. Raises OSError when a file cannot be written;
+    the folder then holds what it held before.
     """
-    partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
-    old = folder.with_name(f".{folder.name}.old-{os.getpid()}")
-    try:
-        partial.mkdir(parents=True)
-        model.save_pretrained(partial)
-        tokenizer.save(partial, max_length=model.config.max_position_embeddings)
-        if folder.exists():
-            folder.rename(old)
-        partial.rename(folder)
-    except BaseException:
-        # A full folder cannot be renamed over, so for an instant there is none: put the old one
-        # back.
-        if old.exists() and not folder.exists():
-            old.rename(folder)
-        raise
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
+    with commit.replacement(folder) as new:
+        model.save_pretrained(new)
+        tokenizer.save(new, max_length=model.config.max_position_embeddings)
+        names = os.listdir(new)
+    for path in folder.iterdir():
+        if path.name not in names and not path.name.startswith(commit.PREFIX):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -141,6 +141,26 @@ def _refuse_foreign(folder: Path) -> None:
         )
 
 
+@contextmanager
+def _claimed(folder: Path) -> Iterator[None]:
+    """Marks the folder as a demo's before it holds a checkpoint, so that a demo that is stopped can
+    begin again there."""
+    new, report = not folder.exists(), folder / "report.md"
+    unmarked = not report.exists()
+    if unmarked:
+        folder.mkdir(parents=True, exist_ok=True)
+        report.write_text(f"{TITLE}\n\nThis demo has not finished.\n", encoding="utf-8")
+    try:
+        yield
+    except BaseException:
+        if unmarked and not (folder / CHECKPOINT).exists():
+            report.unlink()
+            if new:
+                with suppress(OSError):  # the log of a run that has begun
+                    folder.rmdir()
+        raise
+
+
 def _sample_pairs(documents: Documents, count: int) -> list[Pair]:
     """Neighbouring halves of different lengths, so that padding them together leaves padding."""
     pairs = []
@@ -271,7 +291,7 @@ def run_demo(
         documents = _read(corpus, size, seed)
         say(f"{source}: {len(documents):,} documents, {sum(map(len, documents)):,} sentences")
         say(f"it begins: {' '.join(documents[0])[:160]} …")
-    with phase("Pre-training"):
+    with phase("Pre-training"), _claimed(folder):
         result = pretrain(options, documents=documents, console=console)
     _, held_out = split_documents(documents, fraction=options.held_out, seed=seed)
     examples, reopened = _look(result, held_out, options.max_length, phase)

@@ -11,20 +11,31 @@ Row = dict[str, Any]
 
 
 class RunLog:
-    """Appends one JSON object per line to ``path`` and keeps the rows; flushed at every row."""
+    """Writes one JSON object per line to ``path``, at once, and keeps the rows.
+
+    When a write raises OSError, as on a full disk, the next one continues where it ended.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.rows: list[Row] = []
-        self._file = path.open("w", encoding="utf-8")
+        self._file = path.open("wb", buffering=0)
+        self._unwritten = b""
 
     def write(self, **row: Any) -> None:
         self.rows.append(row)
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
+        self._unwritten += json.dumps(row).encode() + b"\n"
+        self._flush()
 
     def close(self) -> None:
-        self._file.close()
+        try:
+            self._flush()
+        finally:
+            self._file.close()
+
+    def _flush(self) -> None:
+        while self._unwritten:
+            self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
 
 
 def read_log(path: str | os.PathLike[str]) -> list[Row]:
@@ -60,5 +71,8 @@ def plot_curves(rows: list[Row], path: Path) -> None:
         if axes.get_legend_handles_labels()[0]:
             axes.legend()
     partial = path.with_suffix(".partial.png")
-    figure.savefig(partial, dpi=120)
-    partial.replace(path)
+    try:
+        figure.savefig(partial, dpi=120)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)

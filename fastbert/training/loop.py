@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
+import signal
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,9 @@ import torch
 from rich.console import Console
 from torch.utils.data import DataLoader
 
+from fastbert.io import commit
 from fastbert.modules import BertForPreTraining
+from fastbert.training.attempts import Attempts
 from fastbert.training.checkpoint import CHECKPOINT, refuse_existing, save_checkpoint
 from fastbert.training.evaluate import Batch, MaskedPredictions, evaluate, to_device
 from fastbert.training.log import RunLog, plot_curves
@@ -23,9 +26,12 @@ from fastbert.training.optimizer import make_optimizer
 from fastbert.training.options import PretrainOptions
 from fastbert.training.preparation import Prepared, gather_documents, prepare
 from fastbert.training.progress import TrainingProgress
+from fastbert.training.signals import StopSignals, leave_to_parent, stopped_by
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+
+LOG, CURVES = "log.jsonl", "curves.png"
 
 
 @dataclass(frozen=True)
@@ -94,18 +100,25 @@ class _Run:
         # Same weights everywhere, another dropout mask on each process.
         torch.manual_seed(options.seed + accelerator.process_index)
         self.step = self.epoch = self.tokens = 0
+        # The last step of which there is a checkpoint; 0: none.
+        self.saved = 0
         self.seconds = 0.0
         self.meter = Meter(accelerator.device)
         self.evaluation: dict[str, float] | None = None
 
-    def batches(self) -> Iterator[Batch]:
+    def batches(self) -> Generator[Batch]:
         """This process's batches, epoch after epoch; every process gets the same number."""
         share, own = self.accelerator.num_processes, self.accelerator.process_index
         while True:
             epoch = self.prepared.train.epoch(self.epoch)
             indices = range(own, len(epoch) // share * share, share)
-            workers = self.options.workers
-            yield from DataLoader(epoch, batch_size=None, sampler=indices, num_workers=workers)
+            yield from DataLoader(
+                epoch,
+                batch_size=None,
+                sampler=indices,
+                num_workers=self.options.workers,
+                worker_init_fn=leave_to_parent,
+            )
             self.epoch += 1
 
     def train_step(self, batch: Batch) -> float:
@@ -159,20 +172,48 @@ class _Run:
             "tokens_per_second": tokens / seconds,
         }
 
-    def save(self) -> None:
+    def stop(self, signals: StopSignals) -> int:
+        """The number of a signal that any process has received, the same on all; 0 for none."""
+        if self.accelerator.num_processes == 1:
+            return signals.received
+        number = torch.tensor([signals.received], device=self.accelerator.device)
+        return int(self.accelerator.gather(number).max())
+
+    def save(self, attempt: Attempts) -> None:
         if self.accelerator.is_main_process:
-            folder = self.options.folder / CHECKPOINT
-            save_checkpoint(folder, self.model, self.prepared.tokenizer)
+            folder, tokenizer = self.options.folder / CHECKPOINT, self.prepared.tokenizer
+            if attempt("the checkpoint", lambda: save_checkpoint(folder, self.model, tokenizer)):
+                self.saved = self.step + 1
         self.accelerator.wait_for_everyone()
 
 
-def _evaluate(run: _Run, log: RunLog | None, progress: TrainingProgress) -> None:
+@dataclass(frozen=True)
+class _Record:
+    """What a run shows and writes beside its checkpoint."""
+
+    # None on every process but the first.
+    log: RunLog | None
+    progress: TrainingProgress
+    attempt: Attempts
+
+    def write(self, row: dict[str, Any]) -> None:
+        log = self.log
+        if log is not None:
+            self.attempt(LOG, lambda: log.write(**row))
+
+    def close(self, curves: Path) -> None:
+        log = self.log
+        if log is not None:
+            self.attempt(LOG, log.close)
+            self.attempt(CURVES, lambda: plot_curves(log.rows, curves))
+
+
+def _evaluate(run: _Run, record: _Record) -> None:
     if run.prepared.held_out:
         with run.autocast():
             run.evaluation = evaluate(run.model, run.prepared.held_out)
-        if log is not None:
-            log.write(event="evaluation", step=run.step + 1, **run.evaluation)
-        progress.note(f"step {run.step + 1}: held-out {describe_evaluation(run.evaluation)}")
+        record.write({"event": "evaluation", "step": run.step + 1, **run.evaluation})
+        record.progress.note(f"step {run.step + 1}: held-out {describe_evaluation(run.evaluation)}")
 
 
 def describe_evaluation(figures: dict[str, float]) -> str:
@@ -184,30 +225,31 @@ def describe_evaluation(figures: dict[str, float]) -> str:
     )
 
 
-def _train(run: _Run, log: RunLog | None, progress: TrainingProgress) -> None:
-    """The loop. ``log`` is None on every process but the first."""
-    options = run.options
+def _train(run: _Run, batches: Iterable[Batch], record: _Record, signals: StopSignals) -> int:
+    """The loop. Returns the number of the signal that stopped it after a step, or 0."""
+    options, progress = run.options, record.progress
     run.wrapped.train()
     started = time.perf_counter()
-    for batch in run.batches():
+    for batch in batches:
         norm = run.train_step(batch)
         if run.is_due(options.log_every):
             row = run.row(started, norm)
-            if log is not None:
-                log.write(**row)
+            record.write(row)
             progress.report(row, run.seconds / (run.step + 1) * (run.total - run.step - 1))
             started = time.perf_counter()
         run.schedule.step()
         progress.step()
-        if run.is_due(options.eval_every):
+        stop = run.stop(signals)
+        if run.is_due(options.eval_every) and not stop:
             pause = time.perf_counter()
-            _evaluate(run, log, progress)
+            _evaluate(run, record)
             started += time.perf_counter() - pause
-        if run.is_due(options.save_every):
-            run.save()
+        if run.is_due(options.save_every) or stop:
+            run.save(record.attempt)
         run.step += 1
-        if run.step == run.total:
-            return
+        if stop or run.step == run.total:
+            return stop
+    raise AssertionError("the batches never end")
 
 
 def pretrain(
@@ -225,9 +267,14 @@ def pretrain(
     whole or absent) to ``options.output``. On the CPU the same seed gives the same log, times
     apart.
 
+    SIGTERM or SIGINT (Ctrl-C) ends the run after its step with a checkpoint of this step, and then
+    raises SystemExit with status 143 or KeyboardInterrupt; a second signal, a second later or more,
+    does so at once. A checkpoint, a row of the log or the curves that cannot be written do not end
+    the run: it says so, tries again at the next save, and keeps the earlier checkpoint whole.
+
     Raises ValueError for an unusable corpus or output folder before anything is written,
-    ImportError without accelerate or matplotlib, RuntimeError when a loss stops being finite. An
-    interrupt keeps the log and the last checkpoint that ``save_every`` wrote.
+    ImportError without accelerate or matplotlib, RuntimeError when a loss stops being finite, and
+    at the end OSError when the last checkpoint, the log or the curves could not be written.
     """
     console = console or Console()
     refuse_existing(options.folder, overwrite=options.overwrite)
@@ -249,23 +296,39 @@ def pretrain(
         highlight=False,
         soft_wrap=True,
     )
-    curves = options.folder / "curves.png"
     options.folder.mkdir(parents=True, exist_ok=True)
-    log = RunLog(options.folder / "log.jsonl") if first else None
+    if first:
+        commit.discard_dead(options.folder)
+    progress = TrainingProgress(console, run.total)
+    signals = StopSignals()
+
+    def tell(failure: str) -> None:
+        step = min(run.step + 1, run.total)
+        end = "" if step == run.total or signals.received else "; training goes on"
+        progress.note(f"step {step}: {failure}{end}")
+
+    attempt = Attempts(tell)
+    record = _Record(RunLog(options.folder / LOG) if first else None, progress, attempt)
     try:
-        with TrainingProgress(console, run.total) as progress:
-            _train(run, log, progress)
-    except KeyboardInterrupt:
-        console.print(_what_was_kept(run))
+        # Closing the batches ends the processes that prepare them, which no signal ends.
+        with progress, signals, contextlib.closing(run.batches()) as batches:
+            stop = _train(run, batches, record, signals) or signals.received
+    except (KeyboardInterrupt, SystemExit):
+        kept = _kept(run, attempt.failures)
+        progress.note(f"interrupted in step {run.step + 1} of {run.total}; kept: {kept}")
         raise
     finally:
-        if log is not None:
-            log.close()
-            plot_curves(log.rows, curves)
+        record.close(options.folder / CURVES)
+    kept = _kept(run, attempt.failures)
+    if stop:
+        name = signal.Signals(stop).name
+        progress.note(f"stopped by {name} after step {run.step} of {run.total}; kept: {kept}")
+        raise stopped_by(stop)
+    attempt.check(kept)
     return TrainResult(
         checkpoint=options.folder / CHECKPOINT,
-        log=options.folder / "log.jsonl",
-        curves=curves,
+        log=options.folder / LOG,
+        curves=options.folder / CURVES,
         steps=run.step,
         epochs=run.epoch + 1,
         parameters=parameters,
@@ -275,8 +338,7 @@ def pretrain(
     )
 
 
-def _what_was_kept(run: _Run) -> str:
-    every = run.options.save_every
-    saved = run.step // every * every if every else 0
+def _kept(run: _Run, failures: Mapping[str, OSError]) -> str:
+    saved = run.saved
     kept = f"the checkpoint of step {saved}" if saved else "no checkpoint (save_every writes some)"
-    return f"interrupted in step {run.step + 1} of {run.total}; kept: log.jsonl, curves.png, {kept}"
+    return ", ".join([*(name for name in (LOG, CURVES) if name not in failures), kept])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
@@ -68,11 +69,9 @@ class TrainingProgress:
             self._bar.update(self._task, status=describe(row))
         else:
             step = f"{row['step']:>{len(str(self._total))}}/{self._total}"
-            self._console.print(
-                f"step {step}  {describe(row)}  {seconds_left:.0f} s left",
-                highlight=False,
-                soft_wrap=True,
-            )
+            self.note(f"step {step}  {describe(row)}  {seconds_left:.0f} s left")
 
     def note(self, message: str) -> None:
-        self._console.print(message, highlight=False, soft_wrap=True)
+        """Shows a line. A line that cannot be written, as to a full disk, does not end the run."""
+        with suppress(OSError):
+            self._console.print(message, highlight=False, markup=False, soft_wrap=True)

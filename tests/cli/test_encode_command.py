@@ -13,10 +13,11 @@ import pytest
 import torch
 from pyarrow import parquet
 
-from fastbert.cli.encode import POOLINGS, Recipe
-from fastbert.cli.rows import Encoded, length_batches, windows
-from fastbert.data import WordPieceTokenizer
-from fastbert.modules import BertModel
+from fastbert.cli.encode import POOLINGS, read_recipe
+from fastbert.cli.rows import LimitedTokenizer, length_batches, windows
+from fastbert.data import Encoded, WordPieceTokenizer
+from fastbert.io.sentence_transformers_folder import Normalize, Pooling, SentenceFolder
+from fastbert.modules import BertModel, pooling
 from fastbert.testing.compare import assert_close
 from fastbert.testing.yardstick import Yardstick
 
@@ -125,6 +126,29 @@ def _folder(path: Path) -> Path:
     return path
 
 
+class Counting:
+    """A tokenizer of the Rust library that counts the texts it reads."""
+
+    def __init__(self, backend):
+        self.backend, self.texts = backend, 0
+
+    def __getattr__(self, name):
+        def call(texts, *others, **options):
+            self.texts += len(texts) if name == "encode_batch_fast" else 1
+            return getattr(self.backend, name)(texts, *others, **options)
+
+        return call if name.startswith("encode") else getattr(self.backend, name)
+
+
+def test_a_text_that_is_too_long_is_tokenised_once(model_folder):
+    tokenizer = LimitedTokenizer(SentenceFolder(model_folder), 40)
+    counting = tokenizer.tokenizer.backend = Counting(tokenizer.tokenizer.backend)
+    cut = tokenizer(("the dog ran to the garden. " * 100,))
+    assert (len(cut.ids), cut.truncated, counting.texts) == (40, True, 1)
+    cut = tokenizer(("the dog ran to the garden. " * 100, "the bird. " * 50))
+    assert (len(cut.ids), cut.truncated, counting.texts) == (40, True, 3)
+
+
 def test_windows_are_consecutive_lines():
     lines = [Encoded([0] * length, [], False) for length in (3, 4, 9, 1, 1, 1)]
     cut = list(windows(lines, 7))
@@ -166,18 +190,27 @@ def sentence_folder(folder: Path, pooling: dict[str, object], normalize: bool = 
         ({"pooling_mode_lasttoken": True}, "last"),
         ({"pooling_mode": "lasttoken"}, "last"),
         ({"pooling_mode": ["mean", "max"]}, "mean+max"),
+        ({"pooling_mode_lasttoken": True, "pooling_mode_cls_token": True}, "cls+last"),
+        ({"pooling_mode": ["lasttoken", "cls"]}, "last+cls"),
+        ({"word_embedding_dimension": 32, "pooling_mode_max_tokens": False}, "mean"),
     ],
 )
 def test_a_sentence_folder_says_how_to_pool(tmp_path, config, pooling):
-    recipe = Recipe.of(sentence_folder(tmp_path, config))
-    assert recipe == Recipe(pooling, normalize=True, max_length=17)
-    if pooling not in POOLINGS:
-        with pytest.raises(ValueError, match="its pooling is"):
-            recipe.checked_pooling()
+    folder = sentence_folder(tmp_path, config)
+    modules = (Pooling(tuple(pooling.split("+"))), Normalize())
+    assert read_recipe(folder) == SentenceFolder(folder, modules, max_length=17)
 
 
 def test_a_plain_folder_is_pooled_by_mean(model_folder):
-    assert Recipe.of(model_folder) == Recipe("mean", normalize=False, max_length=None)
+    assert read_recipe(model_folder) == SentenceFolder(model_folder, (Pooling(("mean",)),))
+
+
+def test_options_replace_what_a_folder_says(tmp_path):
+    folder = sentence_folder(tmp_path, {"pooling_mode": "cls"})
+    changed = read_recipe(folder, pooling="max", normalize=False, max_length=9)
+    assert changed == SentenceFolder(folder, (Pooling(("max",)),), max_length=9)
+    assert read_recipe(folder, normalize=True) == read_recipe(folder)
+    assert set(POOLINGS) == set(pooling.POOLINGS)
 
 
 @pytest.mark.skipif(

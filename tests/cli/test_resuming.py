@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from fastbert.cli.after_encoder import AfterEncoder
 from fastbert.cli.partial_rows import PartialRows
 from fastbert.data import stories
 from fastbert.modules import BertForMaskedLM
@@ -23,15 +24,15 @@ encode_module = importlib.import_module("fastbert.cli.encode")
 # A window is 8 batches; in them these lines make about 10 windows.
 OPTIONS = ("--tokens-per-batch", 16)
 KILLED = """
-import importlib, os
-encode = importlib.import_module("fastbert.cli.encode")
-calls, pool = [], encode.pooled
+import os
+from fastbert.cli.after_encoder import AfterEncoder
+calls, pool = [], AfterEncoder.forward
 def killed(*arguments):
     calls.append(1)
     if len(calls) == 30:
         os.kill(os.getpid(), 9)
     return pool(*arguments)
-encode.pooled = killed
+AfterEncoder.forward = killed
 from fastbert.cli import main
 main()
 """
@@ -60,7 +61,7 @@ def stop(monkeypatch):
     """Makes the n-th batch raise, until ``monkeypatch.undo``."""
 
     def at(batch: int, error: type[BaseException] = RuntimeError) -> None:
-        calls, pool = [], encode_module.pooled
+        calls, pool = [], AfterEncoder.forward
 
         def failing(*arguments):
             calls.append(1)
@@ -68,7 +69,7 @@ def stop(monkeypatch):
                 raise error("stopped")
             return pool(*arguments)
 
-        monkeypatch.setattr(encode_module, "pooled", failing)
+        monkeypatch.setattr(AfterEncoder, "forward", failing)
 
     return at
 
@@ -223,14 +224,14 @@ def test_the_old_file_stays_until_the_new_one_is_whole(encode, stop, tmp_path):
 
 
 def test_an_input_that_changes_under_the_run(encode, monkeypatch, tmp_path, source):
-    texts, pool = tmp_path / "texts.txt", encode_module.pooled
+    texts, pool = tmp_path / "texts.txt", AfterEncoder.forward
     shutil.copy(source, texts)
 
     def change(*arguments):
         texts.write_text("something else\n" * 100)
         return pool(*arguments)
 
-    monkeypatch.setattr(encode_module, "pooled", change)
+    monkeypatch.setattr(AfterEncoder, "forward", change)
     monkeypatch.setattr(encode_module, "Texts", small_blocks(encode_module.Texts))
     result = encode(tmp_path / "rows.npy", texts=texts)
     assert "changed while it was read" in result.output

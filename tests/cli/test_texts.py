@@ -99,3 +99,12 @@ def test_out_is_checked_before_any_work(tmp_path, monkeypatch):
         check_output(tmp_path / "out.parquet", source, (".parquet",))
     with pytest.raises(ImportError, match="INPUT: parquet needs pyarrow"):
         Texts(tmp_path / "texts.parquet", ("text",))
+
+
+def test_a_parquet_with_two_columns_of_the_name(tmp_path):
+    columns = [pa.array(["a"]), pa.array(["b"]), pa.array([1])]
+    table = pa.Table.from_arrays(columns, names=["text", "text", "id"])
+    parquet.write_table(table, tmp_path / "texts.parquet")
+    with pytest.raises(ValueError, match="has 2 columns 'text', allowed: text, text, id"):
+        Texts(tmp_path / "texts.parquet", ("text",))
+    assert list(Texts(write(tmp_path / "other.parquet"), ("a", "b"))) == PAIRS

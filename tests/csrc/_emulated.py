@@ -15,17 +15,22 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import _table
+
 CPU = Path(__file__).parents[2] / "csrc" / "cpu"
 LEVELS = ("avx512", "avx512_bf16", "amx")
 FLAGS = ("-std=c++17", "-O1", "-g0", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-Wno-psabi")
 TARGET = ("-mavx2", "-mfma", "-mf16c", "-DFASTBERT_EMULATE")
 
 
-def lacking(supported: list[str]) -> str | None:
+def lacking(extension) -> str | None:
     """Why this machine cannot emulate, or None."""
-    if "avx2" not in supported:
+    if "avx2" not in extension.build_info()["cpu_isas_supported"]:
         return "emulation needs AVX2"
-    return None if shutil.which("g++") else "emulation needs g++"
+    if shutil.which("g++") is None:
+        return "emulation needs g++"
+    reason = _table.lacking(extension)
+    return reason and f"emulation needs {reason}"
 
 
 def compile_library(folder: Path, levels: list[str]) -> Path:
@@ -35,6 +40,8 @@ def compile_library(folder: Path, levels: list[str]) -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if library.exists():
             return library
+        # The others take from avx512 what they have in common with it.
+        levels = sorted({"avx512", *levels})
         objects = [folder / f"{level}.o" for level in levels]
         compilers = [
             subprocess.Popen(
@@ -58,16 +65,9 @@ class Emulated:
 
     def __init__(self, library: Path) -> None:
         self.library = ctypes.CDLL(str(library))
-        symbols = subprocess.run(
-            ["nm", "--dynamic", "--print-size", library], capture_output=True, text=True, check=True
-        ).stdout
-        self.sizes = {
-            fields[3]: int(fields[1], 16)
-            for fields in map(str.split, symbols.splitlines())
-            if len(fields) == 4
-        }
+        self.symbols = _table.symbols(str(library))
 
     def use(self, extension, level: str) -> None:
-        symbol = f"_ZN8fastbert3cpu{len(level)}{level}8kKernelsE"
+        symbol = _table.of(level)
         address = ctypes.addressof(ctypes.c_char.in_dll(self.library, symbol))
-        extension.set_cpu_kernels(address, self.sizes[symbol])
+        _table.use(extension, address, self.symbols[symbol][1])

@@ -7,29 +7,19 @@ them. Everything else in them is executed by the processor, which therefore need
 from __future__ import annotations
 
 import ctypes
-import functools
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import _table
+
 SOURCE = Path(__file__).with_name("trapped_tiles.cpp")
 PROBE = Path(__file__).with_name("trapped_probe.cpp")
 FLAGS = ("-std=c++17", "-O3", "-mavx512f", "-mprefer-vector-width=512", "-ffp-contract=off")
-TABLE = "_ZN8fastbert3cpu3amx8kKernelsE"
 MOST_SITES = 4096
 TILE = re.compile(r"^ *([0-9a-f]+):\t(tile|tdp|ldtilecfg|sttilecfg)")
-
-
-@functools.cache
-def symbols(library: str) -> dict[str, tuple[int, int]]:
-    """Name → (address, size), the hidden ones included."""
-    listing = subprocess.run(
-        ["nm", "--print-size", library], capture_output=True, text=True, check=True
-    ).stdout
-    rows = [line.split() for line in listing.splitlines()]
-    return {row[3]: (int(row[0], 16), int(row[1], 16)) for row in rows if len(row) == 4}
 
 
 def lacking(extension) -> str | None:
@@ -39,12 +29,11 @@ def lacking(extension) -> str | None:
         return "trapping its tiles needs Linux on x86-64"
     if "avx512_bf16" not in info["cpu_isas_supported"]:
         return "trapping its tiles needs AVX512_BF16 and AVX512_VNNI"
-    for tool in ("g++", "nm", "objdump"):
+    for tool in ("g++", "objdump"):
         if shutil.which(tool) is None:
             return f"trapping its tiles needs {tool}"
-    if TABLE not in symbols(extension.__file__):
-        return "trapping its tiles needs fastbert._C with its symbols (it was stripped)"
-    return None
+    reason = _table.lacking(extension)
+    return reason and f"trapping its tiles needs {reason}"
 
 
 def compile_library(folder: Path) -> Path:
@@ -64,10 +53,7 @@ class Trapped:
     def __init__(self, library: Path, extension) -> None:
         self.library = ctypes.CDLL(str(library))
         self.library.trapped_tiles_configured.restype = ctypes.c_int64
-        found = symbols(extension.__file__)
-        anchor = ctypes.PyDLL(extension.__file__).PyInit__C
-        self.base = ctypes.cast(anchor, ctypes.c_void_p).value - found["PyInit__C"][0]
-        self.table = (self.base + found[TABLE][0], found[TABLE][1])
+        self.base = _table.base(extension)
 
     def install(self) -> None:
         assert self.library.trapped_tiles_install() == 0
@@ -76,7 +62,8 @@ class Trapped:
         assert self.library.trapped_tiles_remove() == 0
 
     def use(self, extension) -> None:
-        extension.set_cpu_kernels(*self.table)
+        address, size = _table.symbols(extension.__file__)[_table.of("amx")]
+        _table.use(extension, self.base + address, size)
 
     def executed(self) -> set[int]:
         """Where in the extension's file the instructions lie that were executed so far."""

@@ -49,7 +49,7 @@ def isa(request, extension):
         tiles = request.getfixturevalue("trapped")
         tiles.use(extension)
     elif level in info["cpu_isas"] and level in _emulated.LEVELS:
-        reason = _emulated.lacking(info["cpu_isas_supported"])
+        reason = _emulated.lacking(extension)
         if reason:
             pytest.skip(f"this processor has no {level}, and {reason}")
         request.getfixturevalue("emulated").use(extension, level)

@@ -55,6 +55,13 @@ def test_an_unknown_level_is_an_error(extension):
         extension.set_cpu_isa("sse9")
 
 
+def test_the_module_takes_no_address(extension):
+    """A function of Python that took an address as a number could crash the process."""
+    functions = [getattr(extension, name) for name in dir(extension) if not name.startswith("_")]
+    signatures = [function.__doc__.splitlines()[0] for function in functions]
+    assert [s for s in signatures if re.search(r"\(.*\bint\b.*\)", s, re.IGNORECASE)] == []
+
+
 # Registers that mark an instruction set, and the namespace whose functions alone may use them.
 TILE = re.compile(r"%tmm|\t(tile|[ls][dt]tilecfg)")
 ZMM_OR_MASK = re.compile(r"%zmm|%k[0-7]\b|%[xy]mm(1[6-9]|2\d|3[01])\b")

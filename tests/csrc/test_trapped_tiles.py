@@ -26,7 +26,7 @@ def real(request, extension):
     """A function that sets the processor's own level or else the trapped one."""
     supported = extension.build_info()["cpu_isas_supported"]
     own = "amx" in supported
-    reason = _emulated.lacking(supported) or (None if own else _trapped.lacking(extension))
+    reason = _emulated.lacking(extension) or (None if own else _trapped.lacking(extension))
     if reason:
         pytest.skip(reason)
     if own:

@@ -48,6 +48,8 @@ def test_jsonl_record_is_one_document(tmp_path):
         ('{"body": "x"}', 'line 2: no "text" field; the fields are: body'),
         ('["x"]', "line 2: got a list"),
         ('{"text": 3}', 'line 2: "text" is int'),
+        ("[" * 100_000, "line 2: not valid JSON"),
+        ('{"text": ' + "9" * 5000 + "}", "line 2: not valid JSON"),
     ],
 )
 def test_jsonl_errors_name_file_and_line(tmp_path, line, message):
@@ -63,6 +65,28 @@ def test_jsonl_invalid_utf8(tmp_path):
     path.write_bytes(b'{"text": "caf\xe9"}\n')
     with pytest.raises(ValueError, match="line 1: not valid JSON in UTF-8"):
         read(path)
+
+
+def test_a_parquet_with_two_text_columns(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    table = pa.Table.from_arrays([pa.array(["a b."]), pa.array(["c d."])], names=["text", "text"])
+    pq.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=r"a\.parquet has 2 columns 'text', allowed: text, text"):
+        read(tmp_path / "a.parquet")
+
+
+def test_a_parquet_with_text_that_is_not_utf8(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    latin = pa.Array.from_buffers(
+        pa.string(), 1, [None, pa.array([0, 1], pa.int32()).buffers()[1], pa.py_buffer(b"\xe9")]
+    )
+    pq.write_table(pa.table({"text": latin}), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=r"a\.parquet: not a readable parquet file"):
+        read(tmp_path / "a.parquet")
 
 
 def test_parquet_streams_row_groups(tmp_path):
@@ -81,7 +105,7 @@ def test_parquet_errors(tmp_path):
 
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"body": ["x"], "id": [1]}), path)
-    with pytest.raises(ValueError, match='no "text" column; the columns are: body, id'):
+    with pytest.raises(ValueError, match="has no column 'text', allowed: body, id"):
         read(path)
     pq.write_table(pa.table({"text": [1]}), path)
     with pytest.raises(ValueError, match='row 1: "text" is int'):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -76,6 +77,21 @@ def test_ids_and_types_are_those_of_transformers(folder, max_length, names):
             assert [types] == pair.get("token_type_ids", [[0] * len(ids)])
 
 
+@pytest.mark.parametrize("max_length", [6, 8, 33, 500])
+def test_a_text_is_tokenised_once_however_long_it_is(folder, max_length):
+    tokenizer = load_tokenizer(folder)
+    for text in TEXTS:
+        cut = tokenizer.encode_within(max_length, text)
+        assert cut.ids == tokenizer.encode(text, max_length=max_length)
+        assert cut.truncated == (len(tokenizer.encode(text)) > max_length)
+        for second in TEXTS:
+            cut = tokenizer.encode_within(max_length, text, second)
+            ids, types = tokenizer.encode_pair(text, second, max_length=max_length)
+            assert cut.ids == ids
+            assert cut.token_types == (types if any(types) else [])
+            assert cut.truncated == (len(tokenizer.encode_pair(text, second)[0]) > max_length)
+
+
 def test_no_room_for_the_special_tokens(folder):
     tokenizer = load_tokenizer(folder)
     with pytest.raises(ValueError, match="max_length: got 1, allowed: at least 2"):
@@ -104,3 +120,44 @@ def test_model_max_length(tmp_path, recorded, length):
     assert model_max_length(tmp_path) is None
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"model_max_length": recorded}))
     assert model_max_length(tmp_path) == length
+
+
+@pytest.mark.parametrize(
+    "length", ["512", True, -1, 0, math.nan, -math.inf, [512], {}, {"length": 512}]
+)
+def test_a_model_max_length_that_is_none(tmp_path, length):
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"model_max_length": length}))
+    message = r"tokenizer_config\.json: model_max_length: got .*, allowed: a number >= 1"
+    with pytest.raises(ValueError, match=message):
+        model_max_length(tmp_path)
+
+
+def test_names_of_inputs_that_are_none(folder):
+    configure(folder, model_input_names=5)
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json: model_input_names: got 5"):
+        load_tokenizer(folder)
+
+
+def test_a_panic_of_the_library_is_a_value_error(folder):
+    """PanicException derives from BaseException."""
+    path = folder / "tokenizer.json"
+    sound = json.loads(path.read_text())
+    broken = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
+    path.write_text(json.dumps({**sound, "normalizer": broken}))
+    with pytest.raises(ValueError, match=r"tokenizer\.json is broken: Precompiled"):
+        load_tokenizer(folder)
+    processor = {"type": "TemplateProcessing", "special_tokens": {}}
+    pieces = [
+        {"SpecialToken": {"id": "<s>", "type_id": 0}},
+        {"Sequence": {"id": "A", "type_id": 0}},
+    ]
+    processor |= {"single": pieces, "pair": [*pieces, {"Sequence": {"id": "B", "type_id": 0}}]}
+    path.write_text(json.dumps({**sound, "post_processor": processor}))
+    tokenizer = load_tokenizer(folder)
+    for call in (
+        lambda: tokenizer.encode("the sea"),
+        lambda: tokenizer.encode_pair("the", "sea"),
+        lambda: tokenizer.encode_within(20, "the sea"),
+    ):
+        with pytest.raises(ValueError, match="tokenizer: it fails: no entry found for key"):
+            call()

@@ -1,3 +1,5 @@
+import time
+
 import pytest
 
 from fastbert.data.sentences import split_sentences
@@ -30,3 +32,12 @@ from fastbert.data.sentences import split_sentences
 )
 def test_split(text, expected):
     assert split_sentences(text) == expected
+
+
+@pytest.mark.parametrize(
+    "text", ["." * 10**6 + "x", "mr. " * 10**6, "a. (" * 10**6, "A. " * 10**6, ". " + "(" * 10**6]
+)
+def test_the_time_grows_with_the_length_only(text):
+    start = time.process_time()
+    split_sentences(text)
+    assert time.process_time() - start < 20

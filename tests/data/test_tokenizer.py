@@ -40,6 +40,23 @@ def assert_same_as_transformers(folder, tokenizer):
         assert getattr(other, f"{name}_token_id") == getattr(tokenizer, f"{name}_id")
 
 
+@pytest.mark.parametrize("max_length", [7, 8, 11, 12])
+def test_pairs_are_cut_as_transformers_cuts_them(tmp_path, tokenizer, max_length):
+    transformers = pytest.importorskip("transformers")
+    tokenizer.save(tmp_path)
+    other = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    texts = ["the sea " * count for count in (0, 1, 2, 3, 9, 10)]
+    for first in texts:
+        for second in texts:
+            cut = tokenizer.encode_within(max_length, first, second)
+            assert cut[:2] == tokenizer.encode_pair(first, second, max_length=max_length)
+            assert cut.truncated == (len(tokenizer.encode_pair(first, second)[0]) > max_length)
+            options = {"truncation": True, "max_length": max_length}
+            pair = other([first], [second], **options)
+            assert [cut.ids] == pair["input_ids"]
+            assert [cut.token_types] == pair["token_type_ids"]
+
+
 def test_save_load_and_transformers_agree(tmp_path, tokenizer):
     tokenizer.save(tmp_path, max_length=128)
     again = WordPieceTokenizer.load(tmp_path)
@@ -125,7 +142,7 @@ def test_lengths(tokenizer):
     assert len(tokenizer.encode(text, add_special_tokens=False, max_length=3)) == 3
     ids, types = tokenizer.encode_pair(text, "the sea", max_length=8)
     assert len(ids) == 8
-    assert types == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert types == [0, 0, 0, 0, 0, 1, 1, 1]
     with pytest.raises(ValueError, match="max_length: got 1, allowed: at least 2"):
         tokenizer.encode(text, max_length=1)
 
@@ -137,7 +154,7 @@ def test_errors(tmp_path, documents):
     with pytest.raises(ValueError, match=r"tokenizer\.json is broken"):
         WordPieceTokenizer.load(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("[]")
-    with pytest.raises(ValueError, match=r"tokenizer_config\.json holds a list"):
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json: holds a JSON list"):
         WordPieceTokenizer.load(tmp_path)
     with pytest.raises(ValueError, match="its model is BPE, allowed: WordPiece"):
         WordPieceTokenizer(Tokenizer(models.BPE()))
@@ -161,3 +178,58 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, tokenizer, monkeypatch):
         tokenizer.save(tmp_path)
     assert (tmp_path / "vocab.txt").read_text() == before
     assert len(os.listdir(tmp_path)) == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"cls_token": {}}, r"cls_token: got \{\}, allowed: a token's text"),
+        ({"cls_token": {"content": 5}}, "cls_token: got .*, allowed: a token's text"),
+        ({"sep_token": ["[SEP]"]}, "sep_token: got .*, allowed: a token's text"),
+        ({"do_lower_case": "no"}, "do_lower_case: got 'no', allowed: true or false"),
+        ({"strip_accents": 0}, "strip_accents: got 0, allowed: true or false"),
+    ],
+)
+def test_a_configuration_with_a_wrong_value(tmp_path, tokenizer, changes, message):
+    tokenizer.save(tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json: " + message):
+        WordPieceTokenizer.load(tmp_path)
+
+
+def test_a_vocabulary_that_is_not_utf8_names_the_line(tmp_path, tokenizer):
+    tokenizer.save(tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    lines = (tmp_path / "vocab.txt").read_bytes().split(b"\n")
+    lines[6] = b"caf\xe9"
+    (tmp_path / "vocab.txt").write_bytes(b"\n".join(lines))
+    with pytest.raises(ValueError, match=r"vocab\.txt, line 7: not UTF-8"):
+        WordPieceTokenizer.load(tmp_path)
+
+
+def test_a_huge_id_does_not_fill_the_memory(tmp_path, tokenizer):
+    tokenizer.save(tmp_path)
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    content["model"]["vocab"]["huge"] = 4294967295
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(
+        ValueError, match="got the id 4294967295, allowed: below 16777216"
+    ) as caught:
+        WordPieceTokenizer.load(tmp_path)
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_a_model_that_fails_on_a_text_is_a_value_error(tmp_path, tokenizer):
+    tokenizer.save(tmp_path)
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    content["model"]["unk_token"] = "[NONE]"
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    broken = WordPieceTokenizer.load(tmp_path)
+    for call in (broken.encode, broken.encode_pair, broken.encode_within):
+        arguments = {broken.encode: ("漢",), broken.encode_pair: ("漢", "a")}.get(call, (9, "漢"))
+        with pytest.raises(ValueError, match="tokenizer: it fails: WordPiece error"):
+            call(*arguments)
+    with pytest.raises(ValueError, match="tokenizer: it fails: WordPiece error"):
+        broken.encode_sentences(["漢"])

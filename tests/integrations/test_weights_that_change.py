@@ -32,7 +32,7 @@ SIZES: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
     "intermediate_size": 128,
-    "max_position_embeddings": 300,
+    "max_position_embeddings": 512,
     "hidden_dropout_prob": 0.0,
     "attention_probs_dropout_prob": 0.0,
 }
@@ -279,7 +279,7 @@ def test_a_write_through_data_to_whole_rows_is_seen_at_once(untrained, kind, dty
 def test_a_narrow_write_is_seen_at_once_by_a_call_with_many_rows(
     untrained, kind, dtype, change
 ) -> None:
-    changed_everywhere(made(kind, dtype), batch(512), NARROW[change], calls=1)
+    changed_everywhere(made(kind, dtype), batch(1024), NARROW[change], calls=1)
 
 
 @pytest.mark.parametrize("change", NARROW)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+from _process_matrix import METHODS, PARENTS, SECONDS
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -16,6 +19,8 @@ from fastbert.ops import backend as backends
 
 if backends.EXTENSION is None:
     pytest.skip(backends.EXTENSION_STATE, allow_module_level=True)
+
+PROGRAM = Path(__file__).with_name("_process_matrix.py")
 
 CONFIG = BertConfig(
     vocab_size=97,
@@ -59,38 +64,31 @@ def test_in_the_workers_of_a_data_loader(method) -> None:
     assert torch.equal(actual, expected)
 
 
-# The parent uses OpenMP in ``parent``'s way before it forks; its child must finish all the same.
-FORK = """
-import os, sys, torch
-from fastbert import BertModel
-from fastbert.config import BertConfig
-torch.set_num_threads(2)
-model = BertModel(BertConfig(vocab_size=97, hidden_size=64, num_hidden_layers=2,
-    num_attention_heads=2, intermediate_size=128)).eval()
-ids = torch.arange(400).view(2, 200) % 97
-with torch.inference_mode():
-    {before}
-    torch.save(model.state_dict(), sys.argv[1] + "/state")
-    child = os.fork()
-    if child == 0:
-        torch.save(model(ids).last_hidden_state, sys.argv[1] + "/child")
-        os._exit(0)
-    _, status = os.waitpid(child, 0)
-    assert status == 0, status
-    assert torch.equal(torch.load(sys.argv[1] + "/child"), model(ids).last_hidden_state)
-print("same")
-"""
+@pytest.fixture(scope="module", params=PARENTS)
+def parent(request, tmp_path_factory) -> tuple[dict[str, int], Path]:
+    """What a process that did ``param`` first reports of its children, and where their results are.
 
-
-@pytest.mark.parametrize(
-    "before", ["model(ids)", "pass"], ids=["after-the-model", "before-anything"]
-)
-def test_in_a_forked_child(tmp_path, before) -> None:
+    Exit status by method; -14 is the signal that ends a child which hangs.
+    """
+    folder = tmp_path_factory.mktemp(request.param)
     run = subprocess.run(
-        [sys.executable, "-c", FORK.format(before=before), str(tmp_path)],
+        [sys.executable, PROGRAM, request.param, str(folder)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=5 * SECONDS,
     )
     assert run.returncode == 0, run.stderr
-    assert run.stdout.strip() == "same"
+    lines = [line.split() for line in run.stdout.splitlines()]
+    return {method: int(status) for method, status, _ in lines}, folder
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_child_has_the_result_of_its_parent(parent, method) -> None:
+    statuses, folder = parent
+    assert statuses[method] == 0
+    threads, waves, states = torch.load(folder / method)
+    expected_threads, expected_waves, expected = torch.load(folder / "parent")
+    assert threads == expected_threads == 2
+    assert torch.equal(waves, expected_waves)
+    assert torch.equal(states, expected)

@@ -20,11 +20,17 @@ def bounds(*lengths: int) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).int()
 
 
-def plain(rows: Tensor, pooling: str, lengths: tuple[int, ...] = LENGTHS) -> Tensor:
+def plain(rows: Tensor, pooling: str, lengths: tuple[int, ...] = LENGTHS, skip: int = 0) -> Tensor:
     def one(part: Tensor) -> Tensor:
+        wide = torch.promote_types(part.dtype, torch.float32)
+        weights = torch.arange(1, len(part) + 1, dtype=wide)[skip:, None]
+        part = part[skip:]
         if part.shape[0] == 0:
             return part.sum(0)
+        if pooling == "weightedmean":
+            return ((part.to(wide) * weights).sum(0) / weights.sum()).to(part.dtype)
         kinds = {"cls": part[0], "last": part[-1], "mean": part.mean(0), "max": part.amax(0)}
+        kinds["mean_sqrt_len_tokens"] = part.mean(0) * math.sqrt(len(part))
         return kinds[pooling]
 
     return torch.stack([one(part) for part in rows.split(lengths)])
@@ -45,6 +51,18 @@ def test_values_and_gradients(pooling, dtype) -> None:
         assert_close(f"{name} of {pooling}", *runs)
     assert sides[0][0].dtype == dtype
     assert not sides[0][0][[2, 4]].any()
+
+
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_rows_of_a_prompt_are_left_out(pooling) -> None:
+    rows = torch.randn(sum(LENGTHS) + 2, HIDDEN)
+    rows[-2:] = math.nan
+    for skip in (1, 3, 20):
+        actual = pool(rows, bounds(*LENGTHS), pooling, skip=skip)
+        sides = [
+            plain(rows[:-2].to(kind), pooling, skip=skip) for kind in (torch.float64, torch.float32)
+        ]
+        assert_close(f"{pooling} without {skip}", actual, *sides)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -102,6 +120,7 @@ def test_whole_graph(pooling) -> None:
     ("changes", "error", "message"),
     [
         ({"pooling": "sum"}, ValueError, "pooling: got 'sum', allowed: cls, mean, max, last"),
+        ({"skip": -1}, ValueError, "skip: got -1, allowed: an integer >= 0"),
         ({"rows": torch.ones(4, 2).long()}, TypeError, "rows: got torch.int64, allowed: a float"),
         ({"rows": torch.ones(1, 4, 2)}, ValueError, r"rows: got shape \(1, 4, 2\), allowed: \(T,"),
         ({"cu_seqlens": bounds(4).long()}, TypeError, "cu_seqlens: got torch.int64, allowed: int"),

@@ -1,8 +1,11 @@
 """A checkpoint folder is whole or absent, whatever fails."""
 
+import os
+
 import pytest
 
 from fastbert.config import BertConfig
+from fastbert.io import commit
 from fastbert.training.checkpoint import refuse_existing, save_checkpoint
 
 
@@ -59,3 +62,18 @@ def test_output_that_is_a_file_is_refused(tmp_path):
     path.write_text("")
     with pytest.raises(ValueError, match=r"output: .* is a file"):
         refuse_existing(path, overwrite=True)
+
+
+def test_a_folder_that_a_process_of_the_same_number_left_is_no_obstacle(tmp_path):
+    (tmp_path / f".model.partial-{os.getpid()}").mkdir()
+    save_checkpoint(tmp_path / "model", Writer("a", "1"), Writer("b", "1"))
+    assert contents(tmp_path / "model") == {"a": "1", "b": "1"}
+
+
+def test_what_a_dead_process_staged_is_deleted_and_what_a_living_one_staged_stays(tmp_path):
+    (tmp_path / f"{commit.STAGED}dead" / "new").mkdir(parents=True)
+    with commit.replacement(tmp_path / "other") as living:
+        save_checkpoint(tmp_path / "model", Writer("a", "1"), Writer("b", "1"))
+        assert {path.name for path in tmp_path.iterdir()} == {"model", living.parent.name}
+        (living / "config.json").write_text("{}")
+    assert contents(tmp_path / "other") == {"config.json": "{}"}

@@ -108,3 +108,25 @@ def test_the_users_corpus_has_no_accuracy_targets(tmp_path, monkeypatch):
         "every backend's encoder is exact enough to be timed",
     ]
     assert report.corpus == str(corpus)
+
+
+def test_a_demo_that_was_stopped_begins_again_in_the_same_folder(tmp_path, monkeypatch):
+    def stopped(options, **_):
+        (options.folder / "model").mkdir(parents=True)
+        raise SystemExit(143)
+
+    monkeypatch.setattr(demo, "pretrain", stopped)
+    with pytest.raises(SystemExit):
+        run_demo(tmp_path / "out", size=MINIATURE, console=Console(quiet=True))
+    demo._refuse_foreign(tmp_path / "out")
+    assert "has not finished" in (tmp_path / "out" / "report.md").read_text()
+
+
+def test_a_demo_that_cannot_train_leaves_nothing(tmp_path, monkeypatch):
+    def refused(options, **_):
+        raise ValueError("corpus: unusable")
+
+    monkeypatch.setattr(demo, "pretrain", refused)
+    with pytest.raises(ValueError, match="corpus: unusable"):
+        run_demo(tmp_path / "out", size=MINIATURE, console=Console(quiet=True))
+    assert not (tmp_path / "out").exists()

@@ -22,11 +22,33 @@ result = pretrain(options, documents=list(stories(40, 0)))
 Path(sys.argv[1] + os.environ["RANK"]).write_text(str(result.evaluation))
 """
 
+STOPPED = """
+import os
+import signal
+from fastbert.training import loop
 
-def test_two_processes_train_one_model(tmp_path):
+step = loop._Run.train_step
+
+def signalled(self, batch):
+    if self.step == 1 and os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGTERM)
+    return step(self, batch)
+
+loop._Run.train_step = signalled
+pretrain = loop.pretrain
+def told(*arguments, **options):
+    try:
+        return pretrain(*arguments, **options)
+    except SystemExit as error:
+        Path(sys.argv[1] + os.environ["RANK"]).write_text(str(error.code))
+        raise SystemExit(0)
+"""
+
+
+def torchrun(tmp_path, source):
     script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    done = subprocess.run(
+    script.write_text(source)
+    return subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"),
             *(str(script), str(tmp_path / "out")),
@@ -36,6 +58,20 @@ def test_two_processes_train_one_model(tmp_path):
         text=True,
         timeout=300,
     )
+
+
+def test_a_signal_to_one_process_stops_both_after_the_same_step(tmp_path):
+    source = SCRIPT.replace("torch.set", f"{STOPPED}\ntorch.set").replace(" pretrain(o", " told(o")
+    done = torchrun(tmp_path, source)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "stopped by SIGTERM after step 2 of 4; kept: " in done.stdout
+    assert "the checkpoint of step 2" in done.stdout
+    assert (tmp_path / "out" / "model" / "model.safetensors").exists()
+    assert [(tmp_path / f"out{rank}").read_text() for rank in (0, 1)] == ["143", "143"]
+
+
+def test_two_processes_train_one_model(tmp_path):
+    done = torchrun(tmp_path, SCRIPT)
     assert done.returncode == 0, done.stderr[-3000:]
     rows = [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]
     assert [(row["event"], row["step"]) for row in rows] == [

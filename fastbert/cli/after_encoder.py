@@ -1,0 +1,54 @@
+"""From the rows of the encoder to the embeddings of texts: what a folder's modules say."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from fastbert.io.sentence_transformers_folder import Dense, Pooling, SentenceFolder
+from fastbert.modules import pool
+from fastbert.modules.dense import Dense as DenseModule
+
+
+class AfterEncoder(nn.Module):
+    """Pools, projects and scales the rows (T, H) of packed texts to float32 (B, ``width``).
+
+    ``prompt_length`` is the number of rows at the start of each text that are a prompt's. Raises
+    ValueError naming the folder of a Dense that does not take the vectors it would get.
+    """
+
+    def __init__(self, recipe: SentenceFolder, hidden_size: int, prompt_length: int) -> None:
+        super().__init__()
+        pooling, *others = recipe.modules
+        assert isinstance(pooling, Pooling)
+        self.pooling, self.truncate_dim = pooling, recipe.truncate_dim
+        self.skip = 0 if pooling.include_prompt else prompt_length
+        self.width = hidden_size * len(pooling.modes)
+        self.normalised = False
+        self.folders = [module.folder for module in others if isinstance(module, Dense)]
+        self.steps = nn.ModuleList()
+        for module in others:
+            self.normalised = not isinstance(module, Dense)
+            if not isinstance(module, Dense):
+                self.steps.append(_Normalize())
+                continue
+            if module.in_features != self.width:
+                raise ValueError(
+                    f"{module.folder}: in_features: got {module.in_features}, allowed: "
+                    f"{self.width}, the size of the vectors before it"
+                )
+            self.steps.append(DenseModule.from_folder(module))
+            self.width = module.out_features
+        self.width = min(self.width, self.truncate_dim or self.width)
+
+    def forward(self, hidden: Tensor, cu_seqlens: Tensor) -> Tensor:
+        rows, modes = hidden.float(), self.pooling.modes
+        vectors = torch.cat([pool(rows, cu_seqlens, mode, skip=self.skip) for mode in modes], -1)
+        for step in self.steps:
+            vectors = step(vectors)
+        return vectors[:, : self.width]
+
+
+class _Normalize(nn.Module):
+    def forward(self, vectors: Tensor) -> Tensor:
+        return nn.functional.normalize(vectors, dim=-1)

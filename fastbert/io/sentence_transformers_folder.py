@@ -1,0 +1,363 @@
+"""A sentence-transformers folder: where its encoder is, the modules after it, and its settings.
+
+Whatever changes a result in sentence-transformers is returned, or refused by its name. Settings
+without an influence on the result (the similarity function, versions) are not read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path, PureWindowsPath
+from typing import Any, TypeAlias
+
+from fastbert import json_file
+from fastbert.config import integer_from, is_integer
+
+LISTING = "modules.json"
+SETTINGS = "config_sentence_transformers.json"
+# The settings of the Transformer; of several files, the first that is there counts.
+ENCODER_SETTINGS = tuple(
+    f"sentence_{name}_config.json"
+    for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+)
+# The output of transformers that a task reads, and the feature that the Transformer makes of it.
+TASKS = {
+    "feature-extraction": ("last_hidden_state", "token_embeddings"),
+    "sequence-classification": ("logits", "scores"),
+}
+# sentence-transformers' names of pooling modes → those of fastbert.modules.pool.
+MODES = {name: name for name in ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean")} | {
+    "lasttoken": "last"
+}
+# Older folders have a flag per mode. The vectors are concatenated in this order.
+FLAGS = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+# The feature that a module reads, and the one that it writes.
+FEATURES = ("module_input_name", "module_output_name")
+_ACTIVATION = re.compile(r"torch\.nn\.(?:modules\.\w+\.)?(\w+)")
+
+
+@dataclass(frozen=True)
+class Pooling:
+    """One vector of each text's rows: that of every mode of ``fastbert.modules.pool``, joined."""
+
+    modes: tuple[str, ...] = ("mean",)
+    include_prompt: bool = True
+
+
+@dataclass(frozen=True)
+class Dense:
+    """A projection whose weights are in ``folder``; ``activation`` is a class of torch.nn."""
+
+    folder: Path
+    in_features: int
+    out_features: int
+    bias: bool = True
+    activation: str = "Tanh"
+    residual: bool = False
+
+
+@dataclass(frozen=True)
+class Normalize:
+    """Vectors are scaled to length 1."""
+
+
+Module: TypeAlias = Pooling | Dense | Normalize
+
+
+@dataclass(frozen=True)
+class SentenceFolder:
+    """``encoder``: the folder of the transformer and its tokenizer. ``modules``: what follows the
+    transformer, in order. ``max_length``: tokens of a text, None when the tokenizer decides.
+    ``lowercase``: whether texts are lower-cased first. ``prompt`` is put before each text.
+    ``other_prompts``: the names of prompts to choose from, where none is put there by default.
+    ``truncate_dim``: the numbers kept of a vector. ``activation``: the class of torch.nn that a
+    cross-encoder applies to its logits, None when the folder names none."""
+
+    encoder: Path
+    modules: tuple[Module, ...] = ()
+    max_length: int | None = None
+    lowercase: bool = False
+    prompt: str = ""
+    other_prompts: tuple[str, ...] = ()
+    truncate_dim: int | None = None
+    activation: str | None = None
+
+
+def is_one(folder: Path) -> bool:
+    """Whether ``folder`` lists modules of sentence-transformers."""
+    return (folder / LISTING).is_file()
+
+
+def encoder_folder(folder: Path) -> Path:
+    """The folder of the first module whose type ends in Transformer. Raises as ``read`` does."""
+    for kind, path in _listing(folder):
+        if kind.endswith("Transformer"):
+            return path
+    raise ValueError(f"{folder / LISTING}: none of its modules is a Transformer")
+
+
+def read(folder: Path) -> SentenceFolder:
+    """What makes a text's embedding in the SentenceTransformer of this folder.
+
+    Raises ValueError naming the file and the module or setting that is damaged or not served.
+    """
+    settings = _settings(folder)
+    _check_choice(folder / SETTINGS, settings, "model_type", ("SentenceTransformer",))
+    first, *others = _served(folder)
+    modules = tuple(_READERS[kind](path) for kind, path in others)
+    poolings = [isinstance(module, Pooling) for module in modules]
+    if sum(poolings) != 1 or not poolings[0]:
+        names = ", ".join(["Transformer", *(kind for kind, _ in others)])
+        raise ValueError(
+            f"{folder / LISTING}: got {names}; allowed: Transformer, one Pooling, then any number "
+            "of Dense and Normalize"
+        )
+    return _with_settings(folder, settings, first[1], modules, "feature-extraction")
+
+
+def is_cross_encoder(folder: Path) -> bool:
+    """Whether the settings of the folder say that it holds a CrossEncoder."""
+    return is_one(folder) and _settings(folder).get("model_type") == "CrossEncoder"
+
+
+def read_cross_encoder(folder: Path) -> SentenceFolder:
+    """What makes the scores of a text or pair in the CrossEncoder of this folder.
+
+    Raises ValueError as ``read`` does.
+    """
+    settings = _settings(folder)
+    first, *others = _served(folder)
+    if others:
+        raise ValueError(
+            f"{folder / LISTING}: got a {others[0][0]} after the Transformer of a cross-encoder, "
+            "allowed: none"
+        )
+    return _with_settings(folder, settings, first[1], (), "sequence-classification")
+
+
+def activation_name(place: str, path: Any) -> str:
+    """The class in "torch.nn.modules.activation.Tanh". Raises ValueError naming ``place``."""
+    match = _ACTIVATION.fullmatch(path) if isinstance(path, str) else None
+    if match is None:
+        raise ValueError(f"{place}: got {path!r}, allowed: the name of a class of torch.nn")
+    return match[1]
+
+
+# The list of modules
+
+
+def _listing(folder: Path) -> list[tuple[str, Path]]:
+    """The type and the folder of each module. A module's path stays inside ``folder``."""
+    listing = folder / LISTING
+    content = json_file.read(listing, list)
+    found = []
+    for entry in content:
+        kind, path = (entry.get(key) if isinstance(entry, dict) else None for key in _KEYS)
+        if not isinstance(kind, str) or not isinstance(path, str):
+            raise ValueError(f"{listing}: got {entry!r:.200}, allowed: a module's type and path")
+        found.append((kind, _inside(folder, path)))
+    names = [str(entry.get("name")) for entry in content if "name" in entry]
+    if len(set(names)) < len(names):
+        # sentence-transformers keeps modules by name: the last would replace the first.
+        raise ValueError(f"{listing}: got the names {', '.join(names)}, allowed: different ones")
+    return found
+
+
+_KEYS = ("type", "path")
+
+
+def _inside(folder: Path, path: str) -> Path:
+    windows = PureWindowsPath(path)
+    plain = not windows.anchor and ".." not in windows.parts and not re.search(r"[\\\0]", path)
+    if not plain or not (folder / path).resolve().is_relative_to(folder.resolve()):
+        raise ValueError(
+            f"{folder / LISTING}: got the path {path!r}, allowed: a folder inside this one"
+        )
+    return folder / path
+
+
+def _served(folder: Path) -> list[tuple[str, Path]]:
+    """The class and the folder of each module; the first is the Transformer."""
+    found = []
+    for kind, path in _listing(folder):
+        package, _, name = kind.rpartition(".")
+        if not package.startswith("sentence_transformers.") or name not in _CLASSES:
+            raise ValueError(
+                f"{folder / LISTING}: got the module {kind!r}, allowed: {', '.join(_CLASSES)} of "
+                "sentence_transformers"
+            )
+        found.append((name, path))
+    names = [name for name, _ in found]
+    if names[:1] != ["Transformer"] or names.count("Transformer") > 1:
+        raise ValueError(
+            f"{folder / LISTING}: got {', '.join(names) or 'no module'}, allowed: one Transformer, "
+            "as the first module"
+        )
+    return found
+
+
+# The modules after the Transformer
+
+
+def _read_pooling(folder: Path) -> Pooling:
+    path = folder / "config.json"
+    content = json_file.read(path)
+    sizes = ("word_embedding_dimension", "embedding_dimension")
+    _check_keys(path, content, {*sizes, *FLAGS, "pooling_mode", "include_prompt"})
+    flags = [mode for key, mode in FLAGS.items() if _flag(path, content, key, False)]
+    modes = content.get("pooling_mode", flags or "mean")
+    modes = [modes] if isinstance(modes, str) else modes
+    if not isinstance(modes, list) or not modes or not all(_is_in(mode, MODES) for mode in modes):
+        raise ValueError(f"{path}: pooling_mode: got {modes!r}, allowed: {', '.join(MODES)}")
+    names = tuple(MODES[mode] for mode in modes)
+    return Pooling(names, _flag(path, content, "include_prompt", True))
+
+
+def _read_dense(folder: Path) -> Dense:
+    path = folder / "config.json"
+    content = json_file.read(path)
+    sizes = ("in_features", "out_features")
+    _check_keys(path, content, {*sizes, *FEATURES, "bias", "activation_function", "use_residual"})
+    _check_features(path, content)
+    inputs, outputs = (_count(path, content, name) for name in sizes)
+    if inputs is None or outputs is None:
+        raise ValueError(f"{path}: it lacks in_features or out_features, allowed: both")
+    function = content.get("activation_function", "torch.nn.Tanh")
+    return Dense(
+        folder,
+        inputs,
+        outputs,
+        _flag(path, content, "bias", True),
+        activation_name(f"{path}: activation_function", function),
+        _flag(path, content, "use_residual", False),
+    )
+
+
+def _read_normalize(folder: Path) -> Normalize:
+    path = folder / "config.json"
+    if path.is_file():  # older folders have none
+        _check_features(path, json_file.read(path))
+    return Normalize()
+
+
+def _check_features(path: Path, content: dict[str, Any]) -> None:
+    """Raises ValueError unless a module replaces the text's vector, as it does by default."""
+    _check_choice(path, content, FEATURES[0], ("sentence_embedding",))
+    _check_choice(path, content, FEATURES[1], ("sentence_embedding", None))
+
+
+_READERS: dict[str, Callable[[Path], Module]] = {
+    "Pooling": _read_pooling,
+    "Dense": _read_dense,
+    "Normalize": _read_normalize,
+}
+_CLASSES = ("Transformer", *_READERS)
+
+
+# The settings
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    path = folder / SETTINGS
+    return json_file.read(path) if path.is_file() else {}
+
+
+def _with_settings(
+    folder: Path, settings: dict[str, Any], encoder: Path, modules: tuple[Module, ...], task: str
+) -> SentenceFolder:
+    path = folder / SETTINGS
+    length, lowercase = _encoder_settings(encoder, task)
+    activation = settings.get("activation_fn")
+    return SentenceFolder(
+        encoder,
+        modules,
+        length,
+        lowercase,
+        *_prompts(path, settings),
+        _count(path, settings, "truncate_dim"),
+        None if activation is None else activation_name(f"{path}: activation_fn", activation),
+    )
+
+
+def _prompts(path: Path, settings: dict[str, Any]) -> tuple[str, tuple[str, ...]]:
+    """The text of the default prompt, or "" and the names of the prompts that are none."""
+    prompts, name = settings.get("prompts", {}), settings.get("default_prompt_name")
+    if not isinstance(prompts, dict) or not all(
+        isinstance(prompt, str | None) for prompt in prompts.values()
+    ):
+        raise ValueError(f"{path}: prompts: got {prompts!r:.200}, allowed: texts by their names")
+    if name is None:
+        return "", tuple(name for name, prompt in prompts.items() if prompt)
+    if not _is_in(name, prompts):
+        allowed = ", ".join(prompts) or "none, for there are no prompts"
+        raise ValueError(f"{path}: default_prompt_name: got {name!r:.200}, allowed: {allowed}")
+    return prompts[name] or "", ()
+
+
+def _encoder_settings(encoder: Path, task: str) -> tuple[int | None, bool]:
+    """``max_seq_length`` and ``do_lower_case`` of the Transformer in the folder ``encoder``."""
+    path = next((p for name in ENCODER_SETTINGS if (p := encoder / name).is_file()), None)
+    if path is None:
+        _check_task(encoder / ENCODER_SETTINGS[0], {}, task)
+        return None, False
+    content = json_file.read(path)
+    _check_task(path, content, task)
+    served = {"transformer_task", "modality_config", "module_output_name"}
+    # Whether inputs are padded does not change a result. Other keys may be there when empty.
+    set_keys = {key: value for key, value in content.items() if value}
+    _check_keys(path, set_keys, {*served, "max_seq_length", "do_lower_case", "unpad_inputs"})
+    return _count(path, content, "max_seq_length"), _flag(path, content, "do_lower_case", False)
+
+
+def _check_task(path: Path, content: dict[str, Any], task: str) -> None:
+    """The Transformer does ``task`` on texts, and hands on what that task makes."""
+    output, feature = TASKS[task]
+    _check_choice(
+        path, {"transformer_task": "feature-extraction"} | content, "transformer_task", (task,)
+    )
+    _check_choice(path, content, "module_output_name", (feature,))
+    texts = {"method": "forward", "method_output_name": output}
+    _check_choice(path, content, "modality_config", ({"text": texts},))
+
+
+# Single values
+
+
+def _check_keys(path: Path, content: dict[str, Any], allowed: set[str]) -> None:
+    unknown = sorted(content.keys() - allowed)
+    if unknown:
+        raise ValueError(f"{path}: got {unknown[0]}, allowed: {', '.join(sorted(allowed))}")
+
+
+def _check_choice(path: Path, content: dict[str, Any], name: str, allowed: tuple[Any, ...]) -> None:
+    """Raises ValueError when ``name`` is there with another value than those allowed."""
+    if name in content and content[name] not in allowed:
+        choices = " or ".join(map(repr, allowed))
+        raise ValueError(f"{path}: {name}: got {content[name]!r:.200}, allowed: {choices}")
+
+
+def _flag(path: Path, content: dict[str, Any], name: str, default: bool) -> bool:
+    value = content.get(name, default)
+    if not isinstance(value, bool):
+        raise ValueError(f"{path}: {name}: got {value!r}, allowed: true or false")
+    return value
+
+
+def _count(path: Path, content: dict[str, Any], name: str) -> int | None:
+    value = content.get(name)
+    if value is not None and not is_integer(value, 1):
+        raise ValueError(f"{path}: {name}: got {value!r:.200}, allowed: {integer_from(1)}")
+    return value
+
+
+def _is_in(name: Any, names: dict[str, Any]) -> bool:
+    return isinstance(name, str) and name in names

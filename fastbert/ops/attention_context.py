@@ -1,0 +1,44 @@
+"""Values weighed by attention weights that were computed before, in differentiable PyTorch."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fastbert import reference
+from fastbert.ops.arguments import (
+    dropout_seed as draw_seed,
+)
+
+
+def attention_context(
+    weights: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor | None = None,
+    *,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
+) -> Tensor:
+    """Multiply the values by `dropout(weights)`, so that a gradient passes through `weights`.
+
+    The fused operators compute the output and the weights side by side, and the gradient of the
+    output does not reach the weights. This function is for callers who ask for that gradient.
+
+    Args:
+        weights: Softmax weights before dropout, of shape ``(B, H, Lq, Lk)``; 0 at padding.
+        v: Values of shape ``(B, H, Lk, D)``; or ``(T, H, D)``, packed, with `cu_seqlens`.
+        cu_seqlens: Cumulative lengths of the packed sequences, int32 of shape ``(B + 1,)``.
+        dropout_p: Probability with which a weight is dropped, by the mask of ``ops.attention``.
+        dropout_seed: Seed of that mask, int64 of shape ``(1,)``; None draws one.
+
+    Returns:
+        Tensor of the shape of `v`. A row whose weights are all 0 is exactly 0, and a value that
+        every query weighs with 0 is not read, even if it is NaN.
+    """
+    seed = draw_seed(dropout_p, dropout_seed, weights.device)
+    dropped = reference.dropout(weights, dropout_p, seed, tuple(weights.shape))
+    unseen = (weights == 0.0).all(dim=-2).unsqueeze(-1)
+    if cu_seqlens is None:
+        return dropped @ v.masked_fill(unseen, 0.0)
+    padded, slot, used = reference.pad_rows(v, cu_seqlens, weights.shape[-1])
+    out = dropped @ padded.transpose(1, 2).masked_fill(unseen, 0.0)
+    return reference.unpad_rows(out.transpose(1, 2), slot, used)

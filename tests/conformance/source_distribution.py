@@ -1,0 +1,34 @@
+"""Take a source distribution from the package index, without building it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pip._internal.commands import create_command
+from pip._internal.network.download import Downloader
+from pip._vendor.packaging.specifiers import SpecifierSet
+
+
+def fetch(name: str, version: str, folder: Path) -> Path:
+    """Download the source distribution of ``name`` and check the digest that the index states.
+
+    ``pip download`` would run the distribution's build to read its metadata, so pip's index reader
+    is asked by itself; it honours pip's configuration and environment variables.
+
+    Raises:
+        SystemExit: If the index has no such distribution, or its digest differs.
+    """
+    command = create_command("download")
+    options, _ = command.parse_args(["--no-binary", ":all:", "--no-deps"])
+    folder.mkdir(parents=True, exist_ok=True)
+    with command.main_context():
+        session = command.get_default_session(options)
+        finder = command._build_package_finder(options, session)
+        best = finder.find_best_candidate(name, SpecifierSet(f"=={version}")).best_candidate
+        if best is None:
+            raise SystemExit(f"{name} {version}: the package index has no source distribution")
+        path = Path(Downloader(session, "off")(best.link, str(folder))[0])
+        hashes = best.link.as_hashes()
+        if hashes is not None:
+            hashes.check_against_path(str(path))
+    return path

@@ -1,0 +1,150 @@
+"""The mixin of ``test_modeling_common.py`` over one family of encoders, stock or accelerated.
+
+``transformers_suite.py`` runs this file by its name and says which family and which mode.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+import sys
+import unittest
+from typing import Any
+
+import torch
+import transformers
+from transformers.models.auto import modeling_auto as auto
+from transformers.testing_utils import torch_device
+
+from tests import test_modeling_common as common
+
+FAMILY, MODE = os.environ["CONFORMANCE_FAMILY"], os.environ["CONFORMANCE_MODE"]
+# Of transformers' classes, before Config and the heads.
+NAMES = {
+    "bert": "Bert",
+    "roberta": "Roberta",
+    "xlm-roberta": "XLMRoberta",
+    "camembert": "Camembert",
+    "distilbert": "DistilBert",
+    "albert": "Albert",
+    "electra": "Electra",
+    "mpnet": "MPNet",
+    "modernbert": "ModernBert",
+    "nomic_bert": "NomicBert",
+}
+HEADS = (
+    "Model",
+    "ForMaskedLM",
+    "ForPreTraining",
+    "ForNextSentencePrediction",
+    "ForSequenceClassification",
+    "ForTokenClassification",
+    "ForQuestionAnswering",
+    "ForMultipleChoice",
+)
+SIZES: dict[str, Any] = {
+    "vocab_size": 99,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 37,
+    "hidden_act": "gelu",
+    "hidden_dropout_prob": 0.1,
+    "attention_probs_dropout_prob": 0.1,
+    "max_position_embeddings": 512,
+    "type_vocab_size": 16,
+    "initializer_range": 0.02,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+OWN: dict[str, dict[str, Any]] = {
+    "albert": {"embedding_size": 16, "num_hidden_groups": 2},
+    "distilbert": {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 37},
+    "electra": {"embedding_size": 16},
+    # Layers that see 4 tokens on each side come between layers that see all.
+    "modernbert": {
+        "local_attention": 8,
+        "global_attn_every_n_layers": 2,
+        "cls_token_id": None,
+        "sep_token_id": None,
+    },
+}
+
+
+def classes() -> tuple[Any, ...]:
+    names = [NAMES[FAMILY] + head for head in HEADS]
+    return tuple(getattr(transformers, name) for name in names if hasattr(transformers, name))
+
+
+class Tester:
+    """A small configuration and a random batch with a random mask, as the mixin asks for them."""
+
+    batch_size, seq_length, num_choices, is_training = 13, 7, 4, True
+    hidden_size, num_hidden_layers, num_attention_heads = 32, 2, 4
+
+    def get_config(self) -> Any:
+        kind = getattr(transformers, f"{NAMES[FAMILY]}Config")
+        known = kind().to_dict()
+        sizes = {name: value for name, value in SIZES.items() if name in known}
+        return kind(**sizes | OWN.get(FAMILY, {}))
+
+    def prepare_config_and_inputs_for_common(self) -> tuple[Any, dict[str, torch.Tensor]]:
+        shape, config = [self.batch_size, self.seq_length], self.get_config()
+        batch = {
+            "input_ids": common.ids_tensor(shape, config.vocab_size),
+            "attention_mask": common.random_attention_mask(shape),
+        }
+        if getattr(config, "type_vocab_size", 0) > 1:
+            batch["token_type_ids"] = common.ids_tensor(shape, config.type_vocab_size)
+        return config, batch
+
+
+class Conformance(common.ModelTesterMixin, unittest.TestCase):
+    """All tests of the mixin. Each one starts from the same seeds, stock or accelerated."""
+
+    all_model_classes = classes()
+
+    def setUp(self) -> None:
+        self.model_tester = Tester()
+        transformers.set_seed(0)
+        common.global_rng = random.Random(0)
+        if MODE == "fast":
+            accelerated._warn_once.cache_clear()
+
+    def _prepare_for_class(self, inputs: Any, kind: Any, return_labels: bool = False) -> Any:
+        """The labels of pre-training as well, which the mixin leaves to each model's tests."""
+        prepared = super()._prepare_for_class(inputs, kind, return_labels)
+        known = auto.MODEL_FOR_PRETRAINING_MAPPING_NAMES.values()
+        if return_labels and kind.__name__ in known and "ForPreTraining" in kind.__name__:
+            rows = (self.model_tester.batch_size, self.model_tester.seq_length)
+            prepared["labels"] = torch.zeros(rows, dtype=torch.long, device=torch_device)
+            related = {"bert": "next_sentence_label", "albert": "sentence_order_label"}
+            if FAMILY in related:
+                whole = torch.zeros(rows[0], dtype=torch.long, device=torch_device)
+                prepared[related[FAMILY]] = whole
+        return prepared
+
+
+def accelerate_every_encoder() -> None:
+    """Has each encoder of the family accelerated as soon as it is built. An encoder that is refused
+    stays stock, with a warning that the table counts."""
+    kind = Conformance.all_model_classes[0]
+    build = kind.__init__
+
+    @functools.wraps(build)
+    def built(self: Any, *args: Any, **kwargs: Any) -> None:
+        build(self, *args, **kwargs)
+        fastbert.accelerate(self, strict=False)
+
+    kind.__init__ = built
+
+
+if MODE == "fast":
+    import fastbert
+    from fastbert.integrations import accelerated
+
+    accelerate_every_encoder()
+elif MODE != "stock":
+    sys.exit(f"CONFORMANCE_MODE: got {MODE!r}, allowed: stock, fast")

@@ -1,0 +1,199 @@
+"""Operators that run while another thread writes hostile numbers into what they index with.
+
+As a program: runs the case ``argv[1]`` for ``argv[2]`` seconds and prints how many calls returned
+and how many were refused. A result that no state of the numbers explains ends it with an error.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.lib.stride_tricks import as_strided
+from torch import Tensor
+
+from fastbert import _C  # noqa: F401  registers the operators
+
+OPS = torch.ops.fastbert_C
+ROWS, COLUMNS = 20_000, 8
+WRITES = 5_000_000
+HOSTILE = {torch.int64: 1 << 44, torch.int32: (1 << 31) - 1}
+
+
+class Case:
+    """A call, the numbers that change and where, and whether a result is a right one."""
+
+    def __init__(self, call: Callable[[], Any], changing: Tensor, places: list[int]) -> None:
+        self.call, self.changing, self.places = call, changing, places
+        self.expected = [t.clone() for t in results_of(call())]
+        self.hostile = HOSTILE[changing.dtype]
+
+    def is_right(self, results: list[Tensor]) -> bool:
+        return all(map(torch.equal, results, self.expected))
+
+    def write(self, stop: threading.Event) -> None:
+        """One call of numpy writes to one place thousands of times, without Python's lock."""
+        numbers = self.changing.numpy()
+        flickers = []
+        for place in self.places:
+            both = np.array([self.hostile, numbers[place]], dtype=numbers.dtype)
+            target = as_strided(numbers[place:], (WRITES, 2), (0, 0))
+            flickers.append((target, np.broadcast_to(both, (WRITES, 2))))
+        while not stop.is_set():
+            for target, values in flickers:
+                np.copyto(target, values)
+
+
+class Mask(Case):
+    """All tokens exist, or none, or some while the mask is written: any consistent answer is one of
+    a mask."""
+
+    def is_right(self, results: list[Tensor]) -> bool:
+        indices, cu_seqlens, longest = results
+        inside = indices.numel() == 0 or 0 <= int(indices[0]) <= int(indices[-1]) < ROWS
+        return (
+            inside
+            and bool((indices.diff() > 0).all())
+            and int(cu_seqlens[-1]) == indices.numel()
+            and int(cu_seqlens.diff().max()) == int(longest)
+        )
+
+    def write(self, stop: threading.Event) -> None:
+        numbers = self.changing.numpy()
+        while not stop.is_set():
+            numbers[...] = 1
+            numbers[...] = 0
+
+
+def results_of(result: Any) -> list[Tensor]:
+    values = result if isinstance(result, (tuple, list)) else (result,)
+    return [v if isinstance(v, Tensor) else torch.tensor(v) for v in values]
+
+
+def embedding(backward: bool) -> Case:
+    ids = torch.zeros(ROWS, dtype=torch.int64)
+    indices = (ids, torch.zeros_like(ids), torch.zeros_like(ids))
+    tables = tuple(torch.randn(rows, COLUMNS) for rows in (50, 2, 4))
+    weight, bias = torch.randn(COLUMNS), torch.randn(COLUMNS)
+    y, mean, rstd = OPS.embedding_forward(*indices, *tables, weight, bias, None, 1e-12, 0.0)
+    last = [ROWS - 1]
+    if not backward:
+        return Case(
+            lambda: OPS.embedding_forward(*indices, *tables, weight, bias, None, 1e-12, 0.0),
+            ids,
+            last,
+        )
+    return Case(
+        lambda: OPS.embedding_backward(y, *indices, *tables, weight, mean, rstd, None, 0.0, -1),
+        ids,
+        last,
+    )
+
+
+def unpad() -> Case:
+    mask = torch.ones(ROWS // 100, 100, dtype=torch.int64)
+    return Mask(lambda: OPS.unpad_indices(mask), mask, [])
+
+
+def scatter_rows() -> Case:
+    indices = torch.arange(ROWS)
+    values = torch.randn(ROWS, COLUMNS)
+    return Case(lambda: OPS.scatter_rows(values, indices, ROWS), indices, [ROWS // 2, ROWS - 1])
+
+
+def lengths() -> Tensor:
+    return torch.arange(0, 401, 20, dtype=torch.int32)
+
+
+def attention(operator: str) -> Case:
+    ends = lengths()
+    q = torch.randn(400, 2, 16)
+    numbers = (20, 20, 0.0, 0.25, -1, -1)
+    optional = (None, None, ends, ends)
+
+    def forward():
+        return OPS.attention_forward(q, q, q, *optional, None, *numbers)
+
+    def weights():
+        return OPS.attention_weights(q, q, *optional, 20, 20, None, None, 0.25, -1, -1)
+
+    def backward():
+        into = [torch.empty_like(q) for _ in range(3)]
+        OPS.attention_backward(*into, None, q, q, q, q, *optional, None, *numbers)
+        return into
+
+    call = {"forward": forward, "weights": weights, "backward": backward}[operator]
+    return Case(call, ends, [10])
+
+
+def encoder() -> Case:
+    ends, hidden = lengths(), torch.randn(400, 32)
+    shapes = [(96, 32), (32, 32), (64, 32), (32, 64)]
+    linear = [(torch.randn(shape) / 8, torch.randn(shape[0])) for shape in shapes]
+    norm = (torch.ones(32), torch.zeros(32))
+    layer = [*linear[0], *linear[1], *norm, *linear[2], *linear[3], *norm]
+    rest = (20, 20, 2, 1e-12, "gelu", torch.float32, False)
+    return Case(lambda: OPS.encoder(hidden, layer * 4, [], ends, None, None, *rest), ends, [10])
+
+
+def cross_entropy(backward: bool) -> Case:
+    labels = torch.zeros(ROWS, dtype=torch.int64)
+    hidden, weight = torch.randn(ROWS, COLUMNS), torch.randn(16, COLUMNS)
+    arguments = (hidden, weight, None, labels)
+    loss, statistics, order = OPS.linear_cross_entropy_forward(*arguments, -100, "mean")
+    if not backward:
+        return Case(
+            lambda: OPS.linear_cross_entropy_forward(*arguments, -100, "mean"), labels, [ROWS - 1]
+        )
+    return Case(
+        lambda: OPS.linear_cross_entropy_backward(loss, *arguments, statistics, order, "mean"),
+        order, [ROWS // 2, ROWS],
+    )  # fmt: skip
+
+
+CASES = {
+    "embedding_forward": lambda: embedding(False),
+    "embedding_backward": lambda: embedding(True),
+    "unpad_indices": unpad,
+    "scatter_rows": scatter_rows,
+    "attention_forward": lambda: attention("forward"),
+    "attention_backward": lambda: attention("backward"),
+    "attention_weights": lambda: attention("weights"),
+    "encoder": encoder,
+    "linear_cross_entropy_forward": lambda: cross_entropy(False),
+    "linear_cross_entropy_backward": lambda: cross_entropy(True),
+}
+
+
+def main(name: str, seconds: float) -> None:
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    case = CASES[name]()
+    stop, returned, refused = threading.Event(), 0, 0
+    writer = threading.Thread(target=case.write, args=(stop,))
+    writer.start()
+    try:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            try:
+                results = results_of(case.call())
+            except (ValueError, IndexError):
+                refused += 1
+                continue
+            returned += 1
+            assert case.is_right(results), (
+                f"a result of {name} that no state of its numbers explains"
+            )
+    finally:
+        stop.set()
+        writer.join()
+    print(returned, refused)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], float(sys.argv[2]))

@@ -1,0 +1,225 @@
+"""A small good call of every C++ operator, by the name of its schema."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from fastbert.ops.int8_linear import pack
+
+T, H, HEADS, INNER = 6, 8, 2, 12
+SEED = 0x0123456789ABCDEF
+
+Call = dict[str, Any]
+
+
+@functools.cache
+def operators() -> dict[str, Any]:
+    """Name → schema of every operator that the extension registered, read from torch."""
+    prefix = "fastbert_C::"
+    schemas = torch._C._jit_get_all_schemas()
+    return {s.name.removeprefix(prefix): s for s in schemas if s.name.startswith(prefix)}
+
+
+def good_calls() -> dict[str, list[Call]]:
+    """Operator → keyword arguments of one call for each form that the operator has."""
+    torch.manual_seed(0)
+    ops = torch.ops.fastbert_C
+    calls: dict[str, list[Call]] = {"int8_layout": [{}]}
+    _rows(ops, calls)
+    _products(calls)
+    _attention(calls)
+    _embedding(ops, calls)
+    _cross_entropy(ops, calls)
+    _encoder(calls)
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 1, 1]])
+    calls["unpad_indices"] = [{"mask": mask}, {"mask": mask.bool()}]
+    calls["any_outside"] = [
+        {"index": torch.tensor([[0, 3], [-100, 4]]), "size": 5, "ignored": -100}
+    ]
+    tensors = [torch.randn(3, 4), torch.randn(5)]
+    calls["fingerprint"] = [{"tensors": tensors}]
+    calls["has_fingerprint"] = [
+        {"tensors": tensors, "fingerprint": ops.fingerprint(tensors), "rows": 2}
+    ]
+    rising, mixed = torch.tensor([0, 2, 3]), torch.tensor([4, 2, 0])
+    calls["scatter_rows"] = [
+        {"values": torch.randn(3, H), "indices": i, "rows": 5} for i in (rising, mixed)
+    ]
+    return calls
+
+
+def _rows(ops: Any, calls: dict[str, list[Call]]) -> None:
+    """Operators whose results depend on one row at a time."""
+    x, dy, weight, bias = torch.randn(T, H), torch.randn(T, H), torch.randn(H), torch.randn(H)
+    norm = {"x": x, "weight": weight}
+    extra = {"residual": torch.randn(T, H), "x_bias": torch.randn(H)}
+    dropout = {"seed": torch.tensor([SEED]), "dropout_p": 0.25}
+    forward = norm | {"bias": bias} | extra | dropout | {"eps": 1e-12}
+    _, mean, rstd = ops.layer_norm_forward(**forward)
+    calls["layer_norm_forward"] = [forward]
+    calls["layer_norm_backward"] = [
+        {"dy": dy} | norm | {"mean": mean, "rstd": rstd, **extra, **dropout}
+    ]
+    residual = {"residual": extra["residual"]}
+    forward = norm | residual | {"eps": 1e-12}
+    _, rstd = ops.rms_norm_forward(**forward)
+    calls["rms_norm_forward"] = [forward]
+    calls["rms_norm_backward"] = [{"dy": dy} | norm | {"rstd": rstd} | residual]
+    wide, wide_bias = torch.randn(T, 2 * H), torch.randn(2 * H)
+    calls["bias_gelu_forward"] = [{"h": x, "bias": bias, "approximate": "tanh"}]
+    calls["bias_gelu_backward"] = [{"dy": dy, "h": x, "bias": bias, "approximate": "none"}]
+    plain = {"h": x, "bias": bias, "activation": "gelu"}
+    gated = {"h": wide, "bias": wide_bias, "activation": "swiglu"}
+    calls["activation_forward"] = [plain, gated]
+    calls["activation_backward"] = [
+        {"dy": dy, **call, "sum_rows": True, "recompute": True} for call in (plain, gated)
+    ]
+    angles = torch.randn(T, 2)
+    calls["rotary"] = [
+        {
+            "x": torch.randn(T, 3, 4),
+            "cos": angles.cos(),
+            "sin": angles.sin(),
+            "heads": 2,
+            "inverse": False,
+        }
+    ]
+
+
+def _int8_weight(outputs: int, inputs: int) -> Any:
+    lanes, group = torch.ops.fastbert_C.int8_layout()
+    values = torch.randint(-127, 128, (outputs, inputs), dtype=torch.int8)
+    return pack(values, torch.rand(outputs) / 64, lanes, group)
+
+
+def _products(calls: dict[str, list[Call]]) -> None:
+    x, weight, bias, y = (
+        torch.randn(T, H),
+        torch.randn(INNER, H),
+        torch.randn(INNER),
+        torch.randn(T, INNER),
+    )
+    linear = {
+        "x": x,
+        "weight": weight,
+        "bias": bias,
+        "residual": y,
+        "activation": "gelu",
+        "save": True,
+    }
+    half = {k: v.bfloat16() if torch.is_tensor(v) else v for k, v in linear.items()}
+    calls["linear"] = [linear, half]
+    calls["linear_layer_norm"] = [
+        {
+            "x": x, "weight": weight, "bias": bias, "residual": y,
+            "norm_weight": torch.randn(INNER), "norm_bias": torch.randn(INNER), "eps": 1e-12,
+        }
+    ]  # fmt: skip
+    calls["matmul"] = [{"a": x, "b": torch.randn(H, INNER), "addend": y, "dtype": torch.float32}]
+    packed, scale, column_sum, n, _ = _int8_weight(INNER, H)
+    calls["int8_linear"] = [
+        {
+            "x": x, "packed": packed, "scale": scale, "column_sum": column_sum, "n": n,
+            "bias": bias, "residual": y, "activation": "none", "dtype": torch.float32,
+        }
+    ]  # fmt: skip
+
+
+def _attention(calls: dict[str, list[Call]]) -> None:
+    B, L, D = 2, 3, 4
+    numbers = {"scale": 0.5, "left": 2, "right": 1}
+    dropout = {"seed": torch.tensor([SEED]), "dropout_p": 0.25}
+    dense = {name: torch.randn(B, HEADS, L, D) for name in "qkv"} | {
+        "mask": torch.rand(B, 1, L, L) < 0.8, "bias": torch.randn(1, HEADS, L, L),
+        "cu_seqlens_q": None, "cu_seqlens_k": None, "max_seqlen_q": L, "max_seqlen_k": L,
+    }  # fmt: skip
+    ends = torch.tensor([0, 2, 5], dtype=torch.int32)
+    packed = {name: torch.randn(T, HEADS, D) for name in "qkv"} | {
+        "mask": None, "bias": None,
+        "cu_seqlens_q": ends, "cu_seqlens_k": ends.clone(), "max_seqlen_q": L, "max_seqlen_k": L,
+    }  # fmt: skip
+    calls["attention_forward"] = [call | dropout | numbers for call in (dense, packed)]
+    calls["attention_backward"] = [
+        {f"d{name}": torch.empty_like(call[name]) for name in "qkv"}
+        | {"dbias": None if call["bias"] is None else torch.empty_like(call["bias"])}
+        | {"dout": torch.randn_like(call["q"])} | call | dropout | numbers
+        for call in (dense, packed)
+    ]  # fmt: skip
+    chosen = {"heads": [1], "rows": [2, 0]}
+    calls["attention_weights"] = [
+        {k: v for k, v in call.items() if k != "v"} | chosen | numbers for call in (dense, packed)
+    ]
+
+
+def _embedding(ops: Any, calls: dict[str, list[Call]]) -> None:
+    indices = {
+        "ids": torch.randint(0, 7, (T,)),
+        "token_types": torch.randint(0, 2, (T,), dtype=torch.int32),
+        "positions": torch.arange(T),
+    }
+    tables = {
+        "word_table": torch.randn(7, H), "type_table": torch.randn(2, H),
+        "position_table": torch.randn(T, H), "weight": torch.randn(H),
+    }  # fmt: skip
+    dropout = {"seed": torch.tensor([SEED]), "dropout_p": 0.25}
+    forward = indices | tables | {"bias": torch.randn(H)} | dropout | {"eps": 1e-12}
+    _, mean, rstd = ops.embedding_forward(**forward)
+    calls["embedding_forward"] = [forward]
+    calls["embedding_backward"] = [
+        {"dy": torch.randn(T, H)}
+        | indices
+        | tables
+        | {"mean": mean, "rstd": rstd}
+        | dropout
+        | {"padding_idx": 0}
+    ]
+
+
+def _cross_entropy(ops: Any, calls: dict[str, list[Call]]) -> None:
+    call = {
+        "hidden": torch.randn(T, H), "weight": torch.randn(7, H), "bias": torch.randn(7),
+        "labels": torch.tensor([3, -100, 0, 6, -100, 2]),
+    }  # fmt: skip
+    forwards = [call | {"ignore_index": -100, "reduction": r} for r in ("mean", "none")]
+    calls["linear_cross_entropy_forward"] = forwards
+    calls["linear_cross_entropy_backward"] = []
+    for forward in forwards:
+        loss, statistics, order = ops.linear_cross_entropy_forward(**forward)
+        kept = {"statistics": statistics, "order": order, "reduction": forward["reduction"]}
+        calls["linear_cross_entropy_backward"].append(
+            {"dloss": torch.ones_like(loss)} | call | kept
+        )
+
+
+def _encoder(calls: dict[str, list[Call]]) -> None:
+    shapes = [(3 * H, H), (H, H), (INNER, H), (H, INNER)]
+    floating, integer, scales = [], [], []
+    for _ in range(2):
+        weights = [torch.randn(shape) / 4 for shape in shapes]
+        packed = [_int8_weight(*shape) for shape in shapes]
+        biases, norms = [torch.randn(shape[0]) for shape in shapes], torch.randn(4, H)
+        for into, ws in ((floating, weights), (integer, [p.packed for p in packed])):
+            qkv, projection, inner, outer = zip(ws, biases, strict=True)
+            into += [*qkv, *projection, *norms[:2], *inner, *outer, *norms[2:]]
+        scales += [t for p in packed for t in (p.scale, p.column_sum)]
+    rest = {
+        "heads": HEADS,
+        "eps": 1e-12,
+        "activation": "gelu",
+        "dtype": torch.float32,
+        "all_states": True,
+    }
+    dense = {
+        "cu_seqlens": None, "mask": torch.rand(2, 1, 1, 3) < 0.8,
+        "bias": torch.randn(1, HEADS, 3, 3), "batch": 2, "max_seqlen": 3,
+    }  # fmt: skip
+    ends = torch.tensor([0, 2, 5], dtype=torch.int32)
+    packed_batch = {"cu_seqlens": ends, "mask": None, "bias": None, "batch": 2, "max_seqlen": 3}
+    hidden = torch.randn(T, H)
+    calls["encoder"] = [
+        {"hidden": hidden, "parameters": floating, "scales": [], **dense, **rest},
+        {"hidden": hidden, "parameters": integer, "scales": scales, **packed_batch, **rest},
+    ]

@@ -1,0 +1,52 @@
+"""The table of kernels that the extension uses, exchanged for another one.
+
+The extension offers no way to do this, since a wrong address would crash the process. Tests find
+the function ``set_kernels`` (``csrc/cpu/isa.h``) in the symbols of the library and call it there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import shutil
+import subprocess
+
+SET_KERNELS = "_ZN8fastbert3cpu11set_kernelsEPKNS0_7KernelsE"
+
+
+def of(level: str) -> str:
+    """The symbol of a level's table."""
+    return f"_ZN8fastbert3cpu{len(level)}{level}8kKernelsE"
+
+
+@functools.cache
+def symbols(library: str) -> dict[str, tuple[int, int]]:
+    """Name → (address, size in bytes), the hidden ones included."""
+    listing = subprocess.run(
+        ["nm", "--print-size", library], capture_output=True, text=True, check=True
+    ).stdout
+    rows = [line.split() for line in listing.splitlines()]
+    return {row[3]: (int(row[0], 16), int(row[1], 16)) for row in rows if len(row) == 4}
+
+
+def lacking(extension) -> str | None:
+    """What is missing to exchange the table, or None."""
+    if shutil.which("nm") is None:
+        return "nm"
+    present = {SET_KERNELS, of("baseline")} <= set(symbols(extension.__file__))
+    return None if present else "fastbert._C with its symbols (it was stripped)"
+
+
+def base(extension) -> int:
+    """The address at which the extension's file was loaded."""
+    anchor = ctypes.PyDLL(extension.__file__).PyInit__C
+    offset = symbols(extension.__file__)["PyInit__C"][0]
+    return ctypes.cast(anchor, ctypes.c_void_p).value - offset
+
+
+def use(extension, address: int, size: int) -> None:
+    """Sets the table at ``address``; ``size`` is its size in bytes, which must be this build's."""
+    found = symbols(extension.__file__)
+    assert size == found[of("baseline")][1], "the table is another build's"
+    set_kernels = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(base(extension) + found[SET_KERNELS][0])
+    set_kernels(address)

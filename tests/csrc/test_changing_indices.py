@@ -1,0 +1,31 @@
+"""Numbers that another thread changes while an operator indexes with them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+try:
+    from _changing_indices import CASES
+except ImportError as error:
+    pytest.skip(f"fastbert._C was not built: {error}", allow_module_level=True)
+
+PROGRAM = Path(__file__).with_name("_changing_indices.py")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_call_uses_the_numbers_that_it_checked(name):
+    run = subprocess.run(
+        [sys.executable, PROGRAM, name, "1"],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.returncode == 0, f"exit status {run.returncode}: {run.stderr}"
+    returned, refused = map(int, run.stdout.split())
+    assert returned + refused > 0

@@ -1,0 +1,187 @@
+"""Every C++ operator, called with one spoiled argument at a time: an error, never a signal."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from _good_calls import good_calls, operators
+
+try:
+    from fastbert import _C  # noqa: F401  registers the operators
+except ImportError as error:
+    pytest.skip(f"fastbert._C was not built: {error}", allow_module_level=True)
+
+RUNNER = Path(__file__).with_name("_spoiled_calls.py")
+
+
+class Verdict(NamedTuple):
+    form: int
+    argument: str
+    spoil: str
+    error: str | None = None
+    message: str = ""
+    wrong: str | None = None
+    returned: str | None = None
+    signal: int | None = None
+
+
+@pytest.fixture(scope="session")
+def verdicts() -> dict[str, list[Verdict]]:
+    """Operator → what became of its calls. A process that a signal ends is followed by another."""
+    found: dict[str, list[Verdict]] = defaultdict(list)
+    begin, done = 0, False
+    while not done:
+        process = subprocess.run(
+            [sys.executable, RUNNER, str(begin)],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        lines = [json.loads(line) for line in process.stdout.splitlines()]
+        done = bool(lines) and lines[-1] == "done"
+        assert done or process.returncode < 0, process.stderr
+        for i, line in enumerate(lines[:-1] if done else lines):
+            if isinstance(line, dict):
+                continue
+            number, operator, *rest = line
+            end = lines[i + 1] if i + 1 < len(lines) else {"signal": -process.returncode}
+            found[operator].append(Verdict(*rest, **end))
+            begin = number + 1
+    return dict(found)
+
+
+# Errors that torch raises before an operator is called. Those about a device or a layout name the
+# operator only.
+BY_TORCH = re.compile(
+    r"fastbert_C::\w+: attempted to run this operator with Meta tensors"
+    r"|Could not run 'fastbert_C::\w+' with arguments from the 'SparseCPU' backend"
+    r"|There were no tensor arguments to this function"
+    r"|Inplace update to inference tensor outside InferenceMode is not allowed"
+    r"|a leaf Variable that requires grad is being used in an in-place operation"
+    r"|a view of a leaf Variable that requires grad is being used in an in-place operation"
+    r"|Dimension specified as 0 but tensor has no dimensions"
+    r"|Storage size calculation overflowed|can't allocate memory|not enough memory"
+)
+# Where two arguments contradict each other, the message may name the other one of them.
+DISAGREEMENTS = re.compile(
+    r"(\[\d+\]: )?(dtype|rank|size|empty|all|-?\d+ at)|-?\d+$|None|'|expanded|no tensor"
+)
+# The results of these have been compared with those of a contiguous copy.
+LAYOUTS = re.compile(
+    r"(\[\d+\]: )?(offset|inference|wants a gradient|negative bit|stride 2|dimension \d|expanded)"
+)
+FLOATING = r"(dtype )?torch\.(bfloat16|float16|float32|float64)"
+INTEGER = r"dtype torch\.(int64|int32|bool)"
+CONTENT = r"all -?\d+|-?\d+ at -?\d"
+NUMBER = r"-?\d+(\.\d+)?(e[+-]\d+)?"
+ROWS = r"size ([+-] 1|0) of dimension 0"
+# Calls that an operator serves by its contract: operator/form, argument, spoil.
+HARMLESS = (
+    # Floating numbers are data, whatever they are, and so are integers that nothing indexes with.
+    (r".*", r".*", r"(all )?(nan|-?inf|3e\+38)( at -?\d)?"),
+    (r".*", r"seed", f"{CONTENT}|rank.*"),
+    (r"int8_linear/0|encoder/1", r"packed|column_sum|parameters|scales", CONTENT),
+    (r"unpad_indices/.*|any_outside/0", r"mask|index", f"{CONTENT}|{INTEGER}|size .*"),
+    (r"any_outside/0", r"index", r"rank.*|empty"),
+    # Options, and optional arguments that are absent. torch takes any object for a bool.
+    (r".*", r"addend|bias|dbias|mask|residual|x_bias|ignored|heads|rows|cu_seqlens", r"None"),
+    (r".*", r"all_states|inverse|recompute|save|sum_rows", r"1\.5|None|not"),
+    (r".*", r"activation", r"'(relu|geglu)'"),
+    (r".*", r"dropout_p", r"[01]\.0"),
+    (r".*", r"eps", r"\d+(\.\d+)?(e\+\d+)?"),
+    (r"encoder/.*", r"dtype", FLOATING),
+    (r".*", r"scale", NUMBER),
+    (r".*", r"left|right", r"-1|\d+"),
+    (r"any_outside/0", r"size|ignored", NUMBER),
+    (r"embedding_backward/0", r"padding_idx", NUMBER),
+    (r"rotary/0|encoder/.*", r"heads", r"[013]"),
+    (r"attention_weights/.*", r"heads|rows", r"\[\]|\[0, 0.*"),
+    # Dense attention has its lengths from the shapes, the encoder its batch from cu_seqlens.
+    (r"attention_\w+/0", r"max_seqlen_[qk]", NUMBER),
+    (r"encoder/1", r"batch", NUMBER),
+    (r"attention_\w+/1|encoder/1", r"max_seqlen(_[qk])?", r"4"),
+    # Parameters have any floating dtype, as their operator says; an operand that no other one has
+    # to match has its own dtype, and as many rows as it has.
+    (r".*", r"bias|x_bias|weight|norm_weight|norm_bias|dloss|parameters", FLOATING),
+    (r".*_forward/.*|matmul/0|rotary/0|int8_linear/0|linear_layer_norm/0", r"[xha]", FLOATING),
+    (r"(activation|bias_gelu)_forward/.*", r"h", ROWS),
+    (r"(rotary|int8_linear)/0", r"x", r"size [+-] 1 of dimension 1"),
+    (r".*", r"ids|token_types|positions|labels", INTEGER),
+    (r"embedding_.*", r"(word|type|position)_table", r"size \+ 1 of dimension 0"),
+    (r"attention_(forward|weights)/1|encoder/1", r"q|k|hidden|cu_seqlens", ROWS),
+    (r"attention_\w+/0|encoder/0", r"mask|bias", r"size [+-] 1 of dimension [01]"),
+    (r"encoder/.*", r"parameters", r"no tensor"),
+    # A bias says how many of an int8 weight's padded outputs there are.
+    (r"encoder/1", r"parameters", r"size [+-] 1 of dimension 0"),
+    (r"scatter_rows/.*", r"values", r"dtype .*|rank \+ 1 behind|size .* of dimension 1"),
+    (r"scatter_rows/.*", r"rows", r"[46]"),
+    # A fingerprint is of any tensors; one that is not theirs is no match.
+    (
+        r"(has_)?fingerprint/0",
+        r"tensors",
+        rf"{CONTENT}|dtype .*|rank.*|size.*|empty|one tensor (less|more)|no tensor",
+    ),
+    (r"has_fingerprint/0", r"fingerprint", rf"{CONTENT}|size.*|empty"),
+    (r"has_fingerprint/0", r"rows", NUMBER),
+    # torch calls the fake implementations of these, which read no memory.
+    (r"linear/.*|matmul/0", r".*", r"meta"),
+)
+
+
+def is_named(operator: str, v: Verdict) -> bool:
+    if re.search(rf"\b{v.argument}\b", v.message) or BY_TORCH.search(v.message):
+        return True
+    if not DISAGREEMENTS.match(v.spoil):
+        return False
+    others = (a.name for a in operators()[operator].arguments)
+    return any(re.search(rf"\b{name}\b", v.message) for name in others)
+
+
+def is_harmless(operator: str, v: Verdict) -> bool:
+    call = (f"{operator}/{v.form}", v.argument, v.spoil.rsplit("]: ", 1)[-1])
+    return bool(LAYOUTS.match(v.spoil)) or any(
+        all(re.fullmatch(pattern, got) for pattern, got in zip(rule, call, strict=True))
+        for rule in HARMLESS
+    )
+
+
+def is_fine(operator: str, v: Verdict) -> bool:
+    if v.error is not None:
+        return is_named(operator, v)
+    return v.returned is not None and is_harmless(operator, v)
+
+
+def test_every_operator_has_a_good_call():
+    assert sorted(good_calls()) == sorted(operators())
+
+
+@pytest.mark.parametrize("operator", sorted(operators()))
+def test_the_good_call_returns(verdicts, operator):
+    good = [v for v in verdicts[operator] if v.spoil == "nothing"]
+    assert len(good) == len(good_calls()[operator])
+    assert [v for v in good if v.returned is None] == []
+
+
+@pytest.mark.parametrize("operator", sorted(operators()))
+def test_a_spoiled_argument_is_an_error_or_harmless(verdicts, operator):
+    """No signal, no other result for another layout; an error names the argument, and a call that
+    returns is one of ``HARMLESS``."""
+    spoiled = [v for v in verdicts[operator] if v.spoil != "nothing"]
+    assert [v for v in spoiled if not is_fine(operator, v)] == []
+
+
+def test_the_number_of_spoiled_calls(verdicts, capsys):
+    calls = [v for found in verdicts.values() for v in found if v.spoil != "nothing"]
+    errors = sum(v.error is not None for v in calls)
+    with capsys.disabled():
+        print(f"\n{len(calls)} spoiled calls of {len(verdicts)} operators: {errors} errors")
+    assert len(calls) > 10_000

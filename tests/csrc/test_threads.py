@@ -1,0 +1,91 @@
+"""The C++ operators called from several Python threads, each with parallel loops of its own.
+
+`make sanitize` runs this file under ThreadSanitizer, which sees a race whose results happen to
+agree too.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import threading
+
+import pytest
+import torch
+
+from fastbert import ops
+from fastbert.testing import cases, parity
+
+THREADS = 4
+ROUNDS = 3
+
+
+@pytest.fixture(autouse=True)
+def parallel_loops(extension):
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    extension.forget_packed()
+    yield
+    extension.forget_packed()
+    torch.set_num_threads(before)
+
+
+def in_threads(*bodies):
+    """What each of the functions returns; all of them begin at once, each on its own thread."""
+    barrier = threading.Barrier(len(bodies))
+
+    def run(body):
+        torch.set_num_threads(2)  # the setting belongs to a thread
+        barrier.wait()
+        return [body() for _ in range(ROUNDS)]
+
+    with concurrent.futures.ThreadPoolExecutor(len(bodies)) as pool:
+        return [future.result() for future in [pool.submit(run, body) for body in bodies]]
+
+
+def product(operators, x, weight):
+    return operators.linear(x, weight, None, None, "gelu", False)[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_threads_that_share_a_weight_get_the_bits_of_one_thread(operators, extension, dtype):
+    x, weight = torch.randn(200, 320).to(dtype), torch.randn(320, 320)
+    expected = product(operators, x, weight)
+    extension.forget_packed()
+    for results in in_threads(*THREADS * [lambda: product(operators, x, weight)]):
+        assert all(torch.equal(result, expected) for result in results)
+
+
+def test_threads_that_make_forget_and_free_weights_do_not_disturb_each_other(operators, extension):
+    def make_and_free():
+        x, weight = torch.randn(40, 160), torch.randn(320, 160)
+        kept = product(operators, x, weight)
+        return torch.equal(kept, product(operators, x, weight.clone()))
+
+    def forget():
+        for _ in range(20):
+            assert extension.packed_bytes() >= 0
+            extension.forget_packed()
+        return True
+
+    for results in in_threads(*THREADS * [make_and_free], forget):
+        assert all(results)
+    assert extension.packed_bytes() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("op", cases.OPS)
+def test_an_operator_has_the_same_bits_on_every_thread(op, dtype, extension):
+    for case in cases.find(op, quick=True):
+        if parity.refusal(case, "cpu", dtype, "cpu"):
+            continue
+        inputs = case.inputs(dtype)
+
+        def run(case=case, inputs=inputs):
+            function = getattr(ops, case.op)
+            return parity.run_with_gradients(function, inputs, {"backend": "cpu"})
+
+        expected = run()
+        for results in in_threads(run, run):
+            for tensors in results:
+                for name, tensor in tensors.items():
+                    assert torch.equal(tensor, expected[name]), (case.name, name)

@@ -1,0 +1,135 @@
+"""A model in children of a process that has done ``argv[1]`` before, for test_cpu_processes.py.
+
+Writes each child's result, and in the end the parent's own, into the folder ``argv[2]``. The parent
+computes nothing of its own before the last child is done.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+import torch
+
+from fastbert import BertModel
+from fastbert.config import BertConfig
+
+PARENTS = ("nothing", "torchs-threads", "the-model", "a-backward-pass", "lookups-meanwhile")
+METHODS = ("fork", "spawn", "forkserver", "threads")
+SECONDS = 60
+CONFIG = BertConfig(
+    vocab_size=97,
+    hidden_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    intermediate_size=128,
+)
+
+
+def model() -> BertModel:
+    torch.manual_seed(0)
+    return BertModel(CONFIG).eval()
+
+
+def ids() -> torch.Tensor:
+    return torch.arange(400).view(2, 200) % 97
+
+
+def compute(file: Path, encoder: BertModel | None = None) -> None:
+    """In a child: the model, after an operator of torch that shares its work among threads."""
+    torch.set_num_threads(2)
+    with torch.inference_mode():
+        waves = torch.linspace(0, 9, 1 << 20).sin()
+        states = (encoder or model())(ids()).last_hidden_state
+    torch.save((torch.get_num_threads(), waves, states), file)
+
+
+@contextmanager
+def lookups() -> Iterator[None]:
+    """Another thread looks packed weights up, and packs them, all the time."""
+    from fastbert import _C
+
+    weights = [torch.randn(64, 64) for _ in range(8)]
+    x, stop = torch.randn(4, 64), threading.Event()
+
+    def look_up() -> None:
+        while not stop.is_set():
+            for weight in weights:
+                torch.ops.fastbert_C.linear(x, weight, None, None, "none", False)
+            _C.forget_packed()
+
+    thread = threading.Thread(target=look_up)
+    thread.start()
+    yield
+    stop.set()
+    thread.join()
+
+
+def prepare(parent: str, encoder: BertModel) -> None:
+    if parent == "torchs-threads":
+        torch.randn(700, 700) @ torch.randn(700, 700)
+        torch.linspace(0, 9, 1 << 20).cos()
+    elif parent == "the-model":
+        with torch.inference_mode():
+            encoder(ids())
+    elif parent == "a-backward-pass":
+        model().train()(ids()).last_hidden_state.sum().backward()
+
+
+def fork(file: Path, encoder: BertModel) -> int:
+    child = os.fork()
+    if child == 0:
+        signal.alarm(SECONDS)  # a child that hangs ends by this signal
+        try:
+            compute(file, encoder)
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def start(method: str, file: Path) -> int:
+    process = multiprocessing.get_context(method).Process(target=compute, args=(file,))
+    process.start()
+    process.join(SECONDS)
+    if process.is_alive():
+        process.kill()
+        process.join()
+    return int(process.exitcode or 0)
+
+
+def thread(file: Path, encoder: BertModel) -> int:
+    worker = threading.Thread(target=compute, args=(file, encoder))
+    worker.start()
+    worker.join()
+    return 0
+
+
+def main(parent: str, folder: Path) -> None:
+    torch.set_num_threads(2)
+    encoder = model()
+    prepare(parent, encoder)
+    children: dict[str, Callable[[Path], int]] = {
+        "fork": lambda file: fork(file, encoder),
+        "spawn": lambda file: start("spawn", file),
+        "forkserver": lambda file: start("forkserver", file),
+        "threads": lambda file: thread(file, encoder),
+    }
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["fastbert"])
+    with lookups() if parent == "lookups-meanwhile" else nullcontext():
+        for method in METHODS:
+            began = time.monotonic()
+            status = children[method](folder / method)
+            print(method, status, f"{time.monotonic() - began:.1f}", flush=True)
+    compute(folder / "parent", encoder)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

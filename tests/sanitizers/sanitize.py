@@ -1,0 +1,109 @@
+"""Runs tests of the C++ operators under GCC's sanitizers.
+
+    python tests/sanitizers/sanitize.py address [pytest's arguments]    # or: make sanitize
+    python tests/sanitizers/sanitize.py thread [pytest's arguments]
+
+`address` is AddressSanitizer and UndefinedBehaviorSanitizer over tests/csrc; `thread` is
+ThreadSanitizer over tests/csrc/test_threads.py. Each has a copy of the package in build/sanitize-*,
+with an extension of its own that later runs bring up to date. Python and torch are not
+instrumented: the sanitizers see the accesses of the extension, not those of torch. Leaks are not
+looked for, because Python frees little of what it holds at exit. The first finding ends the run
+with a report and an exit status other than 0.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+# Enough optimisation that the sums of a kernel's tile stay in registers; line numbers in reports.
+FLAGS = ["-O1", "-g1", "-fno-omit-frame-pointer"]
+
+
+class Sanitizer(NamedTuple):
+    flags: list[str]
+    libraries: list[str]  # what Python has to load before anything else
+    environment: dict[str, str]
+    tests: str
+
+
+SANITIZERS = {
+    # vptr checks compare type information that torch keeps to itself.
+    "address": Sanitizer(
+        ["-fsanitize=address,undefined", "-fno-sanitize=vptr", "-fno-sanitize-recover=undefined"],
+        ["libasan.so", "libubsan.so", "libstdc++.so"],
+        {"ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "print_stacktrace=1"},
+        "tests/csrc",
+    ),
+    "thread": Sanitizer(
+        ["-fsanitize=thread"],
+        ["libtsan.so", "libstdc++.so"],
+        {"TSAN_OPTIONS": f"suppressions={HERE / 'thread.supp'} halt_on_error=1"},
+        "tests/csrc/test_threads.py",
+    ),
+}
+
+
+def build(name: str, sanitizer: Sanitizer) -> Path:
+    """The folder with the package and its instrumented extension."""
+    folder = ROOT / "build" / f"sanitize-{name}"
+    folder.mkdir(parents=True, exist_ok=True)
+    links = [*sanitizer.flags]
+    if name == "thread":
+        threads = folder / "threads.o"
+        source = HERE / "openmp_on_std_threads.cpp"
+        command = ["g++", "-std=c++17", "-fPIC", *FLAGS, *sanitizer.flags]
+        subprocess.run([*command, "-c", source, "-o", threads], check=True)
+        links.append(str(threads))
+    environment = {
+        "CC": "gcc",
+        "CXX": "g++",
+        "FASTBERT_CXXFLAGS": " ".join([*FLAGS, *sanitizer.flags]),
+        "LDFLAGS": " ".join(links),
+        "FASTBERT_CUDA": "0",
+    }
+    setup = [sys.executable, "setup.py", "--quiet", "build", "--build-base", folder]
+    command = [*setup, "--build-lib", folder / "lib"]
+    subprocess.run(command, cwd=ROOT, env=os.environ | environment, check=True)
+    return folder / "lib"
+
+
+def library(name: str) -> str:
+    command = ["g++", f"-print-file-name={name}"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def run(package: Path, sanitizer: Sanitizer, arguments: list[str]) -> int:
+    environment = sanitizer.environment | {
+        "LD_PRELOAD": " ".join(map(library, sanitizer.libraries)),
+        "PYTHONPATH": str(package),
+    }
+    # This file runs the tests too: `python -m pytest` would find the package of the working tree.
+    command = [sys.executable, __file__, "--in", package, *(arguments or [sanitizer.tests])]
+    return subprocess.run(command, cwd=ROOT, env=os.environ | environment).returncode
+
+
+def main(arguments: list[str]) -> int:
+    if arguments[:1] == ["--in"]:
+        import pytest
+
+        from fastbert.ops.backend import EXTENSION
+
+        assert EXTENSION is not None, f"the extension in {arguments[1]} cannot be imported"
+        assert Path(EXTENSION.__file__).is_relative_to(arguments[1]), EXTENSION.__file__
+        # A report is written as the process ends, which would lose captured output.
+        return pytest.main(["--capture=no", "-p", "no:cacheprovider", *arguments[2:]])
+    if not arguments or arguments[0] not in SANITIZERS:
+        print(__doc__, file=sys.stderr)
+        return 2
+    sanitizer = SANITIZERS[arguments[0]]
+    return run(build(arguments[0], sanitizer), sanitizer, arguments[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

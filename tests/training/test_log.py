@@ -1,0 +1,87 @@
+"""What a run writes and shows while it trains, when the disk is full for a while."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from fastbert.training.attempts import Attempts
+from fastbert.training.log import RunLog, plot_curves, read_log
+from fastbert.training.progress import TrainingProgress
+
+ROWS = [{"event": "train", "step": step, "note": "x" * 50} for step in range(1, 6)]
+
+
+class Disk(io.RawIOBase):
+    """A file of limited room, which takes a part of what does not fit, as a disk does."""
+
+    def __init__(self, path: Path, room: int) -> None:
+        self.file, self.room = path.open("wb", buffering=0), room
+
+    def write(self, data: bytes) -> int:
+        if not self.room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written = self.file.write(data[: self.room])
+        self.room -= written
+        return written
+
+
+def test_a_log_goes_on_where_a_full_disk_stopped_it(tmp_path) -> None:
+    log = RunLog(tmp_path / "log.jsonl")
+    log._file = disk = Disk(tmp_path / "log.jsonl", room=100)
+    failed = []
+    for row in ROWS:
+        if row["step"] == 4:
+            disk.room = 10_000
+        try:
+            log.write(**row)
+        except OSError:
+            failed.append(row["step"])
+    log.close()
+    assert failed == [2, 3]
+    assert read_log(tmp_path / "log.jsonl") == ROWS == log.rows
+
+
+def test_a_write_that_fails_is_told_and_one_that_works_later_is_forgotten() -> None:
+    told: list[str] = []
+    attempt = Attempts(told.append)
+
+    def full() -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    assert not attempt("the checkpoint", full)
+    assert told == [f"the checkpoint could not be written: [Errno 28] {os.strerror(errno.ENOSPC)}"]
+    assert attempt("the checkpoint", lambda: None)
+    attempt.check(kept="all")
+    assert not attempt("curves.png", full)
+    with pytest.raises(OSError, match=r"at the end of the run: curves\.png: .* kept: the rest"):
+        attempt.check(kept="the rest")
+    with pytest.raises(RuntimeError):
+        attempt("the checkpoint", lambda: (_ for _ in ()).throw(RuntimeError))
+
+
+def test_curves_that_cannot_be_written_leave_no_file(tmp_path) -> None:
+    (tmp_path / "curves.partial.png").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
+        plot_curves([], tmp_path / "curves.png")
+    assert not list(tmp_path.iterdir())
+
+
+def test_progress_that_cannot_be_shown_does_not_end_the_run() -> None:
+    row = {"mlm_loss": 1.0, "mlm_accuracy": 0.5, "nsp_loss": 1.0, "nsp_accuracy": 0.5}
+    row |= {"learning_rate": 0.1, "tokens_per_second": 5.0, "step": 1}
+    with open("/dev/full", "w") as full:
+        progress = TrainingProgress(Console(file=full, width=80), 3)
+        with progress:
+            progress.report(row, 1.0)
+            progress.step()
+            progress.note("held-out")
+        # What could not be written stays in Python's buffer.
+        with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
+            full.flush()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())
