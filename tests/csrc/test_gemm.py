@@ -330,6 +330,27 @@ def test_a_changed_weight_is_packed_again(isa, operators, cache, write):
             write(weight)
 
 
+CHANGES = {
+    "the first row": lambda weight: weight[0].add_(1.0),
+    "the 256th row": lambda weight: weight[255].add_(1.0),
+    "the last row": lambda weight: weight[-1].add_(1.0),
+    "the last column": lambda weight: weight[:, -1].add_(1.0),
+    "one element": lambda weight: weight[400, 30].add_(1.0),
+    "two rows exchanged": lambda weight: weight.copy_(weight.roll(1, dims=0)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+def test_any_change_is_seen_by_a_product_with_many_rows(isa, operators, cache, dtype, change):
+    """No write through ``data`` is counted; many rows read the whole weight."""
+    x, weight = torch.randn(512, 59).to(dtype), torch.randn(602, 59).to(dtype)
+    linear(operators, {"x": x, "weight": weight})
+    change(weight.data)
+    fresh = linear(operators, {"x": x, "weight": weight.clone()})[0]
+    assert torch.equal(linear(operators, {"x": x, "weight": weight})[0], fresh)
+
+
 def test_an_inference_tensor_is_packed_again(isa, operators, cache):
     with torch.inference_mode():
         x, weight = torch.randn(7, 59), torch.randn(111, 59)

@@ -103,7 +103,9 @@ def text_of(tree: Path, unit: Unit) -> str:
     if not unit.kernels:
         return text
     header = (folder / unit.kernels).read_text(encoding="utf-8")
-    table = re.findall(r"^    (\w+),$", (folder / "level.h").read_text(encoding="utf-8"), re.M)
+    table = re.findall(
+        r"^    (?:base::)?(\w+),$", (folder / "level.h").read_text(encoding="utf-8"), re.M
+    )
     kept = [name for name in dict.fromkeys(table) if re.search(rf"^[\w ]+ {name}\(", header, re.M)]
     functions = ", ".join(f"(const void*){name}" for name in kept)
     lines = [
