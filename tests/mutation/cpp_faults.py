@@ -1987,7 +1987,8 @@ PACKED = (
         "checksum_does_not_see_the_order",
         "cpu_checksums",
         f"{CPU}/fingerprint_kernel.h",
-        "const uint32_t product = (checksum ^ word) * 0x9e3779b1u;\n  return product << 16 | product >> 16;",
+        "const uint32_t product = (checksum ^ word) * 0x9e3779b1u;\n"
+        "  return product << 16 | product >> 16;",
         "return checksum + word * 0x9e3779b1u;",
     ),
     Fault(
