@@ -344,7 +344,7 @@ CHANGES = {
 @pytest.mark.parametrize("dtype", DTYPES[:2])
 def test_any_change_is_seen_by_a_product_with_many_rows(isa, operators, cache, dtype, change):
     """No write through ``data`` is counted; many rows read the whole weight."""
-    x, weight = torch.randn(512, 59).to(dtype), torch.randn(602, 59).to(dtype)
+    x, weight = torch.randn(1024, 59).to(dtype), torch.randn(602, 59).to(dtype)
     linear(operators, {"x": x, "weight": weight})
     change(weight.data)
     fresh = linear(operators, {"x": x, "weight": weight.clone()})[0]
