@@ -36,7 +36,6 @@ def compile_command() -> list[str]:
     headers = [*cpp_extension.include_paths(), sysconfig.get_paths()["include"]]
     flags += [part for path in headers for part in ("-isystem", path)]
     flags += ["-std=c++17", "-fPIC", "-DTORCH_EXTENSION_NAME=_C", "-DTORCH_API_INCLUDE_EXTENSION_H"]
-    flags += [f'-DFASTBERT_TORCH="{torch.__version__}"']
     flags += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"]
     return [*shlex.split(compiler()), *flags, *openmp()]
 
@@ -66,7 +65,8 @@ def build_all(workers: int) -> Path:
     """The extension without a fault, built as far as something has changed."""
     (ROOT / BUILD).mkdir(parents=True, exist_ok=True)
     objects = " ".join(str(object_of(source)) for source in sources())
-    link = shlex.join(link_command(["@in"], "@out")).replace("@", "$")
+    link = shlex.join(link_command(["@in"], "@out"))
+    link = link.replace("@in", "$in").replace("@out", "$out")
     rules = [
         f"builddir = {BUILD}",
         "rule compile",
