@@ -8,14 +8,16 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 SOURCES := setup.py $(shell find csrc -type f 2>/dev/null)
 
-.PHONY: help setup demo test mutate sanitize check bench lint format gpu wheel clean
+.PHONY: help setup demo test test-processors mutate sanitize conformance check bench lint format gpu wheel clean
 
 help:
 	@echo "make setup   create .venv, build the extension, install fastbert in place"
 	@echo "make demo    pre-train a small BERT, reopen it in transformers, write $(OUT)/demo/report.md"
 	@echo "make test    the whole test suite"
+	@echo "make test-processors  the numeric tests beside the yardsticks of other processors"
 	@echo "make mutate  put one fault after another into the kernels: does a test notice?"
 	@echo "make sanitize  the C++ operators' tests under the address, undefined and thread sanitizers"
+	@echo "make conformance  transformers' own model tests, stock beside accelerated (FAMILIES='bert': a part)"
 	@echo "make check   the parity table: every op x backend x dtype of this machine"
 	@echo "make bench   the CPU beside its peers: table, JSON, plots in $(OUT)/cpu (SECTIONS='training': a part)"
 	@echo "make lint    ruff, mypy, clang-format (make format mends what can be mended)"
@@ -50,12 +52,22 @@ demo: setup
 test: setup
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadscope
 
+test-processors: setup
+	$(BIN)/python tests/processors.py
+
 mutate: setup
 	$(BIN)/python tests/mutation/mutate.py
 
 sanitize: setup
 	$(BIN)/python tests/sanitizers/sanitize.py address
 	$(BIN)/python tests/sanitizers/sanitize.py thread
+
+.venv/conformance: .venv/fastbert
+	$(PIP) parameterized
+	@touch $@
+
+conformance: .venv/conformance
+	$(BIN)/python tests/conformance/transformers_suite.py $(FAMILIES)
 
 check: setup
 	$(BIN)/fastbert check

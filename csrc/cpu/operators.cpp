@@ -1,15 +1,95 @@
-// The one file of the CPU operators that reads the large headers of torch: it registers the
-// operators and makes new tensors.
+// The schemas of the C++ operators and their implementations for the CPU; cuda/cuda_ops.cpp has
+// those for CUDA. This one file of the CPU operators reads the large headers of torch, and
+// therefore also makes new tensors for the others.
+//
+// Outputs that a call does not produce (dx without dropout, dx_bias or dbias without that bias) are
+// empty. The public operators, with their gradients, are registered in fastbert/ops.
 
 #include "operators.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/from_blob.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 #include "../register.h"
 #include "tensors.h"
+
+TORCH_LIBRARY(fastbert_C, m) {
+  m.def(
+      "layer_norm_forward(Tensor x, Tensor weight, Tensor bias, Tensor? residual, Tensor? x_bias, "
+      "Tensor? seed, float dropout_p, float eps) -> (Tensor y, Tensor mean, Tensor rstd)");
+  m.def(
+      "layer_norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor mean, Tensor rstd, "
+      "Tensor? residual, Tensor? x_bias, Tensor? seed, float dropout_p) "
+      "-> (Tensor dsum, Tensor dx, Tensor dweight, Tensor dbias, Tensor dx_bias)");
+  m.def("bias_gelu_forward(Tensor h, Tensor? bias, str approximate) -> Tensor");
+  m.def(
+      "bias_gelu_backward(Tensor dy, Tensor h, Tensor? bias, str approximate) "
+      "-> (Tensor dh, Tensor dbias)");
+  m.def("activation_forward(Tensor h, Tensor? bias, str activation) -> Tensor");
+  m.def(
+      "activation_backward(Tensor dy, Tensor h, Tensor? bias, str activation, bool sum_rows, "
+      "bool recompute) -> (Tensor dh, Tensor dbias, Tensor a)");
+  m.def(
+      "rms_norm_forward(Tensor x, Tensor weight, Tensor? residual, float eps) "
+      "-> (Tensor y, Tensor rstd)");
+  m.def(
+      "rms_norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor rstd, Tensor? residual) "
+      "-> (Tensor dsum, Tensor dweight)");
+  m.def("rotary(Tensor x, Tensor cos, Tensor sin, int heads, bool inverse) -> Tensor");
+  m.def(
+      "embedding_forward(Tensor ids, Tensor token_types, Tensor positions, Tensor word_table, "
+      "Tensor type_table, Tensor position_table, Tensor weight, Tensor bias, Tensor? seed, "
+      "float eps, float dropout_p) -> (Tensor y, Tensor mean, Tensor rstd)");
+  m.def(
+      "embedding_backward(Tensor dy, Tensor ids, Tensor token_types, Tensor positions, "
+      "Tensor word_table, Tensor type_table, Tensor position_table, Tensor weight, Tensor mean, "
+      "Tensor rstd, Tensor? seed, float dropout_p, int padding_idx) "
+      "-> (Tensor dword, Tensor dtype, Tensor dposition, Tensor dweight, Tensor dbias)");
+  m.def(
+      "linear_cross_entropy_forward(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, "
+      "int ignore_index, str reduction) -> (Tensor loss, Tensor statistics, Tensor order)");
+  m.def(
+      "linear_cross_entropy_backward(Tensor dloss, Tensor hidden, Tensor weight, Tensor? bias, "
+      "Tensor labels, Tensor statistics, Tensor order, str reduction) "
+      "-> (Tensor dhidden, Tensor dweight, Tensor dbias)");
+  m.def(
+      "linear(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, str activation, bool save) "
+      "-> (Tensor y, Tensor h)");
+  m.def(
+      "linear_layer_norm(Tensor x, Tensor weight, Tensor? bias, Tensor residual, "
+      "Tensor norm_weight, Tensor norm_bias, float eps) -> Tensor");
+  m.def(
+      "attention_forward(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? bias, "
+      "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seed, int max_seqlen_q, "
+      "int max_seqlen_k, float dropout_p, float scale, int left, int right) "
+      "-> (Tensor out, Tensor lse)");
+  m.def(
+      "attention_backward(Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, Tensor(d!)? dbias, "
+      "Tensor dout, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? bias, "
+      "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seed, int max_seqlen_q, "
+      "int max_seqlen_k, float dropout_p, float scale, int left, int right) -> ()");
+  m.def(
+      "attention_weights(Tensor q, Tensor k, Tensor? mask, Tensor? bias, Tensor? cu_seqlens_q, "
+      "Tensor? cu_seqlens_k, int max_seqlen_q, int max_seqlen_k, int[]? heads, int[]? rows, "
+      "float scale, int left, int right) -> Tensor");
+  m.def("matmul(Tensor a, Tensor b, Tensor? addend, ScalarType dtype) -> Tensor");
+  m.def(
+      "int8_linear(Tensor x, Tensor packed, Tensor scale, Tensor column_sum, int n, Tensor? bias, "
+      "Tensor? residual, str activation, ScalarType dtype) -> Tensor");
+  m.def("int8_layout() -> (int lanes, int group)");
+  m.def(
+      "encoder(Tensor hidden, Tensor[] parameters, Tensor[] scales, Tensor? cu_seqlens, "
+      "Tensor? mask, Tensor? bias, int batch, int max_seqlen, int heads, float eps, "
+      "str activation, ScalarType dtype, bool all_states) -> Tensor[]");
+  m.def("fingerprint(Tensor[] tensors) -> Tensor");
+  m.def("has_fingerprint(Tensor[] tensors, Tensor(a!) fingerprint, int rows) -> bool");
+  m.def("any_outside(Tensor index, int size, int? ignored) -> bool");
+  m.def("unpad_indices(Tensor mask) -> (Tensor indices, Tensor cu_seqlens, int max_seqlen)");
+  m.def("scatter_rows(Tensor values, Tensor indices, int rows) -> Tensor");
+}
 
 namespace fastbert::cpu {
 
@@ -21,6 +101,10 @@ at::Tensor empty_like(const at::Tensor& like) { return at::empty_like(like); }
 
 at::Tensor zeros(at::IntArrayRef sizes, const at::TensorOptions& options) {
   return at::zeros(sizes, options);
+}
+
+at::Tensor from_memory(void* data, int64_t bytes, const std::function<void(void*)>& release) {
+  return at::from_blob(data, {bytes}, release, at::TensorOptions().dtype(at::kByte));
 }
 
 TORCH_LIBRARY_IMPL(fastbert_C, CPU, m) {

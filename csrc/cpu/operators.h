@@ -1,5 +1,5 @@
 // The CPU operators as C++ functions: for their registration (operators.cpp) and for one another.
-// The schemas in bindings.cpp name their results.
+// The schemas in operators.cpp name their results.
 
 #pragma once
 

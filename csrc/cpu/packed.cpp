@@ -1,7 +1,5 @@
 #include "packed.h"
 
-#include <ATen/ops/empty.h>
-#include <ATen/ops/from_blob.h>
 #include <c10/core/StorageImpl.h>
 #include <c10/util/intrusive_ptr.h>
 #include <pthread.h>
@@ -20,6 +18,7 @@
 #include "fingerprint.h"
 #include "isa.h"
 #include "operands.h"
+#include "tensors.h"
 
 namespace fastbert::cpu {
 namespace {
@@ -100,14 +99,13 @@ at::Tensor in_large_pages(int64_t bytes) {
   munmap(reserved, before);
   if (before < kLargePage) munmap(begin + size, kLargePage - before);
   madvise(begin, size, MADV_HUGEPAGE);  // a wish: small pages do as well
-  return at::from_blob(
-      begin, {bytes}, [size](void* p) { munmap(p, size); }, at::TensorOptions().dtype(at::kByte));
+  return from_memory(begin, bytes, [size](void* p) { munmap(p, size); });
 }
 #endif
 
 at::Tensor bytes_for(const at::Tensor& weight, Format to, const Kernels& k) {
-  return at::empty({k.packed_bytes(to, weight.size(0), weight.size(1))},
-                   at::TensorOptions().dtype(at::kByte));
+  return empty({k.packed_bytes(to, weight.size(0), weight.size(1))},
+               at::TensorOptions().dtype(at::kByte));
 }
 
 // For a copy that is kept.
