@@ -204,46 +204,11 @@ GEMM = (
         "nearest = bits + 0x8000u;",
     ),
     Fault(
-        "strided_rows_lose_their_last_column",
-        "cpu_gemm",
-        f"{CPU}/gemm_kernel.h",
-        "const int count = k + i < depth ? rows : 0;",
-        "const int count = k + i < depth - 1 ? rows : 0;",
-    ),
-    Fault(
-        "strides_of_a_mixed_up",
-        "cpu_gemm",
-        f"{CPU}/gemm_kernel.h",
-        "(k + i) * g.a_column, g.a_row, count)",
-        "(k + i) * g.a_column, g.a_column, count)",
-    ),
-    Fault(
-        "last_panel_finished_as_if_it_were_whole",
-        "cpu_gemm",
-        f"{CPU}/gemm_kernel.h",
-        "task.columns - n < kPanel ? task.columns - n : kPanel);",
-        "kPanel);",
-    ),
-    Fault(
         "rows_to_normalise_cut_into_tasks",
         "cpu_gemm",
         f"{CPU}/gemm_kernel.h",
         "most_columns = g.norm_weight || one_by_one ? g.n",
         "most_columns = one_by_one ? g.n",
-    ),
-    Fault(
-        "chains_of_additions_depend_on_the_rows",
-        "cpu_gemm",
-        f"{CPU}/gemm_kernel.h",
-        "return {depth, chunk_of(g.n, g.k), first > 0};",
-        "return {depth, chunk_of(task.rows, g.k), first > 0};",
-    ),
-    Fault(
-        "normalised_rows_land_at_the_first_row",
-        "cpu_gemm",
-        f"{CPU}/gemm_kernel.h",
-        "{task.sums, task.stride, task.row, 0, (int)task.rows, (int)g.n});",
-        "{task.sums, task.stride, 0, 0, (int)task.rows, (int)g.n});",
     ),
     Fault(
         "short_tasks_begin_at_the_wrong_row",
@@ -297,58 +262,9 @@ GEMM_EPILOGUE = (
         "pass<F32, decltype(type), Same>(tile, bias, {}, lying",
         "pass<F32, decltype(type), Same>(tile, nullptr, {}, lying",
     ),
-    Fault(
-        "residual_read_with_the_stride_of_the_result",
-        "cpu_gemm",
-        f"{CPU}/gemm_epilogue.h",
-        "place_of(residual, e.residual.stride, tile)",
-        "place_of(residual, e.n, tile)",
-    ),
-    Fault(
-        "last_columns_stored_as_a_whole_register",
-        "cpu_gemm",
-        f"{CPU}/gemm_epilogue.h",
-        "rows<1>(row, n, count);",
-        "rows<1>(row, n, kLanes);",
-    ),
-    Fault(
-        "odd_pair_of_rows_never_finished",
-        "cpu_gemm",
-        f"{CPU}/gemm_epilogue.h",
-        "for (; row + 2 <= tile.rows; row += 2) rows<2>(row, n, kLanes);",
-        "for (; row + 2 <= tile.rows; row += 2) rows<1>(row, n, kLanes);",
-    ),
-    Fault(
-        "normalised_rows_without_the_rest_of_their_mean",
-        "cpu_gemm",
-        f"{CPU}/gemm_epilogue.h",
-        "splat(-m.correction * m.rstd)",
-        "splat(m.correction * m.rstd)",
-    ),
 )
 
 GEMM_PAIRS = (
-    Fault(
-        "odd_last_element_of_k_dropped",
-        "cpu_gemm_dots",
-        f"{CPU}/gemm_kernel.h",
-        "kIsDots<Operand> ? (k + 1) / 2 : k;",
-        "kIsDots<Operand> ? (k < 2 ? 1 : k / 2) : k;",
-    ),
-    Fault(
-        "pairs_of_a_row_read_beyond_its_end",
-        "cpu_gemm_dots",
-        f"{CPU}/gemm_kernel.h",
-        "load_line<BF16>(p, clamp_count(g.k - k, kLine))",
-        "load_line<BF16>(p, kLine)",
-    ),
-    Fault(
-        "packing_of_pairs_steps_half_a_line",
-        "cpu_gemm_dots",
-        f"{CPU}/gemm_kernel.h",
-        "first += kLine, p += kLine * column)",
-        "first += kLine, p += kLanes * column)",
-    ),
     Fault(
         "second_half_of_a_line_rounded_from_the_first",
         "cpu_gemm_dots",
@@ -416,41 +332,6 @@ GEMM_TILES = (
         "a_stride = t.a_stride;",
     ),
     Fault(
-        "epilogue_between_steps_stays_at_its_first_row",
-        "cpu_gemm_tiles",
-        f"{CPU}/gemm_tile_kernel.h",
-        "    tile.row += part.rows;\n",
-        "",
-    ),
-    Fault(
-        "block_finished_beyond_the_last_column",
-        "cpu_gemm_tiles",
-        f"{CPU}/gemm_tile_kernel.h",
-        "clamp_count(t.columns - column, kPanels * kPanel)};",
-        "kPanels * kPanel};",
-    ),
-    Fault(
-        "fourth_tile_of_sums_not_cleared",
-        "cpu_gemm_tiles",
-        f"{CPU}/gemm_tile_kernel.h",
-        "  tile_zero<2>();\n  tile_zero<3>();\n",
-        "  tile_zero<2>();\n",
-    ),
-    Fault(
-        "tail_packed_from_the_wrong_rows",
-        "cpu_gemm_tiles",
-        f"{CPU}/gemm_tile_kernel.h",
-        "pack_left(g, row + rows - tail, tail, scratch);",
-        "pack_left(g, row + rows - kStrip, tail, scratch);",
-    ),
-    Fault(
-        "panels_of_the_weight_begin_a_column_apart",
-        "cpu_gemm_tiles",
-        f"{CPU}/gemm_tile_kernel.h",
-        "p.weight + panel * kPanel * p.row;",
-        "p.weight + panel * kPanel * p.column;",
-    ),
-    Fault(
         "tiles_configured_a_row_short",
         "cpu_gemm_tiles",
         f"{CPU}/tile.h",
@@ -494,27 +375,6 @@ ATTENTION = (
         f"{CPU}/attention_scores.h",
         "return (Vec)((WordVec)e | (WordVec)(u != u));",
         "return e;",
-    ),
-    Fault(
-        "keys_of_a_sequence_counted_by_its_queries",
-        "cpu_attention",
-        f"{CPU}/attention_scores.h",
-        "a.cu_k[sequence + 1] - k, nullptr};",
-        "a.cu_q[sequence + 1] - q, nullptr};",
-    ),
-    Fault(
-        "bias_read_transposed_in_cpp",
-        "cpu_attention",
-        f"{CPU}/attention_scores.h",
-        "query * a.bias.row + block.key * a.bias.key;",
-        "query * a.bias.key + block.key * a.bias.row;",
-    ),
-    Fault(
-        "attention_scale_off_by_one_percent",
-        "cpu_attention",
-        f"{CPU}/attention_scores.h",
-        "Vec x = load(scores + at) * scale;",
-        "Vec x = load(scores + at) * (scale * 1.01f);",
     ),
     Fault(
         "later_terms_of_a_sum_take_the_first_rows_again",
@@ -565,27 +425,6 @@ ATTENTION = (
         "WordVec{} + (uint32_t)h.head, WordVec{} + (uint32_t)h.sequence};",
         "WordVec{} + (uint32_t)h.sequence, WordVec{} + (uint32_t)h.head};",
     ),
-    Fault(
-        "infinity_subtracted_from_infinity",
-        "cpu_attention",
-        f"{CPU}/attention_kernel.h",
-        "const float reference = after == -kInfinity ? 0.0f : after;",
-        "const float reference = after;",
-    ),
-    Fault(
-        "denominator_of_the_weights_that_are_kept",
-        "cpu_attention",
-        f"{CPU}/attention_kernel.h",
-        "drop_row(scores + r * stride, width, kept, a.dropout.scale);",
-        "drop_row(scores + r * stride, width, kept, 1.0f);",
-    ),
-    Fault(
-        "weights_of_16_bit_rows_divided_twice",
-        "cpu_attention",
-        f"{CPU}/attention_kernel.h",
-        "== 2 ? x * inverse : x / sum;",
-        "== 2 ? x * inverse / sum : x / sum;",
-    ),
 )
 
 ATTENTION_BACKWARD = (
@@ -624,27 +463,6 @@ ATTENTION_BACKWARD = (
         "p.dbias_head == 0 ? a.heads : item.head + 1;",
         "item.head + 1;",
     ),
-    Fault(
-        "logits_of_long_heads_not_computed_again",
-        "cpu_attention_backward",
-        f"{CPU}/attention_backward_kernel.h",
-        "if (!finds || m.kept_keys == 0) products(block);",
-        "if (!finds) products(block);",
-    ),
-    Fault(
-        "earlier_delta_not_rescaled",
-        "cpu_attention_backward",
-        f"{CPU}/attention_backward_kernel.h",
-        "m.delta[r] = m.delta[r] * factor +",
-        "m.delta[r] = m.delta[r] +",
-    ),
-    Fault(
-        "delta_does_not_pass_to_the_other_items",
-        "cpu_attention_backward",
-        f"{CPU}/attention_backward_kernel.h",
-        "for (int i = 0; i < 3; ++i) {\n      float* place",
-        "for (int i = 0; i < 2; ++i) {\n      float* place",
-    ),
 )
 
 ATTENTION_WEIGHTS = (
@@ -668,13 +486,6 @@ ATTENTION_WEIGHTS = (
         f"{CPU}/attention_weights_kernel.h",
         "i < (item.end - item.begin) * a.max_k; ++i) out[i] = 0;",
         "i < (item.end - item.begin) * a.max_k; ++i) continue;",
-    ),
-    Fault(
-        "queries_beyond_a_sequence_get_weights",
-        "cpu_attention_weights",
-        f"{CPU}/attention_weights_kernel.h",
-        "queries[last - 1] >= h.q_length) --last;",
-        "queries[last - 1] > a.max_q) --last;",
     ),
 )
 
@@ -713,20 +524,6 @@ ATTENTION_STRIPS = (
         f"{CPU}/attention_strip_kernel.h",
         "h.used[key + n] ? rows[n * from.row + d] : (uint16_t)0;",
         "rows[n * from.row + d];",
-    ),
-    Fault(
-        "earlier_sum_of_a_strip_not_rescaled",
-        "cpu_attention_strips",
-        f"{CPU}/attention_strip_kernel.h",
-        "fma(load(m.sum + first + group), factors, sum));",
-        "load(m.sum + first + group) + sum);",
-    ),
-    Fault(
-        "columns_of_values_stop_at_the_keys",
-        "cpu_attention_strips",
-        f"{CPU}/attention_strip_kernel.h",
-        "pack_steps<BF16>(v + d, 1, stride, a.head_dim - d, keys,",
-        "pack_steps<BF16>(v, 1, stride, a.head_dim - d, keys,",
     ),
     Fault(
         "second_half_of_a_strip_adds_to_the_first",
@@ -809,20 +606,6 @@ ROWS = (
         "",
     ),
     Fault(
-        "rows_after_the_blocks_of_four_skipped",
-        "cpu_layer_norm",
-        f"{CPU}/layer_norm_kernel.h",
-        "for (; row < group_end; ++row) single(row);",
-        "for (; row < group_end; ++row) continue;",
-    ),
-    Fault(
-        "gradient_of_the_bias_of_x_without_dropout",
-        "cpu_layer_norm",
-        f"{CPU}/layer_norm_kernel.h",
-        "if (Row::kHasXBias) dx_bias_sum += dx;",
-        "if (Row::kHasXBias) dx_bias_sum += d;",
-    ),
-    Fault(
         "philox_of_six_rounds_in_cpp",
         "cpu_layer_norm",
         f"{CPU}/philox.h",
@@ -844,13 +627,6 @@ ROWS = (
         "return x * (scale * (Vec)(kept & 0x3f800000u));",
     ),
     Fault(
-        "kept_elements_not_scaled_up",
-        "cpu_layer_norm",
-        f"{CPU}/philox.h",
-        "return (Vec)((WordVec)(x * scale) & kept);",
-        "return (Vec)((WordVec)x & kept);",
-    ),
-    Fault(
         "epsilon_of_rms_norm_forgotten",
         "cpu_rms_norm",
         f"{CPU}/rms_norm_kernel.h",
@@ -870,13 +646,6 @@ ROWS = (
         f"{CPU}/rms_norm_kernel.h",
         "? rms_norm_forward_rows<Rows, Summands::x_and_residual>(",
         "? rms_norm_forward_rows<Rows, Summands::x>(",
-    ),
-    Fault(
-        "rms_norm_of_huge_rows_is_zero",
-        "cpu_rms_norm",
-        f"{CPU}/rms_norm_kernel.h",
-        "const float rstd = mean < __builtin_inf()",
-        "const float rstd = mean <= __builtin_inf()",
     ),
     Fault(
         "rotary_turns_the_other_way",
@@ -920,20 +689,6 @@ ROWS = (
         "const int64_t end = p.starts[segment + 1];",
         "const int64_t end = p.starts[segment + 1] - 1;",
     ),
-    Fault(
-        "segments_sum_rows_out_of_order",
-        "cpu_embedding",
-        f"{CPU}/embedding_kernel.h",
-        "(p.order ? p.order[i] : i) * p.stride",
-        "i * p.stride",
-    ),
-    Fault(
-        "last_columns_of_a_segment_skipped",
-        "cpu_embedding",
-        f"{CPU}/embedding_kernel.h",
-        "if (n < last) sum_segment<Format, 1>(p, segment, n, (int)(last - n));",
-        "",
-    ),
 )
 
 CROSS_ENTROPY = (
@@ -950,20 +705,6 @@ CROSS_ENTROPY = (
         f"{CPU}/cross_entropy_kernel.h",
         "(double)p.total[row] * rescale + sum",
         "(double)p.total[row] + sum",
-    ),
-    Fault(
-        "logit_of_the_label_without_its_bias",
-        "cpu_cross_entropy",
-        f"{CPU}/cross_entropy_kernel.h",
-        "logits[label] + (p.bias ? p.bias[label] : 0);",
-        "logits[label];",
-    ),
-    Fault(
-        "label_takes_its_share_off",
-        "cpu_cross_entropy",
-        f"{CPU}/cross_entropy_kernel.h",
-        "logits[label] -= scale;",
-        "logits[label] -= share;",
     ),
     Fault(
         "padding_takes_part_in_the_maximum",
@@ -1004,27 +745,6 @@ ACTIVATION = (
         "fma(splat(tail::kDensityAtZero), bell, cumulative)",
     ),
     Fault(
-        "complement_of_the_logistic_exchanged",
-        "cpu_activation",
-        f"{CPU}/gelu.h",
-        "complement = select(x > 0.0f, smaller, larger);",
-        "complement = select(x > 0.0f, larger, smaller);",
-    ),
-    Fault(
-        "slope_of_silu_without_x",
-        "cpu_activation",
-        f"{CPU}/gelu.h",
-        "fma(x * s, complement, s));",
-        "fma(s, complement, s));",
-    ),
-    Fault(
-        "gelu_for_bf16_flat_too_early",
-        "cpu_gemm",
-        f"{CPU}/gelu.h",
-        "kLargest = 12.8f",
-        "kLargest = 8.8f",
-    ),
-    Fault(
         "tail_of_the_normal_distribution_shifted",
         "cpu_activation",
         "csrc/normal_tail.h",
@@ -1051,34 +771,6 @@ ACTIVATION = (
         f"{CPU}/feed_forward_kernel.h",
         "    if (sums && kGated) accumulate(sums + p.columns + n, linear_total, count);\n",
         "",
-    ),
-    Fault(
-        "last_rows_of_a_chunk_not_four_at_a_time",
-        "cpu_activation",
-        f"{CPU}/feed_forward_kernel.h",
-        "for (int64_t row = begin; row < end; row += kRows) {",
-        "for (int64_t row = begin; row + kRows <= end; row += kRows) {",
-    ),
-    Fault(
-        "last_column_of_the_sums_not_written",
-        "cpu_activation",
-        f"{CPU}/feed_forward_kernel.h",
-        "for (; n < columns; ++n) {",
-        "for (; n < columns - 1; ++n) {",
-    ),
-    Fault(
-        "gradient_read_with_the_length_of_a_row",
-        "cpu_activation",
-        f"{CPU}/feed_forward_kernel.h",
-        "dy_block + i * p.dy.stride + n",
-        "dy_block + i * p.columns + n",
-    ),
-    Fault(
-        "upper_half_of_the_lanes_added_to_the_lower",
-        "cpu_activation",
-        f"{CPU}/vec.h",
-        "double* p = sums + half * kLanes / 2;",
-        "double* p = sums;",
     ),
 )
 
@@ -1164,27 +856,6 @@ INT8 = (
         "if (bits[i] > 0x7f800000)",
     ),
     Fault(
-        "last_group_of_k_not_multiplied",
-        "cpu_int8",
-        f"{CPU}/int8_kernel.h",
-        "for (int64_t k = 0; k < depth; k += Dot::kGroup) {",
-        "for (int64_t k = 0; k < depth - Dot::kGroup; k += Dot::kGroup) {",
-    ),
-    Fault(
-        "columns_behind_the_last_one_are_written",
-        "cpu_int8",
-        f"{CPU}/int8_kernel.h",
-        "const int64_t end = begin + width < p.n ? begin + width : p.n;",
-        "const int64_t end = begin + width;",
-    ),
-    Fault(
-        "last_row_of_a_block_not_scaled",
-        "cpu_int8",
-        f"{CPU}/int8_kernel.h",
-        "for (int64_t r = 0; r < rows; ++r) {\n      WordVec sum;",
-        "for (int64_t r = 0; r < rows - (rows > 1); ++r) {\n      WordVec sum;",
-    ),
-    Fault(
         "signed_bytes_taken_for_unsigned",
         "cpu_int8_quads",
         f"{CPU}/int8_dot.h",
@@ -1258,27 +929,6 @@ OPERANDS = (
         "TORCH_CHECK_VALUE(!(p < 0.0 || p > 1.0),",
     ),
     Fault(
-        "seed_of_any_length_taken",
-        "cpu_layer_norm_operands",
-        "csrc/checks.h",
-        "TORCH_CHECK_VALUE(seed->numel() == 1,",
-        "TORCH_CHECK_VALUE(seed->numel() >= 1,",
-    ),
-    Fault(
-        "matrix_without_columns_taken",
-        "cpu_layer_norm_operands",
-        "csrc/checks.h",
-        "TORCH_CHECK_VALUE(t.dim() == 2 && t.size(1) >= 1, name",
-        "TORCH_CHECK_VALUE(t.dim() == 2, name",
-    ),
-    Fault(
-        "gaps_between_columns_not_seen",
-        "cpu_layer_norm_operands",
-        "csrc/checks.h",
-        "t.size(1) == 1 || t.stride(1) == 1 ? t",
-        "t.size(1) == 1 || t.stride(1) >= 1 ? t",
-    ),
-    Fault(
         "gaps_in_a_parameter_not_seen",
         "cpu_layer_norm_operands",
         "csrc/checks.h",
@@ -1305,27 +955,6 @@ OPERANDS = (
         f"{CPU}/operands.h",
         "(float)(1.0 / (1.0 - p))",
         "(float)(1.0 / (1.0 + p))",
-    ),
-    Fault(
-        "last_chunk_of_rows_not_summed",
-        "cpu_layer_norm_operands",
-        f"{CPU}/operands.h",
-        "count = (rows + rows_per_chunk - 1) / rows_per_chunk;",
-        "count = std::max<int64_t>(rows > 0, rows / rows_per_chunk);",
-    ),
-    Fault(
-        "chunks_of_rows_share_their_sums",
-        "cpu_layer_norm_operands",
-        f"{CPU}/operands.h",
-        "body(begin, end, partial + chunk * length);",
-        "body(begin, end, partial);",
-    ),
-    Fault(
-        "division_of_rows_depends_on_the_threads",
-        "cpu_layer_norm_operands",
-        f"{CPU}/operands.h",
-        "(rows + kMaxChunks - 1) / kMaxChunks, 4 * grain_rows(columns));",
-        "(rows + kMaxChunks - 1) / kMaxChunks, 4 * grain_rows(columns) / at::get_num_threads());",
     ),
     Fault(
         "gradient_of_the_norm_s_bias_is_the_weight_s",
@@ -1426,34 +1055,6 @@ OPERANDS = (
         "TORCH_CHECK_VALUE(b.dim() == 2,",
     ),
     Fault(
-        "epsilon_of_the_fused_norm_lost",
-        "cpu_gemm_operands",
-        f"{CPU}/gemm.cpp",
-        "  g.eps = (float)eps;\n",
-        "",
-    ),
-    Fault(
-        "rows_of_a_product_taken_for_dense",
-        "cpu_gemm_operands",
-        f"{CPU}/gemm.cpp",
-        "g.a_row = x.stride(0);",
-        "g.a_row = x.size(1);",
-    ),
-    Fault(
-        "residual_read_in_fp32",
-        "cpu_gemm_operands",
-        f"{CPU}/gemm.cpp",
-        "  if (residual) g.residual_format = format_of(*residual);\n",
-        "",
-    ),
-    Fault(
-        "bias_kept_for_the_second_pass_of_a_norm",
-        "cpu_gemm_operands",
-        f"{CPU}/gemm.cpp",
-        "    g = {};\n    g.m = m;",
-        "    g = {};\n    g.bias = floats(bias);\n    g.m = m;",
-    ),
-    Fault(
         "first_task_never_taken",
         "cpu_gemm_operands",
         f"{CPU}/parallel.h",
@@ -1489,20 +1090,6 @@ OPERANDS = (
         "",
     ),
     Fault(
-        "last_token_in_no_segment",
-        "cpu_embedding_operands",
-        f"{CPU}/embedding.cpp",
-        "  starts.push_back(tokens);\n",
-        "  starts.push_back(tokens - (tokens > 1));\n",
-    ),
-    Fault(
-        "gradient_of_types_goes_to_positions",
-        "cpu_embedding_operands",
-        f"{CPU}/embedding.cpp",
-        "gradient(1, -1), gradient(2, -1),",
-        "gradient(1, -1), gradient(2, 0),",
-    ),
-    Fault(
         "ignore_index_ignored_in_cpp",
         "cpu_cross_entropy_operands",
         f"{CPU}/cross_entropy.cpp",
@@ -1524,29 +1111,6 @@ OPERANDS = (
         "const double divisor = mean ? (double)std::max<int64_t>(1, total) : 1.0;",
     ),
     Fault(
-        "gradient_of_the_weight_of_one_block",
-        "cpu_cross_entropy_operands",
-        f"{CPU}/cross_entropy.cpp",
-        "sum = row == 0 ? product : sum.add_(product);",
-        "sum = product;",
-    ),
-    Fault(
-        "later_classes_take_the_first_ones_bias",
-        "cpu_cross_entropy_operands",
-        f"{CPU}/cross_entropy.cpp",
-        "columns,\n                                          logits.const_data_ptr<float>(),\n"
-        "                                          bias ? floats(bias) + first : nullptr,",
-        "columns,\n                                          logits.const_data_ptr<float>(),\n"
-        "                                          bias ? floats(bias) : nullptr,",
-    ),
-    Fault(
-        "bias_gradient_of_the_first_rows_only",
-        "cpu_cross_entropy_operands",
-        f"{CPU}/cross_entropy.cpp",
-        "const int64_t starts[] = {0, rows}, target = 0;",
-        "const int64_t starts[] = {0, rows > 1 ? rows - 1 : rows}, target = 0;",
-    ),
-    Fault(
         "depth_beyond_32_bits_taken",
         "cpu_int8_operands",
         f"{CPU}/int8.cpp",
@@ -1566,27 +1130,6 @@ OPERANDS = (
         f"{CPU}/int8.cpp",
         "residual->size(0) == x.size(0) && residual->size(1) == n,",
         "residual->size(0) == x.size(0),",
-    ),
-    Fault(
-        "weights_of_another_level_taken",
-        "cpu_int8_operands",
-        f"{CPU}/int8.cpp",
-        "(group == layout.group || group == 2) && packed.size(2) == lanes,",
-        "(group == layout.group || group == 2),",
-    ),
-    Fault(
-        "last_panels_go_to_no_thread",
-        "cpu_int8_operands",
-        f"{CPU}/int8.cpp",
-        "(part + 1) * quarters / column_blocks * kPanels});",
-        "(part + 1) * (quarters / column_blocks) * kPanels});",
-    ),
-    Fault(
-        "short_rows_of_int8_go_to_no_thread",
-        "cpu_int8_operands",
-        f"{CPU}/int8.cpp",
-        "std::min(m, row + rows), part",
-        "std::min(m / kRows * kRows, row + rows), part",
     ),
 )
 
@@ -1641,34 +1184,6 @@ ATTENTION_OPERANDS = (
         "TORCH_CHECK_VALUE(alive.back().size(0) >= 1,",
     ),
     Fault(
-        "keys_of_another_shape_taken",
-        "cpu_attention_operands",
-        f"{CPU}/attention_operands.cpp",
-        "TORCH_CHECK_VALUE(q.sizes() == at::IntArrayRef(like_q),",
-        "TORCH_CHECK_VALUE(q.dim() == k.dim(),",
-    ),
-    Fault(
-        "mask_of_numbers_taken_for_bytes",
-        "cpu_attention_operands",
-        f"{CPU}/attention_operands.cpp",
-        "TORCH_CHECK_TYPE(arguments.mask->scalar_type() == at::kBool,",
-        "TORCH_CHECK_TYPE(arguments.mask->scalar_type() != at::kDouble,",
-    ),
-    Fault(
-        "statistics_of_heads_overlap",
-        "cpu_attention_operands",
-        f"{CPU}/attention_operands.cpp",
-        "kernel.lse_head = q_rows;",
-        "kernel.lse_head = kernel.max_q;",
-    ),
-    Fault(
-        "gaps_inside_a_head_not_seen",
-        "cpu_attention_operands",
-        f"{CPU}/attention_operands.cpp",
-        "const bool readable = x.size(-1) == 1 || x.stride(-1) == 1;",
-        "const bool readable = x.size(-1) == 1 || x.stride(-1) >= 1;",
-    ),
-    Fault(
         "last_piece_of_a_sequence_not_computed",
         "cpu_attention_pieces",
         f"{CPU}/attention_operands.h",
@@ -1702,20 +1217,6 @@ ATTENTION_OPERANDS = (
         f"{CPU}/attention.cpp",
         "moved.select(2, order[i]).copy_(weights.select(2, i));",
         "moved.select(2, i).copy_(weights.select(2, order[i]));",
-    ),
-    Fault(
-        "chosen_heads_taken_for_the_first_ones",
-        "cpu_attention_pieces",
-        f"{CPU}/attention.cpp",
-        "{i / head_count, heads[i % head_count],",
-        "{i / head_count, i % head_count,",
-    ),
-    Fault(
-        "row_of_weights_not_checked",
-        "cpu_attention_pieces",
-        f"{CPU}/attention.cpp",
-        "TORCH_CHECK_VALUE(row >= 0 && row < a.max_q,",
-        "TORCH_CHECK_VALUE(row >= 0,",
     ),
     Fault(
         "last_queries_of_a_split_head_left_out",
@@ -1768,27 +1269,6 @@ VARLEN = (
         f"{CPU}/varlen.cpp",
         "longest = std::max(longest, count);",
         "longest = count;",
-    ),
-    Fault(
-        "lengths_are_not_cumulative",
-        "cpu_varlen",
-        f"{CPU}/varlen.cpp",
-        "(int32_t)(total += count);",
-        "(int32_t)(total = count);",
-    ),
-    Fault(
-        "rows_after_the_last_value_not_cleared",
-        "cpu_varlen",
-        f"{CPU}/varlen.cpp",
-        "const int64_t next = end == count ? rows : place[end];",
-        "const int64_t next = end == count ? place[end - 1] + 1 : place[end];",
-    ),
-    Fault(
-        "rows_before_the_first_value_not_cleared",
-        "cpu_varlen",
-        f"{CPU}/varlen.cpp",
-        "int64_t row = begin == 0 ? 0 : place[begin];",
-        "int64_t row = place[begin];",
     ),
 )
 
@@ -2011,13 +1491,6 @@ PACKED = (
         f"{CPU}/fingerprint.cpp",
         "return mapped != nullptr && (mapped->flags() & kShared) != 0;",
         "return mapped != nullptr && mapped->flags() == 0;",
-    ),
-    Fault(
-        "many_rows_read_pieces_too",
-        "cpu_fingerprint",
-        f"{CPU}/fingerprint.cpp",
-        "rows >= kRowsThatPay ||",
-        "rows >= 16 * kRowsThatPay ||",
     ),
 )
 

@@ -129,8 +129,17 @@ def compile_unit(tree: Path, unit: Unit) -> Path:
 
 
 def link_unit(compiled: Path, unit: Unit, library: Path) -> None:
-    """Links an object of `compile_unit`, and after it the others of `build_all`."""
+    """Links an object of `compile_unit`, and after it the others of `build_all`.
+
+    Raises:
+        RuntimeError: If a function is missing: a test would fail, but not because of the fault.
+    """
     names = [name for name in sources() if unit.kernels or name != unit.source]
     others = [str(ROOT / object_of(name)) for name in names]
     library.unlink(missing_ok=True)
     subprocess.run(link_command([str(compiled), *others], str(library)), check=True)
+    command = ["nm", "--dynamic", "--undefined-only", "--demangle", str(library)]
+    symbols = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    missing = [line for line in symbols.splitlines() if " fastbert::" in line]
+    if missing:
+        raise RuntimeError(f"{unit.source}: missing after linking: {missing}")
