@@ -34,14 +34,14 @@ def run(function, tensors, dout, *arguments, **options) -> list[torch.Tensor]:
 
 
 def oracle_and_yardstick(tensors, dout, **options) -> tuple[list[torch.Tensor], Yardstick]:
-    """Output and gradients of the reference in float64 and in fp32."""
+    """Output and gradients of the reference in float64 and in the dtype of the tensors."""
 
     def solve(dtype):
         leaves = [x.detach().to(dtype).requires_grad_() for x in tensors]
         out = reference.attention(*leaves, **options)
         return [out, *torch.autograd.grad(out, leaves, dout.to(dtype))]
 
-    return solve(torch.float64), Yardstick(lambda: solve(torch.float32))
+    return solve(torch.float64), Yardstick(lambda: solve(tensors[0].dtype))
 
 
 def check(cases, dtype) -> None:
@@ -73,6 +73,18 @@ def test_several_blocks_of_queries_and_keys(isa, dim, options):
         loose = isa == "baseline" and name != "out"
         reason = "without FMA each product rounds before it is added" if loose else None
         assert_close(name, *three, factor=3.0 if loose else 2.0, reason=reason)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+@pytest.mark.parametrize("dim", [32, 59, 64])
+@pytest.mark.parametrize("options", [{}, {"causal": True}])
+def test_several_blocks_of_queries_and_keys_in_16_bits(isa, dim, options, dtype):
+    shape = (1, 2, 203, dim)
+    tensors, dout = qkv(*shape, dtype=dtype), torch.randn(shape).to(dtype)
+    results = run(ops.attention, tensors, dout, **options)
+    sides = oracle_and_yardstick(tensors, dout, **options)
+    for name, *three in zip(("out", "dq", "dk", "dv"), results, *sides, strict=True):
+        assert_close(name, *three)
 
 
 def test_more_keys_than_scores_are_kept_of(isa):
@@ -162,11 +174,13 @@ def test_dropout_of_nothing_and_of_everything(isa, p):
         assert torch.equal(dropped, kept if p == 0.0 else torch.zeros_like(kept))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("pairs", [False, True])
-def test_what_nobody_attends_is_never_seen(isa, poison, pairs):
+def test_what_nobody_attends_is_never_seen(isa, poison, pairs, dtype):
     length = 140
-    tensors, dout = qkv(1, 2, length, 16), torch.randn(1, 2, length, 16)
+    tensors = qkv(1, 2, length, 16, dtype=dtype)
+    dout = torch.randn(1, 2, length, 16).to(dtype)
     mask = torch.rand(1, 1, length if pairs else 1, length) < 0.7
     mask[..., 60:90] = False
     mask[..., 130:] = False
@@ -178,6 +192,16 @@ def test_what_nobody_attends_is_never_seen(isa, poison, pairs):
     for got, expected in zip(run(ops.attention, tensors, dout, mask=mask), clean, strict=True):
         assert torch.isfinite(got).all()
         assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [16, 40, 64])
+def test_nothing_is_read_behind_a_head(isa, dim, dtype):
+    wide = torch.full((3, 2, 140, 2, dim + 32), math.nan, dtype=dtype)
+    wide[..., :dim] = torch.randn(3, 2, 140, 2, dim).to(dtype)
+    views = [x[..., :dim].transpose(1, 2) for x in wide]
+    out = ops.attention(*views, backend="cpu")
+    assert torch.equal(out, ops.attention(*(x.contiguous() for x in views), backend="cpu"))
 
 
 def test_nan_in_a_query_stays_in_its_row(isa):
@@ -237,6 +261,16 @@ def test_weights_of_chosen_heads_and_rows(isa, rows):
     yardstick = Yardstick(lambda: reference.attention_weights(q, k, **options))
     assert_close("weights", got, oracle, yardstick)
     assert (got[oracle == 0] == 0).all()
+
+
+def test_weights_whose_largest_logit_is_in_the_first_block_of_keys(isa):
+    """Later blocks have logits so small that a maximum of their own would overflow."""
+    q, k = torch.ones(1, 1, 3, 16), torch.full((1, 1, 300, 16), -10.0)
+    k[..., 5, :] = 10.0
+    got = ops.attention_weights(q, k, scale=1.0, backend="cpu")
+    expected = torch.zeros(1, 1, 3, 300)
+    expected[..., 5] = 1.0
+    assert torch.equal(got, expected)
 
 
 def test_bad_lengths_never_reach_the_kernels(operators):

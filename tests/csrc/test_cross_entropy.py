@@ -83,6 +83,7 @@ def test_large_logits(isa, operators):
     """Logits around 1e4, where a log-sum-exp in fp32 would be off by 5e-4."""
     hidden, weight, bias, labels = draw(9, 16, 67, torch.float32, share=1.0)
     check(operators, (hidden, weight, 1e4 + bias, labels))
+    check(operators, (hidden, weight, bias - 1e4, labels))
     check(operators, (hidden, weight, bias * 1e4, labels))
 
 
@@ -94,6 +95,17 @@ def test_rows_without_a_label_are_not_read(isa, operators):
         operators, hidden, weight, bias, labels, "mean", torch.tensor(1.0)
     ).items():
         assert torch.equal(actual, expected[name]), name
+
+
+def test_another_label_is_ignored_on_request(operators):
+    hidden, weight, bias, labels = draw(37, 40, 67, torch.float32)
+    expected = operators.linear_cross_entropy_forward(hidden, weight, bias, labels, IGNORED, "mean")
+    labels[labels == IGNORED] = 99
+    given = (hidden, weight, bias, labels)
+    actual = operators.linear_cross_entropy_forward(*given, 99, "mean")
+    assert all(map(torch.equal, actual, expected))
+    with pytest.raises(ValueError, match=r"^labels: got 99, allowed: 0 to 66, or -100"):
+        operators.linear_cross_entropy_forward(*given, IGNORED, "mean")
 
 
 def test_nan_stays_in_its_row(isa, operators):

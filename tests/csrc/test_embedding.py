@@ -121,9 +121,11 @@ def test_no_tokens(isa, operators):
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])
-@pytest.mark.parametrize("number", [-1, 1000])
+@pytest.mark.parametrize("number", [-1, "rows", 1000])
 def test_an_index_out_of_range_names_the_argument(operators, which, number):
     case = problem(5, 8, torch.float32)
+    if number == "rows":
+        number = len(case.tables[which])
     case.indices[which][3] = number
     name = ("ids", "token_types", "positions")[which]
     with pytest.raises(IndexError, match=rf"^{name}: got {number}, allowed: 0 to"):

@@ -76,10 +76,11 @@ def test_exact_far_from_zero_and_nan_propagates(isa, operators, approximate):
     y, slope, _ = run(operators, x, None, torch.ones_like(x), approximate)
     assert torch.equal(y, x.clamp(min=0.0))
     assert torch.equal(slope, torch.tensor([[1.0, 0, 1, 0, 1, 1, 0, 0.5, 0.5]]))
-    x = torch.full((1, 37), torch.nan)
-    assert all(
-        t.isnan().all() for t in run(operators, x, None, torch.ones_like(x), approximate)[:2]
-    )
+    for dtype in DTYPES:
+        x = torch.full((1, 37), torch.nan, dtype=dtype)
+        assert all(
+            t.isnan().all() for t in run(operators, x, None, torch.ones_like(x), approximate)[:2]
+        )
 
 
 def test_negative_tail_keeps_its_digits(isa, operators):

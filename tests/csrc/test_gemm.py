@@ -127,6 +127,14 @@ def test_layer_norm_without_a_bias_and_of_rows_far_from_zero(isa, operators):
     check_layer_norm(case, linear_layer_norm(operators, case))
 
 
+@pytest.mark.parametrize("m", [3, 150])
+def test_layer_norm_of_rows_longer_than_a_task_s_columns(isa, operators, m):
+    """A task of the SIMD kernels has 1,024 columns at most, unless its rows are normalised."""
+    case = draw(m, 1100, 600, torch.float32)
+    oracle, yardstick = (solve(case, "none", d, True)[0] for d in (torch.float64, torch.float32))
+    assert_close("linear_layer_norm", linear_layer_norm(operators, case), oracle, yardstick)
+
+
 def test_layer_norm_of_fp32_sums_with_16_bit_products(isa, operators):
     """As under autocast: the residual, and so the result, stay in fp32."""
     for m in (3, 40):
@@ -136,8 +144,11 @@ def test_layer_norm_of_fp32_sums_with_16_bit_products(isa, operators):
         check_layer_norm({name: t.float() for name, t in case.items()}, y)
 
 
-def test_small_integers_are_exact(isa, operators):
-    x, weight = (torch.randint(-3, 4, shape).float() for shape in ((37, 300), (111, 300)))
+@pytest.mark.parametrize("largest", [3, 9])
+def test_small_integers_are_exact(isa, operators, largest):
+    """Beyond 256 every other integer lies halfway between two numbers of bf16."""
+    shapes = ((37, 300), (111, 300))
+    x, weight = (torch.randint(-largest, largest + 1, shape).float() for shape in shapes)
     for dtype in DTYPES:
         y, _ = linear(operators, {"x": x.to(dtype), "weight": weight.to(dtype)})
         assert torch.equal(y, (x @ weight.t()).to(dtype))
@@ -152,6 +163,39 @@ def test_fp32_parameters_with_16_bit_rows(isa, operators):
         assert torch.equal(linear(operators, wide, "gelu")[0], rounded)
         wide["weight"] += wide["weight"] * 2.0**-13  # less than half a unit in either format
         assert torch.equal(linear(operators, wide, "gelu")[0], rounded)
+
+
+def test_weights_halfway_between_two_numbers_are_packed_as_torch_rounds_them(isa, operators):
+    x = torch.eye(64, dtype=torch.bfloat16)
+    numbers = torch.arange(-2048, 2048, dtype=torch.int32) * 2**15 + (127 << 23)
+    weight = numbers.view(torch.float32).view(64, 64).t()
+    for given in (weight, weight.contiguous()):
+        y = linear(operators, {"x": x, "weight": given})[0]
+        assert torch.equal(y, given.t().bfloat16())
+
+
+def test_nan_of_any_bits_stays_nan_when_a_weight_is_packed(isa, operators):
+    bits = torch.tensor([0x7FFFFFFF, -1, 0x7F800001, 0x7FC00000], dtype=torch.int32)
+    weight = torch.randn(4, 70)
+    weight[:, 3] = bits.view(torch.float32)
+    for given in (weight, weight.t().contiguous().t()):
+        for dtype in DTYPES[1:]:
+            x = torch.randn(5, 70).to(dtype)
+            assert linear(operators, {"x": x, "weight": given})[0].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("k", [1, 59, 100])
+def test_nothing_is_read_between_the_end_of_a_row_and_the_next(isa, operators, k, dtype):
+    """Rows begin at whole lines of cache, where tiles would be loaded from as they lie."""
+    wide = torch.full((33, 128), torch.nan, dtype=dtype)
+    wide[:, :k] = torch.randn(33, k).to(dtype)
+    weight = torch.randn(40, k).to(dtype)
+    for m in (1, 2, 33):
+        x = wide[:m, :k]
+        expected = linear(operators, {"x": x.contiguous(), "weight": weight})[0]
+        assert expected.isfinite().all()
+        assert torch.equal(linear(operators, {"x": x, "weight": weight})[0], expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -284,6 +328,27 @@ def test_a_changed_weight_is_packed_again(isa, operators, cache, write):
             fresh = linear(operators, {"x": x, "weight": weight.detach().clone()})[0]
             assert torch.equal(linear(operators, {"x": x, "weight": weight})[0], fresh)
             write(weight)
+
+
+CHANGES = {
+    "the first row": lambda weight: weight[0].add_(1.0),
+    "the 256th row": lambda weight: weight[255].add_(1.0),
+    "the last row": lambda weight: weight[-1].add_(1.0),
+    "the last column": lambda weight: weight[:, -1].add_(1.0),
+    "one element": lambda weight: weight[400, 30].add_(1.0),
+    "rows in another order": lambda weight: weight[:8].copy_(weight[:8].flip(0)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+def test_any_change_is_seen_by_a_product_with_many_rows(isa, operators, cache, dtype, change):
+    """No write through ``data`` is counted; many rows read the whole weight."""
+    x, weight = torch.randn(1024, 59).to(dtype), torch.randn(602, 59).to(dtype)
+    linear(operators, {"x": x, "weight": weight})
+    change(weight.data)
+    fresh = linear(operators, {"x": x, "weight": weight.clone()})[0]
+    assert torch.equal(linear(operators, {"x": x, "weight": weight})[0], fresh)
 
 
 def test_an_inference_tensor_is_packed_again(isa, operators, cache):

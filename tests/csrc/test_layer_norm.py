@@ -95,6 +95,17 @@ def test_transposed_and_expanded_operands(isa, operators):
         assert torch.equal(actual, expected[name]), name
 
 
+def test_gaps_in_the_parameters(isa, operators):
+    case = problem(8, 111, torch.float32)
+    expected = case.run(operators)
+    for name in ("weight", "bias", "x_bias"):
+        wide = torch.full((111, 3), torch.nan)
+        wide[:, 1] = getattr(case, name)
+        setattr(case, name, wide[:, 1])
+    for name, actual in case.run(operators).items():
+        assert torch.equal(actual, expected[name]), name
+
+
 def test_no_rows(isa, operators):
     results = problem(0, 111, torch.float32, dropout_p=0.1).run(operators)
     assert results["y"].shape == results["dx"].shape == (0, 111)

@@ -255,6 +255,17 @@ def changed_everywhere(
         assert is_what_a_deep_copy_says(model, inputs), tuple(weight.shape)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_write_that_is_counted_is_seen_at_once_however_narrow(untrained, kind) -> None:
+    """Tensors count their writes, but for those through `data`; few rows read a piece of each."""
+    model, inputs = made(kind, torch.float32), batch()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            logits(model, inputs)
+            parameter.view(-1)[-1] += 1.0
+            assert is_what_a_deep_copy_says(model, inputs), name
+
+
 @pytest.mark.parametrize("change", WHOLE_ROWS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,10 +1,12 @@
-"""Puts one fault after another into the Triton kernels and asks whether a test notices.
+"""Puts one fault after another into the kernels, Triton and C++, and asks whether a test notices.
 
     python tests/mutation/mutate.py [--only TEXT] [--workers 2] [--json FILE]    # or: make mutate
 
-Each fault of faults.py is applied to a copy of the tree, never to the tree itself, and the tests of
-the kernel's noun run there until one fails. A fault is caught when a test fails, crashes or hangs.
-Exits 1 when fewer than 95 % are caught, or when the tests fail without a fault.
+Each fault of faults.py and cpp_faults.py is applied to a copy of the tree, never to the tree
+itself, and the tests of the fault's noun run there until one fails. A fault is caught when a test
+fails, crashes or hangs. Of the C++ code, the unit that the noun names is compiled with the fault; a
+fault that does not compile, or compiles to the same code, is an error. Exits 1 when fewer than 95 %
+of either kind are caught, or when the tests fail without a fault.
 """
 
 from __future__ import annotations
@@ -19,19 +21,22 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from cpp_faults import CPP_FAULTS, CPP_SELECTIONS, UNITS
+from extension import LIBRARY, ROOT, build_all, compile_unit, link_unit
 from faults import FAULTS, SELECTIONS, Fault
 
-ROOT = Path(__file__).resolve().parents[2]
 NEEDED = 0.95
 # A fault may make a kernel loop forever.
 LONGEST = 300
-COPIED = ("fastbert", "kernels", "tests", "pyproject.toml")
+COPIED = ("csrc", "fastbert", "kernels", "tests", "pyproject.toml")
+TESTS = SELECTIONS | CPP_SELECTIONS
 
 
 class Outcome(NamedTuple):
@@ -67,43 +72,53 @@ def run_tests(tree: Path, noun: str) -> tuple[bool, str]:
         "COLUMNS": "240",
     }
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider"]
-    command += ["-rf", "--tb=no", *SELECTIONS[noun]]
+    command += ["-rfE", "--tb=no", *TESTS[noun]]
     try:
         run = subprocess.run(
             command, cwd=tree, env=environment, capture_output=True, text=True, timeout=LONGEST
         )
     except subprocess.TimeoutExpired:
         return False, f"no end after {LONGEST} s"
-    if run.returncode == 0:
+    if run.returncode == 0 and " passed" in run.stdout:
         return True, ""
     if run.returncode < 0:
         return False, f"crashed with signal {-run.returncode}"
     if run.returncode != 1:
         # No tests, or pytest's own error: that is no proof of anything.
         raise RuntimeError(f"pytest: exit status {run.returncode}\n{run.stdout}\n{run.stderr}")
-    failed = [line for line in run.stdout.splitlines() if line.startswith("FAILED ")]
-    return False, failed[0].removeprefix("FAILED ") if failed else "an error"
+    failed = [line for line in run.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    return False, failed[0].partition(" ")[2] if failed else "an error"
 
 
 def apply(tree: Path, fault: Fault) -> str:
     """Writes the fault into ``tree`` and returns the file's original text."""
-    path = tree / "kernels" / fault.file
+    path = tree / fault.file
     original = path.read_text(encoding="utf-8")
     path.write_text(fault.broken(original), encoding="utf-8")
     return original
 
 
-def try_fault(tree: Path, fault: Fault) -> Outcome:
+def build(tree: Path, noun: str) -> bytes:
+    """Compiles the noun's unit into the ``fastbert._C`` of ``tree`` and returns its object."""
+    compiled = compile_unit(tree, UNITS[noun])
+    link_unit(compiled, UNITS[noun], tree / "fastbert" / LIBRARY)
+    return compiled.read_bytes()
+
+
+def try_fault(tree: Path, fault: Fault, clean: dict[str, bytes]) -> Outcome:
+    """What the tests say; ``clean``: the objects of the C++ nouns without a fault."""
     start = time.monotonic()
     original = apply(tree, fault)
     try:
+        if fault.noun in UNITS and build(tree, fault.noun) == clean[fault.noun]:
+            raise RuntimeError(f"{fault.name}: compiles to the same code as without the fault")
         passed, by = run_tests(tree, fault.noun)
     finally:
-        (tree / "kernels" / fault.file).write_text(original, encoding="utf-8")
+        (tree / fault.file).write_text(original, encoding="utf-8")
     return Outcome(fault, not passed, by, time.monotonic() - start)
 
 
-def try_all(faults: list[Fault], workers: int) -> list[Outcome]:
+def try_all(faults: list[Fault], workers: int, clean: dict[str, bytes]) -> list[Outcome]:
     """The outcome of each fault, ``workers`` at a time, each worker in a tree of its own."""
     jobs: queue.SimpleQueue[Fault] = queue.SimpleQueue()
     for fault in faults:
@@ -116,7 +131,7 @@ def try_all(faults: list[Fault], workers: int) -> list[Outcome]:
             tree = copy_tree(Path(folder))
             while not errors:
                 try:
-                    outcome = try_fault(tree, jobs.get_nowait())
+                    outcome = try_fault(tree, jobs.get_nowait(), clean)
                 except queue.Empty:
                     return
                 except BaseException as error:
@@ -140,47 +155,70 @@ def try_all(faults: list[Fault], workers: int) -> list[Outcome]:
     return outcomes
 
 
-def check_unbroken(nouns: set[str], workers: int) -> None:
-    """Raises RuntimeError when the tests of a noun fail without any fault."""
-    with tempfile.TemporaryDirectory(prefix="fastbert-mutate-") as folder:
-        tree = copy_tree(Path(folder))
+def check_unbroken(nouns: set[str], workers: int) -> dict[str, bytes]:
+    """The objects of the C++ nouns. RuntimeError: the tests of a noun fail without any fault."""
 
-        def check(noun: str) -> None:
-            start = time.monotonic()
+    def check(noun: str) -> bytes:
+        start = time.monotonic()
+        with tempfile.TemporaryDirectory(prefix="fastbert-mutate-") as folder:
+            tree = copy_tree(Path(folder))
+            clean = build(tree, noun) if noun in UNITS else b""
             passed, by = run_tests(tree, noun)
-            if not passed:
-                raise RuntimeError(f"{noun}: a test fails without a fault: {by}")
-            print(f"{noun}: green without a fault ({time.monotonic() - start:.0f} s)", flush=True)
+        if not passed:
+            raise RuntimeError(f"{noun}: a test fails without a fault: {by}")
+        print(f"{noun}: green without a fault ({time.monotonic() - start:.0f} s)", flush=True)
+        return clean
 
-        with ThreadPoolExecutor(workers) as pool:
-            list(pool.map(check, sorted(nouns)))
+    with ThreadPoolExecutor(workers) as pool:
+        return dict(zip(sorted(nouns), pool.map(check, sorted(nouns)), strict=True))
+
+
+def judge(kind: str, faults: list[Fault], workers: int) -> list[Outcome]:
+    """Tries the faults of one kind and prints what was caught, by file."""
+    start = time.monotonic()
+    if any(fault.noun in UNITS for fault in faults):
+        build_all(workers)
+    outcomes = try_all(faults, workers, check_unbroken({fault.noun for fault in faults}, workers))
+    tried = Counter(outcome.fault.file for outcome in outcomes)
+    caught = Counter(outcome.fault.file for outcome in outcomes if outcome.caught)
+    for file in sorted(tried):
+        print(f"  {file}: {caught[file]} of {tried[file]}")
+    print(f"{kind}: {caught.total()} of {len(outcomes)} faults caught, ", end="")
+    print(f"{caught.total() / len(outcomes):.1%}, in {time.monotonic() - start:.0f} s", flush=True)
+    for outcome in outcomes:
+        if not outcome.caught:
+            print(f"  survived: {outcome.fault.name} ({outcome.fault.file})")
+    return outcomes
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", default="", help="faults whose name contains this")
+    parser.add_argument("--only", default="", help="faults whose name or file contains this")
     parser.add_argument("--workers", type=int, default=2, help="faults tried at a time")
     parser.add_argument("--json", type=Path, help="write the outcomes to this file")
     options = parser.parse_args()
-    faults = [fault for fault in FAULTS if options.only in fault.name]
-    if not faults:
-        parser.error(f"--only: got {options.only!r}, allowed: a part of a fault's name")
-    check_unbroken({fault.noun for fault in faults}, options.workers)
-    outcomes = try_all(faults, options.workers)
-    caught = sum(outcome.caught for outcome in outcomes)
-    print(f"{caught} of {len(outcomes)} faults caught, {caught / len(outcomes):.1%}")
-    for outcome in outcomes:
-        if not outcome.caught:
-            print(f"  survived: {outcome.fault.name} ({outcome.fault.file})")
+    kinds = {"Triton": FAULTS, "C++": CPP_FAULTS}
+    chosen = {
+        kind: [f for f in faults if options.only in f.name or options.only in f.file]
+        for kind, faults in kinds.items()
+    }
+    if not any(chosen.values()):
+        parser.error(f"--only: got {options.only!r}, allowed: a part of a fault's name or file")
+    outcomes, enough = [], True
+    for kind, faults in chosen.items():
+        if faults:
+            judged = judge(kind, faults, options.workers)
+            enough &= sum(outcome.caught for outcome in judged) >= NEEDED * len(judged)
+            outcomes += judged
     if options.json:
         rows = [
             {"name": o.fault.name, "file": o.fault.file, "caught": o.caught, "by": o.by}
             for o in sorted(outcomes, key=lambda o: o.fault.name)
         ]
         options.json.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
-    return 0 if caught >= NEEDED * len(outcomes) else 1
+    return 0 if enough else 1
 
 
 if __name__ == "__main__":

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import functools
+import re
 import sys
 from pathlib import Path
 
@@ -10,26 +12,59 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from cpp_faults import CPP_FAULTS, CPP_SELECTIONS, UNITS, WITHOUT_FAULTS
+from extension import Unit, text_of
 from faults import FAULTS, SELECTIONS, Fault
 from mutate import ROOT, copy_tree, run_tests, try_fault
 
 
 def test_there_are_enough_faults_and_each_has_its_own_name():
     assert len(FAULTS) >= 30
-    assert len({fault.name for fault in FAULTS}) == len(FAULTS)
+    assert len(CPP_FAULTS) >= 60
+    assert len({fault.name for fault in (*FAULTS, *CPP_FAULTS)}) == len(FAULTS) + len(CPP_FAULTS)
     assert {fault.noun for fault in FAULTS} == set(SELECTIONS)
+    assert {fault.noun for fault in CPP_FAULTS} == set(CPP_SELECTIONS) == set(UNITS)
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_fault_changes_the_kernel_and_leaves_it_python(fault):
-    text = (ROOT / "kernels" / fault.file).read_text(encoding="utf-8")
+    text = (ROOT / fault.file).read_text(encoding="utf-8")
     broken = fault.broken(text)
     assert ast.dump(ast.parse(broken)) != ast.dump(ast.parse(text))
 
 
+@pytest.mark.parametrize("fault", CPP_FAULTS, ids=lambda fault: fault.name)
+def test_fault_changes_one_line_of_a_file_that_its_unit_includes(fault):
+    text = (ROOT / fault.file).read_text(encoding="utf-8")
+    assert fault.broken(text) != text
+    assert fault.file in included(UNITS[fault.noun])
+
+
+@functools.cache
+def included(unit: Unit) -> set[str]:
+    """The files of csrc that the compiler reads for ``unit``."""
+    found, texts = {unit.source}, [(Path(unit.source).parent, text_of(ROOT, unit))]
+    while texts:
+        folder, text = texts.pop()
+        for name in re.findall(r'^#include "(.+)"$', text, re.M):
+            path = (ROOT / folder / name).resolve().relative_to(ROOT)
+            if path.as_posix() not in found:
+                found.add(path.as_posix())
+                texts.append((path.parent, (ROOT / path).read_text(encoding="utf-8")))
+    return found
+
+
 def test_every_kernel_file_has_faults():
     """activation_tile.py and its like hold what the kernels share."""
-    assert {fault.file for fault in FAULTS} == {path.name for path in ROOT.glob("kernels/*.py")}
+    kernels = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("kernels/*.py")}
+    assert {fault.file for fault in FAULTS} == kernels
+
+
+def test_every_file_of_the_cpu_kernels_has_faults_or_a_reason():
+    files = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("csrc/cpu/*")}
+    faulty = {fault.file for fault in CPP_FAULTS}
+    assert not faulty & set(WITHOUT_FAULTS)
+    assert files <= faulty | set(WITHOUT_FAULTS) <= files | {"csrc/checks.h", "csrc/normal_tail.h"}
 
 
 @pytest.mark.parametrize("old", ["nowhere", "twice"])
@@ -41,7 +76,7 @@ def test_a_fault_that_does_not_fit_is_an_error(old):
 def test_a_fault_is_caught_and_mended(tmp_path):
     tree = copy_tree(tmp_path)
     fault = next(fault for fault in FAULTS if fault.noun == "philox")
-    outcome = try_fault(tree, fault)
+    outcome = try_fault(tree, fault, {})
     assert outcome.caught
     assert outcome.by.startswith("tests/kernels/test_philox.py::")
     assert run_tests(tree, fault.noun) == (True, "")

@@ -1,0 +1,145 @@
+"""Builds fastbert._C for mutate.py: all of it once, then one source at a time with a fault in it.
+
+The flags are those of setup.py, but for -O1 instead of -O3, which compiles a source in seconds, and
+without CUDA. The objects stay in build/mutation, where ninja keeps them up to date.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch.utils import cpp_extension
+
+ROOT = Path(__file__).resolve().parents[2]
+BUILD = Path("build", "mutation")  # from ROOT, where ninja runs
+LIBRARY = "_C" + sysconfig.get_config_var("EXT_SUFFIX")
+
+
+def compiler() -> str:
+    found = [name for name in ("c++", "g++", "clang++") if shutil.which(name)]
+    return os.environ.get("CXX") or (found[0] if found else "c++")
+
+
+def compile_command() -> list[str]:
+    flags = runpy.run_path(str(ROOT / "setup.py"))["CXX_FLAGS"]
+    flags = ["-O1" if flag == "-O3" else flag for flag in flags]
+    headers = [*cpp_extension.include_paths(), sysconfig.get_paths()["include"]]
+    flags += [part for path in headers for part in ("-isystem", path)]
+    flags += ["-std=c++17", "-fPIC", "-DTORCH_EXTENSION_NAME=_C", "-DTORCH_API_INCLUDE_EXTENSION_H"]
+    flags += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"]
+    return [*shlex.split(compiler()), *flags, *openmp()]
+
+
+def link_command(objects: list[str], library: str) -> list[str]:
+    paths = [f"-L{path}" for path in cpp_extension.library_paths()]
+    libraries = ["-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python"]
+    # Of a function that two objects define, the linker keeps the first one.
+    flags = ["-shared", "-Wl,-z,muldefs", *openmp()]
+    return [*shlex.split(compiler()), *flags, *objects, *paths, *libraries, "-o", library]
+
+
+def openmp() -> list[str]:
+    return ["-fopenmp"] if sys.platform == "linux" else []
+
+
+def sources() -> list[str]:
+    cpu = (path.relative_to(ROOT).as_posix() for path in ROOT.glob("csrc/cpu/*.cpp"))
+    return ["csrc/bindings.cpp", *sorted(cpu)]
+
+
+def object_of(source: str) -> Path:
+    return BUILD / f"{Path(source).stem}.o"
+
+
+def build_all(workers: int) -> Path:
+    """The extension without a fault, built as far as something has changed."""
+    (ROOT / BUILD).mkdir(parents=True, exist_ok=True)
+    objects = " ".join(str(object_of(source)) for source in sources())
+    link = shlex.join(link_command(["@in"], "@out"))
+    link = link.replace("@in", "$in").replace("@out", "$out")
+    rules = [
+        f"builddir = {BUILD}",
+        "rule compile",
+        f"  command = {shlex.join(compile_command())} -MD -MF $out.d -c $in -o $out",
+        "  description = $out",
+        "  depfile = $out.d",
+        "  deps = gcc",
+        "rule link",
+        f"  command = {link}",
+        "  description = $out",
+        *(f"build {object_of(source)}: compile {source}" for source in sources()),
+        f"build {BUILD / LIBRARY}: link {objects}",
+    ]
+    file = BUILD / "build.ninja"
+    (ROOT / file).write_text("\n".join(rules) + "\n", encoding="utf-8")
+    ninja = [sys.executable, "-m", "ninja", "-f", str(file), "-j", str(workers)]
+    subprocess.run(ninja, cwd=ROOT, check=True)
+    return ROOT / BUILD / LIBRARY
+
+
+class Unit(NamedTuple):
+    """What is compiled with a fault: a source, or of a level's the kernels of one header alone."""
+
+    source: str
+    kernels: str = ""
+
+
+def text_of(tree: Path, unit: Unit) -> str:
+    """The source; a level's then includes ``kernels`` alone, and keeps the functions that its table
+    names.
+    """
+    folder = tree / "csrc" / "cpu"
+    text = (tree / unit.source).read_text(encoding="utf-8")
+    if not unit.kernels:
+        return text
+    header = (folder / unit.kernels).read_text(encoding="utf-8")
+    table = re.findall(
+        r"^    (?:base::)?(\w+),$", (folder / "level.h").read_text(encoding="utf-8"), re.M
+    )
+    kept = [name for name in dict.fromkeys(table) if re.search(rf"^[\w ]+ {name}\(", header, re.M)]
+    functions = ", ".join(f"(const void*){name}" for name in kept)
+    lines = [
+        '#include "isa.h"',
+        f'#include "{unit.kernels}"',
+        "namespace fastbert::cpu::FASTBERT_LEVEL {",
+    ]
+    lines += [f"extern const void* const kKept[] = {{{functions}}};", "}"]
+    return text.replace('#include "level.h"', "\n".join(lines))
+
+
+def compile_unit(tree: Path, unit: Unit) -> Path:
+    """The object of ``unit`` as ``tree`` has it. RuntimeError: it does not compile."""
+    source, compiled = Path("csrc", "cpu", "unit.cpp"), tree / "unit.o"
+    (tree / source).write_text(text_of(tree, unit), encoding="utf-8")
+    command = [*compile_command(), "-c", str(source), "-o", str(compiled)]
+    run = subprocess.run(command, cwd=tree, capture_output=True, text=True)
+    if run.returncode != 0:
+        raise RuntimeError(f"{unit.source} does not compile:\n{run.stderr}")
+    return compiled
+
+
+def link_unit(compiled: Path, unit: Unit, library: Path) -> None:
+    """Links an object of `compile_unit`, and after it the others of `build_all`.
+
+    Raises:
+        RuntimeError: If a function is missing: a test would fail, but not because of the fault.
+    """
+    names = [name for name in sources() if unit.kernels or name != unit.source]
+    others = [str(ROOT / object_of(name)) for name in names]
+    library.unlink(missing_ok=True)
+    subprocess.run(link_command([str(compiled), *others], str(library)), check=True)
+    command = ["nm", "--dynamic", "--undefined-only", "--demangle", str(library)]
+    symbols = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    missing = [line for line in symbols.splitlines() if " fastbert::" in line]
+    if missing:
+        raise RuntimeError(f"{unit.source}: missing after linking: {missing}")
