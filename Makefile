@@ -53,7 +53,7 @@ test: setup
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadscope
 
 test-processors: setup
-	$(BIN)/python tests/processors.py
+	$(BIN)/python tests/processors.py --numprocesses 2 --dist loadscope
 
 mutate: setup
 	$(BIN)/python tests/mutation/mutate.py

@@ -394,8 +394,9 @@ def test_a_hook_on_a_linear_is_called_on_rows(pair, where) -> None:
 
     handles = [s.bert.get_submodule(where).register_forward_hook(double) for s in pair]
     pair.check(batch())
-    assert [len(shape) for shape in shapes] == [2, 3, 3]
-    assert shapes[0][0] == sum(LENGTHS)
+    # Ours and its deep copy, the oracle and the stock model.
+    assert [len(shape) for shape in shapes] == [2, 2, 3, 3]
+    assert shapes[0][0] == shapes[1][0] == sum(LENGTHS)
     for handle in handles:
         handle.remove()
     pair.check(batch())

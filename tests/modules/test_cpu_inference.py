@@ -298,6 +298,7 @@ def test_weights_that_change_are_seen() -> None:
             assert one_call(built)
             actual = built(**inputs).last_hidden_state
             assert not torch.equal(actual, before)
+            assert torch.equal(actual, copy.deepcopy(built)(**inputs).last_hidden_state)
             torch.testing.assert_close(actual, layer_by_layer(built, **inputs).last_hidden_state)
             before = actual
 
