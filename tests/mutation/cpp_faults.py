@@ -144,9 +144,8 @@ CPP_SELECTIONS: dict[str, list[str]] = {
     "cpu_parallel": [
         "tests/csrc/test_isa.py",
         "tests/csrc/test_gemm.py",
-        "tests/modules/test_cpu_processes.py",
         "-k",
-        "fork or thread or (avx2 and agrees)",
+        "child or (avx2 and (agrees or thread))",
     ],
     "cpu_rms_norm_operands": ["tests/csrc/test_rms_norm.py", "-k", "avx2 or names"],
     "cpu_rotary_operands": ["tests/csrc/test_rotary.py", "-k", "avx2 or names"],
