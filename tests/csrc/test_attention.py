@@ -251,6 +251,15 @@ def test_lse_is_the_natural_logarithm_of_the_sum(isa, operators):
     assert (lse[..., 7] == -math.inf).all()
 
 
+def test_lse_of_rows_without_a_sequence_is_minus_infinity(isa, operators):
+    q, cu_seqlens = torch.randn(30, 2, 16), lengths_to_cu(9, 11)
+    _, lse = operators.attention_forward(
+        q, q, q, None, None, cu_seqlens, cu_seqlens, None, 11, 11, 0.0, 0.25, -1, -1
+    )
+    assert lse[:, :20].isfinite().all()
+    assert (lse[:, 20:] == -math.inf).all()
+
+
 @pytest.mark.parametrize("rows", [None, [5, 0, 5, 130]])
 def test_weights_of_chosen_heads_and_rows(isa, rows):
     q, k = torch.randn(200, 3, 16), torch.randn(200, 3, 16)

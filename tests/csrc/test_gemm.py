@@ -386,6 +386,16 @@ def test_packed_once_and_freed_with_the_weight(isa, operators, cache):
     assert cache.packed_bytes() == 0
 
 
+def test_two_weights_of_one_storage_have_a_copy_each(operators, cache):
+    x, storage = torch.randn(3, 64), torch.randn(512, 64)
+    for _ in range(2):
+        for weight in (storage[:256], storage[256:]):
+            y = linear(operators, {"x": x, "weight": weight})[0]
+            assert torch.equal(y, linear(operators, {"x": x, "weight": weight.clone()})[0])
+    gc.collect()
+    assert cache.packed_bytes() == storage.numel() * 4
+
+
 def test_copies_of_overlapping_views_do_not_pile_up(operators, cache):
     x, buffer = torch.randn(1, 128), torch.randn(256, 128)
     for i in range(0, 128, 4):  # 2 MiB of copies if each were kept

@@ -138,7 +138,8 @@ CPP_SELECTIONS: dict[str, list[str]] = {
         "tests/csrc/test_gemm.py",
         "tests/integrations/test_weights_that_change.py",
         "-k",
-        "(avx2 and (packed or strided)) or overlapping or another_level or forked or "
+        "(avx2 and (packed or strided)) or one_storage or overlapping or another_level "
+        "or forked or "
         "grow_no_memory or (native and (forget_packed or state_dict))",
     ],
     "cpu_parallel": [
@@ -471,13 +472,6 @@ ATTENTION_WEIGHTS = (
         f"{CPU}/attention_weights_kernel.h",
         "m.maximum[r] = m.maxima[r] > m.maximum[r] ? m.maxima[r] : m.maximum[r];",
         "m.maximum[r] = m.maxima[r];",
-    ),
-    Fault(
-        "sum_of_weights_takes_the_padding_in",
-        "cpu_attention_weights",
-        f"{CPU}/attention_weights_kernel.h",
-        "const Vec e = first_lanes(exp_minus(maximum - load(scores + n)), count);",
-        "const Vec e = exp_minus(maximum - load(scores + n));",
     ),
     Fault(
         "weights_beyond_a_sequence_left_as_they_were",
@@ -1188,13 +1182,6 @@ ATTENTION_OPERANDS = (
         f"{CPU}/attention_operands.h",
         "begin < rows; begin += piece) {",
         "begin < std::max<int64_t>(1, rows - 1); begin += piece) {",
-    ),
-    Fault(
-        "pieces_begin_between_the_blocks",
-        "cpu_attention_pieces",
-        f"{CPU}/attention_operands.h",
-        "+ grain - 1) / grain * grain;",
-        "+ grain - 1);",
     ),
     Fault(
         "slack_keeps_what_was_there",
