@@ -15,7 +15,7 @@ help:
 	@echo "make demo    pre-train a small BERT, reopen it in transformers, write $(OUT)/demo/report.md"
 	@echo "make test    the whole test suite"
 	@echo "make test-processors  the numeric tests beside the yardsticks of other processors"
-	@echo "make mutate  put one fault after another into the kernels: does a test notice?"
+	@echo "make mutate  put one fault after another into the kernels, Triton and C++: does a test notice?"
 	@echo "make sanitize  the C++ operators' tests under the address, undefined and thread sanitizers"
 	@echo "make conformance  transformers' own model tests, stock beside accelerated (FAMILIES='bert': a part)"
 	@echo "make check   the parity table: every op x backend x dtype of this machine"
