@@ -37,7 +37,7 @@ bool operator==(const View& a, const View& b) {
   return a.data == b.data && a.geometry == b.geometry && a.dtype == b.dtype && a.to == b.to;
 }
 
-// Without a fingerprint `bytes` is memory for the next packing.
+// Either both of `fingerprint` and `bytes`, or none while it is being packed.
 struct Copy {
   View view;
   const Kernels* kernels;
@@ -141,7 +141,7 @@ Copy& copy_of(Cache& c, const View& view, const at::Tensor& weight, const Kernel
   return copies.emplace_back(Copy{view, &k, nullptr, {}});
 }
 
-// The kept copy, where it is still true; else the memory that it leaves to the next one.
+// A copy outside of the cache, whose mutex is not held while it is compared or packed.
 struct Found {
   std::shared_ptr<Fingerprint> fingerprint;
   at::Tensor bytes;
@@ -187,9 +187,9 @@ at::Tensor packed(const at::Tensor& weight, Format to, int64_t rows) {
                      to};
   {
     const Found kept = look_up(view, weight, k);
-    if (kept.fingerprint && kept.bytes.defined()) {
-      auto& fingerprint = *kept.fingerprint;
-      if (matches(fingerprint.data(), fingerprint.size(), weight, rows)) return kept.bytes;
+    if (kept.fingerprint &&
+        matches(kept.fingerprint->data(), kept.fingerprint->size(), weight, rows)) {
+      return kept.bytes;
     }
   }
   Found made = {nullptr, take_memory(view, weight, k)};

@@ -326,22 +326,17 @@ def test_a_state_dict_that_is_loaded_is_seen(untrained, kind, assign) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_change_of_mode_puts_copies_out_of_date(untrained, kind) -> None:
-    model, inputs = made(kind, torch.float32), batch()
-    for weight in matrices(model):
-        logits(model, inputs)
-        model.train()
-        move_one(weight)
-        assert is_what_a_deep_copy_says(model, inputs)
+    model = made(kind, torch.float32)
+    changed_everywhere(model, batch(), lambda w: (model.train(), move_one(w)), calls=1)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_forget_packed_reaches_every_copy(untrained, kind) -> None:
-    model, inputs = made(kind, torch.float32), batch()
-    for weight in matrices(model):
-        logits(model, inputs)
+    def change(weight: Tensor) -> None:
         move_one(weight)
         backends.EXTENSION.forget_packed()
-        assert is_what_a_deep_copy_says(model, inputs)
+
+    changed_everywhere(made(kind, torch.float32), batch(), change, calls=1)
 
 
 @pytest.mark.parametrize("kind", KINDS)

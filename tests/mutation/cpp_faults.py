@@ -1332,8 +1332,8 @@ PACKED = (
         "copy_never_compared_with_its_weight",
         "cpu_packed",
         f"{CPU}/packed.cpp",
-        "if (matches(fingerprint.data(), fingerprint.size(), weight, rows)) return kept.bytes;",
-        "if (fingerprint.size() > 0) return kept.bytes;",
+        "matches(kept.fingerprint->data(), kept.fingerprint->size(), weight, rows)) {",
+        "kept.fingerprint->size() > 0) {",
     ),
     Fault(
         "copies_of_two_formats_are_the_same",
