@@ -46,7 +46,9 @@ def wants_cuda() -> bool:
 
 
 def extension() -> Extension:
-    sources = ["csrc/bindings.cpp", *glob("csrc/cpu/*.cpp")]
+    # What takes longest comes first, so that no core waits for the other at the end.
+    sources = [*sorted(glob("csrc/cpu/level_*.cpp"), reverse=True), "csrc/bindings.cpp"]
+    sources += sorted(set(glob("csrc/cpu/*.cpp")) - set(sources))
     flags, links = list(CXX_FLAGS), []
     if sys.platform == "linux":
         flags, links = [*flags, "-fopenmp"], ["-fopenmp"]
@@ -60,13 +62,13 @@ def extension() -> Extension:
             "TORCH_CUDA_ARCH_LIST", ARCHITECTURES_BEFORE_12_8 if old else ARCHITECTURES
         )
         kind = cpp_extension.CUDAExtension
-        sources += glob("csrc/cuda/*.cpp") + glob("csrc/cuda/*.cu")
+        sources = sorted(glob("csrc/cuda/*.cu") + glob("csrc/cuda/*.cpp")) + sources
         options = {"cxx": [*flags, f'-DFASTBERT_CUDA_ARCHS="{archs}"'], "nvcc": ["-O3"]}
     # ninja compiles again where a command has changed, so the commands name the version of torch.
     macros = [("FASTBERT_TORCH", torch.__version__)]
     return kind(
         "fastbert._C",
-        sorted(sources),
+        sources,
         define_macros=macros,
         extra_compile_args=options,
         extra_link_args=links,
@@ -81,6 +83,27 @@ def missing_tool() -> str | None:
     return None if Path(headers, "Python.h").exists() else f"Python.h is missing in {headers}"
 
 
+def in_units(sources: list[str], folder: Path) -> list[str]:
+    """The sources, with two files in ``folder`` in the place of the CPU operators' many.
+
+    Each of the two includes half of those sources. Torch's headers take two of the three seconds
+    that such a source takes to compile, and are read twice instead of seventeen times.
+    """
+    apart = ("level_", "operators")
+    cpu = [Path(source) for source in sources if Path(source).parent.name == "cpu"]
+    small = [source for source in cpu if not source.name.startswith(apart)]
+    folder.mkdir(parents=True, exist_ok=True)
+    units = []
+    for number in range(min(2, len(small))):
+        unit = folder / f"unit_{number}.cpp"
+        text = "".join(f'#include "{path.resolve()}"\n' for path in small[number::2])
+        # A file that is written again is compiled again.
+        if not unit.exists() or unit.read_text(encoding="utf-8") != text:
+            unit.write_text(text, encoding="utf-8")
+        units.append(str(unit))
+    return [source for source in sources if Path(source) not in small] + units
+
+
 class Build(cpp_extension.BuildExtension):
     def finalize_options(self) -> None:
         super().finalize_options()
@@ -92,6 +115,8 @@ class Build(cpp_extension.BuildExtension):
     def build_extensions(self) -> None:
         lacking = missing_tool()
         if lacking is None:
+            for built in self.extensions:
+                built.sources = in_units(built.sources, Path(self.build_temp))
             return super().build_extensions()
         self.extensions = []
         line = "*" * 80

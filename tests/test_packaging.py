@@ -208,12 +208,13 @@ def test_a_compile_error_fails_the_build(tmp_path):
 
 SMALL_SOURCES = {
     "bindings.cpp": "int bindings() { return 1; }\n",
+    "cpu/level_plain.cpp": "int level() { return 1; }\n",
     "cpu/plain.cpp": "int plain() { return 1; }\n",
     "cpu/including.cpp": '#include "included.h"\nint including() { return kOne; }\n',
     "cpu/included.h": "constexpr int kOne = 1;\n",
 }
 
-# Installs one checkout five times, and writes a line with the objects that each install compiles.
+# Installs one checkout seven times, and writes a line with the objects that each install compiles.
 INSTALL_AGAIN_AND_AGAIN = """
 import pathlib
 import torch
@@ -233,9 +234,13 @@ def install():
 install()
 pathlib.Path("pyproject.toml").touch()
 install()
+pathlib.Path("csrc/cpu/level_plain.cpp").touch()
+install()
 pathlib.Path("csrc/cpu/plain.cpp").touch()
 install()
 pathlib.Path("csrc/cpu/included.h").touch()
+install()
+pathlib.Path("csrc/cpu/fresh.cpp").write_text("int fresh() { return 1; }")
 install()
 torch.__version__ = type(torch.__version__)("99.0")
 install()
@@ -252,11 +257,13 @@ def test_an_editable_install_compiles_what_has_changed_and_nothing_else(tmp_path
     result = run(sys.executable, "-c", INSTALL_AGAIN_AND_AGAIN, cwd=source, FASTBERT_CUDA="0")
     assert result.returncode == 0, result.stderr
     lines = (source / "compiled.txt").read_text().splitlines()
-    first, new_metadata, new_source, new_header, new_torch = lines
-    assert first == new_torch == "bindings including plain"
+    first, new_metadata, new_level, new_source, new_header, one_more, new_torch = lines
+    assert first == new_torch == "bindings level_plain unit_0 unit_1"
     assert new_metadata == ""
-    assert new_source == "plain"
-    assert new_header == "including"
+    assert new_level == "level_plain"
+    assert new_source == "unit_1"
+    assert new_header == "unit_0"
+    assert one_more == "unit_0 unit_1"
 
 
 def test_fastbert_cuda_is_obeyed_or_refused_with_the_reason():
