@@ -90,6 +90,8 @@ at::Tensor scatter_rows(const at::Tensor& values_in, const at::Tensor& indices_i
     rising &= i == 0 || place[i] > place[i - 1];
   }
   if (!rising) return out.zero_().index_copy_(0, indices, values);
+  // An empty tensor has no memory, and memset must not be given its null pointer.
+  if (out.nbytes() == 0) return out;
   const char* from = static_cast<const char*>(values.const_data_ptr());
   char* to = static_cast<char*>(out.mutable_data_ptr());
   if (count == 0) {
