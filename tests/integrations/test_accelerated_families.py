@@ -269,8 +269,9 @@ def test_packed_sequences_do_not_see_each_other(family, form) -> None:
     packed: dict[str, Any] = {"input_ids": ids}
     packed |= ragged if form != "position_ids" else {}
     packed |= {"position_ids": positions} if form != "cu_seq_lens" else {}
-    outs, slopes = [], []
-    for side in sides:
+
+    def outputs_and_gradients(side: Any) -> tuple[Outputs, dict[str, Tensor]]:
+        side.zero_grad()
         if side is sides[0]:
             out = run(side, packed)
         else:
@@ -280,8 +281,9 @@ def test_packed_sequences_do_not_see_each_other(family, form) -> None:
                 torch.cat(states, 2), None, None if pooled[0] is None else torch.cat(pooled)
             )
         total(out).backward()
-        outs.append(out.detached())
-        slopes.append(gradients(side))
+        return out.detached(), gradients(side)
+
+    outs, slopes = zip(*run_sides(outputs_and_gradients, *sides), strict=True)
     assert_outputs_close(*outs)
     assert_gradients_close(*slopes)
     with torch.no_grad():

@@ -1219,7 +1219,7 @@ ATTENTION_OPERANDS = (
         "",
     ),
     Fault(
-        "scratch_of_a_head_for_one_block_of_keys",
+        "strides_of_dbias_exchanged",
         "cpu_attention_plan",
         f"{CPU}/attention_backward.cpp",
         "p.dbias_row = stride(2), p.dbias_key = stride(3);",
