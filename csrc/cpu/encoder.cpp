@@ -5,7 +5,7 @@
 #include <cmath>
 #include <vector>
 
-#include "attention_operands.h"
+#include "attention/operands.h"
 #include "operators.h"
 
 namespace fastbert::cpu {

@@ -8,7 +8,7 @@
 #include <string>
 
 #include "../checks.h"
-#include "kernels.h"
+#include "isa/kernels.h"
 #include "parallel.h"
 #include "tensors.h"
 
