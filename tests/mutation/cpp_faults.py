@@ -192,14 +192,14 @@ GEMM = (
     Fault(
         "second_half_of_a_strided_panel_is_the_first",
         "cpu_gemm",
-        f"{CPU}/gemm/kernel.h",
+        f"{CPU}/gemm/packing.h",
         "gather<From>(weight + low * p.row, p.row, high)",
         "gather<From>(weight, p.row, high)",
     ),
     Fault(
         "packed_weight_rounds_ties_away_from_zero",
         "cpu_gemm",
-        f"{CPU}/gemm/kernel.h",
+        f"{CPU}/gemm/packing.h",
         "nearest = bits + 0x7fffu + ((bits >> 16) & 1u);",
         "nearest = bits + 0x8000u;",
     ),
