@@ -75,8 +75,7 @@ AttentionProblem::AttentionProblem(const at::Tensor& q, const at::Tensor& k, con
   like_q[packed ? 0 : 2] = q.size(packed ? 0 : 2);
   TORCH_CHECK_VALUE(q.sizes() == at::IntArrayRef(like_q), "k: got shape ", k.sizes(),
                     ", allowed: that of q ", q.sizes(), " but for the length");
-  TORCH_CHECK_TYPE(q.scalar_type() == k.scalar_type(), "k: got dtype ", k.scalar_type(),
-                   ", allowed: ", q.scalar_type(), ", that of q");
+  check_dtype_of("k", k, q.scalar_type(), "q");
   check_dropout(arguments.dropout_p, arguments.seed, q);
   q_rows = q.size(packed ? 0 : 2);
   k_rows = k.size(packed ? 0 : 2);
@@ -94,8 +93,7 @@ AttentionProblem::AttentionProblem(const at::Tensor& q, const at::Tensor& k, con
                                     kernel.max_k));
     kernel.cu_k = alive.back().const_data_ptr<int32_t>();
     kernel.batch = arguments.cu_seqlens_q->size(0) - 1;
-    TORCH_CHECK_VALUE(alive.back().size(0) == kernel.batch + 1, "cu_seqlens_k: got shape ",
-                      alive.back().sizes(), ", allowed: (", kernel.batch + 1, ",)");
+    check_shape("cu_seqlens_k", alive.back(), {kernel.batch + 1});
   }
   kernel.q = read(q);
   kernel.k = read(k);

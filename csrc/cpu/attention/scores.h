@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "../rows/activation.h"
+#include "../isa/exp.h"
 #include "product.h"
 
 namespace fastbert::cpu::FASTBERT_LEVEL {
@@ -12,7 +12,7 @@ constexpr int64_t kQueries = kAttentionQueries, kKeys = kAttentionKeys;
 constexpr int64_t kScoreStride = kKeys + 16;
 constexpr float kInfinity = __builtin_inff();
 
-// exp(-u) for u >= 0 as in activation.h, and NaN for NaN.
+// exp(-u) for u >= 0 as in exp.h, and NaN for NaN.
 FASTBERT_INLINE Vec exp_minus(Vec u) {
   const Vec e = exp_negative(u);
   return (Vec)((WordVec)e | (WordVec)(u != u));

@@ -1,7 +1,5 @@
 // Matrix products with their epilogues on the CPU: tensors in, tasks shared out to threads.
 
-#include <array>
-
 #include "../isa/dispatch.h"
 #include "../operands.h"
 #include "../operators.h"
@@ -19,25 +17,6 @@ void check_weight(const at::Tensor& weight, const at::Tensor& x) {
   TORCH_CHECK_VALUE(weight.dim() == 2 && weight.size(0) >= 1 && weight.size(1) == x.size(1),
                     "weight: got shape ", weight.sizes(), ", allowed: (N, ", x.size(1),
                     ") with N >= 1");
-}
-
-void check_vector(const char* name, const at::Tensor& t, const at::Tensor& like, int64_t length) {
-  check_device(name, t, like);
-  TORCH_CHECK_TYPE(at::isFloatingType(t.scalar_type()), name, ": got dtype ", t.scalar_type(),
-                   ", allowed: a floating dtype");
-  TORCH_CHECK_VALUE(t.dim() == 1 && t.size(0) == length, name, ": got shape ", t.sizes(),
-                    ", allowed: (", length, ",)");
-}
-
-// An operand that is added to the (m, n) result, of the result's dtype.
-void check_summand(const char* name, const at::Tensor& t, const at::Tensor& like, int64_t m,
-                   int64_t n, at::ScalarType dtype) {
-  check_device(name, t, like);
-  TORCH_CHECK_TYPE(t.scalar_type() == dtype, name, ": got dtype ", t.scalar_type(),
-                   ", allowed: ", dtype, ", that of the result");
-  const std::array<int64_t, 2> shape = {m, n};
-  TORCH_CHECK_VALUE(t.sizes() == at::IntArrayRef(shape), name, ": got shape ", t.sizes(),
-                    ", allowed: ", at::IntArrayRef(shape));
 }
 
 // Below about this many products a second thread costs more than it brings.
@@ -111,7 +90,7 @@ at::Tensor linear_layer_norm(const at::Tensor& x, const at::Tensor& weight,
   check_summand("residual", residual_in, x, m, n, wide ? at::kFloat : x.scalar_type());
   check_vector("norm_weight", norm_weight_in, x, n);
   check_vector("norm_bias", norm_bias_in, x, n);
-  TORCH_CHECK_VALUE(eps >= 0.0, "eps: got ", eps, ", allowed: eps >= 0");
+  check_eps(eps);
   const auto bias = as_float(bias_in), norm_weight = as_float(OptionalTensor(norm_weight_in));
   const auto norm_bias = as_float(OptionalTensor(norm_bias_in));
   const OptionalTensor residual = fastbert::with_unit_columns(residual_in);
@@ -153,8 +132,7 @@ at::Tensor matmul(const at::Tensor& a, const at::Tensor& b, const OptionalTensor
                    ", that of a, or Float");
   TORCH_CHECK_VALUE(b.dim() == 2 && b.size(0) == a.size(1), "b: got shape ", b.sizes(),
                     ", allowed: (", a.size(1), ", N)");
-  TORCH_CHECK_TYPE(dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf,
-                   "dtype: got ", dtype, ", allowed: Float, BFloat16, Half");
+  check_result_dtype(dtype);
   const int64_t m = a.size(0), n = b.size(1);
   if (addend_in) check_summand("addend", *addend_in, a, m, n, dtype);
   auto out = empty({m, n}, a.options().dtype(dtype));

@@ -58,20 +58,9 @@ void check_int8(const at::Tensor& x, const at::Tensor& packed, const at::Tensor&
   TORCH_CHECK_VALUE(n >= 1 && n <= packed.numel(), "n: got ", n, ", allowed: 1 to ", packed.numel(),
                     ", the elements of packed");
   check_packed(x, packed, scale, column_sum, n);
-  TORCH_CHECK_TYPE(dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf,
-                   "dtype: got ", dtype, ", allowed: Float, BFloat16, Half");
-  if (bias) {
-    TORCH_CHECK_VALUE(bias->dim() == 1 && bias->size(0) == n, "bias: got shape ", bias->sizes(),
-                      ", allowed: (", n, ",)");
-    TORCH_CHECK_TYPE(at::isFloatingType(bias->scalar_type()), "bias: got dtype ",
-                     bias->scalar_type(), ", allowed: a floating dtype");
-  }
-  if (!residual) return;
-  TORCH_CHECK_TYPE(residual->scalar_type() == dtype, "residual: got dtype ",
-                   residual->scalar_type(), ", allowed: ", dtype, ", that of the result");
-  TORCH_CHECK_VALUE(
-      residual->dim() == 2 && residual->size(0) == x.size(0) && residual->size(1) == n,
-      "residual: got shape ", residual->sizes(), ", allowed: (", x.size(0), ", ", n, ")");
+  check_result_dtype(dtype);
+  if (bias) check_vector("bias", *bias, x, n);
+  if (residual) check_summand("residual", *residual, x, x.size(0), n, dtype);
 }
 
 // The rows of x as integers, with the scale and the zero of each.

@@ -27,7 +27,7 @@ FASTBERT_INLINE HalfVec load_half(const uint16_t* p, int count) {
     return bits;
   }
 #if FASTBERT_INTRINSIC_BYTES == 64
-  return (HalfVec)_mm256_maskz_loadu_epi16((__mmask16)((1u << count) - 1u), p);
+  return (HalfVec)_mm256_maskz_loadu_epi16(lane_mask(count), p);
 #else
   for (int i = 0; i < count; ++i) bits[i] = p[i];
   return bits;
@@ -40,7 +40,7 @@ FASTBERT_INLINE void store_half(uint16_t* p, HalfVec bits, int count) {
     return;
   }
 #if FASTBERT_INTRINSIC_BYTES == 64
-  _mm256_mask_storeu_epi16(p, (__mmask16)((1u << count) - 1u), (__m256i)bits);
+  _mm256_mask_storeu_epi16(p, lane_mask(count), (__m256i)bits);
 #else
   for (int i = 0; i < count; ++i) p[i] = bits[i];
 #endif

@@ -51,11 +51,16 @@ FASTBERT_INLINE Vec load(const float* p) {
 
 FASTBERT_INLINE void store(float* p, Vec v) { __builtin_memcpy(p, &v, kBytes); }
 
+#if FASTBERT_INTRINSIC_BYTES == 64
+// The mask of the first `count` lanes.
+FASTBERT_INLINE __mmask16 lane_mask(int count) { return (__mmask16)((1u << count) - 1u); }
+#endif
+
 // The first `count` lanes; the others read as 0.
 FASTBERT_INLINE Vec load(const float* p, int count) {
   if (count == kLanes) return load(p);
 #if FASTBERT_INTRINSIC_BYTES == 64
-  return (Vec)_mm512_maskz_loadu_ps((__mmask16)((1u << count) - 1u), p);
+  return (Vec)_mm512_maskz_loadu_ps(lane_mask(count), p);
 #else
   float lanes[kLanes] = {};
   for (int i = 0; i < count; ++i) lanes[i] = p[i];
@@ -66,7 +71,7 @@ FASTBERT_INLINE Vec load(const float* p, int count) {
 FASTBERT_INLINE void store(float* p, Vec v, int count) {
   if (count == kLanes) return store(p, v);
 #if FASTBERT_INTRINSIC_BYTES == 64
-  _mm512_mask_storeu_ps(p, (__mmask16)((1u << count) - 1u), (__m512)v);
+  _mm512_mask_storeu_ps(p, lane_mask(count), (__m512)v);
 #else
   float lanes[kLanes];
   store(lanes, v);
@@ -101,10 +106,10 @@ FASTBERT_INLINE Vec greatest(Vec a, Vec b) {
 
 FASTBERT_INLINE Vec abs(Vec x) { return (Vec)((WordVec)x & 0x7fffffffu); }
 
-// `v` with the lanes from `count` on set to 0.
-FASTBERT_INLINE Vec first_lanes(Vec v, int count) {
+// `v` with the lanes from `count` on taken from `rest`.
+FASTBERT_INLINE Vec first_lanes(Vec v, int count, Vec rest = Vec{}) {
   if (count == kLanes) return v;
-  return select((IntVec)lane_numbers() < count, v, Vec{});
+  return select((IntVec)lane_numbers() < count, v, rest);
 }
 
 // a * b + c, rounded once where the instruction set can. Explicit, because the build forbids the

@@ -60,11 +60,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> activation_backward(const at::Ten
   const auto activation = activation_of(name);
   const int64_t columns = check_activation(h_in, bias_in, activation);
   check_device("dy", dy_in, h_in);
-  TORCH_CHECK_TYPE(dy_in.scalar_type() == h_in.scalar_type(), "dy: got dtype ", dy_in.scalar_type(),
-                   ", allowed: ", h_in.scalar_type(), ", that of h");
+  check_dtype_of("dy", dy_in, h_in.scalar_type(), "h");
   const int64_t rows = h_in.size(0), width = h_in.size(1);
-  TORCH_CHECK_VALUE(dy_in.dim() == 2 && dy_in.size(0) == rows && dy_in.size(1) == columns,
-                    "dy: got shape ", dy_in.sizes(), ", allowed: (", rows, ", ", columns, ")");
+  check_shape("dy", dy_in, {rows, columns});
   const auto dy = fastbert::with_unit_columns(dy_in), h = fastbert::with_unit_columns(h_in);
   const auto bias = as_float(bias_in);
   auto dh = empty({rows, width}, h.options());

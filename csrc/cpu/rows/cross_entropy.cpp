@@ -30,17 +30,12 @@ void check_projection(const at::Tensor& hidden, const at::Tensor& weight,
                       const OptionalTensor& bias, const at::Tensor& labels) {
   check_matrix("hidden", hidden);
   check_device("weight", weight, hidden);
-  TORCH_CHECK_TYPE(weight.scalar_type() == hidden.scalar_type(), "weight: got dtype ",
-                   weight.scalar_type(), ", allowed: ", hidden.scalar_type(), ", that of hidden");
+  check_dtype_of("weight", weight, hidden.scalar_type(), "hidden");
   TORCH_CHECK_VALUE(weight.dim() == 2 && weight.size(0) >= 1 && weight.size(1) == hidden.size(1),
                     "weight: got shape ", weight.sizes(), ", allowed: (V, ", hidden.size(1),
                     ") with V >= 1");
-  if (bias) check_parameter("bias", *bias, weight.t());
-  check_device("labels", labels, hidden);
-  TORCH_CHECK_TYPE(labels.scalar_type() == at::kLong || labels.scalar_type() == at::kInt,
-                   "labels: got dtype ", labels.scalar_type(), ", allowed: Long, Int");
-  TORCH_CHECK_VALUE(labels.dim() == 1 && labels.size(0) == hidden.size(0), "labels: got shape ",
-                    labels.sizes(), ", allowed: (", hidden.size(0), ",)");
+  if (bias) check_vector("bias", *bias, weight, weight.size(0));
+  check_numbers("labels", labels, hidden, hidden.size(0));
 }
 
 // The labelled rows by `order`, gathered.
@@ -240,15 +235,12 @@ class Backward {
 };
 
 // What the forward pass kept.
-void check_kept(const at::Tensor& statistics, const at::Tensor& order, int64_t total) {
-  TORCH_CHECK_TYPE(statistics.scalar_type() == at::kFloat, "statistics: got dtype ",
-                   statistics.scalar_type(), ", allowed: Float");
-  TORCH_CHECK_VALUE(statistics.dim() == 2 && statistics.size(0) == 2 && statistics.size(1) == total,
-                    "statistics: got shape ", statistics.sizes(), ", allowed: (2, ", total, ")");
+void check_kept(const at::Tensor& statistics, const at::Tensor& order, const at::Tensor& hidden) {
+  const int64_t total = hidden.size(0);
+  check_floats("statistics", statistics, hidden, {2, total});
   TORCH_CHECK_TYPE(order.scalar_type() == at::kInt, "order: got dtype ", order.scalar_type(),
                    ", allowed: Int");
-  TORCH_CHECK_VALUE(order.dim() == 1 && order.size(0) == total + 1, "order: got shape ",
-                    order.sizes(), ", allowed: (", total + 1, ",)");
+  check_shape("order", order, {total + 1});
 }
 
 // The labels that the forward pass has checked, again: they may have changed since.
@@ -278,7 +270,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_cross_entropy_backward(
   check_projection(hidden, weight, bias, labels);
   check_reduction(reduction);
   const int64_t total = hidden.size(0);
-  check_kept(statistics, order, total);
+  check_kept(statistics, order, hidden);
   check_gradient(dloss, reduction, total);
   const Labelled given(hidden, private_copy(labels, at::kLong), private_copy(order, at::kLong));
   check_labels(given.labels, weight.size(0));

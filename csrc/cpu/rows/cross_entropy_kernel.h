@@ -6,10 +6,10 @@
 
 #pragma once
 
+#include "../isa/exp.h"
 #include "../isa/formats.h"
 #include "../isa/kernels.h"
 #include "../isa/vec.h"
-#include "activation.h"
 
 namespace fastbert::cpu::FASTBERT_LEVEL {
 
@@ -45,8 +45,7 @@ void cross_entropy_forward(const CrossEntropyForward& params, int64_t begin, int
     Vec highs[kSums];
     for (int u = 0; u < kSums; ++u) highs[u] = splat(kLowest);
     for_each_summand(p.columns, [&](int64_t n, int u, int count) __attribute__((always_inline)) {
-      Vec v = biased(p, logits, n, count);
-      if (count < kLanes) v = select((IntVec)lane_numbers() < count, v, splat(kLowest));
+      const Vec v = first_lanes(biased(p, logits, n, count), count, splat(kLowest));
       highs[u] = select(v > highs[u], v, highs[u]);
     });
     const float before = p.highest[row], own = highest_of(highs);

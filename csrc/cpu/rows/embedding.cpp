@@ -30,13 +30,11 @@ struct Operands {
     for (int i = 0; i < kTables; ++i) {
       const at::Tensor& table = tables_in[i];
       check_device(kTableNames[i], table, words);
-      TORCH_CHECK_TYPE(table.scalar_type() == words.scalar_type(), kTableNames[i], ": got dtype ",
-                       table.scalar_type(), ", allowed: ", words.scalar_type(),
-                       ", that of the words");
+      check_dtype_of(kTableNames[i], table, words.scalar_type(), "the words");
       TORCH_CHECK_VALUE(table.dim() == 2 && table.size(1) == columns, kTableNames[i],
                         ": got shape ", table.sizes(), ", allowed: (rows, ", columns, ")");
       tables[i] = fastbert::with_unit_columns(table);
-      check_indices(kIndexNames[i], indices_in[i], words);
+      check_numbers(kIndexNames[i], indices_in[i], words, tokens);
       indices[i] = private_copy(indices_in[i], at::kLong);
       check_range(kIndexNames[i], indices[i], table.size(0));
     }
@@ -52,14 +50,6 @@ struct Operands {
   }
 
  private:
-  void check_indices(const char* name, const at::Tensor& index, const at::Tensor& words) const {
-    check_device(name, index, words);
-    TORCH_CHECK_TYPE(index.scalar_type() == at::kLong || index.scalar_type() == at::kInt, name,
-                     ": got dtype ", index.scalar_type(), ", allowed: Long, Int");
-    TORCH_CHECK_VALUE(index.dim() == 1 && index.size(0) == tokens, name, ": got shape ",
-                      index.sizes(), ", allowed: (", tokens, ",)");
-  }
-
   static void check_range(const char* name, const at::Tensor& index, int64_t rows) {
     const int64_t* numbers = index.const_data_ptr<int64_t>();
     for (int64_t i = 0; i < index.numel(); ++i) {
@@ -108,7 +98,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> embedding_forward(
   check_parameter("weight", weight_in, word_table);
   check_parameter("bias", bias_in, word_table);
   check_dropout(dropout_p, seed, word_table);
-  TORCH_CHECK_VALUE(eps >= 0.0, "eps: got ", eps, ", allowed: eps >= 0");
+  check_eps(eps);
   const auto weight = as_float(weight_in), bias = as_float(bias_in);
   const int64_t rows = operands.tokens, columns = operands.columns;
   auto y = empty({rows, columns}, word_table.options());
@@ -140,10 +130,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> embedding
   check_parameter("weight", weight_in, word_table);
   check_dropout(dropout_p, seed, word_table);
   check_device("dy", dy_in, word_table);
-  TORCH_CHECK_TYPE(dy_in.scalar_type() == word_table.scalar_type(), "dy: got dtype ",
-                   dy_in.scalar_type(), ", allowed: ", word_table.scalar_type());
-  TORCH_CHECK_VALUE(dy_in.dim() == 2 && dy_in.size(0) == rows && dy_in.size(1) == columns,
-                    "dy: got shape ", dy_in.sizes(), ", allowed: (", rows, ", ", columns, ")");
+  check_dtype_of("dy", dy_in, word_table.scalar_type(), "the words");
+  check_shape("dy", dy_in, {rows, columns});
   check_statistic("mean", mean_in, dy_in);
   check_statistic("rstd", rstd_in, dy_in);
   const auto dy = fastbert::with_unit_columns(dy_in), weight = as_float(weight_in);

@@ -20,7 +20,7 @@ std::tuple<at::Tensor, at::Tensor> rms_norm_forward(const at::Tensor& x_in,
                                                     const at::Tensor& weight_in,
                                                     const OptionalTensor& residual_in, double eps) {
   check_rms_norm(x_in, weight_in, residual_in);
-  TORCH_CHECK_VALUE(eps >= 0.0, "eps: got ", eps, ", allowed: eps >= 0");
+  check_eps(eps);
   const auto x = fastbert::with_unit_columns(x_in);
   const auto residual = with_unit_columns(residual_in);
   const auto weight = as_float(weight_in);

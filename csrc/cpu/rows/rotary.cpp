@@ -4,25 +4,14 @@
 #include "../operands.h"
 
 namespace fastbert::cpu {
-namespace {
-
-void check_angles(const char* name, const at::Tensor& t, const at::Tensor& x) {
-  check_device(name, t, x);
-  TORCH_CHECK_TYPE(t.scalar_type() == at::kFloat, name, ": got dtype ", t.scalar_type(),
-                   ", allowed: Float");
-  TORCH_CHECK_VALUE(t.dim() == 2 && t.size(0) == x.size(0) && t.size(1) == x.size(2) / 2, name,
-                    ": got shape ", t.sizes(), ", allowed: (", x.size(0), ", ", x.size(2) / 2, ")");
-}
-
-}  // namespace
 
 at::Tensor rotary(const at::Tensor& x_in, const at::Tensor& cos_in, const at::Tensor& sin_in,
                   int64_t heads, bool inverse) {
   check_dtype("x", x_in);
   TORCH_CHECK_VALUE(x_in.dim() == 3 && x_in.size(2) >= 2 && x_in.size(2) % 2 == 0, "x: got shape ",
                     x_in.sizes(), ", allowed: (tokens, heads, head_dim), head_dim even and >= 2");
-  check_angles("cos", cos_in, x_in);
-  check_angles("sin", sin_in, x_in);
+  check_floats("cos", cos_in, x_in, {x_in.size(0), x_in.size(2) / 2});
+  check_floats("sin", sin_in, x_in, {x_in.size(0), x_in.size(2) / 2});
   TORCH_CHECK_VALUE(heads >= 0 && heads <= x_in.size(1), "heads: got ", heads, ", allowed: 0 to ",
                     x_in.size(1));
   const auto x = x_in.stride(2) == 1 ? x_in : x_in.contiguous();
