@@ -55,7 +55,7 @@ def included(unit: Unit) -> set[str]:
 
 
 def test_every_kernel_file_has_faults():
-    """activation_tile.py and its like hold what the kernels share."""
+    """Files without a kernel of their own, such as tiles.py, have them too."""
     kernels = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("kernels/*.py")}
     assert {fault.file for fault in FAULTS} == kernels
 

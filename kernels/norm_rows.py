@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastbert.kernels.common import dropout_keep
+from fastbert.kernels.philox import dropout_keep
 
 
 @triton.jit

@@ -9,7 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from fastbert.kernels.common import LOG2E, gemm_engine, narrow
+from fastbert.kernels.common import LOG2E, narrow
+from fastbert.kernels.tiles import gemm_engine
 
 INVERSE_SQRT_2PI = tl.constexpr(0.3989422804014327)
 # sqrt(2 / pi) and the cubic coefficient of the tanh form
