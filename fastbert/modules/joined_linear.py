@@ -24,7 +24,7 @@ class JoinedLinear(Joined, OperationModule):
 
     ``weight`` and ``bias`` are the weights and biases of ``parts``, one below the other. Where a
     gradient is wanted they are joined in every call. Otherwise, on the CPU, a joined copy is kept
-    until the fingerprint of a part changes (``csrc/cpu/fingerprint.h``).
+    until the fingerprint of a part changes (``csrc/cpu/gemm/fingerprint.h``).
     """
 
     operation = "linear"

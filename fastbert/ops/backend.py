@@ -24,7 +24,7 @@ ALL_DTYPES = (*LOW_PRECISION, torch.float64)
 # The order in which ``backend=None`` tries them; the first that serves is taken.
 ORDER = {"cuda": ("triton", "cuda", "reference"), "cpu": ("cpu", "reference")}
 OTHER_DEVICE = ("reference",)
-# Equal to kernels.common.LARGEST_ROW, which cannot be read where Triton is missing.
+# Equal to kernels.tiles.LARGEST_ROW, which cannot be read where Triton is missing.
 LARGEST_TRITON_ROW = 8192
 
 
@@ -52,7 +52,7 @@ def serves_all(request: Request) -> str | None:
 
 
 def refuse_wide_rows(request: Request) -> str | None:
-    """For kernels that hold a whole row in registers; see ``kernels/common.py``."""
+    """For kernels that hold a whole row in registers; see ``kernels/tiles.py``."""
     if request.columns <= LARGEST_TRITON_ROW:
         return None
     return f"it takes rows of up to {LARGEST_TRITON_ROW} elements, not {request.columns}"
@@ -109,7 +109,7 @@ def enable_interpreter() -> None:
     Raises RuntimeError when kernels were already loaded for a GPU.
     """
     global _interpreted
-    if not _interpreted and "fastbert.kernels.common" in sys.modules:
+    if not _interpreted and any(name.startswith("fastbert.kernels.") for name in sys.modules):
         raise RuntimeError(
             "TRITON_INTERPRET: the Triton kernels are already loaded for a GPU; set "
             "TRITON_INTERPRET=1 before Python starts"

@@ -115,7 +115,7 @@ def engine_reason(rows: int, columns: int, depth: int, dtype: torch.dtype) -> st
 
     rows × columns results, each of depth products. ImportError where Triton is missing.
     """
-    from fastbert.kernels.common import gemm_engine
+    from fastbert.kernels.tiles import gemm_engine
 
     engine = gemm_engine(rows, columns, depth, dtype)
     return f"{engine.name}: {engine.reason}"

@@ -83,13 +83,13 @@ def oracle_and_yardstick(
 @contextlib.contextmanager
 def gpu_tiles() -> Iterator[None]:
     """Triton's interpreter plays the tiles of a GPU, not the larger ones that it is faster with."""
-    common: Any = importlib.import_module("fastbert.kernels.common")
-    before = common.IS_INTERPRETED
-    common.IS_INTERPRETED = False
+    tiles: Any = importlib.import_module("fastbert.kernels.tiles")
+    before = tiles.IS_INTERPRETED
+    tiles.IS_INTERPRETED = False
     try:
         yield
     finally:
-        common.IS_INTERPRETED = before
+        tiles.IS_INTERPRETED = before
 
 
 def check_case(

@@ -7,7 +7,7 @@ import torch
 from kernel_cases import BRAIN, HALF, SINGLE, judge, normal
 
 from fastbert import reference
-from fastbert.kernels import common
+from fastbert.kernels import tiles as block_sizes
 from fastbert.kernels.feed_forward import activation_forward, linear_gelu_forward
 from fastbert.kernels.feed_forward_backward import feed_forward_backward, gelu_backward
 from fastbert.reference import ACTIVATIONS, GATED
@@ -66,7 +66,7 @@ def test_against_oracle(dtype, has_bias, scale, activation, engine, device):
 @pytest.mark.parametrize("depth", [64, 200])
 def test_every_tile_of_the_gemm(tiles, activation, depth, device, monkeypatch):
     """With depths that are and are not a multiple of what a tile takes at once."""
-    monkeypatch.setattr(common, "GEMM_TILES", tiles)
+    monkeypatch.setattr(block_sizes, "GEMM_TILES", tiles)
     tensors = draw(70, depth, 131, HALF, device, activation)
     judge_feed_forward(run(*tensors, activation, "fused"), *tensors, activation)
 
@@ -74,8 +74,8 @@ def test_every_tile_of_the_gemm(tiles, activation, depth, device, monkeypatch):
 def test_tiles_are_the_ones_that_the_tests_above_mean(monkeypatch):
     shapes = []
     for tiles in TILES:
-        monkeypatch.setattr(common, "GEMM_TILES", tiles)
-        shapes.append(common.gemm_tile(70, 131, HALF)[:2])
+        monkeypatch.setattr(block_sizes, "GEMM_TILES", tiles)
+        shapes.append(block_sizes.gemm_tile(70, 131, HALF)[:2])
     assert shapes == [(128, 128), (64, 64), (64, 32)]
 
 
@@ -96,7 +96,7 @@ def test_a_program_walks_its_tiles(programs, activation, dtype, device, monkeypa
     """The result does not depend on how many programs share the tiles."""
     tensors = draw(130, 32, 140, dtype, device, activation)
     expected = run(*tensors, activation, "fused")
-    monkeypatch.setattr(common, "multiprocessors", lambda x: programs)
+    monkeypatch.setattr(block_sizes, "multiprocessors", lambda x: programs)
     actual = run(*tensors, activation, "fused")
     assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
@@ -232,12 +232,12 @@ def test_engine_of_a_product():
     for dtype in (SINGLE, HALF, BRAIN):
         for rows in (1, 64, 4096):
             for depth in (384, 768, 4096):
-                engine = common.gemm_engine(rows, 3072, depth, dtype)
+                engine = block_sizes.gemm_engine(rows, 3072, depth, dtype)
                 assert engine.name in ENGINES
                 assert "not measured" in engine.reason
-    assert common.gemm_engine(4096, 3072, 768, SINGLE).name == "library"
-    assert common.gemm_engine(4096, 3072, 768, BRAIN).name == "fused"
-    assert common.gemm_engine(4096, 3072, 4096, BRAIN).name == "library"
+    assert block_sizes.gemm_engine(4096, 3072, 768, SINGLE).name == "library"
+    assert block_sizes.gemm_engine(4096, 3072, 768, BRAIN).name == "fused"
+    assert block_sizes.gemm_engine(4096, 3072, 4096, BRAIN).name == "library"
 
 
 def test_errors_name_the_argument(device):

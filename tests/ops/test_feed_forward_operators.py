@@ -150,7 +150,7 @@ class Recorder(TorchDispatchMode):
 def test_triton_launches_nothing_but_its_kernels_and_library_products(
     activation, dtype, monkeypatch
 ):
-    from fastbert.kernels.common import Launch
+    from fastbert.kernels.launch import Launch
 
     # The interpreter copies a kernel's arguments with operators of its own.
     monkeypatch.setattr(Launch, "run", lambda self, on: None)
