@@ -28,9 +28,9 @@ from torch import Tensor, nn
 
 import fastbert
 from benchmarks.cpu.export import Hidden
+from fastbert.bench.machine import describe
+from fastbert.bench.quantized_accuracy import model_folder, real_sentences
 from fastbert.cli.common import new_table, out, write_json
-from fastbert.testing.machine import describe
-from fastbert.testing.quantized_accuracy import model_folder, real_sentences
 
 PAUSE_S = 0.05
 # Of the largest element's difference of two embeddings of length 1: bf16 makes some thousandths.

@@ -17,8 +17,8 @@ from benchmarks.cpu.ceilings import Ceilings
 from benchmarks.cpu.engines import BF16, BY_NAME, FP32, INT8
 from benchmarks.cpu.remote import Failed, Remote, RemoteWatch
 from benchmarks.gpu.contest import Row
-from fastbert.testing.bench_encoder import EncoderShape
-from fastbert.testing.timing import Timing, alternate
+from fastbert.bench.encoder import EncoderShape
+from fastbert.bench.timing import Timing, alternate
 
 Notify = Callable[[str], None]
 

@@ -21,7 +21,7 @@ from benchmarks.cpu.contest import (
 )
 from benchmarks.cpu.engines import BF16, BY_NAME, FP32
 from benchmarks.cpu.remote import Remote
-from fastbert.testing.bench_encoder import BASE, SMALL, STOCK, EncoderShape, half_padded
+from fastbert.bench.encoder import BASE, SMALL, STOCK, EncoderShape, half_padded
 
 # The same engines as in inference, with fp32 weights under autocast for bf16.
 NAMES = {

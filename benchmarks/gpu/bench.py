@@ -30,10 +30,10 @@ from benchmarks.gpu.contest import (
     play_all,
     to_dict,
 )
-from fastbert.testing.limits import H200, Limits, limits_of
-from fastbert.testing.machine import Machine, describe
-from fastbert.testing.plots import plot_matches
-from fastbert.testing.timing import Stopwatch
+from fastbert.bench.limits import H200, Limits, limits_of
+from fastbert.bench.machine import Machine, describe
+from fastbert.bench.plots import plot_matches
+from fastbert.bench.timing import Stopwatch
 
 Build = Callable[[Any, str], Iterator[Match]]
 # Section → how its matches are built, at full size and as toys, and seconds for one match's turns.

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.judge import Judge, rotated
-from fastbert.testing.attention_peers import Prepared
+from fastbert.bench.attention_peers import Prepared
+from fastbert.bench.limits import BACKWARD, Goal, Limits, Work
+from fastbert.bench.timing import Stopwatch, Timing, alternate, captured, peak_memory
 from fastbert.testing.cases import Case, Inputs
 from fastbert.testing.compare import Comparison
-from fastbert.testing.limits import BACKWARD, Goal, Limits, Work
-from fastbert.testing.timing import Stopwatch, Timing, alternate, captured, peak_memory
 
 # Calls whose mean is the time with the host's part.
 HOST_CALLS = 10

@@ -1,6 +1,6 @@
 """The matches of the whole model: inference, a pre-training step, and the latency of one sequence.
 
-The parity of the encoder is judged once per model and dtype on two layers (``bench_encoder.gate``):
+The parity of the encoder is judged once per model and dtype on two layers (``encoder.gate``):
 an engine that fails it is refused. Tokens and sequences count real tokens only.
 """
 
@@ -17,19 +17,19 @@ from torch import Tensor, nn
 import fastbert
 from benchmarks.gpu.contest import TRAINING, Contender, Match
 from benchmarks.gpu.engines import OURS, compiler
+from fastbert.bench import encoder
+from fastbert.bench.attention_peers import Prepared
+from fastbert.bench.encoder import BASE, MINILM, SMALL, EncoderShape, half_padded
+from fastbert.bench.limits import GOALS, RATIO_GOALS, Work
 from fastbert.config import BertConfig
 from fastbert.integrations import stock_models
-from fastbert.testing import bench_encoder
-from fastbert.testing.attention_peers import Prepared
-from fastbert.testing.bench_encoder import BASE, MINILM, SMALL, EncoderShape, half_padded
 from fastbert.testing.cases import Inputs
-from fastbert.testing.limits import GOALS, RATIO_GOALS, Work
 
 LARGE = BertConfig.preset("large")
 BF16, FP16 = torch.bfloat16, torch.float16
 INFERENCE, LATENCY = "inference", "latency"
 ROTATED_BATCHES = 4
-THEIRS = bench_encoder.STOCK
+THEIRS = encoder.STOCK
 IGNORED = -100
 
 
@@ -109,7 +109,7 @@ def _match(direction, shape, dtype, contenders, unit, amount, goal=None, ratio=N
 
 def own_engines(device: str) -> list[str]:
     """fastbert by itself and in each backend that differs; the reference is no contender."""
-    names = list(bench_encoder.requests(device))
+    names = list(encoder.requests(device))
     return [name for name in names if name != f"{OURS}reference"] or names
 
 
@@ -118,7 +118,7 @@ def transformers_paths() -> tuple[str, ...]:
     if not stock_models.installed():
         return ()
     flash = ("flash_attention_2",) if importlib.util.find_spec("flash_attn") else ()
-    return (*bench_encoder.TRANSFORMERS_PATHS, *flash)
+    return (*encoder.TRANSFORMERS_PATHS, *flash)
 
 
 # Inference
@@ -126,14 +126,14 @@ def transformers_paths() -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=2)
 def weights_of(config: BertConfig) -> dict[str, Tensor]:
-    return bench_encoder.random_weights(config)
+    return encoder.random_weights(config)
 
 
 @functools.lru_cache(maxsize=4)
 def refused(config: BertConfig, dtype: torch.dtype, device: str) -> dict[str, str]:
     """Engine → why its hidden states are wrong, on two layers and two lengths."""
     with torch.inference_mode():
-        return bench_encoder.gate(EncoderShape("gate", config, (64, 37)), dtype, device)
+        return encoder.gate(EncoderShape("gate", config, (64, 37)), dtype, device)
 
 
 def _forward(
@@ -148,7 +148,7 @@ def _forward(
     if reason := refused(shape.config, dtype, device).get(engine):
         raise ValueError(reason)
     model = model_of(engine, shape.config, dtype, device)
-    batch = bench_encoder.random_batch(shape, inputs.positional["seed"], device)
+    batch = encoder.random_batch(shape, inputs.positional["seed"], device)
     call = change(model) if change else model
     return Prepared(lambda: call(**batch).last_hidden_state, [])
 
@@ -159,8 +159,8 @@ def model_of(engine: str, config: BertConfig, dtype: torch.dtype, device: str) -
     weights = weights_of(config)
     if engine.startswith(THEIRS):
         return stock_models.encoder(config, weights, engine.removeprefix(THEIRS), dtype, device)
-    request = bench_encoder.requests(device)[engine]
-    return bench_encoder._fastbert(config, weights, request, dtype, device)
+    request = encoder.requests(device)[engine]
+    return encoder._fastbert(config, weights, request, dtype, device)
 
 
 # Training
@@ -229,7 +229,7 @@ def trainee(engine: str, config: BertConfig, device: str):
     else:
         from fastbert.modules import BertForPreTraining
 
-        model = BertForPreTraining(config, backend=bench_encoder.requests(device)[engine])
+        model = BertForPreTraining(config, backend=encoder.requests(device)[engine])
     model = model.to(device).train()
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=1e-5, fused=True, capturable=device == "cuda"
@@ -239,7 +239,7 @@ def trainee(engine: str, config: BertConfig, device: str):
 
 def training_batch(shape: EncoderShape, seed: int, device: str) -> dict[str, Tensor]:
     """A batch with labels at 15 % of the real tokens, and one of the next-sentence task."""
-    batch = bench_encoder.random_batch(shape, seed, "cpu")
+    batch = encoder.random_batch(shape, seed, "cpu")
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.rand(batch["input_ids"].shape, generator=generator) < 0.15
     labelled = drawn & batch["attention_mask"].bool()
@@ -285,7 +285,7 @@ def _latency(shape, dtype, device, goal) -> Match:
 def _graphed(shape: EncoderShape, dtype: torch.dtype, device: str, inputs: Inputs) -> Prepared:
     """``fastbert.graphed`` of the model, which replays its own graph at every call."""
     model = _wrapped(shape.config, dtype, device)
-    batch = bench_encoder.random_batch(shape, inputs.positional["seed"], device)
+    batch = encoder.random_batch(shape, inputs.positional["seed"], device)
     return Prepared(lambda: model(**batch).last_hidden_state, [])
 
 

@@ -13,11 +13,12 @@ from torch import Tensor
 
 from benchmarks.gpu.contest import Contender
 from fastbert import ops
+from fastbert.bench import peers
+from fastbert.bench.attention_peers import Prepared, leaves, of_function
+from fastbert.bench.limits import BACKWARD, FORWARD
 from fastbert.ops import backend as backends
-from fastbert.testing import parity, peers
-from fastbert.testing.attention_peers import Prepared, leaves, of_function
+from fastbert.testing import parity
 from fastbert.testing.cases import TABLE_OF, Case, Inputs
-from fastbert.testing.limits import BACKWARD, FORWARD
 
 OURS = "fastbert "
 ATTENTION_PATHS = ("short", "general")

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from fastbert import reference
-from fastbert.testing.attention_peers import leaves
+from fastbert.bench.attention_peers import leaves
+from fastbert.bench.limits import BACKWARD
+from fastbert.bench.timing import input_sets
 from fastbert.testing.cases import Case, Inputs
 from fastbert.testing.compare import Comparison, compare
-from fastbert.testing.limits import BACKWARD
-from fastbert.testing.timing import input_sets
 
 if TYPE_CHECKING:
     from benchmarks.gpu.contest import Contender, Match

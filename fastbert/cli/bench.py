@@ -11,8 +11,9 @@ from rich.table import Table
 from fastbert.cli.common import err, new_table, out, print_json, write_atomically, write_json
 
 if TYPE_CHECKING:
-    from fastbert.testing.bench import EncoderRow, OpRow
-    from fastbert.testing.machine import Machine
+    from fastbert.bench.encoder import EncoderRow
+    from fastbert.bench.machine import Machine
+    from fastbert.bench.operations import OpRow
 
 ENCODER = "encoder"
 
@@ -50,7 +51,7 @@ def bench(
     if json_file is not None and not as_json:
         write_json(json_file, content)
     if plot is not None:
-        from fastbert.testing.plots import plot_bench
+        from fastbert.bench.plots import plot_bench
 
         write_atomically(plot, lambda path: plot_bench(path, operations, encoder, machine))
     rows: list[OpRow | EncoderRow] = [*operations, *encoder]
@@ -63,9 +64,10 @@ def bench(
 
 def measure(names: list[str], *, quick: bool) -> tuple[Machine, list[OpRow], list[EncoderRow]]:
     """The header and the rows of operations and encoder; ``names`` [] means everything."""
+    from fastbert.bench.encoder import bench_encoder
+    from fastbert.bench.machine import describe
+    from fastbert.bench.operations import bench_ops
     from fastbert.integrations import stock_models
-    from fastbert.testing.bench import bench_encoder, bench_ops
-    from fastbert.testing.machine import describe
 
     machine = describe()
     wanted = [name for name in names if name != ENCODER]

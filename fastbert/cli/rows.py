@@ -184,7 +184,7 @@ def pack(lines: list[Encoded], device: torch.device) -> dict[str, Any]:
 def fingerprint(folders: tuple[Path, ...], texts: Texts, **options: Any) -> dict[str, Any]:
     """What the rows depend on: the files of the model's ``folders``, the texts, ``options``,
     versions, machine."""
-    from fastbert.testing.machine import describe
+    from fastbert.bench.machine import describe
 
     machine = describe()
     versions = {name: machine.versions.get(name) for name in ("torch", "triton", "tokenizers")}

@@ -16,15 +16,15 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from fastbert.data import read_documents, stories
-from fastbert.testing import parity
-from fastbert.testing.bench_encoder import (
+from fastbert.bench.encoder import (
     MINILM,
     EncoderRow,
     EncoderShape,
     bench_encoder,
     half_padded,
 )
+from fastbert.data import read_documents, stories
+from fastbert.testing import parity
 from fastbert.testing.model_parity import check_model
 from fastbert.training.checkpoint import CHECKPOINT
 from fastbert.training.examples import Example, fill_masks

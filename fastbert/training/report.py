@@ -8,11 +8,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastbert.testing import machine
-from fastbert.testing.plots import plot_bench
+from fastbert.bench import machine
+from fastbert.bench.plots import plot_bench
 
 if TYPE_CHECKING:
-    from fastbert.testing.bench_encoder import EncoderRow
+    from fastbert.bench.encoder import EncoderRow
     from fastbert.testing.parity import Row
     from fastbert.training.demo import DemoReport
 

@@ -62,7 +62,7 @@ def test_module_runs_like_the_script():
 
 
 def test_a_bug_keeps_its_traceback(run, monkeypatch):
-    monkeypatch.setattr("fastbert.testing.machine.describe", lambda: 1 / 0)
+    monkeypatch.setattr("fastbert.bench.machine.describe", lambda: 1 / 0)
     result = run("info")
     assert result.exit_code == 1
     assert isinstance(result.exception, ZeroDivisionError)

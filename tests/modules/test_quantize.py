@@ -12,12 +12,12 @@ from transformers_pair import SIZES
 
 import fastbert
 from fastbert import modules
+from fastbert.bench import quantized_accuracy
 from fastbert.config import BertConfig
 from fastbert.modules.quantized_linear import QuantizedLinear
 from fastbert.ops import backend as backends
 from fastbert.ops import int8_linear
 from fastbert.ops.int8_linear import _int8_linear, pack
-from fastbert.testing import quantized_accuracy
 
 HEADS = [name for name in modules.__all__ if name.startswith("BertFor") and "Output" not in name]
 ON_CPU = backends.unavailable("cpu", "cpu") is None

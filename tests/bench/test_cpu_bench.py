@@ -15,8 +15,8 @@ from benchmarks.cpu import accuracy, breakdown, ceilings, contest, encoder, engi
 from benchmarks.cpu.ceilings import Ceilings
 from benchmarks.cpu.contest import CpuRow, Setting, Target
 from benchmarks.cpu.remote import Failed, Remote
-from fastbert.testing.bench_encoder import BASE, SMALL, EncoderShape
-from fastbert.testing.timing import Timing, alternate
+from fastbert.bench.encoder import BASE, SMALL, EncoderShape
+from fastbert.bench.timing import Timing, alternate
 
 MACHINE = Ceilings(
     2,

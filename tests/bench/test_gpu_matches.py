@@ -18,12 +18,12 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # benchmarks/ is no p
 from benchmarks.gpu import bench, contest, engines, gemm
 from benchmarks.gpu.contest import Contender, Deadline, Match, Row, Setting
 from benchmarks.gpu.judge import Judge, other_values, rotated, sample
-from fastbert.testing import limits, peers
-from fastbert.testing.attention_peers import Prepared, of_function
+from fastbert.bench import limits, peers
+from fastbert.bench.attention_peers import Prepared, of_function
+from fastbert.bench.machine import Machine, describe
+from fastbert.bench.plots import plot_matches
+from fastbert.bench.timing import Timing
 from fastbert.testing.cases import Case
-from fastbert.testing.machine import Machine, describe
-from fastbert.testing.plots import plot_matches
-from fastbert.testing.timing import Timing
 
 ONCE = Setting("toy", "cpu", 0.0, limits.H200, limits.H200)
 
@@ -36,7 +36,7 @@ def few_calls(monkeypatch):
     monkeypatch.setattr(
         contest, "alternate", lambda calls, **o: honest(calls, **o, min_samples=2, max_samples=2)
     )
-    monkeypatch.setattr("fastbert.testing.timing.SHORTEST_SAMPLE_S", 0.0)
+    monkeypatch.setattr("fastbert.bench.timing.SHORTEST_SAMPLE_S", 0.0)
 
 
 def play(match: Match) -> dict[str, Row]:

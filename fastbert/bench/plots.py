@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fastbert.testing.bench import FORWARD, OpRow
-from fastbert.testing.bench_encoder import EncoderRow
-from fastbert.testing.machine import Machine
+from fastbert.bench.encoder import EncoderRow
+from fastbert.bench.machine import Machine
+from fastbert.bench.operations import FORWARD, OpRow
 
 OURS, THEIRS = "#2a6fbb", "#b0b0b0"
 

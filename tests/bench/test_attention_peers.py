@@ -7,7 +7,7 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from fastbert import reference
-from fastbert.testing import attention_peers
+from fastbert.bench import attention_peers
 from fastbert.testing.cases import Case, Inputs
 from fastbert.testing.compare import assert_close
 from fastbert.testing.yardstick import Yardstick, run_sides

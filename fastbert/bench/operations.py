@@ -1,7 +1,7 @@
 """The speed of each operation: fastbert's backends and stock PyTorch side by side in one run.
 
 A figure is a ratio measured in one run (``timing.alternate``), and nothing whose parity is red is
-timed. The whole encoder is in ``bench_encoder``.
+timed. The whole encoder is in ``fastbert.bench.encoder``.
 """
 
 from __future__ import annotations
@@ -14,28 +14,12 @@ import torch
 from torch import Tensor
 
 from fastbert import ops
+from fastbert.bench import peers
+from fastbert.bench.encoder import Notify, default_device, default_dtypes, half_padded
+from fastbert.bench.timing import alternate, input_sets
 from fastbert.ops import backend as backends
-from fastbert.testing import parity, peers
-from fastbert.testing.bench_encoder import (
-    EncoderRow,
-    Notify,
-    bench_encoder,
-    default_device,
-    default_dtypes,
-    half_padded,
-)
+from fastbert.testing import parity
 from fastbert.testing.cases import TABLE_OF, Case, Inputs
-from fastbert.testing.timing import alternate, input_sets
-
-__all__ = [
-    "EncoderRow",
-    "OpRow",
-    "bench_cases",
-    "bench_encoder",
-    "bench_ops",
-    "default_device",
-    "default_dtypes",
-]
 
 FORWARD, TRAINING = "forward", "forward+backward"
 PEER = "torch"

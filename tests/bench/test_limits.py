@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fastbert.testing.cases import Case
-from fastbert.testing.limits import (
+from fastbert.bench.limits import (
     BACKWARD,
     FORWARD,
     GOALS,
@@ -17,6 +16,7 @@ from fastbert.testing.limits import (
     limits_of,
     work,
 )
+from fastbert.testing.cases import Case
 
 BF16 = torch.bfloat16
 

@@ -10,17 +10,16 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from fastbert import reference
+from fastbert.bench import encoder, operations, peers
+from fastbert.bench.encoder import EncoderShape, bench_encoder, half_padded
+from fastbert.bench.machine import describe
+from fastbert.bench.plots import plot_bench
+from fastbert.bench.timing import ROTATION_BYTES, alternate, input_sets, summarize
 from fastbert.integrations import stock_models
-from fastbert.testing import bench, bench_encoder, peers
-from fastbert.testing.bench_encoder import EncoderShape, half_padded
-from fastbert.testing.bench_encoder import bench_encoder as run_encoder
 from fastbert.testing.compare import assert_close
-from fastbert.testing.machine import describe
-from fastbert.testing.plots import plot_bench
-from fastbert.testing.timing import ROTATION_BYTES, alternate, input_sets, summarize
 from fastbert.testing.yardstick import Yardstick, run_sides
 
-SMALL = bench_encoder.SMALL.replace(hidden_size=32, intermediate_size=64, vocab_size=100)
+SMALL = encoder.SMALL.replace(hidden_size=32, intermediate_size=64, vocab_size=100)
 SHAPE = EncoderShape("small", SMALL, half_padded(4, 12))
 needs_transformers = pytest.mark.skipif(not stock_models.installed(), reason="needs transformers")
 
@@ -71,7 +70,7 @@ def test_half_padded(batch, longest):
     assert abs(sum(lengths) / (batch * longest) - 0.5) < 0.02
 
 
-@pytest.mark.parametrize("case", bench.bench_cases(quick=True), ids=lambda case: case.op)
+@pytest.mark.parametrize("case", operations.bench_cases(quick=True), ids=lambda case: case.op)
 def test_peers_compute_the_same_function(case):
     inputs = case.inputs(torch.float32)
     exact = inputs.map(
@@ -87,15 +86,15 @@ def test_peers_compute_the_same_function(case):
 
 
 @needs_transformers
-@pytest.mark.parametrize("path", bench_encoder.TRANSFORMERS_PATHS)
+@pytest.mark.parametrize("path", encoder.TRANSFORMERS_PATHS)
 def test_transformers_peer_is_the_same_encoder(path):
-    weights = bench_encoder.random_weights(SMALL)
-    batch = bench_encoder.random_batch(SHAPE, 0, "cpu")
+    weights = encoder.random_weights(SMALL)
+    batch = encoder.random_batch(SHAPE, 0, "cpu")
     real = batch["attention_mask"].bool()
     models = [
         stock_models.encoder(SMALL, weights, path, torch.float32, "cpu"),
-        bench_encoder._fastbert(SMALL, weights, "reference", torch.float64, "cpu"),
-        bench_encoder._fastbert(SMALL, weights, "reference", torch.float32, "cpu"),
+        encoder._fastbert(SMALL, weights, "reference", torch.float64, "cpu"),
+        encoder._fastbert(SMALL, weights, "reference", torch.float32, "cpu"),
     ]
     with torch.no_grad():
         runs = run_sides(lambda model: model(**batch).last_hidden_state[real], *models)
@@ -105,38 +104,38 @@ def test_transformers_peer_is_the_same_encoder(path):
 @needs_transformers
 def test_flops_are_those_that_torch_counts():
     shape = EncoderShape("full", SMALL, (12,) * 4)
-    weights = bench_encoder.random_weights(SMALL)
+    weights = encoder.random_weights(SMALL)
     model = stock_models.encoder(SMALL, weights, "eager", torch.float32, "cpu")
     model.pooler = None
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        model(**bench_encoder.random_batch(shape, 0, "cpu"))
+        model(**encoder.random_batch(shape, 0, "cpu"))
     assert shape.flops == counter.get_total_flops()
 
 
 def test_rows_of_an_operation():
-    rows = bench.bench_ops(
+    rows = operations.bench_ops(
         ["linear_gelu"], quick=True, dtypes=[torch.float32], device="cpu", seconds=0.01
     )
-    assert {row.direction for row in rows} == {bench.FORWARD, bench.TRAINING}
+    assert {row.direction for row in rows} == {operations.FORWARD, operations.TRAINING}
     assert sum(row.chosen for row in rows) == 2
     for row in rows:
         assert row.seconds > 0
         assert row.p10 <= row.seconds <= row.p90
-        assert (row.tflops is not None) == (row.direction == bench.FORWARD)
+        assert (row.tflops is not None) == (row.direction == operations.FORWARD)
         stock = next(r for r in rows if r.engine == "torch" and r.direction == row.direction)
         assert row.speedup == pytest.approx(stock.seconds / row.seconds)
         assert not row.engine.endswith("triton")
 
 
 def test_a_red_operation_is_refused(monkeypatch):
-    honest = bench.parity.check
+    honest = operations.parity.check
 
     def check(op, backend, *arguments, **options):
         for row in honest(op, backend, *arguments, **options):
             yield dataclasses.replace(row, passed=False, detail="off")
 
-    monkeypatch.setattr(bench.parity, "check", check)
-    rows = bench.bench_ops(
+    monkeypatch.setattr(operations.parity, "check", check)
+    rows = operations.bench_ops(
         ["layer_norm"], quick=True, dtypes=[torch.float32], device="cpu", seconds=0.0
     )
     assert {row.engine for row in rows if row.seconds is not None} == {"torch"}
@@ -145,13 +144,13 @@ def test_a_red_operation_is_refused(monkeypatch):
 
 def test_unknown_operation():
     with pytest.raises(ValueError, match="op: got 'softmax', allowed: attention"):
-        bench.bench_ops(["softmax"])
+        operations.bench_ops(["softmax"])
 
 
 def test_rows_of_the_encoder():
-    rows = run_encoder([SHAPE], dtypes=[torch.float32], device="cpu", seconds=0.0)
+    rows = bench_encoder([SHAPE], dtypes=[torch.float32], device="cpu", seconds=0.0)
     engines = [row.engine for row in rows]
-    assert engines == bench_encoder.engine_names("cpu")
+    assert engines == encoder.engine_names("cpu")
     stock = [row.seconds for row in rows if row.engine.startswith("transformers")]
     for row in rows:
         assert (row.batch, row.longest, row.tokens) == (4, 12, sum(SHAPE.lengths))
@@ -160,7 +159,7 @@ def test_rows_of_the_encoder():
 
 
 def test_a_wrong_encoder_is_refused(monkeypatch):
-    honest = bench_encoder._fastbert
+    honest = encoder._fastbert
 
     def scaled(config, weights, request, dtype, device):
         model = honest(config, weights, request, dtype, device)
@@ -169,8 +168,8 @@ def test_a_wrong_encoder_is_refused(monkeypatch):
                 model.encoder.layer[-1].output.LayerNorm.weight.mul_(1.001)
         return model
 
-    monkeypatch.setattr(bench_encoder, "_fastbert", scaled)
-    rows = run_encoder([SHAPE], dtypes=[torch.float32], device="cpu", seconds=0.0)
+    monkeypatch.setattr(encoder, "_fastbert", scaled)
+    rows = bench_encoder([SHAPE], dtypes=[torch.float32], device="cpu", seconds=0.0)
     auto = next(row for row in rows if row.engine == "fastbert auto")
     assert auto.seconds is None
     assert "parity is red" in auto.refused
@@ -178,10 +177,10 @@ def test_a_wrong_encoder_is_refused(monkeypatch):
 
 
 def test_plot_of_whatever_was_timed(tmp_path):
-    operations = bench.bench_ops(
+    timed = operations.bench_ops(
         ["layer_norm"], quick=True, dtypes=[torch.float32], device="cpu", seconds=0.0
     )
-    for name, rows in (("some.png", operations), ("none.png", [])):
+    for name, rows in (("some.png", timed), ("none.png", [])):
         plot_bench(tmp_path / name, rows, [], describe())
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from fastbert.bench.timing import alternate
 from fastbert.config import BertConfig
 from fastbert.integrations import stock_models
 from fastbert.ops import backend as backends
 from fastbert.testing.compare import compare
-from fastbert.testing.timing import alternate
 from fastbert.testing.yardstick import Yardstick
 
 # all-MiniLM-L6-v2's sizes (Wang et al. 2020).
