@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, nn
 
 import fastbert
-from benchmarks.gpu.contest import TRAINING, Contender, Match
 from benchmarks.gpu.engines import OURS, compiler
+from benchmarks.gpu.match import TRAINING, Contender, Match
 from fastbert.bench import encoder
 from fastbert.bench.attention_peers import Prepared
 from fastbert.bench.encoder import BASE, MINILM, SMALL, EncoderShape, half_padded
 from fastbert.bench.limits import GOALS, RATIO_GOALS, Work
+from fastbert.bench.training_step import training_step
 from fastbert.config import BertConfig
 from fastbert.integrations import stock_models
 from fastbert.testing.cases import Inputs
@@ -30,7 +31,6 @@ BF16, FP16 = torch.bfloat16, torch.float16
 INFERENCE, LATENCY = "inference", "latency"
 ROTATED_BATCHES = 4
 THEIRS = encoder.STOCK
-IGNORED = -100
 
 
 @dataclass(frozen=True)
@@ -129,13 +129,6 @@ def weights_of(config: BertConfig) -> dict[str, Tensor]:
     return encoder.random_weights(config)
 
 
-@functools.lru_cache(maxsize=4)
-def refused(config: BertConfig, dtype: torch.dtype, device: str) -> dict[str, str]:
-    """Engine → why its hidden states are wrong, on two layers and two lengths."""
-    with torch.inference_mode():
-        return encoder.gate(EncoderShape("gate", config, (64, 37)), dtype, device)
-
-
 def _forward(
     engine: str,
     shape: EncoderShape,
@@ -145,7 +138,7 @@ def _forward(
     change: Callable[[nn.Module], Callable] | None = None,
 ) -> Prepared:
     """A forward pass of ``engine`` on one batch; ``inputs`` says which."""
-    if reason := refused(shape.config, dtype, device).get(engine):
+    if reason := encoder.refusals(shape.config, dtype, device).get(engine):
         raise ValueError(reason)
     model = model_of(engine, shape.config, dtype, device)
     batch = encoder.random_batch(shape, inputs.positional["seed"], device)
@@ -184,7 +177,7 @@ def training(scale: Scale, device: str) -> Iterator[Match]:
             contenders = [
                 Contender(
                     engine,
-                    functools.partial(train, engine, shape, device),
+                    functools.partial(_step, engine, shape, device),
                     engine.startswith(OURS),
                 )
                 for engine in (
@@ -195,59 +188,9 @@ def training(scale: Scale, device: str) -> Iterator[Match]:
             yield _match(TRAINING, shape, BF16, contenders, "sequences/s", len(shape.lengths), goal)
 
 
-def train(
-    engine: str,
-    shape: EncoderShape,
-    device: str,
-    inputs: Inputs,
-    dtype: torch.dtype = BF16,
-) -> Prepared:
-    """One step on one batch, under autocast unless ``dtype`` is fp32; the model and its optimizer
-    are shared by all batches."""
-    if reason := refused(shape.config, dtype, device).get(engine):
-        raise ValueError(reason)
-    model, optimizer = trainee(engine, shape.config, device)
-    batch = training_batch(shape, inputs.positional["seed"], device)
-
-    def step() -> Tensor:
-        with torch.autocast(device, BF16, enabled=dtype == BF16):
-            loss = model(**batch).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
-
-    return Prepared(step, [])
-
-
-@functools.lru_cache(maxsize=4)
-def trainee(engine: str, config: BertConfig, device: str):
-    """A model in train mode and its fused AdamW, weights and states in fp32."""
-    if engine.startswith(THEIRS):
-        path = engine.removeprefix(THEIRS)
-        model = stock_models.untrained_pretraining_model(config, path)
-    else:
-        from fastbert.modules import BertForPreTraining
-
-        model = BertForPreTraining(config, backend=encoder.requests(device)[engine])
-    model = model.to(device).train()
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=1e-5, fused=True, capturable=device == "cuda"
-    )
-    return model, optimizer
-
-
-def training_batch(shape: EncoderShape, seed: int, device: str) -> dict[str, Tensor]:
-    """A batch with labels at 15 % of the real tokens, and one of the next-sentence task."""
-    batch = encoder.random_batch(shape, seed, "cpu")
-    generator = torch.Generator().manual_seed(seed)
-    drawn = torch.rand(batch["input_ids"].shape, generator=generator) < 0.15
-    labelled = drawn & batch["attention_mask"].bool()
-    labelled[:, 0] = True
-    labels = batch["input_ids"].masked_fill(~labelled, IGNORED)
-    follows = torch.randint(0, 2, (len(shape.lengths),), generator=generator)
-    batch |= {"labels": labels, "next_sentence_label": follows}
-    return {name: value.to(device) for name, value in batch.items()}
+def _step(engine: str, shape: EncoderShape, device: str, inputs: Inputs) -> Prepared:
+    """One training step on one batch; ``inputs`` says which."""
+    return Prepared(training_step(engine, shape, inputs.positional["seed"], device), [])
 
 
 # Latency

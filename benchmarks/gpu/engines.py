@@ -11,14 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.gpu.contest import Contender
+from benchmarks.gpu.match import Contender
 from fastbert import ops
-from fastbert.bench import peers
+from fastbert.bench import operations, peers
 from fastbert.bench.attention_peers import Prepared, leaves, of_function
 from fastbert.bench.limits import BACKWARD, FORWARD
 from fastbert.ops import backend as backends
-from fastbert.testing import parity
-from fastbert.testing.cases import TABLE_OF, Case, Inputs
+from fastbert.testing.cases import Case, Inputs
 
 OURS = "fastbert "
 ATTENTION_PATHS = ("short", "general")
@@ -33,23 +32,14 @@ def compiler(device: str, mode: str | None = None) -> Callable[..., Any]:
 
 
 def served(case: Case, dtype: torch.dtype, device: str) -> list[str]:
-    """The backends to time; the reference only where nothing else serves.
-
-    Triton's interpreter is a check, not a way to run: left out.
-    """
-    left_out = ("reference", *(() if device == "cuda" else ("triton",)))
-    names = [
-        name
-        for name in backends.BACKENDS
-        if name not in left_out and parity.refusal(case, name, dtype, device) is None
-    ]
-    return names or ["reference"]
+    """The backends to time; the reference only where no other backend serves."""
+    names = operations.served(case, dtype, device)
+    return [name for name in names if name != "reference"] or ["reference"]
 
 
 def ours(case: Case, dtype: torch.dtype, device: str) -> list[Contender]:
     """One contender per backend; the one that ``backend=None`` takes has a star."""
-    request = backends.Request(device, dtype, head_dim=_head_dim(case))
-    chosen = backends.resolve(TABLE_OF[case.op], None, request).backend
+    chosen = operations.chosen_backend(case, dtype, device)
     return [
         Contender(
             f"{OURS}{name}{'*' if name == chosen else ''}",
@@ -60,22 +50,12 @@ def ours(case: Case, dtype: torch.dtype, device: str) -> list[Contender]:
     ]
 
 
-def _head_dim(case: Case) -> int:
-    return case.shape[-1] if TABLE_OF[case.op] == "attention" else 0
-
-
 def torch_peer(op: str, change: Callable[[Any], Any] | None = None) -> Callable[[Inputs], Prepared]:
     """Stock PyTorch's version of ``op``, compiled if ``change`` is a compiler."""
     function = peers.OPS[op]
     if change is not None:
         function = change(function)
-
-    def prepare(inputs: Inputs) -> Prepared:
-        # The same rate of dropout; which elements fall is each implementation's own affair.
-        keyword = {k: v for k, v in inputs.keyword.items() if k != "dropout_seed"}
-        return of_function(function, Inputs(inputs.positional, keyword, inputs.gradients))
-
-    return prepare
+    return lambda inputs: of_function(function, operations.without_seed(inputs))
 
 
 def stock(op: str, device: str) -> list[Contender]:

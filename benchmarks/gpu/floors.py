@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import torch
 
 from benchmarks.gpu.bench import SECTIONS, matches_of
-from benchmarks.gpu.contest import Match
+from benchmarks.gpu.match import Match
 from fastbert.bench.limits import H200
 
 HEADINGS = ("what", "shape", "GFLOP", "MB", "floor µs", "bound by", "rate at the floor", "goal")

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.gpu.contest import Match
 from benchmarks.gpu.engines import ours, stock
+from benchmarks.gpu.match import Match
 from fastbert import ops
 from fastbert.bench import peers
 from fastbert.bench.limits import BACKWARD, FORWARD, GOALS, work

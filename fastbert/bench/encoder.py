@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -285,6 +286,13 @@ def gate(shape: EncoderShape, dtype: torch.dtype, device: str) -> dict[str, str]
         if not verdict.passed:
             refused[name] = f"parity is red: {verdict}"
     return refused
+
+
+@functools.lru_cache(maxsize=4)
+def refusals(config: BertConfig, dtype: torch.dtype, device: str) -> dict[str, str]:
+    """Engine → why it is refused, on two layers of ``config`` and a batch of two lengths."""
+    with torch.inference_mode():
+        return gate(EncoderShape("gate", config, (64, 37)), dtype, device)
 
 
 def _name(dtype: torch.dtype) -> str:

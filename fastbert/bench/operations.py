@@ -134,8 +134,7 @@ def _bench_case(
             refused[name] = reason
     engines = [name for name in served(case, dtype, device) if name not in refused] + [PEER]
     sets = rotated_inputs(case, dtype, device)
-    request = backends.Request(device, dtype, head_dim=_head_dim(case))
-    chosen = backends.resolve(TABLE_OF[case.op], None, request).backend
+    chosen = chosen_backend(case, dtype, device)
     rows = []
     for direction in (FORWARD, TRAINING):
         common = (case.op, case.name, _name(dtype), device, direction)
@@ -178,8 +177,11 @@ def rotated_inputs(case: Case, dtype: torch.dtype, device: str) -> list[Inputs]:
     return [first, *(case.inputs(dtype, device, seed) for seed in range(1, input_sets(size)))]
 
 
-def _head_dim(case: Case) -> int:
-    return case.shape[-1] if TABLE_OF[case.op] == "attention" else 0
+def chosen_backend(case: Case, dtype: torch.dtype, device: str) -> str:
+    """The backend that ``backend=None`` takes."""
+    head_dim = case.shape[-1] if TABLE_OF[case.op] == "attention" else 0
+    request = backends.Request(device, dtype, head_dim=head_dim)
+    return backends.resolve(TABLE_OF[case.op], None, request).backend
 
 
 def gate(op: str, backend: str, dtype: torch.dtype) -> str | None:
@@ -194,8 +196,7 @@ def build(op: str, engine: str, direction: str, sets: Sequence[Inputs]) -> Calla
     """A function of the running index that runs ``op`` on one of ``sets``."""
     if engine == PEER:
         function: Callable[..., Tensor] = peers.OPS[op]
-        # The same rate of dropout; which elements fall is each implementation's own affair.
-        sets = [_without(inputs, "dropout_seed") for inputs in sets]
+        sets = [without_seed(inputs) for inputs in sets]
     else:
         function, sets = getattr(ops, op), [_with_backend(inputs, engine) for inputs in sets]
     if direction == FORWARD:
@@ -224,8 +225,9 @@ def _leaves(function: Callable[..., Tensor], inputs: Inputs) -> tuple[Inputs, li
     return leaves, [named[name] for name in inputs.gradients], gradient
 
 
-def _without(inputs: Inputs, name: str) -> Inputs:
-    keyword = {key: value for key, value in inputs.keyword.items() if key != name}
+def without_seed(inputs: Inputs) -> Inputs:
+    """For a peer: the same rate of dropout, but each implementation draws its own elements."""
+    keyword = {key: value for key, value in inputs.keyword.items() if key != "dropout_seed"}
     return Inputs(inputs.positional, keyword, inputs.gradients)
 
 

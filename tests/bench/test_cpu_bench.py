@@ -13,8 +13,9 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # benchmarks/ is no p
 from benchmarks.cpu import __main__ as cpu
 from benchmarks.cpu import accuracy, breakdown, ceilings, contest, encoder, engines, report
 from benchmarks.cpu.ceilings import Ceilings
-from benchmarks.cpu.contest import CpuRow, Setting, Target
+from benchmarks.cpu.contest import CpuRow, Setting
 from benchmarks.cpu.remote import Failed, Remote
+from fastbert.bench.contest import Target
 from fastbert.bench.encoder import BASE, SMALL, EncoderShape
 from fastbert.bench.timing import Timing, alternate
 

@@ -16,8 +16,9 @@ import torch
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # benchmarks/ is no part of the package
 
 from benchmarks.gpu import bench, contest, engines, gemm
-from benchmarks.gpu.contest import Contender, Deadline, Match, Row, Setting
+from benchmarks.gpu.contest import Deadline, GpuRow, Setting
 from benchmarks.gpu.judge import Judge, other_values, rotated, sample
+from benchmarks.gpu.match import Contender, Match
 from fastbert.bench import limits, peers
 from fastbert.bench.attention_peers import Prepared, of_function
 from fastbert.bench.machine import Machine, describe
@@ -39,7 +40,7 @@ def few_calls(monkeypatch):
     monkeypatch.setattr("fastbert.bench.timing.SHORTEST_SAMPLE_S", 0.0)
 
 
-def play(match: Match) -> dict[str, Row]:
+def play(match: Match) -> dict[str, GpuRow]:
     return {row.contender: row for row in contest.play(match, ONCE)}
 
 
@@ -274,7 +275,7 @@ def test_the_paths_of_attention_are_right(case, direction):
 def test_a_row_holds_the_median_of_one_call():
     match = a_match(peer(peers.linear_gelu))
     row = contest.new_row(match, match.contenders[0], ONCE)
-    contest._fill(row, Timing(median=6.0, p10=3.0, p90=9.0, samples=5), calls=3)
+    row.fill(Timing(median=6.0, p10=3.0, p90=9.0, samples=5), calls=3)
     assert (row.seconds, row.p10, row.p90, row.samples) == (2.0, 1.0, 3.0, 5)
 
 
