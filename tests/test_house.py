@@ -23,8 +23,7 @@ ALLOWED = {
     "ops": {"ops", "kernels", "reference", "_C"},
     "io": {"io", "config", "json_file", "modules"},
     "modules": {"modules", "ops", "config", "io"},
-    "graphs": {"graphs", "modules"},
-    "quantization": {"modules"},
+    "inference": {"inference", "modules"},
     "data": {"data", "json_file"},
     "integrations": {"integrations", "modules", "io", "config", "ops", "reference"},
     "training": {
@@ -44,7 +43,7 @@ ALLOWED = {
         "testing",
         "data",
         "modules",
-        "quantization",
+        "inference",
         "integrations",
         "ops",
         "config",

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from fastbert.data.sentences import split_sentences
 from fastbert.data.stories import stories
+from fastbert.inference import quantize
 from fastbert.modules import BertModel
-from fastbert.quantization import quantize
 
 # Packed into batches of so many sentences; what is in a batch changes nothing.
 BATCH = 32

@@ -8,7 +8,6 @@ import pickle
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers_pair import SIZES
 
 import fastbert
 from fastbert import modules
@@ -19,6 +18,16 @@ from fastbert.ops import backend as backends
 from fastbert.ops import int8_linear
 from fastbert.ops.int8_linear import _int8_linear, pack
 
+SIZES = {
+    "vocab_size": 211,
+    "hidden_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "intermediate_size": 80,
+    "max_position_embeddings": 40,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
 HEADS = [name for name in modules.__all__ if name.startswith("BertFor") and "Output" not in name]
 ON_CPU = backends.unavailable("cpu", "cpu") is None
 

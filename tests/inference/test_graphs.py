@@ -20,7 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fastbert
 from fastbert import BertConfig, BertModel
-from fastbert.graphs import Bucket, Buckets, GraphedModel, Recording, StaticBatch, graphed
+from fastbert.inference.graphs import Bucket, Buckets, GraphedModel, Recording, StaticBatch, graphed
 from fastbert.ops import backend as backends
 from fastbert.testing.compare import assert_close
 from fastbert.testing.launches import counted
