@@ -168,7 +168,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     options = parser.parse_args()
-    import fastbert.integrations.transformers  # noqa: F401  registers attn_implementation
+    import fastbert.integrations.attention_interface  # noqa: F401  registers attn_implementation
 
     torch.set_num_threads(options.threads)
     models, rows = {}, []

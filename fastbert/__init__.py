@@ -14,7 +14,7 @@ from fastbert.version import __version__
 if TYPE_CHECKING:
     from fastbert import ops, reference
     from fastbert.inference import graphed, quantize
-    from fastbert.integrations.accelerated import accelerate, restore
+    from fastbert.integrations.accelerate import accelerate, restore
     from fastbert.modules import (
         BertForMaskedLM,
         BertForMultipleChoice,
@@ -52,7 +52,7 @@ def __getattr__(name: str) -> Any:
     if name in ("graphed", "quantize"):
         return getattr(importlib.import_module("fastbert.inference"), name)
     if name in ("accelerate", "restore"):
-        return getattr(importlib.import_module("fastbert.integrations.accelerated"), name)
+        return getattr(importlib.import_module("fastbert.integrations.accelerate"), name)
     if name in __all__:
         return getattr(importlib.import_module("fastbert.modules"), name)
     raise AttributeError(f"module 'fastbert' has no attribute {name!r}")

@@ -112,7 +112,13 @@ def test_host_libraries_are_imported_in_one_place():
     }
     assert importers == {
         f"fastbert/integrations/{name}.py"
-        for name in ("accelerated", "engine", "heads", "stock_models", "transformers")
+        for name in (
+            "accelerate",
+            "attention_interface",
+            "bound_encoder",
+            "stock_heads",
+            "stock_models",
+        )
     }
 
 

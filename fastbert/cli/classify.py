@@ -130,7 +130,7 @@ class Classifier:
 
 def _load(folder: Path, config: BertConfig, backend: str | None) -> torch.nn.Module:
     if config.model_type != "bert":
-        from fastbert.integrations.heads import StockHead
+        from fastbert.integrations.stock_heads import StockHead
 
         refuse_backend(backend, config.model_type)
         return StockHead("AutoModelForSequenceClassification", folder)

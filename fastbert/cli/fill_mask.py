@@ -91,7 +91,7 @@ def _predict_by_transformers(
     folder: Path, text: str, config: BertConfig, *, top_k: int, backend: str | None
 ) -> list[dict[str, Any]]:
     """Of a family whose head we do not have."""
-    from fastbert.integrations.heads import fill_mask as fill
+    from fastbert.integrations.stock_heads import fill_mask as fill
 
     refuse_backend(backend, config.model_type)
     mask, found = fill(folder, text, top_k)

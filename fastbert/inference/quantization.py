@@ -10,8 +10,8 @@ from torch import nn
 from fastbert.modules import BertPreTrainedModel
 from fastbert.modules.layer import BertLayer
 from fastbert.modules.linear import Linear
+from fastbert.modules.plain import touched
 from fastbert.modules.quantized_linear import QuantizedLinear
-from fastbert.modules.untouched import touched
 
 # The linear layers of a layer, nine tenths of its time and of the encoder's weights.
 LAYERS = ("attention.self.qkv", "attention.output.dense", "intermediate.dense", "output.dense")

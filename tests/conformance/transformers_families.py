@@ -143,7 +143,7 @@ def accelerate_every_encoder() -> None:
 
 if MODE == "fast":
     import fastbert
-    from fastbert.integrations import accelerated
+    from fastbert.integrations import accelerate as accelerated
 
     accelerate_every_encoder()
 elif MODE != "stock":

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import modeling_outputs
 
 import fastbert
-from fastbert.integrations import accelerated
+from fastbert.integrations import accelerate as accelerated
 from fastbert.testing.yardstick import Yardstick
 
 PAIRS = torch.tensor([0, 1, 1, 0])

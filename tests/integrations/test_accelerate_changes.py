@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 import fastbert
-from fastbert.integrations import accelerated
+from fastbert.integrations import accelerate as accelerated
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import fastbert
 from fastbert.data import PackedCollatorForTokenClassification
-from fastbert.integrations import accelerated
+from fastbert.integrations import accelerate as accelerated
 from fastbert.testing.yardstick import Yardstick
 
 

@@ -14,7 +14,7 @@ from tiny_hosts import model, rows_computed
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
 import fastbert
-from fastbert.integrations import accelerated
+from fastbert.integrations import accelerate as accelerated
 from fastbert.testing.compare import assert_close
 from fastbert.testing.yardstick import Yardstick
 

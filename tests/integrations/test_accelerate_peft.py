@@ -11,7 +11,7 @@ from tiny_hosts import LENGTHS, REASON, Sides, agree, batch, model, rows_compute
 from torch import nn
 
 import fastbert
-from fastbert.integrations import accelerated
+from fastbert.integrations import accelerate as accelerated
 from fastbert.testing.yardstick import Yardstick
 
 peft = pytest.importorskip("peft", reason="needs peft: pip install 'fastbert[test]'")

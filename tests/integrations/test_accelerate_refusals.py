@@ -13,7 +13,7 @@ from torch import nn
 from transformers.models.bert.modeling_bert import BertSelfOutput
 
 import fastbert
-from fastbert.integrations import accelerated
+from fastbert.integrations import accelerate as accelerated
 
 FAMILIES = (
     "bert, roberta, xlm-roberta, camembert, electra, albert, distilbert, mpnet, nomic_bert, "

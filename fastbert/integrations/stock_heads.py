@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastbert.integrations.accelerated import accelerate
+from fastbert.integrations.accelerate import accelerate
 from fastbert.integrations.stock_models import quiet
 
 try:

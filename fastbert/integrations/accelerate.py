@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from fastbert.integrations.engine import Engine
-from fastbert.integrations.transformers import restarts
+from fastbert.integrations.attention_interface import restarts
+from fastbert.integrations.bound_encoder import Engine
 from fastbert.io.families import FAMILIES
 from fastbert.modules.bert import Encoded
 from fastbert.modules.inputs import enter

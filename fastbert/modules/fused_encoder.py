@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from fastbert.modules.attention import BertAttention, BertSelfAttention, BertSelfOutput
-from fastbert.modules.backend import OperationModule
 from fastbert.modules.feed_forward import BertIntermediate, BertOutput
 from fastbert.modules.joined_linear import WHOLE, JoinedLinear
 from fastbert.modules.layer import BertLayer, PreNormLayer
 from fastbert.modules.layer_norm import LayerNorm
 from fastbert.modules.linear import Linear
+from fastbert.modules.operation import OperationModule
+from fastbert.modules.plain import touched
 from fastbert.modules.quantized_linear import QuantizedLinear
-from fastbert.modules.untouched import touched
 from fastbert.ops.backend import Choice, Request
 from fastbert.ops.encoder import ACTIVATIONS, INT8_OPERATIONS, OPERATIONS, choose
 from fastbert.ops.int8_linear import layout

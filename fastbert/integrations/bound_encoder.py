@@ -17,7 +17,7 @@ from fastbert.io import families
 from fastbert.modules import BertModel
 from fastbert.modules.joined_linear import JoinedLinear
 from fastbert.modules.layer_norm import LayerNorm
-from fastbert.modules.untouched import touched
+from fastbert.modules.plain import touched
 
 try:
     from transformers.activations import ACT2FN
