@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from fastbert.integrations.attention_interface import restarts
-from fastbert.integrations.bound_encoder import Engine
+from fastbert.integrations.bound_encoder import BoundEncoder
+from fastbert.integrations.packing import restarts
 from fastbert.io.families import FAMILIES
 from fastbert.modules.bert import Encoded
 from fastbert.modules.inputs import enter
@@ -36,7 +36,7 @@ except ImportError as error:
 
 Model = TypeVar("Model")
 
-ENGINE = "_fastbert_engine"
+BOUND = "_fastbert_bound_encoder"
 POOLED = "BaseModelOutputWithPooling"
 CROSSED = "BaseModelOutputWithPoolingAndCrossAttentions"
 # What each encoder of transformers returns.
@@ -86,16 +86,17 @@ def accelerate(model: Model, *, strict: bool = True) -> Model:
         found = list(_encoders(model))
         if not found:
             raise ValueError(_nothing_found(model))
-        ready = [(host, stock, Engine(host)) for host, stock in found if not _accelerated(host)]
+        plain = [(host, stock) for host, stock in found if not _accelerated(host)]
+        ready = [(host, stock, BoundEncoder(host)) for host, stock in plain]
     except ValueError as error:
         if strict:
             raise ValueError(f"accelerate: {error}") from error
         warnings.warn(f"accelerate: left {type(model).__name__} as it is: {error}", stacklevel=2)
         return model
-    for host, stock, engine in ready:
+    for host, stock, bound in ready:
         kind: Any = type(host)
         host.__class__ = _fast_class(kind, stock)
-        host.__dict__[ENGINE] = engine
+        host.__dict__[BOUND] = bound
     return model
 
 
@@ -105,15 +106,15 @@ def restore(model: Model) -> Model:
     for module in _module(model).modules():
         if _accelerated(module):
             module.__class__ = type(module).fastbert_restores
-            module.__dict__.pop(ENGINE, None)
+            module.__dict__.pop(BOUND, None)
     return model
 
 
-def engines(model: Any) -> dict[str, Engine]:
-    """The engines in ``model`` by the names of the modules that they run; none when it is not
-    accelerated."""
+def bound_encoders(model: Any) -> dict[str, BoundEncoder]:
+    """Our encoders in ``model`` by the names of the modules that they run; none when ``model`` is
+    not accelerated."""
     named = _module(model).named_modules()
-    return {name: _engine(module) for name, module in named if _accelerated(module)}
+    return {name: _bound(module) for name, module in named if _accelerated(module)}
 
 
 def _module(model: Any) -> nn.Module:
@@ -164,14 +165,14 @@ def _fast_class(kind: Any, stock: Any) -> Any:
             problem = "it is a replica of DataParallel, without parameters of its own"
         if problem is None:
             try:
-                engine = _engine(self)
-                problem = engine.bind()
+                bound = _bound(self)
+                problem = bound.bind()
             except ValueError as error:
                 problem = error
         if problem is not None:
             _warn_once(stock.__name__, str(problem))
             return stock.forward(self, *args, **kwargs)
-        return _run(self, engine, stock.__name__, given)
+        return _run(self, bound, stock.__name__, given)
 
     def train(self: Any, mode: bool = True) -> Any:
         if mode != self.training:
@@ -203,12 +204,12 @@ def _rebuild(kind: Any, stock: Any) -> Any:
     return made.__new__(made)
 
 
-def _engine(host: Any) -> Engine:
-    """A copy, a replica, a model out of a pickle and a rebuilt one make an engine of their own."""
-    engine = host.__dict__.get(ENGINE)
-    if engine is None or engine.host is not host or not engine.fits():
-        engine = host.__dict__[ENGINE] = Engine(host)
-    return engine
+def _bound(host: Any) -> BoundEncoder:
+    """The encoder bound to ``host``. A copy, a replica and a rebuilt model bind their own."""
+    bound = host.__dict__.get(BOUND)
+    if bound is None or bound.host is not host or not bound.fits():
+        bound = host.__dict__[BOUND] = BoundEncoder(host)
+    return bound
 
 
 def _exporting() -> bool:
@@ -227,21 +228,21 @@ def _warn_once(encoder: str, problem: str) -> None:
 # The call
 
 
-def _run(host: Any, engine: Engine, stock: str, given: dict[str, Any]) -> Any:
+def _run(host: Any, bound: BoundEncoder, stock: str, given: dict[str, Any]) -> Any:
     for name in REFUSED:
         if given.get(name) is not None and given[name] is not False:
             raise ValueError(f"{name}: got a value, allowed: None in an accelerated encoder")
     states = _flag(host, given, "output_hidden_states")
     weights = _flag(host, given, "output_attentions")
-    arguments, packed = _arguments(engine, given)
-    engine.settle_dropout()
-    encoder = engine.model.encoder
+    arguments, packed = _arguments(bound, given)
+    bound.settle_dropout()
+    encoder = bound.model.encoder
     encoder.gradient_checkpointing = _checkpointed(host)
-    tokens = enter(engine.model.config, **arguments)
+    tokens = enter(bound.model.config, **arguments)
     if packed is not None:
         layout = dataclasses.replace(tokens.layout, shape=packed)
         tokens = tokens._replace(layout=layout)
-    encoded = engine.model.encode_rows(
+    encoded = bound.model.encode_rows(
         tokens,
         list(weights) if isinstance(weights, (list, tuple)) else bool(weights),
         bool(states),
@@ -272,10 +273,10 @@ def _flag(host: Any, given: dict[str, Any], name: str) -> Any:
 
 
 def _arguments(
-    engine: Engine, given: dict[str, Any]
+    bound: BoundEncoder, given: dict[str, Any]
 ) -> tuple[dict[str, Any], tuple[int, int] | None]:
     """The arguments of ``enter``, and the (B, L) of packed input."""
-    choices = engine.model.config.architecture
+    choices = bound.model.config.architecture
     names = ["input_ids", "attention_mask", "position_ids", "inputs_embeds"]
     names += ["token_type_ids"] if choices.type_table else []
     arguments = {name: given.get(name) for name in names}

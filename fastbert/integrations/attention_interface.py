@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastbert import ops, reference
+from fastbert.integrations.packing import restarts
 from fastbert.ops.attention_context import attention_context
 from fastbert.ops.product import needs_gradient
 
@@ -118,23 +119,6 @@ def _as_arguments(mask: Tensor | None, keys: int) -> tuple[Tensor | None, Tensor
         mask = mask[:, None]
     mask = mask[..., :keys]
     return (None, mask) if mask.is_floating_point() else (mask.bool(), None)
-
-
-def restarts(position_ids: Tensor, batch: int, length: int) -> tuple[Tensor | None, Tensor | None]:
-    """Sequences packed in rows, whose positions do not go on, as cu_seqlens; in a graph, which may
-    not depend on where they begin, as a mask of pairs. Neither for whole rows.
-    """
-    if position_ids.shape[-1] != length:
-        return None, None
-    starts = position_ids.diff(dim=-1) != 1
-    if torch.compiler.is_compiling():
-        sequence = F.pad(starts, (1, 0)).cumsum(-1)
-        return sequence[:, None, :, None] == sequence[:, None, None, :], None
-    if not bool(starts.any()):
-        return None, None
-    starts = F.pad(starts, (1, 0), value=True).expand(batch, length).flatten()
-    first = starts.nonzero().flatten().int()
-    return None, F.pad(first, (0, 1), value=batch * length)
 
 
 def mask(

@@ -122,7 +122,7 @@ class Watch(NamedTuple):
         )
 
 
-class Engine:
+class BoundEncoder:
     """``model``: a ``BertModel`` of ours with the parameters of ``host``, transformers' encoder.
 
     Raises ValueError, naming what is in the way, for a host that it cannot compute.
