@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DIRECTORIES = [
     *("tests/csrc", "tests/kernels", "tests/ops", "tests/modules"),
     *("tests/integrations", "tests/testing", "tests/bench", "tests/cli", "tests/data"),
-    "tests/inference",
+    *("tests/inference", "tests/jobs"),
 ]
 PROCESSORS = {
     "SSE": {

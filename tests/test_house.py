@@ -49,8 +49,10 @@ ALLOWED = {
         "config",
         "version",
     },
+    "jobs": {"jobs", "cli", "data", "io", "modules", "bench", "version"},
     "cli": {
         "cli",
+        "jobs",
         "training",
         "data",
         "modules",

@@ -21,8 +21,8 @@ from fastbert.cli.common import (
     print_json,
     refuse_backend,
 )
-from fastbert.cli.rows import LimitedTokenizer, compute, fingerprint, pack, print_summary
-from fastbert.cli.texts import Texts, blocks, check_output, write_parquet
+from fastbert.jobs.batch_job import LimitedTokenizer, compute, fingerprint, pack, print_summary
+from fastbert.jobs.texts import Texts, blocks, check_output, write_parquet
 
 if TYPE_CHECKING:
     import numpy as np

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fastbert.cli.common import BACKENDS, one_of
-from fastbert.cli.rows import LimitedTokenizer, compute, fingerprint, print_summary
-from fastbert.cli.texts import Texts, blocks, check_output, write_parquet
+from fastbert.jobs.batch_job import LimitedTokenizer, compute, fingerprint, print_summary
+from fastbert.jobs.texts import Texts, blocks, check_output, write_parquet
 
 if TYPE_CHECKING:
     import numpy as np
@@ -124,7 +124,7 @@ def run(
     """Encodes ``texts`` and writes ``target``; returns the summary that ``--json`` prints."""
     import torch
 
-    from fastbert.cli.after_encoder import AfterEncoder
+    from fastbert.jobs.after_encoder import AfterEncoder
     from fastbert.modules import BertModel
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from fastbert.cli.after_encoder import AfterEncoder
-from fastbert.cli.partial_rows import PartialRows
 from fastbert.data import stories
+from fastbert.jobs.after_encoder import AfterEncoder
+from fastbert.jobs.partial_output import PartialOutput
 from fastbert.modules import BertForMaskedLM
 
 # Its attribute in fastbert.cli is the command.
@@ -25,7 +25,7 @@ encode_module = importlib.import_module("fastbert.cli.encode")
 OPTIONS = ("--tokens-per-batch", 16)
 KILLED = """
 import os
-from fastbert.cli.after_encoder import AfterEncoder
+from fastbert.jobs.after_encoder import AfterEncoder
 calls, pool = [], AfterEncoder.forward
 def killed(*arguments):
     calls.append(1)
@@ -261,7 +261,7 @@ def test_damaged_rows_start_anew(encode, stop, monkeypatch, tmp_path):
 
 
 def test_two_runs_into_one_file(encode, tmp_path):
-    with PartialRows(tmp_path / "rows.npy", (100, 32), {}):
+    with PartialOutput(tmp_path / "rows.npy", (100, 32), {}):
         result = encode(tmp_path / "rows.npy")
     assert result.exit_code == 2
     assert "another run is writing" in result.output

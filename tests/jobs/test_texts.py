@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from fastbert.cli.texts import Texts, check_output
+from fastbert.jobs.texts import Texts, check_output
 
 PAIRS = [("a b", "c"), ("", "zwölf 漢字\u2028no new line"), ("[SEP]", "")]
 

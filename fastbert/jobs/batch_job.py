@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from fastbert.cli.common import err, out, print_json
-from fastbert.cli.partial_rows import PartialRows
-from fastbert.cli.texts import Texts
+from fastbert.jobs.partial_output import PartialOutput
+from fastbert.jobs.texts import Texts
 from fastbert.version import __version__
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def compute(
 
     digest = texts.digest
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with PartialRows(target, (texts.count, width), fingerprint) as partial:
+    with PartialOutput(target, (texts.count, width), fingerprint) as partial:
         resumed, tokens_before = partial.done, partial.totals["tokens"]
         start = time.perf_counter()
         with (

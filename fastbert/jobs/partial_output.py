@@ -24,7 +24,7 @@ WHOLE = "whole"
 OURS = (ROWS, STATE, f".{Path(STATE).stem}.", WHOLE)
 
 
-class PartialRows:
+class PartialOutput:
     """Float32 rows of ``shape`` (count, width), filled from the first to the last.
 
     The folder ``OUT.partial`` holds them as a .npy that is appended to, and a state.json: the
@@ -39,7 +39,7 @@ class PartialRows:
         self.done = 0
         self.totals: Counter[str] = Counter()
 
-    def __enter__(self) -> PartialRows:
+    def __enter__(self) -> PartialOutput:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = _lock(self.folder)
         try:
