@@ -28,9 +28,10 @@ from torch import Tensor, nn
 
 import fastbert
 from benchmarks.cpu.export import Hidden
+from fastbert import json_file
 from fastbert.bench.machine import describe
 from fastbert.bench.quantized_accuracy import model_folder, real_sentences
-from fastbert.cli.common import new_table, out, write_json
+from fastbert.cli.common import new_table, out
 
 PAUSE_S = 0.05
 # Of the largest element's difference of two embeddings of length 1: bf16 makes some thousandths.
@@ -186,7 +187,7 @@ def main() -> None:
         if "left out" in row:
             out.print(f"{row['contender']}: {row['left out']}", highlight=False)
     machine = describe()
-    write_json(options.out / "sentences.json", {"machine": machine, "rows": rows})
+    json_file.write(options.out / "sentences.json", {"machine": machine, "rows": rows})
     out.print(f"written to {options.out}/sentences.json; {options.threads} threads, {machine.cpu}")
 
 

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from fastbert.cli.common import err, new_table, out, print_json, write_atomically, write_json
+from fastbert import json_file
+from fastbert.atomic_file import write_atomically
+from fastbert.cli.common import err, new_table, out, print_json
 
 if TYPE_CHECKING:
     from fastbert.bench.encoder import EncoderRow
@@ -26,7 +28,7 @@ def bench(
         list[str] | None,
         typer.Option(help="Only this operation, or encoder; may be repeated."),
     ] = None,
-    json_file: Annotated[
+    json_path: Annotated[
         Path | None, typer.Option("--json", help="Write all figures to this file; - is stdout.")
     ] = None,
     plot: Annotated[
@@ -39,7 +41,7 @@ def bench(
     figures are medians. What is not right by [bold]fastbert check[/] is not
     timed, and the exit status is then 1.
     """
-    as_json = json_file is not None and str(json_file) == "-"
+    as_json = json_path is not None and str(json_path) == "-"
     if plot is not None and plot.suffix not in (".png", ".svg", ".pdf"):
         raise ValueError(f"--plot: got {str(plot)!r}, allowed: a .png, .svg or .pdf")
     machine, operations, encoder = measure(op or [], quick=quick)
@@ -48,8 +50,8 @@ def bench(
         print_json(content)
     else:
         print_rows(machine, operations, encoder)
-    if json_file is not None and not as_json:
-        write_json(json_file, content)
+    if json_path is not None and not as_json:
+        json_file.write(json_path, content)
     if plot is not None:
         from fastbert.bench.plots import plot_bench
 

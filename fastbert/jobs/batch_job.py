@@ -10,10 +10,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-from fastbert.cli.common import err, out, print_json
 from fastbert.jobs.partial_output import PartialOutput
+from fastbert.jobs.reporter import Reporter
 from fastbert.jobs.texts import Texts
 from fastbert.version import __version__
 
@@ -85,6 +83,7 @@ def compute(
     device: torch.device,
     fingerprint: dict[str, Any],
     write: Callable[[NDArray[np.float32], Path], None] | None,
+    reporter: Reporter,
 ) -> dict[str, Any]:
     """Writes OUT from ``forward(batch)``, (B, width) for a packed batch of B; the summary of it.
 
@@ -95,22 +94,17 @@ def compute(
     import torch
 
     digest = texts.digest
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with PartialOutput(target, (texts.count, width), fingerprint) as partial:
+    with PartialOutput(target, (texts.count, width), fingerprint, reporter) as partial:
         resumed, tokens_before = partial.done, partial.totals["tokens"]
         start = time.perf_counter()
-        with (
-            Progress(*columns, TimeRemainingColumn(), console=err) as progress,
-            torch.inference_mode(),
-        ):
-            task = progress.add_task("texts", total=texts.count, completed=resumed)
+        with reporter.progress(texts.count, resumed) as advance, torch.inference_mode():
             encoded = map(tokenizer, islice(texts, resumed, None))
             for window in windows(encoded, WINDOW_BATCHES * tokens_per_batch):
                 rows = np.empty((len(window), width), dtype=np.float32)
                 for batch in length_batches([len(line.ids) for line in window], tokens_per_batch):
                     values = forward(pack([window[i] for i in batch], device))
                     rows[batch] = values.float().cpu().numpy()
-                    progress.advance(task, len(batch))
+                    advance(len(batch))
                 partial.append(
                     rows,
                     tokens=sum(len(line.ids) for line in window),
@@ -209,19 +203,3 @@ def _digest_of_model(folder: Path) -> str:
             while block := file.read(1 << 20):
                 digest.update(block)
     return digest.hexdigest()
-
-
-def print_summary(summary: dict[str, Any], detail: str, *, as_json: bool) -> None:
-    if as_json:
-        print_json(summary)
-        return
-    out.print(
-        f"{summary['texts']:,} texts, {summary['tokens']:,} tokens in {summary['seconds']:.1f} s "
-        f"({summary['tokens_per_second']:,.0f} tokens/s) → {summary['output']} {detail}",
-        highlight=False,
-        soft_wrap=True,
-    )
-    if summary["truncated"]:
-        err.print(
-            f"note: {summary['truncated']:,} texts were cut to {summary['max_length']} tokens"
-        )

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastbert.cli.common import err, jsonable, write_json
+from fastbert import json_file
+from fastbert.jobs.reporter import SILENT, Reporter
 
 if TYPE_CHECKING:
     import numpy as np
@@ -33,8 +34,15 @@ class PartialOutput:
     ``totals`` the sums of what came with them. Raises ValueError when another process is at it.
     """
 
-    def __init__(self, target: Path, shape: tuple[int, int], fingerprint: dict[str, Any]) -> None:
-        self.target, self.shape, self.fingerprint = target, shape, jsonable(fingerprint)
+    def __init__(
+        self,
+        target: Path,
+        shape: tuple[int, int],
+        fingerprint: dict[str, Any],
+        reporter: Reporter = SILENT,
+    ) -> None:
+        self.target, self.shape, self.reporter = target, shape, reporter
+        self.fingerprint = json_file.jsonable(fingerprint)
         self.folder = target.with_name(f"{target.name}.partial")
         self.done = 0
         self.totals: Counter[str] = Counter()
@@ -53,7 +61,7 @@ class PartialOutput:
     def __exit__(self, kind: Any, *_: Any) -> None:
         self._file.close()
         if kind is not None and self.done:
-            _say(
+            self.reporter.note(
                 f"stopped: {self.done:,} of {self.shape[0]:,} rows are kept in {self.folder}; "
                 "the same command goes on from there"
             )
@@ -107,9 +115,11 @@ class PartialOutput:
             return
         if other or not whole or done > self.shape[0]:
             why = f"of a run with another {', '.join(other)}" if other else "damaged"
-            _say(f"{self.folder} is {why}: starting anew")
+            self.reporter.note(f"{self.folder} is {why}: starting anew")
             return
-        _say(f"resuming after {done:,} of {self.shape[0]:,} rows, kept in {self.folder}")
+        self.reporter.note(
+            f"resuming after {done:,} of {self.shape[0]:,} rows, kept in {self.folder}"
+        )
         self.done, self.totals = done, totals
 
     def _open(self) -> Any:
@@ -134,11 +144,7 @@ class PartialOutput:
 
     def _write_state(self) -> None:
         content = {"fingerprint": self.fingerprint, "rows": self.done, "totals": self.totals}
-        write_json(self.folder / STATE, content)
-
-
-def _say(text: str) -> None:
-    err.print(f"note: {text}", soft_wrap=True, highlight=False, markup=False)
+        json_file.write(self.folder / STATE, content)
 
 
 def _flush(file: Any) -> None:

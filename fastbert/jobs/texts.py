@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastbert.cli.common import err
+from fastbert.jobs.reporter import SILENT, Reporter
 
 if TYPE_CHECKING:
     import numpy as np
@@ -27,7 +27,7 @@ class Texts:
     Raises FileNotFoundError, or ValueError naming the line that is no string in Unicode.
     """
 
-    def __init__(self, path: Path, fields: tuple[str, ...]) -> None:
+    def __init__(self, path: Path, fields: tuple[str, ...], reporter: Reporter = SILENT) -> None:
         if path.suffix.lower() not in FORMATS:
             raise ValueError(f"INPUT: got {str(path)!r}, allowed: a {', '.join(FORMATS)} file")
         if path.suffix.lower() == ".txt" and fields != ("text",):
@@ -37,7 +37,7 @@ class Texts:
             )
         self.path, self.fields = path, fields
         self.count, self.digest = 0, ""
-        with err.status(f"reading {path}"):
+        with reporter.reading(path):
             for _ in self:
                 pass
         if not self.count:

@@ -8,8 +8,9 @@ import sys
 
 import pytest
 
+from fastbert.atomic_file import write_atomically
 from fastbert.cli import common
-from fastbert.cli.common import jsonable, write_atomically
+from fastbert.json_file import jsonable
 from fastbert.ops import backend
 from fastbert.testing import parity
 from fastbert.version import __version__

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from fastbert.data import stories
+from fastbert.jobs import encode as job
 from fastbert.jobs.after_encoder import AfterEncoder
 from fastbert.jobs.partial_output import PartialOutput
 from fastbert.modules import BertForMaskedLM
@@ -126,7 +127,7 @@ def test_stopped_while_the_parquet_is_written(encode, monkeypatch, tmp_path):
         path.write_bytes(b"PAR1")
         raise OSError("disk full")
 
-    monkeypatch.setattr(encode_module, "write_embeddings", half)
+    monkeypatch.setattr(job, "write_embeddings", half)
     result = encode(tmp_path / "rows.parquet")
     assert result.exit_code == 2
     assert "100 of 100 rows are kept" in result.output

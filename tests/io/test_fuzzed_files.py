@@ -18,7 +18,6 @@ import pytest
 import torch
 from pyarrow import parquet
 
-from fastbert.cli.encode import read_recipe
 from fastbert.config import BertConfig
 from fastbert.data import (
     load_tokenizer,
@@ -29,6 +28,7 @@ from fastbert.data import (
 )
 from fastbert.io import checkpoint, families, safetensors_file
 from fastbert.io import sentence_transformers_folder as stored
+from fastbert.jobs.encode import read_recipe
 from fastbert.jobs.partial_output import PartialOutput
 from fastbert.jobs.texts import Texts
 from fastbert.modules import BertModel
