@@ -11,7 +11,7 @@ from fastbert import json_file
 from fastbert.cli.common import err, new_table, out, print_json
 
 if TYPE_CHECKING:
-    from fastbert.training.demo import DemoReport
+    from fastbert.training.report import DemoReport
 
 
 def demo(
