@@ -22,7 +22,7 @@ from typing import Any
 from benchmarks.cpu import accuracy, breakdown, encoder, report, training
 from benchmarks.cpu.ceilings import Ceilings, measure
 from benchmarks.cpu.contest import TOO_LONG_S, CpuRow, Setting, padded_flops
-from benchmarks.cpu.engines import BF16, ENGINES
+from benchmarks.cpu.runtimes import BF16, ENGINES
 from fastbert.bench.contest import to_dict
 from fastbert.bench.machine import cpu_cores, describe
 

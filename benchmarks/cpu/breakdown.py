@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.cpu.contest import Setting
 from benchmarks.cpu.encoder import Scale, matches, prepare
-from benchmarks.cpu.engines import BF16, BY_NAME, FP32, Built
 from benchmarks.cpu.remote import Failed, Remote
+from benchmarks.cpu.runtimes import BF16, BY_NAME, FP32, Built
 from fastbert.bench.limits import Work
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.cpu.ceilings import Ceilings
-from benchmarks.cpu.engines import BF16, BY_NAME, FP32, INT8
 from benchmarks.cpu.remote import Failed, Remote, RemoteWatch
+from benchmarks.cpu.runtimes import BF16, BY_NAME, FP32, INT8
 from fastbert.bench.contest import Row, Target, fastest, ratio
 from fastbert.bench.encoder import EncoderShape, Notify
 from fastbert.bench.timing import Timing, alternate

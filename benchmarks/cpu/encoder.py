@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.cpu.contest import CpuRow, Setting, judge, line, padded_flops, play
-from benchmarks.cpu.engines import BF16, ENGINES, FP32, INT8, ONNX, OPENVINO, WEIGHTS, Engine
 from benchmarks.cpu.remote import ROOT, Failed, Remote
+from benchmarks.cpu.runtimes import BF16, ENGINES, FP32, INT8, ONNX, OPENVINO, WEIGHTS, Engine
 from fastbert.bench.contest import Target
 from fastbert.bench.encoder import (
     BASE,

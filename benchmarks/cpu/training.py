@@ -18,8 +18,8 @@ from benchmarks.cpu.contest import (
     line,
     take_turns,
 )
-from benchmarks.cpu.engines import BF16, BY_NAME, FP32
 from benchmarks.cpu.remote import Remote
+from benchmarks.cpu.runtimes import BF16, BY_NAME, FP32
 from fastbert.bench.contest import Target
 from fastbert.bench.encoder import BASE, SMALL, STOCK, EncoderShape, half_padded
 

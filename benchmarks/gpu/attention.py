@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.gpu.engines import attention_variants, compiler, dense_twin, left_out, ours
+from benchmarks.gpu.contenders import attention_variants, compiler, dense_twin, left_out, ours
 from benchmarks.gpu.match import Contender, Match
 from fastbert.bench.attention_peers import dense_peers, varlen_peers
 from fastbert.bench.encoder import half_padded

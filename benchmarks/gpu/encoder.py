@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import fastbert
-from benchmarks.gpu.engines import OURS, compiler
+from benchmarks.gpu.contenders import OURS, compiler
 from benchmarks.gpu.match import TRAINING, Contender, Match
 from fastbert.bench import encoder
 from fastbert.bench.attention_peers import Prepared

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.gpu.engines import compiler, gemm_variants, ours, stock
+from benchmarks.gpu.contenders import compiler, gemm_variants, ours, stock
 from benchmarks.gpu.match import Contender, Match
 from fastbert.bench.attention_peers import Prepared, of_function
 from fastbert.bench.limits import BACKWARD, FORWARD, RATIO_GOALS, work

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.gpu.engines import ours, stock
+from benchmarks.gpu.contenders import ours, stock
 from benchmarks.gpu.match import Match
 from fastbert import ops
 from fastbert.bench import peers

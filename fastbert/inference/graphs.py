@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from fastbert.modules import BaseModelOutputWithPooling, BertModel
+from fastbert.modules.batch_layout import Layout
 from fastbert.modules.bert import Encoded
 from fastbert.modules.inputs import Rows, enter
-from fastbert.modules.layout import Layout
 from fastbert.modules.outputs import as_asked
 
 WARM_UPS = 3

@@ -21,9 +21,9 @@ from torch.nn.modules.module import _has_any_global_hook
 from fastbert.integrations.bound_encoder import BoundEncoder
 from fastbert.integrations.packing import restarts
 from fastbert.io.families import FAMILIES
+from fastbert.modules.batch_layout import Layout
 from fastbert.modules.bert import Encoded
 from fastbert.modules.inputs import enter
-from fastbert.modules.layout import Layout
 from fastbert.ops import packed_weights
 
 try:

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from fastbert import ops
 from fastbert.config import BertConfig
 from fastbert.io.names import QKV
+from fastbert.modules.batch_layout import Layout
 from fastbert.modules.dropout import NO_SEEDS, LayerSeeds
 from fastbert.modules.layer_norm import LayerNorm
-from fastbert.modules.layout import Layout
 from fastbert.modules.linear import Linear
 from fastbert.modules.operation import OperationModule
 from fastbert.modules.plain import touched

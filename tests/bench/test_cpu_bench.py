@@ -11,7 +11,7 @@ import pytest
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # benchmarks/ is no part of the package
 
 from benchmarks.cpu import __main__ as cpu
-from benchmarks.cpu import accuracy, breakdown, ceilings, contest, encoder, engines, report
+from benchmarks.cpu import accuracy, breakdown, ceilings, contest, encoder, report, runtimes
 from benchmarks.cpu.ceilings import Ceilings
 from benchmarks.cpu.contest import CpuRow, Setting
 from benchmarks.cpu.remote import Failed, Remote
@@ -91,7 +91,7 @@ def test_the_shapes_and_targets():
 
 
 def row(name: str, seconds: float | None = None, label: str = "l") -> CpuRow:
-    engine = engines.BY_NAME[name]
+    engine = runtimes.BY_NAME[name]
     return CpuRow(
         "s", "s", label, "encoder", engine.form, "inference", name, engine.ours, seconds=seconds
     )
@@ -170,7 +170,7 @@ def test_nobody_is_left_out_silently(monkeypatch):
         "OpenVINO bf16": Fake(2.0),
     }
     rows = played(workers)
-    assert list(rows) == [n for n in engines.BY_NAME if n in workers or n == "ONNX Runtime fp32"]
+    assert list(rows) == [n for n in runtimes.BY_NAME if n in workers or n == "ONNX Runtime fp32"]
     assert rows["fastbert bf16"].samples == contest.MIN_SAMPLES
     assert rows["transformers sdpa fp32"].samples == contest.MIN_SAMPLES
     assert workers["transformers eager bf16"].calls == 0

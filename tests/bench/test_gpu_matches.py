@@ -15,7 +15,7 @@ import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # benchmarks/ is no part of the package
 
-from benchmarks.gpu import bench, contest, engines, gemm
+from benchmarks.gpu import bench, contenders, contest, gemm
 from benchmarks.gpu.contest import Deadline, GpuRow, Setting
 from benchmarks.gpu.judge import Judge, other_values, rotated, sample
 from benchmarks.gpu.match import Contender, Match
@@ -230,16 +230,16 @@ def test_the_content_of_a_section(tmp_path, monkeypatch):
 
 
 def test_variants_are_triton_on_a_gpu():
-    assert engines.attention_variants("cpu") == []
-    assert engines.gemm_variants("linear_gelu", limits.FORWARD, "cpu") == []
+    assert contenders.attention_variants("cpu") == []
+    assert contenders.gemm_variants("linear_gelu", limits.FORWARD, "cpu") == []
 
 
-@pytest.mark.parametrize("engine", engines.GEMM_ENGINES)
+@pytest.mark.parametrize("engine", contenders.GEMM_ENGINES)
 @pytest.mark.parametrize(
     ("op", "direction", "prepare"),
     [
-        ("linear_gelu", limits.FORWARD, engines._linear_gelu_engine),
-        ("feed_forward", limits.BACKWARD, engines._feed_forward_engine),
+        ("linear_gelu", limits.FORWARD, contenders._linear_gelu_engine),
+        ("feed_forward", limits.BACKWARD, contenders._feed_forward_engine),
     ],
 )
 def test_the_engines_of_a_product_are_right(op, direction, prepare, engine):
@@ -267,8 +267,8 @@ def judged_right(case: Case, direction: str, contender: Contender, dtype=torch.f
     ids=lambda case: case.op,
 )
 def test_the_paths_of_attention_are_right(case, direction):
-    for path in engines.ATTENTION_PATHS:
-        prepare = functools.partial(engines._attention_path, path)
+    for path in contenders.ATTENTION_PATHS:
+        prepare = functools.partial(contenders._attention_path, path)
         judged_right(case, direction, Contender(path, prepare, ours=True), torch.float16)
 
 
