@@ -22,9 +22,9 @@ from typing import Any
 from benchmarks.cpu import accuracy, breakdown, encoder, report, training
 from benchmarks.cpu.ceilings import Ceilings, measure
 from benchmarks.cpu.contest import TOO_LONG_S, CpuRow, Setting, padded_flops
-from benchmarks.cpu.engines import BF16, ENGINES
-from benchmarks.gpu.contest import to_dict
-from fastbert.testing.machine import cpu_cores, describe
+from benchmarks.cpu.runtimes import BF16, ENGINES
+from fastbert.bench.contest import to_dict
+from fastbert.bench.machine import cpu_cores, describe
 
 SECTIONS = report.ORDER
 # Seconds of one match's turns, of one training contest's, and of one shape's breakdown.

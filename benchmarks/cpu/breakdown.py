@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.cpu.contest import Setting
 from benchmarks.cpu.encoder import Scale, matches, prepare
-from benchmarks.cpu.engines import BF16, BY_NAME, FP32, Built
 from benchmarks.cpu.remote import Failed, Remote
-from fastbert.testing.limits import Work
+from benchmarks.cpu.runtimes import BF16, BY_NAME, FP32, Built
+from fastbert.bench.limits import Work
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -40,8 +40,8 @@ def operations(
     import torch
 
     from benchmarks.cpu.batches import batches
+    from fastbert.bench.timing import alternate
     from fastbert.modules.inputs import enter
-    from fastbert.testing.timing import alternate
 
     model, config = built.model, built.model.config
     batch = built.inputs(batches(config.vocab_size, lengths)[0])

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.cpu.contest import CpuRow, Setting, Target, judge, line, padded_flops, play
-from benchmarks.cpu.engines import BF16, ENGINES, FP32, INT8, ONNX, OPENVINO, WEIGHTS, Engine
+from benchmarks.cpu.contest import CpuRow, Setting, judge, line, padded_flops, play
 from benchmarks.cpu.remote import ROOT, Failed, Remote
-from fastbert.config import BertConfig
-from fastbert.testing.bench_encoder import (
+from benchmarks.cpu.runtimes import BF16, ENGINES, FP32, INT8, ONNX, OPENVINO, WEIGHTS, Engine
+from fastbert.bench.contest import Target
+from fastbert.bench.encoder import (
     BASE,
     MINILM,
     SMALL,
@@ -26,6 +26,7 @@ from fastbert.testing.bench_encoder import (
     half_padded,
     random_weights,
 )
+from fastbert.config import BertConfig
 
 FULL, HALF, ONE = "full", "half padded", "one sequence"
 EXPORT_LIMIT_S = 300

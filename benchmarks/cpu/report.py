@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cpu import accuracy, breakdown
-from fastbert.testing.machine import Machine
-from fastbert.testing.plots import plot_matches
+from fastbert.bench.machine import Machine
+from fastbert.bench.plots import plot_matches
 
 PAGE = "cpu.md"
 CONTESTS = ("bert-base", "minilm", "training")

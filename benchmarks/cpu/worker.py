@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cpu.batches import batches, sample
-from benchmarks.cpu.engines import Built, build
+from benchmarks.cpu.runtimes import Built, build
 
 # A call shorter than SHORT_S is repeated for WARM_S before it is timed.
 SHORT_S, WARM_S = 0.1, 0.03

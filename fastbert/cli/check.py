@@ -118,9 +118,10 @@ def _selections(
     """One selection of cases per backend that serves any of them here."""
     import torch
 
-    from fastbert.testing import cases, parity
+    from fastbert.testing import parity
+    from fastbert.testing.selection import find
 
-    cases.find(op, case)
+    find(op, case)
     selections = []
     for name in BACKENDS if backend is None else (backend,):
         interpreted = name == "triton" and not torch.cuda.is_available()

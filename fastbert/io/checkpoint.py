@@ -11,7 +11,7 @@ import warnings
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,9 +20,6 @@ from fastbert import json_file
 from fastbert.config import OURS, BertConfig
 from fastbert.io import commit, families, names, safetensors_file, sentence_transformers_folder
 from fastbert.io.commit import CONFIG
-
-if TYPE_CHECKING:
-    from fastbert.modules.pretrained import BertPreTrainedModel
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -38,6 +35,22 @@ DOWNLOADED = (
 )  # fmt: skip
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+class StoredModel(Protocol):
+    """The parts of a ``fastbert.modules.BertPreTrainedModel`` that a checkpoint is made of."""
+
+    config: BertConfig
+    body_prefix: str
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def tied(self) -> dict[str, str]: ...
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state_dict: Any, strict: bool = ...) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -220,7 +233,7 @@ def _is_plain(name: object, tensor: object) -> bool:
     )
 
 
-def fit(model: BertPreTrainedModel, stored: Stored) -> dict[str, Tensor]:
+def fit(model: StoredModel, stored: Stored) -> dict[str, Tensor]:
     """The stored tensors under the names of ``model``, which may be on the meta device.
 
     Weights of heads that ``model`` does not have are among them. Raises ValueError when a shape
@@ -246,7 +259,7 @@ def fit(model: BertPreTrainedModel, stored: Stored) -> dict[str, Tensor]:
     return tensors
 
 
-def load_into(model: BertPreTrainedModel, tensors: dict[str, Tensor], folder: Path) -> None:
+def load_into(model: StoredModel, tensors: dict[str, Tensor], folder: Path) -> None:
     """Copies what ``fit`` returned into ``model``; one warning names what the checkpoint in
     ``folder`` lacks and what nobody knows."""
     expected = _own_state(model)
@@ -266,7 +279,7 @@ def load_into(model: BertPreTrainedModel, tensors: dict[str, Tensor], folder: Pa
     model.load_state_dict({n: t for n, t in tensors.items() if n in expected}, strict=False)
 
 
-def _own_state(model: BertPreTrainedModel) -> dict[str, Tensor]:
+def _own_state(model: StoredModel) -> dict[str, Tensor]:
     """The state of ``model`` without the second names of tied parameters."""
     tied = model.tied()
     return {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
@@ -311,7 +324,7 @@ def _few(items: list[str], separator: str = ", ", most: int = 10) -> str:
 # Writing
 
 
-def write(folder: str | os.PathLike[str], model: BertPreTrainedModel) -> None:
+def write(folder: str | os.PathLike[str], model: StoredModel) -> None:
     """Writes ``model`` so that transformers' class of the same name opens it.
 
     A tied parameter is stored once, under the name transformers keeps. Both files appear together

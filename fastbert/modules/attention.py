@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from fastbert import ops
 from fastbert.config import BertConfig
 from fastbert.io.names import QKV
-from fastbert.modules.backend import OperationModule
+from fastbert.modules.batch_layout import Layout
 from fastbert.modules.dropout import NO_SEEDS, LayerSeeds
 from fastbert.modules.layer_norm import LayerNorm
-from fastbert.modules.layout import Layout
 from fastbert.modules.linear import Linear
+from fastbert.modules.operation import OperationModule
+from fastbert.modules.plain import touched
 from fastbert.modules.positions import Rotary
 from fastbert.modules.quantized_linear import QuantizedLinear
-from fastbert.modules.untouched import touched
 from fastbert.ops.attention_context import attention_context
 from fastbert.ops.product import needs_gradient
 

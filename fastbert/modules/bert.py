@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from fastbert.config import BertConfig
+from fastbert.modules.batch_layout import Layout
 from fastbert.modules.dropout import draw_seeds
 from fastbert.modules.embeddings import BertEmbeddings
 from fastbert.modules.encoder import BertEncoder
 from fastbert.modules.inputs import Rows, enter
-from fastbert.modules.layout import Layout
 from fastbert.modules.linear import Linear
 from fastbert.modules.outputs import BaseModelOutputWithPooling, as_asked
 from fastbert.modules.pretrained import BertPreTrainedModel

@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 from fastbert import ops
 from fastbert.config import BertConfig
-from fastbert.modules.backend import OperationModule
 from fastbert.modules.inputs import Rows
 from fastbert.modules.layer_norm import LayerNorm
 from fastbert.modules.linear import Linear
-from fastbert.modules.untouched import touched
+from fastbert.modules.operation import OperationModule
+from fastbert.modules.plain import touched
 
 
 class BertEmbeddings(OperationModule):

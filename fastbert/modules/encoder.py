@@ -11,12 +11,12 @@ from torch.utils.checkpoint import checkpoint
 
 from fastbert import ops
 from fastbert.config import BertConfig
+from fastbert.modules.batch_layout import Layout
 from fastbert.modules.dropout import NO_SEEDS, LayerSeeds
+from fastbert.modules.fused_encoder import Stack, stack
 from fastbert.modules.layer import BertLayer, PreNormLayer
 from fastbert.modules.layer_norm import LayerNorm
-from fastbert.modules.layout import Layout
 from fastbert.modules.positions import DistanceBias
-from fastbert.modules.stack import Stack, stack
 from fastbert.ops.backend import Choice
 from fastbert.ops.product import needs_gradient
 

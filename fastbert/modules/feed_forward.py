@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from fastbert import ops
 from fastbert.config import BertConfig
-from fastbert.modules.backend import OperationModule
 from fastbert.modules.layer_norm import LayerNorm
+from fastbert.modules.operation import OperationModule
+from fastbert.modules.plain import touched
 from fastbert.modules.quantized_linear import QuantizedLinear
-from fastbert.modules.untouched import touched
 
 # hidden_act of a config.json → ``activation`` of ``ops.feed_forward`` → ``approximate`` of
 # ``ops.linear_gelu``.

@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 from fastbert import ops
 from fastbert.config import BertConfig
-from fastbert.modules.backend import OperationModule
 from fastbert.modules.feed_forward import ACTIVATIONS
 from fastbert.modules.inputs import check_range
 from fastbert.modules.layer_norm import LayerNorm
 from fastbert.modules.linear import Linear
+from fastbert.modules.operation import OperationModule
 from fastbert.ops.feed_forward import ACTIVATIONS as APPROXIMATE
 
 IGNORED = -100

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastbert.config import BertConfig
-from fastbert.modules.layout import Layout
+from fastbert.modules.batch_layout import Layout
 from fastbert.modules.positions import rotation
 from fastbert.ops.varlen import any_outside, sequence_positions, unpad_indices
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from fastbert import ops
-from fastbert.modules.backend import OperationModule
-from fastbert.modules.untouched import Joined, touched
+from fastbert.modules.operation import OperationModule
+from fastbert.modules.plain import Joined, touched
 from fastbert.ops import backend as backends
 
 # As many rows as any product has.

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from fastbert import ops
 from fastbert.config import BertConfig
 from fastbert.modules.attention import BertAttention
+from fastbert.modules.batch_layout import Layout
 from fastbert.modules.dropout import NO_SEEDS, LayerSeeds
 from fastbert.modules.feed_forward import BertIntermediate, BertOutput
-from fastbert.modules.layout import Layout
 
 
 class BertLayer(nn.Module):

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastbert.config import BertConfig
+from fastbert.modules.batch_layout import Layout
 from fastbert.modules.bert import BertModel, Encoded
 from fastbert.modules.heads import (
     LMPredictionHead,
@@ -25,7 +26,6 @@ from fastbert.modules.heads import (
     cross_entropy,
 )
 from fastbert.modules.inputs import check_shape
-from fastbert.modules.layout import Layout
 from fastbert.modules.outputs import (
     BertForPreTrainingOutput,
     MaskedLMOutput,

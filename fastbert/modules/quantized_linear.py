@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fastbert import ops
-from fastbert.modules.backend import OperationModule
+from fastbert.modules.operation import OperationModule
 from fastbert.ops.int8_linear import Int8Weight, integers, layout, pack, unpack
 
 

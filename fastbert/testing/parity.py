@@ -14,9 +14,10 @@ from torch import Tensor
 from fastbert import ops, reference
 from fastbert.ops import backend as backends
 from fastbert.ops.feed_forward import APPROXIMATIONS
-from fastbert.testing.cases import TABLE_OF, Case, Inputs, find
+from fastbert.testing.cases import TABLE_OF, Case, Inputs
 from fastbert.testing.compare import Comparison, compare
 from fastbert.testing.random_cases import random_cases
+from fastbert.testing.selection import find
 from fastbert.testing.yardstick import Yardstick
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -16,15 +16,15 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from fastbert.data import read_documents, stories
-from fastbert.testing import parity
-from fastbert.testing.bench_encoder import (
+from fastbert.bench.encoder import (
     MINILM,
     EncoderRow,
     EncoderShape,
     bench_encoder,
     half_padded,
 )
+from fastbert.data import read_documents, stories
+from fastbert.testing import parity
 from fastbert.testing.model_parity import check_model
 from fastbert.training.checkpoint import CHECKPOINT
 from fastbert.training.examples import Example, fill_masks
@@ -32,7 +32,7 @@ from fastbert.training.loop import TrainResult, pretrain
 from fastbert.training.options import PretrainOptions
 from fastbert.training.preparation import Documents, split_documents
 from fastbert.training.reopen import Pair, Reopened, compare_with_transformers
-from fastbert.training.report import TITLE, write_report
+from fastbert.training.report import TITLE, DemoReport, Target, write_report
 
 # What the built-in corpus must reach on held-out stories.
 MLM_TIMES_BASELINE = 3.0
@@ -73,39 +73,6 @@ class DemoSize:
     )
     speed_seconds: float = 6.0
     speed_dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
-
-
-@dataclass(frozen=True)
-class Target:
-    """One thing the demo promises: the figure it got, and what is needed, in words."""
-
-    name: str
-    figure: str
-    needed: str
-    passed: bool
-
-
-@dataclass(frozen=True)
-class DemoReport:
-    """What the demo found. ``reopened`` is None without transformers; ``seconds`` per phase."""
-
-    folder: Path
-    corpus: str
-    targets: list[Target]
-    training: TrainResult
-    examples: list[Example]
-    reopened: Reopened | None
-    parity: list[parity.Row]
-    speed: list[EncoderRow]
-    seconds: dict[str, float]
-
-    @property
-    def passed(self) -> bool:
-        return all(target.passed for target in self.targets)
-
-    @property
-    def report(self) -> Path:
-        return self.folder / "report.md"
 
 
 class _Phases:

@@ -5,19 +5,55 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastbert.testing import machine
-from fastbert.testing.plots import plot_bench
+from fastbert.bench import machine
+from fastbert.bench.plots import plot_bench
 
 if TYPE_CHECKING:
-    from fastbert.testing.bench_encoder import EncoderRow
+    from fastbert.bench.encoder import EncoderRow
     from fastbert.testing.parity import Row
-    from fastbert.training.demo import DemoReport
+    from fastbert.training.examples import Example
+    from fastbert.training.loop import TrainResult
+    from fastbert.training.reopen import Reopened
 
 # The first words of a report, by which a later demo knows its own folder.
 TITLE = "# fastbert demo"
+
+
+@dataclass(frozen=True)
+class Target:
+    """One thing the demo promises: the figure it got, and what is needed, in words."""
+
+    name: str
+    figure: str
+    needed: str
+    passed: bool
+
+
+@dataclass(frozen=True)
+class DemoReport:
+    """What the demo found. ``reopened`` is None without transformers; ``seconds`` per phase."""
+
+    folder: Path
+    corpus: str
+    targets: list[Target]
+    training: TrainResult
+    examples: list[Example]
+    reopened: Reopened | None
+    parity: list[Row]
+    speed: list[EncoderRow]
+    seconds: dict[str, float]
+
+    @property
+    def passed(self) -> bool:
+        return all(target.passed for target in self.targets)
+
+    @property
+    def report(self) -> Path:
+        return self.folder / "report.md"
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

@@ -242,8 +242,8 @@ def test_options_replace_the_folder_s_pooling_and_last_normalize(save, encode):
 
 def test_other_weights_of_a_dense_are_not_resumed(save, encode, run, tmp_path, monkeypatch):
     """What an interrupted run has kept belongs to the weights of every module."""
-    from fastbert.cli.rows import fingerprint
-    from fastbert.cli.texts import Texts
+    from fastbert.jobs.batch_job import fingerprint
+    from fastbert.jobs.texts import Texts
 
     folder = save(models.Pooling(HIDDEN), dense())
     encode(folder)

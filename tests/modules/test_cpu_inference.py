@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fastbert import modules, ops, reference, reference_model
 from fastbert.config import BertConfig
-from fastbert.modules.stack import stack
+from fastbert.modules.fused_encoder import stack
 from fastbert.ops import backend as backends
 from fastbert.testing.compare import assert_close
 from fastbert.testing.yardstick import Yardstick, each

@@ -12,7 +12,7 @@ from transformers_pair import BATCH, LENGTH, REASON, Pair, as_float64, batch, pa
 
 from fastbert import ops
 from fastbert.modules import attention
-from fastbert.modules.layout import Layout
+from fastbert.modules.batch_layout import Layout
 from fastbert.ops.attention_context import attention_context
 from fastbert.ops.varlen import unpad_indices
 from fastbert.testing.compare import assert_close

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 import fastbert
 from fastbert import modules, ops
+from fastbert.modules.fused_encoder import stack
 from fastbert.modules.quantized_linear import QuantizedLinear
-from fastbert.modules.stack import stack
 from fastbert.ops import backend as backends
 
 
