@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,25 +22,57 @@ from fastbert.ops.arguments import (
 MAX_HEAD_DIM = 256
 
 
-class Options:
-    """The options of one call, checked, in the order of the operator's schema."""
+class AttentionOptions(NamedTuple):
+    """The options of one call in the form that the operators and every backend take.
 
-    def __init__(self, q, mask, bias, shape, dropout_p, scale, causal, window, seed, backend):
-        self.mask, self.bias = _canonical_mask(mask, shape), _canonical_bias(bias, shape)
-        require_same_device("q", q.device, mask=self.mask, bias=self.bias)
-        self.seed = draw_seed(dropout_p, seed, q.device)
-        self.dropout_p = float(dropout_p)
-        self.scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-        self.left, self.right = _canonical_window(window, causal)
-        self.shape = shape
-        request = backends.Request(q.device.type, q.dtype, head_dim=q.shape[-1])
-        self.backend = backends.resolve("attention", backend, request).backend
+    ``mask`` and ``bias`` are 4-D and broadcastable to (B, H, max_seqlen_q, max_seqlen_k), or None.
+    ``cu_seqlens_q`` and ``cu_seqlens_k`` are None where q is dense; ``max_seqlen_q`` and
+    ``max_seqlen_k`` are Lq and Lk there. ``seed`` is None without dropout. A window's ``left`` or
+    ``right`` of -1 is open.
+    """
 
-    def tensors(self, *cu_seqlens):
-        return self.mask, self.bias, *cu_seqlens, self.seed
+    mask: Tensor | None
+    bias: Tensor | None
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    seed: Tensor | None
+    max_seqlen_q: int
+    max_seqlen_k: int
+    dropout_p: float
+    scale: float
+    left: int
+    right: int
 
-    def numbers(self, *longest):
-        return *longest, self.dropout_p, self.scale, self.left, self.right, self.backend
+
+def options_of(
+    q: Tensor,
+    shape: tuple[int, ...],
+    mask: Tensor | None,
+    bias: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    *,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
+    scale: float | None,
+    causal: bool,
+    window: tuple[int, int] | int | None,
+) -> AttentionOptions:
+    """The arguments of a public function, checked; ``shape`` is (B, H, Lq, Lk)."""
+    mask, bias = _canonical_mask(mask, shape), _canonical_bias(bias, shape)
+    require_same_device("q", q.device, mask=mask, bias=bias)
+    seed = draw_seed(dropout_p, dropout_seed, q.device)
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    left, right = _canonical_window(window, causal)
+    return AttentionOptions(
+        mask, bias, cu_seqlens_q, cu_seqlens_k, seed, shape[2], shape[3], float(dropout_p), scale,
+        left, right,
+    )  # fmt: skip
+
+
+def backend_for(q: Tensor, requested: str | None) -> str:
+    request = backends.Request(q.device.type, q.dtype, head_dim=q.shape[-1])
+    return backends.resolve("attention", requested, request).backend
 
 
 def longest(cu_seqlens: Tensor) -> int:
@@ -67,7 +100,9 @@ def check_dense(q: Tensor, k: Tensor, v: Tensor) -> None:
     require_shape("k", k, (q.shape[0], q.shape[1], k.shape[2], q.shape[3]))
 
 
-def check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k):
+def check_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor
+) -> None:
     _check_inputs(q, k, v, 3, "(T, H, D)")
     require_shape("k", k, (k.shape[0], q.shape[1], q.shape[2]))
     _check_cu_seqlens("cu_seqlens_q", cu_seqlens_q)

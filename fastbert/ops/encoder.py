@@ -5,6 +5,7 @@ operations inside are served by the backend that has it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -82,24 +83,26 @@ def choose(
 # The operator
 
 
-def _forward(*arguments):
+def _forward(*arguments: Any) -> list[Tensor]:
     return torch.ops.fastbert_C.encoder(*arguments)
 
 
-def _fake(hidden, parameters, scales, cu_seqlens, mask, bias, batch, max_seqlen, *rest):
-    layers = len(parameters) // PARAMETERS if rest[-1] else 1
-    return [torch.empty_like(hidden) for _ in range(layers)]
+def _fake(a: Any) -> list[Tensor]:
+    layers = len(a.parameters) // PARAMETERS if a.all_states else 1
+    return [torch.empty_like(a.hidden) for _ in range(layers)]
 
 
-def _backward(ctx, *gradients):
-    raise RuntimeError("fastbert::encoder has no derivative: the layers one by one have")
+def _backward(ctx: Any, *gradients: Any) -> dict[str, Tensor]:
+    raise RuntimeError(
+        "fastbert::encoder has no derivative: the layers have one when each is called by itself"
+    )
 
 
 _encoder = operator(
     "encoder(Tensor hidden, Tensor[] parameters, Tensor[] scales, Tensor? cu_seqlens, "
     "Tensor? mask, Tensor? bias, SymInt batch, SymInt max_seqlen, int heads, float eps, "
     "str activation, ScalarType dtype, bool all_states) -> Tensor[]",
-    _forward,
     _fake,
+    forward=_forward,
 )
 differentiable("encoder", _backward, lambda ctx, inputs, output: None)

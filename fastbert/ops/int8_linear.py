@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -110,7 +110,7 @@ def int8_linear(
     choice = backends.resolve("int8_linear", backend, backends.Request(device, x.dtype))
     arguments = (rows, *weight[:3], outputs, bias, residual, activation, dtype)
     if choice.backend == "cpu" and not torch.compiler.is_compiling():
-        y = _cpu_forward(*arguments)  # the same, sooner
+        y = _cpu_forward(*arguments)  # Skips the dispatcher; the result is the same.
     else:
         y = _int8_linear(*arguments, choice.backend)
     return y.view(*x.shape[:-1], outputs)
@@ -119,40 +119,43 @@ def int8_linear(
 # The operator: x (M, K) → (M, N)
 
 
-def _forward(x, packed, scale, column_sum, outputs, bias, residual, activation, dtype, backend):
-    forward = backends.TABLES["int8_linear"][backend].forward
-    return forward(x, packed, scale, column_sum, outputs, bias, residual, activation, dtype)
-
-
-def _fake(x, packed, scale, column_sum, outputs, bias, residual, activation, dtype, backend):
-    return x.new_empty(x.shape[0], outputs, dtype=dtype)
+def _fake(a: Any) -> Tensor:
+    return a.x.new_empty(a.x.shape[0], a.outputs, dtype=a.dtype)
 
 
 _int8_linear = operator(
     "int8_linear(Tensor x, Tensor packed, Tensor scale, Tensor column_sum, int outputs, "
     "Tensor? bias, Tensor? residual, str activation, ScalarType dtype, str backend) -> Tensor",
-    _forward,
     _fake,
+    table="int8_linear",
 )
 
 
 # Backends
 
 
-def _no_gradient(*_):
+def _no_gradient(*_: Any) -> None:
     raise RuntimeError("int8_linear has no gradient")
 
 
-def _reference_forward(x, packed, scale, column_sum, outputs, bias, residual, activation, dtype):
+def _reference_forward(
+    x: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    column_sum: Tensor,
+    outputs: int,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    activation: str,
+    dtype: torch.dtype,
+) -> Tensor:
     values, scale = unpack(Int8Weight(packed, scale, column_sum, outputs, x.shape[1]))
     y = reference.int8_linear(x, values, scale, bias, residual=residual, activation=activation)
     return y.to(dtype)
 
 
-def _cpu_forward(x, packed, scale, column_sum, outputs, bias, residual, activation, dtype):
-    return torch.ops.fastbert_C.int8_linear(
-        x, packed, scale, column_sum, outputs, bias, residual, activation, dtype
-    )
+def _cpu_forward(*arguments: Any) -> Tensor:
+    return torch.ops.fastbert_C.int8_linear(*arguments)
 
 
 backends.TABLES["int8_linear"] = {

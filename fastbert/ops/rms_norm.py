@@ -56,50 +56,42 @@ def rms_norm(
 # The operator. Rows are flattened: x (R, N); rstd (R,).
 
 
-def _forward(x, weight, residual, eps, backend):
-    return backends.TABLES["rms_norm"][backend].forward(x, weight, residual, eps)
+def _fake(a: Any) -> tuple[Tensor, ...]:
+    rstd = a.x.new_empty(a.x.shape[0], dtype=torch.promote_types(a.x.dtype, torch.float32))
+    return a.x.new_empty(a.x.shape), rstd
 
 
-def _fake(x, weight, residual, eps, backend):
-    rstd = x.new_empty(x.shape[0], dtype=torch.promote_types(x.dtype, torch.float32))
-    return x.new_empty(x.shape), rstd
-
-
-def _backward(dy, x, weight, rstd, residual, backend):
-    return backends.TABLES["rms_norm"][backend].backward(dy, x, weight, rstd, residual)
-
-
-def _backward_fake(dy, x, weight, rstd, residual, backend):
-    return x.new_empty(x.shape), weight.new_empty(weight.shape)
+def _backward_fake(a: Any) -> tuple[Tensor, ...]:
+    return a.x.new_empty(a.x.shape), a.weight.new_empty(a.weight.shape)
 
 
 _rms_norm = operator(
     "rms_norm(Tensor x, Tensor weight, Tensor? residual, float eps, str backend) "
     "-> (Tensor, Tensor)",
-    _forward,
     _fake,
+    table="rms_norm",
 )
-# Returns the gradients of the sum (hence of x and of residual) and of weight.
+# The results are the gradients of the sum, which is that of x and of the residual, and of weight.
 _rms_norm_backward = operator(
     "rms_norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor rstd, Tensor? residual, "
     "str backend) -> (Tensor, Tensor)",
-    _backward,
     _backward_fake,
+    table="rms_norm",
 )
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, weight, residual, _, ctx.backend = inputs
+def _setup_context(ctx: Any, a: Any, output: tuple[Tensor, ...]) -> None:
     _, rstd = output
-    ctx.save_for_backward(x, weight, rstd, residual)
+    ctx.backend = a.backend
+    ctx.save_for_backward(a.x, a.weight, rstd, a.residual)
     ctx.mark_non_differentiable(rstd)
 
 
-def _gradient(ctx: Any, dy: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-    # Unpacked once: activation checkpointing allows no second look.
-    saved = ctx.saved_tensors
-    dsum, dweight = _rms_norm_backward(dy, *saved, ctx.backend)
-    return dsum, dweight, None if saved[3] is None else dsum, None, None
+def _gradient(ctx: Any, dy: Tensor, *_: Tensor | None) -> dict[str, Tensor | None]:
+    # Activation checkpointing allows one look at the saved tensors.
+    x, weight, rstd, residual = ctx.saved_tensors
+    dsum, dweight = _rms_norm_backward(dy, x, weight, rstd, residual, ctx.backend)
+    return {"x": dsum, "weight": dweight, "residual": None if residual is None else dsum}
 
 
 differentiable("rms_norm", _gradient, _setup_context)
@@ -109,23 +101,27 @@ once_differentiable("rms_norm_backward")
 # Backends
 
 
-def _triton_forward(x, weight, residual, eps):
+def _triton_forward(
+    x: Tensor, weight: Tensor, residual: Tensor | None, eps: float
+) -> tuple[Tensor, ...]:
     from fastbert.kernels.rms_norm import rms_norm_forward
 
     return rms_norm_forward(x, weight, residual=residual, eps=eps)
 
 
-def _triton_backward(dy, x, weight, rstd, residual):
+def _triton_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, residual: Tensor | None
+) -> tuple[Tensor, ...]:
     from fastbert.kernels.rms_norm import rms_norm_backward
 
     return rms_norm_backward(dy, x, weight, rstd, residual=residual)
 
 
-def _extension_forward(*arguments):
+def _extension_forward(*arguments: Any) -> tuple[Tensor, ...]:
     return torch.ops.fastbert_C.rms_norm_forward(*arguments)
 
 
-def _extension_backward(*arguments):
+def _extension_backward(*arguments: Any) -> tuple[Tensor, ...]:
     return torch.ops.fastbert_C.rms_norm_backward(*arguments)
 
 

@@ -55,36 +55,34 @@ def rotary(
 # The operator
 
 
-def _forward(x, cos, sin, heads, backend):
-    return backends.TABLES["rotary"][backend].forward(x, cos, sin, heads)
+def _fake(a: Any) -> Tensor:
+    return a.x.new_empty(a.x.shape)
 
 
-def _fake(x, cos, sin, heads, backend):
-    return x.new_empty(x.shape)
-
-
-def _backward(dy, cos, sin, heads, backend):
-    return backends.TABLES["rotary"][backend].backward(dy, cos, sin, heads)
+def _backward_fake(a: Any) -> Tensor:
+    return a.dy.new_empty(a.dy.shape)
 
 
 _rotary = operator(
-    "rotary(Tensor x, Tensor cos, Tensor sin, int heads, str backend) -> Tensor", _forward, _fake
+    "rotary(Tensor x, Tensor cos, Tensor sin, int heads, str backend) -> Tensor",
+    _fake,
+    table="rotary",
 )
 _rotary_backward = operator(
     "rotary_backward(Tensor dy, Tensor cos, Tensor sin, int heads, str backend) -> Tensor",
-    _backward,
-    _fake,
+    _backward_fake,
+    table="rotary",
 )
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, cos, sin, ctx.heads, ctx.backend = inputs
-    ctx.save_for_backward(cos, sin)
+def _setup_context(ctx: Any, a: Any, output: Tensor) -> None:
+    ctx.heads, ctx.backend = a.heads, a.backend
+    ctx.save_for_backward(a.cos, a.sin)
 
 
-def _gradient(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    dx = _rotary_backward(dy, *ctx.saved_tensors, ctx.heads, ctx.backend)
-    return dx, None, None, None, None
+def _gradient(ctx: Any, dy: Tensor) -> dict[str, Tensor]:
+    cos, sin = ctx.saved_tensors
+    return {"x": _rotary_backward(dy, cos, sin, ctx.heads, ctx.backend)}
 
 
 differentiable("rotary", _gradient, _setup_context)
@@ -94,23 +92,23 @@ once_differentiable("rotary_backward")
 # Backends
 
 
-def _triton_forward(x, cos, sin, heads):
+def _triton_forward(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
     from fastbert.kernels.rotary import rotary_forward
 
     return rotary_forward(x, cos, sin, heads=heads)
 
 
-def _triton_backward(dy, cos, sin, heads):
+def _triton_backward(dy: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
     from fastbert.kernels.rotary import rotary_backward
 
     return rotary_backward(dy, cos, sin, heads=heads)
 
 
-def _extension_forward(x, cos, sin, heads):
+def _extension_forward(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
     return torch.ops.fastbert_C.rotary(x, cos, sin, heads, False)
 
 
-def _extension_backward(dy, cos, sin, heads):
+def _extension_backward(dy: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
     return torch.ops.fastbert_C.rotary(dy, cos, sin, heads, True)
 
 

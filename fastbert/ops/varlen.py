@@ -68,69 +68,75 @@ def pad(packed: Packed) -> Tensor:
     return flat.view(packed.batch, packed.length, *packed.values.shape[1:])
 
 
-def _unpad_indices_forward(mask):
+# The operators
+
+
+def _unpad_indices_forward(mask: Tensor) -> tuple[Tensor, Tensor, int]:
     if _by_extension(mask):
         return torch.ops.fastbert_C.unpad_indices(mask)
     packed = reference.unpad(mask, mask)
     return packed.indices, packed.cu_seqlens, packed.max_seqlen
 
 
-def _unpad_indices_fake(mask):
+def _unpad_indices_fake(a: Any) -> tuple[Tensor, Tensor, Any]:
     context = torch.library.get_ctx()
-    indices = mask.new_empty(context.new_dynamic_size(), dtype=torch.int64)
-    cu_seqlens = mask.new_empty(mask.shape[0] + 1, dtype=torch.int32)
+    indices = a.mask.new_empty(context.new_dynamic_size(), dtype=torch.int64)
+    cu_seqlens = a.mask.new_empty(a.mask.shape[0] + 1, dtype=torch.int32)
     return indices, cu_seqlens, context.new_dynamic_size()
 
 
-def _gather_forward(x, indices):
+def _gather_forward(x: Tensor, indices: Tensor) -> Tensor:
     return x.index_select(0, indices)
 
 
-def _gather_fake(x, indices):
-    return x.new_empty(indices.shape[0], *x.shape[1:])
+def _gather_fake(a: Any) -> Tensor:
+    return a.x.new_empty(a.indices.shape[0], *a.x.shape[1:])
 
 
-def _scatter_forward(values, indices, rows):
+def _scatter_forward(values: Tensor, indices: Tensor, rows: int) -> Tensor:
     if backends.EXTENSION is not None and values.device.type == "cpu":
         return torch.ops.fastbert_C.scatter_rows(values, indices, rows)
     return values.new_zeros(rows, *values.shape[1:]).index_copy_(0, indices, values)
 
 
-def _scatter_fake(values, indices, rows):
-    return values.new_empty(rows, *values.shape[1:])
+def _scatter_fake(a: Any) -> Tensor:
+    return a.values.new_empty(a.rows, *a.values.shape[1:])
 
 
 _unpad_indices = operator(
     "unpad_indices(Tensor mask) -> (Tensor, Tensor, SymInt)",
-    _unpad_indices_forward,
     _unpad_indices_fake,
+    forward=_unpad_indices_forward,
 )
-# No row is taken twice, so each is the other's gradient and neither needs an addition.
+# Each row is taken once, so that each of the two operators is the gradient of the other and neither
+# adds anything.
 _gather_rows = operator(
-    "gather_rows(Tensor x, Tensor indices) -> Tensor", _gather_forward, _gather_fake
+    "gather_rows(Tensor x, Tensor indices) -> Tensor", _gather_fake, forward=_gather_forward
 )
 _scatter_rows = operator(
     "scatter_rows(Tensor values, Tensor indices, SymInt rows) -> Tensor",
-    _scatter_forward,
     _scatter_fake,
+    forward=_scatter_forward,
 )
 
 
-def _gather_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(inputs[1])
-    ctx.rows = inputs[0].shape[0]
+def _gather_setup_context(ctx: Any, a: Any, output: Tensor) -> None:
+    ctx.save_for_backward(a.indices)
+    ctx.rows = a.x.shape[0]
 
 
-def _gather_gradient(ctx: Any, dvalues: Tensor) -> tuple[Tensor, None]:
-    return _scatter_rows(dvalues, *ctx.saved_tensors, ctx.rows), None
+def _gather_gradient(ctx: Any, dvalues: Tensor) -> dict[str, Tensor]:
+    (indices,) = ctx.saved_tensors
+    return {"x": _scatter_rows(dvalues, indices, ctx.rows)}
 
 
-def _scatter_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(inputs[1])
+def _scatter_setup_context(ctx: Any, a: Any, output: Tensor) -> None:
+    ctx.save_for_backward(a.indices)
 
 
-def _scatter_gradient(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None]:
-    return _gather_rows(dx, *ctx.saved_tensors), None, None
+def _scatter_gradient(ctx: Any, dx: Tensor) -> dict[str, Tensor]:
+    (indices,) = ctx.saved_tensors
+    return {"values": _gather_rows(dx, indices)}
 
 
 differentiable("gather_rows", _gather_gradient, _gather_setup_context)
