@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fastbert import reference
+from fastbert.activations import ACTIVATIONS
 
 
 def sum_to(x: Tensor, shape: torch.Size) -> Tensor:
@@ -140,27 +141,17 @@ def linear_gelu_forward(x, weight, bias, activation, save):
     return reference.activate(h, activation), h if save else x.new_empty(0)
 
 
-def _slope(x: Tensor, function: str) -> Tensor:
-    """The derivative of ``reference.gelu`` at x."""
-    one = torch.ones_like(x)
-    if function == "relu":
-        return torch.ops.aten.threshold_backward(one, x, 0)
-    if function == "silu":
-        return torch.ops.aten.silu_backward(one, x)
-    return torch.ops.aten.gelu_backward(one, x, approximate=function)
-
-
 def gelu_backward(da, h, sum_rows, activation):
     """Gradient of h where a = activation(h), its sum over the rows if wanted, and a itself, each
     computed in at least fp32."""
     total = h.to(_statistics_dtype(h))
-    da, function = da.to(total.dtype), reference.ACTIVATIONS[activation]
-    a = reference.activate(total, activation)
-    if activation in reference.GATED:
+    da, act = da.to(total.dtype), ACTIVATIONS[activation]
+    if act.gated:
         gate, linear = total.chunk(2, dim=-1)
-        dgate = da * linear * _slope(gate, function)
-        dh = torch.cat([dgate, da * reference.gelu(gate, function)], dim=-1)
+        activated = act.function(gate)
+        a = activated * linear
+        dh = torch.cat([da * linear * act.slope(gate), da * activated], dim=-1)
     else:
-        dh = da * _slope(total, function)
+        a, dh = act.function(total), da * act.slope(total)
     dbias = dh.sum(dim=0).to(h.dtype) if sum_rows else None
     return dh.to(h.dtype), dbias, a.to(h.dtype)

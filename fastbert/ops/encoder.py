@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastbert.activations import PLAIN
 from fastbert.ops import backend as backends
 from fastbert.ops.arguments import require
 from fastbert.ops.register import differentiable, operator
@@ -20,7 +21,6 @@ from fastbert.ops.register import differentiable, operator
 PARAMETERS, SCALES = 12, 8
 OPERATIONS = ("linear", "attention", "feed_forward", "layer_norm")
 INT8_OPERATIONS = ("int8_linear", "attention", "layer_norm")
-ACTIVATIONS = ("gelu", "gelu_tanh", "relu")
 
 
 def encoder(
@@ -52,7 +52,7 @@ def encoder(
     Raises ValueError or TypeError naming the argument; RuntimeError where a gradient is asked for.
     """
     require(hidden.dim() == 2, "hidden", f"shape {tuple(hidden.shape)}", "(T, H)")
-    require(activation in ACTIVATIONS, "activation", repr(activation), ", ".join(ACTIVATIONS))
+    require(activation in PLAIN, "activation", repr(activation), ", ".join(PLAIN))
     reason = backends.unavailable("cpu", hidden.device.type)
     require(
         reason is None, "hidden", hidden.device, f"a tensor that the cpu backend takes: {reason}"

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fastbert import reference
+from fastbert.activations import ACTIVATIONS, APPROXIMATIONS
 from fastbert.ops import backend as backends
 from fastbert.ops import closed_form
 from fastbert.ops.arguments import autocast_dtype, require, require_floating, transformed
@@ -29,10 +30,6 @@ from fastbert.ops.register import (
     or_empty,
 )
 from fastbert.ops.residual import LAYERS, Layer, with_residual
-from fastbert.reference import ACTIVATIONS, GATED
-
-# ``approximate`` of linear_gelu → the activation.
-APPROXIMATIONS = {ACTIVATIONS[name]: name for name in ("gelu", "gelu_tanh", "relu")}
 
 
 def linear_gelu(
@@ -95,7 +92,7 @@ def feed_forward(
         raise ValueError(f"activation: got {activation!r}, allowed: {', '.join(ACTIVATIONS)}")
     cast = _check_first(x, "w1", w1, "b1", b1)
     inner = w1.shape[0]
-    if activation in GATED:
+    if ACTIVATIONS[activation].gated:
         require(inner % 2 == 0, "w1", f"shape {tuple(w1.shape)}", "an even number of rows")
         inner //= 2
     check_parameters(inner, x, cast, "w2", w2, "b2", b2)
@@ -356,8 +353,8 @@ def _triton_forward(
         x,
         weight,
         bias,
-        approximate=ACTIVATIONS[activation],
-        gated=activation in GATED,
+        approximate=ACTIVATIONS[activation].approximate,
+        gated=ACTIVATIONS[activation].gated,
         save=save,
     )
     return y, x.new_empty(0) if h is None else h
@@ -369,8 +366,8 @@ def _triton_backward(
     from fastbert.kernels.feed_forward_backward import feed_forward_backward, gelu_backward
 
     options = {
-        "approximate": ACTIVATIONS[activation],
-        "gated": activation in GATED,
+        "approximate": ACTIVATIONS[activation].approximate,
+        "gated": ACTIVATIONS[activation].gated,
         "sum_rows": bias is not None,
     }
     if w2 is None:
@@ -382,14 +379,14 @@ def _extension_forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, save: bool
 ) -> tuple[Tensor, Tensor]:
     h = x @ weight.t()
-    y = torch.ops.fastbert_C.bias_gelu_forward(h, bias, ACTIVATIONS[activation])
+    y = torch.ops.fastbert_C.bias_gelu_forward(h, bias, ACTIVATIONS[activation].approximate)
     return y, h if save else x.new_empty(0)
 
 
 def _extension_backward(
     dy: Tensor, w2: Tensor | None, h: Tensor, bias: Tensor | None, activation: str
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    da, form = dy if w2 is None else dy @ w2, ACTIVATIONS[activation]
+    da, form = dy if w2 is None else dy @ w2, ACTIVATIONS[activation].approximate
     dh, dbias = torch.ops.fastbert_C.bias_gelu_backward(da, h, bias, form)
     a = None if w2 is None else torch.ops.fastbert_C.bias_gelu_forward(h, bias, form)
     return dh, dbias, a
@@ -398,7 +395,7 @@ def _extension_backward(
 def _cpu_forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, save: bool
 ) -> tuple[Tensor, Tensor]:
-    if activation not in GATED:
+    if not ACTIVATIONS[activation].gated:
         return torch.ops.fastbert_C.linear(x, weight, bias, None, activation, save)
     h = PRODUCTS["cpu"].project(x, weight, bias)
     y = torch.ops.fastbert_C.activation_forward(h, None, activation)

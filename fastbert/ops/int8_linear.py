@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastbert import reference
+from fastbert.activations import PLAIN
 from fastbert.ops import backend as backends
 from fastbert.ops.arguments import (
     require,
@@ -16,27 +17,12 @@ from fastbert.ops.arguments import (
     require_shape,
 )
 from fastbert.ops.register import operator
+from fastbert.reference import Int8Weight, int8_weight, pack, unpack
 
-ACTIVATIONS = ("none", "gelu", "gelu_tanh", "relu")
-# Sums of 255 times 128 stay below 2^31 up to here.
-LARGEST_DEPTH = 65536
-# Packed weights are padded to whole tiles: panels to a multiple of four, K to one of 64.
-PANELS, DEPTH = 4, 64
+__all__ = ["Int8Weight", "int8_linear", "int8_weight", "layout", "pack", "unpack"]
 
-
-class Int8Weight(NamedTuple):
-    """W ≈ scale · integers, as the kernels read it.
-
-    ``packed`` int8 (panels, K / group, lanes, group) with panels of ``lanes`` outputs; ``scale``
-    fp32 and ``column_sum`` int32, the sum of each output's integers, both (panels · lanes,);
-    ``outputs`` N, ``inputs`` K. What pads is 0.
-    """
-
-    packed: Tensor
-    scale: Tensor
-    column_sum: Tensor
-    outputs: int
-    inputs: int
+# The products have an epilogue for the activations that are not gated.
+ACTIVATIONS = ("none", *PLAIN)
 
 
 def layout() -> tuple[int, int]:
@@ -44,32 +30,6 @@ def layout() -> tuple[int, int]:
     if backends.EXTENSION is None:
         return 16, 4
     return torch.ops.fastbert_C.int8_layout()
-
-
-def integers(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """weight (N, K) ≈ values · scale; see ``fastbert.reference.int8_weight``."""
-    return reference.int8_weight(weight)
-
-
-def pack(values: Tensor, scale: Tensor, lanes: int, group: int) -> Int8Weight:
-    """values int8 (N, K) and scale fp32 (N,) in the layout of ``lanes`` and ``group``."""
-    outputs, inputs = values.shape
-    panels = -(-outputs // (lanes * PANELS)) * PANELS
-    depth = -(-inputs // DEPTH) * DEPTH
-    padded = values.new_zeros(panels * lanes, depth)
-    padded[:outputs, :inputs] = values
-    packed = padded.view(panels, lanes, depth // group, group).transpose(1, 2).contiguous()
-    scales = scale.new_zeros(panels * lanes, dtype=torch.float32)
-    scales[:outputs] = scale
-    return Int8Weight(packed, scales, padded.sum(1, dtype=torch.int32), outputs, inputs)
-
-
-def unpack(weight: Int8Weight) -> tuple[Tensor, Tensor]:
-    """What ``pack`` was given: values (N, K) and scale (N,)."""
-    panels, groups, lanes, group = weight.packed.shape
-    values = weight.packed.transpose(1, 2).reshape(panels * lanes, groups * group)
-    values = values[: weight.outputs, : weight.inputs].contiguous()
-    return values, weight.scale[: weight.outputs].clone()
 
 
 def int8_linear(
@@ -149,8 +109,8 @@ def _reference_forward(
     activation: str,
     dtype: torch.dtype,
 ) -> Tensor:
-    values, scale = unpack(Int8Weight(packed, scale, column_sum, outputs, x.shape[1]))
-    y = reference.int8_linear(x, values, scale, bias, residual=residual, activation=activation)
+    weight = Int8Weight(packed, scale, column_sum, outputs, x.shape[1])
+    y = reference.int8_linear(x, weight, bias, residual=residual, activation=activation)
     return y.to(dtype)
 
 

@@ -1,0 +1,19 @@
+"""RMS norm of a residual sum."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor, *, residual: Tensor | None = None, eps: float = 1e-6
+) -> Tensor:
+    """weight · s / sqrt(mean(s²) + eps), s = x + residual, over the last dimension (Zhang and
+    Sennrich 2019, eq. 4).
+    """
+    if residual is not None:
+        x = x + residual
+    total = x.to(torch.promote_types(x.dtype, torch.float32))
+    rstd = torch.rsqrt(total.square().mean(dim=-1, keepdim=True) + eps)
+    return (total * rstd * weight).to(x.dtype)
