@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,8 +16,9 @@ def require(condition: bool, name: str, got: Any, allowed: str) -> None:
         raise ValueError(f"{name}: got {got}, allowed: {allowed}")
 
 
-def require_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
-    require(tuple(tensor.shape) == shape, name, f"shape {tuple(tensor.shape)}", f"shape {shape}")
+def require_shape(name: str, tensor: Tensor, shape: Sequence[int]) -> None:
+    got, allowed = tuple(tensor.shape), tuple(shape)
+    require(got == allowed, name, f"shape {got}", str(allowed))
 
 
 def require_floating(name: str, tensor: Tensor) -> None:
@@ -35,6 +37,41 @@ def require_same_device(first: str, device: torch.device, **tensors: Tensor | No
             require(
                 tensor.device == device, name, f"device {tensor.device}", f"{device}, as {first}"
             )
+
+
+def check_cu_seqlens(
+    name: str, cu_seqlens: Tensor, first: str, device: torch.device, rows: int | None = None
+) -> None:
+    """Check the cumulative lengths of packed sequences.
+
+    Args:
+        name: Name of the argument `cu_seqlens`.
+        cu_seqlens: Has to be int32 of shape ``(B + 1,)`` on `device`.
+        first: Name of the argument whose device counts.
+        device: The device.
+        rows: Number of rows of the packed tensor. With it, the values are checked too, if they are
+            on the CPU and nothing is being traced: reading them elsewhere would synchronise.
+
+    Raises:
+        TypeError: If the dtype is another.
+        ValueError: If the shape, the device or a value is not allowed.
+    """
+    if cu_seqlens.dtype != torch.int32:
+        raise TypeError(f"{name}: got {cu_seqlens.dtype}, allowed: int32")
+    shape = cu_seqlens.shape
+    require(len(shape) == 1 and shape[0] >= 1, name, f"shape {tuple(shape)}", "(B + 1,)")
+    require_same_device(first, device, **{name: cu_seqlens})
+    if rows is None or cu_seqlens.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    if cu_seqlens[0] != 0 or cu_seqlens[-1] > rows or bool((cu_seqlens.diff() < 0).any()):
+        allowed = f"from 0, never falling, at most {rows}, the number of rows"
+        raise ValueError(f"{name}: got {cu_seqlens.tolist()}, allowed: {allowed}")
+
+
+def longest(cu_seqlens: Tensor) -> int:
+    """The length of the longest sequence; a synchronisation with a GPU."""
+    lengths = cu_seqlens.diff()
+    return int(lengths.max()) if lengths.numel() else 0
 
 
 def flatten_rows(x: Tensor) -> Tensor:

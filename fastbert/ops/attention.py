@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastbert.ops import backend as backends
 from fastbert.ops import closed_form
-from fastbert.ops.arguments import autocast
+from fastbert.ops.arguments import autocast, longest
 from fastbert.ops.attention_arguments import (
     AttentionOptions,
     backend_for,
@@ -19,7 +19,6 @@ from fastbert.ops.attention_arguments import (
     check_qkv,
     check_varlen,
     chosen,
-    longest,
     options_of,
 )
 from fastbert.ops.attention_backends import WEIGHTS, out_like, padded

@@ -10,14 +10,13 @@ from torch import Tensor
 
 from fastbert.ops import backend as backends
 from fastbert.ops.arguments import (
-    dropout_seed as draw_seed,
-)
-from fastbert.ops.arguments import (
+    check_cu_seqlens,
     require,
     require_floating,
     require_same_device,
     require_shape,
 )
+from fastbert.ops.arguments import dropout_seed as draw_seed
 
 MAX_HEAD_DIM = 256
 
@@ -75,12 +74,6 @@ def backend_for(q: Tensor, requested: str | None) -> str:
     return backends.resolve("attention", requested, request).backend
 
 
-def longest(cu_seqlens: Tensor) -> int:
-    """The longest sequence; a synchronisation with a GPU."""
-    lengths = cu_seqlens.diff()
-    return int(lengths.max()) if lengths.numel() else 0
-
-
 def _check_head_dim(name: str, head_dim: int) -> None:
     require(1 <= head_dim <= MAX_HEAD_DIM, name, f"head dim {head_dim}", f"1 to {MAX_HEAD_DIM}")
 
@@ -105,17 +98,9 @@ def check_varlen(
 ) -> None:
     _check_inputs(q, k, v, 3, "(T, H, D)")
     require_shape("k", k, (k.shape[0], q.shape[1], q.shape[2]))
-    _check_cu_seqlens("cu_seqlens_q", cu_seqlens_q)
-    _check_cu_seqlens("cu_seqlens_k", cu_seqlens_k)
+    check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, "q", q.device)
+    check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, "q", q.device)
     require_shape("cu_seqlens_k", cu_seqlens_k, tuple(cu_seqlens_q.shape))
-    require_same_device("q", q.device, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-
-
-def _check_cu_seqlens(name: str, cu_seqlens: Tensor) -> None:
-    if cu_seqlens.dtype != torch.int32:
-        raise TypeError(f"{name}: got {cu_seqlens.dtype}, allowed: int32")
-    shape = f"shape {tuple(cu_seqlens.shape)}"
-    require(cu_seqlens.dim() == 1 and cu_seqlens.shape[0] >= 1, name, shape, "shape (B+1,)")
 
 
 def check_qkv(qkv: Tensor, cu_seqlens: Tensor | None) -> None:
@@ -125,8 +110,7 @@ def check_qkv(qkv: Tensor, cu_seqlens: Tensor | None) -> None:
     require(fits, "qkv", f"shape {tuple(qkv.shape)}", names)
     _check_head_dim("qkv", qkv.shape[-1])
     if cu_seqlens is not None:
-        _check_cu_seqlens("cu_seqlens", cu_seqlens)
-        require_same_device("qkv", qkv.device, cu_seqlens=cu_seqlens)
+        check_cu_seqlens("cu_seqlens", cu_seqlens, "qkv", qkv.device)
 
 
 def _require_broadcastable(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:

@@ -49,9 +49,9 @@ def linear_cross_entropy(
     require(reduction in REDUCTIONS, "reduction", repr(reduction), ", ".join(REDUCTIONS))
     require_floating("hidden", hidden)
     require_integer("labels", labels)
-    require(hidden.dim() == 2, "hidden", f"shape {tuple(hidden.shape)}", "shape (T, K)")
+    require(hidden.dim() == 2, "hidden", f"shape {tuple(hidden.shape)}", "(T, K)")
     shape = f"shape {tuple(weight.shape)}"
-    require(weight.dim() == 2, "weight", shape, f"shape (V, {hidden.shape[1]})")
+    require(weight.dim() == 2, "weight", shape, f"(V, {hidden.shape[1]})")
     require_shape("weight", weight, (weight.shape[0], hidden.shape[1]))
     require(weight.dtype == hidden.dtype, "weight", weight.dtype, f"{hidden.dtype}, as hidden")
     require_shape("labels", labels, (hidden.shape[0],))

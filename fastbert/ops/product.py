@@ -44,7 +44,7 @@ def check_parameters(
 def _explain(columns, x, allowed, weight_name, weight, bias_name, bias):
     dtypes = ", ".join(map(str, allowed)) + (", as x" if len(allowed) == 1 else "")
     shape = f"shape {tuple(weight.shape)}"
-    require(weight.dim() == 2, weight_name, shape, f"shape (N, {columns})")
+    require(weight.dim() == 2, weight_name, shape, f"(N, {columns})")
     require_shape(weight_name, weight, (weight.shape[0], columns))
     require(weight.dtype in allowed, weight_name, weight.dtype, dtypes)
     require_same_device("x", x.device, **{weight_name: weight, bias_name: bias})
