@@ -42,20 +42,52 @@ def attention(
     backend: str | None = None,
     dropout_seed: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """softmax(q kᵀ scale + bias) v over the keys that may be attended (Vaswani et al. 2017, eq. 1).
+    """Compute scaled dot-product attention, ``softmax(q kᵀ scale + bias) v``.
 
-    q (B, H, Lq, D); k, v (B, H, Lk, D), of one floating dtype and any strides. mask bool, True =
-    attend: (B, Lk) or broadcastable to (B, H, Lq, Lk). bias floating, additive, 4-D and
-    broadcastable likewise. scale defaults to D ** -0.5. Query i stands at key i + Lk - Lq; causal
-    hides the keys behind it, and window = (left, right) or one number for both hides those further
-    away, -1 leaving a side open. dropout_p drops weights, by dropout_seed (int64, (1,)) or a seed
-    drawn from torch's generator.
+    A query whose keys are all hidden has an output of exactly 0 and gradients of exactly 0. Keys
+    and values that no query attends are not read, even if they are NaN.
 
-    Returns (B, H, Lq, D) in q's dtype, laid out as (B, Lq, H, D); with return_weights also the
-    softmax weights before dropout, (B, H, Lq, Lk). A row that may attend nothing is exactly 0, and
-    so are its gradients; what stands in keys and values nobody attends is never seen, NaN included.
+    Args:
+        q: Queries of shape ``(B, H, Lq, D)``, D up to 256; fp32, fp16, bf16, or fp64 on the
+            reference. The strides may be any.
+        k: Keys of shape ``(B, H, Lk, D)`` in the dtype of `q`.
+        v: Values of shape ``(B, H, Lk, D)`` in the dtype of `q`.
+        mask: Bool mask, True where a query attends a key; of shape ``(B, Lk)``, or broadcastable to
+            ``(B, H, Lq, Lk)``.
+        bias: Floating tensor that is added to the logits; 4-D and broadcastable to
+            ``(B, H, Lq, Lk)``.
+        dropout_p: Probability with which an attention weight is dropped.
+        scale: Factor of the logits; ``D ** -0.5`` by default.
+        causal: Whether a query attends only to keys at its own position or earlier. Query ``i`` has
+            the position of key ``i + Lk - Lq``.
+        window: How many keys before and after its position a query attends: ``(left, right)``, or
+            one number for both sides; -1 leaves a side open.
+        return_weights: Whether the softmax weights are returned too.
+        backend: ``"reference"``, ``"triton"``, ``"cuda"`` or ``"cpu"``; None lets
+            ``fastbert.ops.backend.resolve`` choose.
+        dropout_seed: Seed of the dropout mask, int64 of shape ``(1,)``; None draws one from torch's
+            generator of the device. The same seed gives the same mask on every backend.
 
-    Raises ValueError or TypeError naming the argument; ValueError when ``backend`` cannot serve.
+    Returns:
+        Tensor of shape ``(B, H, Lq, D)`` in the dtype of `q` (autocast's under autocast), whose
+        memory is that of ``(B, Lq, H, D)``. With `return_weights` also the weights before dropout,
+        of shape ``(B, H, Lq, Lk)``.
+
+    Raises:
+        ValueError: If a shape, a device or a value is not allowed, or if `backend` cannot serve the
+            call. The message names the argument, its value and what is allowed.
+        TypeError: If a dtype is not allowed.
+
+    Note:
+        Vaswani et al. 2017, eq. 1. The softmax is computed in fp32.
+
+    Example:
+        >>> import torch
+        >>> from fastbert import ops
+        >>> q = k = v = torch.randn(2, 4, 16, 32)
+        >>> mask = torch.arange(16) < torch.tensor([[16], [9]])  # The lengths are 16 and 9.
+        >>> ops.attention(q, k, v, mask=mask).shape
+        torch.Size([2, 4, 16, 32])
     """
     q, k, v = autocast(q, k, v)
     check_dense(q, k, v)
@@ -88,15 +120,37 @@ def attention_varlen(
     backend: str | None = None,
     dropout_seed: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """``attention`` inside each sequence of a packed batch, as ``flash_attn_varlen_func``.
+    """Compute attention inside each sequence of a packed batch, as ``flash_attn_varlen_func``.
 
-    q (Tq, H, D); k, v (Tk, H, D); cu_seqlens int32 (B+1,), cumulative lengths from 0; those of k
-    default to those of q. max_seqlen: the longest length or more; found by a synchronisation when
-    None. mask and bias are indexed by positions inside the sequences, broadcastable to (B, H,
-    max_seqlen_q, max_seqlen_k). Rows beyond cu_seqlens[-1] are not read; their output is 0.
+    Args:
+        q: Queries of shape ``(Tq, H, D)``, the sequences one after another.
+        k: Keys of shape ``(Tk, H, D)``.
+        v: Values of shape ``(Tk, H, D)``.
+        cu_seqlens_q: Cumulative lengths of the queries' sequences from 0, int32 of shape ``(B +
+            1,)``.
+        cu_seqlens_k: Cumulative lengths of the keys' sequences; those of the queries by default.
+        max_seqlen_q: Length of the longest sequence of queries, or more. None reads it from
+            `cu_seqlens_q`, which synchronises with a GPU.
+        max_seqlen_k: The same for the keys.
+        mask: As in `attention`, broadcastable to ``(B, H, max_seqlen_q, max_seqlen_k)`` and indexed
+            by positions inside the sequences.
+        bias: As `mask`, floating.
+        dropout_p: As in `attention`.
+        scale: As in `attention`.
+        causal: As in `attention`, in each sequence.
+        window: As in `attention`, in each sequence.
+        return_weights: As in `attention`.
+        backend: As in `attention`.
+        dropout_seed: As in `attention`.
 
-    Returns (Tq, H, D), with return_weights also (B, H, max_seqlen_q, max_seqlen_k), 0 at padding.
-    Other arguments and errors as in ``attention``.
+    Returns:
+        Tensor of shape ``(Tq, H, D)``. Rows beyond ``cu_seqlens_q[-1]`` are 0, and rows of the
+        inputs there are not read. With `return_weights` also the weights of shape ``(B, H,
+        max_seqlen_q, max_seqlen_k)``, 0 at padding.
+
+    Raises:
+        ValueError: As in `attention`.
+        TypeError: As in `attention`, or if `cu_seqlens_q` or `cu_seqlens_k` is not int32.
     """
     q, k, v = autocast(q, k, v)
     cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
@@ -128,14 +182,32 @@ def attention_qkvpacked(
     backend: str | None = None,
     dropout_seed: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Self-attention on the output of one fused projection, as ``flash_attn_qkvpacked_func``.
+    """Compute self-attention on the output of one fused projection of q, k and v.
 
-    qkv (B, L, 3, H, D); or (T, 3, H, D), packed sequences, with cu_seqlens int32 (B+1,) and
-    max_seqlen as in ``attention_varlen``. q, k and v are read where they lie, and the backward
-    writes their three gradients into one tensor like qkv, so that nothing is split or joined.
+    The queries, keys and values are read in place, and the backward writes their gradients into one
+    tensor of the shape of `qkv`, so that nothing is split or joined.
 
-    Returns (B, L, H, D) or (T, H, D), contiguous; with return_weights also (B, H, L, L). Other
-    arguments and errors as in ``attention``.
+    Args:
+        qkv: Tensor of shape ``(B, L, 3, H, D)``; or ``(T, 3, H, D)``, packed, with `cu_seqlens`.
+        cu_seqlens: Cumulative lengths of the packed sequences, int32 of shape ``(B + 1,)``.
+        max_seqlen: Length of the longest packed sequence, as in `attention_varlen`.
+        mask: As in `attention`, or `attention_varlen` with `cu_seqlens`.
+        bias: As `mask`, floating.
+        dropout_p: As in `attention`.
+        scale: As in `attention`.
+        causal: As in `attention`.
+        window: As in `attention`.
+        return_weights: As in `attention`.
+        backend: As in `attention`.
+        dropout_seed: As in `attention`.
+
+    Returns:
+        Contiguous tensor of shape ``(B, L, H, D)`` or ``(T, H, D)``. With `return_weights` also the
+        weights of shape ``(B, H, L, L)``.
+
+    Raises:
+        ValueError: As in `attention`.
+        TypeError: As in `attention`.
     """
     (qkv,) = autocast(qkv)
     check_qkv(qkv, cu_seqlens)
@@ -175,15 +247,35 @@ def attention_weights(
     rows: Sequence[int] | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """The softmax weights of ``attention`` by themselves, for chosen heads and query rows.
+    """Compute the softmax weights of `attention` alone, for chosen heads and query rows.
 
-    q (B, H, Lq, D), k (B, H, Lk, D); or packed (Tq, H, D), (Tk, H, D) with cu_seqlens, max_seqlen
-    as in ``attention_varlen``. heads and rows: numbers of heads, and positions of queries in their
-    sequences; None: all, in order. lse fp32 (B, H, Lq) or (H, Tq), the natural log-sum-exp of the
-    logits, spares a 16-bit kernel without a bias the pass that finds it; without one it is found.
+    The weights are those before dropout. They are differentiable in `q`, `k` and `bias`.
 
-    Returns (B, heads, rows, Lk) in q's dtype, before dropout; 0 in rows and keys beyond a packed
-    sequence. Differentiable in q, k and bias. Other arguments and errors as in ``attention``.
+    Args:
+        q: Queries of shape ``(B, H, Lq, D)``; or ``(Tq, H, D)``, packed, with `cu_seqlens_q`.
+        k: Keys of shape ``(B, H, Lk, D)``; or ``(Tk, H, D)``.
+        lse: Natural log-sum-exp of the logits, fp32 of shape ``(B, H, Lq)`` or ``(H, Tq)``, which
+            spares some kernels a pass. None computes it.
+        cu_seqlens_q: As in `attention_varlen`.
+        cu_seqlens_k: As in `attention_varlen`.
+        max_seqlen_q: As in `attention_varlen`.
+        max_seqlen_k: As in `attention_varlen`.
+        mask: As in `attention`.
+        bias: As in `attention`.
+        scale: As in `attention`.
+        causal: As in `attention`.
+        window: As in `attention`.
+        heads: Indices of the heads wanted; None is all of them in order.
+        rows: Positions, inside the sequences, of the queries wanted; None is all of them in order.
+        backend: As in `attention`.
+
+    Returns:
+        Tensor of shape ``(B, len(heads), len(rows), Lk)`` in the dtype of `q`, 0 in the rows and
+        keys beyond the end of a packed sequence.
+
+    Raises:
+        ValueError: As in `attention`, or if an index is out of range.
+        TypeError: As in `attention`.
     """
     q, k = autocast(q, k)
     if cu_seqlens_q is None:

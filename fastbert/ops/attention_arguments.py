@@ -70,6 +70,7 @@ def options_of(
 
 
 def backend_for(q: Tensor, requested: str | None) -> str:
+    """Return the backend that serves attention on `q`."""
     request = backends.Request(q.device.type, q.dtype, head_dim=q.shape[-1])
     return backends.resolve("attention", requested, request).backend
 
@@ -89,6 +90,7 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor, dims: int, names: str) -> Non
 
 
 def check_dense(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Check q of shape (B, H, Lq, D), and k and v of shape (B, H, Lk, D)."""
     _check_inputs(q, k, v, 4, "(B, H, L, D)")
     require_shape("k", k, (q.shape[0], q.shape[1], k.shape[2], q.shape[3]))
 
@@ -96,6 +98,7 @@ def check_dense(q: Tensor, k: Tensor, v: Tensor) -> None:
 def check_varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor
 ) -> None:
+    """Check packed q of shape (Tq, H, D), and k and v of shape (Tk, H, D)."""
     _check_inputs(q, k, v, 3, "(T, H, D)")
     require_shape("k", k, (k.shape[0], q.shape[1], q.shape[2]))
     check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, "q", q.device)
@@ -104,6 +107,7 @@ def check_varlen(
 
 
 def check_qkv(qkv: Tensor, cu_seqlens: Tensor | None) -> None:
+    """Check qkv of shape (B, L, 3, H, D), or (T, 3, H, D) with `cu_seqlens`."""
     require_floating("qkv", qkv)
     dims, names = (5, "(B, L, 3, H, D)") if cu_seqlens is None else (4, "(T, 3, H, D)")
     fits = qkv.dim() == dims and qkv.shape[-3] == 3
@@ -149,7 +153,7 @@ def _canonical_window(window: tuple[int, int] | int | None, causal: bool) -> tup
 
 
 def check_lse(lse: Tensor | None, q: Tensor) -> None:
-    """lse fp32 (B, H, Lq) of q (B, H, Lq, D), or (H, Tq) of q (Tq, H, D)."""
+    """Check lse, fp32 of shape (B, H, Lq) for a dense q, or (H, Tq) for a packed one."""
     if lse is None:
         return
     if lse.dtype != torch.float32:

@@ -18,8 +18,9 @@ from fastbert.ops.attention_arguments import AttentionOptions
 
 
 def out_like(q: Tensor) -> Tensor:
-    """An empty (B, H, L, D) laid out as (B, L, H, D), so that merging heads is free; varlen as it
-    is.
+    """Return an empty (B, H, L, D) with the memory of (B, L, H, D), so that merging heads is free.
+
+    A packed (T, H, D) gives a contiguous tensor of its shape.
     """
     if q.dim() == 3:
         return q.new_empty(q.shape)

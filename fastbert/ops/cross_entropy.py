@@ -37,13 +37,31 @@ def linear_cross_entropy(
     reduction: str = "mean",
     backend: str | None = None,
 ) -> Tensor:
-    """Cross entropy of hidden Wᵀ + b against labels, over the labelled rows only.
+    """Compute the cross entropy of ``hidden Wᵀ + b`` without holding all logits.
 
-    hidden (T, K), weight (V, K), bias (V,) or None, one floating dtype; labels int64 or int32 (T,)
-    in [0, V) or ignore_index. Labelled rows are gathered first, then projected part by part.
-    Returns a scalar, or (T,) for reduction "none", in fp32 (fp64 for fp64). The mean over no label
-    is 0 with gradients 0. Raises ValueError or TypeError naming the argument; a label out of range
-    raises on the CPU alone: on a GPU the Triton kernels make its loss and its gradients NaN.
+    The rows with a label are gathered first and then projected part by part.
+
+    Args:
+        hidden: Rows of shape ``(T, K)``.
+        weight: Projection to the vocabulary, of shape ``(V, K)`` in the dtype of `hidden`.
+        bias: Bias of shape ``(V,)``, or None.
+        labels: Class of each row, int64 or int32 of shape ``(T,)``, in ``[0, V)`` or
+            `ignore_index`.
+        ignore_index: Label of a row that does not count.
+        reduction: ``"mean"``, ``"sum"`` or ``"none"``. The mean over no label at all is 0, and so
+            are its gradients.
+        backend: ``"reference"``, ``"triton"``, ``"cuda"`` or ``"cpu"``; None lets
+            ``fastbert.ops.backend.resolve`` choose.
+
+    Returns:
+        Loss in fp32 (fp64 for fp64): a scalar, or of shape ``(T,)`` for the reduction ``"none"``.
+
+    Raises:
+        ValueError: If a shape, a device or a value is not allowed, or if `backend` cannot serve the
+            call. The message names the argument, its value and what is allowed. A label out of
+            range is an error on the CPU; on a GPU the Triton kernels make its loss and its
+            gradients NaN.
+        TypeError: If a dtype is not allowed.
     """
     hidden, weight, bias = autocast(hidden, weight, bias)
     require(reduction in REDUCTIONS, "reduction", repr(reduction), ", ".join(REDUCTIONS))

@@ -1,6 +1,4 @@
-"""The embedding of a BERT input: three gathers, their sum, layer norm and dropout in one
-operator.
-"""
+"""The embedding of a BERT input: three look-ups, their sum, layer norm and dropout in one pass."""
 
 from __future__ import annotations
 
@@ -43,16 +41,40 @@ def embedding(
     backend: str | None = None,
     dropout_seed: Tensor | None = None,
 ) -> Tensor:
-    """dropout(LN(word[ids] + type[token_types] + position[positions])) (Devlin et al. 2019, figure
-    2).
+    """Look up and sum three embeddings of each token, normalize the sum, and apply dropout.
 
-    ids, token_types, positions int64 or int32 of one shape, (T,) or (B, L); tables (V, N), (types,
-    N), (P, N) of one floating dtype; weight, bias (N,) in any. The row ``padding_idx`` of
-    word_table gets no gradient. Returns (..., N) in the tables' dtype.
+    The result is ``dropout(LN(word[ids] + type[token_types] + position[positions]))``.
 
-    An id out of range raises IndexError on the CPU and is an error of the device on a GPU.
-    ``backend="triton"`` reads nothing outside the tables and, as looking would synchronise, makes
-    that row NaN. Other errors are ValueError or TypeError and name the argument.
+    Args:
+        ids: Token ids, int64 or int32 of shape ``(T,)`` or ``(B, L)``.
+        token_types: Token type ids of the same shape.
+        positions: Positions of the same shape.
+        word_table: Word embeddings of shape ``(V, N)``, in a floating dtype.
+        type_table: Token type embeddings of shape ``(types, N)`` in the same dtype.
+        position_table: Position embeddings of shape ``(P, N)`` in the same dtype.
+        weight: Scale of the layer norm, of shape ``(N,)``, in any floating dtype.
+        bias: Shift of the layer norm, of shape ``(N,)``, in any floating dtype.
+        eps: Added to the variance.
+        dropout_p: Probability with which an element is dropped.
+        padding_idx: Row of `word_table` that gets no gradient, or None.
+        backend: ``"reference"``, ``"triton"``, ``"cuda"`` or ``"cpu"``; None lets
+            ``fastbert.ops.backend.resolve`` choose.
+        dropout_seed: Seed of the dropout mask, int64 of shape ``(1,)``; None draws one from torch's
+            generator of the device. The same seed gives the same mask on every backend.
+
+    Returns:
+        Tensor of shape ``(T, N)`` or ``(B, L, N)`` in the dtype of the tables.
+
+    Raises:
+        IndexError: If an id is out of range on the CPU. On a GPU it is an error of the device,
+            except with ``backend="triton"``, which makes the row NaN because a look would
+            synchronise.
+        ValueError: If a shape, a device or a value is not allowed, or if `backend` cannot serve the
+            call.
+        TypeError: If a dtype is not allowed.
+
+    Note:
+        Devlin et al. 2019, figure 2.
     """
     for name, index in (("ids", ids), ("token_types", token_types), ("positions", positions)):
         require_integer(name, index)
@@ -131,10 +153,12 @@ class Inputs(NamedTuple):
 
     @property
     def indices(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The indices of the three tables."""
         return self.ids, self.token_types, self.positions
 
     @property
     def tables(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The three tables."""
         return self.word_table, self.type_table, self.position_table
 
     def sum(self) -> Tensor:

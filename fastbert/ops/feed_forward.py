@@ -40,12 +40,28 @@ def linear_gelu(
     approximate: str = "none",
     backend: str | None = None,
 ) -> Tensor:
-    """gelu(x Wᵀ + b), bias and GELU in one pass (Hendrycks and Gimpel 2016).
+    """Compute ``gelu(x Wᵀ + b)`` with bias and GELU in one pass.
 
-    x (..., K), weight (N, K), bias (N,) or None, one floating dtype. approximate: "none" is the
-    exact erf form, "tanh" its approximation, "relu" is ReLU. Returns (..., N) in x's dtype
-    (autocast's under autocast). Raises ValueError or TypeError naming the argument; ValueError when
-    ``backend`` cannot serve.
+    Args:
+        x: Input of shape ``(..., K)``.
+        weight: Weight of shape ``(N, K)`` in the dtype of `x`; in fp32, fp16 or bf16 under
+            autocast.
+        bias: Bias of shape ``(N,)``, or None.
+        approximate: ``"none"`` for GELU by the error function, ``"tanh"`` for its approximation by
+            the hyperbolic tangent, ``"relu"`` for ReLU.
+        backend: ``"reference"``, ``"triton"``, ``"cuda"`` or ``"cpu"``; None lets
+            ``fastbert.ops.backend.resolve`` choose.
+
+    Returns:
+        Tensor of shape ``(..., N)`` in the dtype of `x` (autocast's under autocast).
+
+    Raises:
+        ValueError: If a shape, a device or a value is not allowed, or if `backend` cannot serve the
+            call. The message names the argument, its value and what is allowed.
+        TypeError: If a dtype is not allowed.
+
+    Note:
+        Hendrycks and Gimpel 2016.
     """
     activation = APPROXIMATIONS.get(approximate)
     if activation is None:
@@ -78,15 +94,43 @@ def feed_forward(
     return_residual: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """gelu(x W1ᵀ + b1) W2ᵀ + b2 (Vaswani et al. 2017, eq. 2, with GELU for ReLU).
+    """Compute the feed-forward of a layer, ``activation(x W1ᵀ + b1) W2ᵀ + b2``.
 
-    x (..., K), w1 (N, K), b1 (N,) or None, w2 (M, N), b2 (M,) or None, one floating dtype;
-    activation: "gelu" (exact), "gelu_tanh" or "relu"; or "geglu" or "swiglu" with w1 (2N, K) and b1
-    (2N,), GELU or SiLU of the first half of the columns times the second half (Shazeer 2020). For
-    the backward pass the pre-activation is kept; with ``recompute`` nothing is but the arguments,
-    and the first product is formed once more. Returns (..., M) in x's dtype (autocast's under
-    autocast), with return_residual also x, as ``linear`` does. Raises ValueError or TypeError
-    naming the argument; ValueError when ``backend`` cannot serve.
+    Args:
+        x: Input of shape ``(..., K)``.
+        w1: First weight of shape ``(N, K)`` in the dtype of `x`; in fp32, fp16 or bf16 under
+            autocast. A gated activation takes ``(2 N, K)``, the gate in the first half.
+        b1: First bias of shape ``(N,)``, or ``(2 N,)`` if gated, or None.
+        w2: Second weight of shape ``(M, N)``.
+        b2: Second bias of shape ``(M,)``, or None.
+        activation: ``"gelu"`` (exact), ``"gelu_tanh"`` or ``"relu"``; or gated, ``"geglu"`` or
+            ``"swiglu"``: GELU or SiLU of the first half of the columns times the second half.
+        recompute: Whether the backward computes the first product again instead of keeping the
+            pre-activation, which saves memory.
+        return_residual: As in `linear`.
+        backend: ``"reference"``, ``"triton"``, ``"cuda"`` or ``"cpu"``; None lets
+            ``fastbert.ops.backend.resolve`` choose.
+
+    Returns:
+        Tensor of shape ``(..., M)`` in the dtype of `x` (autocast's under autocast), and with
+        `return_residual` also `x`.
+
+    Raises:
+        ValueError: If a shape, a device or a value is not allowed, or if `backend` cannot serve the
+            call. The message names the argument, its value and what is allowed.
+        TypeError: If a dtype is not allowed.
+
+    Note:
+        Vaswani et al. 2017, eq. 2, with GELU for ReLU; Shazeer 2020 for the gated forms.
+
+    Example:
+        >>> import torch
+        >>> from fastbert import ops
+        >>> x = torch.randn(8, 64)
+        >>> w1, b1 = torch.randn(256, 64), torch.zeros(256)
+        >>> w2, b2 = torch.randn(64, 256), torch.zeros(64)
+        >>> ops.feed_forward(x, w1, b1, w2, b2).shape
+        torch.Size([8, 64])
     """
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation: got {activation!r}, allowed: {', '.join(ACTIVATIONS)}")

@@ -41,13 +41,33 @@ def int8_linear(
     activation: str = "none",
     backend: str | None = None,
 ) -> Tensor:
-    """activation(q(x) Wᵀ + b) + residual with products and sums in integers, exact at every level
-    (the scheme of Jacob et al. 2018); see ``fastbert.reference.int8_linear`` for q.
+    """Compute a linear layer with 8-bit integers, for inference.
 
-    x (..., K) fp32, bf16 or fp16; bias (N,) floating; residual (..., N) in the dtype of the result:
-    x's, autocast's under autocast. activation: "none", "gelu" (exact), "gelu_tanh", "relu". A row
-    with an element that is not finite gives NaN. Inference only. Raises ValueError or TypeError
-    naming the argument; RuntimeError where x wants a gradient.
+    Each row of `x` is quantised to 8 bits by ``fastbert.reference.int8_rows``. Products and sums
+    are formed in integers and are exact, so every instruction set gives the same bits. The result
+    is ``activation(q(x) Wᵀ + b) + residual``.
+
+    Args:
+        x: Input of shape ``(..., K)``; fp32, bf16 or fp16.
+        weight: Quantised weight, as ``fastbert.reference.pack`` makes it.
+        bias: Bias of shape ``(N,)``, floating, or None.
+        residual: Added last; of shape ``(..., N)`` in the dtype of the result.
+        activation: ``"none"``, ``"gelu"`` (exact), ``"gelu_tanh"`` or ``"relu"``.
+        backend: ``"reference"``, ``"triton"``, ``"cuda"`` or ``"cpu"``; None lets
+            ``fastbert.ops.backend.resolve`` choose.
+
+    Returns:
+        Tensor of shape ``(..., N)`` in the dtype of `x` (autocast's under autocast). A row of `x`
+        with an element that is not finite gives NaN.
+
+    Raises:
+        ValueError: If a shape, a device or a value is not allowed, or if `backend` cannot serve the
+            call. The message names the argument, its value and what is allowed.
+        TypeError: If a dtype is not allowed.
+        RuntimeError: If `x` requires a gradient.
+
+    Note:
+        The scheme is that of Jacob et al. 2018.
     """
     require_floating("x", x)
     require(x.dim() >= 1, "x", f"shape {tuple(x.shape)}", "(..., K)")

@@ -34,13 +34,39 @@ def layer_norm(
     backend: str | None = None,
     dropout_seed: Tensor | None = None,
 ) -> Tensor:
-    """LN(residual + dropout(x + x_bias)) over the last dimension (Ba et al. 2016), in one pass.
+    """Normalize ``residual + dropout(x + x_bias)`` over the last dimension, in one pass.
 
-    x (..., N), residual of the same shape; weight, bias, x_bias (N,) in any floating dtype.
-    Statistics are fp32. The result has x's shape and the dtype x and residual promote to, under
-    autocast as well, so that an fp32 residual stream stays fp32. dropout_seed as in ``attention``.
+    Args:
+        x: Input of shape ``(..., N)``; fp32, fp16, bf16, or fp64 on the reference.
+        weight: Scale of shape ``(N,)``, in any floating dtype.
+        bias: Shift of shape ``(N,)``, in any floating dtype.
+        residual: Added before the normalization; of the shape of `x`.
+        x_bias: Added to `x` before the dropout; of shape ``(N,)``.
+        dropout_p: Probability with which an element of ``x + x_bias`` is dropped.
+        eps: Added to the variance.
+        backend: ``"reference"``, ``"triton"``, ``"cuda"`` or ``"cpu"``; None lets
+            ``fastbert.ops.backend.resolve`` choose.
+        dropout_seed: Seed of the dropout mask, int64 of shape ``(1,)``; None draws one from torch's
+            generator of the device. The same seed gives the same mask on every backend.
 
-    Raises ValueError or TypeError naming the argument; ValueError when ``backend`` cannot serve.
+    Returns:
+        Tensor of the shape of `x` in the dtype to which `x` and `residual` promote, also under
+        autocast, so that a residual stream in fp32 stays in fp32.
+
+    Raises:
+        ValueError: If a shape, a device or a value is not allowed, or if `backend` cannot serve the
+            call. The message names the argument, its value and what is allowed.
+        TypeError: If a dtype is not allowed.
+
+    Note:
+        Ba et al. 2016. Mean and variance are computed in fp32, in two passes over the row.
+
+    Example:
+        >>> import torch
+        >>> from fastbert import ops
+        >>> x, residual = torch.randn(2, 3, 768), torch.randn(2, 3, 768)
+        >>> ops.layer_norm(x, torch.ones(768), torch.zeros(768), residual=residual).shape
+        torch.Size([2, 3, 768])
     """
     require_floating("x", x)
     require(x.dim() >= 1 and x.shape[-1] >= 1, "x", f"shape {tuple(x.shape)}", "(..., N), N >= 1")

@@ -37,13 +37,27 @@ def linear(
     return_residual: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """x Wᵀ + b, the bias in the GEMM's epilogue and its gradient a deterministic sum.
+    """Compute ``x Wᵀ + b`` with the bias in the epilogue of the matrix product.
 
-    x (..., K), weight (N, K), bias (N,) or None, one floating dtype. Returns (..., N) in x's dtype
-    (autocast's under autocast). With return_residual also x, for a residual connection around this
-    layer: the gradient that comes back through it is added inside the GEMM that makes x's, where
-    autograd would launch an addition. Raises ValueError or TypeError naming the argument;
-    ValueError when ``backend`` cannot serve.
+    Args:
+        x: Input of shape ``(..., K)``.
+        weight: Weight of shape ``(N, K)`` in the dtype of `x`; in fp32, fp16 or bf16 under
+            autocast.
+        bias: Bias of shape ``(N,)`` in a dtype that `weight` may have, or None.
+        return_residual: Whether `x` is returned too, for a residual connection around the layer.
+            The gradient that reaches `x` through that connection is then added inside the product
+            that computes the gradient of `x`, which saves an addition.
+        backend: ``"reference"``, ``"triton"``, ``"cuda"`` or ``"cpu"``; None lets
+            ``fastbert.ops.backend.resolve`` choose.
+
+    Returns:
+        Tensor of shape ``(..., N)`` in the dtype of `x` (autocast's under autocast), and with
+        `return_residual` also `x`. The gradient of `bias` is a deterministic sum.
+
+    Raises:
+        ValueError: If a shape, a device or a value is not allowed, or if `backend` cannot serve the
+            call. The message names the argument, its value and what is allowed.
+        TypeError: If a dtype is not allowed.
     """
     require_floating("x", x)
     if x.dim() == 0:

@@ -1,5 +1,4 @@
-"""The matrix products of a linear layer and of its gradient, by backend, and the checks of its
-parameters.
+"""The matrix products of a linear layer and of its gradient, by backend.
 
 The "cpu" backend takes the products from fastbert._C, which packs a weight once per version and
 converts it at the same time. It therefore reads fp32 parameters under autocast as they are and
@@ -28,8 +27,11 @@ def check_parameters(
     bias_name: str,
     bias: Tensor | None,
 ) -> None:
-    """weight (N, columns), bias (N,) or None, on x's device and in its dtype; in any of
-    LOW_PRECISION where autocast computes in ``dtype``. Raises ValueError naming the argument."""
+    """Check weight (N, columns) and bias (N,) or None: their shapes, devices and dtypes.
+
+    The dtype is that of x, or any of LOW_PRECISION where autocast computes in ``dtype``. Raises
+    ValueError naming the argument.
+    """
     allowed = (x.dtype,) if dtype is None else backends.LOW_PRECISION
     shape = weight.shape
     fits = len(shape) == 2 and shape[1] == columns and weight.dtype in allowed
@@ -61,6 +63,7 @@ def parameters_for(
 
 
 def needs_gradient(*tensors: Tensor | None) -> bool:
+    """Tell whether autograd records a function of these tensors."""
     if torch.is_grad_enabled():
         for tensor in tensors:
             if tensor is not None and tensor.requires_grad:
@@ -69,15 +72,17 @@ def needs_gradient(*tensors: Tensor | None) -> bool:
 
 
 def rows_of(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x (..., K) as (M, K) of ``dtype``, itself where it is that."""
+    """Return x (..., K) as (M, K) of ``dtype``, which is x itself if it is both already."""
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     return rows if rows.dtype == dtype else rows.to(dtype)
 
 
 def runs_directly(backend: str, differentiated: bool) -> bool:
-    """Whether an operator's implementation may be called without the operator: nobody
-    differentiates or traces, and one sequence on a CPU is over before a detour through the
-    dispatcher is."""
+    """Tell whether an implementation may be called without its operator.
+
+    That is so when nothing is differentiated or traced: one sequence on a CPU takes less time than
+    the dispatcher does.
+    """
     return backend == "cpu" and not differentiated and not torch.compiler.is_compiling()
 
 

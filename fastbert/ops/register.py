@@ -133,6 +133,7 @@ def once_differentiable(name: str) -> None:
 
 
 def or_empty(like: Tensor, *gradients: Tensor | None) -> tuple[Tensor, ...]:
+    """Return the gradients, with an empty tensor in the place of None."""
     return tuple(like.new_empty(0) if g is None else g for g in gradients)
 
 

@@ -27,13 +27,29 @@ def rms_norm(
     eps: float = 1e-6,
     backend: str | None = None,
 ) -> Tensor:
-    """weight · s / sqrt(mean(s²) + eps), s = x + residual, over the last dimension (Zhang and
-    Sennrich 2019, eq. 4), in one pass.
+    """Divide ``x + residual`` by its root mean square over the last dimension, in one pass.
 
-    x (..., N), residual of the same shape; weight (N,) in any floating dtype. The mean is fp32. The
-    result has x's shape and the dtype x and residual promote to, under autocast as well.
+    With ``s = x + residual``, the result is ``weight · s / sqrt(mean(s²) + eps)``.
 
-    Raises ValueError or TypeError naming the argument; ValueError when ``backend`` cannot serve.
+    Args:
+        x: Input of shape ``(..., N)``; fp32, fp16, bf16, or fp64 on the reference.
+        weight: Scale of shape ``(N,)``, in any floating dtype.
+        residual: Added before the normalization; of the shape of `x`.
+        eps: Added to the mean of the squares.
+        backend: ``"reference"``, ``"triton"``, ``"cuda"`` or ``"cpu"``; None lets
+            ``fastbert.ops.backend.resolve`` choose.
+
+    Returns:
+        Tensor of the shape of `x` in the dtype to which `x` and `residual` promote, also under
+        autocast.
+
+    Raises:
+        ValueError: If a shape, a device or a value is not allowed, or if `backend` cannot serve the
+            call. The message names the argument, its value and what is allowed.
+        TypeError: If a dtype is not allowed.
+
+    Note:
+        Zhang and Sennrich 2019, eq. 4. The mean is computed in fp32.
     """
     require_floating("x", x)
     require(x.dim() >= 1 and x.shape[-1] >= 1, "x", f"shape {tuple(x.shape)}", "(..., N), N >= 1")

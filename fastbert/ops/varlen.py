@@ -20,11 +20,30 @@ INTEGERS = (torch.int64, torch.int32, torch.bool)
 
 
 def unpad(x: Tensor, mask: Tensor) -> Packed:
-    """(B, L, ...) → the T rows where ``mask`` (B, L; bool or 0/1, True = keep) holds, in batch
-    order.
+    """Take the padding out of a batch.
 
-    Returns ``Packed``; differentiable in x. Finding T and the longest length synchronises with a
-    GPU: do it once per batch. Raises ValueError naming the argument on a wrong shape.
+    Reading the number of tokens and the longest length synchronises with a GPU, so call this once
+    per batch.
+
+    Args:
+        x: Tensor of shape ``(B, L, ...)``.
+        mask: Bool or 0/1 tensor of shape ``(B, L)``, True where a row is kept.
+
+    Returns:
+        ``Packed`` with the rows that are kept, in batch order; differentiable in `x`.
+
+    Raises:
+        ValueError: If a shape or a device is not allowed.
+
+    Example:
+        >>> import torch
+        >>> from fastbert import ops
+        >>> mask = torch.tensor([[True, True, False], [True, False, False]])
+        >>> packed = ops.unpad(torch.arange(6.0).view(2, 3), mask)
+        >>> packed.values.tolist(), packed.cu_seqlens.tolist()
+        ([0.0, 1.0, 3.0], [0, 2, 3])
+        >>> ops.pad(packed).tolist()
+        [[0.0, 1.0, 0.0], [3.0, 0.0, 0.0]]
     """
     require(x.dim() >= 2, "x", f"shape {tuple(x.shape)}", "(B, L, ...)")
     require_shape("mask", mask, tuple(x.shape[:2]))
@@ -35,16 +54,22 @@ def unpad(x: Tensor, mask: Tensor) -> Packed:
 
 
 def unpad_indices(mask: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Indices int64 (T,), cu_seqlens int32 (B+1,) and longest length of ``mask``, as in
-    ``unpad``."""
+    """Find the rows that `mask` keeps.
+
+    Args:
+        mask: As in `unpad`.
+
+    Returns:
+        Indices of the rows in the flattened batch, int64 of shape ``(T,)``; cumulative lengths,
+        int32 of shape ``(B + 1,)``; and the longest length.
+    """
     if not torch.compiler.is_compiling() and _by_extension(mask):
         return torch.ops.fastbert_C.unpad_indices(mask)
     return _unpad_indices(mask)
 
 
 def any_outside(index: Tensor, size: int, ignored: int | None = None) -> bool:
-    """Whether an element of ``index``, on the CPU, lies outside of [0, size) and is not
-    ``ignored``."""
+    """Tell whether an element of `index`, on the CPU, is outside [0, size) and not `ignored`."""
     if _by_extension(index):
         return torch.ops.fastbert_C.any_outside(index, size, ignored)
     wrong = (index < 0) | (index >= size)
@@ -60,8 +85,13 @@ def _by_extension(index: Tensor) -> bool:
 
 
 def pad(packed: Packed) -> Tensor:
-    """The padded (B, L, ...) batch of ``packed``, exactly 0 at padding; differentiable in its
-    values.
+    """Put the padding back into a batch.
+
+    Args:
+        packed: A batch without padding, as `unpad` returns it.
+
+    Returns:
+        Tensor of shape ``(B, L, ...)``, exactly 0 at padding; differentiable in the packed values.
     """
     rows = packed.batch * packed.length
     flat = _scatter_rows(packed.values, packed.indices, rows)
