@@ -21,11 +21,11 @@ def visible(
     device: torch.device,
     lengths: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor | None:
-    """Keys inside the window and the lengths, bool and broadcastable to (B, H, Lq, Lk); None: all.
+    """Return the keys inside the window and the lengths, or None if these are all keys.
 
-    Query i stands at key i + Lk - Lq (bottom-right alignment, per sequence where lengths are
-    given); -1 leaves that side of the window open. Queries beyond their length may see keys: nobody
-    reads those rows.
+    The mask is bool and broadcastable to (B, H, Lq, Lk). Query ``i`` has the position of key ``i +
+    Lk - Lq`` (bottom-right alignment, in each sequence where lengths are given); -1 leaves a side
+    of the window open. Queries beyond their length may see keys: those rows are never read.
     """
     query = torch.arange(query_length, device=device).view(1, 1, -1, 1)
     key = torch.arange(key_length, device=device).view(1, 1, 1, -1)
@@ -47,8 +47,9 @@ def visible(
 def softmax_weights(
     q: Tensor, k: Tensor, allowed: Tensor | None, bias: Tensor | None, scale: float
 ) -> Tensor:
-    """Softmax of q kᵀ scale + bias over the allowed keys; rows that may attend nothing are exactly
-    0.
+    """Compute the softmax of ``q kᵀ scale + bias`` over the allowed keys.
+
+    Rows that may attend nothing are exactly 0.
     """
     scores = q @ k.transpose(-2, -1) * scale
     if bias is not None:
@@ -63,7 +64,7 @@ def softmax_weights(
 
 
 def hide_unattended(x: Tensor, allowed: Tensor | None) -> Tensor:
-    """Keys or values that no query may attend, set to 0: 0 · NaN would leak out of padding."""
+    """Set keys or values that no query may attend to 0: ``0 · NaN`` would leak out of padding."""
     if allowed is None:
         return x
     return x.masked_fill(~allowed.any(dim=-2).unsqueeze(-1), 0.0)
@@ -101,9 +102,7 @@ def attention(
     return_weights: bool = False,
     dropout_seed: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """softmax(q kᵀ scale + bias) v over the keys that may be attended (Vaswani et al. 2017,
-    eq. 1).
-    """
+    """Compute attention (Vaswani et al. 2017, eq. 1); see ``fastbert.ops.attention``."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     left, right = _window(window, causal)
     out, weights = _attend(q, k, v, mask, bias, dropout_p, dropout_seed, scale, left, right)
@@ -128,7 +127,10 @@ def attention_varlen(
     return_weights: bool = False,
     dropout_seed: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """``attention`` of each sequence with itself alone: padded, attended, packed again."""
+    """Compute attention inside each sequence: pad, attend, and pack again.
+
+    See ``fastbert.ops.attention_varlen``.
+    """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     left, right = _window(window, causal)
     cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
@@ -173,9 +175,7 @@ def attention_qkvpacked(
     return_weights: bool = False,
     dropout_seed: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """``attention`` of q, k, v in one tensor: (B, L, 3, H, D) → (B, L, H, D), or packed,
-    (T, 3, H, D) → (T, H, D).
-    """
+    """Compute `attention` of q, k and v in one tensor; see ``fastbert.ops.attention_qkvpacked``."""
     options: dict[str, Any] = {
         "mask": mask, "bias": bias, "dropout_p": dropout_p, "scale": scale, "causal": causal,
         "window": window, "dropout_seed": dropout_seed, "return_weights": True,
@@ -208,8 +208,10 @@ def attention_weights(
     heads: Sequence[int] | None = None,
     rows: Sequence[int] | None = None,
 ) -> Tensor:
-    """The softmax weights of ``attention`` or ``attention_varlen`` for chosen heads and rows. The
-    log-sum-exp is computed again, and ``lse`` is not read.
+    """Compute the softmax weights of `attention` or `attention_varlen` for chosen heads and rows.
+
+    The log-sum-exp is computed again, and `lse` is not read. See
+    ``fastbert.ops.attention_weights``.
     """
     options: dict[str, Any] = {
         "mask": mask, "bias": bias, "scale": scale, "causal": causal, "window": window,
@@ -224,6 +226,6 @@ def attention_weights(
 
 
 def choose(weights: Tensor, heads: Sequence[int] | None, rows: Sequence[int] | None) -> Tensor:
-    """Some heads and rows of (B, H, Lq, Lk)."""
+    """Choose some heads and rows of (B, H, Lq, Lk)."""
     weights = weights if heads is None else weights[:, list(heads)]
     return weights if rows is None else weights[:, :, list(rows)]

@@ -16,8 +16,9 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     reduction: str = "mean",
 ) -> Tensor:
-    """Cross entropy of hidden Wᵀ + b against labels; the mean over no label at all is 0,
-    not NaN.
+    """Compute the cross entropy of ``hidden Wᵀ + b``; see ``fastbert.ops.linear_cross_entropy``.
+
+    The mean over no label at all is 0, not NaN.
     """
     rows = (labels != ignore_index).nonzero().flatten()
     logits = F.linear(hidden[rows], weight, bias)

@@ -10,7 +10,7 @@ PHILOX_ROUNDS = 7
 
 
 def philox(seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> list[Tensor]:
-    """The four 32-bit words of Philox4x32-7 (Salmon et al. 2011) as int64 tensors.
+    """Compute the four 32-bit words of Philox4x32-7 (Salmon et al. 2011) as int64 tensors.
 
     ``seed`` int64 (1,) is the key, low word first; the counters are int64 and broadcast.
     """
@@ -25,10 +25,10 @@ def philox(seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> list
 
 
 def dropout_keep(seed: Tensor, p: float, shape: tuple[int, ...]) -> Tensor:
-    """The bool mask of kept elements for ``shape`` = (rows, columns) or (B, H, Lq, Lk).
+    """Return the bool mask of kept elements for ``shape`` = (rows, columns) or (B, H, Lq, Lk).
 
-    Element (c3, c2, c1, j) takes word j % 4 of the counter (j // 4, c1, c2, c3), so the mask of an
-    element depends on its coordinates alone, not on the layout, the tile or the batch around it.
+    Element (c3, c2, c1, j) takes word ``j % 4`` of the counter (j // 4, c1, c2, c3). The mask of an
+    element therefore depends on its coordinates alone, not on the layout, the tile or the batch.
     """
     full = (1,) * (4 - len(shape)) + tuple(shape)
     sizes = (*full[:3], -(-full[3] // 4))
@@ -41,9 +41,7 @@ def dropout_keep(seed: Tensor, p: float, shape: tuple[int, ...]) -> Tensor:
 
 
 def dropout(x: Tensor, p: float, seed: Tensor | None, shape: tuple[int, ...]) -> Tensor:
-    """``x`` with the elements that ``dropout_keep`` drops at 0 and the others scaled by 1 / (1 -
-    p).
-    """
+    """Set the elements that `dropout_keep` drops to 0, and scale the others by ``1 / (1 - p)``."""
     if p == 0.0:
         return x
     if seed is None:

@@ -24,7 +24,7 @@ def embedding(
     padding_idx: int | None = None,
     dropout_seed: Tensor | None = None,
 ) -> Tensor:
-    """dropout(LN(word + type + position)) (Devlin et al. 2019, figure 2)."""
+    """Embed tokens (Devlin et al. 2019, figure 2); see ``fastbert.ops.embedding``."""
     total = (
         F.embedding(ids, word_table, padding_idx)
         + F.embedding(token_types, type_table)

@@ -31,8 +31,10 @@ def encoder(
     dtype: torch.dtype | None = None,
     all_states: bool = False,
 ) -> list[Tensor]:
-    """hidden (T, H) through one layer for every twelve parameters (Devlin et al. 2019), with int8
-    weights where ``scales`` holds eight tensors for each layer.
+    """Run hidden (T, H) through one layer for every twelve parameters (Devlin et al. 2019).
+
+    The weights are int8 where ``scales`` holds eight tensors for each layer. See
+    ``fastbert.ops.encoder``.
     """
     dtype = hidden.dtype if dtype is None else dtype
     rows = (-1,) if cu_seqlens is not None else (batch, max_seqlen)

@@ -9,14 +9,14 @@ from fastbert.activations import ACTIVATIONS, APPROXIMATIONS
 
 
 def activate(h: Tensor, activation: str) -> Tensor:
-    """The activation between the two products; a gated one halves the columns (..., 2N)."""
+    """Apply the activation between the two products; a gated one halves the columns (..., 2N)."""
     return ACTIVATIONS[activation](h)
 
 
 def linear_gelu(
     x: Tensor, weight: Tensor, bias: Tensor | None, *, approximate: str = "none"
 ) -> Tensor:
-    """gelu(x Wᵀ + b)."""
+    """Compute ``gelu(x Wᵀ + b)``; see ``fastbert.ops.linear_gelu``."""
     return activate(F.linear(x, weight, bias), APPROXIMATIONS[approximate])
 
 
@@ -31,10 +31,9 @@ def feed_forward(
     recompute: bool = False,
     return_residual: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """gelu(x W1ᵀ + b1) W2ᵀ + b2 (Vaswani et al. 2017, eq. 2, with GELU for ReLU).
+    """Compute ``activation(x W1ᵀ + b1) W2ᵀ + b2``; see ``fastbert.ops.feed_forward``.
 
-    "geglu" and "swiglu" take w1 (2N, K), the gate first (Shazeer 2020). ``recompute``, which is
-    about memory alone, changes nothing here.
+    ``recompute`` is about memory alone and changes nothing here.
     """
     y = F.linear(activate(F.linear(x, w1, b1), activation), w2, b2)
     return (y, x) if return_residual else y

@@ -29,7 +29,7 @@ class Int8Weight(NamedTuple):
 
 
 def pack(values: Tensor, scale: Tensor, lanes: int, group: int) -> Int8Weight:
-    """values int8 (N, K) and scale fp32 (N,) in the layout of ``lanes`` and ``group``."""
+    """Pack values int8 (N, K) and scale fp32 (N,) for instructions of ``lanes`` and ``group``."""
     outputs, inputs = values.shape
     panels = -(-outputs // (lanes * PANELS)) * PANELS
     depth = -(-inputs // DEPTH) * DEPTH
@@ -42,7 +42,7 @@ def pack(values: Tensor, scale: Tensor, lanes: int, group: int) -> Int8Weight:
 
 
 def unpack(weight: Int8Weight) -> tuple[Tensor, Tensor]:
-    """The arguments of ``pack``: values (N, K) and scale (N,)."""
+    """Return the first two arguments of `pack`: values (N, K) and scale (N,)."""
     panels, groups, lanes, group = weight.packed.shape
     values = weight.packed.transpose(1, 2).reshape(panels * lanes, groups * group)
     values = values[: weight.outputs, : weight.inputs].contiguous()
@@ -50,12 +50,17 @@ def unpack(weight: Int8Weight) -> tuple[Tensor, Tensor]:
 
 
 def int8_rows(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """x (M, K) as integers of 8 bits: q (M, K) in [0, 255], scale and zero (M, 1), all fp32, with
-    x ≈ (q − zero) · scale.
+    """Quantise x (M, K) to integers of 8 bits, with x ≈ (q − zero) · scale.
 
-    [low, high] spans a row and 0; scale = (high − low) / 255, zero = rint(−low / scale), q =
-    clip(rint(x / scale) + zero). Rows whose scale is below 2⁻¹²⁰ count as 0; rows that are not
-    finite have q = 0 and the scale NaN.
+    With [low, high] the range of a row and 0, scale = (high − low) / 255, zero = rint(−low / scale)
+    and q = clip(rint(x / scale) + zero). A row whose scale is below 2⁻¹²⁰ counts as 0; a row with
+    an element that is not finite has q = 0 and the scale NaN.
+
+    Args:
+        x: Rows of shape ``(M, K)``.
+
+    Returns:
+        q of shape ``(M, K)`` in [0, 255], scale and zero of shape ``(M, 1)``, all fp32.
     """
     x = x.float()
     low, high = x.amin(1, keepdim=True).clamp(max=0.0), x.amax(1, keepdim=True).clamp(min=0.0)
@@ -69,8 +74,15 @@ def int8_rows(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def int8_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """weight (N, K) ≈ values · scale: values int8 (N, K) in [-127, 127], symmetric, and fp32 scale
-    (N,), one for each row."""
+    """Quantise weight (N, K) symmetrically, with one scale for each row.
+
+    Args:
+        weight: Weight of shape ``(N, K)``.
+
+    Returns:
+        int8 values of shape ``(N, K)`` in [-127, 127], and the fp32 scales of shape ``(N,)``, with
+        weight ≈ values · scale.
+    """
     weight = weight.detach().float()
     scale = weight.abs().amax(1) / 127.0
     inverse = torch.where(scale >= 2.0**-120, 1.0 / scale, 0.0)
@@ -86,10 +98,11 @@ def int8_linear(
     residual: Tensor | None = None,
     activation: str = "none",
 ) -> Tensor:
-    """activation((q − zero) valuesᵀ · scales + b) + residual for x (..., K), in x's dtype.
+    """Compute ``activation((q − zero) valuesᵀ · scales + b) + residual``.
 
-    ``int8_rows`` gives q, zero and the scale of each row; ``weight`` holds the values and the scale
-    of each output. The sums of the integers are exact; everything else is fp32.
+    x is (..., K), and the result has its dtype. `int8_rows` gives q, zero and the scale of each
+    row; ``weight`` holds the values and the scale of each output. The sums of the integers are
+    exact; everything else is fp32.
     """
     values, scale = unpack(weight)
     q, row_scale, zero = int8_rows(x.reshape(-1, x.shape[-1]))

@@ -19,7 +19,7 @@ def layer_norm(
     eps: float = 1e-12,
     dropout_seed: Tensor | None = None,
 ) -> Tensor:
-    """LN(residual + dropout(x + x_bias)) over the last dimension (Ba et al. 2016)."""
+    """Normalize ``residual + dropout(x + x_bias)``; see ``fastbert.ops.layer_norm``."""
     columns = x.shape[-1]
     if x_bias is not None:
         x = x + x_bias

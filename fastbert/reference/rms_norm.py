@@ -9,9 +9,7 @@ from torch import Tensor
 def rms_norm(
     x: Tensor, weight: Tensor, *, residual: Tensor | None = None, eps: float = 1e-6
 ) -> Tensor:
-    """weight · s / sqrt(mean(s²) + eps), s = x + residual, over the last dimension (Zhang and
-    Sennrich 2019, eq. 4).
-    """
+    """Divide ``x + residual`` by its root mean square; see ``fastbert.ops.rms_norm``."""
     if residual is not None:
         x = x + residual
     total = x.to(torch.promote_types(x.dtype, torch.float32))

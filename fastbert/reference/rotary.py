@@ -7,9 +7,7 @@ from torch import Tensor
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, heads: int) -> Tensor:
-    """x (T, N, D) with the first ``heads`` heads turned: element i of the first half of a head and
-    of the second are a pair, cos and sin (T, D / 2) those of its angle (Su et al. 2021, eq. 34).
-    """
+    """Rotate the first ``heads`` heads of x (T, N, D); see ``fastbert.ops.rotary``."""
     dtype = torch.promote_types(x.dtype, cos.dtype)
     cos, sin = (part.to(dtype).unsqueeze(1) for part in (cos, sin))
     first, second = x[:, :heads].to(dtype).chunk(2, -1)

@@ -10,11 +10,12 @@ from torch import Tensor
 
 
 class Packed(NamedTuple):
-    """Sequences without padding: ``values`` (T, ...), and where they came from.
+    """Sequences without padding, and where they came from.
 
-    ``indices`` int64 (T,): row of each token in the flattened padded batch; ``cu_seqlens`` int32
-    (B+1,): cumulative lengths as in ``flash_attn_varlen_func``; ``max_seqlen``: the longest length;
-    ``batch`` and ``length``: B and L of the padded batch.
+    ``values`` (T, ...) are the rows. ``indices`` int64 (T,) is the row of each token in the
+    flattened padded batch; ``cu_seqlens`` int32 (B + 1,) holds the cumulative lengths, as in
+    ``flash_attn_varlen_func``; ``max_seqlen`` is the longest length; ``batch`` and ``length`` are B
+    and L of the padded batch.
     """
 
     values: Tensor
@@ -26,7 +27,7 @@ class Packed(NamedTuple):
 
 
 def unpad(x: Tensor, mask: Tensor) -> Packed:
-    """(B, L, ...) and mask (B, L), True or nonzero = keep → ``Packed`` rows in batch order."""
+    """Take the padding out of x (B, L, ...); see ``fastbert.ops.unpad``."""
     keep = mask.bool()
     lengths = keep.sum(dim=1, dtype=torch.int32)
     indices = keep.flatten().nonzero().flatten()
@@ -37,7 +38,7 @@ def unpad(x: Tensor, mask: Tensor) -> Packed:
 
 
 def pad(packed: Packed) -> Tensor:
-    """``Packed`` → (B, L, ...), 0 at the positions that were dropped."""
+    """Put the padding back into a batch: (B, L, ...), 0 at the positions that were dropped."""
     rows = packed.batch * packed.length
     flat = packed.values.new_zeros(rows, *packed.values.shape[1:])
     flat = flat.index_copy(0, packed.indices, packed.values)
@@ -45,7 +46,7 @@ def pad(packed: Packed) -> Tensor:
 
 
 def sequence_positions(cu_seqlens: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """For each of ``rows`` packed rows its sequence and its position inside, int64 (T,).
+    """Return the sequence of each of ``rows`` packed rows and the position inside, int64 (T,).
 
     Rows beyond ``cu_seqlens[-1]`` belong to sequence B, at position 0.
     """
@@ -57,10 +58,10 @@ def sequence_positions(cu_seqlens: Tensor, rows: int) -> tuple[Tensor, Tensor]:
 
 
 def pad_rows(x: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Packed rows (T, ...) → padded (B, L, ...), with each row's slot in B·L and whether it has
-    one.
+    """Pad packed rows (T, ...) to (B, L, ...).
 
-    Rows beyond ``cu_seqlens[-1]`` go to a spare slot that is cut off again: they are never seen.
+    Also returns the slot of each row in B·L, and whether the row has a slot. Rows beyond
+    ``cu_seqlens[-1]`` go to a spare slot that is cut off again: they are never seen.
     """
     batch = cu_seqlens.numel() - 1
     sequence, position = sequence_positions(cu_seqlens, x.shape[0])
@@ -72,12 +73,12 @@ def pad_rows(x: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> tuple[Tensor, Te
 
 
 def unpad_rows(padded: Tensor, slot: Tensor, used: Tensor) -> Tensor:
-    """The inverse of ``pad_rows``: (B, L, ...) → (T, ...); rows without a slot are 0."""
+    """Invert `pad_rows`: (B, L, ...) → (T, ...); rows without a slot are 0."""
     flat = torch.cat([padded.flatten(0, 1), padded.new_zeros(1, *padded.shape[2:])])
     return flat.index_select(0, torch.where(used, slot, flat.shape[0] - 1))
 
 
 def existing_queries(lengths: Tensor, max_seqlen: int) -> Tensor:
-    """Which rows of (B, H, Lq, Lk) belong to a token: bool (B, 1, Lq, 1)."""
+    """Tell which rows of (B, H, Lq, Lk) belong to a token: bool (B, 1, Lq, 1)."""
     query = torch.arange(max_seqlen, device=lengths.device)
     return (query < lengths[:, None])[:, None, :, None]
