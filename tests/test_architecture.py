@@ -21,7 +21,7 @@ BELOW: dict[str, set[str]] = {
     "version": set(),
     "atomic_file": set(),
     "json_file": {"atomic_file"},
-    "config": {"json_file"},
+    "config": {"json_file", "activations"},
     "activations": set(),
     "reference": {"activations"},
     "kernels": {"activations"},
@@ -31,9 +31,8 @@ BELOW: dict[str, set[str]] = {
     "modules": {"ops", "config", "io", "activations"},
     "inference": {"modules"},
     "integrations": {"modules", "io", "config", "ops", "reference"},
-    "reference_model": {"config", "reference"},
     "testing": {
-        *("modules", "ops", "kernels", "config", "reference", "reference_model", "activations"),
+        *("modules", "ops", "kernels", "config", "reference", "activations"),
     },
     "bench": {
         *("testing", "inference", "integrations", "data", "modules", "ops", "config", "version"),

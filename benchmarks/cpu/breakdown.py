@@ -71,12 +71,12 @@ def _calls(model: nn.Module, tokens: Rows, hidden: Tensor) -> dict[str, Callable
     import torch
 
     from fastbert import ops
-    from fastbert.modules.feed_forward import ACTIVATIONS
+    from fastbert.activations import of_config
     from fastbert.ops import backend
 
     layers, layout, heads = model.encoder.layer, tokens.layout, model.config.num_attention_heads
-    activation = ACTIVATIONS[model.config.hidden_act]
-    approximate = "tanh" if activation == "gelu_tanh" else "none"
+    found = of_config(gated=False)[model.config.hidden_act]
+    activation, approximate = found.name, found.approximate
     linear = torch.ops.fastbert_C.linear
     rows = (layout.batch, layout.length) if layout.cu_seqlens is None else (hidden.shape[0],)
     packed = layers[0].attention.self.qkv(hidden).view(*rows, 3, heads, -1)

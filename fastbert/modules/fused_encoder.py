@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
+from fastbert.activations import PLAIN
 from fastbert.modules.attention import BertAttention, BertSelfAttention, BertSelfOutput
 from fastbert.modules.feed_forward import BertIntermediate, BertOutput
 from fastbert.modules.joined_linear import WHOLE, JoinedLinear
@@ -23,7 +24,7 @@ from fastbert.modules.operation import OperationModule
 from fastbert.modules.plain import touched
 from fastbert.modules.quantized_linear import QuantizedLinear
 from fastbert.ops.backend import Choice, Request
-from fastbert.ops.encoder import ACTIVATIONS, INT8_OPERATIONS, OPERATIONS, choose
+from fastbert.ops.encoder import INT8_OPERATIONS, OPERATIONS, choose
 from fastbert.ops.int8_linear import layout
 
 # The modules inside a module of each class, or QuantizedLinear for a linear one; anything else in a
@@ -164,7 +165,7 @@ def _stack(found: list[list[Any]], device: str, dtype: torch.dtype, rows: int) -
     if max(map(len, (heads, activations, eps))) > 1 or len(requested) < len(requests):
         return _one_by_one("the layers differ in heads, eps, activation or backend")
     activation = activations.pop()
-    if activation not in ACTIVATIONS:
+    if activation not in PLAIN:
         return _one_by_one(f"the activation is {activation}")
     request = Request(device, dtype, activation=activation)
     choice = choose(request, requested, INT8_OPERATIONS if int8 else OPERATIONS)

@@ -11,6 +11,7 @@ from torch import Tensor
 from fastbert.config import BertConfig
 from fastbert.modules.batch_layout import Layout
 from fastbert.modules.positions import rotation
+from fastbert.ops.arguments import check_cu_seqlens, longest, require_shape
 from fastbert.ops.varlen import any_outside, sequence_positions, unpad_indices
 
 # An additive mask at or below this hides a key: it covers -1e4, finfo.min of every dtype, and -inf.
@@ -101,11 +102,6 @@ def check_range(name: str, index: Tensor, size: int, ignored: int | None = None)
         raise ValueError(f"{name}: got {int(index[wrong][0])}, allowed: 0 <= {name} < {size}{also}")
 
 
-def check_shape(name: str, x: Tensor, shape: tuple[int, ...]) -> None:
-    if tuple(x.shape) != tuple(shape):
-        raise ValueError(f"{name}: got shape {tuple(x.shape)}, allowed: {tuple(shape)}")
-
-
 def _tokens(
     config: BertConfig, input_ids: Tensor | None, inputs_embeds: Tensor | None, packed: bool
 ) -> Tensor:
@@ -136,7 +132,7 @@ def _index(name: str, index: Tensor | None, shape: tuple[int, ...], size: int) -
     if index is None:
         return None
     if len(shape) != 2 or tuple(index.shape) != (1, shape[1]):
-        check_shape(name, index, shape)
+        require_shape(name, index, shape)
     check_range(name, index, size)
     return index
 
@@ -201,23 +197,12 @@ def _packed_layout(
     if attention_mask is not None:
         shape = tuple(attention_mask.shape)
         raise ValueError(f"attention_mask: got shape {shape} with cu_seqlens, allowed: None")
-    if cu_seqlens.dtype != torch.int32:
-        raise TypeError(f"cu_seqlens: got {cu_seqlens.dtype}, allowed: int32")
-    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
-        raise ValueError(f"cu_seqlens: got shape {tuple(cu_seqlens.shape)}, allowed: (B + 1,)")
-    look = cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling()
-    if max_seqlen is None or look:
-        lengths = cu_seqlens.diff()
-        longest = int(lengths.max()) if lengths.numel() else 0
-        if max_seqlen is not None and max_seqlen < longest:
-            raise ValueError(f"max_seqlen: got {max_seqlen}, allowed: at least {longest}")
-        max_seqlen = longest if max_seqlen is None else max_seqlen
-        total = given.shape[0]
-        if look and (cu_seqlens[0] != 0 or cu_seqlens[-1] > total or (lengths < 0).any()):
-            raise ValueError(
-                f"cu_seqlens: got {cu_seqlens.tolist()}, allowed: from 0, never falling, at most "
-                f"{total}, the number of tokens"
-            )
+    check_cu_seqlens("cu_seqlens", cu_seqlens, "input_ids", given.device, given.shape[0])
+    can_look = cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling()
+    if max_seqlen is None:
+        max_seqlen = longest(cu_seqlens)
+    elif can_look and max_seqlen < (least := longest(cu_seqlens)):
+        raise ValueError(f"max_seqlen: got {max_seqlen}, allowed: at least {least}")
     batch = cu_seqlens.shape[0] - 1
     return Layout(batch, max_seqlen, cu_seqlens, max_seqlen)
 
@@ -230,7 +215,7 @@ def _padded_layout(given: Tensor, attention_mask: Tensor | None, config: BertCon
     if attention_mask.dim() == 2:
         if torch.compiler.is_compiling() and (choices.distance_buckets or choices.windows):
             # A graph cannot depend on whether the tokens of a row stand side by side.
-            check_shape("attention_mask", attention_mask, (batch, length))
+            require_shape("attention_mask", attention_mask, (batch, length))
             exists = attention_mask.bool()
             return Layout(batch, length, mask=exists[:, None, None], tokens=exists)
         return _unpadded_layout(given, attention_mask)
@@ -240,7 +225,7 @@ def _padded_layout(given: Tensor, attention_mask: Tensor | None, config: BertCon
 def _unpadded_layout(given: Tensor, attention_mask: Tensor) -> Layout:
     """The layout of a (B, L) mask, bool or 0/1, nonzero = a token that exists."""
     batch, length = given.shape[:2]
-    check_shape("attention_mask", attention_mask, (batch, length))
+    require_shape("attention_mask", attention_mask, (batch, length))
     if attention_mask.device.type == "cpu" and not torch.compiler.is_compiling():
         if attention_mask.dtype.is_floating_point:
             valid = bool(((attention_mask == 0) | (attention_mask == 1)).all())

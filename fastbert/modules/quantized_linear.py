@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fastbert import ops
 from fastbert.modules.operation import OperationModule
-from fastbert.ops.int8_linear import Int8Weight, integers, layout, pack, unpack
+from fastbert.ops.int8_linear import Int8Weight, int8_weight, layout, pack, unpack
 
 
 class QuantizedLinear(OperationModule):
@@ -35,7 +35,7 @@ class QuantizedLinear(OperationModule):
     @classmethod
     def of(cls, linear: nn.Linear) -> QuantizedLinear:
         """Weights symmetric, a scale for each output; the bias is shared with ``linear``."""
-        values, scale = integers(linear.weight)
+        values, scale = int8_weight(linear.weight)
         return cls(values, scale, linear.bias)
 
     def forward(

@@ -1,8 +1,7 @@
-"""Which implementation serves an operation, and why. The only place that reads environment
-variables.
+"""Which implementation serves an operation, and why; the only reader of environment variables.
 
-``FASTBERT_BACKEND`` is the preference where a call makes none; ``TRITON_INTERPRET=1`` (Triton's
-own) lets Triton kernels run on CPU tensors. ``FASTBERT_CPU_ISA`` is read by the extension itself.
+``FASTBERT_BACKEND`` is the preference of calls that name no backend. ``TRITON_INTERPRET=1``, which
+is Triton's own, lets Triton kernels run on CPU tensors. The extension reads ``FASTBERT_CPU_ISA``.
 """
 
 from __future__ import annotations
@@ -36,8 +35,11 @@ class Choice(NamedTuple):
 
 
 class Request(NamedTuple):
-    """What a call needs of a backend. ``device`` is the device type: "cpu", "cuda", …;
-    ``transformed``: a transform of torch.func or forward-mode AD looks on."""
+    """What a call needs of a backend.
+
+    ``device`` is the device type, such as "cpu" or "cuda". ``transformed`` says that a transform of
+    torch.func or forward-mode AD is active.
+    """
 
     device: str
     dtype: torch.dtype
@@ -48,6 +50,7 @@ class Request(NamedTuple):
 
 
 def serves_all(request: Request) -> str | None:
+    """Refuse nothing."""
     return None
 
 
@@ -119,6 +122,7 @@ def enable_interpreter() -> None:
 
 
 def interpreted() -> bool:
+    """Tell whether Triton kernels run in the interpreter."""
     return _interpreted
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastbert.reference import GATED
+from fastbert.activations import ACTIVATIONS
 
 OPS = (
     "attention",
@@ -276,7 +276,8 @@ def _linear(draw, rows, inner, outer, *, bias=True):
 
 
 def _feed_forward(draw, rows, hidden, inner, *, bias=True, **options):
-    first = 2 * inner if options.get("activation") in GATED else inner
+    gated = ACTIVATIONS[options.get("activation", "gelu")].gated
+    first = 2 * inner if gated else inner
     positional = {
         "x": draw.normal(rows, hidden),
         "w1": draw.normal(first, hidden, scale=hidden**-0.5),

@@ -1,5 +1,5 @@
 """Parity of the whole model: one pre-training step, dropout and all, against
-``fastbert.reference_model``.
+``fastbert.testing.reference_model``.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from fastbert import reference_model
 from fastbert.config import BertConfig
 from fastbert.modules import BertForPreTraining
 from fastbert.ops import backend as backends
 from fastbert.ops.arguments import dropout_seeds
+from fastbert.testing import reference_model
 from fastbert.testing.cases import Case
 from fastbert.testing.compare import MAX_FACTOR, compare
 from fastbert.testing.parity import DTYPES, Row, devices, row

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from fastbert import ops, reference
+from fastbert.activations import APPROXIMATIONS
 from fastbert.ops import backend as backends
-from fastbert.ops.feed_forward import APPROXIMATIONS
 from fastbert.testing.cases import TABLE_OF, Case, Inputs
 from fastbert.testing.compare import Comparison, compare
 from fastbert.testing.random_cases import random_cases

@@ -7,10 +7,10 @@ import torch
 from kernel_cases import BRAIN, HALF, SINGLE, judge, normal
 
 from fastbert import reference
+from fastbert.activations import ACTIVATIONS, APPROXIMATIONS
 from fastbert.kernels import tiles as block_sizes
 from fastbert.kernels.feed_forward import activation_forward, linear_gelu_forward
 from fastbert.kernels.feed_forward_backward import feed_forward_backward, gelu_backward
-from fastbert.reference import ACTIVATIONS, GATED
 
 ENGINES = ("fused", "library")
 # GEMM_TILES for which 70 × 131 results are cut into tiles of 128 × 128, 64 × 64 and 64 × 32.
@@ -18,12 +18,15 @@ TILES = (1, 4, 96)
 
 
 def options(activation: str) -> dict:
-    return {"approximate": ACTIVATIONS[activation], "gated": activation in GATED}
+    return {
+        "approximate": ACTIVATIONS[activation].approximate,
+        "gated": ACTIVATIONS[activation].gated,
+    }
 
 
 def draw(rows, depth, columns, dtype, device, activation="gelu", has_bias=True, scale=1.0):
     """x, w1, b1, w2 and dy of a feed-forward from depth over columns back to depth."""
-    first = 2 * columns if activation in GATED else columns
+    first = 2 * columns if ACTIVATIONS[activation].gated else columns
     return (
         normal(rows, depth, dtype=dtype, device=device, scale=scale),
         normal(first, depth, dtype=dtype, device=device, scale=max(depth, 1) ** -0.5),
@@ -152,7 +155,7 @@ def test_every_fp16_number(approximate, device):
     da = torch.ones_like(h)
     dh, _, a = gelu_backward(da, h, approximate=approximate, sum_rows=False, activated=True)
     assert torch.equal(a, activation_forward(h, approximate=approximate))
-    judge("y dh", [a, dh], lambda h: reference.gelu(h, approximate), [h], da)
+    judge("y dh", [a, dh], lambda h: reference.activate(h, APPROXIMATIONS[approximate]), [h], da)
 
 
 @pytest.mark.parametrize("gated", [False, True])

@@ -15,10 +15,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fastbert import modules, ops, reference, reference_model
+from fastbert import modules, ops, reference
 from fastbert.config import BertConfig
 from fastbert.modules.fused_encoder import stack
 from fastbert.ops import backend as backends
+from fastbert.testing import reference_model
 from fastbert.testing.compare import assert_close
 from fastbert.testing.yardstick import Yardstick, each
 

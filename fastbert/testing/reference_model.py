@@ -15,9 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastbert import reference
+from fastbert.activations import of_config
 from fastbert.config import BertConfig
-
-APPROXIMATIONS = {"gelu": "none", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "relu": "relu"}
 
 
 class Encoded(NamedTuple):
@@ -125,7 +124,7 @@ def _layer(
     out = dropout.rows(_linear(state, f"{prefix}attention.output.dense", out), seed + 1)
     x = _add_norm(state, f"{prefix}attention.output.LayerNorm", config, out, x)
     inner = _linear(state, f"{prefix}intermediate.dense", x)
-    inner = reference.gelu(inner, APPROXIMATIONS[config.hidden_act])
+    inner = of_config(gated=False)[config.hidden_act](inner)
     out = dropout.rows(_linear(state, f"{prefix}output.dense", inner), seed + 2)
     return _add_norm(state, f"{prefix}output.LayerNorm", config, out, x), weights
 
@@ -146,7 +145,7 @@ def pretraining_loss(
     encoded = encode(bert, config, ids, mask, types, seeds)
     transform = "cls.predictions.transform."
     x = _linear(state, f"{transform}dense", encoded.last_hidden_state)
-    x = reference.gelu(x, APPROXIMATIONS[config.hidden_act])
+    x = of_config(gated=False)[config.hidden_act](x)
     norm = (state[f"{transform}LayerNorm.weight"], state[f"{transform}LayerNorm.bias"])
     x = reference.layer_norm(x, *norm, eps=config.layer_norm_eps)
     decoder = (state["cls.predictions.decoder.weight"], state["cls.predictions.bias"])
