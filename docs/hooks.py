@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fastbert import ops  # noqa: F401 - fills the tables
+from fastbert import ops
 from fastbert.ops.backend import TABLES, Implementation, Request
 
 ROOT = Path(__file__).resolve().parent.parent
