@@ -20,6 +20,7 @@ from fastbert.ops.backend import TABLES, Implementation, Request
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+MACHINES = {"2026-11-22-zen5-2-cores": "Zen 5", "2026-11-22-xeon-amx-2-cores": "Xeon AMX"}
 CALL = re.compile(r"^\{\{ (\w+)(.*) \}\}$", re.MULTILINE)
 BACKENDS = ("reference", "triton", "cpu", "cuda")
 ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "geglu", "swiglu")
@@ -148,15 +149,18 @@ def machine(record: str) -> str:
     return "\n".join(line for line in text.splitlines()[:8] if line.startswith("- "))
 
 
-def summary(*records: str) -> str:
-    """The table of README: BERT-base and MiniLM in bf16 beside the best peer, on each machine."""
+def summary() -> str:
+    """The table of README: each model in bf16 beside its fastest peer, machine by machine."""
+    header = ["batch"]
+    for record in MACHINES:
+        header += [f"{MACHINES[record]}: fastbert ms", "fastest peer ms", "ratio"]
     rows = []
     for section in ("bert-base", "minilm"):
-        found = [rows_of(record, section) for record in records]
+        found = [rows_of(record, section) for record in MACHINES]
         for label in found[0]:
             cells = [cell for part in found for cell in beside(part[label], "fastbert bf16")]
             rows.append([label, *cells])
-    return table(["batch", *["fastbert ms", "best peer ms", "ratio"] * len(records)], rows)
+    return table(header, rows)
 
 
 # The API, and whole files
