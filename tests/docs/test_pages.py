@@ -66,7 +66,8 @@ def test_the_python_code_of_a_page_runs_from_top_to_bottom(page: Path, folder: P
     result = subprocess.run(
         [sys.executable, "-c", "\n".join(blocks(page))],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": paths},
+        # Two threads on a busy core wait for each other.
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=300,
