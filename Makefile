@@ -35,8 +35,8 @@ help:
 
 # Only what has changed is compiled: the objects stay in build/.
 .venv/fastbert: .venv/torch pyproject.toml $(SOURCES)
-	$(SAY) "Installing the Python packages and compiling the C++ kernels: 2 to 3 minutes on two idle cores," \
-		"up to 8 on busy ones. pip prints nothing meanwhile; later builds compile changed files only."
+	$(SAY) "Installing the Python packages and compiling the C++ kernels: 2 minutes on two idle cores," \
+		"15 on busy ones. pip prints nothing meanwhile; later builds compile changed files only."
 	$(PIP) --no-build-isolation --editable '.[test]'
 	@touch $@
 

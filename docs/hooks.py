@@ -119,6 +119,31 @@ def training(record: str) -> str:
     return table(["batch", "fastbert ms", "best peer ms", "ratio"], rows)
 
 
+def targets(record: str) -> str:
+    """The floors and goals of BERT-base in a record, and whether each is met."""
+    text = (RESULTS / record / "cpu.md").read_text(encoding="utf-8")
+    start = text.index("| shape | ours | ratio |")
+    return text[start : text.index("\n\n", start)]
+
+
+def int8(record: str) -> str:
+    """Errors of sentence embeddings of the real MiniLM checkpoint against float64."""
+    content = json.loads((RESULTS / record / "int8.json").read_text(encoding="utf-8"))
+    rows = [
+        [
+            row["name"],
+            f"{row['max_error']:.1e}",
+            f"{row['rms_error']:.1e}",
+            f"{row['spearman']:.5f}",
+            f"{row['top_1']:.1%}",
+        ]
+        for row in content["result"]["rows"]
+        if row["against"] == "float64"
+    ]
+    header = ["format", "largest error", "RMS error", "Spearman", "same nearest sentence"]
+    return table(header, rows)
+
+
 def memory(record: str) -> str:
     """Peak resident memory in MiB on a full batch 8×128 of BERT-base."""
     contenders = rows_of(record, "bert-base")["BERT-base 8×128 full"]
@@ -191,6 +216,8 @@ FUNCTIONS = {
         backends,
         speed,
         training,
+        targets,
+        int8,
         memory,
         sentences,
         machine,

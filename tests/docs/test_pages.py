@@ -50,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the files that the pages name: ``out/demo/model``, small and untrained."""
     folder = tmp_path_factory.mktemp("pages")
     model = folder / "out" / "demo" / "model"
-    tokenizer = train_tokenizer(stories(60, 0), 400)
+    tokenizer = train_tokenizer(stories(30, 0), 300)
     torch.manual_seed(0)
     config = BertConfig.preset("tiny", vocab_size=len(tokenizer), max_position_embeddings=128)
     BertForPreTraining(config).save_pretrained(model)
