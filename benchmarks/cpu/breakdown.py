@@ -23,7 +23,7 @@ from fastbert.bench.limits import Work
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from fastbert.modules.inputs import Rows
+    from fastbert.modules.inputs import EncoderInput
 
 NAMES = ("fastbert bf16", "fastbert fp32")
 SIZES = {BF16: 2, FP32: 4}
@@ -46,7 +46,7 @@ def operations(
     model, config = built.model, built.model.config
     batch = built.inputs(batches(config.vocab_size, lengths)[0])
 
-    def door() -> Rows:
+    def door() -> EncoderInput:
         return enter(config, batch["input_ids"], batch["attention_mask"], *[None] * 5)
 
     with torch.inference_mode():
@@ -66,7 +66,9 @@ def operations(
     return found
 
 
-def _calls(model: nn.Module, tokens: Rows, hidden: Tensor) -> dict[str, Callable[[int], object]]:
+def _calls(
+    model: nn.Module, tokens: EncoderInput, hidden: Tensor
+) -> dict[str, Callable[[int], object]]:
     """The operations of a layer, the weights by the running index."""
     import torch
 

@@ -16,7 +16,7 @@ import numpy as np
 from benchmarks.cpu.ceilings import Ceilings
 from benchmarks.cpu.remote import Failed, Remote, RemoteWatch
 from benchmarks.cpu.runtimes import BF16, BY_NAME, FP32, INT8
-from fastbert.bench.contest import Row, Target, fastest, ratio
+from fastbert.bench.contest import ContestRow, Target, fastest, ratio
 from fastbert.bench.encoder import EncoderShape, Notify
 from fastbert.bench.timing import Timing, alternate
 
@@ -38,7 +38,7 @@ CLOSE = 0.25
 
 
 @dataclass
-class CpuRow(Row):
+class CpuRow(ContestRow):
     """``ratio`` is against ``against``, the fastest of those that the row's target names;
     ``best_ratio`` against the fastest peer in any format. ``difference``: RMS of the difference to
     the first fp32 engine's result over that result's RMS. ``peak_bytes``: of the resident memory of
@@ -49,7 +49,7 @@ class CpuRow(Row):
     best_ratio: float | None = None
     ratio_floor: float | None = None
     difference: float | None = None
-    packed_bytes: int | None = None
+    prepacked_bytes: int | None = None
 
 
 @dataclass
@@ -188,7 +188,7 @@ def take_turns(
         except Failed as failure:
             row.add_note(str(failure))
             continue
-        row.peak_bytes, row.packed_bytes = memory["peak"], memory["packed"]
+        row.peak_bytes, row.prepacked_bytes = memory["peak"], memory["prepacked"]
 
 
 def _alternate(

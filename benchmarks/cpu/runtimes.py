@@ -19,7 +19,7 @@ BF16, FP32, INT8 = "bf16", "fp32", "int8"
 
 
 @dataclass(frozen=True)
-class Engine:
+class Runtime:
     """kind: which builder below. option: transformers' attention, or a variant of ours. needs: the
     packages without which it is reported as not installed."""
 
@@ -39,22 +39,22 @@ class Engine:
 
 
 STOCK = ("transformers",)
-ENGINES = (
-    Engine("fastbert bf16", "fastbert", BF16),
-    Engine("fastbert bf16 autocast", "fastbert", BF16, "autocast"),
-    Engine("fastbert fp32", "fastbert", FP32),
-    Engine("fastbert int8", "fastbert", INT8),
-    Engine("transformers eager fp32", "transformers", FP32, "eager", STOCK),
-    Engine("transformers sdpa fp32", "transformers", FP32, "sdpa", STOCK),
-    Engine("transformers eager bf16", "transformers", BF16, "eager", STOCK),
-    Engine("transformers sdpa bf16", "transformers", BF16, "sdpa", STOCK),
-    Engine("torch.compile frozen fp32", "compiled", FP32, "sdpa", STOCK),
-    Engine("torch.compile frozen bf16", "compiled", BF16, "sdpa", STOCK),
-    Engine("OpenVINO fp32", "openvino", FP32, needs=("openvino",)),
-    Engine("OpenVINO bf16", "openvino", BF16, needs=("openvino",)),
-    Engine("ONNX Runtime fp32", "onnxruntime", FP32, needs=("onnxruntime", "onnx")),
+RUNTIMES = (
+    Runtime("fastbert bf16", "fastbert", BF16),
+    Runtime("fastbert bf16 autocast", "fastbert", BF16, "autocast"),
+    Runtime("fastbert fp32", "fastbert", FP32),
+    Runtime("fastbert int8", "fastbert", INT8),
+    Runtime("transformers eager fp32", "transformers", FP32, "eager", STOCK),
+    Runtime("transformers sdpa fp32", "transformers", FP32, "sdpa", STOCK),
+    Runtime("transformers eager bf16", "transformers", BF16, "eager", STOCK),
+    Runtime("transformers sdpa bf16", "transformers", BF16, "sdpa", STOCK),
+    Runtime("torch.compile frozen fp32", "compiled", FP32, "sdpa", STOCK),
+    Runtime("torch.compile frozen bf16", "compiled", BF16, "sdpa", STOCK),
+    Runtime("OpenVINO fp32", "openvino", FP32, needs=("openvino",)),
+    Runtime("OpenVINO bf16", "openvino", BF16, needs=("openvino",)),
+    Runtime("ONNX Runtime fp32", "onnxruntime", FP32, needs=("onnxruntime", "onnx")),
 )
-BY_NAME = {engine.name: engine for engine in ENGINES}
+BY_NAME = {engine.name: engine for engine in RUNTIMES}
 
 
 @dataclass
@@ -112,7 +112,7 @@ def _loaded(folder: Path):
     return torch.load(folder / WEIGHTS, mmap=True, weights_only=True)
 
 
-def _fastbert(engine: Engine, config, folder: Path, threads: int) -> Built:
+def _fastbert(engine: Runtime, config, folder: Path, threads: int) -> Built:
     import torch
 
     import fastbert
@@ -131,7 +131,7 @@ def _fastbert(engine: Engine, config, folder: Path, threads: int) -> Built:
     return _of_torch(model, threads, autocast=engine.option == "autocast")
 
 
-def _transformers(engine: Engine, config, folder: Path, threads: int) -> Built:
+def _transformers(engine: Runtime, config, folder: Path, threads: int) -> Built:
     import torch
 
     from fastbert.config import BertConfig
@@ -144,7 +144,7 @@ def _transformers(engine: Engine, config, folder: Path, threads: int) -> Built:
     return _of_torch(model, threads)
 
 
-def _compiled(engine: Engine, config, folder: Path, threads: int) -> Built:
+def _compiled(engine: Runtime, config, folder: Path, threads: int) -> Built:
     """torch.compile with frozen weights, twice: for one sequence and for batches of any shape.
 
     Once per shape would take most of a run's time.
@@ -159,7 +159,7 @@ def _compiled(engine: Engine, config, folder: Path, threads: int) -> Built:
     return built
 
 
-def _openvino(engine: Engine, config, folder: Path, threads: int) -> Built:
+def _openvino(engine: Runtime, config, folder: Path, threads: int) -> Built:
     import openvino
 
     core = openvino.Core()
@@ -189,7 +189,7 @@ def _openvino(engine: Engine, config, folder: Path, threads: int) -> Built:
     return built
 
 
-def _onnxruntime(engine: Engine, config, folder: Path, threads: int) -> Built:
+def _onnxruntime(engine: Runtime, config, folder: Path, threads: int) -> Built:
     import onnxruntime
 
     options = onnxruntime.SessionOptions()

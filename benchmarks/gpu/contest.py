@@ -20,7 +20,7 @@ from torch import Tensor
 from benchmarks.gpu.judge import Judge, rotated
 from benchmarks.gpu.match import TRAINING, Contender, Match
 from fastbert.bench.attention_peers import Prepared
-from fastbert.bench.contest import Row, fastest, ratio
+from fastbert.bench.contest import ContestRow, fastest, ratio
 from fastbert.bench.limits import BACKWARD, Limits, Work
 from fastbert.bench.timing import Stopwatch, alternate, captured, peak_memory
 from fastbert.testing.cases import Inputs
@@ -31,7 +31,7 @@ HOST_CALLS = 10
 
 
 @dataclass
-class GpuRow(Row):
+class GpuRow(ContestRow):
     """One contender of one match.
 
     ``host_seconds``: plain calls one after another, Python and launches included; ``seconds`` is of

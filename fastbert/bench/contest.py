@@ -15,7 +15,7 @@ from fastbert.bench.timing import Timing
 
 
 @dataclass
-class Row:
+class ContestRow:
     """One engine at one shape; seconds per call, None where ``refused`` gives the reason.
 
     Attributes:
@@ -61,7 +61,7 @@ class Row:
         self.note = "; ".join(filter(None, [self.note, text]))
 
 
-RowT = TypeVar("RowT", bound=Row)
+RowT = TypeVar("RowT", bound=ContestRow)
 
 
 @dataclass(frozen=True)
@@ -78,13 +78,13 @@ def fastest(rows: Iterable[RowT]) -> RowT | None:
     return min(timed, key=lambda row: row.seconds or 0.0, default=None)
 
 
-def ratio(row: Row, peer: Row | None) -> float | None:
+def ratio(row: ContestRow, peer: ContestRow | None) -> float | None:
     """The peer's seconds over the row's; None where one of them was not timed."""
     if peer is None or peer.seconds is None or row.seconds is None:
         return None
     return peer.seconds / row.seconds
 
 
-def to_dict(row: Row) -> dict[str, Any]:
+def to_dict(row: ContestRow) -> dict[str, Any]:
     """The row's record; figures that were not measured are left out."""
     return {k: v for k, v in dataclasses.asdict(row).items() if v is not None}

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from fastbert.modules import BaseModelOutputWithPooling, BertModel
-from fastbert.modules.batch_layout import Layout
+from fastbert.modules.batch_layout import BatchLayout
 from fastbert.modules.bert import Encoded
-from fastbert.modules.inputs import Rows, enter
+from fastbert.modules.inputs import EncoderInput, enter
 from fastbert.modules.outputs import as_asked
 
 WARM_UPS = 3
@@ -111,10 +111,10 @@ class StaticBatch:
             torch.zeros(bucket.tokens, dtype=torch.int64, device=device) for _ in range(3)
         )
         self.cu_seqlens = torch.zeros(bucket.batch + 1, dtype=torch.int32, device=device)
-        layout = Layout(bucket.batch, bucket.max_seqlen, self.cu_seqlens, bucket.max_seqlen)
-        self.rows = Rows(self.ids, None, self.token_types, self.positions, layout)
+        layout = BatchLayout(bucket.batch, bucket.max_seqlen, self.cu_seqlens, bucket.max_seqlen)
+        self.input = EncoderInput(self.ids, None, self.token_types, self.positions, layout)
 
-    def fill(self, tokens: Rows) -> None:
+    def fill(self, tokens: EncoderInput) -> None:
         """Copies a batch in. The rows behind it keep what an earlier one left: valid ids."""
         assert tokens.ids is not None
         rows, batch = tokens.ids.shape[0], tokens.layout.batch
@@ -127,7 +127,7 @@ class StaticBatch:
         self.cu_seqlens[batch + 1 :].copy_(ends[-1:].expand(self.cu_seqlens.shape[0] - batch - 1))
 
 
-def _ends(layout: Layout, device: torch.device) -> Tensor:
+def _ends(layout: BatchLayout, device: torch.device) -> Tensor:
     """``cu_seqlens`` of any layout."""
     if layout.cu_seqlens is not None:
         return layout.cu_seqlens
@@ -284,7 +284,7 @@ class GraphedModel:
             output = BaseModelOutputWithPooling(*self._run(tokens))
         return as_asked(output, model.flag("return_dict", return_dict, True))
 
-    def _run(self, tokens: Rows) -> tuple[Tensor, Tensor | None]:
+    def _run(self, tokens: EncoderInput) -> tuple[Tensor, Tensor | None]:
         """The last hidden state in the caller's layout, and the pooler's output."""
         assert tokens.ids is not None
         layout, rows = tokens.layout, tokens.ids.shape[0]
@@ -305,7 +305,7 @@ class GraphedModel:
             hidden = hidden[:rows] if layout.indices is not None else hidden[:rows].clone()
             return layout.given(hidden), None if pooled is None else pooled[: layout.batch].clone()
 
-    def _compute(self, tokens: Rows) -> tuple[Tensor, Tensor | None]:
+    def _compute(self, tokens: EncoderInput) -> tuple[Tensor, Tensor | None]:
         model, layout = self.model, tokens.layout
         hidden, _, _ = model.encoder(model.embeddings(tokens), layout)
         encoded = Encoded(hidden, layout, None, None)
@@ -323,7 +323,7 @@ class GraphedModel:
             batch = StaticBatch(bucket, device)
             # A graph must not read weights from autocast's cache, which does not outlive its block.
             with torch.autocast(device.type, dtype, enabled=mixed, cache_enabled=False):
-                recording = self._recorder.record(lambda: self._compute(batch.rows))
+                recording = self._recorder.record(lambda: self._compute(batch.input))
             self._graphs[key] = _Graph(batch, recording)
         self._graphs.move_to_end(key)
         return self._graphs[key]
@@ -339,7 +339,7 @@ class GraphedModel:
         self._recorded_from = self._addresses()
 
 
-def _to(tokens: Rows, device: torch.device) -> Rows:
+def _to(tokens: EncoderInput, device: torch.device) -> EncoderInput:
     """``tokens`` on ``device``: they may have been laid out on the CPU."""
     if tokens.positions.device == device:
         return tokens
@@ -351,4 +351,4 @@ def _to(tokens: Rows, device: torch.device) -> Rows:
     }
     assert tokens.ids is not None
     rows = (tokens.ids.to(device), None, tokens.token_types.to(device), tokens.positions.to(device))
-    return Rows(*rows, dataclasses.replace(layout, **tensors))
+    return EncoderInput(*rows, dataclasses.replace(layout, **tensors))

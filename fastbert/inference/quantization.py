@@ -10,7 +10,7 @@ from torch import nn
 from fastbert.modules import BertPreTrainedModel
 from fastbert.modules.layer import BertLayer
 from fastbert.modules.linear import Linear
-from fastbert.modules.plain import touched
+from fastbert.modules.plain import deviation
 from fastbert.modules.quantized_linear import QuantizedLinear
 
 # The linear layers of a layer, nine tenths of its time and of the encoder's weights.
@@ -68,7 +68,7 @@ def _places(model: nn.Module) -> list[tuple[nn.Module, str, nn.Linear]]:
             linear = getattr(around, name)
             if isinstance(linear, QuantizedLinear):
                 raise ValueError("quantize: got a quantised model, allowed: one that is not")
-            problem = touched(linear, Linear if type(linear) is Linear else nn.Linear)
+            problem = deviation(linear, Linear if type(linear) is Linear else nn.Linear)
             if problem is not None:
                 raise TypeError(f"quantize: {prefix}.{path} {problem}, allowed: a plain Linear")
             places.append((around, name, linear))

@@ -21,7 +21,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from fastbert.integrations.bound_encoder import BoundEncoder
 from fastbert.integrations.packing import restarts
 from fastbert.io.families import FAMILIES
-from fastbert.modules.batch_layout import Layout
+from fastbert.modules.batch_layout import BatchLayout
 from fastbert.modules.bert import Encoded
 from fastbert.modules.inputs import enter
 from fastbert.ops import packed_weights
@@ -325,7 +325,7 @@ def _pooled(host: Any, encoded: Encoded, mask: Tensor | None) -> Tensor | None:
     return pooler(first.unsqueeze(1)) if activation is None else activation(pooler(first))
 
 
-def _warn_of_left_padding(encoder: str, layout: Layout, mask: Tensor | None) -> None:
+def _warn_of_left_padding(encoder: str, layout: BatchLayout, mask: Tensor | None) -> None:
     if layout.indices is None or mask is None or torch.compiler.is_compiling():
         return
     if mask.device.type == "cpu" and not bool(mask[:, 0].all()):

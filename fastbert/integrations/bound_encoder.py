@@ -17,7 +17,7 @@ from fastbert.io import families
 from fastbert.modules import BertModel
 from fastbert.modules.joined_linear import JoinedLinear
 from fastbert.modules.layer_norm import LayerNorm
-from fastbert.modules.plain import touched
+from fastbert.modules.plain import deviation
 
 try:
     from transformers.activations import ACT2FN
@@ -312,7 +312,7 @@ def _bind(leaf: Leaf) -> str | None:
     if isinstance(module, nn.Identity):
         return None if type(first) is nn.Identity else f"{theirs[0].name} was replaced"
     if isinstance(module, LayerNorm):
-        problem = touched(first, nn.LayerNorm) if first is not None else "is missing"
+        problem = deviation(first, nn.LayerNorm) if first is not None else "is missing"
         if problem is None:
             module.eps = first.eps  # type: ignore[union-attr]
             _share(module, first)
@@ -320,9 +320,9 @@ def _bind(leaf: Leaf) -> str | None:
     if first is None:
         return f"{theirs[0].name} is missing"
     kind = nn.Embedding if isinstance(module, nn.Embedding) else nn.Linear
-    plain = touched(first, kind) is None
+    plain = deviation(first, kind) is None
     if not plain and kind is nn.Embedding and ours.name != "word_embeddings":
-        return f"{theirs[0].name} {touched(first, kind)}"
+        return f"{theirs[0].name} {deviation(first, kind)}"
     placed = module if plain else first
     if ours.get() is not placed:
         ours.parent._modules[ours.name] = placed

@@ -17,7 +17,7 @@ from fastbert.ops.varlen import sequence_positions
 
 
 @dataclass(frozen=True)
-class Layout:
+class BatchLayout:
     """Three cases. Uniform: ``cu_seqlens`` is None, row b · length + i is token i of sequence b,
     nothing was moved. Unpadded: ``indices`` int64 (T,) says where in the padded batch each row came
     from. Packed: the caller's tensors have (T, ...) rows already.

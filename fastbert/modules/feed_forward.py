@@ -10,7 +10,7 @@ from fastbert.activations import ACTIVATIONS, of_config
 from fastbert.config import BertConfig
 from fastbert.modules.layer_norm import LayerNorm
 from fastbert.modules.operation import OperationModule
-from fastbert.modules.plain import touched
+from fastbert.modules.plain import deviation
 from fastbert.modules.quantized_linear import QuantizedLinear
 
 
@@ -71,8 +71,8 @@ class BertOutput(OperationModule):
 
     def called(self, intermediate: BertIntermediate) -> bool:
         """Whether the linear layers are called, not their parameters used."""
-        touches = (touched(part, nn.Linear) for part in (intermediate.dense, self.dense))
-        return any(touches) or (self.training and self.dropout_p > 0.0)
+        deviations = (deviation(part, nn.Linear) for part in (intermediate.dense, self.dense))
+        return any(deviations) or (self.training and self.dropout_p > 0.0)
 
     def call(self, hidden: Tensor, intermediate: BertIntermediate) -> Tensor:
         first = intermediate.dense

@@ -1,7 +1,7 @@
-"""Whether the layers of an encoder can be one call of ``ops.encoder``; if not, why.
+"""Whether the layers of an encoder can run as one call of ``ops.encoder``; if not, why.
 
-The one place where that is decided, anew for every call of the encoder: hooks, adapters and
-backends come and go.
+This is the one place where that is decided. It is decided again for every call of the encoder,
+because hooks, adapters and backends come and go.
 """
 
 from __future__ import annotations
@@ -21,64 +21,47 @@ from fastbert.modules.layer import BertLayer, PreNormLayer
 from fastbert.modules.layer_norm import LayerNorm
 from fastbert.modules.linear import Linear
 from fastbert.modules.operation import OperationModule
-from fastbert.modules.plain import touched
+from fastbert.modules.plain import deviation
 from fastbert.modules.quantized_linear import QuantizedLinear
 from fastbert.ops.backend import Choice, Request
 from fastbert.ops.encoder import INT8_OPERATIONS, OPERATIONS, choose
 from fastbert.ops.int8_linear import layout
 
-# The modules inside a module of each class, or QuantizedLinear for a linear one; anything else in a
-# layer is not known here.
-CHILDREN: dict[type[nn.Module], tuple[tuple[str, type[nn.Module]], ...]] = {
-    BertLayer: (
-        ("attention", BertAttention),
-        ("intermediate", BertIntermediate),
-        ("output", BertOutput),
-    ),
-    BertAttention: (("self", BertSelfAttention), ("output", BertSelfOutput)),
-    BertSelfAttention: (("qkv", Linear),),
-    BertSelfOutput: (("dense", Linear), ("LayerNorm", LayerNorm)),
-    BertIntermediate: (("dense", nn.Linear),),
-    BertOutput: (("dense", nn.Linear), ("LayerNorm", LayerNorm)),
-}
+# The modules of a layer, by path, with the class that each must have; a QuantizedLinear may stand
+# for any linear one. Linear layers and layer norms are listed in the order in which ``ops.encoder``
+# takes their weights and biases.
+ATTENTION, OUTPUT = "attention.self", "output"
+MODULES: tuple[tuple[str, type[nn.Module]], ...] = (
+    ("attention", BertAttention),
+    (ATTENTION, BertSelfAttention),
+    ("attention.self.qkv", Linear),
+    ("attention.output", BertSelfOutput),
+    ("attention.output.dense", Linear),
+    ("attention.output.LayerNorm", LayerNorm),
+    ("intermediate", BertIntermediate),
+    ("intermediate.dense", nn.Linear),
+    (OUTPUT, BertOutput),
+    ("output.dense", nn.Linear),
+    ("output.LayerNorm", LayerNorm),
+)
+# The same with the path of the parent and the name there; "" is the layer.
+STEPS = tuple((path, *path.rpartition(".")[::2], kind) for path, kind in MODULES)
 
 
-class Step(NamedTuple):
-    """A module of a layer: its place among those found so far is its number; 0 is the layer."""
-
-    parent: int
-    name: str
-    kind: type[nn.Module]
-    path: str
+def _paths(*kinds: type[nn.Module]) -> tuple[str, ...]:
+    return tuple(path for path, kind in MODULES if issubclass(kind, kinds))
 
 
-def _steps(kind: type[nn.Module], number: int, path: str, found: list[int]) -> Iterator[Step]:
-    for name, child in CHILDREN.get(kind, ()):
-        found[0] += 1
-        yield Step(number, name, child, f"{path}.{name}")
-        yield from _steps(child, found[0], f"{path}.{name}", found)
-
-
-STEPS = tuple(_steps(BertLayer, 0, "", [0]))
-KINDS = (BertLayer, *(step.kind for step in STEPS))
-
-
-def _numbers(kinds: tuple[type[nn.Module], ...], of: tuple[Any, ...] = KINDS) -> tuple[int, ...]:
-    return tuple(i for i, kind in enumerate(of) if issubclass(kind, kinds))
-
-
-NORMS, LINEARS = _numbers((LayerNorm,)), _numbers((nn.Linear,))
+NORMS, LINEARS, LEAVES = _paths(LayerNorm), _paths(nn.Linear), _paths(LayerNorm, nn.Linear)
 # The modules that ask for a backend.
-ASKING = _numbers((OperationModule,))
-INT8_ASKING = tuple(sorted({*ASKING, *LINEARS}))
-# In this order weights and biases are what ``ops.encoder`` takes.
-LEAVES = tuple(sorted(NORMS + LINEARS))
-(ATTENTION,), (OUTPUT,) = _numbers((BertSelfAttention,)), _numbers((BertOutput,))
+ASKING, INT8_ASKING = _paths(OperationModule), _paths(OperationModule, nn.Linear)
 DROPPING = (ATTENTION, OUTPUT, *NORMS)
+# The modules of a layer by path.
+Modules = dict[str, Any]
 
 
-class Stack(NamedTuple):
-    """What ``ops.encoder`` is told about the layers."""
+class FusedCall(NamedTuple):
+    """The arguments with which ``ops.encoder`` runs all layers as one call."""
 
     parameters: list[Tensor]
     scales: list[Tensor]
@@ -88,16 +71,26 @@ class Stack(NamedTuple):
     activation: str
 
 
-def stack(
+def fused_call(
     layers: Sequence[nn.Module],
     device: str,
     dtype: torch.dtype,
     wants_gradient: bool,
     rows: int = WHOLE,
-) -> Stack | Choice:
-    """The stack of ``layers`` for rows of ``dtype`` on a ``device`` ("cpu", …), or who serves them
-    one by one (backend "": up to each operation), and why. ``wants_gradient``: whether that of the
-    rows is asked for. ``rows``: how many there are (see ``JoinedLinear.parameters_now``)."""
+) -> FusedCall | Choice:
+    """The call that runs ``layers`` at once, or the reason why they run one by one.
+
+    Args:
+        layers: The layers in the order in which they run.
+        device: Type of the device that holds the rows, such as "cpu".
+        dtype: Dtype of the rows.
+        wants_gradient: Whether a gradient with respect to the rows is wanted.
+        rows: Number of rows (see ``JoinedLinear.parameters_now``).
+
+    Returns:
+        A ``FusedCall``, or a ``Choice`` that names the backend and the reason when the layers
+        cannot run as one call; an empty backend means that each operation chooses for itself.
+    """
     if torch.compiler.is_compiling():
         return _one_by_one("torch.compile traces")
     if device != "cpu":
@@ -108,39 +101,41 @@ def stack(
         return _one_by_one("a gradient is wanted")
     if _has_any_global_hook():
         return _one_by_one("there are hooks on all modules")
-    found: list[list[Any]] = []
+    found: list[Modules] = []
     for number, layer in enumerate(layers):
         inside = _inside(layer)
         if isinstance(inside, str):
             return _one_by_one(f"layer.{number}{inside}")
         found.append(inside)
-    return _stack(found, device, dtype, rows)
+    return _arguments(found, device, dtype, rows)
 
 
-def _inside(layer: Any) -> list[Any] | str:
-    """The modules of a layer by number; or how one of them, named first, is in the way."""
+def _inside(layer: Any) -> Modules | str:
+    """The modules of a layer; or how one of them, named first, is in the way."""
     if type(layer) is PreNormLayer:
         return " has its layer norms before attention and feed-forward"
-    problem = touched(layer, BertLayer)
+    problem = deviation(layer, BertLayer)
     if problem is not None:
         return f" {problem}"
-    found = [layer]
-    for parent, name, kind, path in STEPS:
+    found: Modules = {"": layer}
+    for path, parent, name, kind in STEPS:
         module = found[parent]._modules.get(name)
         quantised = type(module) is QuantizedLinear and issubclass(kind, nn.Linear)
-        problem = touched(module, QuantizedLinear if quantised else kind)
+        problem = deviation(module, QuantizedLinear if quantised else kind)
         if problem is not None:
-            return f"{path} {problem}"
-        found.append(module)
+            return f".{path} {problem}"
+        found[path] = module
     return found
 
 
-def _stack(found: list[list[Any]], device: str, dtype: torch.dtype, rows: int) -> Stack | Choice:
-    kinds = {type(modules[i]) is QuantizedLinear for modules in found for i in LINEARS}
+def _arguments(
+    found: list[Modules], device: str, dtype: torch.dtype, rows: int
+) -> FusedCall | Choice:
+    kinds = {type(modules[path]) is QuantizedLinear for modules in found for path in LINEARS}
     if len(kinds) > 1:
         return _one_by_one("some linear layers are int8, others are not")
     int8 = kinds == {True}
-    if int8 and any(modules[i].training for modules in found for i in LINEARS):
+    if int8 and any(modules[path].training for modules in found for path in LINEARS):
         return _one_by_one("a quantised layer is in training mode")
     parameters, scales = _int8_tensors(found) if int8 else (_tensors(found, rows), [])
     if set(map(type, parameters)) != ({nn.Parameter, Tensor} if int8 else {nn.Parameter}):
@@ -152,15 +147,15 @@ def _stack(found: list[list[Any]], device: str, dtype: torch.dtype, rows: int) -
     dtypes = {of_rows} if int8 else {p.dtype for p in _weights_of_products(parameters)}
     if not dtypes <= allowed:
         return _one_by_one(f"{'rows' if int8 else 'weights'} are {dtypes}, the products {dtype}")
-    if any(m[i].training and m[i].dropout_p > 0.0 for m in found for i in DROPPING):
+    if any(m[path].training and m[path].dropout_p > 0.0 for m in found for path in DROPPING):
         return _one_by_one("there is dropout in training")
     if any(m[ATTENTION].rotary is not None or m[ATTENTION].window is not None for m in found):
         return _one_by_one("attention has rotary positions or a window")
     heads = {modules[ATTENTION].heads for modules in found}
     activations = {modules[OUTPUT].activation for modules in found}
-    eps = {modules[i].eps for modules in found for i in NORMS}
+    eps = {modules[path].eps for modules in found for path in NORMS}
     asking = INT8_ASKING if int8 else ASKING
-    requests = {(m[i].operation, m[i].backend) for m in found for i in asking}
+    requests = {(m[path].operation, m[path].backend) for m in found for path in asking}
     requested = dict(requests)
     if max(map(len, (heads, activations, eps))) > 1 or len(requested) < len(requests):
         return _one_by_one("the layers differ in heads, eps, activation or backend")
@@ -171,22 +166,22 @@ def _stack(found: list[list[Any]], device: str, dtype: torch.dtype, rows: int) -
     choice = choose(request, requested, INT8_OPERATIONS if int8 else OPERATIONS)
     if choice.backend != "cpu":
         return choice
-    return Stack(parameters, scales, dtype, heads.pop(), eps.pop(), activation)
+    return FusedCall(parameters, scales, dtype, heads.pop(), eps.pop(), activation)
 
 
-def _tensors(found: list[list[Any]], rows: int) -> list[Any]:
-    return [p for modules in found for i in LEAVES for p in _parameters(modules[i], rows)]
+def _tensors(found: list[Modules], rows: int) -> list[Any]:
+    return [p for modules in found for path in LEAVES for p in _parameters(modules[path], rows)]
 
 
-def _int8_tensors(found: list[list[Any]]) -> tuple[list[Any], list[Tensor]]:
+def _int8_tensors(found: list[Modules]) -> tuple[list[Any], list[Tensor]]:
     parameters: list[Any] = []
     scales: list[Tensor] = []
     now = layout()
     for modules in found:
-        for i in LEAVES:
-            own = modules[i]._parameters
-            if i in LINEARS:
-                packed, scale, column_sum, _, _ = modules[i].weight_now(now)
+        for path in LEAVES:
+            own = modules[path]._parameters
+            if path in LINEARS:
+                packed, scale, column_sum, _, _ = modules[path].weight_now(now)
                 parameters += (packed, own.get("bias"))
                 scales += (scale, column_sum)
             else:

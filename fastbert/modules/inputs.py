@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastbert.config import BertConfig
-from fastbert.modules.batch_layout import Layout
+from fastbert.modules.batch_layout import BatchLayout
 from fastbert.modules.positions import rotation
 from fastbert.ops.arguments import check_cu_seqlens, longest, require_shape
 from fastbert.ops.varlen import any_outside, sequence_positions, unpad_indices
@@ -20,7 +20,7 @@ HIDDEN = -1e4
 LAST_POSITION = 2**31 - 1
 
 
-class Rows(NamedTuple):
+class EncoderInput(NamedTuple):
     """The tokens of a batch without padding. Either ``ids`` int (T,) or ``embeds`` (T, H) is set;
     ``token_types`` and ``positions`` int64 (T,)."""
 
@@ -28,7 +28,7 @@ class Rows(NamedTuple):
     embeds: Tensor | None
     token_types: Tensor
     positions: Tensor
-    layout: Layout
+    layout: BatchLayout
 
 
 def enter(
@@ -40,7 +40,7 @@ def enter(
     inputs_embeds: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
-) -> Rows:
+) -> EncoderInput:
     """Checks the arguments of ``BertModel.forward`` and lays the tokens out as rows.
 
     Raises ValueError or TypeError naming the argument, what was got and what is allowed. The values
@@ -75,7 +75,7 @@ def enter(
         bases = sorted(set(choices.rotary_bases))
         turns = {base: rotation(positions, base, config.head_dim) for base in bases}
         layout = dataclasses.replace(layout, rotations=turns)
-    return Rows(
+    return EncoderInput(
         None if input_ids is None else layout.rows(input_ids),
         None if inputs_embeds is None else layout.rows(inputs_embeds),
         _default_types(layout, given) if types is None else layout.rows(types),
@@ -137,14 +137,14 @@ def _index(name: str, index: Tensor | None, shape: tuple[int, ...], size: int) -
     return index
 
 
-def _default_types(layout: Layout, given: Tensor) -> Tensor:
+def _default_types(layout: BatchLayout, given: Tensor) -> Tensor:
     rows = given.shape[0] if layout.packed else None
     if rows is None:
         rows = layout.batch * layout.length if layout.indices is None else layout.indices.shape[0]
     return torch.zeros(rows, dtype=torch.int64, device=given.device)
 
 
-def _default_positions(layout: Layout, given: Tensor) -> Tensor:
+def _default_positions(layout: BatchLayout, given: Tensor) -> Tensor:
     """0, 1, … counted in the padded row, as in transformers, or in the sequence when packed."""
     if layout.packed:
         assert layout.cu_seqlens is not None
@@ -155,7 +155,7 @@ def _default_positions(layout: Layout, given: Tensor) -> Tensor:
     return places.expand(layout.batch, layout.length).reshape(-1)
 
 
-def _counted_positions(layout: Layout, given: Tensor, first: int) -> Tensor:
+def _counted_positions(layout: BatchLayout, given: Tensor, first: int) -> Tensor:
     """first, first + 1, … over the tokens that are no padding, whose id is first - 1 (RoBERTa);
     over all of a row when there are no ids."""
     if layout.packed or given.dim() == 3:
@@ -164,7 +164,7 @@ def _counted_positions(layout: Layout, given: Tensor, first: int) -> Tensor:
     return layout.rows(exists.cumsum(1) * exists + (first - 1))
 
 
-def _check_length(name: str, config: BertConfig, layout: Layout) -> None:
+def _check_length(name: str, config: BertConfig, layout: BatchLayout) -> None:
     """Raises ValueError for a sequence that the table of positions does not reach."""
     first = config.architecture.first_position
     counted = first is not None and layout.cu_seqlens is not None
@@ -179,7 +179,7 @@ def _check_length(name: str, config: BertConfig, layout: Layout) -> None:
         )
 
 
-def _with_places(layout: Layout) -> Layout:
+def _with_places(layout: BatchLayout) -> BatchLayout:
     """``layout`` with ``places`` where a sequence's tokens did not stand side by side."""
     if layout.indices is None or layout.cu_seqlens is None:
         return layout
@@ -193,7 +193,7 @@ def _with_places(layout: Layout) -> Layout:
 
 def _packed_layout(
     given: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor, max_seqlen: int | None
-) -> Layout:
+) -> BatchLayout:
     if attention_mask is not None:
         shape = tuple(attention_mask.shape)
         raise ValueError(f"attention_mask: got shape {shape} with cu_seqlens, allowed: None")
@@ -204,25 +204,25 @@ def _packed_layout(
     elif can_look and max_seqlen < (least := longest(cu_seqlens)):
         raise ValueError(f"max_seqlen: got {max_seqlen}, allowed: at least {least}")
     batch = cu_seqlens.shape[0] - 1
-    return Layout(batch, max_seqlen, cu_seqlens, max_seqlen)
+    return BatchLayout(batch, max_seqlen, cu_seqlens, max_seqlen)
 
 
-def _padded_layout(given: Tensor, attention_mask: Tensor | None, config: BertConfig) -> Layout:
+def _padded_layout(given: Tensor, attention_mask: Tensor | None, config: BertConfig) -> BatchLayout:
     batch, length = given.shape[:2]
     if attention_mask is None:
-        return Layout(batch, length)
+        return BatchLayout(batch, length)
     choices = config.architecture
     if attention_mask.dim() == 2:
         if torch.compiler.is_compiling() and (choices.distance_buckets or choices.windows):
             # A graph cannot depend on whether the tokens of a row stand side by side.
             require_shape("attention_mask", attention_mask, (batch, length))
             exists = attention_mask.bool()
-            return Layout(batch, length, mask=exists[:, None, None], tokens=exists)
+            return BatchLayout(batch, length, mask=exists[:, None, None], tokens=exists)
         return _unpadded_layout(given, attention_mask)
     return _masked_layout(batch, length, attention_mask)
 
 
-def _unpadded_layout(given: Tensor, attention_mask: Tensor) -> Layout:
+def _unpadded_layout(given: Tensor, attention_mask: Tensor) -> BatchLayout:
     """The layout of a (B, L) mask, bool or 0/1, nonzero = a token that exists."""
     batch, length = given.shape[:2]
     require_shape("attention_mask", attention_mask, (batch, length))
@@ -240,11 +240,11 @@ def _unpadded_layout(given: Tensor, attention_mask: Tensor) -> Layout:
             )
     indices, cu_seqlens, longest = unpad_indices(attention_mask)
     if not torch.compiler.is_compiling() and indices.shape[0] == batch * length:
-        return Layout(batch, length)
-    return Layout(batch, length, cu_seqlens, longest, indices)
+        return BatchLayout(batch, length)
+    return BatchLayout(batch, length, cu_seqlens, longest, indices)
 
 
-def _masked_layout(batch: int, length: int, attention_mask: Tensor) -> Layout:
+def _masked_layout(batch: int, length: int, attention_mask: Tensor) -> BatchLayout:
     """The layout of a (B, L, L) or (B, heads, L, L) mask: nothing is unpadded, attention gets the
     mask.
 
@@ -272,9 +272,9 @@ def _masked_layout(batch: int, length: int, attention_mask: Tensor) -> Layout:
         if not mask.dtype.is_floating_point and not binary:
             raise ValueError("attention_mask: got integers other than 0 and 1, allowed: 0, 1")
     if not mask.dtype.is_floating_point:
-        return Layout(batch, length, mask=mask.bool())
+        return BatchLayout(batch, length, mask=mask.bool())
     hidden = mask <= HIDDEN
     bias = mask.masked_fill(hidden, 0.0)
     if not torch.compiler.is_compiling() and not mask.requires_grad and not bias.any():
-        return Layout(batch, length, mask=~hidden)
-    return Layout(batch, length, mask=~hidden, bias=bias)
+        return BatchLayout(batch, length, mask=~hidden)
+    return BatchLayout(batch, length, mask=~hidden, bias=bias)

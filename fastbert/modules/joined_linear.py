@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fastbert import ops
 from fastbert.modules.operation import OperationModule
-from fastbert.modules.plain import Joined, touched
+from fastbert.modules.plain import Joined, deviation
 from fastbert.ops import backend as backends
 
 # As many rows as any product has.
@@ -35,7 +35,7 @@ class JoinedLinear(Joined, OperationModule):
         self._kept: _Kept | None = None
 
     def forward(self, x: Tensor, return_residual: bool = False) -> Tensor | tuple[Tensor, Tensor]:
-        if touched(self, nn.Linear) is not None:
+        if deviation(self, nn.Linear) is not None:
             y = torch.cat([part(x) for part in self.parts], -1)
             return (y, x) if return_residual else y
         weight, bias = self.parameters_now(x.numel() // x.shape[-1])

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastbert.config import BertConfig
-from fastbert.modules.batch_layout import Layout
+from fastbert.modules.batch_layout import BatchLayout
 from fastbert.modules.bert import BertModel, Encoded
 from fastbert.modules.heads import (
     LMPredictionHead,
@@ -384,7 +384,7 @@ class BertForMultipleChoice(_TaskModel):
         return self._asked(output, return_dict)
 
 
-def _label_rows(name: str, labels: Tensor, layout: Layout) -> Tensor:
+def _label_rows(name: str, labels: Tensor, layout: BatchLayout) -> Tensor:
     """Labels of the caller's layout → (T,), those of padding dropped."""
     if not layout.packed:
         require_shape(name, labels, (layout.batch, layout.length))

@@ -1,4 +1,4 @@
-"""Whether a module does what its class says: what may be read past its ``forward``."""
+"""Whether a module is the plain one of its class, so that its parameters may be used directly."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ class Joined(nn.Module):
     parts: nn.ModuleList
 
 
-def touched(module: nn.Module, kind: type[nn.Module]) -> str | None:
-    """How ``module`` differs from a plain ``kind``, in words; None when it does not.
+def deviation(module: nn.Module, kind: type[nn.Module]) -> str | None:
+    """Return how ``module`` differs from a plain ``kind``, in words; None when it does not.
 
     A module of another class (an adapter, a quantized layer, a parametrization, a shard), one with
     hooks and one with a ``forward`` of its own must be called; the parameters of any other may be
     used without calling it.
     """
     if isinstance(module, Joined):
-        return next(filter(None, (touched(part, nn.Linear) for part in module.parts)), None)
+        return next(filter(None, (deviation(part, nn.Linear) for part in module.parts)), None)
     if type(module) is not kind:
         return f"is a {type(module).__module__}.{type(module).__qualname__}"
     if module._forward_hooks or module._forward_pre_hooks:

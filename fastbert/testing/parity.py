@@ -24,7 +24,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
-class Row:
+class ParityRow:
     """One tensor of one case on one backend: what ``fastbert check`` prints and writes as JSON."""
 
     op: str
@@ -184,20 +184,22 @@ def check(
     quick: bool = False,
     random: int = 0,
     seed: int = 0,
-) -> Iterator[Row]:
-    """One ``Row`` per tensor, as the runs of ``plan`` go by; ``plan``'s errors.
+) -> Iterator[ParityRow]:
+    """One ``ParityRow`` per tensor, as the runs of ``plan`` go by; ``plan``'s errors.
 
     ``seed`` is that of the inputs, or of random cases, whose names then hold it.
     """
     of_inputs = 0 if random else seed
     for selected, name, kind, device in plan(op, backend, dtype, case, quick, random, seed):
         for result in check_case(selected, name, kind, device, of_inputs):
-            yield row(selected, name, kind, result, of_inputs)
+            yield parity_row(selected, name, kind, result, of_inputs)
 
 
-def row(case: Case, backend: str, dtype: torch.dtype, result: Comparison, seed: int = 0) -> Row:
+def parity_row(
+    case: Case, backend: str, dtype: torch.dtype, result: Comparison, seed: int = 0
+) -> ParityRow:
     """``dtype`` is that of the inputs; a loss comes back in fp32 all the same."""
-    return Row(
+    return ParityRow(
         case.op,
         case.name,
         backend,

@@ -174,7 +174,7 @@ def _reopened_target(reopened: Reopened) -> Target:
     )
 
 
-def _parity_target(rows: list[parity.Row]) -> Target:
+def _parity_target(rows: list[parity.ParityRow]) -> Target:
     failed = sum(not row.passed for row in rows)
     return Target(
         "parity of every operation, and of a training step",
@@ -220,7 +220,7 @@ def _look(
     return examples, reopened
 
 
-def _measure(size: DemoSize, phase: _Phases) -> tuple[list[parity.Row], list[EncoderRow]]:
+def _measure(size: DemoSize, phase: _Phases) -> tuple[list[parity.ParityRow], list[EncoderRow]]:
     """The parity table and the speed table."""
     with phase("Parity of every operation and of a training step") as say:
         rows = [*parity.check(quick=True), *check_model()]

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-Row = dict[str, Any]
+LogRow = dict[str, Any]
 
 
 class RunLog:
@@ -18,7 +18,7 @@ class RunLog:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.rows: list[Row] = []
+        self.rows: list[LogRow] = []
         self._file = path.open("wb", buffering=0)
         self._unwritten = b""
 
@@ -38,12 +38,12 @@ class RunLog:
             self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
 
 
-def read_log(path: str | os.PathLike[str]) -> list[Row]:
+def read_log(path: str | os.PathLike[str]) -> list[LogRow]:
     """The rows of a log written by :class:`RunLog`."""
     return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
 
 
-def plot_curves(rows: list[Row], path: Path) -> None:
+def plot_curves(rows: list[LogRow], path: Path) -> None:
     """Draws losses, accuracies and learning rate against the step into the PNG ``path``."""
     # The object interface with Agg needs no display and leaves pyplot's global state alone.
     from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -14,7 +14,7 @@ from fastbert.bench.plots import plot_bench
 
 if TYPE_CHECKING:
     from fastbert.bench.encoder import EncoderRow
-    from fastbert.testing.parity import Row
+    from fastbert.testing.parity import ParityRow
     from fastbert.training.examples import Example
     from fastbert.training.loop import TrainResult
     from fastbert.training.reopen import Reopened
@@ -43,7 +43,7 @@ class DemoReport:
     training: TrainResult
     examples: list[Example]
     reopened: Reopened | None
-    parity: list[Row]
+    parity: list[ParityRow]
     speed: list[EncoderRow]
     seconds: dict[str, float]
 
@@ -114,9 +114,9 @@ def _reopened(report: DemoReport) -> list[str]:
     return lines + _table(("tensor", "error", "yardstick", "ratio", "verdict"), rows)
 
 
-def summarise_parity(rows: Iterable[Row]) -> list[tuple[str, str, str, int, float, bool]]:
+def summarise_parity(rows: Iterable[ParityRow]) -> list[tuple[str, str, str, int, float, bool]]:
     """Per operation, backend and dtype: number of tensors, worst ratio, and whether all passed."""
-    groups: dict[tuple[str, str, str], list[Row]] = {}
+    groups: dict[tuple[str, str, str], list[ParityRow]] = {}
     for row in rows:
         groups.setdefault((row.op, row.backend, row.dtype), []).append(row)
     return [

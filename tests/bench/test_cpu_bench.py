@@ -140,7 +140,7 @@ class Fake:
     def ask(self, do: str, **_: object) -> dict:
         if self.seconds < 0:
             raise Failed("no such kernel")
-        memory = {"peak": 1 << 20, "packed": None}
+        memory = {"peak": 1 << 20, "prepacked": None}
         return memory if do == "peak" else {"seconds": self.seconds, "sample": self.sample}
 
     def measure(self, first: int, calls: int) -> float:

@@ -310,7 +310,7 @@ def test_the_recorded_function_asks_the_device_nothing():
     graphs = traced(model("triton", num_hidden_layers=1))
     static = StaticBatch(Bucket(16, 2, 16), torch.device("cpu"))
     with torch.no_grad(), counted() as launches:
-        graphs._compute(static.rows)
+        graphs._compute(static.input)
     assert launches.kernels.total() > 3
     assert not launches.foreign.keys() & SYNCHRONISING, launches.foreign
 

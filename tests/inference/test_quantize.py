@@ -82,7 +82,7 @@ def test_in_place_frees_the_weights(model: modules.BertModel) -> None:
     # A quarter, but for what rounds these small layers up to whole tiles.
     assert size(model) < 0.75 * before
     big = nn.Linear(768, 3072)
-    packed = QuantizedLinear.of(big).packed
+    packed = QuantizedLinear.of(big).prepacked
     assert packed.numel() * packed.element_size() == 768 * 3072
 
 
@@ -203,7 +203,7 @@ def test_a_level_chosen_later_packs_again(model: modules.BertModel) -> None:
     try:
         extension.set_cpu_isa("baseline")
         actual = dense(x)
-        assert dense.packed.shape[2] == 4
+        assert dense.prepacked.shape[2] == 4
         assert all(torch.equal(t, state[k]) for k, t in dense.state_dict().items())
     finally:
         extension.set_cpu_isa(None)
