@@ -30,6 +30,8 @@ from fastbert.kernels.attention_rows import (
     empty_slack,
     head_pointer,
     load_rows,
+    pair_pointer,
+    program_item,
     sequence_bounds,
     store_rows,
     zero_slack,
@@ -62,9 +64,7 @@ def _forward_kernel(
     HAS_DROPOUT: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     SCALING: tl.constexpr,
 ):  # fmt: skip
-    block = tl.program_id(0) % q_blocks
-    head = tl.program_id(0) // q_blocks % heads
-    batch = tl.program_id(0) // q_blocks // heads
+    block, head, batch = program_item(q_blocks, heads)
     q_start, q_len = sequence_bounds(batch, cu_seqlens_q_ptr, q_length, IS_VARLEN)
     k_start, k_len = sequence_bounds(batch, cu_seqlens_k_ptr, k_length, IS_VARLEN)
     if IS_VARLEN:
@@ -84,11 +84,8 @@ def _forward_kernel(
     q_ptr = head_pointer(q_ptr, batch, head, q_start, stride_q_batch, stride_q_head, stride_q_row)
     k_ptr = head_pointer(k_ptr, batch, head, k_start, stride_k_batch, stride_k_head, stride_k_row)
     v_ptr = head_pointer(v_ptr, batch, head, k_start, stride_v_batch, stride_v_head, stride_v_row)
-    none = head * 0
-    if HAS_MASK:
-        mask_ptr = head_pointer(mask_ptr, batch, head, none, stride_mask_batch, stride_mask_head, 0)
-    if HAS_BIAS:
-        bias_ptr = head_pointer(bias_ptr, batch, head, none, stride_bias_batch, stride_bias_head, 0)
+    mask_ptr = pair_pointer(mask_ptr, batch, head, stride_mask_batch, stride_mask_head, HAS_MASK)
+    bias_ptr = pair_pointer(bias_ptr, batch, head, stride_bias_batch, stride_bias_head, HAS_BIAS)
     if HAS_DROPOUT:
         seed = tl.load(seed_ptr)
     offset = k_len - q_len

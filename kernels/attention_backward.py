@@ -26,6 +26,8 @@ from fastbert.kernels.attention_problem import (
 from fastbert.kernels.attention_rows import (
     head_pointer,
     load_rows,
+    pair_pointer,
+    program_item,
     sequence_bounds,
     store_rows,
     zero_slack,
@@ -58,9 +60,7 @@ def _dkv_kernel(
     HAS_DROPOUT: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     SCALING: tl.constexpr, HAS_DK: tl.constexpr, HAS_DV: tl.constexpr,
 ):  # fmt: skip
-    block = tl.program_id(0) % k_blocks
-    head = tl.program_id(0) // k_blocks % heads
-    batch = tl.program_id(0) // k_blocks // heads
+    block, head, batch = program_item(k_blocks, heads)
     q_start, q_len = sequence_bounds(batch, cu_seqlens_q_ptr, q_length, IS_VARLEN)
     k_start, k_len = sequence_bounds(batch, cu_seqlens_k_ptr, k_length, IS_VARLEN)
     if IS_VARLEN:
@@ -90,11 +90,8 @@ def _dkv_kernel(
             inverse_ptr, batch, head, q_start, stride_lse_batch, stride_lse_head, 1
         )
     delta_ptr = head_pointer(delta_ptr, batch, head, q_start, stride_lse_batch, stride_lse_head, 1)
-    none = head * 0
-    if HAS_MASK:
-        mask_ptr = head_pointer(mask_ptr, batch, head, none, stride_mask_batch, stride_mask_head, 0)
-    if HAS_BIAS:
-        bias_ptr = head_pointer(bias_ptr, batch, head, none, stride_bias_batch, stride_bias_head, 0)
+    mask_ptr = pair_pointer(mask_ptr, batch, head, stride_mask_batch, stride_mask_head, HAS_MASK)
+    bias_ptr = pair_pointer(bias_ptr, batch, head, stride_bias_batch, stride_bias_head, HAS_BIAS)
     if HAS_DROPOUT:
         seed = tl.load(seed_ptr)
     offset = k_len - q_len
@@ -197,9 +194,7 @@ def _dq_kernel(
     HAS_DROPOUT: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     SCALING: tl.constexpr,
 ):  # fmt: skip
-    block = tl.program_id(0) % q_blocks
-    head = tl.program_id(0) // q_blocks % heads
-    batch = tl.program_id(0) // q_blocks // heads
+    block, head, batch = program_item(q_blocks, heads)
     q_start, q_len = sequence_bounds(batch, cu_seqlens_q_ptr, q_length, IS_VARLEN)
     k_start, k_len = sequence_bounds(batch, cu_seqlens_k_ptr, k_length, IS_VARLEN)
     if IS_VARLEN:
@@ -223,11 +218,8 @@ def _dq_kernel(
             inverse_ptr, batch, head, q_start, stride_lse_batch, stride_lse_head, 1
         )
     delta_ptr = head_pointer(delta_ptr, batch, head, q_start, stride_lse_batch, stride_lse_head, 1)
-    none = head * 0
-    if HAS_MASK:
-        mask_ptr = head_pointer(mask_ptr, batch, head, none, stride_mask_batch, stride_mask_head, 0)
-    if HAS_BIAS:
-        bias_ptr = head_pointer(bias_ptr, batch, head, none, stride_bias_batch, stride_bias_head, 0)
+    mask_ptr = pair_pointer(mask_ptr, batch, head, stride_mask_batch, stride_mask_head, HAS_MASK)
+    bias_ptr = pair_pointer(bias_ptr, batch, head, stride_bias_batch, stride_bias_head, HAS_BIAS)
     if HAS_DROPOUT:
         seed = tl.load(seed_ptr)
     offset = k_len - q_len

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fastbert.kernels.attention_mask import allowed_pairs
 from fastbert.kernels.attention_problem import UNSPECIALISED, Problem
-from fastbert.kernels.attention_rows import head_pointer, load_rows, sequence_bounds
+from fastbert.kernels.attention_rows import head_pointer, load_rows, pair_pointer, sequence_bounds
 from fastbert.kernels.attention_softmax import exponentials, logits
 from fastbert.kernels.attention_statistics import row_statistics
 from fastbert.kernels.common import dot, narrow
@@ -120,14 +120,11 @@ def _bias_gradient_kernel(
                 head_pointer(delta_ptr, batch, head, q_start, stride_lse_batch, stride_lse_head, 1),
                 rows, q_len, SCALING,
             )  # fmt: skip
-            none = head * 0
-            mask_pairs_ptr = mask_ptr
-            if HAS_MASK:
-                mask_pairs_ptr = head_pointer(
-                    mask_ptr, batch, head, none, stride_mask_batch, stride_mask_head, 0
-                )
-            bias_pairs_ptr = head_pointer(
-                bias_ptr, batch, head, none, stride_bias_batch, stride_bias_head, 0
+            mask_pairs_ptr = pair_pointer(
+                mask_ptr, batch, head, stride_mask_batch, stride_mask_head, HAS_MASK
+            )
+            bias_pairs_ptr = pair_pointer(
+                bias_ptr, batch, head, stride_bias_batch, stride_bias_head, True
             )
             allowed = allowed_pairs(
                 rows[:, None], keys[None, :], mask_pairs_ptr, offset, q_len, k_len,

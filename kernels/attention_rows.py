@@ -13,6 +13,13 @@ from fastbert.kernels.common import INFINITY
 
 
 @triton.jit
+def program_item(blocks, heads):
+    """Block, head and sequence of this program, where each head of each sequence has its blocks."""
+    program = tl.program_id(0)
+    return program % blocks, program // blocks % heads, program // blocks // heads
+
+
+@triton.jit
 def sequence_bounds(batch, cu_seqlens_ptr, length, IS_VARLEN: tl.constexpr):
     """First row and length of a sequence."""
     start = batch * 0
@@ -28,6 +35,14 @@ def head_pointer(ptr, batch, head, start, stride_batch, stride_head, stride_row)
     # int64 before the strides multiply: a tensor may have more than 2**31 elements.
     offset = batch.to(tl.int64) * stride_batch + head.to(tl.int64) * stride_head
     return ptr + offset + start.to(tl.int64) * stride_row
+
+
+@triton.jit
+def pair_pointer(ptr, batch, head, stride_batch, stride_head, IS_GIVEN: tl.constexpr):
+    """Where the pairs of this head begin in a mask or a bias; `ptr` itself where there is none."""
+    if IS_GIVEN:
+        ptr = head_pointer(ptr, batch, head, head * 0, stride_batch, stride_head, 0)
+    return ptr
 
 
 @triton.jit

@@ -38,6 +38,7 @@ from fastbert.kernels.attention_rows import (
     empty_slack,
     head_pointer,
     load_rows,
+    pair_pointer,
     sequence_bounds,
     store_rows,
     zero_slack,
@@ -162,16 +163,12 @@ def _short_forward_kernel(
             out_ptr, batch, head, q_start, stride_out_batch, stride_out_head, stride_out_row
         )
         lse_base = head_pointer(lse_ptr, batch, head, q_start, stride_lse_batch, stride_lse_head, 1)
-        mask_base = mask_ptr
-        bias_base = bias_ptr
-        if HAS_MASK:
-            mask_base = head_pointer(
-                mask_ptr, batch, head, none, stride_mask_batch, stride_mask_head, 0
-            )
-        if HAS_BIAS:
-            bias_base = head_pointer(
-                bias_ptr, batch, head, none, stride_bias_batch, stride_bias_head, 0
-            )
+        mask_base = pair_pointer(
+            mask_ptr, batch, head, stride_mask_batch, stride_mask_head, HAS_MASK
+        )
+        bias_base = pair_pointer(
+            bias_ptr, batch, head, stride_bias_batch, stride_bias_head, HAS_BIAS
+        )
         first = group * BLOCK_M
         step = groups * BLOCK_M
         keys_t = ()
@@ -302,16 +299,12 @@ def _short_backward_kernel(
             dv_ptr, batch, head, k_start, stride_dv_batch, stride_dv_head, stride_dv_row
         )
         lse_base = head_pointer(lse_ptr, batch, head, q_start, stride_lse_batch, stride_lse_head, 1)
-        mask_base = mask_ptr
-        bias_base = bias_ptr
-        if HAS_MASK:
-            mask_base = head_pointer(
-                mask_ptr, batch, head, none, stride_mask_batch, stride_mask_head, 0
-            )
-        if HAS_BIAS:
-            bias_base = head_pointer(
-                bias_ptr, batch, head, none, stride_bias_batch, stride_bias_head, 0
-            )
+        mask_base = pair_pointer(
+            mask_ptr, batch, head, stride_mask_batch, stride_mask_head, HAS_MASK
+        )
+        bias_base = pair_pointer(
+            bias_ptr, batch, head, stride_bias_batch, stride_bias_head, HAS_BIAS
+        )
         seen = _seen_keys(
             keys, none, q_len - 1, BLOCK_M, mask_base, q_len, k_len, window_left, window_right,
             stride_mask_row, stride_mask_key, HAS_MASK, MASK_ROW, HAS_LEFT, HAS_RIGHT, BLOCK_M,

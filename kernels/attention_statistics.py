@@ -23,7 +23,13 @@ from torch import Tensor
 
 from fastbert.kernels.attention_mask import allowed_pairs, attended_keys, phase_range, visible_range
 from fastbert.kernels.attention_problem import UNSPECIALISED, Problem, strides
-from fastbert.kernels.attention_rows import head_pointer, load_rows, sequence_bounds
+from fastbert.kernels.attention_rows import (
+    head_pointer,
+    load_rows,
+    pair_pointer,
+    program_item,
+    sequence_bounds,
+)
 from fastbert.kernels.attention_softmax import logits, online_softmax
 from fastbert.kernels.common import INFINITY, LOG2E, dot
 from fastbert.kernels.launch import Launch
@@ -55,9 +61,7 @@ def _delta_kernel(
     stride_lse_batch, stride_lse_head, heads, q_blocks, q_length,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, IS_VARLEN: tl.constexpr,
 ):  # fmt: skip
-    block = tl.program_id(0) % q_blocks
-    head = tl.program_id(0) // q_blocks % heads
-    batch = tl.program_id(0) // q_blocks // heads
+    block, head, batch = program_item(q_blocks, heads)
     q_start, q_len = sequence_bounds(batch, cu_seqlens_q_ptr, q_length, IS_VARLEN)
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
     out_ptr = head_pointer(
@@ -95,9 +99,7 @@ def _statistics_kernel(
     HAS_DROPOUT: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     SCALING: tl.constexpr,
 ):  # fmt: skip
-    block = tl.program_id(0) % q_blocks
-    head = tl.program_id(0) // q_blocks % heads
-    batch = tl.program_id(0) // q_blocks // heads
+    block, head, batch = program_item(q_blocks, heads)
     q_start, q_len = sequence_bounds(batch, cu_seqlens_q_ptr, q_length, IS_VARLEN)
     k_start, k_len = sequence_bounds(batch, cu_seqlens_k_ptr, k_length, IS_VARLEN)
     first_row = block * BLOCK_M
@@ -110,11 +112,8 @@ def _statistics_kernel(
     dout_ptr = head_pointer(
         dout_ptr, batch, head, q_start, stride_dout_batch, stride_dout_head, stride_dout_row
     )
-    none = head * 0
-    if HAS_MASK:
-        mask_ptr = head_pointer(mask_ptr, batch, head, none, stride_mask_batch, stride_mask_head, 0)
-    if HAS_BIAS:
-        bias_ptr = head_pointer(bias_ptr, batch, head, none, stride_bias_batch, stride_bias_head, 0)
+    mask_ptr = pair_pointer(mask_ptr, batch, head, stride_mask_batch, stride_mask_head, HAS_MASK)
+    bias_ptr = pair_pointer(bias_ptr, batch, head, stride_bias_batch, stride_bias_head, HAS_BIAS)
     if HAS_DROPOUT:
         seed = tl.load(seed_ptr)
     offset = k_len - q_len

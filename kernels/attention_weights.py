@@ -15,7 +15,13 @@ from torch import Tensor
 
 from fastbert.kernels.attention_mask import allowed_pairs
 from fastbert.kernels.attention_problem import UNSPECIALISED, Problem, describe
-from fastbert.kernels.attention_rows import head_pointer, load_rows, sequence_bounds
+from fastbert.kernels.attention_rows import (
+    head_pointer,
+    load_rows,
+    pair_pointer,
+    program_item,
+    sequence_bounds,
+)
 from fastbert.kernels.attention_softmax import exponentials, logits, online_softmax
 from fastbert.kernels.common import INFINITY, LOG2E, dot, narrow
 from fastbert.kernels.launch import Launch
@@ -37,9 +43,7 @@ def _weights_kernel(
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SCALING: tl.constexpr,
     HAS_LSE: tl.constexpr, HAS_HEADS: tl.constexpr, HAS_ROWS: tl.constexpr,
 ):  # fmt: skip
-    block = tl.program_id(0) % row_blocks
-    place = tl.program_id(0) // row_blocks % chosen_heads
-    batch = tl.program_id(0) // row_blocks // chosen_heads
+    block, place, batch = program_item(row_blocks, chosen_heads)
     places = block * BLOCK_M + tl.arange(0, BLOCK_M)
     weights_ptr += batch.to(tl.int64) * stride_weights_batch
     weights_ptr += place.to(tl.int64) * stride_weights_head
@@ -53,11 +57,8 @@ def _weights_kernel(
     k_start, k_len = sequence_bounds(batch, cu_seqlens_k_ptr, k_length, IS_VARLEN)
     q_ptr = head_pointer(q_ptr, batch, head, q_start, stride_q_batch, stride_q_head, stride_q_row)
     k_ptr = head_pointer(k_ptr, batch, head, k_start, stride_k_batch, stride_k_head, stride_k_row)
-    none = head * 0
-    if HAS_MASK:
-        mask_ptr = head_pointer(mask_ptr, batch, head, none, stride_mask_batch, stride_mask_head, 0)
-    if HAS_BIAS:
-        bias_ptr = head_pointer(bias_ptr, batch, head, none, stride_bias_batch, stride_bias_head, 0)
+    mask_ptr = pair_pointer(mask_ptr, batch, head, stride_mask_batch, stride_mask_head, HAS_MASK)
+    bias_ptr = pair_pointer(bias_ptr, batch, head, stride_bias_batch, stride_bias_head, HAS_BIAS)
     offset = k_len - q_len
     q = load_rows(q_ptr, rows, rows < q_len, stride_q_row, stride_q_dim, HEAD_DIM, BLOCK_D, True)
     shift = tl.full([BLOCK_M], -INFINITY, tl.float32)
