@@ -1,0 +1,1 @@
+"""What measures: timing, peers, limits, the machine, plots, and the contests of benchmarks/."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fastbert.integrations.accelerate import accelerate
 from fastbert.integrations.stock_models import quiet
+from fastbert.modules.mask_filling import fill_masks
 
 try:
     import transformers
@@ -76,23 +77,11 @@ def fill_mask(folder: Path, text: str, top_k: int) -> tuple[str, list[dict[str, 
     rows, ends = torch.tensor(ids), torch.tensor([0, len(ids)], dtype=torch.int32)
     with torch.inference_mode():
         logits = model(rows, ends, len(ids)).logits[0, positions]
-    top = logits.float().softmax(-1).topk(min(top_k, logits.shape[-1]), dim=-1)
     special = set(tokenizer.all_special_ids) - {tokenizer.mask_token_id}
-    found = []
-    for place, values, tokens in zip(
-        positions, top.values.tolist(), top.indices.tolist(), strict=True
-    ):
-        candidates = []
-        for probability, token in zip(values, tokens, strict=True):
-            filled = [*ids[:place], token, *ids[place + 1 :]]
-            kept = [t for i, t in enumerate(filled) if i == place or t not in special]
-            candidates.append(
-                {
-                    "token": tokenizer.convert_ids_to_tokens(token),
-                    "id": token,
-                    "probability": probability,
-                    "sentence": tokenizer.decode(kept),
-                }
-            )
-        found.append({"position": place, "candidates": candidates})
-    return mask, found
+
+    def sentence(filled: list[int], place: int) -> str:
+        kept = [t for i, t in enumerate(filled) if i == place or t not in special]
+        return tokenizer.decode(kept)
+
+    token = tokenizer.convert_ids_to_tokens
+    return mask, fill_masks(logits, ids, positions, top_k, token=token, sentence=sentence)

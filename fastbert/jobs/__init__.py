@@ -1,1 +1,1 @@
-"""Batch jobs over the lines of a file that go on after an interruption: encode and classify."""
+"""The work of the commands: encode and classify, which resume after a stop, and fill-mask."""

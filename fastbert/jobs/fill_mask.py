@@ -22,6 +22,7 @@ def predict(model: str, text: str, *, top_k: int, backend: str | None) -> list[d
     from fastbert.data import WordPieceTokenizer
     from fastbert.io import checkpoint
     from fastbert.modules import BertForMaskedLM
+    from fastbert.modules.mask_filling import fill_masks
 
     folder = checkpoint.find(model)
     config, _ = checkpoint.read_settings(folder)
@@ -41,14 +42,15 @@ def predict(model: str, text: str, *, top_k: int, backend: str | None) -> list[d
         raise ValueError(f"TEXT: got {len(ids)} tokens, allowed: at most {limit}")
     with torch.inference_mode():
         logits = masked_lm(input_ids=torch.tensor([ids])).logits[0, positions]
-    top = logits.float().softmax(-1).topk(min(top_k, logits.shape[-1]), dim=-1)
-    return [
-        {
-            "position": position,
-            "candidates": _candidates(tokenizer, ids, position, values.tolist(), tokens.tolist()),
-        }
-        for position, values, tokens in zip(positions, top.values, top.indices, strict=True)
-    ]
+    return fill_masks(
+        logits,
+        ids,
+        positions,
+        top_k,
+        token=tokenizer.id_to_token,
+        # Without [CLS] and [SEP]
+        sentence=lambda filled, _: tokenizer.decode(filled[1:-1], skip_special_tokens=False),
+    )
 
 
 def _predict_by_transformers(
@@ -62,20 +64,3 @@ def _predict_by_transformers(
     if not found:
         raise ValueError(f"TEXT: got {text!r}, allowed: text with at least one {mask}")
     return found
-
-
-def _candidates(
-    tokenizer: Any, ids: list[int], position: int, values: list[float], tokens: list[int]
-) -> list[dict[str, Any]]:
-    rows = []
-    for probability, token in zip(values, tokens, strict=True):
-        filled = [*ids[1:position], token, *ids[position + 1 : -1]]  # without [CLS] and [SEP]
-        rows.append(
-            {
-                "token": tokenizer.id_to_token(token),
-                "id": token,
-                "probability": probability,
-                "sentence": tokenizer.decode(filled, skip_special_tokens=False),
-            }
-        )
-    return rows
