@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from fastbert.testing.parity import Row
     from fastbert.training.demo import DemoReport
 
-# The first words of a report, by which a later demo knows its own folder.
+# A later demo recognizes the folder of an earlier demo by this first line of its report.
 TITLE = "# fastbert demo"
 
 
@@ -54,7 +54,7 @@ def _training(report: DemoReport) -> list[str]:
     lines += ["![curves](curves.png)", ""]
     if report.examples:
         rows = [(e.text, e.truth, ", ".join(e.guesses)) for e in report.examples]
-        lines += ["Blanks in held-out text, filled in by the model:", ""]
+        lines += ["Predictions of the model for masked words in held-out text:", ""]
         lines += _table(("text", "was", "guesses"), rows)
     return lines
 
@@ -63,12 +63,13 @@ def _reopened(report: DemoReport) -> list[str]:
     lines = ["## The checkpoint in transformers", ""]
     found = report.reopened
     if found is None:
-        return [*lines, "transformers is not installed: not compared.", ""]
+        return [*lines, "transformers is not installed, so no comparison was made.", ""]
     same = "gave the same ids" if found.same_ids else "**gave different ids**"
     lines += [
-        f"`model/` opened by transformers {found.transformers}; {found.pairs} pairs of up to "
-        f"{found.longest} tokens, padded together; both tokenizers {same}. Error is fastbert's "
-        "(fp32) against transformers in float64, yardstick that of transformers in fp32.",
+        f"transformers {found.transformers} opened `model/` and computed one padded batch of "
+        f"{found.pairs} pairs of up to {found.longest} tokens. Both tokenizers {same}. The table "
+        "has the errors of fastbert in fp32 against transformers in float64. The yardstick is the "
+        "error of transformers in fp32.",
         "",
     ]
     rows = [
@@ -79,7 +80,12 @@ def _reopened(report: DemoReport) -> list[str]:
 
 
 def summarise_parity(rows: Iterable[Row]) -> list[tuple[str, str, str, int, float, bool]]:
-    """Per operation, backend and dtype: number of tensors, worst ratio, and whether all passed."""
+    """Summarize the parity of each operation, backend and dtype.
+
+    Returns:
+        One tuple per group: operation, backend, dtype, number of tensors, worst ratio, and whether
+        all tensors passed.
+    """
     groups: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:
         groups.setdefault((row.op, row.backend, row.dtype), []).append(row)
@@ -97,8 +103,9 @@ def _parity(report: DemoReport) -> list[str]:
     return [
         "## Parity",
         "",
-        "Every operation, forward and gradients, on every backend that runs here: error ÷ "
-        "yardstick (1 is as exact as PyTorch in the same dtype). `fastbert check` runs more cases.",
+        "The table has the forward pass and the gradients of every operation, on every backend "
+        "that runs on this machine. The ratio is error ÷ yardstick. At a ratio of 1, the operation "
+        "is as exact as PyTorch in the same dtype. `fastbert check` runs more cases.",
         "",
         *_table(("operation", "backend", "dtype", "tensors", "worst ratio", "verdict"), rows),
     ]
@@ -117,7 +124,8 @@ def _speed(report: DemoReport) -> list[str]:
     return [
         "## Speed",
         "",
-        "The encoder's forward pass with random weights, side by side in one run, medians.",
+        "The table has medians of the encoder's forward pass with random weights, all measured in "
+        "one run.",
         "",
         *_table(header, map(_speed_cells, report.speed)),
         "![speed](speed.png)",
@@ -126,7 +134,7 @@ def _speed(report: DemoReport) -> list[str]:
 
 
 def render(report: DemoReport, seed: int) -> str:
-    """``report.md`` as text."""
+    """Return the text of ``report.md``."""
     phases = ", ".join(f"{name.lower()} {s:.0f} s" for name, s in report.seconds.items())
     lines = [
         TITLE,
@@ -144,7 +152,7 @@ def render(report: DemoReport, seed: int) -> str:
         "## Files",
         "",
         "- `model/`: weights, configuration, tokenizer; opens with `fastbert` and `transformers`",
-        "- `log.jsonl`: one object per logged step · `report.json`: all of the above for machines",
+        "- `log.jsonl`: one object per logged step · `report.json`: the results above as JSON",
         "",
     ]
     return "\n".join(lines)
@@ -155,7 +163,7 @@ def _plain(value: Any) -> Any:
 
 
 def write_report(report: DemoReport, seed: int) -> None:
-    """Writes speed.png, report.json and, last, report.md into the report's folder."""
+    """Write ``speed.png``, ``report.json`` and, last, ``report.md`` to the report's folder."""
     speed = report.folder / ".speed.partial.png"
     plot_bench(speed, [], report.speed, machine.describe())
     speed.replace(report.folder / "speed.png")
