@@ -39,7 +39,7 @@ class Attempts:
         return True
 
     def check(self, kept: str) -> None:
-        """Raise OSError if a target could not be written; the message also names the `kept` files."""
+        """Raise OSError with the targets that could not be written and the `kept` files, if any."""
         if self.failures:
             told = "; ".join(f"{what}: {error}" for what, error in self.failures.items())
             raise OSError(f"could not be written at the end of the run: {told}; kept: {kept}")
