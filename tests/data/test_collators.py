@@ -299,7 +299,7 @@ class Sides:
         self.oracle = copy.deepcopy(self.yardstick).double()
 
     def check(self, packed: dict[str, Any], per_token: tuple[str, ...]) -> None:
-        """Compare packed and padded batches with each sequence alone: loss, logits and gradients."""
+        """Compare packed and padded batches with each sequence alone: loss, logits, gradients."""
         bounds = packed["cu_seqlens"].tolist()
         exact = alone(self.oracle, packed, bounds)
         single = Yardstick(lambda: alone(self.yardstick, packed, bounds))
