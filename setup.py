@@ -47,8 +47,8 @@ def wants_cuda() -> bool:
 
 def extension() -> Extension:
     # What takes longest comes first, so that no core waits for the other at the end.
-    sources = [*sorted(glob("csrc/cpu/level_*.cpp"), reverse=True), "csrc/bindings.cpp"]
-    sources += sorted(set(glob("csrc/cpu/*.cpp")) - set(sources))
+    sources = [*sorted(glob("csrc/cpu/isa/level_*.cpp"), reverse=True), "csrc/bindings.cpp"]
+    sources += sorted(set(glob("csrc/cpu/**/*.cpp", recursive=True)) - set(sources))
     flags, links = list(CXX_FLAGS), []
     if sys.platform == "linux":
         flags, links = [*flags, "-fopenmp"], ["-fopenmp"]
@@ -90,7 +90,7 @@ def in_units(sources: list[str], folder: Path) -> list[str]:
     that such a source takes to compile, and are read twice instead of seventeen times.
     """
     apart = ("level_", "operators")
-    cpu = [Path(source) for source in sources if Path(source).parent.name == "cpu"]
+    cpu = [Path(source) for source in sources if "cpu" in Path(source).parts]
     small = [source for source in cpu if not source.name.startswith(apart)]
     folder.mkdir(parents=True, exist_ok=True)
     units = []

@@ -28,9 +28,10 @@ from torch import Tensor, nn
 
 import fastbert
 from benchmarks.cpu.export import Hidden
-from fastbert.cli.common import new_table, out, write_json
-from fastbert.testing.machine import describe
-from fastbert.testing.quantized_accuracy import model_folder, real_sentences
+from fastbert import json_file
+from fastbert.bench.machine import describe
+from fastbert.bench.quantized_accuracy import model_folder, real_sentences
+from fastbert.cli.common import new_table, out
 
 PAUSE_S = 0.05
 # Of the largest element's difference of two embeddings of length 1: bf16 makes some thousandths.
@@ -168,7 +169,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     options = parser.parse_args()
-    import fastbert.integrations.transformers  # noqa: F401  registers attn_implementation
+    import fastbert.integrations.attention_interface  # noqa: F401  registers attn_implementation
 
     torch.set_num_threads(options.threads)
     models, rows = {}, []
@@ -186,7 +187,7 @@ def main() -> None:
         if "left out" in row:
             out.print(f"{row['contender']}: {row['left out']}", highlight=False)
     machine = describe()
-    write_json(options.out / "sentences.json", {"machine": machine, "rows": rows})
+    json_file.write(options.out / "sentences.json", {"machine": machine, "rows": rows})
     out.print(f"written to {options.out}/sentences.json; {options.threads} threads, {machine.cpu}")
 
 

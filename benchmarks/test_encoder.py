@@ -8,31 +8,31 @@ from itertools import count
 import pytest
 import torch
 
-from fastbert.testing import bench_encoder
+from fastbert.bench import encoder
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    device = bench_encoder.default_device()
-    engines = bench_encoder.engine_names(device)
-    shapes = bench_encoder.encoder_shapes(quick=metafunc.config.getoption("quick"))
+    device = encoder.default_device()
+    engines = encoder.engine_names(device)
+    shapes = encoder.encoder_shapes(quick=metafunc.config.getoption("quick"))
     metafunc.parametrize("engine", engines)
-    metafunc.parametrize("dtype", bench_encoder.default_dtypes(device), ids=str)
+    metafunc.parametrize("dtype", encoder.default_dtypes(device), ids=str)
     metafunc.parametrize("shape", shapes, ids=lambda shape: shape.name)
 
 
 @functools.cache
-def red(shape: bench_encoder.EncoderShape, dtype: torch.dtype, device: str) -> dict[str, str]:
+def red(shape: encoder.EncoderShape, dtype: torch.dtype, device: str) -> dict[str, str]:
     with torch.inference_mode():
-        return bench_encoder.gate(shape, dtype, device)
+        return encoder.gate(shape, dtype, device)
 
 
 def test_encoder(benchmark, shape, dtype, engine):
-    device = bench_encoder.default_device()
+    device = encoder.default_device()
     if reason := red(shape, dtype, device).get(engine):
         pytest.fail(reason)
     benchmark.group = f"{shape.name} {dtype}"
-    weights = bench_encoder.random_weights(shape.config)
-    call = bench_encoder.build(engine, shape, weights, dtype, device)
+    weights = encoder.random_weights(shape.config)
+    call = encoder.build(engine, shape, weights, dtype, device)
     index = count()
 
     def run() -> None:

@@ -12,32 +12,35 @@ from itertools import count
 import pytest
 import torch
 
-from fastbert.testing import bench
+from fastbert.bench import operations
+from fastbert.bench.encoder import default_device, default_dtypes
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    device = bench.default_device()
+    device = default_device()
     runs = [
         pytest.param(case, dtype, engine, id=f"{case.op}-{case.name}-{dtype}-{engine}")
-        for case in bench.bench_cases(quick=metafunc.config.getoption("quick"))
-        for dtype in bench.default_dtypes(device)
-        for engine in [*bench.served(case, dtype, device), bench.PEER]
+        for case in operations.bench_cases(quick=metafunc.config.getoption("quick"))
+        for dtype in default_dtypes(device)
+        for engine in [*operations.served(case, dtype, device), operations.PEER]
     ]
     metafunc.parametrize(("case", "dtype", "engine"), runs)
 
 
 @functools.cache
 def red(op: str, backend: str, dtype: torch.dtype) -> str | None:
-    return bench.gate(op, backend, dtype)
+    return operations.gate(op, backend, dtype)
 
 
-@pytest.mark.parametrize("direction", [bench.FORWARD, bench.TRAINING])
+@pytest.mark.parametrize("direction", [operations.FORWARD, operations.TRAINING])
 def test_op(benchmark, case, dtype, engine, direction):
-    device = bench.default_device()
-    if engine != bench.PEER and (reason := red(case.op, engine, dtype)):
+    device = default_device()
+    if engine != operations.PEER and (reason := red(case.op, engine, dtype)):
         pytest.fail(reason)
     benchmark.group = f"{case.op} {case.name} {dtype} {direction}"
-    call = bench.build(case.op, engine, direction, bench.rotated_inputs(case, dtype, device))
+    call = operations.build(
+        case.op, engine, direction, operations.rotated_inputs(case, dtype, device)
+    )
     index = count()
 
     def run() -> None:
@@ -45,5 +48,5 @@ def test_op(benchmark, case, dtype, engine, direction):
         if device == "cuda":
             torch.cuda.synchronize()
 
-    with torch.inference_mode(direction == bench.FORWARD):
+    with torch.inference_mode(direction == operations.FORWARD):
         benchmark(run)

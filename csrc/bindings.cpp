@@ -9,9 +9,9 @@
 #include <optional>
 #include <string>
 
-#include "cpu/fingerprint.h"
-#include "cpu/isa.h"
-#include "cpu/packed.h"
+#include "cpu/gemm/fingerprint.h"
+#include "cpu/gemm/packed_weights.h"
+#include "cpu/isa/dispatch.h"
 
 namespace {
 

@@ -9,6 +9,7 @@
 #include <c10/util/Exception.h>
 
 #include <cstdint>
+#include <initializer_list>
 #include <optional>
 #include <string>
 
@@ -21,10 +22,42 @@ inline void check_device(const char* name, const at::Tensor& t, const at::Tensor
                     ", allowed: the device of the first argument, ", like.device());
 }
 
+inline bool is_storage_dtype(at::ScalarType dtype) {
+  return dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf;
+}
+
 inline void check_dtype(const char* name, const at::Tensor& t) {
-  const auto dtype = t.scalar_type();
-  TORCH_CHECK_TYPE(dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf, name,
-                   ": got dtype ", dtype, ", allowed: Float, BFloat16, Half");
+  TORCH_CHECK_TYPE(is_storage_dtype(t.scalar_type()), name, ": got dtype ", t.scalar_type(),
+                   ", allowed: Float, BFloat16, Half");
+}
+
+// The dtype `allowed`, which is that of `owner`.
+inline void check_dtype_of(const char* name, const at::Tensor& t, at::ScalarType allowed,
+                           const char* owner) {
+  TORCH_CHECK_TYPE(t.scalar_type() == allowed, name, ": got dtype ", t.scalar_type(),
+                   ", allowed: ", allowed, ", that of ", owner);
+}
+
+// The dtype that a caller asks for in a result.
+inline void check_result_dtype(at::ScalarType dtype) {
+  TORCH_CHECK_TYPE(is_storage_dtype(dtype), "dtype: got ", dtype,
+                   ", allowed: Float, BFloat16, Half");
+}
+
+// A shape as Python writes it.
+inline std::string text_of(at::IntArrayRef shape) {
+  std::string text = "(";
+  for (size_t i = 0; i < shape.size(); ++i) {
+    text += (i == 0 ? "" : ", ") + std::to_string(shape[i]);
+  }
+  return text + (shape.size() == 1 ? ",)" : ")");
+}
+
+inline void check_shape(const char* name, const at::Tensor& t,
+                        std::initializer_list<int64_t> shape) {
+  const at::IntArrayRef allowed(shape);
+  TORCH_CHECK_VALUE(t.sizes() == allowed, name, ": got shape ", t.sizes(),
+                    ", allowed: ", text_of(allowed));
 }
 
 // The operand that sets shape, dtype and device for the others: (rows, columns).
@@ -36,28 +69,50 @@ inline void check_matrix(const char* name, const at::Tensor& t) {
 
 inline void check_same(const char* name, const at::Tensor& t, const at::Tensor& like) {
   check_device(name, t, like);
-  TORCH_CHECK_TYPE(t.scalar_type() == like.scalar_type(), name, ": got dtype ", t.scalar_type(),
-                   ", allowed: ", like.scalar_type(), ", that of the other matrices");
+  check_dtype_of(name, t, like.scalar_type(), "the other matrices");
   TORCH_CHECK_VALUE(t.sizes() == like.sizes(), name, ": got shape ", t.sizes(),
                     ", allowed: ", like.sizes());
 }
 
-// A vector as long as a row of `like`, in any floating dtype.
-inline void check_parameter(const char* name, const at::Tensor& t, const at::Tensor& like) {
+// A vector of `length` elements in any floating dtype, on the device of `like`.
+inline void check_vector(const char* name, const at::Tensor& t, const at::Tensor& like,
+                         int64_t length) {
   check_device(name, t, like);
   TORCH_CHECK_TYPE(at::isFloatingType(t.scalar_type()), name, ": got dtype ", t.scalar_type(),
                    ", allowed: a floating dtype");
-  TORCH_CHECK_VALUE(t.dim() == 1 && t.size(0) == like.size(1), name, ": got shape ", t.sizes(),
-                    ", allowed: (", like.size(1), ",)");
+  check_shape(name, t, {length});
+}
+
+// A vector as long as a row of `like`.
+inline void check_parameter(const char* name, const at::Tensor& t, const at::Tensor& like) {
+  check_vector(name, t, like, like.size(1));
+}
+
+// Numbers in fp32, on the device of `like`.
+inline void check_floats(const char* name, const at::Tensor& t, const at::Tensor& like,
+                         std::initializer_list<int64_t> shape) {
+  check_device(name, t, like);
+  TORCH_CHECK_TYPE(t.scalar_type() == at::kFloat, name, ": got dtype ", t.scalar_type(),
+                   ", allowed: Float");
+  check_shape(name, t, shape);
 }
 
 // What the forward pass stored for each row of `like`.
 inline void check_statistic(const char* name, const at::Tensor& t, const at::Tensor& like) {
+  check_floats(name, t, like, {like.size(0)});
+}
+
+// `count` labels or row numbers, on the device of `like`.
+inline void check_numbers(const char* name, const at::Tensor& t, const at::Tensor& like,
+                          int64_t count) {
   check_device(name, t, like);
-  TORCH_CHECK_TYPE(t.scalar_type() == at::kFloat, name, ": got dtype ", t.scalar_type(),
-                   ", allowed: Float");
-  TORCH_CHECK_VALUE(t.dim() == 1 && t.size(0) == like.size(0), name, ": got shape ", t.sizes(),
-                    ", allowed: (", like.size(0), ",)");
+  TORCH_CHECK_TYPE(t.scalar_type() == at::kLong || t.scalar_type() == at::kInt, name,
+                   ": got dtype ", t.scalar_type(), ", allowed: Long, Int");
+  check_shape(name, t, {count});
+}
+
+inline void check_eps(double eps) {
+  TORCH_CHECK_VALUE(eps >= 0.0, "eps: got ", eps, ", allowed: eps >= 0");
 }
 
 inline void check_dropout(double p, const OptionalTensor& seed, const at::Tensor& like) {
@@ -87,7 +142,7 @@ inline void check_layer_norm_forward(const at::Tensor& x, const at::Tensor& weig
                                      double dropout_p, double eps) {
   check_layer_norm(x, weight, residual, x_bias, seed, dropout_p);
   check_parameter("bias", bias, x);
-  TORCH_CHECK_VALUE(eps >= 0.0, "eps: got ", eps, ", allowed: eps >= 0");
+  check_eps(eps);
 }
 
 inline void check_layer_norm_backward(const at::Tensor& dy, const at::Tensor& x,

@@ -13,8 +13,8 @@ from fastbert.version import __version__
 
 if TYPE_CHECKING:
     from fastbert import ops, reference
-    from fastbert.graphs import graphed
-    from fastbert.integrations.accelerated import accelerate, restore
+    from fastbert.inference import graphed, quantize
+    from fastbert.integrations.accelerate import accelerate, restore
     from fastbert.modules import (
         BertForMaskedLM,
         BertForMultipleChoice,
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
         BertForTokenClassification,
         BertModel,
     )
-    from fastbert.quantization import quantize
 
 __all__ = [
     "BertConfig",
@@ -50,12 +49,10 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in ("ops", "reference"):
         return importlib.import_module(f"fastbert.{name}")
-    if name == "graphed":
-        return importlib.import_module("fastbert.graphs").graphed
+    if name in ("graphed", "quantize"):
+        return getattr(importlib.import_module("fastbert.inference"), name)
     if name in ("accelerate", "restore"):
-        return getattr(importlib.import_module("fastbert.integrations.accelerated"), name)
-    if name == "quantize":
-        return importlib.import_module("fastbert.quantization").quantize
+        return getattr(importlib.import_module("fastbert.integrations.accelerate"), name)
     if name in __all__:
         return getattr(importlib.import_module("fastbert.modules"), name)
     raise AttributeError(f"module 'fastbert' has no attribute {name!r}")

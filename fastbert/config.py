@@ -13,12 +13,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from fastbert import json_file
-
-ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
-# Those of the first half of a gated feed-forward.
-GATED_ACTIVATIONS = ("gelu", "silu")
-
+from fastbert import activations, json_file
 
 PROBLEMS = ("regression", "single_label_classification", "multi_label_classification")
 # With this limit, no product of two sizes overflows an address.
@@ -256,8 +251,8 @@ class BertConfig:
         check("tie_word_embeddings", value, "True or False", isinstance(value, bool))
         value = self.problem_type
         check("problem_type", value, "None, " + ", ".join(PROBLEMS), value in (None, *PROBLEMS))
-        activations = GATED_ACTIVATIONS if self.architecture.gated else ACTIVATIONS
-        check("hidden_act", self.hidden_act, ", ".join(activations), self.hidden_act in activations)
+        names = activations.of_config(self.architecture.gated)
+        check("hidden_act", self.hidden_act, ", ".join(names), self.hidden_act in names)
         check(
             "hidden_size",
             self.hidden_size,

@@ -1,10 +1,14 @@
-"""Reading a settings file in JSON, distrusting what is read."""
+"""Files in JSON: settings, which are distrusted when read, and results, which are written whole."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
+
+from fastbert.atomic_file import write_atomically
 
 # Settings are far smaller; the largest of them, the index of a sharded checkpoint, has a few MB.
 MAX_BYTES = 1 << 26
@@ -26,3 +30,29 @@ def read(path: Path, kind: type = dict) -> Any:
     if not isinstance(content, kind):
         raise ValueError(f"{path}: holds a JSON {type(content).__name__}, expected {kind.__name__}")
     return content
+
+
+def jsonable(value: Any) -> Any:
+    """``value`` with dataclasses as dicts, paths as strings, non-finite numbers as null."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return jsonable({f.name: getattr(value, f.name) for f in dataclasses.fields(value)})
+    if isinstance(value, dict):
+        return {str(key): jsonable(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [jsonable(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    return str(value)
+
+
+def text(value: Any) -> str:
+    """``value`` in JSON, as a file or a terminal shows it."""
+    return json.dumps(jsonable(value), indent=2, ensure_ascii=False) + "\n"
+
+
+def write(path: Path, value: Any) -> None:
+    """Writes ``value`` to ``path``; the file appears complete or not at all."""
+    content = text(value)
+    write_atomically(path, lambda temporary: temporary.write_text(content, encoding="utf-8"))

@@ -18,29 +18,28 @@ import triton.language as tl
 from torch import Tensor
 
 from fastbert.kernels.attention_backward import attention_backward, backward_launches
-from fastbert.kernels.attention_short import serves, short_forward_launch
-from fastbert.kernels.attention_tile import (
+from fastbert.kernels.attention_mask import allowed_pairs, attended_keys, phase_range, visible_range
+from fastbert.kernels.attention_problem import (
     UNSPECIALISED,
     Problem,
     allocate_rows,
-    allowed_pairs,
-    attended_keys,
     describe,
+    strides,
+)
+from fastbert.kernels.attention_rows import (
     empty_slack,
     head_pointer,
     load_rows,
-    log_sum_exp,
-    logits,
-    online_softmax,
-    phase_range,
     sequence_bounds,
     store_rows,
-    strides,
-    visible_range,
     zero_slack,
 )
+from fastbert.kernels.attention_short import serves, short_forward_launch
+from fastbert.kernels.attention_softmax import log_sum_exp, logits, online_softmax
 from fastbert.kernels.attention_weights import weights_launch
-from fastbert.kernels.common import INFINITY, Launch, dot, dropout_keep, narrow
+from fastbert.kernels.common import INFINITY, dot, narrow
+from fastbert.kernels.launch import Launch
+from fastbert.kernels.philox import dropout_keep
 
 __all__ = ["attention_backward", "attention_forward", "shipped_launches"]
 

@@ -15,33 +15,27 @@ import triton.language as tl
 from torch import Tensor
 
 from fastbert.kernels.attention_bias import bias_gradient_launches
-from fastbert.kernels.attention_short import serves, short_backward_launch
-from fastbert.kernels.attention_statistics import row_statistics, statistics_launch
-from fastbert.kernels.attention_tile import (
+from fastbert.kernels.attention_mask import allowed_pairs, attended_keys, phase_range, visible_range
+from fastbert.kernels.attention_problem import (
     UNSPECIALISED,
     Problem,
     allocate_rows,
-    allowed_pairs,
-    attended_keys,
     describe,
-    exponentials,
+    strides,
+)
+from fastbert.kernels.attention_rows import (
     head_pointer,
     load_rows,
-    logits,
-    phase_range,
     sequence_bounds,
     store_rows,
-    strides,
-    transposed_product,
-    visible_range,
     zero_slack,
 )
-from fastbert.kernels.common import (
-    Launch,
-    dot,
-    dropout_keep,
-    narrow,
-)
+from fastbert.kernels.attention_short import serves, short_backward_launch
+from fastbert.kernels.attention_softmax import exponentials, logits, transposed_product
+from fastbert.kernels.attention_statistics import row_statistics, statistics_launch
+from fastbert.kernels.common import dot, narrow
+from fastbert.kernels.launch import Launch
+from fastbert.kernels.philox import dropout_keep
 
 
 @triton.jit(do_not_specialize=UNSPECIALISED)

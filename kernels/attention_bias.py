@@ -21,18 +21,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastbert.kernels.attention_mask import allowed_pairs
+from fastbert.kernels.attention_problem import UNSPECIALISED, Problem
+from fastbert.kernels.attention_rows import head_pointer, load_rows, sequence_bounds
+from fastbert.kernels.attention_softmax import exponentials, logits
 from fastbert.kernels.attention_statistics import row_statistics
-from fastbert.kernels.attention_tile import (
-    UNSPECIALISED,
-    Problem,
-    allowed_pairs,
-    exponentials,
-    head_pointer,
-    load_rows,
-    logits,
-    sequence_bounds,
-)
-from fastbert.kernels.common import Launch, dot, dropout_keep, narrow
+from fastbert.kernels.common import dot, narrow
+from fastbert.kernels.launch import Launch
+from fastbert.kernels.philox import dropout_keep
 from fastbert.kernels.reduction import sum_partials_launch
 
 # Combinations are divided until about this many programs share the work. A constant, not a property

@@ -26,35 +26,29 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastbert.kernels.attention_tile import (
+from fastbert.kernels.attention_mask import allowed_pairs, attended_keys, visible_range
+from fastbert.kernels.attention_problem import (
     UNSPECIALISED,
     Problem,
     allocate_rows,
-    allowed_pairs,
-    attended_keys,
     describe,
+    strides,
+)
+from fastbert.kernels.attention_rows import (
     empty_slack,
-    exponentials,
     head_pointer,
     load_rows,
-    log_sum_exp,
-    logits,
-    online_softmax,
     sequence_bounds,
     store_rows,
-    strides,
-    visible_range,
     zero_slack,
 )
-from fastbert.kernels.common import (
-    INFINITY,
-    LOG2E,
-    Launch,
+from fastbert.kernels.attention_softmax import exponentials, log_sum_exp, logits, online_softmax
+from fastbert.kernels.common import INFINITY, LOG2E, dot, narrow
+from fastbert.kernels.launch import Launch
+from fastbert.kernels.philox import dropout_keep
+from fastbert.kernels.tiles import (
     attention_path,
-    dot,
-    dropout_keep,
     multiprocessors,
-    narrow,
     short_attention_obstacle,
     short_attention_tile,
     target_of,
@@ -398,7 +392,7 @@ def serves(problem: Problem, pass_name: str, path: str | None) -> bool:
         *shape,
         has_dropout=arguments["HAS_DROPOUT"],
         has_key_mask=arguments["MASK_ROW"],
-        has_pairs=arguments["HAS_BIAS"] or (arguments["HAS_MASK"] and not arguments["MASK_ROW"]),
+        has_pairs=problem.has_pairs,
         has_window=arguments["HAS_LEFT"] or arguments["HAS_RIGHT"],
     )
     return chosen == "short"

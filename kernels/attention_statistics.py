@@ -21,27 +21,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastbert.kernels.attention_tile import (
-    UNSPECIALISED,
-    Problem,
-    allowed_pairs,
-    attended_keys,
-    head_pointer,
-    load_rows,
-    logits,
-    online_softmax,
-    phase_range,
-    sequence_bounds,
-    strides,
-    visible_range,
-)
-from fastbert.kernels.common import (
-    INFINITY,
-    LOG2E,
-    Launch,
-    dot,
-    dropout_keep,
-)
+from fastbert.kernels.attention_mask import allowed_pairs, attended_keys, phase_range, visible_range
+from fastbert.kernels.attention_problem import UNSPECIALISED, Problem, strides
+from fastbert.kernels.attention_rows import head_pointer, load_rows, sequence_bounds
+from fastbert.kernels.attention_softmax import logits, online_softmax
+from fastbert.kernels.common import INFINITY, LOG2E, dot
+from fastbert.kernels.launch import Launch
+from fastbert.kernels.philox import dropout_keep
 
 
 @triton.jit

@@ -13,19 +13,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastbert.kernels.attention_tile import (
-    UNSPECIALISED,
-    Problem,
-    allowed_pairs,
-    describe,
-    exponentials,
-    head_pointer,
-    load_rows,
-    logits,
-    online_softmax,
-    sequence_bounds,
-)
-from fastbert.kernels.common import INFINITY, LOG2E, Launch, dot, narrow
+from fastbert.kernels.attention_mask import allowed_pairs
+from fastbert.kernels.attention_problem import UNSPECIALISED, Problem, describe
+from fastbert.kernels.attention_rows import head_pointer, load_rows, sequence_bounds
+from fastbert.kernels.attention_softmax import exponentials, logits, online_softmax
+from fastbert.kernels.common import INFINITY, LOG2E, dot, narrow
+from fastbert.kernels.launch import Launch
 
 
 @triton.jit(do_not_specialize=[*UNSPECIALISED, "chosen_heads", "chosen_rows", "row_blocks"])

@@ -23,13 +23,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastbert.kernels.common import (
-    LOG2E,
-    Launch,
-    Tile,
-    cross_entropy_tile,
-)
-from fastbert.kernels.matmul_tile import product_tile
+from fastbert.kernels.common import LOG2E
+from fastbert.kernels.gemm import product_tile
+from fastbert.kernels.launch import Launch
+from fastbert.kernels.tiles import Tile, cross_entropy_tile
 
 REDUCTIONS = ("mean", "sum", "none")
 # Into how many parts the forward divides a vocabulary at the most.

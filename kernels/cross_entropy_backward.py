@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastbert.kernels.common import INTERPRETED, LOG2E, Launch, dot, narrow
+from fastbert.kernels.common import INTERPRETED, LOG2E, dot, narrow
 from fastbert.kernels.cross_entropy import (
     LOWEST,
     Projection,
@@ -25,7 +25,8 @@ from fastbert.kernels.cross_entropy import (
     labelled_rows,
     logits_tile,
 )
-from fastbert.kernels.matmul_tile import GROUP_M, tile_position
+from fastbert.kernels.gemm import GROUP_M, tile_position
+from fastbert.kernels.launch import Launch
 
 # Bytes of the logits' gradient that exist at once, and the columns that it has at the least: of
 # fewer, the weight's gradient would not fill a GPU.

@@ -17,17 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastbert.kernels.common import (
-    Launch,
-    dot,
-    dropout_arguments,
-    narrow,
-    row_programs,
-    row_tile,
-    run_sum_tile,
-)
-from fastbert.kernels.reduction import sum_planes
-from fastbert.kernels.row_tile import (
+from fastbert.kernels.common import dot, narrow
+from fastbert.kernels.launch import Launch, dropout_arguments
+from fastbert.kernels.norm_rows import (
     keep_rows,
     layer_norm_gradient,
     layer_norm_statistics,
@@ -35,6 +27,8 @@ from fastbert.kernels.row_tile import (
     require_rows,
     row_offsets,
 )
+from fastbert.kernels.reduction import sum_planes
+from fastbert.kernels.tiles import row_programs, row_tile, run_sum_tile
 
 # Rows whose keys one program makes.
 KEYS_PER_PROGRAM = 1024

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastbert.kernels.activation_tile import (
+from fastbert.kernels.activation import (
     LARGEST_PART,
     activate,
     biased,
@@ -24,8 +24,9 @@ from fastbert.kernels.activation_tile import (
     engine_name,
     store_narrow,
 )
-from fastbert.kernels.common import Launch, elementwise_tile, gemm_depth, gemm_programs, gemm_tile
-from fastbert.kernels.matmul_tile import GROUP_M, halves, product_tile, tile_position
+from fastbert.kernels.gemm import GROUP_M, halves, product_tile, tile_position
+from fastbert.kernels.launch import Launch
+from fastbert.kernels.tiles import elementwise_tile, gemm_depth, gemm_programs, gemm_tile
 
 
 @triton.jit

@@ -14,24 +14,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastbert.kernels.activation_tile import (
+from fastbert.kernels.activation import (
     LARGEST_PART,
     check_function,
     engine_name,
     store_narrow,
     value_and_slope,
 )
-from fastbert.kernels.common import (
-    Launch,
-    Tile,
-    elementwise_tile,
-    gemm_depth,
-    gemm_programs,
-    gemm_tile,
-)
 from fastbert.kernels.feed_forward import SHIPPED
-from fastbert.kernels.matmul_tile import GROUP_M, halves, product_tile, tile_position
+from fastbert.kernels.gemm import GROUP_M, halves, product_tile, tile_position
+from fastbert.kernels.launch import Launch
 from fastbert.kernels.reduction import sum_partials
+from fastbert.kernels.tiles import Tile, elementwise_tile, gemm_depth, gemm_programs, gemm_tile
 
 
 @triton.jit

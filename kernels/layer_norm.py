@@ -12,16 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastbert.kernels.common import (
-    Launch,
-    Tile,
-    dropout_arguments,
-    narrow,
-    row_programs,
-    row_tile,
-)
-from fastbert.kernels.reduction import sum_planes, sum_rows
-from fastbert.kernels.row_tile import (
+from fastbert.kernels.common import narrow
+from fastbert.kernels.launch import Launch, dropout_arguments
+from fastbert.kernels.norm_rows import (
     layer_norm_gradient,
     layer_norm_statistics,
     load_parameter,
@@ -29,6 +22,8 @@ from fastbert.kernels.row_tile import (
     require_rows,
     row_offsets,
 )
+from fastbert.kernels.reduction import sum_planes, sum_rows
+from fastbert.kernels.tiles import Tile, row_programs, row_tile
 
 # Wider rows leave no registers for a third sum over the rows.
 WIDEST_WITH_X_BIAS = 4096

@@ -13,7 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastbert.kernels.common import Launch, narrow, partial_sums_tile, sum_partials_tile
+from fastbert.kernels.common import narrow
+from fastbert.kernels.launch import Launch
+from fastbert.kernels.tiles import partial_sums_tile, sum_partials_tile
 
 # A program of the first launch adds this many rows.
 ROWS_PER_PARTIAL = 128

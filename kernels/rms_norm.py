@@ -12,9 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastbert.kernels.common import Launch, narrow, row_programs, row_tile
+from fastbert.kernels.common import narrow
+from fastbert.kernels.launch import Launch
+from fastbert.kernels.norm_rows import load_parameter, load_sum, require_rows, row_offsets
 from fastbert.kernels.reduction import sum_partials
-from fastbert.kernels.row_tile import load_parameter, load_sum, require_rows, row_offsets
+from fastbert.kernels.tiles import row_programs, row_tile
 
 
 @triton.jit(do_not_specialize=["rows_total"])

@@ -12,7 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastbert.kernels.common import Launch, narrow, rotary_tile
+from fastbert.kernels.common import narrow
+from fastbert.kernels.launch import Launch
+from fastbert.kernels.tiles import rotary_tile
 
 
 @triton.jit

@@ -17,7 +17,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 DIRECTORIES = [
     *("tests/csrc", "tests/kernels", "tests/ops", "tests/modules"),
-    *("tests/integrations", "tests/testing", "tests/cli", "tests/data", "tests/test_graphs.py"),
+    *("tests/integrations", "tests/testing", "tests/bench", "tests/cli", "tests/data"),
+    *("tests/inference", "tests/jobs"),
 ]
 PROCESSORS = {
     "SSE": {

@@ -7,53 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "fastbert"
-
-# Room → the rooms it may import from. Imports inside functions count too.
-ALLOWED = {
-    "json_file": set(),
-    "config": {"json_file"},
-    "version": set(),
-    "reference": set(),
-    "reference_model": {"config", "reference"},
-    "kernels": {"kernels"},
-    "ops": {"ops", "kernels", "reference", "_C"},
-    "io": {"io", "config", "json_file", "modules"},
-    "modules": {"modules", "ops", "config", "io"},
-    "graphs": {"graphs", "modules"},
-    "quantization": {"modules"},
-    "data": {"data", "json_file"},
-    "integrations": {"integrations", "modules", "io", "config", "ops", "reference"},
-    "training": {"training", "data", "modules", "io", "ops", "config", "integrations", "testing"},
-    "testing": {
-        "testing",
-        "data",
-        "modules",
-        "quantization",
-        "integrations",
-        "ops",
-        "kernels",
-        "config",
-        "reference",
-        "reference_model",
-        "version",
-    },
-    "cli": {
-        "cli",
-        "training",
-        "data",
-        "modules",
-        "io",
-        "integrations",
-        "ops",
-        "testing",
-        "config",
-        "version",
-    },
-}
 
 
 def imports(path: Path):
@@ -77,22 +32,6 @@ def modules():
             yield parts[0], path
 
 
-@pytest.mark.parametrize("room", ALLOWED)
-def test_data_only_goes_down(room):
-    wrong = [
-        f"{path.relative_to(ROOT)} imports {name}"
-        for owner, path in modules()
-        for name in imports(path)
-        if owner == room and name.startswith("fastbert.")
-        if name.split(".")[1] not in ALLOWED[room] | {"__version__"}
-    ]
-    assert not wrong
-
-
-def test_every_room_is_known():
-    assert {room for room, _ in modules()} <= set(ALLOWED)
-
-
 def test_host_libraries_are_imported_in_one_place():
     hosts = {"transformers", "sentence_transformers"}
     importers = {
@@ -103,7 +42,13 @@ def test_host_libraries_are_imported_in_one_place():
     }
     assert importers == {
         f"fastbert/integrations/{name}.py"
-        for name in ("accelerated", "engine", "heads", "stock_models", "transformers")
+        for name in (
+            "accelerate",
+            "attention_interface",
+            "bound_encoder",
+            "stock_heads",
+            "stock_models",
+        )
     }
 
 

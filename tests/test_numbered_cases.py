@@ -44,7 +44,7 @@ TABLE = {
     12: {REGRESSIONS: "test_12_*", "kernels/test_layer_norm_kernels.py": "test_strided_and_*"},
     13: {REGRESSIONS: "test_13_*", "kernels/test_philox.py": "test_kept_fraction_is_binomial"},
     14: {REGRESSIONS: "test_14_*", "modules/test_running.py": "test_checkpointing_*"},
-    15: {"test_graphs.py": "test_cuda_graphs"},
+    15: {"inference/test_graphs.py": "test_cuda_graphs"},
     16: {REGRESSIONS: "test_16_*", ATTENTION: "test_dropout_of_everything_and_of_nothing"},
     17: {REGRESSIONS: "test_17_*", ATTENTION: "test_reruns_and_batches_agree_bitwise"},
     18: {REGRESSIONS: "test_18_*"},

@@ -198,7 +198,7 @@ def test_without_a_compiler_it_installs_and_says_so(tmp_path):
 @pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler on this machine")
 def test_a_compile_error_fails_the_build(tmp_path):
     source = checkout(tmp_path)
-    for path in (source / "csrc" / "cpu").glob("*.cpp"):
+    for path in (source / "csrc" / "cpu").rglob("*.cpp"):
         path.unlink()
     (source / "csrc" / "bindings.cpp").write_text("#error broken on purpose\n")
     result = setup("build_ext", "--inplace", cwd=source)
@@ -208,9 +208,9 @@ def test_a_compile_error_fails_the_build(tmp_path):
 
 SMALL_SOURCES = {
     "bindings.cpp": "int bindings() { return 1; }\n",
-    "cpu/level_plain.cpp": "int level() { return 1; }\n",
+    "cpu/isa/level_plain.cpp": "int level() { return 1; }\n",
     "cpu/plain.cpp": "int plain() { return 1; }\n",
-    "cpu/including.cpp": '#include "included.h"\nint including() { return kOne; }\n',
+    "cpu/attention/including.cpp": '#include "../included.h"\nint including() { return kOne; }\n',
     "cpu/included.h": "constexpr int kOne = 1;\n",
 }
 
@@ -234,7 +234,7 @@ def install():
 install()
 pathlib.Path("pyproject.toml").touch()
 install()
-pathlib.Path("csrc/cpu/level_plain.cpp").touch()
+pathlib.Path("csrc/cpu/isa/level_plain.cpp").touch()
 install()
 pathlib.Path("csrc/cpu/plain.cpp").touch()
 install()

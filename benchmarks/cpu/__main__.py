@@ -22,9 +22,9 @@ from typing import Any
 from benchmarks.cpu import accuracy, breakdown, encoder, report, training
 from benchmarks.cpu.ceilings import Ceilings, measure
 from benchmarks.cpu.contest import TOO_LONG_S, CpuRow, Setting, padded_flops
-from benchmarks.cpu.engines import BF16, ENGINES
-from benchmarks.gpu.contest import to_dict
-from fastbert.testing.machine import cpu_cores, describe
+from benchmarks.cpu.runtimes import BF16, RUNTIMES
+from fastbert.bench.contest import to_dict
+from fastbert.bench.machine import cpu_cores, describe
 
 SECTIONS = report.ORDER
 # Seconds of one match's turns, of one training contest's, and of one shape's breakdown.
@@ -50,8 +50,8 @@ def main() -> int:
     if unknown := set(arguments.sections) - set(SECTIONS):
         allowed = ", ".join(SECTIONS)
         parser.error(f"SECTION: got {', '.join(sorted(unknown))}, allowed: {allowed}")
-    if unknown := set(arguments.engine) - {engine.name for engine in ENGINES}:
-        allowed = ", ".join(engine.name for engine in ENGINES)
+    if unknown := set(arguments.engine) - {engine.name for engine in RUNTIMES}:
+        allowed = ", ".join(engine.name for engine in RUNTIMES)
         parser.error(f"--engine: got {', '.join(sorted(unknown))}, allowed: {allowed}")
     if not 1 <= arguments.threads <= cpu_cores():
         parser.error(f"--threads: got {arguments.threads}, allowed: 1 … {cpu_cores()}")
@@ -82,7 +82,7 @@ def run(
         header.append("--quick: tiny shapes, the times mean nothing")
     for text in header:
         notify(text)
-    for engine in ENGINES:
+    for engine in RUNTIMES:
         if (reason := engine.missing()) is not None:
             notify(f"{engine.name}: {reason}")
     if not quick:
@@ -142,7 +142,7 @@ def estimate(section: str, ceilings: Ceilings) -> float:
         shapes = [match.shape for match in encoder.matches(scale)]
         seconds = CONVERT_S * scale.config.num_hidden_layers / 12
         setting = Setting(section, ceilings, 0.0)
-        for engine in ENGINES:
+        for engine in RUNTIMES:
             if engine.missing() or encoder.left_out(engine, setting):
                 continue
             seconds += START_S + (COMPILE_S if engine.kind == "compiled" else 0.0)

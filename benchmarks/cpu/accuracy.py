@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import fastbert
-from benchmarks.cpu.contest import Notify
+from fastbert.bench.encoder import Notify
 from fastbert.data.sentences import split_sentences
 from fastbert.modules import BertModel
 

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.cpu.contest import Setting
 from benchmarks.cpu.encoder import Scale, matches, prepare
-from benchmarks.cpu.engines import BF16, BY_NAME, FP32, Built
 from benchmarks.cpu.remote import Failed, Remote
-from fastbert.testing.limits import Work
+from benchmarks.cpu.runtimes import BF16, BY_NAME, FP32, Built
+from fastbert.bench.limits import Work
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from fastbert.modules.inputs import Rows
+    from fastbert.modules.inputs import EncoderInput
 
 NAMES = ("fastbert bf16", "fastbert fp32")
 SIZES = {BF16: 2, FP32: 4}
@@ -40,13 +40,13 @@ def operations(
     import torch
 
     from benchmarks.cpu.batches import batches
+    from fastbert.bench.timing import alternate
     from fastbert.modules.inputs import enter
-    from fastbert.testing.timing import alternate
 
     model, config = built.model, built.model.config
     batch = built.inputs(batches(config.vocab_size, lengths)[0])
 
-    def door() -> Rows:
+    def door() -> EncoderInput:
         return enter(config, batch["input_ids"], batch["attention_mask"], *[None] * 5)
 
     with torch.inference_mode():
@@ -66,17 +66,19 @@ def operations(
     return found
 
 
-def _calls(model: nn.Module, tokens: Rows, hidden: Tensor) -> dict[str, Callable[[int], object]]:
+def _calls(
+    model: nn.Module, tokens: EncoderInput, hidden: Tensor
+) -> dict[str, Callable[[int], object]]:
     """The operations of a layer, the weights by the running index."""
     import torch
 
     from fastbert import ops
-    from fastbert.modules.feed_forward import ACTIVATIONS
+    from fastbert.activations import of_config
     from fastbert.ops import backend
 
     layers, layout, heads = model.encoder.layer, tokens.layout, model.config.num_attention_heads
-    activation = ACTIVATIONS[model.config.hidden_act]
-    approximate = "tanh" if activation == "gelu_tanh" else "none"
+    found = of_config(gated=False)[model.config.hidden_act]
+    activation, approximate = found.name, found.approximate
     linear = torch.ops.fastbert_C.linear
     rows = (layout.batch, layout.length) if layout.cu_seqlens is None else (hidden.shape[0],)
     packed = layers[0].attention.self.qkv(hidden).view(*rows, 3, heads, -1)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from fastbert.testing.limits import Limits
+from fastbert.bench.limits import Limits
 
 FORMATS = ("fp32", "bf16", "int8")
 COPY_BYTES = 256 << 20

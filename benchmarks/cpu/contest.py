@@ -7,20 +7,18 @@ the table with its reason.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from benchmarks.cpu.ceilings import Ceilings
-from benchmarks.cpu.engines import BF16, BY_NAME, FP32, INT8
 from benchmarks.cpu.remote import Failed, Remote, RemoteWatch
-from benchmarks.gpu.contest import Row
-from fastbert.testing.bench_encoder import EncoderShape
-from fastbert.testing.timing import Timing, alternate
-
-Notify = Callable[[str], None]
+from benchmarks.cpu.runtimes import BF16, BY_NAME, FP32, INT8
+from fastbert.bench.contest import ContestRow, Target, fastest, ratio
+from fastbert.bench.encoder import EncoderShape, Notify
+from fastbert.bench.timing import Timing, alternate
 
 # Beyond this multiple of the fastest peer of its group an engine cannot be the best: one warm call
 # is its time, unless it is a short one.
@@ -39,16 +37,8 @@ MIN_SAMPLES, MAX_SAMPLES = 3, 30
 CLOSE = 0.25
 
 
-@dataclass(frozen=True)
-class Target:
-    """The ratio that must be reached, and the one that is wanted."""
-
-    floor: float | None = None
-    goal: float | None = None
-
-
 @dataclass
-class CpuRow(Row):
+class CpuRow(ContestRow):
     """``ratio`` is against ``against``, the fastest of those that the row's target names;
     ``best_ratio`` against the fastest peer in any format. ``difference``: RMS of the difference to
     the first fp32 engine's result over that result's RMS. ``peak_bytes``: of the resident memory of
@@ -59,7 +49,7 @@ class CpuRow(Row):
     best_ratio: float | None = None
     ratio_floor: float | None = None
     difference: float | None = None
-    packed_bytes: int | None = None
+    prepacked_bytes: int | None = None
 
 
 @dataclass
@@ -190,16 +180,15 @@ def take_turns(
         timings |= _alternate(turns, workers, rows, seconds)
     for name, timing in timings.items():
         row = rows[name]
-        row.seconds, row.p10, row.p90 = timing.median, timing.p10, timing.p90
-        row.samples = timing.samples
+        row.fill(timing)
         if name not in turns:
-            add_note(row, "one call: too slow to be the best peer")
+            row.add_note("one call: too slow to be the best peer")
         try:
             memory = workers[name].ask("peak")
         except Failed as failure:
-            add_note(row, str(failure))
+            row.add_note(str(failure))
             continue
-        row.peak_bytes, row.packed_bytes = memory["peak"], memory["packed"]
+        row.peak_bytes, row.prepacked_bytes = memory["peak"], memory["prepacked"]
 
 
 def _alternate(
@@ -221,12 +210,8 @@ def _alternate(
         )
     except Failed as failure:
         for name in turns:
-            add_note(rows[name], f"one call: the turns were broken off by {failure}")
+            rows[name].add_note(f"one call: the turns were broken off by {failure}")
         return {}
-
-
-def add_note(row: CpuRow, text: str) -> None:
-    row.note = "; ".join(filter(None, [row.note, text]))
 
 
 # Which rows a target is against, by the format of ours.
@@ -243,10 +228,10 @@ def fastest_peers(seconds: Mapping[str, float], rows: Mapping[str, CpuRow]) -> d
     transformers' fp32 paths compete with each other, as the only peers of our fp32.
     """
 
-    def fastest(wanted: Callable[[CpuRow], bool]) -> float:
+    def fewest(wanted: Callable[[CpuRow], bool]) -> float:
         return min((t for name, t in seconds.items() if wanted(rows[name])), default=float("inf"))
 
-    of_form = {form: fastest(PEERS[form]) for form in (BF16, FP32)}
+    of_form = {form: fewest(PEERS[form]) for form in (BF16, FP32)}
     return {name: of_form[FP32 if PEERS[FP32](rows[name]) else BF16] for name in seconds}
 
 
@@ -256,22 +241,16 @@ def judge(
     peers: Mapping[str, Callable[[CpuRow], bool]] = PEERS,
 ) -> None:
     """Ratios of our rows of one shape, and what each has to reach."""
-    best = _fastest(row for row in rows if not row.ours)
+    best = fastest(row for row in rows if not row.ours)
     for row in rows:
         if not row.ours or row.seconds is None:
             continue
         wanted = target(row)
         row.ratio_floor, row.ratio_goal = wanted.floor, wanted.goal
-        peer = _fastest(other for other in rows if peers[row.dtype](other) and other is not row)
-        if peer is not None and peer.seconds is not None:
-            row.against, row.ratio = peer.contender, peer.seconds / row.seconds
-        if best is not None and best.seconds is not None:
-            row.best_ratio = best.seconds / row.seconds
-
-
-def _fastest(rows: Iterable[CpuRow]) -> CpuRow | None:
-    timed = [row for row in rows if row.seconds is not None]
-    return min(timed, key=lambda row: row.seconds or 0.0, default=None)
+        peer = fastest(other for other in rows if peers[row.dtype](other) and other is not row)
+        if peer is not None:
+            row.against, row.ratio = peer.contender, ratio(row, peer)
+        row.best_ratio = ratio(row, best)
 
 
 def verdict(row: CpuRow) -> str:

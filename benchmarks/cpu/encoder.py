@@ -14,11 +14,11 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.cpu.contest import CpuRow, Setting, Target, judge, line, padded_flops, play
-from benchmarks.cpu.engines import BF16, ENGINES, FP32, INT8, ONNX, OPENVINO, WEIGHTS, Engine
+from benchmarks.cpu.contest import CpuRow, Setting, judge, line, padded_flops, play
 from benchmarks.cpu.remote import ROOT, Failed, Remote
-from fastbert.config import BertConfig
-from fastbert.testing.bench_encoder import (
+from benchmarks.cpu.runtimes import BF16, FP32, INT8, ONNX, OPENVINO, RUNTIMES, WEIGHTS, Runtime
+from fastbert.bench.contest import Target
+from fastbert.bench.encoder import (
     BASE,
     MINILM,
     SMALL,
@@ -26,6 +26,7 @@ from fastbert.testing.bench_encoder import (
     half_padded,
     random_weights,
 )
+from fastbert.config import BertConfig
 
 FULL, HALF, ONE = "full", "half padded", "one sequence"
 EXPORT_LIMIT_S = 300
@@ -94,7 +95,7 @@ def flops_to_do(scale: Scale) -> float:
 
 def run(scale: Scale, setting: Setting, threads: int, names: Sequence[str] = ()) -> list[CpuRow]:
     """All shapes of one model; ``names`` [] means every engine."""
-    wanted = [e for e in ENGINES if not names or e.name in names]
+    wanted = [e for e in RUNTIMES if not names or e.name in names]
     rows: list[CpuRow] = []
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         refused = prepare(Path(folder), scale.config, wanted, setting)
@@ -133,7 +134,7 @@ def _admit(worker: Remote, ours: bool) -> tuple[str | None, str | None]:
 
 
 def prepare(
-    folder: Path, config: BertConfig, wanted: Sequence[Engine], setting: Setting
+    folder: Path, config: BertConfig, wanted: Sequence[Runtime], setting: Setting
 ) -> dict[str, str]:
     """Writes the model into ``folder``; engine → why it cannot run."""
     refused = {e.name: reason for e in wanted if (reason := e.missing() or left_out(e, setting))}
@@ -150,7 +151,7 @@ def prepare(
     return refused
 
 
-def left_out(engine: Engine, setting: Setting) -> str | None:
+def left_out(engine: Runtime, setting: Setting) -> str | None:
     """Why an engine is not even built: it would compile for minutes, for nothing that counts."""
     fp32, bf16 = setting.ceilings.torch_fp32, setting.ceilings.torch_bf16
     if engine.kind != "compiled":

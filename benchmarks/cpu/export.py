@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from benchmarks.cpu.engines import ONNX, OPENVINO, WEIGHTS
+from benchmarks.cpu.runtimes import ONNX, OPENVINO, WEIGHTS
 from fastbert.config import BertConfig
 from fastbert.integrations import stock_models
 

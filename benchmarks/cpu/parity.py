@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.cpu.batches import batches
-from benchmarks.cpu.engines import BF16, BY_NAME, INT8, WEIGHTS
+from benchmarks.cpu.runtimes import BF16, BY_NAME, INT8, WEIGHTS
+from fastbert.bench.encoder import GATE_LAYERS
 from fastbert.config import BertConfig
 from fastbert.modules import BertModel
-from fastbert.testing.bench_encoder import GATE_LAYERS
 from fastbert.testing.compare import compare
 from fastbert.testing.yardstick import Yardstick
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cpu import accuracy, breakdown
-from fastbert.testing.machine import Machine
-from fastbert.testing.plots import plot_matches
+from fastbert.bench.machine import Machine
+from fastbert.bench.plots import plot_matches
 
 PAGE = "cpu.md"
 CONTESTS = ("bert-base", "minilm", "training")
@@ -67,7 +67,7 @@ def contest_lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     yield ""
     yield (
         "| shape | engine | ms | p10–p90 | n | rate | TFLOP/s | of the limit | ratio | "
-        "of the best peer | peak MiB | packed MiB | |"
+        "of the best peer | peak MiB | prepacked MiB | |"
     )
     yield "|---|---|---|---|---|---|---|---|---|---|---|---|---|"
     for row in rows:
@@ -96,5 +96,5 @@ def _row(row: Mapping[str, Any]) -> str:
         f"{start} {1e3 * row['seconds']:.2f} | {1e3 * row['p10']:.2f}–{1e3 * row['p90']:.2f} | "
         f"{row['samples']} | {row['rate']:,.4g} {row['unit']} | {row['tflops']:.3f} | "
         f"{100 * row['of_measured_floor']:.0f} % | {ratio('ratio')} | {ratio('best_ratio')} | "
-        f"{size('peak_bytes')} | {size('packed_bytes')} | {row.get('note', '')} |"
+        f"{size('peak_bytes')} | {size('prepacked_bytes')} | {row.get('note', '')} |"
     )

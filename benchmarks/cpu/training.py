@@ -13,15 +13,15 @@ from typing import Any
 from benchmarks.cpu.contest import (
     CpuRow,
     Setting,
-    Target,
     first_calls,
     judge,
     line,
     take_turns,
 )
-from benchmarks.cpu.engines import BF16, BY_NAME, FP32
 from benchmarks.cpu.remote import Remote
-from fastbert.testing.bench_encoder import BASE, SMALL, STOCK, EncoderShape, half_padded
+from benchmarks.cpu.runtimes import BF16, BY_NAME, FP32
+from fastbert.bench.contest import Target
+from fastbert.bench.encoder import BASE, SMALL, STOCK, EncoderShape, half_padded
 
 # The same engines as in inference, with fp32 weights under autocast for bf16.
 NAMES = {
@@ -40,9 +40,8 @@ def stepper(name: str, config: dict[str, Any], lengths: Sequence[int], threads: 
     import torch
 
     from benchmarks.cpu.batches import ROTATED
-    from benchmarks.gpu import encoder
+    from fastbert.bench.training_step import training_step
     from fastbert.config import BertConfig
-    from fastbert.testing.cases import Inputs
 
     torch.set_num_threads(threads)
     torch.manual_seed(0)
@@ -50,10 +49,8 @@ def stepper(name: str, config: dict[str, Any], lengths: Sequence[int], threads: 
     inner = "fastbert auto" if engine.ours else f"{STOCK}{engine.option}"
     shape = EncoderShape("training", BertConfig.from_dict(config), tuple(lengths))
     dtype = torch.bfloat16 if engine.form == BF16 else torch.float32
-    steps = [
-        encoder.train(inner, shape, "cpu", Inputs({"seed": seed}), dtype) for seed in range(ROTATED)
-    ]
-    return lambda index: steps[index % ROTATED].run()
+    steps = [training_step(inner, shape, seed, "cpu", dtype) for seed in range(ROTATED)]
+    return lambda index: steps[index % ROTATED]()
 
 
 def run(shape: EncoderShape, setting: Setting, threads: int) -> list[CpuRow]:

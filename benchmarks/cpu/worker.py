@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cpu.batches import batches, sample
-from benchmarks.cpu.engines import Built, build
+from benchmarks.cpu.runtimes import Built, build
 
 # A call shorter than SHORT_S is repeated for WARM_S before it is timed.
 SHORT_S, WARM_S = 0.1, 0.03
@@ -104,8 +104,8 @@ class Server:
         return {"forgot": True}
 
     def peak(self) -> dict[str, Any]:
-        """Peak of the resident memory, and the bytes of packed weights where they are counted."""
-        return {"peak": resident_peak(), "packed": packed_bytes()}
+        """Peak of the resident memory, and bytes of prepacked weights where they are counted."""
+        return {"peak": resident_peak(), "prepacked": prepacked_bytes()}
 
 
 def resident_peak() -> int | None:
@@ -118,8 +118,8 @@ def resident_peak() -> int | None:
     return int(lines[0][1]) * 1024 if lines else None
 
 
-def packed_bytes() -> int | None:
-    """Bytes of the weights that our products keep packed; None in other engines."""
+def prepacked_bytes() -> int | None:
+    """Bytes of the weights that our products keep prepacked; None in other engines."""
     if "fastbert.ops" not in sys.modules:
         return None
     from fastbert.ops import backend

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.gpu.contest import Contender, Match
-from benchmarks.gpu.engines import attention_variants, compiler, dense_twin, left_out, ours
-from fastbert.testing.attention_peers import dense_peers, varlen_peers
-from fastbert.testing.bench_encoder import half_padded
+from benchmarks.gpu.contenders import attention_variants, compiler, dense_twin, left_out, ours
+from benchmarks.gpu.match import Contender, Match
+from fastbert.bench.attention_peers import dense_peers, varlen_peers
+from fastbert.bench.encoder import half_padded
+from fastbert.bench.limits import BACKWARD, FORWARD, attention_goal, work
 from fastbert.testing.cases import Case
-from fastbert.testing.limits import BACKWARD, FORWARD, attention_goal, work
 
 BF16, FP16 = torch.bfloat16, torch.float16
 

@@ -21,19 +21,13 @@ import torch
 import torch._functorch.config as functorch
 
 from benchmarks.gpu import attention, encoder, gemm, rows
-from benchmarks.gpu.contest import (
-    Deadline,
-    Match,
-    Row,
-    Setting,
-    is_variant,
-    play_all,
-    to_dict,
-)
-from fastbert.testing.limits import H200, Limits, limits_of
-from fastbert.testing.machine import Machine, describe
-from fastbert.testing.plots import plot_matches
-from fastbert.testing.timing import Stopwatch
+from benchmarks.gpu.contest import Deadline, GpuRow, Setting, is_variant, play_all
+from benchmarks.gpu.match import Match
+from fastbert.bench.contest import to_dict
+from fastbert.bench.limits import H200, Limits, limits_of
+from fastbert.bench.machine import Machine, describe
+from fastbert.bench.plots import plot_matches
+from fastbert.bench.timing import Stopwatch
 
 Build = Callable[[Any, str], Iterator[Match]]
 # Section → how its matches are built, at full size and as toys, and seconds for one match's turns.
@@ -118,13 +112,13 @@ def run(
     }
 
 
-def faults(played: Sequence[Row]) -> list[str]:
+def faults(played: Sequence[GpuRow]) -> list[str]:
     """What must not be: ours red, unable or out of time, and a peer that is called wrongly.
 
     A forced variant may refuse a shape that it is not made for.
     """
 
-    def is_fault(row: Row) -> bool:
+    def is_fault(row: GpuRow) -> bool:
         if not row.refused:
             return False
         refuses = is_variant(row.contender) and row.refused.startswith("ValueError")

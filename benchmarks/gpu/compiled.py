@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from fastbert.bench.machine import describe
 from fastbert.testing import ahead_of_time
-from fastbert.testing.machine import describe
 
 HEADING = (
     f"{'kernel':<28} {'dtype':<9} {'arch':<7} {'registers':>9} {'stack':>6} {'shared':>7}  unit"

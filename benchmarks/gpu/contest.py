@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,99 +18,37 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.judge import Judge, rotated
-from fastbert.testing.attention_peers import Prepared
-from fastbert.testing.cases import Case, Inputs
+from benchmarks.gpu.match import TRAINING, Contender, Match
+from fastbert.bench.attention_peers import Prepared
+from fastbert.bench.contest import ContestRow, fastest, ratio
+from fastbert.bench.limits import BACKWARD, Limits, Work
+from fastbert.bench.timing import Stopwatch, alternate, captured, peak_memory
+from fastbert.testing.cases import Inputs
 from fastbert.testing.compare import Comparison
-from fastbert.testing.limits import BACKWARD, Goal, Limits, Work
-from fastbert.testing.timing import Stopwatch, Timing, alternate, captured, peak_memory
 
 # Calls whose mean is the time with the host's part.
 HOST_CALLS = 10
-TRAINING = "training"
-
-
-@dataclass(frozen=True)
-class Contender:
-    """An engine: how it is prepared, whether it is ours, and whether it computes the same function.
-
-    What computes another function (a tanh GELU, a product without its GELU) is shown and never
-    counted as the best peer.
-    """
-
-    name: str
-    prepare: Callable[[Inputs], Prepared]
-    ours: bool = False
-    same_function: bool = True
-
-
-@dataclass(frozen=True)
-class Match:
-    """One shape in one dtype and direction. ``series`` and ``label`` place it in the plot.
-
-    case: where the inputs come from, and the reference that judges; None leaves both to
-    ``batches``, inputs that stand for a batch by its seed, and the judging to ``prepare``. amount:
-    what one call does in ``unit``, so that the rate is amount / seconds. ratio_goal: the best
-    peer's time over ours to reach. graphs: time a CUDA graph's replays, the host's part apart.
-    memory: also measure the peak of one forward and backward pass.
-    """
-
-    series: str
-    label: str
-    op: str
-    dtype: torch.dtype
-    direction: str
-    contenders: Sequence[Contender]
-    work: Work
-    unit: str
-    amount: float
-    case: Case | None = None
-    batches: Sequence[Inputs] = ()
-    goal: Goal | None = None
-    ratio_goal: float | None = None
-    graphs: bool = True
-    memory: bool = False
 
 
 @dataclass
-class Row:
-    """One contender of one match; seconds per call, None where ``refused`` says why.
+class GpuRow(ContestRow):
+    """One contender of one match.
 
     ``host_seconds``: plain calls one after another, Python and launches included; ``seconds`` is of
     a CUDA graph's replays where ``graphed``. ``of_floor``: the fewest seconds that the limits allow
-    over these. ``ratio``: the best peer's seconds over these, of those that compute the same.
+    over these. ``ratio`` is against the fastest peer that computes the same function.
     ``error_ratio``: largest error over the reference's in the same dtype.
     """
 
-    section: str
-    series: str
-    label: str
-    op: str
-    dtype: str
-    direction: str
-    contender: str
-    ours: bool
     same_function: bool = True
-    seconds: float | None = None
-    p10: float | None = None
-    p90: float | None = None
-    samples: int = 0
     graphed: bool = False
     host_seconds: float | None = None
-    rate: float | None = None
-    unit: str = ""
-    tflops: float | None = None
     gigabytes_per_second: float | None = None
     of_floor: float | None = None
-    of_measured_floor: float | None = None
     bound_by: str | None = None
     goal: float | None = None
     of_goal: float | None = None
-    ratio: float | None = None
-    ratio_goal: float | None = None
-    peak_bytes: int | None = None
     error_ratio: float | None = None
-    note: str | None = None
-    refused: str | None = None
 
 
 class Deadline:
@@ -148,7 +86,7 @@ class Setting:
         return self.drawn[key]
 
 
-def play(match: Match, setting: Setting) -> list[Row]:
+def play(match: Match, setting: Setting) -> list[GpuRow]:
     """Checks, times and reports every contender of ``match``."""
     rows = {c.name: new_row(match, c, setting) for c in match.contenders}
     if setting.deadline.passed():
@@ -184,8 +122,8 @@ def play(match: Match, setting: Setting) -> list[Row]:
     return list(rows.values())
 
 
-def new_row(match: Match, contender: Contender, setting: Setting) -> Row:
-    return Row(
+def new_row(match: Match, contender: Contender, setting: Setting) -> GpuRow:
+    return GpuRow(
         setting.section,
         match.series,
         match.label,
@@ -194,9 +132,9 @@ def new_row(match: Match, contender: Contender, setting: Setting) -> Row:
         match.direction,
         contender.name,
         contender.ours,
-        contender.same_function,
         unit=match.unit,
         ratio_goal=match.ratio_goal if contender.ours else None,
+        same_function=contender.same_function,
     )
 
 
@@ -265,7 +203,7 @@ def _output_gradient(prepared: Prepared, out: Tensor, judge: Judge) -> Tensor:
 
 def _time(
     calls: Mapping[str, Callable[[int], object]],
-    rows: Mapping[str, Row],
+    rows: Mapping[str, GpuRow],
     sets: int,
     setting: Setting,
 ) -> None:
@@ -289,15 +227,10 @@ def _time(
     if not timed:
         return
     for name, timing in alternate(timed, device=setting.device, seconds=setting.seconds).items():
-        _fill(rows[name], timing, per_call[name])
+        rows[name].fill(timing, per_call[name])
 
 
-def _fill(row: Row, timing: Timing, calls: int) -> None:
-    row.seconds, row.p10, row.p90 = (t / calls for t in (timing.median, timing.p10, timing.p90))
-    row.samples = timing.samples
-
-
-def _measure_memory(match: Match, sets: Sequence[Inputs], rows: Mapping[str, Row]) -> None:
+def _measure_memory(match: Match, sets: Sequence[Inputs], rows: Mapping[str, GpuRow]) -> None:
     """The peak of forward and backward together, for those that were timed."""
     for contender in match.contenders:
         row = rows[contender.name]
@@ -316,9 +249,9 @@ def _measure_memory(match: Match, sets: Sequence[Inputs], rows: Mapping[str, Row
 # Figures
 
 
-def finish(match: Match, rows: Sequence[Row], setting: Setting) -> None:
+def finish(match: Match, rows: Sequence[GpuRow], setting: Setting) -> None:
     """Rates, fractions of the limits and the goal, and the ratio to the best peer."""
-    peers = [r.seconds for r in rows if r.seconds and not r.ours and r.same_function]
+    best_peer = fastest(r for r in rows if not r.ours and r.same_function)
     for row in rows:
         if row.seconds is None:
             continue
@@ -336,20 +269,14 @@ def finish(match: Match, rows: Sequence[Row], setting: Setting) -> None:
             row.of_measured_floor = match.work.floor(setting.ceilings) / row.seconds
         if row.ours and match.goal:
             row.goal, row.of_goal = match.goal.value, match.goal.reached(row.rate)
-        if peers:
-            row.ratio = min(peers) / row.seconds
-
-
-def to_dict(row: Row) -> dict[str, Any]:
-    """Without what was not measured, so that the file stays readable."""
-    return {k: v for k, v in dataclasses.asdict(row).items() if v is not None}
+        row.ratio = ratio(row, best_peer)
 
 
 def play_all(
     matches: Sequence[Match], setting: Setting, notify: Callable[[str], None]
-) -> list[Row]:
+) -> list[GpuRow]:
     """Every match in its order, the most wanted first; each is reported as it ends."""
-    rows: list[Row] = []
+    rows: list[GpuRow] = []
     for match in matches:
         played = play(match, setting)
         rows += played
@@ -357,15 +284,15 @@ def play_all(
     return rows
 
 
-def line(match: Match, rows: Sequence[Row]) -> str:
+def line(match: Match, rows: Sequence[GpuRow]) -> str:
     """One line: the best of ours beside the best of theirs."""
-    ours = _best(row for row in rows if row.ours and not is_variant(row.contender))
-    theirs = _best(row for row in rows if not row.ours and row.same_function)
+    ours = fastest(row for row in rows if row.ours and not is_variant(row.contender))
+    theirs = fastest(row for row in rows if not row.ours and row.same_function)
     text = f"{match.series:<34} {match.label:<26} {match.direction:<8}"
     for who in (ours, theirs):
         text += f" {_figure(who):<44}"
     if ours and theirs:
-        text += f" {theirs.seconds / ours.seconds:5.2f}×"  # type: ignore[operator]
+        text += f" {ratio(ours, theirs):5.2f}×"
     if ours and ours.of_goal is not None:
         text += f"  {100 * ours.of_goal:4.0f} % of the goal"
     return text.rstrip()
@@ -376,12 +303,7 @@ def is_variant(contender: str) -> bool:
     return "=" in contender
 
 
-def _best(rows: Iterator[Row]) -> Row | None:
-    timed = [row for row in rows if row.seconds is not None]
-    return min(timed, key=lambda row: row.seconds or 0.0, default=None)
-
-
-def _figure(row: Row | None) -> str:
+def _figure(row: GpuRow | None) -> str:
     if row is None or row.rate is None or row.seconds is None:
         return "nobody"
     return f"{row.contender}: {row.seconds * 1e6:,.1f} µs, {row.rate:,.4g} {row.unit}"

@@ -1,6 +1,6 @@
 """The matches of the whole model: inference, a pre-training step, and the latency of one sequence.
 
-The parity of the encoder is judged once per model and dtype on two layers (``bench_encoder.gate``):
+The parity of the encoder is judged once per model and dtype on two layers (``encoder.gate``):
 an engine that fails it is refused. Tokens and sequences count real tokens only.
 """
 
@@ -15,22 +15,22 @@ import torch
 from torch import Tensor, nn
 
 import fastbert
-from benchmarks.gpu.contest import TRAINING, Contender, Match
-from benchmarks.gpu.engines import OURS, compiler
+from benchmarks.gpu.contenders import OURS, compiler
+from benchmarks.gpu.match import TRAINING, Contender, Match
+from fastbert.bench import encoder
+from fastbert.bench.attention_peers import Prepared
+from fastbert.bench.encoder import BASE, MINILM, SMALL, EncoderShape, half_padded
+from fastbert.bench.limits import GOALS, RATIO_GOALS, Work
+from fastbert.bench.training_step import training_step
 from fastbert.config import BertConfig
 from fastbert.integrations import stock_models
-from fastbert.testing import bench_encoder
-from fastbert.testing.attention_peers import Prepared
-from fastbert.testing.bench_encoder import BASE, MINILM, SMALL, EncoderShape, half_padded
 from fastbert.testing.cases import Inputs
-from fastbert.testing.limits import GOALS, RATIO_GOALS, Work
 
 LARGE = BertConfig.preset("large")
 BF16, FP16 = torch.bfloat16, torch.float16
 INFERENCE, LATENCY = "inference", "latency"
 ROTATED_BATCHES = 4
-THEIRS = bench_encoder.STOCK
-IGNORED = -100
+THEIRS = encoder.STOCK
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def _match(direction, shape, dtype, contenders, unit, amount, goal=None, ratio=N
 
 def own_engines(device: str) -> list[str]:
     """fastbert by itself and in each backend that differs; the reference is no contender."""
-    names = list(bench_encoder.requests(device))
+    names = list(encoder.requests(device))
     return [name for name in names if name != f"{OURS}reference"] or names
 
 
@@ -118,7 +118,7 @@ def transformers_paths() -> tuple[str, ...]:
     if not stock_models.installed():
         return ()
     flash = ("flash_attention_2",) if importlib.util.find_spec("flash_attn") else ()
-    return (*bench_encoder.TRANSFORMERS_PATHS, *flash)
+    return (*encoder.TRANSFORMERS_PATHS, *flash)
 
 
 # Inference
@@ -126,14 +126,7 @@ def transformers_paths() -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=2)
 def weights_of(config: BertConfig) -> dict[str, Tensor]:
-    return bench_encoder.random_weights(config)
-
-
-@functools.lru_cache(maxsize=4)
-def refused(config: BertConfig, dtype: torch.dtype, device: str) -> dict[str, str]:
-    """Engine → why its hidden states are wrong, on two layers and two lengths."""
-    with torch.inference_mode():
-        return bench_encoder.gate(EncoderShape("gate", config, (64, 37)), dtype, device)
+    return encoder.random_weights(config)
 
 
 def _forward(
@@ -145,10 +138,10 @@ def _forward(
     change: Callable[[nn.Module], Callable] | None = None,
 ) -> Prepared:
     """A forward pass of ``engine`` on one batch; ``inputs`` says which."""
-    if reason := refused(shape.config, dtype, device).get(engine):
+    if reason := encoder.refusals(shape.config, dtype, device).get(engine):
         raise ValueError(reason)
     model = model_of(engine, shape.config, dtype, device)
-    batch = bench_encoder.random_batch(shape, inputs.positional["seed"], device)
+    batch = encoder.random_batch(shape, inputs.positional["seed"], device)
     call = change(model) if change else model
     return Prepared(lambda: call(**batch).last_hidden_state, [])
 
@@ -159,8 +152,8 @@ def model_of(engine: str, config: BertConfig, dtype: torch.dtype, device: str) -
     weights = weights_of(config)
     if engine.startswith(THEIRS):
         return stock_models.encoder(config, weights, engine.removeprefix(THEIRS), dtype, device)
-    request = bench_encoder.requests(device)[engine]
-    return bench_encoder._fastbert(config, weights, request, dtype, device)
+    request = encoder.requests(device)[engine]
+    return encoder._fastbert(config, weights, request, dtype, device)
 
 
 # Training
@@ -184,7 +177,7 @@ def training(scale: Scale, device: str) -> Iterator[Match]:
             contenders = [
                 Contender(
                     engine,
-                    functools.partial(train, engine, shape, device),
+                    functools.partial(_step, engine, shape, device),
                     engine.startswith(OURS),
                 )
                 for engine in (
@@ -195,59 +188,9 @@ def training(scale: Scale, device: str) -> Iterator[Match]:
             yield _match(TRAINING, shape, BF16, contenders, "sequences/s", len(shape.lengths), goal)
 
 
-def train(
-    engine: str,
-    shape: EncoderShape,
-    device: str,
-    inputs: Inputs,
-    dtype: torch.dtype = BF16,
-) -> Prepared:
-    """One step on one batch, under autocast unless ``dtype`` is fp32; the model and its optimizer
-    are shared by all batches."""
-    if reason := refused(shape.config, dtype, device).get(engine):
-        raise ValueError(reason)
-    model, optimizer = trainee(engine, shape.config, device)
-    batch = training_batch(shape, inputs.positional["seed"], device)
-
-    def step() -> Tensor:
-        with torch.autocast(device, BF16, enabled=dtype == BF16):
-            loss = model(**batch).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
-
-    return Prepared(step, [])
-
-
-@functools.lru_cache(maxsize=4)
-def trainee(engine: str, config: BertConfig, device: str):
-    """A model in train mode and its fused AdamW, weights and states in fp32."""
-    if engine.startswith(THEIRS):
-        path = engine.removeprefix(THEIRS)
-        model = stock_models.untrained_pretraining_model(config, path)
-    else:
-        from fastbert.modules import BertForPreTraining
-
-        model = BertForPreTraining(config, backend=bench_encoder.requests(device)[engine])
-    model = model.to(device).train()
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=1e-5, fused=True, capturable=device == "cuda"
-    )
-    return model, optimizer
-
-
-def training_batch(shape: EncoderShape, seed: int, device: str) -> dict[str, Tensor]:
-    """A batch with labels at 15 % of the real tokens, and one of the next-sentence task."""
-    batch = bench_encoder.random_batch(shape, seed, "cpu")
-    generator = torch.Generator().manual_seed(seed)
-    drawn = torch.rand(batch["input_ids"].shape, generator=generator) < 0.15
-    labelled = drawn & batch["attention_mask"].bool()
-    labelled[:, 0] = True
-    labels = batch["input_ids"].masked_fill(~labelled, IGNORED)
-    follows = torch.randint(0, 2, (len(shape.lengths),), generator=generator)
-    batch |= {"labels": labels, "next_sentence_label": follows}
-    return {name: value.to(device) for name, value in batch.items()}
+def _step(engine: str, shape: EncoderShape, device: str, inputs: Inputs) -> Prepared:
+    """One training step on one batch; ``inputs`` says which."""
+    return Prepared(training_step(engine, shape, inputs.positional["seed"], device), [])
 
 
 # Latency
@@ -285,7 +228,7 @@ def _latency(shape, dtype, device, goal) -> Match:
 def _graphed(shape: EncoderShape, dtype: torch.dtype, device: str, inputs: Inputs) -> Prepared:
     """``fastbert.graphed`` of the model, which replays its own graph at every call."""
     model = _wrapped(shape.config, dtype, device)
-    batch = bench_encoder.random_batch(shape, inputs.positional["seed"], device)
+    batch = encoder.random_batch(shape, inputs.positional["seed"], device)
     return Prepared(lambda: model(**batch).last_hidden_state, [])
 
 

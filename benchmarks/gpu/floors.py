@@ -3,7 +3,7 @@
 python -m benchmarks.gpu.floors     # a Markdown table, on any machine
 
 FLOPs over the best product, bytes over the best copy, exponentials over their units' rate, on an
-H200 (``fastbert.testing.limits``); the largest is the floor.
+H200 (``fastbert.bench.limits``); the largest is the floor.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from collections.abc import Iterator
 import torch
 
 from benchmarks.gpu.bench import SECTIONS, matches_of
-from benchmarks.gpu.contest import Match
-from fastbert.testing.limits import H200
+from benchmarks.gpu.match import Match
+from fastbert.bench.limits import H200
 
 HEADINGS = ("what", "shape", "GFLOP", "MB", "floor µs", "bound by", "rate at the floor", "goal")
 

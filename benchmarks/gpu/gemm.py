@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.gpu.contest import Contender, Match
-from benchmarks.gpu.engines import compiler, gemm_variants, ours, stock
-from fastbert.testing.attention_peers import Prepared, of_function
+from benchmarks.gpu.contenders import compiler, gemm_variants, ours, stock
+from benchmarks.gpu.match import Contender, Match
+from fastbert.bench.attention_peers import Prepared, of_function
+from fastbert.bench.limits import BACKWARD, FORWARD, RATIO_GOALS, work
 from fastbert.testing.cases import Case, Inputs
-from fastbert.testing.limits import BACKWARD, FORWARD, RATIO_GOALS, work
 
 BF16, FP16 = torch.bfloat16, torch.float16
 

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.gpu.match import Contender, Match
 from fastbert import reference
-from fastbert.testing.attention_peers import leaves
+from fastbert.bench.attention_peers import leaves
+from fastbert.bench.limits import BACKWARD
+from fastbert.bench.timing import input_sets
 from fastbert.testing.cases import Case, Inputs
 from fastbert.testing.compare import Comparison, compare
-from fastbert.testing.limits import BACKWARD
-from fastbert.testing.timing import input_sets
-
-if TYPE_CHECKING:
-    from benchmarks.gpu.contest import Contender, Match
 
 # Elements of a tensor that the comparison looks at: enough for the rule's two figures.
 COMPARED = 1 << 18

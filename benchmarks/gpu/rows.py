@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.gpu.contest import Match
-from benchmarks.gpu.engines import ours, stock
+from benchmarks.gpu.contenders import ours, stock
+from benchmarks.gpu.match import Match
 from fastbert import ops
-from fastbert.testing import peers
+from fastbert.bench import peers
+from fastbert.bench.limits import BACKWARD, FORWARD, GOALS, work
 from fastbert.testing.cases import OPS, Case
-from fastbert.testing.limits import BACKWARD, FORWARD, GOALS, work
 
 BF16, FP16 = torch.bfloat16, torch.float16
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.contest import is_variant
-from fastbert.testing.limits import CROSS_ENTROPY_MEMORY, VARLEN_OVERHEAD
-from fastbert.testing.machine import describe
+from fastbert.bench.limits import CROSS_ENTROPY_MEMORY, VARLEN_OVERHEAD
+from fastbert.bench.machine import describe
 
 NAME = "summary.json"
 # Series and label → the rows of one match.

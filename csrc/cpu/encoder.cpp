@@ -5,7 +5,7 @@
 #include <cmath>
 #include <vector>
 
-#include "attention_operands.h"
+#include "attention/operands.h"
 #include "operators.h"
 
 namespace fastbert::cpu {
@@ -49,9 +49,8 @@ void check(const at::Tensor& hidden, at::TensorList parameters, at::TensorList s
   TORCH_CHECK_TYPE(s.dtype == hidden.scalar_type() || hidden.scalar_type() == at::kFloat,
                    "dtype: got ", s.dtype, ", allowed: ", hidden.scalar_type(),
                    ", that of hidden, or any with hidden in Float");
-  TORCH_CHECK_TYPE(s.dtype == at::kFloat || s.dtype == at::kBFloat16 || s.dtype == at::kHalf,
-                   "dtype: got ", s.dtype, ", allowed: Float, BFloat16, Half");
-  TORCH_CHECK_VALUE(s.eps >= 0.0, "eps: got ", s.eps, ", allowed: eps >= 0");
+  check_result_dtype(s.dtype);
+  check_eps(s.eps);
   epilogue_activation(s.activation);
   if (s.bias) {
     TORCH_CHECK_TYPE(at::isFloatingType(s.bias->scalar_type()), "bias: got dtype ",

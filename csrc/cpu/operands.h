@@ -8,7 +8,7 @@
 #include <string>
 
 #include "../checks.h"
-#include "kernels.h"
+#include "isa/kernels.h"
 #include "parallel.h"
 #include "tensors.h"
 
@@ -37,6 +37,14 @@ inline const float* floats(const OptionalTensor& t) {
 
 inline OptionalTensor with_unit_columns(const OptionalTensor& t) {
   return t ? OptionalTensor(fastbert::with_unit_columns(*t)) : std::nullopt;
+}
+
+// An operand that is added to the (m, n) result of a product, of the result's dtype.
+inline void check_summand(const char* name, const at::Tensor& t, const at::Tensor& like, int64_t m,
+                          int64_t n, at::ScalarType dtype) {
+  check_device(name, t, like);
+  check_dtype_of(name, t, dtype, "the result");
+  check_shape(name, t, {m, n});
 }
 
 // Below about this many elements a second thread costs more than it brings.

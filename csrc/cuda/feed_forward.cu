@@ -104,31 +104,14 @@ bool supported(int64_t columns) { return columns >= 1 && columns < (int64_t{1} <
 
 cudaError_t bias_gelu_forward(const BiasGeluForward& p, cudaStream_t stream) {
   if (!supported(p.columns)) return cudaErrorInvalidValue;
-  switch (p.format) {
-    case Format::f32:
-      return launch_forward<float>(p, stream);
-    case Format::bf16:
-      return launch_forward<__nv_bfloat16>(p, stream);
-    case Format::f16:
-      return launch_forward<__half>(p, stream);
-  }
-  return cudaErrorInvalidValue;
+  return with_format(p.format,
+                     [&](auto element) { return launch_forward<decltype(element)>(p, stream); });
 }
 
 cudaError_t bias_gelu_backward(const BiasGeluBackward& p, cudaStream_t stream) {
   if (!supported(p.columns)) return cudaErrorInvalidValue;
-  cudaError_t error = cudaErrorInvalidValue;
-  switch (p.format) {
-    case Format::f32:
-      error = launch_backward<float>(p, stream);
-      break;
-    case Format::bf16:
-      error = launch_backward<__nv_bfloat16>(p, stream);
-      break;
-    case Format::f16:
-      error = launch_backward<__half>(p, stream);
-      break;
-  }
+  const cudaError_t error = with_format(
+      p.format, [&](auto element) { return launch_backward<decltype(element)>(p, stream); });
   if (error != cudaSuccess || !p.bias.data) return error;
   return sum_partials(
       {p.partial, bias_gelu_partials(p.rows), p.columns, p.columns, p.dbias, p.bias.format},

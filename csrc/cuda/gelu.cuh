@@ -1,5 +1,5 @@
 // GELU and its derivative for one element (Hendrycks and Gimpel 2016), with the formulas of
-// cpu/gelu.h.
+// cpu/rows/activation.h.
 
 #pragma once
 

@@ -200,31 +200,14 @@ cudaError_t launch_backward(const LayerNormBackward& p, cudaStream_t stream) {
 
 cudaError_t layer_norm_forward(const LayerNormForward& p, cudaStream_t stream) {
   if (p.columns < 1 || p.columns > kMaxColumns) return cudaErrorInvalidValue;
-  switch (p.format) {
-    case Format::f32:
-      return launch_forward<float>(p, stream);
-    case Format::bf16:
-      return launch_forward<__nv_bfloat16>(p, stream);
-    case Format::f16:
-      return launch_forward<__half>(p, stream);
-  }
-  return cudaErrorInvalidValue;
+  return with_format(p.format,
+                     [&](auto element) { return launch_forward<decltype(element)>(p, stream); });
 }
 
 cudaError_t layer_norm_backward(const LayerNormBackward& p, cudaStream_t stream) {
   if (p.columns < 1 || p.columns > kMaxColumns) return cudaErrorInvalidValue;
-  cudaError_t error = cudaErrorInvalidValue;
-  switch (p.format) {
-    case Format::f32:
-      error = launch_backward<float>(p, stream);
-      break;
-    case Format::bf16:
-      error = launch_backward<__nv_bfloat16>(p, stream);
-      break;
-    case Format::f16:
-      error = launch_backward<__half>(p, stream);
-      break;
-  }
+  cudaError_t error = with_format(
+      p.format, [&](auto element) { return launch_backward<decltype(element)>(p, stream); });
   void* const outputs[] = {p.dweight, p.dbias, p.dx_bias};
   for (int i = 0; i < (p.x_bias.data ? 3 : 2) && error == cudaSuccess; ++i) {
     const Format format = i < 2 ? p.weight.format : p.x_bias.format;

@@ -5,6 +5,7 @@
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_runtime.h>
 
 #include <cstdint>
 
@@ -12,6 +13,20 @@ namespace fastbert::cuda {
 
 // Storage format; arithmetic and statistics are fp32 in every format.
 enum class Format : int32_t { f32, bf16, f16 };
+
+// Returns body(element), where `element` has the storage type that `format` names.
+template <class Body>
+cudaError_t with_format(Format format, const Body& body) {
+  switch (format) {
+    case Format::f32:
+      return body(float{});
+    case Format::bf16:
+      return body(__nv_bfloat16{});
+    case Format::f16:
+      return body(__half{});
+  }
+  return cudaErrorInvalidValue;
+}
 
 // Rows lie `stride` elements apart; data is null where an operand is absent.
 struct ConstMatrix {

@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from fastbert.cli.common import err, new_table, out, print_json, write_atomically, write_json
+from fastbert import json_file
+from fastbert.atomic_file import write_atomically
+from fastbert.cli.common import err, new_table, out, print_json
 
 if TYPE_CHECKING:
-    from fastbert.testing.bench import EncoderRow, OpRow
-    from fastbert.testing.machine import Machine
+    from fastbert.bench.encoder import EncoderRow
+    from fastbert.bench.machine import Machine
+    from fastbert.bench.operations import OpRow
 
 ENCODER = "encoder"
 
@@ -25,7 +28,7 @@ def bench(
         list[str] | None,
         typer.Option(help="Only this operation, or encoder; may be repeated."),
     ] = None,
-    json_file: Annotated[
+    json_path: Annotated[
         Path | None, typer.Option("--json", help="Write all figures to this file; - is stdout.")
     ] = None,
     plot: Annotated[
@@ -38,7 +41,7 @@ def bench(
     figures are medians. What is not right by [bold]fastbert check[/] is not
     timed, and the exit status is then 1.
     """
-    as_json = json_file is not None and str(json_file) == "-"
+    as_json = json_path is not None and str(json_path) == "-"
     if plot is not None and plot.suffix not in (".png", ".svg", ".pdf"):
         raise ValueError(f"--plot: got {str(plot)!r}, allowed: a .png, .svg or .pdf")
     machine, operations, encoder = measure(op or [], quick=quick)
@@ -47,10 +50,10 @@ def bench(
         print_json(content)
     else:
         print_rows(machine, operations, encoder)
-    if json_file is not None and not as_json:
-        write_json(json_file, content)
+    if json_path is not None and not as_json:
+        json_file.write(json_path, content)
     if plot is not None:
-        from fastbert.testing.plots import plot_bench
+        from fastbert.bench.plots import plot_bench
 
         write_atomically(plot, lambda path: plot_bench(path, operations, encoder, machine))
     rows: list[OpRow | EncoderRow] = [*operations, *encoder]
@@ -63,9 +66,10 @@ def bench(
 
 def measure(names: list[str], *, quick: bool) -> tuple[Machine, list[OpRow], list[EncoderRow]]:
     """The header and the rows of operations and encoder; ``names`` [] means everything."""
+    from fastbert.bench.encoder import bench_encoder
+    from fastbert.bench.machine import describe
+    from fastbert.bench.operations import bench_ops
     from fastbert.integrations import stock_models
-    from fastbert.testing.bench import bench_encoder, bench_ops
-    from fastbert.testing.machine import describe
 
     machine = describe()
     wanted = [name for name in names if name != ENCODER]

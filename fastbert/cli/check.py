@@ -12,7 +12,7 @@ from fastbert.cli.check_compiled import check_compiled
 from fastbert.cli.common import BACKENDS, DTYPES, err, new_table, one_of, out, print_json
 
 if TYPE_CHECKING:
-    from fastbert.testing.parity import Row
+    from fastbert.testing.parity import ParityRow
 
 
 def check(
@@ -78,7 +78,7 @@ def _with_progress(
     quick: bool,
     random: int,
     seed: int,
-) -> Iterator[Row]:
+) -> Iterator[ParityRow]:
     import torch
 
     from fastbert.ops import backend as backends
@@ -118,9 +118,10 @@ def _selections(
     """One selection of cases per backend that serves any of them here."""
     import torch
 
-    from fastbert.testing import cases, parity
+    from fastbert.testing import parity
+    from fastbert.testing.selection import find
 
-    cases.find(op, case)
+    find(op, case)
     selections = []
     for name in BACKENDS if backend is None else (backend,):
         interpreted = name == "triton" and not torch.cuda.is_available()
@@ -141,12 +142,12 @@ def _selections(
     return selections
 
 
-def summarize(rows: list[Row]) -> list[dict[str, Any]]:
+def summarize(rows: list[ParityRow]) -> list[dict[str, Any]]:
     """One line per operation, backend and dtype, with the figures of its worst tensor.
 
     Worst is a failure if there is one, else the largest ratio.
     """
-    groups: dict[tuple[str, str, str], list[Row]] = {}
+    groups: dict[tuple[str, str, str], list[ParityRow]] = {}
     for row in rows:
         groups.setdefault((row.op, row.backend, row.dtype), []).append(row)
     lines = []
@@ -168,7 +169,7 @@ def summarize(rows: list[Row]) -> list[dict[str, Any]]:
     return sorted(lines, key=lambda line: line["op"])
 
 
-def _print(rows: list[Row], summary: list[dict[str, Any]]) -> None:
+def _print(rows: list[ParityRow], summary: list[dict[str, Any]]) -> None:
     table = new_table()
     for heading in ("operation", "backend", "dtype"):
         table.add_column(heading, no_wrap=True)

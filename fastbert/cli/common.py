@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import math
-import os
-import secrets
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from typer.core import TyperGroup
 
-if TYPE_CHECKING:
-    from fastbert.modules.pretrained import BertPreTrainedModel
-
-Model = TypeVar("Model", bound="BertPreTrainedModel")
+from fastbert import json_file
+from fastbert.jobs.reporter import Reporter
 
 # Results go to stdout, everything about the run (progress, notes, errors) to stderr, so that
 # `fastbert ... --json | jq` never meets a progress bar.
@@ -69,44 +64,9 @@ def _print_warning(message: Warning | str, *_: Any, **__: Any) -> None:
     err.print(f"note: {text}", style="yellow", markup=False, highlight=False, soft_wrap=True)
 
 
-def jsonable(value: Any) -> Any:
-    """``value`` with dataclasses as dicts, paths as strings, non-finite numbers as null."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return jsonable({f.name: getattr(value, f.name) for f in dataclasses.fields(value)})
-    if isinstance(value, dict):
-        return {str(key): jsonable(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [jsonable(item) for item in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if value is None or isinstance(value, (bool, int, str)):
-        return value
-    return str(value)
-
-
 def print_json(value: Any) -> None:
     """Writes ``value`` and nothing else to stdout."""
-    sys.stdout.write(json.dumps(jsonable(value), indent=2, ensure_ascii=False) + "\n")
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Writes ``value`` to ``path``; the file appears complete or not at all."""
-    text = json.dumps(jsonable(value), indent=2, ensure_ascii=False) + "\n"
-    write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
-
-
-def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Calls ``write`` on a temporary file beside ``path`` and then renames it into place.
-
-    The temporary file keeps the suffix of ``path``: numpy and matplotlib choose a format by it.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.stem}.{secrets.token_hex(4)}{path.suffix}")
-    try:
-        write(temporary)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    sys.stdout.write(json_file.text(value))
 
 
 def new_table(title: str | None = None) -> Table:
@@ -121,27 +81,37 @@ def one_of(argument: str, value: str | None, allowed: tuple[str, ...]) -> str | 
     return value
 
 
-def refuse_backend(backend: str | None, model_type: str) -> None:
-    """For a model whose head is transformers'. Raises ValueError when a backend was asked for."""
-    if backend is not None:
-        raise ValueError(
-            f"--backend: got {backend!r}, allowed: none for a head of {model_type}, which is "
-            "transformers' (the environment variable FASTBERT_BACKEND is a preference)"
+def print_summary(summary: dict[str, Any], detail: str, *, as_json: bool) -> None:
+    """What a job over the lines of a file has done."""
+    if as_json:
+        print_json(summary)
+        return
+    out.print(
+        f"{summary['texts']:,} texts, {summary['tokens']:,} tokens in {summary['seconds']:.1f} s "
+        f"({summary['tokens_per_second']:,.0f} tokens/s) → {summary['output']} {detail}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    if summary["truncated"]:
+        err.print(
+            f"note: {summary['truncated']:,} texts were cut to {summary['max_length']} tokens"
         )
 
 
-def load_whole(
-    kind: type[Model], folder: Path, backend: str | None, parts: tuple[str, ...], head: str
-) -> Model:
-    """The model, refused when one of ``parts`` would be random: results of it mean nothing.
+class ConsoleReporter(Reporter):
+    """Notes, a spinner and a progress bar on stderr."""
 
-    ``parts`` are beginnings of names of weights, ``head`` is what they are called together.
-    """
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        model = kind.from_pretrained(folder, backend=backend)
-    for warning in caught:
-        if any(part in str(warning.message) for part in parts):
-            raise ValueError(f"MODEL: no whole {head}: {warning.message}")
-        warnings.warn(warning.message, stacklevel=2)
-    return model
+    def note(self, text: str) -> None:
+        err.print(f"note: {text}", soft_wrap=True, highlight=False, markup=False)
+
+    @contextmanager
+    def reading(self, path: Path) -> Iterator[None]:
+        with err.status(f"reading {path}"):
+            yield
+
+    @contextmanager
+    def progress(self, total: int, done: int) -> Iterator[Callable[[int], None]]:
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+        with Progress(*columns, TimeRemainingColumn(), console=err) as bar:
+            task = bar.add_task("texts", total=total, completed=done)
+            yield lambda count: bar.advance(task, count)

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fastbert.cli.common import err, jsonable, new_table, out, print_json
+from fastbert import json_file
+from fastbert.cli.common import err, new_table, out, print_json
 
 if TYPE_CHECKING:
-    from fastbert.training.demo import DemoReport
+    from fastbert.training.report import DemoReport
 
 
 def demo(
@@ -35,7 +36,7 @@ def demo(
 
     report = run_demo(output, corpus=corpus, seed=seed, console=err)
     if as_json:
-        print_json({"passed": report.passed, **jsonable(report)})
+        print_json({"passed": report.passed, **json_file.jsonable(report)})
     else:
         _print(report)
     if not report.passed:

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
-from fastbert.cli.common import BACKENDS, one_of
-from fastbert.cli.rows import LimitedTokenizer, compute, fingerprint, print_summary
-from fastbert.cli.texts import Texts, blocks, check_output, write_parquet
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from fastbert.io.sentence_transformers_folder import SentenceFolder
+from fastbert.cli.common import BACKENDS, ConsoleReporter, one_of, print_summary
+from fastbert.jobs import encode as job
+from fastbert.jobs.texts import Texts, check_output
 
 # Spelled out, because importing fastbert.modules would import torch; a test compares the two.
 POOLINGS = ("mean", "cls", "max", "last", "mean_sqrt_len_tokens", "weightedmean")
@@ -74,99 +65,18 @@ def encode(
     one_of("--backend", backend, BACKENDS)
     one_of("--pooling", pooling, POOLINGS)
     check_output(target, source, (".npy", ".parquet"))
-    texts = Texts(source, (field,))
-    from fastbert.io import checkpoint
-
-    folder = checkpoint.find(model)
-    recipe = read_recipe(folder, pooling=pooling, normalize=normalize, max_length=max_length)
-    summary = run(folder, texts, target, recipe, tokens_per_batch=tokens_per_batch, backend=backend)
-    normalised = ", normalised" if summary["normalize"] else ""
-    print_summary(summary, f"{summary['shape']}, {summary['pooling']}{normalised}", as_json=as_json)
-
-
-def read_recipe(
-    folder: Path,
-    *,
-    pooling: str | None = None,
-    normalize: bool | None = None,
-    max_length: int | None = None,
-) -> SentenceFolder:
-    """What makes an embedding: of a sentence-transformers folder what it says, of any other the
-    mean of the rows; each argument that is not None replaces that part.
-
-    Raises ValueError naming the file and what is damaged or not served.
-    """
-    from fastbert.io import sentence_transformers_folder as stored
-
-    recipe = stored.SentenceFolder(folder, (stored.Pooling(),))
-    if stored.is_one(folder):
-        recipe = stored.read(folder)
-    first, *others = recipe.modules
-    if pooling is not None and isinstance(first, stored.Pooling):
-        first = replace(first, modes=(pooling,))
-    ends_normalised = bool(others) and isinstance(others[-1], stored.Normalize)
-    if normalize is True and not ends_normalised:
-        others.append(stored.Normalize())
-    elif normalize is False and ends_normalised:
-        others.pop()
-    return replace(recipe, modules=(first, *others), max_length=max_length or recipe.max_length)
-
-
-def run(
-    folder: Path,
-    texts: Texts,
-    target: Path,
-    recipe: SentenceFolder,
-    *,
-    tokens_per_batch: int,
-    backend: str | None,
-) -> dict[str, Any]:
-    """Encodes ``texts`` and writes ``target``; returns the summary that ``--json`` prints."""
-    import torch
-
-    from fastbert.cli.after_encoder import AfterEncoder
-    from fastbert.modules import BertModel
-
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    with warnings.catch_warnings():
-        # A checkpoint without a pooler is as good as any here: nothing reads the pooler's output.
-        warnings.filterwarnings("ignore", ".*initialised afresh: pooler")
-        model = BertModel.from_pretrained(recipe.encoder, backend=backend).to(device)
-    config = model.config
-    tokenizer = LimitedTokenizer(recipe, config.max_length)
-    after = AfterEncoder(recipe, config.hidden_size, tokenizer.prompt_length()).to(device)
-    options = {"pooling": "+".join(after.pooling.modes), "normalize": after.normalised}
-    summary = compute(
+    reporter = ConsoleReporter()
+    texts = Texts(source, (field,), reporter)
+    summary = job.run(
+        model,
         texts,
         target,
-        tokenizer=tokenizer,
-        forward=lambda batch: after(model(**batch).last_hidden_state, batch["cu_seqlens"]),
-        width=after.width,
+        pooling=pooling,
+        normalize=normalize,
+        max_length=max_length,
         tokens_per_batch=tokens_per_batch,
-        device=device,
-        fingerprint=fingerprint(
-            (folder, recipe.encoder, *after.folders),
-            texts,
-            command="encode",
-            **options,
-            max_length=tokenizer.limit,
-            tokens_per_batch=tokens_per_batch,
-            backend=backend,
-        ),
-        write=None if target.suffix.lower() == ".npy" else write_embeddings,
+        backend=backend,
+        reporter=reporter,
     )
-    return {**summary, "shape": (texts.count, after.width), **options}
-
-
-def write_embeddings(rows: NDArray[np.float32], path: Path) -> None:
-    """A .parquet with the column ``embedding``, a fixed-size list of float32."""
-    import pyarrow as pa
-
-    schema = pa.schema({"embedding": pa.list_(pa.float32(), rows.shape[1])})
-
-    def batches() -> Iterator[Any]:
-        for block in blocks(rows):
-            column = pa.FixedSizeListArray.from_arrays(pa.array(block.ravel()), rows.shape[1])
-            yield pa.record_batch([column], schema=schema)
-
-    write_parquet(path, schema, batches())
+    normalised = ", normalised" if summary["normalize"] else ""
+    print_summary(summary, f"{summary['shape']}, {summary['pooling']}{normalised}", as_json=as_json)

@@ -85,7 +85,7 @@ def collect() -> dict[str, Any]:
     """Everything that ``fastbert info`` shows, as plain data."""
     import torch
 
-    from fastbert.testing.machine import describe
+    from fastbert.bench.machine import describe
 
     machine = describe()
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -13,7 +13,7 @@ import warnings
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,9 +22,6 @@ from fastbert import json_file
 from fastbert.config import OURS, BertConfig
 from fastbert.io import commit, families, names, safetensors_file, sentence_transformers_folder
 from fastbert.io.commit import CONFIG
-
-if TYPE_CHECKING:
-    from fastbert.modules.pretrained import BertPreTrainedModel
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -40,6 +37,35 @@ DOWNLOADED = (
 )  # fmt: skip
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+class StoredModel(Protocol):
+    """The members of ``fastbert.modules.BertPreTrainedModel`` that a checkpoint needs.
+
+    Attributes:
+        config: The configuration.
+        body_prefix: Prefix of the body's names in the state dict, ``"bert."`` or ``""``.
+    """
+
+    config: BertConfig
+    body_prefix: str
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the parameters."""
+        ...
+
+    def tied(self) -> dict[str, str]:
+        """Return the second names of tied parameters, each with the first name."""
+        ...
+
+    def state_dict(self) -> Any:
+        """Return the parameters and buffers by name."""
+        ...
+
+    def load_state_dict(self, state_dict: Any, strict: bool = ...) -> Any:
+        """Copy parameters and buffers into the model."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -280,7 +306,7 @@ def _is_plain(name: object, tensor: object) -> bool:
     )
 
 
-def fit(model: BertPreTrainedModel, stored: Stored) -> dict[str, Tensor]:
+def fit(model: StoredModel, stored: Stored) -> dict[str, Tensor]:
     """Return the stored tensors under the names of `model`.
 
     The result includes the weights of heads that `model` does not have.
@@ -316,7 +342,7 @@ def fit(model: BertPreTrainedModel, stored: Stored) -> dict[str, Tensor]:
     return tensors
 
 
-def load_into(model: BertPreTrainedModel, tensors: dict[str, Tensor], folder: Path) -> None:
+def load_into(model: StoredModel, tensors: dict[str, Tensor], folder: Path) -> None:
     """Copy the tensors of `fit` into a model.
 
     One warning names the weights that the checkpoint lacks and the weights that are unknown.
@@ -343,7 +369,7 @@ def load_into(model: BertPreTrainedModel, tensors: dict[str, Tensor], folder: Pa
     model.load_state_dict({n: t for n, t in tensors.items() if n in expected}, strict=False)
 
 
-def _own_state(model: BertPreTrainedModel) -> dict[str, Tensor]:
+def _own_state(model: StoredModel) -> dict[str, Tensor]:
     """Return the state of `model` without the second names of tied parameters."""
     tied = model.tied()
     return {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
@@ -397,7 +423,7 @@ def _few(items: list[str], separator: str = ", ", most: int = 10) -> str:
 # Writing
 
 
-def write(folder: str | os.PathLike[str], model: BertPreTrainedModel) -> None:
+def write(folder: str | os.PathLike[str], model: StoredModel) -> None:
     """Write a model so that the class of the same name in transformers opens it.
 
     A tied parameter is stored once, under the name that transformers keeps. Both files are replaced

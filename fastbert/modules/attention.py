@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from fastbert import ops
 from fastbert.config import BertConfig
 from fastbert.io.names import QKV
-from fastbert.modules.backend import OperationModule
+from fastbert.modules.batch_layout import BatchLayout
 from fastbert.modules.dropout import NO_SEEDS, LayerSeeds
 from fastbert.modules.layer_norm import LayerNorm
-from fastbert.modules.layout import Layout
 from fastbert.modules.linear import Linear
+from fastbert.modules.operation import OperationModule
+from fastbert.modules.plain import deviation
 from fastbert.modules.positions import Rotary
 from fastbert.modules.quantized_linear import QuantizedLinear
-from fastbert.modules.untouched import touched
 from fastbert.ops.attention_context import attention_context
 from fastbert.ops.product import needs_gradient
 
@@ -49,7 +49,7 @@ class BertSelfAttention(OperationModule):
     def forward(
         self,
         hidden: Tensor,
-        layout: Layout,
+        layout: BatchLayout,
         output_attentions: bool = False,
         dropout_seed: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -91,7 +91,7 @@ class BertSelfAttention(OperationModule):
 
 
 def _through_weights(
-    qkv: Tensor, layout: Layout, options: dict[str, Any], dropout: dict[str, Any]
+    qkv: Tensor, layout: BatchLayout, options: dict[str, Any], dropout: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
     """Attention whose output is computed from the weights that the caller gets.
 
@@ -127,7 +127,7 @@ class BertSelfOutput(nn.Module):
         self, attended: Tensor, hidden: Tensor, dropout_seed: Tensor | None = None
     ) -> Tensor:
         dense = self.dense
-        if touched(dense, Linear) is not None:
+        if deviation(dense, Linear) is not None:
             return self.LayerNorm(dense(attended), residual=hidden, dropout_seed=dropout_seed)
         projected = ops.linear(attended, dense.weight, backend=dense.backend)
         return self.LayerNorm(
@@ -146,7 +146,7 @@ class BertAttention(nn.Module):
     def forward(
         self,
         hidden: Tensor,
-        layout: Layout,
+        layout: BatchLayout,
         output_attentions: bool = False,
         seeds: LayerSeeds = NO_SEEDS,
     ) -> tuple[Tensor, Tensor | None]:

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from fastbert.config import BertConfig
+from fastbert.modules.batch_layout import BatchLayout
 from fastbert.modules.dropout import draw_seeds
 from fastbert.modules.embeddings import BertEmbeddings
 from fastbert.modules.encoder import BertEncoder
-from fastbert.modules.inputs import Rows, enter
-from fastbert.modules.layout import Layout
+from fastbert.modules.inputs import EncoderInput, enter
 from fastbert.modules.linear import Linear
 from fastbert.modules.outputs import BaseModelOutputWithPooling, as_asked
 from fastbert.modules.pretrained import BertPreTrainedModel
@@ -24,7 +24,7 @@ class Encoded(NamedTuple):
     caller asked for, already in the caller's layout, or None."""
 
     rows: Tensor
-    layout: Layout
+    layout: BatchLayout
     hidden_states: tuple[Tensor, ...] | None
     attentions: tuple[Tensor | None, ...] | None
 
@@ -139,7 +139,7 @@ class BertModel(BertPreTrainedModel):
 
     def encode_rows(
         self,
-        tokens: Rows,
+        tokens: EncoderInput,
         output_attentions: bool | Sequence[int] = False,
         output_hidden_states: bool = False,
     ) -> Encoded:
@@ -157,7 +157,7 @@ class BertModel(BertPreTrainedModel):
         )
 
     def pool(self, encoded: Encoded) -> Tensor:
-        """(B, H): the pooler's view of each sequence's first token; see ``Layout.first``."""
+        """(B, H): the pooler's view of each sequence's first token; see ``BatchLayout.first``."""
         if self.pooler is None:
             raise ValueError(
                 "pooler: got None (add_pooling_layer=False), allowed: a model with one"

@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 from fastbert import ops
 from fastbert.config import BertConfig
-from fastbert.modules.backend import OperationModule
-from fastbert.modules.inputs import Rows
+from fastbert.modules.inputs import EncoderInput
 from fastbert.modules.layer_norm import LayerNorm
 from fastbert.modules.linear import Linear
-from fastbert.modules.untouched import touched
+from fastbert.modules.operation import OperationModule
+from fastbert.modules.plain import deviation
 
 
 class BertEmbeddings(OperationModule):
@@ -44,14 +44,16 @@ class BertEmbeddings(OperationModule):
         own = choices.embedding_dropout
         self.dropout_p = config.hidden_dropout_prob if own is None else own
 
-    def forward(self, tokens: Rows, dropout_seed: Tensor | None = None) -> Tensor:
+    def forward(self, tokens: EncoderInput, dropout_seed: Tensor | None = None) -> Tensor:
         embedded = self._embedded(tokens, self.dropout_p if self.training else 0.0, dropout_seed)
         return embedded if self.projection is None else self.projection(embedded)
 
-    def _embedded(self, tokens: Rows, dropout_p: float, dropout_seed: Tensor | None) -> Tensor:
+    def _embedded(
+        self, tokens: EncoderInput, dropout_p: float, dropout_seed: Tensor | None
+    ) -> Tensor:
         words, norm = self.word_embeddings, self.LayerNorm
         ids, embeds = tokens.ids, tokens.embeds
-        if ids is not None and touched(words, nn.Embedding) is not None:
+        if ids is not None and deviation(words, nn.Embedding) is not None:
             embeds = words(ids)
         types, type_table = _rows(tokens.token_types, self.token_type_embeddings, words)
         positions, position_table = _rows(tokens.positions, self.position_embeddings, words)

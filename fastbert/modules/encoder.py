@@ -11,12 +11,12 @@ from torch.utils.checkpoint import checkpoint
 
 from fastbert import ops
 from fastbert.config import BertConfig
+from fastbert.modules.batch_layout import BatchLayout
 from fastbert.modules.dropout import NO_SEEDS, LayerSeeds
+from fastbert.modules.fused_encoder import FusedCall, fused_call
 from fastbert.modules.layer import BertLayer, PreNormLayer
 from fastbert.modules.layer_norm import LayerNorm
-from fastbert.modules.layout import Layout
 from fastbert.modules.positions import DistanceBias
-from fastbert.modules.stack import Stack, stack
 from fastbert.ops.backend import Choice
 from fastbert.ops.product import needs_gradient
 
@@ -48,7 +48,7 @@ class BertEncoder(nn.Module):
     def forward(
         self,
         hidden: Tensor,
-        layout: Layout,
+        layout: BatchLayout,
         output_attentions: bool | Sequence[int] = False,
         output_hidden_states: bool = False,
         seeds: Sequence[LayerSeeds] | None = None,
@@ -69,11 +69,11 @@ class BertEncoder(nn.Module):
             layout = dataclasses.replace(layout, bias=bias if given is None else bias + given)
         if not weighed:
             rows, wants_gradient = hidden.shape[0], hidden.requires_grad
-            plan = stack(layers, hidden.device.type, hidden.dtype, wants_gradient, rows)
+            plan = fused_call(layers, hidden.device.type, hidden.dtype, wants_gradient, rows)
             if self.relative_attention_bias is not None:
                 # The one call takes a bias of whole rows alone, and its bits are not the layers'.
                 plan = Choice("", "layer by layer: a bias by distance")
-            if isinstance(plan, Stack):
+            if isinstance(plan, FusedCall):
                 outputs = _one_call(plan, hidden, layout, output_hidden_states)
                 if output_hidden_states:
                     states = [layout.given(rows) for rows in (hidden, *outputs)]
@@ -103,13 +103,13 @@ class BertEncoder(nn.Module):
         """Who serves the layers in inference without attention weights, for rows of ``dtype``:
         the CPU's one call, or ``layers``, which serves them one by one; and why."""
         with torch.no_grad():
-            plan = stack(self.running(), device, dtype, wants_gradient=False)
-        if isinstance(plan, Stack):
+            plan = fused_call(self.running(), device, dtype, wants_gradient=False)
+        if isinstance(plan, FusedCall):
             return Choice("cpu", "all layers in one call")
         return Choice(plan.backend or layers, plan.reason)
 
 
-def _through(rows: Tensor, layout: Layout, states: list[Tensor]) -> Tensor:
+def _through(rows: Tensor, layout: BatchLayout, states: list[Tensor]) -> Tensor:
     """Appends ``rows`` in the caller's layout to ``states``. Returns the same rows, taken from
     that state where a gradient is wanted: what follows is then computed from the state."""
     states.append(layout.given(rows))
@@ -128,7 +128,9 @@ def chosen_layers(wanted: bool | Sequence[int], layers: int) -> frozenset[int]:
     return frozenset(number % layers for number in wanted)
 
 
-def _one_call(plan: Stack, hidden: Tensor, layout: Layout, all_states: bool) -> list[Tensor]:
+def _one_call(
+    plan: FusedCall, hidden: Tensor, layout: BatchLayout, all_states: bool
+) -> list[Tensor]:
     uniform = layout.cu_seqlens is None
     return ops.encoder(
         hidden,

@@ -2,42 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastbert import ops
+from fastbert.activations import ACTIVATIONS, of_config
 from fastbert.config import BertConfig
-from fastbert.modules.backend import OperationModule
 from fastbert.modules.layer_norm import LayerNorm
+from fastbert.modules.operation import OperationModule
+from fastbert.modules.plain import deviation
 from fastbert.modules.quantized_linear import QuantizedLinear
-from fastbert.modules.untouched import touched
-
-# hidden_act of a config.json → ``activation`` of ``ops.feed_forward`` → ``approximate`` of
-# ``ops.linear_gelu``.
-ACTIVATIONS = {
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "relu": "relu",
-}
-GATED_ACTIVATIONS = {"gelu": "geglu", "silu": "swiglu"}
-
-
-def _gated(activate: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    activated, linear = x.chunk(2, -1)
-    return activate(activated) * linear
-
-
-NONLINEARITIES: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-    "relu": F.relu,
-    "geglu": partial(_gated, F.gelu),
-    "swiglu": partial(_gated, F.silu),
-}
 
 
 class BertIntermediate(nn.Module):
@@ -61,8 +35,7 @@ class BertOutput(OperationModule):
     def __init__(self, config: BertConfig, backend: str | None = None) -> None:
         super().__init__(backend)
         choices, size = config.architecture, config.hidden_size
-        names = GATED_ACTIVATIONS if choices.gated else ACTIVATIONS
-        self.activation = names[config.hidden_act]
+        self.activation = of_config(choices.gated)[config.hidden_act].name
         self.dense = nn.Linear(config.intermediate_size, size, bias=choices.feed_forward_bias)
         self.dropout_p = choices.inner_dropout
         dropout_p = choices.output_dropout
@@ -98,13 +71,13 @@ class BertOutput(OperationModule):
 
     def called(self, intermediate: BertIntermediate) -> bool:
         """Whether the linear layers are called, not their parameters used."""
-        touches = (touched(part, nn.Linear) for part in (intermediate.dense, self.dense))
-        return any(touches) or (self.training and self.dropout_p > 0.0)
+        deviations = (deviation(part, nn.Linear) for part in (intermediate.dense, self.dense))
+        return any(deviations) or (self.training and self.dropout_p > 0.0)
 
     def call(self, hidden: Tensor, intermediate: BertIntermediate) -> Tensor:
         first = intermediate.dense
-        if isinstance(first, QuantizedLinear) and self.activation in ACTIVATIONS.values():
+        if isinstance(first, QuantizedLinear) and not ACTIVATIONS[self.activation].gated:
             inner = first(hidden, activation=self.activation)
         else:
-            inner = NONLINEARITIES[self.activation](first(hidden))
+            inner = ACTIVATIONS[self.activation](first(hidden))
         return self.dense(F.dropout(inner, self.dropout_p, self.training))

@@ -7,13 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastbert import ops
+from fastbert.activations import ACTIVATIONS, of_config
 from fastbert.config import BertConfig
-from fastbert.modules.backend import OperationModule
-from fastbert.modules.feed_forward import ACTIVATIONS
 from fastbert.modules.inputs import check_range
 from fastbert.modules.layer_norm import LayerNorm
 from fastbert.modules.linear import Linear
-from fastbert.ops.feed_forward import ACTIVATIONS as APPROXIMATE
+from fastbert.modules.operation import OperationModule
 
 IGNORED = -100
 
@@ -25,7 +24,7 @@ class PredictionTransform(OperationModule):
 
     def __init__(self, config: BertConfig, backend: str | None = None) -> None:
         super().__init__(backend)
-        self.activation = ACTIVATIONS[config.hidden_act]
+        self.activation = of_config(gated=False)[config.hidden_act].name
         self.dense = nn.Linear(config.hidden_size, config.hidden_size)
         self.LayerNorm = LayerNorm(config.hidden_size, config.layer_norm_eps, backend=backend)
 
@@ -34,7 +33,7 @@ class PredictionTransform(OperationModule):
             hidden,
             self.dense.weight,
             self.dense.bias,
-            approximate=APPROXIMATE[self.activation],
+            approximate=ACTIVATIONS[self.activation].approximate,
             backend=self.backend,
         )
         return self.LayerNorm(activated)

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from fastbert.config import BertConfig
-from fastbert.modules.layout import Layout
+from fastbert.modules.batch_layout import BatchLayout
 from fastbert.modules.positions import rotation
+from fastbert.ops.arguments import check_cu_seqlens, longest, require_shape
 from fastbert.ops.varlen import any_outside, sequence_positions, unpad_indices
 
 # An additive mask at or below this hides a key: it covers -1e4, finfo.min of every dtype, and -inf.
@@ -19,7 +20,7 @@ HIDDEN = -1e4
 LAST_POSITION = 2**31 - 1
 
 
-class Rows(NamedTuple):
+class EncoderInput(NamedTuple):
     """The tokens of a batch without padding. Either ``ids`` int (T,) or ``embeds`` (T, H) is set;
     ``token_types`` and ``positions`` int64 (T,)."""
 
@@ -27,7 +28,7 @@ class Rows(NamedTuple):
     embeds: Tensor | None
     token_types: Tensor
     positions: Tensor
-    layout: Layout
+    layout: BatchLayout
 
 
 def enter(
@@ -39,7 +40,7 @@ def enter(
     inputs_embeds: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
-) -> Rows:
+) -> EncoderInput:
     """Checks the arguments of ``BertModel.forward`` and lays the tokens out as rows.
 
     Raises ValueError or TypeError naming the argument, what was got and what is allowed. The values
@@ -74,7 +75,7 @@ def enter(
         bases = sorted(set(choices.rotary_bases))
         turns = {base: rotation(positions, base, config.head_dim) for base in bases}
         layout = dataclasses.replace(layout, rotations=turns)
-    return Rows(
+    return EncoderInput(
         None if input_ids is None else layout.rows(input_ids),
         None if inputs_embeds is None else layout.rows(inputs_embeds),
         _default_types(layout, given) if types is None else layout.rows(types),
@@ -99,11 +100,6 @@ def check_range(name: str, index: Tensor, size: int, ignored: int | None = None)
             wrong &= index != ignored
         also = "" if ignored is None else f", or {ignored}"
         raise ValueError(f"{name}: got {int(index[wrong][0])}, allowed: 0 <= {name} < {size}{also}")
-
-
-def check_shape(name: str, x: Tensor, shape: tuple[int, ...]) -> None:
-    if tuple(x.shape) != tuple(shape):
-        raise ValueError(f"{name}: got shape {tuple(x.shape)}, allowed: {tuple(shape)}")
 
 
 def _tokens(
@@ -136,19 +132,19 @@ def _index(name: str, index: Tensor | None, shape: tuple[int, ...], size: int) -
     if index is None:
         return None
     if len(shape) != 2 or tuple(index.shape) != (1, shape[1]):
-        check_shape(name, index, shape)
+        require_shape(name, index, shape)
     check_range(name, index, size)
     return index
 
 
-def _default_types(layout: Layout, given: Tensor) -> Tensor:
+def _default_types(layout: BatchLayout, given: Tensor) -> Tensor:
     rows = given.shape[0] if layout.packed else None
     if rows is None:
         rows = layout.batch * layout.length if layout.indices is None else layout.indices.shape[0]
     return torch.zeros(rows, dtype=torch.int64, device=given.device)
 
 
-def _default_positions(layout: Layout, given: Tensor) -> Tensor:
+def _default_positions(layout: BatchLayout, given: Tensor) -> Tensor:
     """0, 1, … counted in the padded row, as in transformers, or in the sequence when packed."""
     if layout.packed:
         assert layout.cu_seqlens is not None
@@ -159,7 +155,7 @@ def _default_positions(layout: Layout, given: Tensor) -> Tensor:
     return places.expand(layout.batch, layout.length).reshape(-1)
 
 
-def _counted_positions(layout: Layout, given: Tensor, first: int) -> Tensor:
+def _counted_positions(layout: BatchLayout, given: Tensor, first: int) -> Tensor:
     """first, first + 1, … over the tokens that are no padding, whose id is first - 1 (RoBERTa);
     over all of a row when there are no ids."""
     if layout.packed or given.dim() == 3:
@@ -168,7 +164,7 @@ def _counted_positions(layout: Layout, given: Tensor, first: int) -> Tensor:
     return layout.rows(exists.cumsum(1) * exists + (first - 1))
 
 
-def _check_length(name: str, config: BertConfig, layout: Layout) -> None:
+def _check_length(name: str, config: BertConfig, layout: BatchLayout) -> None:
     """Raises ValueError for a sequence that the table of positions does not reach."""
     first = config.architecture.first_position
     counted = first is not None and layout.cu_seqlens is not None
@@ -183,7 +179,7 @@ def _check_length(name: str, config: BertConfig, layout: Layout) -> None:
         )
 
 
-def _with_places(layout: Layout) -> Layout:
+def _with_places(layout: BatchLayout) -> BatchLayout:
     """``layout`` with ``places`` where a sequence's tokens did not stand side by side."""
     if layout.indices is None or layout.cu_seqlens is None:
         return layout
@@ -197,50 +193,39 @@ def _with_places(layout: Layout) -> Layout:
 
 def _packed_layout(
     given: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor, max_seqlen: int | None
-) -> Layout:
+) -> BatchLayout:
     if attention_mask is not None:
         shape = tuple(attention_mask.shape)
         raise ValueError(f"attention_mask: got shape {shape} with cu_seqlens, allowed: None")
-    if cu_seqlens.dtype != torch.int32:
-        raise TypeError(f"cu_seqlens: got {cu_seqlens.dtype}, allowed: int32")
-    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
-        raise ValueError(f"cu_seqlens: got shape {tuple(cu_seqlens.shape)}, allowed: (B + 1,)")
-    look = cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling()
-    if max_seqlen is None or look:
-        lengths = cu_seqlens.diff()
-        longest = int(lengths.max()) if lengths.numel() else 0
-        if max_seqlen is not None and max_seqlen < longest:
-            raise ValueError(f"max_seqlen: got {max_seqlen}, allowed: at least {longest}")
-        max_seqlen = longest if max_seqlen is None else max_seqlen
-        total = given.shape[0]
-        if look and (cu_seqlens[0] != 0 or cu_seqlens[-1] > total or (lengths < 0).any()):
-            raise ValueError(
-                f"cu_seqlens: got {cu_seqlens.tolist()}, allowed: from 0, never falling, at most "
-                f"{total}, the number of tokens"
-            )
+    check_cu_seqlens("cu_seqlens", cu_seqlens, "input_ids", given.device, given.shape[0])
+    can_look = cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling()
+    if max_seqlen is None:
+        max_seqlen = longest(cu_seqlens)
+    elif can_look and max_seqlen < (least := longest(cu_seqlens)):
+        raise ValueError(f"max_seqlen: got {max_seqlen}, allowed: at least {least}")
     batch = cu_seqlens.shape[0] - 1
-    return Layout(batch, max_seqlen, cu_seqlens, max_seqlen)
+    return BatchLayout(batch, max_seqlen, cu_seqlens, max_seqlen)
 
 
-def _padded_layout(given: Tensor, attention_mask: Tensor | None, config: BertConfig) -> Layout:
+def _padded_layout(given: Tensor, attention_mask: Tensor | None, config: BertConfig) -> BatchLayout:
     batch, length = given.shape[:2]
     if attention_mask is None:
-        return Layout(batch, length)
+        return BatchLayout(batch, length)
     choices = config.architecture
     if attention_mask.dim() == 2:
         if torch.compiler.is_compiling() and (choices.distance_buckets or choices.windows):
             # A graph cannot depend on whether the tokens of a row stand side by side.
-            check_shape("attention_mask", attention_mask, (batch, length))
+            require_shape("attention_mask", attention_mask, (batch, length))
             exists = attention_mask.bool()
-            return Layout(batch, length, mask=exists[:, None, None], tokens=exists)
+            return BatchLayout(batch, length, mask=exists[:, None, None], tokens=exists)
         return _unpadded_layout(given, attention_mask)
     return _masked_layout(batch, length, attention_mask)
 
 
-def _unpadded_layout(given: Tensor, attention_mask: Tensor) -> Layout:
+def _unpadded_layout(given: Tensor, attention_mask: Tensor) -> BatchLayout:
     """The layout of a (B, L) mask, bool or 0/1, nonzero = a token that exists."""
     batch, length = given.shape[:2]
-    check_shape("attention_mask", attention_mask, (batch, length))
+    require_shape("attention_mask", attention_mask, (batch, length))
     if attention_mask.device.type == "cpu" and not torch.compiler.is_compiling():
         if attention_mask.dtype.is_floating_point:
             valid = bool(((attention_mask == 0) | (attention_mask == 1)).all())
@@ -255,11 +240,11 @@ def _unpadded_layout(given: Tensor, attention_mask: Tensor) -> Layout:
             )
     indices, cu_seqlens, longest = unpad_indices(attention_mask)
     if not torch.compiler.is_compiling() and indices.shape[0] == batch * length:
-        return Layout(batch, length)
-    return Layout(batch, length, cu_seqlens, longest, indices)
+        return BatchLayout(batch, length)
+    return BatchLayout(batch, length, cu_seqlens, longest, indices)
 
 
-def _masked_layout(batch: int, length: int, attention_mask: Tensor) -> Layout:
+def _masked_layout(batch: int, length: int, attention_mask: Tensor) -> BatchLayout:
     """The layout of a (B, L, L) or (B, heads, L, L) mask: nothing is unpadded, attention gets the
     mask.
 
@@ -287,9 +272,9 @@ def _masked_layout(batch: int, length: int, attention_mask: Tensor) -> Layout:
         if not mask.dtype.is_floating_point and not binary:
             raise ValueError("attention_mask: got integers other than 0 and 1, allowed: 0, 1")
     if not mask.dtype.is_floating_point:
-        return Layout(batch, length, mask=mask.bool())
+        return BatchLayout(batch, length, mask=mask.bool())
     hidden = mask <= HIDDEN
     bias = mask.masked_fill(hidden, 0.0)
     if not torch.compiler.is_compiling() and not mask.requires_grad and not bias.any():
-        return Layout(batch, length, mask=~hidden)
-    return Layout(batch, length, mask=~hidden, bias=bias)
+        return BatchLayout(batch, length, mask=~hidden)
+    return BatchLayout(batch, length, mask=~hidden, bias=bias)

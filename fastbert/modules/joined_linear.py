@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from fastbert import ops
-from fastbert.modules.backend import OperationModule
-from fastbert.modules.untouched import Joined, touched
+from fastbert.modules.operation import OperationModule
+from fastbert.modules.plain import Joined, deviation
 from fastbert.ops import backend as backends
 
 # As many rows as any product has.
@@ -24,7 +24,7 @@ class JoinedLinear(Joined, OperationModule):
 
     ``weight`` and ``bias`` are the weights and biases of ``parts``, one below the other. Where a
     gradient is wanted they are joined in every call. Otherwise, on the CPU, a joined copy is kept
-    until the fingerprint of a part changes (``csrc/cpu/fingerprint.h``).
+    until the fingerprint of a part changes (``csrc/cpu/gemm/fingerprint.h``).
     """
 
     operation = "linear"
@@ -35,7 +35,7 @@ class JoinedLinear(Joined, OperationModule):
         self._kept: _Kept | None = None
 
     def forward(self, x: Tensor, return_residual: bool = False) -> Tensor | tuple[Tensor, Tensor]:
-        if touched(self, nn.Linear) is not None:
+        if deviation(self, nn.Linear) is not None:
             y = torch.cat([part(x) for part in self.parts], -1)
             return (y, x) if return_residual else y
         weight, bias = self.parameters_now(x.numel() // x.shape[-1])

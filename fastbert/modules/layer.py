@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from fastbert import ops
 from fastbert.config import BertConfig
 from fastbert.modules.attention import BertAttention
+from fastbert.modules.batch_layout import BatchLayout
 from fastbert.modules.dropout import NO_SEEDS, LayerSeeds
 from fastbert.modules.feed_forward import BertIntermediate, BertOutput
-from fastbert.modules.layout import Layout
 
 
 class BertLayer(nn.Module):
@@ -25,7 +25,7 @@ class BertLayer(nn.Module):
     def forward(
         self,
         hidden: Tensor,
-        layout: Layout,
+        layout: BatchLayout,
         output_attentions: bool = False,
         seeds: LayerSeeds = NO_SEEDS,
     ) -> tuple[Tensor, Tensor | None]:
@@ -50,7 +50,7 @@ class PreNormLayer(BertLayer):
     def forward(
         self,
         hidden: Tensor,
-        layout: Layout,
+        layout: BatchLayout,
         output_attentions: bool = False,
         seeds: LayerSeeds = NO_SEEDS,
     ) -> tuple[Tensor, Tensor | None]:

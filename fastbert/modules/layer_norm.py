@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fastbert import ops
 from fastbert.io.names import modernise
-from fastbert.modules.backend import OperationModule
+from fastbert.modules.operation import OperationModule
 
 
 class LayerNorm(OperationModule):

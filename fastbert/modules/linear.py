@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from fastbert import ops
-from fastbert.modules.backend import OperationModule
+from fastbert.modules.operation import OperationModule
 
 
 class Linear(nn.Linear, OperationModule):

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastbert.config import BertConfig
+from fastbert.modules.batch_layout import BatchLayout
 from fastbert.modules.bert import BertModel, Encoded
 from fastbert.modules.heads import (
     LMPredictionHead,
@@ -24,8 +25,6 @@ from fastbert.modules.heads import (
     classifier_dropout,
     cross_entropy,
 )
-from fastbert.modules.inputs import check_shape
-from fastbert.modules.layout import Layout
 from fastbert.modules.outputs import (
     BertForPreTrainingOutput,
     MaskedLMOutput,
@@ -38,6 +37,7 @@ from fastbert.modules.outputs import (
     as_asked,
 )
 from fastbert.modules.pretrained import BertPreTrainedModel
+from fastbert.ops.arguments import require_shape
 
 Result = Any  # the output class of the model, or its tuple
 
@@ -245,7 +245,7 @@ class BertForSequenceClassification(_TaskModel):
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if problem == "regression" and labels.numel() == logits.numel():
             return F.mse_loss(logits, labels.view(logits.shape).to(logits.dtype))
-        check_shape("labels", labels, tuple(logits.shape))
+        require_shape("labels", labels, tuple(logits.shape))
         return F.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype))
 
 
@@ -384,8 +384,8 @@ class BertForMultipleChoice(_TaskModel):
         return self._asked(output, return_dict)
 
 
-def _label_rows(name: str, labels: Tensor, layout: Layout) -> Tensor:
+def _label_rows(name: str, labels: Tensor, layout: BatchLayout) -> Tensor:
     """Labels of the caller's layout → (T,), those of padding dropped."""
     if not layout.packed:
-        check_shape(name, labels, (layout.batch, layout.length))
+        require_shape(name, labels, (layout.batch, layout.length))
     return layout.rows(labels)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fastbert.ops.arguments import check_cu_seqlens
+
 POOLINGS = ("cls", "mean", "max", "last", "mean_sqrt_len_tokens", "weightedmean")
 
 
@@ -75,17 +77,4 @@ def _check(rows: Tensor, cu_seqlens: Tensor, pooling: str, skip: int) -> None:
         raise TypeError(f"rows: got {rows.dtype}, allowed: a floating dtype")
     if rows.dim() != 2:
         raise ValueError(f"rows: got shape {tuple(rows.shape)}, allowed: (T, H)")
-    if cu_seqlens.dtype != torch.int32:
-        raise TypeError(f"cu_seqlens: got {cu_seqlens.dtype}, allowed: int32")
-    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
-        raise ValueError(f"cu_seqlens: got shape {tuple(cu_seqlens.shape)}, allowed: (B + 1,)")
-    if cu_seqlens.device != rows.device:
-        raise ValueError(f"cu_seqlens: got device {cu_seqlens.device}, allowed: {rows.device}")
-    if cu_seqlens.device.type != "cpu" or torch.compiler.is_compiling():
-        return
-    falls = bool((cu_seqlens.diff() < 0).any())
-    if falls or cu_seqlens[0] != 0 or cu_seqlens[-1] > rows.shape[0]:
-        raise ValueError(
-            f"cu_seqlens: got {cu_seqlens.tolist()}, allowed: from 0, never falling, at most "
-            f"{rows.shape[0]}, the number of rows"
-        )
+    check_cu_seqlens("cu_seqlens", cu_seqlens, "rows", rows.device, rows.shape[0])

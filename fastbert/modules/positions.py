@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fastbert import ops
-from fastbert.modules.backend import OperationModule
+from fastbert.modules.operation import OperationModule
 
 Rotation = tuple[Tensor, Tensor]
 

@@ -10,8 +10,8 @@ from torch import nn
 
 from fastbert.config import BertConfig
 from fastbert.io import checkpoint
-from fastbert.modules.backend import OperationModule
 from fastbert.modules.encoder import BertEncoder
+from fastbert.modules.operation import OperationModule
 from fastbert.modules.quantized_linear import QuantizedLinear
 from fastbert.ops.backend import Choice, Request, resolve, validate
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from fastbert import ops
-from fastbert.modules.backend import OperationModule
-from fastbert.ops.int8_linear import Int8Weight, integers, layout, pack, unpack
+from fastbert.modules.operation import OperationModule
+from fastbert.ops.int8_linear import Int8Weight, int8_weight, layout, pack, unpack
 
 
 class QuantizedLinear(OperationModule):
@@ -28,14 +28,14 @@ class QuantizedLinear(OperationModule):
         super().__init__(backend)
         self.out_features, self.in_features = values.shape
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
-        for name in ("packed", "padded_scale", "column_sum"):
+        for name in ("prepacked", "padded_scale", "column_sum"):
             self.register_buffer(name, None, persistent=False)
-        self._pack(values, scale)
+        self._prepack(values, scale)
 
     @classmethod
     def of(cls, linear: nn.Linear) -> QuantizedLinear:
         """Weights symmetric, a scale for each output; the bias is shared with ``linear``."""
-        values, scale = integers(linear.weight)
+        values, scale = int8_weight(linear.weight)
         return cls(values, scale, linear.bias)
 
     def forward(
@@ -51,11 +51,11 @@ class QuantizedLinear(OperationModule):
         return (y, x) if return_residual else y
 
     def weight_now(self, layout: tuple[int, int]) -> Int8Weight:
-        """W, packed again where the instruction set in use has another ``layout`` by now."""
+        """W, repacked where the instruction set in use has another ``layout`` by now."""
         if self._layout != layout:
             # A buffer made in inference mode could not be changed outside of it.
             with torch.inference_mode(False):
-                self._pack(*unpack(self._int8()))
+                self._prepack(*unpack(self._int8()))
         return self._int8()
 
     @property
@@ -69,16 +69,16 @@ class QuantizedLinear(OperationModule):
         return unpack(self._int8())[1]
 
     def _int8(self) -> Int8Weight:
-        # Not self.packed: a stack of layers asks for many, and attributes of a module are slow.
+        # Not self.prepacked: a stack of layers asks for many, and attributes of a module are slow.
         own = self._buffers
         return Int8Weight(
-            own["packed"], own["padded_scale"], own["column_sum"],
+            own["prepacked"], own["padded_scale"], own["column_sum"],
             self.out_features, self.in_features,
         )  # fmt: skip
 
-    def _pack(self, values: Tensor, scale: Tensor) -> None:
+    def _prepack(self, values: Tensor, scale: Tensor) -> None:
         self._layout = layout()
-        self.packed, self.padded_scale, self.column_sum, *_ = pack(values, scale, *self._layout)
+        self.prepacked, self.padded_scale, self.column_sum, *_ = pack(values, scale, *self._layout)
 
     def _apply(self, fn: Any, recurse: bool = True) -> QuantizedLinear:
         scale = self.padded_scale
@@ -116,7 +116,7 @@ class QuantizedLinear(OperationModule):
                 new = None
             stored.append(new)
         if all(new is not None for new in stored):
-            self._pack(*(new.detach().to(self.packed.device) for new in stored))
+            self._prepack(*(new.detach().to(self.prepacked.device) for new in stored))
         super()._load_from_state_dict(state, prefix, metadata, strict, missing, unexpected, errors)
 
     def extra_repr(self) -> str:

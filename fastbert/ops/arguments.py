@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,31 +11,71 @@ from torch.autograd import forward_ad
 
 
 def require(condition: bool, name: str, got: Any, allowed: str) -> None:
-    """Raises ValueError naming the argument, what was got and what is allowed."""
+    """Raise ValueError with the name, the value and what is allowed, unless `condition` holds."""
     if not condition:
         raise ValueError(f"{name}: got {got}, allowed: {allowed}")
 
 
-def require_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
-    require(tuple(tensor.shape) == shape, name, f"shape {tuple(tensor.shape)}", f"shape {shape}")
+def require_shape(name: str, tensor: Tensor, shape: Sequence[int]) -> None:
+    """Raise ValueError unless `tensor` has `shape`."""
+    got, allowed = tuple(tensor.shape), tuple(shape)
+    require(got == allowed, name, f"shape {got}", str(allowed))
 
 
 def require_floating(name: str, tensor: Tensor) -> None:
+    """Raise TypeError unless the dtype of `tensor` is a floating one."""
     if not tensor.dtype.is_floating_point:
         raise TypeError(f"{name}: got {tensor.dtype}, allowed: a floating dtype")
 
 
 def require_integer(name: str, tensor: Tensor) -> None:
+    """Raise TypeError unless the dtype of `tensor` is int64 or int32."""
     if tensor.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"{name}: got {tensor.dtype}, allowed: int64, int32")
 
 
 def require_same_device(first: str, device: torch.device, **tensors: Tensor | None) -> None:
+    """Raise ValueError unless all `tensors` are on `device`, that of the argument `first`."""
     for name, tensor in tensors.items():
         if tensor is not None:
             require(
                 tensor.device == device, name, f"device {tensor.device}", f"{device}, as {first}"
             )
+
+
+def check_cu_seqlens(
+    name: str, cu_seqlens: Tensor, first: str, device: torch.device, rows: int | None = None
+) -> None:
+    """Check the cumulative lengths of packed sequences.
+
+    Args:
+        name: Name of the argument `cu_seqlens`.
+        cu_seqlens: Has to be int32 of shape ``(B + 1,)`` on `device`.
+        first: Name of the argument whose device counts.
+        device: The device.
+        rows: Number of rows of the packed tensor. With it, the values are checked too, if they are
+            on the CPU and nothing is being traced: reading them elsewhere would synchronise.
+
+    Raises:
+        TypeError: If the dtype is another.
+        ValueError: If the shape, the device or a value is not allowed.
+    """
+    if cu_seqlens.dtype != torch.int32:
+        raise TypeError(f"{name}: got {cu_seqlens.dtype}, allowed: int32")
+    shape = cu_seqlens.shape
+    require(len(shape) == 1 and shape[0] >= 1, name, f"shape {tuple(shape)}", "(B + 1,)")
+    require_same_device(first, device, **{name: cu_seqlens})
+    if rows is None or cu_seqlens.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    if cu_seqlens[0] != 0 or cu_seqlens[-1] > rows or bool((cu_seqlens.diff() < 0).any()):
+        allowed = f"from 0, never falling, at most {rows}, the number of rows"
+        raise ValueError(f"{name}: got {cu_seqlens.tolist()}, allowed: {allowed}")
+
+
+def longest(cu_seqlens: Tensor) -> int:
+    """The length of the longest sequence; a synchronisation with a GPU."""
+    lengths = cu_seqlens.diff()
+    return int(lengths.max()) if lengths.numel() else 0
 
 
 def flatten_rows(x: Tensor) -> Tensor:
@@ -44,10 +85,9 @@ def flatten_rows(x: Tensor) -> Tensor:
 
 
 def dropout_seed(p: float, seed: Tensor | None, device: torch.device) -> Tensor | None:
-    """The seed of one dropout mask: given, or drawn from torch's generator of ``device``; None at p
-    = 0.
+    """Return the seed of one dropout mask: the given one, a drawn one, or None without dropout.
 
-    A tensor, not a number, so that drawing it never synchronises, a replayed CUDA graph draws a new
+    The seed is a tensor, so that drawing it never synchronises, a replayed CUDA graph draws a new
     one, and activation checkpointing, which restores the generator, draws the same one again.
     """
     require(0.0 <= p <= 1.0, "dropout_p", p, "a number in [0, 1]")
@@ -63,17 +103,16 @@ def dropout_seed(p: float, seed: Tensor | None, device: torch.device) -> Tensor 
 
 
 def dropout_seeds(count: int, device: torch.device) -> tuple[Tensor, ...]:
-    """``count`` seeds for ``dropout_seed`` arguments, drawn together: one launch for a whole model.
+    """Draw `count` seeds for ``dropout_seed`` arguments together: one launch for a whole model.
 
-    Drawn as ``dropout_seed`` draws one, from torch's generator of ``device``.
+    They come from torch's generator of `device`, as those of `dropout_seed` do.
     """
     seeds = torch.randint(-(2**63), 2**63 - 1, (count,), dtype=torch.int64, device=device)
     return seeds.split(1)
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """The dtype in which autocast has a matrix product of ``x`` formed; None where it leaves it
-    alone."""
+    """Return the dtype in which autocast forms products of `x`, or None where it does not act."""
     device = x.device.type
     if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
         return None
@@ -81,9 +120,7 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 
 def autocast(*tensors: Tensor | None) -> list[Tensor | None]:
-    """The tensors in autocast's dtype where autocast is on, as torch does for its matrix
-    products.
-    """
+    """Return the tensors in the dtype that autocast gives to the operands of a matrix product."""
     device = next(t.device.type for t in tensors if t is not None)
     if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
         return list(tensors)
@@ -92,7 +129,7 @@ def autocast(*tensors: Tensor | None) -> list[Tensor | None]:
 
 
 def transformed() -> bool:
-    """Whether a transform of torch.func or forward-mode AD looks on, outside a compiled graph."""
+    """Tell whether torch.func or forward-mode AD transforms the call, outside a compiled graph."""
     if torch.compiler.is_compiling():
         return False
     # The level of forward-mode AD has no public name; -1 outside any.

@@ -10,15 +10,16 @@ from torch import Tensor
 
 from fastbert.ops import backend as backends
 from fastbert.ops import closed_form
-from fastbert.ops.arguments import autocast
+from fastbert.ops.arguments import autocast, longest
 from fastbert.ops.attention_arguments import (
-    Options,
+    AttentionOptions,
+    backend_for,
     check_dense,
     check_lse,
     check_qkv,
     check_varlen,
     chosen,
-    longest,
+    options_of,
 )
 from fastbert.ops.attention_backends import WEIGHTS, out_like, padded
 from fastbert.ops.register import differentiable, once_differentiable, operator
@@ -38,32 +39,66 @@ def attention(
     causal: bool = False,
     window: tuple[int, int] | int | None = None,
     return_weights: bool = False,
-    deterministic: bool | None = None,
     backend: str | None = None,
     dropout_seed: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """softmax(q kᵀ scale + bias) v over the keys that may be attended (Vaswani et al. 2017, eq. 1).
+    """Compute scaled dot-product attention, ``softmax(q kᵀ scale + bias) v``.
 
-    q (B, H, Lq, D); k, v (B, H, Lk, D), of one floating dtype and any strides. mask bool, True =
-    attend: (B, Lk) or broadcastable to (B, H, Lq, Lk). bias floating, additive, 4-D and
-    broadcastable likewise. scale defaults to D ** -0.5. Query i stands at key i + Lk - Lq; causal
-    hides the keys behind it, and window = (left, right) or one number for both hides those further
-    away, -1 leaving a side open. dropout_p drops weights, by dropout_seed (int64, (1,)) or a seed
-    drawn from torch's generator. deterministic: every backend is, so True, False and None are the
-    same today.
+    A query whose keys are all hidden has an output of exactly 0 and gradients of exactly 0. Keys
+    and values that no query attends are not read, even if they are NaN.
 
-    Returns (B, H, Lq, D) in q's dtype, laid out as (B, Lq, H, D); with return_weights also the
-    softmax weights before dropout, (B, H, Lq, Lk). A row that may attend nothing is exactly 0, and
-    so are its gradients; what stands in keys and values nobody attends is never seen, NaN included.
+    Args:
+        q: Queries of shape ``(B, H, Lq, D)``, D up to 256; fp32, fp16, bf16, or fp64 on the
+            reference. The strides may be any.
+        k: Keys of shape ``(B, H, Lk, D)`` in the dtype of `q`.
+        v: Values of shape ``(B, H, Lk, D)`` in the dtype of `q`.
+        mask: Bool mask, True where a query attends a key; of shape ``(B, Lk)``, or broadcastable to
+            ``(B, H, Lq, Lk)``.
+        bias: Floating tensor that is added to the logits; 4-D and broadcastable to
+            ``(B, H, Lq, Lk)``.
+        dropout_p: Probability with which an attention weight is dropped.
+        scale: Factor of the logits; ``D ** -0.5`` by default.
+        causal: Whether a query attends only to keys at its own position or earlier. Query ``i`` has
+            the position of key ``i + Lk - Lq``.
+        window: How many keys before and after its position a query attends: ``(left, right)``, or
+            one number for both sides; -1 leaves a side open.
+        return_weights: Whether the softmax weights are returned too.
+        backend: ``"reference"``, ``"triton"``, ``"cuda"`` or ``"cpu"``; None lets
+            ``fastbert.ops.backend.resolve`` choose.
+        dropout_seed: Seed of the dropout mask, int64 of shape ``(1,)``; None draws one from torch's
+            generator of the device. The same seed gives the same mask on every backend.
 
-    Raises ValueError or TypeError naming the argument; ValueError when ``backend`` cannot serve.
+    Returns:
+        Tensor of shape ``(B, H, Lq, D)`` in the dtype of `q` (autocast's under autocast), whose
+        memory is that of ``(B, Lq, H, D)``. With `return_weights` also the weights before dropout,
+        of shape ``(B, H, Lq, Lk)``.
+
+    Raises:
+        ValueError: If a shape, a device or a value is not allowed, or if `backend` cannot serve the
+            call. The message names the argument, its value and what is allowed.
+        TypeError: If a dtype is not allowed.
+
+    Note:
+        Vaswani et al. 2017, eq. 1. The softmax is computed in fp32.
+
+    Example:
+        >>> import torch
+        >>> from fastbert import ops
+        >>> q = k = v = torch.randn(2, 4, 16, 32)
+        >>> mask = torch.arange(16) < torch.tensor([[16], [9]])  # The lengths are 16 and 9.
+        >>> ops.attention(q, k, v, mask=mask).shape
+        torch.Size([2, 4, 16, 32])
     """
     q, k, v = autocast(q, k, v)
     check_dense(q, k, v)
     shape = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-    options = Options(q, mask, bias, shape, dropout_p, scale, causal, window, dropout_seed, backend)
-    out, lse = _attention(q, k, v, *options.tensors(None, None), *options.numbers(*shape[2:]))
-    return (out, _weights(options, q, k, lse)) if return_weights else out
+    options = options_of(
+        q, shape, mask, bias, None, None,
+        dropout_p=dropout_p, dropout_seed=dropout_seed, scale=scale, causal=causal, window=window,
+    )  # fmt: skip
+    served_by = backend_for(q, backend)
+    out, lse = _attention(q, k, v, *options, served_by)
+    return (out, _weights(q, k, lse, options, served_by)) if return_weights else out
 
 
 def attention_varlen(
@@ -82,19 +117,40 @@ def attention_varlen(
     causal: bool = False,
     window: tuple[int, int] | int | None = None,
     return_weights: bool = False,
-    deterministic: bool | None = None,
     backend: str | None = None,
     dropout_seed: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """``attention`` inside each sequence of a packed batch, as ``flash_attn_varlen_func``.
+    """Compute attention inside each sequence of a packed batch, as ``flash_attn_varlen_func``.
 
-    q (Tq, H, D); k, v (Tk, H, D); cu_seqlens int32 (B+1,), cumulative lengths from 0; those of k
-    default to those of q. max_seqlen: the longest length or more; found by a synchronisation when
-    None. mask and bias are indexed by positions inside the sequences, broadcastable to (B, H,
-    max_seqlen_q, max_seqlen_k). Rows beyond cu_seqlens[-1] are not read; their output is 0.
+    Args:
+        q: Queries of shape ``(Tq, H, D)``, the sequences one after another.
+        k: Keys of shape ``(Tk, H, D)``.
+        v: Values of shape ``(Tk, H, D)``.
+        cu_seqlens_q: Cumulative lengths of the queries' sequences from 0, int32 of shape ``(B +
+            1,)``.
+        cu_seqlens_k: Cumulative lengths of the keys' sequences; those of the queries by default.
+        max_seqlen_q: Length of the longest sequence of queries, or more. None reads it from
+            `cu_seqlens_q`, which synchronises with a GPU.
+        max_seqlen_k: The same for the keys.
+        mask: As in `attention`, broadcastable to ``(B, H, max_seqlen_q, max_seqlen_k)`` and indexed
+            by positions inside the sequences.
+        bias: As `mask`, floating.
+        dropout_p: As in `attention`.
+        scale: As in `attention`.
+        causal: As in `attention`, in each sequence.
+        window: As in `attention`, in each sequence.
+        return_weights: As in `attention`.
+        backend: As in `attention`.
+        dropout_seed: As in `attention`.
 
-    Returns (Tq, H, D), with return_weights also (B, H, max_seqlen_q, max_seqlen_k), 0 at padding.
-    Other arguments and errors as in ``attention``.
+    Returns:
+        Tensor of shape ``(Tq, H, D)``. Rows beyond ``cu_seqlens_q[-1]`` are 0, and rows of the
+        inputs there are not read. With `return_weights` also the weights of shape ``(B, H,
+        max_seqlen_q, max_seqlen_k)``, 0 at padding.
+
+    Raises:
+        ValueError: As in `attention`.
+        TypeError: As in `attention`, or if `cu_seqlens_q` or `cu_seqlens_k` is not int32.
     """
     q, k, v = autocast(q, k, v)
     cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
@@ -102,13 +158,13 @@ def attention_varlen(
     max_k = longest(cu_seqlens_k) if max_seqlen_k is None else max_seqlen_k
     check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k)
     shape = (cu_seqlens_q.shape[0] - 1, q.shape[1], max_q, max_k)
-    options = Options(q, mask, bias, shape, dropout_p, scale, causal, window, dropout_seed, backend)
-    out, lse = _attention(
-        q, k, v, *options.tensors(cu_seqlens_q, cu_seqlens_k), *options.numbers(max_q, max_k)
-    )
-    if not return_weights:
-        return out
-    return out, _weights(options, q, k, lse, cu_seqlens_q, cu_seqlens_k)
+    options = options_of(
+        q, shape, mask, bias, cu_seqlens_q, cu_seqlens_k,
+        dropout_p=dropout_p, dropout_seed=dropout_seed, scale=scale, causal=causal, window=window,
+    )  # fmt: skip
+    served_by = backend_for(q, backend)
+    out, lse = _attention(q, k, v, *options, served_by)
+    return (out, _weights(q, k, lse, options, served_by)) if return_weights else out
 
 
 def attention_qkvpacked(
@@ -123,18 +179,35 @@ def attention_qkvpacked(
     causal: bool = False,
     window: tuple[int, int] | int | None = None,
     return_weights: bool = False,
-    deterministic: bool | None = None,
     backend: str | None = None,
     dropout_seed: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Self-attention on the output of one fused projection, as ``flash_attn_qkvpacked_func``.
+    """Compute self-attention on the output of one fused projection of q, k and v.
 
-    qkv (B, L, 3, H, D); or (T, 3, H, D), packed sequences, with cu_seqlens int32 (B+1,) and
-    max_seqlen as in ``attention_varlen``. q, k and v are read where they lie, and the backward
-    writes their three gradients into one tensor like qkv, so that nothing is split or joined.
+    The queries, keys and values are read in place, and the backward writes their gradients into one
+    tensor of the shape of `qkv`, so that nothing is split or joined.
 
-    Returns (B, L, H, D) or (T, H, D), contiguous; with return_weights also (B, H, L, L). Other
-    arguments and errors as in ``attention``.
+    Args:
+        qkv: Tensor of shape ``(B, L, 3, H, D)``; or ``(T, 3, H, D)``, packed, with `cu_seqlens`.
+        cu_seqlens: Cumulative lengths of the packed sequences, int32 of shape ``(B + 1,)``.
+        max_seqlen: Length of the longest packed sequence, as in `attention_varlen`.
+        mask: As in `attention`, or `attention_varlen` with `cu_seqlens`.
+        bias: As `mask`, floating.
+        dropout_p: As in `attention`.
+        scale: As in `attention`.
+        causal: As in `attention`.
+        window: As in `attention`.
+        return_weights: As in `attention`.
+        backend: As in `attention`.
+        dropout_seed: As in `attention`.
+
+    Returns:
+        Contiguous tensor of shape ``(B, L, H, D)`` or ``(T, H, D)``. With `return_weights` also the
+        weights of shape ``(B, H, L, L)``.
+
+    Raises:
+        ValueError: As in `attention`.
+        TypeError: As in `attention`.
     """
     (qkv,) = autocast(qkv)
     check_qkv(qkv, cu_seqlens)
@@ -144,15 +217,16 @@ def attention_qkvpacked(
     else:
         batch = cu_seqlens.shape[0] - 1
         length = longest(cu_seqlens) if max_seqlen is None else max_seqlen
-    options = Options(
-        qkv, mask, bias, (batch, heads, length, length), dropout_p, scale, causal, window,
-        dropout_seed, backend,
+    options = options_of(
+        qkv, (batch, heads, length, length), mask, bias, cu_seqlens, cu_seqlens,
+        dropout_p=dropout_p, dropout_seed=dropout_seed, scale=scale, causal=causal, window=window,
     )  # fmt: skip
-    out, lse = _attention_qkvpacked(qkv, *options.tensors(cu_seqlens), *options.numbers(length))
+    served_by = backend_for(qkv, backend)
+    out, lse = _attention_qkvpacked(qkv, *options, served_by)
     if not return_weights:
         return out
     q, k, _ = _unpacked(qkv, cu_seqlens)
-    return out, _weights(options, q, k, lse, cu_seqlens, cu_seqlens)
+    return out, _weights(q, k, lse, options, served_by)
 
 
 def attention_weights(
@@ -173,15 +247,35 @@ def attention_weights(
     rows: Sequence[int] | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """The softmax weights of ``attention`` by themselves, for chosen heads and query rows.
+    """Compute the softmax weights of `attention` alone, for chosen heads and query rows.
 
-    q (B, H, Lq, D), k (B, H, Lk, D); or packed (Tq, H, D), (Tk, H, D) with cu_seqlens, max_seqlen
-    as in ``attention_varlen``. heads and rows: numbers of heads, and positions of queries in their
-    sequences; None: all, in order. lse fp32 (B, H, Lq) or (H, Tq), the natural log-sum-exp of the
-    logits, spares a 16-bit kernel without a bias the pass that finds it; without one it is found.
+    The weights are those before dropout. They are differentiable in `q`, `k` and `bias`.
 
-    Returns (B, heads, rows, Lk) in q's dtype, before dropout; 0 in rows and keys beyond a packed
-    sequence. Differentiable in q, k and bias. Other arguments and errors as in ``attention``.
+    Args:
+        q: Queries of shape ``(B, H, Lq, D)``; or ``(Tq, H, D)``, packed, with `cu_seqlens_q`.
+        k: Keys of shape ``(B, H, Lk, D)``; or ``(Tk, H, D)``.
+        lse: Natural log-sum-exp of the logits, fp32 of shape ``(B, H, Lq)`` or ``(H, Tq)``, which
+            spares some kernels a pass. None computes it.
+        cu_seqlens_q: As in `attention_varlen`.
+        cu_seqlens_k: As in `attention_varlen`.
+        max_seqlen_q: As in `attention_varlen`.
+        max_seqlen_k: As in `attention_varlen`.
+        mask: As in `attention`.
+        bias: As in `attention`.
+        scale: As in `attention`.
+        causal: As in `attention`.
+        window: As in `attention`.
+        heads: Indices of the heads wanted; None is all of them in order.
+        rows: Positions, inside the sequences, of the queries wanted; None is all of them in order.
+        backend: As in `attention`.
+
+    Returns:
+        Tensor of shape ``(B, len(heads), len(rows), Lk)`` in the dtype of `q`, 0 in the rows and
+        keys beyond the end of a packed sequence.
+
+    Raises:
+        ValueError: As in `attention`, or if an index is out of range.
+        TypeError: As in `attention`.
     """
     q, k = autocast(q, k)
     if cu_seqlens_q is None:
@@ -195,81 +289,134 @@ def attention_weights(
         shape = (cu_seqlens_q.shape[0] - 1, q.shape[1], max_q, max_k)
     check_lse(lse, q)
     heads, rows = chosen("heads", heads, shape[1]), chosen("rows", rows, shape[2])
-    options = Options(q, mask, bias, shape, 0.0, scale, causal, window, None, backend)
-    return _weights(options, q, k, lse, cu_seqlens_q, cu_seqlens_k, heads, rows)
+    options = options_of(
+        q, shape, mask, bias, cu_seqlens_q, cu_seqlens_k, scale=scale, causal=causal, window=window
+    )
+    return _weights(q, k, lse, options, backend_for(q, backend), heads, rows)
 
 
-def _weights(options, q, k, lse, cu_seqlens_q=None, cu_seqlens_k=None, heads=None, rows=None):
+def _weights(
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor | None,
+    o: AttentionOptions,
+    backend: str,
+    heads: Sequence[int] | None = None,
+    rows: Sequence[int] | None = None,
+) -> Tensor:
     return _attention_weights(
-        q, k, lse, options.mask, options.bias, cu_seqlens_q, cu_seqlens_k, *options.shape[2:],
-        heads, rows, options.scale, options.left, options.right, options.backend,
+        q, k, lse, o.mask, o.bias, o.cu_seqlens_q, o.cu_seqlens_k, o.max_seqlen_q, o.max_seqlen_k,
+        heads, rows, o.scale, o.left, o.right, backend,
     )  # fmt: skip
 
 
 # The operator
 
 
-def _table(backend: str) -> backends.Implementation:
+def _row(backend: str) -> backends.Implementation:
     return backends.TABLES["attention"][backend]
 
 
-def _forward(q, k, v, mask, bias, cu_q, cu_k, seed, max_q, max_k, p, scale, left, right, backend):
-    return _table(backend).forward(
-        q, k, v, mask, bias, cu_q, cu_k, seed, max_q, max_k, p, scale, left, right
-    )
+def _of(a: Any) -> AttentionOptions:
+    """The options among an operator's arguments."""
+    return AttentionOptions(*(getattr(a, name) for name in AttentionOptions._fields))
 
 
-def _fake(q, k, v, mask, bias, cu_q, cu_k, seed, max_q, max_k, p, scale, left, right, backend):
+def _forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    *numbers, backend = options
+    return _row(backend).forward(q, k, v, AttentionOptions(*numbers))
+
+
+def _lse_fake(q: Tensor, backend: str) -> Tensor:
+    """The log-sum-exp, which the reference does not return, of q in the form of the operator."""
     if backend == "reference":
-        return out_like(q), q.new_empty(0, dtype=torch.float32)
+        return q.new_empty(0, dtype=torch.float32)
     shape = (q.shape[1], q.shape[0]) if q.dim() == 3 else q.shape[:3]
-    return out_like(q), q.new_empty(shape, dtype=torch.float32)
+    return q.new_empty(shape, dtype=torch.float32)
 
 
-def _backward(dout, q, k, v, out, lse, has_dbias, mask, bias, *rest):
-    *options, backend = rest
-    gradients = _backward_fake(dout, q, k, v, out, lse, has_dbias, mask, bias)
-    *into, dbias = gradients
-    into.append(dbias if has_dbias else None)
-    _table(backend).backward(into, dout, q, k, v, out, lse, mask, bias, *options)
-    return gradients
+def _fake(a: Any) -> tuple[Tensor, Tensor]:
+    return out_like(a.q), _lse_fake(a.q, a.backend)
 
 
-def _backward_fake(dout, q, k, v, out, lse, has_dbias, mask, bias, *rest):
-    return out_like(q), out_like(k), out_like(v), _dbias_like(q, bias, has_dbias)
+def _backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    has_dbias: bool,
+    *options: Any,
+) -> tuple[Tensor, ...]:
+    *numbers, backend = options
+    o = AttentionOptions(*numbers)
+    dq, dk, dv = out_like(q), out_like(k), out_like(v)
+    dbias = _dbias_like(q, o.bias, has_dbias)
+    into = [dq, dk, dv, dbias if has_dbias else None]
+    _row(backend).backward(into, dout, q, k, v, out, lse, o)
+    return dq, dk, dv, dbias
+
+
+def _backward_fake(a: Any) -> tuple[Tensor, ...]:
+    return out_like(a.q), out_like(a.k), out_like(a.v), _dbias_like(a.q, a.bias, a.has_dbias)
 
 
 def _dbias_like(q: Tensor, bias: Tensor | None, has_dbias: bool) -> Tensor:
-    """An empty gradient of bias; without elements where nobody asked for one."""
+    """An empty gradient of bias, without elements where autograd wants none."""
     return bias.new_empty(bias.shape) if bias is not None and has_dbias else q.new_empty(0)
 
 
+# As in AttentionOptions.
 _OPTIONS = (
     "Tensor? mask, Tensor? bias, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seed, "
     "SymInt max_seqlen_q, SymInt max_seqlen_k, float dropout_p, float scale, int left, int right, "
     "str backend"
 )
 _attention = operator(
-    f"attention(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)", _forward, _fake
+    f"attention(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)",
+    _fake,
+    forward=_forward,
 )
 _attention_backward = operator(
     "attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
     f"bool has_dbias, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
-    _backward,
     _backward_fake,
+    forward=_backward,
 )
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:3], *output, *inputs[3:8])
-    ctx.numbers = inputs[8:]
-    ctx.mark_non_differentiable(output[1])
+# The first options are tensors, which autograd keeps apart from numbers.
+TENSORS = AttentionOptions._fields.index("seed") + 1
 
 
-def _gradient(ctx: Any, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    saved, has_dbias = ctx.saved_tensors, ctx.needs_input_grad[4]
-    dq, dk, dv, dbias = _attention_backward(dout, *saved[:5], has_dbias, *saved[5:], *ctx.numbers)
-    return dq, dk, dv, None, dbias if has_dbias else None, *[None] * 10
+def _save(ctx: Any, a: Any, output: tuple[Tensor, Tensor], *inputs: Tensor) -> None:
+    """Keep the options, the inputs and the results for the backward."""
+    out, lse = output
+    options = _of(a)
+    tensors, ctx.numbers = options[:TENSORS], options[TENSORS:]
+    ctx.backend = a.backend
+    ctx.save_for_backward(*tensors, *inputs, out, lse)
+    ctx.mark_non_differentiable(lse)
+
+
+def _saved(ctx: Any) -> tuple[list[Tensor], AttentionOptions]:
+    """The inputs and results that ``_save`` kept, and the options."""
+    saved = ctx.saved_tensors
+    return list(saved[TENSORS:]), AttentionOptions(*saved[:TENSORS], *ctx.numbers)
+
+
+def _setup_context(ctx: Any, a: Any, output: tuple[Tensor, Tensor]) -> None:
+    _save(ctx, a, output, a.q, a.k, a.v)
+
+
+def _gradient(ctx: Any, dout: Tensor, dlse: Tensor | None) -> dict[str, Tensor]:
+    (q, k, v, out, lse), options = _saved(ctx)
+    dq, dk, dv, dbias = _attention_backward(
+        dout, q, k, v, out, lse, ctx.needs.bias, *options, ctx.backend
+    )
+    gradients = {"q": dq, "k": dk, "v": dv}
+    return {**gradients, "bias": dbias} if ctx.needs.bias else gradients
 
 
 differentiable("attention", _gradient, _setup_context)
@@ -287,73 +434,62 @@ def _unpacked(qkv: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor, T
     return q, k, v
 
 
-def _qkvpacked_forward(qkv, mask, bias, cu_seqlens, seed, longest, *numbers_and_backend):
-    *numbers, backend = numbers_and_backend
-    out, lse = _table(backend).forward(
-        *_unpacked(qkv, cu_seqlens), mask, bias, cu_seqlens, cu_seqlens, seed, longest, longest,
-        *numbers,
-    )  # fmt: skip
-    return (out.transpose(1, 2) if cu_seqlens is None else out), lse
+def _swapped(out: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """(B, L, H, D) ↔ (B, H, L, D); packed rows as they are."""
+    return out.transpose(1, 2) if cu_seqlens is None else out
 
 
-def _qkvpacked_fake(qkv, mask, bias, cu_seqlens, seed, longest, *numbers_and_backend):
-    q, k, v = _unpacked(qkv, cu_seqlens)
-    out, lse = _fake(
-        q, k, v, mask, bias, cu_seqlens, cu_seqlens, seed, longest, longest, *numbers_and_backend
-    )
-    return (out.transpose(1, 2) if cu_seqlens is None else out), lse
+def _qkvpacked_forward(qkv: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    *numbers, backend = options
+    o = AttentionOptions(*numbers)
+    out, lse = _row(backend).forward(*_unpacked(qkv, o.cu_seqlens_q), o)
+    return _swapped(out, o.cu_seqlens_q), lse
+
+
+def _qkvpacked_fake(a: Any) -> tuple[Tensor, Tensor]:
+    q, _, _ = _unpacked(a.qkv, a.cu_seqlens_q)
+    return _swapped(out_like(q), a.cu_seqlens_q), _lse_fake(q, a.backend)
 
 
 def _qkvpacked_backward(
-    dout, qkv, out, lse, has_dbias, mask, bias, cu_seqlens, seed, longest, *numbers_and_backend
-):
-    *numbers, backend = numbers_and_backend
-    dqkv, dbias = _qkvpacked_backward_fake(dout, qkv, out, lse, has_dbias, mask, bias)
-    if cu_seqlens is None:
-        dout, out = dout.transpose(1, 2), out.transpose(1, 2)
-    _table(backend).backward(
-        [*_unpacked(dqkv, cu_seqlens), dbias if has_dbias else None],
-        dout, *_unpacked(qkv, cu_seqlens), out, lse, mask, bias, cu_seqlens, cu_seqlens, seed,
-        longest, longest, *numbers,
-    )  # fmt: skip
+    dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, has_dbias: bool, *options: Any
+) -> tuple[Tensor, Tensor]:
+    *numbers, backend = options
+    o = AttentionOptions(*numbers)
+    dqkv, dbias = qkv.new_empty(qkv.shape), _dbias_like(qkv, o.bias, has_dbias)
+    into = [*_unpacked(dqkv, o.cu_seqlens_q), dbias if has_dbias else None]
+    dout, out = (_swapped(x, o.cu_seqlens_q) for x in (dout, out))
+    _row(backend).backward(into, dout, *_unpacked(qkv, o.cu_seqlens_q), out, lse, o)
     return dqkv, dbias
 
 
-def _qkvpacked_backward_fake(dout, qkv, out, lse, has_dbias, mask, bias, *rest):
-    return qkv.new_empty(qkv.shape), _dbias_like(qkv, bias, has_dbias)
+def _qkvpacked_backward_fake(a: Any) -> tuple[Tensor, Tensor]:
+    return a.qkv.new_empty(a.qkv.shape), _dbias_like(a.qkv, a.bias, a.has_dbias)
 
 
-_QKVPACKED_OPTIONS = (
-    "Tensor? mask, Tensor? bias, Tensor? cu_seqlens, Tensor? seed, SymInt max_seqlen, "
-    "float dropout_p, float scale, int left, int right, str backend"
-)
 _attention_qkvpacked = operator(
-    f"attention_qkvpacked(Tensor qkv, {_QKVPACKED_OPTIONS}) -> (Tensor, Tensor)",
-    _qkvpacked_forward,
+    f"attention_qkvpacked(Tensor qkv, {_OPTIONS}) -> (Tensor, Tensor)",
     _qkvpacked_fake,
+    forward=_qkvpacked_forward,
 )
 _attention_qkvpacked_backward = operator(
     "attention_qkvpacked_backward(Tensor dout, Tensor qkv, Tensor out, Tensor lse, "
-    f"bool has_dbias, {_QKVPACKED_OPTIONS}) -> (Tensor, Tensor)",
-    _qkvpacked_backward,
+    f"bool has_dbias, {_OPTIONS}) -> (Tensor, Tensor)",
     _qkvpacked_backward_fake,
+    forward=_qkvpacked_backward,
 )
 
 
-def _qkvpacked_setup_context(
-    ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]
-) -> None:
-    ctx.save_for_backward(inputs[0], *output, *inputs[1:5])
-    ctx.numbers = inputs[5:]
-    ctx.mark_non_differentiable(output[1])
+def _qkvpacked_setup_context(ctx: Any, a: Any, output: tuple[Tensor, Tensor]) -> None:
+    _save(ctx, a, output, a.qkv)
 
 
-def _qkvpacked_gradient(ctx: Any, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    saved, has_dbias = ctx.saved_tensors, ctx.needs_input_grad[2]
+def _qkvpacked_gradient(ctx: Any, dout: Tensor, dlse: Tensor | None) -> dict[str, Tensor]:
+    (qkv, out, lse), options = _saved(ctx)
     dqkv, dbias = _attention_qkvpacked_backward(
-        dout, *saved[:3], has_dbias, *saved[3:], *ctx.numbers
+        dout, qkv, out, lse, ctx.needs.bias, *options, ctx.backend
     )
-    return dqkv, None, dbias if has_dbias else None, *[None] * 8
+    return {"qkv": dqkv, "bias": dbias} if ctx.needs.bias else {"qkv": dqkv}
 
 
 differentiable("attention_qkvpacked", _qkvpacked_gradient, _qkvpacked_setup_context)
@@ -363,18 +499,36 @@ once_differentiable("attention_qkvpacked_backward")
 # The weights by themselves
 
 
-def _weights_forward(*arguments_and_backend):
-    *arguments, backend = arguments_and_backend
-    return WEIGHTS[backend](*arguments)
+def _weights_forward(
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor | None,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    heads: list[int] | None,
+    rows: list[int] | None,
+    scale: float,
+    left: int,
+    right: int,
+    backend: str,
+) -> Tensor:
+    options = AttentionOptions(
+        mask, bias, cu_seqlens_q, cu_seqlens_k, None, max_seqlen_q, max_seqlen_k, 0.0, scale, left,
+        right,
+    )  # fmt: skip
+    return WEIGHTS[backend](q, k, lse, options, heads, rows)
 
 
-def _weights_fake(q, k, lse, mask, bias, cu_q, cu_k, max_q, max_k, heads, rows, *rest):
-    batch, all_heads = (q.shape[0] if cu_q is None else cu_q.shape[0] - 1), q.shape[1]
-    return q.new_empty(
-        batch,
-        all_heads if heads is None else len(heads),
-        max_q if rows is None else len(rows),
-        max_k,
+def _weights_fake(a: Any) -> Tensor:
+    return a.q.new_empty(
+        a.q.shape[0] if a.cu_seqlens_q is None else a.cu_seqlens_q.shape[0] - 1,
+        a.q.shape[1] if a.heads is None else len(a.heads),
+        a.max_seqlen_q if a.rows is None else len(a.rows),
+        a.max_seqlen_k,
     )
 
 
@@ -382,36 +536,43 @@ _attention_weights = operator(
     "attention_weights(Tensor q, Tensor k, Tensor? lse, Tensor? mask, Tensor? bias, "
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
     "int[]? heads, int[]? rows, float scale, int left, int right, str backend) -> Tensor",
-    _weights_forward,
     _weights_fake,
+    forward=_weights_forward,
 )
 
 
-def _weights_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    q, k, _, _, bias, cu_q, cu_k, ctx.max_q, ctx.max_k, ctx.heads, ctx.rows, ctx.scale = inputs[:12]
-    ctx.bias_shape = None if bias is None else bias.shape
-    ctx.save_for_backward(q, k, cu_q, cu_k, output)
+def _weights_setup_context(ctx: Any, a: Any, output: Tensor) -> None:
+    ctx.max_q, ctx.max_k, ctx.scale = a.max_seqlen_q, a.max_seqlen_k, a.scale
+    ctx.heads, ctx.rows = a.heads, a.rows
+    ctx.bias_shape = None if a.bias is None else a.bias.shape
+    ctx.save_for_backward(a.q, a.k, a.cu_seqlens_q, a.cu_seqlens_k, output)
 
 
-def _weights_gradient(ctx: Any, dweights: Tensor) -> tuple[Tensor | None, ...]:
+def _weights_gradient(ctx: Any, dweights: Tensor) -> dict[str, Tensor]:
     q, k, cu_q, cu_k, weights = ctx.saved_tensors
     dscores = closed_form.softmax_backward(dweights, weights)
     if ctx.heads is not None or ctx.rows is not None:
         dscores = _spread(dscores, q.shape[1], ctx.max_q, ctx.heads, ctx.rows)
-    dbias = closed_form.sum_to(dscores, ctx.bias_shape) if ctx.needs_input_grad[4] else None
+    dbias = closed_form.sum_to(dscores, ctx.bias_shape) if ctx.needs.bias else None
     if cu_q is not None:
         (q,), pack_q = padded([q], cu_q, ctx.max_q)
         (k,), pack_k = padded([k], cu_k, ctx.max_k)
-    # What nobody attends, and what attends nothing, may be NaN, and 0 · NaN would be NaN.
+    # A key that no query attends, and a query that attends no key, may be NaN, and 0 · NaN is NaN.
     idle = dscores == 0.0
     q, k = (x.masked_fill(idle.all(dim).unsqueeze(-1), 0.0) for x, dim in ((q, -1), (k, -2)))
     dq, dk = dscores @ k * ctx.scale, dscores.transpose(-2, -1) @ q * ctx.scale
     if cu_q is not None:
         dq, dk = pack_q(dq), pack_k(dk)
-    return dq, dk, None, None, dbias, *[None] * 10
+    return {"q": dq, "k": dk} if dbias is None else {"q": dq, "k": dk, "bias": dbias}
 
 
-def _spread(dscores: Tensor, heads: int, length: int, chosen_heads, chosen_rows) -> Tensor:
+def _spread(
+    dscores: Tensor,
+    heads: int,
+    length: int,
+    chosen_heads: list[int] | None,
+    chosen_rows: list[int] | None,
+) -> Tensor:
     """The gradient of chosen heads and rows in its place among all, 0 elsewhere."""
     device, (batch, *_, keys) = dscores.device, dscores.shape
     places = (

@@ -3,49 +3,76 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fastbert.ops import backend as backends
 from fastbert.ops.arguments import (
-    dropout_seed as draw_seed,
-)
-from fastbert.ops.arguments import (
+    check_cu_seqlens,
     require,
     require_floating,
     require_same_device,
     require_shape,
 )
+from fastbert.ops.arguments import dropout_seed as draw_seed
 
 MAX_HEAD_DIM = 256
 
 
-class Options:
-    """The options of one call, checked, in the order of the operator's schema."""
+class AttentionOptions(NamedTuple):
+    """The options of one call in the form that the operators and every backend take.
 
-    def __init__(self, q, mask, bias, shape, dropout_p, scale, causal, window, seed, backend):
-        self.mask, self.bias = _canonical_mask(mask, shape), _canonical_bias(bias, shape)
-        require_same_device("q", q.device, mask=self.mask, bias=self.bias)
-        self.seed = draw_seed(dropout_p, seed, q.device)
-        self.dropout_p = float(dropout_p)
-        self.scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-        self.left, self.right = _canonical_window(window, causal)
-        self.shape = shape
-        request = backends.Request(q.device.type, q.dtype, head_dim=q.shape[-1])
-        self.backend = backends.resolve("attention", backend, request).backend
+    ``mask`` and ``bias`` are 4-D and broadcastable to (B, H, max_seqlen_q, max_seqlen_k), or None.
+    ``cu_seqlens_q`` and ``cu_seqlens_k`` are None where q is dense; ``max_seqlen_q`` and
+    ``max_seqlen_k`` are Lq and Lk there. ``seed`` is None without dropout. A window's ``left`` or
+    ``right`` of -1 is open.
+    """
 
-    def tensors(self, *cu_seqlens):
-        return self.mask, self.bias, *cu_seqlens, self.seed
+    mask: Tensor | None
+    bias: Tensor | None
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    seed: Tensor | None
+    max_seqlen_q: int
+    max_seqlen_k: int
+    dropout_p: float
+    scale: float
+    left: int
+    right: int
 
-    def numbers(self, *longest):
-        return *longest, self.dropout_p, self.scale, self.left, self.right, self.backend
+
+def options_of(
+    q: Tensor,
+    shape: tuple[int, ...],
+    mask: Tensor | None,
+    bias: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    *,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
+    scale: float | None,
+    causal: bool,
+    window: tuple[int, int] | int | None,
+) -> AttentionOptions:
+    """The arguments of a public function, checked; ``shape`` is (B, H, Lq, Lk)."""
+    mask, bias = _canonical_mask(mask, shape), _canonical_bias(bias, shape)
+    require_same_device("q", q.device, mask=mask, bias=bias)
+    seed = draw_seed(dropout_p, dropout_seed, q.device)
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    left, right = _canonical_window(window, causal)
+    return AttentionOptions(
+        mask, bias, cu_seqlens_q, cu_seqlens_k, seed, shape[2], shape[3], float(dropout_p), scale,
+        left, right,
+    )  # fmt: skip
 
 
-def longest(cu_seqlens: Tensor) -> int:
-    """The longest sequence; a synchronisation with a GPU."""
-    lengths = cu_seqlens.diff()
-    return int(lengths.max()) if lengths.numel() else 0
+def backend_for(q: Tensor, requested: str | None) -> str:
+    """Return the backend that serves attention on `q`."""
+    request = backends.Request(q.device.type, q.dtype, head_dim=q.shape[-1])
+    return backends.resolve("attention", requested, request).backend
 
 
 def _check_head_dim(name: str, head_dim: int) -> None:
@@ -63,35 +90,31 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor, dims: int, names: str) -> Non
 
 
 def check_dense(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Check q of shape (B, H, Lq, D), and k and v of shape (B, H, Lk, D)."""
     _check_inputs(q, k, v, 4, "(B, H, L, D)")
     require_shape("k", k, (q.shape[0], q.shape[1], k.shape[2], q.shape[3]))
 
 
-def check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k):
+def check_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor
+) -> None:
+    """Check packed q of shape (Tq, H, D), and k and v of shape (Tk, H, D)."""
     _check_inputs(q, k, v, 3, "(T, H, D)")
     require_shape("k", k, (k.shape[0], q.shape[1], q.shape[2]))
-    _check_cu_seqlens("cu_seqlens_q", cu_seqlens_q)
-    _check_cu_seqlens("cu_seqlens_k", cu_seqlens_k)
+    check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, "q", q.device)
+    check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, "q", q.device)
     require_shape("cu_seqlens_k", cu_seqlens_k, tuple(cu_seqlens_q.shape))
-    require_same_device("q", q.device, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-
-
-def _check_cu_seqlens(name: str, cu_seqlens: Tensor) -> None:
-    if cu_seqlens.dtype != torch.int32:
-        raise TypeError(f"{name}: got {cu_seqlens.dtype}, allowed: int32")
-    shape = f"shape {tuple(cu_seqlens.shape)}"
-    require(cu_seqlens.dim() == 1 and cu_seqlens.shape[0] >= 1, name, shape, "shape (B+1,)")
 
 
 def check_qkv(qkv: Tensor, cu_seqlens: Tensor | None) -> None:
+    """Check qkv of shape (B, L, 3, H, D), or (T, 3, H, D) with `cu_seqlens`."""
     require_floating("qkv", qkv)
     dims, names = (5, "(B, L, 3, H, D)") if cu_seqlens is None else (4, "(T, 3, H, D)")
     fits = qkv.dim() == dims and qkv.shape[-3] == 3
     require(fits, "qkv", f"shape {tuple(qkv.shape)}", names)
     _check_head_dim("qkv", qkv.shape[-1])
     if cu_seqlens is not None:
-        _check_cu_seqlens("cu_seqlens", cu_seqlens)
-        require_same_device("qkv", qkv.device, cu_seqlens=cu_seqlens)
+        check_cu_seqlens("cu_seqlens", cu_seqlens, "qkv", qkv.device)
 
 
 def _require_broadcastable(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
@@ -130,7 +153,7 @@ def _canonical_window(window: tuple[int, int] | int | None, causal: bool) -> tup
 
 
 def check_lse(lse: Tensor | None, q: Tensor) -> None:
-    """lse fp32 (B, H, Lq) of q (B, H, Lq, D), or (H, Tq) of q (Tq, H, D)."""
+    """Check lse, fp32 of shape (B, H, Lq) for a dense q, or (H, Tq) for a packed one."""
     if lse is None:
         return
     if lse.dtype != torch.float32:

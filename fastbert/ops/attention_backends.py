@@ -1,11 +1,12 @@
 """The backends of attention: rows of the table, and the same for the weights alone.
 
-All take the operators' arguments. q, k, v and the gradients are (B, H, L, D), or packed (T, H, D).
+q, k, v and the gradients are (B, H, L, D), or packed (T, H, D).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,11 +14,13 @@ from torch import Tensor
 from fastbert import reference
 from fastbert.ops import backend as backends
 from fastbert.ops import closed_form
+from fastbert.ops.attention_arguments import AttentionOptions
 
 
 def out_like(q: Tensor) -> Tensor:
-    """An empty (B, H, L, D) laid out as (B, L, H, D), so that merging heads is free; varlen as it
-    is.
+    """Return an empty (B, H, L, D) with the memory of (B, L, H, D), so that merging heads is free.
+
+    A packed (T, H, D) gives a contiguous tensor of its shape.
     """
     if q.dim() == 3:
         return q.new_empty(q.shape)
@@ -25,8 +28,11 @@ def out_like(q: Tensor) -> Tensor:
     return q.new_empty(batch, length, heads, head_dim).transpose(1, 2)
 
 
-def padded(tensors, cu_seqlens, max_seqlen):
-    """(T, H, D) tensors as (B, H, L, D), and how to pack such a tensor again."""
+def padded(
+    tensors: Sequence[Tensor], cu_seqlens: Tensor | None, max_seqlen: int
+) -> tuple[list[Tensor], Callable[[Tensor], Tensor]]:
+    """Packed (T, H, D) tensors as (B, H, L, D), and the function that packs such a tensor again."""
+    assert cu_seqlens is not None
     rows = [reference.pad_rows(x, cu_seqlens, max_seqlen) for x in tensors]
     _, slot, used = rows[0]
 
@@ -36,122 +42,165 @@ def padded(tensors, cu_seqlens, max_seqlen):
     return [x.transpose(1, 2) for x, _, _ in rows], pack
 
 
-def _reference_forward(q, k, v, mask, bias, cu_q, cu_k, seed, max_q, max_k, p, scale, left, right):
-    options = (seed, p, scale, left, right)
-    lse = q.new_empty(0, dtype=torch.float32)
-    if cu_q is None:
-        out = closed_form.attention_forward(q, k, v, mask, bias, None, *options)
+def _lengths(o: AttentionOptions) -> tuple[Tensor, Tensor] | None:
+    """The lengths of packed sequences, None of dense ones."""
+    if o.cu_seqlens_q is None or o.cu_seqlens_k is None:
+        return None
+    return o.cu_seqlens_q.diff(), o.cu_seqlens_k.diff()
+
+
+def _reference_forward(
+    q: Tensor, k: Tensor, v: Tensor, o: AttentionOptions
+) -> tuple[Tensor, Tensor]:
+    lengths, lse = _lengths(o), q.new_empty(0, dtype=torch.float32)
+    numbers = (o.seed, o.dropout_p, o.scale, o.left, o.right)
+    if lengths is None:
+        out = closed_form.attention_forward(q, k, v, o.mask, o.bias, None, *numbers)
         return out_like(q).copy_(out), lse
-    (q,), pack = padded([q], cu_q, max_q)
-    (k, v), _ = padded([k, v], cu_k, max_k)
-    lengths = (cu_q.diff(), cu_k.diff())
-    return pack(closed_form.attention_forward(q, k, v, mask, bias, lengths, *options)), lse
+    (q,), pack = padded([q], o.cu_seqlens_q, o.max_seqlen_q)
+    (k, v), _ = padded([k, v], o.cu_seqlens_k, o.max_seqlen_k)
+    return pack(closed_form.attention_forward(q, k, v, o.mask, o.bias, lengths, *numbers)), lse
 
 
 def _reference_backward(
-    gradients, dout, q, k, v, out, lse, mask, bias, cu_q, cu_k, seed, max_q, max_k, p, scale, left,
-    right,
-):  # fmt: skip
-    lengths = None
-    if cu_q is not None:
-        (q, dout), pack_q = padded([q, dout], cu_q, max_q)
-        (k, v), pack_k = padded([k, v], cu_k, max_k)
-        lengths = (cu_q.diff(), cu_k.diff())
+    into: Sequence[Tensor | None],
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    o: AttentionOptions,
+) -> None:
+    lengths = _lengths(o)
+    if lengths is not None:
+        (q, dout), pack_q = padded([q, dout], o.cu_seqlens_q, o.max_seqlen_q)
+        (k, v), pack_k = padded([k, v], o.cu_seqlens_k, o.max_seqlen_k)
     dq, dk, dv, dbias = closed_form.attention_backward(
-        dout, q, k, v, mask, bias, lengths, seed, p, scale, left, right
+        dout, q, k, v, o.mask, o.bias, lengths, o.seed, o.dropout_p, o.scale, o.left, o.right
     )
-    if cu_q is not None:
+    if lengths is not None:
         dq, dk, dv = pack_q(dq), pack_k(dk), pack_k(dv)
-    for place, gradient in zip(gradients, (dq, dk, dv, dbias), strict=True):
+    for place, gradient in zip(into, (dq, dk, dv, dbias), strict=True):
         if place is not None:
             place.copy_(gradient)
 
 
 def _reference_weights(
-    q, k, lse, mask, bias, cu_q, cu_k, max_q, max_k, heads, rows, scale, left, right
-):
-    lengths = None
-    if cu_q is not None:
-        (q,), _ = padded([q], cu_q, max_q)
-        (k,), _ = padded([k], cu_k, max_k)
-        lengths = (cu_q.diff(), cu_k.diff())
-    allowed = reference.visible(max_q, max_k, left, right, q.device, lengths)
-    if mask is not None:
-        allowed = mask if allowed is None else allowed & mask
-    k = reference.hide_unattended(k, allowed)
-    weights = reference.softmax_weights(q, k, allowed, bias, scale)
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor | None,
+    o: AttentionOptions,
+    heads: list[int] | None,
+    rows: list[int] | None,
+) -> Tensor:
+    lengths = _lengths(o)
     if lengths is not None:
-        weights = weights.masked_fill(~reference.existing_queries(lengths[0], max_q), 0.0)
+        (q,), _ = padded([q], o.cu_seqlens_q, o.max_seqlen_q)
+        (k,), _ = padded([k], o.cu_seqlens_k, o.max_seqlen_k)
+    allowed = reference.visible(o.max_seqlen_q, o.max_seqlen_k, o.left, o.right, q.device, lengths)
+    if o.mask is not None:
+        allowed = o.mask if allowed is None else allowed & o.mask
+    k = reference.hide_unattended(k, allowed)
+    weights = reference.softmax_weights(q, k, allowed, o.bias, o.scale)
+    if lengths is not None:
+        exists = reference.existing_queries(lengths[0], o.max_seqlen_q)
+        weights = weights.masked_fill(~exists, 0.0)
     return reference.choose(weights, heads, rows).contiguous()
 
 
-def _expand(x: Tensor | None, q: Tensor, max_q: int, max_k: int, cu_q: Tensor | None):
-    """A canonical mask or bias as the 4-D view with zero strides that the kernels index."""
-    if x is None:
-        return None
-    batch, heads = (q.shape[0], q.shape[1]) if cu_q is None else (cu_q.numel() - 1, q.shape[1])
-    return x.expand(batch, heads, max_q, max_k)
-
-
-def _triton_options(q, mask, bias, cu_q, cu_k, seed, max_q, max_k, p, scale, left, right):
+def _triton_options(q: Tensor, o: AttentionOptions) -> dict[str, Any]:
+    batch = q.shape[0] if o.cu_seqlens_q is None else o.cu_seqlens_q.numel() - 1
+    shape = (batch, q.shape[1], o.max_seqlen_q, o.max_seqlen_k)
     return {
-        "mask": _expand(mask, q, max_q, max_k, cu_q),
-        "bias": _expand(bias, q, max_q, max_k, cu_q),
-        "cu_seqlens_q": cu_q,
-        "cu_seqlens_k": cu_k,
-        "max_seqlen_q": max_q,
-        "max_seqlen_k": max_k,
-        "seed": seed,
-        "dropout_p": p,
-        "scale": scale,
-        "window": (left, right),
+        # The kernels index views of the full shape, which have strides of 0.
+        "mask": None if o.mask is None else o.mask.expand(shape),
+        "bias": None if o.bias is None else o.bias.expand(shape),
+        "cu_seqlens_q": o.cu_seqlens_q,
+        "cu_seqlens_k": o.cu_seqlens_k,
+        "max_seqlen_q": o.max_seqlen_q,
+        "max_seqlen_k": o.max_seqlen_k,
+        "seed": o.seed,
+        "dropout_p": o.dropout_p,
+        "scale": o.scale,
+        "window": (o.left, o.right),
     }
 
 
-def _triton_forward(q, k, v, *options):
+def _triton_forward(q: Tensor, k: Tensor, v: Tensor, o: AttentionOptions) -> tuple[Tensor, Tensor]:
     from fastbert.kernels.attention import attention_forward
 
-    return attention_forward(q, k, v, **_triton_options(q, *options))
+    return attention_forward(q, k, v, **_triton_options(q, o))
 
 
-def _triton_backward(gradients, dout, q, k, v, out, lse, *options):
+def _triton_backward(
+    into: Sequence[Tensor | None],
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    o: AttentionOptions,
+) -> None:
     from fastbert.kernels.attention import attention_backward
 
-    *into, dbias = gradients
-    attention_backward(
-        dout, q, k, v, out, lse, into=into, dbias=dbias, **_triton_options(q, *options)
-    )
+    *into_qkv, dbias = into
+    options = _triton_options(q, o)
+    attention_backward(dout, q, k, v, out, lse, into=into_qkv, dbias=dbias, **options)
 
 
 def _triton_weights(
-    q, k, lse, mask, bias, cu_q, cu_k, max_q, max_k, heads, rows, scale, left, right
-):
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor | None,
+    o: AttentionOptions,
+    heads: list[int] | None,
+    rows: list[int] | None,
+) -> Tensor:
     from fastbert.kernels.attention_weights import attention_weights
 
-    heads, rows = (
+    chosen_heads, chosen_rows = (
         None if x is None else torch.tensor(x, dtype=torch.int64, device=q.device)
         for x in (heads, rows)
     )
-    options = _triton_options(
-        q, mask, bias, cu_q, cu_k, None, max_q, max_k, 0.0, scale, left, right
-    )
-    return attention_weights(q, k, lse, heads=heads, rows=rows, **options)
+    options = _triton_options(q, o)
+    return attention_weights(q, k, lse, heads=chosen_heads, rows=chosen_rows, **options)
 
 
-def _cpu_forward(q, k, v, *options):
-    return torch.ops.fastbert_C.attention_forward(q, k, v, *options)
+def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, o: AttentionOptions) -> tuple[Tensor, Tensor]:
+    return torch.ops.fastbert_C.attention_forward(q, k, v, *o)
 
 
-def _cpu_backward(gradients, dout, q, k, v, out, lse, *options):
-    # It finds the statistics of each row anew, which out and lse know to one rounding only.
-    torch.ops.fastbert_C.attention_backward(*gradients, dout, q, k, v, *options)
+def _cpu_backward(
+    into: Sequence[Tensor | None],
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    o: AttentionOptions,
+) -> None:
+    # The kernel computes the statistics of each row again: out and lse hold them rounded once.
+    torch.ops.fastbert_C.attention_backward(*into, dout, q, k, v, *o)
 
 
-def _cpu_weights(q, k, lse, *options):
-    return torch.ops.fastbert_C.attention_weights(q, k, *options)
+def _cpu_weights(
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor | None,
+    o: AttentionOptions,
+    heads: list[int] | None,
+    rows: list[int] | None,
+) -> Tensor:
+    return torch.ops.fastbert_C.attention_weights(
+        q, k, o.mask, o.bias, o.cu_seqlens_q, o.cu_seqlens_k, o.max_seqlen_q, o.max_seqlen_k,
+        heads, rows, o.scale, o.left, o.right,
+    )  # fmt: skip
 
 
-# The backward fills the tensors (dq, dk, dv, dbias or None) that it is given first.
+# A backward writes its results into the tensors (dq, dk, dv, dbias or None) of its first argument.
 backends.TABLES["attention"] = {
     "reference": backends.Implementation(
         _reference_forward, _reference_backward, backends.ALL_DTYPES

@@ -1,8 +1,7 @@
-"""Which implementation serves an operation, and why. The only place that reads environment
-variables.
+"""Which implementation serves an operation, and why; the only reader of environment variables.
 
-``FASTBERT_BACKEND`` is the preference where a call makes none; ``TRITON_INTERPRET=1`` (Triton's
-own) lets Triton kernels run on CPU tensors. ``FASTBERT_CPU_ISA`` is read by the extension itself.
+``FASTBERT_BACKEND`` is the preference of calls that name no backend. ``TRITON_INTERPRET=1``, which
+is Triton's own, lets Triton kernels run on CPU tensors. The extension reads ``FASTBERT_CPU_ISA``.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ ALL_DTYPES = (*LOW_PRECISION, torch.float64)
 # The order in which ``backend=None`` tries them; the first that serves is taken.
 ORDER = {"cuda": ("triton", "cuda", "reference"), "cpu": ("cpu", "reference")}
 OTHER_DEVICE = ("reference",)
-# Equal to kernels.common.LARGEST_ROW, which cannot be read where Triton is missing.
+# Equal to kernels.tiles.LARGEST_ROW, which cannot be read where Triton is missing.
 LARGEST_TRITON_ROW = 8192
 
 
@@ -36,8 +35,11 @@ class Choice(NamedTuple):
 
 
 class Request(NamedTuple):
-    """What a call needs of a backend. ``device`` is the device type: "cpu", "cuda", …;
-    ``transformed``: a transform of torch.func or forward-mode AD looks on."""
+    """What a call needs of a backend.
+
+    ``device`` is the device type, such as "cpu" or "cuda". ``transformed`` says that a transform of
+    torch.func or forward-mode AD is active.
+    """
 
     device: str
     dtype: torch.dtype
@@ -48,11 +50,12 @@ class Request(NamedTuple):
 
 
 def serves_all(request: Request) -> str | None:
+    """Refuse nothing."""
     return None
 
 
 def refuse_wide_rows(request: Request) -> str | None:
-    """For kernels that hold a whole row in registers; see ``kernels/common.py``."""
+    """For kernels that hold a whole row in registers; see ``kernels/tiles.py``."""
     if request.columns <= LARGEST_TRITON_ROW:
         return None
     return f"it takes rows of up to {LARGEST_TRITON_ROW} elements, not {request.columns}"
@@ -109,7 +112,7 @@ def enable_interpreter() -> None:
     Raises RuntimeError when kernels were already loaded for a GPU.
     """
     global _interpreted
-    if not _interpreted and "fastbert.kernels.common" in sys.modules:
+    if not _interpreted and any(name.startswith("fastbert.kernels.") for name in sys.modules):
         raise RuntimeError(
             "TRITON_INTERPRET: the Triton kernels are already loaded for a GPU; set "
             "TRITON_INTERPRET=1 before Python starts"
@@ -119,6 +122,7 @@ def enable_interpreter() -> None:
 
 
 def interpreted() -> bool:
+    """Tell whether Triton kernels run in the interpreter."""
     return _interpreted
 
 

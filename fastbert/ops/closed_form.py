@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fastbert import reference
+from fastbert.activations import ACTIVATIONS
 
 
 def sum_to(x: Tensor, shape: torch.Size) -> Tensor:
@@ -29,8 +30,10 @@ def _allowed(q, k, mask, left, right, lengths):
 
 
 def _weights(q, k, allowed, bias, scale):
-    """``reference.softmax_weights`` in place: the scores are the largest tensor of the operation,
-    and below autograd nothing else looks at them."""
+    """Compute ``reference.softmax_weights`` in place.
+
+    The scores are the largest tensor of the operation, and nothing else reads them below autograd.
+    """
     if bias is not None:
         return reference.softmax_weights(q, k, allowed, bias, scale)
     scores = (q @ k.transpose(-2, -1)).mul_(scale)
@@ -51,8 +54,9 @@ def attention_forward(q, k, v, mask, bias, lengths, seed, dropout_p, scale, left
 
 
 def attention_backward(dout, q, k, v, mask, bias, lengths, seed, dropout_p, scale, left, right):
-    """Gradients of q, k, v and bias (None without one); the weights are computed again, not
-    kept.
+    """Compute the gradients of q, k, v and bias (None without one).
+
+    The weights are computed again instead of being kept.
     """
     allowed = _allowed(q, k, mask, left, right, lengths)
     k, v = (reference.hide_unattended(x, allowed) for x in (k, v))
@@ -68,6 +72,7 @@ def attention_backward(dout, q, k, v, mask, bias, lengths, seed, dropout_p, scal
 def softmax_backward(dweights: Tensor, weights: Tensor) -> Tensor:
     # As autograd does it: in fp32 inside, where dweights * weights in 16 bit would lose half of
     # what the sum leaves.
+    """Compute the gradient of the scores from that of the softmax weights."""
     return torch._softmax_backward_data(dweights, weights, -1, weights.dtype)
 
 
@@ -76,7 +81,7 @@ def _statistics_dtype(x: Tensor) -> torch.dtype:
 
 
 def normalised_sum(x, residual, x_bias, seed, dropout_p):
-    """residual + dropout(x + x_bias) in at least fp32, the dtype of the statistics."""
+    """Compute residual + dropout(x + x_bias) in at least fp32, the dtype of the statistics."""
     total = x.to(_statistics_dtype(x))
     if x_bias is not None:
         total = total + x_bias
@@ -85,6 +90,7 @@ def normalised_sum(x, residual, x_bias, seed, dropout_p):
 
 
 def layer_norm_forward(x, weight, bias, residual, x_bias, seed, dropout_p, eps):
+    """Compute the layer norm of the sum, its mean and its reciprocal standard deviation."""
     total = normalised_sum(x, residual, x_bias, seed, dropout_p)
     mean = total.mean(dim=-1, keepdim=True)
     centred = total - mean
@@ -109,6 +115,7 @@ def layer_norm_backward(dy, x, weight, mean, rstd, residual, x_bias, seed, dropo
 
 
 def rms_norm_forward(x, weight, residual, eps):
+    """Compute the RMS norm of the sum and its reciprocal root mean square."""
     total = normalised_sum(x, residual, None, None, 0.0)
     rstd = torch.rsqrt(total.square().mean(dim=-1, keepdim=True) + eps)
     return (total * rstd * weight).to(x.dtype), rstd.squeeze(-1)
@@ -126,6 +133,7 @@ def rms_norm_backward(dy, x, weight, rstd, residual):
 
 
 def rotary_forward(x, cos, sin, heads):
+    """Rotate the first heads by the angles."""
     return reference.rotary(x, cos, sin, heads=heads)
 
 
@@ -140,27 +148,19 @@ def linear_gelu_forward(x, weight, bias, activation, save):
     return reference.activate(h, activation), h if save else x.new_empty(0)
 
 
-def _slope(x: Tensor, function: str) -> Tensor:
-    """The derivative of ``reference.gelu`` at x."""
-    one = torch.ones_like(x)
-    if function == "relu":
-        return torch.ops.aten.threshold_backward(one, x, 0)
-    if function == "silu":
-        return torch.ops.aten.silu_backward(one, x)
-    return torch.ops.aten.gelu_backward(one, x, approximate=function)
-
-
 def gelu_backward(da, h, sum_rows, activation):
-    """Gradient of h where a = activation(h), its sum over the rows if wanted, and a itself, each
-    computed in at least fp32."""
+    """Compute the gradient of h where a = activation(h), its sum over the rows if wanted, and a.
+
+    All three are computed in at least fp32.
+    """
     total = h.to(_statistics_dtype(h))
-    da, function = da.to(total.dtype), reference.ACTIVATIONS[activation]
-    a = reference.activate(total, activation)
-    if activation in reference.GATED:
+    da, act = da.to(total.dtype), ACTIVATIONS[activation]
+    if act.gated:
         gate, linear = total.chunk(2, dim=-1)
-        dgate = da * linear * _slope(gate, function)
-        dh = torch.cat([dgate, da * reference.gelu(gate, function)], dim=-1)
+        activated = act.function(gate)
+        a = activated * linear
+        dh = torch.cat([da * linear * act.slope(gate), da * activated], dim=-1)
     else:
-        dh = da * _slope(total, function)
+        a, dh = act.function(total), da * act.slope(total)
     dbias = dh.sum(dim=0).to(h.dtype) if sum_rows else None
     return dh.to(h.dtype), dbias, a.to(h.dtype)

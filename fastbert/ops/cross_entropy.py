@@ -37,21 +37,39 @@ def linear_cross_entropy(
     reduction: str = "mean",
     backend: str | None = None,
 ) -> Tensor:
-    """Cross entropy of hidden Wᵀ + b against labels, over the labelled rows only.
+    """Compute the cross entropy of ``hidden Wᵀ + b`` without holding all logits.
 
-    hidden (T, K), weight (V, K), bias (V,) or None, one floating dtype; labels int64 or int32 (T,)
-    in [0, V) or ignore_index. Labelled rows are gathered first, then projected part by part.
-    Returns a scalar, or (T,) for reduction "none", in fp32 (fp64 for fp64). The mean over no label
-    is 0 with gradients 0. Raises ValueError or TypeError naming the argument; a label out of range
-    raises on the CPU alone: on a GPU the Triton kernels make its loss and its gradients NaN.
+    The rows with a label are gathered first and then projected part by part.
+
+    Args:
+        hidden: Rows of shape ``(T, K)``.
+        weight: Projection to the vocabulary, of shape ``(V, K)`` in the dtype of `hidden`.
+        bias: Bias of shape ``(V,)``, or None.
+        labels: Class of each row, int64 or int32 of shape ``(T,)``, in ``[0, V)`` or
+            `ignore_index`.
+        ignore_index: Label of a row that does not count.
+        reduction: ``"mean"``, ``"sum"`` or ``"none"``. The mean over no label at all is 0, and so
+            are its gradients.
+        backend: ``"reference"``, ``"triton"``, ``"cuda"`` or ``"cpu"``; None lets
+            ``fastbert.ops.backend.resolve`` choose.
+
+    Returns:
+        Loss in fp32 (fp64 for fp64): a scalar, or of shape ``(T,)`` for the reduction ``"none"``.
+
+    Raises:
+        ValueError: If a shape, a device or a value is not allowed, or if `backend` cannot serve the
+            call. The message names the argument, its value and what is allowed. A label out of
+            range is an error on the CPU; on a GPU the Triton kernels make its loss and its
+            gradients NaN.
+        TypeError: If a dtype is not allowed.
     """
     hidden, weight, bias = autocast(hidden, weight, bias)
     require(reduction in REDUCTIONS, "reduction", repr(reduction), ", ".join(REDUCTIONS))
     require_floating("hidden", hidden)
     require_integer("labels", labels)
-    require(hidden.dim() == 2, "hidden", f"shape {tuple(hidden.shape)}", "shape (T, K)")
+    require(hidden.dim() == 2, "hidden", f"shape {tuple(hidden.shape)}", "(T, K)")
     shape = f"shape {tuple(weight.shape)}"
-    require(weight.dim() == 2, "weight", shape, f"shape (V, {hidden.shape[1]})")
+    require(weight.dim() == 2, "weight", shape, f"(V, {hidden.shape[1]})")
     require_shape("weight", weight, (weight.shape[0], hidden.shape[1]))
     require(weight.dtype == hidden.dtype, "weight", weight.dtype, f"{hidden.dtype}, as hidden")
     require_shape("labels", labels, (hidden.shape[0],))
@@ -71,16 +89,21 @@ def linear_cross_entropy(
 # without and the number of the former. Both are empty in the reference.
 
 
-def _table(backend: str) -> backends.Implementation:
-    return backends.TABLES["linear_cross_entropy"][backend]
-
-
-def _forward(hidden, weight, bias, labels, ignore_index, reduction, backend):
+def _forward(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    ignore_index: int,
+    reduction: str,
+    backend: str,
+) -> tuple[Tensor, ...]:
     _check_labels(labels, ignore_index, weight.shape[0])
-    return _table(backend).forward(hidden, weight, bias, labels, ignore_index, reduction)
+    row = backends.TABLES["linear_cross_entropy"][backend]
+    return row.forward(hidden, weight, bias, labels, ignore_index, reduction)
 
 
-def _check_labels(labels, ignore_index, classes):
+def _check_labels(labels: Tensor, ignore_index: int, classes: int) -> None:
     """ValueError for a label out of range on the CPU; elsewhere reading it would synchronise."""
     if labels.device.type != "cpu":
         return
@@ -90,58 +113,52 @@ def _check_labels(labels, ignore_index, classes):
         raise ValueError(f"labels: got {got}, allowed: 0 to {classes - 1}, or {ignore_index}")
 
 
-def _fake(hidden, weight, bias, labels, ignore_index, reduction, backend):
-    rows = hidden.shape[0]
-    loss = hidden.new_empty((rows,) if reduction == "none" else (), dtype=_loss_dtype(hidden))
-    kept = backend in KEEPING
-    statistics = hidden.new_empty((2, rows) if kept else (0,), dtype=torch.float32)
-    return loss, statistics, hidden.new_empty(rows + 1 if kept else 0, dtype=torch.int32)
+def _fake(a: Any) -> tuple[Tensor, ...]:
+    rows, kept = a.hidden.shape[0], a.backend in KEEPING
+    shape = (rows,) if a.reduction == "none" else ()
+    loss = a.hidden.new_empty(shape, dtype=_loss_dtype(a.hidden))
+    statistics = a.hidden.new_empty((2, rows) if kept else (0,), dtype=torch.float32)
+    return loss, statistics, a.hidden.new_empty(rows + 1 if kept else 0, dtype=torch.int32)
 
 
-def _loss_dtype(hidden):
+def _loss_dtype(hidden: Tensor) -> torch.dtype:
     return torch.promote_types(hidden.dtype, torch.float32)
 
 
-def _backward(
-    dloss, hidden, weight, bias, labels, statistics, order, ignore_index, reduction, backend
-):
-    return _table(backend).backward(
-        dloss, hidden, weight, bias, labels, statistics, order, ignore_index, reduction
-    )
-
-
-def _backward_fake(dloss, hidden, weight, bias, *_):
-    dbias = hidden.new_empty(0) if bias is None else bias.new_empty(bias.shape)
-    return hidden.new_empty(hidden.shape), weight.new_empty(weight.shape), dbias
+def _backward_fake(a: Any) -> tuple[Tensor, ...]:
+    dbias = a.hidden.new_empty(0) if a.bias is None else a.bias.new_empty(a.bias.shape)
+    return a.hidden.new_empty(a.hidden.shape), a.weight.new_empty(a.weight.shape), dbias
 
 
 _linear_cross_entropy = operator(
     "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, "
     "int ignore_index, str reduction, str backend) -> (Tensor, Tensor, Tensor)",
-    _forward,
     _fake,
+    forward=_forward,
 )
 _linear_cross_entropy_backward = operator(
     "linear_cross_entropy_backward(Tensor dloss, Tensor hidden, Tensor weight, Tensor? bias, "
     "Tensor labels, Tensor statistics, Tensor order, int ignore_index, str reduction, str backend)"
     " -> (Tensor, Tensor, Tensor)",
-    _backward,
     _backward_fake,
+    table="linear_cross_entropy",
 )
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    hidden, weight, bias, labels, ctx.ignore_index, ctx.reduction, ctx.backend = inputs
+def _setup_context(ctx: Any, a: Any, output: tuple[Tensor, ...]) -> None:
     _, statistics, order = output
-    ctx.save_for_backward(hidden, weight, bias, labels, statistics, order)
+    ctx.ignore_index, ctx.reduction, ctx.backend = a.ignore_index, a.reduction, a.backend
+    ctx.save_for_backward(a.hidden, a.weight, a.bias, a.labels, statistics, order)
     ctx.mark_non_differentiable(statistics, order)
 
 
-def _gradient(ctx: Any, dloss: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+def _gradient(ctx: Any, dloss: Tensor, *_: Tensor | None) -> dict[str, Tensor | None]:
+    hidden, weight, bias, labels, statistics, order = ctx.saved_tensors
     dhidden, dweight, dbias = _linear_cross_entropy_backward(
-        dloss, *ctx.saved_tensors, ctx.ignore_index, ctx.reduction, ctx.backend
-    )
-    return dhidden, dweight, dbias if ctx.needs_input_grad[2] else None, *[None] * 4
+        dloss, hidden, weight, bias, labels, statistics, order,
+        ctx.ignore_index, ctx.reduction, ctx.backend,
+    )  # fmt: skip
+    return {"hidden": dhidden, "weight": dweight, "bias": dbias if ctx.needs.bias else None}
 
 
 differentiable("linear_cross_entropy", _gradient, _setup_context)
@@ -151,21 +168,28 @@ once_differentiable("linear_cross_entropy_backward")
 # Backends
 
 
-def _chunks(labels, ignore_index):
+def _chunks(labels: Tensor, ignore_index: int) -> tuple[Tensor, ...]:
     """The indices of the labelled rows, ``CHUNK_ROWS`` at a time."""
     return (labels != ignore_index).nonzero().flatten().split(CHUNK_ROWS)
 
 
-def _logits(rows, weight, bias):
+def _logits(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(rows, weight, bias).to(_loss_dtype(rows))
 
 
-def _labelled(labels, ignore_index):
+def _labelled(labels: Tensor, ignore_index: int) -> Tensor:
     """The divisor of the mean."""
     return (labels != ignore_index).sum().clamp(min=1)
 
 
-def _reference_forward(hidden, weight, bias, labels, ignore_index, reduction):
+def _reference_forward(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    ignore_index: int,
+    reduction: str,
+) -> tuple[Tensor, ...]:
     losses = hidden.new_zeros(hidden.shape[0], dtype=_loss_dtype(hidden))
     for rows in _chunks(labels, ignore_index):
         logits = _logits(hidden[rows], weight, bias)
@@ -178,8 +202,16 @@ def _reference_forward(hidden, weight, bias, labels, ignore_index, reduction):
 
 
 def _reference_backward(
-    dloss, hidden, weight, bias, labels, statistics, order, ignore_index, reduction
-):
+    dloss: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    statistics: Tensor,
+    order: Tensor,
+    ignore_index: int,
+    reduction: str,
+) -> tuple[Tensor, ...]:
     dlosses = dloss / _labelled(labels, ignore_index) if reduction == "mean" else dloss
     dlosses = dlosses.expand(labels.shape)
     dhidden = torch.zeros_like(hidden, memory_format=torch.contiguous_format)
@@ -199,7 +231,14 @@ def _reference_backward(
     return dhidden, dweight.to(weight.dtype), dbias.to(hidden.dtype if bias is None else bias.dtype)
 
 
-def _triton_forward(hidden, weight, bias, labels, ignore_index, reduction):
+def _triton_forward(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    ignore_index: int,
+    reduction: str,
+) -> tuple[Tensor, ...]:
     from fastbert.kernels.cross_entropy import linear_cross_entropy_forward
 
     return linear_cross_entropy_forward(
@@ -208,8 +247,16 @@ def _triton_forward(hidden, weight, bias, labels, ignore_index, reduction):
 
 
 def _triton_backward(
-    dloss, hidden, weight, bias, labels, statistics, order, ignore_index, reduction
-):
+    dloss: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    statistics: Tensor,
+    order: Tensor,
+    ignore_index: int,
+    reduction: str,
+) -> tuple[Tensor, ...]:
     from fastbert.kernels.cross_entropy_backward import linear_cross_entropy_backward
 
     dhidden, dweight, dbias = linear_cross_entropy_backward(
@@ -218,13 +265,21 @@ def _triton_backward(
     return dhidden, dweight, hidden.new_empty(0) if dbias is None else dbias
 
 
-def _extension_forward(*arguments):
+def _extension_forward(*arguments: Any) -> tuple[Tensor, ...]:
     return torch.ops.fastbert_C.linear_cross_entropy_forward(*arguments)
 
 
 def _extension_backward(
-    dloss, hidden, weight, bias, labels, statistics, order, ignore_index, reduction
-):
+    dloss: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    statistics: Tensor,
+    order: Tensor,
+    ignore_index: int,
+    reduction: str,
+) -> tuple[Tensor, ...]:
     return torch.ops.fastbert_C.linear_cross_entropy_backward(
         dloss, hidden, weight, bias, labels, statistics, order, reduction
     )

@@ -1,10 +1,8 @@
-"""The embedding of a BERT input: three gathers, their sum, layer norm and dropout in one
-operator.
-"""
+"""The embedding of a BERT input: three look-ups, their sum, layer norm and dropout in one pass."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -43,16 +41,40 @@ def embedding(
     backend: str | None = None,
     dropout_seed: Tensor | None = None,
 ) -> Tensor:
-    """dropout(LN(word[ids] + type[token_types] + position[positions])) (Devlin et al. 2019, figure
-    2).
+    """Look up and sum three embeddings of each token, normalize the sum, and apply dropout.
 
-    ids, token_types, positions int64 or int32 of one shape, (T,) or (B, L); tables (V, N), (types,
-    N), (P, N) of one floating dtype; weight, bias (N,) in any. The row ``padding_idx`` of
-    word_table gets no gradient. Returns (..., N) in the tables' dtype.
+    The result is ``dropout(LN(word[ids] + type[token_types] + position[positions]))``.
 
-    An id out of range raises IndexError on the CPU and is an error of the device on a GPU.
-    ``backend="triton"`` reads nothing outside the tables and, as looking would synchronise, makes
-    that row NaN. Other errors are ValueError or TypeError and name the argument.
+    Args:
+        ids: Token ids, int64 or int32 of shape ``(T,)`` or ``(B, L)``.
+        token_types: Token type ids of the same shape.
+        positions: Positions of the same shape.
+        word_table: Word embeddings of shape ``(V, N)``, in a floating dtype.
+        type_table: Token type embeddings of shape ``(types, N)`` in the same dtype.
+        position_table: Position embeddings of shape ``(P, N)`` in the same dtype.
+        weight: Scale of the layer norm, of shape ``(N,)``, in any floating dtype.
+        bias: Shift of the layer norm, of shape ``(N,)``, in any floating dtype.
+        eps: Added to the variance.
+        dropout_p: Probability with which an element is dropped.
+        padding_idx: Row of `word_table` that gets no gradient, or None.
+        backend: ``"reference"``, ``"triton"``, ``"cuda"`` or ``"cpu"``; None lets
+            ``fastbert.ops.backend.resolve`` choose.
+        dropout_seed: Seed of the dropout mask, int64 of shape ``(1,)``; None draws one from torch's
+            generator of the device. The same seed gives the same mask on every backend.
+
+    Returns:
+        Tensor of shape ``(T, N)`` or ``(B, L, N)`` in the dtype of the tables.
+
+    Raises:
+        IndexError: If an id is out of range on the CPU. On a GPU it is an error of the device,
+            except with ``backend="triton"``, which makes the row NaN because a look would
+            synchronise.
+        ValueError: If a shape, a device or a value is not allowed, or if `backend` cannot serve the
+            call.
+        TypeError: If a dtype is not allowed.
+
+    Note:
+        Devlin et al. 2019, figure 2.
     """
     for name, index in (("ids", ids), ("token_types", token_types), ("positions", positions)):
         require_integer(name, index)
@@ -85,60 +107,86 @@ def embedding(
     return y.view(*ids.shape, columns)
 
 
-# The operator: indices (T,) → y (T, N), mean and rstd (T,)
+# The operator: indices (T,) → y (T, N), mean and rstd (T,). A padding_idx of -1 is none.
 
 
-def _forward(
-    ids, types, positions, words, type_table, places, weight, bias, seed, eps, p, padding, backend
-):
-    forward = backends.TABLES["embedding"][backend].forward
-    return forward(ids, types, positions, words, type_table, places, weight, bias, seed, eps, p)
+def _fake(a: Any) -> tuple[Tensor, ...]:
+    words = a.word_table
+    y = words.new_empty(a.ids.shape[0], words.shape[1])
+    mean = words.new_empty(a.ids.shape[0], dtype=torch.promote_types(words.dtype, torch.float32))
+    return y, mean, torch.empty_like(mean)
 
 
-def _fake(ids, types, positions, words, *rest):
-    statistics = words.new_empty(
-        ids.shape[0], dtype=torch.promote_types(words.dtype, torch.float32)
-    )
-    y = words.new_empty(ids.shape[0], words.shape[1])
-    return y, statistics, torch.empty_like(statistics)
+def _backward_fake(a: Any) -> tuple[Tensor, ...]:
+    like = (a.word_table, a.type_table, a.position_table, a.weight, a.weight)
+    return tuple(t.new_empty(t.shape) for t in like)
 
 
-def _backward(dy, *arguments):
-    return backends.TABLES["embedding"][arguments[-1]].backward(dy, *arguments[:-1])
-
-
-def _backward_fake(dy, ids, types, positions, words, type_table, places, weight, *rest):
-    return tuple(t.new_empty(t.shape) for t in (words, type_table, places, weight, weight))
-
-
-_TABLES = (
+_INPUTS = (
     "Tensor ids, Tensor token_types, Tensor positions, Tensor word_table, Tensor type_table, "
     "Tensor position_table, Tensor weight"
 )
 _embedding = operator(
-    f"embedding({_TABLES}, Tensor bias, Tensor? seed, float eps, float dropout_p, int padding_idx, "
+    f"embedding({_INPUTS}, Tensor bias, Tensor? seed, float eps, float dropout_p, int padding_idx, "
     "str backend) -> (Tensor, Tensor, Tensor)",
-    _forward,
     _fake,
+    table="embedding",
 )
 _embedding_backward = operator(
-    f"embedding_backward(Tensor dy, {_TABLES}, Tensor mean, Tensor rstd, Tensor? seed, "
+    f"embedding_backward(Tensor dy, {_INPUTS}, Tensor mean, Tensor rstd, Tensor? seed, "
     "float dropout_p, int padding_idx, str backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _backward,
     _backward_fake,
+    table="embedding",
 )
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+class Inputs(NamedTuple):
+    """Three indices (T,), the tables that they index, and the scale (N,) of the norm."""
+
+    ids: Tensor
+    token_types: Tensor
+    positions: Tensor
+    word_table: Tensor
+    type_table: Tensor
+    position_table: Tensor
+    weight: Tensor
+
+    @property
+    def indices(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The indices of the three tables."""
+        return self.ids, self.token_types, self.positions
+
+    @property
+    def tables(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The three tables."""
+        return self.word_table, self.type_table, self.position_table
+
+    def sum(self) -> Tensor:
+        """The sum of each token's three rows, (T, N)."""
+        word, token_type, position = map(F.embedding, self.indices, self.tables)
+        return word + token_type + position
+
+
+def _setup_context(ctx: Any, a: Any, output: tuple[Tensor, ...]) -> None:
     _, mean, rstd = output
-    ctx.save_for_backward(*inputs[:7], mean, rstd, inputs[8])
-    ctx.numbers = inputs[10:]
+    ctx.dropout_p, ctx.padding_idx, ctx.backend = a.dropout_p, a.padding_idx, a.backend
+    inputs = Inputs(*(getattr(a, name) for name in Inputs._fields))
+    ctx.save_for_backward(*inputs, mean, rstd, a.seed)
     ctx.mark_non_differentiable(mean, rstd)
 
 
-def _gradient(ctx: Any, dy: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-    gradients = _embedding_backward(dy, *ctx.saved_tensors, *ctx.numbers)
-    return None, None, None, *gradients, *[None] * 5
+def _gradient(ctx: Any, dy: Tensor, *_: Tensor | None) -> dict[str, Tensor]:
+    *inputs, mean, rstd, seed = ctx.saved_tensors
+    dword, dtype, dposition, dweight, dbias = _embedding_backward(
+        dy, *inputs, mean, rstd, seed, ctx.dropout_p, ctx.padding_idx, ctx.backend
+    )
+    return {
+        "word_table": dword,
+        "type_table": dtype,
+        "position_table": dposition,
+        "weight": dweight,
+        "bias": dbias,
+    }
 
 
 differentiable("embedding", _gradient, _setup_context)
@@ -148,57 +196,56 @@ once_differentiable("embedding_backward")
 # Backends
 
 
-def _sum(ids, types, positions, words, type_table, places):
-    return F.embedding(ids, words) + F.embedding(types, type_table) + F.embedding(positions, places)
-
-
-def _reference_forward(
-    ids, types, positions, words, type_table, places, weight, bias, seed, eps, p
-):
-    total = _sum(ids, types, positions, words, type_table, places)
+def _reference_forward(*arguments: Any) -> tuple[Tensor, ...]:
+    *inputs, bias, seed, eps, dropout_p, _ = arguments
+    total, weight = Inputs(*inputs).sum(), inputs[-1]
     y, mean, rstd = closed_form.layer_norm_forward(total, weight, bias, None, None, None, 0.0, eps)
-    return reference.dropout(y, p, seed, tuple(y.shape)), mean, rstd
+    return reference.dropout(y, dropout_p, seed, tuple(y.shape)), mean, rstd
 
 
-def _reference_backward(
-    dy, ids, types, positions, words, type_table, places, weight, mean, rstd, seed, p, padding
-):
-    total = _sum(ids, types, positions, words, type_table, places)
-    dy = reference.dropout(dy, p, seed, tuple(dy.shape))
+def _reference_backward(dy: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    *given, mean, rstd, seed, dropout_p, padding_idx = arguments
+    inputs = Inputs(*given)
+    dy = reference.dropout(dy, dropout_p, seed, tuple(dy.shape))
     dsum, _, dweight, dbias, _ = closed_form.layer_norm_backward(
-        dy, total, weight, mean, rstd, None, None, None, 0.0
+        dy, inputs.sum(), inputs.weight, mean, rstd, None, None, None, 0.0
     )
-    tables = ((ids, words, padding), (types, type_table, -1), (positions, places, -1))
     gradients = (
-        torch.ops.aten.embedding_dense_backward(dsum, index, table.shape[0], skip, False)
-        for index, table, skip in tables
+        torch.ops.aten.embedding_dense_backward(dsum, index, table.shape[0], skipped, False)
+        for index, table, skipped in zip(
+            inputs.indices, inputs.tables, (padding_idx, -1, -1), strict=True
+        )
     )
     return *gradients, dweight, dbias
 
 
-def _triton_forward(ids, types, positions, words, type_table, places, weight, bias, seed, eps, p):
+def _triton_forward(*arguments: Any) -> tuple[Tensor, ...]:
     from fastbert.kernels.embedding import embedding_forward
 
-    indices, tables = (ids, types, positions), (words, type_table, places)
-    return embedding_forward(indices, tables, weight, bias, seed=seed, dropout_p=p, eps=eps)
-
-
-def _triton_backward(
-    dy, ids, types, positions, words, type_table, places, weight, mean, rstd, seed, p, padding
-):
-    from fastbert.kernels.embedding import embedding_backward
-
-    indices, tables = (ids, types, positions), (words, type_table, places)
-    return embedding_backward(
-        dy, indices, tables, weight, mean, rstd, seed=seed, dropout_p=p, padding_idx=padding
+    *given, bias, seed, eps, dropout_p, _ = arguments
+    inputs = Inputs(*given)
+    return embedding_forward(
+        inputs.indices, inputs.tables, inputs.weight, bias, seed=seed, dropout_p=dropout_p, eps=eps
     )
 
 
-def _extension_forward(*arguments):
-    return torch.ops.fastbert_C.embedding_forward(*arguments)
+def _triton_backward(dy: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    from fastbert.kernels.embedding import embedding_backward
+
+    *given, mean, rstd, seed, dropout_p, padding_idx = arguments
+    inputs = Inputs(*given)
+    return embedding_backward(
+        dy, inputs.indices, inputs.tables, inputs.weight, mean, rstd,
+        seed=seed, dropout_p=dropout_p, padding_idx=padding_idx,
+    )  # fmt: skip
 
 
-def _extension_backward(*arguments):
+def _extension_forward(*arguments: Any) -> tuple[Tensor, ...]:
+    *operands, _ = arguments  # The row of padding_idx differs from others in its gradient alone.
+    return torch.ops.fastbert_C.embedding_forward(*operands)
+
+
+def _extension_backward(*arguments: Any) -> tuple[Tensor, ...]:
     return torch.ops.fastbert_C.embedding_backward(*arguments)
 
 

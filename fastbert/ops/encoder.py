@@ -1,14 +1,14 @@
-"""All layers of an encoder in one call, for inference: public function, operator, and whether the
-operations inside are served by the backend that has it.
-"""
+"""All layers of an encoder in one call, for inference, and the choice of its backend."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from fastbert.activations import PLAIN
 from fastbert.ops import backend as backends
 from fastbert.ops.arguments import require
 from fastbert.ops.register import differentiable, operator
@@ -19,7 +19,6 @@ from fastbert.ops.register import differentiable, operator
 PARAMETERS, SCALES = 12, 8
 OPERATIONS = ("linear", "attention", "feed_forward", "layer_norm")
 INT8_OPERATIONS = ("int8_linear", "attention", "layer_norm")
-ACTIVATIONS = ("gelu", "gelu_tanh", "relu")
 
 
 def encoder(
@@ -38,20 +37,42 @@ def encoder(
     dtype: torch.dtype | None = None,
     all_states: bool = False,
 ) -> list[Tensor]:
-    """The rows that leave the last layer of a BERT encoder, or with ``all_states`` each one
-    (Devlin et al. 2019), without dropout and without gradients.
+    """Run all layers of a BERT encoder in one call, without dropout and without gradients.
 
-    hidden (T, H): packed sequences with cu_seqlens int32 (B+1,), or T = batch · max_seqlen;
-    parameters: ``PARAMETERS`` tensors for each layer; with int8 weights, all of them, each is the
-    ``packed`` of an ``ops.int8_linear.Int8Weight``, and ``scales`` holds ``SCALES`` tensors for
-    each layer, ``scale`` and ``column_sum`` of each. mask bool and bias floating, 4-D, as in
-    ``attention``, without cu_seqlens. dtype: that of the products' results, hidden's by default;
-    under autocast hidden is fp32 and stays so from layer to layer. CPU tensors only.
+    Args:
+        hidden: Rows of shape ``(T, H)`` on the CPU: packed sequences with `cu_seqlens`, otherwise
+            ``T = batch · max_seqlen``.
+        parameters: `PARAMETERS` tensors for each layer, in the order that the comment above that
+            constant gives. With int8 weights, each weight is the ``packed`` of an ``Int8Weight``.
+        cu_seqlens: Cumulative lengths of the packed sequences, int32 of shape ``(B + 1,)``.
+        max_seqlen: Length of the longest sequence.
+        batch: Number of sequences.
+        heads: Number of attention heads.
+        scales: With int8 weights, `SCALES` tensors for each layer: ``scale`` and ``column_sum`` of
+            each linear layer.
+        mask: 4-D bool mask as in `attention`, without `cu_seqlens`.
+        bias: 4-D floating bias as in `attention`, without `cu_seqlens`.
+        eps: As in `layer_norm`.
+        activation: ``"gelu"``, ``"gelu_tanh"`` or ``"relu"``.
+        dtype: Dtype of the results of the products; that of `hidden` by default. Under autocast
+            `hidden` is fp32 and stays so from layer to layer.
+        all_states: Whether the rows after every layer are returned, or those after the last one
+            only.
 
-    Raises ValueError or TypeError naming the argument; RuntimeError where a gradient is asked for.
+    Returns:
+        List of tensors of shape ``(T, H)``, one for each layer with `all_states`, else one.
+
+    Raises:
+        ValueError: If a shape, a device or a value is not allowed, or if `backend` cannot serve the
+            call. The message names the argument, its value and what is allowed.
+        TypeError: If a dtype is not allowed.
+        RuntimeError: If a gradient is asked for.
+
+    Note:
+        Devlin et al. 2019.
     """
     require(hidden.dim() == 2, "hidden", f"shape {tuple(hidden.shape)}", "(T, H)")
-    require(activation in ACTIVATIONS, "activation", repr(activation), ", ".join(ACTIVATIONS))
+    require(activation in PLAIN, "activation", repr(activation), ", ".join(PLAIN))
     reason = backends.unavailable("cpu", hidden.device.type)
     require(
         reason is None, "hidden", hidden.device, f"a tensor that the cpu backend takes: {reason}"
@@ -67,10 +88,21 @@ def choose(
     requested: dict[str, str | None],
     operations: Sequence[str] = OPERATIONS,
 ) -> backends.Choice:
-    """Who serves the layers: the CPU's one call where its backend serves every one of the
-    ``operations`` inside; else, layer by layer, the backend of the first operation that is
-    another's. ``requested``: the backend asked for by operation. Raises ValueError where one cannot
-    serve."""
+    """Choose the backend of the layers.
+
+    Args:
+        request: What a call needs.
+        requested: The backend asked for, by operation.
+        operations: The operations of a layer.
+
+    Returns:
+        ``"cpu"`` if its backend serves every operation, so that all layers run in one call;
+        otherwise the backend of the first operation that another backend serves. The layers then
+        run one by one.
+
+    Raises:
+        ValueError: If a backend that is asked for cannot serve its operation.
+    """
     for op in operations:
         choice = backends.resolve(op, requested.get(op), request)
         if choice.backend != "cpu":
@@ -82,24 +114,26 @@ def choose(
 # The operator
 
 
-def _forward(*arguments):
+def _forward(*arguments: Any) -> list[Tensor]:
     return torch.ops.fastbert_C.encoder(*arguments)
 
 
-def _fake(hidden, parameters, scales, cu_seqlens, mask, bias, batch, max_seqlen, *rest):
-    layers = len(parameters) // PARAMETERS if rest[-1] else 1
-    return [torch.empty_like(hidden) for _ in range(layers)]
+def _fake(a: Any) -> list[Tensor]:
+    layers = len(a.parameters) // PARAMETERS if a.all_states else 1
+    return [torch.empty_like(a.hidden) for _ in range(layers)]
 
 
-def _backward(ctx, *gradients):
-    raise RuntimeError("fastbert::encoder has no derivative: the layers one by one have")
+def _backward(ctx: Any, *gradients: Any) -> dict[str, Tensor]:
+    raise RuntimeError(
+        "fastbert::encoder has no derivative: the layers have one when each is called by itself"
+    )
 
 
 _encoder = operator(
     "encoder(Tensor hidden, Tensor[] parameters, Tensor[] scales, Tensor? cu_seqlens, "
     "Tensor? mask, Tensor? bias, SymInt batch, SymInt max_seqlen, int heads, float eps, "
     "str activation, ScalarType dtype, bool all_states) -> Tensor[]",
-    _forward,
     _fake,
+    forward=_forward,
 )
 differentiable("encoder", _backward, lambda ctx, inputs, output: None)

@@ -3,31 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastbert import reference
+from fastbert.activations import ACTIVATIONS, APPROXIMATIONS
 from fastbert.ops import backend as backends
 from fastbert.ops import closed_form
 from fastbert.ops.arguments import autocast_dtype, require, require_floating, transformed
 from fastbert.ops.product import (
+    PRODUCTS,
     check_parameters,
-    gradient_of_rows,
-    gradient_of_weight,
     needs_gradient,
     parameters_for,
-    project,
     rows_of,
     runs_directly,
 )
-from fastbert.ops.register import differentiable, once_differentiable, operator
+from fastbert.ops.register import (
+    differentiable,
+    empty_like_needed,
+    once_differentiable,
+    only_needed,
+    operator,
+    or_empty,
+)
 from fastbert.ops.residual import LAYERS, Layer, with_residual
-from fastbert.reference import ACTIVATIONS, GATED
-
-# ``approximate`` of linear_gelu → the activation.
-APPROXIMATIONS = {ACTIVATIONS[name]: name for name in ("gelu", "gelu_tanh", "relu")}
 
 
 def linear_gelu(
@@ -38,12 +40,28 @@ def linear_gelu(
     approximate: str = "none",
     backend: str | None = None,
 ) -> Tensor:
-    """gelu(x Wᵀ + b), bias and GELU in one pass (Hendrycks and Gimpel 2016).
+    """Compute ``gelu(x Wᵀ + b)`` with bias and GELU in one pass.
 
-    x (..., K), weight (N, K), bias (N,) or None, one floating dtype. approximate: "none" is the
-    exact erf form, "tanh" its approximation, "relu" is ReLU. Returns (..., N) in x's dtype
-    (autocast's under autocast). Raises ValueError or TypeError naming the argument; ValueError when
-    ``backend`` cannot serve.
+    Args:
+        x: Input of shape ``(..., K)``.
+        weight: Weight of shape ``(N, K)`` in the dtype of `x`; in fp32, fp16 or bf16 under
+            autocast.
+        bias: Bias of shape ``(N,)``, or None.
+        approximate: ``"none"`` for GELU by the error function, ``"tanh"`` for its approximation by
+            the hyperbolic tangent, ``"relu"`` for ReLU.
+        backend: ``"reference"``, ``"triton"``, ``"cuda"`` or ``"cpu"``; None lets
+            ``fastbert.ops.backend.resolve`` choose.
+
+    Returns:
+        Tensor of shape ``(..., N)`` in the dtype of `x` (autocast's under autocast).
+
+    Raises:
+        ValueError: If a shape, a device or a value is not allowed, or if `backend` cannot serve the
+            call. The message names the argument, its value and what is allowed.
+        TypeError: If a dtype is not allowed.
+
+    Note:
+        Hendrycks and Gimpel 2016.
     """
     activation = APPROXIMATIONS.get(approximate)
     if activation is None:
@@ -56,8 +74,11 @@ def linear_gelu(
         return reference.linear_gelu(x, weight, bias, approximate=approximate)
     weight, bias = parameters_for(choice.backend, dtype, weight, bias)
     save = needs_gradient(x, weight, bias)
-    run = _forward if runs_directly(choice.backend, save) else _linear_gelu
-    y, _ = run(rows_of(x, dtype), weight, bias, activation, save, choice.backend)
+    rows = rows_of(x, dtype)
+    if runs_directly(choice.backend, save):
+        y, _ = _cpu_forward(rows, weight, bias, activation, save)
+    else:
+        y, _ = _linear_gelu(rows, weight, bias, activation, save, choice.backend)
     return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
 
 
@@ -73,21 +94,49 @@ def feed_forward(
     return_residual: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """gelu(x W1ᵀ + b1) W2ᵀ + b2 (Vaswani et al. 2017, eq. 2, with GELU for ReLU).
+    """Compute the feed-forward of a layer, ``activation(x W1ᵀ + b1) W2ᵀ + b2``.
 
-    x (..., K), w1 (N, K), b1 (N,) or None, w2 (M, N), b2 (M,) or None, one floating dtype;
-    activation: "gelu" (exact), "gelu_tanh" or "relu"; or "geglu" or "swiglu" with w1 (2N, K) and b1
-    (2N,), GELU or SiLU of the first half of the columns times the second half (Shazeer 2020). For
-    the backward pass the pre-activation is kept; with ``recompute`` nothing is but the arguments,
-    and the first product is formed once more. Returns (..., M) in x's dtype (autocast's under
-    autocast), with return_residual also x, as ``linear`` does. Raises ValueError or TypeError
-    naming the argument; ValueError when ``backend`` cannot serve.
+    Args:
+        x: Input of shape ``(..., K)``.
+        w1: First weight of shape ``(N, K)`` in the dtype of `x`; in fp32, fp16 or bf16 under
+            autocast. A gated activation takes ``(2 N, K)``, the gate in the first half.
+        b1: First bias of shape ``(N,)``, or ``(2 N,)`` if gated, or None.
+        w2: Second weight of shape ``(M, N)``.
+        b2: Second bias of shape ``(M,)``, or None.
+        activation: ``"gelu"`` (exact), ``"gelu_tanh"`` or ``"relu"``; or gated, ``"geglu"`` or
+            ``"swiglu"``: GELU or SiLU of the first half of the columns times the second half.
+        recompute: Whether the backward computes the first product again instead of keeping the
+            pre-activation, which saves memory.
+        return_residual: As in `linear`.
+        backend: ``"reference"``, ``"triton"``, ``"cuda"`` or ``"cpu"``; None lets
+            ``fastbert.ops.backend.resolve`` choose.
+
+    Returns:
+        Tensor of shape ``(..., M)`` in the dtype of `x` (autocast's under autocast), and with
+        `return_residual` also `x`.
+
+    Raises:
+        ValueError: If a shape, a device or a value is not allowed, or if `backend` cannot serve the
+            call. The message names the argument, its value and what is allowed.
+        TypeError: If a dtype is not allowed.
+
+    Note:
+        Vaswani et al. 2017, eq. 2, with GELU for ReLU; Shazeer 2020 for the gated forms.
+
+    Example:
+        >>> import torch
+        >>> from fastbert import ops
+        >>> x = torch.randn(8, 64)
+        >>> w1, b1 = torch.randn(256, 64), torch.zeros(256)
+        >>> w2, b2 = torch.randn(64, 256), torch.zeros(64)
+        >>> ops.feed_forward(x, w1, b1, w2, b2).shape
+        torch.Size([8, 64])
     """
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation: got {activation!r}, allowed: {', '.join(ACTIVATIONS)}")
     cast = _check_first(x, "w1", w1, "b1", b1)
     inner = w1.shape[0]
-    if activation in GATED:
+    if ACTIVATIONS[activation].gated:
         require(inner % 2 == 0, "w1", f"shape {tuple(w1.shape)}", "an even number of rows")
         inner //= 2
     check_parameters(inner, x, cast, "w2", w2, "b2", b2)
@@ -115,7 +164,7 @@ def engine_reason(rows: int, columns: int, depth: int, dtype: torch.dtype) -> st
 
     rows × columns results, each of depth products. ImportError where Triton is missing.
     """
-    from fastbert.kernels.common import gemm_engine
+    from fastbert.kernels.tiles import gemm_engine
 
     engine = gemm_engine(rows, columns, depth, dtype)
     return f"{engine.name}: {engine.reason}"
@@ -125,7 +174,9 @@ def _request(x: Tensor, dtype: torch.dtype, activation: str) -> backends.Request
     return backends.Request(x.device.type, dtype, activation=activation, transformed=transformed())
 
 
-def _check_first(x, weight_name, weight, bias_name, bias) -> torch.dtype | None:
+def _check_first(
+    x: Tensor, weight_name: str, weight: Tensor, bias_name: str, bias: Tensor | None
+) -> torch.dtype | None:
     """Checks x and the first product's parameters; what autocast computes in."""
     require_floating("x", x)
     if x.dim() == 0:
@@ -135,101 +186,96 @@ def _check_first(x, weight_name, weight, bias_name, bias) -> torch.dtype | None:
     return cast
 
 
-# linear_gelu: x (M, K) → y (M, N) and, to be saved, the pre-activation h as the backend's backward
-# wants it: with the bias, or without it in the "cuda" one, which adds it in its own pass. Of every
-# backward operator the results that are not needed are empty.
+# The operator of linear_gelu: x (M, K) → y (M, N) and the pre-activation h, which is empty unless
+# it is to be saved. The backend's backward decides what h holds: the "cuda" one adds the bias in a
+# pass of its own, so its h is without the bias.
 
 
-def _forward(x, weight, bias, activation, save, backend):
-    return backends.TABLES["linear_gelu"][backend].forward(x, weight, bias, activation, save)
+def _fake(a: Any) -> tuple[Tensor, Tensor]:
+    y = a.x.new_empty(a.x.shape[0], a.weight.shape[0])
+    return y, torch.empty_like(y) if a.save else a.x.new_empty(0)
 
 
-def _fake(x, weight, bias, activation, save, backend):
-    y = x.new_empty(x.shape[0], weight.shape[0])
-    return y, torch.empty_like(y) if save else x.new_empty(0)
-
-
-def _backward(dy, x, weight, bias, h, activation, needs, backend):
-    table = backends.TABLES["linear_gelu"][backend]
-    dh, dbias, _ = table.backward(dy, None, h, bias, activation)
-    dx = gradient_of_rows(dh, weight, None, backend) if needs[0] else None
-    dweight = gradient_of_weight(dh, x, weight, backend) if needs[1] else None
-    return _or_empty(dy, dx, dweight, dbias if needs[2] else None)
-
-
-def _backward_fake(dy, x, weight, bias, h, activation, needs, backend):
-    return _like_needed(dy, needs, x, weight, bias)
-
-
-def _or_empty(like: Tensor, *gradients: Tensor | None) -> tuple[Tensor, ...]:
-    return tuple(like.new_empty(0) if g is None else g for g in gradients)
-
-
-def _like_needed(like: Tensor, needs: list[bool], *inputs: Tensor | None) -> tuple[Tensor, ...]:
-    return tuple(
-        t.new_empty(t.shape) if need and t is not None else like.new_empty(0)
-        for t, need in zip(inputs, needs, strict=True)
+def _backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    h: Tensor,
+    activation: str,
+    needs: list[bool],
+    backend: str,
+) -> tuple[Tensor, ...]:
+    products, row = PRODUCTS[backend], backends.TABLES["linear_gelu"][backend]
+    dh, dbias, _ = row.backward(dy, None, h, bias, activation)
+    return or_empty(
+        dy,
+        products.gradient_of_rows(dh, weight, None) if needs[0] else None,
+        products.gradient_of_weight(dh, x, weight) if needs[1] else None,
+        dbias if needs[2] else None,
     )
 
 
-def _needed(gradients: tuple[Tensor, ...], needs: list[bool]) -> tuple[Tensor | None, ...]:
-    return tuple(g if need else None for g, need in zip(gradients, needs, strict=True))
+def _backward_fake(a: Any) -> tuple[Tensor, ...]:
+    return empty_like_needed(a.dy, a.needs, a.x, a.weight, a.bias)
 
 
 _linear_gelu = operator(
     "linear_gelu(Tensor x, Tensor weight, Tensor? bias, str activation, bool save, str backend) "
     "-> (Tensor, Tensor)",
-    _forward,
     _fake,
+    table="linear_gelu",
 )
 _linear_gelu_backward = operator(
     "linear_gelu_backward(Tensor dy, Tensor x, Tensor weight, Tensor? bias, Tensor h, "
     "str activation, bool[] needs, str backend) -> (Tensor, Tensor, Tensor)",
-    _backward,
     _backward_fake,
+    forward=_backward,
 )
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, weight, bias, ctx.activation, _, ctx.backend = inputs
-    ctx.save_for_backward(x, weight, bias, output[1])
-    ctx.mark_non_differentiable(output[1])
+def _setup_context(ctx: Any, a: Any, output: tuple[Tensor, Tensor]) -> None:
+    _, h = output
+    ctx.activation, ctx.backend = a.activation, a.backend
+    ctx.save_for_backward(a.x, a.weight, a.bias, h)
+    ctx.mark_non_differentiable(h)
 
 
-def _gradient(ctx: Any, dy: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    needs = ctx.needs_input_grad[:3]
-    gradients = _linear_gelu_backward(dy, *ctx.saved_tensors, ctx.activation, needs, ctx.backend)
-    return *_needed(gradients, needs), None, None, None
+def _gradient(ctx: Any, dy: Tensor, _: Tensor | None) -> dict[str, Tensor]:
+    x, weight, bias, h = ctx.saved_tensors
+    needs = [ctx.needs.x, ctx.needs.weight, ctx.needs.bias]
+    gradients = _linear_gelu_backward(dy, x, weight, bias, h, ctx.activation, needs, ctx.backend)
+    return only_needed(("x", "weight", "bias"), gradients, needs)
 
 
 differentiable("linear_gelu", _gradient, _setup_context)
 once_differentiable("linear_gelu_backward")
 
 
-# feed_forward: y (M, O) and, to be saved, h as above
+# The operator of feed_forward: x (M, K) → y (M, O) and h as above
 
 
-def _feed_forward_forward(x, w1, b1, w2, b2, activation, save, backend):
+def _feed_forward_forward(
+    x: Tensor,
+    w1: Tensor,
+    b1: Tensor | None,
+    w2: Tensor,
+    b2: Tensor | None,
+    activation: str,
+    save: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
     a, h = backends.TABLES["feed_forward"][backend].forward(x, w1, b1, activation, save)
-    return project(a, w2, b2, backend), h
+    return PRODUCTS[backend].project(a, w2, b2), h
 
 
-def _feed_forward_fake(x, w1, b1, w2, b2, activation, save, backend):
-    h = x.new_empty(x.shape[0], w1.shape[0]) if save else x.new_empty(0)
-    return x.new_empty(x.shape[0], w2.shape[0]), h
+def _feed_forward_fake(a: Any) -> tuple[Tensor, Tensor]:
+    rows = a.x.shape[0]
+    h = a.x.new_empty(rows, a.w1.shape[0]) if a.save else a.x.new_empty(0)
+    return a.x.new_empty(rows, a.w2.shape[0]), h
 
 
-class Gradients(NamedTuple):
-    """Of ``feed_forward``'s inputs, None where they are not needed."""
-
-    x: Tensor | None
-    w1: Tensor | None
-    b1: Tensor | None
-    w2: Tensor | None
-    b2: Tensor | None
-
-
-def feed_forward_gradients(
+def _feed_forward_backward_forward(
     dy: Tensor,
     x: Tensor,
     w1: Tensor,
@@ -237,87 +283,100 @@ def feed_forward_gradients(
     w2: Tensor,
     b2: Tensor | None,
     h: Tensor | None,
+    dresidual: Tensor | None,
     activation: str,
     needs: list[bool],
     backend: str,
-    dresidual: Tensor | None = None,
-) -> Gradients:
-    """What the operator's backward computes, below autograd.
+) -> tuple[Tensor, ...]:
+    """The gradients of x, w1, b1, w2 and b2.
 
-    dy (M, O) of the result for x (M, K); h (M, N) as the forward saved it, or None to have it
-    formed here; needs: which of x, w1, b1, w2, b2 want a gradient. dresidual (M, K), the gradient
-    that comes to x on another way, is added to x's in the GEMM that makes it.
+    h is the pre-activation (M, N) that the forward saved; None has it computed here. dresidual
+    (M, K), the gradient that reaches x through the residual connection, is added in the GEMM that
+    computes the gradient of x.
     """
-    table = backends.TABLES["feed_forward"][backend]
-    dx = dw1 = db1 = dw2 = None
+    products, row = PRODUCTS[backend], backends.TABLES["feed_forward"][backend]
+    dx = dw1 = db1 = dw2 = db2 = None
     if any(needs[:4]):
         if h is None:
-            h = project(x, w1, None if backend == "cuda" else b1, backend)
-        dh, db1, a = table.backward(dy, w2, h, b1, activation)
-        if needs[0]:
-            dx = gradient_of_rows(dh, w1, dresidual, backend)
-        dw1 = gradient_of_weight(dh, x, w1, backend) if needs[1] else None
-        dw2 = gradient_of_weight(dy, a, w2, backend) if needs[3] else None
-    sum_rows = backends.TABLES["linear"][_summing(backend)].backward
-    db2 = sum_rows(dy, b2.dtype) if b2 is not None and needs[4] else None
-    return Gradients(dx, dw1, db1 if needs[2] else None, dw2, db2)
+            h = products.project(x, w1, None if backend == "cuda" else b1)
+        dh, db1, a = row.backward(dy, w2, h, b1, activation)
+        dx = products.gradient_of_rows(dh, w1, dresidual) if needs[0] else None
+        dw1 = products.gradient_of_weight(dh, x, w1) if needs[1] else None
+        dw2 = products.gradient_of_weight(dy, a, w2) if needs[3] else None
+    if b2 is not None and needs[4]:
+        db2 = products.sum_rows(dy, b2.dtype)
+    return or_empty(dy, dx, dw1, db1 if needs[2] else None, dw2, db2)
 
 
-def _summing(backend: str) -> str:
-    """The backend that sums the rows of a second bias's gradient."""
-    return backend if backend in backends.TABLES["linear"] else "reference"
-
-
-def _feed_forward_backward_forward(dy, x, w1, b1, w2, b2, h, dresidual, activation, needs, backend):
-    gradients = feed_forward_gradients(
-        dy, x, w1, b1, w2, b2, h, activation, needs, backend, dresidual
-    )
-    return _or_empty(dy, *gradients)
-
-
-def _feed_forward_backward_fake(dy, x, w1, b1, w2, b2, h, dresidual, activation, needs, backend):
-    return _like_needed(dy, needs, x if dresidual is None else dresidual, w1, b1, w2, b2)
+def _feed_forward_backward_fake(a: Any) -> tuple[Tensor, ...]:
+    dx_like = a.x if a.dresidual is None else a.dresidual
+    return empty_like_needed(a.dy, a.needs, dx_like, a.w1, a.b1, a.w2, a.b2)
 
 
 _feed_forward = operator(
     "feed_forward(Tensor x, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, str activation, "
     "bool save, str backend) -> (Tensor, Tensor)",
-    _feed_forward_forward,
     _feed_forward_fake,
+    forward=_feed_forward_forward,
 )
 _feed_forward_backward = operator(
     "feed_forward_backward(Tensor dy, Tensor x, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, "
     "Tensor? h, Tensor? dresidual, str activation, bool[] needs, str backend) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _feed_forward_backward_forward,
     _feed_forward_backward_fake,
+    forward=_feed_forward_backward_forward,
 )
 
 
-def _feed_forward_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    x, w1, b1, w2, b2, ctx.activation, save, ctx.backend = inputs
-    ctx.save_for_backward(x, w1, b1, w2, b2, output[1] if save else None)
-    ctx.mark_non_differentiable(output[1])
+def _feed_forward_setup_context(ctx: Any, a: Any, output: tuple[Any, ...]) -> None:
+    _, h = output
+    ctx.activation, ctx.backend = a.activation, a.backend
+    ctx.save_for_backward(a.x, a.w1, a.b1, a.w2, a.b2, h if a.save else None)
+    ctx.mark_non_differentiable(h)
 
 
-def _feed_forward_gradient(ctx: Any, dy: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    needs = ctx.needs_input_grad[:5]
+def _feed_forward_gradient(ctx: Any, dy: Tensor, _: Tensor | None) -> dict[str, Tensor]:
+    x, w1, b1, w2, b2, h = ctx.saved_tensors
+    names = ("x", "w1", "b1", "w2", "b2")
+    needs = [getattr(ctx.needs, name) for name in names]
     gradients = _feed_forward_backward(
-        dy, *ctx.saved_tensors, None, ctx.activation, needs, ctx.backend
+        dy, x, w1, b1, w2, b2, h, None, ctx.activation, needs, ctx.backend
     )
-    return *_needed(gradients, needs), None, None, None
+    return only_needed(names, gradients, needs)
 
 
 differentiable("feed_forward", _feed_forward_gradient, _feed_forward_setup_context)
 once_differentiable("feed_forward_backward")
 
 
-def _layer_forward(x, w1, b1, w2, b2, activation, save, backend):
+def _layer_forward(
+    x: Tensor,
+    w1: Tensor,
+    b1: Tensor | None,
+    w2: Tensor,
+    b2: Tensor | None,
+    activation: str,
+    save: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor | None]:
     y, h = _feed_forward(x, w1, b1, w2, b2, activation, save, backend)
     return y, h if save else None
 
 
-def _layer_backward(dy, x, w1, b1, w2, b2, h, dresidual, needs, activation, save, backend):
+def _layer_backward(
+    dy: Tensor,
+    x: Tensor,
+    w1: Tensor,
+    b1: Tensor | None,
+    w2: Tensor,
+    b2: Tensor | None,
+    h: Tensor | None,
+    dresidual: Tensor | None,
+    needs: list[bool],
+    activation: str,
+    save: bool,
+    backend: str,
+) -> tuple[Tensor, ...]:
     return _feed_forward_backward(dy, x, w1, b1, w2, b2, h, dresidual, activation, needs, backend)
 
 
@@ -329,26 +388,30 @@ LAYERS["feed_forward"] = Layer(_layer_forward, _layer_backward)
 # the activation itself, which the gradient of the second weight needs.
 
 
-def _triton_forward(x, weight, bias, activation, save):
+def _triton_forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, save: bool
+) -> tuple[Tensor, Tensor]:
     from fastbert.kernels.feed_forward import linear_gelu_forward
 
     y, h = linear_gelu_forward(
         x,
         weight,
         bias,
-        approximate=ACTIVATIONS[activation],
-        gated=activation in GATED,
+        approximate=ACTIVATIONS[activation].approximate,
+        gated=ACTIVATIONS[activation].gated,
         save=save,
     )
     return y, x.new_empty(0) if h is None else h
 
 
-def _triton_backward(dy, w2, h, bias, activation):
+def _triton_backward(
+    dy: Tensor, w2: Tensor | None, h: Tensor, bias: Tensor | None, activation: str
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     from fastbert.kernels.feed_forward_backward import feed_forward_backward, gelu_backward
 
     options = {
-        "approximate": ACTIVATIONS[activation],
-        "gated": activation in GATED,
+        "approximate": ACTIVATIONS[activation].approximate,
+        "gated": ACTIVATIONS[activation].gated,
         "sum_rows": bias is not None,
     }
     if w2 is None:
@@ -356,35 +419,45 @@ def _triton_backward(dy, w2, h, bias, activation):
     return feed_forward_backward(dy, w2, h, **options)
 
 
-def _extension_forward(x, weight, bias, activation, save):
+def _extension_forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, save: bool
+) -> tuple[Tensor, Tensor]:
     h = x @ weight.t()
-    y = torch.ops.fastbert_C.bias_gelu_forward(h, bias, ACTIVATIONS[activation])
+    y = torch.ops.fastbert_C.bias_gelu_forward(h, bias, ACTIVATIONS[activation].approximate)
     return y, h if save else x.new_empty(0)
 
 
-def _extension_backward(dy, w2, h, bias, activation):
-    da, form = dy if w2 is None else dy @ w2, ACTIVATIONS[activation]
+def _extension_backward(
+    dy: Tensor, w2: Tensor | None, h: Tensor, bias: Tensor | None, activation: str
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    da, form = dy if w2 is None else dy @ w2, ACTIVATIONS[activation].approximate
     dh, dbias = torch.ops.fastbert_C.bias_gelu_backward(da, h, bias, form)
     a = None if w2 is None else torch.ops.fastbert_C.bias_gelu_forward(h, bias, form)
     return dh, dbias, a
 
 
-def _cpu_forward(x, weight, bias, activation, save):
-    if activation not in GATED:
+def _cpu_forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, save: bool
+) -> tuple[Tensor, Tensor]:
+    if not ACTIVATIONS[activation].gated:
         return torch.ops.fastbert_C.linear(x, weight, bias, None, activation, save)
-    h = project(x, weight, bias, "cpu")
+    h = PRODUCTS["cpu"].project(x, weight, bias)
     y = torch.ops.fastbert_C.activation_forward(h, None, activation)
     return y, h if save else x.new_empty(0)
 
 
-def _cpu_backward(dy, w2, h, bias, activation):
-    da = dy if w2 is None else gradient_of_rows(dy, w2, None, "cpu")
+def _cpu_backward(
+    dy: Tensor, w2: Tensor | None, h: Tensor, bias: Tensor | None, activation: str
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    da = dy if w2 is None else PRODUCTS["cpu"].gradient_of_rows(dy, w2, None)
     summed, again = bias is not None, w2 is not None
     dh, dbias, a = torch.ops.fastbert_C.activation_backward(da, h, None, activation, summed, again)
     return dh, None if bias is None else dbias.to(bias.dtype), a
 
 
-def _reference_backward(dy, w2, h, bias, activation):
+def _reference_backward(
+    dy: Tensor, w2: Tensor | None, h: Tensor, bias: Tensor | None, activation: str
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     da = dy if w2 is None else dy @ w2
     return closed_form.gelu_backward(da, h, bias is not None, activation)
 

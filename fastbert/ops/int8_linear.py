@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastbert import reference
+from fastbert.activations import PLAIN
 from fastbert.ops import backend as backends
 from fastbert.ops.arguments import (
     require,
@@ -16,27 +17,12 @@ from fastbert.ops.arguments import (
     require_shape,
 )
 from fastbert.ops.register import operator
+from fastbert.reference import Int8Weight, int8_weight, pack, unpack
 
-ACTIVATIONS = ("none", "gelu", "gelu_tanh", "relu")
-# Sums of 255 times 128 stay below 2^31 up to here.
-LARGEST_DEPTH = 65536
-# Packed weights are padded to whole tiles: panels to a multiple of four, K to one of 64.
-PANELS, DEPTH = 4, 64
+__all__ = ["Int8Weight", "int8_linear", "int8_weight", "layout", "pack", "unpack"]
 
-
-class Int8Weight(NamedTuple):
-    """W ≈ scale · integers, as the kernels read it.
-
-    ``packed`` int8 (panels, K / group, lanes, group) with panels of ``lanes`` outputs; ``scale``
-    fp32 and ``column_sum`` int32, the sum of each output's integers, both (panels · lanes,);
-    ``outputs`` N, ``inputs`` K. What pads is 0.
-    """
-
-    packed: Tensor
-    scale: Tensor
-    column_sum: Tensor
-    outputs: int
-    inputs: int
+# The products have an epilogue for the activations that are not gated.
+ACTIVATIONS = ("none", *PLAIN)
 
 
 def layout() -> tuple[int, int]:
@@ -44,32 +30,6 @@ def layout() -> tuple[int, int]:
     if backends.EXTENSION is None:
         return 16, 4
     return torch.ops.fastbert_C.int8_layout()
-
-
-def integers(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """weight (N, K) ≈ values · scale; see ``fastbert.reference.int8_weight``."""
-    return reference.int8_weight(weight)
-
-
-def pack(values: Tensor, scale: Tensor, lanes: int, group: int) -> Int8Weight:
-    """values int8 (N, K) and scale fp32 (N,) in the layout of ``lanes`` and ``group``."""
-    outputs, inputs = values.shape
-    panels = -(-outputs // (lanes * PANELS)) * PANELS
-    depth = -(-inputs // DEPTH) * DEPTH
-    padded = values.new_zeros(panels * lanes, depth)
-    padded[:outputs, :inputs] = values
-    packed = padded.view(panels, lanes, depth // group, group).transpose(1, 2).contiguous()
-    scales = scale.new_zeros(panels * lanes, dtype=torch.float32)
-    scales[:outputs] = scale
-    return Int8Weight(packed, scales, padded.sum(1, dtype=torch.int32), outputs, inputs)
-
-
-def unpack(weight: Int8Weight) -> tuple[Tensor, Tensor]:
-    """What ``pack`` was given: values (N, K) and scale (N,)."""
-    panels, groups, lanes, group = weight.packed.shape
-    values = weight.packed.transpose(1, 2).reshape(panels * lanes, groups * group)
-    values = values[: weight.outputs, : weight.inputs].contiguous()
-    return values, weight.scale[: weight.outputs].clone()
 
 
 def int8_linear(
@@ -81,13 +41,33 @@ def int8_linear(
     activation: str = "none",
     backend: str | None = None,
 ) -> Tensor:
-    """activation(q(x) Wᵀ + b) + residual with products and sums in integers, exact at every level
-    (the scheme of Jacob et al. 2018); see ``fastbert.reference.int8_linear`` for q.
+    """Compute a linear layer with 8-bit integers, for inference.
 
-    x (..., K) fp32, bf16 or fp16; bias (N,) floating; residual (..., N) in the dtype of the result:
-    x's, autocast's under autocast. activation: "none", "gelu" (exact), "gelu_tanh", "relu". A row
-    with an element that is not finite gives NaN. Inference only. Raises ValueError or TypeError
-    naming the argument; RuntimeError where x wants a gradient.
+    Each row of `x` is quantised to 8 bits by ``fastbert.reference.int8_rows``. Products and sums
+    are formed in integers and are exact, so every instruction set gives the same bits. The result
+    is ``activation(q(x) Wᵀ + b) + residual``.
+
+    Args:
+        x: Input of shape ``(..., K)``; fp32, bf16 or fp16.
+        weight: Quantised weight, as ``fastbert.reference.pack`` makes it.
+        bias: Bias of shape ``(N,)``, floating, or None.
+        residual: Added last; of shape ``(..., N)`` in the dtype of the result.
+        activation: ``"none"``, ``"gelu"`` (exact), ``"gelu_tanh"`` or ``"relu"``.
+        backend: ``"reference"``, ``"triton"``, ``"cuda"`` or ``"cpu"``; None lets
+            ``fastbert.ops.backend.resolve`` choose.
+
+    Returns:
+        Tensor of shape ``(..., N)`` in the dtype of `x` (autocast's under autocast). A row of `x`
+        with an element that is not finite gives NaN.
+
+    Raises:
+        ValueError: If a shape, a device or a value is not allowed, or if `backend` cannot serve the
+            call. The message names the argument, its value and what is allowed.
+        TypeError: If a dtype is not allowed.
+        RuntimeError: If `x` requires a gradient.
+
+    Note:
+        The scheme is that of Jacob et al. 2018.
     """
     require_floating("x", x)
     require(x.dim() >= 1, "x", f"shape {tuple(x.shape)}", "(..., K)")
@@ -110,7 +90,7 @@ def int8_linear(
     choice = backends.resolve("int8_linear", backend, backends.Request(device, x.dtype))
     arguments = (rows, *weight[:3], outputs, bias, residual, activation, dtype)
     if choice.backend == "cpu" and not torch.compiler.is_compiling():
-        y = _cpu_forward(*arguments)  # the same, sooner
+        y = _cpu_forward(*arguments)  # Skips the dispatcher; the result is the same.
     else:
         y = _int8_linear(*arguments, choice.backend)
     return y.view(*x.shape[:-1], outputs)
@@ -119,40 +99,43 @@ def int8_linear(
 # The operator: x (M, K) → (M, N)
 
 
-def _forward(x, packed, scale, column_sum, outputs, bias, residual, activation, dtype, backend):
-    forward = backends.TABLES["int8_linear"][backend].forward
-    return forward(x, packed, scale, column_sum, outputs, bias, residual, activation, dtype)
-
-
-def _fake(x, packed, scale, column_sum, outputs, bias, residual, activation, dtype, backend):
-    return x.new_empty(x.shape[0], outputs, dtype=dtype)
+def _fake(a: Any) -> Tensor:
+    return a.x.new_empty(a.x.shape[0], a.outputs, dtype=a.dtype)
 
 
 _int8_linear = operator(
     "int8_linear(Tensor x, Tensor packed, Tensor scale, Tensor column_sum, int outputs, "
     "Tensor? bias, Tensor? residual, str activation, ScalarType dtype, str backend) -> Tensor",
-    _forward,
     _fake,
+    table="int8_linear",
 )
 
 
 # Backends
 
 
-def _no_gradient(*_):
+def _no_gradient(*_: Any) -> None:
     raise RuntimeError("int8_linear has no gradient")
 
 
-def _reference_forward(x, packed, scale, column_sum, outputs, bias, residual, activation, dtype):
-    values, scale = unpack(Int8Weight(packed, scale, column_sum, outputs, x.shape[1]))
-    y = reference.int8_linear(x, values, scale, bias, residual=residual, activation=activation)
+def _reference_forward(
+    x: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    column_sum: Tensor,
+    outputs: int,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    activation: str,
+    dtype: torch.dtype,
+) -> Tensor:
+    weight = Int8Weight(packed, scale, column_sum, outputs, x.shape[1])
+    y = reference.int8_linear(x, weight, bias, residual=residual, activation=activation)
     return y.to(dtype)
 
 
-def _cpu_forward(x, packed, scale, column_sum, outputs, bias, residual, activation, dtype):
-    return torch.ops.fastbert_C.int8_linear(
-        x, packed, scale, column_sum, outputs, bias, residual, activation, dtype
-    )
+def _cpu_forward(*arguments: Any) -> Tensor:
+    return torch.ops.fastbert_C.int8_linear(*arguments)
 
 
 backends.TABLES["int8_linear"] = {

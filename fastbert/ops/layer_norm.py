@@ -34,13 +34,39 @@ def layer_norm(
     backend: str | None = None,
     dropout_seed: Tensor | None = None,
 ) -> Tensor:
-    """LN(residual + dropout(x + x_bias)) over the last dimension (Ba et al. 2016), in one pass.
+    """Normalize ``residual + dropout(x + x_bias)`` over the last dimension, in one pass.
 
-    x (..., N), residual of the same shape; weight, bias, x_bias (N,) in any floating dtype.
-    Statistics are fp32. The result has x's shape and the dtype x and residual promote to, under
-    autocast as well, so that an fp32 residual stream stays fp32. dropout_seed as in ``attention``.
+    Args:
+        x: Input of shape ``(..., N)``; fp32, fp16, bf16, or fp64 on the reference.
+        weight: Scale of shape ``(N,)``, in any floating dtype.
+        bias: Shift of shape ``(N,)``, in any floating dtype.
+        residual: Added before the normalization; of the shape of `x`.
+        x_bias: Added to `x` before the dropout; of shape ``(N,)``.
+        dropout_p: Probability with which an element of ``x + x_bias`` is dropped.
+        eps: Added to the variance.
+        backend: ``"reference"``, ``"triton"``, ``"cuda"`` or ``"cpu"``; None lets
+            ``fastbert.ops.backend.resolve`` choose.
+        dropout_seed: Seed of the dropout mask, int64 of shape ``(1,)``; None draws one from torch's
+            generator of the device. The same seed gives the same mask on every backend.
 
-    Raises ValueError or TypeError naming the argument; ValueError when ``backend`` cannot serve.
+    Returns:
+        Tensor of the shape of `x` in the dtype to which `x` and `residual` promote, also under
+        autocast, so that a residual stream in fp32 stays in fp32.
+
+    Raises:
+        ValueError: If a shape, a device or a value is not allowed, or if `backend` cannot serve the
+            call. The message names the argument, its value and what is allowed.
+        TypeError: If a dtype is not allowed.
+
+    Note:
+        Ba et al. 2016. Mean and variance are computed in fp32, in two passes over the row.
+
+    Example:
+        >>> import torch
+        >>> from fastbert import ops
+        >>> x, residual = torch.randn(2, 3, 768), torch.randn(2, 3, 768)
+        >>> ops.layer_norm(x, torch.ones(768), torch.zeros(768), residual=residual).shape
+        torch.Size([2, 3, 768])
     """
     require_floating("x", x)
     require(x.dim() >= 1 and x.shape[-1] >= 1, "x", f"shape {tuple(x.shape)}", "(..., N), N >= 1")
@@ -68,65 +94,55 @@ def layer_norm(
 # The operator. Rows are flattened: x (R, N); mean and rstd (R,).
 
 
-def _forward(x, weight, bias, residual, x_bias, seed, dropout_p, eps, backend):
-    table = backends.TABLES["layer_norm"]
-    return table[backend].forward(x, weight, bias, residual, x_bias, seed, dropout_p, eps)
+def _fake(a: Any) -> tuple[Tensor, ...]:
+    statistics = a.x.new_empty(a.x.shape[0], dtype=torch.promote_types(a.x.dtype, torch.float32))
+    return a.x.new_empty(a.x.shape), statistics, torch.empty_like(statistics)
 
 
-def _fake(x, weight, bias, residual, x_bias, seed, dropout_p, eps, backend):
-    statistics = x.new_empty(x.shape[0], dtype=torch.promote_types(x.dtype, torch.float32))
-    return x.new_empty(x.shape), statistics, torch.empty_like(statistics)
-
-
-def _backward(dy, x, weight, mean, rstd, residual, x_bias, seed, dropout_p, backend):
-    table = backends.TABLES["layer_norm"]
-    return table[backend].backward(dy, x, weight, mean, rstd, residual, x_bias, seed, dropout_p)
-
-
-def _backward_fake(dy, x, weight, mean, rstd, residual, x_bias, seed, dropout_p, backend):
-    dx = x.new_empty(x.shape if dropout_p > 0 else (0,))
-    dx_bias = mean.new_empty(0) if x_bias is None else x_bias.new_empty(x_bias.shape)
-    dweight = weight.new_empty(weight.shape)
-    return x.new_empty(x.shape), dx, dweight, torch.empty_like(dweight), dx_bias
+def _backward_fake(a: Any) -> tuple[Tensor, ...]:
+    dx = a.x.new_empty(a.x.shape if a.dropout_p > 0 else (0,))
+    dx_bias = a.mean.new_empty(0) if a.x_bias is None else a.x_bias.new_empty(a.x_bias.shape)
+    dweight = a.weight.new_empty(a.weight.shape)
+    return a.x.new_empty(a.x.shape), dx, dweight, torch.empty_like(dweight), dx_bias
 
 
 _layer_norm = operator(
     "layer_norm(Tensor x, Tensor weight, Tensor bias, Tensor? residual, Tensor? x_bias, "
     "Tensor? seed, float dropout_p, float eps, str backend) -> (Tensor, Tensor, Tensor)",
-    _forward,
     _fake,
+    table="layer_norm",
 )
-# Returns the gradients of the sum (hence of residual), of x (empty without dropout: the same then),
-# of weight, bias and x_bias (empty without one).
+# The results are the gradients of the sum, which is also that of the residual; of x, empty without
+# dropout because it then equals the first; of weight and bias; and of x_bias, empty without one.
 _layer_norm_backward = operator(
     "layer_norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor mean, Tensor rstd, "
     "Tensor? residual, Tensor? x_bias, Tensor? seed, float dropout_p, str backend) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _backward,
     _backward_fake,
+    table="layer_norm",
 )
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, weight, _, residual, x_bias, seed, ctx.dropout_p, _, ctx.backend = inputs
+def _setup_context(ctx: Any, a: Any, output: tuple[Tensor, ...]) -> None:
     _, mean, rstd = output
-    ctx.save_for_backward(x, weight, mean, rstd, residual, x_bias, seed)
+    ctx.dropout_p, ctx.backend = a.dropout_p, a.backend
+    ctx.save_for_backward(a.x, a.weight, mean, rstd, a.residual, a.x_bias, a.seed)
     ctx.mark_non_differentiable(mean, rstd)
 
 
-def _gradient(ctx: Any, dy: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-    # Unpacked once: activation checkpointing allows no second look.
-    saved = ctx.saved_tensors
-    residual, x_bias = saved[4:6]
-    dsum, dx, dweight, dbias, dx_bias = _layer_norm_backward(dy, *saved, ctx.dropout_p, ctx.backend)
-    return (
-        dx if ctx.dropout_p > 0 else dsum,
-        dweight,
-        dbias,
-        None if residual is None else dsum,
-        None if x_bias is None else dx_bias,
-        *[None] * 4,
+def _gradient(ctx: Any, dy: Tensor, *_: Tensor | None) -> dict[str, Tensor | None]:
+    # Activation checkpointing allows one look at the saved tensors.
+    x, weight, mean, rstd, residual, x_bias, seed = ctx.saved_tensors
+    dsum, dx, dweight, dbias, dx_bias = _layer_norm_backward(
+        dy, x, weight, mean, rstd, residual, x_bias, seed, ctx.dropout_p, ctx.backend
     )
+    return {
+        "x": dx if ctx.dropout_p > 0 else dsum,
+        "weight": dweight,
+        "bias": dbias,
+        "residual": None if residual is None else dsum,
+        "x_bias": None if x_bias is None else dx_bias,
+    }
 
 
 differentiable("layer_norm", _gradient, _setup_context)
@@ -136,7 +152,16 @@ once_differentiable("layer_norm_backward")
 # Backends
 
 
-def _triton_forward(x, weight, bias, residual, x_bias, seed, dropout_p, eps):
+def _triton_forward(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    residual: Tensor | None,
+    x_bias: Tensor | None,
+    seed: Tensor | None,
+    dropout_p: float,
+    eps: float,
+) -> tuple[Tensor, ...]:
     from fastbert.kernels.layer_norm import layer_norm_forward
 
     return layer_norm_forward(
@@ -144,7 +169,17 @@ def _triton_forward(x, weight, bias, residual, x_bias, seed, dropout_p, eps):
     )
 
 
-def _triton_backward(dy, x, weight, mean, rstd, residual, x_bias, seed, dropout_p):
+def _triton_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    residual: Tensor | None,
+    x_bias: Tensor | None,
+    seed: Tensor | None,
+    dropout_p: float,
+) -> tuple[Tensor, ...]:
     from fastbert.kernels.layer_norm import layer_norm_backward
 
     dsum, dx, dweight, dbias, dx_bias = layer_norm_backward(
@@ -154,11 +189,11 @@ def _triton_backward(dy, x, weight, mean, rstd, residual, x_bias, seed, dropout_
     return dsum, dx, dweight, dbias, mean.new_empty(0) if dx_bias is None else dx_bias
 
 
-def _extension_forward(*arguments):
+def _extension_forward(*arguments: Any) -> tuple[Tensor, ...]:
     return torch.ops.fastbert_C.layer_norm_forward(*arguments)
 
 
-def _extension_backward(*arguments):
+def _extension_backward(*arguments: Any) -> tuple[Tensor, ...]:
     return torch.ops.fastbert_C.layer_norm_backward(*arguments)
 
 

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from fastbert import reference
 from fastbert.ops import backend as backends
 from fastbert.ops.arguments import autocast_dtype, require_floating, transformed
 from fastbert.ops.product import (
+    PRODUCTS,
+    Products,
     check_parameters,
-    gradient_of_rows,
-    gradient_of_weight,
     needs_gradient,
     parameters_for,
-    project,
     rows_of,
 )
-from fastbert.ops.register import differentiable, once_differentiable, operator
+from fastbert.ops.register import (
+    differentiable,
+    empty_like_needed,
+    once_differentiable,
+    only_needed,
+    operator,
+    or_empty,
+)
 from fastbert.ops.residual import LAYERS, Layer, with_residual
 
 
@@ -31,13 +37,27 @@ def linear(
     return_residual: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """x Wᵀ + b, the bias in the GEMM's epilogue and its gradient a deterministic sum.
+    """Compute ``x Wᵀ + b`` with the bias in the epilogue of the matrix product.
 
-    x (..., K), weight (N, K), bias (N,) or None, one floating dtype. Returns (..., N) in x's dtype
-    (autocast's under autocast). With return_residual also x, for a residual connection around this
-    layer: the gradient that comes back through it is added inside the GEMM that makes x's, where
-    autograd would launch an addition. Raises ValueError or TypeError naming the argument;
-    ValueError when ``backend`` cannot serve.
+    Args:
+        x: Input of shape ``(..., K)``.
+        weight: Weight of shape ``(N, K)`` in the dtype of `x`; in fp32, fp16 or bf16 under
+            autocast.
+        bias: Bias of shape ``(N,)`` in a dtype that `weight` may have, or None.
+        return_residual: Whether `x` is returned too, for a residual connection around the layer.
+            The gradient that reaches `x` through that connection is then added inside the product
+            that computes the gradient of `x`, which saves an addition.
+        backend: ``"reference"``, ``"triton"``, ``"cuda"`` or ``"cpu"``; None lets
+            ``fastbert.ops.backend.resolve`` choose.
+
+    Returns:
+        Tensor of shape ``(..., N)`` in the dtype of `x` (autocast's under autocast), and with
+        `return_residual` also `x`. The gradient of `bias` is a deterministic sum.
+
+    Raises:
+        ValueError: If a shape, a device or a value is not allowed, or if `backend` cannot serve the
+            call. The message names the argument, its value and what is allowed.
+        TypeError: If a dtype is not allowed.
     """
     require_floating("x", x)
     if x.dim() == 0:
@@ -53,8 +73,11 @@ def linear(
     differentiated = needs_gradient(x, weight, bias)
     if return_residual and differentiated and x.requires_grad:
         return with_residual("linear", x, dtype, (weight, bias), (choice.backend,))
-    product = _linear if differentiated else project
-    y = product(rows_of(x, dtype), weight, bias, choice.backend)
+    rows = rows_of(x, dtype)
+    if differentiated:
+        y = _linear(rows, weight, bias, choice.backend)
+    else:
+        y = PRODUCTS[choice.backend].project(rows, weight, bias)
     y = y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
     return (y, x) if return_residual else y
 
@@ -62,81 +85,96 @@ def linear(
 # The operator: x (M, K) → y (M, N)
 
 
-def _fake(x, weight, bias, backend):
-    return x.new_empty(x.shape[0], weight.shape[0])
+def _fake(a: Any) -> Tensor:
+    return a.x.new_empty(a.x.shape[0], a.weight.shape[0])
 
 
-def _backward(dy, x, weight, bias, dresidual, needs, backend):
-    needs_x, needs_weight, needs_bias = needs
-    dx = gradient_of_rows(dy, weight, dresidual, backend) if needs_x else dy.new_empty(0)
-    dweight = gradient_of_weight(dy, x, weight, backend) if needs_weight else dy.new_empty(0)
-    sum_rows = backends.TABLES["linear"][backend].backward
-    return dx, dweight, sum_rows(dy, bias.dtype) if needs_bias else dy.new_empty(0)
-
-
-def _backward_fake(dy, x, weight, bias, dresidual, needs, backend):
-    inputs = (x if dresidual is None else dresidual, weight, bias)
-    return tuple(
-        t.new_empty(t.shape) if need else dy.new_empty(0)
-        for t, need in zip(inputs, needs, strict=True)
-    )
+def _backward_fake(a: Any) -> tuple[Tensor, ...]:
+    dx_like = a.x if a.dresidual is None else a.dresidual
+    return empty_like_needed(a.dy, a.needs, dx_like, a.weight, a.bias)
 
 
 _linear = operator(
-    "linear(Tensor x, Tensor weight, Tensor? bias, str backend) -> Tensor", project, _fake
+    "linear(Tensor x, Tensor weight, Tensor? bias, str backend) -> Tensor", _fake, table="linear"
 )
-# Gradients of x (the residual's among them where there is one), weight and bias; empty where
-# ``needs`` says that nobody asks.
+# The results are the gradients of x, with that of the residual added, of weight and of bias. A
+# gradient that ``needs`` does not ask for is empty.
 _linear_backward = operator(
     "linear_backward(Tensor dy, Tensor x, Tensor weight, Tensor? bias, Tensor? dresidual, "
     "bool[] needs, str backend) -> (Tensor, Tensor, Tensor)",
-    _backward,
     _backward_fake,
+    table="linear",
 )
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.backend = inputs
-    ctx.save_for_backward(*tensors)
+def _setup_context(ctx: Any, a: Any, output: Tensor) -> None:
+    ctx.backend = a.backend
+    ctx.save_for_backward(a.x, a.weight, a.bias)
 
 
-def _gradient(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    needs = list(ctx.needs_input_grad[:3])
-    gradients = _linear_backward(dy, *ctx.saved_tensors, None, needs, ctx.backend)
-    return *(g if need else None for g, need in zip(gradients, needs, strict=True)), None
+def _gradient(ctx: Any, dy: Tensor) -> dict[str, Tensor | None]:
+    x, weight, bias = ctx.saved_tensors
+    needs = [ctx.needs.x, ctx.needs.weight, ctx.needs.bias]
+    gradients = _linear_backward(dy, x, weight, bias, None, needs, ctx.backend)
+    return only_needed(("x", "weight", "bias"), gradients, needs)
 
 
 differentiable("linear", _gradient, _setup_context)
 once_differentiable("linear_backward")
 
 
-def _layer_forward(x, weight, bias, backend):
-    return project(x, weight, bias, backend), None
+def _layer_forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, backend: str
+) -> tuple[Tensor, None]:
+    return PRODUCTS[backend].project(x, weight, bias), None
 
 
-def _layer_backward(dy, x, weight, bias, saved, dresidual, needs, backend):
+def _layer_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    saved: None,
+    dresidual: Tensor | None,
+    needs: list[bool],
+    backend: str,
+) -> tuple[Tensor, ...]:
     return _linear_backward(dy, x, weight, bias, dresidual, needs, backend)
 
 
 LAYERS["linear"] = Layer(_layer_forward, _layer_backward)
 
 
-# Backends: how the bias gradient, dy (M, N) → (N,) in the bias's dtype, is summed; the products are
-# those of ``product.py``
+# Backends
 
 
-def _triton_backward(dy, dtype):
-    from fastbert.kernels.reduction import sum_rows
+def _backward(
+    products: Products,
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    dresidual: Tensor | None,
+    needs: list[bool],
+) -> tuple[Tensor, ...]:
+    needs_x, needs_weight, needs_bias = needs
+    return or_empty(
+        dy,
+        products.gradient_of_rows(dy, weight, dresidual) if needs_x else None,
+        products.gradient_of_weight(dy, x, weight) if needs_weight else None,
+        products.sum_rows(dy, bias.dtype) if needs_bias and bias is not None else None,
+    )
 
-    return sum_rows(dy, dtype)
 
-
-def _reference_backward(dy, dtype):
-    return dy.sum(dim=0, dtype=dtype)
+def _row(backend: str, **options: Any) -> backends.Implementation:
+    products = PRODUCTS[backend]
+    return backends.Implementation(
+        products.project, functools.partial(_backward, products), **options
+    )
 
 
 backends.TABLES["linear"] = {
-    "reference": backends.Implementation(F.linear, _reference_backward, backends.ALL_DTYPES),
-    "triton": backends.Implementation(F.linear, _triton_backward),
-    "cpu": backends.Implementation(project, _reference_backward),
+    "reference": _row("reference", dtypes=backends.ALL_DTYPES),
+    "triton": _row("triton"),
+    "cpu": _row("cpu"),
 }

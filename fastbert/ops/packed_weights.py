@@ -2,9 +2,9 @@
 
 The extension keeps a copy of each weight in the layout of its products, and ``JoinedLinear`` one
 joined copy of query, key and value. Each copy is judged by a fingerprint in every call
-(``csrc/cpu/fingerprint.h``). The events below leave nothing to judge: after them every weight is
-copied again. An optimizer's step and a backward pass also mark the process as one that trains, in
-which every call reads the whole of each weight before it takes a copy.
+(``csrc/cpu/gemm/fingerprint.h``). The events below leave nothing to judge: after them every weight
+is copied again. An optimizer's step and a backward pass also mark the process as one that trains,
+in which every call reads the whole of each weight before it takes a copy.
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
-"""The matrix products of a linear layer and of its gradient, by backend, and the checks of its
-parameters.
+"""The matrix products of a linear layer and of its gradient, by backend.
 
-The "cpu" backend takes them from fastbert._C, which packs a weight once per version and converts
-while it packs: it reads fp32 parameters under autocast as they are, and gives fp32 gradients back,
-where the other backends cast first.
+The "cpu" backend takes the products from fastbert._C, which packs a weight once per version and
+converts it at the same time. It therefore reads fp32 parameters under autocast as they are and
+returns fp32 gradients. The other backends use torch's products, whose operands share one dtype.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,8 +27,11 @@ def check_parameters(
     bias_name: str,
     bias: Tensor | None,
 ) -> None:
-    """weight (N, columns), bias (N,) or None, on x's device and in its dtype; in any of
-    LOW_PRECISION where autocast computes in ``dtype``. Raises ValueError naming the argument."""
+    """Check weight (N, columns) and bias (N,) or None: their shapes, devices and dtypes.
+
+    The dtype is that of x, or any of LOW_PRECISION where autocast computes in ``dtype``. Raises
+    ValueError naming the argument.
+    """
     allowed = (x.dtype,) if dtype is None else backends.LOW_PRECISION
     shape = weight.shape
     fits = len(shape) == 2 and shape[1] == columns and weight.dtype in allowed
@@ -41,7 +46,7 @@ def check_parameters(
 def _explain(columns, x, allowed, weight_name, weight, bias_name, bias):
     dtypes = ", ".join(map(str, allowed)) + (", as x" if len(allowed) == 1 else "")
     shape = f"shape {tuple(weight.shape)}"
-    require(weight.dim() == 2, weight_name, shape, f"shape (N, {columns})")
+    require(weight.dim() == 2, weight_name, shape, f"(N, {columns})")
     require_shape(weight_name, weight, (weight.shape[0], columns))
     require(weight.dtype in allowed, weight_name, weight.dtype, dtypes)
     require_same_device("x", x.device, **{weight_name: weight, bias_name: bias})
@@ -58,6 +63,7 @@ def parameters_for(
 
 
 def needs_gradient(*tensors: Tensor | None) -> bool:
+    """Tell whether autograd records a function of these tensors."""
     if torch.is_grad_enabled():
         for tensor in tensors:
             if tensor is not None and tensor.requires_grad:
@@ -66,46 +72,82 @@ def needs_gradient(*tensors: Tensor | None) -> bool:
 
 
 def rows_of(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x (..., K) as (M, K) of ``dtype``, itself where it is that."""
+    """Return x (..., K) as (M, K) of ``dtype``, which is x itself if it is both already."""
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     return rows if rows.dtype == dtype else rows.to(dtype)
 
 
 def runs_directly(backend: str, differentiated: bool) -> bool:
-    """Whether an operator's implementation may be called without the operator: nobody
-    differentiates or traces, and one sequence on a CPU is over before a detour through the
-    dispatcher is."""
+    """Tell whether an implementation may be called without its operator.
+
+    That is so when nothing is differentiated or traced: one sequence on a CPU takes less time than
+    the dispatcher does.
+    """
     return backend == "cpu" and not differentiated and not torch.compiler.is_compiling()
 
 
-def project(x: Tensor, weight: Tensor, bias: Tensor | None, backend: str) -> Tensor:
-    """x Wᵀ + b, (M, K) → (M, N) in x's dtype."""
-    if backend == "cpu":
-        return torch.ops.fastbert_C.linear(x, weight, bias, None, "none", False)[0]
-    return F.linear(x, weight, bias)
+class Products(NamedTuple):
+    """The products of one backend; x is (M, K), weight (N, K), y and dy are (M, N).
+
+    ``project(x, weight, bias)`` is x Wᵀ + b. ``gradient_of_rows(dy, weight, dresidual)`` is
+    dy W + dresidual, in the dtype of dresidual where there is one: under autocast the residual
+    stream stays in fp32. ``gradient_of_weight(dy, x, weight)`` is dyᵀ x in the dtype of weight.
+    ``sum_rows(dy, dtype)`` is the gradient (N,) of a bias of that dtype.
+    """
+
+    project: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    gradient_of_rows: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    gradient_of_weight: Callable[[Tensor, Tensor, Tensor], Tensor]
+    sum_rows: Callable[[Tensor, torch.dtype], Tensor]
 
 
-def gradient_of_rows(dy: Tensor, weight: Tensor, dresidual: Tensor | None, backend: str) -> Tensor:
-    """dy W + dresidual, (M, N) → (M, K): in dy's dtype, or in dresidual's where there is one, which
-    stays in fp32 under autocast."""
-    if backend == "cpu":
-        dtype = dy.dtype if dresidual is None else dresidual.dtype
-        return torch.ops.fastbert_C.matmul(dy, weight, dresidual, dtype)
+def _gradient_of_rows(dy: Tensor, weight: Tensor, dresidual: Tensor | None) -> Tensor:
     if dresidual is None:
         return dy @ weight
-    if dresidual.dtype != dy.dtype:  # which no GEMM of the library adds
+    if dresidual.dtype != dy.dtype:  # No GEMM of the library adds another dtype.
         return dresidual + dy @ weight
     return torch.addmm(dresidual, dy, weight)
 
 
-def gradient_of_weight(dy: Tensor, x: Tensor, weight: Tensor, backend: str) -> Tensor:
-    """dyᵀ x, (M, N) and (M, K) → (N, K) in the weight's dtype."""
-    if backend == "cpu":
-        return torch.ops.fastbert_C.matmul(dy.t(), x, None, weight.dtype)
+def _gradient_of_weight(dy: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     return dy.t() @ x
 
 
-# What torch.compile needs to know of the products.
+def _sum_rows(dy: Tensor, dtype: torch.dtype) -> Tensor:
+    return dy.sum(dim=0, dtype=dtype)
+
+
+def _triton_sum_rows(dy: Tensor, dtype: torch.dtype) -> Tensor:
+    from fastbert.kernels.reduction import sum_rows
+
+    return sum_rows(dy, dtype)
+
+
+def _extension_project(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.ops.fastbert_C.linear(x, weight, bias, None, "none", False)[0]
+
+
+def _extension_gradient_of_rows(dy: Tensor, weight: Tensor, dresidual: Tensor | None) -> Tensor:
+    dtype = dy.dtype if dresidual is None else dresidual.dtype
+    return torch.ops.fastbert_C.matmul(dy, weight, dresidual, dtype)
+
+
+def _extension_gradient_of_weight(dy: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    return torch.ops.fastbert_C.matmul(dy.t(), x, None, weight.dtype)
+
+
+_LIBRARY = Products(F.linear, _gradient_of_rows, _gradient_of_weight, _sum_rows)
+PRODUCTS = {
+    "reference": _LIBRARY,
+    "triton": _LIBRARY._replace(sum_rows=_triton_sum_rows),
+    "cuda": _LIBRARY,
+    "cpu": Products(
+        _extension_project, _extension_gradient_of_rows, _extension_gradient_of_weight, _sum_rows
+    ),
+}
+
+
+# Shapes and dtypes of the extension's products, which torch.compile asks for.
 
 
 def _fake_linear(x, weight, bias, residual, activation, save):

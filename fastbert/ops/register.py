@@ -1,27 +1,76 @@
-"""How an operator is declared: schema, implementation and fake in one call, autograd in a second
-one.
-"""
+"""Declare an operator: schema, fake and implementation in one call, its gradient in another."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections import namedtuple
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fastbert.ops import backend as backends
 from fastbert.ops import packed_weights
 
 LIBRARY = torch.library.Library("fastbert", "DEF")
-# What runs for each operator, by name, once autograd and autocast have had their say.
+# The implementation of each operator, below autograd and autocast, by the operator's name.
 IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {}
+# The arguments of each operator as a named tuple, by the operator's name.
+ARGUMENTS: dict[str, Callable[..., Any]] = {}
+
+
+def operator(
+    schema: str,
+    fake: Callable[[Any], Any],
+    *,
+    table: str | None = None,
+    forward: Callable[..., Any] | None = None,
+) -> Callable[..., Any]:
+    """Define the operator ``fastbert::<schema>`` and return it.
+
+    The operator takes its arguments by position, in the order of the schema and without defaults.
+
+    Args:
+        schema: Schema in torch's language. With `table`, its last argument is ``str backend``.
+        fake: Function of the operator's arguments, given as one named tuple, that returns empty
+            results of the right shapes and dtypes.
+        table: Name of a table in ``backends.TABLES``. The operator calls the row that its last
+            argument names with all other arguments: ``backward`` of that row if the operator's name
+            ends in ``_backward``, else ``forward``.
+        forward: Implementation that takes all arguments, for an operator without `table`.
+
+    Returns:
+        The operator's overload, as ``torch.ops.fastbert`` has it.
+    """
+    name = schema.split("(", 1)[0]
+    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    overload = getattr(torch.ops.fastbert, name).default
+    arguments = _named_tuple([argument.name for argument in overload._schema.arguments])
+    implementation = forward or _dispatch(table or name, name.endswith("_backward"))
+    ARGUMENTS[name] = arguments
+    IMPLEMENTATIONS[name] = _without_autocast(implementation)
+    LIBRARY.impl(name, IMPLEMENTATIONS[name], "CompositeExplicitAutograd")
+    torch.library.register_fake(
+        f"fastbert::{name}", lambda *given: fake(arguments(*given)), lib=LIBRARY
+    )
+    return overload
+
+
+def _named_tuple(fields: list[str]) -> Callable[..., Any]:
+    return namedtuple("Arguments", fields)
+
+
+def _dispatch(table: str, backward: bool) -> Callable[..., Any]:
+    def run(*arguments: Any) -> Any:
+        row = backends.TABLES[table][arguments[-1]]
+        return (row.backward if backward else row.forward)(*arguments[:-1])
+
+    return run
 
 
 def _without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Autocast acts on the public function's arguments, never again on what an implementation
-    calls.
-    """
+    """Autocast acts on the arguments of the public function. It is off inside an implementation."""
 
     @functools.wraps(function)
     def run(*arguments: Any) -> Any:
@@ -34,51 +83,73 @@ def _without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def operator(
-    schema: str, forward: Callable[..., Any], fake: Callable[..., Any]
-) -> Callable[..., Any]:
-    """Defines ``fastbert::<schema>`` and returns it; arguments without defaults, in schema
-    order.
-    """
-    name = schema.split("(", 1)[0]
-    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    IMPLEMENTATIONS[name] = _without_autocast(forward)
-    LIBRARY.impl(name, IMPLEMENTATIONS[name], "CompositeExplicitAutograd")
-    torch.library.register_fake(f"fastbert::{name}", fake, lib=LIBRARY)
-    return getattr(torch.ops.fastbert, name).default
-
-
 def differentiable(
-    name: str, backward: Callable[..., Any], setup_context: Callable[..., None]
+    name: str,
+    backward: Callable[..., Mapping[str, Tensor | None]],
+    setup_context: Callable[..., None],
 ) -> None:
-    """Registers the gradient of ``fastbert::<name>``.
+    """Register the gradient of the operator ``fastbert::<name>``.
 
-    Gradients of outputs that have none, such as statistics, arrive as None: autograd would launch a
-    kernel for each to fill it with zeros.
+    Args:
+        name: Name of the operator.
+        backward: Function of the context and the gradients of the results. It returns the gradients
+            of the arguments by their names; an argument that it leaves out has none. `ctx.needs`
+            holds, by argument, whether autograd wants a gradient. The gradient of a result that
+            nothing differentiates, such as a statistic, is None instead of a tensor of zeros.
+        setup_context: Function of the context, the arguments as one named tuple, and the result.
     """
+    arguments = ARGUMENTS[name]
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.set_materialize_grads(False)
-        setup_context(ctx, inputs, output)
+        setup_context(ctx, arguments(*inputs), output)
 
     @functools.wraps(backward)
-    def gradient(ctx: Any, *gradients: Tensor | None) -> Any:
+    def gradient(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         if not torch.compiler.is_compiling():
             packed_weights.note_backward()
-        return backward(ctx, *gradients)
+        ctx.needs = arguments(*ctx.needs_input_grad)
+        return ctx.needs._replace(
+            **{**dict.fromkeys(ctx.needs._fields), **backward(ctx, *gradients)}
+        )
 
     torch.library.register_autograd(f"fastbert::{name}", gradient, setup_context=setup, lib=LIBRARY)
 
 
 def once_differentiable(name: str) -> None:
-    """Makes a second derivative through the backward operator ``fastbert::<name>`` a clear
-    error.
-    """
+    """Make a second derivative through the backward operator ``fastbert::<name>`` a clear error."""
 
-    def backward(ctx: Any, *gradients: Tensor) -> None:
+    def backward(ctx: Any, *gradients: Tensor | None) -> Mapping[str, Tensor | None]:
         raise RuntimeError(
             f"fastbert::{name} has no derivative: for double backward call the function of "
             "the same name in fastbert.reference"
         )
 
     differentiable(name, backward, lambda ctx, inputs, output: None)
+
+
+# A backward operator returns a tensor for each argument that can have a gradient. The tensor is
+# empty where ``needs`` does not ask for the gradient.
+
+
+def or_empty(like: Tensor, *gradients: Tensor | None) -> tuple[Tensor, ...]:
+    """Return the gradients, with an empty tensor in the place of None."""
+    return tuple(like.new_empty(0) if g is None else g for g in gradients)
+
+
+def empty_like_needed(
+    like: Tensor, needs: Sequence[bool], *inputs: Tensor | None
+) -> tuple[Tensor, ...]:
+    """The results of such an operator without their values, for its fake."""
+    return tuple(
+        t.new_empty(t.shape) if need and t is not None else like.new_empty(0)
+        for t, need in zip(inputs, needs, strict=True)
+    )
+
+
+def only_needed(
+    names: Sequence[str], gradients: Sequence[Tensor], needs: Sequence[bool]
+) -> dict[str, Tensor]:
+    """The gradients that ``needs`` asks for, by the names of their arguments."""
+    found = zip(names, gradients, needs, strict=True)
+    return {name: gradient for name, gradient, need in found if need}

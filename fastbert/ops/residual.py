@@ -1,8 +1,8 @@
 """A layer with a residual connection around it: one node of autograd for both uses of its input.
 
-Where a tensor is used twice autograd adds two gradients, which is a kernel of its own. A layer
-that hands its input on gets both gradients at once, and adds one inside the GEMM that makes the
-other.
+Where a tensor is used twice, autograd adds two gradients, which is a kernel of its own. A layer
+that also returns its input gets both gradients at once, and adds one inside the product that
+computes the other.
 """
 
 from __future__ import annotations
@@ -17,10 +17,14 @@ from fastbert.ops.product import rows_of
 
 
 class Layer(NamedTuple):
-    """``forward(rows, *parameters, *constants)`` → y (M, N) and what to save, None or a tensor;
-    ``backward(dy, rows, *parameters, saved, dresidual, needs, *constants)`` → gradients of rows and
-    parameters, dresidual's added to the first; those that are not needed may be anything. dresidual
-    may be of another dtype than dy: under autocast the residual stream stays in fp32."""
+    """The forward and the backward of a layer, below autograd.
+
+    ``forward(rows, *parameters, *constants)`` returns y (M, N) and the tensor to save, or None.
+    ``backward(dy, rows, *parameters, saved, dresidual, needs, *constants)`` returns the gradients
+    of rows and parameters, with dresidual added to the first; a gradient that is not needed may be
+    any tensor. dresidual may have another dtype than dy: under autocast the residual stream stays
+    in fp32.
+    """
 
     forward: Callable[..., tuple[Tensor, Tensor | None]]
     backward: Callable[..., tuple[Tensor | None, ...]]
@@ -37,9 +41,10 @@ def with_residual(
     parameters: tuple[Tensor | None, ...],
     constants: tuple[Any, ...],
 ) -> tuple[Tensor, Tensor]:
-    """x (..., K) → y (..., N) and x, to be used for the residual connection and nothing else.
+    """Apply the layer `name` to x (..., K); return y (..., N), and x for the residual connection.
 
-    The layer computes in ``dtype``; x, and its gradient, keep theirs.
+    The layer computes in ``dtype``; x and its gradient keep their dtypes. Nothing else may use the
+    returned x.
     """
     return _WithResidual.apply(name, constants, dtype, x, *parameters)
 

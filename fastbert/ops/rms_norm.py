@@ -27,13 +27,29 @@ def rms_norm(
     eps: float = 1e-6,
     backend: str | None = None,
 ) -> Tensor:
-    """weight · s / sqrt(mean(s²) + eps), s = x + residual, over the last dimension (Zhang and
-    Sennrich 2019, eq. 4), in one pass.
+    """Divide ``x + residual`` by its root mean square over the last dimension, in one pass.
 
-    x (..., N), residual of the same shape; weight (N,) in any floating dtype. The mean is fp32. The
-    result has x's shape and the dtype x and residual promote to, under autocast as well.
+    With ``s = x + residual``, the result is ``weight · s / sqrt(mean(s²) + eps)``.
 
-    Raises ValueError or TypeError naming the argument; ValueError when ``backend`` cannot serve.
+    Args:
+        x: Input of shape ``(..., N)``; fp32, fp16, bf16, or fp64 on the reference.
+        weight: Scale of shape ``(N,)``, in any floating dtype.
+        residual: Added before the normalization; of the shape of `x`.
+        eps: Added to the mean of the squares.
+        backend: ``"reference"``, ``"triton"``, ``"cuda"`` or ``"cpu"``; None lets
+            ``fastbert.ops.backend.resolve`` choose.
+
+    Returns:
+        Tensor of the shape of `x` in the dtype to which `x` and `residual` promote, also under
+        autocast.
+
+    Raises:
+        ValueError: If a shape, a device or a value is not allowed, or if `backend` cannot serve the
+            call. The message names the argument, its value and what is allowed.
+        TypeError: If a dtype is not allowed.
+
+    Note:
+        Zhang and Sennrich 2019, eq. 4. The mean is computed in fp32.
     """
     require_floating("x", x)
     require(x.dim() >= 1 and x.shape[-1] >= 1, "x", f"shape {tuple(x.shape)}", "(..., N), N >= 1")
@@ -56,50 +72,42 @@ def rms_norm(
 # The operator. Rows are flattened: x (R, N); rstd (R,).
 
 
-def _forward(x, weight, residual, eps, backend):
-    return backends.TABLES["rms_norm"][backend].forward(x, weight, residual, eps)
+def _fake(a: Any) -> tuple[Tensor, ...]:
+    rstd = a.x.new_empty(a.x.shape[0], dtype=torch.promote_types(a.x.dtype, torch.float32))
+    return a.x.new_empty(a.x.shape), rstd
 
 
-def _fake(x, weight, residual, eps, backend):
-    rstd = x.new_empty(x.shape[0], dtype=torch.promote_types(x.dtype, torch.float32))
-    return x.new_empty(x.shape), rstd
-
-
-def _backward(dy, x, weight, rstd, residual, backend):
-    return backends.TABLES["rms_norm"][backend].backward(dy, x, weight, rstd, residual)
-
-
-def _backward_fake(dy, x, weight, rstd, residual, backend):
-    return x.new_empty(x.shape), weight.new_empty(weight.shape)
+def _backward_fake(a: Any) -> tuple[Tensor, ...]:
+    return a.x.new_empty(a.x.shape), a.weight.new_empty(a.weight.shape)
 
 
 _rms_norm = operator(
     "rms_norm(Tensor x, Tensor weight, Tensor? residual, float eps, str backend) "
     "-> (Tensor, Tensor)",
-    _forward,
     _fake,
+    table="rms_norm",
 )
-# Returns the gradients of the sum (hence of x and of residual) and of weight.
+# The results are the gradients of the sum, which is that of x and of the residual, and of weight.
 _rms_norm_backward = operator(
     "rms_norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor rstd, Tensor? residual, "
     "str backend) -> (Tensor, Tensor)",
-    _backward,
     _backward_fake,
+    table="rms_norm",
 )
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, weight, residual, _, ctx.backend = inputs
+def _setup_context(ctx: Any, a: Any, output: tuple[Tensor, ...]) -> None:
     _, rstd = output
-    ctx.save_for_backward(x, weight, rstd, residual)
+    ctx.backend = a.backend
+    ctx.save_for_backward(a.x, a.weight, rstd, a.residual)
     ctx.mark_non_differentiable(rstd)
 
 
-def _gradient(ctx: Any, dy: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-    # Unpacked once: activation checkpointing allows no second look.
-    saved = ctx.saved_tensors
-    dsum, dweight = _rms_norm_backward(dy, *saved, ctx.backend)
-    return dsum, dweight, None if saved[3] is None else dsum, None, None
+def _gradient(ctx: Any, dy: Tensor, *_: Tensor | None) -> dict[str, Tensor | None]:
+    # Activation checkpointing allows one look at the saved tensors.
+    x, weight, rstd, residual = ctx.saved_tensors
+    dsum, dweight = _rms_norm_backward(dy, x, weight, rstd, residual, ctx.backend)
+    return {"x": dsum, "weight": dweight, "residual": None if residual is None else dsum}
 
 
 differentiable("rms_norm", _gradient, _setup_context)
@@ -109,23 +117,27 @@ once_differentiable("rms_norm_backward")
 # Backends
 
 
-def _triton_forward(x, weight, residual, eps):
+def _triton_forward(
+    x: Tensor, weight: Tensor, residual: Tensor | None, eps: float
+) -> tuple[Tensor, ...]:
     from fastbert.kernels.rms_norm import rms_norm_forward
 
     return rms_norm_forward(x, weight, residual=residual, eps=eps)
 
 
-def _triton_backward(dy, x, weight, rstd, residual):
+def _triton_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, residual: Tensor | None
+) -> tuple[Tensor, ...]:
     from fastbert.kernels.rms_norm import rms_norm_backward
 
     return rms_norm_backward(dy, x, weight, rstd, residual=residual)
 
 
-def _extension_forward(*arguments):
+def _extension_forward(*arguments: Any) -> tuple[Tensor, ...]:
     return torch.ops.fastbert_C.rms_norm_forward(*arguments)
 
 
-def _extension_backward(*arguments):
+def _extension_backward(*arguments: Any) -> tuple[Tensor, ...]:
     return torch.ops.fastbert_C.rms_norm_backward(*arguments)
 
 

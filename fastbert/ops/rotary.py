@@ -23,15 +23,31 @@ from fastbert.ops.register import differentiable, once_differentiable, operator
 def rotary(
     x: Tensor, cos: Tensor, sin: Tensor, *, heads: int, backend: str | None = None
 ) -> Tensor:
-    """x with its first ``heads`` heads turned by each token's angles (Su et al. 2021, eq. 34), the
-    others copied, in one pass.
+    """Rotate the first heads of each token by the token's angles, and copy the others, in one pass.
 
-    x (T, N, D) at any strides, D even: for one fused projection of q, k and v, N = 3H and ``heads``
-    = 2H. cos, sin (T, D / 2) fp32, for a float64 x also float64. Elements i and i + D / 2 of a head
-    are a pair: (a cos − b sin, b cos + a sin), in fp32 for a 16-bit x, rounded once. Returns (T, N,
-    D) contiguous in x's dtype, under autocast as well. Only x has a gradient.
+    Elements ``i`` and ``i + D / 2`` of a head are a pair ``(a, b)`` and become
+    ``(a cos − b sin, b cos + a sin)``.
 
-    Raises ValueError or TypeError naming the argument; ValueError when ``backend`` cannot serve.
+    Args:
+        x: Tensor of shape ``(T, N, D)`` with any strides, D even. For the fused projection of q, k
+            and v, N is ``3 H`` and `heads` is ``2 H``.
+        cos: Cosines of the angles, fp32 of shape ``(T, D / 2)``; also fp64 if `x` is fp64.
+        sin: Sines of the angles, as `cos`.
+        heads: How many heads are rotated.
+        backend: ``"reference"``, ``"triton"``, ``"cuda"`` or ``"cpu"``; None lets
+            ``fastbert.ops.backend.resolve`` choose.
+
+    Returns:
+        Contiguous tensor of shape ``(T, N, D)`` in the dtype of `x`, also under autocast. The
+        products of a 16-bit `x` are formed in fp32 and rounded once. Only `x` has a gradient.
+
+    Raises:
+        ValueError: If a shape, a device or a value is not allowed, or if `backend` cannot serve the
+            call. The message names the argument, its value and what is allowed.
+        TypeError: If a dtype is not allowed.
+
+    Note:
+        Su et al. 2021, eq. 34.
     """
     require_floating("x", x)
     is_pairs = x.dim() == 3 and x.shape[-1] >= 2 and x.shape[-1] % 2 == 0
@@ -55,36 +71,34 @@ def rotary(
 # The operator
 
 
-def _forward(x, cos, sin, heads, backend):
-    return backends.TABLES["rotary"][backend].forward(x, cos, sin, heads)
+def _fake(a: Any) -> Tensor:
+    return a.x.new_empty(a.x.shape)
 
 
-def _fake(x, cos, sin, heads, backend):
-    return x.new_empty(x.shape)
-
-
-def _backward(dy, cos, sin, heads, backend):
-    return backends.TABLES["rotary"][backend].backward(dy, cos, sin, heads)
+def _backward_fake(a: Any) -> Tensor:
+    return a.dy.new_empty(a.dy.shape)
 
 
 _rotary = operator(
-    "rotary(Tensor x, Tensor cos, Tensor sin, int heads, str backend) -> Tensor", _forward, _fake
+    "rotary(Tensor x, Tensor cos, Tensor sin, int heads, str backend) -> Tensor",
+    _fake,
+    table="rotary",
 )
 _rotary_backward = operator(
     "rotary_backward(Tensor dy, Tensor cos, Tensor sin, int heads, str backend) -> Tensor",
-    _backward,
-    _fake,
+    _backward_fake,
+    table="rotary",
 )
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, cos, sin, ctx.heads, ctx.backend = inputs
-    ctx.save_for_backward(cos, sin)
+def _setup_context(ctx: Any, a: Any, output: Tensor) -> None:
+    ctx.heads, ctx.backend = a.heads, a.backend
+    ctx.save_for_backward(a.cos, a.sin)
 
 
-def _gradient(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    dx = _rotary_backward(dy, *ctx.saved_tensors, ctx.heads, ctx.backend)
-    return dx, None, None, None, None
+def _gradient(ctx: Any, dy: Tensor) -> dict[str, Tensor]:
+    cos, sin = ctx.saved_tensors
+    return {"x": _rotary_backward(dy, cos, sin, ctx.heads, ctx.backend)}
 
 
 differentiable("rotary", _gradient, _setup_context)
@@ -94,23 +108,23 @@ once_differentiable("rotary_backward")
 # Backends
 
 
-def _triton_forward(x, cos, sin, heads):
+def _triton_forward(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
     from fastbert.kernels.rotary import rotary_forward
 
     return rotary_forward(x, cos, sin, heads=heads)
 
 
-def _triton_backward(dy, cos, sin, heads):
+def _triton_backward(dy: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
     from fastbert.kernels.rotary import rotary_backward
 
     return rotary_backward(dy, cos, sin, heads=heads)
 
 
-def _extension_forward(x, cos, sin, heads):
+def _extension_forward(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
     return torch.ops.fastbert_C.rotary(x, cos, sin, heads, False)
 
 
-def _extension_backward(dy, cos, sin, heads):
+def _extension_backward(dy: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
     return torch.ops.fastbert_C.rotary(dy, cos, sin, heads, True)
 
 

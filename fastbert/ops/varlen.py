@@ -20,11 +20,30 @@ INTEGERS = (torch.int64, torch.int32, torch.bool)
 
 
 def unpad(x: Tensor, mask: Tensor) -> Packed:
-    """(B, L, ...) → the T rows where ``mask`` (B, L; bool or 0/1, True = keep) holds, in batch
-    order.
+    """Take the padding out of a batch.
 
-    Returns ``Packed``; differentiable in x. Finding T and the longest length synchronises with a
-    GPU: do it once per batch. Raises ValueError naming the argument on a wrong shape.
+    Reading the number of tokens and the longest length synchronises with a GPU, so call this once
+    per batch.
+
+    Args:
+        x: Tensor of shape ``(B, L, ...)``.
+        mask: Bool or 0/1 tensor of shape ``(B, L)``, True where a row is kept.
+
+    Returns:
+        ``Packed`` with the rows that are kept, in batch order; differentiable in `x`.
+
+    Raises:
+        ValueError: If a shape or a device is not allowed.
+
+    Example:
+        >>> import torch
+        >>> from fastbert import ops
+        >>> mask = torch.tensor([[True, True, False], [True, False, False]])
+        >>> packed = ops.unpad(torch.arange(6.0).view(2, 3), mask)
+        >>> packed.values.tolist(), packed.cu_seqlens.tolist()
+        ([0.0, 1.0, 3.0], [0, 2, 3])
+        >>> ops.pad(packed).tolist()
+        [[0.0, 1.0, 0.0], [3.0, 0.0, 0.0]]
     """
     require(x.dim() >= 2, "x", f"shape {tuple(x.shape)}", "(B, L, ...)")
     require_shape("mask", mask, tuple(x.shape[:2]))
@@ -35,16 +54,22 @@ def unpad(x: Tensor, mask: Tensor) -> Packed:
 
 
 def unpad_indices(mask: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Indices int64 (T,), cu_seqlens int32 (B+1,) and longest length of ``mask``, as in
-    ``unpad``."""
+    """Find the rows that `mask` keeps.
+
+    Args:
+        mask: As in `unpad`.
+
+    Returns:
+        Indices of the rows in the flattened batch, int64 of shape ``(T,)``; cumulative lengths,
+        int32 of shape ``(B + 1,)``; and the longest length.
+    """
     if not torch.compiler.is_compiling() and _by_extension(mask):
         return torch.ops.fastbert_C.unpad_indices(mask)
     return _unpad_indices(mask)
 
 
 def any_outside(index: Tensor, size: int, ignored: int | None = None) -> bool:
-    """Whether an element of ``index``, on the CPU, lies outside of [0, size) and is not
-    ``ignored``."""
+    """Tell whether an element of `index`, on the CPU, is outside [0, size) and not `ignored`."""
     if _by_extension(index):
         return torch.ops.fastbert_C.any_outside(index, size, ignored)
     wrong = (index < 0) | (index >= size)
@@ -60,77 +85,88 @@ def _by_extension(index: Tensor) -> bool:
 
 
 def pad(packed: Packed) -> Tensor:
-    """The padded (B, L, ...) batch of ``packed``, exactly 0 at padding; differentiable in its
-    values.
+    """Put the padding back into a batch.
+
+    Args:
+        packed: A batch without padding, as `unpad` returns it.
+
+    Returns:
+        Tensor of shape ``(B, L, ...)``, exactly 0 at padding; differentiable in the packed values.
     """
     rows = packed.batch * packed.length
     flat = _scatter_rows(packed.values, packed.indices, rows)
     return flat.view(packed.batch, packed.length, *packed.values.shape[1:])
 
 
-def _unpad_indices_forward(mask):
+# The operators
+
+
+def _unpad_indices_forward(mask: Tensor) -> tuple[Tensor, Tensor, int]:
     if _by_extension(mask):
         return torch.ops.fastbert_C.unpad_indices(mask)
     packed = reference.unpad(mask, mask)
     return packed.indices, packed.cu_seqlens, packed.max_seqlen
 
 
-def _unpad_indices_fake(mask):
+def _unpad_indices_fake(a: Any) -> tuple[Tensor, Tensor, Any]:
     context = torch.library.get_ctx()
-    indices = mask.new_empty(context.new_dynamic_size(), dtype=torch.int64)
-    cu_seqlens = mask.new_empty(mask.shape[0] + 1, dtype=torch.int32)
+    indices = a.mask.new_empty(context.new_dynamic_size(), dtype=torch.int64)
+    cu_seqlens = a.mask.new_empty(a.mask.shape[0] + 1, dtype=torch.int32)
     return indices, cu_seqlens, context.new_dynamic_size()
 
 
-def _gather_forward(x, indices):
+def _gather_forward(x: Tensor, indices: Tensor) -> Tensor:
     return x.index_select(0, indices)
 
 
-def _gather_fake(x, indices):
-    return x.new_empty(indices.shape[0], *x.shape[1:])
+def _gather_fake(a: Any) -> Tensor:
+    return a.x.new_empty(a.indices.shape[0], *a.x.shape[1:])
 
 
-def _scatter_forward(values, indices, rows):
+def _scatter_forward(values: Tensor, indices: Tensor, rows: int) -> Tensor:
     if backends.EXTENSION is not None and values.device.type == "cpu":
         return torch.ops.fastbert_C.scatter_rows(values, indices, rows)
     return values.new_zeros(rows, *values.shape[1:]).index_copy_(0, indices, values)
 
 
-def _scatter_fake(values, indices, rows):
-    return values.new_empty(rows, *values.shape[1:])
+def _scatter_fake(a: Any) -> Tensor:
+    return a.values.new_empty(a.rows, *a.values.shape[1:])
 
 
 _unpad_indices = operator(
     "unpad_indices(Tensor mask) -> (Tensor, Tensor, SymInt)",
-    _unpad_indices_forward,
     _unpad_indices_fake,
+    forward=_unpad_indices_forward,
 )
-# No row is taken twice, so each is the other's gradient and neither needs an addition.
+# Each row is taken once, so that each of the two operators is the gradient of the other and neither
+# adds anything.
 _gather_rows = operator(
-    "gather_rows(Tensor x, Tensor indices) -> Tensor", _gather_forward, _gather_fake
+    "gather_rows(Tensor x, Tensor indices) -> Tensor", _gather_fake, forward=_gather_forward
 )
 _scatter_rows = operator(
     "scatter_rows(Tensor values, Tensor indices, SymInt rows) -> Tensor",
-    _scatter_forward,
     _scatter_fake,
+    forward=_scatter_forward,
 )
 
 
-def _gather_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(inputs[1])
-    ctx.rows = inputs[0].shape[0]
+def _gather_setup_context(ctx: Any, a: Any, output: Tensor) -> None:
+    ctx.save_for_backward(a.indices)
+    ctx.rows = a.x.shape[0]
 
 
-def _gather_gradient(ctx: Any, dvalues: Tensor) -> tuple[Tensor, None]:
-    return _scatter_rows(dvalues, *ctx.saved_tensors, ctx.rows), None
+def _gather_gradient(ctx: Any, dvalues: Tensor) -> dict[str, Tensor]:
+    (indices,) = ctx.saved_tensors
+    return {"x": _scatter_rows(dvalues, indices, ctx.rows)}
 
 
-def _scatter_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(inputs[1])
+def _scatter_setup_context(ctx: Any, a: Any, output: Tensor) -> None:
+    ctx.save_for_backward(a.indices)
 
 
-def _scatter_gradient(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None]:
-    return _gather_rows(dx, *ctx.saved_tensors), None, None
+def _scatter_gradient(ctx: Any, dx: Tensor) -> dict[str, Tensor]:
+    (indices,) = ctx.saved_tensors
+    return {"values": _gather_rows(dx, indices)}
 
 
 differentiable("gather_rows", _gather_gradient, _gather_setup_context)

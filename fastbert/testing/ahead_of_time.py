@@ -298,9 +298,9 @@ def from_json(line: str) -> Compiled:
 @functools.cache
 def _jobs(nouns: tuple[str, ...], only: str, arch: int) -> list[tuple[str, Any]]:
     """(noun, launch) for sm_``arch``, each binary once: files share kernels."""
-    from fastbert.kernels import common
+    from fastbert.kernels import tiles
 
-    common.compiled_target = arch
+    tiles.compiled_target = arch
     found: dict[str, tuple[str, Any]] = {}
     for noun in nouns:
         for launch in launches_of(noun):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastbert.reference import GATED
+from fastbert.activations import ACTIVATIONS
 
 OPS = (
     "attention",
@@ -276,7 +276,8 @@ def _linear(draw, rows, inner, outer, *, bias=True):
 
 
 def _feed_forward(draw, rows, hidden, inner, *, bias=True, **options):
-    first = 2 * inner if options.get("activation") in GATED else inner
+    gated = ACTIVATIONS[options.get("activation", "gelu")].gated
+    first = 2 * inner if gated else inner
     positional = {
         "x": draw.normal(rows, hidden),
         "w1": draw.normal(first, hidden, scale=hidden**-0.5),
@@ -433,22 +434,3 @@ def _cases() -> Iterator[Case]:
 
 
 CASES: tuple[Case, ...] = tuple(_cases())
-
-
-def find(op: str | None = None, name: str | None = None, quick: bool = False) -> list[Case]:
-    """The registered cases of ``op`` (all without one) called ``name``; ValueError when there is
-    none. ``name`` may also be that of a random case.
-    """
-    if op is not None and op not in OPS:
-        raise ValueError(f"op: got {op!r}, allowed: {', '.join(OPS)}")
-    if name is not None and name.startswith(RANDOM):
-        from fastbert.testing import random_cases
-
-        return [random_cases.named(name, op)]
-    found = [
-        c for c in CASES if op in (None, c.op) and name in (None, c.name) and (c.quick or not quick)
-    ]
-    if not found:
-        names = ", ".join(sorted({c.name for c in CASES if op in (None, c.op)}))
-        raise ValueError(f"case: got {name!r}, allowed: {names}")
-    return found

@@ -97,7 +97,7 @@ def counted() -> Iterator[Launches]:
 @contextmanager
 def _triton_counted(mode: _Counting) -> Iterator[None]:
     try:
-        from fastbert.kernels.common import Launch
+        from fastbert.kernels.launch import Launch
     except ImportError:  # no Triton: nothing to count
         yield
         return

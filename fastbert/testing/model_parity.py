@@ -1,5 +1,5 @@
 """Parity of the whole model: one pre-training step, dropout and all, against
-``fastbert.reference_model``.
+``fastbert.testing.reference_model``.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from fastbert import reference_model
 from fastbert.config import BertConfig
 from fastbert.modules import BertForPreTraining
 from fastbert.ops import backend as backends
 from fastbert.ops.arguments import dropout_seeds
+from fastbert.testing import reference_model
 from fastbert.testing.cases import Case
 from fastbert.testing.compare import MAX_FACTOR, compare
-from fastbert.testing.parity import DTYPES, Row, devices, row
+from fastbert.testing.parity import DTYPES, ParityRow, devices, parity_row
 from fastbert.testing.yardstick import Yardstick
 
 CASE = Case("bert", "pretraining_step", ())
@@ -38,7 +38,7 @@ KINDS = ("embeddings", "attention.self", "attention.output", "intermediate", "po
 
 def check_model(
     backend: str | None = None, dtype: torch.dtype | None = None, seed: int = 0
-) -> Iterator[Row]:
+) -> Iterator[ParityRow]:
     """Losses and gradients of BertForPreTraining on every backend that can serve its attention or
     layer norm here; ``backend`` and ``dtype`` narrow it down."""
     for name in backends.BACKENDS if backend is None else (backend,):
@@ -59,7 +59,7 @@ def check_step(
     autocast: bool = False,
     factor: float = MAX_FACTOR,
     reason: str | None = None,
-) -> list[Row]:
+) -> list[ParityRow]:
     """The rows of one training step in ``dtype``, with seeded dropout: mlm_loss, nsp_loss, and the
     gradient of each kind of layer, or of ``each`` parameter. With ``autocast`` the parameters are
     fp32 and ``dtype`` is autocast's, the yardstick's too. ``factor`` and ``reason`` as in
@@ -93,7 +93,7 @@ def check_step(
         # operations in another order, fails in 6 of 40 steps (ratios up to 42); by that of the
         # 16-bit states it was made of, in none.
         result = compare(name, *sides, best, factor=factor, reason=reason, tested=dtype)
-        rows.append(row(CASE, backend or "auto", dtype, result, seed))
+        rows.append(parity_row(CASE, backend or "auto", dtype, result, seed))
     return rows
 
 

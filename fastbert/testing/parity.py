@@ -12,18 +12,19 @@ import torch
 from torch import Tensor
 
 from fastbert import ops, reference
+from fastbert.activations import APPROXIMATIONS
 from fastbert.ops import backend as backends
-from fastbert.ops.feed_forward import APPROXIMATIONS
-from fastbert.testing.cases import TABLE_OF, Case, Inputs, find
+from fastbert.testing.cases import TABLE_OF, Case, Inputs
 from fastbert.testing.compare import Comparison, compare
 from fastbert.testing.random_cases import random_cases
+from fastbert.testing.selection import find
 from fastbert.testing.yardstick import Yardstick
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
-class Row:
+class ParityRow:
     """One tensor of one case on one backend: what ``fastbert check`` prints and writes as JSON."""
 
     op: str
@@ -83,13 +84,13 @@ def oracle_and_yardstick(
 @contextlib.contextmanager
 def gpu_tiles() -> Iterator[None]:
     """Triton's interpreter plays the tiles of a GPU, not the larger ones that it is faster with."""
-    common: Any = importlib.import_module("fastbert.kernels.common")
-    before = common.IS_INTERPRETED
-    common.IS_INTERPRETED = False
+    tiles: Any = importlib.import_module("fastbert.kernels.tiles")
+    before = tiles.IS_INTERPRETED
+    tiles.IS_INTERPRETED = False
     try:
         yield
     finally:
-        common.IS_INTERPRETED = before
+        tiles.IS_INTERPRETED = before
 
 
 def check_case(
@@ -183,20 +184,22 @@ def check(
     quick: bool = False,
     random: int = 0,
     seed: int = 0,
-) -> Iterator[Row]:
-    """One ``Row`` per tensor, as the runs of ``plan`` go by; ``plan``'s errors.
+) -> Iterator[ParityRow]:
+    """One ``ParityRow`` per tensor, as the runs of ``plan`` go by; ``plan``'s errors.
 
     ``seed`` is that of the inputs, or of random cases, whose names then hold it.
     """
     of_inputs = 0 if random else seed
     for selected, name, kind, device in plan(op, backend, dtype, case, quick, random, seed):
         for result in check_case(selected, name, kind, device, of_inputs):
-            yield row(selected, name, kind, result, of_inputs)
+            yield parity_row(selected, name, kind, result, of_inputs)
 
 
-def row(case: Case, backend: str, dtype: torch.dtype, result: Comparison, seed: int = 0) -> Row:
+def parity_row(
+    case: Case, backend: str, dtype: torch.dtype, result: Comparison, seed: int = 0
+) -> ParityRow:
     """``dtype`` is that of the inputs; a loss comes back in fp32 all the same."""
-    return Row(
+    return ParityRow(
         case.op,
         case.name,
         backend,

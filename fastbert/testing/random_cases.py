@@ -12,8 +12,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fastbert.ops.feed_forward import APPROXIMATIONS
-from fastbert.reference import ACTIVATIONS
+from fastbert.activations import ACTIVATIONS, APPROXIMATIONS
 from fastbert.testing.cases import OPS, Case
 
 # Sizes where a tile, a vector or a loop begins or ends.

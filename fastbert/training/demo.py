@@ -16,15 +16,15 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from fastbert.data import read_documents, stories
-from fastbert.testing import parity
-from fastbert.testing.bench_encoder import (
+from fastbert.bench.encoder import (
     MINILM,
     EncoderRow,
     EncoderShape,
     bench_encoder,
     half_padded,
 )
+from fastbert.data import read_documents, stories
+from fastbert.testing import parity
 from fastbert.testing.model_parity import check_model
 from fastbert.training.checkpoint import CHECKPOINT
 from fastbert.training.examples import Example, fill_masks
@@ -32,7 +32,7 @@ from fastbert.training.loop import TrainResult, pretrain
 from fastbert.training.options import PretrainOptions
 from fastbert.training.preparation import Documents, split_documents
 from fastbert.training.reopen import Pair, Reopened, compare_with_transformers
-from fastbert.training.report import TITLE, write_report
+from fastbert.training.report import TITLE, DemoReport, Target, write_report
 
 # A model that is trained on the built-in corpus must reach these figures on held-out stories.
 MLM_TIMES_BASELINE = 3.0
@@ -82,60 +82,6 @@ class DemoSize:
     )
     speed_seconds: float = 6.0
     speed_dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
-
-
-@dataclass(frozen=True)
-class Target:
-    """One claim of the demo.
-
-    Attributes:
-        name: The claim.
-        figure: The measured figure, as text.
-        needed: The required figure, as text.
-        passed: Whether the figure is sufficient.
-    """
-
-    name: str
-    figure: str
-    needed: str
-    passed: bool
-
-
-@dataclass(frozen=True)
-class DemoReport:
-    """The results of the demo.
-
-    Attributes:
-        folder: Folder of the results.
-        corpus: Name of the corpus.
-        targets: The claims, each with its figure.
-        training: Results of the pre-training.
-        examples: Masked words in held-out text, with the predictions of the model.
-        reopened: Comparison with transformers; None if transformers is not installed.
-        parity: Errors of every operation and of a training step against the reference.
-        speed: Measurements of the encoder.
-        seconds: Duration of each phase, in seconds.
-    """
-
-    folder: Path
-    corpus: str
-    targets: list[Target]
-    training: TrainResult
-    examples: list[Example]
-    reopened: Reopened | None
-    parity: list[parity.Row]
-    speed: list[EncoderRow]
-    seconds: dict[str, float]
-
-    @property
-    def passed(self) -> bool:
-        """Whether all targets are reached."""
-        return all(target.passed for target in self.targets)
-
-    @property
-    def report(self) -> Path:
-        """Path of ``report.md``."""
-        return self.folder / "report.md"
 
 
 class _Phases:
@@ -240,7 +186,7 @@ def _reopened_target(reopened: Reopened) -> Target:
     )
 
 
-def _parity_target(rows: list[parity.Row]) -> Target:
+def _parity_target(rows: list[parity.ParityRow]) -> Target:
     failed = sum(not row.passed for row in rows)
     return Target(
         "parity of every operation, and of a training step",
@@ -289,7 +235,7 @@ def _look(
     return examples, reopened
 
 
-def _measure(size: DemoSize, phase: _Phases) -> tuple[list[parity.Row], list[EncoderRow]]:
+def _measure(size: DemoSize, phase: _Phases) -> tuple[list[parity.ParityRow], list[EncoderRow]]:
     """Measure the errors of every operation and the speed of the encoder."""
     with phase("Parity of every operation and of a training step") as say:
         rows = [*parity.check(quick=True), *check_model()]

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-Row = dict[str, Any]
+LogRow = dict[str, Any]
 
 
 class RunLog:
@@ -23,7 +23,7 @@ class RunLog:
     def __init__(self, path: Path) -> None:
         """Create the file, or empty it if it exists."""
         self.path = path
-        self.rows: list[Row] = []
+        self.rows: list[LogRow] = []
         self._file = path.open("wb", buffering=0)
         self._unwritten = b""
 
@@ -45,12 +45,12 @@ class RunLog:
             self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
 
 
-def read_log(path: str | os.PathLike[str]) -> list[Row]:
+def read_log(path: str | os.PathLike[str]) -> list[LogRow]:
     """Read the rows of a log that `RunLog` wrote."""
     return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
 
 
-def plot_curves(rows: list[Row], path: Path) -> None:
+def plot_curves(rows: list[LogRow], path: Path) -> None:
     """Draw the losses and accuracies against the step to the PNG file `path`."""
     # The object interface with Agg needs no display and does not change pyplot's global state.
     from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -5,19 +5,76 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastbert.testing import machine
-from fastbert.testing.plots import plot_bench
+from fastbert.bench import machine
+from fastbert.bench.plots import plot_bench
 
 if TYPE_CHECKING:
-    from fastbert.testing.bench_encoder import EncoderRow
-    from fastbert.testing.parity import Row
-    from fastbert.training.demo import DemoReport
+    from fastbert.bench.encoder import EncoderRow
+    from fastbert.testing.parity import ParityRow
+    from fastbert.training.examples import Example
+    from fastbert.training.loop import TrainResult
+    from fastbert.training.reopen import Reopened
 
 # A later demo recognizes the folder of an earlier demo by this first line of its report.
 TITLE = "# fastbert demo"
+
+
+@dataclass(frozen=True)
+class Target:
+    """One claim of the demo.
+
+    Attributes:
+        name: The claim.
+        figure: The measured figure, as text.
+        needed: The required figure, as text.
+        passed: Whether the figure is sufficient.
+    """
+
+    name: str
+    figure: str
+    needed: str
+    passed: bool
+
+
+@dataclass(frozen=True)
+class DemoReport:
+    """The results of the demo.
+
+    Attributes:
+        folder: Folder of the results.
+        corpus: Name of the corpus.
+        targets: The claims, each with its figure.
+        training: Results of the pre-training.
+        examples: Masked words in held-out text, with the predictions of the model.
+        reopened: Comparison with transformers; None if transformers is not installed.
+        parity: Errors of every operation and of a training step against the reference.
+        speed: Measurements of the encoder.
+        seconds: Duration of each phase, in seconds.
+    """
+
+    folder: Path
+    corpus: str
+    targets: list[Target]
+    training: TrainResult
+    examples: list[Example]
+    reopened: Reopened | None
+    parity: list[ParityRow]
+    speed: list[EncoderRow]
+    seconds: dict[str, float]
+
+    @property
+    def passed(self) -> bool:
+        """Whether all targets are reached."""
+        return all(target.passed for target in self.targets)
+
+    @property
+    def report(self) -> Path:
+        """Path of ``report.md``."""
+        return self.folder / "report.md"
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -79,14 +136,14 @@ def _reopened(report: DemoReport) -> list[str]:
     return lines + _table(("tensor", "error", "yardstick", "ratio", "verdict"), rows)
 
 
-def summarise_parity(rows: Iterable[Row]) -> list[tuple[str, str, str, int, float, bool]]:
+def summarise_parity(rows: Iterable[ParityRow]) -> list[tuple[str, str, str, int, float, bool]]:
     """Summarize the parity of each operation, backend and dtype.
 
     Returns:
         One tuple per group: operation, backend, dtype, number of tensors, worst ratio, and whether
         all tensors passed.
     """
-    groups: dict[tuple[str, str, str], list[Row]] = {}
+    groups: dict[tuple[str, str, str], list[ParityRow]] = {}
     for row in rows:
         groups.setdefault((row.op, row.backend, row.dtype), []).append(row)
     return [

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from fastbert.testing import bench, bench_encoder
+from fastbert.bench import encoder, operations
 
 QUICK = ("bench", "--quick", "--op")
 
@@ -14,13 +14,13 @@ QUICK = ("bench", "--quick", "--op")
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
     """These tests look at what is printed, not at how fast anything is."""
-    honest = bench.alternate
+    honest = operations.alternate
 
     def alternate(calls, *, device, seconds):
         return honest(calls, device=device, seconds=0.0, min_samples=1)
 
-    monkeypatch.setattr(bench, "alternate", alternate)
-    monkeypatch.setattr(bench_encoder, "alternate", alternate)
+    monkeypatch.setattr(operations, "alternate", alternate)
+    monkeypatch.setattr(encoder, "alternate", alternate)
 
 
 def test_json_on_stdout(run):
@@ -49,7 +49,7 @@ def test_files_and_tables(run, tmp_path):
 
 def test_red_is_not_timed(run, monkeypatch):
     monkeypatch.setattr(
-        bench, "gate", lambda op, backend, dtype: "parity is red: layer_norm, one: off"
+        operations, "gate", lambda op, backend, dtype: "parity is red: layer_norm, one: off"
     )
     result = run(*QUICK, "layer_norm")
     assert result.exit_code == 1

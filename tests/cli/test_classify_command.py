@@ -171,7 +171,7 @@ def test_summary(run, classifier, tmp_path):
 
 
 def test_resumes(run, classifier, tmp_path, monkeypatch):
-    module = importlib.import_module("fastbert.cli.classify")
+    module = importlib.import_module("fastbert.jobs.classify")
     folder, options = classifier(), ("--tokens-per-batch", 8, "--pair-field", "text_pair")
     source, target = write(tmp_path / "in.jsonl", PAIRS * 8), tmp_path / "out.jsonl"
     assert run("classify", folder, source, tmp_path / "whole.jsonl", *options).exit_code == 0

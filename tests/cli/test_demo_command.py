@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fastbert.training.demo import Target
+from fastbert.training.report import Target
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,11 @@ import pytest
 import torch
 from pyarrow import parquet
 
-from fastbert.cli.encode import POOLINGS, read_recipe
-from fastbert.cli.rows import LimitedTokenizer, length_batches, windows
+from fastbert.cli.encode import POOLINGS
 from fastbert.data import Encoded, WordPieceTokenizer
 from fastbert.io.sentence_transformers_folder import Normalize, Pooling, SentenceFolder
+from fastbert.jobs.batch_job import LimitedTokenizer, length_batches, windows
+from fastbert.jobs.encode import read_recipe
 from fastbert.modules import BertModel, pooling
 from fastbert.testing.compare import assert_close
 from fastbert.testing.yardstick import Yardstick

@@ -8,8 +8,9 @@ import sys
 
 import pytest
 
+from fastbert.atomic_file import write_atomically
 from fastbert.cli import common
-from fastbert.cli.common import jsonable, write_atomically
+from fastbert.json_file import jsonable
 from fastbert.ops import backend
 from fastbert.testing import parity
 from fastbert.version import __version__
@@ -62,7 +63,7 @@ def test_module_runs_like_the_script():
 
 
 def test_a_bug_keeps_its_traceback(run, monkeypatch):
-    monkeypatch.setattr("fastbert.testing.machine.describe", lambda: 1 / 0)
+    monkeypatch.setattr("fastbert.bench.machine.describe", lambda: 1 / 0)
     result = run("info")
     assert result.exit_code == 1
     assert isinstance(result.exception, ZeroDivisionError)

@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-from fastbert.cli.after_encoder import AfterEncoder
-from fastbert.cli.partial_rows import PartialRows
 from fastbert.data import stories
+from fastbert.jobs import encode as job
+from fastbert.jobs.after_encoder import AfterEncoder
+from fastbert.jobs.partial_output import PartialOutput
 from fastbert.modules import BertForMaskedLM
 
 # Its attribute in fastbert.cli is the command.
@@ -25,7 +26,7 @@ encode_module = importlib.import_module("fastbert.cli.encode")
 OPTIONS = ("--tokens-per-batch", 16)
 KILLED = """
 import os
-from fastbert.cli.after_encoder import AfterEncoder
+from fastbert.jobs.after_encoder import AfterEncoder
 calls, pool = [], AfterEncoder.forward
 def killed(*arguments):
     calls.append(1)
@@ -126,7 +127,7 @@ def test_stopped_while_the_parquet_is_written(encode, monkeypatch, tmp_path):
         path.write_bytes(b"PAR1")
         raise OSError("disk full")
 
-    monkeypatch.setattr(encode_module, "write_embeddings", half)
+    monkeypatch.setattr(job, "write_embeddings", half)
     result = encode(tmp_path / "rows.parquet")
     assert result.exit_code == 2
     assert "100 of 100 rows are kept" in result.output
@@ -261,7 +262,7 @@ def test_damaged_rows_start_anew(encode, stop, monkeypatch, tmp_path):
 
 
 def test_two_runs_into_one_file(encode, tmp_path):
-    with PartialRows(tmp_path / "rows.npy", (100, 32), {}):
+    with PartialOutput(tmp_path / "rows.npy", (100, 32), {}):
         result = encode(tmp_path / "rows.npy")
     assert result.exit_code == 2
     assert "another run is writing" in result.output

@@ -111,7 +111,7 @@ class Conformance(common.ModelTesterMixin, unittest.TestCase):
         transformers.set_seed(0)
         common.global_rng = random.Random(0)
         if MODE == "fast":
-            accelerated._warn_once.cache_clear()
+            _warn_once.cache_clear()
 
     def _prepare_for_class(self, inputs: Any, kind: Any, return_labels: bool = False) -> Any:
         """The labels of pre-training as well, which the mixin leaves to each model's tests."""
@@ -143,7 +143,7 @@ def accelerate_every_encoder() -> None:
 
 if MODE == "fast":
     import fastbert
-    from fastbert.integrations import accelerated
+    from fastbert.integrations.accelerate import _warn_once
 
     accelerate_every_encoder()
 elif MODE != "stock":

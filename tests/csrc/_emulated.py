@@ -17,7 +17,7 @@ from pathlib import Path
 
 import _table
 
-CPU = Path(__file__).parents[2] / "csrc" / "cpu"
+ISA = Path(__file__).parents[2] / "csrc" / "cpu" / "isa"
 LEVELS = ("avx512", "avx512_bf16", "amx")
 FLAGS = ("-std=c++17", "-O1", "-g0", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-Wno-psabi")
 TARGET = ("-mavx2", "-mfma", "-mf16c", "-DFASTBERT_EMULATE")
@@ -45,7 +45,7 @@ def compile_library(folder: Path, levels: list[str]) -> Path:
         objects = [folder / f"{level}.o" for level in levels]
         compilers = [
             subprocess.Popen(
-                ["g++", *FLAGS, *TARGET, "-c", "-o", out, CPU / f"level_{level}.cpp"],
+                ["g++", *FLAGS, *TARGET, "-c", "-o", out, ISA / f"level_{level}.cpp"],
                 stderr=subprocess.PIPE,
                 text=True,
             )

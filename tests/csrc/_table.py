@@ -1,7 +1,8 @@
 """The table of kernels that the extension uses, exchanged for another one.
 
 The extension offers no way to do this, since a wrong address would crash the process. Tests find
-the function ``set_kernels`` (``csrc/cpu/isa.h``) in the symbols of the library and call it there.
+the function ``set_kernels`` (``csrc/cpu/isa/dispatch.h``) in the symbols of the library and call it
+there.
 """
 
 from __future__ import annotations

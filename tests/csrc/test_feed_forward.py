@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fastbert import reference
+from fastbert.activations import ACTIVATIONS, APPROXIMATIONS
 from fastbert.testing.compare import assert_close
 from fastbert.testing.yardstick import Yardstick
 
@@ -22,7 +23,7 @@ def draw(rows, columns, dtype, with_bias=True):
 def gradients(h, bias, dy, approximate, dtype):
     h = h.detach().to(dtype).requires_grad_()
     bias = None if bias is None else bias.detach().to(dtype).requires_grad_()
-    y = reference.gelu(h if bias is None else h + bias, approximate)
+    y = reference.activate(h if bias is None else h + bias, APPROXIMATIONS[approximate])
     y.backward(dy.to(dtype))
     return y.detach(), h.grad, None if bias is None else bias.grad
 
@@ -126,7 +127,7 @@ def test_reruns_and_thread_counts_agree_bitwise(isa, operators):
 
 
 def activation_problem(rows, columns, dtype, activation):
-    width = 2 * columns if activation in reference.GATED else columns
+    width = 2 * columns if ACTIVATIONS[activation].gated else columns
     return (2 * torch.randn(rows, width)).to(dtype), torch.randn(rows, columns).to(dtype)
 
 
@@ -143,7 +144,7 @@ def run_activation(operators, h, dy, activation):
     return {"a": a, "dh": dh, "dbias": dbias.to(h.dtype)}
 
 
-@pytest.mark.parametrize("activation", reference.ACTIVATIONS)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("columns", [1, 111, 768])
 def test_activation_agrees_with_float64(isa, operators, columns, dtype, activation):
@@ -156,7 +157,7 @@ def test_activation_agrees_with_float64(isa, operators, columns, dtype, activati
     assert torch.equal(operators.activation_forward(h, None, activation), actual["a"])
 
 
-@pytest.mark.parametrize("activation", reference.ACTIVATIONS)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_only_what_is_asked_for(isa, operators, activation):
     h, dy = activation_problem(5, 59, torch.float32, activation)
     expected = run_activation(operators, h, dy, activation)
@@ -168,7 +169,7 @@ def test_only_what_is_asked_for(isa, operators, activation):
 @pytest.mark.parametrize("activation", ["relu", "swiglu"])
 def test_activation_far_from_zero_and_nan(isa, operators, activation):
     x = torch.tensor([[65504.0, -65504.0, 3e38, -3e38, torch.inf, 90.0, -90.0, 0.0, -0.0]])
-    h = torch.cat([x, torch.ones_like(x)], dim=1) if activation in reference.GATED else x
+    h = torch.cat([x, torch.ones_like(x)], dim=1) if ACTIVATIONS[activation].gated else x
     results = run_activation(operators, h, torch.ones_like(x), activation)
     assert torch.equal(results["a"], x.clamp(min=0.0))
     at_zero = 0.5 if activation == "swiglu" else 0.0

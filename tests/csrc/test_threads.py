@@ -13,7 +13,9 @@ import pytest
 import torch
 
 from fastbert import ops
-from fastbert.testing import cases, parity
+from fastbert.testing import parity
+from fastbert.testing.cases import OPS
+from fastbert.testing.selection import find
 
 THREADS = 4
 ROUNDS = 3
@@ -73,9 +75,9 @@ def test_threads_that_make_forget_and_free_weights_do_not_disturb_each_other(ope
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("op", cases.OPS)
+@pytest.mark.parametrize("op", OPS)
 def test_an_operator_has_the_same_bits_on_every_thread(op, dtype, extension):
-    for case in cases.find(op, quick=True):
+    for case in find(op, quick=True):
         if parity.refusal(case, "cpu", dtype, "cpu"):
             continue
         inputs = case.inputs(dtype)

@@ -1,7 +1,7 @@
 """The AMX level as compiled, assembly included, against its emulation: the same bits.
 
 Where the processor has no AMX the tile instructions of the built extension are trapped
-(`_trapped.py`): an independent reading of Intel's manual meets that of csrc/cpu/tile.h.
+(`_trapped.py`): an independent reading of Intel's manual meets that of csrc/cpu/isa/tile.h.
 """
 
 from __future__ import annotations

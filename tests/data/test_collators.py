@@ -395,7 +395,7 @@ def test_a_bi_encoder_embeds_each_text_as_alone() -> None:
 
 @pytest.fixture(scope="module")
 def transformers() -> Any:
-    pytest.importorskip("fastbert.integrations.transformers")
+    pytest.importorskip("fastbert.integrations.attention_interface")
     return pytest.importorskip("transformers")
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import modeling_outputs
 
 import fastbert
-from fastbert.integrations import accelerated
+from fastbert.integrations.accelerate import _warn_once_of_left_padding, bound_encoders
 from fastbert.testing.yardstick import Yardstick
 
 PAIRS = torch.tensor([0, 1, 1, 0])
@@ -76,7 +76,7 @@ def test_the_same_object_and_its_class_is_still_the_stock_one() -> None:
     after = dict(made.named_modules())
     assert list(before) == list(after)
     assert all(before[name] is after[name] for name in before)
-    assert list(accelerated.engines(made)) == ["bert"]
+    assert list(bound_encoders(made)) == ["bert"]
     assert made.config._attn_implementation == "sdpa"
 
 
@@ -84,16 +84,16 @@ def test_twice_is_once_and_restore_is_exact() -> None:
     made = model()
     state, attributes = made.state_dict(), set(made.__dict__)
     fastbert.accelerate(made)
-    kind, engine = type(made), accelerated.engines(made)[""]
+    kind, bound = type(made), bound_encoders(made)[""]
     assert fastbert.accelerate(made) is made
     assert type(made) is kind
-    assert accelerated.engines(made)[""] is engine
+    assert bound_encoders(made)[""] is bound
     made(**batch())
     for _ in range(2):
         assert fastbert.restore(made) is made
         assert type(made) is transformers.BertModel
         assert set(made.__dict__) == attributes
-        assert accelerated.engines(made) == {}
+        assert bound_encoders(made) == {}
     assert all(t.data_ptr() == state[n].data_ptr() for n, t in made.state_dict().items())
     with rows_computed() as rows:
         made(**batch())
@@ -228,7 +228,7 @@ def test_the_pooler_reads_the_first_token_that_exists() -> None:
 def test_a_head_that_would_read_padding_is_warned_once() -> None:
     settings = config("Electra", embedding_size=32)
     made = fastbert.accelerate(model("ElectraForSequenceClassification", settings))
-    accelerated._warn_once_of_left_padding.cache_clear()
+    _warn_once_of_left_padding.cache_clear()
     left = {name: x.flip(1) for name, x in batch().items()}
     with pytest.warns(UserWarning, match="begin with padding.*Pad on the right"):
         made(**left)

@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 import fastbert
-from fastbert.integrations import accelerated
+from fastbert.integrations.accelerate import _warn_once, bound_encoders
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def pair() -> Sides:
 
 @pytest.fixture(autouse=True)
 def forgotten_warnings():
-    accelerated._warn_once.cache_clear()
+    _warn_once.cache_clear()
 
 
 def plain(side: Any, pattern: str, given: dict[str, Any] | None = None) -> Any:
@@ -72,7 +72,7 @@ COPIES = {"deepcopy": copy.deepcopy, "pickle": through_pickle, "torch.save": thr
 def test_a_copy_is_accelerated_and_on_its_own(pair, how) -> None:
     again = COPIES[how](pair.fast)
     pair._replace(fast=again).check(batch())
-    assert accelerated.engines(again)["bert"].host is again.bert
+    assert bound_encoders(again)["bert"].host is again.bert
     with torch.no_grad():
         for parameter in again.parameters():
             parameter.zero_()
@@ -81,12 +81,12 @@ def test_a_copy_is_accelerated_and_on_its_own(pair, how) -> None:
     assert type(again.bert) is transformers.BertModel
 
 
-def test_a_shallow_copy_has_an_engine_of_its_own(pair) -> None:
+def test_a_shallow_copy_has_an_encoder_of_its_own(pair) -> None:
     again = copy.copy(pair.fast.bert)
     with torch.no_grad():
         expected = pair.fast.bert(**batch()).last_hidden_state
         assert torch.equal(again(**batch()).last_hidden_state, expected)
-    assert accelerated.engines(again)[""] is not accelerated.engines(pair.fast.bert)[""]
+    assert bound_encoders(again)[""] is not bound_encoders(pair.fast.bert)[""]
 
 
 def test_a_checkpoint_is_the_stock_one(pair, tmp_path) -> None:

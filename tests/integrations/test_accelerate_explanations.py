@@ -28,6 +28,7 @@ from stock_families import Outputs as Stacked
 
 import fastbert
 from fastbert.testing.compare import assert_close
+from fastbert.testing.yardstick import run_sides
 
 # Nothing here may run stock code unnoticed.
 pytestmark = pytest.mark.filterwarnings("error:.*runs its own code")
@@ -83,14 +84,17 @@ def test_gradients_reach_states_and_weights_as_in_transformers(family, padding, 
 @every_family
 def test_parameters_have_the_same_gradients_through_states_and_weights(family, padding) -> None:
     model, batch = build(family), inputs(padding, family, rows=8)
-    real, slopes = batch["attention_mask"].bool(), []
-    for side in sides_of(model):
+    real = batch["attention_mask"].bool()
+
+    def slopes(side: nn.Module) -> dict[str, Tensor]:
+        side.zero_grad()
         out = call(side.train(), batch, **BOTH)
         weights = torch.stack(out.attentions).transpose(2, 3)[:, real]
         seen = Stacked(torch.stack(out.hidden_states)[:, real], None, weights)
         (total(seen) + loss_of(out, real)).backward()
-        slopes.append(gradients(side))
-    assert_gradients_close(*slopes)
+        return gradients(side)
+
+    assert_gradients_close(*run_sides(slopes, *sides_of(model)))
 
 
 @every_family

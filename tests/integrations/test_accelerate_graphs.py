@@ -13,7 +13,7 @@ from torch import Tensor
 
 import fastbert
 from fastbert.data import PackedCollatorForTokenClassification
-from fastbert.integrations import accelerated
+from fastbert.integrations.accelerate import _warn_once
 from fastbert.testing.yardstick import Yardstick
 
 
@@ -195,7 +195,7 @@ def test_jit_trace() -> None:
 
 
 def test_nothing_is_warned_about_an_export() -> None:
-    accelerated._warn_once.cache_clear()
+    _warn_once.cache_clear()
     made = fastbert.accelerate(model())
     with warnings.catch_warnings(record=True) as warned, torch.no_grad(), rows_computed() as rows:
         warnings.simplefilter("always")

@@ -14,7 +14,7 @@ from tiny_hosts import model, rows_computed
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
 import fastbert
-from fastbert.integrations import accelerated
+from fastbert.integrations.accelerate import bound_encoders
 from fastbert.testing.compare import assert_close
 from fastbert.testing.yardstick import Yardstick
 
@@ -79,7 +79,7 @@ def test_pipelines(tokenizer, task, given) -> None:
         stock, fast = cut
     torch.testing.assert_close(numbers(fast), numbers(stock), rtol=1e-4, atol=1e-5)
     fastbert.restore(pipes[1])
-    assert accelerated.engines(pipes[1]) == {}
+    assert bound_encoders(pipes[1]) == {}
     with rows_computed() as rows:
         pipes[1](texts)
     assert rows == []
@@ -119,7 +119,7 @@ def test_a_real_sentence_transformer(sentence_transformers, folder, tmp_path) ->
     assert all(torch.equal(t, state[name]) for name, t in made.state_dict().items())
     made.save(str(tmp_path))
     again = sentence_transformers.SentenceTransformer(str(tmp_path), device="cpu")
-    assert accelerated.engines(again) == {}
+    assert bound_encoders(again) == {}
     assert_close("saved and loaded", embed(again), oracle, yardstick)
     assert fastbert.restore(made) is made
     with rows_computed() as rows:

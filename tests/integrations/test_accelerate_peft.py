@@ -11,7 +11,7 @@ from tiny_hosts import LENGTHS, REASON, Sides, agree, batch, model, rows_compute
 from torch import nn
 
 import fastbert
-from fastbert.integrations import accelerated
+from fastbert.integrations.accelerate import bound_encoders
 from fastbert.testing.yardstick import Yardstick
 
 peft = pytest.importorskip("peft", reason="needs peft: pip install 'fastbert[test]'")
@@ -50,7 +50,7 @@ def adapted(settings: Any, when: str = "before") -> Sides:
 @pytest.mark.parametrize("targets", [["query", "value"], ALL, "all-linear"], ids=str)
 def test_lora(targets, when) -> None:
     pair = adapted(lora(targets), when)
-    assert len(accelerated.engines(pair.fast)) == 1
+    assert len(bound_encoders(pair.fast)) == 1
     trained = {n for n, p in pair.fast.named_parameters() if p.requires_grad}
     assert all("lora_" in name or "classifier" in name for name in trained)
     if targets == ["query", "value"]:

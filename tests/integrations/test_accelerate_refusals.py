@@ -13,7 +13,7 @@ from torch import nn
 from transformers.models.bert.modeling_bert import BertSelfOutput
 
 import fastbert
-from fastbert.integrations import accelerated
+from fastbert.integrations.accelerate import BOUND, bound_encoders
 
 FAMILIES = (
     "bert, roberta, xlm-roberta, camembert, electra, albert, distilbert, mpnet, nomic_bert, "
@@ -118,8 +118,8 @@ def test_a_model_that_cannot_be_served(name) -> None:
     assert [str(w.message) for w in warned] == [expected]
     assert warned[0].filename == __file__
     assert [type(module) for module in made.modules()] == kinds
-    assert accelerated.engines(made) == {}
-    assert not any(accelerated.ENGINE in module.__dict__ for module in made.modules())
+    assert bound_encoders(made) == {}
+    assert not any(BOUND in module.__dict__ for module in made.modules())
 
 
 @pytest.mark.parametrize("strict", [True, False])

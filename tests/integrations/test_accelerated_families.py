@@ -34,7 +34,7 @@ from stock_families import (
 )
 
 import fastbert
-from fastbert.integrations import accelerated
+from fastbert.integrations.accelerate import _warn_once, bound_encoders
 from fastbert.ops import backend as backends
 from fastbert.testing.compare import assert_close
 from fastbert.testing.yardstick import Yardstick, each, run_sides
@@ -48,7 +48,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 @pytest.fixture(autouse=True)
 def every_warning():
-    accelerated._warn_once.cache_clear()
+    _warn_once.cache_clear()
 
 
 def sides_of(model: Any) -> tuple[Any, Any, Any]:
@@ -262,15 +262,16 @@ LENGTHS = (4, 1, 9, 7)
 def test_packed_sequences_do_not_see_each_other(family, form) -> None:
     model, ids = build(family), inputs("none", family, rows=1)["input_ids"]
     sides = sides_of(model)
-    first = accelerated.engines(sides[0])[""].model.config.architecture.first_position or 0
+    first = bound_encoders(sides[0])[""].model.config.architecture.first_position or 0
     positions = torch.cat([torch.arange(first, first + n) for n in LENGTHS])[None]
     ends = torch.tensor([0, *LENGTHS]).cumsum(0).int()
     ragged = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 9, "max_length_k": 9}
     packed: dict[str, Any] = {"input_ids": ids}
     packed |= ragged if form != "position_ids" else {}
     packed |= {"position_ids": positions} if form != "cu_seq_lens" else {}
-    outs, slopes = [], []
-    for side in sides:
+
+    def outputs_and_gradients(side: Any) -> tuple[Outputs, dict[str, Tensor]]:
+        side.zero_grad()
         if side is sides[0]:
             out = run(side, packed)
         else:
@@ -280,8 +281,9 @@ def test_packed_sequences_do_not_see_each_other(family, form) -> None:
                 torch.cat(states, 2), None, None if pooled[0] is None else torch.cat(pooled)
             )
         total(out).backward()
-        outs.append(out.detached())
-        slopes.append(gradients(side))
+        return out.detached(), gradients(side)
+
+    outs, slopes = zip(*run_sides(outputs_and_gradients, *sides), strict=True)
     assert_outputs_close(*outs)
     assert_gradients_close(*slopes)
     with torch.no_grad():
@@ -293,7 +295,7 @@ def test_packed_sequences_do_not_see_each_other(family, form) -> None:
 def test_several_rows_may_be_packed(family) -> None:
     model, ids = build(family), inputs("none", family)["input_ids"]
     sides = sides_of(model)
-    first = accelerated.engines(sides[0])[""].model.config.architecture.first_position or 0
+    first = bound_encoders(sides[0])[""].model.config.architecture.first_position or 0
     lengths = [(LENGTH,), LENGTHS, (20, 1)]
     positions = [torch.cat([torch.arange(first, first + n) for n in row]) for row in lengths]
     with torch.no_grad():
@@ -315,7 +317,7 @@ def test_several_rows_may_be_packed(family) -> None:
 def test_embeddings_positions_and_types(family) -> None:
     model, batch = build(family), inputs("middle", family)
     sides = sides_of(model)
-    choices = accelerated.engines(sides[0])[""].model.config.architecture
+    choices = bound_encoders(sides[0])[""].model.config.architecture
     generator = torch.Generator().manual_seed(4)
     shape = batch["input_ids"].shape
     first = choices.first_position or 0
@@ -448,7 +450,7 @@ def test_bad_arguments_are_named() -> None:
 @every_family
 def test_sequences_that_are_too_long_are_refused(family) -> None:
     fast = fastbert.accelerate(build(family))
-    choices = accelerated.engines(fast)[""].model.config.architecture
+    choices = bound_encoders(fast)[""].model.config.architecture
     first = choices.first_position or 0
     ids = inputs("none", family, rows=2, length=49)["input_ids"]
     with torch.no_grad():
@@ -554,7 +556,7 @@ def test_restore_gives_everything_back(family, tmp_path) -> None:
         assert fastbert.accelerate(model) is model
         assert fastbert.accelerate(model) is model
         assert isinstance(model, kind)
-        assert len(accelerated.engines(model)) == 1
+        assert len(bound_encoders(model)) == 1
         fast = model(**batch, output_hidden_states=True)
         assert not torch.equal(fast.hidden_states[-1], stock.hidden_states[-1])
         after = model.state_dict()
@@ -572,7 +574,7 @@ def test_restore_gives_everything_back(family, tmp_path) -> None:
             assert all(torch.equal(one, other) for one, other in pairs)
     assert type(model) is kind
     assert all("fastbert" not in type(m).__module__ for m in model.modules())
-    assert not accelerated.engines(model)
+    assert not bound_encoders(model)
 
 
 def test_restore_keeps_what_was_learnt() -> None:

@@ -29,7 +29,7 @@ from stock_families import (
 )
 
 from fastbert import ops
-from fastbert.integrations import transformers as host
+from fastbert.integrations import attention_interface as host
 from fastbert.testing.compare import assert_close
 from fastbert.testing.yardstick import run_sides
 

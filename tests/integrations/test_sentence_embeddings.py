@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import fastbert
+from fastbert.bench.quantized_accuracy import model_folder, real_sentences
 from fastbert.testing.compare import assert_close
-from fastbert.testing.quantized_accuracy import model_folder, real_sentences
 from fastbert.testing.yardstick import run_sides
 
 sentence_transformers = pytest.importorskip("sentence_transformers")

@@ -20,9 +20,6 @@ import pytest
 import torch
 from pyarrow import parquet
 
-from fastbert.cli.encode import read_recipe
-from fastbert.cli.partial_rows import PartialRows
-from fastbert.cli.texts import Texts
 from fastbert.config import BertConfig
 from fastbert.data import (
     load_tokenizer,
@@ -33,6 +30,9 @@ from fastbert.data import (
 )
 from fastbert.io import checkpoint, families, safetensors_file
 from fastbert.io import sentence_transformers_folder as stored
+from fastbert.jobs.encode import read_recipe
+from fastbert.jobs.partial_output import PartialOutput
+from fastbert.jobs.texts import Texts
 from fastbert.modules import BertModel
 from fastbert.modules.dense import Dense
 
@@ -119,7 +119,7 @@ def read_state(folder: Path) -> None:
     kept.mkdir(exist_ok=True)
     shutil.copy(folder / "state.json", kept)
     (kept / "rows.npy").write_bytes(bytes(1000))
-    with PartialRows(folder / "rows.npy", (4, 3), {"model": "a"}) as partial:
+    with PartialOutput(folder / "rows.npy", (4, 3), {"model": "a"}) as partial:
         assert 0 <= partial.done <= 4
 
 

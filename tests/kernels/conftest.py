@@ -16,9 +16,9 @@ import pytest
 @pytest.fixture(autouse=True)
 def real_tiles(monkeypatch):
     """Block sizes as on a GPU; one attention test plays the interpreter's own."""
-    from fastbert.kernels import common
+    from fastbert.kernels import tiles
 
-    monkeypatch.setattr(common, "IS_INTERPRETED", False)
+    monkeypatch.setattr(tiles, "IS_INTERPRETED", False)
 
 
 @pytest.fixture

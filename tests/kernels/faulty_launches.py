@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fastbert.kernels.common import Launch
+from fastbert.kernels.launch import Launch
 from fastbert.testing.ahead_of_time import compile_one
 
 

@@ -9,7 +9,7 @@ import torch
 from kernel_cases import BRAIN, HALF, SINGLE, judge, kept, normal, seed_tensor
 
 from fastbert import reference
-from fastbert.kernels import common
+from fastbert.kernels import tiles
 from fastbert.kernels.attention import attention_backward, attention_forward
 from fastbert.kernels.attention_weights import attention_weights
 from fastbert.testing.compare import assert_close
@@ -103,7 +103,7 @@ def test_bias_and_sharp_logits(dtype, device):
 
 
 def test_the_interpreters_own_tiles(device, monkeypatch):
-    monkeypatch.setattr(common, "IS_INTERPRETED", True)
+    monkeypatch.setattr(tiles, "IS_INTERPRETED", True)
     q, k, v, dout = inputs(1, 2, 150, 200, 32, SINGLE, device)
     mask = random_mask("keys", 1, 2, 150, 200, device)
     check_dense(q, k, v, dout, mask=mask, dropout_p=0.1)

@@ -9,10 +9,10 @@ import torch
 from kernel_cases import BRAIN, HALF, SINGLE, judge, kept, normal, seed_tensor
 
 from fastbert import reference
-from fastbert.kernels import attention_short, common
+from fastbert.kernels import attention_short
 from fastbert.kernels.attention import attention_backward, attention_forward
-from fastbert.kernels.attention_tile import describe
-from fastbert.kernels.common import attention_path, short_attention_tile
+from fastbert.kernels.attention_problem import describe
+from fastbert.kernels.tiles import ShortTile, Tile, attention_path, short_attention_tile
 
 
 def rows(batch, length, heads, dim, dtype, device):
@@ -110,7 +110,7 @@ def test_bias_against_oracle(dtype, device):
     ("block_m", "block_n", "chunks"), [(32, 64, 2), (64, 128, 1), (128, 32, 3)]
 )
 def test_each_forward_tile_alone(block_m, block_n, chunks, device, monkeypatch):
-    tile = common.ShortTile(common.Tile(block_m, block_n, 4, 1), chunks, programs=2)
+    tile = ShortTile(Tile(block_m, block_n, 4, 1), chunks, programs=2)
     monkeypatch.setattr(attention_short, "short_attention_tile", lambda *_: tile)
     q, k, v, dout = inputs(1, 1, 70, 90, 32, HALF, device)
     mask = random_mask("keys", 1, 1, 70, 90, device)
@@ -119,7 +119,7 @@ def test_each_forward_tile_alone(block_m, block_n, chunks, device, monkeypatch):
 
 @pytest.mark.parametrize(("block_m", "block_n"), [(16, 64), (64, 64), (32, 128)])
 def test_each_backward_tile_alone(block_m, block_n, device, monkeypatch):
-    tile = common.ShortTile(common.Tile(block_m, block_n, 4, 1), chunks=2, programs=2)
+    tile = ShortTile(Tile(block_m, block_n, 4, 1), chunks=2, programs=2)
     monkeypatch.setattr(attention_short, "short_attention_tile", lambda *_: tile)
     q, k, v, dout = inputs(1, 1, 40, 60, 32, HALF, device)
     check_dense(q, k, v, dout, mask=random_mask("keys", 1, 1, 40, 60, device), dropout_p=0.1)

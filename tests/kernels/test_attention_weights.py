@@ -135,7 +135,7 @@ def test_errors_name_the_argument(device):
         ops.attention_weights(q, q, heads=[2])
     with pytest.raises(ValueError, match=r"rows: got \[-1\], allowed: numbers from 0 to 3"):
         ops.attention_weights(q, q, rows=[-1])
-    with pytest.raises(ValueError, match=r"lse: got shape \(1, 2\), allowed: shape \(1, 2, 4\)"):
+    with pytest.raises(ValueError, match=r"lse: got shape \(1, 2\), allowed: \(1, 2, 4\)"):
         ops.attention_weights(q, q, torch.zeros(1, 2, device=device))
     with pytest.raises(TypeError, match=r"lse: got torch.float16, allowed: float32"):
         ops.attention_weights(q, q, torch.zeros(1, 2, 4, device=device).half())

@@ -7,10 +7,10 @@ import torch
 from kernel_cases import BRAIN, HALF, SINGLE, judge, normal
 
 from fastbert import reference
-from fastbert.kernels import common
+from fastbert.activations import ACTIVATIONS, APPROXIMATIONS
+from fastbert.kernels import tiles as block_sizes
 from fastbert.kernels.feed_forward import activation_forward, linear_gelu_forward
 from fastbert.kernels.feed_forward_backward import feed_forward_backward, gelu_backward
-from fastbert.reference import ACTIVATIONS, GATED
 
 ENGINES = ("fused", "library")
 # GEMM_TILES for which 70 × 131 results are cut into tiles of 128 × 128, 64 × 64 and 64 × 32.
@@ -18,12 +18,15 @@ TILES = (1, 4, 96)
 
 
 def options(activation: str) -> dict:
-    return {"approximate": ACTIVATIONS[activation], "gated": activation in GATED}
+    return {
+        "approximate": ACTIVATIONS[activation].approximate,
+        "gated": ACTIVATIONS[activation].gated,
+    }
 
 
 def draw(rows, depth, columns, dtype, device, activation="gelu", has_bias=True, scale=1.0):
     """x, w1, b1, w2 and dy of a feed-forward from depth over columns back to depth."""
-    first = 2 * columns if activation in GATED else columns
+    first = 2 * columns if ACTIVATIONS[activation].gated else columns
     return (
         normal(rows, depth, dtype=dtype, device=device, scale=scale),
         normal(first, depth, dtype=dtype, device=device, scale=max(depth, 1) ** -0.5),
@@ -66,7 +69,7 @@ def test_against_oracle(dtype, has_bias, scale, activation, engine, device):
 @pytest.mark.parametrize("depth", [64, 200])
 def test_every_tile_of_the_gemm(tiles, activation, depth, device, monkeypatch):
     """With depths that are and are not a multiple of what a tile takes at once."""
-    monkeypatch.setattr(common, "GEMM_TILES", tiles)
+    monkeypatch.setattr(block_sizes, "GEMM_TILES", tiles)
     tensors = draw(70, depth, 131, HALF, device, activation)
     judge_feed_forward(run(*tensors, activation, "fused"), *tensors, activation)
 
@@ -74,8 +77,8 @@ def test_every_tile_of_the_gemm(tiles, activation, depth, device, monkeypatch):
 def test_tiles_are_the_ones_that_the_tests_above_mean(monkeypatch):
     shapes = []
     for tiles in TILES:
-        monkeypatch.setattr(common, "GEMM_TILES", tiles)
-        shapes.append(common.gemm_tile(70, 131, HALF)[:2])
+        monkeypatch.setattr(block_sizes, "GEMM_TILES", tiles)
+        shapes.append(block_sizes.gemm_tile(70, 131, HALF)[:2])
     assert shapes == [(128, 128), (64, 64), (64, 32)]
 
 
@@ -96,7 +99,7 @@ def test_a_program_walks_its_tiles(programs, activation, dtype, device, monkeypa
     """The result does not depend on how many programs share the tiles."""
     tensors = draw(130, 32, 140, dtype, device, activation)
     expected = run(*tensors, activation, "fused")
-    monkeypatch.setattr(common, "multiprocessors", lambda x: programs)
+    monkeypatch.setattr(block_sizes, "multiprocessors", lambda x: programs)
     actual = run(*tensors, activation, "fused")
     assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
@@ -152,7 +155,7 @@ def test_every_fp16_number(approximate, device):
     da = torch.ones_like(h)
     dh, _, a = gelu_backward(da, h, approximate=approximate, sum_rows=False, activated=True)
     assert torch.equal(a, activation_forward(h, approximate=approximate))
-    judge("y dh", [a, dh], lambda h: reference.gelu(h, approximate), [h], da)
+    judge("y dh", [a, dh], lambda h: reference.activate(h, APPROXIMATIONS[approximate]), [h], da)
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -232,12 +235,12 @@ def test_engine_of_a_product():
     for dtype in (SINGLE, HALF, BRAIN):
         for rows in (1, 64, 4096):
             for depth in (384, 768, 4096):
-                engine = common.gemm_engine(rows, 3072, depth, dtype)
+                engine = block_sizes.gemm_engine(rows, 3072, depth, dtype)
                 assert engine.name in ENGINES
                 assert "not measured" in engine.reason
-    assert common.gemm_engine(4096, 3072, 768, SINGLE).name == "library"
-    assert common.gemm_engine(4096, 3072, 768, BRAIN).name == "fused"
-    assert common.gemm_engine(4096, 3072, 4096, BRAIN).name == "library"
+    assert block_sizes.gemm_engine(4096, 3072, 768, SINGLE).name == "library"
+    assert block_sizes.gemm_engine(4096, 3072, 768, BRAIN).name == "fused"
+    assert block_sizes.gemm_engine(4096, 3072, 4096, BRAIN).name == "library"
 
 
 def test_errors_name_the_argument(device):

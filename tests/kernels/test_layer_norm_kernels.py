@@ -7,8 +7,8 @@ import torch
 from kernel_cases import BRAIN, HALF, SINGLE, judge, kept, normal, seed_tensor
 
 from fastbert import ops, reference
-from fastbert.kernels.common import LARGEST_ROW
 from fastbert.kernels.layer_norm import layer_norm_backward, layer_norm_forward
+from fastbert.kernels.tiles import LARGEST_ROW
 from fastbert.ops import backend as backends
 
 EPS = 1e-12

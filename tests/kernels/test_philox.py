@@ -11,7 +11,7 @@ import triton.language as tl
 from kernel_cases import kept, philox_words
 
 from fastbert import reference
-from fastbert.kernels.common import dropout_keep, philox
+from fastbert.kernels.philox import dropout_keep, philox
 
 KNOWN = [0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48]
 

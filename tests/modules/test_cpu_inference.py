@@ -15,10 +15,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fastbert import modules, ops, reference, reference_model
+from fastbert import modules, ops, reference
 from fastbert.config import BertConfig
-from fastbert.modules.stack import stack
+from fastbert.modules.fused_encoder import fused_call
 from fastbert.ops import backend as backends
+from fastbert.testing import reference_model
 from fastbert.testing.compare import assert_close
 from fastbert.testing.yardstick import Yardstick, each
 
@@ -345,7 +346,7 @@ def test_two_python_threads_run_two_models() -> None:
 def test_operator() -> None:
     built = model()
     with torch.no_grad():
-        plan = stack(built.encoder.layer, "cpu", torch.float32, False)
+        plan = fused_call(built.encoder.layer, "cpu", torch.float32, False)
     hidden = torch.randn(12, 64)
     cu_seqlens = torch.tensor([0, 7, 12], dtype=torch.int32)
     parameters = [p.detach() for p in plan.parameters]
@@ -367,7 +368,8 @@ def test_operator() -> None:
 def test_the_public_function_agrees_with_its_reference(form) -> None:
     with torch.no_grad():
         parameters = [
-            p.detach() for p in stack(model().encoder.layer, "cpu", torch.float32, False).parameters
+            p.detach()
+            for p in fused_call(model().encoder.layer, "cpu", torch.float32, False).parameters
         ]
     options: dict[str, Any] = {"batch": 2, "heads": 2, "eps": 1e-6, "all_states": True}
     if form == "packed":

@@ -12,7 +12,7 @@ from transformers_pair import BATCH, LENGTH, REASON, Pair, as_float64, batch, pa
 
 from fastbert import ops
 from fastbert.modules import attention
-from fastbert.modules.layout import Layout
+from fastbert.modules.batch_layout import BatchLayout
 from fastbert.ops.attention_context import attention_context
 from fastbert.ops.varlen import unpad_indices
 from fastbert.testing.compare import assert_close
@@ -100,7 +100,7 @@ def test_what_nobody_attends_is_not_seen_where_weights_carry_gradients() -> None
         given[:, 7] = poison
         # The attention of one layer alone: the rows of position 7 stay what they are after it.
         out = models.ours.encoder.layer[0].attention.self(
-            given.flatten(0, 1).requires_grad_(), Layout(BATCH, LENGTH, mask=mask), True
+            given.flatten(0, 1).requires_grad_(), BatchLayout(BATCH, LENGTH, mask=mask), True
         )
         qkv = models.ours.encoder.layer[0].attention.self.qkv
         seen = torch.arange(BATCH * LENGTH) % LENGTH != 7
@@ -154,7 +154,7 @@ def test_the_weights_in_the_callers_layout_go_back_to_the_rows() -> None:
     mask = torch.rand(5, 11, generator=torch.Generator().manual_seed(0)) < 0.5
     mask[2] = False
     indices, ends, longest = unpad_indices(mask)
-    layout = Layout(5, 11, ends, longest, indices)
+    layout = BatchLayout(5, 11, ends, longest, indices)
     inside = torch.arange(longest) < ends.diff()[:, None]
     weights = torch.rand(5, 3, longest, longest) * (
         inside[:, None, :, None] & inside[:, None, None, :]

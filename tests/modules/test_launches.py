@@ -1,7 +1,7 @@
 """What a layer launches: our kernels and library GEMMs, each counted, and nothing else.
 
 A launch more or less is a change of speed, so the numbers are exact. Whoever changes them on
-purpose changes them here, and in the README.
+purpose changes them here, and in docs/kernels.md.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 import fastbert
 from fastbert import modules, ops
+from fastbert.modules.fused_encoder import fused_call
 from fastbert.modules.quantized_linear import QuantizedLinear
-from fastbert.modules.stack import stack
 from fastbert.ops import backend as backends
 
 
@@ -212,7 +212,7 @@ def test_weights_that_change_are_seen() -> None:
 
 def test_operator() -> None:
     with torch.no_grad():
-        plan = stack(quantised().encoder.layer, "cpu", torch.float32, False)
+        plan = fused_call(quantised().encoder.layer, "cpu", torch.float32, False)
     hidden, ends = torch.randn(12, 64), torch.tensor([0, 7, 12], dtype=torch.int32)
     lists = [[t.detach() for t in tensors] for tensors in (plan.parameters, plan.scales)]
     arguments = (*lists, ends, None, None, 2, 7, 2, 1e-12, "gelu", torch.float32)
@@ -222,8 +222,8 @@ def test_operator() -> None:
 
 def test_bad_arguments_are_named() -> None:
     with torch.no_grad():
-        plan = stack(quantised().encoder.layer, "cpu", torch.float32, False)
-        floating = stack(model().encoder.layer, "cpu", torch.float32, False).parameters
+        plan = fused_call(quantised().encoder.layer, "cpu", torch.float32, False)
+        floating = fused_call(model().encoder.layer, "cpu", torch.float32, False).parameters
 
     def call(parameters: Any = plan.parameters, scales: Any = plan.scales, columns: int = 64):
         options = {"batch": 1, "heads": 2, "scales": scales}

@@ -53,12 +53,12 @@ def openmp() -> list[str]:
 
 
 def sources() -> list[str]:
-    cpu = (path.relative_to(ROOT).as_posix() for path in ROOT.glob("csrc/cpu/*.cpp"))
+    cpu = (path.relative_to(ROOT).as_posix() for path in ROOT.glob("csrc/cpu/**/*.cpp"))
     return ["csrc/bindings.cpp", *sorted(cpu)]
 
 
 def object_of(source: str) -> Path:
-    return BUILD / f"{Path(source).stem}.o"
+    return BUILD / f"{'-'.join(Path(source).with_suffix('').parts)}.o"
 
 
 def build_all(workers: int) -> Path:
@@ -104,13 +104,13 @@ def text_of(tree: Path, unit: Unit) -> str:
         return text
     header = (folder / unit.kernels).read_text(encoding="utf-8")
     table = re.findall(
-        r"^    (?:base::)?(\w+),$", (folder / "level.h").read_text(encoding="utf-8"), re.M
+        r"^    (?:base::)?(\w+),$", (folder / "isa" / "level.h").read_text(encoding="utf-8"), re.M
     )
     kept = [name for name in dict.fromkeys(table) if re.search(rf"^[\w ]+ {name}\(", header, re.M)]
     functions = ", ".join(f"(const void*){name}" for name in kept)
     lines = [
-        '#include "isa.h"',
-        f'#include "{unit.kernels}"',
+        '#include "dispatch.h"',
+        f'#include "../{unit.kernels}"',
         "namespace fastbert::cpu::FASTBERT_LEVEL {",
     ]
     lines += [f"extern const void* const kKept[] = {{{functions}}};", "}"]
@@ -119,7 +119,7 @@ def text_of(tree: Path, unit: Unit) -> str:
 
 def compile_unit(tree: Path, unit: Unit) -> Path:
     """The object of ``unit`` as ``tree`` has it. RuntimeError: it does not compile."""
-    source, compiled = Path("csrc", "cpu", "unit.cpp"), tree / "unit.o"
+    source, compiled = Path(unit.source).with_name("unit.cpp"), tree / "unit.o"
     (tree / source).write_text(text_of(tree, unit), encoding="utf-8")
     command = [*compile_command(), "-c", str(source), "-o", str(compiled)]
     run = subprocess.run(command, cwd=tree, capture_output=True, text=True)

@@ -68,7 +68,7 @@ def test_bad_type(argument):
 
 
 def test_mask_of_unpad():
-    with pytest.raises(ValueError, match=r"^mask: got shape \(2, 4\), allowed: shape \(2, 5\)"):
+    with pytest.raises(ValueError, match=r"^mask: got shape \(2, 4\), allowed: \(2, 5\)"):
         ops.unpad(torch.randn(2, 5, 3), torch.ones(2, 4))
 
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from fastbert import ops, reference
 from fastbert.ops import backend as backends
 from fastbert.ops import product
-from fastbert.testing.cases import find
 from fastbert.testing.compare import compare
 from fastbert.testing.parity import run_with_gradients
+from fastbert.testing.selection import find
 from fastbert.testing.yardstick import Yardstick
 
 DTYPES = (torch.bfloat16, torch.float16)

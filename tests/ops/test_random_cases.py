@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fastbert.testing import parity
-from fastbert.testing.cases import OPS, find
+from fastbert.testing.cases import OPS
 from fastbert.testing.random_cases import (
     FEWEST_LOGITS,
     GENERATORS,
@@ -19,6 +19,7 @@ from fastbert.testing.random_cases import (
     random_case,
     random_cases,
 )
+from fastbert.testing.selection import find
 
 DEVICE = parity.devices()[0]
 # Turns over all operations, by dtype.

@@ -12,7 +12,7 @@ import torch
 from fastbert import ops, reference
 from fastbert.ops import backend as backends
 from fastbert.testing import parity
-from fastbert.testing.cases import find
+from fastbert.testing.selection import find
 
 RUNS = [
     run

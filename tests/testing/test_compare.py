@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from fastbert import reference
-from fastbert.testing.cases import find
 from fastbert.testing.compare import assert_close, compare
 from fastbert.testing.parity import oracle_and_yardstick
+from fastbert.testing.selection import find
 from fastbert.testing.yardstick import Yardstick, plain_product
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from rich.console import Console
 
+from fastbert.bench.encoder import EncoderShape
 from fastbert.config import BertConfig
-from fastbert.testing.bench_encoder import EncoderShape
 from fastbert.training import demo
 from fastbert.training.demo import DemoSize, run_demo
 from fastbert.training.report import TITLE

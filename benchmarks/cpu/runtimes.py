@@ -1,0 +1,201 @@
+"""Who takes part, and how each is built inside a process of its own (``worker.py``).
+
+Nothing is imported before it is needed, so that an engine's memory is its own. All read the same
+weights from the run's folder: state dict, ONNX or OpenVINO's files (``export.py``).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+WEIGHTS, ONNX, OPENVINO = "weights.pt", "model.onnx", "openvino.xml"
+BF16, FP32, INT8 = "bf16", "fp32", "int8"
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """kind: which builder below. option: transformers' attention, or a variant of ours. needs: the
+    packages without which it is reported as not installed."""
+
+    name: str
+    kind: str
+    form: str
+    option: str = ""
+    needs: tuple[str, ...] = ()
+
+    @property
+    def ours(self) -> bool:
+        return self.kind == "fastbert"
+
+    def missing(self) -> str | None:
+        absent = [name for name in self.needs if importlib.util.find_spec(name) is None]
+        return f"not installed: {', '.join(absent)}" if absent else None
+
+
+STOCK = ("transformers",)
+RUNTIMES = (
+    Runtime("fastbert bf16", "fastbert", BF16),
+    Runtime("fastbert bf16 autocast", "fastbert", BF16, "autocast"),
+    Runtime("fastbert fp32", "fastbert", FP32),
+    Runtime("fastbert int8", "fastbert", INT8),
+    Runtime("transformers eager fp32", "transformers", FP32, "eager", STOCK),
+    Runtime("transformers sdpa fp32", "transformers", FP32, "sdpa", STOCK),
+    Runtime("transformers eager bf16", "transformers", BF16, "eager", STOCK),
+    Runtime("transformers sdpa bf16", "transformers", BF16, "sdpa", STOCK),
+    Runtime("torch.compile frozen fp32", "compiled", FP32, "sdpa", STOCK),
+    Runtime("torch.compile frozen bf16", "compiled", BF16, "sdpa", STOCK),
+    Runtime("OpenVINO fp32", "openvino", FP32, needs=("openvino",)),
+    Runtime("OpenVINO bf16", "openvino", BF16, needs=("openvino",)),
+    Runtime("ONNX Runtime fp32", "onnxruntime", FP32, needs=("onnxruntime", "onnx")),
+)
+BY_NAME = {engine.name: engine for engine in RUNTIMES}
+
+
+@dataclass
+class Built:
+    """What a worker calls. inputs: a batch as the engine takes it. array: its result as numpy.
+
+    prepare: told the shape (B, L) before its first batch. compiles: in its first call with a shape,
+    which is not its time then. note: what a reader of the table must know about this engine here.
+    """
+
+    call: Callable[[Any], Any]
+    inputs: Callable[[dict[str, np.ndarray]], Any]
+    array: Callable[[Any], np.ndarray]
+    prepare: Callable[[int, int], None] = lambda batch, length: None
+    note: str | None = None
+    model: Any = None
+    compiles: bool = False
+
+
+def build(name: str, config: dict[str, Any], folder: Path, threads: int) -> Built:
+    """Raises whatever keeps the engine from running; the worker passes it on as the reason."""
+    engine = BY_NAME[name]
+    builders = {
+        "fastbert": _fastbert,
+        "transformers": _transformers,
+        "compiled": _compiled,
+        "openvino": _openvino,
+        "onnxruntime": _onnxruntime,
+    }
+    return builders[engine.kind](engine, config, folder, threads)
+
+
+def _of_torch(model, threads: int, *, autocast: bool = False, freezing: bool = False) -> Built:
+    import torch
+
+    torch.set_num_threads(threads)
+
+    def inputs(batch):
+        return {name: torch.from_numpy(value) for name, value in batch.items()}
+
+    def call(batch):
+        # A frozen graph is made under no_grad; everybody else may use the stricter mode.
+        with (
+            torch.no_grad() if freezing else torch.inference_mode(),
+            torch.autocast("cpu", torch.bfloat16, enabled=autocast),
+        ):
+            return model(**batch).last_hidden_state
+
+    return Built(call, inputs, lambda out: out.float().numpy(), model=model)
+
+
+def _loaded(folder: Path):
+    import torch
+
+    return torch.load(folder / WEIGHTS, mmap=True, weights_only=True)
+
+
+def _fastbert(engine: Runtime, config, folder: Path, threads: int) -> Built:
+    import torch
+
+    import fastbert
+    from fastbert.config import BertConfig
+    from fastbert.modules import BertModel
+
+    model = BertModel(BertConfig.from_dict(config))
+    model.load_state_dict(_loaded(folder))
+    model.eval()
+    if engine.form == BF16 and engine.option != "autocast":
+        model.to(torch.bfloat16)
+    if engine.form == INT8:
+        if not hasattr(fastbert, "quantize"):
+            raise NotImplementedError("this build has no fastbert.quantize")
+        model = fastbert.quantize(model.to(torch.bfloat16))
+    return _of_torch(model, threads, autocast=engine.option == "autocast")
+
+
+def _transformers(engine: Runtime, config, folder: Path, threads: int) -> Built:
+    import torch
+
+    from fastbert.config import BertConfig
+    from fastbert.integrations import stock_models
+
+    dtype = torch.bfloat16 if engine.form == BF16 else torch.float32
+    model = stock_models.encoder(
+        BertConfig.from_dict(config), _loaded(folder), engine.option, dtype, "cpu"
+    )
+    return _of_torch(model, threads)
+
+
+def _compiled(engine: Runtime, config, folder: Path, threads: int) -> Built:
+    """torch.compile with frozen weights, twice: for one sequence and for batches of any shape.
+
+    Once per shape would take most of a run's time.
+    """
+    import torch
+    import torch._inductor.config as inductor
+
+    inductor.freezing = True
+    model = _transformers(engine, config, folder, threads).model
+    built = _of_torch(torch.compile(model, dynamic=True), threads, freezing=True)
+    built.compiles = True
+    return built
+
+
+def _openvino(engine: Runtime, config, folder: Path, threads: int) -> Built:
+    import openvino
+
+    core = openvino.Core()
+    source = core.read_model(folder / OPENVINO)
+    options = {
+        "INFERENCE_PRECISION_HINT": "bf16" if engine.form == BF16 else "f32",
+        "INFERENCE_NUM_THREADS": threads,
+        "NUM_STREAMS": 1,
+        "PERFORMANCE_HINT": "LATENCY",
+    }
+    compiled = {}
+
+    def prepare(batch: int, length: int) -> None:
+        # Static shapes, which OpenVINO optimises further than dynamic ones.
+        model = source.clone()
+        model.reshape({port.any_name: [batch, length] for port in model.inputs})
+        compiled["request"] = core.compile_model(model, "CPU", options).create_infer_request()
+
+    def call(inputs):
+        result = compiled["request"].infer(inputs, share_inputs=True, share_outputs=True)
+        return next(iter(result.values()))
+
+    built = Built(call, lambda batch: batch, lambda out: np.array(out, dtype=np.float32), prepare)
+    probe = core.compile_model(source, "CPU", options).get_property("INFERENCE_PRECISION_HINT")
+    if engine.form == BF16 and "bfloat16" not in str(probe):
+        built.note = "computes in fp32 here: this processor has no bf16 unit"
+    return built
+
+
+def _onnxruntime(engine: Runtime, config, folder: Path, threads: int) -> Built:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+    options.log_severity_level = 3
+    session = onnxruntime.InferenceSession(
+        str(folder / ONNX), options, providers=["CPUExecutionProvider"]
+    )
+    return Built(lambda batch: session.run(None, batch)[0], lambda batch: batch, np.asarray)

@@ -1,0 +1,166 @@
+"""Our own contenders: every backend that serves a case, and the kernels' forced variants."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.gpu.match import Contender
+from fastbert import ops
+from fastbert.bench import operations, peers
+from fastbert.bench.attention_peers import Prepared, leaves, of_function
+from fastbert.bench.limits import BACKWARD, FORWARD
+from fastbert.ops import backend as backends
+from fastbert.testing.cases import Case, Inputs
+
+OURS = "fastbert "
+ATTENTION_PATHS = ("short", "general")
+GEMM_ENGINES = ("fused", "library")
+
+
+def compiler(device: str, mode: str | None = None) -> Callable[..., Any]:
+    """``torch.compile`` for fixed shapes; without a GPU it only traces, which takes no compiler."""
+    options: dict[str, Any] = {"dynamic": False}
+    options |= {"mode": mode} if device == "cuda" else {"backend": "eager"}
+    return functools.partial(torch.compile, **options)
+
+
+def served(case: Case, dtype: torch.dtype, device: str) -> list[str]:
+    """The backends to time; the reference only where no other backend serves."""
+    names = operations.served(case, dtype, device)
+    return [name for name in names if name != "reference"] or ["reference"]
+
+
+def ours(case: Case, dtype: torch.dtype, device: str) -> list[Contender]:
+    """One contender per backend; the one that ``backend=None`` takes has a star."""
+    chosen = operations.chosen_backend(case, dtype, device)
+    return [
+        Contender(
+            f"{OURS}{name}{'*' if name == chosen else ''}",
+            functools.partial(of_function, getattr(ops, case.op), backend=name),
+            ours=True,
+        )
+        for name in served(case, dtype, device)
+    ]
+
+
+def torch_peer(op: str, change: Callable[[Any], Any] | None = None) -> Callable[[Inputs], Prepared]:
+    """Stock PyTorch's version of ``op``, compiled if ``change`` is a compiler."""
+    function = peers.OPS[op]
+    if change is not None:
+        function = change(function)
+    return lambda inputs: of_function(function, operations.without_seed(inputs))
+
+
+def stock(op: str, device: str) -> list[Contender]:
+    """Eager and compiled PyTorch."""
+    return [
+        Contender("torch eager", torch_peer(op)),
+        Contender("torch.compile", torch_peer(op, compiler(device))),
+    ]
+
+
+def runs_triton(device: str) -> bool:
+    return device == "cuda" and backends.unavailable("triton", device) is None
+
+
+def left_out(inputs: Inputs) -> Prepared:
+    """In place of a peer whose compilation at every shape would fill the section."""
+    raise ValueError(
+        "left out: compiled at the first head dimension only, to keep the section short"
+    )
+
+
+def dense_twin() -> Contender:
+    """Our dense attention on a packed batch of equal lengths: what packing may cost at most."""
+    return Contender(f"{OURS}layout=dense", _dense_twin, ours=True)
+
+
+def _dense_twin(inputs: Inputs) -> Prepared:
+    batch, length = len(inputs.positional["cu_seqlens_q"]) - 1, inputs.positional["max_seqlen_q"]
+    names = ("q", "k", "v")
+    dense = {
+        # (B, H, L, D), views of the packed rows
+        name: inputs.positional[name].unflatten(0, (batch, length)).transpose(1, 2)
+        for name in names
+    }
+    prepared = of_function(ops.attention, Inputs(dense, inputs.keyword, inputs.gradients))
+    return prepared._replace(restore=lambda x: x.transpose(1, 2).flatten(0, 1))
+
+
+def attention_variants(device: str) -> list[Contender]:
+    """Both paths of the Triton kernels, so that a run can settle which serves which length."""
+    if not runs_triton(device):
+        return []
+    return [
+        Contender(f"{OURS}path={path}", functools.partial(_attention_path, path), ours=True)
+        for path in ATTENTION_PATHS
+    ]
+
+
+def _attention_path(path: str, inputs: Inputs) -> Prepared:
+    """One path of the kernels' launchers, without the operator around them."""
+    kernels = importlib.import_module("fastbert.kernels.attention")
+    ready = leaves(inputs)
+    q, k, v = (x.detach() for x in list(ready.positional.values())[:3])
+    options: dict[str, Any] = {
+        "scale": q.shape[-1] ** -0.5,
+        "dropout_p": ready.keyword.get("dropout_p", 0.0),
+        "seed": ready.keyword.get("dropout_seed"),
+        "path": path,
+    }
+    if "cu_seqlens_q" in ready.positional:
+        options |= {name: v for name, v in ready.positional.items() if name not in ("q", "k", "v")}
+    if (mask := ready.keyword.get("mask")) is not None:
+        options["mask"] = mask[:, None, None, :].expand(*q.shape[:3], k.shape[2])
+    saved: list[Tensor] = []
+
+    def run() -> Tensor:
+        saved[:] = kernels.attention_forward(q, k, v, **options)
+        return saved[0]
+
+    def backward(dout: Tensor) -> Any:
+        return kernels.attention_backward(dout, q, k, v, *saved, **options)
+
+    return Prepared(run, [q, k, v], backward=backward)
+
+
+def gemm_variants(op: str, direction: str, device: str) -> list[Contender]:
+    """The fused product and the library's with a pass after it, where launchers let one choose."""
+    prepare = {
+        ("linear_gelu", FORWARD): _linear_gelu_engine,
+        ("feed_forward", BACKWARD): _feed_forward_engine,
+    }.get((op, direction))
+    if prepare is None or not runs_triton(device):
+        return []
+    return [
+        Contender(f"{OURS}engine={engine}", functools.partial(prepare, engine), ours=True)
+        for engine in GEMM_ENGINES
+    ]
+
+
+def _linear_gelu_engine(engine: str, inputs: Inputs) -> Prepared:
+    kernels = importlib.import_module("fastbert.kernels.feed_forward")
+    x, weight, bias = (t.detach() for t in inputs.positional.values())
+    options = {"approximate": "none", "save": False, "engine": engine}
+    return Prepared(lambda: kernels.linear_gelu_forward(x, weight, bias, **options)[0], [])
+
+
+def _feed_forward_engine(engine: str, inputs: Inputs) -> Prepared:
+    """The backward pass of a whole layer; its other products are the library's either way."""
+    kernels = importlib.import_module("fastbert.kernels.feed_forward_backward")
+    sum_rows = importlib.import_module("fastbert.kernels.reduction").sum_rows
+    x, w1, b1, w2, b2 = (t.detach() for t in inputs.positional.values())
+    h = F.linear(x, w1, b1)
+
+    def backward(dy: Tensor) -> Any:
+        dh, db1, a = kernels.feed_forward_backward(dy, w2, h, approximate="none", engine=engine)
+        return dh @ w1, dh.t() @ x, db1, dy.t() @ a, sum_rows(dy, b2.dtype)
+
+    return Prepared(lambda: F.linear(F.gelu(h), w2, b2), [], backward=backward)

@@ -1,0 +1,102 @@
+// From tensors to the plain operands of attention, and its work shared out by cost.
+
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "../isa/dispatch.h"
+#include "../operands.h"
+
+namespace fastbert::cpu {
+
+// The arguments that every attention operator takes.
+struct AttentionArguments {
+  const OptionalTensor &mask, &bias, &cu_seqlens_q, &cu_seqlens_k, &seed;
+  int64_t max_seqlen_q, max_seqlen_k;
+  double dropout_p, scale;
+  int64_t left, right;
+};
+
+// A private copy of the cumulative lengths of sequences that `rows` rows hold, none of them longer
+// than `longest`. The kernels index with these numbers; the names are those of the arguments.
+at::Tensor checked_lengths(const char* name, const at::Tensor& cu_seqlens, int64_t rows,
+                           const char* longest_name, int64_t longest);
+
+// For a tensor that an operator writes to.
+void check_no_overlap(const char* name, const at::Tensor& written);
+
+// One problem: the kernels' operands, and the tensors that keep them alive.
+struct AttentionProblem {
+  Attention kernel;
+  std::vector<at::Tensor> alive;
+  int64_t q_rows, k_rows;  // of the tensors, packed ones' slack included
+
+  AttentionProblem(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                   const AttentionArguments& arguments);
+
+  bool packed() const { return kernel.cu_q != nullptr; }
+  int64_t q_length(int64_t sequence) const;
+  int64_t k_length(int64_t sequence) const;
+  // Query by key pairs of one head that the window leaves, roughly.
+  int64_t pairs(int64_t sequence) const;
+  // An operand whose rows the kernels can read: its last dimension contiguous.
+  ConstRows read(const at::Tensor& x);
+  Rows write(const char* name, const at::Tensor& x) const;
+  // lse or another number for each query, fp32.
+  at::Tensor empty_statistic(const at::Tensor& like) const;
+};
+
+struct Work {
+  AttentionItem item;
+  int64_t cost;  // in multiplications, roughly
+};
+
+// Calls body(item, memory) for each item once, on torch's threads, the dearest first, so that no
+// thread begins a long one when the others are done. Each thread has `scratch` bytes.
+template <class Item, class Body>
+void share_out(std::vector<Item>& items, int64_t scratch, const Body& body) {
+  if (items.empty()) return;
+  std::stable_sort(items.begin(), items.end(),
+                   [](const Item& a, const Item& b) { return a.cost > b.cost; });
+  int64_t total = 0;
+  for (const Item& item : items) total += item.cost;
+  // Waking a thread costs more than this many multiplications.
+  constexpr int64_t kWorthAThread = 1 << 18;
+  const int64_t threads = std::min({(int64_t)at::get_num_threads(), (int64_t)items.size(),
+                                    std::max<int64_t>(1, total / kWorthAThread)});
+  for_each_task((int64_t)items.size(), threads,
+                [&](int64_t i) { body(items[i], thread_scratch(scratch)); });
+}
+
+// Every head of every sequence in pieces of `length(sequence)` rows: whole ones where there are
+// enough of them, shorter ones where few would leave threads without work. Pieces are multiples of
+// `grain` and at most `longest`.
+template <class Length>
+std::vector<Work> pieces(const AttentionProblem& problem, int64_t grain, int64_t longest,
+                         const Length& length) {
+  const Attention& a = problem.kernel;
+  const auto cost = [&](int64_t sequence) { return problem.pairs(sequence) * a.head_dim; };
+  int64_t total = 0;
+  for (int64_t b = 0; b < a.batch; ++b) total += cost(b) * a.heads;
+  const int64_t fair = std::max<int64_t>(total / (4 * at::get_num_threads()), 1);
+  std::vector<Work> items;
+  for (int64_t b = 0; b < a.batch; ++b) {
+    const int64_t rows = length(b);
+    if (rows == 0) continue;
+    const int64_t count = std::max((cost(b) + fair - 1) / fair, (rows + longest - 1) / longest);
+    const int64_t piece =
+        ((rows + count - 1) / std::max<int64_t>(count, 1) + grain - 1) / grain * grain;
+    for (int64_t h = 0; h < a.heads; ++h) {
+      for (int64_t begin = 0; begin < rows; begin += piece) {
+        const int64_t end = std::min(rows, begin + piece);
+        items.push_back({{b, h, begin, end}, cost(b) * (end - begin) / rows + 1});
+      }
+    }
+  }
+  return items;
+}
+
+}  // namespace fastbert::cpu

@@ -1,0 +1,242 @@
+// Logits of attention, a block of queries by keys at a time: who sees whom, masks, bias, softmax.
+
+#pragma once
+
+#include "../isa/exp.h"
+#include "product.h"
+
+namespace fastbert::cpu::FASTBERT_LEVEL {
+
+constexpr int64_t kQueries = kAttentionQueries, kKeys = kAttentionKeys;
+// Rows of a block of scores do not lie a power of two apart, which would crowd the cache's sets.
+constexpr int64_t kScoreStride = kKeys + 16;
+constexpr float kInfinity = __builtin_inff();
+
+// exp(-u) for u >= 0 as in exp.h, and NaN for NaN.
+FASTBERT_INLINE Vec exp_minus(Vec u) {
+  const Vec e = exp_negative(u);
+  return (Vec)((WordVec)e | (WordVec)(u != u));
+}
+
+FASTBERT_INLINE float exp_minus(float u) { return exp_minus(splat(u))[0]; }
+
+FASTBERT_INLINE float largest(Vec v) {
+  float x = v[0];
+  for (int i = 1; i < kLanes; ++i) x = v[i] > x ? v[i] : x;
+  return x;
+}
+
+// In pairs, which rounds less often than one after the other.
+FASTBERT_INLINE float total(Vec v) {
+  for (int step = kLanes / 2; step > 0; step /= 2) {
+    for (int i = 0; i < step; ++i) v[i] += v[i + step];
+  }
+  return v[0];
+}
+
+FASTBERT_INLINE int64_t clamp(int64_t x, int64_t low, int64_t high) {
+  return x < low ? low : x > high ? high : x;
+}
+
+// One head of one sequence.
+struct Head {
+  int64_t sequence, head;
+  int64_t q_start, q_length, k_start, k_length;
+  const uint32_t* used;  // for each key, whether any query attends it; null: all are attended
+};
+
+FASTBERT_INLINE Head head_of(const Attention& a, int64_t sequence, int64_t head) {
+  if (a.cu_q == nullptr) return {sequence, head, 0, a.max_q, 0, a.max_k, nullptr};
+  const int64_t q = a.cu_q[sequence], k = a.cu_k[sequence];
+  return {sequence, head, q, a.cu_q[sequence + 1] - q, k, a.cu_k[sequence + 1] - k, nullptr};
+}
+
+// Row 0 of the head.
+template <class F>
+FASTBERT_INLINE const typename F::Storage* first_row(const Attention& a, const Head& h,
+                                                     const ConstRows& rows, int64_t start) {
+  const int64_t batch = a.cu_q == nullptr ? h.sequence : 0;
+  return (const typename F::Storage*)rows.data + batch * rows.batch + h.head * rows.head +
+         start * rows.row;
+}
+
+template <class F>
+FASTBERT_INLINE typename F::Storage* first_row(const Attention& a, const Head& h, const Rows& rows,
+                                               int64_t start) {
+  return (typename F::Storage*)first_row<F>(
+      a, h, ConstRows{rows.data, rows.batch, rows.head, rows.row}, start);
+}
+
+template <class T>
+FASTBERT_INLINE T* statistic(const Attention& a, const Head& h, T* data) {
+  const int64_t batch = a.cu_q == nullptr ? h.sequence : 0;
+  return data + batch * a.lse_batch + h.head * a.lse_head + h.q_start;
+}
+
+struct Range {
+  int64_t low, high;
+};
+
+// The keys that at least one of the queries [first, last] sees through the window.
+FASTBERT_INLINE Range visible_keys(const Attention& a, const Head& h, int64_t first, int64_t last) {
+  const int64_t offset = h.k_length - h.q_length;
+  const int64_t low = a.left < 0 ? 0 : clamp(first + offset - a.left, 0, h.k_length);
+  const int64_t high =
+      a.right < 0 ? h.k_length : clamp(last + offset + a.right + 1, low, h.k_length);
+  return {low, high};
+}
+
+FASTBERT_INLINE const uint8_t* mask_row(const Attention& a, const Head& h, int64_t query) {
+  return (const uint8_t*)a.mask.data + h.sequence * a.mask.batch + h.head * a.mask.head +
+         query * a.mask.row;
+}
+
+// For every key of the head, whether any query attends it; null where all are attended. What nobody
+// attends may hold NaN, and 0 * NaN is NaN.
+inline const uint32_t* used_keys(const Attention& a, const Head& h, uint32_t* used) {
+  if (a.mask.data == nullptr && a.left < 0 && a.right < 0) return nullptr;
+  for (int64_t n = 0; n < h.k_length; ++n) used[n] = 0;
+  const bool every_query = a.mask.data != nullptr && a.mask.row != 0;
+  if (!every_query) {
+    if (h.q_length == 0) return used;
+    const Range keys = visible_keys(a, h, 0, h.q_length - 1);
+    const uint8_t* mask = a.mask.data == nullptr ? nullptr : mask_row(a, h, 0);
+    for (int64_t n = keys.low; n < keys.high; ++n) {
+      used[n] = mask == nullptr || mask[n * a.mask.key] != 0 ? ~0u : 0u;
+    }
+    return used;
+  }
+  for (int64_t m = 0; m < h.q_length; ++m) {
+    const Range keys = visible_keys(a, h, m, m);
+    const uint8_t* mask = mask_row(a, h, m);
+    for (int64_t n = keys.low; n < keys.high; ++n) used[n] |= mask[n * a.mask.key] != 0 ? ~0u : 0u;
+  }
+  return used;
+}
+
+FASTBERT_INLINE bool all_used(const Head& h, int64_t first, int64_t last) {
+  if (h.used == nullptr) return true;
+  uint32_t all = ~0u;
+  for (int64_t n = first; n < last; ++n) all &= h.used[n];
+  return all != 0;
+}
+
+FASTBERT_INLINE bool any_used(const Head& h, int64_t first, int64_t last) {
+  if (h.used == nullptr) return first < last;
+  uint32_t any = 0;
+  for (int64_t n = first; n < last; ++n) any |= h.used[n];
+  return any != 0;
+}
+
+// Queries by keys: rows are the queries query + r, or queries[r] where that is given, in ascending
+// order; keys are key + n, n < keys, key a multiple of kKeys.
+struct Block {
+  int64_t query, rows, key, keys;
+  const int64_t* queries;
+
+  FASTBERT_INLINE int64_t position(int64_t r) const {
+    return queries != nullptr ? queries[r] : query + r;
+  }
+};
+
+// What the rows of a block have to look at.
+struct Masking {
+  bool needed;     // some pairs may not attend
+  bool every_row;  // and which depends on the query
+};
+
+FASTBERT_INLINE Masking masking(const Attention& a, const Head& h, const Block& block) {
+  const int64_t offset = h.k_length - h.q_length;
+  const int64_t first = block.position(0), last = block.position(block.rows - 1);
+  const bool window = (a.left >= 0 && block.key < last + offset - a.left) ||
+                      (a.right >= 0 && block.key + block.keys > first + offset + a.right + 1);
+  const bool pairs = a.mask.data != nullptr && a.mask.row != 0;
+  const bool tail = block.keys % kPanel != 0;
+  const bool hidden = !all_used(h, block.key, block.key + block.keys);
+  return {window || pairs || tail || hidden, window || pairs};
+}
+
+// All ones for the keys of the block that query r attends, 0 for others, up to whole panels.
+inline void allowed_keys(const Attention& a, const Head& h, const Block& block, int64_t r,
+                         uint32_t* allowed) {
+  const int64_t query = block.position(r), width = whole_panels(block.keys);
+  const Range seen = visible_keys(a, h, query, query);
+  const int64_t low = clamp(seen.low - block.key, 0, block.keys);
+  const int64_t high = clamp(seen.high - block.key, low, block.keys);
+  for (int64_t n = 0; n < width; ++n) allowed[n] = n >= low && n < high ? ~0u : 0u;
+  if (a.mask.data == nullptr) return;
+  if (a.mask.row == 0) {
+    for (int64_t n = low; n < high; ++n) allowed[n] = h.used[block.key + n];
+    return;
+  }
+  const uint8_t* mask = mask_row(a, h, query) + block.key * a.mask.key;
+  for (int64_t n = low; n < high; ++n) allowed[n] = mask[n * a.mask.key] != 0 ? ~0u : 0u;
+}
+
+// The bias of one query, up to whole panels.
+template <class F>
+FASTBERT_INLINE void bias_row(const Attention& a, const Head& h, const Block& block, int64_t query,
+                              float* to) {
+  const auto* bias = (const typename F::Storage*)a.bias.data + h.sequence * a.bias.batch +
+                     h.head * a.bias.head + query * a.bias.row + block.key * a.bias.key;
+  for_each_vector(block.keys, [&](int64_t n, int count) {
+    if (a.bias.key == 1) return store(to + n, F::load(bias + n, count));
+    typename F::Storage gathered[kLanes] = {};
+    for (int i = 0; i < count; ++i) gathered[i] = bias[(n + i) * a.bias.key];
+    store(to + n, F::load(gathered, kLanes));
+  });
+}
+
+inline void bias_row(const Attention& a, const Head& h, const Block& block, int64_t r, float* to) {
+  const int64_t query = block.position(r);
+  for (int64_t n = block.keys / kLanes * kLanes; n < whole_panels(block.keys); ++n) to[n] = 0.0f;
+  if (a.bias.format == Format::f32) return bias_row<F32>(a, h, block, query, to);
+  if (a.bias.format == Format::bf16) return bias_row<BF16>(a, h, block, query, to);
+  return bias_row<F16>(a, h, block, query, to);
+}
+
+// Products to logits, in place; returns their maximum.
+template <bool kBias, bool kMask>
+FASTBERT_INLINE float finish_row(float* scores, int64_t width, float scale, const float* bias,
+                                 const uint32_t* allowed) {
+  Vec maximum[2] = {splat(-kInfinity), splat(-kInfinity)};
+  for (int64_t n = 0; n < width; n += kPanel) {
+    for (int i = 0; i < 2; ++i) {
+      const int64_t at = n + i * kLanes;
+      Vec x = load(scores + at) * scale;
+      if constexpr (kBias) x += load(bias + at);
+      if constexpr (kMask) {
+        IntVec keep;
+        __builtin_memcpy(&keep, allowed + at, kBytes);
+        x = select(keep, x, splat(-kInfinity));
+      }
+      store(scores + at, x);
+      maximum[i] = select(x > maximum[i], x, maximum[i]);
+    }
+  }
+  return largest(select(maximum[0] > maximum[1], maximum[0], maximum[1]));
+}
+
+// The logits of a block, from packed keys; -inf where a query does not attend a key. Columns run up
+// to whole panels. The largest one of each row goes to `maximum`.
+inline void logits(const Attention& a, const Head& h, const Block& block, const float* q,
+                   const float* keys, float* scores, int64_t stride, float* maximum) {
+  const int64_t width = whole_panels(block.keys);
+  product<Update::store>({q, whole_panels(a.head_dim), 1}, block.rows, keys, a.head_dim * kPanel,
+                         width / kPanel, a.head_dim, scores, stride);
+  const Masking masks = masking(a, h, block);
+  const bool biased = a.bias.data != nullptr;
+  alignas(64) uint32_t allowed[kKeys];
+  alignas(64) float bias[kKeys];
+  for (int64_t r = 0; r < block.rows; ++r) {
+    if (masks.needed && (masks.every_row || r == 0)) allowed_keys(a, h, block, r, allowed);
+    if (biased && (a.bias.row != 0 || r == 0)) bias_row(a, h, block, r, bias);
+    float* row = scores + r * stride;
+    maximum[r] = biased ? masks.needed ? finish_row<true, true>(row, width, a.scale, bias, allowed)
+                                       : finish_row<true, false>(row, width, a.scale, bias, allowed)
+                 : masks.needed ? finish_row<false, true>(row, width, a.scale, bias, allowed)
+                                : finish_row<false, false>(row, width, a.scale, bias, allowed);
+  }
+}
+
+}  // namespace fastbert::cpu::FASTBERT_LEVEL

@@ -1,0 +1,45 @@
+// Products of a strip of rows by dot products of bf16.
+
+#pragma once
+
+#include "../isa/pairs.h"
+
+namespace fastbert::cpu::FASTBERT_LEVEL {
+
+FASTBERT_INLINE void begin_strips() {}
+FASTBERT_INLINE void end_strips() {}
+
+// c (+)= a b for a strip of rows and one panel: a in bf16, whole steps.
+template <bool kAdd>
+__attribute__((noinline)) void strip_product(const uint16_t* a, int64_t a_row, const char* b,
+                                             int64_t steps, float* c, int64_t c_row) {
+  constexpr int kRows = 8;  // of which each has two sums
+  for (int64_t row = 0; row < kStrip; row += kRows, a += kRows * a_row, c += kRows * c_row) {
+    Vec sums[kRows][2];
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+      sums[r][0] = kAdd ? load(c + r * c_row) : Vec{};
+      sums[r][1] = kAdd ? load(c + r * c_row + kLanes) : Vec{};
+    }
+    for (int64_t step = 0; step < steps; ++step) {
+      for (int pair = 0; pair < kStep / 2; ++pair) {
+        const char* words = b + step * kPanelStep + pair * kStepBytes;
+        const Vec low = load((const float*)words), high = load((const float*)(words + kWeightTile));
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; ++r) {
+          float word;
+          __builtin_memcpy(&word, a + r * a_row + step * kStep + 2 * pair, sizeof(word));
+          sums[r][0] = dot_bf16(splat(word), low, sums[r][0]);
+          sums[r][1] = dot_bf16(splat(word), high, sums[r][1]);
+        }
+      }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+      store(c + r * c_row, sums[r][0]);
+      store(c + r * c_row + kLanes, sums[r][1]);
+    }
+  }
+}
+
+}  // namespace fastbert::cpu::FASTBERT_LEVEL

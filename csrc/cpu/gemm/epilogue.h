@@ -1,0 +1,181 @@
+// What follows the sums of a product while they are in the first-level cache: bias, activation,
+// residual, the way out in another format, and the layer norm of whole rows.
+
+#pragma once
+
+#include "../isa/formats.h"
+#include "../isa/kernels.h"
+#include "../isa/pairs.h"
+#include "../isa/vec.h"
+#include "../rows/activation.h"
+#include "../rows/moments.h"
+
+namespace fastbert::cpu::FASTBERT_LEVEL {
+
+// A tile of sums whose products are complete, or whole rows of them.
+struct Tile {
+  float* sums;
+  int64_t stride, row, column;
+  int rows, columns;
+};
+
+// What is done to a few registers of sums at a time, so that long chains of operations overlap.
+struct Same {
+  template <int kCount>
+  static FASTBERT_INLINE void apply(Vec (&)[kCount]) {}
+};
+
+template <class Function>
+struct Each {
+  template <int kCount>
+  static FASTBERT_INLINE void apply(Vec (&x)[kCount]) {
+    for (int i = 0; i < kCount; ++i) x[i] = Function::forward(x[i]);
+  }
+};
+
+// GELU on its way to a format.
+template <class To>
+struct ErfTo : Each<Erf> {};
+
+template <>
+struct ErfTo<BF16> {
+  template <int kCount>
+  static FASTBERT_INLINE void apply(Vec (&x)[kCount]) {
+    Erf::forward_bf16(x);
+  }
+};
+
+// Where a residual comes from, `data` null for none, or where a result goes: the element that
+// belongs to the first one of a tile, and the distance of its rows.
+template <class Pointer>
+struct Place {
+  Pointer data;
+  int64_t stride;
+};
+
+template <class Pointer>
+FASTBERT_INLINE Place<Pointer> place_of(Pointer matrix, int64_t stride, const Tile& tile) {
+  return {matrix ? matrix + tile.row * stride + tile.column : matrix, stride};
+}
+
+// One pass over a tile: out = function(sums + bias) + residual.
+template <class From, class To, class Function>
+struct Pass {
+  const Tile& tile;
+  const float* bias;  // of the tile's columns, or null
+  Place<const typename From::Storage*> residual;
+  Place<typename To::Storage*> out;
+
+  template <int kRows>
+  FASTBERT_INLINE void rows(int row, int n, int count) const {
+    Vec v[kRows];
+    const Vec summand = bias ? load(bias + n, count) : Vec{};
+    for (int i = 0; i < kRows; ++i) {
+      v[i] = load(tile.sums + (row + i) * tile.stride + n) + summand;
+    }
+    Function::apply(v);
+    for (int i = 0; i < kRows; ++i) {
+      if (residual.data) {
+        v[i] += From::load(residual.data + (row + i) * residual.stride + n, count);
+      }
+      auto* p = out.data + (row + i) * out.stride + n;
+      if constexpr (kIsBF16<To>) {
+        store_half(p, narrow_normal(v[i]), count);
+      } else {
+        To::store(p, v[i], count);
+      }
+    }
+  }
+
+  FASTBERT_INLINE void run() const {
+    for (int n = 0; n < tile.columns; n += kLanes) {
+      const int count = clamp_count(tile.columns - n, kLanes);
+      int row = 0;
+      if (count == kLanes) {
+        for (; row + 4 <= tile.rows; row += 4) rows<4>(row, n, kLanes);
+        for (; row + 2 <= tile.rows; row += 2) rows<2>(row, n, kLanes);
+      }
+      for (; row < tile.rows; ++row) rows<1>(row, n, count);
+    }
+  }
+};
+
+template <class From, class To, class Function>
+FASTBERT_INLINE void pass(const Tile& tile, const float* bias,
+                          Place<const typename From::Storage*> residual,
+                          Place<typename To::Storage*> out) {
+  Pass<From, To, Function>{tile, bias, residual, out}.run();
+}
+
+template <class To>
+FASTBERT_INLINE void activate(Activation activation, const Tile& tile, const float* bias,
+                              Place<typename To::Storage*> out) {
+  switch (activation) {
+    case Activation::none:
+      return pass<F32, To, Same>(tile, bias, {}, out);
+    case Activation::gelu:
+      return pass<F32, To, ErfTo<To>>(tile, bias, {}, out);
+    case Activation::gelu_tanh:
+      return pass<F32, To, Each<Tanh>>(tile, bias, {}, out);
+    case Activation::relu:
+      return pass<F32, To, Each<Relu>>(tile, bias, {}, out);
+    case Activation::geglu:  // of two halves of a row: rows/activation_kernel.h
+    case Activation::swiglu:
+      __builtin_unreachable();
+  }
+}
+
+template <class To>
+FASTBERT_INLINE void finish_to(const Epilogue& e, const Tile& tile, const float* bias,
+                               Place<typename To::Storage*> out) {
+  if (!e.residual.data) return activate<To>(e.activation, tile, bias, out);
+  if (e.activation != Activation::none) {
+    activate<F32>(e.activation, tile, bias, {tile.sums, tile.stride});
+    bias = nullptr;
+  }
+  with_format(e.residual_format, [&](auto type) __attribute__((always_inline)) {
+    using From = decltype(type);
+    const auto* residual = (const typename From::Storage*)e.residual.data;
+    pass<From, To, Same>(tile, bias, place_of(residual, e.residual.stride, tile), out);
+  });
+}
+
+__attribute__((noinline)) void finish_tile(const Epilogue& e, const Tile& tile) {
+  const float* bias = e.bias ? e.bias + tile.column : nullptr;
+  const auto lying_like_out = [&](auto type, void* matrix) __attribute__((always_inline)) {
+    return place_of((typename decltype(type)::Storage*)matrix, e.n, tile);
+  };
+  if (e.pre_activation) {
+    with_format(e.pre_activation_format, [&](auto type) __attribute__((always_inline)) {
+      pass<F32, decltype(type), Same>(tile, bias, {}, lying_like_out(type, e.pre_activation));
+    });
+  }
+  if (e.norm_weight) return finish_to<F32>(e, tile, bias, {tile.sums, tile.stride});
+  with_format(e.out_format, [&](auto type) __attribute__((always_inline)) {
+    finish_to<decltype(type)>(e, tile, bias, lying_like_out(type, e.out));
+  });
+}
+
+// The layer norm of whole rows of sums, as in layer_norm_kernel.h.
+template <class Format>
+void normalise_rows(const Epilogue& e, const Tile& tile) {
+  for (int64_t row = 0; row < tile.rows; ++row) {
+    const float* sums = tile.sums + row * tile.stride;
+    Vec totals[kSums] = {};
+    for_each_summand(e.n, [&](int64_t n, int u, int count) __attribute__((always_inline)) {
+      totals[u] += load(sums + n, count);
+      __builtin_prefetch(sums + tile.stride + n, 0, 3);
+    });
+    const Moments m = moments(sums, totals, e.n, e.eps);
+    auto* out = (typename Format::Storage*)e.out + (tile.row + row) * e.n;
+    const Vec shift = splat(-m.correction * m.rstd);
+    for_each_vector(e.n, [&](int64_t n, int count) __attribute__((always_inline)) {
+      const Vec normal = fma(load(sums + n, count) - m.mean, splat(m.rstd), shift);
+      Format::store(out + n,
+                    fma(normal, load(e.norm_weight + n, count), load(e.norm_bias + n, count)),
+                    count);
+    });
+  }
+}
+
+}  // namespace fastbert::cpu::FASTBERT_LEVEL

@@ -1,0 +1,149 @@
+// Matrix products with their epilogues on the CPU: tensors in, tasks shared out to threads.
+
+#include "../isa/dispatch.h"
+#include "../operands.h"
+#include "../operators.h"
+#include "packed_weights.h"
+
+namespace fastbert::cpu {
+namespace {
+
+// weight (N, K) for x (M, K): x's dtype, or fp32.
+void check_weight(const at::Tensor& weight, const at::Tensor& x) {
+  check_device("weight", weight, x);
+  TORCH_CHECK_TYPE(weight.scalar_type() == x.scalar_type() || weight.scalar_type() == at::kFloat,
+                   "weight: got dtype ", weight.scalar_type(), ", allowed: ", x.scalar_type(),
+                   ", that of x, or Float");
+  TORCH_CHECK_VALUE(weight.dim() == 2 && weight.size(0) >= 1 && weight.size(1) == x.size(1),
+                    "weight: got shape ", weight.sizes(), ", allowed: (N, ", x.size(1),
+                    ") with N >= 1");
+}
+
+// Below about this many products a second thread costs more than it brings.
+constexpr double kProductGrain = 400e3;
+
+// With fewer rows than this, tasks of whole rows do not keep the multipliers of every thread busy,
+// and each of them reads the whole weight.
+constexpr int64_t kRowsPerThread = 32;
+
+void run(const Kernels& k, const Gemm& g) {
+  const bool small = (double)g.m * (double)g.n * (double)std::max<int64_t>(1, g.k) < kProductGrain;
+  const int threads = small ? 1 : at::get_num_threads();
+  const GemmPlan plan = k.gemm_plan(g, threads);
+  for_each_task(plan.tasks, threads, [&](int64_t task) {
+    k.gemm(g, plan, task, task + 1, thread_scratch(plan.scratch));
+  });
+}
+
+// x Wᵀ + bias, nothing else yet.
+Gemm product(const at::Tensor& x, const at::Tensor& packed, int64_t n, const OptionalTensor& bias,
+             const OptionalTensor& residual) {
+  Gemm g = {};
+  g.format = g.packed_format = g.pre_activation_format = g.out_format = format_of(x);
+  g.m = x.size(0);
+  g.n = n;
+  g.k = x.size(1);
+  g.a = x.const_data_ptr();
+  g.a_row = x.stride(0);
+  g.a_column = x.stride(1);
+  g.packed = packed.const_data_ptr();
+  g.bias = floats(bias);
+  g.residual = matrix(residual);
+  if (residual) g.residual_format = format_of(*residual);
+  return g;
+}
+
+}  // namespace
+
+std::tuple<at::Tensor, at::Tensor> linear(const at::Tensor& x, const at::Tensor& weight,
+                                          const OptionalTensor& bias_in,
+                                          const OptionalTensor& residual_in,
+                                          const std::string& activation, bool save) {
+  check_matrix("x", x);
+  check_weight(weight, x);
+  const int64_t m = x.size(0), n = weight.size(0);
+  if (bias_in) check_vector("bias", *bias_in, x, n);
+  if (residual_in) check_summand("residual", *residual_in, x, m, n, x.scalar_type());
+  const auto bias = as_float(bias_in), residual = with_unit_columns(residual_in);
+  const Activation function = epilogue_activation(activation);
+  auto y = empty({m, n}, x.options());
+  auto h = save ? empty({m, n}, x.options()) : empty({0}, x.options());
+  if (m == 0) return {y, h};
+  const auto w = packed(weight, format_of(x), m);
+  Gemm g = product(x, w, n, bias, residual);
+  g.activation = function;
+  g.pre_activation = save ? h.mutable_data_ptr() : nullptr;
+  g.out = y.mutable_data_ptr();
+  run(kernels(), g);
+  return {y, h};
+}
+
+at::Tensor linear_layer_norm(const at::Tensor& x, const at::Tensor& weight,
+                             const OptionalTensor& bias_in, const at::Tensor& residual_in,
+                             const at::Tensor& norm_weight_in, const at::Tensor& norm_bias_in,
+                             double eps) {
+  check_matrix("x", x);
+  check_weight(weight, x);
+  const int64_t m = x.size(0), n = weight.size(0);
+  if (bias_in) check_vector("bias", *bias_in, x, n);
+  const bool wide = residual_in.scalar_type() == at::kFloat;
+  check_summand("residual", residual_in, x, m, n, wide ? at::kFloat : x.scalar_type());
+  check_vector("norm_weight", norm_weight_in, x, n);
+  check_vector("norm_bias", norm_bias_in, x, n);
+  check_eps(eps);
+  const auto bias = as_float(bias_in), norm_weight = as_float(OptionalTensor(norm_weight_in));
+  const auto norm_bias = as_float(OptionalTensor(norm_bias_in));
+  const OptionalTensor residual = fastbert::with_unit_columns(residual_in);
+  auto y = empty({m, n}, residual_in.options());
+  if (m == 0) return y;
+  const auto w = packed(weight, format_of(x), m);
+  Gemm g = product(x, w, n, bias, residual);
+  g.out_format = format_of(y);
+  // A task must have whole rows to normalise. Where there are too few for that, the sums are formed
+  // in tasks of any shape, and a product of depth 0 does the rest: the same operations in the same
+  // order.
+  at::Tensor sums;
+  if (m < kRowsPerThread * at::get_num_threads()) {
+    sums = empty({m, n}, x.options().dtype(at::kFloat));
+    g.out_format = Format::f32;
+    g.out = sums.mutable_data_ptr();
+    run(kernels(), g);
+    g = {};
+    g.m = m;
+    g.n = n;
+    g.residual = matrix(sums);
+    g.out_format = format_of(y);
+  }
+  g.norm_weight = floats(norm_weight);
+  g.norm_bias = floats(norm_bias);
+  g.eps = (float)eps;
+  g.out = y.mutable_data_ptr();
+  run(kernels(), g);
+  return y;
+}
+
+at::Tensor matmul(const at::Tensor& a, const at::Tensor& b, const OptionalTensor& addend_in,
+                  at::ScalarType dtype) {
+  check_dtype("a", a);
+  TORCH_CHECK_VALUE(a.dim() == 2, "a: got shape ", a.sizes(), ", allowed: (M, K)");
+  check_device("b", b, a);
+  TORCH_CHECK_TYPE(b.scalar_type() == a.scalar_type() || b.scalar_type() == at::kFloat,
+                   "b: got dtype ", b.scalar_type(), ", allowed: ", a.scalar_type(),
+                   ", that of a, or Float");
+  TORCH_CHECK_VALUE(b.dim() == 2 && b.size(0) == a.size(1), "b: got shape ", b.sizes(),
+                    ", allowed: (", a.size(1), ", N)");
+  check_result_dtype(dtype);
+  const int64_t m = a.size(0), n = b.size(1);
+  if (addend_in) check_summand("addend", *addend_in, a, m, n, dtype);
+  auto out = empty({m, n}, a.options().dtype(dtype));
+  if (m == 0 || n == 0) return out;
+  const auto addend = with_unit_columns(addend_in);
+  const auto w = pack_once(b.t(), format_of(a));
+  Gemm g = product(a, w, n, std::nullopt, addend);
+  g.out_format = format_of(out);
+  g.out = out.mutable_data_ptr();
+  run(kernels(), g);
+  return out;
+}
+
+}  // namespace fastbert::cpu

@@ -1,0 +1,260 @@
+// int8 products: rows of x quantised as they come, times weights quantised once, sums in int32,
+// scaled back in fp32 (the scheme of Jacob et al. 2018, with a scale for each row and each column).
+//
+// A row becomes q = clip(rint(x / scale) + zero, 0, 255) with scale = (high - low) / 255 and zero =
+// rint(-low / scale), where [low, high] spans the row and 0: affine, because what follows a GELU
+// hardly goes below 0 and would waste half of a symmetric range. Weights are symmetric, so one
+// correction per result, zero times the sum of the column, takes the offset out again; with 16-bit
+// activations not even that: q - zero is stored. Integer sums have no order, so every level, block
+// and batch gives the same ones.
+//
+// Packed weights: panels of kLanes columns, [k / group][kLanes][group], group 2 or 4 (int8_dot.h).
+// k is padded to a multiple of 64 and the panels to one of 4, with weights of 0.
+
+#pragma once
+
+#include "../isa/formats.h"
+#include "../isa/kernels.h"
+#include "../isa/vec.h"
+#include "epilogue.h"
+#include "int8_dot.h"
+
+namespace fastbert::cpu::FASTBERT_LEVEL {
+
+// Quantising a row
+
+// Adding 1.5 * 2^23 rounds to an integer, ties to even, and leaves it in the low mantissa bits.
+constexpr float kRounder = 12582912.0f;
+constexpr int32_t kRounderBits = 0x4b400000;
+
+// Below this the reciprocal could overflow; such a row is 0 to any purpose.
+constexpr float kSmallestScale = 0x1p-120f;
+
+struct RowRange {
+  float low, high;
+  bool finite;
+};
+
+// Several chains of comparisons at a time: one would wait for its own results.
+template <class Format>
+FASTBERT_INLINE RowRange range_of(const typename Format::Storage* x, int64_t columns) {
+  Vec lows[kSums] = {}, highs[kSums] = {};
+  IntVec bits = {};
+  for_each_summand(columns, [&](int64_t n, int u, int count) __attribute__((always_inline)) {
+    const Vec v = Format::load(x + n, count);
+    lows[u] = select(v < lows[u], v, lows[u]);
+    highs[u] = select(v > highs[u], v, highs[u]);
+    const IntVec magnitude = (IntVec)v & 0x7fffffff;
+    bits = magnitude > bits ? magnitude : bits;
+  });
+  Vec low = lows[0], high = highs[0];
+  for (int u = 1; u < kSums; ++u) {
+    low = select(lows[u] < low, lows[u], low);
+    high = select(highs[u] > high, highs[u], high);
+  }
+  RowRange range = {0.0f, 0.0f, true};
+  for (int i = 0; i < kLanes; ++i) {
+    if (low[i] < range.low) range.low = low[i];
+    if (high[i] > range.high) range.high = high[i];
+    if (bits[i] >= 0x7f800000) range.finite = false;
+  }
+  return range;
+}
+
+FASTBERT_INLINE void store_narrow(uint8_t* p, IntVec v, int count) {
+  typedef uint8_t ByteVec __attribute__((vector_size(kLanes)));
+  const ByteVec bytes = __builtin_convertvector(v, ByteVec);
+  if (count == kLanes) {
+    __builtin_memcpy(p, &bytes, sizeof(bytes));
+  } else {
+    for (int i = 0; i < count; ++i) p[i] = bytes[i];
+  }
+}
+
+FASTBERT_INLINE void store_narrow(int16_t* p, IntVec v, int count) {
+  typedef int16_t HalfShortVec __attribute__((vector_size(kBytes / 2)));
+  const HalfShortVec shorts = __builtin_convertvector(v, HalfShortVec);
+  if (count == kLanes) {
+    __builtin_memcpy(p, &shorts, sizeof(shorts));
+  } else {
+    for (int i = 0; i < count; ++i) p[i] = shorts[i];
+  }
+}
+
+// Element is uint8_t, which keeps the offset, or int16_t, from which it is taken off. A row with
+// an element that is not finite gets the scale NaN, so that all of its results are.
+template <class Format, class Element>
+void int8_quantise_rows(const Int8Rows& params, int64_t begin, int64_t end) {
+  const Int8Rows p = params;
+  constexpr bool kOffset = sizeof(Element) == 1;
+  for (int64_t row = begin; row < end; ++row) {
+    const auto* x = (const typename Format::Storage*)p.x.data + row * p.x.stride;
+    Element* q = (Element*)p.q + row * p.depth;
+    const RowRange range = range_of<Format>(x, p.columns);
+    const float scale = range.high / 255.0f - range.low / 255.0f;
+    const bool empty = !range.finite || !(scale >= kSmallestScale);
+    p.scale[row] = !range.finite ? __builtin_nanf("") : empty ? 0.0f : scale;
+    p.zero[row] = 0;
+    __builtin_memset(q, 0, p.depth * sizeof(Element));
+    if (empty) continue;
+    const float inverse = 1.0f / scale;
+    const int32_t zero = (int32_t)(-range.low * inverse + kRounder - kRounder);
+    if (kOffset) p.zero[row] = zero;
+    const IntVec lowest = IntVec{} + (kOffset ? 0 : -zero), highest = lowest + 255;
+    const int32_t shift = kRounderBits - (kOffset ? zero : 0);
+    for_each_vector(p.columns, [&](int64_t n, int count) __attribute__((always_inline)) {
+      const Vec scaled = Format::load(x + n, count) * inverse;
+      IntVec v = (IntVec)(scaled + kRounder) - shift;
+      v = v < lowest ? lowest : v;
+      v = v > highest ? highest : v;
+      store_narrow(q + n, v, count);
+    });
+  }
+}
+
+template <class Element>
+FASTBERT_INLINE void int8_quantise_elements(const Int8Rows& p, int64_t begin, int64_t end) {
+  switch (p.format) {
+    case Format::f32:
+      return int8_quantise_rows<F32, Element>(p, begin, end);
+    case Format::bf16:
+      return int8_quantise_rows<BF16, Element>(p, begin, end);
+    case Format::f16:
+      return int8_quantise_rows<F16, Element>(p, begin, end);
+  }
+}
+
+void int8_quantise(const Int8Rows& p, int64_t begin, int64_t end) {
+  if (p.group == 4) return int8_quantise_elements<uint8_t>(p, begin, end);
+  int8_quantise_elements<int16_t>(p, begin, end);
+}
+
+// The product
+
+// Rows of a register block, and panels: four with few rows, to hide the latency of the sums.
+constexpr int kInt8Rows = 6;
+constexpr int kInt8Panels = FASTBERT_LEVEL_BYTES == 64 ? 4 : 2;
+constexpr int kInt8FewRows = 2;
+constexpr int kInt8MostPanels = 4;
+
+// sums[r][p * kLanes + i] of kRows rows of q and the columns of kPanels panels. `next`, as much as
+// a panel, is fetched meanwhile into the second cache, where the products are faster than memory.
+template <class Dot, int kRows, int kPanels>
+__attribute__((noinline)) void int8_block(const void* rows, int64_t depth, const int8_t* packed,
+                                          const int8_t* next, int32_t* sums) {
+  const auto* q = (const typename Dot::Element*)rows;
+  const int64_t panel = depth * kLanes;
+  constexpr bool kFetch = Dot::kGroup == 4 && kRows > kInt8FewRows;
+  IntVec total[kRows][kPanels] = {};
+  for (int64_t k = 0; k < depth; k += Dot::kGroup) {
+    if (kFetch) __builtin_prefetch(next + k * kLanes, 0, 2);
+    IntVec w[kPanels];
+    for (int p = 0; p < kPanels; ++p) w[p] = Dot::weights(packed + p * panel + k * kLanes);
+    for (int r = 0; r < kRows; ++r) {
+      const IntVec x = splat_word(q + r * depth + k);
+      for (int p = 0; p < kPanels; ++p) total[r][p] = Dot::multiply_add(x, w[p], total[r][p]);
+    }
+  }
+  for (int r = 0; r < kRows; ++r) {
+    for (int p = 0; p < kPanels; ++p) {
+      __builtin_memcpy(sums + (r * kPanels + p) * kLanes, &total[r][p], kBytes);
+    }
+  }
+}
+
+// `rows` of 1 … kInt8Rows.
+template <class Dot>
+FASTBERT_INLINE void int8_rows(int rows, const void* q, int64_t depth, const int8_t* packed,
+                               const int8_t* next, int32_t* sums) {
+  switch (rows) {
+    case 1:
+      return int8_block<Dot, 1, kInt8MostPanels>(q, depth, packed, next, sums);
+    case 2:
+      return int8_block<Dot, 2, kInt8MostPanels>(q, depth, packed, next, sums);
+    case 3:
+      return int8_block<Dot, 3, kInt8Panels>(q, depth, packed, next, sums);
+    case 4:
+      return int8_block<Dot, 4, kInt8Panels>(q, depth, packed, next, sums);
+    case 5:
+      return int8_block<Dot, 5, kInt8Panels>(q, depth, packed, next, sums);
+    default:
+      return int8_block<Dot, kInt8Rows, kInt8Panels>(q, depth, packed, next, sums);
+  }
+}
+
+// Sums to results, for `rows` rows from `row` and the columns [begin, end), at most `width`, the
+// length of a row of sums: (sum - zero sum_of_column) row_scale column_scale, and the epilogue.
+FASTBERT_INLINE void int8_epilogue(const Int8Gemm& p, int32_t* sums, int64_t width, int64_t row,
+                                   int64_t rows, int64_t begin, int64_t end) {
+  // Integers become floats in their place.
+  auto* values = (float*)sums;
+  for (int64_t n = 0; n < width && begin + n < end; n += kLanes) {
+    WordVec columns;  // padded like the panels are
+    __builtin_memcpy(&columns, p.column_sum + begin + n, kBytes);
+    const Vec column_scale = load(p.column_scale + begin + n);
+    for (int64_t r = 0; r < rows; ++r) {
+      WordVec sum;
+      __builtin_memcpy(&sum, sums + r * width + n, kBytes);
+      const WordVec exact = sum - (uint32_t)p.zero[row + r] * columns;
+      store(values + r * width + n,
+            __builtin_convertvector((IntVec)exact, Vec) * (column_scale * p.row_scale[row + r]));
+    }
+  }
+  finish_tile(p, {values, width, row, begin, (int)rows, (int)(end - begin)});
+}
+
+// The rows [begin, end) and whole panels: four panels stay in the first two caches while the rows
+// pass, and the first rows fetch the four that come next. (The first rows to meet a panel would
+// wait for memory, a quarter of the time at 32 rows.)
+template <class Dot>
+void int8_gemm_vectors(const Int8Gemm& p, const Int8Block& block) {
+  alignas(64) int32_t sums[kInt8Rows * kInt8MostPanels * kLanes];
+  const int64_t row_bytes = p.depth * (int64_t)sizeof(typename Dot::Element);
+  for (int64_t first = block.panel_begin; first < block.panel_end; first += kInt8MostPanels) {
+    int64_t row = block.row_begin;
+    // Blocks as even as can be: 8 rows are 4 and 4, not 6 and 2.
+    int64_t blocks = (block.row_end - row + kInt8Rows - 1) / kInt8Rows;
+    for (int64_t ahead = kInt8MostPanels; blocks > 0; --blocks, ++ahead) {
+      const int rows = (int)((block.row_end - row + blocks - 1) / blocks);
+      const int panels = rows <= kInt8FewRows ? kInt8MostPanels : kInt8Panels;
+      const bool more = ahead < 2 * kInt8MostPanels && first + ahead < block.panel_end;
+      const int8_t* next = p.packed + (more ? first + ahead : first) * kLanes * p.depth;
+      for (int64_t panel = first; panel < first + kInt8MostPanels; panel += panels) {
+        const int64_t begin = panel * kLanes, width = panels * kLanes;
+        if (begin >= p.n) break;
+        int8_rows<Dot>(rows, (const char*)p.q + row * row_bytes, p.depth,
+                       p.packed + begin * p.depth, next, sums);
+        const int64_t end = begin + width < p.n ? begin + width : p.n;
+        int8_epilogue(p, sums, width, row, rows, begin, end);
+      }
+      row += rows;
+    }
+  }
+}
+
+Int8Layout int8_layout() {
+#if FASTBERT_LEVEL_BYTES == 64
+  return {kLanes, has_quads() ? 4 : 2};
+#else
+  return {kLanes, 2};
+#endif
+}
+
+}  // namespace fastbert::cpu::FASTBERT_LEVEL
+
+#if defined(FASTBERT_LEVEL_TILES)
+#include "int8_tile_kernel.h"
+#endif
+
+namespace fastbert::cpu::FASTBERT_LEVEL {
+
+void int8_gemm(const Int8Gemm& p, const Int8Block& block) {
+#if defined(FASTBERT_LEVEL_TILES)
+  if (p.group == 4) return int8_gemm_tiles(p, block);
+#elif FASTBERT_LEVEL_BYTES == 64
+  if (p.group == 4) return int8_gemm_vectors<Quads>(p, block);
+#endif
+  int8_gemm_vectors<Pairs>(p, block);
+}
+
+}  // namespace fastbert::cpu::FASTBERT_LEVEL

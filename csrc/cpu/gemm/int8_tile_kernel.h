@@ -1,0 +1,72 @@
+// int8 products by AMX: tiles of unsigned activations times tiles of signed weights.
+//
+// A packed panel is a column of tiles already: 16 groups of four along k make one of 16 rows, and
+// q's rows are padded to whole tiles. Two tiles of rows meet two panels, so that each tile loaded
+// is used twice.
+
+#pragma once
+
+#include "../isa/tile.h"
+#include "int8_kernel.h"
+
+namespace fastbert::cpu::FASTBERT_LEVEL {
+
+// Tiles 0 … 3 are sums, 4 and 5 rows of q, 6 and 7 weights.
+template <int kTall>
+FASTBERT_INLINE void int8_tile_sums(const uint8_t* q, int64_t depth, const int8_t* packed,
+                                    int32_t* sums) {
+  const int8_t* second = packed + depth * kLanes;
+  const uint8_t* lower = q + kMostTileRows * depth;
+  tile_zero<0>();
+  tile_zero<1>();
+  if constexpr (kTall == 2) {
+    tile_zero<2>();
+    tile_zero<3>();
+  }
+  for (int64_t k = 0; k < depth; k += kMostTileBytes) {
+    tile_load<6>(packed + k * kLanes, kMostTileBytes);
+    tile_load<7>(second + k * kLanes, kMostTileBytes);
+    tile_load<4>(q + k, depth);
+    tile_product_us<0, 4, 6>();
+    tile_product_us<1, 4, 7>();
+    if constexpr (kTall == 2) {
+      tile_load<5>(lower + k, depth);
+      tile_product_us<2, 5, 6>();
+      tile_product_us<3, 5, 7>();
+    }
+  }
+  constexpr int64_t kWidth = 2 * kLanes;
+  tile_store<0>(sums, kWidth * 4);
+  tile_store<1>(sums + kLanes, kWidth * 4);
+  if constexpr (kTall == 2) {
+    tile_store<2>(sums + kMostTileRows * kWidth, kWidth * 4);
+    tile_store<3>(sums + kMostTileRows * kWidth + kLanes, kWidth * 4);
+  }
+}
+
+void int8_gemm_tiles(const Int8Gemm& p, const Int8Block& block) {
+  alignas(64) int32_t sums[2 * kMostTileRows * 2 * kLanes];
+  TileShapes shapes;
+  for (int tile = 0; tile < 8; ++tile) shapes.set(tile, kMostTileRows, kMostTileBytes);
+  tile_configure(shapes);
+  for (int64_t panel = block.panel_begin; panel < block.panel_end; panel += 2) {
+    const int64_t begin = panel * kLanes;
+    if (begin >= p.n) break;
+    const int64_t end = begin + 2 * kLanes < p.n ? begin + 2 * kLanes : p.n;
+    const int8_t* packed = p.packed + begin * p.depth;
+    for (int64_t row = block.row_begin; row < block.row_end; row += 2 * kMostTileRows) {
+      const uint8_t* q = (const uint8_t*)p.q + row * p.depth;
+      const int64_t left = block.row_end - row;
+      const int64_t rows = left < 2 * kMostTileRows ? left : 2 * kMostTileRows;
+      if (rows > kMostTileRows) {
+        int8_tile_sums<2>(q, p.depth, packed, sums);
+      } else {
+        int8_tile_sums<1>(q, p.depth, packed, sums);
+      }
+      int8_epilogue(p, sums, 2 * kLanes, row, rows, begin, end);
+    }
+  }
+  tile_release();
+}
+
+}  // namespace fastbert::cpu::FASTBERT_LEVEL

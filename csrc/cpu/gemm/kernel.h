@@ -1,0 +1,380 @@
+// Matrix products with a packed right operand, and their epilogues: out = epilogue(a Wᵀ).
+//
+// W is packed in panels of two registers of columns (packing.h), so that one step along k loads two
+// registers and multiplies them by a broadcast of each of up to kTileRows rows of a; the sums of
+// such a tile stay in registers. k is cut into blocks of kDepth: a block of a panel (16 KiB in
+// fp32, 48 at 64 bytes) stays in or near the first-level cache while all rows of a task pass, and
+// the rows of the task, widened to fp32 and laid out with a constant stride, stay in the second.
+// Whatever the shape, the division into tasks or the row's place in its tile: an element is the sum
+// of its chunks of k in order, each chunk the sum of its products in order. That makes a row's
+// result independent of its batch.
+
+#pragma once
+
+#include "../isa/formats.h"
+#include "../isa/kernels.h"
+#include "../isa/transpose.h"
+#include "../isa/vec.h"
+#include "epilogue.h"
+#include "packing.h"
+#include "tasks.h"
+
+namespace fastbert::cpu::FASTBERT_LEVEL {
+
+constexpr int kTileRows = kBytes == 64 ? 14 : 6;  // two registers each, and three for the operands
+constexpr int kDepth = kBytes == 64 ? 384 : 256;  // words
+constexpr int64_t kMaxRows = kBytes == 64 ? 128 : 120, kMaxColumns = 1024;  // of a task
+
+// sum + x b, of words.
+template <class Operand>
+FASTBERT_INLINE Vec multiply_add(Vec x, Vec b, Vec sum) {
+#if defined(FASTBERT_LEVEL_DOTS)
+  if constexpr (kIsDots<Operand>) return dot_bf16(x, b, sum);
+#endif
+  return fma(x, b, sum);
+}
+
+// What one task computes of the result, and its memory: a block of a panel in fp32, the block of a
+// in rows of kDepth words, and the sums.
+struct Task : GemmBlock {
+  float *panel, *a, *sums;
+  int64_t stride;   // of the rows of sums
+  bool one_by_one;  // sums are those of one tile at a time
+};
+
+// Not a multiple of a page, so that the rows of a tile do not compete for the same lines of cache.
+FASTBERT_INLINE int64_t sums_stride(int64_t columns) { return panels_of(columns) * kPanel + 16; }
+
+// Of rows of panels that are multiplied together.
+constexpr int64_t kMostPanels = 4;
+
+// Whether a tile is finished as soon as it is multiplied: k is a single block, and no row has to be
+// complete first. Its sums then never leave the first-level cache, and a task has no bound on its
+// columns.
+FASTBERT_INLINE bool tiles_finish_one_by_one(const Gemm& g) {
+  bool single = false;
+  with_operand(g.packed_format,
+               [&](auto type) { single = words_of<decltype(type)>(g.k) <= kDepth; });
+  return single && !g.norm_weight;
+}
+
+template <class Format>
+void pack_rows(const Gemm& g, const Task& task, int64_t first, int64_t depth) {
+  const auto* a = (const typename Format::Storage*)g.a + task.row * g.a_row + first * g.a_column;
+  if (g.a_column == 1) {
+    for (int64_t row = 0; row < task.rows; ++row) {
+      for_each_vector(depth, [&](int64_t k, int count) __attribute__((always_inline)) {
+        store(task.a + row * kDepth + k, Format::load(a + row * g.a_row + k, count));
+      });
+    }
+    return;
+  }
+  for (int64_t row = 0; row < task.rows; row += kLanes) {
+    const int rows = clamp_count(task.rows - row, kLanes);
+    for (int64_t k = 0; k < depth; k += kLanes) {
+      Vec block[kLanes];
+      for (int64_t i = 0; i < kLanes; ++i) {
+        const int count = k + i < depth ? rows : 0;
+        block[i] = gather<Format>(a + row * g.a_row + (k + i) * g.a_column, g.a_row, count);
+      }
+      transpose(block);
+      for (int i = 0; i < rows; ++i) store(task.a + (row + i) * kDepth + k, block[i]);
+    }
+  }
+}
+
+// The same in words of two neighbours along k. Rows that lie in memory as words do are copied one
+// after another, while those that follow are on their way.
+inline void pack_row_pairs(const Gemm& g, const Task& task, int64_t first, int64_t depth) {
+  if (g.a_column == 1) {
+    constexpr int64_t kAhead = 4;
+    const auto* a = (const uint16_t*)g.a + task.row * g.a_row;
+    for (int64_t row = 0; row < task.rows; ++row) {
+      const int64_t far = row + kAhead < task.rows ? kAhead * g.a_row : 0;
+      for (int64_t word = 0; word < depth; word += kLanes) {
+        const int64_t k = 2 * (first + word);
+        const auto* p = a + row * g.a_row + k;
+        __builtin_prefetch(p + far, 0, 3);
+        store(task.a + row * kDepth + word, load_line<BF16>(p, clamp_count(g.k - k, kLine)));
+      }
+    }
+    return;
+  }
+  for (int64_t row = 0; row < task.rows; row += kLanes) {
+    const int rows = clamp_count(task.rows - row, kLanes);
+    for (int64_t word = 0; word < depth; word += kLanes) {
+      const int64_t k = 2 * (first + word);
+      Vec words[kLanes];
+      load_row_pairs((const uint16_t*)g.a + (task.row + row) * g.a_row + k * g.a_column, g.a_row,
+                     g.a_column, rows, clamp_count(g.k - k, kLine), words);
+      for (int i = 0; i < rows; ++i) store(task.a + (row + i) * kDepth + word, words[i]);
+    }
+  }
+}
+
+// The steps along k of one block, the length of a chain of additions, and whether sums of earlier
+// blocks are there to add to.
+struct Depth {
+  int64_t steps, chunk;
+  bool add;
+};
+
+// What is read next, fetched while a tile is multiplied: of a, and of the next panel, whose lines
+// are spread evenly over the steps of all tiles.
+struct Next {
+  const char *a, *b;
+  int64_t step;  // bytes of b per step
+};
+
+constexpr int64_t kCacheLine = 64;
+
+FASTBERT_INLINE Next next_of(const char* a, const char* panel, int64_t bytes, int64_t steps,
+                             int64_t tile, int64_t tiles) {
+  const int64_t step = bytes / (steps * tiles + 1) + 1;  // there may be no steps
+  return {a, panel + tile * steps * step, step};
+}
+
+// sums (+)= a bᵀ for kRows rows of a and kPanels panels, which lie `panel` elements apart, over the
+// steps [begin, end).
+template <class Format, int kRows, int kPanels>
+FASTBERT_INLINE void multiply_chunk(const float* a, const typename Format::Storage* b,
+                                    int64_t panel, int64_t begin, int64_t end, float* sums,
+                                    int64_t stride, bool add, Next next) {
+  Vec total[kPanels][kRows][2] = {};
+  for (int64_t k = begin; k < end; ++k) {
+    __builtin_prefetch(next.a + k * kRows * 4, 0, 3);
+    __builtin_prefetch(next.b + k * next.step, 0, 2);
+    __builtin_prefetch(next.b + k * next.step + kCacheLine, 0, 2);
+#pragma GCC unroll 4
+    for (int j = 0; j < kPanels; ++j) {
+      Vec low, high;
+      PanelRow<Format>::load(b + j * panel + k * kPanel, low, high);
+#pragma GCC unroll 16
+      for (int i = 0; i < kRows; ++i) {
+        const Vec x = splat(a[i * kDepth + k]);
+        total[j][i][0] = multiply_add<Format>(x, low, total[j][i][0]);
+        total[j][i][1] = multiply_add<Format>(x, high, total[j][i][1]);
+      }
+    }
+  }
+#pragma GCC unroll 4
+  for (int j = 0; j < kPanels; ++j) {
+#pragma GCC unroll 16
+    for (int i = 0; i < kRows; ++i) {
+      float* row = sums + i * stride + j * kPanel;
+      store(row, add ? load(row) + total[j][i][0] : total[j][i][0]);
+      store(row + kLanes, add ? load(row + kLanes) + total[j][i][1] : total[j][i][1]);
+    }
+  }
+}
+
+// Long chains of additions lose digits: a library's product of one or two rows, which sums by
+// lanes, is twice as accurate as one chain over a block. Chunks of 64 steps cost a tenth of the
+// speed of large products, of 128 little; products so small that they do not wait for it take
+// shorter ones: of few steps, or of so few columns that a library would sum by lanes here too.
+FASTBERT_INLINE int64_t chunk_of(int64_t n, int64_t k) { return k < 128 || n < 16 ? 32 : 128; }
+
+template <class Format, int kRows, int kPanels>
+FASTBERT_INLINE void multiply(const float* a, const typename Format::Storage* b, int64_t panel,
+                              const Depth& depth, float* sums, int64_t stride, Next next) {
+  int64_t begin = 0;
+  do {
+    const int64_t end = begin + depth.chunk < depth.steps ? begin + depth.chunk : depth.steps;
+    multiply_chunk<Format, kRows, kPanels>(a, b, panel, begin, end, sums, stride,
+                                           depth.add || begin > 0, next);
+    begin = end;
+  } while (begin < depth.steps);
+}
+
+template <class Format, int kRows>
+FASTBERT_INLINE void multiply_at_most(int rows, const float* a, const typename Format::Storage* b,
+                                      const Depth& depth, float* sums, int64_t stride, Next next) {
+  if (rows == kRows) {
+    multiply<Format, kRows, 1>(a, b, 0, depth, sums, stride, next);
+  } else if constexpr (kRows > 1) {
+    multiply_at_most<Format, kRows - 1>(rows, a, b, depth, sums, stride, next);
+  }
+}
+
+// Out of line, so that a copy of all of them exists once per format.
+template <class Format>
+__attribute__((noinline)) void multiply_rows(int rows, const float* a,
+                                             const typename Format::Storage* b, const Depth& depth,
+                                             float* sums, int64_t stride, Next next) {
+  multiply_at_most<Format, kTileRows>(rows, a, b, depth, sums, stride, next);
+}
+
+// One block of k: from its rows of a and its blocks of panels to sums, and the finished tiles where
+// it is the last.
+template <class Format>
+struct TaskBlock {
+  using Storage = typename Format::Storage;
+
+  const Gemm& g;
+  const Task& task;
+  int64_t words, first, depth;  // of a row, and of this block
+
+  FASTBERT_INLINE const Storage* panel(int64_t n) const {
+    return (const Storage*)g.packed + (task.column + n) * words + first * kPanel;
+  }
+  FASTBERT_INLINE bool last() const { return first + depth >= words; }
+  FASTBERT_INLINE Depth steps() const { return {depth, chunk_of(g.n, g.k), first > 0}; }
+
+  FASTBERT_INLINE float* sums(int64_t row, int64_t n) const {
+    return task.one_by_one ? task.sums : task.sums + row * task.stride + n;
+  }
+
+  FASTBERT_INLINE void finish(int64_t row, int64_t n, int rows, int64_t columns) const {
+    finish_tile(g,
+                {sums(row, n), task.stride, task.row + row, task.column + n, rows, (int)columns});
+  }
+
+  // What the epilogue of a tile reads and writes, fetched while the tile is multiplied: the lines
+  // lie a row apart, where no processor looks ahead by itself.
+  template <int kWrite>
+  FASTBERT_INLINE void fetch_tile(const void* matrix, int64_t stride, fastbert::cpu::Format format,
+                                  int64_t row, int64_t n, int rows) const {
+    if (!matrix) return;
+    const int64_t size = format == fastbert::cpu::Format::f32 ? 4 : 2;
+    const char* p = (const char*)matrix + ((task.row + row) * stride + task.column + n) * size;
+    for (int i = 0; i < rows; ++i, p += stride * size) {
+      for (int64_t j = 0; j < kPanel * size; j += kCacheLine) __builtin_prefetch(p + j, kWrite, 3);
+    }
+  }
+
+  FASTBERT_INLINE void fetch_tile(int64_t row, int64_t n, int rows) const {
+    fetch_tile<0>(g.residual.data, g.residual.stride, g.residual_format, row, n, rows);
+    fetch_tile<1>(g.pre_activation, g.n, g.pre_activation_format, row, n, rows);
+    if (!g.norm_weight) fetch_tile<1>(g.out, g.n, g.out_format, row, n, rows);
+  }
+
+  // Rows are spread evenly over the tiles: tiles of five rows keep the multipliers as busy as tiles
+  // of six, one of a single row would not.
+  template <class Operand>
+  FASTBERT_INLINE void multiply_panel(int64_t n, const typename Operand::Storage* b,
+                                      const char* next_panel) const {
+    const int64_t tiles = (task.rows + kTileRows - 1) / kTileRows;
+    for (int64_t tile = 0; tile < tiles; ++tile) {
+      const int64_t row = task.rows * tile / tiles, end = task.rows * (tile + 1) / tiles;
+      const int rows = (int)(end - row);
+      const Next next = next_of((const char*)(task.a + (tile + 1 < tiles ? end : 0) * kDepth),
+                                next_panel, depth * kPanel * sizeof(Storage), depth, tile, tiles);
+      if (last()) fetch_tile(row, n, rows);
+      multiply_rows<Operand>(rows, task.a + row * kDepth, b, steps(), sums(row, n), task.stride,
+                             next);
+      if (last()) finish(row, n, rows, task.columns - n < kPanel ? task.columns - n : kPanel);
+    }
+  }
+
+  // Few rows: several panels at a time, so that there are enough sums to hide their latency.
+  template <int kRows, int kPanels>
+  FASTBERT_INLINE int64_t multiply_panels() const {
+    int64_t n = 0;
+    for (; n + kPanels * kPanel <= task.columns; n += kPanels * kPanel) {
+      const Next next = next_of((const char*)task.a, (const char*)panel(n + kPanels * kPanel),
+                                kPanels * depth * kPanel * sizeof(Storage), depth, 0, 1);
+      multiply<Format, kRows, kPanels>(task.a, panel(n), kPanel * words, steps(), sums(0, n),
+                                       task.stride, next);
+      if (last()) finish(0, n, kRows, kPanels * kPanel);
+    }
+    return n;
+  }
+
+  FASTBERT_INLINE void run() const {
+    // From three tiles on it pays to widen a panel once, into memory.
+    const bool widen = sizeof(Storage) < 4 && task.rows > 2 * kTileRows;
+    int64_t n = task.rows == 1   ? multiply_panels<1, kMostPanels>()
+                : task.rows == 2 ? multiply_panels<2, 2>()
+                                 : 0;
+    for (; n < task.columns; n += kPanel) {
+      const Storage* b = panel(n);
+      const char* next = (const char*)(n + kPanel < task.columns ? panel(n + kPanel)
+                                       : last()                  ? b
+                                                                 : panel(0) + depth * kPanel);
+      if (!widen) {
+        multiply_panel<Format>(n, b, next);
+        continue;
+      }
+      for (int64_t k = 0; k < depth; ++k) {
+        Vec low, high;
+        PanelRow<Format>::load(b + k * kPanel, low, high);
+        PanelRow<F32>::store(task.panel + k * kPanel, low, high);
+      }
+      multiply_panel<F32>(n, task.panel, next);
+    }
+  }
+};
+
+template <class Format>
+void run_task(const Gemm& g, const Task& task) {
+  const int64_t words = words_of<Format>(g.k);
+  int64_t first = 0;
+  do {
+    const int64_t depth = words - first < kDepth ? words - first : kDepth;
+    if constexpr (kIsDots<Format>) {
+      pack_row_pairs(g, task, first, depth);
+    } else {
+      with_format(g.format, [&](auto type) { pack_rows<decltype(type)>(g, task, first, depth); });
+    }
+    TaskBlock<Format>{g, task, words, first, depth}.run();
+    first += depth;
+  } while (first < words);
+  if (!g.norm_weight) return;
+  with_format(g.out_format, [&](auto type) {
+    normalise_rows<decltype(type)>(g,
+                                   {task.sums, task.stride, task.row, 0, (int)task.rows, (int)g.n});
+  });
+}
+
+// The division into row_tasks by column_tasks that takes the least time by a simple count: register
+// multiplications, and the loads that each row (its packing) and each column (its way from memory)
+// of a task costs.
+GemmPlan gemm_plan(const Gemm& g, int threads) {
+  const bool one_by_one = tiles_finish_one_by_one(g);
+  const int64_t most_columns = g.norm_weight || one_by_one ? g.n : kMaxColumns;
+  const int64_t panels = panels_of(g.n), most_panels = panels_of(most_columns);
+  const int64_t least_columns = (panels + most_panels - 1) / most_panels;
+  // Whole rows of sums, to be normalised, stay near the second-level cache.
+  const int64_t fitting = ((int64_t)1 << 18) / (g.n + 1) + 1;
+  const int64_t most_rows = g.norm_weight && fitting < kMaxRows ? fitting : kMaxRows;
+  const int64_t least_rows = (g.m + most_rows - 1) / most_rows;
+  int64_t best_rows = 0, best_columns = 0;
+  double best_cost = 0.0;
+  const int64_t most_column_tasks =
+      g.norm_weight || least_columns + threads > panels ? panels : least_columns + threads;
+  for (int64_t c = least_columns; c <= (g.norm_weight ? 1 : most_column_tasks); ++c) {
+    for (int64_t wave = 1; wave <= 3; ++wave) {
+      int64_t r = (wave * threads + c - 1) / c;
+      r = r < least_rows ? least_rows : r > g.m ? g.m : r;
+      const int64_t rows = (g.m + r - 1) / r, columns = (panels + c - 1) / c * kPanel;
+      const int64_t tasks = ((g.m + rows - 1) / rows) * ((g.n + columns - 1) / columns);
+      const double products = (double)(rows < 4 ? 4 : rows) * columns / kPanel;
+      const double cost =
+          (double)((tasks + threads - 1) / threads) * (products + 0.5 * rows + 0.5 * columns);
+      if (best_rows != 0 && cost >= best_cost) continue;
+      best_cost = cost;
+      best_rows = rows, best_columns = columns;
+    }
+  }
+  const int64_t sums = one_by_one ? kTileRows * sums_stride(kMostPanels * kPanel)
+                                  : best_rows * sums_stride(best_columns);
+  GemmPlan plan = divided(g, best_rows, best_columns, threads, 1, 2 * kTileRows);
+  plan.scratch = 4 * (kDepth * kPanel + best_rows * kDepth + sums);
+  return plan;
+}
+
+void gemm(const Gemm& params, const GemmPlan& plan, int64_t begin, int64_t end, void* scratch) {
+  const Gemm g = params;
+  const bool one_by_one = tiles_finish_one_by_one(g);
+  for (int64_t i = begin; i < end; ++i) {
+    Task task = {block_of(g, plan, i)};
+    task.one_by_one = one_by_one;
+    task.stride = sums_stride(one_by_one ? kMostPanels * kPanel : task.columns);
+    task.panel = (float*)scratch;
+    task.a = task.panel + kDepth * kPanel;
+    task.sums = task.a + plan.rows * kDepth;
+    with_operand(g.packed_format, [&](auto type) { run_task<decltype(type)>(g, task); });
+  }
+}
+
+}  // namespace fastbert::cpu::FASTBERT_LEVEL

@@ -1,0 +1,48 @@
+// How the result of a product is divided into tasks, which threads take as they become free.
+//
+// The last blocks of rows are short ones: threads do not run equally fast, and one that begins a
+// long task when the other is nearly done makes it wait.
+
+#pragma once
+
+#include "../isa/kernels.h"
+#include "../isa/vec.h"
+
+namespace fastbert::cpu::FASTBERT_LEVEL {
+
+struct GemmBlock {
+  int64_t row, column, rows, columns;
+};
+
+FASTBERT_INLINE int64_t quotient_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// `rows` and `columns` of a long task; short ones have multiples of `unit` rows, at least `least`.
+inline GemmPlan divided(const Gemm& g, int64_t rows, int64_t columns, int threads, int64_t unit,
+                        int64_t least) {
+  constexpr int64_t kShortTasks = 3;  // of a thread
+  const int64_t blocks = quotient_up(g.m, rows);
+  GemmPlan plan = {0, 0, rows, columns, blocks, rows};
+  if (threads > 1 && blocks >= threads) {
+    const int64_t last = g.m - (blocks - threads) * rows;
+    const int64_t few = quotient_up(quotient_up(last, kShortTasks * threads), unit) * unit;
+    if (few >= least && few < rows) plan.long_blocks = blocks - threads, plan.short_rows = few;
+  }
+  const int64_t rest = g.m - plan.long_blocks * rows;
+  const int64_t short_blocks = rest > 0 ? quotient_up(rest, plan.short_rows) : 0;
+  plan.tasks = (plan.long_blocks + short_blocks) * quotient_up(g.n, columns);
+  return plan;
+}
+
+FASTBERT_INLINE GemmBlock block_of(const Gemm& g, const GemmPlan& plan, int64_t task) {
+  const int64_t across = quotient_up(g.n, plan.columns), block = task / across;
+  const bool is_long = block < plan.long_blocks;
+  const int64_t row =
+      is_long ? block * plan.rows
+              : plan.long_blocks * plan.rows + (block - plan.long_blocks) * plan.short_rows;
+  const int64_t column = task % across * plan.columns;
+  const int64_t rows = is_long ? plan.rows : plan.short_rows;
+  return {row, column, g.m - row < rows ? g.m - row : rows,
+          g.n - column < plan.columns ? g.n - column : plan.columns};
+}
+
+}  // namespace fastbert::cpu::FASTBERT_LEVEL

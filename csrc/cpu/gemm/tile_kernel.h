@@ -1,0 +1,309 @@
+// bf16 products on AMX tiles, with the epilogues and the table functions of kernel.h.
+//
+// W lies in panels of 32 columns; a panel is a sequence of steps of 32 along k, and a step two
+// tiles of 16 columns, a pair of consecutive k in each word: 2 KiB that stream one after another.
+// The rows of a are read as they lie where they are aligned, else from a padded copy.
+//
+// Four products of a step take 64 cycles. They form 2 x 2 tiles of sums from two tiles of a and two
+// of W, each loaded once: 4 KiB, which the second-level cache delivers in about the same time and
+// the first in half of it. So the rows of a task are as many as stay in the second-level cache
+// beside two panels, all of them pass a panel before the next one, and the next panel is fetched
+// from beyond meanwhile: then each byte of W is read once per task. With 16 rows or less, 1 x 4
+// tiles of sums take two panels at a time. k is never cut: sums stay in tiles from its first step
+// to its last, so that an element is the sum of its steps in order, whatever m, the threads or the
+// row's place in the batch, and no partial sum is ever stored.
+//
+// The epilogue of a block runs between the steps of the next one: it takes vector registers and
+// their units, the products take the tiles, and neither waits for the other.
+//
+// Expected on a Sapphire Rapids at 2.1 GHz with tiles busy (one core, cycles, BERT-base, a and W
+// once from beyond the second-level cache): a product of m rows takes m n k / 512 cycles,
+// 1024 x 768 x 3072 for example 4.7 M (2.2 ms; two cores half of it), in which 10 MiB pass that
+// cache at 4.7 GB/s; 32 rows of it 0.15 M, against 4.7 MB of W at 26 to 65 GB/s, 0.15 to 0.38 M a
+// core: these are bound by the way from memory.
+
+#pragma once
+
+#include "../isa/tile.h"
+#include "kernel.h"
+
+namespace fastbert::cpu::FASTBERT_LEVEL {
+
+constexpr int64_t kBlockBytes = 1152 << 10;  // of a task's rows: over half of the cache
+constexpr int64_t kMaxStripRows = 1024;      // of a task
+
+// Rows of a, k padded with zeros to whole steps and the rows to whole tiles, one after another.
+inline void pack_left(const Gemm& g, int64_t first, int64_t rows, char* out) {
+  const int64_t steps = steps_of(g.k), stride = steps * kStepBytes;
+  const auto* a = (const uint16_t*)g.a + first * g.a_row;
+  for (int64_t row = 0; row < rows; row += kLanes) {
+    const int count = clamp_count(rows - row, kLanes);
+    for (int64_t step = 0; step < steps; ++step) {
+      const int depth = clamp_count(g.k - step * kStep, kStep);
+      const uint16_t* p = a + row * g.a_row + step * kStep * g.a_column;
+      char* block = out + row * stride + step * kStepBytes;
+      Vec words[kLanes];
+      load_row_pairs(p, g.a_row, g.a_column, count, depth, words);
+      for (int i = 0; i < kLanes; ++i) store((float*)(block + i * stride), words[i]);
+    }
+  }
+}
+
+// All eight of full size: what is smaller is padded.
+FASTBERT_INLINE void configure_tiles() {
+  TileShapes shapes;
+  for (int i = 0; i < 8; ++i) shapes.set(i, kMostTileRows, kMostTileBytes);
+  tile_configure(shapes);
+}
+
+// Whether tiles of a can be loaded from where it lies: whole steps, each in one line of cache.
+FASTBERT_INLINE bool lies_in_tiles(const Gemm& g) {
+  return g.a_column == 1 && g.k % kStep == 0 && g.a_row % kStep == 0 && (uintptr_t)g.a % 64 == 0;
+}
+
+// The sums of a block of kRowTiles x 2 kPanels tiles: tiles 0 to 3, those of a row of tiles first.
+// Tiles 4 to 7 are operands.
+template <int kRowTiles, int kPanels>
+FASTBERT_INLINE void multiply_step(const char* a, int64_t stride, const char* b, int64_t panel) {
+  tile_load<4>(a, stride);
+  tile_load<6>(b, kStepBytes);
+  tile_product_bf16<0, 4, 6>();
+  tile_load<7>(b + kWeightTile, kStepBytes);
+  tile_product_bf16<1, 4, 7>();
+  if constexpr (kRowTiles == 2) {
+    tile_load<5>(a + kMostTileRows * stride, stride);
+    tile_product_bf16<2, 5, 6>();
+    tile_product_bf16<3, 5, 7>();
+  }
+  if constexpr (kPanels == 2) {
+    tile_load<5>(b + panel, kStepBytes);
+    tile_product_bf16<2, 4, 5>();
+    tile_load<6>(b + panel + kWeightTile, kStepBytes);
+    tile_product_bf16<3, 4, 6>();
+  }
+}
+
+template <int kRowTiles, int kPanels>
+FASTBERT_INLINE void store_block(float* sums, int64_t stride) {
+  tile_store<0>(sums, 4 * stride);
+  tile_store<1>(sums + kLanes, 4 * stride);
+  if constexpr (kRowTiles * kPanels == 2) {
+    float* next = kRowTiles == 2 ? sums + kMostTileRows * stride : sums + kPanel;
+    tile_store<2>(next, 4 * stride);
+    tile_store<3>(next + kLanes, 4 * stride);
+  }
+}
+
+// The rows of finished sums that still wait for their epilogue.
+struct Pending {
+  Tile tile = {};
+
+  FASTBERT_INLINE void finish(const Gemm& g, int most) {
+    if (tile.rows == 0) return;
+    Tile part = tile;
+    part.rows = tile.rows < most ? tile.rows : most;
+    finish_tile(g, part);
+    tile.sums += part.rows * tile.stride;
+    tile.row += part.rows;
+    tile.rows -= part.rows;
+  }
+};
+
+// What will be read next from beyond the second-level cache: `lines` of W in each step, and the
+// rows of a that follow where these have not been read before.
+struct Ahead {
+  const char* b;
+  int64_t lines;
+  const char* a;
+};
+
+FASTBERT_INLINE void fetch(const char* p) { __builtin_prefetch(p, 0, 2); }
+
+// One task: rows and columns from (row, column) on.
+struct TileTask {
+  const Gemm& g;
+  int64_t row, column, rows, columns, steps;
+  const char *a, *tail;  // whole strips, and the padded rows after them
+  int64_t a_stride;      // bytes
+  float* sums;           // of whole rows where they will be normalised, else of a block
+  int64_t stride;
+  Pending pending;
+};
+
+template <int kRowTiles, int kPanels>
+__attribute__((noinline)) void multiply_block(TileTask& t, int64_t strip, int64_t panel,
+                                              const Ahead& ahead) {
+  const int64_t steps = t.steps, panel_bytes = steps * kPanelStep;
+  const bool whole = (strip + 1) * kStrip <= t.rows;
+  const char* a = whole || !t.tail ? t.a + strip * kStrip * t.a_stride : t.tail;
+  const int64_t a_stride = whole || !t.tail ? t.a_stride : steps * kStepBytes;
+  const char* b = (const char*)t.g.packed + (t.column / kPanel + panel) * panel_bytes;
+  const int rows_per_step = (int)(kStrip / (steps + 1)) + 1;
+  // A copy in registers: read from memory, it would wait for the stores of the epilogue before.
+  Pending pending = t.pending;
+  tile_zero<0>();
+  tile_zero<1>();
+  tile_zero<2>();
+  tile_zero<3>();
+  for (int64_t step = 0; step < steps; ++step) {
+    multiply_step<kRowTiles, kPanels>(a + step * kStepBytes, a_stride, b + step * kPanelStep,
+                                      panel_bytes);
+    for (int64_t i = 0; i < ahead.lines; ++i) {
+      fetch(ahead.b + (step * ahead.lines + i) * kStepBytes);
+    }
+    if (ahead.a) {
+      for (int i = 0; i < kStrip; ++i) fetch(ahead.a + i * a_stride + step * kStepBytes);
+    }
+    pending.finish(t.g, rows_per_step);
+  }
+  pending.finish(t.g, kStrip);
+  const int64_t row = strip * kStrip, column = panel * kPanel;
+  float* sums = t.sums;
+  int64_t stride = kPanels * kPanel;
+  if (t.g.norm_weight) {
+    sums = t.sums + row * t.stride + column;
+    stride = t.stride;
+  }
+  store_block<kRowTiles, kPanels>(sums, stride);
+  t.pending.tile = {sums,
+                    stride,
+                    t.row + row,
+                    t.column + column,
+                    clamp_count(t.rows - row, kRowTiles * kMostTileRows),
+                    clamp_count(t.columns - column, kPanels * kPanel)};
+}
+
+FASTBERT_INLINE void multiply_blocks(TileTask& t) {
+  const int64_t panels = panels_of(t.columns), strips = (t.rows + kStrip - 1) / kStrip;
+  const int64_t panel_bytes = t.steps * kPanelStep;
+  const int64_t width = t.rows <= kMostTileRows ? 2 : 1;
+  const char* b = (const char*)t.g.packed + t.column / kPanel * panel_bytes;
+  for (int64_t panel = 0; panel < panels; panel += width) {
+    const bool last = panel + width >= panels;
+    for (int64_t strip = 0; strip < strips; ++strip) {
+      const int64_t rows = t.rows - strip * kStrip;
+      const int64_t lines = last ? 0 : (width * kPanelStep / kStepBytes + strips - 1) / strips;
+      const char* next = b + (panel + width) * panel_bytes + strip * t.steps * lines * kStepBytes;
+      const bool first_pass = panel == 0 && rows >= 2 * kStrip;
+      const Ahead ahead = {next, lines,
+                           first_pass ? t.a + (strip + 1) * kStrip * t.a_stride : nullptr};
+      if (rows > kMostTileRows) {
+        multiply_block<2, 1>(t, strip, panel, ahead);
+      } else if (width == 2 && panel + 1 < panels) {
+        multiply_block<1, 2>(t, strip, panel, ahead);
+      } else {
+        multiply_block<1, 1>(t, strip, panel, ahead);
+      }
+    }
+  }
+  t.pending.finish(t.g, kStrip);
+}
+
+// Scratch memory of a task: the rows of a that are copied, then the sums.
+FASTBERT_INLINE int64_t left_bytes(const Gemm& g, int64_t rows) {
+  return (lies_in_tiles(g) ? kStrip : whole_strips(rows)) * steps_of(g.k) * kStepBytes;
+}
+
+FASTBERT_INLINE int64_t block_bytes(const Gemm& g, int64_t rows) {
+  return 4 * (g.norm_weight ? whole_strips(rows) * sums_stride(g.n) : kStrip * kPanel);
+}
+
+inline void run_tile_task(const Gemm& g, int64_t row, int64_t column, int64_t rows, int64_t columns,
+                          char* scratch) {
+  const int64_t steps = steps_of(g.k), tail = rows % kStrip;
+  float* sums = (float*)(scratch + left_bytes(g, rows));
+  TileTask t = {g,
+                row,
+                column,
+                rows,
+                columns,
+                steps,
+                scratch,
+                nullptr,
+                steps * kStepBytes,
+                sums,
+                sums_stride(g.n),
+                {}};
+  if (!lies_in_tiles(g)) {
+    pack_left(g, row, rows, scratch);
+  } else {
+    t.a = (const char*)g.a + 2 * row * g.a_row;
+    t.a_stride = 2 * g.a_row;
+    t.tail = scratch;
+    if (tail) pack_left(g, row + rows - tail, tail, scratch);
+  }
+  configure_tiles();
+  multiply_blocks(t);
+  tile_release();
+  if (!g.norm_weight) return;
+  const Tile whole_rows = {sums, t.stride, row, 0, (int)rows, (int)g.n};
+  with_format(g.out_format, [&](auto type) { normalise_rows<decltype(type)>(g, whole_rows); });
+}
+
+// The division of the least time on the busiest thread: products, and the rows and columns that
+// each task reads from beyond the second-level cache, half of which hides behind products.
+inline GemmPlan tile_plan(const Gemm& g, int threads) {
+  const int64_t steps = steps_of(g.k), row_bytes = steps * kStepBytes;
+  const int64_t strips = (g.m + kStrip - 1) / kStrip, panels = panels_of(g.n);
+  const int64_t fitting = kBlockBytes / (row_bytes + (g.norm_weight ? 4 * g.n : 0) + 1) / kStrip;
+  const int64_t most = fitting < 1                        ? 1
+                       : fitting > kMaxStripRows / kStrip ? kMaxStripRows / kStrip
+                                                          : fitting;
+  const int64_t least_tasks = (strips + most - 1) / most;
+  const int64_t most_tasks = least_tasks + threads < strips ? least_tasks + threads : strips;
+  int64_t best_rows = 0, best_columns = 0;
+  double best_cost = 0.0;
+  for (int64_t r = least_tasks; r <= most_tasks; ++r) {
+    for (int64_t wave = 1; wave <= 3; ++wave) {
+      int64_t c = (wave * threads + r - 1) / r;
+      c = g.norm_weight ? 1 : c > panels ? panels : c;
+      const int64_t task_strips = (strips + r - 1) / r, task_panels = (panels + c - 1) / c;
+      const int64_t rows = task_strips * kStrip, columns = task_panels * kPanel;
+      const int64_t tasks = ((g.m + rows - 1) / rows) * ((g.n + columns - 1) / columns);
+      constexpr double kStepCycles = 64.0, kCyclesPerByte = 1.0 / 32.0, kTaskCycles = 2000.0;
+      const double cost = (double)((tasks + threads - 1) / threads) *
+                          ((double)(task_strips * task_panels * steps) * kStepCycles +
+                           (double)((rows + columns) * row_bytes) * kCyclesPerByte + kTaskCycles);
+      if (best_rows != 0 && cost >= best_cost) continue;
+      best_cost = cost;
+      best_rows = rows, best_columns = columns;
+    }
+  }
+  GemmPlan plan = divided(g, best_rows, best_columns, threads, kStrip, 2 * kStrip);
+  plan.scratch = left_bytes(g, best_rows) + block_bytes(g, best_rows);
+  return plan;
+}
+
+// The table's functions at a level with tiles: they take what is bf16.
+
+int64_t packed_bytes_tiled(Format to, int64_t n, int64_t k) {
+  return to == Format::bf16 ? panels_of(n) * steps_of(k) * kPanelStep : packed_bytes(to, n, k);
+}
+
+void pack_tiled(const Packing& p, int64_t begin, int64_t end) {
+  if (p.to != Format::bf16) return pack(p, begin, end);
+  with_format(p.from, [&](auto from) {
+    using From = decltype(from);
+    for (int64_t panel = begin; panel < end; ++panel) {
+      const auto* weight = (const typename From::Storage*)p.weight + panel * kPanel * p.row;
+      pack_steps<From>(weight, p.row, p.column, p.n - panel * kPanel, p.k,
+                       (char*)p.packed + panel * steps_of(p.k) * kPanelStep);
+    }
+  });
+}
+
+GemmPlan gemm_plan_tiled(const Gemm& g, int threads) {
+  return g.packed_format == Format::bf16 ? tile_plan(g, threads) : gemm_plan(g, threads);
+}
+
+void gemm_tiled(const Gemm& params, const GemmPlan& plan, int64_t begin, int64_t end,
+                void* scratch) {
+  if (params.packed_format != Format::bf16) return gemm(params, plan, begin, end, scratch);
+  const Gemm g = params;
+  for (int64_t i = begin; i < end; ++i) {
+    const GemmBlock b = block_of(g, plan, i);
+    run_tile_task(g, b.row, b.column, b.rows, b.columns, (char*)scratch);
+  }
+}
+
+}  // namespace fastbert::cpu::FASTBERT_LEVEL

@@ -1,0 +1,108 @@
+#include "dispatch.h"
+
+#include <c10/util/Exception.h>
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <iterator>
+#include <string>
+
+namespace fastbert::cpu {
+namespace {
+
+#if defined(__x86_64__)
+
+// AMX tiles in bf16 and int8. Linux hands them out to processes that ask (arch_prctl
+// ARCH_REQ_XCOMP_PERM, feature 18); children inherit them.
+bool has_tiles() {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+  if (!(d >> 22 & 1) || !(d >> 24 & 1) || !(d >> 25 & 1)) return false;
+#if defined(__linux__)
+  constexpr int kRequestPermission = 0x1023, kTileData = 18;
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
+}
+
+bool has_avx512() {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
+
+bool has_avx512_bf16() {
+  return has_avx512() && __builtin_cpu_supports("avx512bf16") &&
+         __builtin_cpu_supports("avx512vnni");
+}
+
+// __builtin_cpu_supports asks CPUID, and XGETBV whether the operating system saves the registers.
+const Level kLevels[] = {
+    {&baseline::kKernels, __builtin_cpu_supports("sse4.2") != 0},
+    {&avx2::kKernels, __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                          __builtin_cpu_supports("f16c")},
+    {&avx512::kKernels, has_avx512()},
+    {&avx512_bf16::kKernels, has_avx512_bf16()},
+    {&amx::kKernels, has_avx512_bf16() && has_tiles()},
+};
+#else
+const Level kLevels[] = {{&baseline::kKernels, true}};
+#endif
+
+std::string supported_names() {
+  std::string names;
+  for (const Level& level : kLevels) {
+    if (level.supported) names += (names.empty() ? "" : ", ") + std::string(level.kernels->name);
+  }
+  return names;
+}
+
+const Kernels* named(const char* source, const char* name) {
+  for (const Level& level : kLevels) {
+    if (level.supported && std::strcmp(level.kernels->name, name) == 0) return level.kernels;
+  }
+  TORCH_CHECK_VALUE(false, source, ": got '", name,
+                    "', allowed on this processor: ", supported_names());
+}
+
+const Kernels* choose() {
+  const char* name = std::getenv("FASTBERT_CPU_ISA");
+  if (name != nullptr && *name != '\0') return named("FASTBERT_CPU_ISA", name);
+  const Kernels* best = nullptr;
+  for (const Level& level : kLevels) {
+    if (level.supported) best = level.kernels;
+  }
+  TORCH_CHECK(best != nullptr, "fastbert's CPU kernels need an x86-64-v2 processor (SSE 4.2)");
+  return best;
+}
+
+std::atomic<const Kernels*> current{nullptr};
+
+}  // namespace
+
+const Level* levels_begin() { return std::begin(kLevels); }
+const Level* levels_end() { return std::end(kLevels); }
+
+const Kernels& kernels() {
+  const Kernels* chosen = current.load(std::memory_order_acquire);
+  if (chosen == nullptr) {
+    chosen = choose();
+    current.store(chosen, std::memory_order_release);
+  }
+  return *chosen;
+}
+
+void set_level(const char* name) { set_kernels(name == nullptr ? choose() : named("level", name)); }
+
+void set_kernels(const Kernels* table) { current.store(table, std::memory_order_release); }
+
+}  // namespace fastbert::cpu

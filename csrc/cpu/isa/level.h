@@ -1,0 +1,126 @@
+// The kernels of one instruction-set level and the table that leads to them. Included by
+// level_*.cpp only, after FASTBERT_LEVEL and FASTBERT_LEVEL_BYTES are defined and the target is
+// selected.
+//
+// A level whose products alone differ from those of another names that one FASTBERT_LEVEL_BASE. Its
+// table takes all else from there, and all else is compiled once.
+
+#include "../gemm/int8_kernel.h"
+#include "../gemm/kernel.h"
+#include "dispatch.h"
+#if defined(FASTBERT_LEVEL_TILES)
+#include "../gemm/tile_kernel.h"
+#endif
+#if defined(FASTBERT_LEVEL_TILES) || defined(FASTBERT_LEVEL_DOTS)
+#include "../attention/strip_kernel.h"
+#endif
+
+#if defined(FASTBERT_LEVEL_BASE)
+
+namespace fastbert::cpu::FASTBERT_LEVEL_BASE {
+
+template <class Pointer>
+struct Pointee;
+template <class Function>
+struct Pointee<Function*> {
+  using Type = Function;
+};
+
+#define FASTBERT_DECLARE(kernel) Pointee<decltype(Kernels::kernel)>::Type kernel;
+
+FASTBERT_DECLARE(layer_norm_scratch)
+FASTBERT_DECLARE(layer_norm_forward)
+FASTBERT_DECLARE(layer_norm_backward)
+FASTBERT_DECLARE(activation_forward)
+FASTBERT_DECLARE(activation_backward)
+FASTBERT_DECLARE(rms_norm_forward)
+FASTBERT_DECLARE(rms_norm_backward)
+FASTBERT_DECLARE(rotary)
+FASTBERT_DECLARE(embedding_forward)
+FASTBERT_DECLARE(embedding_backward)
+FASTBERT_DECLARE(sum_segments)
+FASTBERT_DECLARE(cross_entropy_forward)
+FASTBERT_DECLARE(cross_entropy_backward)
+FASTBERT_DECLARE(sum_rows)
+FASTBERT_DECLARE(attention_backward_scratch)
+FASTBERT_DECLARE(attention_backward)
+FASTBERT_DECLARE(attention_bias_scratch)
+FASTBERT_DECLARE(attention_bias_gradient)
+FASTBERT_DECLARE(attention_weights_scratch)
+FASTBERT_DECLARE(attention_weights)
+FASTBERT_DECLARE(checksums)
+
+}  // namespace fastbert::cpu::FASTBERT_LEVEL_BASE
+
+#else
+
+#define FASTBERT_LEVEL_BASE FASTBERT_LEVEL
+
+#include "../attention/backward_kernel.h"
+#include "../attention/weights_kernel.h"
+#include "../gemm/fingerprint_kernel.h"
+#include "../rows/activation_kernel.h"
+#include "../rows/cross_entropy_kernel.h"
+#include "../rows/embedding_kernel.h"
+#include "../rows/layer_norm_kernel.h"
+#include "../rows/rms_norm_kernel.h"
+#include "../rows/rotary_kernel.h"
+
+#endif
+
+#define FASTBERT_STRING_OF(x) #x
+#define FASTBERT_STRING(x) FASTBERT_STRING_OF(x)
+
+namespace fastbert::cpu::FASTBERT_LEVEL {
+
+namespace base = FASTBERT_LEVEL_BASE;
+
+extern const Kernels kKernels = {
+    FASTBERT_STRING(FASTBERT_LEVEL),
+    base::layer_norm_scratch,
+    base::layer_norm_forward,
+    base::layer_norm_backward,
+    base::activation_forward,
+    base::activation_backward,
+    base::rms_norm_forward,
+    base::rms_norm_backward,
+    base::rotary,
+    base::embedding_forward,
+    base::embedding_backward,
+    base::sum_segments,
+    base::cross_entropy_forward,
+    base::cross_entropy_backward,
+    base::sum_rows,
+#if defined(FASTBERT_LEVEL_TILES)
+    packed_bytes_tiled,
+    pack_units,
+    pack_tiled,
+    gemm_plan_tiled,
+    gemm_tiled,
+#else
+    packed_bytes,
+    pack_units,
+    pack,
+    gemm_plan,
+    gemm,
+#endif
+#if defined(FASTBERT_LEVEL_TILES) || defined(FASTBERT_LEVEL_DOTS)
+    attention_strip_scratch,
+    attention_strips,
+#else
+    attention_scratch,
+    attention_forward,
+#endif
+    base::attention_backward_scratch,
+    base::attention_backward,
+    base::attention_bias_scratch,
+    base::attention_bias_gradient,
+    base::attention_weights_scratch,
+    base::attention_weights,
+    int8_layout,
+    int8_quantise,
+    int8_gemm,
+    base::checksums,
+};
+
+}  // namespace fastbert::cpu::FASTBERT_LEVEL

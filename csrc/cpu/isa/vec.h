@@ -1,0 +1,213 @@
+// One SIMD register of floats, and the few operations on it that the kernels are written with.
+//
+// Arithmetic uses the compilers' vector extensions, so the same source serves every width;
+// intrinsics appear only where the extensions have no spelling. A level_*.cpp defines
+// FASTBERT_LEVEL (a namespace) and FASTBERT_LEVEL_BYTES (the register width) before including this.
+// Everything is force-inlined into that namespace, and no std header with code is included: see
+// kernels.h for why.
+
+#pragma once
+
+#include <cstdint>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#define FASTBERT_INLINE inline __attribute__((always_inline))
+
+// The width of the intrinsics, where the extensions have no spelling. A test build
+// (FASTBERT_EMULATE) compiles the levels of 64 bytes for processors that lack them: the compiler
+// splits the vectors, and plain C++ with the same results stands in for the intrinsics.
+#if defined(FASTBERT_EMULATE) && FASTBERT_LEVEL_BYTES == 64
+#define FASTBERT_INTRINSIC_BYTES 0
+#else
+#define FASTBERT_INTRINSIC_BYTES FASTBERT_LEVEL_BYTES
+#endif
+
+namespace fastbert::cpu::FASTBERT_LEVEL {
+
+constexpr int kBytes = FASTBERT_LEVEL_BYTES;
+constexpr int kLanes = kBytes / 4;
+// Columns of a panel of a packed operand: two registers.
+constexpr int kPanel = 2 * kLanes;
+
+typedef float Vec __attribute__((vector_size(kBytes)));
+typedef int32_t IntVec __attribute__((vector_size(kBytes)));
+typedef uint32_t WordVec __attribute__((vector_size(kBytes)));
+typedef uint64_t WideVec __attribute__((vector_size(kBytes)));
+typedef float FloatHalf __attribute__((vector_size(kBytes / 2)));
+typedef double DoubleVec __attribute__((vector_size(kBytes)));
+typedef uint16_t HalfVec __attribute__((vector_size(kBytes / 2)));
+
+// x - 0 is x for every x, NaN and -0 included; it spells a broadcast.
+FASTBERT_INLINE Vec splat(float x) { return x - Vec{}; }
+
+FASTBERT_INLINE Vec load(const float* p) {
+  Vec v;
+  __builtin_memcpy(&v, p, kBytes);
+  return v;
+}
+
+FASTBERT_INLINE void store(float* p, Vec v) { __builtin_memcpy(p, &v, kBytes); }
+
+#if FASTBERT_INTRINSIC_BYTES == 64
+// The mask of the first `count` lanes.
+FASTBERT_INLINE __mmask16 lane_mask(int count) { return (__mmask16)((1u << count) - 1u); }
+#endif
+
+// The first `count` lanes; the others read as 0.
+FASTBERT_INLINE Vec load(const float* p, int count) {
+  if (count == kLanes) return load(p);
+#if FASTBERT_INTRINSIC_BYTES == 64
+  return (Vec)_mm512_maskz_loadu_ps(lane_mask(count), p);
+#else
+  float lanes[kLanes] = {};
+  for (int i = 0; i < count; ++i) lanes[i] = p[i];
+  return load(lanes);
+#endif
+}
+
+FASTBERT_INLINE void store(float* p, Vec v, int count) {
+  if (count == kLanes) return store(p, v);
+#if FASTBERT_INTRINSIC_BYTES == 64
+  _mm512_mask_storeu_ps(p, lane_mask(count), (__m512)v);
+#else
+  float lanes[kLanes];
+  store(lanes, v);
+  for (int i = 0; i < count; ++i) p[i] = lanes[i];
+#endif
+}
+
+FASTBERT_INLINE WordVec lane_numbers() {
+  WordVec v;
+  for (int i = 0; i < kLanes; ++i) v[i] = i;
+  return v;
+}
+
+FASTBERT_INLINE Vec select(IntVec condition, Vec a, Vec b) { return condition ? a : b; }
+
+// a < b ? a : b and a > b ? a : b, so that a NaN gives b. Compilers do not see them in a select.
+FASTBERT_INLINE Vec least(Vec a, Vec b) {
+#if FASTBERT_INTRINSIC_BYTES == 64
+  return (Vec)_mm512_min_ps((__m512)a, (__m512)b);
+#else
+  return select(a < b, a, b);
+#endif
+}
+
+FASTBERT_INLINE Vec greatest(Vec a, Vec b) {
+#if FASTBERT_INTRINSIC_BYTES == 64
+  return (Vec)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+  return select(a > b, a, b);
+#endif
+}
+
+FASTBERT_INLINE Vec abs(Vec x) { return (Vec)((WordVec)x & 0x7fffffffu); }
+
+// `v` with the lanes from `count` on taken from `rest`.
+FASTBERT_INLINE Vec first_lanes(Vec v, int count, Vec rest = Vec{}) {
+  if (count == kLanes) return v;
+  return select((IntVec)lane_numbers() < count, v, rest);
+}
+
+// a * b + c, rounded once where the instruction set can. Explicit, because the build forbids the
+// compiler to contract by itself: results then depend on the level only, not on the compiler's
+// mood.
+FASTBERT_INLINE Vec fma(Vec a, Vec b, Vec c) {
+#if FASTBERT_INTRINSIC_BYTES == 64
+  return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif FASTBERT_INTRINSIC_BYTES == 32
+  return (Vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif FASTBERT_INTRINSIC_BYTES == 16
+  return a * b + c;
+#else
+  __m256 x[2], y[2], z[2];
+  __builtin_memcpy(x, &a, kBytes);
+  __builtin_memcpy(y, &b, kBytes);
+  __builtin_memcpy(z, &c, kBytes);
+  for (int i = 0; i < 2; ++i) z[i] = _mm256_fmadd_ps(x[i], y[i], z[i]);
+  __builtin_memcpy(&c, z, kBytes);
+  return c;
+#endif
+}
+
+#if defined(FASTBERT_LEVEL_DOTS)
+// In each lane, c plus the products of the two bf16 of a and of b, the upper ones first. Subnormals
+// count as 0.
+FASTBERT_INLINE Vec dot_bf16(Vec a, Vec b, Vec c) {
+#if FASTBERT_INTRINSIC_BYTES == 64
+  return (Vec)_mm512_dpbf16_ps((__m512)c, (__m512bh)a, (__m512bh)b);
+#else
+  const WordVec x = (WordVec)a, y = (WordVec)b;
+  c = fma((Vec)(x & 0xffff0000u), (Vec)(y & 0xffff0000u), c);
+  return fma((Vec)(x << 16), (Vec)(y << 16), c);
+#endif
+}
+#endif
+
+// Sums along a row are kept in four registers of partial sums: short chains of additions, for speed
+// and accuracy, and two such sums at a time still fit the register file.
+constexpr int kSums = 4;
+
+// The lower (half = 0) or upper half of the lanes in double precision.
+FASTBERT_INLINE DoubleVec widen(Vec v, int half) {
+  FloatHalf narrow;
+  __builtin_memcpy(&narrow, (const char*)&v + half * sizeof(narrow), sizeof(narrow));
+  return __builtin_convertvector(narrow, DoubleVec);
+}
+
+// The lanes are added and divided in double precision: an error in the mean or the variance of a
+// row is common to all of its elements, so it must not add to theirs.
+FASTBERT_INLINE double mean_of(const Vec (&sums)[kSums], int64_t columns) {
+  const Vec sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+  const DoubleVec wide = widen(sum, 0) + widen(sum, 1);
+  double total = 0.0;
+  for (int i = 0; i < kLanes / 2; ++i) total += wide[i];
+  return total / (double)columns;
+}
+
+// sums[i] += v[i]. Parameters' gradients are summed over many rows, hence in double precision.
+FASTBERT_INLINE void accumulate(double* sums, Vec v, int count) {
+  if (count < kLanes) {
+    for (int i = 0; i < count; ++i) sums[i] += v[i];
+    return;
+  }
+  for (int half = 0; half < 2; ++half) {
+    DoubleVec wide;
+    double* p = sums + half * kLanes / 2;
+    __builtin_memcpy(&wide, p, sizeof(wide));
+    wide += widen(v, half);
+    __builtin_memcpy(p, &wide, sizeof(wide));
+  }
+}
+
+// Calls body(n, count) for the elements [n, n + count) of a row. `count` is the constant kLanes but
+// for the last call on a row that does not divide evenly.
+template <class Body>
+FASTBERT_INLINE void for_each_vector(int64_t columns, Body body) {
+  int64_t n = 0;
+  for (; n + kLanes <= columns; n += kLanes) body(n, kLanes);
+  if (n < columns) body(n, (int)(columns - n));
+}
+
+// The same, with the number of the partial sum to add to: body(n, u, count), u < kSums.
+template <class Body>
+FASTBERT_INLINE void for_each_summand(int64_t columns, Body body) {
+  constexpr int kStep = kSums * kLanes;
+  int64_t n = 0;
+  for (; n + kStep <= columns; n += kStep) {
+    for (int u = 0; u < kSums; ++u) body(n + u * kLanes, u, kLanes);
+  }
+  // The number of the sum is a constant everywhere: indexed by a variable, the sums would live in
+  // memory.
+  for (int u = 0; u < kSums - 1; ++u) {
+    if (n + kLanes > columns) break;
+    body(n, u, kLanes);
+    n += kLanes;
+  }
+  if (n < columns) body(n, kSums - 1, (int)(columns - n));
+}
+
+}  // namespace fastbert::cpu::FASTBERT_LEVEL

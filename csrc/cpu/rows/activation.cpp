@@ -1,0 +1,105 @@
+// An activation and its gradients on the CPU: tensors in, rows shared out to threads.
+
+#include <string>
+#include <tuple>
+
+#include "../isa/dispatch.h"
+#include "../operands.h"
+#include "../operators.h"
+
+namespace fastbert::cpu {
+namespace {
+
+Activation activation_of(const std::string& name) {
+  if (name == "gelu") return Activation::gelu;
+  if (name == "gelu_tanh") return Activation::gelu_tanh;
+  if (name == "relu") return Activation::relu;
+  if (name == "geglu") return Activation::geglu;
+  if (name == "swiglu") return Activation::swiglu;
+  TORCH_CHECK_VALUE(false, "activation: got '", name,
+                    "', allowed: 'gelu', 'gelu_tanh', 'relu', 'geglu', 'swiglu'");
+}
+
+// Columns of the result.
+int64_t check_activation(const at::Tensor& h, const OptionalTensor& bias, Activation activation) {
+  check_matrix("h", h);
+  if (bias) check_parameter("bias", *bias, h);
+  if (activation != Activation::geglu && activation != Activation::swiglu) return h.size(1);
+  TORCH_CHECK_VALUE(h.size(1) % 2 == 0, "h: got shape ", h.sizes(),
+                    ", allowed: an even number of columns for a gated activation");
+  return h.size(1) / 2;
+}
+
+const char* form_of(const std::string& approximate) {
+  return check_approximate(approximate) ? "gelu_tanh" : "gelu";
+}
+
+}  // namespace
+
+at::Tensor activation_forward(const at::Tensor& h_in, const OptionalTensor& bias_in,
+                              const std::string& name) {
+  const auto activation = activation_of(name);
+  const int64_t columns = check_activation(h_in, bias_in, activation);
+  const auto h = fastbert::with_unit_columns(h_in);
+  const auto bias = as_float(bias_in);
+  const int64_t rows = h.size(0);
+  auto y = empty({rows, columns}, h.options());
+  const ActivationForward params = {format_of(h), activation,   columns,
+                                    matrix(h),    floats(bias), y.mutable_data_ptr()};
+  const Kernels& k = kernels();
+  parallel_for(rows, grain_rows(columns),
+               [&](int64_t begin, int64_t end) { k.activation_forward(params, begin, end); });
+  return y;
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> activation_backward(const at::Tensor& dy_in,
+                                                                   const at::Tensor& h_in,
+                                                                   const OptionalTensor& bias_in,
+                                                                   const std::string& name,
+                                                                   bool sum_rows, bool recompute) {
+  const auto activation = activation_of(name);
+  const int64_t columns = check_activation(h_in, bias_in, activation);
+  check_device("dy", dy_in, h_in);
+  check_dtype_of("dy", dy_in, h_in.scalar_type(), "h");
+  const int64_t rows = h_in.size(0), width = h_in.size(1);
+  check_shape("dy", dy_in, {rows, columns});
+  const auto dy = fastbert::with_unit_columns(dy_in), h = fastbert::with_unit_columns(h_in);
+  const auto bias = as_float(bias_in);
+  auto dh = empty({rows, width}, h.options());
+  auto a = recompute ? empty({rows, columns}, h.options()) : empty({0}, h.options());
+  const ActivationBackward params = {format_of(h),
+                                     activation,
+                                     columns,
+                                     matrix(dy),
+                                     matrix(h),
+                                     floats(bias),
+                                     dh.mutable_data_ptr(),
+                                     recompute ? a.mutable_data_ptr() : nullptr};
+  const Kernels& k = kernels();
+  if (!sum_rows) {
+    parallel_for(rows, grain_rows(width), [&](int64_t begin, int64_t end) {
+      k.activation_backward(params, begin, end, nullptr);
+    });
+    return {dh, empty({0}, h.options()), a};
+  }
+  const auto dbias =
+      sum_by_chunks(k, rows, width, width, [&](int64_t begin, int64_t end, double* partial) {
+        k.activation_backward(params, begin, end, partial);
+      });
+  return {dh, bias_in ? dbias.to(bias_in->scalar_type()) : dbias, a};
+}
+
+at::Tensor bias_gelu_forward(const at::Tensor& h, const OptionalTensor& bias,
+                             const std::string& approximate) {
+  return activation_forward(h, bias, form_of(approximate));
+}
+
+std::tuple<at::Tensor, at::Tensor> bias_gelu_backward(const at::Tensor& dy, const at::Tensor& h,
+                                                      const OptionalTensor& bias,
+                                                      const std::string& approximate) {
+  auto [dh, dbias, a] =
+      activation_backward(dy, h, bias, form_of(approximate), bias.has_value(), false);
+  return {dh, dbias};
+}
+
+}  // namespace fastbert::cpu

@@ -1,0 +1,286 @@
+// Cross entropy of a vocabulary projection on the CPU, over the labelled rows only.
+//
+// The labelled rows are gathered; their logits are formed for a block of rows and a part of the
+// vocabulary at a time, and used while they are in the cache. The forward keeps the maximum and the
+// sum of exponentials of each row, the backward forms the logits again. Parts depend on nothing, so
+// a row's loss has the same bits in every batch.
+
+#include <algorithm>
+#include <cmath>
+#include <string>
+#include <tuple>
+
+#include "../isa/dispatch.h"
+#include "../operands.h"
+#include "../operators.h"
+
+namespace fastbert::cpu {
+namespace {
+
+// Classes and rows whose logits exist at once: 4 MB in fp32.
+constexpr int64_t kPartClasses = 2048, kBlockRows = 512;
+
+bool check_reduction(const std::string& reduction) {
+  TORCH_CHECK_VALUE(reduction == "mean" || reduction == "sum" || reduction == "none",
+                    "reduction: got '", reduction, "', allowed: 'mean', 'sum', 'none'");
+  return reduction == "mean";
+}
+
+void check_projection(const at::Tensor& hidden, const at::Tensor& weight,
+                      const OptionalTensor& bias, const at::Tensor& labels) {
+  check_matrix("hidden", hidden);
+  check_device("weight", weight, hidden);
+  check_dtype_of("weight", weight, hidden.scalar_type(), "hidden");
+  TORCH_CHECK_VALUE(weight.dim() == 2 && weight.size(0) >= 1 && weight.size(1) == hidden.size(1),
+                    "weight: got shape ", weight.sizes(), ", allowed: (V, ", hidden.size(1),
+                    ") with V >= 1");
+  if (bias) check_vector("bias", *bias, weight, weight.size(0));
+  check_numbers("labels", labels, hidden, hidden.size(0));
+}
+
+// The labelled rows by `order`, gathered.
+struct Labelled {
+  int64_t count;
+  at::Tensor rows, hidden, labels;
+
+  Labelled(const at::Tensor& all, const at::Tensor& all_labels, const at::Tensor& order)
+      : count(count_of(order)),
+        rows(order.narrow(0, 0, count)),
+        hidden(all.index_select(0, rows)),
+        labels(all_labels.index_select(0, rows)) {}
+
+ private:
+  // order: a private copy, int64. Every number that the gathering indexes with is looked at.
+  static int64_t count_of(const at::Tensor& order) {
+    const int64_t total = order.size(0) - 1;
+    const int64_t* place = order.const_data_ptr<int64_t>();
+    TORCH_CHECK_VALUE(place[total] >= 0 && place[total] <= total, "order: got ", place[total],
+                      " last, allowed: 0 to ", total, ", the number of labelled rows");
+    for (int64_t i = 0; i < place[total]; ++i) {
+      TORCH_CHECK_VALUE(place[i] >= 0 && place[i] < total, "order: got ", place[i],
+                        ", allowed: 0 to ", total - 1);
+    }
+    return place[total];
+  }
+};
+
+// The labelled rows in their order, the others from the end backwards, the number of the former.
+// labels: a private copy, int64.
+at::Tensor order_of(const at::Tensor& labels, int64_t ignore_index, int64_t classes) {
+  const int64_t total = labels.size(0);
+  auto order = empty({total + 1}, labels.options().dtype(at::kInt));
+  const int64_t* label = labels.const_data_ptr<int64_t>();
+  int32_t* place = order.mutable_data_ptr<int32_t>();
+  int64_t count = 0, end = total;
+  for (int64_t row = 0; row < total; ++row) {
+    const bool labelled = label[row] != ignore_index;
+    TORCH_CHECK_VALUE(!labelled || (label[row] >= 0 && label[row] < classes), "labels: got ",
+                      label[row], ", allowed: 0 to ", classes - 1, ", or ", ignore_index);
+    place[labelled ? count++ : --end] = (int32_t)row;
+  }
+  place[total] = (int32_t)count;
+  return order;
+}
+
+// Calls body(first, length) for the parts that [0, total) is divided into.
+template <class Body>
+void for_each_part(int64_t total, int64_t part, const Body& body) {
+  for (int64_t first = 0; first < total; first += part) {
+    body(first, std::min(part, total - first));
+  }
+}
+
+at::Tensor logits_of(const Labelled& given, int64_t row, int64_t rows, const at::Tensor& part) {
+  return matmul(given.hidden.narrow(0, row, rows), part.t(), std::nullopt, at::kFloat);
+}
+
+}  // namespace
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_cross_entropy_forward(
+    const at::Tensor& hidden, const at::Tensor& weight, const OptionalTensor& bias_in,
+    const at::Tensor& labels, int64_t ignore_index, const std::string& reduction) {
+  check_projection(hidden, weight, bias_in, labels);
+  const bool mean = check_reduction(reduction);
+  const int64_t total = hidden.size(0), classes = weight.size(0);
+  const auto numbers = private_copy(labels, at::kLong);
+  const auto order = order_of(numbers, ignore_index, classes);
+  const Labelled given(hidden, numbers, private_copy(order, at::kLong));
+  const auto bias = as_float(bias_in);
+  auto statistics = zeros({2, total}, hidden.options().dtype(at::kFloat));
+  statistics.select(0, 0).narrow(0, 0, given.count).fill_(-2.0e38);
+  auto losses = zeros({total}, statistics.options());
+  float* highest = statistics.mutable_data_ptr<float>();
+  float* sums = highest + total;
+  auto own = zeros({given.count}, statistics.options());
+  const int64_t* label = given.labels.const_data_ptr<int64_t>();
+  const Kernels& k = kernels();
+  for_each_part(classes, kPartClasses, [&](int64_t first, int64_t columns) {
+    const auto part = weight.narrow(0, first, columns);
+    for_each_part(given.count, kBlockRows, [&](int64_t row, int64_t rows) {
+      const auto logits = logits_of(given, row, rows, part);
+      const CrossEntropyForward params = {first,
+                                          columns,
+                                          logits.const_data_ptr<float>(),
+                                          bias ? floats(bias) + first : nullptr,
+                                          label + row,
+                                          highest + row,
+                                          sums + row,
+                                          own.mutable_data_ptr<float>() + row};
+      parallel_for(rows, grain_rows(columns), [&](int64_t begin, int64_t end) {
+        k.cross_entropy_forward(params, begin, end);
+      });
+    });
+  });
+  const int32_t* place = order.const_data_ptr<int32_t>();
+  float* loss = losses.mutable_data_ptr<float>();
+  double sum = 0.0;
+  for (int64_t i = 0; i < given.count; ++i) {
+    const float distance = own.const_data_ptr<float>()[i] - highest[i];
+    sum += loss[place[i]] = (float)(std::log((double)sums[i]) - distance);
+  }
+  if (reduction == "none") return {losses, statistics, order};
+  const double divisor = mean ? (double)std::max<int64_t>(1, given.count) : 1.0;
+  auto reduced = empty({}, losses.options());
+  *reduced.mutable_data_ptr<float>() = (float)(sum / divisor);
+  return {reduced, statistics, order};
+}
+
+namespace {
+
+// The gradient of each labelled row's loss.
+at::Tensor scales(const at::Tensor& dloss, const Labelled& given, const std::string& reduction) {
+  const auto gradient = dloss.to(at::kFloat);
+  if (reduction == "none") return gradient.index_select(0, given.rows);
+  const double divisor = reduction == "mean" ? (double)std::max<int64_t>(1, given.count) : 1.0;
+  return gradient.div(divisor).expand({given.count}).contiguous();
+}
+
+// The backward pass of one call: its operands and what it sums up.
+class Backward {
+ public:
+  Backward(const at::Tensor& hidden, const at::Tensor& weight_in, const OptionalTensor& bias_in,
+           const Labelled& labelled, const at::Tensor& statistics_in, const at::Tensor& scale_in)
+      : given(labelled),
+        weight(weight_in),
+        bias(as_float(bias_in)),
+        scale(scale_in),
+        statistics(statistics_in.contiguous()),
+        highest(statistics.const_data_ptr<float>()),
+        sums(highest + hidden.size(0)),
+        dhidden(zeros({given.count, hidden.size(1)}, statistics.options())),
+        dweight(empty(weight.sizes(), weight.options())),
+        dbias(zeros({bias ? weight.size(0) : 0}, statistics.options())) {}
+
+  void part(int64_t first, int64_t columns) {
+    const auto classes = weight.narrow(0, first, columns);
+    at::Tensor sum;
+    for_each_part(given.count, kBlockRows, [&](int64_t row, int64_t rows) {
+      const auto dlogits = gradient(first, row, logits_of(given, row, rows, classes));
+      auto into = dhidden.narrow(0, row, rows);
+      into.add_(matmul(dlogits, classes, std::nullopt, at::kFloat));
+      const auto product =
+          matmul(dlogits.t(), given.hidden.narrow(0, row, rows), std::nullopt, at::kFloat);
+      sum = row == 0 ? product : sum.add_(product);
+    });
+    auto result = dweight.narrow(0, first, columns);
+    if (given.count > 0) {
+      result.copy_(sum);
+    } else {
+      result.zero_();
+    }
+  }
+
+  const Labelled& given;
+  const at::Tensor weight;
+  const OptionalTensor bias;
+  const at::Tensor scale, statistics;
+  const float *highest, *sums;
+  at::Tensor dhidden, dweight, dbias;
+
+ private:
+  // The gradient of a block of logits, in the dtype of the products; its sum over the rows goes to
+  // dbias.
+  at::Tensor gradient(int64_t first, int64_t row, at::Tensor logits) {
+    const int64_t rows = logits.size(0), columns = logits.size(1);
+    const bool round = weight.scalar_type() != at::kFloat;
+    auto rounded = round ? empty({rows, columns}, weight.options()) : logits;
+    const CrossEntropyBackward params = {format_of(weight),
+                                         first,
+                                         columns,
+                                         logits.mutable_data_ptr<float>(),
+                                         bias ? floats(bias) + first : nullptr,
+                                         given.labels.const_data_ptr<int64_t>() + row,
+                                         highest + row,
+                                         sums + row,
+                                         scale.const_data_ptr<float>() + row,
+                                         round ? rounded.mutable_data_ptr() : nullptr};
+    const Kernels& k = kernels();
+    parallel_for(rows, grain_rows(columns),
+                 [&](int64_t begin, int64_t end) { k.cross_entropy_backward(params, begin, end); });
+    if (bias) add_bias_gradient(k, logits, first);
+    return rounded;
+  }
+
+  void add_bias_gradient(const Kernels& k, const at::Tensor& dlogits, int64_t first) {
+    const int64_t rows = dlogits.size(0), columns = dlogits.size(1);
+    const int64_t starts[] = {0, rows}, target = 0;
+    auto sum = empty({columns}, dlogits.options());
+    const SegmentSums params = {
+        Format::f32, columns, dlogits.const_data_ptr<float>(), columns, nullptr,
+        starts,      &target, sum.mutable_data_ptr(),          columns};
+    parallel_for((columns + kStripColumns - 1) / kStripColumns, grain_rows(kStripColumns * rows),
+                 [&](int64_t begin, int64_t end) { k.sum_segments(params, begin, end); });
+    dbias.narrow(0, first, columns).add_(sum);
+  }
+};
+
+// What the forward pass kept.
+void check_kept(const at::Tensor& statistics, const at::Tensor& order, const at::Tensor& hidden) {
+  const int64_t total = hidden.size(0);
+  check_floats("statistics", statistics, hidden, {2, total});
+  TORCH_CHECK_TYPE(order.scalar_type() == at::kInt, "order: got dtype ", order.scalar_type(),
+                   ", allowed: Int");
+  check_shape("order", order, {total + 1});
+}
+
+// The labels that the forward pass has checked, again: they may have changed since.
+void check_labels(const at::Tensor& labels, int64_t classes) {
+  const int64_t* label = labels.const_data_ptr<int64_t>();
+  for (int64_t i = 0; i < labels.size(0); ++i) {
+    TORCH_CHECK_VALUE(label[i] >= 0 && label[i] < classes, "labels: got ", label[i],
+                      " in a labelled row, allowed: 0 to ", classes - 1);
+  }
+}
+
+void check_gradient(const at::Tensor& dloss, const std::string& reduction, int64_t total) {
+  TORCH_CHECK_TYPE(at::isFloatingType(dloss.scalar_type()), "dloss: got dtype ",
+                   dloss.scalar_type(), ", allowed: a floating dtype");
+  const bool each = reduction == "none";
+  TORCH_CHECK_VALUE(each ? dloss.dim() == 1 && dloss.size(0) == total : dloss.dim() == 0,
+                    "dloss: got shape ", dloss.sizes(), ", allowed: that of the loss, ",
+                    each ? "(" + std::to_string(total) + ",)" : std::string("()"));
+}
+
+}  // namespace
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_cross_entropy_backward(
+    const at::Tensor& dloss, const at::Tensor& hidden, const at::Tensor& weight,
+    const OptionalTensor& bias, const at::Tensor& labels, const at::Tensor& statistics,
+    const at::Tensor& order, const std::string& reduction) {
+  check_projection(hidden, weight, bias, labels);
+  check_reduction(reduction);
+  const int64_t total = hidden.size(0);
+  check_kept(statistics, order, hidden);
+  check_gradient(dloss, reduction, total);
+  const Labelled given(hidden, private_copy(labels, at::kLong), private_copy(order, at::kLong));
+  check_labels(given.labels, weight.size(0));
+  Backward backward(hidden, weight, bias, given, statistics, scales(dloss, given, reduction));
+  for_each_part(weight.size(0), kPartClasses,
+                [&](int64_t first, int64_t columns) { backward.part(first, columns); });
+  auto dhidden = zeros({total, hidden.size(1)}, hidden.options());
+  dhidden.index_copy_(0, given.rows, backward.dhidden.to(hidden.scalar_type()));
+  const auto dbias = bias ? backward.dbias.to(bias->scalar_type()) : empty({0}, hidden.options());
+  return {dhidden, backward.dweight, dbias};
+}
+
+}  // namespace fastbert::cpu

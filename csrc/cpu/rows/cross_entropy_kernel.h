@@ -1,0 +1,95 @@
+// Softmax over a vocabulary that arrives in parts: running maximum and sum of exponentials of each
+// row (Milakov and Gimelshein 2018), and the gradient of the logits once both are known.
+//
+// Maximum and sum stay apart: their logarithmic sum would be rounded as coarsely as a logit, and at
+// 1e4 that moves a probability by 5e-4.
+
+#pragma once
+
+#include "../isa/exp.h"
+#include "../isa/formats.h"
+#include "../isa/kernels.h"
+#include "../isa/vec.h"
+
+namespace fastbert::cpu::FASTBERT_LEVEL {
+
+// Where a maximum begins: finite, so that a logit of -inf makes no NaN.
+constexpr float kLowest = -2.0e38f;
+
+// exp(v - highest), NaN where v is NaN.
+FASTBERT_INLINE Vec exp_below(Vec v, Vec highest) {
+  return select(v == v, exp_negative(highest - v), v);
+}
+
+// A row's logits with their bias.
+template <class P>
+FASTBERT_INLINE Vec biased(const P& p, const float* logits, int64_t n, int count) {
+  const Vec v = load(logits + n, count);
+  return p.bias ? v + load(p.bias + n, count) : v;
+}
+
+FASTBERT_INLINE float highest_of(const Vec (&vectors)[kSums]) {
+  float highest = kLowest;
+  for (int u = 0; u < kSums; ++u) {
+    for (int i = 0; i < kLanes; ++i) {
+      if (vectors[u][i] > highest) highest = vectors[u][i];
+    }
+  }
+  return highest;
+}
+
+void cross_entropy_forward(const CrossEntropyForward& params, int64_t begin, int64_t end) {
+  const CrossEntropyForward p = params;  // a local copy: see RowSum
+  for (int64_t row = begin; row < end; ++row) {
+    const float* logits = p.logits + row * p.columns;
+    Vec highs[kSums];
+    for (int u = 0; u < kSums; ++u) highs[u] = splat(kLowest);
+    for_each_summand(p.columns, [&](int64_t n, int u, int count) __attribute__((always_inline)) {
+      const Vec v = first_lanes(biased(p, logits, n, count), count, splat(kLowest));
+      highs[u] = select(v > highs[u], v, highs[u]);
+    });
+    const float before = p.highest[row], own = highest_of(highs);
+    const float highest = own > before ? own : before;
+    Vec sums[kSums] = {};
+    for_each_summand(p.columns, [&](int64_t n, int u, int count) __attribute__((always_inline)) {
+      const Vec e = exp_below(biased(p, logits, n, count), splat(highest));
+      sums[u] += first_lanes(e, count);
+    });
+    const float rescale = exp_negative(splat(highest - before))[0];
+    const double sum = mean_of(sums, 1);
+    p.total[row] = (float)((double)p.total[row] * rescale + sum);
+    p.highest[row] = highest;
+    const int64_t label = p.labels[row] - p.first;
+    if (label >= 0 && label < p.columns) p.own[row] = logits[label] + (p.bias ? p.bias[label] : 0);
+  }
+}
+
+// scale (softmax - onehot): over the logits, and rounded to the format of the products.
+template <class Format>
+void cross_entropy_backward_rows(const CrossEntropyBackward& params, int64_t begin, int64_t end) {
+  const CrossEntropyBackward p = params;
+  using Storage = typename Format::Storage;
+  for (int64_t row = begin; row < end; ++row) {
+    float* logits = p.logits + row * p.columns;
+    const Vec highest = splat(p.highest[row]);
+    const float scale = p.scale[row], share = scale / p.total[row];
+    for_each_vector(p.columns, [&](int64_t n, int count) __attribute__((always_inline)) {
+      store(logits + n, exp_below(biased(p, logits, n, count), highest) * share, count);
+    });
+    // p g - g rather than (p - 1) g: one rounding where p is small.
+    const int64_t label = p.labels[row] - p.first;
+    if (label >= 0 && label < p.columns) logits[label] -= scale;
+    if (!p.rounded) continue;
+    Storage* rounded = (Storage*)p.rounded + row * p.columns;
+    for_each_vector(p.columns, [&](int64_t n, int count) __attribute__((always_inline)) {
+      Format::store(rounded + n, load(logits + n, count), count);
+    });
+  }
+}
+
+void cross_entropy_backward(const CrossEntropyBackward& p, int64_t begin, int64_t end) {
+  with_format(p.format,
+              [&](auto format) { cross_entropy_backward_rows<decltype(format)>(p, begin, end); });
+}
+
+}  // namespace fastbert::cpu::FASTBERT_LEVEL

@@ -1,0 +1,163 @@
+// The embedding of a BERT input on the CPU: three gathers, their sum, layer norm and dropout in one
+// pass, and the gradients of the three tables.
+
+#include <array>
+#include <tuple>
+#include <vector>
+
+#include "../isa/dispatch.h"
+#include "../operands.h"
+#include "../operators.h"
+
+namespace fastbert::cpu {
+namespace {
+
+constexpr int kTables = 3;
+constexpr const char* kIndexNames[kTables] = {"ids", "token_types", "positions"};
+constexpr const char* kTableNames[kTables] = {"word_table", "type_table", "position_table"};
+
+// The operands of both passes, as the kernels read them.
+struct Operands {
+  std::array<at::Tensor, kTables> indices, tables;
+  int64_t tokens, columns;
+
+  Operands(const std::array<at::Tensor, kTables>& indices_in,
+           const std::array<at::Tensor, kTables>& tables_in)
+      : tokens(indices_in[0].numel()) {
+    const at::Tensor& words = tables_in[0];
+    check_matrix(kTableNames[0], words);
+    columns = words.size(1);
+    for (int i = 0; i < kTables; ++i) {
+      const at::Tensor& table = tables_in[i];
+      check_device(kTableNames[i], table, words);
+      check_dtype_of(kTableNames[i], table, words.scalar_type(), "the words");
+      TORCH_CHECK_VALUE(table.dim() == 2 && table.size(1) == columns, kTableNames[i],
+                        ": got shape ", table.sizes(), ", allowed: (rows, ", columns, ")");
+      tables[i] = fastbert::with_unit_columns(table);
+      check_numbers(kIndexNames[i], indices_in[i], words, tokens);
+      indices[i] = private_copy(indices_in[i], at::kLong);
+      check_range(kIndexNames[i], indices[i], table.size(0));
+    }
+  }
+
+  Lookup lookup() const {
+    Lookup result;
+    for (int i = 0; i < kTables; ++i) {
+      result.indices[i] = indices[i].const_data_ptr<int64_t>();
+      result.tables[i] = matrix(tables[i]);
+    }
+    return result;
+  }
+
+ private:
+  static void check_range(const char* name, const at::Tensor& index, int64_t rows) {
+    const int64_t* numbers = index.const_data_ptr<int64_t>();
+    for (int64_t i = 0; i < index.numel(); ++i) {
+      TORCH_CHECK_INDEX(numbers[i] >= 0 && numbers[i] < rows, name, ": got ", numbers[i],
+                        ", allowed: 0 to ", rows - 1);
+    }
+  }
+};
+
+// The gradient of one table: the tokens in the order of their rows, equal rows in the order of the
+// tokens, and the sum of each run of them. The row `skipped` stays 0.
+at::Tensor table_gradient(const Kernels& k, const at::Tensor& dsum, const at::Tensor& index,
+                          const at::Tensor& table, int64_t skipped) {
+  const int64_t rows = table.size(0), columns = table.size(1), tokens = index.numel();
+  auto gradient = zeros({rows, columns}, table.options());
+  const int64_t* numbers = index.const_data_ptr<int64_t>();
+  std::vector<int64_t> places(rows + 1, 0), order(tokens), starts, targets;
+  for (int64_t i = 0; i < tokens; ++i) ++places[numbers[i] + 1];
+  for (int64_t row = 0; row < rows; ++row) {
+    if (places[row + 1] > 0) {
+      targets.push_back(row);
+      starts.push_back(places[row]);
+    }
+    places[row + 1] += places[row];
+  }
+  starts.push_back(tokens);
+  for (int64_t i = 0; i < tokens; ++i) order[places[numbers[i]]++] = i;
+  const SegmentSums params = {
+      format_of(table), columns,        dsum.const_data_ptr<float>(), columns, order.data(),
+      starts.data(),    targets.data(), gradient.mutable_data_ptr(),  columns};
+  const int64_t strips = (columns + kStripColumns - 1) / kStripColumns;
+  parallel_for((int64_t)targets.size() * strips, 2 * grain_rows(kStripColumns),
+               [&](int64_t begin, int64_t end) { k.sum_segments(params, begin, end); });
+  if (skipped >= 0 && skipped < rows) gradient.select(0, skipped).zero_();
+  return gradient;
+}
+
+}  // namespace
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> embedding_forward(
+    const at::Tensor& ids, const at::Tensor& token_types, const at::Tensor& positions,
+    const at::Tensor& word_table, const at::Tensor& type_table, const at::Tensor& position_table,
+    const at::Tensor& weight_in, const at::Tensor& bias_in, const OptionalTensor& seed, double eps,
+    double dropout_p) {
+  const Operands operands({ids, token_types, positions}, {word_table, type_table, position_table});
+  check_parameter("weight", weight_in, word_table);
+  check_parameter("bias", bias_in, word_table);
+  check_dropout(dropout_p, seed, word_table);
+  check_eps(eps);
+  const auto weight = as_float(weight_in), bias = as_float(bias_in);
+  const int64_t rows = operands.tokens, columns = operands.columns;
+  auto y = empty({rows, columns}, word_table.options());
+  auto mean = empty({rows}, y.options().dtype(at::kFloat)), rstd = empty_like(mean);
+  const EmbeddingForward params = {format_of(y),
+                                   columns,
+                                   operands.lookup(),
+                                   floats(weight),
+                                   floats(bias),
+                                   dropout_of(dropout_p, seed),
+                                   (float)eps,
+                                   y.mutable_data_ptr(),
+                                   mean.mutable_data_ptr<float>(),
+                                   rstd.mutable_data_ptr<float>()};
+  const Kernels& k = kernels();
+  parallel_for(rows, grain_rows(columns), [&](int64_t begin, int64_t end) {
+    k.embedding_forward(params, begin, end, row_scratch(k, columns));
+  });
+  return {y, mean, rstd};
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> embedding_backward(
+    const at::Tensor& dy_in, const at::Tensor& ids, const at::Tensor& token_types,
+    const at::Tensor& positions, const at::Tensor& word_table, const at::Tensor& type_table,
+    const at::Tensor& position_table, const at::Tensor& weight_in, const at::Tensor& mean_in,
+    const at::Tensor& rstd_in, const OptionalTensor& seed, double dropout_p, int64_t padding_idx) {
+  const Operands operands({ids, token_types, positions}, {word_table, type_table, position_table});
+  const int64_t rows = operands.tokens, columns = operands.columns;
+  check_parameter("weight", weight_in, word_table);
+  check_dropout(dropout_p, seed, word_table);
+  check_device("dy", dy_in, word_table);
+  check_dtype_of("dy", dy_in, word_table.scalar_type(), "the words");
+  check_shape("dy", dy_in, {rows, columns});
+  check_statistic("mean", mean_in, dy_in);
+  check_statistic("rstd", rstd_in, dy_in);
+  const auto dy = fastbert::with_unit_columns(dy_in), weight = as_float(weight_in);
+  const auto mean = mean_in.contiguous(), rstd = rstd_in.contiguous();
+  auto dsum = empty({rows, columns}, mean.options());
+  const EmbeddingBackward params = {format_of(dy),
+                                    columns,
+                                    operands.lookup(),
+                                    matrix(dy),
+                                    floats(weight),
+                                    floats(mean),
+                                    floats(rstd),
+                                    dropout_of(dropout_p, seed),
+                                    dsum.mutable_data_ptr<float>()};
+  const Kernels& k = kernels();
+  const auto totals = sum_by_chunks(
+      k, rows, columns, 2 * columns, [&](int64_t begin, int64_t end, double* partial) {
+        k.embedding_backward(params, begin, end, row_scratch(k, columns), partial);
+      });
+  const auto total = [&](int64_t i) {
+    return totals.narrow(0, i * columns, columns).to(weight_in.scalar_type(), false, true);
+  };
+  const auto gradient = [&](int i, int64_t skipped) {
+    return table_gradient(k, dsum, operands.indices[i], operands.tables[i], skipped);
+  };
+  return {gradient(0, padding_idx), gradient(1, -1), gradient(2, -1), total(0), total(1)};
+}
+
+}  // namespace fastbert::cpu

@@ -1,0 +1,305 @@
+// Layer norm of a residual sum, y = LN(residual + dropout(x + x_bias)) (Ba et al. 2016), rows in
+// fp32.
+//
+// Forward keeps the sum of one row in scratch memory (L1-sized for BERT) and runs the corrected
+// two-pass algorithm over it: the deviations from a first mean also give what rounding left of the
+// mean, so that rows around 1e4 and constant rows come out right. Backward forms the sum again
+// instead of storing it.
+
+#pragma once
+
+#include "../isa/formats.h"
+#include "../isa/kernels.h"
+#include "../isa/vec.h"
+#include "moments.h"
+#include "philox.h"
+
+namespace fastbert::cpu::FASTBERT_LEVEL {
+
+// The backward pass takes rows in blocks, so that a block's share of a parameter's gradient is
+// summed in registers and memory is touched once: fp32 sums for a group of blocks, which then go
+// into sums in double precision.
+constexpr int kBlockRows = 4;
+constexpr int kGroupRows = 16;
+
+// Scratch of one thread: for each row of a block the row in fp32, then its dropout mask; behind
+// the blocks the sums of a group, of as many parameters as a backward pass has at the most.
+constexpr int kParameters = 3;
+
+FASTBERT_INLINE int64_t scratch_row(int64_t columns) { return (columns + 15) / 16 * 16; }
+
+FASTBERT_INLINE int64_t scratch_stride(int64_t columns) {
+  return scratch_row(columns) + mask_length(columns);
+}
+
+int64_t layer_norm_scratch(int64_t columns) {
+  return kBlockRows * scratch_stride(columns) + kParameters * scratch_row(columns);
+}
+
+// The group's sums.
+FASTBERT_INLINE float* scratch_sums(float* scratch, int64_t columns) {
+  return scratch + kBlockRows * scratch_stride(columns);
+}
+
+FASTBERT_INLINE uint32_t* scratch_mask(float* scratch, int64_t columns) {
+  return (uint32_t*)(scratch + scratch_row(columns));
+}
+
+template <class Storage>
+FASTBERT_INLINE const Storage* row_of(const ConstMatrix& matrix, int64_t row) {
+  return matrix.data ? (const Storage*)matrix.data + row * matrix.stride : nullptr;
+}
+
+// What a row is the sum of: x, x and residual, or any of the operands. The kernels are compiled for
+// each, so that the loops of the common ones test nothing.
+enum class Summands { x, x_and_residual, any };
+
+// residual + dropout(x + x_bias) of one row, from element n on. P is either params struct. Kernels
+// work on local copies of their params: what a store could alias would be read again for every
+// register.
+template <class Format, Summands kSummands, class P>
+struct RowSum {
+  using Storage = typename Format::Storage;
+
+  const P& p;
+  const Storage *x, *residual;
+  const uint32_t* mask;
+
+  FASTBERT_INLINE RowSum(const P& params, int64_t row, uint32_t* mask_memory)
+      : p(params),
+        x(row_of<Storage>(params.x, row)),
+        residual(row_of<Storage>(params.residual, row)),
+        mask(mask_memory) {
+    if constexpr (kSummands == Summands::any) {
+      if (p.dropout.enabled) dropout_mask(p.dropout, row, p.columns, mask_memory);
+    }
+  }
+
+  FASTBERT_INLINE Vec operator()(int64_t n, int count) const {
+    Vec v = Format::load(x + n, count);
+    if constexpr (kSummands == Summands::any) {
+      if (p.x_bias) v += load(p.x_bias + n, count);
+      if (p.dropout.enabled) v = drop(v, mask + n, p.dropout.scale, count);
+    }
+    const bool add =
+        kSummands == Summands::x_and_residual || (kSummands == Summands::any && residual);
+    return add ? v + Format::load(residual + n, count) : v;
+  }
+};
+
+// Calls visit(n, u, count, v) for every register v of the row in fp32 and returns the row: from
+// `scratch`, or where it already lies in memory as it is.
+template <class Format, Summands kSummands, class P, class Visit>
+FASTBERT_INLINE const float* fp32_row(const RowSum<Format, kSummands, P>& row_sum, int64_t columns,
+                                      float* scratch, Visit visit) {
+  constexpr bool kInPlace = kSummands == Summands::x && sizeof(typename Format::Storage) == 4;
+  for_each_summand(columns, [&](int64_t n, int u, int count) __attribute__((always_inline)) {
+    const Vec v = row_sum(n, count);
+    if (!kInPlace) store(scratch + n, v, count);
+    visit(n, u, count, v);
+  });
+  return kInPlace ? (const float*)row_sum.x : scratch;
+}
+
+// Calls write(n, count, v) for every register v of the normalised row. P has weight and bias.
+template <class P, class Write>
+FASTBERT_INLINE void write_normalised(const P& p, const float* sum, const Moments& m, Write write) {
+  const Vec shift = splat(-m.correction * m.rstd), mean = splat(m.mean), rstd = splat(m.rstd);
+  for_each_vector(p.columns, [&](int64_t n, int count) __attribute__((always_inline)) {
+    const Vec normal = fma(load(sum + n, count) - mean, rstd, shift);
+    write(n, count, fma(normal, load(p.weight + n, count), load(p.bias + n, count)));
+  });
+}
+
+template <class P>
+FASTBERT_INLINE void keep_moments(const P& p, int64_t row, const Moments& m) {
+  p.mean[row] = m.mean + m.correction;
+  p.rstd[row] = m.rstd;
+}
+
+template <class Format, Summands kSummands>
+void layer_norm_forward_rows(const LayerNormForward& params, int64_t begin, int64_t end,
+                             float* scratch) {
+  const LayerNormForward p = params;
+  using Storage = typename Format::Storage;
+  uint32_t* mask = scratch_mask(scratch, p.columns);
+  for (int64_t row = begin; row < end; ++row) {
+    const RowSum<Format, kSummands, LayerNormForward> row_sum(p, row, mask);
+    Vec totals[kSums] = {};
+    const float* sum = fp32_row(row_sum, p.columns, scratch,
+                                [&](int64_t, int u, int, Vec v)
+                                    __attribute__((always_inline)) { totals[u] += v; });
+    const Moments m = moments(sum, totals, p.columns, p.eps);
+    Storage* y = (Storage*)p.y + row * p.columns;
+    write_normalised(p, sum, m, [&](int64_t n, int count, Vec v) __attribute__((always_inline)) {
+      Format::store(y + n, v, count);
+    });
+    keep_moments(p, row, m);
+  }
+}
+
+// Where a row of the backward pass gets its operands and puts its gradient; `finish` returns the
+// gradient of x.
+template <class Format, Summands kSummands>
+struct LayerNormRow {
+  using P = LayerNormBackward;
+  using Storage = typename Format::Storage;
+  static constexpr bool kHasXBias = kSummands == Summands::any;
+
+  const Storage* dy;
+  Storage *dsum, *dx;
+  const uint32_t* mask;
+  float scale;
+
+  static FASTBERT_INLINE RowSum<Format, kSummands, P> sum(const P& p, int64_t row, uint32_t* mask) {
+    return RowSum<Format, kSummands, P>(p, row, mask);
+  }
+
+  FASTBERT_INLINE void begin(const P& p, int64_t row, uint32_t* mask_memory) {
+    const bool dropped = kSummands == Summands::any && p.dropout.enabled;
+    dy = row_of<Storage>(p.dy, row);
+    dsum = (Storage*)p.dsum + row * p.columns;
+    dx = dropped ? (Storage*)p.dx + row * p.columns : nullptr;
+    mask = mask_memory;
+    scale = p.dropout.scale;
+  }
+
+  FASTBERT_INLINE Vec gradient(int64_t n, int count) const { return Format::load(dy + n, count); }
+
+  FASTBERT_INLINE Vec finish(int64_t n, Vec d, int count) const {
+    Format::store(dsum + n, d, count);
+    if (kSummands != Summands::any || !dx) return d;
+    d = drop(d, mask + n, scale, count);
+    Format::store(dx + n, d, count);
+    return d;
+  }
+};
+
+// The normalised row h, in scratch, and the means of g = dy * weight and of g h.
+struct Normalised {
+  const float* h;
+  float rstd, g_mean, gh_mean;
+};
+
+template <class Row, class P>
+FASTBERT_INLINE Normalised normalise_row(const P& p, Row& line, int64_t row, float* scratch) {
+  uint32_t* mask = scratch_mask(scratch, p.columns);
+  const auto row_sum = Row::sum(p, row, mask);
+  line.begin(p, row, mask);
+  const float mean = p.mean[row], rstd = p.rstd[row];
+  Vec g_sum[kSums] = {}, gh_sum[kSums] = {};
+  for_each_summand(p.columns, [&](int64_t n, int u, int count) __attribute__((always_inline)) {
+    const Vec h = (row_sum(n, count) - mean) * rstd;
+    const Vec g = line.gradient(n, count) * load(p.weight + n, count);
+    store(scratch + n, h, count);
+    g_sum[u] += g;
+    gh_sum[u] = fma(g, h, gh_sum[u]);
+  });
+  return {scratch, rstd, (float)mean_of(g_sum, p.columns), (float)mean_of(gh_sum, p.columns)};
+}
+
+FASTBERT_INLINE void add_to(float* sums, Vec v, int count) {
+  store(sums, load(sums, count) + v, count);
+}
+
+// dsum = rstd (g - mean(g) - h mean(g h)), dweight += dy h, dbias += dy, dx_bias += dx over kRows
+// rows.
+template <class Row, int kRows>
+FASTBERT_INLINE void layer_norm_backward_block(const typename Row::P& p, int64_t first,
+                                               float* scratch, float* sums) {
+  float *dweight = sums, *dbias = sums + p.columns, *dx_bias = sums + 2 * p.columns;
+  Row lines[kRows];
+  Normalised rows[kRows];
+  for (int i = 0; i < kRows; ++i) {
+    float* memory = scratch + i * scratch_stride(p.columns);
+    rows[i] = normalise_row(p, lines[i], first + i, memory);
+  }
+  for_each_vector(p.columns, [&](int64_t n, int count) __attribute__((always_inline)) {
+    const Vec weight = load(p.weight + n, count);
+    Vec dweight_sum = {}, dbias_sum = {}, dx_bias_sum = {};
+    for (int i = 0; i < kRows; ++i) {
+      const Normalised& row = rows[i];
+      const Vec dy = lines[i].gradient(n, count), h = load(row.h + n, count);
+      // g is rounded as in its mean, so that a row of one column cancels exactly.
+      const Vec g = dy * weight;
+      const Vec d = fma(h, splat(-row.gh_mean), g - row.g_mean) * row.rstd;
+      const Vec dx = lines[i].finish(n, d, count);
+      dweight_sum = fma(dy, h, dweight_sum);
+      dbias_sum += dy;
+      if (Row::kHasXBias) dx_bias_sum += dx;
+    }
+    add_to(dweight + n, dweight_sum, count);
+    add_to(dbias + n, dbias_sum, count);
+    if (Row::kHasXBias) add_to(dx_bias + n, dx_bias_sum, count);
+  });
+}
+
+// Calls block(row) for whole blocks of the rows [begin, end) and single(row) for the rows that
+// are left, and adds their fp32 sums, `length` of them, to the partial sums after every group.
+template <class Block, class Single>
+FASTBERT_INLINE void for_each_group(int64_t begin, int64_t end, int64_t length, float* sums,
+                                    double* partial, Block block, Single single) {
+  for (int64_t row = begin; row < end;) {
+    const int64_t group_end = end - row < kGroupRows ? end : row + kGroupRows;
+    __builtin_memset(sums, 0, length * sizeof(float));
+    for (; row + kBlockRows <= group_end; row += kBlockRows) block(row);
+    for (; row < group_end; ++row) single(row);
+    for_each_vector(length, [&](int64_t n, int count) __attribute__((always_inline)) {
+      accumulate(partial + n, load(sums + n, count), count);
+    });
+  }
+}
+
+// `length` sums: two or three times the columns. Those of an x_bias that is absent are formed and
+// dropped.
+template <class Row>
+void layer_norm_backward_rows(const typename Row::P& params, int64_t length, int64_t begin,
+                              int64_t end, float* scratch, double* partial) {
+  const typename Row::P p = params;
+  float* sums = scratch_sums(scratch, p.columns);
+  for_each_group(
+      begin, end, length, sums, partial,
+      [&](int64_t row) __attribute__((always_inline)) {
+        layer_norm_backward_block<Row, kBlockRows>(p, row, scratch, sums);
+      },
+      [&](int64_t row) __attribute__((always_inline)) {
+        layer_norm_backward_block<Row, 1>(p, row, scratch, sums);
+      });
+}
+
+// Calls body(format, summands) with constants for what the params struct says.
+template <Summands kSummands>
+struct SummandsConstant {
+  static constexpr Summands value = kSummands;
+};
+
+template <class Format, class P, class Body>
+FASTBERT_INLINE void with_summands(const P& p, Body body) {
+  if (p.x_bias || p.dropout.enabled) return body(Format{}, SummandsConstant<Summands::any>{});
+  if (p.residual.data) return body(Format{}, SummandsConstant<Summands::x_and_residual>{});
+  return body(Format{}, SummandsConstant<Summands::x>{});
+}
+
+template <class P, class Body>
+FASTBERT_INLINE void with_row_types(const P& p, Body body) {
+  with_format(p.format, [&](auto format) __attribute__((always_inline)) {
+    with_summands<decltype(format)>(p, body);
+  });
+}
+
+void layer_norm_forward(const LayerNormForward& p, int64_t begin, int64_t end, float* scratch) {
+  with_row_types(p, [&](auto format, auto summands) {
+    layer_norm_forward_rows<decltype(format), summands.value>(p, begin, end, scratch);
+  });
+}
+
+void layer_norm_backward(const LayerNormBackward& p, int64_t begin, int64_t end, float* scratch,
+                         double* partial) {
+  with_row_types(p, [&](auto format, auto summands) {
+    using Row = LayerNormRow<decltype(format), summands.value>;
+    const int64_t length = (p.x_bias ? 3 : 2) * p.columns;
+    layer_norm_backward_rows<Row>(p, length, begin, end, scratch, partial);
+  });
+}
+
+}  // namespace fastbert::cpu::FASTBERT_LEVEL

@@ -1,0 +1,38 @@
+// Rotary positions on the CPU: tensors in, tokens shared out to threads.
+
+#include "../isa/dispatch.h"
+#include "../operands.h"
+
+namespace fastbert::cpu {
+
+at::Tensor rotary(const at::Tensor& x_in, const at::Tensor& cos_in, const at::Tensor& sin_in,
+                  int64_t heads, bool inverse) {
+  check_dtype("x", x_in);
+  TORCH_CHECK_VALUE(x_in.dim() == 3 && x_in.size(2) >= 2 && x_in.size(2) % 2 == 0, "x: got shape ",
+                    x_in.sizes(), ", allowed: (tokens, heads, head_dim), head_dim even and >= 2");
+  check_floats("cos", cos_in, x_in, {x_in.size(0), x_in.size(2) / 2});
+  check_floats("sin", sin_in, x_in, {x_in.size(0), x_in.size(2) / 2});
+  TORCH_CHECK_VALUE(heads >= 0 && heads <= x_in.size(1), "heads: got ", heads, ", allowed: 0 to ",
+                    x_in.size(1));
+  const auto x = x_in.stride(2) == 1 ? x_in : x_in.contiguous();
+  const auto cos = cos_in.contiguous(), sin = sin_in.contiguous();
+  auto y = empty(x.sizes(), x.options());
+  const Rotary params = {format_of(x),
+                         x.size(1),
+                         heads,
+                         x.size(2) / 2,
+                         x.const_data_ptr(),
+                         x.stride(0),
+                         x.stride(1),
+                         cos.const_data_ptr<float>(),
+                         sin.const_data_ptr<float>(),
+                         inverse ? -1.0f : 1.0f,
+                         y.mutable_data_ptr()};
+  const Kernels& k = kernels();
+  const int64_t columns = std::max<int64_t>(1, x.size(1) * x.size(2));
+  parallel_for(x.size(0), grain_rows(columns),
+               [&](int64_t begin, int64_t end) { k.rotary(params, begin, end); });
+  return y;
+}
+
+}  // namespace fastbert::cpu

@@ -1,0 +1,102 @@
+"""The activation functions of a feed-forward: their names, their formulas and their derivatives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+# The configuration reads the names in this table, and it must not load torch.
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Activation(NamedTuple):
+    """One activation function.
+
+    Attributes:
+        name: Its name in ``fastbert.ops`` and in the C++ operators.
+        function: The function of one column, in differentiable PyTorch.
+        slope: The derivative of `function`.
+        approximate: Its name as the argument `approximate` of ``ops.linear_gelu`` and of the Triton
+            and CUDA kernels.
+        hidden_act: Its names in a ``config.json``.
+        gated: Whether one half of the columns goes through `function` and then multiplies the other
+            half (Shazeer 2020).
+    """
+
+    name: str
+    function: Callable[[Tensor], Tensor]
+    slope: Callable[[Tensor], Tensor]
+    approximate: str
+    hidden_act: tuple[str, ...]
+    gated: bool = False
+
+    def __call__(self, h: Tensor) -> Tensor:
+        """The activation of h (..., N), or of h (..., 2N), the gate first, as (..., N)."""
+        if not self.gated:
+            return self.function(h)
+        gate, linear = h.chunk(2, dim=-1)
+        return self.function(gate) * linear
+
+
+def _gelu(approximate: str, x: Tensor) -> Tensor:
+    from torch.nn import functional
+
+    return functional.gelu(x, approximate=approximate)
+
+
+def _gelu_slope(approximate: str, x: Tensor) -> Tensor:
+    import torch
+
+    return torch.ops.aten.gelu_backward(torch.ones_like(x), x, approximate=approximate)
+
+
+def _relu(x: Tensor) -> Tensor:
+    return x.relu()
+
+
+def _relu_slope(x: Tensor) -> Tensor:
+    return (x > 0).to(x.dtype)
+
+
+def _silu(x: Tensor) -> Tensor:
+    from torch.nn import functional
+
+    return functional.silu(x)
+
+
+def _silu_slope(x: Tensor) -> Tensor:
+    import torch
+
+    return torch.ops.aten.silu_backward(torch.ones_like(x), x)
+
+
+_exact = (partial(_gelu, "none"), partial(_gelu_slope, "none"), "none")
+_tanh = (partial(_gelu, "tanh"), partial(_gelu_slope, "tanh"), "tanh")
+
+# GELU is that of Hendrycks and Gimpel 2016, exact or in its tanh form.
+ACTIVATIONS = {
+    activation.name: activation
+    for activation in (
+        Activation("gelu", *_exact, ("gelu",)),
+        Activation("gelu_tanh", *_tanh, ("gelu_new", "gelu_pytorch_tanh")),
+        Activation("relu", _relu, _relu_slope, "relu", ("relu",)),
+        Activation("geglu", *_exact, ("gelu",), gated=True),
+        Activation("swiglu", _silu, _silu_slope, "silu", ("silu",), gated=True),
+    )
+}
+# The names of the activations that are not gated.
+PLAIN = tuple(name for name, activation in ACTIVATIONS.items() if not activation.gated)
+# The argument `approximate` of ``ops.linear_gelu`` → the name of the activation.
+APPROXIMATIONS = {ACTIVATIONS[name].approximate: name for name in PLAIN}
+
+
+def of_config(gated: bool) -> dict[str, Activation]:
+    """The activations by the name `hidden_act` that a ``config.json`` gives them."""
+    return {
+        hidden_act: activation
+        for activation in ACTIVATIONS.values()
+        if activation.gated == gated
+        for hidden_act in activation.hidden_act
+    }

@@ -1,0 +1,299 @@
+"""The speed of the whole encoder: fastbert's backends and transformers' paths in one run."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fastbert.bench.timing import alternate
+from fastbert.config import BertConfig
+from fastbert.integrations import stock_models
+from fastbert.ops import backend as backends
+from fastbert.testing.compare import compare
+from fastbert.testing.yardstick import Yardstick
+
+# all-MiniLM-L6-v2's sizes (Wang et al. 2020).
+MINILM = BertConfig(
+    hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536
+)
+BASE = BertConfig.preset("base")
+SMALL = BertConfig.preset("tiny", vocab_size=4096)
+# The parity gate needs every kind of layer, not every layer.
+GATE_LAYERS = 2
+ROTATED_BATCHES = 8
+STOCK = "transformers "
+TRANSFORMERS_PATHS = ("eager", "sdpa")
+
+Batch = dict[str, Tensor]
+Notify = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class EncoderShape:
+    """A batch of ``lengths`` real tokens each, padded together, and the encoder that reads it."""
+
+    name: str
+    config: BertConfig
+    lengths: tuple[int, ...]
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths)
+
+    @property
+    def flops(self) -> float:
+        """Of the matrix products on real tokens: 2 T (4H² + 2HI) + 4 H Σ L² in each layer."""
+        c = self.config
+        linear = 2 * self.tokens * (4 * c.hidden_size**2 + 2 * c.hidden_size * c.intermediate_size)
+        attention = 4 * c.hidden_size * sum(length**2 for length in self.lengths)
+        return float(c.num_hidden_layers * (linear + attention))
+
+
+@dataclass(frozen=True)
+class EncoderRow:
+    """One engine on one shape: seconds per forward pass; ``tokens`` are real ones.
+
+    ``speedup`` is the time of the fastest transformers path over this one's: above 1 is faster than
+    every path of transformers, None where it is not installed. ``refused`` says why nothing was
+    timed.
+    """
+
+    shape: str
+    dtype: str
+    device: str
+    engine: str
+    batch: int
+    longest: int
+    tokens: int
+    seconds: float | None = None
+    p10: float | None = None
+    p90: float | None = None
+    tokens_per_second: float | None = None
+    tflops: float | None = None
+    speedup: float | None = None
+    refused: str | None = None
+
+
+def default_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def default_dtypes(device: str) -> tuple[torch.dtype, ...]:
+    """What people run there: both half precisions on a GPU, fp32 and bf16 elsewhere."""
+    other = torch.float16 if device == "cuda" else torch.float32
+    return (other, torch.bfloat16)
+
+
+def half_padded(batch: int, longest: int) -> tuple[int, ...]:
+    """Lengths spread evenly from ``longest`` to 1: half of the padded batch is padding."""
+    step = (longest - 1) / max(1, batch - 1)
+    return tuple(round(longest - step * i) for i in range(batch))
+
+
+def encoder_shapes(*, quick: bool = False) -> list[EncoderShape]:
+    """What ``fastbert bench`` times: full, half padded and a single sequence."""
+    if quick:
+        return [
+            EncoderShape("tiny 8×64 full", SMALL, (64,) * 8),
+            EncoderShape("tiny 8×64 half padded", SMALL, half_padded(8, 64)),
+        ]
+    return [
+        EncoderShape("BERT-base 8×128 full", BASE, (128,) * 8),
+        EncoderShape("BERT-base 8×128 half padded", BASE, half_padded(8, 128)),
+        EncoderShape("BERT-base 1×128", BASE, (128,)),
+        EncoderShape("MiniLM-L6 8×128 full", MINILM, (128,) * 8),
+        EncoderShape("MiniLM-L6 8×128 half padded", MINILM, half_padded(8, 128)),
+        EncoderShape("MiniLM-L6 1×128", MINILM, (128,)),
+    ]
+
+
+def random_batch(shape: EncoderShape, seed: int, device: str) -> Batch:
+    """input_ids and attention_mask (B, L) of random ids; padding holds id 0."""
+    generator = torch.Generator().manual_seed(seed)
+    longest = max(shape.lengths)
+    ids = torch.randint(
+        1, shape.config.vocab_size, (len(shape.lengths), longest), generator=generator
+    )
+    mask = torch.arange(longest) < torch.tensor(shape.lengths)[:, None]
+    return {
+        "input_ids": (ids * mask).to(device),
+        "attention_mask": mask.long().to(device),
+    }
+
+
+def requests(device: str) -> dict[str, str | None]:
+    """Engine name → ``backend`` argument, leaving out what would only repeat another engine.
+
+    Triton's interpreter is not a way to run a model: it is not timed.
+    """
+    seen: list[object] = []
+    found: dict[str, str | None] = {}
+    for request in (None, *backends.BACKENDS):
+        usable = request is None or backends.unavailable(request, device) is None
+        if not usable or (request == "triton" and device == "cpu"):
+            continue
+        choices = _choices(request, device)
+        if choices not in seen:
+            seen.append(choices)
+            found[f"fastbert {request or 'auto'}"] = request
+    return found
+
+
+def _choices(request: str | None, device: str) -> object:
+    wanted = backends.Request(device, torch.float32, head_dim=64)
+    return [
+        (op, backends.resolve(op, backends.prefer(op, request), wanted).backend)
+        for op in sorted(backends.TABLES)
+    ]
+
+
+def bench_encoder(
+    shapes: Sequence[EncoderShape] | None = None,
+    *,
+    quick: bool = False,
+    dtypes: Sequence[torch.dtype] | None = None,
+    device: str | None = None,
+    seconds: float | None = None,
+    notify: Notify = lambda text: None,
+) -> list[EncoderRow]:
+    """Times the encoder's forward pass, padded ids to padded hidden states, in every engine.
+
+    ``seconds`` bounds the timing of one shape in one dtype. The parity gate runs first: an engine
+    whose hidden states break the tolerance rule is refused, not timed. Runs without gradients.
+    """
+    device = device or default_device()
+    shapes = encoder_shapes(quick=quick) if shapes is None else shapes
+    dtypes = dtypes or default_dtypes(device)
+    seconds = seconds or (2.0 if quick else 15.0)
+    rows: list[EncoderRow] = []
+    for shape in shapes:
+        for dtype in dtypes:
+            notify(f"{shape.name}, {_name(dtype)}")
+            with torch.inference_mode():
+                rows += _bench_shape(shape, dtype, device, seconds)
+    return rows
+
+
+def _bench_shape(
+    shape: EncoderShape, dtype: torch.dtype, device: str, seconds: float
+) -> list[EncoderRow]:
+    refused = gate(shape, dtype, device)
+    weights = random_weights(shape.config)
+    engines = {
+        name: build(name, shape, weights, dtype, device)
+        for name in engine_names(device)
+        if name not in refused
+    }
+    timings = alternate(engines, device=device, seconds=seconds)
+    stock = [t.median for name, t in timings.items() if name.startswith(STOCK)]
+    common = (len(shape.lengths), max(shape.lengths), shape.tokens)
+    rows = []
+    for name, timing in timings.items():
+        rows.append(
+            EncoderRow(
+                shape.name,
+                _name(dtype),
+                device,
+                name,
+                *common,
+                seconds=timing.median,
+                p10=timing.p10,
+                p90=timing.p90,
+                tokens_per_second=shape.tokens / timing.median,
+                tflops=shape.flops / timing.median / 1e12,
+                speedup=min(stock) / timing.median if stock else None,
+            )
+        )
+    for name, reason in refused.items():
+        rows.append(EncoderRow(shape.name, _name(dtype), device, name, *common, refused=reason))
+    return rows
+
+
+def engine_names(device: str) -> list[str]:
+    """fastbert by itself and in each backend that differs, then transformers if installed."""
+    stock = TRANSFORMERS_PATHS if stock_models.installed() else ()
+    return [*requests(device), *(f"{STOCK}{path}" for path in stock)]
+
+
+def build(
+    engine: str,
+    shape: EncoderShape,
+    weights: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    device: str,
+) -> Callable[[int], Tensor]:
+    """A function of the running index: one forward pass of ``engine`` on a rotated random batch."""
+    if engine.startswith(STOCK):
+        path = engine.removeprefix(STOCK)
+        model = stock_models.encoder(shape.config, weights, path, dtype, device)
+    else:
+        model = _fastbert(shape.config, weights, requests(device)[engine], dtype, device)
+    batches = [random_batch(shape, seed, device) for seed in range(ROTATED_BATCHES)]
+    return lambda index: model(**batches[index % len(batches)]).last_hidden_state
+
+
+def random_weights(config: BertConfig) -> dict[str, Tensor]:
+    """Random weights under Hugging Face's names, the same in every engine.
+
+    Biases and layer norms are random too: an engine that forgets one must not pass the gate.
+    """
+    from fastbert.modules import BertModel
+
+    torch.manual_seed(0)
+    weights = BertModel(config, backend="reference").state_dict()
+    return {name: w + config.initializer_range * torch.randn_like(w) for name, w in weights.items()}
+
+
+def _fastbert(
+    config: BertConfig,
+    weights: Mapping[str, Tensor],
+    request: str | None,
+    dtype: torch.dtype,
+    device: str,
+) -> nn.Module:
+    from fastbert.modules import BertModel
+
+    model = BertModel(config, backend=request)
+    model.load_state_dict(dict(weights))
+    return model.to(device=device, dtype=dtype).eval()
+
+
+def gate(shape: EncoderShape, dtype: torch.dtype, device: str) -> dict[str, str]:
+    """Engine → why it is refused: its hidden states at real tokens break the tolerance rule.
+
+    The oracle is the reference backend in float64, the yardstick the same in ``dtype``, both on two
+    layers of the encoder and on the weights as ``dtype`` rounds them.
+    """
+    layers = min(GATE_LAYERS, shape.config.num_hidden_layers)
+    config = shape.config.replace(num_hidden_layers=layers)
+    weights = {k: v.to(dtype) for k, v in random_weights(config).items()}
+    batch = random_batch(shape, 0, device)
+    real = batch["attention_mask"].bool()
+
+    def hidden(request: str | None, as_dtype: torch.dtype) -> Tensor:
+        model = _fastbert(config, weights, request, as_dtype, device)
+        return model(**batch).last_hidden_state[real]
+
+    oracle = hidden("reference", torch.float64)
+    yardstick = Yardstick(lambda: hidden("reference", dtype))
+    refused = {}
+    for name, request in requests(device).items():
+        verdict = compare(name, hidden(request, dtype), oracle, yardstick)
+        if not verdict.passed:
+            refused[name] = f"parity is red: {verdict}"
+    return refused
+
+
+@functools.lru_cache(maxsize=4)
+def refusals(config: BertConfig, dtype: torch.dtype, device: str) -> dict[str, str]:
+    """Engine → why it is refused, on two layers of ``config`` and a batch of two lengths."""
+    with torch.inference_mode():
+        return gate(EncoderShape("gate", config, (64, 37)), dtype, device)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

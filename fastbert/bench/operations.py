@@ -1,0 +1,239 @@
+"""The speed of each operation: fastbert's backends and stock PyTorch side by side in one run.
+
+A figure is a ratio measured in one run (``timing.alternate``), and nothing whose parity is red is
+timed. The whole encoder is in ``fastbert.bench.encoder``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastbert import ops
+from fastbert.bench import peers
+from fastbert.bench.encoder import Notify, default_device, default_dtypes, half_padded
+from fastbert.bench.timing import alternate, input_sets
+from fastbert.ops import backend as backends
+from fastbert.testing import parity
+from fastbert.testing.cases import TABLE_OF, Case, Inputs
+
+FORWARD, TRAINING = "forward", "forward+backward"
+PEER = "torch"
+
+
+@dataclass(frozen=True)
+class OpRow:
+    """One engine on one case in one direction; seconds per call.
+
+    ``speedup`` is stock PyTorch's time over this one's: above 1 is faster. ``chosen`` marks the
+    backend that ``backend=None`` takes. Rates are of the forward pass alone, from the case's FLOPs
+    and fewest bytes. ``refused`` says why nothing was timed.
+    """
+
+    op: str
+    case: str
+    dtype: str
+    device: str
+    direction: str
+    engine: str
+    chosen: bool = False
+    seconds: float | None = None
+    p10: float | None = None
+    p90: float | None = None
+    tflops: float | None = None
+    gigabytes_per_second: float | None = None
+    speedup: float | None = None
+    refused: str | None = None
+
+
+def bench_cases(*, quick: bool = False) -> list[Case]:
+    """The shapes of a BERT-base and a MiniLM layer on 8×128 and 1×128 tokens; small if quick."""
+    half = half_padded(8, 128)
+    if quick:
+        return [
+            _case("attention", "4×64 D64", 4, 4, 64, 64, 64),
+            _case("attention_varlen", "4×64 half D64", half_padded(4, 64), 4, 64),
+            _case("layer_norm", "256×256", 256, 256),
+            _case("linear_gelu", "256×256×1024", 256, 256, 1024),
+            _case("feed_forward", "256×256×1024", 256, 256, 1024),
+            _case("embedding", "256×256", 256, 4096, 256),
+            _case("linear_cross_entropy", "256×256×4096", 256, 256, 4096),
+        ]
+    return [
+        _case("attention", "base 8×128", 8, 12, 128, 128, 64),
+        _case("attention", "base 8×128 mask", 8, 12, 128, 128, 64, mask="padding"),
+        _case("attention", "base 1×128", 1, 12, 128, 128, 64),
+        _case("attention", "MiniLM 8×128", 8, 12, 128, 128, 32),
+        _case("attention_varlen", "base 8×128 half", half, 12, 64),
+        _case("attention_varlen", "MiniLM 8×128 half", half, 12, 32),
+        _case("layer_norm", "base 1024×768", 1024, 768),
+        _case("layer_norm", "base 1024×768 drop", 1024, 768, dropout_p=0.1),
+        _case("layer_norm", "base 128×768", 128, 768),
+        _case("layer_norm", "MiniLM 1024×384", 1024, 384),
+        _case("linear_gelu", "base 1024 tokens", 1024, 768, 3072),
+        _case("linear_gelu", "MiniLM 1024 tokens", 1024, 384, 1536),
+        _case("feed_forward", "base 1024 tokens", 1024, 768, 3072),
+        _case("feed_forward", "base 128 tokens", 128, 768, 3072),
+        _case("feed_forward", "MiniLM 1024 tokens", 1024, 384, 1536),
+        _case("embedding", "base 1024 tokens", 1024, 30522, 768),
+        _case("linear_cross_entropy", "base 1024 tokens", 1024, 768, 30522),
+    ]
+
+
+def _case(op: str, name: str, *shape: Any, **options: Any) -> Case:
+    return Case(op, name, shape, options)
+
+
+def bench_ops(
+    names: Sequence[str] | None = None,
+    *,
+    quick: bool = False,
+    dtypes: Sequence[torch.dtype] | None = None,
+    device: str | None = None,
+    seconds: float | None = None,
+    notify: Notify = lambda text: None,
+) -> list[OpRow]:
+    """Times the operations ``names`` (None: all) in every backend and in stock PyTorch.
+
+    ``seconds`` bounds the timing of one case in one dtype and direction. The parity gate runs
+    first: a backend with a red case is refused, not timed. Raises ValueError for an unknown name.
+    """
+    for name in names or ():
+        if name not in TABLE_OF:
+            raise ValueError(f"op: got {name!r}, allowed: {', '.join(TABLE_OF)}")
+    device = device or default_device()
+    seconds = seconds or (0.3 if quick else 1.5)
+    dtypes = dtypes or default_dtypes(device)
+    rows: list[OpRow] = []
+    gates: dict[tuple[str, str, torch.dtype], str | None] = {}
+    for case in bench_cases(quick=quick):
+        if names and case.op not in names:
+            continue
+        for dtype in dtypes:
+            notify(f"{case.op} {case.name}, {_name(dtype)}")
+            rows += _bench_case(case, dtype, device, seconds, gates)
+    return rows
+
+
+def _bench_case(
+    case: Case,
+    dtype: torch.dtype,
+    device: str,
+    seconds: float,
+    gates: dict[tuple[str, str, torch.dtype], str | None],
+) -> list[OpRow]:
+    refused = {}
+    for name in served(case, dtype, device):
+        if (case.op, name, dtype) not in gates:
+            gates[case.op, name, dtype] = gate(case.op, name, dtype)
+        if reason := gates[case.op, name, dtype]:
+            refused[name] = reason
+    engines = [name for name in served(case, dtype, device) if name not in refused] + [PEER]
+    sets = rotated_inputs(case, dtype, device)
+    chosen = chosen_backend(case, dtype, device)
+    rows = []
+    for direction in (FORWARD, TRAINING):
+        common = (case.op, case.name, _name(dtype), device, direction)
+        calls = {engine: build(case.op, engine, direction, sets) for engine in engines}
+        with torch.inference_mode(direction == FORWARD):
+            timings = alternate(calls, device=device, seconds=seconds)
+        for engine, timing in timings.items():
+            rate = 1 / timing.median if direction == FORWARD else None
+            rows.append(
+                OpRow(
+                    *common,
+                    engine if engine == PEER else f"fastbert {engine}",
+                    chosen=engine == chosen,
+                    seconds=timing.median,
+                    p10=timing.p10,
+                    p90=timing.p90,
+                    tflops=rate and case.flops() * rate / 1e12,
+                    gigabytes_per_second=rate and case.bytes(dtype) * rate / 1e9,
+                    speedup=timings[PEER].median / timing.median,
+                )
+            )
+        rows += [OpRow(*common, f"fastbert {name}", refused=why) for name, why in refused.items()]
+    return rows
+
+
+def served(case: Case, dtype: torch.dtype, device: str) -> list[str]:
+    """The backends to time. Triton's interpreter is a check, not a way to run: left out."""
+    return [
+        name
+        for name in backends.BACKENDS
+        if not (name == "triton" and device == "cpu")
+        and parity.refusal(case, name, dtype, device) is None
+    ]
+
+
+def rotated_inputs(case: Case, dtype: torch.dtype, device: str) -> list[Inputs]:
+    """Enough sets of inputs, each from its own seed, that they do not stay in the caches."""
+    first = case.inputs(dtype, device)
+    size = sum(value.nbytes for _, value in first.items() if isinstance(value, Tensor))
+    return [first, *(case.inputs(dtype, device, seed) for seed in range(1, input_sets(size)))]
+
+
+def chosen_backend(case: Case, dtype: torch.dtype, device: str) -> str:
+    """The backend that ``backend=None`` takes."""
+    head_dim = case.shape[-1] if TABLE_OF[case.op] == "attention" else 0
+    request = backends.Request(device, dtype, head_dim=head_dim)
+    return backends.resolve(TABLE_OF[case.op], None, request).backend
+
+
+def gate(op: str, backend: str, dtype: torch.dtype) -> str | None:
+    """Why ``op`` may not be timed: its first red quick parity case; None when all are green."""
+    for row in parity.check(op, backend, dtype, quick=True):
+        if not row.passed:
+            return f"parity is red: {row.op}, {row.case}: {row.detail}"
+    return None
+
+
+def build(op: str, engine: str, direction: str, sets: Sequence[Inputs]) -> Callable[[int], object]:
+    """A function of the running index that runs ``op`` on one of ``sets``."""
+    if engine == PEER:
+        function: Callable[..., Tensor] = peers.OPS[op]
+        sets = [without_seed(inputs) for inputs in sets]
+    else:
+        function, sets = getattr(ops, op), [_with_backend(inputs, engine) for inputs in sets]
+    if direction == FORWARD:
+        return lambda index: _run(function, sets[index % len(sets)])
+    prepared = [_leaves(function, inputs) for inputs in sets]
+
+    def train(index: int) -> object:
+        inputs, targets, gradient = prepared[index % len(prepared)]
+        return torch.autograd.grad(_run(function, inputs), targets, gradient)
+
+    return train
+
+
+def _run(function: Callable[..., Tensor], inputs: Inputs) -> Tensor:
+    return function(*inputs.positional.values(), **inputs.keyword)
+
+
+def _leaves(function: Callable[..., Tensor], inputs: Inputs) -> tuple[Inputs, list[Tensor], Tensor]:
+    """Inputs whose floating tensors want gradients, those tensors, and a gradient of the output."""
+    leaves = inputs.map(
+        lambda name, v: v.detach().requires_grad_() if name in inputs.gradients else v
+    )
+    named = dict(leaves.items())
+    with torch.no_grad():
+        gradient = torch.randn_like(_run(function, leaves))
+    return leaves, [named[name] for name in inputs.gradients], gradient
+
+
+def without_seed(inputs: Inputs) -> Inputs:
+    """For a peer: the same rate of dropout, but each implementation draws its own elements."""
+    keyword = {key: value for key, value in inputs.keyword.items() if key != "dropout_seed"}
+    return Inputs(inputs.positional, keyword, inputs.gradients)
+
+
+def _with_backend(inputs: Inputs, backend: str) -> Inputs:
+    return Inputs(inputs.positional, {**inputs.keyword, "backend": backend}, inputs.gradients)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,79 @@
+"""One pre-training step of an engine: forward, backward and fused AdamW, with dropout."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from fastbert.bench import encoder
+from fastbert.bench.encoder import STOCK, EncoderShape
+from fastbert.config import BertConfig
+from fastbert.data.masking import IGNORED
+from fastbert.integrations import stock_models
+from fastbert.modules import BertForPreTraining
+
+LABELLED = 0.15
+
+
+def training_step(
+    engine: str,
+    shape: EncoderShape,
+    seed: int,
+    device: str,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Callable[[], Tensor]:
+    """A function that makes one step on the batch of ``seed`` and returns the loss.
+
+    The model and its optimizer are shared by all batches. Weights are fp32, and the step runs under
+    bf16 autocast unless ``dtype`` is fp32.
+
+    Raises:
+        ValueError: If the engine's hidden states break the tolerance rule.
+    """
+    if reason := encoder.refusals(shape.config, dtype, device).get(engine):
+        raise ValueError(reason)
+    model, optimizer = trainee(engine, shape.config, device)
+    batch = training_batch(shape, seed, device)
+
+    def step() -> Tensor:
+        with torch.autocast(device, torch.bfloat16, enabled=dtype == torch.bfloat16):
+            loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return step
+
+
+@functools.lru_cache(maxsize=4)
+def trainee(
+    engine: str, config: BertConfig, device: str
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model in train mode and its fused AdamW; weights and optimizer states are fp32."""
+    model: nn.Module
+    if engine.startswith(STOCK):
+        model = stock_models.untrained_pretraining_model(config, engine.removeprefix(STOCK))
+    else:
+        model = BertForPreTraining(config, backend=encoder.requests(device)[engine])
+    model = model.to(device).train()
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=1e-5, fused=True, capturable=device == "cuda"
+    )
+    return model, optimizer
+
+
+def training_batch(shape: EncoderShape, seed: int, device: str) -> dict[str, Tensor]:
+    """A batch with labels at 15 % of the real tokens, and labels of the next-sentence task."""
+    batch = encoder.random_batch(shape, seed, "cpu")
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.rand(batch["input_ids"].shape, generator=generator) < LABELLED
+    labelled = drawn & batch["attention_mask"].bool()
+    labelled[:, 0] = True
+    labels = batch["input_ids"].masked_fill(~labelled, IGNORED)
+    follows = torch.randint(0, 2, (len(shape.lengths),), generator=generator)
+    batch |= {"labels": labels, "next_sentence_label": follows}
+    return {name: value.to(device) for name, value in batch.items()}

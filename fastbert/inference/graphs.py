@@ -1,0 +1,354 @@
+"""CUDA graphs of the encoder, for latency: a batch of any shape replays one recorded launch.
+
+A short batch is bound by the time it takes to launch its kernels, several for each layer. A CUDA
+graph launches all of them at once, but repeats exactly what was recorded: the same shapes in the
+same memory. So a batch is fitted into a bucket a little larger than itself: its rows are copied
+into the bucket's buffers, the bucket's graph is replayed, and the rows of the result are copied
+out. What a bucket has too much of are rows behind ``cu_seqlens[-1]``, which attention never reads
+and everything else keeps to themselves, and sequences of no token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from fastbert.modules import BaseModelOutputWithPooling, BertModel
+from fastbert.modules.batch_layout import BatchLayout
+from fastbert.modules.bert import Encoded
+from fastbert.modules.inputs import EncoderInput, enter
+from fastbert.modules.outputs import as_asked
+
+WARM_UPS = 3
+SMALLEST = 16
+
+
+def graphed(
+    model: BertModel, *, max_tokens: int = 4096, max_batch: int = 64, max_graphs: int = 64
+) -> GraphedModel:
+    """``model`` for inference at low latency: called like it, by CUDA graphs inside.
+
+    A graph is recorded when its bucket is first used, which takes about as long as a few calls.
+    Batches of more than ``max_tokens`` tokens or ``max_batch`` sequences, which launching does not
+    hold up, run without a graph. ``max_graphs``: how many are kept; the one that was not used for
+    longest makes room. Weights may change in place between calls; after anything that moves them
+    (``to``, ``half``, assignment) or changes the backend the graphs are recorded anew.
+
+    Raises TypeError for another model than a ``BertModel``, RuntimeError where it is not on CUDA.
+    """
+    if not isinstance(model, BertModel):
+        raise TypeError(
+            f"graphed: got {type(model).__name__}, allowed: BertModel (the .bert of a model with "
+            "a head)"
+        )
+    choices = model.config.architecture
+    if choices.rotary_bases or choices.windows or choices.distance_buckets:
+        raise ValueError(
+            f"graphed: got a {model.config.model_type}, allowed: an encoder whose attention does "
+            "not know where tokens stand"
+        )
+    buckets = Buckets(max_tokens, max_batch, model.config.max_length)
+    return GraphedModel(model, buckets, max_graphs, _cuda_recorder)
+
+
+# Buckets
+
+
+class Bucket(NamedTuple):
+    """The shapes of one graph: rows, sequences, and the longest sequence that fits."""
+
+    tokens: int
+    batch: int
+    max_seqlen: int
+
+
+class Buckets(NamedTuple):
+    """The limits within which a batch has a bucket."""
+
+    max_tokens: int
+    max_batch: int
+    max_seqlen: int
+
+    def find(self, tokens: int, batch: int, max_seqlen: int) -> Bucket | None:
+        """The smallest bucket that holds the batch; None beyond the limits or without a token.
+
+        Tokens come in powers of two and halfway between them (16, 24, 32, 48, …), so that less than
+        a third of the rows are slack; sequences and their lengths, which cost next to nothing where
+        there are no tokens, in powers of two.
+        """
+        limits = (self.max_tokens, self.max_batch, self.max_seqlen)
+        asked = (tokens, batch, max_seqlen)
+        if tokens == 0 or any(n > most for n, most in zip(asked, limits, strict=True)):
+            return None
+        power = _power_of_two(max(tokens, SMALLEST))
+        halfway = power // 4 * 3
+        rows = halfway if SMALLEST <= halfway >= tokens else power
+        rows = min(rows, self.max_tokens)
+        longest = min(_power_of_two(max(max_seqlen, SMALLEST)), rows, self.max_seqlen)
+        return Bucket(rows, min(_power_of_two(batch), self.max_batch), longest)
+
+
+def _power_of_two(number: int) -> int:
+    """The smallest power of two that is not less."""
+    return 1 << (number - 1).bit_length()
+
+
+# What stays where it is
+
+
+class StaticBatch:
+    """The memory that a recorded function reads: a packed batch in the shape of its bucket."""
+
+    def __init__(self, bucket: Bucket, device: torch.device) -> None:
+        self.ids, self.token_types, self.positions = (
+            torch.zeros(bucket.tokens, dtype=torch.int64, device=device) for _ in range(3)
+        )
+        self.cu_seqlens = torch.zeros(bucket.batch + 1, dtype=torch.int32, device=device)
+        layout = BatchLayout(bucket.batch, bucket.max_seqlen, self.cu_seqlens, bucket.max_seqlen)
+        self.input = EncoderInput(self.ids, None, self.token_types, self.positions, layout)
+
+    def fill(self, tokens: EncoderInput) -> None:
+        """Copies a batch in. The rows behind it keep what an earlier one left: valid ids."""
+        assert tokens.ids is not None
+        rows, batch = tokens.ids.shape[0], tokens.layout.batch
+        self.ids[:rows].copy_(tokens.ids)
+        self.token_types[:rows].copy_(tokens.token_types)
+        self.positions[:rows].copy_(tokens.positions)
+        ends = _ends(tokens.layout, tokens.ids.device)
+        self.cu_seqlens[: batch + 1].copy_(ends)
+        # The sequences that are too many have no token.
+        self.cu_seqlens[batch + 1 :].copy_(ends[-1:].expand(self.cu_seqlens.shape[0] - batch - 1))
+
+
+def _ends(layout: BatchLayout, device: torch.device) -> Tensor:
+    """``cu_seqlens`` of any layout."""
+    if layout.cu_seqlens is not None:
+        return layout.cu_seqlens
+    last = layout.batch * layout.length
+    return torch.arange(0, last + 1, layout.length, dtype=torch.int32, device=device)
+
+
+# Recording
+
+
+class Recording(NamedTuple):
+    """A recorded function: ``replay()`` computes ``result`` anew, in the same memory."""
+
+    replay: Callable[[], None]
+    result: tuple[Tensor, Tensor | None]
+
+
+class Recorder(Protocol):
+    """Records functions that read and write the same memory in every call."""
+
+    def record(self, function: Callable[[], tuple[Tensor, Tensor | None]]) -> Recording: ...
+
+    def turn(self) -> AbstractContextManager[None]:
+        """What is replayed and copied inside runs after all that was in earlier turns."""
+        ...
+
+    def finish(self) -> None:
+        """Waits for the last turn: memory that recordings used may be freed."""
+        ...
+
+
+class CudaRecorder:
+    """CUDA graphs that share one memory pool, and so one set of intermediate results.
+
+    Sharing is safe because turns follow one another, on whatever streams, and because a result is
+    copied in the turn that replays it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.pool = torch.cuda.graph_pool_handle()
+        self.last: torch.cuda.Event | None = None
+
+    def record(self, function: Callable[[], tuple[Tensor, Tensor | None]]) -> Recording:
+        with torch.cuda.device(self.device):
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                # Compiles kernels and opens libraries, which a capture cannot hold.
+                for _ in range(WARM_UPS):
+                    function()
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            # Other threads may go on using the device.
+            with torch.cuda.graph(
+                graph, pool=self.pool, stream=stream, capture_error_mode="thread_local"
+            ):
+                result = function()
+        return Recording(graph.replay, result)
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        with torch.cuda.device(self.device):
+            stream = torch.cuda.current_stream()
+            if self.last is not None:
+                stream.wait_event(self.last)
+            yield
+            self.last = stream.record_event()
+
+    def finish(self) -> None:
+        if self.last is not None:
+            self.last.synchronize()
+
+
+def _cuda_recorder(device: torch.device) -> CudaRecorder:
+    if device.type != "cuda":
+        lacking = "move it there" if torch.cuda.is_available() else "this machine has none"
+        raise RuntimeError(
+            f"graphed: got a model on {device}, allowed: a CUDA device, for CUDA graphs ({lacking})"
+        )
+    return CudaRecorder(device)
+
+
+# The model
+
+
+class _Graph(NamedTuple):
+    batch: StaticBatch
+    recording: Recording
+
+
+class GraphedModel:
+    """What ``graphed`` returns. Threads and streams may share one: their calls take turns."""
+
+    def __init__(
+        self,
+        model: BertModel,
+        buckets: Buckets,
+        max_graphs: int,
+        recorder: Callable[[torch.device], Recorder],
+    ) -> None:
+        self.model = model
+        self.buckets = buckets
+        self.max_graphs = max_graphs
+        self._lock = threading.Lock()
+        self._new_recorder = recorder
+        self._recorder = recorder(model.device)
+        self._graphs: OrderedDict[Any, _Graph] = OrderedDict()
+        self._parameters = [
+            (part._parameters, name)
+            for part in model.modules()
+            for name, parameter in part._parameters.items()
+            if parameter is not None
+        ]
+        self._recorded_from = self._addresses()
+
+    @property
+    def recorded(self) -> tuple[Bucket, ...]:
+        """The buckets that have a graph now, the one used last at the end."""
+        return tuple(bucket for bucket, *_ in self._graphs)
+
+    def __call__(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        return_dict: bool | None = None,
+    ) -> BaseModelOutputWithPooling | tuple[Any, ...]:
+        """``BertModel.forward`` without gradients, hidden states and attention weights.
+
+        Inputs on the CPU are welcome: taking out their padding then needs no synchronisation. A
+        batch without a bucket, or with a mask of more than 2 dimensions, runs without a graph.
+        Raises RuntimeError in training mode, and what ``forward`` raises.
+        """
+        model = self.model
+        if model.training:
+            raise RuntimeError("graphed: got a model in training mode, allowed: model.eval()")
+        # Memory made in inference mode could not be written outside of it.
+        with torch.inference_mode(False), torch.no_grad(), self._lock:
+            tokens = enter(
+                model.config,
+                input_ids,
+                attention_mask,
+                token_type_ids,
+                position_ids,
+                None,
+                cu_seqlens,
+                max_seqlen,
+            )
+            output = BaseModelOutputWithPooling(*self._run(tokens))
+        return as_asked(output, model.flag("return_dict", return_dict, True))
+
+    def _run(self, tokens: EncoderInput) -> tuple[Tensor, Tensor | None]:
+        """The last hidden state in the caller's layout, and the pooler's output."""
+        assert tokens.ids is not None
+        layout, rows = tokens.layout, tokens.ids.shape[0]
+        bucket = self.buckets.find(rows, layout.batch, layout.max_seqlen or layout.length)
+        if bucket is None or layout.mask is not None:
+            tokens = _to(tokens, self.model.device)
+            hidden, pooled = self._compute(tokens)
+            return tokens.layout.given(hidden), pooled
+        if self._addresses() != self._recorded_from:
+            self._forget()
+        with self._recorder.turn():
+            graph = self._graph(bucket)
+            graph.batch.fill(tokens)
+            graph.recording.replay()
+            hidden, pooled = graph.recording.result
+            layout = _to(tokens, self.model.device).layout
+            # The next replay overwrites the result; padding copies it anyway.
+            hidden = hidden[:rows] if layout.indices is not None else hidden[:rows].clone()
+            return layout.given(hidden), None if pooled is None else pooled[: layout.batch].clone()
+
+    def _compute(self, tokens: EncoderInput) -> tuple[Tensor, Tensor | None]:
+        model, layout = self.model, tokens.layout
+        hidden, _, _ = model.encoder(model.embeddings(tokens), layout)
+        encoded = Encoded(hidden, layout, None, None)
+        return hidden, None if model.pooler is None else model.pool(encoded)
+
+    def _graph(self, bucket: Bucket) -> _Graph:
+        device = self.model.device
+        mixed = torch.is_autocast_enabled(device.type)
+        dtype = torch.get_autocast_dtype(device.type)
+        key = (bucket, mixed, dtype)
+        if key not in self._graphs:
+            while len(self._graphs) >= self.max_graphs:
+                self._recorder.finish()
+                self._graphs.popitem(last=False)
+            batch = StaticBatch(bucket, device)
+            # A graph must not read weights from autocast's cache, which does not outlive its block.
+            with torch.autocast(device.type, dtype, enabled=mixed, cache_enabled=False):
+                recording = self._recorder.record(lambda: self._compute(batch.input))
+            self._graphs[key] = _Graph(batch, recording)
+        self._graphs.move_to_end(key)
+        return self._graphs[key]
+
+    def _addresses(self) -> tuple[Any, ...]:
+        """What a recording holds of the model: it reads the weights where they lay."""
+        return self.model.backend, *(p[name].data_ptr() for p, name in self._parameters)
+
+    def _forget(self) -> None:
+        self._recorder.finish()
+        self._graphs.clear()
+        self._recorder = self._new_recorder(self.model.device)
+        self._recorded_from = self._addresses()
+
+
+def _to(tokens: EncoderInput, device: torch.device) -> EncoderInput:
+    """``tokens`` on ``device``: they may have been laid out on the CPU."""
+    if tokens.positions.device == device:
+        return tokens
+    layout = tokens.layout
+    tensors = {
+        name: getattr(layout, name).to(device)
+        for name in ("cu_seqlens", "indices", "mask", "bias")
+        if getattr(layout, name) is not None
+    }
+    assert tokens.ids is not None
+    rows = (tokens.ids.to(device), None, tokens.token_types.to(device), tokens.positions.to(device))
+    return EncoderInput(*rows, dataclasses.replace(layout, **tensors))

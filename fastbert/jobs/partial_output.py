@@ -1,0 +1,167 @@
+"""The rows of an unfinished run, kept beside OUT so that the same command can go on from them."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastbert import json_file
+from fastbert.jobs.reporter import SILENT, Reporter
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+ROWS = "rows.npy"
+STATE = "state.json"
+# Where OUT is written when it is not rows.npy itself; then the beginnings of all names here.
+WHOLE = "whole"
+OURS = (ROWS, STATE, f".{Path(STATE).stem}.", WHOLE)
+
+
+class PartialOutput:
+    """Float32 rows of ``shape`` (count, width), filled from the first to the last.
+
+    The folder ``OUT.partial`` holds them as a .npy that is appended to, and a state.json: the
+    fingerprint of the run and how many rows count, written after these rows are on the disk. Rows
+    of a run with another fingerprint are discarded. ``done`` is the number of rows that count,
+    ``totals`` the sums of what came with them. Raises ValueError when another process is at it.
+    """
+
+    def __init__(
+        self,
+        target: Path,
+        shape: tuple[int, int],
+        fingerprint: dict[str, Any],
+        reporter: Reporter = SILENT,
+    ) -> None:
+        self.target, self.shape, self.reporter = target, shape, reporter
+        self.fingerprint = json_file.jsonable(fingerprint)
+        self.folder = target.with_name(f"{target.name}.partial")
+        self.done = 0
+        self.totals: Counter[str] = Counter()
+
+    def __enter__(self) -> PartialOutput:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock = _lock(self.folder)
+        try:
+            self._resume()
+            self._file = self._open()
+        except BaseException:
+            os.close(self._lock)
+            raise
+        return self
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        self._file.close()
+        if kind is not None and self.done:
+            self.reporter.note(
+                f"stopped: {self.done:,} of {self.shape[0]:,} rows are kept in {self.folder}; "
+                "the same command goes on from there"
+            )
+        elif kind is not None:
+            self.discard()
+        os.close(self._lock)
+
+    def append(self, rows: NDArray[np.float32], **counts: int) -> None:
+        """Adds rows (n, width), and ``counts`` to ``totals``; both survive the process."""
+        self._file.write(rows.tobytes())
+        _flush(self._file)
+        self.done += len(rows)
+        self.totals.update(counts)
+        self._write_state()
+
+    def finish(self, write: Callable[[NDArray[np.float32], Path], None] | None) -> None:
+        """OUT from all rows: by ``write(rows, path)``, or None: the .npy that they are."""
+        import numpy as np
+
+        self._file.close()
+        whole = self.folder / ROWS
+        if write is not None:
+            whole = self.folder / f"{WHOLE}{self.target.suffix}"
+            write(np.load(self.folder / ROWS, mmap_mode="r"), whole)
+            with whole.open("rb+") as file:
+                _flush(file)
+        os.replace(whole, self.target)
+        self.discard()
+
+    def discard(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.done = 0
+
+    def _resume(self) -> None:
+        """Takes over what the folder holds of the same run, and says so."""
+        names = [path.name for path in self.folder.iterdir()]
+        if foreign := [name for name in names if not name.startswith(OURS)]:
+            raise ValueError(
+                f"OUT: {self.folder} holds {foreign[0]}, allowed: an unfinished run, or no folder"
+            )
+        try:
+            state = json.loads((self.folder / STATE).read_text(encoding="utf-8"))
+            theirs, done, totals = state["fingerprint"], state["rows"], Counter(state["totals"])
+            if not all(type(n) is int and n >= 0 for n in (done, *totals.values())):
+                return
+            other = [name for name in self.fingerprint if theirs[name] != self.fingerprint[name]]
+            whole = (self.folder / ROWS).stat().st_size >= self._size(done)
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return
+        if not done:
+            return
+        if other or not whole or done > self.shape[0]:
+            why = f"of a run with another {', '.join(other)}" if other else "damaged"
+            self.reporter.note(f"{self.folder} is {why}: starting anew")
+            return
+        self.reporter.note(
+            f"resuming after {done:,} of {self.shape[0]:,} rows, kept in {self.folder}"
+        )
+        self.done, self.totals = done, totals
+
+    def _open(self) -> Any:
+        """The .npy, its header written, cut after the rows that count."""
+        self._write_state()
+        file = (self.folder / ROWS).open("rb+" if self.done else "wb+")
+        file.write(self._header())
+        file.truncate(self._size(self.done))
+        file.seek(0, os.SEEK_END)
+        return file
+
+    def _header(self) -> bytes:
+        from numpy.lib import format as npy
+
+        header = io.BytesIO()
+        content = {"descr": "<f4", "fortran_order": False, "shape": self.shape}
+        npy.write_array_header_1_0(header, content)
+        return header.getvalue()
+
+    def _size(self, rows: int) -> int:
+        return len(self._header()) + rows * self.shape[1] * 4
+
+    def _write_state(self) -> None:
+        content = {"fingerprint": self.fingerprint, "rows": self.done, "totals": self.totals}
+        json_file.write(self.folder / STATE, content)
+
+
+def _flush(file: Any) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _lock(folder: Path) -> int:
+    """An open file that holds the lock on ``folder``; it ends with the process, killed or not."""
+    import fcntl
+
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(handle)
+        raise ValueError(f"OUT: another run is writing into {folder}, allowed: one") from error
+    except OSError:
+        pass  # a file system without locks
+    return handle

@@ -1,0 +1,206 @@
+"""Whether the layers of an encoder can run as one call of ``ops.encoder``; if not, why.
+
+This is the one place where that is decided. It is decided again for every call of the encoder,
+because hooks, adapters and backends come and go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+
+from fastbert.activations import PLAIN
+from fastbert.modules.attention import BertAttention, BertSelfAttention, BertSelfOutput
+from fastbert.modules.feed_forward import BertIntermediate, BertOutput
+from fastbert.modules.joined_linear import WHOLE, JoinedLinear
+from fastbert.modules.layer import BertLayer, PreNormLayer
+from fastbert.modules.layer_norm import LayerNorm
+from fastbert.modules.linear import Linear
+from fastbert.modules.operation import OperationModule
+from fastbert.modules.plain import deviation
+from fastbert.modules.quantized_linear import QuantizedLinear
+from fastbert.ops.backend import Choice, Request
+from fastbert.ops.encoder import INT8_OPERATIONS, OPERATIONS, choose
+from fastbert.ops.int8_linear import layout
+
+# The modules of a layer, by path, with the class that each must have; a QuantizedLinear may stand
+# for any linear one. Linear layers and layer norms are listed in the order in which ``ops.encoder``
+# takes their weights and biases.
+ATTENTION, OUTPUT = "attention.self", "output"
+MODULES: tuple[tuple[str, type[nn.Module]], ...] = (
+    ("attention", BertAttention),
+    (ATTENTION, BertSelfAttention),
+    ("attention.self.qkv", Linear),
+    ("attention.output", BertSelfOutput),
+    ("attention.output.dense", Linear),
+    ("attention.output.LayerNorm", LayerNorm),
+    ("intermediate", BertIntermediate),
+    ("intermediate.dense", nn.Linear),
+    (OUTPUT, BertOutput),
+    ("output.dense", nn.Linear),
+    ("output.LayerNorm", LayerNorm),
+)
+# The same with the path of the parent and the name there; "" is the layer.
+STEPS = tuple((path, *path.rpartition(".")[::2], kind) for path, kind in MODULES)
+
+
+def _paths(*kinds: type[nn.Module]) -> tuple[str, ...]:
+    return tuple(path for path, kind in MODULES if issubclass(kind, kinds))
+
+
+NORMS, LINEARS, LEAVES = _paths(LayerNorm), _paths(nn.Linear), _paths(LayerNorm, nn.Linear)
+# The modules that ask for a backend.
+ASKING, INT8_ASKING = _paths(OperationModule), _paths(OperationModule, nn.Linear)
+DROPPING = (ATTENTION, OUTPUT, *NORMS)
+# The modules of a layer by path.
+Modules = dict[str, Any]
+
+
+class FusedCall(NamedTuple):
+    """The arguments with which ``ops.encoder`` runs all layers as one call."""
+
+    parameters: list[Tensor]
+    scales: list[Tensor]
+    dtype: torch.dtype
+    heads: int
+    eps: float
+    activation: str
+
+
+def fused_call(
+    layers: Sequence[nn.Module],
+    device: str,
+    dtype: torch.dtype,
+    wants_gradient: bool,
+    rows: int = WHOLE,
+) -> FusedCall | Choice:
+    """The call that runs ``layers`` at once, or the reason why they run one by one.
+
+    Args:
+        layers: The layers in the order in which they run.
+        device: Type of the device that holds the rows, such as "cpu".
+        dtype: Dtype of the rows.
+        wants_gradient: Whether a gradient with respect to the rows is wanted.
+        rows: Number of rows (see ``JoinedLinear.parameters_now``).
+
+    Returns:
+        A ``FusedCall``, or a ``Choice`` that names the backend and the reason when the layers
+        cannot run as one call; an empty backend means that each operation chooses for itself.
+    """
+    if torch.compiler.is_compiling():
+        return _one_by_one("torch.compile traces")
+    if device != "cpu":
+        return _one_by_one(f"the rows are on {device}")
+    if torch.is_grad_enabled() and (
+        wants_gradient or any(p.requires_grad for layer in layers for p in layer.parameters())
+    ):
+        return _one_by_one("a gradient is wanted")
+    if _has_any_global_hook():
+        return _one_by_one("there are hooks on all modules")
+    found: list[Modules] = []
+    for number, layer in enumerate(layers):
+        inside = _inside(layer)
+        if isinstance(inside, str):
+            return _one_by_one(f"layer.{number}{inside}")
+        found.append(inside)
+    return _arguments(found, device, dtype, rows)
+
+
+def _inside(layer: Any) -> Modules | str:
+    """The modules of a layer; or how one of them, named first, is in the way."""
+    if type(layer) is PreNormLayer:
+        return " has its layer norms before attention and feed-forward"
+    problem = deviation(layer, BertLayer)
+    if problem is not None:
+        return f" {problem}"
+    found: Modules = {"": layer}
+    for path, parent, name, kind in STEPS:
+        module = found[parent]._modules.get(name)
+        quantised = type(module) is QuantizedLinear and issubclass(kind, nn.Linear)
+        problem = deviation(module, QuantizedLinear if quantised else kind)
+        if problem is not None:
+            return f".{path} {problem}"
+        found[path] = module
+    return found
+
+
+def _arguments(
+    found: list[Modules], device: str, dtype: torch.dtype, rows: int
+) -> FusedCall | Choice:
+    kinds = {type(modules[path]) is QuantizedLinear for modules in found for path in LINEARS}
+    if len(kinds) > 1:
+        return _one_by_one("some linear layers are int8, others are not")
+    int8 = kinds == {True}
+    if int8 and any(modules[path].training for modules in found for path in LINEARS):
+        return _one_by_one("a quantised layer is in training mode")
+    parameters, scales = _int8_tensors(found) if int8 else (_tensors(found, rows), [])
+    if set(map(type, parameters)) != ({nn.Parameter, Tensor} if int8 else {nn.Parameter}):
+        return _one_by_one("a parameter is missing or of a class of its own")
+    allowed, of_rows = {dtype}, dtype
+    if torch.is_autocast_enabled("cpu"):
+        dtype = torch.get_autocast_dtype("cpu")
+        allowed = {dtype, torch.float32}
+    dtypes = {of_rows} if int8 else {p.dtype for p in _weights_of_products(parameters)}
+    if not dtypes <= allowed:
+        return _one_by_one(f"{'rows' if int8 else 'weights'} are {dtypes}, the products {dtype}")
+    if any(m[path].training and m[path].dropout_p > 0.0 for m in found for path in DROPPING):
+        return _one_by_one("there is dropout in training")
+    if any(m[ATTENTION].rotary is not None or m[ATTENTION].window is not None for m in found):
+        return _one_by_one("attention has rotary positions or a window")
+    heads = {modules[ATTENTION].heads for modules in found}
+    activations = {modules[OUTPUT].activation for modules in found}
+    eps = {modules[path].eps for modules in found for path in NORMS}
+    asking = INT8_ASKING if int8 else ASKING
+    requests = {(m[path].operation, m[path].backend) for m in found for path in asking}
+    requested = dict(requests)
+    if max(map(len, (heads, activations, eps))) > 1 or len(requested) < len(requests):
+        return _one_by_one("the layers differ in heads, eps, activation or backend")
+    activation = activations.pop()
+    if activation not in PLAIN:
+        return _one_by_one(f"the activation is {activation}")
+    request = Request(device, dtype, activation=activation)
+    choice = choose(request, requested, INT8_OPERATIONS if int8 else OPERATIONS)
+    if choice.backend != "cpu":
+        return choice
+    return FusedCall(parameters, scales, dtype, heads.pop(), eps.pop(), activation)
+
+
+def _tensors(found: list[Modules], rows: int) -> list[Any]:
+    return [p for modules in found for path in LEAVES for p in _parameters(modules[path], rows)]
+
+
+def _int8_tensors(found: list[Modules]) -> tuple[list[Any], list[Tensor]]:
+    parameters: list[Any] = []
+    scales: list[Tensor] = []
+    now = layout()
+    for modules in found:
+        for path in LEAVES:
+            own = modules[path]._parameters
+            if path in LINEARS:
+                packed, scale, column_sum, _, _ = modules[path].weight_now(now)
+                parameters += (packed, own.get("bias"))
+                scales += (scale, column_sum)
+            else:
+                parameters += (own.get("weight"), own.get("bias"))
+    return parameters, scales
+
+
+def _parameters(leaf: nn.Module, rows: int) -> tuple[Tensor | None, Tensor | None]:
+    if isinstance(leaf, JoinedLinear):
+        return leaf.parameters_now(rows)
+    own = leaf._parameters
+    return own.get("weight"), own.get("bias")
+
+
+def _weights_of_products(parameters: list[Tensor]) -> Iterator[Tensor]:
+    weights = [i for i, leaf in enumerate(LEAVES) if leaf in LINEARS]
+    for layer in range(0, len(parameters), 2 * len(LEAVES)):
+        yield from (parameters[layer + 2 * i] for i in weights)
+
+
+def _one_by_one(reason: str) -> Choice:
+    return Choice("", f"layer by layer: {reason}")

@@ -1,0 +1,81 @@
+"""Plain PyTorch for every operation: the specification that each kernel is checked against.
+
+Every function here is differentiable by autograd, twice if need be, runs on any device and in any
+floating dtype up to float64, and is written to be read, not to be fast. The public functions take
+the arguments of the functions of the same name in ``fastbert.ops``, except ``backend``.
+"""
+
+from fastbert.reference.attention import (
+    attention,
+    attention_qkvpacked,
+    attention_varlen,
+    attention_weights,
+    choose,
+    hide_unattended,
+    softmax_weights,
+    visible,
+)
+from fastbert.reference.cross_entropy import linear_cross_entropy
+from fastbert.reference.dropout import WORD, dropout, dropout_keep, philox
+from fastbert.reference.embedding import embedding
+from fastbert.reference.encoder import encoder
+from fastbert.reference.feed_forward import activate, feed_forward, linear_gelu
+from fastbert.reference.int8_linear import (
+    Int8Weight,
+    int8_linear,
+    int8_rows,
+    int8_weight,
+    pack,
+    unpack,
+)
+from fastbert.reference.layer_norm import layer_norm
+from fastbert.reference.linear import linear
+from fastbert.reference.rms_norm import rms_norm
+from fastbert.reference.rotary import rotary
+from fastbert.reference.varlen import (
+    Packed,
+    existing_queries,
+    pad,
+    pad_rows,
+    sequence_positions,
+    unpad,
+    unpad_rows,
+)
+
+__all__ = [
+    "WORD",
+    "Int8Weight",
+    "Packed",
+    "activate",
+    "attention",
+    "attention_qkvpacked",
+    "attention_varlen",
+    "attention_weights",
+    "choose",
+    "dropout",
+    "dropout_keep",
+    "embedding",
+    "encoder",
+    "existing_queries",
+    "feed_forward",
+    "hide_unattended",
+    "int8_linear",
+    "int8_rows",
+    "int8_weight",
+    "layer_norm",
+    "linear",
+    "linear_cross_entropy",
+    "linear_gelu",
+    "pack",
+    "pad",
+    "pad_rows",
+    "philox",
+    "rms_norm",
+    "rotary",
+    "sequence_positions",
+    "softmax_weights",
+    "unpack",
+    "unpad",
+    "unpad_rows",
+    "visible",
+]

@@ -1,0 +1,34 @@
+"""The embedding of a BERT input."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastbert.reference.dropout import dropout
+from fastbert.reference.layer_norm import layer_norm
+
+
+def embedding(
+    ids: Tensor,
+    token_types: Tensor,
+    positions: Tensor,
+    word_table: Tensor,
+    type_table: Tensor,
+    position_table: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    *,
+    eps: float = 1e-12,
+    dropout_p: float = 0.0,
+    padding_idx: int | None = None,
+    dropout_seed: Tensor | None = None,
+) -> Tensor:
+    """Embed tokens (Devlin et al. 2019, figure 2); see ``fastbert.ops.embedding``."""
+    total = (
+        F.embedding(ids, word_table, padding_idx)
+        + F.embedding(token_types, type_table)
+        + F.embedding(positions, position_table)
+    )
+    y = layer_norm(total, weight, bias, eps=eps)
+    return dropout(y, dropout_p, dropout_seed, (ids.numel(), y.shape[-1]))

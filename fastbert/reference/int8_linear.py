@@ -1,0 +1,113 @@
+"""A linear layer by integers."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastbert.reference.feed_forward import activate
+
+# Packed weights are padded to whole tiles: panels to a multiple of four, K to a multiple of 64.
+PANELS, DEPTH = 4, 64
+
+
+class Int8Weight(NamedTuple):
+    """A weight W (N, K) ≈ integers · scale in the layout that the kernels read.
+
+    ``packed`` int8 (panels, K / group, lanes, group) holds panels of ``lanes`` outputs; ``scale``
+    fp32 and ``column_sum`` int32, the sum of each output's integers, are (panels · lanes,).
+    ``outputs`` is N and ``inputs`` is K; the padding is 0.
+    """
+
+    packed: Tensor
+    scale: Tensor
+    column_sum: Tensor
+    outputs: int
+    inputs: int
+
+
+def pack(values: Tensor, scale: Tensor, lanes: int, group: int) -> Int8Weight:
+    """Pack values int8 (N, K) and scale fp32 (N,) for instructions of ``lanes`` and ``group``."""
+    outputs, inputs = values.shape
+    panels = -(-outputs // (lanes * PANELS)) * PANELS
+    depth = -(-inputs // DEPTH) * DEPTH
+    padded = values.new_zeros(panels * lanes, depth)
+    padded[:outputs, :inputs] = values
+    packed = padded.view(panels, lanes, depth // group, group).transpose(1, 2).contiguous()
+    scales = scale.new_zeros(panels * lanes, dtype=torch.float32)
+    scales[:outputs] = scale
+    return Int8Weight(packed, scales, padded.sum(1, dtype=torch.int32), outputs, inputs)
+
+
+def unpack(weight: Int8Weight) -> tuple[Tensor, Tensor]:
+    """Return the first two arguments of `pack`: values (N, K) and scale (N,)."""
+    panels, groups, lanes, group = weight.packed.shape
+    values = weight.packed.transpose(1, 2).reshape(panels * lanes, groups * group)
+    values = values[: weight.outputs, : weight.inputs].contiguous()
+    return values, weight.scale[: weight.outputs].clone()
+
+
+def int8_rows(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantise x (M, K) to integers of 8 bits, with x ≈ (q − zero) · scale.
+
+    With [low, high] the range of a row and 0, scale = (high − low) / 255, zero = rint(−low / scale)
+    and q = clip(rint(x / scale) + zero). A row whose scale is below 2⁻¹²⁰ counts as 0; a row with
+    an element that is not finite has q = 0 and the scale NaN.
+
+    Args:
+        x: Rows of shape ``(M, K)``.
+
+    Returns:
+        q of shape ``(M, K)`` in [0, 255], scale and zero of shape ``(M, 1)``, all fp32.
+    """
+    x = x.float()
+    low, high = x.amin(1, keepdim=True).clamp(max=0.0), x.amax(1, keepdim=True).clamp(min=0.0)
+    scale = high / 255.0 - low / 255.0
+    finite = x.isfinite().all(1, keepdim=True)
+    counts = finite & (scale >= 2.0**-120)
+    inverse = torch.where(counts, 1.0 / scale, 0.0)
+    zero = torch.where(counts, (-low * inverse).round(), 0.0)
+    q = torch.where(counts, ((x * inverse).round() + zero).clamp(0.0, 255.0), 0.0)
+    return q, torch.where(counts, scale, torch.where(finite, 0.0, torch.nan)), zero
+
+
+def int8_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantise weight (N, K) symmetrically, with one scale for each row.
+
+    Args:
+        weight: Weight of shape ``(N, K)``.
+
+    Returns:
+        int8 values of shape ``(N, K)`` in [-127, 127], and the fp32 scales of shape ``(N,)``, with
+        weight ≈ values · scale.
+    """
+    weight = weight.detach().float()
+    scale = weight.abs().amax(1) / 127.0
+    inverse = torch.where(scale >= 2.0**-120, 1.0 / scale, 0.0)
+    values = (weight * inverse.unsqueeze(1)).round().clamp(-127.0, 127.0)
+    return values.to(torch.int8), torch.where(scale >= 2.0**-120, scale, 0.0)
+
+
+def int8_linear(
+    x: Tensor,
+    weight: Int8Weight,
+    bias: Tensor | None = None,
+    *,
+    residual: Tensor | None = None,
+    activation: str = "none",
+) -> Tensor:
+    """Compute ``activation((q − zero) valuesᵀ · scales + b) + residual``.
+
+    x is (..., K), and the result has its dtype. `int8_rows` gives q, zero and the scale of each
+    row; ``weight`` holds the values and the scale of each output. The sums of the integers are
+    exact; everything else is fp32.
+    """
+    values, scale = unpack(weight)
+    q, row_scale, zero = int8_rows(x.reshape(-1, x.shape[-1]))
+    y = ((q - zero).double() @ values.double().t()).float() * (row_scale * scale)
+    y = y if bias is None else y + bias.float()
+    y = y if activation == "none" else activate(y, activation)
+    y = y.view(*x.shape[:-1], weight.outputs)
+    return (y if residual is None else y + residual.float()).to(x.dtype)

@@ -1,0 +1,84 @@
+"""Sequences with and without padding."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Packed(NamedTuple):
+    """Sequences without padding, and where they came from.
+
+    ``values`` (T, ...) are the rows. ``indices`` int64 (T,) is the row of each token in the
+    flattened padded batch; ``cu_seqlens`` int32 (B + 1,) holds the cumulative lengths, as in
+    ``flash_attn_varlen_func``; ``max_seqlen`` is the longest length; ``batch`` and ``length`` are B
+    and L of the padded batch.
+    """
+
+    values: Tensor
+    indices: Tensor
+    cu_seqlens: Tensor
+    max_seqlen: int
+    batch: int
+    length: int
+
+
+def unpad(x: Tensor, mask: Tensor) -> Packed:
+    """Take the padding out of x (B, L, ...); see ``fastbert.ops.unpad``."""
+    keep = mask.bool()
+    lengths = keep.sum(dim=1, dtype=torch.int32)
+    indices = keep.flatten().nonzero().flatten()
+    cu_seqlens = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    longest = int(lengths.max()) if lengths.numel() else 0
+    values = x.flatten(0, 1).index_select(0, indices)
+    return Packed(values, indices, cu_seqlens, longest, mask.shape[0], mask.shape[1])
+
+
+def pad(packed: Packed) -> Tensor:
+    """Put the padding back into a batch: (B, L, ...), 0 at the positions that were dropped."""
+    rows = packed.batch * packed.length
+    flat = packed.values.new_zeros(rows, *packed.values.shape[1:])
+    flat = flat.index_copy(0, packed.indices, packed.values)
+    return flat.view(packed.batch, packed.length, *packed.values.shape[1:])
+
+
+def sequence_positions(cu_seqlens: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Return the sequence of each of ``rows`` packed rows and the position inside, int64 (T,).
+
+    Rows beyond ``cu_seqlens[-1]`` belong to sequence B, at position 0.
+    """
+    row = torch.arange(rows, device=cu_seqlens.device)
+    boundaries = cu_seqlens.long()
+    sequence = torch.searchsorted(boundaries[1:].contiguous(), row, right=True)
+    position = row - boundaries.index_select(0, sequence)
+    return sequence, position.masked_fill(sequence == cu_seqlens.shape[0] - 1, 0)
+
+
+def pad_rows(x: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Pad packed rows (T, ...) to (B, L, ...).
+
+    Also returns the slot of each row in B·L, and whether the row has a slot. Rows beyond
+    ``cu_seqlens[-1]`` go to a spare slot that is cut off again: they are never seen.
+    """
+    batch = cu_seqlens.numel() - 1
+    sequence, position = sequence_positions(cu_seqlens, x.shape[0])
+    used = sequence < batch
+    # A row without a sequence has position 0 of sequence B: the spare slot.
+    slot = sequence * max_seqlen + position
+    padded = x.new_zeros(batch * max_seqlen + 1, *x.shape[1:]).index_copy(0, slot, x)[:-1]
+    return padded.view(batch, max_seqlen, *x.shape[1:]), slot, used
+
+
+def unpad_rows(padded: Tensor, slot: Tensor, used: Tensor) -> Tensor:
+    """Invert `pad_rows`: (B, L, ...) → (T, ...); rows without a slot are 0."""
+    flat = torch.cat([padded.flatten(0, 1), padded.new_zeros(1, *padded.shape[2:])])
+    return flat.index_select(0, torch.where(used, slot, flat.shape[0] - 1))
+
+
+def existing_queries(lengths: Tensor, max_seqlen: int) -> Tensor:
+    """Tell which rows of (B, H, Lq, Lk) belong to a token: bool (B, 1, Lq, 1)."""
+    query = torch.arange(max_seqlen, device=lengths.device)
+    return (query < lengths[:, None])[:, None, :, None]

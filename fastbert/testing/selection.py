@@ -1,0 +1,23 @@
+"""The cases that a name selects, registered or random."""
+
+from __future__ import annotations
+
+from fastbert.testing.cases import CASES, OPS, RANDOM, Case
+from fastbert.testing.random_cases import named
+
+
+def find(op: str | None = None, name: str | None = None, quick: bool = False) -> list[Case]:
+    """The registered cases of ``op`` (all without one) called ``name``; ValueError when there is
+    none. ``name`` may also be that of a random case.
+    """
+    if op is not None and op not in OPS:
+        raise ValueError(f"op: got {op!r}, allowed: {', '.join(OPS)}")
+    if name is not None and name.startswith(RANDOM):
+        return [named(name, op)]
+    found = [
+        c for c in CASES if op in (None, c.op) and name in (None, c.name) and (c.quick or not quick)
+    ]
+    if not found:
+        names = ", ".join(sorted({c.name for c in CASES if op in (None, c.op)}))
+        raise ValueError(f"case: got {name!r}, allowed: {names}")
+    return found

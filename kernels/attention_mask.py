@@ -1,0 +1,96 @@
+"""Which pairs of a query and a key may attend.
+
+Key j is visible to query i iff i + offset - left <= j <= i + offset + right, with offset = Lk - Lq
+of the sequence at hand.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def visible_range(
+    first, last, offset, length, left, right,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """What positions first..last see of the other side, and which of its tiles need no masking.
+
+    Returns low, high (the exact range that at least one of them sees) and start, full_start,
+    full_stop: tiles [start, full_start) and [full_stop, high) need masks, tiles [full_start,
+    full_stop) do not.
+    """
+    low = length * 0
+    high = length
+    full_low = low
+    full_high = length
+    if HAS_LEFT:
+        low = tl.minimum(tl.maximum(first + offset - left, 0), length)
+        full_low = tl.maximum(last + offset - left, 0)
+    if HAS_RIGHT:
+        high = tl.maximum(tl.minimum(last + offset + right + 1, length), low)
+        full_high = tl.maximum(tl.minimum(first + offset + right + 1, length), 0)
+    start = low // BLOCK * BLOCK
+    end = (high + BLOCK - 1) // BLOCK * BLOCK
+    full_start = (full_low + BLOCK - 1) // BLOCK * BLOCK
+    full_start = tl.minimum(tl.maximum(full_start, start), end)
+    full_stop = tl.maximum(full_high // BLOCK * BLOCK, full_start)
+    return low, high, start, full_start, full_stop
+
+
+@triton.jit
+def phase_range(phase: tl.constexpr, start, full_start, full_stop, high):
+    """The range of phase 0 (leading masked tiles), 1 (full tiles) or 2 (trailing masked tiles)."""
+    if phase == 0:
+        return start, full_start
+    elif phase == 1:
+        return full_start, full_stop
+    else:
+        return full_stop, high
+
+
+@triton.jit
+def allowed_pairs(
+    rows, cols, mask_ptr, offset, q_len, k_len, left, right, stride_mask_row, stride_mask_key,
+    HAS_MASK: tl.constexpr, MASK_ROW: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    IS_BOUNDARY: tl.constexpr,
+):  # fmt: skip
+    """Pairs that may attend. rows and cols broadcast against each other in either orientation.
+
+    Full tiles (not IS_BOUNDARY) look at the mask alone. A mask that is the same for every query
+    (MASK_ROW) is loaded as one row.
+    """
+    allowed = cols < k_len
+    if IS_BOUNDARY:
+        if HAS_LEFT:
+            allowed = allowed & (cols >= rows + (offset - left))
+        if HAS_RIGHT:
+            allowed = allowed & (cols <= rows + (offset + right))
+    if HAS_MASK:
+        offsets = cols.to(tl.int64) * stride_mask_key
+        inside = cols < k_len
+        if not MASK_ROW:
+            offsets += rows.to(tl.int64) * stride_mask_row
+            inside = inside & (rows < q_len)
+        allowed = allowed & (tl.load(mask_ptr + offsets, mask=inside, other=0) != 0)
+    return allowed
+
+
+@triton.jit
+def attended_keys(
+    cols, allowed, mask_ptr, low, high, stride_mask_key,
+    HAS_MASK: tl.constexpr, MASK_ROW: tl.constexpr,
+):  # fmt: skip
+    """Keys [BLOCK_N] that a row of the tile attends: others may hold NaN, and 0 * NaN is NaN.
+
+    allowed is [BLOCK_M, BLOCK_N], low and high bound what the tile sees through the window.
+    """
+    attended = (cols >= low) & (cols < high)
+    if HAS_MASK:
+        if MASK_ROW:
+            pointers = mask_ptr + cols.to(tl.int64) * stride_mask_key
+            attended = attended & (tl.load(pointers, mask=attended, other=0) != 0)
+        else:
+            attended = attended & (tl.max(allowed.to(tl.int32), axis=0) > 0)
+    return attended

@@ -1,0 +1,197 @@
+"""One attention problem: its sizes and the arguments that its kernels share."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from fastbert.kernels.launch import Launch, dropout_arguments
+from fastbert.kernels.tiles import Tile, attention_tile, padded_head_dim
+
+# Lengths and counts change from batch to batch: no new binary for each divisibility.
+UNSPECIALISED = [
+    "heads",
+    "batches",
+    "q_blocks",
+    "k_blocks",
+    "q_length",
+    "k_length",
+    "q_rows",
+    "k_rows",
+    "dropout_threshold",
+    "window_left",
+    "window_right",
+]
+
+
+class Problem(NamedTuple):
+    """One attention problem: sizes for the grid, and the arguments that its kernels share."""
+
+    batches: int
+    heads: int
+    max_q: int
+    max_k: int
+    head_dim: int
+    arguments: dict[str, Any]
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether there is a bias, or a mask that differs between queries."""
+        arguments = self.arguments
+        return arguments["HAS_BIAS"] or (arguments["HAS_MASK"] and not arguments["MASK_ROW"])
+
+    def tile(self, pass_name: str) -> Tile:
+        """Tile of one of its kernels, see ``attention_tile``."""
+        dtype = self.arguments["q_ptr"].dtype
+        return attention_tile(pass_name, self.head_dim, dtype, self.has_pairs)
+
+    def launch(
+        self, name: str, kernel: Any, tile: Tile, over_keys: bool = False, **own: Any
+    ) -> Launch:
+        """A launch of one program per block of queries (or keys), head and sequence."""
+        q_blocks = triton.cdiv(self.max_q, tile.block_m)
+        k_blocks = triton.cdiv(self.max_k, tile.block_n)
+        if self.arguments["IS_VARLEN"]:
+            # At least one block per sequence: the last one's zero the rows beyond cu_seqlens[-1].
+            q_blocks, k_blocks = max(q_blocks, 1), max(k_blocks, 1)
+        available = {
+            **self.arguments,
+            "q_blocks": q_blocks,
+            "k_blocks": k_blocks,
+            "BLOCK_M": tile.block_m,
+            "BLOCK_N": tile.block_n,
+            **own,
+        }
+        arguments = {key: available[key] for key in kernel.arg_names}
+        grid = ((k_blocks if over_keys else q_blocks) * self.heads * self.batches,)
+        return Launch(name, kernel, grid, arguments, tile.num_warps, tile.num_stages)
+
+
+def strides(name: str, x: Tensor | None, is_varlen: bool = False) -> dict[str, int]:
+    """Stride arguments of q, k, v, out or a gradient: (B, H, L, D), or packed (T, H, D)."""
+    if x is None:
+        batch = head = row = dim = 0
+    elif is_varlen:
+        batch, (row, head, dim) = 0, x.stride()
+    else:
+        batch, head, row, dim = x.stride()
+    return {
+        f"stride_{name}_batch": batch,
+        f"stride_{name}_head": head,
+        f"stride_{name}_row": row,
+        f"stride_{name}_dim": dim,
+    }
+
+
+def pair_strides(name: str, x: Tensor | None) -> dict[str, int]:
+    """Stride arguments of mask or bias, expanded to (B, H, Lq, Lk)."""
+    batch, head, row, key = (0, 0, 0, 0) if x is None else x.stride()
+    return {
+        f"stride_{name}_batch": batch,
+        f"stride_{name}_head": head,
+        f"stride_{name}_row": row,
+        f"stride_{name}_key": key,
+    }
+
+
+def scaling(dtype: torch.dtype, has_bias: bool, scale: float) -> int:
+    """How logits are scaled: 0 inside exp2, 1 before the softmax, 2 so and with exp in full fp32.
+
+    0 is the fastest. It takes the maximum of raw products, which a scale <= 0 would reverse, and
+    cannot add a bias.
+    """
+    if dtype == torch.float32:
+        return 2
+    return 1 if has_bias or scale <= 0 else 0
+
+
+def longest(cu_seqlens: Tensor) -> int:
+    """The longest sequence; reads the device, so callers that know it pass it."""
+    return int(cu_seqlens.diff().max()) if cu_seqlens.numel() > 1 else 0
+
+
+def describe(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    seed: Tensor | None = None,
+    dropout_p: float = 0.0,
+    scale: float,
+    causal: bool = False,
+    window: tuple[int, int] = (-1, -1),
+) -> Problem:
+    """The problem behind the arguments of ``attention_forward``, which says what they are."""
+    is_varlen = cu_seqlens_q is not None
+    if is_varlen:
+        cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+        batches, heads, head_dim = cu_seqlens_q.numel() - 1, q.shape[1], q.shape[2]
+        max_q = longest(cu_seqlens_q) if max_seqlen_q is None else max_seqlen_q
+        max_k = longest(cu_seqlens_k) if max_seqlen_k is None else max_seqlen_k
+        q_rows, k_rows = q.shape[0], k.shape[0]
+    else:
+        batches, heads, max_q, head_dim = q.shape
+        max_k = k.shape[2]
+        q_rows, k_rows = max_q, max_k
+    left, right = window[0], 0 if causal else window[1]
+    dropout = dropout_arguments(dropout_p, seed)
+    arguments = {
+        "q_ptr": q,
+        "k_ptr": k,
+        "v_ptr": v,
+        "mask_ptr": None if mask is None else mask.view(torch.uint8),
+        "bias_ptr": bias,
+        "seed_ptr": seed if dropout.enabled else None,
+        "cu_seqlens_q_ptr": cu_seqlens_q,
+        "cu_seqlens_k_ptr": cu_seqlens_k,
+        **strides("q", q, is_varlen),
+        **strides("k", k, is_varlen),
+        **strides("v", v, is_varlen),
+        **pair_strides("mask", mask),
+        **pair_strides("bias", bias),
+        # lse and delta are fp32 (B, H, Lq), or packed (H, Tq)
+        "stride_lse_batch": 0 if is_varlen else heads * q_rows,
+        "stride_lse_head": q_rows,
+        "heads": heads,
+        "batches": batches,
+        "q_length": max_q,
+        "k_length": max_k,
+        "q_rows": q_rows,
+        "k_rows": k_rows,
+        "scale": float(scale),
+        "dropout_threshold": dropout.threshold,
+        "dropout_scale": dropout.scale,
+        "window_left": left,
+        "window_right": right,
+        "HEAD_DIM": head_dim,
+        "BLOCK_D": padded_head_dim(head_dim),
+        "IS_VARLEN": is_varlen,
+        "HAS_MASK": mask is not None,
+        "MASK_ROW": mask is not None and mask.stride(2) == 0,
+        "HAS_BIAS": bias is not None,
+        "HAS_DROPOUT": dropout.enabled,
+        "HAS_LEFT": left >= 0,
+        "HAS_RIGHT": right >= 0,
+        "SCALING": scaling(q.dtype, bias is not None, scale),
+    }
+    return Problem(batches, heads, max_q, max_k, head_dim, arguments)
+
+
+def allocate_rows(like: Tensor, problem: Problem) -> Tensor:
+    """Memory for out or a gradient: (B, H, L, D) lying as (B, L, H, D), or packed (T, H, D)."""
+    if problem.arguments["IS_VARLEN"]:
+        # Without a sequence no program runs, and every row lies beyond cu_seqlens[-1].
+        make = torch.empty if problem.batches else torch.zeros
+        return make(like.shape, dtype=like.dtype, device=like.device)
+    batch, heads, length, head_dim = like.shape
+    shape = (batch, length, heads, head_dim)
+    return torch.empty(shape, dtype=like.dtype, device=like.device).transpose(1, 2)

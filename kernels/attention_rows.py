@@ -1,0 +1,98 @@
+"""Where the rows of an attention tile are in memory: sequences, heads, loads and stores.
+
+One kernel serves dense and packed input: packed sequences begin at ``cu_seqlens`` rows of batch 0,
+dense ones at row 0 of their own batch.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fastbert.kernels.common import INFINITY
+
+
+@triton.jit
+def sequence_bounds(batch, cu_seqlens_ptr, length, IS_VARLEN: tl.constexpr):
+    """First row and length of a sequence."""
+    start = batch * 0
+    if IS_VARLEN:
+        start = tl.load(cu_seqlens_ptr + batch)
+        length = tl.load(cu_seqlens_ptr + batch + 1) - start
+    return start, length
+
+
+@triton.jit
+def head_pointer(ptr, batch, head, start, stride_batch, stride_head, stride_row):
+    """Where row 0 of the sequence lies in this head."""
+    # int64 before the strides multiply: a tensor may have more than 2**31 elements.
+    offset = batch.to(tl.int64) * stride_batch + head.to(tl.int64) * stride_head
+    return ptr + offset + start.to(tl.int64) * stride_row
+
+
+@triton.jit
+def tile_offsets(rows, stride_row, stride_dim, BLOCK_D: tl.constexpr):
+    """Offsets of whole rows, [rows, BLOCK_D]."""
+    dims = tl.arange(0, BLOCK_D).to(tl.int64)
+    return rows.to(tl.int64)[:, None] * stride_row + dims[None, :] * stride_dim
+
+
+@triton.jit
+def load_rows(
+    ptr, rows, inside, stride_row, stride_dim,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, IS_CHECKED: tl.constexpr,
+):  # fmt: skip
+    """Tile [rows, BLOCK_D], 0 beyond HEAD_DIM and, if IS_CHECKED, where not `inside` [rows]."""
+    pointers = ptr + tile_offsets(rows, stride_row, stride_dim, BLOCK_D)
+    dims_inside = (tl.arange(0, BLOCK_D) < HEAD_DIM)[None, :]
+    if IS_CHECKED:
+        if HEAD_DIM == BLOCK_D:
+            return tl.load(pointers, mask=inside[:, None], other=0.0)
+        else:
+            return tl.load(pointers, mask=inside[:, None] & dims_inside, other=0.0)
+    else:
+        if HEAD_DIM == BLOCK_D:
+            return tl.load(pointers)
+        else:
+            return tl.load(pointers, mask=dims_inside, other=0.0)
+
+
+@triton.jit
+def store_rows(
+    ptr, tile, rows, inside, stride_row, stride_dim, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """Stores tile [rows, BLOCK_D] where `inside` [rows]."""
+    pointers = ptr + tile_offsets(rows, stride_row, stride_dim, BLOCK_D)
+    dims_inside = tl.arange(0, BLOCK_D) < HEAD_DIM
+    tl.store(pointers, tile, mask=inside[:, None] & dims_inside[None, :])
+
+
+@triton.jit
+def zero_slack(
+    ptr, batch, head, block, blocks, cu_seqlens_ptr, batches, rows_total,
+    stride_head, stride_row, stride_dim,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Zeroes this head's rows beyond cu_seqlens[-1]; the blocks of the last sequence share them."""
+    if batch == batches - 1:
+        used = tl.load(cu_seqlens_ptr + batches)
+        base = head_pointer(ptr, head * 0, head, head * 0, 0, stride_head, stride_row)
+        zeros = tl.zeros([BLOCK, BLOCK_D], ptr.dtype.element_ty)
+        for first in range(used + block * BLOCK, rows_total, blocks * BLOCK):
+            rows = first + tl.arange(0, BLOCK)
+            inside = rows < rows_total
+            store_rows(base, zeros, rows, inside, stride_row, stride_dim, HEAD_DIM, BLOCK_D)
+
+
+@triton.jit
+def empty_slack(
+    lse_ptr, batch, head, block, blocks, cu_seqlens_ptr, batches, rows_total, stride_head,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Sets lse of this head's rows beyond cu_seqlens[-1] to -inf, as zero_slack zeroes the rows."""
+    if batch == batches - 1:
+        used = tl.load(cu_seqlens_ptr + batches)
+        base = lse_ptr + head.to(tl.int64) * stride_head
+        for first in range(used + block * BLOCK, rows_total, blocks * BLOCK):
+            rows = first + tl.arange(0, BLOCK)
+            tl.store(base + rows, tl.full([BLOCK], -INFINITY, tl.float32), mask=rows < rows_total)

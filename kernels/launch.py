@@ -1,0 +1,55 @@
+"""A kernel launch as data, and the arguments of dropout."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Dropout(NamedTuple):
+    """Kernel arguments of one dropout probability."""
+
+    threshold: int
+    scale: float
+    enabled: bool
+
+
+def dropout_arguments(p: float, seed: Tensor | None) -> Dropout:
+    """Threshold of the 24-bit draw, scale of what is kept; ValueError: p > 0 without a seed."""
+    if not 0.0 <= p <= 1.0:
+        raise ValueError(f"dropout_p: got {p}, allowed: 0 to 1")
+    if p > 0.0 and seed is None:
+        raise ValueError(
+            f"seed: got None with dropout_p={p}, allowed: an int64 tensor of shape (1,)"
+        )
+    scale = 0.0 if p == 1.0 else 1.0 / (1.0 - p)
+    return Dropout(threshold=int(p * 2**24 + 0.5), scale=scale, enabled=p > 0.0)
+
+
+def device_of(x: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Makes x's device current: Triton launches there, wherever its arguments are."""
+    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
+
+
+class Launch(NamedTuple):
+    """One kernel launch, complete: what runs now, or what tests/kernels compiles ahead of time."""
+
+    name: str
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+    num_warps: int
+    num_stages: int
+
+    def run(self, on: Tensor) -> None:
+        """Runs on the device of `on`; an empty grid runs nothing."""
+        if min(self.grid) == 0:
+            return
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        # Triton 3.10 flips the default, which moves last bits.
+        options["enable_fp_fusion"] = True
+        with device_of(on):
+            self.kernel[self.grid](**self.arguments, **options)

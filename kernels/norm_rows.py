@@ -1,0 +1,95 @@
+"""Tiles of whole rows in registers: what layer_norm, rms_norm and embedding share."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastbert.kernels.philox import dropout_keep
+
+
+@triton.jit
+def row_offsets(
+    first_row, stride_row, stride_col, rows_total, columns,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Rows, columns, offsets and bounds of a tile [BLOCK_M, BLOCK_N]."""
+    rows = first_row + tl.arange(0, BLOCK_M)
+    cols = tl.arange(0, BLOCK_N)
+    offsets = rows.to(tl.int64)[:, None] * stride_row + cols.to(tl.int64)[None, :] * stride_col
+    inside = (rows < rows_total)[:, None] & (cols < columns)[None, :]
+    return rows, cols, offsets, inside
+
+
+@triton.jit
+def load_parameter(pointer, cols, columns):
+    """A weight or bias in fp32 [1, BLOCK_N], 0 outside."""
+    return tl.load(pointer + cols, mask=cols < columns, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def keep_rows(seed_ptr, rows, dropout_threshold, BLOCK_N: tl.constexpr):
+    """What dropout keeps of rows of a matrix (rows, columns), int1 [BLOCK_M, BLOCK_N]."""
+    zero = tl.sum(rows, axis=0) * 0
+    return dropout_keep(tl.load(seed_ptr), rows, zero, zero, 0, dropout_threshold, BLOCK_N)
+
+
+@triton.jit
+def load_sum(
+    x_ptr, residual_ptr, x_bias_ptr, seed_ptr,
+    first_row, stride_x_row, stride_residual_row, rows_total, columns,
+    dropout_threshold, dropout_scale,
+    HAS_RESIDUAL: tl.constexpr, HAS_X_BIAS: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """residual + dropout(x + x_bias) in fp32, 0 outside the rows, and what dropout kept."""
+    rows, cols, offsets, inside = row_offsets(
+        first_row, stride_x_row, 1, rows_total, columns, BLOCK_M, BLOCK_N
+    )
+    total = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+    keep = inside
+    if HAS_X_BIAS:
+        total += load_parameter(x_bias_ptr, cols, columns)
+    if HAS_DROPOUT:
+        keep = keep_rows(seed_ptr, rows, dropout_threshold, BLOCK_N)
+        total = tl.where(keep, total * dropout_scale, 0.0)
+    if HAS_RESIDUAL:
+        _, _, offsets, _ = row_offsets(
+            first_row, stride_residual_row, 1, rows_total, columns, BLOCK_M, BLOCK_N
+        )
+        total += tl.load(residual_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+    return tl.where(inside, total, 0.0), keep
+
+
+@triton.jit
+def layer_norm_statistics(total, inside, columns, eps):
+    """total - mean, mean and 1 / sqrt(variance + eps) of rows that are 0 outside."""
+    # The mean of a long row far from 0 loses bits; the mean of what is left after it restores them.
+    mean = tl.sum(total, axis=1) / columns
+    centred = tl.where(inside, total - mean[:, None], 0.0)
+    correction = tl.sum(centred, axis=1) / columns
+    centred = tl.where(inside, centred - correction[:, None], 0.0)
+    variance = tl.sum(centred * centred, axis=1) / columns
+    return centred, mean + correction, 1.0 / tl.sqrt(variance + eps)
+
+
+@triton.jit
+def layer_norm_gradient(dy, total, mean, rstd, weight, inside, columns):
+    """Gradient of the sum, 0 outside, and the normalised sum; dy and weight are 0 outside."""
+    # As in the forward: what one fp32 mean of a row far from 0 leaves is taken off as well.
+    centred = tl.where(inside, total - mean[:, None], 0.0)
+    correction = tl.sum(centred, axis=1) / columns
+    normalised = tl.where(inside, (centred - correction[:, None]) * rstd[:, None], 0.0)
+    dnormalised = dy * weight
+    along = tl.sum(dnormalised * normalised, axis=1) / columns
+    average = tl.sum(dnormalised, axis=1) / columns
+    dsum = dnormalised - average[:, None] - normalised * along[:, None]
+    return tl.where(inside, dsum * rstd[:, None], 0.0), normalised
+
+
+def require_rows(**tensors: Tensor | None) -> None:
+    """ValueError naming the first tensor whose rows do not lie side by side in memory."""
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+            raise ValueError(f"{name}: got last stride {tensor.stride(-1)}, allowed: 1")

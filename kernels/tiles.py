@@ -1,0 +1,340 @@
+"""Block sizes, numbers of programs and, where two kernels do the same, which one is launched."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from fastbert.kernels.common import INTERPRETED
+
+# Whether tiles are the interpreter's own; tests set it to False to have those of a GPU.
+IS_INTERPRETED = INTERPRETED.value
+# Rows of a tile there: few operations on large tiles are fast, but NumPy sums a column of a tile
+# one row after the other, where a GPU adds in a tree.
+INTERPRETED_ROWS = 8
+LARGEST_HEAD_DIM = 256
+LARGEST_ROW = 8192
+
+
+class Tile(NamedTuple):
+    """Block sizes and launch options of one kernel."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+# The interpreter pays per tile, whatever its size; tests/kernels makes it play the real ones.
+INTERPRETED_TILE = Tile(128, 128, num_warps=4, num_stages=1)
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """The head dimension as a matrix unit sees it: a power of two, at least 16."""
+    if not 1 <= head_dim <= LARGEST_HEAD_DIM:
+        raise ValueError(f"head_dim: got {head_dim}, allowed: 1 to {LARGEST_HEAD_DIM}")
+    return max(16, triton.next_power_of_2(head_dim))
+
+
+def attention_tile(
+    pass_name: str, head_dim: int, dtype: torch.dtype, has_pairs: bool = False
+) -> Tile:
+    """Tile of an attention kernel; m counts queries, n keys.
+
+    pass_name: "forward", "weights", "delta", "statistics", "dkv", "dq" or "bias". has_pairs: a bias
+    or a mask of its own for every pair is read. Chosen so that no shipped launch spills
+    (tests/kernels/test_aot.py); not measured on a GPU.
+    """
+    width = padded_head_dim(head_dim)
+    if IS_INTERPRETED:
+        return INTERPRETED_TILE
+    if pass_name == "delta":
+        return Tile(4096 // width, 16, num_warps=4, num_stages=1)
+    is_walk = pass_name in ("dq", "statistics")
+    if dtype == torch.float32:
+        # IEEE fp32 products run on the FMA units, from operands in registers: small tiles. One size
+        # for all passes, so that the backward sums each product as the forward did.
+        block = 32 if width <= 64 else 16
+        num_warps, num_stages = 4 if pass_name == "forward" else 8, 1
+        if is_walk and width > 64:
+            num_stages = 2
+        return Tile(block, block, num_warps, num_stages)
+    # More than one stage copies tiles straight to shared memory: fewer registers.
+    if pass_name == "dkv":
+        return Tile(32, 128, 8, 1) if width <= 64 else Tile(16, 64, 8, 3)
+    if width > 128:
+        return Tile(64, 16 if is_walk else 32, num_warps=8, num_stages=2)
+    if width > 64:
+        return Tile(64, 32, 8 if has_pairs or pass_name == "forward" else 4, num_stages=2)
+    if is_walk or has_pairs:
+        return Tile(128, 32, num_warps=8, num_stages=2 if is_walk else 3)
+    return Tile(128, 64, num_warps=8, num_stages=3)
+
+
+# Keys and values of a head that stay in shared memory: 128 KiB of 16-bit numbers, of sm_80's 163.
+LARGEST_SHORT_ELEMENTS = 512 * 64
+
+# dk and dv of more keys would not fit the registers beside the tiles of scores.
+LARGEST_SHORT_BACKWARD = 128
+
+
+class ShortTile(NamedTuple):
+    """Tile of a short attention kernel: chunks of block_n keys, programs per multiprocessor."""
+
+    tile: Tile
+    chunks: int
+    programs: int
+
+
+def short_attention_tile(
+    pass_name: str, max_keys: int, head_dim: int, target: int = 90, has_dropout: bool = False
+) -> ShortTile:
+    """Tile of kernels/attention_short.py; pass_name: "forward" or "backward"; target: 80, 90, 100.
+
+    Registers and shared memory are what ptxas reports for sm_90 (65,536 registers and 227 KiB per
+    multiprocessor); programs is what they leave room for. Not measured on a GPU.
+    - Forward: 64 keys at a time, scores [64, 64] on 4 warps. Every other shape keeps more registers
+      alive than it gains, and with one chunk size for all lengths a row has the same bits whatever
+      the longest sequence of its batch. K and V take 32 KiB per 128 keys at D = 64. Up to 128 keys
+      the next query tile is loaded ahead; beyond, its 16 KiB would cost the third program.
+    - Backward: dk and dv [128, 64] take 64 registers on 8 warps, the tiles [128, 32] of P and dP
+      take 32, addresses and dropout the rest of 242: one program. Up to 64 keys 4 warps do, and two
+      programs fit. sm_80 copies through registers and takes tiles of 16 queries; on sm_100, where
+      the products lie in tensor memory, dropout spills on 8 warps and has room on 4.
+    """
+    if pass_name == "forward":
+        block = 128 if IS_INTERPRETED else 64
+        chunks = max(1, triton.cdiv(max_keys, block))
+        resident = 3 if max_keys <= 256 else 1
+        stages = 2 if max_keys <= 128 and target < 100 else 1
+        return ShortTile(Tile(block, block, 4, stages), chunks, resident)
+    block_n = max(64, triton.next_power_of_2(max_keys))
+    block_m = 128 if IS_INTERPRETED else 32
+    if block_n == 64:
+        return ShortTile(Tile(block_m, block_n, 4, 1), chunks=1, programs=2)
+    if target < 90 and not IS_INTERPRETED:
+        block_m = 16
+    num_warps = 4 if target >= 100 and has_dropout else 8
+    return ShortTile(Tile(block_m, block_n, num_warps, 1), chunks=1, programs=1)
+
+
+def short_attention_obstacle(
+    pass_name: str, max_keys: int, head_dim: int, dtype: torch.dtype
+) -> str | None:
+    """Why the short kernels cannot serve; None if they can."""
+    width = padded_head_dim(head_dim)
+    if dtype == torch.float32:
+        return "dtype: got torch.float32, allowed: torch.float16, torch.bfloat16"
+    if pass_name == "backward" and width > 64:
+        return f"head_dim: got {head_dim}, allowed: up to 64"
+    most = LARGEST_SHORT_BACKWARD if pass_name == "backward" else LARGEST_SHORT_ELEMENTS // width
+    return f"keys: got {max_keys}, allowed: up to {most}" if max_keys > most else None
+
+
+def attention_path(
+    pass_name: str,
+    max_keys: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    *,
+    has_dropout: bool = False,
+    has_key_mask: bool = False,
+    has_pairs: bool = False,
+    has_window: bool = False,
+) -> str:
+    """Which kernels serve a pass of attention: "short" or "general". Reasoned, NOT measured.
+
+    - Forward up to 256 keys and D = 64 is bound by memory: the short kernel reads K and V once and
+      has three programs of 4 warps on a multiprocessor, so that one loads while others compute.
+      From 257 to 512 keys K and V fill the shared memory and leave one program, whose products and
+      exponentials wait for each other; the general kernel overlaps two.
+    - Heads of another width than a power of two are loaded 2 bytes at a time, through too many
+      registers; so are has_pairs, a bias or a mask that differs between queries.
+    - Wider heads double K, V and the accumulator: beyond D = 64 the short forward spills.
+    - Dropout: the Philox words of several chunks take the registers of the third program.
+    - A window hides most of more than 128 keys, and only the general kernels skip what is hidden.
+    - Backward up to 128 keys: one launch instead of three and 5 products instead of 7, and q, k, v
+      and dout are read once, not twice.
+    - A mask of keys spills on sm_80 beyond 64 keys (forward: 128); the model packs its sequences
+      and needs none.
+    """
+    is_wide = head_dim > 64 or head_dim != padded_head_dim(head_dim)
+    if dtype == torch.float32 or is_wide or has_pairs:
+        return "general"
+    if pass_name == "backward":
+        most = 64 if has_key_mask else 128
+    else:
+        most = 128 if has_dropout or has_key_mask or has_window else 256
+    return "short" if max_keys <= most else "general"
+
+
+# A tile of a GEMM is made smaller until there are about as many as a GPU has multiprocessors.
+GEMM_TILES = 96
+
+# Beyond this depth a library GEMM and a pass over its result beat the fused GEMM.
+LARGEST_FUSED_DEPTH = 1024
+
+
+def gemm_tile(rows: int, columns: int, dtype: torch.dtype, epilogue: str = "forward") -> Tile:
+    """Tile of a GEMM with rows × columns results.
+
+    epilogue: "forward", "backward" or "gated_backward", which need more and more registers. Chosen
+    so that no shipped launch spills, and not measured on a GPU: 128 × 128 on 4 warps leaves room
+    for two programs on a multiprocessor, so that one multiplies while the other is in its epilogue.
+    """
+    if IS_INTERPRETED:
+        return INTERPRETED_TILE
+    if dtype == torch.float32:
+        return Tile(64, 64, num_warps=8, num_stages=2)
+    large = {
+        "forward": Tile(128, 128, num_warps=4, num_stages=3),
+        "backward": Tile(128, 128, num_warps=8, num_stages=3),
+        "gated_backward": Tile(128, 64, num_warps=8, num_stages=3),
+    }
+    for tile in (large[epilogue], Tile(64, 64, num_warps=8, num_stages=3)):
+        if triton.cdiv(rows, tile.block_m) * triton.cdiv(columns, tile.block_n) >= GEMM_TILES:
+            return tile
+    return Tile(64, 32, num_warps=4, num_stages=4)
+
+
+def gemm_depth(dtype: torch.dtype) -> int:
+    """How much of K a tile of a GEMM takes at once."""
+    if IS_INTERPRETED:
+        return 512
+    return 32 if dtype == torch.float32 else 64
+
+
+def gemm_programs(x: Tensor, tile: Tile, tiles: int) -> int:
+    """Programs that share the tiles of a GEMM on x's device: as many as are resident at once."""
+    return min(multiprocessors(x) * max(1, 8 // tile.num_warps), tiles)
+
+
+class Engine(NamedTuple):
+    """What multiplies, "fused" or "library", and why."""
+
+    name: str
+    reason: str
+
+
+def gemm_engine(rows: int, columns: int, depth: int, dtype: torch.dtype) -> Engine:
+    """The engine of a product with an activation: rows × columns results, each of depth products.
+
+    "fused" is our GEMM with the activation in its epilogue, "library" torch's GEMM and an
+    elementwise kernel on its result. This table is NOT measured; its reasoning:
+    - fp32 is IEEE here, without matrix units. cuBLAS is well ahead of Triton at that, and the GEMM
+      takes so long that the pass after it hardly counts.
+    - cuBLASLt's epilogue has the tanh form of GELU alone. A pass of its own costs about 38 % of the
+      first GEMM of BERT-base (depth 768), and half of that at twice the depth; a Triton GEMM is
+      taken to be 20 % slower than cuBLASLt's. They meet at a depth of about 1,400, and earlier
+      where the pre-activation is saved, which the library's GEMM writes anyway.
+    - A few rows are bound by reading the weight: both do, and fused is one launch instead of two.
+    """
+    if dtype == torch.float32:
+        return Engine("library", "fp32 in IEEE: the library's GEMM is faster (not measured)")
+    if rows <= 64:
+        return Engine("fused", "few rows: one launch instead of two (not measured)")
+    if depth > LARGEST_FUSED_DEPTH:
+        reason = f"depth {depth} > {LARGEST_FUSED_DEPTH}: the GEMM outweighs the pass after it"
+        return Engine("library", f"{reason} (not measured)")
+    return Engine("fused", "saves a pass over the pre-activation (not measured)")
+
+
+def cross_entropy_tile(dtype: torch.dtype) -> tuple[Tile, int]:
+    """Tile of the products of linear_cross_entropy and its depth along K.
+
+    One for every number of rows and for both passes: the same logit has the same bits everywhere.
+    Square, because the columns of one product are the rows of the next. Not measured on a GPU.
+    """
+    if IS_INTERPRETED:
+        return INTERPRETED_TILE, 512
+    if dtype == torch.float32:
+        return Tile(64, 64, num_warps=8, num_stages=2), 32
+    return Tile(128, 128, num_warps=8, num_stages=3), 64
+
+
+def row_tile(columns: int) -> Tile:
+    """Tile of a kernel that keeps whole rows in registers: block_m rows, block_n >= columns.
+
+    A row lies across all warps; up to 1024 columns a thread holds 8 elements, in 16 bit one load of
+    16 bytes: with 16 the backward spills on sm_80. Not measured on a GPU.
+    """
+    block_n = max(16, triton.next_power_of_2(columns))
+    if block_n > LARGEST_ROW:
+        raise ValueError(f"columns: got {columns}, allowed: up to {LARGEST_ROW}")
+    num_warps = max(1, block_n // 256) if block_n <= 1024 else max(4, block_n // 512)
+    block_m = INTERPRETED_ROWS if IS_INTERPRETED else max(1, min(16, 256 * num_warps // block_n))
+    return Tile(block_m, block_n, num_warps, num_stages=1)
+
+
+def rotary_tile(head_dim: int) -> Tile:
+    """Tile of a kernel that turns pairs: block_m heads, block_n of a head's head_dim / 2 pairs.
+
+    A thread holds 8 pairs, in 16 bit one load of 16 bytes for each half. Not measured on a GPU.
+    """
+    block_n = min(128, max(16, triton.next_power_of_2(head_dim // 2)))
+    return Tile(1024 // block_n, block_n, num_warps=4, num_stages=1)
+
+
+def row_programs(x: Tensor) -> int:
+    """Programs that share the rows of x (R, N) in a backward, each with one partial sum.
+
+    As many as are resident at once with the registers that such a kernel takes.
+    """
+    tile = row_tile(x.shape[1])
+    warps = 16 if tile.block_n <= 1024 else 12
+    resident = max(1, warps // tile.num_warps)
+    return min(triton.cdiv(x.shape[0], tile.block_m), resident * multiprocessors(x))
+
+
+def run_sum_tile(columns: int, dtype: torch.dtype) -> Tile:
+    """Tile of a kernel that sums runs among block_m sorted rows by a product with 0 and 1.
+
+    On the matrix units in 16 bit; in fp32, where a product costs, few rows. Not measured on a GPU.
+    """
+    if IS_INTERPRETED:
+        return Tile(64, max(16, min(1024, triton.next_power_of_2(columns))), 4, num_stages=1)
+    return Tile(16 if dtype == torch.float32 else 64, 128, num_warps=4, num_stages=1)
+
+
+def partial_sums_tile() -> Tile:
+    """Tile of the first half of a sum over rows; block_m divides reduction.ROWS_PER_PARTIAL."""
+    return Tile(128, 256, 4, 1) if IS_INTERPRETED else Tile(16, 128, 4, 1)
+
+
+def sum_partials_tile() -> Tile:
+    """Tile of the second half, which adds a few hundred partial sums: mostly latency."""
+    return Tile(32, 64, 4, 1) if IS_INTERPRETED else Tile(128, 32, 8, 1)
+
+
+def elementwise_tile() -> Tile:
+    """Tile of a kernel that maps a matrix; block_m rows go into one partial sum of its columns."""
+    return Tile(64, 512, 4, 1) if IS_INTERPRETED else Tile(64, 64, 8, 1)
+
+
+@functools.cache
+def _multiprocessors(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def multiprocessors(x: Tensor) -> int:
+    """Multiprocessors of x's device; a small number where the interpreter plays them one by one."""
+    return _multiprocessors(x.device.index) if x.is_cuda else 4
+
+
+# What launches on meta tensors are for: 80, 90, 100 …; the ahead-of-time gate sets it.
+compiled_target = 90
+
+
+def target_of(x: Tensor) -> int:
+    """Ten times the compute capability of x's device: 80 for sm_80."""
+    return _capability(x.device.index) if x.is_cuda else compiled_target
+
+
+@functools.cache
+def _capability(index: int) -> int:
+    major, minor = torch.cuda.get_device_capability(index)
+    return 10 * major + minor

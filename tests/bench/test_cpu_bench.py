@@ -1,0 +1,286 @@
+"""The CPU benchmark: one real run on tiny shapes, and its rules on made-up times."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # benchmarks/ is no part of the package
+
+from benchmarks.cpu import __main__ as cpu
+from benchmarks.cpu import accuracy, breakdown, ceilings, contest, encoder, report, runtimes
+from benchmarks.cpu.ceilings import Ceilings
+from benchmarks.cpu.contest import CpuRow, Setting
+from benchmarks.cpu.remote import Failed, Remote
+from fastbert.bench.contest import Target
+from fastbert.bench.encoder import BASE, SMALL, EncoderShape
+from fastbert.bench.timing import Timing, alternate
+
+MACHINE = Ceilings(
+    2,
+    {"fp32": 2e11, "bf16": 2e11, "int8": 3e11},
+    {"fp32": "FMA", "bf16": "widened to fp32", "int8": "pairs"},
+    2e10,
+    1.3e11,
+    2e10,
+)
+
+
+def test_a_run_leaves_table_json_and_plot(tmp_path):
+    said: list[str] = []
+    names = ("fastbert fp32", "transformers eager fp32")
+    status = cpu.run(["bert-base"], tmp_path, 1, names, quick=True, notify=said.append)
+    assert status == 0, "\n".join(said)
+    content = json.loads((tmp_path / "bert-base.json").read_text("utf-8"))
+    rows = {(row["label"], row["contender"]): row for row in content["rows"]}
+    shapes = [match.shape.name for match in encoder.matches(encoder.QUICK)]
+    assert set(rows) == {(shape, name) for shape in shapes for name in names}
+    for row in rows.values():
+        assert row["seconds"] > 0
+        assert row["peak_bytes"] > 1 << 20
+        assert row["difference"] < 1e-4
+    assert all("ratio" in rows[shape, names[0]] for shape in shapes)
+    assert (tmp_path / "bert-base.png").stat().st_size > 1000
+    page = (tmp_path / report.PAGE).read_text("utf-8")
+    assert "--quick: tiny shapes, the times mean nothing" in page
+    assert f"| {shapes[0]} | fastbert fp32 |" in page
+
+
+def test_unknown_names_are_refused(monkeypatch, capsys):
+    for arguments, message in (
+        (["latency"], "SECTION: got latency, allowed: bert-base, minilm, training"),
+        (["--engine", "TVM"], "--engine: got TVM, allowed: fastbert bf16"),
+        (["--threads", "0"], "--threads: got 0, allowed: 1 …"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["benchmarks.cpu", *arguments])
+        with pytest.raises(SystemExit) as stopped:
+            cpu.main()
+        assert stopped.value.code == 2
+        assert message in capsys.readouterr().err
+
+
+def test_the_shapes_and_targets():
+    found = {match.shape.name: match for match in encoder.matches(encoder.SCALES["bert-base"])}
+    assert list(found) == [
+        "BERT-base 1×32",
+        "BERT-base 1×128",
+        "BERT-base 8×128 full",
+        "BERT-base 8×128 half padded",
+        "BERT-base 4×512 full",
+        "BERT-base 4×512 half padded",
+    ]
+    for name in ("BERT-base 8×128 half padded", "BERT-base 4×512 half padded"):
+        lengths = found[name].shape.lengths
+        assert 0.45 < sum(lengths) / (len(lengths) * max(lengths)) < 0.55
+
+    def target(shape: str, engine: str) -> Target:
+        return encoder.target_of(row(engine, label=shape), found[shape])
+
+    assert target("BERT-base 8×128 full", "fastbert bf16") == Target(2.0, 3.0)
+    assert target("BERT-base 4×512 half padded", "fastbert bf16 autocast") == Target(3.5, 5.0)
+    assert target("BERT-base 1×32", "fastbert bf16") == Target(1.3, 1.5)
+    assert target("BERT-base 8×128 half padded", "fastbert fp32").floor == 2.0
+    assert target("BERT-base 8×128 full", "fastbert int8").floor == 1.5
+    assert target("BERT-base 4×512 full", "fastbert int8") == Target()
+
+
+# Rows and workers made up
+
+
+def row(name: str, seconds: float | None = None, label: str = "l") -> CpuRow:
+    engine = runtimes.BY_NAME[name]
+    return CpuRow(
+        "s", "s", label, "encoder", engine.form, "inference", name, engine.ours, seconds=seconds
+    )
+
+
+def test_each_format_is_held_against_its_own_peers():
+    rows = {
+        name: row(name, seconds)
+        for name, seconds in {
+            "fastbert bf16": 2.0,
+            "fastbert fp32": 4.0,
+            "fastbert int8": 1.0,
+            "transformers eager fp32": 9.0,
+            "transformers sdpa fp32": 8.0,
+            "transformers sdpa bf16": 30.0,
+            "ONNX Runtime fp32": 5.0,
+        }.items()
+    }
+    rows["OpenVINO bf16"] = row("OpenVINO bf16")
+    contest.judge(list(rows.values()), lambda _: Target(2.0, 3.0))
+    ours = [rows[f"fastbert {form}"] for form in ("bf16", "fp32", "int8")]
+    assert [(r.ratio, r.against) for r in ours] == [
+        (2.5, "ONNX Runtime fp32"),
+        (2.0, "transformers sdpa fp32"),
+        (2.0, "fastbert bf16"),
+    ]
+    assert [r.best_ratio for r in ours] == [2.5, 1.25, 5.0]
+    assert contest.verdict(ours[0]) == "floor 2: met, goal 3: NOT met"
+    assert rows["ONNX Runtime fp32"].ratio is None
+    lines = "\n".join(report.contest_lines([contest_dict(r) for r in rows.values()]))
+    assert "| l | fastbert bf16 | 2.50 | ONNX Runtime fp32 | 2: met | 3: **not met** |" in lines
+
+
+def contest_dict(found: CpuRow) -> dict:
+    found.rate, found.tflops, found.of_measured_floor = 1.0, 1.0, 0.5
+    found.p10 = found.p90 = found.seconds
+    return {k: v for k, v in vars(found).items() if v is not None}
+
+
+class Fake:
+    """A worker whose calls take as long as it is told."""
+
+    def __init__(self, seconds: float, sample=(1.0, 2.0)) -> None:
+        self.seconds, self.sample, self.calls = seconds, list(sample), 0
+
+    def ask(self, do: str, **_: object) -> dict:
+        if self.seconds < 0:
+            raise Failed("no such kernel")
+        memory = {"peak": 1 << 20, "prepacked": None}
+        return memory if do == "peak" else {"seconds": self.seconds, "sample": self.sample}
+
+    def measure(self, first: int, calls: int) -> float:
+        self.calls += calls
+        return self.seconds
+
+
+def played(workers: dict[str, Fake], setting: Setting | None = None) -> dict[str, CpuRow]:
+    shape = EncoderShape("tiny 2×16", SMALL, (16, 9))
+    setting = setting or Setting("s", MACHINE, 0.0, lambda text: None)
+    notes = {"OpenVINO bf16": "a note"}
+    found = contest.play(
+        shape, "series", workers, {"ONNX Runtime fp32": "not installed: onnx"}, notes, setting
+    )
+    return {found_row.contender: found_row for found_row in found}
+
+
+def test_nobody_is_left_out_silently(monkeypatch):
+    monkeypatch.setattr(contest, "SETTLE_S", 0.0)
+    workers = {
+        "fastbert bf16": Fake(20.0),
+        "transformers sdpa fp32": Fake(1.0),
+        "transformers eager bf16": Fake(9.0),
+        "transformers sdpa bf16": Fake(1.2, sample=(-1.0, 5.0)),
+        "torch.compile frozen fp32": Fake(1.1, sample=(1.0, float("nan"))),
+        "OpenVINO fp32": Fake(-1.0),
+        "OpenVINO bf16": Fake(2.0),
+    }
+    rows = played(workers)
+    assert list(rows) == [n for n in runtimes.BY_NAME if n in workers or n == "ONNX Runtime fp32"]
+    assert rows["fastbert bf16"].samples == contest.MIN_SAMPLES
+    assert rows["transformers sdpa fp32"].samples == contest.MIN_SAMPLES
+    assert workers["transformers eager bf16"].calls == 0
+    assert rows["transformers eager bf16"].seconds == 9.0
+    assert rows["OpenVINO bf16"].samples == 1
+    assert rows["OpenVINO bf16"].note == "a note; one call: too slow to be the best peer"
+    assert {name: r.refused for name, r in rows.items() if r.refused} == {
+        "transformers sdpa bf16": "its result differs: RMS 1.61 of the right one's",
+        "torch.compile frozen fp32": "its result is not finite",
+        "OpenVINO fp32": "no such kernel",
+        "ONNX Runtime fp32": "not installed: onnx",
+    }
+    assert rows["fastbert bf16"].tflops == pytest.approx(
+        EncoderShape("", SMALL, (16, 9)).flops / 20.0 / 1e12
+    )
+
+
+def test_a_worker_that_ends_in_its_turns_spoils_no_table(monkeypatch):
+    monkeypatch.setattr(contest, "SETTLE_S", 0.0)
+
+    class Mortal(Fake):
+        def measure(self, first: int, calls: int) -> float:
+            if self.calls:
+                raise Failed("its process ended")
+            return super().measure(first, calls)
+
+    rows = played({"fastbert bf16": Fake(1.0), "OpenVINO fp32": Mortal(1.0)})
+    assert rows["fastbert bf16"].samples == rows["OpenVINO fp32"].samples == 1
+    assert "broken off by its process ended" in rows["fastbert bf16"].note
+
+
+def test_what_would_take_too_long_is_predicted(monkeypatch):
+    monkeypatch.setattr(contest, "SETTLE_S", 0.0)
+    flops = contest.padded_flops(EncoderShape("", SMALL, (16, 9)))
+    setting = Setting("s", MACHINE, 0.0, lambda text: None)
+    setting.rates = {"transformers sdpa fp32": 1 / flops, "transformers sdpa bf16": 24 / flops}
+    workers = {"transformers sdpa fp32": Fake(1.0), "transformers sdpa bf16": Fake(24.0)}
+    rows = played(workers, setting)
+    expected = "left out: about 24 s a call, 24.0 × the fastest, by its last shape"
+    assert rows["transformers sdpa bf16"].refused == expected
+
+
+def test_warm_calls_are_first_samples():
+    worker = Fake(0.5)
+
+    class Watch:
+        def measure(self, call, first, calls):
+            return call.measure(first, calls)
+
+    timing = alternate(
+        {"a": worker}, watch=Watch(), once={"a": 0.7}, seconds=0.0, min_samples=3, max_samples=3
+    )
+    assert timing == {"a": Timing(0.5, 0.5, 0.7, 3)}
+    assert worker.calls == 2
+
+
+def test_a_worker_gives_its_reason_and_can_end(tmp_path):
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+    with Remote("ONNX Runtime fp32", tmp_path, 1) as worker:
+        with pytest.raises(Failed, match=r"AttributeError.*no_such_request"):
+            worker.ask("no_such_request")
+        worker._process.kill()
+        with pytest.raises(Failed, match="its process ended: exit status -9"):
+            worker.ask("peak")
+
+
+def test_limits_are_measured():
+    found = ceilings.measure(1, size=64, copied=1 << 20)
+    assert set(found.products) == set(found.units) == set(ceilings.FORMATS)
+    # Slower than any processor of this century would be a broken loop.
+    assert min(found.products.values()) > 1e9
+    assert found.limits("fp32").measured_flops == found.products["fp32"]
+    assert found.bytes > 1e8
+
+
+def test_the_breakdown_counts_a_whole_forward_pass():
+    lengths = (128,) * 8
+    amounts = breakdown.work(BASE, lengths, 2)
+    shape = EncoderShape("", BASE, lengths)
+    assert amounts[breakdown.WHOLE][1].flops == pytest.approx(shape.flops)
+    measured = [
+        {"operation": "QKV", "seconds": 0.3, "count": 12, "flops": 3e10, "bytes": 1e6},
+        {"operation": breakdown.WHOLE, "seconds": 0.5, "count": 1, "flops": 3e10, "bytes": 0.0},
+    ]
+    found = breakdown.with_roofline(measured, MACHINE.limits("fp32"))
+    assert found[0]["of_roofline"] == pytest.approx(0.5)
+    assert found[0]["share"] == pytest.approx(0.6)
+    assert found[-1]["operation"] == breakdown.REST
+    assert found[-1]["seconds"] == pytest.approx(0.2)
+
+
+def test_the_estimate_is_minutes():
+    assert 60 < sum(cpu.estimate(name, MACHINE) for name in cpu.SECTIONS) < 1800
+
+
+def test_real_sentences():
+    found = accuracy.sentences(64)
+    assert len(found) == len(set(found)) == 64
+    assert all(sentence.endswith(".") and len(sentence.split()) > 5 for sentence in found)
+
+
+def test_errors_and_order_of_embeddings():
+    import torch
+
+    right = torch.nn.functional.normalize(torch.randn(12, 8).double())
+    same = accuracy.errors("a", right, "b", right)
+    assert same["max_error"] == 0.0
+    assert same["spearman"] == pytest.approx(1.0)
+    assert same["top_1"] == 1.0
+    other = accuracy.errors("a", right.flip(0), "b", right)
+    assert other["max_error"] > 0.1
+    assert other["kendall"] < 0.9
+    assert "| a | b |" in "\n".join(accuracy.lines({"sentences": 12, "rows": [other]}))

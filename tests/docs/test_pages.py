@@ -1,0 +1,126 @@
+"""Everything in README and in docs/ that a machine can check: code, commands, targets, figures."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import hooks
+import pytest
+import torch
+import typer
+
+from fastbert import BertConfig, BertForPreTraining
+from fastbert.cli import app
+from fastbert.data import stories, train_tokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / path for path in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")]
+PAGES += sorted((ROOT / "docs").glob("*.md"))
+# A block after such a comment is shown and not run; the comment gives the reason.
+PYTHON = re.compile(r"(<!-- not run: .+ -->\n)?```python\n(.*?)```", re.DOTALL)
+FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+COMMANDS = typer.main.get_command(app).commands
+
+
+def name(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def blocks(page: Path) -> list[str]:
+    """The Python code of a page that a CPU can run."""
+    found = PYTHON.findall(page.read_text(encoding="utf-8"))
+    return [code for not_run, code in found if not not_run]
+
+
+def shell_lines(page: Path) -> list[list[str]]:
+    """The words of each command line of a page, without its comment."""
+    found = FENCED.findall(page.read_text(encoding="utf-8"))
+    text = "\n".join(code for language, code in found if language in ("", "bash"))
+    lines = text.replace("\\\n", " ").splitlines()
+    return list(filter(None, (shlex.split(line, comments=True) for line in lines)))
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the files that the pages name: ``out/demo/model``, small and untrained."""
+    folder = tmp_path_factory.mktemp("pages")
+    model = folder / "out" / "demo" / "model"
+    tokenizer = train_tokenizer(stories(30, 0), 300)
+    torch.manual_seed(0)
+    config = BertConfig.preset("tiny", vocab_size=len(tokenizer), max_position_embeddings=128)
+    BertForPreTraining(config).save_pretrained(model)
+    tokenizer.save(model, max_length=128)
+    text = "\n\n".join("\n".join(sentences) for sentences in stories(60, 1))
+    (folder / "corpus.txt").write_text(text, encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=name)
+def test_the_python_code_of_a_page_runs_from_top_to_bottom(page: Path, folder: Path):
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    result = subprocess.run(
+        [sys.executable, "-c", "\n".join(blocks(page))],
+        cwd=folder,
+        # Two threads on a busy core wait for each other.
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_the_commands_and_options_of_a_page_exist(page: Path):
+    for words in shell_lines(page):
+        if Path(words[0]).name != "fastbert":
+            continue
+        options = [word.split("=")[0] for word in words[1:] if word.startswith("--")]
+        if words[1].startswith("-"):
+            assert words[1] in ("--help", "--version"), words
+            continue
+        assert words[1] in COMMANDS, words
+        known = {"--help"}
+        for parameter in COMMANDS[words[1]].params:
+            known |= {*parameter.opts, *parameter.secondary_opts}
+        assert set(options) <= known, words
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_the_make_targets_of_a_page_exist(page: Path):
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
+    text = page.read_text(encoding="utf-8")
+    named = set(re.findall(r"`make ([a-z-]+)", text))
+    named |= {words[1] for words in shell_lines(page) if words[0] == "make"}
+    assert named <= targets
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_a_page_expands(page: Path):
+    assert "{{" not in hooks.expand(page.read_text(encoding="utf-8"))
+
+
+def test_readme_is_short_and_its_figures_are_those_of_the_records():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 150
+    assert hooks.summary() in text
+
+
+def test_the_links_of_readme_lead_to_files():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    links = re.findall(r"\]\(([^)#]+)", text)
+    assert len(links) > 10
+    assert not [link for link in links if not (ROOT / link).is_file()]
+
+
+def test_every_operation_has_a_row_in_the_table_of_backends():
+    from fastbert.ops.backend import TABLES
+
+    table = hooks.backends()
+    assert all(f"| `{op}` |" in table for op in TABLES)

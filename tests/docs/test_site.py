@@ -1,0 +1,61 @@
+"""The site builds without network and without a broken link, and loads nothing from elsewhere."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOLS = ("mkdocs", "material", "mkdocstrings", "mkdocstrings_handlers")
+MODULES = ("ops", "modules", "data", "training")
+
+missing = [tool for tool in TOOLS if importlib.util.find_spec(tool) is None]
+pytestmark = pytest.mark.skipif(
+    bool(missing), reason=f"not installed: {', '.join(missing)}; make docs installs them"
+)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    site = tmp_path_factory.mktemp("site")
+    nowhere = {f"{scheme}_proxy": "http://127.0.0.1:9" for scheme in ("http", "https", "all")}
+    result = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(site)],
+        cwd=ROOT,
+        env={**os.environ, **nowhere, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr
+    return site
+
+
+def test_a_page_loads_nothing_from_another_machine(site: Path):
+    loads = re.compile(r"<(?:script|link|img|iframe)\b[^>]*?(?:src|href)=\"?(https?://[^\" >]+)")
+    pages = sorted(site.rglob("*.html"))
+    assert len(pages) > 15
+    assert not {url for page in pages for url in loads.findall(page.read_text(encoding="utf-8"))}
+    styles = [style.read_text(encoding="utf-8") for style in site.rglob("*.css")]
+    assert not [url for style in styles for url in re.findall(r"url\(['\"]?https?://", style)]
+
+
+def test_the_pictures_of_the_records_are_there(site: Path):
+    for picture in (ROOT / "benchmarks" / "results").rglob("*.png"):
+        target = site / "results" / picture.relative_to(ROOT / "benchmarks" / "results")
+        assert target.read_bytes() == picture.read_bytes()
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_every_public_name_is_in_the_reference(name: str, site: Path):
+    module = importlib.import_module(f"fastbert.{name}")
+    text = (site / "api" / f"{name}.html").read_text(encoding="utf-8")
+    described = {found.rsplit(".", 1)[-1] for found in re.findall(r'id="([\w.]+)"', text)}
+    assert set(module.__all__) <= described

@@ -1,0 +1,81 @@
+"""Nothing global is registered before the caller asks: each check runs in a fresh process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("transformers")
+
+# What a library can leave behind in torch, in transformers and in the interpreter.
+SNAPSHOT = """
+import sys, os, warnings, torch
+from torch.nn.modules import module
+from torch.optim import optimizer
+from torch.utils import _pytree
+
+def snapshot():
+    found = {name: len(value) for name, value in vars(module).items()
+             if name.startswith("_global_") and hasattr(value, "__len__")}
+    found["optimizer"] = sorted(
+        hook.__module__ for hooks in (optimizer._global_optimizer_pre_hooks,
+                                      optimizer._global_optimizer_post_hooks)
+        for hook in hooks.values())
+    found["trees"] = set(_pytree.SUPPORTED_NODES)
+    found["warnings"] = list(warnings.filters)
+    found["environment"] = dict(os.environ)
+    if "transformers" in sys.modules:
+        from transformers import AttentionInterface, AttentionMaskInterface
+        found["attention"] = sorted(AttentionInterface().keys())
+        found["masks"] = sorted(AttentionMaskInterface().keys())
+    return found
+"""
+MODEL = """
+import transformers
+sizes = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=40)
+model = transformers.BertModel(transformers.BertConfig(vocab_size=50, **sizes)).eval()
+ids = torch.ones(2, 5, dtype=torch.int64)
+with torch.no_grad():
+    model(ids)
+"""
+
+
+def run(code: str) -> str:
+    result = subprocess.run(
+        [sys.executable, "-c", SNAPSHOT + code], capture_output=True, text=True, timeout=300
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_importing_fastbert_registers_nothing():
+    run("before = snapshot()\nimport fastbert\nassert snapshot() == before")
+
+
+def test_accelerate_registers_the_optimizer_hook_of_the_weight_cache_and_nothing_else():
+    """The copies of weights that the CPU keeps must be out of date after an optimizer's step."""
+    run(
+        MODEL + "before = snapshot()\n"
+        "import fastbert\n"
+        "with torch.no_grad():\n"
+        "    fastbert.restore(fastbert.accelerate(model))(ids)\n"
+        "    fastbert.accelerate(model)(ids)\n"
+        "after = snapshot()\n"
+        "assert after.pop('optimizer') == ['fastbert.ops.packed_weights']\n"
+        "assert before.pop('optimizer') == []\n"
+        "changed = {name for name in before if before[name] != after[name]}\n"
+        "assert not changed, changed"
+    )
+
+
+def test_the_attention_interface_is_registered_by_importing_it():
+    told = run(
+        MODEL + "assert 'fastbert' not in snapshot()['attention']\n"
+        "import fastbert.integrations.attention_interface\n"
+        "assert 'fastbert' in snapshot()['attention']\n"
+        "assert 'fastbert' in snapshot()['masks']\n"
+        "print('registered')"
+    )
+    assert told.strip() == "registered"

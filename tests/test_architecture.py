@@ -1,0 +1,213 @@
+"""Who imports whom: results come up, calls go down, and no two modules import each other.
+
+Every import counts: those inside functions, those under TYPE_CHECKING, and those by
+``importlib.import_module`` with a literal name.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("fastbert", "benchmarks")
+EXTENSION = "fastbert._C"
+
+# Room → the rooms below it that it may import; each room may also import from itself.
+BELOW: dict[str, set[str]] = {
+    "version": set(),
+    "atomic_file": set(),
+    "json_file": {"atomic_file"},
+    "config": {"json_file", "activations"},
+    "activations": set(),
+    "reference": {"activations"},
+    "kernels": {"activations"},
+    "ops": {"kernels", "reference", "activations"},
+    "io": {"config", "json_file"},
+    "data": {"json_file"},
+    "modules": {"ops", "config", "io", "activations"},
+    "inference": {"modules"},
+    "integrations": {"modules", "io", "config", "ops", "reference"},
+    "testing": {
+        *("modules", "ops", "kernels", "config", "reference", "activations"),
+    },
+    "bench": {
+        *("testing", "inference", "integrations", "data", "modules", "ops", "config", "version"),
+    },
+    "training": {"bench", "testing", "integrations", "data", "modules", "io", "ops", "config"},
+    "jobs": {"bench", "integrations", "data", "modules", "io", "config", "json_file", "version"},
+    "cli": {
+        *("training", "jobs", "bench", "testing", "integrations", "data", "modules", "io", "ops"),
+        *("config", "json_file", "atomic_file", "version"),
+    },
+}
+
+
+def sources(root: Path) -> dict[str, Path]:
+    """Module name → file, of everything in the packages; ``fastbert/kernels`` is a link."""
+    found = {}
+    for package in PACKAGES:
+        files = sorted((root / package).rglob("*.py"))
+        # rglob follows links in some versions of Python only.
+        files = [f for f in files if "kernels" not in f.relative_to(root).parts]
+        files += sorted((root / package / "kernels").glob("*.py"))
+        for file in files:
+            parts = file.relative_to(root).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
+    return found
+
+
+def imported(file: Path) -> Iterator[str]:
+    """The absolute names that a file imports; ``from a import b`` imports ``a.b``."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            yield from (a.value for a in node.args if isinstance(a, ast.Constant))
+
+
+def imports(root: Path) -> dict[str, set[str]]:
+    """Module → the modules that it imports, within the packages."""
+    files = sources(root)
+
+    def module_of(name: str) -> str:
+        while name and name not in files:
+            name = name.rpartition(".")[0]
+        return name
+
+    graph = {}
+    for module, file in files.items():
+        names = (name for name in imported(file) if not name.startswith(EXTENSION))
+        graph[module] = {module_of(name) for name in names} - {"", module}
+    return graph
+
+
+def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
+    """The groups of modules that import each other, directly or through others (Tarjan 1972)."""
+    index: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(module: str) -> None:
+        index[module] = lowest[module] = len(index)
+        stack.append(module)
+        for other in sorted(graph.get(module, ())):
+            if other not in index:
+                visit(other)
+                lowest[module] = min(lowest[module], lowest[other])
+            elif other in stack:
+                lowest[module] = min(lowest[module], index[other])
+        if lowest[module] == index[module]:
+            position = stack.index(module)
+            if len(stack) - position > 1 or module in graph.get(module, ()):
+                found.append(sorted(stack[position:]))
+            del stack[position:]
+
+    for module in sorted(graph):
+        if module not in index:
+            visit(module)
+    return found
+
+
+def room(module: str) -> str | None:
+    """The first name after ``fastbert``; None for the package itself and for other packages."""
+    parts = module.split(".")
+    return parts[1] if parts[0] == "fastbert" and len(parts) > 1 else None
+
+
+def upward(graph: Mapping[str, set[str]]) -> list[str]:
+    """The imports of ``fastbert`` that ``BELOW`` does not allow, one line each.
+
+    ``fastbert`` itself and ``fastbert.__main__`` stand above all rooms.
+    """
+    wrong = []
+    for module, others in graph.items():
+        here = room(module)
+        if here is None or here == "__main__":
+            continue
+        for other in sorted(others):
+            if room(other) not in (here, *BELOW[here]):
+                wrong.append(f"{module} imports {other}")
+    return wrong
+
+
+def test_no_module_imports_itself_through_others():
+    assert circles(imports(ROOT)) == []
+
+
+def test_no_room_imports_a_room_above_it():
+    assert upward(imports(ROOT)) == []
+
+
+def test_the_rooms_stand_one_above_the_other():
+    assert circles(BELOW) == []
+    assert {name for below in BELOW.values() for name in below} <= set(BELOW)
+
+
+def test_every_room_is_known():
+    rooms = {room(module) for module in sources(ROOT)} - {None, "__main__"}
+    assert rooms <= set(BELOW)
+
+
+@pytest.mark.parametrize(
+    ("graph", "found"),
+    [
+        ({"a": {"b"}, "b": {"c"}, "c": set()}, []),
+        ({"a": {"b", "c"}, "b": {"d"}, "c": {"d"}, "d": set()}, []),
+        ({"a": {"b"}, "b": {"a"}}, [["a", "b"]]),
+        ({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}, [["a", "b", "c"]]),
+        ({"a": {"b"}, "b": {"a", "c"}, "c": {"d"}, "d": {"c"}}, [["c", "d"], ["a", "b"]]),
+        ({"a": {"a"}}, [["a"]]),
+    ],
+)
+def test_circles_of_a_small_graph_are_found(graph, found):
+    assert circles(graph) == found
+
+
+def plant(root: Path, files: Mapping[str, str]) -> None:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "backward",
+    [
+        "from fastbert.ops import linear\n",
+        "import fastbert.ops.linear\n",
+        "def later():\n    from fastbert.ops.linear import gelu\n",
+        "if TYPE_CHECKING:\n    from fastbert.ops.linear import gelu\n",
+        "import importlib\nimportlib.import_module('fastbert.ops.linear')\n",
+    ],
+)
+def test_a_planted_circle_is_found(tmp_path, backward):
+    plant(tmp_path, {"fastbert/ops/linear.py": "from fastbert.ops.product import project\n"})
+    plant(tmp_path, {"fastbert/ops/product.py": backward, "fastbert/ops/__init__.py": ""})
+    assert circles(imports(tmp_path)) == [["fastbert.ops.linear", "fastbert.ops.product"]]
+    assert upward(imports(tmp_path)) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "target"),
+    [
+        ("config.py", "from fastbert import ops\n", "fastbert.ops"),
+        ("ops/linear.py", "def f():\n    import fastbert.modules\n", "fastbert.modules"),
+        ("jobs/encode.py", "from fastbert.cli import main\n", "fastbert.cli"),
+        ("data/pairs.py", "from fastbert import BertModel\n", "fastbert"),
+        ("bench/timing.py", "from benchmarks.cpu import report\n", "benchmarks.cpu.report"),
+    ],
+)
+def test_a_planted_upward_arrow_is_found(tmp_path, name, line, target):
+    packages = ("fastbert", "fastbert/ops", "fastbert/modules", "fastbert/cli")
+    plant(tmp_path, {f"{package}/__init__.py": "" for package in packages})
+    plant(tmp_path, {"benchmarks/cpu/report.py": "", f"fastbert/{name}": line})
+    module = name.removesuffix(".py").replace("/", ".")
+    assert upward(imports(tmp_path)) == [f"fastbert.{module} imports {target}"]
