@@ -98,7 +98,8 @@ class PackedCollatorForSequenceClassification(_PackedCollator):
     if no feature has such a column, as for prediction.
 
     Args:
-        layout: Names and shapes of the batch: ``"fastbert"`` or ``"transformers"``.
+        layout: Names and shapes of the batch: ``"fastbert"`` for ``fastbert.BertFor*``, or
+            ``"transformers"`` for a model of transformers.
         max_length: Largest number of tokens of a feature; None allows any number.
         position_ids_start: First position of each sequence with ``layout="transformers"``. It is 0
             for BERT, DistilBERT, ALBERT, ELECTRA and ModernBERT. It is ``pad_token_id + 1`` for

@@ -67,7 +67,7 @@ def as_texts(features: Sequence[Feature]) -> list[Text]:
 
 
 def flatten(texts: list[Text], max_length: int | None, labels: str | None = None) -> Sequences:
-    """Concatenate ``input_ids``, ``token_type_ids`` (if every text has it) and the labels of texts.
+    """Concatenate ``input_ids`` and, where they exist, ``token_type_ids`` and labels of tokens.
 
     Tokens whose ``attention_mask`` is 0 are dropped from all columns.
 

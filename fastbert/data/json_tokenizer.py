@@ -131,8 +131,8 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> WordPieceTokenizer | JsonT
         folder: Folder with ``tokenizer.json`` or ``vocab.txt``.
 
     Returns:
-        A `WordPieceTokenizer` if the folder has ``vocab.txt`` or a ``tokenizer.json`` with a
-        WordPiece model, and a `JsonTokenizer` otherwise.
+        A `JsonTokenizer` if ``tokenizer.json`` has another model than WordPiece, and a
+        `WordPieceTokenizer` otherwise.
 
     Raises:
         FileNotFoundError: If the folder has neither file.

@@ -40,7 +40,8 @@ def _choose(sizes: np.ndarray, rng: np.random.Generator, probability: float) -> 
 
     A unit is a token or a word. The number of units of a sequence is `probability` times its size,
     rounded up or down at random, so that the expectation is exact. A sequence with any units has at
-    least one chosen unit, so its share can be too large only below ``1 / probability`` units.
+    least one chosen unit. Only a sequence of fewer than ``1 / probability`` units can therefore
+    exceed `probability`.
 
     Returns:
         bool of shape ``(sum of sizes,)``, True at the units to predict.

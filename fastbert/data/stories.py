@@ -122,7 +122,7 @@ _MIDDLES: tuple[Plot, ...] = (
             "at last the {animal} ran to the {place}.",
         ),
     ),
-    # A contest with a prize.
+    # Someone wins the prize of a contest.
     (
         (
             "the prize of the contest was a {quality} {thing}.",

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 
 class Attempts:
-    """Write attempts of a run, with the failures that no later attempt has corrected.
+    """The attempts of a run to write files, with the failures that no later attempt corrected.
 
     Attributes:
         failures: The last error of each target that could not be written. A later success removes
@@ -39,7 +39,7 @@ class Attempts:
         return True
 
     def check(self, kept: str) -> None:
-        """Raise OSError with the targets that could not be written and the `kept` files, if any."""
+        """Raise OSError if a target is not written; the message names it and the `kept` files."""
         if self.failures:
             told = "; ".join(f"{what}: {error}" for what, error in self.failures.items())
             raise OSError(f"could not be written at the end of the run: {told}; kept: {kept}")

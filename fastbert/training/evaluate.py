@@ -30,8 +30,7 @@ class MaskedPredictions:
     """Counts the correct predictions of a masked-LM head in one forward pass.
 
     The model returns no logits in training. This context manager keeps the output of the head's
-    transform during the forward pass; it has only the rows of labelled positions. `hits` then
-    computes the logits of these rows.
+    transform, which has one row per labelled position. `hits` computes the logits of these rows.
     """
 
     def __init__(self, model: BertForPreTraining) -> None:

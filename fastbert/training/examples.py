@@ -45,7 +45,7 @@ def fill_masks(
         max_length: Largest number of tokens of a text.
 
     Returns:
-        One example per document.
+        One example per document that has such a word.
     """
     tokenizer = WordPieceTokenizer.load(checkpoint)
     model = BertForPreTraining.from_pretrained(checkpoint).eval()
