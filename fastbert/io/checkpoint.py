@@ -113,7 +113,7 @@ class Stored:
         return config.replace(**overrides)
 
     def architectures(self) -> list[str]:
-        """Return the names of classes in ``config.json``; raise ValueError if they are no names."""
+        """Return the class names in ``config.json``; raise ValueError if they are not names."""
         classes = self.content.get("architectures") or []
         if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
             raise ValueError(
@@ -212,7 +212,7 @@ def find(path_or_hub_id: str | os.PathLike[str]) -> Path:
 
 
 def _encoder_folder(folder: Path) -> Path:
-    """Return the folder of the encoder, which a sentence-transformers folder lists."""
+    """Return the folder of the encoder in a sentence-transformers folder, or `folder` itself."""
     if (folder / CONFIG).exists() or not sentence_transformers_folder.is_one(folder):
         return folder
     return sentence_transformers_folder.encoder_folder(folder)

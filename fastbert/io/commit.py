@@ -182,8 +182,7 @@ def _stage(home: Path) -> tuple[Path, int]:
         try:
             return stage, _lock(stage / LOCK)
         except (FileNotFoundError, BlockingIOError):
-            # Before the lock was taken, another writer concluded that the owner of the folder is
-            # dead.
+            # The folder was not locked yet, so another writer concluded that its owner is dead.
             continue
         except OSError as error:
             # Without locks, no writer concludes that another writer is dead.

@@ -19,7 +19,7 @@ import safetensors
 import safetensors.torch
 from torch import Tensor
 
-# The safetensors library accepts no longer header, in bytes.
+# The safetensors library refuses a header of more bytes than this.
 MAX_HEADER = 100_000_000
 
 
