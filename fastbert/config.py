@@ -1,7 +1,7 @@
 """The configuration of a BERT encoder: a frozen dataclass, its presets and its JSON form.
 
-Field names and defaults are those of ``config.json`` of a ``model_type: bert`` checkpoint, so a
-file written here opens in transformers and the other way round.
+The fields have the names and defaults of ``config.json`` in a checkpoint of ``model_type: bert``.
+fastbert and transformers therefore read each other's files.
 """
 
 from __future__ import annotations
@@ -16,29 +16,30 @@ from typing import Any
 from fastbert import activations, json_file
 
 PROBLEMS = ("regression", "single_label_classification", "multi_label_classification")
-# No product of two sizes overflows an address. No published encoder has a tenth of so many layers.
+# With this limit, no product of two sizes overflows an address.
 MAX_SIZE = 2**28
+# No published encoder has a tenth of this number of layers.
 MAX_LAYERS = 1000
 
 
 def check(name: str, value: Any, allowed: str, ok: bool) -> None:
-    """Raises ValueError naming the setting, its value and what is allowed, unless ``ok``."""
+    """Raise ValueError with the setting, its value and the allowed values, unless `ok`."""
     if not ok:
         raise ValueError(f"{name}: got {value!r:.500}, allowed: {allowed}")
 
 
 def is_integer(value: Any, least: int, most: int = MAX_SIZE) -> bool:
-    """Whether ``value`` is an integer, no bool, from ``least`` to ``most``."""
+    """Return whether `value` is an integer from `least` to `most`; a bool is not an integer."""
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
 def integer_from(least: int, most: int = MAX_SIZE) -> str:
-    """What ``is_integer`` allows, in words."""
+    """Describe the values that `is_integer` allows."""
     return f"an integer >= {least} and <= {most}"
 
 
 def is_number(value: Any, least: float, most: float = sys.float_info.max) -> bool:
-    """Whether ``value`` is a number, no bool and no NaN, from ``least`` to ``most``."""
+    """Return whether `value` is a number from `least` to `most`; a bool or NaN is not a number."""
     return (
         isinstance(value, (int, float)) and not isinstance(value, bool) and least <= value <= most
     )
@@ -46,43 +47,65 @@ def is_number(value: Any, least: float, most: float = sys.float_info.max) -> boo
 
 @dataclass(frozen=True)
 class Architecture:
-    """Where an encoder of BERT's family departs from BERT; the defaults are BERT itself.
+    """The differences between an encoder of BERT's family and BERT; the defaults are BERT.
 
-    ``fastbert.io.families`` says which departures a ``model_type`` has.
+    ``fastbert.io.families`` has the differences of each ``model_type``.
+
+    Args:
+        embedding_size: Width of the embedding tables, which a projection maps to ``hidden_size``.
+            None means ``hidden_size``, without a projection.
+        position_table: Whether positions have an embedding table.
+        type_table: Whether token types have an embedding table.
+        first_position: Position of the first token if padding has no positions (RoBERTa). None
+            means that the position of a token is its index in the row.
+        distance_buckets: Number of buckets of a learned attention bias by distance, which all
+            layers share (MPNet); 0 means no bias.
+        rotary_bases: Base of the rotary embedding of each layer; empty if no layer has one.
+        windows: Largest distance, in tokens, between a query and its keys in each layer; -1 allows
+            any distance. Empty if no layer has a limit.
+        pre_norm: Whether the layer norms are before attention and feed-forward, with another layer
+            norm after the last layer (ModernBERT).
+        gated: Whether the feed-forward computes ``act(first half) * second half`` of a first
+            projection that is twice as wide.
+        attention_bias: Whether the projections of attention have a bias.
+        feed_forward_bias: Whether the projections of the feed-forward have a bias.
+        norm_bias: Whether the layer norms have a bias.
+        pooler: Whether the encoder has a pooler.
+        groups: Number of groups of layers that run repeatedly (ALBERT). None means that each layer
+            runs once.
+        group_size: Number of layers in a group.
+        embedding_dropout: Dropout after the embeddings; None means ``hidden_dropout_prob``.
+        attention_output_dropout: Dropout after the output projection of attention; None means
+            ``hidden_dropout_prob``.
+        inner_dropout: Dropout between the two projections of the feed-forward.
+        output_dropout: Dropout after the feed-forward; None means ``hidden_dropout_prob``.
+
+    Raises:
+        ValueError: If a value is not allowed. The message names the field.
     """
 
-    # The width of the tables, projected to hidden_size; None: hidden_size, without a projection.
     embedding_size: int | None = None
-    # Whether positions and token types have tables.
     position_table: bool = True
     type_table: bool = True
-    # The first token's position where padding does not count (RoBERTa); None: places in the row.
     first_position: int | None = None
-    # Buckets of a learned bias by distance, shared by the layers (MPNet); 0: none.
     distance_buckets: int = 0
-    # Of each layer: the base of its rotary positions; how far keys may be on either side, -1 for
-    # any distance. Empty: none has one.
     rotary_bases: tuple[float, ...] = ()
     windows: tuple[int, ...] = ()
-    # Layer norms before attention and feed-forward, and one behind the last layer (ModernBERT).
     pre_norm: bool = False
-    # act(first half) * second half, of a first projection twice as wide.
     gated: bool = False
     attention_bias: bool = True
     feed_forward_bias: bool = True
     norm_bias: bool = True
     pooler: bool = True
-    # Layers that run again and again (ALBERT): ``groups`` of ``group_size``; None: each runs once.
     groups: int | None = None
     group_size: int = 1
-    # Dropouts that are not hidden_dropout_prob: behind the embeddings, behind attention's
-    # projection, inside the feed-forward and behind it.
     embedding_dropout: float | None = None
     attention_output_dropout: float | None = None
     inner_dropout: float = 0.0
     output_dropout: float | None = None
 
     def __post_init__(self) -> None:
+        """Check the fields."""
         for name in ("embedding_size", "groups"):
             value = getattr(self, name)
             check(name, value, f"None or {integer_from(1)}", value is None or is_integer(value, 1))
@@ -117,7 +140,19 @@ class Architecture:
         check("inner_dropout", value, "a number in [0, 1]", is_number(value, 0.0, 1.0))
 
     def order(self, layers: int) -> tuple[int, ...]:
-        """Which stored layer runs at each step of an encoder of ``layers`` layers."""
+        """Return the index of the stored layer that runs at each step of an encoder.
+
+        Args:
+            layers: Number of layers of the encoder.
+
+        Returns:
+            One index per layer.
+
+        Example:
+            >>> from fastbert.config import Architecture
+            >>> Architecture(groups=2).order(4)
+            (0, 0, 1, 1)
+        """
         if self.groups is None:
             return tuple(range(layers))
         first = (int(i / (layers / self.groups)) * self.group_size for i in range(layers))
@@ -126,11 +161,44 @@ class Architecture:
 
 @dataclass(frozen=True)
 class BertConfig:
-    """Sizes and switches of a BERT encoder (Devlin et al. 2019, section 3).
+    """The configuration of a BERT encoder (Devlin et al. 2019, section 3).
 
-    Probabilities are fractions in [0, 1]. ``extra`` keeps the keys of a ``config.json`` that
-    fastbert does not read, so that loading and saving a checkpoint loses nothing. Raises ValueError
-    on values outside the allowed range, naming the field.
+    Args:
+        vocab_size: Number of tokens of the vocabulary.
+        hidden_size: Width of the hidden states, a multiple of `num_attention_heads`.
+        num_hidden_layers: Number of layers.
+        num_attention_heads: Number of heads of attention.
+        intermediate_size: Width of the feed-forward.
+        hidden_act: Activation of the feed-forward.
+        hidden_dropout_prob: Dropout of hidden states, in [0, 1].
+        attention_probs_dropout_prob: Dropout of attention weights, in [0, 1].
+        max_position_embeddings: Number of positions. `max_length` is the longest sequence.
+        type_vocab_size: Number of token types.
+        initializer_range: Standard deviation of the initial weights.
+        layer_norm_eps: Term that is added to the variance in layer norms.
+        pad_token_id: Id of the padding token, or None.
+        classifier_dropout: Dropout before a classifier, in [0, 1]; None means
+            `hidden_dropout_prob`.
+        tie_word_embeddings: Whether the masked-LM head uses the word embeddings as its weight.
+        num_labels: Number of labels of a classifier.
+        problem_type: Loss of a sequence classifier: ``"regression"``,
+            ``"single_label_classification"`` or ``"multi_label_classification"``. None lets the
+            labels decide.
+        model_type: Name of the model family, such as ``"bert"``.
+        architecture: Differences of the model family from BERT.
+        extra: Keys of a ``config.json`` that fastbert does not read. They are written again when
+            the checkpoint is saved.
+
+    Raises:
+        ValueError: If a value is not allowed. The message names the field.
+
+    Example:
+        >>> from fastbert import BertConfig
+        >>> config = BertConfig.preset("tiny", vocab_size=8192)
+        >>> config.hidden_size, config.num_hidden_layers, config.head_dim
+        (128, 2, 64)
+        >>> BertConfig.from_dict(config.to_dict()) == config
+        True
     """
 
     vocab_size: int = 30522
@@ -155,6 +223,7 @@ class BertConfig:
     extra: dict[str, Any] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
+        """Check the fields."""
         for name in (
             "vocab_size",
             "hidden_size",
@@ -200,27 +269,40 @@ class BertConfig:
 
     @property
     def head_dim(self) -> int:
+        """Width of one head of attention."""
         return self.hidden_size // self.num_attention_heads
 
     @property
     def max_length(self) -> int:
-        """The longest sequence, in tokens."""
+        """Length of the longest sequence, in tokens."""
         return self.max_position_embeddings - (self.architecture.first_position or 0)
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> BertConfig:
-        """The preset ``name`` (tiny, mini, base, large; Turc et al. 2019) with ``overrides``
-        applied.
+        """Return a preset, with some fields replaced.
+
+        Args:
+            name: ``"tiny"``, ``"mini"``, ``"base"`` or ``"large"`` (Turc et al. 2019).
+            **overrides: Fields to replace.
+
+        Returns:
+            The configuration.
+
+        Raises:
+            ValueError: If there is no such preset, or if a value is not allowed.
         """
         check("preset", name, ", ".join(PRESETS), name in PRESETS)
         return cls(**{**PRESETS[name], **overrides})
 
     def replace(self, **changes: Any) -> BertConfig:
+        """Return a copy with some fields replaced; raise ValueError if a value is not allowed."""
         return dataclasses.replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:
-        """The content of ``config.json``: unknown keys kept, ``model_type`` and labels
-        filled in.
+        """Return the content of ``config.json``, with the keys in `extra`.
+
+        ``id2label`` and ``label2id`` are filled with default names if their number is not
+        `num_labels`.
         """
         own = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in OURS}
         num_labels = own.pop("num_labels")
@@ -235,14 +317,22 @@ class BertConfig:
     def from_dict(
         cls, content: dict[str, Any], architecture: Architecture | None = None
     ) -> BertConfig:
-        """Builds a configuration from the content of a ``config.json``; keys it does not know are
-        kept.
+        """Build a configuration from the content of a ``config.json``.
 
-        Without an ``architecture`` that of BERT; other families are read by
-        ``fastbert.io.families``.
+        Args:
+            content: The content. Unknown keys are kept in `extra`.
+            architecture: Differences of the model family from BERT; None means BERT.
+                ``fastbert.io.families`` reads other families.
+
+        Returns:
+            The configuration.
+
+        Raises:
+            ValueError: If the model is not an encoder that fastbert supports, or if a value is not
+                allowed. The message names the key.
         """
         model_type = content.get("model_type", "bert")
-        allowed = "bert; of another family fastbert.io.families.read_config reads it"
+        allowed = "bert; fastbert.io.families.read_config reads other families"
         check("model_type", model_type, allowed, model_type == "bert" or architecture is not None)
         position = content.get("position_embedding_type", "absolute")
         counted = architecture is None or architecture.position_table
@@ -261,11 +351,21 @@ class BertConfig:
 
     @classmethod
     def from_json(cls, path: str | os.PathLike[str]) -> BertConfig:
-        """Reads a ``config.json``. Raises ValueError naming the file when it is no JSON object."""
+        """Read a ``config.json`` of a BERT.
+
+        Args:
+            path: Path of the file.
+
+        Returns:
+            The configuration.
+
+        Raises:
+            ValueError: If the file is not a JSON object, or if a value is not allowed.
+        """
         return cls.from_dict(json_file.read(Path(path)))
 
 
-# Fields that are no keys of a config.json.
+# These fields are not keys of a config.json.
 OURS = {"architecture", "extra"}
 PRESETS: dict[str, dict[str, int]] = {
     "tiny": {

@@ -1,5 +1,4 @@
-"""Text to batches: documents, sentences, WordPiece, next-sentence pairs, masking, token budgets,
-packed collators."""
+"""Documents, tokenizers, next-sentence pairs, masking, batches and packed collators for BERT."""
 
 from fastbert.data.batches import PretrainingBatches
 from fastbert.data.collators import (

@@ -1,4 +1,4 @@
-"""Batches for pre-training under a token budget, padded or packed, masked afresh each epoch."""
+"""Batches for pre-training under a token budget, padded or packed, with new masks every epoch."""
 
 from __future__ import annotations
 
@@ -14,27 +14,43 @@ from fastbert.data.tokenizer import WordPieceTokenizer
 
 Batch = dict[str, Any]
 
-# Sequences are sorted by length inside windows of about this many batches: enough that padding
-# nearly vanishes, few enough that batches still mix the whole corpus.
+# Padded sequences are sorted by length inside windows of about this many batches. The window is
+# long enough to remove nearly all padding. It is short enough that a batch mixes the whole corpus.
 _WINDOW_BATCHES = 50
-# First numbers of the seeds, so that the order and the masks of an epoch are drawn independently.
+# The first number of each seed makes the order and the masks of an epoch independent.
 _ORDER, _MASKS = 1, 2
 
 
 class PretrainingBatches:
-    """Cuts the pairs of an epoch into batches of at most ``tokens_per_batch`` tokens.
+    """Batches of next-sentence pairs that hold at most a given number of tokens.
 
-    Padded (the padding counts): input_ids, attention_mask (1 = token), token_type_ids, labels, all
-    int64 (B, L) with L the longest pair of the batch, and next_sentence_label int64 (B,). Sequences
-    of similar length meet in a batch.
+    A packed batch has ``input_ids``, ``token_type_ids`` and ``labels``, all int64 of shape
+    ``(T,)``. It also has ``cu_seqlens``, int32 of shape ``(B + 1,)``, and ``max_seqlen``, an int.
 
-    Packed: input_ids, token_type_ids, labels int64 (T,), cu_seqlens int32 (B + 1,), max_seqlen (a
-    Python int), next_sentence_label int64 (B,).
+    A padded batch has ``input_ids``, ``attention_mask`` (1 at a token, 0 at padding),
+    ``token_type_ids`` and ``labels``, all int64 of shape ``(B, L)``. ``L`` is the length of the
+    longest pair. Padding counts as tokens, so a batch gathers pairs of similar length.
 
-    labels are -100 where nothing is predicted; next_sentence_label is 0 for a true next half, 1 for
-    a random one. Batch ``i`` of epoch ``k`` depends on the seeds, k and i alone, so a run resumes
-    at ``epoch(k)[i]``. Raises ValueError when ``tokens_per_batch`` is less than the pairs'
-    ``max_length`` or a seed is negative.
+    Both kinds have ``next_sentence_label``, int64 of shape ``(B,)``. It is 0 when the second half
+    follows the first half, and 1 when the second half is from another document. ``labels`` is -100
+    at tokens that are not predicted.
+
+    Batch ``i`` of epoch ``k`` depends only on the two seeds, ``k`` and ``i``. A run can therefore
+    resume at ``epoch(k)[i]``.
+
+    Example:
+        >>> from fastbert.data import NextSentencePairs, PretrainingBatches
+        >>> from fastbert.data import stories, train_tokenizer
+        >>> documents = list(stories(20, seed=0))
+        >>> tokenizer = train_tokenizer(documents, 200)
+        >>> pairs = NextSentencePairs(documents, tokenizer, max_length=64, seed=0)
+        >>> batches = PretrainingBatches(pairs, tokenizer, tokens_per_batch=256, seed=0)
+        >>> batch = batches.epoch(0)[0]
+        >>> sorted(batch)  # doctest: +NORMALIZE_WHITESPACE
+        ['cu_seqlens', 'input_ids', 'labels', 'max_seqlen', 'next_sentence_label',
+         'token_type_ids']
+        >>> batch["input_ids"].numel() <= 256
+        True
     """
 
     def __init__(
@@ -48,6 +64,21 @@ class PretrainingBatches:
         packed: bool = True,
         probability: float = 0.15,
     ) -> None:
+        """Check the options and keep them.
+
+        Args:
+            pairs: The pairs of every epoch.
+            tokenizer: The tokenizer of `pairs`, which names the mask token and the special tokens.
+            tokens_per_batch: Largest number of tokens in a batch, padding included.
+            seed: Seed of the order of the pairs and of the masks; at least 0.
+            whole_word: Whether all pieces of a word are predicted together.
+            packed: Whether batches are packed instead of padded.
+            probability: Share of the tokens that are predicted, in (0, 1].
+
+        Raises:
+            ValueError: If `tokens_per_batch` is less than ``pairs.max_length``, or if `seed` or
+                `probability` is out of range.
+        """
         if tokens_per_batch < pairs.max_length:
             raise ValueError(
                 f"tokens_per_batch: got {tokens_per_batch}, allowed: at least the pairs' "
@@ -62,7 +93,14 @@ class PretrainingBatches:
         self.whole_word, self.probability = whole_word, probability
 
     def epoch(self, index: int) -> EpochBatches:
-        """The batches of epoch ``index``: a sequence, so that its length is known."""
+        """Return the batches of one epoch as a sequence that builds a batch on access.
+
+        Args:
+            index: Number of the epoch, from 0.
+
+        Returns:
+            The batches, whose number ``len`` gives.
+        """
         pairs = self.pairs.epoch(index)
         rng = np.random.default_rng((_ORDER, self.seed, index))
         order = rng.permutation(len(pairs))
@@ -76,7 +114,7 @@ class PretrainingBatches:
 
 
 class EpochBatches(Sequence[Batch]):
-    """The batches of one epoch, built when they are asked for; also a map-style torch dataset."""
+    """The batches of one epoch, each built on access; also a map-style dataset of torch."""
 
     def __init__(
         self,
@@ -85,12 +123,22 @@ class EpochBatches(Sequence[Batch]):
         pairs: EpochPairs,
         groups: list[np.ndarray],
     ) -> None:
+        """Keep the parts of an epoch.
+
+        Args:
+            source: The options of the batches.
+            epoch: Number of the epoch, which is part of the masks' seeds.
+            pairs: The pairs of the epoch.
+            groups: The indices of the pairs of each batch.
+        """
         self._source, self._epoch, self._pairs, self._groups = source, epoch, pairs, groups
 
     def __len__(self) -> int:
+        """Return the number of batches."""
         return len(self._groups)
 
     def __getitem__(self, index: Any) -> Any:
+        """Build one batch, or a list of batches for a slice."""
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         index = range(len(self))[index]
@@ -128,7 +176,7 @@ class EpochBatches(Sequence[Batch]):
 def _pad(
     flat: dict[str, np.ndarray], lengths: np.ndarray, fill: dict[str, int]
 ) -> dict[str, torch.Tensor]:
-    """Values (T,) of sequences of ``lengths`` to (B, L), and their attention_mask."""
+    """Pad packed values ``(T,)`` to ``(B, L)`` and add the attention mask."""
     present = np.arange(lengths.max()) < lengths[:, None]
     batch = {"attention_mask": torch.from_numpy(present.astype(np.int64))}
     for name, values in flat.items():
@@ -139,7 +187,7 @@ def _pad(
 
 
 def _group_packed(order: np.ndarray, lengths: np.ndarray, budget: int) -> list[np.ndarray]:
-    """Cuts ``order`` into runs whose lengths sum to at most ``budget``."""
+    """Cut `order` into runs whose lengths sum to at most `budget`."""
     cuts, total = [], 0
     for position, length in enumerate(lengths[order].tolist()):
         if total + length > budget:
@@ -152,14 +200,17 @@ def _group_packed(order: np.ndarray, lengths: np.ndarray, budget: int) -> list[n
 def _group_padded(
     order: np.ndarray, lengths: np.ndarray, budget: int, window: int
 ) -> list[np.ndarray]:
-    """Sorts windows of ``order`` by length and cuts them so that count times longest fits."""
+    """Sort windows of `order` by length and cut them into groups.
+
+    The number of sequences of a group times the longest length is at most `budget`.
+    """
     groups = []
     for begin in range(0, len(order), window):
         part = order[begin : begin + window]
         part = part[np.argsort(lengths[part], kind="stable")]
         cuts, first = [], 0
         for position, length in enumerate(lengths[part].tolist()):
-            # Sorted upwards: the newest sequence is the longest.
+            # Lengths ascend, so the current sequence is the longest of its group.
             if (position - first + 1) * length > budget:
                 cuts.append(position)
                 first = position

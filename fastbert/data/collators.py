@@ -1,28 +1,28 @@
-"""Collate functions that flatten a batch instead of padding it: no token is computed in vain.
+"""Collate functions that concatenate the sequences of a batch instead of padding them.
 
-For a ``torch.utils.data.DataLoader`` (``collate_fn``) or transformers' ``Trainer``
-(``data_collator``). A feature is a mapping of lists, numpy arrays or tensors: input_ids (n,), and
-if there are any token_type_ids (n,) and attention_mask (n,), whose zeros are dropped, so features
-that were padded before are right too. Columns that a collator does not name are left out.
+A collator is the ``collate_fn`` of a ``torch.utils.data.DataLoader`` or the ``data_collator`` of
+transformers' ``Trainer``. A feature is a mapping of lists, numpy arrays or tensors. It has the
+column ``input_ids`` of shape ``(n,)``, and may have ``token_type_ids`` and ``attention_mask`` of
+the same shape. Tokens whose ``attention_mask`` is 0 are dropped, so padded features give the same
+batch. A collator ignores the columns that it does not name.
 
-All collators share three arguments:
+All ids in a batch are int64, and a batch has ``token_type_ids`` only if the features have that
+column. The argument `layout` decides the names and shapes of a batch.
 
-layout: "fastbert" for ``fastbert.BertFor*``: input_ids and token_type_ids (T,), cu_seqlens int32
-(B + 1,), max_seqlen (an int). "transformers" for its models with ``attn_implementation="fastbert"``
-or after ``fastbert.accelerate(model)``: input_ids, token_type_ids and position_ids (1, T),
-cu_seq_lens_q and cu_seq_lens_k int32 (B + 1,), max_length_q and max_length_k (ints). Labels of
-tokens are (T,) or (1, T), labels of sequences (B,) in both. All ids are int64; token_type_ids are
-absent where the features have none. With the attention alone, transformers' own pooler sees one
-sequence in (1, T): heads on top of it need ``fastbert.accelerate``, or ``fastbert.modules.pool``.
+- ``"fastbert"`` is for ``fastbert.BertFor*``. The ids have the shape ``(T,)``. The batch has
+  ``cu_seqlens``, int32 of shape ``(B + 1,)``, and ``max_seqlen``, an int.
+- ``"transformers"`` is for a model of transformers with ``attn_implementation="fastbert"`` or after
+  ``fastbert.accelerate(model)``. The ids and ``position_ids`` have the shape ``(1, T)``. The batch
+  has ``cu_seq_lens_q`` and ``cu_seq_lens_k``, int32 of shape ``(B + 1,)``, and ``max_length_q`` and
+  ``max_length_k``, ints.
 
-max_length: a feature with more tokens is an error; None allows any length.
+Labels of tokens have the shape of the ids, and labels of sequences have the shape ``(B,)`` in both
+layouts. With ``attn_implementation="fastbert"`` alone, the pooler of transformers treats ``(1, T)``
+as one sequence. A head on top of the pooler then needs ``fastbert.accelerate`` or
+``fastbert.modules.pool``.
 
-position_ids_start: the first position of each sequence, for layout="transformers". 0 for BERT,
-DistilBERT, ALBERT, ELECTRA and ModernBERT; pad_token_id + 1 for RoBERTa, XLM-R and CamemBERT (2 in
-their published checkpoints).
-
-Whatever is wrong raises ValueError naming the column, the example's number in the batch (from 0),
-what was got and what is allowed. Collators can be pickled.
+Errors are of type ValueError. A message names the column, the number of the example in the batch
+(from 0), its value and what is allowed. Collators can be pickled.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ class _PackedCollator:
     position_ids_start: int = 0
 
     def __post_init__(self) -> None:
+        """Check the options."""
         start = self.position_ids_start
         if self.layout not in LAYOUTS:
             raise ValueError(f"layout: got {self.layout!r}, allowed: {', '.join(LAYOUTS)}")
@@ -71,7 +72,7 @@ class _PackedCollator:
             )
 
     def _batch(self, sequences: Sequences, ids: np.ndarray, labels: np.ndarray | None) -> Batch:
-        """The batch of ``sequences`` with these ids (T,) and labels of tokens (T,) or None."""
+        """Build the batch from `sequences`, ids ``(T,)`` and labels of tokens ``(T,)`` or None."""
         columns = {"input_ids": ids, "token_type_ids": sequences.token_types, "labels": labels}
         batch: Batch = {k: torch.from_numpy(v) for k, v in columns.items() if v is not None}
         lengths = np.diff(sequences.cu_seqlens)
@@ -91,13 +92,50 @@ class _PackedCollator:
 
 @dataclass(kw_only=True)
 class PackedCollatorForSequenceClassification(_PackedCollator):
-    """Packs sequences with a label each: column labels, label or label_ids.
+    """Pack sequences that have one label each.
 
-    labels: int64 (B,) of integers, float32 (B,) of floats, float32 (B, C) of vectors of floats.
-    Without labels in any feature the batch has none, as for prediction.
+    The labels are in the column ``labels``, ``label`` or ``label_ids``. The batch has no ``labels``
+    if no feature has such a column, as for prediction.
+
+    Args:
+        layout: Names and shapes of the batch: ``"fastbert"`` for ``fastbert.BertFor*``, or
+            ``"transformers"`` for a model of transformers.
+        max_length: Largest number of tokens of a feature; None allows any number.
+        position_ids_start: First position of each sequence with ``layout="transformers"``. It is 0
+            for BERT, DistilBERT, ALBERT, ELECTRA and ModernBERT. It is ``pad_token_id + 1`` for
+            RoBERTa, XLM-R and CamemBERT, which is 2 in their published checkpoints.
+
+    Raises:
+        ValueError: If an argument is not allowed.
+
+    Example:
+        >>> from fastbert.data import PackedCollatorForSequenceClassification
+        >>> collate = PackedCollatorForSequenceClassification()
+        >>> features = [
+        ...     {"input_ids": [101, 7592, 102], "label": 1},
+        ...     {"input_ids": [101, 102], "label": 0},
+        ... ]
+        >>> batch = collate(features)
+        >>> batch["input_ids"].tolist()
+        [101, 7592, 102, 101, 102]
+        >>> batch["cu_seqlens"].tolist(), batch["max_seqlen"], batch["labels"].tolist()
+        ([0, 3, 5], 3, [1, 0])
     """
 
     def __call__(self, features: Sequence[Feature]) -> Batch:
+        """Build a batch.
+
+        Args:
+            features: Mappings with ``input_ids`` and, where there are any, ``token_type_ids``,
+                ``attention_mask`` and labels.
+
+        Returns:
+            The packed batch. Its ``labels`` are int64 ``(B,)`` for integers, float32 ``(B,)`` for
+            floats, and float32 ``(B, C)`` for vectors of floats.
+
+        Raises:
+            ValueError: If a column is missing or has a shape, dtype or value that is not allowed.
+        """
         texts = as_texts(features)
         sequences = flatten(texts, self.max_length)
         batch = self._batch(sequences, sequences.ids, None)
@@ -107,14 +145,35 @@ class PackedCollatorForSequenceClassification(_PackedCollator):
 
 @dataclass(kw_only=True)
 class PackedCollatorForTokenClassification(_PackedCollator):
-    """Packs sequences with a label for each token: column labels, label or label_ids (n,), -100
-    where there is nothing to learn.
+    """Pack sequences that have one label for each token.
 
-    labels: int64 (T,), in transformers' layout (1, T). Without labels in any feature the batch has
-    none, as for prediction.
+    The labels are in the column ``labels``, ``label`` or ``label_ids`` of shape ``(n,)``; -100
+    marks a token that the loss ignores. The batch has no ``labels`` if no feature has such a
+    column, as for prediction.
+
+    Args:
+        layout: As in `PackedCollatorForSequenceClassification`.
+        max_length: As in `PackedCollatorForSequenceClassification`.
+        position_ids_start: As in `PackedCollatorForSequenceClassification`.
+
+    Raises:
+        ValueError: If an argument is not allowed.
     """
 
     def __call__(self, features: Sequence[Feature]) -> Batch:
+        """Build a batch.
+
+        Args:
+            features: Mappings with ``input_ids`` and, where there are any, ``token_type_ids``,
+                ``attention_mask`` and labels, all of shape ``(n,)``.
+
+        Returns:
+            The packed batch. Its ``labels`` are int64 of shape ``(T,)``, or ``(1, T)`` with
+            ``layout="transformers"``.
+
+        Raises:
+            ValueError: If a column is missing or has a shape, dtype or value that is not allowed.
+        """
         texts = as_texts(features)
         sequences = flatten(texts, self.max_length, label_column(texts))
         return self._batch(sequences, sequences.ids, sequences.labels)
@@ -122,15 +181,37 @@ class PackedCollatorForTokenClassification(_PackedCollator):
 
 @dataclass(kw_only=True)
 class PackedCollatorForMaskedLM(_PackedCollator):
-    """Packs sequences and masks them afresh at every call; see ``mask_packed`` for the shares.
+    """Pack sequences and draw a new mask for them in every call.
 
-    tokenizer: a ``WordPieceTokenizer``, or one of transformers with a mask token (then
-    ``whole_word`` must be False). labels: the true ids where a token is predicted, -100 elsewhere,
-    int64 (T,), in transformers' layout (1, T); labels in the features are left out.
+    Of the predicted tokens, 80 % become the mask token, 10 % become a random token and 10 % stay
+    (Devlin et al. 2019). Special tokens are never predicted.
 
-    Masks are drawn from ``generator``, by default torch's own, and in a worker of a DataLoader from
-    the worker's seed as well: they follow from the seed of the run, and differ between workers and
-    epochs.
+    The masks depend on `generator` and, in a worker of a DataLoader, also on the seed of the
+    worker. They are therefore reproducible from the seed of a run, and they differ between workers
+    and between epochs.
+
+    Args:
+        tokenizer: A ``WordPieceTokenizer``, or a tokenizer of transformers that has a mask token.
+        probability: Share of the tokens that are predicted, in (0, 1].
+        whole_word: Whether all pieces of a word are predicted together. It needs a
+            ``WordPieceTokenizer``.
+        generator: Source of randomness; None uses the default generator of torch.
+        layout: As in `PackedCollatorForSequenceClassification`.
+        max_length: As in `PackedCollatorForSequenceClassification`.
+        position_ids_start: As in `PackedCollatorForSequenceClassification`.
+
+    Raises:
+        ValueError: If an argument is not allowed.
+
+    Example:
+        >>> from fastbert.data import PackedCollatorForMaskedLM, stories, train_tokenizer
+        >>> documents = list(stories(20, seed=0))
+        >>> tokenizer = train_tokenizer(documents, 200)
+        >>> collate = PackedCollatorForMaskedLM(tokenizer)
+        >>> batch = collate([{"input_ids": tokenizer.encode(" ".join(documents[0]))}])
+        >>> predicted = batch["labels"] != -100
+        >>> bool(predicted.any()), batch["labels"].shape == batch["input_ids"].shape
+        (True, True)
     """
 
     tokenizer: Any = field(kw_only=False)
@@ -139,6 +220,7 @@ class PackedCollatorForMaskedLM(_PackedCollator):
     generator: torch.Generator | None = None
 
     def __post_init__(self) -> None:
+        """Check the options."""
         super().__post_init__()
         if not 0.0 < self.probability <= 1.0:
             raise ValueError(f"probability: got {self.probability}, allowed: a number in (0, 1]")
@@ -150,6 +232,20 @@ class PackedCollatorForMaskedLM(_PackedCollator):
             )
 
     def __call__(self, features: Sequence[Feature]) -> Batch:
+        """Build a batch and mask it.
+
+        Args:
+            features: Mappings with ``input_ids`` and, where there are any, ``token_type_ids`` and
+                ``attention_mask``. Labels in the features are ignored.
+
+        Returns:
+            The packed batch. Its ``labels`` hold the original id of a predicted token and -100
+            elsewhere. They are int64 of shape ``(T,)``, or ``(1, T)`` with
+            ``layout="transformers"``.
+
+        Raises:
+            ValueError: If a column is missing or has a shape, dtype or value that is not allowed.
+        """
         return self._masked(as_texts(features))
 
     def _masked(self, texts: list[Text]) -> Batch:
@@ -170,20 +266,45 @@ class PackedCollatorForMaskedLM(_PackedCollator):
 
     def _seed(self) -> tuple[int, ...]:
         drawn = int(torch.randint(1 << 62, (), generator=self.generator))
-        # A worker has a copy of the generator, the same as the others' and in each epoch.
+        # Every worker starts every epoch with the same copy of the generator.
         worker = torch.utils.data.get_worker_info()
         return (drawn,) if worker is None else (drawn, worker.seed)
 
 
 @dataclass(kw_only=True)
 class PackedCollatorForPreTraining(PackedCollatorForMaskedLM):
-    """``PackedCollatorForMaskedLM`` for pairs with the column next_sentence_label: 0 = the second
-    half follows, 1 = it does not, -100 = unknown.
+    """Pack next-sentence pairs and draw a new mask for them in every call.
 
-    next_sentence_label: int64 (B,) in both layouts.
+    A feature has the column ``next_sentence_label`` in addition to the columns of
+    `PackedCollatorForMaskedLM`. The label is 0 when the second half follows the first half, 1 when
+    it does not, and -100 when this is unknown.
+
+    Args:
+        tokenizer: As in `PackedCollatorForMaskedLM`.
+        probability: As in `PackedCollatorForMaskedLM`.
+        whole_word: As in `PackedCollatorForMaskedLM`.
+        generator: As in `PackedCollatorForMaskedLM`.
+        layout: As in `PackedCollatorForSequenceClassification`.
+        max_length: As in `PackedCollatorForSequenceClassification`.
+        position_ids_start: As in `PackedCollatorForSequenceClassification`.
+
+    Raises:
+        ValueError: If an argument is not allowed.
     """
 
     def __call__(self, features: Sequence[Feature]) -> Batch:
+        """Build a batch and mask it.
+
+        Args:
+            features: Mappings as for `PackedCollatorForMaskedLM`, with ``next_sentence_label``.
+
+        Returns:
+            The batch of `PackedCollatorForMaskedLM` and ``next_sentence_label``, int64 of shape
+            ``(B,)`` in both layouts.
+
+        Raises:
+            ValueError: If a column is missing or has a shape, dtype or value that is not allowed.
+        """
         texts = as_texts(features)
         labels = sequence_labels(texts, "next_sentence_label")
         for text, label in zip(texts, labels.tolist(), strict=True):
@@ -194,24 +315,41 @@ class PackedCollatorForPreTraining(PackedCollatorForMaskedLM):
 
 @dataclass(kw_only=True)
 class PackedCollatorForBiEncoder(_PackedCollator):
-    """Packs several texts of each feature, all of one text's place before those of the next.
+    """Pack several texts of each feature into one batch.
 
-    With ``prefixes``, say ("anchor", "positive"), the columns are anchor_input_ids,
-    positive_input_ids and so on; without, input_ids (and the others) is a list of N lists, as many
-    in each feature. One pass encodes all N · B texts, and ``chunk`` takes them apart again::
+    The batch holds the first text of every feature, then the second text of every feature, and so
+    on. The model encodes all ``N * B`` texts in one pass, and ``chunk`` separates them::
 
         labels = batch.pop("labels", None)
         embeddings = pool(model(**batch).last_hidden_state, batch["cu_seqlens"])
         anchors, positives = embeddings.chunk(2)  # (B, H) each
 
-    cu_seqlens has N · B + 1 elements. labels: as in ``PackedCollatorForSequenceClassification``,
-    (B, ...), of the columns labels, label, label_ids, score or scores. A Trainer needs
-    ``remove_unused_columns=False`` where the model's arguments are named otherwise.
+    A ``Trainer`` needs ``remove_unused_columns=False`` if the columns are not arguments of the
+    model.
+
+    Args:
+        prefixes: Prefixes of the columns, one per text: ``("anchor", "positive")`` reads
+            ``anchor_input_ids``, ``positive_input_ids`` and so on. With None, ``input_ids`` and the
+            other columns are lists of N lists, with the same N in every feature.
+        layout: As in `PackedCollatorForSequenceClassification`.
+        max_length: As in `PackedCollatorForSequenceClassification`.
+        position_ids_start: As in `PackedCollatorForSequenceClassification`.
+
+    Raises:
+        ValueError: If an argument is not allowed.
+
+    Example:
+        >>> from fastbert.data import PackedCollatorForBiEncoder
+        >>> collate = PackedCollatorForBiEncoder(prefixes=("anchor", "positive"))
+        >>> feature = {"anchor_input_ids": [101, 7592, 102], "positive_input_ids": [101, 102]}
+        >>> collate([feature, feature])["cu_seqlens"].tolist()
+        [0, 3, 6, 8, 10]
     """
 
     prefixes: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
+        """Check the options."""
         super().__post_init__()
         if self.prefixes is not None and (isinstance(self.prefixes, str) or not self.prefixes):
             raise ValueError(
@@ -219,6 +357,19 @@ class PackedCollatorForBiEncoder(_PackedCollator):
             )
 
     def __call__(self, features: Sequence[Feature]) -> Batch:
+        """Build a batch.
+
+        Args:
+            features: Mappings with the columns of N texts each and, where there are any, labels in
+                the column ``labels``, ``label``, ``label_ids``, ``score`` or ``scores``.
+
+        Returns:
+            The packed batch of ``N * B`` sequences. Its ``labels`` are int64 ``(B,)`` for integers,
+            float32 ``(B,)`` for floats, and float32 ``(B, C)`` for vectors of floats.
+
+        Raises:
+            ValueError: If a column is missing or has a shape, dtype or value that is not allowed.
+        """
         examples = as_texts(features)
         if self.prefixes is None:
             texts = _by_place(examples)
@@ -235,8 +386,10 @@ class PackedCollatorForBiEncoder(_PackedCollator):
 
 
 def _by_place(examples: list[Text]) -> list[Text]:
-    """The texts of columns that hold a list per text: the first of each example, then the
-    second, …"""
+    """Split columns that hold one list per text.
+
+    Returns the first text of each example, then the second text of each example, and so on.
+    """
     columns = ("input_ids", "token_type_ids", "attention_mask")
     places: list[list[Text]] = []
     for example in examples:
@@ -259,7 +412,7 @@ def _by_place(examples: list[Text]) -> list[Text]:
 
 @dataclass
 class _Vocabulary:
-    """What masking asks of a tokenizer of transformers; see ``MaskingTokenizer``."""
+    """The `MaskingTokenizer` of a tokenizer of transformers."""
 
     mask_id: int
     is_special: np.ndarray

@@ -1,9 +1,11 @@
-"""Reading a user's text as documents, each a list of sentences.
+"""Reading text files as documents; a document is a list of sentences.
 
-Three forms have a fixed meaning: ``.txt`` (a blank line between documents), ``.jsonl`` (one object
-per line, field ``text``) and ``.parquet`` (column ``text``). Any other plain text (a licence, a
-README, a .md) is prose: its blank lines separate paragraphs, so paragraphs are gathered into
-documents.
+Three formats define their documents. A ``.txt`` file has a blank line between documents. A
+``.jsonl`` file has one object with the field ``text`` per line. A ``.parquet`` file has the column
+``text``.
+
+Every other plain text file, such as a licence or a README, is prose. The blank lines of prose
+separate paragraphs, and consecutive paragraphs are joined into documents.
 """
 
 from __future__ import annotations
@@ -23,17 +25,18 @@ from fastbert.data.sentences import split_sentences
 
 Document: TypeAlias = list[str]
 
-# Licences and documentation on a Linux machine: names without a suffix, README.Debian, LGPL-2.1.
+# Licences and documentation on a Linux machine have these suffixes. A number is accepted too, as in
+# LGPL-2.1.
 PROSE_SUFFIXES = ("", ".text", ".md", ".rst", ".debian")
 ALLOWED = ".txt, .jsonl, .parquet, or plain text (no suffix, " + ", ".join(PROSE_SUFFIXES[1:]) + ")"
-# Paragraphs of prose are gathered until a document has this many sentences: enough for a next
-# sentence to exist, while one file still gives several documents.
+# Paragraphs of prose are joined until a document has this many sentences. The document is then long
+# enough for a next-sentence pair, and one file gives several documents.
 PROSE_SENTENCES = 8
 _TERMINAL = (".", "!", "?", "…", "。", "！", "？", '"', "”", "’")
 
 
 class CorpusWarning(UserWarning):
-    """Some files of a folder were not read; the message counts them and says why."""
+    """Warning that some files of a folder were skipped, with their number for each reason."""
 
 
 def _is_text_name(path: Path) -> bool:
@@ -42,7 +45,7 @@ def _is_text_name(path: Path) -> bool:
 
 
 def _problem(path: Path) -> str | None:
-    """Why ``path`` cannot be read as UTF-8 text; None when it can."""
+    """Return the reason why `path` is not UTF-8 text, or None if it is."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     with path.open("rb") as file:
         while chunk := file.read(1 << 20):
@@ -62,7 +65,7 @@ def _problem(path: Path) -> str | None:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """Files below ``folder``, sorted, without hidden ones, each once however often linked."""
+    """Yield the files below `folder` that are not hidden, sorted, without duplicate links."""
     seen = set()
     for root, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
@@ -74,7 +77,7 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _readable(folder: Path, skipped: Counter[str]) -> Iterator[Path]:
-    """The files of ``folder`` to read; the others are counted by reason in ``skipped``."""
+    """Yield the files of `folder` that are to be read, and count the other files in `skipped`."""
     for path in _files(folder):
         if path.suffix.lower() in (".jsonl", ".parquet"):
             yield path
@@ -91,7 +94,7 @@ def _readable(folder: Path, skipped: Counter[str]) -> Iterator[Path]:
 
 
 def _paragraph(lines: list[str]) -> Document:
-    """Sentences of consecutive lines, joined unless each of them ends a sentence."""
+    """Split consecutive lines into sentences; lines are joined unless each line ends a sentence."""
     if all(line.rstrip().endswith(_TERMINAL) for line in lines):
         return [sentence for line in lines for sentence in split_sentences(line)]
     return split_sentences(" ".join(lines))
@@ -119,7 +122,7 @@ def _read_text(path: Path) -> Iterator[Document]:
 
 
 def _record(text: object, place: str) -> Iterator[Document]:
-    """The document of one ``text`` value: blank lines inside it separate paragraphs only."""
+    """Yield the document of one ``text`` value; its blank lines separate only paragraphs."""
     if not isinstance(text, str):
         raise ValueError(f'{place}: "text" is {type(text).__name__}, allowed: a string')
     if document := [s for paragraph in _paragraphs(text.splitlines()) for s in paragraph]:
@@ -147,7 +150,7 @@ def _read_jsonl(path: Path) -> Iterator[Document]:
 
 def _read_parquet(path: Path) -> Iterator[Document]:
     for row, (value,) in enumerate(read_rows(path, ["text"]), start=1):
-        # A null is a row without text, as an empty string is.
+        # A null means a row without text, as does an empty string.
         yield from _record("" if value is None else value, f"{path}, row {row}")
 
 
@@ -165,20 +168,44 @@ def _read_all(source: Path, files: Iterable[Path], skipped: Counter[str]) -> Ite
         reasons = f"; files skipped: {reasons}" if reasons else ""
         raise ValueError(f"corpus: no text in {source}, allowed: {ALLOWED}{reasons}")
     if skipped:
-        message = f"{source}: {skipped.total()} files skipped ({reasons}); read are {ALLOWED}"
+        message = f"{source}: {skipped.total()} files skipped ({reasons}); allowed: {ALLOWED}"
         warnings.warn(message, CorpusWarning, stacklevel=2)
 
 
 def read_documents(path: str | os.PathLike[str]) -> Iterator[Document]:
-    """Yields the documents of a file or folder, each a list of at least one sentence.
+    r"""Read the documents of a file or folder; a document is a list of at least one sentence.
 
-    A folder is read recursively in sorted order. Files in it that are no UTF-8 text, are
-    compressed, or have another suffix are skipped, and one CorpusWarning at the end counts them. A
-    file that is named itself is read whatever its suffix is, and must be readable.
+    A folder is read recursively in sorted order. Its files that are not UTF-8 text, are compressed
+    or have an unknown suffix are skipped, and one `CorpusWarning` counts them at the end. If `path`
+    is a file, its suffix may be any, and the file must be readable.
 
-    Raises FileNotFoundError when ``path`` does not exist; ValueError when it holds no text, is not
-    UTF-8, or has a broken record (naming the file and line or row); ImportError for parquet without
-    pyarrow.
+    - A ``.txt`` file has a blank line between documents.
+    - A ``.jsonl`` file has one object with the field ``text`` per line.
+    - A ``.parquet`` file has the column ``text``.
+    - Other text is prose. Its paragraphs are joined into documents of eight sentences or more, and
+      only the last document of a file may be shorter.
+
+    Args:
+        path: File or folder.
+
+    Returns:
+        Iterator over the documents, which reads the files as it advances.
+
+    Raises:
+        FileNotFoundError: If `path` does not exist.
+        ValueError: If there is no text, if a file is not UTF-8, or if a record is broken. The
+            message names the file and the line or row.
+        ImportError: If a ``.parquet`` file is read without pyarrow.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from fastbert.data import read_documents
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     file = Path(folder) / "corpus.txt"
+        ...     _ = file.write_text("It rains. We stay in.\n\nThe sun is out. We go out.\n")
+        ...     list(read_documents(file))
+        [['It rains.', 'We stay in.'], ['The sun is out.', 'We go out.']]
     """
     source = Path(path)
     if not source.exists():

@@ -1,6 +1,7 @@
-"""Features, as tokenizers and datasets give them, checked and put one after the other.
+"""Checks of features and their concatenation into packed sequences.
 
-A feature is a mapping of columns: lists, numpy arrays or tensors, 1-D where they go by token.
+A feature is a mapping of columns, as tokenizers and datasets return it. A column is a list, a numpy
+array or a tensor, and a column with one value per token is 1-D.
 """
 
 from __future__ import annotations
@@ -17,22 +18,36 @@ LABELS = ("labels", "label", "label_ids")
 
 
 class Text(NamedTuple):
-    """One sequence to be: its columns are ``columns[prefix + name]``; ``where`` is for errors."""
+    """One sequence of a feature.
+
+    Attributes:
+        columns: The columns of the feature.
+        where: Name of the sequence in error messages, such as ``"example 3"``.
+        prefix: Prefix of the names of its columns.
+    """
 
     columns: Feature
     where: str
     prefix: str = ""
 
     def get(self, name: str) -> Any:
+        """Return the column `name`, or None if it is absent."""
         return self.columns.get(self.prefix + name)
 
     def wrong(self, name: str, got: str, allowed: str) -> ValueError:
+        """Return the error for a wrong column `name`."""
         return ValueError(f"{self.prefix}{name} of {self.where}: got {got}, allowed: {allowed}")
 
 
 class Sequences(NamedTuple):
-    """The sequences of a batch, one after the other: ids, and token_types and labels where there
-    are any, int64 (T,); cu_seqlens int64 (B + 1,)."""
+    """The concatenated sequences of a batch.
+
+    Attributes:
+        ids: int64 of shape ``(T,)``.
+        token_types: int64 of shape ``(T,)``, or None if the features have no token types.
+        labels: int64 of shape ``(T,)``, or None if there are no labels of tokens.
+        cu_seqlens: int64 of shape ``(B + 1,)``.
+    """
 
     ids: np.ndarray
     token_types: np.ndarray | None
@@ -41,7 +56,7 @@ class Sequences(NamedTuple):
 
 
 def as_texts(features: Sequence[Feature]) -> list[Text]:
-    """The features, each with its number in the batch, from 0."""
+    """Name each feature by its number in the batch, from 0."""
     if len(features) == 0:
         raise ValueError("features: got an empty batch, allowed: at least one example")
     for number, feature in enumerate(features):
@@ -52,8 +67,21 @@ def as_texts(features: Sequence[Feature]) -> list[Text]:
 
 
 def flatten(texts: list[Text], max_length: int | None, labels: str | None = None) -> Sequences:
-    """Concatenates input_ids and, where every text has them, token_type_ids and the column
-    ``labels``; tokens whose attention_mask is 0 are dropped from all of them."""
+    """Concatenate ``input_ids`` and, where they exist, ``token_type_ids`` and labels of tokens.
+
+    Tokens whose ``attention_mask`` is 0 are dropped from all columns.
+
+    Args:
+        texts: The sequences of the batch.
+        max_length: Largest number of tokens of a sequence; None allows any number.
+        labels: Name of the column with one label per token; None if there is no such column.
+
+    Returns:
+        The packed sequences.
+
+    Raises:
+        ValueError: If a column is missing or has a shape, dtype or value that is not allowed.
+    """
     names = ["input_ids"]
     if _in_all(texts, "token_type_ids"):
         names.append("token_type_ids")
@@ -95,7 +123,7 @@ def refuse(
     wrong: np.ndarray,
     allowed: str,
 ) -> None:
-    """Raises ValueError with the first of ``values`` (T,) that is ``wrong``, bool (T,)."""
+    """Raise ValueError for the first of `values` ``(T,)`` where `wrong`, bool ``(T,)``, is True."""
     if wrong.any():
         place = int(wrong.argmax())
         text = texts[int(np.searchsorted(cu_seqlens, place, side="right")) - 1]
@@ -103,7 +131,12 @@ def refuse(
 
 
 def label_column(texts: list[Text], names: Sequence[str] = LABELS) -> str | None:
-    """The one of ``names`` that all texts have, None when they have none."""
+    """Return the name in `names` of the column that all texts have, or None if there is none.
+
+    Raises:
+        ValueError: If the texts have columns of several of these names, or if only some texts have
+            the column.
+    """
     found = [name for name in names if any(text.get(name) is not None for text in texts)]
     if len(found) > 1:
         raise ValueError(f"labels: got the columns {', '.join(found)}, allowed: one of them")
@@ -111,7 +144,7 @@ def label_column(texts: list[Text], names: Sequence[str] = LABELS) -> str | None
 
 
 def sequence_labels(texts: list[Text], name: str) -> Tensor:
-    """A label per sequence: int64 (B,), float32 (B,) or float32 (B, C)."""
+    """Stack one label per sequence to int64 ``(B,)``, float32 ``(B,)`` or float32 ``(B, C)``."""
     rows = [as_array(text, name) for text in texts]
     for text, row in zip(texts, rows, strict=True):
         if row.ndim > 1 or row.dtype.kind not in ("f" if row.ndim else "biuf"):
@@ -125,7 +158,11 @@ def sequence_labels(texts: list[Text], name: str) -> Tensor:
 
 
 def as_array(text: Text, name: str) -> np.ndarray:
-    """A column as an array of numbers of any shape."""
+    """Return a column as an array of numbers of any shape.
+
+    Raises:
+        ValueError: If the column is missing or does not hold numbers.
+    """
     value = text.get(name)
     if value is None:
         columns = ", ".join(map(str, text.columns)) or "none"
@@ -144,7 +181,7 @@ def as_array(text: Text, name: str) -> np.ndarray:
 
 def _integers(text: Text, name: str) -> np.ndarray:
     array = as_array(text, name)
-    # An empty list makes an array of floats.
+    # numpy makes an array of floats from an empty list.
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         got = f"{array.dtype} of shape {array.shape}"
         raise text.wrong(name, got, "integers of shape (length,)")
@@ -152,7 +189,7 @@ def _integers(text: Text, name: str) -> np.ndarray:
 
 
 def _mask(text: Text, length: int) -> np.ndarray | None:
-    """Bool (length,): which tokens exist; None when all do."""
+    """Return bool ``(length,)``, True where ``attention_mask`` is 1; None if it is 1 everywhere."""
     if text.get("attention_mask") is None:
         return None
     mask = as_array(text, "attention_mask")
@@ -167,7 +204,7 @@ def _mask(text: Text, length: int) -> np.ndarray | None:
 
 
 def _in_all(texts: list[Text], name: str) -> bool:
-    """Whether every text has the column; raises where only some have it."""
+    """Return whether every text has the column; raise ValueError if only some texts have it."""
     having = [text.get(name) is not None for text in texts]
     if any(having) and not all(having):
         lacking, has = texts[having.index(False)], texts[having.index(True)]

@@ -1,4 +1,4 @@
-"""The tokenizer of any model folder: BERT's WordPiece, or whatever its tokenizer.json describes."""
+"""The tokenizer of any model folder: BERT's WordPiece, or any other ``tokenizer.json``."""
 
 from __future__ import annotations
 
@@ -19,49 +19,92 @@ from fastbert.data.tokenizer import (
 
 
 class JsonTokenizer:
-    """A ``tokenizers.Tokenizer`` of any kind; its own post-processor adds the special tokens.
+    """A tokenizer of any kind, whose own post-processor adds the special tokens.
 
-    ``token_types`` False: the model has no token types, so pairs get zeros.
+    Attributes:
+        backend: The ``tokenizers.Tokenizer``.
+        token_types: Whether the model has token types.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, token_types: bool = True) -> None:
+        """Wrap a tokenizer and switch its padding off.
+
+        Args:
+            tokenizer: The tokenizer, which is changed in place.
+            token_types: Whether the model has token types; if not, `encode_pair` returns zeros.
+        """
         tokenizer.no_padding()
         self.backend = tokenizer
         self.token_types = token_types
 
     def encode(self, text: str, *, max_length: int | None = None) -> list[int]:
-        """Ids of ``text`` with special tokens, cut at the right to ``max_length``."""
+        """Return the ids of a text with special tokens.
+
+        Args:
+            text: The text.
+            max_length: Largest number of ids; the end of a longer text is cut. None cuts nothing.
+
+        Returns:
+            The ids.
+
+        Raises:
+            ValueError: If `max_length` leaves no room for the special tokens, or if the tokenizer
+                fails.
+        """
         return self._encode(text, None, max_length).ids
 
     def encode_pair(
         self, first: str, second: str, *, max_length: int | None = None
     ) -> tuple[list[int], list[int]]:
-        """Ids of both with special tokens, and their token types.
+        """Return the ids of a pair of texts with special tokens, and their token types.
 
-        When the result would be longer than ``max_length``, the longer text is cut at its right.
+        Args:
+            first: The first text.
+            second: The second text.
+            max_length: Largest number of ids; None cuts nothing. The end of the longer text is cut
+                if there are more ids.
+
+        Returns:
+            The ids and the token types, of the same length.
+
+        Raises:
+            ValueError: If `max_length` leaves no room for the special tokens, or if the tokenizer
+                fails.
         """
         encoding = self._encode(first, second, max_length)
         types = encoding.type_ids if self.token_types else [0] * len(encoding.ids)
         return encoding.ids, types
 
     def encode_within(self, max_length: int, first: str, second: str | None = None) -> Encoded:
-        """``encode`` or ``encode_pair`` of texts of any length, tokenised once, and whether they
-        were cut."""
+        """Encode a text or a pair, and report whether it was cut.
+
+        Args:
+            max_length: Largest number of ids.
+            first: The text, or the first text of a pair.
+            second: The second text of a pair.
+
+        Returns:
+            The ids, the token types and whether a text was cut.
+
+        Raises:
+            ValueError: If `max_length` leaves no room for the special tokens, or if the tokenizer
+                fails.
+        """
         self._limit(max_length, second is not None)
         text = first if second is None else (first, second)
         with rust_errors("tokenizer: it fails"):
-            # Without the offsets, which take most of the time.
+            # The fast method computes no offsets, which would take most of the time.
             (encoding,) = self.backend.encode_batch_fast([text])
         paired = self.token_types and second is not None
         types = encoding.type_ids if paired and any(encoding.type_ids) else []
         return Encoded(encoding.ids, types, bool(encoding.overflowing))
 
     def lowercase(self) -> None:
-        """Lower-cases every text from now on, whatever the vocabulary's casing is."""
+        """Convert every text that is encoded from now on to lower case."""
         lowercase_first(self.backend)
 
     def is_added(self, index: int) -> bool:
-        """Whether an id is that of a special token."""
+        """Return whether `index` is the id of a special token."""
         token = self.backend.get_added_tokens_decoder().get(index)
         return token is not None and token.special
 
@@ -71,7 +114,7 @@ class JsonTokenizer:
             return self.backend.encode(first, second)
 
     def _limit(self, max_length: int | None, is_pair: bool) -> None:
-        """Switches the cutting to ``max_length`` on, or with None off."""
+        """Switch truncation to `max_length` on, or switch truncation off if it is None."""
         if max_length is None:
             self.backend.no_truncation()
         else:
@@ -82,9 +125,28 @@ class JsonTokenizer:
 
 
 def load_tokenizer(folder: str | os.PathLike[str]) -> WordPieceTokenizer | JsonTokenizer:
-    """WordPieceTokenizer for a WordPiece ``tokenizer.json`` or a ``vocab.txt``, else JsonTokenizer.
+    """Load the tokenizer of a model folder.
 
-    Raises FileNotFoundError when neither file is there, ValueError when a file is broken.
+    Args:
+        folder: Folder with ``tokenizer.json`` or ``vocab.txt``.
+
+    Returns:
+        A `JsonTokenizer` if ``tokenizer.json`` has another model than WordPiece, and a
+        `WordPieceTokenizer` otherwise.
+
+    Raises:
+        FileNotFoundError: If the folder has neither file.
+        ValueError: If a file is broken.
+
+    Example:
+        >>> import tempfile
+        >>> from fastbert.data import load_tokenizer, stories, train_tokenizer
+        >>> tokenizer = train_tokenizer(stories(20, seed=0), 200)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     tokenizer.save(folder)
+        ...     loaded = load_tokenizer(folder)
+        >>> loaded.encode("The old mill.") == tokenizer.encode("The old mill.")
+        True
     """
     folder = Path(folder)
     whole = folder / "tokenizer.json"
@@ -101,9 +163,16 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> WordPieceTokenizer | JsonT
 
 
 def model_max_length(folder: str | os.PathLike[str]) -> int | None:
-    """The longest input that ``tokenizer_config.json`` names; None when it names none.
+    """Read the longest input, in tokens, from ``tokenizer_config.json``.
 
-    Raises ValueError when it names something else than a length.
+    Args:
+        folder: Model folder.
+
+    Returns:
+        The value of ``model_max_length``; None if it is absent or means that there is no limit.
+
+    Raises:
+        ValueError: If the value is not a number of at least 1, or if the file is broken.
     """
     length = read_config(Path(folder)).get("model_max_length")
     if length is None:
@@ -112,5 +181,5 @@ def model_max_length(folder: str | os.PathLike[str]) -> int | None:
     if not is_number or not length >= 1:
         place = Path(folder) / CONFIG
         raise ValueError(f"{place}: model_max_length: got {length!r:.200}, allowed: a number >= 1")
-    # Folders without a limit hold 1e30.
+    # The value 1e30 means that there is no limit.
     return None if length > 1 << 30 else int(length)

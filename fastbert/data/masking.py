@@ -1,6 +1,7 @@
-"""Masked-language-model targets: 15 % of the tokens, of them 80 % [MASK], 10 % random, 10 % kept.
+"""Targets of masked language modelling (Devlin et al. 2019, sections 3.1 and A.1).
 
-Devlin et al. 2019, section 3.1 and A.1.
+By default 15 % of the tokens are predicted. Of the predicted tokens, 80 % become ``[MASK]``, 10 %
+become a random token and 10 % stay.
 """
 
 from __future__ import annotations
@@ -17,26 +18,39 @@ RANDOM_SHARE = 0.1
 
 
 class MaskingTokenizer(Protocol):
-    """What masking asks of a tokenizer: the part of ``WordPieceTokenizer`` with these names."""
+    """The attributes of a tokenizer that masking needs, as in `WordPieceTokenizer`.
+
+    Attributes:
+        mask_id: Id of the mask token.
+        is_special: bool of shape ``(vocab_size,)``, True at the ids of special tokens.
+        ordinary_ids: The ids of all other tokens.
+    """
 
     mask_id: int
     is_special: np.ndarray
     ordinary_ids: np.ndarray
 
-    def word_starts(self, ids: np.ndarray) -> np.ndarray: ...
+    def word_starts(self, ids: np.ndarray) -> np.ndarray:
+        """Return a bool array of the shape of `ids`, True where a word begins."""
+        ...
 
 
 def _choose(sizes: np.ndarray, rng: np.random.Generator, probability: float) -> np.ndarray:
-    """For sequences of ``sizes`` (B,) units, bool (sum of sizes,): which units are predicted.
+    """Choose the units to predict, for sequences of `sizes` ``(B,)`` units.
 
-    Each sequence gets ``probability`` times its size, rounded up or down at random so that the
-    expectation is exact, but at least one where it has any: so only sequences shorter than
-    1 / probability exceed it.
+    A unit is a token or a word. The number of units of a sequence is `probability` times its size,
+    rounded up or down at random, so that the expectation is exact. A sequence with any units has at
+    least one chosen unit. Only a sequence of fewer than ``1 / probability`` units can therefore
+    exceed `probability`.
+
+    Returns:
+        bool of shape ``(sum of sizes,)``, True at the units to predict.
     """
     wanted = np.floor(sizes * probability + rng.random(len(sizes))).astype(np.int64)
     wanted = np.minimum(np.maximum(wanted, 1), sizes)
     row = np.repeat(np.arange(len(sizes)), sizes)
-    # Sorting by sequence and, inside it, by a random number ranks the units of each at random.
+    # The sort orders units by sequence and, inside a sequence, by a random number. It thereby gives
+    # every unit a random rank in its sequence.
     order = np.argsort(row + rng.random(len(row)))
     rank = np.empty(len(row), dtype=np.int64)
     rank[order] = np.arange(len(row)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
@@ -52,22 +66,34 @@ def mask_packed(
     probability: float = 0.15,
     whole_word: bool = False,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Masks sequences that lie one after the other.
+    """Mask the sequences of a packed batch.
 
-    ids: integers (T,). cu_seqlens: integers (B + 1,), from 0 to T. Returns new ids and labels, both
-    int64 (T,); labels are the true id where a token is predicted and -100 elsewhere. Special tokens
-    are never predicted, nor drawn as a random token. With ``whole_word`` the pieces of a word are
-    predicted together (what each becomes is drawn piece by piece). Raises ValueError for a
-    ``probability`` outside (0, 1].
+    Special tokens are neither predicted nor drawn as random tokens.
+
+    Args:
+        ids: Ids of the tokens, integers of shape ``(T,)``.
+        cu_seqlens: Cumulative lengths of the sequences, integers of shape ``(B + 1,)``.
+        rng: Source of randomness.
+        tokenizer: Source of the ids of the mask token, the special tokens and the ordinary tokens.
+        probability: Share of the tokens that are predicted, in (0, 1].
+        whole_word: Whether all pieces of a word are predicted together. The replacement of each
+            piece is drawn independently.
+
+    Returns:
+        The masked ids and the labels, both int64 of shape ``(T,)``. A label is the original id of a
+        predicted token, and -100 elsewhere.
+
+    Raises:
+        ValueError: If `probability` is out of range.
     """
     if not 0.0 < probability <= 1.0:
         raise ValueError(f"probability: got {probability}, allowed: a number in (0, 1]")
     row = np.repeat(np.arange(len(cu_seqlens) - 1), np.diff(cu_seqlens))
     positions = np.flatnonzero(~tokenizer.is_special[ids])
-    # starts: where a unit (token or word) begins, among the positions that may be predicted.
+    # `starts` is True where a unit (a token or a word) begins; it has one value per ordinary token.
     starts = np.ones(len(positions), dtype=bool)
     if whole_word and len(positions):
-        # A piece whose word was cut off before it, or replaced by [UNK], begins a unit itself.
+        # A piece also begins a unit if the start of its word was truncated or replaced by [UNK].
         follows = (np.diff(positions) == 1) & (np.diff(row[positions]) == 0)
         starts[1:] = tokenizer.word_starts(ids[positions[1:]]) | ~follows
     sizes = np.bincount(row[positions[starts]], minlength=len(cu_seqlens) - 1)
@@ -91,7 +117,38 @@ def mask_tokens(
     probability: float = 0.15,
     whole_word: bool = False,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Masks one pair of n tokens: new ids and labels, both int64 (n,); see ``mask_packed``."""
+    """Mask one next-sentence pair.
+
+    Of the predicted tokens, 80 % become the mask token, 10 % become a random token and 10 % stay
+    (Devlin et al. 2019). Special tokens are neither predicted nor drawn as random tokens.
+
+    Args:
+        instance: The pair, of n tokens.
+        rng: Source of randomness.
+        tokenizer: The tokenizer of the pair.
+        probability: Share of the tokens that are predicted, in (0, 1].
+        whole_word: Whether all pieces of a word are predicted together.
+
+    Returns:
+        The masked ids and the labels, both int64 of shape ``(n,)``. A label is the original id of a
+        predicted token, and -100 elsewhere.
+
+    Raises:
+        ValueError: If `probability` is out of range.
+
+    Example:
+        >>> import numpy as np
+        >>> from fastbert.data import NextSentencePairs, mask_tokens, stories, train_tokenizer
+        >>> documents = list(stories(20, seed=0))
+        >>> tokenizer = train_tokenizer(documents, 200)
+        >>> pair = NextSentencePairs(documents, tokenizer, max_length=64, seed=0).epoch(0)[0]
+        >>> ids, labels = mask_tokens(pair, np.random.default_rng(0), tokenizer)
+        >>> predicted = labels != -100
+        >>> bool((labels[predicted] == pair.ids[predicted]).all())
+        True
+        >>> bool((ids[~predicted] == pair.ids[~predicted]).all())
+        True
+    """
     bounds = np.array([0, len(instance.ids)])
     return mask_packed(
         instance.ids, bounds, rng, tokenizer, probability=probability, whole_word=whole_word

@@ -1,8 +1,8 @@
-"""Next-sentence pairs: two halves of a document, or halves of two (Devlin et al. 2019, A.2).
+"""Next-sentence pairs: two halves of one document or of two documents (Devlin et al. 2019, A.2).
 
-A random half starts at any sentence of another document and fills the same token budget, as in the
-code published with the paper. So the label can be told from what the halves are about, and from
-whether the second one reads as what comes next.
+A random second half starts at any sentence of another document and fills the same token budget, as
+in the code published with the paper. A model can therefore infer the label from the topics of the
+halves and from the continuity of the text.
 """
 
 from __future__ import annotations
@@ -21,10 +21,13 @@ _TOKENISED_AT_ONCE = 1024
 
 
 class Instance(NamedTuple):
-    """One pair: ``[CLS] A [SEP] B [SEP]``.
+    """One next-sentence pair, ``[CLS] A [SEP] B [SEP]``.
 
-    ids: int64 (n,). token_types: int64 (n,), 0 up to the first [SEP], then 1. is_random: False when
-    B follows A in its document (next-sentence label 0), True when it is from another one (label 1).
+    Attributes:
+        ids: Ids of the tokens, int64 of shape ``(n,)``.
+        token_types: int64 of shape ``(n,)``; 0 up to the first ``[SEP]``, then 1.
+        is_random: False when B follows A in its document (label 0), and True when B is from another
+            document (label 1).
     """
 
     ids: np.ndarray
@@ -33,25 +36,42 @@ class Instance(NamedTuple):
 
 
 class EpochPairs(Sequence[Instance]):
-    """The pairs of one epoch, built when they are asked for.
+    """The pairs of one epoch, each built on access.
 
-    lengths: int64 (n,), tokens of each pair. is_random: bool (n,).
+    Attributes:
+        lengths: Number of tokens of each pair, int64 of shape ``(n,)``.
+        is_random: Whether the second half of each pair is from another document, bool of shape
+            ``(n,)``.
     """
 
     def __init__(
         self, tokens: np.ndarray, spans: np.ndarray, tokenizer: WordPieceTokenizer
     ) -> None:
-        # spans: (n, 5): A's first token and end in ``tokens``, B's, and the label.
+        """Keep the tokens of all documents and the spans of the pairs.
+
+        Args:
+            tokens: Ids of all documents, of shape ``(T,)``.
+            spans: Start and end of A in `tokens`, start and end of B, and the label; integers of
+                shape ``(n, 5)``.
+            tokenizer: Source of the ids of ``[CLS]`` and ``[SEP]``.
+        """
         self._tokens, self._spans = tokens, spans
         self._cls, self._sep = tokenizer.cls_id, tokenizer.sep_id
         self.lengths = spans[:, 1] - spans[:, 0] + spans[:, 3] - spans[:, 2] + 3
         self.is_random = spans[:, 4].astype(bool)
 
     def __len__(self) -> int:
+        """Return the number of pairs."""
         return len(self._spans)
 
     def write(self, index: int, ids: np.ndarray, token_types: np.ndarray) -> None:
-        """Writes pair ``index`` into views of its length; ``token_types`` is zero before."""
+        """Write one pair into two arrays.
+
+        Args:
+            index: Number of the pair.
+            ids: int64 of shape ``(n,)``, where n is the length of the pair.
+            token_types: int64 of shape ``(n,)``, filled with 0 by the caller.
+        """
         a_start, a_end, b_start, b_end, _ = self._spans[index].tolist()
         middle = a_end - a_start + 1
         ids[0] = self._cls
@@ -62,6 +82,7 @@ class EpochPairs(Sequence[Instance]):
         token_types[middle + 1 :] = 1
 
     def __getitem__(self, index: Any) -> Any:
+        """Build one `Instance`, or a list of them for a slice."""
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         ids = np.empty(self.lengths[index], dtype=np.int64)
@@ -71,18 +92,33 @@ class EpochPairs(Sequence[Instance]):
 
 
 class NextSentencePairs:
-    """Draws next-sentence pairs from documents.
+    """Next-sentence pairs that are drawn from documents in every epoch.
 
-    ``documents`` (lists of sentences) are tokenised once and held as ids, 4 bytes a token. Each
-    epoch cuts every document into runs of sentences of up to ``max_length`` tokens with the three
-    special ones, a share ``short`` of them to a random shorter length; cuts each run in two at a
-    random place; and replaces the second half with probability 1/2 by one from another document. A
-    document of one sentence serves as such a second half only. A sentence (or a table taken for
-    one) of more than ``max_length`` - 3 tokens counts as several; where two halves are too long all
-    the same, they lose the tokens farthest from the place where they meet.
+    The documents are tokenized once and kept as ids of 4 bytes. An epoch builds its pairs in three
+    steps.
 
-    Raises ValueError when ``max_length`` is below 5, when there are fewer than two documents with
-    text, or when none has two sentences.
+    1. Each document is cut into runs of sentences that fit into `max_length` tokens, special tokens
+       included. A share `short` of the runs has a random shorter length.
+    2. Each run is cut into two halves at a random boundary between sentences.
+    3. With probability 1/2, the second half is replaced by sentences of another document.
+
+    A document of one sentence is used only as the second half of another document's pair. A
+    sentence of more than ``max_length - 3`` tokens is cut into several sentences. If two halves are
+    still too long, the first half loses tokens at its start and the second half at its end.
+
+    Attributes:
+        tokens: Ids of all documents, int32 of shape ``(T,)``.
+
+    Example:
+        >>> from fastbert.data import NextSentencePairs, stories, train_tokenizer
+        >>> documents = list(stories(20, seed=0))
+        >>> tokenizer = train_tokenizer(documents, 200)
+        >>> pairs = NextSentencePairs(documents, tokenizer, max_length=64, seed=0)
+        >>> len(pairs)
+        20
+        >>> pair = pairs.epoch(0)[0]
+        >>> tokenizer.id_to_token(int(pair.ids[0])), pair.token_types.shape == pair.ids.shape
+        ('[CLS]', True)
     """
 
     def __init__(
@@ -94,6 +130,19 @@ class NextSentencePairs:
         seed: int,
         short: float = 0.1,
     ) -> None:
+        """Tokenize the documents.
+
+        Args:
+            documents: Documents, each a list of sentences.
+            tokenizer: The tokenizer of the pairs.
+            max_length: Largest number of tokens of a pair, special tokens included; at least 5.
+            seed: Seed of the pairs of every epoch.
+            short: Share of the runs that are cut to a random shorter length, in [0, 1].
+
+        Raises:
+            ValueError: If `max_length` or `short` is out of range, if fewer than two documents have
+                text, or if no document has two sentences.
+        """
         if max_length < 5:
             raise ValueError(
                 f"max_length: got {max_length}, allowed: at least 5 ([CLS] a [SEP] b [SEP])"
@@ -101,8 +150,8 @@ class NextSentencePairs:
         if not 0.0 <= short <= 1.0:
             raise ValueError(f"short: got {short}, allowed: a number in [0, 1]")
         self.tokenizer, self.max_length, self.seed, self.short = tokenizer, max_length, seed, short
-        # Sentence s is tokens[offsets[s]:offsets[s + 1]]; document d is sentences first[d] up to
-        # first[d + 1]. Python lists, because they are read one number at a time.
+        # Sentence s has the tokens offsets[s]:offsets[s + 1], and document d has the sentences
+        # first[d]:first[d + 1]. Both are Python lists, which read single numbers faster than numpy.
         self.tokens, self._offsets, self._first = _tokenise(documents, tokenizer, max_length - 3)
         count = len(self._first) - 1
         if count < 2:
@@ -117,11 +166,18 @@ class NextSentencePairs:
             )
 
     def __len__(self) -> int:
-        """The number of documents with text."""
+        """Return the number of documents with text."""
         return len(self._first) - 1
 
     def epoch(self, index: int) -> EpochPairs:
-        """The pairs of epoch ``index``, in document order; the same for the same seed and index."""
+        """Return the pairs of one epoch, in the order of the documents.
+
+        Args:
+            index: Number of the epoch, from 0.
+
+        Returns:
+            The pairs, which depend only on the seed and `index`.
+        """
         rng = random.Random(f"pairs/{self.seed}/{index}")
         spans = [
             self._span(rng, document, start, end, target)
@@ -131,7 +187,7 @@ class NextSentencePairs:
         return EpochPairs(self.tokens, np.array(spans, dtype=np.int64), self.tokenizer)
 
     def _runs(self, rng: random.Random, document: int) -> Iterator[tuple[int, int, int]]:
-        """Runs of at least two sentences that cover the document, each with its token budget."""
+        """Yield runs of two or more sentences that cover the document, with their token budgets."""
         start, last = self._first[document], self._first[document + 1]
         while last - start >= 2:
             target = self.max_length - 3
@@ -139,11 +195,11 @@ class NextSentencePairs:
                 target = rng.randint(2, target)
             end = max(start + 2, self._fit(start, last, target))
             yield start, end, target
-            # A last sentence that would be left alone takes the one before it along again.
+            # If only one sentence would remain, the next run also repeats the sentence before it.
             start = end if end == last else min(end, last - 2)
 
     def _fit(self, start: int, last: int, budget: int) -> int:
-        """The largest end <= last such that sentences start:end have at most ``budget`` tokens."""
+        """Return the largest end <= last for which sentences start:end fit into `budget` tokens."""
         limit = self._offsets[start] + budget
         return bisect_right(self._offsets, limit, lo=start, hi=last + 1) - 1
 
@@ -171,7 +227,7 @@ class NextSentencePairs:
         )
 
     def _elsewhere(self, rng: random.Random, document: int, budget: int) -> tuple[int, int]:
-        """Sentences of another document, from a random one up to ``budget`` tokens or its end."""
+        """Draw sentences of another document, from a random start up to `budget` or its end."""
         first, last = self._first[document], self._first[document + 1]
         start = rng.randrange(len(self._offsets) - 1 - (last - first))
         if start >= first:
@@ -181,7 +237,10 @@ class NextSentencePairs:
 
 
 def _ends(start: int, length: int, room: int) -> list[int]:
-    """Where a sentence ends, or its equal parts of at most half the room if it exceeds the room."""
+    """Return the end of a sentence, or the ends of its equal parts if it is longer than `room`.
+
+    A part has at most half of `room` tokens.
+    """
     parts = 1 if length <= room else -(-length // (room // 2))
     return [start + length * (part + 1) // parts for part in range(parts)]
 
@@ -189,7 +248,7 @@ def _ends(start: int, length: int, room: int) -> list[int]:
 def _tokenise(
     documents: Iterable[Sequence[str]], tokenizer: WordPieceTokenizer, room: int
 ) -> tuple[np.ndarray, list[int], list[int]]:
-    """All ids (int32), where sentences start in them, and where documents start in those."""
+    """Return all ids (int32), the starts of sentences in ids, and of documents in sentences."""
     chunks: list[np.ndarray] = []
     offsets, first = [0], [0]
     source = iter(documents)
@@ -197,7 +256,7 @@ def _tokenise(
         encoded = iter(tokenizer.encode_sentences([s for document in batch for s in document]))
         ids: list[int] = []
         for document in batch:
-            # A sentence of nothing but, say, control characters has no tokens.
+            # A sentence has no tokens if it consists of, for example, control characters.
             for sentence in filter(None, islice(encoded, len(document))):
                 ids += sentence
                 offsets += _ends(offsets[-1], len(sentence), room)

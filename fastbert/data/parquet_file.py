@@ -1,4 +1,4 @@
-"""The rows of a parquet file, read in batches, distrusting what is read."""
+"""Reading the rows of a parquet file in batches; a damaged file raises ValueError."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from typing import Any
 
 
 def read_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[Any, ...]]:
-    """Yields a tuple per row with the values of ``columns``, None for a null.
+    """Yield one tuple per row with the values of `columns`, where None is a null.
 
-    Raises ImportError without pyarrow, OSError when the file cannot be read, and ValueError naming
-    the file when it is damaged, or does not have each column exactly once.
+    Raises:
+        ImportError: If pyarrow is not installed.
+        OSError: If the file cannot be read.
+        ValueError: If the file is damaged or does not have each column exactly once. The message
+            names the file.
     """
     try:
         from pyarrow.parquet import ParquetFile
@@ -40,12 +43,12 @@ def read_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[Any, ...]]:
 
 @contextmanager
 def _damage_named(path: Path) -> Iterator[None]:
-    """Turns what pyarrow raises for a damaged file into a ValueError that names it."""
+    """Turn the errors that pyarrow raises for a damaged file into a ValueError that names it."""
     from pyarrow import ArrowException
 
     try:
         yield
     except (ArrowException, LookupError, ValueError, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
-            raise  # the file system's own
+            raise  # This error is from the file system.
         raise ValueError(f"{path}: not a readable parquet file: {error}") from error

@@ -1,19 +1,20 @@
-"""Sentence splitting by rule: a full stop, question or exclamation mark, then space and a capital.
+"""Sentence splitting by rule: a sentence ends at a full stop, question or exclamation mark.
 
-The rules cover what running English text needs: titles and abbreviations (Mr., e.g.), initials
-(J. R. Smith), decimals and versions (2.5), numbered headings (3. Scope) and closing quotes.
+Space and a capital letter must follow the mark. The rules cover the exceptions of English prose:
+titles and abbreviations (Mr., e.g.), initials (J. R. Smith), decimals and versions (2.5), numbered
+headings (3. Scope) and closing quotes.
 """
 
 from __future__ import annotations
 
 import re
 
-# A mark that may end a sentence, with the quotes and brackets that close after it. A run of marks
-# is tried from its first only, so that the time stays linear.
+# This matches a mark that may end a sentence, with the closing quotes and brackets after it. A run
+# of marks is matched only from its first mark, so that the time stays linear.
 _END = re.compile(r"""(?:(?<![.!?…])[.!?…]+["'”’»)\]]*(?=\s)|[。！？]+[”’」』）]*)\s*""")
 _OPENERS = "\"'“‘«([{*-–—"
-# Lower case and without the final stop. Those that often end a sentence (etc., inc.) are left out:
-# what follows them decides by its capital.
+# Abbreviations are in lower case and without the final stop. Abbreviations that often end a
+# sentence (etc., inc.) are absent, so the capital letter after them decides.
 _ABBREVIATION = re.compile(
     r"mr|mrs|ms|dr|prof|rev|hon|st|sr|jr|gen|col|capt|lt|sgt|gov|sen|rep|pres|vs|e\.g|i\.e|cf|viz|al|"
     r"ca|approx|no|nos|vol|vols|fig|figs|eq|sec|ch|pp|ed|eds|"
@@ -22,9 +23,9 @@ _ABBREVIATION = re.compile(
 
 
 def _is_boundary(text: str, start: int, match: re.Match[str], needs_capital: bool) -> bool:
-    """Whether the sentence from ``start`` ends with the mark of ``match``, which more text follows.
+    """Return whether the mark of `match`, before more text, ends the sentence from `start`.
 
-    Looks at the words around the mark only, however long the sentence is.
+    Only the words around the mark are read, so that the time does not depend on the sentence.
     """
     mark, end, resume = match.group().strip(), match.start(), match.end()
     if mark[0] in "。！？":
@@ -45,9 +46,9 @@ def _is_boundary(text: str, start: int, match: re.Match[str], needs_capital: boo
 
 
 def split_sentences(text: str) -> list[str]:
-    """The sentences of one paragraph, in order, white space folded to single spaces.
+    """Split one paragraph into sentences, in order, with single spaces between words.
 
-    A sentence holds at least one letter or digit, so rules and underlines disappear. Text without
+    A sentence has at least one letter or digit, so rules and underlines are dropped. A text without
     any capital letter (a lower-cased corpus) is split at every mark.
     """
     text = " ".join(text.split())

@@ -1,8 +1,8 @@
-"""A corpus made from a seed: short stories whose sentences follow from each other.
+"""A corpus that is generated from a seed: short stories whose sentences are connected.
 
 A story keeps its world, its two characters, its object and its places from the first sentence to
-the last, and its plot goes from cause to effect; so both a masked word and the next half can be
-inferred.
+the last, and its plot goes from cause to effect. A model can therefore infer both a masked word and
+the label of a next-sentence pair.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fastbert.data.story_worlds import (
     WORRIES,
 )
 
-# A plot is a list of beats in order; a beat is one sentence, told in one of its wordings.
+# A plot is a sequence of beats. A beat is a tuple of wordings, of which a story uses one.
 Plot = tuple[tuple[str, ...], ...]
 
 _OPENING = (
@@ -122,7 +122,7 @@ _MIDDLES: tuple[Plot, ...] = (
             "at last the {animal} ran to the {place}.",
         ),
     ),
-    # A contest with a prize.
+    # Someone wins the prize of a contest.
     (
         (
             "the prize of the contest was a {quality} {thing}.",
@@ -196,12 +196,12 @@ _CLOSING = (
         "the {thing} made {hero} and {friend} {feeling}.",
     ),
 )
-# The share of stories that leave out a given beat of the opening or the closing.
+# This is the share of stories that omit a given beat of the opening or the closing.
 _SKIPPED = 0.1
 
 
 def _cast(rng: random.Random) -> dict[str, str]:
-    """The words of one story: its world's things and its two characters with their pronouns."""
+    """Draw the words of one story: things of its world, two characters and their pronouns."""
     world = rng.choice(WORLDS)
     place, other = rng.sample(world.places, 2)
     act, act2 = rng.sample(world.actions, 2)
@@ -252,12 +252,29 @@ def _story(rng: random.Random) -> list[str]:
 
 
 def stories(num_documents: int, seed: int) -> Iterator[list[str]]:
-    """Yields ``num_documents`` stories of 8 to 13 sentences, each a list of sentences.
+    """Generate short stories of 8 to 13 sentences; a story is a list of sentences.
 
-    Story ``i`` depends on ``(seed, i)`` alone: a longer run begins with the stories of a shorter
-    one, and another seed gives other stories. Raises ValueError when ``num_documents`` is negative.
+    Story ``i`` depends only on `seed` and ``i``. A larger `num_documents` therefore adds stories to
+    the same ones.
+
+    Args:
+        num_documents: Number of stories; at least 0.
+        seed: Seed of the stories.
+
+    Returns:
+        Iterator over the stories.
+
+    Raises:
+        ValueError: If `num_documents` is negative.
+
+    Example:
+        >>> from fastbert.data import stories
+        >>> story = next(stories(1, seed=0))
+        >>> 8 <= len(story) <= 13
+        True
     """
     if num_documents < 0:
         raise ValueError(f"num_documents: got {num_documents}, allowed: at least 0")
-    # Seeding with a string hashes it with SHA-512: the same on every machine and Python version.
+    # Python hashes a string seed with SHA-512, so the stories are the same on every machine and
+    # Python version.
     return (_story(random.Random(f"stories/{seed}/{i}")) for i in range(num_documents))

@@ -1,6 +1,6 @@
-"""The worlds of the built-in stories: what exists and what is done in each.
+"""The worlds of the built-in stories, with their places, things, people and actions.
 
-A story stays in one world, so its halves share a vocabulary that other stories lack.
+A story is set in one world. Its halves therefore share words that stories of other worlds lack.
 """
 
 from __future__ import annotations
@@ -10,7 +10,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class World:
-    """Nouns without article, and past-tense phrases; sights are whole clauses."""
+    """The words of one world.
+
+    Actions are phrases in the past tense, and sights are whole clauses. All other words are nouns
+    without an article.
+    """
 
     places: tuple[str, ...]
     things: tuple[str, ...]

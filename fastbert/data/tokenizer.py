@@ -1,6 +1,6 @@
-"""WordPiece tokenisation: BERT's normaliser and word splitting around a ``tokenizers`` model.
+"""WordPiece tokenization with BERT's normalizer and word splitting, on the ``tokenizers`` library.
 
-Folders have Hugging Face's layout, so ``AutoTokenizer.from_pretrained`` gives the same ids.
+Folders have the layout of Hugging Face. ``AutoTokenizer.from_pretrained`` gives the same ids.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 from fastbert import json_file
 
-# The order that trained vocabularies begin with.
+# Trained vocabularies begin with these tokens, in this order.
 SPECIAL_TOKENS = {
     "pad_token": "[PAD]",
     "unk_token": "[UNK]",
@@ -26,13 +26,19 @@ SPECIAL_TOKENS = {
     "sep_token": "[SEP]",
     "mask_token": "[MASK]",
 }
-# Ids are below this, for there are arrays with an entry per id. The largest vocabularies have a
-# sixteenth of so many tokens.
+# Ids are below this limit, because some arrays have one element per id. The largest published
+# vocabularies have a sixteenth of this number of tokens.
 MAX_VOCABULARY = 1 << 24
 
 
 class Encoded(NamedTuple):
-    """A text or a pair as ids; ``token_types`` [] where all are 0."""
+    """The ids of a text or of a pair of texts.
+
+    Attributes:
+        ids: Ids of the tokens, special tokens included.
+        token_types: Token type of each id; empty if all token types are 0.
+        truncated: Whether a text was cut.
+    """
 
     ids: list[int]
     token_types: list[int]
@@ -41,9 +47,10 @@ class Encoded(NamedTuple):
 
 @contextmanager
 def rust_errors(what: str) -> Iterator[None]:
-    """Turns failures of the Rust library inside into a ValueError that begins with ``what``.
+    """Turn errors of the Rust library in the block into a ValueError that begins with `what`.
 
-    The library raises bare Exception, and PanicException, which derives from BaseException.
+    The library raises bare Exception. It also raises PanicException, which derives from
+    BaseException.
     """
     try:
         yield
@@ -54,16 +61,17 @@ def rust_errors(what: str) -> Iterator[None]:
 
 
 def lowercase_first(tokenizer: Tokenizer) -> None:
-    """Makes ``tokenizer`` lower-case a text before its own normaliser reads it."""
+    """Make `tokenizer` convert a text to lower case before its own normalizer runs."""
     own = tokenizer.normalizer
     steps = [normalizers.Lowercase()] if own is None else [normalizers.Lowercase(), own]
     tokenizer.normalizer = normalizers.Sequence(steps)
 
 
 def truncate_pair(length_a: int, length_b: int, budget: int) -> tuple[int, int]:
-    """The lengths of two segments after the longer is cut until both fit into ``budget`` tokens.
+    """Return the lengths of two segments after the longer segment is cut to fit into `budget`.
 
-    Of an odd budget, the segment that was longer keeps the last token, as in transformers.
+    If both are cut and `budget` is odd, the longer segment keeps one more token, as in
+    transformers.
     """
     if length_a + length_b <= budget:
         return length_a, length_b
@@ -82,7 +90,7 @@ def build_tokenizer(
     strip_accents: bool | None = None,
     chinese: bool = True,
 ) -> Tokenizer:
-    """A BERT tokenizer over ``vocab`` (token to id) that adds [CLS] and [SEP] by itself."""
+    """Build a BERT tokenizer from `vocab` (token to id) that adds ``[CLS]`` and ``[SEP]``."""
     unk = special["unk_token"]
     tokenizer = Tokenizer(models.WordPiece(vocab=vocab, unk_token=unk))
     tokenizer.normalizer = normalizers.BertNormalizer(
@@ -102,14 +110,42 @@ def build_tokenizer(
 
 
 class WordPieceTokenizer:
-    """A ``tokenizers.Tokenizer`` with a WordPiece model and BERT's five special tokens.
+    """A tokenizer with a WordPiece model and BERT's five special tokens.
 
-    ``pad_id, unk_id, cls_id, sep_id, mask_id`` are their ids, ``is_special`` is bool by id, shape
-    (vocab_size,), and ``ordinary_ids`` holds the ids of all other tokens (int64, sorted). Raises
-    ValueError for another kind of model or when a special token is not in the vocabulary.
+    Attributes:
+        backend: The ``tokenizers.Tokenizer``.
+        special: The special tokens by name, such as ``{"pad_token": "[PAD]", ...}``.
+        pad_id: Id of ``[PAD]``.
+        unk_id: Id of ``[UNK]``.
+        cls_id: Id of ``[CLS]``.
+        sep_id: Id of ``[SEP]``.
+        mask_id: Id of ``[MASK]``.
+        vocab_size: Largest id plus 1.
+        is_special: bool of shape ``(vocab_size,)``, True at the ids of special tokens.
+        ordinary_ids: Ids of all other tokens, int64, sorted.
+
+    Example:
+        >>> from fastbert.data import stories, train_tokenizer
+        >>> tokenizer = train_tokenizer(stories(20, seed=0), 200)
+        >>> ids = tokenizer.encode("The old mill.")
+        >>> tokenizer.decode(ids)
+        'the old mill.'
+        >>> ids[0] == tokenizer.cls_id, ids[-1] == tokenizer.sep_id
+        (True, True)
     """
 
     def __init__(self, tokenizer: Tokenizer, special: dict[str, str] | None = None) -> None:
+        """Wrap a tokenizer and switch its padding and truncation off.
+
+        Args:
+            tokenizer: The tokenizer, which is changed in place.
+            special: Special tokens that differ from BERT's, by name (``"pad_token"``,
+                ``"unk_token"``, ``"cls_token"``, ``"sep_token"``, ``"mask_token"``).
+
+        Raises:
+            ValueError: If the model is not WordPiece, if a special token is not in the vocabulary,
+                or if an id is too large.
+        """
         if not isinstance(tokenizer.model, models.WordPiece):
             kind = type(tokenizer.model).__name__
             raise ValueError(f"tokenizer: its model is {kind}, allowed: WordPiece")
@@ -119,7 +155,7 @@ class WordPieceTokenizer:
             raise ValueError(f"tokenizer: special tokens not in the vocabulary: {missing}")
         if (largest := max(vocab.values())) >= MAX_VOCABULARY:
             raise ValueError(f"tokenizer: got the id {largest}, allowed: below {MAX_VOCABULARY}")
-        # Length is the caller's business; a saved tokenizer.json may have both switched on.
+        # The caller chooses the length, but a saved tokenizer.json may have both switched on.
         tokenizer.no_padding()
         tokenizer.no_truncation()
         self.backend = tokenizer
@@ -133,17 +169,31 @@ class WordPieceTokenizer:
         self.ordinary_ids = np.setdiff1d(np.array(list(vocab.values())), special_ids)
         prefix = tokenizer.model.continuing_subword_prefix
         self._continues = np.zeros(self.vocab_size, dtype=bool)
-        # The bare prefix is an ordinary token, a doubled number sign.
+        # The prefix alone ("##") is an ordinary token.
         pieces = [i for token, i in vocab.items() if token.startswith(prefix) and token != prefix]
         self._continues[pieces] = True
 
     def __len__(self) -> int:
+        """Return the size of the vocabulary."""
         return self.vocab_size
 
     def encode(
         self, text: str, *, add_special_tokens: bool = True, max_length: int | None = None
     ) -> list[int]:
-        """Ids of ``[CLS] text [SEP]``, or of ``text`` alone, cut at the right to ``max_length``."""
+        """Return the ids of ``[CLS] text [SEP]``.
+
+        Args:
+            text: The text.
+            add_special_tokens: Whether ``[CLS]`` and ``[SEP]`` are added.
+            max_length: Largest number of ids; the end of a longer text is cut. None cuts nothing.
+
+        Returns:
+            The ids.
+
+        Raises:
+            ValueError: If `max_length` leaves no room for the special tokens, or if the tokenizer
+                fails.
+        """
         ids = self._ids(text)
         if not add_special_tokens:
             return ids[:max_length]
@@ -154,9 +204,20 @@ class WordPieceTokenizer:
     def encode_pair(
         self, first: str, second: str, *, max_length: int | None = None
     ) -> tuple[list[int], list[int]]:
-        """Ids of ``[CLS] first [SEP] second [SEP]`` and their token types (0, then 1 after [SEP]).
+        """Return the ids of ``[CLS] first [SEP] second [SEP]`` and their token types.
 
-        When the result would be longer than ``max_length``, the longer text is cut at its right.
+        Args:
+            first: The first text.
+            second: The second text.
+            max_length: Largest number of ids; None cuts nothing. The end of the longer text is cut
+                if there are more ids.
+
+        Returns:
+            The ids, and the token types: 0 up to the first ``[SEP]``, then 1.
+
+        Raises:
+            ValueError: If `max_length` leaves no room for the special tokens, or if the tokenizer
+                fails.
         """
         a, b = self._ids(first), self._ids(second)
         if max_length is not None:
@@ -166,11 +227,23 @@ class WordPieceTokenizer:
         return ids, [0] * (len(a) + 2) + [1] * (len(b) + 1)
 
     def encode_within(self, max_length: int, first: str, second: str | None = None) -> Encoded:
-        """``encode`` or ``encode_pair`` of texts of any length, tokenised once, and whether they
-        were cut."""
+        """Encode a text or a pair, and report whether it was cut.
+
+        Args:
+            max_length: Largest number of ids.
+            first: The text, or the first text of a pair.
+            second: The second text of a pair.
+
+        Returns:
+            The ids, the token types and whether a text was cut.
+
+        Raises:
+            ValueError: If `max_length` leaves no room for the special tokens, or if the tokenizer
+                fails.
+        """
         texts = [first] if second is None else [first, second]
         with rust_errors("tokenizer: it fails"):
-            # Without the offsets, which take most of the time.
+            # The fast method computes no offsets, which would take most of the time.
             encodings = self.backend.encode_batch_fast(texts, add_special_tokens=False)
         a, *rest = (encoding.ids for encoding in encodings)
         room = _room(max_length, 2 + len(rest))
@@ -186,18 +259,27 @@ class WordPieceTokenizer:
             return self.backend.encode(text, add_special_tokens=False).ids
 
     def lowercase(self) -> None:
-        """Lower-cases every text from now on, whatever the vocabulary's casing is."""
+        """Convert every text that is encoded from now on to lower case."""
         lowercase_first(self.backend)
 
     def is_added(self, index: int) -> bool:
-        """Whether an id is that of a special token."""
+        """Return whether `index` is the id of a special token."""
         return bool(self.is_special[index])
 
     def encode_sentences(self, sentences: Sequence[str]) -> list[list[int]]:
-        """Ids of each sentence without special tokens.
+        """Return the ids of each sentence without special tokens.
 
-        A literal "[SEP]" or "[MASK]" in a corpus is ordinary text, so no special id but [UNK]
-        occurs.
+        A literal ``[SEP]`` or ``[MASK]`` in a sentence is ordinary text, so ``[UNK]`` is the only
+        special token in the result.
+
+        Args:
+            sentences: The sentences.
+
+        Returns:
+            One list of ids per sentence.
+
+        Raises:
+            ValueError: If the tokenizer fails.
         """
         before = self.backend.encode_special_tokens
         self.backend.encode_special_tokens = True
@@ -211,25 +293,44 @@ class WordPieceTokenizer:
         return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of `ids`, by default without special tokens."""
         return self.backend.decode(list(map(int, ids)), skip_special_tokens=skip_special_tokens)
 
     def token_to_id(self, token: str) -> int | None:
+        """Return the id of a token, or None if the vocabulary does not have the token."""
         return self.backend.token_to_id(token)
 
     def id_to_token(self, index: int) -> str | None:
+        """Return the token of an id, or None if no token has this id."""
         return self.backend.id_to_token(index)
 
     def word_starts(self, ids: np.ndarray) -> np.ndarray:
-        """For ids of any shape, bool of that shape: True where a word begins (no ``##`` piece)."""
+        """Return which ids begin a word.
+
+        Args:
+            ids: Ids of any shape.
+
+        Returns:
+            bool of the shape of `ids`, False at continuation pieces (``##``).
+        """
         return ~self._continues[ids]
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> WordPieceTokenizer:
-        """Opens ``tokenizer.json`` of a folder, or ``vocab.txt`` where that is all there is.
+        """Load the tokenizer of a folder.
 
-        ``tokenizer_config.json`` gives the names of the special tokens and, for ``vocab.txt``, the
-        casing (``do_lower_case``, true unless said otherwise). Raises FileNotFoundError when
-        neither file is there, ValueError when a file is broken.
+        ``tokenizer.json`` is preferred to ``vocab.txt``. ``tokenizer_config.json`` gives the
+        special tokens and, for ``vocab.txt``, the casing (``do_lower_case``, true by default).
+
+        Args:
+            folder: Folder with ``tokenizer.json`` or ``vocab.txt``.
+
+        Returns:
+            The tokenizer.
+
+        Raises:
+            FileNotFoundError: If the folder has neither file.
+            ValueError: If a file is broken, or if the model is not WordPiece.
         """
         folder = Path(folder)
         config = read_config(folder)
@@ -259,9 +360,15 @@ class WordPieceTokenizer:
             raise ValueError(f"{folder}: {error}") from error
 
     def save(self, folder: str | os.PathLike[str], *, max_length: int | None = None) -> None:
-        """Writes tokenizer.json, vocab.txt, tokenizer_config.json and special_tokens_map.json.
+        """Write the tokenizer in the layout of Hugging Face.
 
-        ``max_length`` is recorded as ``model_max_length``. Each file appears whole or not at all.
+        The files are ``tokenizer.json``, ``vocab.txt``, ``tokenizer_config.json`` and
+        ``special_tokens_map.json``. Each file is replaced in one step, so that no reader sees a
+        part of it.
+
+        Args:
+            folder: Folder, which is created if it does not exist.
+            max_length: Value of ``model_max_length`` in tokens; None writes no such key.
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -275,7 +382,7 @@ class WordPieceTokenizer:
         }
         if max_length is not None:
             config["model_max_length"] = max_length
-        # A line per id: ids that no token has (rare, in edited vocabularies) keep their line.
+        # There is one line per id, even for an id without a token, as in edited vocabularies.
         lines = [self.id_to_token(i) or f"[unused_id_{i}]" for i in range(self.vocab_size)]
         _write(folder / "vocab.txt", "".join(line + "\n" for line in lines))
         _write(folder / "tokenizer_config.json", json.dumps(config, indent=2) + "\n")
@@ -290,7 +397,7 @@ def _room(max_length: int, special: int) -> int:
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
-    """A ``tokenizer.json``. Raises ValueError when it is broken."""
+    """Read a ``tokenizer.json``; raise ValueError if it is broken."""
     with rust_errors(f"tokenizer: {path} is broken"):
         return Tokenizer.from_file(str(path))
 
@@ -299,13 +406,13 @@ CONFIG = "tokenizer_config.json"
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The content of ``tokenizer_config.json``, {} without one. Raises ValueError when broken."""
+    """Read ``tokenizer_config.json``, {} if it is absent; raise ValueError if it is broken."""
     path = folder / CONFIG
     return json_file.read(path) if path.is_file() else {}
 
 
 def _token_text(folder: Path, key: str, token: Any) -> str | None:
-    """Older configurations write a special token as an object with its text in ``content``."""
+    """Return the text of a special token, which older files write as an object with ``content``."""
     text = token.get("content", token) if isinstance(token, dict) else token
     if text is not None and not isinstance(text, str):
         raise ValueError(f"{folder / CONFIG}: {key}: got {token!r:.200}, allowed: a token's text")
@@ -331,12 +438,12 @@ def _read_vocab(path: Path) -> dict[str, int]:
 
 
 def _write(path: Path, text: str) -> None:
-    """Writes through a temporary file and a rename, so that no reader sees half a file."""
+    """Write through a temporary file and a rename, so that no reader sees a part of the file."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with open(handle, "w", encoding="utf-8", newline="\n") as file:
             file.write(text)
-        # mkstemp makes files private; a checkpoint is readable as any other file is.
+        # mkstemp makes a private file, so the usual permissions of a new file are restored.
         umask = os.umask(0)
         os.umask(umask)
         os.chmod(name, 0o666 & ~umask)

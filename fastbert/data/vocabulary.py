@@ -1,4 +1,4 @@
-"""Training a WordPiece vocabulary on documents, the same one every time."""
+"""Training a WordPiece vocabulary on documents, with reproducible ids."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_CHARACTERS = 1000
 
 
 def _stands_alone(character: str) -> bool:
-    """Whether BERT's word splitting makes a word of this character alone: punctuation, Chinese."""
+    """Return whether BERT's word splitting isolates this character (punctuation or Chinese)."""
     is_ascii_symbol = character.isascii() and not character.isalnum()
     return (
         is_ascii_symbol
@@ -24,7 +24,7 @@ def _stands_alone(character: str) -> bool:
 
 
 def _alphabet(text_counts: Counter[str], limit: int) -> list[str]:
-    """The ``limit`` most frequent characters (ties by code point), sorted."""
+    """Return the `limit` most frequent characters, sorted; ties are broken by code point."""
     ranked = sorted(text_counts, key=lambda character: (-text_counts[character], character))
     return sorted(ranked[:limit])
 
@@ -32,11 +32,29 @@ def _alphabet(text_counts: Counter[str], limit: int) -> list[str]:
 def train_tokenizer(
     documents: Iterable[Sequence[str]], vocab_size: int, *, lowercase: bool = True
 ) -> WordPieceTokenizer:
-    """Learns a WordPiece vocabulary of at most ``vocab_size`` tokens, special tokens first.
+    """Train a WordPiece tokenizer on documents.
 
-    ``documents`` are lists of sentences, held in memory while training. Same documents, same
-    vocabulary and ids. A small corpus can give fewer tokens than asked: use the result's
-    ``vocab_size``. Raises ValueError when ``vocab_size`` is below 64 or there is no text.
+    The special tokens have the first ids. The same documents give the same vocabulary and ids.
+
+    Args:
+        documents: Documents, each a list of sentences. All of them are in memory during training.
+        vocab_size: Largest size of the vocabulary; at least 64. A small corpus can give fewer
+            tokens.
+        lowercase: Whether texts are converted to lower case.
+
+    Returns:
+        The tokenizer, whose `vocab_size` is the size of the vocabulary.
+
+    Raises:
+        ValueError: If `vocab_size` is below 64, or if there is no text.
+
+    Example:
+        >>> from fastbert.data import stories, train_tokenizer
+        >>> tokenizer = train_tokenizer(stories(20, seed=0), 200)
+        >>> tokenizer.vocab_size
+        200
+        >>> tokenizer.id_to_token(0)
+        '[PAD]'
     """
     if vocab_size < 64:
         raise ValueError(f"vocab_size: got {vocab_size}, allowed: at least 64")
@@ -53,8 +71,9 @@ def train_tokenizer(
         raise ValueError("documents: no text in them, allowed: at least one non-empty sentence")
     limit = min(MAX_CHARACTERS, (vocab_size - len(special)) // 2)
     alphabet = _alphabet(counts, limit)
-    # The trainer numbers continuation pieces in the order of a hash map, and breaks ties between
-    # merges by number: given as fixed first entries, they make the whole vocabulary reproducible.
+    # The trainer numbers continuation pieces in the order of a hash map, and it breaks ties between
+    # merges by these numbers. The vocabulary is reproducible because the pieces are given as fixed
+    # first entries.
     pieces = alphabet + ["##" + c for c in alphabet if not _stands_alone(c)]
     trainer = WordPieceTrainer(
         vocab_size=vocab_size,
@@ -67,6 +86,6 @@ def train_tokenizer(
         {token: i for i, token in enumerate(special)}, SPECIAL_TOKENS, lowercase=lowercase
     )
     scratch.train_from_iterator(sentences, trainer)
-    # Built anew, because the trainer has marked the single characters as special tokens.
+    # The tokenizer is built again, because the trainer marked single characters as special tokens.
     vocab = dict(sorted(scratch.get_vocab().items(), key=lambda item: item[1]))
     return WordPieceTokenizer(build_tokenizer(vocab, SPECIAL_TOKENS, lowercase=lowercase))

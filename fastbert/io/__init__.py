@@ -1,1 +1,1 @@
-"""Checkpoints in Hugging Face's layout: files, and the names of the weights in them."""
+"""Checkpoints in the layout of Hugging Face: their files, and the names of their weights."""

@@ -1,5 +1,7 @@
-"""Checkpoint folders: config.json and model.safetensors, read with care and written whole or not at
-all."""
+"""Reading and writing checkpoint folders with ``config.json`` and ``model.safetensors``.
+
+Damaged files are refused with the name of the file. A save writes all files or none of them.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,13 @@ from fastbert.io.commit import CONFIG
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLED = "pytorch_model.bin"
-# What a hub id downloads; never code, never pickles.
+# These files of a hub id are downloaded; code and pickles are not among them.
 DOWNLOADED = (
     CONFIG, WEIGHTS, INDEX, "model-*.safetensors", "vocab.txt", "tokenizer.json",
     "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     sentence_transformers_folder.LISTING, sentence_transformers_folder.SETTINGS,
     *sentence_transformers_folder.ENCODER_SETTINGS,
-    # The modules of sentence-transformers: 0_Transformer, 1_Pooling, 2_Dense, …
+    # sentence-transformers has one folder per module: 0_Transformer, 1_Pooling, 2_Dense, …
     "[0-9]*_*/*.json", "[0-9]*_*/vocab.txt", "[0-9]*_*/model*.safetensors",
 )  # fmt: skip
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -38,25 +40,43 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 class StoredModel(Protocol):
-    """The parts of a ``fastbert.modules.BertPreTrainedModel`` that a checkpoint is made of."""
+    """The members of ``fastbert.modules.BertPreTrainedModel`` that a checkpoint needs.
+
+    Attributes:
+        config: The configuration.
+        body_prefix: Prefix of the body's names in the state dict, ``"bert."`` or ``""``.
+    """
 
     config: BertConfig
     body_prefix: str
 
     @property
-    def dtype(self) -> torch.dtype: ...
+    def dtype(self) -> torch.dtype:
+        """Dtype of the parameters."""
+        ...
 
-    def tied(self) -> dict[str, str]: ...
+    def tied(self) -> dict[str, str]:
+        """Return the second names of tied parameters, each with the first name."""
+        ...
 
-    def state_dict(self) -> Any: ...
+    def state_dict(self) -> Any:
+        """Return the parameters and buffers by name."""
+        ...
 
-    def load_state_dict(self, state_dict: Any, strict: bool = ...) -> Any: ...
+    def load_state_dict(self, state_dict: Any, strict: bool = ...) -> Any:
+        """Copy parameters and buffers into the model."""
+        ...
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A checkpoint as it lies on the disk: the content of config.json, and the tensors by their
-    names."""
+    """A checkpoint with the names that its files use.
+
+    Attributes:
+        folder: Folder of the checkpoint.
+        content: Content of ``config.json``.
+        tensors: The tensors by name.
+    """
 
     folder: Path
     content: dict[str, Any]
@@ -64,12 +84,23 @@ class Stored:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The one floating dtype of the weights; float32 when there are several or none."""
+        """Floating dtype of the weights; float32 if there are several dtypes or none."""
         dtypes = {t.dtype for t in self.tensors.values() if t.dtype in DTYPES}
         return dtypes.pop() if len(dtypes) == 1 else torch.float32
 
     def config(self, overrides: dict[str, Any]) -> BertConfig:
-        """Raises ValueError naming the file, or the override that is no field of BertConfig."""
+        """Return the configuration.
+
+        Args:
+            overrides: Fields of `BertConfig` that replace the values in ``config.json``.
+
+        Returns:
+            The configuration.
+
+        Raises:
+            ValueError: If ``config.json`` is not usable, or if an override is not a field. The
+                message names the file or the override.
+        """
         known = {field.name for field in dataclasses.fields(BertConfig)} - OURS
         for name in overrides:
             if name not in known:
@@ -82,7 +113,7 @@ class Stored:
         return config.replace(**overrides)
 
     def architectures(self) -> list[str]:
-        """The classes that config.json names. Raises ValueError when they are no list of names."""
+        """Return the class names in ``config.json``; raise ValueError if they are not names."""
         classes = self.content.get("architectures") or []
         if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
             raise ValueError(
@@ -95,14 +126,22 @@ class Stored:
 
 
 def read(path_or_hub_id: str | os.PathLike[str]) -> Stored:
-    """The checkpoint of a folder, or of a hub id when there is no such folder.
+    """Read the checkpoint of a folder, or of a hub id if there is no such folder.
 
-    A sentence-transformers folder may keep its encoder in a sub-folder. Raises FileNotFoundError
-    when there is no checkpoint, ValueError naming file and reason when there is a damaged one.
+    The encoder of a sentence-transformers folder may be in a subfolder. Configuration and weights
+    are from one save, even if another process saves at the same time. A save that was killed after
+    its commit point is finished first (``fastbert.io.commit``).
 
-    Configuration and weights are of one save, even if another process saves at the same time. A
-    save that was killed after its commit point is finished first (``fastbert.io.commit``); OSError
-    when this is not possible.
+    Args:
+        path_or_hub_id: Folder or hub id.
+
+    Returns:
+        The checkpoint.
+
+    Raises:
+        FileNotFoundError: If there is no checkpoint.
+        ValueError: If the checkpoint is damaged. The message names the file and the reason.
+        OSError: If a killed save cannot be finished.
     """
     folder = _encoder_folder(find(path_or_hub_id))
     return commit.consistent(
@@ -111,8 +150,19 @@ def read(path_or_hub_id: str | os.PathLike[str]) -> Stored:
 
 
 def read_settings(path_or_hub_id: str | os.PathLike[str]) -> tuple[BertConfig, list[str]]:
-    """The configuration of a checkpoint and the classes that its config.json names, without reading
-    weights. Errors as in ``read``."""
+    """Read the configuration and the class names of a checkpoint, without its weights.
+
+    Args:
+        path_or_hub_id: Folder or hub id.
+
+    Returns:
+        The configuration, and the names of the classes in ``config.json``.
+
+    Raises:
+        FileNotFoundError: If there is no checkpoint.
+        ValueError: If ``config.json`` is damaged.
+        OSError: If a killed save cannot be finished.
+    """
     folder = _encoder_folder(find(path_or_hub_id))
     content = commit.consistent(folder, lambda: _read_content(folder))
     stored = Stored(folder, content, {})
@@ -126,9 +176,19 @@ def _read_content(folder: Path) -> dict[str, Any]:
 
 
 def find(path_or_hub_id: str | os.PathLike[str]) -> Path:
-    """The folder itself, or where the files of the hub id were downloaded to.
+    """Return the folder itself, or the folder to which the files of a hub id are downloaded.
 
-    Finishes a save to the folder that was killed after its commit point.
+    A save to the folder that was killed after its commit point is finished.
+
+    Args:
+        path_or_hub_id: Folder or hub id.
+
+    Returns:
+        The folder.
+
+    Raises:
+        FileNotFoundError: If there is no such folder and the hub does not have the id.
+        OSError: If a killed save cannot be finished.
     """
     path = Path(path_or_hub_id)
     if path.is_dir():
@@ -152,15 +212,25 @@ def find(path_or_hub_id: str | os.PathLike[str]) -> Path:
 
 
 def _encoder_folder(folder: Path) -> Path:
-    """The folder of the transformer in a sentence-transformers folder; else ``folder`` itself."""
+    """Return the folder of the encoder in a sentence-transformers folder, or `folder` itself."""
     if (folder / CONFIG).exists() or not sentence_transformers_folder.is_one(folder):
         return folder
     return sentence_transformers_folder.encoder_folder(folder)
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """The weights in a folder, by their names. Raises FileNotFoundError when there are none, and
-    ValueError naming the file when it is damaged."""
+    """Read the weights of a folder.
+
+    Args:
+        folder: The folder, with ``model.safetensors``, its shards or ``pytorch_model.bin``.
+
+    Returns:
+        The tensors by name.
+
+    Raises:
+        FileNotFoundError: If the folder has no weights.
+        ValueError: If a file is damaged. The message names the file.
+    """
     if (folder / WEIGHTS).is_file():
         return safetensors_file.read(folder / WEIGHTS)
     if (folder / INDEX).is_file():
@@ -192,7 +262,7 @@ def _read_shards(index: Path) -> dict[str, Tensor]:
 
 
 def _plain_name(index: Path, name: Any) -> str:
-    """``name`` if it stays inside the folder. Raises ValueError naming ``index``."""
+    """Return `name` if it is a file name without a path; raise ValueError naming `index` if not."""
     if not isinstance(name, str) or name in (".", "..") or re.search(r"[/\\\0]", name):
         raise ValueError(f"{index}: got the file name {name!r}, allowed: a name without a path")
     return name
@@ -202,7 +272,7 @@ def _read_pickled(path: Path) -> dict[str, Tensor]:
     try:
         _refuse_compressed(path)
         tensors = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # damage makes the unpickler raise any kind of error
+    except Exception as error:  # The unpickler raises any kind of error for a damaged file.
         if isinstance(error, OSError) and error.filename:
             raise
         reason = str(error).partition("\n")[0]
@@ -213,9 +283,12 @@ def _read_pickled(path: Path) -> dict[str, Tensor]:
 
 
 def _refuse_compressed(path: Path) -> None:
-    """torch.save compresses nothing; a small file could otherwise fill the memory."""
+    """Raise ValueError for compressed data, with which a small file could fill the memory.
+
+    ``torch.save`` does not compress.
+    """
     if not zipfile.is_zipfile(path):
-        return  # the format of torch before 1.6
+        return  # torch before 1.6 wrote another format.
     with zipfile.ZipFile(path) as file:
         size = sum(entry.file_size for entry in file.infolist())
     if size > path.stat().st_size:
@@ -223,7 +296,7 @@ def _refuse_compressed(path: Path) -> None:
 
 
 def _is_plain(name: object, tensor: object) -> bool:
-    """Whether a tensor is named, is dense in this machine's memory, and shows no number twice."""
+    """Return whether `name` is a string and `tensor` is dense, on the CPU and not expanded."""
     return (
         isinstance(name, str)
         and isinstance(tensor, Tensor)
@@ -234,10 +307,20 @@ def _is_plain(name: object, tensor: object) -> bool:
 
 
 def fit(model: StoredModel, stored: Stored) -> dict[str, Tensor]:
-    """The stored tensors under the names of ``model``, which may be on the meta device.
+    """Return the stored tensors under the names of `model`.
 
-    Weights of heads that ``model`` does not have are among them. Raises ValueError when a shape
-    differs, or weights of the embeddings or the encoder are missing or have no place in ``model``.
+    The result includes the weights of heads that `model` does not have.
+
+    Args:
+        model: The model, which may be on the meta device.
+        stored: The checkpoint.
+
+    Returns:
+        The tensors by name.
+
+    Raises:
+        ValueError: If a shape differs, or if weights of the embeddings or the encoder are missing
+            or are not in `model`.
     """
     if model.config.model_type == "bert":
         tensors = names.for_model(stored.tensors, model.body_prefix)
@@ -260,8 +343,15 @@ def fit(model: StoredModel, stored: Stored) -> dict[str, Tensor]:
 
 
 def load_into(model: StoredModel, tensors: dict[str, Tensor], folder: Path) -> None:
-    """Copies what ``fit`` returned into ``model``; one warning names what the checkpoint in
-    ``folder`` lacks and what nobody knows."""
+    """Copy the tensors of `fit` into a model.
+
+    One warning names the weights that the checkpoint lacks and the weights that are unknown.
+
+    Args:
+        model: The model.
+        tensors: The result of `fit`.
+        folder: Folder of the checkpoint, for the warning.
+    """
     expected = _own_state(model)
     missing = [name for name in expected if name not in tensors]
     unknown = [
@@ -280,13 +370,22 @@ def load_into(model: StoredModel, tensors: dict[str, Tensor], folder: Path) -> N
 
 
 def _own_state(model: StoredModel) -> dict[str, Tensor]:
-    """The state of ``model`` without the second names of tied parameters."""
+    """Return the state of `model` without the second names of tied parameters."""
     tied = model.tied()
     return {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
 
 
 def check_shapes(folder: Path, tensors: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """Raises ValueError naming the tensors of another shape or a dtype that is not served."""
+    """Check the shapes and dtypes of tensors.
+
+    Args:
+        folder: Folder of the checkpoint, for the message.
+        tensors: The tensors by name.
+        expected: Tensors with the expected shapes, by name.
+
+    Raises:
+        ValueError: If a tensor has another shape or is not floating. The message names the tensors.
+    """
     wrong = []
     for name in expected.keys() & tensors.keys():
         got, want = tensors[name], expected[name]
@@ -299,7 +398,7 @@ def check_shapes(folder: Path, tensors: dict[str, Tensor], expected: dict[str, T
 
 
 def _check_surplus(folder: Path, left: list[str], config: BertConfig) -> None:
-    """Raises ValueError naming the weights of an encoder among those that no module took."""
+    """Raise ValueError if weights of the encoder are among the weights that no module took."""
     parts = families.encoder_parts(config)
     surplus = [name for name in left if names.part(name) in parts]
     if surplus:
@@ -312,7 +411,7 @@ def _check_surplus(folder: Path, left: list[str], config: BertConfig) -> None:
 
 
 def _number(name: str) -> tuple[list[int], str]:
-    """Sorts layer 2 before layer 10."""
+    """Return a sort key that puts layer 2 before layer 10."""
     return [int(digits) for digits in re.findall(r"\d+", name)], name
 
 
@@ -325,11 +424,18 @@ def _few(items: list[str], separator: str = ", ", most: int = 10) -> str:
 
 
 def write(folder: str | os.PathLike[str], model: StoredModel) -> None:
-    """Writes ``model`` so that transformers' class of the same name opens it.
+    """Write a model so that the class of the same name in transformers opens it.
 
-    A tied parameter is stored once, under the name transformers keeps. Both files appear together
-    or not at all, and other files of ``folder`` stay (``fastbert.io.commit``). Raises ValueError
-    when ``folder`` is a file, OSError when a file cannot be written.
+    A tied parameter is stored once, under the name that transformers keeps. Both files are replaced
+    together, and other files of the folder stay (``fastbert.io.commit``).
+
+    Args:
+        folder: Folder, which is created if it does not exist.
+        model: The model.
+
+    Raises:
+        ValueError: If `folder` is a file.
+        OSError: If a file cannot be written.
     """
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():

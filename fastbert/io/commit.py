@@ -1,19 +1,19 @@
-"""Replaces files of a folder together: all of them or none, even if the writer is killed.
+"""Replacement of several files of a folder together, even if the writer is killed.
 
-A folder that exists cannot be replaced by one rename: it may hold files of the user, and it may be
-a mount point or a symbolic link. A writer therefore works in four steps.
+A folder that exists cannot be replaced by one rename, because it may contain files of the user, or
+be a mount point or a symbolic link. A writer therefore works in four steps.
 
-1. It writes the new files to a folder of its own, ``.fastbert-staged-*``, and flushes them.
+1. The writer writes the new files to its own folder, ``.fastbert-staged-*``, and flushes them.
 2. It renames this folder to ``.fastbert-committed``. This rename is the commit point.
-3. It moves the old files of the same names out, ``config.json`` first, and then the new files in,
-   ``config.json`` last. The folder never shows old and new files side by side.
-4. It deletes ``.fastbert-committed``, which holds the old files by then.
+3. It moves the old files of the same names out, ``config.json`` first. Then it moves the new files
+   in, ``config.json`` last. The folder never contains old and new files at the same time.
+4. It deletes ``.fastbert-committed``, which contains the old files after step 3.
 
-A folder that does not exist yet is staged beside its place and appears by one rename.
+A folder that does not exist is staged in its parent folder and appears by one rename.
 
-The writer holds a lock on a file in its own folder until it ends. A lock that can be taken proves
-that the writer is dead: its staged files are deleted by the next writer, and its commit is finished
-by the next reader or writer (``settle``).
+The writer holds a lock on a file in its own folder until it ends. If the lock can be taken, the
+writer is dead. The next writer then deletes its staged files, and the next reader or writer
+finishes its commit (``settle``).
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ from pathlib import Path
 from typing import TypeVar
 
 CONFIG = "config.json"
-# What the names of our own folders begin with.
+# The names of the folders of a writer begin with this prefix.
 PREFIX = ".fastbert-"
 STAGED = f"{PREFIX}staged-"
 COMMITTED = f"{PREFIX}committed"
-# What a folder of ours holds.
+# The folder of a writer has these three entries.
 LOCK, NEW, OLD = "lock", "new", "old"
-# Seconds to wait for a living writer, which moves its files in milliseconds.
+# A reader waits for a living writer at most this time, in seconds. A writer needs milliseconds to
+# move its files.
 PATIENCE = 10.0
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
@@ -44,15 +45,22 @@ Result = TypeVar("Result")
 
 @contextlib.contextmanager
 def replacement(folder: Path) -> Iterator[Path]:
-    """Yields an empty folder whose files, at the end of the block, replace those of ``folder``.
+    """Yield an empty folder whose files replace the files of `folder` at the end of the block.
 
-    Files of ``folder`` with other names stay. If the block raises, ``folder`` stays as it was. If
-    the process is killed, a reader that calls ``settle`` finds all of the old files or all of the
-    new ones, and any other reader may find files missing, but never old files beside new ones.
-    After a power failure this holds on file systems that keep the order of renames.
+    Files of `folder` with other names stay. If the block raises an error, `folder` stays as it was.
+
+    If the process is killed, a reader that calls `settle` finds all old files or all new files. Any
+    other reader may find that files are missing, but it never finds old and new files together.
+    After a power failure, this holds on file systems that keep the order of renames.
+
+    Args:
+        folder: The folder, which is created if it does not exist.
+
+    Yields:
+        The empty folder.
 
     Raises:
-        OSError: If a file cannot be written or moved; ``folder`` stays as it was.
+        OSError: If a file cannot be written or moved; `folder` stays as it was.
     """
     home = folder if folder.is_dir() else folder.parent
     home.mkdir(parents=True, exist_ok=True)
@@ -75,17 +83,21 @@ def replacement(folder: Path) -> Iterator[Path]:
 
 
 def settle(folder: Path) -> None:
-    """Finishes the commit of a writer that died after its commit point.
+    """Finish the commit of a writer that died after its commit point.
+
+    Args:
+        folder: The folder that the writer wrote to.
 
     Raises:
-        OSError: If the files cannot be moved, or another process is moving them for too long.
+        OSError: If the files cannot be moved, or if another process moves them for longer than
+            ``PATIENCE``.
     """
     deadline = time.monotonic() + PATIENCE
     while (folder / COMMITTED).is_dir():
         try:
             lock = _lock(folder / COMMITTED / LOCK)
         except FileNotFoundError:
-            continue  # its writer has just finished
+            continue  # The writer has just finished.
         except BlockingIOError as error:
             if time.monotonic() > deadline:
                 raise OSError(
@@ -106,9 +118,10 @@ def settle(folder: Path) -> None:
 
 
 def discard_dead(folder: Path) -> None:
-    """Deletes what killed writers staged in ``folder``. Staged files of living writers stay."""
+    """Delete the staged files of killed writers in `folder`, but not of living writers."""
     for stage in folder.glob(f"{STAGED}*"):
-        with contextlib.suppress(OSError):  # its writer lives, or nobody can tell
+        # An OSError means that the writer is alive, or that its state is unknown.
+        with contextlib.suppress(OSError):
             lock = _lock(stage / LOCK)
             try:
                 shutil.rmtree(stage)
@@ -117,12 +130,19 @@ def discard_dead(folder: Path) -> None:
 
 
 def consistent(folder: Path, read: Callable[[], Result]) -> Result:
-    """Returns the result of ``read``, which opens ``config.json`` and other files of ``folder``.
+    """Return the result of `read` on files of one save.
 
-    If a writer replaces the files in the meantime, ``read`` is called again.
+    If a writer replaces the files during the call, `read` is called again.
+
+    Args:
+        folder: The folder.
+        read: Opens ``config.json`` and other files of `folder`.
+
+    Returns:
+        The result of `read`.
 
     Raises:
-        OSError: If writers replace the files again and again.
+        OSError: If writers replace the files during every call for ``PATIENCE``.
     """
     deadline = time.monotonic() + PATIENCE
     while True:
@@ -144,7 +164,7 @@ def consistent(folder: Path, read: Callable[[], Result]) -> Result:
 
 
 def _version(folder: Path) -> tuple[int, ...] | None:
-    """Which ``config.json`` the folder holds; None while files are being moved."""
+    """Return the identity of the folder's ``config.json``; None while files are being moved."""
     if (folder / COMMITTED).exists():
         return None
     try:
@@ -155,25 +175,31 @@ def _version(folder: Path) -> tuple[int, ...] | None:
 
 
 def _stage(home: Path) -> tuple[Path, int]:
-    """A new folder in ``home``, and the open file that holds its lock."""
+    """Make a new folder in `home`; return it and the open file that holds its lock."""
     while True:
         stage = home / f"{STAGED}{secrets.token_hex(8)}"
         stage.mkdir()
         try:
             return stage, _lock(stage / LOCK)
         except (FileNotFoundError, BlockingIOError):
-            continue  # another writer took the folder, not locked yet, for a dead writer's
+            # The folder was not locked yet, so another writer concluded that its owner is dead.
+            continue
         except OSError as error:
-            if error.errno in NO_LOCKS:  # then nothing here is ever taken for a dead writer's
+            # Without locks, no writer concludes that another writer is dead.
+            if error.errno in NO_LOCKS:
                 return stage, os.open(stage / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
             shutil.rmtree(stage, ignore_errors=True)
             raise
 
 
 def _lock(path: Path) -> int:
-    """An open file that holds the lock on ``path``, which ends with the process.
+    """Take the lock on `path` and return the open file that holds it.
 
-    Raises BlockingIOError when a living process holds it, FileNotFoundError when ``path`` is gone.
+    The lock ends with the process.
+
+    Raises:
+        BlockingIOError: If a living process holds the lock.
+        FileNotFoundError: If `path` was deleted.
     """
     import fcntl
 
@@ -189,7 +215,7 @@ def _lock(path: Path) -> int:
 
 
 def _appears(new: Path, folder: Path) -> bool:
-    """Makes ``new`` the folder by one rename; False when another writer was first."""
+    """Rename `new` to `folder`; return False if another writer was first."""
     try:
         os.rename(new, folder)
     except OSError as error:
@@ -216,14 +242,14 @@ def _commit(stage: Path, folder: Path) -> None:
         _sync(folder)
         _move_out(folder)
     except OSError:
-        # The old files are back in their places, so nothing is committed any more.
+        # _move_out has restored the old files, so the commit is undone.
         os.rename(folder / COMMITTED, stage)
         raise
     _move_in(folder)
 
 
 def _names(folder: Path) -> list[str]:
-    """The new files, ``config.json`` first."""
+    """Return the names of the new files, ``config.json`` first."""
     try:
         return sorted(os.listdir(folder / COMMITTED / NEW), key=lambda name: name != CONFIG)
     except FileNotFoundError:
@@ -231,7 +257,7 @@ def _names(folder: Path) -> list[str]:
 
 
 def _move_out(folder: Path) -> None:
-    """Moves the old files out, or none of them when one cannot be moved."""
+    """Move the old files out, or none of them if one cannot be moved."""
     moved = []
     try:
         for name in _names(folder):
@@ -246,7 +272,7 @@ def _move_out(folder: Path) -> None:
 
 
 def _move_in(folder: Path) -> None:
-    """Moves the new files in and deletes the old ones."""
+    """Move the new files in and delete the old files."""
     committed = folder / COMMITTED
     for name in reversed(_names(folder)):
         os.rename(committed / NEW / name, folder / name)
@@ -254,17 +280,18 @@ def _move_in(folder: Path) -> None:
     for part in (committed / OLD, committed / NEW):
         shutil.rmtree(part, ignore_errors=True)
     (committed / LOCK).unlink()
-    with contextlib.suppress(OSError):  # the next writer's commit may have taken its place
+    # The commit of the next writer may have replaced the folder.
+    with contextlib.suppress(OSError):
         committed.rmdir()
 
 
 def _sync(path: Path) -> None:
-    """Flushes a file, or the names in a folder, to the disk."""
+    """Flush a file, or the names in a folder, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     except OSError as error:
-        # Some network file systems have no such call for folders.
+        # Some network file systems do not support fsync for folders.
         if error.errno != errno.EINVAL or not path.is_dir():
             raise
     finally:

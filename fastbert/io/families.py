@@ -1,8 +1,9 @@
-"""The model families: in what each departs from BERT, and what it calls its settings and weights.
+"""The model families: their differences from BERT, and the names of their settings and weights.
 
-One table per family. A module of ours, as ``encoder.layer.{layer}.output.dense``, has the
-parameters of one of theirs, or of several one below the other. ``{layer}`` counts the stored
-layers; ``{group}`` and ``{inner}`` do in a family that runs groups of layers again and again.
+There is one table per family. A module of fastbert, such as
+``encoder.layer.{layer}.output.dense``, has the parameters of one module of transformers, or the
+concatenated parameters of several modules. ``{layer}`` is the number of the stored layer.
+``{group}`` and ``{inner}`` number the layers of a family that repeats groups of layers.
 """
 
 from __future__ import annotations
@@ -32,12 +33,22 @@ Names = dict[str, tuple[str, ...]]
 
 @dataclass(frozen=True)
 class Family:
-    """``model``: transformers' class of the encoder. ``prefix``: what stands before the encoder's
-    names in a model with a head. ``modules``: ours → theirs, for every module with parameters.
-    ``dropouts``: our modules that drop → their modules, or attributes, that say how much.
-    ``settings``: our fields → keys of config.json, where they differ. ``defaults``: what a missing
-    key means. ``lacks``: our fields that have no key. ``stored``: the modules of theirs that a
-    checkpoint calls otherwise."""
+    """The table of one model family.
+
+    Attributes:
+        model: Class of the encoder in transformers.
+        prefix: Prefix of the encoder's names in a model with a head.
+        modules: Modules with parameters: the name in fastbert → the names in transformers.
+        dropouts: Modules with dropout: the name in fastbert → the name of the module or attribute
+            in transformers that has its probability.
+        architecture: Reads the differences from BERT from the content of ``config.json``.
+        settings: Settings whose names differ: the field of `BertConfig` → the key in
+            ``config.json``.
+        defaults: Values of keys that ``config.json`` may lack.
+        lacks: Fields of `BertConfig` that have no key in ``config.json``.
+        stored: Modules that a checkpoint names differently than the model of transformers: the name
+            in fastbert → the names in the checkpoint.
+    """
 
     model: str
     prefix: str
@@ -51,7 +62,7 @@ class Family:
 
 
 def family_of(model_type: str) -> Family:
-    """Raises ValueError for a model type that is no family of ours."""
+    """Return the table of a model type; raise ValueError for an unknown one."""
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ValueError(f"model_type: got {model_type!r}, allowed: {', '.join(FAMILIES)}")
     return FAMILIES[model_type]
@@ -61,9 +72,20 @@ def family_of(model_type: str) -> Family:
 
 
 def read_config(content: Content) -> BertConfig:
-    """The configuration in the content of a config.json of any family; keys it does not know are
-    kept, our names of what the family calls otherwise or lacks are not. Raises ValueError naming
-    the key."""
+    """Read the configuration of any family.
+
+    Unknown keys are kept. A key is dropped if it is the name of a field of `BertConfig` that the
+    family lacks or names differently.
+
+    Args:
+        content: Content of ``config.json``.
+
+    Returns:
+        The configuration.
+
+    Raises:
+        ValueError: If a value is not allowed. The message names the key.
+    """
     model_type = content.get("model_type", "bert")
     family = family_of(model_type)
     content = {**family.defaults, **content}
@@ -76,7 +98,7 @@ def read_config(content: Content) -> BertConfig:
 
 
 def write_config(config: BertConfig) -> Content:
-    """The inverse of ``read_config``."""
+    """Return the content of ``config.json`` for a configuration; the inverse of `read_config`."""
     family = family_of(config.model_type)
     content = config.to_dict()
     return {
@@ -90,8 +112,13 @@ def write_config(config: BertConfig) -> Content:
 
 
 def pairs(config: BertConfig, stored: bool = False) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Our modules with parameters and theirs, layer by layer, as the model calls them or, with
-    ``stored``, as a checkpoint does."""
+    """Yield the modules with parameters, layer by layer: the name in fastbert and the other names.
+
+    Args:
+        config: The configuration.
+        stored: Whether the other names are taken from checkpoints; if not, they are taken from the
+            model of transformers.
+    """
     family = family_of(config.model_type)
     layers = max(config.architecture.order(config.num_hidden_layers)) + 1
     for ours, theirs in (family.modules | family.stored if stored else family.modules).items():
@@ -103,13 +130,16 @@ def pairs(config: BertConfig, stored: bool = False) -> Iterator[tuple[str, tuple
 
 
 def place(name: str, layer: int, config: BertConfig) -> str:
-    """A name of theirs with the number of the stored ``layer`` put in."""
+    """Put the number of the stored `layer` into a name of transformers."""
     group, inner = divmod(layer, config.architecture.group_size)
     return name.format(layer=layer, group=group, inner=inner)
 
 
 def encoder_parts(config: BertConfig) -> set[str]:
-    """The first parts of the names of an encoder's weights, ours and theirs, without the pooler."""
+    """Return the first parts of the names of an encoder's weights, without the pooler.
+
+    The result has the names in fastbert, in transformers and in checkpoints.
+    """
     family = family_of(config.model_type)
     modules = [*family.modules.values(), *family.stored.values()]
     theirs = {name.partition(".")[0] for group in modules for name in group}
@@ -117,9 +147,19 @@ def encoder_parts(config: BertConfig) -> set[str]:
 
 
 def to_ours(tensors: Mapping[str, Tensor], config: BertConfig) -> dict[str, Tensor]:
-    """The tensors of an encoder under the names of our state dict; names that no module of ours has
-    stay. Of a checkpoint with ``prefix`` before the encoder's names, the head's are left out, and
-    of ALBERT's groups of layers those that never run."""
+    """Rename the tensors of an encoder to the names of fastbert's state dict.
+
+    Tensors of unknown modules keep their names. If the names of the encoder have the family's
+    prefix, tensors without the prefix, which belong to the head, are dropped. Tensors of ALBERT's
+    layers that never run are dropped too.
+
+    Args:
+        tensors: The tensors by their names in the checkpoint.
+        config: The configuration.
+
+    Returns:
+        The tensors by their new names.
+    """
     prefix = family_of(config.model_type).prefix
     if any(name.startswith(prefix) for name in tensors):
         tensors = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
@@ -134,8 +174,10 @@ def to_ours(tensors: Mapping[str, Tensor], config: BertConfig) -> dict[str, Tens
 
 
 def _never_runs(name: str, config: BertConfig) -> bool:
-    """Whether a weight is of one of ALBERT's last groups while there are fewer layers than
-    groups."""
+    """Return whether a weight is in a group of ALBERT that never runs.
+
+    The last groups never run if there are fewer layers than groups.
+    """
     choices, found = config.architecture, _SHARED_LAYER.match(name)
     if choices.groups is None or found is None:
         return False
@@ -146,13 +188,13 @@ def _never_runs(name: str, config: BertConfig) -> bool:
 
 
 def to_theirs(tensors: Mapping[str, Tensor], config: BertConfig) -> dict[str, Tensor]:
-    """The inverse of ``to_ours``, without the prefix."""
+    """Rename tensors to their names in a checkpoint without prefix; the inverse of `to_ours`."""
     names = ((_in_state(ours), theirs) for ours, theirs in pairs(config, stored=True))
     return _renamed(dict(tensors), names)
 
 
 def _in_state(module: str) -> tuple[str, ...]:
-    """The names of one of our modules in our state dict, where the fused projection is three."""
+    """Return the names of a module in fastbert's state dict, which splits the fused projection."""
     parent, _, name = module.rpartition(".")
     return tuple(f"{parent}.{part}" for part in QKV) if name == "qkv" else (module,)
 
@@ -164,7 +206,7 @@ def _renamed(left: dict[str, Tensor], names: Iterator[tuple[tuple[str, ...], tup
             parts = [left.pop(f"{name}.{kind}", None) for name in old]
             found = [part for part in parts if part is not None]
             if len(found) < len(old):
-                continue  # what is missing is reported by whoever loads
+                continue  # The caller reports missing weights.
             if len(old) == len(new):
                 renamed = found
             else:
@@ -178,7 +220,7 @@ def _renamed(left: dict[str, Tensor], names: Iterator[tuple[tuple[str, ...], tup
 
 
 def _layers(content: Content) -> int:
-    """``num_hidden_layers``, checked before anything has as many entries."""
+    """Return ``num_hidden_layers``, checked before a list has one element per layer."""
     layers = content["num_hidden_layers"]
     allowed = integer_from(1, MAX_LAYERS)
     check("num_hidden_layers", layers, allowed, is_integer(layers, 1, MAX_LAYERS))
@@ -186,7 +228,11 @@ def _layers(content: Content) -> int:
 
 
 def _rotary(content: Content, name: str, default: float) -> float:
-    """The base of the rotary positions of one kind of layer. Raises ValueError for a scaled one."""
+    """Return the base of the rotary embedding of one kind of layer.
+
+    Raises:
+        ValueError: If the embedding is scaled or partial.
+    """
     given = content.get("rope_parameters") or {}
     parameters = given.get(name, given) or {} if isinstance(given, dict) else given
     check("rope_parameters", given, "an object", isinstance(parameters, dict))
@@ -226,9 +272,9 @@ def _distilbert(content: Content) -> Architecture:
 
 def _mpnet(content: Content) -> Architecture:
     buckets = content["relative_attention_num_buckets"]
-    if buckets != 32:  # transformers computes with 32 whatever the size of the table is
+    if buckets != 32:  # transformers always computes with 32 buckets.
         raise ValueError(f"relative_attention_num_buckets: got {buckets}, allowed: 32")
-    # It counts from the padding's id, 1, whatever pad_token_id is.
+    # The first position of MPNet is 2, independently of pad_token_id.
     return Architecture(type_table=False, first_position=2, distance_buckets=buckets)
 
 

@@ -1,4 +1,4 @@
-"""The names of BERT's weights in state dicts and checkpoints, as transformers writes them."""
+"""The names of BERT's weights in state dicts and checkpoints, which transformers also uses."""
 
 from __future__ import annotations
 
@@ -6,28 +6,35 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-# The parts of the fused projection, in the order of its rows.
+# The fused projection has these parts, in the order of its rows.
 QKV = ("query", "key", "value")
 BODY_PREFIX = "bert."
-# First parts of names, without BODY_PREFIX.
+# These are the first parts of names, without BODY_PREFIX.
 ENCODER = ("embeddings", "encoder")
 BODY = (*ENCODER, "pooler")
 HEADS = ("cls", "classifier", "qa_outputs")
-# Buffers that older versions of transformers stored.
+# Older versions of transformers stored these buffers.
 BUFFERS = ("embeddings.position_ids", "embeddings.token_type_ids")
 
 _MODERN = {"gamma": "weight", "beta": "bias"}
 
 
 def modernise(name: str) -> str:
-    """``LayerNorm.gamma`` and ``.beta``, TensorFlow's names in the first checkpoints → ``weight``,
-    ``bias``."""
+    """Replace ``gamma`` and ``beta``, names of the first checkpoints, by ``weight``, ``bias``."""
     head, dot, last = name.rpartition(".")
     return head + dot + _MODERN.get(last, last)
 
 
 def for_model(tensors: Mapping[str, Tensor], body_prefix: str) -> dict[str, Tensor]:
-    """A checkpoint's tensors as named in a model whose body is ``body_prefix``, "bert." or ""."""
+    """Rename the tensors of a checkpoint to their names in a model.
+
+    Args:
+        tensors: The tensors by their names in the checkpoint.
+        body_prefix: Prefix of the body's names in the model, ``"bert."`` or ``""``.
+
+    Returns:
+        The tensors by their new names.
+    """
     named = {}
     for name, tensor in tensors.items():
         bare = modernise(name).removeprefix(BODY_PREFIX)
@@ -37,5 +44,5 @@ def for_model(tensors: Mapping[str, Tensor], body_prefix: str) -> dict[str, Tens
 
 
 def part(name: str) -> str:
-    """The part of the model that a weight belongs to: embeddings, encoder, pooler, cls, …"""
+    """Return the part of the model of a weight, such as ``embeddings``, ``encoder`` or ``cls``."""
     return name.removeprefix(BODY_PREFIX).partition(".")[0]

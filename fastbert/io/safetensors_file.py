@@ -1,8 +1,9 @@
-"""Reading and writing one safetensors file, distrusting what is read.
+"""Reading and writing one safetensors file; a damaged file raises ValueError.
 
-The format: 8 bytes little-endian header length, a JSON header {name: {dtype, shape, data_offsets}},
-the data. The safetensors library judges the header first, because it needs milliseconds for any
-header, however hostile. It keeps the last of two equal keys, so equal keys are refused here.
+A file has the length of the header (8 bytes, little-endian), a JSON header
+``{name: {dtype, shape, data_offsets}}``, and the data. The safetensors library checks the header
+first, because it needs only milliseconds for any header. The library keeps the last of two equal
+keys, so this module refuses equal keys.
 """
 
 from __future__ import annotations
@@ -18,13 +19,22 @@ import safetensors
 import safetensors.torch
 from torch import Tensor
 
-# What the safetensors library itself accepts at most.
+# The safetensors library refuses a header of more bytes than this.
 MAX_HEADER = 100_000_000
 
 
 def read(path: Path) -> dict[str, Tensor]:
-    """All tensors of a file, on the CPU. Raises ValueError naming ``path`` and the reason when it
-    is damaged."""
+    """Read all tensors of a file to the CPU.
+
+    Args:
+        path: Path of the file.
+
+    Returns:
+        The tensors by name.
+
+    Raises:
+        ValueError: If the file is damaged. The message names `path` and the reason.
+    """
     length, size = _header_length(path)
     try:
         tensors = safetensors.torch.load_file(path, device="cpu")
@@ -41,9 +51,14 @@ def read(path: Path) -> dict[str, Tensor]:
 
 
 def write(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Writes ``tensors`` with transformers' metadata and the permissions of any new file.
+    """Write tensors with the metadata of transformers and the usual permissions of a new file.
 
-    Raises OSError naming ``path`` when they cannot be written.
+    Args:
+        path: Path of the file.
+        tensors: The tensors by name.
+
+    Raises:
+        OSError: If the file cannot be written. The message names `path`.
     """
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
     path.touch()
@@ -56,7 +71,7 @@ def write(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _header_length(path: Path) -> tuple[int, int]:
-    """The bytes of the header and of the file. Raises ValueError when the header does not fit."""
+    """Return the sizes of the header and the file in bytes; raise ValueError if they do not fit."""
     size = path.stat().st_size
     with open(path, "rb") as file:
         start = file.read(8)

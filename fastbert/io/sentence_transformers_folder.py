@@ -1,7 +1,7 @@
-"""A sentence-transformers folder: where its encoder is, the modules after it, and its settings.
+"""Reading a sentence-transformers folder: its encoder, the modules after it, and its settings.
 
-Whatever changes a result in sentence-transformers is returned, or refused by its name. Settings
-without an influence on the result (the similarity function, versions) are not read.
+Every setting that changes a result in sentence-transformers is returned or raises ValueError.
+Settings that do not change a result (the similarity function, versions) are not read.
 """
 
 from __future__ import annotations
@@ -17,21 +17,22 @@ from fastbert.config import integer_from, is_integer
 
 LISTING = "modules.json"
 SETTINGS = "config_sentence_transformers.json"
-# The settings of the Transformer; of several files, the first that is there counts.
+# The first of these files that exists has the settings of the Transformer.
 ENCODER_SETTINGS = tuple(
     f"sentence_{name}_config.json"
     for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 )
-# The output of transformers that a task reads, and the feature that the Transformer makes of it.
+# For each task: the output of transformers that the Transformer reads, and the feature that it
+# writes.
 TASKS = {
     "feature-extraction": ("last_hidden_state", "token_embeddings"),
     "sequence-classification": ("logits", "scores"),
 }
-# sentence-transformers' names of pooling modes → those of fastbert.modules.pool.
+# The name of a pooling mode in sentence-transformers → its name in fastbert.modules.pool.
 MODES = {name: name for name in ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean")} | {
     "lasttoken": "last"
 }
-# Older folders have a flag per mode. The vectors are concatenated in this order.
+# Older folders have one flag per mode. The vectors are concatenated in this order.
 FLAGS = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -40,14 +41,19 @@ FLAGS = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-# The feature that a module reads, and the one that it writes.
+# These keys name the feature that a module reads and the feature that it writes.
 FEATURES = ("module_input_name", "module_output_name")
 _ACTIVATION = re.compile(r"torch\.nn\.(?:modules\.\w+\.)?(\w+)")
 
 
 @dataclass(frozen=True)
 class Pooling:
-    """One vector of each text's rows: that of every mode of ``fastbert.modules.pool``, joined."""
+    """A module that makes one vector of the hidden states of a text.
+
+    Attributes:
+        modes: Modes of `fastbert.modules.pool`, whose vectors are concatenated.
+        include_prompt: Whether the tokens of the prompt are pooled too.
+    """
 
     modes: tuple[str, ...] = ("mean",)
     include_prompt: bool = True
@@ -55,7 +61,16 @@ class Pooling:
 
 @dataclass(frozen=True)
 class Dense:
-    """A projection whose weights are in ``folder``; ``activation`` is a class of torch.nn."""
+    """A projection of the vector.
+
+    Attributes:
+        folder: Folder of the weights.
+        in_features: Size of the input.
+        out_features: Size of the output.
+        bias: Whether the projection has a bias.
+        activation: Name of a class of ``torch.nn``.
+        residual: Whether the input is added to the output.
+    """
 
     folder: Path
     in_features: int
@@ -67,7 +82,7 @@ class Dense:
 
 @dataclass(frozen=True)
 class Normalize:
-    """Vectors are scaled to length 1."""
+    """A module that scales the vector to length 1."""
 
 
 Module: TypeAlias = Pooling | Dense | Normalize
@@ -75,12 +90,19 @@ Module: TypeAlias = Pooling | Dense | Normalize
 
 @dataclass(frozen=True)
 class SentenceFolder:
-    """``encoder``: the folder of the transformer and its tokenizer. ``modules``: what follows the
-    transformer, in order. ``max_length``: tokens of a text, None when the tokenizer decides.
-    ``lowercase``: whether texts are lower-cased first. ``prompt`` is put before each text.
-    ``other_prompts``: the names of prompts to choose from, where none is put there by default.
-    ``truncate_dim``: the numbers kept of a vector. ``activation``: the class of torch.nn that a
-    cross-encoder applies to its logits, None when the folder names none."""
+    """The content of a sentence-transformers folder.
+
+    Attributes:
+        encoder: Folder of the transformer and its tokenizer.
+        modules: The modules after the transformer, in order.
+        max_length: Largest number of tokens of a text; None if the tokenizer decides.
+        lowercase: Whether texts are converted to lower case.
+        prompt: Text that is put before each text.
+        other_prompts: Names of the prompts, if the folder has no default prompt.
+        truncate_dim: Number of elements to which a vector is cut; None keeps all.
+        activation: Name of the class of ``torch.nn`` that a cross-encoder applies to its logits;
+            None if the folder has no such setting.
+    """
 
     encoder: Path
     modules: tuple[Module, ...] = ()
@@ -93,12 +115,16 @@ class SentenceFolder:
 
 
 def is_one(folder: Path) -> bool:
-    """Whether ``folder`` lists modules of sentence-transformers."""
+    """Return whether `folder` lists modules of sentence-transformers."""
     return (folder / LISTING).is_file()
 
 
 def encoder_folder(folder: Path) -> Path:
-    """The folder of the first module whose type ends in Transformer. Raises as ``read`` does."""
+    """Return the folder of the first module whose type ends in ``Transformer``.
+
+    Raises:
+        ValueError: If the list of modules is damaged or has no such module.
+    """
     for kind, path in _listing(folder):
         if kind.endswith("Transformer"):
             return path
@@ -106,9 +132,17 @@ def encoder_folder(folder: Path) -> Path:
 
 
 def read(folder: Path) -> SentenceFolder:
-    """What makes a text's embedding in the SentenceTransformer of this folder.
+    """Read the folder of a ``SentenceTransformer``.
 
-    Raises ValueError naming the file and the module or setting that is damaged or not served.
+    Args:
+        folder: The folder.
+
+    Returns:
+        The modules and settings that determine the embedding of a text.
+
+    Raises:
+        ValueError: If a module or a setting is damaged or not supported. The message names the
+            file and the module or setting.
     """
     settings = _settings(folder)
     _check_choice(folder / SETTINGS, settings, "model_type", ("SentenceTransformer",))
@@ -125,14 +159,22 @@ def read(folder: Path) -> SentenceFolder:
 
 
 def is_cross_encoder(folder: Path) -> bool:
-    """Whether the settings of the folder say that it holds a CrossEncoder."""
+    """Return whether the folder is that of a ``CrossEncoder``, according to its settings."""
     return is_one(folder) and _settings(folder).get("model_type") == "CrossEncoder"
 
 
 def read_cross_encoder(folder: Path) -> SentenceFolder:
-    """What makes the scores of a text or pair in the CrossEncoder of this folder.
+    """Read the folder of a ``CrossEncoder``.
 
-    Raises ValueError as ``read`` does.
+    Args:
+        folder: The folder.
+
+    Returns:
+        The encoder and the settings that determine the scores of a text or pair.
+
+    Raises:
+        ValueError: If a module or a setting is damaged or not supported. The message names the
+            file and the module or setting.
     """
     settings = _settings(folder)
     first, *others = _served(folder)
@@ -145,7 +187,11 @@ def read_cross_encoder(folder: Path) -> SentenceFolder:
 
 
 def activation_name(place: str, path: Any) -> str:
-    """The class in "torch.nn.modules.activation.Tanh". Raises ValueError naming ``place``."""
+    """Return the class name in, for example, ``"torch.nn.modules.activation.Tanh"``.
+
+    Raises:
+        ValueError: If `path` is not the name of a class of ``torch.nn``. The message names `place`.
+    """
     match = _ACTIVATION.fullmatch(path) if isinstance(path, str) else None
     if match is None:
         raise ValueError(f"{place}: got {path!r}, allowed: the name of a class of torch.nn")
@@ -156,7 +202,7 @@ def activation_name(place: str, path: Any) -> str:
 
 
 def _listing(folder: Path) -> list[tuple[str, Path]]:
-    """The type and the folder of each module. A module's path stays inside ``folder``."""
+    """Return the type and the folder of each module; every folder is inside `folder`."""
     listing = folder / LISTING
     content = json_file.read(listing, list)
     found = []
@@ -167,7 +213,7 @@ def _listing(folder: Path) -> list[tuple[str, Path]]:
         found.append((kind, _inside(folder, path)))
     names = [str(entry.get("name")) for entry in content if "name" in entry]
     if len(set(names)) < len(names):
-        # sentence-transformers keeps modules by name: the last would replace the first.
+        # sentence-transformers stores modules by name, so the last would replace the first.
         raise ValueError(f"{listing}: got the names {', '.join(names)}, allowed: different ones")
     return found
 
@@ -186,7 +232,7 @@ def _inside(folder: Path, path: str) -> Path:
 
 
 def _served(folder: Path) -> list[tuple[str, Path]]:
-    """The class and the folder of each module; the first is the Transformer."""
+    """Return the class and the folder of each module; the first module is the Transformer."""
     found = []
     for kind, path in _listing(folder):
         package, _, name = kind.rpartition(".")
@@ -244,13 +290,13 @@ def _read_dense(folder: Path) -> Dense:
 
 def _read_normalize(folder: Path) -> Normalize:
     path = folder / "config.json"
-    if path.is_file():  # older folders have none
+    if path.is_file():  # Older folders do not have this file.
         _check_features(path, json_file.read(path))
     return Normalize()
 
 
 def _check_features(path: Path, content: dict[str, Any]) -> None:
-    """Raises ValueError unless a module replaces the text's vector, as it does by default."""
+    """Raise ValueError unless a module replaces the vector of the text, as it does by default."""
     _check_choice(path, content, FEATURES[0], ("sentence_embedding",))
     _check_choice(path, content, FEATURES[1], ("sentence_embedding", None))
 
@@ -289,7 +335,7 @@ def _with_settings(
 
 
 def _prompts(path: Path, settings: dict[str, Any]) -> tuple[str, tuple[str, ...]]:
-    """The text of the default prompt, or "" and the names of the prompts that are none."""
+    """Return the default prompt and no names, or "" and the names of all prompts with a text."""
     prompts, name = settings.get("prompts", {}), settings.get("default_prompt_name")
     if not isinstance(prompts, dict) or not all(
         isinstance(prompt, str | None) for prompt in prompts.values()
@@ -298,13 +344,13 @@ def _prompts(path: Path, settings: dict[str, Any]) -> tuple[str, tuple[str, ...]
     if name is None:
         return "", tuple(name for name, prompt in prompts.items() if prompt)
     if not _is_in(name, prompts):
-        allowed = ", ".join(prompts) or "none, for there are no prompts"
+        allowed = ", ".join(prompts) or "none, because there are no prompts"
         raise ValueError(f"{path}: default_prompt_name: got {name!r:.200}, allowed: {allowed}")
     return prompts[name] or "", ()
 
 
 def _encoder_settings(encoder: Path, task: str) -> tuple[int | None, bool]:
-    """``max_seq_length`` and ``do_lower_case`` of the Transformer in the folder ``encoder``."""
+    """Read ``max_seq_length`` and ``do_lower_case`` of the Transformer in the folder `encoder`."""
     path = next((p for name in ENCODER_SETTINGS if (p := encoder / name).is_file()), None)
     if path is None:
         _check_task(encoder / ENCODER_SETTINGS[0], {}, task)
@@ -312,14 +358,14 @@ def _encoder_settings(encoder: Path, task: str) -> tuple[int | None, bool]:
     content = json_file.read(path)
     _check_task(path, content, task)
     served = {"transformer_task", "modality_config", "module_output_name"}
-    # Whether inputs are padded does not change a result. Other keys may be there when empty.
+    # unpad_inputs does not change a result. A key without a value is allowed.
     set_keys = {key: value for key, value in content.items() if value}
     _check_keys(path, set_keys, {*served, "max_seq_length", "do_lower_case", "unpad_inputs"})
     return _count(path, content, "max_seq_length"), _flag(path, content, "do_lower_case", False)
 
 
 def _check_task(path: Path, content: dict[str, Any], task: str) -> None:
-    """The Transformer does ``task`` on texts, and hands on what that task makes."""
+    """Raise ValueError unless the Transformer does `task` on texts and returns its feature."""
     output, feature = TASKS[task]
     _check_choice(
         path, {"transformer_task": "feature-extraction"} | content, "transformer_task", (task,)
@@ -339,7 +385,7 @@ def _check_keys(path: Path, content: dict[str, Any], allowed: set[str]) -> None:
 
 
 def _check_choice(path: Path, content: dict[str, Any], name: str, allowed: tuple[Any, ...]) -> None:
-    """Raises ValueError when ``name`` is there with another value than those allowed."""
+    """Raise ValueError if the key `name` is present and its value is not in `allowed`."""
     if name in content and content[name] not in allowed:
         choices = " or ".join(map(repr, allowed))
         raise ValueError(f"{path}: {name}: got {content[name]!r:.200}, allowed: {choices}")

@@ -1,4 +1,4 @@
-"""Pre-training, evaluation, and the demo that runs the whole house once."""
+"""Pre-training, evaluation, and a demo that trains, checks and times a small BERT."""
 
 from fastbert.training.demo import run_demo
 from fastbert.training.evaluate import evaluate

@@ -1,4 +1,4 @@
-"""Writes of a training run that may fail without ending it."""
+"""Writes of a training run whose failure does not end the run."""
 
 from __future__ import annotations
 
@@ -6,17 +6,29 @@ from collections.abc import Callable
 
 
 class Attempts:
-    """Makes writes, says which one failed, and keeps the last failure of each in ``failures``.
+    """The attempts of a run to write files, with the failures that no later attempt corrected.
 
-    A write that succeeds later is no failure any more. ``say`` shows a line to the user.
+    Attributes:
+        failures: The last error of each target that could not be written. A later success removes
+            the entry.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
+        """Start without failures.
+
+        Args:
+            say: Shows a line of text to the user.
+        """
         self.failures: dict[str, OSError] = {}
         self._say = say
 
     def __call__(self, what: str, write: Callable[[], object]) -> bool:
-        """Returns whether ``write`` wrote ``what``; an OSError is told and kept."""
+        """Call `write` and return whether it succeeded; an OSError is shown and kept.
+
+        Args:
+            what: Name of the target, for messages.
+            write: Writes the target.
+        """
         try:
             write()
         except OSError as error:
@@ -27,7 +39,7 @@ class Attempts:
         return True
 
     def check(self, kept: str) -> None:
-        """Raises OSError naming what could not be written in the end, and what was ``kept``."""
+        """Raise OSError if a target is not written; the message names it and the `kept` files."""
         if self.failures:
             told = "; ".join(f"{what}: {error}" for what, error in self.failures.items())
             raise OSError(f"could not be written at the end of the run: {told}; kept: {kept}")

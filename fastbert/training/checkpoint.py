@@ -1,4 +1,4 @@
-"""Checkpoint folders that are either whole or absent."""
+"""Checkpoint folders of a training run, which are always either complete or absent."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CHECKPOINT = "model"
 
 
 def refuse_existing(output: Path, *, overwrite: bool) -> None:
-    """Raises ValueError when ``output`` is a file, or holds a checkpoint not to be overwritten."""
+    """Raise ValueError if `output` is a file, or has a checkpoint that may not be overwritten."""
     if output.exists() and not output.is_dir():
         raise ValueError(f"output: {output} is a file, allowed: a folder, or a name not taken")
     if (output / CHECKPOINT).exists() and not overwrite:
@@ -28,12 +28,19 @@ def refuse_existing(output: Path, *, overwrite: bool) -> None:
 
 
 def save_checkpoint(folder: Path, model: BertForPreTraining, tokenizer: WordPieceTokenizer) -> None:
-    """Writes weights, configuration and tokenizer in the Hugging Face layout to ``folder``.
+    """Write weights, configuration and tokenizer in the layout of Hugging Face.
 
-    All files are replaced by one commit (``fastbert.io.commit``), so a run that dies at any moment
-    leaves the whole checkpoint that was there before, or the whole new one. Files that the new
-    checkpoint does not have are deleted afterwards. Raises OSError when a file cannot be written;
-    the folder then holds what it held before.
+    One commit replaces all files (``fastbert.io.commit``). If the process dies, the folder has
+    either the complete old checkpoint or the complete new one. After the commit, files that are not
+    part of the new checkpoint are deleted.
+
+    Args:
+        folder: Folder of the checkpoint.
+        model: The model.
+        tokenizer: The tokenizer of the model.
+
+    Raises:
+        OSError: If a file cannot be written; the folder keeps its old files.
     """
     with commit.replacement(folder) as new:
         model.save_pretrained(new)

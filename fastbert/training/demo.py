@@ -1,6 +1,6 @@
-"""The demo: from a seed to a trained, evaluated, saved, reopened and timed BERT, in minutes.
+"""The demo, which trains, evaluates, saves, reopens and times a small BERT in minutes.
 
-Every claim is a target with a figure; a missed one makes the whole demo fail.
+Every claim of the demo is a target with a measured figure. If one target is missed, the demo fails.
 """
 
 from __future__ import annotations
@@ -34,14 +34,22 @@ from fastbert.training.preparation import Documents, split_documents
 from fastbert.training.reopen import Pair, Reopened, compare_with_transformers
 from fastbert.training.report import TITLE, DemoReport, Target, write_report
 
-# What the built-in corpus must reach on held-out stories.
+# A model that is trained on the built-in corpus must reach these figures on held-out stories.
 MLM_TIMES_BASELINE = 3.0
 NSP_ACCURACY = 0.85
 
 
 @dataclass(frozen=True)
 class DemoSize:
-    """How much the demo does. The default is made for two slow cores and about four minutes."""
+    """The amount of work of the demo; the default takes about four minutes on two slow cores.
+
+    Attributes:
+        documents: Number of stories of the built-in corpus.
+        training: Options of `fastbert.training.pretrain`.
+        speed: Batches on which the encoder is timed.
+        speed_seconds: Time for each measurement, in seconds.
+        speed_dtypes: Dtypes in which the encoder is timed.
+    """
 
     documents: int = 10_000
     training: dict[str, Any] = field(
@@ -50,9 +58,10 @@ class DemoSize:
             "config": {
                 "num_attention_heads": 4,
                 "max_position_embeddings": 128,
-                # 0.02 suits a width of 768; a narrow model learns sooner from larger weights.
+                # The usual 0.02 suits a width of 768. A narrow model learns faster with larger
+                # initial weights.
                 "initializer_range": 0.05,
-                # A run this short underfits: dropout would only cost accuracy and time.
+                # Such a short run underfits, so dropout would only cost accuracy and time.
                 "hidden_dropout_prob": 0.0,
                 "attention_probs_dropout_prob": 0.0,
             },
@@ -76,7 +85,7 @@ class DemoSize:
 
 
 class _Phases:
-    """Announces each phase and keeps how long it took."""
+    """Announces each phase and keeps its duration."""
 
     def __init__(self, console: Console, total: int) -> None:
         self.seconds: dict[str, float] = {}
@@ -97,7 +106,7 @@ class _Phases:
 
 
 def _refuse_foreign(folder: Path) -> None:
-    """The demo replaces what an earlier demo wrote, and nothing else."""
+    """Raise ValueError if `folder` is a file or has a checkpoint that no earlier demo wrote."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"out: {folder} is a file, allowed: a folder, or a name not taken")
     report = folder / "report.md"
@@ -110,8 +119,11 @@ def _refuse_foreign(folder: Path) -> None:
 
 @contextmanager
 def _claimed(folder: Path) -> Iterator[None]:
-    """Marks the folder as a demo's before it holds a checkpoint, so that a demo that is stopped can
-    begin again there."""
+    """Write a preliminary report to the folder before it has a checkpoint.
+
+    The report marks the folder as the output of a demo, so that a demo that was stopped can start
+    there again.
+    """
     new, report = not folder.exists(), folder / "report.md"
     unmarked = not report.exists()
     if unmarked:
@@ -123,13 +135,13 @@ def _claimed(folder: Path) -> Iterator[None]:
         if unmarked and not (folder / CHECKPOINT).exists():
             report.unlink()
             if new:
-                with suppress(OSError):  # the log of a run that has begun
+                with suppress(OSError):  # The folder is not empty if the run has begun its log.
                     folder.rmdir()
         raise
 
 
 def _sample_pairs(documents: Documents, count: int) -> list[Pair]:
-    """Neighbouring halves of different lengths, so that padding them together leaves padding."""
+    """Build pairs of consecutive texts whose lengths differ, so that a batch has padding."""
     pairs = []
     for index, document in enumerate(documents[:count]):
         middle = len(document) // 2
@@ -185,7 +197,10 @@ def _parity_target(rows: list[parity.ParityRow]) -> Target:
 
 
 def _speed_target(rows: list[EncoderRow]) -> Target:
-    """Speed is no target, as the machine is anyone's; that every engine may be timed is one."""
+    """Return the target that every backend is exact enough to be timed.
+
+    The speed itself is not a target, because the demo runs on machines of any speed.
+    """
     refused = sorted({row.engine for row in rows if row.refused is not None})
     return Target(
         "every backend's encoder is exact enough to be timed",
@@ -196,7 +211,7 @@ def _speed_target(rows: list[EncoderRow]) -> Target:
 
 
 def _read(corpus: str | os.PathLike[str] | None, size: DemoSize, seed: int) -> Documents:
-    """The user's corpus, or the built-in one."""
+    """Read the user's corpus, or generate the built-in corpus."""
     if corpus is not None:
         return list(read_documents(corpus))
     return list(stories(size.documents, seed))
@@ -205,8 +220,8 @@ def _read(corpus: str | os.PathLike[str] | None, size: DemoSize, seed: int) -> D
 def _look(
     result: TrainResult, held_out: Documents, max_length: int, phase: _Phases
 ) -> tuple[list[Example], Reopened | None]:
-    """Fills blanks with the saved model and compares it with transformers."""
-    with phase("What it learnt") as say:
+    """Predict masked words with the saved model and compare the model with transformers."""
+    with phase("Predictions of the model") as say:
         examples = fill_masks(result.checkpoint, held_out[:4], max_length)
         for example in examples:
             say(f"{example.text}  →  {', '.join(example.guesses)}  (was: {example.truth})")
@@ -214,14 +229,14 @@ def _look(
         pairs = _sample_pairs(held_out, 12)
         reopened = compare_with_transformers(result.checkpoint, pairs, max_length=max_length)
         if reopened is None:
-            say("transformers is not installed: not compared")
+            say("transformers is not installed, so the checkpoint is not compared with it")
         else:
             say(_reopened_target(reopened).figure)
     return examples, reopened
 
 
 def _measure(size: DemoSize, phase: _Phases) -> tuple[list[parity.ParityRow], list[EncoderRow]]:
-    """The parity table and the speed table."""
+    """Measure the errors of every operation and the speed of the encoder."""
     with phase("Parity of every operation and of a training step") as say:
         rows = [*parity.check(quick=True), *check_model()]
         say(f"{_parity_target(rows).figure} within the tolerance rule")
@@ -240,14 +255,26 @@ def run_demo(
     size: DemoSize | None = None,
     console: Console | None = None,
 ) -> DemoReport:
-    """Trains a tokenizer and a small BERT, evaluates it on held-out text, reopens it in
-    transformers, checks every operation and times the encoder.
+    """Train, evaluate and save a small BERT, reopen it in transformers, and time the encoder.
 
-    Writes ``report.md``, ``report.json``, plots, the log and ``model/`` to ``out_dir``; what an
-    earlier demo left there is replaced. ``corpus`` (see ``fastbert.data.read_documents``) takes the
-    place of the built-in stories; its accuracies are reported but are no targets, as nobody knows
-    what can be learnt from it. The caller decides by ``DemoReport.passed``. Raises ValueError for
-    an unusable corpus or folder before anything is written.
+    The demo also compares every operation with the reference. It writes ``report.md``,
+    ``report.json``, plots, the log of the training and ``model/``. A missed target does not raise
+    an error, so the caller reads ``DemoReport.passed``.
+
+    Args:
+        out_dir: Folder of the results. The results of an earlier demo there are replaced.
+        corpus: File or folder for `fastbert.data.read_documents`, instead of the built-in stories.
+            Its accuracies are reported, but they are not targets, because the attainable accuracy
+            of an arbitrary corpus is unknown.
+        seed: Seed of the stories and of the training.
+        size: Amount of work; None takes about four minutes on two slow cores.
+        console: Where progress is shown; None shows it on the standard output.
+
+    Returns:
+        The results.
+
+    Raises:
+        ValueError: If the corpus or the folder is not usable; nothing has been written then.
     """
     folder, size, console = Path(out_dir), size or DemoSize(), console or Console()
     _refuse_foreign(folder)

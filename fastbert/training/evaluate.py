@@ -1,4 +1,4 @@
-"""Losses and accuracies of both pre-training tasks, without (tokens, vocabulary) logits."""
+"""Losses and accuracies of both pre-training tasks, without logits for all tokens at once."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 Batch = dict[str, Any]
 IGNORED = -100
-# Rows of logits held at once: 1024 x 30522 in fp32 is 125 MB.
+# At most this many rows of logits are in memory; 1024 × 30522 in fp32 take 125 MB.
 ROWS_AT_ONCE = 1024
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """The batch with its tensors on ``device``; what is no tensor stays as it is."""
+    """Return the batch with its tensors on `device`; other values are unchanged."""
     return {
         name: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
         for name, value in batch.items()
@@ -27,19 +27,21 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 
 class MaskedPredictions:
-    """Watches a model's masked-LM head for one forward pass and counts its hits.
+    """Counts the correct predictions of a masked-LM head in one forward pass.
 
-    In training the model returns no logits. What the head's transform saw at the labelled positions
-    is kept here instead, and only those rows meet the vocabulary. Use as a context manager around
-    the call.
+    The model returns no logits in training. This context manager keeps the output of the head's
+    transform, which has one row per labelled position. `hits` computes the logits of these rows.
     """
 
     def __init__(self, model: BertForPreTraining) -> None:
+        """Observe the masked-LM head of `model`."""
         self._head = model.cls.predictions
         self._transformed: Tensor | None = None
         self._handle: Any = None
 
     def __enter__(self) -> MaskedPredictions:
+        """Begin to observe the head."""
+
         def keep(module: Any, inputs: Any, output: Tensor) -> None:
             self._transformed = output.detach()
 
@@ -52,11 +54,19 @@ class MaskedPredictions:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        """End the observation."""
         self._handle.remove()
 
     @torch.no_grad()
     def hits(self, labels: Tensor) -> Tensor:
-        """How many labelled positions of ``labels`` (any shape) were right; int64, shape ()."""
+        """Count the labelled positions whose prediction is correct.
+
+        Args:
+            labels: Labels of the forward pass, int64 of any shape; -100 marks other positions.
+
+        Returns:
+            The number, int64 of shape ``()``.
+        """
         labels = labels.reshape(-1)
         labels = labels[labels != IGNORED]
         if self._transformed is None or labels.numel() == 0:
@@ -74,13 +84,37 @@ class MaskedPredictions:
 
 @torch.no_grad()
 def evaluate(model: BertForPreTraining, batches: Iterable[Batch]) -> dict[str, float]:
-    """Evaluates ``model`` on ``batches`` (as ``fastbert.data.PretrainingBatches`` yields them).
+    """Evaluate both pre-training tasks of a model.
 
-    Returns the means over all labelled positions and all pairs: ``mlm_loss`` and ``nsp_loss`` in
-    nats, ``mlm_accuracy`` and ``nsp_accuracy``; and ``mlm_baseline_accuracy``, what always
-    answering the most frequent label of these very batches would score, which no constant answer
-    can beat. The model is put into evaluation mode and back. Raises ValueError when there is no
-    batch.
+    The model is in evaluation mode during the evaluation and returns to its earlier mode.
+
+    Args:
+        model: The model.
+        batches: Batches as `fastbert.data.PretrainingBatches` builds them.
+
+    Returns:
+        ``mlm_loss`` in nats and ``mlm_accuracy``, as means over all labelled positions;
+        ``nsp_loss`` in nats and ``nsp_accuracy``, as means over all pairs; and
+        ``mlm_baseline_accuracy``. The baseline always predicts the most frequent label of these
+        batches, so no other constant prediction is more accurate.
+
+    Raises:
+        ValueError: If there is no batch.
+
+    Example:
+        >>> import torch
+        >>> from fastbert import BertConfig, BertForPreTraining
+        >>> from fastbert.data import NextSentencePairs, PretrainingBatches
+        >>> from fastbert.data import stories, train_tokenizer
+        >>> from fastbert.training import evaluate
+        >>> documents = list(stories(20, seed=0))
+        >>> tokenizer = train_tokenizer(documents, 200)
+        >>> pairs = NextSentencePairs(documents, tokenizer, max_length=64, seed=0)
+        >>> batches = PretrainingBatches(pairs, tokenizer, tokens_per_batch=512, seed=0)
+        >>> model = BertForPreTraining(BertConfig.preset("tiny", vocab_size=tokenizer.vocab_size))
+        >>> figures = evaluate(model, batches.epoch(0))
+        >>> sorted(figures)
+        ['mlm_accuracy', 'mlm_baseline_accuracy', 'mlm_loss', 'nsp_accuracy', 'nsp_loss']
     """
     device = next(model.parameters()).device
     masked = pairs = mlm_hits = nsp_hits = 0

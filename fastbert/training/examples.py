@@ -1,4 +1,4 @@
-"""A few blanks that the trained model fills in, for people to look at."""
+"""Examples of masked words in held-out text, with the predictions of the trained model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,13 @@ GUESSES = 3
 
 @dataclass(frozen=True)
 class Example:
-    """A text with one [MASK], what stood there, and the model's guesses, best first."""
+    """A text with one ``[MASK]``.
+
+    Attributes:
+        text: The text.
+        truth: The original word.
+        guesses: Predictions of the model, the most probable first.
+    """
 
     text: str
     truth: str
@@ -28,14 +34,26 @@ class Example:
 def fill_masks(
     checkpoint: Path, documents: Sequence[Sequence[str]], max_length: int
 ) -> list[Example]:
-    """Hides one whole-piece word of the beginning of each document and lets the model guess it."""
+    """Mask one word of each document and predict it with the model of a checkpoint.
+
+    A text is cut to `max_length` tokens, and the word is a single piece in its second half. A
+    document without such a word is skipped.
+
+    Args:
+        checkpoint: Folder of the checkpoint.
+        documents: Documents, each a list of sentences.
+        max_length: Largest number of tokens of a text.
+
+    Returns:
+        One example per document that has such a word.
+    """
     tokenizer = WordPieceTokenizer.load(checkpoint)
     model = BertForPreTraining.from_pretrained(checkpoint).eval()
     examples = []
     for index, document in enumerate(documents):
         ids = tokenizer.encode(" ".join(document), max_length=max_length)
         pieces = [tokenizer.id_to_token(i) or "" for i in ids]
-        # Words of several letters in the second half: what was told before should give them away.
+        # A word of several letters in the second half can be inferred from the first half.
         words = [
             i
             for i in range(len(ids) // 2, len(ids) - 2)

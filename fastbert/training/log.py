@@ -1,4 +1,4 @@
-"""The record of a run: a JSONL log, and the curves drawn from it."""
+"""The JSONL log of a run and its curves."""
 
 from __future__ import annotations
 
@@ -11,23 +11,30 @@ LogRow = dict[str, Any]
 
 
 class RunLog:
-    """Writes one JSON object per line to ``path``, at once, and keeps the rows.
+    """A log with one JSON object per line, which is written without a delay.
 
-    When a write raises OSError, as on a full disk, the next one continues where it ended.
+    If a write raises OSError, as on a full disk, the next write continues at the same byte.
+
+    Attributes:
+        path: Path of the log.
+        rows: All rows, whether they could be written or not.
     """
 
     def __init__(self, path: Path) -> None:
+        """Create the file, or empty it if it exists."""
         self.path = path
         self.rows: list[LogRow] = []
         self._file = path.open("wb", buffering=0)
         self._unwritten = b""
 
     def write(self, **row: Any) -> None:
+        """Add one row; raise OSError if it cannot be written."""
         self.rows.append(row)
         self._unwritten += json.dumps(row).encode() + b"\n"
         self._flush()
 
     def close(self) -> None:
+        """Write the remaining bytes and close the file; raise OSError if they cannot be written."""
         try:
             self._flush()
         finally:
@@ -39,13 +46,13 @@ class RunLog:
 
 
 def read_log(path: str | os.PathLike[str]) -> list[LogRow]:
-    """The rows of a log written by :class:`RunLog`."""
+    """Read the rows of a log that `RunLog` wrote."""
     return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
 
 
 def plot_curves(rows: list[LogRow], path: Path) -> None:
-    """Draws losses, accuracies and learning rate against the step into the PNG ``path``."""
-    # The object interface with Agg needs no display and leaves pyplot's global state alone.
+    """Draw the losses and accuracies against the step to the PNG file `path`."""
+    # The object interface with Agg needs no display and does not change pyplot's global state.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -36,7 +36,19 @@ LOG, CURVES = "log.jsonl", "curves.png"
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a run left behind. ``evaluation`` is None when nothing was held out."""
+    """The results of a pre-training run.
+
+    Attributes:
+        checkpoint: Folder of the last checkpoint.
+        log: Path of ``log.jsonl``.
+        curves: Path of ``curves.png``.
+        steps: Number of steps.
+        epochs: Number of epochs that were begun.
+        parameters: Number of parameters of the model.
+        tokens: Number of tokens of all steps and processes, without padding.
+        seconds: Duration of the steps in seconds, without evaluations.
+        evaluation: Figures of the last evaluation; None if no documents were held out.
+    """
 
     checkpoint: Path
     log: Path
@@ -50,24 +62,26 @@ class TrainResult:
 
     @property
     def tokens_per_second(self) -> float:
+        """Mean number of tokens per second."""
         return self.tokens / self.seconds
 
 
 def _accelerator() -> Accelerator:
     try:
-        import matplotlib  # noqa: F401 - for the curves at the end: better missed now than then
+        # matplotlib draws the curves at the end of the run; its absence is reported at the start.
+        import matplotlib  # noqa: F401
         from accelerate import Accelerator
     except ImportError as error:
         message = f"pre-training needs {error.name}: pip install 'fastbert[train]'"
         raise ImportError(message) from error
-    # Autocast is the loop's own: accelerate's precision belongs to the whole process and cannot
-    # change.
-    # Without cpu=True, accelerate ignores torchrun on a machine that has no accelerator.
+    # The loop calls autocast itself, because the precision of accelerate applies to the whole
+    # process and cannot change. Without cpu=True, accelerate ignores torchrun on a machine that has
+    # no accelerator.
     return Accelerator(mixed_precision="no", cpu=not torch.accelerator.is_available())
 
 
 class _Run:
-    """One pre-training run: the state that its steps share."""
+    """The state that the steps of a pre-training run share."""
 
     def __init__(
         self, options: PretrainOptions, prepared: Prepared, accelerator: Accelerator
@@ -75,7 +89,8 @@ class _Run:
         self.options = options
         self.prepared = prepared
         self.accelerator = accelerator
-        # Epochs differ by a batch or so, as their pairs are drawn afresh: the first one counts.
+        # Every epoch draws new pairs, so epochs can differ by a batch. The first epoch decides the
+        # number of steps.
         batches, share = len(prepared.train.epoch(0)), accelerator.num_processes
         if batches < share:
             raise ValueError(
@@ -97,17 +112,17 @@ class _Run:
             total_steps=self.total,
         )
         self.wrapped, self.optimizer = accelerator.prepare(self.model, optimizer)
-        # Same weights everywhere, another dropout mask on each process.
+        # All processes have the same weights, but each process draws its own dropout masks.
         torch.manual_seed(options.seed + accelerator.process_index)
         self.step = self.epoch = self.tokens = 0
-        # The last step of which there is a checkpoint; 0: none.
+        # The step of the last checkpoint; 0 means that there is none.
         self.saved = 0
         self.seconds = 0.0
         self.meter = Meter(accelerator.device)
         self.evaluation: dict[str, float] | None = None
 
     def batches(self) -> Generator[Batch]:
-        """This process's batches, epoch after epoch; every process gets the same number."""
+        """Yield the batches of this process, epoch after epoch; each process has equally many."""
         share, own = self.accelerator.num_processes, self.accelerator.process_index
         while True:
             epoch = self.prepared.train.epoch(self.epoch)
@@ -122,7 +137,7 @@ class _Run:
             self.epoch += 1
 
     def train_step(self, batch: Batch) -> float:
-        """One update. Returns the gradient's norm before clipping when the step is to be logged."""
+        """Make one update; return the gradient's norm before clipping if the step is logged."""
         options, accelerator = self.options, self.accelerator
         logged = self.is_due(options.log_every)
         tokens = token_count(batch)
@@ -144,12 +159,12 @@ class _Run:
         return torch.autocast(device, torch.bfloat16, enabled=self.options.precision == "bf16")
 
     def is_due(self, every: int | None) -> bool:
-        """Whether the step under way (counted from 1) ends an interval of ``every`` or the run."""
+        """Return whether the current step (from 1) ends an interval of `every` steps or the run."""
         step = self.step + 1
         return step == self.total or (every is not None and step % every == 0)
 
     def row(self, started: float, norm: float) -> dict[str, Any]:
-        """The log's row at this step. Raises RuntimeError when a loss is no longer finite."""
+        """Return the row of the log for this step; raise RuntimeError if a loss is not finite."""
         means = self.meter.read(self.accelerator)
         for name in ("mlm_loss", "nsp_loss"):
             if not math.isfinite(means[name]):
@@ -173,7 +188,7 @@ class _Run:
         }
 
     def stop(self, signals: StopSignals) -> int:
-        """The number of a signal that any process has received, the same on all; 0 for none."""
+        """Return the number of a signal that any process has received, or 0 if there is none."""
         if self.accelerator.num_processes == 1:
             return signals.received
         number = torch.tensor([signals.received], device=self.accelerator.device)
@@ -189,9 +204,9 @@ class _Run:
 
 @dataclass(frozen=True)
 class _Record:
-    """What a run shows and writes beside its checkpoint."""
+    """The output of a run other than its checkpoint."""
 
-    # None on every process but the first.
+    # Only the first process has a log.
     log: RunLog | None
     progress: TrainingProgress
     attempt: Attempts
@@ -217,7 +232,7 @@ def _evaluate(run: _Run, record: _Record) -> None:
 
 
 def describe_evaluation(figures: dict[str, float]) -> str:
-    """The figures of :func:`fastbert.training.evaluate` in one line."""
+    """Format the figures of `fastbert.training.evaluate` in one line."""
     return (
         f"mlm {figures['mlm_loss']:.3f} ({figures['mlm_accuracy']:.1%}, most frequent token "
         f"{figures['mlm_baseline_accuracy']:.1%})  "
@@ -226,7 +241,7 @@ def describe_evaluation(figures: dict[str, float]) -> str:
 
 
 def _train(run: _Run, batches: Iterable[Batch], record: _Record, signals: StopSignals) -> int:
-    """The loop. Returns the number of the signal that stopped it after a step, or 0."""
+    """Run the steps; return the number of the signal that stopped them, or 0."""
     options, progress = run.options, record.progress
     run.wrapped.train()
     started = time.perf_counter()
@@ -258,23 +273,40 @@ def pretrain(
     documents: Iterable[list[str]] | None = None,
     console: Console | None = None,
 ) -> TrainResult:
-    """Pre-trains a BERT on ``options.corpus``, or on ``documents`` (lists of sentences).
+    """Pre-train a BERT with masked-LM and next-sentence losses (Devlin et al. 2019, section 3.1).
 
-    Runs on one process, or on as many as ``torchrun`` or ``accelerate launch`` starts (DDP); each
-    takes ``tokens_per_batch`` tokens per step. Writes ``log.jsonl`` (one object per line: event
-    "train" every ``log_every`` steps with means since the last one, and "evaluation"),
-    ``curves.png`` and ``model/`` (weights, configuration and tokenizer in Hugging Face's layout,
-    whole or absent) to ``options.output``. On the CPU the same seed gives the same log, times
-    apart.
+    The run uses one process, or all processes that ``torchrun`` or ``accelerate launch`` starts
+    (DDP). Every process takes ``options.tokens_per_batch`` tokens per step. On the CPU, the same
+    seed gives the same log, except for times.
 
-    SIGTERM or SIGINT (Ctrl-C) ends the run after its step with a checkpoint of this step, and then
-    raises SystemExit with status 143 or KeyboardInterrupt; a second signal, a second later or more,
-    does so at once. A checkpoint, a row of the log or the curves that cannot be written do not end
-    the run: it says so, tries again at the next save, and keeps the earlier checkpoint whole.
+    The folder ``options.output`` receives three results.
 
-    Raises ValueError for an unusable corpus or output folder before anything is written,
-    ImportError without accelerate or matplotlib, RuntimeError when a loss stops being finite, and
-    at the end OSError when the last checkpoint, the log or the curves could not be written.
+    - ``log.jsonl`` has one JSON object per line. The event ``"train"`` has means since the last
+      such event, and the event ``"evaluation"`` has figures on held-out documents.
+    - ``curves.png`` shows the losses and accuracies.
+    - ``model/`` is the checkpoint with weights, configuration and tokenizer in the layout of
+      Hugging Face. It is always either complete or absent.
+
+    After SIGTERM or SIGINT (Ctrl-C), the run finishes its step, writes a checkpoint and raises
+    SystemExit with status 143, or KeyboardInterrupt. A second signal, at least one second after the
+    first, ends the run at once, without another checkpoint.
+
+    If a file cannot be written, the run shows the error, continues, and tries again at the next
+    save. The earlier checkpoint stays complete.
+
+    Args:
+        options: Options of the run.
+        documents: Documents, each a list of sentences, instead of ``options.corpus``.
+        console: Where progress is shown; None shows it on the standard output.
+
+    Returns:
+        Paths and figures of the run.
+
+    Raises:
+        ValueError: If the corpus or the output folder is not usable; nothing has been written then.
+        ImportError: If accelerate or matplotlib is not installed.
+        RuntimeError: If a loss is not finite.
+        OSError: If the last checkpoint, the log or the curves could not be written.
     """
     console = console or Console()
     refuse_existing(options.folder, overwrite=options.overwrite)
@@ -310,7 +342,7 @@ def pretrain(
     attempt = Attempts(tell)
     record = _Record(RunLog(options.folder / LOG) if first else None, progress, attempt)
     try:
-        # Closing the batches ends the processes that prepare them, which no signal ends.
+        # The processes that prepare batches ignore signals; they end when the batches are closed.
         with progress, signals, contextlib.closing(run.batches()) as batches:
             stop = _train(run, batches, record, signals) or signals.received
     except (KeyboardInterrupt, SystemExit):

@@ -1,4 +1,4 @@
-"""Running sums of a training loop, kept on the device so that a step never waits for them."""
+"""Sums of a training loop, which stay on the device so that no step waits for them."""
 
 from __future__ import annotations
 
@@ -18,22 +18,29 @@ SUMS = (
 
 
 def token_count(batch: Batch) -> int:
-    """Real tokens of a batch that still lies on the CPU; padding is not counted."""
+    """Count the tokens of a batch on the CPU, without padding."""
     mask = batch.get("attention_mask")
     return batch["input_ids"].numel() if mask is None else int(mask.sum())
 
 
 class Meter:
-    """Sums losses, hits and tokens between two rows of the log, over all processes."""
+    """Sums of losses, correct predictions and tokens between two rows of the log."""
 
     def __init__(self, device: torch.device) -> None:
-        # float64 counts tokens exactly; MPS alone has none.
+        """Start with sums of zero on `device`."""
+        # float64 counts tokens exactly, but MPS does not have this dtype.
         dtype = torch.float32 if device.type == "mps" else torch.float64
         self._sums = torch.zeros(len(SUMS), dtype=dtype, device=device)
 
     @torch.no_grad()
     def add(self, output: Any, batch: Batch, tokens: int) -> None:
-        """Takes in a step's output; ``batch`` lies on the device, ``tokens`` are its real ones."""
+        """Add the output of a step.
+
+        Args:
+            output: Output of the model.
+            batch: The batch, on the device.
+            tokens: Number of tokens of the batch, without padding.
+        """
         wanted = batch["next_sentence_label"]
         hits = (output.seq_relationship_logits.argmax(dim=-1) == wanted).sum()
         values = (1, output.mlm_loss, output.nsp_loss, wanted.numel(), hits, 0, 0, tokens)
@@ -41,7 +48,7 @@ class Meter:
 
     @torch.no_grad()
     def add_masked(self, hits: Tensor, labels: Tensor) -> None:
-        """Takes in the masked-LM hits of a step, which are counted at log steps only."""
+        """Add the correct masked-LM predictions of a step; only logged steps count them."""
         self._sums[SUMS.index("masked")] += (labels != IGNORED).sum()
         self._sums[SUMS.index("mlm_hits")] += hits
 
@@ -49,7 +56,11 @@ class Meter:
         return torch.as_tensor(value).detach().to(self._sums)
 
     def read(self, accelerator: Accelerator) -> dict[str, float]:
-        """Means since the last call, and the number of tokens; starts again at zero."""
+        """Return the means of all processes since the last call, and reset the sums.
+
+        Returns:
+            Losses and accuracies, and ``tokens``, the number of tokens.
+        """
         total = accelerator.reduce(self._sums, reduction="sum")
         sums = dict(zip(SUMS, total.tolist(), strict=True))
         self._sums.zero_()

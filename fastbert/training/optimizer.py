@@ -1,4 +1,4 @@
-"""AdamW with decay groups, and the learning rate's warm-up and linear decay."""
+"""AdamW with groups for weight decay, and a learning rate with warm-up and linear decay."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from torch import nn
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Parameter groups: matrices and tables decay; biases and LayerNorm parameters do not.
+    """Group the parameters of a model by weight decay.
 
-    Those that do not decay are exactly the vectors of a BERT (Devlin et al. 2019, appendix A.2; the
-    exclusion list of their optimizer). A tied parameter appears once.
+    Matrices and embedding tables decay. Vectors do not decay; in a BERT, these are the biases and
+    the parameters of LayerNorm, as in the optimizer of Devlin et al. 2019 (appendix A.2). A tied
+    parameter appears once.
     """
     matrices = [p for p in model.parameters() if p.requires_grad and p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
@@ -24,10 +25,11 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
 
 
 def schedule_factor(step: int, *, warmup_steps: int, total_steps: int) -> float:
-    """Fraction of the peak learning rate at ``step`` (from 0): linear up, then linear down to zero.
+    """Return the learning rate at `step` (from 0) as a fraction of its peak.
 
-    The first step already learns (1 / warmup_steps) and so does the last (1 / decay steps): no step
-    is spent at a rate of zero.
+    The rate rises linearly for `warmup_steps` steps and then falls linearly. No step has a rate of
+    zero: the first step has ``1 / warmup_steps``, and the last step has ``1 / (total_steps -
+    warmup_steps)``.
     """
     if step < warmup_steps:
         return (step + 1) / warmup_steps
@@ -37,7 +39,18 @@ def schedule_factor(step: int, *, warmup_steps: int, total_steps: int) -> float:
 def make_optimizer(
     model: nn.Module, *, learning_rate: float, weight_decay: float, warmup: float, total_steps: int
 ) -> tuple[torch.optim.AdamW, torch.optim.lr_scheduler.LambdaLR]:
-    """AdamW (Loshchilov and Hutter 2019) and its schedule; betas, eps as in Devlin et al. 2019."""
+    """Build AdamW (Loshchilov and Hutter 2019) and its schedule, as in Devlin et al. 2019.
+
+    Args:
+        model: The model.
+        learning_rate: Peak of the learning rate.
+        weight_decay: Weight decay of matrices and embedding tables.
+        warmup: Fraction of the steps in which the learning rate rises.
+        total_steps: Number of steps.
+
+    Returns:
+        The optimizer and the schedule of its learning rate.
+    """
     optimizer = torch.optim.AdamW(
         decay_groups(model, weight_decay),
         lr=learning_rate,

@@ -1,4 +1,4 @@
-"""What a pre-training run is told: a frozen dataclass, checked before anything is read."""
+"""The options of a pre-training run, which are checked before any file is read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fastbert.config import PRESETS, BertConfig
 from fastbert.ops.backend import validate
 
 PRECISIONS = ("fp32", "bf16")
-# [CLS] a [SEP] b [SEP]: the shortest pair that still leaves a token to mask on each side.
+# A pair has [CLS], two [SEP] and a few tokens on each side, so that there are tokens to mask.
 SHORTEST_PAIR = 8
 
 
@@ -32,28 +32,53 @@ def _is_number(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class PretrainOptions:
-    """Options of :func:`fastbert.training.pretrain`.
+    """Options of `fastbert.training.pretrain`.
 
-    output: folder that receives ``log.jsonl``, ``curves.png`` and ``model/``.
-    corpus: file or folder of .txt, .jsonl or .parquet; None when the documents are handed to
-        ``pretrain``.
-    preset, config: the model: a preset's name, and ``BertConfig`` fields that override it.
-    tokenizer: folder of a trained tokenizer; None trains one of ``vocab_size`` pieces on the
-        corpus.
-    max_length: tokens per pair, [CLS] and both [SEP] included.
-    tokens_per_batch: the budget of one batch on one process.
-    steps, epochs: length of the run, at most one of them; one epoch when neither is given. An epoch
-        has as many steps as the first.
-    learning_rate: the peak; it rises over the first ``warmup`` fraction of the steps, then falls to
-        zero, both linearly. clip_norm: bound on the gradient's L2 norm.
-    precision: "fp32", or "bf16" for autocast with fp32 weights.
-    held_out: fraction of the documents kept for evaluation; 0 keeps none.
-    packed: batches without padding; False pads them. whole_word: mask whole words.
-    log_every, eval_every, save_every: in steps; the last two None: once, at the end.
-    eval_batches: an evaluation reads at most this many batches.
-    workers: processes that prepare batches beside the training; 0 prepares them in line.
+    Args:
+        output: Folder that receives ``log.jsonl``, ``curves.png`` and ``model/``.
+        corpus: File or folder for `fastbert.data.read_documents`; None if `pretrain` is given the
+            documents.
+        overwrite: Whether a checkpoint in `output` is replaced; if not, it is an error.
+        preset: Preset of the model: ``"tiny"``, ``"mini"``, ``"base"`` or ``"large"``.
+        config: Fields of `fastbert.BertConfig` that override the preset.
+        tokenizer: Folder of a trained tokenizer; None trains a tokenizer on the corpus.
+        vocab_size: Largest vocabulary of a tokenizer that is trained.
+        lowercase: Whether a tokenizer that is trained converts texts to lower case.
+        max_length: Largest number of tokens of a pair, special tokens included.
+        tokens_per_batch: Largest number of tokens of a batch on one process.
+        steps: Number of steps; None derives it from `epochs`.
+        epochs: Number of epochs, if `steps` is None; None means one epoch. Every epoch has as many
+            steps as the first.
+        learning_rate: Peak of the learning rate. The rate rises linearly to the peak and then falls
+            linearly to zero.
+        warmup: Fraction of the steps in which the learning rate rises, in [0, 1).
+        weight_decay: Weight decay of matrices and embedding tables.
+        clip_norm: Largest L2 norm of the gradient.
+        precision: ``"fp32"``, or ``"bf16"`` for autocast with fp32 weights.
+        seed: Seed of the split, the weights, the pairs, the masks and dropout.
+        held_out: Fraction of the documents that is held out for evaluation, in [0, 1).
+        whole_word: Whether all pieces of a word are predicted together.
+        packed: Whether batches are packed; if not, they are padded.
+        gradient_checkpointing: Whether activations are recomputed in the backward pass, which
+            saves memory.
+        backend: ``"reference"``, ``"triton"``, ``"cuda"`` or ``"cpu"`` for all operations; None
+            lets each operation choose.
+        log_every: Number of steps between two rows of the log.
+        eval_every: Number of steps between two evaluations; None evaluates once, at the end.
+        eval_batches: Largest number of batches of an evaluation.
+        save_every: Number of steps between two checkpoints; None writes one, at the end.
+        workers: Number of processes that prepare batches during the training; 0 prepares batches
+            in the training process.
 
-    Raises ValueError naming the option, the value and what is allowed.
+    Raises:
+        ValueError: If an option is not allowed. The message names the option, its value and what is
+            allowed.
+
+    Example:
+        >>> from fastbert.training import PretrainOptions
+        >>> options = PretrainOptions("out", corpus="corpus.txt", preset="tiny", steps=100)
+        >>> options.model_config(vocab_size=8192).hidden_size
+        128
     """
 
     output: str | os.PathLike[str]
@@ -86,6 +111,7 @@ class PretrainOptions:
     workers: int = 0
 
     def __post_init__(self) -> None:
+        """Check the options."""
         self._check_counts()
         self._check_numbers()
         _check("preset", self.preset, ", ".join(PRESETS), self.preset in PRESETS)
@@ -134,7 +160,19 @@ class PretrainOptions:
             _check(name, value, "a number in [0, 1)", _is_number(value) and 0 <= value < 1)
 
     def model_config(self, vocab_size: int, pad_token_id: int = 0) -> BertConfig:
-        """The model's configuration, once the tokenizer's vocabulary and padding id are known."""
+        """Return the configuration of the model for a tokenizer.
+
+        Args:
+            vocab_size: Size of the tokenizer's vocabulary.
+            pad_token_id: Id of the tokenizer's padding token.
+
+        Returns:
+            The configuration.
+
+        Raises:
+            ValueError: If `config` has a value that is not allowed, or if `max_length` exceeds
+                ``max_position_embeddings``.
+        """
         ids = {"vocab_size": vocab_size, "pad_token_id": pad_token_id}
         config = BertConfig.preset(self.preset, **ids, **self.config)
         positions = config.max_position_embeddings
@@ -144,4 +182,5 @@ class PretrainOptions:
 
     @property
     def folder(self) -> Path:
+        """Path of the folder `output`."""
         return Path(self.output)

@@ -1,4 +1,4 @@
-"""From options to what the loop consumes: documents, held-out split, tokenizer, batches."""
+"""Preparation of a run: documents, the held-out split, the tokenizer and the batches."""
 
 from __future__ import annotations
 
@@ -17,13 +17,21 @@ from fastbert.training.evaluate import Batch
 from fastbert.training.options import PretrainOptions
 
 Documents = list[list[str]]
-# A random second half comes from another document, so a split of one document has no pair to offer.
+# A random second half is from another document, so one document alone gives no pairs.
 FEWEST_DOCUMENTS = 2
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """Training batches, held-out batches (the same at every evaluation) and the tokenizer."""
+    """The tokenizer and the batches of a run.
+
+    Attributes:
+        tokenizer: The tokenizer.
+        train: Batches of the training.
+        held_out: Batches of every evaluation; empty if no documents are held out.
+        train_documents: Number of documents of the training.
+        held_out_documents: Number of documents that are held out.
+    """
 
     tokenizer: WordPieceTokenizer
     train: PretrainingBatches
@@ -33,7 +41,11 @@ class Prepared:
 
 
 def gather_documents(options: PretrainOptions, documents: Iterable[list[str]] | None) -> Documents:
-    """Reads the corpus of ``options``, or takes ``documents``; ValueError when there is nothing."""
+    """Read the corpus of `options`, or return `documents` as a list.
+
+    Raises:
+        ValueError: If there are no documents, or if both sources or neither source is given.
+    """
     if documents is None:
         if options.corpus is None:
             raise ValueError("corpus: got None, allowed: a file or folder, or the documents given")
@@ -49,10 +61,21 @@ def gather_documents(options: PretrainOptions, documents: Iterable[list[str]] | 
 def split_documents(
     documents: Documents, *, fraction: float, seed: int
 ) -> tuple[Documents, Documents]:
-    """Splits off whole documents, so that no sentence of a held-out document is ever trained on.
+    """Split the documents into a training part and a held-out part.
 
-    A fraction above zero holds out at least two documents. Returns (training, held-out). Raises
-    ValueError when a side would be too small for next-sentence pairs.
+    The parts consist of whole documents, so no held-out document is used in training.
+
+    Args:
+        documents: The documents.
+        fraction: Fraction of the documents to hold out. A fraction above 0 holds out at least two
+            documents.
+        seed: Seed of the choice.
+
+    Returns:
+        The training documents and the held-out documents.
+
+    Raises:
+        ValueError: If a part has too few documents for next-sentence pairs.
     """
     held = round(len(documents) * fraction)
     if fraction > 0:
@@ -87,7 +110,19 @@ def _batches(
 
 
 def prepare(options: PretrainOptions, documents: Documents, say: Callable[[str], None]) -> Prepared:
-    """Splits ``documents``, trains or loads the tokenizer, builds the batches. Writes nothing."""
+    """Split the documents, train or load the tokenizer, and build the batches.
+
+    Args:
+        options: Options of the run.
+        documents: All documents.
+        say: Shows a line of text to the user.
+
+    Returns:
+        The tokenizer and the batches. No file is written.
+
+    Raises:
+        ValueError: If the documents or the tokenizer are not usable.
+    """
     train, held_out = split_documents(documents, fraction=options.held_out, seed=options.seed)
     say(f"{len(train):,} documents to train on, {len(held_out):,} held out")
     if options.tokenizer is not None:

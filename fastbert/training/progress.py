@@ -1,4 +1,4 @@
-"""How a run shows itself: a progress bar in a terminal, one line per log step elsewhere."""
+"""The progress of a run: a bar in a terminal, and one line per logged step elsewhere."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rich.progress import (
 
 
 def describe(row: dict[str, Any]) -> str:
-    """Losses, accuracies, learning rate and speed of one training row of the log."""
+    """Format the losses, accuracies, learning rate and speed of one training row of the log."""
     return (
         f"mlm {row['mlm_loss']:.3f} ({row['mlm_accuracy']:.1%})  "
         f"nsp {row['nsp_loss']:.3f} ({row['nsp_accuracy']:.1%})  "
@@ -27,9 +27,15 @@ def describe(row: dict[str, Any]) -> str:
 
 
 class TrainingProgress:
-    """Shows a training loop of ``total`` steps on ``console``; a context manager."""
+    """Shows the progress of a training loop; a context manager."""
 
     def __init__(self, console: Console, total: int) -> None:
+        """Prepare the output.
+
+        Args:
+            console: Where progress is shown.
+            total: Number of steps.
+        """
         self._console = console
         self._total = total
         self._bar: Progress | None = None
@@ -46,6 +52,7 @@ class TrainingProgress:
             self._task = self._bar.add_task("training", total=total, status="")
 
     def __enter__(self) -> TrainingProgress:
+        """Show the bar."""
         if self._bar is not None:
             self._bar.start()
         return self
@@ -56,15 +63,22 @@ class TrainingProgress:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        """Stop the bar."""
         if self._bar is not None:
             self._bar.stop()
 
     def step(self) -> None:
+        """Advance the bar by one step."""
         if self._bar is not None:
             self._bar.advance(self._task)
 
     def report(self, row: dict[str, Any], seconds_left: float) -> None:
-        """Shows one training row of the log, and in plain output the time left."""
+        """Show one training row of the log; plain output also has the remaining time.
+
+        Args:
+            row: The row.
+            seconds_left: Estimate of the remaining time, in seconds.
+        """
         if self._bar is not None:
             self._bar.update(self._task, status=describe(row))
         else:
@@ -72,6 +86,6 @@ class TrainingProgress:
             self.note(f"step {step}  {describe(row)}  {seconds_left:.0f} s left")
 
     def note(self, message: str) -> None:
-        """Shows a line. A line that cannot be written, as to a full disk, does not end the run."""
+        """Show a line of text; an OSError, as for a full disk, is ignored."""
         with suppress(OSError):
             self._console.print(message, highlight=False, markup=False, soft_wrap=True)

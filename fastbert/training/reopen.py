@@ -1,4 +1,4 @@
-"""Opens a checkpoint of ours in transformers and compares the two models by the tolerance rule."""
+"""Comparison of a checkpoint in fastbert and in transformers by the tolerance rule."""
 
 from __future__ import annotations
 
@@ -22,7 +22,15 @@ Pair = tuple[str, str]
 
 @dataclass(frozen=True)
 class Reopened:
-    """``tensors`` judged by the rule; ``same_ids``: both tokenizers gave the same ids."""
+    """The comparison of a checkpoint in fastbert and in transformers.
+
+    Attributes:
+        transformers: Version of transformers.
+        pairs: Number of pairs of texts.
+        longest: Length of the longest pair, in tokens.
+        same_ids: Whether both tokenizers gave the same ids.
+        tensors: Comparison of each output tensor.
+    """
 
     transformers: str
     pairs: int
@@ -32,18 +40,28 @@ class Reopened:
 
     @property
     def passed(self) -> bool:
+        """Whether the ids are the same and all tensors are within the tolerance rule."""
         return self.same_ids and all(tensor.passed for tensor in self.tensors)
 
     @property
     def largest_difference(self) -> float:
-        """The largest max error of any tensor, against transformers in float64."""
+        """The largest error of all tensors, against transformers in float64."""
         return max(tensor.error for tensor in self.tensors)
 
 
 def pad_pairs(
     tokenizer: WordPieceTokenizer, pairs: Sequence[Pair], max_length: int
 ) -> dict[str, Tensor]:
-    """``input_ids``, ``token_type_ids`` and ``attention_mask`` (B, L) int64, padded together."""
+    """Encode pairs of texts and pad them to the longest pair.
+
+    Args:
+        tokenizer: The tokenizer.
+        pairs: Pairs of texts.
+        max_length: Largest number of tokens of a pair.
+
+    Returns:
+        ``input_ids``, ``token_type_ids`` and ``attention_mask``, int64 of shape ``(B, L)``.
+    """
     encoded = [tokenizer.encode_pair(a, b, max_length=max_length) for a, b in pairs]
     longest = max(len(ids) for ids, _ in encoded)
     batch = {
@@ -59,7 +77,7 @@ def pad_pairs(
 
 
 def _tensors(output: Any, mask: Tensor) -> dict[str, Tensor]:
-    """What both models return, at real tokens: what stands at padding means nothing."""
+    """Return the outputs of a model at tokens; outputs at padding have no meaning."""
     real = mask.bool()
     return {
         "next-sentence logits": output.seq_relationship_logits,
@@ -69,7 +87,7 @@ def _tensors(output: Any, mask: Tensor) -> dict[str, Tensor]:
 
 
 def _same_ids(ours: WordPieceTokenizer, theirs: Any, pairs: Sequence[Pair]) -> bool:
-    """Whether both give the same ids and token types, uncut."""
+    """Return whether both tokenizers give the same ids and token types, without truncation."""
     for a, b in pairs:
         encoded = theirs(a, b)
         if ours.encode_pair(a, b) != (encoded["input_ids"], encoded["token_type_ids"]):
@@ -81,10 +99,18 @@ def _same_ids(ours: WordPieceTokenizer, theirs: Any, pairs: Sequence[Pair]) -> b
 def compare_with_transformers(
     checkpoint: Path, pairs: Sequence[Pair], *, max_length: int
 ) -> Reopened | None:
-    """Runs ``pairs`` of texts, padded together, through both models in fp32 on the CPU.
+    """Compare the outputs of a checkpoint in fastbert and in transformers.
 
-    The oracle is transformers' model in float64, the yardstick the same in fp32, both with its
-    plain ("eager") attention. Returns None when transformers is not installed.
+    Both models run in fp32 on the CPU, on one padded batch. The oracle is the model of transformers
+    in float64, and the yardstick is the same model in fp32. Both use the ``"eager"`` attention.
+
+    Args:
+        checkpoint: Folder of the checkpoint.
+        pairs: Pairs of texts.
+        max_length: Largest number of tokens of a pair.
+
+    Returns:
+        The comparison, or None if transformers is not installed.
     """
     if not stock_models.installed():
         return None

@@ -19,13 +19,20 @@ if TYPE_CHECKING:
     from fastbert.training.loop import TrainResult
     from fastbert.training.reopen import Reopened
 
-# The first words of a report, by which a later demo knows its own folder.
+# A later demo recognizes the folder of an earlier demo by this first line of its report.
 TITLE = "# fastbert demo"
 
 
 @dataclass(frozen=True)
 class Target:
-    """One thing the demo promises: the figure it got, and what is needed, in words."""
+    """One claim of the demo.
+
+    Attributes:
+        name: The claim.
+        figure: The measured figure, as text.
+        needed: The required figure, as text.
+        passed: Whether the figure is sufficient.
+    """
 
     name: str
     figure: str
@@ -35,7 +42,19 @@ class Target:
 
 @dataclass(frozen=True)
 class DemoReport:
-    """What the demo found. ``reopened`` is None without transformers; ``seconds`` per phase."""
+    """The results of the demo.
+
+    Attributes:
+        folder: Folder of the results.
+        corpus: Name of the corpus.
+        targets: The claims, each with its figure.
+        training: Results of the pre-training.
+        examples: Masked words in held-out text, with the predictions of the model.
+        reopened: Comparison with transformers; None if transformers is not installed.
+        parity: Errors of every operation and of a training step against the reference.
+        speed: Measurements of the encoder.
+        seconds: Duration of each phase, in seconds.
+    """
 
     folder: Path
     corpus: str
@@ -49,10 +68,12 @@ class DemoReport:
 
     @property
     def passed(self) -> bool:
+        """Whether all targets are reached."""
         return all(target.passed for target in self.targets)
 
     @property
     def report(self) -> Path:
+        """Path of ``report.md``."""
         return self.folder / "report.md"
 
 
@@ -90,7 +111,7 @@ def _training(report: DemoReport) -> list[str]:
     lines += ["![curves](curves.png)", ""]
     if report.examples:
         rows = [(e.text, e.truth, ", ".join(e.guesses)) for e in report.examples]
-        lines += ["Blanks in held-out text, filled in by the model:", ""]
+        lines += ["Predictions of the model for masked words in held-out text:", ""]
         lines += _table(("text", "was", "guesses"), rows)
     return lines
 
@@ -99,12 +120,13 @@ def _reopened(report: DemoReport) -> list[str]:
     lines = ["## The checkpoint in transformers", ""]
     found = report.reopened
     if found is None:
-        return [*lines, "transformers is not installed: not compared.", ""]
+        return [*lines, "transformers is not installed, so no comparison was made.", ""]
     same = "gave the same ids" if found.same_ids else "**gave different ids**"
     lines += [
-        f"`model/` opened by transformers {found.transformers}; {found.pairs} pairs of up to "
-        f"{found.longest} tokens, padded together; both tokenizers {same}. Error is fastbert's "
-        "(fp32) against transformers in float64, yardstick that of transformers in fp32.",
+        f"transformers {found.transformers} opened `model/` and computed one padded batch of "
+        f"{found.pairs} pairs of up to {found.longest} tokens. Both tokenizers {same}. The table "
+        "has the errors of fastbert in fp32 against transformers in float64. The yardstick is the "
+        "error of transformers in fp32.",
         "",
     ]
     rows = [
@@ -115,7 +137,12 @@ def _reopened(report: DemoReport) -> list[str]:
 
 
 def summarise_parity(rows: Iterable[ParityRow]) -> list[tuple[str, str, str, int, float, bool]]:
-    """Per operation, backend and dtype: number of tensors, worst ratio, and whether all passed."""
+    """Summarize the parity of each operation, backend and dtype.
+
+    Returns:
+        One tuple per group: operation, backend, dtype, number of tensors, worst ratio, and whether
+        all tensors passed.
+    """
     groups: dict[tuple[str, str, str], list[ParityRow]] = {}
     for row in rows:
         groups.setdefault((row.op, row.backend, row.dtype), []).append(row)
@@ -133,8 +160,9 @@ def _parity(report: DemoReport) -> list[str]:
     return [
         "## Parity",
         "",
-        "Every operation, forward and gradients, on every backend that runs here: error ÷ "
-        "yardstick (1 is as exact as PyTorch in the same dtype). `fastbert check` runs more cases.",
+        "The table has the forward pass and the gradients of every operation, on every backend "
+        "that runs on this machine. The ratio is error ÷ yardstick. At a ratio of 1, the operation "
+        "is as exact as PyTorch in the same dtype. `fastbert check` runs more cases.",
         "",
         *_table(("operation", "backend", "dtype", "tensors", "worst ratio", "verdict"), rows),
     ]
@@ -153,7 +181,8 @@ def _speed(report: DemoReport) -> list[str]:
     return [
         "## Speed",
         "",
-        "The encoder's forward pass with random weights, side by side in one run, medians.",
+        "The table has medians of the encoder's forward pass with random weights, all measured in "
+        "one run.",
         "",
         *_table(header, map(_speed_cells, report.speed)),
         "![speed](speed.png)",
@@ -162,7 +191,7 @@ def _speed(report: DemoReport) -> list[str]:
 
 
 def render(report: DemoReport, seed: int) -> str:
-    """``report.md`` as text."""
+    """Return the text of ``report.md``."""
     phases = ", ".join(f"{name.lower()} {s:.0f} s" for name, s in report.seconds.items())
     lines = [
         TITLE,
@@ -180,7 +209,7 @@ def render(report: DemoReport, seed: int) -> str:
         "## Files",
         "",
         "- `model/`: weights, configuration, tokenizer; opens with `fastbert` and `transformers`",
-        "- `log.jsonl`: one object per logged step · `report.json`: all of the above for machines",
+        "- `log.jsonl`: one object per logged step · `report.json`: the results above as JSON",
         "",
     ]
     return "\n".join(lines)
@@ -191,7 +220,7 @@ def _plain(value: Any) -> Any:
 
 
 def write_report(report: DemoReport, seed: int) -> None:
-    """Writes speed.png, report.json and, last, report.md into the report's folder."""
+    """Write ``speed.png``, ``report.json`` and, last, ``report.md`` to the report's folder."""
     speed = report.folder / ".speed.partial.png"
     plot_bench(speed, [], report.speed, machine.describe())
     speed.replace(report.folder / "speed.png")

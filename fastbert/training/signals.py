@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT ask a training run to stop after its step, so that it can save first."""
+"""Handling of SIGTERM and SIGINT, after which a training run finishes its step and saves."""
 
 from __future__ import annotations
 
@@ -9,32 +9,38 @@ from types import FrameType
 from typing import Any
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-# Seconds. Launchers forward a signal that the terminal or the scheduler has sent to every process
-# already, so a second signal within this time is the first one again.
+# A second signal within this time, in seconds, counts as the first one. Launchers forward a signal
+# that the terminal or the scheduler has already sent to every process.
 REPEAT = 1.0
 
 
 class StopSignals:
-    """Notes the first SIGTERM or SIGINT while it is entered; a later one ends the run at once.
+    """Context manager that notes the first SIGTERM or SIGINT; a later signal ends the run at once.
 
-    ``received`` is the number of the noted signal, or 0. A signal that the process ignores stays
-    ignored. Outside the main thread nothing is noted, because Python allows no handlers there.
+    A signal that the process ignores stays ignored. Outside the main thread no signal is noted,
+    because Python allows no handlers there.
+
+    Attributes:
+        received: Number of the noted signal, or 0.
     """
 
     def __init__(self) -> None:
+        """Start without a signal."""
         self.received = 0
         self._at = 0.0
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> StopSignals:
+        """Install the handlers."""
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
-                # None is a handler that Python did not set and could not put back.
+                # None means a handler that Python did not install and cannot restore.
                 if signal.getsignal(number) not in (signal.SIG_IGN, None):
                     self._before[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Restore the earlier handlers."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before.clear()
@@ -48,11 +54,11 @@ class StopSignals:
 
 
 def stopped_by(number: int) -> BaseException:
-    """The exception by which Python ends on a signal: with the exit status 128 + ``number``."""
+    """Return the exception that ends Python with the exit status 128 + `number`."""
     return KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)
 
 
 def leave_to_parent(worker: int = 0) -> None:
-    """Ignores the signals in a process that prepares batches; its parent ends it."""
+    """Ignore the signals in a process that prepares batches; the parent process ends it."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)

@@ -16,7 +16,7 @@ def make(pairs, packed, seed=0, **options):
 
 
 def originals(batch):
-    """The rows of a batch as tuples of (ids before masking, token types, label), any layout."""
+    """Return the rows of a packed or padded batch: (ids before masking, token types, label)."""
     ids = torch.where(batch["labels"] >= 0, batch["labels"], batch["input_ids"])
     types, random = batch["token_type_ids"], batch["next_sentence_label"].tolist()
     if "cu_seqlens" in batch:
@@ -90,7 +90,7 @@ def test_deterministic_resumable_and_fresh(pairs, documents, tokenizer, packed):
     first = make(pairs, packed).epoch(0)
     again = make(NextSentencePairs(documents, tokenizer, max_length=96, seed=5), packed).epoch(0)
     assert len(first) == len(again)
-    # In any order: a batch depends on its place alone.
+    # The order of access does not matter, because a batch depends only on its index.
     for index in (len(first) - 1, 0, 3):
         for name, value in first[index].items():
             assert (
@@ -149,5 +149,5 @@ def test_fast_enough_to_feed_training(pairs):
     begin, tokens = time.process_time(), 0
     for batch in epoch:
         tokens += batch["input_ids"].numel()
-    # Measured: several million a second with larger batches.
+    # Larger batches reached several million tokens per second.
     assert tokens / (time.process_time() - begin) > 200_000

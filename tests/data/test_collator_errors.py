@@ -1,4 +1,4 @@
-"""What a packed collator says of a wrong feature: the column, the example, what is allowed."""
+"""The error of a packed collator names the column, the example and the allowed values."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Packed collators: what a batch holds, what a wrong feature says, and the same numbers from the
-models as from each sequence alone in float64.
+"""Packed collators: the content of a batch, and the outputs of the models.
+
+A model gives the same outputs for a packed batch as for each sequence alone in float64.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def labelled(column: str, seed: int = 0) -> list[dict[str, Any]]:
 
 
 def padded(flat: dict[str, Tensor], bounds: list[int]) -> dict[str, Tensor]:
-    """The columns (T,) of sequences as a padded batch with its mask."""
+    """Pad the columns ``(T,)`` of sequences and add the attention mask."""
     fill = {"input_ids": 0, "token_type_ids": 0, "labels": -100}
     sizes = np.diff(bounds).tolist()
     batch = {
@@ -247,7 +248,7 @@ def test_whole_words(tokenizer) -> None:
 
 
 def loaded(collator: Any, features: list[Any], epochs: int, **options: Any) -> list[list[Any]]:
-    """The labels of every batch of some epochs, from two workers."""
+    """Return the labels of every batch of some epochs, from two workers."""
     loader = DataLoader(
         features, 2, collate_fn=collator, num_workers=2, multiprocessing_context="fork", **options
     )
@@ -256,7 +257,7 @@ def loaded(collator: Any, features: list[Any], epochs: int, **options: Any) -> l
 
 @pytest.mark.parametrize("seeded", [False, True])
 def test_workers_draw_reproducible_and_fresh_masks(tokenizer, seeded) -> None:
-    # The same two texts in every batch: only the masks can differ.
+    # Every batch has the same two texts, so only the masks can differ.
     features = [{"input_ids": tokenizer.encode("the boat sank in the bay . " * 8)}] * 8
     runs = []
     for seed in (1, 1, 2):
@@ -283,8 +284,7 @@ def test_collators_can_be_pickled(tokenizer) -> None:
 
 
 class Sides:
-    """A model of ours with random weights in ``dtype``; the same in plain operations and in
-    float64."""
+    """A model with random weights in `dtype`, its copy on the reference backend, and in float64."""
 
     def __init__(self, name: str, dtype: torch.dtype) -> None:
         torch.manual_seed(1)
@@ -299,7 +299,7 @@ class Sides:
         self.oracle = copy.deepcopy(self.yardstick).double()
 
     def check(self, packed: dict[str, Any], per_token: tuple[str, ...]) -> None:
-        """Packed and padded against each sequence alone: loss, logits, gradients."""
+        """Compare packed and padded batches with each sequence alone: loss, logits, gradients."""
         bounds = packed["cu_seqlens"].tolist()
         exact = alone(self.oracle, packed, bounds)
         single = Yardstick(lambda: alone(self.yardstick, packed, bounds))
@@ -331,7 +331,7 @@ def gradient(model: nn.Module) -> Tensor:
 
 
 def alone(model: nn.Module, packed: dict[str, Any], bounds: list[int]) -> dict[str, Tensor]:
-    """Every sequence in a call of its own, the losses weighted as one batch would weight them."""
+    """Call the model once per sequence, and weight the losses as one batch would weight them."""
     logits: dict[str, list[Tensor]] = {}
     total: Any = 0.0
     count = len(bounds) - 1
@@ -400,7 +400,7 @@ def transformers() -> Any:
 
 
 def stock(transformers: Any, family: str, head: str, dtype: torch.dtype) -> list[nn.Module]:
-    """A model with our attention, and eager in float64 and in ``dtype``."""
+    """Return a model with fastbert's attention, and the eager model in float64 and in `dtype`."""
     torch.manual_seed(1)
     config = getattr(transformers, f"{family}Config")(
         **SIZES | {"max_position_embeddings": 40, "pad_token_id": 1}, attn_implementation="eager"

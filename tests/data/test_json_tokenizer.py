@@ -1,4 +1,4 @@
-"""``load_tokenizer``: WordPiece where the folder has it, else what its tokenizer.json describes."""
+"""``load_tokenizer`` returns a WordPiece tokenizer, or the tokenizer of any ``tokenizer.json``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TEXTS = ["Anna the sailor walked to the harbour.", "", "naïve 漢字 <mask> end
 
 @pytest.fixture(params=["roberta", "template"])
 def folder(request, documents, tmp_path):
-    """A byte-level BPE folder as RoBERTa's, or with token types as a template may have them."""
+    """A folder with byte-level BPE as in RoBERTa, or with a template that has token types."""
     special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -35,7 +35,7 @@ def folder(request, documents, tmp_path):
             pair="<s> $A </s> $B:1 </s>:1",
             special_tokens=[("<s>", 0), ("</s>", 2)],
         )
-    # A saved file may have both switched on; here the caller decides.
+    # A saved file may have both switched on, but the caller decides.
     tokenizer.enable_padding(length=50)
     tokenizer.enable_truncation(10)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
@@ -71,7 +71,7 @@ def test_ids_and_types_are_those_of_transformers(folder, max_length, names):
         assert ours.encode(text, max_length=max_length) == theirs(text, **options)["input_ids"]
         for second in TEXTS:
             ids, types = ours.encode_pair(text, second, max_length=max_length)
-            # A batch of one: a call without one drops an empty second text.
+            # A call without a batch drops an empty second text, so this is a batch of one pair.
             pair = theirs([text], [second], **options)
             assert [ids] == pair["input_ids"]
             assert [types] == pair.get("token_type_ids", [[0] * len(ids)])
@@ -139,7 +139,7 @@ def test_names_of_inputs_that_are_none(folder):
 
 
 def test_a_panic_of_the_library_is_a_value_error(folder):
-    """PanicException derives from BaseException."""
+    """The error is a PanicException, which derives from BaseException."""
     path = folder / "tokenizer.json"
     sound = json.loads(path.read_text())
     broken = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}

@@ -34,7 +34,7 @@ def test_halves_come_from_one_document_or_from_two(pairs, documents, tokenizer):
         homes = {i for i, text in enumerate(texts) if first in text}
         assert homes
         assert any(second in text for text in texts)
-        # Short sentences can occur in several stories, so only the true pairs are exact.
+        # Short sentences can occur in several stories, so only true pairs can be compared exactly.
         if not instance.is_random:
             assert any(f"{first} {second}" in texts[i] for i in homes)
         elif len(first) > 80 and len(second) > 80:
@@ -101,7 +101,7 @@ def test_single_sentences_serve_as_random_halves_only(tokenizer):
 
 
 def test_long_sentences_are_cut_where_the_halves_do_not_meet(tokenizer):
-    # Single letters are single tokens whatever the vocabulary is.
+    # Single letters are single tokens in every vocabulary.
     first = " ".join(["a"] * 17 + ["b"])
     second = " ".join(["c"] + ["d"] * 19)
     source = NextSentencePairs([[first, second], ["e.", "f."]], tokenizer, max_length=23, seed=0)
@@ -123,7 +123,8 @@ def test_a_sentence_longer_than_the_room_counts_as_several(tokenizer):
     for k in range(20):
         *parts, last = source.epoch(k)
         assert not last.is_random or "a a" in tokenizer.decode(last.ids)
-        # 11 parts of 9 or 10 tokens: five pairs, and the last part once more with the one before.
+        # The sentence has 11 parts of 9 or 10 tokens. They make five pairs, and a sixth pair of the
+        # last two parts.
         assert len(parts) == 6
         assert all(len(part.ids) in (21, 22, 23) for part in parts if not part.is_random)
 

@@ -1,4 +1,4 @@
-"""Child processes that receive SIGKILL at a chosen call, or whenever the parent likes."""
+"""Child processes that receive SIGKILL at a chosen call, or at a time that the parent chooses."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-# The audit events of calls that change a folder or a file, or open one.
+# These are the audit events of calls that open or change a file or a folder.
 WATCHED = ("open", "os.", "shutil.", "fcntl.")
 
 
 def child(work: Callable[[], None]) -> int:
-    """Forks a process that does ``work``, and returns its number."""
+    """Fork a process that calls `work`, and return its id."""
     number = os.fork()
     if number:
         return number
@@ -26,14 +26,14 @@ def child(work: Callable[[], None]) -> int:
 
 
 def end_of(number: int) -> int:
-    """Waits for a child. Returns its exit status, or minus the signal that killed it."""
+    """Wait for a child; return its exit status, or the negative number of the signal."""
     return os.waitstatus_to_exitcode(os.waitpid(number, 0)[1])
 
 
 def killed_at_every_call(work: Callable[[], None]) -> Iterator[int]:
-    """Runs ``work`` in one child after the other; the n-th is killed before its n-th watched call.
+    """Run `work` in one child after another, and kill child n before its n-th watched call.
 
-    Yields n after each kill, and ends when a child lived to finish its work.
+    Yields n after each kill, and ends when a child has finished its work.
     """
     for call in range(1, 1000):
         status = end_of(child(lambda last=call: _work_until(last, work)))
@@ -54,7 +54,7 @@ def _work_until(last: int, work: Callable[[], None]) -> None:
             if calls == last:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    # A hook stays as long as its process does, which is why it is never set in the parent.
+    # An audit hook cannot be removed from a process, so the parent never sets one.
     os.fsync = lambda handle: sys.audit("os.fsync", handle)
     sys.addaudithook(watch)
     work()

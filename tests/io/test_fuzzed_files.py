@@ -1,5 +1,7 @@
-"""Damaged copies of sound files: only ValueError, TypeError and OSError leave a reader, with the
-file's name, and soon."""
+"""Damaged copies of sound files: a reader raises only ValueError, TypeError or OSError.
+
+The error names the file, and it is raised within a time limit.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ from fastbert.modules import BertModel
 from fastbert.modules.dense import Dense
 
 COPIES = 24
-SECONDS = 20  # of processor time for all copies of a file; most files need less than one
+# The limit of processor time for all copies of a file, in seconds; most files need less than 1 s.
+SECONDS = 20
 JUNK = (None, True, False, -1, 0, 3, 1.5, 1e400, 10**30, "x", "", [], {}, [[]], [5], {"a": {}})
 
 
@@ -120,7 +123,7 @@ def read_state(folder: Path) -> None:
         assert 0 <= partial.done <= 4
 
 
-# The file, what reads it, and what prepares its folder.
+# Each row has the file, the function that reads it, and the function that prepares its folder.
 READERS: dict[str, tuple[str, Callable[[Path], Any], Callable[[Path], Any] | None]] = {
     "config": ("config.json", BertModel.from_pretrained, None),
     "weights": ("model.safetensors", BertModel.from_pretrained, None),
@@ -176,7 +179,7 @@ def test_settings_of_every_family(family: str, tmp_path: Path) -> None:
 
 
 def judge(read: Callable[[], Any], folder: Path) -> None:
-    """Lets ``read`` return, or raise one of the three errors with the name of the folder."""
+    """Check that `read` returns, or raises one of the three errors with the folder's name."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -190,7 +193,7 @@ def damaged(whole: bytes, name: str, chance: random.Random) -> Iterator[bytes]:
     for _ in range(COPIES):
         flipped = bytearray(whole)
         for _ in range(chance.choice((1, 3, 30))):
-            # Headers are at either end of binary files, so most damage goes there.
+            # Binary files have their headers at the ends, so most of the damage is there.
             near = chance.choice((200, 2000, len(whole)))
             place = chance.randrange(min(near, len(whole)))
             flipped[chance.choice((place, -1 - place))] ^= 1 << chance.randrange(8)
@@ -202,7 +205,7 @@ def damaged(whole: bytes, name: str, chance: random.Random) -> Iterator[bytes]:
 
 
 def replaced(whole: bytes, chance: random.Random, copies: int) -> Iterator[bytes]:
-    """JSON in which one value is of another type, is absent, or is there twice."""
+    """Yield copies of a JSON file in which one value is replaced or removed."""
     for _ in range(copies):
         content = json.loads(whole)
         holder: Any = {"": content}

@@ -1,4 +1,7 @@
-"""Damaged and malicious checkpoints: an error that names file and reason, nothing half-written."""
+"""Damaged and malicious checkpoints raise an error that names the file and the reason.
+
+A save that fails leaves the old files.
+"""
 
 from __future__ import annotations
 
@@ -385,7 +388,7 @@ def test_classes_that_are_no_names(classes: Any, folder: Path) -> None:
 
 def test_settings_larger_than_any(folder: Path) -> None:
     with (folder / "config.json").open("wb") as file:
-        file.truncate(json_file.MAX_BYTES + 1)  # a hole, which takes no room on the disk
+        file.truncate(json_file.MAX_BYTES + 1)  # The hole in the file takes no space on the disk.
     with pytest.raises(
         ValueError, match=r"config\.json: it has 67,108,865 bytes, allowed: at most"
     ):

@@ -1,4 +1,4 @@
-"""A save is one commit: after a kill at any call, a folder holds one of the two models, whole."""
+"""A save is one commit: after a kill at any call, a folder has one complete model of the two."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def models() -> tuple[modules.BertModel, modules.BertModel]:
 
 @pytest.fixture
 def no_flush(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A killed process loses nothing that it has written: flushing only costs time here."""
+    """Replaces the flush, which only costs time: a killed process loses no written bytes."""
     monkeypatch.setattr(os, "fsync", lambda handle: None)
 
 
 def which(folder: Path, models: tuple[modules.BertModel, ...]) -> int:
-    """The number of the model that the folder holds. Anything but exactly one of them fails."""
+    """Return the number of the one model in the folder; a mixture of models fails the test."""
     loaded = modules.BertModel.from_pretrained(folder)
     found = [n for n, model in enumerate(models) if model.config == loaded.config]
     assert len(found) == 1
@@ -60,7 +60,7 @@ def which(folder: Path, models: tuple[modules.BertModel, ...]) -> int:
 def assert_visible_files_are_of_one_model(
     folder: Path, models: tuple[modules.BertModel, ...]
 ) -> None:
-    """What a reader finds that knows nothing of our commits: one model, or a file missing."""
+    """Check a reader without support for commits: it finds one model, or a file is missing."""
     if not all((folder / name).exists() for name in (checkpoint.CONFIG, checkpoint.WEIGHTS)):
         return
     layers = json.loads((folder / checkpoint.CONFIG).read_text())["num_hidden_layers"]
@@ -206,7 +206,7 @@ def test_a_checkpoint_of_a_run_killed_at_any_call_has_its_own_tokenizer(no_flush
     new, old = files
     found = []
     for _ in killed_at_every_call(lambda: save_checkpoint(folder, *sides[1])):
-        # A reader that does not know of commits sees files of the old or of the new checkpoint.
+        # A reader without support for commits finds files of only one of the two checkpoints.
         seen = visible(folder)
         assert seen.items() <= old.items() or seen.items() <= new.items()
         model = modules.BertForPreTraining.from_pretrained(folder)
@@ -323,7 +323,8 @@ def test_files_of_a_living_writer_are_left_alone_and_a_dead_ones_are_deleted(
 def test_a_commit_that_cannot_be_finished_is_a_clear_error(models, tmp_path, monkeypatch) -> None:
     models[0].save_pretrained(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(commit, "_move_in", lambda folder: None)  # as if killed there
+        # The save ends as if it were killed before this call.
+        patch.setattr(commit, "_move_in", lambda folder: None)
         models[1].save_pretrained(tmp_path)
 
     def read_only(*_: object) -> None:

@@ -1,4 +1,4 @@
-"""Saving and loading whole models, with transformers at the other end."""
+"""Saving and loading whole models in fastbert and in transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights of the encoder that the configuration has no place for are an error that names them."""
+"""Weights of the encoder that do not fit the configuration raise an error that names them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ SIZES = {
     "intermediate_size": 36,
     "max_position_embeddings": 16,
 }
-# The class of the family, its key for the number of layers, and a weight of the last layer.
+# Each row has the class of the family, its key for the number of layers, and a weight of the last
+# layer.
 LAYER = "encoder.layer.3."
 FAMILIES: dict[str, tuple[str, str, str]] = {
     "roberta": ("Roberta", "num_hidden_layers", f"{LAYER}output.dense.weight"),
@@ -81,7 +82,7 @@ def test_more_layers_in_every_family(family, prefix, tmp_path) -> None:
     getattr(transformers, name + head)(config).save_pretrained(tmp_path)
     assert any(stored.endswith(weight) for stored in load_file(tmp_path / checkpoint.WEIGHTS))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of a pooler that the head has none of
+        warnings.simplefilter("ignore")  # The model with this head has no pooler.
         modules.BertModel.from_pretrained(tmp_path)
     changes: dict[str, Any] = {key: 3}
     if family == "modernbert":
@@ -127,12 +128,12 @@ def albert(folder: Path, **sizes: int) -> None:
 
 
 def test_layers_that_albert_shares_are_no_surplus(tmp_path) -> None:
-    """Three groups of two layers: six stored layers, however often the groups run."""
+    """Three groups of two layers have six stored layers, however often the groups run."""
     albert(tmp_path, num_hidden_groups=3, inner_group_num=2)
     for layers in (3, 4, 12):
         change_config(tmp_path, num_hidden_layers=layers)
         assert len(modules.BertModel.from_pretrained(tmp_path).encoder.layer) == 6
-    # With fewer layers than groups, transformers computes without the last groups, too.
+    # With fewer layers than groups, transformers also computes without the last groups.
     change_config(tmp_path, num_hidden_layers=2)
     ours = modules.BertModel.from_pretrained(tmp_path)
     theirs = transformers.AlbertModel.from_pretrained(tmp_path, attn_implementation="eager")

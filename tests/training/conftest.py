@@ -14,7 +14,7 @@ def documents():
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Sums in the same order on every machine, and no fight over cores."""
+    """One thread, so that sums have the same order everywhere and tests do not share cores."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

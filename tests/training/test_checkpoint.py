@@ -1,4 +1,4 @@
-"""A checkpoint folder is whole or absent, whatever fails."""
+"""A checkpoint folder is complete or absent after every failure."""
 
 import os
 
@@ -10,7 +10,7 @@ from fastbert.training.checkpoint import refuse_existing, save_checkpoint
 
 
 class Writer:
-    """Stands in for a model or tokenizer: writes one file, or fails half-way."""
+    """A substitute for a model or tokenizer, which writes one file or fails during the write."""
 
     def __init__(self, name, content, error=None):
         self.name, self.content, self.error = name, content, error

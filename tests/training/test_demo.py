@@ -1,4 +1,4 @@
-"""The demo in miniature: every phase runs, the report says what it found, and verdicts are kept."""
+"""The demo in miniature: every phase runs, and the report has the results and the verdicts."""
 
 import io
 import json
@@ -38,7 +38,7 @@ def finished(tmp_path_factory):
     console = Console(file=io.StringIO(), width=200)
     folder = tmp_path_factory.mktemp("demo") / "out"
     with pytest.MonkeyPatch.context() as patch:
-        # The tables' own tests are elsewhere; one operation shows that they are asked.
+        # Other tests cover the tables, so one operation is enough to show that the demo makes them.
         patch.setattr(demo.parity, "check", partial(demo.parity.check, "linear_gelu"))
         patch.setattr(demo, "check_model", lambda: ())
         report = run_demo(folder, seed=1, size=MINIATURE, console=console)
@@ -94,7 +94,7 @@ def test_a_second_demo_replaces_the_first_but_no_other_checkpoint(finished, tmp_
 
 
 def test_the_users_corpus_has_no_accuracy_targets(tmp_path, monkeypatch):
-    # What comes after the training does not depend on the corpus.
+    # The phases after the training do not depend on the corpus.
     monkeypatch.setattr(demo, "_measure", lambda size, phase: ([], []))
     monkeypatch.setattr(demo, "_look", lambda *arguments: ([], None))
     corpus = tmp_path / "corpus.txt"

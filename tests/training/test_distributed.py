@@ -1,4 +1,4 @@
-"""Two processes under torchrun: one log, one checkpoint, and the same weights on both."""
+"""Two processes of torchrun write one log and one checkpoint, and have the same weights."""
 
 import json
 import os
@@ -81,5 +81,5 @@ def test_two_processes_train_one_model(tmp_path):
     ]
     assert done.stdout.count("2 process(es)") == 1
     assert (tmp_path / "out" / "model" / "model.safetensors").exists()
-    # Both processes hold the same weights, or their evaluations would differ.
+    # Both processes have the same weights; otherwise their evaluations would differ.
     assert (tmp_path / "out0").read_text() == (tmp_path / "out1").read_text()

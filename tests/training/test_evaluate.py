@@ -1,6 +1,6 @@
-"""Evaluation agrees with the plain definition, and packed batches with padded ones.
+"""The evaluation agrees with its definition, and packed batches agree with padded batches.
 
-Padding is taken out at the model's door, so packed and padded batches agree exactly.
+The model removes padding before the first layer, so packed and padded batches agree exactly.
 """
 
 import pytest
@@ -13,7 +13,7 @@ from fastbert.training.preparation import prepare
 
 
 def pack(batch):
-    """The same pairs without padding."""
+    """Return the same pairs without padding."""
     present = batch["attention_mask"].bool()
     lengths = present.sum(dim=1)
     flat = ("input_ids", "token_type_ids", "labels")
@@ -42,7 +42,7 @@ def model_and_batches(documents):
     prepared = prepare(options, documents, lambda text: None)
     torch.manual_seed(0)
     config = options.model_config(prepared.tokenizer.vocab_size, prepared.tokenizer.pad_id)
-    # Larger weights than at the start of a run: the losses then depend on every token.
+    # With larger weights than at the start of a run, the losses depend on every token.
     model = BertForPreTraining(config.replace(initializer_range=0.2))
     return model, prepared.held_out
 

@@ -1,4 +1,4 @@
-"""What a run writes and shows while it trains, when the disk is full for a while."""
+"""The log, the curves and the messages of a run while the disk is temporarily full."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROWS = [{"event": "train", "step": step, "note": "x" * 50} for step in range(1, 
 
 
 class Disk(io.RawIOBase):
-    """A file of limited room, which takes a part of what does not fit, as a disk does."""
+    """A file of limited size. As on a disk, a write that does not fit is written in part."""
 
     def __init__(self, path: Path, room: int) -> None:
         self.file, self.room = path.open("wb", buffering=0), room
@@ -81,7 +81,7 @@ def test_progress_that_cannot_be_shown_does_not_end_the_run() -> None:
             progress.report(row, 1.0)
             progress.step()
             progress.note("held-out")
-        # What could not be written stays in Python's buffer.
+        # Bytes that could not be written stay in Python's buffer.
         with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
             full.flush()
         os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())

@@ -1,4 +1,4 @@
-"""Decay groups and the schedule's exact values."""
+"""The groups for weight decay, and exact values of the schedule."""
 
 import pytest
 import torch

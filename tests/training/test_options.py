@@ -1,4 +1,7 @@
-"""Options are refused before anything is read or written, by name, value and what is allowed."""
+"""A wrong option raises an error before any file is read or written.
+
+The error names the option, its value and the allowed values.
+"""
 
 import pytest
 

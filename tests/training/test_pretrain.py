@@ -1,4 +1,4 @@
-"""The loop: it learns, it records, it repeats itself exactly, and it leaves whole files only."""
+"""The loop learns, writes its log, is exactly reproducible, and leaves only complete files."""
 
 import io
 import json
