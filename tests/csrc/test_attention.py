@@ -214,6 +214,28 @@ def test_nan_in_a_query_stays_in_its_row(isa):
     assert torch.equal(out[0, 0, others], clean[0, 0, others])
 
 
+def test_nan_in_a_key_reaches_every_query_that_attends_it(isa):
+    q, k, v = (torch.randn(1, 1, 9, 16) for _ in range(3))
+    k[0, 0, 5] = math.nan
+    out = ops.attention(q, k, v, causal=True, backend="cpu")
+    assert out[0, 0, 5:].isnan().all()
+    assert out[0, 0, :5].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_without_a_key_are_zero_whatever_the_memory_held(isa, dtype):
+    q, k, v = (torch.randn(2, 3, 150, 40).to(dtype) for _ in range(3))
+    mask = torch.ones(2, 1, 150, 150, dtype=torch.bool)
+    mask[0], mask[1, 0, 77] = False, False
+    for _ in range(3):
+        # The first call leaves its sums in the memory that the second one computes in.
+        assert (ops.attention(q, k, v, backend="cpu") != 0).any(-1).all()
+        out = ops.attention(q, k, v, mask=mask, backend="cpu")
+        assert not out[0].any()
+        assert not out[1, :, 77].any()
+        assert (out[1, :, 78:] != 0).any(-1).all()
+
+
 @pytest.mark.parametrize("shape", [(2, 3, 37, 150), (1, 3, 37, 150), (2, 1, 1, 150), (1, 1, 37, 1)])
 @pytest.mark.parametrize("expanded", [False, True])
 def test_the_bias_gradient_is_summed_over_what_is_broadcast(isa, shape, expanded):
