@@ -217,6 +217,16 @@ def test_strided_operands_and_odd_addresses(isa, operators, dtype):
             assert torch.equal(linear_layer_norm(operators, case | {name: view}), normal), name
 
 
+@pytest.mark.parametrize("rows", [1, 33, 45])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_far_apart_whose_elements_fill_whole_tiles(isa, operators, rows, dtype):
+    case = draw(rows, 70, 128, dtype)
+    wide = torch.full((rows, 192), torch.nan, dtype=dtype)
+    wide[:, :128] = case["x"]
+    actual = linear(operators, case | {"x": wide[:, :128]})[0]
+    assert torch.equal(actual, linear(operators, case)[0])
+
+
 def test_nan_stays_in_its_row_and_column(isa, operators):
     case = draw(9, 40, 59, torch.float32)
     case["x"][3, 7], case["weight"][17, 5] = torch.nan, torch.nan
