@@ -79,3 +79,41 @@ def test_bias_gelu_names_the_argument(operators, name, value, error):
     arguments["approximate"] = "none"
     with pytest.raises(error, match=rf"^{name}: got .*allowed"):
         operators.bias_gelu_backward(**(arguments | {name: value}))
+
+
+def ends(*lengths: int) -> torch.Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).int()
+
+
+BAD_ATTENTION = [
+    ("mask", torch.ones(2, 1, 1, 7, dtype=torch.bool), ValueError),
+    ("mask", torch.ones(2, 2, 1, 9, dtype=torch.bool), ValueError),
+    ("mask", torch.ones(2, 9, dtype=torch.bool), ValueError),
+    ("mask", torch.ones(2, 1, 1, 9), TypeError),
+    ("bias", torch.zeros(2, 3, 8, 9), ValueError),
+    ("bias", torch.zeros(2, 3, 9, 9, dtype=torch.int64), TypeError),
+    ("cu_seqlens_q", ends(9, 9).long(), TypeError),
+    ("cu_seqlens_q", ends(9, 9, 9), ValueError),
+    ("cu_seqlens_q", torch.tensor([1, 9, 18]).int(), ValueError),
+    ("cu_seqlens_k", ends(9), ValueError),
+    ("cu_seqlens_k", ends(3, 3, 3), ValueError),
+    ("cu_seqlens_k", torch.tensor([0, 9, 3]).int(), ValueError),
+    ("cu_seqlens_k", None, ValueError),
+    ("max_seqlen_q", 8, ValueError),
+    ("max_seqlen_k", -1, ValueError),
+    ("left", -2, ValueError),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "error"), BAD_ATTENTION)
+def test_attention_names_the_argument(operators, name, value, error):
+    packed = name.startswith(("cu_seqlens", "max_seqlen"))
+    q, k, v = torch.randn(3, 18, 3, 8) if packed else torch.randn(3, 2, 3, 9, 8)
+    options = {
+        "mask": None, "bias": None, "cu_seqlens_q": ends(9, 9) if packed else None,
+        "cu_seqlens_k": ends(9, 9) if packed else None, "seed": None, "max_seqlen_q": 9,
+        "max_seqlen_k": 9, "dropout_p": 0.0, "scale": 0.3, "left": -1, "right": -1,
+    }  # fmt: skip
+    operators.attention_forward(q, k, v, **options)
+    with pytest.raises(error, match=rf"^{name}: got .*allowed"):
+        operators.attention_forward(q, k, v, **(options | {name: value}))

@@ -91,9 +91,10 @@ CPP_SELECTIONS: dict[str, list[str]] = {
     ],
     "cpu_attention_operands": [
         "tests/csrc/test_attention.py",
+        "tests/csrc/test_contract.py",
         "tests/ops/test_arguments.py",
         "-k",
-        "avx2 or bad",
+        "avx2 or bad or attention_names",
     ],
     "cpu_attention_pieces": [
         "tests/csrc/test_attention.py",
