@@ -24,7 +24,7 @@ def test_only_the_ignored_number_may_lie_outside(operators):
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.int64])
-@pytest.mark.parametrize("lengths", [(3, 0, 5), (0, 0), (7,), ()])
+@pytest.mark.parametrize("lengths", [(3, 0, 5), (2, 6, 1), (0, 0), (7,), ()])
 def test_the_tokens_of_a_mask(operators, dtype, lengths):
     mask = torch.zeros(len(lengths), 7, dtype=dtype)
     for row, length in zip(mask, lengths, strict=True):
