@@ -406,6 +406,26 @@ def test_two_weights_of_one_storage_have_a_copy_each(operators, cache):
     assert cache.packed_bytes() == storage.numel() * 4
 
 
+def test_two_weights_at_one_address_have_a_copy_each(operators, cache):
+    x, storage = torch.randn(3, 320), torch.randn(640, 320)
+    for weight in (storage[:320], storage, storage[::2]):
+        y = linear(operators, {"x": x, "weight": weight})[0]
+        assert torch.equal(y, linear(operators, {"x": x, "weight": weight.clone()})[0])
+    gc.collect()
+    assert cache.packed_bytes() == 2 * storage.numel() * 4
+
+
+def test_forgetting_frees_the_copies_and_expires_the_fingerprints(operators, cache):
+    x, weight = torch.randn(3, 320), torch.randn(320, 320)
+    fingerprint = operators.fingerprint([weight])
+    linear(operators, {"x": x, "weight": weight})
+    assert operators.has_fingerprint([weight], fingerprint, 1)
+    assert cache.packed_bytes() > 0
+    cache.forget_packed()
+    assert cache.packed_bytes() == 0
+    assert not operators.has_fingerprint([weight], fingerprint, 1)
+
+
 def test_copies_of_overlapping_views_do_not_pile_up(operators, cache):
     x, buffer = torch.randn(1, 128), torch.randn(256, 128)
     for i in range(0, 128, 4):  # 2 MiB of copies if each were kept

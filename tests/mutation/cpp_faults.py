@@ -139,7 +139,8 @@ CPP_SELECTIONS: dict[str, list[str]] = {
         "tests/csrc/test_gemm.py",
         "tests/integrations/test_weights_that_change.py",
         "-k",
-        "(avx2 and (packed or strided)) or one_storage or overlapping or another_level "
+        "(avx2 and (packed or strided)) or one_storage or one_address or forgetting or "
+        "overlapping or another_level "
         "or forked or "
         "grow_no_memory or (native and (forget_packed or state_dict))",
     ],
