@@ -113,13 +113,14 @@ class BertModel(BertPreTrainedModel):
             input_ids: Token ids, int64 or int32 of shape ``(B, L)``; ``(T,)`` if packed.
             attention_mask: Mask of shape ``(B, L)``, 1 or True at tokens and 0 at padding. A mask
                 of shape ``(B, L, L)`` or ``(B, heads or 1, L, L)`` says which keys each query
-                attends. It is bool, or additive: 0 lets a query attend a key, and -1e4 or less
-                hides the key. Packed input has no mask.
+                attends. This mask is bool, integers 0 and 1, or additive. An additive mask is 0
+                where a query attends a key, and -1e4 or less hides the key. Packed input has no
+                mask.
             token_type_ids: Token types of the shape of `input_ids`, or ``(1, L)``; 0 by default.
             position_ids: Positions of the shape of `input_ids`, or ``(1, L)``. The default is the
                 index in the padded row, ``0`` to ``L - 1``, or the index in the packed sequence.
             inputs_embeds: Floating word embeddings of shape ``(B, L, H)`` in place of `input_ids`;
-                ``(T, H)`` if packed.
+                ``(T, H)`` if packed. H is the width of the embedding tables.
             return_dict: Whether the result is an object; False gives its tuple. None reads the
                 configuration, whose default is True.
             **options: Keyword arguments of `encode`: `output_attentions`, `output_hidden_states`,

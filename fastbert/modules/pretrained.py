@@ -75,8 +75,8 @@ class BertPreTrainedModel(nn.Module):
         """Load a model from a Hugging Face folder, or from a hub id if there is no such folder.
 
         The files are ``config.json`` and ``model.safetensors`` or its shards. ``pytorch_model.bin``
-        is loaded with ``weights_only`` alone. A checkpoint of another head loads too: parts of this
-        model that the checkpoint lacks are initialised, and one warning names them.
+        is read with ``weights_only=True``. A checkpoint of another head loads too: parts of this
+        model that the checkpoint lacks are initialised, and one warning names these parts.
 
         Args:
             path_or_hub_id: Folder or hub id.
