@@ -68,8 +68,8 @@ class BertSelfAttention(OperationModule):
         Args:
             hidden: Rows of shape ``(T, H)``.
             layout: Division of the rows into sequences.
-            output_attentions: Whether the attention weights are returned. If a gradient is wanted,
-                it passes through these weights.
+            output_attentions: Whether the attention weights are returned. A gradient, if wanted,
+                passes through these weights.
             dropout_seed: Seed of the dropout, int64 of shape ``(1,)``; None draws a seed.
 
         Returns:

@@ -96,9 +96,9 @@ class BatchLayout:
         return ops.pad(packed)
 
     def exists(self) -> Tensor | None:
-        """Return a mask of the tokens in the padded batch, or None if every place has a token.
+        """Return a mask of the tokens that exist in the padded batch, bool of shape ``(B, L)``.
 
-        The mask is bool of shape ``(B, L)``.
+        The result is None for a uniform layout without padding, where every token exists.
         """
         if self.cu_seqlens is None:
             return self.tokens
@@ -113,8 +113,8 @@ class BatchLayout:
     def near(self, window: int) -> Tensor | None:
         """Return the pairs that are at most `window` apart in the padded batch.
 
-        The result is bool of shape ``(batch, 1, max_seqlen, max_seqlen)``. It is None if the
-        distances between rows are the distances in the padded batch.
+        The result is bool of shape ``(batch, 1, max_seqlen, max_seqlen)``. The result is None if
+        the distances between rows are the distances in the padded batch.
         """
         if self.places is None:
             return None
@@ -136,8 +136,8 @@ class BatchLayout:
         """Select the first token of each sequence, ``(T, H) → (B, H)``.
 
         The first token has position 0, as in transformers. If the mask hides position 0, because
-        the padding is on the left, it is the first token that exists; transformers takes the
-        padding. A sequence without tokens gives 0.
+        the padding is on the left, the result is the first token that exists, where transformers
+        takes the padding. A sequence without tokens gives 0.
         """
         if not torch.compiler.is_compiling() and rows.shape[0] == 0:
             return rows.new_zeros(self.batch, rows.shape[1])

@@ -164,8 +164,8 @@ class BertModel(BertPreTrainedModel):
         """Encode a batch for a head, without the padded result of `forward`.
 
         If a gradient is wanted, the model computes its later results from the returned hidden
-        states and attention weights, so that they carry gradients. Layers whose weights are
-        returned then run a slower path.
+        states and attention weights. These states and weights therefore carry gradients. Layers
+        whose weights are returned then run a slower path.
 
         Args:
             input_ids: As in `forward`.
@@ -180,7 +180,7 @@ class BertModel(BertPreTrainedModel):
                 configuration.
             cu_seqlens: Cumulative lengths of the packed sequences from 0, int32 of shape
                 ``(B + 1,)``; None if the input is padded.
-            max_seqlen: Length of the longest packed sequence, or more. None reads it from
+            max_seqlen: Length of the longest packed sequence, or more. None reads the length from
                 `cu_seqlens`, which synchronises with a GPU.
 
         Returns:

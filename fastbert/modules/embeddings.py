@@ -18,9 +18,9 @@ from fastbert.modules.plain import deviation
 class BertEmbeddings(OperationModule):
     """Embedding ``dropout(LN(word + token type + position))`` of tokens.
 
-    Devlin et al. 2019, figure 2, describes this sum. The result has shape ``(T, H)``. Tables of
-    another width are projected to H. A table that the architecture lacks is None and adds nothing.
-    A word table that was replaced or has hooks is called.
+    Devlin et al. 2019, figure 2, describes this sum. The result has shape ``(T, H)``. Embeddings
+    from tables of another width are projected to H. A table that the architecture lacks is None and
+    adds nothing. A word table that was replaced or has hooks is called.
 
     Args:
         config: The configuration.

@@ -66,7 +66,7 @@ class BertEncoder(nn.Module):
     ) -> tuple[Tensor, list[Tensor], list[Tensor | None]]:
         """Run the layers.
 
-        If a gradient is wanted, it passes through the returned states and weights.
+        A gradient, if wanted, passes through the returned states and weights.
 
         Args:
             hidden: Rows of shape ``(T, H)``.
@@ -98,8 +98,8 @@ class BertEncoder(nn.Module):
             rows, wants_gradient = hidden.shape[0], hidden.requires_grad
             plan = fused_call(layers, hidden.device.type, hidden.dtype, wants_gradient, rows)
             if self.relative_attention_bias is not None:
-                # The call takes a bias without `cu_seqlens` only. Its results also differ in bits
-                # from the results of the layers.
+                # The call takes no bias with `cu_seqlens`, and its results are not bitwise equal to
+                # the results of the layers.
                 plan = Choice("", "layer by layer: a bias by distance")
             if isinstance(plan, FusedCall):
                 outputs = _one_call(plan, hidden, layout, output_hidden_states)

@@ -93,7 +93,7 @@ class BertOutput(OperationModule):
         )
 
     def called(self, intermediate: BertIntermediate) -> bool:
-        """Return whether the linear layers are called instead of reading their parameters."""
+        """Return whether `forward` calls the linear layers instead of using their parameters."""
         deviations = (deviation(part, nn.Linear) for part in (intermediate.dense, self.dense))
         return any(deviations) or (self.training and self.dropout_p > 0.0)
 

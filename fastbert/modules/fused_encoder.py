@@ -1,7 +1,7 @@
 """The decision whether one call of ``ops.encoder`` runs all layers of an encoder, and the reason.
 
 Only this module decides. The decision is made for every call of the encoder, because hooks,
-adapters and backends come and go.
+adapters and backends can change between calls.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def fused_call(
     wants_gradient: bool,
     rows: int = WHOLE,
 ) -> FusedCall | Choice:
-    """Return the call that runs all layers at once, or the reason why they run one by one.
+    """Return the call that runs all layers at once, or the reason why no call can.
 
     Args:
         layers: The layers in the order in which they run.

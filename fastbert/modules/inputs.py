@@ -26,9 +26,10 @@ class EncoderInput(NamedTuple):
 
     Attributes:
         ids: Token ids, int64 or int32 of shape ``(T,)``, or None.
-        embeds: Word embeddings of shape ``(T, H)``, or None. Either `ids` or `embeds` is given.
-        token_types: Token types of shape ``(T,)``.
-        positions: Positions of shape ``(T,)``.
+        embeds: Word embeddings of shape ``(T, H)``, or None. Either `ids` or `embeds` is given. H
+            is the width of the embedding tables.
+        token_types: Token types, int64 or int32 of shape ``(T,)``.
+        positions: Positions, int64 or int32 of shape ``(T,)``.
         layout: Division of the rows into sequences.
     """
 
@@ -57,7 +58,7 @@ def enter(
         attention_mask: As in ``BertModel.forward``.
         token_type_ids: As in ``BertModel.forward``.
         position_ids: As in ``BertModel.forward``. If the architecture has a first position, the
-            default counts the tokens from that position, and padding has none (RoBERTa).
+            default counts from that position and does not count padding (RoBERTa).
         inputs_embeds: As in ``BertModel.forward``.
         cu_seqlens: As in ``BertModel.encode``.
         max_seqlen: As in ``BertModel.encode``.
@@ -119,7 +120,7 @@ def check_range(name: str, index: Tensor, size: int, ignored: int | None = None)
         name: Name of the argument `index`, for messages.
         index: The index.
         size: Upper bound of the elements, exclusive.
-        ignored: Value that passes although it is out of range, or None.
+        ignored: Value outside the range that is allowed too, or None.
 
     Raises:
         TypeError: If `index` is not int64 or int32.
@@ -297,9 +298,9 @@ def _unpadded_layout(given: Tensor, attention_mask: Tensor) -> BatchLayout:
 def _masked_layout(batch: int, length: int, attention_mask: Tensor) -> BatchLayout:
     """Return the layout of a mask ``(B, L, L)`` or ``(B, heads, L, L)``.
 
-    Nothing is unpadded, and attention gets the mask. A bool mask or a mask of integers 0 and 1 lets
-    a query attend a key where it is true. A floating mask is added to the scores; -1e4 or less
-    hides.
+    Nothing is unpadded, and attention gets the mask. A mask is bool or integers 0 and 1, and a
+    query attends a key where the mask is true. A floating mask is added to the scores, and -1e4 or
+    less hides a key.
     """
     mask = attention_mask.unsqueeze(1) if attention_mask.dim() == 3 else attention_mask
     sizes = ((1, batch), None, (1, length), (1, length))

@@ -18,10 +18,12 @@ WHOLE = 2**62
 
 
 class JoinedLinear(Joined, OperationModule):
-    """One linear layer for several layers that share their input, such as query, key and value.
+    """One linear layer for several layers that share their input.
 
-    The outputs of `parts` are side by side, by one call of ``fastbert.ops.linear``. If one part was
-    replaced or has hooks, every part is called.
+    An example is the query, key and value of a model that stores three layers.
+
+    One call of ``fastbert.ops.linear`` computes the outputs of `parts` side by side. If one part
+    was replaced or has hooks, every part is called.
 
     ``weight`` and ``bias`` are the weights and biases of `parts`, concatenated along the outputs.
     If a gradient is wanted, they are joined in every call. Otherwise, on the CPU with the

@@ -28,9 +28,9 @@ def fill_masks(
         sentence: Function from ids with one mask filled, and the place of that mask, to text.
 
     Returns:
-        One dictionary for each mask, with its ``position`` and its ``candidates``, the likeliest
-        first. A candidate has ``token``, ``id``, ``probability`` and ``sentence``; the other masks
-        stay in its sentence.
+        One dictionary for each mask, with its ``position`` and its ``candidates``. The likeliest
+        candidate is first. A candidate has ``token``, ``id``, ``probability`` and ``sentence``; the
+        other masks stay in its sentence.
     """
     top = logits.float().softmax(-1).topk(min(top_k, logits.shape[-1]), dim=-1)
     found = []

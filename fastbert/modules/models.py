@@ -1,8 +1,8 @@
 """BERT with a head: one model for each pre-training and fine-tuning task.
 
-Arguments, outputs, losses and state-dict names are those of the transformers classes with the same
-names. Padding is different on purpose. Nothing is computed at padded positions, so logits are 0 and
-labels do not count there.
+Arguments, outputs, losses and state-dict names match the transformers classes with the same names.
+Padding is different on purpose. Nothing is computed at padded positions, so logits are 0 and labels
+do not count there.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class BertForPreTraining(_MaskedLM):
             labels: Token ids to predict, int64 or int32 of shape ``(B, L)``, in ``[0, V)``; -100 at
                 tokens that do not count. The shape is ``(T,)`` for packed input.
             next_sentence_label: Integers of shape ``(B,)``; 0 if the second sentence follows the
-                first, 1 if it does not.
+                first, and 1 otherwise.
             output_logits: Whether ``prediction_logits`` are computed. None computes them without
                 labels or in eval mode.
             return_dict: As in `BertModel.forward`.

@@ -1,7 +1,6 @@
 """The results of the models: dataclasses that also read like a dictionary or a tuple.
 
-The names of classes and fields, and the order of the fields, are those of transformers' BERT
-outputs.
+The names of classes and fields, and the order of the fields, match transformers' BERT outputs.
 """
 
 from __future__ import annotations
@@ -156,7 +155,7 @@ class NextSentencePredictorOutput(_LogitsOutput):
     Attributes:
         loss: Cross entropy; None without labels.
         logits: Logits of shape ``(B, 2)``. Class 0 means that the second sentence follows the
-            first, and class 1 means that it does not.
+            first, and class 1 means the opposite.
         hidden_states: As in `BaseModelOutputWithPooling`.
         attentions: As in `BaseModelOutputWithPooling`.
     """

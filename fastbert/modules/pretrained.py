@@ -160,7 +160,7 @@ class BertPreTrainedModel(nn.Module):
                 model.
 
         Returns:
-            One `Choice` per operation, for the dtype of the model.
+            The `Choice` of each operation, for the dtype of the model.
 
         Raises:
             ValueError: If the backend that the model asks for cannot serve an operation, as in

@@ -79,7 +79,7 @@ class QuantizedLinear(OperationModule):
         return (y, x) if return_residual else y
 
     def weight_now(self, layout: tuple[int, int]) -> Int8Weight:
-        """Return W, and repack it first if the instruction set in use has another `layout` now."""
+        """Return W, repacked if the instruction set in use has another `layout` now."""
         if self._layout != layout:
             # A buffer from inference mode could not be changed outside of inference mode.
             with torch.inference_mode(False):
