@@ -80,6 +80,10 @@ class BertModel(BertPreTrainedModel):
         (torch.Size([2, 4, 128]), torch.Size([2, 128]))
         >>> output.last_hidden_state[1, 3].abs().max().item()  # The last token is padding.
         0.0
+        >>> packed = torch.tensor([2, 7, 8, 3, 2, 9, 3])
+        >>> cu_seqlens = torch.tensor([0, 4, 7], dtype=torch.int32)  # The lengths are 4 and 3.
+        >>> model(packed, cu_seqlens=cu_seqlens).last_hidden_state.shape
+        torch.Size([7, 128])
     """
 
     def __init__(
@@ -119,6 +123,7 @@ class BertModel(BertPreTrainedModel):
             token_type_ids: Token types of the shape of `input_ids`, or ``(1, L)``; 0 by default.
             position_ids: Positions of the shape of `input_ids`, or ``(1, L)``. The default is the
                 index in the padded row, ``0`` to ``L - 1``, or the index in the packed sequence.
+                RoBERTa counts from its first position and does not count padding.
             inputs_embeds: Floating word embeddings of shape ``(B, L, H)`` in place of `input_ids`;
                 ``(T, H)`` if packed. H is the width of the embedding tables.
             return_dict: Whether the result is an object; False gives its tuple. None reads the

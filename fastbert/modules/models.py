@@ -272,6 +272,16 @@ class BertForNextSentencePrediction(_TaskModel):
 
     Raises:
         ValueError: If ``config.model_type`` is not ``"bert"``, or if `backend` is unknown.
+
+    Example:
+        >>> import torch
+        >>> from fastbert import BertConfig, BertForNextSentencePrediction
+        >>> config = BertConfig.preset("tiny", vocab_size=8192)
+        >>> model = BertForNextSentencePrediction(config).eval()
+        >>> ids = torch.tensor([[2, 7, 3, 8, 3]])
+        >>> token_types = torch.tensor([[0, 0, 0, 1, 1]])
+        >>> model(ids, token_type_ids=token_types).logits.shape
+        torch.Size([1, 2])
     """
 
     def __init__(self, config: BertConfig, *, backend: str | None = None) -> None:
@@ -422,6 +432,15 @@ class BertForTokenClassification(_TaskModel):
 
     Raises:
         ValueError: If ``config.model_type`` is not ``"bert"``, or if `backend` is unknown.
+
+    Example:
+        >>> import torch
+        >>> from fastbert import BertConfig, BertForTokenClassification
+        >>> config = BertConfig.preset("tiny", vocab_size=8192, num_labels=5)
+        >>> model = BertForTokenClassification(config).eval()
+        >>> ids = torch.tensor([[2, 7, 8, 3]])
+        >>> model(ids, labels=torch.tensor([[-100, 4, 0, -100]])).logits.shape
+        torch.Size([1, 4, 5])
     """
 
     def __init__(self, config: BertConfig, *, backend: str | None = None) -> None:
@@ -492,6 +511,17 @@ class BertForQuestionAnswering(_TaskModel):
     Raises:
         ValueError: If ``config.model_type`` is not ``"bert"``, if ``config.num_labels`` is not 2,
             or if `backend` is unknown.
+
+    Example:
+        >>> import torch
+        >>> from fastbert import BertConfig, BertForQuestionAnswering
+        >>> config = BertConfig.preset("tiny", vocab_size=8192)
+        >>> model = BertForQuestionAnswering(config).eval()
+        >>> ids = torch.tensor([[2, 7, 3, 8, 9, 3]])
+        >>> start, end = torch.tensor([3]), torch.tensor([4])
+        >>> output = model(ids, start_positions=start, end_positions=end)
+        >>> output.start_logits.shape, output.loss.shape
+        (torch.Size([1, 6]), torch.Size([]))
     """
 
     def __init__(self, config: BertConfig, *, backend: str | None = None) -> None:
@@ -572,6 +602,15 @@ class BertForMultipleChoice(_TaskModel):
 
     Raises:
         ValueError: If ``config.model_type`` is not ``"bert"``, or if `backend` is unknown.
+
+    Example:
+        >>> import torch
+        >>> from fastbert import BertConfig, BertForMultipleChoice
+        >>> config = BertConfig.preset("tiny", vocab_size=8192)
+        >>> model = BertForMultipleChoice(config).eval()
+        >>> ids = torch.tensor([[[2, 7, 3], [2, 8, 3]]])  # The question has two choices.
+        >>> model(ids, labels=torch.tensor([1])).logits.shape
+        torch.Size([1, 2])
     """
 
     def __init__(self, config: BertConfig, *, backend: str | None = None) -> None:

@@ -16,7 +16,7 @@ class OperationModule(nn.Module):
 
     Attributes:
         operation: Name of the operation.
-        activation: Name of the activation that a request has.
+        activation: Name of the activation in a request for a backend.
         backend: Backend that every call asks for, or None.
     """
 

@@ -21,13 +21,14 @@ Model = TypeVar("Model", bound="BertPreTrainedModel")
 class BertPreTrainedModel(nn.Module):
     """The base of all models.
 
+    Args:
+        config: The configuration.
+        backend: ``"reference"``, ``"triton"``, ``"cuda"`` or ``"cpu"``; None lets each operation
+            choose.
+
     Attributes:
         config: The configuration, which is frozen.
         backend: The backend that the model asks for in every operation, or None.
-
-    Args:
-        config: The configuration.
-        backend: ``"reference"``, ``"triton"``, ``"cuda"``, ``"cpu"`` or None.
 
     Raises:
         ValueError: If `backend` is unknown.
@@ -96,6 +97,16 @@ class BertPreTrainedModel(nn.Module):
                 encoder, as with a `num_hidden_layers` below the stored number. The message names
                 the file and the reason.
             OSError: If a save that was killed after its commit point cannot be finished.
+
+        Example:
+            >>> import tempfile
+            >>> from fastbert import BertConfig, BertModel
+            >>> model = BertModel(BertConfig.preset("tiny", vocab_size=8192))
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     model.save_pretrained(folder)
+            ...     loaded = BertModel.from_pretrained(folder)
+            >>> loaded.config == model.config
+            True
         """
         validate(backend)
         stored = checkpoint.read(path_or_hub_id)
