@@ -1,4 +1,4 @@
-"""BERT models: parameters plus operations. Names, arguments, outputs are those of transformers."""
+"""BERT models with the names, arguments and outputs of transformers' BERT classes."""
 
 from fastbert.modules.bert import BertModel
 from fastbert.modules.models import (

@@ -1,4 +1,4 @@
-"""Self-attention: one fused projection inside, three Hugging Face names outside."""
+"""Self-attention: one fused projection in the module, three Hugging Face names in state dicts."""
 
 from __future__ import annotations
 
@@ -23,15 +23,25 @@ from fastbert.ops.product import needs_gradient
 
 
 class BertSelfAttention(OperationModule):
-    """softmax(q kᵀ / √D) v for every head, on rows (T, H) that ``layout`` divides into sequences.
+    """Self-attention ``softmax(q kᵀ / √D) v`` for every head, on rows ``(T, H)`` of sequences.
 
-    ``qkv`` is one linear layer H → 3H. In state dicts it is ``query``, ``key`` and ``value``.
-    ``rotary`` and ``window``, of the layer ``number``, are None where it has none.
+    ``qkv`` is one linear layer from H to 3H columns. State dicts have it as ``query``, ``key`` and
+    ``value``.
+
+    Args:
+        config: The configuration.
+        backend: Backend of every operation; None lets each operation choose.
+        number: Number of the layer, from 0.
+
+    Attributes:
+        rotary: Rotary embedding of the layer, or None.
+        window: Largest distance, in tokens, between a query and its keys, or None.
     """
 
     operation = "attention"
 
     def __init__(self, config: BertConfig, backend: str | None = None, number: int = 0) -> None:
+        """Create the projection and register the state-dict hooks."""
         super().__init__(backend)
         choices = config.architecture
         bases = choices.rotary_bases
@@ -53,9 +63,20 @@ class BertSelfAttention(OperationModule):
         output_attentions: bool = False,
         dropout_seed: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(T, H) → what was attended (T, H); hidden again, for the residual connection around this
-        module (see ``ops.linear``); and on request the softmax weights before dropout in the
-        caller's layout. Where a gradient is wanted, it passes through these weights."""
+        """Compute the attention of all heads.
+
+        Args:
+            hidden: Rows of shape ``(T, H)``.
+            layout: Division of the rows into sequences.
+            output_attentions: Whether the attention weights are returned. A gradient, if wanted,
+                passes through these weights.
+            dropout_seed: Seed of the dropout, int64 of shape ``(1,)``; None draws a seed.
+
+        Returns:
+            The output of attention, of shape ``(T, H)``; `hidden` for the residual connection
+            around this module (see ``ops.linear``); and the softmax weights before dropout in the
+            caller's layout, or None.
+        """
         qkv, residual = self.qkv(hidden, return_residual=True)
         uniform = layout.cu_seqlens is None
         rows = (layout.batch, layout.length) if uniform else (hidden.shape[0],)
@@ -93,9 +114,11 @@ class BertSelfAttention(OperationModule):
 def _through_weights(
     qkv: Tensor, layout: BatchLayout, options: dict[str, Any], dropout: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """Attention whose output is computed from the weights that the caller gets.
+    """Compute attention from the weights that the caller gets.
 
-    A gradient with respect to the weights in the caller's layout is then that of the model."""
+    The results are the output of attention and the weights in the caller's layout. A gradient with
+    respect to the weights in the caller's layout is then the gradient of the model.
+    """
     q, k, v = qkv.unbind(-3)
     ends, longest = layout.cu_seqlens, layout.max_seqlen
     if ends is None:
@@ -110,10 +133,18 @@ def _through_weights(
 
 
 class BertSelfOutput(nn.Module):
-    """LN(hidden + dropout(projection of what was attended)); the bias is added inside the layer
-    norm, unless ``dense`` was replaced or has hooks and must be called."""
+    """The output projection of attention, ``LN(hidden + dropout(projection))``.
+
+    The bias is added in the layer norm. If ``dense`` was replaced or has hooks, ``dense`` is called
+    and adds its bias itself.
+
+    Args:
+        config: The configuration.
+        backend: Backend of every operation; None lets each operation choose.
+    """
 
     def __init__(self, config: BertConfig, backend: str | None = None) -> None:
+        """Create the projection and the layer norm."""
         super().__init__()
         size, choices = config.hidden_size, config.architecture
         dropout_p = choices.attention_output_dropout
@@ -126,6 +157,16 @@ class BertSelfOutput(nn.Module):
     def forward(
         self, attended: Tensor, hidden: Tensor, dropout_seed: Tensor | None = None
     ) -> Tensor:
+        """Project the output of attention, add it to `hidden`, and normalise the sum.
+
+        Args:
+            attended: Output of attention, of shape ``(T, H)``.
+            hidden: Rows of shape ``(T, H)`` for the residual connection.
+            dropout_seed: Seed of the dropout, int64 of shape ``(1,)``; None draws a seed.
+
+        Returns:
+            Rows of shape ``(T, H)``.
+        """
         dense = self.dense
         if deviation(dense, Linear) is not None:
             return self.LayerNorm(dense(attended), residual=hidden, dropout_seed=dropout_seed)
@@ -136,9 +177,16 @@ class BertSelfOutput(nn.Module):
 
 
 class BertAttention(nn.Module):
-    """Self-attention and its output projection: (T, H) → (T, H)."""
+    """Self-attention and its output projection, ``(T, H) → (T, H)``.
+
+    Args:
+        config: The configuration.
+        backend: Backend of every operation; None lets each operation choose.
+        number: Number of the layer, from 0.
+    """
 
     def __init__(self, config: BertConfig, backend: str | None = None, number: int = 0) -> None:
+        """Create both parts."""
         super().__init__()
         self.self = BertSelfAttention(config, backend, number)
         self.output = BertSelfOutput(config, backend)
@@ -150,19 +198,32 @@ class BertAttention(nn.Module):
         output_attentions: bool = False,
         seeds: LayerSeeds = NO_SEEDS,
     ) -> tuple[Tensor, Tensor | None]:
+        """Compute the attention block.
+
+        Args:
+            hidden: Rows of shape ``(T, H)``.
+            layout: Division of the rows into sequences.
+            output_attentions: Whether the attention weights are returned.
+            seeds: Dropout seeds of the layer.
+
+        Returns:
+            Rows of shape ``(T, H)``; the attention weights in the caller's layout, or None.
+        """
         attended, hidden, weights = self.self(hidden, layout, output_attentions, seeds.attention)
         return self.output(attended, hidden, seeds.attention_output), weights
 
 
 def _kinds(qkv: nn.Module) -> tuple[str, ...]:
-    """What a projection has for each of its outputs, in a state dict."""
+    """Return the names of the tensors of a projection in a state dict."""
     weight = ("weight", "scale") if isinstance(qkv, QuantizedLinear) else ("weight",)
     return weight if qkv.bias is None else (*weight, "bias")
 
 
 def _split(module: nn.Module, state: dict[str, Tensor], prefix: str, _: Any) -> None:
-    """State-dict hook: ``qkv.weight`` (3H, H) becomes ``query.weight``, ``key.weight``,
-    ``value.weight``."""
+    """Replace ``qkv.weight`` (3H, H) by the weights of ``query``, ``key`` and ``value``.
+
+    This is a state-dict hook. Scales and biases are split in the same way.
+    """
     fused = [(kind, state.pop(f"{prefix}qkv.{kind}")) for kind in _kinds(module.qkv)]
     parts = {kind: tensor.chunk(3) for kind, tensor in fused}
     for i, name in enumerate(QKV):
@@ -180,8 +241,12 @@ def _join(
     unexpected: list[str],
     errors: list[str],
 ) -> None:
-    """Load hook, the inverse of ``_split``. Parts that are absent keep the values the module has
-    and are reported under their own names; parts of a wrong shape are errors and keep them too."""
+    """Join the weights of ``query``, ``key`` and ``value`` to ``qkv.weight``.
+
+    This is a load hook, the inverse of `_split`. An absent part keeps the values of the module and
+    is reported as missing under its own name. A part of a wrong shape is an error and keeps the
+    values too.
+    """
     for kind in _kinds(module.qkv):
         fused = f"{prefix}qkv.{kind}"
         if fused in state:

@@ -1,7 +1,6 @@
-"""How the rows (T, H) that the layers work on are divided into sequences, and the way in and back
-out.
+"""The division of rows ``(T, H)`` into sequences, with conversions from and to padded batches.
 
-Made once per call at the model's door (``inputs.py``) and handed to every layer.
+``fastbert.modules.inputs`` makes one layout per call of a model and passes it to every layer.
 """
 
 from __future__ import annotations
@@ -18,17 +17,31 @@ from fastbert.ops.varlen import sequence_positions
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """Three cases. Uniform: ``cu_seqlens`` is None, row b · length + i is token i of sequence b,
-    nothing was moved. Unpadded: ``indices`` int64 (T,) says where in the padded batch each row came
-    from. Packed: the caller's tensors have (T, ...) rows already.
+    """The division of rows into sequences, which has three cases.
 
-    ``cu_seqlens`` int32 (batch + 1,); ``length``: L of the padded batch, the longest sequence when
-    packed; ``mask`` bool and ``bias`` floating, 4-D, in the caller's masks only of the uniform
-    case: what attention may see. ``rotations``: of each base, what turns the rows' queries and
-    keys. ``places`` int64 (batch, max_seqlen): where tokens stood in the padded batch, when
-    sequences had padding in their middle and somebody measures distances; else None. ``tokens``
-    bool (batch, length): of a uniform layout with padding in it, which rows are tokens. ``shape``:
-    of packed rows that the caller holds as (R, C, ...) with R · C = T; None when it is (T, ...).
+    In a uniform layout, `cu_seqlens` is None, and row ``b * length + i`` is token ``i`` of sequence
+    ``b``. No row was moved. In an unpadded layout, `indices` gives the place of each row in the
+    padded batch. In a packed layout, the caller's tensors already have ``(T, ...)`` rows.
+
+    Attributes:
+        batch: Number of sequences.
+        length: Length L of the padded batch; the longest sequence if packed.
+        cu_seqlens: Cumulative lengths from 0, int32 of shape ``(batch + 1,)``; None if uniform.
+        max_seqlen: Length of the longest sequence, or more; 0 if uniform.
+        indices: Place of each row in the flattened padded batch, int64 of shape ``(T,)``; None
+            unless the layout is unpadded.
+        mask: 4-D bool mask, True where a query attends a key. A caller's mask is present in a
+            uniform layout only.
+        bias: 4-D floating bias of the attention logits, from the caller's mask in a uniform layout
+            or from the distances between tokens.
+        rotations: Cosines and sines that rotate the queries and keys of the rows, for each base.
+        places: Places of the tokens in the padded batch, int64 of shape ``(batch, max_seqlen)``.
+            They are present if a sequence has padding in its middle and attention measures
+            distances.
+        tokens: Mask of the rows that are tokens, bool of shape ``(batch, length)``, if a uniform
+            layout has padding; otherwise None.
+        shape: Shape ``(R, C)`` of packed rows that the caller holds as ``(R, C, ...)``, with
+            ``R * C = T``. None if the caller's shape is ``(T, ...)``.
     """
 
     batch: int
@@ -45,23 +58,27 @@ class BatchLayout:
 
     @property
     def packed(self) -> bool:
+        """Whether the caller's tensors have packed rows."""
         return self.cu_seqlens is not None and self.indices is None
 
     def rows(self, x: Tensor) -> Tensor:
-        """The caller's (B, L, ...) → the (T, ...) rows of the tokens that exist."""
+        """Convert the caller's ``(B, L, ...)`` to ``(T, ...)`` rows of the tokens that exist."""
         if self.packed:
             return x if self.shape is None else x.flatten(0, 1)
         x = x.expand(self.batch, self.length, *x.shape[2:]).flatten(0, 1)
         return x if self.indices is None else x.index_select(0, self.indices)
 
     def given(self, rows: Tensor) -> Tensor:
-        """(T, ...) rows → the caller's layout: (B, L, ...), 0 at padding; the rows when packed."""
+        """Convert ``(T, ...)`` rows to the caller's layout.
+
+        The result is ``(B, L, ...)``, 0 at padding. Packed rows keep the caller's shape.
+        """
         if not self.packed:
             return self.padded(rows)
         return rows if self.shape is None else rows.view(*self.shape, *rows.shape[1:])
 
     def padded(self, rows: Tensor) -> Tensor:
-        """(T, ...) rows → (B, L, ...), 0 at padding, for packed input as well."""
+        """Convert ``(T, ...)`` rows to ``(B, L, ...)``, 0 at padding, also for packed input."""
         if self.cu_seqlens is None:
             padded = rows.view(self.batch, self.length, *rows.shape[1:])
             if self.tokens is None:
@@ -79,7 +96,10 @@ class BatchLayout:
         return ops.pad(packed)
 
     def exists(self) -> Tensor | None:
-        """Bool (B, L): which tokens of the padded batch are rows; None when all are."""
+        """Return a mask of the tokens that exist in the padded batch, bool of shape ``(B, L)``.
+
+        The result is None for a uniform layout without padding, where every token exists.
+        """
         if self.cu_seqlens is None:
             return self.tokens
         if self.indices is None:
@@ -91,26 +111,33 @@ class BatchLayout:
         return flat.index_fill(0, self.indices, True).view(self.batch, self.length)
 
     def near(self, window: int) -> Tensor | None:
-        """Bool (batch, 1, max_seqlen, max_seqlen): which pairs stood at most ``window`` apart in
-        the padded batch; None where distances between rows say it."""
+        """Return the pairs that are at most `window` apart in the padded batch.
+
+        The result is bool of shape ``(batch, 1, max_seqlen, max_seqlen)``. The result is None if
+        the distances between rows are the distances in the padded batch.
+        """
         if self.places is None:
             return None
         apart = (self.places.unsqueeze(-1) - self.places.unsqueeze(-2)).abs()
         return (apart <= window).unsqueeze(1)
 
     def order(self, device: torch.device) -> Tensor:
-        """int64 (1 or batch, max_seqlen): the places of tokens to measure distances by."""
+        """Return the places of tokens by which distances are measured.
+
+        The places are int64 of shape ``(1, max_seqlen)`` or ``(batch, max_seqlen)``. In a uniform
+        layout, the second size is ``length``.
+        """
         if self.places is not None:
             return self.places
         length = self.length if self.cu_seqlens is None else self.max_seqlen
         return torch.arange(length, device=device).unsqueeze(0)
 
     def first(self, rows: Tensor) -> Tensor:
-        """(T, H) → (B, H): each sequence's first token, 0 for a sequence without any.
+        """Select the first token of each sequence, ``(T, H) → (B, H)``.
 
-        That is position 0, as in transformers, unless the mask hides position 0 (padding on the
-        left): the pooled token is then the first one that exists, where transformers would take the
-        padding.
+        The first token has position 0, as in transformers. If the mask hides position 0, because
+        the padding is on the left, the result is the first token that exists, where transformers
+        takes the padding. A sequence without tokens gives 0.
         """
         if not torch.compiler.is_compiling() and rows.shape[0] == 0:
             return rows.new_zeros(self.batch, rows.shape[1])
@@ -120,13 +147,17 @@ class BatchLayout:
                 return padded[:, 0]
             place = self.tokens.int().argmax(1)
             return padded[torch.arange(self.batch, device=rows.device), place]
-        # A sequence without tokens may start behind the last row; what it points at is masked.
+        # A sequence without tokens may start after the last row. Its result is masked below.
         starts = self.cu_seqlens[:-1].long().clamp(max=rows.shape[0] - 1)
         empty = self.cu_seqlens.diff() == 0
         return rows.index_select(0, starts).masked_fill(empty.unsqueeze(1), 0.0)
 
     def weights(self, weights: Tensor) -> Tensor:
-        """Attention weights (B, heads, max_seqlen, max_seqlen) → (B, heads, L, L), 0 at padding."""
+        """Convert attention weights of rows to ``(B, heads, L, L)``, 0 at padding.
+
+        The argument has the shape ``(B, heads, max_seqlen, max_seqlen)``. Packed weights do not
+        change.
+        """
         if self.tokens is not None:
             return weights * (self.tokens[:, None, :, None] & self.tokens[:, None, None, :])
         if self.cu_seqlens is None or self.packed:
@@ -135,7 +166,7 @@ class BatchLayout:
         assert exists is not None
         if not torch.compiler.is_compiling() and self.max_seqlen == 0:
             return weights.new_zeros(*weights.shape[:2], self.length, self.length)
-        # Token i of the padded row is number cumsum - 1 among those that exist.
+        # Token i of the padded row has the index cumsum - 1 among the tokens that exist.
         rank = (exists.cumsum(1) - 1).clamp(min=0)
         sizes = (*weights.shape[:2], self.length, weights.shape[3])
         weights = weights.gather(2, rank[:, None, :, None].expand(sizes))
@@ -144,12 +175,12 @@ class BatchLayout:
         return weights * (exists[:, None, :, None] & exists[:, None, None, :])
 
     def weights_of_rows(self, weights: Tensor) -> Tensor:
-        """The inverse of ``weights``: (B, heads, L, L) → (B, heads, max_seqlen, max_seqlen)."""
+        """Invert `weights`: ``(B, heads, L, L)`` to ``(B, heads, max_seqlen, max_seqlen)``."""
         if self.cu_seqlens is None or self.packed:
             return weights
         exists = self.exists()
         assert exists is not None
-        # The places of the tokens in order, and then those of padding, where weights are 0.
+        # The places of tokens come first, in order. The weights are 0 at the places of padding.
         order = exists.int().argsort(dim=1, descending=True, stable=True)[:, : self.max_seqlen]
         sizes = (*weights.shape[:2], order.shape[1], weights.shape[3])
         weights = weights.gather(2, order[:, None, :, None].expand(sizes))

@@ -1,4 +1,4 @@
-"""The BERT encoder (Devlin et al. 2019): embeddings, layers, pooler, without padding inside."""
+"""The BERT encoder (Devlin et al. 2019): embeddings, layers and pooler, without padding inside."""
 
 from __future__ import annotations
 
@@ -20,8 +20,15 @@ from fastbert.modules.pretrained import BertPreTrainedModel
 
 
 class Encoded(NamedTuple):
-    """What the encoder hands to the heads. ``rows`` (T, H) has no padding; the tuples are what the
-    caller asked for, already in the caller's layout, or None."""
+    """The result of the encoder for the heads.
+
+    Attributes:
+        rows: Hidden states after the last layer, of shape ``(T, H)``, without padding.
+        layout: Division of the rows into sequences.
+        hidden_states: The states that the caller asked for, in the caller's layout; otherwise None.
+        attentions: The attention weights that the caller asked for, in the caller's layout;
+            otherwise None.
+    """
 
     rows: Tensor
     layout: BatchLayout
@@ -30,31 +37,59 @@ class Encoded(NamedTuple):
 
     @property
     def last_hidden_state(self) -> Tensor:
-        """The rows in the caller's layout: the last of the hidden states where there are any."""
+        """Rows in the caller's layout.
+
+        The tensor is the last of the hidden states if the caller asked for hidden states.
+        """
         return self.hidden_states[-1] if self.hidden_states else self.layout.given(self.rows)
 
 
 class BertPooler(nn.Module):
-    """tanh(W h + b) of the first token, (B, H) → (B, H)."""
+    """The pooler ``tanh(W h + b)`` of the first token, ``(B, H) → (B, H)``."""
 
     def __init__(self, config: BertConfig, backend: str | None = None) -> None:
+        """Create the projection."""
         super().__init__()
         self.dense = Linear(config.hidden_size, config.hidden_size, backend)
 
     def forward(self, first: Tensor) -> Tensor:
+        """Compute the pooled vectors ``(B, H)`` of the first tokens ``(B, H)``."""
         return torch.tanh(self.dense(first))
 
 
 class BertModel(BertPreTrainedModel):
     """BERT without a head, with the state-dict names and outputs of transformers' ``BertModel``.
 
-    ``backend`` asks for one implementation of every operation ("reference", "triton", "cuda",
-    "cpu"); None lets each operation choose by device and dtype.
+    Args:
+        config: The configuration.
+        add_pooling_layer: Whether the model has a pooler, if the architecture has a pooler.
+        backend: ``"reference"``, ``"triton"``, ``"cuda"`` or ``"cpu"`` for every operation. None
+            lets each operation choose by device and dtype.
+
+    Raises:
+        ValueError: If `backend` is unknown.
+
+    Example:
+        >>> import torch
+        >>> from fastbert import BertConfig, BertModel
+        >>> model = BertModel(BertConfig.preset("tiny", vocab_size=8192)).eval()
+        >>> ids = torch.tensor([[2, 7, 8, 3], [2, 9, 3, 0]])
+        >>> with torch.no_grad():
+        ...     output = model(ids, attention_mask=ids != 0)
+        >>> output.last_hidden_state.shape, output.pooler_output.shape
+        (torch.Size([2, 4, 128]), torch.Size([2, 128]))
+        >>> output.last_hidden_state[1, 3].abs().max().item()  # The last token is padding.
+        0.0
+        >>> packed = torch.tensor([2, 7, 8, 3, 2, 9, 3])
+        >>> cu_seqlens = torch.tensor([0, 4, 7], dtype=torch.int32)  # The lengths are 4 and 3.
+        >>> model(packed, cu_seqlens=cu_seqlens).last_hidden_state.shape
+        torch.Size([7, 128])
     """
 
     def __init__(
         self, config: BertConfig, add_pooling_layer: bool = True, *, backend: str | None = None
     ) -> None:
+        """Create the modules and initialise their parameters."""
         super().__init__(config, backend)
         self.embeddings = BertEmbeddings(config, backend)
         self.encoder = BertEncoder(config, backend)
@@ -73,12 +108,39 @@ class BertModel(BertPreTrainedModel):
         return_dict: bool | None = None,
         **options: Any,
     ) -> BaseModelOutputWithPooling | tuple[Any, ...]:
-        """Encodes a batch. The keywords of ``options`` are those of ``encode``; so are shapes and
-        errors.
+        """Encode a batch.
 
-        Returns ``last_hidden_state`` (B, L, H), exactly 0 at padding, ``pooler_output`` (B, H),
-        ``hidden_states`` and ``attentions``, or their tuple for ``return_dict=False``. Packed input
-        gives ``last_hidden_state`` (T, H).
+        The input is either padded or packed. Packed input has no batch dimension, and its sequences
+        are given by `cu_seqlens`. A packed sequence never attends to another sequence.
+
+        Args:
+            input_ids: Token ids, int64 or int32 of shape ``(B, L)``; ``(T,)`` if packed.
+            attention_mask: Mask of shape ``(B, L)``, 1 or True at tokens and 0 at padding. A mask
+                of shape ``(B, L, L)`` or ``(B, heads or 1, L, L)`` says which keys each query
+                attends. This mask is bool, integers 0 and 1, or additive. An additive mask is 0
+                where a query attends a key, and -1e4 or less hides the key. Packed input has no
+                mask.
+            token_type_ids: Token types of the shape of `input_ids`, or ``(1, L)``; 0 by default.
+            position_ids: Positions of the shape of `input_ids`, or ``(1, L)``. The default is the
+                index in the padded row, ``0`` to ``L - 1``, or the index in the packed sequence.
+                RoBERTa counts from its first position and does not count padding.
+            inputs_embeds: Floating word embeddings of shape ``(B, L, H)`` in place of `input_ids`;
+                ``(T, H)`` if packed. H is the width of the embedding tables.
+            return_dict: Whether the result is an object; False gives its tuple. None reads the
+                configuration, whose default is True.
+            **options: Keyword arguments of `encode`: `output_attentions`, `output_hidden_states`,
+                `cu_seqlens` and `max_seqlen`.
+
+        Returns:
+            ``last_hidden_state`` of shape ``(B, L, H)``, exactly 0 at padding; ``(T, H)`` if
+            packed. ``pooler_output`` has shape ``(B, H)``. ``hidden_states`` and ``attentions`` are
+            None unless the caller asks for them.
+
+        Raises:
+            ValueError: If a shape or a value is not allowed. The message names the argument, its
+                value and what is allowed. Values in a tensor are checked on the CPU only, because a
+                check on a GPU would synchronise.
+            TypeError: If a dtype is not allowed.
         """
         encoded = self.encode(
             input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, **options
@@ -104,20 +166,35 @@ class BertModel(BertPreTrainedModel):
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
     ) -> Encoded:
-        """``forward`` without the padded result: what the heads build on.
+        """Encode a batch for a head, without the padded result of `forward`.
 
-        Padded input: input_ids int (B, L) or inputs_embeds (B, L, H); attention_mask (B, L), 1 or
-        True for tokens that exist, or, saying for each query which keys it sees, (B, L, L) or (B,
-        heads or 1, L, L), bool or additive (0 = attend, -1e4 or less = hidden). position_ids
-        default to 0 … L-1 in the padded row. Packed input: cu_seqlens int32 (B+1,) and max_seqlen,
-        with (T,) ids or (T, H) embeddings; a sequence never sees another. token_type_ids default to
-        0.
+        If a gradient is wanted, the model computes its later results from the returned hidden
+        states and attention weights. These states and weights therefore carry gradients. Layers
+        whose weights are returned then run a slower path.
 
-        output_attentions: softmax weights before dropout, per layer (B, heads, L, L), 0 at padding;
-        numbers of layers for those alone, None for the others. Where a gradient is wanted, the
-        model computes what follows from the returned hidden states and weights, so they carry
-        gradients; layers whose weights are asked for then run a slower path.
-        Raises ValueError or TypeError naming the argument, what was got and what is allowed.
+        Args:
+            input_ids: As in `forward`.
+            attention_mask: As in `forward`.
+            token_type_ids: As in `forward`.
+            position_ids: As in `forward`.
+            inputs_embeds: As in `forward`.
+            output_attentions: Whether the softmax weights before dropout are returned. A sequence
+                of layer numbers returns the weights of these layers and None for the others; a
+                negative number counts from the last layer. None reads the configuration.
+            output_hidden_states: Whether the hidden states are returned. None reads the
+                configuration.
+            cu_seqlens: Cumulative lengths of the packed sequences from 0, int32 of shape
+                ``(B + 1,)``; None if the input is padded.
+            max_seqlen: Length of the longest packed sequence, or more. None reads the length from
+                `cu_seqlens`, which synchronises with a GPU.
+
+        Returns:
+            The rows without padding. Attention weights have shape ``(B, heads, L, L)`` for each
+            layer and are 0 at padding.
+
+        Raises:
+            ValueError: As in `forward`.
+            TypeError: As in `forward`.
         """
         want_attentions = (
             output_attentions
@@ -143,7 +220,19 @@ class BertModel(BertPreTrainedModel):
         output_attentions: bool | Sequence[int] = False,
         output_hidden_states: bool = False,
     ) -> Encoded:
-        """``encode`` of tokens that ``fastbert.modules.inputs.enter`` has checked and laid out."""
+        """Encode tokens that ``fastbert.modules.inputs.enter`` has checked and laid out.
+
+        Args:
+            tokens: The tokens without padding.
+            output_attentions: As in `encode`.
+            output_hidden_states: Whether the hidden states are returned.
+
+        Returns:
+            The rows without padding, as in `encode`.
+
+        Raises:
+            ValueError: If `output_attentions` names a layer that does not exist.
+        """
         seeds = draw_seeds(self.config, self.training, tokens.positions.device)
         embedded = self.embeddings(tokens, seeds.embeddings)
         rows, states, attentions = self.encoder(
@@ -157,7 +246,17 @@ class BertModel(BertPreTrainedModel):
         )
 
     def pool(self, encoded: Encoded) -> Tensor:
-        """(B, H): the pooler's view of each sequence's first token; see ``BatchLayout.first``."""
+        """Pool the first token of each sequence.
+
+        Args:
+            encoded: The result of `encode`.
+
+        Returns:
+            Tensor of shape ``(B, H)``. ``BatchLayout.first`` defines the first token.
+
+        Raises:
+            ValueError: If the model has no pooler.
+        """
         if self.pooler is None:
             raise ValueError(
                 "pooler: got None (add_pooling_layer=False), allowed: a model with one"

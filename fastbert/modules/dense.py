@@ -1,4 +1,4 @@
-"""A projection of pooled vectors, as sentence-transformers' ``Dense`` computes it."""
+"""A projection of pooled vectors, as the ``Dense`` module of sentence-transformers computes it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from fastbert.io import checkpoint, sentence_transformers_folder
 
-# The classes of torch.nn without weights that act on each number by itself.
+# These classes of torch.nn have no weights and act on each number separately.
 ACTIVATIONS = (
     "CELU", "ELU", "GELU", "Hardshrink", "Hardsigmoid", "Hardswish", "Hardtanh", "Identity",
     "LeakyReLU", "LogSigmoid", "Mish", "ReLU", "ReLU6", "SELU", "SiLU", "Sigmoid", "Softplus",
@@ -16,11 +16,24 @@ ACTIVATIONS = (
 
 
 class Dense(nn.Module):
-    """``activation(W x + b)``, (B, in_features) → (B, out_features).
+    """The projection ``activation(W x + b)``, ``(B, in_features) → (B, out_features)``.
 
-    ``activation`` is the name of a class of torch.nn in ``ACTIVATIONS``. With ``residual``, x is
-    added to the result, projected without a bias where the sizes differ. Raises ValueError for
-    another activation.
+    Args:
+        in_features: Size of the input.
+        out_features: Size of the output.
+        bias: Whether the projection has a bias.
+        activation: Name of a class of ``torch.nn`` in `ACTIVATIONS`.
+        residual: Whether the input is added to the result. If the sizes differ, a projection
+            without a bias maps the input to the size of the output.
+
+    Raises:
+        ValueError: If `activation` is not allowed.
+
+    Example:
+        >>> import torch
+        >>> from fastbert.modules.dense import Dense
+        >>> Dense(8, 4)(torch.zeros(2, 8)).shape
+        torch.Size([2, 4])
     """
 
     def __init__(
@@ -32,6 +45,7 @@ class Dense(nn.Module):
         activation: str = "Tanh",
         residual: bool = False,
     ) -> None:
+        """Create the projections."""
         super().__init__()
         if activation not in ACTIVATIONS:
             allowed = ", ".join(ACTIVATIONS)
@@ -45,15 +59,26 @@ class Dense(nn.Module):
             self.residual = nn.Linear(in_features, out_features, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Compute the projection of `x` ``(B, in_features)``."""
         out = self.activation(self.linear(x))
         return out if self.residual is None else out + self.residual(x)
 
     @classmethod
     def from_folder(cls, stored: sentence_transformers_folder.Dense) -> Dense:
-        """The module with its weights, in float32.
+        """Load the module from a folder, with its weights in float32.
 
-        Raises OSError when the folder has no weights, and ValueError naming it when the weights are
-        damaged or do not fit. Memory is taken only after that.
+        Memory is allocated after the checks.
+
+        Args:
+            stored: Settings of the module in its folder.
+
+        Returns:
+            The module with its weights.
+
+        Raises:
+            OSError: If the folder has no weights.
+            ValueError: If the weights are damaged or do not fit the settings. The message names the
+                folder.
         """
         sizes = (stored.in_features, stored.out_features)
         activation, residual = stored.activation, stored.residual

@@ -1,4 +1,4 @@
-"""The dropout seeds of one call of a model, drawn together: one launch, not one per operation."""
+"""The dropout seeds of one call of a model, drawn by one launch instead of one per operation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from fastbert.ops.arguments import dropout_seeds
 
 
 class LayerSeeds(NamedTuple):
-    """Seeds of the three dropouts of a layer, int64 (1,); None: the operation draws its own."""
+    """Seeds of the three dropouts of a layer, int64 of shape ``(1,)``.
+
+    None lets an operation draw its own seed.
+    """
 
     attention: Tensor | None = None
     attention_output: Tensor | None = None
@@ -30,7 +33,16 @@ class Seeds(NamedTuple):
 
 
 def draw_seeds(config: BertConfig, training: bool, device: torch.device) -> Seeds:
-    """From torch's generator of ``device``, in the order of the operations; none in eval mode."""
+    """Draw the seeds of one call from torch's generator of a device.
+
+    Args:
+        config: The configuration.
+        training: Whether the model is in training mode. Without training, no seed is drawn.
+        device: The device.
+
+    Returns:
+        The seeds in the order of the operations. Seeds are None if nothing is dropped.
+    """
     dropping = config.hidden_dropout_prob > 0 or config.attention_probs_dropout_prob > 0
     layers = len(config.architecture.order(config.num_hidden_layers))
     if not (training and dropping):

@@ -16,13 +16,21 @@ from fastbert.modules.plain import deviation
 
 
 class BertEmbeddings(OperationModule):
-    """Rows of tokens → (T, H): dropout(LN(word + token type + position)) (Devlin et al. 2019,
-    figure 2), from tables of another width projected to H. A table that the architecture lacks is
-    None and adds nothing. A word table that was replaced or has hooks is called."""
+    """Embedding ``dropout(LN(word + token type + position))`` of tokens.
+
+    Devlin et al. 2019, figure 2, describes this sum. The result has shape ``(T, H)``. Embeddings
+    from tables of another width are projected to H. A table that the architecture lacks is None and
+    adds nothing. A word table that was replaced or has hooks is called.
+
+    Args:
+        config: The configuration.
+        backend: Backend of every operation; None lets each operation choose.
+    """
 
     operation = "embedding"
 
     def __init__(self, config: BertConfig, backend: str | None = None) -> None:
+        """Create the tables, the layer norm and the projection."""
         super().__init__(backend)
         choices = config.architecture
         size = choices.embedding_size or config.hidden_size
@@ -45,6 +53,15 @@ class BertEmbeddings(OperationModule):
         self.dropout_p = config.hidden_dropout_prob if own is None else own
 
     def forward(self, tokens: EncoderInput, dropout_seed: Tensor | None = None) -> Tensor:
+        """Embed the tokens.
+
+        Args:
+            tokens: The tokens without padding.
+            dropout_seed: Seed of the dropout, int64 of shape ``(1,)``; None draws a seed.
+
+        Returns:
+            Rows of shape ``(T, H)``.
+        """
         embedded = self._embedded(tokens, self.dropout_p if self.training else 0.0, dropout_seed)
         return embedded if self.projection is None else self.projection(embedded)
 
@@ -78,7 +95,10 @@ class BertEmbeddings(OperationModule):
 
 
 def _rows(index: Tensor, table: nn.Embedding | None, words: nn.Embedding) -> tuple[Tensor, Tensor]:
-    """A table and the rows taken of it; without one a single row of zeros."""
+    """Return the indices and the table to look up.
+
+    Without a table, every index is 0 and the table is one row of zeros.
+    """
     if table is not None:
         return index, table.weight
     return torch.zeros_like(index), words.weight.new_zeros(1, words.weight.shape[1])

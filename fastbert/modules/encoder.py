@@ -1,4 +1,4 @@
-"""The stack of layers. Everything here works on rows (T, H); nothing is padded or unpadded."""
+"""The stack of layers, which works on rows ``(T, H)`` and never pads or unpads."""
 
 from __future__ import annotations
 
@@ -22,11 +22,22 @@ from fastbert.ops.product import needs_gradient
 
 
 class BertEncoder(nn.Module):
-    """All layers, in the ``order`` in which they run: a stored layer may run more than once. With
-    ``gradient_checkpointing`` a training step keeps one (T, H) per layer and computes the rest
-    again in the backward pass, with the same dropout masks."""
+    """All layers, in the order in which they run.
+
+    With ``gradient_checkpointing``, a training step keeps one tensor of shape ``(T, H)`` per layer.
+    The backward pass computes the other activations again, with the same dropout masks.
+
+    Args:
+        config: The configuration.
+        backend: Backend of every operation; None lets each operation choose.
+
+    Attributes:
+        order: Index of the stored layer of each step; a stored layer may run more than once.
+        gradient_checkpointing: Whether activations are computed again in the backward pass.
+    """
 
     def __init__(self, config: BertConfig, backend: str | None = None) -> None:
+        """Create the layers."""
         super().__init__()
         choices = config.architecture
         kind = PreNormLayer if choices.pre_norm else BertLayer
@@ -53,12 +64,28 @@ class BertEncoder(nn.Module):
         output_hidden_states: bool = False,
         seeds: Sequence[LayerSeeds] | None = None,
     ) -> tuple[Tensor, list[Tensor], list[Tensor | None]]:
-        """The rows that leave the encoder; on request, else empty, in the caller's layout the
-        states that enter the first layer, leave each one, and leave the encoder (N + 1), and the
-        attention weights of each (N), of chosen layers alone None for the others. ``seeds``: one
-        entry per layer.
+        """Run the layers.
 
-        Where a gradient is wanted, it passes through the states and weights that are returned."""
+        A gradient, if wanted, passes through the returned states and weights.
+
+        Args:
+            hidden: Rows of shape ``(T, H)``.
+            layout: Division of the rows into sequences.
+            output_attentions: Whether attention weights are returned; or the numbers of the layers
+                whose weights are returned.
+            output_hidden_states: Whether the hidden states are returned.
+            seeds: Dropout seeds of each layer; None lets every operation draw its own seed.
+
+        Returns:
+            The rows after the last layer, a list of hidden states and a list of attention weights,
+            both in the caller's layout. The N + 1 hidden states are the input of the first layer
+            and the output of each of the N layers. The last state includes the final norm, if the
+            encoder has one. The N attention weights are None at layers that were not chosen. A list
+            that was not asked for is empty.
+
+        Raises:
+            ValueError: If `output_attentions` names a layer that does not exist.
+        """
         states: list[Tensor] = []
         attentions: list[Tensor | None] = []
         layers = self.running()
@@ -71,7 +98,8 @@ class BertEncoder(nn.Module):
             rows, wants_gradient = hidden.shape[0], hidden.requires_grad
             plan = fused_call(layers, hidden.device.type, hidden.dtype, wants_gradient, rows)
             if self.relative_attention_bias is not None:
-                # The one call takes a bias of whole rows alone, and its bits are not the layers'.
+                # The call takes no bias with `cu_seqlens`, and its results are not bitwise equal to
+                # the results of the layers.
                 plan = Choice("", "layer by layer: a bias by distance")
             if isinstance(plan, FusedCall):
                 outputs = _one_call(plan, hidden, layout, output_hidden_states)
@@ -96,12 +124,22 @@ class BertEncoder(nn.Module):
         return hidden, states, attentions
 
     def running(self) -> list[nn.Module]:
-        """The layers in the order in which they run."""
+        """Return the layers in the order in which they run."""
         return [self.layer[number] for number in self.order]
 
     def choice(self, device: str, dtype: torch.dtype, layers: str) -> Choice:
-        """Who serves the layers in inference without attention weights, for rows of ``dtype``:
-        the CPU's one call, or ``layers``, which serves them one by one; and why."""
+        """Return the backend of the layers in inference without attention weights, and the reason.
+
+        Args:
+            device: Type of the device, such as ``"cpu"``.
+            dtype: Dtype of the rows.
+            layers: Backend that serves the layers one by one.
+
+        Returns:
+            The backend ``"cpu"`` if one call runs all layers. Otherwise the backend of the first
+            operation that another backend serves, or `layers` if the layers run one by one for
+            another reason.
+        """
         with torch.no_grad():
             plan = fused_call(self.running(), device, dtype, wants_gradient=False)
         if isinstance(plan, FusedCall):
@@ -110,15 +148,29 @@ class BertEncoder(nn.Module):
 
 
 def _through(rows: Tensor, layout: BatchLayout, states: list[Tensor]) -> Tensor:
-    """Appends ``rows`` in the caller's layout to ``states``. Returns the same rows, taken from
-    that state where a gradient is wanted: what follows is then computed from the state."""
+    """Append `rows` in the caller's layout to `states`, and return the rows.
+
+    If a gradient is wanted, the returned rows are taken from the appended state. The later layers
+    are then computed from the state.
+    """
     states.append(layout.given(rows))
     return layout.rows(states[-1]) if needs_gradient(rows) else rows
 
 
 def chosen_layers(wanted: bool | Sequence[int], layers: int) -> frozenset[int]:
-    """The numbers of the layers that ``wanted`` names, from the end when negative. Raises
-    ValueError for one that is not there."""
+    """Return the numbers of the layers that `wanted` names.
+
+    Args:
+        wanted: True for all layers, False for none, or layer numbers. A negative number counts from
+            the last layer.
+        layers: Number of layers.
+
+    Returns:
+        The numbers, from 0.
+
+    Raises:
+        ValueError: If a layer does not exist.
+    """
     if isinstance(wanted, bool):
         return frozenset(range(layers) if wanted else ())
     for number in wanted:
@@ -131,6 +183,7 @@ def chosen_layers(wanted: bool | Sequence[int], layers: int) -> frozenset[int]:
 def _one_call(
     plan: FusedCall, hidden: Tensor, layout: BatchLayout, all_states: bool
 ) -> list[Tensor]:
+    """Run all layers in one call and return the rows after each layer, or after the last layer."""
     uniform = layout.cu_seqlens is None
     return ops.encoder(
         hidden,

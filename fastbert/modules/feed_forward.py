@@ -15,10 +15,17 @@ from fastbert.modules.quantized_linear import QuantizedLinear
 
 
 class BertIntermediate(nn.Module):
-    """The parameters of the first projection, (F, H) and (F,), or (2F, H) and (2F,) when gated,
-    which ``BertOutput`` uses."""
+    """The parameters of the first projection, which `BertOutput` uses.
+
+    The weight has the shape ``(F, H)`` and the bias ``(F,)``. Both have 2F rows if the feed-forward
+    is gated.
+
+    Args:
+        config: The configuration.
+    """
 
     def __init__(self, config: BertConfig) -> None:
+        """Create the projection."""
         super().__init__()
         choices = config.architecture
         size = config.intermediate_size * (2 if choices.gated else 1)
@@ -26,13 +33,20 @@ class BertIntermediate(nn.Module):
 
 
 class BertOutput(OperationModule):
-    """LN(hidden + dropout(feed_forward(hidden))); the layer norm adds the second bias. Where one of
-    the linear layers was replaced or has hooks, or there is dropout between them, both are called
-    instead."""
+    """The feed-forward ``LN(hidden + dropout(feed_forward(hidden)))``.
+
+    The layer norm adds the second bias. Both linear layers are called instead if one of them was
+    replaced or has hooks, or if there is dropout between them.
+
+    Args:
+        config: The configuration.
+        backend: Backend of every operation; None lets each operation choose.
+    """
 
     operation = "feed_forward"
 
     def __init__(self, config: BertConfig, backend: str | None = None) -> None:
+        """Create the second projection and the layer norm."""
         super().__init__(backend)
         choices, size = config.architecture, config.hidden_size
         self.activation = of_config(choices.gated)[config.hidden_act].name
@@ -50,7 +64,16 @@ class BertOutput(OperationModule):
         intermediate: BertIntermediate,
         dropout_seed: Tensor | None = None,
     ) -> Tensor:
-        """(T, H) → (T, H)."""
+        """Compute the feed-forward.
+
+        Args:
+            hidden: Rows of shape ``(T, H)``.
+            intermediate: The first projection.
+            dropout_seed: Seed of the dropout, int64 of shape ``(1,)``; None draws a seed.
+
+        Returns:
+            Rows of shape ``(T, H)``.
+        """
         if self.called(intermediate):
             return self.LayerNorm(
                 self.call(hidden, intermediate), residual=hidden, dropout_seed=dropout_seed
@@ -70,11 +93,12 @@ class BertOutput(OperationModule):
         )
 
     def called(self, intermediate: BertIntermediate) -> bool:
-        """Whether the linear layers are called, not their parameters used."""
+        """Return whether `forward` calls the linear layers instead of using their parameters."""
         deviations = (deviation(part, nn.Linear) for part in (intermediate.dense, self.dense))
         return any(deviations) or (self.training and self.dropout_p > 0.0)
 
     def call(self, hidden: Tensor, intermediate: BertIntermediate) -> Tensor:
+        """Call both linear layers, with the activation and the inner dropout between them."""
         first = intermediate.dense
         if isinstance(first, QuantizedLinear) and not ACTIVATIONS[self.activation].gated:
             inner = first(hidden, activation=self.activation)

@@ -1,7 +1,7 @@
-"""Whether the layers of an encoder can run as one call of ``ops.encoder``; if not, why.
+"""The decision whether one call of ``ops.encoder`` runs all layers of an encoder, and the reason.
 
-This is the one place where that is decided. It is decided again for every call of the encoder,
-because hooks, adapters and backends come and go.
+Only this module decides. The decision is made for every call of the encoder, because hooks,
+adapters and backends can change between calls.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from fastbert.ops.backend import Choice, Request
 from fastbert.ops.encoder import INT8_OPERATIONS, OPERATIONS, choose
 from fastbert.ops.int8_linear import layout
 
-# The modules of a layer, by path, with the class that each must have; a QuantizedLinear may stand
-# for any linear one. Linear layers and layer norms are listed in the order in which ``ops.encoder``
-# takes their weights and biases.
+# The table has the path of each module of a layer and the class that the module must have. A
+# QuantizedLinear may replace any linear layer. Linear layers and layer norms are in the order in
+# which ``ops.encoder`` takes their weights and biases.
 ATTENTION, OUTPUT = "attention.self", "output"
 MODULES: tuple[tuple[str, type[nn.Module]], ...] = (
     ("attention", BertAttention),
@@ -44,7 +44,7 @@ MODULES: tuple[tuple[str, type[nn.Module]], ...] = (
     ("output.dense", nn.Linear),
     ("output.LayerNorm", LayerNorm),
 )
-# The same with the path of the parent and the name there; "" is the layer.
+# Each row adds the path of the parent and the name in the parent; "" is the layer.
 STEPS = tuple((path, *path.rpartition(".")[::2], kind) for path, kind in MODULES)
 
 
@@ -53,15 +53,24 @@ def _paths(*kinds: type[nn.Module]) -> tuple[str, ...]:
 
 
 NORMS, LINEARS, LEAVES = _paths(LayerNorm), _paths(nn.Linear), _paths(LayerNorm, nn.Linear)
-# The modules that ask for a backend.
+# These modules ask for a backend.
 ASKING, INT8_ASKING = _paths(OperationModule), _paths(OperationModule, nn.Linear)
 DROPPING = (ATTENTION, OUTPUT, *NORMS)
-# The modules of a layer by path.
+# The dictionary maps paths to the modules of a layer.
 Modules = dict[str, Any]
 
 
 class FusedCall(NamedTuple):
-    """The arguments with which ``ops.encoder`` runs all layers as one call."""
+    """The arguments with which ``ops.encoder`` runs all layers as one call.
+
+    Attributes:
+        parameters: Weights and biases of all layers, in the order of ``ops.encoder``.
+        scales: Scales and column sums of int8 weights; empty for other weights.
+        dtype: Dtype of the products.
+        heads: Number of attention heads.
+        eps: Term that is added to the variance in layer norms.
+        activation: Name of the activation.
+    """
 
     parameters: list[Tensor]
     scales: list[Tensor]
@@ -78,18 +87,21 @@ def fused_call(
     wants_gradient: bool,
     rows: int = WHOLE,
 ) -> FusedCall | Choice:
-    """The call that runs ``layers`` at once, or the reason why they run one by one.
+    """Return the call that runs all layers at once, or the reason why no call can.
 
     Args:
         layers: The layers in the order in which they run.
-        device: Type of the device that holds the rows, such as "cpu".
+        device: Type of the device that holds the rows, such as ``"cpu"``.
         dtype: Dtype of the rows.
         wants_gradient: Whether a gradient with respect to the rows is wanted.
         rows: Number of rows (see ``JoinedLinear.parameters_now``).
 
     Returns:
-        A ``FusedCall``, or a ``Choice`` that names the backend and the reason when the layers
-        cannot run as one call; an empty backend means that each operation chooses for itself.
+        A `FusedCall` if the layers can run as one call. Otherwise a `Choice` that names the backend
+        and the reason; an empty backend means that each operation chooses for itself.
+
+    Raises:
+        ValueError: If a backend that a module asks for cannot serve its operation.
     """
     if torch.compiler.is_compiling():
         return _one_by_one("torch.compile traces")
@@ -111,7 +123,7 @@ def fused_call(
 
 
 def _inside(layer: Any) -> Modules | str:
-    """The modules of a layer; or how one of them, named first, is in the way."""
+    """Return the modules of a layer by path, or a message that names an unsuitable module."""
     if type(layer) is PreNormLayer:
         return " has its layer norms before attention and feed-forward"
     problem = deviation(layer, BertLayer)

@@ -1,4 +1,4 @@
-"""The parts on top of the encoder that have parameters of their own."""
+"""The heads on top of the encoder that have their own parameters."""
 
 from __future__ import annotations
 
@@ -14,21 +14,29 @@ from fastbert.modules.layer_norm import LayerNorm
 from fastbert.modules.linear import Linear
 from fastbert.modules.operation import OperationModule
 
+# Tokens with this label do not count in a loss.
 IGNORED = -100
 
 
 class PredictionTransform(OperationModule):
-    """LN(gelu(W h + b)), (T, H) → (T, H)."""
+    """The transform ``LN(activation(W h + b))``, ``(T, H) → (T, H)``.
+
+    Args:
+        config: The configuration, whose ``hidden_act`` names the activation.
+        backend: Backend of every operation; None lets each operation choose.
+    """
 
     operation = "linear_gelu"
 
     def __init__(self, config: BertConfig, backend: str | None = None) -> None:
+        """Create the projection and the layer norm."""
         super().__init__(backend)
         self.activation = of_config(gated=False)[config.hidden_act].name
         self.dense = nn.Linear(config.hidden_size, config.hidden_size)
         self.LayerNorm = LayerNorm(config.hidden_size, config.layer_norm_eps, backend=backend)
 
     def forward(self, hidden: Tensor) -> Tensor:
+        """Transform rows ``(T, H)``."""
         activated = ops.linear_gelu(
             hidden,
             self.dense.weight,
@@ -40,15 +48,20 @@ class PredictionTransform(OperationModule):
 
 
 class LMPredictionHead(OperationModule):
-    """Rows (T, H) → the masked-LM loss, and the logits (T, V) only when they are wanted.
+    """The masked-LM head, which computes the loss, and the logits ``(T, V)`` if they are wanted.
 
-    ``decoder.bias`` is ``bias`` (tied), and ``decoder.weight`` the word table of the model around
-    it.
+    If the configuration ties the word embeddings, the model ties ``decoder.weight`` to its word
+    table and ``decoder.bias`` to ``bias``.
+
+    Args:
+        config: The configuration.
+        backend: Backend of every operation; None lets each operation choose.
     """
 
     operation = "linear_cross_entropy"
 
     def __init__(self, config: BertConfig, backend: str | None = None) -> None:
+        """Create the transform and the decoder."""
         super().__init__(backend)
         self.transform = PredictionTransform(config, backend)
         self.decoder = nn.Linear(config.hidden_size, config.vocab_size)
@@ -57,16 +70,29 @@ class LMPredictionHead(OperationModule):
     def forward(
         self, hidden: Tensor, labels: Tensor | None, output_logits: bool
     ) -> tuple[Tensor | None, Tensor | None]:
-        """hidden (T, H), labels (T,) with -100 where there is nothing to predict → (loss, logits).
+        """Compute the loss and the logits.
 
-        The loss is the mean over the labelled rows, 0 when there is none. Without logits only the
-        labelled rows are transformed.
+        If logits are not wanted, only the labelled rows are transformed. Under ``torch.compile``,
+        all rows are transformed, and the operation leaves out the rows without a label.
+
+        Args:
+            hidden: Rows of shape ``(T, H)``.
+            labels: Integers of shape ``(T,)``; -100 at rows without a label. None computes no loss.
+            output_logits: Whether the logits are wanted.
+
+        Returns:
+            The mean loss over the labelled rows, which is 0 if no row has a label, or None without
+            labels; and the logits of shape ``(T, V)``, or None.
+
+        Raises:
+            ValueError: If a label is out of range.
+            TypeError: If the labels are not integers.
         """
         weight, bias = self.decoder.weight, self.decoder.bias
         if labels is None:
             return None, self.decoder(self.transform(hidden)) if output_logits else None
         check_range("labels", labels, weight.shape[0], ignored=IGNORED)
-        # How many rows are labelled is data: torch.compile leaves the gathering to the operation.
+        # The number of labelled rows is data. With torch.compile, the operation selects the rows.
         if not output_logits and not torch.compiler.is_compiling():
             labelled = (labels != IGNORED).nonzero().flatten()
             hidden, labels = hidden.index_select(0, labelled), labels.index_select(0, labelled)
@@ -78,19 +104,24 @@ class LMPredictionHead(OperationModule):
 
 
 class OnlyMLMHead(nn.Module):
+    """The masked-LM head under the name ``predictions``."""
+
     def __init__(self, config: BertConfig, backend: str | None = None) -> None:
+        """Create the head."""
         super().__init__()
         self.predictions = LMPredictionHead(config, backend)
 
 
 class OnlyNSPHead(nn.Module):
-    """(B, H) → (B, 2)."""
+    """The next-sentence head, ``(B, H) → (B, 2)``."""
 
     def __init__(self, config: BertConfig, backend: str | None = None) -> None:
+        """Create the head."""
         super().__init__()
         self.seq_relationship = Linear(config.hidden_size, 2, backend)
 
     def forward(self, pooled: Tensor) -> Tensor:
+        """Compute the logits ``(B, 2)`` of pooled vectors ``(B, H)``."""
         return self.seq_relationship(pooled)
 
 
@@ -98,18 +129,33 @@ class PreTrainingHeads(OnlyMLMHead):
     """Both heads of pre-training."""
 
     def __init__(self, config: BertConfig, backend: str | None = None) -> None:
+        """Create both heads."""
         super().__init__(config, backend)
         self.seq_relationship = Linear(config.hidden_size, 2, backend)
 
 
 def classifier_dropout(config: BertConfig) -> nn.Dropout:
+    """Return the dropout before a classifier."""
     own = config.classifier_dropout
     return nn.Dropout(config.hidden_dropout_prob if own is None else own)
 
 
 def cross_entropy(name: str, logits: Tensor, labels: Tensor, ignored: int = IGNORED) -> Tensor:
-    """Mean cross entropy of logits (N, C) over the labels (N,) that are not ``ignored``; 0 without
-    any."""
+    """Compute the mean cross entropy over the labels that are not `ignored`.
+
+    Args:
+        name: Name of the argument `labels`, for messages.
+        logits: Logits of shape ``(N, C)``, which are converted to fp32 at least.
+        labels: Integers of shape ``(N,)``.
+        ignored: Label that does not count.
+
+    Returns:
+        The loss, a scalar, which is 0 if every label is `ignored`.
+
+    Raises:
+        ValueError: If a label is out of range, or if the number of labels is not N.
+        TypeError: If the labels are not integers.
+    """
     check_range(name, labels, logits.shape[1], ignored=ignored)
     if labels.shape[0] != logits.shape[0]:
         raise ValueError(f"{name}: got {labels.shape[0]} labels, allowed: {logits.shape[0]}")

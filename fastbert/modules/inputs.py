@@ -1,4 +1,4 @@
-"""The model's door: checks of what the caller passed, and padding taken out once."""
+"""The input of a model: checks of the arguments, and removal of padding once per call."""
 
 from __future__ import annotations
 
@@ -14,15 +14,24 @@ from fastbert.modules.positions import rotation
 from fastbert.ops.arguments import check_cu_seqlens, longest, require_shape
 from fastbert.ops.varlen import any_outside, sequence_positions, unpad_indices
 
-# An additive mask at or below this hides a key: it covers -1e4, finfo.min of every dtype, and -inf.
+# An additive mask of at most this value hides a key. The limit covers -1e4, ``finfo.min`` of every
+# dtype, and -inf.
 HIDDEN = -1e4
-# Rotary positions have no table that ends.
+# Rotary embeddings are computed, so they set no maximum sequence length.
 LAST_POSITION = 2**31 - 1
 
 
 class EncoderInput(NamedTuple):
-    """The tokens of a batch without padding. Either ``ids`` int (T,) or ``embeds`` (T, H) is set;
-    ``token_types`` and ``positions`` int64 (T,)."""
+    """The tokens of a batch without padding.
+
+    Attributes:
+        ids: Token ids, int64 or int32 of shape ``(T,)``, or None.
+        embeds: Word embeddings of shape ``(T, H)``, or None. Either `ids` or `embeds` is given. H
+            is the width of the embedding tables.
+        token_types: Token types, int64 or int32 of shape ``(T,)``.
+        positions: Positions, int64 or int32 of shape ``(T,)``.
+        layout: Division of the rows into sequences.
+    """
 
     ids: Tensor | None
     embeds: Tensor | None
@@ -41,10 +50,27 @@ def enter(
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
 ) -> EncoderInput:
-    """Checks the arguments of ``BertModel.forward`` and lays the tokens out as rows.
+    """Check the arguments of ``BertModel.forward`` and lay the tokens out as rows.
 
-    Raises ValueError or TypeError naming the argument, what was got and what is allowed. The values
-    inside a tensor are looked at on the CPU only: on a GPU each look would be a synchronisation.
+    Args:
+        config: The configuration.
+        input_ids: As in ``BertModel.forward``.
+        attention_mask: As in ``BertModel.forward``.
+        token_type_ids: As in ``BertModel.forward``.
+        position_ids: As in ``BertModel.forward``. If the architecture has a first position, the
+            default counts from that position and does not count padding (RoBERTa).
+        inputs_embeds: As in ``BertModel.forward``.
+        cu_seqlens: As in ``BertModel.encode``.
+        max_seqlen: As in ``BertModel.encode``.
+
+    Returns:
+        The tokens without padding.
+
+    Raises:
+        ValueError: If a shape or a value is not allowed. The message names the argument, its value
+            and what is allowed. Values in a tensor are checked on the CPU only, because a check on
+            a GPU would synchronise.
+        TypeError: If a dtype is not allowed.
     """
     given = _tokens(config, input_ids, inputs_embeds, packed=cu_seqlens is not None)
     if cu_seqlens is not None:
@@ -85,10 +111,20 @@ def enter(
 
 
 def check_range(name: str, index: Tensor, size: int, ignored: int | None = None) -> None:
-    """Raises TypeError unless ``index`` is int64 or int32, ValueError unless it lies in [0, size).
+    """Check the dtype and the values of an index.
 
-    Elements equal to ``ignored`` pass. Values on another device than the CPU are not looked at, nor
-    are they while torch.compile traces.
+    Values on another device than the CPU are not checked, and neither are values while
+    ``torch.compile`` traces.
+
+    Args:
+        name: Name of the argument `index`, for messages.
+        index: The index.
+        size: Upper bound of the elements, exclusive.
+        ignored: Value outside the range that is allowed too, or None.
+
+    Raises:
+        TypeError: If `index` is not int64 or int32.
+        ValueError: If an element is not in ``[0, size)`` and is not `ignored`.
     """
     if index.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"{name}: got {index.dtype}, allowed: int64, int32")
@@ -105,7 +141,7 @@ def check_range(name: str, index: Tensor, size: int, ignored: int | None = None)
 def _tokens(
     config: BertConfig, input_ids: Tensor | None, inputs_embeds: Tensor | None, packed: bool
 ) -> Tensor:
-    """The one of the two that was given, checked."""
+    """Return `input_ids` or `inputs_embeds`, whichever was given, after checks."""
     if (input_ids is None) == (inputs_embeds is None):
         got = "neither" if input_ids is None else "both"
         raise ValueError(f"input_ids, inputs_embeds: got {got}, allowed: exactly one of them")
@@ -128,7 +164,10 @@ def _tokens(
 
 
 def _index(name: str, index: Tensor | None, shape: tuple[int, ...], size: int) -> Tensor | None:
-    """``index`` checked; in a padded batch one row may serve all sequences, as in transformers."""
+    """Check an index and return it.
+
+    In a padded batch, one row of shape ``(1, L)`` may stand for all sequences, as in transformers.
+    """
     if index is None:
         return None
     if len(shape) != 2 or tuple(index.shape) != (1, shape[1]):
@@ -138,6 +177,7 @@ def _index(name: str, index: Tensor | None, shape: tuple[int, ...], size: int) -
 
 
 def _default_types(layout: BatchLayout, given: Tensor) -> Tensor:
+    """Return token types of 0, int64 of shape ``(T,)``."""
     rows = given.shape[0] if layout.packed else None
     if rows is None:
         rows = layout.batch * layout.length if layout.indices is None else layout.indices.shape[0]
@@ -145,7 +185,10 @@ def _default_types(layout: BatchLayout, given: Tensor) -> Tensor:
 
 
 def _default_positions(layout: BatchLayout, given: Tensor) -> Tensor:
-    """0, 1, … counted in the padded row, as in transformers, or in the sequence when packed."""
+    """Return positions counted from 0 in the padded row, or in the sequence if packed.
+
+    The padded row counts as in transformers.
+    """
     if layout.packed:
         assert layout.cu_seqlens is not None
         return sequence_positions(layout.cu_seqlens, given.shape[0])[1]
@@ -156,8 +199,10 @@ def _default_positions(layout: BatchLayout, given: Tensor) -> Tensor:
 
 
 def _counted_positions(layout: BatchLayout, given: Tensor, first: int) -> Tensor:
-    """first, first + 1, … over the tokens that are no padding, whose id is first - 1 (RoBERTa);
-    over all of a row when there are no ids."""
+    """Return positions counted from `first` over the tokens that are not padding (RoBERTa).
+
+    The id of padding is ``first - 1``. Without ids, all tokens of a row are counted.
+    """
     if layout.packed or given.dim() == 3:
         return _default_positions(layout, given) + first
     exists = (given != first - 1).long()
@@ -165,11 +210,12 @@ def _counted_positions(layout: BatchLayout, given: Tensor, first: int) -> Tensor
 
 
 def _check_length(name: str, config: BertConfig, layout: BatchLayout) -> None:
-    """Raises ValueError for a sequence that the table of positions does not reach."""
+    """Raise ValueError if a sequence is longer than the table of positions."""
     first = config.architecture.first_position
     counted = first is not None and layout.cu_seqlens is not None
     if counted and torch.compiler.is_compiling():
-        return  # how many tokens the mask leaves is data
+        # The number of tokens that the mask keeps is data, so a graph cannot check it.
+        return
     length = layout.max_seqlen if counted else layout.length
     if length > config.max_length:
         less = "" if first is None else f" - {first}"
@@ -180,7 +226,7 @@ def _check_length(name: str, config: BertConfig, layout: BatchLayout) -> None:
 
 
 def _with_places(layout: BatchLayout) -> BatchLayout:
-    """``layout`` with ``places`` where a sequence's tokens did not stand side by side."""
+    """Add the places of tokens to a layout if the tokens of a sequence are not adjacent."""
     if layout.indices is None or layout.cu_seqlens is None:
         return layout
     sequence, position = sequence_positions(layout.cu_seqlens, layout.indices.shape[0])
@@ -194,6 +240,7 @@ def _with_places(layout: BatchLayout) -> BatchLayout:
 def _packed_layout(
     given: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor, max_seqlen: int | None
 ) -> BatchLayout:
+    """Return the layout of packed input."""
     if attention_mask is not None:
         shape = tuple(attention_mask.shape)
         raise ValueError(f"attention_mask: got shape {shape} with cu_seqlens, allowed: None")
@@ -208,13 +255,14 @@ def _packed_layout(
 
 
 def _padded_layout(given: Tensor, attention_mask: Tensor | None, config: BertConfig) -> BatchLayout:
+    """Return the layout of padded input."""
     batch, length = given.shape[:2]
     if attention_mask is None:
         return BatchLayout(batch, length)
     choices = config.architecture
     if attention_mask.dim() == 2:
         if torch.compiler.is_compiling() and (choices.distance_buckets or choices.windows):
-            # A graph cannot depend on whether the tokens of a row stand side by side.
+            # A graph cannot depend on whether the tokens of a row are adjacent.
             require_shape("attention_mask", attention_mask, (batch, length))
             exists = attention_mask.bool()
             return BatchLayout(batch, length, mask=exists[:, None, None], tokens=exists)
@@ -223,7 +271,10 @@ def _padded_layout(given: Tensor, attention_mask: Tensor | None, config: BertCon
 
 
 def _unpadded_layout(given: Tensor, attention_mask: Tensor) -> BatchLayout:
-    """The layout of a (B, L) mask, bool or 0/1, nonzero = a token that exists."""
+    """Return the layout of a mask ``(B, L)``, bool or 0 and 1.
+
+    A nonzero value means that the token exists.
+    """
     batch, length = given.shape[:2]
     require_shape("attention_mask", attention_mask, (batch, length))
     if attention_mask.device.type == "cpu" and not torch.compiler.is_compiling():
@@ -245,10 +296,11 @@ def _unpadded_layout(given: Tensor, attention_mask: Tensor) -> BatchLayout:
 
 
 def _masked_layout(batch: int, length: int, attention_mask: Tensor) -> BatchLayout:
-    """The layout of a (B, L, L) or (B, heads, L, L) mask: nothing is unpadded, attention gets the
-    mask.
+    """Return the layout of a mask ``(B, L, L)`` or ``(B, heads, L, L)``.
 
-    bool or integer 0/1: true = attend. Floating: added to the scores, where -1e4 or less hides.
+    Nothing is unpadded, and attention gets the mask. A mask is bool or integers 0 and 1, and a
+    query attends a key where the mask is true. A floating mask is added to the scores, and -1e4 or
+    less hides a key.
     """
     mask = attention_mask.unsqueeze(1) if attention_mask.dim() == 3 else attention_mask
     sizes = ((1, batch), None, (1, length), (1, length))

@@ -1,4 +1,4 @@
-"""Linear layers that share their input, as one product."""
+"""Linear layers that share their input, computed as one product."""
 
 from __future__ import annotations
 
@@ -13,28 +13,46 @@ from fastbert.modules.operation import OperationModule
 from fastbert.modules.plain import Joined, deviation
 from fastbert.ops import backend as backends
 
-# As many rows as any product has.
+# No product has more rows than this number.
 WHOLE = 2**62
 
 
 class JoinedLinear(Joined, OperationModule):
-    """The outputs of ``parts``, side by side, by one ``fastbert.ops.linear``: query, key and value
-    of a model that keeps three layers. A part that was replaced or has hooks is called, and then
-    each of the others too.
+    """One linear layer for several layers that share their input.
 
-    ``weight`` and ``bias`` are the weights and biases of ``parts``, one below the other. Where a
-    gradient is wanted they are joined in every call. Otherwise, on the CPU, a joined copy is kept
-    until the fingerprint of a part changes (``csrc/cpu/gemm/fingerprint.h``).
+    An example is the query, key and value of a model that stores three layers.
+
+    One call of ``fastbert.ops.linear`` computes the outputs of `parts` side by side. If one part
+    was replaced or has hooks, every part is called.
+
+    ``weight`` and ``bias`` are the weights and biases of `parts`, concatenated along the outputs.
+    If a gradient is wanted, they are joined in every call. Otherwise, on the CPU with the
+    extension, a joined copy is kept until the fingerprint of a part changes
+    (``csrc/cpu/gemm/fingerprint.h``).
+
+    Args:
+        parts: The linear layers.
+        backend: Backend of the product; None lets the operation choose.
     """
 
     operation = "linear"
 
     def __init__(self, parts: Sequence[nn.Module], backend: str | None = None) -> None:
+        """Keep the parts."""
         OperationModule.__init__(self, backend)
         self.parts = nn.ModuleList(parts)
         self._kept: _Kept | None = None
 
     def forward(self, x: Tensor, return_residual: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+        """Compute the outputs of all parts.
+
+        Args:
+            x: Input of shape ``(..., K)``.
+            return_residual: Whether `x` is returned too, as in ``Linear``.
+
+        Returns:
+            Tensor of shape ``(..., N)``, and `x` with `return_residual`.
+        """
         if deviation(self, nn.Linear) is not None:
             y = torch.cat([part(x) for part in self.parts], -1)
             return (y, x) if return_residual else y
@@ -43,24 +61,27 @@ class JoinedLinear(Joined, OperationModule):
 
     @property
     def weight(self) -> Tensor:
+        """Joined weight of shape ``(N, K)``."""
         return self.parameters_now()[0]
 
     @property
     def bias(self) -> Tensor | None:
+        """Joined bias of shape ``(N,)``; None if no part has a bias."""
         if all(part.bias is None for part in self.parts):
-            return None  # without joining the weights for it
+            # The weights need not be joined for this answer.
+            return None
         return self.parameters_now()[1]
 
     def parameters_now(self, rows: int = WHOLE) -> tuple[Tensor, Tensor | None]:
-        """The joined weight and bias.
+        """Return the joined weight and bias.
 
         Args:
-            rows: Rows of the product that they are for; the fewer, the less of each part is read to
-                see whether a kept copy is still true. All of it by default.
+            rows: Number of rows of the product. A product with fewer rows reads less of each part
+                to see whether a kept copy is still valid. The default reads the whole of each part.
 
         Returns:
-            The weight, of shape ``(N, K)``, and the bias, of shape ``(N,)``, or None where no part
-            has a bias. A part without a bias beside parts with one has zeros.
+            The weight, of shape ``(N, K)``, and the bias, of shape ``(N,)``, or None if no part has
+            a bias. If only some parts have a bias, the others have zeros.
         """
         weights = [part.weight for part in self.parts]
         biases = [part.bias for part in self.parts]
@@ -81,13 +102,18 @@ class JoinedLinear(Joined, OperationModule):
         return kept.weight, kept.bias
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the kept copy, which a deep copy or a pickle makes for itself."""
+        """Return the state without the kept copy.
+
+        A deep copy or an unpickled module makes its own joined copy.
+        """
         return self.__dict__ | {"_kept": None}
 
 
 class _Kept(NamedTuple):
-    """A joined copy, the fingerprint of what it was made of, and those storages, so that no other
-    tensor gets their addresses."""
+    """A joined copy of the parameters, with the fingerprint of their sources.
+
+    The storages of the sources are kept, so that no other tensor gets their addresses.
+    """
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -96,13 +122,18 @@ class _Kept(NamedTuple):
 
     @classmethod
     def of(cls, weights: list[Tensor], biases: list[Tensor]) -> _Kept:
-        # A copy of inference tensors could not be saved for a backward pass.
+        """Join `weights` and `biases`."""
+        # A backward pass cannot save an inference tensor, so inference mode is off here.
         with torch.inference_mode(False), torch.no_grad():
-            # First the fingerprint: a write between the two is found in the next call.
+            # The fingerprint comes first, so that the next call finds a write between the two.
             fingerprint = torch.ops.fastbert_C.fingerprint(weights + biases)
             weight, *bias = (nn.Parameter(torch.cat(t), False) for t in (weights, biases) if t)
         storages = [t.untyped_storage() for t in weights + biases]
         return cls(weight, bias[0] if bias else None, fingerprint, storages)
 
     def holds(self, tensors: list[Tensor], rows: int) -> bool:
+        """Return whether `tensors` match the fingerprint.
+
+        A product with few `rows` reads a part of each weight only.
+        """
         return torch.ops.fastbert_C.has_fingerprint(tensors, self.fingerprint, rows)

@@ -14,9 +14,16 @@ from fastbert.modules.feed_forward import BertIntermediate, BertOutput
 
 
 class BertLayer(nn.Module):
-    """Attention and feed-forward, each with its residual and layer norm: (T, H) → (T, H)."""
+    """A layer: attention and feed-forward, each with its residual and layer norm.
+
+    Args:
+        config: The configuration.
+        backend: Backend of every operation; None lets each operation choose.
+        number: Number of the layer, from 0.
+    """
 
     def __init__(self, config: BertConfig, backend: str | None = None, number: int = 0) -> None:
+        """Create both parts."""
         super().__init__()
         self.attention = BertAttention(config, backend, number)
         self.intermediate = BertIntermediate(config)
@@ -29,18 +36,36 @@ class BertLayer(nn.Module):
         output_attentions: bool = False,
         seeds: LayerSeeds = NO_SEEDS,
     ) -> tuple[Tensor, Tensor | None]:
+        """Run the layer.
+
+        Args:
+            hidden: Rows of shape ``(T, H)``.
+            layout: Division of the rows into sequences.
+            output_attentions: Whether the attention weights are returned.
+            seeds: Dropout seeds of the layer.
+
+        Returns:
+            Rows of shape ``(T, H)``; the attention weights in the caller's layout, or None.
+        """
         hidden, weights = self.attention(hidden, layout, output_attentions, seeds)
         return self.output(hidden, self.intermediate, seeds.output), weights
 
 
 class PreNormLayer(BertLayer):
-    """hidden + attention(LN(hidden)), then the same with the feed-forward (Xiong et al. 2020).
+    """A layer with layer norms before attention and feed-forward (Xiong et al. 2020).
 
-    Each block keeps the norm before it where BERT has the norm behind it; the first layer has none
-    before attention, for the embeddings end in one.
+    The layer computes ``hidden + attention(LN(hidden))``, and then the same with the feed-forward.
+    Each norm is stored under the name of the norm after the block in BERT. The first layer has no
+    norm before attention, because the embeddings end in a layer norm.
+
+    Args:
+        config: The configuration.
+        backend: Backend of every operation; None lets each operation choose.
+        number: Number of the layer, from 0.
     """
 
     def __init__(self, config: BertConfig, backend: str | None = None, number: int = 0) -> None:
+        """Create both parts and move the dropout of attention out of its layer norm."""
         super().__init__(config, backend, number)
         self.dropout_p = self.attention.output.LayerNorm.dropout_p
         self.attention.output.LayerNorm.dropout_p = 0.0
@@ -54,6 +79,7 @@ class PreNormLayer(BertLayer):
         output_attentions: bool = False,
         seeds: LayerSeeds = NO_SEEDS,
     ) -> tuple[Tensor, Tensor | None]:
+        """Run the layer; see `BertLayer.forward`."""
         block = self.attention
         attended, _, weights = block.self(
             block.output.LayerNorm(hidden), layout, output_attentions, seeds.attention
@@ -63,6 +89,7 @@ class PreNormLayer(BertLayer):
         return hidden + self._feed_forward(self.output.LayerNorm(hidden)), weights
 
     def _feed_forward(self, hidden: Tensor) -> Tensor:
+        """Compute the feed-forward of normalised rows ``(T, H)``."""
         output, first = self.output, self.intermediate.dense
         if output.called(self.intermediate):
             return output.call(hidden, self.intermediate)

@@ -13,9 +13,16 @@ from fastbert.modules.operation import OperationModule
 
 
 class LayerNorm(OperationModule):
-    """LN(residual + dropout(x + x_bias)); see ``fastbert.ops.layer_norm``.
+    """The layer norm ``LN(residual + dropout(x + x_bias))`` of ``fastbert.ops.layer_norm``.
 
-    Loads checkpoints that name its parameters ``gamma`` and ``beta``, as the first BERTs did.
+    Checkpoints may name the parameters ``gamma`` and ``beta``, as the first BERT models did.
+
+    Args:
+        size: Size N of the last dimension.
+        eps: Term that is added to the variance.
+        dropout_p: Probability with which an element of ``x + x_bias`` is dropped in training.
+        backend: Backend of the operation; None lets the operation choose.
+        bias: Whether the layer norm has a bias.
     """
 
     operation = "layer_norm"
@@ -28,6 +35,7 @@ class LayerNorm(OperationModule):
         backend: str | None = None,
         bias: bool = True,
     ) -> None:
+        """Create the parameters."""
         super().__init__(backend)
         self.eps = eps
         self.dropout_p = dropout_p
@@ -43,6 +51,17 @@ class LayerNorm(OperationModule):
         x_bias: Tensor | None = None,
         dropout_seed: Tensor | None = None,
     ) -> Tensor:
+        """Normalise the sum.
+
+        Args:
+            x: Input of shape ``(..., N)``.
+            residual: Tensor of the shape of `x` that is added before the norm, or None.
+            x_bias: Bias of shape ``(N,)`` that is added to `x`, or None.
+            dropout_seed: Seed of the dropout, int64 of shape ``(1,)``; None draws a seed.
+
+        Returns:
+            Tensor of shape ``(..., N)``.
+        """
         return ops.layer_norm(
             x,
             self.weight,
@@ -56,10 +75,12 @@ class LayerNorm(OperationModule):
         )
 
     def extra_repr(self) -> str:
+        """Return the settings for ``repr``."""
         return f"{self.weight.shape[0]}, eps={self.eps}, dropout_p={self.dropout_p}"
 
 
 def _modernise(module: nn.Module, state: dict[str, Tensor], prefix: str, *_: Any) -> None:
+    """Rename ``gamma`` and ``beta`` in a state dict; this is a load hook."""
     for name in [name for name in state if name.startswith(prefix)]:
         if modernise(name) != name:
             state[modernise(name)] = state.pop(name)

@@ -1,4 +1,4 @@
-"""A linear layer whose gradient launches GEMMs and our sums only."""
+"""A linear layer with a gradient that launches only matrix products and the sums of fastbert."""
 
 from __future__ import annotations
 
@@ -9,17 +9,35 @@ from fastbert.modules.operation import OperationModule
 
 
 class Linear(nn.Linear, OperationModule):
-    """``torch.nn.Linear`` by ``fastbert.ops.linear``."""
+    """The layer ``torch.nn.Linear``, computed by ``fastbert.ops.linear``.
+
+    Args:
+        inputs: Size K of the input.
+        outputs: Size N of the output.
+        backend: Backend of the operation; None lets the operation choose.
+        bias: Whether the layer has a bias.
+    """
 
     operation = "linear"
 
     def __init__(
         self, inputs: int, outputs: int, backend: str | None = None, bias: bool = True
     ) -> None:
+        """Create the parameters."""
         nn.Linear.__init__(self, inputs, outputs, bias=bias)
         self.set_backend(backend)
 
     def forward(self, x: Tensor, return_residual: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+        """Compute ``x Wᵀ + b``.
+
+        Args:
+            x: Input of shape ``(..., K)``.
+            return_residual: Whether `x` is returned too, for a residual connection around the
+                layer; see ``ops.linear``.
+
+        Returns:
+            Tensor of shape ``(..., N)``, and `x` with `return_residual`.
+        """
         return ops.linear(
             x, self.weight, self.bias, return_residual=return_residual, backend=self.backend
         )

@@ -1,4 +1,4 @@
-"""The likeliest tokens at the masks of a text, from the scores of a masked-LM head."""
+"""The likeliest tokens at the masks of a text, from the logits of a masked-LM head."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ def fill_masks(
     token: Callable[[int], str | None],
     sentence: Callable[[list[int], int], str],
 ) -> list[dict[str, Any]]:
-    """Return the ``top_k`` likeliest tokens for each mask.
+    """Return the likeliest tokens for each mask.
 
     Args:
-        logits: Scores of shape ``(M, V)`` at the masks.
-        ids: The ids of the text, the masks among them.
-        positions: The M places of the masks in ``ids``.
-        top_k: Tokens for each mask; at most V are returned.
-        token: The text of a token by its id.
-        sentence: The text of ``ids`` with one mask filled, which is at the given place.
+        logits: Logits of shape ``(M, V)`` at the masks.
+        ids: Token ids of the text, including the masks.
+        positions: The M places of the masks in `ids`.
+        top_k: Number of tokens for each mask; at most V are returned.
+        token: Function from an id to the text of its token.
+        sentence: Function from ids with one mask filled, and the place of that mask, to text.
 
     Returns:
-        For each mask its ``position`` and its ``candidates``, the likeliest first. A candidate has
-        ``token``, ``id``, ``probability`` and ``sentence``, in which the other masks stay.
+        One dictionary for each mask, with its ``position`` and its ``candidates``. The likeliest
+        candidate is first. A candidate has ``token``, ``id``, ``probability`` and ``sentence``; the
+        other masks stay in its sentence.
     """
     top = logits.float().softmax(-1).topk(min(top_k, logits.shape[-1]), dim=-1)
     found = []

@@ -1,9 +1,8 @@
-"""BERT with a head: pre-training, masked LM, next sentence, classification, tokens, answers,
-choices.
+"""BERT with a head: one model for each pre-training and fine-tuning task.
 
-Arguments, outputs, losses and state-dict names are those of transformers' classes of the same
-names. Where padding is concerned they differ on purpose: nothing is computed at padded positions,
-so logits are 0 there and labels there do not count.
+Arguments, outputs, losses and state-dict names match the transformers classes with the same names.
+Padding is different on purpose. Nothing is computed at padded positions, so logits are 0 and labels
+do not count there.
 """
 
 from __future__ import annotations
@@ -39,18 +38,30 @@ from fastbert.modules.outputs import (
 from fastbert.modules.pretrained import BertPreTrainedModel
 from fastbert.ops.arguments import require_shape
 
-Result = Any  # the output class of the model, or its tuple
+# The output object of a model, or its tuple.
+Result = Any
 
 
 class _TaskModel(BertPreTrainedModel):
-    """An encoder named ``bert`` and a head. The ``options`` of every ``forward`` are the keywords
-    of ``BertModel.encode``."""
+    """The base of an encoder named ``bert`` with a head.
+
+    The `options` of every `forward` are the keyword arguments of ``BertModel.encode``.
+
+    Args:
+        config: The configuration, whose ``model_type`` is ``"bert"``.
+        backend: As in ``BertModel``.
+        pooling: Whether the encoder has a pooler.
+
+    Raises:
+        ValueError: If ``config.model_type`` is not ``"bert"``, or if `backend` is unknown.
+    """
 
     body_prefix = "bert."
 
     def __init__(
         self, config: BertConfig, *, backend: str | None = None, pooling: bool = True
     ) -> None:
+        """Create the encoder."""
         if config.model_type != "bert":
             raise ValueError(
                 f"model_type: got {config.model_type!r}, allowed: bert; of another family "
@@ -65,11 +76,12 @@ class _TaskModel(BertPreTrainedModel):
 
 
 class _MaskedLM(_TaskModel):
-    """What the two models with a vocabulary projection share."""
+    """The base of the two models with a projection to the vocabulary."""
 
     cls: OnlyMLMHead
 
     def tied(self) -> dict[str, str]:
+        """Return the tied parameters of the decoder; see ``BertPreTrainedModel.tied``."""
         if not self.config.tie_word_embeddings:
             return {}
         return {
@@ -78,13 +90,16 @@ class _MaskedLM(_TaskModel):
         }
 
     def get_output_embeddings(self) -> nn.Linear:
+        """Return the projection to the vocabulary."""
         return self.cls.predictions.decoder
 
     def _predict(
         self, encoded: Encoded, labels: Tensor | None, output_logits: bool | None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """The loss over labelled tokens and the logits in the caller's layout, each None when not
-        wanted."""
+        """Compute the loss over labelled tokens and the logits in the caller's layout.
+
+        The loss is None without labels. The logits are None if they are not wanted.
+        """
         if output_logits is None:
             output_logits = labels is None or not self.training
         head: LMPredictionHead = self.cls.predictions
@@ -94,9 +109,30 @@ class _MaskedLM(_TaskModel):
 
 
 class BertForPreTraining(_MaskedLM):
-    """Masked LM and next sentence prediction (Devlin et al. 2019, section 3.1)."""
+    """Masked LM and next sentence prediction (Devlin et al. 2019, section 3.1).
+
+    Args:
+        config: The configuration, whose ``model_type`` is ``"bert"``.
+        backend: As in `BertModel`.
+
+    Raises:
+        ValueError: If ``config.model_type`` is not ``"bert"``, or if `backend` is unknown.
+
+    Example:
+        >>> import torch
+        >>> from fastbert import BertConfig, BertForPreTraining
+        >>> model = BertForPreTraining(BertConfig.preset("tiny", vocab_size=8192)).eval()
+        >>> ids = torch.tensor([[2, 7, 3, 8, 3]])
+        >>> labels = torch.tensor([[-100, 9, -100, -100, -100]])
+        >>> output = model(ids, labels=labels, next_sentence_label=torch.tensor([0]))
+        >>> output.prediction_logits.shape, output.seq_relationship_logits.shape
+        (torch.Size([1, 5, 8192]), torch.Size([1, 2]))
+        >>> bool(output.loss == output.mlm_loss + output.nsp_loss)
+        True
+    """
 
     def __init__(self, config: BertConfig, *, backend: str | None = None) -> None:
+        """Create the modules and initialise their parameters."""
         super().__init__(config, backend=backend)
         self.cls = PreTrainingHeads(config, backend)
         self.initialise(self.cls)
@@ -116,12 +152,31 @@ class BertForPreTraining(_MaskedLM):
         return_dict: bool | None = None,
         **options: Any,
     ) -> Result:
-        """labels (B, L), or (T,) for packed input, in [0, V) or -100; next_sentence_label (B,): 0 =
-        follows.
+        """Compute the logits of both tasks and the losses of the given labels.
 
-        ``loss`` = ``mlm_loss`` + ``nsp_loss`` when both labels are given. ``prediction_logits`` (B,
-        L, V) are computed when there are no labels or the model is in eval mode; ``output_logits``
-        overrides. The masked-LM loss of a batch without any labelled token is 0.
+        Args:
+            input_ids: As in `BertModel.forward`.
+            attention_mask: As in `BertModel.forward`.
+            token_type_ids: As in `BertModel.forward`.
+            position_ids: As in `BertModel.forward`.
+            inputs_embeds: As in `BertModel.forward`.
+            labels: Token ids to predict, int64 or int32 of shape ``(B, L)``, in ``[0, V)``; -100 at
+                tokens that do not count. The shape is ``(T,)`` for packed input.
+            next_sentence_label: Integers of shape ``(B,)``; 0 if the second sentence follows the
+                first, and 1 otherwise.
+            output_logits: Whether ``prediction_logits`` are computed. None computes them without
+                labels or in eval mode.
+            return_dict: As in `BertModel.forward`.
+            **options: Keyword arguments of `BertModel.encode`.
+
+        Returns:
+            ``prediction_logits`` of shape ``(B, L, V)`` and ``seq_relationship_logits`` of shape
+            ``(B, 2)``. ``loss`` is ``mlm_loss + nsp_loss`` if both labels are given, and None
+            otherwise. ``mlm_loss`` is 0 if no token has a label.
+
+        Raises:
+            ValueError: As in `BertModel.forward`, or if a label is out of range.
+            TypeError: As in `BertModel.forward`, or if labels are not integers.
         """
         encoded = self.bert.encode(
             input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, **options
@@ -139,9 +194,28 @@ class BertForPreTraining(_MaskedLM):
 
 
 class BertForMaskedLM(_MaskedLM):
-    """Masked LM alone; no pooler."""
+    """Masked LM without next sentence prediction and without a pooler.
+
+    Args:
+        config: The configuration, whose ``model_type`` is ``"bert"``.
+        backend: As in `BertModel`.
+
+    Raises:
+        ValueError: If ``config.model_type`` is not ``"bert"``, or if `backend` is unknown.
+
+    Example:
+        >>> import torch
+        >>> from fastbert import BertConfig, BertForMaskedLM
+        >>> model = BertForMaskedLM(BertConfig.preset("tiny", vocab_size=8192))
+        >>> ids = torch.tensor([[2, 7, 8, 3]])
+        >>> labels = torch.tensor([[-100, 9, -100, -100]])
+        >>> output = model(ids, labels=labels)  # A training step computes the loss alone.
+        >>> output.loss.shape, output.logits
+        (torch.Size([]), None)
+    """
 
     def __init__(self, config: BertConfig, *, backend: str | None = None) -> None:
+        """Create the modules and initialise their parameters."""
         super().__init__(config, backend=backend, pooling=False)
         self.cls = OnlyMLMHead(config, backend)
         self.initialise(self.cls)
@@ -160,7 +234,27 @@ class BertForMaskedLM(_MaskedLM):
         return_dict: bool | None = None,
         **options: Any,
     ) -> Result:
-        """labels, logits and ``output_logits`` as in ``BertForPreTraining``."""
+        """Compute the logits and the masked-LM loss.
+
+        Args:
+            input_ids: As in `BertModel.forward`.
+            attention_mask: As in `BertModel.forward`.
+            token_type_ids: As in `BertModel.forward`.
+            position_ids: As in `BertModel.forward`.
+            inputs_embeds: As in `BertModel.forward`.
+            labels: As in `BertForPreTraining.forward`.
+            output_logits: Whether the logits are computed, as in `BertForPreTraining.forward`.
+            return_dict: As in `BertModel.forward`.
+            **options: Keyword arguments of `BertModel.encode`.
+
+        Returns:
+            ``logits`` of shape ``(B, L, V)``, or ``(T, V)`` for packed input. ``loss`` is the mean
+            over labelled tokens, 0 if no token has a label, and None without labels.
+
+        Raises:
+            ValueError: As in `BertModel.forward`, or if a label is out of range.
+            TypeError: As in `BertModel.forward`, or if labels are not integers.
+        """
         encoded = self.bert.encode(
             input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, **options
         )
@@ -170,9 +264,28 @@ class BertForMaskedLM(_MaskedLM):
 
 
 class BertForNextSentencePrediction(_TaskModel):
-    """Does the second sentence follow the first? 0 = it does."""
+    """Next sentence prediction: class 0 means that the second sentence follows the first.
+
+    Args:
+        config: The configuration, whose ``model_type`` is ``"bert"``.
+        backend: As in `BertModel`.
+
+    Raises:
+        ValueError: If ``config.model_type`` is not ``"bert"``, or if `backend` is unknown.
+
+    Example:
+        >>> import torch
+        >>> from fastbert import BertConfig, BertForNextSentencePrediction
+        >>> config = BertConfig.preset("tiny", vocab_size=8192)
+        >>> model = BertForNextSentencePrediction(config).eval()
+        >>> ids = torch.tensor([[2, 7, 3, 8, 3]])
+        >>> token_types = torch.tensor([[0, 0, 0, 1, 1]])
+        >>> model(ids, token_type_ids=token_types).logits.shape
+        torch.Size([1, 2])
+    """
 
     def __init__(self, config: BertConfig, *, backend: str | None = None) -> None:
+        """Create the modules and initialise their parameters."""
         super().__init__(config, backend=backend)
         self.cls = OnlyNSPHead(config, backend)
         self.initialise(self.cls)
@@ -189,7 +302,25 @@ class BertForNextSentencePrediction(_TaskModel):
         return_dict: bool | None = None,
         **options: Any,
     ) -> Result:
-        """labels (B,) or (B, 1): 0 or 1."""
+        """Compute the logits and the cross entropy.
+
+        Args:
+            input_ids: As in `BertModel.forward`.
+            attention_mask: As in `BertModel.forward`.
+            token_type_ids: As in `BertModel.forward`.
+            position_ids: As in `BertModel.forward`.
+            inputs_embeds: As in `BertModel.forward`.
+            labels: Integers of shape ``(B,)`` or ``(B, 1)``: 0 or 1.
+            return_dict: As in `BertModel.forward`.
+            **options: Keyword arguments of `BertModel.encode`.
+
+        Returns:
+            ``logits`` of shape ``(B, 2)``; ``loss`` is None without labels.
+
+        Raises:
+            ValueError: As in `BertModel.forward`, or if a label is out of range.
+            TypeError: As in `BertModel.forward`, or if labels are not integers.
+        """
         encoded = self.bert.encode(
             input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, **options
         )
@@ -202,9 +333,28 @@ class BertForNextSentencePrediction(_TaskModel):
 
 
 class BertForSequenceClassification(_TaskModel):
-    """One or several labels, or numbers, for a whole sequence."""
+    """Classification of a sequence by one or several labels, or regression to numbers.
+
+    Args:
+        config: The configuration, whose ``model_type`` is ``"bert"``. ``num_labels`` is the number
+            of logits, and ``problem_type`` chooses the loss.
+        backend: As in `BertModel`.
+
+    Raises:
+        ValueError: If ``config.model_type`` is not ``"bert"``, or if `backend` is unknown.
+
+    Example:
+        >>> import torch
+        >>> from fastbert import BertConfig, BertForSequenceClassification
+        >>> config = BertConfig.preset("tiny", vocab_size=8192, num_labels=3)
+        >>> model = BertForSequenceClassification(config).eval()
+        >>> output = model(torch.tensor([[2, 7, 8, 3]]), labels=torch.tensor([1]))
+        >>> output.logits.shape, output.loss.shape
+        (torch.Size([1, 3]), torch.Size([]))
+    """
 
     def __init__(self, config: BertConfig, *, backend: str | None = None) -> None:
+        """Create the modules and initialise their parameters."""
         super().__init__(config, backend=backend)
         self.dropout = classifier_dropout(config)
         self.classifier = nn.Linear(config.hidden_size, config.num_labels)
@@ -222,10 +372,33 @@ class BertForSequenceClassification(_TaskModel):
         return_dict: bool | None = None,
         **options: Any,
     ) -> Result:
-        """labels by ``config.problem_type``: "regression" floating (B,) or (B, num_labels), squared
-        error; "single_label_classification" int (B,), cross entropy; "multi_label_classification"
-        floating (B, num_labels), binary cross entropy. Without one, num_labels = 1 is regression,
-        integer labels are single, floating ones multi."""
+        """Compute the logits and the loss that ``config.problem_type`` names.
+
+        Args:
+            input_ids: As in `BertModel.forward`.
+            attention_mask: As in `BertModel.forward`.
+            token_type_ids: As in `BertModel.forward`.
+            position_ids: As in `BertModel.forward`.
+            inputs_embeds: As in `BertModel.forward`.
+            labels: Labels whose form depends on ``config.problem_type``. ``"regression"`` takes
+                floating numbers of shape ``(B,)`` or ``(B, num_labels)`` and computes the squared
+                error. ``"single_label_classification"`` takes integers of shape ``(B,)`` and
+                computes the cross entropy. ``"multi_label_classification"`` takes floating numbers
+                of shape ``(B, num_labels)`` and computes the binary cross entropy. If the problem
+                type is None, one label means regression; otherwise integers mean a single label and
+                floating numbers mean multiple labels.
+            return_dict: As in `BertModel.forward`.
+            **options: Keyword arguments of `BertModel.encode`.
+
+        Returns:
+            ``logits`` of shape ``(B, num_labels)``; ``loss`` is None without labels.
+
+        Raises:
+            ValueError: As in `BertModel.forward`, or if a label is out of range or the labels have
+                the wrong shape.
+            TypeError: As in `BertModel.forward`, or if labels of a single-label problem are not
+                integers.
+        """
         encoded = self.bert.encode(
             input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, **options
         )
@@ -250,9 +423,28 @@ class BertForSequenceClassification(_TaskModel):
 
 
 class BertForTokenClassification(_TaskModel):
-    """A label for every token; no pooler."""
+    """Classification of every token, without a pooler.
+
+    Args:
+        config: The configuration, whose ``model_type`` is ``"bert"``. ``num_labels`` is the number
+            of classes.
+        backend: As in `BertModel`.
+
+    Raises:
+        ValueError: If ``config.model_type`` is not ``"bert"``, or if `backend` is unknown.
+
+    Example:
+        >>> import torch
+        >>> from fastbert import BertConfig, BertForTokenClassification
+        >>> config = BertConfig.preset("tiny", vocab_size=8192, num_labels=5)
+        >>> model = BertForTokenClassification(config).eval()
+        >>> ids = torch.tensor([[2, 7, 8, 3]])
+        >>> model(ids, labels=torch.tensor([[-100, 4, 0, -100]])).logits.shape
+        torch.Size([1, 4, 5])
+    """
 
     def __init__(self, config: BertConfig, *, backend: str | None = None) -> None:
+        """Create the modules and initialise their parameters."""
         super().__init__(config, backend=backend, pooling=False)
         self.dropout = classifier_dropout(config)
         self.classifier = nn.Linear(config.hidden_size, config.num_labels)
@@ -270,7 +462,27 @@ class BertForTokenClassification(_TaskModel):
         return_dict: bool | None = None,
         **options: Any,
     ) -> Result:
-        """labels (B, L), or (T,) for packed input, in [0, num_labels) or -100."""
+        """Compute the logits of every token and the cross entropy.
+
+        Args:
+            input_ids: As in `BertModel.forward`.
+            attention_mask: As in `BertModel.forward`.
+            token_type_ids: As in `BertModel.forward`.
+            position_ids: As in `BertModel.forward`.
+            inputs_embeds: As in `BertModel.forward`.
+            labels: Integers of shape ``(B, L)`` in ``[0, num_labels)``; -100 at tokens that do not
+                count. The shape is ``(T,)`` for packed input.
+            return_dict: As in `BertModel.forward`.
+            **options: Keyword arguments of `BertModel.encode`.
+
+        Returns:
+            ``logits`` of shape ``(B, L, num_labels)``, or ``(T, num_labels)`` for packed input.
+            ``loss`` is None without labels.
+
+        Raises:
+            ValueError: As in `BertModel.forward`, or if a label is out of range.
+            TypeError: As in `BertModel.forward`, or if labels are not integers.
+        """
         encoded = self.bert.encode(
             input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, **options
         )
@@ -286,13 +498,34 @@ class BertForTokenClassification(_TaskModel):
 
 
 class BertForQuestionAnswering(_TaskModel):
-    """Where the answer starts and ends; no pooler.
+    """Prediction of the first and the last token of an answer, without a pooler.
 
-    Logits of padding are the dtype's lowest number, not 0: an answer never starts there, and the
-    softmax over the sequence does not depend on how far it was padded.
+    Logits of padding are the lowest number of the dtype instead of 0. An answer therefore never
+    starts or ends at padding, and the softmax over a sequence does not depend on the amount of
+    padding.
+
+    Args:
+        config: The configuration, whose ``model_type`` is ``"bert"`` and whose ``num_labels`` is 2.
+        backend: As in `BertModel`.
+
+    Raises:
+        ValueError: If ``config.model_type`` is not ``"bert"``, if ``config.num_labels`` is not 2,
+            or if `backend` is unknown.
+
+    Example:
+        >>> import torch
+        >>> from fastbert import BertConfig, BertForQuestionAnswering
+        >>> config = BertConfig.preset("tiny", vocab_size=8192)
+        >>> model = BertForQuestionAnswering(config).eval()
+        >>> ids = torch.tensor([[2, 7, 3, 8, 9, 3]])
+        >>> start, end = torch.tensor([3]), torch.tensor([4])
+        >>> output = model(ids, start_positions=start, end_positions=end)
+        >>> output.start_logits.shape, output.loss.shape
+        (torch.Size([1, 6]), torch.Size([]))
     """
 
     def __init__(self, config: BertConfig, *, backend: str | None = None) -> None:
+        """Create the modules and initialise their parameters."""
         if config.num_labels != 2:
             raise ValueError(f"num_labels: got {config.num_labels}, allowed: 2 (start and end)")
         super().__init__(config, backend=backend, pooling=False)
@@ -312,9 +545,28 @@ class BertForQuestionAnswering(_TaskModel):
         return_dict: bool | None = None,
         **options: Any,
     ) -> Result:
-        """start_positions, end_positions int (B,) or (B, 1): token positions; those at L or beyond
-        do not count. The loss is the mean of both cross entropies. Logits (B, L), for packed input
-        (B, max_seqlen)."""
+        """Compute the logits of start and end, and the mean of both cross entropies.
+
+        Args:
+            input_ids: As in `BertModel.forward`.
+            attention_mask: As in `BertModel.forward`.
+            token_type_ids: As in `BertModel.forward`.
+            position_ids: As in `BertModel.forward`.
+            inputs_embeds: As in `BertModel.forward`.
+            start_positions: Index of the first token of each answer, integers of shape ``(B,)`` or
+                ``(B, 1)``. An index of at least ``L`` does not count.
+            end_positions: Index of the last token of each answer, as `start_positions`.
+            return_dict: As in `BertModel.forward`.
+            **options: Keyword arguments of `BertModel.encode`.
+
+        Returns:
+            ``start_logits`` and ``end_logits`` of shape ``(B, L)``, or ``(B, max_seqlen)`` for
+            packed input. ``loss`` is None unless both positions are given.
+
+        Raises:
+            ValueError: As in `BertModel.forward`.
+            TypeError: As in `BertModel.forward`, or if positions are not integers.
+        """
         encoded = self.bert.encode(
             input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, **options
         )
@@ -342,9 +594,27 @@ class BertForQuestionAnswering(_TaskModel):
 
 
 class BertForMultipleChoice(_TaskModel):
-    """Which of several sequences is right? Padded input only."""
+    """Choice of the right sequence among several sequences; the input is padded.
+
+    Args:
+        config: The configuration, whose ``model_type`` is ``"bert"``.
+        backend: As in `BertModel`.
+
+    Raises:
+        ValueError: If ``config.model_type`` is not ``"bert"``, or if `backend` is unknown.
+
+    Example:
+        >>> import torch
+        >>> from fastbert import BertConfig, BertForMultipleChoice
+        >>> config = BertConfig.preset("tiny", vocab_size=8192)
+        >>> model = BertForMultipleChoice(config).eval()
+        >>> ids = torch.tensor([[[2, 7, 3], [2, 8, 3]]])  # The question has two choices.
+        >>> model(ids, labels=torch.tensor([1])).logits.shape
+        torch.Size([1, 2])
+    """
 
     def __init__(self, config: BertConfig, *, backend: str | None = None) -> None:
+        """Create the modules and initialise their parameters."""
         super().__init__(config, backend=backend)
         self.dropout = classifier_dropout(config)
         self.classifier = nn.Linear(config.hidden_size, 1)
@@ -362,9 +632,28 @@ class BertForMultipleChoice(_TaskModel):
         return_dict: bool | None = None,
         **options: Any,
     ) -> Result:
-        """input_ids (B, choices, L) or inputs_embeds (B, choices, L, H), the others (B, choices,
-        L); labels int (B,): the right choice. Hidden states and attentions have B · choices
-        sequences."""
+        """Compute one logit per choice and the cross entropy.
+
+        Args:
+            input_ids: Token ids, int64 or int32 of shape ``(B, choices, L)``.
+            attention_mask: Mask of shape ``(B, choices, L)``, 1 or True at tokens and 0 at padding.
+            token_type_ids: Token types of shape ``(B, choices, L)``; 0 by default.
+            position_ids: Positions of shape ``(B, choices, L)``; the default is that of
+                `BertModel.forward`.
+            inputs_embeds: Floating word embeddings of shape ``(B, choices, L, H)`` in place of
+                `input_ids`.
+            labels: Index of the right choice, integers of shape ``(B,)``.
+            return_dict: As in `BertModel.forward`.
+            **options: Keyword arguments of `BertModel.encode`.
+
+        Returns:
+            ``logits`` of shape ``(B, choices)``; ``loss`` is None without labels. Hidden states and
+            attention weights have ``B * choices`` sequences.
+
+        Raises:
+            ValueError: As in `BertModel.forward`, or if a label is out of range.
+            TypeError: As in `BertModel.forward`, or if labels are not integers.
+        """
         leading: tuple[int, ...] = ()
         for name, given, dims in (("input_ids", input_ids, 3), ("inputs_embeds", inputs_embeds, 4)):
             if given is None:
@@ -385,7 +674,7 @@ class BertForMultipleChoice(_TaskModel):
 
 
 def _label_rows(name: str, labels: Tensor, layout: BatchLayout) -> Tensor:
-    """Labels of the caller's layout → (T,), those of padding dropped."""
+    """Return the labels of the tokens, of shape ``(T,)``, without the labels of padding."""
     if not layout.packed:
         require_shape(name, labels, (layout.batch, layout.length))
     return layout.rows(labels)

@@ -1,5 +1,4 @@
-"""A module whose forward is one operation of ``fastbert.ops``, in a backend named when it was
-built."""
+"""Modules whose forward is one operation of ``fastbert.ops``, with a backend."""
 
 from __future__ import annotations
 
@@ -10,23 +9,50 @@ from fastbert.ops.backend import prefer
 
 
 class OperationModule(nn.Module):
-    """``backend``: the request that every call of ``operation`` makes; None lets the operation
-    choose."""
+    """The base of modules that call one operation with a backend.
+
+    Args:
+        backend: Backend that every call of `operation` asks for; None lets the operation choose.
+
+    Attributes:
+        operation: Name of the operation.
+        activation: Name of the activation in a request for a backend.
+        backend: Backend that every call asks for, or None.
+    """
 
     operation: str
     activation: str = "gelu"
     backend: str | None
 
     def __init__(self, backend: str | None = None) -> None:
+        """Create the module and set its backend."""
         super().__init__()
         self.set_backend(backend)
 
     def train(self, mode: bool = True) -> OperationModule:
+        """Set the training mode.
+
+        A change of the mode puts every packed copy of weights out of date.
+
+        Args:
+            mode: Whether the module is in training mode.
+
+        Returns:
+            The module itself.
+        """
         if mode != self.training:
             packed_weights.forget()
         super().train(mode)
         return self
 
     def set_backend(self, backend: str | None) -> None:
-        """Raises ValueError for a name that no backend has."""
+        """Set the backend that every call of the operation asks for.
+
+        Args:
+            backend: ``"reference"``, ``"triton"``, ``"cuda"`` or ``"cpu"``; None lets the operation
+                choose.
+
+        Raises:
+            ValueError: If `backend` is unknown.
+        """
         self.backend = prefer(self.operation, backend)

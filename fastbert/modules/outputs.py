@@ -1,6 +1,6 @@
-"""What the models return: dataclasses that can also be read like a dictionary or a tuple.
+"""The results of the models: dataclasses that also read like a dictionary or a tuple.
 
-Class and field names, and the order of the fields, are those of transformers' BERT outputs.
+The names of classes and fields, and the order of the fields, match transformers' BERT outputs.
 """
 
 from __future__ import annotations
@@ -14,24 +14,49 @@ from torch import Tensor
 
 @dataclass
 class ModelOutput:
-    """Fields that are None are absent from every view but attribute access.
+    """The base of the outputs.
 
     ``output.loss``, ``output["loss"]``, ``output[0]``, ``output[:2]`` and ``loss, logits = output``
-    work, and so do ``keys()``, ``items()``, ``values()``, ``len``, ``in`` and ``**output``.
+    work. So do ``keys()``, ``items()``, ``values()``, ``len``, ``in`` and ``**output``. A field
+    that is None is present as an attribute only.
+
+    Example:
+        >>> import torch
+        >>> from fastbert.modules import MaskedLMOutput
+        >>> output = MaskedLMOutput(logits=torch.zeros(2, 4, 8))
+        >>> output.keys(), len(output), output.loss is None
+        (('logits',), 1, True)
+        >>> output[0] is output["logits"]
+        True
     """
 
     def keys(self) -> tuple[str, ...]:
+        """Return the names of the fields that are not None, in order."""
         return tuple(f.name for f in fields(self) if getattr(self, f.name) is not None)
 
     def to_tuple(self) -> tuple[Any, ...]:
+        """Return the fields that are not None, in order."""
         return tuple(getattr(self, name) for name in self.keys())
 
     values = to_tuple
 
     def items(self) -> tuple[tuple[str, Any], ...]:
+        """Return the names and values of the fields that are not None, in order."""
         return tuple((name, getattr(self, name)) for name in self.keys())
 
     def __getitem__(self, key: str | int | slice) -> Any:
+        """Return a field by its name, or fields by their place in `to_tuple`.
+
+        Args:
+            key: Name of a field, index or slice.
+
+        Returns:
+            The field; a tuple of fields for a slice.
+
+        Raises:
+            KeyError: If the field does not exist or is None.
+            IndexError: If the index is out of range.
+        """
         if not isinstance(key, str):
             return self.to_tuple()[key]
         if key not in self.keys():
@@ -39,12 +64,15 @@ class ModelOutput:
         return getattr(self, key)
 
     def __iter__(self) -> Iterator[Any]:
+        """Iterate over the fields that are not None."""
         return iter(self.to_tuple())
 
     def __len__(self) -> int:
+        """Return the number of fields that are not None."""
         return len(self.keys())
 
     def __contains__(self, key: object) -> bool:
+        """Return whether a field of this name exists and is not None."""
         return key in self.keys()
 
 
@@ -53,9 +81,16 @@ Output = TypeVar("Output", bound=ModelOutput)
 
 @dataclass
 class BaseModelOutputWithPooling(ModelOutput):
-    """``last_hidden_state`` (B, L, H), or (T, H) for packed input; ``pooler_output`` (B, H);
-    ``hidden_states``: the embeddings and every layer's output; ``attentions``: per layer (B, heads,
-    L, L)."""
+    """The output of `BertModel`.
+
+    Attributes:
+        last_hidden_state: Hidden states after the last layer, of shape ``(B, L, H)``; ``(T, H)``
+            for packed input.
+        pooler_output: Pooled first tokens of shape ``(B, H)``; None without a pooler.
+        hidden_states: The embeddings and the output of every layer, each of the shape of
+            `last_hidden_state`.
+        attentions: Attention weights of each layer, of shape ``(B, heads, L, L)``.
+    """
 
     last_hidden_state: Tensor | None = None
     pooler_output: Tensor | None = None
@@ -65,10 +100,20 @@ class BaseModelOutputWithPooling(ModelOutput):
 
 @dataclass
 class BertForPreTrainingOutput(ModelOutput):
-    """``loss`` = ``mlm_loss`` + ``nsp_loss`` where both labels were given; logits (B, L, V) and (B,
-    2).
+    """The output of `BertForPreTraining`.
 
-    The two single losses come last: the order of the fields that transformers has is kept.
+    The two single losses are the last fields, so that the order of the fields of transformers is
+    kept.
+
+    Attributes:
+        loss: ``mlm_loss + nsp_loss`` if both labels were given, otherwise None.
+        prediction_logits: Logits of the tokens, of shape ``(B, L, V)``, or ``(T, V)`` for packed
+            input; None if they were not computed.
+        seq_relationship_logits: Logits of next sentence prediction, of shape ``(B, 2)``.
+        hidden_states: As in `BaseModelOutputWithPooling`.
+        attentions: As in `BaseModelOutputWithPooling`.
+        mlm_loss: Masked-LM loss; None without its labels.
+        nsp_loss: Next-sentence loss; None without its labels.
     """
 
     loss: Tensor | None = None
@@ -82,6 +127,8 @@ class BertForPreTrainingOutput(ModelOutput):
 
 @dataclass
 class _LogitsOutput(ModelOutput):
+    """The base of the outputs with one tensor of logits."""
+
     loss: Tensor | None = None
     logits: Tensor | None = None
     hidden_states: tuple[Tensor, ...] | None = None
@@ -90,32 +137,77 @@ class _LogitsOutput(ModelOutput):
 
 @dataclass
 class MaskedLMOutput(_LogitsOutput):
-    """``logits`` (B, L, V), or (T, V) for packed input."""
+    """The output of `BertForMaskedLM`.
+
+    Attributes:
+        loss: Mean loss over the labelled tokens; None without labels.
+        logits: Logits of shape ``(B, L, V)``, or ``(T, V)`` for packed input; None if they were not
+            computed.
+        hidden_states: As in `BaseModelOutputWithPooling`.
+        attentions: As in `BaseModelOutputWithPooling`.
+    """
 
 
 @dataclass
 class NextSentencePredictorOutput(_LogitsOutput):
-    """``logits`` (B, 2): 0 = the second sentence follows, 1 = it does not."""
+    """The output of `BertForNextSentencePrediction`.
+
+    Attributes:
+        loss: Cross entropy; None without labels.
+        logits: Logits of shape ``(B, 2)``. Class 0 means that the second sentence follows the
+            first, and class 1 means the opposite.
+        hidden_states: As in `BaseModelOutputWithPooling`.
+        attentions: As in `BaseModelOutputWithPooling`.
+    """
 
 
 @dataclass
 class SequenceClassifierOutput(_LogitsOutput):
-    """``logits`` (B, num_labels)."""
+    """The output of `BertForSequenceClassification`.
+
+    Attributes:
+        loss: Loss of the problem type; None without labels.
+        logits: Logits of shape ``(B, num_labels)``.
+        hidden_states: As in `BaseModelOutputWithPooling`.
+        attentions: As in `BaseModelOutputWithPooling`.
+    """
 
 
 @dataclass
 class TokenClassifierOutput(_LogitsOutput):
-    """``logits`` (B, L, num_labels), or (T, num_labels) for packed input."""
+    """The output of `BertForTokenClassification`.
+
+    Attributes:
+        loss: Cross entropy; None without labels.
+        logits: Logits of shape ``(B, L, num_labels)``, or ``(T, num_labels)`` for packed input.
+        hidden_states: As in `BaseModelOutputWithPooling`.
+        attentions: As in `BaseModelOutputWithPooling`.
+    """
 
 
 @dataclass
 class MultipleChoiceModelOutput(_LogitsOutput):
-    """``logits`` (B, choices)."""
+    """The output of `BertForMultipleChoice`.
+
+    Attributes:
+        loss: Cross entropy; None without labels.
+        logits: Logits of shape ``(B, choices)``.
+        hidden_states: As in `BaseModelOutputWithPooling`, with ``B * choices`` sequences.
+        attentions: As in `BaseModelOutputWithPooling`, with ``B * choices`` sequences.
+    """
 
 
 @dataclass
 class QuestionAnsweringModelOutput(ModelOutput):
-    """``start_logits`` and ``end_logits`` (B, L)."""
+    """The output of `BertForQuestionAnswering`.
+
+    Attributes:
+        loss: Mean of the cross entropies of start and end; None without both positions.
+        start_logits: Logits of shape ``(B, L)``, or ``(B, max_seqlen)`` for packed input.
+        end_logits: Logits of the shape of `start_logits`.
+        hidden_states: As in `BaseModelOutputWithPooling`.
+        attentions: As in `BaseModelOutputWithPooling`.
+    """
 
     loss: Tensor | None = None
     start_logits: Tensor | None = None
@@ -125,5 +217,5 @@ class QuestionAnsweringModelOutput(ModelOutput):
 
 
 def as_asked(output: Output, return_dict: bool) -> Output | tuple[Any, ...]:
-    """``output`` itself, or its tuple for ``return_dict=False``."""
+    """Return `output` itself, or its tuple if `return_dict` is False."""
     return output if return_dict else output.to_tuple()

@@ -1,4 +1,4 @@
-"""Whether a module is the plain one of its class, so that its parameters may be used directly."""
+"""A check whether a module is a plain instance of its class, so that its parameters are usable."""
 
 from __future__ import annotations
 
@@ -6,17 +6,28 @@ from torch import nn
 
 
 class Joined(nn.Module):
-    """Stands for the linear layers ``parts``, their outputs side by side."""
+    """A module that represents several linear layers with their outputs side by side.
+
+    Attributes:
+        parts: The linear layers.
+    """
 
     parts: nn.ModuleList
 
 
 def deviation(module: nn.Module, kind: type[nn.Module]) -> str | None:
-    """Return how ``module`` differs from a plain ``kind``, in words; None when it does not.
+    """Return the difference between a module and a plain instance of a class, or None.
 
-    A module of another class (an adapter, a quantized layer, a parametrization, a shard), one with
-    hooks and one with a ``forward`` of its own must be called; the parameters of any other may be
-    used without calling it.
+    The parameters of a plain module may be used without calling the module. A module of another
+    class must be called, such as an adapter, a quantised layer, a parametrization or a shard. So
+    must a module with hooks or with its own ``forward``.
+
+    Args:
+        module: The module.
+        kind: The class.
+
+    Returns:
+        The difference in words, or None.
     """
     if isinstance(module, Joined):
         return next(filter(None, (deviation(part, nn.Linear) for part in module.parts)), None)

@@ -1,4 +1,4 @@
-"""One vector per sequence from the rows of packed sequences."""
+"""Pooling of packed sequences to one vector per sequence."""
 
 from __future__ import annotations
 
@@ -11,19 +11,44 @@ POOLINGS = ("cls", "mean", "max", "last", "mean_sqrt_len_tokens", "weightedmean"
 
 
 def pool(rows: Tensor, cu_seqlens: Tensor, pooling: str = "mean", *, skip: int = 0) -> Tensor:
-    """(T, H) rows of packed sequences → (B, H) in the rows' dtype, differentiable.
+    """Pool the rows of packed sequences to one vector per sequence.
 
-    rows: floating; ``last_hidden_state`` of packed input, from transformers' (1, T, H) its ``[0]``.
-    cu_seqlens: int32 (B + 1,), rows ``cu_seqlens[b]`` up to ``cu_seqlens[b + 1]`` are sequence b;
-    rows beyond the last one are not read. pooling: "cls" the first row, "last" the last one, "mean"
-    (summed in fp32 for 16-bit rows) and "max" over the rows; "mean_sqrt_len_tokens" divides the sum
-    by the square root of the length, and "weightedmean" weighs row i of a sequence by i + 1.
-    Largest rows that are equal share the gradient of "max". A sequence without rows gives 0, and
-    none is touched by what else is in the batch. skip: this many rows at the start of each sequence
-    (a prompt) are left out; "weightedmean" still counts them.
+    The result is differentiable in `rows`. The vector of a sequence does not depend on the other
+    sequences of the batch.
 
-    Raises ValueError or TypeError naming the argument, what was got and what is allowed; the values
-    of ``cu_seqlens`` are looked at on the CPU only.
+    Args:
+        rows: Floating tensor of shape ``(T, H)``, such as the ``last_hidden_state`` of packed
+            input. For transformers' ``(1, T, H)``, pass its ``[0]``.
+        cu_seqlens: Cumulative lengths from 0, int32 of shape ``(B + 1,)``. Sequence ``b`` has the
+            rows from ``cu_seqlens[b]`` up to ``cu_seqlens[b + 1]``, exclusive. Rows after the last
+            sequence are not read.
+        pooling: Name of the pooling. ``"cls"`` takes the first row, and ``"last"`` takes the last
+            row. ``"mean"`` is the mean of the rows, with a sum in fp32 for 16-bit rows. ``"max"``
+            is the maximum of each column; equal maxima share its gradient.
+            ``"mean_sqrt_len_tokens"`` divides the sum by the square root of the length.
+            ``"weightedmean"`` weights row ``i`` of a sequence by ``i + 1``.
+        skip: Number of rows at the start of each sequence, such as a prompt, that are left out.
+            ``"weightedmean"`` still counts them in ``i``.
+
+    Returns:
+        Tensor of shape ``(B, H)`` in the dtype of `rows`. A sequence without rows gives 0.
+
+    Raises:
+        ValueError: If a shape, a device or a value is not allowed. The message names the argument,
+            its value and what is allowed. The values of `cu_seqlens` are checked on the CPU only.
+        TypeError: If a dtype is not allowed.
+
+    Example:
+        >>> import torch
+        >>> from fastbert.modules import pool
+        >>> rows = torch.tensor([[1.0, 4.0], [3.0, 2.0], [5.0, 6.0]])
+        >>> cu_seqlens = torch.tensor([0, 2, 3], dtype=torch.int32)  # The lengths are 2 and 1.
+        >>> pool(rows, cu_seqlens)
+        tensor([[2., 3.],
+                [5., 6.]])
+        >>> pool(rows, cu_seqlens, "max")
+        tensor([[3., 4.],
+                [5., 6.]])
     """
     _check(rows, cu_seqlens, pooling, skip)
     bounds = cu_seqlens.long()
@@ -39,7 +64,7 @@ def pool(rows: Tensor, cu_seqlens: Tensor, pooling: str = "mean", *, skip: int =
     if pooling == "last":
         return _rows_at(rows, bounds[1:] - 1, lengths == 0)
     wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
-    # unsafe: the check that the offsets cover all rows would be a synchronisation.
+    # With `unsafe`, torch does not check that the offsets cover all rows. The check synchronises.
     if pooling == "max":
         largest = torch.segment_reduce(wide, "max", offsets=bounds, unsafe=True)
         return largest.masked_fill(lengths == 0, 0.0).to(rows.dtype)
@@ -54,15 +79,18 @@ def pool(rows: Tensor, cu_seqlens: Tensor, pooling: str = "mean", *, skip: int =
 
 
 def _places(rows: Tensor, bounds: Tensor) -> Tensor:
-    """The place (T,) of each row in its sequence, from 0; -1 beyond the last sequence."""
+    """Return the place ``(T,)`` of each row in its sequence, from 0; -1 after the last sequence."""
     index = torch.arange(rows.shape[0], device=rows.device)
     sequence = torch.searchsorted(bounds[1:].contiguous(), index, right=True)
     return torch.where(index < bounds[-1], index - bounds[sequence], -1)
 
 
 def _rows_at(rows: Tensor, places: Tensor, empty: Tensor) -> Tensor:
-    """rows (T, H) at ``places`` int64 (B,), 0 where ``empty`` (B, 1), whose places may lie
-    outside."""
+    """Return the row at each place, or 0 for an empty sequence.
+
+    `rows` has shape ``(T, H)``, `places` is int64 of shape ``(B,)``, and `empty` has shape
+    ``(B, 1)``. The place of an empty sequence may be out of range.
+    """
     if not torch.compiler.is_compiling() and rows.shape[0] == 0:
         return rows.new_zeros(places.shape[0], rows.shape[1])
     return rows.index_select(0, places.clamp(0, rows.shape[0] - 1)).masked_fill(empty, 0.0)

@@ -1,5 +1,8 @@
-"""Where tokens stand, for the encoders whose attention knows: rotary positions (Su et al. 2021) and
-a learned bias by distance (Raffel et al. 2020, as in MPNet)."""
+"""Positions of tokens in attention: rotary positions and a learned bias by distance.
+
+Rotary positions are from Su et al. 2021. The bias by distance is from Raffel et al. 2020, as MPNet
+uses it.
+"""
 
 from __future__ import annotations
 
@@ -11,46 +14,82 @@ from torch import Tensor, nn
 from fastbert import ops
 from fastbert.modules.operation import OperationModule
 
+# A rotation is a pair of cosines and sines.
 Rotation = tuple[Tensor, Tensor]
 
 
 def rotation(positions: Tensor, base: float, head_dim: int) -> Rotation:
-    """Cosines and sines fp32 (T, D / 2) of the angles positions (T,) / base^(2i / D), as
-    ``ops.rotary`` takes them."""
+    """Compute the cosines and sines of the rotary angles, as ``ops.rotary`` takes them.
+
+    The angles are ``positions / base ** (2 i / D)``.
+
+    Args:
+        positions: Positions of shape ``(T,)``.
+        base: Base of the angles.
+        head_dim: Size D of a head.
+
+    Returns:
+        Cosines and sines, each fp32 of shape ``(T, D / 2)``.
+    """
     steps = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32)
     angles = positions[:, None].float() * (1.0 / base ** (steps / head_dim))
     return angles.cos(), angles.sin()
 
 
 class Rotary(OperationModule):
-    """Turns the queries and keys of a layer whose angles have the base ``base``."""
+    """The rotary embedding of the queries and keys of a layer.
+
+    Args:
+        base: Base of the angles.
+        backend: Backend of the operation; None lets the operation choose.
+    """
 
     operation = "rotary"
 
     def __init__(self, base: float, backend: str | None = None) -> None:
+        """Keep the base."""
         super().__init__(backend)
         self.base = base
 
     def forward(self, qkv: Tensor, rotations: dict[float, Rotation], heads: int) -> Tensor:
-        """qkv (T, N, D), the first ``heads`` of N turned; ``rotations``: of each base."""
+        """Rotate the first heads of a tensor.
+
+        Args:
+            qkv: Tensor of shape ``(T, N, D)``.
+            rotations: Cosines and sines of each base.
+            heads: Number of the N heads that are rotated.
+
+        Returns:
+            Tensor of shape ``(T, N, D)``.
+        """
         return ops.rotary(qkv, *rotations[self.base], heads=heads, backend=self.backend)
 
 
 class DistanceBias(nn.Embedding):
-    """``weight`` (buckets, heads): what is added to the logits of a query and a key by the distance
-    between them. Half of the buckets are for keys behind the query; in each half the first half is
-    for single distances, the others grow by a factor up to ``FARTHEST``."""
+    """Bias of attention logits by the distance between a query and a key.
+
+    ``weight`` has the shape ``(buckets, heads)``. Half of the buckets are for keys after the query.
+    In each half, the first half of the buckets is for single distances. The ranges of the other
+    buckets grow by a factor, up to `FARTHEST` tokens.
+    """
 
     FARTHEST = 128
 
     def forward(self, places: Tensor) -> Tensor:
-        """places int64 (..., L) → (..., heads, L, L), [query, key]."""
+        """Compute the bias of the attention logits.
+
+        Args:
+            places: Places of the tokens, int64 of shape ``(..., L)``.
+
+        Returns:
+            Tensor of shape ``(..., heads, L, L)``, indexed by query and key.
+        """
         distance = places.unsqueeze(-2) - places.unsqueeze(-1)
         bias = super().forward(self.buckets(distance))
         return bias.movedim(-1, -3)
 
     def buckets(self, distance: Tensor) -> Tensor:
-        """The bucket of each distance, key minus query."""
+        """Return the bucket of each distance, key minus query."""
         half = self.num_embeddings // 2
         exact = half // 2
         far = distance.abs()

@@ -1,4 +1,4 @@
-"""What every model can do: load, save, switch backend, checkpoint its activations."""
+"""The base of every model: loading, saving, backends and activation checkpointing."""
 
 from __future__ import annotations
 
@@ -19,14 +19,27 @@ Model = TypeVar("Model", bound="BertPreTrainedModel")
 
 
 class BertPreTrainedModel(nn.Module):
-    """The base of all models. ``config`` is frozen; ``backend`` is the request the model was built
-    with."""
+    """The base of all models.
+
+    Args:
+        config: The configuration.
+        backend: ``"reference"``, ``"triton"``, ``"cuda"`` or ``"cpu"``; None lets each operation
+            choose.
+
+    Attributes:
+        config: The configuration, which is frozen.
+        backend: The backend that the model asks for in every operation, or None.
+
+    Raises:
+        ValueError: If `backend` is unknown.
+    """
 
     base_model_prefix = "bert"
-    # Where the encoder's names start inside this model.
+    # The state-dict names of the encoder have this prefix in the model.
     body_prefix = ""
 
     def __init__(self, config: BertConfig, backend: str | None = None) -> None:
+        """Keep the configuration and the backend."""
         super().__init__()
         self.config = config
         self.backend = validate(backend)
@@ -35,8 +48,14 @@ class BertPreTrainedModel(nn.Module):
 
     @torch.no_grad()
     def initialise(self, module: nn.Module) -> None:
-        """Normal weights of standard deviation ``initializer_range``, zero biases and padding row
-        (Devlin et al. 2019), for every linear layer and table in ``module``."""
+        """Initialise every linear layer and embedding table in `module` (Devlin et al. 2019).
+
+        Weights are normal with mean 0 and standard deviation ``config.initializer_range``. Biases
+        and the embedding of the padding token are 0.
+
+        Args:
+            module: The module, which is initialised in place.
+        """
         for part in module.modules():
             if isinstance(part, (nn.Linear, nn.Embedding)):
                 part.weight.normal_(0.0, self.config.initializer_range)
@@ -54,23 +73,46 @@ class BertPreTrainedModel(nn.Module):
         dtype: torch.dtype | None = None,
         **config_overrides: Any,
     ) -> Model:
-        """The model of a Hugging Face folder, or of a hub id when there is no such folder, in eval
-        mode.
+        """Load a model from a Hugging Face folder, or from a hub id if there is no such folder.
 
-        Reads config.json and model.safetensors (or its shards; pytorch_model.bin only with
-        ``weights_only``). ``dtype`` defaults to the checkpoint's own. ``config_overrides`` replace
-        fields of the configuration. Checkpoints of other heads load: parts of this model that the
-        checkpoint lacks are initialised, with one warning that names them.
+        The files are ``config.json`` and ``model.safetensors`` or its shards. ``pytorch_model.bin``
+        is read with ``weights_only=True``. A checkpoint of another head loads too: parts of this
+        model that the checkpoint lacks are initialised, and one warning names these parts.
 
-        Raises FileNotFoundError when there is nothing to load, and ValueError naming file and
-        reason when a file is damaged, a shape differs, or weights of the encoder are missing. The
-        same holds for weights of the encoder that the configuration has no place for, as when
-        num_hidden_layers is smaller than the number of stored layers.
+        Args:
+            path_or_hub_id: Folder or hub id.
+            backend: ``"reference"``, ``"triton"``, ``"cuda"`` or ``"cpu"``; None lets each
+                operation choose.
+            dtype: Dtype of the parameters; None means the dtype of the checkpoint.
+            **config_overrides: Fields of the configuration that replace the values in
+                ``config.json``.
+
+        Returns:
+            The model in eval mode.
+
+        Raises:
+            FileNotFoundError: If there is no checkpoint.
+            ValueError: If a file is damaged, a shape differs, or weights of the encoder are
+                missing. The same holds if the configuration has no place for stored weights of the
+                encoder, as with a `num_hidden_layers` below the stored number. The message names
+                the file and the reason.
+            OSError: If a save that was killed after its commit point cannot be finished.
+
+        Example:
+            >>> import tempfile
+            >>> from fastbert import BertConfig, BertModel
+            >>> model = BertModel(BertConfig.preset("tiny", vocab_size=8192))
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     model.save_pretrained(folder)
+            ...     loaded = BertModel.from_pretrained(folder)
+            >>> loaded.config == model.config
+            True
         """
         validate(backend)
         stored = checkpoint.read(path_or_hub_id)
         config = stored.config(config_overrides)
-        with torch.device("meta"):  # without memory, however large config.json says the model is
+        # The meta device takes no memory, however large config.json says that the model is.
+        with torch.device("meta"):
             tensors = checkpoint.fit(cls(config, backend=backend), stored)
         model = cls(config, backend=backend)
         model.to(stored.dtype if dtype is None else dtype)
@@ -78,15 +120,20 @@ class BertPreTrainedModel(nn.Module):
         return model.eval()
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Writes config.json and model.safetensors, which transformers opens, to ``folder``.
+        """Write ``config.json`` and ``model.safetensors``, which transformers opens, to a folder.
 
-        The two files replace those of an earlier save together; other files of ``folder`` stay. If
-        the process is killed at any moment, ``from_pretrained`` finds the whole old model or the
-        whole new one. Other readers may then find a file missing, but never an old file beside a
-        new one.
+        The two files replace the files of an earlier save together; other files of the folder stay.
+        If the process is killed at any moment, ``from_pretrained`` finds the whole old model or the
+        whole new model. Another reader may then find a file missing, but never an old file next to
+        a new file.
 
-        Raises ValueError when ``folder`` is a file, or the model is quantised, which transformers
-        could not open. Raises OSError when a file cannot be written; ``folder`` stays as it was.
+        Args:
+            folder: Folder, which is created if it does not exist.
+
+        Raises:
+            ValueError: If `folder` is a file, or if the model is quantised, because transformers
+                could not open it.
+            OSError: If a file cannot be written. The folder is then unchanged.
         """
         if any(isinstance(part, QuantizedLinear) for part in self.modules()):
             raise ValueError(
@@ -98,8 +145,15 @@ class BertPreTrainedModel(nn.Module):
     # Switches
 
     def set_backend(self, backend: str | None) -> None:
-        """Asks for another backend in every operation of the model. Raises ValueError on an unknown
-        name."""
+        """Ask for a backend in every operation of the model.
+
+        Args:
+            backend: ``"reference"``, ``"triton"``, ``"cuda"`` or ``"cpu"``; None lets each
+                operation choose.
+
+        Raises:
+            ValueError: If `backend` is unknown.
+        """
         validate(backend)
         for module in self.modules():
             if isinstance(module, OperationModule):
@@ -108,11 +162,26 @@ class BertPreTrainedModel(nn.Module):
                 module.backend = backend
 
     def backends(self, device: str | None = None) -> dict[str, Choice]:
-        """Which backend serves each operation of this model on a ``device`` ("cpu", "cuda"; where
-        it is now) in its dtype, and why; under "encoder", whether its layers are one call in
-        inference.
+        """Return the backend of each operation of this model, and the reason for the choice.
 
-        Raises ValueError, as ``forward`` would, when the one asked for cannot.
+        The entry ``"encoder"`` says whether the layers run as one call in inference.
+
+        Args:
+            device: Device type, such as ``"cpu"`` or ``"cuda"``; None means the device of the
+                model.
+
+        Returns:
+            The `Choice` of each operation, for the dtype of the model.
+
+        Raises:
+            ValueError: If the backend that the model asks for cannot serve an operation, as in
+                `forward`.
+
+        Example:
+            >>> from fastbert import BertConfig, BertModel
+            >>> model = BertModel(BertConfig.preset("tiny"), backend="reference")
+            >>> model.backends("cpu")["attention"]
+            Choice(backend='reference', reason='asked for')
         """
         weight = next(self.parameters())
         device = device or weight.device.type
@@ -128,10 +197,11 @@ class BertPreTrainedModel(nn.Module):
         return choices
 
     def gradient_checkpointing_enable(self) -> None:
-        """Trades time for memory in training: activations inside a layer are computed twice."""
+        """Save memory in training by computing the activations inside each layer twice."""
         self._checkpoint_gradients(True)
 
     def gradient_checkpointing_disable(self) -> None:
+        """Keep the activations inside each layer in training, which is the default."""
         self._checkpoint_gradients(False)
 
     def _checkpoint_gradients(self, enabled: bool) -> None:
@@ -143,37 +213,51 @@ class BertPreTrainedModel(nn.Module):
 
     @property
     def device(self) -> torch.device:
+        """Device of the first parameter."""
         return next(self.parameters()).device
 
     @property
     def dtype(self) -> torch.dtype:
+        """Dtype of the first parameter."""
         return next(self.parameters()).dtype
 
     def num_parameters(self) -> int:
-        """The number of parameters; a tied one counts once."""
+        """Return the number of parameters; a tied parameter counts once."""
         return sum(parameter.numel() for parameter in self.parameters())
 
     def get_input_embeddings(self) -> nn.Module:
+        """Return the table of word embeddings."""
         return self.get_submodule(self.body_prefix + "embeddings.word_embeddings")
 
     def flag(self, name: str, given: bool | None, default: bool = False) -> bool:
-        """An argument's value; where it is None that of config.json, as transformers reads it."""
+        """Return the value of an argument, or its value in ``config.json`` if the argument is None.
+
+        transformers reads the flags in the same way.
+
+        Args:
+            name: Name of the argument.
+            given: Value of the argument.
+            default: Value if ``config.json`` does not have the name.
+
+        Returns:
+            The value.
+        """
         return bool(self.config.extra.get(name, default)) if given is None else given
 
     # Tied parameters
 
     def tied(self) -> dict[str, str]:
-        """State-dict names of parameters that are another one → the name of that one."""
+        """Return the state-dict names of tied parameters, each with the name of its parameter."""
         return {}
 
     def tie_weights(self) -> None:
-        """Makes tied parameters one again."""
+        """Make each tied name refer to its parameter again."""
         for name, target in self.tied().items():
             module, _, attribute = name.rpartition(".")
             setattr(self.get_submodule(module), attribute, self.get_parameter(target))
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        # Leaving the meta device makes new parameters, one for each name.
+        # A move from the meta device creates one new parameter per name.
         super()._apply(fn, recurse)
         self.tie_weights()
         return self

@@ -1,4 +1,4 @@
-"""What ``fastbert.quantize`` puts in the place of a linear layer."""
+"""The module with which ``fastbert.quantize`` replaces a linear layer."""
 
 from __future__ import annotations
 
@@ -13,11 +13,17 @@ from fastbert.ops.int8_linear import Int8Weight, int8_weight, layout, pack, unpa
 
 
 class QuantizedLinear(OperationModule):
-    """x Wᵀ + b by ``fastbert.ops.int8_linear``, on the CPU and for inference only.
+    """A linear layer with int8 weights, for inference on the CPU, by ``fastbert.ops.int8_linear``.
 
-    W is kept once, in the layout of the instruction set in use, one byte an element. ``weight``
-    int8 (N, K) and ``scale`` fp32 (N,), in state dicts too, are copies of it: W ≈ scale · weight.
-    ``scale`` stays fp32 when the model changes its dtype.
+    The weight W is kept once, in the layout of the instruction set in use, with one byte per
+    element. ``weight`` (int8, ``(N, K)``) and ``scale`` (fp32, ``(N,)``) are copies of W, also in
+    state dicts: W ≈ scale · weight. ``scale`` stays fp32 when the model changes its dtype.
+
+    Args:
+        values: Weights, int8 of shape ``(N, K)``.
+        scale: Scale of each output, fp32 of shape ``(N,)``.
+        bias: Bias of shape ``(N,)``, or None.
+        backend: Backend of the operation; None lets the operation choose.
     """
 
     operation = "int8_linear"
@@ -25,6 +31,7 @@ class QuantizedLinear(OperationModule):
     def __init__(
         self, values: Tensor, scale: Tensor, bias: Tensor | None, backend: str | None = None
     ) -> None:
+        """Pack the weights."""
         super().__init__(backend)
         self.out_features, self.in_features = values.shape
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
@@ -34,14 +41,35 @@ class QuantizedLinear(OperationModule):
 
     @classmethod
     def of(cls, linear: nn.Linear) -> QuantizedLinear:
-        """Weights symmetric, a scale for each output; the bias is shared with ``linear``."""
+        """Quantise a linear layer symmetrically, with one scale for each output.
+
+        The bias is shared with `linear`.
+
+        Args:
+            linear: The linear layer.
+
+        Returns:
+            The quantised layer.
+        """
         values, scale = int8_weight(linear.weight)
         return cls(values, scale, linear.bias)
 
     def forward(
         self, x: Tensor, return_residual: bool = False, activation: str = "none"
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """x (..., K) → (..., N); with ``return_residual`` also x, as ``Linear`` does."""
+        """Compute ``activation(x Wᵀ + b)``.
+
+        Args:
+            x: Input of shape ``(..., K)``.
+            return_residual: Whether `x` is returned too, as in ``Linear``.
+            activation: ``"none"``, ``"gelu"``, ``"gelu_tanh"`` or ``"relu"``.
+
+        Returns:
+            Tensor of shape ``(..., N)``, and `x` with `return_residual`.
+
+        Raises:
+            RuntimeError: If the module is in training mode.
+        """
         if self.training:
             raise RuntimeError(
                 "a quantised model got a call in training mode, allowed: model.eval()"
@@ -51,25 +79,26 @@ class QuantizedLinear(OperationModule):
         return (y, x) if return_residual else y
 
     def weight_now(self, layout: tuple[int, int]) -> Int8Weight:
-        """W, repacked where the instruction set in use has another ``layout`` by now."""
+        """Return W, repacked if the instruction set in use has another `layout` now."""
         if self._layout != layout:
-            # A buffer made in inference mode could not be changed outside of it.
+            # A buffer from inference mode could not be changed outside of inference mode.
             with torch.inference_mode(False):
                 self._prepack(*unpack(self._int8()))
         return self._int8()
 
     @property
     def weight(self) -> Tensor:
-        """int8 (N, K), a copy."""
+        """Integers of W, int8 of shape ``(N, K)``; a copy."""
         return unpack(self._int8())[0]
 
     @property
     def scale(self) -> Tensor:
-        """fp32 (N,), a copy."""
+        """Scale of each output, fp32 of shape ``(N,)``; a copy."""
         return unpack(self._int8())[1]
 
     def _int8(self) -> Int8Weight:
-        # Not self.prepacked: a stack of layers asks for many, and attributes of a module are slow.
+        # A stack of layers reads many buffers, and a module looks up its attributes slowly. The
+        # buffers are therefore read from the dictionary.
         own = self._buffers
         return Int8Weight(
             own["prepacked"], own["padded_scale"], own["column_sum"],
@@ -83,7 +112,7 @@ class QuantizedLinear(OperationModule):
     def _apply(self, fn: Any, recurse: bool = True) -> QuantizedLinear:
         scale = self.padded_scale
         super()._apply(fn, recurse)
-        # fn may have narrowed it, with everything else that is floating.
+        # `fn` may have converted the scale to a narrower dtype, as every floating tensor.
         if self.padded_scale.dtype != torch.float32:
             self.padded_scale = scale.to(self.padded_scale.device)
         return self
@@ -120,4 +149,5 @@ class QuantizedLinear(OperationModule):
         super()._load_from_state_dict(state, prefix, metadata, strict, missing, unexpected, errors)
 
     def extra_repr(self) -> str:
+        """Return the settings for ``repr``."""
         return f"in_features={self.in_features}, out_features={self.out_features}, int8"
