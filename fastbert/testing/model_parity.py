@@ -22,8 +22,8 @@ from fastbert.testing.parity import DTYPES, ParityRow, devices, parity_row
 from fastbert.testing.yardstick import Yardstick
 
 CASE = Case("bert", "pretraining_step", ())
-# A small model with every kind of layer. The size of the vocabulary is prime, so that it is not a
-# multiple of a tile.
+# The model is small and has every kind of layer. The size of the vocabulary is prime, so that it is
+# not a multiple of a tile.
 CONFIG = BertConfig(
     vocab_size=97,
     hidden_size=64,
