@@ -99,8 +99,8 @@ class Buckets(NamedTuple):
     def find(self, tokens: int, batch: int, max_seqlen: int) -> Bucket | None:
         """Return the smallest bucket that holds a batch.
 
-        The numbers of tokens are the powers of two and the numbers halfway between them (16, 24,
-        32, 48, …), so that less than a third of the rows is unused. The numbers of sequences and
+        The numbers of tokens are the powers of two and the numbers halfway between them: 16, 24,
+        32, 48, …. Therefore less than a third of the rows is unused. The numbers of sequences and
         their lengths are powers of two, because they cost next to nothing without tokens.
 
         Args:

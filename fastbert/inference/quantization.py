@@ -13,7 +13,7 @@ from fastbert.modules.linear import Linear
 from fastbert.modules.plain import deviation
 from fastbert.modules.quantized_linear import QuantizedLinear
 
-# The linear layers of a layer. They are nine tenths of its time and of the encoder's weights.
+# These linear layers take nine tenths of a layer's time and hold as much of the encoder's weights.
 LAYERS = ("attention.self.qkv", "attention.output.dense", "intermediate.dense", "output.dense")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -72,7 +72,7 @@ def quantize(model: BertPreTrainedModel, *, inplace: bool = False) -> BertPreTra
         quantised.set_backend(model.backend)
         setattr(parent, name, quantised)
         del linear
-    # Only now, because until here the copy shares weights with the original.
+    # The gradients are switched off last, because the copy shares weights with the original before.
     return model.requires_grad_(False)
 
 

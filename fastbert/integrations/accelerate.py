@@ -40,7 +40,7 @@ Model = TypeVar("Model")
 BOUND = "_fastbert_bound_encoder"
 POOLED = "BaseModelOutputWithPooling"
 CROSSED = "BaseModelOutputWithPoolingAndCrossAttentions"
-# The output class of each encoder of transformers.
+# Each encoder of transformers returns an output of this class.
 OUTPUTS = {
     "BertModel": CROSSED,
     "RobertaModel": CROSSED,
@@ -56,7 +56,7 @@ OUTPUTS = {
 # The tuple of these encoders contains None for the pooler's output if there is no pooler. The tuple
 # of every other encoder leaves out the fields that are None.
 TUPLES_WITH_POOLED = ("MPNetModel",)
-# Arguments of transformers' encoders that no encoder of fastbert serves.
+# The encoders of transformers take these arguments, but no encoder of fastbert serves them.
 REFUSED = (
     "head_mask",
     "past_key_values",
@@ -69,9 +69,9 @@ REFUSED = (
 def accelerate(model: Model, *, strict: bool = True) -> Model:
     """Make fastbert run every encoder inside a model: unpadded and in fused kernels.
 
-    The names, parameters, arguments and outputs stay those of transformers. `restore` undoes the
-    change. Hidden states and attention weights carry gradients, as in transformers. The attention
-    weights are those before dropout.
+    The model keeps the names, parameters, arguments and outputs of transformers. `restore` undoes
+    the change. Hidden states and attention weights carry gradients, as in transformers. The
+    attention weights are the weights before dropout.
 
     An accelerated encoder differs from transformers in five intended ways:
 
@@ -196,7 +196,7 @@ def _fast_class(kind: Any, stock: Any) -> Any:
     `kind` is `stock` or a subclass of `stock`. A method that `kind` overrides still runs, and
     ``super().forward`` then reaches the forward of fastbert.
     """
-    # Without self and **kwargs.
+    # The names leave out self and **kwargs.
     names = tuple(inspect.signature(stock.forward).parameters)[1:-1]
 
     @functools.wraps(stock.forward)

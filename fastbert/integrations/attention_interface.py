@@ -29,7 +29,7 @@ except ImportError as error:
     ) from error
 
 NAME = "fastbert"
-# Options that a model of transformers may pass and no kernel of fastbert computes.
+# A model of transformers may pass these options, but no kernel of fastbert computes them.
 REFUSED = ("head_mask", "position_bias", "s_aux", "softcap")
 
 
@@ -94,7 +94,7 @@ def attention(
     if key.shape[1] != query.shape[1]:
         raise ValueError(f"key: got {key.shape[1]} heads, allowed: {query.shape[1]}, as query has")
     causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
-    # As in transformers: a mask is complete, and a single query attends all keys before it.
+    # As in transformers, a mask is complete, and a single query attends all keys before it.
     causal = bool(causal) and attention_mask is None and query.shape[2] > 1
     exporting = torch.compiler.is_exporting() or torch.onnx.is_in_onnx_export()
     operations: Any = reference if exporting else ops

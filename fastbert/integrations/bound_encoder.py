@@ -30,10 +30,10 @@ except ImportError as error:
         "pip install 'fastbert[transformers]'"
     ) from error
 
-# The module of transformers whose hooks collect hidden states and attention weights. The bound
-# encoder returns both itself, so that these hooks need not run.
+# The hooks of this module of transformers collect hidden states and attention weights. The bound
+# encoder returns both itself, so these hooks need not run.
 COLLECTING_HOOKS = "transformers.utils.output_capturing"
-# The packages that define the classes of a stock model's modules.
+# These packages define the classes of a stock model's modules.
 KNOWN = ("transformers.", "torch.nn.modules.")
 
 
@@ -85,9 +85,9 @@ class Drop(NamedTuple):
 class Watch(NamedTuple):
     """The facts on which a binding depends, in a form that is quick to compare with the present.
 
-    The facts are the host's modules with their places and classes, the hooks of these modules, the
-    attributes among which a ``forward`` may appear, the shared parameters on both sides, and the
-    norms on both sides, which have an ``eps``.
+    The facts are the host's modules with their places and classes, the hooks of these modules, and
+    their attributes, among which a ``forward`` may appear. Further facts are the shared parameters
+    on both sides, and the norms on both sides, which have an ``eps``.
     """
 
     modules: list[tuple[dict[str, Any], str, nn.Module, type]]

@@ -18,10 +18,11 @@ def restarts(position_ids: Tensor, batch: int, length: int) -> tuple[Tensor | No
 
     Returns:
         A mask of pairs and ``cu_seqlens``; at most one of the two is not None. The mask is bool of
-        shape ``(B, 1, L, L)``, or ``(1, 1, L, L)`` for shared positions, and is given in a traced
-        graph, which must not depend on where sequences begin. ``cu_seqlens`` is int32 of shape
-        ``(N + 1,)`` and is given otherwise. Outside a traced graph, both are None if every row is
-        one sequence. Both are also None if `position_ids` does not have the length `length`.
+        shape ``(B, 1, L, L)``, or ``(1, 1, L, L)`` for shared positions. It is given in a traced
+        graph, because such a graph must not depend on where sequences begin. ``cu_seqlens`` is
+        int32 of shape ``(N + 1,)`` and is given otherwise. Outside a traced graph, both are None if
+        every row is a single sequence. Both are also None if `position_ids` does not have the
+        length `length`.
 
     Example:
         >>> import torch

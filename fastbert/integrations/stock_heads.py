@@ -46,7 +46,8 @@ class StockHead(nn.Module):
                 )
         except OSError:
             raise
-        except Exception as error:  # a damaged folder makes transformers raise any kind of error
+        except Exception as error:
+            # A damaged folder makes transformers raise any kind of error.
             raise ValueError(f"MODEL: {folder}: transformers cannot load it: {error}") from error
         missing = sorted(report["missing_keys"])
         if missing:

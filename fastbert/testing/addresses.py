@@ -78,7 +78,7 @@ class Graph:
         self._arguments = arguments
         self._blocks: dict[str, list[str]] = {}
         self._jumps: list[tuple[str, list[str]]] = []
-        # For each open region, the names that its k-th yielded value becomes.
+        # For each open region, the k-th list has the names that the k-th yielded value becomes.
         self._regions: list[list[list[str]]] = []
         for line in ttir.splitlines():
             self._read(LOCATION.sub("", line).strip(), line)

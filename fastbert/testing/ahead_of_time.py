@@ -25,21 +25,21 @@ from typing import Any
 from fastbert.testing.addresses import narrow_products
 
 ARCHITECTURES = (80, 90, 100)
-# The bytes of shared memory that one block may have, by architecture.
+# A block may have this many bytes of shared memory, by architecture.
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 # One of these units must compute the products of 16-bit operands. A newer GPU has older units too,
 # but they are slower.
 MATRIX_UNITS = {80: ("HMMA",), 90: ("HGMMA",), 100: ("UTCHMMA", "HMMA")}
-# The share of the loaded bytes of a kernel that instructions of 16 bytes per thread must load.
+# Instructions of 16 bytes per thread must load this share of the loaded bytes of a kernel.
 WIDE_SHARE = 0.5
-# The kernels that may have a smaller share, with the share and the reason.
+# These kernels may have a smaller share, which is given with its reason.
 NARROWER: dict[str, tuple[float, str]] = {
     "attention_dq": (0.2, "at head dim 32 a thread's part of a tile is 8 bytes"),
     "attention_dkv": (0.1, "the same, and 4 bytes each for the statistics of every row"),
     "attention_short_backward": (0.3, "the same"),
     "embedding_run_sums": (0.3, "a key of every row, in the layout of the loads and of the stores"),
 }
-# The kernels that read no rows, with the data that they read. No share is required of them.
+# These kernels read no rows but the given data, so no share is required of them.
 NARROW_LOADS: dict[str, str] = {
     "embedding_keys": "one index a row, at any stride",
 }

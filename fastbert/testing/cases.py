@@ -29,7 +29,7 @@ OPS = (
     "embedding",
     "linear_cross_entropy",
 )
-# The name of the backend table that serves each public function.
+# This backend table serves each public function.
 TABLE_OF = {op: op for op in OPS} | {
     "attention_varlen": "attention",
     "attention_qkvpacked": "attention",
@@ -73,7 +73,7 @@ class Case:
 
     Args:
         op: Name of a function of ``fastbert.ops``, one of ``OPS``.
-        name: Name of the case, unique among those of the operation.
+        name: Name of the case, unique among the cases of the operation.
         shape: Sizes, as the operation's builder of inputs takes them.
         options: Options of the builder and of the operation.
         quick: Whether the case belongs to the quick selection.

@@ -27,11 +27,12 @@ LARGEST = 2**15
 LARGEST_PAIRS = 2**12
 LARGEST_ROWS = 8
 # A case of attention has at least this many logits, over all heads, whose gradients are not 0 by
-# definition. With fewer such logits, an error cannot be told from the luck of the yardstick, even
-# if the result has many elements.
+# definition. The exception is a case without queries or keys. With fewer such logits, an error
+# cannot be told from the luck of the yardstick, even if the result has many elements.
 FEWEST_LOGITS = 128
-# A case with labels has at least this expected number of rows with a label. The errors of all
-# gradients of a row share the error of its log-sum-exp, so a single row is a sample of one number.
+# A case with labels has at least this expected number of rows with a label, or a label in every
+# row. All gradients of a row share the error of its log-sum-exp, so a single row is a sample of a
+# single number.
 FEWEST_LABELLED = 4
 
 Options = tuple[tuple[Any, ...], dict[str, Any]]
@@ -110,7 +111,7 @@ def _head_dim(pick: Pick) -> int:
 def free_logits(queries: int, keys: int, causal: bool = False, window: Any = None) -> int:
     """Count the logits of one head whose gradients are free.
 
-    In each row that is one less than the visible logits, because the gradients of a row sum to 0.
+    A row has one free logit less than visible logits, because the gradients of a row sum to 0.
 
     Args:
         queries: Number of queries.

@@ -77,7 +77,7 @@ class Yardstick:
         return (self[index] for index in range(len(self.library)))
 
     def plain(self) -> Iterator[Tensor]:
-        """Yield the result with plain sums, in one order after the other."""
+        """Yield the result with plain sums for each of the plain orders in turn."""
         return (self._result(order) for order in range(ORDERS))
 
 
@@ -141,7 +141,7 @@ def plain_product(a: Tensor, b: Tensor, order: int = 0) -> Tensor:
     sums = a.new_zeros((*a.shape[:-1], b.shape[-1]))
     terms = torch.zeros_like(sums)
     for k in range(min(depth, CHAIN)):
-        # Two operations, so that no processor fuses them into one rounding.
+        # The product and the sum are two operations, so that no processor rounds only once.
         sums += torch.mul(a[..., k, None], b[..., k, None, :], out=terms)
     return functools.reduce(torch.add, sums)
 
