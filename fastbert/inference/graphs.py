@@ -90,7 +90,7 @@ class Bucket(NamedTuple):
 
 
 class Buckets(NamedTuple):
-    """The largest tokens, sequences and sequence length for which a batch has a bucket."""
+    """The limits of a batch with a bucket: numbers of tokens and sequences, and sequence length."""
 
     max_tokens: int
     max_batch: int

@@ -100,6 +100,12 @@ def accelerate(model: Model, *, strict: bool = True) -> Model:
         TypeError: If `model` is neither a module nor a pipeline around a module.
         ValueError: If `strict` is True and `model` has no encoder, or an encoder that cannot be
             served. The message names the reason, and nothing was changed.
+
+    Example::
+
+        model = transformers.AutoModelForMaskedLM.from_pretrained("bert-base-uncased").eval()
+        fastbert.accelerate(model)
+        logits = model(**tokenizer(texts, padding=True, return_tensors="pt")).logits
     """
     try:
         found = list(_encoders(model))

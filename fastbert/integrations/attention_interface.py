@@ -3,6 +3,12 @@
 The import of this module registers the implementation. The implementation replaces only attention:
 the function that a model calls between its projections, and the function that makes the mask.
 Without a mask function, transformers would pass no mask at all.
+
+Example::
+
+    import fastbert.integrations.attention_interface
+
+    model = transformers.AutoModel.from_pretrained(folder, attn_implementation="fastbert")
 """
 
 from __future__ import annotations

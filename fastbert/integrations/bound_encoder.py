@@ -122,7 +122,7 @@ class Watch(NamedTuple):
         )
 
     def unchanged(self) -> bool:
-        """Return whether the recorded facts still hold, and no hook and no new forward exists."""
+        """Return whether the facts still hold and no module has a hook or a forward of its own."""
         return (
             all(
                 parent.get(name) is child and type(child) is kind

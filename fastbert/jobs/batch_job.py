@@ -36,7 +36,7 @@ class LimitedTokenizer:
 
     The attribute ``limit`` is ``settings.max_length``, or the maximum in
     ``tokenizer_config.json``, but at most `positions`. The tokenizer puts ``settings.prompt``
-    before the first text. A call takes a tuple of one text or two, and returns the ids.
+    before the first text. A call takes a tuple of one text or two, and returns an ``Encoded``.
 
     Args:
         settings: The settings of the model folder.

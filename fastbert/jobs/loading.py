@@ -34,7 +34,7 @@ def load_whole(
 ) -> Model:
     """Load a model, and refuse it if some of its weights would be random.
 
-    The results of a model with a random head have no meaning.
+    The results of a model with a random head have no meaning. Other warnings are passed on.
 
     Args:
         kind: The class of the model.

@@ -74,7 +74,10 @@ class PartialOutput:
         return self
 
     def __exit__(self, kind: Any, *_: Any) -> None:
-        """Unlock the folder, and remove it after an error if it has no valid rows."""
+        """Unlock the folder.
+
+        After an error, the kept rows are reported; without valid rows, the folder is removed.
+        """
         self._file.close()
         if kind is not None and self.done:
             self.reporter.note(

@@ -44,7 +44,7 @@ class Launches:
         return sum(count.total() for count in (self.kernels, self.gemms, self.foreign))
 
     def __sub__(self, other: Launches) -> Launches:
-        """Return the launches that are not among those of `other`."""
+        """Return the numbers of launches minus the numbers of `other`, at least 0."""
         return Launches(
             self.kernels - other.kernels, self.gemms - other.gemms, self.foreign - other.foreign
         )
