@@ -20,7 +20,7 @@ PROMPT = ">>> "
 NEXT_SENTENCE = re.compile(r"[.!?] +[A-Z]")
 MAX_SUMMARY = 100
 # These docstrings still need a summary. A name that has one must leave the list.
-WITHOUT_SUMMARY = ("fastbert.BertForMultipleChoice", "fastbert.restore")
+WITHOUT_SUMMARY = ("fastbert.BertForMultipleChoice",)
 
 
 def modules_with_examples(folders: list[str], prefix: str) -> Iterator[str]:

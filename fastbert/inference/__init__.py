@@ -1,4 +1,4 @@
-"""Faster inference with a model that is trained: CUDA graphs, and int8 weights on the CPU."""
+"""Faster inference with a trained model: CUDA graphs, and int8 weights on the CPU."""
 
 from fastbert.inference.graphs import GraphedModel, graphed
 from fastbert.inference.quantization import quantize

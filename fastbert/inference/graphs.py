@@ -1,11 +1,13 @@
-"""CUDA graphs of the encoder, for latency: a batch of any shape replays one recorded launch.
+"""CUDA graphs of the encoder for low latency: a batch of any shape replays a recorded launch.
 
-A short batch is bound by the time it takes to launch its kernels, several for each layer. A CUDA
-graph launches all of them at once, but repeats exactly what was recorded: the same shapes in the
-same memory. So a batch is fitted into a bucket a little larger than itself: its rows are copied
-into the bucket's buffers, the bucket's graph is replayed, and the rows of the result are copied
-out. What a bucket has too much of are rows behind ``cu_seqlens[-1]``, which attention never reads
-and everything else keeps to themselves, and sequences of no token.
+The time of a short batch is the time to launch its kernels, several for each layer. A CUDA graph
+launches all kernels at once, but always with the recorded shapes in the recorded memory. A batch is
+therefore placed into a bucket that is a little larger than the batch. Its rows are copied into the
+buffers of the bucket, the graph of the bucket is replayed, and the rows of the result are copied
+out.
+
+The remaining rows of a bucket come after ``cu_seqlens[-1]``. Attention never reads these rows, and
+every other operation computes each row on its own. The remaining sequences have no token.
 """
 
 from __future__ import annotations
@@ -33,15 +35,33 @@ SMALLEST = 16
 def graphed(
     model: BertModel, *, max_tokens: int = 4096, max_batch: int = 64, max_graphs: int = 64
 ) -> GraphedModel:
-    """``model`` for inference at low latency: called like it, by CUDA graphs inside.
+    """Wrap a model for inference at low latency: the same calls, served by CUDA graphs.
 
     A graph is recorded when its bucket is first used, which takes about as long as a few calls.
-    Batches of more than ``max_tokens`` tokens or ``max_batch`` sequences, which launching does not
-    hold up, run without a graph. ``max_graphs``: how many are kept; the one that was not used for
-    longest makes room. Weights may change in place between calls; after anything that moves them
-    (``to``, ``half``, assignment) or changes the backend the graphs are recorded anew.
+    Weights may change in place between calls. The graphs are recorded again after the weights were
+    moved (``to``, ``half``, assignment) or the backend was changed.
 
-    Raises TypeError for another model than a ``BertModel``, RuntimeError where it is not on CUDA.
+    Args:
+        model: The model, on a CUDA device. Calls require that it is in eval mode.
+        max_tokens: Largest number of tokens of a batch with a graph. A larger batch runs without a
+            graph, because its launches do not limit its speed.
+        max_batch: Largest number of sequences of a batch with a graph.
+        max_graphs: Number of graphs that are kept. The graph that was not used for the longest time
+            is dropped for a new graph.
+
+    Returns:
+        An object that is called as the model is, without gradients.
+
+    Raises:
+        TypeError: If `model` is not a ``BertModel``.
+        ValueError: If the attention of `model` depends on the positions of tokens: rotary
+            embeddings, windows or relative distances.
+        RuntimeError: If `model` is not on a CUDA device.
+
+    Example::
+
+        model = fastbert.graphed(BertModel.from_pretrained(folder).to("cuda").eval())
+        hidden = model(input_ids, attention_mask).last_hidden_state
     """
     if not isinstance(model, BertModel):
         raise TypeError(
@@ -62,7 +82,7 @@ def graphed(
 
 
 class Bucket(NamedTuple):
-    """The shapes of one graph: rows, sequences, and the longest sequence that fits."""
+    """The shape of one graph: numbers of rows and sequences, and the longest sequence that fits."""
 
     tokens: int
     batch: int
@@ -70,18 +90,31 @@ class Bucket(NamedTuple):
 
 
 class Buckets(NamedTuple):
-    """The limits within which a batch has a bucket."""
+    """The limits of a batch with a bucket: numbers of tokens and sequences, and sequence length."""
 
     max_tokens: int
     max_batch: int
     max_seqlen: int
 
     def find(self, tokens: int, batch: int, max_seqlen: int) -> Bucket | None:
-        """The smallest bucket that holds the batch; None beyond the limits or without a token.
+        """Return the smallest bucket that holds a batch.
 
-        Tokens come in powers of two and halfway between them (16, 24, 32, 48, …), so that less than
-        a third of the rows are slack; sequences and their lengths, which cost next to nothing where
-        there are no tokens, in powers of two.
+        The numbers of tokens are the powers of two and the numbers halfway between them: 16, 24,
+        32, 48, …. Therefore less than a third of the rows is unused. The numbers of sequences and
+        their lengths are powers of two, because they cost next to nothing without tokens.
+
+        Args:
+            tokens: Number of tokens of the batch.
+            batch: Number of sequences.
+            max_seqlen: Length of the longest sequence.
+
+        Returns:
+            The bucket, or None if the batch exceeds a limit or has no token.
+
+        Example:
+            >>> from fastbert.inference.graphs import Buckets
+            >>> Buckets(max_tokens=4096, max_batch=64, max_seqlen=512).find(20, 3, 9)
+            Bucket(tokens=24, batch=4, max_seqlen=16)
         """
         limits = (self.max_tokens, self.max_batch, self.max_seqlen)
         asked = (tokens, batch, max_seqlen)
@@ -96,17 +129,23 @@ class Buckets(NamedTuple):
 
 
 def _power_of_two(number: int) -> int:
-    """The smallest power of two that is not less."""
+    """Return the smallest power of two that is at least `number`."""
     return 1 << (number - 1).bit_length()
 
 
-# What stays where it is
+# Memory that keeps its address
 
 
 class StaticBatch:
-    """The memory that a recorded function reads: a packed batch in the shape of its bucket."""
+    """The memory that a recorded function reads: a packed batch in the shape of its bucket.
+
+    Args:
+        bucket: The shape of the batch.
+        device: The device of the memory.
+    """
 
     def __init__(self, bucket: Bucket, device: torch.device) -> None:
+        """Allocate the memory, which holds a batch without tokens."""
         self.ids, self.token_types, self.positions = (
             torch.zeros(bucket.tokens, dtype=torch.int64, device=device) for _ in range(3)
         )
@@ -115,7 +154,10 @@ class StaticBatch:
         self.input = EncoderInput(self.ids, None, self.token_types, self.positions, layout)
 
     def fill(self, tokens: EncoderInput) -> None:
-        """Copies a batch in. The rows behind it keep what an earlier one left: valid ids."""
+        """Copy a batch into the memory.
+
+        The rows after the batch keep the ids of an earlier batch, or 0; all of them are valid ids.
+        """
         assert tokens.ids is not None
         rows, batch = tokens.ids.shape[0], tokens.layout.batch
         self.ids[:rows].copy_(tokens.ids)
@@ -123,12 +165,12 @@ class StaticBatch:
         self.positions[:rows].copy_(tokens.positions)
         ends = _ends(tokens.layout, tokens.ids.device)
         self.cu_seqlens[: batch + 1].copy_(ends)
-        # The sequences that are too many have no token.
+        # The remaining sequences have no token.
         self.cu_seqlens[batch + 1 :].copy_(ends[-1:].expand(self.cu_seqlens.shape[0] - batch - 1))
 
 
 def _ends(layout: BatchLayout, device: torch.device) -> Tensor:
-    """``cu_seqlens`` of any layout."""
+    """Return the ``cu_seqlens`` of any layout."""
     if layout.cu_seqlens is not None:
         return layout.cu_seqlens
     last = layout.batch * layout.length
@@ -139,44 +181,51 @@ def _ends(layout: BatchLayout, device: torch.device) -> Tensor:
 
 
 class Recording(NamedTuple):
-    """A recorded function: ``replay()`` computes ``result`` anew, in the same memory."""
+    """A recorded function, whose ``replay()`` computes ``result`` again in the same memory."""
 
     replay: Callable[[], None]
     result: tuple[Tensor, Tensor | None]
 
 
 class Recorder(Protocol):
-    """Records functions that read and write the same memory in every call."""
+    """An object that records functions which read and write the same memory in every call."""
 
-    def record(self, function: Callable[[], tuple[Tensor, Tensor | None]]) -> Recording: ...
+    def record(self, function: Callable[[], tuple[Tensor, Tensor | None]]) -> Recording:
+        """Record a function."""
+        ...
 
     def turn(self) -> AbstractContextManager[None]:
-        """What is replayed and copied inside runs after all that was in earlier turns."""
+        """Return a block whose replays and copies run after those of all earlier blocks."""
         ...
 
     def finish(self) -> None:
-        """Waits for the last turn: memory that recordings used may be freed."""
+        """Wait for the last turn, after which the memory of recordings may be freed."""
         ...
 
 
 class CudaRecorder:
-    """CUDA graphs that share one memory pool, and so one set of intermediate results.
+    """A recorder of CUDA graphs that share one memory pool, and so one set of intermediate results.
 
-    Sharing is safe because turns follow one another, on whatever streams, and because a result is
-    copied in the turn that replays it.
+    The sharing is safe because turns run one after another on all streams, and because a result is
+    copied in the turn that replays its graph.
+
+    Args:
+        device: The CUDA device.
     """
 
     def __init__(self, device: torch.device) -> None:
+        """Create the memory pool."""
         self.device = device
         self.pool = torch.cuda.graph_pool_handle()
         self.last: torch.cuda.Event | None = None
 
     def record(self, function: Callable[[], tuple[Tensor, Tensor | None]]) -> Recording:
+        """Record a function as a CUDA graph, after `WARM_UPS` calls outside the graph."""
         with torch.cuda.device(self.device):
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
-                # Compiles kernels and opens libraries, which a capture cannot hold.
+                # These calls compile kernels and open libraries, which a capture cannot contain.
                 for _ in range(WARM_UPS):
                     function()
             torch.cuda.current_stream().wait_stream(stream)
@@ -190,6 +239,7 @@ class CudaRecorder:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
+        """Let the current stream wait for the last turn, and mark the end of this turn."""
         with torch.cuda.device(self.device):
             stream = torch.cuda.current_stream()
             if self.last is not None:
@@ -198,6 +248,7 @@ class CudaRecorder:
             self.last = stream.record_event()
 
     def finish(self) -> None:
+        """Wait for the last turn."""
         if self.last is not None:
             self.last.synchronize()
 
@@ -220,7 +271,16 @@ class _Graph(NamedTuple):
 
 
 class GraphedModel:
-    """What ``graphed`` returns. Threads and streams may share one: their calls take turns."""
+    """A model that is called by CUDA graphs; made by `graphed`.
+
+    Threads and streams may share a graphed model, because its calls take turns.
+
+    Args:
+        model: The model.
+        buckets: The limits within which a batch has a graph.
+        max_graphs: Number of graphs that are kept.
+        recorder: Makes the recorder for a device.
+    """
 
     def __init__(
         self,
@@ -229,6 +289,7 @@ class GraphedModel:
         max_graphs: int,
         recorder: Callable[[torch.device], Recorder],
     ) -> None:
+        """Keep the model and the limits; no graph is recorded yet."""
         self.model = model
         self.buckets = buckets
         self.max_graphs = max_graphs
@@ -246,7 +307,7 @@ class GraphedModel:
 
     @property
     def recorded(self) -> tuple[Bucket, ...]:
-        """The buckets that have a graph now, the one used last at the end."""
+        """The buckets that have a graph now, in the order of their last use."""
         return tuple(bucket for bucket, *_ in self._graphs)
 
     def __call__(
@@ -260,11 +321,29 @@ class GraphedModel:
         max_seqlen: int | None = None,
         return_dict: bool | None = None,
     ) -> BaseModelOutputWithPooling | tuple[Any, ...]:
-        """``BertModel.forward`` without gradients, hidden states and attention weights.
+        """Compute ``BertModel.forward`` without gradients, hidden states and attention weights.
 
-        Inputs on the CPU are welcome: taking out their padding then needs no synchronisation. A
+        The inputs may be on the CPU; the removal of their padding then needs no synchronisation. A
         batch without a bucket, or with a mask of more than 2 dimensions, runs without a graph.
-        Raises RuntimeError in training mode, and what ``forward`` raises.
+
+        Args:
+            input_ids: Token ids, integer of shape ``(B, L)``, or packed, of shape ``(T,)``.
+            attention_mask: As in ``BertModel.forward``.
+            token_type_ids: Token types in the shape of `input_ids`.
+            position_ids: Positions, as in ``BertModel.forward``.
+            cu_seqlens: Cumulative lengths of packed sequences, int32 of shape ``(B + 1,)``.
+            max_seqlen: Length of the longest packed sequence.
+            return_dict: Whether the result is an output object instead of a tuple; None takes the
+                value of the configuration.
+
+        Returns:
+            The last hidden state in the layout of the caller, and the pooler's output of shape
+            ``(B, H)`` or None.
+
+        Raises:
+            RuntimeError: If the model is in training mode.
+            ValueError: As ``BertModel.forward``.
+            TypeError: As ``BertModel.forward``.
         """
         model = self.model
         if model.training:
@@ -285,7 +364,7 @@ class GraphedModel:
         return as_asked(output, model.flag("return_dict", return_dict, True))
 
     def _run(self, tokens: EncoderInput) -> tuple[Tensor, Tensor | None]:
-        """The last hidden state in the caller's layout, and the pooler's output."""
+        """Return the last hidden state in the caller's layout, and the pooler's output."""
         assert tokens.ids is not None
         layout, rows = tokens.layout, tokens.ids.shape[0]
         bucket = self.buckets.find(rows, layout.batch, layout.max_seqlen or layout.length)
@@ -301,7 +380,8 @@ class GraphedModel:
             graph.recording.replay()
             hidden, pooled = graph.recording.result
             layout = _to(tokens, self.model.device).layout
-            # The next replay overwrites the result; padding copies it anyway.
+            # The next replay overwrites the result, so it is copied. With padding,
+            # `layout.given` makes the copy.
             hidden = hidden[:rows] if layout.indices is not None else hidden[:rows].clone()
             return layout.given(hidden), None if pooled is None else pooled[: layout.batch].clone()
 
@@ -321,7 +401,7 @@ class GraphedModel:
                 self._recorder.finish()
                 self._graphs.popitem(last=False)
             batch = StaticBatch(bucket, device)
-            # A graph must not read weights from autocast's cache, which does not outlive its block.
+            # A graph must not read weights from autocast's cache, which ends with its block.
             with torch.autocast(device.type, dtype, enabled=mixed, cache_enabled=False):
                 recording = self._recorder.record(lambda: self._compute(batch.input))
             self._graphs[key] = _Graph(batch, recording)
@@ -329,7 +409,7 @@ class GraphedModel:
         return self._graphs[key]
 
     def _addresses(self) -> tuple[Any, ...]:
-        """What a recording holds of the model: it reads the weights where they lay."""
+        """Return the backend and the addresses of the weights, on which a recording depends."""
         return self.model.backend, *(p[name].data_ptr() for p, name in self._parameters)
 
     def _forget(self) -> None:
@@ -340,7 +420,7 @@ class GraphedModel:
 
 
 def _to(tokens: EncoderInput, device: torch.device) -> EncoderInput:
-    """``tokens`` on ``device``: they may have been laid out on the CPU."""
+    """Move `tokens` to `device`, for they may have been laid out on the CPU."""
     if tokens.positions.device == device:
         return tokens
     layout = tokens.layout

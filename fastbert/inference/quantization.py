@@ -1,4 +1,4 @@
-"""int8 for inference on the CPU: ``fastbert.quantize``."""
+"""Quantize the linear layers of an encoder to int8, for inference on the CPU."""
 
 from __future__ import annotations
 
@@ -13,35 +13,55 @@ from fastbert.modules.linear import Linear
 from fastbert.modules.plain import deviation
 from fastbert.modules.quantized_linear import QuantizedLinear
 
-# The linear layers of a layer, nine tenths of its time and of the encoder's weights.
+# These linear layers take nine tenths of a layer's time and hold as much of the encoder's weights.
 LAYERS = ("attention.self.qkv", "attention.output.dense", "intermediate.dense", "output.dense")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def quantize(model: BertPreTrainedModel, *, inplace: bool = False) -> BertPreTrainedModel:
-    """``model`` with the linear layers of its encoder in int8, for inference on the CPU.
+    """Quantize the linear layers of a model's encoder to int8, for inference on the CPU.
 
-    Weights become int8 with a scale for each output channel; activations are quantised as they
-    come, each row with a scale and a zero of its own, so that a sequence gives the same result in
-    any batch. Attention, layer norms, embeddings, pooler and heads stay in the model's dtype, fp32,
-    bf16 or fp16: they take little time, or, as logits and scores, are what the caller looks at.
+    The weights become int8 with a scale for each output channel. The activations are quantised in
+    every call, and each row has its own scale and zero point, so that a sequence gives the same
+    result in any batch. The other parts stay in the dtype of the model: attention, layer norms,
+    embeddings, the pooler and heads. They take little time, or compute the logits and scores that
+    the caller reads.
 
-    Returns a copy, as ``torch.ao.quantization.quantize_dynamic`` does; its other parameters are its
-    own. With ``inplace`` the model itself, whose weights are freed as they are replaced. No
-    parameter of the result wants a gradient. Its ``state_dict()`` holds int8 weights and fp32
-    scales under the names of the weights, and loads into another quantised model;
-    ``save_pretrained`` refuses.
+    The ``state_dict()`` of the result has int8 weights and fp32 scales under the names of the
+    weights, and can be loaded into another quantised model. ``save_pretrained`` refuses the result.
 
-    Raises TypeError for a model that is not fastbert's, or whose linear layers there were replaced
-    or have hooks; ValueError for one in training mode, on another device than the CPU, quantised
-    already, or with weights that are not finite.
+    Args:
+        model: A model of fastbert in fp32, bf16 or fp16, on the CPU and in eval mode.
+        inplace: Whether `model` itself is changed. Each of its weights is then freed once it is
+            replaced.
+
+    Returns:
+        A copy of `model` that shares no parameter with it, as from
+        ``torch.ao.quantization.quantize_dynamic``; or, with `inplace`, `model` itself. No parameter
+        of the result requires a gradient.
+
+    Raises:
+        TypeError: If `model` is not a model of fastbert, or if a linear layer of its encoder was
+            replaced or has hooks.
+        ValueError: If `model` is in training mode, is not on the CPU, is already quantised, has
+            weights in another dtype, or has weights that are not finite.
+
+    Example:
+        >>> from fastbert import BertConfig, BertModel, quantize
+        >>> config = BertConfig(
+        ...     vocab_size=100, hidden_size=32, num_hidden_layers=1,
+        ...     num_attention_heads=2, intermediate_size=64,
+        ... )
+        >>> model = quantize(BertModel(config).eval())
+        >>> model.state_dict()["encoder.layer.0.output.dense.weight"].dtype
+        torch.int8
     """
     if not isinstance(model, BertPreTrainedModel):
         raise TypeError(f"quantize: got {type(model).__name__}, allowed: a model of fastbert")
     places = _places(model)
     _check(model, places)
     if not inplace:
-        # What is about to be replaced need not be copied.
+        # The weights of the linear layers are about to be replaced and need no copy.
         kept = {id(linear.weight): linear.weight for _, _, linear in places}
         model = copy.deepcopy(model, kept)
         places = _places(model)
@@ -52,12 +72,17 @@ def quantize(model: BertPreTrainedModel, *, inplace: bool = False) -> BertPreTra
         quantised.set_backend(model.backend)
         setattr(parent, name, quantised)
         del linear
-    # Not before: until here the copy shares weights with the original.
+    # The gradients are switched off last, because the copy shares weights with the original before.
     return model.requires_grad_(False)
 
 
 def _places(model: nn.Module) -> list[tuple[nn.Module, str, nn.Linear]]:
-    """The module around each linear layer, the name there, and the layer. Raises TypeError."""
+    """Find the linear layers of the encoder: for each its parent, its name there, and itself.
+
+    Raises:
+        TypeError: If a linear layer was replaced or has hooks.
+        ValueError: If a linear layer is already quantised.
+    """
     places = []
     for prefix, layer in model.named_modules():
         if not isinstance(layer, BertLayer):

@@ -1,1 +1,1 @@
-"""Adapters to host libraries: the only room that imports transformers."""
+"""Adapters to other libraries; the only package of fastbert that imports transformers."""

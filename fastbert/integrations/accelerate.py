@@ -1,8 +1,9 @@
-"""``fastbert.accelerate``: the encoder inside a model of transformers, unpadded and in our kernels.
+"""Run the encoder inside a model of transformers unpadded, in the kernels of fastbert.
 
-The encoder's class becomes a subclass of it whose ``forward`` is ours; its modules, parameters and
-state dict stay. Everything around the encoder, heads, pooler, loss, Trainer, pipelines, runs as it
-was. ``restore`` gives the class back.
+`accelerate` changes the class of an encoder to a subclass whose ``forward`` is that of fastbert.
+The modules, the parameters and the state dict of the encoder stay. Everything around the encoder
+runs as before: heads, the pooler, the loss, the Trainer and pipelines. `restore` gives the encoder
+its original class back.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ Model = TypeVar("Model")
 BOUND = "_fastbert_bound_encoder"
 POOLED = "BaseModelOutputWithPooling"
 CROSSED = "BaseModelOutputWithPoolingAndCrossAttentions"
-# What each encoder of transformers returns.
+# Each encoder of transformers returns an output of this class.
 OUTPUTS = {
     "BertModel": CROSSED,
     "RobertaModel": CROSSED,
@@ -52,10 +53,10 @@ OUTPUTS = {
     "DistilBertModel": "BaseModelOutput",
     "ModernBertModel": "BaseModelOutput",
 }
-# The encoders whose tuple has a place for the pooler's output without a pooler too, as None. Every
-# other encoder leaves out of its tuple what is None.
+# The tuple of these encoders contains None for the pooler's output if there is no pooler. The tuple
+# of every other encoder leaves out the fields that are None.
 TUPLES_WITH_POOLED = ("MPNetModel",)
-# What a caller may pass and no encoder here computes.
+# The encoders of transformers take these arguments, but no encoder of fastbert serves them.
 REFUSED = (
     "head_mask",
     "past_key_values",
@@ -66,21 +67,45 @@ REFUSED = (
 
 
 def accelerate(model: Model, *, strict: bool = True) -> Model:
-    """``model`` itself, with every encoder in it run by fastbert: unpadded, in fused kernels.
+    """Make fastbert run every encoder inside a model: unpadded and in fused kernels.
 
-    A model of transformers with any head or none, a ``SentenceTransformer``, a ``CrossEncoder``, a
-    model of your own around such an encoder, or a pipeline. Names, parameters, outputs and
-    arguments stay those of transformers; ``restore`` undoes it. Differences, all on purpose:
-    ``last_hidden_state`` is 0 at padding (a loss over padded positions, as question answering's,
-    sees the head's bias there), the pooler reads the first token that exists, masks of 3
-    and 4 dims may be bool, 0/1 or additive, packed sequences (``cu_seq_lens_q``, or
-    ``position_ids`` that restart) do not see each other and have a pooler output each, and
-    ``output_attentions`` may be a list of layers. Hidden states and attention weights carry
-    gradients, as in transformers; the weights are those before dropout.
+    The model keeps the names, parameters, arguments and outputs of transformers. `restore` undoes
+    the change. Hidden states and attention weights carry gradients, as in transformers. The
+    attention weights are the weights before dropout.
 
-    Raises TypeError for what is no model, ValueError naming what cannot be served, in which case
-    nothing was changed; with ``strict=False`` it warns instead and returns the model untouched. A
-    call with an argument that cannot be served raises ValueError.
+    An accelerated encoder differs from transformers in five intended ways:
+
+    - ``last_hidden_state`` is 0 at padding. A loss over padded positions, as in question answering,
+      therefore sees the head's bias there.
+    - The pooler reads the first token that is not padding.
+    - ``attention_mask`` may have 3 or 4 dimensions, and may then be bool, 0/1 or additive.
+    - Packed sequences do not attend each other, and each sequence has a pooler output. A caller
+      packs with ``cu_seq_lens_q``, or with ``position_ids`` that restart.
+    - ``output_attentions`` may be a list of layers.
+
+    A later call of the encoder raises ValueError if an argument of the call cannot be served. If
+    the encoder itself can no longer be served, for example because of a new hook, the encoder runs
+    its own code and a warning names the reason.
+
+    Args:
+        model: A model of transformers with any head or with none, a ``SentenceTransformer``, a
+            ``CrossEncoder``, a module of your own around such an encoder, or a pipeline.
+        strict: Whether a model that cannot be served raises. With False, the function warns
+            and returns the model unchanged.
+
+    Returns:
+        `model` itself.
+
+    Raises:
+        TypeError: If `model` is neither a module nor a pipeline around a module.
+        ValueError: If `strict` is True and `model` has no encoder, or an encoder that cannot be
+            served. The message names the reason, and nothing was changed.
+
+    Example::
+
+        model = transformers.AutoModelForMaskedLM.from_pretrained("bert-base-uncased").eval()
+        fastbert.accelerate(model)
+        logits = model(**tokenizer(texts, padding=True, return_tensors="pt")).logits
     """
     try:
         found = list(_encoders(model))
@@ -101,8 +126,19 @@ def accelerate(model: Model, *, strict: bool = True) -> Model:
 
 
 def restore(model: Model) -> Model:
-    """``model`` itself, with the classes that it had before ``accelerate``; weights as they are
-    now. A model that is not accelerated stays as it is. Raises TypeError for what is no model."""
+    """Give the encoders in a model the classes that they had before `accelerate`.
+
+    The weights keep their current values. A model that is not accelerated stays unchanged.
+
+    Args:
+        model: A module or a pipeline, as in `accelerate`.
+
+    Returns:
+        `model` itself.
+
+    Raises:
+        TypeError: If `model` is neither a module nor a pipeline around a module.
+    """
     for module in _module(model).modules():
         if _accelerated(module):
             module.__class__ = type(module).fastbert_restores
@@ -111,14 +147,24 @@ def restore(model: Model) -> Model:
 
 
 def bound_encoders(model: Any) -> dict[str, BoundEncoder]:
-    """Our encoders in ``model`` by the names of the modules that they run; none when ``model`` is
-    not accelerated."""
+    """Return the encoders of fastbert that run inside an accelerated model.
+
+    Args:
+        model: A module or a pipeline, as in `accelerate`.
+
+    Returns:
+        The bound encoder of each accelerated module, by the name of the module. The dict is empty
+        if `model` is not accelerated.
+
+    Raises:
+        TypeError: If `model` is neither a module nor a pipeline around a module.
+    """
     named = _module(model).named_modules()
     return {name: _bound(module) for name, module in named if _accelerated(module)}
 
 
 def _module(model: Any) -> nn.Module:
-    """The module in ``model``: itself, or a pipeline's."""
+    """Return `model` itself if it is a module, or the module of a pipeline."""
     for module in (model, getattr(model, "model", None)):
         if isinstance(module, nn.Module):
             return module
@@ -126,7 +172,7 @@ def _module(model: Any) -> nn.Module:
 
 
 def _encoders(model: Any) -> Iterator[tuple[Any, Any]]:
-    """The encoders in ``model``, each with the class of transformers that it is."""
+    """Yield each encoder in `model` with its class in transformers."""
     names = {family.model for family in FAMILIES.values()}
     for module in _module(model).modules():
         for kind in type(module).__mro__:
@@ -151,9 +197,13 @@ def _accelerated(module: nn.Module) -> bool:
 
 @functools.cache
 def _fast_class(kind: Any, stock: Any) -> Any:
-    """A subclass of ``kind``, which is ``stock`` or a subclass of it, in which ``stock``'s forward
-    is ours: what ``kind`` overrides still runs, and finds ours behind it."""
-    names = tuple(inspect.signature(stock.forward).parameters)[1:-1]  # self and **kwargs
+    """Make a subclass of `kind` in which fastbert's forward replaces that of `stock`.
+
+    `kind` is `stock` or a subclass of `stock`. A method that `kind` overrides still runs, and
+    ``super().forward`` then reaches the forward of fastbert.
+    """
+    # The names leave out self and **kwargs.
+    names = tuple(inspect.signature(stock.forward).parameters)[1:-1]
 
     @functools.wraps(stock.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -199,13 +249,16 @@ def _fast_class(kind: Any, stock: Any) -> Any:
 
 
 def _rebuild(kind: Any, stock: Any) -> Any:
-    """An empty object of the class that ``_fast_class`` makes, for copy and pickle."""
+    """Return an empty object of the class that `_fast_class` makes, for copy and pickle."""
     made = _fast_class(kind, stock)
     return made.__new__(made)
 
 
 def _bound(host: Any) -> BoundEncoder:
-    """The encoder bound to ``host``. A copy, a replica and a rebuilt model bind their own."""
+    """Return the encoder that is bound to `host`, and bind one if there is none.
+
+    A copy, a replica and a model whose layers changed each bind an encoder of their own.
+    """
     bound = host.__dict__.get(BOUND)
     if bound is None or bound.host is not host or not bound.fits():
         bound = host.__dict__[BOUND] = BoundEncoder(host)
@@ -255,7 +308,8 @@ def _run(host: Any, bound: BoundEncoder, stock: str, given: dict[str, Any]) -> A
         values["hidden_states"] = _selected(encoded.hidden_states, states)
     if weights:
         values["attentions"] = encoded.attentions
-        values["cross_attentions"] = ()  # as in transformers, for an encoder has none
+        # An encoder has no cross-attention, and transformers gives an empty tuple too.
+        values["cross_attentions"] = ()
     fields = getattr(modeling_outputs, OUTPUTS[stock])
     out = fields(**{k: v for k, v in values.items() if k in fields.__dataclass_fields__})
     wanted = given.get("return_dict")
@@ -275,7 +329,7 @@ def _flag(host: Any, given: dict[str, Any], name: str) -> Any:
 def _arguments(
     bound: BoundEncoder, given: dict[str, Any]
 ) -> tuple[dict[str, Any], tuple[int, int] | None]:
-    """The arguments of ``enter``, and the (B, L) of packed input."""
+    """Return the arguments of `enter`, and the shape ``(B, L)`` of packed input or None."""
     choices = bound.model.config.architecture
     names = ["input_ids", "attention_mask", "position_ids", "inputs_embeds"]
     names += ["token_type_ids"] if choices.type_table else []
@@ -286,7 +340,8 @@ def _arguments(
     tokens = given.get("input_ids") if given.get("inputs_embeds") is None else None
     tokens = given.get("inputs_embeds") if tokens is None else tokens
     if tokens is None or tokens.dim() < 2:
-        return arguments, None  # enter says what is wrong
+        # `enter` raises for these tokens.
+        return arguments, None
     batch, length = tokens.shape[:2]
     ends, positions = given.get("cu_seq_lens_q"), arguments["position_ids"]
     if ends is None and mask is None and positions is not None:
@@ -306,7 +361,11 @@ def _arguments(
 
 
 def _selected(states: tuple[Tensor, ...], wanted: Any) -> tuple[Tensor | None, ...]:
-    """All of them, or those whose numbers are ``wanted``, from the end when negative."""
+    """Keep the states whose numbers are in `wanted`, and replace the other states by None.
+
+    `wanted` is one number or several; a bool keeps all states. A negative number counts from the
+    end, and a number out of range is ignored.
+    """
     if isinstance(wanted, bool):
         return states
     numbers = [wanted] if isinstance(wanted, int) else list(wanted)
@@ -315,7 +374,7 @@ def _selected(states: tuple[Tensor, ...], wanted: Any) -> tuple[Tensor | None, .
 
 
 def _pooled(host: Any, encoded: Encoded, mask: Tensor | None) -> Tensor | None:
-    """What the host's pooler makes of each sequence's first token."""
+    """Return the output of the host's pooler for the first token of each sequence."""
     pooler = getattr(host, "pooler", None)
     if pooler is None:
         _warn_of_left_padding(type(host).__name__, encoded.layout, mask)
@@ -342,7 +401,7 @@ def _warn_once_of_left_padding(encoder: str) -> None:
 
 
 def _checkpointed(host: Any) -> bool:
-    """Whether the host was told to keep less for the backward pass."""
+    """Return whether the host uses gradient checkpointing in this call."""
     if not (host.training and torch.is_grad_enabled()):
         return False
     return any(getattr(module, "gradient_checkpointing", False) for module in host.modules())

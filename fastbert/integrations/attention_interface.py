@@ -1,7 +1,14 @@
-"""``attn_implementation="fastbert"`` for the models of transformers; importing this registers it.
+"""``attn_implementation="fastbert"`` for the models of transformers.
 
-Only attention is replaced: the function that a model calls between its projections, and the one
-that makes its mask. Without the second one transformers passes no mask at all.
+The import of this module registers the implementation. The implementation replaces only attention:
+the function that a model calls between its projections, and the function that makes the mask.
+Without a mask function, transformers would pass no mask at all.
+
+Example::
+
+    import fastbert.integrations.attention_interface
+
+    model = transformers.AutoModel.from_pretrained(folder, attn_implementation="fastbert")
 """
 
 from __future__ import annotations
@@ -28,7 +35,7 @@ except ImportError as error:
     ) from error
 
 NAME = "fastbert"
-# What a host may hand over and no kernel here computes.
+# A model of transformers may pass these options, but no kernel of fastbert computes them.
 REFUSED = ("head_mask", "position_bias", "s_aux", "softcap")
 
 
@@ -50,15 +57,40 @@ def attention(
     output_attentions: bool = False,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """softmax(q kᵀ scaling + mask) v as transformers wants it.
+    """Compute ``softmax(q kᵀ scaling + mask) v`` with the signature that transformers calls.
 
-    query (B, H, Lq, D), key and value (B, H, Lk, D). attention_mask: bool or 0/1 integers, nonzero
-    = attend, or floating and added to the logits; (B, Lk), (B, Lq, Lk) or broadcastable to (B, H,
-    Lq, Lk). Rows of packed sequences attend to their own sequence alone: cu_seq_lens int32 (N+1,)
-    with B = 1, or without a mask position_ids (B, L) that restart. Returns (B, Lq, H, D) and, with
-    output_attentions, the weights before dropout, (B, H, Lq, Lk), else None.
+    A row of a packed batch attends only to its own sequence. The sequences are given by
+    `cu_seq_lens_q` with B = 1, or, without a mask, by `position_ids` that restart. An exported
+    graph contains plain PyTorch operations.
 
-    Raises ValueError naming what cannot be served. An exported graph holds plain PyTorch.
+    Args:
+        module: The attention module that calls; its ``is_causal`` is the default of `is_causal`.
+        query: Queries of shape ``(B, H, Lq, D)``.
+        key: Keys of shape ``(B, H, Lk, D)``.
+        value: Values of shape ``(B, H, Lk, D)``.
+        attention_mask: Bool or 0/1 integers, nonzero where a query attends a key, or a floating
+            tensor that is added to the logits. The shape is ``(B, Lk)``, ``(B, Lq, Lk)`` or
+            broadcastable to ``(B, H, Lq, Lk)``.
+        dropout: Probability with which an attention weight is dropped.
+        scaling: Factor of the logits; ``D ** -0.5`` by default.
+        is_causal: Whether a query attends only to keys at its own position or earlier. The value
+            has no effect with a mask, because the mask is then complete. It has no effect for a
+            single query either, because that query attends all keys before it.
+        position_ids: Positions of shape ``(B, L)``.
+        cu_seq_lens_q: Cumulative lengths of the queries' sequences, int32 of shape ``(N + 1,)``.
+        cu_seq_lens_k: Cumulative lengths of the keys' sequences; `cu_seq_lens_q` by default.
+        max_length_q: Length of the longest sequence of queries.
+        max_length_k: Length of the longest sequence of keys.
+        output_attentions: Whether the attention weights are returned too.
+        options: Other options of transformers. Those in ``REFUSED`` must be None, and the rest is
+            ignored.
+
+    Returns:
+        The output of shape ``(B, Lq, H, D)``. The second element is the weights before dropout, of
+        shape ``(B, H, Lq, Lk)``, with `output_attentions`, and None without.
+
+    Raises:
+        ValueError: If an argument cannot be served. The message names the argument.
     """
     for name in REFUSED:
         if options.get(name) is not None:
@@ -68,7 +100,7 @@ def attention(
     if key.shape[1] != query.shape[1]:
         raise ValueError(f"key: got {key.shape[1]} heads, allowed: {query.shape[1]}, as query has")
     causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
-    # As in transformers: a mask says all, and a single query sees all that came before.
+    # As in transformers, a mask is complete, and a single query attends all keys before it.
     causal = bool(causal) and attention_mask is None and query.shape[2] > 1
     exporting = torch.compiler.is_exporting() or torch.onnx.is_in_onnx_export()
     operations: Any = reference if exporting else ops
@@ -108,7 +140,7 @@ def _dense(operations, query, key, value, attention_mask, causal, weighed, share
 
 
 def _as_arguments(mask: Tensor | None, keys: int) -> tuple[Tensor | None, Tensor | None]:
-    """``mask`` and ``bias`` of ``ops.attention``."""
+    """Turn the mask of a caller into the `mask` and `bias` of `ops.attention`."""
     if mask is None:
         return None, None
     if mask.dim() not in (2, 3, 4):
@@ -132,9 +164,28 @@ def mask(
     allow_is_bidirectional_skip: bool = False,
     **options: Any,
 ) -> Tensor | None:
-    """The ``attention_mask`` that ``attention`` gets: of padding alone bool (B, 1, 1, Lk), of a
-    window or causal bool (B, 1, Lq, Lk), None where every key may be attended. A 3-D mask of the
-    caller stays what it is.
+    """Make the mask that transformers passes to `attention`.
+
+    Args:
+        batch_size: Number of sequences, B.
+        q_length: Number of queries of each sequence, Lq.
+        kv_length: Number of keys of each sequence, Lk.
+        q_offset: Position of the first query.
+        kv_offset: Position of the first key.
+        mask_function: The rule of transformers that decides whether a query attends a key.
+        attention_mask: The caller's mask. A mask of 2 dimensions marks padding; a mask of shape
+            ``(B, Lq, Lk)`` keeps its values.
+        allow_is_bidirectional_skip: Whether a mask of padding alone may have the shape ``(B, 1, 1,
+            Lk)`` or be None.
+        options: Further arguments of transformers' ``sdpa_mask``.
+
+    Returns:
+        A bool mask of shape ``(B, 1, 1, Lk)`` for padding alone, or ``(B, 1, Lq, Lk)`` for a causal
+        or windowed rule; None if every query may attend every key. A 3-D mask of the caller is
+        returned with a dimension of 1 for the heads.
+
+    Raises:
+        ValueError: If the caller's mask has 3 dimensions and `mask_function` is not bidirectional.
     """
     if attention_mask is not None and attention_mask.dim() == 3:
         if mask_function is not bidirectional_mask_function:

@@ -1,8 +1,11 @@
-"""An encoder of ours that computes with the parameters of a model of transformers.
+"""An encoder of fastbert that computes with the parameters of a model of transformers.
 
-Nothing is copied or moved: the model keeps its modules, and before every call the modules of ours
-are handed the parameters that theirs have now. So ``to``, an optimizer, ``load_state_dict``, PEFT
-and whatever else works on the model goes on working on it.
+The model of transformers is called the host. Nothing is copied or moved, and the host keeps its
+modules. Before every call, the modules of fastbert receive the current parameters of the host's
+modules. Therefore ``to``, an optimizer, ``load_state_dict``, PEFT and other tools still work on the
+host.
+
+In the names of this file, ``ours`` is a module of fastbert and ``theirs`` is a module of the host.
 """
 
 from __future__ import annotations
@@ -27,24 +30,26 @@ except ImportError as error:
         "pip install 'fastbert[transformers]'"
     ) from error
 
-# Of transformers: they collect hidden states and attention weights, which the encoder returns.
+# The hooks of this module of transformers collect hidden states and attention weights. The bound
+# encoder returns both itself, so these hooks need not run.
 COLLECTING_HOOKS = "transformers.utils.output_capturing"
-# Where the classes of a stock model's modules are defined.
+# These packages define the classes of a stock model's modules.
 KNOWN = ("transformers.", "torch.nn.modules.")
 
 
 class Place(NamedTuple):
-    """Where a module hangs."""
+    """The place of a module: its parent and its name in the parent."""
 
     parent: nn.Module
     name: str
 
     def get(self) -> nn.Module | None:
+        """Return the module that is at the place now, or None."""
         return self.parent._modules.get(self.name)
 
 
 class Inside(NamedTuple):
-    """A module inside the host that is not called: its name there, and where it hangs."""
+    """A module inside the host that is not called, with its path in the host and its place."""
 
     path: str
     place: Place
@@ -52,7 +57,7 @@ class Inside(NamedTuple):
 
 
 class Leaf(NamedTuple):
-    """A module of ours with parameters, where it hangs, and where theirs hang."""
+    """A module of fastbert with parameters, its place, and the places of the host's modules."""
 
     ours: Place
     module: nn.Module
@@ -60,14 +65,17 @@ class Leaf(NamedTuple):
 
 
 class Drop(NamedTuple):
-    """A module of ours with a ``dropout_p``, and theirs that says how much: a module called
-    ``name`` in ``theirs``, or a number of that name."""
+    """A module of fastbert with a ``dropout_p``, and the source of its value in the host.
+
+    The source is the dropout module called ``name`` in ``theirs``, or a number of that name.
+    """
 
     ours: Any
     theirs: nn.Module
     name: str
 
     def probability(self) -> float:
+        """Return the host's dropout probability, which is 0 outside training mode."""
         module = self.theirs._modules.get(self.name)
         if module is None:
             return getattr(self.theirs, self.name) if self.theirs.training else 0.0
@@ -75,9 +83,12 @@ class Drop(NamedTuple):
 
 
 class Watch(NamedTuple):
-    """What binding depended on, in a form that is quick to compare with what is there now:
-    modules, where they hang and their classes; their hooks; the attributes among which a
-    ``forward`` may appear; parameters of ours and theirs, and the norms that have an eps."""
+    """The facts on which a binding depends, in a form that is quick to compare with the present.
+
+    The facts are the host's modules with their places and classes, the hooks of these modules, and
+    their attributes, among which a ``forward`` may appear. Further facts are the shared parameters
+    on both sides, and the norms on both sides, which have an ``eps``.
+    """
 
     modules: list[tuple[dict[str, Any], str, nn.Module, type]]
     hooks: list[dict[int, Any]]
@@ -87,6 +98,7 @@ class Watch(NamedTuple):
 
     @classmethod
     def over(cls, inside: list[Inside], leaves: list[Leaf]) -> Watch:
+        """Record the present facts of the modules in `inside` and `leaves`."""
         theirs = [(place, place.get()) for leaf in leaves for place in leaf.theirs]
         places = [(place, module) for _, place, module in inside]
         found = [(place, child) for place, child in (*places, *theirs) if child is not None]
@@ -110,6 +122,7 @@ class Watch(NamedTuple):
         )
 
     def unchanged(self) -> bool:
+        """Return whether the facts still hold and no module has a hook or a forward of its own."""
         return (
             all(
                 parent.get(name) is child and type(child) is kind
@@ -123,12 +136,19 @@ class Watch(NamedTuple):
 
 
 class BoundEncoder:
-    """``model``: a ``BertModel`` of ours with the parameters of ``host``, transformers' encoder.
+    """A ``BertModel`` of fastbert that shares the parameters of an encoder of transformers.
 
-    Raises ValueError, naming what is in the way, for a host that it cannot compute.
+    The attribute ``model`` is the ``BertModel``.
+
+    Args:
+        host: The encoder of transformers.
+
+    Raises:
+        ValueError: If fastbert cannot compute the host. The message names the obstacle.
     """
 
     def __init__(self, host: nn.Module) -> None:
+        """Build the ``BertModel`` without memory of its own, and bind it to `host`."""
         self.host = host
         content = host.config.to_dict()
         config = families.read_config(content)
@@ -150,17 +170,22 @@ class BoundEncoder:
             raise ValueError(problem)
 
     def __reduce__(self) -> Any:
-        # A copy or a pickle of the host makes its own when it is called.
+        """Make every copy and every pickle None."""
+        # A copy or a pickle of the host binds its own encoder when it is called.
         return (_none, ())
 
     def fits(self) -> bool:
-        """Whether the host is built as it was: no layer came, went or became another."""
+        """Return whether the host still has the same modules: none added, removed or replaced."""
         return all(place.get() is module for _, place, module in self.inside) and all(
             len(module._modules) == size for module, size in self.sizes
         )
 
     def bind(self) -> str | None:
-        """Hands our modules the parameters of theirs. Returns what is in the way, if anything."""
+        """Give the modules of fastbert the current parameters of the host.
+
+        Returns:
+            The obstacle in words, or None if the encoder is bound.
+        """
         if self.watch is not None and self.watch.unchanged():
             self._take_sizes()
             return None
@@ -168,7 +193,8 @@ class BoundEncoder:
         problem = self._bind_anew()
         if problem is None:
             watch = Watch.over(self.inside, self.leaves)
-            # What has hooks now is bound otherwise when it has none.
+            # A module that has hooks now is bound in another way once its hooks are removed. The
+            # binding is therefore repeated at every call until then.
             self.watch = watch if watch.unchanged() else None
         return problem
 
@@ -185,7 +211,7 @@ class BoundEncoder:
         return None
 
     def settle_dropout(self) -> None:
-        """Takes over how much is dropped now."""
+        """Take over the current dropout probabilities of the host."""
         dropping = False
         for drop in self.drops:
             probability = drop.probability()
@@ -195,7 +221,7 @@ class BoundEncoder:
         self.model.training = dropping
 
     def _take_sizes(self) -> None:
-        """Tables may have grown."""
+        """Take over the sizes of the host's tables, which may have grown."""
         config, embeddings = self.model.config, self.model.embeddings
         for name, table in (
             ("vocab_size", embeddings.word_embeddings),
@@ -205,10 +231,10 @@ class BoundEncoder:
             if table is not None and table.weight.shape[0] != getattr(config, name):
                 self.model.config = config = config.replace(**{name: table.weight.shape[0]})
 
-    # What hangs where
+    # The modules of fastbert and of the host
 
     def _layers(self, config: Any) -> int:
-        """How many stored layers the host has."""
+        """Return the number of stored layers of the host."""
         family = families.family_of(config.model_type)
         path = family.modules["encoder.layer.{layer}.output.dense"][0]
         container = self.host.get_submodule(path.partition(".{")[0])
@@ -244,8 +270,11 @@ class BoundEncoder:
                 yield Drop(self.model.get_submodule(ours.format(layer=layer)), parent, name)
 
     def _containers(self) -> Iterator[Inside]:
-        """All but our leaves, what is in them, the pooler, which is called, and what a subclass
-        added."""
+        """Find the host's modules that are not called.
+
+        Four kinds of modules are left out: leaves, the modules inside leaves, the pooler, which is
+        called, and modules that a subclass added.
+        """
         family = families.family_of(self.model.config.model_type)
         paths = [path for theirs in family.modules.values() for path in theirs]
         roots = {path.partition(".")[0] for path in (*paths, *family.dropouts.values())}
@@ -263,7 +292,10 @@ class BoundEncoder:
         return walk(self.host, "")
 
     def _check_activations(self) -> None:
-        """Raises ValueError where a module without parameters is not what config.json calls it."""
+        """Raise ValueError if a module without parameters is not of the class that is expected.
+
+        The class of the activation is the class that ``config.json`` names.
+        """
         expected = type(ACT2FN[self.model.config.hidden_act])
         plain = (nn.Dropout, nn.Identity, nn.ModuleList, expected)
         for path, _, child in self.inside:
@@ -287,7 +319,7 @@ def _place(root: nn.Module, path: str) -> Place:
 
 
 def _called_from_outside(module: nn.Module) -> str | None:
-    """How somebody relies on ``module`` being called; None when nobody does."""
+    """Return the reason why `module` must be called, or None if there is no reason."""
     kind = type(module)
     if not kind.__module__.startswith(KNOWN):
         return f"is a {kind.__module__}.{kind.__qualname__}"

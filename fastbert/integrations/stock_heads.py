@@ -1,4 +1,4 @@
-"""transformers' own heads on an accelerated encoder: for families whose heads we do not have."""
+"""Heads of transformers on an accelerated encoder, for families whose heads fastbert lacks."""
 
 from __future__ import annotations
 
@@ -22,13 +22,22 @@ except ImportError as error:
 
 
 class StockHead(nn.Module):
-    """A model of transformers, ``kind`` "AutoModelForSequenceClassification" or so, in eval mode,
-    its encoder accelerated; called with packed input, as our own models are.
+    """A model of transformers with a head, in eval mode and with an accelerated encoder.
 
-    Raises ValueError when the folder's checkpoint has no such head.
+    The model is called with packed input, as the models of fastbert are.
+
+    Args:
+        kind: Name of a class of transformers, as ``"AutoModelForSequenceClassification"``.
+        folder: Folder of the checkpoint.
+
+    Raises:
+        ValueError: If transformers cannot load the folder, if the checkpoint lacks a part of the
+            head, or if the encoder cannot be accelerated.
+        OSError: If a file cannot be read.
     """
 
     def __init__(self, kind: str, folder: Path) -> None:
+        """Load the model and accelerate its encoder."""
         super().__init__()
         try:
             with quiet():
@@ -37,7 +46,8 @@ class StockHead(nn.Module):
                 )
         except OSError:
             raise
-        except Exception as error:  # a damaged folder makes transformers raise any kind of error
+        except Exception as error:
+            # A damaged folder makes transformers raise any kind of error.
             raise ValueError(f"MODEL: {folder}: transformers cannot load it: {error}") from error
         missing = sorted(report["missing_keys"])
         if missing:
@@ -51,8 +61,19 @@ class StockHead(nn.Module):
         max_seqlen: int,
         token_type_ids: Tensor | None = None,
     ) -> Any:
-        """input_ids and token_type_ids (T,), cu_seqlens int32 (B + 1,); the output of transformers,
-        of (B, max_seqlen), for its heads read padded rows."""
+        """Pad a packed batch and call the model.
+
+        The batch is padded because the heads of transformers read padded rows.
+
+        Args:
+            input_ids: Token ids, integer of shape ``(T,)``.
+            cu_seqlens: Cumulative lengths of the sequences from 0, int32 of shape ``(B + 1,)``.
+            max_seqlen: Length of the longest sequence.
+            token_type_ids: Token types of shape ``(T,)``.
+
+        Returns:
+            The output of the model of transformers for a batch of shape ``(B, max_seqlen)``.
+        """
         exists = torch.arange(max_seqlen, device=input_ids.device) < cu_seqlens.diff()[:, None]
         pad = self.model.config.pad_token_id or 0
         padded = {
@@ -65,8 +86,21 @@ class StockHead(nn.Module):
 
 
 def fill_mask(folder: Path, text: str, top_k: int) -> tuple[str, list[dict[str, Any]]]:
-    """The mask's name, and for each mask in ``text`` its ``position`` and ``candidates``, as
-    ``fastbert fill-mask`` prints them. Raises ValueError for a text that is too long."""
+    """Predict the likeliest tokens for each mask of a text, for ``fastbert fill-mask``.
+
+    Args:
+        folder: Folder of a checkpoint with a masked-LM head.
+        text: The text, in which the tokenizer's mask token stands for each unknown token.
+        top_k: Number of candidates per mask.
+
+    Returns:
+        The name of the mask token, and for each mask its ``position`` and its ``candidates``, as
+        the command prints them. The list is empty if `text` has no mask.
+
+    Raises:
+        ValueError: If the text is too long, or if the checkpoint cannot be loaded or has no such
+            head.
+    """
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     mask = str(tokenizer.mask_token)
     ids = tokenizer(text)["input_ids"]

@@ -1,6 +1,6 @@
-"""transformers' own models and tokenizers, to be timed and compared with.
+"""Models and tokenizers of transformers, as the other side of benchmarks and comparisons.
 
-transformers is optional: ask ``installed`` first.
+The package transformers is optional. Call `installed` before any other function.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from fastbert.config import BertConfig
 
 
 def installed() -> bool:
+    """Return whether transformers is installed."""
     return importlib.util.find_spec("transformers") is not None
 
 
 def version() -> str:
+    """Return the version of transformers."""
     import transformers
 
     return transformers.__version__
@@ -30,7 +32,18 @@ def version() -> str:
 def encoder(
     config: BertConfig, weights: Mapping[str, Tensor], path: str, dtype: torch.dtype, device: str
 ) -> nn.Module:
-    """transformers' BertModel with these weights; ``path`` is its attention: "eager" or "sdpa"."""
+    """Build a BertModel of transformers, in eval mode.
+
+    Args:
+        config: The sizes of the model.
+        weights: The state dict of the model; every name must match.
+        path: The attention implementation, ``"eager"`` or ``"sdpa"``.
+        dtype: The dtype of the parameters.
+        device: The device of the parameters.
+
+    Returns:
+        The model.
+    """
     import transformers
 
     theirs = transformers.BertConfig(**config.to_dict())
@@ -41,7 +54,15 @@ def encoder(
 
 
 def untrained_pretraining_model(config: BertConfig, path: str) -> nn.Module:
-    """transformers' BertForPreTraining with fresh weights; ``path`` as in ``encoder``."""
+    """Build a BertForPreTraining of transformers with random weights.
+
+    Args:
+        config: The sizes of the model.
+        path: The attention implementation, as in `encoder`.
+
+    Returns:
+        The model.
+    """
     import transformers
 
     theirs = transformers.BertConfig(**config.to_dict())
@@ -50,7 +71,14 @@ def untrained_pretraining_model(config: BertConfig, path: str) -> nn.Module:
 
 
 def pretraining_model(checkpoint: Path) -> Any:
-    """transformers' BertForPreTraining of a folder, in fp32 with its plain attention."""
+    """Load a BertForPreTraining of transformers in fp32 and eval mode, with eager attention.
+
+    Args:
+        checkpoint: Folder of the checkpoint.
+
+    Returns:
+        The model.
+    """
     import transformers
 
     with quiet():
@@ -61,7 +89,14 @@ def pretraining_model(checkpoint: Path) -> Any:
 
 
 def tokenizer(checkpoint: Path) -> Any:
-    """What ``AutoTokenizer`` makes of a folder."""
+    """Load the tokenizer of a folder with transformers' ``AutoTokenizer``.
+
+    Args:
+        checkpoint: Folder of the checkpoint.
+
+    Returns:
+        The tokenizer.
+    """
     import transformers
 
     return transformers.AutoTokenizer.from_pretrained(checkpoint)
@@ -69,7 +104,7 @@ def tokenizer(checkpoint: Path) -> Any:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without transformers' progress bars and reports of loading."""
+    """Hide the progress bars and the loading reports of transformers inside the block."""
     from transformers.utils import logging
 
     shown, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()

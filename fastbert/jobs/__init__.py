@@ -1,1 +1,1 @@
-"""The work of the commands: encode and classify, which resume after a stop, and fill-mask."""
+"""The jobs of the commands: encode and classify, which resume after a stop, and fill-mask."""

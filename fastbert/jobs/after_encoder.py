@@ -1,4 +1,4 @@
-"""From the rows of the encoder to the embeddings of texts: what a folder's modules say."""
+"""Turn the rows of the encoder into embeddings of texts, by the modules of a model folder."""
 
 from __future__ import annotations
 
@@ -11,13 +11,22 @@ from fastbert.modules.dense import Dense as DenseModule
 
 
 class AfterEncoder(nn.Module):
-    """Pools, projects and scales the rows (T, H) of packed texts to float32 (B, ``width``).
+    """The part of a sentence-transformers model after the encoder: pooling, Dense, normalization.
 
-    ``prompt_length`` is the number of rows at the start of each text that are a prompt's. Raises
-    ValueError naming the folder of a Dense that does not take the vectors it would get.
+    The attribute ``width`` is the size of the embeddings.
+
+    Args:
+        recipe: The modules of the model folder.
+        hidden_size: Size H of the encoder's rows.
+        prompt_length: Number of rows at the start of each text that belong to the prompt.
+
+    Raises:
+        ValueError: If a Dense module does not take vectors of the size that the module before it
+            gives. The message names the folder of the module.
     """
 
     def __init__(self, recipe: SentenceFolder, hidden_size: int, prompt_length: int) -> None:
+        """Build the modules in the order of the recipe."""
         super().__init__()
         pooling, *others = recipe.modules
         assert isinstance(pooling, Pooling)
@@ -42,6 +51,15 @@ class AfterEncoder(nn.Module):
         self.width = min(self.width, self.truncate_dim or self.width)
 
     def forward(self, hidden: Tensor, cu_seqlens: Tensor) -> Tensor:
+        """Compute the embeddings of packed texts.
+
+        Args:
+            hidden: Rows of the encoder, floating of shape ``(T, H)``.
+            cu_seqlens: Cumulative lengths of the texts from 0, int32 of shape ``(B + 1,)``.
+
+        Returns:
+            The embeddings, fp32 of shape ``(B, width)``.
+        """
         rows, modes = hidden.float(), self.pooling.modes
         vectors = torch.cat([pool(rows, cu_seqlens, mode, skip=self.skip) for mode in modes], -1)
         for step in self.steps:

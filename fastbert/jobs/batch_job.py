@@ -1,4 +1,7 @@
-"""A row of numbers for each line of INPUT: packed batches by length, kept across interruptions."""
+"""Compute a row of numbers for each line of INPUT, in packed batches of similar lengths.
+
+The finished rows are kept when the job is interrupted.
+"""
 
 from __future__ import annotations
 
@@ -23,18 +26,28 @@ if TYPE_CHECKING:
     from fastbert.data import Encoded, JsonTokenizer, WordPieceTokenizer
     from fastbert.io.sentence_transformers_folder import SentenceFolder
 
-# Lines are sorted by length, and kept once computed, in windows of about this many batches.
+# Lines are sorted by length inside windows of about this many batches. The rows of a window are
+# stored once all of them are computed.
 WINDOW_BATCHES = 8
 
 
 class LimitedTokenizer:
-    """The tokenizer of a model folder, for texts and pairs, with the model's limit of tokens.
+    """The tokenizer of a model folder, for texts and pairs, with a limit of tokens.
 
-    The limit is ``settings.max_length``, or what tokenizer_config.json says, but never more than
-    the ``positions`` that the model has. ``settings.prompt`` is put before the first text.
+    The attribute ``limit`` is ``settings.max_length``, or the maximum in
+    ``tokenizer_config.json``, but at most `positions`. The tokenizer puts ``settings.prompt``
+    before the first text. A call takes a tuple of one text or two, and returns an ``Encoded``.
+
+    Args:
+        settings: The settings of the model folder.
+        positions: Number of positions of the model.
+
+    Raises:
+        ValueError: In a call, if a text has no tokens or if the tokenizer refuses the text.
     """
 
     def __init__(self, settings: SentenceFolder, positions: int) -> None:
+        """Load the tokenizer; warn if the folder has prompts and none of them is the default."""
         from fastbert.data import load_tokenizer, model_max_length
 
         self.folder, self.prompt = settings.encoder, settings.prompt
@@ -52,6 +65,7 @@ class LimitedTokenizer:
         self.limit = min(limit, positions)
 
     def __call__(self, texts: tuple[str, ...]) -> Encoded:
+        """Encode a text or a pair, with the prompt and cut to the limit."""
         first, *second = texts
         try:
             encoded = self.tokenizer.encode_within(self.limit, self.prompt + first, *second)
@@ -64,8 +78,11 @@ class LimitedTokenizer:
         return encoded
 
     def prompt_length(self) -> int:
-        """The tokens at the start of each text that are the prompt's, as sentence-transformers
-        counts them: those of the prompt alone without a special token at the end."""
+        """Return the number of tokens of the prompt at the start of each text.
+
+        The count is that of sentence-transformers: the tokens of the prompt alone, without a
+        special token at the end.
+        """
         if not self.prompt:
             return 0
         ids = self.tokenizer.encode_within(self.limit, self.prompt).ids
@@ -85,10 +102,30 @@ def compute(
     write: Callable[[NDArray[np.float32], Path], None] | None,
     reporter: Reporter,
 ) -> dict[str, Any]:
-    """Writes OUT from ``forward(batch)``, (B, width) for a packed batch of B; the summary of it.
+    """Compute a row for each line of INPUT and write all rows to OUT.
 
-    A run with the same ``fingerprint`` that was stopped is resumed at the window where it stopped.
-    ``write(rows, path)`` turns all rows (count, width) into OUT; None: as a .npy.
+    If a run with the same `fingerprint` was stopped, the job resumes at the window where that run
+    stopped.
+
+    Args:
+        texts: The lines of INPUT.
+        target: The path of OUT.
+        tokenizer: Encodes the texts of a line.
+        forward: Computes the rows of a packed batch of B lines, of shape ``(B, width)``.
+        width: Number of values of a row.
+        tokens_per_batch: Largest number of tokens of a batch, unless a single line is longer.
+        device: Device of the batches.
+        fingerprint: The facts on which the rows depend, from `fingerprint`.
+        write: Called as ``write(rows, path)`` with all rows, fp32 of shape ``(count, width)``. None
+            writes a .npy file.
+        reporter: Receives notes and progress.
+
+    Returns:
+        The summary: the numbers of texts and tokens, the seconds, the tokens per second of this
+        run, and others.
+
+    Raises:
+        ValueError: If INPUT changed while it was read, or if another run is writing to OUT.
     """
     import numpy as np
     import torch
@@ -130,7 +167,15 @@ def compute(
 
 
 def windows(lines: Iterable[Encoded], tokens: int) -> Iterator[list[Encoded]]:
-    """Consecutive lines, cut as soon as they hold ``tokens`` tokens."""
+    """Cut consecutive lines into windows.
+
+    Args:
+        lines: The encoded lines.
+        tokens: A window ends as soon as it has this many tokens.
+
+    Yields:
+        The windows in order.
+    """
     window: list[Encoded] = []
     held = 0
     for line in lines:
@@ -144,9 +189,19 @@ def windows(lines: Iterable[Encoded], tokens: int) -> Iterator[list[Encoded]]:
 
 
 def length_batches(lengths: list[int], tokens_per_batch: int) -> list[list[int]]:
-    """Indices grouped by length, longest first.
+    """Group texts of similar lengths into batches, the longest first.
 
-    A batch holds at most ``tokens_per_batch`` tokens, or a single longer text.
+    Args:
+        lengths: Number of tokens of each text.
+        tokens_per_batch: Largest number of tokens of a batch, unless a single text is longer.
+
+    Returns:
+        The indices of the texts of each batch.
+
+    Example:
+        >>> from fastbert.jobs.batch_job import length_batches
+        >>> length_batches([3, 9, 5, 3], tokens_per_batch=8)
+        [[1], [2, 0], [3]]
     """
     batches: list[list[int]] = []
     room = 0
@@ -160,7 +215,16 @@ def length_batches(lengths: list[int], tokens_per_batch: int) -> list[list[int]]
 
 
 def pack(lines: list[Encoded], device: torch.device) -> dict[str, Any]:
-    """The arguments of a model's forward pass without any padding."""
+    """Pack encoded lines into the arguments of a model, without padding.
+
+    Args:
+        lines: The encoded lines, at least one.
+        device: Device of the tensors.
+
+    Returns:
+        ``input_ids``, int64 of shape ``(T,)``; ``cu_seqlens``, int32 of shape ``(B + 1,)``;
+        ``max_seqlen``; and ``token_type_ids``, int64 of shape ``(T,)``, if a line has token types.
+    """
     import torch
 
     lengths = torch.tensor([0, *(len(line.ids) for line in lines)], device=device)
@@ -176,8 +240,17 @@ def pack(lines: list[Encoded], device: torch.device) -> dict[str, Any]:
 
 
 def fingerprint(folders: tuple[Path, ...], texts: Texts, **options: Any) -> dict[str, Any]:
-    """What the rows depend on: the files of the model's ``folders``, the texts, ``options``,
-    versions, machine."""
+    """Collect the facts on which the rows of a job depend.
+
+    Args:
+        folders: The folders of the model, whose files are digested.
+        texts: The lines of INPUT.
+        options: Options of the job.
+
+    Returns:
+        The digests of the folders and the texts, the options, the machine and the versions of the
+        packages.
+    """
     from fastbert.bench.machine import describe
 
     machine = describe()
@@ -192,7 +265,7 @@ def fingerprint(folders: tuple[Path, ...], texts: Texts, **options: Any) -> dict
 
 
 def _digest_of_model(folder: Path) -> str:
-    """A digest of every file that a model, its tokenizer or its modules may be read from."""
+    """Return a digest of all files from which a model, its tokenizer or its modules may be read."""
     from fastbert.io import checkpoint
 
     digest = hashlib.sha256()

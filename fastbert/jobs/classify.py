@@ -1,4 +1,4 @@
-"""The labels of each line of a file, or of one text, with their scores."""
+"""Compute labels with their scores, for each line of a file or for one text."""
 
 from __future__ import annotations
 
@@ -23,9 +23,20 @@ if TYPE_CHECKING:
 
 
 class Classifier:
-    """A classification model, its tokenizer, the names of its labels and what scores are."""
+    """A classification model with its tokenizer, the names of its labels and its score function.
+
+    Args:
+        model: Folder or hub id of a checkpoint.
+        max_length: Largest number of tokens of a text; None is the limit of the model folder.
+        backend: Backend of the model; None lets each operation choose.
+
+    Raises:
+        ValueError: If the checkpoint has no classification head, or a setting that is not
+            supported.
+    """
 
     def __init__(self, model: str, *, max_length: int | None, backend: str | None) -> None:
+        """Find and load the model, on a CUDA device if there is one."""
         import torch
 
         from fastbert.io import checkpoint
@@ -44,7 +55,7 @@ class Classifier:
         self.tokenizer = LimitedTokenizer(settings, config.max_length)
 
     def __call__(self, batch: dict[str, Any]) -> torch.Tensor:
-        """The scores (B, labels), float32, of a packed batch."""
+        """Return the scores of a packed batch, fp32 of shape ``(B, labels)``."""
         logits = self.model(**batch).logits.float()
         if self.function == "softmax":
             return logits.softmax(-1)
@@ -64,7 +75,17 @@ def _load(folder: Path, config: BertConfig, backend: str | None) -> torch.nn.Mod
 
 
 def label_names(config: BertConfig) -> list[str]:
-    """The names by index, from ``id2label``. Raises ValueError when it is no list of names."""
+    """Return the names of the labels by index.
+
+    Args:
+        config: The configuration, with ``id2label``.
+
+    Returns:
+        The names.
+
+    Raises:
+        ValueError: If ``id2label`` lacks an index or repeats a name.
+    """
     named = config.to_dict()["id2label"]
     try:
         names = [str(named[str(index)]) for index in range(config.num_labels)]
@@ -78,15 +99,24 @@ def label_names(config: BertConfig) -> list[str]:
     return names
 
 
-# The names of score functions by the classes of torch.nn that a cross-encoder may name.
+# A cross-encoder may name one of these classes of torch.nn; the values are the score functions.
 FUNCTIONS = {"Sigmoid": "sigmoid", "Identity": "none"}
 
 
 def score_function(config: BertConfig, activation: str | None = None) -> str:
-    """softmax, sigmoid or none: the ``activation`` that a cross-encoder names, there or in its
-    config.json, else as transformers' text-classification pipeline chooses.
+    """Return the function that turns logits into scores: "softmax", "sigmoid" or "none".
 
-    Raises ValueError for another activation.
+    Args:
+        config: The configuration. Its ``config.json`` may name the activation of a cross-encoder.
+        activation: The activation in the settings of a cross-encoder; None takes the activation in
+            `config`. If neither names an activation, the function is that of the
+            text-classification pipeline of transformers.
+
+    Returns:
+        The name of the function.
+
+    Raises:
+        ValueError: If the activation is not supported.
     """
     from fastbert.io.sentence_transformers_folder import activation_name
 
@@ -112,7 +142,20 @@ def score_function(config: BertConfig, activation: str | None = None) -> str:
 def classify_text(
     model: str, text: str, *, max_length: int | None, backend: str | None
 ) -> dict[str, Any]:
-    """``label``, ``score`` and ``scores`` of one text."""
+    """Classify one text.
+
+    Args:
+        model: Folder or hub id of a checkpoint.
+        text: The text.
+        max_length: As in `Classifier`.
+        backend: As in `Classifier`.
+
+    Returns:
+        ``label``, ``score`` and ``scores``, as in `results`.
+
+    Raises:
+        ValueError: As in `Classifier` and `LimitedTokenizer`.
+    """
     import torch
 
     classifier = Classifier(model, max_length=max_length, backend=backend)
@@ -129,7 +172,22 @@ def run(
     tokens_per_batch: int = 8192,
     reporter: Reporter = SILENT,
 ) -> dict[str, Any]:
-    """Write the label and scores of each line of ``texts`` to ``target``; return the summary."""
+    """Write the label and the scores of each line to a file.
+
+    Args:
+        classifier: The model.
+        texts: The lines of INPUT, with one text or two.
+        target: A .jsonl file, or a file of another suffix as parquet. It appears once it is
+            complete.
+        tokens_per_batch: Largest number of tokens of a batch, unless a single line is longer.
+        reporter: Receives notes and progress.
+
+    Returns:
+        The summary of `compute`, the labels and the score function.
+
+    Raises:
+        ValueError: As in `compute`.
+    """
     labels = classifier.labels
 
     def write(rows: NDArray[np.float32], path: Path) -> None:
@@ -160,7 +218,21 @@ def run(
 
 
 def results(rows: NDArray[np.float32], labels: list[str]) -> Iterator[dict[str, Any]]:
-    """A record per row of scores (count, labels): the best label, its score, the scores of all."""
+    """Yield a record for each row of scores.
+
+    Args:
+        rows: Scores, fp32 of shape ``(count, labels)``.
+        labels: The names of the labels.
+
+    Yields:
+        The best ``label``, its ``score``, and the ``scores`` of all labels by name.
+
+    Example:
+        >>> import numpy as np
+        >>> from fastbert.jobs.classify import results
+        >>> next(results(np.array([[0.25, 0.75]], np.float32), ["bad", "good"]))
+        {'label': 'good', 'score': 0.75, 'scores': {'bad': 0.25, 'good': 0.75}}
+    """
     for best, scores in zip(rows.argmax(-1).tolist(), rows.tolist(), strict=True):
         yield {
             "label": labels[best],
@@ -170,6 +242,7 @@ def results(rows: NDArray[np.float32], labels: list[str]) -> Iterator[dict[str, 
 
 
 def write_jsonl(rows: NDArray[np.float32], labels: list[str], path: Path) -> None:
+    """Write the records of `results` to a .jsonl file, one on each line."""
     with path.open("w", encoding="utf-8") as file:
         for block in blocks(rows):
             for result in results(block, labels):
@@ -177,7 +250,10 @@ def write_jsonl(rows: NDArray[np.float32], labels: list[str], path: Path) -> Non
 
 
 def write_table(rows: NDArray[np.float32], labels: list[str], path: Path) -> None:
-    """A .parquet; ``scores`` is a struct with a field per label."""
+    """Write the records of `results` to a parquet file.
+
+    The column ``scores`` is a struct with a field for each label.
+    """
     import pyarrow as pa
 
     scores = pa.struct({label: pa.float32() for label in labels})

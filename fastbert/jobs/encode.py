@@ -1,4 +1,4 @@
-"""One embedding per line of a file, batched by length under a token budget."""
+"""Compute an embedding for each line of a file, in batches by length under a token budget."""
 
 from __future__ import annotations
 
@@ -26,10 +26,24 @@ def read_recipe(
     normalize: bool | None = None,
     max_length: int | None = None,
 ) -> SentenceFolder:
-    """What makes an embedding: of a sentence-transformers folder what it says, of any other the
-    mean of the rows; each argument that is not None replaces that part.
+    """Read the steps that turn the rows of an encoder into an embedding.
 
-    Raises ValueError naming the file and what is damaged or not served.
+    A folder of sentence-transformers states its steps. For any other folder, the embedding is the
+    mean of the rows.
+
+    Args:
+        folder: Folder of the model.
+        pooling: The pooling mode, which replaces that of the folder; None keeps it.
+        normalize: Whether the last step scales the embedding to length 1; None keeps the steps of
+            the folder.
+        max_length: Largest number of tokens of a text; None keeps the limit of the folder.
+
+    Returns:
+        The steps and the settings of the folder.
+
+    Raises:
+        ValueError: If a file is damaged or not supported. The message names the file and the
+            reason.
     """
     from fastbert.io import sentence_transformers_folder as stored
 
@@ -59,16 +73,25 @@ def run(
     backend: str | None = None,
     reporter: Reporter = SILENT,
 ) -> dict[str, Any]:
-    """Write an embedding of each line of ``texts`` to ``target``; return the job's summary.
+    """Write an embedding of each line to a file.
 
     Args:
         model: Folder or hub id of a checkpoint.
         texts: The lines of INPUT, one text each.
-        target: A .npy or .parquet that appears when it is whole.
-        pooling, normalize, max_length: See ``read_recipe``.
-        tokens_per_batch: Token budget of a batch.
+        target: A .npy or .parquet file. It appears once it is complete.
+        pooling: As in `read_recipe`.
+        normalize: As in `read_recipe`.
+        max_length: As in `read_recipe`.
+        tokens_per_batch: Largest number of tokens of a batch, unless a single text is longer.
         backend: Backend of the model; None lets each operation choose.
         reporter: Receives notes and progress.
+
+    Returns:
+        The summary of `compute`, the shape of the embeddings, and the options of pooling and
+        normalization.
+
+    Raises:
+        ValueError: As in `read_recipe` and `compute`, or if the checkpoint cannot be loaded.
     """
     import torch
 
@@ -80,7 +103,7 @@ def run(
     recipe = read_recipe(folder, pooling=pooling, normalize=normalize, max_length=max_length)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with warnings.catch_warnings():
-        # A checkpoint without a pooler is as good as any here: nothing reads the pooler's output.
+        # A checkpoint without a pooler needs no warning, because nothing reads the pooler's output.
         warnings.filterwarnings("ignore", ".*initialised afresh: pooler")
         encoder = BertModel.from_pretrained(recipe.encoder, backend=backend).to(device)
     config = encoder.config
@@ -111,7 +134,13 @@ def run(
 
 
 def write_embeddings(rows: NDArray[np.float32], path: Path) -> None:
-    """A .parquet with the column ``embedding``, a fixed-size list of float32."""
+    """Write embeddings to a parquet file with the column ``embedding``.
+
+    Args:
+        rows: Embeddings, fp32 of shape ``(count, width)``. A value of the column is a list of fp32
+            of the fixed size ``width``.
+        path: Path of the file.
+    """
     import pyarrow as pa
 
     schema = pa.schema({"embedding": pa.list_(pa.float32(), rows.shape[1])})

@@ -1,4 +1,4 @@
-"""The likeliest tokens for each mask of a text."""
+"""Predict the likeliest tokens for each mask of a text."""
 
 from __future__ import annotations
 
@@ -12,10 +12,21 @@ if TYPE_CHECKING:
 
 
 def predict(model: str, text: str, *, top_k: int, backend: str | None) -> list[dict[str, Any]]:
-    """One entry per [MASK]: its ``position`` in tokens and the ``candidates`` for it.
+    """Predict the likeliest tokens for each mask of a text.
 
-    Other masks stay in the sentence. Raises ValueError without any [MASK], for a text that is too
-    long, and for a model without a masked-LM head.
+    Args:
+        model: Folder or hub id of a checkpoint.
+        text: A text with at least one mask token, for example ``[MASK]``.
+        top_k: Number of candidates for each mask.
+        backend: Backend of the model; None lets each operation choose.
+
+    Returns:
+        For each mask its ``position`` in tokens and its ``candidates``, the likeliest first. In the
+        sentence of a candidate, the other masks stay.
+
+    Raises:
+        ValueError: If the text has no mask or is too long, if the model has no masked-LM head, or
+            if a backend is given for a head of transformers.
     """
     import torch
 
@@ -48,7 +59,7 @@ def predict(model: str, text: str, *, top_k: int, backend: str | None) -> list[d
         positions,
         top_k,
         token=tokenizer.id_to_token,
-        # Without [CLS] and [SEP]
+        # The sentence does not show [CLS] and [SEP].
         sentence=lambda filled, _: tokenizer.decode(filled[1:-1], skip_special_tokens=False),
     )
 
@@ -56,7 +67,7 @@ def predict(model: str, text: str, *, top_k: int, backend: str | None) -> list[d
 def _predict_by_transformers(
     folder: Path, text: str, config: BertConfig, *, top_k: int, backend: str | None
 ) -> list[dict[str, Any]]:
-    """Of a family whose head we do not have."""
+    """Predict with the head of transformers, for a family whose head fastbert lacks."""
     from fastbert.integrations.stock_heads import fill_mask as fill
 
     refuse_backend(backend, config.model_type)

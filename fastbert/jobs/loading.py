@@ -1,4 +1,4 @@
-"""Models that a job loads, refused where a part of the result would be random."""
+"""Load the models of jobs, and refuse a model if a part of the result would be random."""
 
 from __future__ import annotations
 
@@ -13,7 +13,15 @@ Model = TypeVar("Model", bound="BertPreTrainedModel")
 
 
 def refuse_backend(backend: str | None, model_type: str) -> None:
-    """For a model whose head is transformers'. Raises ValueError when a backend was asked for."""
+    """Refuse a backend for a model whose head is that of transformers.
+
+    Args:
+        backend: The backend that the caller asked for, or None.
+        model_type: The model type in ``config.json``.
+
+    Raises:
+        ValueError: If `backend` is not None.
+    """
     if backend is not None:
         raise ValueError(
             f"--backend: got {backend!r}, allowed: none for a head of {model_type}, which is "
@@ -24,9 +32,22 @@ def refuse_backend(backend: str | None, model_type: str) -> None:
 def load_whole(
     kind: type[Model], folder: Path, backend: str | None, parts: tuple[str, ...], head: str
 ) -> Model:
-    """The model, refused when one of ``parts`` would be random: results of it mean nothing.
+    """Load a model, and refuse it if some of its weights would be random.
 
-    ``parts`` are beginnings of names of weights, ``head`` is what they are called together.
+    The results of a model with a random head have no meaning. Other warnings are passed on.
+
+    Args:
+        kind: The class of the model.
+        folder: Folder of the checkpoint.
+        backend: Backend of the model; None lets each operation choose.
+        parts: Beginnings of the names of the weights that must be in the checkpoint.
+        head: The name of these weights together, for the message.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: If a weight of `parts` is missing in the checkpoint.
     """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -1,4 +1,4 @@
-"""The rows of an unfinished run, kept beside OUT so that the same command can go on from them."""
+"""Keep the rows of an unfinished run beside OUT, so that the same command can resume the run."""
 
 from __future__ import annotations
 
@@ -20,18 +20,31 @@ if TYPE_CHECKING:
 
 ROWS = "rows.npy"
 STATE = "state.json"
-# Where OUT is written when it is not rows.npy itself; then the beginnings of all names here.
+# OUT is written under this name if it is not rows.npy itself.
 WHOLE = "whole"
+# All names in the folder begin with one of these texts.
 OURS = (ROWS, STATE, f".{Path(STATE).stem}.", WHOLE)
 
 
 class PartialOutput:
-    """Float32 rows of ``shape`` (count, width), filled from the first to the last.
+    """The rows of an output file, which are filled from the first to the last.
 
-    The folder ``OUT.partial`` holds them as a .npy that is appended to, and a state.json: the
-    fingerprint of the run and how many rows count, written after these rows are on the disk. Rows
-    of a run with another fingerprint are discarded. ``done`` is the number of rows that count,
-    ``totals`` the sums of what came with them. Raises ValueError when another process is at it.
+    The folder ``OUT.partial`` has the rows as a .npy file, to which rows are appended. It also has
+    a ``state.json`` with the fingerprint of the run and the number of valid rows. The state is
+    written after the rows are on the disk. Rows of a run with another fingerprint are discarded.
+
+    The object is a context manager. The attribute ``done`` is the number of valid rows, and
+    ``totals`` has the sums of the counts that were appended with these rows.
+
+    Args:
+        target: The path of OUT.
+        shape: Number and width of the rows, which are fp32.
+        fingerprint: The facts on which the rows depend.
+        reporter: Receives notes.
+
+    Raises:
+        ValueError: On entry, if another process writes into the folder, or if the folder has a file
+            that is not of an unfinished run.
     """
 
     def __init__(
@@ -41,6 +54,7 @@ class PartialOutput:
         fingerprint: dict[str, Any],
         reporter: Reporter = SILENT,
     ) -> None:
+        """Keep the arguments; nothing is read or written yet."""
         self.target, self.shape, self.reporter = target, shape, reporter
         self.fingerprint = json_file.jsonable(fingerprint)
         self.folder = target.with_name(f"{target.name}.partial")
@@ -48,6 +62,7 @@ class PartialOutput:
         self.totals: Counter[str] = Counter()
 
     def __enter__(self) -> PartialOutput:
+        """Lock the folder and take over the rows of an unfinished run, if there is one."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = _lock(self.folder)
         try:
@@ -59,6 +74,10 @@ class PartialOutput:
         return self
 
     def __exit__(self, kind: Any, *_: Any) -> None:
+        """Unlock the folder.
+
+        After an error, the kept rows are reported; without valid rows, the folder is removed.
+        """
         self._file.close()
         if kind is not None and self.done:
             self.reporter.note(
@@ -70,7 +89,12 @@ class PartialOutput:
         os.close(self._lock)
 
     def append(self, rows: NDArray[np.float32], **counts: int) -> None:
-        """Adds rows (n, width), and ``counts`` to ``totals``; both survive the process."""
+        """Append rows, which are on the disk when the call returns.
+
+        Args:
+            rows: fp32 of shape ``(n, width)``.
+            counts: Numbers that are added to ``totals`` and stored with the rows.
+        """
         self._file.write(rows.tobytes())
         _flush(self._file)
         self.done += len(rows)
@@ -78,7 +102,12 @@ class PartialOutput:
         self._write_state()
 
     def finish(self, write: Callable[[NDArray[np.float32], Path], None] | None) -> None:
-        """OUT from all rows: by ``write(rows, path)``, or None: the .npy that they are."""
+        """Write OUT and remove the folder.
+
+        Args:
+            write: Called as ``write(rows, path)`` with all rows. None moves the .npy file of the
+                rows to OUT.
+        """
         import numpy as np
 
         self._file.close()
@@ -92,11 +121,12 @@ class PartialOutput:
         self.discard()
 
     def discard(self) -> None:
+        """Remove the folder with all rows."""
         shutil.rmtree(self.folder, ignore_errors=True)
         self.done = 0
 
     def _resume(self) -> None:
-        """Takes over what the folder holds of the same run, and says so."""
+        """Take over the rows of the same run in the folder, and report it."""
         names = [path.name for path in self.folder.iterdir()]
         if foreign := [name for name in names if not name.startswith(OURS)]:
             raise ValueError(
@@ -123,7 +153,7 @@ class PartialOutput:
         self.done, self.totals = done, totals
 
     def _open(self) -> Any:
-        """The .npy, its header written, cut after the rows that count."""
+        """Open the .npy file with its header written, cut after the valid rows."""
         self._write_state()
         file = (self.folder / ROWS).open("rb+" if self.done else "wb+")
         file.write(self._header())
@@ -153,7 +183,10 @@ def _flush(file: Any) -> None:
 
 
 def _lock(folder: Path) -> int:
-    """An open file that holds the lock on ``folder``; it ends with the process, killed or not."""
+    """Lock `folder` and return the open file that holds the lock.
+
+    The lock ends with the process, even if the process is killed.
+    """
     import fcntl
 
     handle = os.open(folder, os.O_RDONLY)
@@ -163,5 +196,6 @@ def _lock(folder: Path) -> int:
         os.close(handle)
         raise ValueError(f"OUT: another run is writing into {folder}, allowed: one") from error
     except OSError:
-        pass  # a file system without locks
+        # The file system has no locks, so the run goes on without a lock.
+        pass
     return handle

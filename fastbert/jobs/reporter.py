@@ -1,4 +1,4 @@
-"""What a job tells its caller while it runs."""
+"""The notes and the progress that a job reports to its caller while it runs."""
 
 from __future__ import annotations
 
@@ -8,19 +8,25 @@ from pathlib import Path
 
 
 class Reporter:
-    """Receives the notes and the progress of a job; this class drops them."""
+    """A receiver of the notes and the progress of a job; this class ignores both."""
 
     def note(self, text: str) -> None:
-        """A sentence that the user should read."""
+        """Receive a sentence that the user should read."""
 
     def reading(self, path: Path) -> AbstractContextManager[None]:
-        """Entered while ``path`` is read for the first time."""
+        """Return a context manager that is entered while `path` is read for the first time."""
         return nullcontext()
 
     def progress(self, total: int, done: int) -> AbstractContextManager[Callable[[int], None]]:
-        """Entered for the work on ``total`` texts, of which ``done`` were done before.
+        """Return a context manager that is entered for the work on the texts.
 
-        The context manager yields a function that is called with the number of texts just done.
+        Args:
+            total: Number of all texts.
+            done: Number of the texts that an earlier run has done.
+
+        Returns:
+            A context manager that yields a function. The function is called with the number of
+            texts that were done since its last call.
         """
         return nullcontext(lambda count: None)
 

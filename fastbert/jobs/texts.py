@@ -1,4 +1,4 @@
-"""The texts of INPUT, one by one and checked, and parquet files in and out."""
+"""Read and check the texts of INPUT, and read and write parquet files."""
 
 from __future__ import annotations
 
@@ -18,16 +18,37 @@ FORMATS = (".txt", ".jsonl", ".parquet")
 
 
 class Texts:
-    """The texts of a .txt (its lines), a .jsonl or a .parquet (a field or column of each line).
+    r"""The texts of a .txt, .jsonl or .parquet file.
 
-    Iterating gives a tuple per line, with as many texts as there are ``fields``, and may be done
-    again; memory holds a block of lines at most. ``count`` and ``digest`` are those of the last
-    iteration that came to the end, the first one in the constructor.
+    An iteration yields a tuple for each line, with a text for each field. It may be repeated, and
+    at most a block of lines is in memory. The attributes ``count`` and ``digest`` are the number of
+    lines and the SHA-256 digest of the texts in the last complete iteration. The first iteration
+    takes place in the constructor.
 
-    Raises FileNotFoundError, or ValueError naming the line that is no string in Unicode.
+    Args:
+        path: Path of the file.
+        fields: Names of the fields of a .jsonl file or of the columns of a .parquet file. A .txt
+            file has the only field "text", which is its line.
+        reporter: Told when the file is read for the first time.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        ValueError: If the file has another suffix or no lines, or if a field is not a text in
+            Unicode. The message names the line.
+        ImportError: If the file is a .parquet file and pyarrow is not installed.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from fastbert.jobs.texts import Texts
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = pathlib.Path(folder, "lines.jsonl")
+        ...     _ = path.write_text('{"text": "one"}\n{"text": "two"}\n', encoding="utf-8")
+        ...     list(Texts(path, ("text",)))
+        [('one',), ('two',)]
     """
 
     def __init__(self, path: Path, fields: tuple[str, ...], reporter: Reporter = SILENT) -> None:
+        """Check the arguments and read the file once."""
         if path.suffix.lower() not in FORMATS:
             raise ValueError(f"INPUT: got {str(path)!r}, allowed: a {', '.join(FORMATS)} file")
         if path.suffix.lower() == ".txt" and fields != ("text",):
@@ -44,6 +65,7 @@ class Texts:
             raise ValueError(f"INPUT: {str(path)!r} has no lines, allowed: at least one")
 
     def __iter__(self) -> Iterator[tuple[str, ...]]:
+        """Yield the texts of each line; at the end, set ``count`` and ``digest``."""
         readers = {".txt": self._lines, ".jsonl": self._objects, ".parquet": self._rows}
         digest, count = hashlib.sha256(), 0
         for count, values in enumerate(readers[self.path.suffix.lower()](), 1):
@@ -53,7 +75,7 @@ class Texts:
         self.count, self.digest = count, digest.hexdigest()
 
     def _checked(self, field: str, value: Any, number: int) -> bytes:
-        """The text in UTF-8, its length in front, so that no two inputs give the same bytes."""
+        """Return a text in UTF-8 after its length, so that no two inputs give the same bytes."""
         place = f"INPUT: {self.path}, line {number}"
         if not isinstance(value, str):
             wanted = "an object with a string field" if self._is_jsonl else "a string in the column"
@@ -69,7 +91,8 @@ class Texts:
         return self.path.suffix.lower() == ".jsonl"
 
     def _lines(self) -> Iterator[tuple[str]]:
-        # Bytes that are no UTF-8 become surrogates, which _checked refuses with the line's number.
+        # Bytes that are not UTF-8 become surrogates, which `_checked` refuses with the number of
+        # the line.
         with self.path.open(encoding="utf-8-sig", errors="surrogateescape") as file:
             for line in file:
                 yield (line.rstrip("\n"),)
@@ -95,7 +118,17 @@ class Texts:
 
 
 def check_output(target: Path, source: Path, formats: tuple[str, ...]) -> None:
-    """Raises ValueError for an OUT that could not be written, before any work is done."""
+    """Check before any work that OUT can be written.
+
+    Args:
+        target: The path of OUT.
+        source: The path of INPUT.
+        formats: The suffixes that OUT may have.
+
+    Raises:
+        ValueError: If OUT has another suffix, is a folder, or is INPUT itself.
+        ImportError: If OUT is a .parquet file and pyarrow is not installed.
+    """
     if target.suffix.lower() not in formats:
         raise ValueError(f"OUT: got {str(target)!r}, allowed: a name in {' or '.join(formats)}")
     if target.is_dir() or target.resolve() == source.resolve():
@@ -106,7 +139,17 @@ def check_output(target: Path, source: Path, formats: tuple[str, ...]) -> None:
 
 
 def require_parquet(argument: str) -> Any:
-    """``pyarrow.parquet``. Raises ImportError that says what to install."""
+    """Import ``pyarrow.parquet``.
+
+    Args:
+        argument: Name of the argument that needs parquet, for the message.
+
+    Returns:
+        The module.
+
+    Raises:
+        ImportError: If pyarrow is not installed. The message states how to install it.
+    """
     try:
         from pyarrow import parquet
     except ImportError as error:
@@ -117,13 +160,29 @@ def require_parquet(argument: str) -> Any:
 
 
 def write_parquet(path: Path, schema: Any, batches: Iterable[Any]) -> None:
-    """Writes pyarrow's record batches, each a row group."""
+    """Write record batches of pyarrow to a parquet file, each as a row group.
+
+    Args:
+        path: Path of the file.
+        schema: The schema of pyarrow.
+        batches: The record batches.
+
+    Raises:
+        ImportError: If pyarrow is not installed.
+    """
     with require_parquet("OUT").ParquetWriter(path, schema) as file:
         for batch in batches:
             file.write_batch(batch)
 
 
 def blocks(rows: NDArray[np.float32]) -> Iterator[NDArray[np.float32]]:
-    """Consecutive parts of ``rows``, for writers that hold one at a time in memory."""
+    """Yield consecutive parts of some rows, for writers that keep one part at a time in memory.
+
+    Args:
+        rows: fp32 of shape ``(count, width)``.
+
+    Yields:
+        Parts of at most 8192 rows.
+    """
     for start in range(0, len(rows), 8192):
         yield rows[start : start + 8192]

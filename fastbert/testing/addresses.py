@@ -1,7 +1,8 @@
-"""Finds 32-bit products in the address arithmetic of a kernel, from its Triton IR (TTIR).
+"""Find 32-bit products in the address arithmetic of a kernel, from its Triton IR (TTIR).
 
-A tensor may have more than 2**31 elements. An offset that multiplies a row by a stride in 32 bits
-and is widened afterwards has wrapped already; neither the PTX nor a small test shows it.
+A tensor may have more than 2**31 elements. If a kernel multiplies a row by a stride in 32 bits and
+widens the product afterwards, the product has already wrapped. Neither the PTX nor a small test
+shows this error.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-# An offset goes on to the operands of an operation, except here: a quotient, a remainder and a
-# loaded number begin a new quantity, which is an index and not an offset.
+# An offset depends on the operands of the operation that makes it. The search through the operands
+# ends at these operations: a quotient, a remainder and a loaded number begin a new quantity, which
+# is an index and not an offset.
 BEGINNINGS = (
     "argument",
     "arith.cmpi",
@@ -25,7 +27,7 @@ BEGINNINGS = (
     "tt.load",
     "tt.make_range",
 )
-# The value that comes out is the one that went in, wider or in another shape.
+# The result of these operations is their operand with another width or shape.
 UNCHANGED = (
     "arith.extsi",
     "arith.extui",
@@ -42,9 +44,10 @@ OPERATION = re.compile(rf"(?:({NAME})(?::(\d+))? = )?\"?([a-z_]+\.[\w.]+)\"?(.*)
 
 
 class Value(NamedTuple):
-    """One SSA value: the operation that makes it, its operands, its type and its line of TTIR.
+    """An SSA value: the operation that makes it, its operands, its type and its line of TTIR.
 
-    What a loop, a branch or a block passes on is a "join" of everything that it may be.
+    A value that a loop, a branch or a block passes on has the operation "join". Its operands are
+    all values that it may be.
     """
 
     operation: str
@@ -56,17 +59,26 @@ class Value(NamedTuple):
 class Graph:
     """The values of one module of TTIR by name.
 
-    ``strides`` are the arguments whose names begin with "stride".
+    The attribute ``strides`` is the set of the arguments whose names begin with "stride", and
+    ``offsets`` is the list of the offsets that are added to pointers.
+
+    Args:
+        ttir: The text of the module.
+        arguments: The names of the kernel's arguments in order, without its constexprs.
+
+    Raises:
+        ValueError: If the TTIR has a while loop.
     """
 
     def __init__(self, ttir: str, arguments: list[str]) -> None:
+        """Read the module line by line."""
         self.values: dict[str, Value] = {}
         self.strides: set[str] = set()
         self.offsets: list[str] = []
         self._arguments = arguments
         self._blocks: dict[str, list[str]] = {}
         self._jumps: list[tuple[str, list[str]]] = []
-        # For each region that is open: what its k-th yielded value becomes.
+        # For each open region, the k-th list has the names that the k-th yielded value becomes.
         self._regions: list[list[list[str]]] = []
         for line in ttir.splitlines():
             self._read(LOCATION.sub("", line).strip(), line)
@@ -105,7 +117,11 @@ class Graph:
     def _read_operation(
         self, operation: str, results: list[str], rest: str, line: str
     ) -> list[list[str]]:
-        """Records it; what the values that its region yields will become."""
+        """Record an operation.
+
+        Returns:
+            The names that each value yielded by the operation's region becomes.
+        """
         operands = re.findall(NAME, rest.partition(" : ")[0])
         if operation == "scf.for":
             # %i = %low to %high step %step iter_args(%inside = %initial, ...) -> ...
@@ -137,7 +153,7 @@ class Graph:
         self.values.setdefault(target, Value("join", [])).operands.append(source)
 
     def reached(self, name: str) -> Iterator[tuple[str, Value]]:
-        """The values that this one is made of, with itself."""
+        """Yield a value and all values from which it is computed, with their names."""
         seen, waiting = {name}, [name]
         while waiting:
             value = self.values[waiting[-1]]
@@ -148,23 +164,26 @@ class Graph:
                 waiting += new
 
     def made_of(self, name: str) -> set[str]:
+        """Return the operations from which a value is computed."""
         return {value.operation for _, value in self.reached(name)}
 
     def is_known(self, name: str) -> bool:
-        """Whether it is made of constants and ranges alone."""
+        """Return whether a value is computed from constants and ranges alone."""
         unknown = {*BEGINNINGS, "loop"} - {"arith.constant", "tt.make_range"}
         return not self.made_of(name) & unknown
 
     def is_stride(self, name: str) -> bool:
+        """Return whether a value is a stride of the kernel, in any width or shape."""
         while self.values[name].operation in UNCHANGED:
             name = self.values[name].operands[0]
         return name in self.strides
 
     def grows(self, product: Value) -> bool:
-        """Whether a 32-bit product can leave 32 bits.
+        """Return whether a 32-bit product can exceed 32 bits.
 
-        It can when neither factor is known at compile time, when one is a stride, or when a
-        position inside a tensor is multiplied; a program's number times a block size cannot.
+        A product can exceed 32 bits in three cases: neither factor is known at compile time, one
+        factor is a stride, or one factor is a position inside a tensor. The number of a program
+        times a block size cannot.
         """
         unknown = [name for name in product.operands if not self.is_known(name)]
         if len(unknown) == 2:
@@ -173,10 +192,17 @@ class Graph:
 
 
 def narrow_products(ttir: str, arguments: list[str]) -> list[str]:
-    """The 32-bit products that reach an address and may wrap, as "name at file.py:line".
+    """Find the 32-bit products that reach an address and may wrap.
 
-    ``arguments`` are the names of the kernel's, in order, without its constexprs. Raises ValueError
-    at TTIR that is not understood.
+    Args:
+        ttir: The TTIR of the kernel, with locations.
+        arguments: The names of the kernel's arguments in order, without its constexprs.
+
+    Returns:
+        The products in the form "name at file.py:line", sorted.
+
+    Raises:
+        ValueError: If the TTIR has a while loop, which is not supported.
     """
     graph = Graph(ttir, arguments)
     places = dict(re.findall(r"^(#loc\d*) = (loc\(.*\))$", ttir, re.MULTILINE))
@@ -191,7 +217,7 @@ def narrow_products(ttir: str, arguments: list[str]) -> list[str]:
 
 
 def _place(line: str, places: dict[str, str]) -> str:
-    """file.py:line of a line of TTIR, the innermost of a chain of calls."""
+    """Return "file.py:line" for a line of TTIR; in a chain of calls, that of the innermost call."""
     waiting = re.findall(r"#loc\d*", line)[-1:]
     while waiting:
         text = places.get(waiting.pop(0), "")

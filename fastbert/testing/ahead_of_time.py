@@ -1,9 +1,9 @@
-"""Compiles the shipped launches for GPUs that need not be there, and judges what came out.
+"""Compile the shipped launches for GPUs that need not be present, and judge the binaries.
 
     python -m fastbert.testing.ahead_of_time --arch 90 --noun attention --only dkv --processes 1
 
-Prints one JSON object per compiled launch, a ``Compiled``. A process of its own, because Triton
-decides at import whether @jit interprets; ``compile_launches`` starts it.
+The program prints one JSON object per compiled launch, a `Compiled`. It runs in a process of its
+own, which `compile_launches` starts, because Triton decides at import whether @jit interprets.
 """
 
 from __future__ import annotations
@@ -25,20 +25,21 @@ from typing import Any
 from fastbert.testing.addresses import narrow_products
 
 ARCHITECTURES = (80, 90, 100)
-# Bytes of shared memory that one block may have.
+# A block may have this many bytes of shared memory, by architecture.
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
-# What the products of 16-bit operands run on; older units are there on newer GPUs too, but slower.
+# One of these units must compute the products of 16-bit operands. A newer GPU has older units too,
+# but they are slower.
 MATRIX_UNITS = {80: ("HMMA",), 90: ("HGMMA",), 100: ("UTCHMMA", "HMMA")}
-# Of the bytes that the load instructions of a kernel take, this share must come 16 at a time.
+# Instructions of 16 bytes per thread must load this share of the loaded bytes of a kernel.
 WIDE_SHARE = 0.5
-# Kernels that need a smaller share, and why.
+# These kernels may have a smaller share, which is given with its reason.
 NARROWER: dict[str, tuple[float, str]] = {
     "attention_dq": (0.2, "at head dim 32 a thread's part of a tile is 8 bytes"),
     "attention_dkv": (0.1, "the same, and 4 bytes each for the statistics of every row"),
     "attention_short_backward": (0.3, "the same"),
     "embedding_run_sums": (0.3, "a key of every row, in the layout of the loads and of the stores"),
 }
-# Kernels that read no rows, and what they read.
+# These kernels read no rows but the given data, so no share is required of them.
 NARROW_LOADS: dict[str, str] = {
     "embedding_keys": "one index a row, at any stride",
 }
@@ -47,12 +48,26 @@ KERNELS = Path(__file__).resolve().parents[1] / "kernels"
 
 @dataclass(frozen=True)
 class Compiled:
-    """One launch compiled for one architecture, what the binary looks like, and the verdict.
+    """One launch compiled for one architecture, with the properties of the binary and the verdict.
 
-    ``shared`` in bytes per block; ``matrix`` the unit that the SASS names, or "none"; ``loads`` the
-    number of instructions that load from global memory, by the bytes that a thread gets.
-    ``faults`` in words, empty when the gate is passed. ``number`` and ``total`` count the
-    compilations of one run.
+    Args:
+        name: Name of the launch.
+        noun: Stem of the kernel file.
+        arch: Architecture of the GPU, as 90 for sm_90.
+        dtype: The 16-bit dtype among the arguments, or "float32" if there is none.
+        warps: Warps of a block.
+        registers: Registers of a thread.
+        stack: Bytes of stack of a thread, which are above 0 if registers spill.
+        shared: Bytes of shared memory of a block.
+        matrix: Unit of the matrix instructions in the SASS, or "none".
+        loads: Number of instructions that load from global memory, by bytes per thread.
+        tf32: Whether the PTX contains tf32 instructions.
+        has_dot: Whether the TTIR contains a matrix product.
+        narrow_products: The 32-bit products that may wrap, from `narrow_products`.
+        constants: The compile-time constants, without strides.
+        number: Number of the compilation in its run, from 1.
+        total: Number of compilations in the run.
+        faults: The faults in words; empty if the launch passes.
     """
 
     name: str
@@ -74,26 +89,36 @@ class Compiled:
     faults: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
+        """Name the launch, its dtype, its architecture and its constants."""
         constants = " ".join(f"{key}={value}" for key, value in self.constants.items())
         return f"{self.name} {self.dtype} sm_{self.arch} {self.warps} warps {constants}"
 
     @property
     def passed(self) -> bool:
+        """Whether the launch has no fault."""
         return not self.faults
 
     @property
     def half(self) -> bool:
+        """Whether the dtype has 16 bits."""
         return self.dtype in ("float16", "bfloat16")
 
     @property
     def wide_share(self) -> float:
-        """Of the bytes that one pass over the load instructions takes, those that come by 16."""
+        """The share of the loaded bytes that instructions of 16 bytes load; 1.0 without loads.
+
+        Each load instruction is counted once.
+        """
         total = sum(width * count for width, count in self.loads.items())
         return 16 * self.loads.get(16, 0) / total if total else 1.0
 
 
 def judge(compiled: Compiled) -> list[str]:
-    """What is wrong with it, in words."""
+    """Return the faults of a compiled launch in words.
+
+    A fault is a spilled register, too much shared memory, an older matrix unit, tf32, narrow loads,
+    or a 32-bit product in the address arithmetic.
+    """
     faults = []
     if compiled.stack:
         faults.append(f"{compiled.stack} bytes of stack: registers spill")
@@ -117,7 +142,7 @@ def judge(compiled: Compiled) -> list[str]:
 
 
 def nouns() -> list[str]:
-    """The kernel files that have ``shipped_launches``."""
+    """Return the stems of the kernel files that have a function ``shipped_launches``."""
     return sorted(
         path.stem
         for path in KERNELS.glob("*.py")
@@ -126,7 +151,18 @@ def nouns() -> list[str]:
 
 
 def launches_of(noun: str) -> list[Any]:
-    """The shipped launches of one kernel file; RuntimeError when it cannot be imported."""
+    """Return the shipped launches of one kernel file.
+
+    Args:
+        noun: Stem of the kernel file.
+
+    Returns:
+        The launches, each a ``fastbert.kernels.launch.Launch``.
+
+    Raises:
+        ValueError: If no kernel file of that name has shipped launches.
+        RuntimeError: If the file cannot be imported, or its ``shipped_launches`` fails.
+    """
     if noun not in nouns():
         raise ValueError(f"--noun: got {noun!r}, allowed: {', '.join(nouns())}")
     try:
@@ -138,7 +174,16 @@ def launches_of(noun: str) -> list[Any]:
 
 
 def specialise(launch: Any) -> tuple[dict[str, str], dict[str, Any], dict[tuple[int], Any]]:
-    """Signature, constants and attributes that a real launch with these arguments would compile."""
+    """Return the signature, constants and attributes that a real launch would compile with.
+
+    Args:
+        launch: The launch, with tensors among its arguments.
+
+    Returns:
+        The type of each argument by name, the value of each constant by name, and the attributes
+        by position. The address of a tensor counts as divisible by 16. So does an integer that is
+        divisible by 16, unless its parameter is marked as not specialised.
+    """
     import torch
 
     names = {
@@ -171,7 +216,7 @@ def specialise(launch: Any) -> tuple[dict[str, str], dict[str, Any], dict[tuple[
 
 
 def identity(launch: Any) -> str:
-    """Equal for two launches that compile to the same binary."""
+    """Return a text that is equal for two launches if they compile to the same binary."""
     kernel = f"{launch.kernel.__module__}.{launch.kernel.__name__}"
     return repr((kernel, *specialise(launch), launch.num_warps, launch.num_stages))
 
@@ -180,6 +225,7 @@ def identity(launch: Any) -> str:
 
 
 def cuobjdump(option: str, cubin: Path) -> str:
+    """Return the output of Triton's own ``cuobjdump`` for a binary."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -188,7 +234,7 @@ def cuobjdump(option: str, cubin: Path) -> str:
 
 
 def matrix_unit(sass: str) -> str:
-    """The matrix instruction of the newest kind in the SASS, or "none"."""
+    """Return the newest kind of matrix instruction in the SASS, or "none"."""
     for name in ("UTCHMMA", "HGMMA", "HMMA", "DMMA"):
         if re.search(rf"\b{name}\b", sass):
             return name
@@ -196,7 +242,15 @@ def matrix_unit(sass: str) -> str:
 
 
 def global_loads(sass: str) -> dict[int, int]:
-    """Instructions that load from global memory, by bytes per thread; a bulk copy counts as 16."""
+    """Count the instructions that load from global memory, by bytes per thread.
+
+    A bulk copy counts as 16 bytes.
+
+    Example:
+        >>> from fastbert.testing.ahead_of_time import global_loads
+        >>> global_loads("LDG.E.128 R4; LDG.E R8; LDG.E.U16 R9; LDG.E.128 R12;")
+        {16: 2, 4: 1, 2: 1}
+    """
     widths = {"128": 16, "64": 8, "U8": 1, "S8": 1, "U16": 2, "S16": 2}
     found = [16] * len(re.findall(r"\b(?:UTMALDG|UBLKCP)\b", sass))
     for modifiers in re.findall(r"\b(?:LDGSTS|LDG)\b((?:\.\w+)*)", sass):
@@ -205,7 +259,19 @@ def global_loads(sass: str) -> dict[int, int]:
 
 
 def compile_one(launch: Any, noun: str, arch: int) -> Compiled:
-    """Compiles ``launch`` of kernels/``noun``.py for sm_``arch``."""
+    """Compile a launch for one architecture and judge the binary.
+
+    Args:
+        launch: The launch.
+        noun: Stem of the kernel file.
+        arch: Architecture of the GPU, as 90 for sm_90.
+
+    Returns:
+        The properties of the binary and its faults.
+
+    Raises:
+        RuntimeError: If the output of ``cuobjdump`` lacks the registers or the stack.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -257,11 +323,19 @@ def _group(pattern: str, text: str) -> str:
 def compile_launches(
     architectures: Sequence[int] = ARCHITECTURES, processes: int = 2, cache: Path | None = None
 ) -> Iterator[Compiled]:
-    """Every shipped launch for every architecture, as they are done, compiled in processes of
-    their own.
+    """Compile every shipped launch for every architecture, in processes of their own.
 
-    ``cache`` is the folder of Triton's cache, its own default without one. ImportError: triton is
-    missing. RuntimeError: a kernel does not compile.
+    Args:
+        architectures: Architectures of GPUs, as 90 for sm_90.
+        processes: Number of processes that compile.
+        cache: Folder of Triton's cache; None is Triton's default.
+
+    Yields:
+        The compiled launches, as soon as each is done.
+
+    Raises:
+        ImportError: If Triton is not installed.
+        RuntimeError: If a kernel does not compile. The message is the end of the program's errors.
     """
     from fastbert.ops.backend import HAS_TRITON, compiler_environment
 
@@ -289,7 +363,7 @@ def compile_launches(
 
 
 def from_json(line: str) -> Compiled:
-    """A line that the program printed."""
+    """Return the `Compiled` of a line that the program printed."""
     content = json.loads(line)
     content["loads"] = {int(width): count for width, count in content["loads"].items()}
     return Compiled(**content)
@@ -297,7 +371,10 @@ def from_json(line: str) -> Compiled:
 
 @functools.cache
 def _jobs(nouns: tuple[str, ...], only: str, arch: int) -> list[tuple[str, Any]]:
-    """(noun, launch) for sm_``arch``, each binary once: files share kernels."""
+    """Return ``(noun, launch)`` for each distinct binary of an architecture.
+
+    Kernel files share kernels, so that several launches can compile to the same binary.
+    """
     from fastbert.kernels import tiles
 
     tiles.compiled_target = arch
@@ -316,6 +393,7 @@ def _compile_job(job: tuple[tuple[str, ...], str, int, int]) -> Compiled:
 
 
 def main() -> None:
+    """Compile the chosen launches and print a JSON object for each."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -337,7 +415,7 @@ def main() -> None:
         ]
     except (RuntimeError, ValueError) as error:
         sys.exit(str(error))
-    # Forked, so that the children have the launches already.
+    # The children are forked, so that they already have the launches.
     with multiprocessing.get_context("fork").Pool(options.processes) as pool:
         for number, result in enumerate(pool.imap(_compile_job, jobs), 1):
             counted = {**asdict(result), "number": number, "total": len(jobs)}

@@ -1,7 +1,7 @@
 """The registry of operation cases: shapes, options, seeded inputs, FLOPs and bytes.
 
-A case is data: it can be run by the tests on every backend and dtype, by ``fastbert check``, and by
-the benchmarks, and ``Case.command`` reproduces one from the command line.
+A case is data. The tests run it on every backend and dtype, and ``fastbert check`` and the
+benchmarks run it too. `Case.command` gives the command line that runs a case again.
 """
 
 from __future__ import annotations
@@ -29,20 +29,24 @@ OPS = (
     "embedding",
     "linear_cross_entropy",
 )
-# The row of the backend table that serves each public function.
+# This backend table serves each public function.
 TABLE_OF = {op: op for op in OPS} | {
     "attention_varlen": "attention",
     "attention_qkvpacked": "attention",
 }
 
-# How the names of random cases begin.
+# The names of random cases begin with this text.
 RANDOM = "random-"
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """The arguments of one call: positional, by keyword, and the names of those that get
-    gradients.
+    """The arguments of one call.
+
+    Args:
+        positional: The positional arguments in order, by name.
+        keyword: The keyword arguments.
+        gradients: The names of the arguments whose gradients are computed.
     """
 
     positional: dict[str, Any]
@@ -50,10 +54,12 @@ class Inputs:
     gradients: tuple[str, ...] = ()
 
     def items(self) -> Iterator[tuple[str, Any]]:
+        """Yield the name and the value of every argument, the positional arguments first."""
         yield from self.positional.items()
         yield from self.keyword.items()
 
     def map(self, change: Callable[[str, Any], Any]) -> Inputs:
+        """Return the inputs with ``change(name, value)`` in the place of every value."""
         return Inputs(
             {name: change(name, value) for name, value in self.positional.items()},
             {name: change(name, value) for name, value in self.keyword.items()},
@@ -63,40 +69,74 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Case:
-    """One operation at one shape with one set of options."""
+    """One operation at one shape with one set of options.
+
+    Args:
+        op: Name of a function of ``fastbert.ops``, one of ``OPS``.
+        name: Name of the case, unique among the cases of the operation.
+        shape: Sizes, as the operation's builder of inputs takes them.
+        options: Options of the builder and of the operation.
+        quick: Whether the case belongs to the quick selection.
+        gpu_tiles: Whether Triton's interpreter runs the case with the tiles of a GPU.
+
+    Example:
+        >>> import torch
+        >>> from fastbert.testing.selection import find
+        >>> (case,) = find("linear", "bias")
+        >>> case.inputs(torch.float32).positional["weight"].shape
+        torch.Size([130, 96])
+        >>> case.flops()
+        1747200
+    """
 
     op: str
     name: str
     shape: tuple[Any, ...]
     options: dict[str, Any] = field(default_factory=dict)
     quick: bool = False
-    # In Triton's interpreter, play the tiles of a GPU, not the larger ones that are faster there.
+    # By default, the interpreter uses larger tiles than a GPU, which are faster there.
     gpu_tiles: bool = False
 
     @property
     def is_random(self) -> bool:
+        """Whether the case is a random case, not a registered case."""
         return self.name.startswith(RANDOM)
 
     def inputs(self, dtype: torch.dtype, device: str = "cpu", seed: int = 0) -> Inputs:
-        """Seeded inputs rounded to ``dtype``; the same values on every device and backend."""
+        """Draw the inputs of the case.
+
+        Args:
+            dtype: Dtype to which the floating inputs are rounded.
+            device: Device of the inputs. The values are the same on every device.
+            seed: Seed of the values.
+
+        Returns:
+            The inputs.
+        """
         salt = zlib.crc32(f"{self.op}/{self.name}/{seed}".encode())
         draw = Draw(torch.Generator().manual_seed(salt), dtype)
         inputs = _BUILDERS[self.op](draw, *self.shape, **self.options)
         return inputs.map(lambda _, v: v.to(device) if isinstance(v, Tensor) else v)
 
     def command(self, backend: str, dtype: torch.dtype, seed: int = 0) -> str:
-        """What reproduces this case, run on inputs of ``seed``."""
+        """Return the command line that runs the case again, with the inputs of `seed`."""
         name = str(dtype).removeprefix("torch.")
         command = f"fastbert check --op {self.op} --case {self.name}"
         seeded = f" --seed {seed}" if seed else ""
         return f"{command} --backend {backend} --dtype {name}{seeded}"
 
     def flops(self) -> int:
-        """Floating-point operations of the forward pass, multiply and add counted as two."""
+        """Return the floating-point operations of the forward pass.
+
+        A multiplication with an addition counts as two operations.
+        """
         return _FLOPS[self.op](*self.shape)
 
     def bytes(self, dtype: torch.dtype) -> int:
-        """Fewest bytes the forward pass moves: every input read once, the result written once."""
+        """Return the fewest bytes that the forward pass moves.
+
+        Every input is read once, and the result is written once.
+        """
         return _ELEMENTS[self.op](*self.shape) * dtype.itemsize
 
 
@@ -108,15 +148,19 @@ class Draw:
     dtype: torch.dtype
 
     def normal(self, *shape: int, scale: float = 1.0) -> Tensor:
+        """Draw normal values of standard deviation `scale`, rounded to the dtype."""
         return (torch.randn(shape, generator=self.generator) * scale).to(self.dtype)
 
     def integers(self, high: int, *shape: int) -> Tensor:
+        """Draw int64 values from 0 to ``high - 1``."""
         return torch.randint(0, high, shape, generator=self.generator)
 
     def seed(self) -> Tensor:
+        """Draw a dropout seed, int64 of shape ``(1,)``."""
         return torch.randint(-(2**63), 2**63 - 1, (1,), generator=self.generator)
 
     def lengths(self, batch: int, longest: int, shortest: int = 0) -> Tensor:
+        """Draw the lengths of `batch` sequences; the first sequence has the length `longest`."""
         lengths = torch.randint(shortest, longest + 1, (batch,), generator=self.generator)
         lengths[0] = longest
         return lengths
@@ -127,17 +171,23 @@ def _dropout(draw: Draw, dropout_p: float) -> dict[str, Any]:
 
 
 def _broadcast(form: str, sizes: tuple[int, int, int, int]) -> tuple[int, ...]:
-    """The shape of a mask or bias that differs along the dimensions named: "bqk" is (B, 1, Lq,
-    Lk).
+    """Return the shape of a mask or bias that differs only along the dimensions in `form`.
+
+    For example, the form "bqk" gives ``(B, 1, Lq, Lk)``.
     """
     return tuple(size if name in form else 1 for name, size in zip("bhqk", sizes, strict=True))
 
 
 def _pairs(draw, sizes, mask, bias, dropout_p) -> dict[str, Any]:
-    """Keywords mask, bias and dropout for logits of these sizes (B, H, Lq, Lk).
+    """Draw the keyword arguments mask, bias and dropout of attention.
 
-    mask: None, "padding" (B, Lk), "rows" (a row that attends nothing), or a form of ``_broadcast``;
-    bias: False, True for "hqk", or a form.
+    Args:
+        draw: Source of the values.
+        sizes: Sizes ``(B, H, Lq, Lk)`` of the logits.
+        mask: None, "padding" for a mask of shape ``(B, Lk)``, "rows" for a mask whose first query
+            attends no key, or a form of `_broadcast`.
+        bias: False, True for the form "hqk", or a form.
+        dropout_p: Probability of dropout.
     """
     keyword = _dropout(draw, dropout_p)
     batch, _, _, keys = sizes
@@ -154,8 +204,11 @@ def _pairs(draw, sizes, mask, bias, dropout_p) -> dict[str, Any]:
 
 
 def _laid_out(x: Tensor, layout: str) -> Tensor:
-    """x (B, H, L, D) in other memory: "transposed" strides, keys and values shared by all heads
-    ("expanded"), or an address that is a multiple of one element alone ("offset").
+    """Lay out a tensor of shape ``(B, H, L, D)`` in memory.
+
+    "transposed" swaps the strides of the last two dimensions. "expanded" shares the values of the
+    first head among all heads. "offset" moves the tensor by one element, so that its address is
+    aligned to one element only. Any other layout leaves the tensor unchanged.
     """
     if layout == "transposed":
         return x.mT.contiguous().mT
@@ -171,7 +224,7 @@ def _attention(
     dropout_p=0.0, logits=1.0, layout="sliced", **options,
 ):  # fmt: skip
     q = draw.normal(batch, heads, queries, head_dim, scale=logits)
-    # Slices of one fused projection, as the model passes them.
+    # Keys and values are slices of one fused projection, as in the model.
     k, v = draw.normal(batch, keys, 2, heads, head_dim).permute(2, 0, 3, 1, 4)
     keyword = _pairs(draw, (batch, heads, queries, keys), mask, bias, dropout_p)
     positional = {
@@ -395,7 +448,7 @@ def _cases() -> Iterator[Case]:
     yield case("rms_norm", "residual", 37, 768, quick=True)
     yield case("rms_norm", "plain", 33, 111, residual=False, eps=1e-5)
     yield case("rms_norm", "wide", 9, 3584)
-    # Tokens, heads, head dim, heads that are turned.
+    # The shape of a rotary case is tokens, heads, head dim, and heads that are rotated.
     yield case("rotary", "fused_projection", 37, 9, 64, 6, quick=True)
     yield case("rotary", "strided", 33, 5, 96, 3, strided=True)
     yield case("rotary", "one_token", 1, 6, 64, 4)
@@ -423,7 +476,8 @@ def _cases() -> Iterator[Case]:
     yield case("feed_forward", "recompute_geglu", 34, 56, 66, activation="geglu", recompute=True)
     yield case("embedding", "plain", 70, 211, 96, quick=True)
     yield case("embedding", "dropout", 65, 100, 64, dropout_p=0.1, padding_idx=0, quick=True)
-    # Enough labelled rows that the worst of their logits is typical, in the yardstick as well.
+    # The case has enough labelled rows that the worst of their logits is typical, for the tested
+    # result and for the yardstick.
     yield case("linear_cross_entropy", "mlm", 700, 48, 301, quick=True)
     yield case("linear_cross_entropy", "sum", 130, 32, 197, reduction="sum", labelled=0.9)
     yield case("linear_cross_entropy", "none", 130, 32, 197, reduction="none", labelled=0.8)

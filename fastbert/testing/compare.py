@@ -1,19 +1,20 @@
-"""The one tolerance rule: tests, ``fastbert check`` and benchmarks all decide with ``compare``.
+"""The only tolerance rule: tests, ``fastbert check`` and benchmarks all decide with `compare`.
 
-The oracle is the plain reference in float64 on inputs already rounded to the tested dtype; the
-yardstick is the same reference run in the tested dtype. A result passes when
+The oracle is the plain reference in float64, on inputs that are rounded to the tested dtype. The
+yardstick is the same reference in the tested dtype. A result passes if two inequalities hold:
 
-    max error ≤ factor · (yardstick's max error) + a    factor 2; a gradient: 3 with a reason
-    RMS error ≤ 1.5 · (yardstick's RMS error)           catches a bias that the maximum misses
+    max error ≤ factor · (yardstick's max error) + a
+    RMS error ≤ 1.5 · (yardstick's RMS error)
 
-with a = 2 · max|oracle + 0.3 − 0.3 − oracle| computed in the tested dtype: what rounding alone can
-do. There is no other tolerance anywhere.
+The factor is 2, or at most 3 for a gradient with a reason. The number a is the error that rounding
+alone can cause, a = 2 · max|oracle + 0.3 − 0.3 − oracle|, computed in the tested dtype. The second
+inequality finds a bias that the maximum misses. There is no other tolerance anywhere.
 
-The verdict does not depend on the processor. torch's products are more exact on one processor than
-on another, so a yardstick that was computed by torch alone may be too exact by luck. A
-``Yardstick`` can also run the reference with plain sums, in several orders that are the same on
-every processor. A result that fails beside torch's run is judged again beside the plain ones, and
-the yardstick's errors are then the largest of all runs: never below those of a plain summation.
+The verdict does not depend on the processor. The products of torch are more exact on one processor
+than on another, so a yardstick that torch alone computed may be too exact by luck. A `Yardstick`
+can also run the reference with plain sums, in several orders that are the same on every processor.
+A result that fails against the run of torch is judged again against the runs with plain sums. The
+errors of the yardstick are then the largest of all runs, and never below those of a plain sum.
 """
 
 from __future__ import annotations
@@ -29,15 +30,27 @@ from fastbert.testing.yardstick import Yardstick
 
 MAX_FACTOR = 2.0
 RMS_FACTOR = 1.5
-# Below this many elements neither an RMS nor a sampled rounding error means anything: one lucky
-# rounding of a scalar would decide. The RMS rule then rests, and ``a`` takes its bound instead of
-# its sample.
+# With fewer elements than this number, an RMS or a sampled rounding error has no meaning, because
+# one lucky rounding of a scalar would decide. The RMS rule then does not apply, and ``a`` is its
+# bound instead of its sample.
 SAMPLE = 64
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Both errors of one tensor, what the rule allows them to be, and the verdict."""
+    """The errors of one tensor, the limits that the rule sets, and the verdict.
+
+    Args:
+        name: Name of the tensor.
+        dtype: Dtype of the tensor.
+        error: Largest error of the tensor.
+        yardstick: Largest error of the yardstick.
+        allowed: Limit of `error`.
+        rms_error: RMS error of the tensor.
+        rms_yardstick: RMS error of the yardstick.
+        rms_allowed: Limit of `rms_error`.
+        problem: The reason why the tensor cannot be compared, or None.
+    """
 
     name: str
     dtype: str
@@ -51,17 +64,22 @@ class Comparison:
 
     @property
     def ratio(self) -> float:
-        """Max error ÷ the yardstick's max error: 1 is as good as PyTorch in the same dtype."""
+        """The largest error divided by that of the yardstick.
+
+        The ratio is 1 for a result that is as good as that of PyTorch in the same dtype.
+        """
         if self.error == 0.0:
             return 0.0
         return self.error / self.yardstick if self.yardstick > 0.0 else math.inf
 
     @property
     def passed(self) -> bool:
+        """Whether the tensor could be compared and both errors are within their limits."""
         within = self.error <= self.allowed and self.rms_error <= self.rms_allowed
         return self.problem is None and within
 
     def __str__(self) -> str:
+        """State the errors, their limits and the verdict on one line."""
         verdict = "ok" if self.passed else f"FAILED{f' ({self.problem})' if self.problem else ''}"
         return (
             f"{self.name} [{self.dtype}]: max error {self.error:.3e} (yardstick "
@@ -71,9 +89,18 @@ class Comparison:
 
 
 def rounding(oracle: Tensor, dtype: torch.dtype) -> float:
-    """a of the rule: twice the largest |x + 0.3 − 0.3 − x| over ``oracle``, computed in ``dtype``.
+    """Return the number a of the rule: the error that rounding alone can cause.
 
-    Of few elements: twice what two roundings to nearest can make of it, eps (max|x| + 0.3).
+    The number is twice the largest ``|x + 0.3 − 0.3 − x|`` over the elements of `oracle`, computed
+    in `dtype`. For fewer than ``SAMPLE`` elements, the number is twice the bound of two roundings
+    to nearest, ``eps (max|x| + 0.3)``.
+
+    Args:
+        oracle: The exact result, of any shape.
+        dtype: The tested dtype.
+
+    Returns:
+        The number a; 0 for a tensor without elements.
     """
     x = oracle.to(dtype)
     if x.numel() == 0:
@@ -97,13 +124,35 @@ def compare(
     reason: str | None = None,
     tested: torch.dtype | None = None,
 ) -> Comparison:
-    """Judges ``actual`` by the rule; its dtype is the tested one, unless ``tested`` says in which
-    narrower one it was computed: the fp32 loss of a 16-bit model.
+    """Judge a result by the tolerance rule of this module.
 
-    The oracle is in float64 and the yardstick in the tested dtype, both of actual's shape. The
-    yardstick of a computation with products is a ``Yardstick``, any other may be a tensor.
-    ``factor`` above 2 needs a ``reason`` in words and is never above 3. Raises ValueError on a
-    misuse of the rule, never on a result.
+    Args:
+        name: Name of the result, for messages.
+        actual: The result, of any shape.
+        oracle: The exact result, float64 in the shape of `actual`.
+        yardstick: The result of the reference in the dtype and shape of `actual`. The yardstick of
+            a computation with products is a `Yardstick`; any other yardstick may be a tensor.
+        factor: Factor of the yardstick's largest error, at most 3.
+        reason: The reason, in words, for a factor above 2.
+        tested: The dtype whose rounding counts, if it is narrower than that of `actual`. An example
+            is the fp32 loss of a 16-bit model. None is the dtype of `actual`.
+
+    Returns:
+        The errors and the verdict. A result of another shape or dtype, or with elements that are
+        not finite, gives a verdict that names this problem.
+
+    Raises:
+        ValueError: If `factor` or the dtype of `oracle` breaks the rule. A bad result never raises.
+
+    Example:
+        >>> import torch
+        >>> from fastbert.testing.compare import compare
+        >>> oracle = torch.linspace(0, 1, 100, dtype=torch.float64).exp()
+        >>> yardstick = oracle.float()
+        >>> compare("exp", yardstick, oracle, yardstick).passed
+        True
+        >>> compare("exp", yardstick + 1e-3, oracle, yardstick).passed
+        False
     """
     if factor > 3.0 or (factor > MAX_FACTOR and not reason):
         raise ValueError(f"factor: got {factor}, allowed: 2, or at most 3 with a reason")
@@ -139,7 +188,7 @@ def compare(
 
 
 def _runs(yardstick: Tensor | Yardstick) -> Iterator[Tensor]:
-    """torch's run, then the finite ones with plain sums."""
+    """Yield the run of torch, and then the runs with plain sums that are finite."""
     if isinstance(yardstick, Tensor):
         yield yardstick.detach().cpu()
         return
@@ -150,16 +199,16 @@ def _runs(yardstick: Tensor | Yardstick) -> Iterator[Tensor]:
 
 
 def _errors(x: Tensor, oracle: Tensor) -> tuple[float, float]:
-    """The largest error and the RMS error of ``x``."""
+    """Return the largest error and the RMS error of `x`."""
     error = (x.double() - oracle).abs()
     return (float(error.max()) if error.numel() else 0.0), _rms(error)
 
 
 def _representation(oracle: Tensor, dtype: torch.dtype) -> float:
-    """RMS error of the oracle merely rounded to ``dtype``: the floor under any yardstick.
+    """Return the RMS error of the oracle rounded to `dtype`, which no yardstick may fall below.
 
-    A yardstick can be exact by luck (small integers, a copy); nothing can be asked to beat its
-    rounding.
+    A yardstick can be exact by luck, as for small integers or a copy. No result can be required to
+    be more exact than its rounding.
     """
     return _rms(oracle.to(dtype).double() - oracle)
 
@@ -183,7 +232,23 @@ def assert_close(
     factor: float = MAX_FACTOR,
     reason: str | None = None,
 ) -> Comparison:
-    """``compare``, raising AssertionError with both errors when the result fails."""
+    """Judge a result with `compare` and raise if it fails.
+
+    Args:
+        name: As in `compare`.
+        actual: As in `compare`.
+        oracle: As in `compare`.
+        yardstick: As in `compare`.
+        factor: As in `compare`.
+        reason: As in `compare`.
+
+    Returns:
+        The comparison, which passed.
+
+    Raises:
+        AssertionError: If the result fails. The message states both errors.
+        ValueError: As in `compare`.
+    """
     comparison = compare(name, actual, oracle, yardstick, factor=factor, reason=reason)
     assert comparison.passed, str(comparison)
     return comparison

@@ -1,8 +1,8 @@
-"""What a piece of the model launches: our kernels, library GEMMs, and anything else.
+"""Count the launches of a part of the model: kernels of fastbert, library GEMMs, and others.
 
 Each Triton launch and each operator of torch is a kernel on a GPU, unless the operator only makes a
-view or allocates. The count is the same in Triton's interpreter, so a machine without a GPU can
-hold the promise that nothing foreign runs inside the layers.
+view or allocates memory. The counts are the same in Triton's interpreter. Therefore a machine
+without a GPU can check that no foreign kernel runs inside the layers.
 """
 
 from __future__ import annotations
@@ -21,30 +21,37 @@ from fastbert.ops.register import IMPLEMENTATIONS
 
 GEMMS = {"addbmm", "addmm", "baddbmm", "bmm", "mm"}
 ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
-# A view by another name: its schema does not say so.
+# These operators make views, but their schemas do not state it.
 VIEWS = {"_reshape_alias", "_unsafe_view", "lift_fresh"}
 
 
 @dataclass
 class Launches:
-    """Name → how often it was launched; ``kernels`` are Triton's and the extension's. ``foreign``:
-    operators of torch that are no GEMM, no view and no allocation."""
+    """The numbers of launches by name.
+
+    Args:
+        kernels: Launches of Triton kernels and of kernels of the C++ extension.
+        gemms: Matrix products of torch.
+        foreign: Operators of torch that are not a GEMM, a view or an allocation.
+    """
 
     kernels: Counter[str] = field(default_factory=Counter)
     gemms: Counter[str] = field(default_factory=Counter)
     foreign: Counter[str] = field(default_factory=Counter)
 
     def total(self) -> int:
+        """Return the number of all launches."""
         return sum(count.total() for count in (self.kernels, self.gemms, self.foreign))
 
     def __sub__(self, other: Launches) -> Launches:
+        """Return the numbers of launches minus the numbers of `other`, at least 0."""
         return Launches(
             self.kernels - other.kernels, self.gemms - other.gemms, self.foreign - other.foreign
         )
 
 
 class _Counting(TorchDispatchMode):
-    """Files each operator under ``launches``, and looks into the operators of fastbert."""
+    """A mode that counts each operator in ``launches``, also inside the operators of fastbert."""
 
     def __init__(self, launches: Launches) -> None:
         super().__init__()
@@ -62,11 +69,12 @@ class _Counting(TorchDispatchMode):
         if self.paused:
             return func(*args, **kwargs)
         if func.namespace == "fastbert":
-            # Called past the dispatcher, which would lead back here, with this mode on again.
+            # The implementation is called directly, because the dispatcher would return here. The
+            # mode is on again, so that the operators inside are counted.
             with self:
                 return IMPLEMENTATIONS[func._opname](*args)
         with self:
-            # Composites, matmul for one, are counted as what they are made of.
+            # A composite operator, such as matmul, is counted as the operators inside it.
             result = func.decompose(*args, **kwargs)
         if result is not NotImplemented:
             return result
@@ -87,7 +95,19 @@ def _is_view(func: Any) -> bool:
 
 @contextmanager
 def counted() -> Iterator[Launches]:
-    """Counts what runs inside the block, backward passes too."""
+    """Count the launches inside the block, including those of backward passes.
+
+    Yields:
+        The counts, which grow while the block runs.
+
+    Example:
+        >>> import torch
+        >>> from fastbert.testing.launches import counted
+        >>> with counted() as launches:
+        ...     _ = torch.ones(2, 3) @ torch.ones(3, 2)
+        >>> launches.gemms
+        Counter({'mm': 1})
+    """
     launches = Launches()
     mode = _Counting(launches)
     with _triton_counted(mode), mode:
@@ -98,7 +118,8 @@ def counted() -> Iterator[Launches]:
 def _triton_counted(mode: _Counting) -> Iterator[None]:
     try:
         from fastbert.kernels.launch import Launch
-    except ImportError:  # no Triton: nothing to count
+    except ImportError:
+        # Without Triton there is no launch to count.
         yield
         return
     run = Launch.run
@@ -106,7 +127,7 @@ def _triton_counted(mode: _Counting) -> Iterator[None]:
     def count(launch: Launch, on: torch.Tensor) -> None:
         if min(launch.grid) > 0:
             mode.launches.kernels[launch.name] += 1
-        # The interpreter copies with operators of torch.
+        # Triton's interpreter copies with operators of torch, which are not counted.
         mode.paused, before = True, mode.paused
         try:
             run(launch, on)
@@ -118,7 +139,14 @@ def _triton_counted(mode: _Counting) -> Iterator[None]:
 
 
 def forward_and_backward(function: Callable[[], torch.Tensor]) -> tuple[Launches, Launches]:
-    """What ``function`` launches, and what the backward pass from its result does."""
+    """Count the launches of a function and of the backward pass from its result.
+
+    Args:
+        function: Computes a tensor of any shape that requires a gradient.
+
+    Returns:
+        The launches of the forward pass and of the backward pass.
+    """
     with counted() as forward:
         out = function()
     dout = torch.ones_like(out)

@@ -1,5 +1,6 @@
-"""Parity of the whole model: one pre-training step, dropout and all, against
-``fastbert.testing.reference_model``.
+"""Parity of the whole model: a pre-training step with dropout, against the reference model.
+
+The reference model is `fastbert.testing.reference_model`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from fastbert.testing.parity import DTYPES, ParityRow, devices, parity_row
 from fastbert.testing.yardstick import Yardstick
 
 CASE = Case("bert", "pretraining_step", ())
-# Small, with every kind of layer; the vocabulary is no multiple of anything.
+# The model is small and has every kind of layer. The size of the vocabulary is prime, so that it is
+# not a multiple of a tile.
 CONFIG = BertConfig(
     vocab_size=97,
     hidden_size=64,
@@ -31,16 +33,26 @@ CONFIG = BertConfig(
     max_position_embeddings=48,
     initializer_range=0.1,
 )
-# Gradients are judged together by kind: one long vector each, so that no handful of elements is
-# left to luck.
+# The gradients of each kind of layer are judged as one long vector. In a vector of few elements,
+# luck would decide.
 KINDS = ("embeddings", "attention.self", "attention.output", "intermediate", "pooler", "cls")
 
 
 def check_model(
     backend: str | None = None, dtype: torch.dtype | None = None, seed: int = 0
 ) -> Iterator[ParityRow]:
-    """Losses and gradients of BertForPreTraining on every backend that can serve its attention or
-    layer norm here; ``backend`` and ``dtype`` narrow it down."""
+    """Check the losses and gradients of BertForPreTraining on every backend that can serve it here.
+
+    A backend is checked on a device and in a dtype if it can serve the layer norm there.
+
+    Args:
+        backend: The only backend to check; None checks all.
+        dtype: The only dtype to check; None checks fp32, fp16 and bf16.
+        seed: Seed of the weights, the batch and the dropout.
+
+    Yields:
+        A row for each loss and for the gradients of each kind of layer.
+    """
     for name in backends.BACKENDS if backend is None else (backend,):
         for device in devices():
             for kind in DTYPES if dtype is None else (dtype,):
@@ -60,15 +72,27 @@ def check_step(
     factor: float = MAX_FACTOR,
     reason: str | None = None,
 ) -> list[ParityRow]:
-    """The rows of one training step in ``dtype``, with seeded dropout: mlm_loss, nsp_loss, and the
-    gradient of each kind of layer, or of ``each`` parameter. With ``autocast`` the parameters are
-    fp32 and ``dtype`` is autocast's, the yardstick's too. ``factor`` and ``reason`` as in
-    ``compare``."""
+    """Check one training step with seeded dropout.
+
+    Args:
+        backend: Backend of the model; None lets each operation choose.
+        dtype: Dtype of the parameters, or of autocast.
+        device: Device of the model.
+        seed: Seed of the weights, the batch and the dropout.
+        each: Whether the gradient of each parameter has a row, instead of each kind of layer.
+        autocast: Whether the parameters are fp32 and the step runs under autocast. The yardstick
+            then runs under autocast too.
+        factor: As in `compare`.
+        reason: As in `compare`.
+
+    Returns:
+        The rows of ``mlm_loss``, ``nsp_loss`` and the gradients.
+    """
     torch.manual_seed(seed)
     parameters = torch.float32 if autocast else dtype
     model = BertForPreTraining(CONFIG, backend=backend).to(device, parameters).train()
     batch = batch_of(seed)
-    # The model draws the same seeds after this.
+    # The model draws the same seeds, because the generator is set to the same state below.
     torch.manual_seed(seed)
     seeds = torch.cat(dropout_seeds(1 + 3 * CONFIG.num_hidden_layers, model.device)).cpu()
     torch.manual_seed(seed)
@@ -89,16 +113,24 @@ def check_step(
     for name, members in groups.items():
         sides = _flat(actual, members), _flat(oracle, members)
         best = yardstick.map(functools.partial(_flat, names=members))
-        # A loss is one number: by the rounding of its fp32 alone plain PyTorch itself, its
-        # operations in another order, fails in 6 of 40 steps (ratios up to 42); by that of the
-        # 16-bit states it was made of, in none.
+        # A loss is a single number in fp32, computed from 16-bit states. If only the rounding of
+        # fp32 counted, plain PyTorch with its operations in another order would fail in 6 of 40
+        # steps, with ratios up to 42. With the rounding of the 16-bit dtype it fails in none.
         result = compare(name, *sides, best, factor=factor, reason=reason, tested=dtype)
         rows.append(parity_row(CASE, backend or "auto", dtype, result, seed))
     return rows
 
 
 def batch_of(seed: int) -> dict[str, Tensor]:
-    """Three sequences of 40, 23 and 9 tokens, 15 % of them labelled."""
+    """Draw a batch of three sequences of 40, 23 and 9 tokens, of which about 15 % have a label.
+
+    Args:
+        seed: Seed of the batch.
+
+    Returns:
+        ``input_ids``, ``attention_mask``, ``token_type_ids`` and ``labels``, int64 of shape
+        ``(3, 40)``, and ``next_sentence_label``, int64 of shape ``(3,)``.
+    """
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.tensor([40, 23, 9])
     shape = (3, 40)
@@ -117,7 +149,11 @@ def batch_of(seed: int) -> dict[str, Tensor]:
 
 
 def _gradients(model: BertForPreTraining) -> dict[str, Tensor]:
-    """The gradients under Hugging Face's names: the parameters' state-dict hooks split them too."""
+    """Return the gradients of the parameters under the names of Hugging Face.
+
+    The gradients are put into the parameters of a second model. Its state-dict hooks then split
+    them as they split parameters.
+    """
     gradients = BertForPreTraining(CONFIG).to(next(model.parameters()).dtype)
     with torch.no_grad():
         for target, source in zip(gradients.parameters(), model.parameters(), strict=True):
@@ -127,7 +163,8 @@ def _gradients(model: BertForPreTraining) -> dict[str, Tensor]:
 
 
 def _differentiated(name: str) -> bool:
-    # Tied to the word table and to the predictions' bias, which carry the gradient.
+    # The decoder is tied to the word table and to the bias of the predictions, and these carry the
+    # gradients.
     return not name.startswith("cls.predictions.decoder.")
 
 

@@ -1,4 +1,4 @@
-"""Runs cases on backends and judges every output and gradient by the rule of ``compare``."""
+"""Run cases on backends and judge every output and gradient by the rule of `compare`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,21 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class ParityRow:
-    """One tensor of one case on one backend: what ``fastbert check`` prints and writes as JSON."""
+    """The verdict on one tensor of one case on one backend, a line of ``fastbert check``.
+
+    Args:
+        op: Name of the operation.
+        case: Name of the case.
+        backend: Name of the backend.
+        dtype: Dtype of the inputs, as "bfloat16".
+        tensor: Name of the tensor: "out", or a gradient such as "dq".
+        error: Largest error of the tensor.
+        yardstick: Largest error of the yardstick.
+        ratio: `error` divided by `yardstick`.
+        passed: Whether the tensor passes.
+        detail: The comparison in words.
+        command: The command line that runs the case again.
+    """
 
     op: str
     case: str
@@ -40,14 +54,23 @@ class ParityRow:
     command: str
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the fields by name, for JSON."""
         return asdict(self)
 
 
 def run_with_gradients(
     function: Callable[..., Any], inputs: Inputs, extra: dict[str, Any], seed: int = 0
 ) -> dict[str, Tensor]:
-    """The output and every gradient of ``function``, by name, for a seeded gradient of the
-    output.
+    """Run a function and its backward pass with a seeded gradient of the output.
+
+    Args:
+        function: Computes one tensor.
+        inputs: The arguments of the function, and the names of those with a gradient.
+        extra: Further keyword arguments.
+        seed: Seed of the gradient of the output.
+
+    Returns:
+        The output as "out" and the gradient of each argument ``x`` as "dx".
     """
     leaves = inputs.map(
         lambda name, v: (
@@ -58,7 +81,7 @@ def run_with_gradients(
     dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed))
     named = dict(leaves.items())
     targets = [named[name] for name in inputs.gradients]
-    # Rounded to bf16, whose values every dtype holds, so that all runs see the same gradient.
+    # The gradient is rounded to bf16, so that all runs get the same values in every dtype.
     gradients = torch.autograd.grad(out, targets, dout.bfloat16().to(out.dtype).to(out.device))
     names = (f"d{name}" for name in inputs.gradients)
     return {"out": out.detach(), **dict(zip(names, gradients, strict=True))}
@@ -67,7 +90,18 @@ def run_with_gradients(
 def oracle_and_yardstick(
     case: Case, dtype: torch.dtype, seeds: Iterable[int] = (0,)
 ) -> tuple[dict[str, Tensor], Yardstick]:
-    """The reference in float64 and in ``dtype`` on the same rounded inputs, on the CPU."""
+    """Run the reference of a case in float64 and in the tested dtype, on the CPU.
+
+    Both runs have the same inputs, rounded to the tested dtype.
+
+    Args:
+        case: The case.
+        dtype: The tested dtype.
+        seeds: Seeds of the inputs. The results of several seeds are stacked.
+
+    Returns:
+        The oracle by name of tensor, and the yardstick of the same tensors.
+    """
     inputs = [case.inputs(dtype, seed=seed) for seed in seeds]
     function = getattr(reference, case.op)
 
@@ -83,7 +117,10 @@ def oracle_and_yardstick(
 
 @contextlib.contextmanager
 def gpu_tiles() -> Iterator[None]:
-    """Triton's interpreter plays the tiles of a GPU, not the larger ones that it is faster with."""
+    """Make Triton's interpreter use the tiles of a GPU inside the block.
+
+    By default, the interpreter uses larger tiles, with which it is faster.
+    """
     tiles: Any = importlib.import_module("fastbert.kernels.tiles")
     before = tiles.IS_INTERPRETED
     tiles.IS_INTERPRETED = False
@@ -96,11 +133,21 @@ def gpu_tiles() -> Iterator[None]:
 def check_case(
     case: Case, backend: str | None, dtype: torch.dtype, device: str = "cpu", seed: int = 0
 ) -> list[Comparison]:
-    """Runs ``case`` on ``backend`` and compares the output and each gradient.
+    """Run a case on a backend and compare the output and each gradient.
 
-    A random case can be so small that its yardstick is right by luck. If it fails, it is judged
-    again on the results of four seeds together, the first among them: a larger sample, the same
-    rule. An error that is there stays there.
+    A random case can be so small that its yardstick is exact by luck. If such a case fails, it is
+    judged again by the same rule on the joint results of four seeds, of which `seed` is the first.
+    The larger sample removes the luck, but not a real error.
+
+    Args:
+        case: The case.
+        backend: Name of the backend; None lets the operation choose.
+        dtype: Dtype of the inputs.
+        device: Device of the inputs.
+        seed: Seed of the inputs.
+
+    Returns:
+        The comparison of each tensor.
     """
     results = _compare(case, backend, dtype, device, (seed,))
     if case.is_random and not all(result.passed for result in results):
@@ -111,7 +158,7 @@ def check_case(
 def _compare(
     case: Case, backend: str | None, dtype: torch.dtype, device: str, seeds: Iterable[int]
 ) -> list[Comparison]:
-    """The comparison of each tensor, joined over the seeds."""
+    """Compare each tensor, stacked over the seeds."""
     tiles = gpu_tiles if case.gpu_tiles and backend == "triton" else contextlib.nullcontext
     oracle, yardstick = oracle_and_yardstick(case, dtype, seeds)
     function, options = getattr(ops, case.op), {"backend": backend}
@@ -126,14 +173,24 @@ def _compare(
 
 
 def _join(results: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The results of several seeds as one."""
+    """Stack the results of several seeds; the results of one seed stay as they are."""
     if len(results) == 1:
         return results[0]
     return {name: torch.stack([result[name] for result in results]) for name in results[0]}
 
 
 def refusal(case: Case, backend: str, dtype: torch.dtype, device: str) -> str | None:
-    """Why ``backend`` does not serve this case; None when it does."""
+    """Return the reason why a backend does not serve a case.
+
+    Args:
+        case: The case.
+        backend: Name of the backend.
+        dtype: Dtype of the inputs.
+        device: Device of the inputs.
+
+    Returns:
+        The reason in words, or None if the backend serves the case.
+    """
     head_dim = case.shape[-1] if case.op == "attention" else 0
     approximate = case.options.get("approximate", "none")
     activation = case.options.get("activation", APPROXIMATIONS[approximate])
@@ -142,6 +199,7 @@ def refusal(case: Case, backend: str, dtype: torch.dtype, device: str) -> str | 
 
 
 def devices() -> tuple[str, ...]:
+    """Return the device types of this machine on which cases can run."""
     return ("cuda", "cpu") if torch.cuda.is_available() else ("cpu",)
 
 
@@ -154,10 +212,22 @@ def plan(
     random: int = 0,
     seed: int = 0,
 ) -> list[tuple[Case, str, torch.dtype, str]]:
-    """Every (case, backend, dtype, device) that this machine can run, of the registered cases or of
-    ``random`` random ones, drawn by ``seed``.
+    """List the runs of a selection that are possible on this machine.
 
-    Raises ValueError when the selection is unknown, or when an asked-for backend serves none of it.
+    Args:
+        op: The only operation; None is all.
+        backend: The only backend; None is all.
+        dtype: The only dtype; None is fp32, fp16 and bf16.
+        case: Name of a case; None is all registered cases.
+        quick: Whether only the cases of the quick selection run.
+        random: Number of random cases, which then replace the registered cases.
+        seed: Seed of the random cases.
+
+    Returns:
+        A tuple of case, backend, dtype and device for each run.
+
+    Raises:
+        ValueError: If the selection is unknown, or if no run is possible.
     """
     backends.validate(backend)
     names = backends.BACKENDS if backend is None else (backend,)
@@ -185,9 +255,30 @@ def check(
     random: int = 0,
     seed: int = 0,
 ) -> Iterator[ParityRow]:
-    """One ``ParityRow`` per tensor, as the runs of ``plan`` go by; ``plan``'s errors.
+    """Run a selection and judge every tensor.
 
-    ``seed`` is that of the inputs, or of random cases, whose names then hold it.
+    Args:
+        op: As in `plan`.
+        backend: As in `plan`.
+        dtype: As in `plan`.
+        case: As in `plan`.
+        quick: As in `plan`.
+        random: As in `plan`.
+        seed: Seed of the inputs. With `random`, the seed of the random cases, whose names then
+            contain it.
+
+    Yields:
+        A row for each tensor, as soon as its run is done.
+
+    Raises:
+        ValueError: As in `plan`.
+
+    Example:
+        >>> import torch
+        >>> from fastbert.testing.parity import check
+        >>> rows = check("linear", "reference", torch.float32, case="no_bias")
+        >>> sorted({(row.tensor, row.passed) for row in rows})
+        [('dweight', True), ('dx', True), ('out', True)]
     """
     of_inputs = 0 if random else seed
     for selected, name, kind, device in plan(op, backend, dtype, case, quick, random, seed):
@@ -198,7 +289,18 @@ def check(
 def parity_row(
     case: Case, backend: str, dtype: torch.dtype, result: Comparison, seed: int = 0
 ) -> ParityRow:
-    """``dtype`` is that of the inputs; a loss comes back in fp32 all the same."""
+    """Make the row of a comparison.
+
+    Args:
+        case: The case.
+        backend: Name of the backend.
+        dtype: Dtype of the inputs, from which that of a loss may differ, because it is fp32.
+        result: The comparison of the tensor.
+        seed: Seed of the inputs.
+
+    Returns:
+        The row.
+    """
     return ParityRow(
         case.op,
         case.name,

@@ -1,8 +1,9 @@
-"""Seeded random cases over every operation and its options: shapes that nobody would think of.
+"""Seeded random cases over every operation and its options, with shapes that nobody would choose.
 
-``random-SEED-INDEX`` of an operation is always the same case, so its name reproduces it. Sizes are
-small, and edges of tiles and vectors are likelier than others, so that Triton's interpreter runs
-one in a fraction of a second; half of the cases play the tiles that a GPU gets there.
+The case ``random-SEED-INDEX`` of an operation is always the same, so its name reproduces it. The
+sizes are small, so that Triton's interpreter runs a case in a fraction of a second. Sizes at the
+edges of tiles and vectors are likelier than other sizes. In half of the cases, the interpreter uses
+the tiles of a GPU.
 """
 
 from __future__ import annotations
@@ -15,62 +16,75 @@ from typing import Any
 from fastbert.activations import ACTIVATIONS, APPROXIMATIONS
 from fastbert.testing.cases import OPS, Case
 
-# Sizes where a tile, a vector or a loop begins or ends.
+# At these sizes a tile, a vector or a loop begins or ends.
 EDGES = (1, 2, 3, 7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 127, 128, 129)
 HEAD_DIMS = (1, 8, 16, 32, 40, 59, 64, 80, 96, 111, 128, 192, 256)
 COLUMNS = (1, 59, 111, 128, 384, 768, 1023, 1024)
-# What keeps one case in the interpreter to a fraction of a second: elements of its tensors, and
-# where it plays the small tiles of a GPU pairs of a query and a key, and rows.
+# These limits keep a case in the interpreter to a fraction of a second. The first limits the
+# elements of the tensors. The others limit the pairs of a query and a key, and the rows, in a case
+# with the small tiles of a GPU.
 LARGEST = 2**15
 LARGEST_PAIRS = 2**12
 LARGEST_ROWS = 8
-# Logits with a gradient that is not 0 by definition, over all heads. With fewer there is no telling
-# an error from the luck of the yardstick, however many elements the result has.
+# A case of attention has at least this many logits, over all heads, whose gradients are not 0 by
+# definition. The exception is a case without queries or keys. With fewer such logits, an error
+# cannot be told from the luck of the yardstick, even if the result has many elements.
 FEWEST_LOGITS = 128
-# Rows with a label that are expected where there is any: the errors of a row's gradients share that
-# of its log-sum-exp, so those of one row are one number.
+# A case with labels has at least this expected number of rows with a label, or a label in every
+# row. All gradients of a row share the error of its log-sum-exp, so a single row is a sample of a
+# single number.
 FEWEST_LABELLED = 4
 
 Options = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Pick:
-    """Random choices of sizes and options."""
+    """Random choices of sizes and options.
+
+    Args:
+        text: Seed of the choices.
+    """
 
     def __init__(self, text: str) -> None:
-        # By text: the same on every machine, version and hash seed.
+        """Seed the generator, and choose whether the case uses the tiles of a GPU."""
+        # A text as seed gives the same choices on every machine, version and hash seed.
         self.random = random.Random(text)
         self.gpu_tiles = self.chance(0.5)
 
     def chance(self, p: float) -> bool:
+        """Return True with probability `p`."""
         return self.random.random() < p
 
     def one(self, of: Sequence[Any]) -> Any:
+        """Return one of the elements of a sequence."""
         return self.random.choice(of)
 
     def size(self, largest: int, edges: Sequence[int] = EDGES) -> int:
-        """1 to ``largest``, one of ``edges`` more often than not."""
+        """Return a size from 1 to `largest`, with probability 0.6 or more one of `edges`."""
         if self.chance(0.6):
             return self.one([edge for edge in edges if edge <= largest])
         return self.random.randint(1, largest)
 
     def lengths(self, sequences: int, longest: int) -> tuple[int, ...]:
+        """Return the lengths of some sequences, each at most `longest` and some of them 0."""
         return tuple(0 if self.chance(0.15) else self.size(longest) for _ in range(sequences))
 
     def dropout(self) -> dict[str, float]:
+        """Return the option of a dropout probability, or nothing."""
         return {"dropout_p": self.one((0.1, 0.1, 0.5, 0.9, 1.0))} if self.chance(0.35) else {}
 
     def only(self, p: float, **option: Any) -> dict[str, Any]:
-        """The option with probability p, else nothing."""
+        """Return the option with probability `p`, or nothing."""
         return option if self.chance(p) else {}
 
 
 def _pairs(pick: Pick, head_dim: int) -> dict[str, Any]:
-    """Options that every form of attention takes.
+    """Choose the options that every form of attention takes.
 
-    Logits stay within a few units: where they are larger, fp32 is as good as the order in which a
-    product is summed, and the interpreter's adds in one chain, torch's in several: an RMS error 1.3
-    times as large at head dim 64, 1.6 times at 192. Huge logits have tests of their own.
+    Logits stay within a few units. With larger logits, the error of fp32 depends on the order in
+    which a product is summed. The interpreter sums in one chain and torch in several chains, which
+    makes the RMS error 1.3 times as large at head dim 64 and 1.6 times at 192. Huge logits have
+    tests of their own.
     """
     options = {
         **pick.only(0.25, causal=True),
@@ -83,7 +97,8 @@ def _pairs(pick: Pick, head_dim: int) -> dict[str, Any]:
     if pick.chance(0.5):
         options["mask"] = pick.one(("padding", "padding", "rows", "k", "bq", "qk", "hk", "bhqk"))
     if pick.chance(0.3):
-        # Not "h" or "bq": adding one number to a whole row of logits changes nothing.
+        # The forms "h" and "bq" are left out, because a number that is added to a whole row of
+        # logits changes nothing.
         options["bias"] = pick.one(("hqk", "bhqk", "qk", "bk", "hk"))
         options["bias_gradient"] = pick.chance(0.6)
     return options
@@ -94,7 +109,24 @@ def _head_dim(pick: Pick) -> int:
 
 
 def free_logits(queries: int, keys: int, causal: bool = False, window: Any = None) -> int:
-    """Visible logits of one head, less one per row: a row's gradients add up to 0."""
+    """Count the logits of one head whose gradients are free.
+
+    A row has one free logit less than visible logits, because the gradients of a row sum to 0.
+
+    Args:
+        queries: Number of queries.
+        keys: Number of keys.
+        causal: As in `ops.attention`.
+        window: As in `ops.attention`.
+
+    Returns:
+        The number of free logits.
+
+    Example:
+        >>> from fastbert.testing.random_cases import free_logits
+        >>> free_logits(3, 3, causal=True)
+        3
+    """
     left, right = (window, window) if isinstance(window, int) else window or (-1, -1)
     right = 0 if causal else right
     free = 0
@@ -106,19 +138,25 @@ def free_logits(queries: int, keys: int, causal: bool = False, window: Any = Non
 
 
 def _batch(pick: Pick) -> tuple[int, int, int, int]:
-    """Sequences, heads and the head dim, with the longest length that they leave."""
+    """Choose the numbers of sequences and heads and the head dim, and the longest length.
+
+    The longest length is that which the limits allow for the chosen sizes.
+    """
     sequences, heads = pick.one(((1, 1), (1, 2), (1, 3), (2, 1), (2, 2), (3, 1), (4, 1)))
     head_dim = _head_dim(pick)
     longest = min(130, LARGEST // (sequences * heads * head_dim))
     if pick.gpu_tiles:
-        # Tiles of fp32 are a quarter of the size beyond a head dim of 64.
+        # Above a head dim of 64, the tiles of fp32 have a quarter of the size.
         pairs = LARGEST_PAIRS // (sequences * heads * (1 if head_dim <= 64 else 4))
         longest = min(longest, int(pairs**0.5))
     return sequences, heads, head_dim, longest
 
 
 def _until_free(draw: Callable[[], tuple[Any, int]]) -> Any:
-    """What is drawn, with how many logits are free: enough of them."""
+    """Draw until at least ``FEWEST_LOGITS`` logits are free, and return what was drawn.
+
+    `draw` returns a draw and the number of its free logits.
+    """
     while True:
         drawn, free = draw()
         if free >= FEWEST_LOGITS:
@@ -247,26 +285,59 @@ GENERATORS: dict[str, Callable[[Pick], Options]] = {
     "embedding": _embedding,
     "linear_cross_entropy": _linear_cross_entropy,
 }
-# Of thirteen cases, attention with its many options gets five.
+# Attention has many options, so it gets five of thirteen cases.
 TURNS = (*OPS, "attention", "attention_varlen")
 
 
 def random_case(op: str, index: int, seed: int = 0) -> Case:
-    """Case ``random-seed-index`` of ``op``."""
+    """Return the case ``random-SEED-INDEX`` of an operation.
+
+    Args:
+        op: Name of the operation, one of ``OPS``.
+        index: Number of the case.
+        seed: Seed of the case.
+
+    Returns:
+        The case, which depends on nothing else.
+    """
     pick = Pick(f"{op}/{seed}/{index}")
     shape, options = GENERATORS[op](pick)
     return Case(op, f"random-{seed}-{index}", shape, options, gpu_tiles=pick.gpu_tiles)
 
 
 def random_cases(n: int, seed: int = 0, op: str | None = None) -> list[Case]:
-    """``n`` cases, of every operation by turns or of ``op`` alone."""
+    """Return random cases of all operations in turn, or of one operation.
+
+    Args:
+        n: Number of cases.
+        seed: Seed of the cases.
+        op: The only operation; None takes the operations in the order of ``TURNS``.
+
+    Returns:
+        The cases with the indices 0 to ``n - 1``.
+    """
     turns = TURNS if op is None else (op,)
     return [random_case(turns[i % len(turns)], i, seed) for i in range(n)]
 
 
 def named(name: str, op: str | None) -> Case:
-    """The random case called ``name``; ValueError without its operation or when it has no such
-    name.
+    """Return the random case of a name.
+
+    Args:
+        name: The name, ``random-SEED-INDEX``.
+        op: Name of the operation.
+
+    Returns:
+        The case.
+
+    Raises:
+        ValueError: If `op` is None, or if `name` has another form.
+
+    Example:
+        >>> import torch
+        >>> from fastbert.testing.random_cases import named
+        >>> named("random-0-5", "linear").command("triton", torch.float32)
+        'fastbert check --op linear --case random-0-5 --backend triton --dtype float32'
     """
     match = re.fullmatch(r"random-(\d+)-(\d+)", name)
     if match is None:

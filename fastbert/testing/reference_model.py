@@ -1,8 +1,8 @@
-"""The whole BERT model in plain PyTorch: padded, unfused, any dtype; the oracle of
-``fastbert.modules``.
+"""The whole BERT model in plain PyTorch, padded and unfused, in any dtype.
 
-Weights come as a state dict under Hugging Face's names, so this shares no code with the modules
-that it judges, only the formulas of ``fastbert.reference``.
+The model is the oracle of `fastbert.modules`. It takes the weights as a state dict under the names
+of Hugging Face. It therefore shares no code with the modules that it judges, and uses only the
+formulas of `fastbert.reference`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,15 @@ from fastbert.config import BertConfig
 
 
 class Encoded(NamedTuple):
-    """last_hidden_state (B, L, N), pooler_output (B, N), the states and weights of each layer."""
+    """The output of the encoder.
+
+    Args:
+        last_hidden_state: Tensor of shape ``(B, L, N)``.
+        pooler_output: Tensor of shape ``(B, N)``.
+        hidden_states: The states after the embeddings and after each layer, of shape
+            ``(B, L, N)``.
+        attentions: The attention weights of each layer, of shape ``(B, H, L, L)``.
+    """
 
     last_hidden_state: Tensor
     pooler_output: Tensor
@@ -36,11 +44,20 @@ def encode(
     token_type_ids: Tensor | None = None,
     seeds: Tensor | None = None,
 ) -> Encoded:
-    """BertModel (Devlin et al. 2019): ids (B, L), mask (B, L) with nonzero = attend.
+    """Compute BertModel (Devlin et al. 2019).
 
-    ``state`` holds BertModel's names, without the prefix ``bert.``. ``seeds`` int64 (1 + 3 layers,)
-    are those of the embeddings and of each layer's attention, attention output and output: with
-    them dropout is applied, without them not.
+    Args:
+        state: State dict of BertModel, without the prefix ``bert.``.
+        config: The sizes of the model.
+        input_ids: Token ids, int64 of shape ``(B, L)``.
+        attention_mask: Mask of shape ``(B, L)``, nonzero where a token exists.
+        token_type_ids: Token types of shape ``(B, L)``; all 0 by default.
+        seeds: Dropout seeds, int64 of shape ``(1 + 3 * layers,)``: one for the embeddings, and for
+            each layer those of the attention, the attention output and the output. None applies no
+            dropout.
+
+    Returns:
+        The output, with all hidden states and attention weights.
     """
     exists = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     dropout = _Dropout(config, seeds, exists.bool())
@@ -70,7 +87,7 @@ def encode(
 
 
 class _Dropout:
-    """The dropouts of one step. Rows are counted without padding, as the modules hold them."""
+    """The dropouts of one step, whose rows are counted without padding, as in the modules."""
 
     def __init__(self, config: BertConfig, seeds: Tensor | None, exists: Tensor) -> None:
         self.seeds, self.exists = seeds, exists
@@ -81,7 +98,7 @@ class _Dropout:
         return None if self.seeds is None else self.seeds[index : index + 1]
 
     def rows(self, x: Tensor, index: int) -> Tensor:
-        """(B, L, N) with the rows that exist dropped by the seed of that index."""
+        """Apply dropout to the rows of ``x (B, L, N)`` that exist, by the seed at `index`."""
         rows = x[self.exists]
         dropped = reference.dropout(rows, self.hidden_p, self.seed(index), tuple(rows.shape))
         return x.index_put((self.exists,), dropped)
@@ -135,10 +152,18 @@ def pretraining_loss(
     batch: Mapping[str, Tensor],
     seeds: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The MLM and NSP losses of BertForPreTraining, with the dropout of ``seeds`` as in ``encode``.
+    """Compute the MLM and NSP losses of BertForPreTraining.
 
-    ``state`` holds BertForPreTraining's names; ``batch`` holds input_ids, attention_mask,
-    token_type_ids, labels (B, L; -100 ignored) and next_sentence_label (B,; 0 = is next).
+    Args:
+        state: State dict of BertForPreTraining.
+        config: The sizes of the model.
+        batch: ``input_ids``, ``attention_mask``, ``token_type_ids`` and ``labels`` of shape
+            ``(B, L)``, with -100 at labels that are ignored; and ``next_sentence_label`` of shape
+            ``(B,)``, 0 where the second sentence follows the first.
+        seeds: Dropout seeds, as in `encode`.
+
+    Returns:
+        The MLM loss and the NSP loss, scalars.
     """
     bert = {k.removeprefix("bert."): v for k, v in state.items() if k.startswith("bert.")}
     ids, mask, types = (batch[name] for name in ("input_ids", "attention_mask", "token_type_ids"))

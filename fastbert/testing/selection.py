@@ -1,4 +1,4 @@
-"""The cases that a name selects, registered or random."""
+"""Find registered and random cases by name."""
 
 from __future__ import annotations
 
@@ -7,8 +7,19 @@ from fastbert.testing.random_cases import named
 
 
 def find(op: str | None = None, name: str | None = None, quick: bool = False) -> list[Case]:
-    """The registered cases of ``op`` (all without one) called ``name``; ValueError when there is
-    none. ``name`` may also be that of a random case.
+    """Find cases by operation and name.
+
+    Args:
+        op: Name of the operation; None is all operations.
+        name: Name of a registered case, or of a random case if `op` is given; None is all
+            registered cases.
+        quick: Whether only the registered cases of the quick selection are returned.
+
+    Returns:
+        The cases, at least one.
+
+    Raises:
+        ValueError: If the operation is unknown, or if no case is found.
     """
     if op is not None and op not in OPS:
         raise ValueError(f"op: got {op!r}, allowed: {', '.join(OPS)}")

@@ -1,9 +1,10 @@
 """The yardstick of the tolerance rule: the reference in the tested dtype, with two kinds of sums.
 
-torch chooses the order of the summation in a product, a sum or a mean by processor and shape. One
-library sums a row in a single chain; another sums it in sixteen and is up to 1.6 times more exact.
-A verdict must not depend on that choice. A ``Yardstick`` therefore also runs the reference with
-plain sums, whose order is stated here and whose bits are the same on every processor.
+PyTorch chooses the order of the summation in a product, a sum or a mean by processor and shape. One
+library sums a row in a single chain. Another library sums a row in sixteen chains and is up to 1.6
+times more exact. A verdict must not depend on that choice. A `Yardstick` therefore also runs the
+reference with plain sums. Their order is stated here, and their bits are the same on every
+processor.
 
 A plain product rounds each term and each partial sum to fp32. It adds chains of ``CHAIN``
 consecutive terms and then adds the chains, first to last. A plain sum is the product with ones.
@@ -29,17 +30,17 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# The terms of one chain. BLAS libraries keep a sum in a register for 128 to 512 terms.
+# A chain has this many terms. BLAS libraries keep a sum in a register for 128 to 512 terms.
 CHAIN = 128
-# The number of plain orders.
+# There are this many plain orders.
 ORDERS = 16
 
 
 class Yardstick:
     """The result of a reference in the tested dtype, by torch at once and by plain sums on demand.
 
-    ``yardstick[key]`` and ``yardstick.map(function)`` are the yardsticks of a part and of a
-    function of the result.
+    ``yardstick[key]`` is the yardstick of a part of the result, and ``yardstick.map(function)`` is
+    the yardstick of a function of the result. The attribute ``library`` is the result by torch.
 
     Args:
         run: Computes a tensor, or a container of tensors, from scratch at every call. The state of
@@ -47,6 +48,7 @@ class Yardstick:
     """
 
     def __init__(self, run: Callable[[], Any]) -> None:
+        """Run the reference by torch, and keep the state of torch's random numbers."""
         state = torch.get_rng_state()
 
         def result(order: int | None) -> Any:
@@ -60,34 +62,72 @@ class Yardstick:
         self.library: Any = self._result(None)
 
     def map(self, function: Callable[[Any], Any]) -> Yardstick:
+        """Return the yardstick of a function of the result."""
         mapped = copy.copy(self)
         mapped._result = functools.cache(lambda order: function(self._result(order)))
         mapped.library = mapped._result(None)
         return mapped
 
     def __getitem__(self, key: Any) -> Yardstick:
+        """Return the yardstick of a part of the result."""
         return self.map(lambda result: result[key])
 
     def __iter__(self) -> Iterator[Yardstick]:
+        """Yield the yardstick of each element of the result."""
         return (self[index] for index in range(len(self.library)))
 
     def plain(self) -> Iterator[Tensor]:
-        """The result with plain sums, in one order after the other."""
+        """Yield the result with plain sums for each of the plain orders in turn."""
         return (self._result(order) for order in range(ORDERS))
 
 
 def each(function: Callable[[Any], Any], *sides: Any) -> list[Any]:
-    """``function`` of each side of a comparison; a yardstick stays one."""
+    """Apply a function to each side of a comparison; a yardstick becomes another yardstick.
+
+    Args:
+        function: Computes a part of a result.
+        sides: Results and yardsticks.
+
+    Returns:
+        The new sides, in order.
+    """
     return [side.map(function) if isinstance(side, Yardstick) else function(side) for side in sides]
 
 
 def run_sides(function: Callable[[Any], Any], actual: Any, oracle: Any, stock: Any) -> list[Any]:
-    """``function`` of three models: the tested one, its oracle, and one that is its yardstick."""
+    """Apply a function to a tested model, to its oracle and to the model that is its yardstick.
+
+    Args:
+        function: Computes a result from a model.
+        actual: The tested model.
+        oracle: The model in float64.
+        stock: The model whose result is the yardstick.
+
+    Returns:
+        The result of `actual`, the result of `oracle`, and the `Yardstick` of `stock`.
+    """
     return [function(actual), function(oracle), Yardstick(lambda: function(stock))]
 
 
 def plain_product(a: Tensor, b: Tensor, order: int = 0) -> Tensor:
-    """The plain product of a ``(*, M, K)`` and b ``(*, K, N)``, in fp32 at least."""
+    """Compute the plain matrix product of two tensors.
+
+    Args:
+        a: Tensor of shape ``(*, M, K)``.
+        b: Tensor of shape ``(*, K, N)``.
+        order: Order of the terms: 0 leaves the terms as they are, and another number seeds a
+            shuffle.
+
+    Returns:
+        Tensor of shape ``(*, M, N)`` in the dtype of `a`, or in fp32 if that is narrower.
+
+    Example:
+        >>> import torch
+        >>> from fastbert.testing.yardstick import plain_product
+        >>> plain_product(torch.ones(2, 3).half(), torch.ones(3, 2).half())
+        tensor([[3., 3.],
+                [3., 3.]])
+    """
     dtype = torch.promote_types(a.dtype, torch.float32)
     depth = a.shape[-1]
     if order:
@@ -101,15 +141,19 @@ def plain_product(a: Tensor, b: Tensor, order: int = 0) -> Tensor:
     sums = a.new_zeros((*a.shape[:-1], b.shape[-1]))
     terms = torch.zeros_like(sums)
     for k in range(min(depth, CHAIN)):
-        # Two operations, so that no processor fuses them into one rounding.
+        # The product and the sum are two operations, so that no processor rounds only once.
         sums += torch.mul(a[..., k, None], b[..., k, None, :], out=terms)
     return functools.reduce(torch.add, sums)
 
 
 @contextlib.contextmanager
 def plain_sums(order: int = 0) -> Iterator[None]:
-    """A context in which torch's products, sums and means of fp32, fp16 and bf16 are plain."""
-    # Fused attention is opaque; torch's other form of it is made of products.
+    """Make torch's products, sums and means of fp32, fp16 and bf16 plain inside the block.
+
+    Args:
+        order: Order of the terms, as in `plain_product`.
+    """
+    # Fused attention hides its products; the math form of torch's attention shows them.
     with sdpa_kernel(SDPBackend.MATH), _PlainSums(order):
         yield
 
@@ -124,11 +168,11 @@ class _PlainSums(TorchDispatchMode):
         plain = PLAIN.get(function)
         if plain is not None and args[0].dtype in (torch.float32, torch.float16, torch.bfloat16):
             return plain(self.order, *args, **kwargs)
-        # In inference mode torch leaves compound operations whole.
+        # In inference mode, torch does not decompose compound operations.
         if function._can_decompose():
             with self:
                 return function.decompose(*args, **kwargs)
-        # The products inside an operator of Python, which the reference backend is.
+        # The reference backend is an operator in Python, whose products must become plain too.
         if function.namespace == "fastbert":
             device = next(x.device.type for x in args if isinstance(x, Tensor))
             key = getattr(torch._C.DispatchKey, device.upper())
