@@ -18,8 +18,9 @@ def require(condition: bool, name: str, got: Any, allowed: str) -> None:
 
 def require_shape(name: str, tensor: Tensor, shape: Sequence[int]) -> None:
     """Raise ValueError unless `tensor` has `shape`."""
-    got, allowed = tuple(tensor.shape), tuple(shape)
-    require(got == allowed, name, f"shape {got}", str(allowed))
+    # The message is made on failure alone: under torch.compile the sizes may be symbols.
+    if tuple(tensor.shape) != tuple(shape):
+        raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, allowed: {tuple(shape)}")
 
 
 def require_floating(name: str, tensor: Tensor) -> None:
