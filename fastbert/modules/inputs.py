@@ -11,8 +11,8 @@ from torch import Tensor
 from fastbert.config import BertConfig
 from fastbert.modules.batch_layout import BatchLayout
 from fastbert.modules.positions import rotation
-from fastbert.ops.arguments import check_cu_seqlens, longest, require_shape
-from fastbert.ops.varlen import any_outside, sequence_positions, unpad_indices
+from fastbert.ops.arguments import check_cu_seqlens, require_shape
+from fastbert.ops.varlen import any_outside, longest, sequence_positions, unpad_indices
 
 # An additive mask of at most this value hides a key. The limit covers -1e4, ``finfo.min`` of every
 # dtype, and -inf.

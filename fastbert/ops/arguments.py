@@ -73,12 +73,6 @@ def check_cu_seqlens(
         raise ValueError(f"{name}: got {cu_seqlens.tolist()}, allowed: {allowed}")
 
 
-def longest(cu_seqlens: Tensor) -> int:
-    """The length of the longest sequence; a synchronisation with a GPU."""
-    lengths = cu_seqlens.diff()
-    return int(lengths.max()) if lengths.numel() else 0
-
-
 def flatten_rows(x: Tensor) -> Tensor:
     """(R, N) with rows at any stride; elements that do not lie side by side are copied together."""
     rows = x.reshape(-1, x.shape[-1])

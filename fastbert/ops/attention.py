@@ -10,19 +10,20 @@ from torch import Tensor
 
 from fastbert.ops import backend as backends
 from fastbert.ops import closed_form
-from fastbert.ops.arguments import autocast, longest
+from fastbert.ops.arguments import autocast
 from fastbert.ops.attention_arguments import (
     AttentionOptions,
     backend_for,
-    check_dense,
     check_lse,
     check_qkv,
-    check_varlen,
     chosen,
+    dense_shape,
     options_of,
+    varlen_shape,
 )
 from fastbert.ops.attention_backends import WEIGHTS, out_like, padded
 from fastbert.ops.register import differentiable, once_differentiable, operator
+from fastbert.reference import longest
 
 # Public functions
 
@@ -90,8 +91,7 @@ def attention(
         torch.Size([2, 4, 16, 32])
     """
     q, k, v = autocast(q, k, v)
-    check_dense(q, k, v)
-    shape = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    shape = dense_shape(q, k, v)
     options = options_of(
         q, shape, mask, bias, None, None,
         dropout_p=dropout_p, dropout_seed=dropout_seed, scale=scale, causal=causal, window=window,
@@ -154,10 +154,7 @@ def attention_varlen(
     """
     q, k, v = autocast(q, k, v)
     cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
-    max_q = longest(cu_seqlens_q) if max_seqlen_q is None else max_seqlen_q
-    max_k = longest(cu_seqlens_k) if max_seqlen_k is None else max_seqlen_k
-    check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k)
-    shape = (cu_seqlens_q.shape[0] - 1, q.shape[1], max_q, max_k)
+    shape = varlen_shape(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     options = options_of(
         q, shape, mask, bias, cu_seqlens_q, cu_seqlens_k,
         dropout_p=dropout_p, dropout_seed=dropout_seed, scale=scale, causal=causal, window=window,
@@ -279,14 +276,10 @@ def attention_weights(
     """
     q, k = autocast(q, k)
     if cu_seqlens_q is None:
-        check_dense(q, k, k)
-        shape = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+        shape = dense_shape(q, k, k)
     else:
         cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
-        max_q = longest(cu_seqlens_q) if max_seqlen_q is None else max_seqlen_q
-        max_k = longest(cu_seqlens_k) if max_seqlen_k is None else max_seqlen_k
-        check_varlen(q, k, k, cu_seqlens_q, cu_seqlens_k)
-        shape = (cu_seqlens_q.shape[0] - 1, q.shape[1], max_q, max_k)
+        shape = varlen_shape(q, k, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     check_lse(lse, q)
     heads, rows = chosen("heads", heads, shape[1]), chosen("rows", rows, shape[2])
     options = options_of(

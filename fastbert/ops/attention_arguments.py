@@ -17,6 +17,7 @@ from fastbert.ops.arguments import (
     require_shape,
 )
 from fastbert.ops.arguments import dropout_seed as draw_seed
+from fastbert.reference import longest
 
 MAX_HEAD_DIM = 256
 
@@ -89,21 +90,31 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor, dims: int, names: str) -> Non
     require_shape("v", v, tuple(k.shape))
 
 
-def check_dense(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Check q of shape (B, H, Lq, D), and k and v of shape (B, H, Lk, D)."""
+def dense_shape(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
+    """Check q (B, H, Lq, D), and k and v (B, H, Lk, D); return (B, H, Lq, Lk)."""
     _check_inputs(q, k, v, 4, "(B, H, L, D)")
     require_shape("k", k, (q.shape[0], q.shape[1], k.shape[2], q.shape[3]))
+    return q.shape[0], q.shape[1], q.shape[2], k.shape[2]
 
 
-def check_varlen(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor
-) -> None:
-    """Check packed q of shape (Tq, H, D), and k and v of shape (Tk, H, D)."""
+def varlen_shape(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+) -> tuple[int, ...]:
+    """Check packed q (Tq, H, D), and k and v (Tk, H, D); return (B, H, Lq, Lk)."""
     _check_inputs(q, k, v, 3, "(T, H, D)")
     require_shape("k", k, (k.shape[0], q.shape[1], q.shape[2]))
     check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, "q", q.device)
     check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, "q", q.device)
-    require_shape("cu_seqlens_k", cu_seqlens_k, tuple(cu_seqlens_q.shape))
+    require_shape("cu_seqlens_k", cu_seqlens_k, cu_seqlens_q.shape)
+    max_q = longest(cu_seqlens_q) if max_seqlen_q is None else max_seqlen_q
+    max_k = longest(cu_seqlens_k) if max_seqlen_k is None else max_seqlen_k
+    return cu_seqlens_q.shape[0] - 1, q.shape[1], max_q, max_k
 
 
 def check_qkv(qkv: Tensor, cu_seqlens: Tensor | None) -> None:

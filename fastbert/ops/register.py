@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import namedtuple
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -47,7 +47,9 @@ def operator(
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     overload = getattr(torch.ops.fastbert, name).default
     arguments = _named_tuple([argument.name for argument in overload._schema.arguments])
-    implementation = forward or _dispatch(table or name, name.endswith("_backward"))
+    implementation = _dispatch(table, name.endswith("_backward")) if table else forward
+    if implementation is None:
+        raise TypeError(f"{name}: got neither table nor forward, allowed: one of them")
     ARGUMENTS[name] = arguments
     IMPLEMENTATIONS[name] = _without_autocast(implementation)
     LIBRARY.impl(name, IMPLEMENTATIONS[name], "CompositeExplicitAutograd")
@@ -85,7 +87,7 @@ def _without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def differentiable(
     name: str,
-    backward: Callable[..., Mapping[str, Tensor | None]],
+    backward: Callable[..., dict[str, Tensor | None]],
     setup_context: Callable[..., None],
 ) -> None:
     """Register the gradient of the operator ``fastbert::<name>``.
@@ -109,9 +111,8 @@ def differentiable(
         if not torch.compiler.is_compiling():
             packed_weights.note_backward()
         ctx.needs = arguments(*ctx.needs_input_grad)
-        return ctx.needs._replace(
-            **{**dict.fromkeys(ctx.needs._fields), **backward(ctx, *gradients)}
-        )
+        none = dict.fromkeys(ctx.needs._fields)
+        return arguments(**(none | backward(ctx, *gradients)))
 
     torch.library.register_autograd(f"fastbert::{name}", gradient, setup_context=setup, lib=LIBRARY)
 
@@ -119,7 +120,7 @@ def differentiable(
 def once_differentiable(name: str) -> None:
     """Make a second derivative through the backward operator ``fastbert::<name>`` a clear error."""
 
-    def backward(ctx: Any, *gradients: Tensor | None) -> Mapping[str, Tensor | None]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> dict[str, Tensor | None]:
         raise RuntimeError(
             f"fastbert::{name} has no derivative: for double backward call the function of "
             "the same name in fastbert.reference"

@@ -11,9 +11,17 @@ from fastbert import reference
 from fastbert.ops import backend as backends
 from fastbert.ops.arguments import require, require_same_device, require_shape
 from fastbert.ops.register import differentiable, operator
-from fastbert.reference import Packed, sequence_positions
+from fastbert.reference import Packed, longest, sequence_positions
 
-__all__ = ["Packed", "any_outside", "pad", "sequence_positions", "unpad", "unpad_indices"]
+__all__ = [
+    "Packed",
+    "any_outside",
+    "longest",
+    "pad",
+    "sequence_positions",
+    "unpad",
+    "unpad_indices",
+]
 
 # The dtypes of ids and masks that the extension reads.
 INTEGERS = (torch.int64, torch.int32, torch.bool)

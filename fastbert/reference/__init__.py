@@ -35,6 +35,7 @@ from fastbert.reference.rotary import rotary
 from fastbert.reference.varlen import (
     Packed,
     existing_queries,
+    longest,
     pad,
     pad_rows,
     sequence_positions,
@@ -66,6 +67,7 @@ __all__ = [
     "linear",
     "linear_cross_entropy",
     "linear_gelu",
+    "longest",
     "pack",
     "pad",
     "pad_rows",

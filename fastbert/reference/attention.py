@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastbert.reference.dropout import dropout
-from fastbert.reference.varlen import existing_queries, pad_rows, unpad_rows
+from fastbert.reference.varlen import existing_queries, longest, pad_rows, unpad_rows
 
 
 def visible(
@@ -136,9 +136,9 @@ def attention_varlen(
     cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     lengths = (cu_seqlens_q.diff(), cu_seqlens_k.diff())
     if max_seqlen_q is None:
-        max_seqlen_q = int(lengths[0].max()) if lengths[0].numel() else 0
+        max_seqlen_q = longest(cu_seqlens_q)
     if max_seqlen_k is None:
-        max_seqlen_k = int(lengths[1].max()) if lengths[1].numel() else 0
+        max_seqlen_k = longest(cu_seqlens_k)
     padded_q, slot, used = pad_rows(q, cu_seqlens_q, max_seqlen_q)
     padded_k, padded_v = (pad_rows(x, cu_seqlens_k, max_seqlen_k)[0] for x in (k, v))
     padded_q, padded_k, padded_v = (x.transpose(1, 2) for x in (padded_q, padded_k, padded_v))

@@ -26,15 +26,20 @@ class Packed(NamedTuple):
     length: int
 
 
+def longest(cu_seqlens: Tensor) -> int:
+    """Return the length of the longest sequence; a synchronisation with a GPU."""
+    lengths = cu_seqlens.diff()
+    return int(lengths.max()) if lengths.numel() else 0
+
+
 def unpad(x: Tensor, mask: Tensor) -> Packed:
     """Take the padding out of x (B, L, ...); see ``fastbert.ops.unpad``."""
     keep = mask.bool()
     lengths = keep.sum(dim=1, dtype=torch.int32)
     indices = keep.flatten().nonzero().flatten()
     cu_seqlens = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-    longest = int(lengths.max()) if lengths.numel() else 0
     values = x.flatten(0, 1).index_select(0, indices)
-    return Packed(values, indices, cu_seqlens, longest, mask.shape[0], mask.shape[1])
+    return Packed(values, indices, cu_seqlens, longest(cu_seqlens), mask.shape[0], mask.shape[1])
 
 
 def pad(packed: Packed) -> Tensor:
