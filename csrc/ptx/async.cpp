@@ -1,0 +1,334 @@
+// Asynchronous copies, barriers and fences.
+
+#include "decode.h"
+#include "lanes.h"
+
+namespace fastbert::ptx {
+namespace {
+
+// cp.async [to], [from], bytes{, source bytes | ignore}; arg 0 bytes, 1 whether a count follows, 2
+// whether the operand after it is the predicate ignore-src
+void copy(Warp& w, const Instr& i, Mask m) {
+  Block& b = *w.block;
+  w.need(i.reg[0], m, "an address");
+  const uint32_t bytes = (uint32_t)i.arg[0];
+  uint64_t sources[kLanes];
+  Mask reads = 0;
+  if (i.arg[1]) w.need(i.reg[2], m, "the size of a copy");
+  each_lane(m, [&](int l) {
+    AsyncCopy c;
+    c.lane = l;
+    c.to = b.shared_offset(w, w.get(i.reg[0], l) + (uint64_t)i.offset, bytes, bytes);
+    c.from = w.get(i.reg[1], l) + (uint64_t)(int64_t)i.arg[3];
+    c.filled = bytes;
+    c.bytes = bytes;
+    if (i.arg[1] == 1) c.bytes = (uint32_t)w.get(i.reg[2], l);
+    if (i.arg[1] == 2 && w.get(i.reg[2], l)) c.bytes = 0;
+    if (c.bytes > bytes) fault("out of bounds", "cp.async: the source has more bytes than the copy", l);
+    if (c.bytes) {
+      w.need(i.reg[1], 1u << l, "an address");
+      Allocation* a = b.global(w, c.from, c.bytes, bytes, false);
+      b.note_global(w, l, *a, c.from, c.bytes, false, false);
+      reads |= 1u << l;
+      sources[l] = c.from;
+    }
+    b.note_write(w, l, c.to, bytes, false, kPending);
+    std::memset(b.shared_valid.data() + c.to, 0, bytes);
+    if (w.copies[l].empty()) w.copies[l].emplace_back();
+    w.copies[l].back().push_back(c);
+    if (!b.late) {
+      b.finish_copy(w, w.copies[l].back().back());
+    } else {
+      // What lies there until the wait is neither old nor new.
+      std::memset(b.shared.data() + c.to, 0xff, bytes);
+    }
+  });
+  if (b.launch->options.count && reads) {
+    std::vector<uint64_t> sectors;
+    each_lane(reads, [&](int l) {
+      for (uint64_t s = sources[l] / 32; s <= (sources[l] + bytes - 1) / 32; ++s) sectors.push_back(s);
+    });
+    std::sort(sectors.begin(), sectors.end());
+    const uint64_t n = (uint64_t)__builtin_popcount(reads);
+    b.counts.global_sectors += (uint64_t)(std::unique(sectors.begin(), sectors.end()) - sectors.begin());
+    b.counts.global_bytes += n * bytes;
+    b.counts.global_least_sectors += (n * bytes + 31) / 32;
+  }
+}
+
+void copy_commit(Warp& w, const Instr&, Mask m) {
+  each_lane(m, [&](int l) {
+    if (w.copies[l].empty()) w.copies[l].emplace_back();
+    w.copies[l].emplace_back();
+  });
+}
+
+void settle(Warp& w, int l, std::vector<AsyncCopy>& group) {
+  Block& b = *w.block;
+  for (AsyncCopy& c : group) {
+    if (!c.done) b.finish_copy(w, c);
+    std::memset(b.shared_valid.data() + c.to, 1, c.filled);
+    const Allocation* a = c.bytes ? b.launch->find(c.from, c.bytes, b.last) : nullptr;
+    if (a && !a->valid.empty())
+      std::memcpy(b.shared_valid.data() + c.to, a->valid.data() + (c.from - a->begin), c.bytes);
+    if (!b.launch->options.races) continue;
+    const uint32_t granule = b.launch->program->granule;
+    for (uint32_t g = c.to / granule; g <= (c.to + c.filled - 1) / granule; ++g) {
+      Stamp& s = b.cells[g].write;
+      if (s.time == kPending && s.thread == w.thread(l)) s.time = w.time[l];
+    }
+  }
+}
+
+// arg 0: groups that may stay in flight, -1: none, the open one neither
+void copy_wait(Warp& w, const Instr& i, Mask m) {
+  each_lane(m, [&](int l) {
+    auto& groups = w.copies[l];
+    if (groups.empty()) return;
+    const int complete = i.arg[0] < 0 ? (int)groups.size() : (int)groups.size() - 1 - i.arg[0];
+    for (int g = 0; g < complete; ++g) settle(w, l, groups[g]);
+    if (complete > 0) groups.erase(groups.begin(), groups.begin() + complete);
+    if (groups.empty()) groups.emplace_back();
+  });
+}
+
+// Barriers -----------------------------------------------------------------------------------------
+
+// arg 0: 0 sync, 1 arrive, 2 red; arg 1: operands before the number (of red); arg 2 red: 0 popc, 1
+// and, 2 or; arg 3 whether a count follows, arg 4 whether the vote is negated
+void barrier(Warp& w, const Instr& i, Mask m) {
+  const Reg* r = i.reg + i.arg[1];
+  w.need(r[0], m, "the number of a barrier");
+  const uint64_t id = w.get(r[0], __builtin_ctz(m));
+  if (id > 15) fault("out of bounds", "barrier " + std::to_string(id) + ", allowed: 0 to 15");
+  if (m != w.live) fault("divergence", "a barrier is met by a part of a warp");
+  int32_t expected = 0;
+  if (i.arg[3]) {
+    w.need(r[1], m, "the count of a barrier");
+    expected = (int32_t)w.get(r[1], __builtin_ctz(m));
+    if (expected % kLanes || expected <= 0)
+      fault("divergence", "a barrier of " + std::to_string(expected) + " threads, allowed: multiples of 32");
+  }
+  Mask yes = 0;
+  if (i.arg[0] == 2) {
+    const Reg vote = i.reg[i.regs - 1];
+    w.need(vote, m, "a vote");
+    yes = (i.arg[4] ? ~w.file[vote.at] : w.file[vote.at]) & m;
+  }
+  ++w.block->counts.barriers;
+  w.block->arrive(w, (int)id, expected, i.arg[0] != 1, i.arg[0] == 2 ? &i : nullptr, yes);
+}
+
+// Fences -------------------------------------------------------------------------------------------
+
+// The asynchronous proxy sees what these lanes know of.
+void proxy_fence(Warp& w, const Instr&, Mask m) {
+  if (!w.block->launch->options.races) return;
+  each_lane(m, [&](int l) {
+    auto times = std::make_shared<Times>(*w.base[l]);
+    (*times)[w.thread(l)] = w.time[l];
+    w.fenced[l] = times;
+  });
+}
+
+void nothing(Warp&, const Instr&, Mask) {}
+void trap(Warp&, const Instr&, Mask m) { fault("trap", "the kernel trapped", __builtin_ctz(m)); }
+
+// mbarrier -----------------------------------------------------------------------------------------
+
+uint32_t barrier_at(Warp& w, const Instr& i, Reg r, int l) {
+  w.need(r, 1u << l, "an address");
+  return w.block->shared_offset(w, w.get(r, l) + (uint64_t)i.offset, 8, 8);
+}
+
+MBarrier& existing(Warp& w, uint32_t at, int l) {
+  Block& b = *w.block;
+  auto found = b.mbarriers.find(at);
+  if (found == b.mbarriers.end()) fault("uninitialised", "an mbarrier that was never initialised", l);
+  if (b.launch->options.races && !b.after(w, l, found->second.made))
+    fault("race", "an mbarrier is used while its initialisation is not ordered before", l);
+  return found->second;
+}
+
+void mbarrier_init(Warp& w, const Instr& i, Mask m) {
+  Block& b = *w.block;
+  w.need(i.reg[1], m, "the count of an mbarrier");
+  each_lane(m, [&](int l) {
+    const uint32_t at = barrier_at(w, i, i.reg[0], l);
+    b.note_write(w, l, at, 8, false, w.time[l]);
+    std::memset(b.shared_valid.data() + at, 0, 8);
+    MBarrier fresh;
+    fresh.expected = fresh.pending = (uint32_t)w.get(i.reg[1], l);
+    fresh.made = b.now(w, l);
+    if (fresh.expected == 0) fault("out of bounds", "an mbarrier of 0 arrivals", l);
+    b.mbarriers[at] = fresh;
+  });
+}
+
+void mbarrier_inval(Warp& w, const Instr& i, Mask m) {
+  each_lane(m, [&](int l) {
+    const uint32_t at = barrier_at(w, i, i.reg[0], l);
+    existing(w, at, l);
+    w.block->mbarriers.erase(at);
+    w.block->note_write(w, l, at, 8, false, w.time[l]);
+  });
+}
+
+// arg 0: 0 arrive, 1 arrive.expect_tx, 2 expect_tx, 3 complete_tx, 4 arrive_drop; arg 1 whether a state
+// comes first; arg 2 whether a count follows
+void mbarrier_arrive(Warp& w, const Instr& i, Mask m) {
+  const Reg* r = i.reg + i.arg[1];
+  if (i.arg[2]) w.need(r[1], m, "the count of an arrival");
+  each_lane(m, [&](int l) {
+    Block& b = *w.block;
+    const uint32_t at = barrier_at(w, i, r[0], l);
+    MBarrier& mb = existing(w, at, l);
+    const uint64_t count = i.arg[2] ? w.get(r[1], l) : 1;
+    if (i.arg[1] && i.reg[0].id >= 0) {
+      w.set(i.reg[0], l, mb.phase);
+      w.wrote(i.reg[0], 1u << l, 1u << l);
+    }
+    if (i.arg[0] == 1 || i.arg[0] == 2) mb.transactions += (int64_t)count;
+    if (i.arg[0] == 3) mb.transactions -= (int64_t)count;
+    if (i.arg[0] == 0 || i.arg[0] == 1 || i.arg[0] == 4) {
+      const uint32_t arrivals = i.arg[0] == 1 ? 1 : (uint32_t)count;
+      if (arrivals > mb.pending) fault("out of bounds", "more arrivals at an mbarrier than it expects", l);
+      b.release(w, l, mb.arrivals, mb.arrivals_fenced);
+      mb.pending -= arrivals;
+      if (i.arg[0] == 4) mb.expected -= arrivals;
+    }
+    b.check_phase(at, mb);
+  });
+}
+
+// arg 0 parity (or a state), 1 blocking
+void mbarrier_wait(Warp& w, const Instr& i, Mask m) {
+  Block& b = *w.block;
+  w.need(i.reg[2], m, "the phase of an mbarrier");
+  Mask done = 0;
+  each_lane(m, [&](int l) {
+    const MBarrier& mb = existing(w, barrier_at(w, i, i.reg[1], l), l);
+    const uint64_t asked = w.get(i.reg[2], l);
+    if (i.arg[0] ? (mb.phase & 1) != (asked & 1) : mb.phase > asked) {
+      done |= 1u << l;
+      b.acquire(w, l, mb.completed, mb.completed_fenced);
+    }
+  });
+  uint32_t& p = w.file[i.reg[0].at];
+  p = (p & ~m) | done;
+  w.wrote(i.reg[0], m, kAll);
+  w.polls = done == m ? 0 : w.polls + 1;
+}
+
+// cp.async.mbarrier.arrive: arg 0 noinc
+void copy_arrive(Warp& w, const Instr& i, Mask m) {
+  Block& b = *w.block;
+  each_lane(m, [&](int l) {
+    // The arrival happens when the copies so far have completed, which is now.
+    for (auto& group : w.copies[l]) settle(w, l, group);
+    w.copies[l].clear();
+    const uint32_t at = barrier_at(w, i, i.reg[0], l);
+    MBarrier& mb = existing(w, at, l);
+    if (!i.arg[0]) ++mb.pending;
+    if (mb.pending == 0) fault("out of bounds", "more arrivals at an mbarrier than it expects", l);
+    b.release(w, l, mb.arrivals, mb.arrivals_fenced);
+    --mb.pending;
+    b.check_phase(at, mb);
+  });
+}
+
+bool decode_copy(Instr& i, const Mnemonic& name, const RawInstr& raw) {
+  i.pipe = Pipe::global;
+  if (name.has("bulk")) return false;
+  if (name.has("commit_group")) return i.pipe = Pipe::sync, i.run = copy_commit, true;
+  if (name.has("wait_group")) return i.pipe = Pipe::sync, i.arg[0] = (int)raw.operands[0].value, i.run = copy_wait, true;
+  if (name.has("wait_all")) return i.pipe = Pipe::sync, i.arg[0] = -1, i.run = copy_wait, true;
+  if (name.has("mbarrier")) return i.pipe = Pipe::sync, i.arg[0] = name.has("noinc"), i.run = copy_arrive, true;
+  // [to], [from], bytes, then the bytes of the source or a predicate; a cache policy may come last.
+  if (raw.operands.size() < 3) return false;
+  i.arg[0] = (int)raw.operands[2].value;
+  i.arg[3] = (int)raw.operands[1].offset;
+  const bool policy = name.has("L2::cache_hint");
+  if (raw.operands.size() - policy > 3) i.arg[1] = 1;
+  // Registers are the two addresses, then the size's constant, then the count: see decode.cpp.
+  i.run = copy;
+  return i.arg[0] == 4 || i.arg[0] == 8 || i.arg[0] == 16;
+}
+
+bool decode_barrier(Instr& i, const Mnemonic& name, const RawInstr& raw) {
+  i.pipe = Pipe::sync;
+  if (name.has("cluster")) {
+    // In a cluster of one block, arrive and wait together are a barrier of the block.
+    if (name.has("arrive")) return i.run = nothing, true;
+    i.flow = Flow::barrier, i.aligned = true;
+    i.arg[5] = 1;
+    i.run = barrier;
+    return false;
+  }
+  const bool red = name.has("red"), arrive = name.has("arrive");
+  if (!red && !arrive && !name.has("sync")) return false;
+  i.arg[0] = red ? 2 : arrive ? 1 : 0;
+  i.arg[1] = red ? 1 : 0;
+  if (red) {
+    i.arg[2] = name.has("popc") ? 0 : name.has("and") ? 1 : 2;
+    i.arg[4] = raw.operands.back().negated;
+    i.arg[3] = raw.operands.size() == 4;
+  } else {
+    i.arg[3] = raw.operands.size() == 2;
+  }
+  i.flow = arrive ? Flow::next : Flow::barrier;
+  i.aligned = name.base() == "bar" || name.has("aligned");
+  i.run = barrier;
+  return true;
+}
+
+bool decode_mbarrier(Instr& i, const Mnemonic& name, const RawInstr& raw) {
+  i.pipe = Pipe::sync;
+  if (name.has("init")) return i.run = mbarrier_init, true;
+  if (name.has("inval")) return i.run = mbarrier_inval, true;
+  if (name.any({"try_wait", "test_wait"})) {
+    i.arg[0] = name.has("parity");
+    i.flow = Flow::poll;
+    i.run = mbarrier_wait;
+    return true;
+  }
+  const bool state = raw.operands[0].kind != 'm';
+  i.arg[1] = state;
+  if (name.has("arrive")) i.arg[0] = name.has("expect_tx") ? 1 : 0;
+  else if (name.has("arrive_drop")) i.arg[0] = 4;
+  else if (name.has("expect_tx")) i.arg[0] = 2;
+  else if (name.has("complete_tx")) i.arg[0] = 3;
+  else return false;
+  i.arg[2] = raw.operands.size() == (size_t)(2 + state);
+  i.run = mbarrier_arrive;
+  return !(i.arg[0] == 4 && name.has("expect_tx"));
+}
+
+}  // namespace
+
+bool decode_async(Instr& i, const Mnemonic& name, const RawInstr& raw) {
+  const std::string& base = name.base();
+  if (base == "cp") return decode_copy(i, name, raw);
+  if (base == "mbarrier") return decode_mbarrier(i, name, raw);
+  if ((base == "bar" && !name.has("warp")) || base == "barrier") return decode_barrier(i, name, raw);
+  i.pipe = Pipe::sync;
+  if (base == "fence" && name.has("proxy") && name.has("async")) return i.run = proxy_fence, true;
+  if (base == "fence" && name.any({"async", "proxy"})) {
+    i.run = nothing;
+    for (const std::string& part : name.parts)
+      if (part.rfind("async", 0) == 0) i.run = proxy_fence;
+    return true;
+  }
+  static const char* quiet[] = {"fence", "membar", "setmaxnreg", "griddepcontrol", "nanosleep", "pmevent", "createpolicy"};
+  for (const char* text : quiet)
+    if (base == text) {
+      if (base == "createpolicy") return false;
+      i.pipe = Pipe::control;
+      i.run = nothing;
+      return true;
+    }
+  if (base == "trap" || base == "brkpt") return i.run = trap, true;
+  return false;
+}
+
+}  // namespace fastbert::ptx

@@ -1,0 +1,115 @@
+// What fastbert/testing/ptx calls: decode a parsed kernel, run a launch.
+
+#include "bindings.h"
+
+#include <pybind11/stl.h>
+
+#include "machine.h"
+
+namespace fastbert::ptx {
+namespace {
+
+namespace py = pybind11;
+
+// (kind, value, offset, parts, negated)
+RawOperand operand_of(const py::handle& object) {
+  const py::tuple t = py::reinterpret_borrow<py::tuple>(object);
+  RawOperand o;
+  o.kind = t[0].cast<std::string>()[0];
+  o.value = (int64_t)t[1].cast<py::int_>().attr("__and__")(py::int_(~0ull)).cast<uint64_t>();
+  o.offset = t[2].cast<int64_t>();
+  for (const py::handle part : t[3]) o.parts.push_back(operand_of(part));
+  o.negated = t[4].cast<bool>();
+  return o;
+}
+
+// Each instruction is (mnemonic, operands, guard or -1, negated, line).
+Program* decode_list(const py::list& code, const std::vector<int>& bits) {
+  std::vector<RawInstr> raw;
+  for (const py::handle item : code) {
+    const py::tuple t = py::reinterpret_borrow<py::tuple>(item);
+    RawInstr i;
+    i.mnemonic = t[0].cast<std::string>();
+    for (const py::handle o : t[1]) i.operands.push_back(operand_of(o));
+    i.guard = t[2].cast<int32_t>();
+    i.negated = t[3].cast<bool>();
+    i.line = t[4].cast<int32_t>();
+    raw.push_back(std::move(i));
+  }
+  return decode(raw, bits);
+}
+
+py::dict dict_of(const Counts& c) {
+  static const char* names[] = {"control", "alu",    "fma",    "fp64",   "mufu", "convert",
+                                "shuffle", "shared", "global", "tensor", "sync"};
+  py::dict pipes;
+  for (int p = 0; p < kPipes; ++p) pipes[names[p]] = c.warp[p];
+  py::dict d;
+  d["pipes"] = pipes;
+  d["instructions"] = c.instructions;
+  d["tensor_flops"] = c.tensor_flops;
+  d["global_bytes"] = c.global_bytes;
+  d["global_sectors"] = c.global_sectors;
+  d["global_least_sectors"] = c.global_least_sectors;
+  d["shared_wavefronts"] = c.shared_wavefronts;
+  d["shared_least_wavefronts"] = c.shared_least_wavefronts;
+  d["barriers"] = c.barriers;
+  return d;
+}
+
+// memory: (address, bytes, writable, name, holds nothing yet). Returns the counts, and the fault as
+// (kind, message, instruction, block, warp, lane) or None.
+py::tuple run_launch(const Program& program, const std::array<uint32_t, 3>& grid,
+                     const std::array<uint32_t, 3>& block, const py::bytes& params,
+                     uint32_t shared_bytes, uint32_t static_shared, uint32_t local_bytes,
+                     const std::vector<std::tuple<uint64_t, uint64_t, bool, std::string, bool>>& memory,
+                     uint64_t seed, double approximate, int accumulate, bool races, bool count,
+                     int64_t limit, int threads) {
+  Launch launch;
+  launch.program = &program;
+  std::copy(grid.begin(), grid.end(), launch.grid);
+  std::copy(block.begin(), block.end(), launch.block);
+  launch.threads = (int32_t)(block[0] * block[1] * block[2]);
+  launch.warps = (launch.threads + kLanes - 1) / kLanes;
+  const std::string bytes = params;
+  launch.params.assign(bytes.begin(), bytes.end());
+  launch.shared_bytes = shared_bytes, launch.static_shared = static_shared;
+  launch.local_bytes = local_bytes;
+  launch.options = {seed, approximate, (Accumulate)accumulate, races, count, limit};
+  for (const auto& [address, size, writable, name, empty] : memory) {
+    auto a = std::make_unique<Allocation>();
+    a->begin = address, a->bytes = size, a->writable = writable, a->name = name;
+    a->host = reinterpret_cast<uint8_t*>(address);
+    if (empty) a->valid.assign(size, 0);
+    if (races && writable) {
+      a->cells.resize(size / (uint64_t)program.global_granule + 1);
+      a->locks = std::make_unique<std::array<std::mutex, 64>>();
+    }
+    launch.memory.push_back(std::move(a));
+  }
+  std::sort(launch.memory.begin(), launch.memory.end(),
+            [](const auto& a, const auto& b) { return a->begin < b->begin; });
+  py::object found = py::none();
+  try {
+    py::gil_scoped_release release;
+    run(launch, threads);
+  } catch (const Fault& f) {
+    found = py::make_tuple(f.kind, std::string(f.what()), f.instr, f.block, f.warp, f.lane);
+  }
+  return py::make_tuple(dict_of(launch.counts), found);
+}
+
+}  // namespace
+
+void bind(py::module_& m) {
+  py::class_<Program>(m, "PtxProgram", "A kernel that the PTX machine can run.")
+      .def_property_readonly("unsupported", [](const Program& p) { return p.unsupported; })
+      .def_property_readonly("instructions", [](const Program& p) { return p.code.size(); })
+      .def("line", [](const Program& p, size_t i) { return p.code.at(i).line; })
+      .def_property_readonly("specials", [](const Program&) { return (int)kSpecials; });
+  m.def("ptx_decode", decode_list, py::arg("code"), py::arg("bits"),
+        "Lays out registers and finds handlers; see fastbert.testing.ptx.");
+  m.def("ptx_run", run_launch, "Runs a launch; see fastbert.testing.ptx.");
+}
+
+}  // namespace fastbert::ptx

@@ -1,0 +1,430 @@
+// Integer and bit instructions.
+
+#include "decode.h"
+#include "lanes.h"
+
+namespace fastbert::ptx {
+namespace {
+
+template <class T>
+using Unsigned = std::make_unsigned_t<T>;
+
+struct Add {
+  template <class T>
+  static T call(T a, T b) { return (T)((Unsigned<T>)a + (Unsigned<T>)b); }
+};
+struct Sub {
+  template <class T>
+  static T call(T a, T b) { return (T)((Unsigned<T>)a - (Unsigned<T>)b); }
+};
+struct MulLow {
+  template <class T>
+  static T call(T a, T b) { return (T)((uint64_t)a * (uint64_t)b); }
+};
+template <class T>
+using Double = std::conditional_t<
+    sizeof(T) == 8, std::conditional_t<std::is_signed_v<T>, __int128, unsigned __int128>,
+    std::conditional_t<sizeof(T) == 4, std::conditional_t<std::is_signed_v<T>, int64_t, uint64_t>,
+                       std::conditional_t<std::is_signed_v<T>, int32_t, uint32_t>>>;
+struct MulHigh {
+  template <class T>
+  static T call(T a, T b) { return (T)(((Double<T>)a * (Double<T>)b) >> (8 * sizeof(T))); }
+};
+struct MulWide {
+  template <class T>
+  static Double<T> call(T a, T b) { return (Double<T>)a * (Double<T>)b; }
+};
+struct MadLow {
+  template <class T>
+  static T call(T a, T b, T c) { return (T)((uint64_t)a * (uint64_t)b + (uint64_t)c); }
+};
+struct MadHigh {
+  template <class T>
+  static T call(T a, T b, T c) { return Add::call(MulHigh::call(a, b), c); }
+};
+struct MadWide {
+  template <class T>
+  static Double<T> call(T a, T b, Double<T> c) {
+    return (Double<T>)((uint64_t)((Double<T>)a * (Double<T>)b) + (uint64_t)c);
+  }
+};
+struct Div {
+  template <class T>
+  static T call(T a, T b) {
+    if (b == 0) return (T)-1;
+    if constexpr (std::is_signed_v<T>)
+      if (b == -1) return Sub::call((T)0, a);
+    return a / b;
+  }
+};
+struct Rem {
+  template <class T>
+  static T call(T a, T b) {
+    if (b == 0) return a;
+    if constexpr (std::is_signed_v<T>)
+      if (b == -1) return 0;
+    return a % b;
+  }
+};
+struct Min {
+  template <class T>
+  static T call(T a, T b) { return a < b ? a : b; }
+};
+struct Max {
+  template <class T>
+  static T call(T a, T b) { return a > b ? a : b; }
+};
+struct MinRelu {
+  template <class T>
+  static T call(T a, T b) { return std::max<T>(std::min(a, b), 0); }
+};
+struct MaxRelu {
+  template <class T>
+  static T call(T a, T b) { return std::max<T>(std::max(a, b), 0); }
+};
+struct And {
+  template <class T>
+  static T call(T a, T b) { return a & b; }
+};
+struct Or {
+  template <class T>
+  static T call(T a, T b) { return a | b; }
+};
+struct Xor {
+  template <class T>
+  static T call(T a, T b) { return a ^ b; }
+};
+struct Not {
+  template <class T>
+  static T call(T a) { return (T)~a; }
+};
+struct CNot {
+  template <class T>
+  static T call(T a) { return a == 0; }
+};
+struct Neg {
+  template <class T>
+  static T call(T a) { return (T)(0 - (Unsigned<T>)a); }
+};
+struct Abs {
+  template <class T>
+  static T call(T a) { return a < 0 ? Neg::call(a) : a; }
+};
+struct PopC {
+  template <class T>
+  static uint32_t call(T a) { return (uint32_t)__builtin_popcountll((uint64_t)(Unsigned<T>)a); }
+};
+struct CLZ {
+  template <class T>
+  static uint32_t call(T a) {
+    return a == 0 ? 8 * sizeof(T)
+                  : (uint32_t)__builtin_clzll((uint64_t)(Unsigned<T>)a) - (64 - 8 * sizeof(T));
+  }
+};
+struct BRev {
+  template <class T>
+  static T call(T a) {
+    T r = 0;
+    for (size_t i = 0; i < 8 * sizeof(T); ++i) r = (T)((r << 1) | (T)(a >> i & 1));
+    return r;
+  }
+};
+// The position of the highest bit that differs from the sign; all ones if none does.
+struct BFind {
+  template <class T>
+  static uint32_t call(T a) {
+    const Unsigned<T> u = (Unsigned<T>)(a < 0 ? ~a : a);
+    return u == 0 ? ~0u : 63u - (uint32_t)__builtin_clzll((uint64_t)u);
+  }
+};
+struct Shl {
+  template <class T>
+  static T call(T a, T, uint32_t n) { return n >= 8 * sizeof(T) ? 0 : (T)((Unsigned<T>)a << n); }
+};
+struct Shr {
+  template <class T>
+  static T call(T a, T, uint32_t n) {
+    constexpr uint32_t bits = 8 * sizeof(T);
+    if constexpr (std::is_signed_v<T>) return (T)(a >> std::min(n, bits - 1));
+    return n >= bits ? 0 : (T)(a >> n);
+  }
+};
+struct Sad {
+  template <class T>
+  static T call(T a, T b, T c) { return Add::call(c, a < b ? Sub::call(b, a) : Sub::call(a, b)); }
+};
+
+// A shift's amount is 32 bits wide whatever is shifted.
+template <class T, class Op>
+FASTBERT_PTX_SIMD void shift(Warp& w, const Instr& i, Mask m) {
+  const Word<T>* a = lanes<T>(w, i.reg[1]);
+  const uint32_t* n = w.word(i.reg[2]);
+  Word<T> out[kLanes];
+  for (int l = 0; l < kLanes; ++l) out[l] = to_word<T>(Op::call(from_word<T>(a[l]), T{}, n[l]));
+  put(w, i.reg[0], m, out, w.ok(i.reg[1]) & w.ok(i.reg[2]));
+}
+
+template <class T>
+void bit_field_extract(Warp& w, const Instr& i, Mask m) {
+  constexpr int last = 8 * sizeof(T) - 1;
+  const Mask valid = w.ok(i.reg[1]) & w.ok(i.reg[2]) & w.ok(i.reg[3]);
+  each_lane(m, [&](int l) {
+    const T a = from_word<T>(lanes<T>(w, i.reg[1])[l]);
+    const int pos = w.word(i.reg[2])[l] & 0xff, len = w.word(i.reg[3])[l] & 0xff;
+    const bool zero = !std::is_signed_v<T> || len == 0;
+    const bool sign = zero ? false : a >> std::min(pos + len - 1, last) & 1;
+    Unsigned<T> d = 0;
+    for (int bit = 0; bit <= last; ++bit) {
+      const bool one = bit < len && pos + bit <= last ? (a >> (pos + bit) & 1) : sign;
+      d |= (Unsigned<T>)one << bit;
+    }
+    w.set(i.reg[0], l, to_word<T>((T)d));
+  });
+  w.wrote(i.reg[0], m, valid);
+}
+
+template <class T>
+void bit_field_insert(Warp& w, const Instr& i, Mask m) {
+  constexpr int last = 8 * sizeof(T) - 1;
+  Mask valid = kAll;
+  for (int r = 1; r < 5; ++r) valid &= w.ok(i.reg[r]);
+  each_lane(m, [&](int l) {
+    const T a = from_word<T>(lanes<T>(w, i.reg[1])[l]);
+    T d = from_word<T>(lanes<T>(w, i.reg[2])[l]);
+    const int pos = w.word(i.reg[3])[l] & 0xff, len = w.word(i.reg[4])[l] & 0xff;
+    for (int bit = 0; bit < len && pos + bit <= last; ++bit) {
+      const T one = (T)1 << (pos + bit);
+      d = a >> bit & 1 ? d | one : d & ~one;
+    }
+    w.set(i.reg[0], l, d);
+  });
+  w.wrote(i.reg[0], m, valid);
+}
+
+void permute(Warp& w, const Instr& i, Mask m) {
+  const Mask valid = w.ok(i.reg[1]) & w.ok(i.reg[2]) & w.ok(i.reg[3]);
+  each_lane(m, [&](int l) {
+    const uint64_t bytes =
+        (uint64_t)w.word(i.reg[2])[l] << 32 | w.word(i.reg[1])[l];
+    const uint32_t selector = w.word(i.reg[3])[l];
+    uint32_t d = 0;
+    for (int k = 0; k < 4; ++k) {
+      const uint32_t choice = selector >> (4 * k) & 0xf;
+      uint8_t byte = (uint8_t)(bytes >> (8 * (choice & 7)));
+      if (choice & 8) byte = byte & 0x80 ? 0xff : 0;
+      d |= (uint32_t)byte << (8 * k);
+    }
+    w.set(i.reg[0], l, d);
+  });
+  w.wrote(i.reg[0], m, valid);
+}
+
+FASTBERT_PTX_SIMD void logic3(Warp& w, const Instr& i, Mask m) {
+  const uint32_t *a = w.word(i.reg[1]), *b = w.word(i.reg[2]), *c = w.word(i.reg[3]);
+  const uint32_t table = w.word(i.reg[4])[0];
+  uint32_t out[kLanes] = {};
+  for (int k = 0; k < 8; ++k) {
+    if (!(table >> k & 1)) continue;
+    for (int l = 0; l < kLanes; ++l)
+      out[l] |= (k & 4 ? a[l] : ~a[l]) & (k & 2 ? b[l] : ~b[l]) & (k & 1 ? c[l] : ~c[l]);
+  }
+  put(w, i.reg[0], m, out, w.ok(i.reg[1]) & w.ok(i.reg[2]) & w.ok(i.reg[3]));
+}
+
+// shf: arg 0 left, arg 1 clamp
+void funnel(Warp& w, const Instr& i, Mask m) {
+  const Mask valid = w.ok(i.reg[1]) & w.ok(i.reg[2]) & w.ok(i.reg[3]);
+  each_lane(m, [&](int l) {
+    const uint64_t both = (uint64_t)w.word(i.reg[2])[l] << 32 | w.word(i.reg[1])[l];
+    uint32_t n = w.word(i.reg[3])[l];
+    n = i.arg[1] ? std::min(n, 32u) : n & 31u;
+    w.set(i.reg[0], l, i.arg[0] ? (uint32_t)(both << n >> 32) : (uint32_t)(both >> n));
+  });
+  w.wrote(i.reg[0], m, valid);
+}
+
+// Sums and differences with the carry of each lane; arg 0 subtract, 1 takes it, 2 sets it.
+template <class T>
+void with_carry(Warp& w, const Instr& i, Mask m) {
+  const Mask valid = w.ok(i.reg[1]) & w.ok(i.reg[2]);
+  each_lane(m, [&](int l) {
+    const T a = (T)w.get(i.reg[1], l), b = (T)w.get(i.reg[2], l);
+    const unsigned __int128 in = i.arg[1] ? w.carry[l] : 0;
+    const unsigned __int128 r = i.arg[0] ? (unsigned __int128)a - b - in : (unsigned __int128)a + b + in;
+    w.set(i.reg[0], l, (T)r);
+    if (i.arg[2]) w.carry[l] = (bool)(r >> (8 * sizeof(T)) & 1);
+  });
+  w.wrote(i.reg[0], m, valid);
+}
+
+// dp4a: arg 0 and 1: whether a and b are signed.
+void dot4(Warp& w, const Instr& i, Mask m) {
+  const Mask valid = w.ok(i.reg[1]) & w.ok(i.reg[2]) & w.ok(i.reg[3]);
+  each_lane(m, [&](int l) {
+    const uint32_t a = w.word(i.reg[1])[l], b = w.word(i.reg[2])[l];
+    uint32_t sum = w.word(i.reg[3])[l];
+    for (int k = 0; k < 32; k += 8) {
+      const int x = i.arg[0] ? (int8_t)(a >> k) : (uint8_t)(a >> k);
+      const int y = i.arg[1] ? (int8_t)(b >> k) : (uint8_t)(b >> k);
+      sum += (uint32_t)(x * y);
+    }
+    w.set(i.reg[0], l, sum);
+  });
+  w.wrote(i.reg[0], m, valid);
+}
+
+// Predicates: one word holds all lanes.
+template <class Op>
+void predicate(Warp& w, const Instr& i, Mask m) {
+  const uint32_t d = Op::call(w.file[i.reg[1].at], w.file[i.reg[2].at]);
+  uint32_t& to = w.file[i.reg[0].at];
+  to = (to & ~m) | (d & m);
+  w.wrote(i.reg[0], m, w.ok(i.reg[1]) & w.ok(i.reg[2]));
+}
+void predicate_not(Warp& w, const Instr& i, Mask m) {
+  uint32_t& to = w.file[i.reg[0].at];
+  to = (to & ~m) | (~w.file[i.reg[1].at] & m);
+  w.wrote(i.reg[0], m, w.ok(i.reg[1]));
+}
+
+template <template <class> class Pick>
+Handler by_type(Type type) {
+  switch (type) {
+    case Type::b8: case Type::u8: return nullptr;
+    case Type::b16: case Type::u16: return Pick<uint16_t>::handler();
+    case Type::s16: return Pick<int16_t>::handler();
+    case Type::b32: case Type::u32: return Pick<uint32_t>::handler();
+    case Type::s32: return Pick<int32_t>::handler();
+    case Type::b64: case Type::u64: return Pick<uint64_t>::handler();
+    case Type::s64: return Pick<int64_t>::handler();
+    default: return nullptr;
+  }
+}
+
+template <class Op>
+struct Same2 {
+  template <class T>
+  struct Pick { static Handler handler() { return binary<T, T, Op>; } };
+};
+template <class Op>
+struct Same1 {
+  template <class T>
+  struct Pick { static Handler handler() { return unary<T, T, Op>; } };
+};
+template <class Op>
+struct Same3 {
+  template <class T>
+  struct Pick { static Handler handler() { return ternary<T, T, T, Op>; } };
+};
+template <class Op>
+struct Count1 {
+  template <class T>
+  struct Pick { static Handler handler() { return unary<uint32_t, T, Op>; } };
+};
+template <class Op>
+struct Shift {
+  template <class T>
+  struct Pick { static Handler handler() { return shift<T, Op>; } };
+};
+template <class T>
+struct Wide2 {
+  static Handler handler() {
+    if constexpr (sizeof(T) == 8) return nullptr;
+    else return binary<Double<T>, T, MulWide>;
+  }
+};
+template <class T>
+struct Wide3 {
+  static Handler handler() {
+    if constexpr (sizeof(T) == 8) return nullptr;
+    else return ternary<Double<T>, T, Double<T>, MadWide>;
+  }
+};
+template <class T>
+struct Extract { static Handler handler() { return bit_field_extract<T>; } };
+template <class T>
+struct Insert { static Handler handler() { return bit_field_insert<T>; } };
+template <class T>
+struct Carry { static Handler handler() { return with_carry<std::make_unsigned_t<T>>; } };
+
+Handler logic(const std::string& base, Type type) {
+  if (type == Type::pred) {
+    if (base == "and") return predicate<And>;
+    if (base == "or") return predicate<Or>;
+    if (base == "xor") return predicate<Xor>;
+    return base == "not" ? predicate_not : nullptr;
+  }
+  if (base == "and") return by_type<Same2<And>::Pick>(type);
+  if (base == "or") return by_type<Same2<Or>::Pick>(type);
+  if (base == "xor") return by_type<Same2<Xor>::Pick>(type);
+  if (base == "not") return by_type<Same1<Not>::Pick>(type);
+  if (base == "cnot") return by_type<Same1<CNot>::Pick>(type);
+  return nullptr;
+}
+
+Handler arithmetic(const Mnemonic& name, Type type) {
+  const std::string& base = name.base();
+  if (base == "add") return by_type<Same2<Add>::Pick>(type);
+  if (base == "sub") return by_type<Same2<Sub>::Pick>(type);
+  if (base == "div") return by_type<Same2<Div>::Pick>(type);
+  if (base == "rem") return by_type<Same2<Rem>::Pick>(type);
+  if (base == "neg") return by_type<Same1<Neg>::Pick>(type);
+  if (base == "abs") return by_type<Same1<Abs>::Pick>(type);
+  if (base == "sad") return by_type<Same3<Sad>::Pick>(type);
+  if (base == "min")
+    return name.has("relu") ? by_type<Same2<MinRelu>::Pick>(type) : by_type<Same2<Min>::Pick>(type);
+  if (base == "max")
+    return name.has("relu") ? by_type<Same2<MaxRelu>::Pick>(type) : by_type<Same2<Max>::Pick>(type);
+  if (base == "mul") {
+    if (name.has("wide")) return by_type<Wide2>(type);
+    return name.has("hi") ? by_type<Same2<MulHigh>::Pick>(type) : by_type<Same2<MulLow>::Pick>(type);
+  }
+  if (base == "mad") {
+    if (name.has("wide")) return by_type<Wide3>(type);
+    return name.has("hi") ? by_type<Same3<MadHigh>::Pick>(type) : by_type<Same3<MadLow>::Pick>(type);
+  }
+  return nullptr;
+}
+
+Handler bits(const std::string& base, Type type) {
+  if (base == "shl") return by_type<Shift<Shl>::Pick>(type);
+  if (base == "shr") return by_type<Shift<Shr>::Pick>(type);
+  if (base == "popc") return by_type<Count1<PopC>::Pick>(type);
+  if (base == "clz") return by_type<Count1<CLZ>::Pick>(type);
+  if (base == "bfind") return by_type<Count1<BFind>::Pick>(type);
+  if (base == "brev") return by_type<Same1<BRev>::Pick>(type);
+  if (base == "bfe") return by_type<Extract>(type);
+  if (base == "bfi") return by_type<Insert>(type);
+  if (base == "prmt") return permute;
+  if (base == "lop3") return logic3;
+  if (base == "shf") return funnel;
+  if (base == "dp4a") return dot4;
+  return nullptr;
+}
+
+}  // namespace
+
+bool decode_integer(Instr& i, const Mnemonic& name) {
+  const Type type = name.last();
+  if (is_float(type)) return false;
+  const std::string& base = name.base();
+  i.pipe = Pipe::alu;
+  if (name.has("cc") || base == "addc" || base == "subc") {
+    i.arg[0] = base == "sub" || base == "subc";
+    i.arg[1] = base == "addc" || base == "subc";
+    i.arg[2] = name.has("cc");
+    i.run = base == "add" || base == "sub" || i.arg[1] ? by_type<Carry>(type) : nullptr;
+    return i.run != nullptr;
+  }
+  if (base == "prmt" && name.parts.size() > 2) return false;  // the modes f4e, b4e, ...
+  if (base == "bfind" && name.has("shiftamt")) return false;
+  i.run = logic(base, type);
+  if (!i.run) i.run = arithmetic(name, type);
+  if (!i.run) i.run = bits(base, type);
+  if (base == "shf") i.arg[0] = name.has("l"), i.arg[1] = name.has("clamp");
+  if (base == "dp4a") i.arg[0] = is_signed(name.before()), i.arg[1] = is_signed(type);
+  if (base == "mul" || base == "mad") i.pipe = Pipe::fma;
+  return i.run != nullptr;
+}
+
+}  // namespace fastbert::ptx

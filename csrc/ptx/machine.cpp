@@ -1,0 +1,388 @@
+// Runs the blocks of a launch: warps take turns that the seed draws, and the lanes of a warp stay
+// together where they agree.
+//
+// A warp whose lanes disagree at a branch is cut into fragments. The fragment with the lowest
+// instruction number runs, and joins others that it meets, so that lanes come together again where
+// their paths do.
+
+#include "machine.h"
+
+#include <thread>
+
+namespace fastbert::ptx {
+
+void Counts::add(const Counts& o) {
+  for (int p = 0; p < kPipes; ++p) warp[p] += o.warp[p];
+  instructions += o.instructions;
+  tensor_flops += o.tensor_flops;
+  global_bytes += o.global_bytes;
+  global_sectors += o.global_sectors;
+  global_least_sectors += o.global_least_sectors;
+  shared_wavefronts += o.shared_wavefronts;
+  shared_least_wavefronts += o.shared_least_wavefronts;
+  barriers += o.barriers;
+}
+
+void Warp::in_flight(Reg) {
+  fault("in flight", "a register is written while a wgmma that uses it has not been waited for");
+}
+
+void Warp::need(Reg r, Mask mask, const char* use) {
+  const Mask bad = mask & ~valid[r.id];
+  if (bad)
+    fault("uninitialised", std::string(use) + " is a value that nothing has written, or that a wgmma in flight will write",
+          __builtin_ctz(bad));
+}
+
+namespace {
+
+struct Start {
+  std::vector<uint32_t> file;
+  std::vector<Mask> valid;
+};
+
+void fill(Warp& w, Reg r, uint64_t value) {
+  for (int l = 0; l < kLanes; ++l) w.set(r, l, value);
+  w.valid[r.id] = kAll;
+}
+
+void set_special(Warp& w, Special s, uint64_t value) {
+  fill(w, w.program->registers[(size_t)(w.program->first_special + s)], value);
+}
+
+void start(Block& b, Warp& w, int index) {
+  const Launch& launch = *b.launch;
+  const Program& p = *launch.program;
+  w.block = &b, w.program = &p, w.index = index;
+  // Registers hold what the seed draws until they are written.
+  w.file.assign((size_t)p.words, (uint32_t)b.random());
+  w.valid.assign((size_t)p.ids, 0);
+  w.locked.assign((size_t)p.ids, 0);
+  w.written.assign((size_t)p.ids, 0);
+  const int threads = std::min(kLanes, launch.threads - index * kLanes);
+  w.live = threads == kLanes ? kAll : (1u << threads) - 1;
+  w.fragments = {{0, w.live}};
+  for (const Constant& c : p.constants) fill(w, c.reg, c.value);
+  const auto zero = std::make_shared<const Times>((size_t)launch.warps * kLanes, 0u);
+  for (int l = 0; l < kLanes; ++l) w.base[l] = w.fenced[l] = zero, w.time[l] = 1;
+  const auto special = [&](Special s, uint64_t v) { set_special(w, s, v); };
+  for (int s = 0; s < kSpecials; ++s) special((Special)s, 0);
+  for (int d = 0; d < 3; ++d) {
+    special((Special)(kNtidX + d), launch.block[d]);
+    special((Special)(kCtaidX + d), b.id[d]);
+    special((Special)(kNctaidX + d), launch.grid[d]);
+  }
+  special(kWarpId, (uint64_t)index);
+  special(kNwarpId, (uint64_t)launch.warps);
+  special(kNsmId, 132);
+  special(kSmId, b.number % 132);
+  special(kClusterNctaid, 1);
+  special(kClusterNctarank, 1);
+  special(kDynamicSmem, launch.shared_bytes - launch.static_shared);
+  special(kTotalSmem, launch.shared_bytes);
+  for (int l = 0; l < kLanes; ++l) {
+    const uint32_t t = (uint32_t)(index * kLanes + l);
+    const auto lane = [&](Special s, uint64_t v) { w.set(p.registers[(size_t)(p.first_special + s)], l, v); };
+    lane(kTidX, t % launch.block[0]);
+    lane(kTidY, t / launch.block[0] % launch.block[1]);
+    lane(kTidZ, t / launch.block[0] / launch.block[1]);
+    lane(kLaneId, (uint64_t)l);
+    lane(kLanemaskEq, 1u << l);
+    lane(kLanemaskLt, (1u << l) - 1);
+    lane(kLanemaskLe, (2u << l) - 1);
+    lane(kLanemaskGe, ~((1u << l) - 1));
+    lane(kLanemaskGt, ~((2u << l) - 1));
+  }
+}
+
+template <class F>
+void drop(std::vector<Fragment>& fragments, F&& f) {
+  fragments.erase(std::remove_if(fragments.begin(), fragments.end(), f), fragments.end());
+}
+
+// The fragment to run next: with the lowest instruction number, others there joined to it.
+Fragment* choose(Warp& w) {
+  Fragment* best = nullptr;
+  for (Fragment& f : w.fragments)
+    if (!f.waits && (!best || f.pc < best->pc)) best = &f;
+  if (!best) return nullptr;
+  const int32_t pc = best->pc;
+  Mask mask = 0;
+  for (Fragment& f : w.fragments)
+    if (f.pc == pc) mask |= f.mask;
+  drop(w.fragments, [&](const Fragment& f) { return f.pc == pc; });
+  w.fragments.push_back({pc, mask});
+  return &w.fragments.back();
+}
+
+Mask guarded(Warp& w, const Instr& i, Mask mask) {
+  if (i.guard < 0) return mask;
+  const Mask bad = mask & ~w.valid[(size_t)i.guard_id];
+  if (bad) fault("uninitialised", "a predicate decides that nothing has written", __builtin_ctz(bad));
+  const Mask p = w.file[(size_t)i.guard];
+  return mask & (i.negated ? ~p : p);
+}
+
+void branch(Warp& w, Fragment* f, const Instr& i, Mask taken) {
+  const Mask rest = f->mask & ~taken;
+  if (!rest) {
+    f->pc = i.target;
+  } else if (!taken) {
+    ++f->pc;
+  } else {
+    *f = {f->pc + 1, rest};
+    w.fragments.push_back({i.target, taken});
+  }
+}
+
+void leave(Warp& w, Fragment* f, Mask gone) {
+  w.live &= ~gone;
+  f->mask &= ~gone;
+  ++f->pc;
+  drop(w.fragments, [](const Fragment& g) { return g.mask == 0; });
+  // Lanes that have left count as arrived where others wait for them.
+  for (Fragment& g : w.fragments) g.waits = false;
+}
+
+}  // namespace
+
+Block::Block(Launch& l, uint32_t n) : launch(&l), number(n), random(l.options.seed * 1000003 + n) {
+  id[0] = n % l.grid[0], id[1] = n / l.grid[0] % l.grid[1], id[2] = n / l.grid[0] / l.grid[1];
+  shared.resize(l.shared_bytes);
+  for (uint8_t& byte : shared) byte = 0xff;  // NaN in every float format
+  shared_valid.assign(l.shared_bytes, 0);
+  if (l.options.races) cells.resize(l.shared_bytes / (uint32_t)l.program->granule + 1);
+  local.resize((size_t)l.warps * kLanes);
+  for (auto& memory : local) memory.assign(2 * l.local_bytes, 0);
+  late = l.options.seed != 0 && chance(0.5);
+  warps.resize((size_t)l.warps);
+  for (int w = 0; w < l.warps; ++w) start(*this, warps[(size_t)w], w);
+}
+
+// Runs a warp for a number of instructions, or until it waits or ends.
+void Block::step(Warp& w, int64_t quantum) {
+  const Instr* code = launch->program->code.data();
+  const int32_t size = (int32_t)launch->program->code.size();
+  while (quantum-- > 0) {
+    Fragment* f = w.fragments.size() == 1 && !w.fragments[0].waits ? &w.fragments[0] : choose(w);
+    if (!f) fault("deadlock", "the lanes of a warp wait for each other");
+    if (f->pc >= size) fault("trap", "the kernel ran past its end");
+    const Instr& i = code[f->pc];
+    w.pc = f->pc;
+    ++w.executed;
+    counts.warp[(int)i.pipe] += 1;
+    ++counts.instructions;
+    if (launch->options.limit && (int64_t)w.executed > launch->options.limit)
+      fault("limit", "a warp executed more instructions than the limit");
+    const Mask mask = guarded(w, i, f->mask);
+    switch (i.flow) {
+      case Flow::next:
+        if (i.aligned && mask != w.live && mask) fault("divergence", "a part of the warp executes an aligned instruction");
+        if (mask) i.run(w, i, mask);
+        ++f->pc;
+        break;
+      case Flow::branch: branch(w, f, i, mask); break;
+      case Flow::exit:
+        leave(w, f, mask);
+        if (w.live == 0) {
+          for (int b = 0; b < 16; ++b) finish_barrier(b);
+          return;
+        }
+        break;
+      case Flow::warp_sync: {
+        if (!mask) {
+          ++f->pc;
+          break;
+        }
+        const Reg members = i.reg[i.regs - 1];
+        w.need(members, mask, "a member mask");
+        const Mask all = (Mask)w.get(members, __builtin_ctz(mask)) & w.live;
+        if ((mask & all) != all) {
+          if (mask != f->mask) fault("divergence", "a guard keeps lanes from a warp-level synchronisation");
+          f->waits = true;
+          break;
+        }
+        i.run(w, i, mask);
+        ++f->pc;
+        for (Fragment& g : w.fragments) g.waits = false;
+        break;
+      }
+      case Flow::barrier:
+        if (mask == 0) {
+          ++f->pc;
+          break;
+        }
+        ++f->pc;
+        i.run(w, i, mask);
+        if (w.barrier >= 0) return;
+        break;
+      case Flow::poll:
+        if (mask) i.run(w, i, mask);
+        ++f->pc;
+        if (w.polls) return;
+        break;
+    }
+  }
+}
+
+void Block::arrive(Warp& w, int number_, int32_t expected, bool wait, const Instr* vote, Mask yes) {
+  Barrier& b = barriers[(size_t)number_];
+  if ((!b.waiting.empty() || !b.passed.empty()) && b.expected != expected)
+    fault("divergence", "barrier " + std::to_string(number_) + " is met with different counts");
+  b.expected = expected;
+  if (wait) {
+    b.waiting.push_back(w.index);
+    b.votes.emplace_back(vote, yes);
+    w.barrier = number_;
+  } else {
+    b.passed.push_back(w.index);
+    each_lane(w.live, [&](int l) { release(w, l, b.times, b.fenced); });
+  }
+  finish_barrier(number_);
+}
+
+void Block::finish_barrier(int number_) {
+  Barrier& b = barriers[(size_t)number_];
+  if (b.waiting.empty()) return;
+  int32_t needed = b.expected / kLanes;
+  if (b.expected == 0) {
+    needed = 0;
+    for (const Warp& w : warps) needed += w.live != 0;
+  }
+  if ((int32_t)(b.waiting.size() + b.passed.size()) < needed) return;
+  if (launch->options.races) {
+    std::vector<std::pair<Warp*, int>> threads;
+    for (int32_t index : b.waiting)
+      each_lane(warps[(size_t)index].live, [&](int l) { threads.emplace_back(&warps[(size_t)index], l); });
+    join(threads);
+    if (!b.passed.empty())
+      for (auto& [w, lane] : threads) acquire(*w, lane, b.times, b.fenced);
+  }
+  uint64_t yes = 0, all = 0;
+  for (size_t k = 0; k < b.waiting.size(); ++k) {
+    yes += (uint64_t)__builtin_popcount(b.votes[k].second);
+    all += (uint64_t)__builtin_popcount(warps[(size_t)b.waiting[k]].live);
+  }
+  for (size_t k = 0; k < b.waiting.size(); ++k) {
+    Warp& w = warps[(size_t)b.waiting[k]];
+    w.barrier = -1;
+    const Instr* vote = b.votes[k].first;
+    if (!vote) continue;
+    const uint64_t answer = vote->arg[2] == 0 ? yes : vote->arg[2] == 1 ? yes == all : yes > 0;
+    each_lane(w.live, [&](int l) { w.set(vote->reg[0], l, answer); });
+    w.wrote(vote->reg[0], w.live, w.live);
+  }
+  b = Barrier();
+}
+
+void Block::finish_copy(Warp&, AsyncCopy& c) {
+  std::memset(shared.data() + c.to, 0, c.filled);
+  if (c.bytes) {
+    const Allocation* a = launch->find(c.from, c.bytes, last);
+    std::memcpy(shared.data() + c.to, a->host + (c.from - a->begin), c.bytes);
+  }
+  c.done = true;
+}
+
+void Block::check_phase(uint32_t, MBarrier& b) {
+  if (b.pending || b.transactions) return;
+  ++b.phase;
+  b.pending = b.expected;
+  b.completed = b.arrivals, b.completed_fenced = b.arrivals_fenced;
+}
+
+void Block::run() {
+  std::vector<int32_t> ready;
+  for (;;) {
+    ready.clear();
+    bool left = false, progress = false;
+    for (const Warp& w : warps) {
+      left = left || w.live;
+      if (w.live && w.barrier < 0) {
+        ready.push_back(w.index);
+        progress = progress || w.polls < 64;
+      }
+    }
+    if (!left) break;
+    if (ready.empty() || !progress) {
+      Fault f("deadlock", ready.empty() ? "all warps wait at barriers" : "all warps wait at mbarriers");
+      for (const Warp& w : warps)
+        if (w.live) f.warp = w.index, f.instr = w.pc;
+      throw f;
+    }
+    const bool orderly = launch->options.seed == 0;
+    const size_t pick = orderly ? 0 : random() % ready.size();
+    Warp& w = warps[(size_t)ready[pick]];
+    try {
+      step(w, orderly ? 1 << 30 : (int64_t)(1 + random() % 200));
+    } catch (Fault& f) {
+      f.warp = w.index;
+      f.instr = w.pc;
+      throw;
+    }
+    if (orderly && w.polls) {
+      // The others run before a warp that polls asks again.
+      std::rotate(ready.begin(), ready.begin() + 1, ready.end());
+      for (int32_t index : ready)
+        if (warps[(size_t)index].barrier < 0 && warps[(size_t)index].live && index != w.index) {
+          try {
+            step(warps[(size_t)index], 1 << 30);
+          } catch (Fault& f) {
+            f.warp = index;
+            f.instr = warps[(size_t)index].pc;
+            throw;
+          }
+        }
+    }
+  }
+  for (Warp& w : warps)
+    for (auto& group : w.products)
+      if (!group.empty()) {
+        Fault f("in flight", "the kernel ends before a wgmma has been waited for");
+        f.warp = w.index;
+        throw f;
+      }
+}
+
+void run(Launch& launch, int threads) {
+  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma"))
+    fault("unsupported", "the PTX machine needs a processor with AVX2 and FMA");
+  const uint64_t blocks = (uint64_t)launch.grid[0] * launch.grid[1] * launch.grid[2];
+  std::atomic<uint64_t> next{0};
+  std::atomic<bool> stop{false};
+  std::unique_ptr<Fault> first;
+  std::exception_ptr other;
+  auto work = [&] {
+    for (;;) {
+      const uint64_t number = next++;
+      if (number >= blocks || stop) return;
+      try {
+        Block block(launch, (uint32_t)number);
+        try {
+          block.run();
+        } catch (Fault& f) {
+          f.block = (int32_t)number;
+          throw;
+        }
+        std::lock_guard<std::mutex> guard(launch.lock);
+        launch.counts.add(block.counts);
+      } catch (const Fault& f) {
+        stop = true;
+        std::lock_guard<std::mutex> guard(launch.lock);
+        if (!first || f.block < first->block) first = std::make_unique<Fault>(f);
+      } catch (...) {
+        stop = true;
+        std::lock_guard<std::mutex> guard(launch.lock);
+        other = std::current_exception();
+      }
+    }
+  };
+  std::vector<std::thread> pool;
+  for (int t = 1; t < threads; ++t) pool.emplace_back(work);
+  work();
+  for (std::thread& t : pool) t.join();
+  if (other) std::rethrow_exception(other);
+  if (first) throw *first;
+}
+
+}  // namespace fastbert::ptx

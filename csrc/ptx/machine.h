@@ -1,0 +1,307 @@
+// The state of a running kernel: the launch, a block, its warps, memory and the happens-before order.
+
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "program.h"
+
+namespace fastbert::ptx {
+
+// Handlers that work on all lanes are compiled for these; machine.cpp refuses to run without them.
+#define FASTBERT_PTX_SIMD __attribute__((target("avx2,fma,f16c,bmi,bmi2,lzcnt,popcnt")))
+
+struct Fault : std::runtime_error {
+  std::string kind;  // "out of bounds", "race", ...
+  int32_t instr = -1, block = -1, warp = -1, lane = -1;
+  Fault(std::string k, const std::string& what) : std::runtime_error(what), kind(std::move(k)) {}
+};
+
+// Vector clocks ------------------------------------------------------------------------------------
+
+// clock[t]: the last time of thread t that the owner of this vector is after.
+using Times = std::vector<uint32_t>;
+using Clock = std::shared_ptr<const Times>;
+
+// When and by whom a place was last accessed: block, thread, time.
+struct Stamp {
+  uint32_t block = 0;  // 1 + number of the block; 0: never; kMany: by several blocks
+  uint16_t thread = 0;
+  bool async = false;  // by the async proxy, or the fill of a cp.async
+  bool atomic = false;
+  uint32_t time = 0;  // kPending: not complete
+};
+constexpr uint32_t kMany = ~0u;
+constexpr uint32_t kPending = ~0u;
+
+struct Cell {
+  Stamp write, read;
+};
+
+// Memory -------------------------------------------------------------------------------------------
+
+struct Allocation {
+  uint64_t begin = 0, bytes = 0;
+  bool writable = true;
+  std::string name;
+  uint8_t* host = nullptr;
+  std::vector<uint8_t> valid;  // one byte per byte; empty: all of it is
+  std::unique_ptr<std::array<std::mutex, 64>> locks;
+  std::vector<Cell> cells;
+  std::mutex lock;
+  bool holds(uint64_t address, uint64_t size) const {
+    return address >= begin && address + size <= begin + bytes;
+  }
+};
+
+// Generic addresses of these windows are shared and local memory; all others are addresses of the host.
+constexpr uint64_t kSharedWindow = 0x0100000000000000ull;
+constexpr uint64_t kLocalWindow = 0x0200000000000000ull;
+constexpr uint64_t kParamWindow = 0x0400000000000000ull;
+constexpr uint64_t kWindowMask = 0xff00000000000000ull;
+
+struct Counts {
+  uint64_t warp[kPipes] = {};        // instructions of warps by pipe
+  uint64_t instructions = 0;
+  uint64_t tensor_flops = 0;         // 2 per multiplication in a matrix instruction
+  uint64_t global_bytes = 0, global_sectors = 0, global_least_sectors = 0;
+  uint64_t shared_wavefronts = 0, shared_least_wavefronts = 0;
+  uint64_t barriers = 0;
+  void add(const Counts& other);
+};
+
+enum class Accumulate : int32_t { forward, reverse, exact, truncate };
+
+struct Options {
+  uint64_t seed = 0;
+  double approximate = 0;  // -1, 0 or 1: the share of the documented error that approximations make
+  Accumulate accumulate = Accumulate::forward;
+  bool races = true;
+  bool count = true;
+  int64_t limit = 0;       // instructions of a warp, 0: no limit
+};
+
+struct Launch {
+  const Program* program = nullptr;
+  uint32_t grid[3] = {1, 1, 1}, block[3] = {1, 1, 1};
+  int32_t threads = 1, warps = 1;
+  std::vector<uint8_t> params;
+  uint32_t shared_bytes = 0, static_shared = 0, local_bytes = 0;
+  uint32_t shared_base = 1024;  // shared memory's first address; not 0, as on hardware
+  std::vector<std::unique_ptr<Allocation>> memory;  // sorted by address
+  Options options;
+  Counts counts;
+  std::mutex lock;
+
+  Allocation* find(uint64_t address, uint64_t size, Allocation* last) const;
+};
+
+// Blocks and warps ---------------------------------------------------------------------------------
+
+struct Fragment {
+  int32_t pc;
+  Mask mask;
+  bool waits = false;  // at a warp-level synchronisation for its other lanes
+};
+
+// A copy that is under way: its bytes arrive in shared memory at completion.
+struct AsyncCopy {
+  int lane;
+  uint32_t to;
+  uint64_t from;
+  uint32_t bytes, filled;  // bytes copied, bytes written (the rest zero)
+  bool done = false;
+};
+
+// A range of shared memory that an asynchronous operation reads until it is waited for.
+struct Range {
+  uint32_t begin, bytes;
+};
+
+struct PendingMma {
+  const Instr* instr;
+  uint64_t a, b;       // descriptors
+  bool scale_d;
+  bool done = false;
+  std::vector<uint32_t> operand_a;  // the registers of A as they were at issue
+  std::vector<Range> reads;
+};
+
+struct Block;
+
+struct Warp {
+  Block* block = nullptr;
+  const Program* program = nullptr;
+  int32_t index = 0;
+  Mask live = 0;
+  std::vector<Fragment> fragments;
+  int32_t pc = 0;  // of the instruction that runs
+  std::vector<uint32_t> file;
+  std::vector<Mask> valid;
+  // By register: how many wgmma in flight use it, which of its lanes are valid meanwhile (Warp::valid
+  // is 0, so that nothing else can use them), and the number of the instruction that wrote it last.
+  std::vector<int32_t> locked;
+  std::unordered_map<int32_t, Mask> hidden;
+  std::vector<uint64_t> written;
+  int32_t locks = 0;
+  // Happens-before, by lane.
+  std::array<Clock, kLanes> base, fenced;
+  std::array<uint32_t, kLanes> time;
+  std::array<std::vector<std::vector<AsyncCopy>>, kLanes> copies;  // groups; the last is open
+  std::vector<std::vector<PendingMma>> products;                   // groups; the last is open
+  uint64_t mma_fence = 0;  // number of the last wgmma.fence
+  int32_t barrier = -1;  // that the warp waits at
+  uint64_t polls = 0;    // unsuccessful polls in a row
+  int32_t line = 0;
+  uint64_t executed = 1;
+  bool carry[kLanes] = {};
+
+  uint32_t* word(Reg r) { return file.data() + r.at; }
+  uint64_t* wide(Reg r) { return reinterpret_cast<uint64_t*>(file.data() + r.at); }
+  Mask ok(Reg r) const { return valid[r.id]; }
+  int32_t thread(int lane) const { return index * kLanes + lane; }
+  uint64_t get(Reg r, int lane) {
+    if (r.width == Width::wide) return wide(r)[lane];
+    if (r.width == Width::pred) return file[r.at] >> lane & 1;
+    return word(r)[lane];
+  }
+  void set(Reg r, int lane, uint64_t value) {
+    if (r.width == Width::wide) {
+      wide(r)[lane] = value;
+    } else if (r.width == Width::pred) {
+      file[r.at] = (file[r.at] & ~(1u << lane)) | (uint32_t)(value & 1) << lane;
+    } else {
+      word(r)[lane] = r.bits < 32 ? (uint32_t)value & ((1u << r.bits) - 1) : (uint32_t)value;
+    }
+  }
+  // Notes that the lanes of mask have written r, with these lanes valid.
+  void wrote(Reg r, Mask mask, Mask valid_lanes) {
+    if (locks && locked[r.id]) in_flight(r);
+    written[r.id] = executed;
+    valid[r.id] = (valid[r.id] & ~mask) | (valid_lanes & mask);
+  }
+  [[noreturn]] void in_flight(Reg r);
+  // Faults unless the lanes of mask hold a value that was written.
+  void need(Reg r, Mask mask, const char* use);
+};
+
+struct Barrier {
+  int32_t expected = 0;                 // threads; 0: all of the block
+  std::vector<int32_t> waiting, passed;  // warps that wait, and that only arrived
+  Times times, fenced;                  // released by those that only arrived
+  std::vector<std::pair<const Instr*, Mask>> votes;  // of bar.red, by warp of waiting
+};
+
+struct MBarrier {
+  uint32_t expected = 0, pending = 0;
+  int64_t transactions = 0;
+  uint64_t phase = 0;
+  Times arrivals, completed;         // clocks of this phase's arrivals and of the last complete phase
+  Times arrivals_fenced, completed_fenced;
+  Stamp made;  // by mbarrier.init
+};
+
+// A bulk copy of the async proxy that has been issued.
+struct BulkCopy {
+  int32_t thread;
+  bool store = false;
+  uint32_t shared;                    // its first byte in shared memory
+  uint64_t barrier = 0;               // shared address of the mbarrier that counts its bytes
+  std::vector<std::pair<uint64_t, uint32_t>> rows;  // global address (0: zero fill) and shared offset
+  uint32_t row_bytes = 0;
+  uint64_t bytes = 0;
+  int32_t group = -1;
+  uint32_t time = 0;
+};
+
+struct Block {
+  Launch* launch = nullptr;
+  uint32_t id[3] = {}, number = 0;
+  std::vector<Warp> warps;
+  std::vector<uint8_t> shared, shared_valid;
+  std::vector<Cell> cells;
+  std::unordered_map<uint32_t, std::vector<Stamp>> readers;  // of cells with several
+  std::array<Barrier, 16> barriers;
+  std::map<uint32_t, MBarrier> mbarriers;
+  std::vector<BulkCopy> bulk;
+  std::vector<std::vector<uint8_t>> local;  // by thread
+  std::mt19937_64 random;
+  Counts counts;
+  bool late = false;  // asynchronous operations take effect at the wait, not at issue
+  Allocation* last = nullptr;
+
+  Block(Launch& launch, uint32_t number);
+  void run();
+  void step(Warp& w, int64_t quantum);
+  bool chance(double p) { return std::uniform_real_distribution<double>()(random) < p; }
+
+  // Happens-before.
+  bool after(const Warp& w, int lane, const Stamp& stamp) const;
+  bool fenced_after(const Warp& w, int lane, const Stamp& stamp) const;
+  Stamp now(const Warp& w, int lane) const {
+    return {number + 1, (uint16_t)w.thread(lane), false, false, w.time[lane]};
+  }
+  void join(const std::vector<std::pair<Warp*, int>>& threads);
+  void sync_lanes(Warp& w, Mask mask);
+  void acquire(Warp& w, int lane, const Times& times, const Times& fenced_times);
+  void release(Warp& w, int lane, Times& times, Times& fenced_times);
+
+  // Shared memory; address counts from shared_base.
+  uint32_t shared_offset(const Warp& w, uint64_t address, uint64_t size, uint64_t align);
+  void note_read(Warp& w, int lane, uint32_t offset, uint32_t size, bool async, uint32_t time);
+  void note_write(Warp& w, int lane, uint32_t offset, uint32_t size, bool async, uint32_t time,
+                  bool atomic = false);
+  void settle_read(Warp& w, int lane, uint32_t offset, uint32_t size);
+  // Global memory.
+  Allocation* global(Warp& w, uint64_t address, uint64_t size, uint64_t align, bool write);
+  void note_global(Warp& w, int lane, Allocation& a, uint64_t address, uint32_t size, bool write,
+                   bool atomic);
+
+  void arrive(Warp& w, int id, int32_t expected, bool wait, const Instr* vote = nullptr, Mask yes = 0);
+  void finish_barrier(int id);  // if all have arrived
+  void complete(size_t index);        // one bulk copy
+  void finish_copy(Warp& w, AsyncCopy& copy);
+  void check_phase(uint32_t address, MBarrier& barrier);
+};
+
+// One element of a fragment that wmma loads or stores, in the space of that code.
+constexpr int kElementGeneric = 0, kElementGlobal = 1, kElementShared = 2;
+struct Element {
+  uint64_t bits;
+  bool ok;
+};
+Element element_at(Warp& w, int lane, int space, uint64_t address, uint32_t size);
+void put_element(Warp& w, int lane, int space, uint64_t address, uint32_t size, uint64_t bits, bool ok);
+
+// Runs all blocks on this many threads; throws Fault.
+void run(Launch& launch, int threads);
+
+[[noreturn]] void fault(const char* kind, const std::string& what, int lane = -1);
+
+template <class To, class From>
+inline To bits_as(From from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  std::memcpy(&to, &from, sizeof(to));
+  return to;
+}
+
+template <class F>
+inline void each_lane(Mask mask, F&& f) {
+  while (mask) {
+    f(__builtin_ctz(mask));
+    mask &= mask - 1;
+  }
+}
+
+}  // namespace fastbert::ptx

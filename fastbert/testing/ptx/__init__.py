@@ -1,0 +1,40 @@
+"""A machine that executes PTX on the CPU and finds what only hardware would show.
+
+PTX is the documented virtual instruction set of NVIDIA GPUs. `load` reads the text that Triton or nvcc
+emits; `Module.launch` executes it instruction by instruction on CPU tensors, and raises `PtxFault` at
+an access out of bounds, a misaligned one, a value that was never written, a race, a deadlock, or a
+part of a warp in an instruction that needs the whole warp.
+
+Example:
+    >>> import torch
+    >>> from fastbert.testing import ptx
+    >>> module = ptx.load('''
+    ... .version 8.0
+    ... .target sm_80
+    ... .address_size 64
+    ... .visible .entry twice(.param .u64 x)
+    ... {
+    ...     .reg .b32 %r<4>;
+    ...     .reg .b64 %rd<4>;
+    ...     ld.param.u64 %rd1, [x];
+    ...     mov.u32 %r1, %tid.x;
+    ...     mad.wide.u32 %rd2, %r1, 4, %rd1;
+    ...     ld.global.f32 %r2, [%rd2];
+    ...     add.f32 %r3, %r2, %r2;
+    ...     st.global.f32 [%rd2], %r3;
+    ...     ret;
+    ... }''')
+    >>> x = torch.arange(4.0)
+    >>> report = module.launch("twice", grid=(1,), block=(4,), args=[x])
+    >>> x
+    tensor([0., 2., 4., 6.])
+    >>> report.counts["instructions"]
+    7
+"""
+
+from __future__ import annotations
+
+from fastbert.testing.ptx.machine import Module, PtxFault, Report, load
+from fastbert.testing.ptx.parse import PtxSyntaxError
+
+__all__ = ["Module", "PtxFault", "PtxSyntaxError", "Report", "load"]

@@ -1,0 +1,290 @@
+"""Run PTX on the CPU: load a module, launch a kernel, read the report."""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastbert.testing.ptx.parse import Kernel, Operand, Text, Variable, parse
+
+SHARED_BASE = 1024
+ACCUMULATE = ("forward", "reverse", "exact", "truncate")
+
+
+class PtxFault(RuntimeError):
+    """A kernel did something that is wrong on a GPU.
+
+    Attributes:
+        kind: The kind of fault, for example ``"race"`` or ``"out of bounds"``.
+        kernel: Name of the kernel.
+        line: Line of the PTX text, or None.
+        source: ``file:line`` of the source, where the text gives one.
+        block, warp, lane: Where it happened; -1 where this is not known.
+    """
+
+    def __init__(
+        self, kind: str, message: str, kernel: str, text: str, line: int | None,
+        source: str | None, block: int, warp: int, lane: int,
+    ) -> None:  # fmt: skip
+        where = f"{kernel}"
+        if line is not None:
+            where += f", PTX line {line} ({text})"
+        if source:
+            where += f", {source}"
+        for name, value in (("block", block), ("warp", warp), ("lane", lane)):
+            if value >= 0:
+                where += f", {name} {value}"
+        super().__init__(f"{kind}: {message} [{where}]")
+        self.kind, self.kernel, self.line, self.source = kind, kernel, line, source
+        self.block, self.warp, self.lane = block, warp, lane
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a launch did.
+
+    Attributes:
+        counts: Dynamic instructions of warps by pipe, bytes and sectors of global memory, wavefronts
+            of shared memory, and barriers.
+    """
+
+    counts: dict[str, Any]
+
+
+class Module:
+    """A PTX module whose kernels run on the CPU; `load` makes one."""
+
+    def __init__(self, text: Text) -> None:
+        self.text = text
+        self._variables = {v.name: v for v in text.variables}
+        self._globals: dict[str, Tensor] = {}
+        for variable in text.variables:
+            if variable.space in ("global", "const") and not variable.external:
+                data = bytearray(max(variable.size, 1))
+                data[: len(variable.initial)] = variable.initial
+                self._globals[variable.name] = torch.frombuffer(data, dtype=torch.uint8)
+        self._programs: dict[str, tuple[Any, int, int]] = {}
+
+    @property
+    def kernels(self) -> list[str]:
+        """The names of the kernels."""
+        return list(self.text.kernels)
+
+    def launch(
+        self,
+        name: str,
+        grid: Sequence[int],
+        block: Sequence[int] | None,
+        args: Sequence[Any],
+        *,
+        dynamic_shared: int = 0,
+        memory: Sequence[Tensor] = (),
+        empty: Sequence[Tensor] = (),
+        seed: int = 0,
+        approximate: float = 0.0,
+        accumulate: str = "forward",
+        races: bool = True,
+        count: bool = True,
+        limit: int = 0,
+        threads: int | None = None,
+    ) -> Report:
+        """Run a kernel; its tensors are read and written in place.
+
+        Args:
+            name: Name of the kernel.
+            grid: Blocks in x, y and z.
+            block: Threads of a block in x, y and z; None takes those that the kernel requires.
+            args: One value per parameter: a CPU tensor or an address for a pointer, a number, or bytes
+                for a struct.
+            dynamic_shared: Bytes of dynamic shared memory.
+            memory: Tensors that the kernel reaches through addresses in structs.
+            empty: Tensors that hold nothing yet; to read them before the kernel has written them is a
+                fault.
+            seed: Chooses the interleaving of warps and when asynchronous operations take effect. With
+                0, warps run one after another and operations take effect at issue.
+            approximate: Share of the documented error that approximate instructions make, -1 to 1.
+            accumulate: Order of the sums in matrix instructions: ``"forward"``, ``"reverse"``,
+                ``"exact"`` (rounded once) or ``"truncate"`` (rounded toward zero).
+            races: Whether races are looked for.
+            count: Whether sectors and wavefronts are counted.
+            limit: Instructions that a warp may execute; 0 sets no limit.
+            threads: Threads of the CPU; None takes one per processor.
+
+        Returns:
+            The counts of the launch.
+
+        Raises:
+            PtxFault: If the kernel does something wrong.
+            ValueError: If an argument does not fit, or the kernel has an instruction that the machine
+                does not know.
+        """
+        if name not in self.text.kernels:
+            raise ValueError(f"name: got {name!r}, allowed: {', '.join(self.kernels)}")
+        if accumulate not in ACCUMULATE:
+            raise ValueError(f"accumulate: got {accumulate!r}, allowed: {', '.join(ACCUMULATE)}")
+        kernel = self.text.kernels[name]
+        program, static_shared, local = self._program(kernel)
+        shape = _three(block if block is not None else kernel.threads or (1, 1, 1), "block")
+        if kernel.threads and shape != kernel.threads:
+            raise ValueError(f"block: got {shape}, the kernel requires {kernel.threads}")
+        params = _parameters(kernel, args)
+        tensors = [a for a in args if isinstance(a, Tensor)] + list(memory)
+        from fastbert import _C
+
+        counts, found = _C.ptx_run(
+            program, _three(grid, "grid"), shape, params, static_shared + dynamic_shared,
+            static_shared, local, self._regions(tensors, empty), seed, float(approximate),
+            ACCUMULATE.index(accumulate), races, count, limit,
+            threads or len(os.sched_getaffinity(0)),
+        )  # fmt: skip
+        if found is not None:
+            raise self._fault(kernel, found)
+        return Report(counts)
+
+    def _fault(self, kernel: Kernel, found: tuple[str, str, int, int, int, int]) -> PtxFault:
+        kind, message, at, block, warp, lane = found
+        line = text = source = None
+        if at >= 0:
+            line, text = kernel.code[at].line, kernel.code[at].mnemonic
+            if at in kernel.sources:
+                file, row = kernel.sources[at]
+                source = f"{os.path.basename(self.text.files.get(file, '?'))}:{row}"
+        return PtxFault(kind, message, kernel.name, text or "", line, source, block, warp, lane)
+
+    def _regions(
+        self, tensors: Sequence[Tensor], empty: Sequence[Tensor]
+    ) -> list[tuple[int, int, bool, str, bool]]:
+        """Return address, bytes, whether it may be written, name, and whether it holds nothing."""
+        nothing = {t.untyped_storage().data_ptr() for t in empty}
+        regions = {}
+        for number, tensor in enumerate([*tensors, *empty]):
+            if tensor.device.type != "cpu":
+                raise ValueError(f"args: got a tensor on {tensor.device}, allowed: the CPU")
+            storage = tensor.untyped_storage()
+            address = storage.data_ptr()
+            if storage.nbytes():
+                name = f"tensor {number} {tuple(tensor.shape)}"
+                regions.setdefault(
+                    address, (address, storage.nbytes(), True, name, address in nothing)
+                )
+        for name, tensor in self._globals.items():
+            writable = self._variables[name].space == "global"
+            regions[tensor.data_ptr()] = (
+                tensor.data_ptr(), tensor.numel(), writable, name, False,
+            )  # fmt: skip
+        return list(regions.values())
+
+    def _program(self, kernel: Kernel) -> tuple[Any, int, int]:
+        """Return the decoded kernel, its bytes of static shared and of local memory."""
+        if kernel.name in self._programs:
+            return self._programs[kernel.name]
+        from fastbert import _C
+
+        addresses: dict[str, int] = {}
+        ends = {"shared": SHARED_BASE, "local": 0}
+        dynamic: list[Variable] = []
+        for variable in [*self.text.variables, *kernel.variables]:
+            if variable.space not in ends:
+                addresses[variable.name] = (
+                    self._globals[variable.name].data_ptr()
+                    if variable.name in self._globals
+                    else 0
+                )
+            elif variable.external:
+                dynamic.append(variable)
+            else:
+                at = -(-ends[variable.space] // variable.align) * variable.align
+                addresses[variable.name] = at
+                ends[variable.space] = at + variable.size
+        static = ends["shared"] - SHARED_BASE
+        if dynamic:
+            align = max(v.align for v in dynamic)
+            static = -(-static // max(align, 16)) * max(align, 16)
+            addresses.update({v.name: SHARED_BASE + static for v in dynamic})
+        window = 0x0400000000000000
+        addresses.update({p.name: p.offset for p in kernel.parameters})
+        in_parameters = {p.name for p in kernel.parameters}
+
+        def placed(o: Operand, *, moved: bool) -> Operand:
+            if o.kind == "s":
+                if o.value not in addresses:
+                    raise ValueError(f"{kernel.name}: the name {o.value} is not known")
+                base = addresses[str(o.value)] + o.offset
+                return Operand("i", base | window if moved and o.value in in_parameters else base)
+            if o.parts:
+                return o._replace(parts=tuple(placed(p, moved=moved) for p in o.parts))
+            return o
+
+        code = [
+            (
+                i.mnemonic,
+                [placed(o, moved=i.mnemonic.startswith("mov")) for o in i.operands],
+                i.guard,
+                i.negated,
+                i.line,
+            )
+            for i in kernel.code
+        ]
+        program = _C.ptx_decode(code, kernel.registers)
+        if program.unsupported:
+            found = "; ".join(program.unsupported[:8])
+            raise ValueError(
+                f"{kernel.name}: the PTX machine does not know {len(program.unsupported)} "
+                f"instructions: {found}"
+            )
+        self._programs[kernel.name] = program, static, ends["local"]
+        return self._programs[kernel.name]
+
+
+def load(text: str) -> Module:
+    """Parse a PTX text.
+
+    Args:
+        text: The module, as ``triton.compile(...).asm["ptx"]`` or ``nvcc -ptx`` gives it.
+
+    Returns:
+        The module, whose kernels `Module.launch` runs.
+
+    Raises:
+        PtxSyntaxError: If the text cannot be read.
+    """
+    return Module(parse(text))
+
+
+def _three(sizes: Sequence[int], name: str) -> tuple[int, int, int]:
+    if not 1 <= len(sizes) <= 3 or any(size < 1 for size in sizes):
+        raise ValueError(f"{name}: got {tuple(sizes)}, allowed: 1 to 3 sizes of at least 1")
+    x, y, z = (*sizes, 1, 1)[:3]
+    return x, y, z
+
+
+def _parameters(kernel: Kernel, args: Sequence[Any]) -> bytes:
+    """Lay the arguments out as the kernel's parameters."""
+    if len(args) != len(kernel.parameters):
+        raise ValueError(f"args: got {len(args)} values, {kernel.name} has {len(kernel.parameters)}")
+    data = bytearray(sum(p.size + p.align for p in kernel.parameters))
+    for parameter, value in zip(kernel.parameters, args, strict=True):
+        if isinstance(value, Tensor):
+            raw = struct.pack("<Q", value.data_ptr())
+        elif isinstance(value, (bytes, bytearray)):
+            raw = bytes(value)
+        elif isinstance(value, float):
+            raw = struct.pack("<d" if parameter.size == 8 else "<f", value)
+        elif isinstance(value, int):
+            raw = (int(value) % (1 << (8 * parameter.size))).to_bytes(parameter.size, "little")
+        elif value is None:
+            raw = bytes(parameter.size)
+        else:
+            raise ValueError(f"args: got a {type(value).__name__} for {parameter.name}")
+        if len(raw) != parameter.size:
+            raise ValueError(
+                f"args: got {len(raw)} bytes for {parameter.name}, which has {parameter.size}"
+            )
+        data[parameter.offset : parameter.offset + parameter.size] = raw
+    return bytes(data)

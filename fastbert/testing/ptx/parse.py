@@ -1,0 +1,420 @@
+"""Split PTX text into kernels, variables, and instructions with operands.
+
+The grammar is that of the PTX ISA, as far as compilers emit it: one module, kernels (``.entry``),
+variables, registers in nested scopes, labels and guarded instructions. Meaning is not known here;
+``csrc/ptx/decode.cpp`` finds the handler of a mnemonic.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+BYTES = {"8": 1, "16": 2, "32": 4, "64": 8, "128": 16}
+# In the order of `Special` in csrc/ptx/program.h.
+SPECIALS = (
+    "%tid.x %tid.y %tid.z %ntid.x %ntid.y %ntid.z %ctaid.x %ctaid.y %ctaid.z %nctaid.x %nctaid.y "
+    "%nctaid.z %laneid %warpid %nwarpid %smid %nsmid %gridid %clock %clock64 %lanemask_eq "
+    "%lanemask_le %lanemask_lt %lanemask_ge %lanemask_gt %cluster_ctaid.x %cluster_nctaid.x "
+    "%cluster_ctarank %cluster_nctarank %total_smem_size %dynamic_smem_size %globaltimer"
+).split()
+
+
+class Operand(NamedTuple):
+    """One operand, as csrc/ptx/bindings.cpp reads it.
+
+    Attributes:
+        kind: ``"r"`` register, ``"i"`` immediate, ``"v"`` vector, ``"m"`` address, ``"l"`` label,
+            ``"s"`` variable (replaced by its address before the kernel is decoded), ``"_"`` sink.
+        value: Register number, immediate, instruction number or name.
+        offset: Bytes added to an address.
+        parts: Elements of a vector; base and coordinates of an address.
+        negated: Whether the operand is ``!p``.
+    """
+
+    kind: str
+    value: int | str = 0
+    offset: int = 0
+    parts: tuple[Operand, ...] = ()
+    negated: bool = False
+
+
+class Instruction(NamedTuple):
+    """One instruction; `guard` is the register of its predicate or -1."""
+
+    mnemonic: str
+    operands: tuple[Operand, ...]
+    guard: int
+    negated: bool
+    line: int
+
+
+@dataclass
+class Variable:
+    """A variable in ``.global``, ``.const``, ``.shared`` or ``.local`` memory."""
+
+    name: str
+    space: str
+    align: int
+    size: int
+    initial: bytes = b""
+    external: bool = False
+
+
+@dataclass
+class Parameter:
+    """A kernel parameter: its PTX type, its size in bytes and its offset."""
+
+    name: str
+    type: str
+    align: int
+    size: int
+    offset: int
+
+
+@dataclass
+class Kernel:
+    """One ``.entry`` with its instructions."""
+
+    name: str
+    parameters: list[Parameter] = field(default_factory=list)
+    code: list[Instruction] = field(default_factory=list)
+    registers: list[int] = field(default_factory=list)
+    variables: list[Variable] = field(default_factory=list)
+    labels: dict[str, int] = field(default_factory=dict)
+    threads: tuple[int, int, int] | None = None
+    sources: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+
+@dataclass
+class Text:
+    """A parsed module."""
+
+    kernels: dict[str, Kernel]
+    variables: list[Variable]
+    files: dict[int, str]
+    target: str
+
+
+class PtxSyntaxError(ValueError):
+    """The text is not PTX that this parser reads."""
+
+
+def parse(text: str) -> Text:
+    """Parse a PTX module.
+
+    Args:
+        text: The whole text, from ``.version`` on.
+
+    Returns:
+        The kernels, variables and source files.
+
+    Raises:
+        PtxSyntaxError: If a statement cannot be read; the message gives its line.
+    """
+    text = re.sub(r"/\*.*?\*/", lambda m: "\n" * m[0].count("\n"), text, flags=re.S)
+    files = {int(n): name for n, name in re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]*)"', text, re.M)}
+    target = re.search(r"^\s*\.target\s+([\w, ]+)", text, re.M)
+    result = Text({}, [], files, target[1].split(",")[0].strip() if target else "")
+    lines = text.split("\n")
+    number = 0
+    while number < len(lines):
+        line = _bare(lines[number])
+        if ".entry" in line or re.match(r"(\.\w+\s+)*\.func\b", line):
+            body, number = _function(lines, number)
+            if body is not None:
+                kernel = _Body(*body).kernel
+                result.kernels[kernel.name] = kernel
+            continue
+        if re.match(r"(\.\w+\s+)*\.(global|const|shared)\b", line):
+            start, statement = number, line
+            while ";" not in statement:
+                number += 1
+                statement += " " + _bare(lines[number])
+            result.variables.append(_variable(statement.split(";")[0], start + 1))
+        elif line.startswith(".section"):
+            break
+        number += 1
+    return result
+
+
+def _bare(line: str) -> str:
+    return line.split("//")[0].strip()
+
+
+def _function(lines: list[str], start: int) -> tuple[tuple[str, list[str], int, int] | None, int]:
+    """Return the head, the lines and the range of a function's body, and the line after it."""
+    head, number = "", start
+    while "{" not in (bare := _bare(lines[number])):
+        head += " " + bare
+        number += 1
+        if ";" in bare and "{" not in bare:
+            return None, number  # a declaration
+    first, depth = number, 0
+    while True:
+        bare = _bare(lines[number])
+        depth += bare.count("{") - bare.count("}")
+        if depth == 0:
+            break
+        number += 1
+    if ".entry" not in head:
+        return None, number + 1
+    return (head, lines, first, number), number + 1
+
+
+_VARIABLE = re.compile(
+    r"((?:\.(?:visible|extern|weak|common)\s+)*)\.(global|const|shared|local)\s+"
+    r"(?:\.align\s+(\d+)\s+)?(?:\.attribute\([^)]*\)\s+)?\.([a-z]+)(\d+)\s+([\w$]+)((?:\[\d*\])*)"
+    r"(?:\s*=\s*(.*))?$"
+)
+
+
+def _variable(statement: str, line: int) -> Variable:
+    match = _VARIABLE.match(statement.strip())
+    if match is None:
+        raise PtxSyntaxError(f"line {line}: cannot read the variable {statement.strip()!r}")
+    linkage, space, align, kind, bits, name, dims, initial = match.groups()
+    size = width = BYTES[bits]
+    sizes = re.findall(r"\[(\d*)\]", dims)
+    for count in sizes:
+        size *= int(count or 0)
+    data = b""
+    if initial:
+        for token in re.findall(r"[\w.+-]+", initial):
+            if kind == "f":
+                data += bytes(_float_bits(token, int(bits)).to_bytes(width, "little"))
+            else:
+                data += (_integer(token) % (1 << (8 * width))).to_bytes(width, "little")
+    return Variable(name, space, int(align or width), size, data, "extern" in linkage)
+
+
+def _integer(token: str) -> int:
+    token = token.rstrip("U")
+    sign = -1 if token.startswith("-") else 1
+    token = token.lstrip("+-")
+    if re.fullmatch(r"0[0-7]+", token):
+        return sign * int(token, 8)
+    return sign * int(token, 0)
+
+
+def _float_bits(token: str, bits: int) -> int:
+    if re.match(r"0[fF][0-9a-fA-F]{8}$", token):
+        raw = int(token[2:], 16)
+        if bits == 64:
+            value = struct.unpack("<f", raw.to_bytes(4, "little"))[0]
+            return int.from_bytes(struct.pack("<d", value), "little")
+        return raw
+    if re.match(r"0[dD][0-9a-fA-F]{16}$", token):
+        raw = int(token[2:], 16)
+        if bits == 32:
+            value = struct.unpack("<d", raw.to_bytes(8, "little"))[0]
+            return int.from_bytes(struct.pack("<f", value), "little")
+        return raw
+    return int.from_bytes(struct.pack("<d" if bits == 64 else "<f", float(token)), "little")
+
+
+class _Body:
+    """Reads the body of one kernel, statement by statement."""
+
+    def __init__(self, head: str, lines: list[str], first: int, last: int) -> None:
+        self.kernel = Kernel(self._name(head))
+        self._parameters(head)
+        self.scopes: list[dict[str, int]] = [{}]
+        self.source: tuple[int, int] | None = None
+        self.pending: list[tuple[int, list[str]]] = []
+        text, line_of = [], []
+        for number in range(first, last + 1):
+            bare = _bare(lines[number])
+            if bare.startswith(".loc"):
+                bare = bare.split(",")[0] + ";"
+            text.append(bare)
+            line_of.append(number + 1)
+        self._statements(text, line_of)
+        self._resolve()
+
+    def _name(self, head: str) -> str:
+        match = re.search(r"\.entry\s+([\w$.]+)", head)
+        if match is None:
+            raise PtxSyntaxError(f"cannot read the head of a kernel: {head.strip()[:200]!r}")
+        return match[1]
+
+    def _parameters(self, head: str) -> None:
+        threads = re.search(r"\.(?:reqntid|maxntid)\s+(\d+)(?:\s*,\s*(\d+))?(?:\s*,\s*(\d+))?", head)
+        if threads and ".reqntid" in head:
+            x, y, z = (int(t or 1) for t in threads.groups())
+            self.kernel.threads = (x, y, z)
+        offset = 0
+        pattern = (
+            r"\.param\s+(?:\.align\s+(\d+)\s+)?\.([a-z]+)(\d+)(?:\s+\.ptr(?:\s+\.\w+)?"
+            r"(?:\s+\.align\s+\d+)?)?\s+([\w$]+)(?:\[(\d+)\])?"
+        )
+        for align, kind, bits, name, count in re.findall(pattern, head):
+            size = BYTES[bits] * int(count or 1)
+            alignment = max(int(align or 1), BYTES[bits])
+            offset = -(-offset // alignment) * alignment
+            self.kernel.parameters.append(
+                Parameter(name, kind + bits, alignment, size, offset)
+            )
+            offset += size
+
+    def _statements(self, text: list[str], line_of: list[int]) -> None:
+        """Cut the text at semicolons, at labels and at the braces of scopes."""
+        statement, start = "", 0
+        for bare, number in zip(text, line_of, strict=True):
+            rest = bare
+            while rest:
+                if not statement.strip():
+                    rest, start = rest.lstrip(), number
+                    if not rest:
+                        break
+                    if rest[0] == "{":
+                        self.scopes.append({})
+                        rest = rest[1:]
+                        continue
+                    if rest[0] == "}":
+                        self.scopes.pop()
+                        rest = rest[1:]
+                        continue
+                    label = re.match(r"([\w$]+)\s*:(?!:)", rest)
+                    if label:
+                        self.kernel.labels[label[1]] = len(self.kernel.code)
+                        rest = rest[label.end() :]
+                        continue
+                cut = rest.find(";")
+                if cut < 0:
+                    statement += rest + " "
+                    break
+                statement += rest[:cut]
+                rest = rest[cut + 1 :]
+                self._statement(statement.strip(), start)
+                statement = ""
+
+    def _statement(self, statement: str, line: int) -> None:
+        if not statement:
+            return
+        if statement.startswith(".loc"):
+            file, row = statement.split()[1:3]
+            self.source = (int(file), int(row))
+        elif statement.startswith(".reg"):
+            self._registers(statement, line)
+        elif re.match(r"(\.\w+\s+)*\.(shared|local|global)\b", statement):
+            self.kernel.variables.append(_variable(statement, line))
+        elif statement.startswith("."):
+            return  # .pragma and other directives
+        else:
+            self._instruction(statement, line)
+
+    def _registers(self, statement: str, line: int) -> None:
+        match = re.match(r"\.reg\s+\.([a-z]+)(\d*)\s+(.*)$", statement)
+        if match is None:
+            raise PtxSyntaxError(f"line {line}: cannot read {statement!r}")
+        bits = 1 if match[1] == "pred" else int(match[2])
+        for name in match[3].split(","):
+            name = name.strip()
+            many = re.match(r"([%\w$]+)<(\d+)>$", name)
+            names = [f"{many[1]}{n}" for n in range(int(many[2]))] if many else [name]
+            for each in names:
+                self.scopes[-1][each] = len(self.kernel.registers)
+                self.kernel.registers.append(bits)
+
+    def _instruction(self, statement: str, line: int) -> None:
+        guard, negated = -1, False
+        match = re.match(r"@(!?)([%\w$]+)\s+(.*)$", statement, re.S)
+        if match:
+            negated, guard = match[1] == "!", self._register(match[2], line)
+            statement = match[3]
+        parts = statement.split(None, 1)
+        mnemonic, rest = parts[0], parts[1] if len(parts) > 1 else ""
+        bits = 64 if mnemonic.endswith("64") else 32
+        operands = tuple(self._operand(o, bits, line) for o in _split(rest))
+        if self.source is not None:
+            self.kernel.sources[len(self.kernel.code)] = self.source
+        self.kernel.code.append(Instruction(mnemonic, operands, guard, negated, line))
+
+    def _register(self, name: str, line: int) -> int:
+        found = self._find(name)
+        if found is None:
+            raise PtxSyntaxError(f"line {line}: the register {name} is not declared")
+        return found
+
+    def _find(self, name: str) -> int | None:
+        for scope in reversed(self.scopes):
+            if name in scope:
+                return scope[name]
+        return None
+
+    def _operand(self, text: str, bits: int, line: int) -> Operand:
+        text = text.strip()
+        if text == "_":
+            return Operand("_")
+        if text[0] == "{":
+            return Operand("v", parts=tuple(self._operand(p, bits, line) for p in _split(text[1:-1])))
+        if text[0] == "[":
+            base, *more = _split(text[1:-1])
+            match = re.match(r"(.*?[\w\]])\s*\+\s*(-?\w+)$|(.*?[\w\]])\s*(-\s*\w+)$", base.strip())
+            offset = 0
+            if match:
+                base = match[1] or match[3]
+                offset = _integer((match[2] or match[4]).replace(" ", ""))
+            parts = [self._operand(base, 64, line)]
+            parts += [self._operand(p, 32, line) for p in more]
+            return Operand("m", offset=offset, parts=tuple(parts))
+        if text[0] == "!":
+            return self._operand(text[1:], bits, line)._replace(negated=True)
+        if "|" in text:
+            pair = text.split("|")
+            return Operand("v", parts=tuple(self._operand(p, bits, line) for p in pair))
+        if text in SPECIALS:
+            return Operand("special", SPECIALS.index(text))
+        found = self._find(text)
+        if found is not None:
+            return Operand("r", found)
+        if re.match(r"0[fFdD][0-9a-fA-F]{8}", text):
+            return Operand("i", _float_bits(text, bits))
+        if re.match(r"[+-]?\d[\w]*$", text):
+            return Operand("i", _integer(text))
+        if re.match(r"[+-]?\d*\.\d*(e[+-]?\d+)?$", text):
+            return Operand("i", _float_bits(text, bits))
+        match = re.match(r"([\w$]+)\s*\+\s*(\d+)$", text)
+        if match:
+            return Operand("s", match[1], offset=int(match[2]))
+        if re.match(r"[\w$]+$", text):
+            return Operand("s", text)
+        if text == "WARP_SZ":
+            return Operand("i", 32)
+        raise PtxSyntaxError(f"line {line}: cannot read the operand {text!r}")
+
+    def _resolve(self) -> None:
+        """Turn the names of labels and special registers into numbers."""
+        count = len(self.kernel.registers)
+
+        def resolved(o: Operand) -> Operand:
+            if o.kind == "special":
+                return Operand("r", count + int(o.value), negated=o.negated)
+            if o.kind == "s" and o.value in self.kernel.labels:
+                return Operand("l", self.kernel.labels[str(o.value)])
+            if o.parts:
+                return o._replace(parts=tuple(resolved(p) for p in o.parts))
+            return o
+
+        self.kernel.code = [
+            i._replace(operands=tuple(resolved(o) for o in i.operands)) for i in self.kernel.code
+        ]
+
+
+def _split(text: str) -> list[str]:
+    """Split at the commas outside brackets."""
+    parts, depth, start = [], 0, 0
+    for at, char in enumerate(text):
+        if char in "[{(":
+            depth += 1
+        elif char in "]})":
+            depth -= 1
+        elif char == "," and depth == 0:
+            parts.append(text[start:at])
+            start = at + 1
+    if text[start:].strip():
+        parts.append(text[start:])
+    return parts
