@@ -49,6 +49,7 @@ def extension() -> Extension:
     # What takes longest comes first, so that no core waits for the other at the end.
     sources = [*sorted(glob("csrc/cpu/isa/level_*.cpp"), reverse=True), "csrc/bindings.cpp"]
     sources += sorted(set(glob("csrc/cpu/**/*.cpp", recursive=True)) - set(sources))
+    sources += sorted(glob("csrc/ptx/*.cpp"))
     flags, links = list(CXX_FLAGS), []
     if sys.platform == "linux":
         flags, links = [*flags, "-fopenmp"], ["-fopenmp"]

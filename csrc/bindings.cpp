@@ -12,6 +12,7 @@
 #include "cpu/gemm/fingerprint.h"
 #include "cpu/gemm/packed_weights.h"
 #include "cpu/isa/dispatch.h"
+#include "ptx/bindings.h"
 
 namespace {
 
@@ -78,6 +79,7 @@ PYBIND11_MODULE(_C, m) {
         "product with a weight packs it again.");
   m.def("expire_packed", fastbert::cpu::expire_fingerprints,
         "Puts these copies and all fingerprints out of date, but keeps the memory for the next.");
+  fastbert::ptx::bind(m);
   m.def("expect_writes", fastbert::cpu::expect_writes, py::arg("expected"),
         "Whether each product in this process reads its whole weight before it takes a copy.");
 }

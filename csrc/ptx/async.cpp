@@ -19,7 +19,7 @@ void copy(Warp& w, const Instr& i, Mask m) {
     AsyncCopy c;
     c.lane = l;
     c.to = b.shared_offset(w, w.get(i.reg[0], l) + (uint64_t)i.offset, bytes, bytes);
-    c.from = w.get(i.reg[1], l) + (uint64_t)(int64_t)i.arg[3];
+    c.from = w.get(i.reg[1], l) + (uint64_t)i.offsets[1];
     c.filled = bytes;
     c.bytes = bytes;
     if (i.arg[1] == 1) c.bytes = (uint32_t)w.get(i.reg[2], l);
@@ -247,7 +247,6 @@ bool decode_copy(Instr& i, const Mnemonic& name, const RawInstr& raw) {
   // [to], [from], bytes, then the bytes of the source or a predicate; a cache policy may come last.
   if (raw.operands.size() < 3) return false;
   i.arg[0] = (int)raw.operands[2].value;
-  i.arg[3] = (int)raw.operands[1].offset;
   const bool policy = name.has("L2::cache_hint");
   if (raw.operands.size() - policy > 3) i.arg[1] = 1;
   // Registers are the two addresses, then the size's constant, then the count: see decode.cpp.

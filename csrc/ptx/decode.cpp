@@ -146,7 +146,7 @@ bool decode_flow(Instr& i, const Mnemonic& name, const RawInstr& raw) {
 bool find_handler(Instr& i, const Mnemonic& name, const RawInstr& raw) {
   return decode_flow(i, name, raw) || decode_compare(i, name, raw) ||
          decode_convert(i, name, raw) || decode_memory(i, name, raw) ||
-         decode_matrix(i, name, raw) || decode_async(i, name, raw) ||
+         decode_matrix(i, name, raw) || decode_bulk(i, name, raw) || decode_async(i, name, raw) ||
          decode_warp(i, name, raw) || decode_float(i, name) || decode_integer(i, name);
 }
 
@@ -162,7 +162,7 @@ void note_granule(Program& p, const Instr& i, const Mnemonic& name) {
     if (generic || !name.has("global")) p.granule = std::min(p.granule, bytes);
   }
   if (name.base() == "cp" && !name.has("bulk") && i.arg[0] > 0) p.granule = std::min(p.granule, i.arg[0]);
-  if (name.base() == "mbarrier") p.granule = std::min(p.granule, 8);
+  if (name.base() == "mbarrier" || name.has("bulk")) p.granule = std::min(p.granule, 8);
 }
 
 }  // namespace
@@ -193,12 +193,15 @@ Program* decode(const std::vector<RawInstr>& code, const std::vector<int>& bits)
       i.guard_id = program->registers[(size_t)raw.guard].id;
       i.negated = raw.negated;
     }
+    int addresses = 0;
     for (size_t at = 0; at < raw.operands.size(); ++at) {
-      if (name.base() == "cp" && at >= 2 && raw.operands[at].kind == 'i' && at == 2) continue;
+      // The size of a cp.async is part of the instruction; that of a bulk copy may be a register.
+      if (name.base() == "cp" && at == 2 && raw.operands[at].kind == 'i' && !name.has("bulk")) continue;
       builder.add(program->operands[k], raw.operands[at], immediate_width(name, at));
-      if (raw.operands[at].kind == 'm' && i.offset == 0 && (name.base() != "cp" || at == 0))
-        i.offset = raw.operands[at].offset;
+      if (raw.operands[at].kind == 'm' && addresses < 4)
+        i.offsets[addresses++] = raw.operands[at].offset;
     }
+    i.offset = i.offsets[0];
     i.reg = program->operands[k].data();
     i.regs = (int32_t)program->operands[k].size();
     if (!find_handler(i, name, raw))

@@ -63,7 +63,7 @@ void start(Block& b, Warp& w, int index) {
   w.live = threads == kLanes ? kAll : (1u << threads) - 1;
   w.fragments = {{0, w.live}};
   for (const Constant& c : p.constants) fill(w, c.reg, c.value);
-  const auto zero = std::make_shared<const Times>((size_t)launch.warps * kLanes, 0u);
+  const auto zero = std::make_shared<const Times>((size_t)launch.warps * kLanes + kSlots, 0u);
   for (int l = 0; l < kLanes; ++l) w.base[l] = w.fenced[l] = zero, w.time[l] = 1;
   const auto special = [&](Special s, uint64_t v) { set_special(w, s, v); };
   for (int s = 0; s < kSpecials; ++s) special((Special)s, 0);
@@ -152,6 +152,7 @@ Block::Block(Launch& l, uint32_t n) : launch(&l), number(n), random(l.options.se
   for (uint8_t& byte : shared) byte = 0xff;  // NaN in every float format
   shared_valid.assign(l.shared_bytes, 0);
   if (l.options.races) cells.resize(l.shared_bytes / (uint32_t)l.program->granule + 1);
+  slot_time.assign(kSlots, 1);
   local.resize((size_t)l.warps * kLanes);
   for (auto& memory : local) memory.assign(2 * l.local_bytes, 0);
   late = l.options.seed != 0 && chance(0.5);
@@ -291,6 +292,17 @@ void Block::check_phase(uint32_t, MBarrier& b) {
   b.completed = b.arrivals, b.completed_fenced = b.arrivals_fenced;
 }
 
+void Block::turn(Warp& w, int64_t quantum) {
+  try {
+    step(w, quantum);
+  } catch (Fault& f) {
+    f.warp = w.index;
+    f.instr = w.pc;
+    if (f.lane < 0 && w.lane_at == w.executed) f.lane = w.lane;
+    throw;
+  }
+}
+
 void Block::run() {
   std::vector<int32_t> ready;
   for (;;) {
@@ -300,10 +312,16 @@ void Block::run() {
       left = left || w.live;
       if (w.live && w.barrier < 0) {
         ready.push_back(w.index);
-        progress = progress || w.polls < 64;
+        progress = progress || w.polls < 16;
       }
     }
     if (!left) break;
+    // A copy under way arrives at a moment that the seed draws, and at the latest when all wait.
+    if (!bulk.empty() && (!progress || ready.empty() || chance(0.02))) {
+      complete_load(random() % bulk.size());
+      for (Warp& w : warps) w.polls = 0;
+      continue;
+    }
     if (ready.empty() || !progress) {
       Fault f("deadlock", ready.empty() ? "all warps wait at barriers" : "all warps wait at mbarriers");
       for (const Warp& w : warps)
@@ -313,28 +331,16 @@ void Block::run() {
     const bool orderly = launch->options.seed == 0;
     const size_t pick = orderly ? 0 : random() % ready.size();
     Warp& w = warps[(size_t)ready[pick]];
-    try {
-      step(w, orderly ? 1 << 30 : (int64_t)(1 + random() % 200));
-    } catch (Fault& f) {
-      f.warp = w.index;
-      f.instr = w.pc;
-      throw;
-    }
+    turn(w, orderly ? 1 << 30 : (int64_t)(1 + random() % 200));
     if (orderly && w.polls) {
       // The others run before a warp that polls asks again.
       std::rotate(ready.begin(), ready.begin() + 1, ready.end());
       for (int32_t index : ready)
-        if (warps[(size_t)index].barrier < 0 && warps[(size_t)index].live && index != w.index) {
-          try {
-            step(warps[(size_t)index], 1 << 30);
-          } catch (Fault& f) {
-            f.warp = index;
-            f.instr = warps[(size_t)index].pc;
-            throw;
-          }
-        }
+        if (warps[(size_t)index].barrier < 0 && warps[(size_t)index].live && index != w.index)
+          turn(warps[(size_t)index], 1 << 30);
     }
   }
+  while (!bulk.empty()) complete_load(0);
   for (Warp& w : warps)
     for (auto& group : w.products)
       if (!group.empty()) {

@@ -137,6 +137,35 @@ struct PendingMma {
   std::vector<Range> reads;
 };
 
+// A tensor map in the machine's own 128 bytes; fastbert/testing/ptx/tensor_map.py writes them.
+struct TensorMap {
+  char magic[4];
+  uint8_t rank, element_bytes, swizzle, fill_nan;  // swizzle: 0, 32, 64 or 128 bytes
+  uint64_t address;
+  uint32_t size[5];    // elements, the innermost first
+  uint32_t unused;
+  uint64_t stride[4];  // bytes, of all but the innermost
+  uint16_t box[5];     // elements of a copy
+};
+static_assert(sizeof(TensorMap) <= 128);
+
+// One row of a bulk copy: contiguous in global memory and, but for the swizzle, in shared memory.
+struct BulkRow {
+  uint64_t global;          // address; the row's bytes outside the tensor are filled or left out
+  uint32_t shared;          // offset before the swizzle
+  uint32_t before, inside;  // bytes outside at the front, bytes inside
+};
+
+// A bulk copy of the asynchronous proxy that has been issued.
+struct BulkCopy {
+  int32_t warp, lane;
+  bool store = false, done = false, nan = false;
+  uint32_t swizzle = 0, row_bytes = 0;
+  uint32_t barrier = 0;  // offset of the mbarrier that counts the bytes of a load
+  uint16_t slot = 0;     // the engine's thread, whose times the accesses have
+  std::vector<BulkRow> rows;
+};
+
 struct Block;
 
 struct Warp {
@@ -159,10 +188,12 @@ struct Warp {
   std::array<uint32_t, kLanes> time;
   std::array<std::vector<std::vector<AsyncCopy>>, kLanes> copies;  // groups; the last is open
   std::vector<std::vector<PendingMma>> products;                   // groups; the last is open
+  std::array<std::vector<std::vector<BulkCopy>>, kLanes> stores;   // groups of bulk stores
   uint64_t mma_fence = 0;  // number of the last wgmma.fence
   int32_t barrier = -1;  // that the warp waits at
   uint64_t polls = 0;    // unsuccessful polls in a row
-  int32_t line = 0;
+  int32_t lane = -1;       // that reached for memory last, in the instruction of that number
+  uint64_t lane_at = 0;
   uint64_t executed = 1;
   bool carry[kLanes] = {};
 
@@ -211,19 +242,6 @@ struct MBarrier {
   Stamp made;  // by mbarrier.init
 };
 
-// A bulk copy of the async proxy that has been issued.
-struct BulkCopy {
-  int32_t thread;
-  bool store = false;
-  uint32_t shared;                    // its first byte in shared memory
-  uint64_t barrier = 0;               // shared address of the mbarrier that counts its bytes
-  std::vector<std::pair<uint64_t, uint32_t>> rows;  // global address (0: zero fill) and shared offset
-  uint32_t row_bytes = 0;
-  uint64_t bytes = 0;
-  int32_t group = -1;
-  uint32_t time = 0;
-};
-
 struct Block {
   Launch* launch = nullptr;
   uint32_t id[3] = {}, number = 0;
@@ -233,7 +251,9 @@ struct Block {
   std::unordered_map<uint32_t, std::vector<Stamp>> readers;  // of cells with several
   std::array<Barrier, 16> barriers;
   std::map<uint32_t, MBarrier> mbarriers;
-  std::vector<BulkCopy> bulk;
+  std::vector<BulkCopy> bulk;             // loads under way
+  std::vector<uint32_t> slot_time;        // of the engine's threads, one for each mbarrier
+  std::map<uint32_t, uint16_t> slots;
   std::vector<std::vector<uint8_t>> local;  // by thread
   std::mt19937_64 random;
   Counts counts;
@@ -243,6 +263,7 @@ struct Block {
   Block(Launch& launch, uint32_t number);
   void run();
   void step(Warp& w, int64_t quantum);
+  void turn(Warp& w, int64_t quantum);  // step, whose faults name the warp
   bool chance(double p) { return std::uniform_real_distribution<double>()(random) < p; }
 
   // Happens-before.
@@ -269,7 +290,7 @@ struct Block {
 
   void arrive(Warp& w, int id, int32_t expected, bool wait, const Instr* vote = nullptr, Mask yes = 0);
   void finish_barrier(int id);  // if all have arrived
-  void complete(size_t index);        // one bulk copy
+  void complete_load(size_t index);
   void finish_copy(Warp& w, AsyncCopy& copy);
   void check_phase(uint32_t address, MBarrier& barrier);
 };
@@ -282,6 +303,9 @@ struct Element {
 };
 Element element_at(Warp& w, int lane, int space, uint64_t address, uint32_t size);
 void put_element(Warp& w, int lane, int space, uint64_t address, uint32_t size, uint64_t bits, bool ok);
+
+// Threads of the copy engine that a vector clock has beside those of the block.
+constexpr int kSlots = 64;
 
 // Runs all blocks on this many threads; throws Fault.
 void run(Launch& launch, int threads);

@@ -8,15 +8,31 @@ namespace {
 
 enum class Space : int32_t { generic, global, shared, local, param };
 
+// Stands for a value of which no byte is valid.
+const uint8_t nothing_written = 0;
+const uint8_t* const kNothing = &nothing_written;
+
 struct Place {
   uint8_t* at;
   uint8_t* valid;  // null: all bytes are
 };
 
+// Whether a write leaves the place as another thread has made it without being ordered after: threads
+// may write the same value, or all of them a value that nobody has written, in any order. value is null
+// where the write changes what it finds, and kNothing where no byte of it is valid.
+bool repeats(const Block& b, const Warp& w, int lane, uint32_t offset, uint32_t size, const uint8_t* value) {
+  const Stamp& last = b.cells[offset / (uint32_t)b.launch->program->granule].write;
+  if (!value || last.time == kPending || b.after(w, lane, last)) return false;
+  const uint8_t* valid = b.shared_valid.data() + offset;
+  if (value == kNothing) return std::all_of(valid, valid + size, [](uint8_t v) { return v == 0; });
+  return std::memcmp(b.shared.data() + offset, value, size) == 0;
+}
+
 // The place of an access after all checks; notes it for the races.
 Place reach(Warp& w, int lane, Space space, uint64_t address, uint32_t size, bool write, bool atomic,
             const uint8_t* value = nullptr) {
   Block& b = *w.block;
+  w.lane = lane, w.lane_at = w.executed;
   if (space == Space::generic) {
     const uint64_t window = address & kWindowMask;
     space = window == kSharedWindow  ? Space::shared
@@ -31,14 +47,8 @@ Place reach(Warp& w, int lane, Space space, uint64_t address, uint32_t size, boo
       uint8_t* at = b.shared.data() + o;
       if (!write) {
         b.note_read(w, lane, o, size, false, w.time[lane]);
-      } else if (value == nullptr || std::memcmp(at, value, size) != 0 ||
-                 std::memchr(b.shared_valid.data() + o, 0, size) != nullptr) {
-        // Threads may write the same value to one place in any order.
+      } else if (b.launch->options.races && !repeats(b, w, lane, o, size, value)) {
         b.note_write(w, lane, o, size, false, w.time[lane], atomic);
-      } else if (b.launch->options.races) {
-        const Stamp& last = b.cells[o / b.launch->program->granule].write;
-        if (last.time == kPending || b.after(w, lane, last))
-          b.note_write(w, lane, o, size, false, w.time[lane], atomic);
       }
       return {at, b.shared_valid.data() + o};
     }
@@ -146,13 +156,15 @@ void store(Warp& w, const Instr& i, Mask m) {
   uint8_t value[64];
   each_lane(m, [&](int l) {
     address[l] = w.get(i.reg[0], l) + (uint64_t)i.offset;
-    bool all = true;
+    bool all = true, any = false;
     for (int e = 0; e < n; ++e) {
       const uint64_t bits = w.get(i.reg[e + 1], l);
       std::memcpy(value + e * size, &bits, size);
-      all = all && (w.ok(i.reg[e + 1]) >> l & 1);
+      const bool ok = w.ok(i.reg[e + 1]) >> l & 1;
+      all = all && ok, any = any || ok;
     }
-    const Place p = reach(w, l, (Space)i.arg[0], address[l], size * n, true, i.arg[2] != 0, value);
+    const Place p = reach(w, l, (Space)i.arg[0], address[l], size * n, true, i.arg[2] != 0,
+                          any ? value : kNothing);
     if (!all && i.pipe == Pipe::global)
       for (int e = 0; e < n; ++e) w.need(i.reg[e + 1], 1u << l, "a value that is stored to global memory");
     std::memcpy(p.at, value, size * n);

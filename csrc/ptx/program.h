@@ -63,7 +63,8 @@ struct Instr {
   Pipe pipe = Pipe::alu;
   Type type = Type::none, source = Type::none;
   int32_t target = -1;       // instruction number of a branch's label
-  int64_t offset = 0;        // byte offset of the address operand
+  int64_t offset = 0;        // byte offset of the first address operand
+  int64_t offsets[4] = {};   // of all of them
   int32_t arg[6] = {};       // modifiers, as decode.cpp numbers them for the handler
   int32_t line = 0;          // line of the PTX text
   const char* text = "";     // mnemonic

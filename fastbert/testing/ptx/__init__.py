@@ -36,5 +36,6 @@ from __future__ import annotations
 
 from fastbert.testing.ptx.machine import Module, PtxFault, Report, load
 from fastbert.testing.ptx.parse import PtxSyntaxError
+from fastbert.testing.ptx.tensor_map import tensor_map
 
-__all__ = ["Module", "PtxFault", "PtxSyntaxError", "Report", "load"]
+__all__ = ["Module", "PtxFault", "PtxSyntaxError", "Report", "load", "tensor_map"]

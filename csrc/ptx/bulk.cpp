@@ -1,0 +1,294 @@
+// Bulk copies of the asynchronous proxy: cp.async.bulk, of bytes and of the boxes of a tensor (TMA).
+//
+// A load arrives at a moment that the seed draws, then counts its bytes at its mbarrier; a store reads
+// shared memory until its group is waited for. In the happens-before order a load is done by a thread
+// of the copy engine, which those acquire who wait for the mbarrier.
+
+#include "decode.h"
+#include "lanes.h"
+
+namespace fastbert::ptx {
+namespace {
+
+uint32_t swizzled(uint32_t address, uint32_t width) {
+  return width < 32 ? address : address ^ ((address >> 7 & (width / 16 - 1)) << 4);
+}
+
+// The offset in shared memory of 16 bytes of a row.
+uint32_t piece(const Block& b, const BulkCopy& c, uint32_t offset) {
+  const uint32_t base = b.launch->shared_base;
+  return swizzled(offset + base, c.swizzle) - base;
+}
+
+const TensorMap map_at(Warp& w, uint64_t address, int lane) {
+  TensorMap map;
+  const uint64_t window = address & kWindowMask;
+  const uint8_t* at;
+  if (window == kParamWindow) {
+    const uint64_t offset = address & ~kWindowMask;
+    if (offset + 128 > w.block->launch->params.size()) fault("out of bounds", "a tensor map among the parameters", lane);
+    at = w.block->launch->params.data() + offset;
+  } else {
+    Allocation* a = w.block->global(w, address, 128, 64, false);
+    at = a->host + (address - a->begin);
+  }
+  std::memcpy(&map, at, sizeof(map));
+  if (std::memcmp(map.magic, "fbtm", 4) != 0)
+    fault("uninitialised", "the tensor map was not made by fastbert.testing.ptx.tensor_map", lane);
+  return map;
+}
+
+// The rows of a box at these coordinates, which may lie outside the tensor.
+void add_rows(BulkCopy& c, const TensorMap& map, const int64_t* at, uint32_t shared) {
+  const uint32_t size = map.element_bytes;
+  c.row_bytes = map.box[0] * size;
+  c.swizzle = map.swizzle;
+  uint32_t count = 1;
+  for (int d = 1; d < map.rank; ++d) count *= map.box[d];
+  for (uint32_t n = 0; n < count; ++n) {
+    uint32_t rest = n;
+    bool inside = true;
+    uint64_t address = map.address;
+    for (int d = 1; d < map.rank; ++d) {
+      const int64_t position = at[d] + rest % map.box[d];
+      rest /= map.box[d];
+      inside = inside && position >= 0 && position < (int64_t)map.size[d];
+      address += (uint64_t)(position * (int64_t)map.stride[d - 1]);
+    }
+    const int64_t first = std::max<int64_t>(at[0], 0);
+    const int64_t end = std::min<int64_t>(at[0] + map.box[0], map.size[0]);
+    BulkRow row = {0, shared + n * c.row_bytes, c.row_bytes, 0};
+    if (inside && end > first) {
+      row.global = address + (uint64_t)first * size;
+      row.before = (uint32_t)(first - at[0]) * size;
+      row.inside = (uint32_t)(end - first) * size;
+    }
+    c.rows.push_back(row);
+  }
+}
+
+// Calls f(offset in shared memory, bytes) for the pieces of a row.
+template <class F>
+void each_piece(const Block& b, const BulkCopy& c, const BulkRow& row, F&& f) {
+  for (uint32_t byte = 0; byte < c.row_bytes; byte += 16)
+    f(byte, piece(b, c, row.shared + byte), std::min(16u, c.row_bytes - byte));
+}
+
+uint16_t slot_of(Block& b, uint32_t barrier) {
+  const auto [it, fresh] = b.slots.try_emplace(barrier, (uint16_t)b.slots.size());
+  if (fresh && it->second >= kSlots) fault("unsupported", "more than 64 mbarriers count bytes");
+  return (uint16_t)(b.launch->warps * kLanes + it->second);
+}
+
+void issue_load(Warp& w, int l, BulkCopy c) {
+  Block& b = *w.block;
+  c.slot = slot_of(b, c.barrier);
+  for (const BulkRow& row : c.rows) {
+    if (row.inside) {
+      Allocation* a = b.global(w, row.global, row.inside, 1, false);
+      b.note_global(w, l, *a, row.global, row.inside, false, false);
+    }
+    each_piece(b, c, row, [&](uint32_t, uint32_t o, uint32_t n) {
+      b.note_write(w, l, o, n, true, kPending);
+      const uint32_t granule = (uint32_t)b.launch->program->granule;
+      if (b.launch->options.races)
+        for (uint32_t g = o / granule; g <= (o + n - 1) / granule; ++g) b.cells[g].write.thread = c.slot;
+      std::memset(b.shared.data() + o, 0xff, n);
+      std::memset(b.shared_valid.data() + o, 0, n);
+    });
+    b.counts.global_bytes += row.inside;
+    b.counts.global_sectors += (row.inside + 31) / 32;
+    b.counts.global_least_sectors += (row.inside + 31) / 32;
+  }
+  b.bulk.push_back(std::move(c));
+  if (!b.late && b.launch->options.seed == 0) b.complete_load(b.bulk.size() - 1);
+}
+
+void copy_in(Block& b, const BulkCopy& c) {
+  std::vector<uint8_t> bytes(c.row_bytes);
+  for (const BulkRow& row : c.rows) {
+    std::fill(bytes.begin(), bytes.end(), c.nan ? 0xff : 0);
+    if (row.inside) std::memcpy(bytes.data() + row.before, reinterpret_cast<void*>(row.global), row.inside);
+    each_piece(b, c, row, [&](uint32_t byte, uint32_t o, uint32_t n) {
+      std::memcpy(b.shared.data() + o, bytes.data() + byte, n);
+      std::memset(b.shared_valid.data() + o, 1, n);
+    });
+  }
+}
+
+void copy_out(Warp& w, BulkCopy& c) {
+  Block& b = *w.block;
+  std::vector<uint8_t> bytes(c.row_bytes);
+  for (const BulkRow& row : c.rows) {
+    if (!row.inside) continue;
+    each_piece(b, c, row, [&](uint32_t byte, uint32_t o, uint32_t n) {
+      std::memcpy(bytes.data() + byte, b.shared.data() + o, n);
+      if (std::memchr(b.shared_valid.data() + o, 0, n) && byte + n > row.before && byte < row.before + row.inside)
+        fault("uninitialised", "a bulk store writes bytes to global memory that nothing has written", c.lane);
+    });
+    Allocation* a = b.global(w, row.global, row.inside, 1, true);
+    b.note_global(w, c.lane, *a, row.global, row.inside, true, false);
+    std::memcpy(a->host + (row.global - a->begin), bytes.data() + row.before, row.inside);
+    if (!a->valid.empty()) std::memset(a->valid.data() + (row.global - a->begin), 1, row.inside);
+    b.counts.global_bytes += row.inside;
+    b.counts.global_sectors += (row.inside + 31) / 32;
+    b.counts.global_least_sectors += (row.inside + 31) / 32;
+  }
+  c.done = true;
+}
+
+void issue_store(Warp& w, int l, BulkCopy c) {
+  Block& b = *w.block;
+  c.store = true;
+  for (const BulkRow& row : c.rows)
+    each_piece(b, c, row, [&](uint32_t, uint32_t o, uint32_t n) { b.note_read(w, l, o, n, true, kPending); });
+  auto& groups = w.stores[l];
+  if (groups.empty()) groups.emplace_back();
+  groups.back().push_back(std::move(c));
+  if (!b.late) copy_out(w, groups.back().back());
+}
+
+void settle(Warp& w, int l, std::vector<BulkCopy>& group) {
+  Block& b = *w.block;
+  for (BulkCopy& c : group) {
+    if (!c.done) copy_out(w, c);
+    for (const BulkRow& row : c.rows)
+      each_piece(b, c, row, [&](uint32_t, uint32_t o, uint32_t n) { b.settle_read(w, l, o, n); });
+  }
+}
+
+uint64_t address(Warp& w, Reg r, int l, int64_t offset) {
+  w.need(r, 1u << l, "an address");
+  return w.get(r, l) + (uint64_t)offset;
+}
+
+// cp.async.bulk of bytes; arg 0 store. Load: [to], [from], bytes, [mbarrier].
+void bulk(Warp& w, const Instr& i, Mask m) {
+  Block& b = *w.block;
+  each_lane(m, [&](int l) {
+    w.need(i.reg[2], 1u << l, "the size of a bulk copy");
+    const uint32_t bytes = (uint32_t)w.get(i.reg[2], l);
+    if (bytes == 0 || bytes % 16) fault("misaligned", "a bulk copy of " + std::to_string(bytes) + " bytes, allowed: multiples of 16", l);
+    const uint64_t to = address(w, i.reg[0], l, i.offsets[0]), from = address(w, i.reg[1], l, i.offsets[1]);
+    BulkCopy c;
+    c.warp = w.index, c.lane = l, c.row_bytes = bytes;
+    const uint64_t global = i.arg[0] ? to : from;
+    const uint32_t shared = b.shared_offset(w, i.arg[0] ? from : to, bytes, 16);
+    if (global % 16) fault("misaligned", "the global address of a bulk copy is not a multiple of 16", l);
+    c.rows = {{global, shared, 0, bytes}};
+    if (i.arg[0]) return issue_store(w, l, std::move(c));
+    c.barrier = b.shared_offset(w, address(w, i.reg[3], l, i.offsets[2]), 8, 8);
+    issue_load(w, l, std::move(c));
+  });
+}
+
+// cp.async.bulk.tensor; arg 0 store, 1 dimensions. Load: [to], [map, {...}], [mbarrier]; store: [map,
+// {...}], [from].
+void tensor(Warp& w, const Instr& i, Mask m) {
+  Block& b = *w.block;
+  const int rank = i.arg[1];
+  each_lane(m, [&](int l) {
+    const Reg* map_reg = i.reg + (i.arg[0] ? 0 : 1);
+    const TensorMap map = map_at(w, address(w, map_reg[0], l, 0), l);
+    if (map.rank != rank) fault("out of bounds", "the tensor map has another number of dimensions than the copy", l);
+    int64_t at[5] = {};
+    for (int d = 0; d < rank; ++d) {
+      w.need(map_reg[1 + d], 1u << l, "a coordinate");
+      at[d] = (int32_t)w.get(map_reg[1 + d], l);
+    }
+    const uint64_t given = address(w, i.arg[0] ? i.reg[1 + rank] : i.reg[0], l, i.offsets[i.arg[0] ? 1 : 0]);
+    uint32_t bytes = map.element_bytes;
+    for (int d = 0; d < rank; ++d) bytes *= map.box[d];
+    const uint32_t align = 128;
+    const uint32_t shared = b.shared_offset(w, given, bytes, 1);
+    if ((shared + b.launch->shared_base) % align) fault("misaligned", "the shared address of a tensor copy is not a multiple of 128", l);
+    BulkCopy c;
+    c.warp = w.index, c.lane = l, c.nan = map.fill_nan;
+    add_rows(c, map, at, shared);
+    if (i.arg[0]) return issue_store(w, l, std::move(c));
+    c.barrier = b.shared_offset(w, address(w, i.reg[2 + rank], l, i.offsets[2]), 8, 8);
+    issue_load(w, l, std::move(c));
+  });
+}
+
+void commit(Warp& w, const Instr&, Mask m) {
+  each_lane(m, [&](int l) {
+    if (w.stores[l].empty()) w.stores[l].emplace_back();
+    w.stores[l].emplace_back();
+  });
+}
+
+// arg 0: groups that may stay in flight. The effects of a store are complete here with and without .read.
+void wait(Warp& w, const Instr& i, Mask m) {
+  each_lane(m, [&](int l) {
+    auto& groups = w.stores[l];
+    if (groups.empty()) return;
+    const int complete = (int)groups.size() - 1 - i.arg[0];
+    for (int g = 0; g < complete; ++g) settle(w, l, groups[g]);
+    if (complete > 0) groups.erase(groups.begin(), groups.begin() + complete);
+  });
+}
+
+void nothing(Warp&, const Instr&, Mask) {}
+
+}  // namespace
+
+void Block::complete_load(size_t index) {
+  BulkCopy c = std::move(bulk[index]);
+  bulk.erase(bulk.begin() + (std::ptrdiff_t)index);
+  copy_in(*this, c);
+  const size_t slot = (size_t)(c.slot - launch->warps * kLanes);
+  const uint32_t time = slot_time[slot]++;
+  uint32_t bytes = 0;
+  for (const BulkRow& row : c.rows) {
+    bytes += c.row_bytes;
+    if (!launch->options.races) continue;
+    each_piece(*this, c, row, [&](uint32_t, uint32_t o, uint32_t n) {
+      const uint32_t granule = (uint32_t)launch->program->granule;
+      for (uint32_t g = o / granule; g <= (o + n - 1) / granule; ++g)
+        if (cells[g].write.thread == c.slot && cells[g].write.time == kPending) cells[g].write.time = time;
+    });
+  }
+  auto found = mbarriers.find(c.barrier);
+  if (found == mbarriers.end()) fault("uninitialised", "a bulk copy counts at an mbarrier that was never initialised");
+  MBarrier& mb = found->second;
+  mb.transactions -= bytes;
+  if (launch->options.races) {
+    if (mb.arrivals.empty()) {
+      mb.arrivals.assign((size_t)launch->warps * kLanes + kSlots, 0);
+      mb.arrivals_fenced = mb.arrivals;
+    }
+    mb.arrivals[c.slot] = std::max(mb.arrivals[c.slot], time);
+    mb.arrivals_fenced[c.slot] = mb.arrivals[c.slot];
+  }
+  check_phase(c.barrier, mb);
+}
+
+bool decode_bulk(Instr& i, const Mnemonic& name, const RawInstr& raw) {
+  if (name.base() != "cp" || !name.has("bulk")) return false;
+  i.pipe = Pipe::global;
+  if (name.has("commit_group")) return i.pipe = Pipe::sync, i.run = commit, true;
+  if (name.has("wait_group")) {
+    i.pipe = Pipe::sync;
+    i.arg[0] = (int)raw.operands[0].value;
+    i.run = wait;
+    return true;
+  }
+  if (name.has("prefetch")) return i.run = nothing, true;
+  if (name.any({"multicast::cluster", "im2col", "reduce"}) || name.parts[1] == "reduce") return false;
+  // The destination's space comes first.
+  for (const std::string& part : name.parts) {
+    if (part == "global") i.arg[0] = 1;
+    if (part == "global" || part.rfind("shared", 0) == 0) break;
+  }
+  if (name.has("tensor")) {
+    const RawOperand& map = raw.operands[i.arg[0] ? 0 : 1];
+    i.arg[1] = map.parts.size() > 1 ? (int)map.parts[1].parts.size() : 0;
+    i.run = tensor;
+    return i.arg[1] >= 1;
+  }
+  i.run = bulk;
+  return true;
+}
+
+}  // namespace fastbert::ptx
