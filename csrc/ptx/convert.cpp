@@ -243,7 +243,7 @@ void move(Warp& w, const Instr& i, Mask m) {
   std::memcpy(out, lanes<W>(w, i.reg[1]), sizeof(out));
   const uint64_t when = w.written[i.reg[1].id];
   put(w, i.reg[0], m, out, w.ok(i.reg[1]));
-  w.written[i.reg[0].id] = when;
+  if (when != kAlways) w.written[i.reg[0].id] = when;
 }
 
 // Between registers of different widths: a special register of 32 bits in a wide one.

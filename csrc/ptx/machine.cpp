@@ -62,7 +62,10 @@ void start(Block& b, Warp& w, int index) {
   const int threads = std::min(kLanes, launch.threads - index * kLanes);
   w.live = threads == kLanes ? kAll : (1u << threads) - 1;
   w.fragments = {{0, w.live}};
-  for (const Constant& c : p.constants) fill(w, c.reg, c.value);
+  for (const Constant& c : p.constants) {
+    fill(w, c.reg, c.value);
+    w.written[(size_t)c.reg.id] = kAlways;
+  }
   const auto zero = std::make_shared<const Times>((size_t)launch.warps * kLanes + kSlots, 0u);
   for (int l = 0; l < kLanes; ++l) w.base[l] = w.fenced[l] = zero, w.time[l] = 1;
   const auto special = [&](Special s, uint64_t v) { set_special(w, s, v); };

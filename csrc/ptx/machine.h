@@ -304,6 +304,9 @@ struct Element {
 Element element_at(Warp& w, int lane, int space, uint64_t address, uint32_t size);
 void put_element(Warp& w, int lane, int space, uint64_t address, uint32_t size, uint64_t bits, bool ok);
 
+// In Warp::written: a register that holds a constant.
+constexpr uint64_t kAlways = ~0ull;
+
 // Threads of the copy engine that a vector clock has beside those of the block.
 constexpr int kSlots = 64;
 

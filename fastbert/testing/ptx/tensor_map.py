@@ -38,6 +38,8 @@ def tensor_map(
         )
     if len(box) != tensor.dim() or not all(1 <= side <= 256 for side in box):
         raise ValueError(f"box: got {tuple(box)}, allowed: {tensor.dim()} sizes of 1 to 256")
+    if swizzle not in SWIZZLES:
+        raise ValueError(f"swizzle: got {swizzle}, allowed: {', '.join(map(str, SWIZZLES))}")
     size = tensor.element_size()
     strides = [stride * size for stride in tensor.stride()[:-1]]
     if tensor.data_ptr() % 16 or any(stride % 16 for stride in strides):
@@ -48,9 +50,6 @@ def tensor_map(
             f"box: a row has {row} bytes, allowed: multiples of 16"
             + (f" up to the swizzle's {swizzle}" if swizzle else "")
         )
-    if swizzle not in SWIZZLES:
-        raise ValueError(f"swizzle: got {swizzle}, allowed: {', '.join(map(str, SWIZZLES))}")
-
     def padded(values: Sequence[int], count: int) -> list[int]:
         return [*reversed(values), *([0] * (count - len(values)))]
 
