@@ -39,8 +39,8 @@ Place reach(Warp& w, int lane, Space space, uint64_t address, uint32_t size, boo
             : window == kLocalWindow ? Space::local
             : window == kParamWindow ? Space::param
                                      : Space::global;
-    if (space != Space::global) address &= ~kWindowMask;
   }
+  if (space != Space::global) address &= ~kWindowMask;
   switch (space) {
     case Space::shared: {
       const uint32_t o = b.shared_offset(w, address, size, size);

@@ -1,0 +1,118 @@
+"""Compile CUDA C++ with nvcc, and run its kernels on the PTX machine.
+
+The host code of the ``.cu`` files runs as nvcc compiled it. It is linked with cuda_runtime.cpp, whose
+launches come back here with the kernel's name and its arguments.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from fastbert.testing.ptx.machine import Module, PtxFault, Report, load
+
+_CALLBACK = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.c_char_p, ctypes.POINTER(ctypes.c_uint), ctypes.POINTER(ctypes.c_uint),
+    ctypes.POINTER(ctypes.c_void_p), ctypes.c_ulonglong,
+)  # fmt: skip
+
+
+class CudaLibrary:
+    """A shared library of ``.cu`` files whose kernels run on the PTX machine.
+
+    Args:
+        sources: The ``.cu`` files.
+        folder: An existing folder for what is compiled.
+        arch: Architecture of the GPU, as ``"90a"``.
+        flags: Further flags of nvcc, such as ``-I``.
+
+    Attributes:
+        functions: The library's functions, by ctypes.
+        reports: Name and report of each launch so far.
+
+    Raises:
+        FileNotFoundError: If nvcc is not on the path.
+        RuntimeError: If a file does not compile; the message is the compiler's.
+    """
+
+    def __init__(
+        self, sources: Sequence[Path], folder: Path, arch: str, flags: Sequence[str] = ()
+    ) -> None:
+        if shutil.which("nvcc") is None:
+            raise FileNotFoundError("nvcc is not on the path: the CUDA toolkit compiles .cu files")
+        self._modules: list[Module] = []
+        objects = []
+        for source in sources:
+            kept = folder / f"{source.stem}-{arch}"
+            kept.mkdir(exist_ok=True)
+            object_file = kept / f"{source.stem}.o"
+            target = f"arch=compute_{arch},code=compute_{arch}"
+            _run([
+                "nvcc", "-O3", "-std=c++17", "-lineinfo", "-gencode", target, "--keep",
+                "--keep-dir", kept, "-Xcompiler", "-fPIC", *flags, "-c", source, "-o", object_file,
+            ])  # fmt: skip
+            self._modules += [load(path.read_text()) for path in kept.glob("*.ptx")]
+            objects.append(object_file)
+        library = folder / f"lib{arch}.so"
+        runtime = Path(__file__).with_name("cuda_runtime.cpp")
+        _run([
+            "nvcc", "-shared", "-std=c++17", "-Xcompiler", "-fPIC", "--cudart", "none", runtime,
+            *objects, "-o", library,
+        ])  # fmt: skip
+        self.functions = ctypes.CDLL(str(library))
+        self.reports: list[tuple[str, Report]] = []
+        self.options: dict[str, Any] = {}
+        self._memory: list[Tensor] = []
+        self._fault: BaseException | None = None
+        self._callback = _CALLBACK(self._launch)
+        self.functions.fastbert_ptx_on_launch(self._callback)
+
+    def call(self, name: str, *args: Any, memory: Sequence[Tensor], **options: Any) -> None:
+        """Call a function of the library that launches kernels.
+
+        Args:
+            name: Name of an ``extern "C"`` function, which returns 0 on success.
+            args: Its ctypes arguments.
+            memory: The tensors that its kernels may reach.
+            options: Keyword arguments of `Module.launch`.
+
+        Raises:
+            PtxFault: If a kernel does something wrong.
+            RuntimeError: If the function returns an error.
+        """
+        self._memory, self.options, self._fault = list(memory), options, None
+        result = getattr(self.functions, name)(*args)
+        if self._fault is not None:
+            raise self._fault
+        if result != 0:
+            raise RuntimeError(f"{name} returned error {result}")
+
+    def _launch(self, name: bytes, grid: Any, block: Any, args: Any, shared: int) -> int:
+        kernel = name.decode()
+        try:
+            module = next(m for m in self._modules if kernel in m.kernels)
+            parameters = module.text.kernels[kernel].parameters
+            values = [ctypes.string_at(args[n], p.size) for n, p in enumerate(parameters)]
+            report = module.launch(
+                kernel, grid[:3], block[:3], values, dynamic_shared=shared, memory=self._memory,
+                **self.options,
+            )  # fmt: skip
+        except (PtxFault, ValueError, StopIteration) as error:
+            self._fault = error
+            return 1
+        self.reports.append((kernel, report))
+        return 0
+
+
+def _run(command: Sequence[str | Path]) -> None:
+    result = subprocess.run([str(part) for part in command], capture_output=True, text=True)
+    if result.returncode != 0:
+        raise RuntimeError(f"{' '.join(map(str, command))}:\n{result.stdout}{result.stderr}")
+
+
