@@ -54,6 +54,7 @@ py::dict dict_of(const Counts& c) {
   d["shared_wavefronts"] = c.shared_wavefronts;
   d["shared_least_wavefronts"] = c.shared_least_wavefronts;
   d["barriers"] = c.barriers;
+  d["conflicting_stores"] = c.conflicting_stores;
   return d;
 }
 

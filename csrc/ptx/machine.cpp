@@ -21,6 +21,7 @@ void Counts::add(const Counts& o) {
   shared_wavefronts += o.shared_wavefronts;
   shared_least_wavefronts += o.shared_least_wavefronts;
   barriers += o.barriers;
+  conflicting_stores += o.conflicting_stores;
 }
 
 void Warp::in_flight(Reg) {

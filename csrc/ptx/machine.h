@@ -77,6 +77,7 @@ struct Counts {
   uint64_t global_bytes = 0, global_sectors = 0, global_least_sectors = 0;
   uint64_t shared_wavefronts = 0, shared_least_wavefronts = 0;
   uint64_t barriers = 0;
+  uint64_t conflicting_stores = 0;  // of lanes that write other values than the winner to its place
   void add(const Counts& other);
 };
 

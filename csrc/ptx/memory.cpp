@@ -147,6 +147,27 @@ void load(Warp& w, const Instr& i, Mask m) {
   count(w, i, m, address, size * n);
 }
 
+// Of lanes that write to one address in one instruction, which one wins is not defined: the seed chooses
+// the first or the last. Returns the winners, and counts the losers with another value.
+Mask winners(Warp& w, const Instr& i, Mask m, const uint64_t* address) {
+  Mask kept = 0;
+  const bool last = w.block->launch->options.seed % 2 == 1;
+  each_lane(m, [&](int l) {
+    bool wins = true;
+    each_lane(m & ~(1u << l), [&](int k) {
+      if (address[k] != address[l] || (last ? k < l : k > l) || !wins) return;
+      wins = false;
+      for (int e = 0; e < i.arg[1]; ++e)
+        if (w.get(i.reg[e + 1], l) != w.get(i.reg[e + 1], k)) {
+          ++w.block->counts.conflicting_stores;
+          break;
+        }
+    });
+    kept |= (Mask)wins << l;
+  });
+  return kept;
+}
+
 // st: the address comes first.
 void store(Warp& w, const Instr& i, Mask m) {
   const int n = i.arg[1];
@@ -154,8 +175,8 @@ void store(Warp& w, const Instr& i, Mask m) {
   w.need(i.reg[0], m, "an address");
   uint64_t address[kLanes];
   uint8_t value[64];
-  each_lane(m, [&](int l) {
-    address[l] = w.get(i.reg[0], l) + (uint64_t)i.offset;
+  each_lane(m, [&](int l) { address[l] = w.get(i.reg[0], l) + (uint64_t)i.offset; });
+  each_lane(winners(w, i, m, address), [&](int l) {
     bool all = true, any = false;
     for (int e = 0; e < n; ++e) {
       const uint64_t bits = w.get(i.reg[e + 1], l);

@@ -106,6 +106,14 @@ def test_threads_may_write_the_same_value_to_one_place():
     assert fault(body, threads=64, shared=16).kind == "race"
 
 
+@pytest.mark.parametrize(("seed", "winner"), [(0, 0), (1, 31)])
+def test_lanes_that_write_to_one_place_in_one_instruction(seed, winner):
+    x = torch.full((1,), -1, dtype=torch.int32)
+    report = launch("    st.global.u32 [%d0], %r0;", [x], seed=seed)
+    assert x.item() == winner and report.counts["conflicting_stores"] == 31
+    assert launch("    st.global.u32 [%d0], 4;", [x]).counts["conflicting_stores"] == 0
+
+
 def test_blocks_race_in_global_memory():
     module = load(kernel("    mov.u32 %r1, %ctaid.x;\n    st.global.u32 [%d0], %r1;"))
     x = torch.zeros(1, dtype=torch.int32)
