@@ -1,9 +1,10 @@
-// The schemas of the C++ operators and their implementations for the CPU; cuda/cuda_ops.cpp has
-// those for CUDA. This one file of the CPU operators reads the large headers of torch, and
-// therefore also makes new tensors for the others.
+// The schemas of the C++ operators and their implementations for the CPU. cuda/cuda_ops.cpp
+// registers the implementations for CUDA, and fastbert/ops the public operators with their
+// gradients.
 //
-// Outputs that a call does not produce (dx without dropout, dx_bias or dbias without that bias) are
-// empty. The public operators, with their gradients, are registered in fastbert/ops.
+// Among the CPU operators, this file alone includes the large headers of torch, and therefore makes
+// new tensors for the other files. A result that a call does not produce (dx without dropout,
+// dx_bias or dbias without that bias) is empty.
 
 #include "operators.h"
 
@@ -140,9 +141,9 @@ TORCH_LIBRARY_IMPL(fastbert_C, CompositeExplicitAutograd, m) {
   implement<int8_layout>(m, "int8_layout");
 }
 
-// torch resolves a pending negation or conjugation before it calls an operator, but loses its way
-// in one that writes to its arguments and returns nothing. This one is called with such tensors as
-// they are, and refuses them.
+// torch resolves a pending negation or conjugation before it calls an operator, but fails for an
+// operator that writes to its arguments and returns nothing. The fallthrough calls
+// attention_backward with such tensors as they are, and register.h refuses them.
 TORCH_LIBRARY_IMPL(fastbert_C, Negative, m) {
   m.impl("attention_backward", torch::CppFunction::makeFallthrough());
 }
