@@ -1,8 +1,8 @@
-"""Forward and gradient of the ``reference`` backend where the operator needs both written out.
+"""Forward and backward of the ``reference`` backend, with the derivatives in closed form.
 
-An operator's implementation runs below autograd, so it cannot differentiate ``fastbert.reference``;
-these are the same formulas with their derivatives in closed form. The tests compare them with
-autograd through ``fastbert.reference`` in float64.
+An operator's implementation runs below autograd, so it cannot differentiate ``fastbert.reference``.
+The functions here compute the same formulas and their derivatives. Tests compare them with autograd
+through ``fastbert.reference`` in float64.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fastbert.activations import ACTIVATIONS
 
 
 def sum_to(x: Tensor, shape: torch.Size) -> Tensor:
-    """``x`` summed over the dimensions that were broadcast from ``shape`` (same number of dims)."""
+    """Sum `x` over the dimensions that were broadcast from `shape`, which is as long as x.shape."""
     axes = [i for i, (got, want) in enumerate(zip(x.shape, shape, strict=True)) if got != want]
     return x.sum(dim=axes, keepdim=True) if axes else x
 
@@ -41,12 +41,12 @@ def _weights(q, k, allowed, bias, scale):
         return torch.softmax(scores, dim=-1)
     empty = ~allowed.any(dim=-1, keepdim=True)
     weights = torch.softmax(scores.masked_fill_(~allowed & ~empty, -math.inf), dim=-1)
-    # Where looking is cheap, the pass over rows that may attend nothing is left out with them.
+    # The last pass is left out if no row is empty. A GPU would have to synchronise to know that.
     return weights.masked_fill_(empty, 0.0) if empty.is_cuda or empty.any() else weights
 
 
 def attention_forward(q, k, v, mask, bias, lengths, seed, dropout_p, scale, left, right):
-    """Output (B, H, Lq, D) of padded inputs."""
+    """Compute the output (B, H, Lq, D) of padded inputs."""
     allowed = _allowed(q, k, mask, left, right, lengths)
     k, v = (reference.hide_unattended(x, allowed) for x in (k, v))
     weights = _weights(q, k, allowed, bias, scale)
@@ -70,9 +70,9 @@ def attention_backward(dout, q, k, v, mask, bias, lengths, seed, dropout_p, scal
 
 
 def softmax_backward(dweights: Tensor, weights: Tensor) -> Tensor:
-    # As autograd does it: in fp32 inside, where dweights * weights in 16 bit would lose half of
-    # what the sum leaves.
-    """Compute the gradient of the scores from that of the softmax weights."""
+    """Compute the gradient of the scores from the gradient of the softmax weights."""
+    # Autograd calls the same function of torch, which computes in fp32 inside. In 16 bit, the
+    # products dweights * weights would be rounded before they are summed and subtracted.
     return torch._softmax_backward_data(dweights, weights, -1, weights.dtype)
 
 
@@ -122,7 +122,7 @@ def rms_norm_forward(x, weight, residual, eps):
 
 
 def rms_norm_backward(dy, x, weight, rstd, residual):
-    """Gradients of the sum and of weight."""
+    """Compute the gradients of the sum and of weight."""
     total = normalised_sum(x, residual, None, None, 0.0)
     dy, rstd = dy.to(total.dtype), rstd[:, None]
     normalised = total * rstd
@@ -138,12 +138,12 @@ def rotary_forward(x, cos, sin, heads):
 
 
 def rotary_backward(dy, cos, sin, heads):
-    """Turned back by the same angles."""
+    """Rotate the gradient back by the same angles."""
     return reference.rotary(dy, cos, -sin, heads=heads)
 
 
 def linear_gelu_forward(x, weight, bias, activation, save):
-    """(y, h): the activation of h and h = x Wᵀ + bias, empty when nothing is to be saved."""
+    """Return the activation of h, and h = x Wᵀ + bias, which is empty unless it is to be saved."""
     h = torch.nn.functional.linear(x, weight, bias)
     return reference.activate(h, activation), h if save else x.new_empty(0)
 

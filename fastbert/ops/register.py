@@ -1,4 +1,4 @@
-"""Declare an operator: schema, fake and implementation in one call, its gradient in another."""
+"""Declare an operator with schema, fake and implementation in one call, and then its gradient."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _dispatch(table: str, backward: bool) -> Callable[..., Any]:
 
 
 def _without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Autocast acts on the arguments of the public function. It is off inside an implementation."""
+    """Turn autocast off inside an implementation; the public function has cast the arguments."""
 
     @functools.wraps(function)
     def run(*arguments: Any) -> Any:
@@ -122,8 +122,8 @@ def once_differentiable(name: str) -> None:
 
     def backward(ctx: Any, *gradients: Tensor | None) -> dict[str, Tensor | None]:
         raise RuntimeError(
-            f"fastbert::{name} has no derivative: for double backward call the function of "
-            "the same name in fastbert.reference"
+            f"fastbert::{name} has no derivative: for a second derivative call the operation "
+            "in fastbert.reference"
         )
 
     differentiable(name, backward, lambda ctx, inputs, output: None)
@@ -141,7 +141,7 @@ def or_empty(like: Tensor, *gradients: Tensor | None) -> tuple[Tensor, ...]:
 def empty_like_needed(
     like: Tensor, needs: Sequence[bool], *inputs: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """The results of such an operator without their values, for its fake."""
+    """Return empty results of a backward operator, for its fake."""
     return tuple(
         t.new_empty(t.shape) if need and t is not None else like.new_empty(0)
         for t, need in zip(inputs, needs, strict=True)

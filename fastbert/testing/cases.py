@@ -29,13 +29,13 @@ OPS = (
     "embedding",
     "linear_cross_entropy",
 )
-# This backend table serves each public function.
+# The backend table of each public function.
 TABLE_OF = {op: op for op in OPS} | {
     "attention_varlen": "attention",
     "attention_qkvpacked": "attention",
 }
 
-# The names of random cases begin with this text.
+# The name of a random case begins with this text.
 RANDOM = "random-"
 
 
@@ -94,7 +94,7 @@ class Case:
     shape: tuple[Any, ...]
     options: dict[str, Any] = field(default_factory=dict)
     quick: bool = False
-    # By default, the interpreter uses larger tiles than a GPU, which are faster there.
+    # By default, the interpreter uses larger tiles than a GPU, because they take less time there.
     gpu_tiles: bool = False
 
     @property
@@ -476,8 +476,8 @@ def _cases() -> Iterator[Case]:
     yield case("feed_forward", "recompute_geglu", 34, 56, 66, activation="geglu", recompute=True)
     yield case("embedding", "plain", 70, 211, 96, quick=True)
     yield case("embedding", "dropout", 65, 100, 64, dropout_p=0.1, padding_idx=0, quick=True)
-    # The case has enough labelled rows that the worst of their logits is typical, for the tested
-    # result and for the yardstick.
+    # The case has so many labelled rows that the worst error of a logit is typical, both for the
+    # tested result and for the yardstick.
     yield case("linear_cross_entropy", "mlm", 700, 48, 301, quick=True)
     yield case("linear_cross_entropy", "sum", 130, 32, 197, reduction="sum", labelled=0.9)
     yield case("linear_cross_entropy", "none", 130, 32, 197, reduction="none", labelled=0.8)

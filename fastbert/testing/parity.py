@@ -65,7 +65,7 @@ def run_with_gradients(
 
     Args:
         function: Computes one tensor.
-        inputs: The arguments of the function, and the names of those with a gradient.
+        inputs: The arguments of the function, and the names of the arguments with a gradient.
         extra: Further keyword arguments.
         seed: Seed of the gradient of the output.
 

@@ -1,4 +1,4 @@
-"""Seeded random cases over every operation and its options, with shapes that nobody would choose.
+"""Seeded random cases of every operation and its options, with shapes that nobody would choose.
 
 The case ``random-SEED-INDEX`` of an operation is always the same, so its name reproduces it. The
 sizes are small, so that Triton's interpreter runs a case in a fraction of a second. Sizes at the
@@ -20,7 +20,7 @@ from fastbert.testing.cases import OPS, Case
 EDGES = (1, 2, 3, 7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 127, 128, 129)
 HEAD_DIMS = (1, 8, 16, 32, 40, 59, 64, 80, 96, 111, 128, 192, 256)
 COLUMNS = (1, 59, 111, 128, 384, 768, 1023, 1024)
-# These limits keep a case in the interpreter to a fraction of a second. The first limits the
+# With these limits, a case takes a fraction of a second in the interpreter. The first limits the
 # elements of the tensors. The others limit the pairs of a query and a key, and the rows, in a case
 # with the small tiles of a GPU.
 LARGEST = 2**15
