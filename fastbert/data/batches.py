@@ -36,7 +36,7 @@ class PretrainingBatches:
     at tokens that are not predicted.
 
     Batch ``i`` of epoch ``k`` depends only on the two seeds, ``k`` and ``i``. A run can therefore
-    resume at ``epoch(k)[i]``.
+    continue at ``epoch(k)[i]``.
 
     Example:
         >>> from fastbert.data import NextSentencePairs, PretrainingBatches

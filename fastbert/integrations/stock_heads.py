@@ -24,10 +24,10 @@ except ImportError as error:
 class StockHead(nn.Module):
     """A model of transformers with a head, in eval mode and with an accelerated encoder.
 
-    The model is called with packed input, as the models of fastbert are.
+    The model takes packed input, as the models of fastbert do.
 
     Args:
-        kind: Name of a class of transformers, as ``"AutoModelForSequenceClassification"``.
+        kind: Name of a class of transformers, such as ``"AutoModelForSequenceClassification"``.
         folder: Folder of the checkpoint.
 
     Raises:

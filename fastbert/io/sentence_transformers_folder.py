@@ -48,7 +48,7 @@ _ACTIVATION = re.compile(r"torch\.nn\.(?:modules\.\w+\.)?(\w+)")
 
 @dataclass(frozen=True)
 class Pooling:
-    """A module that makes one vector of the hidden states of a text.
+    """A module that reduces the hidden states of a text to one vector.
 
     Attributes:
         modes: Modes of `fastbert.modules.pool`, whose vectors are concatenated.

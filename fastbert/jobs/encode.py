@@ -1,4 +1,4 @@
-"""Compute an embedding for each line of a file, in batches by length under a token budget."""
+"""Compute an embedding for each line of a file, in batches of at most a number of tokens."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def read_recipe(
 
     Args:
         folder: Folder of the model.
-        pooling: The pooling mode, which replaces that of the folder; None keeps it.
+        pooling: The pooling mode; None keeps the modes of the folder.
         normalize: Whether the last step scales the embedding to length 1; None keeps the steps of
             the folder.
         max_length: Largest number of tokens of a text; None keeps the limit of the folder.

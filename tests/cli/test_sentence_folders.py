@@ -169,9 +169,7 @@ def test_prompts_without_a_default_are_not_applied_and_named(save, encode, run, 
     folder = save(models.Pooling(HIDDEN), prompts=prompts)
     agrees(encode(folder), folder)
     result = run("encode", folder, tmp_path / "texts.txt", tmp_path / "again.npy")
-    assert "MODEL has prompts, and none of them by default (query)" in " ".join(
-        result.output.split()
-    )
+    assert "MODEL has prompts, but no default prompt (query)" in " ".join(result.output.split())
 
 
 def test_settings_of_an_older_folder(save, encode):
