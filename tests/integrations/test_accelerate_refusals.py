@@ -1,4 +1,4 @@
-"""What ``fastbert.accelerate`` refuses, in which words, and that nothing is half done."""
+"""The refusals of ``fastbert.accelerate``: their messages, and a model that stays unchanged."""
 
 from __future__ import annotations
 
