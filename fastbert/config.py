@@ -148,7 +148,7 @@ class Architecture:
         Returns:
             One index per step. With groups, there are ``layers * group_size`` steps.
 
-        Example:
+        Examples:
             >>> from fastbert.config import Architecture
             >>> Architecture(groups=2).order(4)
             (0, 0, 1, 1)
@@ -192,7 +192,7 @@ class BertConfig:
     Raises:
         ValueError: If a value is not allowed. The message names the field.
 
-    Example:
+    Examples:
         >>> from fastbert import BertConfig
         >>> config = BertConfig.preset("tiny", vocab_size=8192)
         >>> config.hidden_size, config.num_hidden_layers, config.head_dim

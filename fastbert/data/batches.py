@@ -38,7 +38,7 @@ class PretrainingBatches:
     Batch ``i`` of epoch ``k`` depends only on the two seeds, ``k`` and ``i``. A run can therefore
     continue at ``epoch(k)[i]``.
 
-    Example:
+    Examples:
         >>> from fastbert.data import NextSentencePairs, PretrainingBatches
         >>> from fastbert.data import stories, train_tokenizer
         >>> documents = list(stories(20, seed=0))

@@ -108,7 +108,7 @@ class PackedCollatorForSequenceClassification(_PackedCollator):
     Raises:
         ValueError: If an argument is not allowed.
 
-    Example:
+    Examples:
         >>> from fastbert.data import PackedCollatorForSequenceClassification
         >>> collate = PackedCollatorForSequenceClassification()
         >>> features = [
@@ -203,7 +203,7 @@ class PackedCollatorForMaskedLM(_PackedCollator):
     Raises:
         ValueError: If an argument is not allowed.
 
-    Example:
+    Examples:
         >>> from fastbert.data import PackedCollatorForMaskedLM, stories, train_tokenizer
         >>> documents = list(stories(20, seed=0))
         >>> tokenizer = train_tokenizer(documents, 200)
@@ -340,7 +340,7 @@ class PackedCollatorForBiEncoder(_PackedCollator):
     Raises:
         ValueError: If an argument is not allowed.
 
-    Example:
+    Examples:
         >>> from fastbert.data import PackedCollatorForBiEncoder
         >>> collate = PackedCollatorForBiEncoder(prefixes=("anchor", "positive"))
         >>> feature = {"anchor_input_ids": [101, 7592, 102], "positive_input_ids": [101, 102]}

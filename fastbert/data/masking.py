@@ -136,7 +136,7 @@ def mask_tokens(
     Raises:
         ValueError: If `probability` is out of range.
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> from fastbert.data import NextSentencePairs, mask_tokens, stories, train_tokenizer
         >>> documents = list(stories(20, seed=0))

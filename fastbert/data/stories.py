@@ -267,7 +267,7 @@ def stories(num_documents: int, seed: int) -> Iterator[list[str]]:
     Raises:
         ValueError: If `num_documents` is negative.
 
-    Example:
+    Examples:
         >>> from fastbert.data import stories
         >>> story = next(stories(1, seed=0))
         >>> 8 <= len(story) <= 13

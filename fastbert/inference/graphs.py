@@ -58,7 +58,7 @@ def graphed(
             embeddings, windows or relative distances.
         RuntimeError: If `model` is not on a CUDA device.
 
-    Example:
+    Examples:
         ```python
         model = fastbert.graphed(BertModel.from_pretrained(folder).to("cuda").eval())
         hidden = model(input_ids, attention_mask).last_hidden_state
@@ -112,7 +112,7 @@ class Buckets(NamedTuple):
         Returns:
             The bucket, or None if the batch exceeds a limit or has no token.
 
-        Example:
+        Examples:
             >>> from fastbert.inference.graphs import Buckets
             >>> Buckets(max_tokens=4096, max_batch=64, max_seqlen=512).find(20, 3, 9)
             Bucket(tokens=24, batch=4, max_seqlen=16)

@@ -44,7 +44,7 @@ def quantize(model: BertPreTrainedModel, *, inplace: bool = False) -> BertPreTra
         ValueError: If `model` is in training mode, is not on the CPU, is already quantized, has
             weights in another dtype, or has weights that are not finite.
 
-    Example:
+    Examples:
         >>> from fastbert import BertConfig, BertModel, quantize
         >>> config = BertConfig(
         ...     vocab_size=100, hidden_size=32, num_hidden_layers=1,

@@ -102,7 +102,7 @@ def accelerate(model: Model, *, strict: bool = True) -> Model:
         ValueError: If `strict` is True and `model` has no encoder, or an encoder that cannot be
             served. The message names the reason, and nothing was changed.
 
-    Example:
+    Examples:
         ```python
         model = transformers.AutoModelForMaskedLM.from_pretrained("bert-base-uncased").eval()
         fastbert.accelerate(model)

@@ -4,7 +4,7 @@ The import of this module registers the implementation. The implementation repla
 the function that a model calls between its projections, and the function that makes the mask.
 Without a mask function, transformers would pass no mask at all.
 
-Example:
+Examples:
     ```python
     import fastbert.integrations.attention_interface
 

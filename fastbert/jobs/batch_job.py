@@ -198,7 +198,7 @@ def length_batches(lengths: list[int], tokens_per_batch: int) -> list[list[int]]
     Returns:
         The indices of the texts of each batch.
 
-    Example:
+    Examples:
         >>> from fastbert.jobs.batch_job import length_batches
         >>> length_batches([3, 9, 5, 3], tokens_per_batch=8)
         [[1], [2, 0], [3]]

@@ -227,7 +227,7 @@ def results(rows: NDArray[np.float32], labels: list[str]) -> Iterator[dict[str, 
     Yields:
         The best ``label``, its ``score``, and the ``scores`` of all labels by name.
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> from fastbert.jobs.classify import results
         >>> next(results(np.array([[0.25, 0.75]], np.float32), ["bad", "good"]))

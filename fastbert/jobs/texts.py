@@ -37,7 +37,7 @@ class Texts:
             Unicode. The message names the line.
         ImportError: If the file is a .parquet file and pyarrow is not installed.
 
-    Example:
+    Examples:
         >>> import pathlib, tempfile
         >>> from fastbert.jobs.texts import Texts
         >>> with tempfile.TemporaryDirectory() as folder:

@@ -76,7 +76,7 @@ class PretrainOptions:
         ValueError: If an option is not allowed. The message names the option, its value and the
             allowed values.
 
-    Example:
+    Examples:
         >>> from fastbert.training import PretrainOptions
         >>> options = PretrainOptions("out", corpus="corpus.txt", preset="tiny", steps=100)
         >>> options.model_config(vocab_size=8192).hidden_size
