@@ -51,7 +51,7 @@ class StockHead(nn.Module):
             raise ValueError(f"MODEL: {folder}: transformers cannot load it: {error}") from error
         missing = sorted(report["missing_keys"])
         if missing:
-            raise ValueError(f"MODEL: no whole head: {folder} lacks {', '.join(missing)}")
+            raise ValueError(f"MODEL: the head is incomplete: {folder} lacks {', '.join(missing)}")
         self.model = accelerate(model.eval())
 
     def forward(

@@ -362,7 +362,7 @@ def load_into(model: StoredModel, tensors: dict[str, Tensor], folder: Path) -> N
     if missing or unknown:
         message = [f"{folder}:"]
         if missing:
-            message.append(f"not in the checkpoint, initialised afresh: {', '.join(missing)}.")
+            message.append(f"not in the checkpoint, newly initialized: {', '.join(missing)}.")
         if unknown:
             message.append(f"in the checkpoint, but unknown: {_few(unknown)}.")
         warnings.warn(" ".join(message), stacklevel=3)

@@ -104,7 +104,7 @@ def run(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with warnings.catch_warnings():
         # A checkpoint without a pooler needs no warning, because nothing reads the pooler's output.
-        warnings.filterwarnings("ignore", ".*initialised afresh: pooler")
+        warnings.filterwarnings("ignore", ".*newly initialized: pooler")
         encoder = BertModel.from_pretrained(recipe.encoder, backend=backend).to(device)
     config = encoder.config
     tokenizer = LimitedTokenizer(recipe, config.max_length)

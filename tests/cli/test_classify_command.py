@@ -204,7 +204,9 @@ def test_user_errors(refused, run, classifier, model_folder, tmp_path):
     assert "line 1: expected an object with a string field second" in refused(
         "classify", folder, source, target, "--pair-field", "second"
     )
-    assert "no whole classification head" in refused("classify", model_folder, source, target)
+    assert "the classification head is incomplete" in refused(
+        "classify", model_folder, source, target
+    )
     assert "got 'rocm'" in refused("classify", folder, source, target, "--backend", "rocm")
     assert not target.parent.exists()
 

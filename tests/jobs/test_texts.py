@@ -86,7 +86,7 @@ def test_columns_and_nulls_of_a_parquet(tmp_path):
 
 
 def test_a_txt_has_no_fields(tmp_path):
-    with pytest.raises(ValueError, match=r"got title of a \.txt, allowed: those of"):
+    with pytest.raises(ValueError, match=r"got title of a \.txt, allowed: fields of"):
         Texts(write(tmp_path / "texts.txt"), ("title",))
 
 
