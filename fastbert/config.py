@@ -339,7 +339,7 @@ class BertConfig:
         fits = position == "absolute" or not counted
         check("position_embedding_type", position, "absolute", fits)
         for name in ("is_decoder", "add_cross_attention"):
-            check(name, content.get(name, False), "false: an encoder", not content.get(name))
+            check(name, content.get(name, False), "false for an encoder", not content.get(name))
         known = {f.name for f in fields(cls)} - OURS
         values = {key: value for key, value in content.items() if key in known}
         labels = content.get("id2label")

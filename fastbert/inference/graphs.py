@@ -196,7 +196,7 @@ class Recorder(Protocol):
         ...
 
     def turn(self) -> AbstractContextManager[None]:
-        """Return a block whose replays and copies run after those of all earlier blocks."""
+        """Return a block that runs its replays and copies after all earlier blocks."""
         ...
 
     def finish(self) -> None:

@@ -90,7 +90,7 @@ def _places(model: nn.Module) -> list[tuple[nn.Module, str, nn.Linear]]:
             around = layer.get_submodule(parent)
             linear = getattr(around, name)
             if isinstance(linear, QuantizedLinear):
-                raise ValueError("quantize: got a quantised model, allowed: one that is not")
+                raise ValueError("quantize: got a quantized model, allowed: floating weights")
             problem = deviation(linear, Linear if type(linear) is Linear else nn.Linear)
             if problem is not None:
                 raise TypeError(f"quantize: {prefix}.{path} {problem}, allowed: a plain Linear")

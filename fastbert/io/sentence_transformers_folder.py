@@ -214,7 +214,7 @@ def _listing(folder: Path) -> list[tuple[str, Path]]:
     names = [str(entry.get("name")) for entry in content if "name" in entry]
     if len(set(names)) < len(names):
         # sentence-transformers stores modules by name, so the last would replace the first.
-        raise ValueError(f"{listing}: got the names {', '.join(names)}, allowed: different ones")
+        raise ValueError(f"{listing}: got the names {', '.join(names)}, allowed: different names")
     return found
 
 

@@ -95,7 +95,7 @@ def label_names(config: BertConfig) -> list[str]:
             f"0 … {config.num_labels - 1}"
         ) from error
     if len(set(names)) < len(names):
-        raise ValueError(f"MODEL: its id2label has the names {names}, allowed: different ones")
+        raise ValueError(f"MODEL: its id2label has the names {names}, allowed: different names")
     return names
 
 

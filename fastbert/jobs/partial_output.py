@@ -194,7 +194,7 @@ def _lock(folder: Path) -> int:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         os.close(handle)
-        raise ValueError(f"OUT: another run is writing into {folder}, allowed: one") from error
+        raise ValueError(f"OUT: another run is writing into {folder}, allowed: one run") from error
     except OSError:
         # The file system has no locks, so the run goes on without a lock.
         pass

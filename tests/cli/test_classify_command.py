@@ -216,7 +216,7 @@ def test_user_errors(refused, run, classifier, model_folder, tmp_path):
     [
         ({"0": "a", "1": "b", "3": "c"}, "a name for each of 0 … 2"),
         (["a", "b", "c"], "a name for each of 0 … 2"),
-        ({"0": "a", "1": "b", "2": "a"}, "allowed: different ones"),
+        ({"0": "a", "1": "b", "2": "a"}, "allowed: different names"),
     ],
 )
 def test_labels_without_names(refused, classifier, names, message):

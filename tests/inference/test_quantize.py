@@ -162,7 +162,7 @@ def test_dtypes(model: modules.BertModel) -> None:
 
 def test_refusals(model: modules.BertModel, tmp_path) -> None:
     quantised = fastbert.quantize(model)
-    with pytest.raises(ValueError, match="quantize: got a quantised model"):
+    with pytest.raises(ValueError, match="quantize: got a quantized model"):
         fastbert.quantize(quantised)
     with pytest.raises(TypeError, match="quantize: got Linear, allowed: a model of fastbert"):
         fastbert.quantize(nn.Linear(2, 2))

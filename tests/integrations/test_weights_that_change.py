@@ -1,4 +1,4 @@
-"""A result never comes from outdated weights, whatever code writes to a model.
+"""A result never comes from outdated weights, no matter how a program writes to a model.
 
 The oracle is a deep copy of the model, which keeps no copies of weights: the bits must be equal.
 """
