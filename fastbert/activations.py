@@ -1,4 +1,4 @@
-"""The activation functions of a feed-forward: their names, their formulas and their derivatives."""
+"""The activation functions of a feed-forward layer, with their names and derivatives."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ class Activation(NamedTuple):
     """One activation function.
 
     Attributes:
-        name: Its name in ``fastbert.ops`` and in the C++ operators.
-        function: The function of one column, in differentiable PyTorch.
+        name: Name in ``fastbert.ops`` and in the C++ operators.
+        function: The elementwise function, in differentiable PyTorch.
         slope: The derivative of `function`.
-        approximate: Its name as the argument `approximate` of ``ops.linear_gelu`` and of the Triton
+        approximate: Value of the argument `approximate` of ``ops.linear_gelu`` and of the Triton
             and CUDA kernels.
-        hidden_act: Its names in a ``config.json``.
-        gated: Whether one half of the columns goes through `function` and then multiplies the other
-            half (Shazeer 2020).
+        hidden_act: Names in a ``config.json``.
+        gated: Whether `function` of one half of the columns multiplies the other half (Shazeer
+            2020).
     """
 
     name: str
@@ -33,7 +33,7 @@ class Activation(NamedTuple):
     gated: bool = False
 
     def __call__(self, h: Tensor) -> Tensor:
-        """The activation of h (..., N), or of h (..., 2N), the gate first, as (..., N)."""
+        """Return the activation ``(..., N)`` of h ``(..., N)``; a gated h is ``(..., 2N)``."""
         if not self.gated:
             return self.function(h)
         gate, linear = h.chunk(2, dim=-1)
@@ -75,7 +75,7 @@ def _silu_slope(x: Tensor) -> Tensor:
 _exact = (partial(_gelu, "none"), partial(_gelu_slope, "none"), "none")
 _tanh = (partial(_gelu, "tanh"), partial(_gelu_slope, "tanh"), "tanh")
 
-# GELU is that of Hendrycks and Gimpel 2016, exact or in its tanh form.
+# GELU follows Hendrycks and Gimpel 2016, exact or with tanh.
 ACTIVATIONS = {
     activation.name: activation
     for activation in (
@@ -93,7 +93,7 @@ APPROXIMATIONS = {ACTIVATIONS[name].approximate: name for name in PLAIN}
 
 
 def of_config(gated: bool) -> dict[str, Activation]:
-    """The activations by the name `hidden_act` that a ``config.json`` gives them."""
+    """Return the activations, gated or not, by the names `hidden_act` of a ``config.json``."""
     return {
         hidden_act: activation
         for activation in ACTIVATIONS.values()

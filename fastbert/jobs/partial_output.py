@@ -82,7 +82,7 @@ class PartialOutput:
         if kind is not None and self.done:
             self.reporter.note(
                 f"stopped: {self.done:,} of {self.shape[0]:,} rows are kept in {self.folder}; "
-                "the same command goes on from there"
+                "the same command continues after them"
             )
         elif kind is not None:
             self.discard()
@@ -145,7 +145,7 @@ class PartialOutput:
             return
         if other or not whole or done > self.shape[0]:
             why = f"of a run with another {', '.join(other)}" if other else "damaged"
-            self.reporter.note(f"{self.folder} is {why}: starting anew")
+            self.reporter.note(f"{self.folder} is {why}: starting from the first row")
             return
         self.reporter.note(
             f"resuming after {done:,} of {self.shape[0]:,} rows, kept in {self.folder}"
@@ -194,7 +194,7 @@ def _lock(folder: Path) -> int:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         os.close(handle)
-        raise ValueError(f"OUT: another run is writing into {folder}, allowed: one") from error
+        raise ValueError(f"OUT: another run is writing into {folder}, allowed: one run") from error
     except OSError:
         # The file system has no locks, so the run goes on without a lock.
         pass

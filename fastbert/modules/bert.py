@@ -69,7 +69,7 @@ class BertModel(BertPreTrainedModel):
     Raises:
         ValueError: If `backend` is unknown.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fastbert import BertConfig, BertModel
         >>> model = BertModel(BertConfig.preset("tiny", vocab_size=8192)).eval()

@@ -118,7 +118,7 @@ class BertForPreTraining(_MaskedLM):
     Raises:
         ValueError: If ``config.model_type`` is not ``"bert"``, or if `backend` is unknown.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fastbert import BertConfig, BertForPreTraining
         >>> model = BertForPreTraining(BertConfig.preset("tiny", vocab_size=8192)).eval()
@@ -203,7 +203,7 @@ class BertForMaskedLM(_MaskedLM):
     Raises:
         ValueError: If ``config.model_type`` is not ``"bert"``, or if `backend` is unknown.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fastbert import BertConfig, BertForMaskedLM
         >>> model = BertForMaskedLM(BertConfig.preset("tiny", vocab_size=8192))
@@ -273,7 +273,7 @@ class BertForNextSentencePrediction(_TaskModel):
     Raises:
         ValueError: If ``config.model_type`` is not ``"bert"``, or if `backend` is unknown.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fastbert import BertConfig, BertForNextSentencePrediction
         >>> config = BertConfig.preset("tiny", vocab_size=8192)
@@ -343,7 +343,7 @@ class BertForSequenceClassification(_TaskModel):
     Raises:
         ValueError: If ``config.model_type`` is not ``"bert"``, or if `backend` is unknown.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fastbert import BertConfig, BertForSequenceClassification
         >>> config = BertConfig.preset("tiny", vocab_size=8192, num_labels=3)
@@ -433,7 +433,7 @@ class BertForTokenClassification(_TaskModel):
     Raises:
         ValueError: If ``config.model_type`` is not ``"bert"``, or if `backend` is unknown.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fastbert import BertConfig, BertForTokenClassification
         >>> config = BertConfig.preset("tiny", vocab_size=8192, num_labels=5)
@@ -512,7 +512,7 @@ class BertForQuestionAnswering(_TaskModel):
         ValueError: If ``config.model_type`` is not ``"bert"``, if ``config.num_labels`` is not 2,
             or if `backend` is unknown.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fastbert import BertConfig, BertForQuestionAnswering
         >>> config = BertConfig.preset("tiny", vocab_size=8192)
@@ -603,7 +603,7 @@ class BertForMultipleChoice(_TaskModel):
     Raises:
         ValueError: If ``config.model_type`` is not ``"bert"``, or if `backend` is unknown.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fastbert import BertConfig, BertForMultipleChoice
         >>> config = BertConfig.preset("tiny", vocab_size=8192)

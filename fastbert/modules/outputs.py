@@ -20,7 +20,7 @@ class ModelOutput:
     work. So do ``keys()``, ``items()``, ``values()``, ``len``, ``in`` and ``**output``. A field
     that is None is present as an attribute only.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fastbert.modules import MaskedLMOutput
         >>> output = MaskedLMOutput(logits=torch.zeros(2, 4, 8))

@@ -98,7 +98,7 @@ class BertPreTrainedModel(nn.Module):
                 the file and the reason.
             OSError: If a save that was killed after its commit point cannot be finished.
 
-        Example:
+        Examples:
             >>> import tempfile
             >>> from fastbert import BertConfig, BertModel
             >>> model = BertModel(BertConfig.preset("tiny", vocab_size=8192))
@@ -177,7 +177,7 @@ class BertPreTrainedModel(nn.Module):
             ValueError: If the backend that the model asks for cannot serve an operation, as in
                 `forward`.
 
-        Example:
+        Examples:
             >>> from fastbert import BertConfig, BertModel
             >>> model = BertModel(BertConfig.preset("tiny"), backend="reference")
             >>> model.backends("cpu")["attention"]

@@ -82,7 +82,7 @@ def attention(
     Note:
         Vaswani et al. 2017, eq. 1. The softmax is computed in fp32.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fastbert import ops
         >>> q = k = v = torch.randn(2, 4, 16, 32)

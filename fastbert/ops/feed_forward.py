@@ -123,7 +123,7 @@ def feed_forward(
     Note:
         Vaswani et al. 2017, eq. 2, with GELU for ReLU; Shazeer 2020 for the gated forms.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fastbert import ops
         >>> x = torch.randn(8, 64)

@@ -61,7 +61,7 @@ def layer_norm(
     Note:
         Ba et al. 2016. Mean and variance are computed in fp32, in two passes over the row.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fastbert import ops
         >>> x, residual = torch.randn(2, 3, 768), torch.randn(2, 3, 768)

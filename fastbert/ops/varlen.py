@@ -43,7 +43,7 @@ def unpad(x: Tensor, mask: Tensor) -> Packed:
     Raises:
         ValueError: If a shape or a device is not allowed.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fastbert import ops
         >>> mask = torch.tensor([[True, True, False], [True, False, False]])

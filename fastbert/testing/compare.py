@@ -144,7 +144,7 @@ def compare(
     Raises:
         ValueError: If `factor` or the dtype of `oracle` breaks the rule. A bad result never raises.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fastbert.testing.compare import compare
         >>> oracle = torch.linspace(0, 1, 100, dtype=torch.float64).exp()

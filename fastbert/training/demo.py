@@ -108,7 +108,7 @@ class _Phases:
 def _refuse_foreign(folder: Path) -> None:
     """Raise ValueError if `folder` is a file or has a checkpoint that no earlier demo wrote."""
     if folder.exists() and not folder.is_dir():
-        raise ValueError(f"out: {folder} is a file, allowed: a folder, or a name not taken")
+        raise ValueError(f"out: {folder} is a file, allowed: a folder, or an unused name")
     report = folder / "report.md"
     own = report.is_file() and report.read_text(encoding="utf-8").startswith(TITLE)
     if (folder / CHECKPOINT).exists() and not own:
