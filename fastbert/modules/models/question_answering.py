@@ -70,14 +70,16 @@ class BertForQuestionAnswering(TaskModel):
             position_ids: As in `BertModel.forward`.
             inputs_embeds: As in `BertModel.forward`.
             start_positions: Index of the first token of each answer, integers of shape ``(B,)`` or
-                ``(B, 1)``. An index of at least ``L`` does not count.
+                ``(B, 1)``. As in transformers, a negative index counts as 0, and an index of at
+                least ``L`` does not count.
             end_positions: Index of the last token of each answer, as `start_positions`.
             return_dict: As in `BertModel.forward`.
             **options: Keyword arguments of `BertModel.encode`.
 
         Returns:
             ``start_logits`` and ``end_logits`` of shape ``(B, L)``, or ``(B, max_seqlen)`` for
-            packed input. ``loss`` is None unless both positions are given.
+            packed input. ``loss`` is None unless both positions are given. The cross entropy of
+            starts or ends is 0 if none of them counts.
 
         Raises:
             ValueError: As in `BertModel.forward`.
