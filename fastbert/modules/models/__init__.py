@@ -2,7 +2,7 @@
 
 Arguments, outputs, losses and state-dict names match the transformers classes with the same names.
 Padding is different on purpose. Nothing is computed at padded positions, so logits are 0 and labels
-do not count there.
+do not count there. In question answering, these logits are the lowest number of the dtype instead.
 """
 
 from fastbert.modules.models.classification import (

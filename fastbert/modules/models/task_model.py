@@ -39,9 +39,9 @@ class TaskModel(BertPreTrainedModel):
         """Create the encoder."""
         if config.model_type != "bert":
             raise ValueError(
-                f"model_type: got {config.model_type!r}, allowed: bert; of another family "
-                "fastbert.BertModel is the encoder, and fastbert.accelerate takes transformers' "
-                "models with their heads"
+                f"model_type: got {config.model_type!r}, allowed: bert; fastbert.BertModel is the "
+                "encoder of the other families, and fastbert.accelerate takes models of "
+                "transformers with a head"
             )
         super().__init__(config, backend)
         self.bert = BertModel(config, add_pooling_layer=pooling, backend=backend)
