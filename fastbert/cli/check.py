@@ -58,6 +58,8 @@ def check(
     one_of("--dtype", dtype, DTYPES)
     if cases and case is not None:
         raise ValueError(f"--case: got {case!r} with --cases, allowed: one of the two")
+    if cases and quick:
+        raise ValueError(f"--quick: got it with --cases {cases}, allowed: one of the two")
     rows = list(_with_progress(op, case, backend, dtype, quick, cases, seed))
     if not rows:
         raise ValueError(f"--backend: got {backend!r}, which serves nothing of {op} here")
@@ -90,7 +92,7 @@ def _with_progress(
     whole_model = op in (None, model_parity.CASE.op) and case in (None, model_parity.CASE.name)
     whole_model = whole_model and not random
     only_model = whole_model and (op, case) != (None, None)
-    selections = [] if only_model else _selections(op, case, backend, kind, quick)
+    selections = [] if only_model else _selections(op, case, backend, kind, quick, random)
     selections = [{**selection, "random": random, "seed": seed} for selection in selections]
     total = sum(len(parity.plan(**selection)) for selection in selections) + int(whole_model)
     columns = (TextColumn("check"), BarColumn(), TextColumn("{task.description}"))
@@ -113,7 +115,7 @@ def _with_progress(
 
 
 def _selections(
-    op: str | None, case: str | None, backend: str | None, dtype: Any, quick: bool
+    op: str | None, case: str | None, backend: str | None, dtype: Any, quick: bool, random: int
 ) -> list[dict[str, Any]]:
     """One selection of cases per backend that serves any of them here."""
     import torch
@@ -130,7 +132,7 @@ def _selections(
             "backend": name,
             "dtype": dtype,
             "case": case,
-            "quick": quick or (interpreted and backend is None and case is None),
+            "quick": quick or (interpreted and backend is None and case is None and not random),
         }
         try:
             parity.plan(**selection)

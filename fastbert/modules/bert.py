@@ -258,7 +258,5 @@ class BertModel(BertPreTrainedModel):
             ValueError: If the model has no pooler.
         """
         if self.pooler is None:
-            raise ValueError(
-                "pooler: got None (add_pooling_layer=False), allowed: a model with one"
-            )
+            raise ValueError("pooler: got None, allowed: a model that has a pooler")
         return self.pooler(encoded.layout.first(encoded.rows))

@@ -113,8 +113,7 @@ def enter(
 def check_range(name: str, index: Tensor, size: int, ignored: int | None = None) -> None:
     """Check the dtype and the values of an index.
 
-    Values on another device than the CPU are not checked, and neither are values while
-    ``torch.compile`` traces.
+    Values are checked on the CPU only, and not while ``torch.compile`` traces.
 
     Args:
         name: Name of the argument `index`, for messages.
@@ -164,7 +163,7 @@ def _tokens(
 
 
 def _index(name: str, index: Tensor | None, shape: tuple[int, ...], size: int) -> Tensor | None:
-    """Check an index and return it.
+    """Return an index after checks; None stays None.
 
     In a padded batch, one row of shape ``(1, L)`` may stand for all sequences, as in transformers.
     """
@@ -318,8 +317,7 @@ def _masked_layout(batch: int, length: int, attention_mask: Tensor) -> BatchLayo
         if mask.dtype.is_floating_point and binary and bool((mask == 1).any()):
             raise ValueError(
                 "attention_mask: got a floating mask of zeros and ones with 3 or 4 dims, allowed: "
-                "bool "
-                "(true = attend) or additive (0 = attend, -1e4 or less = hidden)"
+                "bool (true = attend) or additive (0 = attend, -1e4 or less = hidden)"
             )
         if not mask.dtype.is_floating_point and not binary:
             raise ValueError("attention_mask: got integers other than 0 and 1, allowed: 0, 1")

@@ -137,8 +137,8 @@ class BertPreTrainedModel(nn.Module):
         """
         if any(isinstance(part, QuantizedLinear) for part in self.modules()):
             raise ValueError(
-                "save_pretrained: got a quantised model, allowed: one that is not; save its "
-                "state_dict(), or save the model before fastbert.quantize"
+                "save_pretrained: got a quantised model, allowed: a model that is not quantised; "
+                "save its state_dict(), or save the model before fastbert.quantize"
             )
         checkpoint.write(folder, self)
 

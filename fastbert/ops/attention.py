@@ -408,8 +408,7 @@ def _gradient(ctx: Any, dout: Tensor, dlse: Tensor | None) -> dict[str, Tensor]:
     dq, dk, dv, dbias = _attention_backward(
         dout, q, k, v, out, lse, ctx.needs.bias, *options, ctx.backend
     )
-    gradients = {"q": dq, "k": dk, "v": dv}
-    return {**gradients, "bias": dbias} if ctx.needs.bias else gradients
+    return {"q": dq, "k": dk, "v": dv, "bias": dbias}
 
 
 differentiable("attention", _gradient, _setup_context)
@@ -482,7 +481,7 @@ def _qkvpacked_gradient(ctx: Any, dout: Tensor, dlse: Tensor | None) -> dict[str
     dqkv, dbias = _attention_qkvpacked_backward(
         dout, qkv, out, lse, ctx.needs.bias, *options, ctx.backend
     )
-    return {"qkv": dqkv, "bias": dbias} if ctx.needs.bias else {"qkv": dqkv}
+    return {"qkv": dqkv, "bias": dbias}
 
 
 differentiable("attention_qkvpacked", _qkvpacked_gradient, _qkvpacked_setup_context)

@@ -158,7 +158,7 @@ def _gradient(ctx: Any, dloss: Tensor, *_: Tensor | None) -> dict[str, Tensor | 
         dloss, hidden, weight, bias, labels, statistics, order,
         ctx.ignore_index, ctx.reduction, ctx.backend,
     )  # fmt: skip
-    return {"hidden": dhidden, "weight": dweight, "bias": dbias if ctx.needs.bias else None}
+    return {"hidden": dhidden, "weight": dweight, "bias": dbias}
 
 
 differentiable("linear_cross_entropy", _gradient, _setup_context)

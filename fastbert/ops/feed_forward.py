@@ -25,7 +25,6 @@ from fastbert.ops.register import (
     differentiable,
     empty_like_needed,
     once_differentiable,
-    only_needed,
     operator,
     or_empty,
 )
@@ -244,8 +243,10 @@ def _setup_context(ctx: Any, a: Any, output: tuple[Tensor, Tensor]) -> None:
 def _gradient(ctx: Any, dy: Tensor, _: Tensor | None) -> dict[str, Tensor]:
     x, weight, bias, h = ctx.saved_tensors
     needs = [ctx.needs.x, ctx.needs.weight, ctx.needs.bias]
-    gradients = _linear_gelu_backward(dy, x, weight, bias, h, ctx.activation, needs, ctx.backend)
-    return only_needed(("x", "weight", "bias"), gradients, needs)
+    dx, dweight, dbias = _linear_gelu_backward(
+        dy, x, weight, bias, h, ctx.activation, needs, ctx.backend
+    )
+    return {"x": dx, "weight": dweight, "bias": dbias}
 
 
 differentiable("linear_gelu", _gradient, _setup_context)
@@ -342,7 +343,7 @@ def _feed_forward_gradient(ctx: Any, dy: Tensor, _: Tensor | None) -> dict[str, 
     gradients = _feed_forward_backward(
         dy, x, w1, b1, w2, b2, h, None, ctx.activation, needs, ctx.backend
     )
-    return only_needed(names, gradients, needs)
+    return dict(zip(names, gradients, strict=True))
 
 
 differentiable("feed_forward", _feed_forward_gradient, _feed_forward_setup_context)

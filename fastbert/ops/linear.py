@@ -22,7 +22,6 @@ from fastbert.ops.register import (
     differentiable,
     empty_like_needed,
     once_differentiable,
-    only_needed,
     operator,
     or_empty,
 )
@@ -115,8 +114,8 @@ def _setup_context(ctx: Any, a: Any, output: Tensor) -> None:
 def _gradient(ctx: Any, dy: Tensor) -> dict[str, Tensor | None]:
     x, weight, bias = ctx.saved_tensors
     needs = [ctx.needs.x, ctx.needs.weight, ctx.needs.bias]
-    gradients = _linear_backward(dy, x, weight, bias, None, needs, ctx.backend)
-    return only_needed(("x", "weight", "bias"), gradients, needs)
+    dx, dweight, dbias = _linear_backward(dy, x, weight, bias, None, needs, ctx.backend)
+    return {"x": dx, "weight": dweight, "bias": dbias}
 
 
 differentiable("linear", _gradient, _setup_context)

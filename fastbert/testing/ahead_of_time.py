@@ -246,7 +246,7 @@ def global_loads(sass: str) -> dict[int, int]:
 
     A bulk copy counts as 16 bytes.
 
-    Example:
+    Examples:
         >>> from fastbert.testing.ahead_of_time import global_loads
         >>> global_loads("LDG.E.128 R4; LDG.E R8; LDG.E.U16 R9; LDG.E.128 R12;")
         {16: 2, 4: 1, 2: 1}

@@ -79,7 +79,7 @@ class Case:
         quick: Whether the case belongs to the quick selection.
         gpu_tiles: Whether Triton's interpreter runs the case with the tiles of a GPU.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fastbert.testing.selection import find
         >>> (case,) = find("linear", "bias")

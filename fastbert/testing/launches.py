@@ -100,7 +100,7 @@ def counted() -> Iterator[Launches]:
     Yields:
         The counts, which grow while the block runs.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fastbert.testing.launches import counted
         >>> with counted() as launches:

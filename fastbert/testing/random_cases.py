@@ -122,7 +122,7 @@ def free_logits(queries: int, keys: int, causal: bool = False, window: Any = Non
     Returns:
         The number of free logits.
 
-    Example:
+    Examples:
         >>> from fastbert.testing.random_cases import free_logits
         >>> free_logits(3, 3, causal=True)
         3
@@ -333,7 +333,7 @@ def named(name: str, op: str | None) -> Case:
     Raises:
         ValueError: If `op` is None, or if `name` has another form.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fastbert.testing.random_cases import named
         >>> named("random-0-5", "linear").command("triton", torch.float32)

@@ -27,7 +27,7 @@ from fastbert.data import read_documents, stories
 from fastbert.testing import parity
 from fastbert.testing.model_parity import check_model
 from fastbert.training.checkpoint import CHECKPOINT
-from fastbert.training.examples import Example, fill_masks
+from fastbert.training.examples import Example, predict_words
 from fastbert.training.loop import TrainResult, pretrain
 from fastbert.training.options import PretrainOptions
 from fastbert.training.preparation import Documents, split_documents
@@ -222,7 +222,7 @@ def _look(
 ) -> tuple[list[Example], Reopened | None]:
     """Predict masked words with the saved model and compare the model with transformers."""
     with phase("Predictions of the model") as say:
-        examples = fill_masks(result.checkpoint, held_out[:4], max_length)
+        examples = predict_words(result.checkpoint, held_out[:4], max_length)
         for example in examples:
             say(f"{example.text}  →  {', '.join(example.guesses)}  (was: {example.truth})")
     with phase("The checkpoint in transformers") as say:
