@@ -78,7 +78,9 @@ def collect_model(path_or_hub_id: str) -> dict[str, Any]:
             "heads": f"{config.num_attention_heads} of {config.head_dim}",
             "activation": f"{config.hidden_act}{', gated' if choices.gated else ''}",
             "positions": _positions(config),
-            "windows": f"{len(windows)} layers see {windows[0]} tokens on each side" if windows else None,
+            "windows": f"{len(windows)} layers see {windows[0]} tokens on each side"
+            if windows
+            else None,
         },
         "backends": rows,
     }
