@@ -39,10 +39,10 @@ help:
 .venv/fastbert: SHELL := bash
 .venv/fastbert: .SHELLFLAGS := -o pipefail -c
 .venv/fastbert: .venv/torch pyproject.toml $(SOURCES)
-	$(SAY) "Compiling the C++ kernels: 2 minutes on two idle cores, up to 15 on busy ones. A line is printed" \
-		"for each finished file. Later builds compile only the changed files."
+	$(SAY) "Compiling the C++ kernels: 1 to 2 minutes on two idle cores, up to 15 on busy ones. A line" \
+		"is printed for each finished file. Later builds compile only the changed files."
 	@$(BIN)/python setup.py --quiet build_ext --inplace 2>&1 | \
-		sed -u -E 's|^(\[[0-9]+/[0-9]+\]) .* -c ([^ ]+) .*|\1 compiled \2|'
+		sed -u -E 's|^(\[[0-9]+/[0-9]+\]) .* -c ($(CURDIR)/)?([^ ]+) .*|\1 compiled \3|'
 	$(SAY) "Installing fastbert and its Python packages: 1 to 2 minutes, most of it download."
 	$(PIP) --no-build-isolation --editable '.[test]'
 	@touch $@
