@@ -1,9 +1,9 @@
-"""The faults that ``make mutate`` puts into the C++ code: the mistakes such kernels really have.
+"""The faults that ``make mutate`` puts into the C++ code: typical mistakes in such kernels.
 
-Each is one wrong line, as in faults.py. A noun names what is compiled with the fault (one source,
-or of one instruction-set level the kernels of one header) and the tests that the fault has to get
-past. What only a sanitizer shows, memory read or written without an effect on a result, is not
-here.
+Each fault is one wrong line, as in faults.py. A noun selects the code that is compiled with the
+fault, which is one source, or the kernels of one header at one instruction-set level. It also
+selects the tests that must catch the fault. Faults that only a sanitizer shows, because they change
+no result, are not here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def source(name: str) -> Unit:
     return Unit(f"{CPU}/{name}.cpp")
 
 
-# Noun → what is compiled. Of the sources that include a header with a fault, one is compiled.
+# Noun → the unit that is compiled. Of the sources that include a faulty header, one is compiled.
 UNITS: dict[str, Unit] = {
     "cpu_activation": level("avx2", "rows/activation_kernel.h"),
     "cpu_attention": level("avx2", "attention/forward_kernel.h"),
@@ -62,7 +62,7 @@ UNITS: dict[str, Unit] = {
     "cpu_varlen": source("varlen"),
 }
 
-# Noun → the tests that a fault in it has to get past.
+# Noun → the tests that must catch a fault.
 CPP_SELECTIONS: dict[str, list[str]] = {
     "cpu_activation": ["tests/csrc/test_feed_forward.py", "-k", "avx2"],
     "cpu_attention": ["tests/csrc/test_attention.py", "-k", "avx2"],
@@ -1504,7 +1504,7 @@ CPP_FAULTS: tuple[Fault, ...] = (
     *PACKED,
 )
 
-# Files of csrc/cpu without a fault of their own, and why.
+# Files of csrc/cpu without a fault, by the reason.
 WITHOUT_FAULTS: dict[str, str] = {
     f"{CPU}/{name}": reason
     for reason, names in {

@@ -1,8 +1,8 @@
-"""The faults that ``make mutate`` puts into the Triton kernels: mistakes such kernels really have.
+"""The faults that ``make mutate`` puts into the Triton kernels: typical mistakes in such kernels.
 
-Each is one wrong line that changes a result or reads or leaves memory that it must not. What only a
-compiler or a GPU shows (tf32, spills, races) is not here: tests/kernels/faulty_launches.py has it.
-The faults of the C++ code are in cpp_faults.py.
+Each fault is one wrong line that changes a result, reads forbidden memory or leaves memory
+unwritten. tests/kernels/faulty_launches.py has the faults that only a compiler or a GPU shows
+(tf32, spills, races). The faults of the C++ code are in cpp_faults.py.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from typing import NamedTuple
 
 
 class Fault(NamedTuple):
-    """One wrong line. ``old`` stands exactly once in ``file``, a path from the repository's root;
-    ``noun`` picks the tests.
+    """One wrong line.
+
+    ``file`` is a path from the root of the repository and contains ``old`` exactly once. ``noun``
+    selects the tests.
     """
 
     name: str
@@ -22,7 +24,7 @@ class Fault(NamedTuple):
     new: str
 
     def broken(self, text: str) -> str:
-        """``text`` with the fault. ValueError: ``old`` is not there, or not only once."""
+        """Return ``text`` with the fault, or raise ValueError if ``old`` is not in it once."""
         count = text.count(self.old)
         if count != 1:
             raise ValueError(f"{self.name}: {self.file} contains {self.old!r} {count} times")
@@ -31,7 +33,7 @@ class Fault(NamedTuple):
 
 PARITY = "tests/ops/test_parity.py"
 
-# Noun → the tests that a fault in its kernels has to get past.
+# Noun → the tests that must catch a fault in its kernels.
 SELECTIONS: dict[str, list[str]] = {
     "attention": [
         "tests/kernels/test_attention_kernels.py",
