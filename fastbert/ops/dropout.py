@@ -1,4 +1,4 @@
-"""Dropout on its own, for places where no other operation applies it, in differentiable PyTorch."""
+"""Dropout of a tensor, in differentiable PyTorch, for code outside of the fused operations."""
 
 from __future__ import annotations
 
