@@ -143,13 +143,13 @@ def rotary_backward(dy, cos, sin, heads):
 
 
 def linear_gelu_forward(x, weight, bias, activation, save):
-    """(y, h): the activation of h and h = x Wᵀ + bias, empty when nothing is to be saved."""
+    """Return the activation of h, and h = x Wᵀ + bias, which is empty unless it is to be saved."""
     h = torch.nn.functional.linear(x, weight, bias)
     return reference.activate(h, activation), h if save else x.new_empty(0)
 
 
-def gelu_backward(da, h, sum_rows, activation):
-    """Compute the gradient of h where a = activation(h), its sum over the rows if wanted, and a.
+def activation_backward(da, h, sum_rows, activation):
+    """Compute the gradient of h, its sum over the rows if wanted, and a = activation(h).
 
     All three are computed in at least fp32.
     """
