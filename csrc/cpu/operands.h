@@ -96,14 +96,10 @@ inline float* row_scratch(const Kernels& k, int64_t columns) {
   return (float*)thread_scratch(k.layer_norm_scratch(columns) * (int64_t)sizeof(float));
 }
 
-// What may follow a product in its own pass.
+// The activation in the epilogue of a product.
 inline Activation epilogue_activation(const std::string& name) {
-  if (name == "none") return Activation::none;
-  if (name == "gelu") return Activation::gelu;
-  if (name == "gelu_tanh") return Activation::gelu_tanh;
-  TORCH_CHECK_VALUE(name == "relu", "activation: got '", name,
-                    "', allowed: 'none', 'gelu', 'gelu_tanh', 'relu'");
-  return Activation::relu;
+  return activation_of(
+      name, {Activation::none, Activation::gelu, Activation::gelu_tanh, Activation::relu});
 }
 
 inline Dropout dropout_of(double p, const OptionalTensor& seed) {

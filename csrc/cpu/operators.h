@@ -97,25 +97,17 @@ at::Tensor attention_weights(const at::Tensor& q, const at::Tensor& k, const Opt
 at::Tensor attention_qkvpacked(const at::Tensor& qkv, const OptionalTensor& mask,
                                const OptionalTensor& cu_seqlens, int64_t max_seqlen, double scale);
 
-// f(h + bias), f "gelu", "gelu_tanh", "relu", or gated "geglu", "swiglu": h (M, 2 N) to (M, N).
+// activation(h + bias): h (M, N), or (M, 2 N) if gated, to (M, N).
 at::Tensor activation_forward(const at::Tensor& h, const OptionalTensor& bias,
                               const std::string& activation);
 
-// Gradients of h and, with sum_rows, of its bias; with `recompute` the activation itself (for the
-// gradient of the next weight) from the same read of h. The others are empty.
+// Gradients of h and, with `sum_rows`, of the bias. With `recompute` also activation(h + bias), for
+// the gradient of the next weight, from the same read of h. The other results are empty.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> activation_backward(const at::Tensor& dy,
                                                                    const at::Tensor& h,
                                                                    const OptionalTensor& bias,
                                                                    const std::string& activation,
                                                                    bool sum_rows, bool recompute);
-
-// The same for the two forms of GELU, by name: "none" or "tanh".
-at::Tensor bias_gelu_forward(const at::Tensor& h, const OptionalTensor& bias,
-                             const std::string& approximate);
-
-std::tuple<at::Tensor, at::Tensor> bias_gelu_backward(const at::Tensor& dy, const at::Tensor& h,
-                                                      const OptionalTensor& bias,
-                                                      const std::string& approximate);
 
 // Layer norm, and dropout, of the sum of three rows, one of each table: y, mean and rstd.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> embedding_forward(

@@ -408,21 +408,20 @@ def _triton_backward(
     return feed_forward_backward(dy, w2, h, activation=activation, sum_rows=summed)
 
 
-def _extension_forward(
+def _cuda_forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, save: bool
 ) -> tuple[Tensor, Tensor]:
     h = x @ weight.t()
-    y = torch.ops.fastbert_C.bias_gelu_forward(h, bias, ACTIVATIONS[activation].approximate)
+    y = torch.ops.fastbert_C.activation_forward(h, bias, activation)
     return y, h if save else x.new_empty(0)
 
 
-def _extension_backward(
+def _cuda_backward(
     dy: Tensor, w2: Tensor | None, h: Tensor, bias: Tensor | None, activation: str
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    da, form = dy if w2 is None else dy @ w2, ACTIVATIONS[activation].approximate
-    dh, dbias = torch.ops.fastbert_C.bias_gelu_backward(da, h, bias, form)
-    a = None if w2 is None else torch.ops.fastbert_C.bias_gelu_forward(h, bias, form)
-    return dh, dbias, a
+    da = dy if w2 is None else dy @ w2
+    summed, again = bias is not None, w2 is not None
+    return torch.ops.fastbert_C.activation_backward(da, h, bias, activation, summed, again)
 
 
 def _cpu_forward(
@@ -462,8 +461,6 @@ backends.TABLES["linear_gelu"] = backends.TABLES["feed_forward"] = {
         closed_form.linear_gelu_forward, _reference_backward, backends.ALL_DTYPES
     ),
     "triton": backends.Implementation(_triton_forward, _triton_backward),
-    "cuda": backends.Implementation(
-        _extension_forward, _extension_backward, refuses=_refuses_all_but_gelu
-    ),
+    "cuda": backends.Implementation(_cuda_forward, _cuda_backward, refuses=_refuses_all_but_gelu),
     "cpu": backends.Implementation(_cpu_forward, _cpu_backward),
 }

@@ -10,13 +10,12 @@
 
 #include <cstdint>
 
+#include "../../activations.h"
+
 namespace fastbert::cpu {
 
 // Storage format of activations; arithmetic and statistics are fp32 in every format.
 enum class Format : int32_t { f32, bf16, f16 };
-
-// The gated ones take twice the columns: f of the first half times the second half.
-enum class Activation : int32_t { none, gelu, gelu_tanh, relu, geglu, swiglu };
 
 // A row-major matrix whose rows lie `stride` elements apart; data is null where an operand is
 // absent.
@@ -155,7 +154,7 @@ struct CrossEntropyBackward {
   void* rounded;
 };
 
-// y = f(h + bias), contiguous, rows of `columns` elements; gated, h and bias have twice as many.
+// y = activation(h + bias), contiguous; y has `columns` columns, h and bias twice as many if gated.
 struct ActivationForward {
   Format format;
   Activation activation;
@@ -165,8 +164,8 @@ struct ActivationForward {
   void* y;
 };
 
-// The gradient dh of h, and `a` = y again where it is not null; both contiguous. The sum of dh over
-// a chunk's rows is added to its partial sums, as long as a row of h, where there are any.
+// The gradient dh of h and, unless it is null, a = y; both contiguous. The sum of dh over the rows
+// of a chunk is added to the partial sums of the chunk, which are null or as long as a row of h.
 struct ActivationBackward {
   Format format;
   Activation activation;
