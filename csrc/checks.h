@@ -13,6 +13,8 @@
 #include <optional>
 #include <string>
 
+#include "activations.h"
+
 namespace fastbert {
 
 using OptionalTensor = std::optional<at::Tensor>;
@@ -156,16 +158,23 @@ inline void check_layer_norm_backward(const at::Tensor& dy, const at::Tensor& x,
   check_statistic("rstd", rstd, x);
 }
 
-inline void check_bias_gelu(const at::Tensor& h, const OptionalTensor& bias) {
+inline void check_pre_activation(const at::Tensor& h, const OptionalTensor& bias) {
   check_matrix("h", h);
   if (bias) check_parameter("bias", *bias, h);
 }
 
-// Returns whether the caller asks for the tanh form of GELU.
-inline bool check_approximate(const std::string& approximate) {
-  TORCH_CHECK_VALUE(approximate == "none" || approximate == "tanh", "approximate: got '",
-                    approximate, "', allowed: 'none', 'tanh'");
-  return approximate == "tanh";
+// The activation called `name`, which has to be in `allowed`; `where` may add a place to the error.
+inline Activation activation_of(const std::string& name, std::initializer_list<Activation> allowed,
+                                const char* where = "") {
+  const auto name_of = [](Activation a) { return kActivationNames[static_cast<int32_t>(a)]; };
+  for (const Activation activation : allowed) {
+    if (name == name_of(activation)) return activation;
+  }
+  std::string names;
+  for (const Activation activation : allowed) {
+    names += std::string(names.empty() ? "'" : ", '") + name_of(activation) + "'";
+  }
+  TORCH_CHECK_VALUE(false, "activation: got '", name, "', allowed", where, ": ", names);
 }
 
 // Returns a contiguous copy of numbers that a kernel indexes with. No other thread can write to the

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from fastbert import ops
+from fastbert.activations import ACTIVATIONS
 from fastbert.ops.backend import TABLES, Implementation, Request
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -23,7 +24,6 @@ RESULTS = ROOT / "benchmarks" / "results"
 MACHINES = {"2026-11-22-zen5-2-cores": "Zen 5", "2026-11-22-xeon-amx-2-cores": "Xeon AMX"}
 CALL = re.compile(r"^\{\{ (\w+)(.*) \}\}$", re.MULTILINE)
 BACKENDS = ("reference", "triton", "cpu", "cuda")
-ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "geglu", "swiglu")
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:

@@ -148,7 +148,7 @@ def gemm_variants(op: str, direction: str, device: str) -> list[Contender]:
 def _linear_gelu_engine(engine: str, inputs: Inputs) -> Prepared:
     kernels = importlib.import_module("fastbert.kernels.feed_forward")
     x, weight, bias = (t.detach() for t in inputs.positional.values())
-    options = {"approximate": "none", "save": False, "engine": engine}
+    options = {"activation": "gelu", "save": False, "engine": engine}
     return Prepared(lambda: kernels.linear_gelu_forward(x, weight, bias, **options)[0], [])
 
 
@@ -160,7 +160,7 @@ def _feed_forward_engine(engine: str, inputs: Inputs) -> Prepared:
     h = F.linear(x, w1, b1)
 
     def backward(dy: Tensor) -> Any:
-        dh, db1, a = kernels.feed_forward_backward(dy, w2, h, approximate="none", engine=engine)
+        dh, db1, a = kernels.feed_forward_backward(dy, w2, h, activation="gelu", engine=engine)
         return dh @ w1, dh.t() @ x, db1, dy.t() @ a, sum_rows(dy, b2.dtype)
 
     return Prepared(lambda: F.linear(F.gelu(h), w2, b2), [], backward=backward)

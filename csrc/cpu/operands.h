@@ -100,12 +100,8 @@ inline float* row_scratch(const Kernels& k, int64_t columns) {
 
 // Returns the activation of this name that the epilogue of a product can apply.
 inline Activation epilogue_activation(const std::string& name) {
-  if (name == "none") return Activation::none;
-  if (name == "gelu") return Activation::gelu;
-  if (name == "gelu_tanh") return Activation::gelu_tanh;
-  TORCH_CHECK_VALUE(name == "relu", "activation: got '", name,
-                    "', allowed: 'none', 'gelu', 'gelu_tanh', 'relu'");
-  return Activation::relu;
+  return activation_of(
+      name, {Activation::none, Activation::gelu, Activation::gelu_tanh, Activation::relu});
 }
 
 inline Dropout dropout_of(double p, const OptionalTensor& seed) {

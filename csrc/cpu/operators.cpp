@@ -25,10 +25,6 @@ TORCH_LIBRARY(fastbert_C, m) {
       "layer_norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor mean, Tensor rstd, "
       "Tensor? residual, Tensor? x_bias, Tensor? seed, float dropout_p) "
       "-> (Tensor dsum, Tensor dx, Tensor dweight, Tensor dbias, Tensor dx_bias)");
-  m.def("bias_gelu_forward(Tensor h, Tensor? bias, str approximate) -> Tensor");
-  m.def(
-      "bias_gelu_backward(Tensor dy, Tensor h, Tensor? bias, str approximate) "
-      "-> (Tensor dh, Tensor dbias)");
   m.def("activation_forward(Tensor h, Tensor? bias, str activation) -> Tensor");
   m.def(
       "activation_backward(Tensor dy, Tensor h, Tensor? bias, str activation, bool sum_rows, "
@@ -111,8 +107,6 @@ at::Tensor from_memory(void* data, int64_t bytes, const std::function<void(void*
 TORCH_LIBRARY_IMPL(fastbert_C, CPU, m) {
   implement<layer_norm_forward>(m, "layer_norm_forward");
   implement<layer_norm_backward>(m, "layer_norm_backward");
-  implement<bias_gelu_forward>(m, "bias_gelu_forward");
-  implement<bias_gelu_backward>(m, "bias_gelu_backward");
   implement<activation_forward>(m, "activation_forward");
   implement<activation_backward>(m, "activation_backward");
   implement<rms_norm_forward>(m, "rms_norm_forward");

@@ -116,14 +116,6 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> activation_backward(const at::Ten
                                                                    const std::string& activation,
                                                                    bool sum_rows, bool recompute);
 
-// The same for the two forms of GELU: `approximate` is "none" or "tanh".
-at::Tensor bias_gelu_forward(const at::Tensor& h, const OptionalTensor& bias,
-                             const std::string& approximate);
-
-std::tuple<at::Tensor, at::Tensor> bias_gelu_backward(const at::Tensor& dy, const at::Tensor& h,
-                                                      const OptionalTensor& bias,
-                                                      const std::string& approximate);
-
 // Returns y = dropout(LN(sum)), mean and rstd, where the sum takes one row of each of three tables.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> embedding_forward(
     const at::Tensor& ids, const at::Tensor& token_types, const at::Tensor& positions,

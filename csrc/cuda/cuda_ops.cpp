@@ -134,50 +134,56 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> layer_nor
           x_bias ? dx_bias.to(x_bias_in->scalar_type()) : dx_bias};
 }
 
-Gelu gelu_of(const std::string& approximate) {
-  return check_approximate(approximate) ? Gelu::tanh : Gelu::erf;
+Activation gelu_activation(const std::string& name) {
+  return activation_of(name, {Activation::gelu, Activation::gelu_tanh}, " by the CUDA kernels");
 }
 
-at::Tensor bias_gelu_forward_op(const at::Tensor& h_in, const OptionalTensor& bias_in,
-                                const std::string& approximate) {
-  check_bias_gelu(h_in, bias_in);
-  const c10::cuda::CUDAGuard guard(h_in.device());
-  const auto h = fastbert::with_unit_columns(h_in);
-  const auto bias = readable(bias_in);
+at::Tensor activate(Activation activation, const at::Tensor& h, const OptionalTensor& bias) {
   const int64_t rows = h.size(0), columns = h.size(1);
   auto y = at::empty({rows, columns}, h.options());
-  const BiasGeluForward params = {format_of(h),    gelu_of(approximate), rows, columns, matrix(h),
-                                  parameter(bias), y.mutable_data_ptr()};
-  C10_CUDA_CHECK(bias_gelu_forward(params, c10::cuda::getCurrentCUDAStream()));
+  const ActivationForward params = {format_of(h),    activation,          rows, columns, matrix(h),
+                                    parameter(bias), y.mutable_data_ptr()};
+  C10_CUDA_CHECK(activation_forward(params, c10::cuda::getCurrentCUDAStream()));
   return y;
 }
 
-std::tuple<at::Tensor, at::Tensor> bias_gelu_backward_op(const at::Tensor& dy_in,
-                                                         const at::Tensor& h_in,
-                                                         const OptionalTensor& bias_in,
-                                                         const std::string& approximate) {
-  check_bias_gelu(h_in, bias_in);
+at::Tensor activation_forward_op(const at::Tensor& h, const OptionalTensor& bias,
+                                 const std::string& name) {
+  const Activation activation = gelu_activation(name);
+  check_pre_activation(h, bias);
+  const c10::cuda::CUDAGuard guard(h.device());
+  return activate(activation, fastbert::with_unit_columns(h), readable(bias));
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> activation_backward_op(
+    const at::Tensor& dy_in, const at::Tensor& h_in, const OptionalTensor& bias_in,
+    const std::string& name, bool sum_rows, bool recompute) {
+  const Activation activation = gelu_activation(name);
+  check_pre_activation(h_in, bias_in);
   check_same("dy", dy_in, h_in);
   const c10::cuda::CUDAGuard guard(h_in.device());
   const auto dy = fastbert::with_unit_columns(dy_in), h = fastbert::with_unit_columns(h_in);
   const auto bias = readable(bias_in);
   const int64_t rows = h.size(0), columns = h.size(1);
+  const auto fp32 = h.options().dtype(at::kFloat);
   auto dh = at::empty({rows, columns}, h.options());
-  auto partial =
-      at::empty({bias ? bias_gelu_partials(rows) : 0, columns}, h.options().dtype(at::kFloat));
-  auto dbias = bias ? at::empty({columns}, bias->options()) : at::empty({0}, h.options());
-  const BiasGeluBackward params = {format_of(h),
-                                   gelu_of(approximate),
-                                   rows,
-                                   columns,
-                                   matrix(dy),
-                                   matrix(h),
-                                   parameter(bias),
-                                   dh.mutable_data_ptr(),
-                                   partial.mutable_data_ptr<float>(),
-                                   dbias.mutable_data_ptr()};
-  C10_CUDA_CHECK(bias_gelu_backward(params, c10::cuda::getCurrentCUDAStream()));
-  return {dh, bias ? dbias.to(bias_in->scalar_type()) : dbias};
+  auto partial = at::empty({sum_rows ? activation_partials(rows) : 0, columns}, fp32);
+  auto dbias =
+      sum_rows ? at::empty({columns}, bias ? bias->options() : fp32) : at::empty({0}, h.options());
+  const ActivationBackward params = {format_of(h),
+                                     activation,
+                                     rows,
+                                     columns,
+                                     matrix(dy),
+                                     matrix(h),
+                                     parameter(bias),
+                                     dh.mutable_data_ptr(),
+                                     partial.mutable_data_ptr<float>(),
+                                     sum_rows ? dbias.mutable_data_ptr() : nullptr,
+                                     format_of(dbias)};
+  C10_CUDA_CHECK(activation_backward(params, c10::cuda::getCurrentCUDAStream()));
+  auto a = recompute ? activate(activation, h, bias) : at::empty({0}, h.options());
+  return {dh, sum_rows && bias ? dbias.to(bias_in->scalar_type()) : dbias, a};
 }
 
 }  // namespace
@@ -185,8 +191,8 @@ std::tuple<at::Tensor, at::Tensor> bias_gelu_backward_op(const at::Tensor& dy_in
 TORCH_LIBRARY_IMPL(fastbert_C, CUDA, m) {
   implement<layer_norm_forward_op>(m, "layer_norm_forward");
   implement<layer_norm_backward_op>(m, "layer_norm_backward");
-  implement<bias_gelu_forward_op>(m, "bias_gelu_forward");
-  implement<bias_gelu_backward_op>(m, "bias_gelu_backward");
+  implement<activation_forward_op>(m, "activation_forward");
+  implement<activation_backward_op>(m, "activation_backward");
 }
 
 }  // namespace fastbert::cuda

@@ -148,8 +148,8 @@ def linear_gelu_forward(x, weight, bias, activation, save):
     return reference.activate(h, activation), h if save else x.new_empty(0)
 
 
-def gelu_backward(da, h, sum_rows, activation):
-    """Compute the gradient of h where a = activation(h), its sum over the rows if wanted, and a.
+def activation_backward(da, h, sum_rows, activation):
+    """Compute the gradient of h, its sum over the rows if wanted, and a = activation(h).
 
     All three are computed in at least fp32.
     """

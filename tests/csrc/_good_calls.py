@@ -69,14 +69,13 @@ def _rows(ops: Any, calls: dict[str, list[Call]]) -> None:
     calls["rms_norm_forward"] = [forward]
     calls["rms_norm_backward"] = [{"dy": dy} | norm | {"rstd": rstd} | residual]
     wide, wide_bias = torch.randn(T, 2 * H), torch.randn(2 * H)
-    calls["bias_gelu_forward"] = [{"h": x, "bias": bias, "approximate": "tanh"}]
-    calls["bias_gelu_backward"] = [{"dy": dy, "h": x, "bias": bias, "approximate": "none"}]
     plain = {"h": x, "bias": bias, "activation": "gelu"}
     gated = {"h": wide, "bias": wide_bias, "activation": "swiglu"}
-    calls["activation_forward"] = [plain, gated]
+    tanh = plain | {"activation": "gelu_tanh"}
+    calls["activation_forward"] = [plain, gated, tanh]
     calls["activation_backward"] = [
         {"dy": dy, **call, "sum_rows": True, "recompute": True} for call in (plain, gated)
-    ]
+    ] + [{"dy": dy, **plain, "sum_rows": True, "recompute": False}]
     angles = torch.randn(T, 2)
     calls["rotary"] = [
         {

@@ -113,7 +113,7 @@ HARMLESS = (
     # to match has its own dtype, and as many rows as it has.
     (r".*", r"bias|x_bias|weight|norm_weight|norm_bias|dloss|parameters", FLOATING),
     (r".*_forward/.*|matmul/0|rotary/0|int8_linear/0|linear_layer_norm/0", r"[xha]", FLOATING),
-    (r"(activation|bias_gelu)_forward/.*", r"h", ROWS),
+    (r"activation_forward/.*", r"h", ROWS),
     (r"(rotary|int8_linear)/0", r"x", r"size [+-] 1 of dimension 1"),
     (r".*", r"ids|token_types|positions|labels", INTEGER),
     (r"embedding_.*", r"(word|type|position)_table", r"size \+ 1 of dimension 0"),

@@ -247,8 +247,8 @@ GEMM_EPILOGUE = (
         "tanh_form_takes_the_exact_gelu",
         "cpu_gemm",
         f"{CPU}/gemm/epilogue.h",
-        "pass<F32, To, Each<Tanh>>",
-        "pass<F32, To, Each<Erf>>",
+        "pass<F32, To, Each<GeluTanh>>",
+        "pass<F32, To, Each<Gelu>>",
     ),
     Fault(
         "bias_added_twice_before_a_residual",
@@ -999,6 +999,13 @@ OPERANDS = (
         f"{CPU}/rows/activation.cpp",
         "TORCH_CHECK_VALUE(h.size(1) % 2 == 0,",
         "TORCH_CHECK_VALUE(h.size(1) >= 2,",
+    ),
+    Fault(
+        "names_of_two_activations_exchanged",
+        "cpu_activation_operands",
+        "csrc/activations.h",
+        '"geglu", "swiglu"',
+        '"swiglu", "geglu"',
     ),
     Fault(
         "gradient_of_fewer_rows_taken",

@@ -536,8 +536,8 @@ FEED_FORWARD = (
         "gelu_erf_and_tanh_swapped",
         "feed_forward",
         "kernels/activation.py",
-        'elif FUNCTION == "none":',
-        'elif FUNCTION == "tanh":',
+        'elif FUNCTION == "gelu":',
+        'elif FUNCTION == "gelu_tanh":',
     ),
     Fault(
         "gelu_cubic_digits_swapped",

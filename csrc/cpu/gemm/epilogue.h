@@ -35,13 +35,13 @@ struct Each {
 
 // GELU for a result in the format `To`. bf16 needs fewer operations than fp32.
 template <class To>
-struct ErfTo : Each<Erf> {};
+struct GeluTo : Each<Gelu> {};
 
 template <>
-struct ErfTo<BF16> {
+struct GeluTo<BF16> {
   template <int kCount>
   static FASTBERT_INLINE void apply(Vec (&x)[kCount]) {
-    Erf::forward_bf16(x);
+    Gelu::forward_bf16(x);
   }
 };
 
@@ -114,12 +114,12 @@ FASTBERT_INLINE void activate(Activation activation, const Tile& tile, const flo
     case Activation::none:
       return pass<F32, To, Same>(tile, bias, {}, out);
     case Activation::gelu:
-      return pass<F32, To, ErfTo<To>>(tile, bias, {}, out);
+      return pass<F32, To, GeluTo<To>>(tile, bias, {}, out);
     case Activation::gelu_tanh:
-      return pass<F32, To, Each<Tanh>>(tile, bias, {}, out);
+      return pass<F32, To, Each<GeluTanh>>(tile, bias, {}, out);
     case Activation::relu:
       return pass<F32, To, Each<Relu>>(tile, bias, {}, out);
-    case Activation::geglu:  // gated, see rows/activation_kernel.h
+    case Activation::geglu:  // Gated activations need whole rows: rows/activation_kernel.h.
     case Activation::swiglu:
       __builtin_unreachable();
   }

@@ -11,13 +11,12 @@
 
 #include <cstdint>
 
+#include "../../activations.h"
+
 namespace fastbert::cpu {
 
 // The storage format of activations. Arithmetic and statistics are fp32 in every format.
 enum class Format : int32_t { f32, bf16, f16 };
-
-// The gated activations take twice the columns: f of the first half times the second half.
-enum class Activation : int32_t { none, gelu, gelu_tanh, relu, geglu, swiglu };
 
 // A row-major matrix whose rows are `stride` elements apart; `data` is null for an absent operand.
 struct ConstMatrix {
