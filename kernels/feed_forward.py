@@ -21,7 +21,7 @@ from fastbert.kernels.activation import (
     LARGEST_PART,
     activate,
     biased,
-    engine_name,
+    path_name,
     store_narrow,
 )
 from fastbert.kernels.gemm import GROUP_M, halves, product_tile, tile_position
@@ -223,19 +223,19 @@ def linear_gelu_forward(
     *,
     activation: str,
     save: bool,
-    engine: str | None = None,
+    path: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return y = act(h) and, with `save`, h = x Wᵀ + bias.
 
     x (M, K) and weight (N, K) have one dtype and any strides; bias (N,) or None. h (M, N) and
     y (M, N), or (M, N / 2) if gated, are contiguous in the dtype of x. `activation` is a name in
-    ``fastbert.activations``; `engine` is "fused", "library", or None for the choice of
-    ``gemm_engine``. Another value of either raises ValueError.
+    ``fastbert.activations``; `path` is "fused", "library", or None for the choice of
+    ``gemm_path``. Another value of either raises ValueError.
     """
     chosen = of_name(activation)
     rows, depth = x.shape
     columns = weight.shape[0] // 2 if chosen.gated else weight.shape[0]
-    if engine_name(engine, rows, weight.shape[0], depth, x.dtype) == "library":
+    if path_name(path, rows, weight.shape[0], depth, x.dtype) == "library":
         h = F.linear(x, weight, bias)
         return activation_forward(h, activation=activation), h if save else None
     y = torch.empty((rows, columns), dtype=x.dtype, device=x.device)

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastbert.activations import ACTIVATIONS, Activation, of_name
-from fastbert.kernels.activation import LARGEST_PART, engine_name, store_narrow, value_and_slope
+from fastbert.kernels.activation import LARGEST_PART, path_name, store_narrow, value_and_slope
 from fastbert.kernels.feed_forward import SHIPPED
 from fastbert.kernels.gemm import GROUP_M, halves, product_tile, tile_position
 from fastbert.kernels.launch import Launch
@@ -270,16 +270,16 @@ def feed_forward_backward(
     *,
     activation: str,
     sum_rows: bool = True,
-    engine: str | None = None,
+    path: str | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Return the results of ``activation_backward``, a included, for da = dy W of the second layer.
 
-    dy (M, O) and weight (O, N) have one dtype; h (M, N), or (M, 2N) if gated; any strides. `engine`
+    dy (M, O) and weight (O, N) have one dtype; h (M, N), or (M, 2N) if gated; any strides. `path`
     and the errors are those of ``linear_gelu_forward``.
     """
     chosen = of_name(activation)
     (rows, depth), columns = dy.shape, weight.shape[1]
-    if engine_name(engine, rows, columns, depth, dy.dtype) == "library":
+    if path_name(path, rows, columns, depth, dy.dtype) == "library":
         options = {"activation": activation, "sum_rows": sum_rows}
         return activation_backward(dy @ weight, h, **options, activated=True)
     dh = torch.empty(h.shape, dtype=h.dtype, device=h.device)

@@ -251,15 +251,15 @@ def gemm_programs(x: Tensor, tile: Tile, tiles: int) -> int:
     return min(multiprocessors(x) * max(1, 8 // tile.num_warps), tiles)
 
 
-class Engine(NamedTuple):
+class GemmPath(NamedTuple):
     """What multiplies, "fused" or "library", and why."""
 
     name: str
     reason: str
 
 
-def gemm_engine(rows: int, columns: int, depth: int, dtype: torch.dtype) -> Engine:
-    """The engine of a product with an activation: rows × columns results, each of depth products.
+def gemm_path(rows: int, columns: int, depth: int, dtype: torch.dtype) -> GemmPath:
+    """The path of a product with an activation: rows × columns results, each of depth products.
 
     "fused" is our GEMM with the activation in its epilogue, "library" torch's GEMM and an
     elementwise kernel on its result. This table is NOT measured; its reasoning:
@@ -272,13 +272,13 @@ def gemm_engine(rows: int, columns: int, depth: int, dtype: torch.dtype) -> Engi
     - A few rows are bound by reading the weight: both do, and fused is one launch instead of two.
     """
     if dtype == torch.float32:
-        return Engine("library", "fp32 in IEEE: the library's GEMM is faster (not measured)")
+        return GemmPath("library", "fp32 in IEEE: the library's GEMM is faster (not measured)")
     if rows <= 64:
-        return Engine("fused", "few rows: one launch instead of two (not measured)")
+        return GemmPath("fused", "few rows: one launch instead of two (not measured)")
     if depth > LARGEST_FUSED_DEPTH:
         reason = f"depth {depth} > {LARGEST_FUSED_DEPTH}: the GEMM outweighs the pass after it"
-        return Engine("library", f"{reason} (not measured)")
-    return Engine("fused", "saves a pass over the pre-activation (not measured)")
+        return GemmPath("library", f"{reason} (not measured)")
+    return GemmPath("fused", "saves a pass over the pre-activation (not measured)")
 
 
 def cross_entropy_tile(dtype: torch.dtype) -> tuple[Tile, int]:

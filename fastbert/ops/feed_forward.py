@@ -157,16 +157,16 @@ def feed_forward(
     return (y, x) if return_residual else y
 
 
-def engine_reason(rows: int, columns: int, depth: int, dtype: torch.dtype) -> str:
-    """Return the engine of the Triton backend for a product with an activation, and the reason.
+def path_reason(rows: int, columns: int, depth: int, dtype: torch.dtype) -> str:
+    """Return the path of the Triton backend for a product with an activation, and the reason.
 
     The product has rows × columns results, each the sum of depth products. Without Triton, the
     function raises ImportError.
     """
-    from fastbert.kernels.tiles import gemm_engine
+    from fastbert.kernels.tiles import gemm_path
 
-    engine = gemm_engine(rows, columns, depth, dtype)
-    return f"{engine.name}: {engine.reason}"
+    path = gemm_path(rows, columns, depth, dtype)
+    return f"{path.name}: {path.reason}"
 
 
 def _request(x: Tensor, dtype: torch.dtype, activation: str) -> backends.Request:
