@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from fastbert.kernels.common import LOG2E, narrow
-from fastbert.kernels.tiles import gemm_engine
+from fastbert.kernels.tiles import gemm_path
 
 INVERSE_SQRT_2PI = tl.constexpr(0.3989422804014327)
 # sqrt(2 / pi) and the cubic coefficient of the tanh form
@@ -99,9 +99,9 @@ def check_function(approximate: str) -> str:
     return approximate
 
 
-def engine_name(engine: str | None, rows: int, columns: int, depth: int, dtype: torch.dtype) -> str:
-    if engine is None:
-        return gemm_engine(rows, columns, depth, dtype).name
-    if engine not in ("fused", "library"):
-        raise ValueError(f'engine: got {engine!r}, allowed: None, "fused" or "library"')
-    return engine
+def path_name(path: str | None, rows: int, columns: int, depth: int, dtype: torch.dtype) -> str:
+    if path is None:
+        return gemm_path(rows, columns, depth, dtype).name
+    if path not in ("fused", "library"):
+        raise ValueError(f'path: got {path!r}, allowed: None, "fused" or "library"')
+    return path

@@ -21,7 +21,7 @@ from fastbert.kernels.activation import (
     activate,
     biased,
     check_function,
-    engine_name,
+    path_name,
     store_narrow,
 )
 from fastbert.kernels.gemm import GROUP_M, halves, product_tile, tile_position
@@ -222,19 +222,19 @@ def linear_gelu_forward(
     approximate: str,
     save: bool,
     gated: bool = False,
-    engine: str | None = None,
+    path: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """y = act(h) and, if asked to save, h = x Wᵀ + bias.
 
     x (M, K) and weight (N, K) in one dtype, any strides; bias (N,) or None; h (M, N)
     and y (M, N), or (M, N / 2) if gated: act of the first half of the columns times the second. y
-    and h are contiguous in x's dtype. engine: "fused", "library", or None for ``gemm_engine``'s
-    choice. ValueError: an unknown engine, or approximate other than "none" (GELU by erf), "tanh",
+    and h are contiguous in x's dtype. path: "fused", "library", or None for ``gemm_path``'s
+    choice. ValueError: an unknown path, or approximate other than "none" (GELU by erf), "tanh",
     "relu" and "silu".
     """
     rows, depth = x.shape
     columns = weight.shape[0] // 2 if gated else weight.shape[0]
-    if engine_name(engine, rows, weight.shape[0], depth, x.dtype) == "library":
+    if path_name(path, rows, weight.shape[0], depth, x.dtype) == "library":
         h = F.linear(x, weight, bias)
         return activation_forward(h, approximate=approximate, gated=gated), h if save else None
     y = torch.empty((rows, columns), dtype=x.dtype, device=x.device)

@@ -17,7 +17,7 @@ from torch import Tensor
 from fastbert.kernels.activation import (
     LARGEST_PART,
     check_function,
-    engine_name,
+    path_name,
     store_narrow,
     value_and_slope,
 )
@@ -275,15 +275,15 @@ def feed_forward_backward(
     approximate: str,
     gated: bool = False,
     sum_rows: bool = True,
-    engine: str | None = None,
+    path: str | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """What ``gelu_backward`` gives, a too, with da = dy W of the second layer formed on the way.
 
-    dy (M, O) and weight (O, N) in one dtype, h (M, N), or (M, 2N) if gated, any strides. engine and
+    dy (M, O) and weight (O, N) in one dtype, h (M, N), or (M, 2N) if gated, any strides. path and
     errors as in ``linear_gelu_forward``.
     """
     (rows, depth), columns = dy.shape, weight.shape[1]
-    if engine_name(engine, rows, columns, depth, dy.dtype) == "library":
+    if path_name(path, rows, columns, depth, dy.dtype) == "library":
         options = {"approximate": approximate, "gated": gated, "sum_rows": sum_rows}
         return gelu_backward(dy @ weight, h, **options, activated=True)
     dh = torch.empty(h.shape, dtype=h.dtype, device=h.device)

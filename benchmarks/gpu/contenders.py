@@ -21,7 +21,7 @@ from fastbert.testing.cases import Case, Inputs
 
 OURS = "fastbert "
 ATTENTION_PATHS = ("short", "general")
-GEMM_ENGINES = ("fused", "library")
+GEMM_PATHS = ("fused", "library")
 
 
 def compiler(device: str, mode: str | None = None) -> Callable[..., Any]:
@@ -134,25 +134,25 @@ def _attention_path(path: str, inputs: Inputs) -> Prepared:
 def gemm_variants(op: str, direction: str, device: str) -> list[Contender]:
     """The fused product and the library's with a pass after it, where launchers let one choose."""
     prepare = {
-        ("linear_gelu", FORWARD): _linear_gelu_engine,
-        ("feed_forward", BACKWARD): _feed_forward_engine,
+        ("linear_gelu", FORWARD): _linear_gelu_path,
+        ("feed_forward", BACKWARD): _feed_forward_path,
     }.get((op, direction))
     if prepare is None or not runs_triton(device):
         return []
     return [
-        Contender(f"{OURS}engine={engine}", functools.partial(prepare, engine), ours=True)
-        for engine in GEMM_ENGINES
+        Contender(f"{OURS}path={path}", functools.partial(prepare, path), ours=True)
+        for path in GEMM_PATHS
     ]
 
 
-def _linear_gelu_engine(engine: str, inputs: Inputs) -> Prepared:
+def _linear_gelu_path(path: str, inputs: Inputs) -> Prepared:
     kernels = importlib.import_module("fastbert.kernels.feed_forward")
     x, weight, bias = (t.detach() for t in inputs.positional.values())
-    options = {"approximate": "none", "save": False, "engine": engine}
+    options = {"approximate": "none", "save": False, "path": path}
     return Prepared(lambda: kernels.linear_gelu_forward(x, weight, bias, **options)[0], [])
 
 
-def _feed_forward_engine(engine: str, inputs: Inputs) -> Prepared:
+def _feed_forward_path(path: str, inputs: Inputs) -> Prepared:
     """The backward pass of a whole layer; its other products are the library's either way."""
     kernels = importlib.import_module("fastbert.kernels.feed_forward_backward")
     sum_rows = importlib.import_module("fastbert.kernels.reduction").sum_rows
@@ -160,7 +160,7 @@ def _feed_forward_engine(engine: str, inputs: Inputs) -> Prepared:
     h = F.linear(x, w1, b1)
 
     def backward(dy: Tensor) -> Any:
-        dh, db1, a = kernels.feed_forward_backward(dy, w2, h, approximate="none", engine=engine)
+        dh, db1, a = kernels.feed_forward_backward(dy, w2, h, approximate="none", path=path)
         return dh @ w1, dh.t() @ x, db1, dy.t() @ a, sum_rows(dy, b2.dtype)
 
     return Prepared(lambda: F.linear(F.gelu(h), w2, b2), [], backward=backward)

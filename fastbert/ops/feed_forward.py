@@ -159,15 +159,15 @@ def feed_forward(
     return (y, x) if return_residual else y
 
 
-def engine_reason(rows: int, columns: int, depth: int, dtype: torch.dtype) -> str:
-    """Which engine the Triton backend takes for a product with an activation, and why.
+def path_reason(rows: int, columns: int, depth: int, dtype: torch.dtype) -> str:
+    """Which path the Triton backend takes for a product with an activation, and why.
 
     rows × columns results, each of depth products. ImportError where Triton is missing.
     """
-    from fastbert.kernels.tiles import gemm_engine
+    from fastbert.kernels.tiles import gemm_path
 
-    engine = gemm_engine(rows, columns, depth, dtype)
-    return f"{engine.name}: {engine.reason}"
+    path = gemm_path(rows, columns, depth, dtype)
+    return f"{path.name}: {path.reason}"
 
 
 def _request(x: Tensor, dtype: torch.dtype, activation: str) -> backends.Request:

@@ -151,10 +151,10 @@ def products() -> None:
         options = {"approximate": "none", "gated": gated}
 
         def linear(x, weight, options=options):
-            return linear_gelu_forward(x, weight, None, save=True, engine="fused", **options)
+            return linear_gelu_forward(x, weight, None, save=True, path="fused", **options)
 
         def backward(dy, weight, h, options=options):
-            return feed_forward_backward(dy, weight, h, engine="fused", **options)
+            return feed_forward_backward(dy, weight, h, path="fused", **options)
 
         def elementwise(da, h, options=options):
             return activation_forward(h, **options), gelu_backward(da, h, **options)
