@@ -252,24 +252,34 @@ def gemm_programs(x: Tensor, tile: Tile, tiles: int) -> int:
 
 
 class GemmPath(NamedTuple):
-    """What multiplies, "fused" or "library", and why."""
+    """The path of a product with an activation, and the reason for the choice.
+
+    Args:
+        name: "fused" for fastbert's GEMM with the activation in its epilogue, or "library" for
+            torch's GEMM and an elementwise kernel on its result.
+        reason: The reason in words.
+    """
 
     name: str
     reason: str
 
 
 def gemm_path(rows: int, columns: int, depth: int, dtype: torch.dtype) -> GemmPath:
-    """The path of a product with an activation: rows × columns results, each of depth products.
+    """Choose the path of a product with an activation.
 
-    "fused" is our GEMM with the activation in its epilogue, "library" torch's GEMM and an
-    elementwise kernel on its result. This table is NOT measured; its reasoning:
-    - fp32 is IEEE here, without matrix units. cuBLAS is well ahead of Triton at that, and the GEMM
-      takes so long that the pass after it hardly counts.
-    - cuBLASLt's epilogue has the tanh form of GELU alone. A pass of its own costs about 38 % of the
-      first GEMM of BERT-base (depth 768), and half of that at twice the depth; a Triton GEMM is
-      taken to be 20 % slower than cuBLASLt's. They meet at a depth of about 1,400, and earlier
-      where the pre-activation is saved, which the library's GEMM writes anyway.
-    - A few rows are bound by reading the weight: both do, and fused is one launch instead of two.
+    - fp32 products are IEEE, without matrix units. cuBLAS is taken to be well ahead of Triton with
+      them, and the GEMM takes so long that the pass after it hardly counts.
+    - The epilogue of cuBLASLt has only the tanh form of GELU. A separate pass is taken to cost 38 %
+      of the first GEMM of BERT-base (depth 768) and 19 % at twice the depth. A Triton GEMM is taken
+      to be 20 % slower than the library's. Both paths then take the same time at a depth of about
+      1,400, or less if the pre-activation is saved, which the library's GEMM writes anyway.
+    - With few rows, both paths take the time to read the weight, and "fused" saves a launch.
+
+    Args:
+        rows: Rows of the result.
+        columns: Columns of the result.
+        depth: Number of products that make one element.
+        dtype: Dtype of the operands.
     """
     if dtype == torch.float32:
         return GemmPath("library", "fp32 in IEEE: the library's GEMM is faster (not measured)")

@@ -106,10 +106,7 @@ def _memory_lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 def _variant_lines(matches: Matches) -> Iterator[str]:
     """Yield the times of the forced variants, from which the heuristics should choose."""
     for (series, label), rows in matches.items():
-        variants = ("path=", "engine=")
-        forced = [
-            r for r in rows if r.get("seconds") and any(v in r["contender"] for v in variants)
-        ]
+        forced = [r for r in rows if r.get("seconds") and "path=" in r["contender"]]
         if len(forced) > 1:
             text = ", ".join(f"{r['contender']} {r['seconds'] * 1e6:.1f} µs" for r in forced)
             yield f"variants: {series} {label}: {text}"
