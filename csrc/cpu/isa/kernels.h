@@ -47,13 +47,14 @@ struct LayerNormForward {
 };
 
 // Gradients of the sum (dsum) and, under dropout, of x (dx); both contiguous.
-// Each chunk of rows adds into its own partial sums: dweight, dbias, dx_bias, `columns` doubles
-// each.
+// Each chunk of rows adds into its own partial sums, `columns` doubles each: dweight, dbias with
+// has_bias, and dx_bias with x_bias.
 struct LayerNormBackward {
   Format format;
   int64_t columns;
   ConstMatrix dy, x, residual;
   const float *weight, *x_bias, *mean, *rstd;
+  bool has_bias;
   Dropout dropout;
   void *dsum, *dx;
 };
@@ -91,8 +92,10 @@ struct Rotary {
   void* y;
 };
 
-// For each token a row of every table: words, types, positions.
+// For each token a row of each of `count` tables: of the words, then of the types and of the
+// positions where they exist.
 struct Lookup {
+  int count;
   const int64_t* indices[3];
   ConstMatrix tables[3];
 };
@@ -109,13 +112,15 @@ struct EmbeddingForward {
   float *mean, *rstd;
 };
 
-// The gradient of the sum, contiguous, in fp32; dweight and dbias are summed by chunks.
+// The gradient of the sum, contiguous, in fp32; dweight and, with has_bias, dbias are summed by
+// chunks.
 struct EmbeddingBackward {
   Format format;
   int64_t columns;
   Lookup lookup;
   ConstMatrix dy;
   const float *weight, *mean, *rstd;
+  bool has_bias;
   Dropout dropout;
   float* dsum;
 };
