@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -72,11 +71,13 @@ class BertEmbeddings(OperationModule):
         ids, embeds = tokens.ids, tokens.embeds
         if ids is not None and deviation(words, nn.Embedding) is not None:
             embeds = words(ids)
-        types, type_table = _rows(tokens.token_types, self.token_type_embeddings, words)
-        positions, position_table = _rows(tokens.positions, self.position_embeddings, words)
+        types, type_table = _look_up(tokens.token_types, self.token_type_embeddings)
+        positions, position_table = _look_up(tokens.positions, self.position_embeddings)
         if embeds is not None:
-            total = embeds + F.embedding(types, type_table) + F.embedding(positions, position_table)
-            return F.dropout(norm(total), dropout_p)
+            for index, table in ((types, type_table), (positions, position_table)):
+                if index is not None and table is not None:
+                    embeds = embeds + F.embedding(index, table)
+            return F.dropout(norm(embeds), dropout_p)
         return ops.embedding(
             ids,
             types,
@@ -85,7 +86,7 @@ class BertEmbeddings(OperationModule):
             type_table,
             position_table,
             norm.weight,
-            torch.zeros_like(norm.weight) if norm.bias is None else norm.bias,
+            norm.bias,
             eps=norm.eps,
             dropout_p=dropout_p,
             padding_idx=words.padding_idx,
@@ -94,11 +95,8 @@ class BertEmbeddings(OperationModule):
         )
 
 
-def _rows(index: Tensor, table: nn.Embedding | None, words: nn.Embedding) -> tuple[Tensor, Tensor]:
-    """Return the indices and the table to look up.
-
-    Without a table, every index is 0 and the table is one row of zeros.
-    """
-    if table is not None:
-        return index, table.weight
-    return torch.zeros_like(index), words.weight.new_zeros(1, words.weight.shape[1])
+def _look_up(
+    index: Tensor | None, table: nn.Embedding | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the indices and the weight of a table, or None and None without a table."""
+    return (None, None) if table is None else (index, table.weight)
