@@ -139,11 +139,11 @@ inline void check_layer_norm(const at::Tensor& x, const at::Tensor& weight,
 }
 
 inline void check_layer_norm_forward(const at::Tensor& x, const at::Tensor& weight,
-                                     const at::Tensor& bias, const OptionalTensor& residual,
+                                     const OptionalTensor& bias, const OptionalTensor& residual,
                                      const OptionalTensor& x_bias, const OptionalTensor& seed,
                                      double dropout_p, double eps) {
   check_layer_norm(x, weight, residual, x_bias, seed, dropout_p);
-  check_parameter("bias", bias, x);
+  if (bias) check_parameter("bias", *bias, x);
   check_eps(eps);
 }
 

@@ -19,11 +19,11 @@
 
 TORCH_LIBRARY(fastbert_C, m) {
   m.def(
-      "layer_norm_forward(Tensor x, Tensor weight, Tensor bias, Tensor? residual, Tensor? x_bias, "
+      "layer_norm_forward(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, Tensor? x_bias, "
       "Tensor? seed, float dropout_p, float eps) -> (Tensor y, Tensor mean, Tensor rstd)");
   m.def(
       "layer_norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor mean, Tensor rstd, "
-      "Tensor? residual, Tensor? x_bias, Tensor? seed, float dropout_p) "
+      "Tensor? residual, Tensor? x_bias, Tensor? seed, bool has_bias, float dropout_p) "
       "-> (Tensor dsum, Tensor dx, Tensor dweight, Tensor dbias, Tensor dx_bias)");
   m.def("activation_forward(Tensor h, Tensor? bias, str activation) -> Tensor");
   m.def(
@@ -37,13 +37,13 @@ TORCH_LIBRARY(fastbert_C, m) {
       "-> (Tensor dsum, Tensor dweight)");
   m.def("rotary(Tensor x, Tensor cos, Tensor sin, int heads, bool inverse) -> Tensor");
   m.def(
-      "embedding_forward(Tensor ids, Tensor token_types, Tensor positions, Tensor word_table, "
-      "Tensor type_table, Tensor position_table, Tensor weight, Tensor bias, Tensor? seed, "
+      "embedding_forward(Tensor ids, Tensor? token_types, Tensor? positions, Tensor word_table, "
+      "Tensor? type_table, Tensor? position_table, Tensor weight, Tensor? bias, Tensor? seed, "
       "float eps, float dropout_p) -> (Tensor y, Tensor mean, Tensor rstd)");
   m.def(
-      "embedding_backward(Tensor dy, Tensor ids, Tensor token_types, Tensor positions, "
-      "Tensor word_table, Tensor type_table, Tensor position_table, Tensor weight, Tensor mean, "
-      "Tensor rstd, Tensor? seed, float dropout_p, int padding_idx) "
+      "embedding_backward(Tensor dy, Tensor ids, Tensor? token_types, Tensor? positions, "
+      "Tensor word_table, Tensor? type_table, Tensor? position_table, Tensor weight, Tensor mean, "
+      "Tensor rstd, Tensor? seed, bool has_bias, float dropout_p, int padding_idx) "
       "-> (Tensor dword, Tensor dtype, Tensor dposition, Tensor dweight, Tensor dbias)");
   m.def(
       "linear_cross_entropy_forward(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, "

@@ -45,16 +45,16 @@ at::Tensor matmul(const at::Tensor& a, const at::Tensor& b, const OptionalTensor
                   at::ScalarType dtype);
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> layer_norm_forward(
-    const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,
+    const at::Tensor& x, const at::Tensor& weight, const OptionalTensor& bias,
     const OptionalTensor& residual, const OptionalTensor& x_bias, const OptionalTensor& seed,
     double dropout_p, double eps);
 
-// Returns the gradients of the sum, of x (only under dropout), of the parameters and of x_bias (if
-// given).
+// Returns the gradients of the sum, x, weight, bias and x_bias. The gradient of x is empty without
+// dropout. The gradient of an absent bias is empty.
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> layer_norm_backward(
     const at::Tensor& dy, const at::Tensor& x, const at::Tensor& weight, const at::Tensor& mean,
     const at::Tensor& rstd, const OptionalTensor& residual, const OptionalTensor& x_bias,
-    const OptionalTensor& seed, double dropout_p);
+    const OptionalTensor& seed, bool has_bias, double dropout_p);
 
 std::tuple<at::Tensor, at::Tensor> rms_norm_forward(const at::Tensor& x, const at::Tensor& weight,
                                                     const OptionalTensor& residual, double eps);
@@ -116,18 +116,20 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> activation_backward(const at::Ten
                                                                    const std::string& activation,
                                                                    bool sum_rows, bool recompute);
 
-// Returns y = dropout(LN(sum)), mean and rstd, where the sum takes one row of each of three tables.
+// Sums one row of each table for every token, and applies layer norm and dropout. Returns y, mean
+// and rstd. A table and its indices are absent together.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> embedding_forward(
-    const at::Tensor& ids, const at::Tensor& token_types, const at::Tensor& positions,
-    const at::Tensor& word_table, const at::Tensor& type_table, const at::Tensor& position_table,
-    const at::Tensor& weight, const at::Tensor& bias, const OptionalTensor& seed, double eps,
-    double dropout_p);
+    const at::Tensor& ids, const OptionalTensor& token_types, const OptionalTensor& positions,
+    const at::Tensor& word_table, const OptionalTensor& type_table,
+    const OptionalTensor& position_table, const at::Tensor& weight, const OptionalTensor& bias,
+    const OptionalTensor& seed, double eps, double dropout_p);
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> embedding_backward(
-    const at::Tensor& dy, const at::Tensor& ids, const at::Tensor& token_types,
-    const at::Tensor& positions, const at::Tensor& word_table, const at::Tensor& type_table,
-    const at::Tensor& position_table, const at::Tensor& weight, const at::Tensor& mean,
-    const at::Tensor& rstd, const OptionalTensor& seed, double dropout_p, int64_t padding_idx);
+    const at::Tensor& dy, const at::Tensor& ids, const OptionalTensor& token_types,
+    const OptionalTensor& positions, const at::Tensor& word_table, const OptionalTensor& type_table,
+    const OptionalTensor& position_table, const at::Tensor& weight, const at::Tensor& mean,
+    const at::Tensor& rstd, const OptionalTensor& seed, bool has_bias, double dropout_p,
+    int64_t padding_idx);
 
 // Returns the loss and, for the backward pass, the statistics of the rows and the order of the
 // labelled rows.

@@ -62,7 +62,7 @@ void check_columns(const at::Tensor& x) {
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> layer_norm_forward_op(
-    const at::Tensor& x_in, const at::Tensor& weight_in, const at::Tensor& bias_in,
+    const at::Tensor& x_in, const at::Tensor& weight_in, const OptionalTensor& bias_in,
     const OptionalTensor& residual_in, const OptionalTensor& x_bias_in, const OptionalTensor& seed,
     double dropout_p, double eps) {
   check_layer_norm_forward(x_in, weight_in, bias_in, residual_in, x_bias_in, seed, dropout_p, eps);
@@ -70,8 +70,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> layer_norm_forward_op(
   const c10::cuda::CUDAGuard guard(x_in.device());
   const auto x = fastbert::with_unit_columns(x_in);
   const auto residual = with_unit_columns(residual_in);
-  const auto weight = readable(weight_in), bias = readable(bias_in);
-  const auto x_bias = readable(x_bias_in);
+  const auto weight = readable(weight_in);
+  const auto bias = readable(bias_in), x_bias = readable(x_bias_in);
   const int64_t rows = x.size(0), columns = x.size(1);
   auto y = at::empty({rows, columns}, x.options());
   auto mean = at::empty({rows}, x.options().dtype(at::kFloat)), rstd = at::empty_like(mean);
@@ -95,7 +95,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> layer_norm_forward_op(
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> layer_norm_backward_op(
     const at::Tensor& dy_in, const at::Tensor& x_in, const at::Tensor& weight_in,
     const at::Tensor& mean_in, const at::Tensor& rstd_in, const OptionalTensor& residual_in,
-    const OptionalTensor& x_bias_in, const OptionalTensor& seed, double dropout_p) {
+    const OptionalTensor& x_bias_in, const OptionalTensor& seed, bool has_bias, double dropout_p) {
   check_layer_norm_backward(dy_in, x_in, weight_in, mean_in, rstd_in, residual_in, x_bias_in, seed,
                             dropout_p);
   check_columns(x_in);
@@ -109,7 +109,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> layer_nor
   auto dsum = at::empty({rows, columns}, x.options());
   auto dx = dropout_p > 0.0 ? at::empty_like(dsum) : at::empty({0}, x.options());
   auto partial = at::empty({layer_norm_partials(rows), 3, columns}, mean.options());
-  auto dweight = at::empty({columns}, weight.options()), dbias = at::empty_like(dweight);
+  auto dweight = at::empty({columns}, weight.options());
+  auto dbias = at::empty({has_bias ? columns : 0}, weight.options());
   auto dx_bias = x_bias ? at::empty({columns}, x_bias->options()) : at::empty({0}, mean.options());
   const LayerNormBackward params = {format_of(x),
                                     rows,
@@ -126,7 +127,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> layer_nor
                                     dx.mutable_data_ptr(),
                                     partial.mutable_data_ptr<float>(),
                                     dweight.mutable_data_ptr(),
-                                    dbias.mutable_data_ptr(),
+                                    has_bias ? dbias.mutable_data_ptr() : nullptr,
                                     dx_bias.mutable_data_ptr()};
   C10_CUDA_CHECK(layer_norm_backward(params, c10::cuda::getCurrentCUDAStream()));
   const auto dtype = weight_in.scalar_type();

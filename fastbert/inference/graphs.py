@@ -162,7 +162,8 @@ class StaticBatch:
         assert tokens.ids is not None
         rows, batch = tokens.ids.shape[0], tokens.layout.batch
         self.ids[:rows].copy_(tokens.ids)
-        self.token_types[:rows].copy_(tokens.token_types)
+        if tokens.token_types is not None:
+            self.token_types[:rows].copy_(tokens.token_types)
         self.positions[:rows].copy_(tokens.positions)
         ends = _ends(tokens.layout, tokens.ids.device)
         self.cu_seqlens[: batch + 1].copy_(ends)
@@ -432,5 +433,6 @@ def _to(tokens: EncoderInput, device: torch.device) -> EncoderInput:
         if getattr(layout, name) is not None
     }
     assert tokens.ids is not None
-    rows = (tokens.ids.to(device), None, tokens.token_types.to(device), tokens.positions.to(device))
+    types = None if tokens.token_types is None else tokens.token_types.to(device)
+    rows = (tokens.ids.to(device), None, types, tokens.positions.to(device))
     return EncoderInput(*rows, dataclasses.replace(layout, **tensors))

@@ -73,8 +73,8 @@ class BertEmbeddings(OperationModule):
         ids, embeds = tokens.ids, tokens.embeds
         if ids is not None and deviation(words, nn.Embedding) is not None:
             embeds = words(ids)
-        types, type_table = _rows(tokens.token_types, self.token_type_embeddings, words)
-        positions, position_table = _rows(tokens.positions, self.position_embeddings, words)
+        types, type_table = _look_up(tokens.token_types, self.token_type_embeddings)
+        positions, position_table = _look_up(tokens.positions, self.position_embeddings)
         if embeds is None:
             table, padding_idx = words.weight, words.padding_idx
         else:
@@ -89,7 +89,7 @@ class BertEmbeddings(OperationModule):
             type_table,
             position_table,
             norm.weight,
-            torch.zeros_like(norm.weight) if norm.bias is None else norm.bias,
+            norm.bias,
             eps=norm.eps,
             dropout_p=dropout_p,
             padding_idx=padding_idx,
@@ -98,17 +98,15 @@ class BertEmbeddings(OperationModule):
         )
 
 
-def _rows(index: Tensor, table: nn.Embedding | None, words: nn.Embedding) -> tuple[Tensor, Tensor]:
-    """Return the indices and the table to look up.
-
-    Without a table, every index is 0 and the table is one row of zeros.
-    """
-    if table is not None:
-        return index, table.weight
-    return torch.zeros_like(index), words.weight.new_zeros(1, words.weight.shape[1])
+def _look_up(
+    index: Tensor | None, table: nn.Embedding | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the indices and the weight of a table, or None and None without a table."""
+    return (None, None) if table is None else (index, table.weight)
 
 
-def _promoted(*tables: Tensor) -> list[Tensor]:
-    """Return the tables in the dtype to which they promote."""
-    dtype = functools.reduce(torch.promote_types, (table.dtype for table in tables))
-    return [table.to(dtype) for table in tables]
+def _promoted(*tables: Tensor | None) -> list[Tensor | None]:
+    """Return the tables that are given in the dtype to which they promote."""
+    dtypes = (table.dtype for table in tables if table is not None)
+    dtype = functools.reduce(torch.promote_types, dtypes)
+    return [None if table is None else table.to(dtype) for table in tables]

@@ -28,14 +28,15 @@ class EncoderInput(NamedTuple):
         ids: Token ids, int64 or int32 of shape ``(T,)``, or None.
         embeds: Word embeddings of shape ``(T, H)``, or None. Either `ids` or `embeds` is given. H
             is the width of the embedding tables.
-        token_types: Token types, int64 or int32 of shape ``(T,)``.
+        token_types: Token types, int64 or int32 of shape ``(T,)``; None if the model has no table
+            of token types.
         positions: Positions, int64 or int32 of shape ``(T,)``.
         layout: Division of the rows into sequences.
     """
 
     ids: Tensor | None
     embeds: Tensor | None
-    token_types: Tensor
+    token_types: Tensor | None
     positions: Tensor
     layout: BatchLayout
 
@@ -87,6 +88,10 @@ def enter(
         allowed = f"None: {config.model_type} has no token types"
         raise ValueError(f"token_type_ids: got a tensor, allowed: {allowed}")
     types = _index("token_type_ids", token_type_ids, shape, config.type_vocab_size)
+    if types is not None:
+        types = layout.rows(types)
+    elif choices.type_table:
+        types = _default_types(layout, given)
     last = config.max_position_embeddings if choices.position_table else LAST_POSITION
     given_positions = _index("position_ids", position_ids, shape, last)
     if given_positions is not None:
@@ -104,7 +109,7 @@ def enter(
     return EncoderInput(
         None if input_ids is None else layout.rows(input_ids),
         None if inputs_embeds is None else layout.rows(inputs_embeds),
-        _default_types(layout, given) if types is None else layout.rows(types),
+        types,
         positions,
         layout,
     )

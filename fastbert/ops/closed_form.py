@@ -95,23 +95,28 @@ def layer_norm_forward(x, weight, bias, residual, x_bias, seed, dropout_p, eps):
     mean = total.mean(dim=-1, keepdim=True)
     centred = total - mean
     rstd = torch.rsqrt(centred.square().mean(dim=-1, keepdim=True) + eps)
-    y = centred * rstd * weight + bias
+    y = centred * rstd * weight
+    y = y if bias is None else y + bias
     return y.to(x.dtype), mean.squeeze(-1), rstd.squeeze(-1)
 
 
-def layer_norm_backward(dy, x, weight, mean, rstd, residual, x_bias, seed, dropout_p):
-    """Gradients of the sum, of x (empty without dropout), weight, bias, x_bias (empty without)."""
+def layer_norm_backward(dy, x, weight, mean, rstd, residual, x_bias, seed, has_bias, dropout_p):
+    """Compute the gradients of the sum, x, weight, bias and x_bias.
+
+    The gradient of x is empty without dropout. The gradient of an absent bias is empty.
+    """
     total = normalised_sum(x, residual, x_bias, seed, dropout_p)
     dy, rstd = dy.to(total.dtype), rstd[:, None]
     normalised = (total - mean[:, None]) * rstd
     dnormalised = dy * weight
     along = (dnormalised * normalised).mean(dim=-1, keepdim=True)
     dsum = rstd * (dnormalised - dnormalised.mean(dim=-1, keepdim=True) - normalised * along)
-    dweight, dbias = (dy * normalised).sum(dim=0), dy.sum(dim=0)
+    dweight = (dy * normalised).sum(dim=0).to(weight.dtype)
+    dbias = dy.sum(dim=0).to(weight.dtype) if has_bias else weight.new_empty(0)
     dx = reference.dropout(dsum, dropout_p, seed, tuple(dsum.shape))
     dx_bias = dsum.new_empty(0) if x_bias is None else dx.sum(dim=0).to(x_bias.dtype)
     dropped = dx.to(x.dtype) if dropout_p > 0 else x.new_empty(0)
-    return dsum.to(x.dtype), dropped, dweight.to(weight.dtype), dbias.to(weight.dtype), dx_bias
+    return dsum.to(x.dtype), dropped, dweight, dbias, dx_bias
 
 
 def rms_norm_forward(x, weight, residual, eps):

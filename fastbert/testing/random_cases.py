@@ -219,6 +219,7 @@ def _layer_norm(pick: Pick) -> Options:
         "x_bias": pick.chance(0.5),
         **pick.dropout(),
         **pick.only(0.3, mean=pick.one((1.0, 100.0))),
+        **pick.only(0.3, bias=False),
     }
 
 
@@ -259,7 +260,13 @@ def _feed_forward(pick: Pick) -> Options:
 
 def _embedding(pick: Pick) -> Options:
     shape = (_rows(pick), pick.size(300), pick.size(400, COLUMNS))
-    return shape, {**pick.only(0.4, padding_idx=0), **pick.dropout()}
+    return shape, {
+        **pick.only(0.4, padding_idx=0),
+        **pick.dropout(),
+        **pick.only(0.3, types=False),
+        **pick.only(0.3, positions=False),
+        **pick.only(0.3, bias=False),
+    }
 
 
 def _linear_cross_entropy(pick: Pick) -> Options:

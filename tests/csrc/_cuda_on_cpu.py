@@ -113,13 +113,17 @@ class Operators:
         self._run("run_layer_norm_forward", LayerNormForward(*params))
         return y, mean, rstd
 
-    def layer_norm_backward(self, dy, x, weight, mean, rstd, residual, x_bias, seed, dropout_p):
+    def layer_norm_backward(
+        self, dy, x, weight, mean, rstd, residual, x_bias, seed, has_bias, dropout_p
+    ):
         dsum, dx = torch.full((2, *x.shape), torch.nan, dtype=x.dtype)
         partial = torch.full((min(x.shape[0], 264), 3, x.shape[1]), torch.nan)
-        dweight, dbias = torch.full_like(weight, torch.nan), torch.full_like(weight, torch.nan)
+        dweight = torch.full_like(weight, torch.nan)
+        dbias = torch.full_like(weight if has_bias else weight[:0], torch.nan)
         dx_bias = torch.full((0,) if x_bias is None else x_bias.shape, torch.nan, dtype=x.dtype)
         operands = (*map(matrix, (dy, x, residual)), *map(parameter, (weight, x_bias)))
         statistics = (mean.data_ptr(), rstd.data_ptr(), dropout(seed, dropout_p))
+        # The address of an empty tensor is null, as in torch.
         results = (t.data_ptr() for t in (dsum, dx, partial, dweight, dbias, dx_bias))
         params = (FORMATS[x.dtype], *x.shape, *operands, *statistics, *results)
         self._run("run_layer_norm_backward", LayerNormBackward(*params))

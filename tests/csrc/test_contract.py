@@ -62,6 +62,7 @@ def test_layer_norm_names_the_argument(operators, arguments, name, value, error)
 def test_layer_norm_backward_names_the_argument(operators, arguments, name, value, error):
     del arguments["bias"], arguments["eps"]
     arguments |= {"dy": torch.zeros(4, 8), "mean": torch.zeros(4), "rstd": torch.ones(4)}
+    arguments["has_bias"] = True
     with pytest.raises(error, match=rf"^{name}: got .*allowed"):
         operators.layer_norm_backward(**(arguments | {name: value}))
 

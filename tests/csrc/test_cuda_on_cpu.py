@@ -36,11 +36,13 @@ def test_layer_norm(operators, columns, dtype):
     check_layer_norm(problem(6, columns, dtype), operators)
 
 
+@pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("x_bias", [False, True])
 @pytest.mark.parametrize("dropout_p", [0.0, 0.1, 1.0])
-def test_layer_norm_optional_operands(operators, residual, x_bias, dropout_p):
-    case = problem(7, 104, torch.float32, residual=residual, x_bias=x_bias, dropout_p=dropout_p)
+def test_layer_norm_optional_operands(operators, bias, residual, x_bias, dropout_p):
+    operands = {"bias": bias, "residual": residual, "x_bias": x_bias}
+    case = problem(7, 104, torch.float32, **operands, dropout_p=dropout_p)
     if residual or dropout_p < 1.0:
         check_layer_norm(case, operators)
 

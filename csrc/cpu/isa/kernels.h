@@ -46,12 +46,14 @@ struct LayerNormForward {
 };
 
 // The gradients of the sum (dsum) and, under dropout, of x (dx); both are contiguous. Each chunk of
-// rows adds to its own partial sums: `columns` doubles each for dweight, dbias and dx_bias.
+// rows adds to its own partial sums: `columns` doubles for dweight, as many for dbias with
+// `has_bias`, and as many for dx_bias with x_bias.
 struct LayerNormBackward {
   Format format;
   int64_t columns;
   ConstMatrix dy, x, residual;
   const float *weight, *x_bias, *mean, *rstd;
+  bool has_bias;
   Dropout dropout;
   void *dsum, *dx;
 };
@@ -89,8 +91,10 @@ struct Rotary {
   void* y;
 };
 
-// Each token takes a row of every table: words, types, positions.
+// For each token a row of each of `count` tables: of the words, then of the types and of the
+// positions where they exist.
 struct Lookup {
+  int count;
   const int64_t* indices[3];
   ConstMatrix tables[3];
 };
@@ -107,13 +111,15 @@ struct EmbeddingForward {
   float *mean, *rstd;
 };
 
-// dsum, the gradient of the sum, is contiguous fp32. dweight and dbias are summed by chunks.
+// dsum, the gradient of the sum, is contiguous fp32. dweight and, with `has_bias`, dbias are summed
+// by chunks.
 struct EmbeddingBackward {
   Format format;
   int64_t columns;
   Lookup lookup;
   ConstMatrix dy;
   const float *weight, *mean, *rstd;
+  bool has_bias;
   Dropout dropout;
   float* dsum;
 };
