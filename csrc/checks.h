@@ -163,7 +163,8 @@ inline void check_pre_activation(const at::Tensor& h, const OptionalTensor& bias
   if (bias) check_parameter("bias", *bias, h);
 }
 
-// Returns the activation called `name`, which has to be in `allowed`; `where` may add a place to the error.
+// Returns the activation called `name`, which has to be in `allowed`; `where` may add a place to
+// the error.
 inline Activation activation_of(const std::string& name, std::initializer_list<Activation> allowed,
                                 const char* where = "") {
   const auto name_of = [](Activation a) { return kActivationNames[static_cast<int32_t>(a)]; };
