@@ -1,5 +1,5 @@
 # Each target does the set-up that it needs, into .venv. A machine needs Python >= 3.10, a C++ compiler
-# and a package registry. `make gpu` alone uses the machine's own Python and torch: see benchmarks/README.md.
+# and a package registry. Only `make gpu` uses the machine's own Python and torch; see benchmarks/README.md.
 
 PYTHON ?= python3
 GPU_PYTHON ?= python3
@@ -12,19 +12,20 @@ SOURCES := setup.py $(shell find csrc -type f 2>/dev/null)
 .PHONY: help setup demo test test-processors mutate sanitize conformance check bench docs lint format gpu wheel clean
 
 help:
-	@echo "make setup   create .venv, build the extension, install fastbert in place"
-	@echo "make demo    pre-train a small BERT, reopen it in transformers, write $(OUT)/demo/report.md"
-	@echo "make test    the whole test suite"
-	@echo "make test-processors  the numeric tests beside the yardsticks of other processors"
-	@echo "make mutate  put one fault after another into the kernels, Triton and C++: does a test notice?"
-	@echo "make sanitize  the C++ operators' tests under the address, undefined and thread sanitizers"
-	@echo "make conformance  transformers' own model tests, stock beside accelerated (FAMILIES='bert': a part)"
-	@echo "make check   the parity table: every op x backend x dtype of this machine"
-	@echo "make bench   the CPU beside its peers: table, JSON, plots in $(OUT)/cpu (SECTIONS='training': a part)"
-	@echo "make docs    build this documentation into $(OUT)/docs, without network once its tools are installed"
-	@echo "make lint    ruff, mypy, clang-format (make format mends what can be mended)"
-	@echo "make gpu     on a GPU machine: build, test, check, bench into $(OUT)/gpu (SECTIONS='build check': a part)"
-	@echo "make wheel   build dist/*.whl"
+	@echo "make setup            creates .venv, compiles the C++ kernels and installs fastbert in place"
+	@echo "make demo             pre-trains a small BERT, reopens it in transformers, writes $(OUT)/demo/report.md"
+	@echo "make test             runs the whole test suite"
+	@echo "make test-processors  runs the numeric tests with the yardsticks of other processors"
+	@echo "make mutate           puts one fault at a time into the kernels and counts those that a test catches"
+	@echo "make sanitize         runs the tests of the C++ operators under GCC's sanitizers"
+	@echo "make conformance      runs transformers' own model tests, stock and accelerated (FAMILIES='bert': a part)"
+	@echo "make check            prints the errors of every operation, backend and dtype on this machine"
+	@echo "make bench            times fastbert and other engines on the CPU, into $(OUT)/cpu (SECTIONS='training': a part)"
+	@echo "make docs             builds the documentation into $(OUT)/docs; needs network only to install its tools"
+	@echo "make lint             runs ruff, mypy and clang-format; make format mends what they can mend"
+	@echo "make gpu              builds, tests, checks and times on a GPU machine, into $(OUT)/gpu (SECTIONS='build check': a part)"
+	@echo "make wheel            builds dist/*.whl"
+	@echo "make clean            removes .venv and everything that was built"
 
 .venv/torch: constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "fastbert needs Python >= 3.10")'
@@ -33,20 +34,27 @@ help:
 	$(PIP) torch 'setuptools>=77' wheel ninja pybind11
 	@touch $@
 
-# Only what has changed is compiled: the objects stay in build/.
+# Only changed files are compiled, because the objects stay in build/. pip would compile in silence, so
+# setup.py compiles first; sed shortens each command of ninja to a counter and the name of the file.
+.venv/fastbert: SHELL := bash
+.venv/fastbert: .SHELLFLAGS := -o pipefail -c
 .venv/fastbert: .venv/torch pyproject.toml $(SOURCES)
-	$(SAY) "Installing the Python packages and compiling the C++ kernels: 2 minutes on two idle cores," \
-		"15 on busy ones. pip prints nothing meanwhile; later builds compile changed files only."
+	$(SAY) "Compiling the C++ kernels: 1 to 2 minutes on two idle cores, up to 15 on busy ones. A line" \
+		"is printed for each finished file. Later builds compile only the changed files."
+	@$(BIN)/python setup.py --quiet build_ext --inplace 2>&1 | \
+		sed -u -E 's|^(\[[0-9]+/[0-9]+\]) .* -c ($(CURDIR)/)?([^ ]+) .*|\1 compiled \3|'
+	$(SAY) "Installing fastbert and its Python packages: 1 to 2 minutes, most of it download."
 	$(PIP) --no-build-isolation --editable '.[test]'
 	@touch $@
 
-# A peer that cannot be installed is no fault: the table says that it is not there.
+# A peer that cannot be installed is no error; the table of the benchmark then names it as not installed.
 .venv/bench: pyproject.toml | .venv/fastbert
 	$(SAY) "Installing the peers of the benchmark: 1 to 2 minutes."
-	$(PIP) --no-build-isolation --editable '.[bench]' || echo "some peers are missing"
+	$(PIP) --no-build-isolation --editable '.[bench]' || echo "fastbert: some peers could not be installed."
 	@touch $@
 
 .venv/lint: requirements-lint.txt | .venv/fastbert
+	$(SAY) "Installing ruff, mypy and clang-format: half a minute."
 	$(PIP) --requirement requirements-lint.txt
 	@touch $@
 
@@ -58,7 +66,7 @@ help:
 setup: .venv/fastbert
 
 demo: setup
-	$(SAY) "Training a tokenizer and a small BERT, then checking and timing it: 2 to 4 minutes on two cores."
+	$(SAY) "Training a tokenizer and a small BERT, then checking and timing it: 2 to 4 minutes on two idle cores."
 	$(BIN)/fastbert demo --out $(OUT)/demo
 
 test: setup
@@ -75,6 +83,7 @@ sanitize: setup
 	$(BIN)/python tests/sanitizers/sanitize.py thread
 
 .venv/conformance: .venv/fastbert
+	$(SAY) "Installing the test tools of transformers: a few seconds."
 	$(PIP) parameterized
 	@touch $@
 

@@ -1,6 +1,6 @@
-"""Builds fastbert._C, the only part of the package that needs a compiler; see pyproject.toml.
+"""Build fastbert._C, the only part of the package that needs a compiler; see pyproject.toml.
 
-FASTBERT_CUDA=0|1 overrides whether CUDA code is built; TORCH_CUDA_ARCH_LIST sets its architectures.
+FASTBERT_CUDA=0|1 excludes or requires CUDA code, and TORCH_CUDA_ARCH_LIST sets its architectures.
 FASTBERT_CXXFLAGS adds flags for the C++ compiler after all others.
 """
 
@@ -24,14 +24,14 @@ except ImportError as error:
     )
 
 CXX_FLAGS = ["-O3", "-g0", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden"]
-CXX_FLAGS += ["-Wno-maybe-uninitialized"]  # GCC 12's own AVX-512 header sets it off
+CXX_FLAGS += ["-Wno-maybe-uninitialized"]  # The AVX-512 header of GCC 12 causes this warning.
 # CUDA toolkits before 12.8 do not know compute capability 10.0.
 ARCHITECTURES = "8.0;9.0;10.0+PTX"
 ARCHITECTURES_BEFORE_12_8 = "8.0;9.0+PTX"
 
 
 def wants_cuda() -> bool:
-    """Whether torch is a CUDA build and a toolkit is there; a visible GPU plays no part."""
+    """Whether torch is a CUDA build and a CUDA toolkit is installed; no GPU is needed."""
     request = os.environ.get("FASTBERT_CUDA", "")
     if request not in ("", "0", "1"):
         sys.exit(f"fastbert: FASTBERT_CUDA: got {request!r}, allowed: 0, 1 or unset")
@@ -46,7 +46,7 @@ def wants_cuda() -> bool:
 
 
 def extension() -> Extension:
-    # What takes longest comes first, so that no core waits for the other at the end.
+    # The slowest sources come first, so that no core is idle at the end.
     sources = [*sorted(glob("csrc/cpu/isa/level_*.cpp"), reverse=True), "csrc/bindings.cpp"]
     sources += sorted(set(glob("csrc/cpu/**/*.cpp", recursive=True)) - set(sources))
     sources += sorted(glob("csrc/ptx/*.cpp"))
@@ -65,7 +65,7 @@ def extension() -> Extension:
         kind = cpp_extension.CUDAExtension
         sources = sorted(glob("csrc/cuda/*.cu") + glob("csrc/cuda/*.cpp")) + sources
         options = {"cxx": [*flags, f'-DFASTBERT_CUDA_ARCHS="{archs}"'], "nvcc": ["-O3"]}
-    # ninja compiles again where a command has changed, so the commands name the version of torch.
+    # ninja compiles a file again if its command has changed, so the commands name torch's version.
     macros = [("FASTBERT_TORCH", torch.__version__)]
     return kind(
         "fastbert._C",
@@ -77,7 +77,10 @@ def extension() -> Extension:
 
 
 def missing_tool() -> str | None:
-    """What this machine lacks to compile anything; our own compile errors are never hidden."""
+    """Return the tool that this machine lacks to compile anything, or None.
+
+    An error in a source of fastbert is not hidden by this check.
+    """
     if shutil.which(os.environ["CXX"].split()[0]) is None:
         return f"no C++ compiler was found ({os.environ['CXX']}; CXX names another)"
     headers = sysconfig.get_paths()["include"]
@@ -85,10 +88,10 @@ def missing_tool() -> str | None:
 
 
 def in_units(sources: list[str], folder: Path) -> list[str]:
-    """The sources, with two files in ``folder`` in the place of the CPU operators' many.
+    """Return the sources, in which two files in ``folder`` replace those of the CPU operators.
 
-    Each of the two includes half of those sources. Torch's headers take two of the three seconds
-    that such a source takes to compile, and are read twice instead of seventeen times.
+    Each of the two files includes half of these sources. The headers of torch, which take two of
+    the three seconds of such a source, are then read twice instead of once per source.
     """
     apart = ("level_", "operators")
     cpu = [Path(source) for source in sources if "cpu" in Path(source).parts]
@@ -98,7 +101,7 @@ def in_units(sources: list[str], folder: Path) -> list[str]:
     for number in range(min(2, len(small))):
         unit = folder / f"unit_{number}.cpp"
         text = "".join(f'#include "{path.resolve()}"\n' for path in small[number::2])
-        # A file that is written again is compiled again.
+        # Writing a file causes its compilation.
         if not unit.exists() or unit.read_text(encoding="utf-8") != text:
             unit.write_text(text, encoding="utf-8")
         units.append(str(unit))
@@ -108,8 +111,8 @@ def in_units(sources: list[str], folder: Path) -> list[str]:
 class Build(cpp_extension.BuildExtension):
     def finalize_options(self) -> None:
         super().finalize_options()
-        # pip builds an editable install in a temporary folder. In a folder that stays, ninja finds
-        # the objects of the last build and compiles only what has changed since.
+        # pip builds an editable install in a temporary folder. In a permanent folder, ninja finds
+        # the objects of the last build and compiles only the changed files.
         base = self.get_finalized_command("build").build_base
         self.build_temp = f"{base}/temp.{self.plat_name}-{sys.implementation.cache_tag}"
 
@@ -123,15 +126,15 @@ class Build(cpp_extension.BuildExtension):
         line = "*" * 80
         print(
             f"{line}\nfastbert: {lacking}.\n"
-            "Installing WITHOUT fastbert._C: the C++ operators for CPU and CUDA are absent,\n"
-            f"the reference and Triton backends work. `fastbert info` says so too.\n{line}",
+            "Installing WITHOUT fastbert._C: the C++ operators for CPU and CUDA are missing, so\n"
+            f"only the reference and Triton backends work. `fastbert info` shows this.\n{line}",
             file=sys.stderr,
         )
         return None
 
 
 if __name__ == "__main__":
-    # One compiler for compiling (torch) and linking (setuptools), whatever built this Python.
+    # torch compiles and setuptools links with this compiler, whichever compiler built this Python.
     found = [name for name in ("c++", "g++", "clang++") if shutil.which(name)]
     os.environ.setdefault("CXX", found[0] if found else "c++")
     setup(ext_modules=[extension()], cmdclass={"build_ext": Build})

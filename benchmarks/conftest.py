@@ -8,7 +8,9 @@ from fastbert.bench.machine import describe
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--quick", action="store_true", help="small shapes: a look, not a result")
+    parser.addoption(
+        "--quick", action="store_true", help="time small shapes; the times are no result"
+    )
 
 
 def pytest_report_header() -> list[str]:

@@ -1,13 +1,12 @@
-"""sentence-transformers' ``encode`` on the real MiniLM checkpoint: as it is, with fastbert, and
-with the engines that it offers as backends.
+"""Time ``encode`` of sentence-transformers on the real MiniLM checkpoint, with different encoders.
 
-python -m benchmarks.sentences [--out out/sentences] [--texts 1000] [--rounds 3] [--threads N]
+    python -m benchmarks.sentences [--out out/sentences] [--texts 1000] [--rounds 3] [--threads N]
 
-Every contender is the same SentenceTransformer: its tokenizer, its batches of 32 sorted by length,
-its pooling; only the encoder differs. They take turns in one process, with a pause between them
-for threads that spin. OpenVINO and ONNX Runtime get the encoder exported here with dynamic shapes,
-which is what sentence-transformers' ``backend=`` does through optimum (not to be had for
-transformers 5.23). A contender whose embeddings are not near stock fp32's is refused.
+Every contender is the same SentenceTransformer with the same tokenizer, batches of 32 sorted by
+length, and pooling; only the encoder differs. The contenders take turns in one process, with pauses
+for threads that spin. This script exports the encoder for OpenVINO and ONNX Runtime with dynamic
+shapes, as ``backend=`` of sentence-transformers does through optimum, which does not support
+transformers 5.23. A contender is refused if its embeddings are not near those of stock fp32.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ from fastbert.bench.quantized_accuracy import model_folder, real_sentences
 from fastbert.cli.common import new_table, out
 
 PAUSE_S = 0.05
-# Of the largest element's difference of two embeddings of length 1: bf16 makes some thousandths.
+# Largest difference of an element of two embeddings of length 1; bf16 makes a few thousandths.
 NEAR = 2e-2
 
 
 def spreads(count: int) -> dict[str, list[str]]:
-    """Texts at the lengths that people have."""
+    """Return lists of texts with different lengths, by their description."""
     sentences = real_sentences(count)
     generator = random.Random(0)
     shuffled = generator.sample(sentences, len(sentences))
@@ -68,7 +67,7 @@ def stock(**options: Any) -> Any:
 
 
 class Replaced(nn.Module):
-    """Another engine where the encoder's forward was."""
+    """Another engine in the place of the encoder's forward."""
 
     def __init__(self, run: Callable[[dict[str, Tensor]], Any]) -> None:
         super().__init__()
@@ -163,11 +162,17 @@ def encode(model: Any, name: str, texts: list[str]) -> Tensor:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("out/sentences"))
-    parser.add_argument("--texts", type=int, default=1000)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("out/sentences"), help="folder that receives the results"
+    )
+    parser.add_argument("--texts", type=int, default=1000, help="number of real sentences")
+    parser.add_argument("--rounds", type=int, default=3, help="samples of each contender")
+    parser.add_argument(
+        "--threads", type=int, default=os.cpu_count(), help="threads of every contender"
+    )
     options = parser.parse_args()
     import fastbert.integrations.attention_interface  # noqa: F401  registers attn_implementation
 
@@ -188,13 +193,13 @@ def main() -> None:
             out.print(f"{row['contender']}: {row['left out']}", highlight=False)
     machine = describe()
     json_file.write(options.out / "sentences.json", {"machine": machine, "rows": rows})
-    out.print(f"written to {options.out}/sentences.json; {options.threads} threads, {machine.cpu}")
+    out.print(f"written: {options.out}/sentences.json; {options.threads} threads, {machine.cpu}")
 
 
 def contest(
     spread: str, texts: list[str], models: dict[str, Any], rounds: int
 ) -> list[dict[str, Any]]:
-    """Everybody in turn, the order turning by one each round; medians."""
+    """Time the contenders in turns, in an order that rotates by one each round; keep medians."""
     exact = encode(models["stock fp32"], spread, texts)
     differences, times = {}, {name: [] for name in models}
     for name, model in models.items():
@@ -221,7 +226,7 @@ def contest(
 
 def table(rows: list[dict[str, Any]], title: str) -> Any:
     drawn = new_table(title)
-    for heading in ("encoder", "texts/s", "× stock fp32", "largest difference"):
+    for heading in ("encoder", "texts/s", "speed over stock fp32", "largest difference"):
         drawn.add_column(heading, justify="left" if heading == "encoder" else "right")
     for row in rows:
         speed, ratio = row["texts_per_second"], row["to_stock_fp32"]

@@ -1,4 +1,4 @@
-"""The whole encoder in fastbert and transformers; one benchmark group per batch and dtype."""
+"""The whole encoder in fastbert and transformers, with a benchmark group per batch and dtype."""
 
 from __future__ import annotations
 

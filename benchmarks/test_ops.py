@@ -1,7 +1,7 @@
 """Every operation on every backend and in stock PyTorch, grouped by case and direction.
 
-For ratios measured in turns use ``fastbert bench``; this suite keeps histories
-(``--benchmark-autosave``, ``--benchmark-compare``).
+``fastbert bench`` measures ratios in turns; this suite keeps histories (``--benchmark-autosave``,
+``--benchmark-compare``).
 """
 
 from __future__ import annotations

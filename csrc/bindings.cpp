@@ -1,5 +1,6 @@
-// The Python module fastbert._C: how the extension was built, its instruction-set level and its
-// copies of weights. The operators are registered in cpu/operators.cpp.
+// The Python module fastbert._C. It reports how the extension was built, sets the instruction-set
+// level and manages the prepacked weights. The operators are registered in cpu/operators.cpp and
+// cuda/cuda_ops.cpp.
 
 #include <c10/util/Exception.h>
 #include <pybind11/pybind11.h>
@@ -18,7 +19,7 @@ namespace {
 
 namespace py = pybind11;
 
-// FASTBERT_CUDA_ARCHS comes from setup.py when CUDA code is built.
+// setup.py defines FASTBERT_CUDA_ARCHS when it builds CUDA code.
 #if defined(FASTBERT_CUDA_ARCHS)
 constexpr bool kCuda = true;
 #else
@@ -46,7 +47,7 @@ void set_cpu_isa(const std::optional<std::string>& level) {
   fastbert::cpu::set_level(level ? level->c_str() : nullptr);
 }
 
-// c10's exceptions are not pybind11's; without this they would all arrive as RuntimeError.
+// pybind11 does not know c10's exceptions and would raise each of them as RuntimeError.
 void translate(std::exception_ptr pointer) {
   try {
     if (pointer) std::rethrow_exception(pointer);
@@ -59,27 +60,29 @@ void translate(std::exception_ptr pointer) {
 
 PYBIND11_MODULE(_C, m) {
   py::register_local_exception_translator(translate);
-  m.def(
-      "build_info", build_info,
-      "What this extension was built with: torch (version), compiler, cuda (bool), cuda_archs, and "
-      "the instruction-set levels in it (cpu_isas) and usable here (cpu_isas_supported).");
+  m.def("build_info", build_info,
+        "Returns the facts of the build as a dict: torch (its version), compiler, cuda (bool), "
+        "cuda_archs, cpu_isas (the levels in the extension) and cpu_isas_supported (the levels "
+        "that this processor can run).");
   m.def(
       "cpu_isa", [] { return std::string(fastbert::cpu::kernels().name); },
-      "The instruction-set level in use. Raises ValueError when FASTBERT_CPU_ISA cannot be "
-      "honoured.");
+      "Returns the instruction-set level in use. Raises ValueError if FASTBERT_CPU_ISA names a "
+      "level that is unknown or not supported.");
   m.def("set_cpu_isa", set_cpu_isa, py::arg("level"),
-        "Sets the instruction-set level of this process; None goes back to FASTBERT_CPU_ISA or, "
-        "without "
-        "it, the best one. Raises ValueError on a level that this processor lacks.");
+        "Sets the instruction-set level of this process. None restores the level that "
+        "FASTBERT_CPU_ISA names or, if it is unset, the best level. Raises ValueError if the level "
+        "is unknown or not supported.");
   m.def("packed_bytes", fastbert::cpu::packed_total,
-        "Bytes held in copies of weights in the layout of the CPU's products; a copy goes with its "
-        "weight.");
+        "Returns the bytes that prepacked weights hold. A copy whose weight was freed does not "
+        "count.");
   m.def("forget_packed", fastbert::cpu::forget_packed,
-        "Frees these copies and puts fingerprints (fastbert_C::fingerprint) out of date; the next "
-        "product with a weight packs it again.");
+        "Frees the prepacked weights and makes all fingerprints (fastbert_C::fingerprint) out of "
+        "date. The next product with a weight makes a new copy.");
   m.def("expire_packed", fastbert::cpu::expire_fingerprints,
-        "Puts these copies and all fingerprints out of date, but keeps the memory for the next.");
+        "Makes the prepacked weights and all fingerprints out of date, but keeps the memory for "
+        "the next copies.");
   fastbert::ptx::bind(m);
   m.def("expect_writes", fastbert::cpu::expect_writes, py::arg("expected"),
-        "Whether each product in this process reads its whole weight before it takes a copy.");
+        "Sets whether each product in this process reads its whole weight before it uses a "
+        "prepacked copy.");
 }

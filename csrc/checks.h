@@ -1,7 +1,7 @@
-// The input contract of the C++ operators, the same on both devices.
+// The input contract of the C++ operators, which is the same on both devices.
 //
-// Violations raise ValueError or TypeError in Python; the message names the argument, what was got
-// and what is allowed.
+// A violation raises ValueError or TypeError in Python. The message names the argument, the value
+// it got and the values that are allowed.
 
 #pragma once
 
@@ -12,6 +12,8 @@
 #include <initializer_list>
 #include <optional>
 #include <string>
+
+#include "activations.h"
 
 namespace fastbert {
 
@@ -31,20 +33,20 @@ inline void check_dtype(const char* name, const at::Tensor& t) {
                    ", allowed: Float, BFloat16, Half");
 }
 
-// The dtype `allowed`, which is that of `owner`.
+// Checks that the dtype of `t` is `allowed`, the dtype of the argument `owner`.
 inline void check_dtype_of(const char* name, const at::Tensor& t, at::ScalarType allowed,
                            const char* owner) {
   TORCH_CHECK_TYPE(t.scalar_type() == allowed, name, ": got dtype ", t.scalar_type(),
-                   ", allowed: ", allowed, ", that of ", owner);
+                   ", allowed: ", allowed, ", the dtype of ", owner);
 }
 
-// The dtype that a caller asks for in a result.
+// Checks the dtype that a caller requests for a result.
 inline void check_result_dtype(at::ScalarType dtype) {
   TORCH_CHECK_TYPE(is_storage_dtype(dtype), "dtype: got ", dtype,
                    ", allowed: Float, BFloat16, Half");
 }
 
-// A shape as Python writes it.
+// Returns a shape as Python writes it.
 inline std::string text_of(at::IntArrayRef shape) {
   std::string text = "(";
   for (size_t i = 0; i < shape.size(); ++i) {
@@ -60,7 +62,7 @@ inline void check_shape(const char* name, const at::Tensor& t,
                     ", allowed: ", text_of(allowed));
 }
 
-// The operand that sets shape, dtype and device for the others: (rows, columns).
+// Checks the operand (rows, columns) that sets shape, dtype and device for the other operands.
 inline void check_matrix(const char* name, const at::Tensor& t) {
   check_dtype(name, t);
   TORCH_CHECK_VALUE(t.dim() == 2 && t.size(1) >= 1, name, ": got shape ", t.sizes(),
@@ -74,7 +76,7 @@ inline void check_same(const char* name, const at::Tensor& t, const at::Tensor& 
                     ", allowed: ", like.sizes());
 }
 
-// A vector of `length` elements in any floating dtype, on the device of `like`.
+// Checks a vector of `length` elements in any floating dtype.
 inline void check_vector(const char* name, const at::Tensor& t, const at::Tensor& like,
                          int64_t length) {
   check_device(name, t, like);
@@ -83,12 +85,12 @@ inline void check_vector(const char* name, const at::Tensor& t, const at::Tensor
   check_shape(name, t, {length});
 }
 
-// A vector as long as a row of `like`.
+// Checks a vector that is as long as a row of `like`.
 inline void check_parameter(const char* name, const at::Tensor& t, const at::Tensor& like) {
   check_vector(name, t, like, like.size(1));
 }
 
-// Numbers in fp32, on the device of `like`.
+// Checks an fp32 tensor.
 inline void check_floats(const char* name, const at::Tensor& t, const at::Tensor& like,
                          std::initializer_list<int64_t> shape) {
   check_device(name, t, like);
@@ -97,12 +99,12 @@ inline void check_floats(const char* name, const at::Tensor& t, const at::Tensor
   check_shape(name, t, shape);
 }
 
-// What the forward pass stored for each row of `like`.
+// Checks a statistic that the forward pass stored for each row of `like`.
 inline void check_statistic(const char* name, const at::Tensor& t, const at::Tensor& like) {
   check_floats(name, t, like, {like.size(0)});
 }
 
-// `count` labels or row numbers, on the device of `like`.
+// Checks `count` labels or row numbers.
 inline void check_numbers(const char* name, const at::Tensor& t, const at::Tensor& like,
                           int64_t count) {
   check_device(name, t, like);
@@ -137,11 +139,11 @@ inline void check_layer_norm(const at::Tensor& x, const at::Tensor& weight,
 }
 
 inline void check_layer_norm_forward(const at::Tensor& x, const at::Tensor& weight,
-                                     const at::Tensor& bias, const OptionalTensor& residual,
+                                     const OptionalTensor& bias, const OptionalTensor& residual,
                                      const OptionalTensor& x_bias, const OptionalTensor& seed,
                                      double dropout_p, double eps) {
   check_layer_norm(x, weight, residual, x_bias, seed, dropout_p);
-  check_parameter("bias", bias, x);
+  if (bias) check_parameter("bias", *bias, x);
   check_eps(eps);
 }
 
@@ -156,31 +158,41 @@ inline void check_layer_norm_backward(const at::Tensor& dy, const at::Tensor& x,
   check_statistic("rstd", rstd, x);
 }
 
-inline void check_bias_gelu(const at::Tensor& h, const OptionalTensor& bias) {
+inline void check_pre_activation(const at::Tensor& h, const OptionalTensor& bias) {
   check_matrix("h", h);
   if (bias) check_parameter("bias", *bias, h);
 }
 
-// Whether the tanh form of GELU is asked for.
-inline bool check_approximate(const std::string& approximate) {
-  TORCH_CHECK_VALUE(approximate == "none" || approximate == "tanh", "approximate: got '",
-                    approximate, "', allowed: 'none', 'tanh'");
-  return approximate == "tanh";
+// Returns the activation called `name`, which has to be in `allowed`; `where` may add a place to
+// the error.
+inline Activation activation_of(const std::string& name, std::initializer_list<Activation> allowed,
+                                const char* where = "") {
+  const auto name_of = [](Activation a) { return kActivationNames[static_cast<int32_t>(a)]; };
+  for (const Activation activation : allowed) {
+    if (name == name_of(activation)) return activation;
+  }
+  std::string names;
+  for (const Activation activation : allowed) {
+    names += std::string(names.empty() ? "'" : ", '") + name_of(activation) + "'";
+  }
+  TORCH_CHECK_VALUE(false, "activation: got '", name, "', allowed", where, ": ", names);
 }
 
-// Numbers that a kernel indexes with, contiguous, in memory that no other thread can write: what
-// was checked is what is used. `contiguous()` and `to()` alone may return the tensor itself.
+// Returns a contiguous copy of numbers that a kernel indexes with. No other thread can write to the
+// copy, so the numbers that were checked are the numbers that are used. `contiguous()` and `to()`
+// alone may return the tensor itself.
 inline at::Tensor private_copy(const at::Tensor& t, at::ScalarType dtype) {
   return t.to(dtype, /*non_blocking=*/false, /*copy=*/true, at::MemoryFormat::Contiguous);
 }
 
-// The kernels take any row stride and unit column stride; anything more exotic is copied.
+// The kernels take any row stride but need contiguous columns within a row. Other layouts are
+// copied.
 inline at::Tensor with_unit_columns(const at::Tensor& t) {
   return t.size(1) == 1 || t.stride(1) == 1 ? t : t.contiguous();
 }
 
-// A parameter as the kernels read it: contiguous fp32. It is one row long, so the copy costs
-// nothing.
+// Returns a parameter as the kernels read it: contiguous fp32. The copy is cheap, because a
+// parameter is one row long.
 inline at::Tensor as_float(const at::Tensor& parameter) {
   return parameter.to(at::kFloat).contiguous();
 }

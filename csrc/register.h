@@ -1,8 +1,9 @@
-// Gives torch the implementations of the C++ operators, each with a check of its tensors' memory.
+// The registration of the C++ operators with torch. Every call first checks the memory of its
+// tensors.
 //
 // The storage of a tensor can be freed while the tensor keeps its shape: sharded training calls
-// `weight.untyped_storage().resize_(0)` between two uses of a weight. A kernel would read or write
-// memory that is no longer the tensor's, so every call of every operator checks its tensors first.
+// `weight.untyped_storage().resize_(0)` between two uses of a weight. Without the check, a kernel
+// would read or write memory that no longer belongs to the tensor.
 
 #pragma once
 
@@ -19,7 +20,7 @@
 
 namespace fastbert {
 
-// The bytes of its storage, from the first one, that the elements of `t` reach.
+// Returns how many bytes of the storage, counted from its first byte, the elements of `t` reach.
 inline uint64_t bytes_reached(const at::Tensor& t) {
   if (t.numel() == 0) return 0;
   int64_t last = t.storage_offset();
@@ -34,8 +35,8 @@ inline uint64_t bytes_reached(const at::Tensor& t) {
   const std::string argument = handle.schema().arguments()[position].name() + place;
   TORCH_CHECK_VALUE(t.defined(), argument, ": got None, allowed: a tensor");
   TORCH_CHECK_VALUE(!t.is_neg() && !t.is_conj() && !t._is_zerotensor(), argument,
-                    ": got a tensor whose numbers are not in its memory, because a negation or "
-                    "another operation is pending, allowed: a tensor without such operations");
+                    ": got a tensor whose memory does not hold its values, because a negation or "
+                    "another operation is pending, allowed: a tensor without a pending operation");
   TORCH_CHECK_VALUE(false, argument, ": got a storage of ", t.storage().nbytes(),
                     " bytes for the shape ", t.sizes(), ", allowed: at least ", bytes_reached(t),
                     " bytes");
@@ -46,7 +47,7 @@ inline bool is_readable(const at::Tensor& t) {
          !t._is_zerotensor();
 }
 
-// Checks an argument of any type, of the operator `name`; only tensors have memory.
+// Checks an argument of any type of the operator `name`. Only tensors have memory.
 template <class T>
 void check_memory(const char* name, size_t position, const T& argument) {
   if constexpr (std::is_same_v<T, at::Tensor>) {

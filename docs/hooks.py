@@ -1,7 +1,7 @@
-"""What mkdocs does at build time: tables from the code and the records, pictures, whole files.
+"""Functions that mkdocs calls when it builds the site: tables, pictures and included files.
 
-A page writes ``{{ name argument … }}``; the line is replaced by the Markdown that the function of
-that name returns.
+A line ``{{ name argument … }}`` of a page is replaced by the Markdown that the function of this
+name returns. The tables come from the code and from the records of the benchmarks.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from fastbert import ops
+from fastbert.activations import ACTIVATIONS
 from fastbert.ops.backend import TABLES, Implementation, Request
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -23,11 +24,10 @@ RESULTS = ROOT / "benchmarks" / "results"
 MACHINES = {"2026-11-22-zen5-2-cores": "Zen 5", "2026-11-22-xeon-amx-2-cores": "Xeon AMX"}
 CALL = re.compile(r"^\{\{ (\w+)(.*) \}\}$", re.MULTILINE)
 BACKENDS = ("reference", "triton", "cpu", "cuda")
-ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "geglu", "swiglu")
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table; every column but the first is centred."""
+    """Return a Markdown table; every column except the first is centred."""
     rule = ["---", *[":---:"] * (len(header) - 1)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in [header, rule, *rows])
 
@@ -36,13 +36,13 @@ def table(header: list[str], rows: list[list[str]]) -> str:
 
 
 def backends() -> str:
-    """The backend tables of ``fastbert.ops``: operations by backends, with their activations."""
+    """Return the backend tables of ``fastbert.ops``: operations by backends, with their dtypes."""
     rows = [[f"`{op}`", *(_served(TABLES[op].get(name)) for name in BACKENDS)] for op in TABLES]
     return table(["operation", *(f"`{name}`" for name in BACKENDS)], sorted(rows))
 
 
 def _served(implementation: Implementation | None) -> str:
-    """One cell: the dtypes of an implementation, and the activations if it refuses some."""
+    """Return a cell: the dtypes of an implementation, and its activations if it refuses some."""
     if implementation is None:
         return "–"
     short = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float64": "fp64"}
@@ -56,7 +56,7 @@ def _served(implementation: Implementation | None) -> str:
 
 
 def rows_of(record: str, section: str) -> dict[str, dict[str, dict[str, Any]]]:
-    """The measured rows of a record: label of the batch → contender → row."""
+    """Return the measured rows of a record: label of the batch → contender → row."""
     content = json.loads((RESULTS / record / f"{section}.json").read_text(encoding="utf-8"))
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for row in content["rows"]:
@@ -67,19 +67,19 @@ def rows_of(record: str, section: str) -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def milliseconds(seconds: float) -> str:
-    """Three significant digits, at least one of them before the point."""
+    """Format a time in ms, with one decimal below 100 ms and none from there on."""
     value = 1000 * seconds
     return f"{value:.1f}" if value < 100 else f"{value:,.0f}"
 
 
 def best(contenders: dict[str, dict[str, Any]], ending: str = "") -> dict[str, Any]:
-    """The fastest peer; with ``ending`` among those whose name ends so."""
+    """Return the row of the fastest peer whose name ends in ``ending``."""
     peers = [r for name, r in contenders.items() if not r["ours"] and name.endswith(ending)]
     return min(peers, key=lambda row: row["seconds"])
 
 
 def beside(contenders: dict[str, dict[str, Any]], ours: str, ending: str = "") -> list[str]:
-    """Three cells: our time, the best peer's, and how many times as fast ours is."""
+    """Return three cells: the time of ``ours``, the time of the best peer, and their ratio."""
     row, peer = contenders[ours], best(contenders, ending)
     ratio = peer["seconds"] / row["seconds"]
     name = peer["contender"].replace(" fp32", "") if ending else peer["contender"]
@@ -91,7 +91,7 @@ def beside(contenders: dict[str, dict[str, Any]], ours: str, ending: str = "") -
 
 
 def speed(record: str, section: str) -> str:
-    """Times of the encoder in ms: bf16 beside all peers, fp32 beside fp32 peers, and int8."""
+    """Return the times of the encoder: bf16 and all peers, fp32 and fp32 peers, and int8."""
     rows = []
     for label, contenders in rows_of(record, section).items():
         stock = min(
@@ -111,7 +111,7 @@ def speed(record: str, section: str) -> str:
 
 
 def training(record: str) -> str:
-    """One training step of BERT-base: our time and the faster of transformers' two."""
+    """Return the times of one training step of BERT-base, in fastbert and in the best peer."""
     rows = []
     for label, contenders in rows_of(record, "training").items():
         (ours,) = (name for name, row in contenders.items() if row["ours"])
@@ -120,14 +120,14 @@ def training(record: str) -> str:
 
 
 def targets(record: str) -> str:
-    """The floors and goals of BERT-base in a record, and whether each is met."""
+    """Return the floors and goals of BERT-base in a record, each met or not."""
     text = (RESULTS / record / "cpu.md").read_text(encoding="utf-8")
     start = text.index("| shape | ours | ratio |")
     return text[start : text.index("\n\n", start)]
 
 
 def int8(record: str) -> str:
-    """Errors of sentence embeddings of the real MiniLM checkpoint against float64."""
+    """Return the errors of the real MiniLM checkpoint's sentence embeddings against float64."""
     content = json.loads((RESULTS / record / "int8.json").read_text(encoding="utf-8"))
     rows = [
         [
@@ -145,7 +145,7 @@ def int8(record: str) -> str:
 
 
 def memory(record: str) -> str:
-    """Peak resident memory in MiB on a full batch 8×128 of BERT-base."""
+    """Return the peak resident memory in MiB on a full batch 8×128 of BERT-base."""
     contenders = rows_of(record, "bert-base")["BERT-base 8×128 full"]
     names = [name for name, row in contenders.items() if row.get("peak_bytes")]
     cells = [[name, f"{contenders[name]['peak_bytes'] / 2**20:,.0f}"] for name in names]
@@ -153,7 +153,7 @@ def memory(record: str) -> str:
 
 
 def sentences(record: str) -> str:
-    """Texts per second of sentence-transformers' ``encode``, and the ratio to stock fp32."""
+    """Return texts per second of sentence-transformers' ``encode``, and the ratio to stock fp32."""
     content = json.loads((RESULTS / record / "sentences.json").read_text(encoding="utf-8"))
     spreads = list(dict.fromkeys(row["spread"] for row in content["rows"]))
     found: dict[str, dict[str, Any]] = {}
@@ -169,13 +169,13 @@ def sentences(record: str) -> str:
 
 
 def machine(record: str) -> str:
-    """The machine, the versions and the date of a record, and the limits that were measured."""
+    """Return the machine, the versions and the date of a record, and the measured limits."""
     text = (RESULTS / record / "cpu.md").read_text(encoding="utf-8")
     return "\n".join(line for line in text.splitlines()[:8] if line.startswith("- "))
 
 
 def summary() -> str:
-    """The table of README: each model in bf16 beside its fastest peer, machine by machine."""
+    """Return the table of README: each model in bf16 and its fastest peer, for each machine."""
     header = ["batch"]
     for record in MACHINES:
         header += [f"{MACHINES[record]}: fastbert ms", "fastest peer ms", "ratio"]
@@ -192,10 +192,9 @@ def summary() -> str:
 
 
 def api(name: str, *names: str) -> str:
-    """A directive of mkdocstrings for each public class and function of a module, or of ``names``.
+    """Return a directive of mkdocstrings for each public class and function of a module.
 
-    The public names are those of ``__all__``. ``fastbert.reference`` has the names of
-    ``fastbert.ops`` and helpers, which are left out.
+    The names are ``names``, or the ``__all__`` of the module. Names of other kinds are left out.
     """
     module = importlib.import_module(name)
     wanted = names or getattr(module, "__all__", ops.__all__)
@@ -205,7 +204,7 @@ def api(name: str, *names: str) -> str:
 
 
 def include(path: str) -> str:
-    """A Markdown file of the repository, without its first heading: the page has one."""
+    """Return a Markdown file of the repository without its first heading, which the page has."""
     text = (ROOT / path).read_text(encoding="utf-8")
     return re.sub(r"\A# .*\n", "", text)
 
@@ -229,11 +228,11 @@ FUNCTIONS = {
 
 
 def expand(markdown: str) -> str:
-    """``markdown`` with every ``{{ call }}`` replaced."""
+    """Return ``markdown`` with every ``{{ call }}`` replaced."""
     return CALL.sub(lambda call: FUNCTIONS[call[1]](*call[2].split()), markdown)
 
 
-# What mkdocs calls
+# Hooks of mkdocs
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
@@ -241,7 +240,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Adds the pictures of the records as ``results/<record>/<name>.png``."""
+    """Add the pictures of the records as ``results/<record>/<name>.png``."""
     from mkdocs.structure.files import File
 
     for picture in sorted(RESULTS.rglob("*.png")):

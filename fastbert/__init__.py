@@ -1,6 +1,6 @@
 """fastbert: fused kernels and modules for BERT-family encoders, checked against a plain reference.
 
-The names below load on first use, so that ``import fastbert`` and ``fastbert --help`` stay instant.
+All names except `BertConfig` load on first use, so that ``import fastbert`` stays fast.
 """
 
 from __future__ import annotations

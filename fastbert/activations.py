@@ -1,4 +1,4 @@
-"""The activation functions of a feed-forward: their names, their formulas and their derivatives."""
+"""The activation functions of a feed-forward layer, with their names and derivatives."""
 
 from __future__ import annotations
 
@@ -15,25 +15,27 @@ class Activation(NamedTuple):
     """One activation function.
 
     Attributes:
-        name: Its name in ``fastbert.ops`` and in the C++ operators.
+        name: Name in ``fastbert.ops``, in the C++ operators and in the launchers of the Triton
+            kernels.
+        function_name: Name of `function` in the Triton kernels, as their constant FUNCTION.
         function: The function of one column, in differentiable PyTorch.
         slope: The derivative of `function`.
-        approximate: Its name as the argument `approximate` of ``ops.linear_gelu`` and of the Triton
-            and CUDA kernels.
-        hidden_act: Its names in a ``config.json``.
-        gated: Whether one half of the columns goes through `function` and then multiplies the other
-            half (Shazeer 2020).
+        hidden_act: Names in a ``config.json``.
+        approximate: Value of the argument `approximate` of ``ops.linear_gelu``; empty if gated.
+        gated: Whether `function` is applied to the first half of the columns and the result is
+            multiplied by the second half (Shazeer 2020).
     """
 
     name: str
+    function_name: str
     function: Callable[[Tensor], Tensor]
     slope: Callable[[Tensor], Tensor]
-    approximate: str
     hidden_act: tuple[str, ...]
+    approximate: str = ""
     gated: bool = False
 
     def __call__(self, h: Tensor) -> Tensor:
-        """The activation of h (..., N), or of h (..., 2N), the gate first, as (..., N)."""
+        """Return the activation ``(..., N)`` of h ``(..., N)``; a gated h is ``(..., 2N)``."""
         if not self.gated:
             return self.function(h)
         gate, linear = h.chunk(2, dim=-1)
@@ -72,28 +74,36 @@ def _silu_slope(x: Tensor) -> Tensor:
     return torch.ops.aten.silu_backward(torch.ones_like(x), x)
 
 
-_exact = (partial(_gelu, "none"), partial(_gelu_slope, "none"), "none")
-_tanh = (partial(_gelu, "tanh"), partial(_gelu_slope, "tanh"), "tanh")
+# function_name, function and slope
+_exact = ("gelu", partial(_gelu, "none"), partial(_gelu_slope, "none"))
+_tanh = ("gelu_tanh", partial(_gelu, "tanh"), partial(_gelu_slope, "tanh"))
 
-# GELU is that of Hendrycks and Gimpel 2016, exact or in its tanh form.
+# GELU follows Hendrycks and Gimpel 2016, exact or with tanh.
 ACTIVATIONS = {
     activation.name: activation
     for activation in (
-        Activation("gelu", *_exact, ("gelu",)),
-        Activation("gelu_tanh", *_tanh, ("gelu_new", "gelu_pytorch_tanh")),
-        Activation("relu", _relu, _relu_slope, "relu", ("relu",)),
+        Activation("gelu", *_exact, ("gelu",), approximate="none"),
+        Activation("gelu_tanh", *_tanh, ("gelu_new", "gelu_pytorch_tanh"), approximate="tanh"),
+        Activation("relu", "relu", _relu, _relu_slope, ("relu",), approximate="relu"),
         Activation("geglu", *_exact, ("gelu",), gated=True),
-        Activation("swiglu", _silu, _silu_slope, "silu", ("silu",), gated=True),
+        Activation("swiglu", "silu", _silu, _silu_slope, ("silu",), gated=True),
     )
 }
 # The names of the activations that are not gated.
 PLAIN = tuple(name for name, activation in ACTIVATIONS.items() if not activation.gated)
-# The argument `approximate` of ``ops.linear_gelu`` → the name of the activation.
+# Value of the argument `approximate` of ``ops.linear_gelu`` → name of the activation.
 APPROXIMATIONS = {ACTIVATIONS[name].approximate: name for name in PLAIN}
 
 
+def of_name(name: str) -> Activation:
+    """Return the activation called `name`; raise ValueError if there is none."""
+    if name not in ACTIVATIONS:
+        raise ValueError(f"activation: got {name!r}, allowed: {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[name]
+
+
 def of_config(gated: bool) -> dict[str, Activation]:
-    """The activations by the name `hidden_act` that a ``config.json`` gives them."""
+    """Return the activations, gated or not, by the names `hidden_act` of a ``config.json``."""
     return {
         hidden_act: activation
         for activation in ACTIVATIONS.values()

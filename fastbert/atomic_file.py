@@ -9,9 +9,9 @@ from pathlib import Path
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Calls ``write`` on a temporary file beside ``path`` and then renames it into place.
+    """Call ``write`` with a temporary path in the folder of ``path``, then rename the file.
 
-    The temporary file keeps the suffix of ``path``: numpy and matplotlib choose a format by it.
+    The temporary file has the suffix of ``path``, by which numpy and matplotlib choose a format.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.stem}.{secrets.token_hex(4)}{path.suffix}")

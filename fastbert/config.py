@@ -23,7 +23,7 @@ MAX_LAYERS = 1000
 
 
 def check(name: str, value: Any, allowed: str, ok: bool) -> None:
-    """Raise ValueError with the setting, its value and the allowed values, unless `ok`."""
+    """Raise ValueError with the setting, its value and the allowed values, unless `ok` is True."""
     if not ok:
         raise ValueError(f"{name}: got {value!r:.500}, allowed: {allowed}")
 
@@ -47,7 +47,7 @@ def is_number(value: Any, least: float, most: float = sys.float_info.max) -> boo
 
 @dataclass(frozen=True)
 class Architecture:
-    """The differences between an encoder of BERT's family and BERT; the defaults are BERT.
+    """The differences between an encoder and BERT; the defaults describe BERT.
 
     ``fastbert.io.families`` has the differences of each ``model_type``.
 
@@ -60,7 +60,7 @@ class Architecture:
             means that the position of a token is its index in the row.
         distance_buckets: Number of buckets of a learned attention bias by distance, which all
             layers share (MPNet); 0 means no bias.
-        rotary_bases: Base of the rotary embedding of each layer; empty if no layer has one.
+        rotary_bases: Base of the rotary embedding of each layer; empty without rotary embeddings.
         windows: Largest distance, in tokens, between a query and its keys in each layer; -1 allows
             any distance. Empty if no layer has a limit.
         pre_norm: Whether the layer norms are before attention and feed-forward, with another layer
@@ -146,9 +146,9 @@ class Architecture:
             layers: Number of layers of the encoder.
 
         Returns:
-            One index per layer.
+            One index per step. With groups, there are ``layers * group_size`` steps.
 
-        Example:
+        Examples:
             >>> from fastbert.config import Architecture
             >>> Architecture(groups=2).order(4)
             (0, 0, 1, 1)
@@ -186,13 +186,13 @@ class BertConfig:
             labels decide.
         model_type: Name of the model family, such as ``"bert"``.
         architecture: Differences of the model family from BERT.
-        extra: Keys of a ``config.json`` that fastbert does not read. They are written again when
-            the checkpoint is saved.
+        extra: Keys of a ``config.json`` that are not fields. They are written again when the
+            checkpoint is saved.
 
     Raises:
         ValueError: If a value is not allowed. The message names the field.
 
-    Example:
+    Examples:
         >>> from fastbert import BertConfig
         >>> config = BertConfig.preset("tiny", vocab_size=8192)
         >>> config.hidden_size, config.num_hidden_layers, config.head_dim
@@ -339,7 +339,7 @@ class BertConfig:
         fits = position == "absolute" or not counted
         check("position_embedding_type", position, "absolute", fits)
         for name in ("is_decoder", "add_cross_attention"):
-            check(name, content.get(name, False), "false: an encoder", not content.get(name))
+            check(name, content.get(name, False), "false for an encoder", not content.get(name))
         known = {f.name for f in fields(cls)} - OURS
         values = {key: value for key, value in content.items() if key in known}
         labels = content.get("id2label")

@@ -1,4 +1,4 @@
-"""Files in JSON: settings, which are distrusted when read, and results, which are written whole."""
+"""JSON files: settings, which are checked when they are read, and results."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from typing import Any
 
 from fastbert.atomic_file import write_atomically
 
-# Settings are far smaller; the largest of them, the index of a sharded checkpoint, has a few MB.
+# The largest file of settings is the index of a sharded checkpoint, which has a few MB.
 MAX_BYTES = 1 << 26
 
 
 def read(path: Path, kind: type = dict) -> Any:
-    """The content of a file that holds a JSON object (``dict``) or an array (``list``).
+    """Return the content of a file that holds a JSON object (``dict``) or an array (``list``).
 
-    Raises OSError when the file cannot be read, and ValueError naming the file when it is larger
-    than ``MAX_BYTES``, no JSON in UTF-8, or another kind of value.
+    Raises:
+        OSError: If the file cannot be read.
+        ValueError: If the file is larger than ``MAX_BYTES``, is not JSON in UTF-8, or holds another
+            kind of value. The message names the file.
     """
     size = path.stat().st_size
     if size > MAX_BYTES:
@@ -33,7 +35,7 @@ def read(path: Path, kind: type = dict) -> Any:
 
 
 def jsonable(value: Any) -> Any:
-    """``value`` with dataclasses as dicts, paths as strings, non-finite numbers as null."""
+    """Return ``value`` with dataclasses as dicts, paths as strings, non-finite numbers as None."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return jsonable({f.name: getattr(value, f.name) for f in dataclasses.fields(value)})
     if isinstance(value, dict):
@@ -48,11 +50,11 @@ def jsonable(value: Any) -> Any:
 
 
 def text(value: Any) -> str:
-    """``value`` in JSON, as a file or a terminal shows it."""
+    """Return ``value`` as indented JSON text with a final newline."""
     return json.dumps(jsonable(value), indent=2, ensure_ascii=False) + "\n"
 
 
 def write(path: Path, value: Any) -> None:
-    """Writes ``value`` to ``path``; the file appears complete or not at all."""
+    """Write ``value`` as JSON to ``path``; the file appears complete or not at all."""
     content = text(value)
     write_atomically(path, lambda temporary: temporary.write_text(content, encoding="utf-8"))

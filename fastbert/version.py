@@ -1,3 +1,3 @@
-"""The package version, in a file without imports so that builds can read it."""
+"""The version of the package; the file has no imports, so that builds can read it."""
 
 __version__ = "0.1.0"

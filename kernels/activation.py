@@ -1,6 +1,7 @@
-"""What the feed-forward kernels share: the activations with their derivatives, bias and store.
+"""Helpers of the feed-forward kernels: activations with their derivatives, bias and store.
 
-GELU (Hendrycks and Gimpel 2016) with erf or tanh, ReLU and SiLU, all of fp32.
+The functions of one column are GELU (Hendrycks and Gimpel 2016) by erf or by tanh, ReLU and SiLU,
+in fp32.
 """
 
 from __future__ import annotations
@@ -10,23 +11,23 @@ import triton
 import triton.language as tl
 
 from fastbert.kernels.common import LOG2E, narrow
-from fastbert.kernels.tiles import gemm_engine
+from fastbert.kernels.tiles import gemm_path
 
 INVERSE_SQRT_2PI = tl.constexpr(0.3989422804014327)
 # sqrt(2 / pi) and the cubic coefficient of the tanh form
 TANH_LINEAR = tl.constexpr(0.7978845608028654)
 TANH_CUBIC = tl.constexpr(0.044715)
-# Columns of a tile that an epilogue works on at once: more need more registers than there are.
+# Columns of a tile that an epilogue works on at once; more columns would spill registers.
 LARGEST_PART = tl.constexpr(32)
-FUNCTIONS = ("none", "tanh", "relu", "silu")
 
 
 @triton.jit
 def _normal_tail(a):
     """1 - Φ(a) and exp(-a² / 2) for a >= 0, as csrc/normal_tail.h computes them.
 
-    exp(-a² / 2) r P(1 - 8 r), r = 1 / (a + 4); P is minimax, relative error 9e-9. Half the
-    instructions of erf, no branches, and the exponential is the one that the density needs.
+    The tail is exp(-a² / 2) r P(1 - 8 r) with r = 1 / (a + 4) and a minimax polynomial P, whose
+    relative error is 9e-9. This takes half the instructions of erf and no branch, and the density
+    needs the same exponential.
     """
     bell = tl.exp2(a * a * (-0.5 * LOG2E))
     r = 1.0 / (a + 4.0)
@@ -45,21 +46,21 @@ def _normal_tail(a):
 
 @triton.jit
 def value_and_slope(x, FUNCTION: tl.constexpr):
-    """act(x) and its derivative, fp32; act: GELU by erf ("none") or by tanh, ReLU or SiLU."""
+    """f(x) and its derivative, fp32. f is FUNCTION: "gelu", "gelu_tanh", "relu" or "silu"."""
     if FUNCTION == "relu":
         value = tl.where(x < 0.0, 0.0, x)
         slope = tl.where(x > 0.0, 1.0, 0.0)
-    elif FUNCTION == "none":
+    elif FUNCTION == "gelu":
         tail, bell = _normal_tail(tl.abs(x))
         share = tl.where(x < 0.0, tail, 1.0 - tail)
         value = x * share
         slope = share + x * (INVERSE_SQRT_2PI * bell)
     else:
-        # act(x) = x s, s the sigmoid 1 / (1 + exp(-z)). s (1 - s) is e / (1 + e)² with
-        # e = exp(-|z|): written so, nothing cancels in the tails. dz is x dz/dx, bounded where
-        # e = 0, lest it overflow to 0 * inf.
+        # f(x) = x s with the sigmoid s = 1 / (1 + exp(-z)). With e = exp(-|z|), s (1 - s) equals
+        # e / (1 + e)², in which nothing cancels in the tails. dz is x dz/dx; it is bounded where
+        # e = 0, because 0 * inf would be NaN.
         bounded = tl.where(tl.abs(x) < 128.0, x, 0.0)
-        if FUNCTION == "tanh":
+        if FUNCTION == "gelu_tanh":
             # (1 + tanh(u)) / 2 is the sigmoid of 2 u.
             z = 2.0 * TANH_LINEAR * x * (1.0 + TANH_CUBIC * x * x)
             dz = 2.0 * TANH_LINEAR * bounded * (1.0 + 3.0 * TANH_CUBIC * bounded * bounded)
@@ -81,7 +82,7 @@ def activate(x, FUNCTION: tl.constexpr):
 
 @triton.jit
 def biased(h, bias_ptr, cols, inside, HAS_BIAS: tl.constexpr):
-    """h + bias of these columns, of which those outside are not read."""
+    """h + bias; the bias of a column that is not inside is not read."""
     if HAS_BIAS:
         h += tl.load(bias_ptr + cols, mask=inside, other=0.0).to(tl.float32)[None, :]
     return h
@@ -92,16 +93,9 @@ def store_narrow(pointer, offsets, x, inside):
     tl.store(pointer + offsets, narrow(x, pointer.dtype.element_ty), mask=inside)
 
 
-def check_function(approximate: str) -> str:
-    if approximate not in FUNCTIONS:
-        allowed = ", ".join(f'"{name}"' for name in FUNCTIONS)
-        raise ValueError(f"approximate: got {approximate!r}, allowed: {allowed}")
-    return approximate
-
-
-def engine_name(engine: str | None, rows: int, columns: int, depth: int, dtype: torch.dtype) -> str:
-    if engine is None:
-        return gemm_engine(rows, columns, depth, dtype).name
-    if engine not in ("fused", "library"):
-        raise ValueError(f'engine: got {engine!r}, allowed: None, "fused" or "library"')
-    return engine
+def path_name(path: str | None, rows: int, columns: int, depth: int, dtype: torch.dtype) -> str:
+    if path is None:
+        return gemm_path(rows, columns, depth, dtype).name
+    if path not in ("fused", "library"):
+        raise ValueError(f'path: got {path!r}, allowed: None, "fused" or "library"')
+    return path

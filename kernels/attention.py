@@ -1,9 +1,9 @@
-"""softmax(q kᵀ scale + bias) v, dense and packed: the forward; backward and weights are beside it.
+"""Forward of attention, softmax(q kᵀ scale + bias) v, dense and packed.
 
 One program owns a block of queries of one head and walks over the keys with the running softmax
-(Milakov and Gimelshein 2018; Dao 2023, algorithm 1). Tiles that every query of the block sees in
-full do no masking work; only the first and last tiles load under a mask. Saved for the backward:
-out and lse.
+(Milakov and Gimelshein 2018; Dao 2023, algorithm 1). Only the first and the last tiles of keys
+check the window and the length; every query of the block sees the tiles between in full. The
+backward needs out and lse.
 """
 
 from __future__ import annotations
@@ -48,7 +48,15 @@ __all__ = ["attention_backward", "attention_forward", "shipped_launches"]
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def _forward_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, mask_ptr, bias_ptr, seed_ptr,
+    # (B, H, L, D), or packed (T, H, D); fp32, fp16 or bf16
+    q_ptr, k_ptr, v_ptr, out_ptr,
+    # (B, H, Lq), or packed (H, Tq); fp32
+    lse_ptr,
+    # (B, H, Lq, Lk), expanded; uint8 and any floating dtype; or None
+    mask_ptr, bias_ptr,
+    # (1,), int64; or None
+    seed_ptr,
+    # (B + 1,), int32; None for dense input
     cu_seqlens_q_ptr, cu_seqlens_k_ptr,
     stride_q_batch, stride_q_head, stride_q_row, stride_q_dim,
     stride_k_batch, stride_k_head, stride_k_row, stride_k_dim,
@@ -64,6 +72,7 @@ def _forward_kernel(
     HAS_DROPOUT: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     SCALING: tl.constexpr,
 ):  # fmt: skip
+    """Write out and lse of one block of queries."""
     block, head, batch = program_item(q_blocks, heads)
     q_start, q_len = sequence_bounds(batch, cu_seqlens_q_ptr, q_length, IS_VARLEN)
     k_start, k_len = sequence_bounds(batch, cu_seqlens_k_ptr, k_length, IS_VARLEN)
@@ -94,15 +103,17 @@ def _forward_kernel(
         first_row, last_row, offset, k_len, window_left, window_right, HAS_LEFT, HAS_RIGHT, BLOCK_N
     )
 
+    # [BLOCK_M, BLOCK_D]
     q = load_rows(q_ptr, rows, rows < q_len, stride_q_row, stride_q_dim, HEAD_DIM, BLOCK_D, True)
     maximum = tl.full([BLOCK_M], -INFINITY, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     out = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    # Without a left window there are no leading tiles with masks: phase 0 is not even compiled.
+    # Without a left side of the window no masked tiles come first, so phase 0 is not compiled.
     for phase in tl.static_range(0 if HAS_LEFT else 1, 3):
         phase_start, phase_stop = phase_range(phase, start, full_start, full_stop, high)
         for first_key in range(phase_start, phase_stop, BLOCK_N):
             keys = first_key + tl.arange(0, BLOCK_N)
+            # [BLOCK_M, BLOCK_N], or a shape that broadcasts
             allowed = allowed_pairs(
                 rows[:, None], keys[None, :], mask_ptr, offset, q_len, k_len,
                 window_left, window_right, stride_mask_row, stride_mask_key,
@@ -111,6 +122,7 @@ def _forward_kernel(
             attended = attended_keys(
                 keys, allowed, mask_ptr, low, high, stride_mask_key, HAS_MASK, MASK_ROW
             )
+            # [BLOCK_N, BLOCK_D]
             k = load_rows(
                 k_ptr, keys, keys < k_len, stride_k_row, stride_k_dim, HEAD_DIM, BLOCK_D, phase != 1
             )
@@ -126,6 +138,7 @@ def _forward_kernel(
             if HAS_DROPOUT:
                 keep = dropout_keep(seed, rows, head, batch, first_key, dropout_threshold, BLOCK_N)
                 weights = tl.where(keep, weights, 0.0)
+            # [BLOCK_N, BLOCK_D]
             v = load_rows(
                 v_ptr,
                 keys,
@@ -177,15 +190,34 @@ def attention_forward(
     window: tuple[int, int] = (-1, -1),
     path: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention output and the natural log-sum-exp of the scaled, biased logits.
+    """Compute attention and the natural log-sum-exp of its scaled and biased logits.
 
-    Dense: q (B, H, Lq, D), k, v (B, H, Lk, D) at any strides; out (B, H, Lq, D) lying in memory as
-    (B, Lq, H, D); lse fp32 (B, H, Lq). Packed, with int32 ``cu_seqlens_q`` (B + 1,): q (Tq, H, D),
-    k, v (Tk, H, D); out contiguous, 0 beyond ``cu_seqlens_q[-1]``; lse fp32 (H, Tq), -inf there.
-    mask bool (True = attend) and bias additive, both expanded to (B, H, Lq, Lk), in-sequence
-    positions. seed int64 (1,) on the device of q. A row that may attend nothing gives out 0 and lse
-    -inf. path "short" or "general" overrides ``attention_path``. ValueError: D outside 1..256,
-    dropout without a seed, a path that cannot serve.
+    Args:
+        q: Queries (B, H, Lq, D) at any strides, or packed (Tq, H, D); fp32, fp16 or bf16.
+        k: Keys (B, H, Lk, D) at any strides, or packed (Tk, H, D), in the dtype of `q`.
+        v: Values, as `k`.
+        mask: Bool, True where a query attends a key; expanded to (B, H, Lq, Lk). For packed input,
+            Lq and Lk are the longest lengths, and positions count inside the sequence.
+        bias: Floating tensor added to the logits; shape as for `mask`.
+        cu_seqlens_q: Cumulative lengths of packed queries, int32 (B + 1,); None for dense input.
+        cu_seqlens_k: Cumulative lengths of packed keys; `cu_seqlens_q` by default.
+        max_seqlen_q: Longest length of packed queries; None reads it from the device.
+        max_seqlen_k: Longest length of packed keys; None reads it from the device.
+        seed: Seed of dropout, int64 (1,) on the device of `q`.
+        dropout_p: Probability with which a weight is dropped.
+        scale: Factor of the logits.
+        causal: Whether a query attends only to keys at its own position or earlier.
+        window: Numbers of keys before and after its position that a query attends; -1 is open.
+        path: "short", "general", or None for the choice of `attention_path`.
+
+    Returns:
+        out: (B, H, Lq, D) in the memory order (B, Lq, H, D), or contiguous (Tq, H, D), in the dtype
+            of `q`. It is 0 in a row that may attend no key, and beyond ``cu_seqlens_q[-1]``.
+        lse: fp32 (B, H, Lq) or (H, Tq), -inf in the rows where out is 0 for these reasons.
+
+    Raises:
+        ValueError: If D is outside 1..256, if dropout has no seed, or if `path` is unknown or
+            cannot serve the call.
     """
     problem = describe(
         q, k, v,
@@ -204,7 +236,7 @@ def attention_forward(
     return out, lse
 
 
-# dtype, head dim, packed, options: what a user may ask for, each at least once.
+# dtype, head dim, whether packed, and options; each kind of option occurs at least once.
 SHIPPED = (
     (torch.float16, 64, True, {"dropout_p": 0.1}),
     (torch.bfloat16, 64, False, {"mask": "keys", "dropout_p": 0.1}),
@@ -219,7 +251,7 @@ SHIPPED = (
 
 
 def shipped_launches() -> Iterator[Launch]:
-    """Representative launches, on meta tensors, for the ahead-of-time gate."""
+    """Yield representative launches on meta tensors for the ahead-of-time check."""
     with torch.device("meta"):
         for dtype, head_dim, is_packed, options in SHIPPED:
             yield from _shipped(dtype, head_dim, is_packed, **options)
@@ -233,7 +265,7 @@ def _shipped(
     bias: bool = False,
     **options: Any,
 ) -> Iterator[Launch]:
-    """Every launch of a forward and a backward, where the current device is "meta"."""
+    """Yield every launch of a forward and a backward; the current device must be "meta"."""
     # q, k and v are slices of one fused projection, as in the model.
     q, k, v = torch.empty((4096, 3, 12, head_dim), dtype=dtype).unbind(1)
     lse, dbias = torch.empty((12, 4096)), None

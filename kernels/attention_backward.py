@@ -1,8 +1,8 @@
-"""Gradients of attention from out and lse alone (Dao 2023, algorithm 2), without atomics.
+"""Backward of attention, which recomputes the weights (Dao 2023, algorithm 2), without atomics.
 
-First the statistics of each row; then dq, one program per block of queries; then dk and dv, one
-program per block of keys; then, on request, the gradient of the bias. Each gradient is summed in a
-fixed order, so reruns agree bitwise.
+The launches compute the statistics of each row, then dq with one program per block of queries, then
+dk and dv with one program per block of keys, and on request the gradient of the bias. Each gradient
+is summed in a fixed order, so reruns agree bitwise.
 """
 
 from __future__ import annotations
@@ -42,8 +42,17 @@ from fastbert.kernels.philox import dropout_keep
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def _dkv_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, shift_ptr, inverse_ptr, delta_ptr, dk_ptr, dv_ptr,
-    mask_ptr, bias_ptr, seed_ptr,
+    # (B, H, L, D), or packed (T, H, D); fp32, fp16 or bf16
+    q_ptr, k_ptr, v_ptr, dout_ptr,
+    # (B, H, Lq), or packed (H, Tq); fp32
+    shift_ptr, inverse_ptr, delta_ptr,
+    # (B, H, Lk, D), or packed (Tk, H, D), at the same strides
+    dk_ptr, dv_ptr,
+    # (B, H, Lq, Lk), expanded; uint8 and any floating dtype; or None
+    mask_ptr, bias_ptr,
+    # (1,), int64; or None
+    seed_ptr,
+    # (B + 1,), int32; None for dense input
     cu_seqlens_q_ptr, cu_seqlens_k_ptr,
     stride_q_batch, stride_q_head, stride_q_row, stride_q_dim,
     stride_k_batch, stride_k_head, stride_k_row, stride_k_dim,
@@ -60,6 +69,7 @@ def _dkv_kernel(
     HAS_DROPOUT: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     SCALING: tl.constexpr, HAS_DK: tl.constexpr, HAS_DV: tl.constexpr,
 ):  # fmt: skip
+    """Write dk and dv of one block of keys."""
     block, head, batch = program_item(k_blocks, heads)
     q_start, q_len = sequence_bounds(batch, cu_seqlens_q_ptr, q_length, IS_VARLEN)
     k_start, k_len = sequence_bounds(batch, cu_seqlens_k_ptr, k_length, IS_VARLEN)
@@ -96,11 +106,12 @@ def _dkv_kernel(
         seed = tl.load(seed_ptr)
     offset = k_len - q_len
     last_key = tl.minimum(first_key + BLOCK_N, k_len) - 1
-    # Seen from the keys, the window is the mirror image of what the queries see.
+    # For a key, left and right of the window change places, and the offset changes its sign.
     low, high, start, full_start, full_stop = visible_range(
         first_key, last_key, -offset, q_len, window_right, window_left, HAS_RIGHT, HAS_LEFT, BLOCK_M
     )
     inside = keys < k_len
+    # k and v: [BLOCK_N, BLOCK_D]
     k = load_rows(k_ptr, keys, inside, stride_k_row, stride_k_dim, HEAD_DIM, BLOCK_D, True)
     v = load_rows(v_ptr, keys, inside, stride_v_row, stride_v_dim, HEAD_DIM, BLOCK_D, True)
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
@@ -110,6 +121,7 @@ def _dkv_kernel(
         for first_row in range(phase_start, phase_stop, BLOCK_M):
             rows = first_row + tl.arange(0, BLOCK_M)
             seen = (rows >= low) & (rows < high)
+            # q and dout: [BLOCK_M, BLOCK_D]
             q = load_rows(
                 q_ptr, rows, seen, stride_q_row, stride_q_dim, HEAD_DIM, BLOCK_D, phase != 1
             )
@@ -126,7 +138,7 @@ def _dkv_kernel(
             shift, inverse, delta = row_statistics(
                 shift_ptr, inverse_ptr, delta_ptr, rows, q_len, SCALING
             )
-            # Transposed tiles [BLOCK_N, BLOCK_M]: their products with dout and q need no transpose.
+            # Tiles are [BLOCK_N, BLOCK_M], so their products with dout and q need no transpose.
             allowed = allowed_pairs(
                 rows[None, :], keys[:, None], mask_ptr, offset, q_len, k_len,
                 window_left, window_right, stride_mask_row, stride_mask_key,
@@ -163,7 +175,7 @@ def _dkv_kernel(
         dk_ptr = head_pointer(
             dk_ptr, batch, head, k_start, stride_dk_batch, stride_dk_head, stride_dk_row
         )
-        # The softmax of a single key is constant: its gradient is 0, which rounding would miss.
+        # The softmax of a single key is constant, so its gradient is 0, which rounding would miss.
         dk = narrow(tl.where(k_len == 1, 0.0, dk * scale), dk_ptr.dtype.element_ty)
         store_rows(dk_ptr, dk, keys, inside, stride_dk_row, stride_dk_dim, HEAD_DIM, BLOCK_D)
     if HAS_DV:
@@ -176,8 +188,17 @@ def _dkv_kernel(
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def _dq_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, shift_ptr, inverse_ptr, delta_ptr, dq_ptr,
-    mask_ptr, bias_ptr, seed_ptr,
+    # (B, H, L, D), or packed (T, H, D); fp32, fp16 or bf16
+    q_ptr, k_ptr, v_ptr, dout_ptr,
+    # (B, H, Lq), or packed (H, Tq); fp32
+    shift_ptr, inverse_ptr, delta_ptr,
+    # (B, H, Lq, D), or packed (Tq, H, D)
+    dq_ptr,
+    # (B, H, Lq, Lk), expanded; uint8 and any floating dtype; or None
+    mask_ptr, bias_ptr,
+    # (1,), int64; or None
+    seed_ptr,
+    # (B + 1,), int32; None for dense input
     cu_seqlens_q_ptr, cu_seqlens_k_ptr,
     stride_q_batch, stride_q_head, stride_q_row, stride_q_dim,
     stride_k_batch, stride_k_head, stride_k_row, stride_k_dim,
@@ -194,6 +215,7 @@ def _dq_kernel(
     HAS_DROPOUT: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     SCALING: tl.constexpr,
 ):  # fmt: skip
+    """Write dq of one block of queries."""
     block, head, batch = program_item(q_blocks, heads)
     q_start, q_len = sequence_bounds(batch, cu_seqlens_q_ptr, q_length, IS_VARLEN)
     k_start, k_len = sequence_bounds(batch, cu_seqlens_k_ptr, k_length, IS_VARLEN)
@@ -228,6 +250,7 @@ def _dq_kernel(
         first_row, last_row, offset, k_len, window_left, window_right, HAS_LEFT, HAS_RIGHT, BLOCK_N
     )
     inside = rows < q_len
+    # q and dout: [BLOCK_M, BLOCK_D]
     q = load_rows(q_ptr, rows, inside, stride_q_row, stride_q_dim, HEAD_DIM, BLOCK_D, True)
     dout = load_rows(
         dout_ptr, rows, inside, stride_dout_row, stride_dout_dim, HEAD_DIM, BLOCK_D, True
@@ -238,6 +261,7 @@ def _dq_kernel(
         phase_start, phase_stop = phase_range(phase, start, full_start, full_stop, high)
         for first_key in range(phase_start, phase_stop, BLOCK_N):
             keys = first_key + tl.arange(0, BLOCK_N)
+            # [BLOCK_M, BLOCK_N], or a shape that broadcasts
             allowed = allowed_pairs(
                 rows[:, None], keys[None, :], mask_ptr, offset, q_len, k_len,
                 window_left, window_right, stride_mask_row, stride_mask_key,
@@ -246,6 +270,7 @@ def _dq_kernel(
             attended = attended_keys(
                 keys, allowed, mask_ptr, low, high, stride_mask_key, HAS_MASK, MASK_ROW
             )
+            # k and v: [BLOCK_N, BLOCK_D]
             k = load_rows(
                 k_ptr,
                 keys,
@@ -280,7 +305,7 @@ def _dq_kernel(
     dq_ptr = head_pointer(
         dq_ptr, batch, head, q_start, stride_dq_batch, stride_dq_head, stride_dq_row
     )
-    # The softmax of a single key is constant: its gradient is 0, which rounding would miss.
+    # The softmax of a single key is constant, so its gradient is 0, which rounding would miss.
     dq = narrow(tl.where(k_len == 1, 0.0, dq * scale), dq_ptr.dtype.element_ty)
     store_rows(dq_ptr, dq, rows, inside, stride_dq_row, stride_dq_dim, HEAD_DIM, BLOCK_D)
 
@@ -295,7 +320,18 @@ def backward_launches(
     dv: Tensor,
     dbias: Tensor | None = None,
 ) -> Iterator[Launch]:
-    """The launches, in order; dk and dv lie alike."""
+    """Yield the launches of the general backward in order.
+
+    Args:
+        problem: The attention problem.
+        dout: Gradient of out, at any strides.
+        out: Output of the forward.
+        lse: Log-sum-exp of the forward.
+        dq: Result in the shape of q, at any strides.
+        dk: Result in the shape of k, at any strides.
+        dv: Result in the shape of v, at the strides of `dk`.
+        dbias: Result as in `attention_backward`, or None.
+    """
     is_varlen = problem.arguments["IS_VARLEN"]
     launch, statistics = statistics_launch(problem, dout, out, lse)
     yield launch
@@ -305,7 +341,7 @@ def backward_launches(
         "attention_dq", _dq_kernel, tile, dq_ptr=dq, **shared, **strides("dq", dq, is_varlen)
     )
     tile = problem.tile("dkv")
-    # Two sums of 256 columns do not fit the registers together.
+    # The sums of dk and dv, of 256 columns each, do not fit the registers together.
     is_split = problem.head_dim > 128 and dk.dtype != torch.float32
     for has_dk, has_dv in ((True, False), (False, True)) if is_split else ((True, True),):
         yield problem.launch(
@@ -347,12 +383,23 @@ def attention_backward(
     dbias: Tensor | None = None,
     path: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv of ``attention_forward``, given its arguments, out and lse.
+    """Compute the gradients of `attention_forward`; arguments that are not listed are as there.
 
-    They lie as out does, or are written ``into`` given tensors of any strides, those of dk and dv
-    alike. dout may have any strides. Rows beyond ``cu_seqlens[-1]`` get 0; rows that attend nothing
-    give and take 0. dbias, contiguous and of the shape that the bias had before it was expanded, is
-    filled with its gradient. path as in ``attention_forward``.
+    Args:
+        dout: Gradient of out, in its shape and dtype, at any strides.
+        out: Output of the forward.
+        lse: Log-sum-exp of the forward.
+        into: Results dq, dk and dv to fill, at any strides, which dk and dv share. None allocates
+            them in the memory order of out.
+        dbias: Gradient of the bias to fill: contiguous, in the dtype of the bias and the shape that
+            the bias had before it was expanded. None computes no such gradient.
+
+    Returns:
+        dq, dk and dv in the shapes and the dtype of q, k and v. They are 0 beyond
+        ``cu_seqlens[-1]``, and a query that may attend no key adds 0 to all of them.
+
+    Raises:
+        ValueError: As in `attention_forward`.
     """
     problem = describe(
         q, k, v,
@@ -364,7 +411,7 @@ def attention_backward(
     if problem.batches == 0:
         for gradient in (dq, dk, dv):
             gradient.zero_()
-    # The gradient of the bias needs what the general kernels leave behind.
+    # The gradient of the bias needs the row statistics, which only the general path computes.
     if dbias is None and serves(problem, "backward", path):
         short_backward_launch(problem, dout, out, lse, dq, dk, dv).run(on=q)
         return dq, dk, dv

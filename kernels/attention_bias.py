@@ -1,14 +1,13 @@
-"""Gradient of the additive bias of attention: dS summed over what the bias was broadcast along.
+"""Gradient of the additive bias of attention: dS summed over the broadcast dimensions of the bias.
 
-A program owns a tile of the gradient and walks over the (sequence, head, query block, key block)
-combinations that share it, recomputing dS = P * (dP - delta) of each from the statistics of the
-rows: two products per pair of blocks, where the other gradients take seven, and no tensor of Lq Lk
-elements but the gradient itself. The sum is held in registers and added in a fixed order, so there
-are no atomics and reruns agree bitwise. A combination reads four tiles of D columns (q, dout, k, v)
-and one of the bias; tiles outside a window or a sequence are skipped.
+A program owns a tile of the gradient and walks over the combinations of sequence, head, query block
+and key block that share the tile. For each it recomputes dS = P * (dP - delta) from the statistics
+of the rows, with two products; the other gradients take seven. Only the gradient itself has Lq Lk
+elements. The sum stays in registers and has a fixed order, so there are no atomics and reruns agree
+bitwise. Blocks outside the window or the sequence are skipped.
 
-Where few tiles are shared by many combinations (a bias (1, H, 1, Lk), say), their combinations are
-divided among PARTIALS programs, and a second launch adds the partial sums.
+If many combinations share few tiles, as for a bias (1, H, 1, Lk), several programs divide the
+combinations of a tile, and a second launch adds their partial sums.
 """
 
 from __future__ import annotations
@@ -31,15 +30,24 @@ from fastbert.kernels.launch import Launch
 from fastbert.kernels.philox import dropout_keep
 from fastbert.kernels.reduction import sum_partials_launch
 
-# Combinations are divided until about this many programs share the work. A constant, not a property
-# of the device: the order of the sums, and so their last bits, are the same on every GPU.
+# The combinations are divided until up to this many programs share the work. The number is not a
+# property of the device, so that the order of the sums and their last bits agree on every GPU.
 PROGRAMS = 512
 
 
 @triton.jit(do_not_specialize=[*UNSPECIALISED, "combinations", "bias_heads", "partials"])
 def _bias_gradient_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, shift_ptr, inverse_ptr, delta_ptr, dbias_ptr,
-    mask_ptr, bias_ptr, seed_ptr,
+    # (B, H, L, D), or packed (T, H, D); fp32, fp16 or bf16
+    q_ptr, k_ptr, v_ptr, dout_ptr,
+    # (B, H, Lq), or packed (H, Tq); fp32
+    shift_ptr, inverse_ptr, delta_ptr,
+    # (partials, *shape of the bias), contiguous; fp32, or the dtype of the bias for one partial
+    dbias_ptr,
+    # (B, H, Lq, Lk), expanded; uint8 or None, and any floating dtype
+    mask_ptr, bias_ptr,
+    # (1,), int64; or None
+    seed_ptr,
+    # (B + 1,), int32; None for dense input
     cu_seqlens_q_ptr, cu_seqlens_k_ptr,
     stride_q_batch, stride_q_head, stride_q_row, stride_q_dim,
     stride_k_batch, stride_k_head, stride_k_row, stride_k_dim,
@@ -55,7 +63,8 @@ def _bias_gradient_kernel(
     HAS_DROPOUT: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     SCALING: tl.constexpr, SUMS_ROWS: tl.constexpr, SUMS_KEYS: tl.constexpr,
 ):  # fmt: skip
-    # The tile of the gradient, and the share of its combinations.
+    """Write one tile of the gradient of the bias, or one partial sum of the tile."""
+    # The program's tile of the gradient, and its share of the tile's combinations.
     row_tiles = q_blocks
     key_tiles = k_blocks
     if SUMS_ROWS:
@@ -75,7 +84,7 @@ def _bias_gradient_kernel(
     share = tl.cdiv(combinations, partials)
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for combination in range(partial * share, tl.minimum((partial + 1) * share, combinations)):
-        # Of each pair, a tile index and a combination index, one is always 0.
+        # In each dimension, the index of the tile or the index of the combination is always 0.
         rest = combination
         key_block = key_tile
         row_block = row_tile
@@ -126,11 +135,13 @@ def _bias_gradient_kernel(
             bias_pairs_ptr = pair_pointer(
                 bias_ptr, batch, head, stride_bias_batch, stride_bias_head, True
             )
+            # [BLOCK_M, BLOCK_N], or a shape that broadcasts
             allowed = allowed_pairs(
                 rows[:, None], keys[None, :], mask_pairs_ptr, offset, q_len, k_len,
                 window_left, window_right, stride_mask_row, stride_mask_key,
                 HAS_MASK, MASK_ROW, HAS_LEFT, HAS_RIGHT, True,
             )  # fmt: skip
+            # q and dout: [BLOCK_M, BLOCK_D]; k and v: [BLOCK_N, BLOCK_D]
             q = load_rows(
                 q_rows_ptr, rows, rows < q_len, stride_q_row, stride_q_dim, HEAD_DIM, BLOCK_D, True
             )
@@ -157,7 +168,7 @@ def _bias_gradient_kernel(
             # A masked V may hold NaN, and 0 * NaN is NaN.
             total += tl.where(allowed, weights * (dweights - delta[:, None]), 0.0)
 
-    # The tile, as much of it as is left, lies in a contiguous (batch, head, Lq, Lk) or less.
+    # The gradient is a contiguous (B, H, Lq, Lk) with size 1 where the bias has size 1.
     rows = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     keys = key_tile * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     bias_rows = q_length
@@ -180,7 +191,13 @@ def _bias_gradient_kernel(
 def bias_gradient_launches(
     problem: Problem, dbias: Tensor, arguments: dict[str, Any]
 ) -> Iterator[Launch]:
-    """Fills dbias, contiguous (B or 1, H or 1, Lq or 1, Lk or 1), given the arguments of dq."""
+    """Yield the launches that compute the gradient of the bias.
+
+    Args:
+        problem: The attention problem.
+        dbias: Result, contiguous (B or 1, H or 1, Lq or 1, Lk or 1), in the dtype of the bias.
+        arguments: Kernel arguments of dout and of the row statistics, by name.
+    """
     tile = problem.tile("bias")
     q_blocks = triton.cdiv(problem.max_q, tile.block_m)
     k_blocks = triton.cdiv(problem.max_k, tile.block_n)

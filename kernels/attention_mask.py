@@ -1,7 +1,7 @@
-"""Which pairs of a query and a key may attend.
+"""The pairs of a query and a key that may attend.
 
-Key j is visible to query i iff i + offset - left <= j <= i + offset + right, with offset = Lk - Lq
-of the sequence at hand.
+Query i sees key j iff i + offset - left <= j <= i + offset + right, where offset is Lk - Lq of the
+sequence.
 """
 
 from __future__ import annotations
@@ -15,11 +15,14 @@ def visible_range(
     first, last, offset, length, left, right,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """What positions first..last see of the other side, and which of its tiles need no masking.
+    """Return the range that positions first..last of a block see on the other side.
 
-    Returns low, high (the exact range that at least one of them sees) and start, full_start,
-    full_stop: tiles [start, full_start) and [full_stop, high) need masks, tiles [full_start,
-    full_stop) do not.
+    The other side is the keys for a block of queries, and the queries for a block of keys.
+
+    Returns:
+        low, high: The range [low, high) that at least one of the positions first..last sees.
+        start, full_start, full_stop: The tiles in [start, full_start) and [full_stop, high) need
+            masks, and the tiles in [full_start, full_stop) do not.
     """
     low = length * 0
     high = length
@@ -41,7 +44,7 @@ def visible_range(
 
 @triton.jit
 def phase_range(phase: tl.constexpr, start, full_start, full_stop, high):
-    """The range of phase 0 (leading masked tiles), 1 (full tiles) or 2 (trailing masked tiles)."""
+    """Return the range of a phase: masked tiles (0), full tiles (1), and masked tiles again (2)."""
     if phase == 0:
         return start, full_start
     elif phase == 1:
@@ -56,10 +59,11 @@ def allowed_pairs(
     HAS_MASK: tl.constexpr, MASK_ROW: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     IS_BOUNDARY: tl.constexpr,
 ):  # fmt: skip
-    """Pairs that may attend. rows and cols broadcast against each other in either orientation.
+    """Return the pairs that may attend, bool and broadcastable to the tile of rows and cols.
 
-    Full tiles (not IS_BOUNDARY) look at the mask alone. A mask that is the same for every query
-    (MASK_ROW) is loaded as one row.
+    Either of rows and cols may be the column vector.
+    In a full tile (not IS_BOUNDARY) every pair is inside the window. A mask that is the same for
+    every query (MASK_ROW) is loaded as one row.
     """
     allowed = cols < k_len
     if IS_BOUNDARY:
@@ -82,9 +86,10 @@ def attended_keys(
     cols, allowed, mask_ptr, low, high, stride_mask_key,
     HAS_MASK: tl.constexpr, MASK_ROW: tl.constexpr,
 ):  # fmt: skip
-    """Keys [BLOCK_N] that a row of the tile attends: others may hold NaN, and 0 * NaN is NaN.
+    """Return the keys that some row of the tile may attend, bool [BLOCK_N].
 
-    allowed is [BLOCK_M, BLOCK_N], low and high bound what the tile sees through the window.
+    Other keys and values are loaded as 0, because they may hold NaN, and 0 * NaN is NaN. allowed is
+    [BLOCK_M, BLOCK_N]; [low, high) is the range that the tile sees through the window.
     """
     attended = (cols >= low) & (cols < high)
     if HAS_MASK:

@@ -11,7 +11,8 @@ from torch import Tensor
 from fastbert.kernels.launch import Launch, dropout_arguments
 from fastbert.kernels.tiles import Tile, attention_tile, padded_head_dim
 
-# Lengths and counts change from batch to batch: no new binary for each divisibility.
+# These arguments change from call to call. Triton must not compile another binary when a value is 1
+# or divisible by 16.
 UNSPECIALISED = [
     "heads",
     "batches",
@@ -28,7 +29,16 @@ UNSPECIALISED = [
 
 
 class Problem(NamedTuple):
-    """One attention problem: sizes for the grid, and the arguments that its kernels share."""
+    """One attention problem: sizes for the grid, and the arguments that its kernels share.
+
+    Args:
+        batches: Number of sequences B.
+        heads: Number of heads H.
+        max_q: Length of the longest sequence of queries, or more.
+        max_k: Length of the longest sequence of keys, or more.
+        head_dim: Head dim D.
+        arguments: Kernel arguments by name.
+    """
 
     batches: int
     heads: int
@@ -39,23 +49,31 @@ class Problem(NamedTuple):
 
     @property
     def has_pairs(self) -> bool:
-        """Whether there is a bias, or a mask that differs between queries."""
+        """Whether the kernels read a bias, or a mask that differs between queries."""
         arguments = self.arguments
         return arguments["HAS_BIAS"] or (arguments["HAS_MASK"] and not arguments["MASK_ROW"])
 
     def tile(self, pass_name: str) -> Tile:
-        """Tile of one of its kernels, see ``attention_tile``."""
+        """Return the tile of a pass, which `attention_tile` names."""
         dtype = self.arguments["q_ptr"].dtype
         return attention_tile(pass_name, self.head_dim, dtype, self.has_pairs)
 
     def launch(
         self, name: str, kernel: Any, tile: Tile, over_keys: bool = False, **own: Any
     ) -> Launch:
-        """A launch of one program per block of queries (or keys), head and sequence."""
+        """Return a launch with one program for each block of queries, head and sequence.
+
+        Args:
+            name: Name of the launch.
+            kernel: The kernel, which gets the arguments that it declares.
+            tile: Block sizes and launch options.
+            over_keys: Whether the blocks are blocks of keys.
+            own: Arguments of this kernel alone, by name.
+        """
         q_blocks = triton.cdiv(self.max_q, tile.block_m)
         k_blocks = triton.cdiv(self.max_k, tile.block_n)
         if self.arguments["IS_VARLEN"]:
-            # At least one block per sequence: the last one's zero the rows beyond cu_seqlens[-1].
+            # Each sequence has a block, because the last one's zero the rows beyond cu_seqlens[-1].
             q_blocks, k_blocks = max(q_blocks, 1), max(k_blocks, 1)
         available = {
             **self.arguments,
@@ -71,7 +89,13 @@ class Problem(NamedTuple):
 
 
 def strides(name: str, x: Tensor | None, is_varlen: bool = False) -> dict[str, int]:
-    """Stride arguments of q, k, v, out or a gradient: (B, H, L, D), or packed (T, H, D)."""
+    """Return the stride arguments of q, k, v, out or a gradient, all 0 for None.
+
+    Args:
+        name: Name of the tensor.
+        x: Tensor of shape (B, H, L, D), or (T, H, D) with `is_varlen`.
+        is_varlen: Whether `x` is packed.
+    """
     if x is None:
         batch = head = row = dim = 0
     elif is_varlen:
@@ -87,7 +111,7 @@ def strides(name: str, x: Tensor | None, is_varlen: bool = False) -> dict[str, i
 
 
 def pair_strides(name: str, x: Tensor | None) -> dict[str, int]:
-    """Stride arguments of mask or bias, expanded to (B, H, Lq, Lk)."""
+    """Return the stride arguments of a mask or bias expanded to (B, H, Lq, Lk), all 0 for None."""
     batch, head, row, key = (0, 0, 0, 0) if x is None else x.stride()
     return {
         f"stride_{name}_batch": batch,
@@ -98,10 +122,12 @@ def pair_strides(name: str, x: Tensor | None) -> dict[str, int]:
 
 
 def scaling(dtype: torch.dtype, has_bias: bool, scale: float) -> int:
-    """How logits are scaled: 0 inside exp2, 1 before the softmax, 2 so and with exp in full fp32.
+    """Return the constant SCALING: the form of the logits and of their exponential.
 
-    0 is the fastest. It takes the maximum of raw products, which a scale <= 0 would reverse, and
-    cannot add a bias.
+    0: exp2 applies the scale to raw products, which is fastest. No bias can be added, and the
+        maximum of raw products is right only for a scale above 0.
+    1: The logits are scaled and biased before the softmax.
+    2: As 1, and exp has the full precision of fp32.
     """
     if dtype == torch.float32:
         return 2
@@ -109,7 +135,7 @@ def scaling(dtype: torch.dtype, has_bias: bool, scale: float) -> int:
 
 
 def longest(cu_seqlens: Tensor) -> int:
-    """The longest sequence; reads the device, so callers that know it pass it."""
+    """Return the length of the longest sequence; the read synchronises with a GPU."""
     return int(cu_seqlens.diff().max()) if cu_seqlens.numel() > 1 else 0
 
 
@@ -130,7 +156,11 @@ def describe(
     causal: bool = False,
     window: tuple[int, int] = (-1, -1),
 ) -> Problem:
-    """The problem behind the arguments of ``attention_forward``, which says what they are."""
+    """Return the problem that the arguments of `attention_forward` describe.
+
+    Raises:
+        ValueError: As in `attention_forward`, except for its path.
+    """
     is_varlen = cu_seqlens_q is not None
     if is_varlen:
         cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
@@ -158,7 +188,7 @@ def describe(
         **strides("v", v, is_varlen),
         **pair_strides("mask", mask),
         **pair_strides("bias", bias),
-        # lse and delta are fp32 (B, H, Lq), or packed (H, Tq)
+        # lse and the other row statistics are fp32 (B, H, Lq), or packed (H, Tq).
         "stride_lse_batch": 0 if is_varlen else heads * q_rows,
         "stride_lse_head": q_rows,
         "heads": heads,
@@ -187,9 +217,17 @@ def describe(
 
 
 def allocate_rows(like: Tensor, problem: Problem) -> Tensor:
-    """Memory for out or a gradient: (B, H, L, D) lying as (B, L, H, D), or packed (T, H, D)."""
+    """Allocate out or a gradient.
+
+    Args:
+        like: q, k or v, which gives the shape, dtype and device.
+        problem: The attention problem.
+
+    Returns:
+        Tensor of shape (B, H, L, D) in the memory order (B, L, H, D), or packed (T, H, D).
+    """
     if problem.arguments["IS_VARLEN"]:
-        # Without a sequence no program runs, and every row lies beyond cu_seqlens[-1].
+        # Without a sequence no program runs, and all rows are beyond cu_seqlens[-1].
         make = torch.empty if problem.batches else torch.zeros
         return make(like.shape, dtype=like.dtype, device=like.device)
     batch, heads, length, head_dim = like.shape

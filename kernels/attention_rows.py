@@ -1,7 +1,7 @@
-"""Where the rows of an attention tile are in memory: sequences, heads, loads and stores.
+"""Addresses, loads and stores of the rows of an attention tile.
 
-One kernel serves dense and packed input: packed sequences begin at ``cu_seqlens`` rows of batch 0,
-dense ones at row 0 of their own batch.
+The same kernels take dense and packed input. A packed sequence begins at its row of ``cu_seqlens``
+in batch 0, and a dense sequence begins at row 0 of its own batch.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from fastbert.kernels.common import INFINITY
 
 @triton.jit
 def program_item(blocks, heads):
-    """Block, head and sequence of this program, where each head of each sequence has its blocks."""
+    """Return the block, head and sequence of this program; each head of a sequence has `blocks`."""
     program = tl.program_id(0)
     return program % blocks, program // blocks % heads, program // blocks // heads
 
 
 @triton.jit
 def sequence_bounds(batch, cu_seqlens_ptr, length, IS_VARLEN: tl.constexpr):
-    """First row and length of a sequence."""
+    """Return the first row and the length of a sequence."""
     start = batch * 0
     if IS_VARLEN:
         start = tl.load(cu_seqlens_ptr + batch)
@@ -31,15 +31,15 @@ def sequence_bounds(batch, cu_seqlens_ptr, length, IS_VARLEN: tl.constexpr):
 
 @triton.jit
 def head_pointer(ptr, batch, head, start, stride_batch, stride_head, stride_row):
-    """Where row 0 of the sequence lies in this head."""
-    # int64 before the strides multiply: a tensor may have more than 2**31 elements.
+    """Return the pointer to row 0 of the sequence in this head."""
+    # A tensor may have more than 2**31 elements, so the indices become int64 before the product.
     offset = batch.to(tl.int64) * stride_batch + head.to(tl.int64) * stride_head
     return ptr + offset + start.to(tl.int64) * stride_row
 
 
 @triton.jit
 def pair_pointer(ptr, batch, head, stride_batch, stride_head, IS_GIVEN: tl.constexpr):
-    """Where the pairs of this head begin in a mask or a bias; `ptr` itself where there is none."""
+    """Return the pointer to this head's pairs in a mask or bias, or `ptr` itself without one."""
     if IS_GIVEN:
         ptr = head_pointer(ptr, batch, head, head * 0, stride_batch, stride_head, 0)
     return ptr
@@ -47,7 +47,7 @@ def pair_pointer(ptr, batch, head, stride_batch, stride_head, IS_GIVEN: tl.const
 
 @triton.jit
 def tile_offsets(rows, stride_row, stride_dim, BLOCK_D: tl.constexpr):
-    """Offsets of whole rows, [rows, BLOCK_D]."""
+    """Return the offsets of whole rows, int64 [rows, BLOCK_D]."""
     dims = tl.arange(0, BLOCK_D).to(tl.int64)
     return rows.to(tl.int64)[:, None] * stride_row + dims[None, :] * stride_dim
 
@@ -57,7 +57,10 @@ def load_rows(
     ptr, rows, inside, stride_row, stride_dim,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, IS_CHECKED: tl.constexpr,
 ):  # fmt: skip
-    """Tile [rows, BLOCK_D], 0 beyond HEAD_DIM and, if IS_CHECKED, where not `inside` [rows]."""
+    """Load a tile [rows, BLOCK_D], with 0 beyond HEAD_DIM.
+
+    With IS_CHECKED, only the rows where `inside` [rows] is true are read; the others are 0.
+    """
     pointers = ptr + tile_offsets(rows, stride_row, stride_dim, BLOCK_D)
     dims_inside = (tl.arange(0, BLOCK_D) < HEAD_DIM)[None, :]
     if IS_CHECKED:
@@ -76,7 +79,7 @@ def load_rows(
 def store_rows(
     ptr, tile, rows, inside, stride_row, stride_dim, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr
 ):
-    """Stores tile [rows, BLOCK_D] where `inside` [rows]."""
+    """Store a tile [rows, BLOCK_D] in the rows where `inside` [rows] is true."""
     pointers = ptr + tile_offsets(rows, stride_row, stride_dim, BLOCK_D)
     dims_inside = tl.arange(0, BLOCK_D) < HEAD_DIM
     tl.store(pointers, tile, mask=inside[:, None] & dims_inside[None, :])
@@ -88,7 +91,7 @@ def zero_slack(
     stride_head, stride_row, stride_dim,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Zeroes this head's rows beyond cu_seqlens[-1]; the blocks of the last sequence share them."""
+    """Zero this head's rows beyond cu_seqlens[-1]; the last sequence's blocks share the work."""
     if batch == batches - 1:
         used = tl.load(cu_seqlens_ptr + batches)
         base = head_pointer(ptr, head * 0, head, head * 0, 0, stride_head, stride_row)
@@ -104,7 +107,7 @@ def empty_slack(
     lse_ptr, batch, head, block, blocks, cu_seqlens_ptr, batches, rows_total, stride_head,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sets lse of this head's rows beyond cu_seqlens[-1] to -inf, as zero_slack zeroes the rows."""
+    """Set lse to -inf in this head's rows beyond cu_seqlens[-1]; shared as in `zero_slack`."""
     if batch == batches - 1:
         used = tl.load(cu_seqlens_ptr + batches)
         base = lse_ptr + head.to(tl.int64) * stride_head

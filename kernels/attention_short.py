@@ -1,20 +1,22 @@
-"""Attention over keys that fit one program: the path made for BERT's lengths (up to 512 keys).
+"""Attention over so few keys that one program holds them all: the path for BERT's lengths.
 
-A program takes a work item (sequence, head, group of query tiles), loads all keys and values of the
-head once into shared memory and walks over the item's query tiles. The grid is persistent: as many
-programs as fit the GPU at once share the work items. Scores are taken in chunks of keys: then few
-registers are alive and several programs share a multiprocessor. A dense batch whose keys fill the
-chunks exactly does no masking work; where lengths differ every chunk is masked, one comparison for
-two scores.
+The forward takes up to 512 keys of head dim 64. A program takes a work item (sequence, head, group
+of query tiles), loads all keys and values of the head into shared memory once, and walks over the
+item's query tiles. The grid is persistent: as many programs as fit the GPU at once share the work
+items. Scores are computed in chunks of keys, so that few registers are alive and several programs
+share a multiprocessor. A dense batch whose keys fill the chunks exactly needs no masks. Otherwise
+every chunk is masked, at one comparison for two scores.
 
-The backward is one kernel: each score is computed once and serves dq, dk and dv (5 products, where
-the general path needs 7), and delta = rowsum(dout * out) is taken on the way. rowsum(P * dP) would
-spare reading out, but lies across the warps: 96 shuffles and a dozen barriers for each query tile.
-dk and dv are summed over the query tiles by the one program that owns the head, in a fixed order:
-no atomics, reruns agree bitwise. A key costs the backward one predicate per row: always masked.
+The backward is one kernel. Each score is computed once for dq, dk and dv, which makes 5 products;
+the general path needs 7. The loop also computes delta = rowsum(dout * out). The form rowsum(P * dP)
+would not read out, but its sum crosses the warps: 96 shuffles and a dozen barriers for each query
+tile. The one program that owns a head sums dk and dv over the query tiles in a fixed order, so
+there are no atomics and reruns agree bitwise. A key is a row of the backward's tiles, so that a
+mask takes one predicate per row; the backward always masks.
 
-What the forward gives a row depends on its sequence alone, not on the batch around it nor on the
-longest sequence. Values that no query of a work item attends are never read: they may hold NaN.
+The forward's result for a row depends on its sequence alone, not on the rest of the batch or on the
+longest sequence. Keys and values that no query of a work item attends are not read, because they
+may hold NaN.
 """
 
 from __future__ import annotations
@@ -58,9 +60,10 @@ from fastbert.kernels.tiles import (
 
 @triton.jit
 def opaque_zero(counter):
-    """0, but the compiler does not know: what depends on it is not moved out of counter's loop.
+    """Return 0 for a counter >= 0 in a form that the compiler does not see through.
 
-    Offsets and predicates of a whole tile are cheap to compute and dear to keep in registers.
+    The compiler does not move values that depend on this 0 out of the counter's loop. Offsets and
+    predicates of a whole tile are cheap to compute, but they take many registers.
     """
     return tl.minimum(counter, 0)
 
@@ -70,7 +73,7 @@ def _zero_slack_of_heads(
     ptr, heads, cu_seqlens_ptr, batches, rows_total, stride_head, stride_row, stride_dim,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Zeroes every head's rows beyond cu_seqlens[-1]; all programs share them."""
+    """Zero the rows of every head beyond cu_seqlens[-1]; all programs share the work."""
     blocks = (tl.num_programs(0) + heads - 1) // heads
     for share in range(tl.program_id(0), heads * blocks, tl.num_programs(0)):
         zero_slack(
@@ -86,12 +89,15 @@ def _seen_keys(
     HAS_MASK: tl.constexpr, MASK_ROW: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Keys [BLOCK_N] that some row of the tiles first_row, first_row + step, … attends."""
+    """Return the keys that some row of the tiles at first_row, first_row + step, … may attend.
+
+    The result is bool [BLOCK_N].
+    """
     offset = k_len - q_len
     low, high, _, _, _ = visible_range(
         first_row, last_row, offset, k_len, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M
     )
-    # A program without rows reads no keys.
+    # A work item without rows reads no keys.
     high = tl.where(first_row <= last_row, high, low)
     seen = attended_keys(
         keys, keys < k_len, mask_ptr, low, high, stride_mask_key, HAS_MASK and MASK_ROW, True
@@ -112,7 +118,15 @@ def _seen_keys(
 
 @triton.jit(do_not_specialize=[*UNSPECIALISED, "groups", "items"])
 def _short_forward_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, mask_ptr, bias_ptr, seed_ptr,
+    # (B, H, L, D), or packed (T, H, D); fp16 or bf16
+    q_ptr, k_ptr, v_ptr, out_ptr,
+    # (B, H, Lq), or packed (H, Tq); fp32
+    lse_ptr,
+    # (B, H, Lq, Lk), expanded; uint8 and any floating dtype; or None
+    mask_ptr, bias_ptr,
+    # (1,), int64; or None
+    seed_ptr,
+    # (B + 1,), int32; None for dense input
     cu_seqlens_q_ptr, cu_seqlens_k_ptr,
     stride_q_batch, stride_q_head, stride_q_row, stride_q_dim,
     stride_k_batch, stride_k_head, stride_k_row, stride_k_dim,
@@ -128,6 +142,7 @@ def _short_forward_kernel(
     HAS_DROPOUT: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     SCALING: tl.constexpr, IS_FULL: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
+    """Write out and lse of the program's share of the work items."""
     IS_MASKED: tl.constexpr = HAS_MASK or HAS_LEFT or HAS_RIGHT or not IS_FULL
     if HAS_DROPOUT:
         seed = tl.load(seed_ptr)
@@ -179,6 +194,7 @@ def _short_forward_kernel(
                 window_left, window_right, stride_mask_row, stride_mask_key,
                 HAS_MASK, MASK_ROW, HAS_LEFT, HAS_RIGHT, BLOCK_M,
             )  # fmt: skip
+            # k and v: [BLOCK_N, BLOCK_D]
             k = load_rows(
                 k_base, keys + chunk * BLOCK_N, seen, stride_k_row, stride_k_dim, HEAD_DIM, BLOCK_D,
                 IS_MASKED,
@@ -187,12 +203,13 @@ def _short_forward_kernel(
                 v_base, keys + chunk * BLOCK_N, seen, stride_v_row, stride_v_dim, HEAD_DIM, BLOCK_D,
                 IS_MASKED,
             )  # fmt: skip
-            # Triton compiles no starred tuple.
+            # Triton does not compile a starred tuple.
             keys_t = keys_t + (tl.trans(k),)  # noqa: RUF005
             values = values + (v,)  # noqa: RUF005
         for first_row in range(first, q_len, step):
             rows = first_row + tl.arange(0, BLOCK_M)
             inside = rows < q_len
+            # [BLOCK_M, BLOCK_D]
             q = load_rows(q_base, rows, inside, stride_q_row, stride_q_dim, HEAD_DIM, BLOCK_D, True)
             maximum = tl.full([BLOCK_M], -INFINITY, tl.float32)
             total = tl.zeros([BLOCK_M], tl.float32)
@@ -200,6 +217,7 @@ def _short_forward_kernel(
             for chunk in tl.static_range(CHUNKS):
                 first_key = chunk * BLOCK_N + opaque_zero(first_row)
                 cols = first_key + tl.arange(0, BLOCK_N)
+                # [BLOCK_M, BLOCK_N], or a shape that broadcasts
                 allowed = allowed_pairs(
                     rows[:, None], cols[None, :], mask_base, k_len - q_len, q_len, k_len,
                     window_left, window_right, stride_mask_row, stride_mask_key,
@@ -231,8 +249,18 @@ def _short_forward_kernel(
 
 @triton.jit(do_not_specialize=[*UNSPECIALISED, "items"])
 def _short_backward_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, dout_ptr, lse_ptr, dq_ptr, dk_ptr, dv_ptr,
-    mask_ptr, bias_ptr, seed_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
+    # (B, H, L, D), or packed (T, H, D); fp16 or bf16
+    q_ptr, k_ptr, v_ptr, out_ptr, dout_ptr,
+    # (B, H, Lq), or packed (H, Tq); fp32
+    lse_ptr,
+    # (B, H, L, D), or packed (T, H, D), in the dtype of q
+    dq_ptr, dk_ptr, dv_ptr,
+    # (B, H, Lq, Lk), expanded; uint8 and any floating dtype; or None
+    mask_ptr, bias_ptr,
+    # (1,), int64; or None
+    seed_ptr,
+    # (B + 1,), int32; None for dense input
+    cu_seqlens_q_ptr, cu_seqlens_k_ptr,
     stride_q_batch, stride_q_head, stride_q_row, stride_q_dim,
     stride_k_batch, stride_k_head, stride_k_row, stride_k_dim,
     stride_v_batch, stride_v_head, stride_v_row, stride_v_dim,
@@ -251,6 +279,7 @@ def _short_backward_kernel(
     HAS_DROPOUT: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     SCALING: tl.constexpr,
 ):  # fmt: skip
+    """Write dq, dk and dv of the program's share of the heads."""
     if IS_VARLEN:
         _zero_slack_of_heads(
             dq_ptr, heads, cu_seqlens_q_ptr, batches, q_rows,
@@ -270,7 +299,7 @@ def _short_backward_kernel(
         none = opaque_zero(item)
         keys = tl.arange(0, BLOCK_N)
         if BLOCK_N <= 64 or HAS_DROPOUT or IS_VARLEN:
-            # Spares these a spill on sm_80, and would cost the others one on sm_100.
+            # Without this addition these forms spill on sm_80; with it the others spill on sm_100.
             keys += none
         q_start, q_len = sequence_bounds(batch, cu_seqlens_q_ptr, q_length, IS_VARLEN)
         k_start, k_len = sequence_bounds(batch, cu_seqlens_k_ptr, k_length, IS_VARLEN)
@@ -309,15 +338,17 @@ def _short_backward_kernel(
             keys, none, q_len - 1, BLOCK_M, mask_base, q_len, k_len, window_left, window_right,
             stride_mask_row, stride_mask_key, HAS_MASK, MASK_ROW, HAS_LEFT, HAS_RIGHT, BLOCK_M,
         )  # fmt: skip
+        # k and v: [BLOCK_N, BLOCK_D]
         k = load_rows(k_base, keys, seen, stride_k_row, stride_k_dim, HEAD_DIM, BLOCK_D, True)
         v = load_rows(v_base, keys, seen, stride_v_row, stride_v_dim, HEAD_DIM, BLOCK_D, True)
         dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
         dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-        # The softmax of a single key is constant: its gradient is 0, which rounding would miss.
+        # The softmax of a single key is constant, so its gradient is 0, which rounding would miss.
         dscores_scale = tl.where(k_len == 1, 0.0, scale)
         for first_row in range(0, q_len, BLOCK_M):
             rows = first_row + tl.arange(0, BLOCK_M)
             inside = rows < q_len
+            # q, dout and out: [BLOCK_M, BLOCK_D]
             q = load_rows(q_base, rows, inside, stride_q_row, stride_q_dim, HEAD_DIM, BLOCK_D, True)
             dout = load_rows(
                 dout_base, rows, inside, stride_dout_row, stride_dout_dim, HEAD_DIM, BLOCK_D, True
@@ -326,12 +357,12 @@ def _short_backward_kernel(
                 out_base, rows, inside, stride_out_row, stride_out_dim, HEAD_DIM, BLOCK_D, True
             )
             delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), axis=1)
-            # +inf gives a row that attends nothing, or is none, weights of exactly 0.
+            # With +inf, a row that attends no key or is beyond q_len has weights of exactly 0.
             lse = tl.load(lse_base + rows, mask=inside, other=INFINITY)
             lse = tl.where(lse == -INFINITY, INFINITY, lse)
             if not SCALING:
                 lse = lse * LOG2E
-            # Transposed tiles [BLOCK_N, BLOCK_M]: their products with dout and q need no transpose.
+            # Tiles are [BLOCK_N, BLOCK_M], so their products with dout and q need no transpose.
             allowed = seen[:, None]
             if HAS_LEFT or HAS_RIGHT or (HAS_MASK and not MASK_ROW):
                 allowed = allowed & allowed_pairs(
@@ -349,7 +380,7 @@ def _short_backward_kernel(
             dropped = weights
             if HAS_DROPOUT:
                 first_key = opaque_zero(first_row)
-                # Loaded here, so that its key schedule is not kept in registers over the products.
+                # The load stands here so that no register holds Philox keys during the products.
                 seed = tl.load(seed_ptr + first_key)
                 keep = tl.trans(
                     dropout_keep(seed, rows, head, batch, first_key, dropout_threshold, BLOCK_N)
@@ -370,9 +401,15 @@ def _short_backward_kernel(
 
 
 def serves(problem: Problem, pass_name: str, path: str | None) -> bool:
-    """Whether a pass goes through this file; ValueError: path "short" where it cannot, or unknown.
+    """Return whether the kernels of this file compute a pass of attention.
 
-    path: None lets ``attention_path`` choose.
+    Args:
+        problem: The attention problem.
+        pass_name: "forward" or "backward".
+        path: "short", "general", or None for the choice of `attention_path`.
+
+    Raises:
+        ValueError: If `path` is unknown, or if it is "short" and these kernels cannot serve.
     """
     if path not in (None, "short", "general"):
         raise ValueError(f"path: got {path!r}, allowed: None, 'short', 'general'")
@@ -392,10 +429,10 @@ def serves(problem: Problem, pass_name: str, path: str | None) -> bool:
 
 
 def _query_groups(q_blocks: int, heads: int, programs: int, chunks: int) -> int:
-    """Parts into which the query tiles of a head are split, so that few heads fill the GPU too.
+    """Return the number of groups into which the query tiles of a head are divided.
 
-    The slowest program takes ceil(heads * groups / programs) items, each its share of the tiles and
-    the keys, which cost about half a tile per chunk.
+    Groups let few heads fill the GPU. The slowest program takes ceil(heads * groups / programs)
+    items. An item costs its query tiles and the load of its keys, about half a tile per chunk.
     """
     candidates = [2**i for i in range(q_blocks.bit_length())] if q_blocks else [1]
     return min(
@@ -407,7 +444,13 @@ def _query_groups(q_blocks: int, heads: int, programs: int, chunks: int) -> int:
 
 
 def short_forward_launch(problem: Problem, out: Tensor, lse: Tensor) -> Launch:
-    """The forward's one launch."""
+    """Return the one launch of the forward.
+
+    Args:
+        problem: The attention problem.
+        out: Result in the shape and dtype of q, at any strides.
+        lse: Result, fp32 (B, H, Lq) or packed (H, Tq).
+    """
     tile, chunks, resident = short_attention_tile(
         "forward", problem.max_k, problem.head_dim, target_of(out)
     )
@@ -433,7 +476,17 @@ def short_forward_launch(problem: Problem, out: Tensor, lse: Tensor) -> Launch:
 def short_backward_launch(
     problem: Problem, dout: Tensor, out: Tensor, lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor
 ) -> Launch:
-    """The backward's one launch; every tensor at its own strides."""
+    """Return the one launch of the backward; all tensors but lse may have any strides.
+
+    Args:
+        problem: The attention problem.
+        dout: Gradient of out.
+        out: Output of the forward.
+        lse: Log-sum-exp of the forward.
+        dq: Result in the shape and dtype of q.
+        dk: Result in the shape and dtype of k.
+        dv: Result in the shape and dtype of v.
+    """
     has_dropout = problem.arguments["HAS_DROPOUT"]
     tile, _, resident = short_attention_tile(
         "backward", problem.max_k, problem.head_dim, target_of(out), has_dropout
@@ -460,7 +513,7 @@ def short_backward_launch(
     return launch._replace(grid=(min(heads, resident * multiprocessors(out)),))
 
 
-# dtype, head dim, longest sequence, packed, options
+# dtype, head dim, longest sequence, whether packed, and options
 SHIPPED = (
     (torch.bfloat16, 64, 64, False, {"mask": "keys", "dropout_p": 0.1}),
     (torch.float16, 64, 128, True, {"dropout_p": 0.1}),
@@ -476,7 +529,7 @@ SHIPPED = (
 
 
 def shipped_launches() -> Iterator[Launch]:
-    """Representative launches, on meta tensors, for the ahead-of-time gate."""
+    """Yield representative launches on meta tensors for the ahead-of-time check."""
     with torch.device("meta"):
         for dtype, head_dim, length, is_varlen, wanted in SHIPPED:
             options = dict(wanted)

@@ -1,4 +1,4 @@
-"""From products of queries and keys to logits, weights and the log-sum-exp."""
+"""Logits, softmax weights and the log-sum-exp from products of queries and keys."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def logits(
     products, rows, cols, allowed, bias_ptr, scale, q_len, k_len, stride_bias_row, stride_bias_key,
     HAS_BIAS: tl.constexpr, SCALING: tl.constexpr, IS_MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Products q kᵀ as logits: raw (SCALING 0), or scaled and biased."""
+    """Return the logits of products q kᵀ: raw for SCALING 0, else scaled and biased."""
     if SCALING:
         products = products * scale
     if HAS_BIAS:
@@ -27,10 +27,11 @@ def logits(
 
 @triton.jit
 def transposed_product(a, b):
-    """(a bᵀ)ᵀ [rows of b, rows of a], rounded as a bᵀ is.
+    """Return (a bᵀ)ᵀ, [rows of b, rows of a], with the rounding of a bᵀ.
 
-    In fp32 the weights must be those whose statistics were taken. A GPU adds along the rows in
-    order, whichever operand comes first; the library that multiplies in the interpreter does not.
+    In fp32, the weights must equal the weights from which the row statistics were computed. A GPU
+    sums in the same order for a bᵀ and b aᵀ. The interpreter's library does not, so the interpreter
+    transposes a bᵀ.
     """
     if INTERPRETED:
         return tl.trans(dot(a, tl.trans(b), tl.zeros([a.shape[0], b.shape[0]], tl.float32)))
@@ -40,18 +41,18 @@ def transposed_product(a, b):
 
 @triton.jit
 def exponentials(scores, maximum, scale, SCALING: tl.constexpr):
-    """exp of logits less their maximum (or log-sum-exp), which broadcasts.
+    """Return exp(scores - maximum); maximum broadcasts and may be the log-sum-exp.
 
-    Raw scores take the scale and log2(e) as one factor, and then maximum is in units of log2.
-    Scaled scores are subtracted first: a bias of finfo.min times log2(e) would overflow.
+    Raw scores (SCALING 0) take the scale and log2(e) as one factor, and maximum is in base 2. For
+    scaled scores the difference comes first: a bias of finfo.min times log2(e) would overflow.
     """
     if SCALING == 0:
         return tl.exp2(scores * (scale * LOG2E) - maximum)
     elif SCALING == 1:
         return tl.exp2((scores - maximum) * LOG2E)
     else:
-        # The product with log2(e) rounds by up to |x| 2**-24, which fp32 notices: take off whole
-        # powers of two first. Where exp is 0 anyway, -inf - -inf must not arise.
+        # The product with log2(e) has an error of up to |x| 2**-24, which is too much in fp32, so
+        # whole powers of two are taken off first. Below -150 exp is 0, and -inf - -inf is avoided.
         x = scores - maximum
         x = tl.where(x < -150.0, -150.0, x)
         powers = tl.floor(x * LOG2E + 0.5)
@@ -61,9 +62,12 @@ def exponentials(scores, maximum, scale, SCALING: tl.constexpr):
 
 @triton.jit
 def online_softmax(scores, maximum, scale, SCALING: tl.constexpr, IS_GUARDED: tl.constexpr):
-    """One step of the running softmax: weights [M, N], new maximum [M], factor of the past [M].
+    """Take one step of the running softmax over a tile of scores [M, N].
 
-    A row without any allowed key so far has maximum -inf; IS_GUARDED keeps -inf - -inf out of it.
+    A row without an allowed key so far has maximum -inf. IS_GUARDED avoids -inf - -inf there.
+
+    Returns:
+        The weights [M, N], the new maximum [M], and the factor [M] of the sums so far.
     """
     tile_maximum = tl.max(scores, axis=1)
     if SCALING == 0:
@@ -82,7 +86,7 @@ def online_softmax(scores, maximum, scale, SCALING: tl.constexpr, IS_GUARDED: tl
 
 @triton.jit
 def log_sum_exp(maximum, total, SCALING: tl.constexpr):
-    """Natural logarithm of the sum; -inf where there was nothing to sum."""
+    """Return the natural log-sum-exp of each row; -inf for a row without an allowed key."""
     empty = total == 0.0
     logarithm = tl.log2(tl.where(empty, 1.0, total))
     if SCALING:

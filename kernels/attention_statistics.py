@@ -1,15 +1,15 @@
-"""What the backward of attention needs to know of each query row, computed before the gradients.
+"""Statistics of each query row, which the backward of attention computes before the gradients.
 
-The gradient of the logits is dS = P * (dP - delta) with P = exp(S - shift) * inverse, dP = dout vᵀ
-under dropout, and delta = rowsum(P * dP). Two kernels:
+The gradient of the logits is dS = P * (dP - delta), with P = exp(S - shift) * inverse, dP = dout vᵀ
+after dropout, and delta = rowsum(P * dP). There are two kernels:
 
-- 16 bit without a bias: shift is the saved log-sum-exp, inverse is 1, and delta = rowsum(dout *
-  out) needs no product (Dao 2023, section B.2).
-- fp32, or with a bias: one rounding of lse is a relative error of |lse| 2**-24 in every weight of
-  the row, which fp32 notices at large logits, and under a bias of finfo.min lse cannot tell a row
-  of one key from a row of many; and where one weight is nearly 1, dP - delta cancels, so that a
-  delta taken from the rounded out decides the result. One pass over the keys (two products, on top
-  of the seven of the gradients) finds the row's maximum, sum and delta anew, as a softmax does.
+- Delta, for SCALING 0 (16 bit, no bias): shift is the saved log-sum-exp, inverse is 1, and delta =
+  rowsum(dout * out) needs no product (Dao et al. 2022, appendix B.2).
+- Statistics, otherwise: one pass over the keys computes the maximum, the sum and delta of each row
+  again, with two products besides the seven of the gradients. One rounding of lse is a relative
+  error of |lse| 2**-24 in every weight of the row, too much for fp32 at large logits. Under a bias
+  of finfo.min, lse is the same for one key and for many. Where one weight is nearly 1, dP - delta
+  cancels, and a delta from the rounded out would decide the result.
 """
 
 from __future__ import annotations
@@ -38,8 +38,10 @@ from fastbert.kernels.philox import dropout_keep
 
 @triton.jit
 def row_statistics(shift_ptr, inverse_ptr, delta_ptr, rows, q_len, SCALING: tl.constexpr):
-    """shift in the units of `exponentials`, +inf where a row attends nothing or is none, which
-    makes its weights exactly 0; inverse; delta.
+    """Load shift, inverse and delta, each fp32 [rows].
+
+    shift has the unit that `exponentials` takes. It is +inf for a row that attends no key and for a
+    row beyond q_len, which makes the weights of such rows exactly 0.
     """
     inside = rows < q_len
     shift = tl.load(shift_ptr + rows, mask=inside, other=INFINITY)
@@ -55,12 +57,18 @@ def row_statistics(shift_ptr, inverse_ptr, delta_ptr, rows, q_len, SCALING: tl.c
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def _delta_kernel(
-    out_ptr, dout_ptr, delta_ptr, cu_seqlens_q_ptr,
+    # (B, H, Lq, D), or packed (Tq, H, D); fp16 or bf16
+    out_ptr, dout_ptr,
+    # (B, H, Lq), or packed (H, Tq); fp32
+    delta_ptr,
+    # (B + 1,), int32; None for dense input
+    cu_seqlens_q_ptr,
     stride_out_batch, stride_out_head, stride_out_row, stride_out_dim,
     stride_dout_batch, stride_dout_head, stride_dout_row, stride_dout_dim,
     stride_lse_batch, stride_lse_head, heads, q_blocks, q_length,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, IS_VARLEN: tl.constexpr,
 ):  # fmt: skip
+    """Write delta = rowsum(dout * out) of one block of queries."""
     block, head, batch = program_item(q_blocks, heads)
     q_start, q_len = sequence_bounds(batch, cu_seqlens_q_ptr, q_length, IS_VARLEN)
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -72,6 +80,7 @@ def _delta_kernel(
     )
     delta_ptr = head_pointer(delta_ptr, batch, head, q_start, stride_lse_batch, stride_lse_head, 1)
     inside = rows < q_len
+    # out and dout: [BLOCK_M, BLOCK_D]
     out = load_rows(out_ptr, rows, inside, stride_out_row, stride_out_dim, HEAD_DIM, BLOCK_D, True)
     dout = load_rows(
         dout_ptr, rows, inside, stride_dout_row, stride_dout_dim, HEAD_DIM, BLOCK_D, True
@@ -82,8 +91,15 @@ def _delta_kernel(
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def _statistics_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, shift_ptr, inverse_ptr, delta_ptr,
-    mask_ptr, bias_ptr, seed_ptr,
+    # (B, H, L, D), or packed (T, H, D); fp32, fp16 or bf16
+    q_ptr, k_ptr, v_ptr, dout_ptr,
+    # (B, H, Lq), or packed (H, Tq); fp32
+    shift_ptr, inverse_ptr, delta_ptr,
+    # (B, H, Lq, Lk), expanded; uint8 and any floating dtype; or None
+    mask_ptr, bias_ptr,
+    # (1,), int64; or None
+    seed_ptr,
+    # (B + 1,), int32; None for dense input
     cu_seqlens_q_ptr, cu_seqlens_k_ptr,
     stride_q_batch, stride_q_head, stride_q_row, stride_q_dim,
     stride_k_batch, stride_k_head, stride_k_row, stride_k_dim,
@@ -99,6 +115,7 @@ def _statistics_kernel(
     HAS_DROPOUT: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     SCALING: tl.constexpr,
 ):  # fmt: skip
+    """Write the maximum, the inverse of the sum, and delta of one block of queries."""
     block, head, batch = program_item(q_blocks, heads)
     q_start, q_len = sequence_bounds(batch, cu_seqlens_q_ptr, q_length, IS_VARLEN)
     k_start, k_len = sequence_bounds(batch, cu_seqlens_k_ptr, k_length, IS_VARLEN)
@@ -122,6 +139,7 @@ def _statistics_kernel(
         first_row, last_row, offset, k_len, window_left, window_right, HAS_LEFT, HAS_RIGHT, BLOCK_N
     )
     inside = rows < q_len
+    # q and dout: [BLOCK_M, BLOCK_D]
     q = load_rows(q_ptr, rows, inside, stride_q_row, stride_q_dim, HEAD_DIM, BLOCK_D, True)
     dout = load_rows(
         dout_ptr, rows, inside, stride_dout_row, stride_dout_dim, HEAD_DIM, BLOCK_D, True
@@ -133,6 +151,7 @@ def _statistics_kernel(
         phase_start, phase_stop = phase_range(phase, start, full_start, full_stop, high)
         for first_key in range(phase_start, phase_stop, BLOCK_N):
             keys = first_key + tl.arange(0, BLOCK_N)
+            # [BLOCK_M, BLOCK_N], or a shape that broadcasts
             allowed = allowed_pairs(
                 rows[:, None], keys[None, :], mask_ptr, offset, q_len, k_len,
                 window_left, window_right, stride_mask_row, stride_mask_key,
@@ -141,6 +160,7 @@ def _statistics_kernel(
             attended = attended_keys(
                 keys, allowed, mask_ptr, low, high, stride_mask_key, HAS_MASK, MASK_ROW
             )
+            # k and v: [BLOCK_N, BLOCK_D]
             k = load_rows(
                 k_ptr, keys, attended, stride_k_row, stride_k_dim, HEAD_DIM, BLOCK_D,
                 phase != 1 or HAS_MASK,
@@ -176,7 +196,18 @@ def _statistics_kernel(
 def statistics_launch(
     problem: Problem, dout: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Launch, dict[str, Any]]:
-    """The launch, and the arguments shift_ptr, inverse_ptr and delta_ptr that it fills."""
+    """Return the launch that computes the row statistics of a backward.
+
+    Args:
+        problem: The attention problem.
+        dout: Gradient of out, in its shape and dtype, at any strides.
+        out: Output of the forward, (B, H, Lq, D) or packed (Tq, H, D).
+        lse: Log-sum-exp of the forward, fp32 (B, H, Lq) or packed (H, Tq).
+
+    Returns:
+        The launch, and the kernel arguments shift_ptr, inverse_ptr and delta_ptr by name: fp32 in
+        the shape of `lse`. inverse_ptr is None for SCALING 0.
+    """
     is_varlen = problem.arguments["IS_VARLEN"]
     dout_arguments = {"dout_ptr": dout, **strides("dout", dout, is_varlen)}
     delta = torch.empty_like(lse)

@@ -1,9 +1,9 @@
-"""Softmax weights of chosen heads and query rows: what attention itself never writes.
+"""Softmax weights of chosen heads and query rows, which attention itself never writes.
 
-One program owns a block of the chosen rows of one head. Given the log-sum-exp that the forward
-saved it writes exp(S - lse) in one pass over the keys, one product. Without one, and where one
-rounding of lse would show (fp32, or a bias of finfo.min), a first pass finds the maximum and the
-sum.
+One program owns a block of the chosen rows of one head. With the log-sum-exp of the forward and
+SCALING 0, it writes exp(S - lse) in one pass over the keys, with one product. Otherwise a first
+pass computes the maximum and the sum, because one rounding of lse is too much in fp32 and under a
+bias of finfo.min.
 """
 
 from __future__ import annotations
@@ -29,7 +29,17 @@ from fastbert.kernels.launch import Launch
 
 @triton.jit(do_not_specialize=[*UNSPECIALISED, "chosen_heads", "chosen_rows", "row_blocks"])
 def _weights_kernel(
-    q_ptr, k_ptr, lse_ptr, weights_ptr, heads_ptr, rows_ptr, mask_ptr, bias_ptr,
+    # (B, H, L, D), or packed (T, H, D); fp32, fp16 or bf16
+    q_ptr, k_ptr,
+    # (B, H, Lq), or packed (H, Tq); fp32; or None
+    lse_ptr,
+    # (B, chosen heads, chosen rows, Lk), in the dtype of q
+    weights_ptr,
+    # (chosen heads,) and (chosen rows,), int64; None takes all
+    heads_ptr, rows_ptr,
+    # (B, H, Lq, Lk), expanded; uint8 and any floating dtype; or None
+    mask_ptr, bias_ptr,
+    # (B + 1,), int32; None for dense input
     cu_seqlens_q_ptr, cu_seqlens_k_ptr,
     stride_q_batch, stride_q_head, stride_q_row, stride_q_dim,
     stride_k_batch, stride_k_head, stride_k_row, stride_k_dim,
@@ -43,6 +53,7 @@ def _weights_kernel(
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SCALING: tl.constexpr,
     HAS_LSE: tl.constexpr, HAS_HEADS: tl.constexpr, HAS_ROWS: tl.constexpr,
 ):  # fmt: skip
+    """Write the weights of one block of the chosen rows of one head."""
     block, place, batch = program_item(row_blocks, chosen_heads)
     places = block * BLOCK_M + tl.arange(0, BLOCK_M)
     weights_ptr += batch.to(tl.int64) * stride_weights_batch
@@ -60,24 +71,28 @@ def _weights_kernel(
     mask_ptr = pair_pointer(mask_ptr, batch, head, stride_mask_batch, stride_mask_head, HAS_MASK)
     bias_ptr = pair_pointer(bias_ptr, batch, head, stride_bias_batch, stride_bias_head, HAS_BIAS)
     offset = k_len - q_len
+    # [BLOCK_M, BLOCK_D]
     q = load_rows(q_ptr, rows, rows < q_len, stride_q_row, stride_q_dim, HEAD_DIM, BLOCK_D, True)
     shift = tl.full([BLOCK_M], -INFINITY, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     if HAS_LSE:
         lse_ptr = head_pointer(lse_ptr, batch, head, q_start, stride_lse_batch, stride_lse_head, 1)
-        # In the units of `exponentials`; HAS_LSE implies raw scores.
+        # `exponentials` takes base 2 here, because HAS_LSE implies SCALING 0.
         shift = tl.load(lse_ptr + rows, mask=rows < q_len, other=-INFINITY) * LOG2E
         total += 1.0
-    # Pass 0 finds each row's maximum and sum, pass 1 writes the weights: no row need fit.
+    # Pass 0 finds the maximum and the sum of each row, and pass 1 writes the weights, so that a row
+    # need not fit one tile.
     for weights_pass in tl.static_range(1 if HAS_LSE else 0, 2):
-        # All keys of the longest sequence: what lies beyond this one's is written as 0.
+        # Pass 1 goes to the end of the longest sequence and writes 0 beyond the end of this one.
         for first_key in range(0, k_len if weights_pass == 0 else k_length, BLOCK_N):
             keys = first_key + tl.arange(0, BLOCK_N)
+            # [BLOCK_M, BLOCK_N], or a shape that broadcasts
             allowed = allowed_pairs(
                 rows[:, None], keys[None, :], mask_ptr, offset, q_len, k_len,
                 window_left, window_right, stride_mask_row, stride_mask_key,
                 HAS_MASK, MASK_ROW, HAS_LEFT, HAS_RIGHT, True,
             )  # fmt: skip
+            # [BLOCK_N, BLOCK_D]
             k = load_rows(
                 k_ptr, keys, keys < k_len, stride_k_row, stride_k_dim, HEAD_DIM, BLOCK_D, True
             )
@@ -107,6 +122,15 @@ def weights_launch(
     heads: Tensor | None = None,
     rows: Tensor | None = None,
 ) -> Launch:
+    """Return the launch that writes the weights.
+
+    Args:
+        problem: The attention problem.
+        lse: Log-sum-exp of the forward, or None.
+        weights: Result (B, heads, rows, Lk), contiguous in its last dimension.
+        heads: As in `attention_weights`.
+        rows: As in `attention_weights`.
+    """
     tile = problem.tile("weights")
     batches, chosen_heads, chosen_rows, _ = weights.shape
     row_blocks = triton.cdiv(chosen_rows, tile.block_m)
@@ -144,11 +168,20 @@ def attention_weights(
     scale: float,
     **options: object,
 ) -> Tensor:
-    """Softmax weights (B, heads, rows, Lk) before dropout, in q's dtype.
+    """Compute softmax weights before dropout; q, k, mask, bias and scale: see `attention_forward`.
 
-    heads and rows are int64 (n,) on the device of q, every number within bounds; None takes all.
-    The rest as for ``attention_forward``, whose lse spares a pass; rows and keys beyond a packed
-    sequence get 0.
+    Args:
+        lse: Log-sum-exp of `attention_forward`, which can spare a pass; None computes it.
+        heads: Heads wanted, int64 (n,) on the device of `q`, within bounds; None takes all.
+        rows: Positions of the queries wanted, as `heads`.
+        options: Further arguments of `attention_forward`, except for its path.
+
+    Returns:
+        Weights (B, heads, rows, Lk) in the dtype of `q`; 0 in rows and keys beyond the end of a
+        packed sequence.
+
+    Raises:
+        ValueError: As in `attention_forward`.
     """
     problem = describe(q, k, k, mask=mask, bias=bias, scale=scale, **options)
     shape = (

@@ -1,16 +1,16 @@
-"""Cross entropy of a vocabulary projection, over the labelled rows only: the forward.
+"""Forward of the cross entropy of a vocabulary projection, over the labelled rows only.
 
-How many rows have a label is data. It is never read by the host: a first kernel puts the labelled
-rows at the front of a list of all rows and their count behind it, grids are as large as they can
-have to be, and programs beyond the count end at once. So nothing synchronises, a CUDA graph can be
-captured, and no product is spent on a row without a label. hidden is gathered by that list inside
-the loads of the products.
+The host never reads the number of labelled rows. A first kernel writes a list of all rows, the
+labelled rows first, and their count after its end. Grids have the largest size that can be needed,
+and programs beyond the count end at once. So nothing synchronises, a CUDA graph can be captured,
+and no product is spent on a row without a label. The loads of the products gather the rows of
+hidden by this list.
 
-The forward keeps, per row, the maximum and the sum of exponentials of the logits (Milakov and
-Gimelshein 2018), over parts of the vocabulary that are combined in a fixed order. They stay apart
-because their logarithmic sum would be rounded as coarsely as a logit: at 1e4 that moves a
+The forward keeps the maximum and the sum of exponentials of the logits of each row (Milakov and
+Gimelshein 2018), over parts of the vocabulary that are combined in a fixed order. Both are kept
+because the rounding of their log-sum-exp is as coarse as that of a logit: at 1e4 it changes a
 probability by 5e-4. Parts and tiles depend on the vocabulary alone, so a row's loss has the same
-bits in every batch. Speed not measured on a GPU.
+bits in every batch.
 """
 
 from __future__ import annotations
@@ -29,21 +29,54 @@ from fastbert.kernels.launch import Launch
 from fastbert.kernels.tiles import Tile, cross_entropy_tile
 
 REDUCTIONS = ("mean", "sum", "none")
-# Into how many parts the forward divides a vocabulary at the most.
+# The forward divides a vocabulary into at most this many parts.
 MOST_SPLITS = 128
-# Elements that the kernels of one program take at a time, and rows of the one that combines.
+# Elements that a kernel of one program takes at a time, and rows of a block of _combine_kernel.
 LIST_BLOCK = 4096
 COMBINED_ROWS = 32
-# Where a running maximum begins: finite, so that a logit of -inf makes no NaN, also times log2(e).
+# A running maximum begins here. It is finite, also times log2(e), so that a logit of -inf gives no
+# NaN.
 LOWEST = tl.constexpr(-2.0e38)
 NOT_A_NUMBER = tl.constexpr(float("nan"))
 
 
+@triton.jit
+def labelled_rows(order_ptr, places, count):
+    """Return the rows at these places of the list; places beyond the count give its first row."""
+    return tl.load(order_ptr + tl.where(places < count, places, 0))
+
+
+@triton.jit
+def logits_tile(
+    hidden_ptr, weight_ptr, bias_ptr, rows, cols, rows_total, columns, depth,
+    stride_hidden_row, stride_hidden_col, stride_weight_row, stride_weight_col,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr,
+):  # fmt: skip
+    """Return the logits, fp32 [BLOCK_M, BLOCK_N], which are -inf beyond the vocabulary.
+
+    The forward and the backward get the same bits.
+    """
+    logits = product_tile(
+        hidden_ptr, weight_ptr, rows, cols, rows_total, columns, depth,
+        stride_hidden_row, stride_hidden_col, stride_weight_row, stride_weight_col,
+        BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K,
+    )  # fmt: skip
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + cols, mask=cols < columns, other=0.0).to(tl.float32)
+        logits += bias[None, :]
+    return tl.where((cols < columns)[None, :], logits, -float("inf"))
+
+
 @triton.jit(do_not_specialize=["ignore_index"])
 def _partition_kernel(
-    labels_ptr, order_ptr, stride_labels, rows_total, ignore_index, BLOCK: tl.constexpr
-):
-    """order: the labelled rows in their order, the others from the end backwards, the count."""
+    # (T,), int32 or int64
+    labels_ptr,
+    # (T + 1,), int32
+    order_ptr,
+    stride_labels, rows_total, ignore_index, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write order: the labelled rows first to last, the other rows last to first, and the count."""
     count = 0
     for first in range(0, rows_total, BLOCK):
         rows = first + tl.arange(0, BLOCK)
@@ -57,46 +90,32 @@ def _partition_kernel(
     tl.store(order_ptr + rows_total, count)
 
 
-@triton.jit
-def labelled_rows(order_ptr, places, count):
-    """Rows at these places of the list; one that has a label for places beyond the count."""
-    return tl.load(order_ptr + tl.where(places < count, places, 0))
-
-
-@triton.jit
-def logits_tile(
-    hidden_ptr, weight_ptr, bias_ptr, rows, cols, rows_total, columns, depth,
-    stride_hidden_row, stride_hidden_col, stride_weight_row, stride_weight_col,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr,
-):  # fmt: skip
-    """Logits fp32 [BLOCK_M, BLOCK_N], -inf beyond the vocabulary; the same bits in each pass."""
-    logits = product_tile(
-        hidden_ptr, weight_ptr, rows, cols, rows_total, columns, depth,
-        stride_hidden_row, stride_hidden_col, stride_weight_row, stride_weight_col,
-        BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K,
-    )  # fmt: skip
-    if HAS_BIAS:
-        bias = tl.load(bias_ptr + cols, mask=cols < columns, other=0.0).to(tl.float32)
-        logits += bias[None, :]
-    return tl.where((cols < columns)[None, :], logits, -float("inf"))
-
-
 @triton.jit(do_not_specialize=["rows_total"])
 def _partials_kernel(
-    hidden_ptr, weight_ptr, bias_ptr, labels_ptr, order_ptr, partials_ptr, own_ptr,
+    # (T, K) and (V, K); fp32, fp16 or bf16
+    hidden_ptr, weight_ptr,
+    # (V,), any floating dtype; or None
+    bias_ptr,
+    # (T,), int32 or int64
+    labels_ptr,
+    # (T + 1,), int32
+    order_ptr,
+    # (2, splits, capacity), fp32; capacity is a multiple of BLOCK_M
+    partials_ptr,
+    # (T,), fp32, by place
+    own_ptr,
     stride_hidden_row, stride_hidden_col, stride_weight_row, stride_weight_col, stride_labels,
     rows_total, capacity, columns, depth,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCKS_PER_SPLIT: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
-    """Maximum and sum of exponentials of one part of the vocabulary, and the label's logit."""
+    """Write maximum and sum of exponentials of a part of the vocabulary, and the label's logit."""
     splits = tl.cdiv(columns, BLOCK_N * BLOCKS_PER_SPLIT)
     count = tl.load(order_ptr + rows_total)
     row_blocks = tl.cdiv(count, BLOCK_M)
     if tl.program_id(0) >= row_blocks * splits:
         return
-    # Neighbours share a part of the weight, so that it is read from L2.
+    # Neighbouring programs share a part of the weight, so that they read it from L2.
     split = tl.program_id(0) // row_blocks
     places = tl.program_id(0) % row_blocks * BLOCK_M + tl.arange(0, BLOCK_M)
     rows = labelled_rows(order_ptr, places, count)
@@ -118,7 +137,6 @@ def _partials_kernel(
         total = total * tl.exp2((highest - higher) * LOG2E) + tl.sum(exponentials, axis=1)
         highest = higher
         own += tl.sum(tl.where(cols[None, :] == labels[:, None], logits, 0.0), axis=1)
-    # partials: fp32 [2, splits, capacity], capacity a multiple of BLOCK_M
     offsets = split.to(tl.int64) * capacity + places
     tl.store(partials_ptr + offsets, highest)
     tl.store(partials_ptr + splits.to(tl.int64) * capacity + offsets, total)
@@ -128,19 +146,31 @@ def _partials_kernel(
 
 @triton.jit(do_not_specialize=["rows_total"])
 def _combine_kernel(
-    labels_ptr, order_ptr, partials_ptr, own_ptr, statistics_ptr, losses_ptr,
+    # (T,), int32 or int64
+    labels_ptr,
+    # (T + 1,), int32
+    order_ptr,
+    # (2, splits, capacity), fp32
+    partials_ptr,
+    # (T,), fp32, by place
+    own_ptr,
+    # (2, T), fp32, by place
+    statistics_ptr,
+    # (T,), fp32, by row
+    losses_ptr,
     stride_labels, rows_total, capacity, columns, splits,
     BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Statistics, fp32 [2, rows_total] by place, and losses, by row; 0 for rows without a label."""
+    """Combine the parts into statistics and losses, which are 0 for rows without a label."""
     count = tl.load(order_ptr + rows_total)
     places = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = places < rows_total
     parts = tl.arange(0, BLOCK_S)
     offsets = parts.to(tl.int64)[:, None] * capacity + places[None, :]
-    # Blocks without a labelled row have no parts.
+    # No parts were written for a block without a labelled row.
     used = tl.where(tl.program_id(0) * BLOCK_M < count, splits, 0)
     has_part = (parts < used)[:, None]
+    # [BLOCK_S, BLOCK_M]
     partials = tl.load(partials_ptr + offsets, mask=has_part, other=LOWEST)
     highest = tl.max(partials, axis=0)
     sums_ptr = partials_ptr + tl.cast(splits, tl.int64) * capacity
@@ -150,7 +180,7 @@ def _combine_kernel(
     rows = tl.load(order_ptr + places, mask=inside, other=0).to(tl.int64)
     labels = tl.load(labels_ptr + rows * stride_labels, mask=inside, other=0)
     own = tl.load(own_ptr + places, mask=places < count, other=0.0)
-    # A label outside the vocabulary: NaN, in the loss now and in the gradients later.
+    # A label outside the vocabulary makes the loss NaN, and later the gradients.
     total = tl.where((labels >= 0) & (labels < columns), total, NOT_A_NUMBER)
     labelled = places < count
     loss = tl.log(tl.where(labelled, total, 1.0)) - (own - highest)
@@ -162,8 +192,15 @@ def _combine_kernel(
 
 @triton.jit
 def _reduce_kernel(
-    losses_ptr, order_ptr, loss_ptr, rows_total, IS_MEAN: tl.constexpr, BLOCK: tl.constexpr
-):
+    # (T,), fp32
+    losses_ptr,
+    # (T + 1,), int32
+    order_ptr,
+    # (), fp32
+    loss_ptr,
+    rows_total, IS_MEAN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write the sum or the mean of the losses."""
     total = tl.zeros([BLOCK], tl.float64)
     for first in range(0, rows_total, BLOCK):
         rows = first + tl.arange(0, BLOCK)
@@ -174,11 +211,15 @@ def _reduce_kernel(
     tl.store(loss_ptr, loss.to(tl.float32))
 
 
-# Launchers
-
-
 class Projection(NamedTuple):
-    """What both passes take: hidden (T, K), weight (V, K), bias (V,) or None, labels (T,)."""
+    """The inputs of both passes, and the sizes that follow from them.
+
+    Args:
+        hidden: Rows (T, K); fp32, fp16 or bf16.
+        weight: Projection (V, K) in the dtype of `hidden`.
+        bias: Bias (V,) in any floating dtype, or None.
+        labels: Labels (T,), int32 or int64.
+    """
 
     hidden: Tensor
     weight: Tensor
@@ -207,7 +248,7 @@ class Projection(NamedTuple):
 
     @property
     def blocks_per_split(self) -> int:
-        """Two at the least: they share what a program begins and ends with."""
+        """At least two, so that the start and the end of a program count for less."""
         blocks = triton.cdiv(self.columns, self.tile[0].block_n)
         return max(2, triton.cdiv(blocks, MOST_SPLITS))
 
@@ -216,7 +257,7 @@ class Projection(NamedTuple):
         return triton.cdiv(self.columns, self.tile[0].block_n * self.blocks_per_split)
 
     def arguments(self, order: Tensor) -> dict[str, object]:
-        """The kernel arguments that describe the tile of logits."""
+        """Return the kernel arguments that describe the tile of logits, by name."""
         tile, block_k = self.tile
         return {
             "hidden_ptr": self.hidden,
@@ -241,6 +282,7 @@ class Projection(NamedTuple):
 
 
 def is_mean(reduction: str) -> bool:
+    """Return whether the reduction is "mean"; ValueError if it is unknown."""
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction: got {reduction!r}, allowed: {', '.join(REDUCTIONS)}")
     return reduction == "mean"
@@ -318,14 +360,26 @@ def linear_cross_entropy_forward(
     ignore_index: int,
     reduction: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Cross entropy of hidden Wᵀ + bias: loss, statistics and order, all that the backward needs.
+    """Compute the cross entropy of hidden Wᵀ + bias, without a synchronisation.
 
-    hidden (T, K) and weight (V, K) in one dtype, bias (V,) in any floating dtype or None, labels
-    (T,) int32 or int64; any strides. loss: fp32, () for reduction "mean" and "sum", (T,) for
-    "none"; 0 without a label, NaN for a label outside 0 to V - 1 that is not ignore_index.
-    statistics: fp32 (2, T), maximum and sum of exponentials of the logits by place in order: int32
-    (T + 1,), the rows with a label, those without, and the number of the former. Nothing
-    synchronises. ValueError: reduction.
+    Args:
+        hidden: Rows (T, K); fp32, fp16 or bf16. All tensors may have any strides.
+        weight: Projection (V, K) in the dtype of `hidden`.
+        bias: Bias (V,) in any floating dtype, or None.
+        labels: Labels (T,), int32 or int64.
+        ignore_index: Label of a row that does not count.
+        reduction: "mean", "sum" or "none".
+
+    Returns:
+        loss: fp32 (), or (T,) for the reduction "none". It is 0 without a label, and NaN for a
+            label outside [0, V) that is not `ignore_index`.
+        statistics: fp32 (2, T), the maximum and the sum of exponentials of the logits, by place in
+            order.
+        order: int32 (T + 1,), the rows with a label, the rows without one, and the number of rows
+            with a label.
+
+    Raises:
+        ValueError: If `reduction` is unknown.
     """
     given, mean = Projection(hidden, weight, bias, labels), is_mean(reduction)
     device = hidden.device
@@ -345,7 +399,7 @@ def linear_cross_entropy_forward(
 
 
 def example(dtype: torch.dtype, depth: int) -> tuple[Projection, Tensor, Tensor]:
-    """A projection to BERT's vocabulary, order and statistics on meta tensors."""
+    """Return a projection to BERT's vocabulary, order and statistics, all on meta tensors."""
     hidden = torch.empty((4096, depth), dtype=dtype, device="meta")
     weight = torch.empty((30522, depth), dtype=dtype, device="meta")
     bias = torch.empty(30522, dtype=dtype, device="meta")
@@ -356,7 +410,7 @@ def example(dtype: torch.dtype, depth: int) -> tuple[Projection, Tensor, Tensor]
 
 
 def shipped_launches() -> Iterator[Launch]:
-    """Representative launches, on meta tensors, for the ahead-of-time gate."""
+    """Yield representative launches on meta tensors for the ahead-of-time check."""
     for dtype, depth in ((torch.bfloat16, 768), (torch.float32, 1024)):
         given, order, statistics = example(dtype, depth)
         partials = torch.empty((2, given.splits, 4096), dtype=torch.float32, device="meta")

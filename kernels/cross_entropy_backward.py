@@ -1,9 +1,9 @@
-"""The gradients of linear_cross_entropy, from what its forward keeps (cross_entropy.py).
+"""Backward of linear_cross_entropy, from the statistics that its forward keeps (cross_entropy.py).
 
-The vocabulary is taken a part at a time: logits are recomputed, their gradient is written once, and
-three kernels turn it into the gradients of weight and bias, which are then complete for that part,
-and of hidden, which is summed over parts in fp32. All products are Triton's own, because a library
-GEMM takes its number of rows from the host. Speed not measured on a GPU.
+The backward takes the vocabulary in chunks of columns. A first kernel recomputes the logits of the
+chunk and writes their gradient. Three kernels then compute the gradients of weight and bias, which
+are complete for the chunk, and that of hidden, which is summed over the chunks in fp32. All
+products are Triton's own, because a library GEMM takes its number of rows from the host.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from fastbert.kernels.cross_entropy import (
 from fastbert.kernels.gemm import GROUP_M, tile_position
 from fastbert.kernels.launch import Launch
 
-# Bytes of the logits' gradient that exist at once, and the columns that it has at the least: of
-# fewer, the weight's gradient would not fill a GPU.
+# Bytes of the logits' gradient that exist at once, and the fewest columns of a chunk. With fewer
+# columns, the gradient of the weight would not fill a GPU.
 GRADIENT_BYTES = 64 * 1024 * 1024
 FEWEST_COLUMNS = 2048
 
 
 @triton.jit
 def _column_sums(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Sums of the columns of x [ROWS, COLUMNS] in a tree, as a GPU adds them."""
+    """Return the sums of the columns of x [ROWS, COLUMNS], added in a tree as on a GPU."""
     if INTERPRETED:
-        # NumPy adds a column one row after the other.
+        # NumPy would add the rows of a column one after another.
         half: tl.constexpr = ROWS // 2
         while half > 0:
             x = tl.sum(tl.reshape(x, [2, half, COLUMNS]), axis=0)
@@ -48,14 +48,31 @@ def _column_sums(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows_total", "first_column", "chunk_columns"])
 def _dlogits_kernel(
-    dloss_ptr, hidden_ptr, weight_ptr, bias_ptr, labels_ptr, order_ptr, statistics_ptr,
-    dlogits_ptr, partials_ptr,
+    # () or (T,), fp32
+    dloss_ptr,
+    # (T, K) and (V, K); fp32, fp16 or bf16
+    hidden_ptr, weight_ptr,
+    # (V,), any floating dtype; or None
+    bias_ptr,
+    # (T,), int32 or int64
+    labels_ptr,
+    # (T + 1,), int32
+    order_ptr,
+    # (2, T), fp32, by place
+    statistics_ptr,
+    # (T in whole blocks, largest chunk), in the dtype of hidden, by place
+    dlogits_ptr,
+    # (row blocks, largest chunk), fp32; None without a bias
+    partials_ptr,
     stride_dloss, stride_hidden_row, stride_hidden_col, stride_weight_row, stride_weight_col,
     stride_labels, stride_dlogits_row, rows_total, columns, depth, first_column, chunk_columns,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     HAS_BIAS: tl.constexpr, IS_MEAN: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
-    """(softmax - one hot) dloss by place, of the chunk's columns; whole tiles, 0 where no logit."""
+    """Write (softmax - one hot) dloss of the chunk's columns by place, 0 where there is no logit.
+
+    With a bias, also write the sums of the columns over each block of rows.
+    """
     column_blocks = tl.cdiv(chunk_columns, BLOCK_N)
     count = tl.load(order_ptr + rows_total)
     row_blocks = tl.cdiv(count, BLOCK_M)
@@ -80,27 +97,33 @@ def _dlogits_kernel(
     if IS_MEAN:
         dloss /= count.to(tl.float32)
     exponentials = tl.exp2((logits - highest[:, None]) * LOG2E)
-    # p g - g rather than (p - 1) g: one rounding where p is small.
+    # p g - g instead of (p - 1) g has one rounding where p is small.
     own = tl.where(cols[None, :] == labels[:, None], dloss[:, None], 0.0)
     dlogits = exponentials * (dloss / total)[:, None] - own
-    # A row that fills up the tile is a copy, which may hold NaN.
+    # A row beyond the count is a copy of another row, which may hold NaN.
     dlogits = tl.where(labelled[:, None], dlogits, 0.0)
     offsets = places.to(tl.int64)[:, None] * stride_dlogits_row + chunk_cols[None, :]
     tl.store(dlogits_ptr + offsets, narrow(dlogits, dlogits_ptr.dtype.element_ty))
     if HAS_BIAS:
-        # partials: fp32 [row_blocks, stride_dlogits_row]
         offsets = row_block.to(tl.int64) * stride_dlogits_row + chunk_cols
         tl.store(partials_ptr + offsets, _column_sums(dlogits, BLOCK_M, BLOCK_N))
 
 
 @triton.jit(do_not_specialize=["rows_total", "first_column"])
 def _dbias_kernel(
-    partials_ptr, order_ptr, dbias_ptr, stride_partials_row, rows_total, columns, first_column,
+    # (row blocks, largest chunk), fp32
+    partials_ptr,
+    # (T + 1,), int32
+    order_ptr,
+    # (V,), any floating dtype
+    dbias_ptr,
+    stride_partials_row, rows_total, columns, first_column,
     ROWS_PER_PARTIAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
+    """Write the gradient of the bias for the chunk's columns."""
     row_blocks = tl.cdiv(tl.load(order_ptr + rows_total), ROWS_PER_PARTIAL)
     chunk_cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    # fp64, as in reduction.py
+    # The sum is fp64, as in reduction.py.
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float64)
     for first in range(0, row_blocks, BLOCK_M):
         blocks = first + tl.arange(0, BLOCK_M)
@@ -114,12 +137,17 @@ def _dbias_kernel(
 
 @triton.jit(do_not_specialize=["rows_total", "first_column", "chunk_columns"])
 def _dweight_kernel(
-    dlogits_ptr, hidden_ptr, order_ptr, dweight_ptr,
+    # (T in whole blocks, largest chunk) and (T, K), in one dtype
+    dlogits_ptr, hidden_ptr,
+    # (T + 1,), int32
+    order_ptr,
+    # (V, K), contiguous, in the dtype of weight
+    dweight_ptr,
     stride_dlogits_row, stride_hidden_row, stride_hidden_col,
     rows_total, depth, first_column, chunk_columns,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """dlogitsᵀ hidden: a block row is a part of the chunk's columns, K runs over labelled rows."""
+    """Write dlogitsᵀ hidden for the chunk's columns; the products sum over the labelled rows."""
     row_blocks, column_blocks = tl.cdiv(chunk_columns, BLOCK_M), tl.cdiv(depth, BLOCK_N)
     row_block, column_block = tile_position(tl.program_id(0), row_blocks, column_blocks, GROUP_M)
     chunk_cols = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -129,11 +157,12 @@ def _dweight_kernel(
     for first in range(0, count, BLOCK_K):
         places = first + tl.arange(0, BLOCK_K)
         rows = labelled_rows(order_ptr, places, count)
-        # dlogits is 0 at the places beyond the count.
+        # dlogits is 0 at the places beyond the count. [BLOCK_M, BLOCK_K]
         dlogits = tl.load(
             dlogits_ptr + places.to(tl.int64)[None, :] * stride_dlogits_row + chunk_cols[:, None]
         )
         hidden_rows_ptr = hidden_ptr + rows.to(tl.int64)[:, None] * stride_hidden_row
+        # [BLOCK_K, BLOCK_N]
         hidden = tl.load(
             hidden_rows_ptr + ns[None, :] * stride_hidden_col,
             mask=(ns < depth)[None, :], other=0.0,
@@ -146,13 +175,20 @@ def _dweight_kernel(
 
 @triton.jit(do_not_specialize=["rows_total", "first_column", "chunk_columns"])
 def _dhidden_kernel(
-    dlogits_ptr, weight_ptr, order_ptr, sums_ptr, dhidden_ptr,
+    # (T in whole blocks, largest chunk) and (V, K), in one dtype
+    dlogits_ptr, weight_ptr,
+    # (T + 1,), int32
+    order_ptr,
+    # (T, K), fp32, by place; None for a single chunk
+    sums_ptr,
+    # (T, K), contiguous, in the dtype of hidden
+    dhidden_ptr,
     stride_dlogits_row, stride_weight_row, stride_weight_col,
     rows_total, depth, first_column, chunk_columns,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     IS_FIRST: tl.constexpr, IS_LAST: tl.constexpr,
 ):  # fmt: skip
-    """dlogits W summed over chunks: by place in fp32 until the last, which writes every row."""
+    """Add dlogits W to the fp32 sums by place; in the last chunk, write dhidden of every row."""
     row_blocks, column_blocks = tl.cdiv(rows_total, BLOCK_M), tl.cdiv(depth, BLOCK_N)
     row_block, column_block = tile_position(tl.program_id(0), row_blocks, column_blocks, GROUP_M)
     places = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -162,13 +198,15 @@ def _dhidden_kernel(
     dlogits_rows_ptr = dlogits_ptr + places.to(tl.int64)[:, None] * stride_dlogits_row
     weight_cols_ptr = weight_ptr + ns[None, :] * stride_weight_col
     accumulator = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    # Blocks without a labelled row have no dlogits.
+    # dlogits was not written for blocks without a labelled row.
     end = tl.where(row_block * BLOCK_M < count, chunk_columns, 0)
     for first in range(0, end, BLOCK_K):
         chunk_cols = first + tl.arange(0, BLOCK_K)
         cols = (first_column + chunk_cols).to(tl.int64)
+        # [BLOCK_M, BLOCK_K]
         dlogits = tl.load(dlogits_rows_ptr + chunk_cols[None, :])
         inside = (chunk_cols < chunk_columns)[:, None] & (ns < depth)[None, :]
+        # [BLOCK_K, BLOCK_N]
         weight = tl.load(
             weight_cols_ptr + cols[:, None] * stride_weight_row, mask=inside, other=0.0
         )
@@ -188,7 +226,7 @@ def _dhidden_kernel(
 
 
 class Chunk(NamedTuple):
-    """Columns first to first + count of the vocabulary; the first and last one are marked."""
+    """The columns [first, first + count) of the vocabulary, and whether they begin or end it."""
 
     first: int
     count: int
@@ -197,7 +235,7 @@ class Chunk(NamedTuple):
 
 
 def _chunk_columns(given: Projection) -> int:
-    """Columns of the logits' gradient that exist at once, in whole blocks."""
+    """Return the number of columns of the largest chunk, in whole blocks."""
     tile, _ = given.tile
     rows = max(1, given.row_blocks * tile.block_m)
     most = GRADIENT_BYTES // (rows * given.hidden.dtype.itemsize)
@@ -206,7 +244,7 @@ def _chunk_columns(given: Projection) -> int:
 
 
 def _chunks(given: Projection) -> Iterator[Chunk]:
-    """At least one, so that every gradient is written."""
+    """Yield the chunks in order, at least one, so that every gradient is written."""
     step, end = _chunk_columns(given), given.columns
     for first in range(0, max(end, 1), step):
         yield Chunk(first, min(step, end - first), first == 0, first + step >= end)
@@ -260,7 +298,7 @@ def _dbias_launch(given: Projection, chunk: Chunk, order, partials, dbias) -> La
 def _product_launch(
     name: str, kernel, rows: int, stages: int, given: Projection, chunk: Chunk, **own
 ) -> Launch:
-    """A product with the chunk's dlogits; its result has ``rows`` rows and K columns."""
+    """Return the launch of a product with the chunk's dlogits, whose result has shape (rows, K)."""
     tile, block_k = given.tile
     arguments = {
         "rows_total": given.rows,
@@ -269,7 +307,7 @@ def _product_launch(
         "chunk_columns": chunk.count,
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
-        # dlogits has whole blocks of block_m rows and block_n columns, no more.
+        # The memory of dlogits ends after a whole block of block_m rows and of block_n columns.
         "BLOCK_K": min(block_k, tile.block_m, tile.block_n),
         "GROUP_M": GROUP_M,
         **own,
@@ -283,7 +321,7 @@ def _dweight_launch(given: Projection, chunk: Chunk, order, dlogits, dweight) ->
         "cross_entropy_dweight",
         _dweight_kernel,
         chunk.count,
-        # Half of them go to reading the list ahead of the rows that it names.
+        # Half of the stages read the list ahead of the rows that it names.
         given.tile[0].num_stages + 2,
         given,
         chunk,
@@ -329,11 +367,27 @@ def linear_cross_entropy_backward(
     *,
     reduction: str,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """dhidden (T, K), dweight (V, K), dbias (V,) or None, contiguous, each in its tensor's dtype.
+    """Compute the gradients of `linear_cross_entropy_forward`; reruns agree bitwise.
 
-    dloss fp32, shaped as the loss was, any strides; the rest as the forward took and gave it. Rows
-    without a label get 0. Reruns agree bitwise. Of the logits' gradient, in hidden's dtype, 64 MiB
-    exist at once, or 2,048 columns where T is so large that these are more.
+    At most 64 MiB of the logits' gradient exist at once, in the dtype of `hidden`, or 2,048 columns
+    if these take more.
+
+    Args:
+        dloss: Gradient of the loss, fp32 (), or (T,) for the reduction "none", at any strides.
+        hidden: As in the forward.
+        weight: As in the forward.
+        bias: As in the forward.
+        labels: As in the forward.
+        statistics: Result of the forward.
+        order: Result of the forward.
+        reduction: As in the forward.
+
+    Returns:
+        dhidden (T, K), which is 0 in rows without a label; dweight (V, K); and dbias (V,), or None
+        without a bias. All are contiguous, each in the dtype of its tensor.
+
+    Raises:
+        ValueError: If `reduction` is unknown.
     """
     given, mean = Projection(hidden, weight, bias, labels), is_mean(reduction)
     tile, device = given.tile[0], hidden.device
@@ -360,10 +414,10 @@ def linear_cross_entropy_backward(
 
 
 def shipped_launches() -> Iterator[Launch]:
-    """Representative launches, on meta tensors, for the ahead-of-time gate."""
+    """Yield representative launches on meta tensors for the ahead-of-time check."""
     for dtype, depth in ((torch.bfloat16, 768), (torch.float32, 1024)):
         given, order, statistics = example(dtype, depth)
-        # Neither the first nor the last.
+        # The second chunk is neither the first nor the last.
         chunk = list(_chunks(given))[1]
         dlogits = torch.empty((4096, _chunk_columns(given)), dtype=dtype, device="meta")
         partials = torch.empty((32, dlogits.shape[1]), dtype=torch.float32, device="meta")

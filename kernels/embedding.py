@@ -33,6 +33,10 @@ from fastbert.kernels.tiles import row_programs, row_tile, run_sum_tile
 # Rows whose keys one program makes.
 KEYS_PER_PROGRAM = 1024
 
+# The ids, token types and positions, and the tables that they index.
+Indices = tuple[Tensor, Tensor | None, Tensor | None]
+Tables = tuple[Tensor, Tensor | None, Tensor | None]
+
 
 @triton.jit
 def _gather(
@@ -54,18 +58,22 @@ def _gathered_sum(
     rows, cols, inside,
     stride_ids, stride_types, stride_positions, stride_word, stride_type, stride_position,
     rows_total, words, types, positions,
+    HAS_TYPES: tl.constexpr, HAS_POSITIONS: tl.constexpr,
 ):  # fmt: skip
     """word + type + position in fp32, 0 outside the rows."""
     total = _gather(
         ids_ptr, word_table_ptr, rows, cols, inside, stride_ids, stride_word, rows_total, words
     )
-    total += _gather(
-        types_ptr, type_table_ptr, rows, cols, inside, stride_types, stride_type, rows_total, types
-    )
-    total += _gather(
-        positions_ptr, position_table_ptr, rows, cols, inside,
-        stride_positions, stride_position, rows_total, positions,
-    )  # fmt: skip
+    if HAS_TYPES:
+        total += _gather(
+            types_ptr, type_table_ptr, rows, cols, inside,
+            stride_types, stride_type, rows_total, types,
+        )  # fmt: skip
+    if HAS_POSITIONS:
+        total += _gather(
+            positions_ptr, position_table_ptr, rows, cols, inside,
+            stride_positions, stride_position, rows_total, positions,
+        )  # fmt: skip
     return tl.where(inside, total, 0.0)
 
 
@@ -75,6 +83,7 @@ def _forward_kernel(
     weight_ptr, bias_ptr, seed_ptr, y_ptr, mean_ptr, rstd_ptr,
     stride_ids, stride_types, stride_positions, stride_word, stride_type, stride_position,
     rows_total, columns, words, types, positions, eps, dropout_threshold, dropout_scale,
+    HAS_TYPES: tl.constexpr, HAS_POSITIONS: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_DROPOUT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     first_row = tl.program_id(0) * BLOCK_M
@@ -85,11 +94,13 @@ def _forward_kernel(
         ids_ptr, types_ptr, positions_ptr, word_table_ptr, type_table_ptr, position_table_ptr,
         rows, cols, inside,
         stride_ids, stride_types, stride_positions, stride_word, stride_type, stride_position,
-        rows_total, words, types, positions,
+        rows_total, words, types, positions, HAS_TYPES, HAS_POSITIONS,
     )  # fmt: skip
     centred, mean, rstd = layer_norm_statistics(total, inside, columns, eps)
     weight = load_parameter(weight_ptr, cols, columns)
-    y = centred * rstd[:, None] * weight + load_parameter(bias_ptr, cols, columns)
+    y = centred * rstd[:, None] * weight
+    if HAS_BIAS:
+        y += load_parameter(bias_ptr, cols, columns)
     if HAS_DROPOUT:
         keep = keep_rows(seed_ptr, rows, dropout_threshold, BLOCK_N)
         y = tl.where(keep, y * dropout_scale, 0.0)
@@ -105,6 +116,7 @@ def _backward_kernel(
     stride_dy_row, stride_dy_col,
     stride_ids, stride_types, stride_positions, stride_word, stride_type, stride_position,
     rows_total, columns, words, types, positions, dropout_threshold, dropout_scale,
+    HAS_TYPES: tl.constexpr, HAS_POSITIONS: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_DROPOUT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
@@ -124,20 +136,22 @@ def _backward_kernel(
             ids_ptr, types_ptr, positions_ptr, word_table_ptr, type_table_ptr, position_table_ptr,
             rows, cols, inside,
             stride_ids, stride_types, stride_positions, stride_word, stride_type, stride_position,
-            rows_total, words, types, positions,
+            rows_total, words, types, positions, HAS_TYPES, HAS_POSITIONS,
         )  # fmt: skip
         mean = tl.load(mean_ptr + rows, mask=rows < rows_total, other=0.0)
         rstd = tl.load(rstd_ptr + rows, mask=rows < rows_total, other=0.0)
         weight = load_parameter(weight_ptr, cols, columns)
         dsum, normalised = layer_norm_gradient(dy, total, mean, rstd, weight, inside, columns)
         dweight += tl.sum(dy * normalised, axis=0)
-        dbias += tl.sum(dy, axis=0)
+        if HAS_BIAS:
+            dbias += tl.sum(dy, axis=0)
         _, _, offsets, _ = row_offsets(first_row, columns, 1, rows_total, columns, BLOCK_M, BLOCK_N)
         tl.store(dsum_ptr + offsets, narrow(dsum, dsum_ptr.dtype.element_ty), mask=inside)
-    # partials: fp32 [2, programs, columns]
+    # partials: fp32 [1 or 2, programs, columns]
     partials = partials_ptr + program.to(tl.int64) * columns + cols
     tl.store(partials, dweight, mask=cols < columns)
-    tl.store(partials + programs.to(tl.int64) * columns, dbias, mask=cols < columns)
+    if HAS_BIAS:
+        tl.store(partials + programs.to(tl.int64) * columns, dbias, mask=cols < columns)
 
 
 @triton.jit
@@ -157,46 +171,57 @@ def _store_keys(
 def _keys_kernel(
     ids_ptr, types_ptr, positions_ptr, keys_ptr,
     stride_ids, stride_types, stride_positions,
-    rows_total, entries, words, types, positions, padding_idx, BLOCK_M: tl.constexpr,
+    rows_total, entries, words, types, positions, padding_idx,
+    HAS_TYPES: tl.constexpr, HAS_POSITIONS: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """keys [entries]: of the words, of the types, of the positions; no_key in what is left."""
+    """Stores the keys of the types, the positions and the words; no_key in the entries after."""
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     no_key = words + types + positions
+    if HAS_TYPES:
+        _store_keys(
+            keys_ptr, types_ptr, rows, stride_types, rows_total, rows_total,
+            words, types, -1, no_key,
+        )  # fmt: skip
+        keys_ptr += rows_total
+        entries -= rows_total
+    if HAS_POSITIONS:
+        _store_keys(
+            keys_ptr, positions_ptr, rows, stride_positions, rows_total, rows_total,
+            words + types, positions, -1, no_key,
+        )  # fmt: skip
+        keys_ptr += rows_total
+        entries -= rows_total
     _store_keys(
-        keys_ptr, ids_ptr, rows, stride_ids, rows_total, rows_total,
+        keys_ptr, ids_ptr, rows, stride_ids, rows_total, entries,
         0, words, padding_idx, no_key,
-    )  # fmt: skip
-    _store_keys(
-        keys_ptr + rows_total, types_ptr, rows, stride_types, rows_total, rows_total,
-        words, types, -1, no_key,
-    )  # fmt: skip
-    _store_keys(
-        keys_ptr + 2 * rows_total, positions_ptr, rows, stride_positions,
-        rows_total, entries - 2 * rows_total, words + types, positions, -1, no_key,
     )  # fmt: skip
 
 
 @triton.jit
 def _store_gradients(
-    keys, gradients, chosen, cols, dword_ptr, dtype_ptr, dposition_ptr, columns, words, types
-):
+    keys, gradients, chosen, cols, dword_ptr, dtype_ptr, dposition_ptr, columns, words, types,
+    HAS_TYPES: tl.constexpr, HAS_POSITIONS: tl.constexpr,
+):  # fmt: skip
     """Chosen rows of fp32 gradients [BLOCK_M, BLOCK_N] into the table rows of their keys."""
     gradients = narrow(gradients, dword_ptr.dtype.element_ty)
     rows = keys.to(tl.int64)[:, None]
     offsets = rows * columns + cols[None, :]
     chosen = chosen[:, None] & (cols < columns)[None, :]
     tl.store(dword_ptr + offsets, gradients, mask=chosen & (rows < words))
-    offsets = (rows - words) * columns + cols[None, :]
-    is_type = (rows >= words) & (rows < words + types)
-    tl.store(dtype_ptr + offsets, gradients, mask=chosen & is_type)
-    offsets = (rows - words - types) * columns + cols[None, :]
-    tl.store(dposition_ptr + offsets, gradients, mask=chosen & (rows >= words + types))
+    if HAS_TYPES:
+        offsets = (rows - words) * columns + cols[None, :]
+        is_type = (rows >= words) & (rows < words + types)
+        tl.store(dtype_ptr + offsets, gradients, mask=chosen & is_type)
+    if HAS_POSITIONS:
+        offsets = (rows - words - types) * columns + cols[None, :]
+        tl.store(dposition_ptr + offsets, gradients, mask=chosen & (rows >= words + types))
 
 
 @triton.jit(do_not_specialize=["rows_total"])
 def _run_sums_kernel(
     dsum_ptr, keys_ptr, order_ptr, partials_ptr, dword_ptr, dtype_ptr, dposition_ptr,
     rows_total, columns, words, types, positions,
+    HAS_TYPES: tl.constexpr, HAS_POSITIONS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Sums the runs of equal keys inside one chunk of BLOCK_M entries.
@@ -236,7 +261,7 @@ def _run_sums_kernel(
     tl.store(partials, part, mask=cols < columns)
     _store_gradients(
         keys, sums, starts & ~goes_on, cols,
-        dword_ptr, dtype_ptr, dposition_ptr, columns, words, types,
+        dword_ptr, dtype_ptr, dposition_ptr, columns, words, types, HAS_TYPES, HAS_POSITIONS,
     )  # fmt: skip
 
 
@@ -244,6 +269,7 @@ def _run_sums_kernel(
 def _crossing_runs_kernel(
     keys_ptr, partials_ptr, dword_ptr, dtype_ptr, dposition_ptr,
     columns, words, types, positions, halvings,
+    HAS_TYPES: tl.constexpr, HAS_POSITIONS: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Adds the parts of the run that begins in this chunk and goes on in the next; one at most."""
@@ -277,13 +303,24 @@ def _crossing_runs_kernel(
         keys = tl.zeros([1], tl.int64) + last
         _store_gradients(
             keys, gradient, keys >= 0, cols,
-            dword_ptr, dtype_ptr, dposition_ptr, columns, words, types,
+            dword_ptr, dtype_ptr, dposition_ptr, columns, words, types, HAS_TYPES, HAS_POSITIONS,
         )  # fmt: skip
 
 
 def _sizes(tables) -> dict:
-    names = ("words", "types", "positions")
-    return {name: table.shape[0] for name, table in zip(names, tables, strict=True)}
+    """Numbers of rows of the tables; an absent table has none."""
+    words, types, positions = tables
+    return {
+        "words": words.shape[0],
+        "types": 0 if types is None else types.shape[0],
+        "positions": 0 if positions is None else positions.shape[0],
+        "HAS_TYPES": types is not None,
+        "HAS_POSITIONS": positions is not None,
+    }
+
+
+def _stride(tensor) -> int:
+    return 0 if tensor is None else tensor.stride(0)
 
 
 def _indices(indices) -> dict:
@@ -293,8 +330,8 @@ def _indices(indices) -> dict:
         "types_ptr": types,
         "positions_ptr": positions,
         "stride_ids": ids.stride(0),
-        "stride_types": types.stride(0),
-        "stride_positions": positions.stride(0),
+        "stride_types": _stride(types),
+        "stride_positions": _stride(positions),
         "rows_total": ids.shape[0],
     }
 
@@ -315,8 +352,8 @@ def _shared_arguments(indices, tables, weight, mean, rstd, seed, dropout_p: floa
         "mean_ptr": mean,
         "rstd_ptr": rstd,
         "stride_word": word_table.stride(0),
-        "stride_type": type_table.stride(0),
-        "stride_position": position_table.stride(0),
+        "stride_type": _stride(type_table),
+        "stride_position": _stride(position_table),
         "columns": word_table.shape[1],
         "dropout_threshold": dropout.threshold,
         "dropout_scale": dropout.scale,
@@ -333,16 +370,17 @@ def _forward_launch(indices, tables, weight, bias, y, mean, rstd, seed, dropout_
         "bias_ptr": bias,
         "y_ptr": y,
         "eps": eps,
+        "HAS_BIAS": bias is not None,
     }
     grid = (triton.cdiv(y.shape[0], tile.block_m),)
     return Launch("embedding_forward", _forward_kernel, grid, arguments, tile.num_warps, 1)
 
 
 def embedding_forward(
-    indices: tuple[Tensor, Tensor, Tensor],
-    tables: tuple[Tensor, Tensor, Tensor],
+    indices: Indices,
+    tables: Tables,
     weight: Tensor,
-    bias: Tensor,
+    bias: Tensor | None,
     *,
     seed: Tensor | None = None,
     dropout_p: float = 0.0,
@@ -367,7 +405,7 @@ def embedding_forward(
 
 
 def _backward_launch(
-    dy, indices, tables, weight, mean, rstd, dsum, partials, seed, dropout_p
+    dy, indices, tables, weight, mean, rstd, dsum, partials, seed, has_bias, dropout_p
 ) -> Launch:
     arguments = {
         **_shared_arguments(indices, tables, weight, mean, rstd, seed, dropout_p),
@@ -376,6 +414,7 @@ def _backward_launch(
         "partials_ptr": partials,
         "stride_dy_row": dy.stride(0),
         "stride_dy_col": dy.stride(1),
+        "HAS_BIAS": has_bias,
     }
     num_warps = row_tile(dsum.shape[1]).num_warps
     grid = (partials.shape[1],)
@@ -391,8 +430,8 @@ def _keys_launch(indices, tables, keys, padding_idx: int) -> Launch:
         "padding_idx": padding_idx,
         "BLOCK_M": KEYS_PER_PROGRAM,
     }
-    rows = indices[0].shape[0]
-    grid = (triton.cdiv(keys.shape[0] - 2 * rows, KEYS_PER_PROGRAM),)
+    before_words = (_present(indices) - 1) * indices[0].shape[0]
+    grid = (triton.cdiv(keys.shape[0] - before_words, KEYS_PER_PROGRAM),)
     return Launch("embedding_keys", _keys_kernel, grid, arguments, 4, 1)
 
 
@@ -418,23 +457,30 @@ def _table_launches(dsum, keys, order, partials, gradients) -> Iterator[Launch]:
     yield Launch("embedding_crossing_runs", _crossing_runs_kernel, grid, second, 4, 1)
 
 
+def _present(tensors) -> int:
+    return sum(tensor is not None for tensor in tensors)
+
+
 def table_gradients(
-    dsum: Tensor,
-    indices: tuple[Tensor, Tensor, Tensor],
-    tables: tuple[Tensor, Tensor, Tensor],
-    padding_idx: int = -1,
-) -> tuple[Tensor, Tensor, Tensor]:
+    dsum: Tensor, indices: Indices, tables: Tables, padding_idx: int = -1
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Gradients of the tables from that of their rows' sum (T, N), contiguous.
 
     A row that is not finite may make rows that share its chunk of sorted keys NaN.
     """
     rows, columns = dsum.shape
-    gradients = [
-        torch.zeros(table.shape, dtype=table.dtype, device=dsum.device) for table in tables
-    ]
-    key_dtype = torch.int32 if sum(t.shape[0] for t in tables) < 2**31 else torch.int64
+
+    def zeros(table: Tensor) -> Tensor:
+        return torch.zeros(table.shape, dtype=table.dtype, device=dsum.device)
+
+    words, types, positions = tables
+    dtypes = None if types is None else zeros(types)
+    gradients = (zeros(words), dtypes, None if positions is None else zeros(positions))
+    sizes = _sizes(tables)
+    key_count = sizes["words"] + sizes["types"] + sizes["positions"]
+    key_dtype = torch.int32 if key_count < 2**31 else torch.int64
     chunk = run_sum_tile(columns, dsum.dtype).block_m
-    chunks = triton.cdiv(3 * rows, chunk)
+    chunks = triton.cdiv(_present(indices) * rows, chunk)
     keys = torch.empty(chunks * chunk, dtype=key_dtype, device=dsum.device)
     _keys_launch(indices, tables, keys, padding_idx).run(on=dsum)
     # torch's radix sort, the one step that is not ours; stable, so the order is always the same.
@@ -442,22 +488,22 @@ def table_gradients(
     partials = torch.empty((2, chunks, columns), dtype=torch.float32, device=dsum.device)
     for launch in _table_launches(dsum, keys, order, partials, gradients):
         launch.run(on=dsum)
-    dword, dtypes, dpositions = gradients
-    return dword, dtypes, dpositions
+    return gradients
 
 
 def embedding_backward(
     dy: Tensor,
-    indices: tuple[Tensor, Tensor, Tensor],
-    tables: tuple[Tensor, Tensor, Tensor],
+    indices: Indices,
+    tables: Tables,
     weight: Tensor,
     mean: Tensor,
     rstd: Tensor,
     *,
     seed: Tensor | None = None,
+    has_bias: bool = True,
     dropout_p: float = 0.0,
     padding_idx: int = -1,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor | None]:
     """Gradients of the three tables, of weight and of bias (in weight's dtype).
 
     dy (T, N) at any strides, the rest as in ``embedding_forward``. Table rows that no index names,
@@ -466,13 +512,14 @@ def embedding_backward(
     """
     rows, columns = dy.shape
     dsum = torch.empty((rows, columns), dtype=tables[0].dtype, device=dy.device)
-    shape = (2, row_programs(dsum), columns)
+    shape = (1 + has_bias, row_programs(dsum), columns)
     partials = torch.empty(shape, dtype=torch.float32, device=dy.device)
     if columns > 0:
         _backward_launch(
-            dy, indices, tables, weight, mean, rstd, dsum, partials, seed, dropout_p
+            dy, indices, tables, weight, mean, rstd, dsum, partials, seed, has_bias, dropout_p
         ).run(on=dy)
-    dweight, dbias = sum_planes(partials, weight.dtype, weight.dtype)
+    dweight, *rest = sum_planes(partials, *[weight.dtype] * (1 + has_bias))
+    dbias = rest[0] if has_bias else None
     return *table_gradients(dsum, indices, tables, padding_idx), dweight, dbias
 
 
@@ -482,16 +529,24 @@ def shipped_launches() -> Iterator[Launch]:
     def meta(dtype, *shape):
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    for dtype, columns in ((torch.bfloat16, 1024), (torch.float32, 8192)):
-        tables = [meta(dtype, rows, columns) for rows in (30522, 2, 512)]
-        indices = [meta(torch.int64, 4096)] * 3
+    for dtype, columns, complete in (
+        (torch.bfloat16, 1024, True),
+        # Words alone, and a norm without a bias.
+        (torch.bfloat16, 768, False),
+        (torch.float32, 8192, True),
+    ):
+        sizes = (30522, 2, 512) if complete else (30522, None, None)
+        tables = tuple(None if rows is None else meta(dtype, rows, columns) for rows in sizes)
+        indices = tuple(None if table is None else meta(torch.int64, 4096) for table in tables)
         y, row = meta(dtype, 4096, columns), meta(torch.float32, columns)
+        bias = row if complete else None
         statistic, seed = meta(torch.float32, 4096), meta(torch.int64, 1)
         partials = meta(torch.float32, 2, 396, columns)
-        yield _forward_launch(indices, tables, row, row, y, statistic, statistic, seed, 0.1, 1e-12)
+        yield _forward_launch(indices, tables, row, bias, y, statistic, statistic, seed, 0.1, 1e-12)
         yield _backward_launch(
-            y, indices, tables, row, statistic, statistic, y, partials, seed, 0.1
+            y, indices, tables, row, statistic, statistic, y, partials, seed, complete, 0.1
         )
-        keys, order = meta(torch.int32, 3 * 4096), meta(torch.int64, 3 * 4096)
+        entries = _present(indices) * 4096
+        keys, order = meta(torch.int32, entries), meta(torch.int64, entries)
         yield from _table_launches(y, keys, order, partials, tables)
-    yield _keys_launch(indices, tables, keys, 0)
+        yield _keys_launch(indices, tables, keys, 0)

@@ -1,9 +1,9 @@
-"""act(x Wᵀ + b) in one persistent GEMM: bias and activation work on its fp32 accumulator.
+"""act(x Wᵀ + b) in one persistent GEMM: the epilogue adds the bias and applies the activation.
 
-The activations are GELU with erf or tanh, ReLU and SiLU, and the gated forms GEGLU and SwiGLU
-(Shazeer 2020), whose first half of the columns goes through the activation and whose second half
-multiplies. For the backward the pre-activation is kept, with its bias: rounded without it, a sum
-near 0 would lose its sign, which is all that ReLU's slope depends on.
+``fastbert.activations`` lists the activations. A gated activation (Shazeer 2020) applies its
+function to the first half of the columns and multiplies the result by the second half. The backward
+reads the pre-activation, which is kept with its bias: without the bias, rounding could change the
+sign of a sum near 0, and the slope of ReLU depends on that sign alone.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastbert.activations import ACTIVATIONS, Activation, of_name
 from fastbert.kernels.activation import (
     LARGEST_PART,
     activate,
     biased,
-    check_function,
-    engine_name,
+    path_name,
     store_narrow,
 )
 from fastbert.kernels.gemm import GROUP_M, halves, product_tile, tile_position
@@ -34,9 +34,9 @@ def _store_activation(
     h, linear, bias_ptr, y_ptr, h_ptr, rows, first_col, rows_total, columns,
     FUNCTION: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, SAVES_H: tl.constexpr,
 ):  # fmt: skip
-    """y, and h if it is saved, from a tile of the product; gated also from linear, its other half.
+    """Store y, and h if it is saved, of a tile of the product: h and, if gated, its factor linear.
 
-    columns are those of y; h has twice as many when gated.
+    y has `columns` columns; h has twice as many if gated.
     """
     cols = first_col + tl.arange(0, h.shape[1])
     inside_columns = cols < columns
@@ -61,7 +61,7 @@ def _store_activations(
     h, linear, bias_ptr, y_ptr, h_ptr, rows, first_col, rows_total, columns,
     FUNCTION: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, SAVES_H: tl.constexpr,
 ):  # fmt: skip
-    """_store_activation of a wide tile's halves, one after the other: both at once would spill."""
+    """_store_activation of one half of a wide tile after the other; both at once would spill."""
     if h.shape[1] > LARGEST_PART:
         left, right = halves(h)
         linear_left, linear_right = halves(linear)
@@ -89,7 +89,7 @@ def _linear_activation_kernel(
     FUNCTION: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, SAVES_H: tl.constexpr,
     EVEN_K: tl.constexpr,
 ):  # fmt: skip
-    # columns and WIDTH are those of y; the product is twice as wide when gated.
+    # y has `columns` columns, WIDTH of them in a tile; the product is twice as wide if gated.
     WIDTH: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     row_blocks = tl.cdiv(rows_total, BLOCK_M)
     column_blocks = tl.cdiv(columns, WIDTH)
@@ -98,7 +98,7 @@ def _linear_activation_kernel(
         block_row, block_column = tile_position(tile, row_blocks, column_blocks, GROUP_M)
         rows = block_row * BLOCK_M + tl.arange(0, BLOCK_M)
         first_col = block_column * WIDTH
-        # A gated tile: WIDTH columns of the gate, then the WIDTH columns that it multiplies.
+        # A gated tile has WIDTH columns of the gate, then the WIDTH columns of its factor.
         wide = tl.arange(0, BLOCK_N)
         h = product_tile(
             x_ptr, weight_ptr, rows, first_col + wide % WIDTH + wide // WIDTH * columns,
@@ -148,7 +148,7 @@ def _activation_kernel(
     store_narrow(y_ptr, rows[:, None] * columns + cols[None, :], y, inside)
 
 
-def _linear_activation_launch(x, weight, bias, y, h, approximate: str, gated: bool) -> Launch:
+def _linear_activation_launch(x, weight, bias, y, h, activation: Activation) -> Launch:
     (rows, depth), (product_columns, columns) = x.shape, (weight.shape[0], y.shape[1])
     tile, block_k = gemm_tile(rows, product_columns, x.dtype), gemm_depth(x.dtype)
     arguments = {
@@ -168,13 +168,13 @@ def _linear_activation_launch(x, weight, bias, y, h, approximate: str, gated: bo
         "BLOCK_N": tile.block_n,
         "BLOCK_K": block_k,
         "GROUP_M": GROUP_M,
-        "FUNCTION": check_function(approximate),
-        "GATED": gated,
+        "FUNCTION": activation.function_name,
+        "GATED": activation.gated,
         "HAS_BIAS": bias is not None,
         "SAVES_H": h is not None,
         "EVEN_K": depth % block_k == 0,
     }
-    width = tile.block_n // 2 if gated else tile.block_n
+    width = tile.block_n // 2 if activation.gated else tile.block_n
     tiles = triton.cdiv(rows, tile.block_m) * triton.cdiv(columns, width)
     grid = (gemm_programs(x, tile, tiles),)
     return Launch(
@@ -182,7 +182,7 @@ def _linear_activation_launch(x, weight, bias, y, h, approximate: str, gated: bo
     )
 
 
-def _activation_launch(h, y, approximate: str, gated: bool) -> Launch:
+def _activation_launch(h, y, activation: Activation) -> Launch:
     rows, columns = y.shape
     tile = elementwise_tile()
     arguments = {
@@ -194,8 +194,8 @@ def _activation_launch(h, y, approximate: str, gated: bool) -> Launch:
         "columns": columns,
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
-        "FUNCTION": check_function(approximate),
-        "GATED": gated,
+        "FUNCTION": activation.function_name,
+        "GATED": activation.gated,
     }
     grid = (triton.cdiv(rows, tile.block_m) * triton.cdiv(columns, tile.block_n),)
     return Launch(
@@ -203,14 +203,16 @@ def _activation_launch(h, y, approximate: str, gated: bool) -> Launch:
     )
 
 
-def activation_forward(h: Tensor, *, approximate: str, gated: bool = False) -> Tensor:
-    """act(h), contiguous in h's dtype: (M, N), or from h (M, 2N) if gated; h at any strides.
+def activation_forward(h: Tensor, *, activation: str) -> Tensor:
+    """Return act(h) (M, N), contiguous in the dtype of h (M, N), or (M, 2N) if gated.
 
-    ValueError: approximate other than "none" (GELU by erf), "tanh", "relu" and "silu".
+    h has any strides. `activation` is a name in ``fastbert.activations``; another one raises
+    ValueError.
     """
-    columns = h.shape[1] // 2 if gated else h.shape[1]
+    chosen = of_name(activation)
+    columns = h.shape[1] // 2 if chosen.gated else h.shape[1]
     y = torch.empty((h.shape[0], columns), dtype=h.dtype, device=h.device)
-    _activation_launch(h, y, approximate, gated).run(on=h)
+    _activation_launch(h, y, chosen).run(on=h)
     return y
 
 
@@ -219,54 +221,54 @@ def linear_gelu_forward(
     weight: Tensor,
     bias: Tensor | None,
     *,
-    approximate: str,
+    activation: str,
     save: bool,
-    gated: bool = False,
-    engine: str | None = None,
+    path: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """y = act(h) and, if asked to save, h = x Wᵀ + bias.
+    """Return y = act(h) and, with `save`, h = x Wᵀ + bias.
 
-    x (M, K) and weight (N, K) in one dtype, any strides; bias (N,) or None; h (M, N)
-    and y (M, N), or (M, N / 2) if gated: act of the first half of the columns times the second. y
-    and h are contiguous in x's dtype. engine: "fused", "library", or None for ``gemm_engine``'s
-    choice. ValueError: an unknown engine, or approximate other than "none" (GELU by erf), "tanh",
-    "relu" and "silu".
+    x (M, K) and weight (N, K) have one dtype and any strides; bias (N,) or None. h (M, N) and
+    y (M, N), or (M, N / 2) if gated, are contiguous in the dtype of x. `activation` is a name in
+    ``fastbert.activations``; `path` is "fused", "library", or None for the choice of
+    ``gemm_path``. Another value of either raises ValueError.
     """
+    chosen = of_name(activation)
     rows, depth = x.shape
-    columns = weight.shape[0] // 2 if gated else weight.shape[0]
-    if engine_name(engine, rows, weight.shape[0], depth, x.dtype) == "library":
+    columns = weight.shape[0] // 2 if chosen.gated else weight.shape[0]
+    if path_name(path, rows, weight.shape[0], depth, x.dtype) == "library":
         h = F.linear(x, weight, bias)
-        return activation_forward(h, approximate=approximate, gated=gated), h if save else None
+        return activation_forward(h, activation=activation), h if save else None
     y = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
     h = None
     if save:
         h = torch.empty((rows, weight.shape[0]), dtype=x.dtype, device=x.device)
-    _linear_activation_launch(x, weight, bias, y, h, approximate, gated).run(on=x)
+    _linear_activation_launch(x, weight, bias, y, h, chosen).run(on=x)
     return y, h
 
 
-# rows, dtype, act, gated of the GEMMs that are shipped
+# rows, dtype and activation of the shipped GEMMs
 SHIPPED = (
-    (4096, torch.bfloat16, "none", False),
-    (4096, torch.bfloat16, "none", True),
-    (4096, torch.float16, "tanh", False),
-    (4096, torch.bfloat16, "relu", False),
-    (4096, torch.bfloat16, "silu", True),
-    (128, torch.bfloat16, "none", False),
-    (16, torch.bfloat16, "none", False),
-    (16, torch.bfloat16, "none", True),
-    (4096, torch.float32, "none", False),
-    (4096, torch.float32, "silu", True),
+    (4096, torch.bfloat16, "gelu"),
+    (4096, torch.bfloat16, "geglu"),
+    (4096, torch.float16, "gelu_tanh"),
+    (4096, torch.bfloat16, "relu"),
+    (4096, torch.bfloat16, "swiglu"),
+    (128, torch.bfloat16, "gelu"),
+    (16, torch.bfloat16, "gelu"),
+    (16, torch.bfloat16, "geglu"),
+    (4096, torch.float32, "gelu"),
+    (4096, torch.float32, "swiglu"),
 )
 
 
 def shipped_launches() -> Iterator[Launch]:
     """Representative launches, on meta tensors, for the ahead-of-time gate."""
-    for rows, dtype, function, gated in SHIPPED:
+    for rows, dtype, name in SHIPPED:
+        activation = ACTIVATIONS[name]
         x, a = (torch.empty((rows, n), dtype=dtype, device="meta") for n in (768, 3072))
-        h = torch.empty((rows, 6144), dtype=dtype, device="meta") if gated else a
+        h = torch.empty((rows, 6144), dtype=dtype, device="meta") if activation.gated else a
         weight = torch.empty((h.shape[1], 768), dtype=dtype, device="meta")
         saved = h if rows == 4096 else None
-        yield _linear_activation_launch(x, weight, weight[:, 0], a, saved, function, gated)
-        if function == "none" and rows == 4096 and dtype == torch.bfloat16:
-            yield _activation_launch(h, a, function, gated)
+        yield _linear_activation_launch(x, weight, weight[:, 0], a, saved, activation)
+        if name in ("gelu", "geglu") and rows == 4096 and dtype == torch.bfloat16:
+            yield _activation_launch(h, a, activation)

@@ -1,8 +1,8 @@
-"""The gradient of an activation, fused into the GEMM that leads to it, da = dy W2.
+"""The gradient of an activation, fused into the GEMM that computes da = dy W2.
 
-From the saved pre-activation h the epilogue computes dh = da act'(h) and, because dW2 needs them
-and keeping them would cost memory, the activations act(h) once more; it also sums dh over the rows,
-for the gradient of the bias. The same for a given da, without a product.
+From the saved pre-activation h, the epilogue computes dh = da act'(h) and its sum over the rows,
+the gradient of the bias. It also computes a = act(h) again, because the gradient of W2 needs a and
+keeping a would cost memory. A second kernel does the same for a given da, without a product.
 """
 
 from __future__ import annotations
@@ -14,13 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastbert.kernels.activation import (
-    LARGEST_PART,
-    check_function,
-    engine_name,
-    store_narrow,
-    value_and_slope,
-)
+from fastbert.activations import ACTIVATIONS, Activation, of_name
+from fastbert.kernels.activation import LARGEST_PART, path_name, store_narrow, value_and_slope
 from fastbert.kernels.feed_forward import SHIPPED
 from fastbert.kernels.gemm import GROUP_M, halves, product_tile, tile_position
 from fastbert.kernels.launch import Launch
@@ -30,7 +25,7 @@ from fastbert.kernels.tiles import Tile, elementwise_tile, gemm_depth, gemm_prog
 
 @triton.jit
 def _store_partial(partials_ptr, partial, dh, cols, columns, total_columns):
-    """One row of partials, fp32 [partials, total_columns]: the tile's sum over its rows."""
+    """Store the sum of a tile over its rows as one row of fp32 [partials, total_columns]."""
     pointers = partials_ptr + partial.to(tl.int64) * total_columns + cols
     tl.store(pointers, tl.sum(dh, axis=0), mask=cols < columns)
 
@@ -41,9 +36,9 @@ def _store_gradient(
     stride_h_row, stride_h_col, rows_total, columns,
     FUNCTION: tl.constexpr, GATED: tl.constexpr, SUMS_ROWS: tl.constexpr, STORES_A: tl.constexpr,
 ):  # fmt: skip
-    """From a tile of da, 0 beyond the rows: dh, the sums of its columns, and a = act(h).
+    """Store dh, the sums of its columns and a = act(h) for a tile of da, 0 beyond the rows.
 
-    columns are those of a; h and dh have twice as many when gated.
+    a has `columns` columns; h and dh have twice as many if gated.
     """
     cols = first_col + tl.arange(0, da.shape[1])
     inside = (rows < rows_total)[:, None] & (cols < columns)[None, :]
@@ -77,7 +72,7 @@ def _store_gradients(
     stride_h_row, stride_h_col, rows_total, columns,
     FUNCTION: tl.constexpr, GATED: tl.constexpr, SUMS_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """_store_gradient of a wide tile's halves, one after the other."""
+    """_store_gradient of one half of a wide tile after the other."""
     if da.shape[1] > LARGEST_PART:
         left, right = halves(da)
         _store_gradient(
@@ -127,7 +122,7 @@ def _linear_activation_gradient_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     FUNCTION: tl.constexpr, GATED: tl.constexpr, SUMS_ROWS: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
-    # weight is that of the second layer, (depth, columns).
+    # weight is the weight of the second layer, (depth, columns).
     row_blocks = tl.cdiv(rows_total, BLOCK_M)
     column_blocks = tl.cdiv(columns, BLOCK_N)
     tiles = row_blocks * column_blocks
@@ -159,7 +154,7 @@ def _linear_activation_gradient_kernel(
             )  # fmt: skip
 
 
-def _activation_gradient_launch(da, h, dh, a, partials, approximate: str, gated: bool) -> Launch:
+def _activation_gradient_launch(da, h, dh, a, partials, activation: Activation) -> Launch:
     rows, columns = da.shape
     tile = elementwise_tile()
     arguments = {
@@ -176,14 +171,14 @@ def _activation_gradient_launch(da, h, dh, a, partials, approximate: str, gated:
         "columns": columns,
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
-        "FUNCTION": check_function(approximate),
-        "GATED": gated,
+        "FUNCTION": activation.function_name,
+        "GATED": activation.gated,
         "SUMS_ROWS": partials is not None,
         "STORES_A": a is not None,
     }
     grid = (triton.cdiv(rows, tile.block_m) * triton.cdiv(columns, tile.block_n),)
     return Launch(
-        "gelu_backward",
+        "activation_backward",
         _activation_gradient_kernel,
         grid,
         arguments,
@@ -199,33 +194,34 @@ def _partials(h: Tensor, block_m: int, wanted: bool) -> Tensor | None:
     return torch.empty(shape, dtype=torch.float32, device=h.device)
 
 
-def gelu_backward(
+def activation_backward(
     da: Tensor,
     h: Tensor,
     *,
-    approximate: str,
-    gated: bool = False,
+    activation: str,
     sum_rows: bool = True,
     activated: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """dh of a = act(h), contiguous in h's dtype and shape; if ``sum_rows`` its sum over the rows in
-    h's dtype, the gradient of a bias; and if ``activated`` a itself, contiguous.
+    """Return dh of a = act(h), its sum over the rows with `sum_rows`, and a with `activated`.
 
-    da (M, N), h (M, N), or (M, 2N) if gated, at any strides. The sum is formed in fp32 over fixed
-    partial sums: reruns agree bitwise.
+    da (M, N) and h (M, N), or (M, 2N) if gated, have any strides. The results are contiguous in the
+    dtype of h. The sum, the gradient of a bias, is formed in fp32 over fixed partial sums, so that
+    reruns agree bitwise. `activation` is a name in ``fastbert.activations``; another one raises
+    ValueError.
     """
+    chosen = of_name(activation)
     dh = torch.empty(h.shape, dtype=h.dtype, device=h.device)
     a = torch.empty(da.shape, dtype=h.dtype, device=h.device) if activated else None
     partials = _partials(h, elementwise_tile().block_m, sum_rows)
-    _activation_gradient_launch(da, h, dh, a, partials, approximate, gated).run(on=h)
+    _activation_gradient_launch(da, h, dh, a, partials, chosen).run(on=h)
     return dh, None if partials is None else sum_partials(partials, h.dtype), a
 
 
 def _linear_activation_gradient_launch(
-    dy, weight, h, dh, a, partials, approximate: str, gated: bool
+    dy, weight, h, dh, a, partials, activation: Activation
 ) -> Launch:
     (rows, depth), columns = dy.shape, weight.shape[1]
-    tile, block_k = _gradient_tile(dy, weight, gated), gemm_depth(dy.dtype)
+    tile, block_k = _gradient_tile(dy, weight, activation), gemm_depth(dy.dtype)
     arguments = {
         "dy_ptr": dy,
         "weight_ptr": weight,
@@ -246,8 +242,8 @@ def _linear_activation_gradient_launch(
         "BLOCK_N": tile.block_n,
         "BLOCK_K": block_k,
         "GROUP_M": GROUP_M,
-        "FUNCTION": check_function(approximate),
-        "GATED": gated,
+        "FUNCTION": activation.function_name,
+        "GATED": activation.gated,
         "SUMS_ROWS": partials is not None,
         "EVEN_K": depth % block_k == 0,
     }
@@ -262,8 +258,8 @@ def _linear_activation_gradient_launch(
     )
 
 
-def _gradient_tile(dy: Tensor, weight: Tensor, gated: bool) -> Tile:
-    epilogue = "gated_backward" if gated else "backward"
+def _gradient_tile(dy: Tensor, weight: Tensor, activation: Activation) -> Tile:
+    epilogue = "gated_backward" if activation.gated else "backward"
     return gemm_tile(dy.shape[0], weight.shape[1], dy.dtype, epilogue)
 
 
@@ -272,36 +268,35 @@ def feed_forward_backward(
     weight: Tensor,
     h: Tensor,
     *,
-    approximate: str,
-    gated: bool = False,
+    activation: str,
     sum_rows: bool = True,
-    engine: str | None = None,
+    path: str | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """What ``gelu_backward`` gives, a too, with da = dy W of the second layer formed on the way.
+    """Return the results of ``activation_backward``, a included, for da = dy W of the second layer.
 
-    dy (M, O) and weight (O, N) in one dtype, h (M, N), or (M, 2N) if gated, any strides. engine and
-    errors as in ``linear_gelu_forward``.
+    dy (M, O) and weight (O, N) have one dtype; h (M, N), or (M, 2N) if gated; any strides. `path`
+    and the errors are those of ``linear_gelu_forward``.
     """
+    chosen = of_name(activation)
     (rows, depth), columns = dy.shape, weight.shape[1]
-    if engine_name(engine, rows, columns, depth, dy.dtype) == "library":
-        options = {"approximate": approximate, "gated": gated, "sum_rows": sum_rows}
-        return gelu_backward(dy @ weight, h, **options, activated=True)
+    if path_name(path, rows, columns, depth, dy.dtype) == "library":
+        options = {"activation": activation, "sum_rows": sum_rows}
+        return activation_backward(dy @ weight, h, **options, activated=True)
     dh = torch.empty(h.shape, dtype=h.dtype, device=h.device)
     a = torch.empty((rows, columns), dtype=h.dtype, device=h.device)
-    partials = _partials(h, _gradient_tile(dy, weight, gated).block_m, sum_rows)
-    _linear_activation_gradient_launch(dy, weight, h, dh, a, partials, approximate, gated).run(
-        on=dy
-    )
+    partials = _partials(h, _gradient_tile(dy, weight, chosen).block_m, sum_rows)
+    _linear_activation_gradient_launch(dy, weight, h, dh, a, partials, chosen).run(on=dy)
     return dh, None if partials is None else sum_partials(partials, h.dtype), a
 
 
 def shipped_launches() -> Iterator[Launch]:
     """Representative launches, on meta tensors, for the ahead-of-time gate."""
-    for rows, dtype, function, gated in SHIPPED:
+    for rows, dtype, name in SHIPPED:
+        activation = ACTIVATIONS[name]
         dy, a = (torch.empty((rows, n), dtype=dtype, device="meta") for n in (768, 3072))
-        h = torch.empty((rows, 6144), dtype=dtype, device="meta") if gated else a
+        h = torch.empty((rows, 6144), dtype=dtype, device="meta") if activation.gated else a
         weight = torch.empty((768, 3072), dtype=dtype, device="meta")
         partials = torch.empty((64, h.shape[1]), dtype=torch.float32, device="meta")
-        yield _linear_activation_gradient_launch(dy, weight, h, h, a, partials, function, gated)
-        if function == "none" and rows == 4096 and dtype == torch.bfloat16:
-            yield _activation_gradient_launch(a, h, h, a, partials, function, gated)
+        yield _linear_activation_gradient_launch(dy, weight, h, h, a, partials, activation)
+        if name in ("gelu", "geglu") and rows == 4096 and dtype == torch.bfloat16:
+            yield _activation_gradient_launch(a, h, h, a, partials, activation)

@@ -1,4 +1,4 @@
-"""What the kernels with a matrix product share: the order of the tiles and the loop over K."""
+"""Matrix products inside kernels: the order of the tiles and the loop over K."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import triton.language as tl
 
 from fastbert.kernels.common import dot
 
-# Row blocks that share a sweep over the columns, so that what they multiply is read from L2.
+# This many row blocks share a sweep over the columns, so that they read one operand from L2.
 GROUP_M = 8
 
 
 @triton.jit
 def tile_position(tile, row_blocks, column_blocks, GROUP_M: tl.constexpr):
-    """Block row and block column of tile number `tile`, GROUP_M block rows at a time."""
+    """Return the block row and the block column of a tile; GROUP_M block rows form a group."""
     group = tile // (GROUP_M * column_blocks)
     group_rows = tl.minimum(row_blocks - group * GROUP_M, GROUP_M)
     within = tile % (GROUP_M * column_blocks)
@@ -26,14 +26,14 @@ def product_tile(
     stride_a_row, stride_a_k, stride_b_col, stride_b_k,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
-    """fp32 tile [BLOCK_M, BLOCK_N] of a b: a (M, K), b (K, N), any strides, rows and cols given.
+    """Return the tile of a b at `rows` and `cols`, fp32 [BLOCK_M, BLOCK_N].
 
-    A weight (N, K) of a linear layer is b with stride_b_col = weight.stride(0). Rows and columns
-    beyond the end read from the start again instead of taking a mask; their results mean nothing
-    and must not be stored.
+    a is (M, K) and b is (K, N), at any strides. A weight (N, K) of a linear layer is b with
+    stride_b_col = weight.stride(0). Rows and columns beyond the end wrap around to the start, which
+    spares a mask; their results have no meaning and must not be stored.
     """
     ks = tl.arange(0, BLOCK_K)
-    # A remainder, not a choice: it leaves neighbours next to each other, for loads of 16 bytes.
+    # A remainder keeps neighbours next to each other for loads of 16 bytes; a select would not.
     a_rows = (rows % rows_total).to(tl.int64)
     b_cols = (cols % columns).to(tl.int64)
     a_rows_ptr = a_ptr + a_rows[:, None] * stride_a_row
@@ -41,6 +41,7 @@ def product_tile(
     accumulator = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for first_k in range(0, depth, BLOCK_K):
         k = (first_k + ks).to(tl.int64)
+        # a [BLOCK_M, BLOCK_K], b [BLOCK_K, BLOCK_N]
         if EVEN_K:
             a = tl.load(a_rows_ptr + k[None, :] * stride_a_k)
             b = tl.load(b_cols_ptr + k[:, None] * stride_b_k)
@@ -54,6 +55,6 @@ def product_tile(
 
 @triton.jit
 def halves(x):
-    """The left and the right half of the columns of a tile [M, N], each [M, N / 2]."""
+    """Return the left and the right half of the columns of a tile [M, N], each [M, N / 2]."""
     parts = tl.reshape(x, [x.shape[0], 2, x.shape[1] // 2])
     return tl.split(tl.permute(parts, [0, 2, 1]))

@@ -10,7 +10,13 @@ from torch import Tensor
 
 
 class Dropout(NamedTuple):
-    """Kernel arguments of one dropout probability."""
+    """Kernel arguments of one dropout probability.
+
+    Args:
+        threshold: A 24-bit draw below this number drops its element.
+        scale: Factor of the elements that are kept.
+        enabled: Whether the probability is above 0.
+    """
 
     threshold: int
     scale: float
@@ -18,7 +24,15 @@ class Dropout(NamedTuple):
 
 
 def dropout_arguments(p: float, seed: Tensor | None) -> Dropout:
-    """Threshold of the 24-bit draw, scale of what is kept; ValueError: p > 0 without a seed."""
+    """Return the kernel arguments of a dropout probability.
+
+    Args:
+        p: Probability in [0, 1] with which an element is dropped.
+        seed: Seed, int64 (1,); required if p > 0.
+
+    Raises:
+        ValueError: If p is not allowed, or if p > 0 and there is no seed.
+    """
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"dropout_p: got {p}, allowed: 0 to 1")
     if p > 0.0 and seed is None:
@@ -30,12 +44,12 @@ def dropout_arguments(p: float, seed: Tensor | None) -> Dropout:
 
 
 def device_of(x: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Makes x's device current: Triton launches there, wherever its arguments are."""
+    """Make x's device current; Triton launches on the current device, not on its arguments'."""
     return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
 
 
 class Launch(NamedTuple):
-    """One kernel launch, complete: what runs now, or what tests/kernels compiles ahead of time."""
+    """One complete kernel launch, which can run now or be compiled ahead of time."""
 
     name: str
     kernel: Any
@@ -45,11 +59,11 @@ class Launch(NamedTuple):
     num_stages: int
 
     def run(self, on: Tensor) -> None:
-        """Runs on the device of `on`; an empty grid runs nothing."""
+        """Run the kernel on the device of `on`; an empty grid runs nothing."""
         if min(self.grid) == 0:
             return
         options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
-        # Triton 3.10 flips the default, which moves last bits.
+        # Without this option, the new default of Triton 3.10 would change the last bits.
         options["enable_fp_fusion"] = True
         with device_of(on):
             self.kernel[self.grid](**self.arguments, **options)

@@ -33,8 +33,8 @@ WIDEST_WITH_X_BIAS = 4096
 def _forward_kernel(
     x_ptr, residual_ptr, weight_ptr, bias_ptr, x_bias_ptr, seed_ptr, y_ptr, mean_ptr, rstd_ptr,
     stride_x_row, stride_residual_row, rows_total, columns, eps, dropout_threshold, dropout_scale,
-    HAS_RESIDUAL: tl.constexpr, HAS_X_BIAS: tl.constexpr, HAS_DROPOUT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_X_BIAS: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     first_row = tl.program_id(0) * BLOCK_M
     total, _ = load_sum(
@@ -48,7 +48,9 @@ def _forward_kernel(
     )
     centred, mean, rstd = layer_norm_statistics(total, inside, columns, eps)
     weight = load_parameter(weight_ptr, cols, columns)
-    y = centred * rstd[:, None] * weight + load_parameter(bias_ptr, cols, columns)
+    y = centred * rstd[:, None] * weight
+    if HAS_BIAS:
+        y += load_parameter(bias_ptr, cols, columns)
     tl.store(y_ptr + offsets, narrow(y, y_ptr.dtype.element_ty), mask=inside)
     tl.store(mean_ptr + rows, mean, mask=rows < rows_total)
     tl.store(rstd_ptr + rows, rstd, mask=rows < rows_total)
@@ -60,8 +62,9 @@ def _backward_kernel(
     dsum_ptr, dx_ptr, partials_ptr,
     stride_dy_row, stride_dy_col, stride_x_row, stride_residual_row, rows_total, columns,
     dropout_threshold, dropout_scale,
-    HAS_RESIDUAL: tl.constexpr, HAS_X_BIAS: tl.constexpr, HAS_DROPOUT: tl.constexpr,
-    SUM_X_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_X_BIAS: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr, SUM_X_BIAS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     programs = tl.num_programs(0)
@@ -87,7 +90,8 @@ def _backward_kernel(
         weight = load_parameter(weight_ptr, cols, columns)
         dsum, normalised = layer_norm_gradient(dy, total, mean, rstd, weight, inside, columns)
         dweight += tl.sum(dy * normalised, axis=0)
-        dbias += tl.sum(dy, axis=0)
+        if HAS_BIAS:
+            dbias += tl.sum(dy, axis=0)
         _, _, offsets, _ = row_offsets(first_row, columns, 1, rows_total, columns, BLOCK_M, BLOCK_N)
         tl.store(dsum_ptr + offsets, narrow(dsum, dsum_ptr.dtype.element_ty), mask=inside)
         if HAS_DROPOUT:
@@ -95,13 +99,16 @@ def _backward_kernel(
             tl.store(dx_ptr + offsets, narrow(dsum, dx_ptr.dtype.element_ty), mask=inside)
         if SUM_X_BIAS:
             dx_bias += tl.sum(dsum, axis=0)
-    # partials: fp32 [2 or 3, programs, columns]
+    # partials: fp32 [1 to 3, programs, columns]
     partials = partials_ptr + program.to(tl.int64) * columns + cols
     plane = programs.to(tl.int64) * columns
     tl.store(partials, dweight, mask=cols < columns)
-    tl.store(partials + plane, dbias, mask=cols < columns)
+    if HAS_BIAS:
+        partials += plane
+        tl.store(partials, dbias, mask=cols < columns)
     if SUM_X_BIAS:
-        tl.store(partials + 2 * plane, dx_bias, mask=cols < columns)
+        partials += plane
+        tl.store(partials, dx_bias, mask=cols < columns)
 
 
 def _shared_arguments(x, residual, x_bias, seed, dropout_p: float, tile: Tile) -> dict:
@@ -138,6 +145,7 @@ def _forward_launch(
         "mean_ptr": mean,
         "rstd_ptr": rstd,
         "eps": eps,
+        "HAS_BIAS": bias is not None,
     }
     grid = (triton.cdiv(x.shape[0], tile.block_m),)
     return Launch("layer_norm_forward", _forward_kernel, grid, arguments, tile.num_warps, 1)
@@ -146,7 +154,7 @@ def _forward_launch(
 def layer_norm_forward(
     x: Tensor,
     weight: Tensor,
-    bias: Tensor,
+    bias: Tensor | None,
     *,
     residual: Tensor | None = None,
     x_bias: Tensor | None = None,
@@ -170,8 +178,13 @@ def layer_norm_forward(
     return y, mean, rstd
 
 
+def _sums_x_bias(x: Tensor, x_bias: Tensor | None) -> bool:
+    """Whether the backward kernel sums the gradient of x_bias."""
+    return x_bias is not None and x.shape[1] <= WIDEST_WITH_X_BIAS
+
+
 def _backward_launch(
-    dy, x, weight, mean, rstd, dsum, dx, partials, residual, x_bias, seed, dropout_p
+    dy, x, weight, mean, rstd, dsum, dx, partials, residual, x_bias, seed, has_bias, dropout_p
 ) -> Launch:
     tile = row_tile(x.shape[1])
     arguments = {
@@ -185,7 +198,8 @@ def _backward_launch(
         "partials_ptr": partials,
         "stride_dy_row": dy.stride(0),
         "stride_dy_col": dy.stride(1),
-        "SUM_X_BIAS": partials.shape[0] == 3,
+        "HAS_BIAS": has_bias,
+        "SUM_X_BIAS": _sums_x_bias(x, x_bias),
     }
     grid = (partials.shape[1],)
     return Launch("layer_norm_backward", _backward_kernel, grid, arguments, tile.num_warps, 1)
@@ -201,8 +215,9 @@ def layer_norm_backward(
     residual: Tensor | None = None,
     x_bias: Tensor | None = None,
     seed: Tensor | None = None,
+    has_bias: bool = True,
     dropout_p: float = 0.0,
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None]:
     """(dsum, dx, dweight, dbias, dx_bias) of ``layer_norm_forward``; the sum is recomputed.
 
     dy (R, N) at any strides. dsum (R, N) is the gradient of the sum, so of residual too; dx is None
@@ -213,38 +228,42 @@ def layer_norm_backward(
     rows, columns = x.shape
     dsum = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
     dx = torch.empty_like(dsum) if dropout_p > 0.0 else None
-    planes = 3 if x_bias is not None and columns <= WIDEST_WITH_X_BIAS else 2
-    shape = (planes, row_programs(x), columns)
+    sums_x_bias = _sums_x_bias(x, x_bias)
+    shape = (1 + has_bias + sums_x_bias, row_programs(x), columns)
     partials = torch.empty(shape, dtype=torch.float32, device=x.device)
     if columns > 0:
         _backward_launch(
-            dy, x, weight, mean, rstd, dsum, dx, partials, residual, x_bias, seed, dropout_p
-        ).run(on=x)
-    dtypes = [weight.dtype, weight.dtype, *([] if planes == 2 else [x_bias.dtype])]
-    dweight, dbias, *rest = sum_planes(partials, *dtypes)
-    if x_bias is not None and planes == 2:
-        rest.append(sum_rows(dsum if dx is None else dx, x_bias.dtype))
-    dx_bias = rest[0] if rest else None
+            dy, x, weight, mean, rstd, dsum, dx, partials, residual, x_bias, seed, has_bias,
+            dropout_p,
+        ).run(on=x)  # fmt: skip
+    dtypes = [weight.dtype] * (1 + has_bias) + ([x_bias.dtype] if sums_x_bias else [])
+    sums = iter(sum_planes(partials, *dtypes))
+    dweight = next(sums)
+    dbias = next(sums) if has_bias else None
+    dx_bias = next(sums) if sums_x_bias else None
+    if x_bias is not None and not sums_x_bias:
+        dx_bias = sum_rows(dsum if dx is None else dx, x_bias.dtype)
     return dsum, dx, dweight, dbias, dx_bias
 
 
 def shipped_launches() -> Iterator[Launch]:
     """Representative launches, on meta tensors, for the ahead-of-time gate."""
-    for dtype, columns, dropout_p in (
-        (torch.float16, 384, 0.1),
+    for dtype, columns, has_bias in (
+        (torch.float16, 384, True),
         # 768 and 1024 columns share this binary.
-        (torch.bfloat16, 1024, 0.1),
-        (torch.float32, 1024, 0.1),
-        (torch.bfloat16, 4096, 0.1),
-        (torch.float32, 8192, 0.1),
+        (torch.bfloat16, 1024, True),
+        (torch.bfloat16, 1024, False),
+        (torch.float32, 1024, True),
+        (torch.bfloat16, 4096, True),
+        (torch.float32, 8192, True),
     ):
         x = torch.empty((512, columns), dtype=dtype, device="meta")
         row = torch.empty(columns, dtype=torch.float32, device="meta")
         statistic = torch.empty(512, dtype=torch.float32, device="meta")
         seed = torch.empty(1, dtype=torch.int64, device="meta")
-        planes = 3 if columns <= WIDEST_WITH_X_BIAS else 2
-        partials = torch.empty((planes, 396, columns), dtype=torch.float32, device="meta")
-        yield _forward_launch(x, row, row, x, statistic, statistic, x, row, seed, dropout_p, 1e-12)
+        partials = torch.empty((3, 396, columns), dtype=torch.float32, device="meta")
+        bias = row if has_bias else None
+        yield _forward_launch(x, row, bias, x, statistic, statistic, x, row, seed, 0.1, 1e-12)
         yield _backward_launch(
-            x, x, row, statistic, statistic, x, x, partials, x, row, seed, dropout_p
+            x, x, row, statistic, statistic, x, x, partials, x, row, seed, has_bias, 0.1
         )

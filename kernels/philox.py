@@ -1,6 +1,7 @@
-"""Random numbers that depend on the seed and the place alone, and the dropout that they decide.
+"""Random numbers from a seed and coordinates alone, and the dropout masks that they give.
 
-Philox4x32 with 7 rounds (Salmon et al. 2011); the C++ and CUDA kernels draw the same words.
+The generator is Philox4x32 with 7 rounds (Salmon et al. 2011). The C++ and CUDA kernels draw the
+same words.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ PHILOX_ROUNDS = tl.constexpr(7)
 
 @triton.jit
 def philox_product(factor: tl.constexpr, counter):
-    """High and low word of the 64-bit product of two 32-bit words."""
+    """Return the high and the low word of the 64-bit product of two 32-bit words."""
     wide = counter.to(tl.uint64) * factor
     return (wide >> 32).to(tl.uint32), (wide & 0xFFFFFFFF).to(tl.uint32)
 
 
 @triton.jit
 def philox(seed, c0, c1, c2, c3):
-    """The four words of Philox4x32-7 (Salmon et al. 2011); seed is the key, low word first."""
+    """Return the four words of Philox4x32-7; the seed is the key, low word first."""
     key_0 = (seed & 0xFFFFFFFF).to(tl.uint32)
     key_1 = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
     for _ in tl.static_range(PHILOX_ROUNDS):
@@ -34,14 +35,16 @@ def philox(seed, c0, c1, c2, c3):
 
 @triton.jit
 def dropout_keep(seed, rows, c2, c3, first_column, threshold, COLUMNS: tl.constexpr):
-    """Which elements of a tile survive dropout, int1 [rows, COLUMNS].
+    """Return the elements of a tile that dropout keeps, int1 [rows, COLUMNS].
 
     Element (row, n) takes word n % 4 of counter (n // 4, row, c2, c3), so first_column must be a
-    multiple of 4. It is kept iff word >> 8 >= threshold.
+    multiple of 4. The element is kept iff word >> 8 >= threshold.
     """
     groups = first_column // 4 + tl.arange(0, COLUMNS // 4)
-    c0 = groups.to(tl.uint32)[None, :]  # [1, COLUMNS / 4]
-    c1 = rows.to(tl.uint32)[:, None]  # [rows, 1]
+    # [1, COLUMNS / 4]
+    c0 = groups.to(tl.uint32)[None, :]
+    # [rows, 1]
+    c1 = rows.to(tl.uint32)[:, None]
     c2 = tl.zeros_like(c0) + c2.to(tl.uint32)
     c3 = tl.zeros_like(c0) + c3.to(tl.uint32)
     word_0, word_1, word_2, word_3 = philox(seed, c0, c1, c2, c3)
@@ -49,6 +52,6 @@ def dropout_keep(seed, rows, c2, c3, first_column, threshold, COLUMNS: tl.conste
     keep_1 = (word_1 >> 8).to(tl.int32) >= threshold
     keep_2 = (word_2 >> 8).to(tl.int32) >= threshold
     keep_3 = (word_3 >> 8).to(tl.int32) >= threshold
-    # [rows, COLUMNS / 4, 2, 2]: the last axis is bit 0 of n, the one before it bit 1.
+    # [rows, COLUMNS / 4, 2, 2]: the last axis is bit 0 of n, the axis before it is bit 1.
     keep = tl.join(tl.join(keep_0, keep_2), tl.join(keep_1, keep_3))
     return keep.reshape(rows.shape[0], COLUMNS)

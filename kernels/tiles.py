@@ -1,4 +1,8 @@
-"""Block sizes, numbers of programs and, where two kernels do the same, which one is launched."""
+"""Block sizes, numbers of programs, and the choice where two kernels compute the same.
+
+These choices were not measured on a GPU. They follow from the reasons given here and from the
+forecasts in benchmarks/NOTES.md. No shipped launch spills registers (tests/kernels/test_aot.py).
+"""
 
 from __future__ import annotations
 
@@ -11,10 +15,10 @@ from torch import Tensor
 
 from fastbert.kernels.common import INTERPRETED
 
-# Whether tiles are the interpreter's own; tests set it to False to have those of a GPU.
+# Whether tiles are chosen for the interpreter. Tests set it to False for the tiles of a GPU.
 IS_INTERPRETED = INTERPRETED.value
-# Rows of a tile there: few operations on large tiles are fast, but NumPy sums a column of a tile
-# one row after the other, where a GPU adds in a tree.
+# Rows of a tile in the interpreter. Few operations on large tiles are fast, but NumPy adds the rows
+# of a column one after another, whereas a GPU adds them in a tree.
 INTERPRETED_ROWS = 8
 LARGEST_HEAD_DIM = 256
 LARGEST_ROW = 8192
@@ -29,12 +33,16 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-# The interpreter pays per tile, whatever its size; tests/kernels makes it play the real ones.
+# The time of the interpreter depends on the number of tiles. tests/kernels uses a GPU's tiles.
 INTERPRETED_TILE = Tile(128, 128, num_warps=4, num_stages=1)
 
 
 def padded_head_dim(head_dim: int) -> int:
-    """The head dimension as a matrix unit sees it: a power of two, at least 16."""
+    """Return the head dim padded for a matrix unit: a power of two, at least 16.
+
+    Raises:
+        ValueError: If `head_dim` is outside 1..256.
+    """
     if not 1 <= head_dim <= LARGEST_HEAD_DIM:
         raise ValueError(f"head_dim: got {head_dim}, allowed: 1 to {LARGEST_HEAD_DIM}")
     return max(16, triton.next_power_of_2(head_dim))
@@ -43,11 +51,16 @@ def padded_head_dim(head_dim: int) -> int:
 def attention_tile(
     pass_name: str, head_dim: int, dtype: torch.dtype, has_pairs: bool = False
 ) -> Tile:
-    """Tile of an attention kernel; m counts queries, n keys.
+    """Return the tile of an attention kernel: block_m queries and block_n keys.
 
-    pass_name: "forward", "weights", "delta", "statistics", "dkv", "dq" or "bias". has_pairs: a bias
-    or a mask of its own for every pair is read. Chosen so that no shipped launch spills
-    (tests/kernels/test_aot.py); not measured on a GPU.
+    Args:
+        pass_name: "forward", "weights", "delta", "statistics", "dkv", "dq" or "bias".
+        head_dim: Head dim D, 1 to 256.
+        dtype: Dtype of q, k and v.
+        has_pairs: Whether the kernel reads a bias, or a mask that differs between queries.
+
+    Raises:
+        ValueError: If `head_dim` is not allowed.
     """
     width = padded_head_dim(head_dim)
     if IS_INTERPRETED:
@@ -56,14 +69,14 @@ def attention_tile(
         return Tile(4096 // width, 16, num_warps=4, num_stages=1)
     is_walk = pass_name in ("dq", "statistics")
     if dtype == torch.float32:
-        # IEEE fp32 products run on the FMA units, from operands in registers: small tiles. One size
-        # for all passes, so that the backward sums each product as the forward did.
+        # IEEE fp32 products run on the FMA units, from operands in registers, so tiles are small.
+        # All passes share one size, so that the backward sums each product as the forward did.
         block = 32 if width <= 64 else 16
         num_warps, num_stages = 4 if pass_name == "forward" else 8, 1
         if is_walk and width > 64:
             num_stages = 2
         return Tile(block, block, num_warps, num_stages)
-    # More than one stage copies tiles straight to shared memory: fewer registers.
+    # More than one stage copies tiles straight to shared memory, which takes fewer registers.
     if pass_name == "dkv":
         return Tile(32, 128, 8, 1) if width <= 64 else Tile(16, 64, 8, 3)
     if width > 128:
@@ -75,15 +88,16 @@ def attention_tile(
     return Tile(128, 64, num_warps=8, num_stages=3)
 
 
-# Keys and values of a head that stay in shared memory: 128 KiB of 16-bit numbers, of sm_80's 163.
+# Elements of the keys of a head for the short forward. In 16 bit, keys and values then take 128 of
+# the 163 KiB of shared memory of sm_80.
 LARGEST_SHORT_ELEMENTS = 512 * 64
 
-# dk and dv of more keys would not fit the registers beside the tiles of scores.
+# With more keys, dk and dv would not fit the registers beside the tiles of scores.
 LARGEST_SHORT_BACKWARD = 128
 
 
 class ShortTile(NamedTuple):
-    """Tile of a short attention kernel: chunks of block_n keys, programs per multiprocessor."""
+    """Tile of a short attention kernel, chunks of block_n keys, and programs per multiprocessor."""
 
     tile: Tile
     chunks: int
@@ -93,18 +107,27 @@ class ShortTile(NamedTuple):
 def short_attention_tile(
     pass_name: str, max_keys: int, head_dim: int, target: int = 90, has_dropout: bool = False
 ) -> ShortTile:
-    """Tile of kernels/attention_short.py; pass_name: "forward" or "backward"; target: 80, 90, 100.
+    """Return the tile of a kernel in attention_short.py.
 
-    Registers and shared memory are what ptxas reports for sm_90 (65,536 registers and 227 KiB per
-    multiprocessor); programs is what they leave room for. Not measured on a GPU.
-    - Forward: 64 keys at a time, scores [64, 64] on 4 warps. Every other shape keeps more registers
-      alive than it gains, and with one chunk size for all lengths a row has the same bits whatever
-      the longest sequence of its batch. K and V take 32 KiB per 128 keys at D = 64. Up to 128 keys
-      the next query tile is loaded ahead; beyond, its 16 KiB would cost the third program.
-    - Backward: dk and dv [128, 64] take 64 registers on 8 warps, the tiles [128, 32] of P and dP
-      take 32, addresses and dropout the rest of 242: one program. Up to 64 keys 4 warps do, and two
-      programs fit. sm_80 copies through registers and takes tiles of 16 queries; on sm_100, where
-      the products lie in tensor memory, dropout spills on 8 warps and has room on 4.
+    ptxas reports the registers and the shared memory for sm_90, which has 65,536 registers and
+    227 KiB per multiprocessor. The number of programs is what both leave room for.
+
+    - Forward: 64 keys at a time, with scores [64, 64] on 4 warps. Other shapes keep more registers
+      alive than they gain. With one chunk size for all lengths, a row has the same bits for any
+      longest sequence of its batch. K and V take 32 KiB per 128 keys at D = 64. Up to 128 keys the
+      next query tile is loaded ahead; beyond, its 16 KiB would cost the third program.
+    - Backward: dk and dv [128, 64] take 64 registers on 8 warps, and the tiles [128, 32] of P and
+      dP take 32. With addresses and dropout the sum is 242, which leaves room for one program. Up
+      to 64 keys, 4 warps are enough, and two programs fit. sm_80 copies through registers and takes
+      tiles of 16 queries. On sm_100 the products are in tensor memory; dropout spills on 8 warps
+      and has room on 4.
+
+    Args:
+        pass_name: "forward" or "backward".
+        max_keys: Length of the longest sequence of keys.
+        head_dim: Head dim D.
+        target: 80, 90 or 100, the architecture of the GPU.
+        has_dropout: Whether the pass drops weights.
     """
     if pass_name == "forward":
         block = 128 if IS_INTERPRETED else 64
@@ -125,7 +148,7 @@ def short_attention_tile(
 def short_attention_obstacle(
     pass_name: str, max_keys: int, head_dim: int, dtype: torch.dtype
 ) -> str | None:
-    """Why the short kernels cannot serve; None if they can."""
+    """Return the reason why the short kernels cannot compute a pass, or None if they can."""
     width = padded_head_dim(head_dim)
     if dtype == torch.float32:
         return "dtype: got torch.float32, allowed: torch.float16, torch.bfloat16"
@@ -146,21 +169,30 @@ def attention_path(
     has_pairs: bool = False,
     has_window: bool = False,
 ) -> str:
-    """Which kernels serve a pass of attention: "short" or "general". Reasoned, NOT measured.
+    """Choose the kernels of a pass of attention: "short" or "general".
 
-    - Forward up to 256 keys and D = 64 is bound by memory: the short kernel reads K and V once and
-      has three programs of 4 warps on a multiprocessor, so that one loads while others compute.
-      From 257 to 512 keys K and V fill the shared memory and leave one program, whose products and
-      exponentials wait for each other; the general kernel overlaps two.
-    - Heads of another width than a power of two are loaded 2 bytes at a time, through too many
-      registers; so are has_pairs, a bias or a mask that differs between queries.
-    - Wider heads double K, V and the accumulator: beyond D = 64 the short forward spills.
-    - Dropout: the Philox words of several chunks take the registers of the third program.
-    - A window hides most of more than 128 keys, and only the general kernels skip what is hidden.
-    - Backward up to 128 keys: one launch instead of three and 5 products instead of 7, and q, k, v
-      and dout are read once, not twice.
-    - A mask of keys spills on sm_80 beyond 64 keys (forward: 128); the model packs its sequences
-      and needs none.
+    - The forward up to 256 keys and D = 64 is bound by memory. The short kernel reads K and V once
+      and has three programs of 4 warps on a multiprocessor, so that one loads while others compute.
+      From 257 to 512 keys, K and V fill the shared memory and leave one program, whose products and
+      exponentials wait for each other; the general kernel overlaps two programs.
+    - If D is not a power of two, or with `has_pairs`, loads take 2 bytes and too many registers.
+    - Wider heads double K, V and the accumulator. Beyond D = 64 the short forward spills.
+    - With dropout, the Philox words of several chunks take the registers of the third program.
+    - A window hides most of more than 128 keys, and only the general kernels skip hidden keys.
+    - The backward up to 128 keys takes one launch instead of three and 5 products instead of 7, and
+      reads q, k, v and dout once instead of twice.
+    - A mask of keys spills on sm_80 beyond 64 keys (beyond 128 in the forward). The model packs its
+      sequences and needs no mask.
+
+    Args:
+        pass_name: "forward" or "backward".
+        max_keys: Length of the longest sequence of keys.
+        head_dim: Head dim D.
+        dtype: Dtype of q, k and v.
+        has_dropout: Whether the pass drops weights.
+        has_key_mask: Whether there is a mask that is the same for every query.
+        has_pairs: Whether there is a bias, or a mask that differs between queries.
+        has_window: Whether the window has a limit on a side.
     """
     is_wide = head_dim > 64 or head_dim != padded_head_dim(head_dim)
     if dtype == torch.float32 or is_wide or has_pairs:
@@ -172,19 +204,25 @@ def attention_path(
     return "short" if max_keys <= most else "general"
 
 
-# A tile of a GEMM is made smaller until there are about as many as a GPU has multiprocessors.
+# The tile of a GEMM gets smaller until there are this many tiles, about one per multiprocessor.
 GEMM_TILES = 96
 
-# Beyond this depth a library GEMM and a pass over its result beat the fused GEMM.
+# Beyond this depth, a library GEMM and a pass over its result are taken to beat the fused GEMM.
 LARGEST_FUSED_DEPTH = 1024
 
 
 def gemm_tile(rows: int, columns: int, dtype: torch.dtype, epilogue: str = "forward") -> Tile:
-    """Tile of a GEMM with rows × columns results.
+    """Return the tile of a GEMM with rows × columns results.
 
-    epilogue: "forward", "backward" or "gated_backward", which need more and more registers. Chosen
-    so that no shipped launch spills, and not measured on a GPU: 128 × 128 on 4 warps leaves room
-    for two programs on a multiprocessor, so that one multiplies while the other is in its epilogue.
+    128 × 128 on 4 warps leaves room for two programs on a multiprocessor, so that one multiplies
+    while the other is in its epilogue.
+
+    Args:
+        rows: Rows of the result.
+        columns: Columns of the result.
+        dtype: Dtype of the operands.
+        epilogue: "forward", "backward" or "gated_backward", each with more registers than the one
+            before.
     """
     if IS_INTERPRETED:
         return INTERPRETED_TILE
@@ -202,52 +240,62 @@ def gemm_tile(rows: int, columns: int, dtype: torch.dtype, epilogue: str = "forw
 
 
 def gemm_depth(dtype: torch.dtype) -> int:
-    """How much of K a tile of a GEMM takes at once."""
+    """Return the size along K of one step of a GEMM's tile."""
     if IS_INTERPRETED:
         return 512
     return 32 if dtype == torch.float32 else 64
 
 
 def gemm_programs(x: Tensor, tile: Tile, tiles: int) -> int:
-    """Programs that share the tiles of a GEMM on x's device: as many as are resident at once."""
+    """Return the number of programs of a GEMM on x's device: at most as many as run at once."""
     return min(multiprocessors(x) * max(1, 8 // tile.num_warps), tiles)
 
 
-class Engine(NamedTuple):
-    """What multiplies, "fused" or "library", and why."""
+class GemmPath(NamedTuple):
+    """The path of a product with an activation, and the reason for the choice.
+
+    Args:
+        name: "fused" for fastbert's GEMM with the activation in its epilogue, or "library" for
+            torch's GEMM and an elementwise kernel on its result.
+        reason: The reason in words.
+    """
 
     name: str
     reason: str
 
 
-def gemm_engine(rows: int, columns: int, depth: int, dtype: torch.dtype) -> Engine:
-    """The engine of a product with an activation: rows × columns results, each of depth products.
+def gemm_path(rows: int, columns: int, depth: int, dtype: torch.dtype) -> GemmPath:
+    """Choose the path of a product with an activation.
 
-    "fused" is our GEMM with the activation in its epilogue, "library" torch's GEMM and an
-    elementwise kernel on its result. This table is NOT measured; its reasoning:
-    - fp32 is IEEE here, without matrix units. cuBLAS is well ahead of Triton at that, and the GEMM
-      takes so long that the pass after it hardly counts.
-    - cuBLASLt's epilogue has the tanh form of GELU alone. A pass of its own costs about 38 % of the
-      first GEMM of BERT-base (depth 768), and half of that at twice the depth; a Triton GEMM is
-      taken to be 20 % slower than cuBLASLt's. They meet at a depth of about 1,400, and earlier
-      where the pre-activation is saved, which the library's GEMM writes anyway.
-    - A few rows are bound by reading the weight: both do, and fused is one launch instead of two.
+    - fp32 products are IEEE, without matrix units. cuBLAS is taken to be well ahead of Triton with
+      them, and the GEMM takes so long that the pass after it hardly counts.
+    - The epilogue of cuBLASLt has only the tanh form of GELU. A separate pass is taken to cost 38 %
+      of the first GEMM of BERT-base (depth 768) and 19 % at twice the depth. A Triton GEMM is taken
+      to be 20 % slower than the library's. Both paths then take the same time at a depth of about
+      1,400, or less if the pre-activation is saved, which the library's GEMM writes anyway.
+    - With few rows, both paths take the time to read the weight, and "fused" saves a launch.
+
+    Args:
+        rows: Rows of the result.
+        columns: Columns of the result.
+        depth: Number of products that make one element.
+        dtype: Dtype of the operands.
     """
     if dtype == torch.float32:
-        return Engine("library", "fp32 in IEEE: the library's GEMM is faster (not measured)")
+        return GemmPath("library", "fp32 in IEEE: the library's GEMM is faster (not measured)")
     if rows <= 64:
-        return Engine("fused", "few rows: one launch instead of two (not measured)")
+        return GemmPath("fused", "few rows: one launch instead of two (not measured)")
     if depth > LARGEST_FUSED_DEPTH:
         reason = f"depth {depth} > {LARGEST_FUSED_DEPTH}: the GEMM outweighs the pass after it"
-        return Engine("library", f"{reason} (not measured)")
-    return Engine("fused", "saves a pass over the pre-activation (not measured)")
+        return GemmPath("library", f"{reason} (not measured)")
+    return GemmPath("fused", "saves a pass over the pre-activation (not measured)")
 
 
 def cross_entropy_tile(dtype: torch.dtype) -> tuple[Tile, int]:
-    """Tile of the products of linear_cross_entropy and its depth along K.
+    """Return the tile of the products of linear_cross_entropy, and its size along K.
 
-    One for every number of rows and for both passes: the same logit has the same bits everywhere.
-    Square, because the columns of one product are the rows of the next. Not measured on a GPU.
+    The tile is the same for every number of rows and for both passes, so that a logit always has
+    the same bits. It is square, because the columns of one product are the rows of the next.
     """
     if IS_INTERPRETED:
         return INTERPRETED_TILE, 512
@@ -257,10 +305,13 @@ def cross_entropy_tile(dtype: torch.dtype) -> tuple[Tile, int]:
 
 
 def row_tile(columns: int) -> Tile:
-    """Tile of a kernel that keeps whole rows in registers: block_m rows, block_n >= columns.
+    """Return the tile of a kernel that keeps block_m whole rows in registers; block_n >= columns.
 
-    A row lies across all warps; up to 1024 columns a thread holds 8 elements, in 16 bit one load of
-    16 bytes: with 16 the backward spills on sm_80. Not measured on a GPU.
+    All warps share a row. Up to 1024 columns a thread holds 8 elements, which are one load of 16
+    bytes in 16 bit; with 16 elements the backward spills on sm_80.
+
+    Raises:
+        ValueError: If a row has more than 8192 columns.
     """
     block_n = max(16, triton.next_power_of_2(columns))
     if block_n > LARGEST_ROW:
@@ -271,18 +322,19 @@ def row_tile(columns: int) -> Tile:
 
 
 def rotary_tile(head_dim: int) -> Tile:
-    """Tile of a kernel that turns pairs: block_m heads, block_n of a head's head_dim / 2 pairs.
+    """Return the tile of a kernel that rotates pairs: block_m heads, and block_n pairs of a head.
 
-    A thread holds 8 pairs, in 16 bit one load of 16 bytes for each half. Not measured on a GPU.
+    A thread holds 8 pairs, which in 16 bit are one load of 16 bytes for each half of a head.
     """
     block_n = min(128, max(16, triton.next_power_of_2(head_dim // 2)))
     return Tile(1024 // block_n, block_n, num_warps=4, num_stages=1)
 
 
 def row_programs(x: Tensor) -> int:
-    """Programs that share the rows of x (R, N) in a backward, each with one partial sum.
+    """Return the number of programs that share the rows of x (R, N) in a backward.
 
-    As many as are resident at once with the registers that such a kernel takes.
+    Each program makes one partial sum. As many programs are launched as the registers let run at
+    once.
     """
     tile = row_tile(x.shape[1])
     warps = 16 if tile.block_n <= 1024 else 12
@@ -291,9 +343,9 @@ def row_programs(x: Tensor) -> int:
 
 
 def run_sum_tile(columns: int, dtype: torch.dtype) -> Tile:
-    """Tile of a kernel that sums runs among block_m sorted rows by a product with 0 and 1.
+    """Return the tile of a kernel that sums runs of block_m sorted rows by a product with 0 and 1.
 
-    On the matrix units in 16 bit; in fp32, where a product costs, few rows. Not measured on a GPU.
+    In 16 bit the product runs on the matrix units. In fp32 it is dear, so there are few rows.
     """
     if IS_INTERPRETED:
         return Tile(64, max(16, min(1024, triton.next_power_of_2(columns))), 4, num_stages=1)
@@ -301,17 +353,17 @@ def run_sum_tile(columns: int, dtype: torch.dtype) -> Tile:
 
 
 def partial_sums_tile() -> Tile:
-    """Tile of the first half of a sum over rows; block_m divides reduction.ROWS_PER_PARTIAL."""
+    """Return the tile of partial sums over rows; block_m divides reduction.ROWS_PER_PARTIAL."""
     return Tile(128, 256, 4, 1) if IS_INTERPRETED else Tile(16, 128, 4, 1)
 
 
 def sum_partials_tile() -> Tile:
-    """Tile of the second half, which adds a few hundred partial sums: mostly latency."""
+    """Return the tile of the sum over a few hundred partial sums, whose time is mostly latency."""
     return Tile(32, 64, 4, 1) if IS_INTERPRETED else Tile(128, 32, 8, 1)
 
 
 def elementwise_tile() -> Tile:
-    """Tile of a kernel that maps a matrix; block_m rows go into one partial sum of its columns."""
+    """Return the tile of an elementwise kernel; block_m rows make one partial sum of columns."""
     return Tile(64, 512, 4, 1) if IS_INTERPRETED else Tile(64, 64, 8, 1)
 
 
@@ -321,16 +373,16 @@ def _multiprocessors(index: int) -> int:
 
 
 def multiprocessors(x: Tensor) -> int:
-    """Multiprocessors of x's device; a small number where the interpreter plays them one by one."""
+    """Return the number of multiprocessors of x's device; 4 in the interpreter."""
     return _multiprocessors(x.device.index) if x.is_cuda else 4
 
 
-# What launches on meta tensors are for: 80, 90, 100 …; the ahead-of-time gate sets it.
+# Architecture for which launches on meta tensors are made, as 90; the ahead-of-time check sets it.
 compiled_target = 90
 
 
 def target_of(x: Tensor) -> int:
-    """Ten times the compute capability of x's device: 80 for sm_80."""
+    """Return the architecture of x's GPU, as 80 for sm_80, or `compiled_target` without a GPU."""
     return _capability(x.device.index) if x.is_cuda else compiled_target
 
 

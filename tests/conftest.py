@@ -1,6 +1,4 @@
-"""What every test shares: the interpreter where there is no GPU, and poisoned uninitialised
-memory.
-"""
+"""The settings of every test: Triton's interpreter without a GPU, poisoned memory and a seed."""
 
 from __future__ import annotations
 
@@ -8,13 +6,13 @@ import os
 
 import torch
 
-# Before anything imports a Triton kernel.
+# This must be set before a Triton kernel is imported.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
-# No test needs the network; a hub call that slips in must fail at once, not time out.
+# No test needs the network. An accidental call of the hub fails at once instead of timing out.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# Two processes of several threads each on the same cores wait for each other most of the time.
+# Two processes with several threads each would mostly wait for each other on the same cores.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
@@ -26,7 +24,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @pytest.fixture(autouse=True)
 def poisoned_memory():
-    """Fills fresh memory with NaN, so that an element a kernel forgot to write is seen."""
+    """Fill new memory with NaN, so that a test sees an element that a kernel did not write."""
     before = torch.are_deterministic_algorithms_enabled()
     fill = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)

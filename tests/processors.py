@@ -1,10 +1,10 @@
-"""Runs the numeric tests beside the yardsticks of other processors.
+"""Run the numeric tests with the yardsticks of other processors.
 
     python tests/processors.py [pytest's arguments]    # or: make test-processors
 
-The variables of MKL, oneDNN and ATen choose the code that torch runs on an older processor. The
-kernels of the package stay those of this machine, so that each run judges the same results beside
-another yardstick. Exits 1 when a test fails in one of the runs.
+Variables of MKL, oneDNN and ATen choose the code that torch runs on an older processor. The kernels
+of fastbert remain those of this machine, so each run compares the same results with another
+yardstick. The exit status is 1 if a test fails in one of the runs.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main() -> int:
         command = [sys.executable, "-m", "pytest", "-q", *DIRECTORIES, *sys.argv[1:]]
         if subprocess.run(command, cwd=ROOT, env=os.environ | variables).returncode:
             failed.append(name)
-    print(f"failed: {', '.join(failed)}" if failed else "green beside every yardstick")
+    print(f"failed: {', '.join(failed)}" if failed else "all tests pass with every yardstick")
     return int(bool(failed))
 
 

@@ -35,14 +35,20 @@ def modules_with_examples(folders: list[str], prefix: str) -> Iterator[str]:
 def examples(name: str) -> list:
     """Return one parameter per object with an example.
 
-    If an optional dependency of the module is missing, the result is one skipped parameter.
+    If an optional dependency of the module is missing, or lacks a name that the module imports, the
+    result is one skipped parameter. A module that fails to import for another reason is an error.
     """
     try:
         module = importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if (error.name or name).partition(".")[0] == name.partition(".")[0]:
+    except ImportError as error:
+        first = error
+        while isinstance(first.__cause__, ImportError):
+            first = first.__cause__
+        package = (first.name or name).partition(".")[0]
+        if package == name.partition(".")[0]:
             raise
-        skip = pytest.mark.skip(reason=f"{name} needs {error.name}")
+        lacks = "" if isinstance(first, ModuleNotFoundError) else f": {first.msg}"
+        skip = pytest.mark.skip(reason=f"{name} needs {first.name}{lacks}")
         return [pytest.param(None, id=name, marks=skip)]
     # An example sees no names of its module, so that a reader can copy it.
     tests = doctest.DocTestFinder().find(module, name, globs={})
@@ -98,7 +104,7 @@ def test_public_names_have_a_summary_of_one_sentence(name):
 
 @pytest.fixture
 def planted(tmp_path, monkeypatch):
-    """A package with a right and a wrong example, and a module with a missing dependency."""
+    """A package with a right and a wrong example, and modules that do not import."""
     package = tmp_path / "planted_docstrings"
     (package / "inner").mkdir(parents=True)
     (package / "__init__.py").write_text("")
@@ -108,6 +114,12 @@ def planted(tmp_path, monkeypatch):
         "def module_name():\n    '''\n    >>> right()\n    '''\n"
     )
     (package / "lacking.py").write_text("import absent_package\n\n'''>>> 1'''\n")
+    (package / "older.py").write_text("from json import absent_name\n\n'''>>> 1'''\n")
+    (package / "torn.py").write_text("from planted_docstrings import absent_name\n\n'''>>> 1'''\n")
+    (package / "wrapped.py").write_text(
+        "try:\n    from json import absent_name\nexcept ImportError as error:\n"
+        "    raise ImportError('install it') from error\n\n'''>>> 1'''\n"
+    )
     (package / "silent.py").write_text("raise AssertionError('a module without an example')\n")
     monkeypatch.syspath_prepend(tmp_path)
     yield list(modules_with_examples([str(package)], "planted_docstrings."))
@@ -116,7 +128,8 @@ def planted(tmp_path, monkeypatch):
 
 
 def test_a_wrong_example_fails_and_a_missing_dependency_is_named(planted):
-    assert planted == ["planted_docstrings.inner", "planted_docstrings.lacking"]
+    names = ("inner", "lacking", "older", "torn", "wrapped")
+    assert planted == [f"planted_docstrings.{name}" for name in names]
     by_name = {e.values[0].name.rpartition(".")[2]: e.values[0] for e in examples(planted[0])}
     assert failures(by_name["right"]) == ""
     assert "Expected:\n    3\nGot:\n    2" in failures(by_name["wrong"])
@@ -127,6 +140,20 @@ def test_a_wrong_example_fails_and_a_missing_dependency_is_named(planted):
         "skip",
         "planted_docstrings.lacking needs absent_package",
     )
+
+
+@pytest.mark.parametrize("module", ["older", "wrapped"])
+def test_a_dependency_that_lacks_a_name_is_a_reason_to_skip(planted, module):
+    (lacking,) = examples(f"planted_docstrings.{module}")
+    (mark,) = lacking.marks
+    reason = f"planted_docstrings.{module} needs json: cannot import name 'absent_name' from 'json'"
+    assert mark.name == "skip"
+    assert mark.kwargs["reason"].startswith(reason)
+
+
+def test_a_name_that_the_package_itself_lacks_is_an_error(planted):
+    with pytest.raises(ImportError, match="cannot import name 'absent_name' from 'planted_doc"):
+        examples("planted_docstrings.torn")
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,12 @@
-"""The CPU figures beside every peer, one command: a table, JSON and plots, all kept in a folder.
+"""Time fastbert and its peers on the CPU; write a Markdown page, JSON files and plots to a folder.
 
-    python -m benchmarks.cpu --out out/cpu                  # everything
+    python -m benchmarks.cpu --out out/cpu                  # all sections
     python -m benchmarks.cpu bert-base training             # some sections
-    python -m benchmarks.cpu --quick                        # tiny shapes: does every engine run?
+    python -m benchmarks.cpu --quick                        # tiny shapes, to see that engines run
 
-How long it will take is printed first. A peer that is not installed stays in the table as such.
-The exit status is 1 where one of ours is wrong or cannot run; a ratio that misses its floor is
-printed and is no failure.
+The command first prints how long it will take. A peer that is not installed stays in the table with
+this reason. The exit status is 1 if an engine of fastbert is wrong or cannot run. A ratio below its
+floor is printed and does not change the exit status.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from fastbert.bench.contest import to_dict
 from fastbert.bench.machine import cpu_cores, describe
 
 SECTIONS = report.ORDER
-# Seconds of one match's turns, of one training contest's, and of one shape's breakdown.
+# Seconds for the turns of one match, of one training contest, and of the breakdown of one shape.
 TURNS_S, STEPS_S, BREAKDOWN_S = 5.0, 10.0, 2.0
-# For the estimate: a worker's start and parity gate, a conversion, a compilation.
+# Seconds for the estimate: start and parity gate of a worker, a conversion, a compilation.
 START_S, CONVERT_S, COMPILE_S = 2.5, 25.0, 80.0
-# Of an engine at a shape: those that fall behind are called twice, the others four times.
+# Mean calls of an engine at a shape: slow engines are called twice, the others four times.
 CALLS = 3.5
 
 
@@ -42,10 +42,16 @@ def main() -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("sections", nargs="*", metavar="SECTION", help=", ".join(SECTIONS))
-    parser.add_argument("--out", type=Path, default=Path("out/cpu"), help="folder of the results")
+    parser.add_argument(
+        "--out", type=Path, default=Path("out/cpu"), help="folder that receives the results"
+    )
     parser.add_argument("--threads", type=int, default=2, help="threads of every engine")
-    parser.add_argument("--engine", action="append", default=[], help="only this one; repeatable")
-    parser.add_argument("--quick", action="store_true", help="tiny shapes: a look, not a result")
+    parser.add_argument(
+        "--engine", action="append", default=[], help="time only this engine; may be repeated"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="time tiny shapes; the times are no result"
+    )
     arguments = parser.parse_args()
     if unknown := set(arguments.sections) - set(SECTIONS):
         allowed = ", ".join(SECTIONS)
@@ -72,7 +78,7 @@ def run(
     quick: bool = False,
     notify: Callable[[str], None] = say,
 ) -> int:
-    """The exit status: 1 when one of ours was refused."""
+    """Run the sections and return the exit status: 1 if an engine of fastbert was refused."""
     folder.mkdir(parents=True, exist_ok=True)
     sizes = {"size": 64, "copied": 1 << 20} if quick else {}
     ceilings = measure(threads, **sizes)
@@ -87,7 +93,7 @@ def run(
             notify(f"{engine.name}: {reason}")
     if not quick:
         minutes = sum(estimate(name, ceilings) for name in wanted) / 60
-        notify(f"{', '.join(wanted)}: about {minutes:.0f} minutes")
+        notify(f"{', '.join(wanted)}: this takes about {minutes:.0f} minutes")
     faults = []
     for section in wanted:
         start = time.monotonic()
@@ -106,14 +112,14 @@ def run(
         notify(f"[{section}] {content['seconds']} s")
     notify(f"written: {folder / report.PAGE}")
     for fault in sorted(set(faults)):
-        notify(f"FAULT {fault}")
+        notify(f"FAULT: {fault}")
     return 1 if faults else 0
 
 
 def measured(
     section: str, setting: Setting, threads: int, engines: Sequence[str], *, quick: bool
 ) -> tuple[dict[str, Any], list[CpuRow]]:
-    """The section's own part of its JSON, and its rows where it is a contest."""
+    """Run a section; return its part of the JSON, and its rows if it is a contest."""
     if section in encoder.SCALES:
         scale = encoder.QUICK if quick else encoder.SCALES[section]
         rows = encoder.run(scale, setting, threads, engines)
@@ -130,12 +136,12 @@ def measured(
 
 
 def is_fault(row: CpuRow) -> bool:
-    """One of ours that could not be timed, other than for what this build does not have."""
+    """Whether an engine of fastbert was refused, although this build has its parts."""
     return row.ours and row.refused is not None and "NotImplementedError" not in row.refused
 
 
 def estimate(section: str, ceilings: Ceilings) -> float:
-    """Seconds that a section will take here, by the rates of torch's own products."""
+    """Estimate the seconds of a section on this machine from the rates of torch's products."""
     fp32, bf16 = ceilings.torch_fp32, ceilings.torch_bf16
     if section in encoder.SCALES:
         scale = encoder.SCALES[section]
@@ -150,7 +156,7 @@ def estimate(section: str, ceilings: Ceilings) -> float:
                 slow = engine.form == BF16 and not engine.ours and engine.kind != "openvino"
                 flops = shape.flops if engine.ours else padded_flops(shape)
                 once = flops / (bf16 if slow else fp32)
-                # What is far behind is called once, or not at all.
+                # A much slower engine is called once, or not at all.
                 is_behind = slow and bf16 < fp32 / 3
                 seconds += once * (
                     0 if is_behind and once > TOO_LONG_S else 1 if is_behind else CALLS

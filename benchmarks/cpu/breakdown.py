@@ -1,10 +1,10 @@
-"""Where the time of our encoder goes: each operation of a layer, with its part of the roofline.
+"""The time of each operation of fastbert's encoder, with its fraction of the roofline.
 
-The operations are timed one by one with the model's own weights, which rotate from layer to layer
-as they do in a forward pass; what the whole takes beyond their sum is listed as the rest, which is
-negative where one call for a layer saves what single calls cost. The roofline is the larger of
-FLOPs over this machine's product rate and bytes over its copy rate: every weight, input and result
-read or written once, from memory.
+The operations are timed one by one. They use the weights of the model, layer after layer, as in a
+forward pass. The rest is the time of the whole forward pass minus their sum. It is negative where
+one call for a layer is faster than single calls. The time at the roofline is the larger of FLOPs
+over the product rate and bytes over the copy rate of this machine. Every weight, input and result
+counts once.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ SIZES = {BF16: 2, FP32: 4}
 WHOLE, REST = "whole", "rest"
 
 
-# In the worker
+# Functions of the worker
 
 
 def operations(
     built: Built, engine: str, lengths: Sequence[int], seconds: float
 ) -> list[dict[str, Any]]:
-    """Per operation: seconds of all its calls in one forward pass, how many, FLOPs and bytes."""
+    """Return for each operation of a forward pass: calls, and their seconds, FLOPs and bytes."""
     import torch
 
     from benchmarks.cpu.batches import batches
@@ -69,7 +69,7 @@ def operations(
 def _calls(
     model: nn.Module, tokens: EncoderInput, hidden: Tensor
 ) -> dict[str, Callable[[int], object]]:
-    """The operations of a layer, the weights by the running index."""
+    """Return the operations of a layer as functions of an index, which selects the weights."""
     import torch
 
     from fastbert import ops
@@ -117,7 +117,7 @@ def _calls(
 def _projected(
     modules: Sequence[nn.Module], x: Tensor, residual: Tensor
 ) -> Callable[[int], Tensor]:
-    """LN(residual + dense(x)) by the extension in one call, or by the operators without it."""
+    """Return LN(residual + dense(x)), as one call of the extension or as operators without it."""
     import torch
 
     from fastbert import ops
@@ -139,7 +139,10 @@ def _projected(
 
 
 def work(config, lengths: Sequence[int], size: int) -> dict[str, tuple[int, Work]]:
-    """Operation → how often a forward pass does it, and one time's work. size: of a number."""
+    """Return operation → number of calls in a forward pass, and the work of one call.
+
+    ``size`` is the size of an element in bytes.
+    """
     tokens, padded = sum(lengths), len(lengths) * max(lengths)
     hidden, inner, layers = (
         config.hidden_size,
@@ -166,11 +169,11 @@ def work(config, lengths: Sequence[int], size: int) -> dict[str, tuple[int, Work
     return amounts
 
 
-# In the driver
+# Functions of the driver
 
 
 def run(scale: Scale, setting: Setting, threads: int) -> list[dict[str, Any]]:
-    """One entry per shape and format: the operations with their part of the time and roofline."""
+    """Return an entry per shape and format, with the operations and their rooflines."""
     found = []
     engines = [BY_NAME[name] for name in NAMES]
     with tempfile.TemporaryDirectory() as folder:
@@ -196,7 +199,7 @@ def run(scale: Scale, setting: Setting, threads: int) -> list[dict[str, Any]]:
 
 
 def with_roofline(operations: Sequence[Mapping[str, Any]], limits) -> list[dict[str, Any]]:
-    """Adds each operation's share of the whole, its floor over its time, and the rest."""
+    """Add to each operation its share of the whole and its floor over its time; add the rest."""
     whole = next(o["seconds"] for o in operations if o["operation"] == WHOLE)
     named = sum(o["seconds"] for o in operations if o["operation"] != WHOLE)
     found = []
@@ -216,7 +219,7 @@ def with_roofline(operations: Sequence[Mapping[str, Any]], limits) -> list[dict[
 
 
 def lines(entries: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A Markdown table per shape and format."""
+    """Return a Markdown table per shape and format."""
     text = []
     for entry in entries:
         text += ["", f"### {entry['label']}, {entry['engine']}", ""]
@@ -224,7 +227,7 @@ def lines(entries: Sequence[Mapping[str, Any]]) -> list[str]:
             text.append(f"not measured: {entry['refused']}")
             continue
         text += [
-            "| operation | ms | of the whole | GFLOP/s | of the roofline | bound by |",
+            "| operation | ms | share of the whole | GFLOP/s | share of the roofline | bound by |",
             "|---|---|---|---|---|---|",
         ]
         for o in entry["operations"]:

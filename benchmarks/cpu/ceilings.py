@@ -1,8 +1,9 @@
-"""What this machine can do at most, measured in the run itself: products per format, and memory.
+"""The limits of this machine, measured in the run itself: products per format, and memory.
 
-The products come from a loop in C on operands in registers or the L1 cache (``peak.c``), compiled
-here for this very processor; without a C compiler they are torch's best product, and the header
-says so. Memory is a copy larger than the caches, read plus written.
+The products come from a loop in C on operands in registers or the L1 cache (``peak.c``), which is
+compiled for this processor. Without a C compiler, the limit is the best product of torch, and the
+header names it. The memory limit is a copy larger than the caches; it counts bytes read and
+written.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ from fastbert.bench.limits import Limits
 
 FORMATS = ("fp32", "bf16", "int8")
 COPY_BYTES = 256 << 20
-# Short and many: the best of them ran undisturbed.
+# The best of many short samples ran undisturbed.
 SAMPLE_S = 0.005
 SAMPLES = 20
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Operations per second of all threads by format, by which unit each, and bytes per second.
+    """Operations per second of all threads, with the unit of each format, and bytes per second.
 
-    ``torch_*``: what torch's own products reach, from which the run's length is estimated.
+    ``torch_*`` are the rates of torch's products, from which the duration of the run is estimated.
     """
 
     threads: int
@@ -43,7 +44,7 @@ class Ceilings:
     torch_bf16: float
 
     def limits(self, form: str) -> Limits:
-        """As the limits of a chip: the exponentials are none of a CPU's units."""
+        """Return the ceilings as limits of a chip; a CPU has no unit for exponentials."""
         rate = self.products[form]
         return Limits(self.units[form], rate, self.bytes, rate, self.bytes, float("inf"))
 
@@ -52,15 +53,15 @@ class Ceilings:
             f"{form} {self.products[form] / 1e9:,.0f} ({self.units[form]})" for form in FORMATS
         )
         return [
-            f"limits of {self.threads} threads, G operations/s: {products}; "
+            f"limits of {self.threads} threads, in 10⁹ operations/s: {products}; "
             f"copy {self.bytes / 1e9:.1f} GB/s",
-            f"torch's products: fp32 {self.torch_fp32 / 1e9:,.0f}, "
+            f"products of torch: fp32 {self.torch_fp32 / 1e9:,.0f}, "
             f"bf16 {self.torch_bf16 / 1e9:,.0f} GFLOP/s",
         ]
 
 
 def measure(threads: int, *, size: int = 1024, copied: int = COPY_BYTES) -> Ceilings:
-    """The best of a few short samples of each: a limit is not a median."""
+    """Measure the ceilings as the best of a few short samples, because a limit is not a median."""
     torch.set_num_threads(threads)
     fp32 = _product(torch.float32, size)
     bf16 = _product(torch.bfloat16, size)
@@ -97,7 +98,7 @@ def _copy(size: int) -> float:
 
 
 def _peaks(threads: int) -> tuple[dict[str, float], dict[str, str]]:
-    """Per format; empty where no C compiler makes the loop."""
+    """Return rates and units by format; both are empty if no C compiler can compile the loop."""
     compiler = next((c for c in ("cc", "gcc", "clang") if shutil.which(c)), None)
     if compiler is None:
         return {}, {}
@@ -119,7 +120,7 @@ def _peaks(threads: int) -> tuple[dict[str, float], dict[str, str]]:
 
 
 def _rate(function: Callable[[int], float], threads: int) -> float:
-    """Operations per second of ``threads`` threads at once; ctypes lets go of Python's lock."""
+    """Return the operations per second of all threads together; ctypes releases Python's lock."""
     rounds = 1 << 12
     while True:
         rates, seconds = [0.0] * threads, [0.0] * threads

@@ -1,8 +1,8 @@
-"""One shape, every engine: each is tried once, then those that can win take turns.
+"""One shape for all engines: each engine is called once, then the fast engines take turns.
 
-An engine far behind is not called again: on a machine without a unit for its dtype one call can
-take longer than everybody else's whole turn. What is left out, refused or not installed stays in
-the table with its reason.
+A much slower engine is not called again. On a machine without a unit for its dtype, one call can
+take longer than all turns of the others. An engine that is left out, refused or not installed stays
+in the table with its reason.
 """
 
 from __future__ import annotations
@@ -20,29 +20,33 @@ from fastbert.bench.contest import ContestRow, Target, fastest, ratio
 from fastbert.bench.encoder import EncoderShape, Notify
 from fastbert.bench.timing import Timing, alternate
 
-# Beyond this multiple of the fastest peer of its group an engine cannot be the best: one warm call
-# is its time, unless it is a short one.
+# A peer whose warm call takes more than this multiple of the fastest of its group takes no turns,
+# unless the call is shorter than SHORT_S. The time of the warm call is then its time.
 BEHIND = 1.5
 SHORT_S = 0.3
-# So far behind, a first call longer than LONG_S is its time; and it is left out where, by its own
-# rate at the last shape, a call would take longer than TOO_LONG_S.
+# A peer that is this many times slower keeps the time of its first call if that exceeds LONG_S. It
+# is left out if, by its rate at the last shape, a call would take longer than TOO_LONG_S.
 FAR_BEHIND = 3.0
 LONG_S = 4.0
 TOO_LONG_S = 15.0
-# The threads of an engine spin for a while after its call; the next one begins when they sleep.
+# The threads of an engine spin for a while after a call; the next engine starts when they sleep.
 SETTLE_S = 0.02
 MIN_SAMPLES, MAX_SAMPLES = 3, 30
-# The RMS of a difference over the RMS of what is right, above which an engine computes something
-# else. Rounding to bf16 in twelve layers makes a few hundredths.
+# An engine is wrong if the RMS of its difference exceeds this fraction of the RMS of the right
+# result. Rounding to bf16 in twelve layers makes a few hundredths.
 CLOSE = 0.25
 
 
 @dataclass
 class CpuRow(ContestRow):
-    """``ratio`` is against ``against``, the fastest of those that the row's target names;
-    ``best_ratio`` against the fastest peer in any format. ``difference``: RMS of the difference to
-    the first fp32 engine's result over that result's RMS. ``peak_bytes``: of the resident memory of
-    the engine's process while it ran this shape, after its first call."""
+    """One engine of the CPU contest at one shape.
+
+    Attributes:
+        against: The fastest of the peers that the target of the row names; ``ratio`` refers to it.
+        best_ratio: Ratio to the fastest peer in any format.
+        difference: RMS of the difference to the first fp32 engine, over the RMS of its result.
+        peak_bytes: Peak resident memory of the process at this shape, after the first call.
+    """
 
     tokens: int = 0
     against: str | None = None
@@ -54,18 +58,18 @@ class CpuRow(ContestRow):
 
 @dataclass
 class Setting:
-    """What the matches of a section share. seconds: of one match's turns."""
+    """The common settings of a section's matches; ``seconds`` is for the turns of one match."""
 
     section: str
     ceilings: Ceilings
     seconds: float
     notify: Notify = print
-    # Engine → seconds per FLOP of a padded batch, at the last shape that it was timed at.
+    # Engine → seconds per FLOP of a padded batch, at its last timed shape.
     rates: dict[str, float] = field(default_factory=dict)
 
 
 def padded_flops(shape: EncoderShape) -> float:
-    """Of an engine that computes the padding too."""
+    """Return the FLOPs of an engine that computes the padding, too."""
     full = EncoderShape(shape.name, shape.config, (max(shape.lengths),) * len(shape.lengths))
     return full.flops
 
@@ -78,7 +82,7 @@ def play(
     notes: Mapping[str, str | None],
     setting: Setting,
 ) -> list[CpuRow]:
-    """One row for each engine of ``workers`` and ``refused``, in the order of the table."""
+    """Return a row for each engine of ``workers`` and ``refused``, in the order of the table."""
     rows = {}
     for name, engine in BY_NAME.items():
         if name in workers or name in refused:
@@ -106,7 +110,7 @@ def play(
 
 
 def _too_slow(name: str, shape: EncoderShape, setting: Setting) -> str | None:
-    """Why an engine is not even called: by its rate it would take too long, and cannot win."""
+    """Return the reason to leave an engine out: by its rate, a call would take too long."""
     if name not in setting.rates or BY_NAME[name].ours:
         return None
     expected = setting.rates[name] * padded_flops(shape)
@@ -122,7 +126,7 @@ def first_calls(
     call: Callable[[str], dict[str, Any]],
     notify: Notify,
 ) -> dict[str, dict[str, Any]]:
-    """Engine → what it answered to its first call, which compiles, packs and allocates."""
+    """Return engine → answer to its first call, which compiles, packs and allocates."""
     answers = {}
     for name, worker in workers.items():
         try:
@@ -137,7 +141,7 @@ def first_calls(
 
 
 def _compare(answers: Mapping[str, dict[str, Any]], rows: Mapping[str, CpuRow]) -> None:
-    """Refuses what is not finite or far from the first fp32 engine's result."""
+    """Refuse results that are not finite or far from the result of the first fp32 engine."""
     numbers = {name: np.asarray(answer["sample"]) for name, answer in answers.items()}
     order = sorted(numbers, key=lambda name: (rows[name].dtype != FP32, rows[name].ours))
     right = numbers[order[0]] if order else None
@@ -148,7 +152,7 @@ def _compare(answers: Mapping[str, dict[str, Any]], rows: Mapping[str, CpuRow]) 
         difference = float(np.sqrt(np.mean((found - right) ** 2) / np.mean(right**2)))
         rows[name].difference = difference
         if difference > CLOSE:
-            rows[name].refused = f"its result differs: RMS {difference:.2f} of the right one's"
+            rows[name].refused = f"its result is wrong by {difference:.2f} of the RMS of fp32"
 
 
 def take_turns(
@@ -157,9 +161,9 @@ def take_turns(
     rows: Mapping[str, CpuRow],
     seconds: float,
 ) -> None:
-    """Fills in the times and the memory of every engine that answered its first call.
+    """Set the times and the memory of every engine that answered its first call.
 
-    first: seconds of that call. Ours always take turns, however slow.
+    ``first`` has the seconds of that call. Engines of fastbert take turns even if they are slow.
     """
     once: dict[str, float] = {}
     fastest = fastest_peers(first, rows)
@@ -182,7 +186,7 @@ def take_turns(
         row = rows[name]
         row.fill(timing)
         if name not in turns:
-            row.add_note("one call: too slow to be the best peer")
+            row.add_note("one call: too slow to be the fastest peer")
         try:
             memory = workers[name].ask("peak")
         except Failed as failure:
@@ -197,7 +201,7 @@ def _alternate(
     rows: Mapping[str, CpuRow],
     seconds: float,
 ) -> dict[str, Timing]:
-    """The times of those that take turns; none where one of them fails on the way."""
+    """Return the times of the engines that take turns, or nothing if one of them fails."""
     try:
         return alternate(
             {name: workers[name] for name in turns},
@@ -210,11 +214,11 @@ def _alternate(
         )
     except Failed as failure:
         for name in turns:
-            rows[name].add_note(f"one call: the turns were broken off by {failure}")
+            rows[name].add_note(f"one call: the turns ended early: {failure}")
         return {}
 
 
-# Which rows a target is against, by the format of ours.
+# Format of a row of fastbert → the rows that its target is compared with.
 PEERS: dict[str, Callable[[CpuRow], bool]] = {
     BF16: lambda row: not row.ours,
     FP32: lambda row: row.contender.startswith("transformers") and row.dtype == FP32,
@@ -223,9 +227,9 @@ PEERS: dict[str, Callable[[CpuRow], bool]] = {
 
 
 def fastest_peers(seconds: Mapping[str, float], rows: Mapping[str, CpuRow]) -> dict[str, float]:
-    """Engine → the fewest seconds of a peer that some target holds it against.
+    """Return engine → the fewest seconds in its group of peers.
 
-    transformers' fp32 paths compete with each other, as the only peers of our fp32.
+    The fp32 paths of transformers are a group, because only they are the peers of fastbert in fp32.
     """
 
     def fewest(wanted: Callable[[CpuRow], bool]) -> float:
@@ -240,7 +244,7 @@ def judge(
     target: Callable[[CpuRow], Target],
     peers: Mapping[str, Callable[[CpuRow], bool]] = PEERS,
 ) -> None:
-    """Ratios of our rows of one shape, and what each has to reach."""
+    """Set the ratios, floors and goals of the rows of fastbert at one shape."""
     best = fastest(row for row in rows if not row.ours)
     for row in rows:
         if not row.ours or row.seconds is None:
@@ -254,7 +258,7 @@ def judge(
 
 
 def verdict(row: CpuRow) -> str:
-    """Whether the floor and the goal of a row of ours are met, in words; empty without a target."""
+    """Return in words whether a row of fastbert meets its floor and goal, or ""."""
     parts = []
     for name, wanted in (("floor", row.ratio_floor), ("goal", row.ratio_goal)):
         if wanted is not None:
@@ -264,7 +268,7 @@ def verdict(row: CpuRow) -> str:
 
 
 def line(row: CpuRow) -> str:
-    """One row as text, when its shape is done."""
+    """Return a row as a line of text."""
     text = f"  {row.contender:<26}"
     if row.seconds is None:
         return f"{text} {row.refused}"

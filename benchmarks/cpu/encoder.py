@@ -1,4 +1,4 @@
-"""Inference of the whole encoder: padded ids to padded hidden states, beside every peer."""
+"""Inference of the whole encoder in every engine, from padded ids to padded hidden states."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ EXPORT_LIMIT_S = 300
 
 @dataclass(frozen=True)
 class Scale:
-    """The model, its full batches (B, L), each also half padded, and its single lengths."""
+    """A model with its batches (B, L), each full and half padded, and its single sequences."""
 
     name: str
     config: BertConfig
@@ -49,7 +49,7 @@ SCALES = {
 }
 QUICK = Scale("tiny", SMALL, ((4, 32),), (16,))
 
-# What BERT-base must reach, by the kind of batch and our format: (floor, goal).
+# Floor and goal of BERT-base by the kind of batch and the format of fastbert.
 TARGETS: dict[tuple[str, str], Target] = {
     (FULL, BF16): Target(2.0, 3.0),
     (HALF, BF16): Target(3.5, 5.0),
@@ -68,7 +68,7 @@ class Match:
 
 
 def matches(scale: Scale) -> list[Match]:
-    """Single sequences first: they are short, and say how fast each engine is."""
+    """Return the matches of a model; short single sequences first show how fast an engine is."""
     found = []
     for length in scale.single:
         shape = EncoderShape(f"{scale.name} 1×{length}", scale.config, (length,))
@@ -81,7 +81,7 @@ def matches(scale: Scale) -> list[Match]:
 
 
 def target_of(row: CpuRow, match: Match) -> Target:
-    """Floor and goal of one of our rows; none for a model without any."""
+    """Return the floor and the goal of a row of fastbert, if it has any."""
     if not match.shape.name.startswith("BERT-base"):
         return Target()
     if row.dtype == INT8:
@@ -94,14 +94,14 @@ def flops_to_do(scale: Scale) -> float:
 
 
 def run(scale: Scale, setting: Setting, threads: int, names: Sequence[str] = ()) -> list[CpuRow]:
-    """All shapes of one model; ``names`` [] means every engine."""
+    """Run all shapes of one model; an empty ``names`` means every engine."""
     wanted = [e for e in RUNTIMES if not names or e.name in names]
     rows: list[CpuRow] = []
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         refused = prepare(Path(folder), scale.config, wanted, setting)
         runners = [engine for engine in wanted if engine.name not in refused]
         started = [stack.enter_context(Remote(e.name, Path(folder), threads)) for e in runners]
-        # Nothing is timed yet: imports, gates and conversions may share the cores.
+        # Nothing is timed yet, so imports, gates and builds may share the cores.
         with ThreadPoolExecutor(threads) as pool:
             admitted = list(pool.map(_admit, started, [engine.ours for engine in runners]))
         workers, notes = {}, {}
@@ -124,7 +124,7 @@ def run(scale: Scale, setting: Setting, threads: int, names: Sequence[str] = ())
 
 
 def _admit(worker: Remote, ours: bool) -> tuple[str | None, str | None]:
-    """The note of an engine that is right and built, or the reason why it is not."""
+    """Check and build an engine; return its note and None, or None and the reason for a refusal."""
     try:
         if ours and (reason := worker.ask("gate")["refused"]):
             return None, reason
@@ -136,7 +136,7 @@ def _admit(worker: Remote, ours: bool) -> tuple[str | None, str | None]:
 def prepare(
     folder: Path, config: BertConfig, wanted: Sequence[Runtime], setting: Setting
 ) -> dict[str, str]:
-    """Writes the model into ``folder``; engine → why it cannot run."""
+    """Write the model into ``folder``; return the engines that cannot run, with reasons."""
     refused = {e.name: reason for e in wanted if (reason := e.missing() or left_out(e, setting))}
     (folder / "config.json").write_text(json.dumps(config.to_dict()), encoding="utf-8")
     torch.save(random_weights(config), folder / WEIGHTS)
@@ -152,17 +152,17 @@ def prepare(
 
 
 def left_out(engine: Runtime, setting: Setting) -> str | None:
-    """Why an engine is not even built: it would compile for minutes, for nothing that counts."""
+    """Return the reason not to build an engine that compiles for minutes and serves no target."""
     fp32, bf16 = setting.ceilings.torch_fp32, setting.ceilings.torch_bf16
     if engine.kind != "compiled":
         return None
     if setting.section == "minilm":
-        return "left out: compiled for BERT-base only, whose targets count it"
+        return "left out: it is compiled for BERT-base only, whose targets include it"
     if engine.form != BF16 or bf16 > fp32 / 2:
         return None
     return (
-        f"left out: torch's bf16 products reach {bf16 / 1e9:.0f} GFLOP/s here, "
-        f"its fp32 products {fp32 / 1e9:.0f}"
+        f"left out: bf16 products of torch reach {bf16 / 1e9:.0f} GFLOP/s here, "
+        f"and fp32 products {fp32 / 1e9:.0f} GFLOP/s"
     )
 
 
@@ -173,5 +173,5 @@ def _export(folder: Path, kind: str) -> str | None:
             command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=EXPORT_LIMIT_S
         )
     except subprocess.TimeoutExpired:
-        return f"not done within {EXPORT_LIMIT_S} s"
+        return f"it takes longer than {EXPORT_LIMIT_S} s"
     return " ".join(done.stderr.split())[-300:] if done.returncode else None

@@ -1,9 +1,9 @@
-"""Writes a model's weights for every engine: state dict, ONNX, OpenVINO's own files.
+"""Convert the weights of a model to the files of ONNX or OpenVINO.
 
-python -m benchmarks.cpu.export FOLDER KIND…
+    python -m benchmarks.cpu.export FOLDER KIND…
 
-FOLDER holds config.json and weights.pt; KIND is onnx or openvino. A process of its own, so that no
-engine's memory holds a converter.
+FOLDER has config.json and weights.pt; KIND is onnx or openvino. The converter has its own process,
+so that it does not count as memory of an engine.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def main() -> None:
         return Hidden(stock_models.encoder(config, weights, path, torch.float32, "cpu")).eval()
 
     if "onnx" in kinds:
-        # The eager attention: its graph is the one that ONNX Runtime knows how to fuse.
+        # ONNX Runtime can fuse the graph of eager attention.
         torch.onnx.export(
             wrapped("eager"),
             (ids, mask),

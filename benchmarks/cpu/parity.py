@@ -1,4 +1,4 @@
-"""The gate of our own engines: two layers of this very model by the tolerance rule."""
+"""The parity gate of fastbert's engines: two layers of the timed model under the tolerance rule."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ LENGTHS = (64, 37)
 
 
 def refusal(engine: str, config: dict[str, Any], folder: Path) -> str | None:
-    """Why ``engine`` must not be timed, None where its hidden states keep the rule.
+    """Return the reason why ``engine`` breaks the tolerance rule, or None if it does not.
 
-    The oracle is the reference backend in float64 on the weights as the engine's dtype rounds them,
-    the yardstick the same backend in that dtype, or under the same autocast. int8 has no yardstick:
-    its section shows its errors.
+    The oracle is the reference backend in float64 on weights that are rounded to the dtype of the
+    engine. The yardstick is the reference backend in that dtype, or under the same autocast. int8
+    has no yardstick; the section ``int8`` shows its errors.
     """
     spec = BY_NAME[engine]
     if spec.form == INT8:

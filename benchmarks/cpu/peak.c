@@ -1,9 +1,10 @@
-// What one thread of this processor can multiply and add at most, measured on operands in registers
-// or, for tiles, in the L1 cache. Random numbers: tiles of zeros run faster than any real data.
+// The highest rate of products on one thread of this processor, measured on operands in registers
+// or, for tiles, in the L1 cache. The operands are random, because tiles of zeros run faster than
+// real data.
 //
-// Compiled by ceilings.py with -march=native at run time: the widest unit of this very machine
-// counts, whatever the extension was built for. Each function does `rounds` rounds and returns the
-// operations done (a multiply and an add are two), or 0 where the machine has no such unit.
+// ceilings.py compiles this file with -march=native at run time, so that the widest unit of the
+// machine counts. Each function runs `rounds` rounds and returns the number of operations, of which
+// a multiply and an add are two. It returns 0 if the machine has no such unit.
 
 #include <stdint.h>
 #include <string.h>
@@ -25,9 +26,9 @@
 typedef float Vector __attribute__((vector_size(VECTOR_BYTES)));
 enum { kLanes = VECTOR_BYTES / 4, kChains = VECTOR_BYTES == 64 ? 24 : 12 };
 
-// Enough chains of dependent additions to hide their latency on any core (two products of bf16 a
-// cycle of 6 cycles each ask for more than 12), each a variable of its own: an array of them would
-// live in memory.
+// These chains of dependent additions are enough to hide their latency on any core: two bf16
+// products per cycle, of 6 cycles each, need more than 12. Each chain is a variable, because an
+// array of them would be in memory.
 #define TWELVE_CHAINS(f) f(0) f(1) f(2) f(3) f(4) f(5) f(6) f(7) f(8) f(9) f(10) f(11)
 #if VECTOR_BYTES == 64
 #define MORE_CHAINS(f) f(12) f(13) f(14) f(15) f(16) f(17) f(18) f(19) f(20) f(21) f(22) f(23)
@@ -37,7 +38,7 @@ enum { kLanes = VECTOR_BYTES / 4, kChains = VECTOR_BYTES == 64 ? 24 : 12 };
 #define EACH_CHAIN TWELVE_CHAINS
 #define ANY_REGISTER "+x"
 #endif
-// Keeps the compiler from merging the chains or leaving the loop.
+// Prevents the compiler from merging the chains or removing the loop.
 #define PIN(i) __asm__ volatile("" : ANY_REGISTER(sum##i));
 
 static volatile float sink;
@@ -79,8 +80,8 @@ typedef struct {
 
 _Static_assert(sizeof(TileShape) == 64, "the configuring instruction reads 64 bytes");
 
-// GCC's intrinsics do not tell the compiler what memory they read and write: GCC 12 takes the
-// configuration for 8 bytes and never stores the rest. Hence assembly.
+// The intrinsics of GCC do not state the memory that they access. GCC 12 assumes that the
+// configuration has 8 bytes and never stores the rest, so this file uses assembly.
 #define TILE_CONFIGURE(shape) __asm__ volatile("ldtilecfg %0" ::"m"(shape))
 #define TILE_ZERO(tile) __asm__ volatile("tilezero %%tmm" #tile::)
 #define TILE_LOAD(tile, from) \
@@ -90,7 +91,8 @@ _Static_assert(sizeof(TileShape) == 64, "the configuring instruction reads 64 by
 #define TILE_PRODUCT(instruction, c, a, b) \
   __asm__ volatile(instruction " %%tmm" #b ", %%tmm" #a ", %%tmm" #c::)
 
-// Four sums, two tiles of each operand, all full; a loop of four loads and four products.
+// There are four tiles of sums and two full tiles of each operand; a round has four loads and
+// products.
 static uint8_t operands[4][1024] __attribute__((aligned(64)));
 static int8_t results[1024] __attribute__((aligned(64)));
 
@@ -99,7 +101,7 @@ static int tiles_begin(int is_bf16) {
   uint32_t state = 1;
   for (int tile = 0; tile < 4; ++tile)
     for (int i = 0; i < 1024; i += 2) {
-      // bf16 numbers of both signs between 1/2 and 2, or any bytes.
+      // The operands are bf16 numbers of both signs between 1/2 and 2, or random bytes.
       const uint32_t drawn = next_random(&state);
       const uint16_t value = is_bf16 ? (uint16_t)((drawn >> 16 & 0x80ff) | 0x3f00) : drawn >> 16;
       memcpy(operands[tile] + i, &value, 2);
@@ -186,14 +188,14 @@ double peak_int8(int64_t rounds) {
   typedef __m256i Bytes;
 #define ADD_PRODUCTS(sum) _mm256_dpbusd_avx_epi32(sum, a, b)
 #else
-  // Without VNNI: widened to 16 bits, whose pairs are exact, half of the bytes at a time.
+  // Without VNNI, half of the bytes at a time are widened to 16 bits, whose pairs are exact.
   typedef __m256i Bytes;
 #define ADD_PRODUCTS(sum) _mm256_add_epi32(sum, _mm256_madd_epi16(a, b))
 #endif
   Bytes a, b;
   memcpy(&a, values, sizeof a), memcpy(&b, values + 64, sizeof b);
 #define BEGIN(i) Bytes sum##i = a;
-// Without the pin the products, which never change, would be computed once for all chains.
+// Without the pin, the products would be computed once for all chains, because they never change.
 #define ADD(i)                            \
   __asm__ volatile("" : ANY_REGISTER(a)); \
   sum##i = ADD_PRODUCTS(sum##i);
@@ -218,7 +220,7 @@ double peak_int8(int64_t rounds) {
 #endif
 }
 
-// The unit behind each figure, for the table's header.
+// The names of the units, for the header of the table.
 const char* unit_fp32(void) {
 #if defined(__AVX512F__)
   return "AVX-512 FMA";

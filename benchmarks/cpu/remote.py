@@ -1,4 +1,4 @@
-"""The driver's side of a worker: start it, ask it, end it."""
+"""The driver of a worker: starts it, sends requests and ends it."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-# Compiling a model for a shape is the longest that an answer may take.
+# The slowest request compiles a model for a shape.
 LIMIT_S = 480.0
 
 
 class Failed(RuntimeError):
-    """The worker's own reason, or that it gave none."""
+    """A request failed; the message is the reason of the worker, or that it gave no answer."""
 
 
 class Remote:
-    """A process that holds one engine. Context manager; its end ends the process."""
+    """A process with one engine, as a context manager whose end ends the process."""
 
     def __init__(self, engine: str, folder: Path, threads: int) -> None:
         environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
@@ -43,7 +43,11 @@ class Remote:
         )
 
     def ask(self, do: str, *, limit: float = LIMIT_S, **arguments: Any) -> dict[str, Any]:
-        """The answer; Failed with the worker's reason, or when it ended or takes too long."""
+        """Send a request and return the answer.
+
+        Raises:
+            Failed: If the worker reports an error, has ended or takes too long.
+        """
         process = self._process
         assert process.stdin is not None
         assert process.stdout is not None
@@ -72,7 +76,7 @@ class Remote:
         return self.ask("measure", first=first, calls=calls)["seconds"]
 
     def _tail(self) -> str:
-        self._process.kill()  # one that has ended keeps its status
+        self._process.kill()  # A process that has ended keeps its status.
         self._process.wait()
         text = self.log.read_text("utf-8", errors="replace").split("\n")
         said = " ".join(line for line in text if line.strip())[-300:]
@@ -85,7 +89,7 @@ class Remote:
         process.wait()
         for stream in (process.stdin, process.stdout, self._log):
             if stream is not None:
-                # A request may be left that nobody will read any more.
+                # A request may be left in the pipe, which the worker no longer reads.
                 with contextlib.suppress(OSError):
                     stream.close()
 
@@ -97,7 +101,7 @@ class Remote:
 
 
 class RemoteWatch:
-    """A stopwatch for candidates that keep the time themselves."""
+    """A stopwatch for workers, which measure the time in their own processes."""
 
     @staticmethod
     def measure(call: Remote, first: int, calls: int) -> float:

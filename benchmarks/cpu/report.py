@@ -1,4 +1,4 @@
-"""What a run leaves behind: a JSON per section, a plot per contest, one Markdown page of all."""
+"""The results of a run: a JSON file per section, a plot per contest, and one Markdown page."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ ORDER = (*CONTESTS, "breakdown", "int8")
 
 
 def write(folder: Path, content: Mapping[str, Any], machine: Machine) -> None:
-    """Adds a section to the folder; those of earlier runs into it stay on the page."""
+    """Add a section to the folder; the page keeps the sections of earlier runs."""
     section = content["section"]
     (folder / f"{section}.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     if section in CONTESTS:
         try:
             plot_matches(folder / f"{section}.png", content["rows"], machine)
         except ImportError as error:
-            print(f"no plot: {error}")
+            print(f"There is no plot: {error}")
     (folder / PAGE).write_text("\n".join(page(folder)) + "\n", encoding="utf-8")
 
 
 def page(folder: Path) -> Iterator[str]:
-    """All sections that the folder has, each under the machine and the limits of its own run."""
-    yield "# The CPU beside its peers"
+    """Yield the lines of all sections in the folder, each with the machine of its run."""
+    yield "# fastbert and its peers on the CPU"
     for section in ORDER:
         path = folder / f"{section}.json"
         if not path.exists():
@@ -51,14 +51,14 @@ def page(folder: Path) -> Iterator[str]:
 
 
 def contest_lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """First what was asked for and what came of it, then every engine at every shape."""
+    """Yield the table of the floors and goals, then the table of every engine at every shape."""
     claims = [row for row in rows if row["ours"] and "ratio_floor" in row]
     if claims:
         yield ""
         yield "| shape | ours | ratio | against | floor | goal |"
         yield "|---|---|---|---|---|---|"
         for row in claims:
-            ratio, against = row.get("ratio"), row.get("against", "nobody was timed")
+            ratio, against = row.get("ratio"), row.get("against", "no peer was timed")
             shown = "–" if ratio is None else f"{ratio:.2f}"
             yield (
                 f"| {row['label']} | {row['contender']} | {shown} | {against} | "
@@ -66,8 +66,8 @@ def contest_lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             )
     yield ""
     yield (
-        "| shape | engine | ms | p10–p90 | n | rate | TFLOP/s | of the limit | ratio | "
-        "of the best peer | peak MiB | prepacked MiB | |"
+        "| shape | engine | median ms | p10–p90 ms | samples | rate | TFLOP/s | "
+        "share of the limit | ratio | ratio to the best peer | peak MiB | prepacked MiB | note |"
     )
     yield "|---|---|---|---|---|---|---|---|---|---|---|---|---|"
     for row in rows:

@@ -1,7 +1,8 @@
-"""Who takes part, and how each is built inside a process of its own (``worker.py``).
+"""The engines of the contest, and how each is built in its own process (``worker.py``).
 
-Nothing is imported before it is needed, so that an engine's memory is its own. All read the same
-weights from the run's folder: state dict, ONNX or OpenVINO's files (``export.py``).
+Each builder imports only the packages of its engine, because the memory of the process is measured.
+All engines read the same weights from the folder of the run: a state dict, or the files of ONNX or
+OpenVINO (``export.py``).
 """
 
 from __future__ import annotations
@@ -20,8 +21,14 @@ BF16, FP32, INT8 = "bf16", "fp32", "int8"
 
 @dataclass(frozen=True)
 class Runtime:
-    """kind: which builder below. option: transformers' attention, or a variant of ours. needs: the
-    packages without which it is reported as not installed."""
+    """An engine of the contest.
+
+    Attributes:
+        kind: Key of the builder in `build`.
+        form: Number format of the products.
+        option: Attention of transformers, or variant of fastbert.
+        needs: Packages without which the engine is reported as not installed.
+    """
 
     name: str
     kind: str
@@ -59,10 +66,15 @@ BY_NAME = {engine.name: engine for engine in RUNTIMES}
 
 @dataclass
 class Built:
-    """What a worker calls. inputs: a batch as the engine takes it. array: its result as numpy.
+    """An engine as the functions that a worker calls.
 
-    prepare: told the shape (B, L) before its first batch. compiles: in its first call with a shape,
-    which is not its time then. note: what a reader of the table must know about this engine here.
+    Attributes:
+        call: Runs the engine on its inputs.
+        inputs: Turns a batch into the inputs of the engine.
+        array: Turns the result into a numpy array.
+        prepare: Called with the shape (B, L) before the first batch of that shape.
+        note: Remark about this engine for the table.
+        compiles: Whether the first call at a shape compiles, and is then not timed.
     """
 
     call: Callable[[Any], Any]
@@ -75,7 +87,7 @@ class Built:
 
 
 def build(name: str, config: dict[str, Any], folder: Path, threads: int) -> Built:
-    """Raises whatever keeps the engine from running; the worker passes it on as the reason."""
+    """Build an engine; the worker reports an error of the builder as the reason for a refusal."""
     engine = BY_NAME[name]
     builders = {
         "fastbert": _fastbert,
@@ -96,7 +108,7 @@ def _of_torch(model, threads: int, *, autocast: bool = False, freezing: bool = F
         return {name: torch.from_numpy(value) for name, value in batch.items()}
 
     def call(batch):
-        # A frozen graph is made under no_grad; everybody else may use the stricter mode.
+        # A frozen graph is made under no_grad; other engines can use inference_mode.
         with (
             torch.no_grad() if freezing else torch.inference_mode(),
             torch.autocast("cpu", torch.bfloat16, enabled=autocast),
@@ -145,9 +157,10 @@ def _transformers(engine: Runtime, config, folder: Path, threads: int) -> Built:
 
 
 def _compiled(engine: Runtime, config, folder: Path, threads: int) -> Built:
-    """torch.compile with frozen weights, twice: for one sequence and for batches of any shape.
+    """Build torch.compile with frozen weights and dynamic shapes.
 
-    Once per shape would take most of a run's time.
+    It compiles twice, for one sequence and for batches. A compilation for each shape would take
+    most of the time of a run.
     """
     import torch
     import torch._inductor.config as inductor
@@ -173,7 +186,7 @@ def _openvino(engine: Runtime, config, folder: Path, threads: int) -> Built:
     compiled = {}
 
     def prepare(batch: int, length: int) -> None:
-        # Static shapes, which OpenVINO optimises further than dynamic ones.
+        # OpenVINO optimizes static shapes further than dynamic shapes.
         model = source.clone()
         model.reshape({port.any_name: [batch, length] for port in model.inputs})
         compiled["request"] = core.compile_model(model, "CPU", options).create_infer_request()
@@ -185,7 +198,7 @@ def _openvino(engine: Runtime, config, folder: Path, threads: int) -> Built:
     built = Built(call, lambda batch: batch, lambda out: np.array(out, dtype=np.float32), prepare)
     probe = core.compile_model(source, "CPU", options).get_property("INFERENCE_PRECISION_HINT")
     if engine.form == BF16 and "bfloat16" not in str(probe):
-        built.note = "computes in fp32 here: this processor has no bf16 unit"
+        built.note = "computes in fp32 here, because this processor has no bf16 unit"
     return built
 
 

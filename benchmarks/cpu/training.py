@@ -1,4 +1,4 @@
-"""One pre-training step: forward, backward and fused AdamW, masked words and next sentence."""
+"""One pre-training step: forward, backward and fused AdamW, with masked words and next sentence."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from benchmarks.cpu.runtimes import BF16, BY_NAME, FP32
 from fastbert.bench.contest import Target
 from fastbert.bench.encoder import BASE, SMALL, STOCK, EncoderShape, half_padded
 
-# The same engines as in inference, with fp32 weights under autocast for bf16.
+# The engines are those of inference; for bf16, they run under autocast with fp32 weights.
 NAMES = {
     BF16: ("fastbert bf16 autocast", "transformers eager bf16", "transformers sdpa bf16"),
     FP32: ("fastbert fp32", "transformers eager fp32", "transformers sdpa fp32"),
@@ -31,12 +31,12 @@ NAMES = {
 TARGETS = {BF16: Target(2.0), FP32: Target()}
 SHAPE = EncoderShape("BERT-base 8×128 half padded", BASE, half_padded(8, 128))
 QUICK = EncoderShape("tiny 2×16 half padded", SMALL, half_padded(2, 16))
-# The first losses of two fresh models differ by their draws of weights and dropout only.
+# The first losses of two new models differ only by their random weights and dropout.
 LOSSES_CLOSE = 0.1
 
 
 def stepper(name: str, config: dict[str, Any], lengths: Sequence[int], threads: int) -> Callable:
-    """In the worker: a function of the running index, one step and its loss."""
+    """Return a function of an index for the worker, which makes one step and returns the loss."""
     import torch
 
     from benchmarks.cpu.batches import ROTATED
@@ -54,7 +54,7 @@ def stepper(name: str, config: dict[str, Any], lengths: Sequence[int], threads: 
 
 
 def run(shape: EncoderShape, setting: Setting, threads: int) -> list[CpuRow]:
-    """bf16 autocast, then fp32; ratios against transformers on the same settings."""
+    """Run bf16 autocast, then fp32; the ratios are to transformers with the same settings."""
     rows: list[CpuRow] = []
     with tempfile.TemporaryDirectory() as folder:
         config = json.dumps(shape.config.to_dict())
@@ -107,9 +107,9 @@ def _begin(worker: Remote, shape: EncoderShape) -> dict[str, Any]:
 
 
 def _compare(answers: dict[str, dict[str, Any]], rows: dict[str, CpuRow]) -> None:
-    """Refuses a step whose first loss is no number or far from the middle one."""
+    """Refuse a step whose first loss is not finite, or far from the median of all engines."""
     losses = sorted(a["loss"] for a in answers.values() if math.isfinite(a["loss"]))
     for name, answer in answers.items():
         middle = losses[len(losses) // 2] if losses else math.nan
         if not abs(answer["loss"] - middle) <= LOSSES_CLOSE * abs(middle):
-            rows[name].refused = f"its first loss is {answer['loss']:.4g}, others' {middle:.4g}"
+            rows[name].refused = f"its first loss is {answer['loss']:.4g}, the median {middle:.4g}"

@@ -1,10 +1,10 @@
-"""One engine in a process of its own: a request is a line of JSON, and so is the answer.
+"""One engine in its own process; a request and an answer are a line of JSON each.
 
-python -m benchmarks.cpu.worker ENGINE FOLDER THREADS
+    python -m benchmarks.cpu.worker ENGINE FOLDER THREADS
 
-Its own process, so that no two thread pools spin against each other while one of them is timed,
-and so that the peak of the resident memory is one engine's. The clock runs in here: what a pipe
-takes is nobody's time. What libraries print goes to the log.
+In separate processes, the thread pools of other engines do not spin on the cores of a timed engine,
+and the peak of the resident memory belongs to one engine. The worker measures the time, so that the
+pipe costs no engine anything. The output of libraries goes to the log.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ class Server:
         self.config: dict[str, Any] = json.loads((folder / "config.json").read_text("utf-8"))
         self.built: Built | None = None
         self.call: Callable[[int], object] | None = None
-        self.seconds = float("inf")  # of a call, as measured last
+        self.seconds = float("inf")  # seconds of a call in the last measurement
 
     def load(self) -> dict[str, Any]:
-        """Builds the engine."""
+        """Build the engine."""
         self.built = build(self.engine, self.config, self.folder, self.threads)
         return {"note": self.built.note}
 
     def gate(self) -> dict[str, Any]:
-        """Why this engine of ours must not be timed: it breaks the tolerance rule; or None."""
+        """Return the reason why this engine of fastbert breaks the tolerance rule, or None."""
         from benchmarks.cpu.parity import refusal
 
         return {"refused": refusal(self.engine, self.config, self.folder)}
 
     def shape(self, lengths: list[int]) -> dict[str, Any]:
-        """Takes batches of these lengths from now on; the first call, and numbers of its result."""
+        """Take batches of these lengths from now on; return the first call and a sample of it."""
         assert self.built is not None
         built, made = self.built, batches(self.config["vocab_size"], lengths)
         built.prepare(len(lengths), max(lengths))
@@ -61,7 +61,7 @@ class Server:
         return {"seconds": seconds, "sample": sample(built.array(result), made[0])}
 
     def training(self, lengths: list[int]) -> dict[str, Any]:
-        """Takes training steps on such batches from now on; the first one, and its loss."""
+        """Make training steps on such batches from now on; return the first step and its loss."""
         from benchmarks.cpu.training import stepper
 
         self.call = stepper(self.engine, self.config, lengths, self.threads)
@@ -70,8 +70,11 @@ class Server:
         return {"seconds": time.perf_counter() - start, "loss": float(loss)}
 
     def measure(self, first: int, calls: int) -> dict[str, Any]:
-        """Mean seconds of a call, once the threads and caches are this engine's again: others had
-        them meanwhile, and some spin on for longer than a short call takes."""
+        """Return the mean seconds of a call.
+
+        Short calls are first repeated for WARM_S. Other engines have used the caches since the last
+        measurement, and some of their threads spin for longer than a short call takes.
+        """
         assert self.call is not None
         if self.seconds < SHORT_S:
             end = time.perf_counter() + WARM_S
@@ -84,15 +87,14 @@ class Server:
         return {"seconds": self.seconds}
 
     def breakdown(self, lengths: list[int], seconds: float) -> dict[str, Any]:
-        """Where the time of one call goes."""
+        """Return the time of each operation in one call."""
         from benchmarks.cpu.breakdown import operations
 
         assert self.built is not None
         return {"operations": operations(self.built, self.engine, lengths, seconds)}
 
     def forget_peak(self) -> dict[str, Any]:
-        """The peak of the resident memory starts anew from what is held now, freed memory given
-        back."""
+        """Return freed memory to the system and reset the peak of the resident memory."""
         gc.collect()
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:
@@ -104,12 +106,12 @@ class Server:
         return {"forgot": True}
 
     def peak(self) -> dict[str, Any]:
-        """Peak of the resident memory, and bytes of prepacked weights where they are counted."""
+        """Return the peak of the resident memory, and the bytes of prepacked weights if known."""
         return {"peak": resident_peak(), "prepacked": prepacked_bytes()}
 
 
 def resident_peak() -> int | None:
-    """VmHWM in bytes; None where the system does not say."""
+    """Return VmHWM in bytes, or None if the system does not report it."""
     try:
         status = Path("/proc/self/status").read_text("utf-8")
     except OSError:
@@ -119,7 +121,7 @@ def resident_peak() -> int | None:
 
 
 def prepacked_bytes() -> int | None:
-    """Bytes of the weights that our products keep prepacked; None in other engines."""
+    """Return the bytes of the prepacked weights of fastbert; None in other engines."""
     if "fastbert.ops" not in sys.modules:
         return None
     from fastbert.ops import backend
@@ -137,7 +139,7 @@ def main() -> None:
         request = json.loads(line)
         try:
             answer = getattr(server, request.pop("do"))(**request)
-        except Exception as error:  # the driver reports it as this engine's reason
+        except Exception as error:  # The driver reports the error as the reason for a refusal.
             answer = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
         print(json.dumps(answer), file=answers)
 

@@ -1,13 +1,13 @@
-"""One command for a GPU machine: build, compile, tests, parity, benchmarks; all kept in a folder.
+"""Build, compile, test, check and time on a GPU machine; write all results to a folder.
 
-    python -m benchmarks.gpu --out out/gpu                        # everything
+    python -m benchmarks.gpu --out out/gpu                        # all sections
     python -m benchmarks.gpu build bench-attention --out out/gpu  # some sections
     python -m benchmarks.gpu --dry-run                            # on any machine, without a GPU
 
-It uses the machine's own Python and needs nothing that is not there. A section ends within nine
-minutes or is ended; one that fails does not stop the next. The exit status is 1 when any failed,
-and 2 when the machine has no CUDA device. A dry run lists the commands, plays every benchmark on
-tiny shapes on the CPU, and compiles every shipped Triton launch for sm_90.
+The command uses the machine's own Python and downloads nothing. A section is ended after nine
+minutes. A section that fails does not stop the next one. The exit status is 1 if a section failed,
+and 2 if the machine has no CUDA device. A dry run lists the commands, runs every benchmark on tiny
+shapes on the CPU, and compiles every shipped Triton launch for sm_90.
 """
 
 from __future__ import annotations
@@ -33,8 +33,10 @@ def main() -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("sections", nargs="*", metavar="SECTION", help=", ".join(names))
-    parser.add_argument("--out", type=Path, default=Path("out/gpu"), help="folder of the results")
-    parser.add_argument("--dry-run", action="store_true", help="what can be tried without a GPU")
+    parser.add_argument(
+        "--out", type=Path, default=Path("out/gpu"), help="folder that receives the results"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="try what needs no GPU")
     arguments = parser.parse_args()
     if unknown := set(arguments.sections) - set(names):
         parser.error(f"SECTION: got {', '.join(sorted(unknown))}, allowed: {', '.join(names)}")
@@ -46,7 +48,8 @@ def main() -> int:
 
     if not torch.cuda.is_available():
         print(
-            "benchmarks.gpu: no CUDA device, nothing was run (--dry-run shows what would)",
+            "benchmarks.gpu: this machine has no CUDA device, so nothing was run; --dry-run lists "
+            "the commands",
             file=sys.stderr,
         )
         return 2
@@ -60,7 +63,7 @@ def main() -> int:
 
 
 def dry_run(wanted: list[Section]) -> int:
-    """Lists, plays and compiles. Returns 1 when a toy benchmark or a launch has a fault."""
+    """List, run and compile; return 1 if a toy benchmark or a launch has a fault."""
     for section in wanted:
         print(f"[{section.name}] {section.about}")
         for command in section.commands:
@@ -74,7 +77,7 @@ def dry_run(wanted: list[Section]) -> int:
             if command is None:
                 continue
             tried = Section(section.name, section.about, (command,))
-            # Its own process, as on a GPU machine; TRITON_INTERPRET would be read too late here.
+            # A new process, as on a GPU machine; here, TRITON_INTERPRET would be read too late.
             if run(tried, Path(scratch), notify=_echo)["status"]:
                 failed.append(section.name)
             _show(Path(scratch), section.name)
@@ -87,7 +90,7 @@ def _list_matches(section: str) -> None:
     for match in matches:
         print(f"[{section}]   {match.series}: {match.label}")
     engines = dict.fromkeys(c.name for match in matches for c in match.contenders if not c.ours)
-    print(f"[{section}]   {len(matches)} matches; beside {', '.join(engines)}")
+    print(f"[{section}]   {len(matches)} matches; peers: {', '.join(engines)}")
 
 
 def _dry_command(section: str, scratch: str) -> tuple[str, ...] | None:
@@ -104,7 +107,7 @@ def _echo(text: str) -> None:
 
 
 def _show(folder: Path, section: str) -> None:
-    """How many engines played on the CPU and who cannot there; the table of compiled launches."""
+    """Print the engines that ran on the CPU and the refusals, or the table of compiled launches."""
     log, figures = folder / f"{section}.log", folder / f"{section}.json"
     if section not in bench.SECTIONS and log.exists():
         print(log.read_text("utf-8"), end="")
@@ -112,9 +115,9 @@ def _show(folder: Path, section: str) -> None:
         rows = json.loads(figures.read_text("utf-8"))["rows"]
         refused = {row["contender"]: row["refused"] for row in rows if "refused" in row}
         ran = dict.fromkeys(row["contender"] for row in rows if "seconds" in row)
-        print(f"[{section}]   played on the CPU: {', '.join(ran)}")
+        print(f"[{section}]   ran on the CPU: {', '.join(ran)}")
         for name, reason in refused.items():
-            print(f"[{section}]   not on the CPU: {name}: {reason[:80]}")
+            print(f"[{section}]   did not run on the CPU: {name}: {reason[:80]}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The matches of attention: 16k tokens at every length, dense and packed, forward and backward."""
+"""The matches of attention: 16,384 tokens at every length, dense and packed, both directions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BF16, FP16 = torch.bfloat16, torch.float16
 
 @dataclass(frozen=True)
 class Scale:
-    """How large the matches are. lengths: the most wanted first."""
+    """The size of the matches; the most important length comes first."""
 
     tokens: int
     lengths: tuple[int, ...]
@@ -27,13 +27,13 @@ class Scale:
     head_dims: tuple[int, ...]
 
 
-# BERT-large's width: 16 heads of 64, or 32 of 32.
+# The width of BERT-large: 16 heads of 64, or 32 heads of 32.
 FULL = Scale(16384, (512, 128, 256, 1024, 2048, 64), 1024, (64, 32))
 TOY = Scale(64, (16, 32), 64, (32,))
 
 
 def dense(scale: Scale, device: str) -> Iterator[Match]:
-    """Self-attention of full batches; then padding, dropout and fp16 at BERT's own lengths."""
+    """Yield self-attention of full batches, then padding, dropout and fp16 at lengths of BERT."""
     for head_dim in scale.head_dims:
         for length in scale.lengths:
             yield from _dense(scale, device, length, head_dim, BF16)
@@ -57,7 +57,7 @@ def _dense(scale, device, length, head_dim, dtype, **options) -> Iterator[Match]
 
 
 def packed(scale: Scale, device: str) -> Iterator[Match]:
-    """Packed batches: equal lengths, to be held against dense ones, and lengths spread evenly."""
+    """Yield packed batches of equal lengths, beside dense attention, and of spread lengths."""
     for head_dim in scale.head_dims:
         heads = scale.hidden // head_dim
         for length in scale.lengths:
@@ -71,7 +71,7 @@ def packed(scale: Scale, device: str) -> Iterator[Match]:
 
 
 def _lengths(tokens: int, longest: int) -> dict[str, tuple[int, ...]]:
-    """Equal lengths and spread ones of about the same sum."""
+    """Return equal lengths and evenly spread lengths with about the same sum."""
     equal = (longest,) * (tokens // longest)
     return {"equal": equal, "spread": half_padded(2 * len(equal), longest)}
 

@@ -1,9 +1,9 @@
-"""Runs one benchmark section: ceilings, matches, one JSON and one plot.
+"""Run one benchmark section: ceilings, matches, a JSON file and a plot.
 
-python -m benchmarks.gpu.bench bench-attention --out out/gpu [--toy] [--minutes 8]
+    python -m benchmarks.gpu.bench bench-attention --out out/gpu [--toy] [--minutes 8]
 
-``--toy`` plays tiny shapes on the CPU, so that every match and peer is tried without a GPU; its
-times mean nothing. Exits 1 when one of ours is wrong or cannot run.
+``--toy`` runs tiny shapes on the CPU, which tries every match and peer without a GPU; its times
+mean nothing. The exit status is 1 if a contender of fastbert is wrong or cannot run.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fastbert.bench.plots import plot_matches
 from fastbert.bench.timing import Stopwatch
 
 Build = Callable[[Any, str], Iterator[Match]]
-# Section → how its matches are built, at full size and as toys, and seconds for one match's turns.
+# Section → builder of its matches, full size, toy size, and seconds for the turns of one match.
 SECTIONS: dict[str, tuple[Build, Any, Any, float]] = {
     "bench-attention": (attention.dense, attention.FULL, attention.TOY, 1.0),
     "bench-varlen": (attention.packed, attention.FULL, attention.TOY, 1.0),
@@ -40,7 +40,7 @@ SECTIONS: dict[str, tuple[Build, Any, Any, float]] = {
     "bench-training": (encoder.training, encoder.FULL, encoder.TOY, 6.0),
     "bench-latency": (encoder.latency, encoder.FULL, encoder.TOY, 1.0),
 }
-# An engine refuses by other errors than these.
+# These errors are mistakes of a call; a refusal raises another error.
 MISTAKES = ("TypeError", "AttributeError", "NameError", "KeyError", "IndexError", "UnboundLocal")
 COPY_BYTES = 4 << 30
 PRODUCT = 8192
@@ -52,9 +52,10 @@ def matches_of(section: str, device: str, *, toy: bool) -> list[Match]:
 
 
 def ceilings(device: str, *, copied: int = COPY_BYTES, size: int = PRODUCT) -> Limits:
-    """This machine's own: a large copy, read plus written, and a large bf16 product, random data.
+    """Measure a large copy, in bytes read and written, and a large bf16 product of random numbers.
 
-    The exponentials are the known chip's: nothing in a library shows their rate alone.
+    The rate of exponentials is that of the known chip, because no library function measures it
+    alone.
     """
     watch = Stopwatch(device)
     source = torch.randn(copied // 4, device=device)
@@ -74,13 +75,14 @@ def ceilings(device: str, *, copied: int = COPY_BYTES, size: int = PRODUCT) -> L
 def run(
     section: str, *, toy: bool, minutes: float, notify: Callable[[str], None] = print
 ) -> dict[str, Any]:
-    """Everything that the section's JSON holds."""
+    """Run a section and return the content of its JSON file."""
     start = time.monotonic()
     device = "cpu" if toy else "cuda"
     if not toy:
-        # A graph is captured on a stream of its own, and a backward pass runs on its forward's.
+        # A graph is not captured on the default stream, and a backward pass uses the stream of its
+        # forward pass.
         torch.cuda.set_stream(torch.cuda.Stream())
-    # A compiled backward pass is timed alone, again and again on one forward pass.
+    # A compiled backward pass is timed alone: it runs many times after one forward pass.
     functorch.donated_buffer = False
     machine = describe()
     for line in machine.lines():
@@ -113,9 +115,9 @@ def run(
 
 
 def faults(played: Sequence[GpuRow]) -> list[str]:
-    """What must not be: ours red, unable or out of time, and a peer that is called wrongly.
+    """Return the faults: contenders of fastbert that were refused, and peers with a wrong call.
 
-    A forced variant may refuse a shape that it is not made for.
+    A forced variant may refuse a shape that it does not support.
     """
 
     def is_fault(row: GpuRow) -> bool:
@@ -138,19 +140,23 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("section", choices=list(SECTIONS))
-    parser.add_argument("--out", type=Path, required=True, help="folder of JSON and plot")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder that receives the JSON and the plot"
+    )
     parser.add_argument("--toy", action="store_true", help="tiny shapes on the CPU")
-    parser.add_argument("--minutes", type=float, default=7.5, help="no match begins after them")
+    parser.add_argument(
+        "--minutes", type=float, default=7.5, help="no match starts after this time"
+    )
     arguments = parser.parse_args()
     if not arguments.toy and not torch.cuda.is_available():
-        parser.error("no CUDA device; --toy plays tiny shapes on the CPU")
+        parser.error("this machine has no CUDA device; --toy runs tiny shapes on the CPU")
     content = run(arguments.section, toy=arguments.toy, minutes=arguments.minutes)
     arguments.out.mkdir(parents=True, exist_ok=True)
     path = arguments.out / f"{arguments.section}.json"
     path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     plot_matches(path.with_suffix(".png"), content["rows"], Machine(**content["machine"]))
     for fault in content["faults"]:
-        print(f"FAULT {fault}")
+        print(f"FAULT: {fault}")
     return 1 if content["faults"] else 0
 
 

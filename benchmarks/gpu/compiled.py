@@ -1,8 +1,9 @@
-"""Compiles every shipped Triton launch ahead of time and prints what the binaries look like.
+"""Compile every shipped Triton launch ahead of time and print the properties of the binaries.
 
-python -m benchmarks.gpu.compiled [--arch 90] [--out out/gpu]
+    python -m benchmarks.gpu.compiled [--arch 90] [--out out/gpu]
 
-Needs no GPU. Exits 1 when a launch spills, leaves its matrix unit unused, or has another fault.
+This needs no GPU. The exit status is 1 if a launch spills registers, does not use the matrix units,
+or has another fault.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from fastbert.bench.machine import describe
 from fastbert.testing import ahead_of_time
 
 HEADING = (
-    f"{'kernel':<28} {'dtype':<9} {'arch':<7} {'registers':>9} {'stack':>6} {'shared':>7}  unit"
+    f"{'kernel':<28} {'dtype':<9} {'arch':<7} {'registers':>9} {'stack B':>7} {'shared B':>8}  unit"
 )
 
 
 def compile_all(
     architectures: Sequence[int], notify: Callable[[str], None] = print
 ) -> list[ahead_of_time.Compiled]:
-    """Every launch, one line each as it is done."""
+    """Compile every launch and print a line for each finished launch."""
     notify(HEADING)
     found = []
     for one in ahead_of_time.compile_launches(architectures, processes=os.cpu_count() or 1):
@@ -37,10 +38,10 @@ def compile_all(
 
 def line(one: ahead_of_time.Compiled) -> str:
     text = (
-        f"{one.name:<28} {one.dtype:<9} sm_{one.arch:<4} {one.registers:>9} {one.stack:>6} "
-        f"{one.shared:>7}  {one.matrix}"
+        f"{one.name:<28} {one.dtype:<9} sm_{one.arch:<4} {one.registers:>9} {one.stack:>7} "
+        f"{one.shared:>8}  {one.matrix}"
     )
-    return f"{text}  FAULT {'; '.join(one.faults)}" if one.faults else text
+    return f"{text}  FAULT: {'; '.join(one.faults)}" if one.faults else text
 
 
 def main() -> int:
@@ -48,8 +49,10 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     known = ahead_of_time.ARCHITECTURES
-    parser.add_argument("--arch", type=int, nargs="+", choices=known, default=list(known))
-    parser.add_argument("--out", type=Path, help="folder for compile.json")
+    parser.add_argument(
+        "--arch", type=int, nargs="+", choices=known, default=list(known), help="90 is sm_90"
+    )
+    parser.add_argument("--out", type=Path, help="folder that receives compile.json")
     arguments = parser.parse_args()
     found = compile_all(arguments.arch)
     faulty = [one for one in found if one.faults]

@@ -1,4 +1,4 @@
-"""Our own contenders: every backend that serves a case, and the kernels' forced variants."""
+"""The contenders of fastbert: each backend that serves a case, and forced variants of kernels."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from fastbert.testing.cases import Case, Inputs
 
 OURS = "fastbert "
 ATTENTION_PATHS = ("short", "general")
-GEMM_ENGINES = ("fused", "library")
+GEMM_PATHS = ("fused", "library")
 
 
 def compiler(device: str, mode: str | None = None) -> Callable[..., Any]:
-    """``torch.compile`` for fixed shapes; without a GPU it only traces, which takes no compiler."""
+    """Return ``torch.compile`` for fixed shapes; without a GPU, it only traces."""
     options: dict[str, Any] = {"dynamic": False}
     options |= {"mode": mode} if device == "cuda" else {"backend": "eager"}
     return functools.partial(torch.compile, **options)
 
 
 def served(case: Case, dtype: torch.dtype, device: str) -> list[str]:
-    """The backends to time; the reference only where no other backend serves."""
+    """Return the backends to time, which include the reference only if no other backend serves."""
     names = operations.served(case, dtype, device)
     return [name for name in names if name != "reference"] or ["reference"]
 
 
 def ours(case: Case, dtype: torch.dtype, device: str) -> list[Contender]:
-    """One contender per backend; the one that ``backend=None`` takes has a star."""
+    """Return a contender per backend; a star marks the choice of ``backend=None``."""
     chosen = operations.chosen_backend(case, dtype, device)
     return [
         Contender(
@@ -51,7 +51,7 @@ def ours(case: Case, dtype: torch.dtype, device: str) -> list[Contender]:
 
 
 def torch_peer(op: str, change: Callable[[Any], Any] | None = None) -> Callable[[Inputs], Prepared]:
-    """Stock PyTorch's version of ``op``, compiled if ``change`` is a compiler."""
+    """Prepare ``op`` in stock PyTorch, compiled if ``change`` is a compiler."""
     function = peers.OPS[op]
     if change is not None:
         function = change(function)
@@ -59,7 +59,7 @@ def torch_peer(op: str, change: Callable[[Any], Any] | None = None) -> Callable[
 
 
 def stock(op: str, device: str) -> list[Contender]:
-    """Eager and compiled PyTorch."""
+    """Return eager and compiled PyTorch as contenders."""
     return [
         Contender("torch eager", torch_peer(op)),
         Contender("torch.compile", torch_peer(op, compiler(device))),
@@ -71,14 +71,14 @@ def runs_triton(device: str) -> bool:
 
 
 def left_out(inputs: Inputs) -> Prepared:
-    """In place of a peer whose compilation at every shape would fill the section."""
+    """Refuse the inputs, in place of a peer whose compilations would take too long."""
     raise ValueError(
-        "left out: compiled at the first head dimension only, to keep the section short"
+        "left out: it is compiled at the first head dimension only, to keep the section short"
     )
 
 
 def dense_twin() -> Contender:
-    """Our dense attention on a packed batch of equal lengths: what packing may cost at most."""
+    """Return dense attention on a packed batch of equal lengths, to show the cost of packing."""
     return Contender(f"{OURS}layout=dense", _dense_twin, ours=True)
 
 
@@ -86,7 +86,7 @@ def _dense_twin(inputs: Inputs) -> Prepared:
     batch, length = len(inputs.positional["cu_seqlens_q"]) - 1, inputs.positional["max_seqlen_q"]
     names = ("q", "k", "v")
     dense = {
-        # (B, H, L, D), views of the packed rows
+        # (B, H, L, D): views of the packed rows
         name: inputs.positional[name].unflatten(0, (batch, length)).transpose(1, 2)
         for name in names
     }
@@ -95,7 +95,7 @@ def _dense_twin(inputs: Inputs) -> Prepared:
 
 
 def attention_variants(device: str) -> list[Contender]:
-    """Both paths of the Triton kernels, so that a run can settle which serves which length."""
+    """Return both paths of the Triton kernels, to find the faster path at each length."""
     if not runs_triton(device):
         return []
     return [
@@ -105,7 +105,7 @@ def attention_variants(device: str) -> list[Contender]:
 
 
 def _attention_path(path: str, inputs: Inputs) -> Prepared:
-    """One path of the kernels' launchers, without the operator around them."""
+    """Prepare one path of the launchers of the kernels, without the operator."""
     kernels = importlib.import_module("fastbert.kernels.attention")
     ready = leaves(inputs)
     q, k, v = (x.detach() for x in list(ready.positional.values())[:3])
@@ -132,35 +132,35 @@ def _attention_path(path: str, inputs: Inputs) -> Prepared:
 
 
 def gemm_variants(op: str, direction: str, device: str) -> list[Contender]:
-    """The fused product and the library's with a pass after it, where launchers let one choose."""
+    """Return the fused product, and the product of the library with a second pass, if possible."""
     prepare = {
-        ("linear_gelu", FORWARD): _linear_gelu_engine,
-        ("feed_forward", BACKWARD): _feed_forward_engine,
+        ("linear_gelu", FORWARD): _linear_gelu_path,
+        ("feed_forward", BACKWARD): _feed_forward_path,
     }.get((op, direction))
     if prepare is None or not runs_triton(device):
         return []
     return [
-        Contender(f"{OURS}engine={engine}", functools.partial(prepare, engine), ours=True)
-        for engine in GEMM_ENGINES
+        Contender(f"{OURS}path={path}", functools.partial(prepare, path), ours=True)
+        for path in GEMM_PATHS
     ]
 
 
-def _linear_gelu_engine(engine: str, inputs: Inputs) -> Prepared:
+def _linear_gelu_path(path: str, inputs: Inputs) -> Prepared:
     kernels = importlib.import_module("fastbert.kernels.feed_forward")
     x, weight, bias = (t.detach() for t in inputs.positional.values())
-    options = {"approximate": "none", "save": False, "engine": engine}
+    options = {"activation": "gelu", "save": False, "path": path}
     return Prepared(lambda: kernels.linear_gelu_forward(x, weight, bias, **options)[0], [])
 
 
-def _feed_forward_engine(engine: str, inputs: Inputs) -> Prepared:
-    """The backward pass of a whole layer; its other products are the library's either way."""
+def _feed_forward_path(path: str, inputs: Inputs) -> Prepared:
+    """Prepare the backward pass of a whole layer, whose other products the library computes."""
     kernels = importlib.import_module("fastbert.kernels.feed_forward_backward")
     sum_rows = importlib.import_module("fastbert.kernels.reduction").sum_rows
     x, w1, b1, w2, b2 = (t.detach() for t in inputs.positional.values())
     h = F.linear(x, w1, b1)
 
     def backward(dy: Tensor) -> Any:
-        dh, db1, a = kernels.feed_forward_backward(dy, w2, h, approximate="none", engine=engine)
+        dh, db1, a = kernels.feed_forward_backward(dy, w2, h, activation="gelu", path=path)
         return dh @ w1, dh.t() @ x, db1, dy.t() @ a, sum_rows(dy, b2.dtype)
 
     return Prepared(lambda: F.linear(F.gelu(h), w2, b2), [], backward=backward)

@@ -1,8 +1,8 @@
-"""One shape, many engines: who runs is checked first, then timed side by side, and nobody dropped.
+"""One shape for all engines: each contender is checked first, then all take turns.
 
 A ``Match`` is one case in one dtype and direction with its contenders. ``play`` prepares them on
-rotated inputs, compares what they compute with the float64 reference, and times those that are
-right in turns. Who cannot run, or is one of ours and wrong, stays in the table with the reason.
+rotated inputs, compares their results with the float64 reference, and times them in turns. A
+contender that cannot run, or a wrong contender of fastbert, stays in the table with the reason.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fastbert.bench.timing import Stopwatch, alternate, captured, peak_memory
 from fastbert.testing.cases import Inputs
 from fastbert.testing.compare import Comparison
 
-# Calls whose mean is the time with the host's part.
+# Plain calls whose mean is ``host_seconds``.
 HOST_CALLS = 10
 
 
@@ -34,10 +34,16 @@ HOST_CALLS = 10
 class GpuRow(ContestRow):
     """One contender of one match.
 
-    ``host_seconds``: plain calls one after another, Python and launches included; ``seconds`` is of
-    a CUDA graph's replays where ``graphed``. ``of_floor``: the fewest seconds that the limits allow
-    over these. ``ratio`` is against the fastest peer that computes the same function.
-    ``error_ratio``: largest error over the reference's in the same dtype.
+    Attributes:
+        same_function: Whether the contender computes the function of the match.
+        graphed: Whether ``seconds`` is for the replay of a CUDA graph.
+        host_seconds: Mean of plain calls one after another, with Python and launches.
+        of_floor: Shortest time that the limits allow, over ``seconds``.
+        bound_by: The limit that determines the shortest time.
+        goal, of_goal: The rate to reach, and the reached fraction.
+        error_ratio: Largest error over that of the reference in the same dtype.
+
+    ``ratio`` refers to the fastest peer that computes the same function.
     """
 
     same_function: bool = True
@@ -52,7 +58,7 @@ class GpuRow(ContestRow):
 
 
 class Deadline:
-    """The end of a section: what would begin later is listed as left out."""
+    """The end of a section; a match that would start later is listed as left out."""
 
     def __init__(self, seconds: float) -> None:
         self.end = time.monotonic() + seconds
@@ -63,7 +69,7 @@ class Deadline:
 
 @dataclass
 class Setting:
-    """What all matches of a section share."""
+    """The common settings of the matches of a section."""
 
     section: str
     device: str
@@ -71,11 +77,11 @@ class Setting:
     limits: Limits | None = None
     ceilings: Limits | None = None
     deadline: Deadline = field(default_factory=lambda: Deadline(float("inf")))
-    # The inputs of the last case: its backward pass comes after its forward pass.
+    # The inputs of the last case, which its backward pass uses after its forward pass.
     drawn: dict[tuple[Any, ...], Sequence[Inputs]] = field(default_factory=dict)
 
     def inputs(self, match: Match) -> Sequence[Inputs]:
-        """Sets of inputs that together overflow the caches."""
+        """Return sets of inputs that together overflow the caches."""
         if match.case is None:
             return match.batches
         case = match.case
@@ -87,13 +93,13 @@ class Setting:
 
 
 def play(match: Match, setting: Setting) -> list[GpuRow]:
-    """Checks, times and reports every contender of ``match``."""
+    """Check and time every contender of ``match``, and return their rows."""
     rows = {c.name: new_row(match, c, setting) for c in match.contenders}
     if setting.deadline.passed():
         for row in rows.values():
             row.refused = "left out: the section's time was up"
         return list(rows.values())
-    torch._dynamo.reset()  # or the shapes of earlier matches count as recompilations
+    torch._dynamo.reset()  # Otherwise, earlier shapes would count towards the recompilation limit.
     sets = setting.inputs(match)
     judge = Judge(match, sets[0])
     calls: dict[str, Callable[[int], object]] = {}
@@ -139,7 +145,7 @@ def new_row(match: Match, contender: Contender, setting: Setting) -> GpuRow:
 
 
 def reason_of(error: BaseException) -> str:
-    """Why an engine did not run, in one line."""
+    """Return in one line the reason why an engine did not run."""
     if isinstance(error, torch.OutOfMemoryError):
         torch.cuda.empty_cache()
         return "out of memory"
@@ -153,9 +159,9 @@ def reason_of(error: BaseException) -> str:
 def _ready(
     match: Match, contender: Contender, sets: Sequence[Inputs], judge: Judge
 ) -> tuple[Callable[[int], object], list[Comparison]]:
-    """The contender's call on rotated inputs, and how right it is on the first of them."""
+    """Return the call of the contender on rotated inputs, and its comparisons on the first set."""
     if match.direction != BACKWARD:
-        # Without leaves: some engines refuse them where they have no backward pass.
+        # Engines without a backward pass refuse inputs that need gradients.
         sets = [dataclasses.replace(inputs, gradients=()) for inputs in sets]
     prepared = [contender.prepare(inputs) for inputs in sets]
     if match.direction != BACKWARD:
@@ -183,7 +189,7 @@ def _without_gradients(call: Callable[[int], Tensor]) -> Callable[[int], Tensor]
 
 
 def _backward(prepared: Prepared, judge: Judge) -> Callable[[], Sequence[Tensor]]:
-    """The backward pass alone: its forward pass has run, and stays for the next call."""
+    """Return the backward pass alone; its forward pass runs once, before all calls."""
     out = prepared.run()
     gradient = _output_gradient(prepared, out.detach(), judge)
     if prepared.backward is not None:
@@ -193,7 +199,7 @@ def _backward(prepared: Prepared, judge: Judge) -> Callable[[], Sequence[Tensor]
 
 
 def _output_gradient(prepared: Prepared, out: Tensor, judge: Judge) -> Tensor:
-    """The judge's gradient in the engine's own layout and strides: ``restore`` backwards."""
+    """Return the gradient of the judge in the layout and strides of the engine's output."""
     base = torch.zeros_like(out, requires_grad=True)
     restored = prepared.restore(base)
     given = judge.gradient(restored.shape, restored)
@@ -207,7 +213,7 @@ def _time(
     sets: int,
     setting: Setting,
 ) -> None:
-    """Fills in the times: of graph replays of ``sets`` calls on a GPU, else of plain calls."""
+    """Set the times of plain calls, or of replays of ``sets`` calls in a CUDA graph on a GPU."""
     watch = Stopwatch(setting.device)
     timed: dict[str, Callable[[int], object]] = {}
     per_call: dict[str, int] = {}
@@ -221,7 +227,7 @@ def _time(
             timed[name], per_call[name] = captured(call, sets), sets
             rows[name].graphed = True
         except Exception as error:
-            # It runs but cannot be captured: its own launches are then part of its time.
+            # The call runs but cannot be captured, so its time includes its launches.
             rows[name].note = f"not captured in a graph: {reason_of(error)}"
             torch.cuda.synchronize()
     if not timed:
@@ -231,7 +237,7 @@ def _time(
 
 
 def _measure_memory(match: Match, sets: Sequence[Inputs], rows: Mapping[str, GpuRow]) -> None:
-    """The peak of forward and backward together, for those that were timed."""
+    """Measure the peak memory of forward and backward together for the timed contenders."""
     for contender in match.contenders:
         row = rows[contender.name]
         if row.seconds is None:
@@ -250,7 +256,7 @@ def _measure_memory(match: Match, sets: Sequence[Inputs], rows: Mapping[str, Gpu
 
 
 def finish(match: Match, rows: Sequence[GpuRow], setting: Setting) -> None:
-    """Rates, fractions of the limits and the goal, and the ratio to the best peer."""
+    """Set the rates, the fractions of the limits and the goal, and the ratio to the best peer."""
     best_peer = fastest(r for r in rows if not r.ours and r.same_function)
     for row in rows:
         if row.seconds is None:
@@ -275,7 +281,7 @@ def finish(match: Match, rows: Sequence[GpuRow], setting: Setting) -> None:
 def play_all(
     matches: Sequence[Match], setting: Setting, notify: Callable[[str], None]
 ) -> list[GpuRow]:
-    """Every match in its order, the most wanted first; each is reported as it ends."""
+    """Play the matches in their order, the most important first, and report each result."""
     rows: list[GpuRow] = []
     for match in matches:
         played = play(match, setting)
@@ -285,7 +291,7 @@ def play_all(
 
 
 def line(match: Match, rows: Sequence[GpuRow]) -> str:
-    """One line: the best of ours beside the best of theirs."""
+    """Return a line with the fastest contender of fastbert and the fastest peer."""
     ours = fastest(row for row in rows if row.ours and not is_variant(row.contender))
     theirs = fastest(row for row in rows if not row.ours and row.same_function)
     text = f"{match.series:<34} {match.label:<26} {match.direction:<8}"
@@ -299,11 +305,11 @@ def line(match: Match, rows: Sequence[GpuRow]) -> str:
 
 
 def is_variant(contender: str) -> bool:
-    """Whether this is a forced choice (``path=short``) and not what a caller gets."""
+    """Whether the contender is a forced choice, as ``path=short``, and not the default."""
     return "=" in contender
 
 
 def _figure(row: GpuRow | None) -> str:
     if row is None or row.rate is None or row.seconds is None:
-        return "nobody"
+        return "not timed"
     return f"{row.contender}: {row.seconds * 1e6:,.1f} µs, {row.rate:,.4g} {row.unit}"

@@ -1,7 +1,7 @@
 """The matches of the whole model: inference, a pre-training step, and the latency of one sequence.
 
-The parity of the encoder is judged once per model and dtype on two layers (``encoder.gate``):
-an engine that fails it is refused. Tokens and sequences count real tokens only.
+The parity of the encoder is checked once per model and dtype on two layers (``encoder.gate``). An
+engine that fails is refused. Rates count real tokens only.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ THEIRS = encoder.STOCK
 
 @dataclass(frozen=True)
 class Scale:
-    """Models by name; tokens of a padded batch; its lengths; the batch of a training step."""
+    """Models by name, tokens of a padded batch, its lengths, and sequences of a training step."""
 
     models: dict[str, BertConfig]
     tokens: int
@@ -48,7 +48,7 @@ TOY = Scale({"BERT-base": SMALL}, 64, (16,), 2)
 
 
 def inference(scale: Scale, device: str) -> Iterator[Match]:
-    """Full and half padded batches of every model, padded ids to padded hidden states."""
+    """Yield full and half padded batches of every model, from padded ids to padded states."""
     for dtype in (BF16, FP16):
         for name, config in scale.models.items():
             for length in scale.lengths:
@@ -61,7 +61,7 @@ def inference(scale: Scale, device: str) -> Iterator[Match]:
                     goal = None
                     if kind == "full" and dtype == BF16:
                         goal = GOALS.get(f"{name} s{length}")
-                    # Each compilation takes half a minute: where the graph differs, not for dtypes.
+                    # A compilation takes half a minute, so few matches have a compiled peer.
                     compiled = kind == "full" and dtype == BF16
                     yield _inference(shape, dtype, device, goal, compiled=compiled)
     name = "BERT-base 16×512, 60 % real"
@@ -102,19 +102,19 @@ def _match(direction, shape, dtype, contenders, unit, amount, goal=None, ratio=N
         goal=goal,
         ratio_goal=ratio,
         batches=[Inputs({"seed": seed}) for seed in range(ROTATED_BATCHES)],
-        # What a caller gets: the host's part and its synchronisations included.
+        # A caller waits for plain calls, with the work and the synchronizations of the host.
         graphs=False,
     )
 
 
 def own_engines(device: str) -> list[str]:
-    """fastbert by itself and in each backend that differs; the reference is no contender."""
+    """Return fastbert's own choice and each backend that differs, without the reference."""
     names = list(encoder.requests(device))
     return [name for name in names if name != f"{OURS}reference"] or names
 
 
 def transformers_paths() -> tuple[str, ...]:
-    """Its attentions on this machine; none where transformers is not installed."""
+    """Return the attention implementations of transformers on this machine, if installed."""
     if not stock_models.installed():
         return ()
     flash = ("flash_attention_2",) if importlib.util.find_spec("flash_attn") else ()
@@ -137,7 +137,7 @@ def _forward(
     inputs: Inputs,
     change: Callable[[nn.Module], Callable] | None = None,
 ) -> Prepared:
-    """A forward pass of ``engine`` on one batch; ``inputs`` says which."""
+    """Prepare a forward pass of ``engine`` on the batch whose seed is in ``inputs``."""
     if reason := encoder.refusals(shape.config, dtype, device).get(engine):
         raise ValueError(reason)
     model = model_of(engine, shape.config, dtype, device)
@@ -148,7 +148,7 @@ def _forward(
 
 @functools.lru_cache(maxsize=8)
 def model_of(engine: str, config: BertConfig, dtype: torch.dtype, device: str) -> nn.Module:
-    """The encoder of ``engine``, the same weights in each."""
+    """Return the encoder of ``engine``; all engines have the same weights."""
     weights = weights_of(config)
     if engine.startswith(THEIRS):
         return stock_models.encoder(config, weights, engine.removeprefix(THEIRS), dtype, device)
@@ -160,9 +160,10 @@ def model_of(engine: str, config: BertConfig, dtype: torch.dtype, device: str) -
 
 
 def training(scale: Scale, device: str) -> Iterator[Match]:
-    """Forward, backward and AdamW of a pre-training step with dropout, bf16 autocast, fp32 weights.
+    """Yield pre-training steps with dropout and AdamW, in bf16 autocast with fp32 weights.
 
-    Half padded to 512, so the mean real length is MLPerf's 254; 15 % of the tokens have labels.
+    A batch that is half padded to 512 has about the mean length of MLPerf, 254 tokens. 15 % of the
+    tokens have labels.
     """
     longest = max(scale.lengths)
     for name in ("BERT-large", "BERT-base", "MiniLM"):
@@ -189,7 +190,7 @@ def training(scale: Scale, device: str) -> Iterator[Match]:
 
 
 def _step(engine: str, shape: EncoderShape, device: str, inputs: Inputs) -> Prepared:
-    """One training step on one batch; ``inputs`` says which."""
+    """Prepare a training step on the batch whose seed is in ``inputs``."""
     return Prepared(training_step(engine, shape, inputs.positional["seed"], device), [])
 
 
@@ -197,7 +198,7 @@ def _step(engine: str, shape: EncoderShape, device: str, inputs: Inputs) -> Prep
 
 
 def latency(scale: Scale, device: str) -> Iterator[Match]:
-    """One sequence: with CUDA graphs where an engine has its own, and as plain calls."""
+    """Yield single sequences, as plain calls and with the CUDA graphs of an engine."""
     for name, config in scale.models.items():
         for length in scale.lengths:
             for dtype in (FP16, BF16):
@@ -212,7 +213,7 @@ def _latency(shape, dtype, device, goal) -> Match:
         prepare = functools.partial(_forward, engine, shape, dtype, device)
         contenders.append(Contender(engine, prepare, ours=True))
     if device == "cuda":
-        # The public wrapper, its copies of the inputs and its choice of a bucket included.
+        # The public wrapper also copies the inputs and chooses a bucket.
         prepare = functools.partial(_graphed, shape, dtype, device)
         contenders.append(Contender(f"{OURS}graphed", prepare, ours=True))
     for path in transformers_paths():
@@ -226,7 +227,7 @@ def _latency(shape, dtype, device, goal) -> Match:
 
 
 def _graphed(shape: EncoderShape, dtype: torch.dtype, device: str, inputs: Inputs) -> Prepared:
-    """``fastbert.graphed`` of the model, which replays its own graph at every call."""
+    """Prepare ``fastbert.graphed`` of the model, which replays its own graph in every call."""
     model = _wrapped(shape.config, dtype, device)
     batch = encoder.random_batch(shape, inputs.positional["seed"], device)
     return Prepared(lambda: model(**batch).last_hidden_state, [])

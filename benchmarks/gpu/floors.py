@@ -1,9 +1,9 @@
-"""The two numbers before any measurement: what each shape must do, and the seconds it cannot beat.
+"""The work of each shape and its floor, the shortest possible time, before any measurement.
 
-python -m benchmarks.gpu.floors     # a Markdown table, on any machine
+    python -m benchmarks.gpu.floors     # a Markdown table, on any machine
 
-FLOPs over the best product, bytes over the best copy, exponentials over their units' rate, on an
-H200 (``fastbert.bench.limits``); the largest is the floor.
+The floor is the largest of three times on an H200 (``fastbert.bench.limits``): FLOPs over the best
+product, bytes over the best copy, and exponentials over the rate of their units.
 """
 
 from __future__ import annotations
@@ -17,11 +17,20 @@ from benchmarks.gpu.bench import SECTIONS, matches_of
 from benchmarks.gpu.match import Match
 from fastbert.bench.limits import H200
 
-HEADINGS = ("what", "shape", "GFLOP", "MB", "floor µs", "bound by", "rate at the floor", "goal")
+HEADINGS = (
+    "operation",
+    "shape",
+    "GFLOP",
+    "MB",
+    "floor µs",
+    "bound by",
+    "rate at the floor",
+    "goal",
+)
 
 
 def lines(sections: list[str]) -> Iterator[str]:
-    """The table's lines, bf16 only: a floor does not know fp16 from bf16."""
+    """Yield the lines of the table for bf16; the floors of fp16 are the same."""
     yield "| " + " | ".join(HEADINGS) + " |"
     yield "|" + "---|" * len(HEADINGS)
     for section in sections:

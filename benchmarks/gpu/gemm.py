@@ -1,4 +1,4 @@
-"""The matches of the operations around a matrix product: feed_forward, linear_gelu and the loss."""
+"""The matches of operations with a matrix product: feed_forward, linear_gelu and the loss."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BF16, FP16 = torch.bfloat16, torch.float16
 
 @dataclass(frozen=True)
 class Scale:
-    """Tokens of a pass; hidden and inner width of the models; vocabulary; tokens of a loss."""
+    """Tokens of a pass, hidden and inner widths of models, vocabulary, and tokens of a loss."""
 
     tokens: tuple[int, ...]
     widths: tuple[tuple[int, int], ...]
@@ -63,7 +63,7 @@ def _product(op, tokens, hidden, inner, dtype, direction, device) -> Match:
 
 
 def other_functions() -> list[Contender]:
-    """What a library's epilogue offers: the tanh GELU, and the product without any."""
+    """Return the product alone, and the product with the tanh GELU of the library's epilogue."""
     return [
         Contender("product alone", _product_alone, same_function=False),
         Contender("tanh epilogue", _tanh_epilogue, same_function=False),
@@ -92,12 +92,12 @@ def _loss(scale: Scale, hidden: int, direction: str, device: str) -> Match:
 
 
 def gathered_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor, labels: Tensor) -> Tensor:
-    """The logits of the labelled rows only; ``labels`` have no ignored ones left."""
+    """Compute the loss from the rows that have a label; ``labels`` has no ignored label."""
     return F.cross_entropy(F.linear(hidden, weight, bias), labels)
 
 
 def _gathered(change, inputs: Inputs) -> Prepared:
-    """As a careful model does it: rows by label first. The count of labels is known beforehand."""
+    """Prepare the loss of the rows with a label, whose indices are computed before the timing."""
     rows = (inputs.positional["labels"] >= 0).nonzero().squeeze(1)
     function = change(gathered_cross_entropy) if change else gathered_cross_entropy
 

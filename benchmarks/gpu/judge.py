@@ -1,4 +1,4 @@
-"""Inputs for an engine, and whether what it computes from them is right."""
+"""The inputs of an engine, and the comparison of its results with the reference."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from fastbert.bench.timing import input_sets
 from fastbert.testing.cases import Case, Inputs
 from fastbert.testing.compare import Comparison, compare
 
-# Elements of a tensor that the comparison looks at: enough for the rule's two figures.
+# Elements of a tensor that are compared; they suffice for the largest and the RMS error.
 COMPARED = 1 << 18
 MOST_SETS = 8
 
 
 def rotated(case: Case, dtype: torch.dtype, device: str) -> list[Inputs]:
-    """Sets of inputs that together overflow the caches; strides as the case makes them."""
+    """Return sets of inputs that together overflow the caches, with the strides of the case."""
     first = case.inputs(dtype, device)
     size = sum(v.nbytes for _, v in first.items() if isinstance(v, Tensor))
     count = input_sets(size, at_most=MOST_SETS)
@@ -30,9 +30,10 @@ def rotated(case: Case, dtype: torch.dtype, device: str) -> list[Inputs]:
 
 
 def other_values(inputs: Inputs, shift: int) -> Inputs:
-    """The same statistics in other memory: floating tensors rolled, slices of one buffer kept so.
+    """Return inputs with rolled floating tensors in other memory, which keep their statistics.
 
-    Drawing them again would take most of a section's time.
+    Slices of one buffer remain slices of one buffer. New random numbers would take most of the time
+    of a section.
     """
     buffers: dict[int, Tensor] = {}
 
@@ -50,9 +51,9 @@ def other_values(inputs: Inputs, shift: int) -> Inputs:
 
 
 class Judge:
-    """Compares outputs, or gradients, with the float64 reference on the first set of inputs.
+    """Compares outputs or gradients with the float64 reference on the first set of inputs.
 
-    With dropout only fastbert draws the reference's mask: nobody else is compared.
+    With dropout, only fastbert is compared, because only fastbert draws the mask of the reference.
     """
 
     def __init__(self, match: Match, inputs: Inputs) -> None:
@@ -61,13 +62,13 @@ class Judge:
         self._expected: tuple[list[Tensor], list[Tensor]] | None = None
 
     def gradient(self, shape: torch.Size, like: Tensor) -> Tensor:
-        """The gradient of the output, rounded to bf16, whose values every dtype holds."""
+        """Return a gradient of the output, rounded to bf16, so that every dtype has its values."""
         if self.dout is None:
             self.dout = torch.randn(shape, device=like.device).bfloat16()
         return self.dout.to(like.dtype)
 
     def expected(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Oracle and yardstick: the output, or the gradients, of the reference."""
+        """Return the oracle and the yardstick: outputs or gradients of the reference."""
         if self._expected is None:
             exact = self.inputs.map(
                 lambda _, v: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v
@@ -88,7 +89,7 @@ class Judge:
         return [sample(gradient) for gradient in gradients]
 
     def compare(self, contender: Contender, results: Sequence[Tensor]) -> list[Comparison]:
-        """One comparison per tensor; none where there is nothing to compare with."""
+        """Return a comparison per tensor, or nothing if there is no reference."""
         if self.match.case is None or not contender.same_function:
             return []
         if self.match.case.options.get("dropout_p") and not contender.ours:
@@ -102,13 +103,13 @@ class Judge:
         ]
 
     def forget(self) -> None:
-        """Frees the oracle's memory before anything is timed."""
+        """Free the memory of the oracle before the timing."""
         self._expected = self.dout = None
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
 
 def sample(x: Tensor) -> Tensor:
-    """Evenly spread elements of x, so that a comparison of large tensors stays quick."""
+    """Return evenly spread elements of ``x``, so that large tensors are compared quickly."""
     flat = x.detach().reshape(-1)
     return flat[:: max(1, -(-flat.numel() // COMPARED) | 1)].clone()

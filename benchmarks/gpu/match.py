@@ -1,4 +1,4 @@
-"""One shape in one dtype and direction, and the engines that are timed at it."""
+"""A match: one shape in one dtype and direction, with the engines that are timed."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ TRAINING = "training"
 
 @dataclass(frozen=True)
 class Contender:
-    """An engine: how it is prepared, whether it is ours, and whether it computes the same function.
+    """An engine: its preparation, whether it is fastbert's, and whether it computes the function.
 
-    What computes another function (a tanh GELU, a product without its GELU) is shown and never
-    counted as the best peer.
+    A contender with another function, as a product without its GELU, is shown but never counts as
+    the best peer.
     """
 
     name: str
@@ -30,13 +30,17 @@ class Contender:
 
 @dataclass(frozen=True)
 class Match:
-    """One shape in one dtype and direction. ``series`` and ``label`` place it in the plot.
+    """One shape in one dtype and direction.
 
-    case: where the inputs come from, and the reference that judges; None leaves both to
-    ``batches``, inputs that stand for a batch by its seed, and the judging to ``prepare``. amount:
-    what one call does in ``unit``, so that the rate is amount / seconds. ratio_goal: the best
-    peer's time over ours to reach. graphs: time a CUDA graph's replays, the host's part apart.
-    memory: also measure the peak of one forward and backward pass.
+    Attributes:
+        series, label: The place of the match in the plot.
+        amount: Work of one call; the rate is amount / seconds, in ``unit``.
+        case: Source of the inputs and of the reference. Without a case, ``prepare`` of a contender
+            checks the result.
+        batches: Inputs without a case: each has the seed of a batch.
+        ratio_goal: Goal of the best peer's time over the time of fastbert.
+        graphs: Whether replays of a CUDA graph are timed.
+        memory: Whether the peak memory of a forward and backward pass is measured, too.
     """
 
     series: str

@@ -19,21 +19,22 @@ BF16, FP16 = torch.bfloat16, torch.float16
 
 @dataclass(frozen=True)
 class Scale:
-    """Rows of a pass, columns of the models, the vocabulary of the embedding."""
+    """Rows of a pass, columns of the models, and the vocabulary of the embedding."""
 
     rows: tuple[int, ...]
     columns: tuple[int, ...]
     vocabulary: int
 
 
-# BERT-large, -base and MiniLM; a training batch, then one whose tensors fit in the L2.
+# Columns of BERT-large, BERT-base and MiniLM. The rows are a training batch, then smaller batches
+# whose tensors fit in the L2 cache.
 FULL = Scale((65536, 16384, 2048), (1024, 768, 384), 30522)
 TOY = Scale((48,), (64,), 97)
 
 
 def matches(scale: Scale, device: str) -> Iterator[Match]:
     large = (scale.rows[0], scale.columns[0])
-    # Dropout makes the residual's gradient a tensor of its own: a fourth stream.
+    # With dropout, the gradient of the residual is another tensor: a fourth stream.
     for options in ({}, {"dropout_p": 0.1}, {"residual": False, "x_bias": False}):
         yield from _norm("layer_norm", large, options, BF16, device, wanted=True)
     yield from _norm("layer_norm", large, {"dropout_p": 0.1}, FP16, device, wanted=True)
@@ -51,7 +52,7 @@ def matches(scale: Scale, device: str) -> Iterator[Match]:
 
 
 def has(op: str) -> bool:
-    """Whether this build has the operation, its cases and a peer to hold it against."""
+    """Whether this build has the operation, its cases and a peer."""
     return op in OPS and hasattr(ops, op) and op in peers.OPS
 
 

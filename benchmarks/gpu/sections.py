@@ -1,4 +1,4 @@
-"""What ``make gpu`` runs: sections, each a few commands that together end within nine minutes."""
+"""The sections of ``make gpu``; the commands of a section together end within nine minutes."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from benchmarks.gpu.bench import SECTIONS as BENCHES
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 540
-# What a log's end may add to the summary.
+# Characters at the end of a log that the summary keeps.
 TAIL = 3000
 TEST_GROUPS = {
     "test-kernels": ("tests/kernels",),
     "test-ops": ("tests/ops", "tests/csrc", "tests/testing"),
 }
-# Compiled by the section compile, on all cores; breaking kernels on purpose proves no machine.
+# The section compile compiles the launches on all cores. Faults in kernels need no GPU.
 NOT_ON_A_GPU = ("tests/kernels/test_aot.py", "tests/mutation")
 BUILT = (
     "import sys; from fastbert.ops import backend; "
@@ -34,7 +34,10 @@ BUILT = (
 
 @dataclass(frozen=True)
 class Section:
-    """commands: one after another until one fails. stdout: file that takes the last one's."""
+    """Commands that run one after another until one fails.
+
+    ``stdout`` is the file that receives the output of the last command.
+    """
 
     name: str
     about: str
@@ -43,7 +46,7 @@ class Section:
 
 
 def sections(folder: Path) -> dict[str, Section]:
-    """Every section by name, in the order in which they run."""
+    """Return every section by name, in the order of the run."""
     python = sys.executable
     fastbert = (python, "-m", "fastbert")
     found = [
@@ -63,7 +66,7 @@ def sections(folder: Path) -> dict[str, Section]:
         ),
     ]
     for name, paths in {**TEST_GROUPS, "test-modules": other_tests()}.items():
-        found.append(Section(name, "the tests, on CUDA where they take a device", (pytest(paths),)))
+        found.append(Section(name, "the tests, on CUDA if they take a device", (pytest(paths),)))
     found.append(
         Section(
             "check",
@@ -74,12 +77,12 @@ def sections(folder: Path) -> dict[str, Section]:
     )
     for name in BENCHES:
         command = (python, "-m", "benchmarks.gpu.bench", name, "--out", str(folder))
-        found.append(Section(name, "figures beside the peers", (command,)))
+        found.append(Section(name, "times of fastbert and its peers", (command,)))
     return {section.name: section for section in found}
 
 
 def other_tests() -> tuple[str, ...]:
-    """What no other group has, so that a new folder of tests cannot be forgotten."""
+    """Return the tests of no other group, so that a new folder of tests is not forgotten."""
     taken = {path for paths in TEST_GROUPS.values() for path in paths} | set(NOT_ON_A_GPU)
     entries = sorted((ROOT / "tests").iterdir())
     tests = [e for e in entries if (e.is_dir() and list(e.rglob("test_*.py"))) or is_test(e)]
@@ -91,7 +94,10 @@ def is_test(path: Path) -> bool:
 
 
 def pytest(paths: tuple[str, ...]) -> tuple[str, ...]:
-    """On several processes where pytest-xdist is there: the tests compile more than they run."""
+    """Return the command for pytest, with several processes if pytest-xdist is installed.
+
+    The tests compile for longer than they run.
+    """
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *paths]
     command += [f"--ignore={path}" for path in NOT_ON_A_GPU]
     if importlib.util.find_spec("xdist") is not None:
@@ -100,11 +106,11 @@ def pytest(paths: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def run(section: Section, folder: Path, notify: Callable[[str], None] = print) -> dict[str, object]:
-    """Runs one section from the repository root; everything it prints goes to ``<section>.log``.
+    """Run one section in the root of the repository, with its output in ``<section>.log``.
 
-    A section that is still running at the limit is ended and counts as failed.
+    A section that exceeds the time limit is ended and counts as failed.
     """
-    # The extension must contain the CUDA kernels here, or the build has to fail.
+    # With this variable, a build without the CUDA kernels fails.
     environment = {**os.environ, "FASTBERT_CUDA": "1", "PYTHONUNBUFFERED": "1"}
     environment["PYTHONPATH"] = os.pathsep.join(
         [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -135,7 +141,7 @@ def run(section: Section, folder: Path, notify: Callable[[str], None] = print) -
     if status:
         notify(tail)
     if status == 0 and (folder / f"{section.name}.json").exists():
-        log_path.unlink()  # its figures are in the JSON; few files are easily fetched
+        log_path.unlink()  # The figures are in the JSON file.
     return {
         "section": section.name,
         "status": status,
@@ -146,7 +152,10 @@ def run(section: Section, folder: Path, notify: Callable[[str], None] = print) -
 
 
 def _run(command, environment, target, log, seconds: float) -> int:
-    """The exit status; 124 when the time ran out. Ends the whole group of processes then."""
+    """Run a command and return its exit status, or 124 after the time limit.
+
+    The whole group of processes is ended.
+    """
     process = subprocess.Popen(
         command,
         cwd=ROOT,
@@ -159,7 +168,7 @@ def _run(command, environment, target, log, seconds: float) -> int:
     try:
         return process.wait(timeout=max(1.0, seconds))
     except subprocess.TimeoutExpired:
-        log.write(f"\nended after {LIMIT_S} s, the limit of a section\n")
+        log.write(f"\nended after {LIMIT_S} s, the time limit of a section\n")
         return 124
     finally:
         if process.poll() is None:

@@ -1,4 +1,4 @@
-"""What a run leaves behind: summary.json, and a table that is printed last."""
+"""The summary of a run: ``summary.json``, and a table that is printed last."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Matches = Mapping[tuple[str, str], Sequence[Mapping[str, Any]]]
 
 
 def write(folder: Path, results: Sequence[Mapping[str, object]]) -> None:
-    """Adds these sections to the folder's summary; those of earlier runs into it stay."""
+    """Add these sections to the summary of the folder, which keeps those of earlier runs."""
     path = folder / NAME
     known: dict[str, Any] = {}
     if path.exists():
@@ -31,7 +31,7 @@ def write(folder: Path, results: Sequence[Mapping[str, object]]) -> None:
 
 
 def lines_of(folder: Path, section: str) -> Iterator[str]:
-    """One line per shape of a benchmark section: ours, theirs, the ratio, the goal."""
+    """Yield a line per shape of a benchmark section: fastbert, the best peer, ratio and goal."""
     path = folder / f"{section}.json"
     if not section.startswith("bench-") or not path.exists():
         return
@@ -54,7 +54,7 @@ def _line(series: str, label: str, rows: Sequence[Mapping[str, Any]]) -> str:
     theirs = best(r for r in rows if not r["ours"] and r["same_function"])
     text = f"{series[:30]:<30} {label[:28]:<28}"
     if ours is None:
-        return f"{text} none of ours was timed"
+        return f"{text} no contender of fastbert was timed"
     text += f" {ours['seconds'] * 1e6:>9.1f} µs {ours['rate']:>10,.4g} {ours['unit']:<11}"
     if theirs is not None:
         ratio = theirs["seconds"] / ours["seconds"]
@@ -73,7 +73,7 @@ def best(rows: Iterator[Mapping[str, Any]]) -> Mapping[str, Any] | None:
 
 
 def _varlen_lines(matches: Matches) -> Iterator[str]:
-    """Packed attention of equal lengths over our dense attention on the same rows."""
+    """Yield the time of packed attention of equal lengths over that of dense attention."""
     for (series, label), rows in matches.items():
         dense = best(r for r in rows if r["contender"].endswith("layout=dense"))
         packed = best(r for r in rows if r["contender"].endswith("*"))
@@ -84,7 +84,7 @@ def _varlen_lines(matches: Matches) -> Iterator[str]:
 
 
 def _memory_lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Peak memory of the loss beside PyTorch's with all the logits."""
+    """Yield the peak memory of the loss, beside that of PyTorch with the logits of all tokens."""
     for row in rows:
         if not row.get("peak_bytes"):
             continue
@@ -104,12 +104,9 @@ def _memory_lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _variant_lines(matches: Matches) -> Iterator[str]:
-    """Which forced variant is the fastest at each shape: what the heuristics should say."""
+    """Yield the times of the forced variants, from which the heuristics should choose."""
     for (series, label), rows in matches.items():
-        variants = ("path=", "engine=")
-        forced = [
-            r for r in rows if r.get("seconds") and any(v in r["contender"] for v in variants)
-        ]
+        forced = [r for r in rows if r.get("seconds") and "path=" in r["contender"]]
         if len(forced) > 1:
             text = ", ".join(f"{r['contender']} {r['seconds'] * 1e6:.1f} µs" for r in forced)
             yield f"variants: {series} {label}: {text}"

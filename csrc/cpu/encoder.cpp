@@ -1,6 +1,6 @@
-// A whole stack of encoder layers in one call, for inference: between the operators of a layer
-// there is neither Python nor a dispatcher, and no lock is held, so that threads can run models
-// side by side.
+// A whole stack of encoder layers in one call, for inference. Between the operators of a layer
+// there is neither Python nor a dispatcher. torch releases Python's global lock during the call, so
+// threads can run models side by side.
 
 #include <cmath>
 #include <vector>
@@ -11,28 +11,28 @@
 namespace fastbert::cpu {
 namespace {
 
-// Where the tensors of a linear layer stand among its layer's: weight and bias, and in the other
-// list, where the weight is int8, its scale and the sums of its columns.
+// The indices of a linear layer's tensors in the two lists of its encoder layer: the weight,
+// followed by the bias, and for an int8 weight the scale, followed by the sums of its columns.
 struct Place {
   size_t parameters, scales;
 };
 
 constexpr Place kQkv = {0, 0}, kProjection = {2, 2}, kInner = {6, 4}, kOuter = {8, 6};
-constexpr size_t kFirstNorm = 4, kSecondNorm = 10;  // weight and bias
+constexpr size_t kFirstNorm = 4, kSecondNorm = 10;  // weight, then bias
 constexpr size_t kParameters = 12, kScales = 8;
 
-// How the rows are divided into sequences, and what every layer shares.
+// The division of the rows into sequences, and the settings that every layer shares.
 struct Stack {
   const OptionalTensor &cu_seqlens, &mask, &bias;
   int64_t batch, max_seqlen, heads;
   double eps;
   const std::string& activation;
-  at::ScalarType dtype;  // of the products; the rows that go from layer to layer have their own
+  at::ScalarType dtype;  // of the products; hidden states keep their own dtype
 };
 
 struct Layer {
   const at::Tensor* parameters;
-  const at::Tensor* scales;  // null where the weights are floating
+  const at::Tensor* scales;  // null if the weights are floating
 };
 
 void check(const at::Tensor& hidden, at::TensorList parameters, at::TensorList scales,
@@ -45,10 +45,11 @@ void check(const at::Tensor& hidden, at::TensorList parameters, at::TensorList s
                     scales.size(), " tensors, allowed: none, or ", kScales, " for each of ", layers,
                     " layers");
   TORCH_CHECK_VALUE(s.heads >= 1 && hidden.size(1) % s.heads == 0, "heads: got ", s.heads,
-                    ", allowed: a divisor of ", hidden.size(1), ", the columns of hidden");
+                    ", allowed: a divisor of ", hidden.size(1),
+                    ", the number of columns of hidden");
   TORCH_CHECK_TYPE(s.dtype == hidden.scalar_type() || hidden.scalar_type() == at::kFloat,
                    "dtype: got ", s.dtype, ", allowed: ", hidden.scalar_type(),
-                   ", that of hidden, or any with hidden in Float");
+                   ", the dtype of hidden, or any of Float, BFloat16, Half if hidden is Float");
   check_result_dtype(s.dtype);
   check_eps(s.eps);
   epilogue_activation(s.activation);
@@ -60,13 +61,13 @@ void check(const at::Tensor& hidden, at::TensorList parameters, at::TensorList s
     TORCH_CHECK_VALUE(!s.mask, "mask: got a tensor with cu_seqlens, allowed: None");
     TORCH_CHECK_VALUE(!s.bias, "bias: got a tensor with cu_seqlens, allowed: None");
   } else {
-    // A product of the two could overflow.
+    // batch * max_seqlen could overflow and is not formed.
     const int64_t rows = hidden.size(0);
     TORCH_CHECK_VALUE(
         s.batch >= 0 && s.max_seqlen >= 0 &&
             (s.batch == 0 ? rows == 0 : rows % s.batch == 0 && rows / s.batch == s.max_seqlen),
         "batch, max_seqlen: got ", s.batch, " and ", s.max_seqlen, ", allowed: a product of ", rows,
-        ", the rows of hidden");
+        ", the number of rows of hidden");
   }
 }
 
@@ -89,7 +90,7 @@ at::Tensor attention(const at::Tensor& qkv, const Stack& s) {
   return out.reshape({rows, qkv.size(1) / 3});
 }
 
-// activation(x Wᵀ + bias). Rows in fp32 are quantised as they are.
+// activation(x Wᵀ + bias). An int8 product quantises fp32 rows without a conversion to `dtype`.
 at::Tensor product(const at::Tensor& x, const Layer& layer, Place place,
                    const std::string& activation, const Stack& s) {
   const at::Tensor *p = layer.parameters + place.parameters, &weight = p[0], &bias = p[1];
@@ -111,11 +112,12 @@ at::Tensor product_and_norm(const at::Tensor& x, const Layer& layer, Place place
       layer_norm_forward(y, n[0], n[1], residual, std::nullopt, std::nullopt, 0.0, s.eps));
 }
 
-// The rows between the layers keep their dtype, fp32 under autocast; the products have theirs.
+// Hidden states keep their dtype from layer to layer, fp32 under autocast. Products compute in
+// `dtype`.
 at::Tensor through(const Layer& layer, const at::Tensor& hidden, const Stack& s) {
   auto qkv = product(hidden, layer, kQkv, "none", s);
   auto x = attention(qkv, s);
-  qkv.reset();  // its memory is warm, and large enough for what comes next
+  qkv.reset();  // its memory is warm, and large enough for the next result
   const auto middle = product_and_norm(x, layer, kProjection, kFirstNorm, hidden, s);
   x = product(middle, layer, kInner, s.activation, s);
   return product_and_norm(x, layer, kOuter, kSecondNorm, middle, s);
@@ -132,7 +134,8 @@ std::vector<at::Tensor> encoder(at::Tensor hidden, at::TensorList parameters, at
   const Stack stack = {lengths, mask, bias, batch, max_seqlen, heads, eps, activation, dtype};
   check(hidden, parameters, scales, stack);
   if (lengths) {
-    // One copy for all layers: each finds the same sequences, whatever other threads write.
+    // All layers read one private copy, so each finds the same sequences, whatever other threads
+    // write.
     lengths = checked_lengths("cu_seqlens", *cu_seqlens, hidden.size(0), "max_seqlen", max_seqlen);
   }
   std::vector<at::Tensor> states;
@@ -142,7 +145,7 @@ std::vector<at::Tensor> encoder(at::Tensor hidden, at::TensorList parameters, at
     try {
       hidden = through(layer, hidden, stack);
     } catch (c10::Error& error) {
-      // The operators of a layer name their own arguments.
+      // The message of an operator names the operator's own arguments, so the layer is added.
       error.add_context("in layer " + std::to_string(i) + " of parameters" +
                         (scales.empty() ? "" : " and scales"));
       throw;

@@ -1,4 +1,5 @@
-// From tensors to the plain operands of kernels.h, and the threading that both nouns share.
+// The way from tensors to the plain operands of isa/kernels.h, and the chunks and scratch memory
+// that the CPU operators share.
 
 #pragma once
 
@@ -39,7 +40,7 @@ inline OptionalTensor with_unit_columns(const OptionalTensor& t) {
   return t ? OptionalTensor(fastbert::with_unit_columns(*t)) : std::nullopt;
 }
 
-// An operand that is added to the (m, n) result of a product, of the result's dtype.
+// Checks an operand that is added to the (m, n) result of a product and has its dtype.
 inline void check_summand(const char* name, const at::Tensor& t, const at::Tensor& like, int64_t m,
                           int64_t n, at::ScalarType dtype) {
   check_device(name, t, like);
@@ -47,13 +48,13 @@ inline void check_summand(const char* name, const at::Tensor& t, const at::Tenso
   check_shape(name, t, {m, n});
 }
 
-// Below about this many elements a second thread costs more than it brings.
+// Below about this many elements, a second thread costs more time than it saves.
 constexpr int64_t kGrain = 16384;
 
 inline int64_t grain_rows(int64_t columns) { return std::max<int64_t>(1, kGrain / columns); }
 
-// Rows are summed over (for the gradients of parameters) in chunks that depend on the shape alone,
-// so that the result does not change with the number of threads.
+// Chunks of rows for the gradients of parameters, which are sums over rows. The chunks depend on
+// the shape alone, so the result does not change with the number of threads.
 struct Chunks {
   int64_t rows, rows_per_chunk, count;
 
@@ -75,8 +76,9 @@ struct Chunks {
   }
 };
 
-// Parameters' gradients: body(begin, end, partial) adds those of its rows to `length` partial sums;
-// the chunks' sums are added in their order. Contiguous fp32.
+// Returns gradients of parameters in contiguous fp32. body(begin, end, partial) adds the gradients
+// of its rows to `length` partial sums. The sums of the chunks are added in the order of the
+// chunks.
 template <class Body>
 at::Tensor sum_by_chunks(const Kernels& k, int64_t rows, int64_t columns, int64_t length,
                          const Body& body) {
@@ -91,19 +93,15 @@ at::Tensor sum_by_chunks(const Kernels& k, int64_t rows, int64_t columns, int64_
   return totals;
 }
 
-// The calling thread's scratch memory for the norms and the embedding.
+// Returns the calling thread's scratch memory for the norms and the embedding.
 inline float* row_scratch(const Kernels& k, int64_t columns) {
   return (float*)thread_scratch(k.layer_norm_scratch(columns) * (int64_t)sizeof(float));
 }
 
-// What may follow a product in its own pass.
+// Returns the activation of this name that the epilogue of a product can apply.
 inline Activation epilogue_activation(const std::string& name) {
-  if (name == "none") return Activation::none;
-  if (name == "gelu") return Activation::gelu;
-  if (name == "gelu_tanh") return Activation::gelu_tanh;
-  TORCH_CHECK_VALUE(name == "relu", "activation: got '", name,
-                    "', allowed: 'none', 'gelu', 'gelu_tanh', 'relu'");
-  return Activation::relu;
+  return activation_of(
+      name, {Activation::none, Activation::gelu, Activation::gelu_tanh, Activation::relu});
 }
 
 inline Dropout dropout_of(double p, const OptionalTensor& seed) {

@@ -1,9 +1,10 @@
-// The schemas of the C++ operators and their implementations for the CPU; cuda/cuda_ops.cpp has
-// those for CUDA. This one file of the CPU operators reads the large headers of torch, and
-// therefore also makes new tensors for the others.
+// The schemas of the C++ operators and their implementations for the CPU. cuda/cuda_ops.cpp
+// registers the implementations for CUDA, and fastbert/ops the public operators with their
+// gradients.
 //
-// Outputs that a call does not produce (dx without dropout, dx_bias or dbias without that bias) are
-// empty. The public operators, with their gradients, are registered in fastbert/ops.
+// Among the CPU operators, this file alone includes the large headers of torch, and therefore makes
+// new tensors for the other files. A result that a call does not produce (dx without dropout,
+// dx_bias or dbias without that bias) is empty.
 
 #include "operators.h"
 
@@ -18,16 +19,12 @@
 
 TORCH_LIBRARY(fastbert_C, m) {
   m.def(
-      "layer_norm_forward(Tensor x, Tensor weight, Tensor bias, Tensor? residual, Tensor? x_bias, "
+      "layer_norm_forward(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, Tensor? x_bias, "
       "Tensor? seed, float dropout_p, float eps) -> (Tensor y, Tensor mean, Tensor rstd)");
   m.def(
       "layer_norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor mean, Tensor rstd, "
-      "Tensor? residual, Tensor? x_bias, Tensor? seed, float dropout_p) "
+      "Tensor? residual, Tensor? x_bias, Tensor? seed, bool has_bias, float dropout_p) "
       "-> (Tensor dsum, Tensor dx, Tensor dweight, Tensor dbias, Tensor dx_bias)");
-  m.def("bias_gelu_forward(Tensor h, Tensor? bias, str approximate) -> Tensor");
-  m.def(
-      "bias_gelu_backward(Tensor dy, Tensor h, Tensor? bias, str approximate) "
-      "-> (Tensor dh, Tensor dbias)");
   m.def("activation_forward(Tensor h, Tensor? bias, str activation) -> Tensor");
   m.def(
       "activation_backward(Tensor dy, Tensor h, Tensor? bias, str activation, bool sum_rows, "
@@ -40,13 +37,13 @@ TORCH_LIBRARY(fastbert_C, m) {
       "-> (Tensor dsum, Tensor dweight)");
   m.def("rotary(Tensor x, Tensor cos, Tensor sin, int heads, bool inverse) -> Tensor");
   m.def(
-      "embedding_forward(Tensor ids, Tensor token_types, Tensor positions, Tensor word_table, "
-      "Tensor type_table, Tensor position_table, Tensor weight, Tensor bias, Tensor? seed, "
+      "embedding_forward(Tensor ids, Tensor? token_types, Tensor? positions, Tensor word_table, "
+      "Tensor? type_table, Tensor? position_table, Tensor weight, Tensor? bias, Tensor? seed, "
       "float eps, float dropout_p) -> (Tensor y, Tensor mean, Tensor rstd)");
   m.def(
-      "embedding_backward(Tensor dy, Tensor ids, Tensor token_types, Tensor positions, "
-      "Tensor word_table, Tensor type_table, Tensor position_table, Tensor weight, Tensor mean, "
-      "Tensor rstd, Tensor? seed, float dropout_p, int padding_idx) "
+      "embedding_backward(Tensor dy, Tensor ids, Tensor? token_types, Tensor? positions, "
+      "Tensor word_table, Tensor? type_table, Tensor? position_table, Tensor weight, Tensor mean, "
+      "Tensor rstd, Tensor? seed, bool has_bias, float dropout_p, int padding_idx) "
       "-> (Tensor dword, Tensor dtype, Tensor dposition, Tensor dweight, Tensor dbias)");
   m.def(
       "linear_cross_entropy_forward(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, "
@@ -110,8 +107,6 @@ at::Tensor from_memory(void* data, int64_t bytes, const std::function<void(void*
 TORCH_LIBRARY_IMPL(fastbert_C, CPU, m) {
   implement<layer_norm_forward>(m, "layer_norm_forward");
   implement<layer_norm_backward>(m, "layer_norm_backward");
-  implement<bias_gelu_forward>(m, "bias_gelu_forward");
-  implement<bias_gelu_backward>(m, "bias_gelu_backward");
   implement<activation_forward>(m, "activation_forward");
   implement<activation_backward>(m, "activation_backward");
   implement<rms_norm_forward>(m, "rms_norm_forward");
@@ -140,9 +135,9 @@ TORCH_LIBRARY_IMPL(fastbert_C, CompositeExplicitAutograd, m) {
   implement<int8_layout>(m, "int8_layout");
 }
 
-// torch resolves a pending negation or conjugation before it calls an operator, but loses its way
-// in one that writes to its arguments and returns nothing. This one is called with such tensors as
-// they are, and refuses them.
+// torch resolves a pending negation or conjugation before it calls an operator, but fails for an
+// operator that writes to its arguments and returns nothing. The fallthrough calls
+// attention_backward with such tensors as they are, and register.h refuses them.
 TORCH_LIBRARY_IMPL(fastbert_C, Negative, m) {
   m.impl("attention_backward", torch::CppFunction::makeFallthrough());
 }

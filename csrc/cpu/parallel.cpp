@@ -13,25 +13,27 @@
 namespace fastbert::cpu {
 namespace {
 
-// Whether the pool of the thread that forks goes into the child, without its threads.
+// Whether the child of the current fork gets the pool without its threads, and whether this process
+// is such a child.
 std::atomic<bool> inherited{false}, orphaned{false};
 
-// Ends the threads of the pool; the next parallel region starts new ones. Inside a parallel region
-// that is refused.
+// Ends the threads of the pool; the next parallel region starts new ones. OpenMP refuses this
+// inside a parallel region.
 void before_fork() {
 #if defined(_OPENMP)
   inherited = omp_pause_resource_all(omp_pause_hard) != 0;
 #endif
 }
 
-// torch's own operators would wait too (the pooler's tanh): they get one thread as well.
+// torch's own operators, such as the pooler's tanh, would wait too, so they also get one thread.
 void in_child() {
   if (!inherited) return;
   orphaned = true;
   at::set_num_threads(1);
 }
 
-// When the library is loaded: a parent may have used torch's threads and nothing of ours.
+// The handlers are registered when the library is loaded, because a parent may have used torch's
+// threads and none of our kernels.
 [[maybe_unused]] const int registered = pthread_atfork(before_fork, nullptr, in_child);
 
 }  // namespace

@@ -1,10 +1,10 @@
-// Sharing rows out to torch's threads.
+// Sharing work out to torch's threads.
 //
-// GNU OpenMP's thread pool does not survive fork(): in a child whose parent has used it, in these
-// kernels or in torch's operators, the next parallel region waits forever for threads that do not
-// exist there. So the pool is ended before each fork, and parent and child start new ones when they
-// need them. Where that is impossible, because the fork happens inside a parallel region, the child
-// runs the kernels, and with torch.set_num_threads(1) torch's operators, on one thread.
+// GNU OpenMP's thread pool does not survive fork(). In a child whose parent has used the pool, in
+// these kernels or in torch's operators, the next parallel region waits forever for threads that do
+// not exist. The pool is therefore ended before each fork, and parent and child start new threads
+// when they need them. The pool cannot be ended if the fork happens inside a parallel region. Such
+// a child runs these kernels on one thread and, by torch.set_num_threads(1), torch's operators too.
 
 #pragma once
 
@@ -16,15 +16,15 @@
 
 namespace fastbert::cpu {
 
-// False in a child that was forked inside a parallel region.
+// Returns false in a child that was forked inside a parallel region.
 bool use_threads();
 
-// Memory of the calling thread, aligned to 64 bytes; it grows to the largest request and stays with
-// the thread. The next call on this thread hands it out again.
+// Returns memory of the calling thread, aligned to 64 bytes. The memory grows to the largest
+// request and stays with the thread; the next call on the same thread returns it again.
 void* thread_scratch(int64_t bytes);
 
-// Calls body(begin, end) for ranges that cover [0, count), of at least `grain` elements where
-// threads share.
+// Calls body(begin, end) for ranges that cover [0, count), at most count / `grain` of them, rounded
+// up.
 template <class Body>
 void parallel_for(int64_t count, int64_t grain, const Body& body) {
   if (count <= 0) return;
@@ -32,7 +32,7 @@ void parallel_for(int64_t count, int64_t grain, const Body& body) {
   at::parallel_for(0, count, grain, body);
 }
 
-// Calls body(task) for each of `count` tasks once, on at most `threads` threads, which take them in
+// Calls body(task) once for each of `count` tasks. At most `threads` threads take the tasks in
 // order as they become free.
 template <class Body>
 void for_each_task(int64_t count, int64_t threads, const Body& body) {

@@ -1,5 +1,5 @@
-// New tensors. ATen declares these functions in headers that take a compiler longer to read than
-// the rest of an operator's file to compile; here they cost it nothing.
+// New tensors for the CPU operators. ATen's headers for these functions take a compiler longer than
+// the rest of an operator's file, so operators.cpp alone includes them.
 
 #pragma once
 
@@ -13,7 +13,7 @@ at::Tensor empty(at::IntArrayRef sizes, const at::TensorOptions& options);
 at::Tensor empty_like(const at::Tensor& like);
 at::Tensor zeros(at::IntArrayRef sizes, const at::TensorOptions& options);
 
-// Bytes that `release` gives back with the last reference to them.
+// Returns `bytes` bytes at `data`. `release` frees them with the last reference to the tensor.
 at::Tensor from_memory(void* data, int64_t bytes, const std::function<void(void*)>& release);
 
 }  // namespace fastbert::cpu

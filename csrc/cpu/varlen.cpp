@@ -1,6 +1,6 @@
-// The way into a packed batch and out of it: are the ids in range, which tokens exist, and rows put
-// back where they came from. One pass each, where a chain of tensor operations costs a short batch
-// more than a layer does.
+// The conversion between a padded and a packed batch: whether ids are in range, which tokens exist,
+// and where the rows go back. Each operator makes one pass. On a short batch, a chain of tensor
+// operations costs more than a layer does.
 
 #include <algorithm>
 #include <cstring>
@@ -27,7 +27,6 @@ auto with_integers(const char* name, const at::Tensor& t, const Body& body) {
 
 }  // namespace
 
-// Whether an element lies outside of [0, size) and is not `ignored`.
 bool any_outside(const at::Tensor& index_in, int64_t size, std::optional<int64_t> ignored) {
   const auto index = index_in.contiguous();
   return with_integers("index", index, [&](const auto* x) {
@@ -40,8 +39,8 @@ bool any_outside(const at::Tensor& index_in, int64_t size, std::optional<int64_t
   });
 }
 
-// Of a mask (B, L), nonzero = a token that exists: where in the flat batch each token is, int64
-// (T,); the cumulative lengths, int32 (B + 1,); and the longest length.
+// Takes a mask (B, L) that is nonzero for real tokens. Returns the tokens' indices in the flat
+// batch, int64 (T,); the cumulative lengths, int32 (B + 1,); and the longest length.
 std::tuple<at::Tensor, at::Tensor, int64_t> unpad_indices(const at::Tensor& mask_in) {
   TORCH_CHECK_VALUE(mask_in.dim() == 2, "mask: got shape ", mask_in.sizes(), ", allowed: (B, L)");
   const auto mask = private_copy(mask_in, mask_in.scalar_type());
@@ -65,14 +64,14 @@ std::tuple<at::Tensor, at::Tensor, int64_t> unpad_indices(const at::Tensor& mask
   });
 }
 
-// (rows, ...) with row indices[i] = values[i] and 0 elsewhere; in one pass where the indices rise,
-// as those of a mask do.
+// Returns (rows, ...) with row indices[i] = values[i] and 0 in all other rows. One pass suffices if
+// the indices rise, as the indices of a mask do.
 at::Tensor scatter_rows(const at::Tensor& values_in, const at::Tensor& indices_in, int64_t rows) {
   TORCH_CHECK_VALUE(values_in.dim() >= 1, "values: got shape ", values_in.sizes(),
                     ", allowed: (T, ...)");
   TORCH_CHECK_VALUE(indices_in.dim() == 1 && values_in.size(0) == indices_in.size(0),
                     "indices: got shape ", indices_in.sizes(), ", allowed: (", values_in.size(0),
-                    ",), one for each row of values");
+                    ",), one index for each row of values");
   TORCH_CHECK_TYPE(indices_in.scalar_type() == at::kLong, "indices: got dtype ",
                    indices_in.scalar_type(), ", allowed: Long");
   TORCH_CHECK_VALUE(rows >= 0, "rows: got ", rows, ", allowed: rows >= 0");
@@ -90,7 +89,7 @@ at::Tensor scatter_rows(const at::Tensor& values_in, const at::Tensor& indices_i
     rising &= i == 0 || place[i] > place[i - 1];
   }
   if (!rising) return out.zero_().index_copy_(0, indices, values);
-  // An empty tensor has no memory, and memset must not be given its null pointer.
+  // An empty tensor has no memory, and memset must not get a null pointer.
   if (out.nbytes() == 0) return out;
   const char* from = static_cast<const char*>(values.const_data_ptr());
   char* to = static_cast<char*>(out.mutable_data_ptr());
@@ -98,7 +97,8 @@ at::Tensor scatter_rows(const at::Tensor& values_in, const at::Tensor& indices_i
     std::memset(to, 0, out.nbytes());
     return out;
   }
-  // Each thread has the rows from where its first value goes to where the next thread's does.
+  // A thread fills the rows from its first value's place up to the next thread's first place. The
+  // first thread begins at row 0.
   parallel_for(count, grain_rows(std::max<int64_t>(1, columns)), [&](int64_t begin, int64_t end) {
     int64_t row = begin == 0 ? 0 : place[begin];
     for (int64_t i = begin; i < end; ++i) {

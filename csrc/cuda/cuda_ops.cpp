@@ -62,7 +62,7 @@ void check_columns(const at::Tensor& x) {
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> layer_norm_forward_op(
-    const at::Tensor& x_in, const at::Tensor& weight_in, const at::Tensor& bias_in,
+    const at::Tensor& x_in, const at::Tensor& weight_in, const OptionalTensor& bias_in,
     const OptionalTensor& residual_in, const OptionalTensor& x_bias_in, const OptionalTensor& seed,
     double dropout_p, double eps) {
   check_layer_norm_forward(x_in, weight_in, bias_in, residual_in, x_bias_in, seed, dropout_p, eps);
@@ -70,8 +70,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> layer_norm_forward_op(
   const c10::cuda::CUDAGuard guard(x_in.device());
   const auto x = fastbert::with_unit_columns(x_in);
   const auto residual = with_unit_columns(residual_in);
-  const auto weight = readable(weight_in), bias = readable(bias_in);
-  const auto x_bias = readable(x_bias_in);
+  const auto weight = readable(weight_in);
+  const auto bias = readable(bias_in), x_bias = readable(x_bias_in);
   const int64_t rows = x.size(0), columns = x.size(1);
   auto y = at::empty({rows, columns}, x.options());
   auto mean = at::empty({rows}, x.options().dtype(at::kFloat)), rstd = at::empty_like(mean);
@@ -95,7 +95,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> layer_norm_forward_op(
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> layer_norm_backward_op(
     const at::Tensor& dy_in, const at::Tensor& x_in, const at::Tensor& weight_in,
     const at::Tensor& mean_in, const at::Tensor& rstd_in, const OptionalTensor& residual_in,
-    const OptionalTensor& x_bias_in, const OptionalTensor& seed, double dropout_p) {
+    const OptionalTensor& x_bias_in, const OptionalTensor& seed, bool has_bias, double dropout_p) {
   check_layer_norm_backward(dy_in, x_in, weight_in, mean_in, rstd_in, residual_in, x_bias_in, seed,
                             dropout_p);
   check_columns(x_in);
@@ -109,7 +109,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> layer_nor
   auto dsum = at::empty({rows, columns}, x.options());
   auto dx = dropout_p > 0.0 ? at::empty_like(dsum) : at::empty({0}, x.options());
   auto partial = at::empty({layer_norm_partials(rows), 3, columns}, mean.options());
-  auto dweight = at::empty({columns}, weight.options()), dbias = at::empty_like(dweight);
+  auto dweight = at::empty({columns}, weight.options());
+  auto dbias = at::empty({has_bias ? columns : 0}, weight.options());
   auto dx_bias = x_bias ? at::empty({columns}, x_bias->options()) : at::empty({0}, mean.options());
   const LayerNormBackward params = {format_of(x),
                                     rows,
@@ -126,7 +127,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> layer_nor
                                     dx.mutable_data_ptr(),
                                     partial.mutable_data_ptr<float>(),
                                     dweight.mutable_data_ptr(),
-                                    dbias.mutable_data_ptr(),
+                                    has_bias ? dbias.mutable_data_ptr() : nullptr,
                                     dx_bias.mutable_data_ptr()};
   C10_CUDA_CHECK(layer_norm_backward(params, c10::cuda::getCurrentCUDAStream()));
   const auto dtype = weight_in.scalar_type();
@@ -134,50 +135,56 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> layer_nor
           x_bias ? dx_bias.to(x_bias_in->scalar_type()) : dx_bias};
 }
 
-Gelu gelu_of(const std::string& approximate) {
-  return check_approximate(approximate) ? Gelu::tanh : Gelu::erf;
+Activation gelu_activation(const std::string& name) {
+  return activation_of(name, {Activation::gelu, Activation::gelu_tanh}, " by the CUDA kernels");
 }
 
-at::Tensor bias_gelu_forward_op(const at::Tensor& h_in, const OptionalTensor& bias_in,
-                                const std::string& approximate) {
-  check_bias_gelu(h_in, bias_in);
-  const c10::cuda::CUDAGuard guard(h_in.device());
-  const auto h = fastbert::with_unit_columns(h_in);
-  const auto bias = readable(bias_in);
+at::Tensor activate(Activation activation, const at::Tensor& h, const OptionalTensor& bias) {
   const int64_t rows = h.size(0), columns = h.size(1);
   auto y = at::empty({rows, columns}, h.options());
-  const BiasGeluForward params = {format_of(h),    gelu_of(approximate), rows, columns, matrix(h),
-                                  parameter(bias), y.mutable_data_ptr()};
-  C10_CUDA_CHECK(bias_gelu_forward(params, c10::cuda::getCurrentCUDAStream()));
+  const ActivationForward params = {format_of(h),    activation,          rows, columns, matrix(h),
+                                    parameter(bias), y.mutable_data_ptr()};
+  C10_CUDA_CHECK(activation_forward(params, c10::cuda::getCurrentCUDAStream()));
   return y;
 }
 
-std::tuple<at::Tensor, at::Tensor> bias_gelu_backward_op(const at::Tensor& dy_in,
-                                                         const at::Tensor& h_in,
-                                                         const OptionalTensor& bias_in,
-                                                         const std::string& approximate) {
-  check_bias_gelu(h_in, bias_in);
+at::Tensor activation_forward_op(const at::Tensor& h, const OptionalTensor& bias,
+                                 const std::string& name) {
+  const Activation activation = gelu_activation(name);
+  check_pre_activation(h, bias);
+  const c10::cuda::CUDAGuard guard(h.device());
+  return activate(activation, fastbert::with_unit_columns(h), readable(bias));
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> activation_backward_op(
+    const at::Tensor& dy_in, const at::Tensor& h_in, const OptionalTensor& bias_in,
+    const std::string& name, bool sum_rows, bool recompute) {
+  const Activation activation = gelu_activation(name);
+  check_pre_activation(h_in, bias_in);
   check_same("dy", dy_in, h_in);
   const c10::cuda::CUDAGuard guard(h_in.device());
   const auto dy = fastbert::with_unit_columns(dy_in), h = fastbert::with_unit_columns(h_in);
   const auto bias = readable(bias_in);
   const int64_t rows = h.size(0), columns = h.size(1);
+  const auto fp32 = h.options().dtype(at::kFloat);
   auto dh = at::empty({rows, columns}, h.options());
-  auto partial =
-      at::empty({bias ? bias_gelu_partials(rows) : 0, columns}, h.options().dtype(at::kFloat));
-  auto dbias = bias ? at::empty({columns}, bias->options()) : at::empty({0}, h.options());
-  const BiasGeluBackward params = {format_of(h),
-                                   gelu_of(approximate),
-                                   rows,
-                                   columns,
-                                   matrix(dy),
-                                   matrix(h),
-                                   parameter(bias),
-                                   dh.mutable_data_ptr(),
-                                   partial.mutable_data_ptr<float>(),
-                                   dbias.mutable_data_ptr()};
-  C10_CUDA_CHECK(bias_gelu_backward(params, c10::cuda::getCurrentCUDAStream()));
-  return {dh, bias ? dbias.to(bias_in->scalar_type()) : dbias};
+  auto partial = at::empty({sum_rows ? activation_partials(rows) : 0, columns}, fp32);
+  auto dbias =
+      sum_rows ? at::empty({columns}, bias ? bias->options() : fp32) : at::empty({0}, h.options());
+  const ActivationBackward params = {format_of(h),
+                                     activation,
+                                     rows,
+                                     columns,
+                                     matrix(dy),
+                                     matrix(h),
+                                     parameter(bias),
+                                     dh.mutable_data_ptr(),
+                                     partial.mutable_data_ptr<float>(),
+                                     sum_rows ? dbias.mutable_data_ptr() : nullptr,
+                                     format_of(dbias)};
+  C10_CUDA_CHECK(activation_backward(params, c10::cuda::getCurrentCUDAStream()));
+  auto a = recompute ? activate(activation, h, bias) : at::empty({0}, h.options());
+  return {dh, sum_rows && bias ? dbias.to(bias_in->scalar_type()) : dbias, a};
 }
 
 }  // namespace
@@ -185,8 +192,8 @@ std::tuple<at::Tensor, at::Tensor> bias_gelu_backward_op(const at::Tensor& dy_in
 TORCH_LIBRARY_IMPL(fastbert_C, CUDA, m) {
   implement<layer_norm_forward_op>(m, "layer_norm_forward");
   implement<layer_norm_backward_op>(m, "layer_norm_backward");
-  implement<bias_gelu_forward_op>(m, "bias_gelu_forward");
-  implement<bias_gelu_backward_op>(m, "bias_gelu_backward");
+  implement<activation_forward_op>(m, "activation_forward");
+  implement<activation_backward_op>(m, "activation_backward");
 }
 
 }  // namespace fastbert::cuda

@@ -1,8 +1,8 @@
-// gelu(h + bias), forward and backward.
+// activation(h + bias) with gelu and gelu_tanh, forward and backward.
 //
-// A thread owns a few neighbouring columns, 16 bytes of a row, and walks down its chunk of rows:
-// the bias is read once, and its gradient is a sum in registers, written once per chunk and added
-// by sum_partials.
+// A thread owns a few neighbouring columns, 16 bytes of a row, and walks down its chunk of rows. It
+// reads the bias once. It sums dh in registers and writes the sum once per chunk; sum_partials adds
+// the chunks.
 
 #include "feed_forward.cuh"
 #include "gelu.cuh"
@@ -13,7 +13,7 @@ namespace {
 
 constexpr int kThreads = 128;
 
-// Params as the kernels see them: `wide` says that every matrix allows 16-byte access.
+// The argument of a kernel; with `wide`, every matrix allows 16-byte access.
 template <class P>
 struct Launch {
   P p;
@@ -26,9 +26,9 @@ __device__ int64_t first_column() {
   return (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * kWidth<T>;
 }
 
-template <class T, class Activation>
-__global__ void __launch_bounds__(kThreads) forward_kernel(Launch<BiasGeluForward> k) {
-  const BiasGeluForward& p = k.p;
+template <class T, class Function>
+__global__ void __launch_bounds__(kThreads) forward_kernel(Launch<ActivationForward> k) {
+  const ActivationForward& p = k.p;
   const int columns = static_cast<int>(p.columns);
   if (first_column<T>() >= columns) return;
   const int first = static_cast<int>(first_column<T>());
@@ -38,14 +38,14 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(Launch<BiasGeluForwar
     float v[kWidth<T>];
     load(row_of<T>(p.h, row), first, columns, k.wide, v);
 #pragma unroll
-    for (int i = 0; i < kWidth<T>; ++i) v[i] = Activation::forward(v[i] + bias[i]);
+    for (int i = 0; i < kWidth<T>; ++i) v[i] = Function::forward(v[i] + bias[i]);
     store(static_cast<T*>(p.y) + row * p.columns, first, columns, k.wide, v);
   }
 }
 
-template <class T, class Activation>
-__global__ void __launch_bounds__(kThreads) backward_kernel(Launch<BiasGeluBackward> k) {
-  const BiasGeluBackward& p = k.p;
+template <class T, class Function>
+__global__ void __launch_bounds__(kThreads) backward_kernel(Launch<ActivationBackward> k) {
+  const ActivationBackward& p = k.p;
   const int columns = static_cast<int>(p.columns);
   if (first_column<T>() >= columns) return;
   const int first = static_cast<int>(first_column<T>());
@@ -57,12 +57,12 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(Launch<BiasGeluBackw
     load(row_of<T>(p.h, row), first, columns, k.wide, h);
 #pragma unroll
     for (int i = 0; i < kWidth<T>; ++i) {
-      d[i] *= Activation::derivative(h[i] + bias[i]);
+      d[i] *= Function::derivative(h[i] + bias[i]);
       dbias[i] += d[i];
     }
     store(static_cast<T*>(p.dh) + row * p.columns, first, columns, k.wide, d);
   }
-  if (!p.bias.data) return;
+  if (!p.dbias) return;
   float* partial = p.partial + static_cast<int64_t>(blockIdx.y) * p.columns;
 #pragma unroll
   for (int i = 0; i < kWidth<T>; ++i) {
@@ -77,44 +77,49 @@ dim3 grid_of(int64_t columns, int64_t chunks) {
 }
 
 template <class T>
-cudaError_t launch_forward(const BiasGeluForward& p, cudaStream_t stream) {
+cudaError_t launch_forward(const ActivationForward& p, cudaStream_t stream) {
   const bool wide = p.columns % kWidth<T> == 0 && aligned(p.h.data, p.h.stride, sizeof(T)) &&
                     aligned(p.y, p.columns, sizeof(T));
   const dim3 grid = grid_of<T>(p.columns, p.rows < kMaxGridY ? p.rows : kMaxGridY);
-  const Launch<BiasGeluForward> k = {p, wide};
-  return p.gelu == Gelu::tanh ? launch(forward_kernel<T, Tanh>, grid, kThreads, k, stream)
-                              : launch(forward_kernel<T, Erf>, grid, kThreads, k, stream);
+  const Launch<ActivationForward> k = {p, wide};
+  return p.activation == Activation::gelu_tanh
+             ? launch(forward_kernel<T, GeluTanh>, grid, kThreads, k, stream)
+             : launch(forward_kernel<T, Gelu>, grid, kThreads, k, stream);
 }
 
 template <class T>
-cudaError_t launch_backward(const BiasGeluBackward& p, cudaStream_t stream) {
+cudaError_t launch_backward(const ActivationBackward& p, cudaStream_t stream) {
   const bool wide = p.columns % kWidth<T> == 0 && aligned(p.h.data, p.h.stride, sizeof(T)) &&
                     aligned(p.dy.data, p.dy.stride, sizeof(T)) &&
                     aligned(p.dh, p.columns, sizeof(T));
-  const dim3 grid = grid_of<T>(p.columns, bias_gelu_partials(p.rows));
-  const Launch<BiasGeluBackward> k = {p, wide};
-  return p.gelu == Gelu::tanh ? launch(backward_kernel<T, Tanh>, grid, kThreads, k, stream)
-                              : launch(backward_kernel<T, Erf>, grid, kThreads, k, stream);
+  const dim3 grid = grid_of<T>(p.columns, activation_partials(p.rows));
+  const Launch<ActivationBackward> k = {p, wide};
+  return p.activation == Activation::gelu_tanh
+             ? launch(backward_kernel<T, GeluTanh>, grid, kThreads, k, stream)
+             : launch(backward_kernel<T, Gelu>, grid, kThreads, k, stream);
 }
 
-// Column numbers are ints on the device, with room for the last block's overhang.
-bool supported(int64_t columns) { return columns >= 1 && columns < (int64_t{1} << 30); }
+// Column numbers are ints on the device; the last block may go beyond the last column.
+bool supported(Activation activation, int64_t columns) {
+  const bool gelu = activation == Activation::gelu || activation == Activation::gelu_tanh;
+  return gelu && columns >= 1 && columns < (int64_t{1} << 30);
+}
 
 }  // namespace
 
-cudaError_t bias_gelu_forward(const BiasGeluForward& p, cudaStream_t stream) {
-  if (!supported(p.columns)) return cudaErrorInvalidValue;
+cudaError_t activation_forward(const ActivationForward& p, cudaStream_t stream) {
+  if (!supported(p.activation, p.columns)) return cudaErrorInvalidValue;
   return with_format(p.format,
                      [&](auto element) { return launch_forward<decltype(element)>(p, stream); });
 }
 
-cudaError_t bias_gelu_backward(const BiasGeluBackward& p, cudaStream_t stream) {
-  if (!supported(p.columns)) return cudaErrorInvalidValue;
+cudaError_t activation_backward(const ActivationBackward& p, cudaStream_t stream) {
+  if (!supported(p.activation, p.columns)) return cudaErrorInvalidValue;
   const cudaError_t error = with_format(
       p.format, [&](auto element) { return launch_backward<decltype(element)>(p, stream); });
-  if (error != cudaSuccess || !p.bias.data) return error;
+  if (error != cudaSuccess || !p.dbias) return error;
   return sum_partials(
-      {p.partial, bias_gelu_partials(p.rows), p.columns, p.columns, p.dbias, p.bias.format},
+      {p.partial, activation_partials(p.rows), p.columns, p.columns, p.dbias, p.dbias_format},
       stream);
 }
 

@@ -1,45 +1,45 @@
-// The element-wise half of the feed-forward block, gelu(h + bias) and its gradients: what the
-// launchers take. Free of torch; cuda_ops.cpp fills these in.
+// The launchers of the element-wise half of the feed-forward, activation(h + bias) and its
+// gradients, and their arguments. Free of torch; cuda_ops.cpp fills the structs.
 
 #pragma once
 
 #include <cuda_runtime.h>
 
+#include "../activations.h"
 #include "launch.cuh"
 #include "operands.cuh"
 
 namespace fastbert::cuda {
 
-enum class Gelu : int32_t { erf, tanh };
-
-// y (rows, columns) is contiguous.
-struct BiasGeluForward {
+// The activation is gelu or gelu_tanh; y (rows, columns) is contiguous.
+struct ActivationForward {
   Format format;
-  Gelu gelu;
+  Activation activation;
   int64_t rows, columns;
   ConstMatrix h;
   Parameter bias;
   void* y;
 };
 
-// dh is contiguous; with a bias, dbias in its format and partial (bias_gelu_partials(rows),
-// columns) floats.
-struct BiasGeluBackward {
+// dh is contiguous. dbias (columns) is the sum of dh over the rows, or null; the sum needs
+// `partial`, (activation_partials(rows), columns) floats.
+struct ActivationBackward {
   Format format;
-  Gelu gelu;
+  Activation activation;
   int64_t rows, columns;
   ConstMatrix dy, h;
   Parameter bias;
   void* dh;
   float* partial;
   void* dbias;
+  Format dbias_format;
 };
 
-// Rows are taken in chunks, a constant number of them so that the result does not depend on the
-// GPU's size.
-inline int64_t bias_gelu_partials(int64_t rows) { return rows < 256 ? rows : 256; }
+// The number of chunks of rows does not depend on the GPU, and therefore neither does the sum.
+inline int64_t activation_partials(int64_t rows) { return rows < 256 ? rows : 256; }
 
-cudaError_t bias_gelu_forward(const BiasGeluForward& params, cudaStream_t stream);
-cudaError_t bias_gelu_backward(const BiasGeluBackward& params, cudaStream_t stream);
+// Return cudaErrorInvalidValue for an activation or a number of columns without a kernel.
+cudaError_t activation_forward(const ActivationForward& params, cudaStream_t stream);
+cudaError_t activation_backward(const ActivationBackward& params, cudaStream_t stream);
 
 }  // namespace fastbert::cuda

@@ -1,4 +1,4 @@
-// GELU and its derivative for one element (Hendrycks and Gimpel 2016), with the formulas of
+// GELU and its derivative for one element (Hendrycks and Gimpel 2016), by the formulas of
 // cpu/rows/activation.h.
 
 #pragma once
@@ -7,8 +7,8 @@
 
 namespace fastbert::cuda {
 
-struct Erf {
-  // Phi(x), and exp(-x^2 / 2) through `bell`.
+struct Gelu {
+  // Returns Phi(x) and sets `bell` to exp(-x^2 / 2).
   static __device__ float distribution(float x, float& bell) {
     namespace tail = fastbert::normal_tail;
     const float a = fabsf(x);
@@ -28,7 +28,7 @@ struct Erf {
     return x * distribution(x, bell);
   }
 
-  // Phi(x) + x phi(x). Where phi is 0 the product is skipped: x may be infinite there.
+  // Phi(x) + x phi(x). Where phi is 0 the product is left out, because x may be infinite there.
   static __device__ float derivative(float x) {
     float bell;
     const float cumulative = distribution(x, bell);
@@ -37,11 +37,12 @@ struct Erf {
   }
 };
 
-struct Tanh {
+struct GeluTanh {
   static constexpr float kTwoBeta = 1.5957691216f;  // 2 sqrt(2 / pi)
   static constexpr float kCubic = 0.044715f;
 
-  // s(2 w) and s(-2 w), w = sqrt(2 / pi) (x + 0.044715 x^3), s the logistic function.
+  // Returns s(2 w) and sets `complement` to s(-2 w): s is the logistic function and
+  // w = sqrt(2 / pi) (x + 0.044715 x^3).
   static __device__ float logistic(float x, float& complement) {
     const float e = expf(-fabsf(x) * kTwoBeta * fmaf(x * x, kCubic, 1.0f));
     const float larger = 1.0f / (1.0f + e), smaller = e * larger;
@@ -54,7 +55,7 @@ struct Tanh {
     return x * logistic(x, complement);
   }
 
-  // s + x s (1 - s) 2 w'. From |x| = 10 on the second term is 0: x^2 may overflow there.
+  // s + x s (1 - s) 2 w'. From |x| = 10 on, the second term is 0, and x^2 may overflow.
   static __device__ float derivative(float x) {
     float complement;
     const float s = logistic(x, complement);

@@ -1,4 +1,6 @@
-// Launching a kernel that takes one params struct, with the launch checked.
+// The launch of a kernel that takes one params struct by value. `launch` returns the error of the
+// launch, which cuda_ops.cpp raises as an exception. An empty grid launches nothing, because CUDA
+// refuses it.
 
 #pragma once
 
@@ -8,7 +10,7 @@
 
 namespace fastbert::cuda {
 
-// The largest grid in y; kernels stride over what lies beyond it.
+// The largest grid in y. A kernel strides over the rows beyond it.
 constexpr int64_t kMaxGridY = 65535;
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }

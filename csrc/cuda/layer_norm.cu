@@ -52,7 +52,7 @@ __device__ void load_sum(const Launch<P>& k, int64_t row, int first, float (&sum
 template <int kRowThreads>
 constexpr int kForwardThreads = kRowThreads < 128 ? 128 : kRowThreads;
 
-template <class T, int kThreads, int kElements>
+template <class T, bool kHasBias, int kThreads, int kElements>
 __global__ void __launch_bounds__(kForwardThreads<kThreads>)
     forward_kernel(Launch<LayerNormForward> k) {
   using L = Layout<T, kThreads, kElements>;
@@ -93,10 +93,11 @@ __global__ void __launch_bounds__(kForwardThreads<kThreads>)
   for (int v = 0; v < L::kVectors; ++v) {
     float weight[kWidth<T>], bias[kWidth<T>];
     load(p.weight, L::column(v), columns, weight);
-    load(p.bias, L::column(v), columns, bias);
+    if (kHasBias) load(p.bias, L::column(v), columns, bias);
 #pragma unroll
     for (int i = 0; i < kWidth<T>; ++i) {
-      sum[v][i] = (sum[v][i] - correction) * rstd * weight[i] + bias[i];
+      sum[v][i] = (sum[v][i] - correction) * rstd * weight[i];
+      if (kHasBias) sum[v][i] += bias[i];
     }
     store(static_cast<T*>(p.y) + row * columns, L::column(v), columns, k.wide, sum[v]);
   }
@@ -155,6 +156,7 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(Launch<LayerNormBack
       for (int i = 0; i < kWidth<T>; ++i) dx_bias[v][i] += g[v][i];
     }
   }
+  // The sums of absent biases are formed, but not written.
   float* partial = p.partial + static_cast<int64_t>(blockIdx.x) * 3 * columns;
 #pragma unroll
   for (int v = 0; v < L::kVectors; ++v) {
@@ -163,7 +165,7 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(Launch<LayerNormBack
       const int n = L::column(v) + i;
       if (n >= columns) continue;
       partial[n] = dweight[v][i];
-      partial[columns + n] = dbias[v][i];
+      if (p.dbias) partial[columns + n] = dbias[v][i];
       if (p.x_bias.data) partial[2 * columns + n] = dx_bias[v][i];
     }
   }
@@ -175,15 +177,16 @@ bool wide_access(const P& p) {
   return p.columns % kWidth<T> == 0 && aligned(p.x.data, p.x.stride, sizeof(T)) && residual;
 }
 
-template <class T>
+template <class T, bool kHasBias>
 cudaError_t launch_forward(const LayerNormForward& p, cudaStream_t stream) {
   const bool wide = wide_access<T>(p) && aligned(p.y, p.columns, sizeof(T));
   const Launch<LayerNormForward> k = {p, wide};
   if (p.columns <= 1024) {
     const dim3 grid(static_cast<unsigned>(ceil_div(p.rows, kForwardThreads<32> / 32)));
-    return launch(forward_kernel<T, 32, 32>, grid, kForwardThreads<32>, k, stream);
+    return launch(forward_kernel<T, kHasBias, 32, 32>, grid, kForwardThreads<32>, k, stream);
   }
-  return launch(forward_kernel<T, 256, 24>, dim3(static_cast<unsigned>(p.rows)), 256, k, stream);
+  return launch(forward_kernel<T, kHasBias, 256, 24>, dim3(static_cast<unsigned>(p.rows)), 256, k,
+                stream);
 }
 
 template <class T>
@@ -200,16 +203,19 @@ cudaError_t launch_backward(const LayerNormBackward& p, cudaStream_t stream) {
 
 cudaError_t layer_norm_forward(const LayerNormForward& p, cudaStream_t stream) {
   if (p.columns < 1 || p.columns > kMaxColumns) return cudaErrorInvalidValue;
-  return with_format(p.format,
-                     [&](auto element) { return launch_forward<decltype(element)>(p, stream); });
+  return with_format(p.format, [&](auto element) {
+    return p.bias.data ? launch_forward<decltype(element), true>(p, stream)
+                       : launch_forward<decltype(element), false>(p, stream);
+  });
 }
 
 cudaError_t layer_norm_backward(const LayerNormBackward& p, cudaStream_t stream) {
   if (p.columns < 1 || p.columns > kMaxColumns) return cudaErrorInvalidValue;
   cudaError_t error = with_format(
       p.format, [&](auto element) { return launch_backward<decltype(element)>(p, stream); });
-  void* const outputs[] = {p.dweight, p.dbias, p.dx_bias};
-  for (int i = 0; i < (p.x_bias.data ? 3 : 2) && error == cudaSuccess; ++i) {
+  void* const outputs[] = {p.dweight, p.dbias, p.x_bias.data ? p.dx_bias : nullptr};
+  for (int i = 0; i < 3 && error == cudaSuccess; ++i) {
+    if (!outputs[i]) continue;
     const Format format = i < 2 ? p.weight.format : p.x_bias.format;
     error = sum_partials({p.partial + i * p.columns, layer_norm_partials(p.rows), p.columns,
                           3 * p.columns, outputs[i], format},

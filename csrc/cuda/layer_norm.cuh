@@ -28,9 +28,9 @@ struct LayerNormForward {
   float *mean, *rstd;
 };
 
-// dsum and, under dropout, dx are contiguous. partial: (layer_norm_partials(rows), 3, columns)
-// floats, the third row unused without x_bias. dweight and dbias in weight's format, dx_bias in
-// that of x_bias.
+// dsum and, under dropout, dx are contiguous. partial has (layer_norm_partials(rows), 3, columns)
+// floats. dweight and dbias have the format of weight, and dx_bias has the format of x_bias. A null
+// dbias or x_bias means that this gradient is not wanted.
 struct LayerNormBackward {
   Format format;
   int64_t rows, columns;

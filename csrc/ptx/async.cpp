@@ -24,7 +24,8 @@ void copy(Warp& w, const Instr& i, Mask m) {
     c.bytes = bytes;
     if (i.arg[1] == 1) c.bytes = (uint32_t)w.get(i.reg[2], l);
     if (i.arg[1] == 2 && w.get(i.reg[2], l)) c.bytes = 0;
-    if (c.bytes > bytes) fault("out of bounds", "cp.async: the source has more bytes than the copy", l);
+    if (c.bytes > bytes)
+      fault("out of bounds", "cp.async: the source has more bytes than the copy", l);
     if (c.bytes) {
       w.need(i.reg[1], 1u << l, "an address");
       Allocation* a = b.global(w, c.from, c.bytes, bytes, false);
@@ -46,11 +47,13 @@ void copy(Warp& w, const Instr& i, Mask m) {
   if (b.launch->options.count && reads) {
     std::vector<uint64_t> sectors;
     each_lane(reads, [&](int l) {
-      for (uint64_t s = sources[l] / 32; s <= (sources[l] + bytes - 1) / 32; ++s) sectors.push_back(s);
+      for (uint64_t s = sources[l] / 32; s <= (sources[l] + bytes - 1) / 32; ++s)
+        sectors.push_back(s);
     });
     std::sort(sectors.begin(), sectors.end());
     const uint64_t n = (uint64_t)__builtin_popcount(reads);
-    b.counts.global_sectors += (uint64_t)(std::unique(sectors.begin(), sectors.end()) - sectors.begin());
+    b.counts.global_sectors +=
+        (uint64_t)(std::unique(sectors.begin(), sectors.end()) - sectors.begin());
     b.counts.global_bytes += n * bytes;
     b.counts.global_least_sectors += (n * bytes + 31) / 32;
   }
@@ -92,7 +95,8 @@ void copy_wait(Warp& w, const Instr& i, Mask m) {
   });
 }
 
-// Barriers -----------------------------------------------------------------------------------------
+// Barriers
+// -----------------------------------------------------------------------------------------
 
 // arg 0: 0 sync, 1 arrive, 2 red; arg 1: operands before the number (of red); arg 2 red: 0 popc, 1
 // and, 2 or; arg 3 whether a count follows, arg 4 whether the vote is negated
@@ -107,7 +111,8 @@ void barrier(Warp& w, const Instr& i, Mask m) {
     w.need(r[1], m, "the count of a barrier");
     expected = (int32_t)w.get(r[1], __builtin_ctz(m));
     if (expected % kLanes || expected <= 0)
-      fault("divergence", "a barrier of " + std::to_string(expected) + " threads, allowed: multiples of 32");
+      fault("divergence",
+            "a barrier of " + std::to_string(expected) + " threads, allowed: multiples of 32");
   }
   Mask yes = 0;
   if (i.arg[0] == 2) {
@@ -119,7 +124,8 @@ void barrier(Warp& w, const Instr& i, Mask m) {
   w.block->arrive(w, (int)id, expected, i.arg[0] != 1, i.arg[0] == 2 ? &i : nullptr, yes);
 }
 
-// Fences -------------------------------------------------------------------------------------------
+// Fences
+// -------------------------------------------------------------------------------------------
 
 // The asynchronous proxy sees what these lanes know of.
 void proxy_fence(Warp& w, const Instr&, Mask m) {
@@ -134,7 +140,8 @@ void proxy_fence(Warp& w, const Instr&, Mask m) {
 void nothing(Warp&, const Instr&, Mask) {}
 void trap(Warp&, const Instr&, Mask m) { fault("trap", "the kernel trapped", __builtin_ctz(m)); }
 
-// mbarrier -----------------------------------------------------------------------------------------
+// mbarrier
+// -----------------------------------------------------------------------------------------
 
 uint32_t barrier_at(Warp& w, const Instr& i, Reg r, int l) {
   w.need(r, 1u << l, "an address");
@@ -144,7 +151,8 @@ uint32_t barrier_at(Warp& w, const Instr& i, Reg r, int l) {
 MBarrier& existing(Warp& w, uint32_t at, int l) {
   Block& b = *w.block;
   auto found = b.mbarriers.find(at);
-  if (found == b.mbarriers.end()) fault("uninitialised", "an mbarrier that was never initialised", l);
+  if (found == b.mbarriers.end())
+    fault("uninitialised", "an mbarrier that was never initialised", l);
   if (b.launch->options.races && !b.after(w, l, found->second.made))
     fault("race", "an mbarrier is used while its initialisation is not ordered before", l);
   return found->second;
@@ -174,8 +182,8 @@ void mbarrier_inval(Warp& w, const Instr& i, Mask m) {
   });
 }
 
-// arg 0: 0 arrive, 1 arrive.expect_tx, 2 expect_tx, 3 complete_tx, 4 arrive_drop; arg 1 whether a state
-// comes first; arg 2 whether a count follows
+// arg 0: 0 arrive, 1 arrive.expect_tx, 2 expect_tx, 3 complete_tx, 4 arrive_drop; arg 1 whether a
+// state comes first; arg 2 whether a count follows
 void mbarrier_arrive(Warp& w, const Instr& i, Mask m) {
   const Reg* r = i.reg + i.arg[1];
   if (i.arg[2]) w.need(r[1], m, "the count of an arrival");
@@ -192,7 +200,8 @@ void mbarrier_arrive(Warp& w, const Instr& i, Mask m) {
     if (i.arg[0] == 3) mb.transactions -= (int64_t)count;
     if (i.arg[0] == 0 || i.arg[0] == 1 || i.arg[0] == 4) {
       const uint32_t arrivals = i.arg[0] == 1 ? 1 : (uint32_t)count;
-      if (arrivals > mb.pending) fault("out of bounds", "more arrivals at an mbarrier than it expects", l);
+      if (arrivals > mb.pending)
+        fault("out of bounds", "more arrivals at an mbarrier than it expects", l);
       b.release(w, l, mb.arrivals, mb.arrivals_fenced);
       mb.pending -= arrivals;
       if (i.arg[0] == 4) mb.expected -= arrivals;
@@ -241,9 +250,11 @@ bool decode_copy(Instr& i, const Mnemonic& name, const RawInstr& raw) {
   i.pipe = Pipe::global;
   if (name.has("bulk")) return false;
   if (name.has("commit_group")) return i.pipe = Pipe::sync, i.run = copy_commit, true;
-  if (name.has("wait_group")) return i.pipe = Pipe::sync, i.arg[0] = (int)raw.operands[0].value, i.run = copy_wait, true;
+  if (name.has("wait_group"))
+    return i.pipe = Pipe::sync, i.arg[0] = (int)raw.operands[0].value, i.run = copy_wait, true;
   if (name.has("wait_all")) return i.pipe = Pipe::sync, i.arg[0] = -1, i.run = copy_wait, true;
-  if (name.has("mbarrier")) return i.pipe = Pipe::sync, i.arg[0] = name.has("noinc"), i.run = copy_arrive, true;
+  if (name.has("mbarrier"))
+    return i.pipe = Pipe::sync, i.arg[0] = name.has("noinc"), i.run = copy_arrive, true;
   // [to], [from], bytes, then the bytes of the source or a predicate; a cache policy may come last.
   if (raw.operands.size() < 3) return false;
   i.arg[0] = (int)raw.operands[2].value;
@@ -293,11 +304,16 @@ bool decode_mbarrier(Instr& i, const Mnemonic& name, const RawInstr& raw) {
   }
   const bool state = raw.operands[0].kind != 'm';
   i.arg[1] = state;
-  if (name.has("arrive")) i.arg[0] = name.has("expect_tx") ? 1 : 0;
-  else if (name.has("arrive_drop")) i.arg[0] = 4;
-  else if (name.has("expect_tx")) i.arg[0] = 2;
-  else if (name.has("complete_tx")) i.arg[0] = 3;
-  else return false;
+  if (name.has("arrive"))
+    i.arg[0] = name.has("expect_tx") ? 1 : 0;
+  else if (name.has("arrive_drop"))
+    i.arg[0] = 4;
+  else if (name.has("expect_tx"))
+    i.arg[0] = 2;
+  else if (name.has("complete_tx"))
+    i.arg[0] = 3;
+  else
+    return false;
   i.arg[2] = raw.operands.size() == (size_t)(2 + state);
   i.run = mbarrier_arrive;
   return !(i.arg[0] == 4 && name.has("expect_tx"));
@@ -309,7 +325,8 @@ bool decode_async(Instr& i, const Mnemonic& name, const RawInstr& raw) {
   const std::string& base = name.base();
   if (base == "cp") return decode_copy(i, name, raw);
   if (base == "mbarrier") return decode_mbarrier(i, name, raw);
-  if ((base == "bar" && !name.has("warp")) || base == "barrier") return decode_barrier(i, name, raw);
+  if ((base == "bar" && !name.has("warp")) || base == "barrier")
+    return decode_barrier(i, name, raw);
   i.pipe = Pipe::sync;
   if (base == "fence" && name.has("proxy") && name.has("async")) return i.run = proxy_fence, true;
   if (base == "fence" && name.any({"async", "proxy"})) {
@@ -318,7 +335,8 @@ bool decode_async(Instr& i, const Mnemonic& name, const RawInstr& raw) {
       if (part.rfind("async", 0) == 0) i.run = proxy_fence;
     return true;
   }
-  static const char* quiet[] = {"fence", "membar", "setmaxnreg", "griddepcontrol", "nanosleep", "pmevent", "createpolicy"};
+  static const char* quiet[] = {"fence",     "membar",  "setmaxnreg",  "griddepcontrol",
+                                "nanosleep", "pmevent", "createpolicy"};
   for (const char* text : quiet)
     if (base == text) {
       if (base == "createpolicy") return false;

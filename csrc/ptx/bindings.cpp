@@ -60,12 +60,13 @@ py::dict dict_of(const Counts& c) {
 
 // memory: (address, bytes, writable, name, holds nothing yet). Returns the counts, and the fault as
 // (kind, message, instruction, block, warp, lane) or None.
-py::tuple run_launch(const Program& program, const std::array<uint32_t, 3>& grid,
-                     const std::array<uint32_t, 3>& block, const py::bytes& params,
-                     uint32_t shared_bytes, uint32_t static_shared, uint32_t local_bytes,
-                     const std::vector<std::tuple<uint64_t, uint64_t, bool, std::string, bool>>& memory,
-                     uint64_t seed, double approximate, int accumulate, bool races, bool count,
-                     int64_t limit, int threads) {
+py::tuple run_launch(
+    const Program& program, const std::array<uint32_t, 3>& grid,
+    const std::array<uint32_t, 3>& block, const py::bytes& params, uint32_t shared_bytes,
+    uint32_t static_shared, uint32_t local_bytes,
+    const std::vector<std::tuple<uint64_t, uint64_t, bool, std::string, bool>>& memory,
+    uint64_t seed, double approximate, int accumulate, bool races, bool count, int64_t limit,
+    int threads) {
   Launch launch;
   launch.program = &program;
   std::copy(grid.begin(), grid.end(), launch.grid);

@@ -1,8 +1,9 @@
-// Bulk copies of the asynchronous proxy: cp.async.bulk, of bytes and of the boxes of a tensor (TMA).
+// Bulk copies of the asynchronous proxy: cp.async.bulk, of bytes and of the boxes of a tensor
+// (TMA).
 //
-// A load arrives at a moment that the seed draws, then counts its bytes at its mbarrier; a store reads
-// shared memory until its group is waited for. In the happens-before order a load is done by a thread
-// of the copy engine, which those acquire who wait for the mbarrier.
+// A load arrives at a moment that the seed draws, then counts its bytes at its mbarrier; a store
+// reads shared memory until its group is waited for. In the happens-before order a load is done by
+// a thread of the copy engine, which those acquire who wait for the mbarrier.
 
 #include "decode.h"
 #include "lanes.h"
@@ -26,7 +27,8 @@ const TensorMap map_at(Warp& w, uint64_t address, int lane) {
   const uint8_t* at;
   if (window == kParamWindow) {
     const uint64_t offset = address & ~kWindowMask;
-    if (offset + 128 > w.block->launch->params.size()) fault("out of bounds", "a tensor map among the parameters", lane);
+    if (offset + 128 > w.block->launch->params.size())
+      fault("out of bounds", "a tensor map among the parameters", lane);
     at = w.block->launch->params.data() + offset;
   } else {
     Allocation* a = w.block->global(w, address, 128, 64, false);
@@ -92,7 +94,8 @@ void issue_load(Warp& w, int l, BulkCopy c) {
       b.note_write(w, l, o, n, true, kPending);
       const uint32_t granule = (uint32_t)b.launch->program->granule;
       if (b.launch->options.races)
-        for (uint32_t g = o / granule; g <= (o + n - 1) / granule; ++g) b.cells[g].write.thread = c.slot;
+        for (uint32_t g = o / granule; g <= (o + n - 1) / granule; ++g)
+          b.cells[g].write.thread = c.slot;
       std::memset(b.shared.data() + o, 0xff, n);
       std::memset(b.shared_valid.data() + o, 0, n);
     });
@@ -108,7 +111,8 @@ void copy_in(Block& b, const BulkCopy& c) {
   std::vector<uint8_t> bytes(c.row_bytes);
   for (const BulkRow& row : c.rows) {
     std::fill(bytes.begin(), bytes.end(), c.nan ? 0xff : 0);
-    if (row.inside) std::memcpy(bytes.data() + row.before, reinterpret_cast<void*>(row.global), row.inside);
+    if (row.inside)
+      std::memcpy(bytes.data() + row.before, reinterpret_cast<void*>(row.global), row.inside);
     each_piece(b, c, row, [&](uint32_t byte, uint32_t o, uint32_t n) {
       std::memcpy(b.shared.data() + o, bytes.data() + byte, n);
       std::memset(b.shared_valid.data() + o, 1, n);
@@ -123,8 +127,10 @@ void copy_out(Warp& w, BulkCopy& c) {
     if (!row.inside) continue;
     each_piece(b, c, row, [&](uint32_t byte, uint32_t o, uint32_t n) {
       std::memcpy(bytes.data() + byte, b.shared.data() + o, n);
-      if (std::memchr(b.shared_valid.data() + o, 0, n) && byte + n > row.before && byte < row.before + row.inside)
-        fault("uninitialised", "a bulk store writes bytes to global memory that nothing has written", c.lane);
+      if (std::memchr(b.shared_valid.data() + o, 0, n) && byte + n > row.before &&
+          byte < row.before + row.inside)
+        fault("uninitialised",
+              "a bulk store writes bytes to global memory that nothing has written", c.lane);
     });
     Allocation* a = b.global(w, row.global, row.inside, 1, true);
     b.note_global(w, c.lane, *a, row.global, row.inside, true, false);
@@ -141,7 +147,8 @@ void issue_store(Warp& w, int l, BulkCopy c) {
   Block& b = *w.block;
   c.store = true;
   for (const BulkRow& row : c.rows)
-    each_piece(b, c, row, [&](uint32_t, uint32_t o, uint32_t n) { b.note_read(w, l, o, n, true, kPending); });
+    each_piece(b, c, row,
+               [&](uint32_t, uint32_t o, uint32_t n) { b.note_read(w, l, o, n, true, kPending); });
   auto& groups = w.stores[l];
   if (groups.empty()) groups.emplace_back();
   groups.back().push_back(std::move(c));
@@ -168,13 +175,17 @@ void bulk(Warp& w, const Instr& i, Mask m) {
   each_lane(m, [&](int l) {
     w.need(i.reg[2], 1u << l, "the size of a bulk copy");
     const uint32_t bytes = (uint32_t)w.get(i.reg[2], l);
-    if (bytes == 0 || bytes % 16) fault("misaligned", "a bulk copy of " + std::to_string(bytes) + " bytes, allowed: multiples of 16", l);
-    const uint64_t to = address(w, i.reg[0], l, i.offsets[0]), from = address(w, i.reg[1], l, i.offsets[1]);
+    if (bytes == 0 || bytes % 16)
+      fault("misaligned",
+            "a bulk copy of " + std::to_string(bytes) + " bytes, allowed: multiples of 16", l);
+    const uint64_t to = address(w, i.reg[0], l, i.offsets[0]),
+                   from = address(w, i.reg[1], l, i.offsets[1]);
     BulkCopy c;
     c.warp = w.index, c.lane = l, c.row_bytes = bytes;
     const uint64_t global = i.arg[0] ? to : from;
     const uint32_t shared = b.shared_offset(w, i.arg[0] ? from : to, bytes, 16);
-    if (global % 16) fault("misaligned", "the global address of a bulk copy is not a multiple of 16", l);
+    if (global % 16)
+      fault("misaligned", "the global address of a bulk copy is not a multiple of 16", l);
     c.rows = {{global, shared, 0, bytes}};
     if (i.arg[0]) return issue_store(w, l, std::move(c));
     c.barrier = b.shared_offset(w, address(w, i.reg[3], l, i.offsets[2]), 8, 8);
@@ -182,7 +193,8 @@ void bulk(Warp& w, const Instr& i, Mask m) {
   });
 }
 
-// cp.async.bulk.tensor; arg 0 store, 1 dimensions. Load: [to], [map, {...}], [mbarrier]; store: [map,
+// cp.async.bulk.tensor; arg 0 store, 1 dimensions. Load: [to], [map, {...}], [mbarrier]; store:
+// [map,
 // {...}], [from].
 void tensor(Warp& w, const Instr& i, Mask m) {
   Block& b = *w.block;
@@ -190,18 +202,21 @@ void tensor(Warp& w, const Instr& i, Mask m) {
   each_lane(m, [&](int l) {
     const Reg* map_reg = i.reg + (i.arg[0] ? 0 : 1);
     const TensorMap map = map_at(w, address(w, map_reg[0], l, 0), l);
-    if (map.rank != rank) fault("out of bounds", "the tensor map has another number of dimensions than the copy", l);
+    if (map.rank != rank)
+      fault("out of bounds", "the tensor map has another number of dimensions than the copy", l);
     int64_t at[5] = {};
     for (int d = 0; d < rank; ++d) {
       w.need(map_reg[1 + d], 1u << l, "a coordinate");
       at[d] = (int32_t)w.get(map_reg[1 + d], l);
     }
-    const uint64_t given = address(w, i.arg[0] ? i.reg[1 + rank] : i.reg[0], l, i.offsets[i.arg[0] ? 1 : 0]);
+    const uint64_t given =
+        address(w, i.arg[0] ? i.reg[1 + rank] : i.reg[0], l, i.offsets[i.arg[0] ? 1 : 0]);
     uint32_t bytes = map.element_bytes;
     for (int d = 0; d < rank; ++d) bytes *= map.box[d];
     const uint32_t align = 128;
     const uint32_t shared = b.shared_offset(w, given, bytes, 1);
-    if ((shared + b.launch->shared_base) % align) fault("misaligned", "the shared address of a tensor copy is not a multiple of 128", l);
+    if ((shared + b.launch->shared_base) % align)
+      fault("misaligned", "the shared address of a tensor copy is not a multiple of 128", l);
     BulkCopy c;
     c.warp = w.index, c.lane = l, c.nan = map.fill_nan;
     add_rows(c, map, at, shared);
@@ -218,7 +233,8 @@ void commit(Warp& w, const Instr&, Mask m) {
   });
 }
 
-// arg 0: groups that may stay in flight. The effects of a store are complete here with and without .read.
+// arg 0: groups that may stay in flight. The effects of a store are complete here with and without
+// .read.
 void wait(Warp& w, const Instr& i, Mask m) {
   each_lane(m, [&](int l) {
     auto& groups = w.stores[l];
@@ -246,11 +262,13 @@ void Block::complete_load(size_t index) {
     each_piece(*this, c, row, [&](uint32_t, uint32_t o, uint32_t n) {
       const uint32_t granule = (uint32_t)launch->program->granule;
       for (uint32_t g = o / granule; g <= (o + n - 1) / granule; ++g)
-        if (cells[g].write.thread == c.slot && cells[g].write.time == kPending) cells[g].write.time = time;
+        if (cells[g].write.thread == c.slot && cells[g].write.time == kPending)
+          cells[g].write.time = time;
     });
   }
   auto found = mbarriers.find(c.barrier);
-  if (found == mbarriers.end()) fault("uninitialised", "a bulk copy counts at an mbarrier that was never initialised");
+  if (found == mbarriers.end())
+    fault("uninitialised", "a bulk copy counts at an mbarrier that was never initialised");
   MBarrier& mb = found->second;
   mb.transactions -= bytes;
   if (launch->options.races) {
@@ -275,7 +293,8 @@ bool decode_bulk(Instr& i, const Mnemonic& name, const RawInstr& raw) {
     return true;
   }
   if (name.has("prefetch")) return i.run = nothing, true;
-  if (name.any({"multicast::cluster", "im2col", "reduce"}) || name.parts[1] == "reduce") return false;
+  if (name.any({"multicast::cluster", "im2col", "reduce"}) || name.parts[1] == "reduce")
+    return false;
   // The destination's space comes first.
   for (const std::string& part : name.parts) {
     if (part == "global") i.arg[0] = 1;

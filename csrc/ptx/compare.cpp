@@ -11,12 +11,18 @@ enum class Cmp : int32_t { eq, ne, lt, le, gt, ge, equ, neu, ltu, leu, gtu, geu,
 template <class T>
 inline bool ordered(Cmp cmp, T a, T b) {
   switch (cmp) {
-    case Cmp::eq: return a == b;
-    case Cmp::ne: return a != b;
-    case Cmp::lt: return a < b;
-    case Cmp::le: return a <= b;
-    case Cmp::gt: return a > b;
-    default: return a >= b;
+    case Cmp::eq:
+      return a == b;
+    case Cmp::ne:
+      return a != b;
+    case Cmp::lt:
+      return a < b;
+    case Cmp::le:
+      return a <= b;
+    case Cmp::gt:
+      return a > b;
+    default:
+      return a >= b;
   }
 }
 
@@ -67,8 +73,8 @@ void put_predicate(Warp& w, Reg r, Mask m, Mask bits, Mask valid) {
   w.wrote(r, m, valid);
 }
 
-// setp: arg 0 comparison, 1 boolean operation (0 none, 1 and, 2 or, 3 xor), 2 whether !c, 3 ftz, 4 two
-// results.
+// setp: arg 0 comparison, 1 boolean operation (0 none, 1 and, 2 or, 3 xor), 2 whether !c, 3 ftz, 4
+// two results.
 template <class T>
 void set_predicate(Warp& w, const Instr& i, Mask m) {
   const Reg* source = i.reg + 1 + i.arg[4];
@@ -105,8 +111,7 @@ template <class T>
 void set_word(Warp& w, const Instr& i, Mask m) {
   const Mask bits = compared<T>(w, i, i.reg + 1);
   uint32_t out[kLanes];
-  for (int l = 0; l < kLanes; ++l)
-    out[l] = bits >> l & 1 ? (i.arg[5] ? 0x3f800000u : ~0u) : 0;
+  for (int l = 0; l < kLanes; ++l) out[l] = bits >> l & 1 ? (i.arg[5] ? 0x3f800000u : ~0u) : 0;
   put(w, i.reg[0], m, out, w.ok(i.reg[1]) & w.ok(i.reg[2]));
 }
 
@@ -116,8 +121,7 @@ FASTBERT_PTX_SIMD void select(Warp& w, const Instr& i, Mask m) {
   const Mask p = i.arg[2] ? ~w.file[i.reg[3].at] : w.file[i.reg[3].at];
   W out[kLanes];
   for (int l = 0; l < kLanes; ++l) out[l] = p >> l & 1 ? a[l] : b[l];
-  put(w, i.reg[0], m, out,
-      ((p & w.ok(i.reg[1])) | (~p & w.ok(i.reg[2]))) & w.ok(i.reg[3]));
+  put(w, i.reg[0], m, out, ((p & w.ok(i.reg[1])) | (~p & w.ok(i.reg[2]))) & w.ok(i.reg[3]));
 }
 
 void select_predicate(Warp& w, const Instr& i, Mask m) {
@@ -144,8 +148,12 @@ void test_property(Warp& w, const Instr& i, Mask m) {
   for (int l = 0; l < kLanes; ++l) {
     const float x = bits_as<float>(w.word(i.reg[1])[l]);
     const int kind = std::fpclassify(x);
-    const bool answers[] = {std::isfinite(x), kind == FP_INFINITE, !std::isnan(x), kind == FP_NAN,
-                            kind == FP_NORMAL || kind == FP_ZERO, kind == FP_SUBNORMAL};
+    const bool answers[] = {std::isfinite(x),
+                            kind == FP_INFINITE,
+                            !std::isnan(x),
+                            kind == FP_NAN,
+                            kind == FP_NORMAL || kind == FP_ZERO,
+                            kind == FP_SUBNORMAL};
     bits |= (Mask)answers[i.arg[0]] << l;
   }
   put_predicate(w, i.reg[0], m, bits, w.ok(i.reg[1]));
@@ -154,23 +162,41 @@ void test_property(Warp& w, const Instr& i, Mask m) {
 template <template <class> class Pick>
 Handler by_type(Type type) {
   switch (type) {
-    case Type::b16: case Type::u16: return Pick<uint16_t>::handler();
-    case Type::s16: return Pick<int16_t>::handler();
-    case Type::b32: case Type::u32: return Pick<uint32_t>::handler();
-    case Type::s32: return Pick<int32_t>::handler();
-    case Type::b64: case Type::u64: return Pick<uint64_t>::handler();
-    case Type::s64: return Pick<int64_t>::handler();
-    case Type::f16: return Pick<Half>::handler();
-    case Type::bf16: return Pick<Brain>::handler();
-    case Type::f32: return Pick<float>::handler();
-    case Type::f64: return Pick<double>::handler();
-    default: return nullptr;
+    case Type::b16:
+    case Type::u16:
+      return Pick<uint16_t>::handler();
+    case Type::s16:
+      return Pick<int16_t>::handler();
+    case Type::b32:
+    case Type::u32:
+      return Pick<uint32_t>::handler();
+    case Type::s32:
+      return Pick<int32_t>::handler();
+    case Type::b64:
+    case Type::u64:
+      return Pick<uint64_t>::handler();
+    case Type::s64:
+      return Pick<int64_t>::handler();
+    case Type::f16:
+      return Pick<Half>::handler();
+    case Type::bf16:
+      return Pick<Brain>::handler();
+    case Type::f32:
+      return Pick<float>::handler();
+    case Type::f64:
+      return Pick<double>::handler();
+    default:
+      return nullptr;
   }
 }
 template <class T>
-struct SetP { static Handler handler() { return set_predicate<T>; } };
+struct SetP {
+  static Handler handler() { return set_predicate<T>; }
+};
 template <class T>
-struct SetW { static Handler handler() { return set_word<T>; } };
+struct SetW {
+  static Handler handler() { return set_word<T>; }
+};
 
 }  // namespace
 
@@ -186,12 +212,15 @@ bool decode_compare(Instr& i, const Mnemonic& name, const RawInstr& raw) {
   }
   if (base == "slct") {
     const bool f = type == Type::f32;
-    if (bytes_of(name.before()) == 8) i.run = f ? select_sign<uint64_t, true> : select_sign<uint64_t, false>;
-    else i.run = f ? select_sign<uint32_t, true> : select_sign<uint32_t, false>;
+    if (bytes_of(name.before()) == 8)
+      i.run = f ? select_sign<uint64_t, true> : select_sign<uint64_t, false>;
+    else
+      i.run = f ? select_sign<uint32_t, true> : select_sign<uint32_t, false>;
     return true;
   }
   if (base == "testp") {
-    static const char* names[] = {"finite", "infinite", "number", "notanumber", "normal", "subnormal"};
+    static const char* names[] = {"finite",     "infinite", "number",
+                                  "notanumber", "normal",   "subnormal"};
     for (int k = 0; k < 6; ++k)
       if (name.has(names[k])) i.arg[0] = k;
     i.run = test_property;
@@ -199,10 +228,10 @@ bool decode_compare(Instr& i, const Mnemonic& name, const RawInstr& raw) {
   }
   if (base != "setp" && base != "set") return false;
   static const std::pair<const char*, Cmp> comparisons[] = {
-      {"eq", Cmp::eq},   {"ne", Cmp::ne},   {"lt", Cmp::lt},   {"le", Cmp::le},  {"gt", Cmp::gt},
-      {"ge", Cmp::ge},   {"lo", Cmp::lt},   {"ls", Cmp::le},   {"hi", Cmp::gt},  {"hs", Cmp::ge},
-      {"equ", Cmp::equ}, {"neu", Cmp::neu}, {"ltu", Cmp::ltu}, {"leu", Cmp::leu},
-      {"gtu", Cmp::gtu}, {"geu", Cmp::geu}, {"num", Cmp::num}, {"nan", Cmp::nan}};
+      {"eq", Cmp::eq},   {"ne", Cmp::ne},   {"lt", Cmp::lt},   {"le", Cmp::le},   {"gt", Cmp::gt},
+      {"ge", Cmp::ge},   {"lo", Cmp::lt},   {"ls", Cmp::le},   {"hi", Cmp::gt},   {"hs", Cmp::ge},
+      {"equ", Cmp::equ}, {"neu", Cmp::neu}, {"ltu", Cmp::ltu}, {"leu", Cmp::leu}, {"gtu", Cmp::gtu},
+      {"geu", Cmp::geu}, {"num", Cmp::num}, {"nan", Cmp::nan}};
   bool found = false;
   for (const auto& [text, cmp] : comparisons)
     if (name.has(text)) i.arg[0] = (int)cmp, found = true;

@@ -15,21 +15,30 @@ enum : int32_t { kFtz = 1, kSat = 2, kRelu = 4, kFinite = 8, kIntegral = 16 };
 
 double rounded_integral(double x, Round round) {
   switch (round) {
-    case Round::zero: return std::trunc(x);
-    case Round::down: return std::floor(x);
-    case Round::up: return std::ceil(x);
-    default: return std::nearbyint(x);
+    case Round::zero:
+      return std::trunc(x);
+    case Round::down:
+      return std::floor(x);
+    case Round::up:
+      return std::ceil(x);
+    default:
+      return std::nearbyint(x);
   }
 }
 
 // The value of a source; exact in a double for every format but 64-bit integers.
 double read_float(Type type, uint64_t bits) {
   switch (type) {
-    case Type::f16: return to_float(Half{(uint16_t)bits});
-    case Type::bf16: return to_float(Brain{(uint16_t)bits});
-    case Type::f32: return bits_as<float>((uint32_t)bits);
-    case Type::f64: return bits_as<double>(bits);
-    default: break;
+    case Type::f16:
+      return to_float(Half{(uint16_t)bits});
+    case Type::bf16:
+      return to_float(Brain{(uint16_t)bits});
+    case Type::f32:
+      return bits_as<float>((uint32_t)bits);
+    case Type::f64:
+      return bits_as<double>(bits);
+    default:
+      break;
   }
   // fp8: e4m3 has one NaN and no infinity, e5m2 is the upper byte of a half.
   const uint8_t b = (uint8_t)bits;
@@ -42,14 +51,25 @@ double read_float(Type type, uint64_t bits) {
 
 __int128 read_integer(Type type, uint64_t bits) {
   switch (type) {
-    case Type::s8: return (int8_t)bits;
-    case Type::s16: return (int16_t)bits;
-    case Type::s32: return (int32_t)bits;
-    case Type::s64: return (int64_t)bits;
-    case Type::u8: case Type::b8: return (uint8_t)bits;
-    case Type::u16: case Type::b16: return (uint16_t)bits;
-    case Type::u32: case Type::b32: return (uint32_t)bits;
-    default: return bits;
+    case Type::s8:
+      return (int8_t)bits;
+    case Type::s16:
+      return (int16_t)bits;
+    case Type::s32:
+      return (int32_t)bits;
+    case Type::s64:
+      return (int64_t)bits;
+    case Type::u8:
+    case Type::b8:
+      return (uint8_t)bits;
+    case Type::u16:
+    case Type::b16:
+      return (uint16_t)bits;
+    case Type::u32:
+    case Type::b32:
+      return (uint32_t)bits;
+    default:
+      return bits;
   }
 }
 
@@ -68,8 +88,8 @@ double rounded_to(double x, int fraction, int lowest, double largest, Round roun
   }
   r = std::ldexp(r, unit);
   if (std::fabs(r) <= largest) return r;
-  const bool stays = round == Round::zero || (round == Round::down && x > 0) ||
-                     (round == Round::up && x < 0);
+  const bool stays =
+      round == Round::zero || (round == Round::down && x > 0) || (round == Round::up && x < 0);
   return std::copysign(infinite && !stays ? std::numeric_limits<double>::infinity() : largest, x);
 }
 
@@ -77,9 +97,11 @@ uint64_t write_float(Type type, double x, Round round, int flags) {
   if (flags & kRelu) x = x != x ? x : std::max(x, 0.0);
   if (flags & kSat) x = x != x ? 0.0 : std::min(std::max(x, 0.0), 1.0);
   switch (type) {
-    case Type::f64: return bits_as<uint64_t>(x);
+    case Type::f64:
+      return bits_as<uint64_t>(x);
     case Type::f32: {
-      const float f = (float)rounded_to(x, 23, -126, (double)std::numeric_limits<float>::max(), round, true);
+      const float f =
+          (float)rounded_to(x, 23, -126, (double)std::numeric_limits<float>::max(), round, true);
       return x != x ? 0x7fffffffu : bits_as<uint32_t>(f);
     }
     case Type::tf32: {
@@ -108,7 +130,8 @@ uint64_t write_float(Type type, double x, Round round, int flags) {
       if (exponent - 1 < -6) return sign | (uint8_t)std::ldexp(std::fabs(r), 9);
       return sign | (uint8_t)((exponent - 1 + 7) << 3) | (uint8_t)(m * 16 - 8);
     }
-    default: return 0;
+    default:
+      return 0;
   }
 }
 
@@ -180,7 +203,8 @@ uint64_t extended(Type type, uint64_t value) {
 void convert(Warp& w, const Instr& i, Mask m) {
   each_lane(m, [&](int l) {
     w.set(i.reg[0], l,
-          extended(i.type, converted(i.type, i.source, w.get(i.reg[1], l), (Round)i.arg[0], i.arg[1])));
+          extended(i.type,
+                   converted(i.type, i.source, w.get(i.reg[1], l), (Round)i.arg[0], i.arg[1])));
   });
   w.wrote(i.reg[0], m, w.ok(i.reg[1]));
 }
@@ -217,8 +241,7 @@ FASTBERT_PTX_SIMD void brain_to_float(Warp& w, const Instr& i, Mask m) {
   put(w, i.reg[0], m, out, w.ok(i.reg[1]));
 }
 inline uint32_t nearest_brain(uint32_t bits) {
-  return (bits & 0x7fffffffu) > 0x7f800000u ? 0x7fffu
-                                            : (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+  return (bits & 0x7fffffffu) > 0x7f800000u ? 0x7fffu : (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
 }
 FASTBERT_PTX_SIMD void float_to_brains(Warp& w, const Instr& i, Mask m) {
   const uint32_t *a = w.word(i.reg[1]), *b = w.word(i.reg[2]);
@@ -229,14 +252,14 @@ FASTBERT_PTX_SIMD void float_to_brains(Warp& w, const Instr& i, Mask m) {
 
 void move_predicate(Warp& w, const Instr& i, Mask m) {
   uint32_t& to = w.file[i.reg[0].at];
-  const uint32_t from = i.reg[1].width == Width::pred ? w.file[i.reg[1].at]
-                                                      : (w.word(i.reg[1])[0] ? kAll : 0u);
+  const uint32_t from =
+      i.reg[1].width == Width::pred ? w.file[i.reg[1].at] : (w.word(i.reg[1])[0] ? kAll : 0u);
   to = (to & ~m) | (from & m);
   w.wrote(i.reg[0], m, w.ok(i.reg[1]));
 }
 
-// A copy counts as written when its source was: LLVM puts copies of accumulators between wgmma.fence
-// and wgmma, and ptxas gives both the same registers.
+// A copy counts as written when its source was: LLVM puts copies of accumulators between
+// wgmma.fence and wgmma, and ptxas gives both the same registers.
 template <class W>
 void move(Warp& w, const Instr& i, Mask m) {
   W out[kLanes];
@@ -298,7 +321,8 @@ void is_space(Warp& w, const Instr& i, Mask m) {
 // A cluster of one block: its addresses are the block's own.
 void map_address(Warp& w, const Instr& i, Mask m) {
   each_lane(m, [&](int l) {
-    if (w.get(i.reg[2], l) != 0) fault("out of bounds", "mapa: rank above 0 in a cluster of one block", l);
+    if (w.get(i.reg[2], l) != 0)
+      fault("out of bounds", "mapa: rank above 0 in a cluster of one block", l);
     w.set(i.reg[0], l, w.get(i.reg[1], l));
   });
   w.wrote(i.reg[0], m, w.ok(i.reg[1]));
@@ -339,7 +363,7 @@ bool decode_cvt(Instr& i, const Mnemonic& name) {
   }
   if (i.type == Type::f16x2 || i.type == Type::bf16x2) {
     i.run = i.type == Type::bf16x2 && round == Round::nearest && i.arg[1] == 0 ? float_to_brains
-                                                                             : convert_pair;
+                                                                               : convert_pair;
     return i.source == Type::f32;
   }
   if (i.type == Type::f32 && i.source == Type::bf16 && i.arg[1] == 0) {

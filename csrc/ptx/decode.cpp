@@ -11,12 +11,30 @@ namespace fastbert::ptx {
 
 int bytes_of(Type type) {
   switch (type) {
-    case Type::b8: case Type::u8: case Type::s8: case Type::e4m3: case Type::e5m2: return 1;
-    case Type::b16: case Type::u16: case Type::s16: case Type::f16: case Type::bf16: return 2;
-    case Type::b64: case Type::u64: case Type::s64: case Type::f64: return 8;
-    case Type::b128: return 16;
-    case Type::none: case Type::pred: return 0;
-    default: return 4;
+    case Type::b8:
+    case Type::u8:
+    case Type::s8:
+    case Type::e4m3:
+    case Type::e5m2:
+      return 1;
+    case Type::b16:
+    case Type::u16:
+    case Type::s16:
+    case Type::f16:
+    case Type::bf16:
+      return 2;
+    case Type::b64:
+    case Type::u64:
+    case Type::s64:
+    case Type::f64:
+      return 8;
+    case Type::b128:
+      return 16;
+    case Type::none:
+    case Type::pred:
+      return 0;
+    default:
+      return 4;
   }
 }
 
@@ -28,12 +46,12 @@ bool is_float(Type type) { return type >= Type::f16; }
 
 Type type_of(const std::string& suffix) {
   static const std::map<std::string, Type> types = {
-      {"pred", Type::pred}, {"b8", Type::b8}, {"b16", Type::b16}, {"b32", Type::b32},
-      {"b64", Type::b64}, {"b128", Type::b128}, {"u8", Type::u8}, {"u16", Type::u16},
-      {"u32", Type::u32}, {"u64", Type::u64}, {"s8", Type::s8}, {"s16", Type::s16},
-      {"s32", Type::s32}, {"s64", Type::s64}, {"f16", Type::f16}, {"bf16", Type::bf16},
-      {"f16x2", Type::f16x2}, {"bf16x2", Type::bf16x2}, {"tf32", Type::tf32},
-      {"f32", Type::f32}, {"f64", Type::f64}, {"e4m3", Type::e4m3}, {"e5m2", Type::e5m2}};
+      {"pred", Type::pred},   {"b8", Type::b8},         {"b16", Type::b16},   {"b32", Type::b32},
+      {"b64", Type::b64},     {"b128", Type::b128},     {"u8", Type::u8},     {"u16", Type::u16},
+      {"u32", Type::u32},     {"u64", Type::u64},       {"s8", Type::s8},     {"s16", Type::s16},
+      {"s32", Type::s32},     {"s64", Type::s64},       {"f16", Type::f16},   {"bf16", Type::bf16},
+      {"f16x2", Type::f16x2}, {"bf16x2", Type::bf16x2}, {"tf32", Type::tf32}, {"f32", Type::f32},
+      {"f64", Type::f64},     {"e4m3", Type::e4m3},     {"e5m2", Type::e5m2}};
   const auto found = types.find(suffix);
   return found == types.end() ? Type::none : found->second;
 }
@@ -96,16 +114,23 @@ struct Builder {
 
   void add(std::vector<Reg>& to, const RawOperand& o, Width immediate) {
     switch (o.kind) {
-      case 'r': to.push_back(program.registers[(size_t)o.value]); break;
-      case 'i': to.push_back(constant((uint64_t)o.value, immediate)); break;
-      case '_': to.push_back(Reg{}); break;
+      case 'r':
+        to.push_back(program.registers[(size_t)o.value]);
+        break;
+      case 'i':
+        to.push_back(constant((uint64_t)o.value, immediate));
+        break;
+      case '_':
+        to.push_back(Reg{});
+        break;
       case 'v':
         for (const RawOperand& part : o.parts) add(to, part, immediate);
         break;
       case 'm':
         for (const RawOperand& part : o.parts) add(to, part, Width::wide);
         break;
-      default: break;  // labels
+      default:
+        break;  // labels
     }
   }
 };
@@ -153,7 +178,8 @@ bool find_handler(Instr& i, const Mnemonic& name, const RawInstr& raw) {
 // The fewest bytes that one write of shared (or global) memory fills.
 void note_granule(Program& p, const Instr& i, const Mnemonic& name) {
   const bool writes = name.base() == "st" || name.base() == "atom" || name.base() == "red";
-  const bool generic = !name.any({"global", "shared", "shared::cta", "shared::cluster", "local", "param"});
+  const bool generic =
+      !name.any({"global", "shared", "shared::cta", "shared::cluster", "local", "param"});
   int32_t bytes = 0;
   if (writes) bytes = bytes_of(i.type) * (name.base() == "st" ? std::max(i.arg[1], 1) : 1);
   if (name.base() == "wmma" && name.has("store")) bytes = bytes_of(i.type);
@@ -161,7 +187,8 @@ void note_granule(Program& p, const Instr& i, const Mnemonic& name) {
     if (generic || name.has("global")) p.global_granule = std::min(p.global_granule, bytes);
     if (generic || !name.has("global")) p.granule = std::min(p.granule, bytes);
   }
-  if (name.base() == "cp" && !name.has("bulk") && i.arg[0] > 0) p.granule = std::min(p.granule, i.arg[0]);
+  if (name.base() == "cp" && !name.has("bulk") && i.arg[0] > 0)
+    p.granule = std::min(p.granule, i.arg[0]);
   if (name.base() == "mbarrier" || name.has("bulk")) p.granule = std::min(p.granule, 8);
 }
 
@@ -171,8 +198,10 @@ Program* decode(const std::vector<RawInstr>& code, const std::vector<int>& bits)
   auto program = std::make_unique<Program>();
   Builder builder{*program, {}};
   for (int b : bits)
-    program->registers.push_back(
-        builder.place(b == 1 ? Width::pred : b == 64 ? Width::wide : Width::narrow, (uint8_t)b));
+    program->registers.push_back(builder.place(b == 1    ? Width::pred
+                                               : b == 64 ? Width::wide
+                                                         : Width::narrow,
+                                               (uint8_t)b));
   program->first_special = (int32_t)program->registers.size();
   for (int s = 0; s < kSpecials; ++s) {
     const bool wide = s == kClock64 || s == kGlobaltimer || s == kGridId;
@@ -196,7 +225,8 @@ Program* decode(const std::vector<RawInstr>& code, const std::vector<int>& bits)
     int addresses = 0;
     for (size_t at = 0; at < raw.operands.size(); ++at) {
       // The size of a cp.async is part of the instruction; that of a bulk copy may be a register.
-      if (name.base() == "cp" && at == 2 && raw.operands[at].kind == 'i' && !name.has("bulk")) continue;
+      if (name.base() == "cp" && at == 2 && raw.operands[at].kind == 'i' && !name.has("bulk"))
+        continue;
       builder.add(program->operands[k], raw.operands[at], immediate_width(name, at));
       if (raw.operands[at].kind == 'm' && addresses < 4)
         i.offsets[addresses++] = raw.operands[at].offset;

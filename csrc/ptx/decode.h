@@ -20,8 +20,8 @@ struct Mnemonic {
   Type before() const;
 };
 
-// Each returns whether it knows the mnemonic; it then has set the handler and all modifiers. raw gives
-// the operands as they were written.
+// Each returns whether it knows the mnemonic; it then has set the handler and all modifiers. raw
+// gives the operands as they were written.
 bool decode_integer(Instr& instr, const Mnemonic& name);
 bool decode_float(Instr& instr, const Mnemonic& name);
 bool decode_compare(Instr& instr, const Mnemonic& name, const RawInstr& raw);

@@ -1,8 +1,8 @@
 // Floating-point instructions.
 //
-// The common forms (round to nearest, no flush, no saturation) have loops of their own. All others go
-// through `general`, one lane at a time. Approximate instructions return the exact result, or with
-// Options::approximate the result that is off by the largest error in the PTX manual.
+// The common forms (round to nearest, no flush, no saturation) have loops of their own. All others
+// go through `general`, one lane at a time. Approximate instructions return the exact result, or
+// with Options::approximate the result that is off by the largest error in the PTX manual.
 
 #include <cfenv>
 #include <limits>
@@ -15,19 +15,27 @@ namespace {
 
 struct FAdd {
   template <class T>
-  static inline T call(T a, T b) { return a + b; }
+  static inline T call(T a, T b) {
+    return a + b;
+  }
 };
 struct FSub {
   template <class T>
-  static inline T call(T a, T b) { return a - b; }
+  static inline T call(T a, T b) {
+    return a - b;
+  }
 };
 struct FMul {
   template <class T>
-  static inline T call(T a, T b) { return a * b; }
+  static inline T call(T a, T b) {
+    return a * b;
+  }
 };
 struct FDiv {
   template <class T>
-  static inline T call(T a, T b) { return a / b; }
+  static inline T call(T a, T b) {
+    return a / b;
+  }
 };
 struct Fma {
   static inline float call(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
@@ -60,7 +68,24 @@ struct FAbs {
 };
 
 enum class Op : int32_t {
-  add, sub, mul, fma, div, min, max, neg, abs, copysign, rcp, sqrt, rsqrt, ex2, lg2, sin, cos, tanh
+  add,
+  sub,
+  mul,
+  fma,
+  div,
+  min,
+  max,
+  neg,
+  abs,
+  copysign,
+  rcp,
+  sqrt,
+  rsqrt,
+  ex2,
+  lg2,
+  sin,
+  cos,
+  tanh
 };
 enum class Round : int32_t { nearest, zero, down, up };
 // The bits of Instr::arg[2].
@@ -74,28 +99,47 @@ T flushed(T x) {
 template <class T>
 T exact(Op op, T a, T b, T c) {
   switch (op) {
-    case Op::add: return a + b;
-    case Op::sub: return a - b;
-    case Op::mul: return a * b;
-    case Op::fma: return std::fma(a, b, c);
-    case Op::div: return a / b;
-    case Op::min: return FMin::call(a, b);
-    case Op::max: return FMax::call(a, b);
-    case Op::neg: return -a;
-    case Op::abs: return std::fabs(a);
-    case Op::copysign: return std::copysign(b, a);
-    case Op::rcp: return T(1) / a;
-    case Op::sqrt: return std::sqrt(a);
-    default: break;
+    case Op::add:
+      return a + b;
+    case Op::sub:
+      return a - b;
+    case Op::mul:
+      return a * b;
+    case Op::fma:
+      return std::fma(a, b, c);
+    case Op::div:
+      return a / b;
+    case Op::min:
+      return FMin::call(a, b);
+    case Op::max:
+      return FMax::call(a, b);
+    case Op::neg:
+      return -a;
+    case Op::abs:
+      return std::fabs(a);
+    case Op::copysign:
+      return std::copysign(b, a);
+    case Op::rcp:
+      return T(1) / a;
+    case Op::sqrt:
+      return std::sqrt(a);
+    default:
+      break;
   }
   const double x = (double)a;
   switch (op) {
-    case Op::rsqrt: return (T)(1.0 / std::sqrt(x));
-    case Op::ex2: return (T)std::exp2(x);
-    case Op::lg2: return (T)std::log2(x);
-    case Op::sin: return (T)std::sin(x);
-    case Op::cos: return (T)std::cos(x);
-    default: return (T)std::tanh(x);
+    case Op::rsqrt:
+      return (T)(1.0 / std::sqrt(x));
+    case Op::ex2:
+      return (T)std::exp2(x);
+    case Op::lg2:
+      return (T)std::log2(x);
+    case Op::sin:
+      return (T)std::sin(x);
+    case Op::cos:
+      return (T)std::cos(x);
+    default:
+      return (T)std::tanh(x);
   }
 }
 
@@ -114,15 +158,25 @@ __attribute__((noinline, optimize("rounding-math"))) T directed(Op op, Round rou
 // for lg2 near 1, the largest absolute error.
 double documented_error(Op op, bool full) {
   switch (op) {
-    case Op::ex2: return 0x1p-22;
-    case Op::lg2: return 0x1p-22;
-    case Op::rcp: return 0x1p-23;
-    case Op::rsqrt: return 0x1.5p-23;
-    case Op::sqrt: return 0x1p-23;
-    case Op::div: return full ? 0x1p-22 : 0x1p-22;
-    case Op::sin: case Op::cos: return 0x1.7p-21;
-    case Op::tanh: return 0x1p-11;
-    default: return 0;
+    case Op::ex2:
+      return 0x1p-22;
+    case Op::lg2:
+      return 0x1p-22;
+    case Op::rcp:
+      return 0x1p-23;
+    case Op::rsqrt:
+      return 0x1.5p-23;
+    case Op::sqrt:
+      return 0x1p-23;
+    case Op::div:
+      return full ? 0x1p-22 : 0x1p-22;
+    case Op::sin:
+    case Op::cos:
+      return 0x1.7p-21;
+    case Op::tanh:
+      return 0x1p-11;
+    default:
+      return 0;
   }
 }
 
@@ -130,15 +184,21 @@ float approximate(Op op, float a, float b, bool full, double share) {
   const double x = a, y = b;
   double r = 0;
   switch (op) {
-    case Op::div: r = x / y; break;
-    case Op::rcp: r = 1.0 / x; break;
-    case Op::sqrt: r = std::sqrt(x); break;
-    default: r = exact<double>(op, x, 0, 0);
+    case Op::div:
+      r = x / y;
+      break;
+    case Op::rcp:
+      r = 1.0 / x;
+      break;
+    case Op::sqrt:
+      r = std::sqrt(x);
+      break;
+    default:
+      r = exact<double>(op, x, 0, 0);
   }
   if (share == 0 || !std::isfinite(r) || r == 0) return (float)r;
   const double error = share * documented_error(op, full);
-  const bool absolute =
-      op == Op::sin || op == Op::cos || (op == Op::lg2 && x > 0.5 && x < 2.0);
+  const bool absolute = op == Op::sin || op == Op::cos || (op == Op::lg2 && x > 0.5 && x < 2.0);
   const double off = absolute ? r + error : r * (1 + error);
   // The bound includes the rounding, so that the result is rounded toward the exact one.
   float f = (float)off;
@@ -163,7 +223,8 @@ T modified(const Instr& i, T a, T b, T c, double share) {
   } else {
     r = round == Round::nearest ? exact<T>(op, a, b, c) : directed<T>(op, round, a, b, c);
   }
-  if (flags & kXorsign) r = std::copysign(std::fabs(r), std::signbit(a) != std::signbit(b) ? -1 : 1);
+  if (flags & kXorsign)
+    r = std::copysign(std::fabs(r), std::signbit(a) != std::signbit(b) ? -1 : 1);
   if ((flags & kNan) && (a != a || b != b)) r = std::numeric_limits<T>::quiet_NaN();
   if (flags & kFtz) r = flushed(r);
   if (flags & kSat) r = r != r ? T(0) : std::min(std::max(r, T(0)), T(1));
@@ -227,8 +288,8 @@ void general(Warp& w, const Instr& i, Mask m) {
         out |= (uint32_t)d.bits << s;
       }
     } else {
-      out = to_word<T>(compute<T>(i, from_word<T>(in[0]), from_word<T>(in[1]),
-                                  from_word<T>(in[2]), share));
+      out = to_word<T>(
+          compute<T>(i, from_word<T>(in[0]), from_word<T>(in[1]), from_word<T>(in[2]), share));
     }
     w.set(i.reg[0], l, out);
   });
@@ -238,15 +299,24 @@ void general(Warp& w, const Instr& i, Mask m) {
 template <class T>
 Handler plain(Op op) {
   switch (op) {
-    case Op::add: return binary<T, T, FAdd>;
-    case Op::sub: return binary<T, T, FSub>;
-    case Op::mul: return binary<T, T, FMul>;
-    case Op::fma: return ternary<T, T, T, Fma>;
-    case Op::min: return binary<T, T, FMin>;
-    case Op::max: return binary<T, T, FMax>;
-    case Op::neg: return unary<T, T, FNeg>;
-    case Op::abs: return unary<T, T, FAbs>;
-    default: return nullptr;
+    case Op::add:
+      return binary<T, T, FAdd>;
+    case Op::sub:
+      return binary<T, T, FSub>;
+    case Op::mul:
+      return binary<T, T, FMul>;
+    case Op::fma:
+      return ternary<T, T, T, Fma>;
+    case Op::min:
+      return binary<T, T, FMin>;
+    case Op::max:
+      return binary<T, T, FMax>;
+    case Op::neg:
+      return unary<T, T, FNeg>;
+    case Op::abs:
+      return unary<T, T, FAbs>;
+    default:
+      return nullptr;
   }
 }
 
@@ -257,11 +327,12 @@ bool find_op(const std::string& base, Op& op, int& sources) {
     int sources;
   };
   static const Entry table[] = {
-      {"add", Op::add, 2},     {"sub", Op::sub, 2},   {"mul", Op::mul, 2},   {"fma", Op::fma, 3},
-      {"mad", Op::fma, 3},     {"div", Op::div, 2},   {"min", Op::min, 2},   {"max", Op::max, 2},
-      {"neg", Op::neg, 1},     {"abs", Op::abs, 1},   {"copysign", Op::copysign, 2},
-      {"rcp", Op::rcp, 1},     {"sqrt", Op::sqrt, 1}, {"rsqrt", Op::rsqrt, 1},
-      {"ex2", Op::ex2, 1},     {"lg2", Op::lg2, 1},   {"sin", Op::sin, 1},   {"cos", Op::cos, 1},
+      {"add", Op::add, 2},   {"sub", Op::sub, 2},           {"mul", Op::mul, 2},
+      {"fma", Op::fma, 3},   {"mad", Op::fma, 3},           {"div", Op::div, 2},
+      {"min", Op::min, 2},   {"max", Op::max, 2},           {"neg", Op::neg, 1},
+      {"abs", Op::abs, 1},   {"copysign", Op::copysign, 2}, {"rcp", Op::rcp, 1},
+      {"sqrt", Op::sqrt, 1}, {"rsqrt", Op::rsqrt, 1},       {"ex2", Op::ex2, 1},
+      {"lg2", Op::lg2, 1},   {"sin", Op::sin, 1},           {"cos", Op::cos, 1},
       {"tanh", Op::tanh, 1},
   };
   for (const Entry& e : table)
@@ -303,11 +374,11 @@ bool decode_float(Instr& i, const Mnemonic& name) {
   if (i.run) return true;
   i.arg[0] = (int)op, i.arg[1] = (int)round, i.arg[2] = flags, i.arg[3] = sources;
   i.arg[4] = type == Type::f16x2 || type == Type::bf16x2 ? 2 : 1;
-  i.run = half                  ? general<Half>
-          : brain               ? general<Brain>
-          : type == Type::f32   ? general<float>
-          : type == Type::f64   ? general<double>
-                                : nullptr;
+  i.run = half                ? general<Half>
+          : brain             ? general<Brain>
+          : type == Type::f32 ? general<float>
+          : type == Type::f64 ? general<double>
+                              : nullptr;
   return i.run != nullptr;
 }
 

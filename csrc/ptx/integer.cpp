@@ -11,15 +11,21 @@ using Unsigned = std::make_unsigned_t<T>;
 
 struct Add {
   template <class T>
-  static T call(T a, T b) { return (T)((Unsigned<T>)a + (Unsigned<T>)b); }
+  static T call(T a, T b) {
+    return (T)((Unsigned<T>)a + (Unsigned<T>)b);
+  }
 };
 struct Sub {
   template <class T>
-  static T call(T a, T b) { return (T)((Unsigned<T>)a - (Unsigned<T>)b); }
+  static T call(T a, T b) {
+    return (T)((Unsigned<T>)a - (Unsigned<T>)b);
+  }
 };
 struct MulLow {
   template <class T>
-  static T call(T a, T b) { return (T)((uint64_t)a * (uint64_t)b); }
+  static T call(T a, T b) {
+    return (T)((uint64_t)a * (uint64_t)b);
+  }
 };
 template <class T>
 using Double = std::conditional_t<
@@ -28,19 +34,27 @@ using Double = std::conditional_t<
                        std::conditional_t<std::is_signed_v<T>, int32_t, uint32_t>>>;
 struct MulHigh {
   template <class T>
-  static T call(T a, T b) { return (T)(((Double<T>)a * (Double<T>)b) >> (8 * sizeof(T))); }
+  static T call(T a, T b) {
+    return (T)(((Double<T>)a * (Double<T>)b) >> (8 * sizeof(T)));
+  }
 };
 struct MulWide {
   template <class T>
-  static Double<T> call(T a, T b) { return (Double<T>)a * (Double<T>)b; }
+  static Double<T> call(T a, T b) {
+    return (Double<T>)a * (Double<T>)b;
+  }
 };
 struct MadLow {
   template <class T>
-  static T call(T a, T b, T c) { return (T)((uint64_t)a * (uint64_t)b + (uint64_t)c); }
+  static T call(T a, T b, T c) {
+    return (T)((uint64_t)a * (uint64_t)b + (uint64_t)c);
+  }
 };
 struct MadHigh {
   template <class T>
-  static T call(T a, T b, T c) { return Add::call(MulHigh::call(a, b), c); }
+  static T call(T a, T b, T c) {
+    return Add::call(MulHigh::call(a, b), c);
+  }
 };
 struct MadWide {
   template <class T>
@@ -68,51 +82,75 @@ struct Rem {
 };
 struct Min {
   template <class T>
-  static T call(T a, T b) { return a < b ? a : b; }
+  static T call(T a, T b) {
+    return a < b ? a : b;
+  }
 };
 struct Max {
   template <class T>
-  static T call(T a, T b) { return a > b ? a : b; }
+  static T call(T a, T b) {
+    return a > b ? a : b;
+  }
 };
 struct MinRelu {
   template <class T>
-  static T call(T a, T b) { return std::max<T>(std::min(a, b), 0); }
+  static T call(T a, T b) {
+    return std::max<T>(std::min(a, b), 0);
+  }
 };
 struct MaxRelu {
   template <class T>
-  static T call(T a, T b) { return std::max<T>(std::max(a, b), 0); }
+  static T call(T a, T b) {
+    return std::max<T>(std::max(a, b), 0);
+  }
 };
 struct And {
   template <class T>
-  static T call(T a, T b) { return a & b; }
+  static T call(T a, T b) {
+    return a & b;
+  }
 };
 struct Or {
   template <class T>
-  static T call(T a, T b) { return a | b; }
+  static T call(T a, T b) {
+    return a | b;
+  }
 };
 struct Xor {
   template <class T>
-  static T call(T a, T b) { return a ^ b; }
+  static T call(T a, T b) {
+    return a ^ b;
+  }
 };
 struct Not {
   template <class T>
-  static T call(T a) { return (T)~a; }
+  static T call(T a) {
+    return (T)~a;
+  }
 };
 struct CNot {
   template <class T>
-  static T call(T a) { return a == 0; }
+  static T call(T a) {
+    return a == 0;
+  }
 };
 struct Neg {
   template <class T>
-  static T call(T a) { return (T)(0 - (Unsigned<T>)a); }
+  static T call(T a) {
+    return (T)(0 - (Unsigned<T>)a);
+  }
 };
 struct Abs {
   template <class T>
-  static T call(T a) { return a < 0 ? Neg::call(a) : a; }
+  static T call(T a) {
+    return a < 0 ? Neg::call(a) : a;
+  }
 };
 struct PopC {
   template <class T>
-  static uint32_t call(T a) { return (uint32_t)__builtin_popcountll((uint64_t)(Unsigned<T>)a); }
+  static uint32_t call(T a) {
+    return (uint32_t)__builtin_popcountll((uint64_t)(Unsigned<T>)a);
+  }
 };
 struct CLZ {
   template <class T>
@@ -139,7 +177,9 @@ struct BFind {
 };
 struct Shl {
   template <class T>
-  static T call(T a, T, uint32_t n) { return n >= 8 * sizeof(T) ? 0 : (T)((Unsigned<T>)a << n); }
+  static T call(T a, T, uint32_t n) {
+    return n >= 8 * sizeof(T) ? 0 : (T)((Unsigned<T>)a << n);
+  }
 };
 struct Shr {
   template <class T>
@@ -151,7 +191,9 @@ struct Shr {
 };
 struct Sad {
   template <class T>
-  static T call(T a, T b, T c) { return Add::call(c, a < b ? Sub::call(b, a) : Sub::call(a, b)); }
+  static T call(T a, T b, T c) {
+    return Add::call(c, a < b ? Sub::call(b, a) : Sub::call(a, b));
+  }
 };
 
 // A shift's amount is 32 bits wide whatever is shifted.
@@ -204,8 +246,7 @@ void bit_field_insert(Warp& w, const Instr& i, Mask m) {
 void permute(Warp& w, const Instr& i, Mask m) {
   const Mask valid = w.ok(i.reg[1]) & w.ok(i.reg[2]) & w.ok(i.reg[3]);
   each_lane(m, [&](int l) {
-    const uint64_t bytes =
-        (uint64_t)w.word(i.reg[2])[l] << 32 | w.word(i.reg[1])[l];
+    const uint64_t bytes = (uint64_t)w.word(i.reg[2])[l] << 32 | w.word(i.reg[1])[l];
     const uint32_t selector = w.word(i.reg[3])[l];
     uint32_t d = 0;
     for (int k = 0; k < 4; ++k) {
@@ -250,7 +291,8 @@ void with_carry(Warp& w, const Instr& i, Mask m) {
   each_lane(m, [&](int l) {
     const T a = (T)w.get(i.reg[1], l), b = (T)w.get(i.reg[2], l);
     const unsigned __int128 in = i.arg[1] ? w.carry[l] : 0;
-    const unsigned __int128 r = i.arg[0] ? (unsigned __int128)a - b - in : (unsigned __int128)a + b + in;
+    const unsigned __int128 r =
+        i.arg[0] ? (unsigned __int128)a - b - in : (unsigned __int128)a + b + in;
     w.set(i.reg[0], l, (T)r);
     if (i.arg[2]) w.carry[l] = (bool)(r >> (8 * sizeof(T)) & 1);
   });
@@ -290,62 +332,94 @@ void predicate_not(Warp& w, const Instr& i, Mask m) {
 template <template <class> class Pick>
 Handler by_type(Type type) {
   switch (type) {
-    case Type::b8: case Type::u8: return nullptr;
-    case Type::b16: case Type::u16: return Pick<uint16_t>::handler();
-    case Type::s16: return Pick<int16_t>::handler();
-    case Type::b32: case Type::u32: return Pick<uint32_t>::handler();
-    case Type::s32: return Pick<int32_t>::handler();
-    case Type::b64: case Type::u64: return Pick<uint64_t>::handler();
-    case Type::s64: return Pick<int64_t>::handler();
-    default: return nullptr;
+    case Type::b8:
+    case Type::u8:
+      return nullptr;
+    case Type::b16:
+    case Type::u16:
+      return Pick<uint16_t>::handler();
+    case Type::s16:
+      return Pick<int16_t>::handler();
+    case Type::b32:
+    case Type::u32:
+      return Pick<uint32_t>::handler();
+    case Type::s32:
+      return Pick<int32_t>::handler();
+    case Type::b64:
+    case Type::u64:
+      return Pick<uint64_t>::handler();
+    case Type::s64:
+      return Pick<int64_t>::handler();
+    default:
+      return nullptr;
   }
 }
 
 template <class Op>
 struct Same2 {
   template <class T>
-  struct Pick { static Handler handler() { return binary<T, T, Op>; } };
+  struct Pick {
+    static Handler handler() { return binary<T, T, Op>; }
+  };
 };
 template <class Op>
 struct Same1 {
   template <class T>
-  struct Pick { static Handler handler() { return unary<T, T, Op>; } };
+  struct Pick {
+    static Handler handler() { return unary<T, T, Op>; }
+  };
 };
 template <class Op>
 struct Same3 {
   template <class T>
-  struct Pick { static Handler handler() { return ternary<T, T, T, Op>; } };
+  struct Pick {
+    static Handler handler() { return ternary<T, T, T, Op>; }
+  };
 };
 template <class Op>
 struct Count1 {
   template <class T>
-  struct Pick { static Handler handler() { return unary<uint32_t, T, Op>; } };
+  struct Pick {
+    static Handler handler() { return unary<uint32_t, T, Op>; }
+  };
 };
 template <class Op>
 struct Shift {
   template <class T>
-  struct Pick { static Handler handler() { return shift<T, Op>; } };
+  struct Pick {
+    static Handler handler() { return shift<T, Op>; }
+  };
 };
 template <class T>
 struct Wide2 {
   static Handler handler() {
-    if constexpr (sizeof(T) == 8) return nullptr;
-    else return binary<Double<T>, T, MulWide>;
+    if constexpr (sizeof(T) == 8)
+      return nullptr;
+    else
+      return binary<Double<T>, T, MulWide>;
   }
 };
 template <class T>
 struct Wide3 {
   static Handler handler() {
-    if constexpr (sizeof(T) == 8) return nullptr;
-    else return ternary<Double<T>, T, Double<T>, MadWide>;
+    if constexpr (sizeof(T) == 8)
+      return nullptr;
+    else
+      return ternary<Double<T>, T, Double<T>, MadWide>;
   }
 };
 template <class T>
-struct Extract { static Handler handler() { return bit_field_extract<T>; } };
+struct Extract {
+  static Handler handler() { return bit_field_extract<T>; }
+};
 template <class T>
-struct Insert { static Handler handler() { return bit_field_insert<T>; } };
+struct Insert {
+  static Handler handler() { return bit_field_insert<T>; }
+};
 template <class T>
-struct Carry { static Handler handler() { return with_carry<std::make_unsigned_t<T>>; } };
+struct Carry {
+  static Handler handler() { return with_carry<std::make_unsigned_t<T>>; }
+};
 
 Handler logic(const std::string& base, Type type) {
   if (type == Type::pred) {
@@ -377,11 +451,13 @@ Handler arithmetic(const Mnemonic& name, Type type) {
     return name.has("relu") ? by_type<Same2<MaxRelu>::Pick>(type) : by_type<Same2<Max>::Pick>(type);
   if (base == "mul") {
     if (name.has("wide")) return by_type<Wide2>(type);
-    return name.has("hi") ? by_type<Same2<MulHigh>::Pick>(type) : by_type<Same2<MulLow>::Pick>(type);
+    return name.has("hi") ? by_type<Same2<MulHigh>::Pick>(type)
+                          : by_type<Same2<MulLow>::Pick>(type);
   }
   if (base == "mad") {
     if (name.has("wide")) return by_type<Wide3>(type);
-    return name.has("hi") ? by_type<Same3<MadHigh>::Pick>(type) : by_type<Same3<MadLow>::Pick>(type);
+    return name.has("hi") ? by_type<Same3<MadHigh>::Pick>(type)
+                          : by_type<Same3<MadLow>::Pick>(type);
   }
   return nullptr;
 }

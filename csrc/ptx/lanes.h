@@ -1,8 +1,8 @@
 // Handlers of instructions that work on each lane alone: one template per number of operands.
 //
-// An operation is a struct with a static call(); the template reads the lanes, calls, and writes those
-// that the mask names. All 32 lanes are computed, so that the loops vectorise; call() must therefore be
-// harmless for every value.
+// An operation is a struct with a static call(); the template reads the lanes, calls, and writes
+// those that the mask names. All 32 lanes are computed, so that the loops vectorise; call() must
+// therefore be harmless for every value.
 
 #pragma once
 
@@ -110,8 +110,8 @@ FASTBERT_PTX_SIMD void ternary(Warp& w, const Instr& i, Mask m) {
   const Word<Third>* c = lanes<Third>(w, i.reg[3]);
   Word<Out> out[kLanes];
   for (int l = 0; l < kLanes; ++l)
-    out[l] = to_word<Out>(
-        Op::call(from_word<In>(a[l]), from_word<In>(b[l]), from_word<Third>(c[l])));
+    out[l] =
+        to_word<Out>(Op::call(from_word<In>(a[l]), from_word<In>(b[l]), from_word<Third>(c[l])));
   put(w, i.reg[0], m, out, w.ok(i.reg[1]) & w.ok(i.reg[2]) & w.ok(i.reg[3]));
 }
 

@@ -31,7 +31,9 @@ void Warp::in_flight(Reg) {
 void Warp::need(Reg r, Mask mask, const char* use) {
   const Mask bad = mask & ~valid[r.id];
   if (bad)
-    fault("uninitialised", std::string(use) + " is a value that nothing has written, or that a wgmma in flight will write",
+    fault("uninitialised",
+          std::string(use) +
+              " is a value that nothing has written, or that a wgmma in flight will write",
           __builtin_ctz(bad));
 }
 
@@ -86,7 +88,9 @@ void start(Block& b, Warp& w, int index) {
   special(kTotalSmem, launch.shared_bytes);
   for (int l = 0; l < kLanes; ++l) {
     const uint32_t t = (uint32_t)(index * kLanes + l);
-    const auto lane = [&](Special s, uint64_t v) { w.set(p.registers[(size_t)(p.first_special + s)], l, v); };
+    const auto lane = [&](Special s, uint64_t v) {
+      w.set(p.registers[(size_t)(p.first_special + s)], l, v);
+    };
     lane(kTidX, t % launch.block[0]);
     lane(kTidY, t / launch.block[0] % launch.block[1]);
     lane(kTidZ, t / launch.block[0] / launch.block[1]);
@@ -122,7 +126,8 @@ Fragment* choose(Warp& w) {
 Mask guarded(Warp& w, const Instr& i, Mask mask) {
   if (i.guard < 0) return mask;
   const Mask bad = mask & ~w.valid[(size_t)i.guard_id];
-  if (bad) fault("uninitialised", "a predicate decides that nothing has written", __builtin_ctz(bad));
+  if (bad)
+    fault("uninitialised", "a predicate decides that nothing has written", __builtin_ctz(bad));
   const Mask p = w.file[(size_t)i.guard];
   return mask & (i.negated ? ~p : p);
 }
@@ -182,11 +187,14 @@ void Block::step(Warp& w, int64_t quantum) {
     const Mask mask = guarded(w, i, f->mask);
     switch (i.flow) {
       case Flow::next:
-        if (i.aligned && mask != w.live && mask) fault("divergence", "a part of the warp executes an aligned instruction");
+        if (i.aligned && mask != w.live && mask)
+          fault("divergence", "a part of the warp executes an aligned instruction");
         if (mask) i.run(w, i, mask);
         ++f->pc;
         break;
-      case Flow::branch: branch(w, f, i, mask); break;
+      case Flow::branch:
+        branch(w, f, i, mask);
+        break;
       case Flow::exit:
         leave(w, f, mask);
         if (w.live == 0) {
@@ -203,7 +211,8 @@ void Block::step(Warp& w, int64_t quantum) {
         w.need(members, mask, "a member mask");
         const Mask all = (Mask)w.get(members, __builtin_ctz(mask)) & w.live;
         if ((mask & all) != all) {
-          if (mask != f->mask) fault("divergence", "a guard keeps lanes from a warp-level synchronisation");
+          if (mask != f->mask)
+            fault("divergence", "a guard keeps lanes from a warp-level synchronisation");
           f->waits = true;
           break;
         }
@@ -258,7 +267,8 @@ void Block::finish_barrier(int number_) {
   if (launch->options.races) {
     std::vector<std::pair<Warp*, int>> threads;
     for (int32_t index : b.waiting)
-      each_lane(warps[(size_t)index].live, [&](int l) { threads.emplace_back(&warps[(size_t)index], l); });
+      each_lane(warps[(size_t)index].live,
+                [&](int l) { threads.emplace_back(&warps[(size_t)index], l); });
     join(threads);
     if (!b.passed.empty())
       for (auto& [w, lane] : threads) acquire(*w, lane, b.times, b.fenced);
@@ -327,7 +337,8 @@ void Block::run() {
       continue;
     }
     if (ready.empty() || !progress) {
-      Fault f("deadlock", ready.empty() ? "all warps wait at barriers" : "all warps wait at mbarriers");
+      Fault f("deadlock",
+              ready.empty() ? "all warps wait at barriers" : "all warps wait at mbarriers");
       for (const Warp& w : warps)
         if (w.live) f.warp = w.index, f.instr = w.pc;
       throw f;

@@ -1,4 +1,5 @@
-// The state of a running kernel: the launch, a block, its warps, memory and the happens-before order.
+// The state of a running kernel: the launch, a block, its warps, memory and the happens-before
+// order.
 
 #pragma once
 
@@ -27,7 +28,8 @@ struct Fault : std::runtime_error {
   Fault(std::string k, const std::string& what) : std::runtime_error(what), kind(std::move(k)) {}
 };
 
-// Vector clocks ------------------------------------------------------------------------------------
+// Vector clocks
+// ------------------------------------------------------------------------------------
 
 // clock[t]: the last time of thread t that the owner of this vector is after.
 using Times = std::vector<uint32_t>;
@@ -48,7 +50,8 @@ struct Cell {
   Stamp write, read;
 };
 
-// Memory -------------------------------------------------------------------------------------------
+// Memory
+// -------------------------------------------------------------------------------------------
 
 struct Allocation {
   uint64_t begin = 0, bytes = 0;
@@ -64,16 +67,17 @@ struct Allocation {
   }
 };
 
-// Generic addresses of these windows are shared and local memory; all others are addresses of the host.
+// Generic addresses of these windows are shared and local memory; all others are addresses of the
+// host.
 constexpr uint64_t kSharedWindow = 0x0100000000000000ull;
 constexpr uint64_t kLocalWindow = 0x0200000000000000ull;
 constexpr uint64_t kParamWindow = 0x0400000000000000ull;
 constexpr uint64_t kWindowMask = 0xff00000000000000ull;
 
 struct Counts {
-  uint64_t warp[kPipes] = {};        // instructions of warps by pipe
+  uint64_t warp[kPipes] = {};  // instructions of warps by pipe
   uint64_t instructions = 0;
-  uint64_t tensor_flops = 0;         // 2 per multiplication in a matrix instruction
+  uint64_t tensor_flops = 0;  // 2 per multiplication in a matrix instruction
   uint64_t global_bytes = 0, global_sectors = 0, global_least_sectors = 0;
   uint64_t shared_wavefronts = 0, shared_least_wavefronts = 0;
   uint64_t barriers = 0;
@@ -89,7 +93,7 @@ struct Options {
   Accumulate accumulate = Accumulate::forward;
   bool races = true;
   bool count = true;
-  int64_t limit = 0;       // instructions of a warp, 0: no limit
+  int64_t limit = 0;  // instructions of a warp, 0: no limit
 };
 
 struct Launch {
@@ -107,7 +111,8 @@ struct Launch {
   Allocation* find(uint64_t address, uint64_t size, Allocation* last) const;
 };
 
-// Blocks and warps ---------------------------------------------------------------------------------
+// Blocks and warps
+// ---------------------------------------------------------------------------------
 
 struct Fragment {
   int32_t pc;
@@ -131,7 +136,7 @@ struct Range {
 
 struct PendingMma {
   const Instr* instr;
-  uint64_t a, b;       // descriptors
+  uint64_t a, b;  // descriptors
   bool scale_d;
   bool done = false;
   std::vector<uint32_t> operand_a;  // the registers of A as they were at issue
@@ -143,7 +148,7 @@ struct TensorMap {
   char magic[4];
   uint8_t rank, element_bytes, swizzle, fill_nan;  // swizzle: 0, 32, 64 or 128 bytes
   uint64_t address;
-  uint32_t size[5];    // elements, the innermost first
+  uint32_t size[5];  // elements, the innermost first
   uint32_t unused;
   uint64_t stride[4];  // bytes, of all but the innermost
   uint16_t box[5];     // elements of a copy
@@ -178,8 +183,9 @@ struct Warp {
   int32_t pc = 0;  // of the instruction that runs
   std::vector<uint32_t> file;
   std::vector<Mask> valid;
-  // By register: how many wgmma in flight use it, which of its lanes are valid meanwhile (Warp::valid
-  // is 0, so that nothing else can use them), and the number of the instruction that wrote it last.
+  // By register: how many wgmma in flight use it, which of its lanes are valid meanwhile
+  // (Warp::valid is 0, so that nothing else can use them), and the number of the instruction that
+  // wrote it last.
   std::vector<int32_t> locked;
   std::unordered_map<int32_t, Mask> hidden;
   std::vector<uint64_t> written;
@@ -190,10 +196,10 @@ struct Warp {
   std::array<std::vector<std::vector<AsyncCopy>>, kLanes> copies;  // groups; the last is open
   std::vector<std::vector<PendingMma>> products;                   // groups; the last is open
   std::array<std::vector<std::vector<BulkCopy>>, kLanes> stores;   // groups of bulk stores
-  uint64_t mma_fence = 0;  // number of the last wgmma.fence
-  int32_t barrier = -1;  // that the warp waits at
-  uint64_t polls = 0;    // unsuccessful polls in a row
-  int32_t lane = -1;       // that reached for memory last, in the instruction of that number
+  uint64_t mma_fence = 0;                                          // number of the last wgmma.fence
+  int32_t barrier = -1;                                            // that the warp waits at
+  uint64_t polls = 0;                                              // unsuccessful polls in a row
+  int32_t lane = -1;  // that reached for memory last, in the instruction of that number
   uint64_t lane_at = 0;
   uint64_t executed = 1;
   bool carry[kLanes] = {};
@@ -228,9 +234,9 @@ struct Warp {
 };
 
 struct Barrier {
-  int32_t expected = 0;                 // threads; 0: all of the block
-  std::vector<int32_t> waiting, passed;  // warps that wait, and that only arrived
-  Times times, fenced;                  // released by those that only arrived
+  int32_t expected = 0;                              // threads; 0: all of the block
+  std::vector<int32_t> waiting, passed;              // warps that wait, and that only arrived
+  Times times, fenced;                               // released by those that only arrived
   std::vector<std::pair<const Instr*, Mask>> votes;  // of bar.red, by warp of waiting
 };
 
@@ -238,7 +244,7 @@ struct MBarrier {
   uint32_t expected = 0, pending = 0;
   int64_t transactions = 0;
   uint64_t phase = 0;
-  Times arrivals, completed;         // clocks of this phase's arrivals and of the last complete phase
+  Times arrivals, completed;  // clocks of this phase's arrivals and of the last complete phase
   Times arrivals_fenced, completed_fenced;
   Stamp made;  // by mbarrier.init
 };
@@ -252,8 +258,8 @@ struct Block {
   std::unordered_map<uint32_t, std::vector<Stamp>> readers;  // of cells with several
   std::array<Barrier, 16> barriers;
   std::map<uint32_t, MBarrier> mbarriers;
-  std::vector<BulkCopy> bulk;             // loads under way
-  std::vector<uint32_t> slot_time;        // of the engine's threads, one for each mbarrier
+  std::vector<BulkCopy> bulk;       // loads under way
+  std::vector<uint32_t> slot_time;  // of the engine's threads, one for each mbarrier
   std::map<uint32_t, uint16_t> slots;
   std::vector<std::vector<uint8_t>> local;  // by thread
   std::mt19937_64 random;
@@ -289,7 +295,8 @@ struct Block {
   void note_global(Warp& w, int lane, Allocation& a, uint64_t address, uint32_t size, bool write,
                    bool atomic);
 
-  void arrive(Warp& w, int id, int32_t expected, bool wait, const Instr* vote = nullptr, Mask yes = 0);
+  void arrive(Warp& w, int id, int32_t expected, bool wait, const Instr* vote = nullptr,
+              Mask yes = 0);
   void finish_barrier(int id);  // if all have arrived
   void complete_load(size_t index);
   void finish_copy(Warp& w, AsyncCopy& copy);
@@ -303,7 +310,8 @@ struct Element {
   bool ok;
 };
 Element element_at(Warp& w, int lane, int space, uint64_t address, uint32_t size);
-void put_element(Warp& w, int lane, int space, uint64_t address, uint32_t size, uint64_t bits, bool ok);
+void put_element(Warp& w, int lane, int space, uint64_t address, uint32_t size, uint64_t bits,
+                 bool ok);
 
 // In Warp::written: a register that holds a constant.
 constexpr uint64_t kAlways = ~0ull;

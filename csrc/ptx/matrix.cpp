@@ -1,9 +1,9 @@
 // Matrix instructions: mma.sync, wmma and wgmma.
 //
-// Every product of two operands of at most 16 bits (or tf32) is exact in fp32; the order of the sum is
-// not documented, so that Options::accumulate chooses it. Fragment layouts and descriptors are those of
-// the PTX ISA, sections "Warp Level Matrix Instructions" and "Asynchronous Warpgroup Level Matrix
-// Instructions".
+// Every product of two operands of at most 16 bits (or tf32) is exact in fp32; the order of the sum
+// is not documented, so that Options::accumulate chooses it. Fragment layouts and descriptors are
+// those of the PTX ISA, sections "Warp Level Matrix Instructions" and "Asynchronous Warpgroup Level
+// Matrix Instructions".
 
 #include "decode.h"
 #include "lanes.h"
@@ -49,9 +49,12 @@ FASTBERT_PTX_SIMD void multiply(const Operands& o, float* d, Accumulate order) {
 
 float element(Type type, uint32_t bits) {
   switch (type) {
-    case Type::f16: return to_float(Half{(uint16_t)bits});
-    case Type::bf16: return to_float(Brain{(uint16_t)bits});
-    case Type::e5m2: return to_float(Half{(uint16_t)(bits << 8)});
+    case Type::f16:
+      return to_float(Half{(uint16_t)bits});
+    case Type::bf16:
+      return to_float(Brain{(uint16_t)bits});
+    case Type::e5m2:
+      return to_float(Half{(uint16_t)(bits << 8)});
     case Type::e4m3: {
       const int e = bits >> 3 & 15, f = bits & 7;
       float v = e == 0 ? std::ldexp((float)f, -9) : std::ldexp((float)(8 + f), e - 10);
@@ -59,12 +62,16 @@ float element(Type type, uint32_t bits) {
       return bits & 0x80 ? -v : v;
     }
     // The tensor core reads the upper 19 bits.
-    case Type::tf32: return bits_as<float>(bits & 0xffffe000u);
-    default: return (float)(type == Type::s8 ? (int)(int8_t)bits : (int)(uint8_t)bits);
+    case Type::tf32:
+      return bits_as<float>(bits & 0xffffe000u);
+    default:
+      return (float)(type == Type::s8 ? (int)(int8_t)bits : (int)(uint8_t)bits);
   }
 }
 
-int element_bytes(Type type) { return type == Type::tf32 ? 4 : type == Type::f16 || type == Type::bf16 ? 2 : 1; }
+int element_bytes(Type type) {
+  return type == Type::tf32 ? 4 : type == Type::f16 || type == Type::bf16 ? 2 : 1;
+}
 
 struct Shape {
   int m = 0, n = 0, k = 0;
@@ -82,7 +89,8 @@ struct Accumulators {
   static int column(int lane, int e) { return 8 * (e / 4) + 2 * (lane % 4) + (e & 1); }
 };
 
-void read_accumulators(Warp& w, const Reg* c, bool half, int n, float* d, uint8_t* ok, const Mask* valid) {
+void read_accumulators(Warp& w, const Reg* c, bool half, int n, float* d, uint8_t* ok,
+                       const Mask* valid) {
   for (int e = 0; e < n / 2; ++e)
     for (int l = 0; l < kLanes; ++l) {
       const int at = Accumulators::row(l, e) * n + Accumulators::column(l, e);
@@ -156,7 +164,8 @@ void mma(Warp& w, const Instr& i, Mask) {
       for (int l = 0; l < kLanes; ++l) {
         const int row = Accumulators::row(l, e), column = Accumulators::column(l, e);
         int64_t total = (int32_t)w.word(c[e])[l];
-        for (int s = 0; s < k; ++s) total += (int64_t)o.a[row * k + s] * (int64_t)o.b[s * 8 + column];
+        for (int s = 0; s < k; ++s)
+          total += (int64_t)o.a[row * k + s] * (int64_t)o.b[s * 8 + column];
         out[l] = (uint32_t)total;
         if (!o.a_ok[row] || !o.b_ok[column]) good &= ~(1u << l);
       }
@@ -175,12 +184,14 @@ void mma(Warp& w, const Instr& i, Mask) {
   w.block->counts.tensor_flops += 2ull * 16 * 8 * k;
 }
 
-// wgmma --------------------------------------------------------------------------------------------
+// wgmma
+// --------------------------------------------------------------------------------------------
 
 struct Descriptor {
   uint32_t start, leading, stride, width;  // width: bytes of a swizzled row, 16 without swizzle
   explicit Descriptor(uint64_t d)
-      : start((uint32_t)(d & 0x3fff) << 4), leading((uint32_t)(d >> 16 & 0x3fff) << 4),
+      : start((uint32_t)(d & 0x3fff) << 4),
+        leading((uint32_t)(d >> 16 & 0x3fff) << 4),
         stride((uint32_t)(d >> 32 & 0x3fff) << 4) {
     static const uint32_t widths[] = {16, 128, 64, 32};
     width = widths[d >> 62];
@@ -198,15 +209,16 @@ struct Descriptor {
   uint32_t along_rows(int j, int k) const {
     const int per = (int)width / 16;
     if (width == 16) return start + j * stride + (k % 8) * 16 + (k / 8) * leading;
-    return swizzled(start + (j % per) * 16 + (j / per) * leading + (k % 8) * width + (k / 8) * stride);
+    return swizzled(start + (j % per) * 16 + (j / per) * leading + (k % 8) * width +
+                    (k / 8) * stride);
   }
 };
 
-// Calls f(row, k, bits, valid) for elements of rows first to first + count, and each(address) for their
-// pieces of 16 bytes.
+// Calls f(row, k, bits, valid) for elements of rows first to first + count, and each(address) for
+// their pieces of 16 bytes.
 template <class F>
-void read_tile(Block& b, Warp& w, const Descriptor& d, Type type, bool transposed, int first, int count,
-               int depth, F&& f) {
+void read_tile(Block& b, Warp& w, const Descriptor& d, Type type, bool transposed, int first,
+               int count, int depth, F&& f) {
   const int size = element_bytes(type), per = 16 / size;
   auto piece = [&](uint32_t address) { return b.shared_offset(w, address, 16, 16); };
   auto value = [&](uint32_t o, int e) {
@@ -232,8 +244,8 @@ void read_tile(Block& b, Warp& w, const Descriptor& d, Type type, bool transpose
     }
 }
 
-void note_tile(Block& b, Warp& w, const Descriptor& d, Type type, bool transposed, int first, int count,
-               int depth, std::vector<Range>& ranges) {
+void note_tile(Block& b, Warp& w, const Descriptor& d, Type type, bool transposed, int first,
+               int count, int depth, std::vector<Range>& ranges) {
   const int per = 16 / element_bytes(type);
   auto note = [&](uint32_t address) {
     const uint32_t o = b.shared_offset(w, address, 16, 16);
@@ -249,15 +261,19 @@ void note_tile(Block& b, Warp& w, const Descriptor& d, Type type, bool transpose
   }
 }
 
-// Instr: arg 0 n, 1 k, 2 half accumulators, 3 A in registers, 4 bits: 1 transposes A, 2 B, 4 negates
-// A, 8 B; reg: accumulators, A, B, scale-d.
+// Instr: arg 0 n, 1 k, 2 half accumulators, 3 A in registers, 4 bits: 1 transposes A, 2 B, 4
+// negates A, 8 B; reg: accumulators, A, B, scale-d.
 struct Wgmma {
   const Instr& i;
   int n, k, accumulators;
   bool half, a_registers;
   explicit Wgmma(const Instr& instr)
-      : i(instr), n(instr.arg[0]), k(instr.arg[1]), accumulators(instr.arg[2] ? n / 4 : n / 2),
-        half(instr.arg[2]), a_registers(instr.arg[3]) {}
+      : i(instr),
+        n(instr.arg[0]),
+        k(instr.arg[1]),
+        accumulators(instr.arg[2] ? n / 4 : n / 2),
+        half(instr.arg[2]),
+        a_registers(instr.arg[3]) {}
   int a_count() const { return a_registers ? 4 : 1; }
   const Reg* a() const { return i.reg + accumulators; }
   const Reg& b() const { return a()[a_count()]; }
@@ -346,7 +362,8 @@ void issue(Warp& w, const Instr& i, Mask m) {
     ++w.locked[d.id], ++w.locks;
   }
   if (!op.a_registers)
-    note_tile(*w.block, w, Descriptor(p.a), i.type, i.arg[4] & 1, 16 * (w.index % 4), 16, op.k, p.reads);
+    note_tile(*w.block, w, Descriptor(p.a), i.type, i.arg[4] & 1, 16 * (w.index % 4), 16, op.k,
+              p.reads);
   note_tile(*w.block, w, Descriptor(p.b), i.source, i.arg[4] & 2, 0, op.n, op.k, p.reads);
   if (w.products.empty()) w.products.emplace_back();
   w.products.back().push_back(std::move(p));
@@ -401,7 +418,9 @@ bool decode_wgmma(Instr& i, const Mnemonic& name, const RawInstr& raw) {
   i.type = name.before(), i.source = name.last();
   i.arg[2] = name.parts[name.parts.size() - 3] == "f16";
   i.arg[3] = raw.operands[1].kind == 'v';
-  auto immediate = [&](size_t at) { return at < raw.operands.size() ? (int)raw.operands[at].value : 0; };
+  auto immediate = [&](size_t at) {
+    return at < raw.operands.size() ? (int)raw.operands[at].value : 0;
+  };
   if (immediate(4) == -1) i.arg[4] |= 4;
   if (immediate(5) == -1) i.arg[4] |= 8;
   // A in registers has no flag of its own.
@@ -413,8 +432,9 @@ bool decode_wgmma(Instr& i, const Mnemonic& name, const RawInstr& raw) {
   return known && name.parts[name.parts.size() - 3] != "s32";
 }
 
-// wmma ---------------------------------------------------------------------------------------------
-// The manual leaves the fragments' layout open: element e of lane l is number 32 e + l, row by row.
+// wmma
+// --------------------------------------------------------------------------------------------- The
+// manual leaves the fragments' layout open: element e of lane l is number 32 e + l, row by row.
 
 int fragment_elements(int rows, int columns) { return rows * columns / kLanes; }
 
@@ -423,15 +443,16 @@ void wmma_load(Warp& w, const Instr& i, Mask m) {
   const Reg address = i.reg[i.arg[3]];
   w.need(address, m, "an address");
   const int rows = i.arg[0], columns = i.arg[1], size = bytes_of(i.type), per = 4 / size;
-  const uint64_t stride = i.regs > i.arg[3] + 1 ? w.get(i.reg[i.arg[3] + 1], 0)
-                                                 : (uint64_t)(i.arg[2] ? rows : columns);
+  const uint64_t stride =
+      i.regs > i.arg[3] + 1 ? w.get(i.reg[i.arg[3] + 1], 0) : (uint64_t)(i.arg[2] ? rows : columns);
   std::vector<Mask> valid(i.arg[3], kAll);
   for (int r = 0; r < i.arg[3]; ++r) std::memset(w.word(i.reg[r]), 0, 4 * kLanes);
   for (int e = 0; e < fragment_elements(rows, columns); ++e)
     for (int l = 0; l < kLanes; ++l) {
       const int number = 32 * e + l, row = number / columns, column = number % columns;
       const uint64_t at = i.arg[2] ? column * stride + row : row * stride + column;
-      const Element x = element_at(w, l, (int)i.arg[4], w.get(address, l) + i.offset + at * size, size);
+      const Element x =
+          element_at(w, l, (int)i.arg[4], w.get(address, l) + i.offset + at * size, size);
       if (!x.ok) valid[e / per] &= ~(1u << l);
       w.word(i.reg[e / per])[l] |= (uint32_t)x.bits << (8 * size * (e % per));
     }
@@ -442,8 +463,8 @@ void wmma_store(Warp& w, const Instr& i, Mask m) {
   const Reg address = i.reg[0];
   w.need(address, m, "an address");
   const int rows = i.arg[0], columns = i.arg[1], size = bytes_of(i.type), per = 4 / size;
-  const uint64_t stride = i.regs > i.arg[3] + 1 ? w.get(i.reg[i.arg[3] + 1], 0)
-                                                 : (uint64_t)(i.arg[2] ? rows : columns);
+  const uint64_t stride =
+      i.regs > i.arg[3] + 1 ? w.get(i.reg[i.arg[3] + 1], 0) : (uint64_t)(i.arg[2] ? rows : columns);
   for (int e = 0; e < fragment_elements(rows, columns); ++e)
     for (int l = 0; l < kLanes; ++l) {
       const int number = 32 * e + l, row = number / columns, column = number % columns;
@@ -464,17 +485,21 @@ void wmma_mma(Warp& w, const Instr& i, Mask) {
   auto read = [&](const Reg* r, int count, auto&& f) {
     for (int e = 0; e < count; ++e)
       for (int l = 0; l < kLanes; ++l)
-        f(32 * e + l, element(i.type, w.word(r[e / per])[l] >> (16 * (e % per))), w.ok(r[e / per]) >> l & 1);
+        f(32 * e + l, element(i.type, w.word(r[e / per])[l] >> (16 * (e % per))),
+          w.ok(r[e / per]) >> l & 1);
   };
-  read(a, fragment_elements(m, k), [&](int at, float x, bool ok) { o.a[at] = x, o.a_ok[at / k] &= ok; });
-  read(b, fragment_elements(k, n), [&](int at, float x, bool ok) { o.b[at] = x, o.b_ok[at % n] &= ok; });
+  read(a, fragment_elements(m, k),
+       [&](int at, float x, bool ok) { o.a[at] = x, o.a_ok[at / k] &= ok; });
+  read(b, fragment_elements(k, n),
+       [&](int at, float x, bool ok) { o.b[at] = x, o.b_ok[at % n] &= ok; });
   std::vector<float> sum(m * n);
   std::vector<uint8_t> ok(m * n);
   for (int at = 0; at < m * n; ++at) {
     const int e = at / 32, l = at % 32;
     const Reg r = c[i.arg[5] & 1 ? e / 2 : e];
     const uint32_t bits = w.word(r)[l];
-    sum[at] = i.arg[5] & 1 ? to_float(Half{(uint16_t)(bits >> (16 * (e % 2)))}) : bits_as<float>(bits);
+    sum[at] =
+        i.arg[5] & 1 ? to_float(Half{(uint16_t)(bits >> (16 * (e % 2)))}) : bits_as<float>(bits);
     ok[at] = w.ok(r) >> l & 1;
   }
   multiply(o, sum.data(), w.block->launch->options.accumulate);
@@ -516,7 +541,9 @@ bool decode_wmma(Instr& i, const Mnemonic& name, const RawInstr& raw) {
   i.arg[2] = name.has("col");
   const bool stores = name.has("store");
   i.arg[3] = (int)raw.operands[stores ? 1 : 0].parts.size();
-  i.arg[4] = name.any({"shared", "shared::cta"}) ? kElementShared : name.has("global") ? kElementGlobal : kElementGeneric;
+  i.arg[4] = name.any({"shared", "shared::cta"}) ? kElementShared
+             : name.has("global")                ? kElementGlobal
+                                                 : kElementGeneric;
   i.type = name.last();
   i.run = stores ? wmma_store : wmma_load;
   return true;
@@ -529,7 +556,8 @@ bool decode_matrix(Instr& i, const Mnemonic& name, const RawInstr& raw) {
   if (name.base() == "wmma") return decode_wmma(i, name, raw);
   if (name.base() != "mma") return false;
   Shape s;
-  if (!shape_of(name, s) || s.m != 16 || s.n != 8 || !name.has("row") || !name.has("col")) return false;
+  if (!shape_of(name, s) || s.m != 16 || s.n != 8 || !name.has("row") || !name.has("col"))
+    return false;
   if (name.any({"sp", "sp::ordered_metadata", "b1", "s4", "u4", "f64"})) return false;
   const size_t types = name.parts.size();  // .d.a.b.c
   i.type = type_of(name.parts[types - 3]), i.source = type_of(name.parts[types - 2]);

@@ -17,10 +17,11 @@ struct Place {
   uint8_t* valid;  // null: all bytes are
 };
 
-// Whether a write leaves the place as another thread has made it without being ordered after: threads
-// may write the same value, or all of them a value that nobody has written, in any order. value is null
-// where the write changes what it finds, and kNothing where no byte of it is valid.
-bool repeats(const Block& b, const Warp& w, int lane, uint32_t offset, uint32_t size, const uint8_t* value) {
+// Whether a write leaves the place as another thread has made it without being ordered after:
+// threads may write the same value, or all of them a value that nobody has written, in any order.
+// value is null where the write changes what it finds, and kNothing where no byte of it is valid.
+bool repeats(const Block& b, const Warp& w, int lane, uint32_t offset, uint32_t size,
+             const uint8_t* value) {
   const Stamp& last = b.cells[offset / (uint32_t)b.launch->program->granule].write;
   if (!value || last.time == kPending || b.after(w, lane, last)) return false;
   const uint8_t* valid = b.shared_valid.data() + offset;
@@ -29,8 +30,8 @@ bool repeats(const Block& b, const Warp& w, int lane, uint32_t offset, uint32_t 
 }
 
 // The place of an access after all checks; notes it for the races.
-Place reach(Warp& w, int lane, Space space, uint64_t address, uint32_t size, bool write, bool atomic,
-            const uint8_t* value = nullptr) {
+Place reach(Warp& w, int lane, Space space, uint64_t address, uint32_t size, bool write,
+            bool atomic, const uint8_t* value = nullptr) {
   Block& b = *w.block;
   w.lane = lane, w.lane_at = w.executed;
   if (space == Space::generic) {
@@ -55,16 +56,19 @@ Place reach(Warp& w, int lane, Space space, uint64_t address, uint32_t size, boo
     case Space::local: {
       std::vector<uint8_t>& memory = b.local[w.thread(lane)];
       const uint64_t half = memory.size() / 2;
-      if (address + size > half) fault("out of bounds", "local memory has " + std::to_string(half) + " bytes", lane);
+      if (address + size > half)
+        fault("out of bounds", "local memory has " + std::to_string(half) + " bytes", lane);
       if (address % size) fault("misaligned", "local address " + std::to_string(address), lane);
       return {memory.data() + address, memory.data() + half + address};
     }
     case Space::param: {
       std::vector<uint8_t>& params = b.launch->params;
-      if (write || address + size > params.size()) fault("out of bounds", "parameter byte " + std::to_string(address), lane);
+      if (write || address + size > params.size())
+        fault("out of bounds", "parameter byte " + std::to_string(address), lane);
       return {params.data() + address, nullptr};
     }
-    default: break;
+    default:
+      break;
   }
   Allocation* a = b.global(w, address, size, size, write);
   b.note_global(w, lane, *a, address, size, write, atomic);
@@ -86,8 +90,8 @@ void count_global(Block& b, Mask m, const uint64_t* address, uint32_t size) {
   b.counts.global_least_sectors += (lanes_on * size + 31) / 32;
 }
 
-// Wavefronts of shared memory: a phase serves 128 bytes; lanes that ask for other words of one of the
-// 32 banks wait for the next.
+// Wavefronts of shared memory: a phase serves 128 bytes; lanes that ask for other words of one of
+// the 32 banks wait for the next.
 void count_shared(Block& b, Mask m, const uint64_t* address, uint32_t size) {
   const int group = size <= 4 ? 32 : size == 8 ? 16 : 8;
   for (int first = 0; first < kLanes; first += group) {
@@ -116,10 +120,14 @@ void count(Warp& w, const Instr& i, Mask m, const uint64_t* address, uint32_t si
 
 uint64_t sign_extended(Type type, uint64_t bits) {
   switch (type) {
-    case Type::s8: return (uint64_t)(int64_t)(int8_t)bits;
-    case Type::s16: return (uint64_t)(int64_t)(int16_t)bits;
-    case Type::s32: return (uint64_t)(int64_t)(int32_t)bits;
-    default: return bits;
+    case Type::s8:
+      return (uint64_t)(int64_t)(int8_t)bits;
+    case Type::s16:
+      return (uint64_t)(int64_t)(int16_t)bits;
+    case Type::s32:
+      return (uint64_t)(int64_t)(int32_t)bits;
+    default:
+      return bits;
   }
 }
 
@@ -147,8 +155,8 @@ void load(Warp& w, const Instr& i, Mask m) {
   count(w, i, m, address, size * n);
 }
 
-// Of lanes that write to one address in one instruction, which one wins is not defined: the seed chooses
-// the first or the last. Returns the winners, and counts the losers with another value.
+// Of lanes that write to one address in one instruction, which one wins is not defined: the seed
+// chooses the first or the last. Returns the winners, and counts the losers with another value.
 Mask winners(Warp& w, const Instr& i, Mask m, const uint64_t* address) {
   Mask kept = 0;
   const bool last = w.block->launch->options.seed % 2 == 1;
@@ -187,7 +195,8 @@ void store(Warp& w, const Instr& i, Mask m) {
     const Place p = reach(w, l, (Space)i.arg[0], address[l], size * n, true, i.arg[2] != 0,
                           any ? value : kNothing);
     if (!all && i.pipe == Pipe::global)
-      for (int e = 0; e < n; ++e) w.need(i.reg[e + 1], 1u << l, "a value that is stored to global memory");
+      for (int e = 0; e < n; ++e)
+        w.need(i.reg[e + 1], 1u << l, "a value that is stored to global memory");
     std::memcpy(p.at, value, size * n);
     if (p.valid)
       for (int e = 0; e < n; ++e)
@@ -196,28 +205,41 @@ void store(Warp& w, const Instr& i, Mask m) {
   count(w, i, m, address, size * n);
 }
 
-// Atomics ------------------------------------------------------------------------------------------
+// Atomics
+// ------------------------------------------------------------------------------------------
 
 enum class Atom : int32_t { add, min, max, inc, dec, exch, cas, and_, or_, xor_ };
 
 template <class T>
 T combined(Atom op, T old, T b, T c) {
   switch (op) {
-    case Atom::add: return old + b;
-    case Atom::min: return b < old ? b : old;
-    case Atom::max: return old < b ? b : old;
-    case Atom::exch: return b;
-    case Atom::cas: return old == b ? c : old;
-    default: break;
+    case Atom::add:
+      return old + b;
+    case Atom::min:
+      return b < old ? b : old;
+    case Atom::max:
+      return old < b ? b : old;
+    case Atom::exch:
+      return b;
+    case Atom::cas:
+      return old == b ? c : old;
+    default:
+      break;
   }
   if constexpr (std::is_integral_v<T>) {
     switch (op) {
-      case Atom::inc: return old >= b ? 0 : old + 1;
-      case Atom::dec: return old == 0 || old > b ? b : old - 1;
-      case Atom::and_: return old & b;
-      case Atom::or_: return old | b;
-      case Atom::xor_: return old ^ b;
-      default: break;
+      case Atom::inc:
+        return old >= b ? 0 : old + 1;
+      case Atom::dec:
+        return old == 0 || old > b ? b : old - 1;
+      case Atom::and_:
+        return old & b;
+      case Atom::or_:
+        return old | b;
+      case Atom::xor_:
+        return old ^ b;
+      default:
+        break;
     }
   }
   return old;
@@ -225,20 +247,36 @@ T combined(Atom op, T old, T b, T c) {
 
 uint64_t combined(const Instr& i, Atom op, uint64_t old, uint64_t b, uint64_t c) {
   switch (i.type) {
-    case Type::f32: return bits_as<uint32_t>(combined<float>(op, bits_as<float>((uint32_t)old), bits_as<float>((uint32_t)b), bits_as<float>((uint32_t)c)));
-    case Type::f64: return bits_as<uint64_t>(combined<double>(op, bits_as<double>(old), bits_as<double>(b), bits_as<double>(c)));
-    case Type::s32: return (uint32_t)combined<int32_t>(op, (int32_t)old, (int32_t)b, (int32_t)c);
-    case Type::s64: return (uint64_t)combined<int64_t>(op, (int64_t)old, (int64_t)b, (int64_t)c);
-    case Type::u64: case Type::b64: return combined<uint64_t>(op, old, b, c);
-    case Type::b16: case Type::u16: return (uint16_t)combined<uint16_t>(op, (uint16_t)old, (uint16_t)b, (uint16_t)c);
-    case Type::f16: return to_half((double)to_float(Half{(uint16_t)old}) + to_float(Half{(uint16_t)b})).bits;
-    case Type::bf16: return to_brain((double)to_float(Brain{(uint16_t)old}) + to_float(Brain{(uint16_t)b})).bits;
-    case Type::f16x2: case Type::bf16x2: {
+    case Type::f32:
+      return bits_as<uint32_t>(combined<float>(op, bits_as<float>((uint32_t)old),
+                                               bits_as<float>((uint32_t)b),
+                                               bits_as<float>((uint32_t)c)));
+    case Type::f64:
+      return bits_as<uint64_t>(
+          combined<double>(op, bits_as<double>(old), bits_as<double>(b), bits_as<double>(c)));
+    case Type::s32:
+      return (uint32_t)combined<int32_t>(op, (int32_t)old, (int32_t)b, (int32_t)c);
+    case Type::s64:
+      return (uint64_t)combined<int64_t>(op, (int64_t)old, (int64_t)b, (int64_t)c);
+    case Type::u64:
+    case Type::b64:
+      return combined<uint64_t>(op, old, b, c);
+    case Type::b16:
+    case Type::u16:
+      return (uint16_t)combined<uint16_t>(op, (uint16_t)old, (uint16_t)b, (uint16_t)c);
+    case Type::f16:
+      return to_half((double)to_float(Half{(uint16_t)old}) + to_float(Half{(uint16_t)b})).bits;
+    case Type::bf16:
+      return to_brain((double)to_float(Brain{(uint16_t)old}) + to_float(Brain{(uint16_t)b})).bits;
+    case Type::f16x2:
+    case Type::bf16x2: {
       Instr half = i;
       half.type = i.type == Type::f16x2 ? Type::f16 : Type::bf16;
-      return combined(half, op, old & 0xffff, b & 0xffff, 0) | combined(half, op, old >> 16, b >> 16, 0) << 16;
+      return combined(half, op, old & 0xffff, b & 0xffff, 0) |
+             combined(half, op, old >> 16, b >> 16, 0) << 16;
     }
-    default: return (uint32_t)combined<uint32_t>(op, (uint32_t)old, (uint32_t)b, (uint32_t)c);
+    default:
+      return (uint32_t)combined<uint32_t>(op, (uint32_t)old, (uint32_t)b, (uint32_t)c);
   }
 }
 
@@ -260,16 +298,18 @@ void atomic(Warp& w, const Instr& i, Mask m) {
     std::memcpy(&old, p.at, size);
     const bool ok = !p.valid || std::memchr(p.valid, 0, size) == nullptr;
     valid |= (Mask)ok << l;
-    const uint64_t next = combined(i, op, old, w.get(source[1], l), op == Atom::cas ? w.get(source[2], l) : 0);
+    const uint64_t next =
+        combined(i, op, old, w.get(source[1], l), op == Atom::cas ? w.get(source[2], l) : 0);
     std::memcpy(p.at, &next, size);
     if (i.arg[4] && i.reg[0].id >= 0) w.set(i.reg[0], l, old);
   });
   if (i.arg[4] && i.reg[0].id >= 0) w.wrote(i.reg[0], m, valid);
 }
 
-// ldmatrix, stmatrix -------------------------------------------------------------------------------
-// Lane 8 j + r gives the address of row r of matrix j; lane l holds elements 2 (l % 4) and its
-// neighbour of row l / 4, or of column l / 4 when transposed.
+// ldmatrix, stmatrix
+// ------------------------------------------------------------------------------- Lane 8 j + r
+// gives the address of row r of matrix j; lane l holds elements 2 (l % 4) and its neighbour of row
+// l / 4, or of column l / 4 when transposed.
 
 // arg 0 matrices, 1 transposed
 void load_matrix(Warp& w, const Instr& i, Mask m) {
@@ -355,9 +395,11 @@ Element element_at(Warp& w, int lane, int space, uint64_t address, uint32_t size
   return e;
 }
 
-void put_element(Warp& w, int lane, int space, uint64_t address, uint32_t size, uint64_t bits, bool ok) {
+void put_element(Warp& w, int lane, int space, uint64_t address, uint32_t size, uint64_t bits,
+                 bool ok) {
   const Place p = reach(w, lane, (Space)space, address, size, true, false, (const uint8_t*)&bits);
-  if (!ok && space == kElementGlobal) fault("uninitialised", "a fragment stores to global memory", lane);
+  if (!ok && space == kElementGlobal)
+    fault("uninitialised", "a fragment stores to global memory", lane);
   std::memcpy(p.at, &bits, size);
   if (p.valid) std::memset(p.valid, ok, size);
 }
@@ -381,9 +423,9 @@ bool decode_memory(Instr& i, const Mnemonic& name, const RawInstr& raw) {
     if (name.has("async")) return false;
     space_of(i, name);
     static const std::pair<const char*, Atom> ops[] = {
-        {"add", Atom::add}, {"min", Atom::min}, {"max", Atom::max}, {"inc", Atom::inc},
+        {"add", Atom::add}, {"min", Atom::min},   {"max", Atom::max}, {"inc", Atom::inc},
         {"dec", Atom::dec}, {"exch", Atom::exch}, {"cas", Atom::cas}, {"and", Atom::and_},
-        {"or", Atom::or_}, {"xor", Atom::xor_}};
+        {"or", Atom::or_},  {"xor", Atom::xor_}};
     bool found = false;
     for (const auto& [text, op] : ops)
       if (name.has(text)) i.arg[3] = (int)op, found = true;

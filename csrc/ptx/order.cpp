@@ -1,10 +1,10 @@
 // What happens before what: vector clocks of the threads of a block, and the accesses they order.
 //
 // Each thread has a time, which grows when it releases (at a barrier, an arrival, a warp-level
-// synchronisation), and a vector of the times of all other threads that it has acquired. An access is
-// stamped with its thread and time; a later one is ordered after it when its thread has acquired that
-// time (Flanagan and Freund 2009, FastTrack). `fenced` is the part of that knowledge which a proxy
-// fence has passed on to the asynchronous proxy.
+// synchronisation), and a vector of the times of all other threads that it has acquired. An access
+// is stamped with its thread and time; a later one is ordered after it when its thread has acquired
+// that time (Flanagan and Freund 2009, FastTrack). `fenced` is the part of that knowledge which a
+// proxy fence has passed on to the asynchronous proxy.
 
 #include "machine.h"
 
@@ -18,7 +18,9 @@ void fault(const char* kind, const std::string& what, int lane) {
 
 namespace {
 
-std::string place(uint32_t offset, uint32_t base) { return "shared memory at byte " + std::to_string(offset + base); }
+std::string place(uint32_t offset, uint32_t base) {
+  return "shared memory at byte " + std::to_string(offset + base);
+}
 
 Clock joined(const Clock& a, const Clock& b) {
   if (a == b) return a;
@@ -90,14 +92,16 @@ void Block::release(Warp& w, int lane, Times& times, Times& fenced_times) {
   times[w.thread(lane)] = std::max(times[w.thread(lane)], w.time[lane]++);
 }
 
-// Shared memory ------------------------------------------------------------------------------------
+// Shared memory
+// ------------------------------------------------------------------------------------
 
 uint32_t Block::shared_offset(const Warp&, uint64_t address, uint64_t size, uint64_t align) {
   address &= ~kWindowMask;
   if (address < launch->shared_base || address + size > launch->shared_base + shared.size())
-    fault("out of bounds", "shared memory has bytes " + std::to_string(launch->shared_base) + " to " +
-                               std::to_string(launch->shared_base + shared.size()) + "; the access is at " +
-                               std::to_string(address) + ", " + std::to_string(size) + " bytes");
+    fault("out of bounds", "shared memory has bytes " + std::to_string(launch->shared_base) +
+                               " to " + std::to_string(launch->shared_base + shared.size()) +
+                               "; the access is at " + std::to_string(address) + ", " +
+                               std::to_string(size) + " bytes");
   if (address % align)
     fault("misaligned", "shared address " + std::to_string(address) + " is not a multiple of " +
                             std::to_string(align));
@@ -109,19 +113,23 @@ static std::string who(const Stamp& s) {
          (s.time == kPending ? ", which has not been waited for" : "");
 }
 
-void Block::note_read(Warp& w, int lane, uint32_t offset, uint32_t size, bool async, uint32_t time) {
+void Block::note_read(Warp& w, int lane, uint32_t offset, uint32_t size, bool async,
+                      uint32_t time) {
   if (!launch->options.races) return;
   const uint32_t granule = launch->program->granule;
   const Stamp stamp = {number + 1, (uint16_t)w.thread(lane), async, false, time};
   for (uint32_t c = offset / granule; c <= (offset + size - 1) / granule; ++c) {
     Cell& cell = cells[c];
     if (!after(w, lane, cell.write))
-      fault("race", place(c * granule, launch->shared_base) + " is read while the write of " +
-                        who(cell.write) + " is not ordered before", lane);
+      fault("race",
+            place(c * granule, launch->shared_base) + " is read while the write of " +
+                who(cell.write) + " is not ordered before",
+            lane);
     if (async && !fenced_after(w, lane, cell.write))
-      fault("missing fence", place(c * granule, launch->shared_base) + ", written by " +
-                                 who(cell.write) +
-                                 ", is read by the asynchronous proxy without fence.proxy.async", lane);
+      fault("missing fence",
+            place(c * granule, launch->shared_base) + ", written by " + who(cell.write) +
+                ", is read by the asynchronous proxy without fence.proxy.async",
+            lane);
     if (cell.read.block == 0 || after(w, lane, cell.read)) {
       cell.read = stamp;
     } else if (cell.read.thread != stamp.thread || cell.read.time != stamp.time) {
@@ -160,18 +168,24 @@ void Block::note_write(Warp& w, int lane, uint32_t offset, uint32_t size, bool a
   for (uint32_t c = offset / granule; c <= (offset + size - 1) / granule; ++c) {
     Cell& cell = cells[c];
     if (!after(w, lane, cell.write) && !(atomic && cell.write.atomic))
-      fault("race", place(c * granule, launch->shared_base) + " is written while the write of " +
-                        who(cell.write) + " is not ordered before", lane);
+      fault("race",
+            place(c * granule, launch->shared_base) + " is written while the write of " +
+                who(cell.write) + " is not ordered before",
+            lane);
     if (!after(w, lane, cell.read))
-      fault("race", place(c * granule, launch->shared_base) + " is written while the read of " +
-                        who(cell.read) + " is not ordered before", lane);
+      fault("race",
+            place(c * granule, launch->shared_base) + " is written while the read of " +
+                who(cell.read) + " is not ordered before",
+            lane);
     if (!readers.empty()) {
       auto list = readers.find(c);
       if (list != readers.end()) {
         for (const Stamp& s : list->second)
           if (!after(w, lane, s))
-            fault("race", place(c * granule, launch->shared_base) + " is written while the read of " +
-                              who(s) + " is not ordered before", lane);
+            fault("race",
+                  place(c * granule, launch->shared_base) + " is written while the read of " +
+                      who(s) + " is not ordered before",
+                  lane);
         readers.erase(list);
       }
     }
@@ -180,7 +194,8 @@ void Block::note_write(Warp& w, int lane, uint32_t offset, uint32_t size, bool a
   }
 }
 
-// Global memory ------------------------------------------------------------------------------------
+// Global memory
+// ------------------------------------------------------------------------------------
 
 Allocation* Launch::find(uint64_t address, uint64_t size, Allocation* last) const {
   if (last && last->holds(address, size)) return last;
@@ -208,26 +223,29 @@ Allocation* Block::global(Warp&, uint64_t address, uint64_t size, uint64_t align
     fault("out of bounds", "global access of " + std::to_string(size) + " bytes: " + near);
   }
   if (address % align)
-    fault("misaligned", "an address in " + a->name + " is not a multiple of " + std::to_string(align));
+    fault("misaligned",
+          "an address in " + a->name + " is not a multiple of " + std::to_string(align));
   if (write && !a->writable) fault("out of bounds", a->name + " is written, but is constant");
   return last = a;
 }
 
-void Block::note_global(Warp& w, int lane, Allocation& a, uint64_t address, uint32_t size, bool write,
-                        bool atomic) {
+void Block::note_global(Warp& w, int lane, Allocation& a, uint64_t address, uint32_t size,
+                        bool write, bool atomic) {
   if (!launch->options.races || !a.writable) return;
   const uint32_t granule = launch->program->global_granule;
-  const uint64_t first = (address - a.begin) / granule, end = (address - a.begin + size - 1) / granule;
+  const uint64_t first = (address - a.begin) / granule,
+                 end = (address - a.begin + size - 1) / granule;
   std::lock_guard<std::mutex> guard((*a.locks)[first / 64 % 64]);
   const Stamp stamp = now(w, lane);
   for (uint64_t c = first; c <= end; ++c) {
     Cell& cell = a.cells[c];
     const bool both_atomic = atomic && cell.write.atomic;
     if (!both_atomic && !after(w, lane, cell.write))
-      fault("race", a.name + ", byte " + std::to_string(c * granule) + ": " +
-                        (write ? "written" : "read") + " while the write of block " +
-                        std::to_string(cell.write.block - 1) + ", " + who(cell.write) +
-                        " is not ordered before", lane);
+      fault("race",
+            a.name + ", byte " + std::to_string(c * granule) + ": " + (write ? "written" : "read") +
+                " while the write of block " + std::to_string(cell.write.block - 1) + ", " +
+                who(cell.write) + " is not ordered before",
+            lane);
     if (!write) {
       const bool other = cell.read.block && cell.read.block != stamp.block;
       const uint32_t block = other ? kMany : stamp.block;
@@ -236,11 +254,12 @@ void Block::note_global(Warp& w, int lane, Allocation& a, uint64_t address, uint
       continue;
     }
     if (cell.read.block && !after(w, lane, cell.read) && !(atomic && cell.read.atomic))
-      fault("race", a.name + ", byte " + std::to_string(c * granule) +
-                        ": written while a read of " +
-                        (cell.read.block == kMany ? std::string("other blocks")
-                                                  : "block " + std::to_string(cell.read.block - 1)) +
-                        " is not ordered before", lane);
+      fault("race",
+            a.name + ", byte " + std::to_string(c * granule) + ": written while a read of " +
+                (cell.read.block == kMany ? std::string("other blocks")
+                                          : "block " + std::to_string(cell.read.block - 1)) +
+                " is not ordered before",
+            lane);
     cell.write = stamp;
     cell.write.atomic = atomic;
     cell.read = {};

@@ -13,7 +13,8 @@ Mask members_of(Warp& w, Reg r, Mask m) {
   const int first = __builtin_ctz(m);
   const Mask members = (Mask)w.get(r, first);
   each_lane(m, [&](int l) {
-    if ((Mask)w.get(r, l) != members) fault("divergence", "the lanes give different member masks", l);
+    if ((Mask)w.get(r, l) != members)
+      fault("divergence", "the lanes give different member masks", l);
     if (!(members >> l & 1)) fault("divergence", "a lane is not in its own member mask", l);
   });
   return members;
@@ -36,10 +37,18 @@ void shuffle(Warp& w, const Instr& i, Mask m) {
     int from = l;
     bool inside = true;
     switch ((Shuffle)i.arg[0]) {
-      case Shuffle::up: from = l - b, inside = from >= top; break;
-      case Shuffle::down: from = l + b, inside = from <= top; break;
-      case Shuffle::bfly: from = l ^ b, inside = from <= top; break;
-      case Shuffle::idx: from = bottom | (b & ~segment), inside = from <= top; break;
+      case Shuffle::up:
+        from = l - b, inside = from >= top;
+        break;
+      case Shuffle::down:
+        from = l + b, inside = from <= top;
+        break;
+      case Shuffle::bfly:
+        from = l ^ b, inside = from <= top;
+        break;
+      case Shuffle::idx:
+        from = bottom | (b & ~segment), inside = from <= top;
+        break;
     }
     if (!inside) from = l;
     const bool there = m >> from & 1;
@@ -87,15 +96,28 @@ void reduce(Warp& w, const Instr& i, Mask m) {
   each_lane(m, [&](int l) {
     const uint32_t bits = w.word(i.reg[1])[l];
     const int64_t x = i.type == Type::s32 ? (int64_t)(int32_t)bits : (int64_t)bits;
-    if (first) result = x;
-    else switch (i.arg[0]) {
-      case 0: result += x; break;
-      case 1: result = std::min(result, x); break;
-      case 2: result = std::max(result, x); break;
-      case 3: result &= x; break;
-      case 4: result |= x; break;
-      default: result ^= x;
-    }
+    if (first)
+      result = x;
+    else
+      switch (i.arg[0]) {
+        case 0:
+          result += x;
+          break;
+        case 1:
+          result = std::min(result, x);
+          break;
+        case 2:
+          result = std::max(result, x);
+          break;
+        case 3:
+          result &= x;
+          break;
+        case 4:
+          result |= x;
+          break;
+        default:
+          result ^= x;
+      }
     first = false;
   });
   each_lane(m, [&](int l) { w.set(i.reg[0], l, (uint32_t)result); });

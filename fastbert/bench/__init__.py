@@ -1,1 +1,1 @@
-"""What measures: timing, peers, limits, the machine, plots, and the contests of benchmarks/."""
+"""The parts of every measurement: timing, peers, limits, the machine, plots and contest rows."""

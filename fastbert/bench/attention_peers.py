@@ -1,8 +1,8 @@
-"""Other attention kernels, to be timed beside ours: each prepared for one set of inputs.
+"""Other attention kernels, each prepared for one set of inputs, as peers of fastbert's attention.
 
 A peer gets the arguments of ``fastbert.ops.attention`` or ``attention_varlen`` as ``Inputs`` and
-returns a ``Prepared``. What it does not serve it refuses by raising, and the benchmark writes the
-reason down. Layout changes that a caller would make once per batch are made outside the timed part.
+returns a ``Prepared``. A peer that cannot serve the inputs raises an error, which the benchmark
+records. A layout change that a caller makes once per batch is outside the timed part.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ from fastbert.testing.cases import Inputs
 
 
 class Prepared(NamedTuple):
-    """One engine on one set of inputs.
+    """One engine, prepared for one set of inputs.
 
-    run: the forward pass. targets: the leaves whose gradients the operation's own would be.
-    restore: from this engine's layout of the output and of the gradients to the operation's own.
-    backward: takes the place of autograd where set: gradients of the targets from the output's.
+    Attributes:
+        run: The forward pass.
+        targets: The leaves that the gradients are taken of, in the layout of this engine.
+        restore: Turns an output or a gradient into the layout of the operation.
+        backward: Turns the gradient of the output into those of the targets; None uses autograd.
     """
 
     run: Callable[[], Tensor]
@@ -34,7 +36,7 @@ class Prepared(NamedTuple):
 
 
 def leaves(inputs: Inputs) -> Inputs:
-    """The same inputs, detached; those that want gradients are leaves."""
+    """Return detached inputs, in which the tensors that need gradients are leaves."""
     return inputs.map(
         lambda name, v: (
             v.detach().requires_grad_(name in inputs.gradients) if isinstance(v, Tensor) else v
@@ -43,7 +45,7 @@ def leaves(inputs: Inputs) -> Inputs:
 
 
 def of_function(function: Callable[..., Tensor], inputs: Inputs, **extra: Any) -> Prepared:
-    """``function`` on the operation's own arguments."""
+    """Prepare ``function``, which takes the arguments of the operation."""
     ready = leaves(inputs)
     named = dict(ready.items())
     return Prepared(
@@ -53,7 +55,7 @@ def of_function(function: Callable[..., Tensor], inputs: Inputs, **extra: Any) -
 
 
 def eager(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    """softmax(q kᵀ / √D) v, spelled out. q, k, v (B, H, L, D)."""
+    """Compute softmax(q kᵀ / √D) v, step by step. q, k, v (B, H, L, D)."""
     scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
     if mask is not None:
         scores = scores.masked_fill(~mask[:, None, None, :], float("-inf"))
@@ -69,7 +71,7 @@ def _dense_mask(inputs: Inputs) -> Tensor | None:
 
 
 def sdpa(kernel: SDPBackend, inputs: Inputs) -> Prepared:
-    """``scaled_dot_product_attention`` with one kernel allowed; it raises where that refuses."""
+    """Prepare ``scaled_dot_product_attention`` with one kernel; a run raises if it refuses."""
     ready = leaves(inputs)
     q, k, v = ready.positional.values()
     mask, dropout_p = _dense_mask(ready), ready.keyword.get("dropout_p", 0.0)
@@ -82,9 +84,9 @@ def sdpa(kernel: SDPBackend, inputs: Inputs) -> Prepared:
 
 
 def plain(compile_with: Callable[..., Any] | None, inputs: Inputs) -> Prepared:
-    """The formula in eager PyTorch, or compiled."""
+    """Prepare `eager`, compiled if ``compile_with`` is given."""
     if inputs.keyword.get("dropout_p"):
-        raise ValueError("dropout_p: timed without dropout only")
+        raise ValueError("dropout_p: this peer is timed without dropout only")
     ready = leaves(inputs)
     q, k, v = ready.positional.values()
     mask = ready.keyword.get("mask")
@@ -93,7 +95,7 @@ def plain(compile_with: Callable[..., Any] | None, inputs: Inputs) -> Prepared:
 
 
 def flex(compile_with: Callable[..., Any] | None, inputs: Inputs) -> Prepared:
-    """FlexAttention; key padding as a block mask, which skips whole blocks of padding."""
+    """Prepare FlexAttention. Key padding is a block mask, which skips whole blocks of padding."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     if inputs.keyword.get("dropout_p"):
@@ -114,11 +116,11 @@ def flex(compile_with: Callable[..., Any] | None, inputs: Inputs) -> Prepared:
 
 
 def flash_package(inputs: Inputs) -> Prepared:
-    """The flash-attn package, where it is installed."""
+    """Prepare ``flash_attn_func`` of the flash-attn package, if the package is installed."""
     from flash_attn import flash_attn_func
 
     if inputs.keyword.get("mask") is not None:
-        raise ValueError("mask: flash_attn_func has none")
+        raise ValueError("mask: flash_attn_func takes no mask")
     dropout_p = inputs.keyword.get("dropout_p", 0.0)
     ready = leaves(inputs)
     q, k, v = ready.positional.values()
@@ -134,7 +136,7 @@ def flash_package(inputs: Inputs) -> Prepared:
 
 
 def varlen(inputs: Inputs) -> Prepared:
-    """``torch.nn.attention.varlen``, whose seven positional arguments all versions share."""
+    """Prepare ``varlen_attn`` with the seven positional arguments of all PyTorch versions."""
     from torch.nn.attention.varlen import varlen_attn
 
     if inputs.keyword.get("dropout_p"):
@@ -143,14 +145,14 @@ def varlen(inputs: Inputs) -> Prepared:
 
 
 def flash_varlen_package(inputs: Inputs) -> Prepared:
-    """The flash-attn package's varlen function, where it is installed."""
+    """Prepare ``flash_attn_varlen_func`` of the flash-attn package, if the package is installed."""
     from flash_attn import flash_attn_varlen_func
 
     return of_function(flash_attn_varlen_func, Inputs(inputs.positional, {}, inputs.gradients))
 
 
 def padded(kernel: SDPBackend, inputs: Inputs) -> Prepared:
-    """The padded batch in SDPA, under a key mask unless all lengths are the same."""
+    """Prepare SDPA on the padded batch, with a key mask unless all lengths are equal."""
     rows, mask = _padding(inputs)
     ready = [
         F.pad(x.detach(), (0, 0, 0, 0, 0, 1))[rows]
@@ -168,7 +170,7 @@ def padded(kernel: SDPBackend, inputs: Inputs) -> Prepared:
 
 
 def flex_documents(compile_with: Callable[..., Any] | None, inputs: Inputs) -> Prepared:
-    """FlexAttention over the packed rows as one sequence, with a mask by document."""
+    """Prepare FlexAttention on the packed rows as one sequence, with a mask by document."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     lengths = inputs.positional["cu_seqlens_q"].diff()
@@ -178,7 +180,7 @@ def flex_documents(compile_with: Callable[..., Any] | None, inputs: Inputs) -> P
         return document[row] == document[key]
 
     total = len(document)
-    # Compiled, so that the mask of all pairs is never held.
+    # Compiled code builds the block mask without a mask of all pairs in memory.
     build = create_block_mask if compile_with is None else compile_with(create_block_mask)
     block_mask = build(same, None, None, total, total, device=lengths.device.type)
     ready = [
@@ -194,7 +196,10 @@ def flex_documents(compile_with: Callable[..., Any] | None, inputs: Inputs) -> P
 
 
 def _padding(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """Row of each padded position, the last row + 1 for padding, and which positions are real."""
+    """Return the packed row of each padded position, and the mask of real positions.
+
+    The row of padding is one after the last row.
+    """
     starts = inputs.positional["cu_seqlens_q"][:-1]
     lengths = inputs.positional["cu_seqlens_q"].diff()
     positions = torch.arange(int(lengths.max()), device=lengths.device)
@@ -207,7 +212,10 @@ Compile = Callable[..., Any] | None
 
 
 def dense_peers(compile_with: Compile) -> dict[str, Callable[[Inputs], Prepared]]:
-    """Name → how it is prepared. ``compile_with``: ``torch.compile`` with options, or None."""
+    """Return name → function that prepares the peer of ``attention``.
+
+    ``compile_with`` is ``torch.compile`` with options; None compiles nothing.
+    """
     return {
         "sdpa FLASH": functools.partial(sdpa, SDPBackend.FLASH_ATTENTION),
         "sdpa CUDNN": functools.partial(sdpa, SDPBackend.CUDNN_ATTENTION),
@@ -220,7 +228,7 @@ def dense_peers(compile_with: Compile) -> dict[str, Callable[[Inputs], Prepared]
 
 
 def varlen_peers(compile_with: Compile) -> dict[str, Callable[[Inputs], Prepared]]:
-    """Name → how it is prepared, for packed inputs."""
+    """Return name → function that prepares the peer of ``attention_varlen``."""
     return {
         "torch varlen_attn": varlen,
         "sdpa FLASH padded": functools.partial(padded, SDPBackend.FLASH_ATTENTION),

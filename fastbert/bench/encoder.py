@@ -1,4 +1,4 @@
-"""The speed of the whole encoder: fastbert's backends and transformers' paths in one run."""
+"""The speed of the whole encoder: the backends of fastbert and the paths of transformers."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from fastbert.ops import backend as backends
 from fastbert.testing.compare import compare
 from fastbert.testing.yardstick import Yardstick
 
-# all-MiniLM-L6-v2's sizes (Wang et al. 2020).
+# The sizes of all-MiniLM-L6-v2 (Wang et al. 2020).
 MINILM = BertConfig(
     hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536
 )
 BASE = BertConfig.preset("base")
 SMALL = BertConfig.preset("tiny", vocab_size=4096)
-# The parity gate needs every kind of layer, not every layer.
+# Two layers contain every kind of layer, which is enough for the parity gate.
 GATE_LAYERS = 2
 ROTATED_BATCHES = 8
 STOCK = "transformers "
@@ -34,7 +34,7 @@ Notify = Callable[[str], None]
 
 @dataclass(frozen=True)
 class EncoderShape:
-    """A batch of ``lengths`` real tokens each, padded together, and the encoder that reads it."""
+    """A padded batch of sequences with ``lengths`` real tokens, and the encoder that reads it."""
 
     name: str
     config: BertConfig
@@ -46,7 +46,7 @@ class EncoderShape:
 
     @property
     def flops(self) -> float:
-        """Of the matrix products on real tokens: 2 T (4H² + 2HI) + 4 H Σ L² in each layer."""
+        """FLOPs of the matrix products on real tokens: 2 T (4H² + 2HI) + 4 H Σ L² per layer."""
         c = self.config
         linear = 2 * self.tokens * (4 * c.hidden_size**2 + 2 * c.hidden_size * c.intermediate_size)
         attention = 4 * c.hidden_size * sum(length**2 for length in self.lengths)
@@ -55,11 +55,10 @@ class EncoderShape:
 
 @dataclass(frozen=True)
 class EncoderRow:
-    """One engine on one shape: seconds per forward pass; ``tokens`` are real ones.
+    """One engine on one shape: seconds per forward pass; ``tokens`` counts real tokens.
 
-    ``speedup`` is the time of the fastest transformers path over this one's: above 1 is faster than
-    every path of transformers, None where it is not installed. ``refused`` says why nothing was
-    timed.
+    ``speedup`` is the time of the fastest transformers path divided by the time of this engine. It
+    is None if transformers is not installed. ``refused`` is the reason why there is no time.
     """
 
     shape: str
@@ -83,19 +82,19 @@ def default_device() -> str:
 
 
 def default_dtypes(device: str) -> tuple[torch.dtype, ...]:
-    """What people run there: both half precisions on a GPU, fp32 and bf16 elsewhere."""
+    """Return the usual dtypes of a device: fp16 and bf16 on a GPU, fp32 and bf16 on a CPU."""
     other = torch.float16 if device == "cuda" else torch.float32
     return (other, torch.bfloat16)
 
 
 def half_padded(batch: int, longest: int) -> tuple[int, ...]:
-    """Lengths spread evenly from ``longest`` to 1: half of the padded batch is padding."""
+    """Return lengths spread evenly from ``longest`` to 1; half of the padded batch is padding."""
     step = (longest - 1) / max(1, batch - 1)
     return tuple(round(longest - step * i) for i in range(batch))
 
 
 def encoder_shapes(*, quick: bool = False) -> list[EncoderShape]:
-    """What ``fastbert bench`` times: full, half padded and a single sequence."""
+    """Return the shapes of ``fastbert bench``: full, half padded, and a single sequence."""
     if quick:
         return [
             EncoderShape("tiny 8×64 full", SMALL, (64,) * 8),
@@ -112,7 +111,7 @@ def encoder_shapes(*, quick: bool = False) -> list[EncoderShape]:
 
 
 def random_batch(shape: EncoderShape, seed: int, device: str) -> Batch:
-    """input_ids and attention_mask (B, L) of random ids; padding holds id 0."""
+    """Return input_ids and attention_mask (B, L) of random ids; padding has id 0."""
     generator = torch.Generator().manual_seed(seed)
     longest = max(shape.lengths)
     ids = torch.randint(
@@ -126,9 +125,9 @@ def random_batch(shape: EncoderShape, seed: int, device: str) -> Batch:
 
 
 def requests(device: str) -> dict[str, str | None]:
-    """Engine name → ``backend`` argument, leaving out what would only repeat another engine.
+    """Return engine name → ``backend`` argument, without engines that would repeat another one.
 
-    Triton's interpreter is not a way to run a model: it is not timed.
+    Triton's interpreter is left out, because it is a check and too slow to run a model.
     """
     seen: list[object] = []
     found: dict[str, str | None] = {}
@@ -160,10 +159,10 @@ def bench_encoder(
     seconds: float | None = None,
     notify: Notify = lambda text: None,
 ) -> list[EncoderRow]:
-    """Times the encoder's forward pass, padded ids to padded hidden states, in every engine.
+    """Time the forward pass of every engine, from padded ids to padded hidden states.
 
-    ``seconds`` bounds the timing of one shape in one dtype. The parity gate runs first: an engine
-    whose hidden states break the tolerance rule is refused, not timed. Runs without gradients.
+    The parity gate runs first: an engine whose hidden states break the tolerance rule is refused.
+    ``seconds`` bounds the timing of one shape in one dtype. No gradients are computed.
     """
     device = device or default_device()
     shapes = encoder_shapes(quick=quick) if shapes is None else shapes
@@ -214,7 +213,7 @@ def _bench_shape(
 
 
 def engine_names(device: str) -> list[str]:
-    """fastbert by itself and in each backend that differs, then transformers if installed."""
+    """Return fastbert's own choice, each backend that differs from it, and transformers' paths."""
     stock = TRANSFORMERS_PATHS if stock_models.installed() else ()
     return [*requests(device), *(f"{STOCK}{path}" for path in stock)]
 
@@ -226,7 +225,7 @@ def build(
     dtype: torch.dtype,
     device: str,
 ) -> Callable[[int], Tensor]:
-    """A function of the running index: one forward pass of ``engine`` on a rotated random batch."""
+    """Return a function of an index, which runs ``engine`` on one of several random batches."""
     if engine.startswith(STOCK):
         path = engine.removeprefix(STOCK)
         model = stock_models.encoder(shape.config, weights, path, dtype, device)
@@ -237,9 +236,9 @@ def build(
 
 
 def random_weights(config: BertConfig) -> dict[str, Tensor]:
-    """Random weights under Hugging Face's names, the same in every engine.
+    """Return random weights with the names of Hugging Face, the same for every engine.
 
-    Biases and layer norms are random too: an engine that forgets one must not pass the gate.
+    Biases and layer norms are random, too, so that an engine without one of them fails the gate.
     """
     from fastbert.modules import BertModel
 
@@ -263,10 +262,10 @@ def _fastbert(
 
 
 def gate(shape: EncoderShape, dtype: torch.dtype, device: str) -> dict[str, str]:
-    """Engine → why it is refused: its hidden states at real tokens break the tolerance rule.
+    """Return the engines whose hidden states at real tokens break the tolerance rule, with reasons.
 
-    The oracle is the reference backend in float64, the yardstick the same in ``dtype``, both on two
-    layers of the encoder and on the weights as ``dtype`` rounds them.
+    The oracle is the reference backend in float64, and the yardstick is the reference backend in
+    ``dtype``. Both run two layers of the encoder on weights that are rounded to ``dtype``.
     """
     layers = min(GATE_LAYERS, shape.config.num_hidden_layers)
     config = shape.config.replace(num_hidden_layers=layers)
@@ -290,7 +289,7 @@ def gate(shape: EncoderShape, dtype: torch.dtype, device: str) -> dict[str, str]
 
 @functools.lru_cache(maxsize=4)
 def refusals(config: BertConfig, dtype: torch.dtype, device: str) -> dict[str, str]:
-    """Engine → why it is refused, on two layers of ``config`` and a batch of two lengths."""
+    """Return the refusals of `gate` for two layers of ``config`` and a batch of two lengths."""
     with torch.inference_mode():
         return gate(EncoderShape("gate", config, (64, 37)), dtype, device)
 

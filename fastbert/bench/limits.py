@@ -1,8 +1,8 @@
-"""What a GPU can do at most, and what fastbert wants to reach: the data behind every fraction.
+"""The limits of a GPU, the least work of each operation, and the goals of fastbert.
 
-A figure is read against two bounds: the datasheet's and the measured rates of the machine (``H200``
-below, measured on such machines with a large copy and a large product of random numbers), and the
-same two ceilings measured in the run itself. ``GOALS`` holds the figures to reach.
+A figure is compared with two bounds. One is computed from the rates of a known GPU (``H200``): the
+datasheet's, and those of a large copy and a large product. The other is computed from the same copy
+and product, measured in the run itself. ``GOALS`` has the figures to reach.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 from fastbert.testing.cases import TABLE_OF, Case
 
-# The share of masked-LM tokens with a label, as the registry of cases draws them.
+# Share of the tokens that have a masked-LM label, as in the registry of cases.
 LABELLED = 0.15
 FORWARD, BACKWARD = "forward", "backward"
 
@@ -23,7 +23,8 @@ FORWARD, BACKWARD = "forward", "backward"
 class Limits:
     """FLOP/s of dense 16-bit products, bytes/s of device memory, exponentials/s of all SMs.
 
-    ``measured_*`` are the best that a library's product and a copy (read plus written) reached.
+    ``measured_*`` are the best rates of a product of a library and of a copy, whose bytes are those
+    read plus those written.
     """
 
     name: str
@@ -34,26 +35,26 @@ class Limits:
     exponentials: float
 
 
-# 132 SMs of 16 exponentials per clock at 1.83 GHz.
+# 132 SMs compute 16 exponentials per clock each, at 1.83 GHz.
 H200 = Limits("H200", 989e12, 4.8e12, 790e12, 4.3e12, 132 * 16 * 1.83e9)
 KNOWN = (H200,)
 
 
 def limits_of(gpu: str | None) -> Limits | None:
-    """The limits of a GPU by its name, None for one that nobody has measured."""
+    """Return the limits of a GPU by its name, or None if they are not known."""
     return next((limits for limits in KNOWN if gpu is not None and limits.name in gpu), None)
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a computation has to do at least: FLOPs, bytes of device memory, exponentials."""
+    """The least work of a computation: FLOPs, bytes of device memory, exponentials."""
 
     flops: float = 0.0
     bytes: float = 0.0
     exponentials: float = 0.0
 
     def floor(self, limits: Limits) -> float:
-        """Seconds below which no version can go: the slowest unit at its measured best."""
+        """Return the shortest possible time in seconds: the slowest unit at its measured rate."""
         return max(
             self.flops / limits.measured_flops,
             self.bytes / limits.measured_bytes,
@@ -69,15 +70,18 @@ class Work:
         return max(times, key=lambda name: times[name])
 
     def memory_bound_tflops(self, limits: Limits) -> float:
-        """TFLOP/s at which the datasheet's memory bandwidth would be the bound."""
+        """Return the TFLOP/s at which the memory bandwidth of the datasheet is the bound."""
         return self.flops / self.bytes * limits.bytes / 1e12
 
 
 def work(case: Case, dtype: torch.dtype, direction: str) -> Work:
-    """The work of one pass over ``case``: every tensor read or written once.
+    """Return the work of one pass over ``case``, with every tensor read or written once.
 
-    The backward pass of a product costs two; attention's computes the logits once more, so five
-    products to the forward's two. Raises KeyError for an unknown direction.
+    The backward pass of a product computes two products. The backward pass of attention also
+    computes the logits again, so it has five products; the forward pass has two.
+
+    Raises:
+        KeyError: If the direction is not known.
     """
     table = TABLE_OF[case.op]
     forward = _forward(case, dtype)
@@ -94,7 +98,7 @@ def _forward(case: Case, dtype: torch.dtype) -> Work:
         size = dtype.itemsize * hidden * (labelled + vocabulary)
         return Work(2.0 * labelled * hidden * vocabulary, size)
     if case.op == "embedding":
-        # A word's row read, the result written; the other two tables stay in the cache.
+        # Rows of the words are read, and the result is written. Other tables stay in a cache.
         tokens, _, hidden = case.shape
         return Work(case.flops(), 2 * tokens * hidden * dtype.itemsize)
     return Work(case.flops(), case.bytes(dtype), _exponentials(case))
@@ -102,20 +106,20 @@ def _forward(case: Case, dtype: torch.dtype) -> Work:
 
 def _backward(table: str, case: Case, dtype: torch.dtype, forward: Work) -> Work:
     if table == "attention":
-        # q, k, v, out, dout read; dq, dk, dv written: twice the forward's four tensors.
+        # q, k, v, out and dout are read, and dq, dk and dv written: 8 tensors, 4 in the forward.
         return Work(2.5 * forward.flops, 2 * forward.bytes, forward.exponentials)
     if table in ("layer_norm", "rms_norm"):
         rows, columns = case.shape[:2]
-        # dout and the normalised row's source read, dx written, and a residual's own gradient
-        # where dropout makes it another tensor.
+        # dout and the normalized input are read, and dx is written. With dropout, the gradient of
+        # the residual is another tensor, which is written, too.
         own = bool(case.options.get("dropout_p")) and case.options.get("residual", True)
         return Work(2 * forward.flops, (4 if own else 3) * rows * columns * dtype.itemsize)
     if table == "rotary":
-        # The gradient turned back: the same again.
+        # The gradient is rotated back, which is the same work.
         return forward
     if table == "embedding":
         tokens, vocabulary, hidden = case.shape
-        # dout and the words' rows read, the whole gradient of the word table written.
+        # dout and the rows of the words are read; the whole gradient of the word table is written.
         return Work(2 * forward.flops, (2 * tokens + vocabulary) * hidden * dtype.itemsize)
     return Work(2 * forward.flops, 2 * forward.bytes)
 
@@ -132,18 +136,18 @@ def _exponentials(case: Case) -> float:
 
 @dataclass(frozen=True)
 class Goal:
-    """A figure to reach: ``value`` in ``unit``, at least or (``lower_is_better``) at most."""
+    """A figure to reach: at least ``value`` in ``unit``, or at most if ``lower_is_better``."""
 
     value: float
     unit: str
     lower_is_better: bool = False
 
     def reached(self, value: float) -> float:
-        """Fraction of the goal: 1 or more is there."""
+        """Return the reached fraction of the goal, which is met from 1 on."""
         return self.value / value if self.lower_is_better else value / self.value
 
 
-# TFLOP/s of attention, D = 64, non-causal, 16k tokens.
+# Attention: head dimension 64, not causal, 16,384 tokens.
 GOALS = {
     "attention forward S512 D64": Goal(450, "TFLOP/s"),
     "attention backward S512 D64": Goal(350, "TFLOP/s"),
@@ -154,29 +158,29 @@ GOALS = {
     "BERT-large training": Goal(1000, "sequences/s"),
     "BERT-base batch 1": Goal(0.40, "ms", lower_is_better=True),
 }
-# Below the length at which products become the bound, a fraction of the memory bound is asked for.
+# Up to this length, memory is the bound of attention, and its goal is a fraction of that bound.
 MEMORY_BOUND_LENGTH = 256
 MEMORY_BOUND_FRACTION = 0.8
-# Ratios against peers of the same run, their time over ours.
+# Goals of the ratio: time of the fastest peer in the same run, over the time of fastbert.
 RATIO_GOALS = {
     "feed_forward": 1.25,
     "linear_gelu": 1.25,
     "linear_cross_entropy": 1.0,
     "BERT-base 16×512, 60 % real": 2.3,
 }
-# Of the peak memory that all the logits of all the tokens take in PyTorch.
+# Goal of the peak memory, over the peak memory of PyTorch with the logits of all tokens.
 CROSS_ENTROPY_MEMORY = 0.15
-# Packed attention of equal lengths may cost this much more than dense attention.
+# Packed attention of equal lengths may take this much longer than dense attention.
 VARLEN_OVERHEAD = 0.03
 
 
 @functools.cache
 def attention_goal(direction: str, length: int, head_dim: int) -> Goal | None:
-    """The goal of dense attention at ``length``, None where none was set."""
+    """Return the goal of dense attention at ``length``, or None if it has no goal."""
     if head_dim != 64:
         return None
     if direction == FORWARD and length <= MEMORY_BOUND_LENGTH:
-        # 4 S² D FLOPs over 4 S D elements of two bytes
+        # 4 S² D FLOPs, divided by 4 S D elements of two bytes
         bound = length / 2 * H200.bytes / 1e12
         return Goal(MEMORY_BOUND_FRACTION * bound, "TFLOP/s")
     return GOALS.get(f"attention {direction} S{length} D{head_dim}")

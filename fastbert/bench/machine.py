@@ -1,4 +1,4 @@
-"""The header of every measurement: on which machine, with which versions, when."""
+"""The header of every measurement: the machine, the versions and the date."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ REPORTED = (
 
 @dataclass(frozen=True)
 class Machine:
-    """Where and with what a figure was measured.
+    """The machine, the versions and the date of a measurement.
 
-    ``cores`` are those this process may use, ``threads`` those that torch uses; ``isa`` is the
-    level of the C++ operators, or torch's own where the extension is missing; ``gpu`` and its
-    ``driver`` None without one.
+    ``cores`` counts the cores that this process may use, and ``threads`` the threads of torch.
+    ``isa`` is the level of the C++ operators, or of torch without the extension. ``gpu`` and
+    ``driver`` are None without a GPU.
     """
 
     cpu: str
@@ -47,7 +47,7 @@ class Machine:
     driver: str | None = None
 
     def lines(self) -> list[str]:
-        """The header as text: machine, versions, date."""
+        """Return the header as text: machine, versions, date."""
         versions = ", ".join(f"{name} {v}" for name, v in self.versions.items() if v)
         driver = f" (driver {self.driver})" if self.driver else ""
         return [
@@ -58,7 +58,7 @@ class Machine:
 
 
 def version_of(distribution: str) -> str | None:
-    """The installed version, None where it is not installed."""
+    """Return the version of a distribution, or None if it is not installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -66,26 +66,26 @@ def version_of(distribution: str) -> str | None:
 
 
 def cpu_model() -> str:
-    """The processor's name as the kernel reports it."""
+    """Return the name of the processor as the operating system reports it."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
             for line in file:
                 if line.lower().startswith("model name"):
                     return line.split(":", 1)[1].strip()
     except OSError:
-        pass  # not Linux; the generic name below is all there is
+        pass  # On other systems than Linux, only the generic name is known.
     return platform.processor() or platform.machine()
 
 
 def cpu_cores() -> int:
-    """The cores this process may use, which a container can make fewer than the machine has."""
+    """Return the number of cores that this process may use; a container may have fewer."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def gpu_driver() -> str | None:
-    """The NVIDIA driver's version, None where nvidia-smi is missing or fails."""
+    """Return the version of the NVIDIA driver, or None if nvidia-smi is missing or fails."""
     if shutil.which("nvidia-smi") is None:
         return None
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
@@ -97,7 +97,7 @@ def gpu_driver() -> str | None:
 
 
 def describe() -> Machine:
-    """The machine that this process runs on, now."""
+    """Describe the machine of this process, with the present date."""
     if backend.EXTENSION is not None:
         isa = f"{backend.EXTENSION.cpu_isa()} (extension)"
     else:

@@ -1,7 +1,7 @@
-"""The speed of each operation: fastbert's backends and stock PyTorch side by side in one run.
+"""The speed of each operation: the backends of fastbert and stock PyTorch in one run.
 
-A figure is a ratio measured in one run (``timing.alternate``), and nothing whose parity is red is
-timed. The whole encoder is in ``fastbert.bench.encoder``.
+The engines take turns (``timing.alternate``), so that their ratio is reliable. A backend that fails
+its parity cases is not timed. The whole encoder is in ``fastbert.bench.encoder``.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ PEER = "torch"
 class OpRow:
     """One engine on one case in one direction; seconds per call.
 
-    ``speedup`` is stock PyTorch's time over this one's: above 1 is faster. ``chosen`` marks the
-    backend that ``backend=None`` takes. Rates are of the forward pass alone, from the case's FLOPs
-    and fewest bytes. ``refused`` says why nothing was timed.
+    ``speedup`` is the time of stock PyTorch divided by the time of this engine; above 1 is faster.
+    ``chosen`` marks the backend that ``backend=None`` chooses. Only rows of the forward pass have
+    rates, from the FLOPs and the fewest bytes of the case. ``refused`` is the reason why the engine
+    was not timed.
     """
 
     op: str
@@ -51,7 +52,7 @@ class OpRow:
 
 
 def bench_cases(*, quick: bool = False) -> list[Case]:
-    """The shapes of a BERT-base and a MiniLM layer on 8×128 and 1×128 tokens; small if quick."""
+    """Return the shapes of BERT-base and MiniLM layers on 8×128 and 1×128 tokens, or small ones."""
     half = half_padded(8, 128)
     if quick:
         return [
@@ -97,10 +98,13 @@ def bench_ops(
     seconds: float | None = None,
     notify: Notify = lambda text: None,
 ) -> list[OpRow]:
-    """Times the operations ``names`` (None: all) in every backend and in stock PyTorch.
+    """Time the operations ``names``, or all if None, in every backend and in stock PyTorch.
 
-    ``seconds`` bounds the timing of one case in one dtype and direction. The parity gate runs
-    first: a backend with a red case is refused, not timed. Raises ValueError for an unknown name.
+    The parity gate runs first, and a backend with a failing case is refused. ``seconds`` bounds the
+    timing of one case in one dtype and direction.
+
+    Raises:
+        ValueError: If an operation is not known.
     """
     for name in names or ():
         if name not in TABLE_OF:
@@ -161,7 +165,7 @@ def _bench_case(
 
 
 def served(case: Case, dtype: torch.dtype, device: str) -> list[str]:
-    """The backends to time. Triton's interpreter is a check, not a way to run: left out."""
+    """Return the backends to time. Triton's interpreter is a check and is left out."""
     return [
         name
         for name in backends.BACKENDS
@@ -171,21 +175,21 @@ def served(case: Case, dtype: torch.dtype, device: str) -> list[str]:
 
 
 def rotated_inputs(case: Case, dtype: torch.dtype, device: str) -> list[Inputs]:
-    """Enough sets of inputs, each from its own seed, that they do not stay in the caches."""
+    """Return so many sets of inputs, of different seeds, that they do not stay in the caches."""
     first = case.inputs(dtype, device)
     size = sum(value.nbytes for _, value in first.items() if isinstance(value, Tensor))
     return [first, *(case.inputs(dtype, device, seed) for seed in range(1, input_sets(size)))]
 
 
 def chosen_backend(case: Case, dtype: torch.dtype, device: str) -> str:
-    """The backend that ``backend=None`` takes."""
+    """Return the backend that ``backend=None`` chooses."""
     head_dim = case.shape[-1] if TABLE_OF[case.op] == "attention" else 0
     request = backends.Request(device, dtype, head_dim=head_dim)
     return backends.resolve(TABLE_OF[case.op], None, request).backend
 
 
 def gate(op: str, backend: str, dtype: torch.dtype) -> str | None:
-    """Why ``op`` may not be timed: its first red quick parity case; None when all are green."""
+    """Return the first quick parity case that fails, with its error, or None if all pass."""
     for row in parity.check(op, backend, dtype, quick=True):
         if not row.passed:
             return f"parity is red: {row.op}, {row.case}: {row.detail}"
@@ -193,7 +197,7 @@ def gate(op: str, backend: str, dtype: torch.dtype) -> str | None:
 
 
 def build(op: str, engine: str, direction: str, sets: Sequence[Inputs]) -> Callable[[int], object]:
-    """A function of the running index that runs ``op`` on one of ``sets``."""
+    """Return a function of an index, which runs ``op`` on one of ``sets``."""
     if engine == PEER:
         function: Callable[..., Tensor] = peers.OPS[op]
         sets = [without_seed(inputs) for inputs in sets]
@@ -215,7 +219,7 @@ def _run(function: Callable[..., Tensor], inputs: Inputs) -> Tensor:
 
 
 def _leaves(function: Callable[..., Tensor], inputs: Inputs) -> tuple[Inputs, list[Tensor], Tensor]:
-    """Inputs whose floating tensors want gradients, those tensors, and a gradient of the output."""
+    """Return inputs with leaves, the leaves that need gradients, and a gradient of the output."""
     leaves = inputs.map(
         lambda name, v: v.detach().requires_grad_() if name in inputs.gradients else v
     )
@@ -226,7 +230,7 @@ def _leaves(function: Callable[..., Tensor], inputs: Inputs) -> tuple[Inputs, li
 
 
 def without_seed(inputs: Inputs) -> Inputs:
-    """For a peer: the same rate of dropout, but each implementation draws its own elements."""
+    """Return inputs for a peer, which drops at the same rate but draws its own elements."""
     keyword = {key: value for key, value in inputs.keyword.items() if key != "dropout_seed"}
     return Inputs(inputs.positional, keyword, inputs.gradients)
 

@@ -1,6 +1,6 @@
-"""What fastbert's operations are timed beside: stock PyTorch.
+"""Stock PyTorch as the peer of each operation.
 
-A peer takes the arguments of the operation of the same name, and computes the same function.
+A peer takes the arguments of the operation of the same name and computes the same function.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None) -> Tensor:
-    """PyTorch's own choice of kernel. q, k, v (B, H, L, D); mask (B, Lk) or broadcastable."""
+    """Run the kernel that PyTorch chooses. q, k, v (B, H, L, D); mask (B, Lk) or broadcastable."""
     if mask is not None and mask.dim() == 2:
         mask = mask[:, None, None, :]
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
@@ -28,14 +28,14 @@ def attention_varlen(
     max_seqlen_q: int,
     max_seqlen_k: int,
 ) -> Tensor:
-    """q, k, v (T, H, D). PyTorch's varlen kernel, or where it has none one call per sequence."""
-    if q.is_cuda and q.dtype != torch.float32:  # its kernel takes half precision only
+    """Run PyTorch's varlen kernel, or one call per sequence without it. q, k, v (T, H, D)."""
+    if q.is_cuda and q.dtype != torch.float32:  # The varlen kernel takes 16-bit dtypes only.
         from torch.nn.attention.varlen import varlen_attn
 
         return varlen_attn(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     lengths = cu_seqlens_q.diff().tolist()
     sequences = zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
-    # [1, H, length, D] per sequence
+    # (1, H, length, D) for each sequence
     parts = [
         F.scaled_dot_product_attention(*(t.transpose(0, 1)[None] for t in sequence))[0]
         for sequence in sequences
@@ -53,7 +53,7 @@ def layer_norm(
     dropout_p: float = 0.0,
     eps: float = 1e-12,
 ) -> Tensor:
-    """Bias, dropout, residual and layer norm, one after another."""
+    """Run bias, dropout, residual and layer norm one after another."""
     if x_bias is not None:
         x = x + x_bias
     if dropout_p:
@@ -66,7 +66,7 @@ def layer_norm(
 def rms_norm(
     x: Tensor, weight: Tensor, *, residual: Tensor | None = None, eps: float = 1e-6
 ) -> Tensor:
-    """Residual and RMS norm, one after another."""
+    """Run residual and RMS norm one after another."""
     return F.rms_norm(x if residual is None else x + residual, x.shape[-1:], weight, eps)
 
 
@@ -93,7 +93,7 @@ def embedding(
     eps: float = 1e-12,
     padding_idx: int | None = None,
 ) -> Tensor:
-    """Three gathers, two sums, layer norm."""
+    """Run three gathers, two sums and layer norm one after another."""
     summed = (
         F.embedding(ids, word_table, padding_idx)
         + F.embedding(token_types, type_table)
@@ -105,7 +105,7 @@ def embedding(
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor
 ) -> Tensor:
-    """All the logits, then the loss, as models do it. hidden (T, K), weight (V, K), labels (T,)."""
+    """Run the logits of all tokens, then the loss. hidden (T, K), weight (V, K), labels (T,)."""
     return F.cross_entropy(F.linear(hidden, weight, bias), labels)
 
 

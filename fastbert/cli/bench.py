@@ -1,4 +1,4 @@
-"""``fastbert bench``: the speed of operations and encoder, beside PyTorch and transformers."""
+"""``fastbert bench``: the speed of the operations and the encoder beside stock PyTorch."""
 
 from __future__ import annotations
 
@@ -22,24 +22,28 @@ ENCODER = "encoder"
 
 def bench(
     quick: Annotated[
-        bool, typer.Option("--quick", help="Small shapes, under a minute: a look, not a result.")
+        bool,
+        typer.Option(
+            "--quick", help="Time small shapes only, in about a minute. The times are no result."
+        ),
     ] = False,
     op: Annotated[
         list[str] | None,
-        typer.Option(help="Only this operation, or encoder; may be repeated."),
+        typer.Option(help="Time only this operation, or encoder; may be repeated."),
     ] = None,
     json_path: Annotated[
-        Path | None, typer.Option("--json", help="Write all figures to this file; - is stdout.")
+        Path | None,
+        typer.Option("--json", help="Write all figures to this JSON file; - is stdout."),
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw them into this .png, .svg or .pdf.")
+        Path | None, typer.Option(help="Draw the figures into this .png, .svg or .pdf.")
     ] = None,
 ) -> None:
-    """Time operations and the encoder on every backend here, beside stock PyTorch and transformers.
+    """Time operations and the encoder on every backend, beside stock PyTorch and transformers.
 
-    All contenders of a shape take turns in one run on random, rotated inputs;
-    figures are medians. What is not right by [bold]fastbert check[/] is not
-    timed, and the exit status is then 1.
+    All contenders of a shape take turns in one run, on random inputs that
+    rotate. A time is the median of its samples. A backend that fails a case of
+    [bold]fastbert check --quick[/] is not timed, and the exit status is then 1.
     """
     as_json = json_path is not None and str(json_path) == "-"
     if plot is not None and plot.suffix not in (".png", ".svg", ".pdf"):
@@ -65,7 +69,12 @@ def bench(
 
 
 def measure(names: list[str], *, quick: bool) -> tuple[Machine, list[OpRow], list[EncoderRow]]:
-    """The header and the rows of operations and encoder; ``names`` [] means everything."""
+    """Describe the machine and time the operations and the encoder.
+
+    Args:
+        names: Names of operations, and "encoder"; an empty list times everything.
+        quick: Whether small shapes are timed.
+    """
     from fastbert.bench.encoder import bench_encoder
     from fastbert.bench.machine import describe
     from fastbert.bench.operations import bench_ops
@@ -74,7 +83,7 @@ def measure(names: list[str], *, quick: bool) -> tuple[Machine, list[OpRow], lis
     machine = describe()
     wanted = [name for name in names if name != ENCODER]
     operations, encoder = [], []
-    with err.status("parity gate") as status:
+    with err.status("checking the parity of the first operation") as status:
 
         def notify(text: str) -> None:
             status.update(f"timing {text}")
@@ -83,13 +92,13 @@ def measure(names: list[str], *, quick: bool) -> tuple[Machine, list[OpRow], lis
             operations = bench_ops(wanted or None, quick=quick, notify=notify)
         if ENCODER in names or not names:
             if not stock_models.installed():
-                err.print("note: transformers is not installed; the encoder is timed without it")
+                err.print("note: transformers is not installed, so the encoder is timed without it")
             encoder = bench_encoder(quick=quick, notify=notify)
     return machine, operations, encoder
 
 
 def print_rows(machine: Machine, operations: list[OpRow], encoder: list[EncoderRow]) -> None:
-    """The header and both tables. A ratio above 1 means that fastbert is faster."""
+    """Print the header and both tables. A speed above 1 means that fastbert is faster."""
     for line in machine.lines():
         out.print(line, style="dim", highlight=False, soft_wrap=True)
     if operations:
@@ -109,12 +118,15 @@ def _times(ratio: float | None) -> str:
 
 
 def _operations_table(rows: list[OpRow]) -> Table:
-    """One line per case, dtype and backend; PyTorch's time beside it."""
+    """Make a table with a line per case, dtype and backend, and the time of PyTorch beside it."""
     stock = {(r.op, r.case, r.dtype, r.direction): r.seconds for r in rows if r.engine == "torch"}
-    table = new_table("operations: ms, and speed over stock PyTorch (* = chosen by itself)")
+    table = new_table(
+        "operations: median times in ms; speed = time of stock PyTorch / time of the backend;\n"
+        "fwd+bwd = forward and backward pass; * = the backend that an operation chooses by default"
+    )
     for heading in ("operation", "case", "dtype", "backend"):
         table.add_column(heading, overflow="fold")
-    for heading in ("torch", "forward", "", "torch", "fwd+bwd", ""):
+    for heading in ("torch", "forward", "speed", "torch", "fwd+bwd", "speed"):
         table.add_column(heading, justify="right", no_wrap=True)
     lines: dict[tuple[str, str, str, str], list[str]] = {}
     for row in rows:
@@ -135,7 +147,10 @@ def _operations_table(rows: list[OpRow]) -> Table:
 
 
 def _encoder_table(rows: list[EncoderRow]) -> Table:
-    table = new_table("encoder, forward; speed over the fastest transformers path in this run")
+    table = new_table(
+        "encoder, forward pass: median times; rates count real tokens only, without padding;\n"
+        "speed = time of the fastest transformers path in this run / time of the engine"
+    )
     for heading in ("shape", "dtype", "engine"):
         table.add_column(heading, overflow="fold")
     for heading in ("ms", "tokens/s", "TFLOP/s", "speed"):

@@ -1,4 +1,4 @@
-"""``fastbert check``: is every operation right here, on every backend that this machine can run?"""
+"""``fastbert check``: the errors of every operation on every backend that this machine can run."""
 
 from __future__ import annotations
 
@@ -18,37 +18,51 @@ if TYPE_CHECKING:
 def check(
     op: Annotated[
         str | None,
-        typer.Option(help="One operation, such as attention, or bert for the whole model."),
+        typer.Option(help="Check only this operation, such as attention; bert is the whole model."),
     ] = None,
-    case: Annotated[str | None, typer.Option(help="One case of it, such as dropout.")] = None,
+    case: Annotated[str | None, typer.Option(help="Check only this case, such as dropout.")] = None,
     backend: Annotated[
-        str | None, typer.Option(help="reference, triton, cuda or cpu; all of them if not given.")
+        str | None,
+        typer.Option(help="Check only this backend: reference, triton, cuda or cpu."),
     ] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, float16 or bfloat16.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Only the quick cases.")] = False,
+    dtype: Annotated[
+        str | None, typer.Option(help="Check only this dtype: float32, float16 or bfloat16.")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Check a few small cases of each operation.")
+    ] = False,
     cases: Annotated[
-        int, typer.Option(help="That many random cases instead, drawn by --seed.", min=0)
+        int,
+        typer.Option(
+            help="Check this number of random cases per operation; 0 takes the named cases.", min=0
+        ),
     ] = 0,
-    seed: Annotated[int, typer.Option(help="Seed of the inputs.", min=0)] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the inputs and the random cases.", min=0)] = 0,
     aot: Annotated[
         bool,
         typer.Option(
-            "--aot", help="Compile every shipped Triton launch instead: spills, registers, units."
+            "--aot",
+            help="Compile every shipped Triton launch instead, and judge the binaries. "
+            "This needs no GPU.",
         ),
     ] = False,
     arch: Annotated[
-        str, typer.Option(help="With --aot: the GPUs to compile for, by commas.")
+        str,
+        typer.Option(help="With --aot: GPUs to compile for, by commas; 80 is sm_80."),
     ] = "80,90,100",
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print every tensor's row as JSON on stdout.")
+        bool, typer.Option("--json", help="Print a row for every tensor as JSON on stdout.")
     ] = False,
 ) -> None:
-    """Compare each operation with the float64 reference: outputs and gradients.
+    """Compare the outputs and gradients of each operation with the float64 reference.
 
-    Error and yardstick are the largest errors against float64 of the backend
-    and of plain PyTorch in the same dtype; ratio is one over the other.
-    Without a GPU, Triton's kernels run in its interpreter, on the quick cases
-    unless Triton is asked for by name. Exits 1 when anything fails.
+    The error is the largest error of a tensor against float64. The yardstick is
+    the same figure for plain PyTorch in the tested dtype. The ratio is the
+    error divided by the yardstick; the tolerance rule limits it.
+
+    Without a GPU, Triton's kernels run in its interpreter. They run the quick
+    cases only, unless --backend triton or --case asks for others. The exit
+    status is 1 if a tensor fails.
     """
     if aot:
         if not check_compiled(arch, as_json):
@@ -57,10 +71,12 @@ def check(
     one_of("--backend", backend, BACKENDS)
     one_of("--dtype", dtype, DTYPES)
     if cases and case is not None:
-        raise ValueError(f"--case: got {case!r} with --cases, allowed: one of the two")
+        raise ValueError(f"--case: got {case!r} with --cases, allowed: one of the two options")
+    if cases and quick:
+        raise ValueError(f"--quick: got it with --cases {cases}, allowed: one of the two options")
     rows = list(_with_progress(op, case, backend, dtype, quick, cases, seed))
     if not rows:
-        raise ValueError(f"--backend: got {backend!r}, which serves nothing of {op} here")
+        raise ValueError(f"--backend: got {backend!r}, which cannot run {op} on this machine")
     summary = summarize(rows)
     if as_json:
         print_json({"passed": all(row.passed for row in rows), "summary": summary, "rows": rows})
@@ -90,7 +106,7 @@ def _with_progress(
     whole_model = op in (None, model_parity.CASE.op) and case in (None, model_parity.CASE.name)
     whole_model = whole_model and not random
     only_model = whole_model and (op, case) != (None, None)
-    selections = [] if only_model else _selections(op, case, backend, kind, quick)
+    selections = [] if only_model else _selections(op, case, backend, kind, quick, random)
     selections = [{**selection, "random": random, "seed": seed} for selection in selections]
     total = sum(len(parity.plan(**selection)) for selection in selections) + int(whole_model)
     columns = (TextColumn("check"), BarColumn(), TextColumn("{task.description}"))
@@ -113,9 +129,9 @@ def _with_progress(
 
 
 def _selections(
-    op: str | None, case: str | None, backend: str | None, dtype: Any, quick: bool
+    op: str | None, case: str | None, backend: str | None, dtype: Any, quick: bool, random: int
 ) -> list[dict[str, Any]]:
-    """One selection of cases per backend that serves any of them here."""
+    """Return a selection of cases for each backend that can run at least one of them here."""
     import torch
 
     from fastbert.testing import parity
@@ -130,22 +146,22 @@ def _selections(
             "backend": name,
             "dtype": dtype,
             "case": case,
-            "quick": quick or (interpreted and backend is None and case is None),
+            "quick": quick or (interpreted and backend is None and case is None and not random),
         }
         try:
             parity.plan(**selection)
         except ValueError:
             if backend is not None:
                 raise
-            continue  # not a backend of this machine or operation; `fastbert info` says why
+            continue  # The backend cannot run here; `fastbert info` shows the reason.
         selections.append(selection)
     return selections
 
 
 def summarize(rows: list[ParityRow]) -> list[dict[str, Any]]:
-    """One line per operation, backend and dtype, with the figures of its worst tensor.
+    """Return a line per operation, backend and dtype, with the figures of its worst tensor.
 
-    Worst is a failure if there is one, else the largest ratio.
+    The worst tensor is the one with the largest ratio; a tensor that failed precedes all others.
     """
     groups: dict[tuple[str, str, str], list[ParityRow]] = {}
     for row in rows:
@@ -170,7 +186,10 @@ def summarize(rows: list[ParityRow]) -> list[dict[str, Any]]:
 
 
 def _print(rows: list[ParityRow], summary: list[dict[str, Any]]) -> None:
-    table = new_table()
+    table = new_table(
+        "error: the largest error of the worst tensor against float64\n"
+        "yardstick: the same for plain PyTorch in this dtype; ratio: error / yardstick"
+    )
     for heading in ("operation", "backend", "dtype"):
         table.add_column(heading, no_wrap=True)
     table.add_column("cases", justify="right")
@@ -195,5 +214,6 @@ def _print(rows: list[ParityRow], summary: list[dict[str, Any]]) -> None:
     for row in failures:
         out.print(f"{row.op}, {row.case}, {row.backend}: {row.detail}", style="red", markup=False)
         out.print(f"  reproduce: {row.command}", markup=False, highlight=False, soft_wrap=True)
-    verdict = f"{len(failures)} of {len(rows)} FAILED" if failures else f"all {len(rows)} pass"
-    out.print(f"{verdict}: outputs and gradients by the tolerance rule", highlight=False)
+    tensors = f"{len(rows)} output and gradient tensors"
+    verdict = f"{len(failures)} of {tensors} FAILED" if failures else f"all {tensors} pass"
+    out.print(f"{verdict} by the tolerance rule", highlight=False)

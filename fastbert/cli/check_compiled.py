@@ -1,4 +1,4 @@
-"""``fastbert check --aot``: every shipped launch compiled ahead of time, and what came out."""
+"""``fastbert check --aot``: every shipped Triton launch compiled ahead of time, and judged."""
 
 from __future__ import annotations
 
@@ -15,9 +15,14 @@ if TYPE_CHECKING:
 
 
 def check_compiled(architectures: str, as_json: bool) -> bool:
-    """Compiles for ``architectures``, such as "80,90", and prints the verdicts; whether all pass.
+    """Compile for ``architectures``, such as "80,90", and print the verdicts.
 
-    Raises ValueError when an architecture is not known, ImportError without triton.
+    Returns:
+        Whether all launches pass.
+
+    Raises:
+        ValueError: If an architecture is not known.
+        ImportError: If triton is not installed.
     """
     from fastbert.testing import ahead_of_time
 
@@ -58,7 +63,7 @@ def _with_progress(architectures: Sequence[int]) -> list[Compiled]:
 
 
 def summarize(launches: list[Compiled]) -> list[dict[str, Any]]:
-    """One line per kernel, dtype and architecture, with the worst of its launches."""
+    """Return a line per kernel, dtype and architecture, with the worst figures of its launches."""
     groups: dict[tuple[str, str, int], list[Compiled]] = {}
     for launch in launches:
         groups.setdefault((launch.name, launch.dtype, launch.arch), []).append(launch)
@@ -81,9 +86,16 @@ def summarize(launches: list[Compiled]) -> list[dict[str, Any]]:
 
 def _print(launches: list[Compiled], summary: list[dict[str, Any]]) -> None:
     table = new_table()
-    for heading in ("kernel", "dtype", "for"):
+    for heading in ("kernel", "dtype", "GPU"):
         table.add_column(heading, no_wrap=True)
-    for heading in ("launches", "registers", "stack", "shared", "matrix unit", "widest load"):
+    for heading in (
+        "launches",
+        "registers",
+        "stack",
+        "shared memory",
+        "matrix unit",
+        "widest load",
+    ):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("verdict", no_wrap=True)
     for line in summary:
@@ -93,7 +105,7 @@ def _print(launches: list[Compiled], summary: list[dict[str, Any]]) -> None:
             f"sm_{line['arch']}",
             str(line["launches"]),
             str(line["registers"]),
-            str(line["stack"]),
+            f"{line['stack']} B",
             f"{line['shared'] / 1024:.0f} KiB",
             line["matrix"],
             f"{line['load']} B",
@@ -109,7 +121,8 @@ def _print(launches: list[Compiled], summary: list[dict[str, Any]]) -> None:
         f"{len(failures)} of {len(launches)} FAILED" if failures else f"all {len(launches)} ok"
     )
     out.print(
-        f"{verdict}: no spill, matrix units, 16-byte loads, 64-bit addresses, IEEE fp32, "
-        "shared memory fits",
+        f"{verdict}. A launch passes if it spills no registers, uses the matrix units and 16-byte "
+        "loads, computes addresses in 64 bits and fp32 products in IEEE fp32, and its shared "
+        "memory fits.",
         highlight=False,
     )

@@ -1,4 +1,4 @@
-"""``fastbert classify``: the labels of each line of a file, or of one text, with their scores."""
+"""``fastbert classify``: the label and the scores of each line of a file, or of one text."""
 
 from __future__ import annotations
 
@@ -30,49 +30,63 @@ def classify(
     ],
     source: Annotated[
         Path | None,
-        typer.Argument(metavar="INPUT", help=".txt (a text per line), .jsonl or .parquet."),
+        typer.Argument(
+            metavar="INPUT", help="A .txt with one text per line, a .jsonl or a .parquet."
+        ),
     ] = None,
     target: Annotated[
         Path | None,
         typer.Argument(
-            metavar="OUT", help=".jsonl or .parquet: label, score, scores (of every label)."
+            metavar="OUT",
+            help="A .jsonl or .parquet that receives label, score, and the scores of all labels.",
         ),
     ] = None,
     text: Annotated[
-        str | None, typer.Option(help="Classify this text instead of a file, and print.")
+        str | None, typer.Option(help="Classify this text instead of a file, and print its scores.")
     ] = None,
     field: Annotated[
-        str, typer.Option(help="Field of the .jsonl or column of the .parquet with the text.")
+        str, typer.Option(help="Field of the .jsonl, or column of the .parquet, that has the text.")
     ] = "text",
     pair_field: Annotated[
-        str | None, typer.Option(help="Field or column of a second text: each line is a pair.")
+        str | None,
+        typer.Option(help="Field or column that has a second text; each line is then a pair."),
     ] = None,
     max_length: Annotated[
-        int | None, typer.Option(help="Tokens kept of a line, \\[CLS] and \\[SEP] included.", min=3)
+        int | None,
+        typer.Option(
+            help="Cut a line to this number of tokens, \\[CLS] and \\[SEP] included; "
+            "by default the limit of the model.",
+            min=3,
+        ),
     ] = None,
-    tokens_per_batch: Annotated[int, typer.Option(help="Token budget of a batch.", min=1)] = 8192,
+    tokens_per_batch: Annotated[
+        int, typer.Option(help="Largest number of tokens of a batch.", min=1)
+    ] = 8192,
     backend: Annotated[
-        str | None, typer.Option(help="reference, triton, cuda or cpu; chosen if not given.")
+        str | None,
+        typer.Option(help="reference, triton, cuda or cpu; by default each operation chooses."),
     ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print a summary, or the result of --text, as JSON.")
+        bool,
+        typer.Option("--json", help="Print a summary, or the result of --text, as JSON on stdout."),
     ] = False,
 ) -> None:
-    """Label each line of INPUT; line i of OUT is line i of INPUT, blank lines too.
+    """Write the label and the scores of each line of INPUT to OUT, or print those of --text.
 
-    Scores are probabilities: softmax over all labels, or a sigmoid of each
-    where config.json says multi_label_classification or has a single label;
-    for regression they are the numbers. A cross-encoder's folder says itself
-    whether they are a sigmoid or the numbers. The label is that of the largest.
+    Row i of OUT belongs to line i of INPUT; blank lines count, too. The label is
+    the one with the largest score. Scores are a softmax over all labels. They
+    are a sigmoid of each label if config.json says multi_label_classification or
+    has a single label, and plain numbers for regression. For the folder of a
+    cross-encoder, the activation function that the folder names applies.
 
-    OUT holds label, score and scores, and nothing else. It appears when it is
-    whole; until then OUT.partial keeps what is done, and after an
-    interruption the same command goes on from there.
+    OUT has label, score and scores, and nothing else. It appears when it is
+    complete; until then OUT.partial keeps the finished rows. After an
+    interruption, the same command continues from these rows.
     """
     one_of("--backend", backend, BACKENDS)
     if text is not None and (source is not None or pair_field is not None):
         given = "INPUT" if source is not None else "--pair-field"
-        raise ValueError(f"--text: got one with {given}, allowed: --text, or INPUT and OUT")
+        raise ValueError(f"--text: got a text and {given}, allowed: --text, or INPUT and OUT")
     if text is not None:
         result = job.classify_text(model, text, max_length=max_length, backend=backend)
         _print_result(text, result, as_json=as_json)
@@ -104,6 +118,6 @@ def _print_result(text: str, result: dict[str, Any], *, as_json: bool) -> None:
     table.add_column("label", style="bold")
     table.add_column("score", justify="right")
     for label, score in sorted(result["scores"].items(), key=lambda item: -item[1]):
-        # Text, not str: a bracket in a label is no markup
+        # Rich reads brackets in a str as markup, but not in a Text.
         table.add_row(Text(label), f"{score:.4f}")
     out.print(table)

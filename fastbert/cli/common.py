@@ -1,4 +1,4 @@
-"""What the commands share: where text and JSON go, and how a user's mistake is reported."""
+"""The output of all commands: text, tables, JSON, progress, and the mistakes of the user."""
 
 from __future__ import annotations
 
@@ -19,18 +19,16 @@ from typer.core import TyperGroup
 from fastbert import json_file
 from fastbert.jobs.reporter import Reporter
 
-# Results go to stdout, everything about the run (progress, notes, errors) to stderr, so that
-# `fastbert ... --json | jq` never meets a progress bar.
-# Into a pipe or a file, where rich would assume 80 columns, tables get the width they need.
+# Results go to stdout. Progress, notes and errors go to stderr, so that `fastbert ... --json | jq`
+# reads JSON only. For a pipe or a file, rich would assume 80 columns, which are too few for tables.
 out = Console(width=None if sys.stdout.isatty() else 120)
 err = Console(stderr=True)
 
-# Spelled out, because importing fastbert.ops to read them would import torch; a test compares the
-# two.
+# Copies of the names in fastbert.ops, whose import would import torch; a test compares them.
 BACKENDS = ("reference", "triton", "cuda", "cpu")
 DTYPES = ("float32", "float16", "bfloat16")
 
-# What a user can cause and a one-line message can explain. Anything else is a bug and keeps its
+# A user can cause these errors, and one line explains them. Other errors are bugs and keep their
 # traceback.
 USER_ERRORS = (ValueError, OSError, ImportError)
 
@@ -38,8 +36,7 @@ USER_ERRORS = (ValueError, OSError, ImportError)
 class FriendlyGroup(TyperGroup):
     """A command group that turns a user's mistake into one line on stderr and exit status 2.
 
-    Warnings become one-line notes on stderr, without the place in the source that a user cannot act
-    on.
+    Warnings become one-line notes on stderr, without their place in the source code.
     """
 
     def invoke(self, ctx: Any) -> Any:
@@ -48,10 +45,10 @@ class FriendlyGroup(TyperGroup):
                 warnings.showwarning = _print_warning
                 return super().invoke(ctx)
         except BrokenPipeError:
-            raise  # `fastbert ... | head`: the framework ends quietly
+            raise  # as in `fastbert ... | head`; click ends the command without a message
         except USER_ERRORS as error:
             if isinstance(error, ImportError) and (error.name or "").startswith("fastbert"):
-                raise  # a part of fastbert itself is missing: not the user's doing
+                raise  # A missing part of fastbert is not a mistake of the user.
             message = " ".join(str(error).split()) or type(error).__name__
             err.print(
                 f"error: {message}", style="red", markup=False, highlight=False, soft_wrap=True
@@ -65,24 +62,24 @@ def _print_warning(message: Warning | str, *_: Any, **__: Any) -> None:
 
 
 def print_json(value: Any) -> None:
-    """Writes ``value`` and nothing else to stdout."""
+    """Write ``value`` as JSON, and nothing else, to stdout."""
     sys.stdout.write(json_file.text(value))
 
 
 def new_table(title: str | None = None) -> Table:
-    """An empty table in the one style that all commands share: rules under the headings only."""
+    """Return an empty table in the style of all commands, with a rule under the headings only."""
     return Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
 
 
 def one_of(argument: str, value: str | None, allowed: tuple[str, ...]) -> str | None:
-    """``value`` when it is None or allowed. Raises ValueError naming what is allowed otherwise."""
+    """Return ``value`` if it is None or allowed; otherwise raise ValueError."""
     if value is not None and value not in allowed:
         raise ValueError(f"{argument}: got {value!r}, allowed: {', '.join(allowed)}")
     return value
 
 
 def print_summary(summary: dict[str, Any], detail: str, *, as_json: bool) -> None:
-    """What a job over the lines of a file has done."""
+    """Print the summary of a job over the lines of a file."""
     if as_json:
         print_json(summary)
         return

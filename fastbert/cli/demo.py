@@ -1,4 +1,4 @@
-"""``fastbert demo``: the whole journey on a small model, from text to a report."""
+"""``fastbert demo``: pre-training, checks and timing of a small model, with a report."""
 
 from __future__ import annotations
 
@@ -16,21 +16,24 @@ if TYPE_CHECKING:
 
 def demo(
     output: Annotated[
-        Path, typer.Option("--out", help="Folder for report.md, the plots and model/.")
+        Path, typer.Option("--out", help="Folder that receives report.md, the plots and model/.")
     ] = Path("demo"),
     corpus: Annotated[
         Path | None,
-        typer.Option(help="Your own text (as for pretrain); else stories made up from the seed."),
+        typer.Option(
+            help="A file or folder of text, as for pretrain; by default, generated stories."
+        ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seeds everything.", min=0)] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the stories and the training.", min=0)] = 0,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print the report's figures as JSON on stdout.")
+        bool, typer.Option("--json", help="Print the figures of the report as JSON on stdout.")
     ] = False,
 ) -> None:
-    """Train a tokenizer and a small BERT, evaluate, reopen in transformers, check and time.
+    """Pre-train a small BERT, reopen it in transformers, check and time fastbert, and report.
 
-    Takes under ten minutes on two cores and needs no network. Exits 1 when a
-    target is missed. What an earlier demo left in the folder is replaced.
+    The demo needs no network and takes two to four minutes on two idle cores.
+    The exit status is 1 if a target is missed. The results of an earlier demo
+    in the folder are replaced.
     """
     from fastbert.training.demo import run_demo
 
@@ -44,8 +47,8 @@ def demo(
 
 
 def _print(report: DemoReport) -> None:
-    table = new_table("what the demo promises")
-    for heading in ("target", "figure", "needed"):
+    table = new_table("targets of the demo")
+    for heading in ("target", "measured", "required"):
         table.add_column(heading, overflow="fold")
     table.add_column("verdict", no_wrap=True)
     for target in report.targets:

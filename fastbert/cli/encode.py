@@ -1,4 +1,4 @@
-"""``fastbert encode``: one embedding per line of a file, batched by length under a token budget."""
+"""``fastbert encode``: one embedding for each line of a file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fastbert.cli.common import BACKENDS, ConsoleReporter, one_of, print_summary
 from fastbert.jobs import encode as job
 from fastbert.jobs.texts import Texts, check_output
 
-# Spelled out, because importing fastbert.modules would import torch; a test compares the two.
+# A copy of the names in fastbert.modules, whose import would import torch; a test compares them.
 POOLINGS = ("mean", "cls", "max", "last", "mean_sqrt_len_tokens", "weightedmean")
 
 
@@ -20,47 +20,62 @@ def encode(
         str, typer.Argument(metavar="MODEL", help="Folder (or hub id) of a checkpoint.")
     ],
     source: Annotated[
-        Path, typer.Argument(metavar="INPUT", help=".txt (a text per line), .jsonl or .parquet.")
+        Path,
+        typer.Argument(
+            metavar="INPUT", help="A .txt with one text per line, a .jsonl or a .parquet."
+        ),
     ],
     target: Annotated[
         Path,
         typer.Argument(
-            metavar="OUT", help=".npy (a float32 row per line) or .parquet (column embedding)."
+            metavar="OUT",
+            help="A .npy with one float32 row per line, or a .parquet with the column embedding.",
         ),
     ],
     field: Annotated[
-        str, typer.Option(help="Field of the .jsonl or column of the .parquet with the text.")
+        str, typer.Option(help="Field of the .jsonl, or column of the .parquet, that has the text.")
     ] = "text",
     pooling: Annotated[
         str | None,
-        typer.Option(
-            help=f"{', '.join(POOLINGS)}; by default the folder's own Pooling, else mean."
-        ),
+        typer.Option(help="Pooling mode, listed above; by default that of the folder, else mean."),
     ] = None,
     normalize: Annotated[
         bool | None,
         typer.Option(
-            help="End with rows of length 1; by default as the folder's modules.json says."
+            help="Scale the embeddings to L2 norm 1, or not; by default as the folder says."
         ),
     ] = None,
     max_length: Annotated[
-        int | None, typer.Option(help="Tokens kept of a text, \\[CLS] and \\[SEP] included.", min=3)
+        int | None,
+        typer.Option(
+            help="Cut a text to this number of tokens, \\[CLS] and \\[SEP] included; "
+            "by default the limit of the model.",
+            min=3,
+        ),
     ] = None,
-    tokens_per_batch: Annotated[int, typer.Option(help="Token budget of a batch.", min=1)] = 8192,
+    tokens_per_batch: Annotated[
+        int, typer.Option(help="Largest number of tokens of a batch.", min=1)
+    ] = 8192,
     backend: Annotated[
-        str | None, typer.Option(help="reference, triton, cuda or cpu; chosen if not given.")
+        str | None,
+        typer.Option(help="reference, triton, cuda or cpu; by default each operation chooses."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a summary as JSON.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print a summary as JSON on stdout.")
+    ] = False,
 ) -> None:
-    """Turn each line of INPUT into an embedding; row i of OUT is line i, blank lines too.
+    """Write one embedding for each line of INPUT to OUT.
 
-    A folder of sentence-transformers is followed as a whole: its Pooling,
-    Dense and Normalize, its default prompt, its limit of tokens. A folder with
-    another module or setting is refused.
+    Row i of OUT belongs to line i of INPUT; blank lines count, too.
 
-    OUT holds the embeddings and nothing else. It appears when it is whole;
-    until then OUT.partial keeps what is done, and after an interruption the
-    same command goes on from there.
+    A folder of sentence-transformers is followed as a whole: its Pooling, Dense
+    and Normalize modules, its default prompt and its limit of tokens. A folder
+    with another module or setting is refused. --pooling takes mean, cls, max,
+    last, mean_sqrt_len_tokens or weightedmean.
+
+    OUT has the embeddings and nothing else. It appears when it is complete;
+    until then OUT.partial keeps the finished rows. After an interruption, the
+    same command continues from these rows.
     """
     one_of("--backend", backend, BACKENDS)
     one_of("--pooling", pooling, POOLINGS)

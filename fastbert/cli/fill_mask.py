@@ -1,4 +1,4 @@
-"""``fastbert fill-mask``: what the masked-LM head puts in place of [MASK]."""
+"""``fastbert fill-mask``: the likeliest tokens for each [MASK] of a text."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ def fill_mask(
             metavar="MODEL", help="Folder (or hub id) of a checkpoint with a masked-LM head."
         ),
     ],
-    text: Annotated[str, typer.Argument(metavar="TEXT", help="Text with one or more \\[MASK].")],
-    top_k: Annotated[int, typer.Option(help="Candidates per mask.", min=1)] = 5,
+    text: Annotated[str, typer.Argument(metavar="TEXT", help="A text with at least one \\[MASK].")],
+    top_k: Annotated[int, typer.Option(help="Number of tokens for each \\[MASK].", min=1)] = 5,
     backend: Annotated[
-        str | None, typer.Option(help="reference, triton, cuda or cpu; chosen if not given.")
+        str | None,
+        typer.Option(help="reference, triton, cuda or cpu; by default each operation chooses."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
 ) -> None:
-    """Fill each \\[MASK] of TEXT with the likeliest tokens: token, probability, sentence."""
+    """List the likeliest tokens for each \\[MASK] of TEXT, with probabilities and sentences."""
     one_of("--backend", backend, BACKENDS)
     masks = job.predict(model, text, top_k=top_k, backend=backend)
     if as_json:
@@ -44,6 +45,6 @@ def _table(mask: dict[str, Any], *, numbered: bool) -> Table:
     table.add_column("probability", justify="right")
     table.add_column("sentence", overflow="fold")
     for row in mask["candidates"]:
-        # Text, not str: a bracket in a token is no markup
+        # Rich reads brackets in a str as markup, but not in a Text.
         table.add_row(Text(row["token"]), f"{row['probability']:.4f}", Text(row["sentence"]))
     return table

@@ -1,5 +1,7 @@
-"""``fastbert info``: the machine, what was built, and which backend serves what and why; of a
-model, what it is and which backend serves each of its operations here."""
+"""``fastbert info``: the machine, the extension and the backend of each operation with its reason.
+
+With a model, the command shows the configuration and the backends of its operations instead.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +15,15 @@ from fastbert.cli.common import DTYPES, new_table, out, print_json
 if TYPE_CHECKING:
     from fastbert.config import BertConfig
 
+# Labels of the tables, where a key of the JSON does not explain itself.
+LABELS = {
+    "isa": "instruction set",
+    "cuda": "CUDA kernels",
+    "cuda_archs": "GPU architectures",
+    "cpu_isas": "instruction sets built",
+    "cpu_isas_supported": "supported by this CPU",
+}
+
 
 def info(
     model: Annotated[
@@ -21,10 +32,10 @@ def info(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
 ) -> None:
-    """Show versions, the machine, the extension, and the backend chosen for each operation.
+    """Show versions, the machine, the extension, and the backend of each operation.
 
-    With MODEL: what its config.json says, and the backend that each of its
-    operations takes on this machine, and why. Weights are not read.
+    With MODEL, the command shows its configuration and the backends of its
+    operations instead. It reads config.json and no weights.
     """
     content = collect() if model is None else collect_model(model)
     if as_json:
@@ -36,7 +47,7 @@ def info(
 
 
 def collect_model(path_or_hub_id: str) -> dict[str, Any]:
-    """Everything that ``fastbert info MODEL`` shows, as plain data."""
+    """Return everything that ``fastbert info MODEL`` shows, as plain data."""
     import torch
 
     from fastbert import modules
@@ -67,7 +78,9 @@ def collect_model(path_or_hub_id: str) -> dict[str, Any]:
             "heads": f"{config.num_attention_heads} of {config.head_dim}",
             "activation": f"{config.hidden_act}{', gated' if choices.gated else ''}",
             "positions": _positions(config),
-            "windows": f"{len(windows)} layers see {windows[0]} tokens around" if windows else None,
+            "windows": f"{len(windows)} layers see {windows[0]} tokens on each side"
+            if windows
+            else None,
         },
         "backends": rows,
     }
@@ -77,12 +90,12 @@ def _positions(config: BertConfig) -> str:
     choices = config.architecture
     if choices.rotary_bases:
         return f"rotary, base {', '.join(f'{b:g}' for b in sorted(set(choices.rotary_bases)))}"
-    by_distance = ", and a bias by distance" if choices.distance_buckets else ""
-    return f"a table, up to {config.max_length} tokens{by_distance}"
+    by_distance = ", and a learned bias by distance" if choices.distance_buckets else ""
+    return f"a table for up to {config.max_length} tokens{by_distance}"
 
 
 def collect() -> dict[str, Any]:
-    """Everything that ``fastbert info`` shows, as plain data."""
+    """Return everything that ``fastbert info`` shows, as plain data."""
     import torch
 
     from fastbert.bench.machine import describe
@@ -113,8 +126,10 @@ def _extension() -> dict[str, Any]:
 
 
 def _choices(device: str) -> list[dict[str, str]]:
-    """One row per operation and dtype: what ``backend=None`` takes on ``device``, and why; and one
-    for all layers of an encoder, in inference."""
+    """Return the backend that each operation chooses in each dtype by default, and the reason.
+
+    The last rows are for all layers of an encoder in inference.
+    """
     import torch
 
     from fastbert.ops import backend
@@ -144,7 +159,7 @@ def _facts(title: str, facts: dict[str, Any]) -> Table:
     table.add_column(style="cyan", no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in facts.items():
-        table.add_row(name, _words(value))
+        table.add_row(LABELS.get(name, name), _words(value))
     return table
 
 
@@ -159,7 +174,7 @@ def _words(value: Any) -> str:
 
 
 def _backends(rows: list[dict[str, str]]) -> Table:
-    """Dtypes that share the choice and the reason share a row."""
+    """Make the table of backends, in which dtypes with the same choice and reason share a row."""
     merged: dict[tuple[str, str, str], list[str]] = {}
     for row in rows:
         merged.setdefault((row["op"], row["backend"], row["reason"]), []).append(row["dtype"])

@@ -1,4 +1,4 @@
-"""``fastbert pretrain``: masked-LM and next-sentence pre-training on the user's own text."""
+"""``fastbert pretrain``: masked-LM and next-sentence pre-training on a corpus of the user."""
 
 from __future__ import annotations
 
@@ -20,61 +20,83 @@ def _option(panel: str, text: str, *names: str) -> Any:
     return typer.Option(*names, help=text, rich_help_panel=panel)
 
 
-# The defaults are PretrainOptions' own, repeated because reading them would import torch for
-# --help; a test compares the two.
+# The defaults are copies of those of PretrainOptions, whose import would import torch for --help; a
+# test compares them.
 def pretrain(
     corpus: Annotated[
         Path,
         typer.Argument(
-            metavar="CORPUS", help="A file or folder: .txt, .jsonl (field text), .parquet."
+            metavar="CORPUS",
+            help="A .txt, a .jsonl or .parquet with the field text, or a folder of such files.",
         ),
     ],
     output: Annotated[
-        Path, typer.Argument(metavar="OUT", help="Folder for model/, log.jsonl and curves.png.")
+        Path,
+        typer.Argument(
+            metavar="OUT", help="Folder that receives model/, log.jsonl and curves.png."
+        ),
     ],
-    overwrite: Annotated[bool, _option(RUN, "Replace a checkpoint in OUT.", "--overwrite")] = False,
-    preset: Annotated[str, _option(MODEL, "tiny, mini, base or large.")] = "mini",
+    overwrite: Annotated[
+        bool, _option(RUN, "Replace an earlier checkpoint in OUT.", "--overwrite")
+    ] = False,
+    preset: Annotated[
+        str, _option(MODEL, "Size of the model: tiny, mini, base or large.")
+    ] = "mini",
     config: Annotated[
-        list[str] | None, _option(MODEL, "KEY=VALUE of BertConfig; may be repeated.")
+        list[str] | None, _option(MODEL, "A field of BertConfig as KEY=VALUE; may be repeated.")
     ] = None,
     tokenizer: Annotated[
-        Path | None, _option(DATA, "Folder of a trained tokenizer; else one is trained.")
+        Path | None, _option(DATA, "Folder of a tokenizer; by default, a tokenizer is trained.")
     ] = None,
-    vocab_size: Annotated[int, _option(DATA, "Pieces of the tokenizer to train.")] = 8192,
+    vocab_size: Annotated[int, _option(DATA, "Largest vocabulary of a trained tokenizer.")] = 8192,
     lowercase: Annotated[
-        bool, _option(DATA, "Fold case and accents.", "--lowercase/--cased")
+        bool, _option(DATA, "Remove case and accents, or keep them.", "--lowercase/--cased")
     ] = True,
-    max_length: Annotated[int, _option(DATA, "Tokens per pair of sentences.")] = 128,
-    tokens_per_batch: Annotated[int, _option(DATA, "Token budget of a batch.")] = 4096,
-    steps: Annotated[int | None, _option(RUN, "Length in steps ...")] = None,
-    epochs: Annotated[int | None, _option(RUN, "... or epochs; one epoch if neither.")] = None,
-    learning_rate: Annotated[float, _option(RUN, "Peak of the schedule.")] = 5e-4,
-    warmup: Annotated[float, _option(RUN, "Fraction of the steps that warm up.")] = 0.1,
-    weight_decay: Annotated[float, _option(RUN, "AdamW's decay of the matrices.")] = 0.01,
-    clip_norm: Annotated[float, _option(RUN, "Bound on the gradient's norm.")] = 1.0,
-    precision: Annotated[str, _option(RUN, "fp32, or bf16 for autocast.")] = "fp32",
-    seed: Annotated[int, _option(RUN, "Seeds everything.")] = 0,
-    held_out: Annotated[float, _option(DATA, "Fraction of documents kept to evaluate.")] = 0.05,
-    whole_word: Annotated[bool, _option(DATA, "Mask whole words.", "--whole-word")] = False,
+    max_length: Annotated[int, _option(DATA, "Largest number of tokens of a pair.")] = 128,
+    tokens_per_batch: Annotated[int, _option(DATA, "Largest number of tokens of a batch.")] = 4096,
+    steps: Annotated[
+        int | None, _option(RUN, "Number of training steps, instead of --epochs.")
+    ] = None,
+    epochs: Annotated[int | None, _option(RUN, "Number of epochs; 1 without --steps.")] = None,
+    learning_rate: Annotated[float, _option(RUN, "Peak of the learning rate.")] = 5e-4,
+    warmup: Annotated[float, _option(RUN, "Fraction of the steps in which the rate rises.")] = 0.1,
+    weight_decay: Annotated[float, _option(RUN, "AdamW's decay of matrices and tables.")] = 0.01,
+    clip_norm: Annotated[float, _option(RUN, "Largest L2 norm of the gradient.")] = 1.0,
+    precision: Annotated[str, _option(RUN, "fp32, or bf16 for autocast to bf16.")] = "fp32",
+    seed: Annotated[int, _option(RUN, "Seed of the data, the weights and dropout.")] = 0,
+    held_out: Annotated[float, _option(DATA, "Fraction of the documents for evaluation.")] = 0.05,
+    whole_word: Annotated[
+        bool, _option(DATA, "Mask all pieces of a word together.", "--whole-word")
+    ] = False,
     packed: Annotated[
-        bool, _option(DATA, "Batches without or with padding.", "--packed/--padded")
+        bool, _option(DATA, "Use batches without padding, or with it.", "--packed/--padded")
     ] = True,
     gradient_checkpointing: Annotated[
-        bool, _option(RUN, "Recompute layers to save memory.", "--gradient-checkpointing")
+        bool, _option(RUN, "Recompute activations to save memory.", "--gradient-checkpointing")
     ] = False,
     backend: Annotated[
-        str | None, _option(RUN, "reference, triton, cuda or cpu; chosen if not given.")
+        str | None,
+        _option(RUN, "reference, triton, cuda or cpu; by default each operation chooses."),
     ] = None,
-    log_every: Annotated[int, _option(RUN, "Steps between rows of the log.")] = 10,
-    eval_every: Annotated[int | None, _option(RUN, "Steps between evaluations; else last.")] = None,
-    eval_batches: Annotated[int, _option(RUN, "Batches that an evaluation reads at most.")] = 50,
-    save_every: Annotated[int | None, _option(RUN, "Steps between saves; else last.")] = None,
-    workers: Annotated[int, _option(DATA, "Processes that prepare batches; 0: in line.")] = 0,
+    log_every: Annotated[int, _option(RUN, "Steps between two rows of the log.")] = 10,
+    eval_every: Annotated[
+        int | None, _option(RUN, "Steps between two evaluations; by default one, at the end.")
+    ] = None,
+    eval_batches: Annotated[int, _option(RUN, "Largest number of batches of an evaluation.")] = 50,
+    save_every: Annotated[
+        int | None, _option(RUN, "Steps between two checkpoints; by default one, at the end.")
+    ] = None,
+    workers: Annotated[
+        int, _option(DATA, "Processes that prepare batches; 0 uses the training process.")
+    ] = 0,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the result as JSON on stdout.")
     ] = False,
 ) -> None:
-    """Pre-train a BERT from scratch on CORPUS with masked-LM and next-sentence losses."""
+    """Pre-train a BERT from scratch on CORPUS with masked-LM and next-sentence losses.
+
+    After Ctrl-C, the run finishes its step and writes a checkpoint.
+    """
     arguments = dict(locals())
     del arguments["as_json"]
     arguments["config"] = parse_overrides(config or [])
@@ -89,12 +111,12 @@ def pretrain(
 
 
 def parse_overrides(pairs: list[str]) -> dict[str, Any]:
-    """``["hidden_size=64"]`` as ``{"hidden_size": 64}``; a value is JSON, or the text itself."""
+    """Return ``["hidden_size=64"]`` as ``{"hidden_size": 64}``; a value is JSON, else text."""
     overrides: dict[str, Any] = {}
     for pair in pairs:
         key, separator, text = pair.partition("=")
         if not separator:
-            raise ValueError(f"--config: got {pair!r}, expected KEY=VALUE, such as hidden_size=256")
+            raise ValueError(f"--config: got {pair!r}, allowed: KEY=VALUE, such as hidden_size=256")
         try:
             overrides[key] = json.loads(text)
         except ValueError:
@@ -104,7 +126,7 @@ def parse_overrides(pairs: list[str]) -> dict[str, Any]:
 
 def _print(result: TrainResult) -> None:
     figures = result.evaluation
-    held_out = "nothing held out"
+    held_out = "no documents were held out for evaluation"
     if figures is not None:
         held_out = (
             f"held-out masked-LM accuracy {figures['mlm_accuracy']:.1%} (most frequent token "

@@ -36,9 +36,9 @@ class PretrainingBatches:
     at tokens that are not predicted.
 
     Batch ``i`` of epoch ``k`` depends only on the two seeds, ``k`` and ``i``. A run can therefore
-    resume at ``epoch(k)[i]``.
+    continue at ``epoch(k)[i]``.
 
-    Example:
+    Examples:
         >>> from fastbert.data import NextSentencePairs, PretrainingBatches
         >>> from fastbert.data import stories, train_tokenizer
         >>> documents = list(stories(20, seed=0))

@@ -4,7 +4,7 @@ A collator is the ``collate_fn`` of a ``torch.utils.data.DataLoader`` or the ``d
 transformers' ``Trainer``. A feature is a mapping of lists, numpy arrays or tensors. It has the
 column ``input_ids`` of shape ``(n,)``, and may have ``token_type_ids`` and ``attention_mask`` of
 the same shape. Tokens whose ``attention_mask`` is 0 are dropped, so padded features give the same
-batch. A collator ignores the columns that it does not name.
+batch. A collator ignores columns that its documentation does not name.
 
 All ids in a batch are int64, and a batch has ``token_type_ids`` only if the features have that
 column. The argument `layout` decides the names and shapes of a batch.
@@ -22,7 +22,7 @@ as one sequence. A head on top of the pooler then needs ``fastbert.accelerate`` 
 ``fastbert.modules.pool``.
 
 Errors are of type ValueError. A message names the column, the number of the example in the batch
-(from 0), its value and what is allowed. Collators can be pickled.
+(from 0), its value and the allowed values. Collators can be pickled.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class PackedCollatorForSequenceClassification(_PackedCollator):
     Raises:
         ValueError: If an argument is not allowed.
 
-    Example:
+    Examples:
         >>> from fastbert.data import PackedCollatorForSequenceClassification
         >>> collate = PackedCollatorForSequenceClassification()
         >>> features = [
@@ -193,7 +193,7 @@ class PackedCollatorForMaskedLM(_PackedCollator):
     Args:
         tokenizer: A ``WordPieceTokenizer``, or a tokenizer of transformers that has a mask token.
         probability: Share of the tokens that are predicted, in (0, 1].
-        whole_word: Whether all pieces of a word are predicted together. It needs a
+        whole_word: Whether all pieces of a word are predicted together; True needs a
             ``WordPieceTokenizer``.
         generator: Source of randomness; None uses the default generator of torch.
         layout: As in `PackedCollatorForSequenceClassification`.
@@ -203,7 +203,7 @@ class PackedCollatorForMaskedLM(_PackedCollator):
     Raises:
         ValueError: If an argument is not allowed.
 
-    Example:
+    Examples:
         >>> from fastbert.data import PackedCollatorForMaskedLM, stories, train_tokenizer
         >>> documents = list(stories(20, seed=0))
         >>> tokenizer = train_tokenizer(documents, 200)
@@ -318,11 +318,13 @@ class PackedCollatorForBiEncoder(_PackedCollator):
     """Pack several texts of each feature into one batch.
 
     The batch holds the first text of every feature, then the second text of every feature, and so
-    on. The model encodes all ``N * B`` texts in one pass, and ``chunk`` separates them::
+    on. The model encodes all ``N * B`` texts in one pass, and ``chunk`` separates their vectors:
 
-        labels = batch.pop("labels", None)
-        embeddings = pool(model(**batch).last_hidden_state, batch["cu_seqlens"])
-        anchors, positives = embeddings.chunk(2)  # (B, H) each
+    ```python
+    labels = batch.pop("labels", None)
+    embeddings = pool(model(**batch).last_hidden_state, batch["cu_seqlens"])
+    anchors, positives = embeddings.chunk(2)  # (B, H) each
+    ```
 
     A ``Trainer`` needs ``remove_unused_columns=False`` if the columns are not arguments of the
     model.
@@ -338,7 +340,7 @@ class PackedCollatorForBiEncoder(_PackedCollator):
     Raises:
         ValueError: If an argument is not allowed.
 
-    Example:
+    Examples:
         >>> from fastbert.data import PackedCollatorForBiEncoder
         >>> collate = PackedCollatorForBiEncoder(prefixes=("anchor", "positive"))
         >>> feature = {"anchor_input_ids": [101, 7592, 102], "positive_input_ids": [101, 102]}

@@ -197,7 +197,7 @@ def read_documents(path: str | os.PathLike[str]) -> Iterator[Document]:
             message names the file and the line or row.
         ImportError: If a ``.parquet`` file is read without pyarrow.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> from pathlib import Path
         >>> from fastbert.data import read_documents

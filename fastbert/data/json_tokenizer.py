@@ -138,7 +138,7 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> WordPieceTokenizer | JsonT
         FileNotFoundError: If the folder has neither file.
         ValueError: If a file is broken.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> from fastbert.data import load_tokenizer, stories, train_tokenizer
         >>> tokenizer = train_tokenizer(stories(20, seed=0), 200)

@@ -49,8 +49,8 @@ def _choose(sizes: np.ndarray, rng: np.random.Generator, probability: float) -> 
     wanted = np.floor(sizes * probability + rng.random(len(sizes))).astype(np.int64)
     wanted = np.minimum(np.maximum(wanted, 1), sizes)
     row = np.repeat(np.arange(len(sizes)), sizes)
-    # The sort orders units by sequence and, inside a sequence, by a random number. It thereby gives
-    # every unit a random rank in its sequence.
+    # The sort orders units by sequence and, inside a sequence, by a random number. Every unit then
+    # has a random rank in its sequence.
     order = np.argsort(row + rng.random(len(row)))
     rank = np.empty(len(row), dtype=np.int64)
     rank[order] = np.arange(len(row)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
@@ -136,7 +136,7 @@ def mask_tokens(
     Raises:
         ValueError: If `probability` is out of range.
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> from fastbert.data import NextSentencePairs, mask_tokens, stories, train_tokenizer
         >>> documents = list(stories(20, seed=0))

@@ -109,7 +109,7 @@ class NextSentencePairs:
     Attributes:
         tokens: Ids of all documents, int32 of shape ``(T,)``.
 
-    Example:
+    Examples:
         >>> from fastbert.data import NextSentencePairs, stories, train_tokenizer
         >>> documents = list(stories(20, seed=0))
         >>> tokenizer = train_tokenizer(documents, 200)

@@ -254,8 +254,8 @@ def _story(rng: random.Random) -> list[str]:
 def stories(num_documents: int, seed: int) -> Iterator[list[str]]:
     """Generate short stories of 8 to 13 sentences; a story is a list of sentences.
 
-    Story ``i`` depends only on `seed` and ``i``. A larger `num_documents` therefore adds stories to
-    the same ones.
+    Story ``i`` depends only on `seed` and ``i``. A larger `num_documents` therefore only adds
+    stories at the end.
 
     Args:
         num_documents: Number of stories; at least 0.
@@ -267,7 +267,7 @@ def stories(num_documents: int, seed: int) -> Iterator[list[str]]:
     Raises:
         ValueError: If `num_documents` is negative.
 
-    Example:
+    Examples:
         >>> from fastbert.data import stories
         >>> story = next(stories(1, seed=0))
         >>> 8 <= len(story) <= 13

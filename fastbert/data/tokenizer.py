@@ -124,7 +124,7 @@ class WordPieceTokenizer:
         is_special: bool of shape ``(vocab_size,)``, True at the ids of special tokens.
         ordinary_ids: Ids of all other tokens, int64, sorted.
 
-    Example:
+    Examples:
         >>> from fastbert.data import stories, train_tokenizer
         >>> tokenizer = train_tokenizer(stories(20, seed=0), 200)
         >>> ids = tokenizer.encode("The old mill.")

@@ -48,7 +48,7 @@ def train_tokenizer(
     Raises:
         ValueError: If `vocab_size` is below 64, or if there is no text.
 
-    Example:
+    Examples:
         >>> from fastbert.data import stories, train_tokenizer
         >>> tokenizer = train_tokenizer(stories(20, seed=0), 200)
         >>> tokenizer.vocab_size

@@ -1,10 +1,10 @@
-"""CUDA graphs of the encoder for low latency: a batch of any shape replays a recorded launch.
+"""CUDA graphs of the encoder, for low latency with batches of any shape.
 
 The time of a short batch is the time to launch its kernels, several for each layer. A CUDA graph
 launches all kernels at once, but always with the recorded shapes in the recorded memory. A batch is
-therefore placed into a bucket that is a little larger than the batch. Its rows are copied into the
-buffers of the bucket, the graph of the bucket is replayed, and the rows of the result are copied
-out.
+therefore placed into a bucket of the same or a larger size. The rows of the batch are copied into
+the buffers of the bucket, the graph of the bucket is replayed, and the rows of the result are
+copied out.
 
 The remaining rows of a bucket come after ``cu_seqlens[-1]``. Attention never reads these rows, and
 every other operation computes each row on its own. The remaining sequences have no token.
@@ -35,7 +35,7 @@ SMALLEST = 16
 def graphed(
     model: BertModel, *, max_tokens: int = 4096, max_batch: int = 64, max_graphs: int = 64
 ) -> GraphedModel:
-    """Wrap a model for inference at low latency: the same calls, served by CUDA graphs.
+    """Wrap a model for inference at low latency, so that CUDA graphs compute its calls.
 
     A graph is recorded when its bucket is first used, which takes about as long as a few calls.
     Weights may change in place between calls. The graphs are recorded again after the weights were
@@ -46,11 +46,11 @@ def graphed(
         max_tokens: Largest number of tokens of a batch with a graph. A larger batch runs without a
             graph, because its launches do not limit its speed.
         max_batch: Largest number of sequences of a batch with a graph.
-        max_graphs: Number of graphs that are kept. The graph that was not used for the longest time
-            is dropped for a new graph.
+        max_graphs: Largest number of graphs. A new graph then replaces the graph whose last use is
+            the earliest.
 
     Returns:
-        An object that is called as the model is, without gradients.
+        An object that is called like the model and computes no gradients.
 
     Raises:
         TypeError: If `model` is not a ``BertModel``.
@@ -58,10 +58,11 @@ def graphed(
             embeddings, windows or relative distances.
         RuntimeError: If `model` is not on a CUDA device.
 
-    Example::
-
+    Examples:
+        ```python
         model = fastbert.graphed(BertModel.from_pretrained(folder).to("cuda").eval())
         hidden = model(input_ids, attention_mask).last_hidden_state
+        ```
     """
     if not isinstance(model, BertModel):
         raise TypeError(
@@ -72,7 +73,7 @@ def graphed(
     if choices.rotary_bases or choices.windows or choices.distance_buckets:
         raise ValueError(
             f"graphed: got a {model.config.model_type}, allowed: an encoder whose attention does "
-            "not know where tokens stand"
+            "not depend on positions"
         )
     buckets = Buckets(max_tokens, max_batch, model.config.max_length)
     return GraphedModel(model, buckets, max_graphs, _cuda_recorder)
@@ -111,7 +112,7 @@ class Buckets(NamedTuple):
         Returns:
             The bucket, or None if the batch exceeds a limit or has no token.
 
-        Example:
+        Examples:
             >>> from fastbert.inference.graphs import Buckets
             >>> Buckets(max_tokens=4096, max_batch=64, max_seqlen=512).find(20, 3, 9)
             Bucket(tokens=24, batch=4, max_seqlen=16)
@@ -161,7 +162,8 @@ class StaticBatch:
         assert tokens.ids is not None
         rows, batch = tokens.ids.shape[0], tokens.layout.batch
         self.ids[:rows].copy_(tokens.ids)
-        self.token_types[:rows].copy_(tokens.token_types)
+        if tokens.token_types is not None:
+            self.token_types[:rows].copy_(tokens.token_types)
         self.positions[:rows].copy_(tokens.positions)
         ends = _ends(tokens.layout, tokens.ids.device)
         self.cu_seqlens[: batch + 1].copy_(ends)
@@ -195,7 +197,7 @@ class Recorder(Protocol):
         ...
 
     def turn(self) -> AbstractContextManager[None]:
-        """Return a block whose replays and copies run after those of all earlier blocks."""
+        """Return a block that runs its replays and copies after all earlier blocks."""
         ...
 
     def finish(self) -> None:
@@ -271,14 +273,14 @@ class _Graph(NamedTuple):
 
 
 class GraphedModel:
-    """A model that is called by CUDA graphs; made by `graphed`.
+    """A model whose calls run as CUDA graphs; `graphed` makes it.
 
     Threads and streams may share a graphed model, because its calls take turns.
 
     Args:
         model: The model.
-        buckets: The limits within which a batch has a graph.
-        max_graphs: Number of graphs that are kept.
+        buckets: The limits of a batch with a graph.
+        max_graphs: Largest number of graphs.
         recorder: Makes the recorder for a device.
     """
 
@@ -307,7 +309,7 @@ class GraphedModel:
 
     @property
     def recorded(self) -> tuple[Bucket, ...]:
-        """The buckets that have a graph now, in the order of their last use."""
+        """The buckets that have a graph, in the order of their last use."""
         return tuple(bucket for bucket, *_ in self._graphs)
 
     def __call__(
@@ -321,10 +323,11 @@ class GraphedModel:
         max_seqlen: int | None = None,
         return_dict: bool | None = None,
     ) -> BaseModelOutputWithPooling | tuple[Any, ...]:
-        """Compute ``BertModel.forward`` without gradients, hidden states and attention weights.
+        """Compute ``BertModel.forward`` without gradients.
 
-        The inputs may be on the CPU; the removal of their padding then needs no synchronisation. A
-        batch without a bucket, or with a mask of more than 2 dimensions, runs without a graph.
+        There are no ``hidden_states`` or ``attentions``. The inputs may be on the CPU; the removal
+        of their padding then needs no synchronization. A batch without a bucket, or with a mask of
+        more than 2 dimensions, runs without a graph.
 
         Args:
             input_ids: Token ids, integer of shape ``(B, L)``, or packed, of shape ``(T,)``.
@@ -348,7 +351,7 @@ class GraphedModel:
         model = self.model
         if model.training:
             raise RuntimeError("graphed: got a model in training mode, allowed: model.eval()")
-        # Memory made in inference mode could not be written outside of it.
+        # Memory that is made in inference mode could not be written outside inference mode.
         with torch.inference_mode(False), torch.no_grad(), self._lock:
             tokens = enter(
                 model.config,
@@ -420,7 +423,7 @@ class GraphedModel:
 
 
 def _to(tokens: EncoderInput, device: torch.device) -> EncoderInput:
-    """Move `tokens` to `device`, for they may have been laid out on the CPU."""
+    """Move `tokens` to `device`, because the padding may have been removed on the CPU."""
     if tokens.positions.device == device:
         return tokens
     layout = tokens.layout
@@ -430,5 +433,6 @@ def _to(tokens: EncoderInput, device: torch.device) -> EncoderInput:
         if getattr(layout, name) is not None
     }
     assert tokens.ids is not None
-    rows = (tokens.ids.to(device), None, tokens.token_types.to(device), tokens.positions.to(device))
+    types = None if tokens.token_types is None else tokens.token_types.to(device)
+    rows = (tokens.ids.to(device), None, types, tokens.positions.to(device))
     return EncoderInput(*rows, dataclasses.replace(layout, **tensors))

@@ -13,7 +13,7 @@ from fastbert.modules.linear import Linear
 from fastbert.modules.plain import deviation
 from fastbert.modules.quantized_linear import QuantizedLinear
 
-# These linear layers take nine tenths of a layer's time and hold as much of the encoder's weights.
+# These linear layers take nine tenths of a layer's time and hold nearly all of its weights.
 LAYERS = ("attention.self.qkv", "attention.output.dense", "intermediate.dense", "output.dense")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -21,32 +21,30 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def quantize(model: BertPreTrainedModel, *, inplace: bool = False) -> BertPreTrainedModel:
     """Quantize the linear layers of a model's encoder to int8, for inference on the CPU.
 
-    The weights become int8 with a scale for each output channel. The activations are quantised in
+    The weights become int8 with a scale for each output channel. The activations are quantized in
     every call, and each row has its own scale and zero point, so that a sequence gives the same
-    result in any batch. The other parts stay in the dtype of the model: attention, layer norms,
-    embeddings, the pooler and heads. They take little time, or compute the logits and scores that
-    the caller reads.
+    result in any batch. Attention, layer norms, embeddings, the pooler and heads stay in the dtype
+    of the model, because they take little time or compute the results that the caller reads.
 
-    The ``state_dict()`` of the result has int8 weights and fp32 scales under the names of the
-    weights, and can be loaded into another quantised model. ``save_pretrained`` refuses the result.
+    The ``state_dict()`` of the result has int8 weights under their old names, and fp32 scales. It
+    can be loaded into another quantized model. ``save_pretrained`` refuses the result.
 
     Args:
         model: A model of fastbert in fp32, bf16 or fp16, on the CPU and in eval mode.
-        inplace: Whether `model` itself is changed. Each of its weights is then freed once it is
-            replaced.
+        inplace: Whether `model` itself is changed. Each weight is then freed when its quantized
+            form replaces it.
 
     Returns:
-        A copy of `model` that shares no parameter with it, as from
-        ``torch.ao.quantization.quantize_dynamic``; or, with `inplace`, `model` itself. No parameter
-        of the result requires a gradient.
+        A copy of `model` that shares no parameter with `model`; or, with `inplace`, `model` itself.
+        No parameter of the result requires a gradient.
 
     Raises:
         TypeError: If `model` is not a model of fastbert, or if a linear layer of its encoder was
             replaced or has hooks.
-        ValueError: If `model` is in training mode, is not on the CPU, is already quantised, has
+        ValueError: If `model` is in training mode, is not on the CPU, is already quantized, has
             weights in another dtype, or has weights that are not finite.
 
-    Example:
+    Examples:
         >>> from fastbert import BertConfig, BertModel, quantize
         >>> config = BertConfig(
         ...     vocab_size=100, hidden_size=32, num_hidden_layers=1,
@@ -72,16 +70,16 @@ def quantize(model: BertPreTrainedModel, *, inplace: bool = False) -> BertPreTra
         quantised.set_backend(model.backend)
         setattr(parent, name, quantised)
         del linear
-    # The gradients are switched off last, because the copy shares weights with the original before.
+    # The copy shares weights with the original until here, so gradients are switched off last.
     return model.requires_grad_(False)
 
 
 def _places(model: nn.Module) -> list[tuple[nn.Module, str, nn.Linear]]:
-    """Find the linear layers of the encoder: for each its parent, its name there, and itself.
+    """Return the parent, the name in the parent, and the module of each linear layer.
 
     Raises:
         TypeError: If a linear layer was replaced or has hooks.
-        ValueError: If a linear layer is already quantised.
+        ValueError: If a linear layer is already quantized.
     """
     places = []
     for prefix, layer in model.named_modules():
@@ -92,7 +90,7 @@ def _places(model: nn.Module) -> list[tuple[nn.Module, str, nn.Linear]]:
             around = layer.get_submodule(parent)
             linear = getattr(around, name)
             if isinstance(linear, QuantizedLinear):
-                raise ValueError("quantize: got a quantised model, allowed: one that is not")
+                raise ValueError("quantize: got a quantized model, allowed: floating weights")
             problem = deviation(linear, Linear if type(linear) is Linear else nn.Linear)
             if problem is not None:
                 raise TypeError(f"quantize: {prefix}.{path} {problem}, allowed: a plain Linear")

@@ -73,15 +73,16 @@ def accelerate(model: Model, *, strict: bool = True) -> Model:
     the change. Hidden states and attention weights carry gradients, as in transformers. The
     attention weights are the weights before dropout.
 
-    An accelerated encoder differs from transformers in five intended ways:
+    An accelerated encoder differs from transformers in these intended ways:
 
     - ``last_hidden_state`` is 0 at padding. A loss over padded positions, as in question answering,
       therefore sees the head's bias there.
     - The pooler reads the first token that is not padding.
     - ``attention_mask`` may have 3 or 4 dimensions, and may then be bool, 0/1 or additive.
-    - Packed sequences do not attend each other, and each sequence has a pooler output. A caller
-      packs with ``cu_seq_lens_q``, or with ``position_ids`` that restart.
+    - Packed tokens attend only to their own sequence, and each sequence has a pooler output. A
+      caller packs with ``cu_seq_lens_q``, or with ``position_ids`` that restart.
     - ``output_attentions`` may be a list of layers.
+    - A query whose whole window is padding gives 0 instead of NaN.
 
     A later call of the encoder raises ValueError if an argument of the call cannot be served. If
     the encoder itself can no longer be served, for example because of a new hook, the encoder runs
@@ -101,11 +102,12 @@ def accelerate(model: Model, *, strict: bool = True) -> Model:
         ValueError: If `strict` is True and `model` has no encoder, or an encoder that cannot be
             served. The message names the reason, and nothing was changed.
 
-    Example::
-
+    Examples:
+        ```python
         model = transformers.AutoModelForMaskedLM.from_pretrained("bert-base-uncased").eval()
         fastbert.accelerate(model)
         logits = model(**tokenizer(texts, padding=True, return_tensors="pt")).logits
+        ```
     """
     try:
         found = list(_encoders(model))
@@ -273,7 +275,8 @@ def _exporting() -> bool:
 @functools.cache
 def _warn_once(encoder: str, problem: str) -> None:
     warnings.warn(
-        f"fastbert: {encoder} runs its own code, padded: {problem}. restore() or remove it",
+        f"fastbert: {encoder} runs its own code, padded: {problem}. Remove the cause, or call "
+        "fastbert.restore",
         stacklevel=4,
     )
 
@@ -308,7 +311,7 @@ def _run(host: Any, bound: BoundEncoder, stock: str, given: dict[str, Any]) -> A
         values["hidden_states"] = _selected(encoded.hidden_states, states)
     if weights:
         values["attentions"] = encoded.attentions
-        # An encoder has no cross-attention, and transformers gives an empty tuple too.
+        # An encoder has no cross-attention, and transformers also returns an empty tuple.
         values["cross_attentions"] = ()
     fields = getattr(modeling_outputs, OUTPUTS[stock])
     out = fields(**{k: v for k, v in values.items() if k in fields.__dataclass_fields__})

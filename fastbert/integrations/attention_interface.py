@@ -4,11 +4,12 @@ The import of this module registers the implementation. The implementation repla
 the function that a model calls between its projections, and the function that makes the mask.
 Without a mask function, transformers would pass no mask at all.
 
-Example::
-
+Examples:
+    ```python
     import fastbert.integrations.attention_interface
 
     model = transformers.AutoModel.from_pretrained(folder, attn_implementation="fastbert")
+    ```
 """
 
 from __future__ import annotations
@@ -68,26 +69,26 @@ def attention(
         query: Queries of shape ``(B, H, Lq, D)``.
         key: Keys of shape ``(B, H, Lk, D)``.
         value: Values of shape ``(B, H, Lk, D)``.
-        attention_mask: Bool or 0/1 integers, nonzero where a query attends a key, or a floating
+        attention_mask: Bool or 0/1 integers, nonzero where a query attends to a key, or a floating
             tensor that is added to the logits. The shape is ``(B, Lk)``, ``(B, Lq, Lk)`` or
             broadcastable to ``(B, H, Lq, Lk)``.
         dropout: Probability with which an attention weight is dropped.
         scaling: Factor of the logits; ``D ** -0.5`` by default.
         is_causal: Whether a query attends only to keys at its own position or earlier. The value
-            has no effect with a mask, because the mask is then complete. It has no effect for a
-            single query either, because that query attends all keys before it.
+            has no effect with a mask, because the mask then contains the causal rule. It has no
+            effect for a single query either, because that query attends to all keys before it.
         position_ids: Positions of shape ``(B, L)``.
         cu_seq_lens_q: Cumulative lengths of the queries' sequences, int32 of shape ``(N + 1,)``.
         cu_seq_lens_k: Cumulative lengths of the keys' sequences; `cu_seq_lens_q` by default.
         max_length_q: Length of the longest sequence of queries.
         max_length_k: Length of the longest sequence of keys.
         output_attentions: Whether the attention weights are returned too.
-        options: Other options of transformers. Those in ``REFUSED`` must be None, and the rest is
-            ignored.
+        options: Other options of transformers. The options in ``REFUSED`` must be None, and all
+            others are ignored.
 
     Returns:
-        The output of shape ``(B, Lq, H, D)``. The second element is the weights before dropout, of
-        shape ``(B, H, Lq, Lk)``, with `output_attentions`, and None without.
+        The output of shape ``(B, Lq, H, D)``, and the weights before dropout of shape
+        ``(B, H, Lq, Lk)``, or None without `output_attentions`.
 
     Raises:
         ValueError: If an argument cannot be served. The message names the argument.
@@ -100,7 +101,7 @@ def attention(
     if key.shape[1] != query.shape[1]:
         raise ValueError(f"key: got {key.shape[1]} heads, allowed: {query.shape[1]}, as query has")
     causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
-    # As in transformers, a mask is complete, and a single query attends all keys before it.
+    # As in transformers, a mask contains the causal rule, and a single query attends to all keys.
     causal = bool(causal) and attention_mask is None and query.shape[2] > 1
     exporting = torch.compiler.is_exporting() or torch.onnx.is_in_onnx_export()
     operations: Any = reference if exporting else ops
@@ -172,7 +173,7 @@ def mask(
         kv_length: Number of keys of each sequence, Lk.
         q_offset: Position of the first query.
         kv_offset: Position of the first key.
-        mask_function: The rule of transformers that decides whether a query attends a key.
+        mask_function: The rule of transformers that decides whether a query attends to a key.
         attention_mask: The caller's mask. A mask of 2 dimensions marks padding; a mask of shape
             ``(B, Lq, Lk)`` keeps its values.
         allow_is_bidirectional_skip: Whether a mask of padding alone may have the shape ``(B, 1, 1,
@@ -181,7 +182,7 @@ def mask(
 
     Returns:
         A bool mask of shape ``(B, 1, 1, Lk)`` for padding alone, or ``(B, 1, Lq, Lk)`` for a causal
-        or windowed rule; None if every query may attend every key. A 3-D mask of the caller is
+        or windowed rule; None if every query may attend to every key. A 3-D mask of the caller is
         returned with a dimension of 1 for the heads.
 
     Raises:

@@ -83,7 +83,7 @@ class Drop(NamedTuple):
 
 
 class Watch(NamedTuple):
-    """The facts on which a binding depends, in a form that is quick to compare with the present.
+    """The facts on which a binding depends, in a form that is quick to check.
 
     The facts are the host's modules with their places and classes, the hooks of these modules, and
     their attributes, among which a ``forward`` may appear. Further facts are the shared parameters
@@ -155,7 +155,7 @@ class BoundEncoder:
         layers = self._layers(config)
         if layers != max(config.architecture.order(config.num_hidden_layers)) + 1:
             if config.architecture.rotary_bases or config.architecture.groups is not None:
-                raise ValueError(f"config: got {layers} layers, allowed: as many as it says")
+                raise ValueError(f"config: got {layers} layers, allowed: num_hidden_layers")
             config = config.replace(num_hidden_layers=layers)
         with torch.device("meta"):
             self.model = BertModel(config, add_pooling_layer=False)
@@ -170,8 +170,7 @@ class BoundEncoder:
             raise ValueError(problem)
 
     def __reduce__(self) -> Any:
-        """Make every copy and every pickle None."""
-        # A copy or a pickle of the host binds its own encoder when it is called.
+        """Make every copy and every pickle None, because a copied host binds its own encoder."""
         return (_none, ())
 
     def fits(self) -> bool:
@@ -193,8 +192,8 @@ class BoundEncoder:
         problem = self._bind_anew()
         if problem is None:
             watch = Watch.over(self.inside, self.leaves)
-            # A module that has hooks now is bound in another way once its hooks are removed. The
-            # binding is therefore repeated at every call until then.
+            # A module with hooks is bound in another way after its hooks are removed. The binding
+            # is therefore repeated at every call until then.
             self.watch = watch if watch.unchanged() else None
         return problem
 

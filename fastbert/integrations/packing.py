@@ -24,7 +24,7 @@ def restarts(position_ids: Tensor, batch: int, length: int) -> tuple[Tensor | No
         every row is a single sequence. Both are also None if `position_ids` does not have the
         length `length`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fastbert.integrations.packing import restarts
         >>> restarts(torch.tensor([[0, 1, 2, 0, 1]]), batch=1, length=5)

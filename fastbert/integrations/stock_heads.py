@@ -24,10 +24,10 @@ except ImportError as error:
 class StockHead(nn.Module):
     """A model of transformers with a head, in eval mode and with an accelerated encoder.
 
-    The model is called with packed input, as the models of fastbert are.
+    The model takes packed input, as the models of fastbert do.
 
     Args:
-        kind: Name of a class of transformers, as ``"AutoModelForSequenceClassification"``.
+        kind: Name of a class of transformers, such as ``"AutoModelForSequenceClassification"``.
         folder: Folder of the checkpoint.
 
     Raises:
@@ -51,7 +51,7 @@ class StockHead(nn.Module):
             raise ValueError(f"MODEL: {folder}: transformers cannot load it: {error}") from error
         missing = sorted(report["missing_keys"])
         if missing:
-            raise ValueError(f"MODEL: no whole head: {folder} lacks {', '.join(missing)}")
+            raise ValueError(f"MODEL: the head is incomplete: {folder} lacks {', '.join(missing)}")
         self.model = accelerate(model.eval())
 
     def forward(

@@ -207,7 +207,7 @@ def find(path_or_hub_id: str | os.PathLike[str]) -> Path:
         return Path(snapshot_download(name, allow_patterns=list(DOWNLOADED)))
     except (HfHubHTTPError, OSError, ValueError) as error:
         raise FileNotFoundError(
-            f"path_or_hub_id: got {name!r}: no such folder, and the hub did not give it: {error}"
+            f"path_or_hub_id: got {name!r}: no such folder, and the hub does not have it: {error}"
         ) from error
 
 
@@ -362,9 +362,9 @@ def load_into(model: StoredModel, tensors: dict[str, Tensor], folder: Path) -> N
     if missing or unknown:
         message = [f"{folder}:"]
         if missing:
-            message.append(f"not in the checkpoint, initialised afresh: {', '.join(missing)}.")
+            message.append(f"not in the checkpoint, newly initialized: {', '.join(missing)}.")
         if unknown:
-            message.append(f"in the checkpoint, but in no BERT: {_few(unknown)}.")
+            message.append(f"in the checkpoint, but unknown: {_few(unknown)}.")
         warnings.warn(" ".join(message), stacklevel=3)
     model.load_state_dict({n: t for n, t in tensors.items() if n in expected}, strict=False)
 
@@ -440,7 +440,7 @@ def write(folder: str | os.PathLike[str], model: StoredModel) -> None:
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
         raise ValueError(
-            f"folder: got {str(folder)!r}, a file; allowed: a folder or a name not taken"
+            f"folder: got {str(folder)!r}, a file; allowed: a folder or an unused name"
         )
     tied = model.tied()
     tensors = {name: t.cpu() for name, t in model.state_dict().items() if name not in tied}

@@ -102,7 +102,7 @@ def settle(folder: Path) -> None:
             if time.monotonic() > deadline:
                 raise OSError(
                     f"{folder}: another process has been saving into this folder for "
-                    f"{PATIENCE:.0f} s, allowed: a folder that is at rest"
+                    f"{PATIENCE:.0f} s, allowed: a folder without another writer"
                 ) from error
             time.sleep(0.01)
             continue
@@ -158,8 +158,8 @@ def consistent(folder: Path, read: Callable[[], Result]) -> Result:
                 return result
         if time.monotonic() > deadline:
             raise OSError(
-                f"{folder}: other processes replaced its files whenever they were read, for "
-                f"{PATIENCE:.0f} s, allowed: a folder that is at rest"
+                f"{folder}: other processes replaced its files during every read for "
+                f"{PATIENCE:.0f} s, allowed: a folder without another writer"
             )
 
 

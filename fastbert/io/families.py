@@ -62,7 +62,7 @@ class Family:
 
 
 def family_of(model_type: str) -> Family:
-    """Return the table of a model type; raise ValueError for an unknown one."""
+    """Return the table of a model type; raise ValueError for an unknown model type."""
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ValueError(f"model_type: got {model_type!r}, allowed: {', '.join(FAMILIES)}")
     return FAMILIES[model_type]

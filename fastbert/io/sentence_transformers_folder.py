@@ -48,7 +48,7 @@ _ACTIVATION = re.compile(r"torch\.nn\.(?:modules\.\w+\.)?(\w+)")
 
 @dataclass(frozen=True)
 class Pooling:
-    """A module that makes one vector of the hidden states of a text.
+    """A module that reduces the hidden states of a text to one vector.
 
     Attributes:
         modes: Modes of `fastbert.modules.pool`, whose vectors are concatenated.
@@ -214,7 +214,7 @@ def _listing(folder: Path) -> list[tuple[str, Path]]:
     names = [str(entry.get("name")) for entry in content if "name" in entry]
     if len(set(names)) < len(names):
         # sentence-transformers stores modules by name, so the last would replace the first.
-        raise ValueError(f"{listing}: got the names {', '.join(names)}, allowed: different ones")
+        raise ValueError(f"{listing}: got the names {', '.join(names)}, allowed: different names")
     return found
 
 

@@ -1,4 +1,4 @@
-"""Turn the rows of the encoder into embeddings of texts, by the modules of a model folder."""
+"""Turn the rows of the encoder into embeddings of texts, with the modules of a model folder."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class AfterEncoder(nn.Module):
         prompt_length: Number of rows at the start of each text that belong to the prompt.
 
     Raises:
-        ValueError: If a Dense module does not take vectors of the size that the module before it
-            gives. The message names the folder of the module.
+        ValueError: If a Dense module has another input size than the output size of the module
+            before it. The message names the folder of the module.
     """
 
     def __init__(self, recipe: SentenceFolder, hidden_size: int, prompt_length: int) -> None:

@@ -54,8 +54,8 @@ class LimitedTokenizer:
         if settings.other_prompts:
             names = ", ".join(settings.other_prompts)
             warnings.warn(
-                f"MODEL has prompts, and none of them by default ({names}): texts are read as they "
-                "are",
+                f"MODEL has prompts, but no default prompt ({names}): texts are encoded without a "
+                "prompt",
                 stacklevel=2,
             )
         self.tokenizer: WordPieceTokenizer | JsonTokenizer = load_tokenizer(self.folder)
@@ -73,7 +73,7 @@ class LimitedTokenizer:
             raise ValueError(f"MODEL: {self.folder}: {error}") from error
         if not encoded.ids:
             raise ValueError(
-                f"MODEL: its tokenizer makes no tokens of {first!r:.200}, allowed: some"
+                f"MODEL: its tokenizer makes no tokens of {first!r:.200}, allowed: at least one"
             )
         return encoded
 
@@ -198,7 +198,7 @@ def length_batches(lengths: list[int], tokens_per_batch: int) -> list[list[int]]
     Returns:
         The indices of the texts of each batch.
 
-    Example:
+    Examples:
         >>> from fastbert.jobs.batch_job import length_batches
         >>> length_batches([3, 9, 5, 3], tokens_per_batch=8)
         [[1], [2, 0], [3]]

@@ -95,7 +95,7 @@ def label_names(config: BertConfig) -> list[str]:
             f"0 … {config.num_labels - 1}"
         ) from error
     if len(set(names)) < len(names):
-        raise ValueError(f"MODEL: its id2label has the names {names}, allowed: different ones")
+        raise ValueError(f"MODEL: its id2label has the names {names}, allowed: different names")
     return names
 
 
@@ -227,7 +227,7 @@ def results(rows: NDArray[np.float32], labels: list[str]) -> Iterator[dict[str, 
     Yields:
         The best ``label``, its ``score``, and the ``scores`` of all labels by name.
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> from fastbert.jobs.classify import results
         >>> next(results(np.array([[0.25, 0.75]], np.float32), ["bad", "good"]))

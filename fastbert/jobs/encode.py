@@ -1,4 +1,4 @@
-"""Compute an embedding for each line of a file, in batches by length under a token budget."""
+"""Compute an embedding for each line of a file, in batches of at most a number of tokens."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def read_recipe(
 
     Args:
         folder: Folder of the model.
-        pooling: The pooling mode, which replaces that of the folder; None keeps it.
+        pooling: The pooling mode; None keeps the modes of the folder.
         normalize: Whether the last step scales the embedding to length 1; None keeps the steps of
             the folder.
         max_length: Largest number of tokens of a text; None keeps the limit of the folder.
@@ -104,7 +104,7 @@ def run(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with warnings.catch_warnings():
         # A checkpoint without a pooler needs no warning, because nothing reads the pooler's output.
-        warnings.filterwarnings("ignore", ".*initialised afresh: pooler")
+        warnings.filterwarnings("ignore", ".*newly initialized: pooler")
         encoder = BertModel.from_pretrained(recipe.encoder, backend=backend).to(device)
     config = encoder.config
     tokenizer = LimitedTokenizer(recipe, config.max_length)

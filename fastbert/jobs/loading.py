@@ -54,6 +54,6 @@ def load_whole(
         model = kind.from_pretrained(folder, backend=backend)
     for warning in caught:
         if any(part in str(warning.message) for part in parts):
-            raise ValueError(f"MODEL: no whole {head}: {warning.message}")
+            raise ValueError(f"MODEL: the {head} is incomplete: {warning.message}")
         warnings.warn(warning.message, stacklevel=2)
     return model

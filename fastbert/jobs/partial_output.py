@@ -33,8 +33,10 @@ class PartialOutput:
     a ``state.json`` with the fingerprint of the run and the number of valid rows. The state is
     written after the rows are on the disk. Rows of a run with another fingerprint are discarded.
 
-    The object is a context manager. The attribute ``done`` is the number of valid rows, and
-    ``totals`` has the sums of the counts that were appended with these rows.
+    The object is a context manager. If its block ends before `finish`, with or without an error,
+    the valid rows are kept for the next run; without valid rows, the folder is removed. The
+    attribute ``done`` is the number of valid rows, and ``totals`` has the sums of the counts that
+    were appended with these rows.
 
     Args:
         target: The path of OUT.
@@ -60,6 +62,7 @@ class PartialOutput:
         self.folder = target.with_name(f"{target.name}.partial")
         self.done = 0
         self.totals: Counter[str] = Counter()
+        self._removed = False
 
     def __enter__(self) -> PartialOutput:
         """Lock the folder and take over the rows of an unfinished run, if there is one."""
@@ -73,18 +76,15 @@ class PartialOutput:
             raise
         return self
 
-    def __exit__(self, kind: Any, *_: Any) -> None:
-        """Unlock the folder.
-
-        After an error, the kept rows are reported; without valid rows, the folder is removed.
-        """
+    def __exit__(self, *_: Any) -> None:
+        """Report kept rows, or remove a folder without valid rows, and unlock the folder."""
         self._file.close()
-        if kind is not None and self.done:
+        if self.done:
             self.reporter.note(
                 f"stopped: {self.done:,} of {self.shape[0]:,} rows are kept in {self.folder}; "
-                "the same command goes on from there"
+                "the same command continues after them"
             )
-        elif kind is not None:
+        elif not self._removed:
             self.discard()
         os.close(self._lock)
 
@@ -122,6 +122,8 @@ class PartialOutput:
 
     def discard(self) -> None:
         """Remove the folder with all rows."""
+        # Another run may use the name as soon as the folder is gone.
+        self._removed = True
         shutil.rmtree(self.folder, ignore_errors=True)
         self.done = 0
 
@@ -145,7 +147,7 @@ class PartialOutput:
             return
         if other or not whole or done > self.shape[0]:
             why = f"of a run with another {', '.join(other)}" if other else "damaged"
-            self.reporter.note(f"{self.folder} is {why}: starting anew")
+            self.reporter.note(f"{self.folder} is {why}: starting from the first row")
             return
         self.reporter.note(
             f"resuming after {done:,} of {self.shape[0]:,} rows, kept in {self.folder}"
@@ -194,7 +196,7 @@ def _lock(folder: Path) -> int:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         os.close(handle)
-        raise ValueError(f"OUT: another run is writing into {folder}, allowed: one") from error
+        raise ValueError(f"OUT: another run is writing into {folder}, allowed: one run") from error
     except OSError:
         # The file system has no locks, so the run goes on without a lock.
         pass

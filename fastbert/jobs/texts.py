@@ -29,7 +29,7 @@ class Texts:
         path: Path of the file.
         fields: Names of the fields of a .jsonl file or of the columns of a .parquet file. A .txt
             file has the only field "text", which is its line.
-        reporter: Told when the file is read for the first time.
+        reporter: Its ``reading`` is entered while the file is read for the first time.
 
     Raises:
         FileNotFoundError: If there is no such file.
@@ -37,7 +37,7 @@ class Texts:
             Unicode. The message names the line.
         ImportError: If the file is a .parquet file and pyarrow is not installed.
 
-    Example:
+    Examples:
         >>> import pathlib, tempfile
         >>> from fastbert.jobs.texts import Texts
         >>> with tempfile.TemporaryDirectory() as folder:
@@ -54,7 +54,7 @@ class Texts:
         if path.suffix.lower() == ".txt" and fields != ("text",):
             raise ValueError(
                 f"--field, --pair-field: got {', '.join(fields)} of a .txt, "
-                "allowed: those of a .jsonl or .parquet"
+                "allowed: fields of a .jsonl or columns of a .parquet"
             )
         self.path, self.fields = path, fields
         self.count, self.digest = 0, ""

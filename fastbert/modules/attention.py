@@ -11,7 +11,7 @@ from fastbert import ops
 from fastbert.config import BertConfig
 from fastbert.io.names import QKV
 from fastbert.modules.batch_layout import BatchLayout
-from fastbert.modules.dropout import NO_SEEDS, LayerSeeds
+from fastbert.modules.dropout import NO_SEEDS, LayerSeeds, Probabilities
 from fastbert.modules.layer_norm import LayerNorm
 from fastbert.modules.linear import Linear
 from fastbert.modules.operation import OperationModule
@@ -50,7 +50,7 @@ class BertSelfAttention(OperationModule):
         self.window = window if window >= 0 else None
         self.heads = config.num_attention_heads
         self.head_dim = config.head_dim
-        self.dropout_p = config.attention_probs_dropout_prob
+        self.dropout_p = Probabilities.of(config).attention
         size = config.hidden_size
         self.qkv = Linear(size, 3 * size, backend, bias=choices.attention_bias)
         self.register_state_dict_post_hook(_split)
@@ -147,8 +147,7 @@ class BertSelfOutput(nn.Module):
         """Create the projection and the layer norm."""
         super().__init__()
         size, choices = config.hidden_size, config.architecture
-        dropout_p = choices.attention_output_dropout
-        dropout_p = config.hidden_dropout_prob if dropout_p is None else dropout_p
+        dropout_p = Probabilities.of(config).attention_output
         self.dense = Linear(size, size, backend, bias=choices.attention_bias)
         self.LayerNorm = LayerNorm(
             size, config.layer_norm_eps, dropout_p, backend, choices.norm_bias

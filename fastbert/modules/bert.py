@@ -69,7 +69,7 @@ class BertModel(BertPreTrainedModel):
     Raises:
         ValueError: If `backend` is unknown.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fastbert import BertConfig, BertModel
         >>> model = BertModel(BertConfig.preset("tiny", vocab_size=8192)).eval()
@@ -258,7 +258,5 @@ class BertModel(BertPreTrainedModel):
             ValueError: If the model has no pooler.
         """
         if self.pooler is None:
-            raise ValueError(
-                "pooler: got None (add_pooling_layer=False), allowed: a model with one"
-            )
+            raise ValueError("pooler: got None, allowed: a model that has a pooler")
         return self.pooler(encoded.layout.first(encoded.rows))

@@ -29,7 +29,7 @@ class Dense(nn.Module):
     Raises:
         ValueError: If `activation` is not allowed.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fastbert.modules.dense import Dense
         >>> Dense(8, 4)(torch.zeros(2, 8)).shape

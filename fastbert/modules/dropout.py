@@ -1,4 +1,4 @@
-"""The dropout seeds of one call of a model, drawn by one launch instead of one per operation."""
+"""The dropouts of an encoder: their probabilities, and the seeds of a call, from one launch."""
 
 from __future__ import annotations
 
@@ -11,8 +11,42 @@ from fastbert.config import BertConfig
 from fastbert.ops.arguments import dropout_seeds
 
 
+class Probabilities(NamedTuple):
+    """Probabilities of the dropouts of an encoder.
+
+    Attributes:
+        embeddings: Dropout of the embeddings.
+        attention: Dropout of the attention weights.
+        attention_output: Dropout after the output projection of attention.
+        output: Dropout after the feed-forward.
+        inner: Dropout between the two projections of the feed-forward.
+    """
+
+    embeddings: float
+    attention: float
+    attention_output: float
+    output: float
+    inner: float
+
+    @classmethod
+    def of(cls, config: BertConfig) -> Probabilities:
+        """Return the probabilities of a configuration."""
+        choices, hidden = config.architecture, config.hidden_dropout_prob
+
+        def own(probability: float | None) -> float:
+            return hidden if probability is None else probability
+
+        return cls(
+            own(choices.embedding_dropout),
+            config.attention_probs_dropout_prob,
+            own(choices.attention_output_dropout),
+            own(choices.output_dropout),
+            choices.inner_dropout,
+        )
+
+
 class LayerSeeds(NamedTuple):
-    """Seeds of the three dropouts of a layer, int64 of shape ``(1,)``.
+    """Seeds of the dropouts of a layer, int64 of shape ``(1,)``; see `Probabilities`.
 
     None lets an operation draw its own seed.
     """
@@ -20,6 +54,7 @@ class LayerSeeds(NamedTuple):
     attention: Tensor | None = None
     attention_output: Tensor | None = None
     output: Tensor | None = None
+    inner: Tensor | None = None
 
 
 NO_SEEDS = LayerSeeds()
@@ -41,11 +76,13 @@ def draw_seeds(config: BertConfig, training: bool, device: torch.device) -> Seed
         device: The device.
 
     Returns:
-        The seeds in the order of the operations. Seeds are None if nothing is dropped.
+        The seeds of the embeddings and of each layer in its turn. Seeds are None if nothing is
+        dropped. Seeds of inner dropouts are drawn only if the configuration has inner dropouts.
     """
-    dropping = config.hidden_dropout_prob > 0 or config.attention_probs_dropout_prob > 0
+    probabilities = Probabilities.of(config)
     layers = len(config.architecture.order(config.num_hidden_layers))
-    if not (training and dropping):
+    if not (training and any(probabilities)):
         return Seeds(None, (NO_SEEDS,) * layers)
-    first, *others = dropout_seeds(1 + 3 * layers, device)
-    return Seeds(first, tuple(LayerSeeds(*others[3 * i : 3 * i + 3]) for i in range(layers)))
+    each = 4 if probabilities.inner else 3
+    first, *others = dropout_seeds(1 + each * layers, device)
+    return Seeds(first, tuple(LayerSeeds(*others[each * i :][:each]) for i in range(layers)))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastbert import ops
 from fastbert.config import BertConfig
+from fastbert.modules.dropout import Probabilities
 from fastbert.modules.inputs import EncoderInput
 from fastbert.modules.layer_norm import LayerNorm
 from fastbert.modules.linear import Linear
@@ -49,8 +51,7 @@ class BertEmbeddings(OperationModule):
         self.projection = (
             Linear(size, config.hidden_size, backend) if choices.embedding_size else None
         )
-        own = choices.embedding_dropout
-        self.dropout_p = config.hidden_dropout_prob if own is None else own
+        self.dropout_p = Probabilities.of(config).embeddings
 
     def forward(self, tokens: EncoderInput, dropout_seed: Tensor | None = None) -> Tensor:
         """Embed the tokens.
@@ -72,33 +73,40 @@ class BertEmbeddings(OperationModule):
         ids, embeds = tokens.ids, tokens.embeds
         if ids is not None and deviation(words, nn.Embedding) is not None:
             embeds = words(ids)
-        types, type_table = _rows(tokens.token_types, self.token_type_embeddings, words)
-        positions, position_table = _rows(tokens.positions, self.position_embeddings, words)
-        if embeds is not None:
-            total = embeds + F.embedding(types, type_table) + F.embedding(positions, position_table)
-            return F.dropout(norm(total), dropout_p)
+        types, type_table = _look_up(tokens.token_types, self.token_type_embeddings)
+        positions, position_table = _look_up(tokens.positions, self.position_embeddings)
+        if embeds is None:
+            table, padding_idx = words.weight, words.padding_idx
+        else:
+            # Each token has its own row in a table of the given embeddings.
+            ids, padding_idx = torch.arange(embeds.shape[0], device=embeds.device), None
+            table, type_table, position_table = _promoted(embeds, type_table, position_table)
         return ops.embedding(
             ids,
             types,
             positions,
-            words.weight,
+            table,
             type_table,
             position_table,
             norm.weight,
-            torch.zeros_like(norm.weight) if norm.bias is None else norm.bias,
+            norm.bias,
             eps=norm.eps,
             dropout_p=dropout_p,
-            padding_idx=words.padding_idx,
+            padding_idx=padding_idx,
             backend=self.backend,
             dropout_seed=dropout_seed,
         )
 
 
-def _rows(index: Tensor, table: nn.Embedding | None, words: nn.Embedding) -> tuple[Tensor, Tensor]:
-    """Return the indices and the table to look up.
+def _look_up(
+    index: Tensor | None, table: nn.Embedding | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the indices and the weight of a table, or None and None without a table."""
+    return (None, None) if table is None else (index, table.weight)
 
-    Without a table, every index is 0 and the table is one row of zeros.
-    """
-    if table is not None:
-        return index, table.weight
-    return torch.zeros_like(index), words.weight.new_zeros(1, words.weight.shape[1])
+
+def _promoted(*tables: Tensor | None) -> list[Tensor | None]:
+    """Return the tables that are given in the dtype to which they promote."""
+    dtypes = (table.dtype for table in tables if table is not None)
+    dtype = functools.reduce(torch.promote_types, dtypes)
+    return [None if table is None else table.to(dtype) for table in tables]

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastbert import ops
 from fastbert.activations import ACTIVATIONS, of_config
 from fastbert.config import BertConfig
+from fastbert.modules.dropout import NO_SEEDS, LayerSeeds, Probabilities
 from fastbert.modules.layer_norm import LayerNorm
 from fastbert.modules.operation import OperationModule
 from fastbert.modules.plain import deviation
 from fastbert.modules.quantized_linear import QuantizedLinear
+from fastbert.ops.dropout import dropout
 
 
 class BertIntermediate(nn.Module):
@@ -51,33 +52,31 @@ class BertOutput(OperationModule):
         choices, size = config.architecture, config.hidden_size
         self.activation = of_config(choices.gated)[config.hidden_act].name
         self.dense = nn.Linear(config.intermediate_size, size, bias=choices.feed_forward_bias)
-        self.dropout_p = choices.inner_dropout
-        dropout_p = choices.output_dropout
-        dropout_p = config.hidden_dropout_prob if dropout_p is None else dropout_p
+        probabilities = Probabilities.of(config)
+        self.dropout_p = probabilities.inner
         self.LayerNorm = LayerNorm(
-            size, config.layer_norm_eps, dropout_p, backend, choices.norm_bias
+            size, config.layer_norm_eps, probabilities.output, backend, choices.norm_bias
         )
 
     def forward(
         self,
         hidden: Tensor,
         intermediate: BertIntermediate,
-        dropout_seed: Tensor | None = None,
+        seeds: LayerSeeds = NO_SEEDS,
     ) -> Tensor:
         """Compute the feed-forward.
 
         Args:
             hidden: Rows of shape ``(T, H)``.
             intermediate: The first projection.
-            dropout_seed: Seed of the dropout, int64 of shape ``(1,)``; None draws a seed.
+            seeds: Dropout seeds of the layer.
 
         Returns:
             Rows of shape ``(T, H)``.
         """
         if self.called(intermediate):
-            return self.LayerNorm(
-                self.call(hidden, intermediate), residual=hidden, dropout_seed=dropout_seed
-            )
+            called = self.call(hidden, intermediate, seeds.inner)
+            return self.LayerNorm(called, residual=hidden, dropout_seed=seeds.output)
         projected, residual = ops.feed_forward(
             hidden,
             intermediate.dense.weight,
@@ -89,7 +88,7 @@ class BertOutput(OperationModule):
             backend=self.backend,
         )
         return self.LayerNorm(
-            projected, residual=residual, x_bias=self.dense.bias, dropout_seed=dropout_seed
+            projected, residual=residual, x_bias=self.dense.bias, dropout_seed=seeds.output
         )
 
     def called(self, intermediate: BertIntermediate) -> bool:
@@ -97,11 +96,16 @@ class BertOutput(OperationModule):
         deviations = (deviation(part, nn.Linear) for part in (intermediate.dense, self.dense))
         return any(deviations) or (self.training and self.dropout_p > 0.0)
 
-    def call(self, hidden: Tensor, intermediate: BertIntermediate) -> Tensor:
+    def call(
+        self, hidden: Tensor, intermediate: BertIntermediate, dropout_seed: Tensor | None = None
+    ) -> Tensor:
         """Call both linear layers, with the activation and the inner dropout between them."""
         first = intermediate.dense
         if isinstance(first, QuantizedLinear) and not ACTIVATIONS[self.activation].gated:
             inner = first(hidden, activation=self.activation)
         else:
             inner = ACTIVATIONS[self.activation](first(hidden))
-        return self.dense(F.dropout(inner, self.dropout_p, self.training))
+        dropout_p = self.dropout_p if self.training else 0.0
+        return self.dense(
+            dropout(inner, dropout_p, dropout_seed=dropout_seed, backend=self.backend)
+        )

@@ -135,7 +135,7 @@ class PreTrainingHeads(OnlyMLMHead):
 
 
 def classifier_dropout(config: BertConfig) -> nn.Dropout:
-    """Return the dropout before a classifier."""
+    """Return the dropout before a classifier, whose mask torch draws, as in transformers."""
     own = config.classifier_dropout
     return nn.Dropout(config.hidden_dropout_prob if own is None else own)
 

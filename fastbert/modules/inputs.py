@@ -28,14 +28,15 @@ class EncoderInput(NamedTuple):
         ids: Token ids, int64 or int32 of shape ``(T,)``, or None.
         embeds: Word embeddings of shape ``(T, H)``, or None. Either `ids` or `embeds` is given. H
             is the width of the embedding tables.
-        token_types: Token types, int64 or int32 of shape ``(T,)``.
+        token_types: Token types, int64 or int32 of shape ``(T,)``; None if the model has no table
+            of token types.
         positions: Positions, int64 or int32 of shape ``(T,)``.
         layout: Division of the rows into sequences.
     """
 
     ids: Tensor | None
     embeds: Tensor | None
-    token_types: Tensor
+    token_types: Tensor | None
     positions: Tensor
     layout: BatchLayout
 
@@ -87,6 +88,10 @@ def enter(
         allowed = f"None: {config.model_type} has no token types"
         raise ValueError(f"token_type_ids: got a tensor, allowed: {allowed}")
     types = _index("token_type_ids", token_type_ids, shape, config.type_vocab_size)
+    if types is not None:
+        types = layout.rows(types)
+    elif choices.type_table:
+        types = _default_types(layout, given)
     last = config.max_position_embeddings if choices.position_table else LAST_POSITION
     given_positions = _index("position_ids", position_ids, shape, last)
     if given_positions is not None:
@@ -104,7 +109,7 @@ def enter(
     return EncoderInput(
         None if input_ids is None else layout.rows(input_ids),
         None if inputs_embeds is None else layout.rows(inputs_embeds),
-        _default_types(layout, given) if types is None else layout.rows(types),
+        types,
         positions,
         layout,
     )
@@ -113,8 +118,7 @@ def enter(
 def check_range(name: str, index: Tensor, size: int, ignored: int | None = None) -> None:
     """Check the dtype and the values of an index.
 
-    Values on another device than the CPU are not checked, and neither are values while
-    ``torch.compile`` traces.
+    Values are checked on the CPU only, and not while ``torch.compile`` traces.
 
     Args:
         name: Name of the argument `index`, for messages.
@@ -164,7 +168,7 @@ def _tokens(
 
 
 def _index(name: str, index: Tensor | None, shape: tuple[int, ...], size: int) -> Tensor | None:
-    """Check an index and return it.
+    """Return an index after checks; None stays None.
 
     In a padded batch, one row of shape ``(1, L)`` may stand for all sequences, as in transformers.
     """
@@ -318,8 +322,7 @@ def _masked_layout(batch: int, length: int, attention_mask: Tensor) -> BatchLayo
         if mask.dtype.is_floating_point and binary and bool((mask == 1).any()):
             raise ValueError(
                 "attention_mask: got a floating mask of zeros and ones with 3 or 4 dims, allowed: "
-                "bool "
-                "(true = attend) or additive (0 = attend, -1e4 or less = hidden)"
+                "bool (true = attend) or additive (0 = attend, -1e4 or less = hidden)"
             )
         if not mask.dtype.is_floating_point and not binary:
             raise ValueError("attention_mask: got integers other than 0 and 1, allowed: 0, 1")

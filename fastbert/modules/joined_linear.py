@@ -26,7 +26,7 @@ class JoinedLinear(Joined, OperationModule):
     was replaced or has hooks, every part is called.
 
     ``weight`` and ``bias`` are the weights and biases of `parts`, concatenated along the outputs.
-    If a gradient is wanted, they are joined in every call. Otherwise, on the CPU with the
+    If a gradient is wanted, every call joins the parameters. Otherwise, on the CPU with the
     extension, a joined copy is kept until the fingerprint of a part changes
     (``csrc/cpu/gemm/fingerprint.h``).
 

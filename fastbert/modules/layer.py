@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastbert import ops
@@ -11,6 +10,7 @@ from fastbert.modules.attention import BertAttention
 from fastbert.modules.batch_layout import BatchLayout
 from fastbert.modules.dropout import NO_SEEDS, LayerSeeds
 from fastbert.modules.feed_forward import BertIntermediate, BertOutput
+from fastbert.ops.dropout import dropout
 
 
 class BertLayer(nn.Module):
@@ -48,7 +48,7 @@ class BertLayer(nn.Module):
             Rows of shape ``(T, H)``; the attention weights in the caller's layout, or None.
         """
         hidden, weights = self.attention(hidden, layout, output_attentions, seeds)
-        return self.output(hidden, self.intermediate, seeds.output), weights
+        return self.output(hidden, self.intermediate, seeds), weights
 
 
 class PreNormLayer(BertLayer):
@@ -65,10 +65,12 @@ class PreNormLayer(BertLayer):
     """
 
     def __init__(self, config: BertConfig, backend: str | None = None, number: int = 0) -> None:
-        """Create both parts and move the dropout of attention out of its layer norm."""
+        """Create both parts and move the dropouts out of the layer norms."""
         super().__init__(config, backend, number)
-        self.dropout_p = self.attention.output.LayerNorm.dropout_p
-        self.attention.output.LayerNorm.dropout_p = 0.0
+        norms = (self.attention.output.LayerNorm, self.output.LayerNorm)
+        self.dropout_p, self.output_dropout_p = (norm.dropout_p for norm in norms)
+        for norm in norms:
+            norm.dropout_p = 0.0
         if number == 0:
             self.attention.output.LayerNorm = nn.Identity()
 
@@ -84,15 +86,20 @@ class PreNormLayer(BertLayer):
         attended, _, weights = block.self(
             block.output.LayerNorm(hidden), layout, output_attentions, seeds.attention
         )
-        attended = F.dropout(block.output.dense(attended), self.dropout_p, self.training)
-        hidden = hidden + attended
-        return hidden + self._feed_forward(self.output.LayerNorm(hidden)), weights
+        attended = block.output.dense(attended)
+        hidden = hidden + self._dropout(attended, self.dropout_p, seeds.attention_output)
+        fed = self._feed_forward(self.output.LayerNorm(hidden), seeds.inner)
+        return hidden + self._dropout(fed, self.output_dropout_p, seeds.output), weights
 
-    def _feed_forward(self, hidden: Tensor) -> Tensor:
+    def _dropout(self, rows: Tensor, dropout_p: float, seed: Tensor | None) -> Tensor:
+        dropout_p = dropout_p if self.training else 0.0
+        return dropout(rows, dropout_p, dropout_seed=seed, backend=self.output.backend)
+
+    def _feed_forward(self, hidden: Tensor, inner_seed: Tensor | None) -> Tensor:
         """Compute the feed-forward of normalised rows ``(T, H)``."""
         output, first = self.output, self.intermediate.dense
         if output.called(self.intermediate):
-            return output.call(hidden, self.intermediate)
+            return output.call(hidden, self.intermediate, inner_seed)
         return ops.feed_forward(
             hidden,
             first.weight,

@@ -65,7 +65,7 @@ class LayerNorm(OperationModule):
         return ops.layer_norm(
             x,
             self.weight,
-            torch.zeros_like(self.weight) if self.bias is None else self.bias,
+            self.bias,
             residual=residual,
             x_bias=x_bias,
             dropout_p=self.dropout_p if self.training else 0.0,

@@ -25,7 +25,8 @@ def fill_masks(
         positions: The M places of the masks in `ids`.
         top_k: Number of tokens for each mask; at most V are returned.
         token: Function from an id to the text of its token.
-        sentence: Function from ids with one mask filled, and the place of that mask, to text.
+        sentence: Function that returns the text of ids. Its arguments are the ids, in which a mask
+            is filled, and the place of this mask.
 
     Returns:
         One dictionary for each mask, with its ``position`` and its ``candidates``. The likeliest

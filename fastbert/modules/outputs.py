@@ -20,7 +20,7 @@ class ModelOutput:
     work. So do ``keys()``, ``items()``, ``values()``, ``len``, ``in`` and ``**output``. A field
     that is None is present as an attribute only.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fastbert.modules import MaskedLMOutput
         >>> output = MaskedLMOutput(logits=torch.zeros(2, 4, 8))
@@ -89,13 +89,14 @@ class BaseModelOutputWithPooling(ModelOutput):
         pooler_output: Pooled first tokens of shape ``(B, H)``; None without a pooler.
         hidden_states: The embeddings and the output of every layer, each of the shape of
             `last_hidden_state`.
-        attentions: Attention weights of each layer, of shape ``(B, heads, L, L)``.
+        attentions: Attention weights of each layer, of shape ``(B, heads, L, L)``; None for a layer
+            that was not chosen. L is the longest sequence if the input is packed.
     """
 
     last_hidden_state: Tensor | None = None
     pooler_output: Tensor | None = None
     hidden_states: tuple[Tensor, ...] | None = None
-    attentions: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor | None, ...] | None = None
 
 
 @dataclass
@@ -120,7 +121,7 @@ class BertForPreTrainingOutput(ModelOutput):
     prediction_logits: Tensor | None = None
     seq_relationship_logits: Tensor | None = None
     hidden_states: tuple[Tensor, ...] | None = None
-    attentions: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor | None, ...] | None = None
     mlm_loss: Tensor | None = None
     nsp_loss: Tensor | None = None
 
@@ -132,7 +133,7 @@ class _LogitsOutput(ModelOutput):
     loss: Tensor | None = None
     logits: Tensor | None = None
     hidden_states: tuple[Tensor, ...] | None = None
-    attentions: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor | None, ...] | None = None
 
 
 @dataclass
@@ -213,7 +214,7 @@ class QuestionAnsweringModelOutput(ModelOutput):
     start_logits: Tensor | None = None
     end_logits: Tensor | None = None
     hidden_states: tuple[Tensor, ...] | None = None
-    attentions: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor | None, ...] | None = None
 
 
 def as_asked(output: Output, return_dict: bool) -> Output | tuple[Any, ...]:

@@ -19,8 +19,8 @@ def deviation(module: nn.Module, kind: type[nn.Module]) -> str | None:
     """Return the difference between a module and a plain instance of a class, or None.
 
     The parameters of a plain module may be used without calling the module. A module of another
-    class must be called, such as an adapter, a quantised layer, a parametrization or a shard. So
-    must a module with hooks or with its own ``forward``.
+    class, such as an adapter, a quantised layer, a parametrization or a shard, must be called. A
+    module with hooks or with its own ``forward`` must be called too.
 
     Args:
         module: The module.

@@ -38,7 +38,7 @@ def pool(rows: Tensor, cu_seqlens: Tensor, pooling: str = "mean", *, skip: int =
             its value and what is allowed. The values of `cu_seqlens` are checked on the CPU only.
         TypeError: If a dtype is not allowed.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fastbert.modules import pool
         >>> rows = torch.tensor([[1.0, 4.0], [3.0, 2.0], [5.0, 6.0]])

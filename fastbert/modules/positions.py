@@ -21,7 +21,7 @@ Rotation = tuple[Tensor, Tensor]
 def rotation(positions: Tensor, base: float, head_dim: int) -> Rotation:
     """Compute the cosines and sines of the rotary angles, as ``ops.rotary`` takes them.
 
-    The angles are ``positions / base ** (2 i / D)``.
+    The angles are ``positions / base ** (2 i / D)`` for each i from 0 to ``D / 2 - 1``.
 
     Args:
         positions: Positions of shape ``(T,)``.

@@ -98,7 +98,7 @@ class BertPreTrainedModel(nn.Module):
                 the file and the reason.
             OSError: If a save that was killed after its commit point cannot be finished.
 
-        Example:
+        Examples:
             >>> import tempfile
             >>> from fastbert import BertConfig, BertModel
             >>> model = BertModel(BertConfig.preset("tiny", vocab_size=8192))
@@ -137,8 +137,8 @@ class BertPreTrainedModel(nn.Module):
         """
         if any(isinstance(part, QuantizedLinear) for part in self.modules()):
             raise ValueError(
-                "save_pretrained: got a quantised model, allowed: one that is not; save its "
-                "state_dict(), or save the model before fastbert.quantize"
+                "save_pretrained: got a quantised model, allowed: a model that is not quantised; "
+                "save its state_dict(), or save the model before fastbert.quantize"
             )
         checkpoint.write(folder, self)
 
@@ -177,7 +177,7 @@ class BertPreTrainedModel(nn.Module):
             ValueError: If the backend that the model asks for cannot serve an operation, as in
                 `forward`.
 
-        Example:
+        Examples:
             >>> from fastbert import BertConfig, BertModel
             >>> model = BertModel(BertConfig.preset("tiny"), backend="reference")
             >>> model.backends("cpu")["attention"]

@@ -1,7 +1,7 @@
-"""The operations: one public function each, checked arguments, a backend chosen in the open.
+"""The operations: public functions that check their arguments and run on a chosen backend.
 
-Shapes, dtypes and errors stand in each function's docstring; ``fastbert.reference`` has the same
-names in plain PyTorch; ``fastbert.ops.backend`` chooses which implementation runs and says why.
+Each docstring states shapes, dtypes and errors. ``fastbert.reference`` has the same names in plain
+PyTorch. ``fastbert.ops.backend`` chooses the implementation and gives the reason.
 """
 
 from fastbert.ops.attention import (

@@ -36,7 +36,7 @@ def require_integer(name: str, tensor: Tensor) -> None:
 
 
 def require_same_device(first: str, device: torch.device, **tensors: Tensor | None) -> None:
-    """Raise ValueError unless all `tensors` are on `device`, that of the argument `first`."""
+    """Raise ValueError unless all `tensors` are on `device`, the device of the argument `first`."""
     for name, tensor in tensors.items():
         if tensor is not None:
             require(
@@ -51,14 +51,14 @@ def check_cu_seqlens(
 
     Args:
         name: Name of the argument `cu_seqlens`.
-        cu_seqlens: Has to be int32 of shape ``(B + 1,)`` on `device`.
-        first: Name of the argument whose device counts.
-        device: The device.
-        rows: Number of rows of the packed tensor. With it, the values are checked too, if they are
-            on the CPU and nothing is being traced: reading them elsewhere would synchronise.
+        cu_seqlens: Cumulative lengths, which must be int32 of shape ``(B + 1,)`` on `device`.
+        first: Name of the argument whose device is `device`, for messages.
+        device: Device of the tensors of the call.
+        rows: Number of rows of the packed tensor; with it, the values are checked too. A read from
+            a GPU would synchronise, so values are checked on the CPU only, and not while tracing.
 
     Raises:
-        TypeError: If the dtype is another.
+        TypeError: If the dtype is not int32.
         ValueError: If the shape, the device or a value is not allowed.
     """
     if cu_seqlens.dtype != torch.int32:
@@ -74,16 +74,16 @@ def check_cu_seqlens(
 
 
 def flatten_rows(x: Tensor) -> Tensor:
-    """(R, N) with rows at any stride; elements that do not lie side by side are copied together."""
+    """Return `x` as (R, N), whose rows may have any stride; it is copied if elements are apart."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
 def dropout_seed(p: float, seed: Tensor | None, device: torch.device) -> Tensor | None:
-    """Return the seed of one dropout mask: the given one, a drawn one, or None without dropout.
+    """Return the seed of one dropout mask: the given seed, a drawn seed, or None without dropout.
 
-    The seed is a tensor, so that drawing it never synchronises, a replayed CUDA graph draws a new
-    one, and activation checkpointing, which restores the generator, draws the same one again.
+    The seed is a tensor, so that a draw never synchronises. A replayed CUDA graph draws a new seed.
+    Activation checkpointing restores the generator and so draws the same seed again.
     """
     require(0.0 <= p <= 1.0, "dropout_p", p, "a number in [0, 1]")
     if p == 0.0:
@@ -98,16 +98,16 @@ def dropout_seed(p: float, seed: Tensor | None, device: torch.device) -> Tensor 
 
 
 def dropout_seeds(count: int, device: torch.device) -> tuple[Tensor, ...]:
-    """Draw `count` seeds for ``dropout_seed`` arguments together: one launch for a whole model.
+    """Draw `count` seeds for ``dropout_seed`` arguments with one launch.
 
-    They come from torch's generator of `device`, as those of `dropout_seed` do.
+    Like `dropout_seed`, the function draws from torch's generator of `device`.
     """
     seeds = torch.randint(-(2**63), 2**63 - 1, (count,), dtype=torch.int64, device=device)
     return seeds.split(1)
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """Return the dtype in which autocast forms products of `x`, or None where it does not act."""
+    """Return the dtype in which autocast computes products of `x`, or None without autocast."""
     device = x.device.type
     if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
         return None
@@ -127,5 +127,5 @@ def transformed() -> bool:
     """Tell whether torch.func or forward-mode AD transforms the call, outside a compiled graph."""
     if torch.compiler.is_compiling():
         return False
-    # The level of forward-mode AD has no public name; -1 outside any.
+    # The level of forward-mode AD has no public name. It is -1 outside forward-mode AD.
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0

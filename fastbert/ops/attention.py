@@ -46,11 +46,11 @@ def attention(
     """Compute scaled dot-product attention, ``softmax(q kᵀ scale + bias) v``.
 
     A query whose keys are all hidden has an output of exactly 0 and gradients of exactly 0. Keys
-    and values that no query attends are not read, even if they are NaN.
+    and values that no query attends do not change a result, even if they are NaN.
 
     Args:
-        q: Queries of shape ``(B, H, Lq, D)``, D up to 256; fp32, fp16, bf16, or fp64 on the
-            reference. The strides may be any.
+        q: Queries of shape ``(B, H, Lq, D)`` with any strides, D up to 256; fp32, fp16, bf16, or
+            fp64 on the reference.
         k: Keys of shape ``(B, H, Lk, D)`` in the dtype of `q`.
         v: Values of shape ``(B, H, Lk, D)`` in the dtype of `q`.
         mask: Bool mask, True where a query attends a key; of shape ``(B, Lk)``, or broadcastable to
@@ -70,9 +70,9 @@ def attention(
             generator of the device. The same seed gives the same mask on every backend.
 
     Returns:
-        Tensor of shape ``(B, H, Lq, D)`` in the dtype of `q` (autocast's under autocast), whose
-        memory is that of ``(B, Lq, H, D)``. With `return_weights` also the weights before dropout,
-        of shape ``(B, H, Lq, Lk)``.
+        Tensor of shape ``(B, H, Lq, D)`` in the dtype of `q` (autocast's under autocast) and in the
+        memory order of ``(B, Lq, H, D)``. With `return_weights` also the weights before dropout, of
+        shape ``(B, H, Lq, Lk)``.
 
     Raises:
         ValueError: If a shape, a device or a value is not allowed, or if `backend` cannot serve the
@@ -82,7 +82,7 @@ def attention(
     Note:
         Vaswani et al. 2017, eq. 1. The softmax is computed in fp32.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fastbert import ops
         >>> q = k = v = torch.randn(2, 4, 16, 32)
@@ -126,12 +126,12 @@ def attention_varlen(
         q: Queries of shape ``(Tq, H, D)``, the sequences one after another.
         k: Keys of shape ``(Tk, H, D)``.
         v: Values of shape ``(Tk, H, D)``.
-        cu_seqlens_q: Cumulative lengths of the queries' sequences from 0, int32 of shape ``(B +
-            1,)``.
-        cu_seqlens_k: Cumulative lengths of the keys' sequences; those of the queries by default.
+        cu_seqlens_q: Cumulative lengths of the queries' sequences from 0, int32 of shape
+            ``(B + 1,)``.
+        cu_seqlens_k: Cumulative lengths of the keys' sequences; `cu_seqlens_q` by default.
         max_seqlen_q: Length of the longest sequence of queries, or more. None reads it from
             `cu_seqlens_q`, which synchronises with a GPU.
-        max_seqlen_k: The same for the keys.
+        max_seqlen_k: As `max_seqlen_q`, for the keys.
         mask: As in `attention`, broadcastable to ``(B, H, max_seqlen_q, max_seqlen_k)`` and indexed
             by positions inside the sequences.
         bias: As `mask`, floating.
@@ -246,7 +246,7 @@ def attention_weights(
 ) -> Tensor:
     """Compute the softmax weights of `attention` alone, for chosen heads and query rows.
 
-    The weights are those before dropout. They are differentiable in `q`, `k` and `bias`.
+    The weights are before dropout. They are differentiable in `q`, `k` and `bias`.
 
     Args:
         q: Queries of shape ``(B, H, Lq, D)``; or ``(Tq, H, D)``, packed, with `cu_seqlens_q`.
@@ -311,7 +311,7 @@ def _row(backend: str) -> backends.Implementation:
 
 
 def _of(a: Any) -> AttentionOptions:
-    """The options among an operator's arguments."""
+    """Return the options among an operator's arguments."""
     return AttentionOptions(*(getattr(a, name) for name in AttentionOptions._fields))
 
 
@@ -321,7 +321,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Te
 
 
 def _lse_fake(q: Tensor, backend: str) -> Tensor:
-    """The log-sum-exp, which the reference does not return, of q in the form of the operator."""
+    """Return an empty log-sum-exp for q in the operator's form; the reference's has no elements."""
     if backend == "reference":
         return q.new_empty(0, dtype=torch.float32)
     shape = (q.shape[1], q.shape[0]) if q.dim() == 3 else q.shape[:3]
@@ -356,11 +356,11 @@ def _backward_fake(a: Any) -> tuple[Tensor, ...]:
 
 
 def _dbias_like(q: Tensor, bias: Tensor | None, has_dbias: bool) -> Tensor:
-    """An empty gradient of bias, without elements where autograd wants none."""
+    """Return an empty gradient of bias, without elements if autograd needs no such gradient."""
     return bias.new_empty(bias.shape) if bias is not None and has_dbias else q.new_empty(0)
 
 
-# As in AttentionOptions.
+# The fields of AttentionOptions in order, and the backend.
 _OPTIONS = (
     "Tensor? mask, Tensor? bias, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seed, "
     "SymInt max_seqlen_q, SymInt max_seqlen_k, float dropout_p, float scale, int left, int right, "
@@ -379,7 +379,7 @@ _attention_backward = operator(
 )
 
 
-# The first options are tensors, which autograd keeps apart from numbers.
+# The options before this index are tensors, which autograd saves apart from numbers.
 TENSORS = AttentionOptions._fields.index("seed") + 1
 
 
@@ -394,7 +394,7 @@ def _save(ctx: Any, a: Any, output: tuple[Tensor, Tensor], *inputs: Tensor) -> N
 
 
 def _saved(ctx: Any) -> tuple[list[Tensor], AttentionOptions]:
-    """The inputs and results that ``_save`` kept, and the options."""
+    """Return the inputs and results that `_save` kept, and the options."""
     saved = ctx.saved_tensors
     return list(saved[TENSORS:]), AttentionOptions(*saved[:TENSORS], *ctx.numbers)
 
@@ -408,8 +408,7 @@ def _gradient(ctx: Any, dout: Tensor, dlse: Tensor | None) -> dict[str, Tensor]:
     dq, dk, dv, dbias = _attention_backward(
         dout, q, k, v, out, lse, ctx.needs.bias, *options, ctx.backend
     )
-    gradients = {"q": dq, "k": dk, "v": dv}
-    return {**gradients, "bias": dbias} if ctx.needs.bias else gradients
+    return {"q": dq, "k": dk, "v": dv, "bias": dbias}
 
 
 differentiable("attention", _gradient, _setup_context)
@@ -420,7 +419,7 @@ once_differentiable("attention_backward")
 
 
 def _unpacked(qkv: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Views of qkv (B, L, 3, H, D) or (T, 3, H, D) as the operator above takes q, k and v."""
+    """Return q, k and v as views of qkv (B, L, 3, H, D) or (T, 3, H, D), in the operator's form."""
     q, k, v = qkv.unbind(-3)
     if cu_seqlens is None:
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
@@ -428,7 +427,7 @@ def _unpacked(qkv: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor, T
 
 
 def _swapped(out: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """(B, L, H, D) ↔ (B, H, L, D); packed rows as they are."""
+    """Swap (B, L, H, D) and (B, H, L, D); packed rows stay as they are."""
     return out.transpose(1, 2) if cu_seqlens is None else out
 
 
@@ -482,7 +481,7 @@ def _qkvpacked_gradient(ctx: Any, dout: Tensor, dlse: Tensor | None) -> dict[str
     dqkv, dbias = _attention_qkvpacked_backward(
         dout, qkv, out, lse, ctx.needs.bias, *options, ctx.backend
     )
-    return {"qkv": dqkv, "bias": dbias} if ctx.needs.bias else {"qkv": dqkv}
+    return {"qkv": dqkv, "bias": dbias}
 
 
 differentiable("attention_qkvpacked", _qkvpacked_gradient, _qkvpacked_setup_context)
@@ -566,7 +565,7 @@ def _spread(
     chosen_heads: list[int] | None,
     chosen_rows: list[int] | None,
 ) -> Tensor:
-    """The gradient of chosen heads and rows in its place among all, 0 elsewhere."""
+    """Return the gradient of all heads and rows, which is 0 except at the chosen ones."""
     device, (batch, *_, keys) = dscores.device, dscores.shape
     places = (
         torch.arange(batch, device=device)[:, None, None],

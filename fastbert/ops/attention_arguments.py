@@ -1,4 +1,4 @@
-"""Arguments of the attention functions: what is allowed, and the form the operators take."""
+"""Checks of the arguments of the attention functions, and the options of the operators."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class AttentionOptions(NamedTuple):
     """The options of one call in the form that the operators and every backend take.
 
     ``mask`` and ``bias`` are 4-D and broadcastable to (B, H, max_seqlen_q, max_seqlen_k), or None.
-    ``cu_seqlens_q`` and ``cu_seqlens_k`` are None where q is dense; ``max_seqlen_q`` and
-    ``max_seqlen_k`` are Lq and Lk there. ``seed`` is None without dropout. A window's ``left`` or
-    ``right`` of -1 is open.
+    For a dense q, ``cu_seqlens_q`` and ``cu_seqlens_k`` are None, and ``max_seqlen_q`` and
+    ``max_seqlen_k`` are Lq and Lk. ``seed`` is None without dropout. A ``left`` or ``right`` of -1
+    leaves that side of the window open.
     """
 
     mask: Tensor | None
@@ -58,7 +58,7 @@ def options_of(
     causal: bool,
     window: tuple[int, int] | int | None,
 ) -> AttentionOptions:
-    """The arguments of a public function, checked; ``shape`` is (B, H, Lq, Lk)."""
+    """Check the arguments of a public function; return the options. `shape` is (B, H, Lq, Lk)."""
     mask, bias = _canonical_mask(mask, shape), _canonical_bias(bias, shape)
     require_same_device("q", q.device, mask=mask, bias=bias)
     seed = draw_seed(dropout_p, dropout_seed, q.device)
@@ -142,7 +142,7 @@ def _canonical_mask(mask: Tensor | None, shape: tuple[int, ...]) -> Tensor | Non
         return None
     if mask.dtype != torch.bool:
         raise TypeError(
-            f"mask: got {mask.dtype}, allowed: bool, True = attend (additive goes in bias)"
+            f"mask: got {mask.dtype}, allowed: bool, True = attend (bias takes an additive mask)"
         )
     mask = mask[:, None, None, :] if mask.dim() == 2 else mask
     _require_broadcastable("mask", mask, shape)
@@ -174,7 +174,7 @@ def check_lse(lse: Tensor | None, q: Tensor) -> None:
 
 
 def chosen(name: str, indices: Sequence[int] | None, size: int) -> list[int] | None:
-    """Indices of heads or rows as a list, each within ``size``; None: all."""
+    """Check indices of heads or rows and return them as a list; None stands for all `size`."""
     if indices is None:
         return None
     indices = [int(i) for i in indices]

@@ -1,4 +1,4 @@
-"""The backends of attention: rows of the table, and the same for the weights alone.
+"""The backend tables of attention and of its weights.
 
 q, k, v and the gradients are (B, H, L, D), or packed (T, H, D).
 """
@@ -31,7 +31,7 @@ def out_like(q: Tensor) -> Tensor:
 def padded(
     tensors: Sequence[Tensor], cu_seqlens: Tensor | None, max_seqlen: int
 ) -> tuple[list[Tensor], Callable[[Tensor], Tensor]]:
-    """Packed (T, H, D) tensors as (B, H, L, D), and the function that packs such a tensor again."""
+    """Return packed (T, H, D) tensors as (B, H, L, D), and the function that packs the result."""
     assert cu_seqlens is not None
     rows = [reference.pad_rows(x, cu_seqlens, max_seqlen) for x in tensors]
     _, slot, used = rows[0]
@@ -43,7 +43,7 @@ def padded(
 
 
 def _lengths(o: AttentionOptions) -> tuple[Tensor, Tensor] | None:
-    """The lengths of packed sequences, None of dense ones."""
+    """Return the lengths of packed queries and keys, or None for dense tensors."""
     if o.cu_seqlens_q is None or o.cu_seqlens_k is None:
         return None
     return o.cu_seqlens_q.diff(), o.cu_seqlens_k.diff()
@@ -113,7 +113,7 @@ def _triton_options(q: Tensor, o: AttentionOptions) -> dict[str, Any]:
     batch = q.shape[0] if o.cu_seqlens_q is None else o.cu_seqlens_q.numel() - 1
     shape = (batch, q.shape[1], o.max_seqlen_q, o.max_seqlen_k)
     return {
-        # The kernels index views of the full shape, which have strides of 0.
+        # The kernels take views of the full shape, with stride 0 where a dimension is broadcast.
         "mask": None if o.mask is None else o.mask.expand(shape),
         "bias": None if o.bias is None else o.bias.expand(shape),
         "cu_seqlens_q": o.cu_seqlens_q,
@@ -182,7 +182,7 @@ def _cpu_backward(
     lse: Tensor,
     o: AttentionOptions,
 ) -> None:
-    # The kernel computes the statistics of each row again: out and lse hold them rounded once.
+    # The kernel computes the statistics of each row again, because out and lse are rounded.
     torch.ops.fastbert_C.attention_backward(*into, dout, q, k, v, *o)
 
 

@@ -31,8 +31,8 @@ def attention_context(
         dropout_seed: Seed of that mask, int64 of shape ``(1,)``; None draws one.
 
     Returns:
-        Tensor of the shape of `v`. A row whose weights are all 0 is exactly 0, and a value that
-        every query weighs with 0 is not read, even if it is NaN.
+        Tensor of the shape of `v`. A row whose weights are all 0 is exactly 0. A value whose weight
+        is 0 in every row does not change the result, even if it is NaN.
     """
     seed = draw_seed(dropout_p, dropout_seed, weights.device)
     dropped = reference.dropout(weights, dropout_p, seed, tuple(weights.shape))

@@ -1,7 +1,8 @@
-"""Which implementation serves an operation, and why; the only reader of environment variables.
+"""The choice of the implementation of an operation, with its reason, and environment variables.
 
-``FASTBERT_BACKEND`` is the preference of calls that name no backend. ``TRITON_INTERPRET=1``, which
-is Triton's own, lets Triton kernels run on CPU tensors. The extension reads ``FASTBERT_CPU_ISA``.
+No other Python file reads the environment. ``FASTBERT_BACKEND`` is the preferred backend of calls
+that name none. Triton's own ``TRITON_INTERPRET=1`` lets Triton kernels run on CPU tensors. The
+extension reads ``FASTBERT_CPU_ISA``.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ import torch
 BACKENDS = ("reference", "triton", "cuda", "cpu")
 LOW_PRECISION = (torch.float32, torch.float16, torch.bfloat16)
 ALL_DTYPES = (*LOW_PRECISION, torch.float64)
-# The order in which ``backend=None`` tries them; the first that serves is taken.
+# By device type, the backends in the order in which ``backend=None`` tries them.
 ORDER = {"cuda": ("triton", "cuda", "reference"), "cpu": ("cpu", "reference")}
 OTHER_DEVICE = ("reference",)
-# Equal to kernels.tiles.LARGEST_ROW, which cannot be read where Triton is missing.
+# Equal to kernels.tiles.LARGEST_ROW, which cannot be imported without Triton.
 LARGEST_TRITON_ROW = 8192
 
 
@@ -35,10 +36,15 @@ class Choice(NamedTuple):
 
 
 class Request(NamedTuple):
-    """What a call needs of a backend.
+    """The properties of a call that decide which backends can serve it.
 
-    ``device`` is the device type, such as "cpu" or "cuda". ``transformed`` says that a transform of
-    torch.func or forward-mode AD is active.
+    Args:
+        device: Device type, such as "cpu" or "cuda".
+        dtype: Dtype of the inputs.
+        head_dim: Head dim of attention.
+        activation: Name of the activation of a feed-forward.
+        columns: Number of columns of a row operation.
+        transformed: Whether a transform of torch.func or forward-mode AD is active.
     """
 
     device: str
@@ -55,18 +61,21 @@ def serves_all(request: Request) -> str | None:
 
 
 def refuse_wide_rows(request: Request) -> str | None:
-    """For kernels that hold a whole row in registers; see ``kernels/tiles.py``."""
+    """Refuse rows that are too wide for kernels that hold a row in registers (kernels/tiles.py)."""
     if request.columns <= LARGEST_TRITON_ROW:
         return None
-    return f"it takes rows of up to {LARGEST_TRITON_ROW} elements, not {request.columns}"
+    return f"rows have {request.columns} elements, allowed: up to {LARGEST_TRITON_ROW}"
 
 
 @dataclass(frozen=True)
 class Implementation:
     """One row of an operation's backend table.
 
-    ``forward`` and ``backward`` take the operator's arguments; ``dtypes`` are the inputs they
-    accept; ``refuses`` returns the reason why a request cannot be served, or None.
+    Args:
+        forward: Takes the arguments of the operator, without its backend.
+        backward: Takes the arguments of the backward operator, without its backend.
+        dtypes: Allowed dtypes of the inputs.
+        refuses: Returns the reason why a request cannot be served, or None.
     """
 
     forward: Callable[..., Any]
@@ -107,9 +116,10 @@ _interpreted = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def enable_interpreter() -> None:
-    """Lets Triton kernels run on CPU tensors, slowly; must come before the first kernel is loaded.
+    """Let Triton kernels run on CPU tensors, slowly.
 
-    Raises RuntimeError when kernels were already loaded for a GPU.
+    Raises:
+        RuntimeError: If Triton kernels are already loaded for a GPU.
     """
     global _interpreted
     if not _interpreted and any(name.startswith("fastbert.kernels.") for name in sys.modules):
@@ -127,17 +137,18 @@ def interpreted() -> bool:
 
 
 def compiler_environment(cache: Path | None = None) -> dict[str, str]:
-    """The environment of a child process that compiles the Triton kernels for GPUs.
+    """Return the environment of a child process that compiles the Triton kernels for GPUs.
 
-    ``cache`` is the folder of Triton's cache, its own default without one.
+    Args:
+        cache: Folder of Triton's cache; None is Triton's default.
     """
-    # Triton 3.10 flips the default of the fusion, which moves last bits.
+    # Without the last variable, the new default of Triton 3.10 would change the last bits.
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": "1"}
     return environment if cache is None else {**environment, "TRITON_CACHE_DIR": str(cache)}
 
 
 def unavailable(backend: str, device: str) -> str | None:
-    """Why ``backend`` cannot run on tensors of ``device`` on this machine; None when it can."""
+    """Return the reason why `backend` cannot run on `device` on this machine, or None if it can."""
     if backend == "reference":
         return None
     if backend == "triton":
@@ -147,7 +158,7 @@ def unavailable(backend: str, device: str) -> str | None:
             return "Triton runs on CPU tensors only in its interpreter (TRITON_INTERPRET=1)"
         return None if device in ("cpu", "cuda") else f"there are no Triton kernels for {device}"
     if device != backend:
-        return f"it takes {backend} tensors, these are on {device}"
+        return f"the tensors are on {device}, allowed: {backend}"
     if EXTENSION is None:
         return EXTENSION_STATE
     if backend == "cuda" and not EXTENSION_HAS_CUDA:
@@ -156,34 +167,42 @@ def unavailable(backend: str, device: str) -> str | None:
 
 
 def refusal(op: str, backend: str, request: Request) -> str | None:
-    """Why ``backend`` cannot serve this request for ``op``; None when it can."""
+    """Return the reason why `backend` cannot serve a request for `op`, or None if it can."""
     implementation = TABLES[op].get(backend)
     if implementation is None:
-        return f"there is no {backend} implementation of {op} yet"
+        return f"{op} has no {backend} implementation"
     reason = unavailable(backend, request.device)
     if reason is not None:
         return reason
     if request.dtype not in implementation.dtypes:
         names = ", ".join(str(d).removeprefix("torch.") for d in implementation.dtypes)
-        return f"it takes {names}, not {str(request.dtype).removeprefix('torch.')}"
+        return f"the dtype is {str(request.dtype).removeprefix('torch.')}, allowed: {names}"
     if request.transformed and backend != "reference":
-        return "torch.func's transforms and forward-mode AD look through plain PyTorch only"
+        return "transforms of torch.func and forward-mode AD need plain PyTorch, the reference"
     return implementation.refuses(request)
 
 
 def validate(backend: str | None) -> str | None:
-    """``backend`` itself if it is None or a known name. Raises ValueError otherwise."""
+    """Return `backend` if it is None or a known name; raise ValueError otherwise."""
     if backend is not None and backend not in BACKENDS:
         raise ValueError(f"backend: got {backend!r}, allowed: None, {', '.join(BACKENDS)}")
     return backend
 
 
 def resolve(op: str, requested: str | None, request: Request) -> Choice:
-    """The backend for one call and why.
+    """Choose the backend of a call.
 
-    An explicit request is served or refused with ValueError. ``None`` prefers FASTBERT_BACKEND
-    where that implements ``op``, else takes the first of ``ORDER`` that serves; the reason lists
-    what the ones before it lacked.
+    Args:
+        op: Name of the operation.
+        requested: The only backend allowed. None takes FASTBERT_BACKEND if that implements `op`,
+            and otherwise the first backend of ``ORDER`` that can serve the call.
+        request: Properties of the call.
+
+    Returns:
+        The choice. Its reason names the backends before it in ``ORDER`` and their refusals.
+
+    Raises:
+        ValueError: If `requested` is unknown or cannot serve the call, or if no backend can.
     """
     requested = prefer(op, DEFAULT_REQUEST) if requested is None else validate(requested)
     if requested is not None:
@@ -197,13 +216,13 @@ def resolve(op: str, requested: str | None, request: Request) -> Choice:
         if reason is None:
             return Choice(backend, "; ".join(passed) or "first choice on this device")
         passed.append(f"{backend}: {reason}")
-    raise ValueError(f"backend: none serves {op}: {'; '.join(passed)}")
+    raise ValueError(f"backend: none can serve {op}: {'; '.join(passed)}")
 
 
 def prefer(op: str, requested: str | None) -> str | None:
-    """For a whole model built with one ``backend``: the request for each of its operations.
+    """Return `requested` if that backend implements `op`, or None otherwise.
 
-    An operation without any implementation in that backend resolves by itself (None); ``fastbert
-    info`` and ``Model.backends()`` list which those are.
+    A model requests its backend with this function for each of its operations. An operation without
+    that backend resolves as with None; ``fastbert info`` and ``model.backends()`` show the result.
     """
     return None if validate(requested) is None or requested not in TABLES[op] else requested

@@ -1,8 +1,8 @@
-"""Forward and gradient of the ``reference`` backend where the operator needs both written out.
+"""Forward and backward of the ``reference`` backend, with the derivatives in closed form.
 
-An operator's implementation runs below autograd, so it cannot differentiate ``fastbert.reference``;
-these are the same formulas with their derivatives in closed form. The tests compare them with
-autograd through ``fastbert.reference`` in float64.
+An operator's implementation runs below autograd, so it cannot differentiate ``fastbert.reference``.
+The functions here compute the same formulas and their derivatives. Tests compare them with autograd
+through ``fastbert.reference`` in float64.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fastbert.activations import ACTIVATIONS
 
 
 def sum_to(x: Tensor, shape: torch.Size) -> Tensor:
-    """``x`` summed over the dimensions that were broadcast from ``shape`` (same number of dims)."""
+    """Sum `x` over the dimensions that were broadcast from `shape`, which is as long as x.shape."""
     axes = [i for i, (got, want) in enumerate(zip(x.shape, shape, strict=True)) if got != want]
     return x.sum(dim=axes, keepdim=True) if axes else x
 
@@ -41,12 +41,12 @@ def _weights(q, k, allowed, bias, scale):
         return torch.softmax(scores, dim=-1)
     empty = ~allowed.any(dim=-1, keepdim=True)
     weights = torch.softmax(scores.masked_fill_(~allowed & ~empty, -math.inf), dim=-1)
-    # Where looking is cheap, the pass over rows that may attend nothing is left out with them.
+    # The last pass is left out if no row is empty. A GPU would have to synchronise to know that.
     return weights.masked_fill_(empty, 0.0) if empty.is_cuda or empty.any() else weights
 
 
 def attention_forward(q, k, v, mask, bias, lengths, seed, dropout_p, scale, left, right):
-    """Output (B, H, Lq, D) of padded inputs."""
+    """Compute the output (B, H, Lq, D) of padded inputs."""
     allowed = _allowed(q, k, mask, left, right, lengths)
     k, v = (reference.hide_unattended(x, allowed) for x in (k, v))
     weights = _weights(q, k, allowed, bias, scale)
@@ -70,9 +70,9 @@ def attention_backward(dout, q, k, v, mask, bias, lengths, seed, dropout_p, scal
 
 
 def softmax_backward(dweights: Tensor, weights: Tensor) -> Tensor:
-    # As autograd does it: in fp32 inside, where dweights * weights in 16 bit would lose half of
-    # what the sum leaves.
-    """Compute the gradient of the scores from that of the softmax weights."""
+    """Compute the gradient of the scores from the gradient of the softmax weights."""
+    # Autograd calls the same function of torch, which computes in fp32 inside. In 16 bit, the
+    # products dweights * weights would be rounded before they are summed and subtracted.
     return torch._softmax_backward_data(dweights, weights, -1, weights.dtype)
 
 
@@ -95,23 +95,28 @@ def layer_norm_forward(x, weight, bias, residual, x_bias, seed, dropout_p, eps):
     mean = total.mean(dim=-1, keepdim=True)
     centred = total - mean
     rstd = torch.rsqrt(centred.square().mean(dim=-1, keepdim=True) + eps)
-    y = centred * rstd * weight + bias
+    y = centred * rstd * weight
+    y = y if bias is None else y + bias
     return y.to(x.dtype), mean.squeeze(-1), rstd.squeeze(-1)
 
 
-def layer_norm_backward(dy, x, weight, mean, rstd, residual, x_bias, seed, dropout_p):
-    """Gradients of the sum, of x (empty without dropout), weight, bias, x_bias (empty without)."""
+def layer_norm_backward(dy, x, weight, mean, rstd, residual, x_bias, seed, has_bias, dropout_p):
+    """Compute the gradients of the sum, x, weight, bias and x_bias.
+
+    The gradient of x is empty without dropout. The gradient of an absent bias is empty.
+    """
     total = normalised_sum(x, residual, x_bias, seed, dropout_p)
     dy, rstd = dy.to(total.dtype), rstd[:, None]
     normalised = (total - mean[:, None]) * rstd
     dnormalised = dy * weight
     along = (dnormalised * normalised).mean(dim=-1, keepdim=True)
     dsum = rstd * (dnormalised - dnormalised.mean(dim=-1, keepdim=True) - normalised * along)
-    dweight, dbias = (dy * normalised).sum(dim=0), dy.sum(dim=0)
+    dweight = (dy * normalised).sum(dim=0).to(weight.dtype)
+    dbias = dy.sum(dim=0).to(weight.dtype) if has_bias else weight.new_empty(0)
     dx = reference.dropout(dsum, dropout_p, seed, tuple(dsum.shape))
     dx_bias = dsum.new_empty(0) if x_bias is None else dx.sum(dim=0).to(x_bias.dtype)
     dropped = dx.to(x.dtype) if dropout_p > 0 else x.new_empty(0)
-    return dsum.to(x.dtype), dropped, dweight.to(weight.dtype), dbias.to(weight.dtype), dx_bias
+    return dsum.to(x.dtype), dropped, dweight, dbias, dx_bias
 
 
 def rms_norm_forward(x, weight, residual, eps):
@@ -122,7 +127,7 @@ def rms_norm_forward(x, weight, residual, eps):
 
 
 def rms_norm_backward(dy, x, weight, rstd, residual):
-    """Gradients of the sum and of weight."""
+    """Compute the gradients of the sum and of weight."""
     total = normalised_sum(x, residual, None, None, 0.0)
     dy, rstd = dy.to(total.dtype), rstd[:, None]
     normalised = total * rstd
@@ -138,18 +143,18 @@ def rotary_forward(x, cos, sin, heads):
 
 
 def rotary_backward(dy, cos, sin, heads):
-    """Turned back by the same angles."""
+    """Rotate the gradient back by the same angles."""
     return reference.rotary(dy, cos, -sin, heads=heads)
 
 
 def linear_gelu_forward(x, weight, bias, activation, save):
-    """(y, h): the activation of h and h = x Wᵀ + bias, empty when nothing is to be saved."""
+    """Return the activation of h, and h = x Wᵀ + bias, which is empty unless it is to be saved."""
     h = torch.nn.functional.linear(x, weight, bias)
     return reference.activate(h, activation), h if save else x.new_empty(0)
 
 
-def gelu_backward(da, h, sum_rows, activation):
-    """Compute the gradient of h where a = activation(h), its sum over the rows if wanted, and a.
+def activation_backward(da, h, sum_rows, activation):
+    """Compute the gradient of h, its sum over the rows if wanted, and a = activation(h).
 
     All three are computed in at least fp32.
     """

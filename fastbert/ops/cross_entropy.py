@@ -22,8 +22,8 @@ from fastbert.ops.register import differentiable, once_differentiable, operator
 REDUCTIONS = ("mean", "sum", "none")
 # The backends whose forward keeps statistics and order for the backward.
 KEEPING = ("triton", "cpu")
-# Rows of logits that exist at once in the reference: 1,024 × 30,522 in fp32 are 125 MB, and enough
-# for a full GEMM.
+# Rows of logits that exist at once in the reference. 1,024 × 30,522 logits in fp32 take 125 MB, and
+# 1,024 rows are enough for an efficient GEMM.
 CHUNK_ROWS = 1024
 
 
@@ -39,7 +39,7 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Compute the cross entropy of ``hidden Wᵀ + b`` without holding all logits.
 
-    The rows with a label are gathered first and then projected part by part.
+    Only rows with a label are projected, and their logits exist in parts.
 
     Args:
         hidden: Rows of shape ``(T, K)``.
@@ -48,8 +48,8 @@ def linear_cross_entropy(
         labels: Class of each row, int64 or int32 of shape ``(T,)``, in ``[0, V)`` or
             `ignore_index`.
         ignore_index: Label of a row that does not count.
-        reduction: ``"mean"``, ``"sum"`` or ``"none"``. The mean over no label at all is 0, and so
-            are its gradients.
+        reduction: ``"mean"``, ``"sum"`` or ``"none"``. The mean over no label is 0, with gradients
+            of 0.
         backend: ``"reference"``, ``"triton"``, ``"cuda"`` or ``"cpu"``; None lets
             ``fastbert.ops.backend.resolve`` choose.
 
@@ -59,7 +59,7 @@ def linear_cross_entropy(
     Raises:
         ValueError: If a shape, a device or a value is not allowed, or if `backend` cannot serve the
             call. The message names the argument, its value and what is allowed. A label out of
-            range is an error on the CPU; on a GPU the Triton kernels make its loss and its
+            range raises on the CPU only; on a GPU the Triton kernels make its loss and its
             gradients NaN.
         TypeError: If a dtype is not allowed.
     """
@@ -84,9 +84,9 @@ def linear_cross_entropy(
     return loss
 
 
-# The operator: the loss, and what the kernels keep for the backward: fp32 (2, T), maximum and sum
-# of exponentials of the logits by place in order; int32 (T + 1,), the rows with a label, those
-# without and the number of the former. Both are empty in the reference.
+# The operator returns the loss, statistics and order. statistics, fp32 (2, T), is the maximum and
+# the sum of exponentials of the logits by place in order. order, int32 (T + 1,), is the rows with a
+# label, the rows without one, and the number of rows with a label. Both are empty in the reference.
 
 
 def _forward(
@@ -104,7 +104,7 @@ def _forward(
 
 
 def _check_labels(labels: Tensor, ignore_index: int, classes: int) -> None:
-    """ValueError for a label out of range on the CPU; elsewhere reading it would synchronise."""
+    """Raise ValueError for a label out of range on the CPU; a read from a GPU would synchronise."""
     if labels.device.type != "cpu":
         return
     outside = (labels != ignore_index) & ((labels < 0) | (labels >= classes))
@@ -158,7 +158,7 @@ def _gradient(ctx: Any, dloss: Tensor, *_: Tensor | None) -> dict[str, Tensor | 
         dloss, hidden, weight, bias, labels, statistics, order,
         ctx.ignore_index, ctx.reduction, ctx.backend,
     )  # fmt: skip
-    return {"hidden": dhidden, "weight": dweight, "bias": dbias if ctx.needs.bias else None}
+    return {"hidden": dhidden, "weight": dweight, "bias": dbias}
 
 
 differentiable("linear_cross_entropy", _gradient, _setup_context)
@@ -169,7 +169,7 @@ once_differentiable("linear_cross_entropy_backward")
 
 
 def _chunks(labels: Tensor, ignore_index: int) -> tuple[Tensor, ...]:
-    """The indices of the labelled rows, ``CHUNK_ROWS`` at a time."""
+    """Return the indices of the labelled rows in parts of ``CHUNK_ROWS``."""
     return (labels != ignore_index).nonzero().flatten().split(CHUNK_ROWS)
 
 
@@ -178,7 +178,7 @@ def _logits(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _labelled(labels: Tensor, ignore_index: int) -> Tensor:
-    """The divisor of the mean."""
+    """Return the divisor of the mean: the number of labelled rows, at least 1."""
     return (labels != ignore_index).sum().clamp(min=1)
 
 
@@ -215,13 +215,13 @@ def _reference_backward(
     dlosses = dloss / _labelled(labels, ignore_index) if reduction == "mean" else dloss
     dlosses = dlosses.expand(labels.shape)
     dhidden = torch.zeros_like(hidden, memory_format=torch.contiguous_format)
-    # Summed over chunks, so in the dtype of the loss.
+    # The sums over the chunks are in the dtype of the loss.
     dtype = _loss_dtype(hidden)
     dweight = torch.zeros_like(weight, dtype=dtype, memory_format=torch.contiguous_format)
     dbias = hidden.new_zeros(0 if bias is None else bias.shape[0], dtype=dtype)
     for rows in _chunks(labels, ignore_index):
         scale = dlosses[rows, None]
-        # p g - g rather than (p - 1) g: one rounding where p is small.
+        # p g - g instead of (p - 1) g has one rounding where p is small.
         dlogits = torch.log_softmax(_logits(hidden[rows], weight, bias), dim=-1).exp_() * scale
         dlogits.scatter_add_(1, labels[rows, None].long(), -scale)
         dhidden[rows] = dlogits.to(hidden.dtype) @ weight

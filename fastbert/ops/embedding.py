@@ -1,4 +1,4 @@
-"""The embedding of a BERT input: three look-ups, their sum, layer norm and dropout in one pass."""
+"""The embedding of a BERT input: look-ups, their sum, layer norm and dropout in one pass."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from fastbert.ops.arguments import (
     require_same_device,
     require_shape,
 )
-from fastbert.ops.register import differentiable, once_differentiable, operator
+from fastbert.ops.register import differentiable, once_differentiable, operator, or_empty
 
 
 def embedding(
     ids: Tensor,
-    token_types: Tensor,
-    positions: Tensor,
+    token_types: Tensor | None,
+    positions: Tensor | None,
     word_table: Tensor,
-    type_table: Tensor,
-    position_table: Tensor,
+    type_table: Tensor | None,
+    position_table: Tensor | None,
     weight: Tensor,
-    bias: Tensor,
+    bias: Tensor | None,
     *,
     eps: float = 1e-12,
     dropout_p: float = 0.0,
@@ -41,19 +41,20 @@ def embedding(
     backend: str | None = None,
     dropout_seed: Tensor | None = None,
 ) -> Tensor:
-    """Look up and sum three embeddings of each token, normalize the sum, and apply dropout.
+    """Look up and sum the embeddings of each token, normalize the sum, and apply dropout.
 
-    The result is ``dropout(LN(word[ids] + type[token_types] + position[positions]))``.
+    The result is ``dropout(LN(word[ids] + type[token_types] + position[positions]))``. A table that
+    is None adds nothing; its indices are None too.
 
     Args:
         ids: Token ids, int64 or int32 of shape ``(T,)`` or ``(B, L)``.
-        token_types: Token type ids of the same shape.
-        positions: Positions of the same shape.
+        token_types: Token type ids of the same shape, or None.
+        positions: Positions of the same shape, or None.
         word_table: Word embeddings of shape ``(V, N)``, in a floating dtype.
-        type_table: Token type embeddings of shape ``(types, N)`` in the same dtype.
-        position_table: Position embeddings of shape ``(P, N)`` in the same dtype.
+        type_table: Token type embeddings of shape ``(types, N)`` in the same dtype, or None.
+        position_table: Position embeddings of shape ``(P, N)`` in the same dtype, or None.
         weight: Scale of the layer norm, of shape ``(N,)``, in any floating dtype.
-        bias: Shift of the layer norm, of shape ``(N,)``, in any floating dtype.
+        bias: Shift of the layer norm, of shape ``(N,)``, in any floating dtype, or None.
         eps: Added to the variance.
         dropout_p: Probability with which an element is dropped.
         padding_idx: Row of `word_table` that gets no gradient, or None.
@@ -69,28 +70,34 @@ def embedding(
         IndexError: If an id is out of range on the CPU. On a GPU it is an error of the device,
             except with ``backend="triton"``, which makes the row NaN because a look would
             synchronise.
-        ValueError: If a shape, a device or a value is not allowed, or if `backend` cannot serve the
-            call.
+        ValueError: If a shape, a device or a value is not allowed, if only one of a table and its
+            indices is None, or if `backend` cannot serve the call.
         TypeError: If a dtype is not allowed.
 
     Note:
         Devlin et al. 2019, figure 2.
     """
+    _require_pair("token_types", token_types, "type_table", type_table)
+    _require_pair("positions", positions, "position_table", position_table)
     for name, index in (("ids", ids), ("token_types", token_types), ("positions", positions)):
-        require_integer(name, index)
-        require_shape(name, index, tuple(ids.shape))
+        if index is not None:
+            require_integer(name, index)
+            require_shape(name, index, tuple(ids.shape))
     columns = word_table.shape[-1]
     for name, table in (
         ("word_table", word_table),
         ("type_table", type_table),
         ("position_table", position_table),
     ):
-        require_floating(name, table)
-        shape = f"shape {tuple(table.shape)}"
-        require(table.dim() == 2 and table.shape[1] == columns, name, shape, f"(rows, {columns})")
-        require(table.dtype == word_table.dtype, name, table.dtype, f"{word_table.dtype}, as words")
+        if table is not None:
+            require_floating(name, table)
+            got = f"shape {tuple(table.shape)}"
+            require(table.dim() == 2 and table.shape[1] == columns, name, got, f"(rows, {columns})")
+            allowed = f"{word_table.dtype}, as words"
+            require(table.dtype == word_table.dtype, name, table.dtype, allowed)
     require_shape("weight", weight, (columns,))
-    require_shape("bias", bias, (columns,))
+    if bias is not None:
+        require_shape("bias", bias, (columns,))
     require_same_device(
         "word_table", word_table.device, ids=ids, token_types=token_types, positions=positions,
         type_table=type_table, position_table=position_table, weight=weight, bias=bias,
@@ -98,8 +105,9 @@ def embedding(
     seed = draw_seed(dropout_p, dropout_seed, word_table.device)
     request = backends.Request(word_table.device.type, word_table.dtype, columns=columns)
     choice = backends.resolve("embedding", backend, request)
-    indices = (ids.reshape(-1), token_types.reshape(-1), positions.reshape(-1))
-    tables = tuple(flatten_rows(t) for t in (word_table, type_table, position_table))
+    indices = (None if i is None else i.reshape(-1) for i in (ids, token_types, positions))
+    given = (word_table, type_table, position_table)
+    tables = (None if table is None else flatten_rows(table) for table in given)
     padding = -1 if padding_idx is None else padding_idx
     y, _, _ = _embedding(
         *indices, *tables, weight, bias, seed, eps, dropout_p, padding, choice.backend
@@ -107,7 +115,14 @@ def embedding(
     return y.view(*ids.shape, columns)
 
 
-# The operator: indices (T,) → y (T, N), mean and rstd (T,). A padding_idx of -1 is none.
+def _require_pair(index_name: str, index: Tensor | None, name: str, table: Tensor | None) -> None:
+    """Raise ValueError if only one of a table and its indices is None."""
+    both = "both or neither"
+    require(index is not None or table is None, index_name, f"None with {name}", both)
+    require(table is not None or index is None, name, f"None with {index_name}", both)
+
+
+# The operator maps indices (T,) to y (T, N), mean and rstd (T,). A padding_idx of -1 means None.
 
 
 def _fake(a: Any) -> tuple[Tensor, ...]:
@@ -118,23 +133,29 @@ def _fake(a: Any) -> tuple[Tensor, ...]:
 
 
 def _backward_fake(a: Any) -> tuple[Tensor, ...]:
-    like = (a.word_table, a.type_table, a.position_table, a.weight, a.weight)
-    return tuple(t.new_empty(t.shape) for t in like)
+    tables = (a.word_table, a.type_table, a.position_table)
+    shapes = ((0,) if table is None else table.shape for table in tables)
+    dweight = a.weight.new_empty(a.weight.shape)
+    dbias = a.weight.new_empty(a.weight.shape if a.has_bias else (0,))
+    return *(a.word_table.new_empty(shape) for shape in shapes), dweight, dbias
 
 
 _INPUTS = (
-    "Tensor ids, Tensor token_types, Tensor positions, Tensor word_table, Tensor type_table, "
-    "Tensor position_table, Tensor weight"
+    "Tensor ids, Tensor? token_types, Tensor? positions, Tensor word_table, Tensor? type_table, "
+    "Tensor? position_table, Tensor weight"
 )
 _embedding = operator(
-    f"embedding({_INPUTS}, Tensor bias, Tensor? seed, float eps, float dropout_p, int padding_idx, "
-    "str backend) -> (Tensor, Tensor, Tensor)",
+    f"embedding({_INPUTS}, Tensor? bias, Tensor? seed, float eps, float dropout_p, "
+    "int padding_idx, str backend) -> (Tensor, Tensor, Tensor)",
     _fake,
     table="embedding",
 )
+# The results are the gradients of the tables, of weight and of bias. The gradient of an absent
+# parameter is empty.
 _embedding_backward = operator(
     f"embedding_backward(Tensor dy, {_INPUTS}, Tensor mean, Tensor rstd, Tensor? seed, "
-    "float dropout_p, int padding_idx, str backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "bool has_bias, float dropout_p, int padding_idx, str backend) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _backward_fake,
     table="embedding",
 )
@@ -144,48 +165,53 @@ class Inputs(NamedTuple):
     """Three indices (T,), the tables that they index, and the scale (N,) of the norm."""
 
     ids: Tensor
-    token_types: Tensor
-    positions: Tensor
+    token_types: Tensor | None
+    positions: Tensor | None
     word_table: Tensor
-    type_table: Tensor
-    position_table: Tensor
+    type_table: Tensor | None
+    position_table: Tensor | None
     weight: Tensor
 
     @property
-    def indices(self) -> tuple[Tensor, Tensor, Tensor]:
+    def indices(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """The indices of the three tables."""
         return self.ids, self.token_types, self.positions
 
     @property
-    def tables(self) -> tuple[Tensor, Tensor, Tensor]:
+    def tables(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """The three tables."""
         return self.word_table, self.type_table, self.position_table
 
     def sum(self) -> Tensor:
-        """The sum of each token's three rows, (T, N)."""
-        word, token_type, position = map(F.embedding, self.indices, self.tables)
-        return word + token_type + position
+        """The sum of the rows of each token, (T, N)."""
+        total = F.embedding(self.ids, self.word_table)
+        for index, table in zip(self.indices[1:], self.tables[1:], strict=True):
+            if index is not None and table is not None:
+                total = total + F.embedding(index, table)
+        return total
 
 
 def _setup_context(ctx: Any, a: Any, output: tuple[Tensor, ...]) -> None:
     _, mean, rstd = output
     ctx.dropout_p, ctx.padding_idx, ctx.backend = a.dropout_p, a.padding_idx, a.backend
+    ctx.has_bias = a.bias is not None
     inputs = Inputs(*(getattr(a, name) for name in Inputs._fields))
     ctx.save_for_backward(*inputs, mean, rstd, a.seed)
     ctx.mark_non_differentiable(mean, rstd)
 
 
-def _gradient(ctx: Any, dy: Tensor, *_: Tensor | None) -> dict[str, Tensor]:
+def _gradient(ctx: Any, dy: Tensor, *_: Tensor | None) -> dict[str, Tensor | None]:
     *inputs, mean, rstd, seed = ctx.saved_tensors
     dword, dtype, dposition, dweight, dbias = _embedding_backward(
-        dy, *inputs, mean, rstd, seed, ctx.dropout_p, ctx.padding_idx, ctx.backend
+        dy, *inputs, mean, rstd, seed, ctx.has_bias, ctx.dropout_p, ctx.padding_idx, ctx.backend
     )
+    given = Inputs(*inputs)
     return {
         "word_table": dword,
-        "type_table": dtype,
-        "position_table": dposition,
+        "type_table": None if given.type_table is None else dtype,
+        "position_table": None if given.position_table is None else dposition,
         "weight": dweight,
-        "bias": dbias,
+        "bias": dbias if ctx.has_bias else None,
     }
 
 
@@ -204,19 +230,23 @@ def _reference_forward(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 def _reference_backward(dy: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    *given, mean, rstd, seed, dropout_p, padding_idx = arguments
+    *given, mean, rstd, seed, has_bias, dropout_p, padding_idx = arguments
     inputs = Inputs(*given)
     dy = reference.dropout(dy, dropout_p, seed, tuple(dy.shape))
     dsum, _, dweight, dbias, _ = closed_form.layer_norm_backward(
-        dy, inputs.sum(), inputs.weight, mean, rstd, None, None, None, 0.0
+        dy, inputs.sum(), inputs.weight, mean, rstd, None, None, None, has_bias, 0.0
     )
-    gradients = (
-        torch.ops.aten.embedding_dense_backward(dsum, index, table.shape[0], skipped, False)
-        for index, table, skipped in zip(
-            inputs.indices, inputs.tables, (padding_idx, -1, -1), strict=True
-        )
-    )
-    return *gradients, dweight, dbias
+
+    def gradient(index: Tensor | None, table: Tensor | None, skipped: int = -1) -> Tensor:
+        if index is None or table is None:
+            return dsum.new_empty(0)
+        rows = table.shape[0]
+        return torch.ops.aten.embedding_dense_backward(dsum, index, rows, skipped, False)
+
+    dword = gradient(inputs.ids, inputs.word_table, padding_idx)
+    dtype = gradient(inputs.token_types, inputs.type_table)
+    dposition = gradient(inputs.positions, inputs.position_table)
+    return dword, dtype, dposition, dweight, dbias
 
 
 def _triton_forward(*arguments: Any) -> tuple[Tensor, ...]:
@@ -232,12 +262,13 @@ def _triton_forward(*arguments: Any) -> tuple[Tensor, ...]:
 def _triton_backward(dy: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     from fastbert.kernels.embedding import embedding_backward
 
-    *given, mean, rstd, seed, dropout_p, padding_idx = arguments
+    *given, mean, rstd, seed, has_bias, dropout_p, padding_idx = arguments
     inputs = Inputs(*given)
-    return embedding_backward(
+    *tables, dweight, dbias = embedding_backward(
         dy, inputs.indices, inputs.tables, inputs.weight, mean, rstd,
-        seed=seed, dropout_p=dropout_p, padding_idx=padding_idx,
+        seed=seed, has_bias=has_bias, dropout_p=dropout_p, padding_idx=padding_idx,
     )  # fmt: skip
+    return *or_empty(dy, *tables), *or_empty(dweight, dweight, dbias)
 
 
 def _extension_forward(*arguments: Any) -> tuple[Tensor, ...]:

@@ -13,9 +13,7 @@ from fastbert.ops import backend as backends
 from fastbert.ops.arguments import require
 from fastbert.ops.register import differentiable, operator
 
-# Of each layer, in this order: weight and bias of the fused q, k, v, of the projection behind
-# attention and of the layer norm behind it, of both layers of the feed-forward and of the layer
-# norm behind those. With int8 weights also, of the four linear layers, scale and column sums.
+# Numbers of tensors of a layer among the arguments `parameters` and `scales` of `encoder`.
 PARAMETERS, SCALES = 12, 8
 OPERATIONS = ("linear", "attention", "feed_forward", "layer_norm")
 INT8_OPERATIONS = ("int8_linear", "attention", "layer_norm")
@@ -42,8 +40,10 @@ def encoder(
     Args:
         hidden: Rows of shape ``(T, H)`` on the CPU: packed sequences with `cu_seqlens`, otherwise
             ``T = batch · max_seqlen``.
-        parameters: `PARAMETERS` tensors for each layer, in the order that the comment above that
-            constant gives. With int8 weights, each weight is the ``packed`` of an ``Int8Weight``.
+        parameters: `PARAMETERS` tensors for each layer: weight and bias of the fused projection of
+            q, k and v, of the projection after attention, of its layer norm, of both linear layers
+            of the feed-forward, and of the last layer norm. With int8 weights, the weight of a
+            linear layer is the ``packed`` of an ``Int8Weight``.
         cu_seqlens: Cumulative lengths of the packed sequences, int32 of shape ``(B + 1,)``.
         max_seqlen: Length of the longest sequence.
         batch: Number of sequences.
@@ -55,9 +55,9 @@ def encoder(
         eps: As in `layer_norm`.
         activation: ``"gelu"``, ``"gelu_tanh"`` or ``"relu"``.
         dtype: Dtype of the results of the products; that of `hidden` by default. Under autocast
-            `hidden` is fp32 and stays so from layer to layer.
-        all_states: Whether the rows after every layer are returned, or those after the last one
-            only.
+            `hidden` is fp32 and stays fp32 from layer to layer.
+        all_states: Whether the rows after every layer are returned, not only the rows after the
+            last layer.
 
     Returns:
         List of tensors of shape ``(T, H)``, one for each layer with `all_states`, else one.
@@ -91,17 +91,17 @@ def choose(
     """Choose the backend of the layers.
 
     Args:
-        request: What a call needs.
-        requested: The backend asked for, by operation.
+        request: Properties of the call.
+        requested: The requested backend by operation.
         operations: The operations of a layer.
 
     Returns:
-        ``"cpu"`` if its backend serves every operation, so that all layers run in one call;
-        otherwise the backend of the first operation that another backend serves. The layers then
-        run one by one.
+        The choice ``"cpu"`` if the cpu backend serves every operation; all layers then run in one
+        call. Otherwise the backend of the first operation that another backend serves; the layers
+        then run one by one.
 
     Raises:
-        ValueError: If a backend that is asked for cannot serve its operation.
+        ValueError: If a requested backend cannot serve its operation.
     """
     for op in operations:
         choice = backends.resolve(op, requested.get(op), request)
@@ -125,7 +125,7 @@ def _fake(a: Any) -> list[Tensor]:
 
 def _backward(ctx: Any, *gradients: Any) -> dict[str, Tensor]:
     raise RuntimeError(
-        "fastbert::encoder has no derivative: the layers have one when each is called by itself"
+        "fastbert::encoder has no derivative: call the layers one by one to compute gradients"
     )
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastbert import reference
-from fastbert.activations import ACTIVATIONS, APPROXIMATIONS
+from fastbert.activations import ACTIVATIONS, APPROXIMATIONS, of_name
 from fastbert.ops import backend as backends
 from fastbert.ops import closed_form
 from fastbert.ops.arguments import autocast_dtype, require, require_floating, transformed
@@ -25,7 +25,6 @@ from fastbert.ops.register import (
     differentiable,
     empty_like_needed,
     once_differentiable,
-    only_needed,
     operator,
     or_empty,
 )
@@ -63,9 +62,9 @@ def linear_gelu(
     Note:
         Hendrycks and Gimpel 2016.
     """
-    activation = APPROXIMATIONS.get(approximate)
-    if activation is None:
-        raise ValueError(f"approximate: got {approximate}, allowed: {', '.join(APPROXIMATIONS)}")
+    if approximate not in APPROXIMATIONS:
+        raise ValueError(f"approximate: got {approximate!r}, allowed: {', '.join(APPROXIMATIONS)}")
+    activation = APPROXIMATIONS[approximate]
     cast = _check_first(x, "weight", weight, "bias", bias)
     dtype = x.dtype if cast is None else cast
     request = _request(x, dtype, activation)
@@ -123,7 +122,7 @@ def feed_forward(
     Note:
         Vaswani et al. 2017, eq. 2, with GELU for ReLU; Shazeer 2020 for the gated forms.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fastbert import ops
         >>> x = torch.randn(8, 64)
@@ -132,11 +131,10 @@ def feed_forward(
         >>> ops.feed_forward(x, w1, b1, w2, b2).shape
         torch.Size([8, 64])
     """
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation: got {activation!r}, allowed: {', '.join(ACTIVATIONS)}")
+    gated = of_name(activation).gated
     cast = _check_first(x, "w1", w1, "b1", b1)
     inner = w1.shape[0]
-    if ACTIVATIONS[activation].gated:
+    if gated:
         require(inner % 2 == 0, "w1", f"shape {tuple(w1.shape)}", "an even number of rows")
         inner //= 2
     check_parameters(inner, x, cast, "w2", w2, "b2", b2)
@@ -159,15 +157,16 @@ def feed_forward(
     return (y, x) if return_residual else y
 
 
-def engine_reason(rows: int, columns: int, depth: int, dtype: torch.dtype) -> str:
-    """Which engine the Triton backend takes for a product with an activation, and why.
+def path_reason(rows: int, columns: int, depth: int, dtype: torch.dtype) -> str:
+    """Return the path of the Triton backend for a product with an activation, and the reason.
 
-    rows × columns results, each of depth products. ImportError where Triton is missing.
+    The product has rows × columns results, each the sum of depth products. Without Triton, the
+    function raises ImportError.
     """
-    from fastbert.kernels.tiles import gemm_engine
+    from fastbert.kernels.tiles import gemm_path
 
-    engine = gemm_engine(rows, columns, depth, dtype)
-    return f"{engine.name}: {engine.reason}"
+    path = gemm_path(rows, columns, depth, dtype)
+    return f"{path.name}: {path.reason}"
 
 
 def _request(x: Tensor, dtype: torch.dtype, activation: str) -> backends.Request:
@@ -177,7 +176,7 @@ def _request(x: Tensor, dtype: torch.dtype, activation: str) -> backends.Request
 def _check_first(
     x: Tensor, weight_name: str, weight: Tensor, bias_name: str, bias: Tensor | None
 ) -> torch.dtype | None:
-    """Checks x and the first product's parameters; what autocast computes in."""
+    """Check x and the parameters of the first product; return the dtype of autocast, or None."""
     require_floating("x", x)
     if x.dim() == 0:
         raise ValueError("x: got shape (), allowed: (..., K)")
@@ -187,8 +186,8 @@ def _check_first(
 
 
 # The operator of linear_gelu: x (M, K) → y (M, N) and the pre-activation h, which is empty unless
-# it is to be saved. The backend's backward decides what h holds: the "cuda" one adds the bias in a
-# pass of its own, so its h is without the bias.
+# it is to be saved. h contains the bias, except with the backend "cuda", which adds the bias in the
+# kernel of the activation.
 
 
 def _fake(a: Any) -> tuple[Tensor, Tensor]:
@@ -244,8 +243,10 @@ def _setup_context(ctx: Any, a: Any, output: tuple[Tensor, Tensor]) -> None:
 def _gradient(ctx: Any, dy: Tensor, _: Tensor | None) -> dict[str, Tensor]:
     x, weight, bias, h = ctx.saved_tensors
     needs = [ctx.needs.x, ctx.needs.weight, ctx.needs.bias]
-    gradients = _linear_gelu_backward(dy, x, weight, bias, h, ctx.activation, needs, ctx.backend)
-    return only_needed(("x", "weight", "bias"), gradients, needs)
+    dx, dweight, dbias = _linear_gelu_backward(
+        dy, x, weight, bias, h, ctx.activation, needs, ctx.backend
+    )
+    return {"x": dx, "weight": dweight, "bias": dbias}
 
 
 differentiable("linear_gelu", _gradient, _setup_context)
@@ -290,9 +291,9 @@ def _feed_forward_backward_forward(
 ) -> tuple[Tensor, ...]:
     """The gradients of x, w1, b1, w2 and b2.
 
-    h is the pre-activation (M, N) that the forward saved; None has it computed here. dresidual
-    (M, K), the gradient that reaches x through the residual connection, is added in the GEMM that
-    computes the gradient of x.
+    h is the pre-activation (M, N) that the forward saved; if h is None, it is computed here.
+    dresidual (M, K), the gradient that reaches x through the residual connection, is added in the
+    GEMM that computes the gradient of x.
     """
     products, row = PRODUCTS[backend], backends.TABLES["feed_forward"][backend]
     dx = dw1 = db1 = dw2 = db2 = None
@@ -342,7 +343,7 @@ def _feed_forward_gradient(ctx: Any, dy: Tensor, _: Tensor | None) -> dict[str, 
     gradients = _feed_forward_backward(
         dy, x, w1, b1, w2, b2, h, None, ctx.activation, needs, ctx.backend
     )
-    return only_needed(names, gradients, needs)
+    return dict(zip(names, gradients, strict=True))
 
 
 differentiable("feed_forward", _feed_forward_gradient, _feed_forward_setup_context)
@@ -383,9 +384,9 @@ def _layer_backward(
 LAYERS["feed_forward"] = Layer(_layer_forward, _layer_backward)
 
 
-# Backends of both. Forward: the first product and its activation. Backward: from dy and the second
-# product's weight, None where there is no second product, the gradients of h and of the bias and
-# the activation itself, which the gradient of the second weight needs.
+# Backends of both operations. A forward computes the first product and its activation. A backward
+# takes dy and the weight of the second product, which is None for linear_gelu. It returns the
+# gradients of h and of the bias, and a = activation(h), which the gradient of that weight needs.
 
 
 def _triton_forward(
@@ -393,47 +394,35 @@ def _triton_forward(
 ) -> tuple[Tensor, Tensor]:
     from fastbert.kernels.feed_forward import linear_gelu_forward
 
-    y, h = linear_gelu_forward(
-        x,
-        weight,
-        bias,
-        approximate=ACTIVATIONS[activation].approximate,
-        gated=ACTIVATIONS[activation].gated,
-        save=save,
-    )
+    y, h = linear_gelu_forward(x, weight, bias, activation=activation, save=save)
     return y, x.new_empty(0) if h is None else h
 
 
 def _triton_backward(
     dy: Tensor, w2: Tensor | None, h: Tensor, bias: Tensor | None, activation: str
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    from fastbert.kernels.feed_forward_backward import feed_forward_backward, gelu_backward
+    from fastbert.kernels.feed_forward_backward import activation_backward, feed_forward_backward
 
-    options = {
-        "approximate": ACTIVATIONS[activation].approximate,
-        "gated": ACTIVATIONS[activation].gated,
-        "sum_rows": bias is not None,
-    }
+    summed = bias is not None
     if w2 is None:
-        return gelu_backward(dy, h, **options)
-    return feed_forward_backward(dy, w2, h, **options)
+        return activation_backward(dy, h, activation=activation, sum_rows=summed)
+    return feed_forward_backward(dy, w2, h, activation=activation, sum_rows=summed)
 
 
-def _extension_forward(
+def _cuda_forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, save: bool
 ) -> tuple[Tensor, Tensor]:
     h = x @ weight.t()
-    y = torch.ops.fastbert_C.bias_gelu_forward(h, bias, ACTIVATIONS[activation].approximate)
+    y = torch.ops.fastbert_C.activation_forward(h, bias, activation)
     return y, h if save else x.new_empty(0)
 
 
-def _extension_backward(
+def _cuda_backward(
     dy: Tensor, w2: Tensor | None, h: Tensor, bias: Tensor | None, activation: str
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    da, form = dy if w2 is None else dy @ w2, ACTIVATIONS[activation].approximate
-    dh, dbias = torch.ops.fastbert_C.bias_gelu_backward(da, h, bias, form)
-    a = None if w2 is None else torch.ops.fastbert_C.bias_gelu_forward(h, bias, form)
-    return dh, dbias, a
+    da = dy if w2 is None else dy @ w2
+    summed, again = bias is not None, w2 is not None
+    return torch.ops.fastbert_C.activation_backward(da, h, bias, activation, summed, again)
 
 
 def _cpu_forward(
@@ -459,7 +448,7 @@ def _reference_backward(
     dy: Tensor, w2: Tensor | None, h: Tensor, bias: Tensor | None, activation: str
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     da = dy if w2 is None else dy @ w2
-    return closed_form.gelu_backward(da, h, bias is not None, activation)
+    return closed_form.activation_backward(da, h, bias is not None, activation)
 
 
 def _refuses_all_but_gelu(request: backends.Request) -> str | None:
@@ -473,8 +462,6 @@ backends.TABLES["linear_gelu"] = backends.TABLES["feed_forward"] = {
         closed_form.linear_gelu_forward, _reference_backward, backends.ALL_DTYPES
     ),
     "triton": backends.Implementation(_triton_forward, _triton_backward),
-    "cuda": backends.Implementation(
-        _extension_forward, _extension_backward, refuses=_refuses_all_but_gelu
-    ),
+    "cuda": backends.Implementation(_cuda_forward, _cuda_backward, refuses=_refuses_all_but_gelu),
     "cpu": backends.Implementation(_cpu_forward, _cpu_backward),
 }

@@ -1,4 +1,4 @@
-"""A linear layer by integers, for inference: weights of 8 bits, rows quantised on the way in."""
+"""A linear layer with 8-bit integers for inference: public function, operator, backends."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from fastbert.reference import Int8Weight, int8_weight, pack, unpack
 
 __all__ = ["Int8Weight", "int8_linear", "int8_weight", "layout", "pack", "unpack"]
 
-# The products have an epilogue for the activations that are not gated.
+# The products apply activations that are not gated in their epilogue.
 ACTIVATIONS = ("none", *PLAIN)
 
 
 def layout() -> tuple[int, int]:
-    """(lanes, group) that the instruction set in use prefers."""
+    """Return the lanes and the group of the weight layout that suits the instruction set in use."""
     if backends.EXTENSION is None:
         return 16, 4
     return torch.ops.fastbert_C.int8_layout()
@@ -75,7 +75,9 @@ def int8_linear(
     require(activation in ACTIVATIONS, "activation", repr(activation), ", ".join(ACTIVATIONS))
     require_same_device("x", x.device, weight=weight.packed, bias=bias, residual=residual)
     if x.requires_grad and torch.is_grad_enabled():
-        raise RuntimeError("x: got a tensor that wants a gradient; int8_linear has none")
+        raise RuntimeError(
+            "x: got a tensor that requires a gradient, but int8_linear has no gradient"
+        )
     device, dtype = x.device.type, x.dtype
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
@@ -90,7 +92,8 @@ def int8_linear(
     choice = backends.resolve("int8_linear", backend, backends.Request(device, x.dtype))
     arguments = (rows, *weight[:3], outputs, bias, residual, activation, dtype)
     if choice.backend == "cpu" and not torch.compiler.is_compiling():
-        y = _cpu_forward(*arguments)  # Skips the dispatcher; the result is the same.
+        # The direct call skips the dispatcher; the result is the same.
+        y = _cpu_forward(*arguments)
     else:
         y = _int8_linear(*arguments, choice.backend)
     return y.view(*x.shape[:-1], outputs)

@@ -25,7 +25,7 @@ from fastbert.ops.register import differentiable, once_differentiable, operator
 def layer_norm(
     x: Tensor,
     weight: Tensor,
-    bias: Tensor,
+    bias: Tensor | None,
     *,
     residual: Tensor | None = None,
     x_bias: Tensor | None = None,
@@ -39,7 +39,7 @@ def layer_norm(
     Args:
         x: Input of shape ``(..., N)``; fp32, fp16, bf16, or fp64 on the reference.
         weight: Scale of shape ``(N,)``, in any floating dtype.
-        bias: Shift of shape ``(N,)``, in any floating dtype.
+        bias: Shift of shape ``(N,)``, in any floating dtype, or None.
         residual: Added before the normalization; of the shape of `x`.
         x_bias: Added to `x` before the dropout; of shape ``(N,)``.
         dropout_p: Probability with which an element of ``x + x_bias`` is dropped.
@@ -61,7 +61,7 @@ def layer_norm(
     Note:
         Ba et al. 2016. Mean and variance are computed in fp32, in two passes over the row.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fastbert import ops
         >>> x, residual = torch.randn(2, 3, 768), torch.randn(2, 3, 768)
@@ -103,20 +103,22 @@ def _backward_fake(a: Any) -> tuple[Tensor, ...]:
     dx = a.x.new_empty(a.x.shape if a.dropout_p > 0 else (0,))
     dx_bias = a.mean.new_empty(0) if a.x_bias is None else a.x_bias.new_empty(a.x_bias.shape)
     dweight = a.weight.new_empty(a.weight.shape)
-    return a.x.new_empty(a.x.shape), dx, dweight, torch.empty_like(dweight), dx_bias
+    dbias = a.weight.new_empty(a.weight.shape if a.has_bias else (0,))
+    return a.x.new_empty(a.x.shape), dx, dweight, dbias, dx_bias
 
 
 _layer_norm = operator(
-    "layer_norm(Tensor x, Tensor weight, Tensor bias, Tensor? residual, Tensor? x_bias, "
+    "layer_norm(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, Tensor? x_bias, "
     "Tensor? seed, float dropout_p, float eps, str backend) -> (Tensor, Tensor, Tensor)",
     _fake,
     table="layer_norm",
 )
-# The results are the gradients of the sum, which is also that of the residual; of x, empty without
-# dropout because it then equals the first; of weight and bias; and of x_bias, empty without one.
+# The results are the gradients of the sum, x, weight, bias and x_bias. The gradient of the sum is
+# also the gradient of the residual and, without dropout, of x, whose own result is empty then. The
+# gradient of an absent bias is empty.
 _layer_norm_backward = operator(
     "layer_norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor mean, Tensor rstd, "
-    "Tensor? residual, Tensor? x_bias, Tensor? seed, float dropout_p, str backend) "
+    "Tensor? residual, Tensor? x_bias, Tensor? seed, bool has_bias, float dropout_p, str backend) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _backward_fake,
     table="layer_norm",
@@ -125,7 +127,7 @@ _layer_norm_backward = operator(
 
 def _setup_context(ctx: Any, a: Any, output: tuple[Tensor, ...]) -> None:
     _, mean, rstd = output
-    ctx.dropout_p, ctx.backend = a.dropout_p, a.backend
+    ctx.has_bias, ctx.dropout_p, ctx.backend = a.bias is not None, a.dropout_p, a.backend
     ctx.save_for_backward(a.x, a.weight, mean, rstd, a.residual, a.x_bias, a.seed)
     ctx.mark_non_differentiable(mean, rstd)
 
@@ -134,12 +136,12 @@ def _gradient(ctx: Any, dy: Tensor, *_: Tensor | None) -> dict[str, Tensor | Non
     # Activation checkpointing allows one look at the saved tensors.
     x, weight, mean, rstd, residual, x_bias, seed = ctx.saved_tensors
     dsum, dx, dweight, dbias, dx_bias = _layer_norm_backward(
-        dy, x, weight, mean, rstd, residual, x_bias, seed, ctx.dropout_p, ctx.backend
+        dy, x, weight, mean, rstd, residual, x_bias, seed, ctx.has_bias, ctx.dropout_p, ctx.backend
     )
     return {
         "x": dx if ctx.dropout_p > 0 else dsum,
         "weight": dweight,
-        "bias": dbias,
+        "bias": dbias if ctx.has_bias else None,
         "residual": None if residual is None else dsum,
         "x_bias": None if x_bias is None else dx_bias,
     }
@@ -155,7 +157,7 @@ once_differentiable("layer_norm_backward")
 def _triton_forward(
     x: Tensor,
     weight: Tensor,
-    bias: Tensor,
+    bias: Tensor | None,
     residual: Tensor | None,
     x_bias: Tensor | None,
     seed: Tensor | None,
@@ -178,14 +180,17 @@ def _triton_backward(
     residual: Tensor | None,
     x_bias: Tensor | None,
     seed: Tensor | None,
+    has_bias: bool,
     dropout_p: float,
 ) -> tuple[Tensor, ...]:
     from fastbert.kernels.layer_norm import layer_norm_backward
 
     dsum, dx, dweight, dbias, dx_bias = layer_norm_backward(
-        dy, x, weight, mean, rstd, residual=residual, x_bias=x_bias, seed=seed, dropout_p=dropout_p
-    )
+        dy, x, weight, mean, rstd, residual=residual, x_bias=x_bias, seed=seed, has_bias=has_bias,
+        dropout_p=dropout_p,
+    )  # fmt: skip
     dx = x.new_empty(0) if dx is None else dx
+    dbias = weight.new_empty(0) if dbias is None else dbias
     return dsum, dx, dweight, dbias, mean.new_empty(0) if dx_bias is None else dx_bias
 
 

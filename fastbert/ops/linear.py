@@ -1,4 +1,4 @@
-"""x Wᵀ + b by one GEMM, with a gradient that launches nothing but GEMMs and our sums."""
+"""A linear layer, x Wᵀ + b: public function, operator, gradient, backends."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from fastbert.ops.register import (
     differentiable,
     empty_like_needed,
     once_differentiable,
-    only_needed,
     operator,
     or_empty,
 )
@@ -43,7 +42,7 @@ def linear(
         x: Input of shape ``(..., K)``.
         weight: Weight of shape ``(N, K)`` in the dtype of `x`; in fp32, fp16 or bf16 under
             autocast.
-        bias: Bias of shape ``(N,)`` in a dtype that `weight` may have, or None.
+        bias: Bias of shape ``(N,)`` in a dtype that is allowed for `weight`, or None.
         return_residual: Whether `x` is returned too, for a residual connection around the layer.
             The gradient that reaches `x` through that connection is then added inside the product
             that computes the gradient of `x`, which saves an addition.
@@ -97,7 +96,7 @@ def _backward_fake(a: Any) -> tuple[Tensor, ...]:
 _linear = operator(
     "linear(Tensor x, Tensor weight, Tensor? bias, str backend) -> Tensor", _fake, table="linear"
 )
-# The results are the gradients of x, with that of the residual added, of weight and of bias. A
+# The results are the gradients of x, weight and bias. dresidual is added to the gradient of x. A
 # gradient that ``needs`` does not ask for is empty.
 _linear_backward = operator(
     "linear_backward(Tensor dy, Tensor x, Tensor weight, Tensor? bias, Tensor? dresidual, "
@@ -115,8 +114,8 @@ def _setup_context(ctx: Any, a: Any, output: Tensor) -> None:
 def _gradient(ctx: Any, dy: Tensor) -> dict[str, Tensor | None]:
     x, weight, bias = ctx.saved_tensors
     needs = [ctx.needs.x, ctx.needs.weight, ctx.needs.bias]
-    gradients = _linear_backward(dy, x, weight, bias, None, needs, ctx.backend)
-    return only_needed(("x", "weight", "bias"), gradients, needs)
+    dx, dweight, dbias = _linear_backward(dy, x, weight, bias, None, needs, ctx.backend)
+    return {"x": dx, "weight": dweight, "bias": dbias}
 
 
 differentiable("linear", _gradient, _setup_context)

@@ -1,10 +1,10 @@
-"""When the CPU's copies of weights are put out of date.
+"""The events after which the CPU's copies of weights are out of date.
 
-The extension keeps a copy of each weight in the layout of its products, and ``JoinedLinear`` one
-joined copy of query, key and value. Each copy is judged by a fingerprint in every call
-(``csrc/cpu/gemm/fingerprint.h``). The events below leave nothing to judge: after them every weight
-is copied again. An optimizer's step and a backward pass also mark the process as one that trains,
-in which every call reads the whole of each weight before it takes a copy.
+The extension keeps a prepacked copy of each weight, and ``JoinedLinear`` keeps a joined copy of
+query, key and value. Every call checks the fingerprint of a copy
+(``csrc/cpu/gemm/fingerprint.h``). After the events below, every weight is copied again without this
+check. An optimizer's step and a backward pass also mark the process as one that trains. In such a
+process, every call reads a whole weight before it uses the copy.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _last_backward = -1
 
 
 def forget() -> None:
-    """Put every copy out of date: weights may have changed."""
+    """Put every copy out of date, because weights may have changed."""
     if backends.EXTENSION is not None:
         backends.EXTENSION.expire_packed()
 
@@ -33,7 +33,7 @@ def note_training() -> None:
 
 
 def note_backward() -> None:
-    """``note_training``, once for each backward pass. Called by every gradient of ours."""
+    """Call `note_training` once for each backward pass; every gradient of fastbert calls this."""
     global _last_backward
     number = torch._C._current_graph_task_id()
     if number != _last_backward:

@@ -1,7 +1,7 @@
 """The matrix products of a linear layer and of its gradient, by backend.
 
-The "cpu" backend takes the products from fastbert._C, which packs a weight once per version and
-converts it at the same time. It therefore reads fp32 parameters under autocast as they are and
+The "cpu" backend takes the products from fastbert._C, which prepacks a weight once per version and
+converts it at the same time. Under autocast it therefore reads fp32 parameters as they are and
 returns fp32 gradients. The other backends use torch's products, whose operands share one dtype.
 """
 
@@ -27,10 +27,19 @@ def check_parameters(
     bias_name: str,
     bias: Tensor | None,
 ) -> None:
-    """Check weight (N, columns) and bias (N,) or None: their shapes, devices and dtypes.
+    """Check the shapes, devices and dtypes of weight (N, columns) and of bias (N,) or None.
 
-    The dtype is that of x, or any of LOW_PRECISION where autocast computes in ``dtype``. Raises
-    ValueError naming the argument.
+    Args:
+        columns: Number of columns of `x`.
+        x: Input, whose device and dtype the parameters must have.
+        dtype: Dtype of autocast, or None. With autocast, any of LOW_PRECISION is allowed.
+        weight_name: Name of the argument `weight`, for messages.
+        weight: Weight of a linear layer.
+        bias_name: Name of the argument `bias`, for messages.
+        bias: Bias of a linear layer, or None.
+
+    Raises:
+        ValueError: If a shape, a device or a dtype is not allowed.
     """
     allowed = (x.dtype,) if dtype is None else backends.LOW_PRECISION
     shape = weight.shape
@@ -57,7 +66,7 @@ def _explain(columns, x, allowed, weight_name, weight, bias_name, bias):
 def parameters_for(
     backend: str, dtype: torch.dtype, *parameters: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    """The parameters as ``backend`` multiplies them by an x of ``dtype``."""
+    """Return the parameters in the dtypes in which `backend` multiplies them by `dtype`."""
     kept = (dtype, torch.float32) if backend == "cpu" else (dtype,)
     return tuple([p if p is None or p.dtype in kept else p.to(dtype) for p in parameters])
 
@@ -72,7 +81,7 @@ def needs_gradient(*tensors: Tensor | None) -> bool:
 
 
 def rows_of(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return x (..., K) as (M, K) of ``dtype``, which is x itself if it is both already."""
+    """Return x (..., K) as (M, K) of `dtype`; the result is x itself if nothing changes."""
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     return rows if rows.dtype == dtype else rows.to(dtype)
 
@@ -80,8 +89,8 @@ def rows_of(x: Tensor, dtype: torch.dtype) -> Tensor:
 def runs_directly(backend: str, differentiated: bool) -> bool:
     """Tell whether an implementation may be called without its operator.
 
-    That is so when nothing is differentiated or traced: one sequence on a CPU takes less time than
-    the dispatcher does.
+    This needs a call that nothing differentiates or traces. It saves the time of the dispatcher,
+    which can exceed that of one sequence on a CPU.
     """
     return backend == "cpu" and not differentiated and not torch.compiler.is_compiling()
 
@@ -89,10 +98,13 @@ def runs_directly(backend: str, differentiated: bool) -> bool:
 class Products(NamedTuple):
     """The products of one backend; x is (M, K), weight (N, K), y and dy are (M, N).
 
-    ``project(x, weight, bias)`` is x Wᵀ + b. ``gradient_of_rows(dy, weight, dresidual)`` is
-    dy W + dresidual, in the dtype of dresidual where there is one: under autocast the residual
-    stream stays in fp32. ``gradient_of_weight(dy, x, weight)`` is dyᵀ x in the dtype of weight.
-    ``sum_rows(dy, dtype)`` is the gradient (N,) of a bias of that dtype.
+    Args:
+        project: ``project(x, weight, bias)`` is x Wᵀ + b.
+        gradient_of_rows: ``gradient_of_rows(dy, weight, dresidual)`` is dy W + dresidual. The dtype
+            is that of dresidual if there is one, because the residual stream stays in fp32 under
+            autocast.
+        gradient_of_weight: ``gradient_of_weight(dy, x, weight)`` is dyᵀ x in the dtype of weight.
+        sum_rows: ``sum_rows(dy, dtype)`` is the gradient (N,) of a bias of that dtype.
     """
 
     project: Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -104,7 +116,8 @@ class Products(NamedTuple):
 def _gradient_of_rows(dy: Tensor, weight: Tensor, dresidual: Tensor | None) -> Tensor:
     if dresidual is None:
         return dy @ weight
-    if dresidual.dtype != dy.dtype:  # No GEMM of the library adds another dtype.
+    if dresidual.dtype != dy.dtype:
+        # torch.addmm adds a tensor of the same dtype only.
         return dresidual + dy @ weight
     return torch.addmm(dresidual, dy, weight)
 
@@ -147,7 +160,7 @@ PRODUCTS = {
 }
 
 
-# Shapes and dtypes of the extension's products, which torch.compile asks for.
+# torch.compile gets the shapes and dtypes of the extension's products from these functions.
 
 
 def _fake_linear(x, weight, bias, residual, activation, save):

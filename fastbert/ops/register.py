@@ -1,4 +1,4 @@
-"""Declare an operator: schema, fake and implementation in one call, its gradient in another."""
+"""Declare an operator with schema, fake and implementation in one call, and then its gradient."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _dispatch(table: str, backward: bool) -> Callable[..., Any]:
 
 
 def _without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Autocast acts on the arguments of the public function. It is off inside an implementation."""
+    """Turn autocast off inside an implementation; the public function has cast the arguments."""
 
     @functools.wraps(function)
     def run(*arguments: Any) -> Any:
@@ -96,8 +96,9 @@ def differentiable(
         name: Name of the operator.
         backward: Function of the context and the gradients of the results. It returns the gradients
             of the arguments by their names; an argument that it leaves out has none. `ctx.needs`
-            holds, by argument, whether autograd wants a gradient. The gradient of a result that
-            nothing differentiates, such as a statistic, is None instead of a tensor of zeros.
+            holds, by argument, whether autograd wants a gradient; a gradient that is not wanted may
+            be any tensor. The gradient of a result that nothing differentiates, such as a
+            statistic, is None instead of a tensor of zeros.
         setup_context: Function of the context, the arguments as one named tuple, and the result.
     """
     arguments = ARGUMENTS[name]
@@ -111,8 +112,9 @@ def differentiable(
         if not torch.compiler.is_compiling():
             packed_weights.note_backward()
         ctx.needs = arguments(*ctx.needs_input_grad)
-        none = dict.fromkeys(ctx.needs._fields)
-        return arguments(**(none | backward(ctx, *gradients)))
+        found = backward(ctx, *gradients)
+        needs = ctx.needs._asdict()
+        return arguments(*(found.get(name) if needed else None for name, needed in needs.items()))
 
     torch.library.register_autograd(f"fastbert::{name}", gradient, setup_context=setup, lib=LIBRARY)
 
@@ -122,8 +124,8 @@ def once_differentiable(name: str) -> None:
 
     def backward(ctx: Any, *gradients: Tensor | None) -> dict[str, Tensor | None]:
         raise RuntimeError(
-            f"fastbert::{name} has no derivative: for double backward call the function of "
-            "the same name in fastbert.reference"
+            f"fastbert::{name} has no derivative: for a second derivative call the operation "
+            "in fastbert.reference"
         )
 
     differentiable(name, backward, lambda ctx, inputs, output: None)
@@ -141,16 +143,8 @@ def or_empty(like: Tensor, *gradients: Tensor | None) -> tuple[Tensor, ...]:
 def empty_like_needed(
     like: Tensor, needs: Sequence[bool], *inputs: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """The results of such an operator without their values, for its fake."""
+    """Return empty results of a backward operator, for its fake."""
     return tuple(
         t.new_empty(t.shape) if need and t is not None else like.new_empty(0)
         for t, need in zip(inputs, needs, strict=True)
     )
-
-
-def only_needed(
-    names: Sequence[str], gradients: Sequence[Tensor], needs: Sequence[bool]
-) -> dict[str, Tensor]:
-    """The gradients that ``needs`` asks for, by the names of their arguments."""
-    found = zip(names, gradients, needs, strict=True)
-    return {name: gradient for name, gradient, need in found if need}

@@ -1,8 +1,8 @@
 """A layer with a residual connection around it: one node of autograd for both uses of its input.
 
-Where a tensor is used twice, autograd adds two gradients, which is a kernel of its own. A layer
-that also returns its input gets both gradients at once, and adds one inside the product that
-computes the other.
+If a tensor is used twice, autograd adds its two gradients in a separate kernel. A layer that also
+returns its input gets both gradients at once. It adds the gradient of the residual connection
+inside the product that computes the other gradient.
 """
 
 from __future__ import annotations
@@ -19,18 +19,21 @@ from fastbert.ops.product import rows_of
 class Layer(NamedTuple):
     """The forward and the backward of a layer, below autograd.
 
-    ``forward(rows, *parameters, *constants)`` returns y (M, N) and the tensor to save, or None.
-    ``backward(dy, rows, *parameters, saved, dresidual, needs, *constants)`` returns the gradients
-    of rows and parameters, with dresidual added to the first; a gradient that is not needed may be
-    any tensor. dresidual may have another dtype than dy: under autocast the residual stream stays
-    in fp32.
+    Args:
+        forward: ``forward(rows, *parameters, *constants)`` returns y (M, N) and the tensor to save,
+            or None.
+        backward: ``backward(dy, rows, *parameters, saved, dresidual, needs, *constants)`` returns
+            the gradients of rows and parameters, with dresidual added to the gradient of rows. A
+            gradient that is not needed may be any tensor. Under autocast the residual stream stays
+            in fp32, so dresidual may have another dtype than dy.
     """
 
     forward: Callable[..., tuple[Tensor, Tensor | None]]
     backward: Callable[..., tuple[Tensor | None, ...]]
 
 
-# By the name of the operation: what torch.compile is to look through is passed as constants.
+# The layers by the name of the operation. Unlike a layer, its name is a constant that torch.compile
+# can pass to an autograd function.
 LAYERS: dict[str, Layer] = {}
 
 
@@ -41,10 +44,17 @@ def with_residual(
     parameters: tuple[Tensor | None, ...],
     constants: tuple[Any, ...],
 ) -> tuple[Tensor, Tensor]:
-    """Apply the layer `name` to x (..., K); return y (..., N), and x for the residual connection.
+    """Apply a layer to `x`, and return `x` as well for the residual connection.
 
-    The layer computes in ``dtype``; x and its gradient keep their dtypes. Nothing else may use the
-    returned x.
+    Args:
+        name: Name of the layer in ``LAYERS``.
+        x: Input (..., K). It and its gradient keep their dtypes.
+        dtype: Dtype in which the layer computes.
+        parameters: Parameters of the layer.
+        constants: Further arguments of the layer, which are not tensors.
+
+    Returns:
+        y (..., N), and `x`, which only the residual connection may use.
     """
     return _WithResidual.apply(name, constants, dtype, x, *parameters)
 

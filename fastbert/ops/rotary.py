@@ -1,4 +1,4 @@
-"""Rotary positions: public function, operator, gradient, backends."""
+"""Rotary embeddings: public function, operator, gradient, backends."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fastbert.ops.register import differentiable, once_differentiable, operator
 def rotary(
     x: Tensor, cos: Tensor, sin: Tensor, *, heads: int, backend: str | None = None
 ) -> Tensor:
-    """Rotate the first heads of each token by the token's angles, and copy the others, in one pass.
+    """Rotate the first heads of each token by its angles, and copy the other heads, in one pass.
 
     Elements ``i`` and ``i + D / 2`` of a head are a pair ``(a, b)`` and become
     ``(a cos − b sin, b cos + a sin)``.
@@ -31,7 +31,8 @@ def rotary(
     Args:
         x: Tensor of shape ``(T, N, D)`` with any strides, D even. For the fused projection of q, k
             and v, N is ``3 H`` and `heads` is ``2 H``.
-        cos: Cosines of the angles, fp32 of shape ``(T, D / 2)``; also fp64 if `x` is fp64.
+        cos: Cosines of the angles, fp32 of shape ``(T, D / 2)``; fp64 is allowed too if `x` is
+            fp64.
         sin: Sines of the angles, as `cos`.
         heads: How many heads are rotated.
         backend: ``"reference"``, ``"triton"``, ``"cuda"`` or ``"cpu"``; None lets

@@ -1,4 +1,4 @@
-"""Taking padding out of a batch once, and putting it back once."""
+"""Remove the padding of a batch once, and put it back once."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def unpad(x: Tensor, mask: Tensor) -> Packed:
     Raises:
         ValueError: If a shape or a device is not allowed.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fastbert import ops
         >>> mask = torch.tensor([[True, True, False], [True, False, False]])
@@ -69,7 +69,7 @@ def unpad_indices(mask: Tensor) -> tuple[Tensor, Tensor, int]:
 
     Returns:
         Indices of the rows in the flattened batch, int64 of shape ``(T,)``; cumulative lengths,
-        int32 of shape ``(B + 1,)``; and the longest length.
+        int32 of shape ``(B + 1,)``; and the length of the longest sequence.
     """
     if not torch.compiler.is_compiling() and _by_extension(mask):
         return torch.ops.fastbert_C.unpad_indices(mask)
@@ -87,7 +87,7 @@ def any_outside(index: Tensor, size: int, ignored: int | None = None) -> bool:
 
 
 def _by_extension(index: Tensor) -> bool:
-    """Whether fastbert._C reads this tensor: in a pass of its own instead of a chain of them."""
+    """Tell whether fastbert._C reads this tensor, in one pass instead of several of torch."""
     here = backends.EXTENSION is not None and index.device.type == "cpu"
     return here and index.dtype in INTEGERS and type(index) is Tensor
 
@@ -146,8 +146,8 @@ _unpad_indices = operator(
     _unpad_indices_fake,
     forward=_unpad_indices_forward,
 )
-# Each row is taken once, so that each of the two operators is the gradient of the other and neither
-# adds anything.
+# The indices are distinct. So each of these two operators is the gradient of the other, and neither
+# adds rows together.
 _gather_rows = operator(
     "gather_rows(Tensor x, Tensor indices) -> Tensor", _gather_fake, forward=_gather_forward
 )

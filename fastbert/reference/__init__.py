@@ -1,8 +1,8 @@
 """Plain PyTorch for every operation: the specification that each kernel is checked against.
 
-Every function here is differentiable by autograd, twice if need be, runs on any device and in any
-floating dtype up to float64, and is written to be read, not to be fast. The public functions take
-the arguments of the functions of the same name in ``fastbert.ops``, except ``backend``.
+Every function runs on any device and in any floating dtype up to float64, and autograd can
+differentiate it, also twice. The code is written to be read, not to be fast. A public function
+takes the arguments of the function of the same name in ``fastbert.ops``, except ``backend``.
 """
 
 from fastbert.reference.attention import (

@@ -1,4 +1,4 @@
-"""Scaled dot-product attention, dense and varlen, and its weights."""
+"""Scaled dot-product attention, dense and packed, and its weights."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ def visible(
     device: torch.device,
     lengths: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor | None:
-    """Return the keys inside the window and the lengths, or None if these are all keys.
+    """Return the mask of the keys inside the window and the lengths, or None if these are all keys.
 
-    The mask is bool and broadcastable to (B, H, Lq, Lk). Query ``i`` has the position of key ``i +
-    Lk - Lq`` (bottom-right alignment, in each sequence where lengths are given); -1 leaves a side
-    of the window open. Queries beyond their length may see keys: those rows are never read.
+    The mask is bool and broadcastable to (B, H, Lq, Lk). Query ``i`` has the position of key
+    ``i + Lk - Lq`` (bottom-right alignment), with the lengths of each sequence if they are given.
+    -1 leaves a side of the window open. Queries beyond their length may see keys, but no caller
+    reads their rows.
     """
     query = torch.arange(query_length, device=device).view(1, 1, -1, 1)
     key = torch.arange(key_length, device=device).view(1, 1, 1, -1)
@@ -49,7 +50,7 @@ def softmax_weights(
 ) -> Tensor:
     """Compute the softmax of ``q kᵀ scale + bias`` over the allowed keys.
 
-    Rows that may attend nothing are exactly 0.
+    Rows that may attend no key are exactly 0.
     """
     scores = q @ k.transpose(-2, -1) * scale
     if bias is not None:
@@ -64,7 +65,7 @@ def softmax_weights(
 
 
 def hide_unattended(x: Tensor, allowed: Tensor | None) -> Tensor:
-    """Set keys or values that no query may attend to 0: ``0 · NaN`` would leak out of padding."""
+    """Zero keys or values that no query may attend, because they may be NaN and 0 · NaN is NaN."""
     if allowed is None:
         return x
     return x.masked_fill(~allowed.any(dim=-2).unsqueeze(-1), 0.0)

@@ -1,4 +1,4 @@
-"""Dropout by a counter-based generator, so that each element has a number of its own."""
+"""Dropout by a counter-based generator, whose mask depends on seed and coordinates alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PHILOX_ROUNDS = 7
 def philox(seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> list[Tensor]:
     """Compute the four 32-bit words of Philox4x32-7 (Salmon et al. 2011) as int64 tensors.
 
-    ``seed`` int64 (1,) is the key, low word first; the counters are int64 and broadcast.
+    The seed, int64 (1,), is the key, low word first. The counters are int64 and broadcast.
     """
     key0, key1 = seed & WORD, (seed >> 32) & WORD
     for _ in range(PHILOX_ROUNDS):
@@ -25,7 +25,7 @@ def philox(seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> list
 
 
 def dropout_keep(seed: Tensor, p: float, shape: tuple[int, ...]) -> Tensor:
-    """Return the bool mask of kept elements for ``shape`` = (rows, columns) or (B, H, Lq, Lk).
+    """Return the bool mask of kept elements for `shape`: (rows, columns) or (B, H, Lq, Lk).
 
     Element (c3, c2, c1, j) takes word ``j % 4`` of the counter (j // 4, c1, c2, c3). The mask of an
     element therefore depends on its coordinates alone, not on the layout, the tile or the batch.

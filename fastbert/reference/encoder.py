@@ -33,7 +33,7 @@ def encoder(
 ) -> list[Tensor]:
     """Run hidden (T, H) through one layer for every twelve parameters (Devlin et al. 2019).
 
-    The weights are int8 where ``scales`` holds eight tensors for each layer. See
+    If ``scales`` holds eight tensors for each layer, the weights are int8. See
     ``fastbert.ops.encoder``.
     """
     dtype = hidden.dtype if dtype is None else dtype

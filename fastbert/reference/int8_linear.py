@@ -1,4 +1,4 @@
-"""A linear layer by integers."""
+"""A linear layer with 8-bit integers."""
 
 from __future__ import annotations
 
@@ -9,16 +9,19 @@ from torch import Tensor
 
 from fastbert.reference.feed_forward import activate
 
-# Packed weights are padded to whole tiles: panels to a multiple of four, K to a multiple of 64.
+# Prepacked weights are padded to whole tiles: panels to a multiple of four, K to a multiple of 64.
 PANELS, DEPTH = 4, 64
 
 
 class Int8Weight(NamedTuple):
-    """A weight W (N, K) ≈ integers · scale in the layout that the kernels read.
+    """A weight W (N, K) ≈ integers · scale in the layout that the kernels read, padded with 0.
 
-    ``packed`` int8 (panels, K / group, lanes, group) holds panels of ``lanes`` outputs; ``scale``
-    fp32 and ``column_sum`` int32, the sum of each output's integers, are (panels · lanes,).
-    ``outputs`` is N and ``inputs`` is K; the padding is 0.
+    Args:
+        packed: Integers, int8 (panels, K / group, lanes, group); a panel has ``lanes`` outputs.
+        scale: Scale of each output, fp32 (panels · lanes,).
+        column_sum: Sum of the integers of each output, int32 (panels · lanes,).
+        outputs: N.
+        inputs: K.
     """
 
     packed: Tensor
@@ -29,7 +32,7 @@ class Int8Weight(NamedTuple):
 
 
 def pack(values: Tensor, scale: Tensor, lanes: int, group: int) -> Int8Weight:
-    """Pack values int8 (N, K) and scale fp32 (N,) for instructions of ``lanes`` and ``group``."""
+    """Prepack values int8 (N, K) and scale fp32 (N,) in panels for `lanes` and `group`."""
     outputs, inputs = values.shape
     panels = -(-outputs // (lanes * PANELS)) * PANELS
     depth = -(-inputs // DEPTH) * DEPTH
@@ -52,9 +55,9 @@ def unpack(weight: Int8Weight) -> tuple[Tensor, Tensor]:
 def int8_rows(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Quantise x (M, K) to integers of 8 bits, with x ≈ (q − zero) · scale.
 
-    With [low, high] the range of a row and 0, scale = (high − low) / 255, zero = rint(−low / scale)
-    and q = clip(rint(x / scale) + zero). A row whose scale is below 2⁻¹²⁰ counts as 0; a row with
-    an element that is not finite has q = 0 and the scale NaN.
+    Let [low, high] be the range of a row together with 0. Then scale = (high − low) / 255, zero =
+    rint(−low / scale) and q = clip(rint(x / scale) + zero). A row whose scale is below 2⁻¹²⁰ counts
+    as 0. A row with an element that is not finite has q = 0 and the scale NaN.
 
     Args:
         x: Rows of shape ``(M, K)``.
@@ -101,8 +104,8 @@ def int8_linear(
     """Compute ``activation((q − zero) valuesᵀ · scales + b) + residual``.
 
     x is (..., K), and the result has its dtype. `int8_rows` gives q, zero and the scale of each
-    row; ``weight`` holds the values and the scale of each output. The sums of the integers are
-    exact; everything else is fp32.
+    row, and `weight` holds the values and the scale of each output. The sums of integers are exact,
+    and all other arithmetic is fp32.
     """
     values, scale = unpack(weight)
     q, row_scale, zero = int8_rows(x.reshape(-1, x.shape[-1]))

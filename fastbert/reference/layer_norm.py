@@ -11,7 +11,7 @@ from fastbert.reference.dropout import dropout
 def layer_norm(
     x: Tensor,
     weight: Tensor,
-    bias: Tensor,
+    bias: Tensor | None,
     *,
     residual: Tensor | None = None,
     x_bias: Tensor | None = None,
@@ -26,8 +26,9 @@ def layer_norm(
     x = dropout(x, dropout_p, dropout_seed, (x.numel() // max(columns, 1), columns))
     if residual is not None:
         x = residual + x
-    # Two passes in at least fp32, as every kernel: torch's one-pass form is NaN for rows of 1e30.
+    # Every kernel makes two passes in at least fp32. torch's one-pass form gives NaN at 1e30.
     total = x.to(torch.promote_types(x.dtype, torch.float32))
     centred = total - total.mean(dim=-1, keepdim=True)
     rstd = torch.rsqrt(centred.square().mean(dim=-1, keepdim=True) + eps)
-    return (centred * rstd * weight + bias).to(x.dtype)
+    y = centred * rstd * weight
+    return (y if bias is None else y + bias).to(x.dtype)

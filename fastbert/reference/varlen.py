@@ -10,12 +10,16 @@ from torch import Tensor
 
 
 class Packed(NamedTuple):
-    """Sequences without padding, and where they came from.
+    """A batch of sequences without padding, and their places in the padded batch.
 
-    ``values`` (T, ...) are the rows. ``indices`` int64 (T,) is the row of each token in the
-    flattened padded batch; ``cu_seqlens`` int32 (B + 1,) holds the cumulative lengths, as in
-    ``flash_attn_varlen_func``; ``max_seqlen`` is the longest length; ``batch`` and ``length`` are B
-    and L of the padded batch.
+    Args:
+        values: Rows of shape ``(T, ...)``, the sequences one after another.
+        indices: Row of each token in the flattened padded batch, int64 of shape ``(T,)``.
+        cu_seqlens: Cumulative lengths, int32 of shape ``(B + 1,)``, as in
+            ``flash_attn_varlen_func``.
+        max_seqlen: Length of the longest sequence.
+        batch: B of the padded batch.
+        length: L of the padded batch.
     """
 
     values: Tensor
@@ -27,7 +31,7 @@ class Packed(NamedTuple):
 
 
 def longest(cu_seqlens: Tensor) -> int:
-    """Return the length of the longest sequence; a synchronisation with a GPU."""
+    """Return the length of the longest sequence; the read synchronises with a GPU."""
     lengths = cu_seqlens.diff()
     return int(lengths.max()) if lengths.numel() else 0
 
@@ -65,13 +69,14 @@ def sequence_positions(cu_seqlens: Tensor, rows: int) -> tuple[Tensor, Tensor]:
 def pad_rows(x: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> tuple[Tensor, Tensor, Tensor]:
     """Pad packed rows (T, ...) to (B, L, ...).
 
-    Also returns the slot of each row in B·L, and whether the row has a slot. Rows beyond
-    ``cu_seqlens[-1]`` go to a spare slot that is cut off again: they are never seen.
+    Returns:
+        The padded rows; the slot of each row in B·L, int64 (T,); and whether the row has a slot,
+        bool (T,). Rows beyond ``cu_seqlens[-1]`` have none and are left out.
     """
     batch = cu_seqlens.numel() - 1
     sequence, position = sequence_positions(cu_seqlens, x.shape[0])
     used = sequence < batch
-    # A row without a sequence has position 0 of sequence B: the spare slot.
+    # Rows without a sequence have position 0 of sequence B, the spare slot that is cut off.
     slot = sequence * max_seqlen + position
     padded = x.new_zeros(batch * max_seqlen + 1, *x.shape[1:]).index_copy(0, slot, x)[:-1]
     return padded.view(batch, max_seqlen, *x.shape[1:]), slot, used

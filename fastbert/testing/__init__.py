@@ -1,1 +1,1 @@
-"""Cases, tolerances and reference models, by which the tests and benchmarks judge results."""
+"""Cases, tolerances and reference models, with which tests and benchmarks judge results."""

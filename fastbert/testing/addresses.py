@@ -1,8 +1,8 @@
 """Find 32-bit products in the address arithmetic of a kernel, from its Triton IR (TTIR).
 
 A tensor may have more than 2**31 elements. If a kernel multiplies a row by a stride in 32 bits and
-widens the product afterwards, the product has already wrapped. Neither the PTX nor a small test
-shows this error.
+widens the product afterwards, the product may already have wrapped. Neither the PTX nor a small
+test shows this error.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 # An offset depends on the operands of the operation that makes it. The search through the operands
-# ends at these operations: a quotient, a remainder and a loaded number begin a new quantity, which
-# is an index and not an offset.
+# ends at these operations, because a quotient, a remainder or a loaded number is a new quantity, an
+# index and not an offset.
 BEGINNINGS = (
     "argument",
     "arith.cmpi",
@@ -217,7 +217,7 @@ def narrow_products(ttir: str, arguments: list[str]) -> list[str]:
 
 
 def _place(line: str, places: dict[str, str]) -> str:
-    """Return "file.py:line" for a line of TTIR; in a chain of calls, that of the innermost call."""
+    """Return "file.py:line" for a line of TTIR, or for its innermost call in a chain of calls."""
     waiting = re.findall(r"#loc\d*", line)[-1:]
     while waiting:
         text = places.get(waiting.pop(0), "")

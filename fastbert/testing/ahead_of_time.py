@@ -25,23 +25,23 @@ from typing import Any
 from fastbert.testing.addresses import narrow_products
 
 ARCHITECTURES = (80, 90, 100)
-# A block may have this many bytes of shared memory, by architecture.
+# The bytes of shared memory that a block may have, by architecture.
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
-# One of these units must compute the products of 16-bit operands. A newer GPU has older units too,
-# but they are slower.
+# By architecture, the units that may compute the products of 16-bit operands. A newer GPU has older
+# units too, but they are slower.
 MATRIX_UNITS = {80: ("HMMA",), 90: ("HGMMA",), 100: ("UTCHMMA", "HMMA")}
-# Instructions of 16 bytes per thread must load this share of the loaded bytes of a kernel.
+# Instructions of 16 bytes per thread must load at least this share of a kernel's loaded bytes.
 WIDE_SHARE = 0.5
 # These kernels may have a smaller share, which is given with its reason.
 NARROWER: dict[str, tuple[float, str]] = {
     "attention_dq": (0.2, "at head dim 32 a thread's part of a tile is 8 bytes"),
-    "attention_dkv": (0.1, "the same, and 4 bytes each for the statistics of every row"),
-    "attention_short_backward": (0.3, "the same"),
-    "embedding_run_sums": (0.3, "a key of every row, in the layout of the loads and of the stores"),
+    "attention_dkv": (0.1, "as in attention_dq, and a statistic of a row is 4 bytes"),
+    "attention_short_backward": (0.3, "as in attention_dkv"),
+    "embedding_run_sums": (0.3, "the key of a row is loaded in two layouts"),
 }
 # These kernels read no rows but the given data, so no share is required of them.
 NARROW_LOADS: dict[str, str] = {
-    "embedding_keys": "one index a row, at any stride",
+    "embedding_keys": "each row has one index, at any stride",
 }
 KERNELS = Path(__file__).resolve().parents[1] / "kernels"
 
@@ -65,7 +65,7 @@ class Compiled:
         has_dot: Whether the TTIR contains a matrix product.
         narrow_products: The 32-bit products that may wrap, from `narrow_products`.
         constants: The compile-time constants, without strides.
-        number: Number of the compilation in its run, from 1.
+        number: Position of the compilation in its run, from 1.
         total: Number of compilations in the run.
         faults: The faults in words; empty if the launch passes.
     """
@@ -246,7 +246,7 @@ def global_loads(sass: str) -> dict[int, int]:
 
     A bulk copy counts as 16 bytes.
 
-    Example:
+    Examples:
         >>> from fastbert.testing.ahead_of_time import global_loads
         >>> global_loads("LDG.E.128 R4; LDG.E R8; LDG.E.U16 R9; LDG.E.128 R12;")
         {16: 2, 4: 1, 2: 1}
@@ -405,7 +405,7 @@ def main() -> None:
     import triton
 
     if triton.knobs.runtime.interpret:
-        sys.exit("TRITON_INTERPRET: got 1, allowed: unset, nothing compiles in the interpreter")
+        sys.exit("TRITON_INTERPRET: got 1, allowed: unset; the interpreter compiles nothing")
     chosen = tuple(options.noun)
     try:
         jobs = [

@@ -29,13 +29,13 @@ OPS = (
     "embedding",
     "linear_cross_entropy",
 )
-# This backend table serves each public function.
+# The backend table of each public function.
 TABLE_OF = {op: op for op in OPS} | {
     "attention_varlen": "attention",
     "attention_qkvpacked": "attention",
 }
 
-# The names of random cases begin with this text.
+# The name of a random case begins with this text.
 RANDOM = "random-"
 
 
@@ -79,7 +79,7 @@ class Case:
         quick: Whether the case belongs to the quick selection.
         gpu_tiles: Whether Triton's interpreter runs the case with the tiles of a GPU.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fastbert.testing.selection import find
         >>> (case,) = find("linear", "bias")
@@ -94,7 +94,7 @@ class Case:
     shape: tuple[Any, ...]
     options: dict[str, Any] = field(default_factory=dict)
     quick: bool = False
-    # By default, the interpreter uses larger tiles than a GPU, which are faster there.
+    # By default, the interpreter uses larger tiles than a GPU, because they take less time there.
     gpu_tiles: bool = False
 
     @property
@@ -164,6 +164,11 @@ class Draw:
         lengths = torch.randint(shortest, longest + 1, (batch,), generator=self.generator)
         lengths[0] = longest
         return lengths
+
+
+def _present(arguments: dict[str, Any]) -> tuple[str, ...]:
+    """Return the names of the arguments that are not None."""
+    return tuple(name for name, value in arguments.items() if value is not None)
 
 
 def _dropout(draw: Draw, dropout_p: float) -> dict[str, Any]:
@@ -281,20 +286,25 @@ def _attention_qkvpacked(
 
 
 def _layer_norm(
-    draw, rows, columns, *, residual=True, x_bias=True, dropout_p=0.0, mean=0.0, constant=False
-):
+    draw, rows, columns, *, bias=True, residual=True, x_bias=True, dropout_p=0.0, mean=0.0,
+    constant=False,
+):  # fmt: skip
     x = draw.normal(rows, columns)
     if mean:
         x = (x.float() + mean).to(draw.dtype)
     if constant:
         x[: rows // 2] = 1.0
-    positional = {"x": x, "weight": draw.normal(columns) + 1, "bias": draw.normal(columns)}
+    positional = {
+        "x": x,
+        "weight": draw.normal(columns) + 1,
+        "bias": draw.normal(columns) if bias else None,
+    }
     keyword: dict[str, Any] = {"eps": 1e-12 if not constant else 1e-5, **_dropout(draw, dropout_p)}
     if residual:
         keyword["residual"] = draw.normal(rows, columns)
     if x_bias:
         keyword["x_bias"] = draw.normal(columns)
-    gradients = ("x", "weight", "bias", *(n for n in ("residual", "x_bias") if n in keyword))
+    gradients = (*_present(positional), *(n for n in ("residual", "x_bias") if n in keyword))
     return Inputs(positional, keyword, gradients)
 
 
@@ -338,22 +348,27 @@ def _feed_forward(draw, rows, hidden, inner, *, bias=True, **options):
         "w2": draw.normal(hidden, inner, scale=inner**-0.5),
         "b2": draw.normal(hidden) if bias else None,
     }
-    return Inputs(positional, options, tuple(n for n, v in positional.items() if v is not None))
+    return Inputs(positional, options, _present(positional))
 
 
-def _embedding(draw, tokens, vocabulary, hidden, *, padding_idx=None, dropout_p=0.0):
-    positional = {
+def _embedding(
+    draw, tokens, vocabulary, hidden, *, types=True, positions=True, bias=True, padding_idx=None,
+    dropout_p=0.0,
+):  # fmt: skip
+    indices = {
         "ids": draw.integers(vocabulary, tokens),
-        "token_types": draw.integers(2, tokens),
-        "positions": torch.arange(tokens) % 512,
+        "token_types": draw.integers(2, tokens) if types else None,
+        "positions": torch.arange(tokens) % 512 if positions else None,
+    }
+    parameters = {
         "word_table": draw.normal(vocabulary, hidden),
-        "type_table": draw.normal(2, hidden),
-        "position_table": draw.normal(512, hidden),
+        "type_table": draw.normal(2, hidden) if types else None,
+        "position_table": draw.normal(512, hidden) if positions else None,
         "weight": draw.normal(hidden) + 1,
-        "bias": draw.normal(hidden),
+        "bias": draw.normal(hidden) if bias else None,
     }
     keyword = {"padding_idx": padding_idx, **_dropout(draw, dropout_p)}
-    return Inputs(positional, keyword, tuple(positional)[3:])
+    return Inputs(indices | parameters, keyword, _present(parameters))
 
 
 def _linear_cross_entropy(
@@ -445,6 +460,8 @@ def _cases() -> Iterator[Case]:
     yield case("layer_norm", "wide", 9, 3584, dropout_p=0.1)
     yield case("layer_norm", "odd", 17, 1023, x_bias=False)
     yield case("layer_norm", "constant", 16, 128, residual=False, x_bias=False, constant=True)
+    yield case("layer_norm", "no_bias", 33, 384, bias=False, x_bias=False, quick=True)
+    yield case("layer_norm", "no_bias_dropout", 21, 203, bias=False, dropout_p=0.1)
     yield case("rms_norm", "residual", 37, 768, quick=True)
     yield case("rms_norm", "plain", 33, 111, residual=False, eps=1e-5)
     yield case("rms_norm", "wide", 9, 3584)
@@ -476,8 +493,12 @@ def _cases() -> Iterator[Case]:
     yield case("feed_forward", "recompute_geglu", 34, 56, 66, activation="geglu", recompute=True)
     yield case("embedding", "plain", 70, 211, 96, quick=True)
     yield case("embedding", "dropout", 65, 100, 64, dropout_p=0.1, padding_idx=0, quick=True)
-    # The case has enough labelled rows that the worst of their logits is typical, for the tested
-    # result and for the yardstick.
+    absent = {"types": False, "positions": False, "bias": False}
+    yield case("embedding", "words", 70, 211, 96, quick=True, **absent)
+    yield case("embedding", "no_types", 65, 100, 111, types=False, dropout_p=0.1, padding_idx=0)
+    yield case("embedding", "no_positions", 40, 59, 64, positions=False, bias=False)
+    # The case has so many labelled rows that the worst error of a logit is typical, both for the
+    # tested result and for the yardstick.
     yield case("linear_cross_entropy", "mlm", 700, 48, 301, quick=True)
     yield case("linear_cross_entropy", "sum", 130, 32, 197, reduction="sum", labelled=0.9)
     yield case("linear_cross_entropy", "none", 130, 32, 197, reduction="none", labelled=0.8)

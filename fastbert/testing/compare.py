@@ -11,10 +11,10 @@ alone can cause, a = 2 · max|oracle + 0.3 − 0.3 − oracle|, computed in the 
 inequality finds a bias that the maximum misses. There is no other tolerance anywhere.
 
 The verdict does not depend on the processor. The products of torch are more exact on one processor
-than on another, so a yardstick that torch alone computed may be too exact by luck. A `Yardstick`
-can also run the reference with plain sums, in several orders that are the same on every processor.
+than on another, so a yardstick from torch alone may be too exact by luck. A `Yardstick` can also
+run the reference with plain sums, in several orders that are the same on every processor.
 A result that fails against the run of torch is judged again against the runs with plain sums. The
-errors of the yardstick are then the largest of all runs, and never below those of a plain sum.
+errors of the yardstick are then the largest of all runs, never below the errors of a plain sum.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from fastbert.testing.yardstick import Yardstick
 MAX_FACTOR = 2.0
 RMS_FACTOR = 1.5
 # With fewer elements than this number, an RMS or a sampled rounding error has no meaning, because
-# one lucky rounding of a scalar would decide. The RMS rule then does not apply, and ``a`` is its
-# bound instead of its sample.
+# one lucky rounding would decide. The RMS rule then does not apply, and a is a bound of the
+# rounding errors instead of a sample.
 SAMPLE = 64
 
 
@@ -66,7 +66,7 @@ class Comparison:
     def ratio(self) -> float:
         """The largest error divided by that of the yardstick.
 
-        The ratio is 1 for a result that is as good as that of PyTorch in the same dtype.
+        A result as exact as that of PyTorch in the same dtype has the ratio 1.
         """
         if self.error == 0.0:
             return 0.0
@@ -144,7 +144,7 @@ def compare(
     Raises:
         ValueError: If `factor` or the dtype of `oracle` breaks the rule. A bad result never raises.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fastbert.testing.compare import compare
         >>> oracle = torch.linspace(0, 1, 100, dtype=torch.float64).exp()

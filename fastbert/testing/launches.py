@@ -1,8 +1,8 @@
 """Count the launches of a part of the model: kernels of fastbert, library GEMMs, and others.
 
 Each Triton launch and each operator of torch is a kernel on a GPU, unless the operator only makes a
-view or allocates memory. The counts are the same in Triton's interpreter. Therefore a machine
-without a GPU can check that no foreign kernel runs inside the layers.
+view or allocates memory. The counts are the same in Triton's interpreter, so a machine without a
+GPU can check that no foreign kernel runs inside the layers.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def counted() -> Iterator[Launches]:
     Yields:
         The counts, which grow while the block runs.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fastbert.testing.launches import counted
         >>> with counted() as launches:

@@ -65,7 +65,7 @@ def run_with_gradients(
 
     Args:
         function: Computes one tensor.
-        inputs: The arguments of the function, and the names of those with a gradient.
+        inputs: The arguments of the function, and the names of the arguments with a gradient.
         extra: Further keyword arguments.
         seed: Seed of the gradient of the output.
 
@@ -220,16 +220,20 @@ def plan(
         dtype: The only dtype; None is fp32, fp16 and bf16.
         case: Name of a case; None is all registered cases.
         quick: Whether only the cases of the quick selection run.
-        random: Number of random cases, which then replace the registered cases.
+        random: Number of random cases, which then replace the registered cases. `case` and `quick`
+            select registered cases, so neither goes together with `random`.
         seed: Seed of the random cases.
 
     Returns:
         A tuple of case, backend, dtype and device for each run.
 
     Raises:
-        ValueError: If the selection is unknown, or if no run is possible.
+        ValueError: If the selection is unknown or contradictory, or if no run is possible.
     """
     backends.validate(backend)
+    for name, value in (("case", case), ("quick", quick)):
+        if random and value:
+            raise ValueError(f"{name}: got {value!r} with random={random}, allowed: one of the two")
     names = backends.BACKENDS if backend is None else (backend,)
     runs, reasons = [], []
     for selected in random_cases(random, seed, op) if random else find(op, case, quick):
@@ -273,7 +277,7 @@ def check(
     Raises:
         ValueError: As in `plan`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fastbert.testing.parity import check
         >>> rows = check("linear", "reference", torch.float32, case="no_bias")

@@ -1,4 +1,4 @@
-"""Seeded random cases over every operation and its options, with shapes that nobody would choose.
+"""Seeded random cases of every operation and its options, with shapes that nobody would choose.
 
 The case ``random-SEED-INDEX`` of an operation is always the same, so its name reproduces it. The
 sizes are small, so that Triton's interpreter runs a case in a fraction of a second. Sizes at the
@@ -20,7 +20,7 @@ from fastbert.testing.cases import OPS, Case
 EDGES = (1, 2, 3, 7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 127, 128, 129)
 HEAD_DIMS = (1, 8, 16, 32, 40, 59, 64, 80, 96, 111, 128, 192, 256)
 COLUMNS = (1, 59, 111, 128, 384, 768, 1023, 1024)
-# These limits keep a case in the interpreter to a fraction of a second. The first limits the
+# With these limits, a case takes a fraction of a second in the interpreter. The first limits the
 # elements of the tensors. The others limit the pairs of a query and a key, and the rows, in a case
 # with the small tiles of a GPU.
 LARGEST = 2**15
@@ -122,7 +122,7 @@ def free_logits(queries: int, keys: int, causal: bool = False, window: Any = Non
     Returns:
         The number of free logits.
 
-    Example:
+    Examples:
         >>> from fastbert.testing.random_cases import free_logits
         >>> free_logits(3, 3, causal=True)
         3
@@ -219,6 +219,7 @@ def _layer_norm(pick: Pick) -> Options:
         "x_bias": pick.chance(0.5),
         **pick.dropout(),
         **pick.only(0.3, mean=pick.one((1.0, 100.0))),
+        **pick.only(0.3, bias=False),
     }
 
 
@@ -259,7 +260,13 @@ def _feed_forward(pick: Pick) -> Options:
 
 def _embedding(pick: Pick) -> Options:
     shape = (_rows(pick), pick.size(300), pick.size(400, COLUMNS))
-    return shape, {**pick.only(0.4, padding_idx=0), **pick.dropout()}
+    return shape, {
+        **pick.only(0.4, padding_idx=0),
+        **pick.dropout(),
+        **pick.only(0.3, types=False),
+        **pick.only(0.3, positions=False),
+        **pick.only(0.3, bias=False),
+    }
 
 
 def _linear_cross_entropy(pick: Pick) -> Options:
@@ -333,7 +340,7 @@ def named(name: str, op: str | None) -> Case:
     Raises:
         ValueError: If `op` is None, or if `name` has another form.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fastbert.testing.random_cases import named
         >>> named("random-0-5", "linear").command("triton", torch.float32)

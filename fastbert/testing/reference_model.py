@@ -52,9 +52,8 @@ def encode(
         input_ids: Token ids, int64 of shape ``(B, L)``.
         attention_mask: Mask of shape ``(B, L)``, nonzero where a token exists.
         token_type_ids: Token types of shape ``(B, L)``; all 0 by default.
-        seeds: Dropout seeds, int64 of shape ``(1 + 3 * layers,)``: one for the embeddings, and for
-            each layer those of the attention, the attention output and the output. None applies no
-            dropout.
+        seeds: Dropout seeds, int64 of shape ``(1 + 3 * layers,)``: one for the embeddings, and
+            three for each layer: attention, attention output and output. None applies no dropout.
 
     Returns:
         The output, with all hidden states and attention weights.

@@ -121,7 +121,7 @@ def plain_product(a: Tensor, b: Tensor, order: int = 0) -> Tensor:
     Returns:
         Tensor of shape ``(*, M, N)`` in the dtype of `a`, or in fp32 if that is narrower.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fastbert.testing.yardstick import plain_product
         >>> plain_product(torch.ones(2, 3).half(), torch.ones(3, 2).half())

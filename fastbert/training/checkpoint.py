@@ -19,7 +19,7 @@ CHECKPOINT = "model"
 def refuse_existing(output: Path, *, overwrite: bool) -> None:
     """Raise ValueError if `output` is a file, or has a checkpoint that may not be overwritten."""
     if output.exists() and not output.is_dir():
-        raise ValueError(f"output: {output} is a file, allowed: a folder, or a name not taken")
+        raise ValueError(f"output: {output} is a file, allowed: a folder, or an unused name")
     if (output / CHECKPOINT).exists() and not overwrite:
         raise ValueError(
             f"output: {output} holds a checkpoint already, "

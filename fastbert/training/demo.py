@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +27,7 @@ from fastbert.data import read_documents, stories
 from fastbert.testing import parity
 from fastbert.testing.model_parity import check_model
 from fastbert.training.checkpoint import CHECKPOINT
-from fastbert.training.examples import Example, fill_masks
+from fastbert.training.examples import Example, predict_words
 from fastbert.training.loop import TrainResult, pretrain
 from fastbert.training.options import PretrainOptions
 from fastbert.training.preparation import Documents, split_documents
@@ -37,11 +37,20 @@ from fastbert.training.report import TITLE, DemoReport, Target, write_report
 # A model that is trained on the built-in corpus must reach these figures on held-out stories.
 MLM_TIMES_BASELINE = 3.0
 NSP_ACCURACY = 0.85
+# Durations of the phases in the default size.
+EXPECTED = {
+    "Corpus": "a second",
+    "Pre-training": "1 to 3 minutes on two idle cores",
+    "Predictions of the model": "a second",
+    "The checkpoint in transformers": "5 seconds, most of them for importing transformers",
+    "Parity of every operation and of a training step": "5 seconds",
+    "Speed of the encoder": "a minute",
+}
 
 
 @dataclass(frozen=True)
 class DemoSize:
-    """The amount of work of the demo; the default takes about four minutes on two slow cores.
+    """The amount of work of the demo; the default takes 2 to 4 minutes on two idle cores.
 
     Attributes:
         documents: Number of stories of the built-in corpus.
@@ -85,30 +94,33 @@ class DemoSize:
 
 
 class _Phases:
-    """Announces each phase and keeps its duration."""
+    """Announces each phase with its expected duration, and shows and keeps the real one."""
 
-    def __init__(self, console: Console, total: int) -> None:
+    def __init__(self, console: Console, total: int, expected: Mapping[str, str]) -> None:
         self.seconds: dict[str, float] = {}
         self._console = console
         self._total = total
+        self._expected = expected
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[Callable[[str], None]]:
         number = len(self.seconds) + 1
+        expected = f": takes {self._expected[name]}" if name in self._expected else ""
         self._console.print(
-            f"\n[bold]{number}/{self._total} {name}[/]", highlight=False, soft_wrap=True
+            f"\n[bold]{number}/{self._total} {name}[/]{expected}", highlight=False, soft_wrap=True
         )
         started = time.perf_counter()
         yield lambda text: self._console.print(
             f"  {text}", highlight=False, markup=False, soft_wrap=True
         )
         self.seconds[name] = time.perf_counter() - started
+        self._console.print(f"  done in {self.seconds[name]:.1f} s", highlight=False)
 
 
 def _refuse_foreign(folder: Path) -> None:
     """Raise ValueError if `folder` is a file or has a checkpoint that no earlier demo wrote."""
     if folder.exists() and not folder.is_dir():
-        raise ValueError(f"out: {folder} is a file, allowed: a folder, or a name not taken")
+        raise ValueError(f"out: {folder} is a file, allowed: a folder, or an unused name")
     report = folder / "report.md"
     own = report.is_file() and report.read_text(encoding="utf-8").startswith(TITLE)
     if (folder / CHECKPOINT).exists() and not own:
@@ -222,7 +234,7 @@ def _look(
 ) -> tuple[list[Example], Reopened | None]:
     """Predict masked words with the saved model and compare the model with transformers."""
     with phase("Predictions of the model") as say:
-        examples = fill_masks(result.checkpoint, held_out[:4], max_length)
+        examples = predict_words(result.checkpoint, held_out[:4], max_length)
         for example in examples:
             say(f"{example.text}  →  {', '.join(example.guesses)}  (was: {example.truth})")
     with phase("The checkpoint in transformers") as say:
@@ -267,7 +279,7 @@ def run_demo(
             Its accuracies are reported, but they are not targets, because the attainable accuracy
             of an arbitrary corpus is unknown.
         seed: Seed of the stories and of the training.
-        size: Amount of work; None takes about four minutes on two slow cores.
+        size: Amount of work; None takes 2 to 4 minutes on two idle cores.
         console: Where progress is shown; None shows it on the standard output.
 
     Returns:
@@ -279,7 +291,7 @@ def run_demo(
     folder, size, console = Path(out_dir), size or DemoSize(), console or Console()
     _refuse_foreign(folder)
     options = PretrainOptions(output=folder, overwrite=True, seed=seed, **size.training)
-    phase = _Phases(console, 6)
+    phase = _Phases(console, 6, EXPECTED if size == DemoSize() else {})
     source = "built-in stories" if corpus is None else os.fspath(corpus)
     with phase("Corpus") as say:
         documents = _read(corpus, size, seed)

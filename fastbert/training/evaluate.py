@@ -101,7 +101,7 @@ def evaluate(model: BertForPreTraining, batches: Iterable[Batch]) -> dict[str, f
     Raises:
         ValueError: If there is no batch.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fastbert import BertConfig, BertForPreTraining
         >>> from fastbert.data import NextSentencePairs, PretrainingBatches

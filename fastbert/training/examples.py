@@ -11,6 +11,7 @@ import torch
 
 from fastbert.data import WordPieceTokenizer
 from fastbert.modules import BertForPreTraining
+from fastbert.modules.mask_filling import fill_masks
 
 GUESSES = 3
 
@@ -31,7 +32,7 @@ class Example:
 
 
 @torch.no_grad()
-def fill_masks(
+def predict_words(
     checkpoint: Path, documents: Sequence[Sequence[str]], max_length: int
 ) -> list[Example]:
     """Mask one word of each document and predict it with the model of a checkpoint.
@@ -49,6 +50,10 @@ def fill_masks(
     """
     tokenizer = WordPieceTokenizer.load(checkpoint)
     model = BertForPreTraining.from_pretrained(checkpoint).eval()
+
+    def sentence(ids: list[int], _: int) -> str:
+        return tokenizer.decode(ids[1:-1], skip_special_tokens=False)
+
     examples = []
     for index, document in enumerate(documents):
         ids = tokenizer.encode(" ".join(document), max_length=max_length)
@@ -63,9 +68,10 @@ def fill_masks(
             continue
         place = random.Random(index).choice(words)
         truth, ids[place] = pieces[place], tokenizer.mask_id
-        logits = model(input_ids=torch.tensor([ids])).prediction_logits[0, place]
-        best = logits.topk(min(GUESSES, logits.numel())).indices.tolist()
-        text = tokenizer.decode(ids[1:-1], skip_special_tokens=False)
-        guesses = [tokenizer.id_to_token(i) or "" for i in best]
-        examples.append(Example(text, truth, guesses))
+        logits = model(input_ids=torch.tensor([ids])).prediction_logits[0, [place]]
+        (mask,) = fill_masks(
+            logits, ids, [place], GUESSES, token=tokenizer.id_to_token, sentence=sentence
+        )
+        guesses = [candidate["token"] or "" for candidate in mask["candidates"]]
+        examples.append(Example(sentence(ids, place), truth, guesses))
     return examples

@@ -336,7 +336,7 @@ def pretrain(
 
     def tell(failure: str) -> None:
         step = min(run.step + 1, run.total)
-        end = "" if step == run.total or signals.received else "; training goes on"
+        end = "" if step == run.total or signals.received else "; training continues"
         progress.note(f"step {step}: {failure}{end}")
 
     attempt = Attempts(tell)
@@ -372,5 +372,5 @@ def pretrain(
 
 def _kept(run: _Run, failures: Mapping[str, OSError]) -> str:
     saved = run.saved
-    kept = f"the checkpoint of step {saved}" if saved else "no checkpoint (save_every writes some)"
+    kept = f"the checkpoint of step {saved}" if saved else "no checkpoint (see save_every)"
     return ", ".join([*(name for name in (LOG, CURVES) if name not in failures), kept])

@@ -38,7 +38,8 @@ class PretrainOptions:
         output: Folder that receives ``log.jsonl``, ``curves.png`` and ``model/``.
         corpus: File or folder for `fastbert.data.read_documents`; None if `pretrain` is given the
             documents.
-        overwrite: Whether a checkpoint in `output` is replaced; if not, it is an error.
+        overwrite: Whether a checkpoint in `output` is replaced. With False, `pretrain` raises
+            ValueError if there is a checkpoint.
         preset: Preset of the model: ``"tiny"``, ``"mini"``, ``"base"`` or ``"large"``.
         config: Fields of `fastbert.BertConfig` that override the preset.
         tokenizer: Folder of a trained tokenizer; None trains a tokenizer on the corpus.
@@ -64,17 +65,18 @@ class PretrainOptions:
         backend: ``"reference"``, ``"triton"``, ``"cuda"`` or ``"cpu"`` for all operations; None
             lets each operation choose.
         log_every: Number of steps between two rows of the log.
-        eval_every: Number of steps between two evaluations; None evaluates once, at the end.
+        eval_every: Number of steps between two evaluations; None evaluates only at the end.
         eval_batches: Largest number of batches of an evaluation.
-        save_every: Number of steps between two checkpoints; None writes one, at the end.
+        save_every: Number of steps between two checkpoints; None writes a checkpoint only at the
+            end.
         workers: Number of processes that prepare batches during the training; 0 prepares batches
             in the training process.
 
     Raises:
-        ValueError: If an option is not allowed. The message names the option, its value and what is
-            allowed.
+        ValueError: If an option is not allowed. The message names the option, its value and the
+            allowed values.
 
-    Example:
+    Examples:
         >>> from fastbert.training import PretrainOptions
         >>> options = PretrainOptions("out", corpus="corpus.txt", preset="tiny", steps=100)
         >>> options.model_config(vocab_size=8192).hidden_size

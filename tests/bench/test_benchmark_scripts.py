@@ -30,7 +30,7 @@ def test_gpu_dry_run_lists_and_plays():
     assert starts == {"[build]", "[test-ops]", "[check]", "[bench-training]", "dry"}
     assert "setup.py --quiet build_ext --inplace" in result.stdout
     assert "BERT-large 48×512 half padded" in result.stdout
-    assert "[bench-training]   played on the CPU: fastbert auto" in result.stdout
+    assert "[bench-training]   ran on the CPU: fastbert auto" in result.stdout
     assert "dry run: no fault" in result.stdout
 
 

@@ -176,9 +176,9 @@ def test_nobody_is_left_out_silently(monkeypatch):
     assert workers["transformers eager bf16"].calls == 0
     assert rows["transformers eager bf16"].seconds == 9.0
     assert rows["OpenVINO bf16"].samples == 1
-    assert rows["OpenVINO bf16"].note == "a note; one call: too slow to be the best peer"
+    assert rows["OpenVINO bf16"].note == "a note; one call: too slow to be the fastest peer"
     assert {name: r.refused for name, r in rows.items() if r.refused} == {
-        "transformers sdpa bf16": "its result differs: RMS 1.61 of the right one's",
+        "transformers sdpa bf16": "its result is wrong by 1.61 of the RMS of fp32",
         "torch.compile frozen fp32": "its result is not finite",
         "OpenVINO fp32": "no such kernel",
         "ONNX Runtime fp32": "not installed: onnx",
@@ -199,7 +199,7 @@ def test_a_worker_that_ends_in_its_turns_spoils_no_table(monkeypatch):
 
     rows = played({"fastbert bf16": Fake(1.0), "OpenVINO fp32": Mortal(1.0)})
     assert rows["fastbert bf16"].samples == rows["OpenVINO fp32"].samples == 1
-    assert "broken off by its process ended" in rows["fastbert bf16"].note
+    assert "the turns ended early: its process ended" in rows["fastbert bf16"].note
 
 
 def test_what_would_take_too_long_is_predicted(monkeypatch):

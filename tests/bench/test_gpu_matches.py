@@ -234,18 +234,18 @@ def test_variants_are_triton_on_a_gpu():
     assert contenders.gemm_variants("linear_gelu", limits.FORWARD, "cpu") == []
 
 
-@pytest.mark.parametrize("engine", contenders.GEMM_ENGINES)
+@pytest.mark.parametrize("path", contenders.GEMM_PATHS)
 @pytest.mark.parametrize(
     ("op", "direction", "prepare"),
     [
-        ("linear_gelu", limits.FORWARD, contenders._linear_gelu_engine),
-        ("feed_forward", limits.BACKWARD, contenders._feed_forward_engine),
+        ("linear_gelu", limits.FORWARD, contenders._linear_gelu_path),
+        ("feed_forward", limits.BACKWARD, contenders._feed_forward_path),
     ],
 )
-def test_the_engines_of_a_product_are_right(op, direction, prepare, engine):
+def test_the_paths_of_a_product_are_right(op, direction, prepare, path):
     """In Triton's interpreter: what a GPU would time as a forced variant."""
     case = Case(op, "toy", (40, 32, 64))
-    contender = Contender(engine, functools.partial(prepare, engine), ours=True)
+    contender = Contender(path, functools.partial(prepare, path), ours=True)
     judged_right(case, direction, contender)
 
 

@@ -168,6 +168,6 @@ def test_compiled_launches_are_printed_with_their_faults(monkeypatch, tmp_path, 
     monkeypatch.setattr(sys, "argv", ["compiled", "--arch", "90", "--out", str(tmp_path)])
     assert compiled.main() == 1
     printed = capsys.readouterr().out
-    assert "FAULT spills" in printed
+    assert "FAULT: spills" in printed
     assert "2 launches compiled, 1 with faults" in printed
     assert len(json.loads((tmp_path / "compile.json").read_text("utf-8"))["launches"]) == 2

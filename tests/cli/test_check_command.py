@@ -14,7 +14,8 @@ import torch
 from fastbert.ops import backend
 from fastbert.testing import ahead_of_time, parity
 
-REFERENCE = ("--backend", "reference", "--dtype", "float32", "--quick")
+FLOAT32 = ("--backend", "reference", "--dtype", "float32")
+REFERENCE = (*FLOAT32, "--quick")
 
 
 def test_table_and_verdict(run):
@@ -87,7 +88,7 @@ def test_triton_is_checked_without_a_gpu():
 
 
 def test_random_cases_and_one_of_them_by_its_name(run, refused):
-    result = run("check", "--op", "layer_norm", *REFERENCE, "--cases", "3", "--seed", "2", "--json")
+    result = run("check", "--op", "layer_norm", *FLOAT32, "--cases", "3", "--seed", "2", "--json")
     assert result.exit_code == 0
     rows = json.loads(result.stdout)["rows"]
     assert {row["case"] for row in rows} == {f"random-2-{i}" for i in range(3)}
@@ -96,6 +97,7 @@ def test_random_cases_and_one_of_them_by_its_name(run, refused):
     again = json.loads(run(*command[1:], "--json").stdout)["rows"]
     assert again == [row for row in rows if row["case"] == "random-2-0"]
     assert "--case" in refused("check", "--cases", "3", "--case", "plain")
+    assert "--quick" in refused("check", "--cases", "3", "--quick")
 
 
 def test_the_command_of_a_row_names_the_seed(run):

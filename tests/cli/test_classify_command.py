@@ -204,7 +204,9 @@ def test_user_errors(refused, run, classifier, model_folder, tmp_path):
     assert "line 1: expected an object with a string field second" in refused(
         "classify", folder, source, target, "--pair-field", "second"
     )
-    assert "no whole classification head" in refused("classify", model_folder, source, target)
+    assert "the classification head is incomplete" in refused(
+        "classify", model_folder, source, target
+    )
     assert "got 'rocm'" in refused("classify", folder, source, target, "--backend", "rocm")
     assert not target.parent.exists()
 
@@ -214,7 +216,7 @@ def test_user_errors(refused, run, classifier, model_folder, tmp_path):
     [
         ({"0": "a", "1": "b", "3": "c"}, "a name for each of 0 … 2"),
         (["a", "b", "c"], "a name for each of 0 … 2"),
-        ({"0": "a", "1": "b", "2": "a"}, "allowed: different ones"),
+        ({"0": "a", "1": "b", "2": "a"}, "allowed: different names"),
     ],
 )
 def test_labels_without_names(refused, classifier, names, message):

@@ -106,7 +106,7 @@ def test_classify(run, refused, folders, source, tmp_path) -> None:
     assert "allowed: none for a head of roberta" in refused(
         "classify", folder, "--text", "a dog", "--backend", "cpu"
     )
-    assert "no whole head" in refused("classify", folders["MaskedLM"], "--text", "a dog")
+    assert "the head is incomplete" in refused("classify", folders["MaskedLM"], "--text", "a dog")
 
 
 def test_fill_mask(run, refused, folders) -> None:
@@ -150,7 +150,7 @@ def test_info_of_a_model_says_why(run, refused, tmp_path) -> None:
     transformers.ModernBertConfig(num_hidden_layers=4).save_pretrained(tmp_path)
     content = json.loads(run("info", tmp_path, "--json").stdout)
     assert "rotary, base 10000, 160000" in content["model"]["positions"]
-    assert content["model"]["windows"] == "2 layers see 64 tokens around"
+    assert content["model"]["windows"] == "2 layers see 64 tokens on each side"
     rows = [row for row in content["backends"] if row["op"] == "encoder"]
     assert all("layer norms before attention" in row["reason"] for row in rows)
     assert sum(row["op"] == "rotary" for row in content["backends"]) == 3

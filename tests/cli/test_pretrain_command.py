@@ -51,7 +51,7 @@ def test_trains_saves_and_says_so(run, corpus, tmp_path):
     ("arguments", "named"),
     [
         (("--preset", "huge"), "preset: got 'huge', allowed: tiny, mini, base, large"),
-        (("--config", "hidden_size"), "--config: got 'hidden_size', expected KEY=VALUE"),
+        (("--config", "hidden_size"), "--config: got 'hidden_size', allowed: KEY=VALUE"),
         (("--config", "hidden=3"), "config: got 'hidden', allowed: fields of BertConfig"),
         (("--steps", "0"), "steps: got 0"),
         (("--steps", "3", "--epochs", "1"), "at most one of them"),

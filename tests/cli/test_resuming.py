@@ -86,7 +86,7 @@ def test_stopped_twice_gives_the_same_file(encode, stop, monkeypatch, tmp_path, 
     kept = 0
     for batch in (30, 11):
         stop(batch)
-        assert "the same command goes on from there" in encode(target).output
+        assert "the same command continues after them" in encode(target).output
         monkeypatch.undo()
         assert only(tmp_path, whole.name, f"{target.name}.partial")
         rows = json.loads((tmp_path / f"{target.name}.partial" / "state.json").read_text())["rows"]
@@ -143,7 +143,7 @@ def test_control_c_says_how_to_go_on(encode, stop, tmp_path):
     stop(30, KeyboardInterrupt)
     result = encode(tmp_path / "rows.npy")
     assert result.exit_code == 130
-    assert "rows.npy.partial; the same command goes on from there" in result.output
+    assert "rows.npy.partial; the same command continues after them" in result.output
 
 
 def test_killed(encode, model_folder, source, tmp_path):
@@ -212,7 +212,7 @@ def starts_anew(encode, stop, monkeypatch, tmp_path, named, *options, **others):
     encode(target)
     monkeypatch.undo()
     result = encode(target, *options, **others)
-    assert f"is of a run with another {named}: starting anew" in result.output
+    assert f"is of a run with another {named}: starting from the first row" in result.output
     assert encode(whole, *options, **others).exit_code == 0
     assert target.read_bytes() == whole.read_bytes()
 
@@ -257,7 +257,7 @@ def test_damaged_rows_start_anew(encode, stop, monkeypatch, tmp_path):
     encode(tmp_path / "rows.npy")
     monkeypatch.undo()
     (tmp_path / "rows.npy.partial" / "rows.npy").write_bytes(b"short")
-    assert "is damaged: starting anew" in encode(tmp_path / "rows.npy").output
+    assert "is damaged: starting from the first row" in encode(tmp_path / "rows.npy").output
     assert np.load(tmp_path / "rows.npy").shape == (100, 32)
 
 

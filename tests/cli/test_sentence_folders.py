@@ -169,9 +169,7 @@ def test_prompts_without_a_default_are_not_applied_and_named(save, encode, run, 
     folder = save(models.Pooling(HIDDEN), prompts=prompts)
     agrees(encode(folder), folder)
     result = run("encode", folder, tmp_path / "texts.txt", tmp_path / "again.npy")
-    assert "MODEL has prompts, and none of them by default (query)" in " ".join(
-        result.output.split()
-    )
+    assert "MODEL has prompts, but no default prompt (query)" in " ".join(result.output.split())
 
 
 def test_settings_of_an_older_folder(save, encode):
@@ -285,7 +283,7 @@ def test_other_modules_are_refused_by_name(module, name, save, refusal):
         (1, {"path": "C:\\x"}, "got the path 'C:"),
         (1, {"path": "a\0b"}, "allowed: a folder inside this one"),
         (1, {"path": "link"}, "got the path 'link', allowed: a folder inside this one"),
-        (1, {"name": "2"}, "got the names 0, 2, 2, allowed: different ones"),
+        (1, {"name": "2"}, "got the names 0, 2, 2, allowed: different names"),
         (0, {"type": "sentence_transformers.models.Normalize"}, "got Normalize, Pooling, Dense"),
         (1, {"type": "sentence_transformers.models.Transformer"}, "allowed: one Transformer"),
         (

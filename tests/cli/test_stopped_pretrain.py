@@ -144,7 +144,7 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(start, tmp_path) -> None
     assert len(failed) == 1
     assert failed[0].startswith("step 4: the checkpoint could not be written: ")
     assert os.strerror(errno.EFBIG) in failed[0]
-    assert failed[0].endswith("; training goes on")
+    assert failed[0].endswith("; training continues")
     assert names(tmp_path / "out") == {"log.jsonl", "curves.png", "model"}
     assert_whole(tmp_path / "out" / "model")
 

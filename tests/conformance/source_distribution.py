@@ -12,8 +12,8 @@ from pip._vendor.packaging.specifiers import SpecifierSet
 def fetch(name: str, version: str, folder: Path) -> Path:
     """Download the source distribution of ``name`` and check the digest that the index states.
 
-    ``pip download`` would run the distribution's build to read its metadata, so pip's index reader
-    is asked by itself; it honours pip's configuration and environment variables.
+    ``pip download`` would run the build of the distribution to read its metadata. Therefore this
+    function calls pip's index reader, which honours pip's configuration and environment variables.
 
     Raises:
         SystemExit: If the index has no such distribution, or its digest differs.

@@ -1,6 +1,6 @@
-"""The mixin of ``test_modeling_common.py`` over one family of encoders, stock or accelerated.
+"""The tests of ``test_modeling_common.py`` for one family of encoders, stock or accelerated.
 
-``transformers_suite.py`` runs this file by its name and says which family and which mode.
+``transformers_suite.py`` runs this file and names the family and the mode in environment variables.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from transformers.testing_utils import torch_device
 from tests import test_modeling_common as common
 
 FAMILY, MODE = os.environ["CONFORMANCE_FAMILY"], os.environ["CONFORMANCE_MODE"]
-# Of transformers' classes, before Config and the heads.
+# Family → start of the names of its classes in transformers.
 NAMES = {
     "bert": "Bert",
     "roberta": "Roberta",
@@ -63,7 +63,7 @@ OWN: dict[str, dict[str, Any]] = {
     "albert": {"embedding_size": 16, "num_hidden_groups": 2},
     "distilbert": {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 37},
     "electra": {"embedding_size": 16},
-    # Layers that see 4 tokens on each side come between layers that see all.
+    # Layers that see 4 tokens on each side alternate with layers that see all tokens.
     "modernbert": {
         "local_attention": 8,
         "global_attn_every_n_layers": 2,
@@ -79,7 +79,7 @@ def classes() -> tuple[Any, ...]:
 
 
 class Tester:
-    """A small configuration and a random batch with a random mask, as the mixin asks for them."""
+    """The small configuration and the random batch with a random mask that the mixin requests."""
 
     batch_size, seq_length, num_choices, is_training = 13, 7, 4, True
     hidden_size, num_hidden_layers, num_attention_heads = 32, 2, 4
@@ -102,7 +102,7 @@ class Tester:
 
 
 class Conformance(common.ModelTesterMixin, unittest.TestCase):
-    """All tests of the mixin. Each one starts from the same seeds, stock or accelerated."""
+    """All tests of the mixin. Each test starts from the same seeds in both modes."""
 
     all_model_classes = classes()
 
@@ -114,7 +114,7 @@ class Conformance(common.ModelTesterMixin, unittest.TestCase):
             _warn_once.cache_clear()
 
     def _prepare_for_class(self, inputs: Any, kind: Any, return_labels: bool = False) -> Any:
-        """The labels of pre-training as well, which the mixin leaves to each model's tests."""
+        """Add the labels of pre-training, which the mixin leaves to the tests of each model."""
         prepared = super()._prepare_for_class(inputs, kind, return_labels)
         known = auto.MODEL_FOR_PRETRAINING_MAPPING_NAMES.values()
         if return_labels and kind.__name__ in known and "ForPreTraining" in kind.__name__:
@@ -128,8 +128,10 @@ class Conformance(common.ModelTesterMixin, unittest.TestCase):
 
 
 def accelerate_every_encoder() -> None:
-    """Has each encoder of the family accelerated as soon as it is built. An encoder that is refused
-    stays stock, with a warning that the table counts."""
+    """Accelerate each encoder of the family as soon as it is built.
+
+    An encoder that is refused remains stock, with a warning that the table counts.
+    """
     kind = Conformance.all_model_classes[0]
     build = kind.__init__
 

@@ -1,4 +1,4 @@
-"""A pytest plugin that writes the outcome of each test, and why stock code ran in it."""
+"""A pytest plugin that records the outcome of each test, and the reasons why stock code ran."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-# An encoder that accelerate refuses, and a call that an accelerated encoder hands to stock code.
+# Warnings for an encoder that accelerate refuses, and for a call that runs the stock code.
 RAN_STOCK = ("accelerate: left ", "runs its own code")
 outcomes: dict[str, str] = {}
 fallbacks: dict[str, set[str]] = defaultdict(set)

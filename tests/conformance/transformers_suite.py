@@ -1,17 +1,17 @@
 """Run transformers' own tests with every encoder accelerated, and compare with stock.
 
-The source distribution of transformers on the package index carries ``test_modeling_common.py``,
-the tests that every model of transformers must pass. This script takes the distribution of the
-version that is installed, unpacks its tests into ``build/conformance``, and runs them over the
-families that ``fastbert.accelerate`` serves: once as they are and once with every encoder
-accelerated, each family in processes of its own. It prints a table of the tests that passed, and
-exits with 1 when a test that stock passes does not pass accelerated.
+The source distribution of transformers contains ``test_modeling_common.py``, the tests that every
+model of transformers must pass. This script downloads the distribution of the installed version,
+unpacks its tests into ``build/conformance``, and runs them for the families that
+``fastbert.accelerate`` serves. Each family runs in two processes, with stock and with accelerated
+encoders. The script prints a table of the passed tests. The exit status is 1 if a test passes with
+stock encoders only.
 
     python tests/conformance/transformers_suite.py                  # ten families
     python tests/conformance/transformers_suite.py bert mpnet       # two of them
 
-It needs the package index once, pytest and parameterized. It is no part of the test suite, which
-needs no network.
+The script needs pytest, parameterized and, once, the package index. It is not part of the test
+suite, which needs no network.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ FAMILIES = (
     "modernbert",
     "nomic_bert",
 )
-# The distribution lacks these two modules, which test_modeling_common.py imports. Their tests are
-# of export and of text generation, and no encoder generates text.
+# The distribution lacks these two modules, which test_modeling_common.py imports. They test export
+# and text generation, and encoders do not generate text.
 STUBS = {
     "tests/__init__.py": "",
     "tests/exporters/__init__.py": "",
@@ -58,7 +58,7 @@ STUBS = {
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("families", nargs="*", choices=[*FAMILIES, []], metavar="FAMILY")
-    parser.add_argument("--tests", default="", help="only tests that match pytest's -k expression")
+    parser.add_argument("--tests", default="", help="expression for pytest's -k that selects tests")
     chosen = parser.parse_args()
     suite = unpacked(importlib.metadata.version("transformers"))
     rows, missing = [], []
@@ -74,9 +74,9 @@ def main() -> int:
         )
         print(line(*rows[-1]), flush=True)
         for reason, times in fallbacks.items():
-            print(f"    in {times} tests stock code ran: {reason}")
+            print(f"    stock code ran in {times} tests: {reason}")
     print(line("all", *(sum(column) for column in list(zip(*rows, strict=True))[1:])))
-    print("\n".join(["", "Passed by stock, not accelerated:", *missing]) if missing else "")
+    print("\n".join(["", "Tests that pass with stock encoders only:", *missing]) if missing else "")
     return 1 if missing else 0
 
 
@@ -86,7 +86,7 @@ def line(family: str, stock: int, fast: int, lost: int, fallbacks: int) -> str:
 
 
 def unpacked(version: str) -> Path:
-    """The folder of the distribution's tests, with the modules that it lacks."""
+    """Return the folder with the tests of the distribution and the modules that it lacks."""
     folder = CACHE / f"transformers-{version}"
     if not (folder / "complete").exists():
         archive = fetch("transformers", version, CACHE)
@@ -103,7 +103,7 @@ def unpacked(version: str) -> Path:
 
 
 def results(suite: Path, family: str, mode: str, chosen: str) -> dict[str, dict]:
-    """What became of each test: its outcome and the reasons for which stock code ran in it."""
+    """Return the outcome of each test, and the reasons why stock code ran in it."""
     out = CACHE / f"{family}-{mode}.json"
     out.unlink(missing_ok=True)
     environment = os.environ | {
@@ -122,7 +122,7 @@ def results(suite: Path, family: str, mode: str, chosen: str) -> dict[str, dict]
     log = out.with_suffix(".log")
     with log.open("w") as stream:
         code = subprocess.run(command, env=environment, stdout=stream, stderr=stream).returncode
-    # 1: some tests failed; 5: no test was chosen.
+    # pytest exits with 1 if a test failed, and with 5 if no test was selected.
     if code not in (0, 1) or not out.exists():
         sys.exit(f"{family}, {mode}: pytest ended with {code}; see {log}")
     return json.loads(out.read_text())

@@ -1,4 +1,4 @@
-"""csrc/cuda's kernels built for the CPU (see shim/), behind the signatures of the C++ operators."""
+"""The kernels of csrc/cuda, built for the CPU (see shim/), as functions like the C++ operators."""
 
 from __future__ import annotations
 
@@ -11,9 +11,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from fastbert.activations import ACTIVATIONS
+
 HERE = Path(__file__).parent
 CUDA = HERE.parents[1] / "csrc" / "cuda"
 FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+# The enumeration of csrc/activations.h.
+NUMBERS = {name: i for i, name in enumerate(("none", *ACTIVATIONS))}
 
 
 class Matrix(Structure):
@@ -46,22 +50,24 @@ class LayerNormBackward(Structure):
     _fields_ += [("dx_bias", c_void_p)]
 
 
-class BiasGeluForward(Structure):
-    _fields_ = [("format", c_int32), ("gelu", c_int32), *SHAPE, ("h", Matrix)]
+class ActivationForward(Structure):
+    _fields_ = [("format", c_int32), ("activation", c_int32), *SHAPE, ("h", Matrix)]
     _fields_ += [("bias", Parameter), ("y", c_void_p)]
 
 
-class BiasGeluBackward(Structure):
-    _fields_ = [("format", c_int32), ("gelu", c_int32), *SHAPE, ("dy", Matrix), ("h", Matrix)]
-    _fields_ += [("bias", Parameter)]
+class ActivationBackward(Structure):
+    _fields_ = [("format", c_int32), ("activation", c_int32), *SHAPE]
+    _fields_ += [("dy", Matrix), ("h", Matrix), ("bias", Parameter)]
     _fields_ += [(name, c_void_p) for name in ("dh", "partial", "dbias")]
+    _fields_ += [("dbias_format", c_int32)]
 
 
 def build(folder: Path) -> ctypes.CDLL:
-    """Compiles the kernels with g++; undefined behaviour (a misaligned access, say) traps."""
+    """Compile the kernels with g++; undefined behaviour (a misaligned access, say) traps."""
     sources = folder / "sources" / "cuda"
     shutil.copytree(CUDA, sources, ignore=shutil.ignore_patterns("*.cpp"))
-    shutil.copy(CUDA.parent / "normal_tail.h", sources.parent)
+    for header in ("activations.h", "normal_tail.h"):
+        shutil.copy(CUDA.parent / header, sources.parent)
     shutil.copy(HERE / "shim" / "launch.cuh", sources)
     library = folder / "libkernels.so"
     command = ["g++", "-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-o", library]
@@ -107,33 +113,38 @@ class Operators:
         self._run("run_layer_norm_forward", LayerNormForward(*params))
         return y, mean, rstd
 
-    def layer_norm_backward(self, dy, x, weight, mean, rstd, residual, x_bias, seed, dropout_p):
+    def layer_norm_backward(
+        self, dy, x, weight, mean, rstd, residual, x_bias, seed, has_bias, dropout_p
+    ):
         dsum, dx = torch.full((2, *x.shape), torch.nan, dtype=x.dtype)
         partial = torch.full((min(x.shape[0], 264), 3, x.shape[1]), torch.nan)
-        dweight, dbias = torch.full_like(weight, torch.nan), torch.full_like(weight, torch.nan)
+        dweight = torch.full_like(weight, torch.nan)
+        dbias = torch.full_like(weight if has_bias else weight[:0], torch.nan)
         dx_bias = torch.full((0,) if x_bias is None else x_bias.shape, torch.nan, dtype=x.dtype)
         operands = (*map(matrix, (dy, x, residual)), *map(parameter, (weight, x_bias)))
         statistics = (mean.data_ptr(), rstd.data_ptr(), dropout(seed, dropout_p))
+        # The address of an empty tensor is null, as in torch.
         results = (t.data_ptr() for t in (dsum, dx, partial, dweight, dbias, dx_bias))
         params = (FORMATS[x.dtype], *x.shape, *operands, *statistics, *results)
         self._run("run_layer_norm_backward", LayerNormBackward(*params))
         return dsum, dx, dweight, dbias, dx_bias
 
-    def bias_gelu_forward(self, h, bias, approximate):
+    def activation_forward(self, h, bias, activation):
         y = torch.full(h.shape, torch.nan, dtype=h.dtype)
-        form = approximate == "tanh"
         operands = (matrix(h), parameter(bias), y.data_ptr())
-        params = BiasGeluForward(FORMATS[h.dtype], form, *h.shape, *operands)
-        self._run("run_bias_gelu_forward", params)
+        params = (FORMATS[h.dtype], NUMBERS[activation], *h.shape, *operands)
+        self._run("run_activation_forward", ActivationForward(*params))
         return y
 
-    def bias_gelu_backward(self, dy, h, bias, approximate):
+    def activation_backward(self, dy, h, bias, activation, sum_rows, recompute):
         dh = torch.full(h.shape, torch.nan, dtype=h.dtype)
         partial = torch.full((min(h.shape[0], 256), h.shape[1]), torch.nan)
-        dbias = torch.full((0,) if bias is None else bias.shape, torch.nan, dtype=h.dtype)
-        operands = (matrix(dy), matrix(h), parameter(bias))
-        results = (t.data_ptr() for t in (dh, partial, dbias))
-        form = approximate == "tanh"
-        params = BiasGeluBackward(FORMATS[h.dtype], form, *h.shape, *operands, *results)
-        self._run("run_bias_gelu_backward", params)
-        return dh, dbias
+        dbias = torch.full(
+            (h.shape[1],), torch.nan, dtype=torch.float32 if bias is None else h.dtype
+        )
+        operands = (matrix(dy), matrix(h), parameter(bias), dh.data_ptr(), partial.data_ptr())
+        summed = (dbias.data_ptr() if sum_rows else None, FORMATS[dbias.dtype])
+        params = (FORMATS[h.dtype], NUMBERS[activation], *h.shape, *operands, *summed)
+        self._run("run_activation_backward", ActivationBackward(*params))
+        a = self.activation_forward(h, bias, activation) if recompute else h.new_empty(0)
+        return dh, dbias if sum_rows else h.new_empty(0), a

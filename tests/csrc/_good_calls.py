@@ -59,9 +59,12 @@ def _rows(ops: Any, calls: dict[str, list[Call]]) -> None:
     dropout = {"seed": torch.tensor([SEED]), "dropout_p": 0.25}
     forward = norm | {"bias": bias} | extra | dropout | {"eps": 1e-12}
     _, mean, rstd = ops.layer_norm_forward(**forward)
-    calls["layer_norm_forward"] = [forward]
+    plain = forward | {"bias": None, "residual": None, "x_bias": None}
+    calls["layer_norm_forward"] = [forward, plain]
+    backward = {"dy": dy} | norm | {"mean": mean, "rstd": rstd, **extra, **dropout}
     calls["layer_norm_backward"] = [
-        {"dy": dy} | norm | {"mean": mean, "rstd": rstd, **extra, **dropout}
+        backward | {"has_bias": True},
+        backward | {"has_bias": False, "residual": None, "x_bias": None},
     ]
     residual = {"residual": extra["residual"]}
     forward = norm | residual | {"eps": 1e-12}
@@ -69,14 +72,13 @@ def _rows(ops: Any, calls: dict[str, list[Call]]) -> None:
     calls["rms_norm_forward"] = [forward]
     calls["rms_norm_backward"] = [{"dy": dy} | norm | {"rstd": rstd} | residual]
     wide, wide_bias = torch.randn(T, 2 * H), torch.randn(2 * H)
-    calls["bias_gelu_forward"] = [{"h": x, "bias": bias, "approximate": "tanh"}]
-    calls["bias_gelu_backward"] = [{"dy": dy, "h": x, "bias": bias, "approximate": "none"}]
     plain = {"h": x, "bias": bias, "activation": "gelu"}
     gated = {"h": wide, "bias": wide_bias, "activation": "swiglu"}
-    calls["activation_forward"] = [plain, gated]
+    tanh = plain | {"activation": "gelu_tanh"}
+    calls["activation_forward"] = [plain, gated, tanh]
     calls["activation_backward"] = [
         {"dy": dy, **call, "sum_rows": True, "recompute": True} for call in (plain, gated)
-    ]
+    ] + [{"dy": dy, **plain, "sum_rows": True, "recompute": False}]
     angles = torch.randn(T, 2)
     calls["rotary"] = [
         {
@@ -167,14 +169,13 @@ def _embedding(ops: Any, calls: dict[str, list[Call]]) -> None:
     dropout = {"seed": torch.tensor([SEED]), "dropout_p": 0.25}
     forward = indices | tables | {"bias": torch.randn(H)} | dropout | {"eps": 1e-12}
     _, mean, rstd = ops.embedding_forward(**forward)
-    calls["embedding_forward"] = [forward]
+    words = {"token_types": None, "type_table": None, "positions": None, "position_table": None}
+    calls["embedding_forward"] = [forward, forward | words | {"bias": None}]
+    backward = {"dy": torch.randn(T, H)} | indices | tables | {"mean": mean, "rstd": rstd}
+    backward |= dropout | {"padding_idx": 0}
     calls["embedding_backward"] = [
-        {"dy": torch.randn(T, H)}
-        | indices
-        | tables
-        | {"mean": mean, "rstd": rstd}
-        | dropout
-        | {"padding_idx": 0}
+        backward | {"has_bias": True},
+        backward | words | {"has_bias": False},
     ]
 
 

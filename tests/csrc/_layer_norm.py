@@ -17,7 +17,7 @@ EPS = 1e-12
 class Problem:
     x: Tensor
     weight: Tensor
-    bias: Tensor
+    bias: Tensor | None
     residual: Tensor | None
     x_bias: Tensor | None
     dy: Tensor
@@ -32,7 +32,7 @@ class Problem:
             if getattr(self, name) is not None
         }
         y = reference.layer_norm(
-            **inputs, dropout_p=self.dropout_p, dropout_seed=self.seed, eps=EPS
+            **({"bias": None} | inputs), dropout_p=self.dropout_p, dropout_seed=self.seed, eps=EPS
         )
         y.backward(self.dy.to(dtype))
         return {"y": y.detach()} | {f"d{name}": t.grad for name, t in inputs.items()}
@@ -44,12 +44,15 @@ class Problem:
     def run(self, operators) -> dict[str, Tensor]:
         """The operators' results under the names of ``gradients``."""
         y, mean, rstd = self.forward(operators)
-        optional = (self.residual, self.x_bias, self.seed, self.dropout_p)
+        optional = (self.residual, self.x_bias, self.seed, self.bias is not None, self.dropout_p)
         dsum, dx, dweight, dbias, dx_bias = operators.layer_norm_backward(
             self.dy, self.x, self.weight, mean, rstd, *optional
         )
-        results = {"y": y, "dweight": dweight, "dbias": dbias}
-        results["dx"] = dx if self.dropout_p > 0 else dsum
+        results = {"y": y, "dweight": dweight, "dx": dx if self.dropout_p > 0 else dsum}
+        if self.bias is not None:
+            results["dbias"] = dbias
+        else:
+            assert dbias.shape == (0,)
         if self.residual is not None:
             results["dresidual"] = dsum
         if self.x_bias is not None:
@@ -57,14 +60,16 @@ class Problem:
         return results
 
 
-def problem(rows, columns, dtype, *, residual=True, x_bias=True, dropout_p=0.0) -> Problem:
+def problem(
+    rows, columns, dtype, *, bias=True, residual=True, x_bias=True, dropout_p=0.0
+) -> Problem:
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape).to(dtype)
 
     return Problem(
         x=draw(rows, columns),
         weight=draw(columns),
-        bias=draw(columns),
+        bias=draw(columns) if bias else None,
         residual=draw(rows, columns) if residual else None,
         x_bias=draw(columns) if x_bias else None,
         dy=draw(rows, columns),

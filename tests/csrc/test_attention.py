@@ -309,10 +309,14 @@ def test_weights_whose_largest_logit_is_in_the_first_block_of_keys(isa):
 def test_bad_lengths_never_reach_the_kernels(operators):
     q = torch.randn(10, 2, 16)
     for lengths, longest, message in (
-        ([0, 4, 11], 11, "cu_seqlens_q: got 11 last, allowed: at most the 10 rows"),
-        ([0, 7, 5], 7, "cu_seqlens_q: got 5 after 7, allowed: ascending"),
-        ([1, 7, 10], 7, "cu_seqlens_q: got 1 first, allowed: 0"),
-        ([0, 3, 10], 5, "max_seqlen_q: got 5, allowed: at least the longest sequence, 7"),
+        (
+            [0, 4, 11],
+            11,
+            "cu_seqlens_q: got 11 as the last number, allowed: at most 10, the number",
+        ),
+        ([0, 7, 5], 7, "cu_seqlens_q: got 5 after 7, allowed: numbers that never fall"),
+        ([1, 7, 10], 7, "cu_seqlens_q: got 1 as the first number, allowed: 0"),
+        ([0, 3, 10], 5, "max_seqlen_q: got 5, allowed: at least 7, the length of a sequence"),
     ):
         cu_seqlens = torch.tensor(lengths, dtype=torch.int32)
         with pytest.raises(ValueError, match=message):

@@ -6,6 +6,8 @@ import pytest
 import torch
 from _layer_norm import EPS, problem
 
+from fastbert.activations import ACTIVATIONS, PLAIN
+
 
 @pytest.fixture
 def arguments():
@@ -60,6 +62,7 @@ def test_layer_norm_names_the_argument(operators, arguments, name, value, error)
 def test_layer_norm_backward_names_the_argument(operators, arguments, name, value, error):
     del arguments["bias"], arguments["eps"]
     arguments |= {"dy": torch.zeros(4, 8), "mean": torch.zeros(4), "rstd": torch.ones(4)}
+    arguments["has_bias"] = True
     with pytest.raises(error, match=rf"^{name}: got .*allowed"):
         operators.layer_norm_backward(**(arguments | {name: value}))
 
@@ -71,14 +74,25 @@ def test_layer_norm_backward_names_the_argument(operators, arguments, name, valu
         ("h", torch.zeros(4, 8, dtype=torch.float64), TypeError),
         ("bias", torch.zeros(4), ValueError),
         ("dy", torch.zeros(8, 4), ValueError),
-        ("approximate", "erf", ValueError),
+        ("activation", "erf", ValueError),
     ],
 )
-def test_bias_gelu_names_the_argument(operators, name, value, error):
+def test_activation_names_the_argument(operators, name, value, error):
     arguments = {"dy": torch.zeros(4, 8), "h": torch.zeros(4, 8), "bias": torch.zeros(8)}
-    arguments["approximate"] = "none"
+    arguments |= {"activation": "gelu", "sum_rows": True, "recompute": False}
     with pytest.raises(error, match=rf"^{name}: got .*allowed"):
-        operators.bias_gelu_backward(**(arguments | {name: value}))
+        operators.activation_backward(**(arguments | {name: value}))
+
+
+def test_the_names_of_activations_are_those_of_the_python_table(operators):
+    x, weight = torch.zeros(4, 8), torch.zeros(6, 8)
+    for call, allowed in (
+        (lambda: operators.activation_forward(x, None, "none"), tuple(ACTIVATIONS)),
+        (lambda: operators.linear(x, weight, None, None, "geglu", False), ("none", *PLAIN)),
+    ):
+        listed = ", ".join(f"'{name}'" for name in allowed)
+        with pytest.raises(ValueError, match=rf"^activation: got '\w+', allowed: {listed}(\n|$)"):
+            call()
 
 
 def ends(*lengths: int) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 from _layer_norm import problem
 
 from fastbert import reference
-from fastbert.activations import APPROXIMATIONS
+from fastbert.activations import ACTIVATIONS
 from fastbert.testing.compare import assert_close
 from fastbert.testing.yardstick import Yardstick
 
@@ -36,11 +36,13 @@ def test_layer_norm(operators, columns, dtype):
     check_layer_norm(problem(6, columns, dtype), operators)
 
 
+@pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("x_bias", [False, True])
 @pytest.mark.parametrize("dropout_p", [0.0, 0.1, 1.0])
-def test_layer_norm_optional_operands(operators, residual, x_bias, dropout_p):
-    case = problem(7, 104, torch.float32, residual=residual, x_bias=x_bias, dropout_p=dropout_p)
+def test_layer_norm_optional_operands(operators, bias, residual, x_bias, dropout_p):
+    operands = {"bias": bias, "residual": residual, "x_bias": x_bias}
+    case = problem(7, 104, torch.float32, **operands, dropout_p=dropout_p)
     if residual or dropout_p < 1.0:
         check_layer_norm(case, operators)
 
@@ -76,24 +78,55 @@ def test_row_strides_and_odd_addresses(operators):
             assert torch.equal(actual, expected[name]), name
 
 
-@pytest.mark.parametrize("approximate", ["none", "tanh"])
+GELU = ("gelu", "gelu_tanh")
+
+
+@pytest.mark.parametrize("activation", GELU)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (9, 111), (300, 64), (5, 3584)])
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_bias_gelu(operators, rows, columns, dtype, approximate, with_bias):
+def test_activation(operators, rows, columns, dtype, activation, with_bias):
     h, dy = 2 * torch.randn(rows, columns).to(dtype), torch.randn(rows, columns).to(dtype)
     bias = torch.randn(columns).to(dtype) if with_bias else None
-    actual = (
-        operators.bias_gelu_forward(h, bias, approximate),
-        *operators.bias_gelu_backward(dy, h, bias, approximate),
-    )
+    y = operators.activation_forward(h, bias, activation)
+    dh, dbias, a = operators.activation_backward(dy, h, bias, activation, True, True)
+    assert torch.equal(a, y)
 
     def solve(dtype):
         inputs = [t.detach().to(dtype).requires_grad_() for t in (h, bias) if t is not None]
-        y = reference.activate(sum(inputs[1:], inputs[0]), APPROXIMATIONS[approximate])
+        y = reference.activate(sum(inputs[1:], inputs[0]), activation)
         y.backward(dy.to(dtype))
         return [y.detach(), *(t.grad for t in inputs)]
 
     oracle, yardstick = solve(torch.float64), Yardstick(lambda: solve(dtype))
     for i, name in enumerate(("y", "dh", "dbias")[: len(oracle)]):
-        assert_close(f"bias_gelu {name}", actual[i], oracle[i], yardstick[i])
+        assert_close(f"activation {name}", (y, dh, dbias)[i], oracle[i], yardstick[i])
+
+
+def test_activation_gives_only_what_is_asked_for(operators):
+    h, dy, bias = torch.randn(9, 111), torch.randn(9, 111), torch.randn(111)
+    expected = operators.activation_backward(dy, h, bias, "gelu", True, True)
+    dh, dbias, a = operators.activation_backward(dy, h, bias, "gelu", False, False)
+    assert torch.equal(dh, expected[0])
+    assert dbias.numel() == a.numel() == 0
+
+
+def test_the_sum_over_the_rows_needs_no_bias(operators):
+    h, dy = torch.randn(9, 111).bfloat16(), torch.randn(9, 111).bfloat16()
+    _, expected, _ = operators.activation_backward(
+        dy.float(), h.float(), torch.zeros(111), "gelu", True, False
+    )
+    _, total, _ = operators.activation_backward(dy, h, None, "gelu", True, False)
+    assert total.dtype == torch.float32  # without a bias its gradient has no dtype to follow
+    assert torch.equal(total, expected)
+
+
+@pytest.mark.parametrize(
+    "activation", ["none", *(name for name in ACTIVATIONS if name not in GELU)]
+)
+def test_launchers_refuse_what_has_no_kernel(operators, activation):
+    h = torch.zeros(4, 8)
+    with pytest.raises(AssertionError):
+        operators.activation_forward(h, None, activation)
+    with pytest.raises(AssertionError):
+        operators.activation_backward(h, h, None, activation, False, False)

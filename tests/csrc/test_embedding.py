@@ -19,22 +19,27 @@ NAMES = ("dword", "dtype", "dposition", "dweight", "dbias")
 
 @dataclass
 class Problem:
-    indices: tuple[Tensor, ...]
-    tables: tuple[Tensor, ...]
+    indices: tuple[Tensor | None, ...]
+    tables: tuple[Tensor | None, ...]
     weight: Tensor
-    bias: Tensor
+    bias: Tensor | None
     dy: Tensor
     dropout_p: float
     seed: Tensor
 
+    @property
+    def parameters(self) -> tuple[Tensor | None, ...]:
+        return *self.tables, self.weight, self.bias
+
     def gradients(self, dtype: torch.dtype, padding: int | None) -> dict[str, Tensor]:
         inputs = [
-            t.detach().to(dtype).requires_grad_() for t in (*self.tables, self.weight, self.bias)
+            None if t is None else t.detach().to(dtype).requires_grad_() for t in self.parameters
         ]
         options = {"dropout_p": self.dropout_p, "dropout_seed": self.seed, "padding_idx": padding}
         y = reference.embedding(*self.indices, *inputs, eps=EPS, **options)
         y.backward(self.dy.to(dtype))
-        return {"y": y.detach(), **{n: t.grad for n, t in zip(NAMES, inputs, strict=True)}}
+        named = zip(NAMES, inputs, strict=True)
+        return {"y": y.detach(), **{name: t.grad for name, t in named if t is not None}}
 
     def forward(self, operators) -> tuple[Tensor, Tensor, Tensor]:
         arguments = (*self.indices, *self.tables, self.weight, self.bias, self.seed)
@@ -43,20 +48,29 @@ class Problem:
     def run(self, operators, padding: int = -1) -> dict[str, Tensor]:
         y, mean, rstd = self.forward(operators)
         given = (self.dy, *self.indices, *self.tables, self.weight, mean, rstd, self.seed)
-        gradients = operators.embedding_backward(*given, self.dropout_p, padding)
-        return {"y": y, **dict(zip(NAMES, gradients, strict=True))}
+        has_bias = self.bias is not None
+        gradients = operators.embedding_backward(*given, has_bias, self.dropout_p, padding)
+        results = {"y": y}
+        for name, parameter, gradient in zip(NAMES, self.parameters, gradients, strict=True):
+            if parameter is None:
+                assert gradient.shape == (0,), name
+            else:
+                results[name] = gradient
+        return results
 
 
-def problem(tokens, columns, dtype, *, dropout_p=0.0, words=40) -> Problem:
+def problem(
+    tokens, columns, dtype, *, dropout_p=0.0, words=40, types=True, positions=True, bias=True
+) -> Problem:
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape).to(dtype)
 
-    sizes = (words, 2, 17)
+    sizes = (words, 2 if types else None, 17 if positions else None)
     return Problem(
-        tuple(torch.randint(0, size, (tokens,)) for size in sizes),
-        tuple(draw(size, columns) for size in sizes),
+        tuple(None if size is None else torch.randint(0, size, (tokens,)) for size in sizes),
+        tuple(None if size is None else draw(size, columns) for size in sizes),
         draw(columns),
-        draw(columns),
+        draw(columns) if bias else None,
         draw(tokens, columns),
         dropout_p,
         torch.tensor([0x0123456789ABCDEF]),
@@ -82,6 +96,38 @@ def test_dropout_and_padding(isa, operators, dtype):
     case.indices[0][::3] = 5
     check(case, operators, padding=5)
     assert not case.run(operators, 5)["dword"][5].any()
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    ("types", "positions"), [(False, False), (True, False), (False, True), (True, True)]
+)
+def test_absent_tables_and_bias(isa, operators, types, positions, bias):
+    for dtype in DTYPES:
+        present = {"types": types, "positions": positions, "bias": bias}
+        check(problem(37, 111, dtype, dropout_p=0.3, **present), operators, padding=5)
+
+
+def test_absent_parameters_are_zeros(isa, operators):
+    case = problem(37, 111, torch.float32, types=False, positions=False, bias=False)
+    actual = case.run(operators)
+    zeros, columns = torch.zeros(37, dtype=torch.int64), torch.zeros(1, 111)
+    case.indices, case.tables = (case.indices[0], zeros, zeros), (case.tables[0], columns, columns)
+    case.bias = columns[0]
+    expected = case.run(operators)
+    for name, tensor in actual.items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_table_without_indices_names_the_argument(operators, number):
+    names = [("token_types", "type_table"), ("positions", "position_table")][number - 1]
+    case = problem(5, 8, torch.float32)
+    for field, absent, present in (("indices", *names), ("tables", *reversed(names))):
+        given = list(getattr(case, field))
+        given[number] = None
+        with pytest.raises(ValueError, match=rf"^{absent}: got None with {present}, allowed: both"):
+            replace(case, **{field: tuple(given)}).forward(operators)
 
 
 def test_many_tokens_of_few_rows(isa, operators):

@@ -44,7 +44,7 @@ def test_the_best_level_is_the_default(extension):
 def test_an_unknown_level_is_an_error(extension):
     use = (
         "import torch; from fastbert import _C\n"
-        "torch.ops.fastbert_C.bias_gelu_forward(torch.zeros(1, 1), None, 'none')"
+        "torch.ops.fastbert_C.activation_forward(torch.zeros(1, 1), None, 'gelu')"
     )
     result = python(use, FASTBERT_CPU_ISA="sse9")
     assert result.returncode != 0
@@ -107,7 +107,7 @@ def test_import_leaves_the_floating_point_mode_alone(extension):
         "import torch\n"
         "tiny = torch.tensor([1e-40]); before = float(tiny * 0.5)\n"
         "from fastbert import _C\n"
-        "torch.ops.fastbert_C.bias_gelu_forward(torch.randn(999, 111), None, 'none')\n"
+        "torch.ops.fastbert_C.activation_forward(torch.randn(999, 111), None, 'gelu')\n"
         "assert before != 0.0 and float(tiny * 0.5) == before\n"
         "assert float(torch.full((100000,), 1e-40).mul(0.5).min()) == before\n"
     )
@@ -123,8 +123,8 @@ def test_works_in_a_child_forked_after_a_parallel_region(extension):
         "from fastbert import _C\n"
         "torch.set_num_threads(2)\n"
         "h = torch.randn(512, 768)\n"
-        "gelu = torch.ops.fastbert_C.bias_gelu_forward\n"
-        "run = lambda: bytes(gelu(h, None, 'none').untyped_storage())\n"
+        "activate = torch.ops.fastbert_C.activation_forward\n"
+        "run = lambda: bytes(activate(h, None, 'gelu').untyped_storage())\n"
         "expected = run()\n"
         "pid = os.fork()\n"
         "if pid == 0:\n"

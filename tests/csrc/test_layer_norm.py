@@ -33,12 +33,25 @@ def test_dropout_agrees_with_float64(isa, operators, dropout_p, dtype):
     check(problem(37, 111, dtype, dropout_p=dropout_p), operators)
 
 
+@pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("x_bias", [False, True])
 @pytest.mark.parametrize("dropout_p", [0.0, 0.1])
-def test_optional_operands(isa, operators, residual, x_bias, dropout_p):
-    case = problem(9, 768, torch.float32, residual=residual, x_bias=x_bias, dropout_p=dropout_p)
-    check(case, operators)
+def test_optional_operands(isa, operators, bias, residual, x_bias, dropout_p):
+    operands = {"bias": bias, "residual": residual, "x_bias": x_bias}
+    check(problem(9, 768, torch.float32, **operands, dropout_p=dropout_p), operators)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("x_bias", [False, True])
+def test_no_bias_is_a_bias_of_zeros(isa, operators, x_bias, dtype):
+    case = problem(37, 111, dtype, bias=False, x_bias=x_bias)
+    actual = case.run(operators)
+    case.bias = torch.zeros_like(case.weight)
+    expected = case.run(operators)
+    assert expected.pop("dbias").any()
+    for name, tensor in expected.items():
+        assert torch.equal(actual[name], tensor), name
 
 
 def test_many_rows_in_several_chunks(isa, operators):

@@ -94,7 +94,7 @@ HARMLESS = (
     (r"any_outside/0", r"index", r"rank.*|empty"),
     # Options, and optional arguments that are absent. torch takes any object for a bool.
     (r".*", r"addend|bias|dbias|mask|residual|x_bias|ignored|heads|rows|cu_seqlens", r"None"),
-    (r".*", r"all_states|inverse|recompute|save|sum_rows", r"1\.5|None|not"),
+    (r".*", r"all_states|has_bias|inverse|recompute|save|sum_rows", r"1\.5|None|not"),
     (r".*", r"activation", r"'(relu|geglu)'"),
     (r".*", r"dropout_p", r"[01]\.0"),
     (r".*", r"eps", r"\d+(\.\d+)?(e\+\d+)?"),
@@ -102,7 +102,7 @@ HARMLESS = (
     (r".*", r"scale", NUMBER),
     (r".*", r"left|right", r"-1|\d+"),
     (r"any_outside/0", r"size|ignored", NUMBER),
-    (r"embedding_backward/0", r"padding_idx", NUMBER),
+    (r"embedding_backward/.*", r"padding_idx", NUMBER),
     (r"rotary/0|encoder/.*", r"heads", r"[013]"),
     (r"attention_weights/.*", r"heads|rows", r"\[\]|\[0, 0.*"),
     # Dense attention has its lengths from the shapes, the encoder its batch from cu_seqlens.
@@ -113,7 +113,10 @@ HARMLESS = (
     # to match has its own dtype, and as many rows as it has.
     (r".*", r"bias|x_bias|weight|norm_weight|norm_bias|dloss|parameters", FLOATING),
     (r".*_forward/.*|matmul/0|rotary/0|int8_linear/0|linear_layer_norm/0", r"[xha]", FLOATING),
-    (r"(activation|bias_gelu)_forward/.*", r"h", ROWS),
+    (r"activation_forward/.*", r"h", ROWS),
+    (r"layer_norm_forward/1", r"x", ROWS),
+    (r"embedding_forward/1", r"ids", f"{ROWS}|empty"),
+    (r"embedding_forward/1", r"word_table", FLOATING),
     (r"(rotary|int8_linear)/0", r"x", r"size [+-] 1 of dimension 1"),
     (r".*", r"ids|token_types|positions|labels", INTEGER),
     (r"embedding_.*", r"(word|type|position)_table", r"size \+ 1 of dimension 0"),

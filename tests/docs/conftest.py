@@ -1,4 +1,4 @@
-"""The pages of the documentation, README among them."""
+"""Tests of the documentation's pages, README included."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "docs"))  # the hooks of mkdocs are tested, too
+sys.path.insert(0, str(ROOT / "docs"))  # The tests import the hooks of mkdocs.

@@ -1,4 +1,4 @@
-"""Everything in README and in docs/ that a machine can check: code, commands, targets, figures."""
+"""Checks of README and the pages: code runs, commands and targets exist, figures are recorded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fastbert.data import stories, train_tokenizer
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / path for path in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")]
 PAGES += sorted((ROOT / "docs").glob("*.md"))
-# A block after such a comment is shown and not run; the comment gives the reason.
+# A block after such a comment is not run; the comment gives the reason.
 PYTHON = re.compile(r"(<!-- not run: .+ -->\n)?```python\n(.*?)```", re.DOTALL)
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 COMMANDS = typer.main.get_command(app).commands
@@ -32,13 +32,13 @@ def name(page: Path) -> str:
 
 
 def blocks(page: Path) -> list[str]:
-    """The Python code of a page that a CPU can run."""
+    """Return the Python blocks of a page, without the blocks that are marked as not run."""
     found = PYTHON.findall(page.read_text(encoding="utf-8"))
     return [code for not_run, code in found if not not_run]
 
 
 def shell_lines(page: Path) -> list[list[str]]:
-    """The words of each command line of a page, without its comment."""
+    """Return the words of each command line of a page, without the comment."""
     found = FENCED.findall(page.read_text(encoding="utf-8"))
     text = "\n".join(code for language, code in found if language in ("", "bash"))
     lines = text.replace("\\\n", " ").splitlines()

@@ -59,3 +59,10 @@ def test_every_public_name_is_in_the_reference(name: str, site: Path):
     text = (site / "api" / f"{name}.html").read_text(encoding="utf-8")
     described = {found.rsplit(".", 1)[-1] for found in re.findall(r'id="([\w.]+)"', text)}
     assert set(module.__all__) <= described
+
+
+def test_examples_are_shown_as_code(site: Path):
+    """Markdown turns the prompts of an example into quotes unless its section is ``Examples:``."""
+    pages = sorted((site / "api").glob("*.html"))
+    assert len(pages) > 5
+    assert not [page.name for page in pages if "<blockquote>" in page.read_text(encoding="utf-8")]

@@ -1,8 +1,8 @@
-"""Graphs of the encoder: buckets, static memory, and the same numbers as without them.
+"""Graphs of the encoder: buckets, static memory, and the same numbers as without graphs.
 
-Without a GPU a recording is the trace of the function: replaying it repeats the recorded operators
-on the recorded memory, so that whatever Python had read from the data would be frozen in it, as it
-would be in a CUDA graph.
+Without a GPU, a recording is the trace of a function. A replay repeats the recorded operators on
+the recorded memory. A value that Python reads from the data therefore stays fixed, as in a CUDA
+graph.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ CONFIG = BertConfig(
 GENERATOR = torch.Generator().manual_seed(1)
 POISONED = 59  # an id whose embedding is NaN
 BUCKETS = Buckets(max_tokens=64, max_batch=4, max_seqlen=48)
-# What asks the device for a number, which neither a graph nor a fast call may do.
+# These operators read a number from the device. Neither a graph nor a fast call may use them.
 SYNCHRONISING = {
     "aten._local_scalar_dense", "aten.equal", "aten.is_nonzero", "aten.item", "aten.masked_select",
     "aten.nonzero", "aten.unique_dim", "aten._unique2",
@@ -52,7 +52,7 @@ interpreted = pytest.mark.skipif(
 
 
 class Trace:
-    """Records the operators that a function runs, and repeats them on the same memory."""
+    """A recorder that traces the operators of a function and repeats them on the same memory."""
 
     def __init__(self, device: torch.device) -> None:
         self.recorded, self.replayed, self.turns = 0, 0, 0
@@ -110,13 +110,13 @@ def packed(*lengths: int, slack: int = 0) -> dict[str, Any]:
 
 
 def poison(graphs: GraphedModel) -> None:
-    """Makes every row of every bucket NaN: those that a batch does not fill stay so."""
+    """Make every row of every bucket NaN; the rows that a batch does not fill stay NaN."""
     for graph in graphs._graphs.values():
         graph.batch.ids.fill_(POISONED)
 
 
 def agree(graphs: GraphedModel, *batches: dict[str, Any]) -> None:
-    """What graphs compute is what the model does, by the rule; all batches are judged together."""
+    """Check that graphs and model agree by the tolerance rule, for all batches together."""
     plain = graphs.model
     sides: list[Callable[..., Any]] = [graphs]
     for dtype in (torch.float64, torch.float32):
@@ -280,7 +280,7 @@ def test_recorded_in_one_mode_and_used_in_another(mode):
         assert torch.equal(graphs(**inputs)[0], expected)
 
 
-# What is recorded
+# Recordings
 
 
 def test_one_recording_for_each_bucket():
@@ -317,7 +317,7 @@ def test_the_recorded_function_asks_the_device_nothing():
 
 @interpreted
 def test_a_packed_call_of_the_model_asks_the_device_nothing(monkeypatch):
-    # What the door does on a GPU: it looks at values on the CPU only, and never while compiling.
+    # The model checks values only on the CPU and not while it is compiled; this imitates a GPU.
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     plain, inputs = model("triton", num_hidden_layers=1), packed(9, 4)
     with torch.no_grad(), counted() as launches:

@@ -1,5 +1,6 @@
-"""Small random models of transformers of every family, batches for them, and what they compute:
-stock eager, in float64 the oracle, in the tested dtype the yardstick.
+"""Small random models of transformers, one per family, with batches and their results.
+
+The stock model with eager attention is the oracle in float64 and the yardstick in the tested dtype.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ ROBERTA = {"pad_token_id": 1, "type_vocab_size": 2}
 
 
 class Stock(NamedTuple):
-    """``name``: of transformers' classes, before Config and Model."""
+    """A family: the first part of its class names in transformers, and changes of the sizes."""
 
     name: str
     changes: dict[str, Any]
@@ -49,7 +50,7 @@ FAMILIES: dict[str, Stock] = {
     "xlm-roberta": Stock("XLMRoberta", ROBERTA),
     "camembert": Stock("Camembert", ROBERTA),
     "electra": Stock("Electra", {"embedding_size": 32}),
-    # Runs its six stored layers as 0, 1, 0, 1, 2, 3.
+    # This model runs its four stored layers in the order 0, 1, 0, 1, 2, 3.
     "albert": Stock(
         "Albert",
         {
@@ -74,7 +75,7 @@ FAMILIES: dict[str, Stock] = {
     ),
     "mpnet": Stock("MPNet", {"pad_token_id": 1}),
     "nomic_bert": Stock("NomicBert", {}),
-    # Layers that see all, 4 tokens on each side, and all.
+    # The first and the last layer attend to all tokens, the second to 4 tokens on each side.
     "modernbert": Stock(
         "ModernBert",
         {
@@ -91,7 +92,7 @@ LENGTH = 21
 
 
 def build(family: str, head: str = "Model", seed: int = 0, **changes: Any) -> Any:
-    """A model with random weights, none of them zero, in eval mode."""
+    """Return a model with random nonzero weights, in eval mode."""
     torch.manual_seed(seed)
     name, own = FAMILIES[family]
     kind = getattr(transformers, f"{name}Config")
@@ -108,8 +109,11 @@ def build(family: str, head: str = "Model", seed: int = 0, **changes: Any) -> An
 def inputs(
     padding: str, family: str = "bert", rows: int = 3, length: int = LENGTH, seed: int = 1
 ) -> dict[str, Tensor]:
-    """Ids (rows, length) and a mask. The first of several rows is whole; "middle" hides tokens
-    inside, never the first and never more than three in a row."""
+    """Return ids ``(rows, length)`` and a mask.
+
+    The first of several rows has no padding. The padding "middle" hides at most three tokens, and
+    never the first token.
+    """
     generator = torch.Generator().manual_seed(seed)
     pad = (SIZES | FAMILIES[family].changes)["pad_token_id"]
     ids = torch.randint(2, SIZES["vocab_size"], (rows, length), generator=generator)
@@ -133,14 +137,20 @@ def inputs(
 
 
 class Outputs(NamedTuple):
-    """states (layers + 1, B, L, H), weights (layers, B, L, heads, L) by query, pooled (B, H)."""
+    """The outputs of a model.
+
+    Attributes:
+        states: Hidden states of shape ``(layers + 1, B, L, H)``.
+        weights: Attention weights by query, of shape ``(layers, B, L, heads, L)``, or None.
+        pooled: Pooler output of shape ``(B, H)``, or None.
+    """
 
     states: Tensor
     weights: Tensor | None
     pooled: Tensor | None
 
     def existing(self, mask: Tensor) -> Outputs:
-        """Of the tokens that exist, and the pooled rows that begin with one."""
+        """Return the outputs at real tokens, and the pooled rows that begin with a real token."""
         real = mask.bool()
         weights = None if self.weights is None else self.weights[:, real]
         pooled = None if self.pooled is None else self.pooled[real[:, 0]]
@@ -151,14 +161,14 @@ class Outputs(NamedTuple):
 
 
 def total(outs: Outputs) -> Tensor:
-    """A scalar whose gradient reaches everything."""
+    """Return a scalar whose gradient reaches all states and the pooled rows."""
     torch.manual_seed(2)
     parts = [part for part in (outs.states, outs.pooled) if part is not None]
     return torch.stack([(part * torch.randn_like(part.float())).sum() for part in parts]).sum()
 
 
 def in_dtype(model: nn.Module, dtype: torch.dtype) -> Any:
-    """A copy with parameters of ``dtype``, and buffers as transformers loads them: fp32."""
+    """Return a copy with parameters of ``dtype`` and buffers in fp32, as transformers has them."""
     changed = copy.deepcopy(model)
     for parameter in changed.parameters():
         parameter.data = parameter.data.to(dtype)
@@ -167,8 +177,11 @@ def in_dtype(model: nn.Module, dtype: torch.dtype) -> Any:
 
 @contextmanager
 def all_in_float64() -> Iterator[None]:
-    """ModernBERT turns queries and takes the softmax in fp32, of float64 too, which makes NaN of
-    rows that see padding alone; NomicBERT does the same in the dtype that it is given."""
+    """Let ModernBERT compute its rotary embeddings and its softmax in float64.
+
+    The functions of ModernBERT compute in fp32 even for float64, and give NaN for rows that attend
+    only to padding. The functions of NomicBERT are the same, but compute in the dtype of the input.
+    """
     names = ("apply_rotary_pos_emb", "eager_attention_forward")
     before = {name: getattr(modeling_modernbert, name) for name in names}
     for name in names:
@@ -181,7 +194,7 @@ def all_in_float64() -> Iterator[None]:
 
 
 def call(side: nn.Module, batch: dict[str, Any], **options: Any) -> Any:
-    """side(**batch), really in float64 if it is."""
+    """Call ``side(**batch)``; a model in float64 computes everything in float64."""
     if next(side.parameters()).dtype != torch.float64:
         return side(**batch, **options)
     with all_in_float64():
@@ -189,7 +202,7 @@ def call(side: nn.Module, batch: dict[str, Any], **options: Any) -> Any:
 
 
 def run(side: nn.Module, batch: dict[str, Tensor], weights: bool = False) -> Outputs:
-    """What a model gives for a batch: stock, accelerated or ours."""
+    """Return the outputs of a stock, accelerated or native model for a batch."""
     out = call(side, batch, output_hidden_states=True, output_attentions=weights)
     assert torch.equal(out.hidden_states[-1], out.last_hidden_state)
     stacked = torch.stack(out.attentions).transpose(2, 3) if weights else None
@@ -199,7 +212,7 @@ def run(side: nn.Module, batch: dict[str, Tensor], weights: bool = False) -> Out
 def run_with_gradients(
     side: nn.Module, batch: dict[str, Tensor]
 ) -> tuple[Outputs, dict[str, Tensor]]:
-    """The outputs of the tokens that exist, and the gradients of their ``total``."""
+    """Return the outputs at real tokens, and the gradients of their ``total``."""
     side.zero_grad()
     out = run(side, batch).existing(batch["attention_mask"])
     total(out).backward()
@@ -208,11 +221,11 @@ def run_with_gradients(
 
 # Comparing
 
-REASON = "roundings early in the backward pass are shared by every gradient behind them"
+REASON = "a rounding early in the backward pass affects every later gradient"
 
 
 def assert_outputs_close(actual: Outputs, oracle: Outputs, yardstick: Outputs | Yardstick) -> None:
-    """What the oracle lacks must lack."""
+    """Compare all outputs; an output that the oracle lacks must be None."""
     for name in Outputs._fields:
         parts = each(operator.attrgetter(name), actual, oracle, yardstick)
         if parts[1] is None:
@@ -225,15 +238,15 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-# The gradient of a key's bias is 0 but for rounding, for softmax sees no shift: what rounding makes
-# of it is judged beside the query's.
+# The gradient of a key's bias is 0 except for rounding, because a softmax does not change with a
+# shift. It is therefore judged together with the gradient of the query's bias.
 KEYS = {"key.bias": "query.bias", "k_lin.bias": "q_lin.bias", "attn.k.bias": "attn.q.bias"}
 
 
 def assert_gradients_close(
     actual: dict[str, Tensor], oracle: dict[str, Tensor], yardstick: dict[str, Tensor] | Yardstick
 ) -> None:
-    """Those of all layers' parameters of one name together."""
+    """Compare the gradients, for each parameter name together over all layers."""
     nearby = yardstick.library if isinstance(yardstick, Yardstick) else yardstick
     assert actual.keys() == oracle.keys() == nearby.keys()
     kinds: dict[str, list[str]] = {}

@@ -1,4 +1,4 @@
-"""An accelerated model goes on being a module: copied, saved, moved, resized, rebuilt, hooked.
+"""An accelerated model can be copied, saved, moved, resized, rebuilt and hooked like any module.
 
 Every change is made to the stock model too, and both must still agree.
 """
@@ -25,7 +25,7 @@ from fastbert.integrations.accelerate import _warn_once, bound_encoders
 
 @pytest.fixture
 def pair() -> Sides:
-    """Its fast side has run, so whatever it keeps from call to call is there."""
+    """Models of which the accelerated model has run, so that its cached state exists."""
     made = sides(model("BertForSequenceClassification"))
     with torch.no_grad():
         made.fast(**batch())
@@ -38,7 +38,7 @@ def forgotten_warnings():
 
 
 def plain(side: Any, pattern: str, given: dict[str, Any] | None = None) -> Any:
-    """What ``side`` returns, which must be the stock code's doing, with one warning."""
+    """Return the output of ``side``; check that stock code ran and that there was one warning."""
     given = batch() if given is None else given
     with rows_computed() as rows, torch.no_grad():
         with pytest.warns(UserWarning, match=pattern) as warned:
@@ -126,7 +126,7 @@ def test_other_weights_are_loaded(pair, assign) -> None:
 
 
 def test_from_pretrained_of_an_accelerated_class(pair, tmp_path) -> None:
-    """``type(model).from_pretrained`` is what some trainers reload the best checkpoint with."""
+    """Some trainers reload the best checkpoint with ``type(model).from_pretrained``."""
     pair.stock.bert.save_pretrained(tmp_path)
     loaded = type(pair.fast.bert).from_pretrained(tmp_path).eval()
     with torch.no_grad():
@@ -343,10 +343,10 @@ def test_dropout_draws_from_the_seed() -> None:
     assert not torch.equal(runs[0], runs[2])
 
 
-# Modules that others rely on being called
+# Modules whose calls other code observes
 
 
-# Backward hooks are for modules that return tensors.
+# Backward hooks need modules that return tensors.
 HOOKED = [
     ("forward", ""),
     ("forward_pre", ""),
@@ -365,7 +365,7 @@ def test_a_hook_inside_is_served_by_the_plain_path(pair, kind, where) -> None:
     part = pair.fast.bert.get_submodule(where)
     handle = getattr(part, f"register_{kind}_hook")(lambda *given: called.append(1))
     if where == "":
-        # Whoever calls the encoder calls its hooks.
+        # The caller of the encoder calls its hooks.
         pair.check(batch())
     else:
         plain(pair.fast, f"BertModel runs its own code, padded: {where} has .* hooks")
@@ -394,7 +394,7 @@ def test_a_hook_on_a_linear_is_called_on_rows(pair, where) -> None:
 
     handles = [s.bert.get_submodule(where).register_forward_hook(double) for s in pair]
     pair.check(batch())
-    # Ours and its deep copy, the oracle and the stock model.
+    # The calls are from the accelerated model and its deep copy, the oracle, and the stock model.
     assert [len(shape) for shape in shapes] == [2, 2, 3, 3]
     assert shapes[0][0] == shapes[1][0] == sum(LENGTHS)
     for handle in handles:
@@ -421,7 +421,7 @@ def test_a_hook_on_the_word_embeddings_is_called(pair) -> None:
 
 
 def test_input_gradients_are_required_where_asked(pair) -> None:
-    """What PEFT asks of a frozen model under gradient checkpointing."""
+    """PEFT needs such gradients of a frozen model with gradient checkpointing."""
     seen = []
     for side in pair[::2]:
         side.requires_grad_(False)

@@ -1,5 +1,7 @@
-"""Gradients with respect to the hidden states and attention weights that an accelerated encoder
-returns, as gradient-based explanations take them, beside stock eager in float64."""
+"""Gradients with respect to the hidden states and attention weights of an accelerated encoder.
+
+Gradient-based explanations use these gradients. The oracle is the stock model in float64.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ import fastbert
 from fastbert.testing.compare import assert_close
 from fastbert.testing.yardstick import run_sides
 
-# Nothing here may run stock code unnoticed.
+# A test fails if stock code runs.
 pytestmark = pytest.mark.filterwarnings("error:.*runs its own code")
 
 every_family = pytest.mark.parametrize("family", FAMILIES)
@@ -38,20 +40,22 @@ BOTH = {"output_hidden_states": True, "output_attentions": True}
 
 
 def sides_of(model: Any) -> tuple[Any, Any, Any]:
-    """Accelerated, the oracle, the yardstick."""
+    """Return the accelerated model, the oracle and the yardstick."""
     return fastbert.accelerate(copy.deepcopy(model)), in_dtype(model, torch.float64), model
 
 
 def loss_of(out: Any, real: Tensor) -> Tensor:
-    """A scalar of the last hidden states of real tokens and of the pooled rows that begin so."""
+    """Return a scalar of the last hidden states of real tokens and of their pooled rows."""
     pooled = getattr(out, "pooler_output", None)
     pooled = None if pooled is None else pooled[real[:, 0]]
     return total(Stacked(out.last_hidden_state[real], None, pooled))
 
 
 def slopes_of(side: nn.Module, batch: dict[str, Tensor], **options: Any) -> dict[str, Tensor]:
-    """The gradients of the loss with respect to all states (N + 1, B, L, H) and to all weights
-    (N, B, heads, L, L)."""
+    """Return the gradients of the loss with respect to all states and weights.
+
+    The states have the shape ``(N + 1, B, L, H)``, and the weights ``(N, B, heads, L, L)``.
+    """
     real = batch["attention_mask"].bool()
     out = call(side, batch, **BOTH, **options)
     asked = (*out.hidden_states, *out.attentions)
@@ -150,7 +154,7 @@ def test_weights_of_one_layer_carry_the_gradient_of_that_layer(family) -> None:
 @pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
 @every_family
 def test_values_do_not_change_where_no_gradient_is_wanted(family, mode) -> None:
-    """A frozen model and a call without gradients take the fused path, with the same bits."""
+    """A frozen model and a call without gradients use the fused kernels and give the same bits."""
     fast, batch = fastbert.accelerate(build(family)), inputs("middle", family)
     with getattr(torch, mode)():
         expected = fast(**batch, **BOTH)
@@ -163,7 +167,7 @@ def test_values_do_not_change_where_no_gradient_is_wanted(family, mode) -> None:
 
 @pytest.mark.parametrize("family", ["bert", "modernbert"])
 def test_the_same_weights_are_dropped_with_and_without_the_weights(family) -> None:
-    """The context that is made of the returned weights drops what the fused kernel drops."""
+    """The attention that uses the returned weights drops the same weights as the fused kernel."""
     drops = "attention_dropout" if family == "modernbert" else "attention_probs_dropout_prob"
     model, batch = build(family, **{drops: 0.5}), inputs("right", family)
     double, single = (

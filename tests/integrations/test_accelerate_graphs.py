@@ -113,7 +113,7 @@ def test_accelerated_after_being_compiled() -> None:
         assert whole(**batch()).last_hidden_state[batch()["attention_mask"] == 0].any()
 
 
-# What leaves for other runtimes
+# Exports to other runtimes
 
 
 def no_operator_of_ours(program: torch.export.ExportedProgram) -> None:

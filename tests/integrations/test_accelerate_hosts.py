@@ -40,7 +40,7 @@ def tokenizer() -> Any:
 
 
 def numbers(found: Any) -> torch.Tensor:
-    """Every number in what a pipeline returns."""
+    """Return all numbers in the output of a pipeline."""
     if isinstance(found, (list, tuple)):
         return torch.cat([numbers(each) for each in found])
     if isinstance(found, dict):
@@ -156,7 +156,7 @@ def test_a_cross_encoder(sentence_transformers, tokenizer, tmp_path) -> None:
 
 
 def test_a_sentence_transformer_is_trained(sentence_transformers, tokenizer, tmp_path) -> None:
-    """Two texts of an example pass through one encoder before there is a gradient."""
+    """Both texts of an example pass through the same encoder before the backward pass."""
     model().save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     texts = (SENTENCES, SENTENCES[::-1])

@@ -1,5 +1,4 @@
-"""A call under ``torch.inference_mode`` leaves nothing behind that a later training step trips
-over."""
+"""A call in ``torch.inference_mode`` does not affect a later training step."""
 
 from __future__ import annotations
 
@@ -22,11 +21,11 @@ from fastbert.ops.int8_linear import layout
 
 peft = pytest.importorskip("peft", reason="needs peft: pip install 'fastbert[test]'")
 
-# Nothing here may run stock code unnoticed.
+# A test fails if stock code runs.
 pytestmark = pytest.mark.filterwarnings("error:.*runs its own code")
 
 LABELS = torch.tensor([0, 1, 1, 0])
-# What the layers of the encoders are called.
+# This matches the layers in the names of an encoder's parameters.
 LAYERS = re.compile(r"(layer|layers|albert_layer_groups)\.(?P<number>\d+)\.")
 HEADS = ("classifier", "pre_classifier", "head", "dense")
 
@@ -42,7 +41,7 @@ def the_head(model: nn.Module) -> nn.Module:
 
 
 def the_embeddings(model: nn.Module) -> nn.Module:
-    """Every layer is frozen, and a gradient passes through all of them."""
+    """Freeze every layer; the gradient of the embeddings still passes through all layers."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("word_embeddings" in name or "tok_embeddings" in name)
     return model
@@ -69,7 +68,7 @@ def lora(*targets: str) -> Callable[[nn.Module], nn.Module]:
 
 
 def trained(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The gradients of two steps and the parameters after them."""
+    """Train two steps; return their gradients, and the parameters after the second step."""
     seen: dict[str, Tensor] = {}
     chosen = [p for p in model.train().parameters() if p.requires_grad]
     assert chosen
@@ -84,7 +83,7 @@ def trained(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def check(model: nn.Module, batch: dict[str, Tensor], dtype: torch.dtype) -> None:
-    """Training after a call in inference mode has the bits of training without it."""
+    """Check that training gives the same bits after a call in inference mode as without one."""
     model = fastbert.accelerate(model.to(dtype))
     expected = trained(copy.deepcopy(model), batch)
     with torch.inference_mode():

@@ -26,7 +26,7 @@ def lora(targets: Any = ("query", "value"), **changes: Any) -> Any:
 
 
 def wrapped(made: nn.Module, settings: Any) -> Any:
-    """With adapters that do something: PEFT begins with ones that do nothing."""
+    """Add adapters with random weights, because PEFT's initial adapters have no effect."""
     made = peft.get_peft_model(made, settings)
     torch.manual_seed(9)
     with torch.no_grad():
@@ -58,11 +58,12 @@ def test_lora(targets, when) -> None:
         pair.each(lambda side: side.train())
         check_step(pair)
     else:
-        # Each linear is called by itself, so no feed-forward runs in one call.
+        # Each linear layer is called on its own, so no feed-forward layer runs as one call.
         with torch.no_grad():
             agree(*pair.run(lambda side: values(side, batch())))
 
-        # A key's low-rank factors are few numbers, and all but cancelled: judged together.
+        # The gradients of a key's low-rank factors are few numbers that almost cancel, so all
+        # gradients are judged together.
         def joined(side: Any) -> dict[str, torch.Tensor]:
             return {"gradient": torch.cat([x.flatten() for x in step(side).values()])}
 

@@ -1,4 +1,4 @@
-"""What ``fastbert.accelerate`` refuses, in which words, and that nothing is half done."""
+"""The refusals of ``fastbert.accelerate``: their messages, and a model that stays unchanged."""
 
 from __future__ import annotations
 
@@ -74,10 +74,13 @@ MODELS: dict[str, tuple[Any, str]] = {
     "gpt2": (gpt2, f"got GPT2Model (gpt2), allowed: an encoder of {FAMILIES}"),
     "linear": (lambda: nn.Linear(2, 2), f"got Linear, allowed: an encoder of {FAMILIES}"),
     "deberta": (deberta, f"got DebertaV2Model (deberta-v2), allowed: an encoder of {FAMILIES}"),
-    "decoder": (lambda: model(is_decoder=True), "is_decoder: got True, allowed: false: an encoder"),
+    "decoder": (
+        lambda: model(is_decoder=True),
+        "is_decoder: got True, allowed: false for an encoder",
+    ),
     "cross-attention": (
         lambda: model(is_decoder=True, add_cross_attention=True),
-        "is_decoder: got True, allowed: false: an encoder",
+        "is_decoder: got True, allowed: false for an encoder",
     ),
     "relative positions": (
         lambda: model(position_embedding_type="relative_key"),
@@ -100,7 +103,7 @@ MODELS: dict[str, tuple[Any, str]] = {
         "LayerNorm is a torch.nn.modules.normalization.RMSNorm",
     ),
     "hook": (with_a_hook, "encoder.layer.0 has forward hooks"),
-    "one of two": (one_of_two, "is_decoder: got True, allowed: false: an encoder"),
+    "one of two": (one_of_two, "is_decoder: got True, allowed: false for an encoder"),
 }
 
 

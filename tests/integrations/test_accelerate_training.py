@@ -36,7 +36,7 @@ LABELS = torch.tensor([0, 1, 1, 0])
 
 
 def step(side: nn.Module, **given: Any) -> dict[str, Tensor]:
-    """The gradients of one step, and the loss."""
+    """Return the loss and the gradients of one step."""
     side.zero_grad()
     loss = side(**batch(), labels=LABELS, **given).loss
     loss.backward()
@@ -143,7 +143,7 @@ def test_training_between_two_inferences(pair) -> None:
 
 
 def test_autocast(pair) -> None:
-    """As in fp32 with the rounding of bf16: the oracle is in float64, the yardstick stock's."""
+    """The oracle is float64 without autocast, and the yardstick is the stock model in autocast."""
 
     def run(side: nn.Module) -> dict[str, Tensor]:
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=side is not pair.oracle):
@@ -152,7 +152,7 @@ def test_autocast(pair) -> None:
     found = pair.run(run)
     dtypes = ({name: x.dtype for name, x in s.items()} for s in (found[0], found[2].library))
     assert next(dtypes) == next(dtypes)
-    # Sums of bf16 products over few elements: their errors are a matter of luck, together less so.
+    # The error of a bf16 sum over few elements depends on luck, so all sums are judged together.
     whole = each(lambda s: {"all": torch.cat([x.flatten() for x in s.values()])}, *found)
     agree(*whole, factor=3.0, reason=REASON)
     with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
@@ -165,7 +165,7 @@ def test_autocast(pair) -> None:
 
 @pytest.fixture
 def forwards(monkeypatch) -> list[int]:
-    """One entry for each time a layer of ours is computed."""
+    """Record an entry for each forward pass of a layer of fastbert."""
     seen: list[int] = []
     real = layers.BertLayer.forward
 
@@ -201,7 +201,7 @@ def test_checkpointed_layers_are_computed_twice(forwards, when) -> None:
 def test_checkpointing_repeats_the_dropout() -> None:
     made = model("BertForSequenceClassification", hidden_dropout_prob=0.3)
     made = fastbert.accelerate(made).train()
-    made.enable_input_require_grads()  # as checkpointing does
+    made.enable_input_require_grads()  # Checkpointing of transformers does the same.
     runs = []
     for enable in (False, True):
         made.bert.encoder.layer[0].gradient_checkpointing = enable
@@ -270,7 +270,7 @@ def losses(done: Any) -> Tensor:
 
 
 class Recorded:
-    """A model's losses, every digit of them: the Trainer's log rounds."""
+    """The losses of a model with all digits; the log of the Trainer rounds them."""
 
     def __init__(self, made: nn.Module) -> None:
         self.losses: list[Tensor] = []
@@ -302,7 +302,8 @@ def test_fifty_steps_of_a_trainer_follow_the_stock_loss(tmp_path, name) -> None:
     for side in pair:
         recorded = Recorded(side)
         collate = collator if side is pair.fast else pad
-        # SGD: Adam divides by the gradient, and would magnify rounding where that is almost zero.
+        # Adam divides by the gradient's size and magnifies the rounding of small gradients, so the
+        # optimizer is SGD.
         with rows_computed() as rows:
             done = trainer(
                 side, tmp_path, data, collate, optim="sgd", learning_rate=0.05, **changes

@@ -1,4 +1,4 @@
-"""``fastbert.accelerate``: every family beside its own stock eager model in float64."""
+"""``fastbert.accelerate``: every family is compared with its stock eager model in float64."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from fastbert.ops import backend as backends
 from fastbert.testing.compare import assert_close
 from fastbert.testing.yardstick import Yardstick, each, run_sides
 
-# Nothing here may run stock code unnoticed.
+# A test fails if stock code runs.
 pytestmark = pytest.mark.filterwarnings("error:.*runs its own code")
 
 every_family = pytest.mark.parametrize("family", FAMILIES)
@@ -52,7 +52,7 @@ def every_warning():
 
 
 def sides_of(model: Any) -> tuple[Any, Any, Any]:
-    """Accelerated, the oracle, the yardstick."""
+    """Return the accelerated model, the oracle and the yardstick."""
     return fastbert.accelerate(copy.deepcopy(model)), in_dtype(model, torch.float64), model
 
 
@@ -82,7 +82,7 @@ def test_outputs_and_gradients(family, padding, rows, mode, dtype) -> None:
 @pytest.mark.parametrize("padding", PADDINGS)
 @every_family
 def test_inference(family, padding, rows, dtype) -> None:
-    """With attention weights, which come layer by layer, and without them."""
+    """Inference agrees without attention weights, and with weights, layer by layer."""
     model, batch = in_dtype(build(family), dtype), inputs(padding, family, rows)
     mask = batch["attention_mask"]
     fast, oracle, stock = sides_of(model)
@@ -130,7 +130,7 @@ def test_a_head_with_a_loss(family, padding, head) -> None:
         side.zero_grad()
         out = call(side, batch)
         loss, scores = out.loss, out.logits
-        if scores.dtype == torch.float64:  # whose loss some models take in fp32
+        if scores.dtype == torch.float64:  # Some models compute the loss of float64 in fp32.
             loss = F.cross_entropy(scores.flatten(0, -2), batch["labels"].flatten())
         loss.backward()
         logits = scores if scores.dim() == 2 else scores[real]
@@ -142,7 +142,7 @@ def test_a_head_with_a_loss(family, padding, head) -> None:
     assert_gradients_close(*slopes)
 
 
-# Dropout: at 1 it is exact, and shows where it is
+# Dropout: with probability 1 its result is exact and depends on its place
 
 DROPPING: dict[str, dict[str, Any]] = {
     "distilbert": {"dropout": 0.5, "attention_dropout": 0.5},
@@ -151,7 +151,7 @@ DROPPING: dict[str, dict[str, Any]] = {
 
 
 def drops(model: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Everything that drops in an encoder: a module with a ``p``, or a number of one's own."""
+    """Return the dropouts of an encoder: modules with a ``p``, and modules with a probability."""
     found: list[tuple[nn.Module, str]] = []
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -223,7 +223,7 @@ def test_the_pooler_reads_the_first_token_that_exists(family) -> None:
     assert_close("pooler_output", *runs)
 
 
-# What may be passed
+# Arguments
 
 
 @pytest.mark.parametrize("kind", ["bool", "integer", "additive"])
@@ -245,7 +245,7 @@ def test_masks_of_pairs_mean_what_they_say(family, rank, kind) -> None:
         runs = []
         for side in stock:
             right: Any = additive(seen, next(side.parameters()).dtype)[:, None]
-            if family == "modernbert":  # which takes a mask of pairs as it is, without its window
+            if family == "modernbert":  # It does not add its window to a mask of pairs.
                 places = torch.arange(LENGTH)
                 near = (places[:, None] - places).abs() <= 4
                 local = additive(seen & near, right.dtype)[:, None]
@@ -288,7 +288,7 @@ def test_packed_sequences_do_not_see_each_other(family, form) -> None:
     assert_gradients_close(*slopes)
     with torch.no_grad():
         stock = run(model, packed).states
-    assert (stock - outs[1].states).abs().max() > 0.01  # the stock path leaks
+    assert (stock - outs[1].states).abs().max() > 0.01  # Stock sequences attend to each other.
 
 
 @every_family
@@ -381,8 +381,8 @@ WANTED = [True, False, 0, 1, -1, [0, 2], [-1], (1,), [0, 7], []]
 
 @every_family
 def test_hidden_states_of_chosen_layers(family) -> None:
-    """As many, and the same ones, as in transformers, and in the tuple too."""
-    # Of groups of layers transformers counts the groups from the end, but returns the layers.
+    """The output and the tuple have the same hidden states as in transformers."""
+    # With groups, transformers counts groups from the end, but returns the states of layers.
     changes = {"inner_group_num": 1} if family == "albert" else {}
     model, batch = build(family, **changes), inputs("none", family)
     fast = fastbert.accelerate(copy.deepcopy(model))
@@ -392,7 +392,7 @@ def test_hidden_states_of_chosen_layers(family) -> None:
             actual = fast(**batch, output_hidden_states=wanted)
             values = fast(**batch, output_hidden_states=wanted, return_dict=False)
         expected = stock.get("hidden_states")
-        if family == "mpnet" and wanted and wanted is not True:  # whose code knows a flag only
+        if family == "mpnet" and wanted and wanted is not True:  # Its code knows only a flag.
             numbers = [wanted] if isinstance(wanted, int) else wanted
             chosen = {number % 3 for number in numbers if number < 3}
             expected = tuple(s if i in chosen else None for i, s in enumerate(expected))
@@ -464,7 +464,7 @@ def test_sequences_that_are_too_long_are_refused(family) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_modernbert_has_zeros_where_stock_eager_has_nan(dtype) -> None:
-    """A row of one token beside one of 21: stock's NaN, in float64, reaches that token."""
+    """In float64, the NaN of the stock model at padding reaches the only token of its row."""
     model, batch = build("modernbert", num_hidden_layers=5), inputs("none", rows=2)
     batch["attention_mask"][1, 1:] = 0
     model = in_dtype(model, dtype)
@@ -637,6 +637,7 @@ def test_gradients_of_real_sentences(folder) -> None:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    model.get_input_embeddings().requires_grad_(False)  # 12 million numbers to compare
+    # The gradient of the embeddings would be 12 million numbers.
+    model.get_input_embeddings().requires_grad_(False)
     runs = run_sides(lambda side: run_with_gradients(side, batch), *sides_of(model))
     assert_gradients_close(*each(itemgetter(1), *runs))

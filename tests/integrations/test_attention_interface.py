@@ -1,5 +1,6 @@
-"""``attn_implementation="fastbert"``: stock models of transformers with our attention, beside their
-own eager one in float64.
+"""``attn_implementation="fastbert"``: models of transformers with the attention of fastbert.
+
+The oracle is the same model with eager attention in float64.
 """
 
 from __future__ import annotations
@@ -42,14 +43,14 @@ def ours(model: nn.Module) -> nn.Module:
 
 @pytest.fixture
 def calls(monkeypatch):
-    """How often attention of ours ran."""
+    """Record the calls of fastbert's attention."""
     made = []
     real = ops.attention
     monkeypatch.setattr(ops, "attention", lambda *a, **k: (made.append(1), real(*a, **k))[1])
     return made
 
 
-# MPNet takes the name and ignores it.
+# MPNet accepts the name of the implementation and ignores it.
 DISPATCHING = [family for family in FAMILIES if family != "mpnet"]
 
 
@@ -137,7 +138,8 @@ def test_packed_sequences_do_not_see_each_other(form) -> None:
         oracle = one_by_one(copy.deepcopy(model).double())
         assert_close(form, actual, oracle, one_by_one(model))
         eager = model(ids, **packed).last_hidden_state
-    assert not torch.allclose(eager, oracle.float(), atol=1e-3)  # the stock path leaks
+    # Stock sequences attend to each other.
+    assert not torch.allclose(eager, oracle.float(), atol=1e-3)
 
 
 def test_compiled_packed_sequences_do_not_see_each_other() -> None:

@@ -1,4 +1,4 @@
-"""``fastbert.BertModel`` of a checkpoint of every family, beside transformers in float64."""
+"""``fastbert.BertModel`` for checkpoints of every family; transformers in float64 is the oracle."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ from fastbert.testing.compare import assert_close
 from fastbert.testing.yardstick import Yardstick, each, run_sides
 
 every_family = pytest.mark.parametrize("family", FAMILIES)
-# What transformers writes about the file, not about the model.
+# These keys describe the file and not the model.
 ABOUT_THE_FILE = {"architectures", "transformers_version", "dtype", "_name_or_path"}
 
 
 def native(model: Any, folder: Path) -> modules.BertModel:
-    """Ours of a folder that transformers wrote. A part that was initialised afresh is an error."""
+    """Load a model that transformers saved; a missing weight is an error."""
     model.save_pretrained(folder)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -54,7 +54,7 @@ def native(model: Any, folder: Path) -> modules.BertModel:
 
 
 def stock_gradients(ours: modules.BertModel, like: Any, folder: Path) -> dict[str, Tensor]:
-    """The gradients under transformers' names: saved as if they were weights."""
+    """Return the gradients under the names of transformers, by saving them as weights."""
     holder = copy.deepcopy(ours)
     for parameter, held in zip(ours.parameters(), holder.parameters(), strict=True):
         held.data = torch.zeros_like(held) if parameter.grad is None else parameter.grad
@@ -156,8 +156,7 @@ def test_a_sequence_has_the_same_bits_alone_in_a_batch_and_packed(family, dtype,
 
 
 def test_fresh_models_of_a_family_train(tmp_path) -> None:
-    """Without a checkpoint: dropout is on, gradients reach every parameter, and what was saved
-    opens in transformers."""
+    """A new model uses dropout, has all gradients, and can be saved for transformers."""
     for family, (name, _) in FAMILIES.items():
         stock = build(family)
         content = stock.config.to_dict()
@@ -188,7 +187,7 @@ DROPOUTS = {
 
 @every_family
 def test_dropout_is_where_it_is_in_transformers(family, tmp_path) -> None:
-    """At 1 it is exact."""
+    """With probability 1, the result of dropout is exact."""
     batch = inputs("middle", family)
     mask = batch["attention_mask"]
     for key in DROPOUTS.get(family, ("hidden_dropout_prob", "attention_probs_dropout_prob")):
@@ -227,7 +226,7 @@ def test_a_folder_is_written_as_transformers_wrote_it(family, tmp_path) -> None:
 
 
 def _settings(content: dict[str, Any]) -> dict[str, Any]:
-    # NomicBERT's configuration has the last one, but does not write it.
+    # NomicBERT's configuration has tie_word_embeddings, but does not write it.
     return {k: v for k, v in content.items() if k not in ABOUT_THE_FILE | {"tie_word_embeddings"}}
 
 
@@ -237,7 +236,7 @@ def test_the_folder_of_a_model_with_a_head_is_read(family, head, tmp_path) -> No
     stock, batch = build(family, head), inputs("right", family)
     stock.save_pretrained(tmp_path)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of a pooler that the head has none of
+        warnings.simplefilter("ignore")  # The model with this head has no pooler.
         ours = modules.BertModel.from_pretrained(tmp_path)
     mask = batch["attention_mask"]
     with torch.no_grad():
@@ -329,12 +328,12 @@ def test_missing_keys_mean_what_they_mean_in_transformers(family) -> None:
 
 
 def test_keys_of_other_families_mean_nothing(tmp_path) -> None:
-    """DistilBERT's configuration of the wrong names: transformers ignores them too."""
+    """Keys that a family does not have are ignored, as in transformers."""
     foreign = {"hidden_dropout_prob": 0.7, "layer_norm_eps": 0.5, "intermediate_size": 7}
     assert config("distilbert", **foreign) == config("distilbert")
     assert config("mpnet", type_vocab_size=7) == config("mpnet")
     assert config("modernbert", layer_norm_eps=0.5) == config("modernbert")
-    for family in ("modernbert", "nomic_bert"):  # no table, no kind of table
+    for family in ("modernbert", "nomic_bert"):  # These families have no position table.
         assert config(family, position_embedding_type="sans_pos") == config(family)
 
 
@@ -347,8 +346,10 @@ OLDER = {
 
 @pytest.mark.parametrize("base", [{}, {"local_rope_theta": None}], ids=["both", "no local"])
 def test_older_modernbert_configs(base, tmp_path) -> None:
-    """Before transformers 5: how often, and two bases, instead of layer_types and
-    rope_parameters."""
+    """Files from before transformers 5 have an interval of layers and two bases.
+
+    Newer files have ``layer_types`` and ``rope_parameters`` instead.
+    """
     older = {name: value for name, value in (OLDER | base).items() if value is not None}
     stock, batch = build("modernbert", num_hidden_layers=4, **older), inputs("middle")
     stock.save_pretrained(tmp_path)
@@ -422,7 +423,7 @@ def test_lengths_end_where_the_positions_do(family, tmp_path) -> None:
 
 @pytest.mark.parametrize("family", ["roberta", "mpnet"])
 def test_padding_does_not_count_where_positions_are_counted(family, tmp_path) -> None:
-    """A row of 50 with 46 tokens fits a table of 48, as in transformers."""
+    """A row of length 50 with 46 tokens fits a table of 48 positions, as in transformers."""
     stock = build(family)
     ours = native(stock, tmp_path)
     batch = inputs("none", family, 2, 50)

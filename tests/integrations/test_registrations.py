@@ -1,4 +1,4 @@
-"""Nothing global is registered before the caller asks: each check runs in a fresh process."""
+"""The import of fastbert registers nothing global; each check runs in a new process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-# What a library can leave behind in torch, in transformers and in the interpreter.
+# A snapshot holds the global registries of torch, of transformers and of the interpreter.
 SNAPSHOT = """
 import sys, os, warnings, torch
 from torch.nn.modules import module
@@ -55,7 +55,7 @@ def test_importing_fastbert_registers_nothing():
 
 
 def test_accelerate_registers_the_optimizer_hook_of_the_weight_cache_and_nothing_else():
-    """The copies of weights that the CPU keeps must be out of date after an optimizer's step."""
+    """The hook puts the CPU's copies of weights out of date after an optimizer step."""
     run(
         MODEL + "before = snapshot()\n"
         "import fastbert\n"

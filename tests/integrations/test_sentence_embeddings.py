@@ -1,4 +1,4 @@
-"""sentence-transformers on the real checkpoint and a thousand real sentences, accelerated."""
+"""Accelerated sentence-transformers on the real checkpoint and a thousand real sentences."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""A result never comes from weights that are gone: whatever writes to a model, and however, its
-next result has the bits of a deep copy's, which has never computed anything and keeps nothing.
+"""A result never comes from outdated weights, no matter how a program writes to a model.
+
+The oracle is a deep copy of the model, which keeps no copies of weights: the bits must be equal.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ if backends.EXTENSION is None:
 
 import transformers
 
-# More columns than one piece of a row that a short call reads (64 bytes).
+# A row is longer than the 64 bytes of each row that a short call reads.
 SIZES: dict[str, Any] = {
     "vocab_size": 97,
     "hidden_size": 64,
@@ -36,7 +37,7 @@ SIZES: dict[str, Any] = {
     "hidden_dropout_prob": 0.0,
     "attention_probs_dropout_prob": 0.0,
 }
-# A warm-up begins here: most bf16 weights do not move in one step, and a sample misses the others.
+# At the small rate of a warm-up, a step changes few bf16 weights, and a sample would miss them.
 SMALL_RATE = 5e-6
 
 
@@ -76,8 +77,10 @@ def is_what_a_deep_copy_says(model: nn.Module, inputs: dict[str, Tensor]) -> boo
 
 
 class Offloaded(torch.optim.Optimizer):
-    """Master weights in fp32 beside the model, written back through ``data``, as offloading and
-    sharding optimizers do."""
+    """An optimizer that keeps master weights in fp32 and writes them back through ``data``.
+
+    Offloading and sharding optimizers work in this way.
+    """
 
     def __init__(self, parameters: Any, lr: float) -> None:
         super().__init__(list(parameters), {"lr": lr})
@@ -92,8 +95,10 @@ class Offloaded(torch.optim.Optimizer):
 
 
 class EightBit(torch.optim.Optimizer):
-    """Momentum in int8 with one scale, and weights written through their address, as a library of
-    8-bit optimizers does in its own C code."""
+    """An optimizer that keeps its momentum in int8 and writes weights through their address.
+
+    A library of 8-bit optimizers does the same in C.
+    """
 
     def __init__(self, parameters: Any, lr: float) -> None:
         super().__init__(parameters, {"lr": lr})
@@ -141,7 +146,7 @@ def test_every_step_of_an_optimizer_is_seen(kind, dtype, optimizer) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_in_evaluation_mode_is_seen(kind) -> None:
-    """Nothing changes between train and eval, and the gradients come from elsewhere."""
+    """The model stays in eval mode and computes no gradients, so only the step is a signal."""
     model, inputs = made(kind, torch.bfloat16), batch()
     step = torch.optim.AdamW(model.parameters(), lr=SMALL_RATE, fused=True)
     for _ in range(4):
@@ -166,7 +171,7 @@ def test_an_average_of_the_weights_is_seen(kind) -> None:
     average = copy.deepcopy(model)
     for _ in range(4):
         trained(model, inputs)
-        logits(average, inputs)  # between the step and the average
+        logits(average, inputs)  # This call is between the step and the averaging.
         for mean, now in zip(average.parameters(), model.parameters(), strict=True):
             mean.data.mul_(0.99).add_(now.data, alpha=0.01)
         assert is_what_a_deep_copy_says(average, inputs)
@@ -178,7 +183,7 @@ def test_weights_that_are_swapped_for_an_evaluation_are_seen(kind, how) -> None:
     model, inputs = made(kind, torch.bfloat16), batch()
     shadow = [p.detach().clone() for p in model.parameters()]
     trained(model, inputs)
-    for _ in range(2):  # there and back
+    for _ in range(2):  # The second exchange undoes the first.
         logits(model, inputs)
         for parameter, other in zip(model.parameters(), shadow, strict=True):
             kept = parameter.detach().clone()
@@ -204,7 +209,7 @@ def test_one_element_is_seen_in_a_process_that_trains(kind) -> None:
 
 
 def matrices(model: nn.Module) -> Iterator[Tensor]:
-    """The weights of the encoder's products."""
+    """Yield the matrices of the encoder's layers."""
     for name, parameter in model.named_parameters():
         if parameter.dim() == 2 and "embeddings" not in name and ".layer." in name:
             yield parameter.data
@@ -237,7 +242,7 @@ NARROW = {"a column negated": negate_a_column, "one element": move_one}
 
 @pytest.fixture
 def untrained() -> Iterator[None]:
-    """As in a process in which no optimizer has stepped and no gradient was computed."""
+    """Act as in a process without an optimizer step or a backward pass."""
     backends.EXTENSION.expect_writes(False)
     yield
     backends.EXTENSION.expect_writes(True)
@@ -246,7 +251,7 @@ def untrained() -> Iterator[None]:
 def changed_everywhere(
     model: nn.Module, inputs: dict[str, Tensor], change: Callable[[Tensor], None], calls: int
 ) -> None:
-    """``change`` of each matrix is seen by the last of ``calls`` calls."""
+    """Check that the last of ``calls`` calls sees the ``change`` of each matrix."""
     for weight in matrices(model):
         logits(model, inputs)
         change(weight)
@@ -257,7 +262,7 @@ def changed_everywhere(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_write_that_is_counted_is_seen_at_once_however_narrow(untrained, kind) -> None:
-    """Tensors count their writes, but for those through `data`; few rows read a piece of each."""
+    """A tensor counts its writes, except for writes through `data`."""
     model, inputs = made(kind, torch.float32), batch()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -287,7 +292,7 @@ def test_a_narrow_write_is_seen_at_once_by_a_call_with_many_rows(
 def test_a_narrow_write_is_seen_in_as_many_calls_as_a_row_has_pieces(
     untrained, kind, change
 ) -> None:
-    pieces = 128 * 4 // 64  # of the widest row, in fp32
+    pieces = 128 * 4 // 64  # The widest row has 128 columns in fp32.
     changed_everywhere(made(kind, torch.float32), batch(), NARROW[change], calls=pieces)
 
 
@@ -305,7 +310,7 @@ def test_weights_that_are_inference_tensors_are_read_whole(untrained, kind) -> N
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_in_shared_memory_are_read_whole(untrained, kind) -> None:
-    """Another process may train them."""
+    """Another process may train the weights."""
     model = made(kind, torch.bfloat16).share_memory()
     changed_everywhere(model, batch(), move_one, calls=1)
 
@@ -313,7 +318,7 @@ def test_weights_in_shared_memory_are_read_whole(untrained, kind) -> None:
 @pytest.mark.parametrize("assign", [False, True], ids=["copied", "assigned"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_state_dict_that_is_loaded_is_seen(untrained, kind, assign) -> None:
-    """Assigned, the new tensors may lie where the old ones did: the loop frees those at once."""
+    """Assigned tensors may have the addresses of old tensors, which the loop frees at once."""
     model, inputs = made(kind, torch.bfloat16), batch()
     for seed in range(6):
         logits(model, inputs)

@@ -1,4 +1,4 @@
-"""Small models of transformers and how an accelerated one is judged beside them."""
+"""Small models of transformers, and comparisons of accelerated models with stock models."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def config(family: str = "Bert", **changes: Any) -> Any:
 
 
 def model(kind: Any = "BertModel", settings: Any = None, **changes: Any) -> Any:
-    """One with random weights, none of them zero, in inference."""
+    """Return a model with random nonzero weights, in eval mode."""
     kind = getattr(transformers, kind) if isinstance(kind, str) else kind
     torch.manual_seed(0)
     made = kind(config(**changes) if settings is None else settings).eval()
@@ -48,7 +48,7 @@ def model(kind: Any = "BertModel", settings: Any = None, **changes: Any) -> Any:
 
 
 def batch(lengths: tuple[int, ...] = LENGTHS, seed: int = 1) -> dict[str, Tensor]:
-    """Padded on the right."""
+    """Return a batch that is padded on the right."""
     generator = torch.Generator().manual_seed(seed)
     mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
     ids = torch.randint(5, 97, mask.shape, generator=generator)
@@ -56,25 +56,27 @@ def batch(lengths: tuple[int, ...] = LENGTHS, seed: int = 1) -> dict[str, Tensor
 
 
 class Sides(NamedTuple):
-    """One model three times. ``fast`` is accelerated; in float64, and as it is, it is stock."""
+    """Three copies of one model: accelerated, stock in float64 (the oracle), and stock."""
 
     fast: Any
     oracle: Any
     stock: Any
 
     def each(self, change: Callable[[Any], Any]) -> None:
-        """Does the same to all three, with the same random numbers."""
+        """Make the same change to the three models, with the same random numbers."""
         for side in self:
             torch.manual_seed(3)
             change(side)
 
     def run(self, function: Callable[[Any], Any]) -> list[Any]:
-        """``function`` of each; of stock, a yardstick."""
+        """Return ``function`` of each model; the result of the stock model is a yardstick."""
         return run_sides(function, *self)
 
     def check(self, given: dict[str, Any], **options: Any) -> None:
-        """Inference agrees by the rule, ours did not compute any padding, and it has the bits of a
-        deep copy, which keeps no copies of weights."""
+        """Check that inference agrees by the tolerance rule and computes no padding.
+
+        The result also has the bits of a deep copy, which has no packed copies of weights.
+        """
         with torch.no_grad(), rows_computed() as rows:
             fast = values(self.fast, given, **options)
         with torch.no_grad():
@@ -100,7 +102,7 @@ def agree(
     stock: dict[str, Tensor] | Yardstick,
     **allowance: Any,
 ) -> None:
-    """Outputs of the three sides."""
+    """Compare the outputs of the three models by the tolerance rule."""
     found = stock.library if isinstance(stock, Yardstick) else stock
     assert fast.keys() == oracle.keys() == found.keys()
     for name in fast:
@@ -108,7 +110,7 @@ def agree(
 
 
 def values(side: Any, given: dict[str, Any], **options: Any) -> dict[str, Tensor]:
-    """What a model returns, without the padding of hidden states and logits of tokens."""
+    """Return the outputs of a model, without hidden states and token logits at padding."""
     mask = given["attention_mask"].bool()
     found = {}
     for name, value in side(**given, **options).items():
@@ -126,14 +128,18 @@ def values(side: Any, given: dict[str, Any], **options: Any) -> dict[str, Tensor
 
 
 def gradients(side: nn.Module) -> dict[str, Tensor]:
-    """Without those of key biases, which are 0 but for rounding: softmax sees no shift."""
+    """Return the gradients, without key biases.
+
+    The gradient of a key's bias is 0 except for rounding, because a softmax does not change with a
+    shift.
+    """
     named = side.named_parameters()
     return {n: p.grad for n, p in named if p.grad is not None and not n.endswith("key.bias")}
 
 
 @contextlib.contextmanager
 def rows_computed() -> Iterator[list[int]]:
-    """How many rows each layer of ours computed, or all of them in one call."""
+    """Record the number of rows that each layer, or one call of all layers, computes."""
     rows: list[int] = []
 
     def spy(name: str) -> Any:

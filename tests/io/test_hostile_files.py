@@ -450,6 +450,6 @@ def test_a_failed_save_leaves_what_was_there(folder: Path, monkeypatch: pytest.M
 
 def test_saving_to_a_file(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("mine")
-    with pytest.raises(ValueError, match="a file; allowed: a folder or a name not taken"):
+    with pytest.raises(ValueError, match="a file; allowed: a folder or an unused name"):
         modules.BertModel(CONFIG).save_pretrained(tmp_path / "taken")
     assert (tmp_path / "taken").read_text() == "mine"

@@ -42,7 +42,7 @@ def models() -> tuple[modules.BertModel, modules.BertModel]:
 
 @pytest.fixture
 def no_flush(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replaces the flush, which only costs time: a killed process loses no written bytes."""
+    """Replace the flush, which is not needed here: a killed process loses no written bytes."""
     monkeypatch.setattr(os, "fsync", lambda handle: None)
 
 

@@ -1,4 +1,4 @@
-"""The INPUT of encode and classify: what is read of it, and which line is wrong."""
+"""The INPUT of encode and classify: the texts that are read, and the errors, which name a line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PAIRS = [("a b", "c"), ("", "zwölf 漢字\u2028no new line"), ("[SEP]", "")]
 
 
 def write(path, pairs=PAIRS):
-    """The pairs as fields a and b of a .jsonl or .parquet; the first of each as a .txt."""
+    """Write pairs as fields a and b of a .jsonl or .parquet, or their first texts as a .txt."""
     if path.suffix == ".txt":
         path.write_text("".join(first + "\n" for first, _ in pairs), encoding="utf-8")
     elif path.suffix == ".jsonl":
@@ -86,7 +86,7 @@ def test_columns_and_nulls_of_a_parquet(tmp_path):
 
 
 def test_a_txt_has_no_fields(tmp_path):
-    with pytest.raises(ValueError, match=r"got title of a \.txt, allowed: those of"):
+    with pytest.raises(ValueError, match=r"got title of a \.txt, allowed: fields of"):
         Texts(write(tmp_path / "texts.txt"), ("title",))
 
 

@@ -145,21 +145,21 @@ def products() -> None:
     from fastbert.kernels.cross_entropy import linear_cross_entropy_forward
     from fastbert.kernels.cross_entropy_backward import linear_cross_entropy_backward
     from fastbert.kernels.feed_forward import activation_forward, linear_gelu_forward
-    from fastbert.kernels.feed_forward_backward import feed_forward_backward, gelu_backward
+    from fastbert.kernels.feed_forward_backward import activation_backward, feed_forward_backward
 
-    for gated in (False, True):
-        options = {"approximate": "none", "gated": gated}
+    for activation in ("gelu", "geglu"):
+        options = {"activation": activation}
 
         def linear(x, weight, options=options):
-            return linear_gelu_forward(x, weight, None, save=True, engine="fused", **options)
+            return linear_gelu_forward(x, weight, None, save=True, path="fused", **options)
 
         def backward(dy, weight, h, options=options):
-            return feed_forward_backward(dy, weight, h, engine="fused", **options)
+            return feed_forward_backward(dy, weight, h, path="fused", **options)
 
         def elementwise(da, h, options=options):
-            return activation_forward(h, **options), gelu_backward(da, h, **options)
+            return activation_forward(h, **options), activation_backward(da, h, **options)
 
-        width = 32 if gated else 16
+        width = 32 if activation == "geglu" else 16
         both = (0, 1)
         tensors = {"x": half(9, 24), "weight": half(width, 24)}
         check("linear_gelu", linear, tensors, {"x": both, "weight": both})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from kernel_cases import BRAIN, HALF, SINGLE, judge, kept, normal, seed_tensor
@@ -26,13 +28,18 @@ def make(tokens, vocabulary, columns, dtype, device, *, positions=48, index=torc
 
 
 def run(indices, tables, weight, bias, dy, *, p=0.0, seed=None, padding_idx=-1):
-    """[y, dword_table, dtype_table, dposition_table, dweight, dbias] of the launchers."""
+    """[y, dword_table, dtype_table, dposition_table, dweight, dbias] of the launchers; an absent
+    parameter is left out.
+    """
     options = {"dropout_p": p, "seed": seed}
     y, mean, rstd = embedding_forward(indices, tables, weight, bias, eps=EPS, **options)
     gradients = embedding_backward(
-        dy, indices, tables, weight, mean, rstd, padding_idx=padding_idx, **options
-    )
-    return [y, *gradients]
+        dy, indices, tables, weight, mean, rstd,
+        has_bias=bias is not None, padding_idx=padding_idx, **options,
+    )  # fmt: skip
+    given = (*tables, weight, bias)
+    assert [g is None for g in gradients] == [t is None for t in given]
+    return [y, *(g for g in gradients if g is not None)]
 
 
 def check(indices, tables, weight, bias, dy, *, p=0.0, padding_idx=-1):
@@ -42,12 +49,15 @@ def check(indices, tables, weight, bias, dy, *, p=0.0, padding_idx=-1):
 
     def function(words, types, positions, weight, bias):
         return reference.embedding(
-            *(i.cpu() for i in indices), words, types, positions, weight, bias, eps=EPS,
-            dropout_p=p, dropout_seed=seed.cpu(),
+            *(None if i is None else i.cpu() for i in indices), words, types, positions, weight,
+            bias, eps=EPS, dropout_p=p, dropout_seed=seed.cpu(),
             padding_idx=None if padding_idx < 0 else padding_idx,
         )  # fmt: skip
 
-    judge(NAMES, actual, function, [*tables, weight, bias], dy)
+    given = [*tables, weight, bias]
+    present = [t is not None for t in (dy, *given)]
+    names = " ".join(itertools.compress(NAMES.split(), present))
+    judge(names, actual, function, given, dy)
     return actual
 
 
@@ -68,6 +78,22 @@ def test_against_oracle(tokens, vocabulary, columns, dtype, p, padding_idx, inde
     inputs = make(tokens, vocabulary, columns, dtype, device, index=index)
     dy = normal(tokens, columns, dtype=dtype, device=device)
     check(*inputs, dy, p=p, padding_idx=padding_idx)
+
+
+@pytest.mark.parametrize("dtype", [SINGLE, HALF])
+@pytest.mark.parametrize(
+    ("types", "positions", "biased"),
+    [(False, False, False), (True, False, True), (False, True, False)],
+)
+def test_absent_tables_and_bias(types, positions, biased, dtype, device):
+    indices, tables, weight, bias = make(70, 23, 48, dtype, device)
+    present = (True, types, positions)
+    indices, tables = (
+        [t if there else None for t, there in zip(three, present, strict=True)]
+        for three in (indices, tables)
+    )
+    dy = normal(70, 48, dtype=dtype, device=device)
+    check(indices, tables, weight, bias if biased else None, dy, p=0.2, padding_idx=0)
 
 
 @pytest.mark.parametrize("dtype", [SINGLE, BRAIN])

@@ -10,18 +10,11 @@ from fastbert import reference
 from fastbert.activations import ACTIVATIONS
 from fastbert.kernels import tiles as block_sizes
 from fastbert.kernels.feed_forward import activation_forward, linear_gelu_forward
-from fastbert.kernels.feed_forward_backward import feed_forward_backward, gelu_backward
+from fastbert.kernels.feed_forward_backward import activation_backward, feed_forward_backward
 
-ENGINES = ("fused", "library")
+PATHS = ("fused", "library")
 # GEMM_TILES for which 70 × 131 results are cut into tiles of 128 × 128, 64 × 64 and 64 × 32.
 TILES = (1, 4, 96)
-
-
-def options(activation: str) -> dict:
-    return {
-        "approximate": ACTIVATIONS[activation].approximate,
-        "gated": ACTIVATIONS[activation].gated,
-    }
 
 
 def draw(rows, depth, columns, dtype, device, activation="gelu", has_bias=True, scale=1.0):
@@ -36,13 +29,11 @@ def draw(rows, depth, columns, dtype, device, activation="gelu", has_bias=True, 
     )
 
 
-def run(x, w1, b1, w2, dy, activation, engine):
+def run(x, w1, b1, w2, dy, activation, path):
     """[y, dx, dw1, (db1), dw2]; the GEMMs without an activation are torch's own."""
-    form = options(activation)
-    a, h = linear_gelu_forward(x, w1, b1, save=True, engine=engine, **form)
-    dh, db1, again = feed_forward_backward(
-        dy, w2, h, sum_rows=b1 is not None, engine=engine, **form
-    )
+    form = {"activation": activation, "path": path}
+    a, h = linear_gelu_forward(x, w1, b1, save=True, **form)
+    dh, db1, again = feed_forward_backward(dy, w2, h, sum_rows=b1 is not None, **form)
     return [a @ w2.T, dh @ w1, dh.T @ x, *([] if db1 is None else [db1]), dy.T @ again]
 
 
@@ -54,14 +45,14 @@ def judge_feed_forward(actual, x, w1, b1, w2, dy, activation):
     judge(names, actual, function, [x, w1, b1, w2], dy)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize(
     ("dtype", "has_bias", "scale"), [(SINGLE, True, 1.0), (HALF, False, 4.0), (BRAIN, True, 1.0)]
 )
-def test_against_oracle(dtype, has_bias, scale, activation, engine, device):
+def test_against_oracle(dtype, has_bias, scale, activation, path, device):
     tensors = draw(70, 65, 131, dtype, device, activation, has_bias, scale)
-    judge_feed_forward(run(*tensors, activation, engine), *tensors, activation)
+    judge_feed_forward(run(*tensors, activation, path), *tensors, activation)
 
 
 @pytest.mark.parametrize("tiles", TILES)
@@ -82,15 +73,15 @@ def test_tiles_are_the_ones_that_the_tests_above_mean(monkeypatch):
     assert shapes == [(128, 128), (64, 64), (64, 32)]
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(
     ("rows", "depth", "columns", "dtype"),
     [(1, 128, 96, SINGLE), (1, 33, 70, BRAIN), (33, 111, 1, SINGLE), (129, 16, 40, HALF)],
 )
 @pytest.mark.parametrize("activation", ["gelu_tanh", "swiglu"])
-def test_odd_sizes(rows, depth, columns, dtype, activation, engine, device):
+def test_odd_sizes(rows, depth, columns, dtype, activation, path, device):
     tensors = draw(rows, depth, columns, dtype, device, activation)
-    judge_feed_forward(run(*tensors, activation, engine), *tensors, activation)
+    judge_feed_forward(run(*tensors, activation, path), *tensors, activation)
 
 
 @pytest.mark.parametrize("programs", [1, 3, 1000])
@@ -108,114 +99,129 @@ def test_tile_position_visits_every_tile_once(device):
     """More row blocks than one group has, a last group that is not full, two column blocks."""
     x = normal(9 * 64 + 5, 16, dtype=SINGLE, device=device)
     weight = torch.eye(16, device=device).repeat(5, 1)
-    y, _ = linear_gelu_forward(x, weight, None, approximate="relu", save=False, engine="fused")
+    y, _ = linear_gelu_forward(x, weight, None, activation="relu", save=False, path="fused")
     assert torch.equal(y, x.clamp(min=0.0).repeat(1, 5))
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_product_of_small_integers_is_exact(engine, device):
+@pytest.mark.parametrize("path", PATHS)
+def test_product_of_small_integers_is_exact(path, device):
     x = torch.randint(-3, 4, (70, 97)).to(device, HALF)
     weight = torch.randint(-3, 4, (65, 97)).to(device, HALF)
     bias = torch.randint(-3, 4, (65,)).to(device, HALF)
-    _, h = linear_gelu_forward(x, weight, bias, approximate="none", save=True, engine=engine)
+    _, h = linear_gelu_forward(x, weight, bias, activation="gelu", save=True, path=path)
     assert torch.equal(h.double(), x.double() @ weight.double().T + bias.double())
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("approximate", ["none", "tanh", "relu", "silu"])
+def times_one(x, activation):
+    """The pre-activation whose gate is x and whose factor, if there is one, is 1."""
+    return torch.cat([x, torch.ones_like(x)], dim=1) if ACTIVATIONS[activation].gated else x
+
+
+def of_gate(dh, a, activation):
+    """The gradient of the gate; the gradient of the factor has to be `a`, because dy is 1."""
+    gate = dh[:, : a.shape[1]]
+    if ACTIVATIONS[activation].gated:
+        assert torch.equal(dh[:, a.shape[1] :], a)
+    return gate
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", [SINGLE, HALF, BRAIN])
-def test_large_values(approximate, dtype, engine, device):
+def test_large_values(activation, dtype, path, device):
     """The tails are exact: act(x) = x or 0, slope 1 or 0."""
-    h = torch.tensor([[-65504.0, 65504.0, -120.0, 120.0, 0.0]], device=device).to(dtype)
+    x = torch.tensor([[-65504.0, 65504.0, -120.0, 120.0, 0.0]], device=device).to(dtype)
+    form = {"activation": activation, "path": path}
     one = torch.ones(1, 1, dtype=dtype, device=device)
-    y, _ = linear_gelu_forward(h.T, one, None, approximate=approximate, save=False, engine=engine)
-    assert torch.equal(y.T, h.clamp(min=0.0))
-    dy, weight = torch.ones(1, 1, dtype=dtype, device=device), torch.ones_like(h)
-    dh, _, a = feed_forward_backward(dy, weight, h, approximate=approximate, engine=engine)
-    assert dh.tolist() == [[0.0, 1.0, 0.0, 1.0, 0.0 if approximate == "relu" else 0.5]]
+    weight, bias = one, None
+    if ACTIVATIONS[activation].gated:
+        weight, bias = torch.cat([one, 0 * one]), torch.cat([0 * one[0], one[0]])
+    y, _ = linear_gelu_forward(x.T, weight, bias, save=False, **form)
+    assert torch.equal(y.T, x.clamp(min=0.0))
+    h = times_one(x, activation)
+    dh, _, a = feed_forward_backward(one, torch.ones_like(x), h, **form)
+    slope_at_zero = 0.0 if activation == "relu" else 0.5
+    assert of_gate(dh, a, activation).tolist() == [[0.0, 1.0, 0.0, 1.0, slope_at_zero]]
     assert torch.equal(a, y.T)
 
 
 @pytest.mark.filterwarnings("ignore:overflow")
-@pytest.mark.parametrize("approximate", ["none", "tanh", "relu", "silu"])
-def test_numbers_whose_square_overflows(approximate, device):
-    h = torch.tensor([[-1e30, 1e30]], device=device)
-    dh, _, a = gelu_backward(torch.ones_like(h), h, approximate=approximate, activated=True)
-    assert torch.equal(a, h.clamp(min=0.0))
-    assert dh.tolist() == [[0.0, 1.0]]
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_numbers_whose_square_overflows(activation, device):
+    x = torch.tensor([[-1e30, 1e30]], device=device)
+    h = times_one(x, activation)
+    dh, _, a = activation_backward(torch.ones_like(x), h, activation=activation, activated=True)
+    assert torch.equal(a, x.clamp(min=0.0))
+    assert of_gate(dh, a, activation).tolist() == [[0.0, 1.0]]
 
 
-@pytest.mark.parametrize("approximate", ["none", "tanh", "relu", "silu"])
-def test_every_fp16_number(approximate, device):
-    """All 63,488 finite numbers, with the output and the input in fp32, where rounding hides
-    nothing.
-    """
-    h = torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16).view(HALF)
-    h = h[h.isfinite()].view(-1, 62).float().to(device)
-    da = torch.ones_like(h)
-    dh, _, a = gelu_backward(da, h, approximate=approximate, sum_rows=False, activated=True)
-    assert torch.equal(a, activation_forward(h, approximate=approximate))
-    function = next(a.function for a in ACTIVATIONS.values() if a.approximate == approximate)
-    judge("y dh", [a, dh], function, [h], da)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_every_fp16_number(activation, device):
+    """All 63,488 finite numbers, with input and output in fp32, where rounding hides nothing."""
+    x = torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16).view(HALF)
+    x = x[x.isfinite()].view(-1, 62).float().to(device)
+    h, da = times_one(x, activation), torch.ones_like(x)
+    form = {"activation": activation}
+    dh, _, a = activation_backward(da, h, sum_rows=False, activated=True, **form)
+    assert torch.equal(a, activation_forward(h, **form))
+    dx = of_gate(dh, a, activation)
+    judge("y dh", [a, dx], ACTIVATIONS[activation].function, [x], da)
 
 
-@pytest.mark.parametrize("gated", [False, True])
-def test_nan_is_not_hidden(gated, device):
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_nan_is_not_hidden(activation, device):
     h = torch.full((1, 4), float("nan"), device=device)
-    for approximate in ("none", "tanh", "relu", "silu"):
-        assert activation_forward(h, approximate=approximate, gated=gated).isnan().all()
+    assert activation_forward(h, activation=activation).isnan().all()
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("activation", ["gelu", "geglu"])
-def test_strided_and_offset_inputs(activation, engine, device):
+def test_strided_and_offset_inputs(activation, path, device):
     x, w1, b1, w2, dy = draw(37, 50, 40, SINGLE, device, activation)
     dy = dy[:1].expand(37, 50)
-    dense = run(x, w1, b1, w2, dy.contiguous(), activation, engine)
+    dense = run(x, w1, b1, w2, dy.contiguous(), activation, path)
     wide = torch.zeros(37, 201, device=device)
     wide[:, 1:101:2] = x
     views = run(
-        wide[:, 1:101:2], w1.T.contiguous().T, b1, w2.T.contiguous().T, dy, activation, engine
+        wide[:, 1:101:2], w1.T.contiguous().T, b1, w2.T.contiguous().T, dy, activation, path
     )
     # y, db1 and the operands of the other products are ours alone, whatever torch's GEMMs do.
-    if engine == "fused":
+    if path == "fused":
         assert torch.equal(dense[3], views[3])
     judge_feed_forward(views, x, w1, b1, w2, dy, activation)
 
 
 def test_strided_gradient_and_preactivation(device):
     da, h = (normal(37, 60, dtype=BRAIN, device=device) for _ in range(2))
-    dense = gelu_backward(da[:, ::2].contiguous(), h, approximate="silu", gated=True)
-    views = gelu_backward(da[:, ::2], h.T.contiguous().T, approximate="silu", gated=True)
+    dense = activation_backward(da[:, ::2].contiguous(), h, activation="swiglu")
+    views = activation_backward(da[:, ::2], h.T.contiguous().T, activation="swiglu")
     assert all(torch.equal(a, b) for a, b in zip(dense[:2], views[:2], strict=True))
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_gives_only_what_is_asked_for(engine, device):
+@pytest.mark.parametrize("path", PATHS)
+def test_gives_only_what_is_asked_for(path, device):
     x, w1, _, w2, dy = draw(8, 16, 24, SINGLE, device)
-    assert (
-        linear_gelu_forward(x, w1, None, approximate="none", save=False, engine=engine)[1] is None
-    )
+    assert linear_gelu_forward(x, w1, None, activation="gelu", save=False, path=path)[1] is None
     h = x @ w1.T
-    form = {"approximate": "none", "sum_rows": False}
-    assert feed_forward_backward(dy, w2, h, engine=engine, **form)[1] is None
-    assert gelu_backward(h, h, **form)[1:] == (None, None)
+    form = {"activation": "gelu", "sum_rows": False}
+    assert feed_forward_backward(dy, w2, h, path=path, **form)[1] is None
+    assert activation_backward(h, h, **form)[1:] == (None, None)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
-def test_reruns_agree_bitwise(activation, engine, device):
+def test_reruns_agree_bitwise(activation, path, device):
     tensors = draw(150, 32, 48, BRAIN, device, activation)
-    first, second = (run(*tensors, activation, engine) for _ in range(2))
+    first, second = (run(*tensors, activation, path) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("activation", ["gelu", "geglu"])
 @pytest.mark.parametrize(("rows", "depth", "columns"), [(0, 8, 4), (5, 0, 4), (5, 8, 0)])
-def test_empty_sizes(rows, depth, columns, activation, engine, device):
+def test_empty_sizes(rows, depth, columns, activation, path, device):
     x, w1, b1, w2, dy = draw(rows, depth, columns, SINGLE, device, activation)
-    y, dx, dw1, db1, dw2 = run(x, w1, b1, w2, dy, activation, engine)
+    y, dx, dw1, db1, dw2 = run(x, w1, b1, w2, dy, activation, path)
     shapes = [tuple(t.shape) for t in (y, dx, dw1, db1, dw2)]
     assert shapes == [tuple(t.shape) for t in (dy, x, w1, b1, w2)]
     assert all(torch.isfinite(t).all() for t in (y, dx, dw1, db1, dw2))
@@ -226,30 +232,31 @@ def test_empty_sizes(rows, depth, columns, activation, engine, device):
 def test_gradient_of_a_bias_over_many_rows(device):
     """Row blocks beyond the first and rows beyond the last are summed once and not at all."""
     h, ones = torch.full((300, 3), 200.0, device=device), torch.ones(300, 3, device=device)
-    _, elementwise, _ = gelu_backward(ones, h, approximate="none")
+    _, elementwise, _ = activation_backward(ones, h, activation="gelu")
     identity = torch.eye(3, device=device)
-    _, fused, _ = feed_forward_backward(ones, identity, h, approximate="none", engine="fused")
+    _, fused, _ = feed_forward_backward(ones, identity, h, activation="gelu", path="fused")
     assert elementwise.tolist() == fused.tolist() == [300.0] * 3
 
 
-def test_engine_of_a_product():
+def test_path_of_a_product():
     for dtype in (SINGLE, HALF, BRAIN):
         for rows in (1, 64, 4096):
             for depth in (384, 768, 4096):
-                engine = block_sizes.gemm_engine(rows, 3072, depth, dtype)
-                assert engine.name in ENGINES
-                assert "not measured" in engine.reason
-    assert block_sizes.gemm_engine(4096, 3072, 768, SINGLE).name == "library"
-    assert block_sizes.gemm_engine(4096, 3072, 768, BRAIN).name == "fused"
-    assert block_sizes.gemm_engine(4096, 3072, 4096, BRAIN).name == "library"
+                path = block_sizes.gemm_path(rows, 3072, depth, dtype)
+                assert path.name in PATHS
+                assert "not measured" in path.reason
+    assert block_sizes.gemm_path(4096, 3072, 768, SINGLE).name == "library"
+    assert block_sizes.gemm_path(4096, 3072, 768, BRAIN).name == "fused"
+    assert block_sizes.gemm_path(4096, 3072, 4096, BRAIN).name == "library"
 
 
 def test_errors_name_the_argument(device):
     x = normal(4, 4, dtype=SINGLE, device=device)
-    for engine in ENGINES:
-        with pytest.raises(ValueError, match="approximate: got 'sigmoid'"):
-            linear_gelu_forward(x, x, None, approximate="sigmoid", save=False, engine=engine)
-    with pytest.raises(ValueError, match="engine: got 'cutlass'"):
-        linear_gelu_forward(x, x, None, approximate="none", save=False, engine="cutlass")
-    with pytest.raises(ValueError, match="engine: got 'cutlass'"):
-        feed_forward_backward(x, x, x, approximate="none", engine="cutlass")
+    for path in PATHS:
+        for bad in ("sigmoid", "silu", "none"):
+            with pytest.raises(ValueError, match=f"activation: got '{bad}', allowed: gelu, "):
+                linear_gelu_forward(x, x, None, activation=bad, save=False, path=path)
+    with pytest.raises(ValueError, match="path: got 'cutlass'"):
+        linear_gelu_forward(x, x, None, activation="gelu", save=False, path="cutlass")
+    with pytest.raises(ValueError, match="path: got 'cutlass'"):
+        feed_forward_backward(x, x, x, activation="gelu", path="cutlass")

@@ -15,22 +15,26 @@ EPS = 1e-12
 
 
 def run(x, weight, bias, dy, *, residual=None, x_bias=None, p=0.0, seed=None):
-    """[y, dx, dweight, dbias, (dresidual), (dx_bias)] of the launchers."""
+    """[y, dx, dweight, (dbias), (dresidual), (dx_bias)] of the launchers."""
     options = {"residual": residual, "x_bias": x_bias, "dropout_p": p, "seed": seed}
     y, mean, rstd = layer_norm_forward(x, weight, bias, eps=EPS, **options)
-    dsum, dx, dweight, dbias, dx_bias = layer_norm_backward(dy, x, weight, mean, rstd, **options)
+    dsum, dx, dweight, dbias, dx_bias = layer_norm_backward(
+        dy, x, weight, mean, rstd, has_bias=bias is not None, **options
+    )
     assert (dx is None) == (p == 0.0)
-    gradients = [dsum if dx is None else dx, dweight, dbias]
+    assert (dbias is None) == (bias is None)
+    gradients = [dsum if dx is None else dx, dweight, *([] if dbias is None else [dbias])]
     gradients += [] if residual is None else [dsum]
     return [y, *gradients, *([] if dx_bias is None else [dx_bias])]
 
 
-def check(rows, columns, dtype, device, *, fused=True, p=0.0, mean=0.0):
+def check(rows, columns, dtype, device, *, biased=True, fused=True, p=0.0, mean=0.0):
     x = normal(rows, columns, dtype=dtype, device=device) + mean
     dy = normal(rows, columns, dtype=dtype, device=device)
     weight, bias, x_bias = (normal(columns, dtype=dtype, device=device) for _ in range(3))
     residual = normal(rows, columns, dtype=dtype, device=device) if fused else None
     x_bias = x_bias if fused else None
+    bias = bias if biased else None
     seed = seed_tensor(device)
     actual = run(x, weight, bias, dy, residual=residual, x_bias=x_bias, p=p, seed=seed)
 
@@ -40,7 +44,7 @@ def check(rows, columns, dtype, device, *, fused=True, p=0.0, mean=0.0):
             dropout_seed=seed.cpu(),
         )  # fmt: skip
 
-    names = "y dx dweight dbias dresidual dx_bias" if fused else "y dx dweight dbias"
+    names = "y dx dweight" + " dbias" * biased + " dresidual dx_bias" * fused
     judge(names, actual, function, [x, weight, bias, residual, x_bias], dy)
 
 
@@ -61,11 +65,20 @@ def test_against_oracle(rows, columns, dtype, fused, p, device):
     check(rows, columns, dtype, device, fused=fused, p=p)
 
 
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "columns", "dtype", "p"), [(33, 111, SINGLE, 0.3), (9, 768, HALF, 0.0)]
+)
+def test_without_a_bias(rows, columns, dtype, fused, p, device):
+    check(rows, columns, dtype, device, biased=False, fused=fused, p=p)
+
+
+@pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("p", [0.0, 0.3])
-def test_x_bias_of_rows_too_wide_for_a_third_sum(p, device, monkeypatch):
+def test_x_bias_of_rows_too_wide_for_a_third_sum(p, biased, device, monkeypatch):
     """There the gradient of x_bias is summed from dx, in a pass of its own."""
     monkeypatch.setattr("fastbert.kernels.layer_norm.WIDEST_WITH_X_BIAS", 32)
-    check(9, 48, SINGLE, device, p=p)
+    check(9, 48, SINGLE, device, biased=biased, p=p)
 
 
 def test_mean_far_from_zero(device):

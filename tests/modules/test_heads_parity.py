@@ -137,6 +137,23 @@ def test_answers_ignore_padding() -> None:
     torch.testing.assert_close(together.loss, torch.stack(losses).mean())
 
 
+def test_answers_outside_the_text_count_as_in_transformers() -> None:
+    answers = {
+        "start_positions": torch.tensor([-1, -100, LENGTH - 1, LENGTH]),
+        "end_positions": torch.tensor([[LENGTH + 7], [-1], [4], [0]]),
+    }
+    judge = Judge(pair("BertForQuestionAnswering"), batches(**answers))
+    judge.agree("loss")
+    judge.gradients_agree()
+
+
+def test_answers_that_all_lie_beyond_the_text_cost_nothing() -> None:
+    beyond = torch.full((BATCH,), LENGTH)
+    model = pair("BertForQuestionAnswering").ours
+    out = model(**batch(), start_positions=beyond, end_positions=beyond)
+    assert out.loss.item() == 0.0
+
+
 def test_only_both_labels_make_a_pre_training_loss() -> None:
     model = pair("BertForPreTraining").ours
     inputs = with_labels("BertForPreTraining", batch(), 2)

@@ -1,9 +1,9 @@
-"""The faults that ``make mutate`` puts into the C++ code: the mistakes such kernels really have.
+"""The faults that ``make mutate`` puts into the C++ code: typical mistakes in such kernels.
 
-Each is one wrong line, as in faults.py. A noun names what is compiled with the fault (one source,
-or of one instruction-set level the kernels of one header) and the tests that the fault has to get
-past. What only a sanitizer shows, memory read or written without an effect on a result, is not
-here.
+Each fault is one wrong line, as in faults.py. A noun selects the code that is compiled with the
+fault, which is one source, or the kernels of one header at one instruction-set level. It also
+selects the tests that must catch the fault. Faults that only a sanitizer shows, because they change
+no result, are not here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def source(name: str) -> Unit:
     return Unit(f"{CPU}/{name}.cpp")
 
 
-# Noun → what is compiled. Of the sources that include a header with a fault, one is compiled.
+# Noun → the unit that is compiled. Of the sources that include a faulty header, one is compiled.
 UNITS: dict[str, Unit] = {
     "cpu_activation": level("avx2", "rows/activation_kernel.h"),
     "cpu_attention": level("avx2", "attention/forward_kernel.h"),
@@ -62,7 +62,7 @@ UNITS: dict[str, Unit] = {
     "cpu_varlen": source("varlen"),
 }
 
-# Noun → the tests that a fault in it has to get past.
+# Noun → the tests that must catch a fault.
 CPP_SELECTIONS: dict[str, list[str]] = {
     "cpu_activation": ["tests/csrc/test_feed_forward.py", "-k", "avx2"],
     "cpu_attention": ["tests/csrc/test_attention.py", "-k", "avx2"],
@@ -247,8 +247,8 @@ GEMM_EPILOGUE = (
         "tanh_form_takes_the_exact_gelu",
         "cpu_gemm",
         f"{CPU}/gemm/epilogue.h",
-        "pass<F32, To, Each<Tanh>>",
-        "pass<F32, To, Each<Erf>>",
+        "pass<F32, To, Each<GeluTanh>>",
+        "pass<F32, To, Each<Gelu>>",
     ),
     Fault(
         "bias_added_twice_before_a_residual",
@@ -580,6 +580,20 @@ ROWS = (
         "",
     ),
     Fault(
+        "row_without_a_bias_is_not_scaled",
+        "cpu_layer_norm",
+        f"{CPU}/rows/layer_norm_kernel.h",
+        "write(n, count, normal(n, count) * load(p.weight + n, count));",
+        "write(n, count, normal(n, count));",
+    ),
+    Fault(
+        "gradient_of_x_bias_after_that_of_an_absent_bias",
+        "cpu_layer_norm",
+        f"{CPU}/rows/layer_norm_kernel.h",
+        "*dx_bias = sums + (1 + kHasBias) * p.columns;",
+        "*dx_bias = sums + 2 * p.columns;",
+    ),
+    Fault(
         "rest_of_the_mean_with_the_wrong_sign",
         "cpu_layer_norm",
         f"{CPU}/rows/layer_norm_kernel.h",
@@ -667,8 +681,15 @@ ROWS = (
         "position_looked_up_in_the_types",
         "cpu_embedding",
         f"{CPU}/rows/embedding_kernel.h",
-        "return v + Format::load(rows[2] + n, count);",
-        "return v + Format::load(rows[1] + n, count);",
+        "v += Format::load(rows[i] + n, count);",
+        "v += Format::load(rows[1] + n, count);",
+    ),
+    Fault(
+        "second_of_two_tables_left_out",
+        "cpu_embedding",
+        f"{CPU}/rows/embedding_kernel.h",
+        "return body(format, TableCount<2>{});",
+        "return body(format, TableCount<1>{});",
     ),
     Fault(
         "gradient_of_an_embedding_without_dropout",
@@ -955,8 +976,15 @@ OPERANDS = (
         "gradient_of_the_norm_s_bias_is_the_weight_s",
         "cpu_layer_norm_operands",
         f"{CPU}/rows/layer_norm.cpp",
-        "total(1, weight_in),",
-        "total(0, weight_in),",
+        "total(1, weight_in) :",
+        "total(0, weight_in) :",
+    ),
+    Fault(
+        "gradient_of_x_bias_is_that_of_the_bias",
+        "cpu_layer_norm_operands",
+        f"{CPU}/rows/layer_norm.cpp",
+        "total(sums - 1, *x_bias_in)",
+        "total(1, *x_bias_in)",
     ),
     Fault(
         "residual_of_rms_norm_not_checked",
@@ -999,6 +1027,13 @@ OPERANDS = (
         f"{CPU}/rows/activation.cpp",
         "TORCH_CHECK_VALUE(h.size(1) % 2 == 0,",
         "TORCH_CHECK_VALUE(h.size(1) >= 2,",
+    ),
+    Fault(
+        "names_of_two_activations_exchanged",
+        "cpu_activation_operands",
+        "csrc/activations.h",
+        '"geglu", "swiglu"',
+        '"swiglu", "geglu"',
     ),
     Fault(
         "gradient_of_fewer_rows_taken",
@@ -1076,6 +1111,20 @@ OPERANDS = (
         f"{CPU}/rows/embedding.cpp",
         "numbers[i] >= 0 && numbers[i] < rows,",
         "numbers[i] < rows,",
+    ),
+    Fault(
+        "indices_without_a_table_ignored",
+        "cpu_embedding_operands",
+        f"{CPU}/rows/embedding.cpp",
+        "has_table || !has_index, kTableNames[i]",
+        "true, kTableNames[i]",
+    ),
+    Fault(
+        "positions_in_the_place_of_absent_types",
+        "cpu_embedding_operands",
+        f"{CPU}/rows/embedding.cpp",
+        "result.indices[result.count] =",
+        "result.indices[i] =",
     ),
     Fault(
         "padding_gets_a_gradient",
@@ -1504,7 +1553,7 @@ CPP_FAULTS: tuple[Fault, ...] = (
     *PACKED,
 )
 
-# Files of csrc/cpu without a fault of their own, and why.
+# Files of csrc/cpu without a fault, by the reason.
 WITHOUT_FAULTS: dict[str, str] = {
     f"{CPU}/{name}": reason
     for reason, names in {

@@ -1,7 +1,7 @@
-"""Builds fastbert._C for mutate.py: all of it once, then one source at a time with a fault in it.
+"""Build fastbert._C for mutate.py: once completely, then one source at a time with a fault.
 
-The flags are those of setup.py, but for -O1 instead of -O3, which compiles a source in seconds, and
-without CUDA. The objects stay in build/mutation, where ninja keeps them up to date.
+The flags are those of setup.py, with -O1 instead of -O3, which compiles a source in seconds, and
+without CUDA. The objects stay in build/mutation, where ninja updates them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from torch.utils import cpp_extension
 
 ROOT = Path(__file__).resolve().parents[2]
-BUILD = Path("build", "mutation")  # from ROOT, where ninja runs
+BUILD = Path("build", "mutation")  # relative to ROOT, where ninja runs
 LIBRARY = "_C" + sysconfig.get_config_var("EXT_SUFFIX")
 
 
@@ -43,7 +43,7 @@ def compile_command() -> list[str]:
 def link_command(objects: list[str], library: str) -> list[str]:
     paths = [f"-L{path}" for path in cpp_extension.library_paths()]
     libraries = ["-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python"]
-    # Of a function that two objects define, the linker keeps the first one.
+    # If two objects define a function, the linker keeps the first definition.
     flags = ["-shared", "-Wl,-z,muldefs", *openmp()]
     return [*shlex.split(compiler()), *flags, *objects, *paths, *libraries, "-o", library]
 
@@ -62,7 +62,7 @@ def object_of(source: str) -> Path:
 
 
 def build_all(workers: int) -> Path:
-    """The extension without a fault, built as far as something has changed."""
+    """Build the extension without a fault, compile only changed files, and return its path."""
     (ROOT / BUILD).mkdir(parents=True, exist_ok=True)
     objects = " ".join(str(object_of(source)) for source in sources())
     link = shlex.join(link_command(["@in"], "@out"))
@@ -88,15 +88,16 @@ def build_all(workers: int) -> Path:
 
 
 class Unit(NamedTuple):
-    """What is compiled with a fault: a source, or of a level's the kernels of one header alone."""
+    """A source that is compiled with a fault; of a level, only the kernels of one header."""
 
     source: str
     kernels: str = ""
 
 
 def text_of(tree: Path, unit: Unit) -> str:
-    """The source; a level's then includes ``kernels`` alone, and keeps the functions that its table
-    names.
+    """Return the source of a unit.
+
+    The source of a level includes only the header ``kernels`` and keeps the functions of its table.
     """
     folder = tree / "csrc" / "cpu"
     text = (tree / unit.source).read_text(encoding="utf-8")
@@ -118,7 +119,11 @@ def text_of(tree: Path, unit: Unit) -> str:
 
 
 def compile_unit(tree: Path, unit: Unit) -> Path:
-    """The object of ``unit`` as ``tree`` has it. RuntimeError: it does not compile."""
+    """Compile ``unit`` in ``tree`` and return the object.
+
+    Raises:
+        RuntimeError: If the unit does not compile.
+    """
     source, compiled = Path(unit.source).with_name("unit.cpp"), tree / "unit.o"
     (tree / source).write_text(text_of(tree, unit), encoding="utf-8")
     command = [*compile_command(), "-c", str(source), "-o", str(compiled)]
@@ -129,10 +134,10 @@ def compile_unit(tree: Path, unit: Unit) -> Path:
 
 
 def link_unit(compiled: Path, unit: Unit, library: Path) -> None:
-    """Links an object of `compile_unit`, and after it the others of `build_all`.
+    """Link an object of `compile_unit`, followed by the other objects of `build_all`.
 
     Raises:
-        RuntimeError: If a function is missing: a test would fail, but not because of the fault.
+        RuntimeError: If a function is missing, because a test would then fail without the fault.
     """
     names = [name for name in sources() if unit.kernels or name != unit.source]
     others = [str(ROOT / object_of(name)) for name in names]

@@ -1,8 +1,8 @@
-"""The faults that ``make mutate`` puts into the Triton kernels: mistakes such kernels really have.
+"""The faults that ``make mutate`` puts into the Triton kernels: typical mistakes in such kernels.
 
-Each is one wrong line that changes a result or reads or leaves memory that it must not. What only a
-compiler or a GPU shows (tf32, spills, races) is not here: tests/kernels/faulty_launches.py has it.
-The faults of the C++ code are in cpp_faults.py.
+Each fault is one wrong line that changes a result, reads forbidden memory or leaves memory
+unwritten. tests/kernels/faulty_launches.py has the faults that only a compiler or a GPU shows
+(tf32, spills, races). The faults of the C++ code are in cpp_faults.py.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from typing import NamedTuple
 
 
 class Fault(NamedTuple):
-    """One wrong line. ``old`` stands exactly once in ``file``, a path from the repository's root;
-    ``noun`` picks the tests.
+    """One wrong line.
+
+    ``file`` is a path from the root of the repository and contains ``old`` exactly once. ``noun``
+    selects the tests.
     """
 
     name: str
@@ -22,7 +24,7 @@ class Fault(NamedTuple):
     new: str
 
     def broken(self, text: str) -> str:
-        """``text`` with the fault. ValueError: ``old`` is not there, or not only once."""
+        """Return ``text`` with the fault, or raise ValueError if ``old`` is not in it once."""
         count = text.count(self.old)
         if count != 1:
             raise ValueError(f"{self.name}: {self.file} contains {self.old!r} {count} times")
@@ -31,7 +33,7 @@ class Fault(NamedTuple):
 
 PARITY = "tests/ops/test_parity.py"
 
-# Noun → the tests that a fault in its kernels has to get past.
+# Noun → the tests that must catch a fault in its kernels.
 SELECTIONS: dict[str, list[str]] = {
     "attention": [
         "tests/kernels/test_attention_kernels.py",
@@ -534,8 +536,8 @@ FEED_FORWARD = (
         "gelu_erf_and_tanh_swapped",
         "feed_forward",
         "kernels/activation.py",
-        'elif FUNCTION == "none":',
-        'elif FUNCTION == "tanh":',
+        'elif FUNCTION == "gelu":',
+        'elif FUNCTION == "gelu_tanh":',
     ),
     Fault(
         "gelu_cubic_digits_swapped",
@@ -705,8 +707,22 @@ ROWS = (
         "dweight_and_dbias_swapped",
         "layer_norm",
         "kernels/layer_norm.py",
-        "dweight, dbias, *rest = sum_planes",
-        "dbias, dweight, *rest = sum_planes",
+        "dweight = next(sums)\n    dbias = next(sums) if has_bias else None\n",
+        "dbias = next(sums) if has_bias else None\n    dweight = next(sums)\n",
+    ),
+    Fault(
+        "bias_forgotten",
+        "layer_norm",
+        "kernels/layer_norm.py",
+        "y += load_parameter(bias_ptr, cols, columns)",
+        "y += load_parameter(bias_ptr, cols, 0)",
+    ),
+    Fault(
+        "plane_of_an_absent_bias_left_empty",
+        "layer_norm",
+        "kernels/layer_norm.py",
+        "    if HAS_BIAS:\n        partials += plane\n",
+        "    partials += plane\n    if HAS_BIAS:\n",
     ),
     Fault(
         "dropout_scale_of_dx_forgotten",
@@ -845,6 +861,20 @@ EMBEDDING = (
         "kernels/embedding.py",
         "dy = tl.where(keep, dy * dropout_scale, 0.0)",
         "dy = tl.where(keep, dy * dropout_scale, dy)",
+    ),
+    Fault(
+        "types_added_where_positions_are_present",
+        "embedding",
+        "kernels/embedding.py",
+        "    if HAS_TYPES:\n        total += _gather(\n",
+        "    if HAS_POSITIONS:\n        total += _gather(\n",
+    ),
+    Fault(
+        "entries_without_a_token_are_position_0",
+        "embedding",
+        "kernels/embedding.py",
+        "no_key = words + types + positions",
+        "no_key = words + types",
     ),
     Fault(
         "positions_counted_from_the_words",

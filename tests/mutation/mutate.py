@@ -1,12 +1,12 @@
-"""Puts one fault after another into the kernels, Triton and C++, and asks whether a test notices.
+"""Put one fault at a time into the Triton and C++ kernels, and find out whether a test fails.
 
     python tests/mutation/mutate.py [--only TEXT] [--workers 2] [--json FILE]    # or: make mutate
 
 Each fault of faults.py and cpp_faults.py is applied to a copy of the tree, never to the tree
-itself, and the tests of the fault's noun run there until one fails. A fault is caught when a test
-fails, crashes or hangs. Of the C++ code, the unit that the noun names is compiled with the fault; a
-fault that does not compile, or compiles to the same code, is an error. Exits 1 when fewer than 95 %
-of either kind are caught, or when the tests fail without a fault.
+itself. The tests of the fault's noun run in the copy until one fails. A fault is caught if a test
+fails, crashes or hangs. For C++, the unit of the noun is compiled with the fault; a fault that does
+not compile, or compiles to the same code, is an error. The exit status is 1 if fewer than 95 % of
+the Triton or of the C++ faults are caught, or if a test fails without a fault.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from extension import LIBRARY, ROOT, build_all, compile_unit, link_unit
 from faults import FAULTS, SELECTIONS, Fault
 
 NEEDED = 0.95
-# A fault may make a kernel loop forever.
+# Limit of the tests in seconds, because a fault may cause an endless loop.
 LONGEST = 300
 COPIED = ("csrc", "fastbert", "kernels", "tests", "pyproject.toml")
 TESTS = SELECTIONS | CPP_SELECTIONS
 
 
 class Outcome(NamedTuple):
-    """What became of one fault. ``by``: the first test to fail and why, or how the run ended."""
+    """The outcome of one fault; ``by`` is the first test that failed, or the end of the run."""
 
     fault: Fault
     caught: bool
@@ -49,7 +49,7 @@ class Outcome(NamedTuple):
 
 
 def copy_tree(folder: Path) -> Path:
-    """A copy of what the tests need, symlinks kept."""
+    """Copy the files that the tests need, with symlinks, and return the folder."""
     ignored = shutil.ignore_patterns("__pycache__", ".pytest_cache")
     for name in COPIED:
         source, target = ROOT / name, folder / name
@@ -61,14 +61,14 @@ def copy_tree(folder: Path) -> Path:
 
 
 def run_tests(tree: Path, noun: str) -> tuple[bool, str]:
-    """Whether all tests of ``noun`` pass in ``tree``; if not, the first that failed and why."""
+    """Return whether all tests of ``noun`` pass in ``tree``, and the first failure."""
     environment = {
         **os.environ,
         "PYTHONPATH": str(tree),
         "PYTHONDONTWRITEBYTECODE": "1",
         "TRITON_INTERPRET": "1",
         "OMP_NUM_THREADS": "1",
-        # How wide pytest's summary is.
+        # Width of pytest's summary.
         "COLUMNS": "240",
     }
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider"]
@@ -78,20 +78,20 @@ def run_tests(tree: Path, noun: str) -> tuple[bool, str]:
             command, cwd=tree, env=environment, capture_output=True, text=True, timeout=LONGEST
         )
     except subprocess.TimeoutExpired:
-        return False, f"no end after {LONGEST} s"
+        return False, f"running after {LONGEST} s"
     if run.returncode == 0 and " passed" in run.stdout:
         return True, ""
     if run.returncode < 0:
         return False, f"crashed with signal {-run.returncode}"
     if run.returncode != 1:
-        # No tests, or pytest's own error: that is no proof of anything.
+        # pytest ran no test or failed itself, which proves nothing about the fault.
         raise RuntimeError(f"pytest: exit status {run.returncode}\n{run.stdout}\n{run.stderr}")
     failed = [line for line in run.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
     return False, failed[0].partition(" ")[2] if failed else "an error"
 
 
 def apply(tree: Path, fault: Fault) -> str:
-    """Writes the fault into ``tree`` and returns the file's original text."""
+    """Write the fault into ``tree`` and return the original text of the file."""
     path = tree / fault.file
     original = path.read_text(encoding="utf-8")
     path.write_text(fault.broken(original), encoding="utf-8")
@@ -99,14 +99,14 @@ def apply(tree: Path, fault: Fault) -> str:
 
 
 def build(tree: Path, noun: str) -> bytes:
-    """Compiles the noun's unit into the ``fastbert._C`` of ``tree`` and returns its object."""
+    """Compile the unit of the noun into the ``fastbert._C`` of ``tree`` and return its object."""
     compiled = compile_unit(tree, UNITS[noun])
     link_unit(compiled, UNITS[noun], tree / "fastbert" / LIBRARY)
     return compiled.read_bytes()
 
 
 def try_fault(tree: Path, fault: Fault, clean: dict[str, bytes]) -> Outcome:
-    """What the tests say; ``clean``: the objects of the C++ nouns without a fault."""
+    """Run the tests with a fault; ``clean`` has the objects of the C++ nouns without a fault."""
     start = time.monotonic()
     original = apply(tree, fault)
     try:
@@ -119,7 +119,7 @@ def try_fault(tree: Path, fault: Fault, clean: dict[str, bytes]) -> Outcome:
 
 
 def try_all(faults: list[Fault], workers: int, clean: dict[str, bytes]) -> list[Outcome]:
-    """The outcome of each fault, ``workers`` at a time, each worker in a tree of its own."""
+    """Return the outcome of each fault; each of the ``workers`` has its own copy of the tree."""
     jobs: queue.SimpleQueue[Fault] = queue.SimpleQueue()
     for fault in faults:
         jobs.put(fault)
@@ -156,7 +156,11 @@ def try_all(faults: list[Fault], workers: int, clean: dict[str, bytes]) -> list[
 
 
 def check_unbroken(nouns: set[str], workers: int) -> dict[str, bytes]:
-    """The objects of the C++ nouns. RuntimeError: the tests of a noun fail without any fault."""
+    """Run the tests without a fault and return the objects of the C++ nouns.
+
+    Raises:
+        RuntimeError: If a test fails without a fault.
+    """
 
     def check(noun: str) -> bytes:
         start = time.monotonic()
@@ -166,7 +170,7 @@ def check_unbroken(nouns: set[str], workers: int) -> dict[str, bytes]:
             passed, by = run_tests(tree, noun)
         if not passed:
             raise RuntimeError(f"{noun}: a test fails without a fault: {by}")
-        print(f"{noun}: green without a fault ({time.monotonic() - start:.0f} s)", flush=True)
+        print(f"{noun}: passes without a fault ({time.monotonic() - start:.0f} s)", flush=True)
         return clean
 
     with ThreadPoolExecutor(workers) as pool:
@@ -174,7 +178,7 @@ def check_unbroken(nouns: set[str], workers: int) -> dict[str, bytes]:
 
 
 def judge(kind: str, faults: list[Fault], workers: int) -> list[Outcome]:
-    """Tries the faults of one kind and prints what was caught, by file."""
+    """Try the faults of one kind, and print for each file how many were caught."""
     start = time.monotonic()
     if any(fault.noun in UNITS for fault in faults):
         build_all(workers)
@@ -195,8 +199,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", default="", help="faults whose name or file contains this")
-    parser.add_argument("--workers", type=int, default=2, help="faults tried at a time")
+    parser.add_argument("--only", default="", help="faults whose name or file contains this text")
+    parser.add_argument("--workers", type=int, default=2, help="number of faults tried at a time")
     parser.add_argument("--json", type=Path, help="write the outcomes to this file")
     options = parser.parse_args()
     kinds = {"Triton": FAULTS, "C++": CPP_FAULTS}

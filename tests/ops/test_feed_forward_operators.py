@@ -15,7 +15,7 @@ from fastbert.ops import backend as backends
 from fastbert.ops.feed_forward import (
     _feed_forward_backward_forward,
     _feed_forward_forward,
-    engine_reason,
+    path_reason,
 )
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -181,6 +181,6 @@ def test_gated_weights_have_two_halves():
 
 
 @pytest.mark.skipif(not backends.HAS_TRITON, reason="Triton is missing")
-def test_the_engine_gives_its_reason():
-    assert engine_reason(4096, 3072, 768, torch.float32).startswith("library: ")
-    assert engine_reason(4096, 3072, 768, torch.bfloat16).startswith("fused: ")
+def test_the_path_gives_its_reason():
+    assert path_reason(4096, 3072, 768, torch.float32).startswith("library: ")
+    assert path_reason(4096, 3072, 768, torch.bfloat16).startswith("fused: ")

@@ -2,10 +2,9 @@
 
 import pytest
 import torch
+from small_kernels import HEADER, kernel, launch
 
 from fastbert.testing.ptx import PtxFault, PtxSyntaxError, load
-
-from small_kernels import HEADER, kernel, launch
 
 
 def fault(body, tensors=None, **options):
@@ -28,12 +27,12 @@ def test_an_access_after_the_end_of_a_tensor():
 
 def test_an_access_before_a_tensor():
     found = fault(ADDRESS + "    ld.global.u32 %r1, [%d5+-4];")
-    assert found.kind == "out of bounds" and found.lane == 0
+    assert (found.kind, found.lane) == ("out of bounds", 0)
 
 
 def test_an_access_that_is_misaligned():
     found = fault(ADDRESS + "    ld.global.v2.u32 {%r1, %r2}, [%d5];")
-    assert found.kind == "misaligned" and found.lane == 1
+    assert (found.kind, found.lane) == ("misaligned", 1)
 
 
 def test_shared_memory_has_an_end():
@@ -97,11 +96,21 @@ def test_reading_before_the_next_write_needs_a_barrier():
     again = "\n    st.shared.u32 [%r2], 7;"
     body = EXCHANGE.format(barrier="    bar.sync 0;\n", other=32) + again
     assert fault(body, threads=64, shared=256).kind == "race"
-    launch(body.replace(again, "\n    bar.sync 0;" + again), [torch.zeros(64, dtype=torch.int32)], threads=64, shared=256)
+    launch(
+        body.replace(again, "\n    bar.sync 0;" + again),
+        [torch.zeros(64, dtype=torch.int32)],
+        threads=64,
+        shared=256,
+    )
 
 
 def test_threads_may_write_the_same_value_to_one_place():
-    launch("    mov.u32 %r1, memory;\n    st.shared.u32 [%r1], 5;", [torch.zeros(1)], threads=64, shared=16)
+    launch(
+        "    mov.u32 %r1, memory;\n    st.shared.u32 [%r1], 5;",
+        [torch.zeros(1)],
+        threads=64,
+        shared=16,
+    )
     body = "    mov.u32 %r1, memory;\n    st.shared.u32 [%r1], %r0;"
     assert fault(body, threads=64, shared=16).kind == "race"
 
@@ -110,7 +119,7 @@ def test_threads_may_write_the_same_value_to_one_place():
 def test_lanes_that_write_to_one_place_in_one_instruction(seed, winner):
     x = torch.full((1,), -1, dtype=torch.int32)
     report = launch("    st.global.u32 [%d0], %r0;", [x], seed=seed)
-    assert x.item() == winner and report.counts["conflicting_stores"] == 31
+    assert (x.item(), report.counts["conflicting_stores"]) == (winner, 31)
     assert launch("    st.global.u32 [%d0], 4;", [x]).counts["conflicting_stores"] == 0
 
 
@@ -135,9 +144,8 @@ def test_a_part_of_a_warp_at_a_barrier():
 
 
 def test_a_barrier_that_some_warps_miss():
-    body = (
-        "    setp.lt.u32 %p1, %r0, 32;\n    @%p1 bra END;\n    bar.sync 1, 64;\nEND:\n    bar.sync 0;"
-    )
+    body = "    setp.lt.u32 %p1, %r0, 32;\n    @%p1 bra END;\n    bar.sync 1, 64;\n"
+    body += "END:\n    bar.sync 0;"
     assert fault(body, threads=64).kind == "deadlock"
 
 

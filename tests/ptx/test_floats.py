@@ -7,7 +7,6 @@ from fractions import Fraction
 
 import pytest
 import torch
-
 from small_kernels import apply
 
 # Format → bits of the fraction, least exponent, largest finite value.
@@ -127,7 +126,7 @@ def test_arithmetic_of_16_bits(name, kind):
     for row, result, pair in zip(rows, results, pairs, strict=True):
         expected = rounded(kind, exact(*(value(kind, bits) for bits in row)))
         assert same(kind, result, expected), (name, [hex(bits) for bits in row])
-        assert pair >> 16 == result and pair & 0xFFFF == results[0]
+        assert (pair >> 16, pair & 0xFFFF) == (result, results[0])
 
 
 @pytest.mark.parametrize("mode", ["rn", "rz", "rm", "rp"])
@@ -151,7 +150,8 @@ def test_division_root_and_reciprocal_are_exact_unless_asked(mode):
         if mode in ("rz", "rm"):
             assert square <= exact < above * above
         elif mode == "rp":
-            assert square >= exact and (result == 0 or below * below < exact)
+            assert square >= exact
+            assert result == 0 or below * below < exact
         else:
             assert ((root + above) / 2) ** 2 >= exact
             assert result == 0 or ((root + below) / 2) ** 2 <= exact
@@ -244,7 +244,9 @@ def test_floats_to_integers_are_clamped(kind, mode):
     rows += [(encode("f32", x),) for x in (0.5, 1.5, 2.5, -0.5, -1.5, 3e9, -3e9, 1e20, math.inf)]
     results = apply(f"cvt.{mode}.{kind}.f32", kind, ("f32",), rows)
     bits = int(kind[1:])
-    low, high = (-(1 << (bits - 1)), (1 << (bits - 1)) - 1) if kind[0] == "s" else (0, (1 << bits) - 1)
+    low, high = (
+        (-(1 << (bits - 1)), (1 << (bits - 1)) - 1) if kind[0] == "s" else (0, (1 << bits) - 1)
+    )
     turn = {"rni": round, "rzi": math.trunc, "rmi": math.floor, "rpi": math.ceil}[mode]
     for (pattern,), result in zip(rows, results, strict=True):
         number = value("f32", pattern)

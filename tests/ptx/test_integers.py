@@ -3,7 +3,6 @@
 import random
 
 import pytest
-
 from small_kernels import apply, bits_of
 
 INTERESTING = (0, 1, 2, 3, 5, 31, 32, 33, 63, 64, 127, 128, 255, 256, 32767, 32768, 65535)
@@ -17,6 +16,11 @@ def samples(kind, count=60):
     values = [draw.choice(edges) for _ in range(count // 2)]
     values += [draw.getrandbits(bits) for _ in range(count - count // 2)]
     return [v & ((1 << bits) - 1) for v in values]
+
+
+def triples(kind):
+    values = samples(kind)
+    return list(zip(values, reversed(values), values[7:] + values[:7], strict=True))
 
 
 def number(kind, bits):
@@ -56,7 +60,7 @@ def test_two_operands(name, kind):
 
 @pytest.mark.parametrize("kind", TYPES)
 def test_multiply_and_add(kind):
-    rows = list(zip(samples(kind), reversed(samples(kind)), samples(kind)[7:] + samples(kind)[:7]))
+    rows = triples(kind)
     bits = bits_of(kind)
     results = apply(f"mad.lo.{kind}", kind, (kind,) * 3, rows)
     for (a, b, c), result in zip(rows, results, strict=True):
@@ -66,7 +70,7 @@ def test_multiply_and_add(kind):
 @pytest.mark.parametrize("kind", ["u16", "s16", "u32", "s32"])
 def test_wide_products(kind):
     wide = f"{kind[0]}{2 * bits_of(kind)}"
-    rows = list(zip(samples(kind), reversed(samples(kind)), samples(wide)))
+    rows = list(zip(samples(kind), reversed(samples(kind)), samples(wide), strict=True))
     results = apply(f"mul.wide.{kind}", wide, (kind, kind), [row[:2] for row in rows])
     added = apply(f"mad.wide.{kind}", wide, (kind, kind, wide), rows)
     for (a, b, c), product, total in zip(rows, results, added, strict=True):
@@ -77,7 +81,7 @@ def test_wide_products(kind):
 
 @pytest.mark.parametrize("kind", ["b16", "b32", "b64"])
 def test_bits(kind):
-    bits, rows = bits_of(kind), list(zip(samples(kind), reversed(samples(kind))))
+    bits, rows = bits_of(kind), [row[:2] for row in triples(kind)]
     for name, expected in (
         ("and", lambda a, b: a & b),
         ("or", lambda a, b: a | b),
@@ -105,7 +109,9 @@ def test_shifts(kind):
 def test_bit_fields(kind):
     bits = bits_of(kind)
     draw = random.Random(5)
-    rows = [(draw.getrandbits(bits), draw.randrange(bits), draw.randrange(bits + 1)) for _ in range(80)]
+    rows = [
+        (draw.getrandbits(bits), draw.randrange(bits), draw.randrange(bits + 1)) for _ in range(80)
+    ]
     results = apply(f"bfe.{kind}", kind, (kind, "u32", "u32"), rows)
     for (a, start, length), result in zip(rows, results, strict=True):
         field = a >> start & ((1 << length) - 1)
@@ -131,8 +137,7 @@ def test_permutations_of_bytes():
 
 @pytest.mark.parametrize("table", [0x00, 0xC0, 0x96, 0xE8, 0x1B, 0xFF])
 def test_three_operand_logic(table):
-    rows = list(zip(samples("b32"), reversed(samples("b32")), samples("b32")[9:] + samples("b32")[:9]))
-    rows = [(*row, table) for row in rows]
+    rows = [(*row, table) for row in triples("b32")]
     results = apply("lop3.b32", "b32", ("b32",) * 4, rows)
     for (a, b, c, _), result in zip(rows, results, strict=True):
         expected = 0

@@ -1,14 +1,14 @@
 """Matrix instructions: fragments beside the layouts of the manual, products beside torch's.
 
 The element that a lane's register holds is written down here from the figures of the PTX ISA, and
-compared with what ldmatrix, mma and wgmma do. tests/ptx/test_triton_kernels.py runs code of compilers.
+compared with the results of ldmatrix, mma and wgmma.
 """
 
 import pytest
 import torch
+from small_kernels import HEADER, REGISTERS
 
 from fastbert.testing.ptx import PtxFault, load
-from small_kernels import HEADER, REGISTERS
 
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
 
@@ -31,7 +31,7 @@ def words(fragment):
 
 
 def a_fragment(a):
-    """A (16, 16): register r of lane l holds row l / 4 (+ 8 if r is odd), columns 2 (l % 4) + 8 (r / 2)."""
+    """A (16, 16): lane l holds row l / 4 (+ 8 in odd registers), columns 2 (l % 4) + 8 (r / 2)."""
     lane = torch.arange(32)[:, None, None]
     register, element = torch.arange(4)[None, :, None], torch.arange(2)[None, None, :]
     return a[lane // 4 + 8 * (register % 2), 2 * (lane % 4) + element + 8 * (register // 2)]
@@ -45,7 +45,7 @@ def b_fragment(b):
 
 
 def from_accumulators(c, columns):
-    """D (16, columns): register r of lane l holds row l / 4 + 8 (r / 2 % 2), column 8 (r / 4) + 2 (l % 4) + r % 2."""
+    """D (16, columns): register r of lane l holds an element of row l / 4 + 8 (r / 2 % 2)."""
     d = torch.empty(16, columns)
     for lane in range(32):
         for r in range(columns // 2):
@@ -162,7 +162,7 @@ def swizzled(offset, width):
 
 
 def k_major(matrix, width):
-    """A matrix (rows, 16 elements of 2 bytes) in shared memory, and its descriptor without address."""
+    """A matrix (rows, 16) of 2-byte elements in shared memory, and its descriptor, address 0."""
     rows, data = matrix.shape[0], matrix.contiguous().view(torch.uint8).reshape(matrix.shape[0], 32)
     image = torch.zeros(rows * max(width, 32), dtype=torch.uint8)
     for row in range(rows):
@@ -188,7 +188,7 @@ def rows_major(matrix, width):
             if width == 16:
                 at = j * 128 + k % 8 * 16 + k // 8 * (rows // 8) * 128
             else:
-                # Blocks of `per` pieces; within a block, 8 positions of k are 8 rows of the pattern.
+                # Blocks of `per` pieces; in a block, 8 positions of k are 8 rows of the pattern.
                 at = swizzled(j % per * 16 + j // per * 16 * width + k * width, width)
             image[at : at + 16] = data[k, 16 * j : 16 * j + 16]
     if width == 16:

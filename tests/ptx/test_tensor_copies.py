@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from small_kernels import HEADER, REGISTERS
 
 from fastbert.testing.ptx import PtxFault, load, tensor_map
-from small_kernels import HEADER, REGISTERS
 
 
 def run(body, tensors, maps, shared, threads=64, **options):
@@ -22,11 +22,10 @@ def run(body, tensors, maps, shared, threads=64, **options):
     )
     given = [map_ for _, map_ in maps]
     memory = [tensor for tensor, _ in maps]
-    return load(text).launch(
-        "k", (1,), (threads,), [*tensors, *given], memory=memory, **options
-    )
+    return load(text).launch("k", (1,), (threads,), [*tensors, *given], memory=memory, **options)
 
 
+TENSOR = "cp.async.bulk.tensor.{}d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
 INIT = """
 setp.eq.u32 %p1, %r0, 0;
 @%p1 mbarrier.init.shared::cta.b64 [%r2], 1;
@@ -43,8 +42,7 @@ mbarrier.try_wait.parity.shared::cta.b64 %p2, [%r2], 0;
 def loading(bytes_, coordinates, dims):
     return (
         f"@%p1 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r2], {bytes_};\n"
-        f"@%p1 cp.async.bulk.tensor.{dims}d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
-        f"[%r1], [%d20, {{{coordinates}}}], [%r2];\n"
+        f"@%p1 {TENSOR.format(dims)} [%r1], [%d20, {{{coordinates}}}], [%r2];\n"
     )
 
 
@@ -95,7 +93,8 @@ def test_outside_the_tensor_a_map_may_fill_with_nan():
     out = torch.zeros(16, 32, dtype=torch.bfloat16)
     map_ = tensor_map(source, (16, 32), fill_nan=True)
     run(INIT + loading(1024, "0, 2", 2) + WAIT + OUT, [out], [(source, map_)], 1024)
-    assert (out[:2] == 1).all() and out[2:].isnan().all()
+    assert (out[:2] == 1).all()
+    assert out[2:].isnan().all()
 
 
 def test_three_dimensions():
@@ -111,7 +110,7 @@ def test_a_box_is_not_there_before_its_barrier_says_so(seed):
     source = torch.zeros(16, 32, dtype=torch.int16)
     out = torch.zeros(16, 32, dtype=torch.int16)
     maps = [(source, tensor_map(source, (16, 32)))]
-    with pytest.raises(PtxFault, match="race|uninitialised"):
+    with pytest.raises(PtxFault, match=r"race|uninitialised"):
         run(INIT + loading(1024, "0, 0", 2) + OUT, [out], maps, 1024, seed=seed)
 
 
@@ -192,7 +191,7 @@ EMPTY:
 mbarrier.try_wait.parity.shared::cta.b64 %p2, [%r24], %r23;
 @!%p2 bra EMPTY;
 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r25], 1024;
-cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%r26], [%d20, {0, %r27}], [%r25];
+TENSOR [%r26], [%d20, {0, %r27}], [%r25];
 add.u32 %r20, %r20, 1;
 setp.lt.u32 %p4, %r20, 4;
 @%p4 bra PRODUCE;
@@ -230,7 +229,7 @@ def test_a_ring_of_stages(seed):
     maps = [(source, tensor_map(source, (16, 32)))]
     arrive = "mbarrier.arrive.shared::cta.b64 _, [%r24];"
     shared = ".shared .align 8 .b8 empty[16];\n"
-    body = shared + PIPELINE.replace("ARRIVE", arrive)
+    body = shared + PIPELINE.replace("ARRIVE", arrive).replace("TENSOR", TENSOR.format(2))
     out = torch.zeros_like(source)
     run(body, [out], maps, 2048, seed=seed)
     assert torch.equal(out, source)

@@ -1,9 +1,9 @@
-// The three functions of GNU OpenMP that the CPU operators call, on std::thread.
+// The three functions of GNU OpenMP that the CPU operators call, implemented with std::thread.
 //
-// GNU OpenMP is not compiled with ThreadSanitizer, which therefore does not see that the threads of
-// a parallel loop begin after all that stands before the loop and end before all that follows it:
-// every loop would look like a race. It does see the threads that are created and joined here. The
-// extension of the sanitizer's build is linked with these functions; torch keeps its own.
+// GNU OpenMP is not compiled with ThreadSanitizer. ThreadSanitizer therefore does not see that the
+// threads of a parallel loop start after the code before the loop and end before the code after it,
+// and would report every loop as a race. It sees the threads that are created and joined here. The
+// sanitizer's build links the extension with these functions; torch keeps GNU OpenMP.
 
 #include <thread>
 #include <vector>

@@ -1,14 +1,14 @@
-"""Runs tests of the C++ operators under GCC's sanitizers.
+"""Run tests of the C++ operators under GCC's sanitizers.
 
     python tests/sanitizers/sanitize.py address [pytest's arguments]    # or: make sanitize
     python tests/sanitizers/sanitize.py thread [pytest's arguments]
 
-`address` is AddressSanitizer and UndefinedBehaviorSanitizer over tests/csrc; `thread` is
-ThreadSanitizer over tests/csrc/test_threads.py. Each has a copy of the package in build/sanitize-*,
-with an extension of its own that later runs bring up to date. Python and torch are not
-instrumented: the sanitizers see the accesses of the extension, not those of torch. Leaks are not
-looked for, because Python frees little of what it holds at exit. The first finding ends the run
-with a report and an exit status other than 0.
+`address` runs tests/csrc with AddressSanitizer and UndefinedBehaviorSanitizer; `thread` runs
+tests/csrc/test_threads.py with ThreadSanitizer. Each has a copy of the package in build/sanitize-*
+with its own extension, which later runs update. Python and torch are not instrumented, so the
+sanitizers see the accesses of the extension only. Leaks are not reported, because Python frees
+little of its memory at exit. The first finding ends the run with a report and an exit status other
+than 0.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from typing import NamedTuple
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-# Enough optimisation that the sums of a kernel's tile stay in registers; line numbers in reports.
+# -O1 keeps the sums of a tile in registers; -g1 gives line numbers in reports.
 FLAGS = ["-O1", "-g1", "-fno-omit-frame-pointer"]
-# An allocation that is too large fails as it does elsewhere, instead of ending the process.
+# A too large allocation then fails as it does elsewhere, instead of ending the process.
 ASAN = "detect_leaks=0:allocator_may_return_null=1"
 
 
 class Sanitizer(NamedTuple):
     flags: list[str]
-    libraries: list[str]  # what Python has to load before anything else
+    libraries: list[str]  # libraries that Python must load first
     environment: dict[str, str]
     tests: str
     left_out: list[str]
 
 
 SANITIZERS = {
-    # vptr checks compare type information that torch keeps to itself.
+    # The vptr check needs type information that torch does not export.
     "address": Sanitizer(
         ["-fsanitize=address,undefined", "-fno-sanitize=vptr", "-fno-sanitize-recover=undefined"],
         ["libasan.so", "libubsan.so", "libstdc++.so"],
         {"ASAN_OPTIONS": ASAN, "UBSAN_OPTIONS": "print_stacktrace=1"},
         "tests/csrc",
-        # AddressSanitizer holds freed memory back; nvcc crashes when it is loaded with libasan.
+        # AddressSanitizer keeps freed memory for a while. nvcc crashes if libasan is loaded.
         ["tests/csrc/test_attention.py::test_calls_grow_no_memory", "tests/csrc/test_nvcc.py"],
     ),
     "thread": Sanitizer(
@@ -56,7 +56,7 @@ SANITIZERS = {
 
 
 def build(name: str, sanitizer: Sanitizer) -> Path:
-    """The folder with the package and its instrumented extension."""
+    """Build the instrumented extension and return the folder with the package."""
     folder = ROOT / "build" / f"sanitize-{name}"
     folder.mkdir(parents=True, exist_ok=True)
     links = [*sanitizer.flags]
@@ -89,10 +89,10 @@ def run(package: Path, sanitizer: Sanitizer, arguments: list[str]) -> int:
         "LD_PRELOAD": " ".join(map(library, sanitizer.libraries)),
         "PYTHONPATH": str(package),
     }
-    # This file runs the tests too: `python -m pytest` would find the package of the working tree.
+    # `python -m pytest` would import the package of the working tree, so this file runs the tests.
     command = [sys.executable, __file__, "--in", package, *(arguments or [sanitizer.tests])]
     command += [f"--deselect={test}" for test in sanitizer.left_out]
-    print("left out:", *(sanitizer.left_out or ["nothing"]), flush=True)
+    print("tests left out:", *(sanitizer.left_out or ["none"]), flush=True)
     return subprocess.run(command, cwd=ROOT, env=os.environ | environment).returncode
 
 
@@ -104,7 +104,7 @@ def main(arguments: list[str]) -> int:
 
         assert EXTENSION is not None, f"the extension in {arguments[1]} cannot be imported"
         assert Path(EXTENSION.__file__).is_relative_to(arguments[1]), EXTENSION.__file__
-        # A report is written as the process ends, which would lose captured output.
+        # A report is written when the process ends; captured output would be lost.
         return pytest.main(["--capture=no", "-p", "no:cacheprovider", *arguments[2:]])
     if not arguments or arguments[0] not in SANITIZERS:
         print(__doc__, file=sys.stderr)

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from fastbert.bench.encoder import EncoderShape
 from fastbert.config import BertConfig
+from fastbert.jobs.fill_mask import predict
 from fastbert.training import demo
 from fastbert.training.demo import DemoSize, run_demo
 from fastbert.training.report import TITLE
@@ -50,6 +51,14 @@ def test_every_phase_is_announced(finished):
     assert len(report.seconds) == 6
     for number, name in enumerate(report.seconds, start=1):
         assert f"{number}/6 {name}" in text
+
+
+def test_the_guesses_are_the_candidates_of_fill_mask(finished):
+    report, _ = finished
+    assert report.examples
+    for example in report.examples:
+        (mask,) = predict(str(report.training.checkpoint), example.text, top_k=3, backend=None)
+        assert example.guesses == [candidate["token"] for candidate in mask["candidates"]]
 
 
 def test_four_steps_are_too_few_and_the_demo_says_so(finished):

@@ -1,12 +1,13 @@
-// Attention backward on the CPU: tensors in, items shared out to threads.
+// Attention backward on the CPU. The operator checks tensors, divides the work and shares items out
+// to threads.
 
 #include "operands.h"
 
 namespace fastbert::cpu {
 namespace {
 
-// The pieces of a backward pass. Where one head is more than a thread's share of all the work, its
-// sequence is split: by queries, and when all of those are done, by keys.
+// The pieces of a backward pass. If one head is more than a thread's share of all the work, its
+// sequence is split: first by queries and, after all of these, by keys.
 struct BackwardPlan {
   struct Piece {
     AttentionItem item;
@@ -53,7 +54,7 @@ void zero_slack(const AttentionProblem& problem, const at::Tensor& dq, const at:
   dv.narrow(0, a.cu_k[a.batch], problem.k_rows - a.cu_k[a.batch]).zero_();
 }
 
-// dbias, found from the statistics that the other gradients left.
+// Computes dbias from the statistics that the other gradients stored.
 void bias_gradient(AttentionBackward& p, const at::Tensor& dbias) {
   auto sums = empty(dbias.sizes(), dbias.options().dtype(at::kFloat));
   const auto stride = [&](int i) { return sums.size(i) == 1 ? 0 : sums.stride(i); };
@@ -79,7 +80,6 @@ void bias_gradient(AttentionBackward& p, const at::Tensor& dbias) {
 
 }  // namespace
 
-// Fills dq, dk, dv and, where it is given, dbias (in the shape of the bias).
 void attention_backward(const at::Tensor& dq, const at::Tensor& dk, const at::Tensor& dv,
                         const OptionalTensor& dbias, const at::Tensor& dout, const at::Tensor& q,
                         const at::Tensor& k, const at::Tensor& v, const OptionalTensor& mask,

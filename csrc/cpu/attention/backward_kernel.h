@@ -1,12 +1,17 @@
-// Attention backward, without atomics: every sum has one order.
+// Attention backward without atomics, so that every sum has one order (Dao 2023,
+// "FlashAttention-2", for the formulas).
 //
-// With P the weights, dP = dropout(dout vᵀ) and delta = rowsum(P dP): dS = P (dP - delta), dq = dS
-// k scale, dk = dSᵀ q scale, dv = dropout(P)ᵀ dout. A row's maximum, sum and delta are found anew:
-// in fp32 one rounding of the log-sum-exp would show in every weight of the row, and where one
-// weight is nearly 1, dP - delta cancels, so that delta must come from the very numbers it is
-// subtracted from. dq adds blocks of keys in order, dk and dv blocks of queries. An item does all
-// of that for a whole head; long heads are split, first by queries (statistics, dq), then by keys
-// (dk, dv), with the same blocks in the same order and so the same bits.
+// With the weights P, dP = dropout(dout vᵀ) and delta = rowsum(P dP):
+//
+//     dS = P (dP - delta),   dq = dS k scale,   dk = dSᵀ q scale,   dv = dropout(P)ᵀ dout
+//
+// The maximum, sum and delta of a row are computed again. A rounding of an fp32 log-sum-exp would
+// show in every weight of the row. Where one weight is nearly 1, dP - delta cancels, so delta must
+// come from the same numbers that it is subtracted from.
+//
+// dq adds blocks of keys in order; dk and dv add blocks of queries in order. An item does all of
+// this for a whole head. Long heads are split, first by queries (statistics, dq), then by keys (dk,
+// dv), with the same blocks in the same order and therefore the same bits.
 
 #pragma once
 
@@ -14,8 +19,8 @@
 
 namespace fastbert::cpu::FASTBERT_LEVEL {
 
-// Logits and dP of one block of queries are kept from the first pass to the second up to this many
-// keys, and computed twice for more.
+// Up to this many keys, the logits and dP of one block of queries are kept from the first pass to
+// the second. With more keys they are computed twice.
 constexpr int64_t kKeptKeys = 1024;
 
 struct BackwardMemory {
@@ -24,7 +29,7 @@ struct BackwardMemory {
   float *q, *dout, *q_columns, *dout_columns;   // of a block of queries
   float *dq, *maximum, *sum, *delta, *maxima;
   float *scores, *dweights;
-  int64_t stride, kept_keys;  // of a row of scores; 0: not kept
+  int64_t stride, kept_keys;  // of a row of scores; kept_keys is 0 if none are kept
 
   BackwardMemory(const AttentionBackward& p, int64_t item_keys, Arena& arena) {
     const Attention& a = p.forward;
@@ -58,7 +63,7 @@ int64_t attention_backward_scratch(const AttentionBackward& p, int64_t keys) {
   return (int64_t)(arena.next - (char*)nullptr);
 }
 
-// One item at work: packed keys [keys.low, keys.high) of a head, and a block of queries.
+// One item at work: the keys [keys.low, keys.high) of a head in panels, and a block of queries.
 template <class F>
 struct Backward {
   const AttentionBackward& p;
@@ -121,7 +126,7 @@ struct Backward {
     return m.dweights + (m.kept_keys != 0 ? block.key - keys.low : 0);
   }
 
-  // Logits, and dP under dropout.
+  // Computes the logits and dP, which includes the dropout.
   void products(const Block& block) const {
     const int64_t at = (block.key - keys.low) * a.head_dim, columns = whole_panels(block.keys);
     logits(a, h, block, m.q, m.keys_for_q + at, scores(block), m.stride, m.maxima);
@@ -180,7 +185,7 @@ struct Backward {
     }
   }
 
-  // Logits to (dropped) weights and dP to dS, in place.
+  // Turns logits into (dropped) weights and dP into dS, in place.
   void finish(const Block& block) const {
     const int64_t columns = whole_panels(block.keys);
     for (int64_t r = 0; r < block.rows; ++r) {
@@ -198,7 +203,7 @@ struct Backward {
     }
   }
 
-  // What a block adds to dq of its queries, and to dk and dv of its keys.
+  // Adds a block's share to dq of its queries. add_dk_dv adds the shares to dk and dv of its keys.
   void add_dq(const Block& block) const {
     product<Update::add>({dweights(block), m.stride, 1}, block.rows,
                          m.keys + (block.key - keys.low) * kPanel, all() * kPanel, width / kPanel,
@@ -226,7 +231,7 @@ struct Backward {
     }
   }
 
-  // Queries [range.low, range.high) against the keys of the item.
+  // Runs queries [range.low, range.high) against the keys of the item.
   void run(Range range, bool finds, bool for_queries, bool for_keys) {
     if (for_keys) clear(m.dk, keys.high - keys.low), clear(m.dv, keys.high - keys.low);
     for (int64_t query = range.low; query < range.high; query += kQueries) {
@@ -269,8 +274,8 @@ void attention_backward(const AttentionBackward& p, AttentionPass pass, const At
   backward_item<F16>(p, pass, item, scratch);
 }
 
-// One block of the bias gradient, summed over what the bias is broadcast over. The sums are in
-// double precision: they may be over many sequences.
+// Computes one block of the bias gradient, summed over the dimensions in which the bias is
+// broadcast. The sums are in double precision, because they may run over many sequences.
 template <class F>
 void bias_item(const AttentionBackward& p, const AttentionItem& item, void* scratch) {
   const Attention& a = p.forward;

@@ -1,4 +1,5 @@
-// Attention forward and its weights on the CPU: tensors in, items shared out to threads.
+// Attention forward and the attention weights on the CPU. The operators check tensors and share
+// items out to threads.
 
 #include <limits>
 #include <numeric>
@@ -10,7 +11,7 @@
 namespace fastbert::cpu {
 namespace {
 
-// The longest piece of a sequence that one item takes: its queries stay in the cache.
+// The longest piece of a sequence that one item takes, so that its queries stay in the cache.
 constexpr int64_t kLongest = 4 * kAttentionQueries;
 
 void forward_into(AttentionProblem& problem, const at::Tensor& out, const at::Tensor& lse) {
@@ -71,7 +72,6 @@ std::vector<int64_t> all_or(const at::OptionalIntArrayRef& chosen, int64_t count
 
 }  // namespace
 
-// The softmax weights (B, heads, rows, max_seqlen_k) of chosen heads and queries.
 at::Tensor attention_weights(const at::Tensor& q, const at::Tensor& k, const OptionalTensor& mask,
                              const OptionalTensor& bias, const OptionalTensor& cu_seqlens_q,
                              const OptionalTensor& cu_seqlens_k, int64_t max_seqlen_q,
@@ -92,7 +92,7 @@ at::Tensor attention_weights(const at::Tensor& q, const at::Tensor& k, const Opt
     TORCH_CHECK_VALUE(row >= 0 && row < a.max_q, "rows: got ", row, ", allowed: 0 to ",
                       a.max_q - 1);
   }
-  // The kernel wants ascending queries; where others are asked for, rows of the result are moved.
+  // The kernel takes queries in ascending order. For any other order, rows of the result are moved.
   std::vector<int64_t> order(rows.size());
   std::iota(order.begin(), order.end(), 0);
   std::stable_sort(order.begin(), order.end(), [&](auto i, auto j) { return rows[i] < rows[j]; });

@@ -1,9 +1,10 @@
-// Attention forward, and its weights by themselves (Dao 2023, "FlashAttention-2", for the order).
+// Attention forward with a running softmax (Milakov and Gimelshein 2018; Dao 2023,
+// "FlashAttention-2").
 //
-// An item packs a block of keys and values once and takes all of its queries past it, a block at a
-// time; the softmax runs along, so no more than one block of scores exists. A row's sums depend on
-// its own sequence alone: blocks of keys begin at multiples of kKeys, and those that a query does
-// not see change nothing in its row.
+// An item lays out a block of keys and values in panels once, and then all of its queries pass the
+// block, a block of queries at a time. The softmax runs along, so no more than one block of scores
+// exists. A row's sums depend on its own sequence alone: blocks of keys begin at multiples of
+// kKeys, and blocks that a query does not see change nothing in its row.
 
 #pragma once
 
@@ -11,7 +12,7 @@
 
 namespace fastbert::cpu::FASTBERT_LEVEL {
 
-// Memory handed out in turn, aligned to 64 bytes.
+// Hands out pieces of memory in turn, aligned to 64 bytes.
 struct Arena {
   char* next;
 
@@ -23,7 +24,7 @@ struct Arena {
   }
 };
 
-// All ones where weight (query, key + n) of the block is kept, 0 where it is dropped.
+// Sets all bits where weight (query, key + n) of the block is kept, and none where it is dropped.
 inline void attention_dropout(const Dropout& dropout, const Head& h, int64_t query, int64_t key,
                               int64_t keys, uint32_t* mask) {
   const WordVec lane = lane_numbers();
@@ -40,7 +41,7 @@ inline void attention_dropout(const Dropout& dropout, const Head& h, int64_t que
   }
 }
 
-// Logits to exp(logit - maximum), in place; returns their sum.
+// Turns logits into exp(logit - maximum), in place, and returns their sum.
 inline float exponentials(float* scores, int64_t width, float maximum) {
   const Vec reference = splat(maximum);
   Vec sum[2] = {};
@@ -60,12 +61,13 @@ inline void drop_row(float* weights, int64_t width, const uint32_t* kept, float 
   }
 }
 
-// The running softmax of a block's rows: their maxima and sums so far.
+// The running softmax of a block's rows: the maxima and sums so far.
 struct Running {
   float *maximum, *sum;
 };
 
-// One block of logits to unnormalised weights; factors are what all before them is worth now.
+// Turns one block of logits into unnormalised weights. `factors` rescale the sums and results of
+// all earlier blocks.
 inline void running_softmax(const Attention& a, const Head& h, const Block& block, float* scores,
                             int64_t stride, const float* maxima, Running running, float* factors) {
   const int64_t width = whole_panels(block.keys);
@@ -73,7 +75,7 @@ inline void running_softmax(const Attention& a, const Head& h, const Block& bloc
   for (int64_t r = 0; r < block.rows; ++r) {
     const float before = running.maximum[r];
     const float after = maxima[r] > before ? maxima[r] : before;
-    // A row without any key so far: -inf - -inf must not arise.
+    // In a row without any key so far, -inf - -inf must not arise.
     const float reference = after == -kInfinity ? 0.0f : after;
     factors[r] = exp_minus(reference - before);
     const float sum = exponentials(scores + r * stride, width, reference);
@@ -112,7 +114,7 @@ inline int64_t attention_scratch(const Attention& a, int64_t rows) {
   return (int64_t)(arena.next - (char*)nullptr);
 }
 
-// What a block of keys adds to the rows of a block of queries.
+// Adds the share of a block of keys to the rows of a block of queries.
 inline void forward_block(const Attention& a, const Head& h, const Block& block,
                           const ForwardMemory& m, int64_t first, bool begins) {
   const int64_t width = whole_panels(a.head_dim);
@@ -143,7 +145,7 @@ void forward_results(const Attention& a, const Head& h, const AttentionItem& ite
     const float inverse = 1.0f / sum;
     for_each_vector(a.head_dim, [&](int64_t n, int count) {
       const Vec x = load(m.out + r * width + n);
-      // The second rounding of a product with the inverse is not seen in 16 bits.
+      // In 16 bits, the second rounding of a product with the inverse does not show.
       const Vec y = sizeof(typename F::Storage) == 2 ? x * inverse : x / sum;
       F::store(out + r * a.out.row + n, empty ? Vec{} : y, count);
     });

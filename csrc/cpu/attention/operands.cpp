@@ -20,7 +20,8 @@ ConstPairs pairs_of(const char* name, const at::Tensor& t, const Attention& a) {
 }
 
 int64_t window_side(const char* name, int64_t side) {
-  TORCH_CHECK_VALUE(side >= -1, name, ": got ", side, ", allowed: side >= -1, where -1 is open");
+  TORCH_CHECK_VALUE(side >= -1, name, ": got ", side,
+                    ", allowed: at least -1, where -1 sets no limit");
   return std::min<int64_t>(side, std::numeric_limits<int32_t>::max());
 }
 
@@ -29,7 +30,7 @@ int64_t window_side(const char* name, int64_t side) {
 void check_no_overlap(const char* name, const at::Tensor& written) {
   TORCH_CHECK_VALUE(at::has_internal_overlap(written) != at::MemOverlap::Yes, name,
                     ": got strides ", written.strides(),
-                    ", allowed: elements that do not share memory");
+                    ", allowed: strides with which no elements share memory");
 }
 
 at::Tensor checked_lengths(const char* name, const at::Tensor& cu_seqlens, int64_t rows,
@@ -44,16 +45,18 @@ at::Tensor checked_lengths(const char* name, const at::Tensor& cu_seqlens, int64
   const auto copy = private_copy(cu_seqlens, at::kInt);
   const auto* lengths = copy.const_data_ptr<int32_t>();
   const int64_t batch = cu_seqlens.size(0) - 1;
-  TORCH_CHECK_VALUE(lengths[0] == 0, name, ": got ", lengths[0], " first, allowed: 0");
+  TORCH_CHECK_VALUE(lengths[0] == 0, name, ": got ", lengths[0],
+                    " as the first number, allowed: 0");
   for (int64_t b = 0; b < batch; ++b) {
     const int64_t length = (int64_t)lengths[b + 1] - lengths[b];
     TORCH_CHECK_VALUE(length >= 0, name, ": got ", lengths[b + 1], " after ", lengths[b],
-                      ", allowed: ascending numbers");
-    TORCH_CHECK_VALUE(length <= longest, longest_name, ": got ", longest,
-                      ", allowed: at least the longest sequence, ", length);
+                      ", allowed: numbers that never fall");
+    TORCH_CHECK_VALUE(length <= longest, longest_name, ": got ", longest, ", allowed: at least ",
+                      length, ", the length of a sequence");
   }
   TORCH_CHECK_VALUE(lengths[batch] <= rows, name, ": got ", lengths[batch],
-                    " last, allowed: at most the ", rows, " rows of the tensor");
+                    " as the last number, allowed: at most ", rows,
+                    ", the number of rows of the tensor");
   return copy;
 }
 
@@ -74,7 +77,7 @@ AttentionProblem::AttentionProblem(const at::Tensor& q, const at::Tensor& k, con
   auto like_q = k.sizes().vec();
   like_q[packed ? 0 : 2] = q.size(packed ? 0 : 2);
   TORCH_CHECK_VALUE(q.sizes() == at::IntArrayRef(like_q), "k: got shape ", k.sizes(),
-                    ", allowed: that of q ", q.sizes(), " but for the length");
+                    ", allowed: the shape of q, ", q.sizes(), ", except for the length");
   check_dtype_of("k", k, q.scalar_type(), "q");
   check_dropout(arguments.dropout_p, arguments.seed, q);
   q_rows = q.size(packed ? 0 : 2);

@@ -1,4 +1,4 @@
-// From tensors to the plain operands of attention, and its work shared out by cost.
+// The way from tensors to the plain operands of attention, and the division of its work by cost.
 
 #pragma once
 
@@ -20,19 +20,20 @@ struct AttentionArguments {
   int64_t left, right;
 };
 
-// A private copy of the cumulative lengths of sequences that `rows` rows hold, none of them longer
-// than `longest`. The kernels index with these numbers; the names are those of the arguments.
+// Returns a private copy of the cumulative lengths of sequences in `rows` rows, none of them longer
+// than `longest`. The kernels index with these numbers. Messages use the argument names `name` and
+// `longest_name`.
 at::Tensor checked_lengths(const char* name, const at::Tensor& cu_seqlens, int64_t rows,
                            const char* longest_name, int64_t longest);
 
-// For a tensor that an operator writes to.
+// Checks a tensor that an operator writes to.
 void check_no_overlap(const char* name, const at::Tensor& written);
 
-// One problem: the kernels' operands, and the tensors that keep them alive.
+// One problem: the kernels' operands, and the tensors that keep their memory alive.
 struct AttentionProblem {
   Attention kernel;
   std::vector<at::Tensor> alive;
-  int64_t q_rows, k_rows;  // of the tensors, packed ones' slack included
+  int64_t q_rows, k_rows;  // of the tensors, with the rows after the last packed sequence
 
   AttentionProblem(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                    const AttentionArguments& arguments);
@@ -40,22 +41,23 @@ struct AttentionProblem {
   bool packed() const { return kernel.cu_q != nullptr; }
   int64_t q_length(int64_t sequence) const;
   int64_t k_length(int64_t sequence) const;
-  // Query by key pairs of one head that the window leaves, roughly.
+  // The approximate number of pairs of query and key of one head that the window leaves.
   int64_t pairs(int64_t sequence) const;
-  // An operand whose rows the kernels can read: its last dimension contiguous.
+  // An operand whose rows the kernels can read, with a contiguous last dimension.
   ConstRows read(const at::Tensor& x);
   Rows write(const char* name, const at::Tensor& x) const;
-  // lse or another number for each query, fp32.
+  // An fp32 tensor for the log-sum-exp or another number of each query.
   at::Tensor empty_statistic(const at::Tensor& like) const;
 };
 
 struct Work {
   AttentionItem item;
-  int64_t cost;  // in multiplications, roughly
+  int64_t cost;  // approximate number of multiplications
 };
 
-// Calls body(item, memory) for each item once, on torch's threads, the dearest first, so that no
-// thread begins a long one when the others are done. Each thread has `scratch` bytes.
+// Calls body(item, memory) once for each item, on torch's threads. The most expensive items come
+// first, so that no thread begins a long one when the others are done. `memory` has `scratch`
+// bytes.
 template <class Item, class Body>
 void share_out(std::vector<Item>& items, int64_t scratch, const Body& body) {
   if (items.empty()) return;
@@ -63,7 +65,7 @@ void share_out(std::vector<Item>& items, int64_t scratch, const Body& body) {
                    [](const Item& a, const Item& b) { return a.cost > b.cost; });
   int64_t total = 0;
   for (const Item& item : items) total += item.cost;
-  // Waking a thread costs more than this many multiplications.
+  // Waking a thread costs more time than this many multiplications.
   constexpr int64_t kWorthAThread = 1 << 18;
   const int64_t threads = std::min({(int64_t)at::get_num_threads(), (int64_t)items.size(),
                                     std::max<int64_t>(1, total / kWorthAThread)});
@@ -71,9 +73,9 @@ void share_out(std::vector<Item>& items, int64_t scratch, const Body& body) {
                 [&](int64_t i) { body(items[i], thread_scratch(scratch)); });
 }
 
-// Every head of every sequence in pieces of `length(sequence)` rows: whole ones where there are
-// enough of them, shorter ones where few would leave threads without work. Pieces are multiples of
-// `grain` and at most `longest`.
+// Divides the length(sequence) rows of every head of every sequence into pieces. A piece is a whole
+// head if there are enough of them, and shorter if threads would be without work. Pieces are
+// multiples of `grain` and at most `longest`.
 template <class Length>
 std::vector<Work> pieces(const AttentionProblem& problem, int64_t grain, int64_t longest,
                          const Length& length) {

@@ -1,9 +1,9 @@
-// Small matrix products for attention: panels of the right operand, and tiles of registers.
+// The fp32 products of attention: panels of the right operand, and tiles of registers.
 //
-// Every product of attention is c (rows, columns) = a b with `depth` terms. Elements of a are
-// broadcast one by one, so a may lie in any way; b is packed in panels of kPanel columns, each
-// (depth, kPanel). Operands are fp32, whatever the storage format of the tensors is. The terms of
-// an element are added in order of depth into one accumulator, whichever tile it falls into.
+// Every product is c (rows, columns) = a b with `depth` terms. Elements of a are broadcast one by
+// one, so a may have any strides; b is laid out in panels of kPanel columns, each (depth, kPanel).
+// Operands are fp32, whatever the storage format of the tensors is. The terms of an element are
+// added in order of depth, in chains of kChain terms, whichever tile the element falls into.
 
 #pragma once
 
@@ -12,7 +12,7 @@
 
 namespace fastbert::cpu::FASTBERT_LEVEL {
 
-// Accumulators take most of the 16 (AVX-512: 32) registers.
+// The accumulators take most of the 16 registers (32 with AVX-512).
 constexpr int kProductRows = kBytes == 64 ? 12 : 6;
 
 FASTBERT_INLINE int64_t whole_panels(int64_t n) { return (n + kPanel - 1) / kPanel * kPanel; }
@@ -23,7 +23,7 @@ struct Left {
   int64_t row, step;
 };
 
-// c = a b, c += a b, or c = factor of the row * c + a b.
+// c = a b, c += a b, or c = factors[row] * c + a b.
 enum class Update { store, add, rescale };
 
 template <int kRows, Update kUpdate>
@@ -54,7 +54,7 @@ FASTBERT_INLINE void product_tile(Left a, const float* panel, int64_t depth, flo
   }
 }
 
-// As many tiles of kRows rows as fit, then smaller ones.
+// Computes as many tiles of kRows rows as fit, then smaller ones.
 template <int kRows, Update kUpdate>
 FASTBERT_INLINE void product_tiles(Left a, int64_t rows, const float* panel, int64_t depth,
                                    float* c, int64_t c_row, const float* factors) {
@@ -70,10 +70,10 @@ FASTBERT_INLINE void product_tiles(Left a, int64_t rows, const float* panel, int
   }
 }
 
-// Terms that are added in one chain; longer sums are sums of such chains, for accuracy.
+// The terms that are added in one chain. Longer sums are sums of such chains, for accuracy.
 constexpr int64_t kChain = kBytes == 16 ? 32 : 64;
 
-// Panels of b lie panel_stride elements apart.
+// The panels of b are panel_stride elements apart.
 template <Update kUpdate>
 __attribute__((noinline)) void product(Left a, int64_t rows, const float* b, int64_t panel_stride,
                                        int64_t panels, int64_t depth, float* c, int64_t c_row,
@@ -91,12 +91,12 @@ __attribute__((noinline)) void product(Left a, int64_t rows, const float* b, int
   }
 }
 
-// Rows in their storage format, as they lie in memory; those that `used` says 0 of read as 0.
+// Rows in their storage format, in place. Rows for which `used` is 0 read as 0.
 template <class F>
 struct Source {
   const typename F::Storage* data;
   int64_t stride;
-  const uint32_t* used;  // null: all are
+  const uint32_t* used;  // null if all are used
 
   FASTBERT_INLINE Vec load(int64_t row, int64_t column, int count) const {
     if (used != nullptr && used[row] == 0) return Vec{};
@@ -104,7 +104,7 @@ struct Source {
   }
 };
 
-// (rows, columns) as (rows, whole panels of columns), row-major.
+// Copies (rows, columns) to row-major rows of whole panels of columns.
 template <class F>
 void copy_rows(const Source<F>& source, int64_t rows, int64_t columns, float* to) {
   const int64_t width = whole_panels(columns);
@@ -114,8 +114,8 @@ void copy_rows(const Source<F>& source, int64_t rows, int64_t columns, float* to
   }
 }
 
-// (rows, columns) as a right operand whose columns are the columns: panels (depth, kPanel), of
-// which the rows are filled.
+// Lays out (rows, columns) as a right operand with the same columns, in panels (depth, kPanel).
+// Only the first `rows` rows of a panel are written.
 template <class F>
 void pack_columns(const Source<F>& source, int64_t rows, int64_t columns, int64_t depth,
                   float* to) {
@@ -131,8 +131,8 @@ void pack_columns(const Source<F>& source, int64_t rows, int64_t columns, int64_
   }
 }
 
-// (rows, columns) as a right operand whose columns are the rows: panels (columns, kPanel), the last
-// one filled up with zeros.
+// Lays out (rows, columns) as a right operand whose columns are the rows, in panels (columns,
+// kPanel). Zeros fill up the last panel.
 template <class F>
 void pack_rows(const Source<F>& source, int64_t rows, int64_t columns, float* to) {
   for (int64_t first = 0; first < whole_panels(rows); first += 4) {

@@ -1,4 +1,5 @@
-// Logits of attention, a block of queries by keys at a time: who sees whom, masks, bias, softmax.
+// The logits of attention, a block of queries by keys at a time: q kᵀ with window, mask and bias,
+// and the helpers that every softmax of attention shares.
 
 #pragma once
 
@@ -8,11 +9,11 @@
 namespace fastbert::cpu::FASTBERT_LEVEL {
 
 constexpr int64_t kQueries = kAttentionQueries, kKeys = kAttentionKeys;
-// Rows of a block of scores do not lie a power of two apart, which would crowd the cache's sets.
+// Rows of scores that are a power of two apart would crowd the cache's sets.
 constexpr int64_t kScoreStride = kKeys + 16;
 constexpr float kInfinity = __builtin_inff();
 
-// exp(-u) for u >= 0 as in exp.h, and NaN for NaN.
+// exp(-u) for u >= 0 as in exp.h, with NaN for NaN.
 FASTBERT_INLINE Vec exp_minus(Vec u) {
   const Vec e = exp_negative(u);
   return (Vec)((WordVec)e | (WordVec)(u != u));
@@ -26,7 +27,7 @@ FASTBERT_INLINE float largest(Vec v) {
   return x;
 }
 
-// In pairs, which rounds less often than one after the other.
+// Adds the lanes in pairs, which rounds less often than adding one after the other.
 FASTBERT_INLINE float total(Vec v) {
   for (int step = kLanes / 2; step > 0; step /= 2) {
     for (int i = 0; i < step; ++i) v[i] += v[i + step];
@@ -42,7 +43,7 @@ FASTBERT_INLINE int64_t clamp(int64_t x, int64_t low, int64_t high) {
 struct Head {
   int64_t sequence, head;
   int64_t q_start, q_length, k_start, k_length;
-  const uint32_t* used;  // for each key, whether any query attends it; null: all are attended
+  const uint32_t* used;  // for each key, whether any query attends it; null if all are attended
 };
 
 FASTBERT_INLINE Head head_of(const Attention& a, int64_t sequence, int64_t head) {
@@ -51,7 +52,7 @@ FASTBERT_INLINE Head head_of(const Attention& a, int64_t sequence, int64_t head)
   return {sequence, head, q, a.cu_q[sequence + 1] - q, k, a.cu_k[sequence + 1] - k, nullptr};
 }
 
-// Row 0 of the head.
+// The address of row `start`, where the head's sequence begins.
 template <class F>
 FASTBERT_INLINE const typename F::Storage* first_row(const Attention& a, const Head& h,
                                                      const ConstRows& rows, int64_t start) {
@@ -91,8 +92,8 @@ FASTBERT_INLINE const uint8_t* mask_row(const Attention& a, const Head& h, int64
          query * a.mask.row;
 }
 
-// For every key of the head, whether any query attends it; null where all are attended. What nobody
-// attends may hold NaN, and 0 * NaN is NaN.
+// Finds for every key of the head whether any query attends it; null means that all keys are
+// attended. A key without a query may hold NaN, and 0 * NaN is NaN.
 inline const uint32_t* used_keys(const Attention& a, const Head& h, uint32_t* used) {
   if (a.mask.data == nullptr && a.left < 0 && a.right < 0) return nullptr;
   for (int64_t n = 0; n < h.k_length; ++n) used[n] = 0;
@@ -128,8 +129,8 @@ FASTBERT_INLINE bool any_used(const Head& h, int64_t first, int64_t last) {
   return any != 0;
 }
 
-// Queries by keys: rows are the queries query + r, or queries[r] where that is given, in ascending
-// order; keys are key + n, n < keys, key a multiple of kKeys.
+// A block of queries by keys. The rows are the queries query + r or, if given, queries[r] in
+// ascending order. The keys are key + n for n < keys, with key a multiple of kKeys.
 struct Block {
   int64_t query, rows, key, keys;
   const int64_t* queries;
@@ -139,10 +140,10 @@ struct Block {
   }
 };
 
-// What the rows of a block have to look at.
+// The masking that the rows of a block need.
 struct Masking {
-  bool needed;     // some pairs may not attend
-  bool every_row;  // and which depends on the query
+  bool needed;     // some pairs do not attend
+  bool every_row;  // the query decides which pairs
 };
 
 FASTBERT_INLINE Masking masking(const Attention& a, const Head& h, const Block& block) {
@@ -156,7 +157,8 @@ FASTBERT_INLINE Masking masking(const Attention& a, const Head& h, const Block& 
   return {window || pairs || tail || hidden, window || pairs};
 }
 
-// All ones for the keys of the block that query r attends, 0 for others, up to whole panels.
+// Sets all bits for the keys of the block that row r attends, and none for the other keys, up to
+// whole panels.
 inline void allowed_keys(const Attention& a, const Head& h, const Block& block, int64_t r,
                          uint32_t* allowed) {
   const int64_t query = block.position(r), width = whole_panels(block.keys);
@@ -173,7 +175,7 @@ inline void allowed_keys(const Attention& a, const Head& h, const Block& block, 
   for (int64_t n = low; n < high; ++n) allowed[n] = mask[n * a.mask.key] != 0 ? ~0u : 0u;
 }
 
-// The bias of one query, up to whole panels.
+// Loads the bias of one query.
 template <class F>
 FASTBERT_INLINE void bias_row(const Attention& a, const Head& h, const Block& block, int64_t query,
                               float* to) {
@@ -195,7 +197,7 @@ inline void bias_row(const Attention& a, const Head& h, const Block& block, int6
   return bias_row<F16>(a, h, block, query, to);
 }
 
-// Products to logits, in place; returns their maximum.
+// Turns products into logits, in place, and returns their maximum.
 template <bool kBias, bool kMask>
 FASTBERT_INLINE float finish_row(float* scores, int64_t width, float scale, const float* bias,
                                  const uint32_t* allowed) {
@@ -217,8 +219,8 @@ FASTBERT_INLINE float finish_row(float* scores, int64_t width, float scale, cons
   return largest(select(maximum[0] > maximum[1], maximum[0], maximum[1]));
 }
 
-// The logits of a block, from packed keys; -inf where a query does not attend a key. Columns run up
-// to whole panels. The largest one of each row goes to `maximum`.
+// Computes the logits of a block from keys in panels; they are -inf where a query does not attend a
+// key. Columns run up to whole panels. `maximum` gets the largest logit of each row.
 inline void logits(const Attention& a, const Head& h, const Block& block, const float* q,
                    const float* keys, float* scores, int64_t stride, float* maximum) {
   const int64_t width = whole_panels(block.keys);

@@ -1,4 +1,5 @@
-// Products of a strip of rows by dot products of bf16.
+// The products of a strip of rows in strip_kernel.h, by dot products of bf16. strip_tiles.h has the
+// same functions for AMX tiles.
 
 #pragma once
 
@@ -9,7 +10,7 @@ namespace fastbert::cpu::FASTBERT_LEVEL {
 FASTBERT_INLINE void begin_strips() {}
 FASTBERT_INLINE void end_strips() {}
 
-// c (+)= a b for a strip of rows and one panel: a in bf16, whole steps.
+// c (+)= a b for a strip of rows and one panel, with a in bf16 and in whole steps.
 template <bool kAdd>
 __attribute__((noinline)) void strip_product(const uint16_t* a, int64_t a_row, const char* b,
                                              int64_t steps, float* c, int64_t c_row) {

@@ -1,22 +1,18 @@
-// Attention forward in bf16 on tiles or dot products, 32 queries by kKeys keys at a time.
+// Attention forward in bf16 on tiles or dot products, 32 queries by kKeys keys at a time, with the
+// algorithm of forward_kernel.h.
 //
-// A block of keys is packed once per item and serves all of its queries: k as the right operand of
-// q kᵀ, pairs of a head's elements in a word (16 x 16 words transposed), v as that of P v, pairs of
-// keys in a word (two rows interleaved). Scores are rows of queries: exponentials then leave in the
-// layout of the left operand of P v, and masks, bias, windows and dropout are those of the SIMD
-// kernel, row by row. Scores by keys (k qᵀ) would spare the reductions along rows, but v and the
-// result would have to be transposed. Here 16 rows reduce their registers lane by lane, and one
-// transposition of 16 registers turns what is left into one register of 16 maxima (or sums), on
-// which the running softmax works for 16 rows at once.
+// A block of keys is laid out once per item for all of its queries. k is the right operand of q kᵀ,
+// with pairs of a head's elements in a word (16 x 16 words transposed). For P v, the right operand
+// is v, with pairs of keys in a word (two rows interleaved).
+//
+// Scores are rows of queries. The exponentials then have the layout of the left operand of P v, and
+// masks, bias, windows and dropout work row by row, as in the fp32 kernel. Scores by keys (k qᵀ)
+// would avoid the reductions along rows, but v and the result would have to be transposed. Here 16
+// rows reduce their registers lane by lane. One transposition of these 16 registers then gives one
+// register of 16 maxima (or sums), on which the running softmax works for 16 rows at once.
 //
 // A row's maximum, sum and result depend on its own sequence alone: blocks of keys begin at
-// multiples of kKeys, and what a query does not attend adds zeros.
-//
-// Expected on a Sapphire Rapids, for 32 queries, 128 keys, a head of 64: 64 tile products (1,024
-// cycles), 256 registers of scores of about 20 instructions each (2,600), results to and from tiles
-// (300): 4,000 cycles for 1.05 MFLOP, 0.5 TFLOP/s a core at 2 GHz, bound by the exponentials; and
-// 2,500 for packing a block of keys, once per item. BERT-base, two cores, one layer: 8 x 128
-// about 0.4 ms, 4 x 512 3.0 ms, 1 x 128 0.05 ms.
+// multiples of kKeys, and keys that a query does not attend add zeros.
 
 #pragma once
 
@@ -29,7 +25,7 @@
 
 namespace fastbert::cpu::FASTBERT_LEVEL {
 
-// Of a row of weights; not a power of two, see kScoreStride.
+// The stride of a row of weights is not a power of two, for the reason given at kScoreStride.
 constexpr int64_t kWeightStride = kKeys + kStep;
 
 struct StripMemory {
@@ -55,15 +51,17 @@ struct StripMemory {
   }
 };
 
-// 2^t for t <= 0, flushed to 0 where it leaves the normal floats; NaN for NaN. Relative error 3e-6,
-// of what is rounded to bf16.
+// 2^t for t <= 0, 0 where that leaves the normal floats, and NaN for NaN. The relative error is
+// 3e-6, and the results are rounded to bf16.
 FASTBERT_INLINE Vec exp2_negative(Vec t) {
-  // Adding it rounds to an integer and leaves that, with the exponent's bias, in the low bits.
+  // Adding this number rounds to an integer and leaves it, plus the exponent's bias, in the low
+  // bits.
   constexpr float kRound = 12582912.0f + 127.0f;
   const Vec bounded = greatest(splat(-127.0f), t);
   const Vec shifted = bounded + kRound;
   const Vec f = bounded - (shifted - kRound);
-  // Minimax on [-1/2, 1/2], but 1 at 0: a row of equal logits has exact weights.
+  // The polynomial is minimax on [-1/2, 1/2] but exact at 0, so a row of equal logits has exact
+  // weights.
   Vec p = fma(splat(9.582855474e-3f), f, splat(5.590643085e-2f));
   p = fma(p, f, splat(2.402409861e-1f));
   p = fma(p, f, splat(6.931241927e-1f));
@@ -75,7 +73,7 @@ constexpr float kLog2E = 1.44269504f;
 
 FASTBERT_INLINE Vec larger(Vec a, Vec b) { return greatest(b, a); }
 
-// Rows of the head, those that nobody attends replaced by zeros: they may hold NaN.
+// Returns rows of the head. Zeros replace keys that no query attends, because they may hold NaN.
 inline const uint16_t* rows_of_keys(const Attention& a, const Head& h, const ConstRows& from,
                                     int64_t key, int64_t keys, uint16_t* kept, int64_t& stride) {
   const uint16_t* rows = first_row<BF16>(a, h, from, h.k_start) + key * from.row;
@@ -90,7 +88,7 @@ inline const uint16_t* rows_of_keys(const Attention& a, const Head& h, const Con
   return kept;
 }
 
-// Rows of a head lie far apart, where no processor looks ahead by itself.
+// Prefetches rows of a head, which are too far apart for a processor to prefetch by itself.
 inline void fetch_rows(const Attention& a, const uint16_t* rows, int64_t stride, int64_t count) {
   for (int64_t n = 0; n < count; ++n) {
     for (int64_t d = 0; d < a.head_dim; d += kStep) __builtin_prefetch(rows + n * stride + d, 0, 3);
@@ -122,7 +120,7 @@ inline void multiply_keys(const uint16_t* q, int64_t width, int64_t keys, const 
   }
 }
 
-// out (+)= P v, what was there worth `factors` now.
+// out = factors * out + P v, or out = P v for the first block of keys (`begins`).
 inline void multiply_values(float* out, int64_t width, int64_t rows, int64_t keys, bool begins,
                             const StripMemory& m) {
   const int64_t steps = steps_of(keys);
@@ -151,8 +149,9 @@ FASTBERT_INLINE Vec row_maximum(const float* scores, int64_t width, float scale)
   return larger(maximum[0], maximum[1]);
 }
 
-// exp(score * scale - maximum) of a row, in bf16; returns sums by lanes, of what is not rounded.
-// scale is applied by itself, so that rows with and without a mask come out the same.
+// Writes exp(score * scale - maximum) of a row in bf16, and returns sums by lanes, taken before the
+// rounding. `scale` is a separate multiplication, so that a row's result is the same with and
+// without a mask.
 FASTBERT_INLINE Vec row_weights(const float* scores, int64_t width, float scale, float maximum,
                                 const uint32_t* kept, float kept_scale, uint16_t* weights) {
   Vec sum[2] = {};
@@ -178,13 +177,14 @@ FASTBERT_INLINE Vec combine_lanes(Vec (&rows)[kLanes], Combine combine) {
   return result;
 }
 
-// A strip's scores to weights, its running maxima and sums, and the factors of what came before.
+// Turns a strip's scores into weights, and updates its running maxima and sums. `factors` rescale
+// the results of earlier blocks.
 inline void strip_softmax(const Attention& a, const Head& h, const Block& block,
                           const StripMemory& m, int64_t first) {
   const int64_t width = whole_panels(block.keys);
   const Masking masks = masking(a, h, block);
   const bool biased = a.bias.data != nullptr, plain = !masks.needed && !biased;
-  const float scale = plain ? a.scale : 1.0f;  // else applied with mask and bias
+  const float scale = plain ? a.scale : 1.0f;  // otherwise finish_row multiplies by a.scale
   alignas(64) uint32_t allowed[kKeys];
   alignas(64) uint32_t kept[kKeys];
   alignas(64) float bias[kKeys];
@@ -214,7 +214,7 @@ inline void strip_softmax(const Attention& a, const Head& h, const Block& block,
         larger(before, combine_lanes(values, [&](Vec x, Vec y) __attribute__((always_inline)) {
                  return larger(x, y);
                }));
-    // A row without any key so far: -inf - -inf must not arise.
+    // In a row without any key so far, -inf - -inf must not arise.
     const Vec reference = select(after == -kInfinity, Vec{}, after);
     const Vec factors = exp2_negative((before - reference) * kLog2E);
     store(place, after);
@@ -283,7 +283,8 @@ inline void strip_item(const Attention& a, const AttentionItem& item, void* scra
   forward_results<BF16>(a, h, item, m);
 }
 
-// The table's functions at a level with products of pairs: they take what is bf16.
+// The table's functions at a level with products of pairs. They handle bf16 and leave other formats
+// to forward_kernel.h.
 
 int64_t attention_strip_scratch(const Attention& a, int64_t rows) {
   if (a.format != Format::bf16) return attention_scratch(a, rows);

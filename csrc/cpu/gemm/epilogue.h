@@ -1,5 +1,5 @@
-// What follows the sums of a product while they are in the first-level cache: bias, activation,
-// residual, the way out in another format, and the layer norm of whole rows.
+// The epilogue of a product, which runs while the sums are in the first-level cache: bias,
+// activation, residual, conversion to the output's format, and the layer norm of whole rows.
 
 #pragma once
 
@@ -12,14 +12,14 @@
 
 namespace fastbert::cpu::FASTBERT_LEVEL {
 
-// A tile of sums whose products are complete, or whole rows of them.
+// A tile of complete sums, or whole rows of them.
 struct Tile {
   float* sums;
   int64_t stride, row, column;
   int rows, columns;
 };
 
-// What is done to a few registers of sums at a time, so that long chains of operations overlap.
+// A function of a few registers of sums at a time, so that long chains of operations overlap.
 struct Same {
   template <int kCount>
   static FASTBERT_INLINE void apply(Vec (&)[kCount]) {}
@@ -33,20 +33,20 @@ struct Each {
   }
 };
 
-// GELU on its way to a format.
+// GELU for a result in the format `To`. bf16 needs fewer operations than fp32.
 template <class To>
-struct ErfTo : Each<Erf> {};
+struct GeluTo : Each<Gelu> {};
 
 template <>
-struct ErfTo<BF16> {
+struct GeluTo<BF16> {
   template <int kCount>
   static FASTBERT_INLINE void apply(Vec (&x)[kCount]) {
-    Erf::forward_bf16(x);
+    Gelu::forward_bf16(x);
   }
 };
 
-// Where a residual comes from, `data` null for none, or where a result goes: the element that
-// belongs to the first one of a tile, and the distance of its rows.
+// The place of a residual, with null `data` if there is none, or of a result. `data` points to the
+// element that belongs to the first sum of a tile, and rows are `stride` apart.
 template <class Pointer>
 struct Place {
   Pointer data;
@@ -114,12 +114,12 @@ FASTBERT_INLINE void activate(Activation activation, const Tile& tile, const flo
     case Activation::none:
       return pass<F32, To, Same>(tile, bias, {}, out);
     case Activation::gelu:
-      return pass<F32, To, ErfTo<To>>(tile, bias, {}, out);
+      return pass<F32, To, GeluTo<To>>(tile, bias, {}, out);
     case Activation::gelu_tanh:
-      return pass<F32, To, Each<Tanh>>(tile, bias, {}, out);
+      return pass<F32, To, Each<GeluTanh>>(tile, bias, {}, out);
     case Activation::relu:
       return pass<F32, To, Each<Relu>>(tile, bias, {}, out);
-    case Activation::geglu:  // of two halves of a row: rows/activation_kernel.h
+    case Activation::geglu:  // Gated activations need whole rows: rows/activation_kernel.h.
     case Activation::swiglu:
       __builtin_unreachable();
   }
@@ -156,7 +156,7 @@ __attribute__((noinline)) void finish_tile(const Epilogue& e, const Tile& tile) 
   });
 }
 
-// The layer norm of whole rows of sums, as in layer_norm_kernel.h.
+// The layer norm of whole rows of sums, by the method of rows/layer_norm_kernel.h.
 template <class Format>
 void normalise_rows(const Epilogue& e, const Tile& tile) {
   for (int64_t row = 0; row < tile.rows; ++row) {

@@ -16,28 +16,29 @@ namespace fastbert::cpu {
 namespace {
 
 constexpr int64_t kWord = sizeof(uint32_t);
-constexpr int64_t kPiece = 64 / kWord;  // words of one row that a cheap look reads
+constexpr int64_t kPiece = 64 / kWord;  // words of a row that one cheap check reads
 
-// From so many rows on, reading the whole weight takes less than 5 % of its product.
+// From this many rows on, reading the whole weight takes less than 5 % of its product.
 constexpr int64_t kRowsThatPay = 1024;
 
-// A band of rows has checksums of its own, so that threads can share a weight.
+// Each band of rows has checksums of its own, so that threads can share a weight.
 constexpr int64_t kBandRows = 128;
 
 std::atomic<uint64_t> epoch{1};
 std::atomic<bool> writes_expected{false};
 
-// Every fingerprint begins with these two words.
+// Every fingerprint begins with two words, the epoch and the number of calls.
 constexpr int64_t kEpoch = 0, kCalls = 1, kPrefix = 2;
 
-// A weight as rows of bytes: a matrix with unit columns as it is, with unit rows as its transpose.
+// A weight as rows of bytes. A matrix with contiguous rows is taken as it is, and a matrix with
+// contiguous columns as its transpose.
 struct Bytes {
   const char* data;
   int64_t rows, row_bytes, stride_bytes;
 
   int64_t bands() const { return (rows + kBandRows - 1) / kBandRows; }
   int64_t words() const { return (row_bytes + kWord - 1) / kWord; }
-  // Of all bands, in 64-bit words of the fingerprint.
+  // The checksums of all bands, in 64-bit words of the fingerprint.
   int64_t checksums() const { return (bands() * words() + 1) / 2; }
 };
 
@@ -49,7 +50,7 @@ Bytes bytes_of(const at::Tensor& matrix) {
           matrix.stride(across) * size};
 }
 
-// Two dimensions, one of them without gaps.
+// Returns the tensor as a matrix whose rows or columns are contiguous.
 at::Tensor matrix_of(const at::Tensor& tensor) {
   TORCH_CHECK_VALUE(tensor.device().is_cpu() && (tensor.dim() == 1 || tensor.dim() == 2),
                     "tensors: got shape ", tensor.sizes(), " on ", tensor.device(),
@@ -79,7 +80,7 @@ void add_all(const Bytes& b, uint32_t* sums) {
                 [&](int64_t band) { add_band(b, band, 0, b.words(), sums + band * b.words()); });
 }
 
-// Whether words [first, last) of every row still have their sums.
+// Returns whether words [first, last) of every row still have their checksums.
 bool same_words(const Bytes& b, const uint32_t* sums, int64_t first, int64_t last) {
   std::atomic<bool> same{true};
   for_each_band(b, (last - first) * kWord, [&](int64_t band) {
@@ -97,7 +98,7 @@ bool same_piece(const Bytes& b, const uint32_t* sums, uint64_t call) {
   return same_words(b, sums, first, std::min(b.words(), first + kPiece));
 }
 
-// All that is known of a tensor without reading its elements.
+// A tensor's identity holds all facts that need none of its elements.
 constexpr size_t kIdentity = 8;
 
 std::array<uint64_t, kIdentity> identity_of(const at::Tensor& tensor, const at::Tensor& matrix) {
@@ -111,7 +112,7 @@ std::array<uint64_t, kIdentity> identity_of(const at::Tensor& tensor, const at::
           (uint64_t)matrix.stride(1)};
 }
 
-// Another process may write there.
+// Returns whether another process may write to the memory of `tensor`.
 bool in_shared_memory(const at::Tensor& tensor) {
   const auto* mapped = at::MapAllocator::fromDataPtr(tensor.storage().data_ptr());
   constexpr int kShared = at::ALLOCATOR_MAPPED_SHARED | at::ALLOCATOR_MAPPED_SHAREDMEM;
@@ -177,7 +178,7 @@ bool has_fingerprint(at::TensorList tensors, const at::Tensor& fingerprint, int6
                    fingerprint.scalar_type(), ", allowed: Long");
   TORCH_CHECK_VALUE(fingerprint.dim() == 1 && fingerprint.is_contiguous(),
                     "fingerprint: got shape ", fingerprint.sizes(),
-                    ", allowed: what fastbert_C::fingerprint returned");
+                    ", allowed: a result of fastbert_C::fingerprint");
   return matches((uint64_t*)fingerprint.mutable_data_ptr(), fingerprint.numel(), tensors, rows);
 }
 

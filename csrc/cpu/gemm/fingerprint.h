@@ -1,16 +1,16 @@
-// The fingerprint of some weights: by it a copy that was made of them is known to be out of date.
+// The fingerprint of weights, which shows whether a copy of the weights is out of date.
 //
 // A fingerprint holds where each weight is stored, its geometry, its version counter and checksums
 // of all its bits. Fused optimizers, writes through `.data`, writes through NumPy and writes to
 // inference tensors change no version counter, so the checksums decide. Reading a whole weight in
-// every call would cost a product with few rows half of its time. `matches` therefore reads
+// every call would take half of the time of a product with few rows. `matches` therefore reads
 //
-//   the whole weight       where the product has enough rows to pay for it, in every process in
+//   the whole weight       if the product has enough rows to pay for it, in every process in
 //                          which an optimizer has stepped or a gradient was computed, and for
 //                          weights without a version counter or in memory that processes share;
-//   64 bytes of each row   otherwise: the next 64 of each row in the next call. A change that
-//                          touches every column is found at once, any other one within as many
-//                          calls as a row has pieces of 64 bytes.
+//   64 bytes of each row   otherwise, and the next 64 bytes of each row in the next call. A change
+//                          that touches every column is found at once. Any other change is found
+//                          within as many calls as a row has pieces of 64 bytes.
 
 #pragma once
 
@@ -23,17 +23,17 @@ namespace fastbert::cpu {
 
 using Fingerprint = std::vector<uint64_t>;
 
-// Of tensors on the CPU of one or two dimensions; reads all of them.
+// Takes tensors of one or two dimensions on the CPU and reads all of them.
 Fingerprint fingerprint_of(at::TensorList tensors);
 
-// Whether `tensors` are the ones that `fingerprint` was taken of, unchanged as far as is read for
-// a product with so many rows. Also counts the calls, in a word of the fingerprint.
+// Returns whether `fingerprint` was taken of `tensors` and they are unchanged, as far as is read
+// for a product with `rows` rows. A word of the fingerprint counts the calls.
 bool matches(uint64_t* fingerprint, int64_t size, at::TensorList tensors, int64_t rows);
 
 // Makes every fingerprint taken so far out of date.
 void expire_fingerprints();
 
-// Whether `matches` reads whole weights from now on, in this process: its weights are trained.
+// Sets whether `matches` reads whole weights in this process, because the weights are trained.
 void expect_writes(bool expected);
 
 }  // namespace fastbert::cpu

@@ -1,5 +1,5 @@
-// Checksums of a weight, one for each 32-bit word of a row, carried down the rows: the sums of many
-// words are independent, so that a weight is read as fast as it comes from memory.
+// Checksums of a weight, one for each 32-bit word of a row, carried down the rows. The checksums of
+// different words are independent, so a weight is read as fast as it comes from memory.
 
 #pragma once
 
@@ -10,9 +10,9 @@
 
 namespace fastbert::cpu::FASTBERT_LEVEL {
 
-// A bijection of the checksum for a given word, and of the word for a given checksum: no change of
-// one word goes unseen. The rotation brings the highest bits, where a product loses them, to where
-// the next one mixes them.
+// A bijection of the checksum for a given word, and of the word for a given checksum, so no change
+// of a single word goes unseen. In a product, the highest bits influence no other bits. The
+// rotation moves them down to where the next product mixes them.
 FASTBERT_INLINE uint32_t mixed(uint32_t checksum, uint32_t word) {
   const uint32_t product = (checksum ^ word) * 0x9e3779b1u;
   return product << 16 | product >> 16;
@@ -32,7 +32,7 @@ void checksums(const Checksums& params) {
   const char* row = p.data;
   int64_t r = 0;
   for (; r + kTogether <= p.rows; r += kTogether, row += kTogether * p.stride) {
-    // Pieces of rows lie too far apart for the processor to fetch them by itself.
+    // Pieces of rows are too far apart for the processor to prefetch them by itself.
     for (int64_t i = 0; i < kTogether; ++i) {
       __builtin_prefetch(row + (kAhead + i) * p.stride + 4 * p.first);
     }
@@ -50,7 +50,7 @@ void checksums(const Checksums& params) {
     }
   }
   if (whole == p.last) return;
-  // The bytes of a row behind its last whole word.
+  // The bytes of a row after its last whole word.
   row = p.data;
   for (r = 0; r < p.rows; ++r, row += p.stride) {
     uint32_t word = 0;

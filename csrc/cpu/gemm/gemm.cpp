@@ -1,4 +1,5 @@
-// Matrix products with their epilogues on the CPU: tensors in, tasks shared out to threads.
+// Matrix products with their epilogues on the CPU. The operators check tensors and share tasks out
+// to threads.
 
 #include "../isa/dispatch.h"
 #include "../operands.h"
@@ -8,22 +9,22 @@
 namespace fastbert::cpu {
 namespace {
 
-// weight (N, K) for x (M, K): x's dtype, or fp32.
+// Checks a weight (N, K) for x (M, K), in the dtype of x or fp32.
 void check_weight(const at::Tensor& weight, const at::Tensor& x) {
   check_device("weight", weight, x);
   TORCH_CHECK_TYPE(weight.scalar_type() == x.scalar_type() || weight.scalar_type() == at::kFloat,
                    "weight: got dtype ", weight.scalar_type(), ", allowed: ", x.scalar_type(),
-                   ", that of x, or Float");
+                   ", the dtype of x, or Float");
   TORCH_CHECK_VALUE(weight.dim() == 2 && weight.size(0) >= 1 && weight.size(1) == x.size(1),
                     "weight: got shape ", weight.sizes(), ", allowed: (N, ", x.size(1),
                     ") with N >= 1");
 }
 
-// Below about this many products a second thread costs more than it brings.
+// Below about this many multiplications, a second thread costs more time than it saves.
 constexpr double kProductGrain = 400e3;
 
 // With fewer rows than this, tasks of whole rows do not keep the multipliers of every thread busy,
-// and each of them reads the whole weight.
+// and each task reads the whole weight.
 constexpr int64_t kRowsPerThread = 32;
 
 void run(const Kernels& k, const Gemm& g) {
@@ -35,7 +36,7 @@ void run(const Kernels& k, const Gemm& g) {
   });
 }
 
-// x Wᵀ + bias, nothing else yet.
+// Returns the product x Wᵀ + bias + residual. The caller sets the result and further steps.
 Gemm product(const at::Tensor& x, const at::Tensor& packed, int64_t n, const OptionalTensor& bias,
              const OptionalTensor& residual) {
   Gemm g = {};
@@ -99,9 +100,9 @@ at::Tensor linear_layer_norm(const at::Tensor& x, const at::Tensor& weight,
   const auto w = packed(weight, format_of(x), m);
   Gemm g = product(x, w, n, bias, residual);
   g.out_format = format_of(y);
-  // A task must have whole rows to normalise. Where there are too few for that, the sums are formed
-  // in tasks of any shape, and a product of depth 0 does the rest: the same operations in the same
-  // order.
+  // A task needs whole rows to normalise them. If there are too few rows for such tasks, tasks of
+  // any shape form the sums. A product of depth 0 then normalises them, with the same operations in
+  // the same order.
   at::Tensor sums;
   if (m < kRowsPerThread * at::get_num_threads()) {
     sums = empty({m, n}, x.options().dtype(at::kFloat));
@@ -129,7 +130,7 @@ at::Tensor matmul(const at::Tensor& a, const at::Tensor& b, const OptionalTensor
   check_device("b", b, a);
   TORCH_CHECK_TYPE(b.scalar_type() == a.scalar_type() || b.scalar_type() == at::kFloat,
                    "b: got dtype ", b.scalar_type(), ", allowed: ", a.scalar_type(),
-                   ", that of a, or Float");
+                   ", the dtype of a, or Float");
   TORCH_CHECK_VALUE(b.dim() == 2 && b.size(0) == a.size(1), "b: got shape ", b.sizes(),
                     ", allowed: (", a.size(1), ", N)");
   check_result_dtype(dtype);

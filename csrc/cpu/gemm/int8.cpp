@@ -1,4 +1,5 @@
-// int8 products on the CPU: tensors in, rows quantised, blocks of the result shared out to threads.
+// int8 products on the CPU. The operator quantises the rows of x and shares blocks of the result
+// out to threads.
 
 #include <ATen/Dispatch.h>
 
@@ -13,11 +14,12 @@
 namespace fastbert::cpu {
 namespace {
 
-// Sums of 255 times 128 stay below 2^31 up to here.
+// Up to this depth, sums of products of 255 and 128 stay below 2^31.
 constexpr int64_t kInt8Depth = 65536;
-// Panels come in fours, rows of q in sixteens, k in multiples of 64: whole tiles at every level.
+// Panels come in multiples of 4, rows of q in multiples of 16, and k in multiples of 64, which are
+// whole tiles at every level.
 constexpr int64_t kPanels = 4, kRows = 16, kDepth = 64;
-// Rows of a task, in bytes of q: they stay in the second cache while the weights pass.
+// The rows of a task, in bytes of q, which stay in the second-level cache while the weights pass.
 constexpr int64_t kRowBytes = 256 * 1024;
 
 int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
@@ -27,7 +29,7 @@ void check_packed(const at::Tensor& x, const at::Tensor& packed, const at::Tenso
   const Kernels& k = kernels();
   const Int8Layout layout = k.int8_layout();
   TORCH_CHECK_VALUE(x.size(1) <= kInt8Depth, "x: got ", x.size(1), " columns, allowed: at most ",
-                    kInt8Depth, ", for sums in 32 bits");
+                    kInt8Depth, ", so that sums fit into 32 bits");
   TORCH_CHECK_TYPE(packed.scalar_type() == at::kChar, "packed: got dtype ", packed.scalar_type(),
                    ", allowed: Char");
   const int64_t lanes = layout.lanes, group = packed.dim() == 4 ? packed.size(3) : 0;
@@ -56,14 +58,14 @@ void check_int8(const at::Tensor& x, const at::Tensor& packed, const at::Tensor&
                 const OptionalTensor& residual, at::ScalarType dtype) {
   check_matrix("x", x);
   TORCH_CHECK_VALUE(n >= 1 && n <= packed.numel(), "n: got ", n, ", allowed: 1 to ", packed.numel(),
-                    ", the elements of packed");
+                    ", the number of elements of packed");
   check_packed(x, packed, scale, column_sum, n);
   check_result_dtype(dtype);
   if (bias) check_vector("bias", *bias, x, n);
   if (residual) check_summand("residual", *residual, x, x.size(0), n, dtype);
 }
 
-// The rows of x as integers, with the scale and the zero of each.
+// The rows of x as integers, with the scale and the zero of each row.
 struct Quantised {
   at::Tensor q, scale, zero;
 
@@ -84,19 +86,21 @@ struct Quantised {
     const Kernels& k = kernels();
     parallel_for(rows, grain_rows(columns),
                  [&](int64_t begin, int64_t end) { k.int8_quantise(params, begin, end); });
-    // What lies behind the rows is multiplied too, and thrown away; it only has to be defined.
+    // The rows of padding are multiplied too, and their results are dropped. They only have to be
+    // defined.
     if (q.size(0) > rows) q.narrow(0, rows, q.size(0) - rows).zero_();
   }
 };
 
-// Whole rows to a thread while there are enough of them, else columns as well.
+// Divides the rows into blocks that fit the cache, and also the columns if the blocks of rows are
+// too few tasks.
 void multiply(const Int8Gemm& params, int64_t m, int64_t panels, int64_t row_bytes) {
   const Kernels& k = kernels();
   const int64_t unit = 2 * kRows;
   const int64_t most = std::max(unit, kRowBytes / row_bytes / unit * unit);
   const int64_t row_blocks = (m + most - 1) / most;
   const int64_t rows = round_up((m + row_blocks - 1) / row_blocks, unit);
-  // Enough tasks that the last ones do not leave threads idle for long.
+  // With this many tasks, the last ones do not leave threads idle for long.
   const int64_t tasks = 8 * at::get_num_threads();
   const int64_t quarters = panels / kPanels;
   const int64_t column_blocks = std::min(quarters, (tasks + row_blocks - 1) / row_blocks);

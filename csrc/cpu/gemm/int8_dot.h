@@ -1,12 +1,11 @@
-// How int8 products are multiplied: a dot product of two or four neighbours along k in each 32-bit
-// lane, exactly, with sums in int32.
+// The arithmetic of int8 products: in each 32-bit lane, an exact dot product of two or four
+// neighbours along k, with sums in int32 (Intel's Software Developer's Manual).
 //
-// pmaddubsw, the obvious instruction of AVX2, saturates its sums of two products at 16 bits, which
-// unsigned activations up to 255 times weights up to 127 exceed. Below AVX512_VNNI both operands
-// are therefore widened to 16 bits and go through pmaddwd, which cannot overflow: weights on the
-// way from memory, activations when they are quantised. (Measured on Zen 3: 79 billion products per
-// second and core; pmaddubsw on weights of 7 bits 97; on activations split in two halves of 4 bits
-// 43; fp32 40.) vpdpbusd and the tiles take unsigned times signed bytes as they are.
+// pmaddubsw, the obvious instruction of AVX2, saturates its sums of two products at 16 bits.
+// Unsigned activations up to 255 times weights up to 127 exceed this limit. Below AVX512_VNNI, both
+// operands are therefore widened to 16 bits and go through pmaddwd, which cannot overflow. Weights
+// are widened on the way from memory, and activations when they are quantised. vpdpbusd and the
+// tiles take unsigned times signed bytes as they are.
 
 #pragma once
 
@@ -24,7 +23,7 @@ FASTBERT_INLINE IntVec splat_word(const void* p) {
   return word - IntVec{};
 }
 
-// Two int16 activations times two weights in each lane.
+// Multiplies two int16 activations by two weights in each lane.
 struct Pairs {
   using Element = int16_t;
   static constexpr int kGroup = 2;
@@ -57,7 +56,7 @@ FASTBERT_INLINE bool has_quads() {
 #endif
 }
 
-// Four unsigned activations times four signed weights in each lane.
+// Multiplies four unsigned activations by four signed weights in each lane.
 struct Quads {
   using Element = uint8_t;
   static constexpr int kGroup = 4;
@@ -74,7 +73,8 @@ struct Quads {
       sum += (x >> shift & 0xff) * (w << (24 - shift) >> 24);
     }
 #else
-    // By name: the level avx512 is compiled for processors without this instruction as well.
+    // Assembly names the instruction, because the level avx512 is also compiled for processors that
+    // lack it.
     asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(x), "v"(w));
 #endif
     return sum;

@@ -1,15 +1,16 @@
-// int8 products: rows of x quantised as they come, times weights quantised once, sums in int32,
-// scaled back in fp32 (the scheme of Jacob et al. 2018, with a scale for each row and each column).
+// int8 products. Each call quantises the rows of x, while weights are quantised once. Sums are
+// int32 and are scaled back in fp32 (Jacob et al. 2018, with a scale for each row and each column).
 //
-// A row becomes q = clip(rint(x / scale) + zero, 0, 255) with scale = (high - low) / 255 and zero =
-// rint(-low / scale), where [low, high] spans the row and 0: affine, because what follows a GELU
-// hardly goes below 0 and would waste half of a symmetric range. Weights are symmetric, so one
-// correction per result, zero times the sum of the column, takes the offset out again; with 16-bit
-// activations not even that: q - zero is stored. Integer sums have no order, so every level, block
-// and batch gives the same ones.
+// Let [low, high] be the smallest interval that holds a row and 0. The row becomes q = clip(rint(x
+// / scale) + zero, 0, 255) with scale = (high - low) / 255 and zero = rint(-low / scale). The
+// scheme is affine, because the result of a GELU hardly goes below 0 and would waste half of a
+// symmetric range. Weights are symmetric, so one correction per result, zero times the sum of the
+// column, removes the offset. With 16-bit activations q - zero is stored, and no correction is
+// needed. Integer sums do not depend on their order, so every level, block and batch gives the same
+// sums.
 //
-// Packed weights: panels of kLanes columns, [k / group][kLanes][group], group 2 or 4 (int8_dot.h).
-// k is padded to a multiple of 64 and the panels to one of 4, with weights of 0.
+// A prepacked weight consists of panels of kLanes columns, [k / group][kLanes][group], with a group
+// of 2 or 4 (int8_dot.h). Weights of 0 pad k to a multiple of 64 and the panels to a multiple of 4.
 
 #pragma once
 
@@ -21,13 +22,12 @@
 
 namespace fastbert::cpu::FASTBERT_LEVEL {
 
-// Quantising a row
-
-// Adding 1.5 * 2^23 rounds to an integer, ties to even, and leaves it in the low mantissa bits.
+// Adding 1.5 * 2^23 rounds to an integer, ties to even, and leaves it in the low bits of the
+// mantissa.
 constexpr float kRounder = 12582912.0f;
 constexpr int32_t kRounderBits = 0x4b400000;
 
-// Below this the reciprocal could overflow; such a row is 0 to any purpose.
+// Below this scale the reciprocal could overflow, so the row counts as 0.
 constexpr float kSmallestScale = 0x1p-120f;
 
 struct RowRange {
@@ -35,7 +35,8 @@ struct RowRange {
   bool finite;
 };
 
-// Several chains of comparisons at a time: one would wait for its own results.
+// Several chains of comparisons run at a time, because a single chain would wait for its own
+// results.
 template <class Format>
 FASTBERT_INLINE RowRange range_of(const typename Format::Storage* x, int64_t columns) {
   Vec lows[kSums] = {}, highs[kSums] = {};
@@ -81,8 +82,8 @@ FASTBERT_INLINE void store_narrow(int16_t* p, IntVec v, int count) {
   }
 }
 
-// Element is uint8_t, which keeps the offset, or int16_t, from which it is taken off. A row with
-// an element that is not finite gets the scale NaN, so that all of its results are.
+// Element is uint8_t for q, or int16_t for q - zero. A row with an element that is not finite gets
+// the scale NaN, so all of its results are NaN.
 template <class Format, class Element>
 void int8_quantise_rows(const Int8Rows& params, int64_t begin, int64_t end) {
   const Int8Rows p = params;
@@ -129,16 +130,16 @@ void int8_quantise(const Int8Rows& p, int64_t begin, int64_t end) {
   int8_quantise_elements<int16_t>(p, begin, end);
 }
 
-// The product
-
-// Rows of a register block, and panels: four with few rows, to hide the latency of the sums.
+// The rows and the panels of a register block. Few rows take four panels, to hide the latency of
+// the sums.
 constexpr int kInt8Rows = 6;
 constexpr int kInt8Panels = FASTBERT_LEVEL_BYTES == 64 ? 4 : 2;
 constexpr int kInt8FewRows = 2;
 constexpr int kInt8MostPanels = 4;
 
-// sums[r][p * kLanes + i] of kRows rows of q and the columns of kPanels panels. `next`, as much as
-// a panel, is fetched meanwhile into the second cache, where the products are faster than memory.
+// Computes sums[r][p * kLanes + i] of kRows rows of q and the columns of kPanels panels. If the
+// products are faster than memory, `next`, as long as a panel, is meanwhile fetched into the
+// second-level cache.
 template <class Dot, int kRows, int kPanels>
 __attribute__((noinline)) void int8_block(const void* rows, int64_t depth, const int8_t* packed,
                                           const int8_t* next, int32_t* sums) {
@@ -162,7 +163,7 @@ __attribute__((noinline)) void int8_block(const void* rows, int64_t depth, const
   }
 }
 
-// `rows` of 1 … kInt8Rows.
+// `rows` is 1 to kInt8Rows.
 template <class Dot>
 FASTBERT_INLINE void int8_rows(int rows, const void* q, int64_t depth, const int8_t* packed,
                                const int8_t* next, int32_t* sums) {
@@ -182,14 +183,15 @@ FASTBERT_INLINE void int8_rows(int rows, const void* q, int64_t depth, const int
   }
 }
 
-// Sums to results, for `rows` rows from `row` and the columns [begin, end), at most `width`, the
-// length of a row of sums: (sum - zero sum_of_column) row_scale column_scale, and the epilogue.
+// Scales the sums of `rows` rows from `row` and of the columns [begin, end): (sum - zero
+// sum_of_column) row_scale column_scale. The epilogue follows. A row of sums has `width` elements,
+// at least end - begin.
 FASTBERT_INLINE void int8_epilogue(const Int8Gemm& p, int32_t* sums, int64_t width, int64_t row,
                                    int64_t rows, int64_t begin, int64_t end) {
-  // Integers become floats in their place.
+  // Integers become floats in place.
   auto* values = (float*)sums;
   for (int64_t n = 0; n < width && begin + n < end; n += kLanes) {
-    WordVec columns;  // padded like the panels are
+    WordVec columns;  // padded as the panels are
     __builtin_memcpy(&columns, p.column_sum + begin + n, kBytes);
     const Vec column_scale = load(p.column_scale + begin + n);
     for (int64_t r = 0; r < rows; ++r) {
@@ -203,16 +205,16 @@ FASTBERT_INLINE void int8_epilogue(const Int8Gemm& p, int32_t* sums, int64_t wid
   finish_tile(p, {values, width, row, begin, (int)rows, (int)(end - begin)});
 }
 
-// The rows [begin, end) and whole panels: four panels stay in the first two caches while the rows
-// pass, and the first rows fetch the four that come next. (The first rows to meet a panel would
-// wait for memory, a quarter of the time at 32 rows.)
+// Multiplies the rows of a block by whole panels. Four panels stay in the first two caches while
+// the rows pass, and the first rows fetch the next four. Otherwise the first rows to meet a panel
+// would wait for memory.
 template <class Dot>
 void int8_gemm_vectors(const Int8Gemm& p, const Int8Block& block) {
   alignas(64) int32_t sums[kInt8Rows * kInt8MostPanels * kLanes];
   const int64_t row_bytes = p.depth * (int64_t)sizeof(typename Dot::Element);
   for (int64_t first = block.panel_begin; first < block.panel_end; first += kInt8MostPanels) {
     int64_t row = block.row_begin;
-    // Blocks as even as can be: 8 rows are 4 and 4, not 6 and 2.
+    // Blocks are as even as possible: 8 rows are 4 and 4, not 6 and 2.
     int64_t blocks = (block.row_end - row + kInt8Rows - 1) / kInt8Rows;
     for (int64_t ahead = kInt8MostPanels; blocks > 0; --blocks, ++ahead) {
       const int rows = (int)((block.row_end - row + blocks - 1) / blocks);

@@ -1,8 +1,9 @@
-// int8 products by AMX: tiles of unsigned activations times tiles of signed weights.
+// int8 products on AMX tiles: tiles of unsigned activations times tiles of signed weights (TDPBUSD
+// in Intel's Software Developer's Manual).
 //
-// A packed panel is a column of tiles already: 16 groups of four along k make one of 16 rows, and
-// q's rows are padded to whole tiles. Two tiles of rows meet two panels, so that each tile loaded
-// is used twice.
+// A panel of the prepacked weight is already a column of tiles, because 16 groups of four along k
+// form one tile of 16 rows. The rows of q are padded to whole tiles. Two tiles of rows meet two
+// panels, so each loaded tile is used twice.
 
 #pragma once
 
@@ -11,7 +12,7 @@
 
 namespace fastbert::cpu::FASTBERT_LEVEL {
 
-// Tiles 0 … 3 are sums, 4 and 5 rows of q, 6 and 7 weights.
+// Tiles 0 to 3 hold sums, 4 and 5 rows of q, 6 and 7 weights.
 template <int kTall>
 FASTBERT_INLINE void int8_tile_sums(const uint8_t* q, int64_t depth, const int8_t* packed,
                                     int32_t* sums) {

@@ -1,13 +1,16 @@
-// Matrix products with a packed right operand, and their epilogues: out = epilogue(a Wᵀ).
+// Matrix products with a prepacked right operand, and their epilogues: out = epilogue(a Wᵀ).
+// Panels, register tiles and blocks for each cache follow Goto and van de Geijn 2008.
 //
-// W is packed in panels of two registers of columns (packing.h), so that one step along k loads two
-// registers and multiplies them by a broadcast of each of up to kTileRows rows of a; the sums of
-// such a tile stay in registers. k is cut into blocks of kDepth: a block of a panel (16 KiB in
-// fp32, 48 at 64 bytes) stays in or near the first-level cache while all rows of a task pass, and
-// the rows of the task, widened to fp32 and laid out with a constant stride, stay in the second.
-// Whatever the shape, the division into tasks or the row's place in its tile: an element is the sum
-// of its chunks of k in order, each chunk the sum of its products in order. That makes a row's
-// result independent of its batch.
+// W is laid out in panels of two registers of columns (packing.h). One step along k loads two
+// registers and multiplies them by a broadcast of each of up to kTileRows rows of a. The sums of
+// such a tile stay in registers. k is cut into blocks of kDepth. A block of a panel stays in or
+// near the first-level cache while all rows of a task pass; in fp32 it has 16 KiB with registers of
+// 32 bytes and 48 KiB with 64. The rows of the task, copied as words of 32 bits with a constant
+// stride, stay in the second-level cache.
+//
+// An element is the sum of its chunks of k in order, and each chunk is the sum of its products in
+// order. The number of rows, the division into tasks and the row's place in its tile change nothing
+// in this order, so a row's result does not depend on its batch.
 
 #pragma once
 
@@ -21,11 +24,11 @@
 
 namespace fastbert::cpu::FASTBERT_LEVEL {
 
-constexpr int kTileRows = kBytes == 64 ? 14 : 6;  // two registers each, and three for the operands
+constexpr int kTileRows = kBytes == 64 ? 14 : 6;  // two registers each, three for the operands
 constexpr int kDepth = kBytes == 64 ? 384 : 256;  // words
 constexpr int64_t kMaxRows = kBytes == 64 ? 128 : 120, kMaxColumns = 1024;  // of a task
 
-// sum + x b, of words.
+// sum + x b for a register of words.
 template <class Operand>
 FASTBERT_INLINE Vec multiply_add(Vec x, Vec b, Vec sum) {
 #if defined(FASTBERT_LEVEL_DOTS)
@@ -34,23 +37,24 @@ FASTBERT_INLINE Vec multiply_add(Vec x, Vec b, Vec sum) {
   return fma(x, b, sum);
 }
 
-// What one task computes of the result, and its memory: a block of a panel in fp32, the block of a
-// in rows of kDepth words, and the sums.
+// The block of the result that one task computes, and its memory: a block of a panel in fp32, the
+// block of a in rows of kDepth words, and the sums.
 struct Task : GemmBlock {
   float *panel, *a, *sums;
   int64_t stride;   // of the rows of sums
-  bool one_by_one;  // sums are those of one tile at a time
+  bool one_by_one;  // `sums` holds one tile at a time
 };
 
-// Not a multiple of a page, so that the rows of a tile do not compete for the same lines of cache.
+// The stride is not a multiple of a page, so the rows of a tile do not compete for the same lines
+// of cache.
 FASTBERT_INLINE int64_t sums_stride(int64_t columns) { return panels_of(columns) * kPanel + 16; }
 
-// Of rows of panels that are multiplied together.
+// The largest number of panels that are multiplied together.
 constexpr int64_t kMostPanels = 4;
 
-// Whether a tile is finished as soon as it is multiplied: k is a single block, and no row has to be
-// complete first. Its sums then never leave the first-level cache, and a task has no bound on its
-// columns.
+// Returns whether a tile is finished as soon as it is multiplied: k is a single block, and no row
+// has to be complete first. The sums of such a tile never leave the first-level cache, and a task
+// may have any number of columns.
 FASTBERT_INLINE bool tiles_finish_one_by_one(const Gemm& g) {
   bool single = false;
   with_operand(g.packed_format,
@@ -83,8 +87,8 @@ void pack_rows(const Gemm& g, const Task& task, int64_t first, int64_t depth) {
   }
 }
 
-// The same in words of two neighbours along k. Rows that lie in memory as words do are copied one
-// after another, while those that follow are on their way.
+// The same in words of two neighbours along k. Rows with contiguous elements are copied one after
+// another, while the next rows are prefetched.
 inline void pack_row_pairs(const Gemm& g, const Task& task, int64_t first, int64_t depth) {
   if (g.a_column == 1) {
     constexpr int64_t kAhead = 4;
@@ -112,15 +116,15 @@ inline void pack_row_pairs(const Gemm& g, const Task& task, int64_t first, int64
   }
 }
 
-// The steps along k of one block, the length of a chain of additions, and whether sums of earlier
-// blocks are there to add to.
+// The steps along k of one block, the length of a chain of additions, and whether to add to sums of
+// earlier blocks.
 struct Depth {
   int64_t steps, chunk;
   bool add;
 };
 
-// What is read next, fetched while a tile is multiplied: of a, and of the next panel, whose lines
-// are spread evenly over the steps of all tiles.
+// The addresses to prefetch while a tile is multiplied: the next rows of a, and the next panel,
+// whose lines are spread evenly over the steps of all tiles.
 struct Next {
   const char *a, *b;
   int64_t step;  // bytes of b per step
@@ -134,7 +138,7 @@ FASTBERT_INLINE Next next_of(const char* a, const char* panel, int64_t bytes, in
   return {a, panel + tile * steps * step, step};
 }
 
-// sums (+)= a bᵀ for kRows rows of a and kPanels panels, which lie `panel` elements apart, over the
+// sums (+)= a bᵀ for kRows rows of a and kPanels panels, which are `panel` elements apart, over the
 // steps [begin, end).
 template <class Format, int kRows, int kPanels>
 FASTBERT_INLINE void multiply_chunk(const float* a, const typename Format::Storage* b,
@@ -168,10 +172,10 @@ FASTBERT_INLINE void multiply_chunk(const float* a, const typename Format::Stora
   }
 }
 
-// Long chains of additions lose digits: a library's product of one or two rows, which sums by
-// lanes, is twice as accurate as one chain over a block. Chunks of 64 steps cost a tenth of the
-// speed of large products, of 128 little; products so small that they do not wait for it take
-// shorter ones: of few steps, or of so few columns that a library would sum by lanes here too.
+// Long chains of additions lose digits. A library's product of one or two rows, which sums by
+// lanes, is twice as accurate as one chain over a block. Chunks of 128 steps cost large products
+// little of their speed. Products whose speed hardly matters take shorter chunks: products of few
+// steps, or of so few columns that a library would sum by lanes here too.
 FASTBERT_INLINE int64_t chunk_of(int64_t n, int64_t k) { return k < 128 || n < 16 ? 32 : 128; }
 
 template <class Format, int kRows, int kPanels>
@@ -196,7 +200,7 @@ FASTBERT_INLINE void multiply_at_most(int rows, const float* a, const typename F
   }
 }
 
-// Out of line, so that a copy of all of them exists once per format.
+// Not inlined, so that the code for all numbers of rows exists once per format.
 template <class Format>
 __attribute__((noinline)) void multiply_rows(int rows, const float* a,
                                              const typename Format::Storage* b, const Depth& depth,
@@ -204,8 +208,8 @@ __attribute__((noinline)) void multiply_rows(int rows, const float* a,
   multiply_at_most<Format, kTileRows>(rows, a, b, depth, sums, stride, next);
 }
 
-// One block of k: from its rows of a and its blocks of panels to sums, and the finished tiles where
-// it is the last.
+// One block of k: from its rows of a and its blocks of panels to sums. The last block also finishes
+// its tiles.
 template <class Format>
 struct TaskBlock {
   using Storage = typename Format::Storage;
@@ -229,8 +233,8 @@ struct TaskBlock {
                 {sums(row, n), task.stride, task.row + row, task.column + n, rows, (int)columns});
   }
 
-  // What the epilogue of a tile reads and writes, fetched while the tile is multiplied: the lines
-  // lie a row apart, where no processor looks ahead by itself.
+  // Prefetches the lines that the epilogue of a tile reads and writes, before the tile is
+  // multiplied. These lines are a row apart, where no processor prefetches by itself.
   template <int kWrite>
   FASTBERT_INLINE void fetch_tile(const void* matrix, int64_t stride, fastbert::cpu::Format format,
                                   int64_t row, int64_t n, int rows) const {
@@ -248,8 +252,8 @@ struct TaskBlock {
     if (!g.norm_weight) fetch_tile<1>(g.out, g.n, g.out_format, row, n, rows);
   }
 
-  // Rows are spread evenly over the tiles: tiles of five rows keep the multipliers as busy as tiles
-  // of six, one of a single row would not.
+  // Rows are spread evenly over the tiles. Tiles of five rows keep the multipliers as busy as tiles
+  // of six, but a tile of a single row would not.
   template <class Operand>
   FASTBERT_INLINE void multiply_panel(int64_t n, const typename Operand::Storage* b,
                                       const char* next_panel) const {
@@ -266,7 +270,7 @@ struct TaskBlock {
     }
   }
 
-  // Few rows: several panels at a time, so that there are enough sums to hide their latency.
+  // With few rows, several panels are multiplied at a time, so that enough sums hide their latency.
   template <int kRows, int kPanels>
   FASTBERT_INLINE int64_t multiply_panels() const {
     int64_t n = 0;
@@ -281,7 +285,7 @@ struct TaskBlock {
   }
 
   FASTBERT_INLINE void run() const {
-    // From three tiles on it pays to widen a panel once, into memory.
+    // From three tiles on, it pays to widen a panel once, into memory.
     const bool widen = sizeof(Storage) < 4 && task.rows > 2 * kTileRows;
     int64_t n = task.rows == 1   ? multiply_panels<1, kMostPanels>()
                 : task.rows == 2 ? multiply_panels<2, 2>()
@@ -326,15 +330,14 @@ void run_task(const Gemm& g, const Task& task) {
   });
 }
 
-// The division into row_tasks by column_tasks that takes the least time by a simple count: register
-// multiplications, and the loads that each row (its packing) and each column (its way from memory)
-// of a task costs.
+// Returns the division into tasks with the least estimated time: the register multiplications of a
+// task, plus the copying of each of its rows and the loading of each of its columns.
 GemmPlan gemm_plan(const Gemm& g, int threads) {
   const bool one_by_one = tiles_finish_one_by_one(g);
   const int64_t most_columns = g.norm_weight || one_by_one ? g.n : kMaxColumns;
   const int64_t panels = panels_of(g.n), most_panels = panels_of(most_columns);
   const int64_t least_columns = (panels + most_panels - 1) / most_panels;
-  // Whole rows of sums, to be normalised, stay near the second-level cache.
+  // The whole rows of sums for a layer norm stay in or near the second-level cache.
   const int64_t fitting = ((int64_t)1 << 18) / (g.n + 1) + 1;
   const int64_t most_rows = g.norm_weight && fitting < kMaxRows ? fitting : kMaxRows;
   const int64_t least_rows = (g.m + most_rows - 1) / most_rows;

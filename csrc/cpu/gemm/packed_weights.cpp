@@ -25,7 +25,7 @@ namespace {
 
 using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
 
-// Which part of a storage, as which matrix.
+// A part of a storage, seen as a matrix.
 struct View {
   const void* data;
   std::array<int64_t, 4> geometry;
@@ -37,7 +37,7 @@ bool operator==(const View& a, const View& b) {
   return a.data == b.data && a.geometry == b.geometry && a.dtype == b.dtype && a.to == b.to;
 }
 
-// Either both of `fingerprint` and `bytes`, or none while it is being packed.
+// `fingerprint` and `bytes` are both set, or both empty while the copy is being made.
 struct Copy {
   View view;
   const Kernels* kernels;
@@ -56,7 +56,7 @@ struct Cache {
   std::unordered_map<const c10::StorageImpl*, Copies> weights;
 };
 
-// Never destroyed: threads may still compute while the process ends.
+// The cache is never destroyed, because threads may still compute while the process ends.
 Cache& cache() {
   static Cache* const instance = [] {
     // The child of a fork must not inherit a mutex that another thread held.
@@ -86,9 +86,9 @@ void pack_into(const at::Tensor& weight, Format to, const Kernels& k, void* pack
 #if defined(__linux__)
 constexpr size_t kLargePage = 2 << 20;
 
-// Large pages for all of it but a rest smaller than one: a few rows of activations meet weights as
-// fast as these come from memory, and at 4 KiB a page every panel waits for a dozen translations.
-// An undefined tensor where the system gives none.
+// Allocates large pages for all bytes but a rest smaller than one page. A product with few rows
+// reads weights as fast as they come from memory, and with pages of 4 KiB every panel waits for a
+// dozen address translations. Returns an undefined tensor if the system gives no memory.
 at::Tensor in_large_pages(int64_t bytes) {
   const size_t page = sysconf(_SC_PAGESIZE), size = ((size_t)bytes + page - 1) / page * page;
   void* const reserved =
@@ -98,7 +98,7 @@ at::Tensor in_large_pages(int64_t bytes) {
   char* const begin = (char*)reserved + before;
   munmap(reserved, before);
   if (before < kLargePage) munmap(begin + size, kLargePage - before);
-  madvise(begin, size, MADV_HUGEPAGE);  // a wish: small pages do as well
+  madvise(begin, size, MADV_HUGEPAGE);  // a request: small pages work as well
   return from_memory(begin, bytes, [size](void* p) { munmap(p, size); });
 }
 #endif
@@ -108,7 +108,7 @@ at::Tensor bytes_for(const at::Tensor& weight, Format to, const Kernels& k) {
                at::TensorOptions().dtype(at::kByte));
 }
 
-// For a copy that is kept.
+// Allocates memory for a copy that is kept.
 at::Tensor lasting_bytes_for(const at::Tensor& weight, Format to, const Kernels& k) {
 #if defined(__linux__)
   const int64_t bytes = k.packed_bytes(to, weight.size(0), weight.size(1));
@@ -119,8 +119,9 @@ at::Tensor lasting_bytes_for(const at::Tensor& weight, Format to, const Kernels&
   return bytes_for(weight, to, k);
 }
 
-// The copy of one view, perhaps still empty; the mutex is held. A storage that many weights share
-// has as many; but views that overlap, a window that moves over a buffer, must not pile up copies.
+// Returns the copy of one view, which may still be empty; the caller holds the mutex. A storage
+// that many weights share has as many copies. Copies of overlapping views, such as a window that
+// moves over a buffer, must not pile up.
 Copy& copy_of(Cache& c, const View& view, const at::Tensor& weight, const Kernels& k) {
   constexpr int64_t kSlack = 1 << 20;
   if (++c.lookups % 64 == 0) forget_freed(c);
@@ -141,7 +142,7 @@ Copy& copy_of(Cache& c, const View& view, const at::Tensor& weight, const Kernel
   return copies.emplace_back(Copy{view, &k, nullptr, {}});
 }
 
-// A copy outside of the cache, whose mutex is not held while it is compared or packed.
+// A copy outside of the cache. The cache's mutex is not held while the copy is compared or made.
 struct Found {
   std::shared_ptr<Fingerprint> fingerprint;
   at::Tensor bytes;
@@ -155,8 +156,8 @@ Found look_up(const View& view, const at::Tensor& weight, const Kernels& k) {
   return {copy.fingerprint, copy.bytes};
 }
 
-// Takes the memory of a copy out of the cache. A copy that a product on another thread still reads
-// is left to that product.
+// Takes the memory of a copy out of the cache. If a product on another thread still reads the copy,
+// that product keeps the memory, and the result is an undefined tensor.
 at::Tensor take_memory(const View& view, const at::Tensor& weight, const Kernels& k) {
   Cache& c = cache();
   const std::lock_guard<std::mutex> lock(c.mutex);
@@ -194,7 +195,8 @@ at::Tensor packed(const at::Tensor& weight, Format to, int64_t rows) {
   }
   Found made = {nullptr, take_memory(view, weight, k)};
   if (!made.bytes.defined()) made.bytes = lasting_bytes_for(weight, to, k);
-  // First the fingerprint: of a write between the two, the next call sees that it does not match.
+  // The fingerprint is taken first. After a write between the two steps, the next call sees that
+  // the fingerprint does not match.
   made.fingerprint = std::make_shared<Fingerprint>(fingerprint_of(weight));
   pack_into(weight, to, k, made.bytes.mutable_data_ptr());
   keep(view, weight, k, made);

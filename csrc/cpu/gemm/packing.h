@@ -1,10 +1,11 @@
-// The right operand of a product, W (n, k), packed in panels.
+// The right operand of a product, W (n, k), laid out in panels (Goto and van de Geijn 2008).
 //
-// A panel holds two registers of columns, kPanel of them, and is a sequence of rows along k, so
-// that one step along k loads two registers. Rows hold words: elements of W in its format, or bf16
-// in pairs. Where the processor has a dot product of bf16 (FASTBERT_LEVEL_DOTS), the two bf16 of a
-// word are neighbours along k, and a step is one of both; elsewhere a word holds column j in its
-// low half and column j + kLanes in its high half, and a shift and a mask widen them.
+// A panel is kPanel columns, two registers wide, as a sequence of rows along k, so one step along k
+// loads two registers. Rows hold words, which are elements in the format of the copy or pairs of
+// bf16. If the level has a dot product of bf16 (FASTBERT_LEVEL_DOTS), the two elements of a pair
+// are neighbours along k, and a step multiplies both. Otherwise a word holds column j in its low
+// half and column j + kLanes in its high half, and a shift and a mask widen them. At levels with
+// tiles, gemm/tile_kernel.h lays out bf16 in another way.
 
 #pragma once
 
@@ -16,7 +17,7 @@
 
 namespace fastbert::cpu::FASTBERT_LEVEL {
 
-// One row of a panel: kPanel elements in its storage, two registers in fp32.
+// One row of a panel: kPanel elements in storage, two registers in fp32.
 template <class Format>
 struct PanelRow {
   using Storage = typename Format::Storage;
@@ -39,7 +40,7 @@ struct PanelRow<BF16> {
     low = (Vec)(pairs << 16);
     high = (Vec)(pairs & 0xffff0000u);
   }
-  // BF16::narrow, its result left in the upper half of each word.
+  // Rounds as BF16::narrow and leaves the result in the upper half of each word.
   static FASTBERT_INLINE WordVec rounded(Vec v) {
     const WordVec bits = (WordVec)v;
     const WordVec nearest = bits + 0x7fffu + ((bits >> 16) & 1u);
@@ -78,13 +79,13 @@ template <>
 constexpr bool kIsDots<BF16Dots> = true;
 #endif
 
-// The words along k of a row.
+// The number of words for k elements.
 template <class Operand>
 FASTBERT_INLINE int64_t words_of(int64_t k) {
   return kIsDots<Operand> ? (k + 1) / 2 : k;
 }
 
-// Calls body(operand) with how a packed operand in `format` is multiplied.
+// Calls body(operand) with the type of a right operand in `format`.
 template <class Body>
 FASTBERT_INLINE void with_operand(Format format, Body body) {
   switch (format) {
@@ -110,7 +111,8 @@ int64_t packed_bytes(Format to, int64_t n, int64_t k) {
 
 int64_t pack_units(int64_t n) { return panels_of(n); }
 
-// A register from each of `count` rows, transposed: lane i of block[j] is element j of row i.
+// Loads a register from each of `count` rows and transposes: lane i of block[j] is element j of row
+// i.
 template <class Format>
 FASTBERT_INLINE void load_transposed(const typename Format::Storage* p, int64_t row_stride,
                                      int count, int length, Vec (&block)[kLanes]) {
@@ -120,7 +122,7 @@ FASTBERT_INLINE void load_transposed(const typename Format::Storage* p, int64_t 
   transpose(block);
 }
 
-// Columns of a panel, `row` apart, as words of two neighbours along k.
+// Lays out the columns of a panel, which are `row` apart, as words of two neighbours along k.
 template <class From>
 void pack_dots(const typename From::Storage* p, int64_t row, int64_t column, int low, int high,
                int64_t k, uint32_t* packed) {

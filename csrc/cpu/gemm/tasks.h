@@ -1,7 +1,7 @@
-// How the result of a product is divided into tasks, which threads take as they become free.
+// The division of the result of a product into tasks, which threads take as they become free.
 //
-// The last blocks of rows are short ones: threads do not run equally fast, and one that begins a
-// long task when the other is nearly done makes it wait.
+// The last blocks of rows are short. Threads do not run equally fast, and a thread that begins a
+// long task when the others are nearly done makes them wait.
 
 #pragma once
 
@@ -16,7 +16,8 @@ struct GemmBlock {
 
 FASTBERT_INLINE int64_t quotient_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// `rows` and `columns` of a long task; short ones have multiples of `unit` rows, at least `least`.
+// A long task has `rows` rows and `columns` columns. A short task has a multiple of `unit` rows,
+// and at least `least`.
 inline GemmPlan divided(const Gemm& g, int64_t rows, int64_t columns, int threads, int64_t unit,
                         int64_t least) {
   constexpr int64_t kShortTasks = 3;  // of a thread

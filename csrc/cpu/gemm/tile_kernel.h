@@ -1,26 +1,22 @@
 // bf16 products on AMX tiles, with the epilogues and the table functions of kernel.h.
 //
-// W lies in panels of 32 columns; a panel is a sequence of steps of 32 along k, and a step two
-// tiles of 16 columns, a pair of consecutive k in each word: 2 KiB that stream one after another.
-// The rows of a are read as they lie where they are aligned, else from a padded copy.
+// W is laid out in panels of 32 columns. A panel is a sequence of steps of 32 along k. A step is
+// two tiles of 16 columns with a pair of consecutive k in each word, 2 KiB that are read in
+// sequence. The rows of a are read in place if they are aligned, and otherwise from a padded copy.
 //
-// Four products of a step take 64 cycles. They form 2 x 2 tiles of sums from two tiles of a and two
-// of W, each loaded once: 4 KiB, which the second-level cache delivers in about the same time and
-// the first in half of it. So the rows of a task are as many as stay in the second-level cache
-// beside two panels, all of them pass a panel before the next one, and the next panel is fetched
-// from beyond meanwhile: then each byte of W is read once per task. With 16 rows or less, 1 x 4
-// tiles of sums take two panels at a time. k is never cut: sums stay in tiles from its first step
-// to its last, so that an element is the sum of its steps in order, whatever m, the threads or the
-// row's place in the batch, and no partial sum is ever stored.
+// The four products of a step take 64 cycles (Intel's Optimization Reference Manual). They form 2 x
+// 2 tiles of sums from two tiles of a and two of W, each loaded once. These 4 KiB take the
+// second-level cache about the same time and the first-level cache half of it. A task therefore has
+// as many rows as stay in the second-level cache beside two panels. All of them pass a panel before
+// the next one, which is meanwhile fetched from beyond that cache, so each byte of W is read once
+// per task. With 16 rows or fewer, 1 x 4 tiles of sums take two panels at a time.
 //
-// The epilogue of a block runs between the steps of the next one: it takes vector registers and
-// their units, the products take the tiles, and neither waits for the other.
+// k is never cut: sums stay in tiles from the first step to the last. An element is the sum of its
+// steps in order, whatever m, the threads or the row's place in the batch are, and no partial sum
+// is stored.
 //
-// Expected on a Sapphire Rapids at 2.1 GHz with tiles busy (one core, cycles, BERT-base, a and W
-// once from beyond the second-level cache): a product of m rows takes m n k / 512 cycles,
-// 1024 x 768 x 3072 for example 4.7 M (2.2 ms; two cores half of it), in which 10 MiB pass that
-// cache at 4.7 GB/s; 32 rows of it 0.15 M, against 4.7 MB of W at 26 to 65 GB/s, 0.15 to 0.38 M a
-// core: these are bound by the way from memory.
+// The epilogue of a block runs between the steps of the next block. The epilogue uses vector
+// registers and their units while the products use the tiles, and neither waits for the other.
 
 #pragma once
 
@@ -29,10 +25,11 @@
 
 namespace fastbert::cpu::FASTBERT_LEVEL {
 
-constexpr int64_t kBlockBytes = 1152 << 10;  // of a task's rows: over half of the cache
+constexpr int64_t kBlockBytes = 1152 << 10;  // of a task's rows: over half of L2
 constexpr int64_t kMaxStripRows = 1024;      // of a task
 
-// Rows of a, k padded with zeros to whole steps and the rows to whole tiles, one after another.
+// Copies rows of a one after another, with zeros that pad k to whole steps and the rows to whole
+// tiles.
 inline void pack_left(const Gemm& g, int64_t first, int64_t rows, char* out) {
   const int64_t steps = steps_of(g.k), stride = steps * kStepBytes;
   const auto* a = (const uint16_t*)g.a + first * g.a_row;
@@ -49,20 +46,20 @@ inline void pack_left(const Gemm& g, int64_t first, int64_t rows, char* out) {
   }
 }
 
-// All eight of full size: what is smaller is padded.
+// All eight tiles have full size, and smaller operands are padded.
 FASTBERT_INLINE void configure_tiles() {
   TileShapes shapes;
   for (int i = 0; i < 8; ++i) shapes.set(i, kMostTileRows, kMostTileBytes);
   tile_configure(shapes);
 }
 
-// Whether tiles of a can be loaded from where it lies: whole steps, each in one line of cache.
+// Returns whether tiles of a can be loaded in place: whole steps, each in one line of cache.
 FASTBERT_INLINE bool lies_in_tiles(const Gemm& g) {
   return g.a_column == 1 && g.k % kStep == 0 && g.a_row % kStep == 0 && (uintptr_t)g.a % 64 == 0;
 }
 
-// The sums of a block of kRowTiles x 2 kPanels tiles: tiles 0 to 3, those of a row of tiles first.
-// Tiles 4 to 7 are operands.
+// Adds one step to a block of kRowTiles x 2 kPanels tiles of sums. The sums are tiles 0 to 3, one
+// row of tiles after another; tiles 4 to 7 are operands.
 template <int kRowTiles, int kPanels>
 FASTBERT_INLINE void multiply_step(const char* a, int64_t stride, const char* b, int64_t panel) {
   tile_load<4>(a, stride);
@@ -109,8 +106,8 @@ struct Pending {
   }
 };
 
-// What will be read next from beyond the second-level cache: `lines` of W in each step, and the
-// rows of a that follow where these have not been read before.
+// The next data to prefetch from beyond the second-level cache: `lines` of W in each step, and the
+// next rows of a if no block has read them yet.
 struct Ahead {
   const char* b;
   int64_t lines;
@@ -125,7 +122,7 @@ struct TileTask {
   int64_t row, column, rows, columns, steps;
   const char *a, *tail;  // whole strips, and the padded rows after them
   int64_t a_stride;      // bytes
-  float* sums;           // of whole rows where they will be normalised, else of a block
+  float* sums;           // of whole rows for a layer norm, else of a block
   int64_t stride;
   Pending pending;
 };
@@ -139,7 +136,7 @@ __attribute__((noinline)) void multiply_block(TileTask& t, int64_t strip, int64_
   const int64_t a_stride = whole || !t.tail ? t.a_stride : steps * kStepBytes;
   const char* b = (const char*)t.g.packed + (t.column / kPanel + panel) * panel_bytes;
   const int rows_per_step = (int)(kStrip / (steps + 1)) + 1;
-  // A copy in registers: read from memory, it would wait for the stores of the epilogue before.
+  // A copy in registers: a read from memory would wait for the stores of the epilogue.
   Pending pending = t.pending;
   tile_zero<0>();
   tile_zero<1>();
@@ -199,7 +196,7 @@ FASTBERT_INLINE void multiply_blocks(TileTask& t) {
   t.pending.finish(t.g, kStrip);
 }
 
-// Scratch memory of a task: the rows of a that are copied, then the sums.
+// The scratch memory of a task holds the rows of a that are copied, then the sums.
 FASTBERT_INLINE int64_t left_bytes(const Gemm& g, int64_t rows) {
   return (lies_in_tiles(g) ? kStrip : whole_strips(rows)) * steps_of(g.k) * kStepBytes;
 }
@@ -240,8 +237,9 @@ inline void run_tile_task(const Gemm& g, int64_t row, int64_t column, int64_t ro
   with_format(g.out_format, [&](auto type) { normalise_rows<decltype(type)>(g, whole_rows); });
 }
 
-// The division of the least time on the busiest thread: products, and the rows and columns that
-// each task reads from beyond the second-level cache, half of which hides behind products.
+// Returns the division with the least estimated time on the busiest thread. The estimate counts the
+// products, and the rows and columns that each task reads from beyond the second-level cache. Half
+// of this reading overlaps with products.
 inline GemmPlan tile_plan(const Gemm& g, int threads) {
   const int64_t steps = steps_of(g.k), row_bytes = steps * kStepBytes;
   const int64_t strips = (g.m + kStrip - 1) / kStrip, panels = panels_of(g.n);
@@ -274,7 +272,8 @@ inline GemmPlan tile_plan(const Gemm& g, int threads) {
   return plan;
 }
 
-// The table's functions at a level with tiles: they take what is bf16.
+// The table's functions at a level with tiles. They handle bf16 and leave other formats to
+// kernel.h.
 
 int64_t packed_bytes_tiled(Format to, int64_t n, int64_t k) {
   return to == Format::bf16 ? panels_of(n) * steps_of(k) * kPanelStep : packed_bytes(to, n, k);

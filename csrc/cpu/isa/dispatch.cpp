@@ -21,8 +21,8 @@ namespace {
 
 #if defined(__x86_64__)
 
-// AMX tiles in bf16 and int8. Linux hands them out to processes that ask (arch_prctl
-// ARCH_REQ_XCOMP_PERM, feature 18); children inherit them.
+// Returns whether this process may use AMX tiles in bf16 and int8. Linux grants them to processes
+// that ask (arch_prctl ARCH_REQ_XCOMP_PERM, feature 18), and children inherit the permission.
 bool has_tiles() {
   unsigned a = 0, b = 0, c = 0, d = 0;
   if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
@@ -45,7 +45,8 @@ bool has_avx512_bf16() {
          __builtin_cpu_supports("avx512vnni");
 }
 
-// __builtin_cpu_supports asks CPUID, and XGETBV whether the operating system saves the registers.
+// __builtin_cpu_supports reads CPUID, and XGETBV for whether the operating system saves the
+// registers.
 const Level kLevels[] = {
     {&baseline::kKernels, __builtin_cpu_supports("sse4.2") != 0},
     {&avx2::kKernels, __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&

@@ -1,8 +1,8 @@
-// Which instruction-set level the CPU kernels run at.
+// The choice of the instruction-set level at which the CPU kernels run.
 //
-// The best level that the processor and the operating system support, or the one that
-// FASTBERT_CPU_ISA names (baseline, avx2, avx512, avx512_bf16, amx). A name that is unknown or not
-// supported is an error, never ignored.
+// FASTBERT_CPU_ISA may name a level (baseline, avx2, avx512, avx512_bf16, amx). Without it, the
+// choice is the best level that the processor and the operating system support. A name that is
+// unknown or not supported is an error and is never ignored.
 
 #pragma once
 
@@ -35,14 +35,15 @@ struct Level {
 const Level* levels_begin();
 const Level* levels_end();
 
-// The kernels in use. Throws ValueError when FASTBERT_CPU_ISA cannot be honoured.
+// Returns the kernels in use. Throws ValueError if FASTBERT_CPU_ISA names a level that is unknown
+// or not supported.
 const Kernels& kernels();
 
-// Sets the level for the whole process, by name; nullptr goes back to the choice described above.
+// Sets the level of the whole process by name; nullptr restores the choice described above.
 void set_level(const char* name);
 
-// Puts another table in their place. Python cannot reach it; tests that compile levels of their own
-// look up its address in the symbols of the library.
+// Puts another table in the place of the kernels in use. Python cannot reach this function; tests
+// that compile levels of their own look up its address in the symbols of the library.
 void set_kernels(const Kernels* table);
 
 }  // namespace fastbert::cpu

@@ -1,4 +1,5 @@
-// The exponential of a register.
+// The exponential of a register, for the softmax and the activations. The argument is reduced by
+// multiples of ln 2 in two parts (Cody and Waite 1980), and a polynomial approximates the rest.
 
 #pragma once
 
@@ -6,14 +7,14 @@
 
 namespace fastbert::cpu::FASTBERT_LEVEL {
 
-// exp(-u) for u >= 0, flushed to 0 above 87 where it leaves the normal floats; relative error
-// ~1e-7. NaN gives garbage: callers multiply by their own NaN.
+// exp(-u) for u >= 0 with a relative error of about 1e-7. Above 87, just before exp(-u) leaves the
+// normal floats, the result is 0. For NaN the result is arbitrary, and callers restore the NaN.
 FASTBERT_INLINE Vec exp_negative(Vec u) {
-  // Adding 1.5 * 2^23 rounds to an integer, left in the low mantissa bits.
+  // Adding 1.5 * 2^23 rounds to an integer and leaves it in the low bits of the mantissa.
   constexpr float kRound = 12582912.0f;
   const Vec shifted = fma(u, splat(-1.44269504f), splat(kRound));
   const Vec n = shifted - kRound;
-  // ln 2 in two parts; the first has few bits, so that its product with n is exact.
+  // ln 2 is split in two parts. The first part has few bits, so its product with n is exact.
   const Vec r = fma(n, splat(-1.42860682e-6f), fma(n, splat(-0x1.62e4p-1f), -u));
   // exp(r) = 1 + r + r^2 q(r), |r| <= ln 2 / 2.
   Vec q = fma(splat(1.381432036e-03f), r, splat(8.368851085e-03f));

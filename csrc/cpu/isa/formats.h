@@ -1,7 +1,7 @@
 // Storage formats of activations: fp32, bf16 and fp16 in memory, fp32 in registers.
 //
-// Narrowing rounds to nearest, ties to even, and keeps NaN a NaN. `count` as in vec.h: the lanes
-// from `count` on are read as 0 and not written.
+// Narrowing rounds to nearest, ties to even, and keeps NaN a NaN. As in vec.h, lanes from `count`
+// on are read as 0 and are not written.
 
 #pragma once
 
@@ -46,7 +46,7 @@ FASTBERT_INLINE void store_half(uint16_t* p, HalfVec bits, int count) {
 #endif
 }
 
-// What bf16 and fp16 share; Derived supplies widen and narrow.
+// The part that bf16 and fp16 share. Derived supplies widen and narrow.
 template <class Derived>
 struct SixteenBits {
   using Storage = uint16_t;
@@ -65,7 +65,7 @@ struct BF16 : SixteenBits<BF16> {
 #if FASTBERT_INTRINSIC_BYTES == 64
     const WordVec words = (WordVec)_mm512_cvtepu16_epi32((__m256i)bits);
 #elif FASTBERT_INTRINSIC_BYTES == 32
-    // GCC makes four instructions of the conversion of a whole register.
+    // GCC compiles the conversion of a whole register to four instructions.
     const WordVec words = (WordVec)_mm256_cvtepu16_epi32((__m128i)bits);
 #else
     const WordVec words = __builtin_convertvector(bits, WordVec);
@@ -92,8 +92,7 @@ struct F16 : SixteenBits<F16> {
     return (HalfVec)_mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   }
 #else
-  // The exponent is rebiased by a multiplication, which is exact and normalises subnormals on the
-  // way.
+  // A multiplication rebiases the exponent. It is exact and also normalises subnormals.
   static FASTBERT_INLINE Vec widen(HalfVec bits) {
     const WordVec h = __builtin_convertvector(bits, WordVec);
     const WordVec finite = (WordVec)((Vec)((h & 0x7fffu) << 13) * 0x1p112f);
@@ -104,9 +103,11 @@ struct F16 : SixteenBits<F16> {
   static FASTBERT_INLINE HalfVec narrow(Vec v) {
     const Vec magnitude = abs(v);
     const WordVec bits = (WordVec)magnitude;
-    // Normal: drop 13 bits of mantissa, rounding, and rebias the exponent from 127 to 15.
+    // A normal number loses 13 bits of mantissa with rounding, and its exponent is rebiased from
+    // 127 to 15.
     const WordVec normal = (bits + 0xfffu + ((bits >> 13) & 1u) - (112u << 23)) >> 13;
-    // Subnormal: adding 0.5 leaves the multiple of 2^-24 in the low bits, rounded by the addition.
+    // In a subnormal number, adding 0.5 rounds to a multiple of 2^-24 and leaves it in the low
+    // bits.
     const WordVec subnormal = (WordVec)(magnitude + 0.5f) - 0x3f000000u;
     WordVec result = choose((IntVec)(magnitude < 0x1p-14f), subnormal, normal);
     result = choose((IntVec)(magnitude >= 65520.0f), WordVec{} + 0x7c00u, result);
@@ -116,7 +117,8 @@ struct F16 : SixteenBits<F16> {
 #endif
 };
 
-// bf16 of what is no denormal, in one instruction where there is one.
+// Narrows normal numbers to bf16, in one instruction if the level has AVX512_BF16. That instruction
+// (VCVTNEPS2BF16) takes denormals for 0.
 FASTBERT_INLINE HalfVec narrow_normal(Vec v) {
 #if (defined(FASTBERT_LEVEL_DOTS) || defined(FASTBERT_LEVEL_TILES)) && !defined(FASTBERT_EMULATE)
   const __m256bh narrow = _mm512_cvtneps_pbh((__m512)v);

@@ -1,32 +1,31 @@
-// What the CPU kernels take, and the table through which one instruction set is reached.
+// The operands of the CPU kernels, and the table through which the kernels of one instruction set
+// are reached.
 //
-// The kernels know nothing of torch: pointers, strides and sizes in, results written to memory that
-// the caller owns. Each instruction-set level (level_*.cpp) compiles the same kernels and fills one
-// Kernels table; dispatch.cpp picks a table at run time. This header holds plain data only, no
-// function that a level could emit with its own instructions and the linker then share with the
-// others.
+// The kernels know nothing of torch. They take pointers, strides and sizes, and write results to
+// memory that the caller owns. Each instruction-set level (level_*.cpp) compiles the same kernels
+// and fills one Kernels table; dispatch.cpp picks a table at run time. This header holds plain data
+// only. A function here could be compiled with one level's instructions, and the linker could then
+// share it with the other levels.
 
 #pragma once
 
 #include <cstdint>
 
+#include "../../activations.h"
+
 namespace fastbert::cpu {
 
-// Storage format of activations; arithmetic and statistics are fp32 in every format.
+// The storage format of activations. Arithmetic and statistics are fp32 in every format.
 enum class Format : int32_t { f32, bf16, f16 };
 
-// The gated ones take twice the columns: f of the first half times the second half.
-enum class Activation : int32_t { none, gelu, gelu_tanh, relu, geglu, swiglu };
-
-// A row-major matrix whose rows lie `stride` elements apart; data is null where an operand is
-// absent.
+// A row-major matrix whose rows are `stride` elements apart; `data` is null for an absent operand.
 struct ConstMatrix {
   const void* data;
   int64_t stride;
 };
 
 // Element (r, n) is kept iff word n % 4 of Philox(key, counter = (n / 4, r, 0, 0)) >> 8 >=
-// threshold.
+// threshold (Salmon et al. 2011).
 struct Dropout {
   bool enabled;
   uint32_t key[2];
@@ -46,14 +45,15 @@ struct LayerNormForward {
   float *mean, *rstd;
 };
 
-// Gradients of the sum (dsum) and, under dropout, of x (dx); both contiguous.
-// Each chunk of rows adds into its own partial sums: dweight, dbias, dx_bias, `columns` doubles
-// each.
+// The gradients of the sum (dsum) and, under dropout, of x (dx); both are contiguous. Each chunk of
+// rows adds to its own partial sums: `columns` doubles for dweight, as many for dbias with
+// `has_bias`, and as many for dx_bias with x_bias.
 struct LayerNormBackward {
   Format format;
   int64_t columns;
   ConstMatrix dy, x, residual;
   const float *weight, *x_bias, *mean, *rstd;
+  bool has_bias;
   Dropout dropout;
   void *dsum, *dx;
 };
@@ -69,7 +69,7 @@ struct RmsNormForward {
   float* rstd;
 };
 
-// The gradient of the sum, contiguous; dweight is summed by chunks, as in layer norm.
+// dsum, the gradient of the sum, is contiguous. dweight is summed by chunks, as in layer norm.
 struct RmsNormBackward {
   Format format;
   int64_t columns;
@@ -78,9 +78,9 @@ struct RmsNormBackward {
   void* dsum;
 };
 
-// The first `turned` heads of each row of x (tokens, heads, 2 half), turned by the angles whose
-// cosines and sines are contiguous (tokens, half), backwards where `direction` is -1; the others
-// are copied. Strides in elements, 1 inside a head; y is contiguous.
+// Turns the first `turned` heads of each row of x (tokens, heads, 2 half) and copies the others.
+// The cosines and sines of the angles are contiguous (tokens, half); a `direction` of -1 turns
+// backwards. Strides are in elements, 1 inside a head; y is contiguous.
 struct Rotary {
   Format format;
   int64_t heads, turned, half;
@@ -91,8 +91,10 @@ struct Rotary {
   void* y;
 };
 
-// For each token a row of every table: words, types, positions.
+// For each token a row of each of `count` tables: of the words, then of the types and of the
+// positions where they exist.
 struct Lookup {
+  int count;
   const int64_t* indices[3];
   ConstMatrix tables[3];
 };
@@ -109,19 +111,21 @@ struct EmbeddingForward {
   float *mean, *rstd;
 };
 
-// The gradient of the sum, contiguous, in fp32; dweight and dbias are summed by chunks.
+// dsum, the gradient of the sum, is contiguous fp32. dweight and, with `has_bias`, dbias are summed
+// by chunks.
 struct EmbeddingBackward {
   Format format;
   int64_t columns;
   Lookup lookup;
   ConstMatrix dy;
   const float *weight, *mean, *rstd;
+  bool has_bias;
   Dropout dropout;
   float* dsum;
 };
 
-// Row targets[s] of out = the sum of the rows order[starts[s]] … order[starts[s + 1] - 1], first
-// row first; without order the rows are those numbers themselves. Units of work are strips of
+// Row targets[s] of out is the sum of the rows order[i] for starts[s] <= i < starts[s + 1], lowest
+// i first. If `order` is null, the rows are the numbers i themselves. A unit of work is a strip of
 // kStripColumns columns of one segment.
 constexpr int64_t kStripColumns = 128;
 struct SegmentSums {
@@ -134,8 +138,9 @@ struct SegmentSums {
   int64_t out_stride;
 };
 
-// Logits, contiguous and without their bias, of the classes [first, first + columns), and by row
-// the labels and the running maximum, sum of exponentials relative to it and label's logit.
+// Logits, contiguous and without their bias, of the classes [first, first + columns). Each row has
+// its label, the running maximum, the sum of exponentials relative to the maximum, and the logit of
+// the label.
 struct CrossEntropyForward {
   int64_t first, columns;
   const float *logits, *bias;
@@ -143,8 +148,8 @@ struct CrossEntropyForward {
   float *highest, *total, *own;
 };
 
-// The logits become their gradients, scale (softmax - onehot); `rounded`, where it is not null,
-// gets them in `format`.
+// The logits are replaced by their gradients, scale (softmax - onehot). If `rounded` is not null,
+// it gets the gradients in `format`.
 struct CrossEntropyBackward {
   Format format;
   int64_t first, columns;
@@ -155,7 +160,8 @@ struct CrossEntropyBackward {
   void* rounded;
 };
 
-// y = f(h + bias), contiguous, rows of `columns` elements; gated, h and bias have twice as many.
+// y = f(h + bias), contiguous, in rows of `columns` elements. If f is gated, h and bias have twice
+// as many columns.
 struct ActivationForward {
   Format format;
   Activation activation;
@@ -165,8 +171,8 @@ struct ActivationForward {
   void* y;
 };
 
-// The gradient dh of h, and `a` = y again where it is not null; both contiguous. The sum of dh over
-// a chunk's rows is added to its partial sums, as long as a row of h, where there are any.
+// dh is the gradient of h, and `a`, unless it is null, gets y again; both are contiguous. Partial
+// sums, if given, are as long as a row of h and get the sum of dh over a chunk's rows.
 struct ActivationBackward {
   Format format;
   Activation activation;
@@ -176,8 +182,8 @@ struct ActivationBackward {
   void *dh, *a;
 };
 
-// The right operand of a product as its kernel wants it: W (n, k) with any strides, in elements,
-// into `packed`, whose layout is the level's own. Units of packing are panels of columns.
+// Lays out W (n, k), with any strides in elements, as the right operand of a product. `packed` has
+// the level's own layout. A unit of work is a panel of columns.
 struct Packing {
   Format from, to;
   const void* weight;
@@ -186,9 +192,9 @@ struct Packing {
   void* packed;
 };
 
-// What becomes of the sums of a product with n columns: `bias` (n) is added, the sum stored in
-// `pre_activation` where that is asked for, the activation applied, `residual` added, and with
-// `norm_weight` each row normalised (layer norm).
+// The steps after the sums of a product with n columns. `bias` (n) is added, the sum is stored in
+// `pre_activation` unless that is null, the activation is applied, and `residual` is added. With
+// `norm_weight`, each row is then normalised (layer norm).
 struct Epilogue {
   int64_t n;
   const float* bias;
@@ -202,8 +208,8 @@ struct Epilogue {
   void* out;             // contiguous
 };
 
-// out = epilogue(a Wᵀ), a (m, k) with any strides. Sums over k run in one order, whatever m and the
-// number of threads are.
+// out = epilogue(a Wᵀ) for a (m, k) with any strides. Sums over k have one order, whatever m and
+// the number of threads are.
 struct Gemm : Epilogue {
   Format format, packed_format;  // of a, of W
   int64_t m, k;
@@ -212,22 +218,22 @@ struct Gemm : Epilogue {
   const void* packed;
 };
 
-// How a product is divided: independent tasks, and the bytes that one thread needs to work on them
-// (aligned to 64).
+// The division of a product into independent tasks, and the bytes (aligned to 64) that one thread
+// needs to work on them.
 struct GemmPlan {
   int64_t tasks, scratch;
-  int64_t rows, columns;  // of the results that a task forms, at most
-  int64_t long_blocks;    // blocks of `rows` rows; those that follow have
+  int64_t rows, columns;  // of the largest block of results that a task forms
+  int64_t long_blocks;    // blocks of `rows` rows; later blocks have `short_rows`
   int64_t short_rows;
 };
 
-// How the weights of int8 products lie: panels of `lanes` columns, [k / group][lanes][group].
+// The layout of a prepacked int8 weight: panels of `lanes` columns, [k / group][lanes][group].
 struct Int8Layout {
   int64_t lanes, group;
 };
 
-// Rows of x as integers: q (rows, depth), zero from `columns` on, uint8_t in groups of four and
-// int16_t in pairs; x = (q - zero) scale. In pairs the zero is taken off already.
+// The rows of x as integers: x = (q - zero) scale. q (rows, depth) is 0 from `columns` on. For
+// groups of four, q is uint8_t; for pairs, q is int16_t with the zero already subtracted.
 struct Int8Rows {
   Format format;
   int64_t columns, depth, group;
@@ -237,8 +243,8 @@ struct Int8Rows {
   int32_t* zero;
 };
 
-// out = epilogue(x Wᵀ) by integers. column_scale and column_sum are padded to whole panels, q to 16
-// rows.
+// out = epilogue(x Wᵀ) by an integer product. column_scale and column_sum are padded to whole
+// panels, and q to a multiple of 16 rows.
 struct Int8Gemm : Epilogue {
   int64_t depth, group;
   const void* q;
@@ -249,13 +255,13 @@ struct Int8Gemm : Epilogue {
   const int32_t* column_sum;
 };
 
-// A task of such a product; the first panel's number divides by four, the first row's by 16.
+// A task of an int8 product. The first panel's number is a multiple of 4, the first row's of 16.
 struct Int8Block {
   int64_t row_begin, row_end, panel_begin, panel_end;
 };
 
-// Rows of `head_dim` elements by (batch, head, row), strides in elements; packed sequences all lie
-// in batch 0.
+// Rows of `head_dim` elements, indexed by (batch, head, row) with strides in elements. All
+// sequences of a packed batch are in batch 0.
 struct ConstRows {
   const void* data;
   int64_t batch, head, row;
@@ -266,25 +272,27 @@ struct Rows {
   int64_t batch, head, row;
 };
 
-// An element for every (batch, head, query, key), strides in elements and 0 where it is broadcast;
-// data is null where it is absent. Masks are bytes, nonzero where a query may attend.
+// One element for every (batch, head, query, key). Strides are in elements, and 0 where the tensor
+// is broadcast; `data` is null for an absent tensor. Masks are bytes, nonzero where a query may
+// attend.
 struct ConstPairs {
   const void* data;
   Format format;
   int64_t batch, head, row, key;
 };
 
-// out = softmax(q kᵀ scale + bias) v over the keys that may be attended, and the natural
-// log-sum-exp of each row of logits (-inf of a row that attends nothing). Sequence b has max_q
-// queries and max_k keys or, packed, the rows from cu_q[b] (cu_k[b]) to the next. Query i stands at
-// key i + offset, offset = keys - queries of the sequence, and sees those from `left` before to
-// `right` behind it; -1 leaves a side open. Weight (b, h, i, j) is kept iff word j % 4 of
-// Philox(key, counter = (j / 4, i, h, b)) >> 8 >= threshold.
+// out = softmax(q kᵀ scale + bias) v over the keys that may be attended. lse is the natural
+// log-sum-exp of each row of logits, and -inf for a row that attends nothing. Sequence b has max_q
+// queries and max_k keys or, if packed, the rows from cu_q[b] (cu_k[b]) to the next entry. Query i
+// has the position of key i + offset, where offset = keys - queries of the sequence. The query
+// attends to at most `left` keys before its position and `right` keys after it; -1 removes the
+// limit. Weight (b, h, i, j) is kept iff word j % 4 of Philox(key, counter = (j / 4, i, h, b)) >> 8
+// >= threshold.
 struct Attention {
   Format format;
   int64_t batch, heads, head_dim;
   int64_t max_q, max_k;
-  const int32_t *cu_q, *cu_k;  // null: dense
+  const int32_t *cu_q, *cu_k;  // null if dense
   ConstRows q, k, v;
   Rows out;
   float* lse;
@@ -295,20 +303,20 @@ struct Attention {
   float scale;
 };
 
-// The blocks of queries and of keys that attention is worked out in.
+// The numbers of queries and of keys in a block of attention.
 constexpr int64_t kAttentionQueries = 96, kAttentionKeys = 128;
 
-// A piece of work: queries [begin, end) of a head, begin a multiple of kAttentionQueries (where it
-// is about keys, of kAttentionKeys).
+// A piece of work: the queries [begin, end) of a head, begin a multiple of kAttentionQueries. In an
+// item by keys, the range holds keys, and begin is a multiple of kAttentionKeys.
 struct AttentionItem {
   int64_t sequence, head, begin, end;
 };
 
-// The gradients of an Attention (of which `out` and `lse` are not read), each like its tensor. The
-// statistics, fp32 and laid out as lse, pass from items by queries to the others: the maximum of a
-// row's logits, the sum of its exponentials, delta. They are null where every item is a whole head
-// and no gradient of the bias is wanted. dbias is contiguous fp32, in the shape of the bias;
-// strides are 0 where that is broadcast.
+// The gradients of an Attention, whose `out` and `lse` are not read. Each gradient has the shape of
+// its tensor. Items by queries pass three statistics to the items after them, in fp32 and laid out
+// as lse: the maximum of a row's logits, the sum of its exponentials, and delta. They are null if
+// every item is a whole head and no gradient of the bias is wanted. dbias is contiguous fp32 in the
+// shape of the bias; its strides are 0 where the bias is broadcast.
 struct AttentionBackward {
   Attention forward;
   ConstRows dout;
@@ -318,11 +326,12 @@ struct AttentionBackward {
   int64_t dbias_batch, dbias_head, dbias_row, dbias_key;
 };
 
-// Which gradients an item finds: all of a whole head, dq of some queries, dk and dv of some keys.
+// The gradients that an item computes: all of a whole head, dq of some queries, or dk and dv of
+// some keys.
 enum class AttentionPass : int32_t { whole, queries, keys };
 
-// Words [first, last), of 32 bits, of `rows` rows: one checksum for each word, which `sums` holds
-// for the rows before these.
+// Adds `rows` rows to the checksums of their words [first, last) of 32 bits. `sums` holds one
+// checksum for each word, over the rows before these.
 struct Checksums {
   const char* data;
   int64_t rows, stride, row_bytes;  // stride in bytes
@@ -330,7 +339,7 @@ struct Checksums {
   uint32_t* sums;
 };
 
-// Every function handles the rows [begin, end).
+// The functions of one level. A range [begin, end) counts rows, units or tasks.
 struct Kernels {
   const char* name;
   // Floats of scratch memory that the norms and the embedding need for rows of this length.
@@ -353,7 +362,7 @@ struct Kernels {
   void (*cross_entropy_backward)(const CrossEntropyBackward&, int64_t begin, int64_t end);
   // out[n] = sum over the rows of a contiguous (rows, columns) matrix, first row first.
   void (*sum_rows)(const double* matrix, int64_t rows, int64_t columns, float* out);
-  // Bytes of an (n, k) weight packed, and the units in which `pack` can be shared out.
+  // The bytes of a prepacked (n, k) weight, and the units into which `pack` can be divided.
   int64_t (*packed_bytes)(Format to, int64_t n, int64_t k);
   int64_t (*pack_units)(int64_t n);
   void (*pack)(const Packing&, int64_t begin, int64_t end);
@@ -367,20 +376,21 @@ struct Kernels {
   int64_t (*attention_backward_scratch)(const AttentionBackward&, int64_t keys);
   void (*attention_backward)(const AttentionBackward&, AttentionPass, const AttentionItem&,
                              void* scratch);
-  // dbias in one block: queries from item.begin, keys from item.end on; the first sequence (head,
-  // query, key) stands for all where the bias is broadcast.
+  // Computes one block of dbias: queries from item.begin on, keys from item.end on. If the bias is
+  // broadcast over sequences (heads, queries, keys), the block of the first one holds the sum over
+  // all.
   int64_t (*attention_bias_scratch)(const AttentionBackward&);
   void (*attention_bias_gradient)(const AttentionBackward&, const AttentionItem&, void* scratch);
-  // The softmax weights of queries[begin] to queries[end - 1] of a head, ascending, to rows of
-  // max_k elements from `out` on; 0 beyond its lengths.
+  // Writes the softmax weights of queries[begin] to queries[end - 1] of a head, in ascending order,
+  // to rows of max_k elements from `out` on. Weights beyond the sequence's lengths are 0.
   int64_t (*attention_weights_scratch)(const Attention&);
   void (*attention_weights)(const Attention&, const AttentionItem&, const int64_t* queries,
                             void* out, void* scratch);
-  // What this level prefers; with its lanes it takes groups of two as well.
+  // The layout that this level prefers. The level also takes groups of two with the same lanes.
   Int8Layout (*int8_layout)();
   void (*int8_quantise)(const Int8Rows&, int64_t begin, int64_t end);
   void (*int8_gemm)(const Int8Gemm&, const Int8Block&);
-  // The same sums on every level.
+  // The checksums are the same on every level.
   void (*checksums)(const Checksums&);
 };
 

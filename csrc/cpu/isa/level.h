@@ -1,9 +1,10 @@
-// The kernels of one instruction-set level and the table that leads to them. Included by
-// level_*.cpp only, after FASTBERT_LEVEL and FASTBERT_LEVEL_BYTES are defined and the target is
-// selected.
+// The kernels of one instruction-set level, and the table that leads to them. Only level_*.cpp
+// includes this file, after it has selected the target and defined FASTBERT_LEVEL and
+// FASTBERT_LEVEL_BYTES.
 //
-// A level whose products alone differ from those of another names that one FASTBERT_LEVEL_BASE. Its
-// table takes all else from there, and all else is compiled once.
+// A level may differ from another one only in its matrix products and attention forward. It then
+// names the other level FASTBERT_LEVEL_BASE, and its table takes all other kernels from there, so
+// they are compiled once.
 
 #include "../gemm/int8_kernel.h"
 #include "../gemm/kernel.h"

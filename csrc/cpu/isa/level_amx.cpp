@@ -1,10 +1,10 @@
-// The kernels for processors with AMX tiles in bf16 and int8, beside x86-64-v4 with AVX512_BF16 and
-// AVX512_VNNI (Sapphire Rapids and later).
+// The kernels for processors with AMX tiles in bf16 and int8 in addition to x86-64-v4, AVX512_BF16
+// and AVX512_VNNI (Sapphire Rapids and later).
 
 #if defined(__x86_64__)
 
 #if defined(FASTBERT_EMULATE)
-// The build's flags say what the processor has.
+// The flags of the build select the processor's features.
 #elif defined(__clang__)
 #pragma clang attribute push(                                                                                   \
     __attribute__((target(                                                                                      \

@@ -3,7 +3,7 @@
 #if defined(__x86_64__)
 
 #if defined(FASTBERT_EMULATE)
-// The build's flags say what the processor has.
+// The flags of the build select the processor's features.
 #elif defined(__clang__)
 #pragma clang attribute push(                                                    \
     __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c"))), \

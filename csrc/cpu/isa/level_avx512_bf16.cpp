@@ -1,10 +1,10 @@
-// The kernels for processors with AVX512_BF16 and AVX512_VNNI beside x86-64-v4: Cooper Lake, Zen 4
-// and later, Sapphire Rapids where the operating system hands out no tiles.
+// The kernels for processors with AVX512_BF16 and AVX512_VNNI in addition to x86-64-v4: Cooper
+// Lake, Zen 4 and later, and Sapphire Rapids if the operating system grants no tiles.
 
 #if defined(__x86_64__)
 
 #if defined(FASTBERT_EMULATE)
-// The build's flags say what the processor has.
+// The flags of the build select the processor's features.
 #elif defined(__clang__)
 #pragma clang attribute push(                                                               \
     __attribute__((                                                                         \

@@ -1,4 +1,5 @@
-// The level that every build has: x86-64-v2, or plain vector extensions on other processors.
+// The kernels that every build has, for x86-64-v2 or, on other processors, with plain vector
+// extensions.
 
 #if defined(__x86_64__) && defined(__clang__)
 #pragma clang attribute push(__attribute__((target("sse4.2"))), apply_to = function)

@@ -1,5 +1,6 @@
-// Two neighbouring bf16 in each 32-bit word, the lower one in the low half: what dot products and
-// tiles take. Operands are worked through in steps of kStep along k.
+// Pairs of neighbouring bf16 in 32-bit words, with the first element in the low half. The bf16 dot
+// products of AVX-512 and AMX tiles read their operands in this form (VDPBF16PS and TDPBF16PS in
+// Intel's Software Developer's Manual). Products advance along k in steps of kStep.
 
 #pragma once
 
@@ -8,13 +9,13 @@
 
 namespace fastbert::cpu::FASTBERT_LEVEL {
 
-constexpr int kLine = 2 * kLanes;  // elements of a register
+constexpr int kLine = 2 * kLanes;  // bf16 elements of a register
 
 FASTBERT_INLINE int clamp_count(int64_t count, int most) {
   return count < 0 ? 0 : count < most ? (int)count : most;
 }
 
-// `count` elements that lie `stride` apart, from p on; the other lanes read as 0.
+// Loads `count` elements that are `stride` apart, from p on; the other lanes are 0.
 template <class Format>
 FASTBERT_INLINE Vec gather(const typename Format::Storage* p, int64_t stride, int count) {
   if (stride == 1) return Format::load(p, count);
@@ -30,7 +31,7 @@ constexpr bool kIsBF16 = false;
 template <>
 constexpr bool kIsBF16<BF16> = true;
 
-// `depth` elements, at most kLine, as bf16 in memory order; the rest reads as 0.
+// Loads `depth` elements, at most kLine, as bf16 in memory order; the other elements are 0.
 template <class From>
 FASTBERT_INLINE Vec load_line(const typename From::Storage* p, int depth) {
   Vec line = {};
@@ -56,8 +57,8 @@ FASTBERT_INLINE Vec pair_words(Vec even, Vec odd) {
   }
 }
 
-// Rows of pairs of bf16: word i of words[j] holds elements 2 j and 2 j + 1 of row i, of up to
-// kLanes rows and kLine elements from p on; 0 beyond.
+// Loads up to kLanes rows of up to kLine elements from p on. Word i of words[j] holds elements 2 j
+// and 2 j + 1 of row i; words outside are 0.
 template <class From>
 FASTBERT_INLINE void load_pairs(const typename From::Storage* p, int64_t row, int64_t column,
                                 int rows, int depth, Vec (&words)[kLanes]) {
@@ -75,7 +76,8 @@ FASTBERT_INLINE void load_pairs(const typename From::Storage* p, int64_t row, in
   }
 }
 
-// Words of the rows themselves: words[i] is what `depth` elements of row i are; 0 beyond.
+// Loads the rows themselves: words[i] holds the first `depth` elements of row i; words outside are
+// 0.
 inline void load_row_pairs(const uint16_t* p, int64_t row, int64_t column, int rows, int depth,
                            Vec (&words)[kLanes]) {
   if (column != 1) {
@@ -88,10 +90,10 @@ inline void load_row_pairs(const uint16_t* p, int64_t row, int64_t column, int r
 }
 
 #if FASTBERT_LEVEL_BYTES == 64
-constexpr int64_t kStep = 32;                    // of k: a register of pairs
-constexpr int64_t kStepBytes = 64;               // of a row
+constexpr int64_t kStep = 32;                    // elements along k in a register of pairs
+constexpr int64_t kStepBytes = 64;               // bytes of a row in one step
 constexpr int64_t kWeightTile = 1024;            // bytes
-constexpr int64_t kPanelStep = 2 * kWeightTile;  // bytes of a panel for one step
+constexpr int64_t kPanelStep = 2 * kWeightTile;  // bytes of a panel in one step
 constexpr int64_t kStrip = 32;                   // rows of a block of sums
 
 static_assert(kPanel == 32, "a panel is two tiles wide");
@@ -99,7 +101,8 @@ static_assert(kPanel == 32, "a panel is two tiles wide");
 FASTBERT_INLINE int64_t steps_of(int64_t k) { return (k + kStep - 1) / kStep; }
 FASTBERT_INLINE int64_t whole_strips(int64_t rows) { return (rows + kStrip - 1) / kStrip * kStrip; }
 
-// One panel of a right operand: up to 32 columns, `row` apart, of k elements, `column` apart.
+// Lays out one panel of a right operand: up to 32 columns, `row` elements apart, of k elements,
+// `column` elements apart.
 template <class From>
 void pack_steps(const typename From::Storage* p, int64_t row, int64_t column, int64_t columns,
                 int64_t k, char* packed) {

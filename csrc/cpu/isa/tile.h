@@ -1,13 +1,16 @@
-// AMX tiles: eight registers of up to 16 rows of 64 bytes, and the products on them.
+// AMX tiles, eight registers of up to 16 rows of 64 bytes, and the products on them (Intel's
+// Software Developer's Manual).
 //
-// A product of bf16 adds A (M rows of K pairs) times B (K rows of N pairs, the two elements of a
-// pair being consecutive in k) to C (M rows of N floats); int8 takes groups of four instead of
-// pairs. Tile numbers are part of the instruction, hence template arguments; GCC's intrinsics want
-// literals there and do not tell the compiler that they touch memory, hence assembly.
+// A bf16 product adds A (M rows of K pairs) times B (K rows of N pairs) to C (M rows of N floats);
+// the two elements of a pair are consecutive along k. An int8 product takes groups of four instead
+// of pairs. Tile numbers are part of the instruction, so they are template arguments. The code is
+// assembly, because GCC's intrinsics need literal numbers and do not tell the compiler that they
+// touch memory.
 //
-// A test build (FASTBERT_EMULATE) runs the same operations in plain C++, with the rounding that
-// Intel's manual gives: pairs in two chains of fused multiply-adds, denormals as zeros. It stops at
-// what a processor would refuse, or would compute without a word on tiles that do not fit together.
+// A test build (FASTBERT_EMULATE) runs the same operations in plain C++ with the rounding of the
+// manual: two chains of fused multiply-adds for the elements of the pairs, denormals as zeros. It
+// aborts where a processor would refuse, or would silently compute on tiles that do not fit
+// together.
 
 #pragma once
 
@@ -22,7 +25,7 @@ namespace fastbert::cpu::FASTBERT_LEVEL {
 
 constexpr int kMostTileRows = 16, kMostTileBytes = 64;
 
-// The operand of the configuring instruction. Rows and bytes per row of each tile.
+// The operand of the configuring instruction, with the rows and the bytes per row of each tile.
 struct alignas(64) TileShapes {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
   uint16_t bytes[8] = {}, reserved_bytes[8] = {};
@@ -42,7 +45,7 @@ FASTBERT_INLINE void tile_configure(const TileShapes& shapes) {
   asm volatile("ldtilecfg %0" ::"m"(shapes));
 }
 
-// Gives the tiles back: other code of this thread may use them, and the system saves less.
+// Releases the tiles: other code of this thread may use them, and the system saves less state.
 FASTBERT_INLINE void tile_release() { asm volatile("tilerelease" ::: "memory"); }
 
 template <int kTile>
@@ -50,13 +53,13 @@ FASTBERT_INLINE void tile_zero() {
   asm volatile("tilezero %%tmm%c0" ::"i"(kTile));
 }
 
-// Rows lie `stride` bytes apart.
+// The rows in memory are `stride` bytes apart.
 template <int kTile>
 FASTBERT_INLINE void tile_load(const void* p, int64_t stride) {
   asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(p), "r"(stride), "i"(kTile) : "memory");
 }
 
-// The same, with the hint that the data will not be wanted again soon.
+// The same with the hint that the data will not be needed again soon.
 template <int kTile>
 FASTBERT_INLINE void tile_stream(const void* p, int64_t stride) {
   asm volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" ::"r"(p), "r"(stride), "i"(kTile) : "memory");
@@ -98,15 +101,17 @@ FASTBERT_INLINE void tile_require(bool condition, const char* what) {
   std::abort();
 }
 
-// Nested configuration would be the sign of a kernel that leaves its tiles to another.
+// A second configuration without a release means that a kernel left its tiles to another kernel.
 FASTBERT_INLINE void tile_configure(const TileShapes& shapes) {
   EmulatedTiles& t = emulated_tiles;
-  tile_require(!t.configured, "configured twice without a release");
-  tile_require(shapes.palette == 1 && shapes.start_row == 0, "palette or start row");
+  tile_require(!t.configured, "the tiles are configured twice without a release");
+  tile_require(shapes.palette == 1 && shapes.start_row == 0,
+               "the palette must be 1 and the start row 0");
   for (int i = 0; i < 8; ++i) {
     tile_require(shapes.rows[i] <= kMostTileRows && shapes.bytes[i] <= kMostTileBytes,
-                 "tile too large");
-    tile_require((shapes.rows[i] == 0) == (shapes.bytes[i] == 0), "rows without bytes");
+                 "a tile has more than 16 rows or 64 bytes per row");
+    tile_require((shapes.rows[i] == 0) == (shapes.bytes[i] == 0),
+                 "a tile has rows without bytes or bytes without rows");
   }
   t.configured = true;
   t.shapes = shapes;
@@ -119,7 +124,7 @@ template <int kTile>
 FASTBERT_INLINE EmulatedTiles& emulated_tile() {
   static_assert(kTile >= 0 && kTile < 8, "there are eight tiles");
   EmulatedTiles& t = emulated_tiles;
-  tile_require(t.configured && t.shapes.rows[kTile] > 0, "a tile that is not configured");
+  tile_require(t.configured && t.shapes.rows[kTile] > 0, "a tile is used that is not configured");
   return t;
 }
 
@@ -159,7 +164,7 @@ FASTBERT_INLINE EmulatedTiles& emulated_product() {
   const TileShapes& s = t.shapes;
   tile_require(
       s.rows[kC] == s.rows[kA] && s.bytes[kC] == s.bytes[kB] && s.bytes[kA] == 4 * s.rows[kB],
-      "tiles of a product do not fit together");
+      "the tiles of a product do not fit together");
   return t;
 }
 

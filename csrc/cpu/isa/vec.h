@@ -1,10 +1,10 @@
-// One SIMD register of floats, and the few operations on it that the kernels are written with.
+// One SIMD register of floats, and the few operations on it that the kernels use.
 //
-// Arithmetic uses the compilers' vector extensions, so the same source serves every width;
-// intrinsics appear only where the extensions have no spelling. A level_*.cpp defines
-// FASTBERT_LEVEL (a namespace) and FASTBERT_LEVEL_BYTES (the register width) before including this.
-// Everything is force-inlined into that namespace, and no std header with code is included: see
-// kernels.h for why.
+// Arithmetic uses the compilers' vector extensions, so one source serves every width. Intrinsics
+// appear only where the extensions cannot express an operation. A level_*.cpp defines
+// FASTBERT_LEVEL (a namespace) and FASTBERT_LEVEL_BYTES (the register width) before it includes
+// this file. All functions are force-inlined into that namespace, and no std header with code is
+// included, for the reason that kernels.h gives.
 
 #pragma once
 
@@ -16,9 +16,9 @@
 
 #define FASTBERT_INLINE inline __attribute__((always_inline))
 
-// The width of the intrinsics, where the extensions have no spelling. A test build
-// (FASTBERT_EMULATE) compiles the levels of 64 bytes for processors that lack them: the compiler
-// splits the vectors, and plain C++ with the same results stands in for the intrinsics.
+// The width of the intrinsics. A test build (FASTBERT_EMULATE) compiles the levels of 64 bytes for
+// processors that lack them: the compiler splits the vectors, and plain C++ with the same results
+// replaces the intrinsics.
 #if defined(FASTBERT_EMULATE) && FASTBERT_LEVEL_BYTES == 64
 #define FASTBERT_INTRINSIC_BYTES 0
 #else
@@ -29,7 +29,7 @@ namespace fastbert::cpu::FASTBERT_LEVEL {
 
 constexpr int kBytes = FASTBERT_LEVEL_BYTES;
 constexpr int kLanes = kBytes / 4;
-// Columns of a panel of a packed operand: two registers.
+// The columns of a panel, which is two registers wide.
 constexpr int kPanel = 2 * kLanes;
 
 typedef float Vec __attribute__((vector_size(kBytes)));
@@ -40,7 +40,7 @@ typedef float FloatHalf __attribute__((vector_size(kBytes / 2)));
 typedef double DoubleVec __attribute__((vector_size(kBytes)));
 typedef uint16_t HalfVec __attribute__((vector_size(kBytes / 2)));
 
-// x - 0 is x for every x, NaN and -0 included; it spells a broadcast.
+// x - 0 is x for every x, NaN and -0 included, so the subtraction is a broadcast.
 FASTBERT_INLINE Vec splat(float x) { return x - Vec{}; }
 
 FASTBERT_INLINE Vec load(const float* p) {
@@ -56,7 +56,7 @@ FASTBERT_INLINE void store(float* p, Vec v) { __builtin_memcpy(p, &v, kBytes); }
 FASTBERT_INLINE __mmask16 lane_mask(int count) { return (__mmask16)((1u << count) - 1u); }
 #endif
 
-// The first `count` lanes; the others read as 0.
+// Loads the first `count` lanes; the other lanes are 0.
 FASTBERT_INLINE Vec load(const float* p, int count) {
   if (count == kLanes) return load(p);
 #if FASTBERT_INTRINSIC_BYTES == 64
@@ -87,7 +87,8 @@ FASTBERT_INLINE WordVec lane_numbers() {
 
 FASTBERT_INLINE Vec select(IntVec condition, Vec a, Vec b) { return condition ? a : b; }
 
-// a < b ? a : b and a > b ? a : b, so that a NaN gives b. Compilers do not see them in a select.
+// a < b ? a : b and a > b ? a : b, so that a NaN gives b. Compilers do not recognise the minimum
+// and the maximum in a select.
 FASTBERT_INLINE Vec least(Vec a, Vec b) {
 #if FASTBERT_INTRINSIC_BYTES == 64
   return (Vec)_mm512_min_ps((__m512)a, (__m512)b);
@@ -112,9 +113,9 @@ FASTBERT_INLINE Vec first_lanes(Vec v, int count, Vec rest = Vec{}) {
   return select((IntVec)lane_numbers() < count, v, rest);
 }
 
-// a * b + c, rounded once where the instruction set can. Explicit, because the build forbids the
-// compiler to contract by itself: results then depend on the level only, not on the compiler's
-// mood.
+// a * b + c, rounded once if the instruction set can. The call is explicit because the build
+// forbids the compiler to contract by itself, so results depend on the level only and not on the
+// compiler.
 FASTBERT_INLINE Vec fma(Vec a, Vec b, Vec c) {
 #if FASTBERT_INTRINSIC_BYTES == 64
   return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -134,8 +135,8 @@ FASTBERT_INLINE Vec fma(Vec a, Vec b, Vec c) {
 }
 
 #if defined(FASTBERT_LEVEL_DOTS)
-// In each lane, c plus the products of the two bf16 of a and of b, the upper ones first. Subnormals
-// count as 0.
+// Adds to each lane of c the products of the two bf16 of a and of b, the upper ones first. The
+// instruction takes subnormals for 0.
 FASTBERT_INLINE Vec dot_bf16(Vec a, Vec b, Vec c) {
 #if FASTBERT_INTRINSIC_BYTES == 64
   return (Vec)_mm512_dpbf16_ps((__m512)c, (__m512bh)a, (__m512bh)b);
@@ -147,8 +148,8 @@ FASTBERT_INLINE Vec dot_bf16(Vec a, Vec b, Vec c) {
 }
 #endif
 
-// Sums along a row are kept in four registers of partial sums: short chains of additions, for speed
-// and accuracy, and two such sums at a time still fit the register file.
+// Sums along a row are kept in four registers of partial sums. The short chains of additions are
+// fast and accurate, and two such sums at a time still fit the register file.
 constexpr int kSums = 4;
 
 // The lower (half = 0) or upper half of the lanes in double precision.
@@ -158,8 +159,8 @@ FASTBERT_INLINE DoubleVec widen(Vec v, int half) {
   return __builtin_convertvector(narrow, DoubleVec);
 }
 
-// The lanes are added and divided in double precision: an error in the mean or the variance of a
-// row is common to all of its elements, so it must not add to theirs.
+// The lanes are added and divided in double precision. All elements of a row share the error in its
+// mean or variance, so that error must not add to the errors of the elements.
 FASTBERT_INLINE double mean_of(const Vec (&sums)[kSums], int64_t columns) {
   const Vec sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
   const DoubleVec wide = widen(sum, 0) + widen(sum, 1);
@@ -168,7 +169,7 @@ FASTBERT_INLINE double mean_of(const Vec (&sums)[kSums], int64_t columns) {
   return total / (double)columns;
 }
 
-// sums[i] += v[i]. Parameters' gradients are summed over many rows, hence in double precision.
+// sums[i] += v[i] in double precision, because gradients of parameters are sums over many rows.
 FASTBERT_INLINE void accumulate(double* sums, Vec v, int count) {
   if (count < kLanes) {
     for (int i = 0; i < count; ++i) sums[i] += v[i];
@@ -183,8 +184,8 @@ FASTBERT_INLINE void accumulate(double* sums, Vec v, int count) {
   }
 }
 
-// Calls body(n, count) for the elements [n, n + count) of a row. `count` is the constant kLanes but
-// for the last call on a row that does not divide evenly.
+// Calls body(n, count) for the elements [n, n + count) of a row. `count` is the constant kLanes
+// except in the last call on a row that does not divide evenly.
 template <class Body>
 FASTBERT_INLINE void for_each_vector(int64_t columns, Body body) {
   int64_t n = 0;
@@ -192,7 +193,8 @@ FASTBERT_INLINE void for_each_vector(int64_t columns, Body body) {
   if (n < columns) body(n, (int)(columns - n));
 }
 
-// The same, with the number of the partial sum to add to: body(n, u, count), u < kSums.
+// Calls body(n, u, count) in the same way, where u < kSums is the number of the partial sum to add
+// to.
 template <class Body>
 FASTBERT_INLINE void for_each_summand(int64_t columns, Body body) {
   constexpr int kStep = kSums * kLanes;
@@ -200,8 +202,8 @@ FASTBERT_INLINE void for_each_summand(int64_t columns, Body body) {
   for (; n + kStep <= columns; n += kStep) {
     for (int u = 0; u < kSums; ++u) body(n + u * kLanes, u, kLanes);
   }
-  // The number of the sum is a constant everywhere: indexed by a variable, the sums would live in
-  // memory.
+  // The number of the sum is a constant in every call, because the compiler would keep sums that a
+  // variable indexes in memory.
   for (int u = 0; u < kSums - 1; ++u) {
     if (n + kLanes > columns) break;
     body(n, u, kLanes);

@@ -1,4 +1,4 @@
-// An activation and its gradients on the CPU: tensors in, rows shared out to threads.
+// The operators of an activation on the CPU: they check tensors and divide the rows among threads.
 
 #include <string>
 #include <tuple>
@@ -10,35 +10,25 @@
 namespace fastbert::cpu {
 namespace {
 
-Activation activation_of(const std::string& name) {
-  if (name == "gelu") return Activation::gelu;
-  if (name == "gelu_tanh") return Activation::gelu_tanh;
-  if (name == "relu") return Activation::relu;
-  if (name == "geglu") return Activation::geglu;
-  if (name == "swiglu") return Activation::swiglu;
-  TORCH_CHECK_VALUE(false, "activation: got '", name,
-                    "', allowed: 'gelu', 'gelu_tanh', 'relu', 'geglu', 'swiglu'");
+Activation row_activation(const std::string& name) {
+  return activation_of(name, {Activation::gelu, Activation::gelu_tanh, Activation::relu,
+                              Activation::geglu, Activation::swiglu});
 }
 
-// Columns of the result.
+// Returns the number of columns of the result.
 int64_t check_activation(const at::Tensor& h, const OptionalTensor& bias, Activation activation) {
-  check_matrix("h", h);
-  if (bias) check_parameter("bias", *bias, h);
+  check_pre_activation(h, bias);
   if (activation != Activation::geglu && activation != Activation::swiglu) return h.size(1);
   TORCH_CHECK_VALUE(h.size(1) % 2 == 0, "h: got shape ", h.sizes(),
                     ", allowed: an even number of columns for a gated activation");
   return h.size(1) / 2;
 }
 
-const char* form_of(const std::string& approximate) {
-  return check_approximate(approximate) ? "gelu_tanh" : "gelu";
-}
-
 }  // namespace
 
 at::Tensor activation_forward(const at::Tensor& h_in, const OptionalTensor& bias_in,
                               const std::string& name) {
-  const auto activation = activation_of(name);
+  const Activation activation = row_activation(name);
   const int64_t columns = check_activation(h_in, bias_in, activation);
   const auto h = fastbert::with_unit_columns(h_in);
   const auto bias = as_float(bias_in);
@@ -57,7 +47,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> activation_backward(const at::Ten
                                                                    const OptionalTensor& bias_in,
                                                                    const std::string& name,
                                                                    bool sum_rows, bool recompute) {
-  const auto activation = activation_of(name);
+  const Activation activation = row_activation(name);
   const int64_t columns = check_activation(h_in, bias_in, activation);
   check_device("dy", dy_in, h_in);
   check_dtype_of("dy", dy_in, h_in.scalar_type(), "h");
@@ -87,19 +77,6 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> activation_backward(const at::Ten
         k.activation_backward(params, begin, end, partial);
       });
   return {dh, bias_in ? dbias.to(bias_in->scalar_type()) : dbias, a};
-}
-
-at::Tensor bias_gelu_forward(const at::Tensor& h, const OptionalTensor& bias,
-                             const std::string& approximate) {
-  return activation_forward(h, bias, form_of(approximate));
-}
-
-std::tuple<at::Tensor, at::Tensor> bias_gelu_backward(const at::Tensor& dy, const at::Tensor& h,
-                                                      const OptionalTensor& bias,
-                                                      const std::string& approximate) {
-  auto [dh, dbias, a] =
-      activation_backward(dy, h, bias, form_of(approximate), bias.has_value(), false);
-  return {dh, dbias};
 }
 
 }  // namespace fastbert::cpu

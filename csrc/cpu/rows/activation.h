@@ -1,12 +1,13 @@
-// GELU (Hendrycks and Gimpel 2016) and the other activations with their derivatives, a register at
-// a time. `both` gives value and slope of one point in one go.
+// The functions of one column, GELU (Hendrycks and Gimpel 2016), ReLU and SiLU, and their
+// derivatives, for one register. `both` returns the value and sets the slope at the same point.
 //
-// Exact form: gelu(x) = x Phi(x) with Phi the normal distribution function. Its upper tail is
-// computed directly, Q(a) = 1 - Phi(a) = exp(-a^2 / 2) R(a) for a = |x|, so Phi keeps its relative
-// accuracy for negative x, where 1 + erf would cancel, and the exponential doubles as the density
-// in the derivative. R is Mills' ratio over sqrt(2 pi): r P(1 - 8 r) with r = 1 / (a + 4) and a
-// minimax polynomial P (Lawson's algorithm on [0, 14.5], relative error 9e-9). Tanh form: 0.5 x (1
-// + tanh(w)) = x s(2 w) with s the logistic function.
+// gelu(x) = x Phi(x) with the normal distribution function Phi. Its upper tail is computed
+// directly: Q(a) = 1 - Phi(a) = exp(-a^2 / 2) R(a) for a = |x|. Phi therefore keeps its relative
+// accuracy for negative x, where 1 + erf would cancel, and the derivative needs the same
+// exponential as density. R is Mills' ratio over sqrt(2 pi): r P(1 - 8 r) with r = 1 / (a + 4) and
+// a minimax polynomial P (Lawson's algorithm on [0, 14.5], relative error 9e-9).
+//
+// gelu_tanh(x) = 0.5 x (1 + tanh(w)) = x s(2 w) with the logistic function s.
 
 #pragma once
 
@@ -18,8 +19,8 @@ namespace fastbert::cpu::FASTBERT_LEVEL {
 
 namespace tail = fastbert::normal_tail;
 
-struct Erf {
-  // Phi(x), and exp(-x^2 / 2) through `bell`.
+struct Gelu {
+  // Returns Phi(x) and sets `bell` to exp(-x^2 / 2).
   static FASTBERT_INLINE Vec distribution(Vec x, Vec& bell) {
     const Vec a = abs(x);
     const Vec r = 1.0f / (a + tail::kShift);
@@ -37,11 +38,11 @@ struct Erf {
     return x * distribution(x, bell);
   }
 
-  // `forward` of registers that will be rounded to bf16, whose half unit is 2e-3 to 4e-3, by half
-  // of the operations: max(x, 0) - a Q(a), with minimax polynomials (Lawson's algorithm) of
-  // log2 Q(a) and of 2^r. Relative error 1e-4 from -4 on, 2e-4 from -6, 1.3e-3 from -12.8; below,
-  // where the true value is nearer to 0, what it is there, -1.1e-36. Stage by stage, so that the
-  // registers' chains overlap.
+  // `forward` of registers that will be rounded to bf16, with half of the operations:
+  // max(x, 0) - a Q(a), with minimax polynomials (Lawson's algorithm) of log2 Q(a) and of 2^r. The
+  // relative error is 1e-4 for x >= -4, 2e-4 for x >= -6 and 1.3e-3 for x >= -12.8; half a unit of
+  // bf16 is 2e-3 to 4e-3. Below -12.8 the result is the value at -12.8, -1.1e-36. Each stage takes
+  // all registers, so that their chains of operations overlap.
   template <int kCount>
   static FASTBERT_INLINE void forward_bf16(Vec (&x)[kCount]) {
     constexpr float kLargest = 12.8f, kRound = 12582912.0f;
@@ -60,7 +61,7 @@ struct Erf {
     for (int k = 1; k <= 8; ++k) {
       for (int i = 0; i < kCount; ++i) log[i] = fma(log[i], a[i], splat(kLogTail[k]));
     }
-    // An integer in the low bits, as in exp_negative, and what is left of -log.
+    // An integer in the low bits, as in exp_negative, and the remainder of -log.
     for (int i = 0; i < kCount; ++i) shifted[i] = kRound - log[i];
     for (int i = 0; i < kCount; ++i) r[i] = (kRound - shifted[i]) - log[i];
 #pragma GCC unroll 3
@@ -73,7 +74,8 @@ struct Erf {
     }
   }
 
-  // The slope is Phi(x) + x phi(x). Where phi is 0 the product is skipped: x may be infinite there.
+  // The slope is Phi(x) + x phi(x). Where phi is 0 the product is left out, because x may be
+  // infinite there.
   static FASTBERT_INLINE Vec both(Vec x, Vec& slope) {
     Vec bell;
     const Vec cumulative = distribution(x, bell);
@@ -83,8 +85,8 @@ struct Erf {
   }
 };
 
-// The logistic function s of x, and s(-x), from e = exp(-|x|); the smaller one is the more
-// accurate.
+// Returns the logistic function s(x) and sets `complement` to s(-x), from e = exp(-|x|). The
+// smaller of the two is the more accurate.
 FASTBERT_INLINE Vec logistic(Vec x, Vec e, Vec& complement) {
   const Vec larger = 1.0f / (1.0f + e);
   const Vec smaller = e * larger;
@@ -92,11 +94,11 @@ FASTBERT_INLINE Vec logistic(Vec x, Vec e, Vec& complement) {
   return select(x > 0.0f, larger, smaller);
 }
 
-struct Tanh {
+struct GeluTanh {
   static constexpr float kTwoBeta = 1.5957691216f;  // 2 sqrt(2 / pi)
   static constexpr float kCubic = 0.044715f;
 
-  // s(2 w) and s(-2 w), w = sqrt(2 / pi) (x + 0.044715 x^3).
+  // Returns s(2 w) and sets `complement` to s(-2 w), w = sqrt(2 / pi) (x + 0.044715 x^3).
   static FASTBERT_INLINE Vec of_cubic(Vec x, Vec& complement) {
     const Vec inner = fma(x * x, splat(kCubic), splat(1.0f));
     return logistic(x, exp_negative(abs(x) * kTwoBeta * inner), complement);
@@ -107,8 +109,8 @@ struct Tanh {
     return x * of_cubic(x, complement);
   }
 
-  // The slope is s + x s (1 - s) 2 w'. From |x| = 10 on the second term is 0: x^2 may overflow
-  // there.
+  // The slope is s + x s (1 - s) 2 w'. From |x| = 10 on, the second term is 0, and x^2 may
+  // overflow.
   static FASTBERT_INLINE Vec both(Vec x, Vec& slope) {
     Vec complement;
     const Vec s = of_cubic(x, complement);
@@ -118,7 +120,7 @@ struct Tanh {
   }
 };
 
-// max(x, 0); NaN stays NaN, and as in torch its slope is 1.
+// max(x, 0). NaN stays NaN, and its slope is 1, as in torch.
 struct Relu {
   static FASTBERT_INLINE Vec forward(Vec x) { return select(x <= 0.0f, Vec{}, x); }
 
@@ -128,14 +130,14 @@ struct Relu {
   }
 };
 
-// x s(x), s the logistic function (Elfwing et al. 2018).
+// x s(x) with the logistic function s (Elfwing et al. 2018).
 struct Silu {
   static FASTBERT_INLINE Vec forward(Vec x) {
     Vec complement;
     return x * logistic(x, exp_negative(abs(x)), complement);
   }
 
-  // The slope is s + x s (1 - s); the second term is 0 from |x| = 87 on, where x may be infinite.
+  // The slope is s + x s (1 - s). From |x| = 87 on, the second term is 0, and x may be infinite.
   static FASTBERT_INLINE Vec both(Vec x, Vec& slope) {
     Vec complement;
     const Vec s = logistic(x, exp_negative(abs(x)), complement);

@@ -1,4 +1,4 @@
-// The element-wise half of the feed-forward block: an activation, gated or not, and its gradients.
+// The element-wise half of the feed-forward: an activation, gated or not, and its gradients.
 
 #pragma once
 
@@ -9,7 +9,7 @@
 
 namespace fastbert::cpu::FASTBERT_LEVEL {
 
-// One row of h with its bias, from element n on.
+// h + bias of one row, from element n on.
 template <class Format>
 FASTBERT_INLINE Vec pre_activation(const typename Format::Storage* h, const float* bias, int64_t n,
                                    int count) {
@@ -32,8 +32,8 @@ void activation_forward_rows(const ActivationForward& params, int64_t begin, int
   }
 }
 
-// A few rows at a time, so that their share of the sums is added in registers and memory is touched
-// once.
+// A block of a few rows: their sums are added in registers, and the sums in memory are read and
+// written once per block.
 template <class Format, class Function, bool kGated>
 FASTBERT_INLINE void activation_backward_block(const ActivationBackward& p, int64_t first, int rows,
                                                double* sums) {
@@ -88,20 +88,20 @@ struct Ungated {
   static constexpr bool value = false;
 };
 
-// Calls body(format, function, gated) with the three types that the params struct names.
+// Calls body(format, function, gated) with objects of the types that the params struct names.
 template <class Format, class P, class Body>
 FASTBERT_INLINE void with_function(const P& p, Body body) {
   switch (p.activation) {
     case Activation::none:
       return;
     case Activation::gelu:
-      return body(Format{}, Erf{}, Ungated{});
+      return body(Format{}, Gelu{}, Ungated{});
     case Activation::gelu_tanh:
-      return body(Format{}, Tanh{}, Ungated{});
+      return body(Format{}, GeluTanh{}, Ungated{});
     case Activation::relu:
       return body(Format{}, Relu{}, Ungated{});
     case Activation::geglu:
-      return body(Format{}, Erf{}, Gated{});
+      return body(Format{}, Gelu{}, Gated{});
     case Activation::swiglu:
       return body(Format{}, Silu{}, Gated{});
   }

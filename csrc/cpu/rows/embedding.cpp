@@ -18,38 +18,51 @@ constexpr const char* kTableNames[kTables] = {"word_table", "type_table", "posit
 
 // The operands of both passes, as the kernels read them.
 struct Operands {
+  // The tensors of an absent table are undefined.
   std::array<at::Tensor, kTables> indices, tables;
   int64_t tokens, columns;
 
-  Operands(const std::array<at::Tensor, kTables>& indices_in,
-           const std::array<at::Tensor, kTables>& tables_in)
-      : tokens(indices_in[0].numel()) {
-    const at::Tensor& words = tables_in[0];
+  Operands(const std::array<OptionalTensor, kTables>& indices_in,
+           const std::array<OptionalTensor, kTables>& tables_in)
+      : tokens(indices_in[0]->numel()) {
+    const at::Tensor& words = *tables_in[0];
     check_matrix(kTableNames[0], words);
     columns = words.size(1);
     for (int i = 0; i < kTables; ++i) {
-      const at::Tensor& table = tables_in[i];
+      if (!check_pair(i, indices_in[i].has_value(), tables_in[i].has_value())) continue;
+      const at::Tensor& table = *tables_in[i];
       check_device(kTableNames[i], table, words);
       check_dtype_of(kTableNames[i], table, words.scalar_type(), "the words");
       TORCH_CHECK_VALUE(table.dim() == 2 && table.size(1) == columns, kTableNames[i],
                         ": got shape ", table.sizes(), ", allowed: (rows, ", columns, ")");
       tables[i] = fastbert::with_unit_columns(table);
-      check_numbers(kIndexNames[i], indices_in[i], words, tokens);
-      indices[i] = private_copy(indices_in[i], at::kLong);
+      check_numbers(kIndexNames[i], *indices_in[i], words, tokens);
+      indices[i] = private_copy(*indices_in[i], at::kLong);
       check_range(kIndexNames[i], indices[i], table.size(0));
     }
   }
 
   Lookup lookup() const {
-    Lookup result;
+    Lookup result = {};
     for (int i = 0; i < kTables; ++i) {
-      result.indices[i] = indices[i].const_data_ptr<int64_t>();
-      result.tables[i] = matrix(tables[i]);
+      if (!tables[i].defined()) continue;
+      result.indices[result.count] = indices[i].const_data_ptr<int64_t>();
+      result.tables[result.count++] = matrix(tables[i]);
     }
     return result;
   }
 
  private:
+  // Checks that a table and its indices are both there or both absent, and returns whether they
+  // are there.
+  static bool check_pair(int i, bool has_index, bool has_table) {
+    TORCH_CHECK_VALUE(has_index || !has_table, kIndexNames[i], ": got None with ", kTableNames[i],
+                      ", allowed: both or neither");
+    TORCH_CHECK_VALUE(has_table || !has_index, kTableNames[i], ": got None with ", kIndexNames[i],
+                      ", allowed: both or neither");
+    return has_table;
+  }
+
   static void check_range(const char* name, const at::Tensor& index, int64_t rows) {
     const int64_t* numbers = index.const_data_ptr<int64_t>();
     for (int64_t i = 0; i < index.numel(); ++i) {
@@ -90,16 +103,17 @@ at::Tensor table_gradient(const Kernels& k, const at::Tensor& dsum, const at::Te
 }  // namespace
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> embedding_forward(
-    const at::Tensor& ids, const at::Tensor& token_types, const at::Tensor& positions,
-    const at::Tensor& word_table, const at::Tensor& type_table, const at::Tensor& position_table,
-    const at::Tensor& weight_in, const at::Tensor& bias_in, const OptionalTensor& seed, double eps,
-    double dropout_p) {
+    const at::Tensor& ids, const OptionalTensor& token_types, const OptionalTensor& positions,
+    const at::Tensor& word_table, const OptionalTensor& type_table,
+    const OptionalTensor& position_table, const at::Tensor& weight_in,
+    const OptionalTensor& bias_in, const OptionalTensor& seed, double eps, double dropout_p) {
   const Operands operands({ids, token_types, positions}, {word_table, type_table, position_table});
   check_parameter("weight", weight_in, word_table);
-  check_parameter("bias", bias_in, word_table);
+  if (bias_in) check_parameter("bias", *bias_in, word_table);
   check_dropout(dropout_p, seed, word_table);
   check_eps(eps);
-  const auto weight = as_float(weight_in), bias = as_float(bias_in);
+  const auto weight = as_float(weight_in);
+  const auto bias = as_float(bias_in);
   const int64_t rows = operands.tokens, columns = operands.columns;
   auto y = empty({rows, columns}, word_table.options());
   auto mean = empty({rows}, y.options().dtype(at::kFloat)), rstd = empty_like(mean);
@@ -121,10 +135,11 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> embedding_forward(
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> embedding_backward(
-    const at::Tensor& dy_in, const at::Tensor& ids, const at::Tensor& token_types,
-    const at::Tensor& positions, const at::Tensor& word_table, const at::Tensor& type_table,
-    const at::Tensor& position_table, const at::Tensor& weight_in, const at::Tensor& mean_in,
-    const at::Tensor& rstd_in, const OptionalTensor& seed, double dropout_p, int64_t padding_idx) {
+    const at::Tensor& dy_in, const at::Tensor& ids, const OptionalTensor& token_types,
+    const OptionalTensor& positions, const at::Tensor& word_table, const OptionalTensor& type_table,
+    const OptionalTensor& position_table, const at::Tensor& weight_in, const at::Tensor& mean_in,
+    const at::Tensor& rstd_in, const OptionalTensor& seed, bool has_bias, double dropout_p,
+    int64_t padding_idx) {
   const Operands operands({ids, token_types, positions}, {word_table, type_table, position_table});
   const int64_t rows = operands.tokens, columns = operands.columns;
   check_parameter("weight", weight_in, word_table);
@@ -144,20 +159,24 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> embedding
                                     floats(weight),
                                     floats(mean),
                                     floats(rstd),
+                                    has_bias,
                                     dropout_of(dropout_p, seed),
                                     dsum.mutable_data_ptr<float>()};
   const Kernels& k = kernels();
   const auto totals = sum_by_chunks(
-      k, rows, columns, 2 * columns, [&](int64_t begin, int64_t end, double* partial) {
+      k, rows, columns, (1 + has_bias) * columns, [&](int64_t begin, int64_t end, double* partial) {
         k.embedding_backward(params, begin, end, row_scratch(k, columns), partial);
       });
   const auto total = [&](int64_t i) {
     return totals.narrow(0, i * columns, columns).to(weight_in.scalar_type(), false, true);
   };
   const auto gradient = [&](int i, int64_t skipped) {
-    return table_gradient(k, dsum, operands.indices[i], operands.tables[i], skipped);
+    const at::Tensor& table = operands.tables[i];
+    return table.defined() ? table_gradient(k, dsum, operands.indices[i], table, skipped)
+                           : empty({0}, word_table.options());
   };
-  return {gradient(0, padding_idx), gradient(1, -1), gradient(2, -1), total(0), total(1)};
+  return {gradient(0, padding_idx), gradient(1, -1), gradient(2, -1), total(0),
+          has_bias ? total(1) : empty({0}, weight_in.options())};
 }
 
 }  // namespace fastbert::cpu

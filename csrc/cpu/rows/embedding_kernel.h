@@ -7,34 +7,35 @@
 
 namespace fastbert::cpu::FASTBERT_LEVEL {
 
-// The sum of the three rows that belong to a token, from element n on.
-template <class Format>
+// The sum of the rows that belong to a token, one of each table, from element n on.
+template <class Format, int kTables>
 struct TableSum {
   using Storage = typename Format::Storage;
 
-  const Storage* rows[3];
+  const Storage* rows[kTables];
 
   FASTBERT_INLINE TableSum(const Lookup& lookup, int64_t token) {
-    for (int i = 0; i < 3; ++i) {
+    for (int i = 0; i < kTables; ++i) {
       const ConstMatrix& table = lookup.tables[i];
       rows[i] = (const Storage*)table.data + lookup.indices[i][token] * table.stride;
     }
   }
 
   FASTBERT_INLINE Vec operator()(int64_t n, int count) const {
-    const Vec v = Format::load(rows[0] + n, count) + Format::load(rows[1] + n, count);
-    return v + Format::load(rows[2] + n, count);
+    Vec v = Format::load(rows[0] + n, count);
+    for (int i = 1; i < kTables; ++i) v += Format::load(rows[i] + n, count);
+    return v;
   }
 };
 
-template <class Format>
+template <class Format, int kTables>
 void embedding_forward_rows(const EmbeddingForward& params, int64_t begin, int64_t end,
                             float* scratch) {
   const EmbeddingForward p = params;  // a local copy: see RowSum
   using Storage = typename Format::Storage;
   uint32_t* mask = scratch_mask(scratch, p.columns);
   for (int64_t row = begin; row < end; ++row) {
-    const TableSum<Format> sum(p.lookup, row);
+    const TableSum<Format, kTables> sum(p.lookup, row);
     Vec totals[kSums] = {};
     for_each_summand(p.columns, [&](int64_t n, int u, int count) __attribute__((always_inline)) {
       const Vec v = sum(n, count);
@@ -54,7 +55,7 @@ void embedding_forward_rows(const EmbeddingForward& params, int64_t begin, int64
 }
 
 // A row of the backward pass: its operands, and where its gradient goes.
-template <class Format>
+template <class Format, int kTables>
 struct EmbeddingRow {
   using P = EmbeddingBackward;
   using Storage = typename Format::Storage;
@@ -65,8 +66,8 @@ struct EmbeddingRow {
   const uint32_t* mask;
   float scale;
 
-  static FASTBERT_INLINE TableSum<Format> sum(const P& p, int64_t row, uint32_t*) {
-    return TableSum<Format>(p.lookup, row);
+  static FASTBERT_INLINE TableSum<Format, kTables> sum(const P& p, int64_t row, uint32_t*) {
+    return TableSum<Format, kTables>(p.lookup, row);
   }
 
   FASTBERT_INLINE void begin(const P& p, int64_t row, uint32_t* mask_memory) {
@@ -88,17 +89,32 @@ struct EmbeddingRow {
   }
 };
 
+template <int kTables>
+struct TableCount {
+  static constexpr int value = kTables;
+};
+
+// Calls body(format, tables) with constants for the format and the number of tables.
+template <class P, class Body>
+FASTBERT_INLINE void with_tables(const P& p, Body body) {
+  with_format(p.format, [&](auto format) __attribute__((always_inline)) {
+    if (p.lookup.count == 1) return body(format, TableCount<1>{});
+    if (p.lookup.count == 2) return body(format, TableCount<2>{});
+    return body(format, TableCount<3>{});
+  });
+}
+
 void embedding_forward(const EmbeddingForward& p, int64_t begin, int64_t end, float* scratch) {
-  with_format(p.format, [&](auto format) {
-    embedding_forward_rows<decltype(format)>(p, begin, end, scratch);
+  with_tables(p, [&](auto format, auto tables) {
+    embedding_forward_rows<decltype(format), tables.value>(p, begin, end, scratch);
   });
 }
 
 void embedding_backward(const EmbeddingBackward& p, int64_t begin, int64_t end, float* scratch,
                         double* partial) {
-  with_format(p.format, [&](auto format) {
-    using Row = EmbeddingRow<decltype(format)>;
-    layer_norm_backward_rows<Row>(p, 2 * p.columns, begin, end, scratch, partial);
+  with_tables(p, [&](auto format, auto tables) {
+    using Row = EmbeddingRow<decltype(format), tables.value>;
+    layer_norm_backward_rows<Row>(p, (1 + p.has_bias) * p.columns, begin, end, scratch, partial);
   });
 }
 

@@ -8,14 +8,14 @@
 
 namespace fastbert::cpu {
 std::tuple<at::Tensor, at::Tensor, at::Tensor> layer_norm_forward(
-    const at::Tensor& x_in, const at::Tensor& weight_in, const at::Tensor& bias_in,
+    const at::Tensor& x_in, const at::Tensor& weight_in, const OptionalTensor& bias_in,
     const OptionalTensor& residual_in, const OptionalTensor& x_bias_in, const OptionalTensor& seed,
     double dropout_p, double eps) {
   check_layer_norm_forward(x_in, weight_in, bias_in, residual_in, x_bias_in, seed, dropout_p, eps);
   const auto x = fastbert::with_unit_columns(x_in);
   const auto residual = with_unit_columns(residual_in);
-  const auto weight = as_float(weight_in), bias = as_float(bias_in);
-  const auto x_bias = as_float(x_bias_in);
+  const auto weight = as_float(weight_in);
+  const auto bias = as_float(bias_in), x_bias = as_float(x_bias_in);
   const int64_t rows = x.size(0), columns = x.size(1);
   auto y = empty({rows, columns}, x.options());
   auto mean = empty({rows}, x.options().dtype(at::kFloat)), rstd = empty_like(mean);
@@ -42,7 +42,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> layer_norm_forward(
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> layer_norm_backward(
     const at::Tensor& dy_in, const at::Tensor& x_in, const at::Tensor& weight_in,
     const at::Tensor& mean_in, const at::Tensor& rstd_in, const OptionalTensor& residual_in,
-    const OptionalTensor& x_bias_in, const OptionalTensor& seed, double dropout_p) {
+    const OptionalTensor& x_bias_in, const OptionalTensor& seed, bool has_bias, double dropout_p) {
   check_layer_norm_backward(dy_in, x_in, weight_in, mean_in, rstd_in, residual_in, x_bias_in, seed,
                             dropout_p);
   const auto dy = fastbert::with_unit_columns(dy_in), x = fastbert::with_unit_columns(x_in);
@@ -63,20 +63,22 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> layer_nor
                                     floats(x_bias),
                                     floats(mean),
                                     floats(rstd),
+                                    has_bias,
                                     dropout_of(dropout_p, seed),
                                     dsum.mutable_data_ptr(),
                                     dx.mutable_data_ptr()};
   const Kernels& k = kernels();
-  const auto totals =
-      sum_by_chunks(k, rows, columns, (x_bias ? 3 : 2) * columns,
-                    [&](int64_t begin, int64_t end, double* partial) {
-                      k.layer_norm_backward(params, begin, end, row_scratch(k, columns), partial);
-                    });
+  const int64_t sums = 1 + has_bias + x_bias.has_value();
+  const auto totals = sum_by_chunks(
+      k, rows, columns, sums * columns, [&](int64_t begin, int64_t end, double* partial) {
+        k.layer_norm_backward(params, begin, end, row_scratch(k, columns), partial);
+      });
   const auto total = [&](int64_t i, const at::Tensor& parameter) {
     return totals.narrow(0, i * columns, columns).to(parameter.scalar_type(), false, true);
   };
-  return {dsum, dx, total(0, weight_in), total(1, weight_in),
-          x_bias ? total(2, *x_bias_in) : empty({0}, mean.options())};
+  return {dsum, dx, total(0, weight_in),
+          has_bias ? total(1, weight_in) : empty({0}, weight_in.options()),
+          x_bias ? total(sums - 1, *x_bias_in) : empty({0}, mean.options())};
 }
 
 }  // namespace fastbert::cpu

@@ -101,14 +101,24 @@ FASTBERT_INLINE const float* fp32_row(const RowSum<Format, kSummands, P>& row_su
   return kInPlace ? (const float*)row_sum.x : scratch;
 }
 
-// Calls write(n, count, v) for every register v of the normalised row. P has weight and bias.
+// Calls write(n, count, v) for every register v of the normalised row. P has weight and bias, and
+// bias may be null.
 template <class P, class Write>
 FASTBERT_INLINE void write_normalised(const P& p, const float* sum, const Moments& m, Write write) {
   const Vec shift = splat(-m.correction * m.rstd), mean = splat(m.mean), rstd = splat(m.rstd);
-  for_each_vector(p.columns, [&](int64_t n, int count) __attribute__((always_inline)) {
-    const Vec normal = fma(load(sum + n, count) - mean, rstd, shift);
-    write(n, count, fma(normal, load(p.weight + n, count), load(p.bias + n, count)));
-  });
+  const auto normal = [&](int64_t n, int count) __attribute__((always_inline)) {
+    return fma(load(sum + n, count) - mean, rstd, shift);
+  };
+  if (p.bias) {
+    for_each_vector(p.columns, [&](int64_t n, int count) __attribute__((always_inline)) {
+      const Vec v = normal(n, count);
+      write(n, count, fma(v, load(p.weight + n, count), load(p.bias + n, count)));
+    });
+  } else {
+    for_each_vector(p.columns, [&](int64_t n, int count) __attribute__((always_inline)) {
+      write(n, count, normal(n, count) * load(p.weight + n, count));
+    });
+  }
 }
 
 template <class P>
@@ -202,18 +212,11 @@ FASTBERT_INLINE void add_to(float* sums, Vec v, int count) {
   store(sums, load(sums, count) + v, count);
 }
 
-// dsum = rstd (g - mean(g) - h mean(g h)), dweight += dy h, dbias += dy, dx_bias += dx over kRows
-// rows.
-template <class Row, int kRows>
-FASTBERT_INLINE void layer_norm_backward_block(const typename Row::P& p, int64_t first,
-                                               float* scratch, float* sums) {
-  float *dweight = sums, *dbias = sums + p.columns, *dx_bias = sums + 2 * p.columns;
-  Row lines[kRows];
-  Normalised rows[kRows];
-  for (int i = 0; i < kRows; ++i) {
-    float* memory = scratch + i * scratch_stride(p.columns);
-    rows[i] = normalise_row(p, lines[i], first + i, memory);
-  }
+// The second half of layer_norm_backward_block, compiled with and without a bias.
+template <class Row, bool kHasBias, int kRows>
+FASTBERT_INLINE void finish_block(const typename Row::P& p, const Row (&lines)[kRows],
+                                  const Normalised (&rows)[kRows], float* sums) {
+  float *dweight = sums, *dbias = sums + p.columns, *dx_bias = sums + (1 + kHasBias) * p.columns;
   for_each_vector(p.columns, [&](int64_t n, int count) __attribute__((always_inline)) {
     const Vec weight = load(p.weight + n, count);
     Vec dweight_sum = {}, dbias_sum = {}, dx_bias_sum = {};
@@ -225,13 +228,28 @@ FASTBERT_INLINE void layer_norm_backward_block(const typename Row::P& p, int64_t
       const Vec d = fma(h, splat(-row.gh_mean), g - row.g_mean) * row.rstd;
       const Vec dx = lines[i].finish(n, d, count);
       dweight_sum = fma(dy, h, dweight_sum);
-      dbias_sum += dy;
+      if (kHasBias) dbias_sum += dy;
       if (Row::kHasXBias) dx_bias_sum += dx;
     }
     add_to(dweight + n, dweight_sum, count);
-    add_to(dbias + n, dbias_sum, count);
+    if (kHasBias) add_to(dbias + n, dbias_sum, count);
     if (Row::kHasXBias) add_to(dx_bias + n, dx_bias_sum, count);
   });
+}
+
+// For each of kRows rows, dsum = rstd (g - mean(g) - h mean(g h)), dweight += dy h, dbias += dy and
+// dx_bias += dx.
+template <class Row, int kRows>
+FASTBERT_INLINE void layer_norm_backward_block(const typename Row::P& p, int64_t first,
+                                               float* scratch, float* sums) {
+  Row lines[kRows];
+  Normalised rows[kRows];
+  for (int i = 0; i < kRows; ++i) {
+    float* memory = scratch + i * scratch_stride(p.columns);
+    rows[i] = normalise_row(p, lines[i], first + i, memory);
+  }
+  p.has_bias ? finish_block<Row, true>(p, lines, rows, sums)
+             : finish_block<Row, false>(p, lines, rows, sums);
 }
 
 // Calls block(row) for whole blocks of the rows [begin, end) and single(row) for the rows that
@@ -250,8 +268,8 @@ FASTBERT_INLINE void for_each_group(int64_t begin, int64_t end, int64_t length, 
   }
 }
 
-// `length` sums: two or three times the columns. Those of an x_bias that is absent are formed and
-// dropped.
+// `length` is the number of sums, one to three times the columns. The sums of an x_bias that is
+// absent beside dropout are formed and dropped.
 template <class Row>
 void layer_norm_backward_rows(const typename Row::P& params, int64_t length, int64_t begin,
                               int64_t end, float* scratch, double* partial) {
@@ -297,7 +315,7 @@ void layer_norm_backward(const LayerNormBackward& p, int64_t begin, int64_t end,
                          double* partial) {
   with_row_types(p, [&](auto format, auto summands) {
     using Row = LayerNormRow<decltype(format), summands.value>;
-    const int64_t length = (p.x_bias ? 3 : 2) * p.columns;
+    const int64_t length = (1 + p.has_bias + (p.x_bias != nullptr)) * p.columns;
     layer_norm_backward_rows<Row>(p, length, begin, end, scratch, partial);
   });
 }

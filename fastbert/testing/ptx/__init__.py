@@ -1,11 +1,11 @@
 """A machine that executes PTX on the CPU and finds what only hardware would show.
 
-PTX is the documented virtual instruction set of NVIDIA GPUs. `load` reads the text that Triton or nvcc
-emits; `Module.launch` executes it instruction by instruction on CPU tensors, and raises `PtxFault` at
-an access out of bounds, a misaligned one, a value that was never written, a race, a deadlock, or a
-part of a warp in an instruction that needs the whole warp.
+PTX is the documented virtual instruction set of NVIDIA GPUs. `load` reads the text that Triton or
+nvcc emits. `Module.launch` executes the text instruction by instruction on CPU tensors. It raises
+`PtxFault` for an access that is out of bounds or misaligned, for a value that nothing has written,
+for a race, for a deadlock, and for a part of a warp in an instruction of the whole warp.
 
-Example:
+Examples:
     >>> import torch
     >>> from fastbert.testing import ptx
     >>> module = ptx.load('''

@@ -1,7 +1,7 @@
 """Compile CUDA C++ with nvcc, and run its kernels on the PTX machine.
 
-The host code of the ``.cu`` files runs as nvcc compiled it. It is linked with cuda_runtime.cpp, whose
-launches come back here with the kernel's name and its arguments.
+The host code of the ``.cu`` files runs as nvcc compiled it. It is linked with cuda_runtime.cpp,
+whose launches come back here with the kernel's name and its arguments.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ class CudaLibrary:
     def __init__(
         self, sources: Sequence[Path], folder: Path, arch: str, flags: Sequence[str] = ()
     ) -> None:
+        """Compile the files, and link them with the runtime of the PTX machine."""
         if shutil.which("nvcc") is None:
             raise FileNotFoundError("nvcc is not on the path: the CUDA toolkit compiles .cu files")
         self._modules: list[Module] = []
@@ -114,5 +115,3 @@ def _run(command: Sequence[str | Path]) -> None:
     result = subprocess.run([str(part) for part in command], capture_output=True, text=True)
     if result.returncode != 0:
         raise RuntimeError(f"{' '.join(map(str, command))}:\n{result.stdout}{result.stderr}")
-
-

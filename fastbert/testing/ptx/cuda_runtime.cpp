@@ -1,5 +1,5 @@
-// The part of the CUDA runtime that a compiled .cu file needs, without a GPU: kernels are known by the
-// names that nvcc registers, and a launch calls back with the kernel's name and arguments.
+// The part of the CUDA runtime that a compiled .cu file needs, without a GPU: kernels are known by
+// the names that nvcc registers, and a launch calls back with the kernel's name and arguments.
 
 #include <cuda_runtime.h>
 
@@ -8,8 +8,8 @@
 
 namespace {
 
-using Callback = int (*)(const char* kernel, const unsigned* grid, const unsigned* block, void** args,
-                         unsigned long long shared);
+using Callback = int (*)(const char* kernel, const unsigned* grid, const unsigned* block,
+                         void** args, unsigned long long shared);
 Callback callback = nullptr;
 std::map<const void*, std::string>& kernels() {
   static std::map<const void*, std::string> names;
@@ -36,8 +36,8 @@ void** __cudaRegisterFatBinary(void*) {
 void __cudaRegisterFatBinaryEnd(void**) {}
 void __cudaUnregisterFatBinary(void**) {}
 char __cudaInitModule(void**) { return 1; }
-void __cudaRegisterFunction(void**, const char* host, char*, const char* device, int, uint3*, uint3*,
-                            dim3*, dim3*, int*) {
+void __cudaRegisterFunction(void**, const char* host, char*, const char* device, int, uint3*,
+                            uint3*, dim3*, dim3*, int*) {
   kernels()[host] = device;
 }
 void __cudaRegisterVar(void**, char*, char*, const char*, int, size_t, int, int) {}
@@ -61,11 +61,11 @@ cudaError_t cudaLaunchKernel(const void* kernel, dim3 grid, dim3 block, void** a
                                                                          : cudaSuccess;
 }
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* kernel, void** args) {
-  return cudaLaunchKernel(kernel, config->gridDim, config->blockDim, args,
-                          config->dynamicSmemBytes, config->stream);
+  return cudaLaunchKernel(kernel, config->gridDim, config->blockDim, args, config->dynamicSmemBytes,
+                          config->stream);
 }
-cudaError_t __cudaLaunchKernel(const void* kernel, dim3 grid, dim3 block, void** args, size_t shared,
-                               cudaStream_t stream) {
+cudaError_t __cudaLaunchKernel(const void* kernel, dim3 grid, dim3 block, void** args,
+                               size_t shared, cudaStream_t stream) {
   return cudaLaunchKernel(kernel, grid, block, args, shared, stream);
 }
 cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* entry) {
@@ -78,10 +78,10 @@ cudaError_t cudaGetLastError() { return cudaSuccess; }
 cudaError_t cudaPeekAtLastError() { return cudaSuccess; }
 cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
-  *value = attribute == cudaDevAttrMultiProcessorCount                 ? 132
-           : attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin      ? 227 * 1024
+  *value = attribute == cudaDevAttrMultiProcessorCount                ? 132
+           : attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin     ? 227 * 1024
            : attribute == cudaDevAttrMaxSharedMemoryPerMultiprocessor ? 228 * 1024
-                                                                       : 0;
+                                                                      : 0;
   return cudaSuccess;
 }
 const char* cudaGetErrorString(cudaError_t) { return "error of the PTX machine"; }

@@ -32,6 +32,7 @@ class PtxFault(RuntimeError):
         self, kind: str, message: str, kernel: str, text: str, line: int | None,
         source: str | None, block: int, warp: int, lane: int,
     ) -> None:  # fmt: skip
+        """Put the place of the fault into the message."""
         where = f"{kernel}"
         if line is not None:
             where += f", PTX line {line} ({text})"
@@ -50,8 +51,9 @@ class Report:
     """What a launch did.
 
     Attributes:
-        counts: Dynamic instructions of warps by pipe, bytes and sectors of global memory, wavefronts
-            of shared memory, and barriers.
+        counts: Dynamic instructions of warps by pipe, bytes and sectors of global memory,
+            wavefronts of shared memory, barriers, and stores of lanes that another lane overwrote
+            with another value in the same instruction.
     """
 
     counts: dict[str, Any]
@@ -61,6 +63,7 @@ class Module:
     """A PTX module whose kernels run on the CPU; `load` makes one."""
 
     def __init__(self, text: Text) -> None:
+        """Keep a parsed text, and allocate its global variables."""
         self.text = text
         self._variables = {v.name: v for v in text.variables}
         self._globals: dict[str, Tensor] = {}
@@ -100,14 +103,14 @@ class Module:
             name: Name of the kernel.
             grid: Blocks in x, y and z.
             block: Threads of a block in x, y and z; None takes those that the kernel requires.
-            args: One value per parameter: a CPU tensor or an address for a pointer, a number, or bytes
-                for a struct.
+            args: One value per parameter: a CPU tensor or an address for a pointer, a number, or
+                bytes for a struct.
             dynamic_shared: Bytes of dynamic shared memory.
             memory: Tensors that the kernel reaches through addresses in structs.
-            empty: Tensors that hold nothing yet; to read them before the kernel has written them is a
-                fault.
-            seed: Chooses the interleaving of warps and when asynchronous operations take effect. With
-                0, warps run one after another and operations take effect at issue.
+            empty: Tensors that hold nothing yet. A read before the kernel has written is a fault.
+            seed: Chooses the interleaving of warps and the time at which asynchronous operations
+                take effect. With 0, warps run one after another and operations take effect at
+                issue.
             approximate: Share of the documented error that approximate instructions make, -1 to 1.
             accumulate: Order of the sums in matrix instructions: ``"forward"``, ``"reverse"``,
                 ``"exact"`` (rounded once) or ``"truncate"`` (rounded toward zero).
@@ -121,8 +124,8 @@ class Module:
 
         Raises:
             PtxFault: If the kernel does something wrong.
-            ValueError: If an argument does not fit, or the kernel has an instruction that the machine
-                does not know.
+            ValueError: If an argument does not fit, or if the kernel has an instruction that the
+                machine does not know.
         """
         if name not in self.text.kernels:
             raise ValueError(f"name: got {name!r}, allowed: {', '.join(self.kernels)}")
@@ -162,7 +165,7 @@ class Module:
     ) -> list[tuple[int, int, bool, str, bool]]:
         """Return address, bytes, whether it may be written, name, and whether it holds nothing."""
         nothing = {t.untyped_storage().data_ptr() for t in empty}
-        regions = {}
+        regions: dict[int, tuple[int, int, bool, str, bool]] = {}
         for number, tensor in enumerate([*tensors, *empty]):
             if tensor.device.type != "cpu":
                 raise ValueError(f"args: got a tensor on {tensor.device}, allowed: the CPU")
@@ -192,9 +195,7 @@ class Module:
         for variable in [*self.text.variables, *kernel.variables]:
             if variable.space not in ends:
                 addresses[variable.name] = (
-                    self._globals[variable.name].data_ptr()
-                    if variable.name in self._globals
-                    else 0
+                    self._globals[variable.name].data_ptr() if variable.name in self._globals else 0
                 )
             elif variable.external:
                 dynamic.append(variable)
@@ -267,7 +268,9 @@ def _three(sizes: Sequence[int], name: str) -> tuple[int, int, int]:
 def _parameters(kernel: Kernel, args: Sequence[Any]) -> bytes:
     """Lay the arguments out as the kernel's parameters."""
     if len(args) != len(kernel.parameters):
-        raise ValueError(f"args: got {len(args)} values, {kernel.name} has {len(kernel.parameters)}")
+        raise ValueError(
+            f"args: got {len(args)} values, {kernel.name} has {len(kernel.parameters)}"
+        )
     data = bytearray(sum(p.size + p.align for p in kernel.parameters))
     for parameter, value in zip(kernel.parameters, args, strict=True):
         if isinstance(value, Tensor):

@@ -14,12 +14,13 @@ from typing import NamedTuple
 
 BYTES = {"8": 1, "16": 2, "32": 4, "64": 8, "128": 16}
 # In the order of `Special` in csrc/ptx/program.h.
-SPECIALS = (
-    "%tid.x %tid.y %tid.z %ntid.x %ntid.y %ntid.z %ctaid.x %ctaid.y %ctaid.z %nctaid.x %nctaid.y "
-    "%nctaid.z %laneid %warpid %nwarpid %smid %nsmid %gridid %clock %clock64 %lanemask_eq "
-    "%lanemask_le %lanemask_lt %lanemask_ge %lanemask_gt %cluster_ctaid.x %cluster_nctaid.x "
-    "%cluster_ctarank %cluster_nctarank %total_smem_size %dynamic_smem_size %globaltimer"
-).split()
+SPECIALS = [
+    "%tid.x", "%tid.y", "%tid.z", "%ntid.x", "%ntid.y", "%ntid.z", "%ctaid.x", "%ctaid.y",
+    "%ctaid.z", "%nctaid.x", "%nctaid.y", "%nctaid.z", "%laneid", "%warpid", "%nwarpid", "%smid",
+    "%nsmid", "%gridid", "%clock", "%clock64", "%lanemask_eq", "%lanemask_le", "%lanemask_lt",
+    "%lanemask_ge", "%lanemask_gt", "%cluster_ctaid.x", "%cluster_nctaid.x", "%cluster_ctarank",
+    "%cluster_nctarank", "%total_smem_size", "%dynamic_smem_size", "%globaltimer",
+]  # fmt: skip
 
 
 class Operand(NamedTuple):
@@ -241,7 +242,9 @@ class _Body:
         return match[1]
 
     def _parameters(self, head: str) -> None:
-        threads = re.search(r"\.(?:reqntid|maxntid)\s+(\d+)(?:\s*,\s*(\d+))?(?:\s*,\s*(\d+))?", head)
+        threads = re.search(
+            r"\.(?:reqntid|maxntid)\s+(\d+)(?:\s*,\s*(\d+))?(?:\s*,\s*(\d+))?", head
+        )
         if threads and ".reqntid" in head:
             x, y, z = (int(t or 1) for t in threads.groups())
             self.kernel.threads = (x, y, z)
@@ -254,9 +257,7 @@ class _Body:
             size = BYTES[bits] * int(count or 1)
             alignment = max(int(align or 1), BYTES[bits])
             offset = -(-offset // alignment) * alignment
-            self.kernel.parameters.append(
-                Parameter(name, kind + bits, alignment, size, offset)
-            )
+            self.kernel.parameters.append(Parameter(name, kind + bits, alignment, size, offset))
             offset += size
 
     def _statements(self, text: list[str], line_of: list[int]) -> None:
@@ -350,7 +351,9 @@ class _Body:
         if text == "_":
             return Operand("_")
         if text[0] == "{":
-            return Operand("v", parts=tuple(self._operand(p, bits, line) for p in _split(text[1:-1])))
+            return Operand(
+                "v", parts=tuple(self._operand(p, bits, line) for p in _split(text[1:-1]))
+            )
         if text[0] == "[":
             base, *more = _split(text[1:-1])
             match = re.match(r"(.*?[\w\]])\s*\+\s*(-?\w+)$|(.*?[\w\]])\s*(-\s*\w+)$", base.strip())

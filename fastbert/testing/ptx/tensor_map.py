@@ -1,7 +1,7 @@
 """Tensor maps for bulk tensor copies, in the PTX machine's own encoding.
 
-A driver encodes a ``CUtensorMap`` in a layout that is not documented. The machine has a layout of its
-own, csrc/ptx/machine.h, with the arguments of ``cuTensorMapEncodeTiled``.
+A driver encodes a ``CUtensorMap`` in a layout that is not documented. The machine has a layout of
+its own, in csrc/ptx/machine.h, for the arguments of ``cuTensorMapEncodeTiled``.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def tensor_map(
     """
     if not 1 <= tensor.dim() <= 5 or tensor.stride(-1) != 1:
         raise ValueError(
-            f"tensor: got shape {tuple(tensor.shape)} and strides {tensor.stride()}, allowed: one to "
-            "five dimensions, the last contiguous"
+            f"tensor: got shape {tuple(tensor.shape)} and strides {tensor.stride()}, allowed: one "
+            "to five dimensions, the last contiguous"
         )
     if len(box) != tensor.dim() or not all(1 <= side <= 256 for side in box):
         raise ValueError(f"box: got {tuple(box)}, allowed: {tensor.dim()} sizes of 1 to 256")
@@ -50,6 +50,7 @@ def tensor_map(
             f"box: a row has {row} bytes, allowed: multiples of 16"
             + (f" up to the swizzle's {swizzle}" if swizzle else "")
         )
+
     def padded(values: Sequence[int], count: int) -> list[int]:
         return [*reversed(values), *([0] * (count - len(values)))]
 

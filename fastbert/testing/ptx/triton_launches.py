@@ -31,6 +31,7 @@ class Emulator:
     """
 
     def __init__(self, arch: int, **options: Any) -> None:
+        """Keep the options of the launches."""
         self.arch = arch
         self.options = options
         self.reports: list[tuple[str, Report]] = []

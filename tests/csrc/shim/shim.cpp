@@ -112,6 +112,8 @@ using namespace fastbert::cuda;
 extern "C" {
 int run_layer_norm_forward(const LayerNormForward* p) { return layer_norm_forward(*p, nullptr); }
 int run_layer_norm_backward(const LayerNormBackward* p) { return layer_norm_backward(*p, nullptr); }
-int run_bias_gelu_forward(const BiasGeluForward* p) { return bias_gelu_forward(*p, nullptr); }
-int run_bias_gelu_backward(const BiasGeluBackward* p) { return bias_gelu_backward(*p, nullptr); }
+int run_activation_forward(const ActivationForward* p) { return activation_forward(*p, nullptr); }
+int run_activation_backward(const ActivationBackward* p) {
+  return activation_backward(*p, nullptr);
+}
 }

@@ -1,0 +1,74 @@
+"""The folder of an unfinished run: when it is kept, and when it is removed."""
+
+from __future__ import annotations
+
+import contextlib
+
+import numpy as np
+import pytest
+
+from fastbert.jobs.partial_output import PartialOutput
+from fastbert.jobs.reporter import Reporter
+
+ROWS = np.arange(12, dtype=np.float32).reshape(4, 3)
+
+
+class Notes(Reporter):
+    """A reporter that keeps its notes."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+def opened(folder, reporter=None):
+    return PartialOutput(folder / "rows.npy", ROWS.shape, {"model": "a"}, reporter or Notes())
+
+
+@pytest.fixture(params=["ends", "is interrupted"])
+def leave(request):
+    """End a block of ``with leave.stopping``, or interrupt it."""
+
+    def leave():
+        if request.param == "is interrupted":
+            raise KeyboardInterrupt
+
+    leave.stopping = contextlib.suppress(KeyboardInterrupt)
+    return leave
+
+
+def test_rows_of_a_block_without_finish_are_kept(tmp_path, leave):
+    reporter = Notes()
+    with leave.stopping, opened(tmp_path, reporter) as partial:
+        partial.append(ROWS[:3], tokens=7)
+        leave()
+    (note,) = reporter.notes
+    assert note.startswith("stopped: 3 of 4 rows are kept")
+    assert not (tmp_path / "rows.npy").exists()
+    with opened(tmp_path) as partial:
+        assert (partial.done, dict(partial.totals)) == (3, {"tokens": 7})
+        partial.append(ROWS[3:])
+        partial.finish(None)
+    assert np.array_equal(np.load(tmp_path / "rows.npy"), ROWS)
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.npy"]
+
+
+def test_a_block_without_rows_leaves_no_folder(tmp_path, leave):
+    reporter = Notes()
+    with leave.stopping, opened(tmp_path, reporter) as partial:
+        assert partial.folder.exists()
+        leave()
+    assert list(tmp_path.iterdir()) == []
+    assert reporter.notes == []
+
+
+@pytest.mark.parametrize("end", ["finish", "discard"])
+def test_a_folder_that_another_run_makes_after_the_end_is_left_alone(tmp_path, leave, end):
+    with leave.stopping, opened(tmp_path) as partial:
+        partial.append(ROWS)
+        partial.finish(None) if end == "finish" else partial.discard()
+        partial.folder.mkdir()
+        leave()
+    assert partial.folder.exists()
