@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fastbert.activations import ACTIVATIONS
+from fastbert.testing.ptx.cuda_library import CudaLibrary
 
 HERE = Path(__file__).parent
 CUDA = HERE.parents[1] / "csrc" / "cuda"
@@ -79,37 +80,53 @@ def build(folder: Path) -> ctypes.CDLL:
     return ctypes.CDLL(str(library))
 
 
-def matrix(t: Tensor | None) -> Matrix:
-    return Matrix(None, 0) if t is None else Matrix(t.data_ptr(), t.stride(0))
-
-
-def parameter(t: Tensor | None) -> Parameter:
-    return Parameter(None, 0) if t is None else Parameter(t.data_ptr(), FORMATS[t.dtype])
-
-
-def dropout(seed: Tensor, p: float) -> Dropout:
-    if p == 0.0:
-        return Dropout(None, 0, 1.0)
-    return Dropout(seed.data_ptr(), int(p * 2**24 + 0.5), 0.0 if p == 1.0 else 1.0 / (1.0 - p))
-
-
 class Operators:
     """The four operators with the arguments of ``torch.ops.fastbert_C``."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.library = library
+        self.tensors: list[Tensor] = []  # those of the call that is prepared
 
     def _run(self, name: str, params: Structure) -> None:
         function = getattr(self.library, name)
         function.argtypes = [POINTER(type(params))]
         assert function(byref(params)) == 0
+        self.tensors.clear()
+
+    def _address(self, t: Tensor) -> int:
+        """Return the address; that of an empty tensor is 0, as in torch."""
+        self.tensors.append(t)
+        return t.data_ptr()
+
+    def _matrix(self, t: Tensor | None) -> Matrix:
+        return Matrix(None, 0) if t is None else Matrix(self._address(t), t.stride(0))
+
+    def _parameter(self, t: Tensor | None) -> Parameter:
+        return Parameter(None, 0) if t is None else Parameter(self._address(t), FORMATS[t.dtype])
+
+    def _dropout(self, seed: Tensor, p: float) -> Dropout:
+        if p == 0.0:
+            return Dropout(None, 0, 1.0)
+        scale = 0.0 if p == 1.0 else 1.0 / (1.0 - p)
+        return Dropout(self._address(seed), int(p * 2**24 + 0.5), scale)
 
     def layer_norm_forward(self, x, weight, bias, residual, x_bias, seed, dropout_p, eps):
         y = torch.full(x.shape, torch.nan, dtype=x.dtype)
         mean, rstd = torch.full((2, x.shape[0]), torch.nan)
-        operands = (matrix(x), matrix(residual), *map(parameter, (weight, bias, x_bias)))
-        results = (t.data_ptr() for t in (y, mean, rstd))
-        params = (FORMATS[x.dtype], *x.shape, *operands, dropout(seed, dropout_p), eps, *results)
+        operands = (
+            self._matrix(x),
+            self._matrix(residual),
+            *map(self._parameter, (weight, bias, x_bias)),
+        )
+        results = (self._address(t) for t in (y, mean, rstd))
+        params = (
+            FORMATS[x.dtype],
+            *x.shape,
+            *operands,
+            self._dropout(seed, dropout_p),
+            eps,
+            *results,
+        )
         self._run("run_layer_norm_forward", LayerNormForward(*params))
         return y, mean, rstd
 
@@ -121,17 +138,16 @@ class Operators:
         dweight = torch.full_like(weight, torch.nan)
         dbias = torch.full_like(weight if has_bias else weight[:0], torch.nan)
         dx_bias = torch.full((0,) if x_bias is None else x_bias.shape, torch.nan, dtype=x.dtype)
-        operands = (*map(matrix, (dy, x, residual)), *map(parameter, (weight, x_bias)))
-        statistics = (mean.data_ptr(), rstd.data_ptr(), dropout(seed, dropout_p))
-        # The address of an empty tensor is null, as in torch.
-        results = (t.data_ptr() for t in (dsum, dx, partial, dweight, dbias, dx_bias))
+        operands = (*map(self._matrix, (dy, x, residual)), *map(self._parameter, (weight, x_bias)))
+        statistics = (self._address(mean), self._address(rstd), self._dropout(seed, dropout_p))
+        results = (self._address(t) for t in (dsum, dx, partial, dweight, dbias, dx_bias))
         params = (FORMATS[x.dtype], *x.shape, *operands, *statistics, *results)
         self._run("run_layer_norm_backward", LayerNormBackward(*params))
         return dsum, dx, dweight, dbias, dx_bias
 
     def activation_forward(self, h, bias, activation):
         y = torch.full(h.shape, torch.nan, dtype=h.dtype)
-        operands = (matrix(h), parameter(bias), y.data_ptr())
+        operands = (self._matrix(h), self._parameter(bias), self._address(y))
         params = (FORMATS[h.dtype], NUMBERS[activation], *h.shape, *operands)
         self._run("run_activation_forward", ActivationForward(*params))
         return y
@@ -142,9 +158,44 @@ class Operators:
         dbias = torch.full(
             (h.shape[1],), torch.nan, dtype=torch.float32 if bias is None else h.dtype
         )
-        operands = (matrix(dy), matrix(h), parameter(bias), dh.data_ptr(), partial.data_ptr())
-        summed = (dbias.data_ptr() if sum_rows else None, FORMATS[dbias.dtype])
+        operands = (
+            self._matrix(dy),
+            self._matrix(h),
+            self._parameter(bias),
+            self._address(dh),
+            self._address(partial),
+        )
+        summed = (self._address(dbias) if sum_rows else None, FORMATS[dbias.dtype])
         params = (FORMATS[h.dtype], NUMBERS[activation], *h.shape, *operands, *summed)
         self._run("run_activation_backward", ActivationBackward(*params))
         a = self.activation_forward(h, bias, activation) if recompute else h.new_empty(0)
         return dh, dbias if sum_rows else h.new_empty(0), a
+
+
+FRONT = """
+#include "feed_forward.cuh"
+#include "layer_norm.cuh"
+using namespace fastbert::cuda;
+extern "C" {
+int run_layer_norm_forward(LayerNormForward* p) { return layer_norm_forward(*p, nullptr); }
+int run_layer_norm_backward(LayerNormBackward* p) { return layer_norm_backward(*p, nullptr); }
+int run_activation_forward(ActivationForward* p) { return activation_forward(*p, nullptr); }
+int run_activation_backward(ActivationBackward* p) { return activation_backward(*p, nullptr); }
+}
+"""
+
+
+class CompiledOperators(Operators):
+    """The operators as nvcc compiles them, on the PTX machine."""
+
+    def __init__(self, folder: Path, arch: str) -> None:
+        front = folder / "front.cu"
+        front.write_text(FRONT)
+        sources = [*sorted(CUDA.glob("*.cu")), front]
+        library = CudaLibrary(sources, folder, arch, ["-I", str(CUDA)])
+        super().__init__(library.functions)
+        self.compiled = library
+
+    def _run(self, name: str, params: Structure) -> None:
+        assert self.compiled.call(name, byref(params), memory=self.tensors) == 0
+        self.tensors.clear()

@@ -1,4 +1,7 @@
-"""The CUDA kernels against float64, run on the CPU by the shim: needs no GPU and no toolkit."""
+"""The CUDA kernels against float64 on the CPU, by the shim and as nvcc compiles them.
+
+The shim needs g++ alone. The PTX that nvcc makes runs on the PTX machine; no test needs a GPU.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,18 @@ from fastbert.activations import ACTIVATIONS
 from fastbert.testing.compare import assert_close
 from fastbert.testing.yardstick import Yardstick
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ on this machine")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@pytest.fixture(scope="module")
-def operators(tmp_path_factory):
-    return _cuda_on_cpu.Operators(_cuda_on_cpu.build(tmp_path_factory.mktemp("shim")))
+@pytest.fixture(scope="module", params=["shim", "sm_80", "sm_90"])
+def operators(request, tmp_path_factory):
+    compiler = "g++" if request.param == "shim" else "nvcc"
+    if shutil.which(compiler) is None:
+        pytest.skip(f"no {compiler} on this machine")
+    folder = tmp_path_factory.mktemp(request.param)
+    if request.param == "shim":
+        return _cuda_on_cpu.Operators(_cuda_on_cpu.build(folder))
+    return _cuda_on_cpu.CompiledOperators(folder, request.param.removeprefix("sm_"))
 
 
 def check_layer_norm(case, operators):

@@ -74,25 +74,26 @@ class CudaLibrary:
         self._callback = _CALLBACK(self._launch)
         self.functions.fastbert_ptx_on_launch(self._callback)
 
-    def call(self, name: str, *args: Any, memory: Sequence[Tensor], **options: Any) -> None:
+    def call(self, name: str, *args: Any, memory: Sequence[Tensor], **options: Any) -> int:
         """Call a function of the library that launches kernels.
 
         Args:
-            name: Name of an ``extern "C"`` function, which returns 0 on success.
+            name: Name of an ``extern "C"`` function that returns an int.
             args: Its ctypes arguments.
             memory: The tensors that its kernels may reach.
             options: Keyword arguments of `Module.launch`.
 
+        Returns:
+            The result of the function.
+
         Raises:
             PtxFault: If a kernel does something wrong.
-            RuntimeError: If the function returns an error.
         """
         self._memory, self.options, self._fault = list(memory), options, None
-        result = getattr(self.functions, name)(*args)
+        result: int = getattr(self.functions, name)(*args)
         if self._fault is not None:
             raise self._fault
-        if result != 0:
-            raise RuntimeError(f"{name} returned error {result}")
+        return result
 
     def _launch(self, name: bytes, grid: Any, block: Any, args: Any, shared: int) -> int:
         kernel = name.decode()
