@@ -13,10 +13,9 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT))  # benchmarks/ is no part of the package
 
 from benchmarks.gpu import __main__ as gpu  # noqa: E402
-from benchmarks.gpu import bench, compiled, floors, sections, summary  # noqa: E402
+from benchmarks.gpu import bench, floors, sections, summary  # noqa: E402
 from benchmarks.gpu.sections import Section  # noqa: E402
 from fastbert.ops import backend  # noqa: E402
-from fastbert.testing.ahead_of_time import Compiled  # noqa: E402
 
 PYTHON = sys.executable
 
@@ -156,18 +155,3 @@ def test_floors_are_a_table():
     text = list(floors.lines(["bench-attention"]))
     assert text[0].count("|") == text[1].count("|") == text[2].count("|")
     assert text[2].startswith("| attention D64 forward | S512 | 34.36 | 134.2 | 43.49 | products")
-
-
-def test_compiled_launches_are_printed_with_their_faults(monkeypatch, tmp_path, capsys):
-    fields = dict.fromkeys(Compiled.__dataclass_fields__, 0)
-    good = Compiled(**{**fields, "name": "k", "dtype": "bfloat16", "arch": 90, "faults": []})
-    bad = Compiled(**{**fields, "name": "k", "dtype": "float32", "arch": 90, "faults": ["spills"]})
-    monkeypatch.setattr(
-        compiled.ahead_of_time, "compile_launches", lambda archs, processes: [good, bad]
-    )
-    monkeypatch.setattr(sys, "argv", ["compiled", "--arch", "90", "--out", str(tmp_path)])
-    assert compiled.main() == 1
-    printed = capsys.readouterr().out
-    assert "FAULT: spills" in printed
-    assert "2 launches compiled, 1 with faults" in printed
-    assert len(json.loads((tmp_path / "compile.json").read_text("utf-8"))["launches"]) == 2

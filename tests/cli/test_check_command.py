@@ -134,6 +134,7 @@ def test_what_was_compiled_is_printed_with_its_faults(run, monkeypatch):
     content = json.loads(run("check", "--aot", "--json").stdout)
     assert content["passed"] is False
     assert [line["stack"] for line in content["summary"]] == [80, 0]
+    assert len(content["launches"]) == 2
     launches.pop()
     assert run("check", "--aot").exit_code == 0
 
