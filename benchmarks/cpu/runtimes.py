@@ -137,8 +137,6 @@ def _fastbert(engine: Runtime, config, folder: Path, threads: int) -> Built:
     if engine.form == BF16 and engine.option != "autocast":
         model.to(torch.bfloat16)
     if engine.form == INT8:
-        if not hasattr(fastbert, "quantize"):
-            raise NotImplementedError("this build has no fastbert.quantize")
         model = fastbert.quantize(model.to(torch.bfloat16))
     return _of_torch(model, threads, autocast=engine.option == "autocast")
 
