@@ -95,13 +95,14 @@ def run(
         )
     setting = Setting(
         section,
-        device,
         0.0 if toy else SECTIONS[section][3],
+        notify,
+        device,
         limits_of(machine.gpu),
         measured,
         Deadline(60 * minutes),
     )
-    played = play_all(matches_of(section, device, toy=toy), setting, notify)
+    played = play_all(matches_of(section, device, toy=toy), setting)
     return {
         "section": section,
         "toy": toy,

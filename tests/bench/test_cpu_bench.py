@@ -16,8 +16,9 @@ from benchmarks.cpu.ceilings import Ceilings
 from benchmarks.cpu.contest import CpuRow, Setting
 from benchmarks.cpu.remote import Failed, Remote
 from fastbert.bench import quantized_accuracy
-from fastbert.bench.contest import Target
+from fastbert.bench.contest import verdict
 from fastbert.bench.encoder import BASE, SMALL, EncoderShape
+from fastbert.bench.limits import Target
 from fastbert.bench.timing import Timing, alternate
 
 MACHINE = Ceilings(
@@ -120,7 +121,7 @@ def test_each_format_is_held_against_its_own_peers():
         (2.0, "fastbert bf16"),
     ]
     assert [r.best_ratio for r in ours] == [2.5, 1.25, 5.0]
-    assert contest.verdict(ours[0]) == "floor 2: met, goal 3: NOT met"
+    assert verdict(ours[0]) == "floor 2: met, goal 3: NOT met"
     assert rows["ONNX Runtime fp32"].ratio is None
     lines = "\n".join(report.contest_lines([contest_dict(r) for r in rows.values()]))
     assert "| l | fastbert bf16 | 2.50 | ONNX Runtime fp32 | 2: met | 3: **not met** |" in lines
@@ -151,7 +152,7 @@ class Fake:
 
 def played(workers: dict[str, Fake], setting: Setting | None = None) -> dict[str, CpuRow]:
     shape = EncoderShape("tiny 2×16", SMALL, (16, 9))
-    setting = setting or Setting("s", MACHINE, 0.0, lambda text: None)
+    setting = setting or Setting("s", 0.0, lambda text: None, ceilings=MACHINE)
     notes = {"OpenVINO bf16": "a note"}
     found = contest.play(
         shape, "series", workers, {"ONNX Runtime fp32": "not installed: onnx"}, notes, setting
@@ -206,7 +207,7 @@ def test_a_worker_that_ends_in_its_turns_spoils_no_table(monkeypatch):
 def test_what_would_take_too_long_is_predicted(monkeypatch):
     monkeypatch.setattr(contest, "SETTLE_S", 0.0)
     flops = contest.padded_flops(EncoderShape("", SMALL, (16, 9)))
-    setting = Setting("s", MACHINE, 0.0, lambda text: None)
+    setting = Setting("s", 0.0, lambda text: None, ceilings=MACHINE)
     setting.rates = {"transformers sdpa fp32": 1 / flops, "transformers sdpa bf16": 24 / flops}
     workers = {"transformers sdpa fp32": Fake(1.0), "transformers sdpa bf16": Fake(24.0)}
     rows = played(workers, setting)

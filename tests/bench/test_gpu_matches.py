@@ -26,7 +26,7 @@ from fastbert.bench.plots import plot_matches
 from fastbert.bench.timing import Timing
 from fastbert.testing.cases import Case
 
-ONCE = Setting("toy", "cpu", 0.0, limits.H200, limits.H200)
+ONCE = Setting("toy", 0.0, print, "cpu", limits.H200, limits.H200)
 
 
 @pytest.fixture(autouse=True)
