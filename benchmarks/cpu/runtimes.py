@@ -99,6 +99,24 @@ def build(name: str, config: dict[str, Any], folder: Path, threads: int) -> Buil
     return builders[engine.kind](engine, config, folder, threads)
 
 
+def refusal(name: str, config: dict[str, Any]) -> str | None:
+    """Return the reason why an engine of fastbert breaks the tolerance rule, or None.
+
+    int8 has no yardstick; the section ``int8`` shows its errors.
+    """
+    import torch
+
+    from fastbert.bench.encoder import refusals
+    from fastbert.config import BertConfig
+
+    engine = BY_NAME[name]
+    if engine.form == INT8:
+        return None
+    autocast = engine.option == "autocast"
+    dtype = torch.bfloat16 if engine.form == BF16 and not autocast else torch.float32
+    return refusals(BertConfig.from_dict(config), dtype, "cpu", autocast).get("fastbert auto")
+
+
 def _of_torch(model, threads: int, *, autocast: bool = False, freezing: bool = False) -> Built:
     import torch
 

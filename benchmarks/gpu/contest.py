@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.judge import Judge, rotated
-from benchmarks.gpu.match import TRAINING, Contender, Match
+from benchmarks.gpu.match import Contender, Match
 from fastbert.bench import contest
 from fastbert.bench.attention_peers import Prepared
 from fastbert.bench.contest import ContestRow, fastest
-from fastbert.bench.limits import BACKWARD, Limits, Target, Work
+from fastbert.bench.limits import BACKWARD, TRAINING, Limits, Target, Work
 from fastbert.bench.timing import Stopwatch, alternate, captured, peak_memory
+from fastbert.ops.backend import dtype_name
 from fastbert.testing.cases import Inputs
 from fastbert.testing.compare import Comparison
 
@@ -133,7 +134,7 @@ def new_row(match: Match, contender: Contender, setting: Setting) -> GpuRow:
         match.series,
         match.label,
         match.op,
-        str(match.dtype).removeprefix("torch."),
+        dtype_name(match.dtype),
         match.direction,
         contender.name,
         contender.ours,

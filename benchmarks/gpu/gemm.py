@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.gpu.contenders import compiler, gemm_variants, ours, stock
-from benchmarks.gpu.match import Contender, Match
+from benchmarks.gpu.match import Contender, Match, of_case
 from fastbert.bench.attention_peers import Prepared, of_function
-from fastbert.bench.limits import BACKWARD, FORWARD, RATIO_GOALS, work
+from fastbert.bench.limits import BACKWARD, FORWARD, RATIO_GOALS
 from fastbert.testing.cases import Case, Inputs
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -108,18 +108,5 @@ def _gathered(change, inputs: Inputs) -> Prepared:
 
 
 def _match(case, dtype, direction, contenders, memory) -> Match:
-    amount = work(case, dtype, direction)
-    return Match(
-        series=f"{case.op} {direction}",
-        label=f"{case.name} {str(dtype).removeprefix('torch.')}",
-        op=case.op,
-        case=case,
-        dtype=dtype,
-        direction=direction,
-        contenders=contenders,
-        work=amount,
-        unit="TFLOP/s",
-        amount=amount.flops / 1e12,
-        ratio_goal=RATIO_GOALS[case.op] if direction == FORWARD else None,
-        memory=memory,
-    )
+    goal = RATIO_GOALS[case.op] if direction == FORWARD else None
+    return of_case(case, dtype, direction, contenders, "TFLOP/s", ratio_goal=goal, memory=memory)

@@ -16,7 +16,8 @@ from fastbert.testing.cases import TABLE_OF, Case
 
 # Share of the tokens that have a masked-LM label, as in the registry of cases.
 LABELLED = 0.15
-FORWARD, BACKWARD = "forward", "backward"
+FORWARD, BACKWARD, BOTH = "forward", "backward", "forward+backward"
+INFERENCE, TRAINING, LATENCY = "inference", "training", "latency"
 
 
 @dataclass(frozen=True)

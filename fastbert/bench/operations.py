@@ -16,12 +16,13 @@ from torch import Tensor
 from fastbert import ops
 from fastbert.bench import peers
 from fastbert.bench.encoder import Notify, default_device, default_dtypes, half_padded
+from fastbert.bench.limits import BOTH, FORWARD
 from fastbert.bench.timing import alternate, input_sets
 from fastbert.ops import backend as backends
+from fastbert.ops.backend import dtype_name
 from fastbert.testing import parity
 from fastbert.testing.cases import TABLE_OF, Case, Inputs
 
-FORWARD, TRAINING = "forward", "forward+backward"
 PEER = "torch"
 
 
@@ -118,7 +119,7 @@ def bench_ops(
         if names and case.op not in names:
             continue
         for dtype in dtypes:
-            notify(f"{case.op} {case.name}, {_name(dtype)}")
+            notify(f"{case.op} {case.name}, {dtype_name(dtype)}")
             rows += _bench_case(case, dtype, device, seconds, gates)
     return rows
 
@@ -140,8 +141,8 @@ def _bench_case(
     sets = rotated_inputs(case, dtype, device)
     chosen = chosen_backend(case, dtype, device)
     rows = []
-    for direction in (FORWARD, TRAINING):
-        common = (case.op, case.name, _name(dtype), device, direction)
+    for direction in (FORWARD, BOTH):
+        common = (case.op, case.name, dtype_name(dtype), device, direction)
         calls = {engine: build(case.op, engine, direction, sets) for engine in engines}
         with torch.inference_mode(direction == FORWARD):
             timings = alternate(calls, device=device, seconds=seconds)
@@ -237,7 +238,3 @@ def without_seed(inputs: Inputs) -> Inputs:
 
 def _with_backend(inputs: Inputs, backend: str) -> Inputs:
     return Inputs(inputs.positional, {**inputs.keyword, "backend": backend}, inputs.gradients)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
