@@ -188,17 +188,32 @@ def _compiled(engine: Runtime, config, folder: Path, threads: int) -> Built:
     return built
 
 
+def openvino_options(form: str, threads: int) -> dict[str, Any]:
+    return {
+        "INFERENCE_PRECISION_HINT": "bf16" if form == BF16 else "f32",
+        "INFERENCE_NUM_THREADS": threads,
+        "NUM_STREAMS": 1,
+        "PERFORMANCE_HINT": "LATENCY",
+    }
+
+
+def onnx_session(path: Path, threads: int, *, spin: bool = True) -> Any:
+    """Load a model; with ``spin``, idle threads spin, as is the default of ONNX Runtime."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+    options.log_severity_level = 3
+    options.add_session_config_entry("session.intra_op.allow_spinning", str(int(spin)))
+    return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+
+
 def _openvino(engine: Runtime, config, folder: Path, threads: int) -> Built:
     import openvino
 
     core = openvino.Core()
     source = core.read_model(folder / OPENVINO)
-    options = {
-        "INFERENCE_PRECISION_HINT": "bf16" if engine.form == BF16 else "f32",
-        "INFERENCE_NUM_THREADS": threads,
-        "NUM_STREAMS": 1,
-        "PERFORMANCE_HINT": "LATENCY",
-    }
+    options = openvino_options(engine.form, threads)
     compiled = {}
 
     def prepare(batch: int, length: int) -> None:
@@ -219,12 +234,5 @@ def _openvino(engine: Runtime, config, folder: Path, threads: int) -> Built:
 
 
 def _onnxruntime(engine: Runtime, config, folder: Path, threads: int) -> Built:
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
-    options.log_severity_level = 3
-    session = onnxruntime.InferenceSession(
-        str(folder / ONNX), options, providers=["CPUExecutionProvider"]
-    )
+    session = onnx_session(folder / ONNX, threads)
     return Built(lambda batch: session.run(None, batch)[0], lambda batch: batch, np.asarray)
