@@ -208,9 +208,7 @@ def _bench_shape(
             )
         )
     for name, reason in refused.items():
-        rows.append(
-            EncoderRow(*place, name, *common, refused=reason)
-        )
+        rows.append(EncoderRow(*place, name, *common, refused=reason))
     return rows
 
 

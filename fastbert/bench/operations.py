@@ -17,7 +17,7 @@ from fastbert import ops
 from fastbert.bench import peers
 from fastbert.bench.encoder import Notify, default_device, default_dtypes, half_padded
 from fastbert.bench.limits import BOTH, FORWARD
-from fastbert.bench.timing import alternate, input_sets
+from fastbert.bench.timing import MAX_INPUT_SETS, alternate, input_sets
 from fastbert.ops import backend as backends
 from fastbert.ops.backend import dtype_name
 from fastbert.testing import parity
@@ -175,11 +175,35 @@ def served(case: Case, dtype: torch.dtype, device: str) -> list[str]:
     ]
 
 
-def rotated_inputs(case: Case, dtype: torch.dtype, device: str) -> list[Inputs]:
-    """Return so many sets of inputs, of different seeds, that they do not stay in the caches."""
+def rotated_inputs(
+    case: Case, dtype: torch.dtype, device: str, *, at_most: int = MAX_INPUT_SETS
+) -> list[Inputs]:
+    """Return sets of inputs that together overflow the caches, with the strides of the case."""
     first = case.inputs(dtype, device)
     size = sum(value.nbytes for _, value in first.items() if isinstance(value, Tensor))
-    return [first, *(case.inputs(dtype, device, seed) for seed in range(1, input_sets(size)))]
+    count = input_sets(size, at_most=at_most)
+    return [first, *(other_values(first, shift) for shift in range(1, count))]
+
+
+def other_values(inputs: Inputs, shift: int) -> Inputs:
+    """Return inputs with rolled floating tensors in other memory, which keep their statistics.
+
+    Slices of one buffer remain slices of one buffer. New random numbers would take most of the time
+    of a section.
+    """
+    buffers: dict[int, Tensor] = {}
+
+    def change(_: str, value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            return value
+        storage = value.untyped_storage()
+        if storage.data_ptr() not in buffers:
+            flat = torch.empty(0, dtype=value.dtype, device=value.device).set_(storage)
+            buffers[storage.data_ptr()] = flat.roll(17 * shift)
+        buffer = buffers[storage.data_ptr()]
+        return buffer.as_strided(value.shape, value.stride(), value.storage_offset())
+
+    return inputs.map(change)
 
 
 def chosen_backend(case: Case, dtype: torch.dtype, device: str) -> str:
