@@ -4,9 +4,9 @@
 
 Every contender is the same SentenceTransformer with the same tokenizer, batches of 32 sorted by
 length, and pooling; only the encoder differs. The contenders take turns in one process, with pauses
-for threads that spin. OpenVINO and ONNX Runtime get the exported encoder with dynamic
-shapes, as ``backend=`` of sentence-transformers does through optimum, which does not support
-transformers 5.23. A contender is refused if its embeddings are not near those of stock fp32.
+for threads that spin. OpenVINO and ONNX Runtime get the exported encoder with dynamic shapes, as
+``backend=`` of sentence-transformers does through optimum, which does not support transformers
+5.23. A contender is refused if its embeddings are not near those of stock fp32.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from benchmarks.cpu.runtimes import BF16, BY_NAME, FP32, INT8
 from fastbert.bench import contest
 from fastbert.bench.contest import ContestRow, fastest, ratio
 from fastbert.bench.encoder import EncoderShape, Notify
-from fastbert.bench.limits import Target, Work
+from fastbert.bench.limits import INFERENCE, Target, Work
 from fastbert.bench.timing import Timing, alternate
 
 # A peer whose warm call takes more than this multiple of the fastest of its group takes no turns,
@@ -82,7 +82,7 @@ def play(
     rows = {}
     for name, engine in BY_NAME.items():
         if name in workers or name in refused:
-            row = CpuRow(setting.section, series, shape.name, "encoder", engine.form, "inference",
+            row = CpuRow(setting.section, series, shape.name, "encoder", engine.form, INFERENCE,
                          name, engine.ours, unit="tokens/s", tokens=shape.tokens)  # fmt: skip
             row.refused, row.note = refused.get(name), notes.get(name)
             rows[name] = row

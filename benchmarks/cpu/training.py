@@ -15,7 +15,7 @@ from benchmarks.cpu.remote import Remote
 from benchmarks.cpu.runtimes import BF16, BY_NAME, FP32
 from fastbert.bench.contest import line
 from fastbert.bench.encoder import BASE, SMALL, STOCK, EncoderShape, half_padded
-from fastbert.bench.limits import CPU_TARGETS, Target, Work
+from fastbert.bench.limits import CPU_TARGETS, TRAINING, Target, Work
 
 # The engines are those of inference; for bf16, they run under autocast with fp32 weights.
 NAMES = {
@@ -71,7 +71,7 @@ def _play(
         workers = {}
         for name in names:
             rows[name] = row = CpuRow(
-                setting.section, f"training step, {form}", shape.name, "encoder", form, "training",
+                setting.section, f"training step, {form}", shape.name, "encoder", form, TRAINING,
                 name, BY_NAME[name].ours, unit="sequences/s", tokens=shape.tokens,
             )  # fmt: skip
             row.refused = BY_NAME[name].missing()
@@ -86,7 +86,7 @@ def _play(
     for row in rows.values():
         work = Work(3 * shape.flops)
         row.set_rates(len(shape.lengths), work, setting.ceilings.limits(form))
-    target = CPU_TARGETS.get(("training", form), Target())
+    target = CPU_TARGETS.get((TRAINING, form), Target())
     judge(list(rows.values()), lambda row: target, {form: lambda row: not row.ours})
     for row in rows.values():
         setting.notify(f"  {line(row)}")

@@ -29,6 +29,7 @@ from fastbert.ops.backend import dtype_name
 from fastbert.testing.cases import Inputs
 from fastbert.testing.compare import Comparison
 
+# Sets of inputs of a match; more sets would take much memory.
 MOST_SETS = 8
 # Plain calls whose mean is ``host_seconds``.
 HOST_CALLS = 10

@@ -112,7 +112,7 @@ def judge(
 ) -> None:
     """Set the ratio, the floor and the goal of every timed row of fastbert at one shape.
 
-    ``is_peer`` says of a row and another one whether the ratio may refer to the other one.
+    ``is_peer(row, other)`` tells whether the ratio of ``row`` may refer to ``other``.
     """
     for row in rows:
         if not row.ours or row.seconds is None:
@@ -142,9 +142,9 @@ def line(row: ContestRow) -> str:
     short, rate = row.seconds < 1e-3, row.rate or 0.0
     text += f" {1e6 * row.seconds:>9.1f} µs" if short else f" {1e3 * row.seconds:>9.2f} ms"
     text += f"  {rate:>10,.0f} {row.unit}" if rate >= 1e3 else f"  {rate:>10.4g} {row.unit}"
-    if row.ratio is not None:
-        text += f"  {row.ratio:.2f}× {row.against}"
-    return ", ".join(filter(None, [text, verdict(row)]))
+    if row.ratio is None:
+        return text
+    return ", ".join(filter(None, [f"{text}  {row.ratio:.2f}× {row.against}", verdict(row)]))
 
 
 def to_dict(row: ContestRow) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fastbert import ops
 from fastbert.bench import peers
+from fastbert.bench.attention_peers import leaves
 from fastbert.bench.encoder import Notify, default_device, default_dtypes, half_padded
 from fastbert.bench.limits import BOTH, FORWARD
 from fastbert.bench.timing import MAX_INPUT_SETS, alternate, input_sets
@@ -245,13 +246,11 @@ def _run(function: Callable[..., Tensor], inputs: Inputs) -> Tensor:
 
 def _leaves(function: Callable[..., Tensor], inputs: Inputs) -> tuple[Inputs, list[Tensor], Tensor]:
     """Return inputs with leaves, the leaves that need gradients, and a gradient of the output."""
-    leaves = inputs.map(
-        lambda name, v: v.detach().requires_grad_() if name in inputs.gradients else v
-    )
-    named = dict(leaves.items())
+    ready = leaves(inputs)
+    named = dict(ready.items())
     with torch.no_grad():
-        gradient = torch.randn_like(_run(function, leaves))
-    return leaves, [named[name] for name in inputs.gradients], gradient
+        gradient = torch.randn_like(_run(function, ready))
+    return ready, [named[name] for name in inputs.gradients], gradient
 
 
 def without_seed(inputs: Inputs) -> Inputs:
