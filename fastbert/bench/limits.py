@@ -1,4 +1,4 @@
-"""The limits of a GPU, the least work of each operation, and the goals of fastbert.
+"""The limits of a GPU, the least work of each operation, and fastbert's goals on GPU and CPU.
 
 A figure is compared with two bounds. One is computed from the rates of a known GPU (``H200``): the
 datasheet's, and those of a large copy and a large product. The other is computed from the same copy
@@ -16,7 +16,8 @@ from fastbert.testing.cases import TABLE_OF, Case
 
 # Share of the tokens that have a masked-LM label, as in the registry of cases.
 LABELLED = 0.15
-FORWARD, BACKWARD = "forward", "backward"
+FORWARD, BACKWARD, BOTH = "forward", "backward", "forward+backward"
+INFERENCE, TRAINING, LATENCY = "inference", "training", "latency"
 
 
 @dataclass(frozen=True)
@@ -161,7 +162,27 @@ GOALS = {
 # Up to this length, memory is the bound of attention, and its goal is a fraction of that bound.
 MEMORY_BOUND_LENGTH = 256
 MEMORY_BOUND_FRACTION = 0.8
-# Goals of the ratio: time of the fastest peer in the same run, over the time of fastbert.
+
+
+@dataclass(frozen=True)
+class Target:
+    """The lowest ratio that is accepted, and the ratio that is the goal; None if there is none."""
+
+    floor: float | None = None
+    goal: float | None = None
+
+
+# BERT-base on a CPU, by the kind of batch and the format of fastbert: the ratio to its peers.
+CPU_TARGETS = {
+    ("full", "bf16"): Target(2.0, 3.0),
+    ("half padded", "bf16"): Target(3.5, 5.0),
+    ("one sequence", "bf16"): Target(1.3, 1.5),
+    ("full", "fp32"): Target(1.2),
+    ("half padded", "fp32"): Target(2.0),
+    ("8×128", "int8"): Target(1.5),
+    ("training", "bf16"): Target(2.0),
+}
+# Goals of the ratio on a GPU: time of the fastest peer in the same run, over the time of fastbert.
 RATIO_GOALS = {
     "feed_forward": 1.25,
     "linear_gelu": 1.25,

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from fastbert.bench.encoder import EncoderRow
+from fastbert.bench.limits import FORWARD
 from fastbert.bench.machine import Machine
-from fastbert.bench.operations import FORWARD, OpRow
+from fastbert.bench.operations import OpRow
 
 OURS, THEIRS = "#2a6fbb", "#b0b0b0"
 

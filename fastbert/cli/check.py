@@ -70,6 +70,11 @@ def check(
         return
     one_of("--backend", backend, BACKENDS)
     one_of("--dtype", dtype, DTYPES)
+    if op is not None:
+        from fastbert.testing.cases import OPS
+        from fastbert.testing.model_parity import CASE
+
+        one_of("--op", op, (*OPS, CASE.op))
     if cases and case is not None:
         raise ValueError(f"--case: got {case!r} with --cases, allowed: one of the two options")
     if cases and quick:

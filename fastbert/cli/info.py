@@ -138,7 +138,7 @@ def _choices(device: str) -> list[dict[str, str]]:
     rows = []
     for op in (*sorted(backend.TABLES), "encoder"):
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            name = str(dtype).removeprefix("torch.")
+            name = backend.dtype_name(dtype)
             try:
                 request = backend.Request(device, dtype, head_dim=64)
                 if op == "encoder":

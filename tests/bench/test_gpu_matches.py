@@ -17,23 +17,24 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # benchmarks/ is no p
 
 from benchmarks.gpu import bench, contenders, contest, gemm
 from benchmarks.gpu.contest import Deadline, GpuRow, Setting
-from benchmarks.gpu.judge import Judge, other_values, rotated, sample
+from benchmarks.gpu.judge import Judge, sample
 from benchmarks.gpu.match import Contender, Match
 from fastbert.bench import limits, peers
 from fastbert.bench.attention_peers import Prepared, of_function
 from fastbert.bench.machine import Machine, describe
+from fastbert.bench.operations import other_values, rotated_inputs
 from fastbert.bench.plots import plot_matches
 from fastbert.bench.timing import Timing
 from fastbert.testing.cases import Case
 
-ONCE = Setting("toy", "cpu", 0.0, limits.H200, limits.H200)
+ONCE = Setting("toy", 0.0, print, "cpu", limits.H200, limits.H200)
 
 
 @pytest.fixture(autouse=True)
 def few_calls(monkeypatch):
     """One input set beyond the first, three samples of one call: the times mean nothing here."""
     honest = contest.alternate
-    monkeypatch.setattr("benchmarks.gpu.judge.MOST_SETS", 2)
+    monkeypatch.setattr(contest, "MOST_SETS", 2)
     monkeypatch.setattr(
         contest, "alternate", lambda calls, **o: honest(calls, **o, min_samples=2, max_samples=2)
     )
@@ -214,7 +215,7 @@ def test_samples_are_small_and_spread():
 
 
 def test_rotated_inputs_differ():
-    sets = rotated(Case("layer_norm", "toy", (8, 32)), torch.float32, "cpu")
+    sets = rotated_inputs(Case("layer_norm", "toy", (8, 32)), torch.float32, "cpu", at_most=2)
     assert len(sets) == 2
     assert not torch.equal(sets[0].positional["x"], sets[1].positional["x"])
 

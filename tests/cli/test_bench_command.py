@@ -58,7 +58,9 @@ def test_red_is_not_timed(run, monkeypatch):
 
 
 def test_unknown_operation(refused):
-    assert "got 'softmax', allowed: attention" in refused(*QUICK, "softmax")
+    message = refused(*QUICK, "softmax")
+    assert "--op: got 'softmax', allowed: attention" in message
+    assert message.endswith(", encoder")
 
 
 def test_unknown_picture(refused):
