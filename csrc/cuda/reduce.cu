@@ -1,7 +1,7 @@
-// The second, small reduction of parameters' gradients: partial sums of row blocks to their total.
+// The second reduction of parameters' gradients, which adds the partial sums of blocks of rows.
 //
-// A block owns 32 columns. Its 8 warps each add every eighth partial row, reading 128 bytes at a
-// time, and the first warp adds the 8 results.
+// A block owns 32 columns. Each of its 8 warps adds every eighth partial row in reads of 128 bytes,
+// and the first warp adds the 8 results.
 
 #include "reduce.cuh"
 

@@ -1,5 +1,5 @@
-// Sums over the threads that share a row, and over partial sums. Fixed order, no atomics: reruns
-// agree bit for bit.
+// Sums over the threads that share a row, and over partial sums. Every sum has a fixed order and no
+// atomics, so reruns agree bit for bit.
 
 #pragma once
 
@@ -23,13 +23,14 @@ inline __device__ Pair warp_sum(Pair p) {
   return p;
 }
 
-// Shared memory of one row_sum. Consecutive sums alternate between two, which saves a barrier.
+// The shared memory of one row_sum. Consecutive sums alternate between two of these, which saves a
+// barrier.
 template <int kThreads>
 struct RowSums {
   Pair warp[kThreads / 32];
 };
 
-// The sums over the kThreads threads of a row, given to all of them.
+// Returns the sums over the kThreads threads of a row to each of these threads.
 template <int kThreads>
 __device__ Pair row_sum(Pair p, RowSums<kThreads>& shared) {
   p = warp_sum(p);
@@ -45,7 +46,8 @@ __device__ Pair row_sum(Pair p, RowSums<kThreads>& shared) {
   return total;
 }
 
-// out[n] = sum over i < count of partial[i][n], a (count, columns) matrix, written in `format`.
+// out[n] = sum over i < count of partial[i][n]. `partial` is a (count, columns) matrix, and `out`
+// is written in `format`.
 struct SumPartials {
   const float* partial;
   int64_t count, columns, stride;
