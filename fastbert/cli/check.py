@@ -48,7 +48,7 @@ def check(
     ] = False,
     arch: Annotated[
         str,
-        typer.Option(help="With --aot: Architectures to compile for, by commas; 80 is sm_80."),
+        typer.Option(help="With --aot: architectures to compile for, by commas; 80 is sm_80."),
     ] = "80,90,100",
     as_json: Annotated[
         bool, typer.Option("--json", help="Print a row for every tensor as JSON on stdout.")

@@ -20,8 +20,8 @@ def _option(panel: str, text: str, *names: str) -> Any:
     return typer.Option(*names, help=text, rich_help_panel=panel)
 
 
-# The defaults repeat the defaults of PretrainOptions, because importing that class would import torch
-# for --help. A test compares both.
+# The defaults repeat the defaults of PretrainOptions, whose import would import torch for --help. A
+# test compares both.
 def pretrain(
     corpus: Annotated[
         Path,
