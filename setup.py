@@ -31,7 +31,7 @@ ARCHITECTURES_BEFORE_12_8 = "8.0;9.0+PTX"
 
 
 def wants_cuda() -> bool:
-    """Return whether to compile CUDA code, which needs a CUDA build of torch and a toolkit."""
+    """Return whether to compile CUDA code; this needs a CUDA torch and a toolkit, but no GPU."""
     request = os.environ.get("FASTBERT_CUDA", "")
     if request not in ("", "0", "1"):
         sys.exit(f"fastbert: FASTBERT_CUDA: got {request!r}, allowed: 0, 1 or unset")
