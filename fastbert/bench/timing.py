@@ -135,12 +135,12 @@ def alternate(
 
     Args:
         candidates: Functions of an index, by which a candidate picks one of its input sets.
-        device: Where the calls run; it chooses the stopwatch.
+        device: Device of the calls, which selects the stopwatch.
         seconds: Limit of the total time, once there are ``min_samples`` samples.
         min_samples, max_samples: Limits of the number of samples.
         watch: Measures candidates that are not functions of this process.
-        once: Seconds of one call of each candidate that the caller has warmed up, which are the
-            first samples.
+        once: Seconds of one warm call of each candidate, which the caller has measured. They are
+            the first samples.
         settle: Pause before each sample, in seconds.
     """
     watch = watch or Stopwatch(device)
@@ -173,7 +173,7 @@ def alternate(
 
 
 def summarize(times: Sequence[float]) -> Timing:
-    """Return the median and the percentiles; below ten samples, the latter are the extremes."""
+    """Return the median and the percentiles, which are the extremes below ten samples."""
     ordered = sorted(times)
     tenth = len(ordered) // 10
     return Timing(

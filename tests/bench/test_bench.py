@@ -1,4 +1,4 @@
-"""The benchmarks' own correctness: what is timed, beside what, and what is refused."""
+"""``fastbert.bench``: the timed calls, the peers, the rows and the refusals."""
 
 from __future__ import annotations
 

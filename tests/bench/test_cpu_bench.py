@@ -1,4 +1,4 @@
-"""The CPU benchmark: one real run on tiny shapes, and its rules on made-up times."""
+"""The CPU benchmark: a real run on tiny shapes, and its rules on invented times."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_the_shapes_and_targets():
     assert target("BERT-base 4×512 full", "fastbert int8") == Target()
 
 
-# Rows and workers made up
+# Invented rows and workers
 
 
 def row(name: str, seconds: float | None = None, label: str = "l") -> CpuRow:
@@ -134,7 +134,7 @@ def contest_dict(found: CpuRow) -> dict:
 
 
 class Fake:
-    """A worker whose calls take as long as it is told."""
+    """A worker whose calls report the given times."""
 
     def __init__(self, seconds: float, sample=(1.0, 2.0)) -> None:
         self.seconds, self.sample, self.calls = seconds, list(sample), 0
@@ -242,7 +242,7 @@ def test_a_worker_gives_its_reason_and_can_end(tmp_path):
 def test_limits_are_measured():
     found = ceilings.measure(1, size=64, copied=1 << 20)
     assert set(found.products) == set(found.units) == set(ceilings.FORMATS)
-    # Slower than any processor of this century would be a broken loop.
+    # A lower rate would mean that the loop is broken.
     assert min(found.products.values()) > 1e9
     assert found.limits("fp32").measured_flops == found.products["fp32"]
     assert found.bytes > 1e8

@@ -1,4 +1,4 @@
-"""The GPU command's own machinery: sections, limits, logs, the summary."""
+"""The GPU command: its sections, time limits, logs and summary."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_the_build_must_have_cuda(tmp_path):
 
 def test_a_section_is_ended_at_its_limit(tmp_path, monkeypatch):
     monkeypatch.setattr(sections, "LIMIT_S", 1)
-    # A child of the command must end as well.
+    # A child process of the command must end, too.
     sleep = "import time; time.sleep(60)"
     code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {sleep!r}])"
     result, _ = run(Section("check", "", ((PYTHON, "-c", code),)), tmp_path)

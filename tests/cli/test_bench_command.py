@@ -13,7 +13,7 @@ QUICK = ("bench", "--quick", "--op")
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
-    """These tests look at what is printed, not at how fast anything is."""
+    """Take one sample of each call, because these tests check the output and not the times."""
     honest = operations.alternate
 
     def alternate(calls, *, device, seconds):

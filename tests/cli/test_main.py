@@ -1,4 +1,4 @@
-"""What holds for every command: help, speed of import, and how mistakes and bugs are told apart."""
+"""All commands: help, time of the import, and the difference between mistakes and bugs."""
 
 from __future__ import annotations
 
