@@ -383,7 +383,7 @@ def attention_backward(
     dbias: Tensor | None = None,
     path: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients of `attention_forward`; arguments that are not listed are as there.
+    """Compute the gradients of `attention_forward`, which describes the other arguments.
 
     Args:
         dout: Gradient of out, in its shape and dtype, at any strides.

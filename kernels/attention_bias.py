@@ -64,7 +64,7 @@ def _bias_gradient_kernel(
     SCALING: tl.constexpr, SUMS_ROWS: tl.constexpr, SUMS_KEYS: tl.constexpr,
 ):  # fmt: skip
     """Write one tile of the gradient of the bias, or one partial sum of the tile."""
-    # The program's tile of the gradient, and its share of the tile's combinations.
+    # A program computes a tile of the gradient over its share of the tile's combinations.
     row_tiles = q_blocks
     key_tiles = k_blocks
     if SUMS_ROWS:

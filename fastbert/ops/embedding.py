@@ -68,7 +68,7 @@ def embedding(
 
     Raises:
         IndexError: If an id is out of range on the CPU. On a GPU it is an error of the device,
-            except with ``backend="triton"``, which makes the row NaN because a look would
+            except with ``backend="triton"``, which makes the row NaN because a check would
             synchronise.
         ValueError: If a shape, a device or a value is not allowed, if only one of a table and its
             indices is None, or if `backend` cannot serve the call.

@@ -140,7 +140,7 @@ def free_logits(queries: int, keys: int, causal: bool = False, window: Any = Non
 def _batch(pick: Pick) -> tuple[int, int, int, int]:
     """Choose the numbers of sequences and heads and the head dim, and the longest length.
 
-    The longest length is that which the limits allow for the chosen sizes.
+    The chosen sizes and the limits give the longest length.
     """
     sequences, heads = pick.one(((1, 1), (1, 2), (1, 3), (2, 1), (2, 2), (3, 1), (4, 1)))
     head_dim = _head_dim(pick)
@@ -153,7 +153,7 @@ def _batch(pick: Pick) -> tuple[int, int, int, int]:
 
 
 def _until_free(draw: Callable[[], tuple[Any, int]]) -> Any:
-    """Draw until at least ``FEWEST_LOGITS`` logits are free, and return what was drawn.
+    """Draw until at least ``FEWEST_LOGITS`` logits are free, and return the draw.
 
     `draw` returns a draw and the number of its free logits.
     """
