@@ -73,7 +73,7 @@ class Problem(NamedTuple):
         q_blocks = triton.cdiv(self.max_q, tile.block_m)
         k_blocks = triton.cdiv(self.max_k, tile.block_n)
         if self.arguments["IS_VARLEN"]:
-            # Each sequence has a block, because blocks of the last sequence zero rows without a sequence.
+            # Each sequence has a block, because the last sequence zeros the rows beyond it.
             q_blocks, k_blocks = max(q_blocks, 1), max(k_blocks, 1)
         available = {
             **self.arguments,

@@ -299,7 +299,7 @@ def _short_backward_kernel(
         none = opaque_zero(item)
         keys = tl.arange(0, BLOCK_N)
         if BLOCK_N <= 64 or HAS_DROPOUT or IS_VARLEN:
-            # These forms need the addition or spill on sm_80; the other forms would spill on sm_100.
+            # These forms spill on sm_80 without the addition; the other forms spill on sm_100 with it.
             keys += none
         q_start, q_len = sequence_bounds(batch, cu_seqlens_q_ptr, q_length, IS_VARLEN)
         k_start, k_len = sequence_bounds(batch, cu_seqlens_k_ptr, k_length, IS_VARLEN)

@@ -121,7 +121,7 @@ def test_empty_sizes_give_a_gradient_of_zeros(shape, device):
 
 @pytest.mark.parametrize("dtype", [SINGLE, HALF, BRAIN])
 def test_a_row_that_finfo_min_hides_altogether_attends_all_alike(dtype, device):
-    """The weights of the row are 1 / Lk, because finfo.min absorbs every logit and log(Lk)."""
+    """The weights are 1 / Lk: finfo.min absorbs every logit, and the log-sum-exp lacks log(Lk)."""
     q, k, v, dout = (normal(1, 2, 40, 16, dtype=dtype, device=device) for _ in range(4))
     bias = torch.zeros(1, 1, 40, 40, dtype=SINGLE, device=device)
     bias[..., :10, :] = torch.finfo(SINGLE).min
@@ -132,7 +132,7 @@ def test_a_row_that_finfo_min_hides_altogether_attends_all_alike(dtype, device):
     actual = attention_backward(dout, q, k, v, out, lse, bias=expanded, scale=scale, dbias=dbias)
 
     def function(q, k, v):
-        # finfo.min absorbs the logits of hidden rows in fp32; a float64 oracle would keep the logits.
+        # In fp32, finfo.min absorbs the logits of hidden rows; in float64, it would not.
         rows = reference.attention(q[:, :, 10:], k, v, scale=scale)
         alike = v.mean(dim=2, keepdim=True).expand(1, 2, 10, 16)
         return torch.cat([alike, rows], dim=2)

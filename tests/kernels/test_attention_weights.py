@@ -118,7 +118,7 @@ def test_gradients_of_chosen_weights(backend, is_packed, device):
 
 
 def test_weights_on_request_take_the_forwards_lse(device):
-    """In 16 bit the saved log-sum-exp gives weights that pass as the weights without it do."""
+    """In 16 bit, weights from the saved log-sum-exp and weights without it both pass."""
     q, k = pairs(HALF, device)
     out, weights = ops.attention(q, k, k, return_weights=True, backend="triton")
     alone = ops.attention_weights(q, k, backend="triton")
