@@ -26,8 +26,8 @@ def _normal_tail(a):
     """Return 1 - Φ(a) and exp(-a² / 2) for a >= 0, as csrc/normal_tail.h computes them.
 
     The tail is exp(-a² / 2) r P(1 - 8 r) with r = 1 / (a + 4) and a minimax polynomial P, whose
-    relative error is 9e-9. This takes half the instructions of erf and no branch, and the density
-    needs the same exponential.
+    relative error is 9e-9. This form takes half the instructions of erf and no branch, and the
+    density needs the same exponential.
     """
     bell = tl.exp2(a * a * (-0.5 * LOG2E))
     r = 1.0 / (a + 4.0)

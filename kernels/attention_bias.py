@@ -7,7 +7,7 @@ elements. The sum stays in registers and has a fixed order, so there are no atom
 bitwise. Blocks outside the window or the sequence are skipped.
 
 If many combinations share few tiles, as for a bias (1, H, 1, Lk), several programs divide the
-combinations of a tile, and a second launch adds their partial sums.
+combinations of a tile. A second launch then adds their partial sums.
 """
 
 from __future__ import annotations

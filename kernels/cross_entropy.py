@@ -7,7 +7,7 @@ and no product is spent on a row without a label. The loads of the products gath
 hidden by this list.
 
 The forward keeps the maximum and the sum of exponentials of the logits of each row (Milakov and
-Gimelshein 2018), over parts of the vocabulary that are combined in a fixed order. Both are kept
+Gimelshein 2018). It combines parts of the vocabulary in a fixed order. Both numbers are kept
 because the rounding of their log-sum-exp is as coarse as the rounding of a logit. At a logit of
 1e4, this rounding changes a probability by 0.05 %. Parts and tiles depend on the vocabulary alone,
 so a row's loss has the same bits in every batch.

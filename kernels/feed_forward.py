@@ -2,7 +2,7 @@
 
 ``fastbert.activations`` lists the activations. A gated activation (Shazeer 2020) applies its
 function to the first half of the columns and multiplies the result by the second half. The backward
-reads the pre-activation, which is kept with its bias: without the bias, rounding could change the
+reads the pre-activation, which is kept with its bias. Without the bias, rounding could change the
 sign of a sum near 0, and the slope of ReLU depends on that sign alone.
 """
 

@@ -117,10 +117,10 @@ def short_attention_tile(
       longest sequence of its batch. K and V take 32 KiB per 128 keys at D = 64. Up to 128 keys the
       next query tile is loaded ahead; beyond, its 16 KiB would cost the third program.
     - Backward: dk and dv [128, 64] take 64 registers on 8 warps, and the tiles [128, 32] of P and
-      dP take 32. With addresses and dropout the sum is 242, which leaves room for one program. Up
-      to 64 keys, 4 warps are enough, and two programs fit. sm_80 copies through registers and takes
-      tiles of 16 queries. On sm_100 the products are in tensor memory; dropout spills on 8 warps
-      and has room on 4.
+      dP take 32. With addresses and dropout a thread takes 242, which leaves room for one program.
+      Up to 64 keys, 4 warps are enough, and two programs fit. sm_80 copies through registers and
+      takes tiles of 16 queries. On sm_100 the products are in tensor memory; dropout spills on 8
+      warps and has room on 4.
 
     Args:
         pass_name: "forward" or "backward".

@@ -93,7 +93,7 @@ def embedding(
             require_floating(name, table)
             got = f"shape {tuple(table.shape)}"
             require(table.dim() == 2 and table.shape[1] == columns, name, got, f"(rows, {columns})")
-            allowed = f"{word_table.dtype}, as words"
+            allowed = f"{word_table.dtype}, as word_table"
             require(table.dtype == word_table.dtype, name, table.dtype, allowed)
     require_shape("weight", weight, (columns,))
     if bias is not None:
