@@ -1,11 +1,11 @@
 """The embedding of a BERT input, dropout(LN(word + type + position)), and its backward.
 
-The forward gathers and sums three table rows, and applies layer norm and dropout, in one pass
-(Devlin et al. 2019, figure 2). One pass of the backward computes the gradient of each row's sum,
-which the tables then collect without atomics. All three indices become keys in one numbering of the
-tables' rows. After a sort, equal keys are a run, and the sum of a run is the gradient of its table
-row. Programs sum the runs in fixed chunks of the sorted keys. A second launch adds up the runs that
-cross chunks, such as token types and [CLS]. Every sum has a fixed order, so reruns agree bitwise.
+Forward: three gathers, their sum, layer norm and dropout in one pass (Devlin et al. 2019, figure
+2). Backward: one pass over the rows gives the gradient of each row's sum, which the tables then
+collect without atomics. All three indices become keys in one numbering of the tables' rows; sorted,
+equal keys are a run, and the sum of a run is the gradient of its table row. Programs sum the runs
+in fixed chunks of the sorted keys; a second launch adds up the runs that cross chunks (token types,
+[CLS]). Every sum has a fixed order: reruns agree bitwise.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fastbert.kernels.norm_rows import (
 from fastbert.kernels.reduction import sum_planes
 from fastbert.kernels.tiles import row_programs, row_tile, run_sum_tile
 
-# One program makes the keys of this many rows.
+# Rows whose keys one program makes.
 KEYS_PER_PROGRAM = 1024
 
 # The ids, token types and positions, and the tables that they index.
@@ -43,7 +43,7 @@ def _gather(
     index_ptr, table_ptr, rows, cols, inside,
     stride_index, stride_table, rows_total, table_rows,
 ):  # fmt: skip
-    """Load table rows in fp32 [BLOCK_M, BLOCK_N]; a row whose index is out of range is NaN."""
+    """Table rows in fp32 [BLOCK_M, BLOCK_N]; NaN where the index is none of the table's rows."""
     pointers = index_ptr + rows.to(tl.int64) * stride_index
     index = tl.load(pointers, mask=rows < rows_total, other=0).to(tl.int64)
     found = ((index >= 0) & (index < table_rows))[:, None]
@@ -60,7 +60,7 @@ def _gathered_sum(
     rows_total, words, types, positions,
     HAS_TYPES: tl.constexpr, HAS_POSITIONS: tl.constexpr,
 ):  # fmt: skip
-    """Return word + type + position in fp32, 0 outside the rows."""
+    """word + type + position in fp32, 0 outside the rows."""
     total = _gather(
         ids_ptr, word_table_ptr, rows, cols, inside, stride_ids, stride_word, rows_total, words
     )
@@ -159,7 +159,7 @@ def _store_keys(
     keys_ptr, index_ptr, rows, stride_index, rows_total, limit,
     first_key, table_rows, skipped, no_key,
 ):  # fmt: skip
-    """Store first_key + index of each row below limit, or no_key if skipped or out of range."""
+    """first_key + index of each row below limit; no_key for an index to skip or out of range."""
     pointers = index_ptr + rows.to(tl.int64) * stride_index
     index = tl.load(pointers, mask=rows < rows_total, other=-1).to(tl.int64)
     counts = (index >= 0) & (index < table_rows) & (index != skipped)
@@ -174,7 +174,7 @@ def _keys_kernel(
     rows_total, entries, words, types, positions, padding_idx,
     HAS_TYPES: tl.constexpr, HAS_POSITIONS: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Store the keys of the types, the positions and the words, then no_key up to the end."""
+    """Stores the keys of the types, the positions and the words; no_key in the entries after."""
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     no_key = words + types + positions
     if HAS_TYPES:
@@ -202,7 +202,7 @@ def _store_gradients(
     keys, gradients, chosen, cols, dword_ptr, dtype_ptr, dposition_ptr, columns, words, types,
     HAS_TYPES: tl.constexpr, HAS_POSITIONS: tl.constexpr,
 ):  # fmt: skip
-    """Store chosen rows of gradients, fp32 [BLOCK_M, BLOCK_N], in the table rows of their keys."""
+    """Chosen rows of fp32 gradients [BLOCK_M, BLOCK_N] into the table rows of their keys."""
     gradients = narrow(gradients, dword_ptr.dtype.element_ty)
     rows = keys.to(tl.int64)[:, None]
     offsets = rows * columns + cols[None, :]
@@ -224,11 +224,10 @@ def _run_sums_kernel(
     HAS_TYPES: tl.constexpr, HAS_POSITIONS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Sum the runs of equal keys inside one chunk of BLOCK_M entries.
+    """Sums the runs of equal keys inside one chunk of BLOCK_M entries.
 
-    The sum of a run inside the chunk is stored in its table row. The part of a run that began in an
-    earlier chunk is stored in partials[0, chunk]. The part of a run that begins here and goes on in
-    the next chunk is stored in partials[1, chunk].
+    A run inside the chunk goes to its table row; the part of one that began in an earlier chunk to
+    partials[0, chunk], the part of one that goes on in the next chunk to partials[1, chunk].
     """
     column_blocks = tl.cdiv(columns, BLOCK_N)
     chunk = tl.program_id(0) // column_blocks
@@ -246,14 +245,14 @@ def _run_sums_kernel(
     offsets = row.to(tl.int64)[:, None] * columns + cols[None, :]
     inside = is_key[:, None] & (cols < columns)[None, :]
     dsum = tl.load(dsum_ptr + offsets, mask=inside, other=0.0)
-    # Row i of the product is the sum over the entries with the key of entry i. 0 and 1 are exact.
+    # Row i of the product is the sum over the entries of i's key. 0 and 1 are exact in any dtype.
     same = (keys[:, None] == keys[None, :]).to(tl.float32)
     sums = dot(narrow(same, dsum.dtype), dsum, tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
     is_first = entries == chunk * BLOCK_M
     went_on = is_first & (keys == before) & is_key
     starts = (is_first | (keys != before)) & ~went_on & is_key
     goes_on = starts & (keys == after)
-    # went_on and goes_on are true for at most one entry each.
+    # One row at most of either kind.
     partials = partials_ptr + chunk.to(tl.int64) * columns + cols
     part = tl.sum(tl.where(went_on[:, None], sums, 0.0), axis=0)
     tl.store(partials, part, mask=cols < columns)
@@ -273,7 +272,7 @@ def _crossing_runs_kernel(
     HAS_TYPES: tl.constexpr, HAS_POSITIONS: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Add the parts of the run, if any, that begins in this chunk and goes on in the next."""
+    """Adds the parts of the run that begins in this chunk and goes on in the next; one at most."""
     column_blocks = tl.cdiv(columns, BLOCK_N)
     chunk = tl.program_id(0) // column_blocks
     chunks = tl.num_programs(0) // column_blocks
@@ -283,7 +282,7 @@ def _crossing_runs_kernel(
     last = tl.load(keys_ptr + first + CHUNK - 1)
     after = tl.load(keys_ptr + first + CHUNK, mask=chunk + 1 < chunks, other=-1)
     if (last == after) & (last != before) & (last < words + types + positions):
-        # Bisection finds the first chunk that begins with another key.
+        # The first chunk that begins with another key, by bisection.
         start, limit = chunk + 1, chunks
         for _ in range(halvings):
             middle = (start + limit) // 2
@@ -299,7 +298,7 @@ def _crossing_runs_kernel(
             parts += tl.load(partials_ptr + offsets, mask=inside, other=0.0)
         offsets = (chunks + chunk).to(tl.int64) * columns + cols
         begun = tl.load(partials_ptr + offsets, mask=cols < columns, other=0.0)
-        # [1, BLOCK_N]
+        # One row, in the shape that the stores take.
         gradient = (begun + tl.sum(parts, axis=0))[None, :]
         keys = tl.zeros([1], tl.int64) + last
         _store_gradients(
@@ -309,7 +308,7 @@ def _crossing_runs_kernel(
 
 
 def _sizes(tables) -> dict:
-    """Return the arguments for the sizes of the tables; an absent table has 0 rows."""
+    """Numbers of rows of the tables; an absent table has none."""
     words, types, positions = tables
     return {
         "words": words.shape[0],
@@ -387,14 +386,13 @@ def embedding_forward(
     dropout_p: float = 0.0,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return y = dropout(LN(word + type + position)), and the mean and rstd of each row.
+    """y = dropout(LN(word + type + position)), with the row statistics that the backward needs.
 
-    The indices are ids, token types and positions, int32 or int64 (T,) at any stride. The tables
-    (V, N), (types, N) and (P, N) have one dtype, rows at any stride, and the last stride 1. weight
-    and bias are (N,) in any floating dtype; seed is int64 (1,). y (T, N) is contiguous in the dtype
-    of the tables; mean and rstd are fp32 (T,). A row with an index out of range is NaN, and nothing
-    is read outside the tables. ValueError is raised for N above 8192, another last stride, or
-    dropout without a seed.
+    indices: ids, token types and positions, int32 or int64 (T,) at any stride; tables: (V, N),
+    (types, N) and (P, N) in one dtype, rows at any stride, last stride 1; weight, bias (N,) in any
+    floating dtype; seed int64 (1,). Returns y (T, N) contiguous in the tables' dtype, mean and rstd
+    fp32 (T,). A row with an index out of range is NaN; nothing is read outside the tables.
+    ValueError: N above 8192, a last stride other than 1, dropout without a seed.
     """
     rows, columns = indices[0].shape[0], tables[0].shape[1]
     y = torch.empty((rows, columns), dtype=tables[0].dtype, device=tables[0].device)
@@ -438,7 +436,7 @@ def _keys_launch(indices, tables, keys, padding_idx: int) -> Launch:
 
 
 def _table_launches(dsum, keys, order, partials, gradients) -> Iterator[Launch]:
-    """Yield the two launches that fill the gradients of the tables with sums of runs."""
+    """The two launches that fill the gradients of the tables with sums of runs."""
     columns = dsum.shape[1]
     tile = run_sum_tile(columns, dsum.dtype)
     names = ("dword_ptr", "dtype_ptr", "dposition_ptr")
@@ -466,9 +464,9 @@ def _present(tensors) -> int:
 def table_gradients(
     dsum: Tensor, indices: Indices, tables: Tables, padding_idx: int = -1
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the gradients of the tables from dsum (T, N), contiguous, the gradient of the sum.
+    """Gradients of the tables from that of their rows' sum (T, N), contiguous.
 
-    A row of dsum that is not finite may make the rows that share its chunk of sorted keys NaN.
+    A row that is not finite may make rows that share its chunk of sorted keys NaN.
     """
     rows, columns = dsum.shape
 
@@ -485,7 +483,7 @@ def table_gradients(
     chunks = triton.cdiv(_present(indices) * rows, chunk)
     keys = torch.empty(chunks * chunk, dtype=key_dtype, device=dsum.device)
     _keys_launch(indices, tables, keys, padding_idx).run(on=dsum)
-    # The sort is torch's. It is stable, so the order is always the same.
+    # torch's radix sort, the one step that is not ours; stable, so the order is always the same.
     keys, order = torch.sort(keys, stable=True)
     partials = torch.empty((2, chunks, columns), dtype=torch.float32, device=dsum.device)
     for launch in _table_launches(dsum, keys, order, partials, gradients):
@@ -506,11 +504,11 @@ def embedding_backward(
     dropout_p: float = 0.0,
     padding_idx: int = -1,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor | None]:
-    """Return the gradients of the three tables, of weight, and of bias in the dtype of weight.
+    """Gradients of the three tables, of weight and of bias (in weight's dtype).
 
-    dy (T, N) has any strides; the other arguments are as in ``embedding_forward``. Gradients of
-    table rows without an index, and of row ``padding_idx`` of the words, are exactly 0; -1 means no
-    such row. Sums have a fixed order, so reruns agree bitwise.
+    dy (T, N) at any strides, the rest as in ``embedding_forward``. Table rows that no index names,
+    and row ``padding_idx`` of the words (-1: none), are exactly 0. Sums are fp32 in a fixed order:
+    reruns agree bitwise.
     """
     rows, columns = dy.shape
     dsum = torch.empty((rows, columns), dtype=tables[0].dtype, device=dy.device)
@@ -526,14 +524,14 @@ def embedding_backward(
 
 
 def shipped_launches() -> Iterator[Launch]:
-    """Yield representative launches on meta tensors for the ahead-of-time check."""
+    """Representative launches, on meta tensors, for the ahead-of-time gate."""
 
     def meta(dtype, *shape):
         return torch.empty(shape, dtype=dtype, device="meta")
 
     for dtype, columns, complete in (
         (torch.bfloat16, 1024, True),
-        # There are only words, and the norm has no bias.
+        # Words alone, and a norm without a bias.
         (torch.bfloat16, 768, False),
         (torch.float32, 8192, True),
     ):

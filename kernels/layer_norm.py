@@ -69,7 +69,7 @@ def _backward_kernel(
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     cols = tl.arange(0, BLOCK_N)
-    # All warps share a row, so that the sum over BLOCK_M stays inside a thread.
+    # A row lies across all warps, so that the sum over BLOCK_M stays inside a thread.
     dweight = tl.zeros([BLOCK_N], tl.float32)
     dbias = tl.zeros([BLOCK_N], tl.float32)
     dx_bias = tl.zeros([BLOCK_N], tl.float32)
@@ -86,7 +86,7 @@ def _backward_kernel(
         dy = tl.load(dy_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
         mean = tl.load(mean_ptr + rows, mask=rows < rows_total, other=0.0)
         rstd = tl.load(rstd_ptr + rows, mask=rows < rows_total, other=0.0)
-        # The weight is loaded for each tile, from the cache, because it would spill in wide rows.
+        # Loaded per tile: from the cache, where registers would spill in wide rows.
         weight = load_parameter(weight_ptr, cols, columns)
         dsum, normalised = layer_norm_gradient(dy, total, mean, rstd, weight, inside, columns)
         dweight += tl.sum(dy * normalised, axis=0)
@@ -162,12 +162,11 @@ def layer_norm_forward(
     dropout_p: float = 0.0,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return y = LN(residual + dropout(x + x_bias)), and the mean and rstd of each row.
+    """y = LN(residual + dropout(x + x_bias)), with the row statistics that the backward needs.
 
-    x and residual (R, N) have one dtype, rows at any stride, and the last stride 1. weight, bias
-    and x_bias are (N,) in any floating dtype; seed is int64 (1,). y (R, N) is contiguous in the
-    dtype of x; mean and rstd are fp32 (R,). ValueError is raised for N above 8192, another last
-    stride, or dropout without a seed.
+    x and residual (R, N) in one dtype, rows at any stride, last stride 1; weight, bias, x_bias (N,)
+    in any floating dtype; seed int64 (1,). Returns y (R, N) contiguous in x's dtype, mean and rstd
+    fp32 (R,). ValueError: N above 8192, a last stride other than 1, dropout without a seed.
     """
     rows, columns = x.shape
     y = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
@@ -180,7 +179,7 @@ def layer_norm_forward(
 
 
 def _sums_x_bias(x: Tensor, x_bias: Tensor | None) -> bool:
-    """Return whether the backward kernel sums the gradient of x_bias."""
+    """Whether the backward kernel sums the gradient of x_bias."""
     return x_bias is not None and x.shape[1] <= WIDEST_WITH_X_BIAS
 
 
@@ -219,12 +218,12 @@ def layer_norm_backward(
     has_bias: bool = True,
     dropout_p: float = 0.0,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None]:
-    """Return (dsum, dx, dweight, dbias, dx_bias) of ``layer_norm_forward``; the sum is recomputed.
+    """(dsum, dx, dweight, dbias, dx_bias) of ``layer_norm_forward``; the sum is recomputed.
 
-    dy (R, N) has any strides. dsum (R, N) is the gradient of the sum and of residual. dx is None
-    without dropout, because dx would equal dsum. dbias is None without a bias, and dx_bias without
-    x_bias. dbias has the dtype of weight. Parameter gradients are sums of a fixed number of partial
-    sums, so reruns agree bitwise.
+    dy (R, N) at any strides. dsum (R, N) is the gradient of the sum, so of residual too; dx is None
+    without dropout, where it would equal dsum, and dx_bias None without x_bias. The bias takes its
+    gradient in weight's dtype. Parameter gradients are reduced over a fixed number of partial sums:
+    reruns agree bitwise.
     """
     rows, columns = x.shape
     dsum = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
@@ -248,7 +247,7 @@ def layer_norm_backward(
 
 
 def shipped_launches() -> Iterator[Launch]:
-    """Yield representative launches on meta tensors for the ahead-of-time check."""
+    """Representative launches, on meta tensors, for the ahead-of-time gate."""
     for dtype, columns, has_bias in (
         (torch.float16, 384, True),
         # 768 and 1024 columns share this binary.

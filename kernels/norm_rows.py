@@ -1,4 +1,4 @@
-"""Tiles of whole rows in registers, for layer_norm, rms_norm and embedding."""
+"""Tiles of whole rows in registers: what layer_norm, rms_norm and embedding share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def row_offsets(
     first_row, stride_row, stride_col, rows_total, columns,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Return the rows, columns, offsets and bounds of a tile [BLOCK_M, BLOCK_N]."""
+    """Rows, columns, offsets and bounds of a tile [BLOCK_M, BLOCK_N]."""
     rows = first_row + tl.arange(0, BLOCK_M)
     cols = tl.arange(0, BLOCK_N)
     offsets = rows.to(tl.int64)[:, None] * stride_row + cols.to(tl.int64)[None, :] * stride_col
@@ -24,13 +24,13 @@ def row_offsets(
 
 @triton.jit
 def load_parameter(pointer, cols, columns):
-    """Load a weight or bias in fp32 [1, BLOCK_N], with 0 beyond the columns."""
+    """A weight or bias in fp32 [1, BLOCK_N], 0 outside."""
     return tl.load(pointer + cols, mask=cols < columns, other=0.0).to(tl.float32)[None, :]
 
 
 @triton.jit
 def keep_rows(seed_ptr, rows, dropout_threshold, BLOCK_N: tl.constexpr):
-    """Return the elements of some rows that dropout keeps, int1 [BLOCK_M, BLOCK_N]."""
+    """What dropout keeps of rows of a matrix (rows, columns), int1 [BLOCK_M, BLOCK_N]."""
     zero = tl.sum(rows, axis=0) * 0
     return dropout_keep(tl.load(seed_ptr), rows, zero, zero, 0, dropout_threshold, BLOCK_N)
 
@@ -43,7 +43,7 @@ def load_sum(
     HAS_RESIDUAL: tl.constexpr, HAS_X_BIAS: tl.constexpr, HAS_DROPOUT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Return residual + dropout(x + x_bias), fp32 and 0 outside, and the elements that are kept."""
+    """residual + dropout(x + x_bias) in fp32, 0 outside the rows, and what dropout kept."""
     rows, cols, offsets, inside = row_offsets(
         first_row, stride_x_row, 1, rows_total, columns, BLOCK_M, BLOCK_N
     )
@@ -64,8 +64,8 @@ def load_sum(
 
 @triton.jit
 def layer_norm_statistics(total, inside, columns, eps):
-    """Return total - mean, mean and 1 / sqrt(variance + eps) of rows; total must be 0 outside."""
-    # The mean of a long row far from 0 loses bits, which the mean of the differences restores.
+    """total - mean, mean and 1 / sqrt(variance + eps) of rows that are 0 outside."""
+    # The mean of a long row far from 0 loses bits; the mean of what is left after it restores them.
     mean = tl.sum(total, axis=1) / columns
     centred = tl.where(inside, total - mean[:, None], 0.0)
     correction = tl.sum(centred, axis=1) / columns
@@ -76,8 +76,8 @@ def layer_norm_statistics(total, inside, columns, eps):
 
 @triton.jit
 def layer_norm_gradient(dy, total, mean, rstd, weight, inside, columns):
-    """Return the gradient of the sum and the normalised sum; dy and weight must be 0 outside."""
-    # As in the forward, the mean of the differences corrects the mean of a row far from 0.
+    """Gradient of the sum, 0 outside, and the normalised sum; dy and weight are 0 outside."""
+    # As in the forward: what one fp32 mean of a row far from 0 leaves is taken off as well.
     centred = tl.where(inside, total - mean[:, None], 0.0)
     correction = tl.sum(centred, axis=1) / columns
     normalised = tl.where(inside, (centred - correction[:, None]) * rstd[:, None], 0.0)
@@ -89,7 +89,7 @@ def layer_norm_gradient(dy, total, mean, rstd, weight, inside, columns):
 
 
 def require_rows(**tensors: Tensor | None) -> None:
-    """Raise ValueError for the first tensor whose last stride is not 1."""
+    """ValueError naming the first tensor whose rows do not lie side by side in memory."""
     for name, tensor in tensors.items():
         if tensor is not None and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
             raise ValueError(f"{name}: got last stride {tensor.stride(-1)}, allowed: 1")

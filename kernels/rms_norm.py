@@ -1,4 +1,4 @@
-"""RMS norm of s = x + residual, forward and backward (Zhang and Sennrich 2019).
+"""weight · s / sqrt(mean(s²) + eps), s = x + residual, and its backward (Zhang and Sennrich 2019).
 
 Both passes are bound by memory: a program reads whole rows once and keeps them in registers.
 """
@@ -49,7 +49,7 @@ def _backward_kernel(
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     cols = tl.arange(0, BLOCK_N)
-    # All warps share a row, so that the sum over BLOCK_M stays inside a thread.
+    # A row lies across all warps, so that the sum over BLOCK_M stays inside a thread.
     dweight = tl.zeros([BLOCK_N], tl.float32)
     for first_row in range(program * BLOCK_M, rows_total, programs * BLOCK_M):
         total, _ = load_sum(
@@ -102,11 +102,11 @@ def _forward_launch(x, weight, y, rstd, residual, eps) -> Launch:
 def rms_norm_forward(
     x: Tensor, weight: Tensor, *, residual: Tensor | None = None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Return y = weight · s · rstd for s = x + residual, and rstd = 1 / sqrt(mean(s²) + eps).
+    """y = weight · s / sqrt(mean(s²) + eps), s = x + residual, with the 1 / sqrt of each row.
 
-    x and residual (R, N) have one dtype, rows at any stride, and the last stride 1. weight is (N,)
-    in any floating dtype. y (R, N) is contiguous in the dtype of x; rstd is fp32 (R,). ValueError
-    is raised for N above 8192 or another last stride.
+    x and residual (R, N) in one dtype, rows at any stride, last stride 1; weight (N,) in any
+    floating dtype. Returns y (R, N) contiguous in x's dtype and rstd fp32 (R,). ValueError: N above
+    8192, a last stride other than 1.
     """
     rows, columns = x.shape
     y = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
@@ -133,10 +133,10 @@ def _backward_launch(dy, x, weight, rstd, dsum, partials, residual) -> Launch:
 def rms_norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, *, residual: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return (dsum, dweight) of ``rms_norm_forward``; the sum is recomputed.
+    """(dsum, dweight) of ``rms_norm_forward``; the sum is recomputed.
 
-    dy (R, N) has any strides. dsum (R, N) is the gradient of x and of residual. dweight is the sum
-    of a fixed number of partial sums, so reruns agree bitwise.
+    dy (R, N) at any strides; dsum (R, N) is the gradient of x and of residual. dweight is reduced
+    over a fixed number of partial sums: reruns agree bitwise.
     """
     rows, columns = x.shape
     dsum = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
@@ -147,7 +147,7 @@ def rms_norm_backward(
 
 
 def shipped_launches() -> Iterator[Launch]:
-    """Yield representative launches on meta tensors for the ahead-of-time check."""
+    """Representative launches, on meta tensors, for the ahead-of-time gate."""
     for dtype, columns in ((torch.bfloat16, 768), (torch.float32, 8192)):
         x = torch.empty((512, columns), dtype=dtype, device="meta")
         row = torch.empty(columns, dtype=torch.float32, device="meta")

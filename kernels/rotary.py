@@ -1,7 +1,6 @@
-"""Rotary embeddings, forward and backward (Su et al. 2021).
+"""Rotary positions, forward and backward (Su et al. 2021).
 
-The kernel is bound by memory: a program reads angles of one token once and rotates all of its heads
-by them.
+Bound by memory: a program reads the angles of one token once and turns all of its heads with them.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from fastbert.kernels.tiles import rotary_tile
 
 @triton.jit
 def _offsets(row, heads, cols, stride_row, stride_head, stride_col):
-    """Return the offsets [BLOCK_M, BLOCK_N] of some elements of some heads of one token."""
+    """Offsets [BLOCK_M, BLOCK_N] of some elements of some heads of one token."""
     across = heads.to(tl.int64)[:, None] * stride_head
     return row * stride_row + across + cols.to(tl.int64)[None, :] * stride_col
 
@@ -88,22 +87,21 @@ def _run(name, x, cos, sin, heads) -> Tensor:
 
 
 def rotary_forward(x: Tensor, cos: Tensor, sin: Tensor, *, heads: int) -> Tensor:
-    """Rotate the first ``heads`` heads of x (T, N, D), and copy the others.
+    """x (T, N, D) at any strides, D even, with the first ``heads`` heads turned, the others copied.
 
-    x has any strides, D is even, and cos and sin are fp32 (T, D / 2). Elements i and i + D / 2 of a
-    head are a pair (a, b) and become (a cos − b sin, b cos + a sin). The result (T, N, D) is
-    contiguous in the dtype of x.
+    cos, sin fp32 (T, D / 2). Elements i and i + D / 2 of a head are a pair: (a cos − b sin, b cos +
+    a sin). Returns (T, N, D) contiguous in x's dtype.
     """
     return _run("rotary_forward", x, cos, sin, heads)
 
 
 def rotary_backward(dy: Tensor, cos: Tensor, sin: Tensor, *, heads: int) -> Tensor:
-    """Return dx of ``rotary_forward``: dy (T, N, D), at any strides, rotated back."""
+    """dx of ``rotary_forward``: dy (T, N, D) at any strides turned back."""
     return _run("rotary_backward", dy, cos, sin, heads)
 
 
 def shipped_launches() -> Iterator[Launch]:
-    """Yield representative launches on meta tensors for the ahead-of-time check."""
+    """Representative launches, on meta tensors, for the ahead-of-time gate."""
     for dtype, head_dim in ((torch.bfloat16, 64), (torch.float16, 96), (torch.float32, 256)):
         x = torch.empty((512, 36, head_dim), dtype=dtype, device="meta")
         angles = torch.empty((512, head_dim // 2), dtype=torch.float32, device="meta")
