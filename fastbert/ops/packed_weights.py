@@ -26,7 +26,7 @@ def forget() -> None:
 
 
 def note_training() -> None:
-    """Mark every copy as out of date, and this process as a process that trains."""
+    """Mark every copy as out of date, and this process as a training process."""
     if backends.EXTENSION is not None:
         backends.EXTENSION.expect_writes(True)
         backends.EXTENSION.expire_packed()

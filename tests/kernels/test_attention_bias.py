@@ -132,7 +132,7 @@ def test_a_row_that_finfo_min_hides_altogether_attends_all_alike(dtype, device):
     actual = attention_backward(dout, q, k, v, out, lse, bias=expanded, scale=scale, dbias=dbias)
 
     def function(q, k, v):
-        # In fp32, finfo.min absorbs the logits of hidden rows; in float64, it would not.
+        # All keys of a hidden row have the same weight, so its output is the mean of v.
         rows = reference.attention(q[:, :, 10:], k, v, scale=scale)
         alike = v.mean(dim=2, keepdim=True).expand(1, 2, 10, 16)
         return torch.cat([alike, rows], dim=2)

@@ -254,7 +254,7 @@ def test_nothing_of_logits_size_is_allocated_and_no_other_operator_runs(device, 
 @pytest.mark.parametrize("dtype", [SINGLE, BRAIN])
 @pytest.mark.parametrize("rows", [1, 80, 2458, 8192, 131072])
 def test_memory_of_a_bert(rows, dtype):
-    """At 30,522 words, the gradient of the logits has 64 MiB, or 2,048 columns if larger."""
+    """At 30,522 words, the gradient of the logits takes at most 64 MiB or 2,048 columns."""
     hidden, weight = (torch.empty(n, 768, dtype=dtype, device="meta") for n in (rows, 30522))
     given = cross_entropy.Projection(hidden, weight, None, hidden[:, 0])
     columns = cross_entropy_backward._chunk_columns(given)

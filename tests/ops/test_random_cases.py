@@ -108,7 +108,7 @@ def test_the_options_are_all_met_among_a_thousand_cases():
 
 def test_free_logits():
     assert free_logits(3, 4) == 9
-    # Rows see 2, 3 and 4 keys, less 1 each that is not free. With a window of 0, none is free.
+    # Rows see 2, 3 and 4 keys, and each row has one free logit less. A window of 0 leaves none.
     assert free_logits(3, 4, causal=True) == 1 + 2 + 3
     assert free_logits(3, 4, window=0) == 0
     assert free_logits(5, 2, causal=True) == 1
