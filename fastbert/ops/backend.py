@@ -199,12 +199,12 @@ def resolve(op: str, requested: str | None, request: Request) -> Choice:
 
     Args:
         op: Name of the operation.
-        requested: The only backend allowed. None takes FASTBERT_BACKEND if that implements `op`,
-            and otherwise the first backend of ``ORDER`` that can serve the call.
+        requested: The only backend allowed. None takes FASTBERT_BACKEND if that backend implements
+            `op`, and otherwise the first backend of ``ORDER`` that can serve the call.
         request: Properties of the call.
 
     Returns:
-        The choice. Its reason names the backends before it in ``ORDER`` and their refusals.
+        The choice. The reason names the backends before it in ``ORDER`` and their refusals.
 
     Raises:
         ValueError: If `requested` is unknown or cannot serve the call, or if no backend can.
