@@ -1,10 +1,10 @@
-// Layer norm of a residual sum, forward and backward, one read of every operand.
+// Layer norm of a residual sum, forward and backward. Each kernel reads every operand once.
 //
-// Forward: a warp (rows up to 1024) or a block of 256 threads owns a row and keeps the sum
-// residual + dropout(x + x_bias) in registers through the corrected two-pass statistics. Backward:
-// the sum is formed again instead of being stored; each block strides over the rows, keeps its
-// share of the parameters' gradients in registers and writes it once, and sum_partials adds the
-// shares.
+// In the forward pass, a warp owns a row of up to 1024 columns, and a block of 256 threads owns a
+// longer row. The sum residual + dropout(x + x_bias) stays in registers while mean and variance are
+// computed in two passes. The backward pass computes the sum again. Each block strides over the
+// rows, keeps its share of the parameters' gradients in registers and writes the share once;
+// sum_partials adds the shares.
 
 #include "layer_norm.cuh"
 #include "reduce.cuh"
@@ -12,14 +12,15 @@
 namespace fastbert::cuda {
 namespace {
 
-// Params as the kernels see them: `wide` says that every matrix allows 16-byte access.
+// The argument of a kernel; with `wide`, every matrix allows 16-byte access.
 template <class P>
 struct Launch {
   P p;
   bool wide;
 };
 
-// How a row is spread: thread t holds kElements floats, kWidth<T> neighbours at a time.
+// The spread of a row over kThreads threads. Each thread holds kElements floats, in vectors of
+// kWidth<T> neighbours.
 template <class T, int kThreads, int kElements>
 struct Layout {
   static constexpr int kVectors = kElements / kWidth<T>;
@@ -30,7 +31,7 @@ struct Layout {
   }
 };
 
-// kWidth<T> elements of residual + dropout(x + x_bias).
+// Loads kWidth<T> elements of residual + dropout(x + x_bias), from column `first` on.
 template <class T, class P>
 __device__ void load_sum(const Launch<P>& k, int64_t row, int first, float (&sum)[kWidth<T>]) {
   const int columns = static_cast<int>(k.p.columns);
@@ -61,7 +62,7 @@ __global__ void __launch_bounds__(kForwardThreads<kThreads>)
   const int columns = static_cast<int>(p.columns);
   constexpr int kRows = kForwardThreads<kThreads> / kThreads;
   const int64_t row = static_cast<int64_t>(blockIdx.x) * kRows + threadIdx.x / kThreads;
-  if (row >= p.rows) return;  // whole warps only: with more threads per row, kRows is 1
+  if (row >= p.rows) return;  // always a whole warp: with more threads per row, kRows is 1
 
   float sum[L::kVectors][kWidth<T>];
   float total = 0.0f;
@@ -73,7 +74,8 @@ __global__ void __launch_bounds__(kForwardThreads<kThreads>)
   }
   const float inverse = 1.0f / static_cast<float>(columns);
   const float first_mean = row_sum(Pair{total, 0.0f}, shared[0]).a * inverse;
-  // The deviations sum to what rounding left of the mean: rows around 1e4 keep their digits.
+  // The mean of the deviations is the rounding error of first_mean. With this correction, rows
+  // around 1e4 keep their digits.
   Pair deviations = {0.0f, 0.0f};
 #pragma unroll
   for (int v = 0; v < L::kVectors; ++v) {
@@ -107,7 +109,7 @@ __global__ void __launch_bounds__(kForwardThreads<kThreads>)
   }
 }
 
-// With g = dy * weight and the normalised row h: dsum = rstd (g - mean(g) - h mean(g h)).
+// Computes dsum = rstd (g - mean(g) - h mean(g h)), with g = dy * weight and the normalised row h.
 template <class T, int kThreads, int kElements>
 __global__ void __launch_bounds__(kThreads) backward_kernel(Launch<LayerNormBackward> k) {
   using L = Layout<T, kThreads, kElements>;
@@ -134,7 +136,8 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(Launch<LayerNormBack
         h[v][i] = (h[v][i] - mean) * rstd;
         dbias[v][i] += g[v][i];
         dweight[v][i] += g[v][i] * h[v][i];
-        // Rounded on its own, as in its mean, so that a row of one column cancels exactly.
+        // The product is rounded and never fused into a sum, so a row of one column cancels
+        // exactly.
         g[v][i] = __fmul_rn(g[v][i], weight[i]);
         sums.a += g[v][i];
         sums.b += g[v][i] * h[v][i];

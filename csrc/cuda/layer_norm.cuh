@@ -1,5 +1,5 @@
-// Layer norm of a residual sum, y = LN(residual + dropout(x + x_bias)) (Ba et al. 2016): what the
-// launchers take. Free of torch; cuda_ops.cpp fills these in.
+// The launchers of layer norm of a residual sum, y = LN(residual + dropout(x + x_bias)) (Ba et al.
+// 2016), and their arguments. Free of torch; cuda_ops.cpp fills the structs.
 
 #pragma once
 
@@ -12,8 +12,8 @@ namespace fastbert::cuda {
 
 // A row lives in the registers of one block; longer rows are refused with cudaErrorInvalidValue.
 constexpr int64_t kMaxColumns = 6144;
-// Row blocks of the backward pass, each with its own partial sums: a constant, so that the result
-// does not depend on the GPU's size. Two per multiprocessor of an H100.
+// The most blocks of the backward pass, each with its own partial sums. The number is a constant,
+// so the result does not depend on the GPU. An H100 runs two blocks per multiprocessor.
 constexpr int64_t kMaxPartials = 264;
 
 // y (rows, columns) is contiguous; mean and rstd hold one float per row.
@@ -29,8 +29,8 @@ struct LayerNormForward {
 };
 
 // dsum and, under dropout, dx are contiguous. partial has (layer_norm_partials(rows), 3, columns)
-// floats. dweight and dbias have the format of weight, and dx_bias has the format of x_bias. A null
-// dbias or x_bias means that this gradient is not wanted.
+// floats. dweight and dbias have the format of weight, and dx_bias has the format of x_bias. If
+// dbias or x_bias is null, the gradient of that bias is not wanted.
 struct LayerNormBackward {
   Format format;
   int64_t rows, columns;
