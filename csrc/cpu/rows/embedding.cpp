@@ -53,8 +53,8 @@ struct Operands {
   }
 
  private:
-  // Checks that a table and its indices are both there or both absent, and returns whether they
-  // are there.
+  // Checks that a table and its indices are both present or both absent, and returns whether they
+  // are present.
   static bool check_pair(int i, bool has_index, bool has_table) {
     TORCH_CHECK_VALUE(has_index || !has_table, kIndexNames[i], ": got None with ", kTableNames[i],
                       ", allowed: both or neither");
@@ -72,8 +72,8 @@ struct Operands {
   }
 };
 
-// The gradient of one table: the tokens in the order of their rows, equal rows in the order of the
-// tokens, and the sum of each run of them. The row `skipped` stays 0.
+// Returns the gradient of one table. The tokens are sorted by row, stably, and each run of tokens
+// with the same row is summed. The row `skipped` stays 0.
 at::Tensor table_gradient(const Kernels& k, const at::Tensor& dsum, const at::Tensor& index,
                           const at::Tensor& table, int64_t skipped) {
   const int64_t rows = table.size(0), columns = table.size(1), tokens = index.numel();

@@ -1,4 +1,5 @@
-// Layer norm of a residual sum on the CPU: tensors in, rows shared out to threads.
+// Layer norm of a residual sum on the CPU. The operators check tensors and divide the rows among
+// threads.
 
 #include <tuple>
 

@@ -1,10 +1,10 @@
-// Layer norm of a residual sum, y = LN(residual + dropout(x + x_bias)) (Ba et al. 2016), rows in
-// fp32.
+// Layer norm of a residual sum, y = LN(residual + dropout(x + x_bias)) (Ba et al. 2016), with rows
+// in fp32.
 //
-// Forward keeps the sum of one row in scratch memory (L1-sized for BERT) and runs the corrected
-// two-pass algorithm over it: the deviations from a first mean also give what rounding left of the
-// mean, so that rows around 1e4 and constant rows come out right. Backward forms the sum again
-// instead of storing it.
+// The forward pass keeps the sum of one row in scratch memory, which fits the first-level cache for
+// BERT, and computes the moments in two passes. The mean of the deviations corrects the rounding
+// error of the first mean, so rows around 1e4 and constant rows keep their precision. The backward
+// pass computes the sum again instead of storing it.
 
 #pragma once
 
@@ -16,14 +16,14 @@
 
 namespace fastbert::cpu::FASTBERT_LEVEL {
 
-// The backward pass takes rows in blocks, so that a block's share of a parameter's gradient is
-// summed in registers and memory is touched once: fp32 sums for a group of blocks, which then go
-// into sums in double precision.
+// The backward pass takes rows in blocks. A block's share of a parameter's gradient is summed in
+// registers and added once to fp32 sums in memory. After a group of blocks, these sums are added to
+// sums in double precision.
 constexpr int kBlockRows = 4;
 constexpr int kGroupRows = 16;
 
-// Scratch of one thread: for each row of a block the row in fp32, then its dropout mask; behind
-// the blocks the sums of a group, of as many parameters as a backward pass has at the most.
+// The scratch memory of one thread holds, for each row of a block, the row in fp32 and its dropout
+// mask. The sums of a group follow, for at most kParameters parameters.
 constexpr int kParameters = 3;
 
 FASTBERT_INLINE int64_t scratch_row(int64_t columns) { return (columns + 15) / 16 * 16; }
@@ -36,7 +36,7 @@ int64_t layer_norm_scratch(int64_t columns) {
   return kBlockRows * scratch_stride(columns) + kParameters * scratch_row(columns);
 }
 
-// The group's sums.
+// Returns the address of the group's sums.
 FASTBERT_INLINE float* scratch_sums(float* scratch, int64_t columns) {
   return scratch + kBlockRows * scratch_stride(columns);
 }
@@ -50,13 +50,13 @@ FASTBERT_INLINE const Storage* row_of(const ConstMatrix& matrix, int64_t row) {
   return matrix.data ? (const Storage*)matrix.data + row * matrix.stride : nullptr;
 }
 
-// What a row is the sum of: x, x and residual, or any of the operands. The kernels are compiled for
-// each, so that the loops of the common ones test nothing.
+// The operands of a row's sum: x, x and residual, or any. The kernels are compiled for each case,
+// so the loops of the common cases contain no tests.
 enum class Summands { x, x_and_residual, any };
 
-// residual + dropout(x + x_bias) of one row, from element n on. P is either params struct. Kernels
-// work on local copies of their params: what a store could alias would be read again for every
-// register.
+// Computes residual + dropout(x + x_bias) of one row, from element n on. P is a params struct.
+// Kernels work on local copies of their params. A store could alias the caller's struct, and the
+// compiler would then read the struct again for every register.
 template <class Format, Summands kSummands, class P>
 struct RowSum {
   using Storage = typename Format::Storage;
@@ -87,8 +87,8 @@ struct RowSum {
   }
 };
 
-// Calls visit(n, u, count, v) for every register v of the row in fp32 and returns the row: from
-// `scratch`, or where it already lies in memory as it is.
+// Calls visit(n, u, count, v) for every register v of the row in fp32 and returns the row. The row
+// is stored in `scratch` unless x already holds it.
 template <class Format, Summands kSummands, class P, class Visit>
 FASTBERT_INLINE const float* fp32_row(const RowSum<Format, kSummands, P>& row_sum, int64_t columns,
                                       float* scratch, Visit visit) {
@@ -148,8 +148,8 @@ void layer_norm_forward_rows(const LayerNormForward& params, int64_t begin, int6
   }
 }
 
-// Where a row of the backward pass gets its operands and puts its gradient; `finish` returns the
-// gradient of x.
+// The operands of a row in the backward pass, and the addresses of its gradients. `finish` stores
+// the gradients and returns the gradient of x.
 template <class Format, Summands kSummands>
 struct LayerNormRow {
   using P = LayerNormBackward;
@@ -185,7 +185,7 @@ struct LayerNormRow {
   }
 };
 
-// The normalised row h, in scratch, and the means of g = dy * weight and of g h.
+// The normalised row h in scratch memory, and the means of g = dy * weight and of g h.
 struct Normalised {
   const float* h;
   float rstd, g_mean, gh_mean;
@@ -223,7 +223,7 @@ FASTBERT_INLINE void finish_block(const typename Row::P& p, const Row (&lines)[k
     for (int i = 0; i < kRows; ++i) {
       const Normalised& row = rows[i];
       const Vec dy = lines[i].gradient(n, count), h = load(row.h + n, count);
-      // g is rounded as in its mean, so that a row of one column cancels exactly.
+      // g is rounded as in the sum for its mean, so a row of one column cancels exactly.
       const Vec g = dy * weight;
       const Vec d = fma(h, splat(-row.gh_mean), g - row.g_mean) * row.rstd;
       const Vec dx = lines[i].finish(n, d, count);
@@ -237,8 +237,8 @@ FASTBERT_INLINE void finish_block(const typename Row::P& p, const Row (&lines)[k
   });
 }
 
-// For each of kRows rows, dsum = rstd (g - mean(g) - h mean(g h)), dweight += dy h, dbias += dy and
-// dx_bias += dx.
+// Computes dsum = rstd (g - mean(g) - h mean(g h)), dweight += dy h, dbias += dy and dx_bias += dx
+// for each of kRows rows.
 template <class Row, int kRows>
 FASTBERT_INLINE void layer_norm_backward_block(const typename Row::P& p, int64_t first,
                                                float* scratch, float* sums) {
@@ -252,8 +252,8 @@ FASTBERT_INLINE void layer_norm_backward_block(const typename Row::P& p, int64_t
              : finish_block<Row, false>(p, lines, rows, sums);
 }
 
-// Calls block(row) for whole blocks of the rows [begin, end) and single(row) for the rows that
-// are left, and adds their fp32 sums, `length` of them, to the partial sums after every group.
+// Calls block(row) for whole blocks of the rows [begin, end) and single(row) for the remaining
+// rows. After every group, the `length` fp32 sums are added to the partial sums.
 template <class Block, class Single>
 FASTBERT_INLINE void for_each_group(int64_t begin, int64_t end, int64_t length, float* sums,
                                     double* partial, Block block, Single single) {
@@ -268,8 +268,8 @@ FASTBERT_INLINE void for_each_group(int64_t begin, int64_t end, int64_t length, 
   }
 }
 
-// `length` is the number of sums, one to three times the columns. The sums of an x_bias that is
-// absent beside dropout are formed and dropped.
+// `length` is the number of sums, one to three times the columns. With dropout but without x_bias,
+// the sums for x_bias are computed and dropped.
 template <class Row>
 void layer_norm_backward_rows(const typename Row::P& params, int64_t length, int64_t begin,
                               int64_t end, float* scratch, double* partial) {
@@ -285,7 +285,7 @@ void layer_norm_backward_rows(const typename Row::P& params, int64_t length, int
       });
 }
 
-// Calls body(format, summands) with constants for what the params struct says.
+// A constant for the Summands of a params struct; with_row_types calls body(format, summands).
 template <Summands kSummands>
 struct SummandsConstant {
   static constexpr Summands value = kSummands;

@@ -1,4 +1,4 @@
-// The mean of a row in fp32 and its standard deviation, as layer norm takes them.
+// The mean and the reciprocal standard deviation of a row in fp32, as layer norm needs them.
 
 #pragma once
 
@@ -10,7 +10,8 @@ struct Moments {
   float mean, correction, rstd;  // mean + correction is the mean to about twice fp32's precision
 };
 
-// Squares of the deviations left the floats' range: rows around 1e30. Doubles hold them.
+// Computes the moments in double precision, for rows around 1e30, where the squares of the
+// deviations overflow fp32.
 inline __attribute__((noinline)) Moments wide_moments(const float* sum, int64_t columns,
                                                       float eps) {
   double total = 0.0, squares = 0.0;

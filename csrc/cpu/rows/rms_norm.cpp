@@ -1,4 +1,5 @@
-// RMS norm of a residual sum on the CPU: tensors in, rows shared out to threads.
+// RMS norm of a residual sum on the CPU. The operators check tensors and divide the rows among
+// threads.
 
 #include <tuple>
 

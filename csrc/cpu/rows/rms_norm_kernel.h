@@ -1,5 +1,5 @@
-// RMS norm of a residual sum, y = weight s / sqrt(mean(s^2) + eps), s = x + residual (Zhang and
-// Sennrich 2019), rows in fp32. Backward forms the sum again instead of storing it.
+// RMS norm of a residual sum, y = weight s / sqrt(mean(s^2) + eps) with s = x + residual (Zhang and
+// Sennrich 2019), with rows in fp32. The backward pass computes the sum again.
 
 #pragma once
 
@@ -7,7 +7,7 @@
 
 namespace fastbert::cpu::FASTBERT_LEVEL {
 
-// Squares left the floats' range: rows around 1e30. Doubles hold them.
+// Computes in double precision, for rows around 1e30, where the squares overflow fp32.
 inline __attribute__((noinline)) float wide_reciprocal_rms(const float* sum, int64_t columns,
                                                            float eps) {
   double squares = 0.0;
@@ -38,8 +38,8 @@ void rms_norm_forward_rows(const RmsNormForward& params, int64_t begin, int64_t 
   }
 }
 
-// dsum = rstd (g - h mean(g h)) with h = s rstd and g = dy weight, and dweight += dy h, over kRows
-// rows.
+// Computes dsum = rstd (g - h mean(g h)) with h = s rstd and g = dy weight, and dweight += dy h,
+// for kRows rows.
 template <class Format, Summands kSummands, int kRows>
 FASTBERT_INLINE void rms_norm_backward_block(const RmsNormBackward& p, int64_t first,
                                              float* scratch, float* dweight) {

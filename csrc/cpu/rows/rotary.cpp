@@ -1,4 +1,4 @@
-// Rotary positions on the CPU: tensors in, tokens shared out to threads.
+// Rotary positions on the CPU. The operator checks tensors and divides the tokens among threads.
 
 #include "../isa/dispatch.h"
 #include "../operands.h"

@@ -1,5 +1,5 @@
-// Rotary positions (Su et al. 2021): element i of the first half of a head and of the second turned
-// as a pair, (a cos - b sin, b cos + a sin), in fp32; heads that are not turned are copied.
+// Rotary positions (Su et al. 2021) in fp32. Element i of a head's first half and element i of its
+// second half turn as a pair (a, b): (a cos - b sin, b cos + a sin). Other heads are copied.
 
 #pragma once
 
