@@ -135,8 +135,8 @@ std::vector<at::Tensor> encoder(at::Tensor hidden, at::TensorList parameters, at
   const Stack stack = {lengths, mask, bias, batch, max_seqlen, heads, eps, activation, dtype};
   check(hidden, parameters, scales, stack);
   if (lengths) {
-    // All layers read one private copy, so each finds the same sequences, whatever other threads
-    // write.
+    // All layers read one private copy, so other threads cannot change the sequences between two
+    // layers.
     lengths = checked_lengths("cu_seqlens", *cu_seqlens, hidden.size(0), "max_seqlen", max_seqlen);
   }
   std::vector<at::Tensor> states;

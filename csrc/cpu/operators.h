@@ -21,14 +21,14 @@ std::tuple<at::Tensor, at::Tensor> linear(const at::Tensor& x, const at::Tensor&
                                           const OptionalTensor& residual,
                                           const std::string& activation, bool save);
 
-// Returns LN(x Wᵀ + bias + residual) in the dtype of the residual, which is that of x or fp32.
+// Returns LN(x Wᵀ + bias + residual) in the dtype of the residual: the dtype of x, or fp32.
 at::Tensor linear_layer_norm(const at::Tensor& x, const at::Tensor& weight,
                              const OptionalTensor& bias, const at::Tensor& residual,
                              const at::Tensor& norm_weight, const at::Tensor& norm_bias,
                              double eps);
 
 // Returns activation(q(x) Wᵀ + bias) + residual in `dtype`, which is also the dtype of the
-// residual. q(x) is x rounded to integers, so the product is an integer product. x (M, K); `packed`
+// residual. q(x) is x quantised to integers for an integer product. x (M, K); `packed`
 // is a prepacked int8 weight with n outputs; scale and column_sum are padded to its columns.
 at::Tensor int8_linear(const at::Tensor& x, const at::Tensor& packed, const at::Tensor& scale,
                        const at::Tensor& column_sum, int64_t n, const OptionalTensor& bias,

@@ -13,7 +13,7 @@ namespace fastbert::cuda {
 // A row lives in the registers of one block; longer rows are refused with cudaErrorInvalidValue.
 constexpr int64_t kMaxColumns = 6144;
 // The most blocks of the backward pass, each with its own partial sums. The number is a constant,
-// so the result does not depend on the GPU. An H100 runs two blocks per multiprocessor.
+// so the result does not depend on the GPU. An H100 gets two blocks per multiprocessor.
 constexpr int64_t kMaxPartials = 264;
 
 // y (rows, columns) is contiguous; mean and rstd hold one float per row.

@@ -7,7 +7,7 @@ namespace fastbert::cpu {
 namespace {
 
 // The pieces of a backward pass. If one head is more than a thread's share of all the work, the
-// head is split twice. All pieces by queries run before the pieces by keys.
+// head is split by queries and again by keys. All pieces by queries run before the pieces by keys.
 struct BackwardPlan {
   struct Piece {
     AttentionItem item;

@@ -5,9 +5,9 @@
 // inference tensors change no version counter, so the checksums decide. Reading a whole weight in
 // every call would take half of the time of a product with few rows. `matches` therefore reads
 //
-//   the whole weight       if the product has enough rows to pay for it, in every process in
-//                          which an optimizer has stepped or a gradient was computed, and for
-//                          weights without a version counter or in memory that processes share;
+//   the whole weight       if the product has enough rows to hide the reading, in every process
+//                          with an optimizer step or a computed gradient, and for weights without
+//                          a version counter or in shared memory;
 //   64 bytes of each row   otherwise, and the next 64 bytes of each row in the next call. A change
 //                          that touches every column is found at once. Any other change is found
 //                          within as many calls as a row has pieces of 64 bytes.

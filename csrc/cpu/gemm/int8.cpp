@@ -86,8 +86,8 @@ struct Quantised {
     const Kernels& k = kernels();
     parallel_for(rows, grain_rows(columns),
                  [&](int64_t begin, int64_t end) { k.int8_quantise(params, begin, end); });
-    // The rows of padding are multiplied too, and their results are dropped. Any defined values
-    // will do.
+    // The rows of padding are multiplied too, and their results are dropped. Their values only have
+    // to be defined.
     if (q.size(0) > rows) q.narrow(0, rows, q.size(0) - rows).zero_();
   }
 };

@@ -12,7 +12,7 @@
 // per task. With 16 rows or fewer, 1 x 4 tiles of sums take two panels at a time.
 //
 // k is never cut: sums stay in tiles from the first step to the last. An element is the sum of its
-// steps in order, whatever m, the threads or the row's place in the batch are, and no partial sum
+// steps in order, for every m, number of threads and place of the row in the batch. No partial sum
 // is stored.
 //
 // The epilogue of a block runs between the steps of the next block. The epilogue uses vector

@@ -208,8 +208,8 @@ struct Epilogue {
   void* out;             // contiguous
 };
 
-// out = epilogue(a Wᵀ) for a (m, k) with any strides. Sums over k have one order, whatever m and
-// the number of threads are.
+// out = epilogue(a Wᵀ) for a (m, k) with any strides. Sums over k have the same order for every m
+// and every number of threads.
 struct Gemm : Epilogue {
   Format format, packed_format;  // of a, of W
   int64_t m, k;
