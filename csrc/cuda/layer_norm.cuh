@@ -30,8 +30,8 @@ struct LayerNormForward {
 };
 
 // dsum and, under dropout, dx are contiguous. partial has (layer_norm_partials(rows), 3, columns)
-// floats. dweight and dbias have the format of weight, and dx_bias has the format of x_bias. A null
-// dbias or x_bias means that this gradient is not wanted.
+// floats. dweight and dbias have the format of weight, and dx_bias has the format of x_bias. If
+// dbias or x_bias is null, the gradient of that bias is not wanted.
 struct LayerNormBackward {
   Format format;
   int64_t rows, columns;

@@ -1,4 +1,4 @@
-"""The CUDA kernels against float64, run on the CPU by the shim: needs no GPU and no toolkit."""
+"""The CUDA kernels against float64, run on the CPU by the shim, without a GPU or a toolkit."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_the_sum_over_the_rows_needs_no_bias(operators):
         dy.float(), h.float(), torch.zeros(111), "gelu", True, False
     )
     _, total, _ = operators.activation_backward(dy, h, None, "gelu", True, False)
-    assert total.dtype == torch.float32  # without a bias its gradient has no dtype to follow
+    assert total.dtype == torch.float32  # no bias sets another dtype
     assert torch.equal(total, expected)
 
 

@@ -56,7 +56,7 @@ struct Labelled {
     const int64_t total = order.size(0) - 1;
     const int64_t* place = order.const_data_ptr<int64_t>();
     TORCH_CHECK_VALUE(place[total] >= 0 && place[total] <= total, "order: got ", place[total],
-                      " last, allowed: 0 to ", total, ", the number of labelled rows");
+                      " as the last number, allowed: 0 to ", total, ", the number of rows");
     for (int64_t i = 0; i < place[total]; ++i) {
       TORCH_CHECK_VALUE(place[i] >= 0 && place[i] < total, "order: got ", place[i],
                         ", allowed: 0 to ", total - 1);
@@ -258,7 +258,7 @@ void check_gradient(const at::Tensor& dloss, const std::string& reduction, int64
                    dloss.scalar_type(), ", allowed: a floating dtype");
   const bool each = reduction == "none";
   TORCH_CHECK_VALUE(each ? dloss.dim() == 1 && dloss.size(0) == total : dloss.dim() == 0,
-                    "dloss: got shape ", dloss.sizes(), ", allowed: that of the loss, ",
+                    "dloss: got shape ", dloss.sizes(), ", allowed: the shape of the loss, ",
                     each ? "(" + std::to_string(total) + ",)" : std::string("()"));
 }
 

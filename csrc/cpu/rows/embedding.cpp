@@ -32,7 +32,7 @@ struct Operands {
       if (!check_pair(i, indices_in[i].has_value(), tables_in[i].has_value())) continue;
       const at::Tensor& table = *tables_in[i];
       check_device(kTableNames[i], table, words);
-      check_dtype_of(kTableNames[i], table, words.scalar_type(), "the words");
+      check_dtype_of(kTableNames[i], table, words.scalar_type(), "word_table");
       TORCH_CHECK_VALUE(table.dim() == 2 && table.size(1) == columns, kTableNames[i],
                         ": got shape ", table.sizes(), ", allowed: (rows, ", columns, ")");
       tables[i] = fastbert::with_unit_columns(table);
@@ -144,7 +144,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> embedding
   check_parameter("weight", weight_in, word_table);
   check_dropout(dropout_p, seed, word_table);
   check_device("dy", dy_in, word_table);
-  check_dtype_of("dy", dy_in, word_table.scalar_type(), "the words");
+  check_dtype_of("dy", dy_in, word_table.scalar_type(), "word_table");
   check_shape("dy", dy_in, {rows, columns});
   check_statistic("mean", mean_in, dy_in);
   check_statistic("rstd", rstd_in, dy_in);
