@@ -22,7 +22,7 @@ help:
 	@echo "make check            prints the errors of every operation, backend and dtype on this machine"
 	@echo "make bench            times fastbert and other engines on the CPU, into $(OUT)/cpu (SECTIONS='training': a part)"
 	@echo "make docs             builds the documentation into $(OUT)/docs; needs network only to install its tools"
-	@echo "make lint             runs ruff, mypy and clang-format; make format mends what they can mend"
+	@echo "make lint             runs ruff, mypy and clang-format; make format applies automatic fixes"
 	@echo "make gpu              builds, tests, checks and times on a GPU machine, into $(OUT)/gpu (SECTIONS='build check': a part)"
 	@echo "make wheel            builds dist/*.whl"
 	@echo "make clean            removes .venv and everything that was built"
@@ -47,7 +47,7 @@ help:
 	$(PIP) --no-build-isolation --editable '.[test]'
 	@touch $@
 
-# A peer that cannot be installed is no error; the table of the benchmark then names it as not installed.
+# A peer that cannot be installed is no error; the benchmark's table lists the peer as not installed.
 .venv/bench: pyproject.toml | .venv/fastbert
 	$(SAY) "Installing the peers of the benchmark: 1 to 2 minutes."
 	$(PIP) --no-build-isolation --editable '.[bench]' || echo "fastbert: some peers could not be installed."

@@ -31,7 +31,7 @@ ARCHITECTURES_BEFORE_12_8 = "8.0;9.0+PTX"
 
 
 def wants_cuda() -> bool:
-    """Whether torch is a CUDA build and a CUDA toolkit is installed; no GPU is needed."""
+    """Return whether to compile CUDA code; this needs a CUDA torch and a toolkit, but no GPU."""
     request = os.environ.get("FASTBERT_CUDA", "")
     if request not in ("", "0", "1"):
         sys.exit(f"fastbert: FASTBERT_CUDA: got {request!r}, allowed: 0, 1 or unset")
@@ -77,21 +77,21 @@ def extension() -> Extension:
 
 
 def missing_tool() -> str | None:
-    """Return the tool that this machine lacks to compile anything, or None.
+    """Return why this machine cannot compile any C++ code, or None.
 
-    An error in a source of fastbert is not hidden by this check.
+    This check does not hide an error in a source of fastbert.
     """
     if shutil.which(os.environ["CXX"].split()[0]) is None:
-        return f"no C++ compiler was found ({os.environ['CXX']}; CXX names another)"
+        return f"no C++ compiler was found ({os.environ['CXX']}; set CXX to another)"
     headers = sysconfig.get_paths()["include"]
     return None if Path(headers, "Python.h").exists() else f"Python.h is missing in {headers}"
 
 
 def in_units(sources: list[str], folder: Path) -> list[str]:
-    """Return the sources, in which two files in ``folder`` replace those of the CPU operators.
+    """Return the sources, in which two files in ``folder`` replace the small CPU sources.
 
-    Each of the two files includes half of these sources. The headers of torch, which take two of
-    the three seconds of such a source, are then read twice instead of once per source.
+    Each of the two files includes half of the small sources. Reading torch's headers takes two of
+    the three seconds of a small source; they are then read twice instead of once per source.
     """
     apart = ("level_", "operators")
     cpu = [Path(source) for source in sources if "cpu" in Path(source).parts]

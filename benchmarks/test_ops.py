@@ -14,6 +14,7 @@ import torch
 
 from fastbert.bench import operations
 from fastbert.bench.encoder import default_device, default_dtypes
+from fastbert.bench.limits import BOTH, FORWARD
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -32,7 +33,7 @@ def red(op: str, backend: str, dtype: torch.dtype) -> str | None:
     return operations.gate(op, backend, dtype)
 
 
-@pytest.mark.parametrize("direction", [operations.FORWARD, operations.TRAINING])
+@pytest.mark.parametrize("direction", [FORWARD, BOTH])
 def test_op(benchmark, case, dtype, engine, direction):
     device = default_device()
     if engine != operations.PEER and (reason := red(case.op, engine, dtype)):
@@ -48,5 +49,5 @@ def test_op(benchmark, case, dtype, engine, direction):
         if device == "cuda":
             torch.cuda.synchronize()
 
-    with torch.inference_mode(direction == operations.FORWARD):
+    with torch.inference_mode(direction == FORWARD):
         benchmark(run)

@@ -14,6 +14,7 @@ namespace fastbert {
 enum class Activation : int32_t { none, gelu, gelu_tanh, relu, geglu, swiglu };
 
 // The names in the order of the enumeration.
-constexpr const char* kActivationNames[] = {"none", "gelu", "gelu_tanh", "relu", "geglu", "swiglu"};
+inline constexpr const char* kActivationNames[] = {"none", "gelu",  "gelu_tanh",
+                                                   "relu", "geglu", "swiglu"};
 
 }  // namespace fastbert

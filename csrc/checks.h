@@ -21,7 +21,7 @@ using OptionalTensor = std::optional<at::Tensor>;
 
 inline void check_device(const char* name, const at::Tensor& t, const at::Tensor& like) {
   TORCH_CHECK_VALUE(t.device() == like.device(), name, ": got a tensor on ", t.device(),
-                    ", allowed: the device of the first argument, ", like.device());
+                    ", allowed: ", like.device(), ", the device of the other arguments");
 }
 
 inline bool is_storage_dtype(at::ScalarType dtype) {

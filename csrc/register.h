@@ -47,7 +47,7 @@ inline bool is_readable(const at::Tensor& t) {
          !t._is_zerotensor();
 }
 
-// Checks an argument of any type of the operator `name`. Only tensors have memory.
+// Checks one argument of the operator `name`. An argument that is not a tensor always passes.
 template <class T>
 void check_memory(const char* name, size_t position, const T& argument) {
   if constexpr (std::is_same_v<T, at::Tensor>) {

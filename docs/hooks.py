@@ -17,7 +17,7 @@ import torch
 
 from fastbert import ops
 from fastbert.activations import ACTIVATIONS
-from fastbert.ops.backend import TABLES, Implementation, Request
+from fastbert.ops.backend import TABLES, Implementation, Request, dtype_name
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -46,7 +46,7 @@ def _served(implementation: Implementation | None) -> str:
     if implementation is None:
         return "–"
     short = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float64": "fp64"}
-    dtypes = ", ".join(short[str(dtype).removeprefix("torch.")] for dtype in implementation.dtypes)
+    dtypes = ", ".join(short[dtype_name(dtype)] for dtype in implementation.dtypes)
     requests = {name: Request("cpu", torch.float32, activation=name) for name in ACTIVATIONS}
     allowed = [name for name in requests if implementation.refuses(requests[name]) is None]
     return dtypes if len(allowed) == len(ACTIVATIONS) else f"{dtypes}; {', '.join(allowed)} only"

@@ -1,7 +1,7 @@
 """Helpers of the feed-forward kernels: activations with their derivatives, bias and store.
 
-The functions of one column are GELU (Hendrycks and Gimpel 2016) by erf or by tanh, ReLU and SiLU,
-in fp32.
+The functions, computed in fp32, are GELU (Hendrycks and Gimpel 2016) by erf or by tanh, ReLU and
+SiLU.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ INVERSE_SQRT_2PI = tl.constexpr(0.3989422804014327)
 # sqrt(2 / pi) and the cubic coefficient of the tanh form
 TANH_LINEAR = tl.constexpr(0.7978845608028654)
 TANH_CUBIC = tl.constexpr(0.044715)
-# Columns of a tile that an epilogue works on at once; more columns would spill registers.
+# An epilogue works on this many columns of a tile at once; more columns would spill registers.
 LARGEST_PART = tl.constexpr(32)
 
 
 @triton.jit
 def _normal_tail(a):
-    """1 - Φ(a) and exp(-a² / 2) for a >= 0, as csrc/normal_tail.h computes them.
+    """Return 1 - Φ(a) and exp(-a² / 2) for a >= 0, as csrc/normal_tail.h computes them.
 
     The tail is exp(-a² / 2) r P(1 - 8 r) with r = 1 / (a + 4) and a minimax polynomial P, whose
-    relative error is 9e-9. This takes half the instructions of erf and no branch, and the density
-    needs the same exponential.
+    relative error is 9e-9. This form takes half the instructions of erf and no branch, and the
+    density needs the same exponential.
     """
     bell = tl.exp2(a * a * (-0.5 * LOG2E))
     r = 1.0 / (a + 4.0)
@@ -46,7 +46,7 @@ def _normal_tail(a):
 
 @triton.jit
 def value_and_slope(x, FUNCTION: tl.constexpr):
-    """f(x) and its derivative, fp32. f is FUNCTION: "gelu", "gelu_tanh", "relu" or "silu"."""
+    """Return f(x) and f'(x), fp32; f is FUNCTION: "gelu", "gelu_tanh", "relu" or "silu"."""
     if FUNCTION == "relu":
         value = tl.where(x < 0.0, 0.0, x)
         slope = tl.where(x > 0.0, 1.0, 0.0)
@@ -82,7 +82,7 @@ def activate(x, FUNCTION: tl.constexpr):
 
 @triton.jit
 def biased(h, bias_ptr, cols, inside, HAS_BIAS: tl.constexpr):
-    """h + bias; the bias of a column that is not inside is not read."""
+    """Return h + bias; the bias of a column that is not inside is not read."""
     if HAS_BIAS:
         h += tl.load(bias_ptr + cols, mask=inside, other=0.0).to(tl.float32)[None, :]
     return h

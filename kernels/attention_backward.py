@@ -1,8 +1,8 @@
 """Backward of attention, which recomputes the weights (Dao 2023, algorithm 2), without atomics.
 
-The launches compute the statistics of each row, then dq with one program per block of queries, then
-dk and dv with one program per block of keys, and on request the gradient of the bias. Each gradient
-is summed in a fixed order, so reruns agree bitwise.
+The launches compute the statistics of each row, then dq with one program per block of queries, and
+then dk and dv with one program per block of keys. The last launches compute the gradient of the
+bias on request. Each gradient is summed in a fixed order, so reruns agree bitwise.
 """
 
 from __future__ import annotations
@@ -383,7 +383,7 @@ def attention_backward(
     dbias: Tensor | None = None,
     path: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients of `attention_forward`; arguments that are not listed are as there.
+    """Compute the gradients of `attention_forward`, which describes the other arguments.
 
     Args:
         dout: Gradient of out, in its shape and dtype, at any strides.

@@ -7,7 +7,7 @@ elements. The sum stays in registers and has a fixed order, so there are no atom
 bitwise. Blocks outside the window or the sequence are skipped.
 
 If many combinations share few tiles, as for a bias (1, H, 1, Lk), several programs divide the
-combinations of a tile, and a second launch adds their partial sums.
+combinations of a tile. A second launch then adds their partial sums.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _bias_gradient_kernel(
     SCALING: tl.constexpr, SUMS_ROWS: tl.constexpr, SUMS_KEYS: tl.constexpr,
 ):  # fmt: skip
     """Write one tile of the gradient of the bias, or one partial sum of the tile."""
-    # The program's tile of the gradient, and its share of the tile's combinations.
+    # A program computes a tile of the gradient over its share of the tile's combinations.
     row_tiles = q_blocks
     key_tiles = k_blocks
     if SUMS_ROWS:

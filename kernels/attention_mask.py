@@ -61,9 +61,8 @@ def allowed_pairs(
 ):  # fmt: skip
     """Return the pairs that may attend, bool and broadcastable to the tile of rows and cols.
 
-    Either of rows and cols may be the column vector.
-    In a full tile (not IS_BOUNDARY) every pair is inside the window. A mask that is the same for
-    every query (MASK_ROW) is loaded as one row.
+    Either of rows and cols may be the column vector. In a full tile (not IS_BOUNDARY) every pair is
+    inside the window. A mask that is the same for every query (MASK_ROW) is loaded as one row.
     """
     allowed = cols < k_len
     if IS_BOUNDARY:

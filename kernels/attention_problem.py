@@ -54,7 +54,7 @@ class Problem(NamedTuple):
         return arguments["HAS_BIAS"] or (arguments["HAS_MASK"] and not arguments["MASK_ROW"])
 
     def tile(self, pass_name: str) -> Tile:
-        """Return the tile of a pass, which `attention_tile` names."""
+        """Return the tile of a pass, by its name in `attention_tile`."""
         dtype = self.arguments["q_ptr"].dtype
         return attention_tile(pass_name, self.head_dim, dtype, self.has_pairs)
 
@@ -73,7 +73,7 @@ class Problem(NamedTuple):
         q_blocks = triton.cdiv(self.max_q, tile.block_m)
         k_blocks = triton.cdiv(self.max_k, tile.block_n)
         if self.arguments["IS_VARLEN"]:
-            # Each sequence has a block, because the last one's zero the rows beyond cu_seqlens[-1].
+            # Each sequence has a block, because the last sequence zeros the rows beyond it.
             q_blocks, k_blocks = max(q_blocks, 1), max(k_blocks, 1)
         available = {
             **self.arguments,

@@ -299,7 +299,7 @@ def _short_backward_kernel(
         none = opaque_zero(item)
         keys = tl.arange(0, BLOCK_N)
         if BLOCK_N <= 64 or HAS_DROPOUT or IS_VARLEN:
-            # Without this addition these forms spill on sm_80; with it the others spill on sm_100.
+            # Without the addition, these forms spill on sm_80; with the addition, others on sm_100.
             keys += none
         q_start, q_len = sequence_bounds(batch, cu_seqlens_q_ptr, q_length, IS_VARLEN)
         k_start, k_len = sequence_bounds(batch, cu_seqlens_k_ptr, k_length, IS_VARLEN)

@@ -7,10 +7,10 @@ and no product is spent on a row without a label. The loads of the products gath
 hidden by this list.
 
 The forward keeps the maximum and the sum of exponentials of the logits of each row (Milakov and
-Gimelshein 2018), over parts of the vocabulary that are combined in a fixed order. Both are kept
-because the rounding of their log-sum-exp is as coarse as that of a logit: at 1e4 it changes a
-probability by 5e-4. Parts and tiles depend on the vocabulary alone, so a row's loss has the same
-bits in every batch.
+Gimelshein 2018). It combines parts of the vocabulary in a fixed order. Both numbers are kept
+because the rounding of their log-sum-exp is as coarse as the rounding of a logit. At a logit of
+1e4, this rounding changes a probability by 0.05 %. Parts and tiles depend on the vocabulary alone,
+so a row's loss has the same bits in every batch.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ MOST_SPLITS = 128
 # Elements that a kernel of one program takes at a time, and rows of a block of _combine_kernel.
 LIST_BLOCK = 4096
 COMBINED_ROWS = 32
-# A running maximum begins here. It is finite, also times log2(e), so that a logit of -inf gives no
-# NaN.
+# A running maximum begins with this number. The number stays finite times log2(e), so that a logit
+# of -inf gives no NaN.
 LOWEST = tl.constexpr(-2.0e38)
 NOT_A_NUMBER = tl.constexpr(float("nan"))
 
@@ -248,7 +248,7 @@ class Projection(NamedTuple):
 
     @property
     def blocks_per_split(self) -> int:
-        """At least two, so that the start and the end of a program count for less."""
+        """The column blocks of a part: at least two, because starting a program takes time."""
         blocks = triton.cdiv(self.columns, self.tile[0].block_n)
         return max(2, triton.cdiv(blocks, MOST_SPLITS))
 
@@ -282,7 +282,7 @@ class Projection(NamedTuple):
 
 
 def is_mean(reduction: str) -> bool:
-    """Return whether the reduction is "mean"; ValueError if it is unknown."""
+    """Return whether the reduction is "mean"; raise ValueError if it is unknown."""
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction: got {reduction!r}, allowed: {', '.join(REDUCTIONS)}")
     return reduction == "mean"

@@ -1,11 +1,12 @@
 """The embedding of a BERT input, dropout(LN(word + type + position)), and its backward.
 
-Forward: three gathers, their sum, layer norm and dropout in one pass (Devlin et al. 2019, figure
-2). Backward: one pass over the rows gives the gradient of each row's sum, which the tables then
-collect without atomics. All three indices become keys in one numbering of the tables' rows; sorted,
-equal keys are a run, and the sum of a run is the gradient of its table row. Programs sum the runs
-in fixed chunks of the sorted keys; a second launch adds up the runs that cross chunks (token types,
-[CLS]). Every sum has a fixed order: reruns agree bitwise.
+The forward gathers and sums the rows of the tables and applies layer norm and dropout in one pass
+(Devlin et al. 2019, figure 2). The backward first computes dsum, the gradient of each token's sum,
+in one pass. The tables then collect dsum without atomics. All indices become keys, which number the
+rows of all tables together. After a sort, equal keys form a run, and the sum of dsum over a run is
+the gradient of one table row. Programs sum the runs in fixed chunks of the sorted keys, and a
+second launch adds the parts of runs that cross chunks (token types, [CLS]). Every sum has a fixed
+order, so reruns agree bitwise.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ from fastbert.kernels.norm_rows import (
 from fastbert.kernels.reduction import sum_planes
 from fastbert.kernels.tiles import row_programs, row_tile, run_sum_tile
 
-# Rows whose keys one program makes.
+# A program computes the keys of this many tokens.
 KEYS_PER_PROGRAM = 1024
 
-# The ids, token types and positions, and the tables that they index.
+# Ids, token types and positions, and the three tables. A table is absent together with its indices.
 Indices = tuple[Tensor, Tensor | None, Tensor | None]
 Tables = tuple[Tensor, Tensor | None, Tensor | None]
 
@@ -43,7 +44,7 @@ def _gather(
     index_ptr, table_ptr, rows, cols, inside,
     stride_index, stride_table, rows_total, table_rows,
 ):  # fmt: skip
-    """Table rows in fp32 [BLOCK_M, BLOCK_N]; NaN where the index is none of the table's rows."""
+    """Return table rows in fp32 [BLOCK_M, BLOCK_N]; a row with an index out of range is NaN."""
     pointers = index_ptr + rows.to(tl.int64) * stride_index
     index = tl.load(pointers, mask=rows < rows_total, other=0).to(tl.int64)
     found = ((index >= 0) & (index < table_rows))[:, None]
@@ -60,7 +61,7 @@ def _gathered_sum(
     rows_total, words, types, positions,
     HAS_TYPES: tl.constexpr, HAS_POSITIONS: tl.constexpr,
 ):  # fmt: skip
-    """word + type + position in fp32, 0 outside the rows."""
+    """Return word + type + position in fp32 [BLOCK_M, BLOCK_N], 0 outside the rows."""
     total = _gather(
         ids_ptr, word_table_ptr, rows, cols, inside, stride_ids, stride_word, rows_total, words
     )
@@ -79,8 +80,18 @@ def _gathered_sum(
 
 @triton.jit(do_not_specialize=["rows_total"])
 def _forward_kernel(
-    ids_ptr, types_ptr, positions_ptr, word_table_ptr, type_table_ptr, position_table_ptr,
-    weight_ptr, bias_ptr, seed_ptr, y_ptr, mean_ptr, rstd_ptr,
+    # (T,), int32 or int64; types and positions may be None
+    ids_ptr, types_ptr, positions_ptr,
+    # (rows, N); fp32, fp16 or bf16; None without indices
+    word_table_ptr, type_table_ptr, position_table_ptr,
+    # (N,), any floating dtype; the bias may be None
+    weight_ptr, bias_ptr,
+    # (1,), int64; None without dropout
+    seed_ptr,
+    # (T, N), contiguous, in the dtype of the tables
+    y_ptr,
+    # (T,), fp32
+    mean_ptr, rstd_ptr,
     stride_ids, stride_types, stride_positions, stride_word, stride_type, stride_position,
     rows_total, columns, words, types, positions, eps, dropout_threshold, dropout_scale,
     HAS_TYPES: tl.constexpr, HAS_POSITIONS: tl.constexpr, HAS_BIAS: tl.constexpr,
@@ -111,8 +122,15 @@ def _forward_kernel(
 
 @triton.jit(do_not_specialize=["rows_total"])
 def _backward_kernel(
-    dy_ptr, ids_ptr, types_ptr, positions_ptr, word_table_ptr, type_table_ptr, position_table_ptr,
-    weight_ptr, seed_ptr, mean_ptr, rstd_ptr, dsum_ptr, partials_ptr,
+    # (T, N), in the dtype of the tables
+    dy_ptr,
+    # as in _forward_kernel
+    ids_ptr, types_ptr, positions_ptr, word_table_ptr, type_table_ptr, position_table_ptr,
+    weight_ptr, seed_ptr, mean_ptr, rstd_ptr,
+    # (T, N), contiguous, in the dtype of the tables
+    dsum_ptr,
+    # (planes, programs, N), fp32: dweight, and dbias with HAS_BIAS
+    partials_ptr,
     stride_dy_row, stride_dy_col,
     stride_ids, stride_types, stride_positions, stride_word, stride_type, stride_position,
     rows_total, columns, words, types, positions, dropout_threshold, dropout_scale,
@@ -147,7 +165,6 @@ def _backward_kernel(
             dbias += tl.sum(dy, axis=0)
         _, _, offsets, _ = row_offsets(first_row, columns, 1, rows_total, columns, BLOCK_M, BLOCK_N)
         tl.store(dsum_ptr + offsets, narrow(dsum, dsum_ptr.dtype.element_ty), mask=inside)
-    # partials: fp32 [1 or 2, programs, columns]
     partials = partials_ptr + program.to(tl.int64) * columns + cols
     tl.store(partials, dweight, mask=cols < columns)
     if HAS_BIAS:
@@ -159,7 +176,10 @@ def _store_keys(
     keys_ptr, index_ptr, rows, stride_index, rows_total, limit,
     first_key, table_rows, skipped, no_key,
 ):  # fmt: skip
-    """first_key + index of each row below limit; no_key for an index to skip or out of range."""
+    """Store first_key + index of each token, and no_key up to `limit`.
+
+    A skipped index and an index out of range also give no_key.
+    """
     pointers = index_ptr + rows.to(tl.int64) * stride_index
     index = tl.load(pointers, mask=rows < rows_total, other=-1).to(tl.int64)
     counts = (index >= 0) & (index < table_rows) & (index != skipped)
@@ -169,12 +189,15 @@ def _store_keys(
 
 @triton.jit(do_not_specialize=["rows_total", "entries", "padding_idx"])
 def _keys_kernel(
-    ids_ptr, types_ptr, positions_ptr, keys_ptr,
+    # (T,), int32 or int64; types and positions may be None
+    ids_ptr, types_ptr, positions_ptr,
+    # (entries,), int32 or int64
+    keys_ptr,
     stride_ids, stride_types, stride_positions,
     rows_total, entries, words, types, positions, padding_idx,
     HAS_TYPES: tl.constexpr, HAS_POSITIONS: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Stores the keys of the types, the positions and the words; no_key in the entries after."""
+    """Store the keys of the types, the positions and the words, and no_key after them."""
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     no_key = words + types + positions
     if HAS_TYPES:
@@ -202,7 +225,7 @@ def _store_gradients(
     keys, gradients, chosen, cols, dword_ptr, dtype_ptr, dposition_ptr, columns, words, types,
     HAS_TYPES: tl.constexpr, HAS_POSITIONS: tl.constexpr,
 ):  # fmt: skip
-    """Chosen rows of fp32 gradients [BLOCK_M, BLOCK_N] into the table rows of their keys."""
+    """Store chosen rows of fp32 gradients [BLOCK_M, BLOCK_N] in the table rows of their keys."""
     gradients = narrow(gradients, dword_ptr.dtype.element_ty)
     rows = keys.to(tl.int64)[:, None]
     offsets = rows * columns + cols[None, :]
@@ -219,15 +242,23 @@ def _store_gradients(
 
 @triton.jit(do_not_specialize=["rows_total"])
 def _run_sums_kernel(
-    dsum_ptr, keys_ptr, order_ptr, partials_ptr, dword_ptr, dtype_ptr, dposition_ptr,
+    # (T, N), contiguous, in the dtype of the tables
+    dsum_ptr,
+    # (chunks * BLOCK_M,), sorted keys and their places before the sort
+    keys_ptr, order_ptr,
+    # (2, chunks, N), fp32
+    partials_ptr,
+    # the gradients of the tables, contiguous; None without a table
+    dword_ptr, dtype_ptr, dposition_ptr,
     rows_total, columns, words, types, positions,
     HAS_TYPES: tl.constexpr, HAS_POSITIONS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Sums the runs of equal keys inside one chunk of BLOCK_M entries.
+    """Sum the runs of equal keys inside one chunk of BLOCK_M entries.
 
-    A run inside the chunk goes to its table row; the part of one that began in an earlier chunk to
-    partials[0, chunk], the part of one that goes on in the next chunk to partials[1, chunk].
+    The sum of a run inside the chunk is stored in its table row. The part of a run that began in an
+    earlier chunk goes to partials[0, chunk]. The part of a run that starts here and goes on in the
+    next chunk goes to partials[1, chunk].
     """
     column_blocks = tl.cdiv(columns, BLOCK_N)
     chunk = tl.program_id(0) // column_blocks
@@ -245,14 +276,15 @@ def _run_sums_kernel(
     offsets = row.to(tl.int64)[:, None] * columns + cols[None, :]
     inside = is_key[:, None] & (cols < columns)[None, :]
     dsum = tl.load(dsum_ptr + offsets, mask=inside, other=0.0)
-    # Row i of the product is the sum over the entries of i's key. 0 and 1 are exact in any dtype.
+    # Row i of the product is the sum over all entries with the key of entry i. 0 and 1 are exact in
+    # any dtype.
     same = (keys[:, None] == keys[None, :]).to(tl.float32)
     sums = dot(narrow(same, dsum.dtype), dsum, tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
     is_first = entries == chunk * BLOCK_M
     went_on = is_first & (keys == before) & is_key
     starts = (is_first | (keys != before)) & ~went_on & is_key
     goes_on = starts & (keys == after)
-    # One row at most of either kind.
+    # At most one row went on, and at most one row goes on.
     partials = partials_ptr + chunk.to(tl.int64) * columns + cols
     part = tl.sum(tl.where(went_on[:, None], sums, 0.0), axis=0)
     tl.store(partials, part, mask=cols < columns)
@@ -267,12 +299,13 @@ def _run_sums_kernel(
 
 @triton.jit(do_not_specialize=["halvings"])
 def _crossing_runs_kernel(
+    # as in _run_sums_kernel
     keys_ptr, partials_ptr, dword_ptr, dtype_ptr, dposition_ptr,
     columns, words, types, positions, halvings,
     HAS_TYPES: tl.constexpr, HAS_POSITIONS: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Adds the parts of the run that begins in this chunk and goes on in the next; one at most."""
+    """Add the parts of the run, if any, that begins in this chunk and goes on in the next."""
     column_blocks = tl.cdiv(columns, BLOCK_N)
     chunk = tl.program_id(0) // column_blocks
     chunks = tl.num_programs(0) // column_blocks
@@ -282,7 +315,7 @@ def _crossing_runs_kernel(
     last = tl.load(keys_ptr + first + CHUNK - 1)
     after = tl.load(keys_ptr + first + CHUNK, mask=chunk + 1 < chunks, other=-1)
     if (last == after) & (last != before) & (last < words + types + positions):
-        # The first chunk that begins with another key, by bisection.
+        # Bisection finds the first chunk that begins with another key.
         start, limit = chunk + 1, chunks
         for _ in range(halvings):
             middle = (start + limit) // 2
@@ -298,7 +331,7 @@ def _crossing_runs_kernel(
             parts += tl.load(partials_ptr + offsets, mask=inside, other=0.0)
         offsets = (chunks + chunk).to(tl.int64) * columns + cols
         begun = tl.load(partials_ptr + offsets, mask=cols < columns, other=0.0)
-        # One row, in the shape that the stores take.
+        # [1, BLOCK_N]
         gradient = (begun + tl.sum(parts, axis=0))[None, :]
         keys = tl.zeros([1], tl.int64) + last
         _store_gradients(
@@ -308,7 +341,7 @@ def _crossing_runs_kernel(
 
 
 def _sizes(tables) -> dict:
-    """Numbers of rows of the tables; an absent table has none."""
+    """Return the numbers of rows of the tables, 0 for an absent table, and the HAS_ flags."""
     words, types, positions = tables
     return {
         "words": words.shape[0],
@@ -386,13 +419,27 @@ def embedding_forward(
     dropout_p: float = 0.0,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """y = dropout(LN(word + type + position)), with the row statistics that the backward needs.
+    """Compute dropout(LN(word + type + position)) and the statistics of its rows.
 
-    indices: ids, token types and positions, int32 or int64 (T,) at any stride; tables: (V, N),
-    (types, N) and (P, N) in one dtype, rows at any stride, last stride 1; weight, bias (N,) in any
-    floating dtype; seed int64 (1,). Returns y (T, N) contiguous in the tables' dtype, mean and rstd
-    fp32 (T,). A row with an index out of range is NaN; nothing is read outside the tables.
-    ValueError: N above 8192, a last stride other than 1, dropout without a seed.
+    A row with an index out of range is NaN, and no memory outside the tables is read.
+
+    Args:
+        indices: Ids, token types and positions, int32 or int64 (T,) at any stride. Token types and
+            positions may be None.
+        tables: Words (V, N), types (types, N) and positions (P, N) in one dtype, fp32, fp16 or
+            bf16. Rows have any stride, and the last stride is 1. A table without indices is None.
+        weight: Scale (N,) in any floating dtype.
+        bias: Shift (N,) in any floating dtype, or None.
+        seed: Seed of the dropout, int64 (1,).
+        dropout_p: Probability of dropout.
+        eps: Added to the variance.
+
+    Returns:
+        y (T, N), contiguous in the dtype of the tables; mean and reciprocal standard deviation,
+        fp32 (T,).
+
+    Raises:
+        ValueError: If N is above 8192, a last stride is not 1, or there is dropout without a seed.
     """
     rows, columns = indices[0].shape[0], tables[0].shape[1]
     y = torch.empty((rows, columns), dtype=tables[0].dtype, device=tables[0].device)
@@ -436,7 +483,7 @@ def _keys_launch(indices, tables, keys, padding_idx: int) -> Launch:
 
 
 def _table_launches(dsum, keys, order, partials, gradients) -> Iterator[Launch]:
-    """The two launches that fill the gradients of the tables with sums of runs."""
+    """Yield the two launches that store sums of runs in the gradients of the tables."""
     columns = dsum.shape[1]
     tile = run_sum_tile(columns, dsum.dtype)
     names = ("dword_ptr", "dtype_ptr", "dposition_ptr")
@@ -464,9 +511,9 @@ def _present(tensors) -> int:
 def table_gradients(
     dsum: Tensor, indices: Indices, tables: Tables, padding_idx: int = -1
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Gradients of the tables from that of their rows' sum (T, N), contiguous.
+    """Compute the gradients of the tables from `dsum`, contiguous (T, N).
 
-    A row that is not finite may make rows that share its chunk of sorted keys NaN.
+    A row of `dsum` that is not finite may make the other rows in its chunk of sorted keys NaN.
     """
     rows, columns = dsum.shape
 
@@ -483,7 +530,7 @@ def table_gradients(
     chunks = triton.cdiv(_present(indices) * rows, chunk)
     keys = torch.empty(chunks * chunk, dtype=key_dtype, device=dsum.device)
     _keys_launch(indices, tables, keys, padding_idx).run(on=dsum)
-    # torch's radix sort, the one step that is not ours; stable, so the order is always the same.
+    # This step is torch's radix sort. The sort is stable, so the order is always the same.
     keys, order = torch.sort(keys, stable=True)
     partials = torch.empty((2, chunks, columns), dtype=torch.float32, device=dsum.device)
     for launch in _table_launches(dsum, keys, order, partials, gradients):
@@ -504,11 +551,21 @@ def embedding_backward(
     dropout_p: float = 0.0,
     padding_idx: int = -1,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor | None]:
-    """Gradients of the three tables, of weight and of bias (in weight's dtype).
+    """Compute the gradients of `embedding_forward`.
 
-    dy (T, N) at any strides, the rest as in ``embedding_forward``. Table rows that no index names,
-    and row ``padding_idx`` of the words (-1: none), are exactly 0. Sums are fp32 in a fixed order:
-    reruns agree bitwise.
+    The arguments that are not listed are those of `embedding_forward`. Sums are fp32 in a fixed
+    order, so reruns agree bitwise.
+
+    Args:
+        dy: Gradient of y, (T, N) at any strides.
+        mean: Mean that the forward returned.
+        rstd: Reciprocal standard deviation that the forward returned.
+        has_bias: Whether the forward had a bias.
+        padding_idx: Row of the words whose gradient is exactly 0; -1 means no row.
+
+    Returns:
+        The gradients of the three tables, of the weight, and of the bias in the dtype of `weight`.
+        The gradient of an absent parameter is None. A table row without an index is exactly 0.
     """
     rows, columns = dy.shape
     dsum = torch.empty((rows, columns), dtype=tables[0].dtype, device=dy.device)
@@ -524,14 +581,14 @@ def embedding_backward(
 
 
 def shipped_launches() -> Iterator[Launch]:
-    """Representative launches, on meta tensors, for the ahead-of-time gate."""
+    """Yield representative launches on meta tensors for the ahead-of-time check."""
 
     def meta(dtype, *shape):
         return torch.empty(shape, dtype=dtype, device="meta")
 
     for dtype, columns, complete in (
         (torch.bfloat16, 1024, True),
-        # Words alone, and a norm without a bias.
+        # This launch has the word table alone, and a norm without a bias.
         (torch.bfloat16, 768, False),
         (torch.float32, 8192, True),
     ):

@@ -2,7 +2,7 @@
 
 ``fastbert.activations`` lists the activations. A gated activation (Shazeer 2020) applies its
 function to the first half of the columns and multiplies the result by the second half. The backward
-reads the pre-activation, which is kept with its bias: without the bias, rounding could change the
+reads the pre-activation, which is kept with its bias. Without the bias, rounding could change the
 sign of a sum near 0, and the slope of ReLU depends on that sign alone.
 """
 
@@ -34,9 +34,10 @@ def _store_activation(
     h, linear, bias_ptr, y_ptr, h_ptr, rows, first_col, rows_total, columns,
     FUNCTION: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, SAVES_H: tl.constexpr,
 ):  # fmt: skip
-    """Store y, and h if it is saved, of a tile of the product: h and, if gated, its factor linear.
+    """Add the bias to a tile of the product and store y and, if it is saved, the pre-activation.
 
-    y has `columns` columns; h has twice as many if gated.
+    If gated, h is the gate of the tile, linear is its factor, and the saved pre-activation has
+    twice the `columns` columns of y.
     """
     cols = first_col + tl.arange(0, h.shape[1])
     inside_columns = cols < columns
@@ -61,7 +62,7 @@ def _store_activations(
     h, linear, bias_ptr, y_ptr, h_ptr, rows, first_col, rows_total, columns,
     FUNCTION: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, SAVES_H: tl.constexpr,
 ):  # fmt: skip
-    """_store_activation of one half of a wide tile after the other; both at once would spill."""
+    """Call _store_activation for each half of a wide tile; both halves at once would spill."""
     if h.shape[1] > LARGEST_PART:
         left, right = halves(h)
         linear_left, linear_right = halves(linear)
@@ -206,7 +207,7 @@ def _activation_launch(h, y, activation: Activation) -> Launch:
 def activation_forward(h: Tensor, *, activation: str) -> Tensor:
     """Return act(h) (M, N), contiguous in the dtype of h (M, N), or (M, 2N) if gated.
 
-    h has any strides. `activation` is a name in ``fastbert.activations``; another one raises
+    h has any strides. `activation` is a name in ``fastbert.activations``; another name raises
     ValueError.
     """
     chosen = of_name(activation)
@@ -227,7 +228,7 @@ def linear_gelu_forward(
 ) -> tuple[Tensor, Tensor | None]:
     """Return y = act(h) and, with `save`, h = x Wᵀ + bias.
 
-    x (M, K) and weight (N, K) have one dtype and any strides; bias (N,) or None. h (M, N) and
+    x (M, K) and weight (N, K) have one dtype and any strides; bias is (N,) or None. h (M, N) and
     y (M, N), or (M, N / 2) if gated, are contiguous in the dtype of x. `activation` is a name in
     ``fastbert.activations``; `path` is "fused", "library", or None for the choice of
     ``gemm_path``. Another value of either raises ValueError.
@@ -262,7 +263,7 @@ SHIPPED = (
 
 
 def shipped_launches() -> Iterator[Launch]:
-    """Representative launches, on meta tensors, for the ahead-of-time gate."""
+    """Yield representative launches on meta tensors for the ahead-of-time check."""
     for rows, dtype, name in SHIPPED:
         activation = ACTIVATIONS[name]
         x, a = (torch.empty((rows, n), dtype=dtype, device="meta") for n in (768, 3072))

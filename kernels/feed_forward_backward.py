@@ -72,7 +72,7 @@ def _store_gradients(
     stride_h_row, stride_h_col, rows_total, columns,
     FUNCTION: tl.constexpr, GATED: tl.constexpr, SUMS_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """_store_gradient of one half of a wide tile after the other."""
+    """Call _store_gradient for each half of a wide tile."""
     if da.shape[1] > LARGEST_PART:
         left, right = halves(da)
         _store_gradient(
@@ -205,8 +205,8 @@ def activation_backward(
     """Return dh of a = act(h), its sum over the rows with `sum_rows`, and a with `activated`.
 
     da (M, N) and h (M, N), or (M, 2N) if gated, have any strides. The results are contiguous in the
-    dtype of h. The sum, the gradient of a bias, is formed in fp32 over fixed partial sums, so that
-    reruns agree bitwise. `activation` is a name in ``fastbert.activations``; another one raises
+    dtype of h. The sum, which is the gradient of a bias, adds fixed partial sums, so that reruns
+    agree bitwise. `activation` is a name in ``fastbert.activations``; another name raises
     ValueError.
     """
     chosen = of_name(activation)
@@ -274,8 +274,8 @@ def feed_forward_backward(
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Return the results of ``activation_backward``, a included, for da = dy W of the second layer.
 
-    dy (M, O) and weight (O, N) have one dtype; h (M, N), or (M, 2N) if gated; any strides. `path`
-    and the errors are those of ``linear_gelu_forward``.
+    dy (M, O) and weight (O, N) have one dtype; h is (M, N), or (M, 2N) if gated. All have any
+    strides. `path` and the errors are as in ``linear_gelu_forward``.
     """
     chosen = of_name(activation)
     (rows, depth), columns = dy.shape, weight.shape[1]
@@ -290,7 +290,7 @@ def feed_forward_backward(
 
 
 def shipped_launches() -> Iterator[Launch]:
-    """Representative launches, on meta tensors, for the ahead-of-time gate."""
+    """Yield representative launches on meta tensors for the ahead-of-time check."""
     for rows, dtype, name in SHIPPED:
         activation = ACTIVATIONS[name]
         dy, a = (torch.empty((rows, n), dtype=dtype, device="meta") for n in (768, 3072))

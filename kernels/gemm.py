@@ -29,8 +29,8 @@ def product_tile(
     """Return the tile of a b at `rows` and `cols`, fp32 [BLOCK_M, BLOCK_N].
 
     a is (M, K) and b is (K, N), at any strides. A weight (N, K) of a linear layer is b with
-    stride_b_col = weight.stride(0). Rows and columns beyond the end wrap around to the start, which
-    spares a mask; their results have no meaning and must not be stored.
+    stride_b_col = weight.stride(0). Rows and columns beyond the end wrap around to the start,
+    so that no mask is needed; their results have no meaning and must not be stored.
     """
     ks = tl.arange(0, BLOCK_K)
     # A remainder keeps neighbours next to each other for loads of 16 bytes; a select would not.

@@ -1,6 +1,6 @@
-"""LN(residual + dropout(x + x_bias)) over the last dimension and its backward (Ba et al. 2016).
+"""Layer norm of residual + dropout(x + x_bias), forward and backward (Ba et al. 2016).
 
-Both passes are bound by memory: a program reads whole rows once and keeps them in registers.
+Both passes are bound by memory. A program reads each row once and keeps it in registers.
 """
 
 from __future__ import annotations
@@ -25,13 +25,22 @@ from fastbert.kernels.norm_rows import (
 from fastbert.kernels.reduction import sum_planes, sum_rows
 from fastbert.kernels.tiles import Tile, row_programs, row_tile
 
-# Wider rows leave no registers for a third sum over the rows.
+# In wider rows there are no registers left for a third sum over the rows.
 WIDEST_WITH_X_BIAS = 4096
 
 
 @triton.jit(do_not_specialize=["rows_total"])
 def _forward_kernel(
-    x_ptr, residual_ptr, weight_ptr, bias_ptr, x_bias_ptr, seed_ptr, y_ptr, mean_ptr, rstd_ptr,
+    # (R, N); fp32, fp16 or bf16; the residual may be None
+    x_ptr, residual_ptr,
+    # (N,), any floating dtype; the biases may be None
+    weight_ptr, bias_ptr, x_bias_ptr,
+    # (1,), int64; None without dropout
+    seed_ptr,
+    # (R, N), contiguous, in the dtype of x
+    y_ptr,
+    # (R,), fp32
+    mean_ptr, rstd_ptr,
     stride_x_row, stride_residual_row, rows_total, columns, eps, dropout_threshold, dropout_scale,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_X_BIAS: tl.constexpr,
     HAS_DROPOUT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -58,8 +67,18 @@ def _forward_kernel(
 
 @triton.jit(do_not_specialize=["rows_total"])
 def _backward_kernel(
-    dy_ptr, x_ptr, residual_ptr, weight_ptr, x_bias_ptr, seed_ptr, mean_ptr, rstd_ptr,
-    dsum_ptr, dx_ptr, partials_ptr,
+    # (R, N); fp32, fp16 or bf16; the residual may be None
+    dy_ptr, x_ptr, residual_ptr,
+    # (N,), any floating dtype; x_bias may be None
+    weight_ptr, x_bias_ptr,
+    # (1,), int64; None without dropout
+    seed_ptr,
+    # (R,), fp32
+    mean_ptr, rstd_ptr,
+    # (R, N), contiguous, in the dtype of x; dx is None without dropout
+    dsum_ptr, dx_ptr,
+    # (planes, programs, N), fp32: dweight, dbias with HAS_BIAS, dx_bias with SUM_X_BIAS
+    partials_ptr,
     stride_dy_row, stride_dy_col, stride_x_row, stride_residual_row, rows_total, columns,
     dropout_threshold, dropout_scale,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_X_BIAS: tl.constexpr,
@@ -69,7 +88,7 @@ def _backward_kernel(
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     cols = tl.arange(0, BLOCK_N)
-    # A row lies across all warps, so that the sum over BLOCK_M stays inside a thread.
+    # Every row is spread over all warps, so that a thread sums over BLOCK_M by itself.
     dweight = tl.zeros([BLOCK_N], tl.float32)
     dbias = tl.zeros([BLOCK_N], tl.float32)
     dx_bias = tl.zeros([BLOCK_N], tl.float32)
@@ -86,7 +105,7 @@ def _backward_kernel(
         dy = tl.load(dy_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
         mean = tl.load(mean_ptr + rows, mask=rows < rows_total, other=0.0)
         rstd = tl.load(rstd_ptr + rows, mask=rows < rows_total, other=0.0)
-        # Loaded per tile: from the cache, where registers would spill in wide rows.
+        # The weight is loaded for each tile, from the cache. In wide rows, registers would spill.
         weight = load_parameter(weight_ptr, cols, columns)
         dsum, normalised = layer_norm_gradient(dy, total, mean, rstd, weight, inside, columns)
         dweight += tl.sum(dy * normalised, axis=0)
@@ -99,7 +118,6 @@ def _backward_kernel(
             tl.store(dx_ptr + offsets, narrow(dsum, dx_ptr.dtype.element_ty), mask=inside)
         if SUM_X_BIAS:
             dx_bias += tl.sum(dsum, axis=0)
-    # partials: fp32 [1 to 3, programs, columns]
     partials = partials_ptr + program.to(tl.int64) * columns + cols
     plane = programs.to(tl.int64) * columns
     tl.store(partials, dweight, mask=cols < columns)
@@ -162,11 +180,23 @@ def layer_norm_forward(
     dropout_p: float = 0.0,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """y = LN(residual + dropout(x + x_bias)), with the row statistics that the backward needs.
+    """Compute LN(residual + dropout(x + x_bias)) and the statistics of its rows.
 
-    x and residual (R, N) in one dtype, rows at any stride, last stride 1; weight, bias, x_bias (N,)
-    in any floating dtype; seed int64 (1,). Returns y (R, N) contiguous in x's dtype, mean and rstd
-    fp32 (R,). ValueError: N above 8192, a last stride other than 1, dropout without a seed.
+    Args:
+        x: Rows (R, N) at any stride, with a last stride of 1; fp32, fp16 or bf16.
+        weight: Scale (N,) in any floating dtype.
+        bias: Shift (N,) in any floating dtype, or None.
+        residual: Rows (R, N) in the dtype of `x` and with a last stride of 1, or None.
+        x_bias: Bias of `x` (N,) in any floating dtype, or None.
+        seed: Seed of the dropout, int64 (1,).
+        dropout_p: Probability of dropout.
+        eps: Added to the variance.
+
+    Returns:
+        y (R, N), contiguous in the dtype of `x`; mean and reciprocal standard deviation, fp32 (R,).
+
+    Raises:
+        ValueError: If N is above 8192, a last stride is not 1, or there is dropout without a seed.
     """
     rows, columns = x.shape
     y = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
@@ -179,7 +209,7 @@ def layer_norm_forward(
 
 
 def _sums_x_bias(x: Tensor, x_bias: Tensor | None) -> bool:
-    """Whether the backward kernel sums the gradient of x_bias."""
+    """Return whether the backward kernel sums the gradient of x_bias."""
     return x_bias is not None and x.shape[1] <= WIDEST_WITH_X_BIAS
 
 
@@ -218,12 +248,23 @@ def layer_norm_backward(
     has_bias: bool = True,
     dropout_p: float = 0.0,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None]:
-    """(dsum, dx, dweight, dbias, dx_bias) of ``layer_norm_forward``; the sum is recomputed.
+    """Compute the gradients of `layer_norm_forward`; the sum is computed again.
 
-    dy (R, N) at any strides. dsum (R, N) is the gradient of the sum, so of residual too; dx is None
-    without dropout, where it would equal dsum, and dx_bias None without x_bias. The bias takes its
-    gradient in weight's dtype. Parameter gradients are reduced over a fixed number of partial sums:
-    reruns agree bitwise.
+    The arguments that are not listed are those of `layer_norm_forward`. The number of partial sums
+    of a parameter's gradient is fixed, so reruns agree bitwise.
+
+    Args:
+        dy: Gradient of y, (R, N) at any strides.
+        mean: Mean that the forward returned.
+        rstd: Reciprocal standard deviation that the forward returned.
+        has_bias: Whether the forward had a bias.
+
+    Returns:
+        dsum: Gradient (R, N) of the sum, and therefore of `residual`.
+        dx: Gradient (R, N) of `x`; None without dropout, because it equals dsum.
+        dweight: Gradient (N,) of `weight`.
+        dbias: Gradient (N,) of the bias in the dtype of `weight`; None without a bias.
+        dx_bias: Gradient (N,) of `x_bias`; None without `x_bias`.
     """
     rows, columns = x.shape
     dsum = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
@@ -247,10 +288,10 @@ def layer_norm_backward(
 
 
 def shipped_launches() -> Iterator[Launch]:
-    """Representative launches, on meta tensors, for the ahead-of-time gate."""
+    """Yield representative launches on meta tensors for the ahead-of-time check."""
     for dtype, columns, has_bias in (
         (torch.float16, 384, True),
-        # 768 and 1024 columns share this binary.
+        # Rows of 768 columns use the same binary.
         (torch.bfloat16, 1024, True),
         (torch.bfloat16, 1024, False),
         (torch.float32, 1024, True),

@@ -1,4 +1,4 @@
-"""Tiles of whole rows in registers: what layer_norm, rms_norm and embedding share."""
+"""Functions on tiles of whole rows, shared by layer_norm, rms_norm and embedding."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def row_offsets(
     first_row, stride_row, stride_col, rows_total, columns,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Rows, columns, offsets and bounds of a tile [BLOCK_M, BLOCK_N]."""
+    """Return the rows, columns, offsets and bounds of a tile [BLOCK_M, BLOCK_N]."""
     rows = first_row + tl.arange(0, BLOCK_M)
     cols = tl.arange(0, BLOCK_N)
     offsets = rows.to(tl.int64)[:, None] * stride_row + cols.to(tl.int64)[None, :] * stride_col
@@ -24,26 +24,34 @@ def row_offsets(
 
 @triton.jit
 def load_parameter(pointer, cols, columns):
-    """A weight or bias in fp32 [1, BLOCK_N], 0 outside."""
+    """Return a weight or a bias in fp32 [1, BLOCK_N], 0 outside."""
     return tl.load(pointer + cols, mask=cols < columns, other=0.0).to(tl.float32)[None, :]
 
 
 @triton.jit
 def keep_rows(seed_ptr, rows, dropout_threshold, BLOCK_N: tl.constexpr):
-    """What dropout keeps of rows of a matrix (rows, columns), int1 [BLOCK_M, BLOCK_N]."""
+    """Return the elements of whole rows that dropout keeps, int1 [BLOCK_M, BLOCK_N]."""
     zero = tl.sum(rows, axis=0) * 0
     return dropout_keep(tl.load(seed_ptr), rows, zero, zero, 0, dropout_threshold, BLOCK_N)
 
 
 @triton.jit
 def load_sum(
-    x_ptr, residual_ptr, x_bias_ptr, seed_ptr,
+    # (R, N); fp32, fp16 or bf16; the residual may be None
+    x_ptr, residual_ptr,
+    # (N,), any floating dtype; or None
+    x_bias_ptr,
+    # (1,), int64; None without dropout
+    seed_ptr,
     first_row, stride_x_row, stride_residual_row, rows_total, columns,
     dropout_threshold, dropout_scale,
     HAS_RESIDUAL: tl.constexpr, HAS_X_BIAS: tl.constexpr, HAS_DROPOUT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """residual + dropout(x + x_bias) in fp32, 0 outside the rows, and what dropout kept."""
+    """Return residual + dropout(x + x_bias) in fp32, 0 outside the rows, and the kept elements.
+
+    Both results are [BLOCK_M, BLOCK_N].
+    """
     rows, cols, offsets, inside = row_offsets(
         first_row, stride_x_row, 1, rows_total, columns, BLOCK_M, BLOCK_N
     )
@@ -64,8 +72,8 @@ def load_sum(
 
 @triton.jit
 def layer_norm_statistics(total, inside, columns, eps):
-    """total - mean, mean and 1 / sqrt(variance + eps) of rows that are 0 outside."""
-    # The mean of a long row far from 0 loses bits; the mean of what is left after it restores them.
+    """Return total - mean, mean and 1 / sqrt(variance + eps) of rows that are 0 outside."""
+    # The mean of a long row far from 0 loses bits. The mean of the differences restores them.
     mean = tl.sum(total, axis=1) / columns
     centred = tl.where(inside, total - mean[:, None], 0.0)
     correction = tl.sum(centred, axis=1) / columns
@@ -76,8 +84,11 @@ def layer_norm_statistics(total, inside, columns, eps):
 
 @triton.jit
 def layer_norm_gradient(dy, total, mean, rstd, weight, inside, columns):
-    """Gradient of the sum, 0 outside, and the normalised sum; dy and weight are 0 outside."""
-    # As in the forward: what one fp32 mean of a row far from 0 leaves is taken off as well.
+    """Return the gradient of the sum and the normalised sum; dy and weight are 0 outside.
+
+    Both results are [BLOCK_M, BLOCK_N] and 0 outside.
+    """
+    # As in the forward, the mean of the differences is subtracted too.
     centred = tl.where(inside, total - mean[:, None], 0.0)
     correction = tl.sum(centred, axis=1) / columns
     normalised = tl.where(inside, (centred - correction[:, None]) * rstd[:, None], 0.0)
@@ -89,7 +100,7 @@ def layer_norm_gradient(dy, total, mean, rstd, weight, inside, columns):
 
 
 def require_rows(**tensors: Tensor | None) -> None:
-    """ValueError naming the first tensor whose rows do not lie side by side in memory."""
+    """Raise ValueError for the first tensor whose last stride is not 1."""
     for name, tensor in tensors.items():
         if tensor is not None and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
             raise ValueError(f"{name}: got last stride {tensor.stride(-1)}, allowed: 1")

@@ -1,7 +1,8 @@
-"""Sums over rows, the second half of every parameter gradient: deterministic, without atomics.
+"""Sums over rows, for the gradients of biases and norms: deterministic, without atomics.
 
-A matrix of many rows is summed in two launches: each program adds a fixed share of the rows into
-one partial sum in fp32, then the partial sums are added in fp64. Reruns agree bitwise.
+A matrix of many rows is summed in two launches. Each program of the first adds a fixed number of
+rows into one partial sum in fp32, and the second adds the partial sums in fp64. Reruns agree
+bitwise.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def _sum_partials_kernel(
     plane = tl.program_id(0) // column_blocks
     cols = tl.program_id(0) % column_blocks * BLOCK_N + tl.arange(0, BLOCK_N)
     partials_ptr += plane.to(tl.int64) * rows_total * columns
-    # fp64: a few hundred partial sums added one by one in fp32 lose more than all of them hold.
+    # Hundreds of additions in fp32 would have a larger error than the partial sums themselves.
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float64)
     for first_row in range(0, rows_total, BLOCK_M):
         rows = first_row + tl.arange(0, BLOCK_M)
@@ -64,7 +65,7 @@ def _sum_partials_kernel(
         inside = (rows < rows_total)[:, None] & (cols < columns)[None, :]
         total += tl.load(partials_ptr + offsets, mask=inside, other=0.0).to(tl.float64)
     result = tl.sum(total, axis=0).to(tl.float32)
-    # Each plane has a tensor of its own: outputs of one operation may not share memory.
+    # Each plane has its own tensor, because outputs of one operator may not share memory.
     if plane == 0:
         _store_sum(out_ptr, result, cols, columns)
     elif plane == 1:
@@ -74,12 +75,13 @@ def _sum_partials_kernel(
 
 
 def sum_partials_launch(partials: Tensor, *outs: Tensor) -> Launch:
-    """Contiguous fp32 partials (planes, P, N), one to three, summed over P into as many
-    contiguous outs of N elements.
+    """Return the launch that sums contiguous fp32 partials (planes, P, N) over P.
+
+    There are one to three planes, and for each a contiguous out of N elements.
     """
     planes, rows, columns = partials.shape
     tile = sum_partials_tile()
-    # A plane that does not exist is stored nowhere, but has a pointer.
+    # The kernel takes three pointers; the pointer of an absent plane is not used.
     first, second, third = (*outs, outs[0], outs[0])[:3]
     arguments = {
         "partials_ptr": partials,
@@ -96,7 +98,7 @@ def sum_partials_launch(partials: Tensor, *outs: Tensor) -> Launch:
 
 
 def sum_planes(partials: Tensor, *dtypes: torch.dtype) -> list[Tensor]:
-    """Contiguous fp32 (planes, P, N), one to three → the sum over P of each, (N,) in its dtype."""
+    """Sum one to three contiguous fp32 planes (P, N) over P, each to (N,) in its own dtype."""
     columns = partials.shape[2]
     outs = [torch.empty(columns, dtype=dtype, device=partials.device) for dtype in dtypes]
     sum_partials_launch(partials, *outs).run(on=partials)
@@ -104,7 +106,7 @@ def sum_planes(partials: Tensor, *dtypes: torch.dtype) -> list[Tensor]:
 
 
 def sum_partials(partials: Tensor, dtype: torch.dtype) -> Tensor:
-    """Contiguous fp32 (P, N) → (N,) in dtype, summed over P."""
+    """Sum contiguous fp32 partials (P, N) over P to (N,) in dtype."""
     return sum_planes(partials[None], dtype)[0]
 
 
@@ -127,7 +129,7 @@ def _partial_sums_launch(x: Tensor, partials: Tensor) -> Launch:
 
 
 def sum_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x (M, N) at any strides → its sum over rows (N,) in dtype: the gradient of a bias."""
+    """Sum x (M, N), at any strides, over its rows to (N,) in dtype, the gradient of a bias."""
     rows, columns = x.shape
     shape = (triton.cdiv(rows, ROWS_PER_PARTIAL), columns)
     partials = torch.empty(shape, dtype=torch.float32, device=x.device)
@@ -136,7 +138,7 @@ def sum_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def shipped_launches() -> Iterator[Launch]:
-    """Representative launches, on meta tensors, for the ahead-of-time gate."""
+    """Yield representative launches on meta tensors for the ahead-of-time check."""
     for dtype in (torch.bfloat16, torch.float32):
         x = torch.empty((4096, 2304), dtype=dtype, device="meta")
         partials = torch.empty((1, 32, 2304), dtype=torch.float32, device="meta")

@@ -1,6 +1,6 @@
-"""weight · s / sqrt(mean(s²) + eps), s = x + residual, and its backward (Zhang and Sennrich 2019).
+"""RMS norm of x + residual, forward and backward (Zhang and Sennrich 2019).
 
-Both passes are bound by memory: a program reads whole rows once and keeps them in registers.
+Both passes are bound by memory. A program reads each row once and keeps it in registers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,14 @@ from fastbert.kernels.tiles import row_programs, row_tile
 
 @triton.jit(do_not_specialize=["rows_total"])
 def _forward_kernel(
-    x_ptr, residual_ptr, weight_ptr, y_ptr, rstd_ptr,
+    # (R, N); fp32, fp16 or bf16; the residual may be None
+    x_ptr, residual_ptr,
+    # (N,), any floating dtype
+    weight_ptr,
+    # (R, N), contiguous, in the dtype of x
+    y_ptr,
+    # (R,), fp32
+    rstd_ptr,
     stride_x_row, stride_residual_row, rows_total, columns, eps,
     HAS_RESIDUAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -42,14 +49,23 @@ def _forward_kernel(
 
 @triton.jit(do_not_specialize=["rows_total"])
 def _backward_kernel(
-    dy_ptr, x_ptr, residual_ptr, weight_ptr, rstd_ptr, dsum_ptr, partials_ptr,
+    # (R, N); fp32, fp16 or bf16; the residual may be None
+    dy_ptr, x_ptr, residual_ptr,
+    # (N,), any floating dtype
+    weight_ptr,
+    # (R,), fp32
+    rstd_ptr,
+    # (R, N), contiguous, in the dtype of x
+    dsum_ptr,
+    # (programs, N), fp32
+    partials_ptr,
     stride_dy_row, stride_dy_col, stride_x_row, stride_residual_row, rows_total, columns,
     HAS_RESIDUAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     cols = tl.arange(0, BLOCK_N)
-    # A row lies across all warps, so that the sum over BLOCK_M stays inside a thread.
+    # Every row is spread over all warps, so that a thread sums over BLOCK_M by itself.
     dweight = tl.zeros([BLOCK_N], tl.float32)
     for first_row in range(program * BLOCK_M, rows_total, programs * BLOCK_M):
         total, _ = load_sum(
@@ -69,7 +85,6 @@ def _backward_kernel(
         dsum = (dnormalised - normalised * along[:, None]) * rstd[:, None]
         _, _, offsets, _ = row_offsets(first_row, columns, 1, rows_total, columns, BLOCK_M, BLOCK_N)
         tl.store(dsum_ptr + offsets, narrow(dsum, dsum_ptr.dtype.element_ty), mask=inside)
-    # partials: fp32 [programs, columns]
     pointers = partials_ptr + program.to(tl.int64) * columns + cols
     tl.store(pointers, dweight, mask=cols < columns)
 
@@ -102,11 +117,19 @@ def _forward_launch(x, weight, y, rstd, residual, eps) -> Launch:
 def rms_norm_forward(
     x: Tensor, weight: Tensor, *, residual: Tensor | None = None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """y = weight · s / sqrt(mean(s²) + eps), s = x + residual, with the 1 / sqrt of each row.
+    """Compute weight · s · rstd with s = x + residual and rstd = 1 / sqrt(mean(s²) + eps).
 
-    x and residual (R, N) in one dtype, rows at any stride, last stride 1; weight (N,) in any
-    floating dtype. Returns y (R, N) contiguous in x's dtype and rstd fp32 (R,). ValueError: N above
-    8192, a last stride other than 1.
+    Args:
+        x: Rows (R, N) at any stride, with a last stride of 1; fp32, fp16 or bf16.
+        weight: Scale (N,) in any floating dtype.
+        residual: Rows (R, N) in the dtype of `x` and with a last stride of 1, or None.
+        eps: Added to the mean of the squares.
+
+    Returns:
+        The product (R, N), contiguous in the dtype of `x`, and rstd, fp32 (R,).
+
+    Raises:
+        ValueError: If N is above 8192, or a last stride is not 1.
     """
     rows, columns = x.shape
     y = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
@@ -133,10 +156,13 @@ def _backward_launch(dy, x, weight, rstd, dsum, partials, residual) -> Launch:
 def rms_norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, *, residual: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(dsum, dweight) of ``rms_norm_forward``; the sum is recomputed.
+    """Compute the gradients of `rms_norm_forward`; the sum is computed again.
 
-    dy (R, N) at any strides; dsum (R, N) is the gradient of x and of residual. dweight is reduced
-    over a fixed number of partial sums: reruns agree bitwise.
+    `dy` (R, N) may have any strides. dweight has a fixed number of partial sums, so reruns agree
+    bitwise.
+
+    Returns:
+        dsum, the gradient (R, N) of `x` and of `residual`, and dweight (N,).
     """
     rows, columns = x.shape
     dsum = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
@@ -147,7 +173,7 @@ def rms_norm_backward(
 
 
 def shipped_launches() -> Iterator[Launch]:
-    """Representative launches, on meta tensors, for the ahead-of-time gate."""
+    """Yield representative launches on meta tensors for the ahead-of-time check."""
     for dtype, columns in ((torch.bfloat16, 768), (torch.float32, 8192)):
         x = torch.empty((512, columns), dtype=dtype, device="meta")
         row = torch.empty(columns, dtype=torch.float32, device="meta")

@@ -1,6 +1,6 @@
-"""Rotary positions, forward and backward (Su et al. 2021).
+"""Rotary embeddings of heads, forward and backward (Su et al. 2021).
 
-Bound by memory: a program reads the angles of one token once and turns all of its heads with them.
+The kernel is bound by memory. A program reads the angles of one token once, for all heads.
 """
 
 from __future__ import annotations
@@ -19,14 +19,19 @@ from fastbert.kernels.tiles import rotary_tile
 
 @triton.jit
 def _offsets(row, heads, cols, stride_row, stride_head, stride_col):
-    """Offsets [BLOCK_M, BLOCK_N] of some elements of some heads of one token."""
+    """Return the offsets [BLOCK_M, BLOCK_N] of columns of heads of one token."""
     across = heads.to(tl.int64)[:, None] * stride_head
     return row * stride_row + across + cols.to(tl.int64)[None, :] * stride_col
 
 
 @triton.jit
 def _rotary_kernel(
-    x_ptr, cos_ptr, sin_ptr, y_ptr,
+    # (T, N, D); fp32, fp16 or bf16
+    x_ptr,
+    # (T, D / 2), fp32, contiguous
+    cos_ptr, sin_ptr,
+    # (T, N, D), contiguous, in the dtype of x
+    y_ptr,
     stride_x_row, stride_x_head, stride_x_col, stride_y_row, stride_y_head,
     heads_total, turned, half,
     INVERSE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -87,21 +92,30 @@ def _run(name, x, cos, sin, heads) -> Tensor:
 
 
 def rotary_forward(x: Tensor, cos: Tensor, sin: Tensor, *, heads: int) -> Tensor:
-    """x (T, N, D) at any strides, D even, with the first ``heads`` heads turned, the others copied.
+    """Rotate the first `heads` heads of each token and copy the other heads.
 
-    cos, sin fp32 (T, D / 2). Elements i and i + D / 2 of a head are a pair: (a cos − b sin, b cos +
-    a sin). Returns (T, N, D) contiguous in x's dtype.
+    Elements i and i + D / 2 of a head are a pair (a, b), which becomes (a cos − b sin, b cos +
+    a sin).
+
+    Args:
+        x: Heads (T, N, D) at any strides, with an even D; fp32, fp16 or bf16.
+        cos: Cosines of the angles, fp32 (T, D / 2).
+        sin: Sines of the angles, fp32 (T, D / 2).
+        heads: Number of heads that are rotated.
+
+    Returns:
+        Tensor (T, N, D), contiguous in the dtype of `x`.
     """
     return _run("rotary_forward", x, cos, sin, heads)
 
 
 def rotary_backward(dy: Tensor, cos: Tensor, sin: Tensor, *, heads: int) -> Tensor:
-    """dx of ``rotary_forward``: dy (T, N, D) at any strides turned back."""
+    """Rotate `dy` (T, N, D), at any strides, back: the gradient of x of `rotary_forward`."""
     return _run("rotary_backward", dy, cos, sin, heads)
 
 
 def shipped_launches() -> Iterator[Launch]:
-    """Representative launches, on meta tensors, for the ahead-of-time gate."""
+    """Yield representative launches on meta tensors for the ahead-of-time check."""
     for dtype, head_dim in ((torch.bfloat16, 64), (torch.float16, 96), (torch.float32, 256)):
         x = torch.empty((512, 36, head_dim), dtype=dtype, device="meta")
         angles = torch.empty((512, head_dim // 2), dtype=torch.float32, device="meta")

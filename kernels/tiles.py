@@ -110,17 +110,17 @@ def short_attention_tile(
     """Return the tile of a kernel in attention_short.py.
 
     ptxas reports the registers and the shared memory for sm_90, which has 65,536 registers and
-    227 KiB per multiprocessor. The number of programs is what both leave room for.
+    227 KiB per multiprocessor. Both limit the number of programs.
 
-    - Forward: 64 keys at a time, with scores [64, 64] on 4 warps. Other shapes keep more registers
-      alive than they gain. With one chunk size for all lengths, a row has the same bits for any
+    - Forward: 64 keys at a time, with scores [64, 64] on 4 warps. Other shapes cost more in
+      registers than they gain. With one chunk size for all lengths, a row has the same bits for any
       longest sequence of its batch. K and V take 32 KiB per 128 keys at D = 64. Up to 128 keys the
       next query tile is loaded ahead; beyond, its 16 KiB would cost the third program.
     - Backward: dk and dv [128, 64] take 64 registers on 8 warps, and the tiles [128, 32] of P and
-      dP take 32. With addresses and dropout the sum is 242, which leaves room for one program. Up
-      to 64 keys, 4 warps are enough, and two programs fit. sm_80 copies through registers and takes
-      tiles of 16 queries. On sm_100 the products are in tensor memory; dropout spills on 8 warps
-      and has room on 4.
+      dP take 32. With addresses and dropout a thread takes 242, which leaves room for one program.
+      Up to 64 keys, 4 warps are enough, and two programs fit. sm_80 copies through registers and
+      takes tiles of 16 queries. On sm_100 the products are in tensor memory; dropout spills on 8
+      warps and has room on 4.
 
     Args:
         pass_name: "forward" or "backward".
@@ -178,7 +178,7 @@ def attention_path(
     - If D is not a power of two, or with `has_pairs`, loads take 2 bytes and too many registers.
     - Wider heads double K, V and the accumulator. Beyond D = 64 the short forward spills.
     - With dropout, the Philox words of several chunks take the registers of the third program.
-    - A window hides most of more than 128 keys, and only the general kernels skip hidden keys.
+    - Beyond 128 keys a window hides most keys, and only the general kernels skip hidden keys.
     - The backward up to 128 keys takes one launch instead of three and 5 products instead of 7, and
       reads q, k, v and dout once instead of twice.
     - A mask of keys spills on sm_80 beyond 64 keys (beyond 128 in the forward). The model packs its
@@ -221,8 +221,8 @@ def gemm_tile(rows: int, columns: int, dtype: torch.dtype, epilogue: str = "forw
         rows: Rows of the result.
         columns: Columns of the result.
         dtype: Dtype of the operands.
-        epilogue: "forward", "backward" or "gated_backward", each with more registers than the one
-            before.
+        epilogue: "forward", "backward" or "gated_backward", in the order of the registers that they
+            take.
     """
     if IS_INTERPRETED:
         return INTERPRETED_TILE
@@ -345,7 +345,7 @@ def row_programs(x: Tensor) -> int:
 def run_sum_tile(columns: int, dtype: torch.dtype) -> Tile:
     """Return the tile of a kernel that sums runs of block_m sorted rows by a product with 0 and 1.
 
-    In 16 bit the product runs on the matrix units. In fp32 it is dear, so there are few rows.
+    In 16 bit the product runs on the matrix units. In fp32 it is slow, so there are few rows.
     """
     if IS_INTERPRETED:
         return Tile(64, max(16, min(1024, triton.next_power_of_2(columns))), 4, num_stages=1)

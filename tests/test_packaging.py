@@ -183,7 +183,7 @@ def test_without_a_compiler_it_installs_and_says_so(tmp_path):
     result = run(*pip, "-v", "--target", target, source, cwd=tmp_path, CXX="/nonexistent/c++")
     output = result.stdout + result.stderr
     assert result.returncode == 0, output
-    assert "no C++ compiler was found (/nonexistent/c++; CXX names another)" in output
+    assert "no C++ compiler was found (/nonexistent/c++; set CXX to another)" in output
     assert "Installing WITHOUT fastbert._C" in output
     assert not list(target.rglob("_C*"))
     code = (

@@ -97,7 +97,7 @@ def run(
     faults = []
     for section in wanted:
         start = time.monotonic()
-        setting = Setting(section, ceilings, 0.0 if quick else TURNS_S, notify)
+        setting = Setting(section, 0.0 if quick else TURNS_S, notify, ceilings=ceilings)
         content, rows = measured(section, setting, threads, engines, quick=quick)
         content |= {
             "section": section,
@@ -147,7 +147,7 @@ def estimate(section: str, ceilings: Ceilings) -> float:
         scale = encoder.SCALES[section]
         shapes = [match.shape for match in encoder.matches(scale)]
         seconds = CONVERT_S * scale.config.num_hidden_layers / 12
-        setting = Setting(section, ceilings, 0.0)
+        setting = Setting(section, 0.0, ceilings=ceilings)
         for engine in RUNTIMES:
             if engine.missing() or encoder.left_out(engine, setting):
                 continue

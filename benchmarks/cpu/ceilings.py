@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 
 from fastbert.bench.limits import Limits
+from fastbert.bench.timing import copy_rate, product_rate
 
 FORMATS = ("fp32", "bf16", "int8")
 COPY_BYTES = 256 << 20
@@ -63,8 +64,8 @@ class Ceilings:
 def measure(threads: int, *, size: int = 1024, copied: int = COPY_BYTES) -> Ceilings:
     """Measure the ceilings as the best of a few short samples, because a limit is not a median."""
     torch.set_num_threads(threads)
-    fp32 = _product(torch.float32, size)
-    bf16 = _product(torch.bfloat16, size)
+    fp32 = product_rate(size, torch.float32, "cpu")
+    bf16 = product_rate(size, torch.bfloat16, "cpu")
     products, units = _peaks(threads)
     for form, fallback in (("fp32", fp32), ("bf16", max(bf16, products.get("fp32", 0.0)))):
         if not products.get(form):
@@ -72,29 +73,7 @@ def measure(threads: int, *, size: int = 1024, copied: int = COPY_BYTES) -> Ceil
             products[form], units[form] = fallback, unit
     if not products.get("int8"):
         products["int8"], units["int8"] = products["fp32"], "as fp32"
-    return Ceilings(threads, products, units, _copy(copied), fp32, bf16)
-
-
-def _best(call: Callable[[], object], repeats: int) -> float:
-    call()
-    best = float("inf")
-    for _ in range(SAMPLES):
-        start = time.perf_counter()
-        for _ in range(repeats):
-            call()
-        best = min(best, (time.perf_counter() - start) / repeats)
-    return best
-
-
-def _product(dtype: torch.dtype, size: int) -> float:
-    a, b = (torch.randn(size, size, dtype=dtype) for _ in range(2))
-    return 2 * size**3 / _best(lambda: a @ b, 1)
-
-
-def _copy(size: int) -> float:
-    source = torch.randn(size // 4)
-    target = torch.empty_like(source)
-    return 2 * size / _best(lambda: target.copy_(source), 1)
+    return Ceilings(threads, products, units, copy_rate(copied, "cpu"), fp32, bf16)
 
 
 def _peaks(threads: int) -> tuple[dict[str, float], dict[str, str]]:

@@ -16,8 +16,10 @@ import numpy as np
 from benchmarks.cpu.ceilings import Ceilings
 from benchmarks.cpu.remote import Failed, Remote, RemoteWatch
 from benchmarks.cpu.runtimes import BF16, BY_NAME, FP32, INT8
-from fastbert.bench.contest import ContestRow, Target, fastest, ratio
+from fastbert.bench import contest
+from fastbert.bench.contest import ContestRow, fastest, ratio
 from fastbert.bench.encoder import EncoderShape, Notify
+from fastbert.bench.limits import INFERENCE, Target, Work
 from fastbert.bench.timing import Timing, alternate
 
 # A peer whose warm call takes more than this multiple of the fastest of its group takes no turns,
@@ -42,28 +44,22 @@ class CpuRow(ContestRow):
     """One engine of the CPU contest at one shape.
 
     Attributes:
-        against: The fastest of the peers that the target of the row names; ``ratio`` refers to it.
         best_ratio: Ratio to the fastest peer in any format.
         difference: RMS of the difference to the first fp32 engine, over the RMS of its result.
         peak_bytes: Peak resident memory of the process at this shape, after the first call.
     """
 
     tokens: int = 0
-    against: str | None = None
     best_ratio: float | None = None
-    ratio_floor: float | None = None
     difference: float | None = None
     prepacked_bytes: int | None = None
 
 
 @dataclass
-class Setting:
-    """The common settings of a section's matches; ``seconds`` is for the turns of one match."""
+class Setting(contest.Setting):
+    """The settings of a section on the CPU."""
 
-    section: str
-    ceilings: Ceilings
-    seconds: float
-    notify: Notify = print
+    ceilings: Ceilings = field(kw_only=True)
     # Engine → seconds per FLOP of a padded batch, at its last timed shape.
     rates: dict[str, float] = field(default_factory=dict)
 
@@ -86,7 +82,7 @@ def play(
     rows = {}
     for name, engine in BY_NAME.items():
         if name in workers or name in refused:
-            row = CpuRow(setting.section, series, shape.name, "encoder", engine.form, "inference",
+            row = CpuRow(setting.section, series, shape.name, "encoder", engine.form, INFERENCE,
                          name, engine.ours, unit="tokens/s", tokens=shape.tokens)  # fmt: skip
             row.refused, row.note = refused.get(name), notes.get(name)
             rows[name] = row
@@ -101,11 +97,9 @@ def play(
     seconds = {name: answers[name]["seconds"] for name in answers if not rows[name].refused}
     take_turns(seconds, workers, rows, setting.seconds)
     for name, row in rows.items():
-        if row.seconds is None:
-            continue
-        setting.rates[name] = row.seconds / padded_flops(shape)
-        row.rate, row.tflops = shape.tokens / row.seconds, shape.flops / row.seconds / 1e12
-        row.of_measured_floor = row.tflops * 1e12 / setting.ceilings.products[row.dtype]
+        row.set_rates(shape.tokens, Work(shape.flops), setting.ceilings.limits(row.dtype))
+        if row.seconds is not None:
+            setting.rates[name] = row.seconds / padded_flops(shape)
     return list(rows.values())
 
 
@@ -245,34 +239,8 @@ def judge(
     peers: Mapping[str, Callable[[CpuRow], bool]] = PEERS,
 ) -> None:
     """Set the ratios, floors and goals of the rows of fastbert at one shape."""
+    contest.judge(rows, lambda row, other: peers[row.dtype](other), target)
     best = fastest(row for row in rows if not row.ours)
     for row in rows:
-        if not row.ours or row.seconds is None:
-            continue
-        wanted = target(row)
-        row.ratio_floor, row.ratio_goal = wanted.floor, wanted.goal
-        peer = fastest(other for other in rows if peers[row.dtype](other) and other is not row)
-        if peer is not None:
-            row.against, row.ratio = peer.contender, ratio(row, peer)
-        row.best_ratio = ratio(row, best)
-
-
-def verdict(row: CpuRow) -> str:
-    """Return in words whether a row of fastbert meets its floor and goal, or ""."""
-    parts = []
-    for name, wanted in (("floor", row.ratio_floor), ("goal", row.ratio_goal)):
-        if wanted is not None:
-            met = row.ratio is not None and row.ratio >= wanted
-            parts.append(f"{name} {wanted:g}: {'met' if met else 'NOT met'}")
-    return ", ".join(parts)
-
-
-def line(row: CpuRow) -> str:
-    """Return a row as a line of text."""
-    text = f"  {row.contender:<26}"
-    if row.seconds is None:
-        return f"{text} {row.refused}"
-    text += f" {1e3 * row.seconds:>9.2f} ms  {row.rate or 0:>10,.0f} {row.unit}"
-    if row.ratio is not None:
-        text += f"  {row.ratio:.2f} × {row.against}  {verdict(row)}"
-    return text.rstrip()
+        if row.ours:
+            row.best_ratio = ratio(row, best)

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.cpu.contest import CpuRow, Setting, judge, line, padded_flops, play
+from benchmarks.cpu.contest import CpuRow, Setting, judge, padded_flops, play
 from benchmarks.cpu.remote import ROOT, Failed, Remote
-from benchmarks.cpu.runtimes import BF16, FP32, INT8, ONNX, OPENVINO, RUNTIMES, WEIGHTS, Runtime
-from fastbert.bench.contest import Target
+from benchmarks.cpu.runtimes import BF16, INT8, ONNX, OPENVINO, RUNTIMES, WEIGHTS, Runtime
+from fastbert.bench.contest import line
 from fastbert.bench.encoder import (
     BASE,
     MINILM,
@@ -26,6 +26,7 @@ from fastbert.bench.encoder import (
     half_padded,
     random_weights,
 )
+from fastbert.bench.limits import CPU_TARGETS, Target
 from fastbert.config import BertConfig
 
 FULL, HALF, ONE = "full", "half padded", "one sequence"
@@ -48,17 +49,6 @@ SCALES = {
     "minilm": Scale("MiniLM-L6", MINILM, BATCHES, SINGLE),
 }
 QUICK = Scale("tiny", SMALL, ((4, 32),), (16,))
-
-# Floor and goal of BERT-base by the kind of batch and the format of fastbert.
-TARGETS: dict[tuple[str, str], Target] = {
-    (FULL, BF16): Target(2.0, 3.0),
-    (HALF, BF16): Target(3.5, 5.0),
-    (ONE, BF16): Target(1.3, 1.5),
-    (FULL, FP32): Target(1.2),
-    (HALF, FP32): Target(2.0),
-}
-INT8_TARGET = Target(1.5)
-INT8_SHAPE = "BERT-base 8×128"
 
 
 @dataclass(frozen=True)
@@ -85,8 +75,9 @@ def target_of(row: CpuRow, match: Match) -> Target:
     if not match.shape.name.startswith("BERT-base"):
         return Target()
     if row.dtype == INT8:
-        return INT8_TARGET if match.shape.name.startswith(INT8_SHAPE) else Target()
-    return TARGETS.get((match.kind, row.dtype), Target())
+        size = f"{len(match.shape.lengths)}×{max(match.shape.lengths)}"
+        return CPU_TARGETS.get((size, INT8), Target())
+    return CPU_TARGETS.get((match.kind, row.dtype), Target())
 
 
 def flops_to_do(scale: Scale) -> float:
@@ -119,7 +110,7 @@ def run(scale: Scale, setting: Setting, threads: int, names: Sequence[str] = ())
             judge(found, lambda row, match=match: target_of(row, match))
             rows += found
             for row in found:
-                setting.notify(line(row))
+                setting.notify(f"  {line(row)}")
     return rows
 
 

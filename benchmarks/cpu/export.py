@@ -12,6 +12,7 @@ import json
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,36 +37,51 @@ class Hidden(nn.Module):
         ).last_hidden_state
 
 
+def example(vocabulary: int) -> dict[str, Tensor]:
+    """Return a padded batch, from which a converter learns the inputs."""
+    ids = torch.randint(1, vocabulary, (2, 16))
+    mask = torch.ones_like(ids)
+    mask[1, 9:] = 0
+    return dict(zip(NAMES, (ids, mask), strict=True))
+
+
+def to_onnx(encoder: nn.Module, vocabulary: int, path: Path) -> None:
+    """Write the encoder with dynamic shapes to ``path``."""
+    torch.onnx.export(
+        Hidden(encoder).eval(),
+        tuple(example(vocabulary).values()),
+        str(path),
+        input_names=list(NAMES),
+        output_names=["hidden"],
+        dynamic_axes={name: {0: "batch", 1: "length"} for name in (*NAMES, "hidden")},
+        opset_version=17,
+        dynamo=False,
+    )
+
+
+def to_openvino(encoder: nn.Module, vocabulary: int) -> Any:
+    """Return the encoder as a model of OpenVINO with dynamic shapes."""
+    import openvino
+
+    return openvino.convert_model(Hidden(encoder).eval(), example_input=example(vocabulary))
+
+
 def main() -> None:
     folder, kinds = Path(sys.argv[1]), sys.argv[2:]
     warnings.filterwarnings("ignore")
     config = BertConfig.from_dict(json.loads((folder / "config.json").read_text("utf-8")))
     weights = torch.load(folder / WEIGHTS, mmap=True, weights_only=True)
-    ids = torch.randint(1, config.vocab_size, (2, 16))
-    mask = torch.ones_like(ids)
-    mask[1, 9:] = 0
 
-    def wrapped(path: str) -> nn.Module:
-        return Hidden(stock_models.encoder(config, weights, path, torch.float32, "cpu")).eval()
+    def encoder(path: str) -> nn.Module:
+        return stock_models.encoder(config, weights, path, torch.float32, "cpu")
 
     if "onnx" in kinds:
         # ONNX Runtime can fuse the graph of eager attention.
-        torch.onnx.export(
-            wrapped("eager"),
-            (ids, mask),
-            str(folder / ONNX),
-            input_names=list(NAMES),
-            output_names=["hidden"],
-            dynamic_axes={name: {0: "batch", 1: "length"} for name in (*NAMES, "hidden")},
-            opset_version=17,
-            dynamo=False,
-        )
+        to_onnx(encoder("eager"), config.vocab_size, folder / ONNX)
     if "openvino" in kinds:
         import openvino
 
-        model = openvino.convert_model(
-            wrapped("sdpa"), example_input=dict(zip(NAMES, (ids, mask), strict=True))
-        )
+        model = to_openvino(encoder("sdpa"), config.vocab_size)
         openvino.save_model(model, folder / OPENVINO, compress_to_fp16=False)
 
 

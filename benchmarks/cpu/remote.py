@@ -28,14 +28,12 @@ class Remote:
         environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
         for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
             environment[name] = str(threads)
-        environment["PYTHONPATH"] = os.pathsep.join(
-            [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        )
         self.engine = engine
         self.log = folder / f"{engine.replace(' ', '-')}.log"
         self._log = self.log.open("w", encoding="utf-8")
         self._process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.cpu.worker", engine, str(folder), str(threads)],
+            cwd=ROOT,
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

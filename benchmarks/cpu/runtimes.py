@@ -99,6 +99,24 @@ def build(name: str, config: dict[str, Any], folder: Path, threads: int) -> Buil
     return builders[engine.kind](engine, config, folder, threads)
 
 
+def refusal(name: str, config: dict[str, Any]) -> str | None:
+    """Return the reason why an engine of fastbert breaks the tolerance rule, or None.
+
+    int8 has no yardstick; the section ``int8`` shows its errors.
+    """
+    import torch
+
+    from fastbert.bench.encoder import refusals
+    from fastbert.config import BertConfig
+
+    engine = BY_NAME[name]
+    if engine.form == INT8:
+        return None
+    autocast = engine.option == "autocast"
+    dtype = torch.bfloat16 if engine.form == BF16 and not autocast else torch.float32
+    return refusals(BertConfig.from_dict(config), dtype, "cpu", autocast).get("fastbert auto")
+
+
 def _of_torch(model, threads: int, *, autocast: bool = False, freezing: bool = False) -> Built:
     import torch
 
@@ -137,8 +155,6 @@ def _fastbert(engine: Runtime, config, folder: Path, threads: int) -> Built:
     if engine.form == BF16 and engine.option != "autocast":
         model.to(torch.bfloat16)
     if engine.form == INT8:
-        if not hasattr(fastbert, "quantize"):
-            raise NotImplementedError("this build has no fastbert.quantize")
         model = fastbert.quantize(model.to(torch.bfloat16))
     return _of_torch(model, threads, autocast=engine.option == "autocast")
 
@@ -172,17 +188,32 @@ def _compiled(engine: Runtime, config, folder: Path, threads: int) -> Built:
     return built
 
 
+def openvino_options(form: str, threads: int) -> dict[str, Any]:
+    return {
+        "INFERENCE_PRECISION_HINT": "bf16" if form == BF16 else "f32",
+        "INFERENCE_NUM_THREADS": threads,
+        "NUM_STREAMS": 1,
+        "PERFORMANCE_HINT": "LATENCY",
+    }
+
+
+def onnx_session(path: Path, threads: int, *, spin: bool = True) -> Any:
+    """Load a model; with ``spin``, idle threads spin, as is the default of ONNX Runtime."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+    options.log_severity_level = 3
+    options.add_session_config_entry("session.intra_op.allow_spinning", str(int(spin)))
+    return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+
+
 def _openvino(engine: Runtime, config, folder: Path, threads: int) -> Built:
     import openvino
 
     core = openvino.Core()
     source = core.read_model(folder / OPENVINO)
-    options = {
-        "INFERENCE_PRECISION_HINT": "bf16" if engine.form == BF16 else "f32",
-        "INFERENCE_NUM_THREADS": threads,
-        "NUM_STREAMS": 1,
-        "PERFORMANCE_HINT": "LATENCY",
-    }
+    options = openvino_options(engine.form, threads)
     compiled = {}
 
     def prepare(batch: int, length: int) -> None:
@@ -203,12 +234,5 @@ def _openvino(engine: Runtime, config, folder: Path, threads: int) -> Built:
 
 
 def _onnxruntime(engine: Runtime, config, folder: Path, threads: int) -> Built:
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
-    options.log_severity_level = 3
-    session = onnxruntime.InferenceSession(
-        str(folder / ONNX), options, providers=["CPUExecutionProvider"]
-    )
+    session = onnx_session(folder / ONNX, threads)
     return Built(lambda batch: session.run(None, batch)[0], lambda batch: batch, np.asarray)

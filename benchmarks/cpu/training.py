@@ -10,25 +10,18 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cpu.contest import (
-    CpuRow,
-    Setting,
-    first_calls,
-    judge,
-    line,
-    take_turns,
-)
+from benchmarks.cpu.contest import CpuRow, Setting, first_calls, judge, take_turns
 from benchmarks.cpu.remote import Remote
 from benchmarks.cpu.runtimes import BF16, BY_NAME, FP32
-from fastbert.bench.contest import Target
+from fastbert.bench.contest import line
 from fastbert.bench.encoder import BASE, SMALL, STOCK, EncoderShape, half_padded
+from fastbert.bench.limits import CPU_TARGETS, TRAINING, Target, Work
 
 # The engines are those of inference; for bf16, they run under autocast with fp32 weights.
 NAMES = {
     BF16: ("fastbert bf16 autocast", "transformers eager bf16", "transformers sdpa bf16"),
     FP32: ("fastbert fp32", "transformers eager fp32", "transformers sdpa fp32"),
 }
-TARGETS = {BF16: Target(2.0), FP32: Target()}
 SHAPE = EncoderShape("BERT-base 8×128 half padded", BASE, half_padded(8, 128))
 QUICK = EncoderShape("tiny 2×16 half padded", SMALL, half_padded(2, 16))
 # The first losses of two new models differ only by their random weights and dropout.
@@ -78,7 +71,7 @@ def _play(
         workers = {}
         for name in names:
             rows[name] = row = CpuRow(
-                setting.section, f"training step, {form}", shape.name, "encoder", form, "training",
+                setting.section, f"training step, {form}", shape.name, "encoder", form, TRAINING,
                 name, BY_NAME[name].ours, unit="sequences/s", tokens=shape.tokens,
             )  # fmt: skip
             row.refused = BY_NAME[name].missing()
@@ -91,14 +84,12 @@ def _play(
         first = {n: a["seconds"] for n, a in answers.items() if not rows[n].refused}
         take_turns(first, workers, rows, setting.seconds)
     for row in rows.values():
-        if row.seconds is not None:
-            row.rate = len(shape.lengths) / row.seconds
-            row.tflops = 3 * shape.flops / row.seconds / 1e12
-            row.of_measured_floor = row.tflops * 1e12 / setting.ceilings.products[form]
-    peers = {form: lambda row: not row.ours}
-    judge(list(rows.values()), lambda row: TARGETS[row.dtype], peers)
+        work = Work(3 * shape.flops)
+        row.set_rates(len(shape.lengths), work, setting.ceilings.limits(form))
+    target = CPU_TARGETS.get((TRAINING, form), Target())
+    judge(list(rows.values()), lambda row: target, {form: lambda row: not row.ours})
     for row in rows.values():
-        setting.notify(line(row))
+        setting.notify(f"  {line(row)}")
     return list(rows.values())
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cpu.batches import batches, sample
-from benchmarks.cpu.runtimes import Built, build
+from benchmarks.cpu.runtimes import Built, build, refusal
 
 # A call shorter than SHORT_S is repeated for WARM_S before it is timed.
 SHORT_S, WARM_S = 0.1, 0.03
@@ -41,9 +41,7 @@ class Server:
 
     def gate(self) -> dict[str, Any]:
         """Return the reason why this engine of fastbert breaks the tolerance rule, or None."""
-        from benchmarks.cpu.parity import refusal
-
-        return {"refused": refusal(self.engine, self.config, self.folder)}
+        return {"refused": refusal(self.engine, self.config)}
 
     def shape(self, lengths: list[int]) -> dict[str, Any]:
         """Take batches of these lengths from now on; return the first call and a sample of it."""

@@ -22,7 +22,7 @@ from pathlib import Path
 from benchmarks.gpu import bench, summary
 from benchmarks.gpu.sections import Section, run, sections
 
-DRY_ARCHITECTURE = 90
+DRY_ARCHITECTURE = "90"
 
 
 def main() -> int:
@@ -98,7 +98,7 @@ def _dry_command(section: str, scratch: str) -> tuple[str, ...] | None:
         module = (sys.executable, "-m", "benchmarks.gpu.bench", section, "--toy")
         return (*module, "--out", scratch)
     if section == "compile":
-        return (sys.executable, "-m", "benchmarks.gpu.compiled", "--arch", str(DRY_ARCHITECTURE))
+        return (sys.executable, "-m", "fastbert", "check", "--aot", "--arch", DRY_ARCHITECTURE)
     return None
 
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.gpu.contenders import attention_variants, compiler, dense_twin, left_out, ours
-from benchmarks.gpu.match import Contender, Match
+from benchmarks.gpu.match import Contender, Match, of_case
 from fastbert.bench.attention_peers import dense_peers, varlen_peers
 from fastbert.bench.encoder import half_padded
-from fastbert.bench.limits import BACKWARD, FORWARD, attention_goal, work
+from fastbert.bench.limits import BACKWARD, FORWARD, attention_goal
 from fastbert.testing.cases import Case
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -86,17 +86,6 @@ def _match(case, dtype, direction, series, label, device, compiled, goal=None) -
     if is_packed and len(set(case.shape[0])) == 1:
         contenders.append(dense_twin())
     contenders += [Contender(name, prepare) for name, prepare in peers.items()]
-    amount = work(case, dtype, direction)
-    return Match(
-        series=series,
-        label=f"{label} {str(dtype).removeprefix('torch.')}",
-        op=case.op,
-        case=case,
-        dtype=dtype,
-        direction=direction,
-        contenders=contenders,
-        work=amount,
-        unit="TFLOP/s",
-        amount=amount.flops / 1e12,
-        goal=goal,
+    return of_case(
+        case, dtype, direction, contenders, "TFLOP/s", series=series, label=label, goal=goal
     )

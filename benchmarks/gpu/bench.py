@@ -27,7 +27,7 @@ from fastbert.bench.contest import to_dict
 from fastbert.bench.limits import H200, Limits, limits_of
 from fastbert.bench.machine import Machine, describe
 from fastbert.bench.plots import plot_matches
-from fastbert.bench.timing import Stopwatch
+from fastbert.bench.timing import copy_rate, product_rate
 
 Build = Callable[[Any, str], Iterator[Match]]
 # Section → builder of its matches, full size, toy size, and seconds for the turns of one match.
@@ -57,17 +57,8 @@ def ceilings(device: str, *, copied: int = COPY_BYTES, size: int = PRODUCT) -> L
     The rate of exponentials is that of the known chip, because no library function measures it
     alone.
     """
-    watch = Stopwatch(device)
-    source = torch.randn(copied // 4, device=device)
-    target = torch.empty_like(source)
-    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
-
-    def best(call: Callable[[int], object]) -> float:
-        watch.measure(call, 0, 3)
-        return sorted(watch.measure(call, 0, 5) for _ in range(5))[2]
-
-    moved = 2 * copied / best(lambda _: target.copy_(source))
-    flops = 2 * size**3 / best(lambda _: a @ b)
+    moved = copy_rate(copied, device)
+    flops = product_rate(size, torch.bfloat16, device)
     known = limits_of(describe().gpu) or H200
     return dataclasses.replace(known, measured_bytes=moved, measured_flops=flops)
 
@@ -95,13 +86,14 @@ def run(
         )
     setting = Setting(
         section,
-        device,
         0.0 if toy else SECTIONS[section][3],
+        notify,
+        device,
         limits_of(machine.gpu),
         measured,
         Deadline(60 * minutes),
     )
-    played = play_all(matches_of(section, device, toy=toy), setting, notify)
+    played = play_all(matches_of(section, device, toy=toy), setting)
     return {
         "section": section,
         "toy": toy,

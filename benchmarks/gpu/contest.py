@@ -17,15 +17,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.judge import Judge, rotated
-from benchmarks.gpu.match import TRAINING, Contender, Match
+from benchmarks.gpu.judge import Judge
+from benchmarks.gpu.match import Contender, Match
+from fastbert.bench import contest
 from fastbert.bench.attention_peers import Prepared
-from fastbert.bench.contest import ContestRow, fastest, ratio
-from fastbert.bench.limits import BACKWARD, Limits, Work
+from fastbert.bench.contest import ContestRow, fastest
+from fastbert.bench.limits import BACKWARD, TRAINING, Limits, Target, Work
+from fastbert.bench.operations import rotated_inputs
 from fastbert.bench.timing import Stopwatch, alternate, captured, peak_memory
+from fastbert.ops.backend import dtype_name
 from fastbert.testing.cases import Inputs
 from fastbert.testing.compare import Comparison
 
+# Sets of inputs of a match; more sets would take much memory.
+MOST_SETS = 8
 # Plain calls whose mean is ``host_seconds``.
 HOST_CALLS = 10
 
@@ -68,12 +73,10 @@ class Deadline:
 
 
 @dataclass
-class Setting:
-    """The common settings of the matches of a section."""
+class Setting(contest.Setting):
+    """The settings of a section on the GPU."""
 
-    section: str
-    device: str
-    seconds: float
+    device: str = "cuda"
     limits: Limits | None = None
     ceilings: Limits | None = None
     deadline: Deadline = field(default_factory=lambda: Deadline(float("inf")))
@@ -88,7 +91,7 @@ class Setting:
         key = (case.op, case.name, case.shape, match.dtype)
         if key not in self.drawn:
             self.drawn.clear()
-            self.drawn[key] = rotated(case, match.dtype, self.device)
+            self.drawn[key] = rotated_inputs(case, match.dtype, self.device, at_most=MOST_SETS)
         return self.drawn[key]
 
 
@@ -134,12 +137,11 @@ def new_row(match: Match, contender: Contender, setting: Setting) -> GpuRow:
         match.series,
         match.label,
         match.op,
-        str(match.dtype).removeprefix("torch."),
+        dtype_name(match.dtype),
         match.direction,
         contender.name,
         contender.ours,
         unit=match.unit,
-        ratio_goal=match.ratio_goal if contender.ours else None,
         same_function=contender.same_function,
     )
 
@@ -257,59 +259,47 @@ def _measure_memory(match: Match, sets: Sequence[Inputs], rows: Mapping[str, Gpu
 
 def finish(match: Match, rows: Sequence[GpuRow], setting: Setting) -> None:
     """Set the rates, the fractions of the limits and the goal, and the ratio to the best peer."""
-    best_peer = fastest(r for r in rows if not r.ours and r.same_function)
     for row in rows:
-        if row.seconds is None:
+        row.set_rates(match.amount, match.work, setting.ceilings)
+        if row.seconds is None or row.rate is None:
             continue
-        row.rate = match.amount / row.seconds
-        if match.unit == "ms":
-            row.rate = row.seconds * 1e3
-        if match.work.flops:
-            row.tflops = match.work.flops / row.seconds / 1e12
         if match.work.bytes:
             row.gigabytes_per_second = match.work.bytes / row.seconds / 1e9
         if setting.limits and match.work != Work():
             row.of_floor = match.work.floor(setting.limits) / row.seconds
             row.bound_by = match.work.bound_by(setting.limits)
-        if setting.ceilings and match.work != Work():
-            row.of_measured_floor = match.work.floor(setting.ceilings) / row.seconds
         if row.ours and match.goal:
             row.goal, row.of_goal = match.goal.value, match.goal.reached(row.rate)
-        row.ratio = ratio(row, best_peer)
+    contest.judge(
+        rows,
+        lambda row, other: not other.ours and other.same_function,
+        lambda row: Target(goal=match.ratio_goal),
+    )
 
 
-def play_all(
-    matches: Sequence[Match], setting: Setting, notify: Callable[[str], None]
-) -> list[GpuRow]:
+def play_all(matches: Sequence[Match], setting: Setting) -> list[GpuRow]:
     """Play the matches in their order, the most important first, and report each result."""
     rows: list[GpuRow] = []
     for match in matches:
         played = play(match, setting)
         rows += played
-        notify(line(match, played))
+        setting.notify(line(played))
     return rows
 
 
-def line(match: Match, rows: Sequence[GpuRow]) -> str:
-    """Return a line with the fastest contender of fastbert and the fastest peer."""
+def line(rows: Sequence[GpuRow]) -> str:
+    """Return a match as a line of text with the fastest contender of fastbert."""
+    text = f"{rows[0].series:<34} {rows[0].label:<26}"
     ours = fastest(row for row in rows if row.ours and not is_variant(row.contender))
-    theirs = fastest(row for row in rows if not row.ours and row.same_function)
-    text = f"{match.series:<34} {match.label:<26} {match.direction:<8}"
-    for who in (ours, theirs):
-        text += f" {_figure(who):<44}"
-    if ours and theirs:
-        text += f" {ratio(ours, theirs):5.2f}×"
-    if ours and ours.of_goal is not None:
-        text += f"  {100 * ours.of_goal:4.0f} % of the goal"
-    return text.rstrip()
+    if ours is None:
+        return f"{text} no contender of fastbert was timed"
+    text += f" {contest.line(ours)}"
+    for part, whole in ((ours.of_floor, "limit"), (ours.of_goal, "goal")):
+        if part is not None:
+            text += f", {100 * part:.0f} % of the {whole}"
+    return text
 
 
 def is_variant(contender: str) -> bool:
     """Whether the contender is a forced choice, as ``path=short``, and not the default."""
     return "=" in contender
-
-
-def _figure(row: GpuRow | None) -> str:
-    if row is None or row.rate is None or row.seconds is None:
-        return "not timed"
-    return f"{row.contender}: {row.seconds * 1e6:,.1f} µs, {row.rate:,.4g} {row.unit}"

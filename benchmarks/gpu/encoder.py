@@ -16,19 +16,19 @@ from torch import Tensor, nn
 
 import fastbert
 from benchmarks.gpu.contenders import OURS, compiler
-from benchmarks.gpu.match import TRAINING, Contender, Match
+from benchmarks.gpu.match import Contender, Match
 from fastbert.bench import encoder
 from fastbert.bench.attention_peers import Prepared
 from fastbert.bench.encoder import BASE, MINILM, SMALL, EncoderShape, half_padded
-from fastbert.bench.limits import GOALS, RATIO_GOALS, Work
+from fastbert.bench.limits import GOALS, INFERENCE, LATENCY, RATIO_GOALS, TRAINING, Work
 from fastbert.bench.training_step import training_step
 from fastbert.config import BertConfig
 from fastbert.integrations import stock_models
+from fastbert.ops.backend import dtype_name
 from fastbert.testing.cases import Inputs
 
 LARGE = BertConfig.preset("large")
 BF16, FP16 = torch.bfloat16, torch.float16
-INFERENCE, LATENCY = "inference", "latency"
 ROTATED_BATCHES = 4
 THEIRS = encoder.STOCK
 
@@ -90,7 +90,7 @@ def _inference(shape, dtype, device, goal, *, compiled, ratio=None) -> Match:
 def _match(direction, shape, dtype, contenders, unit, amount, goal=None, ratio=None) -> Match:
     passes = 3 if direction == TRAINING else 1
     return Match(
-        series=f"{direction}, {str(dtype).removeprefix('torch.')}",
+        series=f"{direction}, {dtype_name(dtype)}",
         label=shape.name,
         op="encoder",
         dtype=dtype,
@@ -149,11 +149,7 @@ def _forward(
 @functools.lru_cache(maxsize=8)
 def model_of(engine: str, config: BertConfig, dtype: torch.dtype, device: str) -> nn.Module:
     """Return the encoder of ``engine``; all engines have the same weights."""
-    weights = weights_of(config)
-    if engine.startswith(THEIRS):
-        return stock_models.encoder(config, weights, engine.removeprefix(THEIRS), dtype, device)
-    request = encoder.requests(device)[engine]
-    return encoder._fastbert(config, weights, request, dtype, device)
+    return encoder.encoder_of(engine, config, weights_of(config), dtype, device)
 
 
 # Training

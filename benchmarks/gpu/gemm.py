@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.gpu.contenders import compiler, gemm_variants, ours, stock
-from benchmarks.gpu.match import Contender, Match
+from benchmarks.gpu.match import Contender, Match, of_case
+from fastbert.bench import peers
 from fastbert.bench.attention_peers import Prepared, of_function
-from fastbert.bench.limits import BACKWARD, FORWARD, RATIO_GOALS, work
+from fastbert.bench.limits import BACKWARD, FORWARD, RATIO_GOALS
 from fastbert.testing.cases import Case, Inputs
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -65,13 +66,9 @@ def _product(op, tokens, hidden, inner, dtype, direction, device) -> Match:
 def other_functions() -> list[Contender]:
     """Return the product alone, and the product with the tanh GELU of the library's epilogue."""
     return [
-        Contender("product alone", _product_alone, same_function=False),
+        Contender("product alone", functools.partial(of_function, F.linear), same_function=False),
         Contender("tanh epilogue", _tanh_epilogue, same_function=False),
     ]
-
-
-def _product_alone(inputs: Inputs) -> Prepared:
-    return of_function(F.linear, inputs)
 
 
 def _tanh_epilogue(inputs: Inputs) -> Prepared:
@@ -91,15 +88,10 @@ def _loss(scale: Scale, hidden: int, direction: str, device: str) -> Match:
     return _match(case, BF16, direction, contenders, memory=direction == BACKWARD)
 
 
-def gathered_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor, labels: Tensor) -> Tensor:
-    """Compute the loss from the rows that have a label; ``labels`` has no ignored label."""
-    return F.cross_entropy(F.linear(hidden, weight, bias), labels)
-
-
 def _gathered(change, inputs: Inputs) -> Prepared:
     """Prepare the loss of the rows with a label, whose indices are computed before the timing."""
     rows = (inputs.positional["labels"] >= 0).nonzero().squeeze(1)
-    function = change(gathered_cross_entropy) if change else gathered_cross_entropy
+    function = change(peers.linear_cross_entropy) if change else peers.linear_cross_entropy
 
     def run(hidden: Tensor, weight: Tensor, bias: Tensor, labels: Tensor) -> Tensor:
         return function(hidden[rows], weight, bias, labels[rows])
@@ -108,18 +100,5 @@ def _gathered(change, inputs: Inputs) -> Prepared:
 
 
 def _match(case, dtype, direction, contenders, memory) -> Match:
-    amount = work(case, dtype, direction)
-    return Match(
-        series=f"{case.op} {direction}",
-        label=f"{case.name} {str(dtype).removeprefix('torch.')}",
-        op=case.op,
-        case=case,
-        dtype=dtype,
-        direction=direction,
-        contenders=contenders,
-        work=amount,
-        unit="TFLOP/s",
-        amount=amount.flops / 1e12,
-        ratio_goal=RATIO_GOALS[case.op] if direction == FORWARD else None,
-        memory=memory,
-    )
+    goal = RATIO_GOALS[case.op] if direction == FORWARD else None
+    return of_case(case, dtype, direction, contenders, "TFLOP/s", ratio_goal=goal, memory=memory)

@@ -1,9 +1,8 @@
-"""The inputs of an engine, and the comparison of its results with the reference."""
+"""The comparison of the results of an engine with the reference."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,42 +11,11 @@ from benchmarks.gpu.match import Contender, Match
 from fastbert import reference
 from fastbert.bench.attention_peers import leaves
 from fastbert.bench.limits import BACKWARD
-from fastbert.bench.timing import input_sets
-from fastbert.testing.cases import Case, Inputs
+from fastbert.testing.cases import Inputs
 from fastbert.testing.compare import Comparison, compare
 
 # Elements of a tensor that are compared; they suffice for the largest and the RMS error.
 COMPARED = 1 << 18
-MOST_SETS = 8
-
-
-def rotated(case: Case, dtype: torch.dtype, device: str) -> list[Inputs]:
-    """Return sets of inputs that together overflow the caches, with the strides of the case."""
-    first = case.inputs(dtype, device)
-    size = sum(v.nbytes for _, v in first.items() if isinstance(v, Tensor))
-    count = input_sets(size, at_most=MOST_SETS)
-    return [first, *(other_values(first, shift) for shift in range(1, count))]
-
-
-def other_values(inputs: Inputs, shift: int) -> Inputs:
-    """Return inputs with rolled floating tensors in other memory, which keep their statistics.
-
-    Slices of one buffer remain slices of one buffer. New random numbers would take most of the time
-    of a section.
-    """
-    buffers: dict[int, Tensor] = {}
-
-    def change(_: str, value: Any) -> Any:
-        if not isinstance(value, Tensor) or not value.is_floating_point():
-            return value
-        storage = value.untyped_storage()
-        if storage.data_ptr() not in buffers:
-            flat = torch.empty(0, dtype=value.dtype, device=value.device).set_(storage)
-            buffers[storage.data_ptr()] = flat.roll(17 * shift)
-        buffer = buffers[storage.data_ptr()]
-        return buffer.as_strided(value.shape, value.stride(), value.storage_offset())
-
-    return inputs.map(change)
 
 
 class Judge:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from fastbert.bench.attention_peers import Prepared
-from fastbert.bench.limits import Goal, Work
+from fastbert.bench.limits import Goal, Work, work
+from fastbert.ops.backend import dtype_name
 from fastbert.testing.cases import Case, Inputs
-
-TRAINING = "training"
 
 
 @dataclass(frozen=True)
@@ -58,3 +58,31 @@ class Match:
     ratio_goal: float | None = None
     graphs: bool = True
     memory: bool = False
+
+
+def of_case(
+    case: Case,
+    dtype: torch.dtype,
+    direction: str,
+    contenders: Sequence[Contender],
+    unit: str,
+    *,
+    series: str | None = None,
+    label: str | None = None,
+    **options: Any,
+) -> Match:
+    """Return the match of ``case``; ``unit`` is "TFLOP/s" or "GB/s"."""
+    least = work(case, dtype, direction)
+    return Match(
+        series=series or f"{case.op} {direction}",
+        label=f"{label or case.name} {dtype_name(dtype)}",
+        op=case.op,
+        dtype=dtype,
+        direction=direction,
+        contenders=contenders,
+        work=least,
+        unit=unit,
+        amount=least.bytes / 1e9 if unit == "GB/s" else least.flops / 1e12,
+        case=case,
+        **options,
+    )

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.gpu.contenders import ours, stock
-from benchmarks.gpu.match import Match
+from benchmarks.gpu.match import Match, of_case
 from fastbert import ops
 from fastbert.bench import peers
-from fastbert.bench.limits import BACKWARD, FORWARD, GOALS, work
+from fastbert.bench.limits import BACKWARD, FORWARD, GOALS
 from fastbert.testing.cases import OPS, Case
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -68,17 +68,5 @@ def _norm(op, shape, options, dtype, device, wanted=False) -> Iterator[Match]:
 
 
 def _match(case, dtype, direction, device, goal=None) -> Match:
-    amount = work(case, dtype, direction)
-    return Match(
-        series=f"{case.op} {direction}",
-        label=f"{case.name} {str(dtype).removeprefix('torch.')}",
-        op=case.op,
-        case=case,
-        dtype=dtype,
-        direction=direction,
-        contenders=[*ours(case, dtype, device), *stock(case.op, device)],
-        work=amount,
-        unit="GB/s",
-        amount=amount.bytes / 1e9,
-        goal=goal,
-    )
+    contenders = [*ours(case, dtype, device), *stock(case.op, device)]
+    return of_case(case, dtype, direction, contenders, "GB/s", goal=goal)

@@ -62,7 +62,8 @@ def sections(folder: Path) -> dict[str, Section]:
         Section(
             "compile",
             "every shipped Triton launch ahead of time, for three architectures",
-            ((python, "-m", "benchmarks.gpu.compiled", "--out", str(folder)),),
+            ((*fastbert, "check", "--aot", "--json"),),
+            stdout="compile.json",
         ),
     ]
     for name, paths in {**TEST_GROUPS, "test-modules": other_tests()}.items():

@@ -11,8 +11,8 @@
 namespace fastbert::cpu {
 namespace {
 
-// The indices of a linear layer's tensors in the two lists of its encoder layer: the weight,
-// followed by the bias, and for an int8 weight the scale, followed by the sums of its columns.
+// The place of a linear layer's first tensor in each list of its encoder layer. `parameters` holds
+// the weight, then the bias; `scales` holds an int8 weight's scale, then its column sums.
 struct Place {
   size_t parameters, scales;
 };
@@ -90,7 +90,8 @@ at::Tensor attention(const at::Tensor& qkv, const Stack& s) {
   return out.reshape({rows, qkv.size(1) / 3});
 }
 
-// activation(x Wᵀ + bias). An int8 product quantises fp32 rows without a conversion to `dtype`.
+// Returns activation(x Wᵀ + bias). An int8 product quantises fp32 rows without a conversion to
+// `dtype`.
 at::Tensor product(const at::Tensor& x, const Layer& layer, Place place,
                    const std::string& activation, const Stack& s) {
   const at::Tensor *p = layer.parameters + place.parameters, &weight = p[0], &bias = p[1];
@@ -102,7 +103,7 @@ at::Tensor product(const at::Tensor& x, const Layer& layer, Place place,
                      s.dtype);
 }
 
-// LN(x Wᵀ + bias + residual).
+// Returns LN(x Wᵀ + bias + residual).
 at::Tensor product_and_norm(const at::Tensor& x, const Layer& layer, Place place, size_t norm,
                             const at::Tensor& residual, const Stack& s) {
   const at::Tensor *p = layer.parameters + place.parameters, *n = layer.parameters + norm;
@@ -112,12 +113,12 @@ at::Tensor product_and_norm(const at::Tensor& x, const Layer& layer, Place place
       layer_norm_forward(y, n[0], n[1], residual, std::nullopt, std::nullopt, 0.0, s.eps));
 }
 
-// Hidden states keep their dtype from layer to layer, fp32 under autocast. Products compute in
-// `dtype`.
+// Hidden states keep their dtype from layer to layer, which is fp32 under autocast. Products
+// compute in `dtype`.
 at::Tensor through(const Layer& layer, const at::Tensor& hidden, const Stack& s) {
   auto qkv = product(hidden, layer, kQkv, "none", s);
   auto x = attention(qkv, s);
-  qkv.reset();  // its memory is warm, and large enough for the next result
+  qkv.reset();  // frees memory that is in the cache and large enough for the next result
   const auto middle = product_and_norm(x, layer, kProjection, kFirstNorm, hidden, s);
   x = product(middle, layer, kInner, s.activation, s);
   return product_and_norm(x, layer, kOuter, kSecondNorm, middle, s);
@@ -134,8 +135,8 @@ std::vector<at::Tensor> encoder(at::Tensor hidden, at::TensorList parameters, at
   const Stack stack = {lengths, mask, bias, batch, max_seqlen, heads, eps, activation, dtype};
   check(hidden, parameters, scales, stack);
   if (lengths) {
-    // All layers read one private copy, so each finds the same sequences, whatever other threads
-    // write.
+    // All layers read one private copy, so other threads cannot change the sequences between two
+    // layers.
     lengths = checked_lengths("cu_seqlens", *cu_seqlens, hidden.size(0), "max_seqlen", max_seqlen);
   }
   std::vector<at::Tensor> states;

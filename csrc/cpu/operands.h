@@ -1,5 +1,5 @@
-// The way from tensors to the plain operands of isa/kernels.h, and the chunks and scratch memory
-// that the CPU operators share.
+// The conversion of tensors to the plain operands of isa/kernels.h, and the chunks and scratch
+// memory that the CPU operators share.
 
 #pragma once
 
@@ -77,8 +77,7 @@ struct Chunks {
 };
 
 // Returns gradients of parameters in contiguous fp32. body(begin, end, partial) adds the gradients
-// of its rows to `length` partial sums. The sums of the chunks are added in the order of the
-// chunks.
+// of the rows [begin, end) to `length` partial sums. The sums of the chunks are added in order.
 template <class Body>
 at::Tensor sum_by_chunks(const Kernels& k, int64_t rows, int64_t columns, int64_t length,
                          const Body& body) {

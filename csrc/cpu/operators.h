@@ -14,33 +14,33 @@
 
 namespace fastbert::cpu {
 
-// y = activation(x Wᵀ + bias) + residual and, with `save`, the pre-activation, which is empty
+// Returns activation(x Wᵀ + bias) + residual and, with `save`, the pre-activation, which is empty
 // otherwise. x (M, K); weight (N, K) in the dtype of x or fp32; bias (N,); residual (M, N).
 std::tuple<at::Tensor, at::Tensor> linear(const at::Tensor& x, const at::Tensor& weight,
                                           const OptionalTensor& bias,
                                           const OptionalTensor& residual,
                                           const std::string& activation, bool save);
 
-// LN(x Wᵀ + bias + residual) in the dtype of the residual, which is the dtype of x or fp32.
+// Returns LN(x Wᵀ + bias + residual) in the dtype of the residual: the dtype of x, or fp32.
 at::Tensor linear_layer_norm(const at::Tensor& x, const at::Tensor& weight,
                              const OptionalTensor& bias, const at::Tensor& residual,
                              const at::Tensor& norm_weight, const at::Tensor& norm_bias,
                              double eps);
 
-// activation(q(x) Wᵀ + bias) + residual with an integer product, in `dtype`, which is also the
-// dtype of the residual. x (M, K); `packed` is a prepacked int8 weight with n outputs; scale and
-// column_sum are padded to its columns.
+// Returns activation(q(x) Wᵀ + bias) + residual in `dtype`, which is also the dtype of the
+// residual. q(x) is x quantised to integers for an integer product. x (M, K); `packed`
+// is a prepacked int8 weight with n outputs; scale and column_sum are padded to its columns.
 at::Tensor int8_linear(const at::Tensor& x, const at::Tensor& packed, const at::Tensor& scale,
                        const at::Tensor& column_sum, int64_t n, const OptionalTensor& bias,
                        const OptionalTensor& residual, const std::string& activation,
                        at::ScalarType dtype);
 
-// Returns the columns of a panel of a prepacked int8 weight, and how many neighbours along k form a
-// group.
+// Returns the number of columns in a panel of a prepacked int8 weight, and the number of neighbours
+// along k in a group.
 std::tuple<int64_t, int64_t> int8_layout();
 
-// a b + addend in `dtype`, which is also the dtype of the addend. a (M, K); b (K, N) in the dtype
-// of a or fp32; any strides.
+// Returns a b + addend in `dtype`, which is also the dtype of the addend. a (M, K); b (K, N) in the
+// dtype of a or fp32; any strides.
 at::Tensor matmul(const at::Tensor& a, const at::Tensor& b, const OptionalTensor& addend,
                   at::ScalarType dtype);
 
@@ -69,11 +69,11 @@ std::tuple<at::Tensor, at::Tensor> rms_norm_backward(const at::Tensor& dy, const
 at::Tensor rotary(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin, int64_t heads,
                   bool inverse);
 
-// softmax(q kᵀ scale + bias) v and its log-sum-exp in fp32. q (B, H, Lq, D), k and v (B, H, Lk, D)
-// with any strides; or packed (T, H, D) with int32 cu_seqlens (B + 1,), where rows after the last
-// sequence give 0. `mask` is bool and `bias` floating; both are 4-D and broadcastable to (B, H,
-// max_q, max_k). The memory order of a dense `out` is (B, Lq, H, D), so merging heads is free; lse
-// is (B, H, Lq) or (H, Tq).
+// Returns softmax(q kᵀ scale + bias) v and, in fp32, the log-sum-exp of each row of logits. q (B,
+// H, Lq, D), k and v (B, H, Lk, D) with any strides; or packed (T, H, D) with int32 cu_seqlens (B +
+// 1,), where rows after the last sequence give 0. `mask` is bool and `bias` floating; both are 4-D
+// and broadcastable to (B, H, max_q, max_k). The memory order of a dense `out` is (B, Lq, H, D), so
+// merging heads is free; lse is (B, H, Lq) or (H, Tq).
 std::tuple<at::Tensor, at::Tensor> attention_forward(
     const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const OptionalTensor& mask,
     const OptionalTensor& bias, const OptionalTensor& cu_seqlens_q,
@@ -97,13 +97,13 @@ at::Tensor attention_weights(const at::Tensor& q, const at::Tensor& k, const Opt
                              at::OptionalIntArrayRef rows, double scale, int64_t left,
                              int64_t right);
 
-// Self-attention on qkv (B, L, 3, H, D), or packed (T, 3, H, D), without dropout or a window. The
-// result is contiguous: (B, L, H, D) or (T, H, D).
+// Computes self-attention on qkv (B, L, 3, H, D), or packed (T, 3, H, D), without dropout or a
+// window. The result is contiguous: (B, L, H, D) or (T, H, D).
 at::Tensor attention_qkvpacked(const at::Tensor& qkv, const OptionalTensor& mask,
                                const OptionalTensor& cu_seqlens, int64_t max_seqlen, double scale);
 
-// f(h + bias) for "gelu", "gelu_tanh" and "relu". The gated "geglu" and "swiglu" map h (M, 2 N) to
-// (M, N).
+// Returns f(h + bias) for "gelu", "gelu_tanh" and "relu". The gated "geglu" and "swiglu" map h (M,
+// 2 N) to (M, N).
 at::Tensor activation_forward(const at::Tensor& h, const OptionalTensor& bias,
                               const std::string& activation);
 
@@ -143,8 +143,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_cross_entropy_backward(
     const at::Tensor& order, const std::string& reduction);
 
 // `fingerprint` returns an int64 vector with the storage and checksums of 1-D or 2-D tensors.
-// `has_fingerprint` returns whether the tensors still match, as far as a product with `rows` rows
-// repays the reading.
+// `has_fingerprint` returns whether the tensors still match. The `rows` of the product decide how
+// much of each tensor is read (gemm/fingerprint.h).
 at::Tensor fingerprint(at::TensorList tensors);
 bool has_fingerprint(at::TensorList tensors, const at::Tensor& fingerprint, int64_t rows);
 

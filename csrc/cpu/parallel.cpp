@@ -17,8 +17,8 @@ namespace {
 // is such a child.
 std::atomic<bool> inherited{false}, orphaned{false};
 
-// Ends the threads of the pool; the next parallel region starts new ones. OpenMP refuses this
-// inside a parallel region.
+// Ends the threads of the pool; the next parallel region starts new threads. OpenMP refuses to end
+// threads inside a parallel region.
 void before_fork() {
 #if defined(_OPENMP)
   inherited = omp_pause_resource_all(omp_pause_hard) != 0;

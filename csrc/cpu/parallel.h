@@ -1,4 +1,4 @@
-// Sharing work out to torch's threads.
+// The distribution of work to torch's threads.
 //
 // GNU OpenMP's thread pool does not survive fork(). In a child whose parent has used the pool, in
 // these kernels or in torch's operators, the next parallel region waits forever for threads that do

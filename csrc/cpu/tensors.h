@@ -1,5 +1,5 @@
-// New tensors for the CPU operators. ATen's headers for these functions take a compiler longer than
-// the rest of an operator's file, so operators.cpp alone includes them.
+// New tensors for the CPU operators. Only operators.cpp includes ATen's headers for these
+// functions, because the headers compile more slowly than the rest of an operator's file.
 
 #pragma once
 
@@ -13,7 +13,8 @@ at::Tensor empty(at::IntArrayRef sizes, const at::TensorOptions& options);
 at::Tensor empty_like(const at::Tensor& like);
 at::Tensor zeros(at::IntArrayRef sizes, const at::TensorOptions& options);
 
-// Returns `bytes` bytes at `data`. `release` frees them with the last reference to the tensor.
+// Returns a tensor over the `bytes` bytes at `data`. When its last reference ends, `release` frees
+// the bytes.
 at::Tensor from_memory(void* data, int64_t bytes, const std::function<void(void*)>& release);
 
 }  // namespace fastbert::cpu

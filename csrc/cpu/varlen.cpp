@@ -1,6 +1,6 @@
-// The conversion between a padded and a packed batch: whether ids are in range, which tokens exist,
-// and where the rows go back. Each operator makes one pass. On a short batch, a chain of tensor
-// operations costs more than a layer does.
+// The conversion between a padded and a packed batch: the range check of ids, the indices of the
+// real tokens, and the scatter of rows to these indices. Each operator makes one pass. On a short
+// batch, a chain of tensor operations costs more than an encoder layer.
 
 #include <algorithm>
 #include <cstring>

@@ -1,5 +1,6 @@
-// The CUDA operators: the one file where torch meets the kernels. Checks the arguments, allocates
-// the results, fills a params struct and launches on the current stream of the tensors' device.
+// The CUDA operators, in the only file that includes both torch and the kernels. An operator checks
+// its arguments, allocates the results, fills a params struct and launches on the current stream of
+// the tensors' device.
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -41,7 +42,7 @@ OptionalTensor with_unit_columns(const OptionalTensor& t) {
   return t ? OptionalTensor(fastbert::with_unit_columns(*t)) : std::nullopt;
 }
 
-// The kernels read fp32, bf16 and fp16 parameters as they are; float64 ones are converted.
+// The kernels read fp32, bf16 and fp16 parameters as they are; float64 parameters become fp32.
 at::Tensor readable(const at::Tensor& t) {
   const bool wide = t.scalar_type() == at::kDouble;
   return (wide ? t.to(at::kFloat) : t).contiguous();

@@ -99,7 +99,8 @@ cudaError_t launch_backward(const ActivationBackward& p, cudaStream_t stream) {
              : launch(backward_kernel<T, Gelu>, grid, kThreads, k, stream);
 }
 
-// Column numbers are ints on the device; the last block may go beyond the last column.
+// Column numbers are ints on the device, and the last block may go beyond the last column. The
+// limit of 2^30 leaves room for this block.
 bool supported(Activation activation, int64_t columns) {
   const bool gelu = activation == Activation::gelu || activation == Activation::gelu_tanh;
   return gelu && columns >= 1 && columns < (int64_t{1} << 30);

@@ -28,7 +28,7 @@ struct Gelu {
     return x * distribution(x, bell);
   }
 
-  // Phi(x) + x phi(x). Where phi is 0 the product is left out, because x may be infinite there.
+  // Returns Phi(x) + x phi(x). Where phi is 0, the product is left out, because x may be infinite.
   static __device__ float derivative(float x) {
     float bell;
     const float cumulative = distribution(x, bell);
@@ -55,7 +55,7 @@ struct GeluTanh {
     return x * logistic(x, complement);
   }
 
-  // s + x s (1 - s) 2 w'. From |x| = 10 on, the second term is 0, and x^2 may overflow.
+  // Returns s + x s (1 - s) 2 w'. Above |x| = 12, the second term is 0, and x^2 may overflow.
   static __device__ float derivative(float x) {
     float complement;
     const float s = logistic(x, complement);

@@ -1,8 +1,8 @@
-// Layer norm of a residual sum, forward and backward, one read of every operand.
+// Layer norm of a residual sum, forward and backward. Each kernel reads every operand once.
 //
-// Forward: a warp (rows up to 1024) or a block of 256 threads owns a row and keeps the sum
-// residual + dropout(x + x_bias) in registers through the corrected two-pass statistics. Backward:
-// the sum is formed again instead of being stored; each block strides over the rows, keeps its
+// In the forward, a warp (rows of up to 1024 elements) or a block of 256 threads owns a row. It
+// keeps the sum residual + dropout(x + x_bias) in registers and makes two passes over it. The
+// backward forms the sum again instead of storing it. Each block strides over the rows, keeps its
 // share of the parameters' gradients in registers and writes it once, and sum_partials adds the
 // shares.
 
@@ -12,14 +12,14 @@
 namespace fastbert::cuda {
 namespace {
 
-// Params as the kernels see them: `wide` says that every matrix allows 16-byte access.
+// The argument of a kernel: its params, and whether every matrix allows 16-byte access.
 template <class P>
 struct Launch {
   P p;
   bool wide;
 };
 
-// How a row is spread: thread t holds kElements floats, kWidth<T> neighbours at a time.
+// The layout of a row over threads: each thread holds kElements floats, in vectors of kWidth<T>.
 template <class T, int kThreads, int kElements>
 struct Layout {
   static constexpr int kVectors = kElements / kWidth<T>;
@@ -30,7 +30,7 @@ struct Layout {
   }
 };
 
-// kWidth<T> elements of residual + dropout(x + x_bias).
+// Computes kWidth<T> elements of residual + dropout(x + x_bias).
 template <class T, class P>
 __device__ void load_sum(const Launch<P>& k, int64_t row, int first, float (&sum)[kWidth<T>]) {
   const int columns = static_cast<int>(k.p.columns);
@@ -61,7 +61,8 @@ __global__ void __launch_bounds__(kForwardThreads<kThreads>)
   const int columns = static_cast<int>(p.columns);
   constexpr int kRows = kForwardThreads<kThreads> / kThreads;
   const int64_t row = static_cast<int64_t>(blockIdx.x) * kRows + threadIdx.x / kThreads;
-  if (row >= p.rows) return;  // whole warps only: with more threads per row, kRows is 1
+  // Only whole warps return, because kRows is 1 if a row has more than one warp.
+  if (row >= p.rows) return;
 
   float sum[L::kVectors][kWidth<T>];
   float total = 0.0f;
@@ -73,7 +74,7 @@ __global__ void __launch_bounds__(kForwardThreads<kThreads>)
   }
   const float inverse = 1.0f / static_cast<float>(columns);
   const float first_mean = row_sum(Pair{total, 0.0f}, shared[0]).a * inverse;
-  // The deviations sum to what rounding left of the mean: rows around 1e4 keep their digits.
+  // The sum of the deviations gives the rounding error of the mean, which matters around 1e4.
   Pair deviations = {0.0f, 0.0f};
 #pragma unroll
   for (int v = 0; v < L::kVectors; ++v) {
@@ -107,7 +108,7 @@ __global__ void __launch_bounds__(kForwardThreads<kThreads>)
   }
 }
 
-// With g = dy * weight and the normalised row h: dsum = rstd (g - mean(g) - h mean(g h)).
+// Computes dsum = rstd (g - mean(g) - h mean(g h)), with g = dy * weight and the normalised row h.
 template <class T, int kThreads, int kElements>
 __global__ void __launch_bounds__(kThreads) backward_kernel(Launch<LayerNormBackward> k) {
   using L = Layout<T, kThreads, kElements>;
@@ -134,7 +135,7 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(Launch<LayerNormBack
         h[v][i] = (h[v][i] - mean) * rstd;
         dbias[v][i] += g[v][i];
         dweight[v][i] += g[v][i] * h[v][i];
-        // Rounded on its own, as in its mean, so that a row of one column cancels exactly.
+        // Without an FMA, g is rounded as in its mean, so that a row of one column cancels exactly.
         g[v][i] = __fmul_rn(g[v][i], weight[i]);
         sums.a += g[v][i];
         sums.b += g[v][i] * h[v][i];

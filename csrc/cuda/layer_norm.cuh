@@ -1,5 +1,5 @@
-// Layer norm of a residual sum, y = LN(residual + dropout(x + x_bias)) (Ba et al. 2016): what the
-// launchers take. Free of torch; cuda_ops.cpp fills these in.
+// The params of layer norm of a residual sum, y = LN(residual + dropout(x + x_bias)) (Ba et al.
+// 2016). This header is free of torch; cuda_ops.cpp fills the structs.
 
 #pragma once
 
@@ -10,13 +10,14 @@
 
 namespace fastbert::cuda {
 
-// A row lives in the registers of one block; longer rows are refused with cudaErrorInvalidValue.
+// One block holds a row in its registers. Longer rows are refused with cudaErrorInvalidValue.
 constexpr int64_t kMaxColumns = 6144;
-// Row blocks of the backward pass, each with its own partial sums: a constant, so that the result
-// does not depend on the GPU's size. Two per multiprocessor of an H100.
+// The largest number of blocks of the backward pass, each with its own partial sums: two for each
+// multiprocessor of an H100. It is a constant, so the result does not depend on the GPU's size.
 constexpr int64_t kMaxPartials = 264;
 
-// y (rows, columns) is contiguous; mean and rstd hold one float per row.
+// y (rows, columns) is contiguous. mean and rstd hold one float per row. bias, x_bias and residual
+// may be null.
 struct LayerNormForward {
   Format format;
   int64_t rows, columns;
@@ -29,8 +30,8 @@ struct LayerNormForward {
 };
 
 // dsum and, under dropout, dx are contiguous. partial has (layer_norm_partials(rows), 3, columns)
-// floats. dweight and dbias have the format of weight, and dx_bias has the format of x_bias. A null
-// dbias or x_bias means that this gradient is not wanted.
+// floats. dweight and dbias have the format of weight, and dx_bias has the format of x_bias. If
+// dbias or x_bias is null, the gradient of that bias is not wanted.
 struct LayerNormBackward {
   Format format;
   int64_t rows, columns;

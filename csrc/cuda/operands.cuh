@@ -1,5 +1,5 @@
-// What the kernels read and write: matrices of activations and vectors of parameters in fp32, fp16
-// or bf16, moved 16 bytes at a time where address and length allow it.
+// The operands of the kernels: matrices of activations and vectors of parameters in fp32, fp16 or
+// bf16. Matrices are read and written 16 bytes at a time if addresses and lengths allow it.
 
 #pragma once
 
@@ -11,7 +11,7 @@
 
 namespace fastbert::cuda {
 
-// Storage format; arithmetic and statistics are fp32 in every format.
+// The storage format. Arithmetic and statistics are fp32 in every format.
 enum class Format : int32_t { f32, bf16, f16 };
 
 // Returns body(element), where `element` has the storage type that `format` names.
@@ -28,13 +28,13 @@ cudaError_t with_format(Format format, const Body& body) {
   return cudaErrorInvalidValue;
 }
 
-// Rows lie `stride` elements apart; data is null where an operand is absent.
+// Rows are `stride` elements apart. `data` is null for an absent operand.
 struct ConstMatrix {
   const void* data;
   int64_t stride;
 };
 
-// One row's length, in a format of its own; data is null where it is absent.
+// A vector as long as a row, in its own format. `data` is null for an absent parameter.
 struct Parameter {
   const void* data;
   Format format;
@@ -73,8 +73,8 @@ struct alignas(kAccess) Pack {
   T values[kWidth<T>];
 };
 
-// kWidth<T> elements from column `first` on; those from `columns` on read as 0. `wide` promises
-// that the row is aligned and `columns` a multiple of the width.
+// Reads kWidth<T> elements from column `first` on; elements from `columns` on read as 0. `wide`
+// means that the row is aligned and that `columns` is a multiple of the width.
 template <class T>
 __device__ void load(const T* row, int first, int columns, bool wide, float (&out)[kWidth<T>]) {
   if (wide && first < columns) {
@@ -108,7 +108,7 @@ __device__ const T* row_of(const ConstMatrix& matrix, int64_t row) {
   return static_cast<const T*>(matrix.data) + row * matrix.stride;
 }
 
-// Parameters are read from L2 by every row; one element at a time is wide enough.
+// Every row reads its parameters from L2, for which reads of one element are wide enough.
 template <int kCount>
 __device__ void load(const Parameter& parameter, int first, int columns, float (&out)[kCount]) {
 #pragma unroll

@@ -1,4 +1,4 @@
-// Philox4x32 with 7 rounds (Salmon et al. 2011) and the dropout rule that fastbert builds on it.
+// Philox4x32 with 7 rounds (Salmon et al. 2011) and the dropout of fastbert.
 
 #pragma once
 
@@ -7,7 +7,8 @@
 namespace fastbert::cuda {
 
 // Element (r, n) is kept iff word n % 4 of Philox(key = seed, counter = (n / 4, r, 0, 0)) >> 8 >=
-// threshold. The seed is read on the device, so that no launch waits for it. Null: no dropout.
+// threshold. The seed is read on the device, so that no launch waits for it. A null seed means that
+// there is no dropout.
 struct Dropout {
   const int64_t* seed;
   uint32_t threshold;
@@ -35,7 +36,7 @@ inline __device__ Words philox(uint64_t key, uint32_t c0, uint32_t c1) {
   return {{c0, c1, c2, c3}};
 }
 
-// Drops among the kCount elements from column `first` on; both are multiples of 4.
+// Applies dropout to kCount elements from column `first` on. Both numbers are multiples of 4.
 template <int kCount>
 __device__ void drop(const Dropout& dropout, int64_t row, int first, float (&x)[kCount]) {
   const uint64_t key = static_cast<uint64_t>(*dropout.seed);

@@ -23,7 +23,7 @@ inline __device__ Pair warp_sum(Pair p) {
   return p;
 }
 
-// The shared memory of one row_sum. Consecutive sums alternate between two of these, which saves a
+// The shared memory of one row_sum. Consecutive sums alternate between two RowSums, which saves a
 // barrier.
 template <int kThreads>
 struct RowSums {

@@ -24,9 +24,9 @@ class Prepared(NamedTuple):
 
     Attributes:
         run: The forward pass.
-        targets: The leaves that the gradients are taken of, in the layout of this engine.
+        targets: The leaves whose gradients are computed, in the layout of this engine.
         restore: Turns an output or a gradient into the layout of the operation.
-        backward: Turns the gradient of the output into those of the targets; None uses autograd.
+        backward: Turns the output's gradient into the targets' gradients; None uses autograd.
     """
 
     run: Callable[[], Tensor]
@@ -71,7 +71,7 @@ def _dense_mask(inputs: Inputs) -> Tensor | None:
 
 
 def sdpa(kernel: SDPBackend, inputs: Inputs) -> Prepared:
-    """Prepare ``scaled_dot_product_attention`` with one kernel; a run raises if it refuses."""
+    """Prepare ``scaled_dot_product_attention`` with one kernel, which may raise in a run."""
     ready = leaves(inputs)
     q, k, v = ready.positional.values()
     mask, dropout_p = _dense_mask(ready), ready.keyword.get("dropout_p", 0.0)
@@ -86,7 +86,7 @@ def sdpa(kernel: SDPBackend, inputs: Inputs) -> Prepared:
 def plain(compile_with: Callable[..., Any] | None, inputs: Inputs) -> Prepared:
     """Prepare `eager`, compiled if ``compile_with`` is given."""
     if inputs.keyword.get("dropout_p"):
-        raise ValueError("dropout_p: this peer is timed without dropout only")
+        raise ValueError(f"dropout_p: got {inputs.keyword['dropout_p']}, allowed: 0 for this peer")
     ready = leaves(inputs)
     q, k, v = ready.positional.values()
     mask = ready.keyword.get("mask")
@@ -99,7 +99,9 @@ def flex(compile_with: Callable[..., Any] | None, inputs: Inputs) -> Prepared:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     if inputs.keyword.get("dropout_p"):
-        raise ValueError("dropout_p: FlexAttention has no dropout")
+        raise ValueError(
+            f"dropout_p: got {inputs.keyword['dropout_p']}, allowed: 0 for FlexAttention"
+        )
     ready = leaves(inputs)
     q, k, v = ready.positional.values()
     mask, block_mask = ready.keyword.get("mask"), None
@@ -120,7 +122,7 @@ def flash_package(inputs: Inputs) -> Prepared:
     from flash_attn import flash_attn_func
 
     if inputs.keyword.get("mask") is not None:
-        raise ValueError("mask: flash_attn_func takes no mask")
+        raise ValueError("mask: got a mask, allowed: None, as flash_attn_func takes no mask")
     dropout_p = inputs.keyword.get("dropout_p", 0.0)
     ready = leaves(inputs)
     q, k, v = ready.positional.values()
@@ -140,7 +142,9 @@ def varlen(inputs: Inputs) -> Prepared:
     from torch.nn.attention.varlen import varlen_attn
 
     if inputs.keyword.get("dropout_p"):
-        raise ValueError("dropout_p: varlen_attn has no dropout")
+        raise ValueError(
+            f"dropout_p: got {inputs.keyword['dropout_p']}, allowed: 0 for varlen_attn"
+        )
     return of_function(varlen_attn, Inputs(inputs.positional, {}, inputs.gradients))
 
 

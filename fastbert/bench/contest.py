@@ -1,17 +1,29 @@
 """A contest: several engines at one shape, each with a row of figures or the reason for a refusal.
 
 ``benchmarks.cpu`` runs every engine in its own process, and ``benchmarks.gpu`` runs all engines in
-one process. Both share the rows, the ratios, the targets and the form of the records.
+one process. Both share the settings, the rows, the ratios with their floors and goals, the line of
+text and the form of the records.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from fastbert.bench.encoder import Notify
+from fastbert.bench.limits import Limits, Target, Work
 from fastbert.bench.timing import Timing
+
+
+@dataclass
+class Setting:
+    """The common settings of a section's matches; ``seconds`` is for the turns of one match."""
+
+    section: str
+    seconds: float
+    notify: Notify = print
 
 
 @dataclass
@@ -25,8 +37,9 @@ class ContestRow:
         seconds, p10, p90: Median and percentiles of the seconds per call; None if not timed.
         rate: Amount of work per second in ``unit``, or milliseconds if the unit is "ms".
         of_measured_floor: Shortest time that the ceilings of this run allow, over ``seconds``.
-        ratio: Seconds of the peer that the row is compared with, over ``seconds``.
-        ratio_goal: The ratio to reach.
+        against: The fastest of the peers that the row is compared with.
+        ratio: Seconds of that peer over ``seconds``.
+        ratio_floor, ratio_goal: The lowest ratio that is accepted, and the ratio to reach.
         peak_bytes: Peak of the memory that the engine used.
         refused: The reason why the engine was not timed.
     """
@@ -47,7 +60,9 @@ class ContestRow:
     unit: str = ""
     tflops: float | None = None
     of_measured_floor: float | None = None
+    against: str | None = None
     ratio: float | None = None
+    ratio_floor: float | None = None
     ratio_goal: float | None = None
     peak_bytes: int | None = None
     note: str | None = None
@@ -60,19 +75,21 @@ class ContestRow:
         )
         self.samples = timing.samples
 
+    def set_rates(self, amount: float, work: Work, ceilings: Limits | None) -> None:
+        """Set the figures of a timed row: ``amount`` and ``work`` are those of one call."""
+        if self.seconds is None:
+            return
+        self.rate = self.seconds * 1e3 if self.unit == "ms" else amount / self.seconds
+        if work.flops:
+            self.tflops = work.flops / self.seconds / 1e12
+        if ceilings and work != Work():
+            self.of_measured_floor = work.floor(ceilings) / self.seconds
+
     def add_note(self, text: str) -> None:
         self.note = "; ".join(filter(None, [self.note, text]))
 
 
 RowT = TypeVar("RowT", bound=ContestRow)
-
-
-@dataclass(frozen=True)
-class Target:
-    """The lowest ratio that is accepted, and the ratio that is the goal; None if there is none."""
-
-    floor: float | None = None
-    goal: float | None = None
 
 
 def fastest(rows: Iterable[RowT]) -> RowT | None:
@@ -86,6 +103,48 @@ def ratio(row: ContestRow, peer: ContestRow | None) -> float | None:
     if peer is None or peer.seconds is None or row.seconds is None:
         return None
     return peer.seconds / row.seconds
+
+
+def judge(
+    rows: Sequence[RowT],
+    is_peer: Callable[[RowT, RowT], bool],
+    target: Callable[[RowT], Target],
+) -> None:
+    """Set the ratio, the floor and the goal of every timed row of fastbert at one shape.
+
+    ``is_peer(row, other)`` tells whether the ratio of ``row`` may refer to ``other``.
+    """
+    for row in rows:
+        if not row.ours or row.seconds is None:
+            continue
+        wanted = target(row)
+        row.ratio_floor, row.ratio_goal = wanted.floor, wanted.goal
+        peer = fastest(other for other in rows if other is not row and is_peer(row, other))
+        if peer is not None:
+            row.against, row.ratio = peer.contender, ratio(row, peer)
+
+
+def verdict(row: ContestRow) -> str:
+    """Return in words whether a row of fastbert meets its floor and goal, or ""."""
+    parts = []
+    for name, wanted in (("floor", row.ratio_floor), ("goal", row.ratio_goal)):
+        if wanted is not None:
+            met = row.ratio is not None and row.ratio >= wanted
+            parts.append(f"{name} {wanted:g}: {'met' if met else 'NOT met'}")
+    return ", ".join(parts)
+
+
+def line(row: ContestRow) -> str:
+    """Return a row as a line of text."""
+    text = f"{row.contender:<26}"
+    if row.seconds is None:
+        return f"{text} {row.refused}"
+    short, rate = row.seconds < 1e-3, row.rate or 0.0
+    text += f" {1e6 * row.seconds:>9.1f} µs" if short else f" {1e3 * row.seconds:>9.2f} ms"
+    text += f"  {rate:>10,.0f} {row.unit}" if rate >= 1e3 else f"  {rate:>10.4g} {row.unit}"
+    if row.ratio is None:
+        return text
+    return ", ".join(filter(None, [f"{text}  {row.ratio:.2f}× {row.against}", verdict(row)]))
 
 
 def to_dict(row: ContestRow) -> dict[str, Any]:

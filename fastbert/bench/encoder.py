@@ -13,6 +13,7 @@ from fastbert.bench.timing import alternate
 from fastbert.config import BertConfig
 from fastbert.integrations import stock_models
 from fastbert.ops import backend as backends
+from fastbert.ops.backend import dtype_name
 from fastbert.testing.compare import compare
 from fastbert.testing.yardstick import Yardstick
 
@@ -171,7 +172,7 @@ def bench_encoder(
     rows: list[EncoderRow] = []
     for shape in shapes:
         for dtype in dtypes:
-            notify(f"{shape.name}, {_name(dtype)}")
+            notify(f"{shape.name}, {dtype_name(dtype)}")
             with torch.inference_mode():
                 rows += _bench_shape(shape, dtype, device, seconds)
     return rows
@@ -189,14 +190,13 @@ def _bench_shape(
     }
     timings = alternate(engines, device=device, seconds=seconds)
     stock = [t.median for name, t in timings.items() if name.startswith(STOCK)]
+    place = (shape.name, dtype_name(dtype), device)
     common = (len(shape.lengths), max(shape.lengths), shape.tokens)
     rows = []
     for name, timing in timings.items():
         rows.append(
             EncoderRow(
-                shape.name,
-                _name(dtype),
-                device,
+                *place,
                 name,
                 *common,
                 seconds=timing.median,
@@ -208,7 +208,7 @@ def _bench_shape(
             )
         )
     for name, reason in refused.items():
-        rows.append(EncoderRow(shape.name, _name(dtype), device, name, *common, refused=reason))
+        rows.append(EncoderRow(*place, name, *common, refused=reason))
     return rows
 
 
@@ -226,11 +226,7 @@ def build(
     device: str,
 ) -> Callable[[int], Tensor]:
     """Return a function of an index, which runs ``engine`` on one of several random batches."""
-    if engine.startswith(STOCK):
-        path = engine.removeprefix(STOCK)
-        model = stock_models.encoder(shape.config, weights, path, dtype, device)
-    else:
-        model = _fastbert(shape.config, weights, requests(device)[engine], dtype, device)
+    model = encoder_of(engine, shape.config, weights, dtype, device)
     batches = [random_batch(shape, seed, device) for seed in range(ROTATED_BATCHES)]
     return lambda index: model(**batches[index % len(batches)]).last_hidden_state
 
@@ -247,7 +243,20 @@ def random_weights(config: BertConfig) -> dict[str, Tensor]:
     return {name: w + config.initializer_range * torch.randn_like(w) for name, w in weights.items()}
 
 
-def _fastbert(
+def encoder_of(
+    engine: str,
+    config: BertConfig,
+    weights: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    device: str,
+) -> nn.Module:
+    """Return the encoder of ``engine`` in eval mode."""
+    if engine.startswith(STOCK):
+        return stock_models.encoder(config, weights, engine.removeprefix(STOCK), dtype, device)
+    return fastbert_encoder(config, weights, requests(device)[engine], dtype, device)
+
+
+def fastbert_encoder(
     config: BertConfig,
     weights: Mapping[str, Tensor],
     request: str | None,
@@ -261,11 +270,14 @@ def _fastbert(
     return model.to(device=device, dtype=dtype).eval()
 
 
-def gate(shape: EncoderShape, dtype: torch.dtype, device: str) -> dict[str, str]:
+def gate(
+    shape: EncoderShape, dtype: torch.dtype, device: str, *, autocast: bool = False
+) -> dict[str, str]:
     """Return the engines whose hidden states at real tokens break the tolerance rule, with reasons.
 
     The oracle is the reference backend in float64, and the yardstick is the reference backend in
     ``dtype``. Both run two layers of the encoder on weights that are rounded to ``dtype``.
+    With ``autocast``, engines and yardstick run under bf16 autocast.
     """
     layers = min(GATE_LAYERS, shape.config.num_hidden_layers)
     config = shape.config.replace(num_hidden_layers=layers)
@@ -273,26 +285,25 @@ def gate(shape: EncoderShape, dtype: torch.dtype, device: str) -> dict[str, str]
     batch = random_batch(shape, 0, device)
     real = batch["attention_mask"].bool()
 
-    def hidden(request: str | None, as_dtype: torch.dtype) -> Tensor:
-        model = _fastbert(config, weights, request, as_dtype, device)
-        return model(**batch).last_hidden_state[real]
+    def hidden(request: str | None, as_dtype: torch.dtype = dtype, cast: bool = autocast) -> Tensor:
+        model = fastbert_encoder(config, weights, request, as_dtype, device)
+        with torch.autocast(device, torch.bfloat16, enabled=cast):
+            return model(**batch).last_hidden_state[real]
 
-    oracle = hidden("reference", torch.float64)
-    yardstick = Yardstick(lambda: hidden("reference", dtype))
+    oracle = hidden("reference", torch.float64, cast=False)
+    yardstick = Yardstick(lambda: hidden("reference"))
     refused = {}
     for name, request in requests(device).items():
-        verdict = compare(name, hidden(request, dtype), oracle, yardstick)
+        verdict = compare(name, hidden(request), oracle, yardstick)
         if not verdict.passed:
             refused[name] = f"parity is red: {verdict}"
     return refused
 
 
 @functools.lru_cache(maxsize=4)
-def refusals(config: BertConfig, dtype: torch.dtype, device: str) -> dict[str, str]:
+def refusals(
+    config: BertConfig, dtype: torch.dtype, device: str, autocast: bool = False
+) -> dict[str, str]:
     """Return the refusals of `gate` for two layers of ``config`` and a batch of two lengths."""
     with torch.inference_mode():
-        return gate(EncoderShape("gate", config, (64, 37)), dtype, device)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+        return gate(EncoderShape("gate", config, (64, 37)), dtype, device, autocast=autocast)

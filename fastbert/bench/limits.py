@@ -1,8 +1,8 @@
-"""The limits of a GPU, the least work of each operation, and the goals of fastbert.
+"""The limits of a GPU, the least work of each operation, and fastbert's goals on GPU and CPU.
 
-A figure is compared with two bounds. One is computed from the rates of a known GPU (``H200``): the
-datasheet's, and those of a large copy and a large product. The other is computed from the same copy
-and product, measured in the run itself. ``GOALS`` has the figures to reach.
+A figure is compared with two bounds. The first bound is computed from the rates of a known GPU
+(``H200``), which are the rates of its datasheet, of a large copy and of a large product. The second
+bound is computed from a copy and a product in the run itself. ``GOALS`` has the figures to reach.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from fastbert.testing.cases import TABLE_OF, Case
 
 # Share of the tokens that have a masked-LM label, as in the registry of cases.
 LABELLED = 0.15
-FORWARD, BACKWARD = "forward", "backward"
+FORWARD, BACKWARD, BOTH = "forward", "backward", "forward+backward"
+INFERENCE, TRAINING, LATENCY = "inference", "training", "latency"
 
 
 @dataclass(frozen=True)
 class Limits:
     """FLOP/s of dense 16-bit products, bytes/s of device memory, exponentials/s of all SMs.
 
-    ``measured_*`` are the best rates of a product of a library and of a copy, whose bytes are those
-    read plus those written.
+    ``measured_flops`` is the best rate of a library's product. ``measured_bytes`` is the best rate
+    of a copy, which counts the bytes read and the bytes written.
     """
 
     name: str
@@ -98,7 +99,7 @@ def _forward(case: Case, dtype: torch.dtype) -> Work:
         size = dtype.itemsize * hidden * (labelled + vocabulary)
         return Work(2.0 * labelled * hidden * vocabulary, size)
     if case.op == "embedding":
-        # Rows of the words are read, and the result is written. Other tables stay in a cache.
+        # Rows of the word table are read, and the result is written. Other tables stay in a cache.
         tokens, _, hidden = case.shape
         return Work(case.flops(), 2 * tokens * hidden * dtype.itemsize)
     return Work(case.flops(), case.bytes(dtype), _exponentials(case))
@@ -119,7 +120,7 @@ def _backward(table: str, case: Case, dtype: torch.dtype, forward: Work) -> Work
         return forward
     if table == "embedding":
         tokens, vocabulary, hidden = case.shape
-        # dout and the rows of the words are read; the whole gradient of the word table is written.
+        # dout and rows of the word table are read; the table's whole gradient is written.
         return Work(2 * forward.flops, (2 * tokens + vocabulary) * hidden * dtype.itemsize)
     return Work(2 * forward.flops, 2 * forward.bytes)
 
@@ -158,10 +159,30 @@ GOALS = {
     "BERT-large training": Goal(1000, "sequences/s"),
     "BERT-base batch 1": Goal(0.40, "ms", lower_is_better=True),
 }
-# Up to this length, memory is the bound of attention, and its goal is a fraction of that bound.
+# Up to this length, memory bounds attention, and the goal is a fraction of this bound.
 MEMORY_BOUND_LENGTH = 256
 MEMORY_BOUND_FRACTION = 0.8
-# Goals of the ratio: time of the fastest peer in the same run, over the time of fastbert.
+
+
+@dataclass(frozen=True)
+class Target:
+    """The lowest ratio that is accepted, and the ratio that is the goal; None if there is none."""
+
+    floor: float | None = None
+    goal: float | None = None
+
+
+# BERT-base on a CPU, by the kind of batch and the format of fastbert: the ratio to its peers.
+CPU_TARGETS = {
+    ("full", "bf16"): Target(2.0, 3.0),
+    ("half padded", "bf16"): Target(3.5, 5.0),
+    ("one sequence", "bf16"): Target(1.3, 1.5),
+    ("full", "fp32"): Target(1.2),
+    ("half padded", "fp32"): Target(2.0),
+    ("8×128", "int8"): Target(1.5),
+    ("training", "bf16"): Target(2.0),
+}
+# Goals of the ratio on a GPU: time of the fastest peer in the same run, over the time of fastbert.
 RATIO_GOALS = {
     "feed_forward": 1.25,
     "linear_gelu": 1.25,

@@ -15,13 +15,15 @@ from torch import Tensor
 
 from fastbert import ops
 from fastbert.bench import peers
+from fastbert.bench.attention_peers import leaves
 from fastbert.bench.encoder import Notify, default_device, default_dtypes, half_padded
-from fastbert.bench.timing import alternate, input_sets
+from fastbert.bench.limits import BOTH, FORWARD
+from fastbert.bench.timing import MAX_INPUT_SETS, alternate, input_sets
 from fastbert.ops import backend as backends
+from fastbert.ops.backend import dtype_name
 from fastbert.testing import parity
 from fastbert.testing.cases import TABLE_OF, Case, Inputs
 
-FORWARD, TRAINING = "forward", "forward+backward"
 PEER = "torch"
 
 
@@ -118,7 +120,7 @@ def bench_ops(
         if names and case.op not in names:
             continue
         for dtype in dtypes:
-            notify(f"{case.op} {case.name}, {_name(dtype)}")
+            notify(f"{case.op} {case.name}, {dtype_name(dtype)}")
             rows += _bench_case(case, dtype, device, seconds, gates)
     return rows
 
@@ -140,8 +142,8 @@ def _bench_case(
     sets = rotated_inputs(case, dtype, device)
     chosen = chosen_backend(case, dtype, device)
     rows = []
-    for direction in (FORWARD, TRAINING):
-        common = (case.op, case.name, _name(dtype), device, direction)
+    for direction in (FORWARD, BOTH):
+        common = (case.op, case.name, dtype_name(dtype), device, direction)
         calls = {engine: build(case.op, engine, direction, sets) for engine in engines}
         with torch.inference_mode(direction == FORWARD):
             timings = alternate(calls, device=device, seconds=seconds)
@@ -174,11 +176,35 @@ def served(case: Case, dtype: torch.dtype, device: str) -> list[str]:
     ]
 
 
-def rotated_inputs(case: Case, dtype: torch.dtype, device: str) -> list[Inputs]:
-    """Return so many sets of inputs, of different seeds, that they do not stay in the caches."""
+def rotated_inputs(
+    case: Case, dtype: torch.dtype, device: str, *, at_most: int = MAX_INPUT_SETS
+) -> list[Inputs]:
+    """Return sets of inputs that together overflow the caches, with the strides of the case."""
     first = case.inputs(dtype, device)
     size = sum(value.nbytes for _, value in first.items() if isinstance(value, Tensor))
-    return [first, *(case.inputs(dtype, device, seed) for seed in range(1, input_sets(size)))]
+    count = input_sets(size, at_most=at_most)
+    return [first, *(other_values(first, shift) for shift in range(1, count))]
+
+
+def other_values(inputs: Inputs, shift: int) -> Inputs:
+    """Return inputs with rolled floating tensors in other memory, which keep their statistics.
+
+    Slices of one buffer remain slices of one buffer. New random numbers would take most of the time
+    of a section.
+    """
+    buffers: dict[int, Tensor] = {}
+
+    def change(_: str, value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            return value
+        storage = value.untyped_storage()
+        if storage.data_ptr() not in buffers:
+            flat = torch.empty(0, dtype=value.dtype, device=value.device).set_(storage)
+            buffers[storage.data_ptr()] = flat.roll(17 * shift)
+        buffer = buffers[storage.data_ptr()]
+        return buffer.as_strided(value.shape, value.stride(), value.storage_offset())
+
+    return inputs.map(change)
 
 
 def chosen_backend(case: Case, dtype: torch.dtype, device: str) -> str:
@@ -220,13 +246,11 @@ def _run(function: Callable[..., Tensor], inputs: Inputs) -> Tensor:
 
 def _leaves(function: Callable[..., Tensor], inputs: Inputs) -> tuple[Inputs, list[Tensor], Tensor]:
     """Return inputs with leaves, the leaves that need gradients, and a gradient of the output."""
-    leaves = inputs.map(
-        lambda name, v: v.detach().requires_grad_() if name in inputs.gradients else v
-    )
-    named = dict(leaves.items())
+    ready = leaves(inputs)
+    named = dict(ready.items())
     with torch.no_grad():
-        gradient = torch.randn_like(_run(function, leaves))
-    return leaves, [named[name] for name in inputs.gradients], gradient
+        gradient = torch.randn_like(_run(function, ready))
+    return ready, [named[name] for name in inputs.gradients], gradient
 
 
 def without_seed(inputs: Inputs) -> Inputs:
@@ -237,7 +261,3 @@ def without_seed(inputs: Inputs) -> Inputs:
 
 def _with_backend(inputs: Inputs, backend: str) -> Inputs:
     return Inputs(inputs.positional, {**inputs.keyword, "backend": backend}, inputs.gradients)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

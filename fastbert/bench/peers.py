@@ -28,7 +28,7 @@ def attention_varlen(
     max_seqlen_q: int,
     max_seqlen_k: int,
 ) -> Tensor:
-    """Run PyTorch's varlen kernel, or one call per sequence without it. q, k, v (T, H, D)."""
+    """Run PyTorch's varlen kernel, or SDPA once per sequence. q, k, v (T, H, D)."""
     if q.is_cuda and q.dtype != torch.float32:  # The varlen kernel takes 16-bit dtypes only.
         from torch.nn.attention.varlen import varlen_attn
 

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from fastbert.bench.encoder import EncoderRow
+from fastbert.bench.limits import FORWARD
 from fastbert.bench.machine import Machine
-from fastbert.bench.operations import FORWARD, OpRow
+from fastbert.bench.operations import OpRow
 
 OURS, THEIRS = "#2a6fbb", "#b0b0b0"
 
@@ -40,7 +41,7 @@ def plot_matches(path: Path, rows: Sequence[Mapping[str, Any]], machine: Machine
     """Draw the rows of a benchmark section: a panel per series, and a line per engine.
 
     The rows are records of ``contest.to_dict``. Rows without a time are left out. The x-axis has
-    the shapes, and a dash is the goal.
+    the shapes, and a dash marks the goal.
 
     Raises:
         ImportError: If matplotlib is not installed.

@@ -16,6 +16,7 @@ MAX_INPUT_SETS = 64
 # A shorter sample would mostly measure the clock and the first kernel launch.
 SHORTEST_SAMPLE_S = 2e-3
 MAX_CALLS_PER_SAMPLE = 1000
+LIMIT_SAMPLES = 20
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,27 @@ class Stopwatch:
         end.record()
         torch.cuda.synchronize()
         return begin.elapsed_time(end) / 1e3 / calls
+
+
+def shortest(call: Callable[[int], object], device: str) -> float:
+    """Return the seconds of the shortest of many calls, because a limit is not a median."""
+    watch = Stopwatch(device)
+    calls = 5 if watch.on_gpu else 1  # One call would include the latency of its launch.
+    watch.measure(call, 0, calls)
+    return min(watch.measure(call, 0, calls) for _ in range(LIMIT_SAMPLES))
+
+
+def product_rate(size: int, dtype: torch.dtype, device: str) -> float:
+    """Measure a square product of random numbers, in FLOP/s."""
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    return 2 * size**3 / shortest(lambda _: a @ b, device)
+
+
+def copy_rate(size: int, device: str) -> float:
+    """Measure a copy of ``size`` bytes, in bytes read and written per second."""
+    source = torch.randn(size // 4, device=device)
+    target = torch.empty_like(source)
+    return 2 * size / shortest(lambda _: target.copy_(source), device)
 
 
 def captured(call: Callable[[int], object], calls: int) -> Callable[[int], object]:
@@ -113,12 +135,12 @@ def alternate(
 
     Args:
         candidates: Functions of an index, by which a candidate picks one of its input sets.
-        device: Where the calls run; it chooses the stopwatch.
+        device: Device of the calls, which selects the stopwatch.
         seconds: Limit of the total time, once there are ``min_samples`` samples.
         min_samples, max_samples: Limits of the number of samples.
         watch: Measures candidates that are not functions of this process.
-        once: Seconds of one call of each candidate that the caller has warmed up, which are the
-            first samples.
+        once: Seconds of one warm call of each candidate, which the caller has measured. They are
+            the first samples.
         settle: Pause before each sample, in seconds.
     """
     watch = watch or Stopwatch(device)
@@ -151,7 +173,7 @@ def alternate(
 
 
 def summarize(times: Sequence[float]) -> Timing:
-    """Return the median and the percentiles; below ten samples, the latter are the extremes."""
+    """Return the median and the percentiles, which are the extremes below ten samples."""
     ordered = sorted(times)
     tenth = len(ordered) // 10
     return Timing(

@@ -10,12 +10,11 @@ from torch import Tensor, nn
 
 from fastbert.bench import encoder
 from fastbert.bench.encoder import STOCK, EncoderShape
+from fastbert.bench.limits import LABELLED
 from fastbert.config import BertConfig
 from fastbert.data.masking import IGNORED
 from fastbert.integrations import stock_models
 from fastbert.modules import BertForPreTraining
-
-LABELLED = 0.15
 
 
 def training_step(

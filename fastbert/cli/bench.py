@@ -10,7 +10,7 @@ from rich.table import Table
 
 from fastbert import json_file
 from fastbert.atomic_file import write_atomically
-from fastbert.cli.common import err, new_table, out, print_json
+from fastbert.cli.common import err, new_table, one_of, out, print_json
 
 if TYPE_CHECKING:
     from fastbert.bench.encoder import EncoderRow
@@ -79,7 +79,10 @@ def measure(names: list[str], *, quick: bool) -> tuple[Machine, list[OpRow], lis
     from fastbert.bench.machine import describe
     from fastbert.bench.operations import bench_ops
     from fastbert.integrations import stock_models
+    from fastbert.testing.cases import TABLE_OF
 
+    for name in names:
+        one_of("--op", name, (*TABLE_OF, ENCODER))
     machine = describe()
     wanted = [name for name in names if name != ENCODER]
     operations, encoder = [], []

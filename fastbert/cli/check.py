@@ -48,7 +48,7 @@ def check(
     ] = False,
     arch: Annotated[
         str,
-        typer.Option(help="With --aot: GPUs to compile for, by commas; 80 is sm_80."),
+        typer.Option(help="With --aot: architectures to compile for, by commas; 80 is sm_80."),
     ] = "80,90,100",
     as_json: Annotated[
         bool, typer.Option("--json", help="Print a row for every tensor as JSON on stdout.")
@@ -70,13 +70,22 @@ def check(
         return
     one_of("--backend", backend, BACKENDS)
     one_of("--dtype", dtype, DTYPES)
+    if op is not None:
+        from fastbert.testing.cases import OPS
+        from fastbert.testing.model_parity import CASE
+
+        one_of("--op", op, (*OPS, CASE.op))
     if cases and case is not None:
         raise ValueError(f"--case: got {case!r} with --cases, allowed: one of the two options")
     if cases and quick:
-        raise ValueError(f"--quick: got it with --cases {cases}, allowed: one of the two options")
+        raise ValueError(
+            f"--quick: got the flag with --cases {cases}, allowed: one of the two options"
+        )
     rows = list(_with_progress(op, case, backend, dtype, quick, cases, seed))
     if not rows:
-        raise ValueError(f"--backend: got {backend!r}, which cannot run {op} on this machine")
+        raise ValueError(
+            f"--backend: got {backend!r}, allowed: a backend that runs {op or case} here"
+        )
     summary = summarize(rows)
     if as_json:
         print_json({"passed": all(row.passed for row in rows), "summary": summary, "rows": rows})
@@ -131,7 +140,7 @@ def _with_progress(
 def _selections(
     op: str | None, case: str | None, backend: str | None, dtype: Any, quick: bool, random: int
 ) -> list[dict[str, Any]]:
-    """Return a selection of cases for each backend that can run at least one of them here."""
+    """Return a selection of cases for each backend that can run at least one case here."""
     import torch
 
     from fastbert.testing import parity
@@ -161,7 +170,7 @@ def _selections(
 def summarize(rows: list[ParityRow]) -> list[dict[str, Any]]:
     """Return a line per operation, backend and dtype, with the figures of its worst tensor.
 
-    The worst tensor is the one with the largest ratio; a tensor that failed precedes all others.
+    The worst tensor has the largest ratio; a tensor that failed precedes all others.
     """
     groups: dict[tuple[str, str, str], list[ParityRow]] = {}
     for row in rows:

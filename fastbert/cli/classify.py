@@ -71,12 +71,12 @@ def classify(
         typer.Option("--json", help="Print a summary, or the result of --text, as JSON on stdout."),
     ] = False,
 ) -> None:
-    """Write the label and the scores of each line of INPUT to OUT, or print those of --text.
+    """Write the label and the scores of each line of INPUT to OUT, or print the result of --text.
 
-    Row i of OUT belongs to line i of INPUT; blank lines count, too. The label is
-    the one with the largest score. Scores are a softmax over all labels. They
-    are a sigmoid of each label if config.json says multi_label_classification or
-    has a single label, and plain numbers for regression. For the folder of a
+    Row i of OUT belongs to line i of INPUT; blank lines count, too. The label has
+    the largest score. By default, scores are a softmax over all labels. They are
+    a sigmoid of each label if config.json says multi_label_classification or has
+    a single label, and plain numbers for regression. For the folder of a
     cross-encoder, the activation function that the folder names applies.
 
     OUT has label, score and scores, and nothing else. It appears when it is

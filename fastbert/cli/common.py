@@ -50,6 +50,8 @@ class FriendlyGroup(TyperGroup):
             if isinstance(error, ImportError) and (error.name or "").startswith("fastbert"):
                 raise  # A missing part of fastbert is not a mistake of the user.
             message = " ".join(str(error).split()) or type(error).__name__
+            # The user typed MODEL, for which the Python functions have another name.
+            message = message.replace("path_or_hub_id: ", "MODEL: ")
             err.print(
                 f"error: {message}", style="red", markup=False, highlight=False, soft_wrap=True
             )

@@ -37,7 +37,7 @@ def encode(
     ] = "text",
     pooling: Annotated[
         str | None,
-        typer.Option(help="Pooling mode, listed above; by default that of the folder, else mean."),
+        typer.Option(help="Pooling mode, listed above; by default the folder's mode, else mean."),
     ] = None,
     normalize: Annotated[
         bool | None,

@@ -1,6 +1,6 @@
 """``fastbert info``: the machine, the extension and the backend of each operation with its reason.
 
-With a model, the command shows the configuration and the backends of its operations instead.
+With a model, the command shows the model's configuration and backends instead.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def info(
 ) -> None:
     """Show versions, the machine, the extension, and the backend of each operation.
 
-    With MODEL, the command shows its configuration and the backends of its
-    operations instead. It reads config.json and no weights.
+    With MODEL, the command shows the configuration of the model and the backends
+    of its operations instead. The command reads config.json and no weights.
     """
     content = collect() if model is None else collect_model(model)
     if as_json:
@@ -138,7 +138,7 @@ def _choices(device: str) -> list[dict[str, str]]:
     rows = []
     for op in (*sorted(backend.TABLES), "encoder"):
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            name = str(dtype).removeprefix("torch.")
+            name = backend.dtype_name(dtype)
             try:
                 request = backend.Request(device, dtype, head_dim=64)
                 if op == "encoder":

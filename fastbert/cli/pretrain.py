@@ -20,8 +20,8 @@ def _option(panel: str, text: str, *names: str) -> Any:
     return typer.Option(*names, help=text, rich_help_panel=panel)
 
 
-# The defaults are copies of those of PretrainOptions, whose import would import torch for --help; a
-# test compares them.
+# The defaults repeat the defaults of PretrainOptions, whose import would import torch for --help. A
+# test compares both.
 def pretrain(
     corpus: Annotated[
         Path,
@@ -69,7 +69,7 @@ def pretrain(
         bool, _option(DATA, "Mask all pieces of a word together.", "--whole-word")
     ] = False,
     packed: Annotated[
-        bool, _option(DATA, "Use batches without padding, or with it.", "--packed/--padded")
+        bool, _option(DATA, "Use batches without or with padding.", "--packed/--padded")
     ] = True,
     gradient_checkpointing: Annotated[
         bool, _option(RUN, "Recompute activations to save memory.", "--gradient-checkpointing")
@@ -80,11 +80,11 @@ def pretrain(
     ] = None,
     log_every: Annotated[int, _option(RUN, "Steps between two rows of the log.")] = 10,
     eval_every: Annotated[
-        int | None, _option(RUN, "Steps between two evaluations; by default one, at the end.")
+        int | None, _option(RUN, "Steps between two evaluations; by default only at the end.")
     ] = None,
     eval_batches: Annotated[int, _option(RUN, "Largest number of batches of an evaluation.")] = 50,
     save_every: Annotated[
-        int | None, _option(RUN, "Steps between two checkpoints; by default one, at the end.")
+        int | None, _option(RUN, "Steps between two checkpoints; by default only at the end.")
     ] = None,
     workers: Annotated[
         int, _option(DATA, "Processes that prepare batches; 0 uses the training process.")

@@ -55,8 +55,7 @@ def attention(
         v: Values of shape ``(B, H, Lk, D)`` in the dtype of `q`.
         mask: Bool mask, True where a query attends a key; of shape ``(B, Lk)``, or broadcastable to
             ``(B, H, Lq, Lk)``.
-        bias: Floating tensor that is added to the logits; 4-D and broadcastable to
-            ``(B, H, Lq, Lk)``.
+        bias: Floating tensor that is added to the logits; broadcastable to ``(B, H, Lq, Lk)``.
         dropout_p: Probability with which an attention weight is dropped.
         scale: Factor of the logits; ``D ** -0.5`` by default.
         causal: Whether a query attends only to keys at its own position or earlier. Query ``i`` has

@@ -164,7 +164,7 @@ def _canonical_window(window: tuple[int, int] | int | None, causal: bool) -> tup
 
 
 def check_lse(lse: Tensor | None, q: Tensor) -> None:
-    """Check lse, fp32 of shape (B, H, Lq) for a dense q, or (H, Tq) for a packed one."""
+    """Check lse, fp32 of shape (B, H, Lq) for a dense q, or (H, Tq) for a packed q."""
     if lse is None:
         return
     if lse.dtype != torch.float32:

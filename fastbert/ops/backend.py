@@ -175,11 +175,16 @@ def refusal(op: str, backend: str, request: Request) -> str | None:
     if reason is not None:
         return reason
     if request.dtype not in implementation.dtypes:
-        names = ", ".join(str(d).removeprefix("torch.") for d in implementation.dtypes)
-        return f"the dtype is {str(request.dtype).removeprefix('torch.')}, allowed: {names}"
+        names = ", ".join(map(dtype_name, implementation.dtypes))
+        return f"the dtype is {dtype_name(request.dtype)}, allowed: {names}"
     if request.transformed and backend != "reference":
         return "transforms of torch.func and forward-mode AD need plain PyTorch, the reference"
     return implementation.refuses(request)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype as commands and records spell it, such as "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
 
 
 def validate(backend: str | None) -> str | None:
@@ -194,12 +199,12 @@ def resolve(op: str, requested: str | None, request: Request) -> Choice:
 
     Args:
         op: Name of the operation.
-        requested: The only backend allowed. None takes FASTBERT_BACKEND if that implements `op`,
-            and otherwise the first backend of ``ORDER`` that can serve the call.
+        requested: The only backend allowed. None takes FASTBERT_BACKEND if that backend implements
+            `op`, and otherwise the first backend of ``ORDER`` that can serve the call.
         request: Properties of the call.
 
     Returns:
-        The choice. Its reason names the backends before it in ``ORDER`` and their refusals.
+        The choice. The reason names the backends before it in ``ORDER`` and their refusals.
 
     Raises:
         ValueError: If `requested` is unknown or cannot serve the call, or if no backend can.

@@ -68,7 +68,7 @@ def embedding(
 
     Raises:
         IndexError: If an id is out of range on the CPU. On a GPU it is an error of the device,
-            except with ``backend="triton"``, which makes the row NaN because a look would
+            except with ``backend="triton"``, which makes the row NaN because a check would
             synchronise.
         ValueError: If a shape, a device or a value is not allowed, if only one of a table and its
             indices is None, or if `backend` cannot serve the call.
@@ -93,7 +93,7 @@ def embedding(
             require_floating(name, table)
             got = f"shape {tuple(table.shape)}"
             require(table.dim() == 2 and table.shape[1] == columns, name, got, f"(rows, {columns})")
-            allowed = f"{word_table.dtype}, as words"
+            allowed = f"{word_table.dtype}, as word_table"
             require(table.dtype == word_table.dtype, name, table.dtype, allowed)
     require_shape("weight", weight, (columns,))
     if bias is not None:

@@ -289,7 +289,7 @@ def _feed_forward_backward_forward(
     needs: list[bool],
     backend: str,
 ) -> tuple[Tensor, ...]:
-    """The gradients of x, w1, b1, w2 and b2.
+    """Compute the gradients of x, w1, b1, w2 and b2.
 
     h is the pre-activation (M, N) that the forward saved; if h is None, it is computed here.
     dresidual (M, K), the gradient that reaches x through the residual connection, is added in the

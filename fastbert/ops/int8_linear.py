@@ -76,7 +76,7 @@ def int8_linear(
     require_same_device("x", x.device, weight=weight.packed, bias=bias, residual=residual)
     if x.requires_grad and torch.is_grad_enabled():
         raise RuntimeError(
-            "x: got a tensor that requires a gradient, but int8_linear has no gradient"
+            "x: got a tensor that requires a gradient, allowed: a tensor without requires_grad"
         )
     device, dtype = x.device.type, x.dtype
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):

@@ -3,8 +3,8 @@
 The extension keeps a prepacked copy of each weight, and ``JoinedLinear`` keeps a joined copy of
 query, key and value. Every call checks the fingerprint of a copy
 (``csrc/cpu/gemm/fingerprint.h``). After the events below, every weight is copied again without this
-check. An optimizer's step and a backward pass also mark the process as one that trains. In such a
-process, every call reads a whole weight before it uses the copy.
+check. An optimizer's step and a backward pass also mark the process as a training process. In such
+a process, every call reads a whole weight before it uses the copy.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _last_backward = -1
 
 
 def forget() -> None:
-    """Put every copy out of date, because weights may have changed."""
+    """Mark every copy as out of date, because weights may have changed."""
     if backends.EXTENSION is not None:
         backends.EXTENSION.expire_packed()
 
 
 def note_training() -> None:
-    """Put every copy out of date, and mark this process as one that trains."""
+    """Mark every copy as out of date, and this process as a training process."""
     if backends.EXTENSION is not None:
         backends.EXTENSION.expect_writes(True)
         backends.EXTENSION.expire_packed()

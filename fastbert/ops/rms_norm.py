@@ -87,7 +87,7 @@ _rms_norm = operator(
     _fake,
     table="rms_norm",
 )
-# The results are the gradients of the sum, which is that of x and of the residual, and of weight.
+# The results are the gradient of the sum, which x and the residual share, and that of weight.
 _rms_norm_backward = operator(
     "rms_norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor rstd, Tensor? residual, "
     "str backend) -> (Tensor, Tensor)",

@@ -39,7 +39,7 @@ NARROWER: dict[str, tuple[float, str]] = {
     "attention_short_backward": (0.3, "as in attention_dkv"),
     "embedding_run_sums": (0.3, "the key of a row is loaded in two layouts"),
 }
-# These kernels read no rows but the given data, so no share is required of them.
+# For the given reason, no share is required of these kernels.
 NARROW_LOADS: dict[str, str] = {
     "embedding_keys": "each row has one index, at any stride",
 }

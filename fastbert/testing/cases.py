@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fastbert.activations import ACTIVATIONS
+from fastbert.ops.backend import dtype_name
 
 OPS = (
     "attention",
@@ -120,10 +121,9 @@ class Case:
 
     def command(self, backend: str, dtype: torch.dtype, seed: int = 0) -> str:
         """Return the command line that runs the case again, with the inputs of `seed`."""
-        name = str(dtype).removeprefix("torch.")
         command = f"fastbert check --op {self.op} --case {self.name}"
         seeded = f" --seed {seed}" if seed else ""
-        return f"{command} --backend {backend} --dtype {name}{seeded}"
+        return f"{command} --backend {backend} --dtype {dtype_name(dtype)}{seeded}"
 
     def flops(self) -> int:
         """Return the floating-point operations of the forward pass.

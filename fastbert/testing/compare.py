@@ -26,6 +26,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fastbert.ops.backend import dtype_name
 from fastbert.testing.yardstick import Yardstick
 
 MAX_FACTOR = 2.0
@@ -158,7 +159,7 @@ def compare(
         raise ValueError(f"factor: got {factor}, allowed: 2, or at most 3 with a reason")
     if oracle.dtype != torch.float64:
         raise ValueError(f"oracle: got {oracle.dtype}, allowed: torch.float64")
-    dtype = str(actual.dtype).removeprefix("torch.")
+    dtype = dtype_name(actual.dtype)
     actual, oracle = (t.detach().cpu() for t in (actual, oracle))
     runs = _runs(yardstick)
     best = next(runs)

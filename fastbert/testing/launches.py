@@ -95,7 +95,7 @@ def _is_view(func: Any) -> bool:
 
 @contextmanager
 def counted() -> Iterator[Launches]:
-    """Count the launches inside the block, including those of backward passes.
+    """Count the launches inside the block, including launches of backward passes.
 
     Yields:
         The counts, which grow while the block runs.

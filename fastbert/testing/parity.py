@@ -309,7 +309,7 @@ def parity_row(
         case.op,
         case.name,
         backend,
-        str(dtype).removeprefix("torch."),
+        backends.dtype_name(dtype),
         result.name,
         result.error,
         result.yardstick,

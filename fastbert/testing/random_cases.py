@@ -26,9 +26,9 @@ COLUMNS = (1, 59, 111, 128, 384, 768, 1023, 1024)
 LARGEST = 2**15
 LARGEST_PAIRS = 2**12
 LARGEST_ROWS = 8
-# A case of attention has at least this many logits, over all heads, whose gradients are not 0 by
-# definition. The exception is a case without queries or keys. With fewer such logits, an error
-# cannot be told from the luck of the yardstick, even if the result has many elements.
+# A case of attention has at least this many logits, over all heads, whose gradients can differ
+# from 0. The exception is a case without queries or keys. With fewer such logits, an error cannot
+# be told from the luck of the yardstick, even if the result has many elements.
 FEWEST_LOGITS = 128
 # A case with labels has at least this expected number of rows with a label, or a label in every
 # row. All gradients of a row share the error of its log-sum-exp, so a single row is a sample of a
@@ -140,7 +140,7 @@ def free_logits(queries: int, keys: int, causal: bool = False, window: Any = Non
 def _batch(pick: Pick) -> tuple[int, int, int, int]:
     """Choose the numbers of sequences and heads and the head dim, and the longest length.
 
-    The longest length is that which the limits allow for the chosen sizes.
+    The chosen sizes and the limits give the longest length.
     """
     sequences, heads = pick.one(((1, 1), (1, 2), (1, 3), (2, 1), (2, 2), (3, 1), (4, 1)))
     head_dim = _head_dim(pick)
@@ -153,7 +153,7 @@ def _batch(pick: Pick) -> tuple[int, int, int, int]:
 
 
 def _until_free(draw: Callable[[], tuple[Any, int]]) -> Any:
-    """Draw until at least ``FEWEST_LOGITS`` logits are free, and return what was drawn.
+    """Draw until at least ``FEWEST_LOGITS`` logits are free, and return the draw.
 
     `draw` returns a draw and the number of its free logits.
     """

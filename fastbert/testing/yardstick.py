@@ -119,7 +119,7 @@ def plain_product(a: Tensor, b: Tensor, order: int = 0) -> Tensor:
             shuffle.
 
     Returns:
-        Tensor of shape ``(*, M, N)`` in the dtype of `a`, or in fp32 if that is narrower.
+        Tensor of shape ``(*, M, N)`` in the dtype of `a`, or in fp32 if `a` is narrower.
 
     Examples:
         >>> import torch

@@ -1,4 +1,4 @@
-"""The attention peers compute what our operations compute; packed ones from packed rows."""
+"""Attention peers agree with fastbert's operations; packed peers get packed rows."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ EQUAL = Case("attention_varlen", "toy equal", ((16, 16), 2, 16))
 
 
 def padded(inputs: Inputs) -> Inputs:
-    """With a padding mask that leaves every sequence a token."""
+    """Add a padding mask that leaves each sequence at least one token."""
     mask = torch.arange(24) < torch.tensor([24, 7])[:, None]
     return Inputs(inputs.positional, {"mask": mask}, inputs.gradients)
 
 
 def outputs(case: Case, inputs: Inputs, prepared: attention_peers.Prepared):
-    """The peer's result, the reference's in float64, and the reference's."""
+    """Return the results of the peer, of the reference in float64, and of the reference."""
     function = getattr(reference, case.op)
 
     def run(change):
@@ -75,7 +75,7 @@ def test_gradients_of_a_padded_peer():
 
 
 def test_torch_varlen_is_called_as_all_its_versions_want():
-    """On fake tensors, since its kernel is CUDA's; torch 2.10 to 2.13 share these arguments."""
+    """Fake tensors avoid the CUDA kernel; torch 2.10 to 2.13 share its arguments."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     inputs = SPREAD.inputs(torch.bfloat16)

@@ -1,4 +1,4 @@
-"""The benchmarks' own correctness: what is timed, beside what, and what is refused."""
+"""``fastbert.bench``: the timed calls, the peers, the rows and the refusals."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from fastbert import reference
 from fastbert.bench import encoder, operations, peers
 from fastbert.bench.encoder import EncoderShape, bench_encoder, half_padded
+from fastbert.bench.limits import BOTH, FORWARD
 from fastbert.bench.machine import describe
 from fastbert.bench.plots import plot_bench
 from fastbert.bench.timing import ROTATION_BYTES, alternate, input_sets, summarize
@@ -93,8 +94,8 @@ def test_transformers_peer_is_the_same_encoder(path):
     real = batch["attention_mask"].bool()
     models = [
         stock_models.encoder(SMALL, weights, path, torch.float32, "cpu"),
-        encoder._fastbert(SMALL, weights, "reference", torch.float64, "cpu"),
-        encoder._fastbert(SMALL, weights, "reference", torch.float32, "cpu"),
+        encoder.fastbert_encoder(SMALL, weights, "reference", torch.float64, "cpu"),
+        encoder.fastbert_encoder(SMALL, weights, "reference", torch.float32, "cpu"),
     ]
     with torch.no_grad():
         runs = run_sides(lambda model: model(**batch).last_hidden_state[real], *models)
@@ -116,12 +117,12 @@ def test_rows_of_an_operation():
     rows = operations.bench_ops(
         ["linear_gelu"], quick=True, dtypes=[torch.float32], device="cpu", seconds=0.01
     )
-    assert {row.direction for row in rows} == {operations.FORWARD, operations.TRAINING}
+    assert {row.direction for row in rows} == {FORWARD, BOTH}
     assert sum(row.chosen for row in rows) == 2
     for row in rows:
         assert row.seconds > 0
         assert row.p10 <= row.seconds <= row.p90
-        assert (row.tflops is not None) == (row.direction == operations.FORWARD)
+        assert (row.tflops is not None) == (row.direction == FORWARD)
         stock = next(r for r in rows if r.engine == "torch" and r.direction == row.direction)
         assert row.speedup == pytest.approx(stock.seconds / row.seconds)
         assert not row.engine.endswith("triton")
@@ -159,7 +160,7 @@ def test_rows_of_the_encoder():
 
 
 def test_a_wrong_encoder_is_refused(monkeypatch):
-    honest = encoder._fastbert
+    honest = encoder.fastbert_encoder
 
     def scaled(config, weights, request, dtype, device):
         model = honest(config, weights, request, dtype, device)
@@ -168,7 +169,7 @@ def test_a_wrong_encoder_is_refused(monkeypatch):
                 model.encoder.layer[-1].output.LayerNorm.weight.mul_(1.001)
         return model
 
-    monkeypatch.setattr(encoder, "_fastbert", scaled)
+    monkeypatch.setattr(encoder, "fastbert_encoder", scaled)
     rows = bench_encoder([SHAPE], dtypes=[torch.float32], device="cpu", seconds=0.0)
     auto = next(row for row in rows if row.engine == "fastbert auto")
     assert auto.seconds is None

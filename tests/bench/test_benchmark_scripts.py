@@ -1,4 +1,4 @@
-"""The scripts in benchmarks/ start, and refuse what they cannot do."""
+"""The scripts in benchmarks/ start, and refuse wrong arguments or a missing device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine w
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", *arguments]
-    # A pytest inside must not take itself for a worker of this one, which would switch timing off.
+    # An inner pytest must not act as a worker of this pytest, because a worker times nothing.
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_XDIST")}
     return subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False

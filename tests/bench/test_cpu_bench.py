@@ -1,4 +1,4 @@
-"""The CPU benchmark: one real run on tiny shapes, and its rules on made-up times."""
+"""The CPU benchmark: a real run on tiny shapes, and its rules on invented times."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from benchmarks.cpu import accuracy, breakdown, ceilings, contest, encoder, repo
 from benchmarks.cpu.ceilings import Ceilings
 from benchmarks.cpu.contest import CpuRow, Setting
 from benchmarks.cpu.remote import Failed, Remote
-from fastbert.bench.contest import Target
+from fastbert.bench import quantized_accuracy
+from fastbert.bench.contest import verdict
 from fastbert.bench.encoder import BASE, SMALL, EncoderShape
+from fastbert.bench.limits import Target
 from fastbert.bench.timing import Timing, alternate
 
 MACHINE = Ceilings(
@@ -87,7 +89,7 @@ def test_the_shapes_and_targets():
     assert target("BERT-base 4×512 full", "fastbert int8") == Target()
 
 
-# Rows and workers made up
+# Invented rows and workers
 
 
 def row(name: str, seconds: float | None = None, label: str = "l") -> CpuRow:
@@ -119,7 +121,7 @@ def test_each_format_is_held_against_its_own_peers():
         (2.0, "fastbert bf16"),
     ]
     assert [r.best_ratio for r in ours] == [2.5, 1.25, 5.0]
-    assert contest.verdict(ours[0]) == "floor 2: met, goal 3: NOT met"
+    assert verdict(ours[0]) == "floor 2: met, goal 3: NOT met"
     assert rows["ONNX Runtime fp32"].ratio is None
     lines = "\n".join(report.contest_lines([contest_dict(r) for r in rows.values()]))
     assert "| l | fastbert bf16 | 2.50 | ONNX Runtime fp32 | 2: met | 3: **not met** |" in lines
@@ -132,7 +134,7 @@ def contest_dict(found: CpuRow) -> dict:
 
 
 class Fake:
-    """A worker whose calls take as long as it is told."""
+    """A worker whose calls report the given times."""
 
     def __init__(self, seconds: float, sample=(1.0, 2.0)) -> None:
         self.seconds, self.sample, self.calls = seconds, list(sample), 0
@@ -150,7 +152,7 @@ class Fake:
 
 def played(workers: dict[str, Fake], setting: Setting | None = None) -> dict[str, CpuRow]:
     shape = EncoderShape("tiny 2×16", SMALL, (16, 9))
-    setting = setting or Setting("s", MACHINE, 0.0, lambda text: None)
+    setting = setting or Setting("s", 0.0, lambda text: None, ceilings=MACHINE)
     notes = {"OpenVINO bf16": "a note"}
     found = contest.play(
         shape, "series", workers, {"ONNX Runtime fp32": "not installed: onnx"}, notes, setting
@@ -205,7 +207,7 @@ def test_a_worker_that_ends_in_its_turns_spoils_no_table(monkeypatch):
 def test_what_would_take_too_long_is_predicted(monkeypatch):
     monkeypatch.setattr(contest, "SETTLE_S", 0.0)
     flops = contest.padded_flops(EncoderShape("", SMALL, (16, 9)))
-    setting = Setting("s", MACHINE, 0.0, lambda text: None)
+    setting = Setting("s", 0.0, lambda text: None, ceilings=MACHINE)
     setting.rates = {"transformers sdpa fp32": 1 / flops, "transformers sdpa bf16": 24 / flops}
     workers = {"transformers sdpa fp32": Fake(1.0), "transformers sdpa bf16": Fake(24.0)}
     rows = played(workers, setting)
@@ -240,7 +242,7 @@ def test_a_worker_gives_its_reason_and_can_end(tmp_path):
 def test_limits_are_measured():
     found = ceilings.measure(1, size=64, copied=1 << 20)
     assert set(found.products) == set(found.units) == set(ceilings.FORMATS)
-    # Slower than any processor of this century would be a broken loop.
+    # A lower rate would mean that the loop is broken.
     assert min(found.products.values()) > 1e9
     assert found.limits("fp32").measured_flops == found.products["fp32"]
     assert found.bytes > 1e8
@@ -267,7 +269,7 @@ def test_the_estimate_is_minutes():
 
 
 def test_real_sentences():
-    found = accuracy.sentences(64)
+    found = quantized_accuracy.real_sentences(64)
     assert len(found) == len(set(found)) == 64
     assert all(sentence.endswith(".") and len(sentence.split()) > 5 for sentence in found)
 
@@ -276,11 +278,11 @@ def test_errors_and_order_of_embeddings():
     import torch
 
     right = torch.nn.functional.normalize(torch.randn(12, 8).double())
-    same = accuracy.errors("a", right, "b", right)
+    same = quantized_accuracy.errors("a", right, "b", right)
     assert same["max_error"] == 0.0
     assert same["spearman"] == pytest.approx(1.0)
     assert same["top_1"] == 1.0
-    other = accuracy.errors("a", right.flip(0), "b", right)
+    other = quantized_accuracy.errors("a", right.flip(0), "b", right)
     assert other["max_error"] > 0.1
     assert other["kendall"] < 0.9
     assert "| a | b |" in "\n".join(accuracy.lines({"sentences": 12, "rows": [other]}))

@@ -1,4 +1,4 @@
-"""The GPU benchmarks, played for real on the CPU at toy shapes: who runs, what is refused."""
+"""The GPU benchmarks, run on the CPU at toy shapes: the engines, results and refusals."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # benchmarks/ is no p
 
 from benchmarks.gpu import bench, contenders, contest, gemm
 from benchmarks.gpu.contest import Deadline, GpuRow, Setting
-from benchmarks.gpu.judge import Judge, other_values, rotated, sample
+from benchmarks.gpu.judge import Judge, sample
 from benchmarks.gpu.match import Contender, Match
 from fastbert.bench import limits, peers
 from fastbert.bench.attention_peers import Prepared, of_function
 from fastbert.bench.machine import Machine, describe
+from fastbert.bench.operations import other_values, rotated_inputs
 from fastbert.bench.plots import plot_matches
 from fastbert.bench.timing import Timing
 from fastbert.testing.cases import Case
 
-ONCE = Setting("toy", "cpu", 0.0, limits.H200, limits.H200)
+ONCE = Setting("toy", 0.0, print, "cpu", limits.H200, limits.H200)
 
 
 @pytest.fixture(autouse=True)
 def few_calls(monkeypatch):
-    """One input set beyond the first, three samples of one call: the times mean nothing here."""
+    """Use two input sets and two samples of one call, because these tests ignore the times."""
     honest = contest.alternate
-    monkeypatch.setattr("benchmarks.gpu.judge.MOST_SETS", 2)
+    monkeypatch.setattr(contest, "MOST_SETS", 2)
     monkeypatch.setattr(
         contest, "alternate", lambda calls, **o: honest(calls, **o, min_samples=2, max_samples=2)
     )
@@ -214,7 +215,7 @@ def test_samples_are_small_and_spread():
 
 
 def test_rotated_inputs_differ():
-    sets = rotated(Case("layer_norm", "toy", (8, 32)), torch.float32, "cpu")
+    sets = rotated_inputs(Case("layer_norm", "toy", (8, 32)), torch.float32, "cpu", at_most=2)
     assert len(sets) == 2
     assert not torch.equal(sets[0].positional["x"], sets[1].positional["x"])
 
@@ -243,7 +244,7 @@ def test_variants_are_triton_on_a_gpu():
     ],
 )
 def test_the_paths_of_a_product_are_right(op, direction, prepare, path):
-    """In Triton's interpreter: what a GPU would time as a forced variant."""
+    """Judge each forced path, which a GPU would time, in Triton's interpreter."""
     case = Case(op, "toy", (40, 32, 64))
     contender = Contender(path, functools.partial(prepare, path), ours=True)
     judged_right(case, direction, contender)
@@ -280,7 +281,7 @@ def test_a_row_holds_the_median_of_one_call():
 
 
 def test_times_of_a_gpu_are_graph_replays_where_they_can_be(monkeypatch):
-    """The branch of a GPU, with a clock that needs none."""
+    """Run the branch for a GPU with a fake stopwatch, which needs no GPU."""
 
     class Watch:
         def __init__(self, device):

@@ -1,4 +1,4 @@
-"""The GPU command's own machinery: sections, limits, logs, the summary."""
+"""The GPU command: its sections, time limits, logs and summary."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT))  # benchmarks/ is no part of the package
 
 from benchmarks.gpu import __main__ as gpu  # noqa: E402
-from benchmarks.gpu import bench, compiled, floors, sections, summary  # noqa: E402
+from benchmarks.gpu import bench, floors, sections, summary  # noqa: E402
+from benchmarks.gpu.contest import GpuRow  # noqa: E402
 from benchmarks.gpu.sections import Section  # noqa: E402
+from fastbert.bench.contest import to_dict  # noqa: E402
 from fastbert.ops import backend  # noqa: E402
-from fastbert.testing.ahead_of_time import Compiled  # noqa: E402
 
 PYTHON = sys.executable
 
@@ -90,7 +91,7 @@ def test_the_build_must_have_cuda(tmp_path):
 
 def test_a_section_is_ended_at_its_limit(tmp_path, monkeypatch):
     monkeypatch.setattr(sections, "LIMIT_S", 1)
-    # A child of the command must end as well.
+    # A child process of the command must end, too.
     sleep = "import time; time.sleep(60)"
     code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {sleep!r}])"
     result, _ = run(Section("check", "", ((PYTHON, "-c", code),)), tmp_path)
@@ -127,25 +128,26 @@ def test_the_summary_keeps_earlier_sections(tmp_path, capsys):
 
 
 def row(contender, seconds, **more):
-    common = {"series": "s", "label": "l", "unit": "TFLOP/s", "rate": 1.0, "same_function": True}
+    common = ("s", "s", "l", "op", "bfloat16", "forward")
     ours = contender.startswith("fastbert")
-    return {**common, "contender": contender, "ours": ours, "seconds": seconds, **more}
+    found = GpuRow(*common, contender, ours, seconds=seconds, rate=1.0, unit="TFLOP/s", **more)
+    return to_dict(found)
 
 
 def test_the_table_of_a_section(tmp_path):
     rows = [
-        row("fastbert triton*", 2e-6, of_goal=0.5, of_floor=0.25),
+        row("fastbert triton*", 2e-6, of_goal=0.5, of_floor=0.25, ratio=2.0, against="eager"),
         row("fastbert path=short", 1e-6),
         row("fastbert path=general", 3e-6),
         row("fastbert layout=dense", 1.9e-6),
         row("eager", 4e-6, peak_bytes=1 << 30),
         row("tanh epilogue", 1e-6, same_function=False),
-        {"series": "s", "label": "l", "contender": "x", "ours": False, "refused": "no such kernel",
-         "same_function": True},
-    ]  # fmt: skip
+        row("x", None, refused="no such kernel"),
+    ]
     (tmp_path / "bench-rows.json").write_text(json.dumps({"rows": rows}), encoding="utf-8")
     text = "\n".join(summary.lines_of(tmp_path, "bench-rows"))
-    assert "2.00× eager, 25 % of the limit, 50 % of the goal" in text
+    assert "1 TFLOP/s  2.00× eager, 25 % of the limit, 50 % of the goal" in text
+    assert "fastbert triton*                 2.0 µs" in text
     assert "varlen over dense: s l: +5.3 %, OVER 3 %" in text
     assert "variants: s l: fastbert path=short 1.0 µs, fastbert path=general 3.0 µs" in text
     assert "not timed: x: no such kernel" in text
@@ -156,18 +158,3 @@ def test_floors_are_a_table():
     text = list(floors.lines(["bench-attention"]))
     assert text[0].count("|") == text[1].count("|") == text[2].count("|")
     assert text[2].startswith("| attention D64 forward | S512 | 34.36 | 134.2 | 43.49 | products")
-
-
-def test_compiled_launches_are_printed_with_their_faults(monkeypatch, tmp_path, capsys):
-    fields = dict.fromkeys(Compiled.__dataclass_fields__, 0)
-    good = Compiled(**{**fields, "name": "k", "dtype": "bfloat16", "arch": 90, "faults": []})
-    bad = Compiled(**{**fields, "name": "k", "dtype": "float32", "arch": 90, "faults": ["spills"]})
-    monkeypatch.setattr(
-        compiled.ahead_of_time, "compile_launches", lambda archs, processes: [good, bad]
-    )
-    monkeypatch.setattr(sys, "argv", ["compiled", "--arch", "90", "--out", str(tmp_path)])
-    assert compiled.main() == 1
-    printed = capsys.readouterr().out
-    assert "FAULT: spills" in printed
-    assert "2 launches compiled, 1 with faults" in printed
-    assert len(json.loads((tmp_path / "compile.json").read_text("utf-8"))["launches"]) == 2

@@ -1,4 +1,4 @@
-"""A command line that runs in this process, and a tiny model folder."""
+"""Fixtures: a command line that runs in this process, and the folder of a tiny model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fastbert.modules import BertForMaskedLM
 
 @pytest.fixture
 def run():
-    """Calls ``fastbert``; the result has exit_code, stdout and output (stderr too)."""
+    """Return a function that calls ``fastbert``; ``output`` of its result includes stderr."""
 
     def call(*arguments: object):
         return CliRunner().invoke(app, [str(argument) for argument in arguments])
@@ -26,7 +26,7 @@ def run():
 
 @pytest.fixture
 def refused(run):
-    """Calls ``fastbert`` with a user's mistake: exit status 2 and one line, which it returns."""
+    """Return a function that expects exit status 2 and one line of output, and returns the line."""
 
     def call(*arguments: object) -> str:
         result = run(*arguments)

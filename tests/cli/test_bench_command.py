@@ -13,7 +13,7 @@ QUICK = ("bench", "--quick", "--op")
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
-    """These tests look at what is printed, not at how fast anything is."""
+    """Take one sample of each call, because these tests check the output and not the times."""
     honest = operations.alternate
 
     def alternate(calls, *, device, seconds):
@@ -58,7 +58,9 @@ def test_red_is_not_timed(run, monkeypatch):
 
 
 def test_unknown_operation(refused):
-    assert "got 'softmax', allowed: attention" in refused(*QUICK, "softmax")
+    message = refused(*QUICK, "softmax")
+    assert "--op: got 'softmax', allowed: attention" in message
+    assert message.endswith(", encoder")
 
 
 def test_unknown_picture(refused):

@@ -62,7 +62,7 @@ def test_one_bad_tensor_fails_and_says_how_to_reproduce(run, monkeypatch, error)
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (("--op", "softmax"), "op: got 'softmax', allowed: attention"),
+        (("--op", "softmax"), "--op: got 'softmax', allowed: attention"),
         (("--backend", "rocm"), "--backend: got 'rocm', allowed: reference"),
         (("--dtype", "int8"), "--dtype: got 'int8', allowed: float32"),
         (("--op", "layer_norm", "--case", "huge"), "case: got 'huge', allowed: "),
@@ -70,6 +70,10 @@ def test_one_bad_tensor_fails_and_says_how_to_reproduce(run, monkeypatch, error)
 )
 def test_unknown_names(refused, arguments, named):
     assert named in refused("check", *arguments)
+
+
+def test_the_whole_model_is_an_allowed_name(refused):
+    assert refused("check", "--op", "softmax").endswith(", bert")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
@@ -134,6 +138,7 @@ def test_what_was_compiled_is_printed_with_its_faults(run, monkeypatch):
     content = json.loads(run("check", "--aot", "--json").stdout)
     assert content["passed"] is False
     assert [line["stack"] for line in content["summary"]] == [80, 0]
+    assert len(content["launches"]) == 2
     launches.pop()
     assert run("check", "--aot").exit_code == 0
 

@@ -17,7 +17,7 @@ from fastbert.testing.compare import assert_close
 from fastbert.testing.yardstick import Yardstick
 
 TEXTS = ["the dog ran.", "", "anna went to the garden and saw a bird in the tree.", "a", "the cat."]
-# No second text is empty: the pipeline takes such a pair for a single text.
+# No second text is empty, because the pipeline reads a pair with an empty text as a single text.
 SECONDS = [
     "a dog.",
     "she saw it.",
@@ -31,7 +31,7 @@ NAMES = ["contradiction", "[neutral]", "entailment"]
 
 @pytest.fixture
 def classifier(model_folder, tmp_path):
-    """Writes a classification model; ``names`` None leaves config.json without id2label."""
+    """Return a function that writes a classifier; ``names=None`` leaves out id2label."""
 
     def make(names: list[str] | None = NAMES, num_labels: int = 3, **fields: object) -> Path:
         folder = tmp_path / "classifier"
@@ -72,7 +72,7 @@ def read(path: Path) -> list[dict]:
 
 
 def exact_scores(folder: Path, inputs: list, function: str) -> torch.Tensor:
-    """Those of transformers in float64."""
+    """Return the scores of transformers in float64."""
     transformers = pytest.importorskip("transformers")
     model = transformers.AutoModelForSequenceClassification.from_pretrained(folder).double().eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)

@@ -1,4 +1,4 @@
-"""``fastbert demo``: its arguments and exit status; what it does is tested in tests/training."""
+"""``fastbert demo``: its arguments and exit status. tests/training tests the demo itself."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class FakeReport:
 
 @pytest.fixture(params=[True, False])
 def demo(request, monkeypatch):
-    """Replaces the demo by one that only records how it was called; passes or misses its target."""
+    """Replace the demo by a function that records its calls and passes or misses its target."""
     calls = []
 
     def run_demo(folder, **options):

@@ -33,7 +33,7 @@ def lines(tmp_path):
 
 
 def one_by_one(folder: Path, pooling: str, dtype: torch.dtype) -> torch.Tensor:
-    """The embeddings of TEXTS, each read by itself in the plain reference."""
+    """Return the embeddings of TEXTS from the reference, with one text per call."""
     tokenizer = WordPieceTokenizer.load(folder)
     with pytest.warns(UserWarning, match="pooler"):
         model = BertModel.from_pretrained(folder, backend="reference", dtype=dtype)
@@ -128,7 +128,7 @@ def _folder(path: Path) -> Path:
 
 
 class Counting:
-    """A tokenizer of the Rust library that counts the texts it reads."""
+    """A tokenizer of the Rust library that counts its texts."""
 
     def __init__(self, backend):
         self.backend, self.texts = backend, 0

@@ -1,4 +1,4 @@
-"""What holds for every command: help, speed of import, and how mistakes and bugs are told apart."""
+"""All commands: help, time of the import, and the difference between mistakes and bugs."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_module_runs_like_the_script():
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 2
     assert result.stdout == ""
-    assert result.stderr.startswith("error: ")
+    assert result.stderr.startswith("error: MODEL: got 'no such folder'")
     assert "Traceback" not in result.stderr
 
 

@@ -23,7 +23,7 @@ SPECIAL = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A folder for each head, all with one tokenizer."""
+    """Write a folder for each head, all with the same tokenizer."""
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     backend = Tokenizer(models.BPE(unk_token="<unk>"))
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
@@ -70,7 +70,7 @@ def source(tmp_path: Path) -> Path:
 
 
 def stock(kind: str, folder: Path, dtype: torch.dtype):
-    """Of each text alone: what transformers' model of that kind makes of it."""
+    """Return the output of the model ``kind`` of transformers for each text, one text per call."""
     model = getattr(transformers, kind).from_pretrained(folder).to(dtype).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     with torch.no_grad():

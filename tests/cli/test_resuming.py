@@ -1,4 +1,4 @@
-"""``fastbert encode`` stopped at any point: the same command goes on, another one starts anew."""
+"""``fastbert encode`` stopped at any point: the same command resumes, others start again."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from fastbert.jobs.after_encoder import AfterEncoder
 from fastbert.jobs.partial_output import PartialOutput
 from fastbert.modules import BertForMaskedLM
 
-# Its attribute in fastbert.cli is the command.
+# The attribute ``encode`` of fastbert.cli is the command, not the module.
 encode_module = importlib.import_module("fastbert.cli.encode")
-# A window is 8 batches; in them these lines make about 10 windows.
+# A window is 8 batches, so with this option the lines make about 10 windows.
 OPTIONS = ("--tokens-per-batch", 16)
 KILLED = """
 import os
@@ -49,7 +49,7 @@ def source(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def encode(run, model_folder, source):
-    """``fastbert encode`` into a file; model, input and more options may be others."""
+    """Return a function that runs ``fastbert encode`` into a file."""
 
     def call(target: Path, *more: object, model: Path = model_folder, texts: Path = source):
         return run("encode", model, texts, target, *OPTIONS, *more)
@@ -59,7 +59,7 @@ def encode(run, model_folder, source):
 
 @pytest.fixture
 def stop(monkeypatch):
-    """Makes the n-th batch raise, until ``monkeypatch.undo``."""
+    """Return a function that makes the n-th batch raise until ``monkeypatch.undo``."""
 
     def at(batch: int, error: type[BaseException] = RuntimeError) -> None:
         calls, pool = [], AfterEncoder.forward
@@ -153,7 +153,7 @@ def test_killed(encode, model_folder, source, tmp_path):
     result = subprocess.run(command, capture_output=True, check=False)
     assert result.returncode == -signal.SIGKILL, result.stderr.decode()
     assert only(tmp_path, "rows.npy.partial")
-    # What a power failure may leave behind the rows that count is not read.
+    # A power failure may leave bytes after the finished rows. They must not be read.
     with (tmp_path / "rows.npy.partial" / "rows.npy").open("ab") as file:
         file.write(b"\0" * 1000)
     assert "resuming after" in encode(target).output
@@ -240,7 +240,7 @@ def test_an_input_that_changes_under_the_run(encode, monkeypatch, tmp_path, sour
 
 
 def small_blocks(kind):
-    """Texts that reads a line at a time, as any file larger than Python's buffer is read."""
+    """Return a class of texts that reads line by line, as from a file above Python's buffer."""
 
     class Small(kind):
         def _lines(self):

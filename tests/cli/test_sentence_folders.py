@@ -1,4 +1,4 @@
-"""``encode`` and ``classify`` on folders of sentence-transformers, against the library itself."""
+"""``encode`` and ``classify`` on folders of sentence-transformers, against that library."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HIDDEN = 32
 
 @pytest.fixture
 def save(model_folder, tmp_path, monkeypatch):
-    """Saves the modules that follow a Transformer of ``model_folder`` as one folder."""
+    """Return a function that saves a Transformer of ``model_folder`` and the given modules."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
     def make(*modules: Any, name: str = "folder", **options: Any) -> Path:
@@ -45,7 +45,7 @@ def save(model_folder, tmp_path, monkeypatch):
 
 @pytest.fixture
 def encode(run, tmp_path):
-    """The rows that ``fastbert encode`` writes for TEXTS."""
+    """Return a function that returns the rows of ``fastbert encode`` for TEXTS."""
     (tmp_path / "texts.txt").write_text("".join(text + "\n" for text in TEXTS))
 
     def call(folder: Path, *options: object) -> torch.Tensor:
@@ -58,7 +58,7 @@ def encode(run, tmp_path):
 
 @pytest.fixture
 def refusal(refused, tmp_path):
-    """The message with which ``fastbert encode`` refuses a folder."""
+    """Return a function that returns the message of ``fastbert encode`` for a refused folder."""
     (tmp_path / "texts.txt").write_text("a text\n")
 
     def call(folder: Path) -> str:
@@ -83,13 +83,13 @@ def change(path: Path, **values: Any) -> None:
 
 
 def rewrite(folder: Path, index: int, **values: Any) -> None:
-    """Changes one entry of modules.json."""
+    """Change one entry of modules.json."""
     content = json.loads((folder / "modules.json").read_text())
     content[index] |= values
     (folder / "modules.json").write_text(json.dumps(content))
 
 
-# What is served
+# Folders that are served
 
 
 def dense(inputs: int = HIDDEN, outputs: int = 8, **options: Any) -> Any:
@@ -239,7 +239,7 @@ def test_options_replace_the_folder_s_pooling_and_last_normalize(save, encode):
 
 
 def test_other_weights_of_a_dense_are_not_resumed(save, encode, run, tmp_path, monkeypatch):
-    """What an interrupted run has kept belongs to the weights of every module."""
+    """The kept rows of an interrupted run belong to the weights of all modules."""
     from fastbert.jobs.batch_job import fingerprint
     from fastbert.jobs.texts import Texts
 
@@ -254,7 +254,7 @@ def test_other_weights_of_a_dense_are_not_resumed(save, encode, run, tmp_path, m
     assert fingerprint((folder,), texts) != before
 
 
-# What is refused
+# Folders that are refused
 
 
 @pytest.mark.parametrize(

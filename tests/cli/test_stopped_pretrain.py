@@ -1,4 +1,4 @@
-"""``fastbert pretrain`` that is stopped, killed, or left without room on the disk."""
+"""``fastbert pretrain`` after a signal, after a kill, and on a full disk."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ SMALL = (
     "--config", "intermediate_size=32", "--vocab-size", "200", "--max-length", "24",
     "--tokens-per-batch", "96", "--log-every", "1", "--eval-batches", "2",
 )  # fmt: skip
-# A shell that starts a job in the background lets it ignore SIGINT; a terminal does not.
+# A shell makes background jobs ignore SIGINT, so the test restores Python's handler.
 START = """
 import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from fastbert.cli import main
 main()
 """
-# No file may grow beyond the limit of the step, which is what a full disk does to a writer.
+# A limit of the file size at a step acts like a full disk.
 FULL = """
 import json, os, resource
 from fastbert.training import loop
@@ -59,7 +59,7 @@ def corpus(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def start(corpus: Path, tmp_path: Path):
-    """Starts ``fastbert pretrain`` in a process of its own, the leader of a new group."""
+    """Return a function that starts ``fastbert pretrain`` as the leader of a process group."""
 
     def call(code: str, *more: object, **environment: str) -> subprocess.Popen:
         arguments = ("pretrain", corpus, tmp_path / "out", *SMALL, *more)
@@ -76,7 +76,7 @@ def start(corpus: Path, tmp_path: Path):
 
 
 def wait_for_steps(process: subprocess.Popen, log: Path) -> None:
-    """Waits until the run has logged three steps."""
+    """Wait until the run has logged three steps."""
     deadline = time.monotonic() + 300
     while not log.exists() or log.read_bytes().count(b"\n") < 3:
         assert process.poll() is None, process.stdout.read()
@@ -111,7 +111,7 @@ def test_a_signal_ends_the_run_with_a_checkpoint_and_its_status(
     assert "Traceback" not in output
     assert names(out) == {"log.jsonl", "curves.png", "model"}
     assert_whole(out / "model")
-    # The checkpoint is not lost to the same command, which cannot go on from it.
+    # The same command cannot resume from the checkpoint, and must not overwrite it.
     weights = (out / "model" / "model.safetensors").read_bytes()
     again = run("pretrain", corpus, out, *SMALL, "--steps", 2)
     assert again.exit_code == 2

@@ -1,7 +1,8 @@
-"""Operators that run while another thread writes hostile numbers into what they index with.
+"""Operators that run while another thread writes hostile numbers into the tensors of indices.
 
-As a program: runs the case ``argv[1]`` for ``argv[2]`` seconds and prints how many calls returned
-and how many were refused. A result that no state of the numbers explains ends it with an error.
+As a program, the file runs the case ``argv[1]`` for ``argv[2]`` seconds and prints how many calls
+returned and how many were refused. The program fails on a result that no state of the numbers
+explains.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ HOSTILE = {torch.int64: 1 << 44, torch.int32: (1 << 31) - 1}
 
 
 class Case:
-    """A call, the numbers that change and where, and whether a result is a right one."""
+    """A call, the tensor that changes, the places of the changes, and the check of a result."""
 
     def __init__(self, call: Callable[[], Any], changing: Tensor, places: list[int]) -> None:
         self.call, self.changing, self.places = call, changing, places
@@ -37,7 +38,7 @@ class Case:
         return all(map(torch.equal, results, self.expected))
 
     def write(self, stop: threading.Event) -> None:
-        """One call of numpy writes to one place thousands of times, without Python's lock."""
+        """Write with NumPy, which writes to one place thousands of times without Python's lock."""
         numbers = self.changing.numpy()
         flickers = []
         for place in self.places:
@@ -50,8 +51,7 @@ class Case:
 
 
 class Mask(Case):
-    """All tokens exist, or none, or some while the mask is written: any consistent answer is one of
-    a mask."""
+    """A mask that another thread writes, for which any consistent choice of tokens is right."""
 
     def is_right(self, results: list[Tensor]) -> bool:
         indices, cu_seqlens, longest = results

@@ -64,7 +64,7 @@ class ActivationBackward(Structure):
 
 
 def build(folder: Path) -> ctypes.CDLL:
-    """Compile the kernels with g++; undefined behaviour (a misaligned access, say) traps."""
+    """Compile the kernels with g++; undefined behaviour, such as a misaligned access, traps."""
     sources = folder / "sources" / "cuda"
     shutil.copytree(CUDA, sources, ignore=shutil.ignore_patterns("*.cpp"))
     for header in ("activations.h", "normal_tail.h"):

@@ -1,9 +1,8 @@
 """The levels of 64-byte registers and tiles, compiled for a processor that has neither.
 
-``csrc/cpu`` is written in vectors that the compiler splits where it must; what remains, the
-intrinsics of that width and the tile instructions, has a plain C++ body under ``FASTBERT_EMULATE``.
-So these levels are tested on every machine with AVX2, slowly, and with the results of the real
-ones.
+The compiler splits the vectors of ``csrc/cpu`` for narrower registers. Under ``FASTBERT_EMULATE``,
+plain C++ replaces the intrinsics of 64 bytes and the tile instructions. Every machine with AVX2 can
+therefore test these levels, slowly, with the same results as the real levels.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ TARGET = ("-mavx2", "-mfma", "-mf16c", "-DFASTBERT_EMULATE")
 
 
 def lacking(extension) -> str | None:
-    """Why this machine cannot emulate, or None."""
+    """Return the reason why this machine cannot emulate, or None."""
     if "avx2" not in extension.build_info()["cpu_isas_supported"]:
         return "emulation needs AVX2"
     if shutil.which("g++") is None:
@@ -34,13 +33,13 @@ def lacking(extension) -> str | None:
 
 
 def compile_library(folder: Path, levels: list[str]) -> Path:
-    """One library for all processes of a test session: the first one builds, the others wait."""
+    """Build one library for all processes of a test session; the first builds, the others wait."""
     library = folder / "emulated.so"
     with open(folder / "emulated.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if library.exists():
             return library
-        # The others take from avx512 what they have in common with it.
+        # The other levels take the kernels that they share with avx512 from its object.
         levels = sorted({"avx512", *levels})
         objects = [folder / f"{level}.o" for level in levels]
         compilers = [

@@ -17,14 +17,14 @@ Call = dict[str, Any]
 
 @functools.cache
 def operators() -> dict[str, Any]:
-    """Name → schema of every operator that the extension registered, read from torch."""
+    """Return the schema of every operator that the extension registered, by name."""
     prefix = "fastbert_C::"
     schemas = torch._C._jit_get_all_schemas()
     return {s.name.removeprefix(prefix): s for s in schemas if s.name.startswith(prefix)}
 
 
 def good_calls() -> dict[str, list[Call]]:
-    """Operator → keyword arguments of one call for each form that the operator has."""
+    """Return, by operator, the keyword arguments of one call for each form of the operator."""
     torch.manual_seed(0)
     ops = torch.ops.fastbert_C
     calls: dict[str, list[Call]] = {"int8_layout": [{}]}
@@ -52,7 +52,7 @@ def good_calls() -> dict[str, list[Call]]:
 
 
 def _rows(ops: Any, calls: dict[str, list[Call]]) -> None:
-    """Operators whose results depend on one row at a time."""
+    """Add the operators whose results depend on one row at a time."""
     x, dy, weight, bias = torch.randn(T, H), torch.randn(T, H), torch.randn(H), torch.randn(H)
     norm = {"x": x, "weight": weight}
     extra = {"residual": torch.randn(T, H), "x_bias": torch.randn(H)}

@@ -1,7 +1,7 @@
 """Calls of the C++ operators with one spoiled argument each, made in a process of their own.
 
-As a program: makes the calls from number ``argv[1]`` on and writes a line of JSON before and after
-each one, so that the reader knows which call a signal ended.
+As a program, the file makes the calls from number ``argv[1]`` on. It writes a line of JSON before
+and after each call, so the reader knows which call a signal ended.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class Spoiled(NamedTuple):
     argument: str
     spoil: str
     call: Call
-    same: Call | None  # the call whose result this one must have, if it returns
+    same: Call | None  # the call whose result `call` must have, if it returns
 
 
 def clone(value: Any) -> Any:
-    """Tensors with storages of their own; empty ones and None stay what they are."""
+    """Return a copy in which every tensor has its own storage; other values stay as they are."""
     if isinstance(value, Tensor):
         return value.clone()
     if isinstance(value, list):
@@ -55,7 +55,7 @@ def filled(t: Tensor, value: Any, place: int | None = None) -> Tensor:
 
 
 def other_tensors(t: Tensor) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Tensors of another dtype, shape, device, layout or content."""
+    """Yield tensors of another dtype, shape, device, layout or content."""
     for dtype in DTYPES:
         if dtype != t.dtype:
             yield f"dtype {dtype}", lambda dtype=dtype: t.to(dtype)
@@ -88,7 +88,7 @@ def other_tensors(t: Tensor) -> Iterator[tuple[str, Callable[[], Any]]]:
 
 
 def other_layouts(t: Tensor) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-    """The same numbers elsewhere in memory."""
+    """Yield tensors with the same numbers at other places in memory."""
     yield "offset", lambda: torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape)
     yield "inference", lambda: _inference(t)
     if t.is_floating_point():
@@ -147,7 +147,7 @@ def other_numbers(kind: str, value: Any) -> Iterator[tuple[str, Any]]:
             yield str(items)[:24], items
 
 
-# A fingerprint says where tensors are in memory, so that a copy has another one.
+# A fingerprint contains the addresses of its tensors, so a copy has another fingerprint.
 PLACES = {"fingerprint", "has_fingerprint"}
 KINDS = {"int": "int", "SymInt": "int", "float": "float", "str": "str", "bool": "bool"}
 
@@ -162,7 +162,7 @@ def kind_of(argument: Any) -> str:
 
 
 def spoiled_values(kind: str, value: Any) -> Iterator[tuple[str, Callable[[], Any], Any]]:
-    """(what was done, the spoiled value, the value that must give the same result or None)."""
+    """Yield the kind of spoil, the spoiled value, and a value with the same result or None."""
     for spoil, other in OTHER_TYPES:
         if other is not value:
             yield spoil, lambda other=other: other, None
@@ -171,7 +171,7 @@ def spoiled_values(kind: str, value: Any) -> Iterator[tuple[str, Callable[[], An
         for spoil, make in other_tensors(value):
             yield spoil, make, None
         for spoil, make in other_layouts(value):
-            # A clone of the same numbers, laid out as torch lays them out by itself.
+            # The third value is a clone of the same numbers in torch's default layout.
             yield (
                 spoil,
                 make,
@@ -229,7 +229,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def run(operator: str, call: Call) -> list[Tensor]:
-    """The results, and the arguments that the operator writes to."""
+    """Return the results, and the arguments that the operator writes to."""
     arguments = {k: v for k, v in call.items() if v is not ABSENT}
     result = getattr(torch.ops.fastbert_C, operator)(**arguments)
     written = [
@@ -255,7 +255,7 @@ def equal(a: list[Tensor], b: list[Tensor]) -> bool:
 def outcome(spoiled: Spoiled) -> dict[str, str]:
     try:
         result = run(spoiled.operator, spoiled.call)
-    except Exception as error:  # whatever leaves the operator is judged by the reader
+    except Exception as error:  # the reader judges every exception
         return {"error": type(error).__name__, "message": str(error)[:1000]}
     if spoiled.same is not None:
         try:

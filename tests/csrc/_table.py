@@ -1,8 +1,8 @@
-"""The table of kernels that the extension uses, exchanged for another one.
+"""The exchange of the table of kernels that the extension uses.
 
-The extension offers no way to do this, since a wrong address would crash the process. Tests find
-the function ``set_kernels`` (``csrc/cpu/isa/dispatch.h``) in the symbols of the library and call it
-there.
+The extension's Python module offers no exchange, because a wrong address would crash the process.
+Tests find the function ``set_kernels`` (``csrc/cpu/isa/dispatch.h``) in the symbols of the library
+and call its address.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ SET_KERNELS = "_ZN8fastbert3cpu11set_kernelsEPKNS0_7KernelsE"
 
 
 def of(level: str) -> str:
-    """The symbol of a level's table."""
+    """Return the symbol of a level's table."""
     return f"_ZN8fastbert3cpu{len(level)}{level}8kKernelsE"
 
 
 @functools.cache
 def symbols(library: str) -> dict[str, tuple[int, int]]:
-    """Name → (address, size in bytes), the hidden ones included."""
+    """Return address and size in bytes of every symbol by name, including hidden symbols."""
     listing = subprocess.run(
         ["nm", "--print-size", library], capture_output=True, text=True, check=True
     ).stdout
@@ -31,7 +31,7 @@ def symbols(library: str) -> dict[str, tuple[int, int]]:
 
 
 def lacking(extension) -> str | None:
-    """What is missing to exchange the table, or None."""
+    """Return the missing requirement of an exchange, or None."""
     if shutil.which("nm") is None:
         return "nm"
     present = {SET_KERNELS, of("baseline")} <= set(symbols(extension.__file__))
@@ -39,14 +39,14 @@ def lacking(extension) -> str | None:
 
 
 def base(extension) -> int:
-    """The address at which the extension's file was loaded."""
+    """Return the address at which the extension's file was loaded."""
     anchor = ctypes.PyDLL(extension.__file__).PyInit__C
     offset = symbols(extension.__file__)["PyInit__C"][0]
     return ctypes.cast(anchor, ctypes.c_void_p).value - offset
 
 
 def use(extension, address: int, size: int) -> None:
-    """Sets the table at ``address``; ``size`` is its size in bytes, which must be this build's."""
+    """Set the table at ``address``; its ``size`` in bytes must be the size in this build."""
     found = symbols(extension.__file__)
     assert size == found[of("baseline")][1], "the table is another build's"
     set_kernels = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(base(extension) + found[SET_KERNELS][0])

@@ -1,7 +1,7 @@
 """The AMX level of the built extension itself, on a processor without AMX.
 
-The kernels run as they ship; their tile instructions raise SIGILL, and `trapped_tiles.cpp` computes
-them. Everything else in them is executed by the processor, which therefore needs AVX512_BF16.
+The kernels run as they ship. Their tile instructions raise SIGILL, and `trapped_tiles.cpp` computes
+the results. The processor executes all other instructions and therefore needs AVX512_BF16.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TILE = re.compile(r"^ *([0-9a-f]+):\t(tile|tdp|ldtilecfg|sttilecfg)")
 
 
 def lacking(extension) -> str | None:
-    """Why tiles cannot be trapped here, or None."""
+    """Return the reason why tiles cannot be trapped on this machine, or None."""
     info = extension.build_info()
     if sys.platform != "linux" or "amx" not in info["cpu_isas"]:
         return "trapping its tiles needs Linux on x86-64"
@@ -43,7 +43,7 @@ def compile_library(folder: Path) -> Path:
 
 
 def compile_probe(program: Path) -> None:
-    """Without -pie, so that its data have addresses of 32 bits."""
+    """Compile without -pie, so that the program's data have addresses of 32 bits."""
     subprocess.run(["g++", *FLAGS, "-no-pie", "-o", program, SOURCE, PROBE], check=True)
 
 
@@ -66,17 +66,17 @@ class Trapped:
         _table.use(extension, self.base + address, size)
 
     def executed(self) -> set[int]:
-        """Where in the extension's file the instructions lie that were executed so far."""
+        """Return the addresses in the extension's file of the instructions executed so far."""
         sites = (ctypes.c_uint64 * MOST_SITES).in_dll(self.library, "trapped_tiles_sites")
         return {site - self.base for site in sites if site}
 
     def configured(self) -> int:
-        """Threads that have not given their tiles back."""
+        """Return the number of threads that have not released their tiles."""
         return self.library.trapped_tiles_configured()
 
 
 def tile_instructions(library: str) -> dict[int, str]:
-    """Address in the file → text of every tile instruction."""
+    """Return the text of every tile instruction by its address in the file."""
     listing = subprocess.run(
         ["objdump", "-d", "--no-show-raw-insn", library], capture_output=True, text=True, check=True
     ).stdout

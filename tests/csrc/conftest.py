@@ -1,4 +1,4 @@
-"""What the tests of the C++ operators share: the levels and the operators themselves."""
+"""Fixtures of the tests of the C++ operators: the levels and the operators."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def extension():
 @pytest.fixture(scope="session")
 def emulated(tmp_path_factory, request, extension):
     folder = tmp_path_factory.getbasetemp()
-    # Workers of one session have folders of their own inside the session's.
+    # Each worker has its own folder inside the folder of the session.
     if hasattr(request.config, "workerinput"):
         folder = folder.parent
     supported = extension.build_info()["cpu_isas_supported"]
-    # The last one is compared with the real one wherever that can run.
+    # The level amx is always built, because a test compares it with the real level.
     levels = [name for name in _emulated.LEVELS if name not in supported or name == "amx"]
     return _emulated.Emulated(_emulated.compile_library(folder, levels))
 
@@ -38,9 +38,10 @@ def trapped(tmp_path_factory, extension):
 
 @pytest.fixture(params=LEVELS)
 def isa(request, extension):
-    """Forces each level in turn. Of the wide ones that this machine lacks, the tiles are trapped
-    where all else can run, else the level is emulated; a level that this build lacks, or that
-    cannot be emulated here, is skipped, and says so.
+    """Set each level in turn.
+
+    If only the tiles of a level are missing on this machine, the tiles are trapped. Other missing
+    levels of 64-byte registers are emulated. A test at any other missing level is skipped.
     """
     level, info, tiles = request.param, extension.build_info(), None
     if level in info["cpu_isas_supported"]:

@@ -27,14 +27,14 @@ def qkv(*shape: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
 
 
 def run(function, tensors, dout, *arguments, **options) -> list[torch.Tensor]:
-    """Output and gradients."""
+    """Return the output and the gradients."""
     leaves = [x.detach().requires_grad_() for x in tensors]
     out = function(*leaves, *arguments, backend="cpu", **options)
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 
 def oracle_and_yardstick(tensors, dout, **options) -> tuple[list[torch.Tensor], Yardstick]:
-    """Output and gradients of the reference in float64 and in the dtype of the tensors."""
+    """Return output and gradients of the reference in float64 and in the dtype of the tensors."""
 
     def solve(dtype):
         leaves = [x.detach().to(dtype).requires_grad_() for x in tensors]
@@ -64,7 +64,8 @@ def test_random_cases(isa, op, dtype):
 @pytest.mark.parametrize("dim", [1, 16, 32, 59, 64, 111, 256])
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (40, 140)}, {"scale": -0.3}])
 def test_several_blocks_of_queries_and_keys(isa, dim, options):
-    # Few rows, where one key has nearly all the weight, make most of the error: enough of them.
+    # The few rows in which one key has nearly all the weight make most of the error. With a small
+    # head, more sequences supply enough such rows.
     shape = (max(1, 32 // dim), 2, 203, dim)
     tensors, dout = qkv(*shape), torch.randn(shape)
     results = run(ops.attention, tensors, dout, **options)
@@ -88,7 +89,7 @@ def test_several_blocks_of_queries_and_keys_in_16_bits(isa, dim, options, dtype)
 
 
 def test_more_keys_than_scores_are_kept_of(isa):
-    """Beyond that the backward works the logits out twice."""
+    """With more than 1,024 keys, the backward pass computes the logits twice."""
     shape = (1, 1, 1100, 16)
     tensors, dout = qkv(*shape), torch.randn(shape)
     options = {"dropout_p": 0.2, "dropout_seed": torch.tensor([3])}
@@ -116,7 +117,7 @@ def test_a_sequence_alone_and_in_any_batch_has_the_same_bits(isa, length, dtype)
 
 @pytest.mark.parametrize("length", [150, 1030])
 def test_threads_change_no_bit(isa, length):
-    """Two threads split one long head by queries and keys, one does not."""
+    """Two threads split one long head by queries and keys; one thread does not."""
     tensors, dout = qkv(1, 1, length, 16), torch.randn(1, 1, length, 16)
     bias = torch.randn(1, 1, length, length).requires_grad_()
     threads = torch.get_num_threads()
@@ -153,7 +154,7 @@ def test_layouts_change_no_bit(isa, dtype):
 
 
 def test_the_dropout_mask_is_the_definitions_bit_for_bit(isa):
-    """Equal weights and values of one key each: the output is 0 where the weight was dropped."""
+    """With equal weights and one-hot values, the output is 0 exactly where a weight was dropped."""
     batch, heads, length, p = 2, 3, 150, 0.3
     q = torch.zeros(batch, heads, length, length)
     v = torch.eye(length).expand_as(q)
@@ -217,7 +218,7 @@ def test_nan_in_a_query_stays_in_its_row(isa):
 @pytest.mark.parametrize("bits", [0x7FC00000, 0x7FC00001, 0x7FFFFFFF])
 def test_nan_in_a_key_reaches_every_query_that_attends_it(isa, bits):
     q, k, v = (torch.randn(1, 1, 9, 16) for _ in range(3))
-    # The bits of a NaN below its first one are free, and a product keeps them.
+    # The bits of a NaN below the quiet bit are free, and a product keeps these bits.
     k[0, 0, 5] = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
     out = ops.attention(q, k, v, causal=True, backend="cpu")
     assert out[0, 0, 5:].isnan().all()
@@ -230,7 +231,7 @@ def test_rows_without_a_key_are_zero_whatever_the_memory_held(isa, dtype):
     mask = torch.ones(2, 1, 150, 150, dtype=torch.bool)
     mask[0], mask[1, 0, 77] = False, False
     for _ in range(3):
-        # The first call leaves its sums in the memory that the second one computes in.
+        # The first call leaves its sums in the memory that the second call uses.
         assert (ops.attention(q, k, v, backend="cpu") != 0).any(-1).all()
         out = ops.attention(q, k, v, mask=mask, backend="cpu")
         assert not out[0].any()
@@ -297,7 +298,7 @@ def test_weights_of_chosen_heads_and_rows(isa, rows):
 
 
 def test_weights_whose_largest_logit_is_in_the_first_block_of_keys(isa):
-    """Later blocks have logits so small that a maximum of their own would overflow."""
+    """Relative to the maximum of a later block alone, the largest exponential would overflow."""
     q, k = torch.ones(1, 1, 3, 16), torch.full((1, 1, 300, 16), -10.0)
     k[..., 5, :] = 10.0
     got = ops.attention_weights(q, k, scale=1.0, backend="cpu")

@@ -12,7 +12,7 @@ from fastbert.testing.yardstick import Yardstick
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 IGNORED = -100
 NAMES = ("dhidden", "dweight", "dbias")
-# Two parts of the vocabulary and an odd rest.
+# The vocabulary has two whole parts and an odd rest.
 CLASSES = 4101
 
 
@@ -80,7 +80,7 @@ def test_no_label_at_all(isa, operators, dtype):
 
 
 def test_large_logits(isa, operators):
-    """Logits around 1e4, where a log-sum-exp in fp32 would be off by 5e-4."""
+    """For logits around 1e4, a log-sum-exp in fp32 would be off by 5e-4."""
     hidden, weight, bias, labels = draw(9, 16, 67, torch.float32, share=1.0)
     check(operators, (hidden, weight, 1e4 + bias, labels))
     check(operators, (hidden, weight, bias - 1e4, labels))

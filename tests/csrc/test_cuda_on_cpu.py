@@ -125,7 +125,7 @@ def test_the_sum_over_the_rows_needs_no_bias(operators):
         dy.float(), h.float(), torch.zeros(111), "gelu", True, False
     )
     _, total, _ = operators.activation_backward(dy, h, None, "gelu", True, False)
-    assert total.dtype == torch.float32  # without a bias its gradient has no dtype to follow
+    assert total.dtype == torch.float32  # no bias sets another dtype
     assert torch.equal(total, expected)
 
 

@@ -20,8 +20,8 @@ from fastbert.testing.yardstick import Yardstick
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ACTIVATIONS = ("none", "gelu", "gelu_tanh", "relu")
 EPS = 1e-5
-# (M, N, K): rows around the tiles of every level, columns and depths that fill no register, no
-# panel and no block.
+# (M, N, K): the rows are around the tiles of every level, and the columns and depths fill no
+# register, no panel and no block.
 SHAPES = [
     (0, 15, 59),
     (1, 1, 1),
@@ -45,8 +45,9 @@ def draw(m, n, k, dtype) -> dict[str, Tensor]:
 
 
 def solve(case, activation, dtype, norm=False) -> tuple[Tensor, Tensor]:
-    """The result, and the pre-activation, by plain PyTorch in ``dtype``; the sums of a layer norm
-    in fp32 at least, as no kernel rounds them.
+    """Return the result and the pre-activation of plain PyTorch in ``dtype``.
+
+    The sums of a layer norm are at least fp32, because no kernel rounds them.
     """
     wide = torch.promote_types(dtype, torch.float32) if norm else dtype
     given = {name: t.to(wide) for name, t in case.items()}
@@ -70,7 +71,7 @@ def linear_layer_norm(operators, case) -> Tensor:
 
 
 def check_layer_norm(case, y) -> None:
-    """``y`` is the result of ``linear_layer_norm``, in the dtype of the residual."""
+    """Check the result ``y`` of ``linear_layer_norm``, in the dtype of the residual."""
     oracle = solve(case, "none", torch.float64, True)[0]
     yardstick = Yardstick(lambda: solve(case, "none", y.dtype, True)[0])
     assert_close("linear_layer_norm", y, oracle, yardstick)
@@ -106,8 +107,11 @@ def test_epilogues(isa, operators, activation, dtype, omitted):
 
 
 def test_gelu_of_every_bf16(isa, operators):
-    """x times 1 is x, so the epilogue alone is seen: half a unit in the last place, and what the
-    polynomials add. Denormal results may be 0."""
+    """The product x times 1 is exact, so all errors are the epilogue's.
+
+    The bound is half a unit in the last place plus the error of the polynomials. Denormal results
+    may be 0.
+    """
     x = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16)
     x = x[(x.abs() >= 2.0**-120) | (x == 0)].unsqueeze(1)
     y = operators.linear(x, torch.ones(1, 1, dtype=x.dtype), None, None, "gelu", False)[0]
@@ -129,14 +133,14 @@ def test_layer_norm_without_a_bias_and_of_rows_far_from_zero(isa, operators):
 
 @pytest.mark.parametrize("m", [3, 150])
 def test_layer_norm_of_rows_longer_than_a_task_s_columns(isa, operators, m):
-    """A task of the SIMD kernels has 1,024 columns at most, unless its rows are normalised."""
+    """A task of the SIMD kernels has at most 1,024 columns, unless its rows are normalised."""
     case = draw(m, 1100, 600, torch.float32)
     oracle, yardstick = (solve(case, "none", d, True)[0] for d in (torch.float64, torch.float32))
     assert_close("linear_layer_norm", linear_layer_norm(operators, case), oracle, yardstick)
 
 
 def test_layer_norm_of_fp32_sums_with_16_bit_products(isa, operators):
-    """As under autocast: the residual, and so the result, stay in fp32."""
+    """The residual and the result stay in fp32, as under autocast."""
     for m in (3, 40):
         case = draw(m, 111, 300, torch.bfloat16)
         case["residual"] = torch.randn(m, 111)
@@ -146,7 +150,7 @@ def test_layer_norm_of_fp32_sums_with_16_bit_products(isa, operators):
 
 @pytest.mark.parametrize("largest", [3, 9])
 def test_small_integers_are_exact(isa, operators, largest):
-    """Beyond 256 every other integer lies halfway between two numbers of bf16."""
+    """Above 256, every other integer is halfway between two numbers of bf16."""
     shapes = ((37, 300), (111, 300))
     x, weight = (torch.randint(-largest, largest + 1, shape).float() for shape in shapes)
     for dtype in DTYPES:
@@ -155,7 +159,7 @@ def test_small_integers_are_exact(isa, operators, largest):
 
 
 def test_fp32_parameters_with_16_bit_rows(isa, operators):
-    """As under autocast: the weight is rounded while it is packed."""
+    """The weight is rounded while it is packed, as under autocast."""
     for dtype in DTYPES[1:]:
         case = draw(9, 111, 300, dtype)
         rounded = linear(operators, case, "gelu")[0]
@@ -187,7 +191,7 @@ def test_nan_of_any_bits_stays_nan_when_a_weight_is_packed(isa, operators):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("k", [1, 59, 100])
 def test_nothing_is_read_between_the_end_of_a_row_and_the_next(isa, operators, k, dtype):
-    """Rows begin at whole lines of cache, where tiles would be loaded from as they lie."""
+    """Rows begin at whole lines of cache, where tiles are loaded in place if k has whole steps."""
     wide = torch.full((33, 128), torch.nan, dtype=dtype)
     wide[:, :k] = torch.randn(33, k).to(dtype)
     weight = torch.randn(40, k).to(dtype)
@@ -239,7 +243,7 @@ def test_nan_stays_in_its_row_and_column(isa, operators):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("a_transposed", "b_transposed"), [(0, 0), (0, 1), (1, 0), (1, 1)])
 def test_matmul(isa, operators, a_transposed, b_transposed, dtype):
-    """dx = dy W, dW = dyᵀ x and every other layout; the result in the operands' dtype or fp32."""
+    """The layouts of dx = dy W, dW = dyᵀ x and all others, with a result in both dtypes."""
 
     def stored(shape, transposed):
         t = torch.randn(shape).to(dtype)
@@ -353,7 +357,7 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize("dtype", DTYPES[:2])
 def test_any_change_is_seen_by_a_product_with_many_rows(isa, operators, cache, dtype, change):
-    """No write through ``data`` is counted; many rows read the whole weight."""
+    """No write through ``data`` is counted, but a product with many rows reads the whole weight."""
     x, weight = torch.randn(1024, 59).to(dtype), torch.randn(602, 59).to(dtype)
     linear(operators, {"x": x, "weight": weight})
     change(weight.data)
@@ -461,8 +465,10 @@ def test_ten_thousand_calls_grow_no_memory(operators, cache):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 def test_a_forked_child_computes_the_same(operators, cache):
-    """Threads of the pool are gone there, and no lock of the cache may stay taken. The tensors are
-    small, because torch's own fills with NaN hang on more than 32,768 elements; the product is not.
+    """The child lacks the threads of the pool, and no lock of the cache may stay taken.
+
+    The tensors are small, because torch's fills with NaN hang on more than 32,768 elements. The
+    product is large enough for several threads.
     """
     case = draw(100, 60, 100, torch.float32)
     expected = linear(operators, case, "gelu")[0]

@@ -1,4 +1,4 @@
-"""int8 products at every instruction-set level: the integers exact, the epilogue by the rule."""
+"""int8 products at every level: exact integers, and an epilogue within the tolerance rule."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from fastbert import reference
 from fastbert.ops.int8_linear import pack, unpack
 from fastbert.testing.compare import assert_close
 
-# (M, N, K): single elements, odd sizes, whole tiles, more rows than a task of a thread has.
+# (M, N, K): single elements, odd sizes, whole tiles, and more rows than one block of rows.
 SHAPES = ((1, 1, 1), (2, 3, 5), (7, 33, 59), (33, 65, 64), (50, 17, 129), (200, 130, 1500))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def run(operators, x, values, scale, bias=None, residual=None, activation="none", **options):
-    """The operator on weights packed for the level in use, or in groups of ``group``."""
+    """Run the operator on weights packed for the level in use, or in groups of ``group``."""
     lanes, group = operators.int8_layout()
     weight = pack(values, scale, lanes, options.get("group", group))
     dtype = options.get("dtype", x.dtype)
@@ -23,7 +23,7 @@ def run(operators, x, values, scale, bias=None, residual=None, activation="none"
 
 
 def integers(m, n, k, low=-128):
-    """x whose every row has scale 1, so that it is quantised to itself; weights at their limits."""
+    """Return x whose rows have scale 1, so each is quantised to itself, and random weights."""
     x = torch.randint(low, low + 256, (m, k)).float()
     x[:, 0] = low if k == 1 and low < -1 else low + 255
     x[:, -1] = low if k > 1 else x[:, -1]
@@ -31,7 +31,7 @@ def integers(m, n, k, low=-128):
 
 
 def exact(x, values):
-    """Rounded to fp32 once, as the operator does."""
+    """Return the exact product, rounded to fp32 once, as in the operator."""
     return (x.long() @ values.long().t()).float()
 
 
@@ -48,17 +48,17 @@ def test_integer_products_are_exact(isa, operators, shape, low):
 
 @pytest.mark.parametrize("extreme", [-128, 127])
 def test_the_largest_sums(isa, operators, extreme):
-    """No 16-bit sum saturates, and 65,536 products of the largest numbers fit 32 bits."""
+    """No 16-bit sum saturates, and 65,536 products of the largest numbers fit into 32 bits."""
     values = torch.full((3, 65536), extreme, dtype=torch.int8)
     for x in (torch.full((2, 65536), 255.0), torch.full((2, 65536), -255.0)):
         assert torch.equal(run(operators, x, values, torch.ones(3)), exact(x, values))
 
 
 def test_all_levels_quantise_alike(isa, operators):
-    """Against the specification, whose integers are these: the identity shows each."""
+    """With the identity as weight, the result shows every integer of the quantised rows."""
     x = torch.randn(64, 120) * torch.logspace(-30, 30, 64).unsqueeze(1)
     x[3], x[4], x[5, 7], x[6] = 0.0, 2.5, 1e30, x[6].abs()
-    # Between -a and a, zero and the largest element both round up, and their sum is beyond 255.
+    # In a row from -a to a, zero and the largest element both round up, so their sum exceeds 255.
     x[8:40, 0] = x[8:40].abs().amax(1) * 1.5
     x[8:40, 1] = -x[8:40, 0]
     q, scale, zero = reference.int8_rows(x)
@@ -75,7 +75,7 @@ def test_all_levels_quantise_alike(isa, operators):
 @pytest.mark.parametrize("activation", ["none", "gelu", "gelu_tanh", "relu"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_epilogue(isa, operators, dtype, activation):
-    """Scales, bias, activation and residual, each once, in float64 from the same integers."""
+    """The oracle applies scales, bias, activation and residual in float64 to the same integers."""
     x, bias, residual = torch.randn(37, 70).to(dtype), torch.randn(41), torch.randn(37, 41)
     values, scale = reference.int8_weight(torch.randn(41, 70))
     bias, residual = bias.to(dtype), residual.to(dtype)

@@ -1,5 +1,4 @@
-"""Layers with int8 weights in one call, at every instruction-set level: the operators inside,
-called one by one, give the same bits."""
+"""Layers with int8 weights in one call give the bits of single operators, at every level."""
 
 from __future__ import annotations
 
@@ -10,12 +9,12 @@ from fastbert import reference
 from fastbert.ops.int8_linear import Int8Weight, pack
 
 HIDDEN, HEADS, INNER, LAYERS = 48, 3, 80, 2
-# Outputs and inputs of the linear layers; the first two and the last two are followed by a norm.
+# Outputs and inputs of the linear layers. A norm follows the second and the fourth layer.
 LINEARS = ((3 * HIDDEN, HIDDEN), (HIDDEN, HIDDEN), (INNER, HIDDEN), (HIDDEN, INNER))
 
 
 def parameters(layout, dtype):
-    """Per layer the weights, packed, the biases, and the parameters of the norms."""
+    """Return the packed weights, the biases and the norms' parameters of each layer."""
     layers = []
     for _ in range(LAYERS):
         weights = [pack(*reference.int8_weight(torch.randn(s) * 0.2), *layout) for s in LINEARS]

@@ -1,4 +1,4 @@
-"""The choice of the instruction set, and what must not leak out of it."""
+"""The choice of the instruction set, and the limits of its effects."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_the_module_takes_no_address(extension):
     assert [s for s in signatures if re.search(r"\(.*\bint\b.*\)", s, re.IGNORECASE)] == []
 
 
-# Registers that mark an instruction set, and the namespace whose functions alone may use them.
+# The registers that mark an instruction set. Only namespaces of its levels may use them.
 TILE = re.compile(r"%tmm|\t(tile|[ls][dt]tilecfg)")
 ZMM_OR_MASK = re.compile(r"%zmm|%k[0-7]\b|%[xy]mm(1[6-9]|2\d|3[01])\b")
 AVX = re.compile(r"%ymm|\tv[a-z]")
@@ -117,7 +117,7 @@ def test_import_leaves_the_floating_point_mode_alone(extension):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs os.fork")
 def test_works_in_a_child_forked_after_a_parallel_region(extension):
-    """GNU OpenMP's pool does not survive fork; torch's own layer norm hangs in such a child."""
+    """GNU OpenMP's pool does not survive a fork; torch's own layer norm hangs in such a child."""
     code = (
         "import os, signal, torch\n"
         "from fastbert import _C\n"

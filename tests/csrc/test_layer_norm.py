@@ -59,7 +59,7 @@ def test_many_rows_in_several_chunks(isa, operators):
 
 
 def test_dropout_mask_is_the_definitions_bit_for_bit(isa, operators):
-    """With bias 0 and residual 0 the gradient of x is 0 exactly where the element was dropped."""
+    """With bias 0 and residual 0, the gradient of x is 0 exactly where the element was dropped."""
     rows, columns, p = 19, 203, 0.3
     case = problem(rows, columns, torch.float32, x_bias=False, dropout_p=p)
     kept = reference.dropout_keep(case.seed, p, (rows, columns))
@@ -148,7 +148,7 @@ def test_mean_far_from_zero_and_constant_rows(isa, operators):
 
 
 def test_huge_rows_stay_right(isa, operators):
-    """Squares of 1e30 overflow fp32; a power of two less changes nothing but the exponents."""
+    """Squares of 1e30 overflow fp32; a scale by a power of two changes only the exponents."""
     case = problem(4, 111, torch.float32, residual=False, x_bias=False)
     case.x *= 1e30
     y = case.forward(operators)[0]

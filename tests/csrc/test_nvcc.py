@@ -1,4 +1,4 @@
-"""The CUDA sources without a GPU: nvcc compiles the kernels, g++ the file that meets torch."""
+"""The CUDA sources without a GPU: nvcc compiles the kernels, and g++ compiles cuda_ops.cpp."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ARCHITECTURES = ("80", "90", "100")
 
 
 def toolkit() -> Path | None:
-    """The folder of the CUDA toolkit, if there is one."""
+    """Return the folder of the CUDA toolkit, or None."""
     nvcc = shutil.which("nvcc")
     candidates = [CUDA_HOME, "/usr/local/cuda", nvcc and Path(nvcc).resolve().parents[1]]
     return next((Path(c) for c in candidates if c and Path(c, "bin", "nvcc").exists()), None)
@@ -63,7 +63,7 @@ def test_kernels_are_free_of_torch():
 @needs_toolkit
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ on this machine")
 def test_the_file_that_meets_torch_compiles(tmp_path):
-    """torch's CPU wheel lacks one generated header; an empty one in stubs/ stands in for it."""
+    """torch's CPU wheel lacks one generated header; a stub in stubs/ replaces it."""
     stubs = [] if torch.version.cuda else ["-I", ROOT / "tests" / "csrc" / "stubs"]
     headers = [*include_paths("cpu"), str(TOOLKIT / "include")]
     command = ["g++", "-std=c++20", "-fsyntax-only", *stubs]

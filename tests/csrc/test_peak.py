@@ -1,6 +1,6 @@
 """The tiles of benchmarks/cpu/peak.c, compiled as the benchmark compiles it, compute products.
 
-Where the processor has no AMX its tile instructions are trapped (`_trapped.py`).
+If the processor has no AMX, the tile instructions are trapped (`_trapped.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ AMX = ("-mamx-tile", "-mamx-bf16", "-mamx-int8")
 
 
 def compile_probe(folder, own):
-    """With the trapping handler where the tiles are not the processor's own."""
+    """Compile the probe, with the trapping handler unless the processor has its ``own`` tiles."""
     program, flags = folder / "peak_probe", ("-O2", "-march=native")
     if own:
         command = ["gcc", *flags, "-o", program, PROBE, "-lm"]
@@ -40,5 +40,5 @@ def test_the_tiles_have_their_shape_and_their_operands(tmp_path, extension):
         [compile_probe(tmp_path, own)], capture_output=True, text=True, timeout=60
     )
     assert result.returncode == 0, result.stderr
-    # 3 rounds of 4 products of 16 × 16 sums, of 32 terms in bf16 and of 64 in int8.
+    # 3 rounds of 4 products have 16 × 16 sums, each of 32 terms in bf16 and of 64 terms in int8.
     assert result.stdout == "bf16: 196608 operations, 0 wrong; int8: 393216 operations, 0 wrong\n"

@@ -1,4 +1,4 @@
-"""Every C++ operator, called with one spoiled argument at a time: an error, never a signal."""
+"""A spoiled argument of a C++ operator raises an error or is harmless, and causes no signal."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ class Verdict(NamedTuple):
 
 @pytest.fixture(scope="session")
 def verdicts() -> dict[str, list[Verdict]]:
-    """Operator → what became of its calls. A process that a signal ends is followed by another."""
+    """Return the verdicts on the calls of each operator.
+
+    After a signal ends a process, another process goes on with the next call.
+    """
     found: dict[str, list[Verdict]] = defaultdict(list)
     begin, done = 0, False
     while not done:
@@ -59,8 +62,8 @@ def verdicts() -> dict[str, list[Verdict]]:
     return dict(found)
 
 
-# Errors that torch raises before an operator is called. Those about a device or a layout name the
-# operator only.
+# Errors that torch raises before an operator is called. Errors about a device or a layout name only
+# the operator.
 BY_TORCH = re.compile(
     r"fastbert_C::\w+: attempted to run this operator with Meta tensors"
     r"|Could not run 'fastbert_C::\w+' with arguments from the 'SparseCPU' backend"
@@ -71,11 +74,11 @@ BY_TORCH = re.compile(
     r"|Dimension specified as 0 but tensor has no dimensions"
     r"|Storage size calculation overflowed|can't allocate memory|not enough memory"
 )
-# Where two arguments contradict each other, the message may name the other one of them.
+# If two arguments contradict each other, the message may name the other argument.
 DISAGREEMENTS = re.compile(
     r"(\[\d+\]: )?(dtype|rank|size|empty|all|-?\d+ at)|-?\d+$|None|'|expanded|no tensor"
 )
-# The results of these have been compared with those of a contiguous copy.
+# The runner compares results of these layouts with results of a contiguous copy.
 LAYOUTS = re.compile(
     r"(\[\d+\]: )?(offset|inference|wants a gradient|negative bit|stride 2|dimension \d|expanded)"
 )
@@ -86,13 +89,13 @@ NUMBER = r"-?\d+(\.\d+)?(e[+-]\d+)?"
 ROWS = r"size ([+-] 1|0) of dimension 0"
 # Calls that an operator serves by its contract: operator/form, argument, spoil.
 HARMLESS = (
-    # Floating numbers are data, whatever they are, and so are integers that nothing indexes with.
+    # All floating numbers are data, and so are integers that are not indices.
     (r".*", r".*", r"(all )?(nan|-?inf|3e\+38)( at -?\d)?"),
     (r".*", r"seed", f"{CONTENT}|rank.*"),
     (r"int8_linear/0|encoder/1", r"packed|column_sum|parameters|scales", CONTENT),
     (r"unpad_indices/.*|any_outside/0", r"mask|index", f"{CONTENT}|{INTEGER}|size .*"),
     (r"any_outside/0", r"index", r"rank.*|empty"),
-    # Options, and optional arguments that are absent. torch takes any object for a bool.
+    # These are options, and optional arguments that are absent. torch takes any object for a bool.
     (r".*", r"addend|bias|dbias|mask|residual|x_bias|ignored|heads|rows|cu_seqlens", r"None"),
     (r".*", r"all_states|has_bias|inverse|recompute|save|sum_rows", r"1\.5|None|not"),
     (r".*", r"activation", r"'(relu|geglu)'"),
@@ -105,12 +108,12 @@ HARMLESS = (
     (r"embedding_backward/.*", r"padding_idx", NUMBER),
     (r"rotary/0|encoder/.*", r"heads", r"[013]"),
     (r"attention_weights/.*", r"heads|rows", r"\[\]|\[0, 0.*"),
-    # Dense attention has its lengths from the shapes, the encoder its batch from cu_seqlens.
+    # Dense attention reads lengths from the shapes, and the encoder the batch from cu_seqlens.
     (r"attention_\w+/0", r"max_seqlen_[qk]", NUMBER),
     (r"encoder/1", r"batch", NUMBER),
     (r"attention_\w+/1|encoder/1", r"max_seqlen(_[qk])?", r"4"),
-    # Parameters have any floating dtype, as their operator says; an operand that no other one has
-    # to match has its own dtype, and as many rows as it has.
+    # Parameters may have any floating dtype. An operand that no other operand has to match may
+    # change its dtype and its number of rows.
     (r".*", r"bias|x_bias|weight|norm_weight|norm_bias|dloss|parameters", FLOATING),
     (r".*_forward/.*|matmul/0|rotary/0|int8_linear/0|linear_layer_norm/0", r"[xha]", FLOATING),
     (r"activation_forward/.*", r"h", ROWS),
@@ -123,11 +126,11 @@ HARMLESS = (
     (r"attention_(forward|weights)/1|encoder/1", r"q|k|hidden|cu_seqlens", ROWS),
     (r"attention_\w+/0|encoder/0", r"mask|bias", r"size [+-] 1 of dimension [01]"),
     (r"encoder/.*", r"parameters", r"no tensor"),
-    # A bias says how many of an int8 weight's padded outputs there are.
+    # The length of the bias sets how many of an int8 weight's padded outputs are real.
     (r"encoder/1", r"parameters", r"size [+-] 1 of dimension 0"),
     (r"scatter_rows/.*", r"values", r"dtype .*|rank \+ 1 behind|size .* of dimension 1"),
     (r"scatter_rows/.*", r"rows", r"[46]"),
-    # A fingerprint is of any tensors; one that is not theirs is no match.
+    # Any tensors have a fingerprint, and a fingerprint of other tensors does not match.
     (
         r"(has_)?fingerprint/0",
         r"tensors",
@@ -135,7 +138,7 @@ HARMLESS = (
     ),
     (r"has_fingerprint/0", r"fingerprint", rf"{CONTENT}|size.*|empty"),
     (r"has_fingerprint/0", r"rows", NUMBER),
-    # torch calls the fake implementations of these, which read no memory.
+    # torch calls the fake implementations of these operators, which read no memory.
     (r"linear/.*|matmul/0", r".*", r"meta"),
 )
 
@@ -176,8 +179,10 @@ def test_the_good_call_returns(verdicts, operator):
 
 @pytest.mark.parametrize("operator", sorted(operators()))
 def test_a_spoiled_argument_is_an_error_or_harmless(verdicts, operator):
-    """No signal, no other result for another layout; an error names the argument, and a call that
-    returns is one of ``HARMLESS``."""
+    """An error names the argument, and a call that returns is one of ``HARMLESS``.
+
+    No call ends in a signal, and no layout changes a result.
+    """
     spoiled = [v for v in verdicts[operator] if v.spoil != "nothing"]
     assert [v for v in spoiled if not is_fine(operator, v)] == []
 

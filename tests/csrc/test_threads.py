@@ -1,7 +1,7 @@
-"""The C++ operators called from several Python threads, each with parallel loops of its own.
+"""The C++ operators called from several Python threads, each with its own parallel loops.
 
-`make sanitize` runs this file under ThreadSanitizer, which sees a race whose results happen to
-agree too.
+`make sanitize` runs this file under ThreadSanitizer, which also finds races that leave the results
+right.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def parallel_loops(extension):
 
 
 def in_threads(*bodies):
-    """What each of the functions returns; all of them begin at once, each on its own thread."""
+    """Return the results of all functions, which begin at once, each on its own thread."""
     barrier = threading.Barrier(len(bodies))
 
     def run(body):

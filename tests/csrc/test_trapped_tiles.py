@@ -1,7 +1,8 @@
-"""The AMX level as compiled, assembly included, against its emulation: the same bits.
+"""The AMX level as compiled, including its assembly, has the same bits as its emulation.
 
-Where the processor has no AMX the tile instructions of the built extension are trapped
-(`_trapped.py`): an independent reading of Intel's manual meets that of csrc/cpu/isa/tile.h.
+If the processor has no AMX, the tile instructions of the built extension are trapped
+(`_trapped.py`). Two independent readings of Intel's manual, the handler's and that of
+csrc/cpu/isa/tile.h, then check each other.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ EPS = 1e-5
 
 @pytest.fixture
 def real(request, extension):
-    """A function that sets the processor's own level or else the trapped one."""
+    """Return a function that sets the processor's own AMX level or else the trapped level."""
     supported = extension.build_info()["cpu_isas_supported"]
     own = "amx" in supported
     reason = _emulated.lacking(extension) or (None if own else _trapped.lacking(extension))
@@ -51,7 +52,7 @@ def draw(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
 
 
 # Rows around tiles of 16 and strips of 32; columns around panels of 32, one and two at a time;
-# depths around steps of 32. The last ones take several tasks, and rows read where they lie.
+# depths around steps of 32. The last products take several tasks or read rows in place.
 PRODUCTS = [
     *((m, 111, 59) for m in (1, 15, 16, 17, 31, 32, 33, 65)),
     *((m, 64, 64) for m in (1, 16, 17, 32, 33, 48, 49)),
@@ -85,7 +86,7 @@ def strided_products():
 
 
 def products_at_the_limits():
-    """Denormal operands, products and sums, infinities and signed zeros."""
+    """Yield products with denormal operands, products and sums, infinities and signed zeros."""
     for scale in (2.0**-130, 2.0**-70, 2.0**63, 2.0**120):
         x, weight = draw(37, 100) * scale, draw(40, 100)
         weight[:, ::7] *= 2.0**-120
@@ -104,7 +105,7 @@ def int8_products():
             x, bias, residual = draw(m, k, dtype=dtype), draw(n, dtype=dtype), draw(m, n)
             rest = (weight.outputs, bias, residual.to(dtype), "gelu", dtype)
             yield operators.int8_linear(x, *weight[:3], *rest)
-    # Sums of the largest numbers.
+    # The sums of the largest numbers follow.
     for sign in (-1, 1):
         values = torch.full((3, 65536), 127 if sign > 0 else -128, dtype=torch.int8)
         weight = pack(values, torch.ones(3), *operators.int8_layout())
@@ -113,7 +114,7 @@ def int8_products():
 
 
 def results(function, tensors, *arguments, **options):
-    """Output and gradients."""
+    """Yield the output and the gradients."""
     leaves = [x.detach().requires_grad_() for x in tensors]
     out = function(*leaves, *arguments, backend="cpu", **options)
     yield out.detach()
@@ -168,7 +169,7 @@ def solve(case) -> list[torch.Tensor]:
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
-    """Any NaN is as good as any other."""
+    """Return the bits of x, with one pattern for all NaNs."""
     return x.masked_fill(x.isnan(), torch.nan).reshape(-1).view(torch.uint8)
 
 

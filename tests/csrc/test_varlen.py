@@ -1,6 +1,4 @@
-"""The way into a packed batch and out of it: what is out of range, which tokens exist, and rows put
-back where they came from.
-"""
+"""The range check of ids, the indices of real tokens, and the scatter of rows to these indices."""
 
 from __future__ import annotations
 

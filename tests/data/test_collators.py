@@ -44,7 +44,7 @@ SIZES: dict[str, Any] = {
     "initializer_range": 0.1,
     "num_labels": CLASSES,
 }
-REASON = "roundings early in the backward pass are shared by every gradient behind them"
+REASON = "roundings early in the backward pass are shared by every gradient after them"
 
 
 def examples(seed: int = 0) -> list[dict[str, Any]]:

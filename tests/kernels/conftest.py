@@ -1,4 +1,4 @@
-"""Kernels are tested with the tiles that a GPU gets, also where the interpreter plays them."""
+"""The kernel tests use the tiles of a GPU, also in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 import torch
 
-# Before anything imports a Triton kernel.
+# The variable must be set before a Triton kernel is imported.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -15,7 +15,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def real_tiles(monkeypatch):
-    """Block sizes as on a GPU; one attention test plays the interpreter's own."""
+    """Use the tiles of a GPU; one attention test uses the tiles of the interpreter."""
     from fastbert.kernels import tiles
 
     monkeypatch.setattr(tiles, "IS_INTERPRETED", False)
@@ -23,7 +23,7 @@ def real_tiles(monkeypatch):
 
 @pytest.fixture
 def general_path(monkeypatch):
-    """Attention through its general kernels, whatever ``attention_path`` would choose."""
+    """Use the general attention kernels, whatever ``attention_path`` would choose."""
     from fastbert.kernels import attention_short
 
     monkeypatch.setattr(attention_short, "attention_path", lambda *_, **__: "general")

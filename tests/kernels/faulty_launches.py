@@ -1,6 +1,6 @@
-"""Kernels that each break one rule of the ahead-of-time gate; a program, run by test_aot.py.
+"""Kernels that each break one rule of the ahead-of-time check; a program that test_aot.py runs.
 
-Prints JSON: the name of each launch and the faults that ``judge`` found in it.
+The program prints the faults that ``judge`` finds by name of launch, as JSON.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _stride_of_a_step(x_ptr, y_ptr, stride_x_row, rows_total, BLOCK: tl.constexp
 
 @triton.jit
 def _right_addresses(x_ptr, y_ptr, stride_x_row, columns, rows_total, BLOCK: tl.constexpr):
-    """64-bit products; indices and block numbers may be 32 bits wide."""
+    """Use 64-bit products; indices and block numbers may be 32 bits wide."""
     blocks = tl.cdiv(columns, BLOCK)
     row = tl.program_id(0) // (blocks * 2)
     cols = tl.program_id(0) % (blocks * 2) * BLOCK + tl.arange(0, BLOCK)

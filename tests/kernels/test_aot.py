@@ -1,4 +1,4 @@
-"""Every shipped launch compiles for three generations of GPU, without one being there."""
+"""Every shipped launch compiles for three generations of GPU on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from fastbert.testing.ahead_of_time import (
     nouns,
 )
 
-# A few minutes on two free cores.
+# The compilation takes a few minutes on two free cores.
 pytestmark = pytest.mark.timeout(1500)
 
-# Kernels with a matrix product of 16-bit operands.
+# These kernels have a matrix product of 16-bit operands.
 MATRIX_KERNELS = {
     "attention_bias_gradient",
     "attention_dkv",
@@ -45,7 +45,7 @@ MATRIX_KERNELS = {
 
 @pytest.fixture(scope="module")
 def cache(pytestconfig):
-    """Between runs only what changed is compiled again."""
+    """Keep Triton's cache between runs, so that only changed kernels are compiled again."""
     return pytestconfig.cache.mkdir("triton")
 
 
@@ -63,13 +63,13 @@ def test_every_kernel_compiles_for_every_architecture(compiled):
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_every_launch_passes_the_gate(compiled, arch):
-    """STACK 0, matrix units, 16-byte loads, 64-bit addresses, no tf32, shared memory: ``judge``."""
+    """`judge` checks stack, shared memory, matrix units, 16-byte loads, addresses and tf32."""
     faults = [f"{c}: {fault}" for c in compiled for fault in c.faults if c.arch == arch]
     assert not faults, "\n".join(faults)
 
 
 def test_the_gate_sees_matrix_products(compiled):
-    """Were ``has_dot`` never set, no kernel would have to use a matrix unit."""
+    """If ``has_dot`` were never set, no kernel would have to use a matrix unit."""
     assert {c.name for c in compiled if c.has_dot and c.half} >= MATRIX_KERNELS
     assert {c.matrix for c in compiled if c.arch == 90 and c.name in MATRIX_KERNELS and c.half} == {
         "HGMMA"
@@ -77,7 +77,7 @@ def test_the_gate_sees_matrix_products(compiled):
 
 
 def test_every_kernel_is_among_the_shipped_launches():
-    """A kernel that the gate does not know would go unseen."""
+    """A kernel without a shipped launch would never be checked."""
     written = {
         (path.stem, name)
         for path in KERNELS.glob("*.py")
@@ -92,7 +92,7 @@ def test_every_kernel_is_among_the_shipped_launches():
 
 
 def test_broken_kernels_fail_the_gate(cache):
-    """Each kernel of faulty_launches.py breaks one rule; one breaks none."""
+    """Each kernel of faulty_launches.py breaks one rule, except for ``_right_addresses``."""
     program = Path(__file__).with_name("faulty_launches.py")
     run = subprocess.run(
         [sys.executable, str(program)],

@@ -1,4 +1,4 @@
-"""The gradient of an additive bias in every broadcast form, by the one tolerance rule."""
+"""The gradient of an additive bias in every broadcast form, judged by the tolerance rule."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("general_path")
 
 
 def gradients(function, tensors, dout, **options):
-    """[out, dq, dk, dv, dbias] of a public function under the Triton backend."""
+    """Return [out, dq, dk, dv, dbias] of a public function on the Triton backend."""
     leaves = [x.detach().requires_grad_() for x in tensors]
     out = function(*leaves[:3], bias=leaves[3], backend="triton", **options)
     return [out, *torch.autograd.grad(out, leaves, dout)]
@@ -43,7 +43,7 @@ def test_dense_in_every_broadcast_form(bias_shape, dtype, options, device):
     if "mask" in options:
         mask = torch.rand((2, 70) if options["mask"] == "keys" else (2, 2, 33, 70)) > 0.3
         options = {**options, "mask": mask.to(device)}
-        # What nobody may attend must not reach the gradient of the bias either.
+        # Values that no query may attend must not reach the gradient of the bias either.
         if mask.dim() == 2:
             v = v.masked_fill(~mask.to(device)[:, None, :, None], math.nan)
     seed = seed_tensor(device)
@@ -81,7 +81,7 @@ def test_varlen_bias_is_indexed_by_positions_in_the_sequence(bias_shape, dtype, 
 
 
 def test_shares_of_the_combinations_add_up(device, monkeypatch):
-    """However few or many programs share a tile, and bitwise alike in reruns."""
+    """The gradient is right for any number of programs per tile, and reruns agree bitwise."""
     q, k, v, dout = (normal(3, 1, 20, 16, dtype=HALF, device=device) for _ in range(4))
     bias = normal(1, 1, 1, 20, dtype=HALF, device=device)
     drawn = []
@@ -121,7 +121,7 @@ def test_empty_sizes_give_a_gradient_of_zeros(shape, device):
 
 @pytest.mark.parametrize("dtype", [SINGLE, HALF, BRAIN])
 def test_a_row_that_finfo_min_hides_altogether_attends_all_alike(dtype, device):
-    """Its weights are 1 / Lk: finfo.min absorbs every logit, and its log-sum-exp the log of Lk."""
+    """The weights are 1 / Lk: finfo.min absorbs every logit, and the log-sum-exp lacks log(Lk)."""
     q, k, v, dout = (normal(1, 2, 40, 16, dtype=dtype, device=device) for _ in range(4))
     bias = torch.zeros(1, 1, 40, 40, dtype=SINGLE, device=device)
     bias[..., :10, :] = torch.finfo(SINGLE).min
@@ -132,7 +132,7 @@ def test_a_row_that_finfo_min_hides_altogether_attends_all_alike(dtype, device):
     actual = attention_backward(dout, q, k, v, out, lse, bias=expanded, scale=scale, dbias=dbias)
 
     def function(q, k, v):
-        # The logits of hidden rows vanish; a float64 oracle would keep them apart.
+        # All keys of a hidden row have the same weight, so its output is the mean of v.
         rows = reference.attention(q[:, :, 10:], k, v, scale=scale)
         alike = v.mean(dim=2, keepdim=True).expand(1, 2, 10, 16)
         return torch.cat([alike, rows], dim=2)

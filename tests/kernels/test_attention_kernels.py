@@ -1,4 +1,4 @@
-"""The attention launchers against the reference, by the one tolerance rule."""
+"""The attention launchers against the reference, judged by the tolerance rule."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ pytestmark = pytest.mark.usefixtures("general_path")
 
 
 def rows(batch, length, heads, dim, dtype, device, scale=1.0):
-    """(B, H, L, D), lying in memory as a projection leaves it: (B, L, H, D)."""
+    """Draw (B, H, L, D) in the memory order (B, L, H, D), as a projection returns it."""
     return normal(batch, length, heads, dim, dtype=dtype, device=device, scale=scale).transpose(
         1, 2
     )
 
 
 def inputs(batch, heads, q_length, k_length, dim, dtype, device, scale=1.0):
-    """q, k, v and dout."""
+    """Draw q, k, v and dout."""
     lengths = (q_length, k_length, k_length, q_length)
     return [
         rows(batch, n, heads, dim, dtype, device, s)
@@ -46,7 +46,7 @@ def random_mask(kind, batch, heads, q_length, k_length, device):
 
 
 def run(q, k, v, dout, **options):
-    """[out, dq, dk, dv] of the launchers."""
+    """Return [out, dq, dk, dv] of the launchers."""
     options = {"scale": q.shape[-1] ** -0.5, **options}
     out, lse = attention_forward(q, k, v, **options)
     return [out, *attention_backward(dout, q, k, v, out, lse, **options)]
@@ -110,7 +110,7 @@ def test_the_interpreters_own_tiles(device, monkeypatch):
 
 
 def packed(lengths, heads, dim, dtype, device, slack=0):
-    """Packed rows with NaN beyond the sequences, and their cu_seqlens."""
+    """Draw packed rows with NaN beyond the sequences; return them with their cu_seqlens."""
     total = sum(lengths)
     x = normal(total + slack, heads, dim, dtype=dtype, device=device)
     x[total:] = math.nan
@@ -156,7 +156,7 @@ def test_varlen_against_oracle(q_lengths, k_lengths, dtype, p, options, device):
 
 
 def test_varlen_masks_and_dropout_use_positions_in_the_sequence(device):
-    """Packed sequences give bitwise what they give dense, one by one."""
+    """A packed sequence gives the same bits as the same sequence in a dense batch."""
     lengths = (33, 70)
     q, cu_seqlens = packed(lengths, 2, 16, HALF, device)
     dout, _ = packed(lengths, 2, 16, HALF, device)
@@ -207,7 +207,7 @@ def test_poison_in_unattended_keys_stays_there(kind, poison, device):
 
 
 def test_every_way_to_write_a_mask_agrees(device):
-    """Bool, -inf, -1e4 and finfo.min as a bias: the same bits."""
+    """A bool mask and a bias of -inf, -1e4 or finfo.min give the same bits."""
     q, k, v, dout = inputs(1, 2, 40, 70, 32, SINGLE, device)
     mask = (torch.rand(1, 2, 40, 70) > 0.3).to(device)
     expected = run(q, k, v, dout, mask=mask)
@@ -221,7 +221,7 @@ def test_every_way_to_write_a_mask_agrees(device):
 def test_logits_of_ten_thousand(dtype, device):
     """Neither a rounded log-sum-exp nor a delta of the rounded out may decide a gradient.
 
-    Rows at +1e4 or -1e4 whose keys differ by little: the softmax is far from a choice of one key.
+    The logits of a row are near +1e4 or -1e4 and differ by little, so no key dominates the softmax.
     """
     q, k, v, dout = inputs(1, 2, 40, 70, 64, dtype, device)
     q[..., 0], k[..., 0] = 100.0, 100.0
@@ -246,7 +246,7 @@ def test_log_sum_exp_is_the_natural_one(dtype, has_bias, device):
 
 @pytest.mark.parametrize("p", [0.1, 0.5])
 def test_dropout_is_the_defined_philox(p, device):
-    """Uniform weights and V = identity show the mask itself."""
+    """With uniform weights and V = identity, the output shows the mask itself."""
     batch, heads, q_length, k_length = 2, 3, 33, 64
     q = torch.zeros(batch, heads, q_length, 64, device=device)
     k = torch.zeros(batch, heads, k_length, 64, device=device)
@@ -280,7 +280,7 @@ def test_reruns_and_batches_agree_bitwise(device):
 
 
 def test_layouts_do_not_matter(device):
-    """Slices of a fused projection, a transposed last dimension, expanded heads and gradients."""
+    """Slices, a transposed last dimension, expanded heads and gradients give the same bits."""
     fused = normal(2, 40, 3, 2, 24, dtype=HALF, device=device)
     q, k, v = (fused[:, :, i].transpose(1, 2) for i in range(3))
     dout = normal(1, 2, 1, 24, dtype=HALF, device=device).expand(2, 2, 40, 24)
@@ -295,7 +295,7 @@ def test_layouts_do_not_matter(device):
 
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_gradients_are_written_where_they_belong(is_packed, device):
-    """dq, dk and dv straight into one tensor like qkv: the same bits, and the slack 0."""
+    """dq, dk and dv written into one tensor have the same bits, and the slack is 0."""
     shape = (50, 3, 2, 24) if is_packed else (2, 25, 3, 2, 24)
     qkv, dout = normal(*shape, dtype=HALF, device=device), normal(*shape, dtype=HALF, device=device)
     parts, (dout, *_) = qkv.unbind(-3), dout.unbind(-3)
@@ -327,7 +327,7 @@ def test_dirty_statistics_of_the_slack_are_not_read(dtype, device):
 
 
 def test_data_pointers_off_by_one_element(device):
-    """Nothing may assume more alignment than the dtype's."""
+    """No kernel may assume more alignment than one element."""
     tensors = inputs(1, 2, 40, 40, 32, HALF, device)
     moved = []
     for x in tensors:

@@ -16,12 +16,12 @@ from fastbert.kernels.tiles import ShortTile, Tile, attention_path, short_attent
 
 
 def rows(batch, length, heads, dim, dtype, device):
-    """(B, H, L, D), lying in memory as a projection leaves it: (B, L, H, D)."""
+    """Draw (B, H, L, D) in the memory order (B, L, H, D), as a projection returns it."""
     return normal(batch, length, heads, dim, dtype=dtype, device=device).transpose(1, 2)
 
 
 def inputs(batch, heads, q_length, k_length, dim, dtype, device):
-    """q, k, v and dout."""
+    """Draw q, k, v and dout."""
     lengths = (q_length, k_length, k_length, q_length)
     return [rows(batch, n, heads, dim, dtype, device) for n in lengths]
 
@@ -38,7 +38,7 @@ def random_mask(kind, batch, heads, q_length, k_length, device):
 
 
 def run(q, k, v, dout, path="short", backward="short", **options):
-    """[out, dq, dk, dv] of the launchers, forced onto a path."""
+    """Return [out, dq, dk, dv] of the launchers on the given paths."""
     options = {"scale": q.shape[-1] ** -0.5, **options}
     out, lse = attention_forward(q, k, v, path=path, **options)
     return [out, *attention_backward(dout, q, k, v, out, lse, path=backward, **options)]
@@ -126,7 +126,7 @@ def test_each_backward_tile_alone(block_m, block_n, device, monkeypatch):
 
 
 def packed(lengths, heads, dim, dtype, device, slack=0):
-    """Packed rows with NaN beyond the sequences, and their cu_seqlens."""
+    """Draw packed rows with NaN beyond the sequences; return them with their cu_seqlens."""
     total = sum(lengths)
     x = normal(total + slack, heads, dim, dtype=dtype, device=device)
     x[total:] = math.nan
@@ -141,7 +141,7 @@ def packed(lengths, heads, dim, dtype, device, slack=0):
         ((5, 0, 70), (40, 3, 0), BRAIN, 0.0, {}),
         ((100, 30), (64, 128), HALF, 0.1, {"causal": True}),
         ((30, 65), None, HALF, 0.0, {"window": (10, 5)}),
-        # The longest sequence fills its chunk of keys, the others do not.
+        # Only the longest sequence fills its chunks of keys.
         ((30, 9), (64, 40), HALF, 0.1, {}),
         ((0, 0), None, HALF, 0.0, {}),
     ],
@@ -175,7 +175,7 @@ def test_varlen_against_oracle(q_lengths, k_lengths, dtype, p, options, device):
 
 
 def test_short_and_general_agree(device):
-    """The same lse to fp32 rounding, and gradients that may be mixed from both paths."""
+    """Both paths agree, and the backward of each takes the results of the other's forward."""
     q, k, v, dout = inputs(1, 1, 40, 70, 64, HALF, device)
     options = {"dropout_p": 0.1, "seed": seed_tensor(device), "scale": 0.125}
     short, lse = attention_forward(q, k, v, path="short", **options)
@@ -191,7 +191,7 @@ def test_short_and_general_agree(device):
 
 @pytest.mark.parametrize("k_length", [64, 128])
 def test_dropout_is_the_defined_philox(k_length, device):
-    """Uniform weights and V = identity show the mask itself, across chunks of keys."""
+    """With uniform weights and V = identity, the output shows the mask across chunks of keys."""
     q = torch.zeros(2, 3, 33, 128, device=device, dtype=HALF)
     k = torch.zeros(2, 3, k_length, 128, device=device, dtype=HALF)
     v = torch.eye(128, device=device, dtype=HALF)[:k_length].expand(2, 3, k_length, 128)
@@ -236,7 +236,7 @@ def test_poison_in_unattended_keys_stays_there(kind, poison, device):
 
 
 def test_batch_and_longest_sequence_do_not_matter(device):
-    """Bitwise: reruns, one sequence of a batch, and more chunks of keys than a sequence needs."""
+    """Reruns, single sequences, and more chunks of keys than needed give the same bits."""
     q, k, v, dout = inputs(3, 1, 40, 40, 32, HALF, device)
     first, second = (run(q, k, v, dout) for _ in range(2))
     single = run(q[1:2], k[1:2], v[1:2], dout[1:2])
@@ -251,7 +251,7 @@ def test_batch_and_longest_sequence_do_not_matter(device):
 
 @pytest.mark.parametrize("multiprocessors", [1, 1000])
 def test_any_number_of_programs_gives_the_same_bits(multiprocessors, device, monkeypatch):
-    """More work items than programs, and query tiles of a head spread over groups."""
+    """The cases are more work items than programs, and query tiles of a head in groups."""
     x, cu_seqlens = packed((130, 0, 40), 2, 16, HALF, device, slack=70)
     bounds = {"cu_seqlens_q": cu_seqlens, "max_seqlen_q": 130, "max_seqlen_k": 64}
     k, cu_seqlens_k = packed((40, 0, 60), 2, 16, HALF, device)
@@ -274,7 +274,7 @@ def test_the_backward_is_persistent_too(device, monkeypatch):
 
 
 def test_layouts_do_not_matter(device):
-    """Slices of a fused projection, a transposed last dimension, gradients of any strides."""
+    """Slices, a transposed last dimension, and gradients at any strides give the same bits."""
     fused = normal(2, 40, 3, 2, 24, dtype=HALF, device=device)
     q, k, v = (fused[:, :, i].transpose(1, 2) for i in range(3))
     dout = normal(1, 2, 1, 24, dtype=HALF, device=device).expand(2, 2, 40, 24)

@@ -20,7 +20,7 @@ SCALE = 0.125
 
 
 def check(name, actual, function, tensors):
-    """Forward only: function of the tensors in float64 and in the tested dtype."""
+    """Judge a result against the function of the tensors, without a backward."""
 
     def run(dtype):
         return function(*(x.cpu().to(dtype) for x in tensors))
@@ -52,7 +52,7 @@ def test_chosen_heads_and_rows(dtype, with_lse, device):
 @pytest.mark.parametrize("dtype", [SINGLE, HALF])
 @pytest.mark.parametrize("bias", [False, True])
 def test_logits_of_ten_thousand(dtype, bias, device):
-    """fp32 must not take the rounded log-sum-exp; 16 bit may."""
+    """In fp32 the rounded log-sum-exp must not be used; in 16 bit it may be."""
     q, k = pairs(dtype, device, scale=40.0)
     added = normal(1, 1, 1, 97, dtype=dtype, device=device) if bias else None
     expanded = None if added is None else added.expand(2, 3, 40, 97)
@@ -64,13 +64,13 @@ def test_logits_of_ten_thousand(dtype, bias, device):
         return reference.attention_weights(q, k, bias=cast, scale=SCALE)
 
     check("weights", weights, function, [q, k])
-    # Rounding of lse scales a whole row, which hides among the errors of such logits.
+    # Rounding of lse scales a whole row, an error that only the sum of the row shows.
     check("sums", weights.sum(-1), lambda q, k: function(q, k).sum(-1), [q, k])
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (3, 8)}])
 def test_packed_sequences(options, device):
-    """Rows and keys beyond a sequence are 0, whatever lies in the slack."""
+    """Rows and keys beyond a sequence are 0, although the slack holds NaN."""
     lengths_q, lengths_k = (33, 0, 9), (20, 5, 40)
     cu_q = torch.tensor([0, *lengths_q]).cumsum(0).int().to(device)
     cu_k = torch.tensor([0, *lengths_k]).cumsum(0).int().to(device)
@@ -118,7 +118,7 @@ def test_gradients_of_chosen_weights(backend, is_packed, device):
 
 
 def test_weights_on_request_take_the_forwards_lse(device):
-    """In 16 bit they are one pass, and agree with the output that was computed."""
+    """In 16 bit, weights from the saved log-sum-exp and weights without it both pass."""
     q, k = pairs(HALF, device)
     out, weights = ops.attention(q, k, k, return_weights=True, backend="triton")
     alone = ops.attention_weights(q, k, backend="triton")

@@ -1,4 +1,4 @@
-"""The linear_cross_entropy launchers against the reference, by the one tolerance rule."""
+"""The linear_cross_entropy launchers against the reference, judged by the tolerance rule."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NAMES = ("loss", "dhidden", "dweight", "dbias")
 
 
 def inputs(rows, depth, vocabulary, dtype, device, *, bias=True, labelled=0.7, logits=1.0):
-    """[hidden, weight, bias or None, labels], -100 where there is none."""
+    """Draw [hidden, weight, bias or None, labels]; a label of -100 means no label."""
     labels = torch.randint(0, vocabulary, (rows,), device=device)
     labels[torch.rand(rows, device=device) >= labelled] = -100
     return [
@@ -35,7 +35,7 @@ def inputs(rows, depth, vocabulary, dtype, device, *, bias=True, labelled=0.7, l
 
 
 def run(given, *, ignore_index=-100, reduction="mean", dloss=None):
-    """[loss, dhidden, dweight, (dbias)]; dloss is drawn where none is given."""
+    """Return [loss, dhidden, dweight, (dbias)]; dloss is drawn if it is None."""
     loss, statistics, order = linear_cross_entropy_forward(
         *given, ignore_index=ignore_index, reduction=reduction
     )
@@ -45,7 +45,7 @@ def run(given, *, ignore_index=-100, reduction="mean", dloss=None):
 
 
 def expected(given, dloss, dtype, **options):
-    """The same from the plain reference in dtype, on the CPU."""
+    """Return the results of `run` from the plain reference in dtype, on the CPU."""
     leaves = [None if x is None else x.cpu().to(dtype).requires_grad_() for x in given[:3]]
     labels = given[3].cpu()
     loss = reference.linear_cross_entropy(*leaves, labels, **options)
@@ -98,7 +98,7 @@ def test_the_vocabulary_in_chunks(dtype, device, monkeypatch):
     monkeypatch.setattr(cross_entropy_backward, "GRADIENT_BYTES", 0)
     monkeypatch.setattr(cross_entropy_backward, "FEWEST_COLUMNS", 128)
     dhidden = judge(given)[1]
-    # Each column of the vocabulary is summed as before.
+    # Chunks do not change the sums of a column of the vocabulary.
     assert same(run(given, dloss=dloss)[2:], whole[2:])
     assert torch.count_nonzero(dhidden[given[3] == -100]) == 0
 
@@ -126,7 +126,7 @@ def test_any_ignore_index(ignore_index, device):
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_no_label(reduction, device):
-    """Also when the rows without one hold NaN: they are not read."""
+    """Without a label, all results are 0, although hidden holds NaN."""
     given = inputs(70, 16, 20, SINGLE, device, labelled=0.0)
     given[0].fill_(float("nan"))
     assert all(torch.count_nonzero(x) == 0 for x in run(given, reduction=reduction))
@@ -142,7 +142,7 @@ def test_rows_without_a_label_are_not_read(device):
 
 
 def test_nan_in_a_row_stays_in_its_row(device):
-    """The first labelled row also fills up the last tile."""
+    """The row is the first labelled row, whose copies also fill up the last tile."""
     given = inputs(150, 40, 200, SINGLE, device)
     dloss = torch.ones(150, device=device)
     loss, dhidden, *_ = run(given, reduction="none", dloss=dloss)
@@ -178,7 +178,7 @@ def test_a_label_outside_the_vocabulary_is_nan_and_harms_no_other_row(device):
 @pytest.mark.filterwarnings("ignore:overflow")
 @pytest.mark.parametrize("value", [-float("inf"), torch.finfo(SINGLE).min])
 def test_words_that_a_bias_forbids(value, device):
-    """A whole tile of them first, as when only the end of a vocabulary is in use."""
+    """The first tile holds only forbidden words, as if only the end of a vocabulary were used."""
     given = inputs(70, 16, 300, SINGLE, device)
     given[3] = torch.where(given[3] < 0, given[3], given[3] % 20 + 280)
     given[2][:200] = value
@@ -216,7 +216,7 @@ def test_empty_sizes(rows, depth, vocabulary, device):
 
 
 class Recorder(TorchDispatchMode):
-    """The operators that run, and the bytes of every tensor that they make."""
+    """Records the operators that run and the bytes of every tensor that they return."""
 
     def __init__(self):
         super().__init__()
@@ -231,11 +231,11 @@ class Recorder(TorchDispatchMode):
 
 
 def test_nothing_of_logits_size_is_allocated_and_no_other_operator_runs(device, monkeypatch):
-    """No operator of torch computes, reads a number back or waits: only memory is asked for."""
+    """The only operator of torch allocates memory: none computes, reads a number back or waits."""
     monkeypatch.setattr(cross_entropy_backward, "FEWEST_COLUMNS", 128)
     monkeypatch.setattr(cross_entropy_backward, "GRADIENT_BYTES", 256 * 384 * 2)
     launched = []
-    # The interpreter copies arguments, a GPU does not.
+    # The interpreter would copy the arguments, which a GPU does not.
     monkeypatch.setattr(
         cross_entropy.Launch, "run", lambda launch, on: launched.append(launch.name)
     )
@@ -254,7 +254,7 @@ def test_nothing_of_logits_size_is_allocated_and_no_other_operator_runs(device, 
 @pytest.mark.parametrize("dtype", [SINGLE, BRAIN])
 @pytest.mark.parametrize("rows", [1, 80, 2458, 8192, 131072])
 def test_memory_of_a_bert(rows, dtype):
-    """The logits' gradient at 30,522 words: 64 MiB, or 2,048 columns of it if that is more."""
+    """At 30,522 words, the gradient of the logits takes at most 64 MiB or 2,048 columns."""
     hidden, weight = (torch.empty(n, 768, dtype=dtype, device="meta") for n in (rows, 30522))
     given = cross_entropy.Projection(hidden, weight, None, hidden[:, 0])
     columns = cross_entropy_backward._chunk_columns(given)
@@ -282,7 +282,7 @@ FAR = 2**31
 torch.manual_seed(0)
 
 def spread(x):
-    '''x on a mapping of its own, its rows FAR apart.'''
+    '''Copy x to its own mapping, with rows FAR apart.'''
     size = 2 * (FAR * (x.shape[0] - 1) + x.shape[1])
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000)
     return torch.frombuffer(pages, dtype=torch.float16).as_strided(x.shape, (FAR, 1)).copy_(x)
@@ -306,7 +306,7 @@ print("same")
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the mapping is memory of the CPU")
 def test_offsets_beyond_two_to_the_31():
-    """In a child process: a wrapped offset is a segfault."""
+    """The check runs in a child process, because a wrapped offset is a segfault."""
     root = str(Path(__file__).parents[2])
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": root}
     child = subprocess.run(

@@ -1,4 +1,4 @@
-"""The embedding launchers against the reference, by the one tolerance rule."""
+"""The embedding launchers against the reference, judged by the tolerance rule."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAMES = "y dword_table dtype_table dposition_table dweight dbias"
 
 
 def make(tokens, vocabulary, columns, dtype, device, *, positions=48, index=torch.int64):
-    """Indices with repeats, tables and parameters."""
+    """Draw indices with repeats, tables and parameters."""
     ids = torch.randint(0, vocabulary, (tokens,))
     ids[::3] = vocabulary - 1
     types = torch.randint(0, 2, (tokens,))
@@ -28,9 +28,7 @@ def make(tokens, vocabulary, columns, dtype, device, *, positions=48, index=torc
 
 
 def run(indices, tables, weight, bias, dy, *, p=0.0, seed=None, padding_idx=-1):
-    """[y, dword_table, dtype_table, dposition_table, dweight, dbias] of the launchers; an absent
-    parameter is left out.
-    """
+    """Return the results of the launchers in the order of NAMES, without absent parameters."""
     options = {"dropout_p": p, "seed": seed}
     y, mean, rstd = embedding_forward(indices, tables, weight, bias, eps=EPS, **options)
     gradients = embedding_backward(
@@ -98,7 +96,7 @@ def test_absent_tables_and_bias(types, positions, biased, dtype, device):
 
 @pytest.mark.parametrize("dtype", [SINGLE, BRAIN])
 def test_one_run_of_all_tokens(dtype, device):
-    """All ids equal, over many chunks of the sorted keys, and types in one run as well."""
+    """All ids are equal and all types are equal, so runs cross many chunks of the sorted keys."""
     tokens = 200
     indices, tables, weight, bias = make(tokens, 7, 24, dtype, device, positions=200)
     indices[0].fill_(4)
@@ -110,7 +108,7 @@ def test_one_run_of_all_tokens(dtype, device):
 
 
 def test_a_run_from_one_chunk_boundary_to_the_next(device):
-    """Runs that begin and end exactly where chunks do; sorted ids are 16 to a chunk in fp32."""
+    """Runs begin and end exactly at the ends of chunks, which hold 16 sorted ids in fp32."""
     ids = torch.tensor([0] * 16 + [1] * 32 + [2] * 15 + [3] * 2 + [4] * 15 + [5], device=device)
     _, tables, weight, bias = make(ids.numel(), 6, 16, SINGLE, device)
     zeros = torch.zeros_like(ids)
@@ -136,7 +134,7 @@ def test_rows_without_a_token_and_the_padding_row_are_exactly_zero(device):
 
 @pytest.mark.parametrize("dtype", [SINGLE, BRAIN])
 def test_small_integers_are_summed_exactly(dtype, device):
-    """Without rounding every order of a sum is the same: a lost or doubled row would show."""
+    """Sums of small integers are exact in any order, so a lost or doubled row would show."""
     tokens, columns = 150, 24
     indices, tables, _, _ = make(tokens, 40, columns, dtype, device, positions=20)
     dsum = torch.randint(-1, 2, (tokens, columns), device=device).to(dtype)
@@ -161,7 +159,7 @@ def test_an_id_out_of_range_is_a_row_of_nan_and_reads_nothing(dtype, device):
 
 
 def test_strided_indices_tables_and_gradient(device):
-    """Indices of a wider matrix, tables that are slices, one off by an element, any dy."""
+    """Strided indices, sliced and unaligned tables, and dy at any strides give the same bits."""
     (ids, types, positions), tables, weight, bias = make(20, 11, 111, SINGLE, device)
     dy = normal(20, 111, dtype=SINGLE, device=device)
     dense = run((ids, types, positions), tables, weight, bias, dy)

@@ -1,4 +1,4 @@
-"""The feed-forward launchers against the reference, by the one tolerance rule."""
+"""The feed-forward launchers against the reference, judged by the tolerance rule."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from fastbert.kernels.feed_forward import activation_forward, linear_gelu_forwar
 from fastbert.kernels.feed_forward_backward import activation_backward, feed_forward_backward
 
 PATHS = ("fused", "library")
-# GEMM_TILES for which 70 × 131 results are cut into tiles of 128 × 128, 64 × 64 and 64 × 32.
+# With these GEMM_TILES, 70 × 131 results take tiles of 128 × 128, 64 × 64 and 64 × 32.
 TILES = (1, 4, 96)
 
 
 def draw(rows, depth, columns, dtype, device, activation="gelu", has_bias=True, scale=1.0):
-    """x, w1, b1, w2 and dy of a feed-forward from depth over columns back to depth."""
+    """Draw x, w1, b1, w2 and dy of a feed-forward from depth over columns back to depth."""
     first = 2 * columns if ACTIVATIONS[activation].gated else columns
     return (
         normal(rows, depth, dtype=dtype, device=device, scale=scale),
@@ -30,7 +30,7 @@ def draw(rows, depth, columns, dtype, device, activation="gelu", has_bias=True, 
 
 
 def run(x, w1, b1, w2, dy, activation, path):
-    """[y, dx, dw1, (db1), dw2]; the GEMMs without an activation are torch's own."""
+    """Return [y, dx, dw1, (db1), dw2]; torch computes the GEMMs without an activation."""
     form = {"activation": activation, "path": path}
     a, h = linear_gelu_forward(x, w1, b1, save=True, **form)
     dh, db1, again = feed_forward_backward(dy, w2, h, sum_rows=b1 is not None, **form)
@@ -59,7 +59,7 @@ def test_against_oracle(dtype, has_bias, scale, activation, path, device):
 @pytest.mark.parametrize("activation", ["gelu", "geglu"])
 @pytest.mark.parametrize("depth", [64, 200])
 def test_every_tile_of_the_gemm(tiles, activation, depth, device, monkeypatch):
-    """With depths that are and are not a multiple of what a tile takes at once."""
+    """One depth is a multiple of the step of a tile along K, and the other is not."""
     monkeypatch.setattr(block_sizes, "GEMM_TILES", tiles)
     tensors = draw(70, depth, 131, HALF, device, activation)
     judge_feed_forward(run(*tensors, activation, "fused"), *tensors, activation)
@@ -96,7 +96,7 @@ def test_a_program_walks_its_tiles(programs, activation, dtype, device, monkeypa
 
 
 def test_tile_position_visits_every_tile_once(device):
-    """More row blocks than one group has, a last group that is not full, two column blocks."""
+    """The row blocks fill a group and a part of another, and there are several column blocks."""
     x = normal(9 * 64 + 5, 16, dtype=SINGLE, device=device)
     weight = torch.eye(16, device=device).repeat(5, 1)
     y, _ = linear_gelu_forward(x, weight, None, activation="relu", save=False, path="fused")
@@ -113,12 +113,12 @@ def test_product_of_small_integers_is_exact(path, device):
 
 
 def times_one(x, activation):
-    """The pre-activation whose gate is x and whose factor, if there is one, is 1."""
+    """Return the pre-activation whose gate is x and whose factor, if gated, is 1."""
     return torch.cat([x, torch.ones_like(x)], dim=1) if ACTIVATIONS[activation].gated else x
 
 
 def of_gate(dh, a, activation):
-    """The gradient of the gate; the gradient of the factor has to be `a`, because dy is 1."""
+    """Return the gradient of the gate; the gradient of the factor must be `a`, because dy is 1."""
     gate = dh[:, : a.shape[1]]
     if ACTIVATIONS[activation].gated:
         assert torch.equal(dh[:, a.shape[1] :], a)
@@ -129,7 +129,7 @@ def of_gate(dh, a, activation):
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", [SINGLE, HALF, BRAIN])
 def test_large_values(activation, dtype, path, device):
-    """The tails are exact: act(x) = x or 0, slope 1 or 0."""
+    """In the tails, act(x) is exactly x or 0, and the slope is exactly 1 or 0."""
     x = torch.tensor([[-65504.0, 65504.0, -120.0, 120.0, 0.0]], device=device).to(dtype)
     form = {"activation": activation, "path": path}
     one = torch.ones(1, 1, dtype=dtype, device=device)
@@ -157,7 +157,7 @@ def test_numbers_whose_square_overflows(activation, device):
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_every_fp16_number(activation, device):
-    """All 63,488 finite numbers, with input and output in fp32, where rounding hides nothing."""
+    """Test all 63,488 finite numbers in fp32, so that rounding to fp16 hides no error."""
     x = torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16).view(HALF)
     x = x[x.isfinite()].view(-1, 62).float().to(device)
     h, da = times_one(x, activation), torch.ones_like(x)
@@ -185,7 +185,7 @@ def test_strided_and_offset_inputs(activation, path, device):
     views = run(
         wide[:, 1:101:2], w1.T.contiguous().T, b1, w2.T.contiguous().T, dy, activation, path
     )
-    # y, db1 and the operands of the other products are ours alone, whatever torch's GEMMs do.
+    # On the path "fused", no GEMM of torch takes part in db1.
     if path == "fused":
         assert torch.equal(dense[3], views[3])
     judge_feed_forward(views, x, w1, b1, w2, dy, activation)
@@ -230,7 +230,7 @@ def test_empty_sizes(rows, depth, columns, activation, path, device):
 
 
 def test_gradient_of_a_bias_over_many_rows(device):
-    """Row blocks beyond the first and rows beyond the last are summed once and not at all."""
+    """Every row block is summed once, and rows beyond the last row are not summed."""
     h, ones = torch.full((300, 3), 200.0, device=device), torch.ones(300, 3, device=device)
     _, elementwise, _ = activation_backward(ones, h, activation="gelu")
     identity = torch.eye(3, device=device)

@@ -1,7 +1,7 @@
-"""Tensors of more than 2**31 elements: a wrapped int32 offset is a segfault, so in child processes.
+"""Inputs of more than 2**31 elements, in child processes: a wrapped int32 offset is a segfault.
 
-far_tensors.py is what they run. Results are too large to be made here; test_aot.py looks for 32-bit
-products in the addresses of every load and store.
+The processes run far_tensors.py. Results of that size would take too much memory; test_aot.py looks
+for 32-bit products in the addresses of every load and store.
 """
 
 from __future__ import annotations

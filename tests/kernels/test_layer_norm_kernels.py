@@ -1,4 +1,4 @@
-"""The layer_norm launchers against the reference, by the one tolerance rule."""
+"""The layer_norm launchers against the reference, judged by the tolerance rule."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EPS = 1e-12
 
 
 def run(x, weight, bias, dy, *, residual=None, x_bias=None, p=0.0, seed=None):
-    """[y, dx, dweight, (dbias), (dresidual), (dx_bias)] of the launchers."""
+    """Return [y, dx, dweight, (dbias), (dresidual), (dx_bias)] of the launchers."""
     options = {"residual": residual, "x_bias": x_bias, "dropout_p": p, "seed": seed}
     y, mean, rstd = layer_norm_forward(x, weight, bias, eps=EPS, **options)
     dsum, dx, dweight, dbias, dx_bias = layer_norm_backward(
@@ -76,7 +76,7 @@ def test_without_a_bias(rows, columns, dtype, fused, p, device):
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("p", [0.0, 0.3])
 def test_x_bias_of_rows_too_wide_for_a_third_sum(p, biased, device, monkeypatch):
-    """There the gradient of x_bias is summed from dx, in a pass of its own."""
+    """For rows that wide, a separate pass sums the gradient of x_bias from dx."""
     monkeypatch.setattr("fastbert.kernels.layer_norm.WIDEST_WITH_X_BIAS", 32)
     check(9, 48, SINGLE, device, biased=biased, p=p)
 
@@ -86,7 +86,7 @@ def test_mean_far_from_zero(device):
 
 
 def test_a_mean_far_from_zero_costs_no_accuracy(device):
-    """Rows of integers moved by 2**14 without rounding are judged as if they had not been moved."""
+    """Rows of integers plus 2**14, which is exact, are judged like the rows without the 2**14."""
     x = torch.randint(-8, 9, (5, 768)).float().to(device)
     dy = normal(5, 768, dtype=SINGLE, device=device)
     weight, bias = (normal(768, dtype=SINGLE, device=device) for _ in range(2))
@@ -113,7 +113,7 @@ def test_parameters_of_another_dtype(device):
 
 
 def test_strided_and_offset_rows(device):
-    """Rows at any stride, a data pointer off by one element, gradients at any strides."""
+    """Strided rows, an unaligned data pointer and gradients at any strides give the same bits."""
     x, residual, dy = (normal(7, 111, dtype=SINGLE, device=device) for _ in range(3))
     weight, bias = (normal(111, dtype=SINGLE, device=device) for _ in range(2))
     wide = torch.zeros(7, 250, device=device)

@@ -1,4 +1,4 @@
-"""The dropout generator: known answers, and what must hold of any mask drawn from it."""
+"""The dropout generator: known answers, and the fraction of elements that its masks keep."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_words_of_any_counter_and_seed(device):
 
 
 def test_kept_fraction_is_binomial(device):
-    """Over 1,000 masks of 64 elements: |z| below 5 is p > 1e-6 two-sided."""
+    """For 65,536 elements, the probability of a |z| of 5 or more is 6e-7."""
     out = torch.empty(64, 1024, dtype=torch.int32, device=device)
     seed = torch.tensor([99], dtype=torch.int64, device=device)
     for p in (0.1, 0.5, 0.9):

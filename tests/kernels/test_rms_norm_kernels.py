@@ -1,4 +1,4 @@
-"""The rms_norm launchers against the reference, by the one tolerance rule."""
+"""The rms_norm launchers against the reference, judged by the tolerance rule."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ EPS = 1e-6
 
 
 def run(x, weight, dy, *, residual=None):
-    """[y, dx, dweight, (dresidual)] of the launchers."""
+    """Return [y, dx, dweight, (dresidual)] of the launchers."""
     y, rstd = rms_norm_forward(x, weight, residual=residual, eps=EPS)
     dsum, dweight = rms_norm_backward(dy, x, weight, rstd, residual=residual)
     return [y, dsum, dweight, *([] if residual is None else [dsum])]
@@ -70,7 +70,7 @@ def test_parameters_of_another_dtype(device):
 
 
 def test_strided_and_offset_rows(device):
-    """Rows at any stride, a data pointer off by one element, gradients at any strides."""
+    """Strided rows, an unaligned data pointer and gradients at any strides give the same bits."""
     x, residual, dy = (normal(7, 111, dtype=SINGLE, device=device) for _ in range(3))
     weight = normal(111, dtype=SINGLE, device=device)
     wide = torch.zeros(7, 250, device=device)

@@ -1,4 +1,4 @@
-"""The rotary launchers against the reference, by the one tolerance rule."""
+"""The rotary launchers against the reference, judged by the tolerance rule."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def turns(tokens, head_dim, device):
 
 
 def run(x, cos, sin, dy, heads):
-    """[y, dx] of the launchers."""
+    """Return [y, dx] of the launchers."""
     return [f(t, cos, sin, heads=heads) for f, t in ((rotary_forward, x), (rotary_backward, dy))]
 
 

@@ -1,7 +1,7 @@
-"""A model in children of a process that has done ``argv[1]`` before, for test_cpu_processes.py.
+"""Run a model in children of a process that has done ``argv[1]``, for test_cpu_processes.py.
 
-Writes each child's result, and in the end the parent's own, into the folder ``argv[2]``. The parent
-computes nothing of its own before the last child is done.
+The program writes the result of each child and then the result of the parent to the folder
+``argv[2]``. The parent computes its result after the last child has ended.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def ids() -> torch.Tensor:
 
 
 def compute(file: Path, encoder: BertModel | None = None) -> None:
-    """In a child: the model, after an operator of torch that shares its work among threads."""
+    """Run a multi-threaded operator of torch and the model, and save both results."""
     torch.set_num_threads(2)
     with torch.inference_mode():
         waves = torch.linspace(0, 9, 1 << 20).sin()
@@ -53,7 +53,7 @@ def compute(file: Path, encoder: BertModel | None = None) -> None:
 
 @contextmanager
 def lookups() -> Iterator[None]:
-    """Another thread looks packed weights up, and packs them, all the time."""
+    """Look up and pack weights in another thread all the time."""
     from fastbert import _C
 
     weights = [torch.randn(64, 64) for _ in range(8)]
@@ -86,7 +86,7 @@ def prepare(parent: str, encoder: BertModel) -> None:
 def fork(file: Path, encoder: BertModel) -> int:
     child = os.fork()
     if child == 0:
-        signal.alarm(SECONDS)  # a child that hangs ends by this signal
+        signal.alarm(SECONDS)  # This signal ends a child that hangs.
         try:
             compute(file, encoder)
         except BaseException:

@@ -1,4 +1,4 @@
-"""What the tests of models on the CPU share: the instruction-set levels and the threads."""
+"""Fixtures for models on the CPU: the instruction-set levels and the threads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LEVELS = ("baseline", "avx2", "avx512", "avx512_bf16", "amx")
 
 @pytest.fixture(params=LEVELS)
 def isa(request):
-    """Each level in turn; one that this machine or build lacks is skipped, and says so."""
+    """Set each level in turn; a level that this machine or build lacks is skipped."""
     if request.param not in backends.EXTENSION.build_info()["cpu_isas_supported"]:
         pytest.skip(f"this processor or build has no {request.param}")
     backends.EXTENSION.set_cpu_isa(request.param)

@@ -1,4 +1,4 @@
-"""Every mistake a caller can make names the argument, what was got and what is allowed."""
+"""An error for wrong input names the argument, the value and the allowed values."""
 
 from __future__ import annotations
 

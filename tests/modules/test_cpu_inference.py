@@ -1,5 +1,7 @@
-"""A model on the CPU in inference: all layers in one call, right in every dtype, the same bits in
-any company, and never past a hook or a replaced layer.
+"""A model on the CPU in inference, with all layers in one call.
+
+The results agree in every dtype, do not depend on other sequences of the batch, and respect hooks
+and replaced layers.
 """
 
 from __future__ import annotations
@@ -62,7 +64,7 @@ def one_call(built: modules.BertPreTrainedModel) -> bool:
 
 
 def layer_by_layer(built: modules.BertModel, **inputs: Any) -> Any:
-    """The same model's result through its modules: a hook that does nothing sends it there."""
+    """Return the result of the model with one call per module, which an empty hook causes."""
     handle = built.encoder.layer[0].register_forward_hook(lambda *_: None)
     try:
         assert not one_call(built)
@@ -126,7 +128,7 @@ def test_masks_of_pairs(kind) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast(dtype) -> None:
-    """fp32 weights, products in 16 bit, and a residual stream that stays in fp32."""
+    """Weights are in fp32, products in 16 bits, and the residual stream stays in fp32."""
     built = model()
     inputs = batch()
     mask = inputs["attention_mask"].bool()
@@ -199,7 +201,7 @@ def test_hooks_fire(name) -> None:
 
 
 class Doubled(nn.Module):
-    """What an adapter looks like: a linear layer inside, and its weights on show."""
+    """A module like an adapter: it wraps a linear layer and exposes its weights."""
 
     def __init__(self, inner: nn.Linear) -> None:
         super().__init__()
@@ -253,7 +255,7 @@ def test_the_reasons(monkeypatch) -> None:
         raise AssertionError("one call")
 
     monkeypatch.setattr(ops, "encoder", refused)
-    built(**inputs).last_hidden_state.sum().backward()  # a gradient is wanted
+    built(**inputs).last_hidden_state.sum().backward()  # This call needs gradients.
     with torch.no_grad():
         with pytest.raises(AssertionError, match="one call"):
             built(**inputs)
@@ -279,7 +281,7 @@ def test_dropout_inside_the_feed_forward_alone_is_seen() -> None:
 
 
 def test_weights_that_change_are_seen() -> None:
-    """Every way in which weights change shows in the next result: none is packed for good."""
+    """The next result shows a change of weights of any kind, so prepacked weights are renewed."""
     built, other, inputs = model(), model(initializer_range=0.05), batch()
     weight = built.encoder.layer[0].intermediate.dense.weight
     changes = [

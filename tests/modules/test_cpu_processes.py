@@ -1,4 +1,4 @@
-"""A model on the CPU in processes that were forked or spawned: it neither hangs nor errs."""
+"""A model on the CPU gives exact results in forked and spawned processes, and never hangs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CONFIG = BertConfig(
 
 
 class Encoded(Dataset):
-    """Item i: the encoding of a sequence of 200 + i tokens, made in the worker."""
+    """Item i is the encoding of a sequence of 200 + i tokens, computed in the worker."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -66,9 +66,9 @@ def test_in_the_workers_of_a_data_loader(method) -> None:
 
 @pytest.fixture(scope="module", params=PARENTS)
 def parent(request, tmp_path_factory) -> tuple[dict[str, int], Path]:
-    """What a process that did ``param`` first reports of its children, and where their results are.
+    """Return the exit status of a child by method, and the folder with the results.
 
-    Exit status by method; -14 is the signal that ends a child which hangs.
+    The parent process does ``param`` first. The status -14 is the signal that ends a hanging child.
     """
     folder = tmp_path_factory.mktemp(request.param)
     run = subprocess.run(

@@ -1,4 +1,4 @@
-"""The dropout seeds of a model: which dropouts they reach, and when they are drawn."""
+"""The dropout seeds of a model: the dropouts that use them, and the cases that draw them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def config(architecture: dict[str, Any], **changes: Any) -> BertConfig:
 
 
 def encode(model: modules.BertModel, seeds: list[Tensor]) -> list[Tensor]:
-    """The rows of a batch with given seeds, and all gradients."""
+    """Return the rows of a batch with the given seeds, and all gradients."""
     model.zero_grad()
     first, *others = seeds
     layers = [LayerSeeds(*others[4 * i :][:4]) for i in range(LAYERS)]
@@ -116,7 +116,7 @@ def test_gradients_of_given_embeddings_are_those_of_the_table():
 
 
 def test_a_dropped_output_before_a_norm_is_gone():
-    """At 1, each dropout leaves the residual stream alone."""
+    """With probability 1, dropout leaves only the residual stream."""
     whole = {**PRE_NORM, "attention_output_dropout": 1.0, "output_dropout": 1.0}
     model = modules.BertModel(config(whole), add_pooling_layer=False).train()
     output = model(IDS, IDS != 0, output_hidden_states=True)

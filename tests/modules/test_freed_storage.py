@@ -1,4 +1,4 @@
-"""Weights whose memory was taken away, as sharded training does between two uses of them."""
+"""Weights whose memory is freed, as sharded training does between two uses of a weight."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every head against transformers' eager model: logits, loss, states, weights, every gradient."""
+"""All heads beside transformers' eager model: logits, loss, states, weights and gradients."""
 
 from __future__ import annotations
 

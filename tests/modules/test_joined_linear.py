@@ -30,7 +30,7 @@ BIASES = [(True, True, True), (False, False, False), (True, False, True)]
 
 
 def whole(layers: Any, x: Tensor) -> Tensor:
-    """In one plain product, which sums the gradient of x over all parts."""
+    """Compute the layers as one plain product, which sums the gradient of x over all parts."""
     biases = [torch.zeros(SIZE) if layer.bias is None else layer.bias for layer in layers]
     return F.linear(x, torch.cat([layer.weight for layer in layers]), torch.cat(biases))
 
@@ -127,7 +127,7 @@ def test_the_copy_follows_every_change(change) -> None:
 
 
 class Adapted(nn.Module):
-    """What an adapter looks like: a linear layer inside, and its weights on show."""
+    """A module like an adapter: it wraps a linear layer and exposes its weights."""
 
     def __init__(self, inner: nn.Linear) -> None:
         super().__init__()

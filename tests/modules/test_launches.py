@@ -1,7 +1,7 @@
-"""What a layer launches: our kernels and library GEMMs, each counted, and nothing else.
+"""A layer launches fastbert's kernels and library GEMMs, each counted, and nothing else.
 
-A launch more or less is a change of speed, so the numbers are exact. Whoever changes them on
-purpose changes them here, and in docs/kernels.md.
+An additional launch changes the speed, so the numbers are exact. A deliberate change of a number
+belongs here and in docs/kernels.md.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(
     backends.unavailable("triton", DEVICE) is not None, reason="Triton cannot run here"
 )
 
-# Each is (forward, backward) of one layer.
+# The launches of one layer: (forward, backward).
 HALF = (
     Launches(
         Counter(attention_short_forward=1, linear_gelu=1, layer_norm_forward=2),
@@ -40,7 +40,7 @@ HALF = (
         Counter(addmm=2, mm=5),
     ),
 )
-# In fp32 the first product of the feed-forward is the library's, and attention takes general tiles.
+# In fp32, the first product of the feed-forward is a library GEMM, and attention's path is general.
 SINGLE = (
     Launches(
         Counter(attention_forward=1, activation=1, layer_norm_forward=2),
@@ -59,7 +59,7 @@ SINGLE = (
         Counter(addmm=2, mm=6),
     ),
 )
-# Outside the layers, and why. Everything is small, or there is one of it in a whole model.
+# Launches outside the layers, and the reasons. Each is small, or occurs once in a model.
 DOOR = {
     "aten.randint": "the seeds of all dropouts, one draw",
     "aten.zeros": "token types, which the caller did not give",
@@ -68,7 +68,7 @@ DOOR = {
     "aten._to_copy": "cu_seqlens as indices",
     "aten.index_select": "positions: where each sequence starts; the pooler's rows",
     "aten.sub": "positions; the lengths of the sequences, which the pooler asks for",
-    "aten.eq": "rows behind the last sequence; sequences without a token",
+    "aten.eq": "rows after the last sequence; sequences without a token",
     "aten.masked_fill": "the same",
     "aten.clamp": "the pooler's rows",
     "aten.tanh": "the pooler",
@@ -86,7 +86,7 @@ def packed() -> tuple[Tensor, Tensor]:
 
 
 def encoder_launches(layers: int, training: bool, dtype: torch.dtype) -> tuple[Launches, Launches]:
-    """Of the layers alone, on rows that ask for a gradient."""
+    """Return the launches of the layers alone, on rows that need a gradient."""
     model = BertModel(config(layers), backend="triton").to(DEVICE, dtype).train(training)
     ids, ends = packed()
     tokens = enter(model.config, ids, None, None, None, None, ends, 8)
@@ -102,17 +102,17 @@ def encoder_launches(layers: int, training: bool, dtype: torch.dtype) -> tuple[L
 def test_a_layer_launches_our_kernels_and_gemms_only(training, dtype, expected):
     launched = encoder_launches(1, training, dtype)
     assert launched[0].foreign == launched[1].foreign == {}
-    # On a GPU the path depends on the shape as well.
+    # On a GPU, the path also depends on the shape.
     if backends.interpreted():
         assert launched == expected
 
 
 def test_a_padded_batch_launches_the_same():
-    """A uniform batch, and one under a general mask, take no copies either."""
+    """A uniform batch and a batch with a general mask are not copied."""
     model = BertModel(config(1), backend="triton").to(DEVICE).train()
     ids = torch.randint(1, 50, (2, 7), device=DEVICE)
     for mask in (None, torch.ones(2, 7, 7, dtype=torch.bool, device=DEVICE).tril()):
-        model.zero_grad()  # adding to a gradient that is there is a launch, but not the layer's
+        model.zero_grad()  # Adding to an existing gradient would be a launch.
         tokens = enter(model.config, ids, mask, None, None, None, None, None)
         seeds = draw_seeds(model.config, True, ids.device)
         rows = model.embeddings(tokens, seeds.embeddings).detach().requires_grad_()
@@ -127,7 +127,7 @@ def test_a_padded_batch_launches_the_same():
 def test_outside_the_layers_the_exceptions_have_names():
     model = BertModel(config(1), backend="triton").to(DEVICE).train()
     ids, ends = packed()
-    # On a GPU the door does not look at values; neither does it while torch.compile traces.
+    # The door does not read values on a GPU or while torch.compile traces.
     tokens = enter(model.config, ids, None, None, None, None, ends, 8)
     with counted() as launches:
         seeds = draw_seeds(model.config, True, ids.device)
@@ -137,7 +137,7 @@ def test_outside_the_layers_the_exceptions_have_names():
     assert launches.foreign["aten.randint"] == 1
 
 
-# What the backward pass of a pre-training step launches besides, and why.
+# Other launches of the backward pass of a pre-training step, and the reasons.
 HEADS = {
     "aten.ones_like": "the loss's own gradient",
     "aten.nll_loss_backward": "the next-sentence loss, (B, 2)",

@@ -1,4 +1,4 @@
-"""What the model sees: padding on any side, masks of any rank, packed input, given positions."""
+"""Inputs of the model: padding on any side, masks of any rank, packed input, positions."""
 
 from __future__ import annotations
 

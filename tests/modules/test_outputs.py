@@ -1,4 +1,4 @@
-"""Outputs read as attributes, mappings and tuples."""
+"""Outputs are readable as attributes, mappings and tuples."""
 
 from __future__ import annotations
 

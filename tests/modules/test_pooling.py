@@ -1,4 +1,4 @@
-"""``pool`` against plain PyTorch over each sequence alone."""
+"""``pool`` agrees with plain PyTorch on each sequence alone."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_sequence_is_not_touched_by_the_others(pooling) -> None:
         around = rows.clone()
         around[:2] = around[6:] = fill
         around.requires_grad_()
-        # The last two rows belong to nobody.
+        # The last two rows belong to no sequence.
         out = pool(around, bounds(2, 4, 1), pooling)
         assert torch.equal(out[1:2], alone)
         out[1].sum().backward()
@@ -103,7 +103,7 @@ def test_equal_largest_rows_share_the_gradient() -> None:
 def test_nothing_to_pool(pooling) -> None:
     assert torch.equal(pool(torch.empty(0, 3), bounds(0, 0), pooling), torch.zeros(2, 3))
     assert pool(torch.empty(0, 3), bounds(), pooling).shape == (0, 3)
-    # An empty sequence behind the last row, and one before the first.
+    # An empty sequence precedes the first row, and another follows the last row.
     rows = torch.randn(2, 3)
     assert not pool(rows, bounds(0, 2, 0), pooling)[[0, 2]].any()
 

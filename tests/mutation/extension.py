@@ -88,7 +88,7 @@ def build_all(workers: int) -> Path:
 
 
 class Unit(NamedTuple):
-    """A source that is compiled with a fault; of a level, only the kernels of one header."""
+    """A source that is compiled with a fault; a level is compiled with one kernel header only."""
 
     source: str
     kernels: str = ""

@@ -84,7 +84,7 @@ def run_tests(tree: Path, noun: str) -> tuple[bool, str]:
     if run.returncode < 0:
         return False, f"crashed with signal {-run.returncode}"
     if run.returncode != 1:
-        # pytest ran no test or failed itself, which proves nothing about the fault.
+        # pytest ran no test, or had an internal error, which proves nothing about the fault.
         raise RuntimeError(f"pytest: exit status {run.returncode}\n{run.stdout}\n{run.stderr}")
     failed = [line for line in run.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
     return False, failed[0].partition(" ")[2] if failed else "an error"

@@ -1,4 +1,4 @@
-"""Bad input: the error names the argument, what was got and what is allowed."""
+"""For bad input, the error names the argument, its value and the allowed values."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_the_default_request_comes_from_the_environment(monkeypatch):
     monkeypatch.setattr(backends, "DEFAULT_REQUEST", "reference")
     request = backends.Request("cpu", torch.float32)
     assert backends.resolve("layer_norm", None, request) == ("reference", "asked for")
-    # A default is a preference: what it does not implement at all resolves by itself.
+    # A default is a preference: an operation that it does not implement takes another backend.
     monkeypatch.setattr(backends, "DEFAULT_REQUEST", "triton")
     monkeypatch.delitem(backends.TABLES["embedding"], "triton")
     assert backends.resolve("embedding", None, request).backend in ("cpu", "reference")

@@ -1,5 +1,7 @@
-"""fp32 parameters under autocast, on every backend: results and gradients by the one rule, against
-the plain reference under the same autocast."""
+"""fp32 parameters under autocast, on every backend.
+
+The yardstick of results and gradients is the plain reference under the same autocast.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,7 @@ def run(function, inputs, dtype, **extra) -> dict[str, Tensor]:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @each_run
 def test_results_and_gradients(case, backend, dtype):
-    # Numbers that both formats hold, so that the oracle sees what autocast leaves of them.
+    # The numbers fit both formats, so that the oracle gets the numbers that autocast makes.
     inputs = case.inputs(dtype).map(lambda _, v: v.float() if isinstance(v, Tensor) else v)
     exact = inputs.map(lambda _, v: v.double() if isinstance(v, Tensor) else v)
     function = getattr(reference, case.op)

@@ -1,4 +1,4 @@
-"""Dropout on its own: the mask of the reference on every backend, and the gradient through it."""
+"""Dropout of a tensor: every backend has the mask of the reference, and gradients pass."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Seeded random cases: hundreds on Triton's kernels, some on the others; a failure prints the
-command that reproduces it.
+"""Seeded random cases: hundreds on Triton's kernels, and some on the other backends.
 
-``fastbert check --cases 5000 --backend triton`` runs as many as there is time for.
+A failure prints the command that reproduces the case. More cases run with ``fastbert check
+--cases 5000 --backend triton``.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from fastbert.testing.random_cases import (
 from fastbert.testing.selection import find
 
 DEVICE = parity.devices()[0]
-# Turns over all operations, by dtype.
+# The number of turns over all operations, by dtype.
 ROUNDS = {torch.float32: 21, torch.float16: 21, torch.bfloat16: 12}
 
 
 def served(backend: str, dtype: torch.dtype, rounds: int):
-    """The cases that the backend serves here, one group per turn."""
+    """Yield the cases that the backend serves here, one group per turn."""
     for turn in range(rounds):
         cases = random_cases(len(TURNS) * rounds)[turn * len(TURNS) :][: len(TURNS)]
         group = [c for c in cases if parity.refusal(c, backend, dtype, DEVICE) is None]
@@ -88,7 +88,7 @@ def test_a_random_case_needs_its_operation_and_a_number():
 
 
 def test_the_options_are_all_met_among_a_thousand_cases():
-    """A generator that stopped drawing an option would let its kernels go untested."""
+    """If a generator stopped drawing an option, the kernels of the option would go untested."""
     cases = random_cases(1000)
     dense = [c for c in cases if c.op == "attention"]
     assert {c.options.get("mask") for c in dense} >= {None, "padding", "rows", "k", "bhqk"}
@@ -108,7 +108,7 @@ def test_the_options_are_all_met_among_a_thousand_cases():
 
 def test_free_logits():
     assert free_logits(3, 4) == 9
-    # Rows see 2, 3 and 4 keys, then 1 more each; with a window of the key itself none is free.
+    # Rows see 2, 3 and 4 keys, and each row has one free logit less. A window of 0 leaves none.
     assert free_logits(3, 4, causal=True) == 1 + 2 + 3
     assert free_logits(3, 4, window=0) == 0
     assert free_logits(5, 2, causal=True) == 1

@@ -56,7 +56,7 @@ def test_the_reference_encoder_takes_int8_weights():
     whole = run(weights, ())
     quantised = run([w.packed for w in packed], scales)
     error = (quantised - whole).abs().max()
-    assert 0 < error < 0.2, error  # Weights and rows have eight bits each.
+    assert 0 < error < 0.2, error  # Weights and rows have 8 bits.
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)

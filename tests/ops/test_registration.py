@@ -1,6 +1,4 @@
-"""opcheck, torch.compile without graph breaks, autocast and second derivatives of every
-operator.
-"""
+"""opcheck, torch.compile without graph breaks, autocast and second derivatives of operators."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from fastbert.ops import backend as backends
 from fastbert.testing import parity
 from fastbert.testing.selection import find
 
-# Cases with absent parameters.
+# In these cases some parameters are None.
 ABSENT = {("layer_norm", "no_bias"), ("embedding", "words")}
 RUNS = [
     run
@@ -26,13 +24,10 @@ IDS = [f"{c.op}-{c.name}-{b}-{d}" for c, b, _, d in RUNS]
 
 
 def _record_calls(monkeypatch):
-    """Replaces operators by recorders, so that opcheck sees exactly what the public function
-    passes.
-    """
+    """Replace operators by recorders, so that opcheck gets the arguments of the public function."""
     calls = []
     for noun, attribute in OPERATORS:
-        # By import_module: ``fastbert.ops.attention`` the attribute is the function, not its
-        # module.
+        # import_module returns the module; the attribute ``ops.attention`` is the function.
         module = importlib.import_module(f"fastbert.ops.{noun}")
         inner = getattr(module, attribute)
 

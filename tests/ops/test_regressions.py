@@ -1,6 +1,6 @@
-"""Cases that have bitten others, by number, on every backend of this machine.
+"""Errors that other libraries had, by number, on every backend of this machine.
 
-Exact statements are exact here: no tolerance hides a leak out of padding.
+Exact properties are compared exactly, so that no tolerance hides a leak out of padding.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def test_04_slack_behind_the_last_sequence_is_never_seen(backend):
 
 @pytest.mark.skipif("triton" not in ATTENTION, reason="needs the kernels that save lse")
 def test_05_what_is_saved_for_rows_without_a_token_is_not_read():
-    """Poison in out and lse behind the last sequence, as in memory that a larger batch left."""
+    """The rows after the last sequence hold poison, as memory of an earlier batch might."""
     from fastbert.kernels.attention import attention_backward, attention_forward
 
     q, k, v, dout = (torch.randn(41, 2, 16, device=DEVICE) for _ in range(4))
@@ -189,7 +189,7 @@ def test_07_empty_linear_gelu(backend):
     assert (dbias == 0).all()
 
 
-# Every length and head dim that was ever wrong, and each head dim on either side of a tile.
+# The lengths and head dims have failed before or are on either side of a tile.
 @pytest.mark.parametrize("backend", ATTENTION)
 @pytest.mark.parametrize(
     ("length", "dim"),
@@ -209,7 +209,7 @@ def test_08_lengths_and_head_dims(backend, length, dim):
         run(reference.attention, torch.float64),
         Yardstick(lambda: run(reference.attention, tensors[0].dtype)),
     )
-    # A single key: the gradients of q and k are 0, the difference of two equal sums.
+    # With a single key, the gradients of q and k are 0, the difference of two equal sums.
     names = ("out", "dq", "dk", "dv") if length > 1 else ("out", "dv")
     for name in names:
         i = ("out", "dq", "dk", "dv").index(name)
@@ -218,11 +218,11 @@ def test_08_lengths_and_head_dims(backend, length, dim):
 
 @pytest.mark.parametrize("backend", ATTENTION)
 def test_10_strided_inputs_and_gradients(backend):
-    # Elements enough that the RMS of rounding errors is no matter of luck.
+    # There are so many elements that the RMS of rounding errors does not depend on luck.
     storage = torch.randn(2, 40, 3, 4, 16, device=DEVICE)
     strided = [storage[:, :, i].transpose(1, 2).requires_grad_() for i in range(3)]
     out = ops.attention(*strided, backend=backend)
-    # A gradient of stride 0, as .sum().backward() makes it, and a transposed one.
+    # One gradient has stride 0, as from .sum().backward(), and the other is transposed.
     for dout in (torch.ones((), device=DEVICE).expand_as(out), out.detach().mT.contiguous().mT):
 
         def run(dtype, dout=dout):
@@ -353,7 +353,7 @@ def test_13_philox_known_answer():
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_14_the_backward_replays_the_forwards_mask(backend, compiled, checkpointed):
-    """With v and dout the identity, out is the dropped weights and dv their transpose."""
+    """If v and dout are the identity, out is the weights after dropout, and dv is its transpose."""
     q, k, _ = qkv(1, 2, 16, 16)
     v = torch.eye(16, device=DEVICE).expand(1, 2, 16, 16).clone().requires_grad_()
 
@@ -370,7 +370,7 @@ def test_14_the_backward_replays_the_forwards_mask(backend, compiled, checkpoint
     assert 0.2 < (out == 0).float().mean() < 0.8
     (dv,) = torch.autograd.grad(out, v, torch.eye(16, device=DEVICE).expand_as(out))
     assert torch.equal(dv == 0, out.mT == 0)
-    # Each a sum with one term that is not 0, rounded alike.
+    # Each element is a sum with one term that is not 0.
     torch.testing.assert_close(dv, out.mT)
 
 
@@ -437,7 +437,7 @@ def test_19_a_stream_of_its_own():
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        # Long enough that a launch on the default stream would read q before it is doubled.
+        # During the sleep, a launch on the default stream would read q * 2 before it is computed.
         torch.cuda._sleep(20_000_000)
         out = ops.attention(q * 2, k, v, backend="triton")
     stream.synchronize()

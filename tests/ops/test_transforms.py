@@ -1,4 +1,4 @@
-"""torch.func and forward-mode AD: plain PyTorch serves, and the other backends say why not."""
+"""torch.func and forward-mode AD: plain PyTorch serves; other backends refuse with the reason."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ each_op = pytest.mark.parametrize("op", [*OPERANDS, "rotary"])
 
 
 def both(op, **options):
-    """The operation and its reference as functions of x."""
+    """Yield the operation and its reference as functions of x."""
     for module, extra in ((ops, options), (reference, {})):
         function = functools.partial(getattr(module, op), **extra)
         if op == "rotary":
@@ -27,7 +27,7 @@ def both(op, **options):
 
 
 def turned(x, rotary):
-    """Each row (8,) of x as two heads, the first of them turned."""
+    """Return x with each row (8,) as two heads, the first of which is rotated."""
     angles = torch.arange(2.0 * x.shape[0]).view(-1, 2)
     return rotary(x.view(-1, 2, 4), angles.cos(), angles.sin(), heads=1).reshape(x.shape)
 

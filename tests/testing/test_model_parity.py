@@ -1,4 +1,4 @@
-"""One pre-training step of the whole model on every backend of this machine; broken, it fails."""
+"""A pre-training step of the model on every backend of this machine; a broken model fails."""
 
 from __future__ import annotations
 

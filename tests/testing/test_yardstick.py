@@ -1,4 +1,4 @@
-"""A yardstick's plain sums: their order, their reach, and what they leave alone."""
+"""The plain sums of a yardstick: their order, the operators that they replace, and the others."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @pytest.fixture
 def products(monkeypatch) -> list[torch.Size]:
-    """The shapes of the plain products that are computed."""
+    """Record the shapes of the plain products that are computed."""
     shapes: list[torch.Size] = []
 
     def spy(a, b, order):
@@ -88,7 +88,7 @@ def test_every_form_of_a_product_is_plain(products, form, dtype, mode):
     assert len(products) == count
     assert plain.dtype == function(*given).dtype
     exact = function(*(x.double() for x in given))
-    # What rounding the result allows, and what rounding sums of such terms in fp32 does.
+    # The limit allows for rounding the result, and for rounding sums of such terms in fp32.
     terms = function(*(x.double().abs() for x in given)).abs().max()
     allowed = torch.finfo(dtype).eps * (1 + exact.abs().max()) + torch.finfo().eps * terms
     assert (plain - exact).abs().max() <= 20 * allowed

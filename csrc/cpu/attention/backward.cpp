@@ -6,8 +6,8 @@
 namespace fastbert::cpu {
 namespace {
 
-// The pieces of a backward pass. If one head is more than a thread's share of all the work, its
-// sequence is split: first by queries and, after all of these, by keys.
+// The pieces of a backward pass. If one head is more than a thread's share of all the work, the
+// head is split by queries and again by keys. All pieces by queries run before the pieces by keys.
 struct BackwardPlan {
   struct Piece {
     AttentionItem item;

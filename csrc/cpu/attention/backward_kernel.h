@@ -20,7 +20,7 @@
 namespace fastbert::cpu::FASTBERT_LEVEL {
 
 // Up to this many keys, the logits and dP of one block of queries are kept from the first pass to
-// the second. With more keys they are computed twice.
+// the second. With more keys, both are computed twice.
 constexpr int64_t kKeptKeys = 1024;
 
 struct BackwardMemory {
@@ -185,7 +185,7 @@ struct Backward {
     }
   }
 
-  // Turns logits into (dropped) weights and dP into dS, in place.
+  // Turns logits into weights after dropout, and dP into dS, in place.
   void finish(const Block& block) const {
     const int64_t columns = whole_panels(block.keys);
     for (int64_t r = 0; r < block.rows; ++r) {

@@ -2,9 +2,9 @@
 // "FlashAttention-2").
 //
 // An item lays out a block of keys and values in panels once, and then all of its queries pass the
-// block, a block of queries at a time. The softmax runs along, so no more than one block of scores
-// exists. A row's sums depend on its own sequence alone: blocks of keys begin at multiples of
-// kKeys, and blocks that a query does not see change nothing in its row.
+// block, a block of queries at a time. Each block updates the softmax, so no more than one block of
+// scores exists. A row's sums depend on its own sequence alone: blocks of keys begin at multiples
+// of kKeys, and blocks that a query does not see change nothing in its row.
 
 #pragma once
 
@@ -41,7 +41,7 @@ inline void attention_dropout(const Dropout& dropout, const Head& h, int64_t que
   }
 }
 
-// Turns logits into exp(logit - maximum), in place, and returns their sum.
+// Turns logits into exp(logit - maximum), in place, and returns the sum of the exponentials.
 inline float exponentials(float* scores, int64_t width, float maximum) {
   const Vec reference = splat(maximum);
   Vec sum[2] = {};

@@ -1,4 +1,5 @@
-// The way from tensors to the plain operands of attention, and the division of its work by cost.
+// The conversion of tensors to the plain operands of attention, and the division of the work by
+// cost.
 
 #pragma once
 
@@ -56,7 +57,7 @@ struct Work {
 };
 
 // Calls body(item, memory) once for each item, on torch's threads. The most expensive items come
-// first, so that no thread begins a long one when the others are done. `memory` has `scratch`
+// first, so that no thread begins a long item when the others are done. `memory` has `scratch`
 // bytes.
 template <class Item, class Body>
 void share_out(std::vector<Item>& items, int64_t scratch, const Body& body) {
@@ -74,7 +75,7 @@ void share_out(std::vector<Item>& items, int64_t scratch, const Body& body) {
 }
 
 // Divides the length(sequence) rows of every head of every sequence into pieces. A piece is a whole
-// head if there are enough of them, and shorter if threads would be without work. Pieces are
+// head if there are enough heads, and shorter if threads would be without work. Pieces are
 // multiples of `grain` and at most `longest`.
 template <class Length>
 std::vector<Work> pieces(const AttentionProblem& problem, int64_t grain, int64_t longest,

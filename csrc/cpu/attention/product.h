@@ -54,7 +54,7 @@ FASTBERT_INLINE void product_tile(Left a, const float* panel, int64_t depth, flo
   }
 }
 
-// Computes as many tiles of kRows rows as fit, then smaller ones.
+// Computes as many tiles of kRows rows as fit, then smaller tiles.
 template <int kRows, Update kUpdate>
 FASTBERT_INLINE void product_tiles(Left a, int64_t rows, const float* panel, int64_t depth,
                                    float* c, int64_t c_row, const float* factors) {

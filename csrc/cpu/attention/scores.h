@@ -13,7 +13,7 @@ constexpr int64_t kQueries = kAttentionQueries, kKeys = kAttentionKeys;
 constexpr int64_t kScoreStride = kKeys + 16;
 constexpr float kInfinity = __builtin_inff();
 
-// exp(-u) for u >= 0 as in exp.h, with NaN for NaN.
+// Returns exp(-u) for u >= 0 as in exp.h, with NaN for NaN.
 FASTBERT_INLINE Vec exp_minus(Vec u) {
   const Vec e = exp_negative(u);
   return (Vec)((WordVec)e | (WordVec)(u != u));
@@ -197,7 +197,7 @@ inline void bias_row(const Attention& a, const Head& h, const Block& block, int6
   return bias_row<F16>(a, h, block, query, to);
 }
 
-// Turns products into logits, in place, and returns their maximum.
+// Turns a row of products into logits, in place, and returns the maximum of the logits.
 template <bool kBias, bool kMask>
 FASTBERT_INLINE float finish_row(float* scores, int64_t width, float scale, const float* bias,
                                  const uint32_t* allowed) {
@@ -219,8 +219,8 @@ FASTBERT_INLINE float finish_row(float* scores, int64_t width, float scale, cons
   return largest(select(maximum[0] > maximum[1], maximum[0], maximum[1]));
 }
 
-// Computes the logits of a block from keys in panels; they are -inf where a query does not attend a
-// key. Columns run up to whole panels. `maximum` gets the largest logit of each row.
+// Computes the logits of a block from keys in panels; a logit is -inf where a query does not attend
+// a key. Columns run up to whole panels. `maximum` gets the largest logit of each row.
 inline void logits(const Attention& a, const Head& h, const Block& block, const float* q,
                    const float* keys, float* scores, int64_t stride, float* maximum) {
   const int64_t width = whole_panels(block.keys);

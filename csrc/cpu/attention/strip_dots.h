@@ -10,11 +10,11 @@ namespace fastbert::cpu::FASTBERT_LEVEL {
 FASTBERT_INLINE void begin_strips() {}
 FASTBERT_INLINE void end_strips() {}
 
-// c (+)= a b for a strip of rows and one panel, with a in bf16 and in whole steps.
+// Computes c (+)= a b for a strip of rows and one panel, with a in bf16 and in whole steps.
 template <bool kAdd>
 __attribute__((noinline)) void strip_product(const uint16_t* a, int64_t a_row, const char* b,
                                              int64_t steps, float* c, int64_t c_row) {
-  constexpr int kRows = 8;  // of which each has two sums
+  constexpr int kRows = 8;  // at a time, with two sums each
   for (int64_t row = 0; row < kStrip; row += kRows, a += kRows * a_row, c += kRows * c_row) {
     Vec sums[kRows][2];
 #pragma GCC unroll 8

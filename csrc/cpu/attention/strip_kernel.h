@@ -7,9 +7,9 @@
 //
 // Scores are rows of queries. The exponentials then have the layout of the left operand of P v, and
 // masks, bias, windows and dropout work row by row, as in the fp32 kernel. Scores by keys (k qᵀ)
-// would avoid the reductions along rows, but v and the result would have to be transposed. Here 16
-// rows reduce their registers lane by lane. One transposition of these 16 registers then gives one
-// register of 16 maxima (or sums), on which the running softmax works for 16 rows at once.
+// would avoid the reductions along rows, but v and the result would have to be transposed. Here
+// each of 16 rows is reduced to one register. A transposition of these 16 registers then leads to
+// one register of 16 maxima (or sums), on which the running softmax works for 16 rows at once.
 //
 // A row's maximum, sum and result depend on its own sequence alone: blocks of keys begin at
 // multiples of kKeys, and keys that a query does not attend add zeros.
@@ -51,8 +51,8 @@ struct StripMemory {
   }
 };
 
-// 2^t for t <= 0, 0 where that leaves the normal floats, and NaN for NaN. The relative error is
-// 3e-6, and the results are rounded to bf16.
+// Returns 2^t for t <= 0, 0 where 2^t leaves the normal floats, and NaN for NaN. The relative error
+// is 3e-6, which is enough because the results are rounded to bf16.
 FASTBERT_INLINE Vec exp2_negative(Vec t) {
   // Adding this number rounds to an integer and leaves it, plus the exponent's bias, in the low
   // bits.
@@ -73,7 +73,8 @@ constexpr float kLog2E = 1.44269504f;
 
 FASTBERT_INLINE Vec larger(Vec a, Vec b) { return greatest(b, a); }
 
-// Returns rows of the head. Zeros replace keys that no query attends, because they may hold NaN.
+// Returns rows of the head. Zeros replace keys that no query attends, because such keys may hold
+// NaN.
 inline const uint16_t* rows_of_keys(const Attention& a, const Head& h, const ConstRows& from,
                                     int64_t key, int64_t keys, uint16_t* kept, int64_t& stride) {
   const uint16_t* rows = first_row<BF16>(a, h, from, h.k_start) + key * from.row;
@@ -111,7 +112,7 @@ inline void pack_keys(const Attention& a, const Head& h, int64_t key, int64_t ke
   }
 }
 
-// q kᵀ of a strip of queries and a block of keys.
+// Computes q kᵀ for a strip of queries and a block of keys.
 inline void multiply_keys(const uint16_t* q, int64_t width, int64_t keys, const StripMemory& m) {
   const int64_t steps = width / kStep;
   for (int64_t n = 0; n < keys; n += kPanel) {
@@ -120,7 +121,7 @@ inline void multiply_keys(const uint16_t* q, int64_t width, int64_t keys, const 
   }
 }
 
-// out = factors * out + P v, or out = P v for the first block of keys (`begins`).
+// Computes out = factors * out + P v, or out = P v for the first block of keys (`begins`).
 inline void multiply_values(float* out, int64_t width, int64_t rows, int64_t keys, bool begins,
                             const StripMemory& m) {
   const int64_t steps = steps_of(keys);

@@ -10,7 +10,7 @@ namespace fastbert::cpu::FASTBERT_LEVEL {
 FASTBERT_INLINE void begin_strips() { configure_tiles(); }
 FASTBERT_INLINE void end_strips() { tile_release(); }
 
-// c (+)= a b for a strip of rows and one panel, with a in bf16 and in whole steps.
+// Computes c (+)= a b for a strip of rows and one panel, with a in bf16 and in whole steps.
 template <bool kAdd>
 FASTBERT_INLINE void strip_product(const uint16_t* a, int64_t a_row, const char* b, int64_t steps,
                                    float* c, int64_t c_row) {

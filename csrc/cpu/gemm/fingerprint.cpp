@@ -18,7 +18,7 @@ namespace {
 constexpr int64_t kWord = sizeof(uint32_t);
 constexpr int64_t kPiece = 64 / kWord;  // words of a row that one cheap check reads
 
-// From this many rows on, reading the whole weight takes less than 5 % of its product.
+// From this many rows on, reading the whole weight takes less than 5 % of the product's time.
 constexpr int64_t kRowsThatPay = 1024;
 
 // Each band of rows has checksums of its own, so that threads can share a weight.

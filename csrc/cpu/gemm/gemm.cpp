@@ -36,7 +36,7 @@ void run(const Kernels& k, const Gemm& g) {
   });
 }
 
-// Returns the product x Wᵀ + bias + residual. The caller sets the result and further steps.
+// Describes the product x Wᵀ + bias + residual. The caller sets the output and further steps.
 Gemm product(const at::Tensor& x, const at::Tensor& packed, int64_t n, const OptionalTensor& bias,
              const OptionalTensor& residual) {
   Gemm g = {};
@@ -101,8 +101,8 @@ at::Tensor linear_layer_norm(const at::Tensor& x, const at::Tensor& weight,
   Gemm g = product(x, w, n, bias, residual);
   g.out_format = format_of(y);
   // A task needs whole rows to normalise them. If there are too few rows for such tasks, tasks of
-  // any shape form the sums. A product of depth 0 then normalises them, with the same operations in
-  // the same order.
+  // any shape form the sums. A product of depth 0 then normalises the rows of sums, with the same
+  // operations in the same order.
   at::Tensor sums;
   if (m < kRowsPerThread * at::get_num_threads()) {
     sums = empty({m, n}, x.options().dtype(at::kFloat));

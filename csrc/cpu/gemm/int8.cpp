@@ -86,8 +86,8 @@ struct Quantised {
     const Kernels& k = kernels();
     parallel_for(rows, grain_rows(columns),
                  [&](int64_t begin, int64_t end) { k.int8_quantise(params, begin, end); });
-    // The rows of padding are multiplied too, and their results are dropped. They only have to be
-    // defined.
+    // The rows of padding are multiplied too, and their results are dropped. Their values only have
+    // to be defined.
     if (q.size(0) > rows) q.narrow(0, rows, q.size(0) - rows).zero_();
   }
 };
@@ -100,7 +100,7 @@ void multiply(const Int8Gemm& params, int64_t m, int64_t panels, int64_t row_byt
   const int64_t most = std::max(unit, kRowBytes / row_bytes / unit * unit);
   const int64_t row_blocks = (m + most - 1) / most;
   const int64_t rows = round_up((m + row_blocks - 1) / row_blocks, unit);
-  // With this many tasks, the last ones do not leave threads idle for long.
+  // With this many tasks, the last tasks do not leave threads idle for long.
   const int64_t tasks = 8 * at::get_num_threads();
   const int64_t quarters = panels / kPanels;
   const int64_t column_blocks = std::min(quarters, (tasks + row_blocks - 1) / row_blocks);

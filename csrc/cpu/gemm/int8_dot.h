@@ -16,7 +16,7 @@ namespace fastbert::cpu::FASTBERT_LEVEL {
 typedef int16_t ShortVec __attribute__((vector_size(kBytes)));
 typedef int8_t NarrowVec __attribute__((vector_size(kBytes / 2)));
 
-// The 4 bytes at `p` in every lane.
+// Returns the 4 bytes at `p` in every lane.
 FASTBERT_INLINE IntVec splat_word(const void* p) {
   int32_t word;
   __builtin_memcpy(&word, p, sizeof(word));

@@ -5,7 +5,7 @@
 // / scale) + zero, 0, 255) with scale = (high - low) / 255 and zero = rint(-low / scale). The
 // scheme is affine, because the result of a GELU hardly goes below 0 and would waste half of a
 // symmetric range. Weights are symmetric, so one correction per result, zero times the sum of the
-// column, removes the offset. With 16-bit activations q - zero is stored, and no correction is
+// column, removes the offset. With 16-bit activations, q - zero is stored, and no correction is
 // needed. Integer sums do not depend on their order, so every level, block and batch gives the same
 // sums.
 //

@@ -2,11 +2,11 @@
 // Panels, register tiles and blocks for each cache follow Goto and van de Geijn 2008.
 //
 // W is laid out in panels of two registers of columns (packing.h). One step along k loads two
-// registers and multiplies them by a broadcast of each of up to kTileRows rows of a. The sums of
-// such a tile stay in registers. k is cut into blocks of kDepth. A block of a panel stays in or
-// near the first-level cache while all rows of a task pass; in fp32 it has 16 KiB with registers of
-// 32 bytes and 48 KiB with 64. The rows of the task, copied as words of 32 bits with a constant
-// stride, stay in the second-level cache.
+// registers and multiplies them by one broadcast element of each of up to kTileRows rows of a. The
+// sums of such a tile stay in registers. k is cut into blocks of kDepth. A block of a panel stays
+// in or near the first-level cache while all rows of a task pass; in fp32 it has 16 KiB with
+// registers of 32 bytes and 48 KiB with 64. The rows of the task, copied as words of 32 bits with a
+// constant stride, stay in the second-level cache.
 //
 // An element is the sum of its chunks of k in order, and each chunk is the sum of its products in
 // order. The number of rows, the division into tasks and the row's place in its tile change nothing
@@ -28,7 +28,7 @@ constexpr int kTileRows = kBytes == 64 ? 14 : 6;  // two registers each, three f
 constexpr int kDepth = kBytes == 64 ? 384 : 256;  // words
 constexpr int64_t kMaxRows = kBytes == 64 ? 128 : 120, kMaxColumns = 1024;  // of a task
 
-// sum + x b for a register of words.
+// Returns sum + x b for a register of words.
 template <class Operand>
 FASTBERT_INLINE Vec multiply_add(Vec x, Vec b, Vec sum) {
 #if defined(FASTBERT_LEVEL_DOTS)
@@ -87,8 +87,8 @@ void pack_rows(const Gemm& g, const Task& task, int64_t first, int64_t depth) {
   }
 }
 
-// The same in words of two neighbours along k. Rows with contiguous elements are copied one after
-// another, while the next rows are prefetched.
+// Copies rows as pack_rows does, but in words of two neighbours along k. Rows with contiguous
+// elements are copied one after another, while the next rows are prefetched.
 inline void pack_row_pairs(const Gemm& g, const Task& task, int64_t first, int64_t depth) {
   if (g.a_column == 1) {
     constexpr int64_t kAhead = 4;
@@ -138,8 +138,8 @@ FASTBERT_INLINE Next next_of(const char* a, const char* panel, int64_t bytes, in
   return {a, panel + tile * steps * step, step};
 }
 
-// sums (+)= a bᵀ for kRows rows of a and kPanels panels, which are `panel` elements apart, over the
-// steps [begin, end).
+// Computes sums (+)= a bᵀ for kRows rows of a and kPanels panels, which are `panel` elements apart,
+// over the steps [begin, end).
 template <class Format, int kRows, int kPanels>
 FASTBERT_INLINE void multiply_chunk(const float* a, const typename Format::Storage* b,
                                     int64_t panel, int64_t begin, int64_t end, float* sums,
@@ -208,8 +208,7 @@ __attribute__((noinline)) void multiply_rows(int rows, const float* a,
   multiply_at_most<Format, kTileRows>(rows, a, b, depth, sums, stride, next);
 }
 
-// One block of k: from its rows of a and its blocks of panels to sums. The last block also finishes
-// its tiles.
+// The product of one block of k, which adds to the sums. The last block also finishes its tiles.
 template <class Format>
 struct TaskBlock {
   using Storage = typename Format::Storage;
@@ -285,7 +284,7 @@ struct TaskBlock {
   }
 
   FASTBERT_INLINE void run() const {
-    // From three tiles on, it pays to widen a panel once, into memory.
+    // With three or more tiles, widening a panel once into memory costs less than in every tile.
     const bool widen = sizeof(Storage) < 4 && task.rows > 2 * kTileRows;
     int64_t n = task.rows == 1   ? multiply_panels<1, kMostPanels>()
                 : task.rows == 2 ? multiply_panels<2, 2>()

@@ -20,7 +20,7 @@ namespace fastbert::cpu {
 // changed.
 at::Tensor packed(const at::Tensor& weight, Format to, int64_t rows);
 
-// The same without a cache, for an operand that is used once.
+// Packs an operand that is used once, without the cache.
 at::Tensor pack_once(const at::Tensor& weight, Format to);
 
 int64_t packed_total();

@@ -40,7 +40,7 @@ struct PanelRow<BF16> {
     low = (Vec)(pairs << 16);
     high = (Vec)(pairs & 0xffff0000u);
   }
-  // Rounds as BF16::narrow and leaves the result in the upper half of each word.
+  // Rounds as BF16::narrow does and leaves the result in the upper half of each word.
   static FASTBERT_INLINE WordVec rounded(Vec v) {
     const WordVec bits = (WordVec)v;
     const WordVec nearest = bits + 0x7fffu + ((bits >> 16) & 1u);
@@ -122,7 +122,7 @@ FASTBERT_INLINE void load_transposed(const typename Format::Storage* p, int64_t 
   transpose(block);
 }
 
-// Lays out the columns of a panel, which are `row` apart, as words of two neighbours along k.
+// Lays out a panel's columns, which are `row` elements apart, as words of two neighbours along k.
 template <class From>
 void pack_dots(const typename From::Storage* p, int64_t row, int64_t column, int low, int high,
                int64_t k, uint32_t* packed) {

@@ -7,12 +7,12 @@
 // The four products of a step take 64 cycles (Intel's Optimization Reference Manual). They form 2 x
 // 2 tiles of sums from two tiles of a and two of W, each loaded once. These 4 KiB take the
 // second-level cache about the same time and the first-level cache half of it. A task therefore has
-// as many rows as stay in the second-level cache beside two panels. All of them pass a panel before
-// the next one, which is meanwhile fetched from beyond that cache, so each byte of W is read once
+// as many rows as stay in the second-level cache beside two panels. All rows pass a panel before
+// the next panel, which is meanwhile fetched from beyond that cache, so each byte of W is read once
 // per task. With 16 rows or fewer, 1 x 4 tiles of sums take two panels at a time.
 //
 // k is never cut: sums stay in tiles from the first step to the last. An element is the sum of its
-// steps in order, whatever m, the threads or the row's place in the batch are, and no partial sum
+// steps in order, for every m, number of threads and place of the row in the batch. No partial sum
 // is stored.
 //
 // The epilogue of a block runs between the steps of the next block. The epilogue uses vector

@@ -7,8 +7,9 @@
 
 namespace fastbert::cpu::FASTBERT_LEVEL {
 
-// exp(-u) for u >= 0 with a relative error of about 1e-7. Above 87, just before exp(-u) leaves the
-// normal floats, the result is 0. For NaN the result is arbitrary, and callers restore the NaN.
+// Returns exp(-u) for u >= 0 with a relative error of about 1e-7. Above 87, just before exp(-u)
+// leaves the normal floats, the result is 0. For NaN the result is arbitrary, and callers restore
+// the NaN.
 FASTBERT_INLINE Vec exp_negative(Vec u) {
   // Adding 1.5 * 2^23 rounds to an integer and leaves it in the low bits of the mantissa.
   constexpr float kRound = 12582912.0f;

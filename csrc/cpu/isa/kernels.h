@@ -58,7 +58,7 @@ struct LayerNormBackward {
   void *dsum, *dx;
 };
 
-// y = weight s / sqrt(mean(s^2) + eps), s = x + residual; y is contiguous.
+// y = weight s / sqrt(mean(s^2) + eps) with s = x + residual; y is contiguous.
 struct RmsNormForward {
   Format format;
   int64_t columns;
@@ -91,8 +91,8 @@ struct Rotary {
   void* y;
 };
 
-// For each token a row of each of `count` tables: of the words, then of the types and of the
-// positions where they exist.
+// The rows that are summed for each token, one from each of `count` tables. The word table comes
+// first, then the type table and the position table if they exist.
 struct Lookup {
   int count;
   const int64_t* indices[3];
@@ -208,8 +208,8 @@ struct Epilogue {
   void* out;             // contiguous
 };
 
-// out = epilogue(a Wᵀ) for a (m, k) with any strides. Sums over k have one order, whatever m and
-// the number of threads are.
+// out = epilogue(a Wᵀ) for a (m, k) with any strides. Sums over k have the same order for every m
+// and every number of threads.
 struct Gemm : Epilogue {
   Format format, packed_format;  // of a, of W
   int64_t m, k;
@@ -255,7 +255,7 @@ struct Int8Gemm : Epilogue {
   const int32_t* column_sum;
 };
 
-// A task of an int8 product. The first panel's number is a multiple of 4, the first row's of 16.
+// A task of an int8 product. panel_begin is a multiple of 4, and row_begin is a multiple of 16.
 struct Int8Block {
   int64_t row_begin, row_end, panel_begin, panel_end;
 };
@@ -306,17 +306,18 @@ struct Attention {
 // The numbers of queries and of keys in a block of attention.
 constexpr int64_t kAttentionQueries = 96, kAttentionKeys = 128;
 
-// A piece of work: the queries [begin, end) of a head, begin a multiple of kAttentionQueries. In an
-// item by keys, the range holds keys, and begin is a multiple of kAttentionKeys.
+// A piece of work: the queries [begin, end) of a head, where `begin` is a multiple of
+// kAttentionQueries. In an item by keys, the range holds keys, and `begin` is a multiple of
+// kAttentionKeys.
 struct AttentionItem {
   int64_t sequence, head, begin, end;
 };
 
 // The gradients of an Attention, whose `out` and `lse` are not read. Each gradient has the shape of
-// its tensor. Items by queries pass three statistics to the items after them, in fp32 and laid out
-// as lse: the maximum of a row's logits, the sum of its exponentials, and delta. They are null if
-// every item is a whole head and no gradient of the bias is wanted. dbias is contiguous fp32 in the
-// shape of the bias; its strides are 0 where the bias is broadcast.
+// its tensor. Items by keys and the bias gradient read three statistics that earlier items store in
+// fp32, laid out as lse: the maximum of a row's logits, the sum of its exponentials, and delta. The
+// pointers are null if every item is a whole head and no gradient of the bias is wanted. dbias is
+// contiguous fp32 in the shape of the bias; its strides are 0 where the bias is broadcast.
 struct AttentionBackward {
   Attention forward;
   ConstRows dout;
@@ -331,7 +332,7 @@ struct AttentionBackward {
 enum class AttentionPass : int32_t { whole, queries, keys };
 
 // Adds `rows` rows to the checksums of their words [first, last) of 32 bits. `sums` holds one
-// checksum for each word, over the rows before these.
+// checksum for each word, over the preceding rows.
 struct Checksums {
   const char* data;
   int64_t rows, stride, row_bytes;  // stride in bytes
@@ -377,8 +378,8 @@ struct Kernels {
   void (*attention_backward)(const AttentionBackward&, AttentionPass, const AttentionItem&,
                              void* scratch);
   // Computes one block of dbias: queries from item.begin on, keys from item.end on. If the bias is
-  // broadcast over sequences (heads, queries, keys), the block of the first one holds the sum over
-  // all.
+  // broadcast over sequences, the block of the first sequence holds the sum over all sequences; the
+  // same holds for heads, queries and keys.
   int64_t (*attention_bias_scratch)(const AttentionBackward&);
   void (*attention_bias_gradient)(const AttentionBackward&, const AttentionItem&, void* scratch);
   // Writes the softmax weights of queries[begin] to queries[end - 1] of a head, in ascending order,

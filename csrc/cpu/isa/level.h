@@ -2,9 +2,9 @@
 // includes this file, after it has selected the target and defined FASTBERT_LEVEL and
 // FASTBERT_LEVEL_BYTES.
 //
-// A level may differ from another one only in its matrix products and attention forward. It then
-// names the other level FASTBERT_LEVEL_BASE, and its table takes all other kernels from there, so
-// they are compiled once.
+// A level may differ from another level only in its matrix products and attention forward. It then
+// defines FASTBERT_LEVEL_BASE as the other level. Its table takes all other kernels from there, so
+// these kernels are compiled once.
 
 #include "../gemm/int8_kernel.h"
 #include "../gemm/kernel.h"

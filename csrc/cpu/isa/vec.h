@@ -107,15 +107,15 @@ FASTBERT_INLINE Vec greatest(Vec a, Vec b) {
 
 FASTBERT_INLINE Vec abs(Vec x) { return (Vec)((WordVec)x & 0x7fffffffu); }
 
-// `v` with the lanes from `count` on taken from `rest`.
+// Returns `v` with the lanes from `count` on taken from `rest`.
 FASTBERT_INLINE Vec first_lanes(Vec v, int count, Vec rest = Vec{}) {
   if (count == kLanes) return v;
   return select((IntVec)lane_numbers() < count, v, rest);
 }
 
-// a * b + c, rounded once if the instruction set can. The call is explicit because the build
-// forbids the compiler to contract by itself, so results depend on the level only and not on the
-// compiler.
+// Returns a * b + c, rounded once if the instruction set can. The call is explicit because the
+// build forbids the compiler to contract by itself, so results depend on the level only and not on
+// the compiler.
 FASTBERT_INLINE Vec fma(Vec a, Vec b, Vec c) {
 #if FASTBERT_INTRINSIC_BYTES == 64
   return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -135,8 +135,8 @@ FASTBERT_INLINE Vec fma(Vec a, Vec b, Vec c) {
 }
 
 #if defined(FASTBERT_LEVEL_DOTS)
-// Adds to each lane of c the products of the two bf16 of a and of b, the upper ones first. The
-// instruction takes subnormals for 0.
+// Adds to each lane of c the two products of the bf16 pairs in a and b, the upper product first.
+// The instruction takes subnormals for 0.
 FASTBERT_INLINE Vec dot_bf16(Vec a, Vec b, Vec c) {
 #if FASTBERT_INTRINSIC_BYTES == 64
   return (Vec)_mm512_dpbf16_ps((__m512)c, (__m512bh)a, (__m512bh)b);

@@ -1,4 +1,4 @@
-// The operators of an activation on the CPU: they check tensors and divide the rows among threads.
+// Activations on the CPU. The operators check tensors and divide the rows among threads.
 
 #include <string>
 #include <tuple>

@@ -1,10 +1,10 @@
-// The functions of one column, GELU (Hendrycks and Gimpel 2016), ReLU and SiLU, and their
-// derivatives, for one register. `both` returns the value and sets the slope at the same point.
+// GELU (Hendrycks and Gimpel 2016), ReLU and SiLU, and their derivatives, for one register. `both`
+// returns the value and sets the slope at the same point.
 //
 // gelu(x) = x Phi(x) with the normal distribution function Phi. Its upper tail is computed
 // directly: Q(a) = 1 - Phi(a) = exp(-a^2 / 2) R(a) for a = |x|. Phi therefore keeps its relative
-// accuracy for negative x, where 1 + erf would cancel, and the derivative needs the same
-// exponential as density. R is Mills' ratio over sqrt(2 pi): r P(1 - 8 r) with r = 1 / (a + 4) and
+// accuracy for negative x, where 1 + erf would cancel. The derivative uses the same exponential for
+// the density. R is Mills' ratio over sqrt(2 pi): r P(1 - 8 r) with r = 1 / (a + 4) and
 // a minimax polynomial P (Lawson's algorithm on [0, 14.5], relative error 9e-9).
 //
 // gelu_tanh(x) = 0.5 x (1 + tanh(w)) = x s(2 w) with the logistic function s.
@@ -38,11 +38,11 @@ struct Gelu {
     return x * distribution(x, bell);
   }
 
-  // `forward` of registers that will be rounded to bf16, with half of the operations:
+  // Computes `forward` of registers that will be rounded to bf16, with half of the operations:
   // max(x, 0) - a Q(a), with minimax polynomials (Lawson's algorithm) of log2 Q(a) and of 2^r. The
   // relative error is 1e-4 for x >= -4, 2e-4 for x >= -6 and 1.3e-3 for x >= -12.8; half a unit of
-  // bf16 is 2e-3 to 4e-3. Below -12.8 the result is the value at -12.8, -1.1e-36. Each stage takes
-  // all registers, so that their chains of operations overlap.
+  // bf16 is 2e-3 to 4e-3. Below -12.8, the result is the value at -12.8, which is -1.1e-36. Each
+  // stage takes all registers, so their chains of operations overlap.
   template <int kCount>
   static FASTBERT_INLINE void forward_bf16(Vec (&x)[kCount]) {
     constexpr float kLargest = 12.8f, kRound = 12582912.0f;
@@ -61,7 +61,7 @@ struct Gelu {
     for (int k = 1; k <= 8; ++k) {
       for (int i = 0; i < kCount; ++i) log[i] = fma(log[i], a[i], splat(kLogTail[k]));
     }
-    // An integer in the low bits, as in exp_negative, and the remainder of -log.
+    // `shifted` holds an integer in its low bits, as in exp_negative, and r the remainder of -log.
     for (int i = 0; i < kCount; ++i) shifted[i] = kRound - log[i];
     for (int i = 0; i < kCount; ++i) r[i] = (kRound - shifted[i]) - log[i];
 #pragma GCC unroll 3
@@ -74,8 +74,8 @@ struct Gelu {
     }
   }
 
-  // The slope is Phi(x) + x phi(x). Where phi is 0 the product is left out, because x may be
-  // infinite there.
+  // The slope is Phi(x) + x phi(x). Where phi is 0, the product is left out, because x may be
+  // infinite.
   static FASTBERT_INLINE Vec both(Vec x, Vec& slope) {
     Vec bell;
     const Vec cumulative = distribution(x, bell);
@@ -85,8 +85,8 @@ struct Gelu {
   }
 };
 
-// Returns the logistic function s(x) and sets `complement` to s(-x), from e = exp(-|x|). The
-// smaller of the two is the more accurate.
+// Returns the logistic function s(x) and sets `complement` to s(-x), from e = exp(-|x|). Neither is
+// a difference, so both keep their relative accuracy.
 FASTBERT_INLINE Vec logistic(Vec x, Vec e, Vec& complement) {
   const Vec larger = 1.0f / (1.0f + e);
   const Vec smaller = e * larger;
@@ -98,7 +98,7 @@ struct GeluTanh {
   static constexpr float kTwoBeta = 1.5957691216f;  // 2 sqrt(2 / pi)
   static constexpr float kCubic = 0.044715f;
 
-  // Returns s(2 w) and sets `complement` to s(-2 w), w = sqrt(2 / pi) (x + 0.044715 x^3).
+  // Returns s(2 w) and sets `complement` to s(-2 w) for w = sqrt(2 / pi) (x + 0.044715 x^3).
   static FASTBERT_INLINE Vec of_cubic(Vec x, Vec& complement) {
     const Vec inner = fma(x * x, splat(kCubic), splat(1.0f));
     return logistic(x, exp_negative(abs(x) * kTwoBeta * inner), complement);
@@ -109,8 +109,7 @@ struct GeluTanh {
     return x * of_cubic(x, complement);
   }
 
-  // The slope is s + x s (1 - s) 2 w'. From |x| = 10 on, the second term is 0, and x^2 may
-  // overflow.
+  // The slope is s + x s (1 - s) 2 w'. Above |x| = 12, the second term is 0, and x^2 may overflow.
   static FASTBERT_INLINE Vec both(Vec x, Vec& slope) {
     Vec complement;
     const Vec s = of_cubic(x, complement);
@@ -137,7 +136,7 @@ struct Silu {
     return x * logistic(x, exp_negative(abs(x)), complement);
   }
 
-  // The slope is s + x s (1 - s). From |x| = 87 on, the second term is 0, and x may be infinite.
+  // The slope is s + x s (1 - s). Above |x| = 87, the second term is 0, and x may be infinite.
   static FASTBERT_INLINE Vec both(Vec x, Vec& slope) {
     Vec complement;
     const Vec s = logistic(x, exp_negative(abs(x)), complement);

@@ -9,7 +9,7 @@
 
 namespace fastbert::cpu::FASTBERT_LEVEL {
 
-// h + bias of one row, from element n on.
+// Loads h + bias of one row, from element n on.
 template <class Format>
 FASTBERT_INLINE Vec pre_activation(const typename Format::Storage* h, const float* bias, int64_t n,
                                    int count) {
@@ -32,8 +32,8 @@ void activation_forward_rows(const ActivationForward& params, int64_t begin, int
   }
 }
 
-// A block of a few rows: their sums are added in registers, and the sums in memory are read and
-// written once per block.
+// Computes the gradients of a few rows. Their sum is formed in registers, so the sums in memory are
+// read and written once per block.
 template <class Format, class Function, bool kGated>
 FASTBERT_INLINE void activation_backward_block(const ActivationBackward& p, int64_t first, int rows,
                                                double* sums) {

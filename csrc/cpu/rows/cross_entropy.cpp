@@ -1,9 +1,9 @@
-// Cross entropy of a vocabulary projection on the CPU, over the labelled rows only.
+// The cross entropy of a vocabulary projection on the CPU, over the labelled rows only.
 //
-// The labelled rows are gathered; their logits are formed for a block of rows and a part of the
+// The labelled rows are gathered. Their logits are formed for a block of rows and a part of the
 // vocabulary at a time, and used while they are in the cache. The forward keeps the maximum and the
-// sum of exponentials of each row, the backward forms the logits again. Parts depend on nothing, so
-// a row's loss has the same bits in every batch.
+// sum of exponentials of each row, and the backward forms the logits again. The parts of the
+// vocabulary have a fixed size, so a row's loss has the same bits in every batch.
 
 #include <algorithm>
 #include <cmath>
@@ -17,7 +17,7 @@
 namespace fastbert::cpu {
 namespace {
 
-// Classes and rows whose logits exist at once: 4 MB in fp32.
+// The classes and rows of one block of logits, which takes 4 MB in fp32.
 constexpr int64_t kPartClasses = 2048, kBlockRows = 512;
 
 bool check_reduction(const std::string& reduction) {
@@ -38,7 +38,7 @@ void check_projection(const at::Tensor& hidden, const at::Tensor& weight,
   check_numbers("labels", labels, hidden, hidden.size(0));
 }
 
-// The labelled rows by `order`, gathered.
+// The labelled rows, gathered in the order of `order`.
 struct Labelled {
   int64_t count;
   at::Tensor rows, hidden, labels;
@@ -50,12 +50,13 @@ struct Labelled {
         labels(all_labels.index_select(0, rows)) {}
 
  private:
-  // order: a private copy, int64. Every number that the gathering indexes with is looked at.
+  // Returns the number of labelled rows after a check of every index. `order` is a private copy,
+  // int64.
   static int64_t count_of(const at::Tensor& order) {
     const int64_t total = order.size(0) - 1;
     const int64_t* place = order.const_data_ptr<int64_t>();
     TORCH_CHECK_VALUE(place[total] >= 0 && place[total] <= total, "order: got ", place[total],
-                      " last, allowed: 0 to ", total, ", the number of labelled rows");
+                      " as the last number, allowed: 0 to ", total, ", the number of rows");
     for (int64_t i = 0; i < place[total]; ++i) {
       TORCH_CHECK_VALUE(place[i] >= 0 && place[i] < total, "order: got ", place[i],
                         ", allowed: 0 to ", total - 1);
@@ -64,8 +65,8 @@ struct Labelled {
   }
 };
 
-// The labelled rows in their order, the others from the end backwards, the number of the former.
-// labels: a private copy, int64.
+// Returns the labelled rows first to last, the other rows last to first, and the number of labelled
+// rows. `labels` is a private copy, int64.
 at::Tensor order_of(const at::Tensor& labels, int64_t ignore_index, int64_t classes) {
   const int64_t total = labels.size(0);
   auto order = empty({total + 1}, labels.options().dtype(at::kInt));
@@ -82,7 +83,7 @@ at::Tensor order_of(const at::Tensor& labels, int64_t ignore_index, int64_t clas
   return order;
 }
 
-// Calls body(first, length) for the parts that [0, total) is divided into.
+// Divides [0, total) into parts of at most `part` elements and calls body(first, length) for each.
 template <class Body>
 void for_each_part(int64_t total, int64_t part, const Body& body) {
   for (int64_t first = 0; first < total; first += part) {
@@ -147,7 +148,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_cross_entropy_forward(
 
 namespace {
 
-// The gradient of each labelled row's loss.
+// Returns the gradient of each labelled row's loss.
 at::Tensor scales(const at::Tensor& dloss, const Labelled& given, const std::string& reduction) {
   const auto gradient = dloss.to(at::kFloat);
   if (reduction == "none") return gradient.index_select(0, given.rows);
@@ -155,7 +156,7 @@ at::Tensor scales(const at::Tensor& dloss, const Labelled& given, const std::str
   return gradient.div(divisor).expand({given.count}).contiguous();
 }
 
-// The backward pass of one call: its operands and what it sums up.
+// The backward pass of one call, with its operands and its results.
 class Backward {
  public:
   Backward(const at::Tensor& hidden, const at::Tensor& weight_in, const OptionalTensor& bias_in,
@@ -198,8 +199,8 @@ class Backward {
   at::Tensor dhidden, dweight, dbias;
 
  private:
-  // The gradient of a block of logits, in the dtype of the products; its sum over the rows goes to
-  // dbias.
+  // Returns the gradient of a block of logits in the dtype of the products, and adds its sum over
+  // the rows to dbias.
   at::Tensor gradient(int64_t first, int64_t row, at::Tensor logits) {
     const int64_t rows = logits.size(0), columns = logits.size(1);
     const bool round = weight.scalar_type() != at::kFloat;
@@ -234,7 +235,7 @@ class Backward {
   }
 };
 
-// What the forward pass kept.
+// Checks the tensors that the forward pass kept.
 void check_kept(const at::Tensor& statistics, const at::Tensor& order, const at::Tensor& hidden) {
   const int64_t total = hidden.size(0);
   check_floats("statistics", statistics, hidden, {2, total});
@@ -243,7 +244,7 @@ void check_kept(const at::Tensor& statistics, const at::Tensor& order, const at:
   check_shape("order", order, {total + 1});
 }
 
-// The labels that the forward pass has checked, again: they may have changed since.
+// Checks the labels again, because they may have changed since the forward pass.
 void check_labels(const at::Tensor& labels, int64_t classes) {
   const int64_t* label = labels.const_data_ptr<int64_t>();
   for (int64_t i = 0; i < labels.size(0); ++i) {
@@ -257,7 +258,7 @@ void check_gradient(const at::Tensor& dloss, const std::string& reduction, int64
                    dloss.scalar_type(), ", allowed: a floating dtype");
   const bool each = reduction == "none";
   TORCH_CHECK_VALUE(each ? dloss.dim() == 1 && dloss.size(0) == total : dloss.dim() == 0,
-                    "dloss: got shape ", dloss.sizes(), ", allowed: that of the loss, ",
+                    "dloss: got shape ", dloss.sizes(), ", allowed: the shape of the loss, ",
                     each ? "(" + std::to_string(total) + ",)" : std::string("()"));
 }
 

@@ -1,8 +1,8 @@
-// Softmax over a vocabulary that arrives in parts: running maximum and sum of exponentials of each
-// row (Milakov and Gimelshein 2018), and the gradient of the logits once both are known.
+// Softmax over a vocabulary in parts: the running maximum and sum of exponentials of each row
+// (Milakov and Gimelshein 2018), and the gradient of the logits after the last part.
 //
-// Maximum and sum stay apart: their logarithmic sum would be rounded as coarsely as a logit, and at
-// 1e4 that moves a probability by 5e-4.
+// Both the maximum and the sum are kept, because the rounding of their log-sum-exp is as coarse as
+// that of a logit: at 1e4 it changes a probability by 5e-4.
 
 #pragma once
 
@@ -13,15 +13,15 @@
 
 namespace fastbert::cpu::FASTBERT_LEVEL {
 
-// Where a maximum begins: finite, so that a logit of -inf makes no NaN.
+// A running maximum begins here. It is finite, so that a logit of -inf gives no NaN.
 constexpr float kLowest = -2.0e38f;
 
-// exp(v - highest), NaN where v is NaN.
+// Returns exp(v - highest), which is NaN where v is NaN.
 FASTBERT_INLINE Vec exp_below(Vec v, Vec highest) {
   return select(v == v, exp_negative(highest - v), v);
 }
 
-// A row's logits with their bias.
+// Returns the logits of a row with their bias.
 template <class P>
 FASTBERT_INLINE Vec biased(const P& p, const float* logits, int64_t n, int count) {
   const Vec v = load(logits + n, count);
@@ -39,7 +39,7 @@ FASTBERT_INLINE float highest_of(const Vec (&vectors)[kSums]) {
 }
 
 void cross_entropy_forward(const CrossEntropyForward& params, int64_t begin, int64_t end) {
-  const CrossEntropyForward p = params;  // a local copy: see RowSum
+  const CrossEntropyForward p = params;  // RowSum explains the local copy.
   for (int64_t row = begin; row < end; ++row) {
     const float* logits = p.logits + row * p.columns;
     Vec highs[kSums];
@@ -64,7 +64,8 @@ void cross_entropy_forward(const CrossEntropyForward& params, int64_t begin, int
   }
 }
 
-// scale (softmax - onehot): over the logits, and rounded to the format of the products.
+// Overwrites the logits with scale (softmax - onehot). `rounded`, unless it is null, gets the
+// result in the format of the products.
 template <class Format>
 void cross_entropy_backward_rows(const CrossEntropyBackward& params, int64_t begin, int64_t end) {
   const CrossEntropyBackward p = params;
@@ -76,7 +77,7 @@ void cross_entropy_backward_rows(const CrossEntropyBackward& params, int64_t beg
     for_each_vector(p.columns, [&](int64_t n, int count) __attribute__((always_inline)) {
       store(logits + n, exp_below(biased(p, logits, n, count), highest) * share, count);
     });
-    // p g - g rather than (p - 1) g: one rounding where p is small.
+    // p g - g instead of (p - 1) g: a small p is then rounded once.
     const int64_t label = p.labels[row] - p.first;
     if (label >= 0 && label < p.columns) logits[label] -= scale;
     if (!p.rounded) continue;

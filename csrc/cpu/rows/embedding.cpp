@@ -1,5 +1,5 @@
-// The embedding of a BERT input on the CPU: three gathers, their sum, layer norm and dropout in one
-// pass, and the gradients of the three tables.
+// The operators of the embedding of a BERT input on the CPU: gathers, their sum, layer norm and
+// dropout in one pass, and the gradients of the tables.
 
 #include <array>
 #include <tuple>
@@ -16,7 +16,7 @@ constexpr int kTables = 3;
 constexpr const char* kIndexNames[kTables] = {"ids", "token_types", "positions"};
 constexpr const char* kTableNames[kTables] = {"word_table", "type_table", "position_table"};
 
-// The operands of both passes, as the kernels read them.
+// The indices and tables of both passes, checked and in the form that the kernels read.
 struct Operands {
   // The tensors of an absent table are undefined.
   std::array<at::Tensor, kTables> indices, tables;
@@ -32,7 +32,7 @@ struct Operands {
       if (!check_pair(i, indices_in[i].has_value(), tables_in[i].has_value())) continue;
       const at::Tensor& table = *tables_in[i];
       check_device(kTableNames[i], table, words);
-      check_dtype_of(kTableNames[i], table, words.scalar_type(), "the words");
+      check_dtype_of(kTableNames[i], table, words.scalar_type(), "word_table");
       TORCH_CHECK_VALUE(table.dim() == 2 && table.size(1) == columns, kTableNames[i],
                         ": got shape ", table.sizes(), ", allowed: (rows, ", columns, ")");
       tables[i] = fastbert::with_unit_columns(table);
@@ -53,8 +53,7 @@ struct Operands {
   }
 
  private:
-  // Checks that a table and its indices are both there or both absent, and returns whether they
-  // are there.
+  // Checks that a table and its indices are given together, and returns whether they are given.
   static bool check_pair(int i, bool has_index, bool has_table) {
     TORCH_CHECK_VALUE(has_index || !has_table, kIndexNames[i], ": got None with ", kTableNames[i],
                       ", allowed: both or neither");
@@ -72,8 +71,8 @@ struct Operands {
   }
 };
 
-// The gradient of one table: the tokens in the order of their rows, equal rows in the order of the
-// tokens, and the sum of each run of them. The row `skipped` stays 0.
+// Computes the gradient of one table. The tokens are sorted by their table row, tokens with the
+// same row keep their order, and the gradients of each run are summed. The row `skipped` stays 0.
 at::Tensor table_gradient(const Kernels& k, const at::Tensor& dsum, const at::Tensor& index,
                           const at::Tensor& table, int64_t skipped) {
   const int64_t rows = table.size(0), columns = table.size(1), tokens = index.numel();
@@ -145,7 +144,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> embedding
   check_parameter("weight", weight_in, word_table);
   check_dropout(dropout_p, seed, word_table);
   check_device("dy", dy_in, word_table);
-  check_dtype_of("dy", dy_in, word_table.scalar_type(), "the words");
+  check_dtype_of("dy", dy_in, word_table.scalar_type(), "word_table");
   check_shape("dy", dy_in, {rows, columns});
   check_statistic("mean", mean_in, dy_in);
   check_statistic("rstd", rstd_in, dy_in);

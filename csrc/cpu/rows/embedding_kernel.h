@@ -1,5 +1,5 @@
 // The embedding of a token, y = dropout(LN(word + type + position)) (Devlin et al. 2019, figure 2),
-// and sums of chosen rows, from which the gradients of the tables are made.
+// and sums of chosen rows, which give the gradients of the tables.
 
 #pragma once
 
@@ -7,7 +7,7 @@
 
 namespace fastbert::cpu::FASTBERT_LEVEL {
 
-// The sum of the rows that belong to a token, one of each table, from element n on.
+// Computes the sum of a token's rows, one of each table, from element n on.
 template <class Format, int kTables>
 struct TableSum {
   using Storage = typename Format::Storage;
@@ -31,7 +31,7 @@ struct TableSum {
 template <class Format, int kTables>
 void embedding_forward_rows(const EmbeddingForward& params, int64_t begin, int64_t end,
                             float* scratch) {
-  const EmbeddingForward p = params;  // a local copy: see RowSum
+  const EmbeddingForward p = params;  // RowSum explains the local copy.
   using Storage = typename Format::Storage;
   uint32_t* mask = scratch_mask(scratch, p.columns);
   for (int64_t row = begin; row < end; ++row) {
@@ -54,7 +54,7 @@ void embedding_forward_rows(const EmbeddingForward& params, int64_t begin, int64
   }
 }
 
-// A row of the backward pass: its operands, and where its gradient goes.
+// The operands and the result of one row of the backward pass.
 template <class Format, int kTables>
 struct EmbeddingRow {
   using P = EmbeddingBackward;
@@ -118,8 +118,8 @@ void embedding_backward(const EmbeddingBackward& p, int64_t begin, int64_t end, 
   });
 }
 
-// kVectors registers of one sum, from column n on: fp32 over a group of rows, which then goes into
-// double precision.
+// Computes kVectors registers of one sum, from column n on. A group of rows is summed in fp32, and
+// the groups are added in double precision.
 template <class Format, int kVectors>
 FASTBERT_INLINE void sum_segment(const SegmentSums& p, int64_t segment, int64_t n, int count) {
   DoubleVec low[kVectors] = {}, high[kVectors] = {};

@@ -1,4 +1,4 @@
-// Layer norm of a residual sum on the CPU: tensors in, rows shared out to threads.
+// The operators of layer norm on the CPU. They check tensors and divide the rows among threads.
 
 #include <tuple>
 

@@ -1,10 +1,8 @@
-// Layer norm of a residual sum, y = LN(residual + dropout(x + x_bias)) (Ba et al. 2016), rows in
-// fp32.
+// Layer norm of a residual sum, y = LN(residual + dropout(x + x_bias)) (Ba et al. 2016), in fp32.
 //
-// Forward keeps the sum of one row in scratch memory (L1-sized for BERT) and runs the corrected
-// two-pass algorithm over it: the deviations from a first mean also give what rounding left of the
-// mean, so that rows around 1e4 and constant rows come out right. Backward forms the sum again
-// instead of storing it.
+// The forward keeps the sum of one row in scratch memory, which fits in L1 for BERT, and makes two
+// passes over it. The second pass also gives the rounding error of the mean, which matters in rows
+// around 1e4 and in constant rows. The backward forms the sum again instead of storing it.
 
 #pragma once
 
@@ -16,14 +14,14 @@
 
 namespace fastbert::cpu::FASTBERT_LEVEL {
 
-// The backward pass takes rows in blocks, so that a block's share of a parameter's gradient is
-// summed in registers and memory is touched once: fp32 sums for a group of blocks, which then go
-// into sums in double precision.
+// The backward pass adds the rows of a block in registers before it adds to a parameter's gradient
+// in memory. These fp32 sums collect a group of rows, and are then added to sums in double
+// precision.
 constexpr int kBlockRows = 4;
 constexpr int kGroupRows = 16;
 
-// Scratch of one thread: for each row of a block the row in fp32, then its dropout mask; behind
-// the blocks the sums of a group, of as many parameters as a backward pass has at the most.
+// The scratch memory of one thread holds, for each row of a block, the row in fp32 and its dropout
+// mask. After these come the sums of a group, for at most this many parameters.
 constexpr int kParameters = 3;
 
 FASTBERT_INLINE int64_t scratch_row(int64_t columns) { return (columns + 15) / 16 * 16; }
@@ -36,7 +34,6 @@ int64_t layer_norm_scratch(int64_t columns) {
   return kBlockRows * scratch_stride(columns) + kParameters * scratch_row(columns);
 }
 
-// The group's sums.
 FASTBERT_INLINE float* scratch_sums(float* scratch, int64_t columns) {
   return scratch + kBlockRows * scratch_stride(columns);
 }
@@ -50,13 +47,13 @@ FASTBERT_INLINE const Storage* row_of(const ConstMatrix& matrix, int64_t row) {
   return matrix.data ? (const Storage*)matrix.data + row * matrix.stride : nullptr;
 }
 
-// What a row is the sum of: x, x and residual, or any of the operands. The kernels are compiled for
-// each, so that the loops of the common ones test nothing.
+// The operands of a row's sum: x alone, x and residual, or any operands. The kernels are compiled
+// for each value, so that the loops of the first two have no branch.
 enum class Summands { x, x_and_residual, any };
 
-// residual + dropout(x + x_bias) of one row, from element n on. P is either params struct. Kernels
-// work on local copies of their params: what a store could alias would be read again for every
-// register.
+// Computes residual + dropout(x + x_bias) of one row, from element n on. P is a params struct.
+// Kernels work on local copies of their params. A store could alias the originals, and the compiler
+// would then read them again for every register.
 template <class Format, Summands kSummands, class P>
 struct RowSum {
   using Storage = typename Format::Storage;
@@ -87,8 +84,8 @@ struct RowSum {
   }
 };
 
-// Calls visit(n, u, count, v) for every register v of the row in fp32 and returns the row: from
-// `scratch`, or where it already lies in memory as it is.
+// Calls visit(n, u, count, v) for every register v of the row and returns the row in fp32. The row
+// is in `scratch`, or in x if it needs no sum and no conversion.
 template <class Format, Summands kSummands, class P, class Visit>
 FASTBERT_INLINE const float* fp32_row(const RowSum<Format, kSummands, P>& row_sum, int64_t columns,
                                       float* scratch, Visit visit) {
@@ -101,8 +98,8 @@ FASTBERT_INLINE const float* fp32_row(const RowSum<Format, kSummands, P>& row_su
   return kInPlace ? (const float*)row_sum.x : scratch;
 }
 
-// Calls write(n, count, v) for every register v of the normalised row. P has weight and bias, and
-// bias may be null.
+// Calls write(n, count, v) for every register v of the normalised row. P has a weight, and a bias
+// that may be null.
 template <class P, class Write>
 FASTBERT_INLINE void write_normalised(const P& p, const float* sum, const Moments& m, Write write) {
   const Vec shift = splat(-m.correction * m.rstd), mean = splat(m.mean), rstd = splat(m.rstd);
@@ -148,8 +145,8 @@ void layer_norm_forward_rows(const LayerNormForward& params, int64_t begin, int6
   }
 }
 
-// Where a row of the backward pass gets its operands and puts its gradient; `finish` returns the
-// gradient of x.
+// The operands and results of one row of the backward pass. `finish` stores the gradient of the sum
+// and, under dropout, of x, and returns the gradient of x.
 template <class Format, Summands kSummands>
 struct LayerNormRow {
   using P = LayerNormBackward;
@@ -185,7 +182,7 @@ struct LayerNormRow {
   }
 };
 
-// The normalised row h, in scratch, and the means of g = dy * weight and of g h.
+// The normalised row h, which is in scratch memory, and the means of g = dy * weight and of g h.
 struct Normalised {
   const float* h;
   float rstd, g_mean, gh_mean;
@@ -212,7 +209,7 @@ FASTBERT_INLINE void add_to(float* sums, Vec v, int count) {
   store(sums, load(sums, count) + v, count);
 }
 
-// The second half of layer_norm_backward_block, compiled with and without a bias.
+// The second half of layer_norm_backward_block. It is compiled with and without a bias.
 template <class Row, bool kHasBias, int kRows>
 FASTBERT_INLINE void finish_block(const typename Row::P& p, const Row (&lines)[kRows],
                                   const Normalised (&rows)[kRows], float* sums) {
@@ -223,7 +220,7 @@ FASTBERT_INLINE void finish_block(const typename Row::P& p, const Row (&lines)[k
     for (int i = 0; i < kRows; ++i) {
       const Normalised& row = rows[i];
       const Vec dy = lines[i].gradient(n, count), h = load(row.h + n, count);
-      // g is rounded as in its mean, so that a row of one column cancels exactly.
+      // g has the same rounding as in its mean, so that a row of one column cancels exactly.
       const Vec g = dy * weight;
       const Vec d = fma(h, splat(-row.gh_mean), g - row.g_mean) * row.rstd;
       const Vec dx = lines[i].finish(n, d, count);
@@ -237,8 +234,8 @@ FASTBERT_INLINE void finish_block(const typename Row::P& p, const Row (&lines)[k
   });
 }
 
-// For each of kRows rows, dsum = rstd (g - mean(g) - h mean(g h)), dweight += dy h, dbias += dy and
-// dx_bias += dx.
+// Computes dsum = rstd (g - mean(g) - h mean(g h)) of kRows rows and adds dy h to dweight, dy to
+// dbias and dx to dx_bias.
 template <class Row, int kRows>
 FASTBERT_INLINE void layer_norm_backward_block(const typename Row::P& p, int64_t first,
                                                float* scratch, float* sums) {
@@ -252,8 +249,8 @@ FASTBERT_INLINE void layer_norm_backward_block(const typename Row::P& p, int64_t
              : finish_block<Row, false>(p, lines, rows, sums);
 }
 
-// Calls block(row) for whole blocks of the rows [begin, end) and single(row) for the rows that
-// are left, and adds their fp32 sums, `length` of them, to the partial sums after every group.
+// Calls block(row) for whole blocks of the rows [begin, end) and single(row) for each remaining
+// row. After every group, the `length` fp32 sums are added to the partial sums.
 template <class Block, class Single>
 FASTBERT_INLINE void for_each_group(int64_t begin, int64_t end, int64_t length, float* sums,
                                     double* partial, Block block, Single single) {
@@ -268,8 +265,8 @@ FASTBERT_INLINE void for_each_group(int64_t begin, int64_t end, int64_t length, 
   }
 }
 
-// `length` is the number of sums, one to three times the columns. The sums of an x_bias that is
-// absent beside dropout are formed and dropped.
+// `length` is the number of sums, one to three times the columns. With dropout and without x_bias,
+// the sums of dx are formed and ignored.
 template <class Row>
 void layer_norm_backward_rows(const typename Row::P& params, int64_t length, int64_t begin,
                               int64_t end, float* scratch, double* partial) {
@@ -285,7 +282,7 @@ void layer_norm_backward_rows(const typename Row::P& params, int64_t length, int
       });
 }
 
-// Calls body(format, summands) with constants for what the params struct says.
+// Calls body(format, summands) with constants for the format and the operands of the params.
 template <Summands kSummands>
 struct SummandsConstant {
   static constexpr Summands value = kSummands;

@@ -1,4 +1,4 @@
-// The mean of a row in fp32 and its standard deviation, as layer norm takes them.
+// The mean of a row in fp32 and the reciprocal of its standard deviation.
 
 #pragma once
 
@@ -7,10 +7,11 @@
 namespace fastbert::cpu::FASTBERT_LEVEL {
 
 struct Moments {
-  float mean, correction, rstd;  // mean + correction is the mean to about twice fp32's precision
+  float mean, correction, rstd;  // mean + correction has about twice the precision of fp32.
 };
 
-// Squares of the deviations left the floats' range: rows around 1e30. Doubles hold them.
+// Computes the moments in double precision, for rows around 1e30, whose squared deviations overflow
+// in fp32.
 inline __attribute__((noinline)) Moments wide_moments(const float* sum, int64_t columns,
                                                       float eps) {
   double total = 0.0, squares = 0.0;

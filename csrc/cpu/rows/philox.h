@@ -1,5 +1,5 @@
-// Philox4x32 with 7 rounds (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), a
-// register of counters at a time, and the dropout mask of one row that follows from it.
+// Philox4x32 with 7 rounds (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") on a
+// register of counters at a time, and the dropout mask of one row.
 
 #pragma once
 
@@ -10,7 +10,7 @@ namespace fastbert::cpu::FASTBERT_LEVEL {
 
 constexpr int kPhiloxRounds = 7;
 
-// Products of the even 32-bit lanes, 64 bits each.
+// Returns the 64-bit products of the even 32-bit lanes.
 FASTBERT_INLINE WideVec multiply_even(WordVec a, WordVec b) {
 #if FASTBERT_INTRINSIC_BYTES == 64
   return (WideVec)_mm512_mul_epu32((__m512i)a, (__m512i)b);
@@ -47,7 +47,7 @@ FASTBERT_INLINE void philox(const uint32_t (&key)[2], WordVec (&counter)[4]) {
   }
 }
 
-// Transposes the 4x4 blocks of words that four registers form, 128 bits of each at a time.
+// Transposes the 4x4 blocks of words in four registers; a block has 128 bits of each register.
 FASTBERT_INLINE void transpose_blocks(WordVec (&v)[4]) {
 #if FASTBERT_INTRINSIC_BYTES == 64
 #define FASTBERT_UNPACK(half, width, a, b) \
@@ -75,17 +75,18 @@ FASTBERT_INLINE void transpose_blocks(WordVec (&v)[4]) {
 #endif
 }
 
-// Elements of keep-mask memory for a row: whole groups of 4 * kLanes.
+// Returns the number of elements of a row's mask, in whole groups of 4 * kLanes.
 FASTBERT_INLINE int64_t mask_length(int64_t columns) {
   return (columns + 4 * kLanes - 1) / (4 * kLanes) * (4 * kLanes);
 }
 
-// All ones where element (row, n) is kept, 0 where it is dropped. Not inlined: its constants would
-// push the caller's out of the registers, whether there is dropout or not.
+// Sets mask[n] to all ones if element (row, n) is kept, and to 0 if it is dropped. The function is
+// not inlined, because its constants would take registers from a caller without dropout too.
 inline __attribute__((noinline)) void dropout_mask(const Dropout& dropout, int64_t row,
                                                    int64_t columns, uint32_t* mask) {
-  // Lane 4 b + j of a register holds counter j * (kLanes / 4) + b of its group, so that after the
-  // transposition register j holds the words of kLanes / 4 consecutive counters in memory order.
+  // Lane 4 b + j of a register holds counter j * (kLanes / 4) + b of its group. After the
+  // transposition, register j therefore holds the words of kLanes / 4 consecutive counters in
+  // memory order.
   const WordVec lane = lane_numbers();
   const WordVec order = (lane & 3u) * (uint32_t)(kLanes / 4) + (lane >> 2);
   for (int64_t n = 0; n < columns; n += 4 * kLanes) {
@@ -99,7 +100,7 @@ inline __attribute__((noinline)) void dropout_mask(const Dropout& dropout, int64
   }
 }
 
-// Dropped elements become exactly 0 even where x is infinite or NaN.
+// Drops and scales the elements of x. A dropped element is exactly 0 even if x is infinite or NaN.
 FASTBERT_INLINE Vec drop(Vec x, const uint32_t* mask, float scale, int count) {
   WordVec kept = {};
   if (count == kLanes) {

@@ -1,4 +1,4 @@
-// RMS norm of a residual sum on the CPU: tensors in, rows shared out to threads.
+// The operators of RMS norm on the CPU. They check tensors and divide the rows among threads.
 
 #include <tuple>
 

@@ -1,5 +1,5 @@
-// RMS norm of a residual sum, y = weight s / sqrt(mean(s^2) + eps), s = x + residual (Zhang and
-// Sennrich 2019), rows in fp32. Backward forms the sum again instead of storing it.
+// RMS norm of a residual sum, y = weight s / sqrt(mean(s^2) + eps) with s = x + residual, in fp32
+// (Zhang and Sennrich 2019). The backward forms the sum again instead of storing it.
 
 #pragma once
 
@@ -7,7 +7,8 @@
 
 namespace fastbert::cpu::FASTBERT_LEVEL {
 
-// Squares left the floats' range: rows around 1e30. Doubles hold them.
+// Computes 1 / sqrt(mean(s^2) + eps) in double precision, for rows around 1e30, whose squares
+// overflow in fp32.
 inline __attribute__((noinline)) float wide_reciprocal_rms(const float* sum, int64_t columns,
                                                            float eps) {
   double squares = 0.0;
@@ -18,7 +19,7 @@ inline __attribute__((noinline)) float wide_reciprocal_rms(const float* sum, int
 template <class Format, Summands kSummands>
 void rms_norm_forward_rows(const RmsNormForward& params, int64_t begin, int64_t end,
                            float* scratch) {
-  const RmsNormForward p = params;  // a local copy: see RowSum
+  const RmsNormForward p = params;  // RowSum explains the local copy.
   using Storage = typename Format::Storage;
   for (int64_t row = begin; row < end; ++row) {
     const RowSum<Format, kSummands, RmsNormForward> row_sum(p, row, nullptr);
@@ -38,8 +39,8 @@ void rms_norm_forward_rows(const RmsNormForward& params, int64_t begin, int64_t 
   }
 }
 
-// dsum = rstd (g - h mean(g h)) with h = s rstd and g = dy weight, and dweight += dy h, over kRows
-// rows.
+// Computes dsum = rstd (g - h mean(g h)) of kRows rows, with h = s rstd and g = dy weight, and adds
+// dy h to dweight.
 template <class Format, Summands kSummands, int kRows>
 FASTBERT_INLINE void rms_norm_backward_block(const RmsNormBackward& p, int64_t first,
                                              float* scratch, float* dweight) {

@@ -1,4 +1,5 @@
-// Rotary positions on the CPU: tensors in, tokens shared out to threads.
+// The operator of rotary embeddings on the CPU. It checks tensors and divides the tokens among
+// threads.
 
 #include "../isa/dispatch.h"
 #include "../operands.h"

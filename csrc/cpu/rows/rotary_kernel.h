@@ -1,5 +1,5 @@
-// Rotary positions (Su et al. 2021): element i of the first half of a head and of the second turned
-// as a pair, (a cos - b sin, b cos + a sin), in fp32; heads that are not turned are copied.
+// Rotary embeddings in fp32 (Su et al. 2021). Element i of the first half of a head and element i
+// of the second half are a pair (a, b), which becomes (a cos - b sin, b cos + a sin).
 
 #pragma once
 
@@ -21,7 +21,7 @@ FASTBERT_INLINE void turn_head(const typename Format::Storage* x, const float* c
 
 template <class Format>
 void rotary_rows(const Rotary& params, int64_t begin, int64_t end) {
-  const Rotary p = params;  // a local copy, which no store to y can change
+  const Rotary p = params;  // A store to y cannot alias a local copy.
   using Storage = typename Format::Storage;
   const int64_t head_dim = 2 * p.half;
   for (int64_t row = begin; row < end; ++row) {
