@@ -89,7 +89,9 @@ def embedding(backward: bool) -> Case:
             last,
         )
     return Case(
-        lambda: OPS.embedding_backward(y, *indices, *tables, weight, mean, rstd, None, 0.0, -1),
+        lambda: OPS.embedding_backward(
+            y, *indices, *tables, weight, mean, rstd, None, True, 0.0, -1
+        ),
         ids,
         last,
     )
