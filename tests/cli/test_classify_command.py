@@ -196,7 +196,8 @@ def test_user_errors(refused, run, classifier, model_folder, tmp_path):
     target = tmp_path / "out" / "labels.jsonl"
     assert "INPUT: got none, allowed: INPUT and OUT, or --text" in refused("classify", folder)
     assert "OUT: got none" in refused("classify", folder, source)
-    assert "--text: got one with INPUT" in refused("classify", folder, source, "--text", "a")
+    both = "--text: got a text and INPUT, allowed: --text, or INPUT and OUT"
+    assert both in refused("classify", folder, source, "--text", "a")
     assert "--text: got one with --pair-field" in refused(
         "classify", folder, "--text", "a", "--pair-field", "b"
     )
