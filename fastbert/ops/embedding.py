@@ -162,7 +162,10 @@ _embedding_backward = operator(
 
 
 class Inputs(NamedTuple):
-    """Three indices (T,), the tables that they index, and the scale (N,) of the norm."""
+    """The indices (T,), their tables, and the scale (N,) of the norm.
+
+    The types and the positions are None if their table is absent.
+    """
 
     ids: Tensor
     token_types: Tensor | None
@@ -183,7 +186,7 @@ class Inputs(NamedTuple):
         return self.word_table, self.type_table, self.position_table
 
     def sum(self) -> Tensor:
-        """The sum of the rows of each token, (T, N)."""
+        """Return the sum of the rows of each token, (T, N)."""
         total = F.embedding(self.ids, self.word_table)
         for index, table in zip(self.indices[1:], self.tables[1:], strict=True):
             if index is not None and table is not None:
@@ -272,7 +275,7 @@ def _triton_backward(dy: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
 
 
 def _extension_forward(*arguments: Any) -> tuple[Tensor, ...]:
-    *operands, _ = arguments  # The row of padding_idx differs from others in its gradient alone.
+    *operands, _ = arguments  # padding_idx changes the gradient only.
     return torch.ops.fastbert_C.embedding_forward(*operands)
 
 

@@ -88,13 +88,8 @@ def embedding(backward: bool) -> Case:
             ids,
             last,
         )
-    return Case(
-        lambda: OPS.embedding_backward(
-            y, *indices, *tables, weight, mean, rstd, None, True, 0.0, -1
-        ),
-        ids,
-        last,
-    )
+    given = (y, *indices, *tables, weight, mean, rstd)
+    return Case(lambda: OPS.embedding_backward(*given, None, True, 0.0, -1), ids, last)
 
 
 def unpad() -> Case:
