@@ -198,7 +198,7 @@ def test_user_errors(refused, run, classifier, model_folder, tmp_path):
     assert "OUT: got none" in refused("classify", folder, source)
     both = "--text: got a text and INPUT, allowed: --text, or INPUT and OUT"
     assert both in refused("classify", folder, source, "--text", "a")
-    assert "--text: got one with --pair-field" in refused(
+    assert "--text: got a text and --pair-field, allowed: --text, or INPUT and OUT" in refused(
         "classify", folder, "--text", "a", "--pair-field", "b"
     )
     assert "a name in .jsonl or .parquet" in refused("classify", folder, source, tmp_path / "o.npy")
