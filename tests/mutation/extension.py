@@ -53,8 +53,8 @@ def openmp() -> list[str]:
 
 
 def sources() -> list[str]:
-    cpu = (path.relative_to(ROOT).as_posix() for path in ROOT.glob("csrc/cpu/**/*.cpp"))
-    return ["csrc/bindings.cpp", *sorted(cpu)]
+    rooms = [*ROOT.glob("csrc/cpu/**/*.cpp"), *ROOT.glob("csrc/ptx/*.cpp")]
+    return ["csrc/bindings.cpp", *sorted(path.relative_to(ROOT).as_posix() for path in rooms)]
 
 
 def object_of(source: str) -> Path:

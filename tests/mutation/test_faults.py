@@ -13,7 +13,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from cpp_faults import CPP_FAULTS, CPP_SELECTIONS, UNITS, WITHOUT_FAULTS
-from extension import Unit, text_of
+from extension import Unit, sources, text_of
 from faults import FAULTS, SELECTIONS, Fault
 from mutate import ROOT, copy_tree, run_tests, try_fault
 
@@ -52,6 +52,11 @@ def included(unit: Unit) -> set[str]:
                 found.add(path.as_posix())
                 texts.append((path.parent, (ROOT / path).read_text(encoding="utf-8")))
     return found
+
+
+def test_the_build_with_a_fault_has_every_source_but_those_of_cuda():
+    found = {path.relative_to(ROOT).as_posix() for path in (ROOT / "csrc").rglob("*.cpp")}
+    assert set(sources()) == {name for name in found if not name.startswith("csrc/cuda/")}
 
 
 def test_every_kernel_file_has_faults():
