@@ -18,7 +18,7 @@ void copy(Warp& w, const Instr& i, Mask m) {
   each_lane(m, [&](int l) {
     AsyncCopy c;
     c.lane = l;
-    c.to = b.shared_offset(w, w.get(i.reg[0], l) + (uint64_t)i.offset, bytes, bytes);
+    c.to = b.shared_offset(w.get(i.reg[0], l) + (uint64_t)i.offset, bytes, bytes);
     c.from = w.get(i.reg[1], l) + (uint64_t)i.offsets[1];
     c.filled = bytes;
     c.bytes = bytes;
@@ -33,30 +33,18 @@ void copy(Warp& w, const Instr& i, Mask m) {
       reads |= 1u << l;
       sources[l] = c.from;
     }
-    b.note_write(w, l, c.to, bytes, false, kPending);
+    b.note_write(w, l, c.to, bytes, b.pending(w, l, false));
     std::memset(b.shared_valid.data() + c.to, 0, bytes);
     if (w.copies[l].empty()) w.copies[l].emplace_back();
     w.copies[l].back().push_back(c);
     if (!b.late) {
-      b.finish_copy(w, w.copies[l].back().back());
+      b.finish_copy(w.copies[l].back().back());
     } else {
       // What lies there until the wait is neither old nor new.
       std::memset(b.shared.data() + c.to, 0xff, bytes);
     }
   });
-  if (b.launch->options.count && reads) {
-    std::vector<uint64_t> sectors;
-    each_lane(reads, [&](int l) {
-      for (uint64_t s = sources[l] / 32; s <= (sources[l] + bytes - 1) / 32; ++s)
-        sectors.push_back(s);
-    });
-    std::sort(sectors.begin(), sectors.end());
-    const uint64_t n = (uint64_t)__builtin_popcount(reads);
-    b.counts.global_sectors +=
-        (uint64_t)(std::unique(sectors.begin(), sectors.end()) - sectors.begin());
-    b.counts.global_bytes += n * bytes;
-    b.counts.global_least_sectors += (n * bytes + 31) / 32;
-  }
+  if (b.launch->options.count && reads) count_global(b, reads, sources, bytes);
 }
 
 void copy_commit(Warp& w, const Instr&, Mask m) {
@@ -69,17 +57,12 @@ void copy_commit(Warp& w, const Instr&, Mask m) {
 void settle(Warp& w, int l, std::vector<AsyncCopy>& group) {
   Block& b = *w.block;
   for (AsyncCopy& c : group) {
-    if (!c.done) b.finish_copy(w, c);
+    if (!c.done) b.finish_copy(c);
     std::memset(b.shared_valid.data() + c.to, 1, c.filled);
     const Allocation* a = c.bytes ? b.launch->find(c.from, c.bytes, b.last) : nullptr;
     if (a && !a->valid.empty())
       std::memcpy(b.shared_valid.data() + c.to, a->valid.data() + (c.from - a->begin), c.bytes);
-    if (!b.launch->options.races) continue;
-    const uint32_t granule = b.launch->program->granule;
-    for (uint32_t g = c.to / granule; g <= (c.to + c.filled - 1) / granule; ++g) {
-      Stamp& s = b.cells[g].write;
-      if (s.time == kPending && s.thread == w.thread(l)) s.time = w.time[l];
-    }
+    b.settle_write((uint16_t)w.thread(l), c.to, c.filled, w.time[l]);
   }
 }
 
@@ -137,7 +120,6 @@ void proxy_fence(Warp& w, const Instr&, Mask m) {
   });
 }
 
-void nothing(Warp&, const Instr&, Mask) {}
 void trap(Warp&, const Instr&, Mask m) { fault("trap", "the kernel trapped", __builtin_ctz(m)); }
 
 // mbarrier
@@ -145,7 +127,7 @@ void trap(Warp&, const Instr&, Mask m) { fault("trap", "the kernel trapped", __b
 
 uint32_t barrier_at(Warp& w, const Instr& i, Reg r, int l) {
   w.need(r, 1u << l, "an address");
-  return w.block->shared_offset(w, w.get(r, l) + (uint64_t)i.offset, 8, 8);
+  return w.block->shared_offset(w.get(r, l) + (uint64_t)i.offset, 8, 8);
 }
 
 MBarrier& existing(Warp& w, uint32_t at, int l) {
@@ -163,7 +145,7 @@ void mbarrier_init(Warp& w, const Instr& i, Mask m) {
   w.need(i.reg[1], m, "the count of an mbarrier");
   each_lane(m, [&](int l) {
     const uint32_t at = barrier_at(w, i, i.reg[0], l);
-    b.note_write(w, l, at, 8, false, w.time[l]);
+    b.note_write(w, l, at, 8, b.now(w, l));
     std::memset(b.shared_valid.data() + at, 0, 8);
     MBarrier fresh;
     fresh.expected = fresh.pending = (uint32_t)w.get(i.reg[1], l);
@@ -178,7 +160,7 @@ void mbarrier_inval(Warp& w, const Instr& i, Mask m) {
     const uint32_t at = barrier_at(w, i, i.reg[0], l);
     existing(w, at, l);
     w.block->mbarriers.erase(at);
-    w.block->note_write(w, l, at, 8, false, w.time[l]);
+    w.block->note_write(w, l, at, 8, w.block->now(w, l));
   });
 }
 
@@ -206,7 +188,7 @@ void mbarrier_arrive(Warp& w, const Instr& i, Mask m) {
       mb.pending -= arrivals;
       if (i.arg[0] == 4) mb.expected -= arrivals;
     }
-    b.check_phase(at, mb);
+    b.check_phase(mb);
   });
 }
 
@@ -242,7 +224,7 @@ void copy_arrive(Warp& w, const Instr& i, Mask m) {
     if (mb.pending == 0) fault("out of bounds", "more arrivals at an mbarrier than it expects", l);
     b.release(w, l, mb.arrivals, mb.arrivals_fenced);
     --mb.pending;
-    b.check_phase(at, mb);
+    b.check_phase(mb);
   });
 }
 
@@ -267,14 +249,7 @@ bool decode_copy(Instr& i, const Mnemonic& name, const RawInstr& raw) {
 
 bool decode_barrier(Instr& i, const Mnemonic& name, const RawInstr& raw) {
   i.pipe = Pipe::sync;
-  if (name.has("cluster")) {
-    // In a cluster of one block, arrive and wait together are a barrier of the block.
-    if (name.has("arrive")) return i.run = nothing, true;
-    i.flow = Flow::barrier, i.aligned = true;
-    i.arg[5] = 1;
-    i.run = barrier;
-    return false;
-  }
+  if (name.has("cluster")) return false;
   const bool red = name.has("red"), arrive = name.has("arrive");
   if (!red && !arrive && !name.has("sync")) return false;
   i.arg[0] = red ? 2 : arrive ? 1 : 0;

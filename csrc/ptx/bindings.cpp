@@ -105,10 +105,7 @@ py::tuple run_launch(
 
 void bind(py::module_& m) {
   py::class_<Program>(m, "PtxProgram", "A kernel that the PTX machine can run.")
-      .def_property_readonly("unsupported", [](const Program& p) { return p.unsupported; })
-      .def_property_readonly("instructions", [](const Program& p) { return p.code.size(); })
-      .def("line", [](const Program& p, size_t i) { return p.code.at(i).line; })
-      .def_property_readonly("specials", [](const Program&) { return (int)kSpecials; });
+      .def_property_readonly("unsupported", [](const Program& p) { return p.unsupported; });
   m.def("ptx_decode", decode_list, py::arg("code"), py::arg("bits"),
         "Lays out registers and finds handlers; see fastbert.testing.ptx.");
   m.def("ptx_run", run_launch, "Runs a launch; see fastbert.testing.ptx.");

@@ -11,10 +11,6 @@
 namespace fastbert::ptx {
 namespace {
 
-uint32_t swizzled(uint32_t address, uint32_t width) {
-  return width < 32 ? address : address ^ ((address >> 7 & (width / 16 - 1)) << 4);
-}
-
 // The offset in shared memory of 16 bytes of a row.
 uint32_t piece(const Block& b, const BulkCopy& c, uint32_t offset) {
   const uint32_t base = b.launch->shared_base;
@@ -85,17 +81,15 @@ uint16_t slot_of(Block& b, uint32_t barrier) {
 void issue_load(Warp& w, int l, BulkCopy c) {
   Block& b = *w.block;
   c.slot = slot_of(b, c.barrier);
+  Stamp engine = b.pending(w, l, true);
+  engine.thread = c.slot;
   for (const BulkRow& row : c.rows) {
     if (row.inside) {
       Allocation* a = b.global(w, row.global, row.inside, 1, false);
       b.note_global(w, l, *a, row.global, row.inside, false, false);
     }
     each_piece(b, c, row, [&](uint32_t, uint32_t o, uint32_t n) {
-      b.note_write(w, l, o, n, true, kPending);
-      const uint32_t granule = (uint32_t)b.launch->program->granule;
-      if (b.launch->options.races)
-        for (uint32_t g = o / granule; g <= (o + n - 1) / granule; ++g)
-          b.cells[g].write.thread = c.slot;
+      b.note_write(w, l, o, n, engine);
       std::memset(b.shared.data() + o, 0xff, n);
       std::memset(b.shared_valid.data() + o, 0, n);
     });
@@ -127,7 +121,7 @@ void copy_out(Warp& w, BulkCopy& c) {
     if (!row.inside) continue;
     each_piece(b, c, row, [&](uint32_t byte, uint32_t o, uint32_t n) {
       std::memcpy(bytes.data() + byte, b.shared.data() + o, n);
-      if (std::memchr(b.shared_valid.data() + o, 0, n) && byte + n > row.before &&
+      if (!all_valid(b.shared_valid.data() + o, n) && byte + n > row.before &&
           byte < row.before + row.inside)
         fault("uninitialised",
               "a bulk store writes bytes to global memory that nothing has written", c.lane);
@@ -147,8 +141,9 @@ void issue_store(Warp& w, int l, BulkCopy c) {
   Block& b = *w.block;
   c.store = true;
   for (const BulkRow& row : c.rows)
-    each_piece(b, c, row,
-               [&](uint32_t, uint32_t o, uint32_t n) { b.note_read(w, l, o, n, true, kPending); });
+    each_piece(b, c, row, [&](uint32_t, uint32_t o, uint32_t n) {
+      b.note_read(w, l, o, n, b.pending(w, l, true));
+    });
   auto& groups = w.stores[l];
   if (groups.empty()) groups.emplace_back();
   groups.back().push_back(std::move(c));
@@ -183,12 +178,12 @@ void bulk(Warp& w, const Instr& i, Mask m) {
     BulkCopy c;
     c.warp = w.index, c.lane = l, c.row_bytes = bytes;
     const uint64_t global = i.arg[0] ? to : from;
-    const uint32_t shared = b.shared_offset(w, i.arg[0] ? from : to, bytes, 16);
+    const uint32_t shared = b.shared_offset(i.arg[0] ? from : to, bytes, 16);
     if (global % 16)
       fault("misaligned", "the global address of a bulk copy is not a multiple of 16", l);
     c.rows = {{global, shared, 0, bytes}};
     if (i.arg[0]) return issue_store(w, l, std::move(c));
-    c.barrier = b.shared_offset(w, address(w, i.reg[3], l, i.offsets[2]), 8, 8);
+    c.barrier = b.shared_offset(address(w, i.reg[3], l, i.offsets[2]), 8, 8);
     issue_load(w, l, std::move(c));
   });
 }
@@ -214,14 +209,14 @@ void tensor(Warp& w, const Instr& i, Mask m) {
     uint32_t bytes = map.element_bytes;
     for (int d = 0; d < rank; ++d) bytes *= map.box[d];
     const uint32_t align = 128;
-    const uint32_t shared = b.shared_offset(w, given, bytes, 1);
+    const uint32_t shared = b.shared_offset(given, bytes, 1);
     if ((shared + b.launch->shared_base) % align)
       fault("misaligned", "the shared address of a tensor copy is not a multiple of 128", l);
     BulkCopy c;
     c.warp = w.index, c.lane = l, c.nan = map.fill_nan;
     add_rows(c, map, at, shared);
     if (i.arg[0]) return issue_store(w, l, std::move(c));
-    c.barrier = b.shared_offset(w, address(w, i.reg[2 + rank], l, i.offsets[2]), 8, 8);
+    c.barrier = b.shared_offset(address(w, i.reg[2 + rank], l, i.offsets[2]), 8, 8);
     issue_load(w, l, std::move(c));
   });
 }
@@ -245,8 +240,6 @@ void wait(Warp& w, const Instr& i, Mask m) {
   });
 }
 
-void nothing(Warp&, const Instr&, Mask) {}
-
 }  // namespace
 
 void Block::complete_load(size_t index) {
@@ -258,13 +251,8 @@ void Block::complete_load(size_t index) {
   uint32_t bytes = 0;
   for (const BulkRow& row : c.rows) {
     bytes += c.row_bytes;
-    if (!launch->options.races) continue;
-    each_piece(*this, c, row, [&](uint32_t, uint32_t o, uint32_t n) {
-      const uint32_t granule = (uint32_t)launch->program->granule;
-      for (uint32_t g = o / granule; g <= (o + n - 1) / granule; ++g)
-        if (cells[g].write.thread == c.slot && cells[g].write.time == kPending)
-          cells[g].write.time = time;
-    });
+    each_piece(*this, c, row,
+               [&](uint32_t, uint32_t o, uint32_t n) { settle_write(c.slot, o, n, time); });
   }
   auto found = mbarriers.find(c.barrier);
   if (found == mbarriers.end())
@@ -279,7 +267,7 @@ void Block::complete_load(size_t index) {
     mb.arrivals[c.slot] = std::max(mb.arrivals[c.slot], time);
     mb.arrivals_fenced[c.slot] = mb.arrivals[c.slot];
   }
-  check_phase(c.barrier, mb);
+  check_phase(mb);
 }
 
 bool decode_bulk(Instr& i, const Mnemonic& name, const RawInstr& raw) {

@@ -162,21 +162,6 @@ void test_property(Warp& w, const Instr& i, Mask m) {
 template <template <class> class Pick>
 Handler by_type(Type type) {
   switch (type) {
-    case Type::b16:
-    case Type::u16:
-      return Pick<uint16_t>::handler();
-    case Type::s16:
-      return Pick<int16_t>::handler();
-    case Type::b32:
-    case Type::u32:
-      return Pick<uint32_t>::handler();
-    case Type::s32:
-      return Pick<int32_t>::handler();
-    case Type::b64:
-    case Type::u64:
-      return Pick<uint64_t>::handler();
-    case Type::s64:
-      return Pick<int64_t>::handler();
     case Type::f16:
       return Pick<Half>::handler();
     case Type::bf16:
@@ -186,7 +171,7 @@ Handler by_type(Type type) {
     case Type::f64:
       return Pick<double>::handler();
     default:
-      return nullptr;
+      return by_integer_type<Pick>(type);
   }
 }
 template <class T>

@@ -38,15 +38,8 @@ double read_float(Type type, uint64_t bits) {
     case Type::f64:
       return bits_as<double>(bits);
     default:
-      break;
+      return float_of_8_bits(type, (uint8_t)bits);
   }
-  // fp8: e4m3 has one NaN and no infinity, e5m2 is the upper byte of a half.
-  const uint8_t b = (uint8_t)bits;
-  if (type == Type::e5m2) return to_float(Half{(uint16_t)(b << 8)});
-  const int exponent = b >> 3 & 15, fraction = b & 7;
-  double v = exponent == 0 ? std::ldexp(fraction, -9) : std::ldexp(8 + fraction, exponent - 10);
-  if ((b & 0x7f) == 0x7f) v = std::numeric_limits<double>::quiet_NaN();
-  return b & 0x80 ? -v : v;
 }
 
 __int128 read_integer(Type type, uint64_t bits) {

@@ -156,7 +156,7 @@ __attribute__((noinline, optimize("rounding-math"))) T directed(Op op, Round rou
 
 // The largest relative error of an approximation in fp32, from the PTX manual; for sin and cos, and
 // for lg2 near 1, the largest absolute error.
-double documented_error(Op op, bool full) {
+double documented_error(Op op) {
   switch (op) {
     case Op::ex2:
       return 0x1p-22;
@@ -169,7 +169,7 @@ double documented_error(Op op, bool full) {
     case Op::sqrt:
       return 0x1p-23;
     case Op::div:
-      return full ? 0x1p-22 : 0x1p-22;
+      return 0x1p-22;
     case Op::sin:
     case Op::cos:
       return 0x1.7p-21;
@@ -180,7 +180,7 @@ double documented_error(Op op, bool full) {
   }
 }
 
-float approximate(Op op, float a, float b, bool full, double share) {
+float approximate(Op op, float a, float b, double share) {
   const double x = a, y = b;
   double r = 0;
   switch (op) {
@@ -197,7 +197,7 @@ float approximate(Op op, float a, float b, bool full, double share) {
       r = exact<double>(op, x, 0, 0);
   }
   if (share == 0 || !std::isfinite(r) || r == 0) return (float)r;
-  const double error = share * documented_error(op, full);
+  const double error = share * documented_error(op);
   const bool absolute = op == Op::sin || op == Op::cos || (op == Op::lg2 && x > 0.5 && x < 2.0);
   const double off = absolute ? r + error : r * (1 + error);
   // The bound includes the rounding, so that the result is rounded toward the exact one.
@@ -216,7 +216,7 @@ T modified(const Instr& i, T a, T b, T c, double share) {
   T r;
   if constexpr (std::is_same_v<T, float>) {
     if (flags & (kApprox | kFull)) {
-      r = approximate(op, a, b, (flags & kFull) != 0, share);
+      r = approximate(op, a, b, share);
     } else {
       r = round == Round::nearest ? exact<T>(op, a, b, c) : directed<T>(op, round, a, b, c);
     }

@@ -329,32 +329,6 @@ void predicate_not(Warp& w, const Instr& i, Mask m) {
   w.wrote(i.reg[0], m, w.ok(i.reg[1]));
 }
 
-template <template <class> class Pick>
-Handler by_type(Type type) {
-  switch (type) {
-    case Type::b8:
-    case Type::u8:
-      return nullptr;
-    case Type::b16:
-    case Type::u16:
-      return Pick<uint16_t>::handler();
-    case Type::s16:
-      return Pick<int16_t>::handler();
-    case Type::b32:
-    case Type::u32:
-      return Pick<uint32_t>::handler();
-    case Type::s32:
-      return Pick<int32_t>::handler();
-    case Type::b64:
-    case Type::u64:
-      return Pick<uint64_t>::handler();
-    case Type::s64:
-      return Pick<int64_t>::handler();
-    default:
-      return nullptr;
-  }
-}
-
 template <class Op>
 struct Same2 {
   template <class T>
@@ -428,49 +402,51 @@ Handler logic(const std::string& base, Type type) {
     if (base == "xor") return predicate<Xor>;
     return base == "not" ? predicate_not : nullptr;
   }
-  if (base == "and") return by_type<Same2<And>::Pick>(type);
-  if (base == "or") return by_type<Same2<Or>::Pick>(type);
-  if (base == "xor") return by_type<Same2<Xor>::Pick>(type);
-  if (base == "not") return by_type<Same1<Not>::Pick>(type);
-  if (base == "cnot") return by_type<Same1<CNot>::Pick>(type);
+  if (base == "and") return by_integer_type<Same2<And>::Pick>(type);
+  if (base == "or") return by_integer_type<Same2<Or>::Pick>(type);
+  if (base == "xor") return by_integer_type<Same2<Xor>::Pick>(type);
+  if (base == "not") return by_integer_type<Same1<Not>::Pick>(type);
+  if (base == "cnot") return by_integer_type<Same1<CNot>::Pick>(type);
   return nullptr;
 }
 
 Handler arithmetic(const Mnemonic& name, Type type) {
   const std::string& base = name.base();
-  if (base == "add") return by_type<Same2<Add>::Pick>(type);
-  if (base == "sub") return by_type<Same2<Sub>::Pick>(type);
-  if (base == "div") return by_type<Same2<Div>::Pick>(type);
-  if (base == "rem") return by_type<Same2<Rem>::Pick>(type);
-  if (base == "neg") return by_type<Same1<Neg>::Pick>(type);
-  if (base == "abs") return by_type<Same1<Abs>::Pick>(type);
-  if (base == "sad") return by_type<Same3<Sad>::Pick>(type);
+  if (base == "add") return by_integer_type<Same2<Add>::Pick>(type);
+  if (base == "sub") return by_integer_type<Same2<Sub>::Pick>(type);
+  if (base == "div") return by_integer_type<Same2<Div>::Pick>(type);
+  if (base == "rem") return by_integer_type<Same2<Rem>::Pick>(type);
+  if (base == "neg") return by_integer_type<Same1<Neg>::Pick>(type);
+  if (base == "abs") return by_integer_type<Same1<Abs>::Pick>(type);
+  if (base == "sad") return by_integer_type<Same3<Sad>::Pick>(type);
   if (base == "min")
-    return name.has("relu") ? by_type<Same2<MinRelu>::Pick>(type) : by_type<Same2<Min>::Pick>(type);
+    return name.has("relu") ? by_integer_type<Same2<MinRelu>::Pick>(type)
+                            : by_integer_type<Same2<Min>::Pick>(type);
   if (base == "max")
-    return name.has("relu") ? by_type<Same2<MaxRelu>::Pick>(type) : by_type<Same2<Max>::Pick>(type);
+    return name.has("relu") ? by_integer_type<Same2<MaxRelu>::Pick>(type)
+                            : by_integer_type<Same2<Max>::Pick>(type);
   if (base == "mul") {
-    if (name.has("wide")) return by_type<Wide2>(type);
-    return name.has("hi") ? by_type<Same2<MulHigh>::Pick>(type)
-                          : by_type<Same2<MulLow>::Pick>(type);
+    if (name.has("wide")) return by_integer_type<Wide2>(type);
+    return name.has("hi") ? by_integer_type<Same2<MulHigh>::Pick>(type)
+                          : by_integer_type<Same2<MulLow>::Pick>(type);
   }
   if (base == "mad") {
-    if (name.has("wide")) return by_type<Wide3>(type);
-    return name.has("hi") ? by_type<Same3<MadHigh>::Pick>(type)
-                          : by_type<Same3<MadLow>::Pick>(type);
+    if (name.has("wide")) return by_integer_type<Wide3>(type);
+    return name.has("hi") ? by_integer_type<Same3<MadHigh>::Pick>(type)
+                          : by_integer_type<Same3<MadLow>::Pick>(type);
   }
   return nullptr;
 }
 
 Handler bits(const std::string& base, Type type) {
-  if (base == "shl") return by_type<Shift<Shl>::Pick>(type);
-  if (base == "shr") return by_type<Shift<Shr>::Pick>(type);
-  if (base == "popc") return by_type<Count1<PopC>::Pick>(type);
-  if (base == "clz") return by_type<Count1<CLZ>::Pick>(type);
-  if (base == "bfind") return by_type<Count1<BFind>::Pick>(type);
-  if (base == "brev") return by_type<Same1<BRev>::Pick>(type);
-  if (base == "bfe") return by_type<Extract>(type);
-  if (base == "bfi") return by_type<Insert>(type);
+  if (base == "shl") return by_integer_type<Shift<Shl>::Pick>(type);
+  if (base == "shr") return by_integer_type<Shift<Shr>::Pick>(type);
+  if (base == "popc") return by_integer_type<Count1<PopC>::Pick>(type);
+  if (base == "clz") return by_integer_type<Count1<CLZ>::Pick>(type);
+  if (base == "bfind") return by_integer_type<Count1<BFind>::Pick>(type);
+  if (base == "brev") return by_integer_type<Same1<BRev>::Pick>(type);
+  if (base == "bfe") return by_integer_type<Extract>(type);
+  if (base == "bfi") return by_integer_type<Insert>(type);
   if (base == "prmt") return permute;
   if (base == "lop3") return logic3;
   if (base == "shf") return funnel;
@@ -489,7 +465,7 @@ bool decode_integer(Instr& i, const Mnemonic& name) {
     i.arg[0] = base == "sub" || base == "subc";
     i.arg[1] = base == "addc" || base == "subc";
     i.arg[2] = name.has("cc");
-    i.run = base == "add" || base == "sub" || i.arg[1] ? by_type<Carry>(type) : nullptr;
+    i.run = base == "add" || base == "sub" || i.arg[1] ? by_integer_type<Carry>(type) : nullptr;
     return i.run != nullptr;
   }
   if (base == "prmt" && name.parts.size() > 2) return false;  // the modes f4e, b4e, ...

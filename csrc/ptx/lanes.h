@@ -25,6 +25,15 @@ struct Brain {
 
 inline float to_float(Half h) { return (float)bits_as<_Float16>(h.bits); }
 inline float to_float(Brain b) { return bits_as<float>((uint32_t)b.bits << 16); }
+// e4m3 has one NaN and no infinity; e5m2 is the upper byte of a half.
+inline float float_of_8_bits(Type type, uint8_t bits) {
+  if (type == Type::e5m2) return to_float(Half{(uint16_t)(bits << 8)});
+  const int exponent = bits >> 3 & 15, fraction = bits & 7;
+  if ((bits & 0x7f) == 0x7f) return bits_as<float>(0x7fc00000u | (uint32_t)(bits & 0x80) << 24);
+  const float v = exponent == 0 ? std::ldexp((float)fraction, -9)
+                                : std::ldexp((float)(8 + fraction), exponent - 10);
+  return bits & 0x80 ? -v : v;
+}
 inline Half to_half(double x) { return {bits_as<uint16_t>((_Float16)x)}; }
 inline Brain to_brain(float x) {
   const uint32_t bits = bits_as<uint32_t>(x);
@@ -68,6 +77,33 @@ inline const Word<T>* lanes(Warp& w, Reg r) {
     return w.wide(r);
   } else {
     return w.word(r);
+  }
+}
+
+// A hint, or an instruction without an effect in the machine.
+inline void nothing(Warp&, const Instr&, Mask) {}
+
+// The handler that `Pick` has for an integer type, or null.
+template <template <class> class Pick>
+Handler by_integer_type(Type type) {
+  switch (type) {
+    case Type::b16:
+    case Type::u16:
+      return Pick<uint16_t>::handler();
+    case Type::s16:
+      return Pick<int16_t>::handler();
+    case Type::b32:
+    case Type::u32:
+      return Pick<uint32_t>::handler();
+    case Type::s32:
+      return Pick<int32_t>::handler();
+    case Type::b64:
+    case Type::u64:
+      return Pick<uint64_t>::handler();
+    case Type::s64:
+      return Pick<int64_t>::handler();
+    default:
+      return nullptr;
   }
 }
 

@@ -24,7 +24,7 @@ void Counts::add(const Counts& o) {
   conflicting_stores += o.conflicting_stores;
 }
 
-void Warp::in_flight(Reg) {
+void Warp::in_flight() {
   fault("in flight", "a register is written while a wgmma that uses it has not been waited for");
 }
 
@@ -290,7 +290,7 @@ void Block::finish_barrier(int number_) {
   b = Barrier();
 }
 
-void Block::finish_copy(Warp&, AsyncCopy& c) {
+void Block::finish_copy(AsyncCopy& c) {
   std::memset(shared.data() + c.to, 0, c.filled);
   if (c.bytes) {
     const Allocation* a = launch->find(c.from, c.bytes, last);
@@ -299,7 +299,7 @@ void Block::finish_copy(Warp&, AsyncCopy& c) {
   c.done = true;
 }
 
-void Block::check_phase(uint32_t, MBarrier& b) {
+void Block::check_phase(MBarrier& b) {
   if (b.pending || b.transactions) return;
   ++b.phase;
   b.pending = b.expected;

@@ -61,7 +61,6 @@ struct Allocation {
   std::vector<uint8_t> valid;  // one byte per byte; empty: all of it is
   std::unique_ptr<std::array<std::mutex, 64>> locks;
   std::vector<Cell> cells;
-  std::mutex lock;
   bool holds(uint64_t address, uint64_t size) const {
     return address >= begin && address + size <= begin + bytes;
   }
@@ -224,11 +223,11 @@ struct Warp {
   }
   // Notes that the lanes of mask have written r, with these lanes valid.
   void wrote(Reg r, Mask mask, Mask valid_lanes) {
-    if (locks && locked[r.id]) in_flight(r);
+    if (locks && locked[r.id]) in_flight();
     written[r.id] = executed;
     valid[r.id] = (valid[r.id] & ~mask) | (valid_lanes & mask);
   }
-  [[noreturn]] void in_flight(Reg r);
+  [[noreturn]] void in_flight();
   // Faults unless the lanes of mask hold a value that was written.
   void need(Reg r, Mask mask, const char* use);
 };
@@ -279,17 +278,21 @@ struct Block {
   Stamp now(const Warp& w, int lane) const {
     return {number + 1, (uint16_t)w.thread(lane), false, false, w.time[lane]};
   }
+  // Of an asynchronous operation that is not complete.
+  Stamp pending(const Warp& w, int lane, bool async) const {
+    return {number + 1, (uint16_t)w.thread(lane), async, false, kPending};
+  }
   void join(const std::vector<std::pair<Warp*, int>>& threads);
   void sync_lanes(Warp& w, Mask mask);
   void acquire(Warp& w, int lane, const Times& times, const Times& fenced_times);
   void release(Warp& w, int lane, Times& times, Times& fenced_times);
 
   // Shared memory; address counts from shared_base.
-  uint32_t shared_offset(const Warp& w, uint64_t address, uint64_t size, uint64_t align);
-  void note_read(Warp& w, int lane, uint32_t offset, uint32_t size, bool async, uint32_t time);
-  void note_write(Warp& w, int lane, uint32_t offset, uint32_t size, bool async, uint32_t time,
-                  bool atomic = false);
+  uint32_t shared_offset(uint64_t address, uint64_t size, uint64_t align);
+  void note_read(Warp& w, int lane, uint32_t offset, uint32_t size, const Stamp& stamp);
+  void note_write(Warp& w, int lane, uint32_t offset, uint32_t size, const Stamp& stamp);
   void settle_read(Warp& w, int lane, uint32_t offset, uint32_t size);
+  void settle_write(uint16_t thread, uint32_t offset, uint32_t size, uint32_t time);
   // Global memory.
   Allocation* global(Warp& w, uint64_t address, uint64_t size, uint64_t align, bool write);
   void note_global(Warp& w, int lane, Allocation& a, uint64_t address, uint32_t size, bool write,
@@ -299,8 +302,8 @@ struct Block {
               Mask yes = 0);
   void finish_barrier(int id);  // if all have arrived
   void complete_load(size_t index);
-  void finish_copy(Warp& w, AsyncCopy& copy);
-  void check_phase(uint32_t address, MBarrier& barrier);
+  void finish_copy(AsyncCopy& copy);
+  void check_phase(MBarrier& barrier);
 };
 
 // One element of a fragment that wmma loads or stores, in the space of that code.
@@ -318,6 +321,18 @@ constexpr uint64_t kAlways = ~0ull;
 
 // Threads of the copy engine that a vector clock has beside those of the block.
 constexpr int kSlots = 64;
+
+// Sectors of 32 bytes that a warp touches, and the fewest that hold as many bytes.
+void count_global(Block& b, Mask m, const uint64_t* address, uint32_t size);
+
+// The place of 16 bytes in a swizzle of so many bytes, for a copy and for a matrix descriptor.
+inline uint32_t swizzled(uint32_t address, uint32_t width) {
+  return width < 32 ? address : address ^ ((address >> 7 & (width / 16 - 1)) << 4);
+}
+
+inline bool all_valid(const uint8_t* valid, uint32_t size) {
+  return std::memchr(valid, 0, size) == nullptr;
+}
 
 // Runs all blocks on this many threads; throws Fault.
 void run(Launch& launch, int threads);

@@ -53,14 +53,9 @@ float element(Type type, uint32_t bits) {
       return to_float(Half{(uint16_t)bits});
     case Type::bf16:
       return to_float(Brain{(uint16_t)bits});
+    case Type::e4m3:
     case Type::e5m2:
-      return to_float(Half{(uint16_t)(bits << 8)});
-    case Type::e4m3: {
-      const int e = bits >> 3 & 15, f = bits & 7;
-      float v = e == 0 ? std::ldexp((float)f, -9) : std::ldexp((float)(8 + f), e - 10);
-      if ((bits & 0x7f) == 0x7f) v = NAN;
-      return bits & 0x80 ? -v : v;
-    }
+      return float_of_8_bits(type, (uint8_t)bits);
     // The tensor core reads the upper 19 bits.
     case Type::tf32:
       return bits_as<float>(bits & 0xffffe000u);
@@ -84,7 +79,6 @@ bool shape_of(const Mnemonic& name, Shape& s) {
 
 // Registers of D and C: accumulator element (row, column) of lane and register, 16 rows per warp.
 struct Accumulators {
-  bool half;  // f16, two in a register; otherwise fp32 or s32
   static int row(int lane, int e) { return lane / 4 + (e & 2 ? 8 : 0); }
   static int column(int lane, int e) { return 8 * (e / 4) + 2 * (lane % 4) + (e & 1); }
 };
@@ -197,20 +191,17 @@ struct Descriptor {
     width = widths[d >> 62];
     if (d >> 49 & 7) fault("unsupported", "a matrix descriptor with a base offset");
   }
-  uint32_t swizzled(uint32_t address) const {
-    return address ^ ((address >> 7 & (width / 16 - 1)) << 4);
-  }
   // The address of 16 bytes: those of row r at byte 16 c of its part of k.
   uint32_t along_k(int r, int c) const {
     if (width == 16) return start + (r / 8) * stride + (r % 8) * 16 + c * leading;
-    return swizzled(start + (r / 8) * stride + (r % 8) * width + c * 16);
+    return swizzled(start + (r / 8) * stride + (r % 8) * width + c * 16, width);
   }
   // Of rows 8 j to 8 j + 7 (of 16 bits) at position k.
   uint32_t along_rows(int j, int k) const {
     const int per = (int)width / 16;
     if (width == 16) return start + j * stride + (k % 8) * 16 + (k / 8) * leading;
-    return swizzled(start + (j % per) * 16 + (j / per) * leading + (k % 8) * width +
-                    (k / 8) * stride);
+    return swizzled(
+        start + (j % per) * 16 + (j / per) * leading + (k % 8) * width + (k / 8) * stride, width);
   }
 };
 
@@ -220,14 +211,14 @@ template <class F>
 void read_tile(Block& b, Warp& w, const Descriptor& d, Type type, bool transposed, int first,
                int count, int depth, F&& f) {
   const int size = element_bytes(type), per = 16 / size;
-  auto piece = [&](uint32_t address) { return b.shared_offset(w, address, 16, 16); };
+  auto piece = [&](uint32_t address) { return b.shared_offset(address, 16, 16); };
   auto value = [&](uint32_t o, int e) {
     uint32_t bits = 0;
     std::memcpy(&bits, b.shared.data() + o + e * size, size);
     return bits;
   };
   auto valid = [&](uint32_t o, int e) {
-    return std::memchr(b.shared_valid.data() + o + e * size, 0, size) == nullptr;
+    return all_valid(b.shared_valid.data() + o + e * size, (uint32_t)size);
   };
   if (!transposed) {
     for (int r = first; r < first + count; ++r)
@@ -248,8 +239,8 @@ void note_tile(Block& b, Warp& w, const Descriptor& d, Type type, bool transpose
                int count, int depth, std::vector<Range>& ranges) {
   const int per = 16 / element_bytes(type);
   auto note = [&](uint32_t address) {
-    const uint32_t o = b.shared_offset(w, address, 16, 16);
-    b.note_read(w, 0, o, 16, true, kPending);
+    const uint32_t o = b.shared_offset(address, 16, 16);
+    b.note_read(w, 0, o, 16, b.pending(w, 0, true));
     ranges.push_back({o, 16});
   };
   if (!transposed) {

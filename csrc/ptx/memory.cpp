@@ -4,6 +4,21 @@
 #include "lanes.h"
 
 namespace fastbert::ptx {
+
+// Sectors of 32 bytes that a warp touches, and the fewest that hold as many bytes.
+void count_global(Block& b, Mask m, const uint64_t* address, uint32_t size) {
+  uint64_t sectors[kLanes * 4];
+  int n = 0;
+  each_lane(m, [&](int l) {
+    for (uint64_t s = address[l] / 32; s <= (address[l] + size - 1) / 32; ++s) sectors[n++] = s;
+  });
+  std::sort(sectors, sectors + n);
+  const uint64_t lanes_on = (uint64_t)__builtin_popcount(m);
+  b.counts.global_sectors += (uint64_t)(std::unique(sectors, sectors + n) - sectors);
+  b.counts.global_bytes += lanes_on * size;
+  b.counts.global_least_sectors += (lanes_on * size + 31) / 32;
+}
+
 namespace {
 
 enum class Space : int32_t { generic, global, shared, local, param };
@@ -44,12 +59,14 @@ Place reach(Warp& w, int lane, Space space, uint64_t address, uint32_t size, boo
   if (space != Space::global) address &= ~kWindowMask;
   switch (space) {
     case Space::shared: {
-      const uint32_t o = b.shared_offset(w, address, size, size);
+      const uint32_t o = b.shared_offset(address, size, size);
       uint8_t* at = b.shared.data() + o;
       if (!write) {
-        b.note_read(w, lane, o, size, false, w.time[lane]);
+        b.note_read(w, lane, o, size, b.now(w, lane));
       } else if (b.launch->options.races && !repeats(b, w, lane, o, size, value)) {
-        b.note_write(w, lane, o, size, false, w.time[lane], atomic);
+        Stamp stamp = b.now(w, lane);
+        stamp.atomic = atomic;
+        b.note_write(w, lane, o, size, stamp);
       }
       return {at, b.shared_valid.data() + o};
     }
@@ -74,20 +91,6 @@ Place reach(Warp& w, int lane, Space space, uint64_t address, uint32_t size, boo
   b.note_global(w, lane, *a, address, size, write, atomic);
   return {a->host + (address - a->begin),
           a->valid.empty() ? nullptr : a->valid.data() + (address - a->begin)};
-}
-
-// Sectors of 32 bytes that a warp touches, and the fewest that hold as many bytes.
-void count_global(Block& b, Mask m, const uint64_t* address, uint32_t size) {
-  uint64_t sectors[kLanes * 4];
-  int n = 0;
-  each_lane(m, [&](int l) {
-    for (uint64_t s = address[l] / 32; s <= (address[l] + size - 1) / 32; ++s) sectors[n++] = s;
-  });
-  std::sort(sectors, sectors + n);
-  const uint64_t lanes_on = (uint64_t)__builtin_popcount(m);
-  b.counts.global_sectors += (uint64_t)(std::unique(sectors, sectors + n) - sectors);
-  b.counts.global_bytes += lanes_on * size;
-  b.counts.global_least_sectors += (lanes_on * size + 31) / 32;
 }
 
 // Wavefronts of shared memory: a phase serves 128 bytes; lanes that ask for other words of one of
@@ -145,7 +148,7 @@ void load(Warp& w, const Instr& i, Mask m) {
     for (int e = 0; e < n; ++e) {
       uint64_t bits = 0;
       std::memcpy(&bits, p.at + e * size, size);
-      const bool ok = !p.valid || std::memchr(p.valid + e * size, 0, size) == nullptr;
+      const bool ok = !p.valid || all_valid(p.valid + e * size, size);
       valid[e] |= (Mask)ok << l;
       if (i.reg[e].id >= 0) w.set(i.reg[e], l, sign_extended(i.type, bits));
     }
@@ -158,6 +161,11 @@ void load(Warp& w, const Instr& i, Mask m) {
 // Of lanes that write to one address in one instruction, which one wins is not defined: the seed
 // chooses the first or the last. Returns the winners, and counts the losers with another value.
 Mask winners(Warp& w, const Instr& i, Mask m, const uint64_t* address) {
+  uint64_t sorted[kLanes];
+  int n = 0;
+  each_lane(m, [&](int l) { sorted[n++] = address[l]; });
+  std::sort(sorted, sorted + n);
+  if (std::adjacent_find(sorted, sorted + n) == sorted + n) return m;
   Mask kept = 0;
   const bool last = w.block->launch->options.seed % 2 == 1;
   each_lane(m, [&](int l) {
@@ -296,7 +304,7 @@ void atomic(Warp& w, const Instr& i, Mask m) {
     std::lock_guard<std::mutex> guard(atomics);
     uint64_t old = 0;
     std::memcpy(&old, p.at, size);
-    const bool ok = !p.valid || std::memchr(p.valid, 0, size) == nullptr;
+    const bool ok = !p.valid || all_valid(p.valid, size);
     valid |= (Mask)ok << l;
     const uint64_t next =
         combined(i, op, old, w.get(source[1], l), op == Atom::cas ? w.get(source[2], l) : 0);
@@ -324,8 +332,8 @@ void load_matrix(Warp& w, const Instr& i, Mask m) {
     for (int r = 0; r < 8; ++r) {
       const int l = 8 * j + r;
       address[l] = w.get(base, l) + (uint64_t)i.offset;
-      const uint32_t o = b.shared_offset(w, address[l], 16, 16);
-      b.note_read(w, l, o, 16, false, w.time[l]);
+      const uint32_t o = b.shared_offset(address[l], 16, 16);
+      b.note_read(w, l, o, 16, b.now(w, l));
       row[r] = b.shared.data() + o, ok[r] = b.shared_valid.data() + o;
     }
     Mask valid = 0;
@@ -371,8 +379,6 @@ void store_matrix(Warp& w, const Instr& i, Mask m) {
   count(w, i, n == 4 ? kAll : (1u << (8 * n)) - 1, address, 16);
 }
 
-void nothing(Warp&, const Instr&, Mask) {}
-
 bool space_of(Instr& i, const Mnemonic& name) {
   Space space = Space::generic;
   if (name.any({"global", "const"})) space = Space::global;
@@ -390,7 +396,7 @@ bool space_of(Instr& i, const Mnemonic& name) {
 
 Element element_at(Warp& w, int lane, int space, uint64_t address, uint32_t size) {
   const Place p = reach(w, lane, (Space)space, address, size, false, false);
-  Element e = {0, !p.valid || std::memchr(p.valid, 0, size) == nullptr};
+  Element e = {0, !p.valid || all_valid(p.valid, size)};
   std::memcpy(&e.bits, p.at, size);
   return e;
 }

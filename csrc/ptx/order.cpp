@@ -95,7 +95,7 @@ void Block::release(Warp& w, int lane, Times& times, Times& fenced_times) {
 // Shared memory
 // ------------------------------------------------------------------------------------
 
-uint32_t Block::shared_offset(const Warp&, uint64_t address, uint64_t size, uint64_t align) {
+uint32_t Block::shared_offset(uint64_t address, uint64_t size, uint64_t align) {
   address &= ~kWindowMask;
   if (address < launch->shared_base || address + size > launch->shared_base + shared.size())
     fault("out of bounds", "shared memory has bytes " + std::to_string(launch->shared_base) +
@@ -113,11 +113,9 @@ static std::string who(const Stamp& s) {
          (s.time == kPending ? ", which has not been waited for" : "");
 }
 
-void Block::note_read(Warp& w, int lane, uint32_t offset, uint32_t size, bool async,
-                      uint32_t time) {
+void Block::note_read(Warp& w, int lane, uint32_t offset, uint32_t size, const Stamp& stamp) {
   if (!launch->options.races) return;
   const uint32_t granule = launch->program->granule;
-  const Stamp stamp = {number + 1, (uint16_t)w.thread(lane), async, false, time};
   for (uint32_t c = offset / granule; c <= (offset + size - 1) / granule; ++c) {
     Cell& cell = cells[c];
     if (!after(w, lane, cell.write))
@@ -125,7 +123,7 @@ void Block::note_read(Warp& w, int lane, uint32_t offset, uint32_t size, bool as
             place(c * granule, launch->shared_base) + " is read while the write of " +
                 who(cell.write) + " is not ordered before",
             lane);
-    if (async && !fenced_after(w, lane, cell.write))
+    if (stamp.async && !fenced_after(w, lane, cell.write))
       fault("missing fence",
             place(c * granule, launch->shared_base) + ", written by " + who(cell.write) +
                 ", is read by the asynchronous proxy without fence.proxy.async",
@@ -161,13 +159,22 @@ void Block::settle_read(Warp& w, int lane, uint32_t offset, uint32_t size) {
   }
 }
 
-void Block::note_write(Warp& w, int lane, uint32_t offset, uint32_t size, bool async, uint32_t time,
-                       bool atomic) {
+// Gives the pending writes of this thread in the range their time of completion.
+void Block::settle_write(uint16_t thread, uint32_t offset, uint32_t size, uint32_t time) {
+  if (!launch->options.races) return;
+  const uint32_t granule = launch->program->granule;
+  for (uint32_t c = offset / granule; c <= (offset + size - 1) / granule; ++c) {
+    Stamp& s = cells[c].write;
+    if (s.time == kPending && s.thread == thread) s.time = time;
+  }
+}
+
+void Block::note_write(Warp& w, int lane, uint32_t offset, uint32_t size, const Stamp& stamp) {
   if (!launch->options.races) return;
   const uint32_t granule = launch->program->granule;
   for (uint32_t c = offset / granule; c <= (offset + size - 1) / granule; ++c) {
     Cell& cell = cells[c];
-    if (!after(w, lane, cell.write) && !(atomic && cell.write.atomic))
+    if (!after(w, lane, cell.write) && !(stamp.atomic && cell.write.atomic))
       fault("race",
             place(c * granule, launch->shared_base) + " is written while the write of " +
                 who(cell.write) + " is not ordered before",
@@ -189,7 +196,7 @@ void Block::note_write(Warp& w, int lane, uint32_t offset, uint32_t size, bool a
         readers.erase(list);
       }
     }
-    cell.write = {number + 1, (uint16_t)w.thread(lane), async, atomic, time};
+    cell.write = stamp;
     cell.read = {};
   }
 }

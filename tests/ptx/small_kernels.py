@@ -15,6 +15,9 @@ REGISTERS = """
     .reg .b16 %h<16>;
     .reg .b32 %r<64>;
     .reg .b64 %d<32>;
+    .reg .b32 %a<16>;
+    .reg .b32 %b<8>;
+    .reg .b32 %c<256>;
 """
 # The register class of a value of so many bits.
 CLASS = {1: "%p", 8: "%h", 16: "%h", 32: "%r", 64: "%d"}

@@ -6,23 +6,16 @@ compared with the results of ldmatrix, mma and wgmma.
 
 import pytest
 import torch
-from small_kernels import HEADER, REGISTERS
+from small_kernels import launch
 
-from fastbert.testing.ptx import PtxFault, load
+from fastbert.testing.ptx import PtxFault
 
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
 
 
-def run(body, tensors, threads=32, shared=0, registers="", **options):
-    parameters = ", ".join(f".param .u64 p{n}" for n in range(len(tensors)))
-    loads = "".join(f"ld.param.u64 %d{n}, [p{n}];\n" for n in range(len(tensors)))
-    memory = f".shared .align 1024 .b8 memory[{shared}];\n" if shared else ""
-    text = (
-        f"{HEADER}.visible .entry k({parameters})\n{{{REGISTERS}.reg .b32 %a<16>;\n"
-        f".reg .b32 %b<8>;\n.reg .b32 %c<256>;\n{registers}\n{memory}{loads}"
-        f"mov.u32 %r0, %tid.x;\nand.b32 %r1, %r0, 31;\n{body}\nret;\n}}\n"
-    )
-    return load(text).launch("k", (1,), (threads,), tensors, **options)
+def run(body, tensors, threads=32, shared=0, **options):
+    """Run a body on one block; %r1 is the lane."""
+    return launch(f"and.b32 %r1, %r0, 31;\n{body}", tensors, threads, shared, **options)
 
 
 def words(fragment):

@@ -369,6 +369,8 @@ class _Body:
         if "|" in text:
             pair = text.split("|")
             return Operand("v", parts=tuple(self._operand(p, bits, line) for p in pair))
+        if text == "WARP_SZ":
+            return Operand("i", 32)
         if text in SPECIALS:
             return Operand("special", SPECIALS.index(text))
         found = self._find(text)
@@ -385,8 +387,6 @@ class _Body:
             return Operand("s", match[1], offset=int(match[2]))
         if re.match(r"[\w$]+$", text):
             return Operand("s", text)
-        if text == "WARP_SZ":
-            return Operand("i", 32)
         raise PtxSyntaxError(f"line {line}: cannot read the operand {text!r}")
 
     def _resolve(self) -> None:
