@@ -9,6 +9,7 @@ import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from fastbert.cli.check_compiled import check_compiled
+from fastbert.cli.check_emulated import check_emulated
 from fastbert.cli.common import BACKENDS, DTYPES, err, new_table, one_of, out, print_json
 
 if TYPE_CHECKING:
@@ -46,6 +47,21 @@ def check(
             "This needs no GPU.",
         ),
     ] = False,
+    emulate: Annotated[
+        str | None,
+        typer.Option(
+            help="Run the compiled Triton and CUDA C++ kernels for this architecture, sm_80 or "
+            "sm_90, on a machine that executes PTX on the CPU. This needs no GPU."
+        ),
+    ] = None,
+    schedule: Annotated[
+        int,
+        typer.Option(
+            help="With --emulate: seed of the order of warps and of the time at which asynchronous "
+            "operations take effect; 0 runs warps in turn and operations at once.",
+            min=0,
+        ),
+    ] = 1,
     arch: Annotated[
         str,
         typer.Option(help="With --aot: architectures to compile for, by commas; 80 is sm_80."),
@@ -61,9 +77,12 @@ def check(
     error divided by the yardstick; the tolerance rule limits it.
 
     Without a GPU, Triton's kernels run in its interpreter. They run the quick
-    cases only, unless --backend triton or --case asks for others. The exit
-    status is 1 if a tensor fails.
+    cases only, unless --backend triton or --case asks for others. So it is
+    with --emulate, for triton and cuda. The exit status is 1 if a tensor
+    fails, or if the PTX machine finds a fault such as a race.
     """
+    if aot and emulate is not None:
+        raise ValueError(f"--emulate: got {emulate!r} with --aot, allowed: one of the two options")
     if aot:
         if not check_compiled(arch, as_json):
             raise typer.Exit(1)
@@ -81,6 +100,14 @@ def check(
         raise ValueError(
             f"--quick: got the flag with --cases {cases}, allowed: one of the two options"
         )
+    if emulate is not None:
+        passed = check_emulated(
+            emulate, op=op, case=case, backend=backend, dtype=dtype, quick=quick, cases=cases,
+            seed=seed, schedule=schedule, as_json=as_json,
+        )  # fmt: skip
+        if not passed:
+            raise typer.Exit(1)
+        return
     rows = list(_with_progress(op, case, backend, dtype, quick, cases, seed))
     if not rows:
         raise ValueError(

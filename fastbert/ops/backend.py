@@ -3,6 +3,10 @@
 No other Python file reads the environment. ``FASTBERT_BACKEND`` is the preferred backend of calls
 that name none. Triton's own ``TRITON_INTERPRET=1`` lets Triton kernels run on CPU tensors. The
 extension reads ``FASTBERT_CPU_ISA``.
+
+A stand-in runs the kernels of a GPU backend on CPU tensors. There are two of them. Triton's
+interpreter runs the Python source of Triton kernels. The PTX machine (fastbert/testing/ptx) runs
+the compiled code of Triton and of CUDA C++ kernels.
 """
 
 from __future__ import annotations
@@ -11,7 +15,8 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -112,7 +117,9 @@ EXTENSION, EXTENSION_STATE = _load_extension()
 EXTENSION_HAS_CUDA = EXTENSION is not None and bool(EXTENSION.build_info()["cuda"])
 HAS_TRITON = _has_triton()
 DEFAULT_REQUEST = os.environ.get("FASTBERT_BACKEND") or None
-_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+INTERPRETER = "Triton's interpreter"
+# By GPU backend, the stand-in that runs its kernels on CPU tensors.
+_stand_ins = {"triton": INTERPRETER} if os.environ.get("TRITON_INTERPRET") == "1" else {}
 
 
 def enable_interpreter() -> None:
@@ -121,19 +128,47 @@ def enable_interpreter() -> None:
     Raises:
         RuntimeError: If Triton kernels are already loaded for a GPU.
     """
-    global _interpreted
-    if not _interpreted and any(name.startswith("fastbert.kernels.") for name in sys.modules):
+    if not interpreted() and any(name.startswith("fastbert.kernels.") for name in sys.modules):
         raise RuntimeError(
             "TRITON_INTERPRET: the Triton kernels are already loaded for a GPU; set "
             "TRITON_INTERPRET=1 before Python starts"
         )
     os.environ["TRITON_INTERPRET"] = "1"
-    _interpreted = True
+    _stand_ins["triton"] = INTERPRETER
 
 
 def interpreted() -> bool:
     """Tell whether Triton kernels run in the interpreter."""
-    return _interpreted
+    return _stand_ins.get("triton") == INTERPRETER
+
+
+@contextmanager
+def standing_in(name: str, backend: str) -> Iterator[None]:
+    """Let `backend` serve CPU tensors inside the block, because a stand-in runs its kernels there.
+
+    The caller makes the kernels of the backend run on the stand-in.
+
+    Args:
+        name: The stand-in, such as "the PTX machine".
+        backend: "triton" or "cuda".
+
+    Raises:
+        RuntimeError: If the interpreter already stands in, because its kernels cannot be compiled.
+    """
+    if _stand_ins.get(backend) == INTERPRETER:
+        raise RuntimeError(
+            f"TRITON_INTERPRET: the Triton kernels are loaded for the interpreter, so that {name} "
+            "cannot run them; set TRITON_INTERPRET=0 before Python starts"
+        )
+    before = _stand_ins.get(backend)
+    _stand_ins[backend] = name
+    try:
+        yield
+    finally:
+        if before is None:
+            del _stand_ins[backend]
+        else:
+            _stand_ins[backend] = before
 
 
 def compiler_environment(cache: Path | None = None) -> dict[str, str]:
@@ -151,11 +186,16 @@ def unavailable(backend: str, device: str) -> str | None:
     """Return the reason why `backend` cannot run on `device` on this machine, or None if it can."""
     if backend == "reference":
         return None
+    if backend == "cuda" and device == "cpu" and backend in _stand_ins:
+        return None
     if backend == "triton":
         if not HAS_TRITON:
             return "triton is not installed"
-        if device == "cpu" and not _interpreted:
-            return "Triton runs on CPU tensors only in its interpreter (TRITON_INTERPRET=1)"
+        if device == "cpu" and backend not in _stand_ins:
+            return (
+                "Triton runs on CPU tensors only in its interpreter (TRITON_INTERPRET=1) or on the "
+                "PTX machine (fastbert check --emulate)"
+            )
         return None if device in ("cpu", "cuda") else f"there are no Triton kernels for {device}"
     if device != backend:
         return f"the tensors are on {device}, allowed: {backend}"

@@ -16,6 +16,7 @@ from _layer_norm import problem
 from fastbert import reference
 from fastbert.activations import ACTIVATIONS
 from fastbert.testing.compare import assert_close
+from fastbert.testing.ptx.cuda_operators import CompiledOperators, Operators
 from fastbert.testing.yardstick import Yardstick
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -30,8 +31,8 @@ def operators(request, tmp_path_factory):
         pytest.skip("nvcc crashes with libasan loaded")
     folder = tmp_path_factory.mktemp(request.param)
     if request.param == "shim":
-        return _cuda_on_cpu.Operators(_cuda_on_cpu.build(folder))
-    return _cuda_on_cpu.CompiledOperators(folder, request.param.removeprefix("sm_"))
+        return Operators(_cuda_on_cpu.build(folder))
+    return CompiledOperators(folder, int(request.param.removeprefix("sm_")))
 
 
 def check_layer_norm(case, operators):
@@ -137,7 +138,7 @@ def test_the_sum_over_the_rows_needs_no_bias(operators):
 )
 def test_launchers_refuse_what_has_no_kernel(operators, activation):
     h = torch.zeros(4, 8)
-    with pytest.raises(AssertionError):
+    with pytest.raises(RuntimeError, match="the launcher returned the cudaError 1"):
         operators.activation_forward(h, None, activation)
-    with pytest.raises(AssertionError):
+    with pytest.raises(RuntimeError, match="the launcher returned the cudaError 1"):
         operators.activation_backward(h, h, None, activation, False, False)

@@ -7,15 +7,17 @@ whose launches come back here with the kernel's name and its arguments.
 from __future__ import annotations
 
 import ctypes
+import re
 import shutil
 import subprocess
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from fastbert.testing.ptx.machine import Module, PtxFault, Report, load
+from fastbert.testing.ptx.machine import PtxFault, Report, load
 
 _CALLBACK = ctypes.CFUNCTYPE(
     ctypes.c_int, ctypes.c_char_p, ctypes.POINTER(ctypes.c_uint), ctypes.POINTER(ctypes.c_uint),
@@ -34,7 +36,7 @@ class CudaLibrary:
 
     Attributes:
         functions: The library's functions, by ctypes.
-        reports: Name and report of each launch so far.
+        reports: Readable name and report of each launch so far.
 
     Raises:
         FileNotFoundError: If nvcc is not on the path.
@@ -47,19 +49,10 @@ class CudaLibrary:
         """Compile the files, and link them with the runtime of the PTX machine."""
         if shutil.which("nvcc") is None:
             raise FileNotFoundError("nvcc is not on the path: the CUDA toolkit compiles .cu files")
-        self._modules: list[Module] = []
-        objects = []
-        for source in sources:
-            kept = folder / f"{source.stem}-{arch}"
-            kept.mkdir(exist_ok=True)
-            object_file = kept / f"{source.stem}.o"
-            target = f"arch=compute_{arch},code=compute_{arch}"
-            _run([
-                "nvcc", "-O3", "-std=c++17", "-lineinfo", "-gencode", target, "--keep",
-                "--keep-dir", kept, "-Xcompiler", "-fPIC", *flags, "-c", source, "-o", object_file,
-            ])  # fmt: skip
-            self._modules += [load(path.read_text()) for path in kept.glob("*.ptx")]
-            objects.append(object_file)
+        with ThreadPoolExecutor() as pool:
+            compiled = list(pool.map(lambda source: _compile(source, folder, arch, flags), sources))
+        self._modules = [load(text) for _, texts in compiled for text in texts]
+        objects = [object_file for object_file, _ in compiled]
         library = folder / f"lib{arch}.so"
         runtime = Path(__file__).with_name("cuda_runtime.cpp")
         _run([
@@ -108,8 +101,40 @@ class CudaLibrary:
         except (PtxFault, ValueError, StopIteration) as error:
             self._fault = error
             return 1
-        self.reports.append((kernel, report))
+        self.reports.append((readable(kernel), report))
         return 0
+
+
+def readable(mangled: str) -> str:
+    """Return ``file.kernel`` for the mangled name of a kernel in an anonymous namespace.
+
+    Other names are returned as they are.
+
+    Examples:
+        >>> from fastbert.testing.ptx.cuda_library import readable
+        >>> readable("_ZN1a41_GLOBAL__N__d084fc85_9_reduce_cu_1024bcfb19sum_partials_kernelENS_1PE")
+        'reduce.sum_partials_kernel'
+    """
+    found = re.search(r"_GLOBAL__N__[0-9a-f]{8}_\d+_(\w+?)_cu_[0-9a-f]{8}(\d+)(\w+)", mangled)
+    if found is None:
+        return mangled
+    file, length, rest = found.groups()
+    return f"{file}.{rest[: int(length)]}"
+
+
+def _compile(
+    source: Path, folder: Path, arch: str, flags: Sequence[str]
+) -> tuple[Path, list[str]]:
+    """Return the object file and the PTX texts of a source."""
+    kept = folder / f"{source.stem}-{arch}"
+    kept.mkdir(exist_ok=True)
+    object_file = kept / f"{source.stem}.o"
+    target = f"arch=compute_{arch},code=compute_{arch}"
+    _run([
+        "nvcc", "-O3", "-std=c++17", "-lineinfo", "-gencode", target, "--keep", "--keep-dir", kept,
+        "-Xcompiler", "-fPIC", *flags, "-c", source, "-o", object_file,
+    ])  # fmt: skip
+    return object_file, [path.read_text() for path in kept.glob("*.ptx")]
 
 
 def _run(command: Sequence[str | Path]) -> None:

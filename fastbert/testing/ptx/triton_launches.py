@@ -3,20 +3,49 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 from torch import Tensor
 
+from fastbert.ops import backend as backends
 from fastbert.testing.ahead_of_time import specialise
 from fastbert.testing.ptx.machine import Module, Report, load
+
+STAND_IN = "the PTX machine"
+
+
+class Binary(NamedTuple):
+    """A compiled launch.
+
+    Args:
+        ptx: The PTX text, which has one kernel.
+        names: Names of the arguments that are parameters of the kernel, in order.
+        warps: Warps of a block.
+        shared: Bytes of dynamic shared memory of a block.
+    """
+
+    ptx: str
+    names: tuple[str, ...]
+    warps: int
+    shared: int
 
 
 @functools.cache
 def _loaded(text: str) -> Module:
     return load(text)
+
+
+def compile_options(launch: Any) -> dict[str, Any]:
+    """Return the options with which Triton compiles a launch, as `Launch.run` passes them."""
+    return {
+        "num_warps": launch.num_warps,
+        "num_stages": launch.num_stages,
+        "enable_fp_fusion": True,
+    }
 
 
 class Emulator:
@@ -28,6 +57,7 @@ class Emulator:
 
     Attributes:
         reports: Name and report of each launch so far.
+        compile_seconds: Time that compilation has taken so far.
     """
 
     def __init__(self, arch: int, **options: Any) -> None:
@@ -35,52 +65,92 @@ class Emulator:
         self.arch = arch
         self.options = options
         self.reports: list[tuple[str, Report]] = []
+        self.compile_seconds = 0.0
 
     def run(self, launch: Any, on: Tensor | None = None) -> None:
         """Compile a launch and run it on its own tensors; an empty grid runs nothing."""
         if min(launch.grid) == 0:
             return
-        kernel, arguments, warps, shared = self._compiled(launch)
-        module = _loaded(kernel)
+        start = time.monotonic()
+        binary = self.binary(launch)
+        self.compile_seconds += time.monotonic() - start
+        module = _loaded(binary.ptx)
         [name] = module.kernels
+        arguments = [launch.arguments[name] for name in binary.names]
+        # Triton appends the addresses of two scratch memories, which our kernels do not have.
         report = module.launch(
-            name, launch.grid, (32 * warps, 1, 1), arguments, dynamic_shared=shared, **self.options
-        )
+            name, launch.grid, (32 * binary.warps, 1, 1), [*arguments, None, None],
+            dynamic_shared=binary.shared, **self.options,
+        )  # fmt: skip
         self.reports.append((launch.name, report))
 
-    def _compiled(self, launch: Any) -> tuple[str, list[Any], int, int]:
-        import triton
-        from triton.backends.compiler import GPUTarget
-        from triton.compiler import ASTSource
+    def binary(self, launch: Any) -> Binary:
+        """Compile a launch for the architecture of the emulator.
 
+        Raises:
+            ValueError: If the kernel needs scratch memory, which the machine does not provide.
+        """
         signature, constants, attributes = specialise(launch)
         attributes = {
             position: attribute
             for position, attribute in attributes.items()
             if _divisible(launch.arguments[launch.kernel.params[position[0]].name])
         }
+        options = compile_options(launch)
+        key = repr((id(launch.kernel), self.arch, signature, constants, attributes, options))
+        if key not in _BINARIES:
+            _BINARIES[key] = self._compile(launch, signature, constants, attributes, options)
+        return _BINARIES[key]
+
+    def _compile(
+        self,
+        launch: Any,
+        signature: dict[str, str],
+        constants: dict[str, Any],
+        attributes: dict[tuple[int], Any],
+        options: dict[str, Any],
+    ) -> Binary:
+        import triton
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource
+
         source = ASTSource(launch.kernel, signature, constants, attributes)
-        options = {
-            "num_warps": launch.num_warps,
-            "num_stages": launch.num_stages,
-            "enable_fp_fusion": True,
-        }
         compiled = triton.compile(source, target=GPUTarget("cuda", self.arch, 32), options=options)
-        arguments = [
-            launch.arguments[name] for name, kind in signature.items() if kind != "constexpr"
-        ]
-        # The scratch memories that Triton appends to the parameters; our kernels have none.
-        if compiled.metadata.global_scratch_size or compiled.metadata.profile_scratch_size:
+        metadata = compiled.metadata
+        if metadata.global_scratch_size or metadata.profile_scratch_size:
             raise ValueError(f"{launch.name}: a kernel with scratch memory is not supported")
-        return (
-            compiled.asm["ptx"], [*arguments, None, None], compiled.metadata.num_warps,
-            compiled.metadata.shared,
-        )  # fmt: skip
+        names = tuple(name for name, kind in signature.items() if kind != "constexpr")
+        return Binary(compiled.asm["ptx"], names, metadata.num_warps, metadata.shared)
+
+
+# The compiled launches of this process, by everything that the code depends on.
+_BINARIES: dict[str, Binary] = {}
 
 
 def _divisible(value: Any) -> bool:
     """Whether an argument is divisible by 16, as Triton's launcher would find."""
     return value.data_ptr() % 16 == 0 if isinstance(value, Tensor) else True
+
+
+@contextmanager
+def serving_triton(emulator: Emulator) -> Iterator[None]:
+    """Run every Triton launch inside the block on an emulator.
+
+    The backend "triton" serves CPU tensors inside the block, and block sizes are those of the
+    emulator's architecture.
+
+    Raises:
+        RuntimeError: If the kernels are loaded for Triton's interpreter.
+    """
+    with backends.standing_in(STAND_IN, "triton"):
+        from fastbert.kernels import tiles
+        from fastbert.kernels.launch import Launch
+
+        with (
+            mock.patch.object(tiles, "compiled_target", emulator.arch),
+            mock.patch.object(Launch, "run", lambda launch, on: emulator.run(launch, on)),
+        ):
+            yield
 
 
 @contextmanager
@@ -93,12 +163,13 @@ def emulated(arch: int, **options: Any) -> Iterator[Emulator]:
 
     Yields:
         The emulator, which keeps the reports.
-    """
-    from fastbert.kernels.launch import Launch
 
+    Raises:
+        RuntimeError: If the kernels are loaded for Triton's interpreter.
+    """
     emulator = Emulator(arch, **options)
-    with mock.patch.object(Launch, "run", lambda launch, on: emulator.run(launch, on)):
+    with serving_triton(emulator):
         yield emulator
 
 
-__all__ = ["Emulator", "emulated"]
+__all__ = ["Binary", "Emulator", "compile_options", "emulated", "serving_triton"]

@@ -1,0 +1,147 @@
+"""``fastbert check --emulate``: cases on the compiled GPU kernels, run by the PTX machine."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from fastbert.cli.common import err, new_table, one_of, out, print_json
+
+if TYPE_CHECKING:
+    from fastbert.testing.emulation import EmulatedRun, Selection
+
+
+def check_emulated(
+    arch: str,
+    *,
+    op: str | None,
+    case: str | None,
+    backend: str | None,
+    dtype: str | None,
+    quick: bool,
+    cases: int,
+    seed: int,
+    schedule: int,
+    as_json: bool,
+) -> bool:
+    """Run the cases on the PTX machine and print the verdicts.
+
+    Returns:
+        Whether no run has a fault and every tensor passes.
+
+    Raises:
+        ValueError: If an option has no such value, or if a backend that was asked for cannot run.
+    """
+    from fastbert.testing import emulation
+
+    one_of("--emulate", arch, emulation.ARCHITECTURES)
+    one_of("--backend", backend, emulation.BACKENDS)
+    selection = emulation.Selection(
+        arch=arch,
+        backends=_backends(backend),
+        op=op,
+        case=case,
+        dtype=dtype,
+        quick=quick or (backend is None and case is None and not cases),
+        random=cases,
+        seed=seed,
+        schedule=schedule,
+    )
+    runs = _with_progress(selection)
+    passed = all(run.passed for run in runs)
+    summary = summarize(runs)
+    if as_json:
+        print_json({"passed": passed, "summary": summary, "runs": runs})
+    else:
+        _print(runs, summary)
+    return passed
+
+
+def _backends(asked: str | None) -> tuple[str, ...]:
+    """Return the backend that was asked for, or those that can run here, with a note on others."""
+    from fastbert.testing import emulation
+
+    if asked is not None:
+        return (asked,)
+    reasons = {name: emulation.obstacle(name) for name in emulation.BACKENDS}
+    chosen = tuple(name for name, reason in reasons.items() if reason is None)
+    if not chosen:
+        raise ValueError(f"--emulate: nothing can run here: {'; '.join(set(reasons.values()))}")  # type: ignore[arg-type]
+    for name, reason in reasons.items():
+        if reason is not None:
+            err.print(f"note: the backend {name} is left out: {reason}", highlight=False)
+    return chosen
+
+
+def _with_progress(selection: Selection) -> list[EmulatedRun]:
+    from fastbert.testing.emulation import emulate
+
+    runs = []
+    columns = (TextColumn("emulate"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(
+        *columns, TextColumn("{task.description}"), console=err, transient=True
+    ) as progress:
+        compiling = "compiling csrc/cuda with nvcc" if "cuda" in selection.backends else ""
+        task = progress.add_task(compiling, total=None)
+        for run in emulate(selection, processes=os.cpu_count() or 1):
+            runs.append(run)
+            description = f"{run.op} {run.case} {run.backend} {run.dtype} {run.arch}"
+            progress.update(task, completed=run.number, total=run.total, description=description)
+    return runs
+
+
+def summarize(runs: list[EmulatedRun]) -> list[dict[str, Any]]:
+    """Return a line per operation, backend, dtype and architecture, in the order of the names."""
+    groups: dict[tuple[str, str, str, str], list[EmulatedRun]] = {}
+    for run in runs:
+        groups.setdefault((run.op, run.backend, run.dtype, run.arch), []).append(run)
+    return [
+        {
+            "op": op,
+            "backend": backend,
+            "dtype": dtype,
+            "arch": arch,
+            "cases": len({run.case for run in group}),
+            "launches": sum(sum(run.launches.values()) for run in group),
+            "ratio": max(run.ratio for run in group),
+            "seconds": sum(run.seconds for run in group),
+            "compile_seconds": sum(run.compile_seconds for run in group),
+            "passed": all(run.passed for run in group),
+        }
+        for (op, backend, dtype, arch), group in sorted(groups.items())
+    ]
+
+
+def _print(runs: list[EmulatedRun], summary: list[dict[str, Any]]) -> None:
+    table = new_table(
+        "ratio: the largest error of the worst tensor, divided by that of plain PyTorch\n"
+        "seconds: on the PTX machine, with the float64 reference, + to compile"
+    )
+    for heading in ("operation", "backend", "dtype", "GPU"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("cases", "launches", "ratio", "seconds"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("verdict", no_wrap=True)
+    for line in summary:
+        table.add_row(
+            *(line[key] for key in ("op", "backend", "dtype", "arch")),
+            str(line["cases"]),
+            str(line["launches"]),
+            f"{line['ratio']:.2f}",
+            f"{line['seconds']:.1f} + {line['compile_seconds']:.1f}",
+            "[green]ok[/]" if line["passed"] else "[bold red]FAILED[/]",
+        )
+    out.print(table)
+    failures = [run for run in runs if not run.passed]
+    for run in failures:
+        name = f"{run.op}, {run.case}, {run.backend}, {run.dtype}, {run.arch}"
+        details = [run.fault] if run.fault else [row.detail for row in run.rows if not row.passed]
+        for detail in details:
+            out.print(f"{name}: {detail}", style="red", markup=False, soft_wrap=True)
+        out.print(f"  reproduce: {run.command}", markup=False, highlight=False, soft_wrap=True)
+    launches = sum(line["launches"] for line in summary)
+    total = f"{len(runs)} runs with {launches} launches of compiled kernels"
+    verdict = f"{len(failures)} of {total} FAILED" if failures else f"all {total} pass"
+    out.print(f"{verdict}: no fault of the PTX machine, and the tolerance rule", highlight=False)

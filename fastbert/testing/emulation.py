@@ -1,0 +1,340 @@
+"""Run cases on the compiled GPU kernels, on the PTX machine, in processes of their own.
+
+    python -m fastbert.testing.emulation sm_90 --backend triton --quick --schedule 1
+
+The program compiles the kernels of each case, runs them forward and backward on CPU tensors, judges
+every tensor by the tolerance rule, and prints a JSON object for each run. `emulate` starts it with
+the environment that it needs: Triton must not interpret, and memory that no kernel wrote is NaN.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from fastbert.ops import backend as backends
+from fastbert.testing import model_parity, parity
+from fastbert.testing.cases import Case
+from fastbert.testing.parity import ParityRow
+from fastbert.testing.ptx import PtxFault, PtxSyntaxError
+from fastbert.testing.ptx import cuda_operators as cuda
+from fastbert.testing.ptx.machine import Report
+from fastbert.testing.ptx.triton_launches import STAND_IN, Emulator, serving_triton
+
+ARCHITECTURES = ("sm_80", "sm_90")
+BACKENDS = ("triton", "cuda")
+
+
+class Selection(NamedTuple):
+    """What runs on the PTX machine.
+
+    Args:
+        arch: "sm_80" or "sm_90".
+        backends: Some of "triton" and "cuda".
+        op: The only operation; None is all, and the whole model with Triton. "bert" is the model.
+        case: Name of a case; None is all registered cases.
+        dtype: Name of the only dtype; None is all.
+        quick: Whether only the cases of the quick selection run.
+        random: Number of random cases, which then replace the registered cases.
+        seed: Seed of the inputs or of the random cases, as in `parity.check`.
+        schedule: Seed of the PTX machine. With 0, warps run one after another and asynchronous
+            operations take effect at once. Another number chooses the order of the warps, and for
+            each asynchronous operation whether it takes effect at once or at its wait.
+    """
+
+    arch: str
+    backends: tuple[str, ...] = BACKENDS
+    op: str | None = None
+    case: str | None = None
+    dtype: str | None = None
+    quick: bool = False
+    random: int = 0
+    seed: int = 0
+    schedule: int = 1
+
+
+@dataclass(frozen=True)
+class EmulatedRun:
+    """One case on one backend in one dtype, on the PTX machine.
+
+    Args:
+        arch: "sm_80" or "sm_90".
+        op: Name of the operation.
+        case: Name of the case.
+        backend: "triton" or "cuda".
+        dtype: Dtype of the inputs, as "bfloat16".
+        schedule: Seed of the PTX machine.
+        launches: Number of launches by name.
+        seconds: Time of the run, with the oracle, without compilation.
+        compile_seconds: Time of the compilation, or of reading its cache.
+        rows: The verdict on each tensor; empty after a fault.
+        fault: The fault in words; "" if there is none.
+        command: The command line that runs the case again.
+        number: Position of the run, from 1.
+        total: Number of runs of the program.
+    """
+
+    arch: str
+    op: str
+    case: str
+    backend: str
+    dtype: str
+    schedule: int
+    launches: dict[str, int]
+    seconds: float
+    compile_seconds: float
+    rows: list[ParityRow]
+    fault: str
+    command: str
+    number: int = 0
+    total: int = 0
+
+    @property
+    def passed(self) -> bool:
+        """Whether there is no fault and every tensor passes."""
+        return not self.fault and all(row.passed for row in self.rows)
+
+    @property
+    def ratio(self) -> float:
+        """The worst ratio of a tensor; 0 after a fault."""
+        return max((row.ratio for row in self.rows), default=0.0)
+
+
+def obstacle(backend: str) -> str | None:
+    """Return the reason why the PTX machine cannot run a backend here, or None.
+
+    Args:
+        backend: "triton" or "cuda".
+    """
+    if backends.EXTENSION is None:
+        return backends.EXTENSION_STATE
+    if backend == "cuda":
+        return cuda.obstacle()
+    return None if backends.HAS_TRITON else "triton is not installed"
+
+
+def emulate(selection: Selection, processes: int = 2) -> Iterator[EmulatedRun]:
+    """Run a selection on the PTX machine.
+
+    Args:
+        selection: What runs.
+        processes: Number of processes that compile and run.
+
+    Yields:
+        The runs, as soon as each is done.
+
+    Raises:
+        ValueError: If the selection is unknown or contradictory, or if a backend cannot run here.
+        RuntimeError: If the program fails. The message is the end of its errors.
+    """
+    if selection.arch not in ARCHITECTURES:
+        raise ValueError(f"arch: got {selection.arch!r}, allowed: {', '.join(ARCHITECTURES)}")
+    for backend in selection.backends:
+        if backend not in BACKENDS:
+            raise ValueError(f"backend: got {backend!r}, allowed: {', '.join(BACKENDS)}")
+        reason = obstacle(backend)
+        if reason is not None:
+            raise ValueError(f"backend: {backend!r} cannot run on {STAND_IN}: {reason}")
+    environment = {
+        **backends.compiler_environment(),
+        # Cases run on the CPU, also where there is a GPU.
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": str(_threads(processes)),
+    }
+    command = [sys.executable, "-m", "fastbert.testing.emulation", *_arguments(selection)]
+    command += ["--processes", str(processes)]
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True
+        ) as run,
+    ):
+        assert run.stdout is not None
+        try:
+            for line in run.stdout:
+                content = json.loads(line)
+                if "refused" in content:
+                    raise ValueError(content["refused"])
+                yield from_json(content)
+        except BaseException:
+            run.terminate()
+            raise
+        if run.wait() != 0:
+            errors.seek(0)
+            raise RuntimeError(f"emulation: {errors.read()[-4000:]}")
+
+
+def from_json(content: dict[str, Any]) -> EmulatedRun:
+    """Return the run of a JSON object that the program printed."""
+    rows = [ParityRow(**row) for row in content["rows"]]
+    return EmulatedRun(**{**content, "rows": rows})
+
+
+def _arguments(selection: Selection) -> list[str]:
+    """Return the program's arguments for a selection."""
+    arguments = [selection.arch, "--backend", *selection.backends]
+    for name in ("op", "case", "dtype", "random", "seed", "schedule"):
+        value = getattr(selection, name)
+        if value is not None:
+            arguments += [f"--{name}", str(value)]
+    return [*arguments, "--quick"] if selection.quick else arguments
+
+
+def _threads(processes: int) -> int:
+    return max(1, len(os.sched_getaffinity(0)) // processes)
+
+
+# The program
+
+
+class _Job(NamedTuple):
+    case: Case
+    backend: str
+    dtype: torch.dtype
+    arch: str
+    seed: int
+    schedule: int
+    threads: int
+
+
+# The compiled CUDA C++ operators of this run. The child processes inherit them.
+_operators: cuda.CompiledOperators | None = None
+
+
+def _jobs(selection: Selection, threads: int) -> list[_Job]:
+    dtype = None if selection.dtype is None else getattr(torch, selection.dtype)
+    model = model_parity.CASE
+    planned: list[tuple[Case, str, torch.dtype]] = []
+    refusals = []
+    for backend in selection.backends if selection.op != model.op else ():
+        with backends.standing_in(STAND_IN, backend):
+            try:
+                runs = parity.plan(
+                    selection.op, backend, dtype, selection.case, selection.quick,
+                    selection.random, selection.seed,
+                )  # fmt: skip
+            except ValueError as error:
+                refusals.append(error)
+                continue
+        planned += [(case, backend, kind) for case, _, kind, _ in runs]
+    whole = selection.op in (None, model.op) and selection.case in (None, model.name)
+    if whole and not selection.random and "triton" in selection.backends:
+        kinds = parity.DTYPES if dtype is None else (dtype,)
+        planned += [(model, "triton", kind) for kind in kinds]
+    if not planned:
+        allowed = "allowed: op='bert' with triton, without random cases"
+        raise refusals[0] if refusals else ValueError(f"op: got {selection.op!r}, {allowed}")
+    # A random case has the seed in its name, and always the inputs of seed 0.
+    seed = 0 if selection.random else selection.seed
+    return [_Job(*run, selection.arch, seed, selection.schedule, threads) for run in planned]
+
+
+def _verdicts(job: _Job) -> list[ParityRow]:
+    """Run a case, or a training step of the whole model, and judge every tensor."""
+    if job.case is model_parity.CASE:
+        return list(model_parity.check_model(job.backend, job.dtype, job.seed))
+    results = parity.check_case(job.case, job.backend, job.dtype, seed=job.seed)
+    return [
+        parity.parity_row(job.case, job.backend, job.dtype, result, job.seed) for result in results
+    ]
+
+
+def _run(job: _Job) -> EmulatedRun:
+    """Run one job on ``job.threads`` threads."""
+    torch.set_num_threads(job.threads)
+    arch = int(job.arch.removeprefix("sm_"))
+    options = {"seed": job.schedule, "threads": job.threads}
+    emulator = Emulator(arch, **options)
+    reports: list[tuple[str, Report]] = emulator.reports
+    serving: AbstractContextManager[None] = serving_triton(emulator)
+    if job.backend == "cuda":
+        assert _operators is not None
+        _operators.options, reports = options, _operators.compiled.reports
+        reports.clear()
+        serving = cuda.serving_cuda(_operators)
+    start, rows, fault = time.monotonic(), [], ""
+    command = job.case.command(job.backend, job.dtype, job.seed)
+    command += f" --emulate {job.arch} --schedule {job.schedule}"
+    try:
+        with serving:
+            rows = [replace(row, command=command) for row in _verdicts(job)]
+    except (PtxFault, PtxSyntaxError, ValueError) as error:
+        fault = f"{type(error).__name__}: {error}"
+    return EmulatedRun(
+        arch=job.arch,
+        op=job.case.op,
+        case=job.case.name,
+        backend=job.backend,
+        dtype=backends.dtype_name(job.dtype),
+        schedule=job.schedule,
+        launches=dict(Counter(name for name, _ in reports)),
+        seconds=time.monotonic() - start - emulator.compile_seconds,
+        compile_seconds=emulator.compile_seconds,
+        rows=rows,
+        fault=fault,
+        command=command,
+    )
+
+
+def _print(content: dict[str, Any]) -> None:
+    print(json.dumps(content), flush=True)
+
+
+def run_all(selection: Selection, processes: int) -> None:
+    """Run a selection and print a JSON object for each run, in this process and its children."""
+    global _operators
+    # Memory that no kernel wrote is full of NaN.
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        jobs = _jobs(selection, _threads(processes))
+    except ValueError as error:
+        _print({"refused": str(error)})
+        return
+    with tempfile.TemporaryDirectory(prefix="fastbert-emulate-") as folder:
+        if any(job.backend == "cuda" for job in jobs):
+            arch = int(selection.arch.removeprefix("sm_"))
+            _operators = cuda.CompiledOperators(Path(folder), arch)
+        # The children are forked, so that they already have the CUDA C++ operators.
+        with multiprocessing.get_context("fork").Pool(processes) as pool:
+            for number, result in enumerate(pool.imap_unordered(_run, jobs), 1):
+                _print(asdict(replace(result, number=number, total=len(jobs))))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Parse the arguments and run the selection."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("arch", choices=ARCHITECTURES)
+    parser.add_argument("--backend", nargs="*", choices=BACKENDS, default=list(BACKENDS))
+    parser.add_argument("--op")
+    parser.add_argument("--case")
+    parser.add_argument("--dtype")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--random", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--schedule", type=int, default=1)
+    parser.add_argument("--processes", type=int, default=2)
+    options = vars(parser.parse_args(arguments))
+    processes = options.pop("processes")
+    chosen = tuple(options.pop("backend"))
+    run_all(Selection(backends=chosen, **options), processes)
+
+
+if __name__ == "__main__":
+    main()

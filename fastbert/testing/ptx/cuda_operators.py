@@ -1,0 +1,287 @@
+"""The CUDA C++ operators on CPU tensors, through the launchers of csrc/cuda and ctypes.
+
+On a GPU, csrc/cuda/cuda_ops.cpp fills the params structs and calls the launchers. `Operators` does
+the same here with a shared library. `CompiledOperators` has the launchers and kernels as nvcc
+compiles them, and its kernels run on the PTX machine.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_uint32, c_void_p
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from fastbert.activations import ACTIVATIONS
+from fastbert.ops import backend as backends
+from fastbert.testing.ptx.cuda_library import CudaLibrary
+from fastbert.testing.ptx.triton_launches import STAND_IN
+
+CUDA = Path(__file__).resolve().parents[3] / "csrc" / "cuda"
+NAMES = (
+    "layer_norm_forward", "layer_norm_backward", "activation_forward", "activation_backward",
+)  # fmt: skip
+FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+# The enumeration of csrc/activations.h.
+NUMBERS = {name: i for i, name in enumerate(("none", *ACTIVATIONS))}
+
+
+# The structs of csrc/cuda/operands.cuh, layer_norm.cuh and feed_forward.cuh
+
+
+class Matrix(Structure):
+    """ConstMatrix."""
+
+    _fields_ = [("data", c_void_p), ("stride", c_int64)]
+
+
+class Parameter(Structure):
+    """Parameter."""
+
+    _fields_ = [("data", c_void_p), ("format", c_int32)]
+
+
+class Dropout(Structure):
+    """Dropout."""
+
+    _fields_ = [("seed", c_void_p), ("threshold", c_uint32), ("scale", c_float)]
+
+
+SHAPE = [("rows", c_int64), ("columns", c_int64)]
+
+
+class LayerNormForward(Structure):
+    """LayerNormForward."""
+
+    _fields_ = [("format", c_int32), *SHAPE, ("x", Matrix), ("residual", Matrix)]
+    _fields_ += [("weight", Parameter), ("bias", Parameter), ("x_bias", Parameter)]
+    _fields_ += [("dropout", Dropout), ("eps", c_float)]
+    _fields_ += [(name, c_void_p) for name in ("y", "mean", "rstd")]
+
+
+class LayerNormBackward(Structure):
+    """LayerNormBackward."""
+
+    _fields_ = [("format", c_int32), *SHAPE, ("dy", Matrix), ("x", Matrix), ("residual", Matrix)]
+    _fields_ += [("weight", Parameter), ("x_bias", Parameter)]
+    _fields_ += [("mean", c_void_p), ("rstd", c_void_p), ("dropout", Dropout)]
+    _fields_ += [(name, c_void_p) for name in ("dsum", "dx", "partial", "dweight", "dbias")]
+    _fields_ += [("dx_bias", c_void_p)]
+
+
+class ActivationForward(Structure):
+    """ActivationForward."""
+
+    _fields_ = [("format", c_int32), ("activation", c_int32), *SHAPE, ("h", Matrix)]
+    _fields_ += [("bias", Parameter), ("y", c_void_p)]
+
+
+class ActivationBackward(Structure):
+    """ActivationBackward."""
+
+    _fields_ = [("format", c_int32), ("activation", c_int32), *SHAPE]
+    _fields_ += [("dy", Matrix), ("h", Matrix), ("bias", Parameter)]
+    _fields_ += [(name, c_void_p) for name in ("dh", "partial", "dbias")]
+    _fields_ += [("dbias_format", c_int32)]
+
+
+def _new(*shape: int, dtype: torch.dtype) -> Tensor:
+    """Return a tensor full of NaN, so that an element that no kernel writes is seen."""
+    return torch.full(shape, torch.nan, dtype=dtype)
+
+
+def _unit_columns(t: Tensor | None) -> Tensor | None:
+    return t if t is None or t.stride(1) == 1 else t.contiguous()
+
+
+def _readable(t: Tensor | None) -> Tensor | None:
+    """Return a parameter in a format that the kernels read; float64 becomes fp32."""
+    return None if t is None else (t.float() if t.dtype == torch.float64 else t).contiguous()
+
+
+class Operators:
+    """The four operators with the arguments of ``torch.ops.fastbert_C``.
+
+    Args:
+        library: Has the functions ``run_NAME`` of ``FRONT``, for each operator's name.
+    """
+
+    def __init__(self, library: Any) -> None:
+        """Keep the library."""
+        self.library = library
+        # The tensors of the call that is prepared. They stay alive until the call returns.
+        self.tensors: list[Tensor] = []
+
+    def _call(self, name: str, params: Structure) -> int:
+        function = getattr(self.library, name)
+        function.argtypes = [POINTER(type(params))]
+        status: int = function(byref(params))
+        return status
+
+    def _run(self, name: str, params: Structure) -> None:
+        status = self._call(name, params)
+        self.tensors.clear()
+        if status != 0:
+            raise RuntimeError(f"{name}: the launcher returned the cudaError {status}")
+
+    def _address(self, t: Tensor) -> int:
+        """Return the address; that of an empty tensor is 0, as in torch."""
+        self.tensors.append(t)
+        return t.data_ptr()
+
+    def _matrix(self, t: Tensor | None) -> Matrix:
+        t = _unit_columns(t)
+        return Matrix(None, 0) if t is None else Matrix(self._address(t), t.stride(0))
+
+    def _parameter(self, t: Tensor | None) -> Parameter:
+        t = _readable(t)
+        return Parameter(None, 0) if t is None else Parameter(self._address(t), FORMATS[t.dtype])
+
+    def _dropout(self, seed: Tensor | None, p: float) -> Dropout:
+        if p == 0.0 or seed is None:
+            return Dropout(None, 0, 1.0)
+        scale = 0.0 if p == 1.0 else 1.0 / (1.0 - p)
+        return Dropout(self._address(seed), int(p * 2**24 + 0.5), scale)
+
+    def layer_norm_forward(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None,
+        x_bias: Tensor | None, seed: Tensor | None, dropout_p: float, eps: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """Return y (rows, columns) in the dtype of x, and mean and rstd (rows,) in fp32."""
+        y = _new(*x.shape, dtype=x.dtype)
+        mean, rstd = (_new(x.shape[0], dtype=torch.float32) for _ in range(2))
+        operands = (*map(self._matrix, (x, residual)), *map(self._parameter, (weight, bias, x_bias)))
+        results = map(self._address, (y, mean, rstd))
+        params = (FORMATS[x.dtype], *x.shape, *operands, self._dropout(seed, dropout_p), eps)
+        self._run("run_layer_norm_forward", LayerNormForward(*params, *results))
+        return y, mean, rstd
+
+    def layer_norm_backward(
+        self, dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor,
+        residual: Tensor | None, x_bias: Tensor | None, seed: Tensor | None, has_bias: bool,
+        dropout_p: float,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        """Return dsum, dx, dweight, dbias and dx_bias; those that are not wanted are empty."""
+        columns = x.shape[1]
+        kind = _wide(weight.dtype)
+        dsum = _new(*x.shape, dtype=x.dtype)
+        dx = _new(*x.shape, dtype=x.dtype) if dropout_p > 0.0 else x.new_empty(0)
+        partial = _new(min(x.shape[0], 264), 3, columns, dtype=torch.float32)
+        dweight = _new(columns, dtype=kind)
+        dbias = _new(columns if has_bias else 0, dtype=kind)
+        x_bias_kind = torch.float32 if x_bias is None else _wide(x_bias.dtype)
+        dx_bias = _new(0 if x_bias is None else columns, dtype=x_bias_kind)
+        operands = (*map(self._matrix, (dy, x, residual)), *map(self._parameter, (weight, x_bias)))
+        statistics = (*map(self._address, (mean.contiguous(), rstd.contiguous())),)
+        results = map(self._address, (dsum, dx, partial, dweight, dbias, dx_bias))
+        params = (FORMATS[x.dtype], *x.shape, *operands, *statistics)
+        self._run(
+            "run_layer_norm_backward",
+            LayerNormBackward(*params, self._dropout(seed, dropout_p), *results),
+        )
+        if x_bias is not None:
+            dx_bias = dx_bias.to(x_bias.dtype)
+        return dsum, dx, dweight.to(weight.dtype), dbias.to(weight.dtype), dx_bias
+
+    def activation_forward(self, h: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+        """Return activation(h + bias) in the dtype of h."""
+        y = _new(*h.shape, dtype=h.dtype)
+        operands = (self._matrix(h), self._parameter(bias), self._address(y))
+        params = (FORMATS[h.dtype], NUMBERS[activation], *h.shape, *operands)
+        self._run("run_activation_forward", ActivationForward(*params))
+        return y
+
+    def activation_backward(
+        self, dy: Tensor, h: Tensor, bias: Tensor | None, activation: str, sum_rows: bool,
+        recompute: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """Return dh, its sum over the rows, and the activation; the last two may be empty."""
+        rows, columns = h.shape
+        kind = torch.float32 if bias is None else _wide(bias.dtype)
+        dh = _new(rows, columns, dtype=h.dtype)
+        partial = _new(min(rows, 256) if sum_rows else 0, columns, dtype=torch.float32)
+        dbias = _new(columns, dtype=kind) if sum_rows else h.new_empty(0)
+        operands = (*map(self._matrix, (dy, h)), self._parameter(bias))
+        results = (self._address(dh), self._address(partial), self._address(dbias))
+        params = (FORMATS[h.dtype], NUMBERS[activation], rows, columns, *operands, *results)
+        self._run("run_activation_backward", ActivationBackward(*params, FORMATS[dbias.dtype]))
+        a = self.activation_forward(h, bias, activation) if recompute else h.new_empty(0)
+        return dh, dbias.to(bias.dtype) if sum_rows and bias is not None else dbias, a
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype == torch.float64 else dtype
+
+
+FRONT = """
+#include "feed_forward.cuh"
+#include "layer_norm.cuh"
+using namespace fastbert::cuda;
+extern "C" {
+int run_layer_norm_forward(LayerNormForward* p) { return layer_norm_forward(*p, nullptr); }
+int run_layer_norm_backward(LayerNormBackward* p) { return layer_norm_backward(*p, nullptr); }
+int run_activation_forward(ActivationForward* p) { return activation_forward(*p, nullptr); }
+int run_activation_backward(ActivationBackward* p) { return activation_backward(*p, nullptr); }
+}
+"""
+
+
+def obstacle() -> str | None:
+    """Return the reason why the operators cannot be compiled on this machine, or None."""
+    if shutil.which("nvcc") is None:
+        return "nvcc is not on the path"
+    if not CUDA.is_dir():
+        return "the sources csrc/cuda are in a checkout of fastbert only"
+    return None
+
+
+class CompiledOperators(Operators):
+    """The operators as nvcc compiles them, on the PTX machine.
+
+    Args:
+        folder: An existing folder for what is compiled.
+        arch: Architecture of the GPU, as 90 for sm_90.
+
+    Attributes:
+        compiled: The library, which keeps the reports of the launches.
+        options: Keyword arguments of `Module.launch`, as ``seed``.
+
+    Raises:
+        FileNotFoundError: If nvcc is not on the path.
+        RuntimeError: If a file does not compile.
+    """
+
+    def __init__(self, folder: Path, arch: int) -> None:
+        """Compile csrc/cuda with the functions that call its launchers."""
+        front = folder / "front.cu"
+        front.write_text(FRONT, encoding="utf-8")
+        sources = [*sorted(CUDA.glob("*.cu")), front]
+        self.compiled = CudaLibrary(sources, folder, str(arch), ["-I", str(CUDA)])
+        self.options: dict[str, Any] = {}
+        super().__init__(self.compiled.functions)
+
+    def _call(self, name: str, params: Structure) -> int:
+        return self.compiled.call(name, byref(params), memory=self.tensors, **self.options)
+
+
+@contextmanager
+def serving_cuda(operators: Operators) -> Iterator[None]:
+    """Let the backend "cuda" serve CPU tensors inside the block, by `operators`.
+
+    The backend "cpu" has operators of the same names, so it cannot be used inside the block.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(backends.standing_in(STAND_IN, "cuda"))
+        for name in NAMES:
+            patch = mock.patch.object(torch.ops.fastbert_C, name, getattr(operators, name))
+            stack.enter_context(patch)
+        yield
+
+
+__all__ = ["CompiledOperators", "Operators", "obstacle", "serving_cuda"]
