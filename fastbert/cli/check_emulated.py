@@ -51,7 +51,7 @@ def check_emulated(
     )
     runs = _with_progress(selection)
     passed = all(run.passed for run in runs)
-    summary = summarize(runs)
+    summary = emulation.summarize(runs)
     if as_json:
         print_json({"passed": passed, "summary": summary, "runs": runs})
     else:
@@ -68,7 +68,8 @@ def _backends(asked: str | None) -> tuple[str, ...]:
     reasons = {name: emulation.obstacle(name) for name in emulation.BACKENDS}
     chosen = tuple(name for name, reason in reasons.items() if reason is None)
     if not chosen:
-        raise ValueError(f"--emulate: nothing can run here: {'; '.join(set(reasons.values()))}")  # type: ignore[arg-type]
+        found = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+        raise ValueError(f"--emulate: no backend can run here: {found}")
     for name, reason in reasons.items():
         if reason is not None:
             err.print(f"note: the backend {name} is left out: {reason}", highlight=False)
@@ -83,35 +84,12 @@ def _with_progress(selection: Selection) -> list[EmulatedRun]:
     with Progress(
         *columns, TextColumn("{task.description}"), console=err, transient=True
     ) as progress:
-        compiling = "compiling csrc/cuda with nvcc" if "cuda" in selection.backends else ""
-        task = progress.add_task(compiling, total=None)
-        for run in emulate(selection, processes=os.cpu_count() or 1):
+        task = progress.add_task("compiling the kernels", total=None)
+        for run in emulate([selection], processes=os.cpu_count() or 1):
             runs.append(run)
             description = f"{run.op} {run.case} {run.backend} {run.dtype} {run.arch}"
             progress.update(task, completed=run.number, total=run.total, description=description)
     return runs
-
-
-def summarize(runs: list[EmulatedRun]) -> list[dict[str, Any]]:
-    """Return a line per operation, backend, dtype and architecture, in the order of the names."""
-    groups: dict[tuple[str, str, str, str], list[EmulatedRun]] = {}
-    for run in runs:
-        groups.setdefault((run.op, run.backend, run.dtype, run.arch), []).append(run)
-    return [
-        {
-            "op": op,
-            "backend": backend,
-            "dtype": dtype,
-            "arch": arch,
-            "cases": len({run.case for run in group}),
-            "launches": sum(sum(run.launches.values()) for run in group),
-            "ratio": max(run.ratio for run in group),
-            "seconds": sum(run.seconds for run in group),
-            "compile_seconds": sum(run.compile_seconds for run in group),
-            "passed": all(run.passed for run in group),
-        }
-        for (op, backend, dtype, arch), group in sorted(groups.items())
-    ]
 
 
 def _print(runs: list[EmulatedRun], summary: list[dict[str, Any]]) -> None:
@@ -142,6 +120,9 @@ def _print(runs: list[EmulatedRun], summary: list[dict[str, Any]]) -> None:
             out.print(f"{name}: {detail}", style="red", markup=False, soft_wrap=True)
         out.print(f"  reproduce: {run.command}", markup=False, highlight=False, soft_wrap=True)
     launches = sum(line["launches"] for line in summary)
-    total = f"{len(runs)} runs with {launches} launches of compiled kernels"
-    verdict = f"{len(failures)} of {total} FAILED" if failures else f"all {total} pass"
-    out.print(f"{verdict}: no fault of the PTX machine, and the tolerance rule", highlight=False)
+    verdict = f"{len(failures)} FAILED" if failures else "all pass"
+    out.print(
+        f"{len(runs)} runs, {launches} launches of compiled kernels: {verdict}. A run passes if "
+        "the PTX machine finds no fault, and every tensor passes by the tolerance rule.",
+        highlight=False,
+    )

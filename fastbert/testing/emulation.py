@@ -1,15 +1,13 @@
 """Run cases on the compiled GPU kernels, on the PTX machine, in processes of their own.
 
-    python -m fastbert.testing.emulation sm_90 --backend triton --quick --schedule 1
-
-The program compiles the kernels of each case, runs them forward and backward on CPU tensors, judges
-every tensor by the tolerance rule, and prints a JSON object for each run. `emulate` starts it with
-the environment that it needs: Triton must not interpret, and memory that no kernel wrote is NaN.
+`emulate` starts this module as a program. The program compiles the kernels of each case, runs them
+forward and backward on CPU tensors, judges every tensor by the tolerance rule, and prints a JSON
+object for each run. A process of its own is needed, because Triton decides at import whether it
+interprets.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import os
@@ -57,7 +55,7 @@ class Selection(NamedTuple):
     """
 
     arch: str
-    backends: tuple[str, ...] = BACKENDS
+    backends: Sequence[str] = BACKENDS
     op: str | None = None
     case: str | None = None
     dtype: str | None = None
@@ -127,36 +125,41 @@ def obstacle(backend: str) -> str | None:
     return None if backends.HAS_TRITON else "triton is not installed"
 
 
-def emulate(selection: Selection, processes: int = 2) -> Iterator[EmulatedRun]:
-    """Run a selection on the PTX machine.
+def emulate(
+    selections: Sequence[Selection], processes: int = 2, cache: Path | None = None
+) -> Iterator[EmulatedRun]:
+    """Run cases on the PTX machine.
 
     Args:
-        selection: What runs.
+        selections: What runs, one selection after the other.
         processes: Number of processes that compile and run.
+        cache: Folder of Triton's cache; None is Triton's default.
 
     Yields:
         The runs, as soon as each is done.
 
     Raises:
-        ValueError: If the selection is unknown or contradictory, or if a backend cannot run here.
+        ValueError: If a selection is unknown or contradictory, or if a backend cannot run here.
         RuntimeError: If the program fails. The message is the end of its errors.
     """
-    if selection.arch not in ARCHITECTURES:
-        raise ValueError(f"arch: got {selection.arch!r}, allowed: {', '.join(ARCHITECTURES)}")
-    for backend in selection.backends:
-        if backend not in BACKENDS:
-            raise ValueError(f"backend: got {backend!r}, allowed: {', '.join(BACKENDS)}")
-        reason = obstacle(backend)
-        if reason is not None:
-            raise ValueError(f"backend: {backend!r} cannot run on {STAND_IN}: {reason}")
+    for arch, chosen in ((selection.arch, selection.backends) for selection in selections):
+        if arch not in ARCHITECTURES:
+            raise ValueError(f"arch: got {arch!r}, allowed: {', '.join(ARCHITECTURES)}")
+        for backend in chosen:
+            if backend not in BACKENDS:
+                raise ValueError(f"backend: got {backend!r}, allowed: {', '.join(BACKENDS)}")
+            reason = obstacle(backend)
+            if reason is not None:
+                raise ValueError(f"backend: {backend!r} cannot run on {STAND_IN}: {reason}")
+    threads = max(1, len(os.sched_getaffinity(0)) // processes)
+    command = [sys.executable, "-m", "fastbert.testing.emulation", str(processes), str(threads)]
+    command.append(json.dumps([selection._asdict() for selection in selections]))
     environment = {
-        **backends.compiler_environment(),
+        **backends.compiler_environment(cache),
         # Cases run on the CPU, also where there is a GPU.
         "CUDA_VISIBLE_DEVICES": "",
-        "OMP_NUM_THREADS": str(_threads(processes)),
+        "OMP_NUM_THREADS": str(threads),
     }
-    command = [sys.executable, "-m", "fastbert.testing.emulation", *_arguments(selection)]
-    command += ["--processes", str(processes)]
     with (
         tempfile.TemporaryFile("w+") as errors,
         subprocess.Popen(
@@ -184,18 +187,34 @@ def from_json(content: dict[str, Any]) -> EmulatedRun:
     return EmulatedRun(**{**content, "rows": rows})
 
 
-def _arguments(selection: Selection) -> list[str]:
-    """Return the program's arguments for a selection."""
-    arguments = [selection.arch, "--backend", *selection.backends]
-    for name in ("op", "case", "dtype", "random", "seed", "schedule"):
-        value = getattr(selection, name)
-        if value is not None:
-            arguments += [f"--{name}", str(value)]
-    return [*arguments, "--quick"] if selection.quick else arguments
+def summarize(runs: Sequence[EmulatedRun]) -> list[dict[str, Any]]:
+    """Sum the runs up by operation, backend, dtype and architecture.
 
+    Args:
+        runs: The runs, in any order.
 
-def _threads(processes: int) -> int:
-    return max(1, len(os.sched_getaffinity(0)) // processes)
+    Returns:
+        A line for each group, in the order of these names: the numbers of cases and launches, the
+        worst ratio, the seconds of the runs and of compilation, and whether all runs pass.
+    """
+    groups: dict[tuple[str, str, str, str], list[EmulatedRun]] = {}
+    for run in runs:
+        groups.setdefault((run.op, run.backend, run.dtype, run.arch), []).append(run)
+    return [
+        {
+            "op": op,
+            "backend": backend,
+            "dtype": dtype,
+            "arch": arch,
+            "cases": len({run.case for run in group}),
+            "launches": sum(sum(run.launches.values()) for run in group),
+            "ratio": max(run.ratio for run in group),
+            "seconds": sum(run.seconds for run in group),
+            "compile_seconds": sum(run.compile_seconds for run in group),
+            "passed": all(run.passed for run in group),
+        }
+        for (op, backend, dtype, arch), group in sorted(groups.items())
+    ]
 
 
 # The program
@@ -211,8 +230,8 @@ class _Job(NamedTuple):
     threads: int
 
 
-# The compiled CUDA C++ operators of this run. The child processes inherit them.
-_operators: cuda.CompiledOperators | None = None
+# The compiled CUDA C++ operators by architecture. The child processes inherit them.
+_operators: dict[str, cuda.CompiledOperators] = {}
 
 
 def _jobs(selection: Selection, threads: int) -> list[_Job]:
@@ -262,10 +281,10 @@ def _run(job: _Job) -> EmulatedRun:
     reports: list[tuple[str, Report]] = emulator.reports
     serving: AbstractContextManager[None] = serving_triton(emulator)
     if job.backend == "cuda":
-        assert _operators is not None
-        _operators.options, reports = options, _operators.compiled.reports
+        operators = _operators[job.arch]
+        operators.options, reports = options, operators.compiled.reports
         reports.clear()
-        serving = cuda.serving_cuda(_operators)
+        serving = cuda.serving_cuda(operators)
     start, rows, fault = time.monotonic(), [], ""
     command = job.case.command(job.backend, job.dtype, job.seed)
     command += f" --emulate {job.arch} --schedule {job.schedule}"
@@ -294,46 +313,25 @@ def _print(content: dict[str, Any]) -> None:
     print(json.dumps(content), flush=True)
 
 
-def run_all(selection: Selection, processes: int) -> None:
-    """Run a selection and print a JSON object for each run, in this process and its children."""
-    global _operators
+def main() -> None:
+    """Run the selections of the arguments, and print a JSON object for each run."""
+    processes, threads = int(sys.argv[1]), int(sys.argv[2])
+    selections = [Selection(**content) for content in json.loads(sys.argv[3])]
     # Memory that no kernel wrote is full of NaN.
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     try:
-        jobs = _jobs(selection, _threads(processes))
+        jobs = [job for selection in selections for job in _jobs(selection, threads)]
     except ValueError as error:
         _print({"refused": str(error)})
         return
     with tempfile.TemporaryDirectory(prefix="fastbert-emulate-") as folder:
-        if any(job.backend == "cuda" for job in jobs):
-            arch = int(selection.arch.removeprefix("sm_"))
-            _operators = cuda.CompiledOperators(Path(folder), arch)
+        for arch in {job.arch for job in jobs if job.backend == "cuda"}:
+            _operators[arch] = cuda.CompiledOperators(Path(folder), int(arch.removeprefix("sm_")))
         # The children are forked, so that they already have the CUDA C++ operators.
         with multiprocessing.get_context("fork").Pool(processes) as pool:
             for number, result in enumerate(pool.imap_unordered(_run, jobs), 1):
                 _print(asdict(replace(result, number=number, total=len(jobs))))
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Parse the arguments and run the selection."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("arch", choices=ARCHITECTURES)
-    parser.add_argument("--backend", nargs="*", choices=BACKENDS, default=list(BACKENDS))
-    parser.add_argument("--op")
-    parser.add_argument("--case")
-    parser.add_argument("--dtype")
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--random", type=int, default=0)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--schedule", type=int, default=1)
-    parser.add_argument("--processes", type=int, default=2)
-    options = vars(parser.parse_args(arguments))
-    processes = options.pop("processes")
-    chosen = tuple(options.pop("backend"))
-    run_all(Selection(backends=chosen, **options), processes)
 
 
 if __name__ == "__main__":

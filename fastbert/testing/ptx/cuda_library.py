@@ -122,9 +122,7 @@ def readable(mangled: str) -> str:
     return f"{file}.{rest[: int(length)]}"
 
 
-def _compile(
-    source: Path, folder: Path, arch: str, flags: Sequence[str]
-) -> tuple[Path, list[str]]:
+def _compile(source: Path, folder: Path, arch: str, flags: Sequence[str]) -> tuple[Path, list[str]]:
     """Return the object file and the PTX texts of a source."""
     kept = folder / f"{source.stem}-{arch}"
     kept.mkdir(exist_ok=True)

@@ -156,10 +156,14 @@ class Operators:
         """Return y (rows, columns) in the dtype of x, and mean and rstd (rows,) in fp32."""
         y = _new(*x.shape, dtype=x.dtype)
         mean, rstd = (_new(x.shape[0], dtype=torch.float32) for _ in range(2))
-        operands = (*map(self._matrix, (x, residual)), *map(self._parameter, (weight, bias, x_bias)))
+        matrices = map(self._matrix, (x, residual))
+        parameters = map(self._parameter, (weight, bias, x_bias))
         results = map(self._address, (y, mean, rstd))
-        params = (FORMATS[x.dtype], *x.shape, *operands, self._dropout(seed, dropout_p), eps)
-        self._run("run_layer_norm_forward", LayerNormForward(*params, *results))
+        params = (FORMATS[x.dtype], *x.shape, *matrices, *parameters)
+        self._run(
+            "run_layer_norm_forward",
+            LayerNormForward(*params, self._dropout(seed, dropout_p), eps, *results),
+        )
         return y, mean, rstd
 
     def layer_norm_backward(
