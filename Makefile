@@ -4,18 +4,20 @@
 PYTHON ?= python3
 GPU_PYTHON ?= python3
 OUT ?= out
+CASES ?= 2
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 SAY := @echo "fastbert:"
 SOURCES := setup.py $(shell find csrc -type f 2>/dev/null)
 
-.PHONY: help setup demo test test-processors mutate sanitize conformance check bench docs lint format gpu wheel clean
+.PHONY: help setup demo test test-processors emulate mutate sanitize conformance check bench docs lint format gpu wheel clean
 
 help:
 	@echo "make setup            creates .venv, compiles the C++ kernels and installs fastbert in place"
 	@echo "make demo             pre-trains a small BERT, reopens it in transformers, writes $(OUT)/demo/report.md"
 	@echo "make test             runs the whole test suite"
 	@echo "make test-processors  runs the numeric tests with the yardsticks of other processors"
+	@echo "make emulate          runs the compiled GPU kernels on the CPU, for sm_80 and sm_90, into $(OUT)/emulate (CASES=2: random cases per operation)"
 	@echo "make mutate           puts one fault at a time into the kernels and counts those that a test catches"
 	@echo "make sanitize         runs the tests of the C++ operators under GCC's sanitizers"
 	@echo "make conformance      runs transformers' own model tests, stock and accelerated (FAMILIES='bert': a part)"
@@ -74,6 +76,11 @@ test: setup
 
 test-processors: setup
 	$(BIN)/python tests/processors.py --numprocesses 2 --dist loadscope
+
+emulate: setup
+	$(SAY) "Compiling the Triton and CUDA C++ kernels for sm_80 and sm_90 and running them on the PTX machine:" \
+		"MINUTES on two idle cores. A line is printed for each finished run."
+	$(BIN)/python tests/ptx/emulate_all.py --cases $(CASES) --out $(OUT)/emulate
 
 mutate: setup
 	$(BIN)/python tests/mutation/mutate.py

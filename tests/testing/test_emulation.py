@@ -45,7 +45,7 @@ SUBSET = (
     ("embedding", "plain", "bfloat16"),
     ("linear_cross_entropy", "sum", "float16"),
 )
-# tests/ptx/test_attention_weights_on_ptx.py runs this launch, which has no case.
+# tests/ptx/attention_weights_on_ptx.py runs this launch, which has no case.
 WITHOUT_CASE = {"attention_weights"}
 
 

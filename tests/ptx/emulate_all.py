@@ -1,0 +1,126 @@
+"""Run the quick cases and random cases of every operation on compiled GPU kernels, without a GPU.
+
+    python tests/ptx/emulate_all.py [--cases 2] [--out out/emulate]    # or: make emulate
+
+The cases run on the PTX machine for sm_80 and sm_90, with Triton's kernels and, if nvcc is found,
+with the CUDA C++ kernels. Each runs on two schedules: 0 runs warps in turn and asynchronous
+operations at once, and 1 shuffles both. The results are written to emulation.json and emulation.md.
+The exit status is 1 if a run fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from fastbert import json_file
+from fastbert.testing import emulation
+from fastbert.testing.emulation import EmulatedRun, Selection, emulate, summarize
+from fastbert.testing.random_cases import TURNS
+
+SCHEDULES = (0, 1)
+
+
+def selections(backends: tuple[str, ...], random: int) -> list[Selection]:
+    """Return what runs; `random` is the number of random cases of each operation."""
+    chosen = []
+    for arch in emulation.ARCHITECTURES:
+        # With the second schedule, the kernels are already compiled.
+        for schedule in SCHEDULES:
+            chosen.append(Selection(arch, backends, quick=True, schedule=schedule))
+            if random:
+                cases = random * len(TURNS)
+                chosen.append(Selection(arch, backends, random=cases, schedule=schedule))
+    return chosen
+
+
+def run_all(chosen: list[Selection]) -> list[EmulatedRun]:
+    """Run everything and print a line for each run."""
+    runs = []
+    for run in emulate(chosen, processes=os.cpu_count() or 1):
+        runs.append(run)
+        verdict = f"ratio {run.ratio:.2f}" if run.passed else f"FAILED {run.fault}"
+        print(
+            f"[{run.number}/{run.total}] {run.arch} {run.op} {run.case} {run.backend} {run.dtype} "
+            f"schedule {run.schedule}: {verdict} ({run.seconds:.1f} + {run.compile_seconds:.1f} s)",
+            flush=True,
+        )
+    return runs
+
+
+def page(runs: list[EmulatedRun], seconds: float) -> str:
+    """Return the results as Markdown: a paragraph, and a row per operation, backend and dtype."""
+    rows: dict[tuple[str, str, str], dict[str, dict[str, Any]]] = {}
+    for line in summarize(runs):
+        rows.setdefault((line["op"], line["backend"], line["dtype"]), {})[line["arch"]] = line
+    failed = sum(not run.passed for run in runs)
+    launches = sum(sum(run.launches.values()) for run in runs)
+    heading = " | ".join(
+        f"{arch}: cases · launches · ratio · s" for arch in emulation.ARCHITECTURES
+    )
+    lines = [
+        "# Emulation: the compiled kernels on the PTX machine",
+        "",
+        f"`make emulate`, Triton {version('triton')}, torch {version('torch')}, Python "
+        f"{platform.python_version()}, {os.cpu_count()} cores, "
+        f"{time.strftime('%Y-%m-%d')}: {len(runs)} runs with {launches} launches in "
+        f"{seconds / 60:.1f} minutes, {failed or 'none'} of them failed.",
+        "",
+        "A case runs on two schedules, and its launches on both are counted. The ratio is the "
+        "worst error of a tensor, divided by that of plain PyTorch in the same dtype. The seconds "
+        "are those of the PTX machine and of the float64 reference, without compilation.",
+        "",
+        f"| operation | backend | dtype | {heading} |",
+        "|---|---|---|" + "---|" * len(emulation.ARCHITECTURES),
+    ]
+    for (op, backend, dtype), by_arch in rows.items():
+        cells = [_cell(by_arch.get(arch)) for arch in emulation.ARCHITECTURES]
+        lines.append(f"| `{op}` | {backend} | {dtype} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(line: dict[str, Any] | None) -> str:
+    if line is None:
+        return "–"
+    verdict = "" if line["passed"] else " FAILED"
+    counts = f"{line['cases']} · {line['launches']}"
+    return f"{counts} · {line['ratio']:.2f} · {line['seconds']:.1f}{verdict}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--cases", type=int, default=2, help="random cases of each operation")
+    parser.add_argument("--out", type=Path, default=Path("out/emulate"), help="folder of the files")
+    options = parser.parse_args()
+    reasons = {name: emulation.obstacle(name) for name in emulation.BACKENDS}
+    for name, reason in reasons.items():
+        if reason is not None:
+            print(f"the backend {name} is left out: {reason}", flush=True)
+    backends = tuple(name for name, reason in reasons.items() if reason is None)
+    if not backends:
+        parser.error("no backend can run here")
+    start = time.monotonic()
+    runs = run_all(selections(backends, options.cases))
+    text = page(runs, time.monotonic() - start)
+    options.out.mkdir(parents=True, exist_ok=True)
+    results = json_file.text({"summary": summarize(runs), "runs": runs})
+    (options.out / "emulation.json").write_text(results, encoding="utf-8")
+    (options.out / "emulation.md").write_text(text, encoding="utf-8")
+    print(text)
+    for run in runs:
+        if not run.passed:
+            print(f"FAILED {run.fault or [row.detail for row in run.rows if not row.passed]}")
+            print(f"  reproduce: {run.command}")
+    return 0 if all(run.passed for run in runs) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

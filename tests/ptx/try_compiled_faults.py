@@ -1,0 +1,89 @@
+"""Try faults in compiled kernels, and print the outcome of each as JSON.
+
+    python tests/ptx/try_compiled_faults.py [TEXT]    # the faults whose names contain TEXT
+
+Each case first runs without a fault and must pass. The environment must be that of
+`fastbert.ops.backend.compiler_environment`, as test_compiled_faults.py sets it.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from compiled_faults import CASES, FAULTS, UNCAUGHT, CompiledFault
+
+from fastbert.testing import parity
+from fastbert.testing.ptx import PtxFault
+from fastbert.testing.ptx.triton_launches import Binary, Emulator, serving_triton
+
+# A fault may cause an endless loop. A warp of an honest launch executes far fewer instructions.
+LONGEST = 1_000_000
+
+
+class Broken(Emulator):
+    """An emulator that puts a fault into each launch of one name."""
+
+    def __init__(self, fault: CompiledFault) -> None:
+        super().__init__(fault.arch, seed=1, threads=1, limit=LONGEST)
+        self.fault = fault
+
+    def binary(self, launch: Any) -> Binary:
+        binary = super().binary(launch)
+        if launch.name != self.fault.launch:
+            return binary
+        return binary._replace(ptx=self.fault.broken(binary.ptx))
+
+
+def judge(emulator: Emulator, case: str, dtype: str) -> str:
+    """Run a case on an emulator, and return the fault or the failed tensors, or ""."""
+    try:
+        with serving_triton(emulator):
+            results = parity.check_case(CASES[case], "triton", getattr(torch, dtype))
+    except PtxFault as fault:
+        return f"{fault.kind}: {fault}"
+    return ", ".join(f"{result}" for result in results if not result.passed)
+
+
+def try_fault(fault: CompiledFault) -> dict[str, str]:
+    try:
+        return {"name": str(fault), "found": judge(Broken(fault), fault.case, fault.dtype)}
+    except ValueError as e:
+        return {"name": str(fault), "found": "NO " + str(e)}
+    return {"name": str(fault), "found": judge(Broken(fault), fault.case, fault.dtype)}
+
+
+def try_all(faults: list[CompiledFault]) -> list[dict[str, str]]:
+    """Try the faults of one case, after a run without a fault."""
+    arch, case, dtype = faults[0].arch, faults[0].case, faults[0].dtype
+    found = judge(Emulator(arch, seed=1, threads=1), case, dtype)
+    if found:
+        raise RuntimeError(f"sm_{arch} {case} {dtype} fails without a fault: {found}")
+    return [try_fault(fault) for fault in faults]
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    # Memory that no kernel wrote is full of NaN.
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    text = sys.argv[1] if len(sys.argv) > 1 else ""
+    groups: dict[tuple[int, str, str], list[CompiledFault]] = {}
+    for fault in (*FAULTS, *UNCAUGHT):
+        if text in str(fault):
+            groups.setdefault((fault.arch, fault.case, fault.dtype), []).append(fault)
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        for outcomes in pool.imap_unordered(try_all, groups.values()):
+            for outcome in outcomes:
+                print(json.dumps(outcome), flush=True)
+
+
+if __name__ == "__main__":
+    main()
