@@ -441,8 +441,7 @@ def _cases() -> Iterator[Case]:
     yield case("attention", "rows", 2, 2, 19, 35, 16, mask="rows")
     yield case("attention", "dropout", 2, 2, 37, 37, 64, mask="padding", dropout_p=0.1, quick=True)
     yield case("attention", "bias", 2, 2, 24, 29, 40, bias=True, mask="padding")
-    trained = {"bias": "hqk", "bias_gradient": True}
-    yield case("attention", "bias_gradient", 2, 2, 33, 40, 64, **trained)
+    yield case("attention", "bias_gradient", 2, 2, 33, 40, 64, bias="hqk", bias_gradient=True)
     yield case("attention", "causal", 2, 2, 30, 41, 32, causal=True)
     yield case("attention", "window", 1, 2, 70, 70, 59, window=(9, 5))
     yield case("attention", "large_logits", 1, 2, 33, 65, 64, logits=4.0)

@@ -30,49 +30,73 @@ class Kind(NamedTuple):
     """A kind of fault.
 
     Args:
+        meaning: What is wrong, in words.
         old: Regular expression of the instructions that it changes.
         new: What replaces a match, as in `re.sub`.
     """
 
+    meaning: str
     old: str
     new: str
 
 
-def removed(instruction: str) -> Kind:
-    """Remove an instruction; the argument is a regular expression of its name."""
-    return Kind(rf"(?m)^\s*(?:@!?%p\d+ )?{instruction}\b[^;\n]*;$", "")
+def removed(meaning: str, instruction: str) -> Kind:
+    """Remove an instruction; `instruction` is a regular expression of its name."""
+    return Kind(meaning, rf"(?m)^\s*(?:@!?%p\d+ )?{instruction}\b[^;\n]*;$", "")
 
 
 KINDS = {
-    "no barrier": removed(r"bar\.sync"),
-    "no wait for copies": removed(r"cp\.async\.wait_group"),
-    "a wait for one copy less": Kind(r"(cp\.async\.wait_group\s+)0;", r"\g<1>1;"),
-    "no end of a group of copies": removed(r"cp\.async\.commit_group"),
-    "no wgmma fence": removed(r"wgmma\.fence"),
-    "no wgmma commit": removed(r"wgmma\.commit_group"),
-    "no wgmma wait": removed(r"wgmma\.wait_group"),
-    "no proxy fence": removed(r"fence\.proxy\.async"),
-    "ldmatrix without transposition": Kind(r"(ldmatrix\S*)\.trans", r"\1"),
-    "ldmatrix with transposition": Kind(r"(ldmatrix\.\S*\.x\d)(\.shared)", r"\1.trans\2"),
-    "stmatrix with transposition": Kind(r"(stmatrix\.\S*\.x\d)(\.shared)", r"\1.trans\2"),
+    "barrier": removed("no barrier", r"bar\.sync"),
+    "wait": removed("no wait for asynchronous copies", r"cp\.async\.wait_group"),
+    "wait_less": Kind(
+        "a wait that leaves one group of copies more", r"(cp\.async\.wait_group\s+)0;", r"\g<1>1;"
+    ),
+    "commit": removed("no end of a group of copies", r"cp\.async\.commit_group"),
+    "wgmma_fence": removed("no wgmma.fence", r"wgmma\.fence"),
+    "wgmma_commit": removed("no end of a group of wgmma", r"wgmma\.commit_group"),
+    "wgmma_wait": removed("no wait for wgmma", r"wgmma\.wait_group"),
+    "proxy_fence": removed("no fence.proxy.async", r"fence\.proxy\.async"),
+    "ldmatrix_plain": Kind("ldmatrix without .trans", r"(ldmatrix\S*)\.trans", r"\1"),
+    "ldmatrix_trans": Kind(
+        "ldmatrix with .trans", r"(ldmatrix\.\S*\.x\d)(\.shared)", r"\1.trans\2"
+    ),
+    "stmatrix_trans": Kind(
+        "stmatrix with .trans", r"(stmatrix\.\S*\.x\d)(\.shared)", r"\1.trans\2"
+    ),
     # Bits 62 and 63 of the descriptor of a matrix choose the swizzle: 128 bytes becomes none.
-    "descriptor without swizzle": Kind(
-        r"(or\.b64\s+%rd\d+, %rd\d+, )46116862933\d{8};", r"\g<1>4194304;"
+    "descriptor_swizzle": Kind(
+        "a descriptor without swizzle",
+        r"(or\.b64\s+%rd\d+, %rd\d+, )46116862933\d{8};",
+        r"\g<1>4194304;",
     ),
-    "address without swizzle": Kind(r"xor\.b32(\s+%r\d+, %r\d+), %r?\d+;", r"mov.b32\1;"),
-    "exchanged registers of A": Kind(
-        r"(mma\S*\s+\{[^}]*\},\s*\{\s*)(%r\d+),\s*(%r\d+)", r"\1\3, \2"
+    "address_swizzle": Kind(
+        "an address without swizzle", r"xor\.b32(\s+%r\d+, %r\d+), %r?\d+;", r"mov.b32\1;"
     ),
-    "exchanged accumulators": Kind(r"(mma\S*\s+\{\s*)(%r\d+),\s*(%r\d+)", r"\1\3, \2"),
-    "load without mask": Kind(r"@%p\d+ (ld\.global)", r"\1"),
-    "store without mask": Kind(r"@%p\d+ (st\.global)", r"\1"),
-    "rounding toward zero": Kind(r"cvt\.rn\.(b?f16x?2?)\.f32", r"cvt.rz.\1.f32"),
-    "fma rounding toward zero": Kind(r"fma\.rn\.f32", "fma.rz.f32"),
-    "shuffle over half the distance": Kind(r"(shfl\S*\s+%r\d+, %r\d+, )2(, 31, -1;)", r"\g<1>1\2"),
-    "division of the approximate form": Kind(r"div\.full\.f32", "div.approx.ftz.f32"),
-    "approximate exponential of the wrong base": Kind(
-        r"ex2\.approx\.ftz\.f32(\s+%r\d+, %r\d+);", r"tanh.approx.f32\1;"
+    "operand_order": Kind(
+        "exchanged registers of A",
+        r"(mma\S*\s+\{[^}]*\},\s*\{\s*)(%r\d+),\s*(%r\d+)",
+        r"\1\3, \2",
     ),
+    "accumulator_order": Kind(
+        "exchanged accumulators", r"(mma\S*\s+\{\s*)(%r\d+),\s*(%r\d+)", r"\1\3, \2"
+    ),
+    "load_mask": Kind("a load without its mask", r"@%p\d+ (ld\.global)", r"\1"),
+    "store_mask": Kind("a store without its mask", r"@%p\d+ (st\.global)", r"\1"),
+    "rounding": Kind(
+        "rounding toward zero to 16 bit", r"cvt\.rn\.(b?f16x?2?)\.f32", r"cvt.rz.\1.f32"
+    ),
+    "shuffle": Kind(
+        "a shuffle over half the distance", r"(shfl\S*\s+%r\d+, %r\d+, )2(, 31, -1;)", r"\g<1>1\2"
+    ),
+    "exponential": Kind(
+        "another approximate instruction than ex2",
+        r"ex2\.approx\.ftz\.f32(\s+%r\d+, %r\d+);",
+        r"tanh.approx.f32\1;",
+    ),
+    "fma_rounding": Kind(
+        "products with sums that round toward zero", r"fma\.rn\.f32", "fma.rz.f32"
+    ),
+    "division": Kind("the approximate form of a division", r"div\.full\.f32", "div.approx.ftz.f32"),
 }
 
 
@@ -101,7 +125,7 @@ class CompiledFault(NamedTuple):
 
     def broken(self, ptx: str) -> str:
         """Return the PTX with the fault, or raise ValueError if the kind does not fit."""
-        old, new = KINDS[self.kind]
+        _, old, new = KINDS[self.kind]
         found = list(re.finditer(old, ptx))
         if not found:
             raise ValueError(f"{self}: the PTX has no such instruction")
@@ -111,25 +135,211 @@ class CompiledFault(NamedTuple):
         return ptx
 
 
+def faults(
+    arch: int, case: str, launch: str, dtype: str, first: str = "", last: str = "", every: str = ""
+) -> list[CompiledFault]:
+    """Return the faults of a launch: the kinds that change the first, the last or every match."""
+    return [
+        CompiledFault(arch, case, launch, kind, which, dtype)
+        for which, kinds in (("first", first), ("last", last), ("every", every))
+        for kind in kinds.split()
+    ]
+
+
 FAULTS = [
-    CompiledFault(arch, case, launch, kind, which, dtype)
-    for arch in (80, 90)
-    for case, launches, dtype in (
-        ("short", ("attention_short_forward", "attention_short_backward"), "bfloat16"),
-        ("general", ("attention_forward", "attention_dq", "attention_dkv"), "bfloat16"),
-        ("gemm", ("linear_gelu",), "bfloat16"),
-        ("gradient", ("feed_forward_backward",), "bfloat16"),
-        ("rows", ("layer_norm_forward", "layer_norm_backward"), "bfloat16"),
-        ("rows", ("layer_norm_forward", "layer_norm_backward"), "float32"),
-        ("embedding", ("embedding_run_sums", "embedding_forward"), "bfloat16"),
-        (
-            "loss",
-            ("cross_entropy_partials", "cross_entropy_dlogits", "cross_entropy_dweight"),
-            "bfloat16",
+    *faults(
+        80,
+        "short",
+        "attention_short_forward",
+        "bfloat16",
+        first=(
+            "commit ldmatrix_plain ldmatrix_trans address_swizzle operand_order "
+            "accumulator_order store_mask shuffle exponential"
         ),
-    )
-    for launch in launches
-    for kind in KINDS
-    for which in ("first", "last", "every")
+        last="barrier wait wait_less load_mask",
+        every="rounding",
+    ),
+    *faults(
+        80,
+        "short",
+        "attention_short_backward",
+        "bfloat16",
+        first=(
+            "ldmatrix_plain ldmatrix_trans address_swizzle operand_order accumulator_order "
+            "shuffle exponential"
+        ),
+        last="barrier load_mask store_mask",
+        every="rounding",
+    ),
+    *faults(
+        80,
+        "general",
+        "attention_forward",
+        "bfloat16",
+        first=(
+            "barrier wait wait_less ldmatrix_plain ldmatrix_trans address_swizzle operand_order "
+            "accumulator_order shuffle exponential"
+        ),
+        last="load_mask store_mask",
+        every="commit",
+    ),
+    *faults(
+        80,
+        "general",
+        "attention_dkv",
+        "bfloat16",
+        first=(
+            "barrier ldmatrix_plain ldmatrix_trans address_swizzle operand_order "
+            "accumulator_order exponential"
+        ),
+        last="load_mask store_mask",
+        every="rounding",
+    ),
+    *faults(
+        80,
+        "gemm",
+        "linear_gelu",
+        "bfloat16",
+        first=(
+            "barrier wait wait_less ldmatrix_trans address_swizzle operand_order "
+            "accumulator_order load_mask store_mask exponential"
+        ),
+        last="commit",
+    ),
+    *faults(
+        80,
+        "rows",
+        "layer_norm_backward",
+        "bfloat16",
+        first="barrier address_swizzle load_mask store_mask shuffle",
+        every="rounding",
+    ),
+    *faults(
+        80,
+        "embedding",
+        "embedding_run_sums",
+        "bfloat16",
+        first=(
+            "barrier ldmatrix_plain address_swizzle operand_order accumulator_order load_mask "
+            "store_mask"
+        ),
+    ),
+    *faults(
+        80,
+        "loss",
+        "cross_entropy_partials",
+        "bfloat16",
+        first=(
+            "barrier wait wait_less ldmatrix_trans address_swizzle operand_order "
+            "accumulator_order store_mask exponential"
+        ),
+        last="commit load_mask",
+        every="shuffle",
+    ),
+    *faults(
+        90,
+        "short",
+        "attention_short_forward",
+        "bfloat16",
+        first=(
+            "commit wgmma_commit wgmma_wait ldmatrix_trans descriptor_swizzle address_swizzle "
+            "operand_order accumulator_order store_mask shuffle exponential"
+        ),
+        last="barrier wait wait_less wgmma_fence load_mask",
+        every="proxy_fence rounding",
+    ),
+    *faults(
+        90,
+        "short",
+        "attention_short_backward",
+        "bfloat16",
+        first=(
+            "wgmma_commit wgmma_wait proxy_fence ldmatrix_trans stmatrix_trans "
+            "descriptor_swizzle address_swizzle operand_order accumulator_order shuffle "
+            "exponential"
+        ),
+        last="barrier load_mask store_mask",
+        every="wgmma_fence rounding",
+    ),
+    *faults(
+        90,
+        "gemm",
+        "linear_gelu",
+        "bfloat16",
+        first=(
+            "barrier wait wait_less wgmma_fence wgmma_commit wgmma_wait proxy_fence "
+            "descriptor_swizzle address_swizzle accumulator_order load_mask store_mask "
+            "exponential"
+        ),
+        last="commit",
+    ),
+    *faults(
+        90,
+        "gradient",
+        "feed_forward_backward",
+        "bfloat16",
+        first=(
+            "barrier wait wgmma_fence wgmma_commit wgmma_wait proxy_fence ldmatrix_trans "
+            "descriptor_swizzle address_swizzle accumulator_order load_mask store_mask "
+            "exponential"
+        ),
+        every="commit rounding",
+    ),
+    *faults(
+        90,
+        "rows",
+        "layer_norm_forward",
+        "float32",
+        first="barrier",
+        last="load_mask store_mask shuffle",
+    ),
+    *faults(
+        90,
+        "rows",
+        "layer_norm_backward",
+        "float32",
+        first="barrier shuffle",
+        last="load_mask store_mask",
+    ),
+    *faults(
+        90,
+        "loss",
+        "cross_entropy_partials",
+        "bfloat16",
+        first=(
+            "barrier wait wgmma_fence wgmma_commit wgmma_wait proxy_fence descriptor_swizzle "
+            "address_swizzle accumulator_order store_mask shuffle exponential"
+        ),
+        last="load_mask",
+        every="commit",
+    ),
 ]
-UNCAUGHT = {}
+
+
+# Changes that the machine and the rule rightly let pass, with the reason. They are not counted.
+# Single instructions can be redundant, too, and are left out of `FAULTS`. An example is the barrier
+# after the loop over keys in the short forward: each warp has waited for its products before the
+# barriers around the change of layout of the output, which follow.
+UNCAUGHT: dict[CompiledFault, str] = {
+    CompiledFault(80, "short", "attention_short_forward", "fma_rounding", "every", "bfloat16"): (
+        "one unit in the last place of fp32 is within twice the error of PyTorch in fp32"
+    ),
+    CompiledFault(80, "short", "attention_short_backward", "fma_rounding", "every", "bfloat16"): (
+        "one unit in the last place of fp32 is within twice the error of PyTorch in fp32"
+    ),
+    CompiledFault(80, "short", "attention_short_forward", "division", "every", "bfloat16"): (
+        "the manual documents the same error for div.full and div.approx, 2 units"
+    ),
+    CompiledFault(80, "general", "attention_forward", "division", "every", "bfloat16"): (
+        "the manual documents the same error for div.full and div.approx, 2 units"
+    ),
+    CompiledFault(80, "general", "attention_forward", "rounding", "every", "bfloat16"): (
+        "the yardstick rounds to bf16 more often than the kernel"
+    ),
+    CompiledFault(90, "gradient", "feed_forward_backward", "wait_less", "every", "bfloat16"): (
+        "a product with one step along K has no data in its last group of copies"
+    ),
+    CompiledFault(90, "loss", "cross_entropy_partials", "wait_less", "every", "bfloat16"): (
+        "a product with one step along K has no data in its last group of copies"
+    ),
+}
