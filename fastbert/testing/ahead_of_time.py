@@ -218,7 +218,7 @@ def specialise(launch: Any) -> tuple[dict[str, str], dict[str, Any], dict[tuple[
 def identity(launch: Any) -> str:
     """Return a text that is equal for two launches if they compile to the same binary."""
     kernel = f"{launch.kernel.__module__}.{launch.kernel.__name__}"
-    return repr((kernel, *specialise(launch), launch.num_warps, launch.num_stages))
+    return repr((kernel, *specialise(launch), launch.options()))
 
 
 # The binary
@@ -278,8 +278,8 @@ def compile_one(launch: Any, noun: str, arch: int) -> Compiled:
 
     signature, constants, attributes = specialise(launch)
     source = ASTSource(launch.kernel, signature, constants, attributes)
-    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
-    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    target = GPUTarget("cuda", arch, 32)
+    compiled = triton.compile(source, target=target, options=launch.options())
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
         cubin.write_bytes(compiled.asm["cubin"])

@@ -60,12 +60,8 @@ class Emulator:
             if _divisible(launch.arguments[launch.kernel.params[position[0]].name])
         }
         source = ASTSource(launch.kernel, signature, constants, attributes)
-        options = {
-            "num_warps": launch.num_warps,
-            "num_stages": launch.num_stages,
-            "enable_fp_fusion": True,
-        }
-        compiled = triton.compile(source, target=GPUTarget("cuda", self.arch, 32), options=options)
+        target = GPUTarget("cuda", self.arch, 32)
+        compiled = triton.compile(source, target=target, options=launch.options())
         arguments = [
             launch.arguments[name] for name, kind in signature.items() if kind != "constexpr"
         ]
