@@ -25,6 +25,9 @@ UNSPECIALISED = [
     "dropout_threshold",
     "window_left",
     "window_right",
+    # These strides are numbers of rows.
+    "stride_lse_batch",
+    "stride_lse_head",
 ]
 
 

@@ -45,7 +45,13 @@ from fastbert.kernels.attention_rows import (
     store_rows,
     zero_slack,
 )
-from fastbert.kernels.attention_softmax import exponentials, log_sum_exp, logits, online_softmax
+from fastbert.kernels.attention_softmax import (
+    divided,
+    exponentials,
+    log_sum_exp,
+    logits,
+    online_softmax,
+)
 from fastbert.kernels.common import INFINITY, LOG2E, dot, narrow
 from fastbert.kernels.launch import Launch
 from fastbert.kernels.philox import dropout_keep
@@ -239,7 +245,7 @@ def _short_forward_kernel(
                     weights = tl.where(keep, weights, 0.0)
                 weights = narrow(weights, values[chunk].dtype)
                 out = dot(weights, values[chunk], out * rescale[:, None])
-            inverse = dropout_scale / tl.where(total == 0.0, 1.0, total)
+            inverse = divided(dropout_scale, total, SCALING)
             out = narrow(out * inverse[:, None], out_ptr.dtype.element_ty)
             store_rows(
                 out_base, out, rows, inside, stride_out_row, stride_out_dim, HEAD_DIM, BLOCK_D

@@ -166,9 +166,9 @@ ATTENTION = (
     Fault(
         "ln_2_in_one_part",
         "attention",
-        "kernels/attention_softmax.py",
-        "rest = (x - powers * LN2_HIGH) - powers * LN2_LOW",
-        "rest = x - powers * LN2_HIGH",
+        "kernels/common.py",
+        "rest = tl.fma(powers, -LN2_LOW, rest)",
+        "rest = tl.fma(powers, 0.0, rest)",
     ),
     Fault(
         "row_without_keys_unguarded",

@@ -37,7 +37,12 @@ class Emulator:
         self.reports: list[tuple[str, Report]] = []
 
     def run(self, launch: Any, on: Tensor | None = None) -> None:
-        """Compile a launch and run it on its own tensors; an empty grid runs nothing."""
+        """Compile a launch and run it on its own tensors; an empty grid runs nothing.
+
+        Raises:
+            RuntimeError: If lanes of one instruction store different values to one address. A
+                layout may hold an element in several lanes, which must then agree on its value.
+        """
         if min(launch.grid) == 0:
             return
         kernel, arguments, warps, shared = self._compiled(launch)
@@ -47,6 +52,10 @@ class Emulator:
             name, launch.grid, (32 * warps, 1, 1), arguments, dynamic_shared=shared, **self.options
         )
         self.reports.append((launch.name, report))
+        if conflicts := report.counts["conflicting_stores"]:
+            raise RuntimeError(
+                f"{launch.name}: {conflicts} stores of two values to one address in one instruction"
+            )
 
     def _compiled(self, launch: Any) -> tuple[str, list[Any], int, int]:
         import triton
