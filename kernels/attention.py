@@ -238,6 +238,13 @@ def attention_forward(
 
 # dtype, head dim, whether packed, and options; each kind of option occurs at least once.
 SHIPPED = (
+    (torch.bfloat16, 64, True, {}),
+    (torch.bfloat16, 64, False, {}),
+    (torch.float16, 64, True, {}),
+    (torch.bfloat16, 32, True, {}),
+    (torch.bfloat16, 128, True, {}),
+    (torch.float32, 64, False, {}),
+    (torch.bfloat16, 64, True, {"window": (64, 64)}),
     (torch.float16, 64, True, {"dropout_p": 0.1}),
     (torch.bfloat16, 64, False, {"mask": "keys", "dropout_p": 0.1}),
     (torch.bfloat16, 64, False, {"mask": "keys", "bias": True}),

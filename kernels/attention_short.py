@@ -521,6 +521,10 @@ def short_backward_launch(
 
 # dtype, head dim, longest sequence, whether packed, and options
 SHIPPED = (
+    (torch.bfloat16, 64, 64, True, {}),
+    (torch.float16, 64, 128, True, {}),
+    (torch.bfloat16, 64, 128, True, {"dropout_p": 0.1}),
+    (torch.bfloat16, 32, 128, True, {}),
     (torch.bfloat16, 64, 64, False, {"mask": "keys", "dropout_p": 0.1}),
     (torch.float16, 64, 128, True, {"dropout_p": 0.1}),
     (torch.bfloat16, 64, 128, True, {}),

@@ -24,12 +24,24 @@ from typing import Any
 
 from fastbert.testing.addresses import narrow_products
 
-ARCHITECTURES = (80, 90, 100)
+ARCHITECTURES = (80, 89, 90, 100, 120)
 # The bytes of shared memory that a block may have, by architecture.
-SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+SHARED_MEMORY = {
+    80: 163 * 1024,
+    89: 99 * 1024,
+    90: 227 * 1024,
+    100: 227 * 1024,
+    120: 99 * 1024,
+}
 # By architecture, the units that may compute the products of 16-bit operands. A newer GPU has older
 # units too, but they are slower.
-MATRIX_UNITS = {80: ("HMMA",), 90: ("HGMMA",), 100: ("UTCHMMA", "HMMA")}
+MATRIX_UNITS = {
+    80: ("HMMA",),
+    89: ("HMMA",),
+    90: ("HGMMA",),
+    100: ("UTCHMMA", "HMMA"),
+    120: ("HMMA",),
+}
 # Instructions of 16 bytes per thread must load at least this share of a kernel's loaded bytes.
 WIDE_SHARE = 0.5
 # These kernels may have a smaller share, which is given with its reason.

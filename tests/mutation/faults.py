@@ -244,8 +244,8 @@ ATTENTION = (
         "dropout_scale_forgotten",
         "attention",
         "kernels/attention.py",
-        "inverse = dropout_scale / tl.where",
-        "inverse = 1.0 / tl.where",
+        "inverse = divided(dropout_scale, total, SCALING)",
+        "inverse = divided(1.0, total, SCALING)",
     ),
     Fault(
         "dropout_of_heads_and_sequences_swapped",
