@@ -32,9 +32,12 @@ def _bounded_exp(x, dtype: tl.constexpr):
 
 @triton.jit
 def _reciprocal(x, dtype: tl.constexpr):
-    """Return 1 / x, as exact as dtype can hold."""
+    """Return 1 / x for x >= 1, as exact as dtype can hold."""
     if dtype == tl.float32:
-        return tl.div_rn(tl.full(x.shape, 1.0, tl.float32), x)
+        # A step of Newton's method takes the error of 2 ulp away. At infinity it would give NaN.
+        x = tl.minimum(x, 1e38)
+        r = 1.0 / x
+        return tl.fma(r, tl.fma(-x, r, 1.0), r)
     else:
         return 1.0 / x
 

@@ -421,7 +421,8 @@ def serves(problem: Problem, pass_name: str, path: str | None) -> bool:
         raise ValueError(f"path: got {path!r}, allowed: None, 'short', 'general'")
     dtype = problem.arguments["q_ptr"].dtype
     shape = (pass_name, problem.max_k, problem.head_dim, dtype)
-    if path == "short" and (obstacle := short_attention_obstacle(*shape)):
+    target = target_of(problem.arguments["q_ptr"])
+    if path == "short" and (obstacle := short_attention_obstacle(*shape, target)):
         raise ValueError(f"path: 'short' cannot serve: {obstacle}")
     arguments = problem.arguments
     chosen = path or attention_path(
@@ -559,6 +560,7 @@ def shipped_launches() -> Iterator[Launch]:
             seed = torch.empty(1, dtype=torch.int64)
             problem = describe(q, k, v, scale=0.125, seed=seed, **options)
             out, dq, dk, dv = (allocate_rows(x, problem) for x in (q, q, k, v))
-            yield short_forward_launch(problem, out, lse)
+            if short_attention_obstacle("forward", length, head_dim, dtype, target_of(q)) is None:
+                yield short_forward_launch(problem, out, lse)
             if serves(problem, "backward", None):
                 yield short_backward_launch(problem, out, out, lse, dq, dk, dv)

@@ -88,9 +88,29 @@ def attention_tile(
     return Tile(128, 64, num_warps=8, num_stages=3)
 
 
-# Elements of the keys of a head for the short forward. In 16 bit, keys and values then take 128 of
-# the 163 KiB of shared memory of sm_80.
-LARGEST_SHORT_ELEMENTS = 512 * 64
+# Bytes of shared memory that a program may have, by architecture. GPUs for graphics have the least.
+SHARED_MEMORY = {
+    80: 163 * 1024,
+    86: 99 * 1024,
+    87: 163 * 1024,
+    89: 99 * 1024,
+    90: 227 * 1024,
+    100: 227 * 1024,
+    103: 227 * 1024,
+    110: 227 * 1024,
+    120: 99 * 1024,
+    121: 99 * 1024,
+}
+
+
+def shared_memory(target: int) -> int:
+    """Return the bytes of shared memory that a program may have, 99 KiB on an unknown GPU.
+
+    Args:
+        target: Architecture of the GPU, as 90 for sm_90.
+    """
+    return SHARED_MEMORY.get(target, min(SHARED_MEMORY.values()))
+
 
 # With more keys, dk and dv would not fit the registers beside the tiles of scores.
 LARGEST_SHORT_BACKWARD = 128
@@ -146,15 +166,20 @@ def short_attention_tile(
 
 
 def short_attention_obstacle(
-    pass_name: str, max_keys: int, head_dim: int, dtype: torch.dtype
+    pass_name: str, max_keys: int, head_dim: int, dtype: torch.dtype, target: int = 90
 ) -> str | None:
-    """Return the reason why the short kernels cannot compute a pass, or None if they can."""
+    """Return the reason why the short kernels cannot compute a pass, or None if they can.
+
+    The forward holds the keys and values of a head: in 16 bit, 128 KiB for 512 keys and D = 64.
+    GPUs with less than 163 KiB of shared memory take half of the keys.
+    """
     width = padded_head_dim(head_dim)
     if dtype == torch.float32:
         return "dtype: got torch.float32, allowed: torch.float16, torch.bfloat16"
     if pass_name == "backward" and width > 64:
         return f"head_dim: got {head_dim}, allowed: up to 64"
-    most = LARGEST_SHORT_BACKWARD if pass_name == "backward" else LARGEST_SHORT_ELEMENTS // width
+    keys = 512 if shared_memory(target) >= 163 * 1024 else 256
+    most = LARGEST_SHORT_BACKWARD if pass_name == "backward" else keys * 64 // width
     return f"keys: got {max_keys}, allowed: up to {most}" if max_keys > most else None
 
 

@@ -23,16 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from fastbert.testing.addresses import narrow_products
+from fastbert.testing.wgmma_hazards import overwritten_operands
 
 ARCHITECTURES = (80, 89, 90, 100, 120)
-# The bytes of shared memory that a block may have, by architecture.
-SHARED_MEMORY = {
-    80: 163 * 1024,
-    89: 99 * 1024,
-    90: 227 * 1024,
-    100: 227 * 1024,
-    120: 99 * 1024,
-}
 # By architecture, the units that may compute the products of 16-bit operands. A newer GPU has older
 # units too, but they are slower.
 MATRIX_UNITS = {
@@ -54,6 +47,8 @@ NARROWER: dict[str, tuple[float, str]] = {
 # For the given reason, no share is required of these kernels.
 NARROW_LOADS: dict[str, str] = {
     "embedding_keys": "each row has one index, at any stride",
+    "cross_entropy_partition": "any number of rows runs the same binary, so each has its own mask",
+    "cross_entropy_reduce": "as in cross_entropy_partition",
 }
 KERNELS = Path(__file__).resolve().parents[1] / "kernels"
 
@@ -76,6 +71,7 @@ class Compiled:
         tf32: Whether the PTX contains tf32 instructions.
         has_dot: Whether the TTIR contains a matrix product.
         narrow_products: The 32-bit products that may wrap, from `narrow_products`.
+        overwritten: The writes to operands of running products, from `overwritten_operands`.
         constants: The compile-time constants, without strides.
         number: Position of the compilation in its run, from 1.
         total: Number of compilations in the run.
@@ -95,6 +91,7 @@ class Compiled:
     tf32: bool
     has_dot: bool
     narrow_products: list[str]
+    overwritten: list[str]
     constants: dict[str, Any]
     number: int = 0
     total: int = 0
@@ -129,13 +126,14 @@ def judge(compiled: Compiled) -> list[str]:
     """Return the faults of a compiled launch in words.
 
     A fault is a spilled register, too much shared memory, an older matrix unit, tf32, narrow loads,
-    or a 32-bit product in the address arithmetic.
+    a 32-bit product in the address arithmetic, or an operand that is overwritten too early.
     """
+    from fastbert.kernels.tiles import shared_memory
+
     faults = []
     if compiled.stack:
         faults.append(f"{compiled.stack} bytes of stack: registers spill")
-    if compiled.shared > SHARED_MEMORY[compiled.arch]:
-        limit = SHARED_MEMORY[compiled.arch]
+    if compiled.shared > (limit := shared_memory(compiled.arch)):
         faults.append(f"{compiled.shared} bytes of shared memory, allowed: {limit}")
     if compiled.has_dot and compiled.half and compiled.matrix not in MATRIX_UNITS[compiled.arch]:
         allowed = " or ".join(MATRIX_UNITS[compiled.arch])
@@ -147,7 +145,7 @@ def judge(compiled: Compiled) -> list[str]:
         loads = ", ".join(f"{n} of {width} bytes" for width, n in compiled.loads.items())
         faults.append(f"narrow loads: {loads}")
     faults += [f"32-bit address arithmetic: {product}" for product in compiled.narrow_products]
-    return faults
+    return faults + compiled.overwritten
 
 
 # Launches
@@ -313,6 +311,7 @@ def compile_one(launch: Any, noun: str, arch: int) -> Compiled:
         tf32="tf32" in compiled.asm["ptx"],
         has_dot=" tt.dot " in compiled.asm["ttir"],
         narrow_products=narrow_products(compiled.asm["ttir"], arguments),
+        overwritten=overwritten_operands(sass),
         constants={
             key: value
             for key, value in constants.items()
