@@ -49,15 +49,23 @@ def padded_head_dim(head_dim: int) -> int:
 
 
 def attention_tile(
-    pass_name: str, head_dim: int, dtype: torch.dtype, has_pairs: bool = False
+    pass_name: str,
+    head_dim: int,
+    dtype: torch.dtype,
+    has_pairs: bool = False,
+    target: int = 90,
 ) -> Tile:
     """Return the tile of an attention kernel: block_m queries and block_n keys.
+
+    For sm_120, ptxas leaves some tiles fewer registers than they could have, and spills a few
+    bytes. Other numbers of warps or stages avoid this.
 
     Args:
         pass_name: "forward", "weights", "delta", "statistics", "dkv", "dq" or "bias".
         head_dim: Head dim D, 1 to 256.
         dtype: Dtype of q, k and v.
         has_pairs: Whether the kernel reads a bias, or a mask that differs between queries.
+        target: Architecture of the GPU, as 90 for sm_90.
 
     Raises:
         ValueError: If `head_dim` is not allowed.
@@ -82,9 +90,11 @@ def attention_tile(
     if width > 128:
         return Tile(64, 16 if is_walk else 32, num_warps=8, num_stages=2)
     if width > 64:
-        return Tile(64, 32, 8 if has_pairs or pass_name == "forward" else 4, num_stages=2)
+        has_8_warps = has_pairs or (pass_name == "forward") != (target >= 120)
+        return Tile(64, 32, 8 if has_8_warps else 4, num_stages=2)
     if is_walk or has_pairs:
-        return Tile(128, 32, num_warps=8, num_stages=2 if is_walk else 3)
+        is_tight = target >= 120 and has_pairs
+        return Tile(128, 32, num_warps=8, num_stages=(1 if is_tight else 2) if is_walk else 3)
     return Tile(128, 64, num_warps=8, num_stages=3)
 
 
@@ -116,6 +126,17 @@ def shared_memory(target: int) -> int:
 LARGEST_SHORT_BACKWARD = 128
 
 
+def multiplies_in_registers(target: int) -> bool:
+    """Return whether the matrix units take operands from registers alone, as on sm_80 and sm_120.
+
+    sm_90 takes operands from shared memory, and sm_100 has memory of its own for them.
+
+    Args:
+        target: Architecture of the GPU, as 90 for sm_90.
+    """
+    return target < 90 or target >= 120
+
+
 class ShortTile(NamedTuple):
     """Tile of a short attention kernel, chunks of block_n keys, and programs per multiprocessor."""
 
@@ -138,15 +159,15 @@ def short_attention_tile(
       next query tile is loaded ahead; beyond, its 16 KiB would cost the third program.
     - Backward: dk and dv [128, 64] take 64 registers on 8 warps, and the tiles [128, 32] of P and
       dP take 32. With addresses and dropout a thread takes 242, which leaves room for one program.
-      Up to 64 keys, 4 warps are enough, and two programs fit. sm_80 copies through registers and
-      takes tiles of 16 queries. On sm_100 the products are in tensor memory; dropout spills on 8
-      warps and has room on 4.
+      Up to 64 keys, 4 warps are enough, and two programs fit. sm_80 and sm_120 copy through
+      registers and take tiles of 16 queries. On sm_100 the products are in tensor memory; dropout
+      spills on 8 warps and has room on 4.
 
     Args:
         pass_name: "forward" or "backward".
         max_keys: Length of the longest sequence of keys.
         head_dim: Head dim D.
-        target: 80, 90 or 100, the architecture of the GPU.
+        target: Architecture of the GPU, as 90 for sm_90.
         has_dropout: Whether the pass drops weights.
     """
     if pass_name == "forward":
@@ -159,9 +180,9 @@ def short_attention_tile(
     block_m = 128 if IS_INTERPRETED else 32
     if block_n == 64:
         return ShortTile(Tile(block_m, block_n, 4, 1), chunks=1, programs=2)
-    if target < 90 and not IS_INTERPRETED:
+    if multiplies_in_registers(target) and not IS_INTERPRETED:
         block_m = 16
-    num_warps = 4 if target >= 100 and has_dropout else 8
+    num_warps = 4 if has_dropout and 100 <= target < 120 else 8
     return ShortTile(Tile(block_m, block_n, num_warps, 1), chunks=1, programs=1)
 
 

@@ -159,7 +159,7 @@ def _read(text: str) -> dict[int, _Instruction]:
         code[int(address, 16)] = _Instruction(int(address, 16), words, operation, operands)
     order = sorted(code)
     next_of = dict(itertools.pairwise(order))
-    predicated = set(map(lambda a: int(a, 16), re.findall(r"/\*([0-9a-f]{4,})\*/\s+@", text)))
+    predicated = {int(a, 16) for a in re.findall(r"/\*([0-9a-f]{4,})\*/\s+@", text)}
     returns = [next_of[a] for a in order if code[a].name == "CALL" and a in next_of]
     joins = [t for a in order if code[a].name == "BSSY" for t in _targets(code[a], code)]
     for address in order:
