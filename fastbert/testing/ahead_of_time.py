@@ -332,7 +332,10 @@ def _group(pattern: str, text: str) -> str:
 
 
 def compile_launches(
-    architectures: Sequence[int] = ARCHITECTURES, processes: int = 2, cache: Path | None = None
+    architectures: Sequence[int] = ARCHITECTURES,
+    processes: int = 2,
+    cache: Path | None = None,
+    unlike: Sequence[int] = (),
 ) -> Iterator[Compiled]:
     """Compile every shipped launch for every architecture, in processes of their own.
 
@@ -340,6 +343,7 @@ def compile_launches(
         architectures: Architectures of GPUs, as 90 for sm_90.
         processes: Number of processes that compile.
         cache: Folder of Triton's cache; None is Triton's default.
+        unlike: Architectures whose launches are left out. A launch with other tiles remains.
 
     Yields:
         The compiled launches, as soon as each is done.
@@ -354,6 +358,7 @@ def compile_launches(
         raise ImportError("triton is not installed: pip install 'fastbert[triton]'")
     command = [sys.executable, "-m", "fastbert.testing.ahead_of_time"]
     command += ["--processes", str(processes), "--arch", *map(str, architectures)]
+    command += ["--unlike", *map(str, unlike)]
     with (
         tempfile.TemporaryFile("w+") as errors,
         subprocess.Popen(
@@ -409,6 +414,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--arch", type=int, nargs="*", default=list(ARCHITECTURES))
+    parser.add_argument("--unlike", type=int, nargs="*", default=[])
     parser.add_argument("--noun", nargs="*", default=nouns())
     parser.add_argument("--only", default="", help="launches whose name contains this")
     parser.add_argument("--processes", type=int, default=2)
@@ -419,10 +425,16 @@ def main() -> None:
         sys.exit("TRITON_INTERPRET: got 1, allowed: unset; the interpreter compiles nothing")
     chosen = tuple(options.noun)
     try:
+        known = {
+            identity(launch)
+            for arch in options.unlike
+            for _, launch in _jobs(chosen, options.only, arch)
+        }
         jobs = [
             (chosen, options.only, index, arch)
             for arch in options.arch
-            for index in range(len(_jobs(chosen, options.only, arch)))
+            for index, (_, launch) in enumerate(_jobs(chosen, options.only, arch))
+            if identity(launch) not in known
         ]
     except (RuntimeError, ValueError) as error:
         sys.exit(str(error))
