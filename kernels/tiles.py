@@ -177,11 +177,9 @@ def short_attention_tile(
         stages = 2 if max_keys <= 128 and target < 100 else 1
         return ShortTile(Tile(block, block, 4, stages), chunks, resident)
     block_n = max(64, triton.next_power_of_2(max_keys))
-    block_m = 128 if IS_INTERPRETED else 32
+    block_m = 128 if IS_INTERPRETED else 16 if multiplies_in_registers(target) else 32
     if block_n == 64:
         return ShortTile(Tile(block_m, block_n, 4, 1), chunks=1, programs=2)
-    if multiplies_in_registers(target) and not IS_INTERPRETED:
-        block_m = 16
     num_warps = 4 if has_dropout and 100 <= target < 120 else 8
     return ShortTile(Tile(block_m, block_n, num_warps, 1), chunks=1, programs=1)
 

@@ -26,7 +26,7 @@ from fastbert.testing.ahead_of_time import (
 # The compilation takes a few minutes on two free cores.
 pytestmark = pytest.mark.timeout(1500)
 
-# For the others, `fastbert check --aot` compiles everything, and the tests compile other tiles only.
+# For other GPUs, these tests compile the tiles that differ; `fastbert check --aot` compiles all.
 COMPLETE = (80, 90, 100)
 
 # These kernels have a matrix product of 16-bit operands.
