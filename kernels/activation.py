@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fastbert.kernels.common import LOG2E, narrow
+from fastbert.kernels.common import LOG2E, exponential, narrow
 from fastbert.kernels.tiles import gemm_path
 
 INVERSE_SQRT_2PI = tl.constexpr(0.3989422804014327)
@@ -22,15 +22,36 @@ LARGEST_PART = tl.constexpr(32)
 
 
 @triton.jit
-def _normal_tail(a):
+def _bounded_exp(x, dtype: tl.constexpr):
+    """Return exp(x) for x <= 0, as exact as dtype can hold."""
+    if dtype == tl.float32:
+        return exponential(x)
+    else:
+        return tl.exp2(x * LOG2E)
+
+
+@triton.jit
+def _reciprocal(x, dtype: tl.constexpr):
+    """Return 1 / x for x >= 1, as exact as dtype can hold."""
+    if dtype == tl.float32:
+        # A step of Newton's method takes the error of 2 ulp away. At infinity it would give NaN.
+        x = tl.minimum(x, 1e38)
+        r = 1.0 / x
+        return tl.fma(r, tl.fma(-x, r, 1.0), r)
+    else:
+        return 1.0 / x
+
+
+@triton.jit
+def _normal_tail(a, dtype: tl.constexpr):
     """Return 1 - Φ(a) and exp(-a² / 2) for a >= 0, as csrc/normal_tail.h computes them.
 
     The tail is exp(-a² / 2) r P(1 - 8 r) with r = 1 / (a + 4) and a minimax polynomial P, whose
     relative error is 9e-9. This form takes half the instructions of erf and no branch, and the
     density needs the same exponential.
     """
-    bell = tl.exp2(a * a * (-0.5 * LOG2E))
-    r = 1.0 / (a + 4.0)
+    bell = _bounded_exp(-0.5 * a * a, dtype)
+    r = _reciprocal(a + 4.0, dtype)
     t = 1.0 - 8.0 * r
     p = -1.319718455e-04 * t + 1.793541397e-04
     p = p * t + 1.569923476e-03
@@ -45,13 +66,16 @@ def _normal_tail(a):
 
 
 @triton.jit
-def value_and_slope(x, FUNCTION: tl.constexpr):
-    """Return f(x) and f'(x), fp32; f is FUNCTION: "gelu", "gelu_tanh", "relu" or "silu"."""
+def value_and_slope(x, FUNCTION: tl.constexpr, dtype: tl.constexpr):
+    """Return f(x) and f'(x) in fp32, as exact as dtype can hold.
+
+    f is FUNCTION: "gelu", "gelu_tanh", "relu" or "silu".
+    """
     if FUNCTION == "relu":
         value = tl.where(x < 0.0, 0.0, x)
         slope = tl.where(x > 0.0, 1.0, 0.0)
     elif FUNCTION == "gelu":
-        tail, bell = _normal_tail(tl.abs(x))
+        tail, bell = _normal_tail(tl.abs(x), dtype)
         share = tl.where(x < 0.0, tail, 1.0 - tail)
         value = x * share
         slope = share + x * (INVERSE_SQRT_2PI * bell)
@@ -67,8 +91,8 @@ def value_and_slope(x, FUNCTION: tl.constexpr):
         else:
             z = x
             dz = bounded
-        e = tl.exp2(tl.abs(z) * -LOG2E)
-        inverse = 1.0 / (1.0 + e)
+        e = _bounded_exp(-tl.abs(z), dtype)
+        inverse = _reciprocal(1.0 + e, dtype)
         share = tl.where(x < 0.0, e, 1.0) * inverse
         value = x * share
         slope = share + dz * (e * inverse * inverse)
@@ -76,8 +100,8 @@ def value_and_slope(x, FUNCTION: tl.constexpr):
 
 
 @triton.jit
-def activate(x, FUNCTION: tl.constexpr):
-    return value_and_slope(x, FUNCTION)[0]
+def activate(x, FUNCTION: tl.constexpr, dtype: tl.constexpr):
+    return value_and_slope(x, FUNCTION, dtype)[0]
 
 
 @triton.jit

@@ -37,7 +37,7 @@ from fastbert.kernels.attention_rows import (
     zero_slack,
 )
 from fastbert.kernels.attention_short import serves, short_forward_launch
-from fastbert.kernels.attention_softmax import log_sum_exp, logits, online_softmax
+from fastbert.kernels.attention_softmax import divided, log_sum_exp, logits, online_softmax
 from fastbert.kernels.attention_weights import weights_launch
 from fastbert.kernels.common import INFINITY, dot, narrow
 from fastbert.kernels.launch import Launch
@@ -151,7 +151,7 @@ def _forward_kernel(
             )
             out = dot(narrow(weights, v.dtype), v, out * rescale[:, None])
 
-    inverse = dropout_scale / tl.where(total == 0.0, 1.0, total)
+    inverse = divided(dropout_scale, total, SCALING)
     out = narrow(out * inverse[:, None], out_ptr.dtype.element_ty)
     out_ptr = head_pointer(
         out_ptr, batch, head, q_start, stride_out_batch, stride_out_head, stride_out_row
@@ -238,6 +238,13 @@ def attention_forward(
 
 # dtype, head dim, whether packed, and options; each kind of option occurs at least once.
 SHIPPED = (
+    (torch.bfloat16, 64, True, {}),
+    (torch.bfloat16, 64, False, {}),
+    (torch.float16, 64, True, {}),
+    (torch.bfloat16, 32, True, {}),
+    (torch.bfloat16, 128, True, {}),
+    (torch.float32, 64, False, {}),
+    (torch.bfloat16, 64, True, {"window": (64, 64)}),
     (torch.float16, 64, True, {"dropout_p": 0.1}),
     (torch.bfloat16, 64, False, {"mask": "keys", "dropout_p": 0.1}),
     (torch.bfloat16, 64, False, {"mask": "keys", "bias": True}),

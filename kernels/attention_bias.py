@@ -35,7 +35,11 @@ from fastbert.kernels.reduction import sum_partials_launch
 PROGRAMS = 512
 
 
-@triton.jit(do_not_specialize=[*UNSPECIALISED, "combinations", "bias_heads", "partials"])
+@triton.jit(
+    do_not_specialize=[
+        *UNSPECIALISED, "combinations", "bias_heads", "partials", "stride_dbias_partial"
+    ]
+)  # fmt: skip
 def _bias_gradient_kernel(
     # (B, H, L, D), or packed (T, H, D); fp32, fp16 or bf16
     q_ptr, k_ptr, v_ptr, dout_ptr,

@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 
 from fastbert.kernels.launch import Launch, dropout_arguments
-from fastbert.kernels.tiles import Tile, attention_tile, padded_head_dim
+from fastbert.kernels.tiles import Tile, attention_tile, padded_head_dim, target_of
 
 # These arguments change from call to call. Triton must not compile another binary when a value is 1
 # or divisible by 16.
@@ -25,6 +25,9 @@ UNSPECIALISED = [
     "dropout_threshold",
     "window_left",
     "window_right",
+    # These strides are numbers of rows.
+    "stride_lse_batch",
+    "stride_lse_head",
 ]
 
 
@@ -55,8 +58,8 @@ class Problem(NamedTuple):
 
     def tile(self, pass_name: str) -> Tile:
         """Return the tile of a pass, by its name in `attention_tile`."""
-        dtype = self.arguments["q_ptr"].dtype
-        return attention_tile(pass_name, self.head_dim, dtype, self.has_pairs)
+        q = self.arguments["q_ptr"]
+        return attention_tile(pass_name, self.head_dim, q.dtype, self.has_pairs, target_of(q))
 
     def launch(
         self, name: str, kernel: Any, tile: Tile, over_keys: bool = False, **own: Any

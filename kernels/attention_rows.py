@@ -39,10 +39,12 @@ def head_pointer(ptr, batch, head, start, stride_batch, stride_head, stride_row)
 
 @triton.jit
 def pair_pointer(ptr, batch, head, stride_batch, stride_head, IS_GIVEN: tl.constexpr):
-    """Return the pointer to this head's pairs in a mask or bias, or `ptr` itself without one."""
+    """Return the pointer to this head's pairs in a mask or bias, or 0 without one."""
     if IS_GIVEN:
-        ptr = head_pointer(ptr, batch, head, head * 0, stride_batch, stride_head, 0)
-    return ptr
+        return head_pointer(ptr, batch, head, head * 0, stride_batch, stride_head, 0)
+    else:
+        # Triton 3.6 cannot return the None that stands for an absent tensor.
+        return 0
 
 
 @triton.jit

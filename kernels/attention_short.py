@@ -45,7 +45,13 @@ from fastbert.kernels.attention_rows import (
     store_rows,
     zero_slack,
 )
-from fastbert.kernels.attention_softmax import exponentials, log_sum_exp, logits, online_softmax
+from fastbert.kernels.attention_softmax import (
+    divided,
+    exponentials,
+    log_sum_exp,
+    logits,
+    online_softmax,
+)
 from fastbert.kernels.common import INFINITY, LOG2E, dot, narrow
 from fastbert.kernels.launch import Launch
 from fastbert.kernels.philox import dropout_keep
@@ -239,7 +245,7 @@ def _short_forward_kernel(
                     weights = tl.where(keep, weights, 0.0)
                 weights = narrow(weights, values[chunk].dtype)
                 out = dot(weights, values[chunk], out * rescale[:, None])
-            inverse = dropout_scale / tl.where(total == 0.0, 1.0, total)
+            inverse = divided(dropout_scale, total, SCALING)
             out = narrow(out * inverse[:, None], out_ptr.dtype.element_ty)
             store_rows(
                 out_base, out, rows, inside, stride_out_row, stride_out_dim, HEAD_DIM, BLOCK_D
@@ -415,7 +421,8 @@ def serves(problem: Problem, pass_name: str, path: str | None) -> bool:
         raise ValueError(f"path: got {path!r}, allowed: None, 'short', 'general'")
     dtype = problem.arguments["q_ptr"].dtype
     shape = (pass_name, problem.max_k, problem.head_dim, dtype)
-    if path == "short" and (obstacle := short_attention_obstacle(*shape)):
+    target = target_of(problem.arguments["q_ptr"])
+    if path == "short" and (obstacle := short_attention_obstacle(*shape, target)):
         raise ValueError(f"path: 'short' cannot serve: {obstacle}")
     arguments = problem.arguments
     chosen = path or attention_path(
@@ -515,6 +522,10 @@ def short_backward_launch(
 
 # dtype, head dim, longest sequence, whether packed, and options
 SHIPPED = (
+    (torch.bfloat16, 64, 64, True, {}),
+    (torch.float16, 64, 128, True, {}),
+    (torch.bfloat16, 64, 128, True, {"dropout_p": 0.1}),
+    (torch.bfloat16, 32, 128, True, {}),
     (torch.bfloat16, 64, 64, False, {"mask": "keys", "dropout_p": 0.1}),
     (torch.float16, 64, 128, True, {"dropout_p": 0.1}),
     (torch.bfloat16, 64, 128, True, {}),
@@ -549,6 +560,7 @@ def shipped_launches() -> Iterator[Launch]:
             seed = torch.empty(1, dtype=torch.int64)
             problem = describe(q, k, v, scale=0.125, seed=seed, **options)
             out, dq, dk, dv = (allocate_rows(x, problem) for x in (q, q, k, v))
-            yield short_forward_launch(problem, out, lse)
+            if short_attention_obstacle("forward", length, head_dim, dtype, target_of(q)) is None:
+                yield short_forward_launch(problem, out, lse)
             if serves(problem, "backward", None):
                 yield short_backward_launch(problem, out, out, lse, dq, dk, dv)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fastbert.kernels.common import INFINITY, INTERPRETED, LN2, LN2_HIGH, LN2_LOW, LOG2E, dot
+from fastbert.kernels.common import INFINITY, INTERPRETED, LN2, LOG2E, dot, exponential
 
 
 @triton.jit
@@ -51,13 +51,8 @@ def exponentials(scores, maximum, scale, SCALING: tl.constexpr):
     elif SCALING == 1:
         return tl.exp2((scores - maximum) * LOG2E)
     else:
-        # The product with log2(e) has an error of up to |x| 2**-24, which is too much in fp32, so
-        # whole powers of two are taken off first. Below -150 exp is 0, and -inf - -inf is avoided.
-        x = scores - maximum
-        x = tl.where(x < -150.0, -150.0, x)
-        powers = tl.floor(x * LOG2E + 0.5)
-        rest = (x - powers * LN2_HIGH) - powers * LN2_LOW
-        return tl.exp2(powers) * tl.exp2(rest * LOG2E)
+        # The product with log2(e) has an error of up to |x| 2**-24, which is too much in fp32.
+        return exponential(scores - maximum)
 
 
 @triton.jit
@@ -82,6 +77,16 @@ def online_softmax(scores, maximum, scale, SCALING: tl.constexpr, IS_GUARDED: tl
     else:
         rescale = exponentials(maximum, reference, scale, SCALING)
     return weights, new_maximum, rescale
+
+
+@triton.jit
+def divided(x, total, SCALING: tl.constexpr):
+    """Return x / total, or x where the sum `total` of a row is 0; rounded exactly in fp32."""
+    total = tl.where(total == 0.0, 1.0, total)
+    if SCALING == 2:
+        return tl.div_rn(tl.zeros_like(total) + x, total)
+    else:
+        return x / total
 
 
 @triton.jit

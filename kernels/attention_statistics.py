@@ -30,7 +30,7 @@ from fastbert.kernels.attention_rows import (
     program_item,
     sequence_bounds,
 )
-from fastbert.kernels.attention_softmax import logits, online_softmax
+from fastbert.kernels.attention_softmax import divided, logits, online_softmax
 from fastbert.kernels.common import INFINITY, LOG2E, dot
 from fastbert.kernels.launch import Launch
 from fastbert.kernels.philox import dropout_keep
@@ -184,7 +184,7 @@ def _statistics_kernel(
                 dweights = tl.where(keep, dweights * dropout_scale, 0.0)
             delta = delta * rescale + tl.sum(tl.where(allowed, weights * dweights, 0.0), axis=1)
 
-    inverse = 1.0 / tl.where(total == 0.0, 1.0, total)
+    inverse = divided(1.0, total, SCALING)
     row = head_pointer(shift_ptr, batch, head, q_start, stride_lse_batch, stride_lse_head, 1)
     tl.store(row + rows, maximum, mask=inside)
     row = head_pointer(inverse_ptr, batch, head, q_start, stride_lse_batch, stride_lse_head, 1)

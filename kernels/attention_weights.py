@@ -22,7 +22,7 @@ from fastbert.kernels.attention_rows import (
     program_item,
     sequence_bounds,
 )
-from fastbert.kernels.attention_softmax import exponentials, logits, online_softmax
+from fastbert.kernels.attention_softmax import divided, exponentials, logits, online_softmax
 from fastbert.kernels.common import INFINITY, LOG2E, dot, narrow
 from fastbert.kernels.launch import Launch
 
@@ -107,7 +107,7 @@ def _weights_kernel(
             else:
                 finite = tl.where(shift == -INFINITY, 0.0, shift)
                 weights = exponentials(scores, finite[:, None], scale, SCALING)
-                weights = weights / tl.where(total == 0.0, 1.0, total)[:, None]
+                weights = weights * divided(1.0, total, SCALING)[:, None]
                 weights = tl.where((rows < q_len)[:, None], weights, 0.0)
                 pointers = weights_ptr + places.to(tl.int64)[:, None] * stride_weights_row
                 pointers += keys[None, :]

@@ -68,7 +68,7 @@ def logits_tile(
     return tl.where((cols < columns)[None, :], logits, -float("inf"))
 
 
-@triton.jit(do_not_specialize=["ignore_index"])
+@triton.jit(do_not_specialize=["rows_total", "ignore_index"])
 def _partition_kernel(
     # (T,), int32 or int64
     labels_ptr,
@@ -190,7 +190,7 @@ def _combine_kernel(
     tl.store(sums_ptr + places, tl.where(labelled, total, 0.0), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows_total"])
 def _reduce_kernel(
     # (T,), fp32
     losses_ptr,

@@ -26,6 +26,7 @@ from fastbert.kernels.norm_rows import (
     layer_norm_statistics,
     load_parameter,
     require_rows,
+    row_launch,
     row_offsets,
 )
 from fastbert.kernels.reduction import sum_planes
@@ -406,7 +407,7 @@ def _forward_launch(indices, tables, weight, bias, y, mean, rstd, seed, dropout_
         "HAS_BIAS": bias is not None,
     }
     grid = (triton.cdiv(y.shape[0], tile.block_m),)
-    return Launch("embedding_forward", _forward_kernel, grid, arguments, tile.num_warps, 1)
+    return row_launch("embedding_forward", _forward_kernel, grid, arguments, tile.num_warps)
 
 
 def embedding_forward(
@@ -465,7 +466,7 @@ def _backward_launch(
     }
     num_warps = row_tile(dsum.shape[1]).num_warps
     grid = (partials.shape[1],)
-    return Launch("embedding_backward", _backward_kernel, grid, arguments, num_warps, 1)
+    return row_launch("embedding_backward", _backward_kernel, grid, arguments, num_warps)
 
 
 def _keys_launch(indices, tables, keys, padding_idx: int) -> Launch:

@@ -44,7 +44,7 @@ def _store_activation(
     inside = (rows < rows_total)[:, None] & inside_columns[None, :]
     offsets = rows.to(tl.int64)[:, None] * columns + cols[None, :]
     h = biased(h, bias_ptr, cols, inside_columns, HAS_BIAS)
-    y = activate(h, FUNCTION)
+    y = activate(h, FUNCTION, y_ptr.dtype.element_ty)
     if GATED:
         linear = biased(linear, bias_ptr, columns + cols, inside_columns, HAS_BIAS)
         y *= linear
@@ -142,7 +142,7 @@ def _activation_kernel(
     inside = (rows < rows_total)[:, None] & (cols < columns)[None, :]
     h_offsets = rows[:, None] * stride_h_row + cols.to(tl.int64)[None, :] * stride_h_col
     h = tl.load(h_ptr + h_offsets, mask=inside, other=0.0).to(tl.float32)
-    y = activate(h, FUNCTION)
+    y = activate(h, FUNCTION, y_ptr.dtype.element_ty)
     if GATED:
         h_offsets += columns.to(tl.int64) * stride_h_col
         y *= tl.load(h_ptr + h_offsets, mask=inside, other=0.0).to(tl.float32)

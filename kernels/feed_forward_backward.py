@@ -45,7 +45,7 @@ def _store_gradient(
     rows = rows.to(tl.int64)
     h_offsets = rows[:, None] * stride_h_row + cols.to(tl.int64)[None, :] * stride_h_col
     h = tl.load(h_ptr + h_offsets, mask=inside, other=0.0).to(tl.float32)
-    a, slope = value_and_slope(h, FUNCTION)
+    a, slope = value_and_slope(h, FUNCTION, dh_ptr.dtype.element_ty)
     total_columns = columns
     if GATED:
         total_columns = 2 * columns

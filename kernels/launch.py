@@ -49,7 +49,18 @@ def device_of(x: Tensor) -> contextlib.AbstractContextManager[Any]:
 
 
 class Launch(NamedTuple):
-    """One complete kernel launch, which can run now or be compiled ahead of time."""
+    """One complete kernel launch, which can run now or be compiled ahead of time.
+
+    Args:
+        name: Name of the launch.
+        kernel: The kernel.
+        grid: Numbers of programs.
+        arguments: Arguments of the kernel by name.
+        num_warps: Warps of a program.
+        num_stages: Stages of the pipelines of its loops.
+        fp_fusion: Whether the compiler may contract ``a * b + c`` to one operation with one
+            rounding. A contracted ``a * b - c`` is not 0 where c is the rounded product.
+    """
 
     name: str
     kernel: Any
@@ -57,13 +68,20 @@ class Launch(NamedTuple):
     arguments: dict[str, Any]
     num_warps: int
     num_stages: int
+    fp_fusion: bool = True
+
+    def options(self) -> dict[str, Any]:
+        """Return the options with which Triton compiles the kernel."""
+        # The last option is always given, because the default of Triton 3.10 changes.
+        return {
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
+            "enable_fp_fusion": self.fp_fusion,
+        }
 
     def run(self, on: Tensor) -> None:
         """Run the kernel on the device of `on`; an empty grid runs nothing."""
         if min(self.grid) == 0:
             return
-        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
-        # Without this option, the new default of Triton 3.10 would change the last bits.
-        options["enable_fp_fusion"] = True
         with device_of(on):
-            self.kernel[self.grid](**self.arguments, **options)
+            self.kernel[self.grid](**self.arguments, **self.options())

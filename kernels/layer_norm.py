@@ -20,6 +20,7 @@ from fastbert.kernels.norm_rows import (
     load_parameter,
     load_sum,
     require_rows,
+    row_launch,
     row_offsets,
 )
 from fastbert.kernels.reduction import sum_planes, sum_rows
@@ -166,7 +167,7 @@ def _forward_launch(
         "HAS_BIAS": bias is not None,
     }
     grid = (triton.cdiv(x.shape[0], tile.block_m),)
-    return Launch("layer_norm_forward", _forward_kernel, grid, arguments, tile.num_warps, 1)
+    return row_launch("layer_norm_forward", _forward_kernel, grid, arguments, tile.num_warps)
 
 
 def layer_norm_forward(
@@ -232,7 +233,7 @@ def _backward_launch(
         "SUM_X_BIAS": _sums_x_bias(x, x_bias),
     }
     grid = (partials.shape[1],)
-    return Launch("layer_norm_backward", _backward_kernel, grid, arguments, tile.num_warps, 1)
+    return row_launch("layer_norm_backward", _backward_kernel, grid, arguments, tile.num_warps)
 
 
 def layer_norm_backward(

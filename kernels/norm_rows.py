@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastbert.kernels.launch import Launch
 from fastbert.kernels.philox import dropout_keep
 
 
@@ -71,15 +74,31 @@ def load_sum(
 
 
 @triton.jit
+def row_mean(x, columns):
+    """Return the mean of each row of x [BLOCK_M, BLOCK_N], which is 0 outside the rows.
+
+    The plain operator ``/`` compiles to an instruction with an error of 2 ulp.
+    """
+    total = tl.sum(x, axis=1)
+    return tl.div_rn(total, tl.full(total.shape, columns, tl.float32))
+
+
+@triton.jit
+def reciprocal_root(x):
+    """Return 1 / sqrt(x), rounded to nearest twice; ``tl.sqrt`` and ``/`` are approximate."""
+    return tl.div_rn(tl.full(x.shape, 1.0, tl.float32), tl.sqrt_rn(x))
+
+
+@triton.jit
 def layer_norm_statistics(total, inside, columns, eps):
     """Return total - mean, mean and 1 / sqrt(variance + eps) of rows that are 0 outside."""
     # The mean of a long row far from 0 loses bits. The mean of the differences restores them.
-    mean = tl.sum(total, axis=1) / columns
+    mean = row_mean(total, columns)
     centred = tl.where(inside, total - mean[:, None], 0.0)
-    correction = tl.sum(centred, axis=1) / columns
+    correction = row_mean(centred, columns)
     centred = tl.where(inside, centred - correction[:, None], 0.0)
-    variance = tl.sum(centred * centred, axis=1) / columns
-    return centred, mean + correction, 1.0 / tl.sqrt(variance + eps)
+    variance = row_mean(centred * centred, columns)
+    return centred, mean + correction, reciprocal_root(variance + eps)
 
 
 @triton.jit
@@ -90,13 +109,25 @@ def layer_norm_gradient(dy, total, mean, rstd, weight, inside, columns):
     """
     # As in the forward, the mean of the differences is subtracted too.
     centred = tl.where(inside, total - mean[:, None], 0.0)
-    correction = tl.sum(centred, axis=1) / columns
+    correction = row_mean(centred, columns)
     normalised = tl.where(inside, (centred - correction[:, None]) * rstd[:, None], 0.0)
     dnormalised = dy * weight
-    along = tl.sum(dnormalised * normalised, axis=1) / columns
-    average = tl.sum(dnormalised, axis=1) / columns
+    along = row_mean(dnormalised * normalised, columns)
+    average = row_mean(dnormalised, columns)
     dsum = dnormalised - average[:, None] - normalised * along[:, None]
     return tl.where(inside, dsum * rstd[:, None], 0.0), normalised
+
+
+def row_launch(
+    name: str, kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], num_warps: int
+) -> Launch:
+    """Return the launch of a kernel on whole rows, in which no product is fused with a sum.
+
+    The gradient of one column is ``dy * weight - average``, which is exactly 0 only if the product
+    is rounded first. In a sum across lanes, a fused product would also give two lanes two sums of
+    the same elements. The kernels are bound by memory, so the additional instructions are hidden.
+    """
+    return Launch(name, kernel, grid, arguments, num_warps, num_stages=1, fp_fusion=False)
 
 
 def require_rows(**tensors: Tensor | None) -> None:

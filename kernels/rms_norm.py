@@ -14,7 +14,15 @@ from torch import Tensor
 
 from fastbert.kernels.common import narrow
 from fastbert.kernels.launch import Launch
-from fastbert.kernels.norm_rows import load_parameter, load_sum, require_rows, row_offsets
+from fastbert.kernels.norm_rows import (
+    load_parameter,
+    load_sum,
+    reciprocal_root,
+    require_rows,
+    row_launch,
+    row_mean,
+    row_offsets,
+)
 from fastbert.kernels.reduction import sum_partials
 from fastbert.kernels.tiles import row_programs, row_tile
 
@@ -41,7 +49,7 @@ def _forward_kernel(
     rows, cols, offsets, inside = row_offsets(
         first_row, columns, 1, rows_total, columns, BLOCK_M, BLOCK_N
     )
-    rstd = 1.0 / tl.sqrt(tl.sum(total * total, axis=1) / columns + eps)
+    rstd = reciprocal_root(row_mean(total * total, columns) + eps)
     y = total * rstd[:, None] * load_parameter(weight_ptr, cols, columns)
     tl.store(y_ptr + offsets, narrow(y, y_ptr.dtype.element_ty), mask=inside)
     tl.store(rstd_ptr + rows, rstd, mask=rows < rows_total)
@@ -81,7 +89,7 @@ def _backward_kernel(
         normalised = total * rstd[:, None]
         dweight += tl.sum(dy * normalised, axis=0)
         dnormalised = dy * load_parameter(weight_ptr, cols, columns)
-        along = tl.sum(dnormalised * normalised, axis=1) / columns
+        along = row_mean(dnormalised * normalised, columns)
         dsum = (dnormalised - normalised * along[:, None]) * rstd[:, None]
         _, _, offsets, _ = row_offsets(first_row, columns, 1, rows_total, columns, BLOCK_M, BLOCK_N)
         tl.store(dsum_ptr + offsets, narrow(dsum, dsum_ptr.dtype.element_ty), mask=inside)
@@ -111,7 +119,7 @@ def _forward_launch(x, weight, y, rstd, residual, eps) -> Launch:
     tile = row_tile(x.shape[1])
     arguments = {**_shared_arguments(x, weight, rstd, residual), "y_ptr": y, "eps": eps}
     grid = (triton.cdiv(x.shape[0], tile.block_m),)
-    return Launch("rms_norm_forward", _forward_kernel, grid, arguments, tile.num_warps, 1)
+    return row_launch("rms_norm_forward", _forward_kernel, grid, arguments, tile.num_warps)
 
 
 def rms_norm_forward(
@@ -150,7 +158,7 @@ def _backward_launch(dy, x, weight, rstd, dsum, partials, residual) -> Launch:
     }
     num_warps = row_tile(x.shape[1]).num_warps
     grid = (partials.shape[0],)
-    return Launch("rms_norm_backward", _backward_kernel, grid, arguments, num_warps, 1)
+    return row_launch("rms_norm_backward", _backward_kernel, grid, arguments, num_warps)
 
 
 def rms_norm_backward(

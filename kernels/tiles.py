@@ -49,15 +49,23 @@ def padded_head_dim(head_dim: int) -> int:
 
 
 def attention_tile(
-    pass_name: str, head_dim: int, dtype: torch.dtype, has_pairs: bool = False
+    pass_name: str,
+    head_dim: int,
+    dtype: torch.dtype,
+    has_pairs: bool = False,
+    target: int = 90,
 ) -> Tile:
     """Return the tile of an attention kernel: block_m queries and block_n keys.
+
+    For sm_120, ptxas leaves some tiles fewer registers than they could have, and spills a few
+    bytes. Other numbers of warps or stages avoid this.
 
     Args:
         pass_name: "forward", "weights", "delta", "statistics", "dkv", "dq" or "bias".
         head_dim: Head dim D, 1 to 256.
         dtype: Dtype of q, k and v.
         has_pairs: Whether the kernel reads a bias, or a mask that differs between queries.
+        target: Architecture of the GPU, as 90 for sm_90.
 
     Raises:
         ValueError: If `head_dim` is not allowed.
@@ -82,18 +90,51 @@ def attention_tile(
     if width > 128:
         return Tile(64, 16 if is_walk else 32, num_warps=8, num_stages=2)
     if width > 64:
-        return Tile(64, 32, 8 if has_pairs or pass_name == "forward" else 4, num_stages=2)
+        has_8_warps = has_pairs or (pass_name == "forward") != (target >= 120)
+        return Tile(64, 32, 8 if has_8_warps else 4, num_stages=2)
     if is_walk or has_pairs:
-        return Tile(128, 32, num_warps=8, num_stages=2 if is_walk else 3)
+        is_tight = target >= 120 and has_pairs
+        return Tile(128, 32, num_warps=8, num_stages=(1 if is_tight else 2) if is_walk else 3)
     return Tile(128, 64, num_warps=8, num_stages=3)
 
 
-# Elements of the keys of a head for the short forward. In 16 bit, keys and values then take 128 of
-# the 163 KiB of shared memory of sm_80.
-LARGEST_SHORT_ELEMENTS = 512 * 64
+# Bytes of shared memory that a program may have, by architecture. GPUs for graphics have the least.
+SHARED_MEMORY = {
+    80: 163 * 1024,
+    86: 99 * 1024,
+    87: 163 * 1024,
+    89: 99 * 1024,
+    90: 227 * 1024,
+    100: 227 * 1024,
+    103: 227 * 1024,
+    110: 227 * 1024,
+    120: 99 * 1024,
+    121: 99 * 1024,
+}
+
+
+def shared_memory(target: int) -> int:
+    """Return the bytes of shared memory that a program may have, 99 KiB on an unknown GPU.
+
+    Args:
+        target: Architecture of the GPU, as 90 for sm_90.
+    """
+    return SHARED_MEMORY.get(target, min(SHARED_MEMORY.values()))
+
 
 # With more keys, dk and dv would not fit the registers beside the tiles of scores.
 LARGEST_SHORT_BACKWARD = 128
+
+
+def multiplies_in_registers(target: int) -> bool:
+    """Return whether the matrix units take operands from registers alone, as on sm_80 and sm_120.
+
+    sm_90 takes operands from shared memory, and sm_100 has memory of its own for them.
+
+    Args:
+        target: Architecture of the GPU, as 90 for sm_90.
+    """
+    return target < 90 or target >= 120
 
 
 class ShortTile(NamedTuple):
@@ -118,15 +159,15 @@ def short_attention_tile(
       next query tile is loaded ahead; beyond, its 16 KiB would cost the third program.
     - Backward: dk and dv [128, 64] take 64 registers on 8 warps, and the tiles [128, 32] of P and
       dP take 32. With addresses and dropout a thread takes 242, which leaves room for one program.
-      Up to 64 keys, 4 warps are enough, and two programs fit. sm_80 copies through registers and
-      takes tiles of 16 queries. On sm_100 the products are in tensor memory; dropout spills on 8
-      warps and has room on 4.
+      Up to 64 keys, 4 warps are enough, and two programs fit. sm_80 and sm_120 copy through
+      registers and take tiles of 16 queries. On sm_100 the products are in tensor memory; dropout
+      spills on 8 warps and has room on 4.
 
     Args:
         pass_name: "forward" or "backward".
         max_keys: Length of the longest sequence of keys.
         head_dim: Head dim D.
-        target: 80, 90 or 100, the architecture of the GPU.
+        target: Architecture of the GPU, as 90 for sm_90.
         has_dropout: Whether the pass drops weights.
     """
     if pass_name == "forward":
@@ -136,25 +177,28 @@ def short_attention_tile(
         stages = 2 if max_keys <= 128 and target < 100 else 1
         return ShortTile(Tile(block, block, 4, stages), chunks, resident)
     block_n = max(64, triton.next_power_of_2(max_keys))
-    block_m = 128 if IS_INTERPRETED else 32
+    block_m = 128 if IS_INTERPRETED else 16 if multiplies_in_registers(target) else 32
     if block_n == 64:
         return ShortTile(Tile(block_m, block_n, 4, 1), chunks=1, programs=2)
-    if target < 90 and not IS_INTERPRETED:
-        block_m = 16
-    num_warps = 4 if target >= 100 and has_dropout else 8
+    num_warps = 4 if has_dropout and 100 <= target < 120 else 8
     return ShortTile(Tile(block_m, block_n, num_warps, 1), chunks=1, programs=1)
 
 
 def short_attention_obstacle(
-    pass_name: str, max_keys: int, head_dim: int, dtype: torch.dtype
+    pass_name: str, max_keys: int, head_dim: int, dtype: torch.dtype, target: int = 90
 ) -> str | None:
-    """Return the reason why the short kernels cannot compute a pass, or None if they can."""
+    """Return the reason why the short kernels cannot compute a pass, or None if they can.
+
+    The forward holds the keys and values of a head: in 16 bit, 128 KiB for 512 keys and D = 64.
+    GPUs with less than 163 KiB of shared memory take half of the keys.
+    """
     width = padded_head_dim(head_dim)
     if dtype == torch.float32:
         return "dtype: got torch.float32, allowed: torch.float16, torch.bfloat16"
     if pass_name == "backward" and width > 64:
         return f"head_dim: got {head_dim}, allowed: up to 64"
-    most = LARGEST_SHORT_BACKWARD if pass_name == "backward" else LARGEST_SHORT_ELEMENTS // width
+    keys = 512 if shared_memory(target) >= 163 * 1024 else 256
+    most = LARGEST_SHORT_BACKWARD if pass_name == "backward" else keys * 64 // width
     return f"keys: got {max_keys}, allowed: up to {most}" if max_keys > most else None
 
 

@@ -65,7 +65,7 @@ def check(
     arch: Annotated[
         str,
         typer.Option(help="With --aot: architectures to compile for, by commas; 80 is sm_80."),
-    ] = "80,90,100",
+    ] = "80,89,90,100,120",
     as_json: Annotated[
         bool, typer.Option("--json", help="Print a row for every tensor as JSON on stdout.")
     ] = False,

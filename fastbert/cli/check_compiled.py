@@ -122,7 +122,7 @@ def _print(launches: list[Compiled], summary: list[dict[str, Any]]) -> None:
     )
     out.print(
         f"{verdict}. A launch passes if it spills no registers, uses the matrix units and 16-byte "
-        "loads, computes addresses in 64 bits and fp32 products in IEEE fp32, and its shared "
-        "memory fits.",
+        "loads, computes addresses in 64 bits and fp32 products in IEEE fp32, overwrites no "
+        "operand of a running product, and its shared memory fits.",
         highlight=False,
     )

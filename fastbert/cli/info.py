@@ -1,4 +1,4 @@
-"""``fastbert info``: the machine, the extension and the backend of each operation with its reason.
+"""``fastbert info``: the machine, the extension, the assembler and the backend of each operation.
 
 With a model, the command shows the model's configuration and backends instead.
 """
@@ -41,7 +41,9 @@ def info(
     if as_json:
         print_json(content)
         return
-    for heading in ("versions", "machine", "extension") if model is None else ("model",):
+    for heading in (
+        ("versions", "machine", "extension", "compiler") if model is None else ("model",)
+    ):
         out.print(_facts(heading, content[heading]))
     out.print(_backends(content["backends"]))
 
@@ -113,6 +115,7 @@ def collect() -> dict[str, Any]:
             "system": machine.system,
         },
         "extension": _extension(),
+        "compiler": _compiler(),
         "backends": _choices(device),
     }
 
@@ -123,6 +126,26 @@ def _extension() -> dict[str, Any]:
     if backend.EXTENSION is None:
         return {"built": False, "reason": backend.EXTENSION_STATE}
     return {"built": True, **backend.EXTENSION.build_info(), "isa": backend.EXTENSION.cpu_isa()}
+
+
+def _compiler() -> dict[str, Any]:
+    """Return Triton's assembler for this machine's GPU, or for sm_90 without a GPU."""
+    import torch
+
+    from fastbert.ops.backend import HAS_TRITON
+
+    if not HAS_TRITON:
+        return {"ptxas": None, "warning": None}
+    from fastbert.testing.ptxas import assembler
+
+    major, minor = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
+    arch = 10 * major + minor
+    found = assembler(arch)
+    return {
+        "GPU architecture": f"sm_{arch}",
+        "ptxas": f"{found.version}, {found.path}",
+        "warning": found.warning(arch),
+    }
 
 
 def _choices(device: str) -> list[dict[str, str]]:

@@ -11,6 +11,7 @@ the compiled code of Triton and of CUDA C++ kernels.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import os
@@ -29,6 +30,7 @@ ALL_DTYPES = (*LOW_PRECISION, torch.float64)
 # By device type, the backends in the order in which ``backend=None`` tries them.
 ORDER = {"cuda": ("triton", "cuda", "reference"), "cpu": ("cpu", "reference")}
 OTHER_DEVICE = ("reference",)
+OLDEST_CAPABILITY = (8, 0)
 # Equal to kernels.tiles.LARGEST_ROW, which cannot be imported without Triton.
 LARGEST_TRITON_ROW = 8192
 
@@ -182,6 +184,20 @@ def compiler_environment(cache: Path | None = None) -> dict[str, str]:
     return environment if cache is None else {**environment, "TRITON_CACHE_DIR": str(cache)}
 
 
+@functools.cache
+def refuse_old_gpu() -> str | None:
+    """Return the reason why the current GPU cannot run the kernels, or None if it can."""
+    if not torch.cuda.is_available():
+        return None
+    major, minor = torch.cuda.get_device_capability()
+    if (major, minor) >= OLDEST_CAPABILITY:
+        return None
+    return (
+        f"the GPU has compute capability {major}.{minor}, allowed: 8.0 and higher (older matrix "
+        "units lack bf16 and the operand layouts of the kernels)"
+    )
+
+
 def unavailable(backend: str, device: str) -> str | None:
     """Return the reason why `backend` cannot run on `device` on this machine, or None if it can."""
     if backend == "reference":
@@ -196,14 +212,16 @@ def unavailable(backend: str, device: str) -> str | None:
                 "Triton runs on CPU tensors only in its interpreter (TRITON_INTERPRET=1) or on the "
                 "PTX machine (fastbert check --emulate)"
             )
-        return None if device in ("cpu", "cuda") else f"there are no Triton kernels for {device}"
+        if device == "cuda":
+            return refuse_old_gpu()
+        return None if device == "cpu" else f"there are no Triton kernels for {device}"
     if device != backend:
         return f"the tensors are on {device}, allowed: {backend}"
     if EXTENSION is None:
         return EXTENSION_STATE
     if backend == "cuda" and not EXTENSION_HAS_CUDA:
         return "the extension was built without CUDA"
-    return None
+    return refuse_old_gpu() if backend == "cuda" else None
 
 
 def refusal(op: str, backend: str, request: Request) -> str | None:

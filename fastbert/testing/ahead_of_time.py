@@ -23,13 +23,18 @@ from pathlib import Path
 from typing import Any
 
 from fastbert.testing.addresses import narrow_products
+from fastbert.testing.wgmma_hazards import overwritten_operands
 
-ARCHITECTURES = (80, 90, 100)
-# The bytes of shared memory that a block may have, by architecture.
-SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+ARCHITECTURES = (80, 89, 90, 100, 120)
 # By architecture, the units that may compute the products of 16-bit operands. A newer GPU has older
 # units too, but they are slower.
-MATRIX_UNITS = {80: ("HMMA",), 90: ("HGMMA",), 100: ("UTCHMMA", "HMMA")}
+MATRIX_UNITS = {
+    80: ("HMMA",),
+    89: ("HMMA",),
+    90: ("HGMMA",),
+    100: ("UTCHMMA", "HMMA"),
+    120: ("HMMA",),
+}
 # Instructions of 16 bytes per thread must load at least this share of a kernel's loaded bytes.
 WIDE_SHARE = 0.5
 # These kernels may have a smaller share, which is given with its reason.
@@ -42,6 +47,8 @@ NARROWER: dict[str, tuple[float, str]] = {
 # For the given reason, no share is required of these kernels.
 NARROW_LOADS: dict[str, str] = {
     "embedding_keys": "each row has one index, at any stride",
+    "cross_entropy_partition": "any number of rows runs the same binary, so each has its own mask",
+    "cross_entropy_reduce": "as in cross_entropy_partition",
 }
 KERNELS = Path(__file__).resolve().parents[1] / "kernels"
 
@@ -64,6 +71,7 @@ class Compiled:
         tf32: Whether the PTX contains tf32 instructions.
         has_dot: Whether the TTIR contains a matrix product.
         narrow_products: The 32-bit products that may wrap, from `narrow_products`.
+        overwritten: The writes to operands of running products, from `overwritten_operands`.
         constants: The compile-time constants, without strides.
         number: Position of the compilation in its run, from 1.
         total: Number of compilations in the run.
@@ -83,6 +91,7 @@ class Compiled:
     tf32: bool
     has_dot: bool
     narrow_products: list[str]
+    overwritten: list[str]
     constants: dict[str, Any]
     number: int = 0
     total: int = 0
@@ -117,13 +126,14 @@ def judge(compiled: Compiled) -> list[str]:
     """Return the faults of a compiled launch in words.
 
     A fault is a spilled register, too much shared memory, an older matrix unit, tf32, narrow loads,
-    or a 32-bit product in the address arithmetic.
+    a 32-bit product in the address arithmetic, or an operand that is overwritten too early.
     """
+    from fastbert.kernels.tiles import shared_memory
+
     faults = []
     if compiled.stack:
         faults.append(f"{compiled.stack} bytes of stack: registers spill")
-    if compiled.shared > SHARED_MEMORY[compiled.arch]:
-        limit = SHARED_MEMORY[compiled.arch]
+    if compiled.shared > (limit := shared_memory(compiled.arch)):
         faults.append(f"{compiled.shared} bytes of shared memory, allowed: {limit}")
     if compiled.has_dot and compiled.half and compiled.matrix not in MATRIX_UNITS[compiled.arch]:
         allowed = " or ".join(MATRIX_UNITS[compiled.arch])
@@ -135,7 +145,7 @@ def judge(compiled: Compiled) -> list[str]:
         loads = ", ".join(f"{n} of {width} bytes" for width, n in compiled.loads.items())
         faults.append(f"narrow loads: {loads}")
     faults += [f"32-bit address arithmetic: {product}" for product in compiled.narrow_products]
-    return faults
+    return faults + compiled.overwritten
 
 
 # Launches
@@ -218,7 +228,7 @@ def specialise(launch: Any) -> tuple[dict[str, str], dict[str, Any], dict[tuple[
 def identity(launch: Any) -> str:
     """Return a text that is equal for two launches if they compile to the same binary."""
     kernel = f"{launch.kernel.__module__}.{launch.kernel.__name__}"
-    return repr((kernel, *specialise(launch), launch.num_warps, launch.num_stages))
+    return repr((kernel, *specialise(launch), launch.options()))
 
 
 # The binary
@@ -278,8 +288,8 @@ def compile_one(launch: Any, noun: str, arch: int) -> Compiled:
 
     signature, constants, attributes = specialise(launch)
     source = ASTSource(launch.kernel, signature, constants, attributes)
-    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
-    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    target = GPUTarget("cuda", arch, 32)
+    compiled = triton.compile(source, target=target, options=launch.options())
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
         cubin.write_bytes(compiled.asm["cubin"])
@@ -301,6 +311,7 @@ def compile_one(launch: Any, noun: str, arch: int) -> Compiled:
         tf32="tf32" in compiled.asm["ptx"],
         has_dot=" tt.dot " in compiled.asm["ttir"],
         narrow_products=narrow_products(compiled.asm["ttir"], arguments),
+        overwritten=overwritten_operands(sass),
         constants={
             key: value
             for key, value in constants.items()
@@ -321,7 +332,10 @@ def _group(pattern: str, text: str) -> str:
 
 
 def compile_launches(
-    architectures: Sequence[int] = ARCHITECTURES, processes: int = 2, cache: Path | None = None
+    architectures: Sequence[int] = ARCHITECTURES,
+    processes: int = 2,
+    cache: Path | None = None,
+    unlike: Sequence[int] = (),
 ) -> Iterator[Compiled]:
     """Compile every shipped launch for every architecture, in processes of their own.
 
@@ -329,6 +343,7 @@ def compile_launches(
         architectures: Architectures of GPUs, as 90 for sm_90.
         processes: Number of processes that compile.
         cache: Folder of Triton's cache; None is Triton's default.
+        unlike: Architectures whose launches are left out. A launch with other tiles remains.
 
     Yields:
         The compiled launches, as soon as each is done.
@@ -343,6 +358,7 @@ def compile_launches(
         raise ImportError("triton is not installed: pip install 'fastbert[triton]'")
     command = [sys.executable, "-m", "fastbert.testing.ahead_of_time"]
     command += ["--processes", str(processes), "--arch", *map(str, architectures)]
+    command += ["--unlike", *map(str, unlike)]
     with (
         tempfile.TemporaryFile("w+") as errors,
         subprocess.Popen(
@@ -398,6 +414,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--arch", type=int, nargs="*", default=list(ARCHITECTURES))
+    parser.add_argument("--unlike", type=int, nargs="*", default=[])
     parser.add_argument("--noun", nargs="*", default=nouns())
     parser.add_argument("--only", default="", help="launches whose name contains this")
     parser.add_argument("--processes", type=int, default=2)
@@ -408,10 +425,16 @@ def main() -> None:
         sys.exit("TRITON_INTERPRET: got 1, allowed: unset; the interpreter compiles nothing")
     chosen = tuple(options.noun)
     try:
+        known = {
+            identity(launch)
+            for arch in options.unlike
+            for _, launch in _jobs(chosen, options.only, arch)
+        }
         jobs = [
             (chosen, options.only, index, arch)
             for arch in options.arch
-            for index in range(len(_jobs(chosen, options.only, arch)))
+            for index, (_, launch) in enumerate(_jobs(chosen, options.only, arch))
+            if identity(launch) not in known
         ]
     except (RuntimeError, ValueError) as error:
         sys.exit(str(error))

@@ -113,7 +113,7 @@ def compiled(**changes) -> ahead_of_time.Compiled:
     launch = ahead_of_time.Compiled(
         name="attention_dkv", noun="attention", arch=90, dtype="bfloat16", warps=8, registers=255,
         stack=0, shared=45056, matrix="HGMMA", loads={16: 12, 4: 8}, tf32=False, has_dot=True,
-        narrow_products=[], constants={"HEAD_DIM": 64}, number=1, total=2,
+        narrow_products=[], overwritten=[], constants={"HEAD_DIM": 64}, number=1, total=2,
     )  # fmt: skip
     launch = replace(launch, **changes)
     return replace(launch, faults=ahead_of_time.judge(launch))
@@ -144,7 +144,7 @@ def test_what_was_compiled_is_printed_with_its_faults(run, monkeypatch):
 
 
 def test_ahead_of_time_without_triton_or_for_an_unknown_gpu(refused, monkeypatch):
-    assert "--arch: got '70', allowed: some of 80, 90, 100" in refused(
+    assert "--arch: got '70', allowed: some of 80, 89, 90, 100, 120" in refused(
         "check", "--aot", "--arch", "70"
     )
     monkeypatch.setattr(backend, "HAS_TRITON", False)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fastbert.ops import backend as backends
 from fastbert.testing.ahead_of_time import specialise
-from fastbert.testing.ptx.machine import Module, Report, load
+from fastbert.testing.ptx.machine import Module, PtxFault, Report, load
 
 STAND_IN = "the PTX machine"
 
@@ -39,15 +39,6 @@ def _loaded(text: str) -> Module:
     return load(text)
 
 
-def compile_options(launch: Any) -> dict[str, Any]:
-    """Return the options with which Triton compiles a launch, as `Launch.run` passes them."""
-    return {
-        "num_warps": launch.num_warps,
-        "num_stages": launch.num_stages,
-        "enable_fp_fusion": True,
-    }
-
-
 class Emulator:
     """Runs launches on the PTX machine, for one architecture.
 
@@ -68,7 +59,13 @@ class Emulator:
         self.compile_seconds = 0.0
 
     def run(self, launch: Any, on: Tensor | None = None) -> None:
-        """Compile a launch and run it on its own tensors; an empty grid runs nothing."""
+        """Compile a launch and run it on its own tensors; an empty grid runs nothing.
+
+        Raises:
+            PtxFault: If the kernel does something wrong, or if lanes of one instruction store
+                different values to one address. A layout may hold an element in several lanes,
+                which must then agree on its value.
+        """
         if min(launch.grid) == 0:
             return
         start = time.monotonic()
@@ -83,6 +80,11 @@ class Emulator:
             dynamic_shared=binary.shared, **self.options,
         )  # fmt: skip
         self.reports.append((launch.name, report))
+        if conflicts := report.counts["conflicting_stores"]:
+            raise PtxFault(
+                "conflict", f"{conflicts} stores of two values to one address in one instruction",
+                launch.name, "", None, None, -1, -1, -1,
+            )  # fmt: skip
 
     def binary(self, launch: Any) -> Binary:
         """Compile a launch for the architecture of the emulator.
@@ -96,7 +98,7 @@ class Emulator:
             for position, attribute in attributes.items()
             if _divisible(launch.arguments[launch.kernel.params[position[0]].name])
         }
-        options = compile_options(launch)
+        options = launch.options()
         key = repr((id(launch.kernel), self.arch, signature, constants, attributes, options))
         if key not in _BINARIES:
             _BINARIES[key] = self._compile(launch, signature, constants, attributes, options)
@@ -172,4 +174,4 @@ def emulated(arch: int, **options: Any) -> Iterator[Emulator]:
         yield emulator
 
 
-__all__ = ["Binary", "Emulator", "compile_options", "emulated", "serving_triton"]
+__all__ = ["Binary", "Emulator", "emulated", "serving_triton"]

@@ -1,0 +1,188 @@
+"""Find registers in SASS that are written while a matrix product may still read them.
+
+A Hopper ``HGMMA`` runs asynchronously. If its operand A lies in registers, no other instruction may
+write these registers before a ``WARPGROUP.DEPBAR`` that waits for the product. Some versions of
+ptxas break this rule (triton-lang/triton issue 9433); NVIDIA lists the fix for CUDA 13.3.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\w*(?:\.\w+)*)\s*([^;]*);")
+PREDICATE = re.compile(r"!?U?P(?:\d+|T)$")
+REGISTER = re.compile(r"R(\d+)(?:\.\w+)*$")
+# The registers that these instructions name first are read, not written.
+READERS = re.compile(r"(?:\w*SETP\w*|FCHK|PLOP3|RET|BRX|JMX|CALL|BAR|NANOSLEEP|WARPSYNC|R2P)$")
+# Registers of operand A of one product, for every dtype.
+OPERAND_REGISTERS = 4
+# The age of a product whose group has not ended.
+OPEN = -1
+
+
+@dataclass
+class _Instruction:
+    address: int
+    text: str
+    operation: str
+    operands: list[str]
+    following: list[int] = field(default_factory=list)
+
+    @property
+    def modifiers(self) -> list[str]:
+        return self.operation.split(".")[1:]
+
+    @property
+    def name(self) -> str:
+        return self.operation.split(".")[0]
+
+
+def overwritten_operands(sass: str) -> list[str]:
+    """Return the instructions that write operand A of a product that may still run.
+
+    Every path through the branches is followed. On a path, a product runs until a wait that leaves
+    fewer groups pending than have ended since the product.
+
+    Args:
+        sass: Output of ``cuobjdump --dump-sass`` for one binary.
+
+    Returns:
+        A sentence for each fault, with the addresses of both instructions.
+
+    Examples:
+        >>> from fastbert.testing.wgmma_hazards import overwritten_operands
+        >>> overwritten_operands('''
+        ...     /*0000*/ HGMMA.64x64x16.F32.BF16 R24, R4, gdesc[UR8], R24, gsb0 ;
+        ...     /*0010*/ MOV R5, R60 ;
+        ...     /*0020*/ WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+        ...     /*0030*/ EXIT ;''')
+        ['/*0010*/ MOV R5, R60: R5 is operand A of the HGMMA at 0000, which may still run']
+    """
+    faults: dict[tuple[int, int], str] = {}
+    for text in re.split(r"^\s*Function :", sass, flags=re.MULTILINE):
+        code = _read(text)
+        if any(_operand(instruction) for instruction in code.values()):
+            _follow(code, faults)
+    return [faults[key] for key in sorted(faults)]
+
+
+# The products in flight: the most dangerous age by (register, address of the product).
+_Flight = dict[tuple[int, int], int]
+
+
+def _follow(code: dict[int, _Instruction], faults: dict[tuple[int, int], str]) -> None:
+    before: dict[int, _Flight] = {min(code): {}}
+    waiting = [min(code)]
+    while waiting:
+        instruction = code[waiting.pop()]
+        after = _step(instruction, before[instruction.address], faults)
+        for address in instruction.following:
+            known = before.get(address)
+            merged = dict(after) if known is None else _merge(known, after)
+            if merged != known:
+                before[address] = merged
+                waiting.append(address)
+
+
+def _merge(one: _Flight, other: _Flight) -> _Flight:
+    return {key: min(x.get(key, 1 << 30) for x in (one, other)) for key in one | other}
+
+
+def _step(
+    instruction: _Instruction, flight: _Flight, faults: dict[tuple[int, int], str]
+) -> _Flight:
+    """Return the products in flight after an instruction, and note the operands that it writes."""
+    written = set(_written(instruction))
+    for register, product in flight:
+        if register in written and product != instruction.address:
+            faults[instruction.address, product] = (
+                f"/*{instruction.address:04x}*/ {instruction.text}: R{register} is operand A of "
+                f"the HGMMA at {product:04x}, which may still run"
+            )
+    after = dict(flight)
+    for register in _operand(instruction):
+        after[register, instruction.address] = OPEN
+    if instruction.name == "HGMMA" and "gsb0" in instruction.operands:
+        return {key: age + 1 for key, age in after.items()}
+    if instruction.operation.startswith("WARPGROUP.DEPBAR"):
+        pending = int(instruction.operands[-1], 16)
+        return {key: age for key, age in after.items() if age < pending}
+    return after
+
+
+def _operand(instruction: _Instruction) -> range:
+    """Return the registers of operand A of a product; none if A is in shared memory."""
+    if instruction.name != "HGMMA" or (found := REGISTER.match(instruction.operands[1])) is None:
+        return range(0)
+    first = int(found[1])
+    return range(first, first + OPERAND_REGISTERS)
+
+
+def _written(instruction: _Instruction) -> range:
+    """Return the registers that an instruction writes."""
+    if READERS.match(instruction.name):
+        return range(0)
+    operands = iter(instruction.operands)
+    first = next((x for x in operands if not PREDICATE.match(x)), "")
+    found = REGISTER.match(first)
+    if found is None:
+        return range(0)
+    return range(int(found[1]), int(found[1]) + _width(instruction))
+
+
+def _width(instruction: _Instruction) -> int:
+    """Return the number of registers that an instruction writes."""
+    name, modifiers = instruction.name, instruction.modifiers
+    if name == "HGMMA":
+        columns = int(modifiers[0].split("x")[1])
+        return columns // 2 if "F32" in modifiers else columns // 4
+    if name == "HMMA" or "128" in modifiers:
+        return 4
+    if name == "LDSM":
+        return int(modifiers[-1]) if modifiers[-1].isdigit() else 1
+    wide = {"64", "WIDE", "F64", "S64", "U64"} & set(modifiers)
+    is_double = re.match(r"D(?:ADD|MUL|FMA|MMA)$", name) or (
+        name == "CS2R" and "32" not in modifiers
+    )
+    return 2 if wide or is_double else 1
+
+
+def _read(text: str) -> dict[int, _Instruction]:
+    """Return the instructions of one function by address, with the addresses that may follow."""
+    code: dict[int, _Instruction] = {}
+    for address, operation, rest in INSTRUCTION.findall(text):
+        operands = [operand.strip() for operand in rest.split(",") if operand.strip()]
+        words = " ".join(f"{operation} {rest}".split())
+        code[int(address, 16)] = _Instruction(int(address, 16), words, operation, operands)
+    order = sorted(code)
+    next_of = dict(itertools.pairwise(order))
+    predicated = {int(a, 16) for a in re.findall(r"/\*([0-9a-f]{4,})\*/\s+@", text)}
+    returns = [next_of[a] for a in order if code[a].name == "CALL" and a in next_of]
+    joins = [t for a in order if code[a].name == "BSSY" for t in _targets(code[a], code)]
+    for address in order:
+        instruction = code[address]
+        ends = instruction.name in ("EXIT", "RET", "BRA", "BRX", "JMP", "CALL", "BREAK")
+        if (not ends or address in predicated or "!UPT" in instruction.operands) and (
+            address in next_of
+        ):
+            instruction.following.append(next_of[address])
+        if instruction.name in ("BRA", "JMP", "CALL"):
+            instruction.following += _targets(instruction, code)
+            if not instruction.following and address in next_of:
+                # The target is a name in another section.
+                instruction.following.append(next_of[address])
+        elif instruction.name == "BSYNC":
+            instruction.following += joins
+        elif instruction.name == "RET":
+            instruction.following += returns
+    return code
+
+
+def _targets(instruction: _Instruction, code: dict[int, _Instruction]) -> Iterator[int]:
+    for operand in instruction.operands:
+        found = re.match(r"0x([0-9a-f]+)$", operand)
+        if found and int(found[1], 16) in code:
+            yield int(found[1], 16)

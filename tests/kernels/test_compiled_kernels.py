@@ -1,0 +1,33 @@
+"""What only compiled code shows, on the PTX machine: fused products, approximations, layouts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fastbert.ops import backend
+
+PROGRAM = Path(__file__).with_name("compiled_kernels.py")
+pytestmark = [
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(backend.EXTENSION is None, reason=backend.EXTENSION_STATE),
+]
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_compiled_kernels_keep_their_promises(arch, pytestconfig):
+    """A program of its own runs the checks, because Triton interprets in this process."""
+    run = subprocess.run(
+        [sys.executable, str(PROGRAM), str(arch)],
+        env=backend.compiler_environment(pytestconfig.cache.mkdir("triton")),
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr[-4000:]
+    findings = json.loads(run.stdout)
+    assert len(findings) == 6
+    assert all(found == [] for found in findings.values()), findings
