@@ -43,17 +43,18 @@ def build(folder: Path) -> None:
         subprocess.CalledProcessError: If the compiler fails.
     """
     spec = importlib.util.find_spec("torch")
-    assert spec is not None and spec.origin is not None
+    assert spec is not None
+    assert spec.origin is not None
     torch_folder = Path(spec.origin).parent
     include = torch_folder / "include"
     flags = ["-shared", "-fPIC", "-O1", "-std=c++20"]
-    links = [f"-L{torch_folder / 'lib'}", "-ltorch_cpu", "-lc10"]
+    libraries = torch_folder / "lib"
+    links = [f"-L{libraries}", f"-Wl,-rpath,{libraries}", "-ltorch_cpu", "-lc10"]
     commands = {
         DRIVER: ("driver.cpp", [f"-Wl,-soname,{DRIVER}"]),
         DEVICE: (
             "device.cpp",
-            [f"-I{include}", f"-I{include / 'torch/csrc/api/include'}", *links]
-            + [f"-Wl,-rpath,{torch_folder / 'lib'}"],
+            [f"-I{include}", f"-I{include}/torch/csrc/api/include", *links],
         ),
     }
     folder.mkdir(parents=True, exist_ok=True)
