@@ -139,7 +139,8 @@ def run(
             dtypes and device of its tensors and on the constants. The tensors are arguments of the
             kernel as they are given.
         inputs: Tensors of the call. The first tensor is on the device of the launch.
-        results: Tensors whose shapes, strides and dtypes follow from the inputs and the constants.
+        results: Tensors whose shapes, strides and dtypes follow from the inputs and the constants;
+            None where a result is not wanted.
         constants: Further arguments of `build`.
     """
     first = inputs[0]
@@ -161,6 +162,8 @@ def run(
             key += (tensor.shape, tensor.stride(), tensor.dtype)
             addresses.append(address)
     for tensor in results:
+        # The caller decides which results are wanted.
+        key.append(tensor is None)
         address = None if tensor is None else tensor.data_ptr()
         together |= address or 0
         addresses.append(address)
