@@ -21,9 +21,12 @@ from fastbert.kernels.attention_backward import attention_backward, backward_lau
 from fastbert.kernels.attention_mask import allowed_pairs, attended_keys, phase_range, visible_range
 from fastbert.kernels.attention_problem import (
     UNSPECIALISED,
+    Numbers,
     Problem,
     allocate_rows,
+    canonical,
     describe,
+    problem_of,
     strides,
 )
 from fastbert.kernels.attention_rows import (
@@ -40,7 +43,7 @@ from fastbert.kernels.attention_short import serves, short_forward_launch
 from fastbert.kernels.attention_softmax import divided, log_sum_exp, logits, online_softmax
 from fastbert.kernels.attention_weights import weights_launch
 from fastbert.kernels.common import INFINITY, dot, narrow
-from fastbert.kernels.launch import Launch
+from fastbert.kernels.launch import Launch, run
 from fastbert.kernels.philox import dropout_keep
 
 __all__ = ["attention_backward", "attention_forward", "shipped_launches"]
@@ -160,7 +163,7 @@ def _forward_kernel(
     tl.store(lse_ptr + rows, log_sum_exp(maximum, total, SCALING), mask=rows < q_len)
 
 
-def _forward_launch(problem: Problem, out: Tensor, lse: Tensor) -> Launch:
+def _general_forward_launch(problem: Problem, out: Tensor, lse: Tensor) -> Launch:
     tile = problem.tile("forward")
     return problem.launch(
         "attention_forward",
@@ -170,6 +173,16 @@ def _forward_launch(problem: Problem, out: Tensor, lse: Tensor) -> Launch:
         lse_ptr=lse,
         **strides("out", out, problem.arguments["IS_VARLEN"]),
     )
+
+
+def _forward_launch(
+    q, k, v, mask, bias, cu_seqlens_q, cu_seqlens_k, seed, out, lse, numbers: Numbers, path
+) -> Launch:
+    tensors = (q, k, v, mask, bias, cu_seqlens_q, cu_seqlens_k, seed)
+    problem = problem_of(*tensors, numbers)
+    is_short = serves(problem, "forward", path)
+    launch = short_forward_launch if is_short else _general_forward_launch
+    return launch(problem, out, lse)
 
 
 def attention_forward(
@@ -219,20 +232,23 @@ def attention_forward(
         ValueError: If D is outside 1..256, if dropout has no seed, or if `path` is unknown or
             cannot serve the call.
     """
-    problem = describe(
+    tensors, numbers = canonical(
         q, k, v,
         mask=mask, bias=bias, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
         max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, seed=seed, dropout_p=dropout_p,
         scale=scale, causal=causal, window=window,
     )  # fmt: skip
-    out = allocate_rows(q, problem)
-    shape = (q.shape[1], q.shape[0]) if cu_seqlens_q is not None else q.shape[:3]
-    lse = torch.empty(shape, dtype=torch.float32, device=q.device)
-    if problem.batches == 0:
-        lse.fill_(-math.inf)
-    is_short = serves(problem, "forward", path)
-    launch = short_forward_launch if is_short else _forward_launch
-    launch(problem, out, lse).run(on=q)
+    if cu_seqlens_q is None:
+        out = allocate_rows(q, False)
+        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    else:
+        out = allocate_rows(q, True)
+        lse = torch.empty((q.shape[1], q.shape[0]), dtype=torch.float32, device=q.device)
+        if cu_seqlens_q.shape[0] == 1:
+            # Without a sequence no program runs, and all rows are beyond cu_seqlens[-1].
+            out.zero_()
+            lse.fill_(-math.inf)
+    run(_forward_launch, tensors, (out, lse), numbers, path)
     return out, lse
 
 
@@ -290,8 +306,8 @@ def _shipped(
         options["bias"] = dbias.expand(8, 12, 512, 512)
     seed = torch.empty(1, dtype=torch.int64)
     problem = describe(q, k, v, scale=0.125, seed=seed, **options)
-    yield _forward_launch(problem, allocate_rows(q, problem), lse)
-    gradients = (allocate_rows(x, problem) for x in (q, k, v))
+    yield _general_forward_launch(problem, allocate_rows(q, is_packed), lse)
+    gradients = (allocate_rows(x, is_packed) for x in (q, k, v))
     yield from backward_launches(problem, q, q, lse, *gradients, dbias)
     if mask == "keys":
         weights = torch.empty((8, 12, 512, 512), dtype=dtype)

@@ -18,9 +18,12 @@ from fastbert.kernels.attention_bias import bias_gradient_launches
 from fastbert.kernels.attention_mask import allowed_pairs, attended_keys, phase_range, visible_range
 from fastbert.kernels.attention_problem import (
     UNSPECIALISED,
+    Numbers,
     Problem,
     allocate_rows,
-    describe,
+    canonical,
+    problem_of,
+    scaling,
     strides,
 )
 from fastbert.kernels.attention_rows import (
@@ -34,9 +37,13 @@ from fastbert.kernels.attention_rows import (
 )
 from fastbert.kernels.attention_short import serves, short_backward_launch
 from fastbert.kernels.attention_softmax import exponentials, logits, transposed_product
-from fastbert.kernels.attention_statistics import row_statistics, statistics_launch
+from fastbert.kernels.attention_statistics import (
+    allocate_statistics,
+    row_statistics,
+    statistics_launch,
+)
 from fastbert.kernels.common import dot, narrow
-from fastbert.kernels.launch import Launch
+from fastbert.kernels.launch import Launch, run
 from fastbert.kernels.philox import dropout_keep
 
 
@@ -319,6 +326,7 @@ def backward_launches(
     dk: Tensor,
     dv: Tensor,
     dbias: Tensor | None = None,
+    statistics: tuple[Tensor | None, ...] | None = None,
 ) -> Iterator[Launch]:
     """Yield the launches of the general backward in order.
 
@@ -331,11 +339,14 @@ def backward_launches(
         dk: Result in the shape of k, at any strides.
         dv: Result in the shape of v, at the strides of `dk`.
         dbias: Result as in `attention_backward`, or None.
+        statistics: Row statistics from `allocate_statistics`; None allocates them.
     """
     is_varlen = problem.arguments["IS_VARLEN"]
-    launch, statistics = statistics_launch(problem, dout, out, lse)
+    if statistics is None:
+        statistics = allocate_statistics(problem.arguments["SCALING"], lse)
+    launch, by_name = statistics_launch(problem, dout, out, lse, statistics)
     yield launch
-    shared = {"dout_ptr": dout, **statistics, **strides("dout", dout, is_varlen)}
+    shared = {"dout_ptr": dout, **by_name, **strides("dout", dout, is_varlen)}
     tile = problem.tile("dq")
     yield problem.launch(
         "attention_dq", _dq_kernel, tile, dq_ptr=dq, **shared, **strides("dq", dq, is_varlen)
@@ -358,6 +369,18 @@ def backward_launches(
         )
     if dbias is not None:
         yield from bias_gradient_launches(problem, dbias, shared)
+
+
+def _backward_launches(
+    q, k, v, mask, bias, cu_seqlens_q, cu_seqlens_k, seed, dout, out, lse,
+    dq, dk, dv, delta, maximum, inverse, numbers: Numbers, path,
+) -> list[Launch]:  # fmt: skip
+    tensors = (q, k, v, mask, bias, cu_seqlens_q, cu_seqlens_k, seed)
+    problem = problem_of(*tensors, numbers)
+    if serves(problem, "backward", path):
+        return [short_backward_launch(problem, dout, out, lse, dq, dk, dv)]
+    statistics = (delta, maximum, inverse)
+    return list(backward_launches(problem, dout, out, lse, dq, dk, dv, statistics=statistics))
 
 
 def attention_backward(
@@ -401,20 +424,24 @@ def attention_backward(
     Raises:
         ValueError: As in `attention_forward`.
     """
-    problem = describe(
+    tensors, numbers = canonical(
         q, k, v,
         mask=mask, bias=bias, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
         max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, seed=seed, dropout_p=dropout_p,
         scale=scale, causal=causal, window=window,
     )  # fmt: skip
-    dq, dk, dv = into or (allocate_rows(x, problem) for x in (q, k, v))
-    if problem.batches == 0:
+    is_varlen = cu_seqlens_q is not None
+    dq, dk, dv = into or (allocate_rows(x, is_varlen) for x in (q, k, v))
+    if (cu_seqlens_q.shape[0] - 1 if is_varlen else q.shape[0]) == 0:
         for gradient in (dq, dk, dv):
             gradient.zero_()
-    # The gradient of the bias needs the row statistics, which only the general path computes.
-    if dbias is None and serves(problem, "backward", path):
-        short_backward_launch(problem, dout, out, lse, dq, dk, dv).run(on=q)
+    if dbias is None:
+        statistics = allocate_statistics(scaling(q.dtype, bias is not None, scale), lse)
+        results = (dq, dk, dv, *statistics)
+        run(_backward_launches, (*tensors, dout, out, lse), results, numbers, path)
         return dq, dk, dv
+    # The gradient of the bias needs the row statistics, which only the general path computes.
+    problem = problem_of(*tensors, numbers)
     for launch in backward_launches(problem, dout, out, lse, dq, dk, dv, dbias):
         launch.run(on=q)
     return dq, dk, dv

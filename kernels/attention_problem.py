@@ -5,11 +5,16 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from fastbert.kernels.launch import Launch, dropout_arguments
-from fastbert.kernels.tiles import Tile, attention_tile, padded_head_dim, target_of
+from fastbert.kernels.tiles import (
+    Tile,
+    attention_tile,
+    ceil_div,
+    padded_head_dim,
+    target_of,
+)
 
 # These arguments change from call to call. Triton must not compile another binary when a value is 1
 # or divisible by 16.
@@ -73,8 +78,8 @@ class Problem(NamedTuple):
             over_keys: Whether the blocks are blocks of keys.
             own: Arguments of this kernel alone, by name.
         """
-        q_blocks = triton.cdiv(self.max_q, tile.block_m)
-        k_blocks = triton.cdiv(self.max_k, tile.block_n)
+        q_blocks = ceil_div(self.max_q, tile.block_m)
+        k_blocks = ceil_div(self.max_k, tile.block_n)
         if self.arguments["IS_VARLEN"]:
             # Each sequence has a block, because the last sequence zeros the rows beyond it.
             q_blocks, k_blocks = max(q_blocks, 1), max(k_blocks, 1)
@@ -142,7 +147,27 @@ def longest(cu_seqlens: Tensor) -> int:
     return int(cu_seqlens.diff().max()) if cu_seqlens.numel() > 1 else 0
 
 
-def describe(
+class Numbers(NamedTuple):
+    """The numbers of one attention problem.
+
+    Args:
+        max_q: Length of the longest sequence of queries, or more.
+        max_k: Length of the longest sequence of keys, or more.
+        dropout_p: Probability with which a weight is dropped.
+        scale: Factor of the logits.
+        left: Number of keys before its position that a query attends; -1 is open.
+        right: Number of keys after its position that a query attends; -1 is open.
+    """
+
+    max_q: int
+    max_k: int
+    dropout_p: float
+    scale: float
+    left: int
+    right: int
+
+
+def canonical(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -158,32 +183,56 @@ def describe(
     scale: float,
     causal: bool = False,
     window: tuple[int, int] = (-1, -1),
-) -> Problem:
+) -> tuple[tuple[Tensor | None, ...], Numbers]:
+    """Return the arguments of `attention_forward` as `problem_of` takes them: tensors and numbers.
+
+    The mask is viewed as uint8, and a seed that is not read is None.
+    """
+    if cu_seqlens_q is None:
+        max_q, max_k = q.shape[2], k.shape[2]
+    else:
+        cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+        max_q = longest(cu_seqlens_q) if max_seqlen_q is None else max_seqlen_q
+        max_k = longest(cu_seqlens_k) if max_seqlen_k is None else max_seqlen_k
+    mask = None if mask is None else mask.view(torch.uint8)
+    seed = seed if dropout_p > 0.0 else None
+    left, right = window
+    numbers = Numbers(max_q, max_k, dropout_p, scale, left, 0 if causal else right)
+    return (q, k, v, mask, bias, cu_seqlens_q, cu_seqlens_k, seed), numbers
+
+
+def describe(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Problem:
     """Return the problem that the arguments of `attention_forward` describe.
 
     Raises:
         ValueError: As in `attention_forward`, except for its path.
     """
+    tensors, numbers = canonical(q, k, v, **options)
+    return problem_of(*tensors, numbers)
+
+
+def problem_of(q, k, v, mask, bias, cu_seqlens_q, cu_seqlens_k, seed, numbers: Numbers) -> Problem:
+    """Return the problem of tensors and numbers in the form of `canonical`.
+
+    Raises:
+        ValueError: As `describe`.
+    """
+    max_q, max_k, dropout_p, scale, left, right = numbers
     is_varlen = cu_seqlens_q is not None
     if is_varlen:
-        cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
         batches, heads, head_dim = cu_seqlens_q.numel() - 1, q.shape[1], q.shape[2]
-        max_q = longest(cu_seqlens_q) if max_seqlen_q is None else max_seqlen_q
-        max_k = longest(cu_seqlens_k) if max_seqlen_k is None else max_seqlen_k
         q_rows, k_rows = q.shape[0], k.shape[0]
     else:
-        batches, heads, max_q, head_dim = q.shape
-        max_k = k.shape[2]
+        batches, heads, head_dim = q.shape[0], q.shape[1], q.shape[3]
         q_rows, k_rows = max_q, max_k
-    left, right = window[0], 0 if causal else window[1]
     dropout = dropout_arguments(dropout_p, seed)
     arguments = {
         "q_ptr": q,
         "k_ptr": k,
         "v_ptr": v,
-        "mask_ptr": None if mask is None else mask.view(torch.uint8),
+        "mask_ptr": mask,
         "bias_ptr": bias,
-        "seed_ptr": seed if dropout.enabled else None,
+        "seed_ptr": seed,
         "cu_seqlens_q_ptr": cu_seqlens_q,
         "cu_seqlens_k_ptr": cu_seqlens_k,
         **strides("q", q, is_varlen),
@@ -219,20 +268,18 @@ def describe(
     return Problem(batches, heads, max_q, max_k, head_dim, arguments)
 
 
-def allocate_rows(like: Tensor, problem: Problem) -> Tensor:
+def allocate_rows(like: Tensor, is_varlen: bool) -> Tensor:
     """Allocate out or a gradient.
 
     Args:
         like: q, k or v, which gives the shape, dtype and device.
-        problem: The attention problem.
+        is_varlen: Whether `like` is packed.
 
     Returns:
         Tensor of shape (B, H, L, D) in the memory order (B, L, H, D), or packed (T, H, D).
     """
-    if problem.arguments["IS_VARLEN"]:
-        # Without a sequence no program runs, and all rows are beyond cu_seqlens[-1].
-        make = torch.empty if problem.batches else torch.zeros
-        return make(like.shape, dtype=like.dtype, device=like.device)
+    if is_varlen:
+        return torch.empty(like.shape, dtype=like.dtype, device=like.device)
     batch, heads, length, head_dim = like.shape
     shape = (batch, length, heads, head_dim)
     return torch.empty(shape, dtype=like.dtype, device=like.device).transpose(1, 2)

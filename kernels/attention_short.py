@@ -57,6 +57,7 @@ from fastbert.kernels.launch import Launch
 from fastbert.kernels.philox import dropout_keep
 from fastbert.kernels.tiles import (
     attention_path,
+    ceil_div,
     multiprocessors,
     short_attention_obstacle,
     short_attention_tile,
@@ -445,7 +446,7 @@ def _query_groups(q_blocks: int, heads: int, programs: int, chunks: int) -> int:
     return min(
         candidates,
         key=lambda groups: (
-            triton.cdiv(heads * groups, programs) * (triton.cdiv(q_blocks, groups) + chunks / 2)
+            ceil_div(heads * groups, programs) * (ceil_div(q_blocks, groups) + chunks / 2)
         ),
     )
 
@@ -464,7 +465,7 @@ def short_forward_launch(problem: Problem, out: Tensor, lse: Tensor) -> Launch:
     is_varlen = problem.arguments["IS_VARLEN"]
     heads = problem.batches * problem.heads
     programs = resident * multiprocessors(out)
-    groups = _query_groups(triton.cdiv(problem.max_q, tile.block_m), heads, programs, chunks)
+    groups = _query_groups(ceil_div(problem.max_q, tile.block_m), heads, programs, chunks)
     launch = problem.launch(
         "attention_short_forward",
         _short_forward_kernel,
@@ -559,7 +560,7 @@ def shipped_launches() -> Iterator[Launch]:
                 options["mask"] = torch.empty((8, 1, 1, length), dtype=torch.bool).expand(pairs)
             seed = torch.empty(1, dtype=torch.int64)
             problem = describe(q, k, v, scale=0.125, seed=seed, **options)
-            out, dq, dk, dv = (allocate_rows(x, problem) for x in (q, q, k, v))
+            out, dq, dk, dv = (allocate_rows(x, is_varlen) for x in (q, q, k, v))
             if short_attention_obstacle("forward", length, head_dim, dtype, target_of(q)) is None:
                 yield short_forward_launch(problem, out, lse)
             if serves(problem, "backward", None):

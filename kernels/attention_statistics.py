@@ -193,8 +193,25 @@ def _statistics_kernel(
     tl.store(row + rows, delta * inverse, mask=inside)
 
 
+def allocate_statistics(scaling: int, lse: Tensor) -> tuple[Tensor | None, ...]:
+    """Allocate the row statistics of a backward: delta, maximum and inverse.
+
+    Args:
+        scaling: The constant SCALING; with 0, maximum and inverse are None.
+        lse: Log-sum-exp of the forward, which gives the shape of the statistics.
+    """
+    delta = torch.empty_like(lse)
+    if scaling == 0:
+        return delta, None, None
+    return delta, torch.empty_like(lse), torch.empty_like(lse)
+
+
 def statistics_launch(
-    problem: Problem, dout: Tensor, out: Tensor, lse: Tensor
+    problem: Problem,
+    dout: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    allocated: tuple[Tensor | None, ...],
 ) -> tuple[Launch, dict[str, Any]]:
     """Return the launch that computes the row statistics of a backward.
 
@@ -203,6 +220,7 @@ def statistics_launch(
         dout: Gradient of out, in its shape and dtype, at any strides.
         out: Output of the forward, (B, H, Lq, D) or packed (Tq, H, D).
         lse: Log-sum-exp of the forward, fp32 (B, H, Lq) or packed (H, Tq).
+        allocated: Results, from `allocate_statistics`.
 
     Returns:
         The launch, and the kernel arguments shift_ptr, inverse_ptr and delta_ptr by name: fp32 in
@@ -210,7 +228,7 @@ def statistics_launch(
     """
     is_varlen = problem.arguments["IS_VARLEN"]
     dout_arguments = {"dout_ptr": dout, **strides("dout", dout, is_varlen)}
-    delta = torch.empty_like(lse)
+    delta, maximum, inverse = allocated
     if problem.arguments["SCALING"] == 0:
         statistics = {"shift_ptr": lse, "inverse_ptr": None, "delta_ptr": delta}
         launch = problem.launch(
@@ -223,7 +241,6 @@ def statistics_launch(
             **strides("out", out, is_varlen),
         )
         return launch, statistics
-    maximum, inverse = torch.empty_like(lse), torch.empty_like(lse)
     statistics = {"shift_ptr": maximum, "inverse_ptr": inverse, "delta_ptr": delta}
     launch = problem.launch(
         "attention_statistics",

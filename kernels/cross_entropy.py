@@ -37,7 +37,6 @@ COMBINED_ROWS = 32
 # A running maximum begins with this number. The number stays finite times log2(e), so that a logit
 # of -inf gives no NaN.
 LOWEST = tl.constexpr(-2.0e38)
-NOT_A_NUMBER = tl.constexpr(float("nan"))
 
 
 @triton.jit
@@ -181,7 +180,7 @@ def _combine_kernel(
     labels = tl.load(labels_ptr + rows * stride_labels, mask=inside, other=0)
     own = tl.load(own_ptr + places, mask=places < count, other=0.0)
     # A label outside the vocabulary makes the loss NaN, and later the gradients.
-    total = tl.where((labels >= 0) & (labels < columns), total, NOT_A_NUMBER)
+    total = tl.where((labels >= 0) & (labels < columns), total, float("nan"))
     labelled = places < count
     loss = tl.log(tl.where(labelled, total, 1.0)) - (own - highest)
     tl.store(losses_ptr + rows, tl.where(labelled, loss, 0.0), mask=inside)

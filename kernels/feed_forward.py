@@ -25,8 +25,8 @@ from fastbert.kernels.activation import (
     store_narrow,
 )
 from fastbert.kernels.gemm import GROUP_M, halves, product_tile, tile_position
-from fastbert.kernels.launch import Launch
-from fastbert.kernels.tiles import elementwise_tile, gemm_depth, gemm_programs, gemm_tile
+from fastbert.kernels.launch import Launch, run
+from fastbert.kernels.tiles import ceil_div, elementwise_tile, gemm_depth, gemm_programs, gemm_tile
 
 
 @triton.jit
@@ -176,7 +176,7 @@ def _linear_activation_launch(x, weight, bias, y, h, activation: Activation) -> 
         "EVEN_K": depth % block_k == 0,
     }
     width = tile.block_n // 2 if activation.gated else tile.block_n
-    tiles = triton.cdiv(rows, tile.block_m) * triton.cdiv(columns, width)
+    tiles = ceil_div(rows, tile.block_m) * ceil_div(columns, width)
     grid = (gemm_programs(x, tile, tiles),)
     return Launch(
         "linear_gelu", _linear_activation_kernel, grid, arguments, tile.num_warps, tile.num_stages
@@ -198,7 +198,7 @@ def _activation_launch(h, y, activation: Activation) -> Launch:
         "FUNCTION": activation.function_name,
         "GATED": activation.gated,
     }
-    grid = (triton.cdiv(rows, tile.block_m) * triton.cdiv(columns, tile.block_n),)
+    grid = (ceil_div(rows, tile.block_m) * ceil_div(columns, tile.block_n),)
     return Launch(
         "activation", _activation_kernel, grid, arguments, tile.num_warps, tile.num_stages
     )
@@ -213,7 +213,7 @@ def activation_forward(h: Tensor, *, activation: str) -> Tensor:
     chosen = of_name(activation)
     columns = h.shape[1] // 2 if chosen.gated else h.shape[1]
     y = torch.empty((h.shape[0], columns), dtype=h.dtype, device=h.device)
-    _activation_launch(h, y, chosen).run(on=h)
+    run(_activation_launch, (h,), (y,), chosen)
     return y
 
 
@@ -243,7 +243,7 @@ def linear_gelu_forward(
     h = None
     if save:
         h = torch.empty((rows, weight.shape[0]), dtype=x.dtype, device=x.device)
-    _linear_activation_launch(x, weight, bias, y, h, chosen).run(on=x)
+    run(_linear_activation_launch, (x, weight, bias), (y, h), chosen)
     return y, h
 
 

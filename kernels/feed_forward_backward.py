@@ -18,9 +18,16 @@ from fastbert.activations import ACTIVATIONS, Activation, of_name
 from fastbert.kernels.activation import LARGEST_PART, path_name, store_narrow, value_and_slope
 from fastbert.kernels.feed_forward import SHIPPED
 from fastbert.kernels.gemm import GROUP_M, halves, product_tile, tile_position
-from fastbert.kernels.launch import Launch
+from fastbert.kernels.launch import Launch, run
 from fastbert.kernels.reduction import sum_partials
-from fastbert.kernels.tiles import Tile, elementwise_tile, gemm_depth, gemm_programs, gemm_tile
+from fastbert.kernels.tiles import (
+    Tile,
+    ceil_div,
+    elementwise_tile,
+    gemm_depth,
+    gemm_programs,
+    gemm_tile,
+)
 
 
 @triton.jit
@@ -176,7 +183,7 @@ def _activation_gradient_launch(da, h, dh, a, partials, activation: Activation) 
         "SUMS_ROWS": partials is not None,
         "STORES_A": a is not None,
     }
-    grid = (triton.cdiv(rows, tile.block_m) * triton.cdiv(columns, tile.block_n),)
+    grid = (ceil_div(rows, tile.block_m) * ceil_div(columns, tile.block_n),)
     return Launch(
         "activation_backward",
         _activation_gradient_kernel,
@@ -190,7 +197,7 @@ def _activation_gradient_launch(da, h, dh, a, partials, activation: Activation) 
 def _partials(h: Tensor, block_m: int, wanted: bool) -> Tensor | None:
     if not wanted:
         return None
-    shape = (triton.cdiv(h.shape[0], block_m), h.shape[1])
+    shape = (ceil_div(h.shape[0], block_m), h.shape[1])
     return torch.empty(shape, dtype=torch.float32, device=h.device)
 
 
@@ -213,7 +220,7 @@ def activation_backward(
     dh = torch.empty(h.shape, dtype=h.dtype, device=h.device)
     a = torch.empty(da.shape, dtype=h.dtype, device=h.device) if activated else None
     partials = _partials(h, elementwise_tile().block_m, sum_rows)
-    _activation_gradient_launch(da, h, dh, a, partials, chosen).run(on=h)
+    run(_activation_gradient_launch, (da, h), (dh, a, partials), chosen)
     return dh, None if partials is None else sum_partials(partials, h.dtype), a
 
 
@@ -247,7 +254,7 @@ def _linear_activation_gradient_launch(
         "SUMS_ROWS": partials is not None,
         "EVEN_K": depth % block_k == 0,
     }
-    tiles = triton.cdiv(rows, tile.block_m) * triton.cdiv(columns, tile.block_n)
+    tiles = ceil_div(rows, tile.block_m) * ceil_div(columns, tile.block_n)
     return Launch(
         "feed_forward_backward",
         _linear_activation_gradient_kernel,
@@ -285,7 +292,7 @@ def feed_forward_backward(
     dh = torch.empty(h.shape, dtype=h.dtype, device=h.device)
     a = torch.empty((rows, columns), dtype=h.dtype, device=h.device)
     partials = _partials(h, _gradient_tile(dy, weight, chosen).block_m, sum_rows)
-    _linear_activation_gradient_launch(dy, weight, h, dh, a, partials, chosen).run(on=dy)
+    run(_linear_activation_gradient_launch, (dy, weight, h), (dh, a, partials), chosen)
     return dh, None if partials is None else sum_partials(partials, h.dtype), a
 
 

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastbert.kernels.common import narrow
-from fastbert.kernels.launch import Launch, dropout_arguments
+from fastbert.kernels.launch import Launch, dropout_arguments, run
 from fastbert.kernels.norm_rows import (
     layer_norm_gradient,
     layer_norm_statistics,
@@ -24,7 +24,7 @@ from fastbert.kernels.norm_rows import (
     row_offsets,
 )
 from fastbert.kernels.reduction import sum_planes, sum_rows
-from fastbert.kernels.tiles import Tile, row_programs, row_tile
+from fastbert.kernels.tiles import Tile, ceil_div, row_programs, row_tile
 
 # In wider rows there are no registers left for a third sum over the rows.
 WIDEST_WITH_X_BIAS = 4096
@@ -153,7 +153,7 @@ def _shared_arguments(x, residual, x_bias, seed, dropout_p: float, tile: Tile) -
 
 
 def _forward_launch(
-    x, weight, bias, y, mean, rstd, residual, x_bias, seed, dropout_p, eps
+    x, weight, bias, residual, x_bias, seed, y, mean, rstd, dropout_p, eps
 ) -> Launch:
     tile = row_tile(x.shape[1])
     arguments = {
@@ -166,7 +166,7 @@ def _forward_launch(
         "eps": eps,
         "HAS_BIAS": bias is not None,
     }
-    grid = (triton.cdiv(x.shape[0], tile.block_m),)
+    grid = (ceil_div(x.shape[0], tile.block_m),)
     return row_launch("layer_norm_forward", _forward_kernel, grid, arguments, tile.num_warps)
 
 
@@ -201,11 +201,11 @@ def layer_norm_forward(
     """
     rows, columns = x.shape
     y = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
-    mean, rstd = (torch.empty(rows, dtype=torch.float32, device=x.device) for _ in range(2))
+    mean = torch.empty(rows, dtype=torch.float32, device=x.device)
+    rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
     if columns > 0:
-        _forward_launch(x, weight, bias, y, mean, rstd, residual, x_bias, seed, dropout_p, eps).run(
-            on=x
-        )
+        inputs = (x, weight, bias, residual, x_bias, seed)
+        run(_forward_launch, inputs, (y, mean, rstd), dropout_p, eps)
     return y, mean, rstd
 
 
@@ -215,7 +215,7 @@ def _sums_x_bias(x: Tensor, x_bias: Tensor | None) -> bool:
 
 
 def _backward_launch(
-    dy, x, weight, mean, rstd, dsum, dx, partials, residual, x_bias, seed, has_bias, dropout_p
+    dy, x, weight, mean, rstd, residual, x_bias, seed, dsum, dx, partials, has_bias, dropout_p
 ) -> Launch:
     tile = row_tile(x.shape[1])
     arguments = {
@@ -274,10 +274,8 @@ def layer_norm_backward(
     shape = (1 + has_bias + sums_x_bias, row_programs(x), columns)
     partials = torch.empty(shape, dtype=torch.float32, device=x.device)
     if columns > 0:
-        _backward_launch(
-            dy, x, weight, mean, rstd, dsum, dx, partials, residual, x_bias, seed, has_bias,
-            dropout_p,
-        ).run(on=x)  # fmt: skip
+        inputs = (dy, x, weight, mean, rstd, residual, x_bias, seed)
+        run(_backward_launch, inputs, (dsum, dx, partials), has_bias, dropout_p)
     dtypes = [weight.dtype] * (1 + has_bias) + ([x_bias.dtype] if sums_x_bias else [])
     sums = iter(sum_planes(partials, *dtypes))
     dweight = next(sums)
@@ -305,7 +303,7 @@ def shipped_launches() -> Iterator[Launch]:
         seed = torch.empty(1, dtype=torch.int64, device="meta")
         partials = torch.empty((3, 396, columns), dtype=torch.float32, device="meta")
         bias = row if has_bias else None
-        yield _forward_launch(x, row, bias, x, statistic, statistic, x, row, seed, 0.1, 1e-12)
+        yield _forward_launch(x, row, bias, x, row, seed, x, statistic, statistic, 0.1, 1e-12)
         yield _backward_launch(
-            x, x, row, statistic, statistic, x, x, partials, x, row, seed, has_bias, 0.1
+            x, x, row, statistic, statistic, x, row, seed, x, x, partials, has_bias, 0.1
         )

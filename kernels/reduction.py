@@ -15,8 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from fastbert.kernels.common import narrow
-from fastbert.kernels.launch import Launch
-from fastbert.kernels.tiles import partial_sums_tile, sum_partials_tile
+from fastbert.kernels.launch import Launch, run
+from fastbert.kernels.tiles import ceil_div, partial_sums_tile, sum_partials_tile
 
 # A program of the first launch adds this many rows.
 ROWS_PER_PARTIAL = 128
@@ -93,7 +93,7 @@ def sum_partials_launch(partials: Tensor, *outs: Tensor) -> Launch:
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
     }
-    grid = (planes * triton.cdiv(columns, tile.block_n),)
+    grid = (planes * ceil_div(columns, tile.block_n),)
     return Launch("sum_partials", _sum_partials_kernel, grid, arguments, tile.num_warps, 1)
 
 
@@ -101,7 +101,7 @@ def sum_planes(partials: Tensor, *dtypes: torch.dtype) -> list[Tensor]:
     """Sum one to three contiguous fp32 planes (P, N) over P, each to (N,) in its own dtype."""
     columns = partials.shape[2]
     outs = [torch.empty(columns, dtype=dtype, device=partials.device) for dtype in dtypes]
-    sum_partials_launch(partials, *outs).run(on=partials)
+    run(sum_partials_launch, (partials,), outs)
     return outs
 
 
@@ -124,16 +124,16 @@ def _partial_sums_launch(x: Tensor, partials: Tensor) -> Launch:
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
     }
-    grid = (partials.shape[0] * triton.cdiv(columns, tile.block_n),)
+    grid = (partials.shape[0] * ceil_div(columns, tile.block_n),)
     return Launch("partial_sums", _partial_sums_kernel, grid, arguments, tile.num_warps, 1)
 
 
 def sum_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Sum x (M, N), at any strides, over its rows to (N,) in dtype, the gradient of a bias."""
     rows, columns = x.shape
-    shape = (triton.cdiv(rows, ROWS_PER_PARTIAL), columns)
+    shape = (ceil_div(rows, ROWS_PER_PARTIAL), columns)
     partials = torch.empty(shape, dtype=torch.float32, device=x.device)
-    _partial_sums_launch(x, partials).run(on=x)
+    run(_partial_sums_launch, (x,), (partials,))
     return sum_partials(partials, dtype)
 
 

@@ -72,8 +72,9 @@ class LMPredictionHead(OperationModule):
     ) -> tuple[Tensor | None, Tensor | None]:
         """Compute the loss and the logits.
 
-        If logits are not wanted, only the labelled rows are transformed. Under ``torch.compile``,
-        all rows are transformed, and the operation leaves out the rows without a label.
+        If logits are not wanted, only the labelled rows are transformed on the CPU. On a GPU and
+        under ``torch.compile``, all rows are transformed, and the operation leaves out the rows
+        without a label. Finding these rows before would make the CPU wait for the GPU.
 
         Args:
             hidden: Rows of shape ``(T, H)``.
@@ -92,8 +93,9 @@ class LMPredictionHead(OperationModule):
         if labels is None:
             return None, self.decoder(self.transform(hidden)) if output_logits else None
         check_range("labels", labels, weight.shape[0], ignored=IGNORED)
-        # The number of labelled rows is data. With torch.compile, the operation selects the rows.
-        if not output_logits and not torch.compiler.is_compiling():
+        # The number of labelled rows is data.
+        here = labels.device.type == "cpu" and not torch.compiler.is_compiling()
+        if here and not output_logits:
             labelled = (labels != IGNORED).nonzero().flatten()
             hidden, labels = hidden.index_select(0, labelled), labels.index_select(0, labelled)
         hidden = self.transform(hidden)

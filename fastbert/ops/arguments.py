@@ -38,10 +38,8 @@ def require_integer(name: str, tensor: Tensor) -> None:
 def require_same_device(first: str, device: torch.device, **tensors: Tensor | None) -> None:
     """Raise ValueError unless all `tensors` are on `device`, the device of the argument `first`."""
     for name, tensor in tensors.items():
-        if tensor is not None:
-            require(
-                tensor.device == device, name, f"device {tensor.device}", f"{device}, as {first}"
-            )
+        if tensor is not None and tensor.device != device:
+            raise ValueError(f"{name}: got device {tensor.device}, allowed: {device}, as {first}")
 
 
 def check_cu_seqlens(
@@ -64,7 +62,8 @@ def check_cu_seqlens(
     if cu_seqlens.dtype != torch.int32:
         raise TypeError(f"{name}: got {cu_seqlens.dtype}, allowed: int32")
     shape = cu_seqlens.shape
-    require(len(shape) == 1 and shape[0] >= 1, name, f"shape {tuple(shape)}", "(B + 1,)")
+    if len(shape) != 1 or shape[0] < 1:
+        raise ValueError(f"{name}: got shape {tuple(shape)}, allowed: (B + 1,)")
     require_same_device(first, device, **{name: cu_seqlens})
     if rows is None or cu_seqlens.device.type != "cpu" or torch.compiler.is_compiling():
         return
@@ -75,7 +74,7 @@ def check_cu_seqlens(
 
 def flatten_rows(x: Tensor) -> Tensor:
     """Return `x` as (R, N), whose rows may have any stride; it is copied if elements are apart."""
-    rows = x.reshape(-1, x.shape[-1])
+    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
@@ -85,9 +84,9 @@ def dropout_seed(p: float, seed: Tensor | None, device: torch.device) -> Tensor 
     The seed is a tensor, so that a draw never synchronises. A replayed CUDA graph draws a new seed.
     Activation checkpointing restores the generator and so draws the same seed again.
     """
-    require(0.0 <= p <= 1.0, "dropout_p", p, "a number in [0, 1]")
     if p == 0.0:
         return None
+    require(0.0 <= p <= 1.0, "dropout_p", p, "a number in [0, 1]")
     if seed is None:
         return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=device)
     if seed.dtype != torch.int64:
@@ -108,6 +107,8 @@ def dropout_seeds(count: int, device: torch.device) -> tuple[Tensor, ...]:
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """Return the dtype in which autocast computes products of `x`, or None without autocast."""
+    if not torch._C._is_any_autocast_enabled():
+        return None
     device = x.device.type
     if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
         return None
@@ -116,6 +117,8 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 def autocast(*tensors: Tensor | None) -> list[Tensor | None]:
     """Return the tensors in the dtype that autocast gives to the operands of a matrix product."""
+    if not torch._C._is_any_autocast_enabled():
+        return list(tensors)
     device = next(t.device.type for t in tensors if t is not None)
     if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
         return list(tensors)

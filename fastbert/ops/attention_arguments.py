@@ -59,8 +59,9 @@ def options_of(
     window: tuple[int, int] | int | None,
 ) -> AttentionOptions:
     """Check the arguments of a public function; return the options. `shape` is (B, H, Lq, Lk)."""
-    mask, bias = _canonical_mask(mask, shape), _canonical_bias(bias, shape)
-    require_same_device("q", q.device, mask=mask, bias=bias)
+    if mask is not None or bias is not None:
+        mask, bias = _canonical_mask(mask, shape), _canonical_bias(bias, shape)
+        require_same_device("q", q.device, mask=mask, bias=bias)
     seed = draw_seed(dropout_p, dropout_seed, q.device)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     left, right = _canonical_window(window, causal)
@@ -77,7 +78,8 @@ def backend_for(q: Tensor, requested: str | None) -> str:
 
 
 def _check_head_dim(name: str, head_dim: int) -> None:
-    require(1 <= head_dim <= MAX_HEAD_DIM, name, f"head dim {head_dim}", f"1 to {MAX_HEAD_DIM}")
+    if not 1 <= head_dim <= MAX_HEAD_DIM:
+        raise ValueError(f"{name}: got head dim {head_dim}, allowed: 1 to {MAX_HEAD_DIM}")
 
 
 def _check_inputs(q: Tensor, k: Tensor, v: Tensor, dims: int, names: str) -> None:
@@ -121,8 +123,8 @@ def check_qkv(qkv: Tensor, cu_seqlens: Tensor | None) -> None:
     """Check qkv of shape (B, L, 3, H, D), or (T, 3, H, D) with `cu_seqlens`."""
     require_floating("qkv", qkv)
     dims, names = (5, "(B, L, 3, H, D)") if cu_seqlens is None else (4, "(T, 3, H, D)")
-    fits = qkv.dim() == dims and qkv.shape[-3] == 3
-    require(fits, "qkv", f"shape {tuple(qkv.shape)}", names)
+    if qkv.dim() != dims or qkv.shape[-3] != 3:
+        raise ValueError(f"qkv: got shape {tuple(qkv.shape)}, allowed: {names}")
     _check_head_dim("qkv", qkv.shape[-1])
     if cu_seqlens is not None:
         check_cu_seqlens("cu_seqlens", cu_seqlens, "qkv", qkv.device)

@@ -267,6 +267,23 @@ def resolve(op: str, requested: str | None, request: Request) -> Choice:
     Raises:
         ValueError: If `requested` is unknown or cannot serve the call, or if no backend can.
     """
+    if torch.compiler.is_compiling():
+        return _resolve(op, requested, request)
+    # Everything that the choice depends on; a table may get and lose rows.
+    rows = tuple(map(id, TABLES[op].values()))
+    installed = (EXTENSION is None, EXTENSION_STATE, EXTENSION_HAS_CUDA, HAS_TRITON)
+    key = (op, requested, request, DEFAULT_REQUEST, rows, installed, tuple(_stand_ins.items()))
+    choice = _choices.get(key)
+    if choice is None:
+        choice = _choices[key] = _resolve(op, requested, request)
+    return choice
+
+
+# The choices of `resolve` so far; there are as many as kinds of calls.
+_choices: dict[tuple[Any, ...], Choice] = {}
+
+
+def _resolve(op: str, requested: str | None, request: Request) -> Choice:
     requested = prefer(op, DEFAULT_REQUEST) if requested is None else validate(requested)
     if requested is not None:
         reason = refusal(op, requested, request)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from fastbert.ops.product import (
     needs_gradient,
     parameters_for,
     rows_of,
-    runs_directly,
 )
 from fastbert.ops.register import (
     differentiable,
@@ -74,10 +72,7 @@ def linear_gelu(
     weight, bias = parameters_for(choice.backend, dtype, weight, bias)
     save = needs_gradient(x, weight, bias)
     rows = rows_of(x, dtype)
-    if runs_directly(choice.backend, save):
-        y, _ = _cpu_forward(rows, weight, bias, activation, save)
-    else:
-        y, _ = _linear_gelu(rows, weight, bias, activation, save, choice.backend)
+    y, _ = _linear_gelu(rows, weight, bias, activation, save, choice.backend)
     return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
 
 
@@ -150,9 +145,7 @@ def feed_forward(
     constants = (activation, differentiated and not recompute, choice.backend)
     if return_residual and differentiated and x.requires_grad:
         return with_residual("feed_forward", x, dtype, parameters, constants)
-    direct = runs_directly(choice.backend, differentiated)
-    run: Callable[..., Any] = _feed_forward_forward if direct else _feed_forward
-    y, _ = run(rows_of(x, dtype), *parameters, *constants)
+    y, _ = _feed_forward(rows_of(x, dtype), *parameters, *constants)
     y = y if x.dim() == 2 else y.view(*x.shape[:-1], w2.shape[0])
     return (y, x) if return_residual else y
 

@@ -68,27 +68,66 @@ def layer_norm(
         >>> ops.layer_norm(x, torch.ones(768), torch.zeros(768), residual=residual).shape
         torch.Size([2, 3, 768])
     """
-    require_floating("x", x)
-    require(x.dim() >= 1 and x.shape[-1] >= 1, "x", f"shape {tuple(x.shape)}", "(..., N), N >= 1")
-    columns = x.shape[-1]
-    for name, parameter in (("weight", weight), ("bias", bias), ("x_bias", x_bias)):
-        if parameter is not None:
-            require_floating(name, parameter)
-            require_shape(name, parameter, (columns,))
-    require_same_device("x", x.device, weight=weight, bias=bias, residual=residual, x_bias=x_bias)
+    if not _fits(x, weight, bias, residual, x_bias):
+        _explain(x, weight, bias, residual, x_bias)
     shape = x.shape
     if residual is not None:
-        require_floating("residual", residual)
-        require_shape("residual", residual, tuple(shape))
-        dtype = torch.promote_types(x.dtype, residual.dtype)
-        x, residual = x.to(dtype), flatten_rows(residual.to(dtype))
+        if residual.dtype != x.dtype:
+            dtype = torch.promote_types(x.dtype, residual.dtype)
+            x, residual = x.to(dtype), residual.to(dtype)
+        residual = flatten_rows(residual)
     seed = draw_seed(dropout_p, dropout_seed, x.device)
-    request = backends.Request(x.device.type, x.dtype, columns=columns)
+    request = backends.Request(x.device.type, x.dtype, columns=shape[-1])
     choice = backends.resolve("layer_norm", backend, request)
     y, _, _ = _layer_norm(
         flatten_rows(x), weight, bias, residual, x_bias, seed, dropout_p, eps, choice.backend
     )
-    return y.view(shape)
+    return y if len(shape) == 2 else y.view(shape)
+
+
+def _fits(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    x_bias: Tensor | None,
+) -> bool:
+    """Tell whether the shapes, devices and dtypes are allowed; messages take longer to make."""
+    if not x.dtype.is_floating_point or x.dim() == 0:
+        return False
+    shape, device = x.shape, x.device
+    columns = shape[-1:]
+    for parameter in (weight, bias, x_bias):
+        if parameter is not None and not (
+            parameter.shape == columns
+            and parameter.device == device
+            and parameter.dtype.is_floating_point
+        ):
+            return False
+    if residual is not None and not (
+        residual.shape == shape and residual.device == device and residual.dtype.is_floating_point
+    ):
+        return False
+    return columns[0] >= 1
+
+
+def _explain(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    x_bias: Tensor | None,
+) -> None:
+    require_floating("x", x)
+    require(x.dim() >= 1 and x.shape[-1] >= 1, "x", f"shape {tuple(x.shape)}", "(..., N), N >= 1")
+    for name, parameter in (("weight", weight), ("bias", bias), ("x_bias", x_bias)):
+        if parameter is not None:
+            require_floating(name, parameter)
+            require_shape(name, parameter, (x.shape[-1],))
+    require_same_device("x", x.device, weight=weight, bias=bias, residual=residual, x_bias=x_bias)
+    if residual is not None:
+        require_floating("residual", residual)
+        require_shape("residual", residual, tuple(x.shape))
 
 
 # The operator. Rows are flattened: x (R, N); mean and rstd (R,).

@@ -86,15 +86,6 @@ def rows_of(x: Tensor, dtype: torch.dtype) -> Tensor:
     return rows if rows.dtype == dtype else rows.to(dtype)
 
 
-def runs_directly(backend: str, differentiated: bool) -> bool:
-    """Tell whether an implementation may be called without its operator.
-
-    This needs a call that nothing differentiates or traces. It saves the time of the dispatcher,
-    which can exceed that of one sequence on a CPU.
-    """
-    return backend == "cpu" and not differentiated and not torch.compiler.is_compiling()
-
-
 class Products(NamedTuple):
     """The products of one backend; x is (M, K), weight (N, K), y and dy are (M, N).
 

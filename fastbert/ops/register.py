@@ -1,4 +1,9 @@
-"""Declare an operator with schema, fake and implementation in one call, and then its gradient."""
+"""Declare an operator with schema, fake and implementation in one call, and then its gradient.
+
+torch's dispatcher takes 30 to 90 µs for an operator whose implementation and gradient are Python,
+more than many kernels. An `Operator` therefore calls both itself where nothing watches the
+dispatcher.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +17,65 @@ from torch import Tensor
 
 from fastbert.ops import backend as backends
 from fastbert.ops import packed_weights
+from fastbert.ops.arguments import transformed
 
 LIBRARY = torch.library.Library("fastbert", "DEF")
 # The implementation of each operator, below autograd and autocast, by the operator's name.
 IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {}
 # The arguments of each operator as a named tuple, by the operator's name.
 ARGUMENTS: dict[str, Callable[..., Any]] = {}
+OPERATORS: dict[str, Operator] = {}
+# A subclass of tensors may define how operators treat it.
+PLAIN = (Tensor, torch.nn.Parameter)
+
+
+class Operator:
+    """An operator of torch.library that is called by position, with or without the dispatcher.
+
+    The dispatcher is needed if something watches it: ``torch.compile``, a dispatch mode, a
+    transform of ``torch.func``, forward-mode AD, ``torch.jit.trace``, a profiler, or a subclass of
+    tensors. Otherwise the implementation is called, through a function of autograd if a gradient is
+    wanted. Both ways run the same code and return the same bits.
+
+    Args:
+        overload: The operator, as ``torch.ops.fastbert`` has it.
+        implementation: Implementation below autograd and autocast.
+    """
+
+    def __init__(self, overload: Any, implementation: Callable[..., Any]) -> None:
+        """Keep both ways."""
+        self.overload = overload
+        self.implementation = implementation
+        # `differentiable` sets the function of autograd.
+        self.function: Any = None
+        self.takes_lists = any("Tensor[]" in str(a.type) for a in overload._schema.arguments)
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Call the operator with all its arguments by position."""
+        if self.takes_lists or _is_watched():
+            return self.overload(*arguments)
+        wants_gradient = False
+        for argument in arguments:
+            if isinstance(argument, Tensor):
+                if type(argument) not in PLAIN:
+                    return self.overload(*arguments)
+                wants_gradient = wants_gradient or argument.requires_grad
+        if wants_gradient and torch.is_grad_enabled():
+            if self.function is None:
+                return self.overload(*arguments)
+            return self.function.apply(*arguments)
+        return self.implementation(*arguments)
+
+
+def _is_watched() -> bool:
+    """Tell whether something sees the operators that the dispatcher runs."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or transformed()
+        or torch.autograd._profiler_enabled()
+        or torch._C._get_tracing_state() is not None
+    )
 
 
 def operator(
@@ -26,7 +84,7 @@ def operator(
     *,
     table: str | None = None,
     forward: Callable[..., Any] | None = None,
-) -> Callable[..., Any]:
+) -> Operator:
     """Define the operator ``fastbert::<schema>`` and return it.
 
     The operator takes its arguments by position, in the order of the schema and without defaults.
@@ -41,7 +99,7 @@ def operator(
         forward: Implementation that takes all arguments, for an operator without `table`.
 
     Returns:
-        The operator's overload, as ``torch.ops.fastbert`` has it.
+        The operator.
     """
     name = schema.split("(", 1)[0]
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -56,7 +114,8 @@ def operator(
     torch.library.register_fake(
         f"fastbert::{name}", lambda *given: fake(arguments(*given)), lib=LIBRARY
     )
-    return overload
+    OPERATORS[name] = Operator(overload, IMPLEMENTATIONS[name])
+    return OPERATORS[name]
 
 
 def _named_tuple(fields: list[str]) -> Callable[..., Any]:
@@ -76,6 +135,8 @@ def _without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def run(*arguments: Any) -> Any:
+        if not torch._C._is_any_autocast_enabled():
+            return function(*arguments)
         device = next(a.device.type for a in arguments if isinstance(a, Tensor))
         if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
             return function(*arguments)
@@ -117,6 +178,20 @@ def differentiable(
         return arguments(*(found.get(name) if needed else None for name, needed in needs.items()))
 
     torch.library.register_autograd(f"fastbert::{name}", gradient, setup_context=setup, lib=LIBRARY)
+    OPERATORS[name].function = _function(name, setup, gradient)
+
+
+def _function(name: str, setup: Callable[..., None], gradient: Callable[..., Any]) -> Any:
+    """Return the function of autograd that runs an operator without the dispatcher."""
+    implementation = IMPLEMENTATIONS[name]
+
+    def forward(ctx: Any, *inputs: Any) -> Any:
+        output = implementation(*inputs)
+        setup(ctx, inputs, output)
+        return output
+
+    members = {"forward": staticmethod(forward), "backward": staticmethod(gradient)}
+    return type(name, (torch.autograd.Function,), members)
 
 
 def once_differentiable(name: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fastbert import reference
@@ -30,8 +31,8 @@ INTEGERS = (torch.int64, torch.int32, torch.bool)
 def unpad(x: Tensor, mask: Tensor) -> Packed:
     """Take the padding out of a batch.
 
-    Reading the number of tokens and the longest length synchronises with a GPU, so call this once
-    per batch.
+    The number of tokens and the longest length are read from a GPU in one copy, which synchronises,
+    so call this once per batch.
 
     Args:
         x: Tensor of shape ``(B, L, ...)``.
@@ -112,8 +113,24 @@ def pad(packed: Packed) -> Tensor:
 def _unpad_indices_forward(mask: Tensor) -> tuple[Tensor, Tensor, int]:
     if _by_extension(mask):
         return torch.ops.fastbert_C.unpad_indices(mask)
-    packed = reference.unpad(mask, mask)
-    return packed.indices, packed.cu_seqlens, packed.max_seqlen
+    if mask.device.type == "cpu" or mask.numel() == 0:
+        packed = reference.unpad(mask, mask)
+        return packed.indices, packed.cu_seqlens, packed.max_seqlen
+    return _unpad_indices_of_device(mask.bool())
+
+
+def _unpad_indices_of_device(keep: Tensor) -> tuple[Tensor, Tensor, int]:
+    """Find the kept rows with one read from the device, of their number and the longest length.
+
+    ``nonzero`` would read the number once more.
+    """
+    lengths = keep.sum(dim=1, dtype=torch.int32)
+    cu_seqlens = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    rows, longest = torch.stack([cu_seqlens[-1], lengths.max()]).tolist()
+    # Token i is at the first place up to which there are i + 1 tokens.
+    counts = keep.flatten().cumsum(0)
+    wanted = torch.arange(1, rows + 1, device=keep.device)
+    return torch.searchsorted(counts, wanted), cu_seqlens, longest
 
 
 def _unpad_indices_fake(a: Any) -> tuple[Tensor, Tensor, Any]:

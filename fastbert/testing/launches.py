@@ -117,24 +117,28 @@ def counted() -> Iterator[Launches]:
 @contextmanager
 def _triton_counted(mode: _Counting) -> Iterator[None]:
     try:
-        from fastbert.kernels.launch import Launch
+        from fastbert.kernels.launch import Kept, Launch
     except ImportError:
         # Without Triton there is no launch to count.
         yield
         return
-    run = Launch.run
+    run, run_kept = Launch.run, Kept.run
 
-    def count(launch: Launch, on: torch.Tensor) -> None:
+    def count(launch: Launch, on: torch.Tensor) -> Any:
         if min(launch.grid) > 0:
             mode.launches.kernels[launch.name] += 1
         # Triton's interpreter copies with operators of torch, which are not counted.
         mode.paused, before = True, mode.paused
         try:
-            run(launch, on)
+            return run(launch, on)
         finally:
             mode.paused = before
 
-    with mock.patch.object(Launch, "run", count):
+    def count_kept(launch: Kept, addresses: tuple[int | None, ...]) -> None:
+        mode.launches.kernels[launch.name] += 1
+        run_kept(launch, addresses)
+
+    with mock.patch.object(Launch, "run", count), mock.patch.object(Kept, "run", count_kept):
         yield
 
 

@@ -30,7 +30,8 @@ class MaskedPredictions:
     """Counts the correct predictions of a masked-LM head in one forward pass.
 
     The model returns no logits in training. This context manager keeps the output of the head's
-    transform, which has one row per labelled position. `hits` computes the logits of these rows.
+    transform, which has one row per labelled position, or one row per position. `hits` computes the
+    logits of the labelled rows.
     """
 
     def __init__(self, model: BertForPreTraining) -> None:
@@ -68,10 +69,15 @@ class MaskedPredictions:
             The number, int64 of shape ``()``.
         """
         labels = labels.reshape(-1)
-        labels = labels[labels != IGNORED]
-        if self._transformed is None or labels.numel() == 0:
+        if self._transformed is None:
             return labels.new_zeros(())
         hidden = self._transformed.reshape(-1, self._transformed.shape[-1])
+        labelled = labels != IGNORED
+        if hidden.shape[0] == labels.shape[0]:
+            hidden = hidden[labelled]
+        labels = labels[labelled]
+        if labels.numel() == 0:
+            return labels.new_zeros(())
         decoder = self._head.decoder
         weight, bias = decoder.weight.to(hidden.dtype), decoder.bias.to(hidden.dtype)
         right = labels.new_zeros(())

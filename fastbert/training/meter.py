@@ -31,6 +31,8 @@ class Meter:
         # float64 counts tokens exactly, but MPS does not have this dtype.
         dtype = torch.float32 if device.type == "mps" else torch.float64
         self._sums = torch.zeros(len(SUMS), dtype=dtype, device=device)
+        # Sums of numbers that the host knows; a copy to the device would wait for the device.
+        self._known = dict.fromkeys(("batches", "pairs", "tokens"), 0)
 
     @torch.no_grad()
     def add(self, output: Any, batch: Batch, tokens: int) -> None:
@@ -43,17 +45,21 @@ class Meter:
         """
         wanted = batch["next_sentence_label"]
         hits = (output.seq_relationship_logits.argmax(dim=-1) == wanted).sum()
-        values = (1, output.mlm_loss, output.nsp_loss, wanted.numel(), hits, 0, 0, tokens)
-        self._sums += torch.stack([self._scalar(value) for value in values])
+        self._add("mlm_loss", output.mlm_loss)
+        self._add("nsp_loss", output.nsp_loss)
+        self._add("nsp_hits", hits)
+        self._known["batches"] += 1
+        self._known["pairs"] += wanted.numel()
+        self._known["tokens"] += tokens
 
     @torch.no_grad()
     def add_masked(self, hits: Tensor, labels: Tensor) -> None:
         """Add the correct masked-LM predictions of a step; only logged steps count them."""
-        self._sums[SUMS.index("masked")] += (labels != IGNORED).sum()
-        self._sums[SUMS.index("mlm_hits")] += hits
+        self._add("masked", (labels != IGNORED).sum())
+        self._add("mlm_hits", hits)
 
-    def _scalar(self, value: Tensor | float) -> Tensor:
-        return torch.as_tensor(value).detach().to(self._sums)
+    def _add(self, name: str, value: Tensor) -> None:
+        self._sums[SUMS.index(name)] += value.detach()
 
     def read(self, accelerator: Accelerator) -> dict[str, float]:
         """Return the means of all processes since the last call, and reset the sums.
@@ -61,6 +67,9 @@ class Meter:
         Returns:
             Losses and accuracies, and ``tokens``, the number of tokens.
         """
+        for name, number in self._known.items():
+            self._sums[SUMS.index(name)] += number
+            self._known[name] = 0
         total = accelerator.reduce(self._sums, reduction="sum")
         sums = dict(zip(SUMS, total.tolist(), strict=True))
         self._sums.zero_()

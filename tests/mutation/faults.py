@@ -932,8 +932,8 @@ CROSS_ENTROPY = (
         "label_outside_the_vocabulary_unnoticed",
         "cross_entropy",
         "kernels/cross_entropy.py",
-        "total = tl.where((labels >= 0) & (labels < columns), total, NOT_A_NUMBER)",
-        "total = tl.where((labels >= 0) & (labels <= columns), total, NOT_A_NUMBER)",
+        'total = tl.where((labels >= 0) & (labels < columns), total, float("nan"))',
+        'total = tl.where((labels >= 0) & (labels <= columns), total, float("nan"))',
     ),
     Fault(
         "one_hot_missing",

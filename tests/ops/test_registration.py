@@ -32,7 +32,7 @@ def _record_calls(monkeypatch):
         inner = getattr(module, attribute)
 
         def record(*arguments, inner=inner):
-            calls.append((inner, arguments))
+            calls.append((inner.overload, arguments))
             return inner(*arguments)
 
         monkeypatch.setattr(module, attribute, record)

@@ -1,0 +1,86 @@
+// A CUDA driver without a GPU: the functions of libcuda that Triton's launcher calls.
+//
+// The library has the name libcuda.so.1. A kernel is loaded but never executed: cuLaunchKernelEx
+// counts the launch and returns. Everything above the driver is the real code, so that the time of
+// a launch on the host can be measured without a GPU. The device claims to be an H100.
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+namespace {
+
+constexpr int kMultiprocessors = 132;
+constexpr int kSharedMemory = 227 * 1024;
+std::atomic<int64_t> launches{0};
+
+// The numbers of CUdevice_attribute in cuda.h.
+int attribute(int number) {
+  switch (number) {
+    case 10:  // WARP_SIZE
+      return 32;
+    case 12:  // MAX_REGISTERS_PER_BLOCK
+      return 65536;
+    case 16:  // MULTIPROCESSOR_COUNT
+      return kMultiprocessors;
+    case 75:  // COMPUTE_CAPABILITY_MAJOR
+      return 9;
+    case 76:  // COMPUTE_CAPABILITY_MINOR
+      return 0;
+    case 81:  // MAX_SHARED_MEMORY_PER_MULTIPROCESSOR
+    case 97:  // MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+      return kSharedMemory;
+    default:
+      return 1;
+  }
+}
+
+int launch(const void*, void*, void**, void**) {
+  ++launches;
+  return 0;
+}
+
+}  // namespace
+
+extern "C" {
+
+int64_t mocked_launches() { return launches; }
+
+int cuInit(unsigned) { return 0; }
+int cuDriverGetVersion(int* version) { return *version = 13000, 0; }
+int cuGetErrorString(int, const char** text) { return *text = "an error of the mocked driver", 0; }
+int cuDeviceGetCount(int* count) { return *count = 1, 0; }
+int cuDeviceGet(int* device, int) { return *device = 0, 0; }
+int cuDeviceGetAttribute(int* value, int number, int) { return *value = attribute(number), 0; }
+int cuDevicePrimaryCtxRetain(void** context, int) { return *context = &launches, 0; }
+int cuCtxGetCurrent(void** context) { return *context = &launches, 0; }
+int cuCtxSetCurrent(void*) { return 0; }
+int cuCtxGetDevice(int* device) { return *device = 0, 0; }
+int cuCtxGetLimit(size_t* value, int) { return *value = 0, 0; }
+int cuCtxSetLimit(int, size_t) { return 0; }
+int cuModuleLoadData(void** module, const void*) { return *module = &launches, 0; }
+int cuModuleUnload(void*) { return 0; }
+int cuModuleGetFunction(void** function, void*, const char*) { return *function = &launches, 0; }
+int cuFuncGetAttribute(int* value, int number, void*) {
+  // The first attribute is the largest number of threads of a block.
+  return *value = number == 0 ? 1024 : 0, 0;
+}
+int cuFuncSetAttribute(void*, int, int) { return 0; }
+int cuFuncSetCacheConfig(void*, int) { return 0; }
+int cuStreamIsCapturing(void*, int* status) { return *status = 0, 0; }
+int cuPointerGetAttribute(void* value, int, uint64_t pointer) {
+  return std::memcpy(value, &pointer, sizeof pointer), 0;
+}
+int cuPointerGetAttributes(unsigned count, int*, void** values, uint64_t pointer) {
+  for (unsigned i = 0; i < count; ++i) std::memcpy(values[i], &pointer, sizeof pointer);
+  return 0;
+}
+int cuLaunchKernelEx(const void* configuration, void* function, void** parameters, void** extra) {
+  return launch(configuration, function, parameters, extra);
+}
+int cuOccupancyMaxActiveClusters(int* clusters, void*, const void*) { return *clusters = 1, 0; }
+int cuTensorMapEncodeTiled(void*, ...) { return 0; }
+int cuTensorMapEncodeIm2col(void*, ...) { return 0; }
+
+}  // extern "C"

@@ -1,0 +1,211 @@
+"""The time that the host spends on one layer of BERT-base, with a GPU that exists on the host only.
+
+``python -m fastbert.bench.host`` prints one line of JSON for each kind of call: the smallest time
+per layer in µs, the number of Python functions that the layer calls, and the launches. The number
+of function calls is the same in every run and on every machine, so tests can limit it. The
+yardstick is the time of 1,000 calls of an empty Python function in µs, as a measure of the machine.
+
+``fastbert.bench.mocked_cuda`` says what the times leave out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastbert.bench import mocked_cuda
+from fastbert.config import BertConfig
+
+# A short call is rarely interrupted by other processes, so there are few layers.
+LAYERS = 2
+LENGTHS = (128, 128, 120, 112, 100, 96, 90, 64)
+
+
+class Figures(NamedTuple):
+    """The host's share of one layer.
+
+    Attributes:
+        microseconds: Smallest time in µs.
+        calls: Number of calls of Python functions.
+        launches: Number of launches of Triton kernels.
+        waits: Operators of one whole call that would wait for the GPU.
+    """
+
+    microseconds: float
+    calls: float
+    launches: float
+    waits: list[str]
+
+
+def yardstick(repetitions: int = 200) -> float:
+    """Return the smallest time of 1,000 calls of an empty Python function in µs."""
+
+    def empty() -> None:
+        pass
+
+    def calls() -> None:
+        for _ in range(1000):
+            empty()
+
+    return _smallest(calls, repetitions)
+
+
+def _smallest(function: Callable[[], Any], repetitions: int) -> float:
+    best = float("inf")
+    for _ in range(repetitions):
+        start = time.perf_counter()
+        function()
+        best = min(best, time.perf_counter() - start)
+    return 1e6 * best
+
+
+def python_calls(function: Callable[[], Any]) -> int:
+    """Return the number of Python functions that `function` calls, itself included."""
+    count = 0
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(note)
+    try:
+        # Otherwise the functions of a backward pass run in a thread of their own.
+        with torch.autograd.set_multithreading_enabled(False):
+            function()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def measure(
+    function: Callable[[], Any],
+    repetitions: int,
+    after: Callable[[], Any] = lambda: None,
+) -> Figures:
+    """Measure one call of `function` and divide its figures by the number of layers.
+
+    Args:
+        function: The call, which runs `LAYERS` layers.
+        repetitions: Number of timed calls.
+        after: Called after each call, outside of the time.
+    """
+    for _ in range(3):
+        function()
+        after()
+    mocked_cuda.waits()
+    before = mocked_cuda.launches()
+    function()
+    launches, waits = mocked_cuda.launches() - before, mocked_cuda.waits()
+    after()
+    calls = python_calls(function)
+    after()
+    best = float("inf")
+    for _ in range(repetitions):
+        best = min(best, _smallest(function, 1))
+        after()
+    return Figures(best / LAYERS, calls / LAYERS, launches / LAYERS, waits)
+
+
+def kinds(repetitions: int) -> Iterator[tuple[str, Figures]]:
+    """Yield the name and the figures of each kind of call of BERT-base in bf16.
+
+    The name "inference, whole call" includes the embeddings, the removal of the padding and the
+    pooler. Their operators of torch run on the CPU here, so its time is too long.
+    """
+    from fastbert.modules import BertModel
+
+    # The operators of torch that run on the CPU must not wait for threads.
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = BertModel(BertConfig(num_hidden_layers=LAYERS)).to(torch.bfloat16).eval()
+    ids = torch.randint(5, 1000, (len(LENGTHS), max(LENGTHS))).cuda()
+    mask = (torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]).cuda()
+    with torch.no_grad():
+        yield "inference, whole call", measure(lambda: model(ids, mask), repetitions)
+        encoder = _encoder_call(model, ids, mask)
+        yield "inference", measure(encoder, repetitions)
+    model.train()
+    yield from _training("training", model, ids, mask, repetitions)
+    model.float()
+    with torch.autocast("cuda", torch.bfloat16):
+        yield from _training("training, autocast", model, ids, mask, repetitions)
+
+
+def _encoder_call(model: Any, ids: Tensor, mask: Tensor) -> Callable[[], Tensor]:
+    """Return a function that runs the layers of `model` as the model itself runs them."""
+    found: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def keep(module: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        found.append((arguments, options))
+
+    hook = model.encoder.register_forward_pre_hook(keep, with_kwargs=True)
+    model(ids, mask)
+    hook.remove()
+    (hidden, *others), options = found[0]
+    hidden = hidden.detach().requires_grad_(torch.is_grad_enabled())
+    return lambda: model.encoder(hidden, *others, **options)[0]
+
+
+def _training(
+    name: str, model: Any, ids: Tensor, mask: Tensor, repetitions: int
+) -> Iterator[tuple[str, Figures]]:
+    encoder = _encoder_call(model, ids, mask)
+    results: list[Tensor] = []
+
+    def forward() -> None:
+        results[:] = [encoder()]
+
+    def again() -> None:
+        for parameter in model.parameters():
+            parameter.grad = None
+        forward()
+
+    again()
+    dout = torch.ones_like(results[0])
+    yield f"{name}, forward", measure(forward, repetitions)
+
+    def backward() -> None:
+        torch.autograd.backward(results[0], dout)
+
+    yield f"{name}, backward", measure(backward, repetitions, again)
+
+
+def child(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run ``python *arguments`` with the mocked GPU and return its output."""
+    command = [sys.executable, *arguments]
+    environment = mocked_cuda.environment(folder)
+    return subprocess.run(command, env=environment, text=True, capture_output=True, check=False)
+
+
+def main() -> int:
+    """Print the figures."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repetitions", type=int, default=300, help="timed calls of each kind")
+    parser.add_argument("--build", type=Path, default=Path(tempfile.gettempdir(), "mocked_cuda"))
+    given = parser.parse_args()
+    if mocked_cuda.DEVICE not in os.environ.get("LD_PRELOAD", ""):
+        result = child(["-m", "fastbert.bench.host", *sys.argv[1:]], given.build)
+        print(result.stdout, end="")
+        print(result.stderr, end="", file=sys.stderr)
+        return result.returncode
+    mocked_cuda.activate()
+    for name, figures in kinds(given.repetitions):
+        line = {"kind": name, **figures._asdict(), "yardstick": yardstick()}
+        print(json.dumps(line), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,154 @@
+"""Calls on the mocked GPU whose kept launches are compared with launches that Triton makes anew.
+
+This is a program for a child process; ``test_host.py`` starts it. It prints the number of
+comparisons and the number of launches that were taken from the kept ones.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastbert import ops
+from fastbert.bench import mocked_cuda
+
+mocked_cuda.activate()
+
+from triton.backends.nvidia.driver import CudaLauncher  # noqa: E402
+
+from fastbert.kernels import launch as launches  # noqa: E402
+
+USERS = ("layer_norm", "attention", "attention_backward", "feed_forward", "feed_forward_backward")
+HEADS, HEAD_DIM, WIDTH = 2, 32, 64
+recorded: list[Any] = []
+compared = kept_runs = 0
+
+
+def plain(value: Any) -> Any:
+    return value.data_ptr() if isinstance(value, Tensor) else value
+
+
+def checked(run: Callable[..., None]) -> Callable[..., None]:
+    """Return `run` with a comparison of what reaches the driver with what Triton would pass."""
+
+    def compare(build: Any, inputs: Any, results: Any, *constants: Any) -> None:
+        global compared
+        recorded.clear()
+        run(build, inputs, results, *constants)
+        got = list(recorded)
+        recorded.clear()
+        for launch in launches._launches(build(*inputs, *results, *constants)):
+            launch.run(on=inputs[0])
+        assert got, build
+        assert got == recorded, (build, got, recorded)
+        compared += 1
+
+    return compare
+
+
+def watch() -> None:
+    call, kept = CudaLauncher.__call__, launches.Kept.run
+
+    def record(self: Any, *arguments: Any) -> Any:
+        x, y, z, stream, function, packed, _, _, _, *given = arguments
+        # The launcher belongs to one compiled kernel.
+        recorded.append((id(self), (x, y, z), stream, function, packed, list(map(plain, given))))
+        return call(self, *arguments)
+
+    def count(self: Any, addresses: Any) -> None:
+        global kept_runs
+        kept_runs += 1
+        kept(self, addresses)
+
+    CudaLauncher.__call__, launches.Kept.run = record, count
+    for name in USERS:
+        module = importlib.import_module(f"fastbert.kernels.{name}")
+        module.run = checked(module.run)
+    reduction = importlib.import_module("fastbert.kernels.reduction")
+    reduction.run = checked(reduction.run)
+
+
+def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16, offset: int = 0) -> Tensor:
+    """Return a tensor whose address is `offset` elements beyond a multiple of 16 bytes."""
+    size = torch.Size(shape).numel()
+    return torch.zeros(size + offset, dtype=dtype, device="cuda")[offset:].view(shape)
+
+
+def layer_norms() -> None:
+    weight, other = tensor(WIDTH), tensor(WIDTH, dtype=torch.float32)
+    wide = tensor(7, 2 * WIDTH)
+    for x in (
+        tensor(7, WIDTH),
+        tensor(16, WIDTH),
+        tensor(7, WIDTH, dtype=torch.float32),
+        tensor(7, WIDTH, offset=1),
+        wide[:, :WIDTH],
+        wide[:, 1 : WIDTH + 1],
+    ):
+        ops.layer_norm(x, weight, weight)
+        # One tensor in two places, and then two tensors.
+        ops.layer_norm(x, weight, weight, residual=x)
+        ops.layer_norm(x, weight, weight, residual=x.clone())
+        ops.layer_norm(x, weight, None, x_bias=weight)
+        ops.layer_norm(x, weight, other, eps=1e-5)
+        ops.layer_norm(x, other, weight, dropout_p=0.1)
+        ops.layer_norm(x, other, weight, dropout_p=0.5)
+        given = x.detach().requires_grad_()
+        ops.layer_norm(given, weight, weight, residual=x, x_bias=weight).sum().backward()
+
+
+def attentions() -> None:
+    ends = torch.tensor([0, 9, 25], dtype=torch.int32, device="cuda")
+    packed = tensor(25, 3, HEADS, HEAD_DIM).requires_grad_()
+    dense = tensor(2, 17, 3, HEADS, HEAD_DIM).requires_grad_()
+    mask = torch.ones(2, 17, dtype=torch.bool, device="cuda")
+    for options in (
+        {},
+        {"window": 4},
+        {"window": 5},
+        {"causal": True},
+        {"scale": -0.25},
+        {"dropout_p": 0.1},
+    ):
+        for longest in (16, 300):
+            ops.attention_qkvpacked(packed, ends, longest, **options).sum().backward()
+        ops.attention_qkvpacked(dense, **options).sum().backward()
+    ops.attention_qkvpacked(dense, mask=mask).sum().backward()
+    ops.attention_qkvpacked(dense, mask=mask & mask[0]).sum().backward()
+    ops.attention_qkvpacked(tensor(25, 3, HEADS, HEAD_DIM, offset=4), ends, 16)
+
+
+def feed_forwards() -> None:
+    w1, b1, w2 = tensor(128, WIDTH), tensor(128), tensor(WIDTH, 128)
+    for rows in (5, 100):
+        for offset in (0, 1):
+            x = tensor(rows, WIDTH, offset=offset)
+            ops.feed_forward(x, w1, b1, w2, None)
+            ops.feed_forward(x, w1, None, w2, None, activation="relu")
+            given = x.detach().requires_grad_()
+            b1.requires_grad_()
+            ops.feed_forward(given, w1, b1, w2, None).sum().backward()
+
+
+def device() -> None:
+    """A launch does not run on the current device if its tensors are on another one."""
+    entered: list[Any] = []
+    launch = next(iter(launches._kept.values()))[0]
+    torch._C._cuda_getDevice = lambda: 1
+    torch.cuda._exchange_device = lambda index: entered.append(index) or 1
+    launch.run((1024,) * 9)
+    assert entered == [0], entered
+
+
+if __name__ == "__main__":
+    watch()
+    for _ in range(2):
+        layer_norms()
+        attentions()
+        feed_forwards()
+    device()
+    print(compared, kept_runs)

@@ -1,0 +1,56 @@
+"""Training steps on the mocked GPU; prints the waits of a step, for ``test_host.py``."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import torch
+
+from fastbert.bench import mocked_cuda
+
+mocked_cuda.activate()
+
+from fastbert.config import BertConfig  # noqa: E402
+from fastbert.modules import BertForPreTraining  # noqa: E402
+from fastbert.training.evaluate import to_device  # noqa: E402
+from fastbert.training.meter import Meter, token_count  # noqa: E402
+
+config = BertConfig(
+    num_hidden_layers=1, hidden_size=64, num_attention_heads=1, intermediate_size=128,
+    vocab_size=100,
+)  # fmt: skip
+with torch.device("cuda"):
+    model = BertForPreTraining(config)
+device = torch.device("cuda")
+optimizer = torch.optim.AdamW(model.parameters())
+ids = torch.randint(5, 100, (3, 20))
+mask = torch.arange(20) < torch.tensor([[20], [9], [12]])
+labels = torch.where(torch.arange(20) % 6 == 0, ids, -100)
+common = {"next_sentence_label": torch.zeros(3, dtype=torch.int64)}
+ends = torch.tensor([0, 20, 29, 41], dtype=torch.int32)
+batches = {
+    "padded": {"input_ids": ids, "attention_mask": mask, "labels": labels, **common},
+    "packed": {
+        "input_ids": ids[mask], "cu_seqlens": ends, "max_seqlen": 20, "labels": labels[mask],
+        **common,
+    },
+}  # fmt: skip
+meter = Meter(device)
+waits = {}
+for _ in range(2):
+    for name, batch in batches.items():
+        mocked_cuda.waits()
+        tokens = token_count(batch)
+        moved = to_device(batch, device)
+        with torch.autocast("cuda", torch.bfloat16):
+            output = model(**moved)
+        output.loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        meter.add(output, moved, tokens)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        waits[name] = mocked_cuda.waits()
+means = meter.read(SimpleNamespace(reduce=lambda x, reduction: x))
+assert means["tokens"] == 4 * 41, means
+print(json.dumps(waits))

@@ -1,0 +1,76 @@
+"""The host's share of a layer, on a GPU that exists on the host only."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fastbert.bench import host, mocked_cuda
+
+pytest.importorskip("triton")
+pytestmark = [
+    pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has its own CUDA device"),
+    pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler: g++ is not installed"),
+]
+
+
+@pytest.fixture(scope="module")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("mocked_cuda")
+    mocked_cuda.build(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def figures(libraries: Path) -> dict[str, dict[str, Any]]:
+    result = host.child(["-m", "fastbert.bench.host", "--repetitions", "100"], libraries)
+    assert result.returncode == 0, result.stderr
+    rows = [json.loads(line) for line in result.stdout.splitlines()]
+    return {row["kind"]: row for row in rows}
+
+
+# The figures are the measured ones and a few functions more, since versions of Triton differ.
+@pytest.mark.parametrize(
+    ("kind", "calls", "launches"),
+    [
+        ("inference", 290, 4),
+        ("training, forward", 540, 4),
+        ("training, backward", 520, 9),
+        ("training, autocast, forward", 600, 4),
+        ("training, autocast, backward", 580, 9),
+    ],
+)
+def test_a_layer_calls_few_functions(figures, kind, calls, launches):
+    assert figures[kind]["calls"] <= calls
+    assert figures[kind]["launches"] == launches
+
+
+def test_a_layer_takes_little_time(figures):
+    """A layer took 22 times the yardstick before its launches were kept, and 8 times after."""
+    row = figures["inference"]
+    assert row["microseconds"] <= 15 * row["yardstick"], row
+
+
+def test_only_the_removal_of_padding_waits(figures):
+    assert figures.pop("inference, whole call")["waits"] == ["copy to the CPU"]
+    assert not any(row["waits"] for row in figures.values())
+
+
+def test_kept_launches_are_the_launches_of_triton(libraries):
+    program = Path(__file__).with_name("_kept_launches.py")
+    result = host.child([str(program)], libraries)
+    assert result.returncode == 0, result.stderr
+    compared, kept = map(int, result.stdout.split())
+    assert kept > compared / 3 > 30
+
+
+def test_a_training_step_waits_once(libraries):
+    program = Path(__file__).with_name("_training_step_waits.py")
+    result = host.child([str(program)], libraries)
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout) == {"padded": ["copy to the CPU"], "packed": []}
