@@ -1,4 +1,4 @@
-"""The steps of the first contact with a GPU, in the order of their value, with their time limits."""
+"""The steps of the first contact with a GPU, in the order of their value, with their limits."""
 
 from __future__ import annotations
 

@@ -83,7 +83,8 @@ def selected(options: argparse.Namespace, device: str) -> list[Case]:
 
 def run(options: argparse.Namespace) -> int:
     """Run the cases from ``--first`` on; return 1 if one of them failed."""
-    device = "cpu" if options.emulate or options.backend == "cpu" else "cuda"
+    on_gpu = options.backend in ("triton", "cuda") and not options.emulate
+    device = "cuda" if on_gpu else "cpu"
     cases = selected(options, device)
     failed = False
     for number in range(options.first, len(cases)):
