@@ -1,5 +1,6 @@
 # Each target does the set-up that it needs, into .venv. A machine needs Python >= 3.10, a C++ compiler
-# and a package registry. Only `make gpu` uses the machine's own Python and torch; see benchmarks/README.md.
+# and a package registry. Only `make gpu` and `make gpu-first` use the machine's own Python and torch; see
+# benchmarks/README.md.
 
 PYTHON ?= python3
 GPU_PYTHON ?= python3
@@ -10,7 +11,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 SAY := @echo "fastbert:"
 SOURCES := setup.py $(shell find csrc -type f 2>/dev/null)
 
-.PHONY: help setup demo test test-processors emulate mutate sanitize conformance check bench docs lint format gpu wheel clean
+.PHONY: help setup demo test test-processors emulate mutate sanitize conformance check bench docs lint format gpu gpu-first wheel clean
 
 help:
 	@echo "make setup            creates .venv, compiles the C++ kernels and installs fastbert in place"
@@ -25,6 +26,7 @@ help:
 	@echo "make bench            times fastbert and other engines on the CPU, into $(OUT)/cpu (SECTIONS='training': a part)"
 	@echo "make docs             builds the documentation into $(OUT)/docs; needs network only to install its tools"
 	@echo "make lint             runs ruff, mypy and clang-format; make format applies automatic fixes"
+	@echo "make gpu-first        shows in eight minutes what runs on a GPU machine, into $(OUT)/gpu-first"
 	@echo "make gpu              builds, tests, checks and times on a GPU machine, into $(OUT)/gpu (SECTIONS='build check': a part)"
 	@echo "make wheel            builds dist/*.whl"
 	@echo "make clean            removes .venv and everything that was built"
@@ -118,7 +120,10 @@ format: .venv/lint
 	git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' | xargs $(BIN)/clang-format -i
 
 gpu:
-	$(GPU_PYTHON) -m benchmarks.gpu $(SECTIONS) --out $(OUT)/gpu
+	$(GPU_PYTHON) -m benchmarks.gpu $(SECTIONS) $(if $(MINUTES),--minutes $(MINUTES)) --out $(OUT)/gpu
+
+gpu-first:
+	$(GPU_PYTHON) -m benchmarks.gpu.first --out $(OUT)/gpu-first
 
 wheel: .venv/torch
 	$(PIP) build

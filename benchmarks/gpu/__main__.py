@@ -2,6 +2,7 @@
 
     python -m benchmarks.gpu --out out/gpu                        # all sections
     python -m benchmarks.gpu build bench-attention --out out/gpu  # some sections
+    python -m benchmarks.gpu build bench-rows --minutes 9         # on a machine lent for ten
     python -m benchmarks.gpu --dry-run                            # on any machine, without a GPU
 
 The command uses the machine's own Python and downloads nothing. A section is ended after nine
@@ -17,6 +18,7 @@ import json
 import shlex
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from benchmarks.gpu import bench, summary
@@ -37,6 +39,9 @@ def main() -> int:
         "--out", type=Path, default=Path("out/gpu"), help="folder that receives the results"
     )
     parser.add_argument("--dry-run", action="store_true", help="try what needs no GPU")
+    parser.add_argument(
+        "--minutes", type=float, help="time of the whole command; without it, nine per section"
+    )
     arguments = parser.parse_args()
     if unknown := set(arguments.sections) - set(names):
         parser.error(f"SECTION: got {', '.join(sorted(unknown))}, allowed: {', '.join(names)}")
@@ -55,8 +60,11 @@ def main() -> int:
         return 2
     folder.mkdir(parents=True, exist_ok=True)
     results = []
+    start = time.monotonic()
     for section in wanted:
-        results.append(run(section, folder))
+        used = time.monotonic() - start
+        left = None if arguments.minutes is None else 60 * arguments.minutes - used
+        results.append(run(section, folder, seconds=left))
         summary.write(folder, results)
     summary.print_table(folder, results)
     return 1 if any(result["status"] for result in results) else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from fastbert.bench.limits import BACKWARD, FORWARD, attention_goal
 from fastbert.testing.cases import Case
 
 BF16, FP16 = torch.bfloat16, torch.float16
+FIRST_PEERS = ("sdpa FLASH", "sdpa CUDNN")
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,14 @@ def _dense(scale, device, length, head_dim, dtype, **options) -> Iterator[Match]
         goal = attention_goal(direction, length, head_dim) if dtype == BF16 and not kind else None
         compiled = head_dim == scale.head_dims[0] or length in scale.lengths[:2]
         yield _match(case, dtype, direction, series, f"S{length}", device, compiled, goal)
+
+
+def first(scale: Scale, device: str) -> Iterator[Match]:
+    """Yield two lengths at the first head dim, forward and backward, beside SDPA only."""
+    for length in scale.lengths[:2]:
+        for match in _dense(scale, device, length, scale.head_dims[0], BF16):
+            kept = [c for c in match.contenders if c.ours or c.name in FIRST_PEERS]
+            yield dataclasses.replace(match, contenders=kept)
 
 
 def packed(scale: Scale, device: str) -> Iterator[Match]:

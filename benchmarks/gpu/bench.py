@@ -40,6 +40,10 @@ SECTIONS: dict[str, tuple[Build, Any, Any, float]] = {
     "bench-training": (encoder.training, encoder.FULL, encoder.TOY, 6.0),
     "bench-latency": (encoder.latency, encoder.FULL, encoder.TOY, 1.0),
 }
+# The part of the first contact; `make gpu` has the lengths in bench-attention.
+FIRST: dict[str, tuple[Build, Any, Any, float]] = {
+    "first-attention": (attention.first, attention.FULL, attention.TOY, 1.0)
+}
 # These errors are mistakes of a call; a refusal raises another error.
 MISTAKES = ("TypeError", "AttributeError", "NameError", "KeyError", "IndexError", "UnboundLocal")
 COPY_BYTES = 4 << 30
@@ -47,7 +51,7 @@ PRODUCT = 8192
 
 
 def matches_of(section: str, device: str, *, toy: bool) -> list[Match]:
-    build, full, small, _ = SECTIONS[section]
+    build, full, small, _ = (SECTIONS | FIRST)[section]
     return list(build(small if toy else full, device))
 
 
@@ -86,7 +90,7 @@ def run(
         )
     setting = Setting(
         section,
-        0.0 if toy else SECTIONS[section][3],
+        0.0 if toy else (SECTIONS | FIRST)[section][3],
         notify,
         device,
         limits_of(machine.gpu),
@@ -131,7 +135,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("section", choices=list(SECTIONS))
+    parser.add_argument("section", choices=list(SECTIONS | FIRST))
     parser.add_argument(
         "--out", type=Path, required=True, help="folder that receives the JSON and the plot"
     )

@@ -1,4 +1,7 @@
-"""The sections of ``make gpu``; the commands of a section together end within nine minutes."""
+"""The sections of ``make gpu``; the commands of a section together end within nine minutes.
+
+``CALLS`` has the order for a machine that is lent for ten minutes at a time.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +24,46 @@ LIMIT_S = 540
 TAIL = 3000
 TEST_GROUPS = {
     "test-kernels": ("tests/kernels",),
-    "test-ops": ("tests/ops", "tests/csrc", "tests/testing"),
+    "test-ops": ("tests/ops", "tests/testing"),
+    "test-modules": ("tests/modules", "tests/inference"),
+    "test-training": ("tests/integrations", "tests/training"),
 }
-# The section compile compiles the launches on all cores. Faults in kernels need no GPU.
-NOT_ON_A_GPU = ("tests/kernels/test_aot.py", "tests/mutation")
+# Tests that would spend the time of a GPU on what a machine without one tests as well.
+NOT_ON_A_GPU = {
+    "tests/kernels/test_aot.py": "the section compile compiles the launches on all cores",
+    "tests/bench": "the benchmarks run",
+    "tests/cli": "the commands; the section check runs the one that uses a GPU",
+    "tests/csrc": "C++ for the CPU; tests/ops runs the CUDA kernels",
+    "tests/data": "text and batches",
+    "tests/docs": "the documentation",
+    "tests/io": "files",
+    "tests/jobs": "files",
+    "tests/mutation": "faults in kernels need no GPU",
+    "tests/ptx": "the PTX machine is a program for the CPU",
+    "tests/test_architecture.py": "the sources",
+    "tests/test_docstrings.py": "the sources",
+    "tests/test_house.py": "the sources",
+    "tests/test_numbered_cases.py": "the sources",
+    "tests/test_packaging.py": "wheels, whose build takes minutes",
+}
+# What fits a machine that is lent for ten minutes at a time and starts bare: the sections of each
+# command, the most valuable first. `make gpu-first` comes before all of them.
+CALLS = (
+    ("bench-attention",),
+    ("build", "test-kernels"),
+    ("build", "test-ops"),
+    ("bench-encoder",),
+    ("bench-training",),
+    ("build", "bench-rows"),
+    ("build", "bench-gemm"),
+    ("bench-varlen",),
+    ("bench-latency", "compile"),
+    ("build", "check"),
+    ("build", "test-modules"),
+    ("build", "test-training"),
+)
+# Seconds at the end of a benchmark section that it needs for its last match and its files.
+LAST_MATCH_S = 90
 BUILT = (
     "import sys; from fastbert.ops import backend; "
     "sys.exit(None if backend.EXTENSION_HAS_CUDA else "
@@ -66,7 +105,7 @@ def sections(folder: Path) -> dict[str, Section]:
             stdout="compile.json",
         ),
     ]
-    for name, paths in {**TEST_GROUPS, "test-modules": other_tests()}.items():
+    for name, paths in TEST_GROUPS.items():
         found.append(Section(name, "the tests, on CUDA if they take a device", (pytest(paths),)))
     found.append(
         Section(
@@ -82,35 +121,34 @@ def sections(folder: Path) -> dict[str, Section]:
     return {section.name: section for section in found}
 
 
-def other_tests() -> tuple[str, ...]:
-    """Return the tests of no other group, so that a new folder of tests is not forgotten."""
-    taken = {path for paths in TEST_GROUPS.values() for path in paths} | set(NOT_ON_A_GPU)
-    entries = sorted((ROOT / "tests").iterdir())
-    tests = [e for e in entries if (e.is_dir() and list(e.rglob("test_*.py"))) or is_test(e)]
-    return tuple(p for e in tests if (p := e.relative_to(ROOT).as_posix()) not in taken)
-
-
-def is_test(path: Path) -> bool:
-    return path.suffix == ".py" and path.name.startswith("test_")
-
-
 def pytest(paths: tuple[str, ...]) -> tuple[str, ...]:
     """Return the command for pytest, with several processes if pytest-xdist is installed.
 
     The tests compile for longer than they run.
     """
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *paths]
-    command += [f"--ignore={path}" for path in NOT_ON_A_GPU]
+    command += [f"--ignore={path}" for path in NOT_ON_A_GPU if path.startswith(paths)]
     if importlib.util.find_spec("xdist") is not None:
         command += ["-n", str(max(1, min(12, (os.cpu_count() or 1) - 2))), "--dist", "worksteal"]
     return tuple(command)
 
 
-def run(section: Section, folder: Path, notify: Callable[[str], None] = print) -> dict[str, object]:
+def run(
+    section: Section,
+    folder: Path,
+    notify: Callable[[str], None] = print,
+    seconds: float | None = None,
+) -> dict[str, object]:
     """Run one section in the root of the repository, with its output in ``<section>.log``.
 
-    A section that exceeds the time limit is ended and counts as failed.
+    A section that exceeds its time limit is ended and counts as failed. The limit is ``LIMIT_S``,
+    or the seconds that are left for the whole command if these are fewer. A benchmark is told how
+    many minutes it has, so that it can leave out its last matches instead.
     """
+    limit = LIMIT_S if seconds is None else min(LIMIT_S, seconds)
+    if limit <= 0:
+        notify(f"[{section.name}] not run: the time of the command is over")
+        return {"section": section.name, "status": 124, "seconds": 0.0, "commands": []}
     # With this variable, a build without the CUDA kernels fails.
     environment = {**os.environ, "FASTBERT_CUDA": "1", "PYTHONUNBUFFERED": "1"}
     environment["PYTHONPATH"] = os.pathsep.join(
@@ -121,14 +159,16 @@ def run(section: Section, folder: Path, notify: Callable[[str], None] = print) -
     log_path = folder / f"{section.name}.log"
     with log_path.open("w+", encoding="utf-8") as log:
         for number, command in enumerate(section.commands, 1):
+            if section.name in BENCHES and limit < LIMIT_S:
+                command += ("--minutes", f"{max(0.0, limit - LAST_MATCH_S) / 60:.1f}")
             notify(f"[{section.name}] {shlex.join(command)}")
             log.write(f"$ {shlex.join(command)}\n")
             log.flush()
             keeps = section.stdout is not None and number == len(section.commands)
             target = (folder / section.stdout).open("w") if keeps and section.stdout else log
-            left = LIMIT_S - (time.monotonic() - start)
+            left = limit - (time.monotonic() - start)
             try:
-                status = _run(command, environment, target, log, left)
+                status = _run(command, environment, target, log, max(1.0, left))
             finally:
                 if target is not log:
                     target.close()
@@ -153,7 +193,7 @@ def run(section: Section, folder: Path, notify: Callable[[str], None] = print) -
 
 
 def _run(command, environment, target, log, seconds: float) -> int:
-    """Run a command and return its exit status, or 124 after the time limit.
+    """Run a command and return its exit status, or 124 after so many seconds.
 
     The whole group of processes is ended.
     """
@@ -167,9 +207,9 @@ def _run(command, environment, target, log, seconds: float) -> int:
         start_new_session=True,
     )
     try:
-        return process.wait(timeout=max(1.0, seconds))
+        return process.wait(timeout=seconds)
     except subprocess.TimeoutExpired:
-        log.write(f"\nended after {LIMIT_S} s, the time limit of a section\n")
+        log.write(f"\nended after {seconds:.0f} s, the rest of its time limit\n")
         return 124
     finally:
         if process.poll() is None:

@@ -34,7 +34,7 @@ def write(folder: Path, results: Sequence[Mapping[str, object]]) -> None:
 def lines_of(folder: Path, section: str) -> Iterator[str]:
     """Yield a line per shape of a benchmark section: fastbert, the best peer, ratio and goal."""
     path = folder / f"{section}.json"
-    if not section.startswith("bench-") or not path.exists():
+    if not section.startswith(("bench-", "first-")) or not path.exists():
         return
     content = json.loads(path.read_text("utf-8"))
     rows = [GpuRow(**record) for record in content["rows"]]

@@ -48,6 +48,7 @@ py::dict dict_of(const Counts& c) {
   d["pipes"] = pipes;
   d["instructions"] = c.instructions;
   d["tensor_flops"] = c.tensor_flops;
+  d["tensor_shared_bytes"] = c.tensor_shared_bytes;
   d["global_bytes"] = c.global_bytes;
   d["global_sectors"] = c.global_sectors;
   d["global_least_sectors"] = c.global_least_sectors;
@@ -66,7 +67,7 @@ py::tuple run_launch(
     uint32_t static_shared, uint32_t local_bytes,
     const std::vector<std::tuple<uint64_t, uint64_t, bool, std::string, bool>>& memory,
     uint64_t seed, double approximate, int accumulate, bool races, bool count, int64_t limit,
-    int threads) {
+    int threads, const std::vector<uint32_t>& blocks) {
   Launch launch;
   launch.program = &program;
   std::copy(grid.begin(), grid.end(), launch.grid);
@@ -77,6 +78,7 @@ py::tuple run_launch(
   launch.params.assign(bytes.begin(), bytes.end());
   launch.shared_bytes = shared_bytes, launch.static_shared = static_shared;
   launch.local_bytes = local_bytes;
+  launch.blocks = blocks;
   launch.options = {seed, approximate, (Accumulate)accumulate, races, count, limit};
   for (const auto& [address, size, writable, name, empty] : memory) {
     auto a = std::make_unique<Allocation>();

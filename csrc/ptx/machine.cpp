@@ -15,6 +15,7 @@ void Counts::add(const Counts& o) {
   for (int p = 0; p < kPipes; ++p) warp[p] += o.warp[p];
   instructions += o.instructions;
   tensor_flops += o.tensor_flops;
+  tensor_shared_bytes += o.tensor_shared_bytes;
   global_bytes += o.global_bytes;
   global_sectors += o.global_sectors;
   global_least_sectors += o.global_least_sectors;
@@ -368,15 +369,18 @@ void Block::run() {
 void run(Launch& launch, int threads) {
   if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma"))
     fault("unsupported", "the PTX machine needs a processor with AVX2 and FMA");
-  const uint64_t blocks = (uint64_t)launch.grid[0] * launch.grid[1] * launch.grid[2];
+  const bool all = launch.blocks.empty();
+  const uint64_t blocks =
+      all ? (uint64_t)launch.grid[0] * launch.grid[1] * launch.grid[2] : launch.blocks.size();
   std::atomic<uint64_t> next{0};
   std::atomic<bool> stop{false};
   std::unique_ptr<Fault> first;
   std::exception_ptr other;
   auto work = [&] {
     for (;;) {
-      const uint64_t number = next++;
-      if (number >= blocks || stop) return;
+      const uint64_t turn = next++;
+      if (turn >= blocks || stop) return;
+      const uint64_t number = all ? turn : launch.blocks[turn];
       try {
         Block block(launch, (uint32_t)number);
         try {

@@ -77,6 +77,7 @@ struct Counts {
   uint64_t warp[kPipes] = {};  // instructions of warps by pipe
   uint64_t instructions = 0;
   uint64_t tensor_flops = 0;  // 2 per multiplication in a matrix instruction
+  uint64_t tensor_shared_bytes = 0;  // that wgmma reads: A by warp, B once by four warps
   uint64_t global_bytes = 0, global_sectors = 0, global_least_sectors = 0;
   uint64_t shared_wavefronts = 0, shared_least_wavefronts = 0;
   uint64_t barriers = 0;
@@ -102,6 +103,7 @@ struct Launch {
   std::vector<uint8_t> params;
   uint32_t shared_bytes = 0, static_shared = 0, local_bytes = 0;
   uint32_t shared_base = 1024;  // shared memory's first address; not 0, as on hardware
+  std::vector<uint32_t> blocks;  // numbers of the blocks to run; empty: all of the grid
   std::vector<std::unique_ptr<Allocation>> memory;  // sorted by address
   Options options;
   Counts counts;
@@ -334,7 +336,7 @@ inline bool all_valid(const uint8_t* valid, uint32_t size) {
   return std::memchr(valid, 0, size) == nullptr;
 }
 
-// Runs all blocks on this many threads; throws Fault.
+// Runs the chosen blocks on this many threads; throws Fault.
 void run(Launch& launch, int threads);
 
 [[noreturn]] void fault(const char* kind, const std::string& what, int lane = -1);

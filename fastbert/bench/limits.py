@@ -1,8 +1,8 @@
 """The limits of a GPU, the least work of each operation, and fastbert's goals on GPU and CPU.
 
 A figure is compared with two bounds. The first bound is computed from the rates of a known GPU
-(``H200``), which are the rates of its datasheet, of a large copy and of a large product. The second
-bound is computed from a copy and a product in the run itself. ``GOALS`` has the figures to reach.
+(``KNOWN``): those of its datasheet, of a large copy and of a large product. The second bound is
+computed from a copy and a product in the run itself. ``GOALS`` has the figures to reach.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from fastbert.bench import gpus
 from fastbert.testing.cases import TABLE_OF, Case
 
 # Share of the tokens that have a masked-LM label, as in the registry of cases.
@@ -36,14 +37,25 @@ class Limits:
     exponentials: float
 
 
-# 132 SMs compute 16 exponentials per clock each, at 1.83 GHz.
-H200 = Limits("H200", 989e12, 4.8e12, 790e12, 4.3e12, 132 * 16 * 1.83e9)
-KNOWN = (H200,)
+H200 = Limits("H200", 989e12, gpus.H200.memory, 790e12, 4.3e12, gpus.H200.exponentials)
+# No H100 was measured: it is the chip of the H200, and its memory is taken to copy at the same
+# share of the rate of the datasheet.
+H100 = Limits(
+    "H100",
+    989e12,
+    gpus.H100.memory,
+    H200.measured_flops,
+    H200.measured_bytes * gpus.H100.memory / gpus.H200.memory,
+    gpus.H100.exponentials,
+)
+# By the name that CUDA reports. Other parts, such as "NVIDIA H100 PCIe" or "NVIDIA GH200 480GB",
+# have other rates.
+KNOWN = {"NVIDIA H200": H200, "NVIDIA H100 80GB HBM3": H100}
 
 
 def limits_of(gpu: str | None) -> Limits | None:
-    """Return the limits of a GPU by its name, or None if they are not known."""
-    return next((limits for limits in KNOWN if gpu is not None and limits.name in gpu), None)
+    """Return the limits of a GPU by the name that CUDA reports, or None if they are not known."""
+    return KNOWN.get(gpu or "")
 
 
 @dataclass(frozen=True)

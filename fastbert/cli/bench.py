@@ -38,6 +38,14 @@ def bench(
     plot: Annotated[
         Path | None, typer.Option(help="Draw the figures into this .png, .svg or .pdf.")
     ] = None,
+    predict: Annotated[
+        bool,
+        typer.Option(
+            "--predict",
+            help="Print lower bounds of the Triton kernels' times on six GPUs instead, from "
+            "instructions counted on this CPU. This needs no GPU and measures nothing.",
+        ),
+    ] = False,
 ) -> None:
     """Time operations and the encoder on every backend, beside stock PyTorch and transformers.
 
@@ -46,6 +54,11 @@ def bench(
     [bold]fastbert check --quick[/] is not timed, and the exit status is then 1.
     """
     as_json = json_path is not None and str(json_path) == "-"
+    if predict:
+        for name, value in (("--quick", quick or None), ("--plot", plot)):
+            if value is not None:
+                raise ValueError(f"{name}: got {value} with --predict, allowed: one of the two")
+        return print_bounds(op or [], json_path)
     if plot is not None and plot.suffix not in (".png", ".svg", ".pdf"):
         raise ValueError(f"--plot: got {str(plot)!r}, allowed: a .png, .svg or .pdf")
     machine, operations, encoder = measure(op or [], quick=quick)
@@ -66,6 +79,30 @@ def bench(
         err.print(f"not timed: {reason}", style="red", markup=False, soft_wrap=True)
     if refused:
         raise typer.Exit(1)
+
+
+def print_bounds(names: list[str], json_path: Path | None) -> None:
+    """Print the bounds as Markdown, and write them to a JSON file; - prints JSON instead.
+
+    Args:
+        names: Names of operations; an empty list takes all.
+        json_path: The file, or None.
+    """
+    from fastbert.bench import predict
+
+    known = dict.fromkeys(case.op for case in predict.cases())
+    for name in names:
+        one_of("--op", name, tuple(known))
+    selected = [case for case in predict.cases() if case.op in (names or known)]
+    with err.status("predicting") as status:
+        found = predict.predict(selected, notify=lambda text: status.update(f"executing {text}"))
+    if json_path is not None and str(json_path) == "-":
+        print_json(found.to_dict())
+        return
+    if json_path is not None:
+        json_file.write(json_path, found.to_dict())
+    for line in predict.markdown(found.bounds):
+        typer.echo(line)
 
 
 def measure(names: list[str], *, quick: bool) -> tuple[Machine, list[OpRow], list[EncoderRow]]:

@@ -192,7 +192,9 @@ def specialise(launch: Any) -> tuple[dict[str, str], dict[str, Any], dict[tuple[
     Returns:
         The type of each argument by name, the value of each constant by name, and the attributes
         by position. The address of a tensor counts as divisible by 16. So does an integer that is
-        divisible by 16, unless its parameter is marked as not specialised.
+        divisible by 16, unless its parameter is marked as not specialised. Like Triton's own, the
+        attributes name constants and other integers without an attribute, so that the binary lies
+        in Triton's cache where a launch looks for it.
     """
     import torch
 
@@ -220,9 +222,19 @@ def specialise(launch: Any) -> tuple[dict[str, str], dict[str, Any], dict[tuple[
             signature[parameter.name], constants[parameter.name] = "constexpr", 1
         else:
             signature[parameter.name] = "i32" if -(2**31) <= value < 2**31 else "i64"
-            if value % 16 == 0 and not parameter.do_not_specialize:
-                attributes[(position,)] = [["tt.divisibility", 16]]
+            if not parameter.do_not_specialize:
+                attributes[(position,)] = [["tt.divisibility", 16]] if value % 16 == 0 else []
+        if signature[parameter.name] == "constexpr" and _names(value):
+            attributes[(position,)] = []
     return signature, constants, attributes
+
+
+def _names(constant: Any) -> bool:
+    """Whether Triton's attributes name a constant: each one in 3.9, only a text in 3.6."""
+    import triton
+
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    return version >= (3, 9) or isinstance(constant, str)
 
 
 def identity(launch: Any) -> str:

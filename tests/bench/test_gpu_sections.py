@@ -58,6 +58,23 @@ def test_every_test_is_in_one_section():
     assert all((ROOT / path).exists() for path in paths)
 
 
+def test_the_calls_have_every_section_and_their_needs():
+    calls = sections.CALLS
+    assert {name for call in calls for name in call} == set(sections.sections(ROOT))
+    for call in calls:
+        needs_extension = {"check", "bench-rows", "bench-gemm"} & set(call)
+        if needs_extension or any(name.startswith("test-") for name in call):
+            assert call[0] == "build", call
+    later = [name for call in calls for name in call if name != "build"]
+    assert len(later) == len(set(later))
+
+
+def test_a_pytest_section_ignores_what_is_in_its_folders_only():
+    command = sections.pytest(("tests/kernels",))
+    ignored = [word for word in command if word.startswith("--ignore")]
+    assert ignored == ["--ignore=tests/kernels/test_aot.py"]
+
+
 def test_the_order_and_the_names():
     names = list(sections.sections(ROOT))
     assert names[:3] == ["build", "compile", "test-kernels"]
@@ -98,6 +115,22 @@ def test_a_section_is_ended_at_its_limit(tmp_path, monkeypatch):
     assert result["status"] == 124
     assert result["seconds"] < 30
     assert "ended after 1 s" in result["tail"]
+
+
+def test_the_rest_of_the_command_is_a_limit_too(tmp_path):
+    slow = Section("check", "", ((PYTHON, "-c", "import time; time.sleep(60)"),))
+    assert sections.run(slow, tmp_path, notify=print, seconds=1.5)["status"] == 124
+    result = sections.run(slow, tmp_path, notify=print, seconds=-3.0)
+    assert (result["status"], result["seconds"]) == (124, 0.0)
+
+
+def test_a_benchmark_is_told_how_many_minutes_it_has(tmp_path):
+    shows = Section("bench-rows", "", ((PYTHON, "-c", "import sys; print(sys.argv[1:])"),))
+    assert "--minutes" not in run(shows, tmp_path)[1]
+    said: list[str] = []
+    sections.run(shows, tmp_path, notify=said.append, seconds=330.0)
+    assert "--minutes 4.0" in said[0]
+    assert "['--minutes', '4.0']" in (tmp_path / "bench-rows.log").read_text("utf-8")
 
 
 def test_figures_replace_the_log(tmp_path):

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fastbert.bench.gpus import GPUS
 from fastbert.bench.limits import (
     BACKWARD,
     FORWARD,
     GOALS,
+    H100,
     H200,
     Goal,
     Work,
@@ -89,5 +91,19 @@ def test_goals():
 
 def test_the_limits_of_a_gpu_go_by_its_name():
     assert limits_of("NVIDIA H200") is H200
+    assert limits_of("NVIDIA H100 80GB HBM3") is H100
     assert limits_of("NVIDIA A100-SXM4-80GB") is None
+    # An H100 of another form, and the H100 of a Grace Hopper, have other rates.
+    assert limits_of("NVIDIA H100 PCIe") is None
+    assert limits_of("NVIDIA GH200 480GB") is None
     assert limits_of(None) is None
+
+
+def test_the_rates_of_the_table_of_gpus_are_those_of_the_data_sheets():
+    """Multiprocessors, clock and FLOP per clock give the dense TFLOP/s of the documents."""
+    sheets = {"A100": 312, "L4": 121, "RTX 4090": 165.2, "H100": 989.4, "H200": 989.4, "B200": 2250}
+    assert {gpu.name for gpu in GPUS} == set(sheets)
+    for gpu in GPUS:
+        assert gpu.flops / 1e12 == pytest.approx(sheets[gpu.name], rel=3e-3), gpu.name
+    assert H100.flops == H200.flops
+    assert H100.measured_bytes < H100.bytes

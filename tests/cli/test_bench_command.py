@@ -6,7 +6,9 @@ import json
 
 import pytest
 
-from fastbert.bench import encoder, operations
+from fastbert.bench import encoder, operations, predict
+from fastbert.bench.gpus import GPUS
+from fastbert.testing.ptx.sample import Launched
 
 QUICK = ("bench", "--quick", "--op")
 
@@ -65,3 +67,35 @@ def test_unknown_operation(refused):
 
 def test_unknown_picture(refused):
     assert "--plot: got 'x.txt'" in refused("bench", "--plot", "x.txt")
+
+
+def bounds(monkeypatch):
+    """Replace the execution of the kernels by one launch with known counts."""
+    monkeypatch.setattr(predict.backends, "interpreted", lambda: False)
+    launch = Launched("kernel", 132, 24, {"mufu": 132 * 500e3, "tensor_flops": 0})
+    found = {"forward": [launch], "backward": [launch]}
+    monkeypatch.setattr(predict, "count", lambda case, dtype, arch, multiprocessors: found)
+
+
+def test_predicted_bounds(run, monkeypatch, tmp_path):
+    bounds(monkeypatch)
+    path = tmp_path / "bounds.json"
+    result = run("bench", "--predict", "--op", "layer_norm", "--json", path)
+    assert result.exit_code == 0, result.output
+    assert "NOT measurements" in result.stdout
+    assert "## layer_norm forward, bfloat16" in result.stdout
+    assert "## attention" not in result.stdout
+    content = json.loads(path.read_text())
+    assert content["kind"] == "lower bounds from counted instructions, not measurements"
+    assert {row["gpu"] for row in content["bounds"]} == {gpu.name for gpu in GPUS}
+    row = next(row for row in content["bounds"] if row["gpu"] == "H200")
+    assert row["seconds"]["mufu"] == pytest.approx(1e6 / 1.83e9)
+    assert content["launches"]["layer_norm 16384×1024 forward sm_90"][0]["sampled"] == 24
+    on_stdout = run("bench", "--predict", "--op", "layer_norm", "--json", "-")
+    assert json.loads(on_stdout.stdout) == content
+
+
+def test_bounds_take_no_option_of_a_measurement(refused):
+    assert "--quick: got True with --predict" in refused("bench", "--predict", "--quick")
+    unknown = refused("bench", "--predict", "--op", "rotary")
+    assert "--op: got 'rotary', allowed: attention" in unknown

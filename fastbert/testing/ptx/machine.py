@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import struct
 from collections.abc import Sequence
@@ -96,6 +97,7 @@ class Module:
         count: bool = True,
         limit: int = 0,
         threads: int | None = None,
+        blocks: Sequence[int] = (),
     ) -> Report:
         """Run a kernel; its tensors are read and written in place.
 
@@ -118,6 +120,8 @@ class Module:
             count: Whether sectors and wavefronts are counted.
             limit: Instructions that a warp may execute; 0 sets no limit.
             threads: Threads of the CPU; None takes one per processor.
+            blocks: Numbers of the blocks that run, x fastest; empty runs the whole grid. The counts
+                are then those of the chosen blocks.
 
         Returns:
             The counts of the launch.
@@ -137,6 +141,9 @@ class Module:
         if kernel.threads and shape != kernel.threads:
             raise ValueError(f"block: got {shape}, the kernel requires {kernel.threads}")
         params = _parameters(kernel, args)
+        size = math.prod(_three(grid, "grid"))
+        if not all(0 <= number < size for number in blocks):
+            raise ValueError(f"blocks: got {list(blocks)}, allowed: 0 to {size - 1}")
         tensors = [a for a in args if isinstance(a, Tensor)] + list(memory)
         from fastbert import _C
 
@@ -144,7 +151,7 @@ class Module:
             program, _three(grid, "grid"), shape, params, static_shared + dynamic_shared,
             static_shared, local, self._regions(tensors, empty), seed, float(approximate),
             ACCUMULATE.index(accumulate), races, count, limit,
-            threads or len(os.sched_getaffinity(0)),
+            threads or len(os.sched_getaffinity(0)), list(blocks),
         )  # fmt: skip
         if found is not None:
             raise self._fault(kernel, found)

@@ -1,0 +1,173 @@
+"""One screen of results of the first contact, and its files."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.first.run import FAILED, OK, Outcome
+from benchmarks.gpu.first.smoke import MARK
+from benchmarks.gpu.summary import lines_of
+
+# Characters at the end of the output of a command that the log keeps.
+TAIL = 20_000
+# Faults that the screen lists; all of them are in the files.
+SHOWN = 6
+
+
+def records(outcome: Outcome) -> list[dict[str, Any]]:
+    """Return the JSON objects that the commands of a step printed, one in a line."""
+    found = []
+    for line in "\n".join(outcome.outputs).splitlines():
+        try:
+            content = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if isinstance(content, dict):
+            found.append(content)
+    return found
+
+
+def smoke_lines(outcome: Outcome) -> Iterator[str]:
+    """Yield the number of cases that ran, the faults, and the cases that never ended."""
+    said = [record for record in records(outcome) if MARK in record]
+    done = [record for record in said if record[MARK] == "done"]
+    names = {(r["op"], r["case"]) for r in done}
+    bad = [record for record in done if record["faults"]]
+    kernels = {kernel for record in done for kernel in record["kernels"]}
+    yield f"{len(names) - len(bad)} of {len(names)} cases, {len(kernels)} kernels"
+    yield from (f"{r['op']} {r['case']}: {'; '.join(r['faults'])}" for r in bad)
+    yield from (
+        f"{op} {case}: never ended"
+        for op, case in dict.fromkeys((r["op"], r["case"]) for r in said)
+        if (op, case) not in names
+    )
+
+
+def never_launched(outcomes: Sequence[Outcome], names: Sequence[str]) -> list[str]:
+    """Return the shipped Triton kernels, by name, that no case of the smoke launched."""
+    seen = {
+        kernel
+        for outcome in outcomes
+        if outcome.step.name == "smoke"
+        for record in records(outcome)
+        for kernel in record.get("kernels", ())
+    }
+    return sorted(set(names) - seen)
+
+
+def parities(outcome: Outcome) -> list[dict[str, Any]]:
+    """Return the rows of every ``fastbert check`` of a step; a command without rows gives none."""
+    rows: list[dict[str, Any]] = []
+    for output in outcome.outputs:
+        try:
+            rows += json.loads(output)["rows"]
+        except (json.JSONDecodeError, KeyError):
+            continue
+    return rows
+
+
+def check_lines(outcome: Outcome) -> Iterator[str]:
+    rows = parities(outcome)
+    bad = [row for row in rows if not row["passed"]]
+    worst = max((row["ratio"] for row in rows if row["ratio"] is not None), default=0.0)
+    backends = Counter(row["backend"] for row in rows)
+    counted = ", ".join(f"{backend} {number}" for backend, number in sorted(backends.items()))
+    yield f"{len(rows) - len(bad)} of {len(rows)} tensors pass ({counted}), worst ratio {worst:.2f}"
+    yield from (f"{r['op']} {r['case']} {r['backend']} {r['tensor']}: {r['detail']}" for r in bad)
+
+
+def compile_lines(outcome: Outcome) -> Iterator[str]:
+    launches = records(outcome)
+    bad = [launch for launch in launches if launch.get("faults")]
+    total = launches[-1]["total"] if launches else 0
+    yield f"{len(launches)} of {total} launches compiled, {len(bad)} with faults"
+    yield from (f"{launch['name']}: {'; '.join(launch['faults'])}" for launch in bad)
+
+
+def sanitizer_lines(outcome: Outcome) -> Iterator[str]:
+    for command, output, error in zip(
+        outcome.step.commands, outcome.outputs, outcome.errors, strict=True
+    ):
+        tool = command[command.index("--tool") + 1]
+        marked = [line for line in (output + error).splitlines() if line.startswith("=========")]
+        summary = next((line for line in reversed(marked) if "SUMMARY" in line), "no summary")
+        cases = sum(1 for record in records(outcome) if record.get(MARK) == "done")
+        yield f"{tool}: {summary.lstrip('= ')} ({cases} cases in all tools)"
+
+
+def of(outcome: Outcome, folder: Path) -> list[str]:
+    """Return the lines of a step on the screen, without its verdict."""
+    name = outcome.step.name
+    if not outcome.outputs:
+        return []
+    if name.startswith("smoke"):
+        return list(smoke_lines(outcome))
+    if name.startswith("check"):
+        return list(check_lines(outcome))
+    if name.startswith("sanitizer"):
+        return list(sanitizer_lines(outcome))
+    if name == "compile":
+        return list(compile_lines(outcome))
+    if name == "attention":
+        return list(lines_of(folder, "first-attention"))
+    return []
+
+
+def settle(outcome: Outcome, lines: Sequence[str]) -> None:
+    """Fail a step that ended well but did nothing, or one of whose cases has a fault."""
+    name = outcome.step.name
+    if outcome.verdict != OK:
+        return
+    if name.startswith(("smoke", "sanitizer")) and not records(outcome):
+        outcome.verdict, outcome.reason = FAILED, "no case ran"
+    elif name.startswith("smoke") and len(lines) > 1:
+        outcome.verdict, outcome.reason = FAILED, "cases have faults"
+    elif name.startswith("check") and not parities(outcome):
+        outcome.verdict, outcome.reason = FAILED, "no tensor was compared"
+
+
+def screen(outcomes: Sequence[Outcome], folder: Path, missed: Sequence[str]) -> list[str]:
+    """Return the lines of the screen: a block per step, its verdict first."""
+    text = []
+    for outcome in outcomes:
+        lines = of(outcome, folder)
+        settle(outcome, lines)
+        head = f"{outcome.step.name:<15} {outcome.verdict:<12} {outcome.seconds:6.1f} s"
+        first = lines[0] if lines else outcome.step.about
+        text.append(f"{head}  {first}{f' [{outcome.reason}]' if outcome.reason else ''}")
+        text += [f"{'':<16}{line[:150]}" for line in lines[1 : 1 + SHOWN]]
+        if len(lines) > 1 + SHOWN:
+            text.append(f"{'':<16}… and {len(lines) - 1 - SHOWN} more lines in summary.json")
+    if missed:
+        text.append(f"no case launched: {', '.join(missed)}")
+    return text
+
+
+def write(outcomes: Sequence[Outcome], folder: Path, text: Sequence[str]) -> None:
+    """Write ``summary.json``, ``check.json``, ``smoke.json`` and ``first.log``."""
+    steps = [
+        {
+            "step": o.step.name, "verdict": o.verdict, "reason": o.reason, "seconds": o.seconds,
+            "statuses": o.statuses, "lines": of(o, folder),
+        }
+        for o in outcomes
+    ]  # fmt: skip
+    _dump(folder / "summary.json", {"screen": list(text), "steps": steps})
+    checks = {o.step.name: parities(o) for o in outcomes if o.step.name.startswith("check")}
+    _dump(folder / "check.json", checks)
+    smokes = {o.step.name: records(o) for o in outcomes if o.step.name.startswith("smoke")}
+    _dump(folder / "smoke.json", smokes)
+    with (folder / "first.log").open("w", encoding="utf-8") as log:
+        for outcome in outcomes:
+            for number, command in enumerate(outcome.step.commands[: len(outcome.outputs)]):
+                log.write(f"\n$ {' '.join(command)}\n")
+                for part in (outcome.outputs[number], outcome.errors[number]):
+                    log.write(part[-TAIL:])
+
+
+def _dump(path: Path, content: Any) -> None:
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

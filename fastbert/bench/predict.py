@@ -1,0 +1,304 @@
+"""Lower bounds of the times of the Triton kernels, from what the PTX machine counts.
+
+The compiled kernels run at their true shapes on the PTX machine, as far as their counts need it
+(`fastbert.testing.ptx.sample`). The counts of a launch, over the rates of a GPU, are the times for
+which each of its units is busy. The launch takes at least as long as the busiest unit, and the
+launches of an operation run one after another.
+
+The figures are bounds, and no measurements. Two bounds are told apart.
+
+- ``bound`` has only work that no assembler can remove: matrix products, special functions,
+  wavefronts of shared memory, and the operation's least traffic of device memory.
+- ``estimate`` adds the FP32, integer and memory instructions and the issue of all instructions,
+  corrected by the mix in the machine code (`fastbert.testing.ptx.sass`). It also adds the tensors
+  of each launch without matrix instructions and of each product of the library. It is a bound as
+  far as the correction is exact, and as tensors do not stay in the L2 cache between two launches.
+
+Neither includes latencies, the time of launches, the L2 cache, or clocks below the boost clock.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from fastbert.bench.gpus import GPUS, H200, LANES, Gpu
+from fastbert.bench.limits import BACKWARD, FORWARD, GOALS, Goal, attention_goal, work
+from fastbert.ops import backend as backends
+from fastbert.testing.cases import TABLE_OF, Case
+from fastbert.testing.ptx.sample import Launched, count
+
+# Units whose work ptxas cannot remove.
+STRICT = ("tensor", "mufu", "shared")
+# GPU for whose multiprocessors a grid is made, by the architecture of the code.
+GRID_OF = {80: 108, 89: 128, 90: 132}
+NOT_EXECUTED = "not executed: sm_100 code multiplies with tcgen05, which the PTX machine lacks"
+TOKENS = 16384
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The bound of one operation at one shape on one GPU.
+
+    Args:
+        op: Name of the operation.
+        case: Name of the shape.
+        dtype: Dtype of the inputs.
+        direction: "forward" or "backward".
+        gpu: Name of the GPU.
+        launches: Names of the launches, in their order.
+        seconds: Busy time by unit, over all launches; "memory" is the least traffic of the
+            operation.
+        bound: Seconds that the operation takes at least.
+        binds: The unit that binds.
+        estimate: Seconds with the other units and with the tensors of each launch.
+        estimate_binds: The unit that is busiest in the estimate.
+        rate: Work over `bound`, in `unit`.
+        estimate_rate: Work over `estimate`, in `unit`.
+        unit: "TFLOP/s" or "TB/s".
+        goal: The rate to reach, or None.
+        reason: Why there is no bound; empty if there is one.
+    """
+
+    op: str
+    case: str
+    dtype: str
+    direction: str
+    gpu: str
+    launches: list[str] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+    bound: float = 0.0
+    binds: str = ""
+    estimate: float = 0.0
+    estimate_binds: str = ""
+    rate: float = 0.0
+    estimate_rate: float = 0.0
+    unit: str = ""
+    goal: float | None = None
+    reason: str = ""
+
+
+# Shapes
+
+
+def cases() -> tuple[Case, ...]:
+    """Return the shapes of the goals: attention, rows, products and the loss of BERT."""
+    found = []
+    for length in (128, 256, 512, 1024, 2048):
+        sizes = (TOKENS // length, 16, length, length, 64)
+        found.append(Case("attention", f"S{length} D64", sizes))
+    for columns in (1024, 768):
+        found.append(Case("layer_norm", f"{TOKENS}×{columns}", (TOKENS, columns)))
+        dropped = {"dropout_p": 0.1}
+        found.append(Case("layer_norm", f"{TOKENS}×{columns} drop", (TOKENS, columns), dropped))
+    for hidden, inner in ((768, 3072), (1024, 4096)):
+        for op in ("linear_gelu", "feed_forward"):
+            found.append(Case(op, f"{TOKENS}×{hidden}×{inner}", (TOKENS, hidden, inner)))
+    for hidden in (768, 1024):
+        shape = (TOKENS, hidden, 30522)
+        found.append(Case("linear_cross_entropy", "×".join(map(str, shape)), shape))
+    return tuple(found)
+
+
+# Times
+
+
+def busy(launch: Launched, gpu: Gpu) -> dict[str, float]:
+    """Return the seconds for which each unit of a multiprocessor is busy with a launch.
+
+    A multiprocessor gets at least its share of the blocks, rounded up. The share is not rounded
+    if the grid was made for another number of multiprocessors, or for a product of the library.
+    """
+    c = {key: float(value) for key, value in launch.counts.items()}
+
+    def of(name: str) -> float:
+        return c.get(name, 0.0)
+
+    cycles = {
+        "tensor": of("tensor_flops") / gpu.tensor,
+        "mufu": LANES * of("mufu") / gpu.mufu,
+        "shared": of("shared_wavefronts") + of("tensor_shared_bytes") / gpu.shared,
+        "fma": LANES * of("sass_fma") / gpu.fma,
+        "alu": LANES * of("sass_alu") / gpu.alu,
+        "lsu": LANES * of("sass_lsu") / gpu.lsu,
+        "issue": of("sass_issue") / gpu.issue,
+    }
+    share = 1 / gpu.multiprocessors
+    if launch.blocks and GRID_OF.get(gpu.arch) == gpu.multiprocessors:
+        share = math.ceil(launch.blocks / gpu.multiprocessors) / launch.blocks
+    return {unit: n * share / gpu.clock for unit, n in cycles.items()}
+
+
+def streamed(launch: Launched) -> float:
+    """Return the bytes that a launch reads and writes from device memory at least.
+
+    A kernel with matrix instructions may read parts of its tensors only, or rows without use.
+    """
+    return 0.0 if launch.multiplies and launch.blocks else launch.bytes
+
+
+def bound(
+    case: Case, dtype: torch.dtype, direction: str, launches: Sequence[Launched], gpu: Gpu
+) -> Bound:
+    """Return the bound of an operation on a GPU from the counts of its launches.
+
+    Args:
+        case: The case.
+        dtype: Dtype of the inputs.
+        direction: "forward" or "backward".
+        launches: The launches that code of the GPU's architecture makes. For sm_100, those of
+            sm_90, which stand for it only without matrix instructions.
+        gpu: The GPU.
+    """
+    common = (case.op, case.name, backends.dtype_name(dtype), direction, gpu.name)
+    if gpu.arch >= 100 and any(launch.multiplies and launch.blocks for launch in launches):
+        return Bound(*common, [launch.name for launch in launches], reason=NOT_EXECUTED)
+    least = work(case, dtype, direction)
+    memory = least.bytes / gpu.memory
+    times = [busy(launch, gpu) for launch in launches]
+    total = {unit: sum(time[unit] for time in times) for unit in times[0]} | {"memory": memory}
+    strict = [{unit: time[unit] for unit in STRICT} for time in times]
+    in_turn = sum(max(time.values()) for time in strict)
+    full = [
+        {**time, "memory": streamed(launch) / gpu.memory}
+        for time, launch in zip(times, launches, strict=True)
+    ]
+    seconds = max(memory, in_turn)
+    estimate = max(seconds, sum(max(time.values()) for time in full))
+    by_rows = TABLE_OF[case.op] in ("layer_norm", "rms_norm", "embedding")
+    amount = least.bytes if by_rows else least.flops
+    goal = _goal(case, direction) if gpu is H200 else None
+    return Bound(
+        *common,
+        launches=[launch.name for launch in launches],
+        seconds=total,
+        bound=seconds,
+        binds="memory" if memory >= in_turn else _busiest(strict),
+        estimate=estimate,
+        estimate_binds="memory" if memory >= estimate else _busiest(full),
+        rate=amount / seconds / 1e12,
+        estimate_rate=amount / estimate / 1e12,
+        unit="TB/s" if by_rows else "TFLOP/s",
+        goal=None if goal is None else goal.value / (1e3 if by_rows else 1.0),
+    )
+
+
+def _busiest(times: Sequence[dict[str, float]]) -> str:
+    """Return the unit that binds for the longest time, over the launches."""
+    bound_by: dict[str, float] = {}
+    for time in times:
+        unit = max(time, key=lambda name: time[name])
+        bound_by[unit] = bound_by.get(unit, 0.0) + time[unit]
+    return max(bound_by, key=lambda name: bound_by[name])
+
+
+def _goal(case: Case, direction: str) -> Goal | None:
+    if case.op == "attention":
+        return attention_goal(direction, case.shape[3], case.shape[-1])
+    return GOALS.get(f"{case.op} {direction}")
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Bounds, and the counts of the launches from which they were computed.
+
+    Args:
+        bounds: A row per case, direction and GPU.
+        launches: By ``"op case direction sm_90"``, the launches of the code for an architecture.
+    """
+
+    bounds: list[Bound]
+    launches: dict[str, list[Launched]]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return both as JSON takes them, with the label of a bound."""
+        return {"kind": "lower bounds from counted instructions, not measurements", **asdict(self)}
+
+
+def predict(
+    selected: Sequence[Case],
+    gpus: Sequence[Gpu] = GPUS,
+    dtype: torch.dtype = torch.bfloat16,
+    notify: Callable[[str], None] = lambda text: None,
+) -> Prediction:
+    """Return the bounds of cases on GPUs, forward and backward.
+
+    Args:
+        selected: The cases.
+        gpus: The GPUs.
+        dtype: Dtype of the inputs.
+        notify: Receives the name of each case and architecture before it runs.
+
+    Raises:
+        ImportError: If Triton or the C++ extension is missing.
+        ValueError: If Triton kernels run in the interpreter, which compiles nothing.
+    """
+    if not backends.HAS_TRITON:
+        raise ImportError("triton is not installed: pip install 'fastbert[triton]'")
+    if backends.EXTENSION is None:
+        raise ImportError(f"the PTX machine is part of the extension: {backends.EXTENSION_STATE}")
+    if backends.interpreted():
+        raise ValueError(
+            "TRITON_INTERPRET: got 1, allowed: unset; the interpreter compiles nothing"
+        )
+    found = Prediction([], {})
+    for case in selected:
+        by_arch: dict[int, dict[str, list[Launched]]] = {}
+        for arch in sorted({code_for(gpu) for gpu in gpus}):
+            notify(f"{case.op} {case.name} sm_{arch}")
+            by_arch[arch] = count(case, dtype, arch, GRID_OF[arch])
+            for direction, launches in by_arch[arch].items():
+                found.launches[f"{case.op} {case.name} {direction} sm_{arch}"] = launches
+        for direction in (FORWARD, BACKWARD):
+            for gpu in gpus:
+                launches = by_arch[code_for(gpu)][direction]
+                found.bounds.append(bound(case, dtype, direction, launches, gpu))
+    return found
+
+
+def code_for(gpu: Gpu) -> int:
+    """Return the newest architecture that the PTX machine executes and that the GPU's code has."""
+    return max(arch for arch in GRID_OF if arch <= gpu.arch)
+
+
+def markdown(rows: Sequence[Bound]) -> Iterator[str]:
+    """Yield a table per operation and direction, and the meaning of its columns before."""
+    yield "Lower bounds from counted instructions, NOT measurements; times in µs."
+    yield ""
+    yield (
+        "`bound`: the busiest of tensor, mufu, shared (launch by launch) and memory. `estimate`: "
+        "also fma, alu, lsu and issue by the mix of the machine code, and the tensors of launches "
+        "without products."
+    )
+    units = ("tensor", "mufu", "shared", "memory", "fma", "alu", "lsu", "issue")
+    head = ("case", "GPU", *units, "bound", "binds", "rate", "estimate", "binds", "rate", "goal")
+    groups: dict[tuple[str, str, str], list[Bound]] = {}
+    for row in rows:
+        groups.setdefault((row.op, row.direction, row.dtype), []).append(row)
+    for (op, direction, dtype), group in groups.items():
+        yield from ("", f"## {op} {direction}, {dtype}", "")
+        yield f"| {' | '.join(head)} |"
+        yield "|---|---|" + "---:|" * (len(units) + 1) + "---|---:|---:|---|---:|---:|"
+        for row in group:
+            yield f"| {' | '.join(_cells(row, units))} |"
+
+
+def _cells(row: Bound, units: Sequence[str]) -> list[str]:
+    if row.reason:
+        return [row.case, row.gpu, row.reason]
+    return [
+        row.case,
+        row.gpu,
+        *(f"{row.seconds[unit] * 1e6:.1f}" for unit in units),
+        f"{row.bound * 1e6:.1f}",
+        row.binds,
+        f"{row.rate:.3g} {row.unit}",
+        f"{row.estimate * 1e6:.1f}",
+        row.estimate_binds,
+        f"{row.estimate_rate:.3g}",
+        "–" if row.goal is None else f"{row.goal:.3g}",
+    ]

@@ -1,0 +1,271 @@
+"""Count what the launches of an operation do at their true shapes, from a part of their blocks.
+
+The compiled Triton kernels run on the PTX machine, but only some blocks of each grid do, spread
+over the grid. Their mean counts for the others; more of them run if their work is unequal. The
+results are wrong, of course, but for the values that the kernels count and index with.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fastbert import ops
+from fastbert.ops import backend as backends
+from fastbert.ops.register import IMPLEMENTATIONS
+from fastbert.testing.ahead_of_time import identity
+from fastbert.testing.cases import Case
+from fastbert.testing.launches import GEMMS
+from fastbert.testing.ptx import sass
+from fastbert.testing.ptx.parse import parse
+
+# Blocks that run one by one. If one of them executes this many times as many instructions as
+# another, blocks do unequal work, and more of them run.
+PROBED, MORE, UNEQUAL = 24, 240, 1.25
+# Multiples of the golden ratio, modulo 1, spread evenly and repeat no pattern of a grid.
+GOLDEN = (5**0.5 - 1) / 2
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Counts of a whole grid, and the number of blocks from which they were scaled."""
+
+    sampled: int
+    counts: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Launched:
+    """What one launch does on the whole grid.
+
+    Args:
+        name: Name of the launch, or "library" for a matrix product of torch.
+        blocks: Blocks of the grid; 0 for a product of the library.
+        sampled: Blocks that ran.
+        counts: Counts of the PTX machine for all blocks, pipes among them, and ``sass_fma``,
+            ``sass_alu``, ``sass_lsu`` and ``sass_issue``, from `fastbert.testing.ptx.sass`.
+        bytes: Bytes of its tensors, each once, or of its sectors if these are fewer.
+    """
+
+    name: str
+    blocks: int
+    sampled: int
+    counts: dict[str, float]
+    bytes: float = 0.0
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether the launch has matrix instructions."""
+        return self.counts.get("tensor_flops", 0) > 0
+
+
+def spread(blocks: int, wanted: int) -> list[int]:
+    """Return numbers of blocks, spread over the grid, each once.
+
+    Examples:
+        >>> from fastbert.testing.ptx.sample import spread
+        >>> spread(4, 24), spread(1000, 4)
+        ([0, 2, 1, 3], [0, 618, 236, 854])
+    """
+    if blocks <= wanted:
+        return sorted(range(blocks), key=lambda number: number * GOLDEN % 1)
+    chosen: dict[int, None] = {}
+    number = 0
+    while len(chosen) < wanted:
+        chosen[int(number * GOLDEN % 1 * blocks)] = None
+        number += 1
+    return list(chosen)
+
+
+def mean_counts(run: Callable[[list[int]], dict[str, float]], blocks: int) -> Counted:
+    """Run blocks that are spread over a grid, and scale their counts to the whole grid.
+
+    Args:
+        run: Runs blocks, given by their numbers, and returns the sums of their counts.
+        blocks: Blocks of the grid.
+    """
+    chosen = spread(blocks, PROBED)
+    probes = [run([block]) for block in chosen]
+    lengths = [probe["instructions"] for probe in probes]
+    if max(lengths) > UNEQUAL * min(lengths) and blocks > PROBED:
+        chosen = spread(blocks, MORE)
+        probes = [run(chosen)]
+    total: Counter[str] = Counter()
+    for probe in probes:
+        total.update(probe)
+    scale = blocks / len(chosen)
+    return Counted(len(chosen), {key: value * scale for key, value in total.items()})
+
+
+class _Library(TorchDispatchMode):
+    """A mode that reports the FLOPs and the bytes of each matrix product of torch.
+
+    Like the mode of `fastbert.testing.launches`, it calls the implementations of fastbert's
+    operators itself, because the dispatcher would run them outside the mode.
+    """
+
+    def __init__(self, report: Callable[[float, float], None]) -> None:
+        super().__init__()
+        self.report = report
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        with self:
+            if func.namespace == "fastbert":
+                return IMPLEMENTATIONS[func._opname](*args)
+            result = func.decompose(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
+        result = func(*args, **kwargs)
+        if func._opname in GEMMS:
+            tensors = [x for x in args if isinstance(x, Tensor)]
+            size = sum(x.numel() * x.itemsize for x in (*tensors, result))
+            self.report(2.0 * result.numel() * tensors[-1].shape[-2], float(size))
+        return result
+
+
+def count(
+    case: Case, dtype: torch.dtype, arch: int, multiprocessors: int
+) -> dict[str, list[Launched]]:
+    """Run a case forward and backward, and count the work of each launch.
+
+    Args:
+        case: The case, at its true shape.
+        dtype: Dtype of the inputs.
+        arch: Architecture of the code: 80, 89 or 90.
+        multiprocessors: Multiprocessors of the GPU, by which some launches choose their grid.
+
+    Returns:
+        The launches by direction: "forward" and "backward".
+
+    Raises:
+        PtxFault: If a kernel does something wrong.
+    """
+    found: dict[str, list[Launched]] = {"forward": [], "backward": []}
+    direction = "forward"
+
+    def note(launched: Launched) -> None:
+        found[direction].append(launched)
+
+    def note_product(flops: float, size: float) -> None:
+        note(Launched("library", 0, 0, {"tensor_flops": flops}, size))
+
+    with _sampled(arch, multiprocessors, note), _Library(note_product):
+        inputs = case.inputs(dtype)
+        leaves = inputs.map(
+            lambda name, v: (
+                v.detach().requires_grad_(name in inputs.gradients) if isinstance(v, Tensor) else v
+            )
+        )
+        function = getattr(ops, case.op)
+        out = function(*leaves.positional.values(), **leaves.keyword, backend="triton")
+        named = dict(leaves.items())
+        direction = "backward"
+        torch.autograd.grad(out, [named[name] for name in inputs.gradients], torch.ones_like(out))
+    return found
+
+
+@contextmanager
+def _sampled(arch: int, multiprocessors: int, note: Callable[[Launched], None]) -> Iterator[None]:
+    """Run some blocks of each Triton launch on the PTX machine, and report what all would do."""
+    import triton
+
+    from fastbert.kernels import tiles
+    from fastbert.kernels.launch import Launch
+    from fastbert.testing.ptx.triton_launches import Emulator
+
+    known: dict[tuple[str, tuple[int, ...]], Counted] = {}
+
+    def counted(launch: Any, on: Tensor | None) -> Counted:
+        binaries: list[Any] = []
+
+        def run(blocks: list[int]) -> dict[str, float]:
+            emulator = Emulator(arch, races=False, blocks=blocks)
+            with mock.patch.object(triton, "compile", _kept(triton.compile, binaries)):
+                emulator.run(launch, on)
+            counts = emulator.reports[0][1].counts
+            return {**counts["pipes"], **{k: v for k, v in counts.items() if k != "pipes"}}
+
+        found = mean_counts(run, math.prod(launch.grid))
+        found.counts.update(_machine_code(binaries[0].asm, found.counts["instructions"]))
+        return found
+
+    def run(launch: Any, on: Tensor | None = None) -> None:
+        if min(launch.grid) == 0:
+            return
+        # A launch with the same binary and grid does the same work on other data.
+        key = identity(launch), launch.grid
+        if key not in known or launch.grid == (1,):
+            known[key] = counted(launch, on)
+        note(launched(launch.name, math.prod(launch.grid), known[key], launch.arguments.values()))
+
+    importlib.import_module("fastbert.kernels.attention")
+    modules = [m for n, m in sys.modules.items() if n.startswith("fastbert.kernels.")]
+    with (
+        mock.patch.object(backends, "_interpreted", True),
+        mock.patch.object(tiles, "compiled_target", arch),
+        mock.patch.object(Launch, "run", run),
+        _patched(modules, "multiprocessors", lambda x: multiprocessors),
+    ):
+        yield
+
+
+def _kept(function: Callable[..., Any], results: list[Any]) -> Callable[..., Any]:
+    """Return a function that also appends its results to a list."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        results.append(function(*args, **kwargs))
+        return results[-1]
+
+    return run
+
+
+@functools.cache
+def _mixes(ptx: str, cubin: bytes) -> tuple[int, dict[str, int]]:
+    """Return the instructions in the text of a kernel, and the mix in its machine code."""
+    [kernel] = parse(ptx).kernels.values()
+    return len(kernel.code), sass.mix(sass.disassemble(cubin))
+
+
+def _machine_code(binary: dict[str, Any], instructions: float) -> dict[str, float]:
+    length, mix = _mixes(binary["ptx"], binary["cubin"])
+    return {f"sass_{u}": n for u, n in sass.corrected(instructions, length, mix).items()}
+
+
+@contextmanager
+def _patched(modules: Sequence[Any], name: str, value: Any) -> Iterator[None]:
+    """Replace a name in every module that has it."""
+    having = [module for module in modules if hasattr(module, name)]
+    before = [getattr(module, name) for module in having]
+    for module in having:
+        setattr(module, name, value)
+    try:
+        yield
+    finally:
+        for module, old in zip(having, before, strict=True):
+            setattr(module, name, old)
+
+
+def launched(name: str, blocks: int, found: Counted, arguments: Iterable[Any]) -> Launched:
+    """Return what a launch does; each tensor among its arguments counts once."""
+    storages = {
+        x.untyped_storage().data_ptr(): x.numel() * x.itemsize
+        for x in arguments
+        if isinstance(x, Tensor)
+    }
+    size = min(float(sum(storages.values())), 32.0 * found.counts["global_sectors"])
+    return Launched(name, blocks, found.sampled, found.counts, size)

@@ -1,0 +1,124 @@
+"""The bounds agree with times that were computed by hand from made-up counts."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from fastbert.bench.gpus import A100, B200, H100, H200, L4
+from fastbert.bench.limits import BACKWARD, FORWARD
+from fastbert.bench.predict import bound, busy, cases, code_for, markdown, predict
+from fastbert.testing.cases import Case
+from fastbert.testing.ptx.sample import Launched
+
+BF16 = torch.bfloat16
+NORM = Case("layer_norm", "x", (1000, 1000))
+ATTENTION = Case("attention", "S512 D64", (32, 16, 512, 512, 64))
+
+
+def launch(blocks=132, size=0.0, name="kernel", **counts):
+    return Launched(name, blocks, blocks, {"tensor_flops": 0, **counts}, size)
+
+
+def test_each_unit_has_its_rate():
+    work = launch(
+        tensor_flops=132 * 4096 * 1000,
+        mufu=132 * 500,
+        shared_wavefronts=132 * 600,
+        tensor_shared_bytes=132 * 128 * 400,
+        sass_fma=132 * 4000,
+        sass_alu=132 * 2000,
+        sass_lsu=132 * 1000,
+        sass_issue=132 * 4000,
+    )
+    times = busy(work, H200)
+    # Every unit works for 1000 clocks.
+    assert set(times) == {"tensor", "mufu", "shared", "fma", "alu", "lsu", "issue"}
+    assert all(time == pytest.approx(1000 / 1.83e9) for time in times.values())
+    # An A100 has half of the FP32 units.
+    on_a100 = dataclasses.replace(work, blocks=108)
+    assert busy(on_a100, A100)["fma"] == pytest.approx(132 / 108 * 2000 / 1.41e9)
+
+
+def test_a_multiprocessor_has_whole_blocks():
+    counts = {"mufu": 133 * 500}
+    # One multiprocessor has two of 133 blocks.
+    assert busy(launch(133, **counts), H200)["mufu"] == pytest.approx(2 * 1000 / 1.83e9)
+    # The grid was not made for an L4, and a product of the library has no grid.
+    assert busy(launch(133, **counts), L4)["mufu"] == pytest.approx(133 / 58 * 1000 / L4.clock)
+    assert busy(launch(0, **counts), H200)["mufu"] == pytest.approx(133 / 132 * 1000 / 1.83e9)
+
+
+def test_launches_run_one_after_another_and_their_units_together():
+    launches = [launch(mufu=132 * 500, sass_issue=132 * 400), launch(shared_wavefronts=132 * 3000)]
+    found = bound(NORM, BF16, BACKWARD, launches, H100)
+    assert found.bound == pytest.approx(4000 / 1.83e9)
+    assert found.binds == "shared"
+    assert found.seconds["mufu"] == pytest.approx(1000 / 1.83e9)
+    assert found.launches == ["kernel", "kernel"]
+
+
+def test_memory_binds_by_the_least_traffic_of_the_operation():
+    found = bound(NORM, BF16, FORWARD, [launch(size=4 * 2e6, mufu=1)], H200)
+    assert (found.binds, found.unit) == ("memory", "TB/s")
+    assert found.bound == pytest.approx(3 * 2e6 / 4.8e12)
+    assert found.rate == pytest.approx(4.8)
+    # The estimate has the four tensors of this launch instead of the least three.
+    assert found.estimate == pytest.approx(4 * 2e6 / 4.8e12)
+    assert found.estimate_rate == pytest.approx(3.6)
+    assert found.goal == pytest.approx(3.7)
+
+
+def test_a_launch_with_products_may_read_a_part_of_its_tensors():
+    found = bound(ATTENTION, BF16, FORWARD, [launch(size=1e12, tensor_flops=1)], H200)
+    assert found.estimate == found.bound
+    library = [launch(0, size=1e12, tensor_flops=1)]
+    assert bound(ATTENTION, BF16, FORWARD, library, H200).estimate == pytest.approx(1e12 / 4.8e12)
+
+
+def test_the_issue_of_instructions_is_an_estimate():
+    found = bound(ATTENTION, BF16, FORWARD, [launch(sass_issue=132 * 4e6, tensor_flops=1)], H200)
+    assert found.binds == "memory"
+    assert found.estimate_binds == "issue"
+    assert found.estimate == pytest.approx(1e6 / 1.83e9)
+    assert found.goal == 450
+
+
+def test_tcgen05_is_not_invented():
+    found = bound(ATTENTION, BF16, FORWARD, [launch(tensor_flops=1)], B200)
+    assert "tcgen05" in found.reason
+    assert not found.seconds
+    # A kernel without products is the same on sm_100, and so is a product of the library.
+    assert not bound(NORM, BF16, FORWARD, [launch(mufu=1)], B200).reason
+    assert not bound(NORM, BF16, FORWARD, [launch(0, tensor_flops=1)], B200).reason
+
+
+def test_the_code_of_each_gpu():
+    assert [code_for(gpu) for gpu in (A100, L4, H200, B200)] == [80, 89, 90, 90]
+
+
+def test_the_shapes_are_those_of_the_goals():
+    names = [case.name for case in cases() if case.op == "attention"]
+    assert names == [f"S{length} D64" for length in (128, 256, 512, 1024, 2048)]
+    assert len({(case.op, case.name) for case in cases()}) == len(cases())
+
+
+def test_the_table():
+    rows = [
+        bound(ATTENTION, BF16, FORWARD, [launch(tensor_flops=1e12)], gpu) for gpu in (H200, B200)
+    ]
+    text = list(markdown(rows))
+    assert "NOT measurements" in text[0]
+    lines = [line for line in text if line.startswith("|")]
+    assert lines[0].count("|") == lines[1].count("|") == lines[2].count("|")
+    assert lines[2].startswith("| S512 D64 | H200 | 1010.7 |")
+    assert lines[2].endswith("| 450 |")
+    assert "tcgen05" in lines[3]
+
+
+def test_the_interpreter_is_refused(monkeypatch):
+    monkeypatch.setattr("fastbert.bench.predict.backends.interpreted", lambda: True)
+    with pytest.raises(ValueError, match="TRITON_INTERPRET: got 1, allowed: unset"):
+        predict([NORM])

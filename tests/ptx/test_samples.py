@@ -1,0 +1,122 @@
+"""A part of a grid counts for the whole grid."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from small_kernels import kernel
+
+from fastbert.ops import backend as backends
+from fastbert.testing import ptx
+from fastbert.testing.ptx import sass
+from fastbert.testing.ptx.sample import MORE, PROBED, mean_counts, spread
+
+# Block n writes 1 to element n.
+MARK = kernel("""
+    mov.u32 %r1, %ctaid.x;
+    mad.wide.u32 %d1, %r1, 4, %d0;
+    mov.u32 %r2, 1;
+    st.global.u32 [%d1], %r2;""")
+
+
+def test_the_chosen_blocks_run_and_no_others():
+    marks = torch.zeros(10, dtype=torch.int32)
+    module = ptx.load(MARK)
+    report = module.launch("k", (10,), (1,), [marks], blocks=[7, 2])
+    assert marks.nonzero().flatten().tolist() == [2, 7]
+    every = module.launch("k", (10,), (1,), [marks])
+    assert every.counts["instructions"] == 5 * report.counts["instructions"]
+    assert bool(marks.all())
+
+
+def test_a_block_outside_the_grid_is_refused():
+    marks = torch.zeros(10, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"blocks: got \[10\], allowed: 0 to 9"):
+        ptx.load(MARK).launch("k", (10,), (1,), [marks], blocks=[10])
+
+
+@pytest.mark.parametrize("blocks", [1, 5, PROBED, 396, 12288])
+def test_blocks_are_spread_over_the_grid(blocks):
+    chosen = spread(blocks, PROBED)
+    assert len(set(chosen)) == len(chosen) == min(blocks, PROBED)
+    assert all(0 <= block < blocks for block in chosen)
+    if blocks > PROBED:
+        quarters = [sum(4 * b // blocks == q for b in chosen) for q in range(4)]
+        assert min(quarters) >= PROBED // 4 - 2
+
+
+def test_equal_blocks_are_probed_only():
+    found = mean_counts(lambda blocks: {"instructions": 10.0 * len(blocks), "mufu": 1.0}, 1000)
+    assert found.sampled == PROBED
+    assert found.counts["instructions"] == pytest.approx(10_000)
+    assert found.counts["mufu"] == pytest.approx(1000)
+
+
+def test_unequal_blocks_have_more_of_them_run():
+    def run(blocks):
+        # The first 20 of 128 blocks of a group work.
+        return {"instructions": float(sum(1000 if block % 128 < 20 else 1 for block in blocks))}
+
+    found = mean_counts(run, 12800)
+    assert found.sampled == MORE
+    assert found.counts["instructions"] == pytest.approx(2_010_800, rel=0.06)
+
+
+COUNT = """
+import json, sys, torch
+from fastbert.testing.cases import Case
+from fastbert.testing.ptx import sample
+case = Case("linear_gelu", "x", (130, 64, 96))
+found = {}
+for probed in (1, 1000):
+    sample.PROBED = probed
+    found[probed] = sample.count(case, torch.bfloat16, 80, 108)
+few, every = found[1], found[1000]
+print(json.dumps([
+    [few["forward"][0].sampled, every["forward"][0].blocks],
+    [launch.name for launch in every["backward"]],
+    [sum(x.counts["tensor_flops"] for x in every[d]) for d in ("forward", "backward")],
+    [x["forward"][0].counts["instructions"] for x in (few, every)],
+    every["forward"][0].counts,
+]))
+"""
+
+
+@pytest.mark.skipif(not backends.HAS_TRITON, reason="needs triton")
+def test_the_counts_of_a_compiled_launch():
+    """A process of its own, because Triton decides at its import whether it interprets."""
+    result = subprocess.run(
+        [sys.executable, "-c", COUNT], env=backends.compiler_environment(), capture_output=True,
+        text=True, timeout=500,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    (sampled, blocks), backward, flops, instructions, counts = json.loads(result.stdout)
+    assert sampled == 1
+    assert blocks > 1
+    # Tiles of 64 × 32 cover 192 × 96 results.
+    assert flops[0] == 2 * 192 * 96 * 64
+    # The products of the gradients of x and of the weight are the library's.
+    assert backward.count("library") == 2
+    assert flops[1] == 2 * 2 * 130 * 96 * 64
+    assert instructions[0] == pytest.approx(instructions[1], rel=0.25)
+    assert counts["sass_issue"] == pytest.approx(counts["instructions"], rel=0.35)
+    assert 0 < counts["sass_fma"] + counts["sass_alu"] + counts["sass_lsu"] < counts["sass_issue"]
+
+
+def test_the_mix_of_machine_code():
+    text = """
+        /*0000*/                   LDC R1, c[0x0][0x28] ;
+        /*0010*/              @!P0 LDG.E.128 R4, desc[UR4][R2.64] ;
+        /*0020*/                   IMAD.MOV.U32 R8, RZ, RZ, R1 ;
+        /*0030*/              @UP0 UIADD3 UR4, UR4, 0x1, URZ ;
+        /*0040*/                   LOP3.LUT R9, R8, 0xff, RZ, 0xc0, !PT ;
+        /*0050*/                   NOP ;
+    """
+    found = sass.mix(text)
+    assert found == {"fma": 1, "alu": 1, "lsu": 1, "issue": 5}
+    # 20 PTX instructions ran, of a text of 10, which has 5 instructions in machine code.
+    assert sass.corrected(20, 10, found) == {"fma": 2, "alu": 2, "lsu": 2, "issue": 10}
