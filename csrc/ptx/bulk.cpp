@@ -17,6 +17,19 @@ uint32_t piece(const Block& b, const BulkCopy& c, uint32_t offset) {
   return swizzled(offset + base, c.swizzle) - base;
 }
 
+// A map that the kernel itself has written needs a fence of its proxy after the last write.
+void check_fence(Warp& w, int lane, Allocation& a, uint64_t address) {
+  Block& b = *w.block;
+  if (!b.launch->options.races || !a.writable) return;
+  b.note_global(w, lane, a, address, 128, false, false);
+  const Cell& cell = a.cells[(address - a.begin) / b.launch->program->global_granule];
+  if (!cell.write.block) return;
+  const auto fence = b.map_fences.find(address);
+  if (fence == b.map_fences.end() || !b.after(w, lane, fence->second))
+    fault("missing fence", "a tensor map is used without fence.proxy.tensormap after its writing",
+          lane);
+}
+
 const TensorMap map_at(Warp& w, uint64_t address, int lane) {
   TensorMap map;
   const uint64_t window = address & kWindowMask;
@@ -28,11 +41,14 @@ const TensorMap map_at(Warp& w, uint64_t address, int lane) {
     at = w.block->launch->params.data() + offset;
   } else {
     Allocation* a = w.block->global(w, address, 128, 64, false);
+    check_fence(w, lane, *a, address);
     at = a->host + (address - a->begin);
   }
   std::memcpy(&map, at, sizeof(map));
   if (std::memcmp(map.magic, "fbtm", 4) != 0)
     fault("uninitialised", "the tensor map was not made by fastbert.testing.ptx.tensor_map", lane);
+  if (map.rank < 1 || map.rank > 5 || map.element_bytes == 0)
+    fault("uninitialised", "the tensor map has no rank or no type of its elements", lane);
   return map;
 }
 
@@ -127,8 +143,15 @@ void copy_out(Warp& w, BulkCopy& c) {
               "a bulk store writes bytes to global memory that nothing has written", c.lane);
     });
     Allocation* a = b.global(w, row.global, row.inside, 1, true);
-    b.note_global(w, c.lane, *a, row.global, row.inside, true, false);
-    std::memcpy(a->host + (row.global - a->begin), bytes.data() + row.before, row.inside);
+    b.note_global(w, c.lane, *a, row.global, row.inside, true, c.reduction >= 0);
+    uint8_t* to = a->host + (row.global - a->begin);
+    const uint32_t size = (uint32_t)bytes_of(c.type);
+    if (c.reduction < 0) std::memcpy(to, bytes.data() + row.before, row.inside);
+    for (uint32_t at = 0; c.reduction >= 0 && at < row.inside; at += size) {
+      uint64_t value = 0;
+      std::memcpy(&value, bytes.data() + row.before + at, size);
+      reduce_element(c.type, c.reduction, to + at, value);
+    }
     if (!a->valid.empty()) std::memset(a->valid.data() + (row.global - a->begin), 1, row.inside);
     b.counts.global_bytes += row.inside;
     b.counts.global_sectors += (row.inside + 31) / 32;
@@ -164,7 +187,17 @@ uint64_t address(Warp& w, Reg r, int l, int64_t offset) {
   return w.get(r, l) + (uint64_t)offset;
 }
 
-// cp.async.bulk of bytes; arg 0 store. Load: [to], [from], bytes, [mbarrier].
+// The type of elements that a number of .elemtype stands for.
+Type map_type(uint32_t number) {
+  static const Type types[] = {Type::u8,  Type::u16, Type::u32, Type::s32, Type::u64,
+                               Type::s64, Type::f16, Type::f32, Type::f32, Type::f64,
+                               Type::bf16, Type::f32, Type::f32};
+  if (number >= sizeof(types) / sizeof(types[0]))
+    fault("out of bounds", "type " + std::to_string(number) + " of a tensor map, allowed: 0 to 12");
+  return types[number];
+}
+
+// cp.async.bulk of bytes; arg 0 store, 2 reduction or -1. Load: [to], [from], bytes, [mbarrier].
 void bulk(Warp& w, const Instr& i, Mask m) {
   Block& b = *w.block;
   each_lane(m, [&](int l) {
@@ -182,13 +215,14 @@ void bulk(Warp& w, const Instr& i, Mask m) {
     if (global % 16)
       fault("misaligned", "the global address of a bulk copy is not a multiple of 16", l);
     c.rows = {{global, shared, 0, bytes}};
+    c.reduction = i.arg[2], c.type = i.type;
     if (i.arg[0]) return issue_store(w, l, std::move(c));
     c.barrier = b.shared_offset(address(w, i.reg[3], l, i.offsets[2]), 8, 8);
     issue_load(w, l, std::move(c));
   });
 }
 
-// cp.async.bulk.tensor; arg 0 store, 1 dimensions. Load: [to], [map, {...}], [mbarrier]; store:
+// cp.async.bulk.tensor; arg 0 store, 1 dimensions, 2 reduction or -1. Load: [to], [map, {...}], [mbarrier]; store:
 // [map,
 // {...}], [from].
 void tensor(Warp& w, const Instr& i, Mask m) {
@@ -214,6 +248,7 @@ void tensor(Warp& w, const Instr& i, Mask m) {
       fault("misaligned", "the shared address of a tensor copy is not a multiple of 128", l);
     BulkCopy c;
     c.warp = w.index, c.lane = l, c.nan = map.fill_nan;
+    c.reduction = i.arg[2], c.type = map_type(map.type);
     add_rows(c, map, at, shared);
     if (i.arg[0]) return issue_store(w, l, std::move(c));
     c.barrier = b.shared_offset(address(w, i.reg[2 + rank], l, i.offsets[2]), 8, 8);
@@ -281,12 +316,16 @@ bool decode_bulk(Instr& i, const Mnemonic& name, const RawInstr& raw) {
     return true;
   }
   if (name.has("prefetch")) return i.run = nothing, true;
-  if (name.any({"multicast::cluster", "im2col", "reduce"}) || name.parts[1] == "reduce")
-    return false;
+  if (name.any({"multicast::cluster", "im2col"})) return false;
   // The destination's space comes first.
   for (const std::string& part : name.parts) {
     if (part == "global") i.arg[0] = 1;
     if (part == "global" || part.rfind("shared", 0) == 0) break;
+  }
+  i.arg[2] = -1;
+  if (name.parts[1] == "reduce") {
+    i.arg[2] = reduction_of(name), i.type = name.last();
+    if (!i.arg[0] || i.arg[2] < 0) return false;
   }
   if (name.has("tensor")) {
     const RawOperand& map = raw.operands[i.arg[0] ? 0 : 1];

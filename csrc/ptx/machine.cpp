@@ -28,6 +28,20 @@ void Warp::in_flight() {
   fault("in flight", "a register is written while a wgmma that uses it has not been waited for");
 }
 
+void Warp::wrote_bytes(Reg r, Mask mask, const uint8_t* bytes) {
+  const uint8_t all = (uint8_t)((1u << (r.bits / 8)) - 1);
+  std::array<uint8_t, kLanes> kept{};
+  Mask whole = 0;
+  bool some = false;
+  for (int l = 0; l < kLanes; ++l) {
+    kept[l] = mask >> l & 1 ? bytes[l] & all : valid_bytes(r, l);
+    if (kept[l] == all) whole |= 1u << l;
+    some = some || (mask >> l & 1 && kept[l] && kept[l] != all);
+  }
+  wrote(r, mask, whole);
+  if (some) partial[r.id] = kept;
+}
+
 void Warp::need(Reg r, Mask mask, const char* use) {
   const Mask bad = mask & ~valid[r.id];
   if (bad)
