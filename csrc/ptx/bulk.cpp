@@ -160,9 +160,24 @@ void copy_out(Warp& w, BulkCopy& c) {
   c.done = true;
 }
 
-void issue_store(Warp& w, int l, BulkCopy c) {
+// Whether two stores of one instruction write the same bytes of shared memory to one place.
+bool same(const BulkCopy& a, const BulkCopy& c) {
+  return a.reduction < 0 && c.reduction < 0 && a.rows.size() == c.rows.size() &&
+         a.row_bytes == c.row_bytes && a.swizzle == c.swizzle &&
+         std::equal(a.rows.begin(), a.rows.end(), c.rows.begin(),
+                    [](const BulkRow& x, const BulkRow& y) {
+                      return x.global == y.global && x.shared == y.shared &&
+                             x.before == y.before && x.inside == y.inside;
+                    });
+}
+
+// The lanes of a warp may all issue one store, as CUTLASS does: like lanes that store a value to
+// one address in one instruction, they write once. issued: the stores of lower lanes.
+void issue_store(Warp& w, int l, BulkCopy c, std::vector<BulkCopy>& issued) {
   Block& b = *w.block;
   c.store = true;
+  for (const BulkCopy& other : issued) c.done = c.done || same(other, c);
+  if (!c.done) issued.push_back(c);
   for (const BulkRow& row : c.rows)
     each_piece(b, c, row, [&](uint32_t, uint32_t o, uint32_t n) {
       b.note_read(w, l, o, n, b.pending(w, l, true));
@@ -170,7 +185,7 @@ void issue_store(Warp& w, int l, BulkCopy c) {
   auto& groups = w.stores[l];
   if (groups.empty()) groups.emplace_back();
   groups.back().push_back(std::move(c));
-  if (!b.late) copy_out(w, groups.back().back());
+  if (!b.late && !groups.back().back().done) copy_out(w, groups.back().back());
 }
 
 void settle(Warp& w, int l, std::vector<BulkCopy>& group) {
@@ -200,6 +215,7 @@ Type map_type(uint32_t number) {
 // cp.async.bulk of bytes; arg 0 store, 2 reduction or -1. Load: [to], [from], bytes, [mbarrier].
 void bulk(Warp& w, const Instr& i, Mask m) {
   Block& b = *w.block;
+  std::vector<BulkCopy> issued;
   each_lane(m, [&](int l) {
     w.need(i.reg[2], 1u << l, "the size of a bulk copy");
     const uint32_t bytes = (uint32_t)w.get(i.reg[2], l);
@@ -216,7 +232,7 @@ void bulk(Warp& w, const Instr& i, Mask m) {
       fault("misaligned", "the global address of a bulk copy is not a multiple of 16", l);
     c.rows = {{global, shared, 0, bytes}};
     c.reduction = i.arg[2], c.type = i.type;
-    if (i.arg[0]) return issue_store(w, l, std::move(c));
+    if (i.arg[0]) return issue_store(w, l, std::move(c), issued);
     c.barrier = b.shared_offset(address(w, i.reg[3], l, i.offsets[2]), 8, 8);
     issue_load(w, l, std::move(c));
   });
@@ -227,6 +243,7 @@ void bulk(Warp& w, const Instr& i, Mask m) {
 // {...}], [from].
 void tensor(Warp& w, const Instr& i, Mask m) {
   Block& b = *w.block;
+  std::vector<BulkCopy> issued;
   const int rank = i.arg[1];
   each_lane(m, [&](int l) {
     const Reg* map_reg = i.reg + (i.arg[0] ? 0 : 1);
@@ -250,7 +267,7 @@ void tensor(Warp& w, const Instr& i, Mask m) {
     c.warp = w.index, c.lane = l, c.nan = map.fill_nan;
     c.reduction = i.arg[2], c.type = map_type(map.type);
     add_rows(c, map, at, shared);
-    if (i.arg[0]) return issue_store(w, l, std::move(c));
+    if (i.arg[0]) return issue_store(w, l, std::move(c), issued);
     c.barrier = b.shared_offset(address(w, i.reg[2 + rank], l, i.offsets[2]), 8, 8);
     issue_load(w, l, std::move(c));
   });

@@ -294,6 +294,18 @@ FASTBERT_PTX_SIMD void logic3(Warp& w, const Instr& i, Mask m) {
   put(w, i.reg[0], m, out, w.ok(i.reg[1]) & w.ok(i.reg[2]) & w.ok(i.reg[3]));
 }
 
+// bmsk: ones from bit a on, b of them; arg 0 clamps instead of wrapping around.
+void bit_mask(Warp& w, const Instr& i, Mask m) {
+  each_lane(m, [&](int l) {
+    const uint32_t a = w.word(i.reg[1])[l], b = w.word(i.reg[2])[l];
+    const uint32_t first = a & 31, end = first + (b & 31);
+    const bool all = end >= 32 || (i.arg[0] && (a >= 32 || b >= 32));
+    const uint32_t from = i.arg[0] && a >= 32 ? 0 : ~0u << first;
+    w.set(i.reg[0], l, from & ~(all ? 0 : ~0u << end));
+  });
+  w.wrote(i.reg[0], m, w.ok(i.reg[1]) & w.ok(i.reg[2]));
+}
+
 // shf: arg 0 left, arg 1 clamp
 void funnel(Warp& w, const Instr& i, Mask m) {
   const Mask valid = w.ok(i.reg[1]) & w.ok(i.reg[2]) & w.ok(i.reg[3]);
@@ -306,16 +318,24 @@ void funnel(Warp& w, const Instr& i, Mask m) {
   w.wrote(i.reg[0], m, valid);
 }
 
-// Sums and differences with the carry of each lane; arg 0 subtract, 1 takes it, 2 sets it.
+// Sums and differences with the carry of each lane; arg 0: 0 add, 1 subtract, 2 and 3 add c to the
+// low or high half of a product; 1 takes the carry, 2 sets it. Only the high half depends on the
+// sign.
 template <class T>
 void with_carry(Warp& w, const Instr& i, Mask m) {
-  const Mask valid = w.ok(i.reg[1]) & w.ok(i.reg[2]);
+  using U = std::make_unsigned_t<T>;
+  Mask valid = w.ok(i.reg[1]) & w.ok(i.reg[2]);
+  if (i.arg[0] >= 2) valid &= w.ok(i.reg[3]);
   each_lane(m, [&](int l) {
-    const T a = (T)w.get(i.reg[1], l), b = (T)w.get(i.reg[2], l);
+    U a = (U)w.get(i.reg[1], l), b = (U)w.get(i.reg[2], l);
+    if (i.arg[0] >= 2) {
+      a = (U)(i.arg[0] == 2 ? MulLow::call((T)a, (T)b) : MulHigh::call((T)a, (T)b));
+      b = (U)w.get(i.reg[3], l);
+    }
     const unsigned __int128 in = i.arg[1] ? w.carry[l] : 0;
     const unsigned __int128 r =
-        i.arg[0] ? (unsigned __int128)a - b - in : (unsigned __int128)a + b + in;
-    w.set(i.reg[0], l, (T)r);
+        i.arg[0] == 1 ? (unsigned __int128)a - b - in : (unsigned __int128)a + b + in;
+    w.set(i.reg[0], l, (U)r);
     if (i.arg[2]) w.carry[l] = (bool)(r >> (8 * sizeof(T)) & 1);
   });
   w.wrote(i.reg[0], m, valid);
@@ -414,7 +434,7 @@ struct Insert {
 };
 template <class T>
 struct Carry {
-  static Handler handler() { return with_carry<std::make_unsigned_t<T>>; }
+  static Handler handler() { return with_carry<T>; }
 };
 
 Handler logic(const std::string& base, Type type) {
@@ -474,6 +494,7 @@ Handler bits(const Mnemonic& name, Type type) {
   if (base == "bfi") return by_integer_type<Insert>(type);
   if (base == "prmt") return permute;
   if (base == "lop3") return logic3;
+  if (base == "bmsk") return bit_mask;
   if (base == "shf") return funnel;
   if (base == "dp4a") return dot4;
   return nullptr;
@@ -486,11 +507,13 @@ bool decode_integer(Instr& i, const Mnemonic& name) {
   if (is_float(type)) return false;
   const std::string& base = name.base();
   i.pipe = Pipe::alu;
-  if (name.has("cc") || base == "addc" || base == "subc") {
-    i.arg[0] = base == "sub" || base == "subc";
-    i.arg[1] = base == "addc" || base == "subc";
+  const bool takes = base == "addc" || base == "subc" || base == "madc";
+  if (name.has("cc") || takes) {
+    i.arg[0] = base == "sub" || base == "subc" ? 1 : name.has("lo") ? 2 : name.has("hi") ? 3 : 0;
+    i.arg[1] = takes;
     i.arg[2] = name.has("cc");
-    i.run = base == "add" || base == "sub" || i.arg[1] ? by_integer_type<Carry>(type) : nullptr;
+    const bool known = takes || base == "add" || base == "sub" || base == "mad";
+    i.run = known ? by_integer_type<Carry>(type) : nullptr;
     return i.run != nullptr;
   }
   if (base == "prmt")
@@ -500,6 +523,7 @@ bool decode_integer(Instr& i, const Mnemonic& name) {
   if (!i.run) i.run = arithmetic(name, type);
   if (!i.run) i.run = bits(name, type);
   if (base == "shf") i.arg[0] = name.has("l"), i.arg[1] = name.has("clamp");
+  if (base == "bmsk") i.arg[0] = name.has("clamp");
   if (base == "dp4a") i.arg[0] = is_signed(name.before()), i.arg[1] = is_signed(type);
   if (base == "mul" || base == "mad") i.pipe = Pipe::fma;
   return i.run != nullptr;

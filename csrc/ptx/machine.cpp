@@ -91,6 +91,8 @@ void start(Block& b, Warp& w, int index) {
     special((Special)(kNtidX + d), launch.block[d]);
     special((Special)(kCtaidX + d), b.id[d]);
     special((Special)(kNctaidX + d), launch.grid[d]);
+    special((Special)(kClusterIdX + d), b.id[d]);
+    special((Special)(kNclusterIdX + d), launch.grid[d]);
   }
   special(kWarpId, (uint64_t)index);
   special(kNwarpId, (uint64_t)launch.warps);
@@ -98,6 +100,8 @@ void start(Block& b, Warp& w, int index) {
   special(kSmId, b.number % 132);
   special(kClusterNctaid, 1);
   special(kClusterNctarank, 1);
+  special(kClusterNctaidY, 1);
+  special(kClusterNctaidZ, 1);
   special(kDynamicSmem, launch.shared_bytes - launch.static_shared);
   special(kTotalSmem, launch.shared_bytes);
   for (int l = 0; l < kLanes; ++l) {

@@ -21,6 +21,9 @@ SPECIALS = [
     "%nsmid", "%gridid", "%clock", "%clock64", "%lanemask_eq", "%lanemask_le", "%lanemask_lt",
     "%lanemask_ge", "%lanemask_gt", "%cluster_ctaid.x", "%cluster_nctaid.x", "%cluster_ctarank",
     "%cluster_nctarank", "%total_smem_size", "%dynamic_smem_size", "%globaltimer",
+    "%cluster_ctaid.y", "%cluster_ctaid.z", "%cluster_nctaid.y", "%cluster_nctaid.z",
+    "%clusterid.x", "%clusterid.y", "%clusterid.z", "%nclusterid.x", "%nclusterid.y",
+    "%nclusterid.z",
 ]  # fmt: skip
 
 

@@ -19,6 +19,9 @@ from typing import Any
 import torch
 import triton
 from triton_cases import CASES, Case
+from triton_launch import Launch
+
+from fastbert.testing import ptx
 
 # Mnemonics that are counted in a text, to show that a case has what it is there for.
 NOTABLE = re.compile(
@@ -28,6 +31,15 @@ NOTABLE = re.compile(
 )
 
 
+def must_fault(launch: Launch, arch: int, seed: int, kind: str) -> None:
+    try:
+        launch.run(arch, seed=seed)
+    except ptx.PtxFault as fault:
+        assert fault.kind == kind, f"{kind} was expected: {fault}"
+    else:
+        raise AssertionError(f"the machine found no fault; {kind} was expected")
+
+
 def run(case: Case, arch: int, seeds: list[int]) -> dict[str, Any]:
     start, error, instructions, found = time.monotonic(), None, 0, set()
     try:
@@ -35,9 +47,12 @@ def run(case: Case, arch: int, seeds: list[int]) -> dict[str, Any]:
             torch.manual_seed(0)
             problem = case.make()
             found |= set(NOTABLE.findall(problem.launch.compiled(arch).asm["ptx"]))
-            report = problem.launch.run(arch, seed=seed)
-            instructions += report.counts["instructions"]
-            problem.check()
+            if case.breach:
+                must_fault(problem.launch, arch, seed, case.breach[0])
+            if not case.breach or case.breach[0] == "race":
+                report = problem.launch.run(arch, seed=seed, races=not case.breach)
+                instructions += report.counts["instructions"]
+                problem.check()
     except Exception as problem:
         text = traceback.format_exception_only(problem)[-1].strip()
         error = (
@@ -46,7 +61,7 @@ def run(case: Case, arch: int, seeds: list[int]) -> dict[str, Any]:
             else (traceback.format_exc()[-2000:])
         )
     return {
-        "name": case.name, "arch": arch, "error": error, "instructions": instructions,
+        "name": case.name, "arch": arch, "error": error, "breach": case.breach, "instructions": instructions,
         "notable": sorted(found), "seconds": round(time.monotonic() - start, 1),
     }  # fmt: skip
 

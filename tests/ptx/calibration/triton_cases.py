@@ -32,19 +32,26 @@ class Problem(NamedTuple):
 
 
 class Case(NamedTuple):
-    """A named problem for some architectures."""
+    """A named problem for some architectures.
+
+    ``breach`` is the kind of fault that the PTX itself has by the manual, and the reason, although
+    a GPU gives the right result. Without the search for races, the result must be right here, too.
+    """
 
     name: str
     architectures: tuple[int, ...]
     make: Callable[[], Problem]
+    breach: tuple[str, str] | None = None
 
 
 CASES: list[Case] = []
 
 
-def case(name: str, architectures: tuple[int, ...] = (80, 90)) -> Callable[[Any], Any]:
+def case(
+    name: str, architectures: tuple[int, ...] = (80, 90), breach: tuple[str, str] | None = None
+) -> Callable[[Any], Any]:
     def add(make: Callable[[], Problem]) -> Callable[[], Problem]:
-        CASES.append(Case(name, architectures, make))
+        CASES.append(Case(name, architectures, make, breach))
         return make
 
     return add
@@ -186,9 +193,13 @@ for _dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
     case(_name, (90,))(lambda dtype=_dtype: _matmul(dtype, "rc"))
 case("matmul float32, IEEE products")(lambda: _matmul(torch.float32, "rc", precision="ieee"))
 case("matmul float32, tf32x3")(lambda: _matmul(torch.float32, "rc", precision="tf32x3"))
-case("matmul float16 with fp16 accumulators")(
+case("matmul float16 with fp16 accumulators", (80,))(
     lambda: _matmul(torch.float16, "rc", accumulator=tl.float16)
 )
+case(
+    "matmul float16 with fp16 accumulators of wgmma", (90,),
+    ("uninitialised", "mov.b32 takes accumulators apart before wgmma.wait_group"),
+)(lambda: _matmul(torch.float16, "rc", accumulator=tl.float16))  # fmt: skip
 for _dtype in (*HALVES, torch.float32):
     _name = f"matmul {_dtype}, a from registers".replace("torch.", "")
     case(_name)(lambda dtype=_dtype: _matmul(dtype, "rc", change_a=True))
@@ -276,8 +287,12 @@ case("persistent matmul with descriptors, one flat loop", (90,))(
     lambda: _persistent(torch.float16, (64, 128, 64), 4, flatten=True)
 )
 case("persistent matmul with descriptors, specialised warps", (90,))(
-    lambda: _persistent(torch.float16, (64, 128, 64), 4, specialize=True)
+    lambda: _persistent(torch.float16, (128, 128, 64), 8, specialize=True)
 )
+case(
+    "persistent matmul with descriptors, specialised warps, 4 of them", (90,),
+    ("race", "two partitions store the same values of one tile, in no order"),
+)(lambda: _persistent(torch.float16, (64, 128, 64), 4, specialize=True))  # fmt: skip
 case("persistent matmul with descriptors, on pointers", (80,))(
     lambda: _persistent(torch.float16, (64, 64, 32), 4)
 )
@@ -381,16 +396,16 @@ case("attention float16, head dim 128, 8 warps")(
 
 
 def _attention_descriptors(specialize: bool) -> Problem:
-    heads, length, d = 2, 256, 64
+    heads, length, d, rows = 2, 256, 64, 64
     q, k, v = (torch.randn(heads, length, d).half() for _ in range(3))
     o = torch.full_like(q, math.nan)
-    tensors = {"q": (q, 64), "k": (k, 64), "v": (v, 64), "o": (o, 64)}
+    tensors = {"q": q, "k": k, "v": v, "o": o}
     arguments = {
         f"{name}_desc": TensorDescriptor.from_tensor(t.view(heads * length, d), [rows, d])
-        for name, (t, rows) in tensors.items()
+        for name, t in tensors.items()
     }
     arguments |= {
-        "scale": d**-0.5 * math.log2(math.e), "length": length, "D": d, "BM": 64, "BN": 64,
+        "scale": d**-0.5 * math.log2(math.e), "length": length, "D": d, "BM": rows, "BN": 64,
         "STAGES": 3, "SPECIALIZE": specialize,
     }  # fmt: skip
 
@@ -398,11 +413,15 @@ def _attention_descriptors(specialize: bool) -> Problem:
         exact = _reference(q.double(), k.double(), v.double(), d**-0.5, False)
         assert_close("out", o, exact[0], _reference(q, k, v, d**-0.5, False)[0])
 
-    return Problem(Launch(kernels.attention_descriptors, (length // 64, heads), arguments), check)
+    grid = (length // rows, heads)
+    return Problem(Launch(kernels.attention_descriptors, grid, arguments), check)
 
 
 case("attention with descriptors", (90,))(lambda: _attention_descriptors(False))
-case("attention with descriptors, specialised warps", (90,))(lambda: _attention_descriptors(True))
+case(
+    "attention with descriptors, specialised warps", (90,),
+    ("race", "two partitions store the same values of one tile, in no order"),
+)(lambda: _attention_descriptors(True))  # fmt: skip
 
 
 @case("attention, backward")
@@ -609,7 +628,8 @@ def _() -> Problem:
         }  # fmt: skip
         for n, (name, exact) in enumerate(expected.items()):
             _near(out[n], exact, x, name)
-        equal(out[4], x.abs().sqrt())
+        # torch's own square root is off by a unit in the last place in some elements.
+        equal(out[4], a.sqrt().float())
         equal(out[9], 1 / x)
         equal(out[18], (d * d - 1).float())
 
@@ -626,7 +646,8 @@ def _() -> Problem:
         expected = torch.stack([x.exp(), x.erf(), x.abs().sqrt(), 1 / x, x.sin()])
         bound = 2.0**-50 * expected.abs().clamp(min=2.0**-10)
         assert ((out - expected).abs() <= bound).all()
-        equal(out[2:4], expected[2:4])
+        equal(out[2], torch.tensor([math.sqrt(abs(v)) for v in x.tolist()], dtype=x.dtype))
+        equal(out[3], expected[3])
 
     arguments = {"x_ptr": x, "out_ptr": out, "N": 256}
     return Problem(Launch(kernels.functions_double, (1,), arguments), check)
