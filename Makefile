@@ -9,13 +9,14 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 SAY := @echo "fastbert:"
 SOURCES := setup.py $(shell find csrc -type f 2>/dev/null)
 
-.PHONY: help setup demo test test-processors mutate sanitize conformance check bench docs lint format gpu wheel clean
+.PHONY: help setup demo test test-processors calibrate mutate sanitize conformance check bench docs lint format gpu wheel clean
 
 help:
 	@echo "make setup            creates .venv, compiles the C++ kernels and installs fastbert in place"
 	@echo "make demo             pre-trains a small BERT, reopens it in transformers, writes $(OUT)/demo/report.md"
 	@echo "make test             runs the whole test suite"
 	@echo "make test-processors  runs the numeric tests with the yardsticks of other processors"
+	@echo "make calibrate        runs kernels that are right on GPUs on the PTX machine; installs CUTLASS's headers"
 	@echo "make mutate           puts one fault at a time into the kernels and counts those that a test catches"
 	@echo "make sanitize         runs the tests of the C++ operators under GCC's sanitizers"
 	@echo "make conformance      runs transformers' own model tests, stock and accelerated (FAMILIES='bert': a part)"
@@ -74,6 +75,13 @@ test: setup
 
 test-processors: setup
 	$(BIN)/python tests/processors.py --numprocesses 2 --dist loadscope
+
+.venv/cutlass: .venv/fastbert
+	$(SAY) "Installing the headers of CUTLASS: half a minute, most of it download."
+	$(PIP) --no-deps --target $@ nvidia-cutlass
+
+calibrate: .venv/cutlass
+	FASTBERT_CALIBRATION=all $(BIN)/python -m pytest tests/ptx/calibration --numprocesses 2 --dist loadfile
 
 mutate: setup
 	$(BIN)/python tests/mutation/mutate.py

@@ -83,7 +83,9 @@ void set_predicate(Warp& w, const Instr& i, Mask m) {
   Mask valid = w.ok(source[0]) & w.ok(source[1]);
   if (i.arg[1]) {
     const Mask c = i.arg[2] ? ~w.file[source[2].at] : w.file[source[2].at];
-    valid &= w.ok(source[2]);
+    // c may decide alone, as false does in and.
+    const Mask decides = i.arg[1] == 1 ? ~c : i.arg[1] == 2 ? c : 0;
+    valid = (valid | decides) & w.ok(source[2]);
     auto combine = [&](Mask t) { return i.arg[1] == 1 ? t & c : i.arg[1] == 2 ? t | c : t ^ c; };
     bits = combine(bits), other = combine(other);
   }

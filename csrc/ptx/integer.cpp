@@ -357,13 +357,17 @@ void dot4(Warp& w, const Instr& i, Mask m) {
   w.wrote(i.reg[0], m, valid);
 }
 
-// Predicates: one word holds all lanes.
+// Predicates: one word holds all lanes. One operand may decide alone, as false does in and.
 template <class Op>
 void predicate(Warp& w, const Instr& i, Mask m) {
-  const uint32_t d = Op::call(w.file[i.reg[1].at], w.file[i.reg[2].at]);
+  const Mask a = w.file[i.reg[1].at], b = w.file[i.reg[2].at];
+  const Mask a_ok = w.ok(i.reg[1]), b_ok = w.ok(i.reg[2]);
+  const uint32_t d = Op::call(a, b);
+  const Mask a_decides = a_ok & ~(Op::call(a, (Mask)0) ^ Op::call(a, kAll));
+  const Mask b_decides = b_ok & ~(Op::call((Mask)0, b) ^ Op::call(kAll, b));
   uint32_t& to = w.file[i.reg[0].at];
   to = (to & ~m) | (d & m);
-  w.wrote(i.reg[0], m, w.ok(i.reg[1]) & w.ok(i.reg[2]));
+  w.wrote(i.reg[0], m, (a_ok & b_ok) | a_decides | b_decides);
 }
 void predicate_not(Warp& w, const Instr& i, Mask m) {
   uint32_t& to = w.file[i.reg[0].at];

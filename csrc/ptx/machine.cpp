@@ -162,6 +162,24 @@ void branch(Warp& w, Fragment* f, const Instr& i, Mask taken) {
   }
 }
 
+// Runs a warp-level synchronisation for each group of lanes that give one member mask and are all
+// of its members; returns the lanes of these groups. Groups of one warp may meet independently.
+Mask run_groups(Warp& w, const Instr& i, Mask mask) {
+  const Reg members = i.reg[i.regs - 1];
+  w.need(members, mask, "a member mask");
+  Mask done = 0;
+  for (Mask left = mask; left;) {
+    const Mask all = (Mask)w.get(members, __builtin_ctz(left));
+    Mask group = 0;
+    each_lane(left, [&](int l) { group |= (Mask)((Mask)w.get(members, l) == all) << l; });
+    left &= ~group;
+    if ((all & w.live & ~group) != 0) continue;
+    i.run(w, i, group);
+    done |= group;
+  }
+  return done;
+}
+
 void leave(Warp& w, Fragment* f, Mask gone) {
   w.live &= ~gone;
   f->mask &= ~gone;
@@ -225,18 +243,17 @@ void Block::step(Warp& w, int64_t quantum) {
           ++f->pc;
           break;
         }
-        const Reg members = i.reg[i.regs - 1];
-        w.need(members, mask, "a member mask");
-        const Mask all = (Mask)w.get(members, __builtin_ctz(mask)) & w.live;
-        if ((mask & all) != all) {
+        const Mask done = run_groups(w, i, mask);
+        if (done == 0) {
           if (mask != f->mask)
             fault("divergence", "a guard keeps lanes from a warp-level synchronisation");
           f->waits = true;
           break;
         }
-        i.run(w, i, mask);
-        ++f->pc;
+        const Mask stay = mask & ~done;
+        *f = {f->pc + 1, f->mask & ~stay};
         for (Fragment& g : w.fragments) g.waits = false;
+        if (stay) w.fragments.push_back({w.pc, stay, true});
         break;
       }
       case Flow::barrier:
@@ -322,6 +339,8 @@ void Block::check_phase(MBarrier& b) {
   ++b.phase;
   b.pending = b.expected;
   b.completed = b.arrivals, b.completed_fenced = b.arrivals_fenced;
+  // A warp that has polled in vain may go on now.
+  for (Warp& w : warps) w.polls = 0;
 }
 
 void Block::turn(Warp& w, int64_t quantum) {

@@ -1,6 +1,6 @@
 """Run the Triton cases on the PTX machine: a program, because Triton compiles or interprets.
 
-    python run_triton.py --arch 90 [--only TEXT] [--seeds 0 1]
+    python run_triton.py --arch 90 [--only TEXT] [--names NAME ...] [--seeds 0 1]
 
 The program prints one JSON object for each case: its name, the architecture, the error or null, the
 number of instructions, the matrix and copy instructions of the PTX, and seconds.
@@ -71,16 +71,14 @@ def main() -> None:
     parser.add_argument("--arch", type=int, required=True)
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1])
-    parser.add_argument("--names", action="store_true", help="print the names and run nothing")
+    parser.add_argument("--names", nargs="*", help="whole names of cases; default: all")
     options = parser.parse_args()
     if triton.knobs.runtime.interpret:
         sys.exit("TRITON_INTERPRET: got 1, allowed: unset; the interpreter compiles nothing")
     for case in CASES:
-        if options.arch in case.architectures and options.only in case.name:
-            if options.names:
-                print(case.name)
-            else:
-                print(json.dumps(run(case, options.arch, options.seeds)), flush=True)
+        named = options.names is None or case.name in options.names
+        if named and options.arch in case.architectures and options.only in case.name:
+            print(json.dumps(run(case, options.arch, options.seeds)), flush=True)
 
 
 if __name__ == "__main__":
