@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 SAY := @echo "fastbert:"
 SOURCES := setup.py $(shell find csrc -type f 2>/dev/null)
 
-.PHONY: help setup demo test test-processors emulate mutate sanitize conformance check bench docs lint format gpu gpu-first wheel clean
+.PHONY: help setup demo test test-processors emulate calibrate mutate sanitize conformance check bench docs lint format gpu gpu-first wheel clean
 
 help:
 	@echo "make setup            creates .venv, compiles the C++ kernels and installs fastbert in place"
@@ -19,6 +19,7 @@ help:
 	@echo "make test             runs the whole test suite"
 	@echo "make test-processors  runs the numeric tests with the yardsticks of other processors"
 	@echo "make emulate          runs the compiled GPU kernels on the CPU, for sm_80 and sm_90, into $(OUT)/emulate (CASES=2: random cases per operation)"
+	@echo "make calibrate        runs kernels that are right on GPUs on the PTX machine; installs CUTLASS's headers"
 	@echo "make mutate           puts one fault at a time into the kernels and counts those that a test catches"
 	@echo "make sanitize         runs the tests of the C++ operators under GCC's sanitizers"
 	@echo "make conformance      runs transformers' own model tests, stock and accelerated (FAMILIES='bert': a part)"
@@ -83,6 +84,13 @@ emulate: setup
 	$(SAY) "Compiling the Triton and CUDA C++ kernels for sm_80 and sm_90 and running them on the PTX machine:" \
 		"MINUTES on two idle cores. A line is printed for each finished run."
 	$(BIN)/python tests/ptx/emulate_all.py --cases $(CASES) --out $(OUT)/emulate
+
+.venv/cutlass: .venv/fastbert
+	$(SAY) "Installing the headers of CUTLASS: half a minute, most of it download."
+	$(PIP) --no-deps --target $@ nvidia-cutlass
+
+calibrate: .venv/cutlass
+	FASTBERT_CALIBRATION=all $(BIN)/python -m pytest tests/ptx/calibration --numprocesses 2 --dist loadfile
 
 mutate: setup
 	$(BIN)/python tests/mutation/mutate.py

@@ -120,6 +120,12 @@ void proxy_fence(Warp& w, const Instr&, Mask m) {
   });
 }
 
+// fence and membar of every scope but that of the block's own threads, too: they order strong
+// accesses.
+void memory_fence(Warp& w, const Instr&, Mask m) {
+  each_lane(m, [&](int l) { w.block->fence(w, l); });
+}
+
 void trap(Warp&, const Instr&, Mask m) { fault("trap", "the kernel trapped", __builtin_ctz(m)); }
 
 // mbarrier
@@ -304,14 +310,17 @@ bool decode_async(Instr& i, const Mnemonic& name, const RawInstr& raw) {
     return decode_barrier(i, name, raw);
   i.pipe = Pipe::sync;
   if (base == "fence" && name.has("proxy") && name.has("async")) return i.run = proxy_fence, true;
+  i.aligned = base == "setmaxnreg";
   if (base == "fence" && name.any({"async", "proxy"})) {
     i.run = nothing;
     for (const std::string& part : name.parts)
       if (part.rfind("async", 0) == 0) i.run = proxy_fence;
     return true;
   }
-  static const char* quiet[] = {"fence",     "membar",  "setmaxnreg",  "griddepcontrol",
-                                "nanosleep", "pmevent", "createpolicy"};
+  if (base == "fence" && name.has("mbarrier_init")) return i.run = nothing, true;
+  if (base == "fence" || base == "membar") return i.run = memory_fence, true;
+  static const char* quiet[] = {"setmaxnreg", "griddepcontrol", "nanosleep", "pmevent",
+                                "createpolicy"};
   for (const char* text : quiet)
     if (base == text) {
       if (base == "createpolicy") return false;

@@ -17,6 +17,19 @@ uint32_t piece(const Block& b, const BulkCopy& c, uint32_t offset) {
   return swizzled(offset + base, c.swizzle) - base;
 }
 
+// A map that the kernel itself has written needs a fence of its proxy after the last write.
+void check_fence(Warp& w, int lane, Allocation& a, uint64_t address) {
+  Block& b = *w.block;
+  if (!b.launch->options.races || !a.writable) return;
+  b.note_global(w, lane, a, address, 128, false, false);
+  const Cell& cell = a.cells[(address - a.begin) / b.launch->program->global_granule];
+  if (!cell.write.block) return;
+  const auto fence = b.map_fences.find(address);
+  if (fence == b.map_fences.end() || !b.after(w, lane, fence->second))
+    fault("missing fence", "a tensor map is used without fence.proxy.tensormap after its writing",
+          lane);
+}
+
 const TensorMap map_at(Warp& w, uint64_t address, int lane) {
   TensorMap map;
   const uint64_t window = address & kWindowMask;
@@ -28,11 +41,14 @@ const TensorMap map_at(Warp& w, uint64_t address, int lane) {
     at = w.block->launch->params.data() + offset;
   } else {
     Allocation* a = w.block->global(w, address, 128, 64, false);
+    check_fence(w, lane, *a, address);
     at = a->host + (address - a->begin);
   }
   std::memcpy(&map, at, sizeof(map));
   if (std::memcmp(map.magic, "fbtm", 4) != 0)
     fault("uninitialised", "the tensor map was not made by fastbert.testing.ptx.tensor_map", lane);
+  if (map.rank < 1 || map.rank > 5 || map.element_bytes == 0)
+    fault("uninitialised", "the tensor map has no rank or no type of its elements", lane);
   return map;
 }
 
@@ -127,8 +143,15 @@ void copy_out(Warp& w, BulkCopy& c) {
               "a bulk store writes bytes to global memory that nothing has written", c.lane);
     });
     Allocation* a = b.global(w, row.global, row.inside, 1, true);
-    b.note_global(w, c.lane, *a, row.global, row.inside, true, false);
-    std::memcpy(a->host + (row.global - a->begin), bytes.data() + row.before, row.inside);
+    b.note_global(w, c.lane, *a, row.global, row.inside, true, c.reduction >= 0);
+    uint8_t* to = a->host + (row.global - a->begin);
+    const uint32_t size = (uint32_t)bytes_of(c.type);
+    if (c.reduction < 0) std::memcpy(to, bytes.data() + row.before, row.inside);
+    for (uint32_t at = 0; c.reduction >= 0 && at < row.inside; at += size) {
+      uint64_t value = 0;
+      std::memcpy(&value, bytes.data() + row.before + at, size);
+      reduce_element(c.type, c.reduction, to + at, value);
+    }
     if (!a->valid.empty()) std::memset(a->valid.data() + (row.global - a->begin), 1, row.inside);
     b.counts.global_bytes += row.inside;
     b.counts.global_sectors += (row.inside + 31) / 32;
@@ -137,9 +160,24 @@ void copy_out(Warp& w, BulkCopy& c) {
   c.done = true;
 }
 
-void issue_store(Warp& w, int l, BulkCopy c) {
+// Whether two stores of one instruction write the same bytes of shared memory to one place.
+bool same(const BulkCopy& a, const BulkCopy& c) {
+  return a.reduction < 0 && c.reduction < 0 && a.rows.size() == c.rows.size() &&
+         a.row_bytes == c.row_bytes && a.swizzle == c.swizzle &&
+         std::equal(a.rows.begin(), a.rows.end(), c.rows.begin(),
+                    [](const BulkRow& x, const BulkRow& y) {
+                      return x.global == y.global && x.shared == y.shared &&
+                             x.before == y.before && x.inside == y.inside;
+                    });
+}
+
+// The lanes of a warp may all issue one store, as CUTLASS does: like lanes that store a value to
+// one address in one instruction, they write once. issued: the stores of lower lanes.
+void issue_store(Warp& w, int l, BulkCopy c, std::vector<BulkCopy>& issued) {
   Block& b = *w.block;
   c.store = true;
+  for (const BulkCopy& other : issued) c.done = c.done || same(other, c);
+  if (!c.done) issued.push_back(c);
   for (const BulkRow& row : c.rows)
     each_piece(b, c, row, [&](uint32_t, uint32_t o, uint32_t n) {
       b.note_read(w, l, o, n, b.pending(w, l, true));
@@ -147,7 +185,7 @@ void issue_store(Warp& w, int l, BulkCopy c) {
   auto& groups = w.stores[l];
   if (groups.empty()) groups.emplace_back();
   groups.back().push_back(std::move(c));
-  if (!b.late) copy_out(w, groups.back().back());
+  if (!b.late && !groups.back().back().done) copy_out(w, groups.back().back());
 }
 
 void settle(Warp& w, int l, std::vector<BulkCopy>& group) {
@@ -164,9 +202,20 @@ uint64_t address(Warp& w, Reg r, int l, int64_t offset) {
   return w.get(r, l) + (uint64_t)offset;
 }
 
-// cp.async.bulk of bytes; arg 0 store. Load: [to], [from], bytes, [mbarrier].
+// The type of elements that a number of .elemtype stands for.
+Type map_type(uint32_t number) {
+  static const Type types[] = {Type::u8,  Type::u16, Type::u32, Type::s32, Type::u64,
+                               Type::s64, Type::f16, Type::f32, Type::f32, Type::f64,
+                               Type::bf16, Type::f32, Type::f32};
+  if (number >= sizeof(types) / sizeof(types[0]))
+    fault("out of bounds", "type " + std::to_string(number) + " of a tensor map, allowed: 0 to 12");
+  return types[number];
+}
+
+// cp.async.bulk of bytes; arg 0 store, 2 reduction or -1. Load: [to], [from], bytes, [mbarrier].
 void bulk(Warp& w, const Instr& i, Mask m) {
   Block& b = *w.block;
+  std::vector<BulkCopy> issued;
   each_lane(m, [&](int l) {
     w.need(i.reg[2], 1u << l, "the size of a bulk copy");
     const uint32_t bytes = (uint32_t)w.get(i.reg[2], l);
@@ -182,17 +231,19 @@ void bulk(Warp& w, const Instr& i, Mask m) {
     if (global % 16)
       fault("misaligned", "the global address of a bulk copy is not a multiple of 16", l);
     c.rows = {{global, shared, 0, bytes}};
-    if (i.arg[0]) return issue_store(w, l, std::move(c));
+    c.reduction = i.arg[2], c.type = i.type;
+    if (i.arg[0]) return issue_store(w, l, std::move(c), issued);
     c.barrier = b.shared_offset(address(w, i.reg[3], l, i.offsets[2]), 8, 8);
     issue_load(w, l, std::move(c));
   });
 }
 
-// cp.async.bulk.tensor; arg 0 store, 1 dimensions. Load: [to], [map, {...}], [mbarrier]; store:
+// cp.async.bulk.tensor; arg 0 store, 1 dimensions, 2 reduction or -1. Load: [to], [map, {...}], [mbarrier]; store:
 // [map,
 // {...}], [from].
 void tensor(Warp& w, const Instr& i, Mask m) {
   Block& b = *w.block;
+  std::vector<BulkCopy> issued;
   const int rank = i.arg[1];
   each_lane(m, [&](int l) {
     const Reg* map_reg = i.reg + (i.arg[0] ? 0 : 1);
@@ -214,8 +265,9 @@ void tensor(Warp& w, const Instr& i, Mask m) {
       fault("misaligned", "the shared address of a tensor copy is not a multiple of 128", l);
     BulkCopy c;
     c.warp = w.index, c.lane = l, c.nan = map.fill_nan;
+    c.reduction = i.arg[2], c.type = map_type(map.type);
     add_rows(c, map, at, shared);
-    if (i.arg[0]) return issue_store(w, l, std::move(c));
+    if (i.arg[0]) return issue_store(w, l, std::move(c), issued);
     c.barrier = b.shared_offset(address(w, i.reg[2 + rank], l, i.offsets[2]), 8, 8);
     issue_load(w, l, std::move(c));
   });
@@ -281,12 +333,16 @@ bool decode_bulk(Instr& i, const Mnemonic& name, const RawInstr& raw) {
     return true;
   }
   if (name.has("prefetch")) return i.run = nothing, true;
-  if (name.any({"multicast::cluster", "im2col", "reduce"}) || name.parts[1] == "reduce")
-    return false;
+  if (name.any({"multicast::cluster", "im2col"})) return false;
   // The destination's space comes first.
   for (const std::string& part : name.parts) {
     if (part == "global") i.arg[0] = 1;
     if (part == "global" || part.rfind("shared", 0) == 0) break;
+  }
+  i.arg[2] = -1;
+  if (name.parts[1] == "reduce") {
+    i.arg[2] = reduction_of(name), i.type = name.last();
+    if (!i.arg[0] || i.arg[2] < 0) return false;
   }
   if (name.has("tensor")) {
     const RawOperand& map = raw.operands[i.arg[0] ? 0 : 1];

@@ -83,7 +83,9 @@ void set_predicate(Warp& w, const Instr& i, Mask m) {
   Mask valid = w.ok(source[0]) & w.ok(source[1]);
   if (i.arg[1]) {
     const Mask c = i.arg[2] ? ~w.file[source[2].at] : w.file[source[2].at];
-    valid &= w.ok(source[2]);
+    // c may decide alone, as false does in and.
+    const Mask decides = i.arg[1] == 1 ? ~c : i.arg[1] == 2 ? c : 0;
+    valid = (valid | decides) & w.ok(source[2]);
     auto combine = [&](Mask t) { return i.arg[1] == 1 ? t & c : i.arg[1] == 2 ? t | c : t ^ c; };
     bits = combine(bits), other = combine(other);
   }
@@ -112,6 +114,19 @@ void set_word(Warp& w, const Instr& i, Mask m) {
   const Mask bits = compared<T>(w, i, i.reg + 1);
   uint32_t out[kLanes];
   for (int l = 0; l < kLanes; ++l) out[l] = bits >> l & 1 ? (i.arg[5] ? 0x3f800000u : ~0u) : 0;
+  put(w, i.reg[0], m, out, w.ok(i.reg[1]) & w.ok(i.reg[2]));
+}
+
+// set on pairs: 1.0 (arg 5) or all ones in each half, where its comparison holds.
+template <class T>
+void set_halves(Warp& w, const Instr& i, Mask m) {
+  const uint32_t *a = w.word(i.reg[1]), *b = w.word(i.reg[2]);
+  uint32_t out[kLanes] = {};
+  for (int l = 0; l < kLanes; ++l)
+    for (int e = 0; e < 32; e += 16) {
+      const float x = to_float(T{(uint16_t)(a[l] >> e)}), y = to_float(T{(uint16_t)(b[l] >> e)});
+      if (compare((Cmp)i.arg[0], x, y)) out[l] |= (uint32_t)i.arg[5] << e;
+    }
   put(w, i.reg[0], m, out, w.ok(i.reg[1]) & w.ok(i.reg[2]));
 }
 
@@ -223,6 +238,12 @@ bool decode_compare(Instr& i, const Mnemonic& name, const RawInstr& raw) {
   i.arg[1] = name.has("and") ? 1 : name.has("or") ? 2 : name.has("xor") ? 3 : 0;
   i.arg[3] = name.has("ftz");
   if (!found) return false;
+  if (base == "set" && (type == Type::f16x2 || type == Type::bf16x2)) {
+    const Type to = name.before();
+    i.arg[5] = to == Type::f16x2 ? 0x3c00 : to == Type::bf16x2 ? 0x3f80 : 0xffff;
+    i.run = type == Type::f16x2 ? set_halves<Half> : set_halves<Brain>;
+    return !i.arg[1];
+  }
   if (base == "set") {
     i.arg[5] = name.before() == Type::f32;
     i.run = i.arg[1] ? nullptr : by_type<SetW>(type);

@@ -215,6 +215,17 @@ void convert_pair(Warp& w, const Instr& i, Mask m) {
   w.wrote(i.reg[0], m, w.ok(i.reg[1]) & w.ok(i.reg[2]));
 }
 
+// f16x2 to the pair of fp8 in a b16 register.
+void narrow_pair(Warp& w, const Instr& i, Mask m) {
+  each_lane(m, [&](int l) {
+    const uint64_t a = w.get(i.reg[1], l);
+    const uint64_t low = converted(i.type, Type::f16, a & 0xffff, (Round)i.arg[0], i.arg[1]);
+    const uint64_t high = converted(i.type, Type::f16, a >> 16, (Round)i.arg[0], i.arg[1]);
+    w.set(i.reg[0], l, high << 8 | low);
+  });
+  w.wrote(i.reg[0], m, w.ok(i.reg[1]));
+}
+
 // The pair of fp8 in a b16 register to f16x2.
 void widen_pair(Warp& w, const Instr& i, Mask m) {
   each_lane(m, [&](int l) {
@@ -272,24 +283,34 @@ void move_any(Warp& w, const Instr& i, Mask m) {
 void move_vector(Warp& w, const Instr& i, Mask m) {
   const int parts = i.arg[0], bits = i.arg[1];
   const uint64_t all = bits == 64 ? ~0ull : ((uint64_t)1 << bits) - 1;
-  Mask valid = kAll;
+  const int bytes = bits / 8;
+  const uint8_t full = (uint8_t)((1u << bytes) - 1);
+  uint8_t valid[kLanes] = {};
   if (i.arg[2]) {
-    for (int p = 1; p <= parts; ++p) valid &= w.ok(i.reg[p]);
     each_lane(m, [&](int l) {
       uint64_t whole = 0;
-      for (int p = 0; p < parts; ++p) whole |= (w.get(i.reg[p + 1], l) & all) << (p * bits);
+      for (int p = 0; p < parts; ++p) {
+        whole |= (w.get(i.reg[p + 1], l) & all) << (p * bits);
+        valid[l] |= (uint8_t)((w.valid_bytes(i.reg[p + 1], l) & full) << (p * bytes));
+      }
       w.set(i.reg[0], l, whole);
     });
-    w.wrote(i.reg[0], m, valid);
+    w.wrote_bytes(i.reg[0], m, valid);
     return;
   }
   uint64_t whole[kLanes];
-  for (int l = 0; l < kLanes; ++l) whole[l] = w.get(i.reg[parts], l);
-  valid = w.ok(i.reg[parts]);
+  uint8_t whole_valid[kLanes];
+  for (int l = 0; l < kLanes; ++l) {
+    whole[l] = w.get(i.reg[parts], l);
+    whole_valid[l] = w.valid_bytes(i.reg[parts], l);
+  }
   for (int p = 0; p < parts; ++p) {
     if (i.reg[p].id < 0) continue;
-    each_lane(m, [&](int l) { w.set(i.reg[p], l, whole[l] >> (p * bits) & all); });
-    w.wrote(i.reg[p], m, valid);
+    each_lane(m, [&](int l) {
+      w.set(i.reg[p], l, whole[l] >> (p * bits) & all);
+      valid[l] = (uint8_t)(whole_valid[l] >> (p * bytes));
+    });
+    w.wrote_bytes(i.reg[p], m, valid);
   }
 }
 
@@ -351,8 +372,9 @@ bool decode_cvt(Instr& i, const Mnemonic& name) {
       i.source = fp8, i.run = widen_pair;
       return name.has("f16x2");
     }
-    i.type = fp8, i.source = name.last(), i.run = convert_pair;
-    return i.source == Type::f32;
+    i.type = fp8, i.source = name.last();
+    i.run = i.source == Type::f16x2 ? narrow_pair : convert_pair;
+    return i.source == Type::f32 || i.source == Type::f16x2;
   }
   if (i.type == Type::f16x2 || i.type == Type::bf16x2) {
     i.run = i.type == Type::bf16x2 && round == Round::nearest && i.arg[1] == 0 ? float_to_brains

@@ -171,7 +171,8 @@ bool decode_flow(Instr& i, const Mnemonic& name, const RawInstr& raw) {
 bool find_handler(Instr& i, const Mnemonic& name, const RawInstr& raw) {
   return decode_flow(i, name, raw) || decode_compare(i, name, raw) ||
          decode_convert(i, name, raw) || decode_memory(i, name, raw) ||
-         decode_matrix(i, name, raw) || decode_bulk(i, name, raw) || decode_async(i, name, raw) ||
+         decode_matrix(i, name, raw) || decode_bulk(i, name, raw) ||
+         decode_tensor_map(i, name, raw) || decode_async(i, name, raw) ||
          decode_warp(i, name, raw) || decode_float(i, name) || decode_integer(i, name);
 }
 
@@ -181,7 +182,7 @@ void note_granule(Program& p, const Instr& i, const Mnemonic& name) {
   const bool generic =
       !name.any({"global", "shared", "shared::cta", "shared::cluster", "local", "param"});
   int32_t bytes = 0;
-  if (writes) bytes = bytes_of(i.type) * (name.base() == "st" ? std::max(i.arg[1], 1) : 1);
+  if (writes) bytes = bytes_of(i.type) * std::max(i.arg[1], 1);
   if (name.base() == "wmma" && name.has("store")) bytes = bytes_of(i.type);
   if (bytes) {
     if (generic || name.has("global")) p.global_granule = std::min(p.global_granule, bytes);
@@ -190,6 +191,10 @@ void note_granule(Program& p, const Instr& i, const Mnemonic& name) {
   if (name.base() == "cp" && !name.has("bulk") && i.arg[0] > 0)
     p.granule = std::min(p.granule, i.arg[0]);
   if (name.base() == "mbarrier" || name.has("bulk")) p.granule = std::min(p.granule, 8);
+  if (name.base() == "tensormap") {
+    p.granule = std::min(p.granule, 8);
+    p.global_granule = std::min(p.global_granule, 8);
+  }
 }
 
 }  // namespace

@@ -29,6 +29,7 @@ bool decode_convert(Instr& instr, const Mnemonic& name, const RawInstr& raw);
 bool decode_warp(Instr& instr, const Mnemonic& name, const RawInstr& raw);
 bool decode_memory(Instr& instr, const Mnemonic& name, const RawInstr& raw);
 bool decode_bulk(Instr& instr, const Mnemonic& name, const RawInstr& raw);
+bool decode_tensor_map(Instr& instr, const Mnemonic& name, const RawInstr& raw);
 bool decode_async(Instr& instr, const Mnemonic& name, const RawInstr& raw);
 bool decode_matrix(Instr& instr, const Mnemonic& name, const RawInstr& raw);
 

@@ -175,6 +175,14 @@ struct BFind {
     return u == 0 ? ~0u : 63u - (uint32_t)__builtin_clzll((uint64_t)u);
   }
 };
+// The shift that brings the bit that bfind finds to the top.
+struct BFindShift {
+  template <class T>
+  static uint32_t call(T a) {
+    const uint32_t found = BFind::call(a);
+    return found == ~0u ? found : 8u * (uint32_t)sizeof(T) - 1u - found;
+  }
+};
 struct Shl {
   template <class T>
   static T call(T a, T, uint32_t n) {
@@ -243,21 +251,35 @@ void bit_field_insert(Warp& w, const Instr& i, Mask m) {
   w.wrote(i.reg[0], m, valid);
 }
 
+// The selectors of prmt's modes, by the two lowest bits of c.
+const char* const kModes[] = {"f4e", "b4e", "rc8", "ecl", "ecr", "rc16"};
+constexpr uint32_t kPermutations[6][4] = {
+    {0x3210, 0x4321, 0x5432, 0x6543}, {0x5670, 0x6701, 0x7012, 0x0123},
+    {0x0000, 0x1111, 0x2222, 0x3333}, {0x3210, 0x3211, 0x3222, 0x3333},
+    {0x0000, 0x1110, 0x2210, 0x3210}, {0x1010, 0x3232, 0x1010, 0x3232}};
+
+// prmt: arg 0: 1 + number of the mode, or 0. Each byte of the result is valid where its source is:
+// compilers fill bytes that nobody reads with a register that they never write.
 void permute(Warp& w, const Instr& i, Mask m) {
-  const Mask valid = w.ok(i.reg[1]) & w.ok(i.reg[2]) & w.ok(i.reg[3]);
+  w.need(i.reg[3], m, "the selector of prmt");
+  uint8_t valid[kLanes];
   each_lane(m, [&](int l) {
     const uint64_t bytes = (uint64_t)w.word(i.reg[2])[l] << 32 | w.word(i.reg[1])[l];
-    const uint32_t selector = w.word(i.reg[3])[l];
+    const uint32_t ok = (w.valid_bytes(i.reg[2], l) & 15u) << 4 | (w.valid_bytes(i.reg[1], l) & 15u);
+    const uint32_t given = w.word(i.reg[3])[l];
+    const uint32_t selector = i.arg[0] ? kPermutations[i.arg[0] - 1][given & 3] : given;
     uint32_t d = 0;
+    valid[l] = 0;
     for (int k = 0; k < 4; ++k) {
       const uint32_t choice = selector >> (4 * k) & 0xf;
       uint8_t byte = (uint8_t)(bytes >> (8 * (choice & 7)));
       if (choice & 8) byte = byte & 0x80 ? 0xff : 0;
       d |= (uint32_t)byte << (8 * k);
+      valid[l] |= (uint8_t)((ok >> (choice & 7) & 1) << k);
     }
     w.set(i.reg[0], l, d);
   });
-  w.wrote(i.reg[0], m, valid);
+  w.wrote_bytes(i.reg[0], m, valid);
 }
 
 FASTBERT_PTX_SIMD void logic3(Warp& w, const Instr& i, Mask m) {
@@ -272,6 +294,18 @@ FASTBERT_PTX_SIMD void logic3(Warp& w, const Instr& i, Mask m) {
   put(w, i.reg[0], m, out, w.ok(i.reg[1]) & w.ok(i.reg[2]) & w.ok(i.reg[3]));
 }
 
+// bmsk: ones from bit a on, b of them; arg 0 clamps instead of wrapping around.
+void bit_mask(Warp& w, const Instr& i, Mask m) {
+  each_lane(m, [&](int l) {
+    const uint32_t a = w.word(i.reg[1])[l], b = w.word(i.reg[2])[l];
+    const uint32_t first = a & 31, end = first + (b & 31);
+    const bool all = end >= 32 || (i.arg[0] && (a >= 32 || b >= 32));
+    const uint32_t from = i.arg[0] && a >= 32 ? 0 : ~0u << first;
+    w.set(i.reg[0], l, from & ~(all ? 0 : ~0u << end));
+  });
+  w.wrote(i.reg[0], m, w.ok(i.reg[1]) & w.ok(i.reg[2]));
+}
+
 // shf: arg 0 left, arg 1 clamp
 void funnel(Warp& w, const Instr& i, Mask m) {
   const Mask valid = w.ok(i.reg[1]) & w.ok(i.reg[2]) & w.ok(i.reg[3]);
@@ -284,16 +318,24 @@ void funnel(Warp& w, const Instr& i, Mask m) {
   w.wrote(i.reg[0], m, valid);
 }
 
-// Sums and differences with the carry of each lane; arg 0 subtract, 1 takes it, 2 sets it.
+// Sums and differences with the carry of each lane; arg 0: 0 add, 1 subtract, 2 and 3 add c to the
+// low or high half of a product; 1 takes the carry, 2 sets it. Only the high half depends on the
+// sign.
 template <class T>
 void with_carry(Warp& w, const Instr& i, Mask m) {
-  const Mask valid = w.ok(i.reg[1]) & w.ok(i.reg[2]);
+  using U = std::make_unsigned_t<T>;
+  Mask valid = w.ok(i.reg[1]) & w.ok(i.reg[2]);
+  if (i.arg[0] >= 2) valid &= w.ok(i.reg[3]);
   each_lane(m, [&](int l) {
-    const T a = (T)w.get(i.reg[1], l), b = (T)w.get(i.reg[2], l);
+    U a = (U)w.get(i.reg[1], l), b = (U)w.get(i.reg[2], l);
+    if (i.arg[0] >= 2) {
+      a = (U)(i.arg[0] == 2 ? MulLow::call((T)a, (T)b) : MulHigh::call((T)a, (T)b));
+      b = (U)w.get(i.reg[3], l);
+    }
     const unsigned __int128 in = i.arg[1] ? w.carry[l] : 0;
     const unsigned __int128 r =
-        i.arg[0] ? (unsigned __int128)a - b - in : (unsigned __int128)a + b + in;
-    w.set(i.reg[0], l, (T)r);
+        i.arg[0] == 1 ? (unsigned __int128)a - b - in : (unsigned __int128)a + b + in;
+    w.set(i.reg[0], l, (U)r);
     if (i.arg[2]) w.carry[l] = (bool)(r >> (8 * sizeof(T)) & 1);
   });
   w.wrote(i.reg[0], m, valid);
@@ -315,13 +357,17 @@ void dot4(Warp& w, const Instr& i, Mask m) {
   w.wrote(i.reg[0], m, valid);
 }
 
-// Predicates: one word holds all lanes.
+// Predicates: one word holds all lanes. One operand may decide alone, as false does in and.
 template <class Op>
 void predicate(Warp& w, const Instr& i, Mask m) {
-  const uint32_t d = Op::call(w.file[i.reg[1].at], w.file[i.reg[2].at]);
+  const Mask a = w.file[i.reg[1].at], b = w.file[i.reg[2].at];
+  const Mask a_ok = w.ok(i.reg[1]), b_ok = w.ok(i.reg[2]);
+  const uint32_t d = Op::call(a, b);
+  const Mask a_decides = a_ok & ~(Op::call(a, (Mask)0) ^ Op::call(a, kAll));
+  const Mask b_decides = b_ok & ~(Op::call((Mask)0, b) ^ Op::call(kAll, b));
   uint32_t& to = w.file[i.reg[0].at];
   to = (to & ~m) | (d & m);
-  w.wrote(i.reg[0], m, w.ok(i.reg[1]) & w.ok(i.reg[2]));
+  w.wrote(i.reg[0], m, (a_ok & b_ok) | a_decides | b_decides);
 }
 void predicate_not(Warp& w, const Instr& i, Mask m) {
   uint32_t& to = w.file[i.reg[0].at];
@@ -392,7 +438,7 @@ struct Insert {
 };
 template <class T>
 struct Carry {
-  static Handler handler() { return with_carry<std::make_unsigned_t<T>>; }
+  static Handler handler() { return with_carry<T>; }
 };
 
 Handler logic(const std::string& base, Type type) {
@@ -438,17 +484,21 @@ Handler arithmetic(const Mnemonic& name, Type type) {
   return nullptr;
 }
 
-Handler bits(const std::string& base, Type type) {
+Handler bits(const Mnemonic& name, Type type) {
+  const std::string& base = name.base();
   if (base == "shl") return by_integer_type<Shift<Shl>::Pick>(type);
   if (base == "shr") return by_integer_type<Shift<Shr>::Pick>(type);
   if (base == "popc") return by_integer_type<Count1<PopC>::Pick>(type);
   if (base == "clz") return by_integer_type<Count1<CLZ>::Pick>(type);
-  if (base == "bfind") return by_integer_type<Count1<BFind>::Pick>(type);
+  if (base == "bfind")
+    return name.has("shiftamt") ? by_integer_type<Count1<BFindShift>::Pick>(type)
+                                : by_integer_type<Count1<BFind>::Pick>(type);
   if (base == "brev") return by_integer_type<Same1<BRev>::Pick>(type);
   if (base == "bfe") return by_integer_type<Extract>(type);
   if (base == "bfi") return by_integer_type<Insert>(type);
   if (base == "prmt") return permute;
   if (base == "lop3") return logic3;
+  if (base == "bmsk") return bit_mask;
   if (base == "shf") return funnel;
   if (base == "dp4a") return dot4;
   return nullptr;
@@ -461,19 +511,23 @@ bool decode_integer(Instr& i, const Mnemonic& name) {
   if (is_float(type)) return false;
   const std::string& base = name.base();
   i.pipe = Pipe::alu;
-  if (name.has("cc") || base == "addc" || base == "subc") {
-    i.arg[0] = base == "sub" || base == "subc";
-    i.arg[1] = base == "addc" || base == "subc";
+  const bool takes = base == "addc" || base == "subc" || base == "madc";
+  if (name.has("cc") || takes) {
+    i.arg[0] = base == "sub" || base == "subc" ? 1 : name.has("lo") ? 2 : name.has("hi") ? 3 : 0;
+    i.arg[1] = takes;
     i.arg[2] = name.has("cc");
-    i.run = base == "add" || base == "sub" || i.arg[1] ? by_integer_type<Carry>(type) : nullptr;
+    const bool known = takes || base == "add" || base == "sub" || base == "mad";
+    i.run = known ? by_integer_type<Carry>(type) : nullptr;
     return i.run != nullptr;
   }
-  if (base == "prmt" && name.parts.size() > 2) return false;  // the modes f4e, b4e, ...
-  if (base == "bfind" && name.has("shiftamt")) return false;
+  if (base == "prmt")
+    for (int k = 0; k < 6; ++k)
+      if (name.has(kModes[k])) i.arg[0] = k + 1;
   i.run = logic(base, type);
   if (!i.run) i.run = arithmetic(name, type);
-  if (!i.run) i.run = bits(base, type);
+  if (!i.run) i.run = bits(name, type);
   if (base == "shf") i.arg[0] = name.has("l"), i.arg[1] = name.has("clamp");
+  if (base == "bmsk") i.arg[0] = name.has("clamp");
   if (base == "dp4a") i.arg[0] = is_signed(name.before()), i.arg[1] = is_signed(type);
   if (base == "mul" || base == "mad") i.pipe = Pipe::fma;
   return i.run != nullptr;

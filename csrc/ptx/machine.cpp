@@ -29,6 +29,20 @@ void Warp::in_flight() {
   fault("in flight", "a register is written while a wgmma that uses it has not been waited for");
 }
 
+void Warp::wrote_bytes(Reg r, Mask mask, const uint8_t* bytes) {
+  const uint8_t all = (uint8_t)((1u << (r.bits / 8)) - 1);
+  std::array<uint8_t, kLanes> kept{};
+  Mask whole = 0;
+  bool some = false;
+  for (int l = 0; l < kLanes; ++l) {
+    kept[l] = mask >> l & 1 ? bytes[l] & all : valid_bytes(r, l);
+    if (kept[l] == all) whole |= 1u << l;
+    some = some || (mask >> l & 1 && kept[l] && kept[l] != all);
+  }
+  wrote(r, mask, whole);
+  if (some) partial[r.id] = kept;
+}
+
 void Warp::need(Reg r, Mask mask, const char* use) {
   const Mask bad = mask & ~valid[r.id];
   if (bad)
@@ -78,6 +92,8 @@ void start(Block& b, Warp& w, int index) {
     special((Special)(kNtidX + d), launch.block[d]);
     special((Special)(kCtaidX + d), b.id[d]);
     special((Special)(kNctaidX + d), launch.grid[d]);
+    special((Special)(kClusterIdX + d), b.id[d]);
+    special((Special)(kNclusterIdX + d), launch.grid[d]);
   }
   special(kWarpId, (uint64_t)index);
   special(kNwarpId, (uint64_t)launch.warps);
@@ -85,6 +101,8 @@ void start(Block& b, Warp& w, int index) {
   special(kSmId, b.number % 132);
   special(kClusterNctaid, 1);
   special(kClusterNctarank, 1);
+  special(kClusterNctaidY, 1);
+  special(kClusterNctaidZ, 1);
   special(kDynamicSmem, launch.shared_bytes - launch.static_shared);
   special(kTotalSmem, launch.shared_bytes);
   for (int l = 0; l < kLanes; ++l) {
@@ -143,6 +161,24 @@ void branch(Warp& w, Fragment* f, const Instr& i, Mask taken) {
     *f = {f->pc + 1, rest};
     w.fragments.push_back({i.target, taken});
   }
+}
+
+// Runs a warp-level synchronisation for each group of lanes that give one member mask and are all
+// of its members; returns the lanes of these groups. Groups of one warp may meet independently.
+Mask run_groups(Warp& w, const Instr& i, Mask mask) {
+  const Reg members = i.reg[i.regs - 1];
+  w.need(members, mask, "a member mask");
+  Mask done = 0;
+  for (Mask left = mask; left;) {
+    const Mask all = (Mask)w.get(members, __builtin_ctz(left));
+    Mask group = 0;
+    each_lane(left, [&](int l) { group |= (Mask)((Mask)w.get(members, l) == all) << l; });
+    left &= ~group;
+    if ((all & w.live & ~group) != 0) continue;
+    i.run(w, i, group);
+    done |= group;
+  }
+  return done;
 }
 
 void leave(Warp& w, Fragment* f, Mask gone) {
@@ -208,18 +244,17 @@ void Block::step(Warp& w, int64_t quantum) {
           ++f->pc;
           break;
         }
-        const Reg members = i.reg[i.regs - 1];
-        w.need(members, mask, "a member mask");
-        const Mask all = (Mask)w.get(members, __builtin_ctz(mask)) & w.live;
-        if ((mask & all) != all) {
+        const Mask done = run_groups(w, i, mask);
+        if (done == 0) {
           if (mask != f->mask)
             fault("divergence", "a guard keeps lanes from a warp-level synchronisation");
           f->waits = true;
           break;
         }
-        i.run(w, i, mask);
-        ++f->pc;
+        const Mask stay = mask & ~done;
+        *f = {f->pc + 1, f->mask & ~stay};
         for (Fragment& g : w.fragments) g.waits = false;
+        if (stay) w.fragments.push_back({w.pc, stay, true});
         break;
       }
       case Flow::barrier:
@@ -305,6 +340,8 @@ void Block::check_phase(MBarrier& b) {
   ++b.phase;
   b.pending = b.expected;
   b.completed = b.arrivals, b.completed_fenced = b.arrivals_fenced;
+  // A warp that has polled in vain may go on now.
+  for (Warp& w : warps) w.polls = 0;
 }
 
 void Block::turn(Warp& w, int64_t quantum) {

@@ -35,6 +35,9 @@ struct Fault : std::runtime_error {
 using Times = std::vector<uint32_t>;
 using Clock = std::shared_ptr<const Times>;
 
+// What a thread knows of the threads of several blocks: their clocks by number of the block.
+using Knowledge = std::shared_ptr<const std::map<uint32_t, Clock>>;
+
 // When and by whom a place was last accessed: block, thread, time.
 struct Stamp {
   uint32_t block = 0;  // 1 + number of the block; 0: never; kMany: by several blocks
@@ -105,6 +108,8 @@ struct Launch {
   uint32_t shared_base = 1024;  // shared memory's first address; not 0, as on hardware
   std::vector<uint32_t> blocks;  // numbers of the blocks to run; empty: all of the grid
   std::vector<std::unique_ptr<Allocation>> memory;  // sorted by address
+  // By the place of strong accesses: what a thread knew that wrote there in order to release it.
+  std::unordered_map<uint64_t, Knowledge> released;
   Options options;
   Counts counts;
   std::mutex lock;
@@ -149,8 +154,8 @@ struct TensorMap {
   char magic[4];
   uint8_t rank, element_bytes, swizzle, fill_nan;  // swizzle: 0, 32, 64 or 128 bytes
   uint64_t address;
-  uint32_t size[5];  // elements, the innermost first
-  uint32_t unused;
+  uint32_t size[5];    // elements, the innermost first
+  uint32_t type;       // as .elemtype of tensormap.replace
   uint64_t stride[4];  // bytes, of all but the innermost
   uint16_t box[5];     // elements of a copy
 };
@@ -167,6 +172,8 @@ struct BulkRow {
 struct BulkCopy {
   int32_t warp, lane;
   bool store = false, done = false, nan = false;
+  int32_t reduction = -1;  // of a store, as reduction_of gives it
+  Type type = Type::none;  // of the elements of a reduction
   uint32_t swizzle = 0, row_bytes = 0;
   uint32_t barrier = 0;  // offset of the mbarrier that counts the bytes of a load
   uint16_t slot = 0;     // the engine's thread, whose times the accesses have
@@ -184,6 +191,8 @@ struct Warp {
   int32_t pc = 0;  // of the instruction that runs
   std::vector<uint32_t> file;
   std::vector<Mask> valid;
+  // By register, for lanes that valid leaves out: one bit for each byte that is valid.
+  std::unordered_map<int32_t, std::array<uint8_t, kLanes>> partial;
   // By register: how many wgmma in flight use it, which of its lanes are valid meanwhile
   // (Warp::valid is 0, so that nothing else can use them), and the number of the instruction that
   // wrote it last.
@@ -193,6 +202,10 @@ struct Warp {
   int32_t locks = 0;
   // Happens-before, by lane.
   std::array<Clock, kLanes> base, fenced;
+  std::array<Knowledge, kLanes> others;  // of the threads of other blocks
+  // By lane: what a relaxed write passes on since the last fence, and what relaxed reads have met
+  // and the next fence acquires.
+  std::array<Knowledge, kLanes> offered, met;
   std::array<uint32_t, kLanes> time;
   std::array<std::vector<std::vector<AsyncCopy>>, kLanes> copies;  // groups; the last is open
   std::vector<std::vector<PendingMma>> products;                   // groups; the last is open
@@ -226,8 +239,16 @@ struct Warp {
   // Notes that the lanes of mask have written r, with these lanes valid.
   void wrote(Reg r, Mask mask, Mask valid_lanes) {
     if (locks && locked[r.id]) in_flight();
+    if (!partial.empty()) partial.erase(r.id);
     written[r.id] = executed;
     valid[r.id] = (valid[r.id] & ~mask) | (valid_lanes & mask);
+  }
+  // The same where the bytes of a lane are valid or not each for itself; bytes by lane.
+  void wrote_bytes(Reg r, Mask mask, const uint8_t* bytes);
+  uint8_t valid_bytes(Reg r, int lane) const {
+    if (valid[r.id] >> lane & 1) return 0xff;
+    const auto found = partial.find(r.id);
+    return found == partial.end() ? 0 : found->second[lane];
   }
   [[noreturn]] void in_flight();
   // Faults unless the lanes of mask hold a value that was written.
@@ -259,6 +280,7 @@ struct Block {
   std::unordered_map<uint32_t, std::vector<Stamp>> readers;  // of cells with several
   std::array<Barrier, 16> barriers;
   std::map<uint32_t, MBarrier> mbarriers;
+  std::map<uint64_t, Stamp> map_fences;  // fence.proxy.tensormap by the address of the map
   std::vector<BulkCopy> bulk;       // loads under way
   std::vector<uint32_t> slot_time;  // of the engine's threads, one for each mbarrier
   std::map<uint32_t, uint16_t> slots;
@@ -288,6 +310,13 @@ struct Block {
   void sync_lanes(Warp& w, Mask mask);
   void acquire(Warp& w, int lane, const Times& times, const Times& fenced_times);
   void release(Warp& w, int lane, Times& times, Times& fenced_times);
+  // Strong accesses: a write passes on what its thread knows, a read learns it. fence() makes
+  // relaxed writes after it and relaxed reads before it do the same.
+  Knowledge known(Warp& w, int lane);
+  void learn(Warp& w, int lane, const Knowledge& from);
+  void publish(Warp& w, int lane, uint64_t place, bool releases, bool reads);
+  void observe(Warp& w, int lane, uint64_t place, bool acquires);
+  void fence(Warp& w, int lane);
 
   // Shared memory; address counts from shared_base.
   uint32_t shared_offset(uint64_t address, uint64_t size, uint64_t align);
@@ -317,6 +346,11 @@ struct Element {
 Element element_at(Warp& w, int lane, int space, uint64_t address, uint32_t size);
 void put_element(Warp& w, int lane, int space, uint64_t address, uint32_t size, uint64_t bits,
                  bool ok);
+
+// One element of a bulk reduction; op as reduction_of gives it.
+struct Mnemonic;
+int32_t reduction_of(const Mnemonic& name);  // -1: none
+void reduce_element(Type type, int32_t op, uint8_t* to, uint64_t value);
 
 // In Warp::written: a register that holds a constant.
 constexpr uint64_t kAlways = ~0ull;

@@ -68,6 +68,26 @@ int element_bytes(Type type) {
   return type == Type::tf32 ? 4 : type == Type::f16 || type == Type::bf16 ? 2 : 1;
 }
 
+// The types of a mnemonic in their order, as D, A, B (and C).
+std::vector<Type> types_of(const Mnemonic& name) {
+  std::vector<Type> types;
+  for (const std::string& part : name.parts)
+    if (type_of(part) != Type::none) types.push_back(type_of(part));
+  return types;
+}
+
+// d (rows, columns) += a b of integers, which wrap around or, if so asked, stay at the limits.
+void multiply_integers(const Operands& o, int32_t* d, bool saturate) {
+  for (int r = 0; r < o.rows; ++r)
+    for (int c = 0; c < o.columns; ++c) {
+      int64_t sum = d[r * o.columns + c];
+      for (int k = 0; k < o.depth; ++k)
+        sum += (int64_t)o.a[r * o.depth + k] * (int64_t)o.b[k * o.columns + c];
+      if (saturate) sum = std::min<int64_t>(std::max<int64_t>(sum, INT32_MIN), INT32_MAX);
+      d[r * o.columns + c] = (int32_t)sum;
+    }
+}
+
 struct Shape {
   int m = 0, n = 0, k = 0;
 };
@@ -151,26 +171,11 @@ void mma(Warp& w, const Instr& i, Mask) {
   uint8_t ok[16 * 8];
   Mask c_valid[4];
   for (int r = 0; r < accumulators; ++r) c_valid[r] = w.ok(c[r]);
-  if (i.arg[4]) {  // s32
-    for (int e = 0; e < 4; ++e) {
-      uint32_t out[kLanes];
-      Mask good = c_valid[e];
-      for (int l = 0; l < kLanes; ++l) {
-        const int row = Accumulators::row(l, e), column = Accumulators::column(l, e);
-        int64_t total = (int32_t)w.word(c[e])[l];
-        for (int s = 0; s < k; ++s)
-          total += (int64_t)o.a[row * k + s] * (int64_t)o.b[s * 8 + column];
-        out[l] = (uint32_t)total;
-        if (!o.a_ok[row] || !o.b_ok[column]) good &= ~(1u << l);
-      }
-      // c and d may be the same registers: element e of d depends on element e of c alone.
-      put(w, d[e], kAll, out, good);
-    }
-    w.block->counts.tensor_flops += 2ull * 16 * 8 * k;
-    return;
-  }
   read_accumulators(w, c, i.arg[1], 8, sum, ok, c_valid);
-  multiply(o, sum, w.block->launch->options.accumulate);
+  if (i.arg[4])  // s32, whose bits are read as those of floats
+    multiply_integers(o, reinterpret_cast<int32_t*>(sum), i.arg[5]);
+  else
+    multiply(o, sum, w.block->launch->options.accumulate);
   for (int r = 0; r < 16; ++r)
     for (int n = 0; n < 8; ++n) ok[r * 8 + n] &= o.a_ok[r] & o.b_ok[n];
   const std::vector<Mask> result = write_accumulators(w, d, i.arg[1], 8, sum, ok);
@@ -253,7 +258,7 @@ void note_tile(Block& b, Warp& w, const Descriptor& d, Type type, bool transpose
 }
 
 // Instr: arg 0 n, 1 k, 2 half accumulators, 3 A in registers, 4 bits: 1 transposes A, 2 B, 4
-// negates A, 8 B; reg: accumulators, A, B, scale-d.
+// negates A, 8 B; 5 integers: 1 wrap around, 2 saturate; reg: accumulators, A, B, scale-d.
 struct Wgmma {
   const Instr& i;
   int n, k, accumulators;
@@ -307,7 +312,10 @@ void execute(Warp& w, PendingMma& p) {
     for (int r = 0; r < op.accumulators; ++r) valid[r] = hidden[op.i.reg[r].id];
     read_accumulators(w, op.i.reg, op.half, op.n, sum.data(), ok.data(), valid.data());
   }
-  multiply(o, sum.data(), b.launch->options.accumulate);
+  if (op.i.arg[5])
+    multiply_integers(o, reinterpret_cast<int32_t*>(sum.data()), op.i.arg[5] == 2);
+  else
+    multiply(o, sum.data(), b.launch->options.accumulate);
   for (int r = 0; r < 16; ++r)
     for (int c = 0; c < op.n; ++c) ok[r * op.n + c] &= o.a_ok[r] & o.b_ok[c];
   const std::vector<Mask> result =
@@ -409,9 +417,12 @@ bool decode_wgmma(Instr& i, const Mnemonic& name, const RawInstr& raw) {
   Shape s;
   if (!name.has("mma_async") || name.has("sp") || !shape_of(name, s)) return false;
   i.arg[0] = s.n, i.arg[1] = s.k;
-  i.type = name.before(), i.source = name.last();
-  i.arg[2] = name.parts[name.parts.size() - 3] == "f16";
+  const std::vector<Type> types = types_of(name);  // D, A, B
+  if (types.size() != 3) return false;
+  i.type = types[1], i.source = types[2];
+  i.arg[2] = types[0] == Type::f16;
   i.arg[3] = raw.operands[1].kind == 'v';
+  i.arg[5] = types[0] != Type::s32 ? 0 : name.has("satfinite") ? 2 : 1;
   auto immediate = [&](size_t at) {
     return at < raw.operands.size() ? (int)raw.operands[at].value : 0;
   };
@@ -421,9 +432,11 @@ bool decode_wgmma(Instr& i, const Mnemonic& name, const RawInstr& raw) {
   if (!i.arg[3] && immediate(6)) i.arg[4] |= 1;
   if (immediate(i.arg[3] ? 6 : 7)) i.arg[4] |= 2;
   i.run = issue;
-  const bool known = i.type == Type::f16 || i.type == Type::bf16 || i.type == Type::tf32 ||
-                     i.type == Type::e4m3 || i.type == Type::e5m2;
-  return known && name.parts[name.parts.size() - 3] != "s32";
+  if (i.arg[5])
+    return (i.type == Type::s8 || i.type == Type::u8) &&
+           (i.source == Type::s8 || i.source == Type::u8);
+  return i.type == Type::f16 || i.type == Type::bf16 || i.type == Type::tf32 ||
+         i.type == Type::e4m3 || i.type == Type::e5m2;
 }
 
 // wmma
@@ -558,7 +571,7 @@ bool decode_matrix(Instr& i, const Mnemonic& name, const RawInstr& raw) {
   i.arg[0] = s.k, i.arg[1] = name.parts[types - 4] == "f16";
   i.arg[2] = (int)raw.operands[1].parts.size();
   i.arg[3] = raw.operands[2].kind == 'v' ? (int)raw.operands[2].parts.size() : 1;
-  i.arg[4] = name.parts[types - 4] == "s32";
+  i.arg[4] = name.parts[types - 4] == "s32", i.arg[5] = name.has("satfinite");
   i.aligned = true;
   i.pipe = Pipe::tensor;
   i.run = mma;

@@ -134,33 +134,71 @@ uint64_t sign_extended(Type type, uint64_t bits) {
   }
 }
 
-// ld: arg 0 space, 1 elements; the address follows the registers of the elements.
+// The order of a strong access; 0 stands for a weak one.
+enum Order : int32_t { kWeak = 0, kRelaxed = 1, kAcquire = 2, kRelease = 4 };
+
+int32_t order_of(const Mnemonic& name, bool strong) {
+  if (name.has("acq_rel")) return kRelaxed | kAcquire | kRelease;
+  if (name.has("acquire")) return kRelaxed | kAcquire;
+  if (name.has("release")) return kRelaxed | kRelease;
+  return strong ? kRelaxed : kWeak;
+}
+
+// Strong accesses of all blocks happen one after another, together with what they pass on.
+std::mutex atomics;
+
+// The place of a strong access; shared memory is told apart by its block.
+uint64_t key_of(const Warp& w, const Instr& i, uint64_t address) {
+  const bool shared = (Space)i.arg[0] == Space::shared || (address & kWindowMask) == kSharedWindow;
+  return shared ? kSharedWindow | (uint64_t)(w.block->number + 1) << 20 | (address & 0xfffff)
+                : address;
+}
+
+void acquire_at(Warp& w, const Instr& i, int lane, uint64_t address) {
+  w.block->observe(w, lane, key_of(w, i, address), i.arg[2] & kAcquire);
+}
+
+void release_at(Warp& w, const Instr& i, int lane, uint64_t address, bool reads) {
+  w.block->publish(w, lane, key_of(w, i, address), i.arg[2] & kRelease, reads);
+}
+
+// ld: arg 0 space, 1 elements, 2 order; the address follows the registers of the elements.
 void load(Warp& w, const Instr& i, Mask m) {
   const int n = i.arg[1];
   const uint32_t size = (uint32_t)bytes_of(i.type);
   w.need(i.reg[n], m, "an address");
   uint64_t address[kLanes];
-  Mask valid[16];
-  std::fill(valid, valid + n, 0);
+  uint8_t valid[16][kLanes];
   each_lane(m, [&](int l) {
     address[l] = w.get(i.reg[n], l) + (uint64_t)i.offset;
     const Place p = reach(w, l, (Space)i.arg[0], address[l], size * n, false, i.arg[2] != 0);
+    std::unique_lock<std::mutex> guard(atomics, std::defer_lock);
+    if (i.arg[2]) guard.lock(), acquire_at(w, i, l, address[l]);
     for (int e = 0; e < n; ++e) {
       uint64_t bits = 0;
       std::memcpy(&bits, p.at + e * size, size);
-      const bool ok = !p.valid || all_valid(p.valid + e * size, size);
-      valid[e] |= (Mask)ok << l;
+      uint8_t ok = 0xff;
+      for (uint32_t k = 0; p.valid && k < size; ++k)
+        if (!p.valid[e * size + k]) ok &= (uint8_t)~(1u << k);
+      // In a register that is wider than the element, all bytes come from all of the element.
+      if (i.reg[e].id >= 0 && 8 * size != i.reg[e].bits && ok != 0xff) ok = 0;
+      valid[e][l] = ok;
       if (i.reg[e].id >= 0) w.set(i.reg[e], l, sign_extended(i.type, bits));
     }
   });
   for (int e = 0; e < n; ++e)
-    if (i.reg[e].id >= 0) w.wrote(i.reg[e], m, valid[e]);
+    if (i.reg[e].id >= 0) w.wrote_bytes(i.reg[e], m, valid[e]);
   count(w, i, m, address, size * n);
 }
 
 // Of lanes that write to one address in one instruction, which one wins is not defined: the seed
 // chooses the first or the last. Returns the winners, and counts the losers with another value.
+// Each lane has local memory of its own.
 Mask winners(Warp& w, const Instr& i, Mask m, const uint64_t* address) {
+  const bool local = (Space)i.arg[0] == Space::local ||
+                     ((Space)i.arg[0] == Space::generic &&
+                      (address[__builtin_ctz(m)] & kWindowMask) == kLocalWindow);
+  if (local) return m;
   uint64_t sorted[kLanes];
   int n = 0;
   each_lane(m, [&](int l) { sorted[n++] = address[l]; });
@@ -184,7 +222,7 @@ Mask winners(Warp& w, const Instr& i, Mask m, const uint64_t* address) {
   return kept;
 }
 
-// st: the address comes first.
+// st: the address comes first; arg 0 to 2 as for ld.
 void store(Warp& w, const Instr& i, Mask m) {
   const int n = i.arg[1];
   const uint32_t size = (uint32_t)bytes_of(i.type);
@@ -197,18 +235,19 @@ void store(Warp& w, const Instr& i, Mask m) {
     for (int e = 0; e < n; ++e) {
       const uint64_t bits = w.get(i.reg[e + 1], l);
       std::memcpy(value + e * size, &bits, size);
-      const bool ok = w.ok(i.reg[e + 1]) >> l & 1;
-      all = all && ok, any = any || ok;
+      all = all && w.ok(i.reg[e + 1]) >> l & 1;
+      any = any || w.valid_bytes(i.reg[e + 1], l);
     }
     const Place p = reach(w, l, (Space)i.arg[0], address[l], size * n, true, i.arg[2] != 0,
                           any ? value : kNothing);
     if (!all && i.pipe == Pipe::global)
       for (int e = 0; e < n; ++e)
         w.need(i.reg[e + 1], 1u << l, "a value that is stored to global memory");
+    std::unique_lock<std::mutex> guard(atomics, std::defer_lock);
+    if (i.arg[2]) guard.lock(), release_at(w, i, l, address[l], false);
     std::memcpy(p.at, value, size * n);
-    if (p.valid)
-      for (int e = 0; e < n; ++e)
-        std::memset(p.valid + e * size, w.ok(i.reg[e + 1]) >> l & 1, size);
+    for (uint32_t at = 0; p.valid && at < size * n; ++at)
+      p.valid[at] = w.valid_bytes(i.reg[at / size + 1], l) >> (at % size) & 1;
   });
   count(w, i, m, address, size * n);
 }
@@ -253,8 +292,8 @@ T combined(Atom op, T old, T b, T c) {
   return old;
 }
 
-uint64_t combined(const Instr& i, Atom op, uint64_t old, uint64_t b, uint64_t c) {
-  switch (i.type) {
+uint64_t combined(Type type, Atom op, uint64_t old, uint64_t b, uint64_t c) {
+  switch (type) {
     case Type::f32:
       return bits_as<uint32_t>(combined<float>(op, bits_as<float>((uint32_t)old),
                                                bits_as<float>((uint32_t)b),
@@ -273,13 +312,16 @@ uint64_t combined(const Instr& i, Atom op, uint64_t old, uint64_t b, uint64_t c)
     case Type::u16:
       return (uint16_t)combined<uint16_t>(op, (uint16_t)old, (uint16_t)b, (uint16_t)c);
     case Type::f16:
-      return to_half((double)to_float(Half{(uint16_t)old}) + to_float(Half{(uint16_t)b})).bits;
+      return to_half(combined<double>(op, to_float(Half{(uint16_t)old}),
+                                      to_float(Half{(uint16_t)b}), 0))
+          .bits;
     case Type::bf16:
-      return to_brain((double)to_float(Brain{(uint16_t)old}) + to_float(Brain{(uint16_t)b})).bits;
+      return to_brain(combined<double>(op, to_float(Brain{(uint16_t)old}),
+                                       to_float(Brain{(uint16_t)b}), 0))
+          .bits;
     case Type::f16x2:
     case Type::bf16x2: {
-      Instr half = i;
-      half.type = i.type == Type::f16x2 ? Type::f16 : Type::bf16;
+      const Type half = type == Type::f16x2 ? Type::f16 : Type::bf16;
       return combined(half, op, old & 0xffff, b & 0xffff, 0) |
              combined(half, op, old >> 16, b >> 16, 0) << 16;
     }
@@ -288,30 +330,34 @@ uint64_t combined(const Instr& i, Atom op, uint64_t old, uint64_t b, uint64_t c)
   }
 }
 
-std::mutex atomics;
-
-// atom and red: arg 3 operation, 4 whether it returns the old value.
+// atom and red: arg 1 elements, each of which is one atomic operation; arg 2 order; arg 3
+// operation, 4 whether it returns the old values. Registers: old values, address, b, c.
 void atomic(Warp& w, const Instr& i, Mask m) {
   const uint32_t size = (uint32_t)bytes_of(i.type);
-  const Reg* source = i.reg + i.arg[4];  // address, b, c
+  const int n = i.arg[1];
+  const Reg* source = i.reg + (i.arg[4] ? n : 0);
   w.need(source[0], m, "an address");
-  w.need(source[1], m, "an operand of an atomic");
+  for (int e = 0; e < n; ++e) w.need(source[1 + e], m, "an operand of an atomic");
   const Atom op = (Atom)i.arg[3];
-  Mask valid = 0;
+  Mask valid[8] = {};
   each_lane(m, [&](int l) {
     const uint64_t address = w.get(source[0], l) + (uint64_t)i.offset;
-    const Place p = reach(w, l, (Space)i.arg[0], address, size, true, true);
+    const Place p = reach(w, l, (Space)i.arg[0], address, size * n, true, true);
     std::lock_guard<std::mutex> guard(atomics);
-    uint64_t old = 0;
-    std::memcpy(&old, p.at, size);
-    const bool ok = !p.valid || all_valid(p.valid, size);
-    valid |= (Mask)ok << l;
-    const uint64_t next =
-        combined(i, op, old, w.get(source[1], l), op == Atom::cas ? w.get(source[2], l) : 0);
-    std::memcpy(p.at, &next, size);
-    if (i.arg[4] && i.reg[0].id >= 0) w.set(i.reg[0], l, old);
+    acquire_at(w, i, l, address);
+    for (int e = 0; e < n; ++e) {
+      uint64_t old = 0;
+      std::memcpy(&old, p.at + e * size, size);
+      valid[e] |= (Mask)(!p.valid || all_valid(p.valid + e * size, size)) << l;
+      const uint64_t next = combined(i.type, op, old, w.get(source[1 + e], l),
+                                     op == Atom::cas ? w.get(source[2], l) : 0);
+      std::memcpy(p.at + e * size, &next, size);
+      if (i.arg[4] && i.reg[e].id >= 0) w.set(i.reg[e], l, old);
+    }
+    release_at(w, i, l, address, true);
   });
-  if (i.arg[4] && i.reg[0].id >= 0) w.wrote(i.reg[0], m, valid);
+  for (int e = 0; e < n; ++e)
+    if (i.arg[4] && i.reg[e].id >= 0) w.wrote(i.reg[e], m, valid[e]);
 }
 
 // ldmatrix, stmatrix
@@ -394,6 +440,25 @@ bool space_of(Instr& i, const Mnemonic& name) {
 
 }  // namespace
 
+void reduce_element(Type type, int32_t op, uint8_t* to, uint64_t value) {
+  uint64_t old = 0;
+  const size_t size = (size_t)bytes_of(type);
+  std::lock_guard<std::mutex> guard(atomics);
+  std::memcpy(&old, to, size);
+  const uint64_t next = combined(type, (Atom)op, old, value, 0);
+  std::memcpy(to, &next, size);
+}
+
+int32_t reduction_of(const Mnemonic& name) {
+  static const std::pair<const char*, Atom> ops[] = {
+      {"add", Atom::add}, {"min", Atom::min},   {"max", Atom::max}, {"inc", Atom::inc},
+      {"dec", Atom::dec}, {"exch", Atom::exch}, {"cas", Atom::cas}, {"and", Atom::and_},
+      {"or", Atom::or_},  {"xor", Atom::xor_}};
+  for (const auto& [text, op] : ops)
+    if (name.has(text)) return (int32_t)op;
+  return -1;
+}
+
 Element element_at(Warp& w, int lane, int space, uint64_t address, uint32_t size) {
   const Place p = reach(w, lane, (Space)space, address, size, false, false);
   Element e = {0, !p.valid || all_valid(p.valid, size)};
@@ -421,23 +486,19 @@ bool decode_memory(Instr& i, const Mnemonic& name, const RawInstr& raw) {
     if (raw.operands.size() != 2) return false;
     const int given = raw.operands[data].kind == 'v' ? (int)raw.operands[data].parts.size() : 1;
     if (given != i.arg[1]) return false;
-    i.arg[2] = name.any({"volatile", "relaxed", "acquire", "release", "mmio"});
+    i.arg[2] = order_of(name, name.any({"volatile", "relaxed", "mmio"}));
     i.run = base == "st" ? store : load;
     return i.type != Type::none && i.type != Type::b128;
   }
   if (base == "atom" || base == "red") {
     if (name.has("async")) return false;
     space_of(i, name);
-    static const std::pair<const char*, Atom> ops[] = {
-        {"add", Atom::add}, {"min", Atom::min},   {"max", Atom::max}, {"inc", Atom::inc},
-        {"dec", Atom::dec}, {"exch", Atom::exch}, {"cas", Atom::cas}, {"and", Atom::and_},
-        {"or", Atom::or_},  {"xor", Atom::xor_}};
-    bool found = false;
-    for (const auto& [text, op] : ops)
-      if (name.has(text)) i.arg[3] = (int)op, found = true;
+    i.arg[3] = reduction_of(name);
+    i.arg[1] = name.has("v2") ? 2 : name.has("v4") ? 4 : name.has("v8") ? 8 : 1;
+    i.arg[2] = order_of(name, true);
     i.arg[4] = base == "atom";
     i.run = atomic;
-    return found && !name.any({"v2", "v4", "v8"});
+    return i.arg[3] >= 0;
   }
   if (base == "ldmatrix" || base == "stmatrix") {
     if (!name.has("b16") || !name.has("m8n8")) return false;

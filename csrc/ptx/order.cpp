@@ -29,12 +29,26 @@ Clock joined(const Clock& a, const Clock& b) {
   return result;
 }
 
+Knowledge joined(const Knowledge& a, const Knowledge& b) {
+  if (!a || !b || a == b) return a ? a : b;
+  auto result = std::make_shared<std::map<uint32_t, Clock>>(*a);
+  for (const auto& [block, clock] : *b) {
+    const auto [it, fresh] = result->try_emplace(block, clock);
+    if (!fresh) it->second = joined(it->second, clock);
+  }
+  return result;
+}
+
 }  // namespace
 
 bool Block::after(const Warp& w, int lane, const Stamp& s) const {
   if (s.block == 0) return true;
-  if (s.block != number + 1) return false;
   if (s.time == kPending) return false;
+  if (s.block != number + 1) {
+    if (s.block == kMany || !w.others[lane]) return false;
+    const auto found = w.others[lane]->find(s.block - 1);
+    return found != w.others[lane]->end() && (*found->second)[s.thread] >= s.time;
+  }
   return s.thread == w.thread(lane) || (*w.base[lane])[s.thread] >= s.time;
 }
 
@@ -57,6 +71,10 @@ void Block::join(const std::vector<std::pair<Warp*, int>>& threads) {
       fenced = joined(fenced, w->fenced[lane]);
     }
   }
+  Knowledge others;
+  for (const auto& [w, lane] : threads) others = joined(others, w->others[lane]);
+  if (others)
+    for (const auto& [w, lane] : threads) w->others[lane] = others;
   auto next = std::make_shared<Times>(*base);
   for (const auto& [w, lane] : threads) (*next)[w->thread(lane)] = w->time[lane]++;
   const Clock shared_next = next;
@@ -90,6 +108,51 @@ void Block::release(Warp& w, int lane, Times& times, Times& fenced_times) {
     fenced_times[t] = std::max(fenced_times[t], fenced[t]);
   }
   times[w.thread(lane)] = std::max(times[w.thread(lane)], w.time[lane]++);
+}
+
+// Strong accesses
+// ------------------------------------------------------------------------------------
+
+Knowledge Block::known(Warp& w, int lane) {
+  auto own = std::make_shared<Times>(*w.base[lane]);
+  (*own)[(size_t)w.thread(lane)] = w.time[lane]++;
+  auto result = std::make_shared<std::map<uint32_t, Clock>>();
+  if (w.others[lane]) *result = *w.others[lane];
+  (*result)[number] = own;
+  return result;
+}
+
+void Block::learn(Warp& w, int lane, const Knowledge& from) {
+  if (!from) return;
+  const auto own = from->find(number);
+  if (own != from->end()) w.base[lane] = joined(w.base[lane], own->second);
+  w.others[lane] = joined(w.others[lane], from);
+}
+
+// A write that reads the old value, too, goes on passing on what that has passed on.
+void Block::publish(Warp& w, int lane, uint64_t place, bool releases, bool reads) {
+  if (!launch->options.races) return;
+  const Knowledge own = releases ? known(w, lane) : w.offered[lane];
+  if (!own && (reads || launch->released.count(place) == 0)) return;
+  Knowledge& there = launch->released[place];
+  there = reads ? joined(there, own) : own;
+}
+
+void Block::observe(Warp& w, int lane, uint64_t place, bool acquires) {
+  if (!launch->options.races) return;
+  const auto found = launch->released.find(place);
+  if (found == launch->released.end()) return;
+  if (acquires)
+    learn(w, lane, found->second);
+  else
+    w.met[lane] = joined(w.met[lane], found->second);
+}
+
+void Block::fence(Warp& w, int lane) {
+  if (!launch->options.races) return;
+  learn(w, lane, w.met[lane]);
+  w.met[lane] = nullptr;
+  w.offered[lane] = known(w, lane);
 }
 
 // Shared memory

@@ -1,12 +1,12 @@
-"""Put one fault at a time into the Triton and C++ kernels, and find out whether a test fails.
+"""Put one fault at a time into the kernels and the PTX machine, and find out whether a test fails.
 
     python tests/mutation/mutate.py [--only TEXT] [--workers 2] [--json FILE]    # or: make mutate
 
-Each fault of faults.py and cpp_faults.py is applied to a copy of the tree, never to the tree
+Each fault of faults.py, cpp_faults.py and ptx_faults.py is applied to a copy of the tree, never to the tree
 itself. The tests of the fault's noun run in the copy until one fails. A fault is caught if a test
 fails, crashes or hangs. For C++, the unit of the noun is compiled with the fault; a fault that does
 not compile, or compiles to the same code, is an error. The exit status is 1 if fewer than 95 % of
-the Triton or of the C++ faults are caught, or if a test fails without a fault.
+the faults of a kind are caught, or if a test fails without a fault.
 """
 
 from __future__ import annotations
@@ -31,12 +31,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 from cpp_faults import CPP_FAULTS, CPP_SELECTIONS, UNITS
 from extension import LIBRARY, ROOT, build_all, compile_unit, link_unit
 from faults import FAULTS, SELECTIONS, Fault
+from ptx_faults import PTX_FAULTS, PTX_SELECTIONS, PTX_UNITS
 
 NEEDED = 0.95
 # Limit of the tests in seconds, because a fault may cause an endless loop.
 LONGEST = 300
 COPIED = ("csrc", "fastbert", "kernels", "tests", "pyproject.toml")
-TESTS = SELECTIONS | CPP_SELECTIONS
+TESTS = SELECTIONS | CPP_SELECTIONS | PTX_SELECTIONS
+COMPILED = UNITS | PTX_UNITS
 
 
 class Outcome(NamedTuple):
@@ -100,8 +102,8 @@ def apply(tree: Path, fault: Fault) -> str:
 
 def build(tree: Path, noun: str) -> bytes:
     """Compile the unit of the noun into the ``fastbert._C`` of ``tree`` and return its object."""
-    compiled = compile_unit(tree, UNITS[noun])
-    link_unit(compiled, UNITS[noun], tree / "fastbert" / LIBRARY)
+    compiled = compile_unit(tree, COMPILED[noun])
+    link_unit(compiled, COMPILED[noun], tree / "fastbert" / LIBRARY)
     return compiled.read_bytes()
 
 
@@ -110,7 +112,7 @@ def try_fault(tree: Path, fault: Fault, clean: dict[str, bytes]) -> Outcome:
     start = time.monotonic()
     original = apply(tree, fault)
     try:
-        if fault.noun in UNITS and build(tree, fault.noun) == clean[fault.noun]:
+        if fault.noun in COMPILED and build(tree, fault.noun) == clean[fault.noun]:
             raise RuntimeError(f"{fault.name}: compiles to the same code as without the fault")
         passed, by = run_tests(tree, fault.noun)
     finally:
@@ -166,7 +168,7 @@ def check_unbroken(nouns: set[str], workers: int) -> dict[str, bytes]:
         start = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="fastbert-mutate-") as folder:
             tree = copy_tree(Path(folder))
-            clean = build(tree, noun) if noun in UNITS else b""
+            clean = build(tree, noun) if noun in COMPILED else b""
             passed, by = run_tests(tree, noun)
         if not passed:
             raise RuntimeError(f"{noun}: a test fails without a fault: {by}")
@@ -180,7 +182,7 @@ def check_unbroken(nouns: set[str], workers: int) -> dict[str, bytes]:
 def judge(kind: str, faults: list[Fault], workers: int) -> list[Outcome]:
     """Try the faults of one kind, and print for each file how many were caught."""
     start = time.monotonic()
-    if any(fault.noun in UNITS for fault in faults):
+    if any(fault.noun in COMPILED for fault in faults):
         build_all(workers)
     outcomes = try_all(faults, workers, check_unbroken({fault.noun for fault in faults}, workers))
     tried = Counter(outcome.fault.file for outcome in outcomes)
@@ -203,7 +205,7 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=2, help="number of faults tried at a time")
     parser.add_argument("--json", type=Path, help="write the outcomes to this file")
     options = parser.parse_args()
-    kinds = {"Triton": FAULTS, "C++": CPP_FAULTS}
+    kinds = {"Triton": FAULTS, "C++": CPP_FAULTS, "PTX machine": PTX_FAULTS}
     chosen = {
         kind: [f for f in faults if options.only in f.name or options.only in f.file]
         for kind, faults in kinds.items()

@@ -16,14 +16,18 @@ from cpp_faults import CPP_FAULTS, CPP_SELECTIONS, UNITS, WITHOUT_FAULTS
 from extension import Unit, sources, text_of
 from faults import FAULTS, SELECTIONS, Fault
 from mutate import ROOT, copy_tree, run_tests, try_fault
+from ptx_faults import PTX_FAULTS, PTX_SELECTIONS, PTX_UNITS
 
 
 def test_there_are_enough_faults_and_each_has_its_own_name():
     assert len(FAULTS) >= 30
     assert len(CPP_FAULTS) >= 60
-    assert len({fault.name for fault in (*FAULTS, *CPP_FAULTS)}) == len(FAULTS) + len(CPP_FAULTS)
+    assert len(PTX_FAULTS) >= 40
+    every = (*FAULTS, *CPP_FAULTS, *PTX_FAULTS)
+    assert len({fault.name for fault in every}) == len(every)
     assert {fault.noun for fault in FAULTS} == set(SELECTIONS)
     assert {fault.noun for fault in CPP_FAULTS} == set(CPP_SELECTIONS) == set(UNITS)
+    assert {fault.noun for fault in PTX_FAULTS} <= set(PTX_SELECTIONS) == set(PTX_UNITS)
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
@@ -38,6 +42,13 @@ def test_fault_changes_one_line_of_a_file_that_its_unit_includes(fault):
     text = (ROOT / fault.file).read_text(encoding="utf-8")
     assert fault.broken(text) != text
     assert fault.file in included(UNITS[fault.noun])
+
+
+@pytest.mark.parametrize("fault", PTX_FAULTS, ids=lambda fault: fault.name)
+def test_fault_changes_the_ptx_machine(fault):
+    text = (ROOT / fault.file).read_text(encoding="utf-8")
+    assert fault.broken(text) != text
+    assert fault.file == PTX_UNITS[fault.noun].source
 
 
 @functools.cache

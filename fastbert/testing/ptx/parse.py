@@ -1,15 +1,16 @@
 """Split PTX text into kernels, variables, and instructions with operands.
 
 The grammar is that of the PTX ISA, as far as compilers emit it: one module, kernels (``.entry``),
-variables, registers in nested scopes, labels and guarded instructions. Meaning is not known here;
-``csrc/ptx/decode.cpp`` finds the handler of a mnemonic.
+functions (``.func``), variables, registers and labels in nested scopes, and guarded instructions.
+A call is replaced by the body of the function, whose parameters become local memory. Meaning is not
+known here; ``csrc/ptx/decode.cpp`` finds the handler of a mnemonic.
 """
 
 from __future__ import annotations
 
 import re
 import struct
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 BYTES = {"8": 1, "16": 2, "32": 4, "64": 8, "128": 16}
@@ -20,6 +21,9 @@ SPECIALS = [
     "%nsmid", "%gridid", "%clock", "%clock64", "%lanemask_eq", "%lanemask_le", "%lanemask_lt",
     "%lanemask_ge", "%lanemask_gt", "%cluster_ctaid.x", "%cluster_nctaid.x", "%cluster_ctarank",
     "%cluster_nctarank", "%total_smem_size", "%dynamic_smem_size", "%globaltimer",
+    "%cluster_ctaid.y", "%cluster_ctaid.z", "%cluster_nctaid.y", "%cluster_nctaid.z",
+    "%clusterid.x", "%clusterid.y", "%clusterid.z", "%nclusterid.x", "%nclusterid.y",
+    "%nclusterid.z",
 ]  # fmt: skip
 
 
@@ -84,9 +88,25 @@ class Kernel:
     code: list[Instruction] = field(default_factory=list)
     registers: list[int] = field(default_factory=list)
     variables: list[Variable] = field(default_factory=list)
-    labels: dict[str, int] = field(default_factory=dict)
     threads: tuple[int, int, int] | None = None
     sources: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+
+class Function(NamedTuple):
+    """A ``.entry`` or ``.func`` before its statements are read: its head, and a range of lines."""
+
+    head: str
+    lines: list[str]
+    first: int
+    last: int
+
+    @property
+    def name(self) -> str:
+        """The name, which stands before the parameters and, in a function, after the results."""
+        match = re.search(r"\.(?:entry|func)\s+(?:\([^)]*\)\s*)?([\w$.]+)", self.head)
+        if match is None:
+            raise PtxSyntaxError(f"cannot read the head of a function: {self.head.strip()[:200]!r}")
+        return match[1]
 
 
 @dataclass
@@ -121,13 +141,16 @@ def parse(text: str) -> Text:
     result = Text({}, [], files, target[1].split(",")[0].strip() if target else "")
     lines = text.split("\n")
     number = 0
+    entries: list[Function] = []
+    functions: dict[str, Function] = {}
     while number < len(lines):
         line = _bare(lines[number])
         if ".entry" in line or re.match(r"(\.\w+\s+)*\.func\b", line):
             body, number = _function(lines, number)
-            if body is not None:
-                kernel = _Body(*body).kernel
-                result.kernels[kernel.name] = kernel
+            if body is not None and ".entry" in body.head:
+                entries.append(body)
+            elif body is not None:
+                functions[body.name] = body
             continue
         if re.match(r"(\.\w+\s+)*\.(global|const|shared)\b", line):
             start, statement = number, line
@@ -138,6 +161,9 @@ def parse(text: str) -> Text:
         elif line.startswith(".section"):
             break
         number += 1
+    for entry in entries:
+        kernel = _Body(entry, functions).kernel
+        result.kernels[kernel.name] = kernel
     return result
 
 
@@ -145,8 +171,8 @@ def _bare(line: str) -> str:
     return line.split("//")[0].strip()
 
 
-def _function(lines: list[str], start: int) -> tuple[tuple[str, list[str], int, int] | None, int]:
-    """Return the head, the lines and the range of a function's body, and the line after it."""
+def _function(lines: list[str], start: int) -> tuple[Function | None, int]:
+    """Return a function, or None for a declaration, and the number of the line after it."""
     head, number = "", start
     while "{" not in (bare := _bare(lines[number])):
         head += " " + bare
@@ -160,13 +186,11 @@ def _function(lines: list[str], start: int) -> tuple[tuple[str, list[str], int, 
         if depth == 0:
             break
         number += 1
-    if ".entry" not in head:
-        return None, number + 1
-    return (head, lines, first, number), number + 1
+    return Function(head, lines, first, number), number + 1
 
 
 _VARIABLE = re.compile(
-    r"((?:\.(?:visible|extern|weak|common)\s+)*)\.(global|const|shared|local)\s+"
+    r"((?:\.(?:visible|extern|weak|common)\s+)*)\.(global|const|shared|local|param)\s+"
     r"(?:\.align\s+(\d+)\s+)?(?:\.attribute\([^)]*\)\s+)?\.([a-z]+)(\d+)\s+([\w$]+)((?:\[\d*\])*)"
     r"(?:\s*=\s*(.*))?$"
 )
@@ -216,49 +240,72 @@ def _float_bits(token: str, bits: int) -> int:
     return int.from_bytes(struct.pack("<d" if bits == 64 else "<f", float(token)), "little")
 
 
+def _threads(head: str) -> tuple[int, int, int] | None:
+    """Return the threads that a kernel requires, or None."""
+    match = re.search(r"\.reqntid\s+(\d+)(?:\s*,\s*(\d+))?(?:\s*,\s*(\d+))?", head)
+    if match is None:
+        return None
+    x, y, z = (int(t or 1) for t in match.groups())
+    return x, y, z
+
+
+def _parameters(head: str) -> list[Parameter]:
+    """Return the parameters of a kernel; of a function, its results and then its parameters."""
+    offset = 0
+    found = []
+    pattern = (
+        r"\.param\s+(?:\.align\s+(\d+)\s+)?\.([a-z]+)(\d+)(?:\s+\.ptr(?:\s+\.\w+)?"
+        r"(?:\s+\.align\s+\d+)?)?\s+([\w$]+)(?:\[(\d+)\])?"
+    )
+    for align, kind, bits, name, count in re.findall(pattern, head):
+        size = BYTES[bits] * int(count or 1)
+        alignment = max(int(align or 1), BYTES[bits])
+        offset = -(-offset // alignment) * alignment
+        found.append(Parameter(name, kind + bits, alignment, size, offset))
+        offset += size
+    return found
+
+
+@dataclass
+class _Scope:
+    """What is declared between two braces.
+
+    Attributes:
+        names: The number of a register, or the unique name of a variable.
+        labels: Numbers of instructions.
+        tables: Labels of a ``.branchtargets``.
+    """
+
+    names: dict[str, int | str] = field(default_factory=dict)
+    labels: dict[str, int] = field(default_factory=dict)
+    tables: dict[str, list[str]] = field(default_factory=dict)
+
+
 class _Body:
     """Reads the body of one kernel, statement by statement."""
 
-    def __init__(self, head: str, lines: list[str], first: int, last: int) -> None:
-        self.kernel = Kernel(self._name(head))
-        self._parameters(head)
-        self.scopes: list[dict[str, int]] = [{}]
+    def __init__(self, entry: Function, functions: dict[str, Function]) -> None:
+        self.kernel = Kernel(entry.name, _parameters(entry.head), threads=_threads(entry.head))
+        self.functions = functions
+        self.scopes = [_Scope()]
+        self.visible: list[tuple[_Scope, ...]] = []  # by instruction, the outermost first
+        self.label = ""  # the last one
+        # By call that is being read: name of the function, and the label after its body.
+        self.calls: list[tuple[str, str]] = []
+        self.copies = 0  # of functions and of variables so far
         self.source: tuple[int, int] | None = None
-        self.pending: list[tuple[int, list[str]]] = []
+        self._read(entry)
+        self._resolve()
+
+    def _read(self, function: Function) -> None:
         text, line_of = [], []
-        for number in range(first, last + 1):
-            bare = _bare(lines[number])
-            if bare.startswith(".loc"):
+        for number in range(function.first, function.last + 1):
+            bare = _bare(function.lines[number])
+            if re.match(r"\.loc\s", bare):
                 bare = bare.split(",")[0] + ";"
             text.append(bare)
             line_of.append(number + 1)
         self._statements(text, line_of)
-        self._resolve()
-
-    def _name(self, head: str) -> str:
-        match = re.search(r"\.entry\s+([\w$.]+)", head)
-        if match is None:
-            raise PtxSyntaxError(f"cannot read the head of a kernel: {head.strip()[:200]!r}")
-        return match[1]
-
-    def _parameters(self, head: str) -> None:
-        threads = re.search(
-            r"\.(?:reqntid|maxntid)\s+(\d+)(?:\s*,\s*(\d+))?(?:\s*,\s*(\d+))?", head
-        )
-        if threads and ".reqntid" in head:
-            x, y, z = (int(t or 1) for t in threads.groups())
-            self.kernel.threads = (x, y, z)
-        offset = 0
-        pattern = (
-            r"\.param\s+(?:\.align\s+(\d+)\s+)?\.([a-z]+)(\d+)(?:\s+\.ptr(?:\s+\.\w+)?"
-            r"(?:\s+\.align\s+\d+)?)?\s+([\w$]+)(?:\[(\d+)\])?"
-        )
-        for align, kind, bits, name, count in re.findall(pattern, head):
-            size = BYTES[bits] * int(count or 1)
-            alignment = max(int(align or 1), BYTES[bits])
-            offset = -(-offset // alignment) * alignment
-            self.kernel.parameters.append(Parameter(name, kind + bits, alignment, size, offset))
-            offset += size
 
     def _statements(self, text: list[str], line_of: list[int]) -> None:
         """Cut the text at semicolons, at labels and at the braces of scopes."""
@@ -271,7 +318,7 @@ class _Body:
                     if not rest:
                         break
                     if rest[0] == "{":
-                        self.scopes.append({})
+                        self.scopes.append(_Scope())
                         rest = rest[1:]
                         continue
                     if rest[0] == "}":
@@ -280,7 +327,8 @@ class _Body:
                         continue
                     label = re.match(r"([\w$]+)\s*:(?!:)", rest)
                     if label:
-                        self.kernel.labels[label[1]] = len(self.kernel.code)
+                        self.scopes[-1].labels[label[1]] = len(self.kernel.code)
+                        self.label = label[1]
                         rest = rest[label.end() :]
                         continue
                 cut = rest.find(";")
@@ -295,15 +343,22 @@ class _Body:
     def _statement(self, statement: str, line: int) -> None:
         if not statement:
             return
-        if statement.startswith(".loc"):
+        if re.match(r"\.loc\s", statement):
             file, row = statement.split()[1:3]
             self.source = (int(file), int(row))
         elif statement.startswith(".reg"):
             self._registers(statement, line)
-        elif re.match(r"(\.\w+\s+)*\.(shared|local|global)\b", statement):
-            self.kernel.variables.append(_variable(statement, line))
+        elif re.match(r"(\.\w+\s+)*\.(shared|local|global|param)\b", statement):
+            self._declare(_variable(statement, line))
+        elif statement.startswith(".branchtargets"):
+            names = statement.removeprefix(".branchtargets").split(",")
+            self.scopes[-1].tables[self.label] = [name.strip() for name in names]
         elif statement.startswith("."):
             return  # .pragma and other directives
+        elif re.match(r"call\b", statement):
+            self._call(statement, line)
+        elif re.match(r"brx\.idx\b", statement):
+            self._branch_by_index(statement, line)
         else:
             self._instruction(statement, line)
 
@@ -317,8 +372,68 @@ class _Body:
             many = re.match(r"([%\w$]+)<(\d+)>$", name)
             names = [f"{many[1]}{n}" for n in range(int(many[2]))] if many else [name]
             for each in names:
-                self.scopes[-1][each] = len(self.kernel.registers)
+                self.scopes[-1].names[each] = len(self.kernel.registers)
                 self.kernel.registers.append(bits)
+
+    def _declare(self, variable: Variable) -> None:
+        """Add a variable; one of a thread is another one in each scope and each call."""
+        if variable.space in ("local", "param"):
+            self.copies += 1
+            name = f"{variable.name}#{self.copies}"
+            self.scopes[-1].names[variable.name] = name
+            variable = replace(variable, name=name, space="local")
+        elif any(variable.name == known.name for known in self.kernel.variables):
+            return
+        self.kernel.variables.append(variable)
+
+    def _call(self, statement: str, line: int) -> None:
+        """Put the body of a function in the place of its call.
+
+        ``vprintf`` prints nothing and ``__assertfail`` traps.
+        """
+        match = re.match(
+            r"call(?:\.uni)?\s+(?:\(([^)]*)\)\s*,\s*)?([\w$]+)(?:\s*,\s*\(([^)]*)\))?", statement
+        )
+        if match is None:
+            raise PtxSyntaxError(f"line {line}: cannot read {statement!r}")
+        results, name, arguments = match.groups()
+        if name == "__assertfail":
+            return self._instruction("trap", line)
+        if name == "vprintf":
+            return self._instruction(f"st.param.b32 [{results}], 0", line)
+        if name not in self.functions:
+            raise PtxSyntaxError(f"line {line}: the function {name} has no body")
+        if any(name == caller for caller, _ in self.calls):
+            raise PtxSyntaxError(f"line {line}: {name} calls itself, which is not supported")
+        function = self.functions[name]
+        given = [part.strip() for part in f"{results or ''},{arguments or ''}".split(",")]
+        given = [part for part in given if part]
+        declared = [parameter.name for parameter in _parameters(function.head)]
+        if len(given) != len(declared):
+            raise PtxSyntaxError(f"line {line}: {name} has {len(declared)} parameters")
+        names = {to: self._find(part) for to, part in zip(declared, given, strict=True)}
+        scope = _Scope({to: known for to, known in names.items() if known is not None})
+        self.copies += 1
+        end = f"end of {name}#{self.copies}"
+        outer, self.scopes = self.scopes, [*self.scopes[:1], scope]
+        self.calls.append((name, end))
+        self._read(function)
+        self.calls.pop()
+        self.scopes = outer
+        # The branches of the body reach the label through its scope.
+        scope.labels[end] = len(self.kernel.code)
+
+    def _branch_by_index(self, statement: str, line: int) -> None:
+        """Replace ``brx.idx`` by a comparison and a branch for each label of its table."""
+        index, table = _split(statement.split(None, 1)[1])
+        scope = next(s for s in reversed(self.scopes) if table.strip() in s.tables)
+        for number, target in enumerate(scope.tables[table.strip()]):
+            predicate = f"%index#{len(self.kernel.registers)}"
+            self.scopes[-1].names[predicate] = len(self.kernel.registers)
+            self.kernel.registers.append(1)
+            self._instruction(f"setp.eq.u32 {predicate}, {index}, {number}", line)
+            guard = self._register(predicate, line)
+            self._append("bra", (Operand("s", target),), guard, False, line)
 
     def _instruction(self, statement: str, line: int) -> None:
         guard, negated = -1, False
@@ -330,20 +445,35 @@ class _Body:
         mnemonic, rest = parts[0], parts[1] if len(parts) > 1 else ""
         bits = 64 if mnemonic.endswith("64") else 32
         operands = tuple(self._operand(o, bits, line) for o in _split(rest))
+        if mnemonic.startswith(("ld.param", "st.param")) and any(
+            "#" in str(part.value)
+            for operand in operands
+            if operand.kind == "m"
+            for part in operand.parts
+        ):
+            mnemonic = re.sub(r"\.param(::\w+)?", ".local", mnemonic)
+        if self.calls and mnemonic in ("ret", "ret.uni"):
+            mnemonic, operands = "bra", (Operand("s", self.calls[-1][1]),)
+        self._append(mnemonic, operands, guard, negated, line)
+
+    def _append(
+        self, mnemonic: str, operands: tuple[Operand, ...], guard: int, negated: bool, line: int
+    ) -> None:
         if self.source is not None:
             self.kernel.sources[len(self.kernel.code)] = self.source
         self.kernel.code.append(Instruction(mnemonic, operands, guard, negated, line))
+        self.visible.append(tuple(self.scopes))
 
     def _register(self, name: str, line: int) -> int:
         found = self._find(name)
-        if found is None:
+        if not isinstance(found, int):
             raise PtxSyntaxError(f"line {line}: the register {name} is not declared")
         return found
 
-    def _find(self, name: str) -> int | None:
+    def _find(self, name: str) -> int | str | None:
         for scope in reversed(self.scopes):
-            if name in scope:
-                return scope[name]
+            if name in scope.names:
+                return scope.names[name]
         return None
 
     def _operand(self, text: str, bits: int, line: int) -> Operand:
@@ -375,7 +505,7 @@ class _Body:
             return Operand("special", SPECIALS.index(text))
         found = self._find(text)
         if found is not None:
-            return Operand("r", found)
+            return Operand("r" if isinstance(found, int) else "s", found)
         if re.match(r"0[fFdD][0-9a-fA-F]{8}", text):
             return Operand("i", _float_bits(text, bits))
         if re.match(r"[+-]?\d[\w]*$", text):
@@ -384,7 +514,7 @@ class _Body:
             return Operand("i", _float_bits(text, bits))
         match = re.match(r"([\w$]+)\s*\+\s*(\d+)$", text)
         if match:
-            return Operand("s", match[1], offset=int(match[2]))
+            return Operand("s", self._find(match[1]) or match[1], offset=int(match[2]))
         if re.match(r"[\w$]+$", text):
             return Operand("s", text)
         raise PtxSyntaxError(f"line {line}: cannot read the operand {text!r}")
@@ -393,17 +523,20 @@ class _Body:
         """Turn the names of labels and special registers into numbers."""
         count = len(self.kernel.registers)
 
-        def resolved(o: Operand) -> Operand:
+        def resolved(o: Operand, visible: tuple[_Scope, ...]) -> Operand:
             if o.kind == "special":
                 return Operand("r", count + int(o.value), negated=o.negated)
-            if o.kind == "s" and o.value in self.kernel.labels:
-                return Operand("l", self.kernel.labels[str(o.value)])
+            if o.kind == "s":
+                for scope in reversed(visible):
+                    if o.value in scope.labels:
+                        return Operand("l", scope.labels[str(o.value)])
             if o.parts:
-                return o._replace(parts=tuple(resolved(p) for p in o.parts))
+                return o._replace(parts=tuple(resolved(p, visible) for p in o.parts))
             return o
 
         self.kernel.code = [
-            i._replace(operands=tuple(resolved(o) for o in i.operands)) for i in self.kernel.code
+            i._replace(operands=tuple(resolved(o, visible) for o in i.operands))
+            for i, visible in zip(self.kernel.code, self.visible, strict=True)
         ]
 
 

@@ -1,7 +1,8 @@
 """Tensor maps for bulk tensor copies, in the PTX machine's own encoding.
 
 A driver encodes a ``CUtensorMap`` in a layout that is not documented. The machine has a layout of
-its own, in csrc/ptx/machine.h, for the arguments of ``cuTensorMapEncodeTiled``.
+its own, in csrc/ptx/machine.h, for the arguments of ``cuTensorMapEncodeTiled``. The instruction
+``tensormap.replace`` writes the same layout.
 """
 
 from __future__ import annotations
@@ -9,9 +10,15 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 SWIZZLES = (0, 32, 64, 128)
+# Numbers of types as .elemtype of tensormap.replace has them; bulk reductions need them.
+TYPES = {
+    torch.int16: 1, torch.int32: 3, torch.int64: 5, torch.float16: 6, torch.float32: 7,
+    torch.float64: 9, torch.bfloat16: 10,
+}  # fmt: skip
 
 
 def tensor_map(
@@ -56,6 +63,6 @@ def tensor_map(
 
     encoded = struct.pack(
         "<4s4BQ5II4Q5H", b"fbtm", tensor.dim(), size, swizzle, fill_nan, tensor.data_ptr(),
-        *padded(tensor.shape, 5), 0, *padded(strides, 4), *padded(box, 5),
+        *padded(tensor.shape, 5), TYPES.get(tensor.dtype, 0), *padded(strides, 4), *padded(box, 5),
     )  # fmt: skip
     return encoded.ljust(128, b"\0")

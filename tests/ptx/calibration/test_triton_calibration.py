@@ -1,0 +1,89 @@
+"""Triton kernels of the tutorials' constructions on the PTX machine; a program compiles and runs them.
+
+`make test` runs the cases that are named here, `make calibrate` all of triton_cases.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastbert.ops.backend import HAS_TRITON, compiler_environment
+
+PROGRAM = Path(__file__).with_name("run_triton.py")
+EVERY = os.environ.get("FASTBERT_CALIBRATION") == "all"
+REST = "all other cases"
+BOTH = (
+    "layer norm, backward, with locks between blocks",
+    "matmul bfloat16, tile (128, 128, 32), 8 warps",
+    "matmul float16, a r, b c",
+    "matmul float16, a c, b r",
+    "matmul float32, a r, b c",
+    "matmul int8, a r, b c",
+    "matmul float16, a from registers",
+    "matmul, sum over K by atomics",
+    "persistent matmul with descriptors that the kernel makes",
+    "attention bfloat16, causal",
+    "scans",
+    "transpose, gather, split, join, permute, int8",
+    "histograms",
+    "atomics",
+    "functions of fp64, by libdevice",
+    "bits of 32-bit integers",
+    "cast float32 to float8_e5m2",
+)
+HOPPER = (
+    "matmul float16 with fp16 accumulators of wgmma",
+    "persistent matmul with descriptors, float16",
+    "persistent matmul with descriptors, specialised warps, 4 of them",
+    "copies and sums of boxes (16, 32), int32",
+    "attention with descriptors",
+)
+CASES = [(80, name) for name in BOTH] + [(90, name) for name in BOTH + HOPPER]
+CASES += [(arch, REST) for arch in (80, 90) if EVERY]
+
+
+def identifier(value: Any) -> str:
+    return re.sub(r"\W+", "_", str(value)).strip("_")
+
+
+@pytest.fixture(scope="module")
+def results(request) -> dict[tuple[int, str], dict[str, Any]]:
+    """Run the cases of the chosen tests, in one program for each architecture."""
+    if not HAS_TRITON:
+        pytest.skip("triton is not installed")
+    chosen: dict[int, set[str]] = {}
+    for item in request.session.items:
+        if item.path == request.path and "name" in getattr(item, "callspec", item).params:
+            chosen.setdefault(item.callspec.params["arch"], set()).add(item.callspec.params["name"])
+    found = {}
+    for arch, names in chosen.items():
+        command = [sys.executable, str(PROGRAM), "--arch", str(arch)]
+        if REST not in names:
+            command += ["--names", *sorted(names)]
+        run = subprocess.run(
+            command, env=compiler_environment(), capture_output=True, text=True, check=False
+        )
+        assert run.returncode == 0, run.stderr[-4000:]
+        for line in run.stdout.splitlines():
+            row = json.loads(line)
+            found[arch, row["name"]] = row
+    return found
+
+
+@pytest.mark.parametrize(("arch", "name"), CASES, ids=identifier)
+def test_a_kernel_that_is_right_on_gpus(results, arch, name):
+    named = {case for of, case in CASES if of == arch}
+    rows = [row for (of, case), row in results.items() if of == arch and case == name]
+    if name == REST:
+        rows = [row for (of, case), row in results.items() if of == arch and case not in named]
+    assert rows
+    errors = [f"{row['name']}: {row['error']}" for row in rows if row["error"]]
+    assert not errors, "\n".join(errors)
