@@ -22,12 +22,12 @@ LARGEST_PART = tl.constexpr(32)
 
 
 @triton.jit
-def _bounded_exp(x, dtype: tl.constexpr):
-    """Return exp(x) for x <= 0, as exact as dtype can hold."""
+def _power(x, factor: tl.constexpr, dtype: tl.constexpr):
+    """Return exp(factor x) for a result of at most 1, as exact as dtype can hold."""
     if dtype == tl.float32:
-        return exponential(x)
+        return exponential(x * factor)
     else:
-        return tl.exp2(x * LOG2E)
+        return tl.exp2(x * (factor * LOG2E))
 
 
 @triton.jit
@@ -50,7 +50,7 @@ def _normal_tail(a, dtype: tl.constexpr):
     relative error is 9e-9. This form takes half the instructions of erf and no branch, and the
     density needs the same exponential.
     """
-    bell = _bounded_exp(-0.5 * a * a, dtype)
+    bell = _power(a * a, -0.5, dtype)
     r = _reciprocal(a + 4.0, dtype)
     t = 1.0 - 8.0 * r
     p = -1.319718455e-04 * t + 1.793541397e-04
@@ -91,7 +91,7 @@ def value_and_slope(x, FUNCTION: tl.constexpr, dtype: tl.constexpr):
         else:
             z = x
             dz = bounded
-        e = _bounded_exp(-tl.abs(z), dtype)
+        e = _power(tl.abs(z), -1.0, dtype)
         inverse = _reciprocal(1.0 + e, dtype)
         share = tl.where(x < 0.0, e, 1.0) * inverse
         value = x * share
