@@ -82,7 +82,7 @@ test-processors: setup
 
 emulate: setup
 	$(SAY) "Compiling the Triton and CUDA C++ kernels for sm_80 and sm_90 and running them on the PTX machine:" \
-		"MINUTES on two idle cores. A line is printed for each finished run."
+		"about 10 minutes on two idle cores. A line is printed for each finished run."
 	$(BIN)/python tests/ptx/emulate_all.py --cases $(CASES) --out $(OUT)/emulate
 
 .venv/cutlass: .venv/fastbert
