@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -195,7 +194,7 @@ def main() -> int:
     parser.add_argument("--repetitions", type=int, default=300, help="timed calls of each kind")
     parser.add_argument("--build", type=Path, default=Path(tempfile.gettempdir(), "mocked_cuda"))
     given = parser.parse_args()
-    if mocked_cuda.DEVICE not in os.environ.get("LD_PRELOAD", ""):
+    if not mocked_cuda.is_loaded():
         result = child(["-m", "fastbert.bench.host", *sys.argv[1:]], given.build)
         print(result.stdout, end="")
         print(result.stderr, end="", file=sys.stderr)

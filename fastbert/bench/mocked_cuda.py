@@ -23,6 +23,8 @@ from types import SimpleNamespace
 
 import torch
 
+from fastbert.ops.backend import compiler_environment
+
 SOURCES = Path(__file__).resolve().parents[2] / "csrc" / "mocked_cuda"
 DRIVER, DEVICE = "libcuda.so.1", "libmocked_cuda.so"
 PROPERTIES = SimpleNamespace(
@@ -66,8 +68,7 @@ def build(folder: Path) -> None:
             continue
         with tempfile.TemporaryDirectory(dir=folder) as temporary:
             made = Path(temporary, name)
-            compiler = os.environ.get("CXX", "g++")
-            subprocess.run([compiler, *flags, path, "-o", made, *options], check=True)
+            subprocess.run(["g++", *flags, path, "-o", made, *options], check=True)
             made.replace(library)
 
 
@@ -79,8 +80,13 @@ def environment(folder: Path) -> dict[str, str]:
     """
     build(folder)
     libraries = ":".join(str(folder / name) for name in (DEVICE, DRIVER))
-    own = {"LD_PRELOAD": libraries, "TRITON_LIBCUDA_PATH": str(folder), "TRITON_INTERPRET": "0"}
-    return {**os.environ, **own}
+    own = {"LD_PRELOAD": libraries, "TRITON_LIBCUDA_PATH": str(folder)}
+    return compiler_environment() | own
+
+
+def is_loaded() -> bool:
+    """Tell whether this process has the environment of `environment`."""
+    return hasattr(torch.ops.mocked_cuda, "take_waits")
 
 
 def activate() -> None:
@@ -89,8 +95,10 @@ def activate() -> None:
     Raises:
         RuntimeError: If the libraries are not loaded.
     """
-    if DEVICE not in os.environ.pop("LD_PRELOAD", ""):
+    if not is_loaded():
         raise RuntimeError("LD_PRELOAD: got no mocked GPU, allowed: mocked_cuda.environment(...)")
+    # Compilers, which are children of this process, do not need the libraries.
+    os.unsetenv("LD_PRELOAD")
     # The functions of a CUDA build that a CPU build lacks. Device and stream are always number 0.
     for name in (
         "_cuda_getDevice",
