@@ -164,11 +164,12 @@ void copy_out(Warp& w, BulkCopy& c) {
 bool same(const BulkCopy& a, const BulkCopy& c) {
   return a.reduction < 0 && c.reduction < 0 && a.rows.size() == c.rows.size() &&
          a.row_bytes == c.row_bytes && a.swizzle == c.swizzle &&
-         std::equal(a.rows.begin(), a.rows.end(), c.rows.begin(),
-                    [](const BulkRow& x, const BulkRow& y) {
-                      return x.global == y.global && x.shared == y.shared &&
-                             x.before == y.before && x.inside == y.inside;
-                    });
+         std::equal(
+             a.rows.begin(), a.rows.end(), c.rows.begin(),
+             [](const BulkRow& x, const BulkRow& y) {
+               return x.global == y.global && x.shared == y.shared && x.before == y.before &&
+                      x.inside == y.inside;
+             });
 }
 
 // The lanes of a warp may all issue one store, as CUTLASS does: like lanes that store a value to
@@ -204,8 +205,8 @@ uint64_t address(Warp& w, Reg r, int l, int64_t offset) {
 
 // The type of elements that a number of .elemtype stands for.
 Type map_type(uint32_t number) {
-  static const Type types[] = {Type::u8,  Type::u16, Type::u32, Type::s32, Type::u64,
-                               Type::s64, Type::f16, Type::f32, Type::f32, Type::f64,
+  static const Type types[] = {Type::u8,   Type::u16, Type::u32, Type::s32, Type::u64,
+                               Type::s64,  Type::f16, Type::f32, Type::f32, Type::f64,
                                Type::bf16, Type::f32, Type::f32};
   if (number >= sizeof(types) / sizeof(types[0]))
     fault("out of bounds", "type " + std::to_string(number) + " of a tensor map, allowed: 0 to 12");
@@ -238,8 +239,8 @@ void bulk(Warp& w, const Instr& i, Mask m) {
   });
 }
 
-// cp.async.bulk.tensor; arg 0 store, 1 dimensions, 2 reduction or -1. Load: [to], [map, {...}], [mbarrier]; store:
-// [map,
+// cp.async.bulk.tensor; arg 0 store, 1 dimensions, 2 reduction or -1. Load: [to], [map, {...}],
+// [mbarrier]; store: [map,
 // {...}], [from].
 void tensor(Warp& w, const Instr& i, Mask m) {
   Block& b = *w.block;

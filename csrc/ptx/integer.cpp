@@ -265,7 +265,8 @@ void permute(Warp& w, const Instr& i, Mask m) {
   uint8_t valid[kLanes];
   each_lane(m, [&](int l) {
     const uint64_t bytes = (uint64_t)w.word(i.reg[2])[l] << 32 | w.word(i.reg[1])[l];
-    const uint32_t ok = (w.valid_bytes(i.reg[2], l) & 15u) << 4 | (w.valid_bytes(i.reg[1], l) & 15u);
+    const uint32_t ok =
+        (w.valid_bytes(i.reg[2], l) & 15u) << 4 | (w.valid_bytes(i.reg[1], l) & 15u);
     const uint32_t given = w.word(i.reg[3])[l];
     const uint32_t selector = i.arg[0] ? kPermutations[i.arg[0] - 1][given & 3] : given;
     uint32_t d = 0;

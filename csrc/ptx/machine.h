@@ -281,8 +281,8 @@ struct Block {
   std::array<Barrier, 16> barriers;
   std::map<uint32_t, MBarrier> mbarriers;
   std::map<uint64_t, Stamp> map_fences;  // fence.proxy.tensormap by the address of the map
-  std::vector<BulkCopy> bulk;       // loads under way
-  std::vector<uint32_t> slot_time;  // of the engine's threads, one for each mbarrier
+  std::vector<BulkCopy> bulk;            // loads under way
+  std::vector<uint32_t> slot_time;       // of the engine's threads, one for each mbarrier
   std::map<uint32_t, uint16_t> slots;
   std::vector<std::vector<uint8_t>> local;  // by thread
   std::mt19937_64 random;

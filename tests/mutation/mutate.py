@@ -2,11 +2,11 @@
 
     python tests/mutation/mutate.py [--only TEXT] [--workers 2] [--json FILE]    # or: make mutate
 
-Each fault of faults.py, cpp_faults.py and ptx_faults.py is applied to a copy of the tree, never to the tree
-itself. The tests of the fault's noun run in the copy until one fails. A fault is caught if a test
-fails, crashes or hangs. For C++, the unit of the noun is compiled with the fault; a fault that does
-not compile, or compiles to the same code, is an error. The exit status is 1 if fewer than 95 % of
-the faults of a kind are caught, or if a test fails without a fault.
+Each fault of faults.py, cpp_faults.py and ptx_faults.py is applied to a copy of the tree, never to
+the tree itself. The tests of the fault's noun run in the copy until one fails. A fault is caught if
+a test fails, crashes or hangs. For C++, the unit of the noun is compiled with the fault; a fault
+that does not compile, or compiles to the same code, is an error. The exit status is 1 if fewer than
+95 % of the faults of a kind are caught, or if a test fails without a fault.
 """
 
 from __future__ import annotations

@@ -14,18 +14,32 @@ ROOMS = (
     "async", "bulk", "compare", "convert", "decode", "float", "integer", "machine", "matrix",
     "memory", "order", "tensor_map", "warp",
 )  # fmt: skip
-CUDA = "tests/ptx/calibration/test_cuda_calibration.py"
+OWN = "tests/ptx/test_"
 TRITON = "tests/ptx/calibration/test_triton_calibration.py"
 
 PTX_UNITS: dict[str, Unit] = {f"ptx_{room}": Unit(f"{PTX}/{room}.cpp") for room in ROOMS}
 
-# The tests of the machine come first, because they are faster than the calibration.
-_OWN = ["tests/ptx", "--ignore", "tests/ptx/calibration"]
-PTX_SELECTIONS: dict[str, list[str]] = {f"ptx_{room}": [*_OWN] for room in ROOMS} | {
-    "ptx_matrix": ["tests/ptx/test_matrices.py", TRITON, "-k", "test_matrices or matmul or mma"],
-    "ptx_memory": [*_OWN[:1], "-k", "not triton_calibration or atomics or matmul_bfloat16"],
-    "ptx_tensor_map": [TRITON, "-k", "the_kernel_makes"],
-    "ptx_order": ["tests/ptx", "-k", "not triton_calibration or locks"],
+
+def selected(*names: str, triton: str = "") -> list[str]:
+    """Return the tests of the machine and, of the Triton cases, those with this text."""
+    files = [f"{OWN}{name}.py" for name in names]
+    return [*files, TRITON, "-k", f"not triton_calibration or {triton}"] if triton else files
+
+
+PTX_SELECTIONS: dict[str, list[str]] = {
+    "ptx_async": selected("machine_faults", "tensor_copies", "matrices", triton="matmul_bfloat16"),
+    "ptx_bulk": selected("tensor_copies", triton="boxes or descriptors"),
+    "ptx_compare": selected("floats", "integers", triton="bits_of"),
+    "ptx_convert": selected("floats", "integers", triton="cast"),
+    "ptx_decode": selected("control_flow", "floats", "integers"),
+    "ptx_float": selected("floats"),
+    "ptx_integer": selected("integers", triton="bits_of or fp64 or permute"),
+    "ptx_machine": selected("machine_faults", "tensor_copies", "control_flow"),
+    "ptx_matrix": selected("matrices", triton="matmul"),
+    "ptx_memory": selected("machine_faults", "control_flow", "matrices", triton="atomics or locks"),
+    "ptx_order": selected("machine_faults", "tensor_copies", "matrices", triton="locks"),
+    "ptx_tensor_map": selected("control_flow", triton="the_kernel_makes"),
+    "ptx_warp": selected("machine_faults", "integers", triton="scans"),
 }
 
 
@@ -42,69 +56,270 @@ PTX_FAULTS: list[Fault] = [
     fault("matrix", "depth of B by lane", "r * 4 * per + (l % 4) * per", "r * 4 * per + (l % 4)"),
     fault("matrix", "tf32 keeps all bits", "bits & 0xffffe000u", "bits"),
     fault("matrix", "s8 is read as u8", "type == Type::s8 ?", "type == Type::tf32 ?"),
-    fault("matrix", "the stride of a descriptor", "stride((uint32_t)(d >> 32", "stride((uint32_t)(d >> 16"),
+    fault(
+        "matrix",
+        "the stride of a descriptor",
+        "stride((uint32_t)(d >> 32",
+        "stride((uint32_t)(d >> 16",
+    ),
     fault("matrix", "swizzle codes", "{16, 128, 64, 32}", "{16, 32, 64, 128}"),
-    fault("matrix", "rows along k", "(r / 8) * stride + (r % 8) * width", "(r / 8) * leading + (r % 8) * width"),
-    fault("matrix", "transposed without swizzle", "(k % 8) * 16 + (k / 8) * leading", "(k % 8) * 16 + (k / 8) * stride"),
-    fault("matrix", "transposed with swizzle", "(j / per) * leading + (k % 8)", "(j / per) * stride + (k % 8)"),
-    fault("matrix", "the warp's rows of A", "const int first = 16 * (w.index % 4);", "const int first = 16 * (3 - w.index % 4);"),
+    fault(
+        "matrix",
+        "rows along k",
+        "(r / 8) * stride + (r % 8) * width",
+        "(r / 8) * leading + (r % 8) * width",
+    ),
+    fault(
+        "matrix",
+        "transposed without swizzle",
+        "(k % 8) * 16 + (k / 8) * leading",
+        "(k % 8) * 16 + (k / 8) * stride",
+    ),
+    fault(
+        "matrix",
+        "transposed with swizzle",
+        "(j / per) * leading + (k % 8)",
+        "(j / per) * stride + (k % 8)",
+    ),
+    fault(
+        "matrix",
+        "the warp's rows of A",
+        "const int first = 16 * (w.index % 4);",
+        "const int first = 16 * (3 - w.index % 4);",
+    ),
     fault("matrix", "scale-d is ignored", "if (p.scale_d) {", "if (true) {"),
     fault("matrix", "no need of wgmma.fence", "if (w.written[r.id] > w.mma_fence)", "if (false)"),
-    fault("matrix", "a wait waits for one group less", "w.products.size() - 1 - i.arg[0]", "w.products.size() - 2 - i.arg[0]"),
-    fault("matrix", "sums of integers lose the old value", "int64_t sum = d[r * o.columns + c];", "int64_t sum = 0;"),
-    fault("matrix", "wmma by columns", "column * stride + row : row * stride + column;\n      const Element", "row * stride + column : row * stride + column;\n      const Element"),
-    fault("memory", "ldmatrix transposes nothing", "const int r = i.arg[1] ? 2 * (l % 4) + e : l / 4, c = i.arg[1] ? l / 4 : 2 * (l % 4) + e;\n        uint16_t x;", "const int r = l / 4, c = 2 * (l % 4) + e;\n        uint16_t x;"),
-    fault("memory", "ldmatrix takes the halves in reverse", "value |= (uint32_t)x << (16 * e);", "value |= (uint32_t)x << (16 - 16 * e);"),
+    fault(
+        "matrix",
+        "a wait waits for one group less",
+        "w.products.size() - 1 - i.arg[0]",
+        "w.products.size() - 2 - i.arg[0]",
+    ),
+    fault(
+        "matrix",
+        "sums of integers lose the old value",
+        "int64_t sum = d[r * o.columns + c];",
+        "int64_t sum = 0;",
+    ),
+    fault(
+        "matrix",
+        "wmma by columns",
+        "column * stride + row : row * stride + column;\n      const Element",
+        "row * stride + column : row * stride + column;\n      const Element",
+    ),
+    fault(
+        "memory",
+        "ldmatrix transposes nothing",
+        "const int r = i.arg[1] ? 2 * (l % 4) + e : l / 4, c = i.arg[1] ? l / 4 : 2 * (l % 4) + e;"
+        "\n        uint16_t x;",
+        "const int r = l / 4, c = 2 * (l % 4) + e;\n        uint16_t x;",
+    ),
+    fault(
+        "memory",
+        "ldmatrix takes the halves in reverse",
+        "value |= (uint32_t)x << (16 * e);",
+        "value |= (uint32_t)x << (16 - 16 * e);",
+    ),
     # Memory and atomics.
     fault("memory", "local memory is shared by the lanes", "if (local) return m;", ""),
-    fault("memory", "s8 is not extended", "return (uint64_t)(int64_t)(int8_t)bits;", "return bits;"),
+    fault(
+        "memory", "s8 is not extended", "return (uint64_t)(int64_t)(int8_t)bits;", "return bits;"
+    ),
     fault("memory", "atomic min is max", "return b < old ? b : old;", "return b < old ? old : b;"),
-    fault("memory", "inc wraps around late", "return old >= b ? 0 : old + 1;", "return old > b ? 0 : old + 1;"),
+    fault(
+        "memory",
+        "inc wraps around late",
+        "return old >= b ? 0 : old + 1;",
+        "return old > b ? 0 : old + 1;",
+    ),
     fault("memory", "cas stores without equality", "return old == b ? c : old;", "return c;"),
-    fault("memory", "misaligned vectors pass", "b.shared_offset(address, size, size);\n      uint8_t* at", "b.shared_offset(address, size, 1);\n      uint8_t* at"),
-    fault("memory", "an acquire acquires nothing", "key_of(w, i, address), i.arg[2] & kAcquire", "key_of(w, i, address), false"),
+    fault(
+        "memory",
+        "misaligned vectors pass",
+        "b.shared_offset(address, size, size);\n      uint8_t* at",
+        "b.shared_offset(address, size, 1);\n      uint8_t* at",
+    ),
+    fault(
+        "memory",
+        "an acquire acquires nothing",
+        "key_of(w, i, address), i.arg[2] & kAcquire",
+        "key_of(w, i, address), false",
+    ),
     # Integers and bits.
-    fault("integer", "order of prmt's bytes", "(uint64_t)w.word(i.reg[2])[l] << 32 | w.word(i.reg[1])[l];\n    const uint32_t ok", "(uint64_t)w.word(i.reg[1])[l] << 32 | w.word(i.reg[2])[l];\n    const uint32_t ok"),
+    fault(
+        "integer",
+        "order of prmt's bytes",
+        "(uint64_t)w.word(i.reg[2])[l] << 32 | w.word(i.reg[1])[l];\n    const uint32_t ok",
+        "(uint64_t)w.word(i.reg[1])[l] << 32 | w.word(i.reg[2])[l];\n    const uint32_t ok",
+    ),
     fault("integer", "prmt without signs", "if (choice & 8) byte =", "if (false) byte ="),
-    fault("integer", "a clamped funnel shift wraps", "i.arg[1] ? std::min(n, 32u) : n & 31u", "n & 31u"),
-    fault("integer", "the halves of a funnel shift", "(uint64_t)w.word(i.reg[2])[l] << 32 | w.word(i.reg[1])[l];\n    uint32_t n", "(uint64_t)w.word(i.reg[1])[l] << 32 | w.word(i.reg[2])[l];\n    uint32_t n"),
-    fault("integer", "operands of lop3", "(k & 4 ? a[l] : ~a[l]) & (k & 2 ? b[l] : ~b[l])", "(k & 4 ? b[l] : ~b[l]) & (k & 2 ? a[l] : ~a[l])"),
+    fault(
+        "integer",
+        "a clamped funnel shift wraps",
+        "i.arg[1] ? std::min(n, 32u) : n & 31u",
+        "n & 31u",
+    ),
+    fault(
+        "integer",
+        "the halves of a funnel shift",
+        "(uint64_t)w.word(i.reg[2])[l] << 32 | w.word(i.reg[1])[l];\n    uint32_t n",
+        "(uint64_t)w.word(i.reg[1])[l] << 32 | w.word(i.reg[2])[l];\n    uint32_t n",
+    ),
+    fault(
+        "integer",
+        "operands of lop3",
+        "(k & 4 ? a[l] : ~a[l]) & (k & 2 ? b[l] : ~b[l])",
+        "(k & 4 ? b[l] : ~b[l]) & (k & 2 ? a[l] : ~a[l])",
+    ),
     fault("integer", "no carry out", "if (i.arg[2]) w.carry[l] =", "if (false) w.carry[l] ="),
-    fault("integer", "bfi starts one bit late", "const T one = (T)1 << (pos + bit);", "const T one = (T)1 << (pos + bit + 1);"),
+    fault(
+        "integer",
+        "bfi starts one bit late",
+        "const T one = (T)1 << (pos + bit);",
+        "const T one = (T)1 << (pos + bit + 1);",
+    ),
     # Conversions.
     fault("convert", "the upper half of a pair", "high << shift | low);", "low << shift | high);"),
-    fault("convert", "rounding to nearest even", "bits + 0x7fffu + (bits >> 16 & 1u)", "bits + 0x8000u"),
-    fault("convert", "no saturation of integers", "return (uint64_t)std::min(std::max(value, low), top);", "return (uint64_t)value;"),
-    fault("convert", "e4m3 overflows early", "rounded_to(x, 3, -6, 448.0, round, false)", "rounded_to(x, 3, -6, 240.0, round, false)"),
-    fault("convert", "vectors are taken apart from the top", "whole[l] >> (p * bits) & all", "whole[l] >> ((parts - 1 - p) * bits) & all"),
+    fault(
+        "convert",
+        "rounding to nearest even",
+        "bits + 0x7fffu + (bits >> 16 & 1u)",
+        "bits + 0x8000u",
+    ),
+    fault(
+        "convert",
+        "no saturation of integers",
+        "return (uint64_t)std::min(std::max(value, low), top);",
+        "return (uint64_t)value;",
+    ),
+    fault(
+        "convert",
+        "e4m3 overflows early",
+        "rounded_to(x, 3, -6, 448.0, round, false)",
+        "rounded_to(x, 3, -6, 240.0, round, false)",
+    ),
+    fault(
+        "convert",
+        "vectors are taken apart from the top",
+        "whole[l] >> (p * bits) & all",
+        "whole[l] >> ((parts - 1 - p) * bits) & all",
+    ),
     # Comparisons.
-    fault("compare", "unordered comparisons of NaN", "return nan || ordered", "return !nan && ordered"),
-    fault("compare", "selp", "out[l] = p >> l & 1 ? a[l] : b[l];\n  put", "out[l] = p >> l & 1 ? b[l] : a[l];\n  put"),
+    fault(
+        "compare", "unordered comparisons of NaN", "return nan || ordered", "return !nan && ordered"
+    ),
+    fault(
+        "compare",
+        "selp",
+        "out[l] = p >> l & 1 ? a[l] : b[l];\n  put",
+        "out[l] = p >> l & 1 ? b[l] : a[l];\n  put",
+    ),
     # Warps.
-    fault("warp", "the clamp of shfl", "(l & segment) | (clamp & ~segment)", "(l & segment) | clamp"),
-    fault("warp", "shfl.up goes down", "from = l - b, inside = from >= top;", "from = l + b, inside = from >= top;"),
+    fault(
+        "warp", "the clamp of shfl", "(l & segment) | (clamp & ~segment)", "(l & segment) | clamp"
+    ),
+    fault(
+        "warp",
+        "shfl.up goes down",
+        "from = l - b, inside = from >= top;",
+        "from = l + b, inside = from >= top;",
+    ),
     fault("warp", "shfl ignores segments", "from = bottom | (b & ~segment)", "from = b"),
-    fault("warp", "match.all is match.any", "i.arg[0] ? (all ? members : 0) : equal[l]", "equal[l]"),
-    fault("warp", "elect takes the last lane", "__builtin_ctz(members);", "31 - __builtin_clz(members);"),
+    fault(
+        "warp", "match.all is match.any", "i.arg[0] ? (all ? members : 0) : equal[l]", "equal[l]"
+    ),
+    fault(
+        "warp",
+        "elect takes the last lane",
+        "__builtin_ctz(members);",
+        "31 - __builtin_clz(members);",
+    ),
     # Barriers and asynchronous copies.
-    fault("machine", "a barrier of some warps", "int32_t needed = b.expected / kLanes;", "int32_t needed = 1;"),
-    fault("machine", "a phase completes early", "if (b.pending || b.transactions) return;", "if (b.pending) return;"),
-    fault("machine", "a vote counts warps", "yes += (uint64_t)__builtin_popcount(b.votes[k].second);", "yes += b.votes[k].second != 0;"),
-    fault("async", "parity of a phase", "(mb.phase & 1) != (asked & 1)", "(mb.phase & 1) == (asked & 1)"),
+    fault(
+        "machine",
+        "a barrier of some warps",
+        "int32_t needed = b.expected / kLanes;",
+        "int32_t needed = 1;",
+    ),
+    fault(
+        "machine",
+        "a phase completes early",
+        "if (b.pending || b.transactions) return;",
+        "if (b.pending) return;",
+    ),
+    fault(
+        "machine",
+        "a vote counts warps",
+        "yes += (uint64_t)__builtin_popcount(b.votes[k].second);",
+        "yes += b.votes[k].second != 0;",
+    ),
+    fault(
+        "async",
+        "parity of a phase",
+        "(mb.phase & 1) != (asked & 1)",
+        "(mb.phase & 1) == (asked & 1)",
+    ),
     fault("async", "cp.async without zeros", "c.filled = bytes;", "c.filled = bytes / 2;"),
-    fault("async", "a wait for copies waits for one group less", "(int)groups.size() - 1 - i.arg[0];", "(int)groups.size() - 2 - i.arg[0];"),
+    fault(
+        "async",
+        "a wait for copies waits for one group less",
+        "(int)groups.size() - 1 - i.arg[0];",
+        "(int)groups.size() - 2 - i.arg[0];",
+    ),
     fault("async", "noinc of cp.async.mbarrier", "if (!i.arg[0]) ++mb.pending;", "++mb.pending;"),
-    fault("bulk", "no swizzle in copies", "return swizzled(offset + base, c.swizzle) - base;", "return offset;"),
-    fault("bulk", "rows outside wrap around", "inside = inside && position >= 0 &&", "inside = inside &&"),
-    fault("bulk", "bytes before a row", "row.before = (uint32_t)(first - at[0]) * size;", "row.before = 0;"),
+    fault(
+        "bulk",
+        "no swizzle in copies",
+        "return swizzled(offset + base, c.swizzle) - base;",
+        "return offset;",
+    ),
+    fault(
+        "bulk",
+        "rows outside wrap around",
+        "inside = inside && position >= 0 &&",
+        "inside = inside &&",
+    ),
+    fault(
+        "bulk",
+        "bytes before a row",
+        "row.before = (uint32_t)(first - at[0]) * size;",
+        "row.before = 0;",
+    ),
     fault("bulk", "bytes of a copy", "bytes += c.row_bytes;", "bytes += row.inside;"),
     fault("bulk", "lanes repeat a store", "c.done = c.done || same(other, c);", "c.done = c.done;"),
-    fault("tensor_map", "strides of maps", "map.stride[ordinal] = value;", "map.stride[0] = value;"),
-    fault("tensor_map", "the rank of maps", "map.rank = (uint8_t)(value + 1);", "map.rank = (uint8_t)value;"),
+    fault(
+        "tensor_map", "strides of maps", "map.stride[ordinal] = value;", "map.stride[0] = value;"
+    ),
+    fault(
+        "tensor_map",
+        "the rank of maps",
+        "map.rank = (uint8_t)(value + 1);",
+        "map.rank = (uint8_t)value;",
+    ),
     fault("tensor_map", "swizzles of maps", "(uint8_t)(16 << value)", "(uint8_t)(8 << value)"),
     # Happens-before.
-    fault("order", "reads race with nothing", "if (!after(w, lane, cell.read))\n      fault(\"race\",\n            place", "if (false)\n      fault(\"race\",\n            place"),
-    fault("order", "no proxy fence is needed", "if (stamp.async && !fenced_after(w, lane, cell.write))", "if (false)"),
-    fault("order", "a barrier orders nothing", "for (const auto& [w, lane] : threads) w->base[lane] = shared_next, w->fenced[lane] = fenced;", ""),
-    fault("order", "what other blocks released is forgotten", "w.others[lane] = joined(w.others[lane], from);", ""),
-]  # fmt: skip
+    fault(
+        "order",
+        "reads race with nothing",
+        'if (!after(w, lane, cell.read))\n      fault("race",\n            place',
+        'if (false)\n      fault("race",\n            place',
+    ),
+    fault(
+        "order",
+        "no proxy fence is needed",
+        "if (stamp.async && !fenced_after(w, lane, cell.write))",
+        "if (false)",
+    ),
+    fault(
+        "order",
+        "a barrier orders nothing",
+        "w->base[lane] = shared_next, w->fenced[lane] = fenced;",
+        "",
+    ),
+    fault(
+        "order",
+        "what other blocks released is forgotten",
+        "w.others[lane] = joined(w.others[lane], from);",
+        "",
+    ),
+]

@@ -14,7 +14,7 @@ st.global.b32 [%d11], %r5;
 
 
 def test_a_label_is_visible_in_its_scope_only():
-    # Both scopes have a loop of one name, as inline assembly in braces has: each returns to its own.
+    # Both scopes have a loop of one name, as inline assembly in braces has.
     body = """
 mov.u32 %r5, 0;
 {
@@ -79,7 +79,11 @@ MORE:
 
 
 def test_functions_are_called_and_lanes_return_at_different_times():
-    text = HEADER + FUNCTIONS + f".visible .entry k(.param .u64 p0)\n{{{REGISTERS}" + """
+    text = (
+        HEADER
+        + FUNCTIONS
+        + f".visible .entry k(.param .u64 p0)\n{{{REGISTERS}"
+        + """
     ld.param.u64 %d0, [p0];
     mov.u32 %r0, %tid.x;
     {
@@ -100,7 +104,10 @@ def test_functions_are_called_and_lanes_return_at_different_times():
     }
     add.u32 %r5, %r6, %r7;
     add.u32 %r5, %r5, %r8;
-""" + STORE + "ret;\n}\n"
+"""
+        + STORE
+        + "ret;\n}\n"
+    )
     out = torch.zeros(20, dtype=torch.int32)
     ptx.load(text).launch("k", (1,), (20,), [out])
     n = torch.arange(20)
@@ -114,7 +121,9 @@ def test_a_function_that_calls_itself_is_refused():
 
 
 def test_a_failed_assertion_traps():
-    text = HEADER + """
+    text = (
+        HEADER
+        + """
 .extern .func __assertfail(.param .b64 a);
 .visible .entry k()
 {
@@ -124,6 +133,7 @@ def test_a_failed_assertion_traps():
     ret;
 }
 """
+    )
     with pytest.raises(ptx.PtxFault, match="trap"):
         ptx.load(text).launch("k", (1,), (32,), [])
 

@@ -255,3 +255,19 @@ def test_maps_that_the_hardware_would_not_take(change, message):
     source = torch.zeros(64, 64, dtype=torch.int16)
     with pytest.raises(ValueError, match=message):
         tensor_map(source, **{"box": (16, 32), **change})
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_lanes_that_issue_one_store_write_once(seed):
+    target = torch.zeros(10, 16, dtype=torch.int32)
+    maps = [(target, tensor_map(target, (8, 16)))]
+    every = STORE.format(fence=FENCE, barrier=BARRIER)
+    every = every.replace("setp.eq.u32 %p1, %r0, 0;", "setp.lt.u32 %p1, %r0, 32;")
+    run(every, [], maps, 1024, seed=seed)
+    assert (target[3:, :12] == 5).all()
+    assert (target[:3] == 0).all()
+    # A reduction is one for each lane.
+    reduction = every.replace("cp.async.bulk.tensor.2d", "cp.reduce.async.bulk.tensor.2d")
+    reduction = reduction.replace("shared::cta.tile", "shared::cta.add.tile")
+    run(reduction, [], maps, 1024, seed=seed)
+    assert (target[3:, :12] == 5 + 32 * 5).all()

@@ -1,4 +1,4 @@
-"""Triton kernels of the tutorials' constructions on the PTX machine; a program compiles and runs them.
+"""Triton kernels of the tutorials' constructions, which a program runs on the PTX machine.
 
 `make test` runs the cases that are named here, `make calibrate` all of triton_cases.py.
 """

@@ -203,8 +203,11 @@ case(
 for _dtype in (*HALVES, torch.float32):
     _name = f"matmul {_dtype}, a from registers".replace("torch.", "")
     case(_name)(lambda dtype=_dtype: _matmul(dtype, "rc", change_a=True))
-for _tile, _warps in (((128, 128, 32), 8), ((128, 64, 64), 4), ((64, 128, 32), 8), ((16, 32, 64), 4),
-                      ((32, 32, 32), 2), ((64, 256, 32), 8), ((256, 64, 16), 8)):  # fmt: skip
+_TILES = {
+    (128, 128, 32): 8, (128, 64, 64): 4, (64, 128, 32): 8, (16, 32, 64): 4, (32, 32, 32): 2,
+    (64, 256, 32): 8, (256, 64, 16): 8,
+}  # fmt: skip
+for _tile, _warps in _TILES.items():
     _name = f"matmul bfloat16, tile {_tile}, {_warps} warps"
     case(_name)(lambda t=_tile, w=_warps: _matmul(torch.bfloat16, "rr", tile=t, warps=w))
 case("matmul float16, 2 stages")(lambda: _matmul(torch.float16, "rc", stages=2))
@@ -724,9 +727,12 @@ _CASTS = [
     (torch.int32, torch.float32, tl.float32), (torch.int64, torch.bfloat16, tl.bfloat16),
     (torch.int8, torch.float16, tl.float16), (torch.float64, torch.float16, tl.float16),
     (torch.float32, torch.float64, tl.float64), (torch.float16, torch.int64, tl.int64),
-    (torch.float32, torch.float8_e5m2, tl.float8e5), (torch.float8_e5m2, torch.float32, tl.float32),
-    (torch.float8_e5m2, torch.bfloat16, tl.bfloat16), (torch.float16, torch.float8_e5m2, tl.float8e5),
-    (torch.float8_e4m3fn, torch.float32, tl.float32), (torch.float8_e4m3fn, torch.float16, tl.float16),
+    (torch.float32, torch.float8_e5m2, tl.float8e5),
+    (torch.float8_e5m2, torch.float32, tl.float32),
+    (torch.float8_e5m2, torch.bfloat16, tl.bfloat16),
+    (torch.float16, torch.float8_e5m2, tl.float8e5),
+    (torch.float8_e4m3fn, torch.float32, tl.float32),
+    (torch.float8_e4m3fn, torch.float16, tl.float16),
     (torch.float32, torch.float8_e4m3fn, tl.float8e4nv),
     (torch.bfloat16, torch.float8_e4m3fn, tl.float8e4nv),
 ]  # fmt: skip
