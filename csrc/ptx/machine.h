@@ -79,7 +79,7 @@ constexpr uint64_t kWindowMask = 0xff00000000000000ull;
 struct Counts {
   uint64_t warp[kPipes] = {};  // instructions of warps by pipe
   uint64_t instructions = 0;
-  uint64_t tensor_flops = 0;  // 2 per multiplication in a matrix instruction
+  uint64_t tensor_flops = 0;         // 2 per multiplication in a matrix instruction
   uint64_t tensor_shared_bytes = 0;  // that wgmma reads: A by warp, B once by four warps
   uint64_t global_bytes = 0, global_sectors = 0, global_least_sectors = 0;
   uint64_t shared_wavefronts = 0, shared_least_wavefronts = 0;
@@ -105,7 +105,7 @@ struct Launch {
   int32_t threads = 1, warps = 1;
   std::vector<uint8_t> params;
   uint32_t shared_bytes = 0, static_shared = 0, local_bytes = 0;
-  uint32_t shared_base = 1024;  // shared memory's first address; not 0, as on hardware
+  uint32_t shared_base = 1024;   // shared memory's first address; not 0, as on hardware
   std::vector<uint32_t> blocks;  // numbers of the blocks to run; empty: all of the grid
   std::vector<std::unique_ptr<Allocation>> memory;  // sorted by address
   // By the place of strong accesses: what a thread knew that wrote there in order to release it.

@@ -361,8 +361,8 @@ void issue(Warp& w, const Instr& i, Mask m) {
     ++w.locked[d.id], ++w.locks;
   }
   const uint64_t row_bytes = (uint64_t)op.k * (uint64_t)bytes_of(i.type);
-  w.block->counts.tensor_shared_bytes += (op.a_registers ? 0 : 16 * row_bytes) +
-                                         (w.index % 4 ? 0 : (uint64_t)op.n * row_bytes);
+  w.block->counts.tensor_shared_bytes +=
+      (op.a_registers ? 0 : 16 * row_bytes) + (w.index % 4 ? 0 : (uint64_t)op.n * row_bytes);
   if (!op.a_registers)
     note_tile(*w.block, w, Descriptor(p.a), i.type, i.arg[4] & 1, 16 * (w.index % 4), 16, op.k,
               p.reads);

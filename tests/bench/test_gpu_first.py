@@ -242,6 +242,12 @@ def test_a_step_that_did_nothing_is_no_success(tmp_path, name):
     assert found.verdict == FAILED
 
 
+def test_the_screen_begins_with_the_machine(tmp_path):
+    info = "versions\n torch    2.11.0 \n triton   3.6.0\n gpu   NVIDIA H200\n torch   2.11 \n"
+    shown = screen.screen([outcome("machine", info)], tmp_path, [])
+    assert "torch 2.11.0, triton 3.6.0, gpu NVIDIA H200" in shown[0]
+
+
 def test_kernels_that_no_case_launched():
     found = outcome("smoke", line("done", "one", kernels=("a", "b")))
     assert screen.never_launched([found], ["a", "b", "c"]) == ["c"]

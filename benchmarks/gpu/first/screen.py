@@ -99,6 +99,16 @@ def sanitizer_lines(outcome: Outcome) -> Iterator[str]:
         yield f"{tool}: {summary.lstrip('= ')} ({cases} cases in all tools)"
 
 
+def machine_lines(outcome: Outcome) -> Iterator[str]:
+    """Yield the GPU and the versions from the output of ``fastbert info``."""
+    shown: dict[str, str] = {}
+    for line in outcome.outputs[0].splitlines():
+        name, _, value = line.strip().partition(" ")
+        if name in ("gpu", "torch", "triton", "python"):
+            shown.setdefault(name, value.strip())
+    yield ", ".join(f"{name} {value}" for name, value in shown.items())
+
+
 def of(outcome: Outcome, folder: Path) -> list[str]:
     """Return the lines of a step on the screen, without its verdict."""
     name = outcome.step.name
@@ -110,6 +120,8 @@ def of(outcome: Outcome, folder: Path) -> list[str]:
         return list(check_lines(outcome))
     if name.startswith("sanitizer"):
         return list(sanitizer_lines(outcome))
+    if name == "machine":
+        return list(machine_lines(outcome))
     if name == "compile":
         return list(compile_lines(outcome))
     if name == "attention":

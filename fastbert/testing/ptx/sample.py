@@ -201,7 +201,9 @@ def _sampled(arch: int, multiprocessors: int, note: Callable[[Launched], None]) 
             return {**counts["pipes"], **{k: v for k, v in counts.items() if k != "pipes"}}
 
         found = mean_counts(run, math.prod(launch.grid))
-        found.counts.update(_machine_code(binaries[0].asm, found.counts["instructions"]))
+        # An emulator may keep what it has compiled, so the code of a launch is kept here, too.
+        code = _CODE.setdefault((identity(launch), arch), binaries[0].asm if binaries else None)
+        found.counts.update(_machine_code(code, found.counts["instructions"]))
         return found
 
     def run(launch: Any, on: Tensor | None = None) -> None:
@@ -232,6 +234,10 @@ def _kept(function: Callable[..., Any], results: list[Any]) -> Callable[..., Any
         return results[-1]
 
     return run
+
+
+# The binaries of compiled launches, by identity and architecture.
+_CODE: dict[tuple[str, int], Any] = {}
 
 
 @functools.cache
