@@ -202,8 +202,10 @@ def _sampled(arch: int, multiprocessors: int, note: Callable[[Launched], None]) 
 
         found = mean_counts(run, math.prod(launch.grid))
         # An emulator may keep what it has compiled, so the code of a launch is kept here, too.
-        code = _CODE.setdefault((identity(launch), arch), binaries[0].asm if binaries else None)
-        found.counts.update(_machine_code(code, found.counts["instructions"]))
+        key = identity(launch), arch
+        if binaries:
+            _CODE[key] = binaries[0].asm
+        found.counts.update(_machine_code(_CODE[key], found.counts["instructions"]))
         return found
 
     def run(launch: Any, on: Tensor | None = None) -> None:
