@@ -18,7 +18,6 @@ import threading
 import time
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 
@@ -56,14 +55,9 @@ def emulation(arch: int | None) -> Iterator[None]:
     if arch is None:
         yield
         return
-    from fastbert.kernels import tiles
     from fastbert.testing.ptx.triton_launches import emulated
 
-    with (
-        mock.patch.object(backends, "_interpreted", True),
-        mock.patch.object(tiles, "compiled_target", arch),
-        emulated(arch),
-    ):
+    with emulated(arch):
         yield
 
 

@@ -30,6 +30,7 @@ from fastbert.testing.cases import Case
 from fastbert.testing.launches import GEMMS
 from fastbert.testing.ptx import sass
 from fastbert.testing.ptx.parse import parse
+from fastbert.testing.ptx.triton_launches import STAND_IN, Binary, Emulator
 
 # Blocks that run one by one. If one of them executes this many times as many instructions as
 # another, blocks do unequal work, and more of them run.
@@ -182,30 +183,21 @@ def count(
 @contextmanager
 def _sampled(arch: int, multiprocessors: int, note: Callable[[Launched], None]) -> Iterator[None]:
     """Run some blocks of each Triton launch on the PTX machine, and report what all would do."""
-    import triton
-
     from fastbert.kernels import tiles
     from fastbert.kernels.launch import Launch
-    from fastbert.testing.ptx.triton_launches import Emulator
 
     known: dict[tuple[str, tuple[int, ...]], Counted] = {}
 
     def counted(launch: Any, on: Tensor | None) -> Counted:
-        binaries: list[Any] = []
-
         def run(blocks: list[int]) -> dict[str, float]:
             emulator = Emulator(arch, races=False, blocks=blocks)
-            with mock.patch.object(triton, "compile", _kept(triton.compile, binaries)):
-                emulator.run(launch, on)
+            emulator.run(launch, on)
             counts = emulator.reports[0][1].counts
             return {**counts["pipes"], **{k: v for k, v in counts.items() if k != "pipes"}}
 
         found = mean_counts(run, math.prod(launch.grid))
-        # An emulator may keep what it has compiled, so the code of a launch is kept here, too.
-        key = identity(launch), arch
-        if binaries:
-            _CODE[key] = binaries[0].asm
-        found.counts.update(_machine_code(_CODE[key], found.counts["instructions"]))
+        binary = Emulator(arch).binary(launch)
+        found.counts.update(_machine_code(binary, found.counts["instructions"]))
         return found
 
     def run(launch: Any, on: Tensor | None = None) -> None:
@@ -220,26 +212,12 @@ def _sampled(arch: int, multiprocessors: int, note: Callable[[Launched], None]) 
     importlib.import_module("fastbert.kernels.attention")
     modules = [m for n, m in sys.modules.items() if n.startswith("fastbert.kernels.")]
     with (
-        mock.patch.object(backends, "_interpreted", True),
+        backends.standing_in(STAND_IN, "triton"),
         mock.patch.object(tiles, "compiled_target", arch),
         mock.patch.object(Launch, "run", run),
         _patched(modules, "multiprocessors", lambda x: multiprocessors),
     ):
         yield
-
-
-def _kept(function: Callable[..., Any], results: list[Any]) -> Callable[..., Any]:
-    """Return a function that also appends its results to a list."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        results.append(function(*args, **kwargs))
-        return results[-1]
-
-    return run
-
-
-# The binaries of compiled launches, by identity and architecture.
-_CODE: dict[tuple[str, int], Any] = {}
 
 
 @functools.cache
@@ -249,8 +227,8 @@ def _mixes(ptx: str, cubin: bytes) -> tuple[int, dict[str, int]]:
     return len(kernel.code), sass.mix(sass.disassemble(cubin))
 
 
-def _machine_code(binary: dict[str, Any], instructions: float) -> dict[str, float]:
-    length, mix = _mixes(binary["ptx"], binary["cubin"])
+def _machine_code(binary: Binary, instructions: float) -> dict[str, float]:
+    length, mix = _mixes(binary.ptx, binary.cubin)
     return {f"sass_{u}": n for u, n in sass.corrected(instructions, length, mix).items()}
 
 

@@ -26,12 +26,14 @@ class Binary(NamedTuple):
         names: Names of the arguments that are parameters of the kernel, in order.
         warps: Warps of a block.
         shared: Bytes of dynamic shared memory of a block.
+        cubin: The machine code that ptxas makes from the text.
     """
 
     ptx: str
     names: tuple[str, ...]
     warps: int
     shared: int
+    cubin: bytes
 
 
 @functools.cache
@@ -122,7 +124,9 @@ class Emulator:
         if metadata.global_scratch_size or metadata.profile_scratch_size:
             raise ValueError(f"{launch.name}: a kernel with scratch memory is not supported")
         names = tuple(name for name, kind in signature.items() if kind != "constexpr")
-        return Binary(compiled.asm["ptx"], names, metadata.num_warps, metadata.shared)
+        return Binary(
+            compiled.asm["ptx"], names, metadata.num_warps, metadata.shared, compiled.asm["cubin"]
+        )
 
 
 # The compiled launches of this process, by everything that the code depends on.
