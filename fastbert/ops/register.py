@@ -54,16 +54,17 @@ class Operator:
         """Call the operator with all its arguments by position."""
         if _is_watched():
             return self.overload(*arguments)
-        tensors = [a for a in arguments if isinstance(a, Tensor)]
+        given = list(arguments)
         if self.takes_lists:
-            tensors += [
-                t for a in arguments if isinstance(a, list) for t in a if isinstance(t, Tensor)
-            ]
+            for argument in arguments:
+                if isinstance(argument, list):
+                    given += argument
         wants_gradient = False
-        for tensor in tensors:
-            if type(tensor) not in PLAIN:
-                return self.overload(*arguments)
-            wants_gradient = wants_gradient or tensor.requires_grad
+        for argument in given:
+            if isinstance(argument, Tensor):
+                if type(argument) not in PLAIN:
+                    return self.overload(*arguments)
+                wants_gradient = wants_gradient or argument.requires_grad
         if wants_gradient and torch.is_grad_enabled():
             # A function of autograd does not look for tensors in lists.
             if self.function is None or self.takes_lists:
