@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastbert.kernels.attention_backward import attention_backward, backward_launches
+from fastbert.kernels.attention_bias import allocate_bias_sums
 from fastbert.kernels.attention_mask import allowed_pairs, attended_keys, phase_range, visible_range
 from fastbert.kernels.attention_problem import (
     UNSPECIALISED,
@@ -25,7 +26,6 @@ from fastbert.kernels.attention_problem import (
     Problem,
     allocate_rows,
     canonical,
-    describe,
     problem_of,
     strides,
 )
@@ -41,6 +41,7 @@ from fastbert.kernels.attention_rows import (
 )
 from fastbert.kernels.attention_short import serves, short_forward_launch
 from fastbert.kernels.attention_softmax import divided, log_sum_exp, logits, online_softmax
+from fastbert.kernels.attention_statistics import allocate_statistics
 from fastbert.kernels.attention_weights import weights_launch
 from fastbert.kernels.common import INFINITY, dot, narrow
 from fastbert.kernels.launch import Launch, run
@@ -202,6 +203,7 @@ def attention_forward(
     causal: bool = False,
     window: tuple[int, int] = (-1, -1),
     path: str | None = None,
+    into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute attention and the natural log-sum-exp of its scaled and biased logits.
 
@@ -222,6 +224,7 @@ def attention_forward(
         causal: Whether a query attends only to keys at its own position or earlier.
         window: Numbers of keys before and after its position that a query attends; -1 is open.
         path: "short", "general", or None for the choice of `attention_path`.
+        into: Results to fill, out at any strides and a contiguous lse; None allocates them.
 
     Returns:
         out: (B, H, Lq, D) in the memory order (B, Lq, H, D), or contiguous (Tq, H, D), in the dtype
@@ -238,18 +241,21 @@ def attention_forward(
         max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, seed=seed, dropout_p=dropout_p,
         scale=scale, causal=causal, window=window,
     )  # fmt: skip
-    if cu_seqlens_q is None:
-        out = allocate_rows(q, False)
-        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    else:
-        out = allocate_rows(q, True)
-        lse = torch.empty((q.shape[1], q.shape[0]), dtype=torch.float32, device=q.device)
-        if cu_seqlens_q.shape[0] == 1:
-            # Without a sequence no program runs, and all rows are beyond cu_seqlens[-1].
-            out.zero_()
-            lse.fill_(-math.inf)
+    is_varlen = cu_seqlens_q is not None
+    out, lse = allocate_results(q, is_varlen) if into is None else into
+    if is_varlen and cu_seqlens_q.shape[0] == 1:
+        # Without a sequence no program runs, and all rows are beyond cu_seqlens[-1].
+        out.zero_()
+        lse.fill_(-math.inf)
     run(_forward_launch, tensors, (out, lse), numbers, path)
     return out, lse
+
+
+def allocate_results(q: Tensor, is_varlen: bool) -> tuple[Tensor, Tensor]:
+    """Allocate the results of `attention_forward` for queries `q`, dense or packed."""
+    shape = (q.shape[1], q.shape[0]) if is_varlen else q.shape[:3]
+    lse = torch.empty(shape, dtype=torch.float32, device=q.device)
+    return allocate_rows(q, is_varlen), lse
 
 
 # dtype, head dim, whether packed, and options; each kind of option occurs at least once.
@@ -305,10 +311,13 @@ def _shipped(
         dbias = torch.empty((1, 12, 512, 512), dtype=dtype)
         options["bias"] = dbias.expand(8, 12, 512, 512)
     seed = torch.empty(1, dtype=torch.int64)
-    problem = describe(q, k, v, scale=0.125, seed=seed, **options)
+    tensors, numbers = canonical(q, k, v, scale=0.125, seed=seed, **options)
+    problem = problem_of(*tensors, numbers)
     yield _general_forward_launch(problem, allocate_rows(q, is_packed), lse)
     gradients = (allocate_rows(x, is_packed) for x in (q, k, v))
-    yield from backward_launches(problem, q, q, lse, *gradients, dbias)
+    statistics = allocate_statistics(problem.arguments["SCALING"], lse)
+    sums = allocate_bias_sums(q, options["bias"], dbias, numbers) if bias else None
+    yield from backward_launches(problem, q, q, lse, *gradients, statistics, numbers, dbias, sums)
     if mask == "keys":
         weights = torch.empty((8, 12, 512, 512), dtype=dtype)
         yield weights_launch(problem, lse, weights)

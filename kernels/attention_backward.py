@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastbert.kernels.attention_bias import bias_gradient_launches
+from fastbert.kernels.attention_bias import allocate_bias_sums, bias_gradient_launches
 from fastbert.kernels.attention_mask import allowed_pairs, attended_keys, phase_range, visible_range
 from fastbert.kernels.attention_problem import (
     UNSPECIALISED,
@@ -325,8 +325,10 @@ def backward_launches(
     dq: Tensor,
     dk: Tensor,
     dv: Tensor,
+    statistics: tuple[Tensor | None, ...],
+    numbers: Numbers,
     dbias: Tensor | None = None,
-    statistics: tuple[Tensor | None, ...] | None = None,
+    sums: Tensor | None = None,
 ) -> Iterator[Launch]:
     """Yield the launches of the general backward in order.
 
@@ -338,12 +340,12 @@ def backward_launches(
         dq: Result in the shape of q, at any strides.
         dk: Result in the shape of k, at any strides.
         dv: Result in the shape of v, at the strides of `dk`.
+        statistics: Row statistics from `allocate_statistics`.
+        numbers: The numbers of the problem.
         dbias: Result as in `attention_backward`, or None.
-        statistics: Row statistics from `allocate_statistics`; None allocates them.
+        sums: Partial sums of dbias from `allocate_bias_sums`, or None.
     """
     is_varlen = problem.arguments["IS_VARLEN"]
-    if statistics is None:
-        statistics = allocate_statistics(problem.arguments["SCALING"], lse)
     launch, by_name = statistics_launch(problem, dout, out, lse, statistics)
     yield launch
     shared = {"dout_ptr": dout, **by_name, **strides("dout", dout, is_varlen)}
@@ -368,19 +370,23 @@ def backward_launches(
             **strides("dk", dk, is_varlen),
         )
     if dbias is not None:
-        yield from bias_gradient_launches(problem, dbias, shared)
+        yield from bias_gradient_launches(problem, numbers, dbias, sums, shared)
 
 
 def _backward_launches(
     q, k, v, mask, bias, cu_seqlens_q, cu_seqlens_k, seed, dout, out, lse,
-    dq, dk, dv, delta, maximum, inverse, numbers: Numbers, path,
+    dq, dk, dv, delta, maximum, inverse, dbias, sums, numbers: Numbers, path,
 ) -> list[Launch]:  # fmt: skip
     tensors = (q, k, v, mask, bias, cu_seqlens_q, cu_seqlens_k, seed)
     problem = problem_of(*tensors, numbers)
-    if serves(problem, "backward", path):
+    # The gradient of the bias needs the row statistics, which only the general path computes.
+    if dbias is None and serves(problem, "backward", path):
         return [short_backward_launch(problem, dout, out, lse, dq, dk, dv)]
     statistics = (delta, maximum, inverse)
-    return list(backward_launches(problem, dout, out, lse, dq, dk, dv, statistics=statistics))
+    gradients = (dq, dk, dv)
+    return list(
+        backward_launches(problem, dout, out, lse, *gradients, statistics, numbers, dbias, sums)
+    )
 
 
 def attention_backward(
@@ -435,13 +441,11 @@ def attention_backward(
     if (cu_seqlens_q.shape[0] - 1 if is_varlen else q.shape[0]) == 0:
         for gradient in (dq, dk, dv):
             gradient.zero_()
-    if dbias is None:
-        statistics = allocate_statistics(scaling(q.dtype, bias is not None, scale), lse)
-        results = (dq, dk, dv, *statistics)
-        run(_backward_launches, (*tensors, dout, out, lse), results, numbers, path)
-        return dq, dk, dv
-    # The gradient of the bias needs the row statistics, which only the general path computes.
-    problem = problem_of(*tensors, numbers)
-    for launch in backward_launches(problem, dout, out, lse, dq, dk, dv, dbias):
-        launch.run(on=q)
+    sums = None
+    if dbias is not None:
+        assert bias is not None
+        sums = allocate_bias_sums(q, bias, dbias, numbers)
+    statistics = allocate_statistics(scaling(q.dtype, bias is not None, scale), lse)
+    results = (dq, dk, dv, *statistics, dbias, sums)
+    run(_backward_launches, (*tensors, dout, out, lse), results, numbers, path)
     return dq, dk, dv

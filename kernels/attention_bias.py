@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastbert.kernels.attention_mask import allowed_pairs
-from fastbert.kernels.attention_problem import UNSPECIALISED, Problem
+from fastbert.kernels.attention_problem import UNSPECIALISED, Numbers, Problem
 from fastbert.kernels.attention_rows import head_pointer, load_rows, pair_pointer, sequence_bounds
 from fastbert.kernels.attention_softmax import exponentials, logits
 from fastbert.kernels.attention_statistics import row_statistics
@@ -29,6 +29,7 @@ from fastbert.kernels.common import dot, narrow
 from fastbert.kernels.launch import Launch
 from fastbert.kernels.philox import dropout_keep
 from fastbert.kernels.reduction import sum_partials_launch
+from fastbert.kernels.tiles import Tile, attention_tile, ceil_div, target_of
 
 # The combinations are divided until up to this many programs share the work. The number is not a
 # property of the device, so that the order of the sums and their last bits agree on every GPU.
@@ -192,42 +193,77 @@ def _bias_gradient_kernel(
     tl.store(pointers, narrow(total, dbias_ptr.dtype.element_ty), mask=inside)
 
 
+def _tiles(dbias: Tensor, numbers: Numbers, tile: Tile) -> int:
+    """Return the number of tiles of the gradient of the bias."""
+    batches, heads, rows, keys = dbias.shape
+    q_blocks = ceil_div(numbers.max_q, tile.block_m) if rows > 1 else 1
+    k_blocks = ceil_div(numbers.max_k, tile.block_n) if keys > 1 else 1
+    return batches * heads * q_blocks * k_blocks
+
+
+def _combinations(bias: Tensor, dbias: Tensor, numbers: Numbers, tile: Tile) -> int:
+    """Return the number of combinations that share a tile; bias is (B, H, Lq, Lk), expanded."""
+    blocks = ceil_div(numbers.max_q, tile.block_m) * ceil_div(numbers.max_k, tile.block_n)
+    every = bias.shape[0] * bias.shape[1] * blocks
+    return every // max(_tiles(dbias, numbers, tile), 1)
+
+
+def allocate_bias_sums(q: Tensor, bias: Tensor, dbias: Tensor, numbers: Numbers) -> Tensor | None:
+    """Allocate the partial sums of the gradient of the bias, fp32 (1, partials, elements).
+
+    Args:
+        q: Queries, dense or packed.
+        bias: Bias expanded to (B, H, Lq, Lk).
+        dbias: Gradient of the bias, as in `bias_gradient_launches`.
+        numbers: Numbers of the attention problem.
+
+    Returns:
+        The partial sums, or None if one program computes each tile of the gradient.
+    """
+    tile = attention_tile("bias", q.shape[-1], q.dtype, True, target_of(q))
+    tiles = _tiles(dbias, numbers, tile)
+    combinations = _combinations(bias, dbias, numbers, tile)
+    partials = min(combinations, PROGRAMS // max(tiles, 1))
+    if partials <= 1 or dbias.numel() == 0:
+        return None
+    shape = (1, partials, dbias.numel())
+    return torch.empty(shape, dtype=torch.float32, device=dbias.device)
+
+
 def bias_gradient_launches(
-    problem: Problem, dbias: Tensor, arguments: dict[str, Any]
+    problem: Problem,
+    numbers: Numbers,
+    dbias: Tensor,
+    sums: Tensor | None,
+    arguments: dict[str, Any],
 ) -> Iterator[Launch]:
     """Yield the launches that compute the gradient of the bias.
 
     Args:
         problem: The attention problem.
+        numbers: The numbers of the problem.
         dbias: Result, contiguous (B or 1, H or 1, Lq or 1, Lk or 1), in the dtype of the bias.
+        sums: Partial sums from `allocate_bias_sums`, or None.
         arguments: Kernel arguments of dout and of the row statistics, by name.
     """
     tile = problem.tile("bias")
-    q_blocks = triton.cdiv(problem.max_q, tile.block_m)
-    k_blocks = triton.cdiv(problem.max_k, tile.block_n)
-    batches, heads, rows, keys = dbias.shape
+    _, heads, rows, keys = dbias.shape
     if dbias.numel() == 0:
         return
-    tiles = batches * heads * (q_blocks if rows > 1 else 1) * (k_blocks if keys > 1 else 1)
-    combinations = problem.batches * problem.heads * q_blocks * k_blocks // max(tiles, 1)
-    partials = max(1, min(combinations, PROGRAMS // max(tiles, 1)))
-    sums = dbias
-    if partials > 1:
-        shape = (1, partials, dbias.numel())
-        sums = torch.empty(shape, dtype=torch.float32, device=dbias.device)
+    partials = 1 if sums is None else sums.shape[1]
     launch = problem.launch(
         "attention_bias_gradient",
         _bias_gradient_kernel,
         tile,
-        dbias_ptr=sums,
+        dbias_ptr=dbias if sums is None else sums,
         stride_dbias_partial=dbias.numel(),
-        combinations=combinations,
+        combinations=_combinations(problem.arguments["bias_ptr"], dbias, numbers, tile),
         bias_heads=heads,
         partials=partials,
         SUMS_ROWS=rows == 1,
         SUMS_KEYS=keys == 1,
         **arguments,
     )
-    yield launch._replace(grid=(tiles * partials,))
-    if partials > 1:
-        yield sum_partials_launch(sums, dbias.view(1, -1))
+    yield launch._replace(grid=(_tiles(dbias, numbers, tile) * partials,))
+    if sums is not None:
+        yield sum_partials_launch(sums, dbias)

@@ -25,6 +25,7 @@ from fastbert.kernels.attention_rows import (
 from fastbert.kernels.attention_softmax import divided, exponentials, logits, online_softmax
 from fastbert.kernels.common import INFINITY, LOG2E, dot, narrow
 from fastbert.kernels.launch import Launch
+from fastbert.kernels.tiles import ceil_div
 
 
 @triton.jit(do_not_specialize=[*UNSPECIALISED, "chosen_heads", "chosen_rows", "row_blocks"])
@@ -133,7 +134,7 @@ def weights_launch(
     """
     tile = problem.tile("weights")
     batches, chosen_heads, chosen_rows, _ = weights.shape
-    row_blocks = triton.cdiv(chosen_rows, tile.block_m)
+    row_blocks = ceil_div(chosen_rows, tile.block_m)
     uses_lse = lse is not None and problem.arguments["SCALING"] == 0
     launch = problem.launch(
         "attention_weights",

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from fastbert.kernels.common import LOG2E
 from fastbert.kernels.gemm import product_tile
-from fastbert.kernels.launch import Launch
-from fastbert.kernels.tiles import Tile, cross_entropy_tile
+from fastbert.kernels.launch import Launch, run
+from fastbert.kernels.tiles import Tile, ceil_div, cross_entropy_tile
 
 REDUCTIONS = ("mean", "sum", "none")
 # The forward divides a vocabulary into at most this many parts.
@@ -239,7 +239,7 @@ class Projection(NamedTuple):
 
     @property
     def row_blocks(self) -> int:
-        return triton.cdiv(self.rows, self.tile[0].block_m)
+        return ceil_div(self.rows, self.tile[0].block_m)
 
     @property
     def tile(self) -> tuple[Tile, int]:
@@ -248,12 +248,12 @@ class Projection(NamedTuple):
     @property
     def blocks_per_split(self) -> int:
         """The column blocks of a part: at least two, because starting a program takes time."""
-        blocks = triton.cdiv(self.columns, self.tile[0].block_n)
-        return max(2, triton.cdiv(blocks, MOST_SPLITS))
+        blocks = ceil_div(self.columns, self.tile[0].block_n)
+        return max(2, ceil_div(blocks, MOST_SPLITS))
 
     @property
     def splits(self) -> int:
-        return triton.cdiv(self.columns, self.tile[0].block_n * self.blocks_per_split)
+        return ceil_div(self.columns, self.tile[0].block_n * self.blocks_per_split)
 
     def arguments(self, order: Tensor) -> dict[str, object]:
         """Return the kernel arguments that describe the tile of logits, by name."""
@@ -334,7 +334,7 @@ def _combine_launch(given: Projection, order, partials, own, statistics, losses)
         "BLOCK_M": COMBINED_ROWS,
         "BLOCK_S": triton.next_power_of_2(max(given.splits, 1)),
     }
-    grid = (triton.cdiv(given.rows, COMBINED_ROWS),)
+    grid = (ceil_div(given.rows, COMBINED_ROWS),)
     return Launch("cross_entropy_combine", _combine_kernel, grid, arguments, 4, 1)
 
 
@@ -348,6 +348,18 @@ def _reduce_launch(losses, order, loss, mean: bool) -> Launch:
         "BLOCK": LIST_BLOCK,
     }
     return Launch("cross_entropy_reduce", _reduce_kernel, (1,), arguments, 8, 1)
+
+
+def _forward_launches(
+    hidden, weight, bias, labels, order, partials, own, statistics, losses, loss, ignore_index, mean
+) -> list[Launch]:
+    given = Projection(hidden, weight, bias, labels)
+    launches = [
+        _partition_launch(labels, order, ignore_index),
+        _partials_launch(given, order, partials, own),
+        _combine_launch(given, order, partials, own, statistics, losses),
+    ]
+    return launches if loss is None else [*launches, _reduce_launch(losses, order, loss, mean)]
 
 
 def linear_cross_entropy_forward(
@@ -387,14 +399,10 @@ def linear_cross_entropy_forward(
     partials = torch.empty((2, given.splits, capacity), dtype=torch.float32, device=device)
     own, losses = (torch.empty(given.rows, dtype=torch.float32, device=device) for _ in range(2))
     statistics = torch.empty((2, given.rows), dtype=torch.float32, device=device)
-    _partition_launch(labels, order, ignore_index).run(on=hidden)
-    _partials_launch(given, order, partials, own).run(on=hidden)
-    _combine_launch(given, order, partials, own, statistics, losses).run(on=hidden)
-    if reduction == "none":
-        return losses, statistics, order
-    loss = torch.empty((), dtype=torch.float32, device=device)
-    _reduce_launch(losses, order, loss, mean).run(on=hidden)
-    return loss, statistics, order
+    loss = None if reduction == "none" else torch.empty((), dtype=torch.float32, device=device)
+    results = (order, partials, own, statistics, losses, loss)
+    run(_forward_launches, (hidden, weight, bias, labels), results, ignore_index, mean)
+    return losses if loss is None else loss, statistics, order
 
 
 def example(dtype: torch.dtype, depth: int) -> tuple[Projection, Tensor, Tensor]:

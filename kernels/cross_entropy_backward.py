@@ -26,7 +26,8 @@ from fastbert.kernels.cross_entropy import (
     logits_tile,
 )
 from fastbert.kernels.gemm import GROUP_M, tile_position
-from fastbert.kernels.launch import Launch
+from fastbert.kernels.launch import Launch, run
+from fastbert.kernels.tiles import ceil_div
 
 # Bytes of the logits' gradient that exist at once, and the fewest columns of a chunk. With fewer
 # columns, the gradient of the weight would not fill a GPU.
@@ -239,7 +240,7 @@ def _chunk_columns(given: Projection) -> int:
     tile, _ = given.tile
     rows = max(1, given.row_blocks * tile.block_m)
     most = GRADIENT_BYTES // (rows * given.hidden.dtype.itemsize)
-    blocks = triton.cdiv(given.columns, tile.block_n)
+    blocks = ceil_div(given.columns, tile.block_n)
     return max(1, min(max(most, FEWEST_COLUMNS) // tile.block_n, blocks)) * tile.block_n
 
 
@@ -270,7 +271,7 @@ def _dlogits_launch(
     return Launch(
         "cross_entropy_dlogits",
         _dlogits_kernel,
-        (given.row_blocks * triton.cdiv(chunk.count, tile.block_n),),
+        (given.row_blocks * ceil_div(chunk.count, tile.block_n),),
         arguments,
         tile.num_warps,
         tile.num_stages,
@@ -291,7 +292,7 @@ def _dbias_launch(given: Projection, chunk: Chunk, order, partials, dbias) -> La
         "BLOCK_M": 32,
         "BLOCK_N": block_n,
     }
-    grid = (triton.cdiv(chunk.count, block_n),)
+    grid = (ceil_div(chunk.count, block_n),)
     return Launch("cross_entropy_dbias", _dbias_kernel, grid, arguments, 4, 1)
 
 
@@ -312,7 +313,7 @@ def _product_launch(
         "GROUP_M": GROUP_M,
         **own,
     }
-    grid = (triton.cdiv(rows, tile.block_m) * triton.cdiv(given.depth, tile.block_n),)
+    grid = (ceil_div(rows, tile.block_m) * ceil_div(given.depth, tile.block_n),)
     return Launch(name, kernel, grid, arguments, tile.num_warps, stages)
 
 
@@ -354,6 +355,23 @@ def _dhidden_launch(given: Projection, chunk: Chunk, order, dlogits, sums, dhidd
         IS_FIRST=chunk.is_first,
         IS_LAST=chunk.is_last,
     )
+
+
+def _backward_launches(
+    dloss, hidden, weight, bias, labels, statistics, order,
+    dlogits, partials, sums, dhidden, dweight, dbias, mean,
+) -> list[Launch]:  # fmt: skip
+    given = Projection(hidden, weight, bias, labels)
+    launches = []
+    for chunk in _chunks(given):
+        launches.append(
+            _dlogits_launch(given, chunk, dloss, statistics, order, dlogits, partials, mean)
+        )
+        if bias is not None:
+            launches.append(_dbias_launch(given, chunk, order, partials, dbias))
+        launches.append(_dweight_launch(given, chunk, order, dlogits, dweight))
+        launches.append(_dhidden_launch(given, chunk, order, dlogits, sums, dhidden))
+    return launches
 
 
 def linear_cross_entropy_backward(
@@ -402,14 +420,8 @@ def linear_cross_entropy_backward(
         partials = torch.empty((given.row_blocks, shape[1]), dtype=torch.float32, device=device)
     if given.columns > shape[1]:
         sums = torch.empty(hidden.shape, dtype=torch.float32, device=device)
-    for chunk in _chunks(given):
-        _dlogits_launch(given, chunk, dloss, statistics, order, dlogits, partials, mean).run(
-            on=hidden
-        )
-        if bias is not None:
-            _dbias_launch(given, chunk, order, partials, dbias).run(on=hidden)
-        _dweight_launch(given, chunk, order, dlogits, dweight).run(on=hidden)
-        _dhidden_launch(given, chunk, order, dlogits, sums, dhidden).run(on=hidden)
+    inputs = (dloss, hidden, weight, bias, labels, statistics, order)
+    run(_backward_launches, inputs, (dlogits, partials, sums, dhidden, dweight, dbias), mean)
     return dhidden, dweight, dbias
 
 

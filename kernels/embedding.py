@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastbert.kernels.common import dot, narrow
-from fastbert.kernels.launch import Launch, dropout_arguments
+from fastbert.kernels.launch import Launch, dropout_arguments, run
 from fastbert.kernels.norm_rows import (
     keep_rows,
     layer_norm_gradient,
@@ -30,7 +30,7 @@ from fastbert.kernels.norm_rows import (
     row_offsets,
 )
 from fastbert.kernels.reduction import sum_planes
-from fastbert.kernels.tiles import row_programs, row_tile, run_sum_tile
+from fastbert.kernels.tiles import ceil_div, row_programs, row_tile, run_sum_tile
 
 # A program computes the keys of this many tokens.
 KEYS_PER_PROGRAM = 1024
@@ -397,7 +397,11 @@ def _shared_arguments(indices, tables, weight, mean, rstd, seed, dropout_p: floa
     }
 
 
-def _forward_launch(indices, tables, weight, bias, y, mean, rstd, seed, dropout_p, eps) -> Launch:
+def _forward_launch(
+    ids, type_ids, positions, word_table, type_table, position_table, weight, bias, seed,
+    y, mean, rstd, dropout_p, eps,
+) -> Launch:  # fmt: skip
+    indices, tables = (ids, type_ids, positions), (word_table, type_table, position_table)
     tile = row_tile(y.shape[1])
     arguments = {
         **_shared_arguments(indices, tables, weight, mean, rstd, seed, dropout_p),
@@ -406,7 +410,7 @@ def _forward_launch(indices, tables, weight, bias, y, mean, rstd, seed, dropout_
         "eps": eps,
         "HAS_BIAS": bias is not None,
     }
-    grid = (triton.cdiv(y.shape[0], tile.block_m),)
+    grid = (ceil_div(y.shape[0], tile.block_m),)
     return row_launch("embedding_forward", _forward_kernel, grid, arguments, tile.num_warps)
 
 
@@ -446,15 +450,16 @@ def embedding_forward(
     y = torch.empty((rows, columns), dtype=tables[0].dtype, device=tables[0].device)
     mean, rstd = (torch.empty(rows, dtype=torch.float32, device=y.device) for _ in range(2))
     if columns > 0:
-        _forward_launch(indices, tables, weight, bias, y, mean, rstd, seed, dropout_p, eps).run(
-            on=y
-        )
+        inputs = (*indices, *tables, weight, bias, seed)
+        run(_forward_launch, inputs, (y, mean, rstd), dropout_p, eps)
     return y, mean, rstd
 
 
 def _backward_launch(
-    dy, indices, tables, weight, mean, rstd, dsum, partials, seed, has_bias, dropout_p
-) -> Launch:
+    dy, ids, type_ids, positions, word_table, type_table, position_table, weight, mean, rstd, seed,
+    dsum, partials, has_bias, dropout_p,
+) -> Launch:  # fmt: skip
+    indices, tables = (ids, type_ids, positions), (word_table, type_table, position_table)
     arguments = {
         **_shared_arguments(indices, tables, weight, mean, rstd, seed, dropout_p),
         "dy_ptr": dy,
@@ -469,7 +474,10 @@ def _backward_launch(
     return row_launch("embedding_backward", _backward_kernel, grid, arguments, num_warps)
 
 
-def _keys_launch(indices, tables, keys, padding_idx: int) -> Launch:
+def _keys_launch(
+    ids, type_ids, positions, word_table, type_table, position_table, keys, padding_idx: int
+) -> Launch:
+    indices, tables = (ids, type_ids, positions), (word_table, type_table, position_table)
     arguments = {
         **_indices(indices),
         **_sizes(tables),
@@ -479,12 +487,12 @@ def _keys_launch(indices, tables, keys, padding_idx: int) -> Launch:
         "BLOCK_M": KEYS_PER_PROGRAM,
     }
     before_words = (_present(indices) - 1) * indices[0].shape[0]
-    grid = (triton.cdiv(keys.shape[0] - before_words, KEYS_PER_PROGRAM),)
+    grid = (ceil_div(keys.shape[0] - before_words, KEYS_PER_PROGRAM),)
     return Launch("embedding_keys", _keys_kernel, grid, arguments, 4, 1)
 
 
-def _table_launches(dsum, keys, order, partials, gradients) -> Iterator[Launch]:
-    """Yield the two launches that store sums of runs in the gradients of the tables."""
+def _table_launches(dsum, keys, order, partials, *gradients) -> list[Launch]:
+    """Return the two launches that store sums of runs in the gradients of the tables."""
     columns = dsum.shape[1]
     tile = run_sum_tile(columns, dsum.dtype)
     names = ("dword_ptr", "dtype_ptr", "dposition_ptr")
@@ -497,12 +505,14 @@ def _table_launches(dsum, keys, order, partials, gradients) -> Iterator[Launch]:
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
     }
-    grid = (partials.shape[1] * triton.cdiv(columns, tile.block_n),)
+    grid = (partials.shape[1] * ceil_div(columns, tile.block_n),)
     first = {**arguments, "dsum_ptr": dsum, "order_ptr": order, "rows_total": dsum.shape[0]}
-    yield Launch("embedding_run_sums", _run_sums_kernel, grid, first, tile.num_warps, 1)
     second = {**arguments, "CHUNK": tile.block_m, "BLOCK_M": 64}
     second["halvings"] = partials.shape[1].bit_length()
-    yield Launch("embedding_crossing_runs", _crossing_runs_kernel, grid, second, 4, 1)
+    return [
+        Launch("embedding_run_sums", _run_sums_kernel, grid, first, tile.num_warps, 1),
+        Launch("embedding_crossing_runs", _crossing_runs_kernel, grid, second, 4, 1),
+    ]
 
 
 def _present(tensors) -> int:
@@ -528,14 +538,13 @@ def table_gradients(
     key_count = sizes["words"] + sizes["types"] + sizes["positions"]
     key_dtype = torch.int32 if key_count < 2**31 else torch.int64
     chunk = run_sum_tile(columns, dsum.dtype).block_m
-    chunks = triton.cdiv(_present(indices) * rows, chunk)
+    chunks = ceil_div(_present(indices) * rows, chunk)
     keys = torch.empty(chunks * chunk, dtype=key_dtype, device=dsum.device)
-    _keys_launch(indices, tables, keys, padding_idx).run(on=dsum)
+    run(_keys_launch, (*indices, *tables), (keys,), padding_idx)
     # This step is torch's radix sort. The sort is stable, so the order is always the same.
     keys, order = torch.sort(keys, stable=True)
     partials = torch.empty((2, chunks, columns), dtype=torch.float32, device=dsum.device)
-    for launch in _table_launches(dsum, keys, order, partials, gradients):
-        launch.run(on=dsum)
+    run(_table_launches, (dsum, keys, order), (partials, *gradients))
     return gradients
 
 
@@ -573,9 +582,8 @@ def embedding_backward(
     shape = (1 + has_bias, row_programs(dsum), columns)
     partials = torch.empty(shape, dtype=torch.float32, device=dy.device)
     if columns > 0:
-        _backward_launch(
-            dy, indices, tables, weight, mean, rstd, dsum, partials, seed, has_bias, dropout_p
-        ).run(on=dy)
+        inputs = (dy, *indices, *tables, weight, mean, rstd, seed)
+        run(_backward_launch, inputs, (dsum, partials), has_bias, dropout_p)
     dweight, *rest = sum_planes(partials, *[weight.dtype] * (1 + has_bias))
     dbias = rest[0] if has_bias else None
     return *table_gradients(dsum, indices, tables, padding_idx), dweight, dbias
@@ -600,11 +608,13 @@ def shipped_launches() -> Iterator[Launch]:
         bias = row if complete else None
         statistic, seed = meta(torch.float32, 4096), meta(torch.int64, 1)
         partials = meta(torch.float32, 2, 396, columns)
-        yield _forward_launch(indices, tables, row, bias, y, statistic, statistic, seed, 0.1, 1e-12)
+        yield _forward_launch(
+            *indices, *tables, row, bias, seed, y, statistic, statistic, 0.1, 1e-12
+        )
         yield _backward_launch(
-            y, indices, tables, row, statistic, statistic, y, partials, seed, complete, 0.1
+            y, *indices, *tables, row, statistic, statistic, seed, y, partials, complete, 0.1
         )
         entries = _present(indices) * 4096
         keys, order = meta(torch.int32, entries), meta(torch.int64, entries)
-        yield from _table_launches(y, keys, order, partials, tables)
-        yield _keys_launch(indices, tables, keys, 0)
+        yield from _table_launches(y, keys, order, partials, *tables)
+        yield _keys_launch(*indices, *tables, keys, 0)

@@ -204,15 +204,17 @@ def _activation_launch(h, y, activation: Activation) -> Launch:
     )
 
 
-def activation_forward(h: Tensor, *, activation: str) -> Tensor:
+def activation_forward(h: Tensor, *, activation: str, into: Tensor | None = None) -> Tensor:
     """Return act(h) (M, N), contiguous in the dtype of h (M, N), or (M, 2N) if gated.
 
     h has any strides. `activation` is a name in ``fastbert.activations``; another name raises
-    ValueError.
+    ValueError. `into` is the result to fill; None allocates it.
     """
     chosen = of_name(activation)
     columns = h.shape[1] // 2 if chosen.gated else h.shape[1]
-    y = torch.empty((h.shape[0], columns), dtype=h.dtype, device=h.device)
+    y = into
+    if y is None:
+        y = torch.empty((h.shape[0], columns), dtype=h.dtype, device=h.device)
     run(_activation_launch, (h,), (y,), chosen)
     return y
 
@@ -225,21 +227,23 @@ def linear_gelu_forward(
     activation: str,
     save: bool,
     path: str | None = None,
+    into: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return y = act(h) and, with `save`, h = x Wᵀ + bias.
 
     x (M, K) and weight (N, K) have one dtype and any strides; bias is (N,) or None. h (M, N) and
     y (M, N), or (M, N / 2) if gated, are contiguous in the dtype of x. `activation` is a name in
     ``fastbert.activations``; `path` is "fused", "library", or None for the choice of
-    ``gemm_path``. Another value of either raises ValueError.
+    ``gemm_path``. Another value of either raises ValueError. `into` is the y to fill; None
+    allocates it.
     """
     chosen = of_name(activation)
     rows, depth = x.shape
     columns = weight.shape[0] // 2 if chosen.gated else weight.shape[0]
     if path_name(path, rows, weight.shape[0], depth, x.dtype) == "library":
         h = F.linear(x, weight, bias)
-        return activation_forward(h, activation=activation), h if save else None
-    y = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
+        return activation_forward(h, activation=activation, into=into), h if save else None
+    y = torch.empty((rows, columns), dtype=x.dtype, device=x.device) if into is None else into
     h = None
     if save:
         h = torch.empty((rows, weight.shape[0]), dtype=x.dtype, device=x.device)

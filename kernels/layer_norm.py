@@ -180,6 +180,7 @@ def layer_norm_forward(
     seed: Tensor | None = None,
     dropout_p: float = 0.0,
     eps: float,
+    into: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute LN(residual + dropout(x + x_bias)) and the statistics of its rows.
 
@@ -192,6 +193,7 @@ def layer_norm_forward(
         seed: Seed of the dropout, int64 (1,).
         dropout_p: Probability of dropout.
         eps: Added to the variance.
+        into: Contiguous results to fill; None allocates them.
 
     Returns:
         y (R, N), contiguous in the dtype of `x`; mean and reciprocal standard deviation, fp32 (R,).
@@ -199,14 +201,17 @@ def layer_norm_forward(
     Raises:
         ValueError: If N is above 8192, a last stride is not 1, or there is dropout without a seed.
     """
-    rows, columns = x.shape
-    y = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
-    mean = torch.empty(rows, dtype=torch.float32, device=x.device)
-    rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
-    if columns > 0:
-        inputs = (x, weight, bias, residual, x_bias, seed)
-        run(_forward_launch, inputs, (y, mean, rstd), dropout_p, eps)
-    return y, mean, rstd
+    results = allocate_results(x) if into is None else into
+    if x.shape[1] > 0:
+        run(_forward_launch, (x, weight, bias, residual, x_bias, seed), results, dropout_p, eps)
+    return results
+
+
+def allocate_results(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Allocate the results of `layer_norm_forward` for rows `x` (R, N)."""
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    mean = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
+    return y, mean, torch.empty_like(mean)
 
 
 def _sums_x_bias(x: Tensor, x_bias: Tensor | None) -> bool:

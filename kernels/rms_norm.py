@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastbert.kernels.common import narrow
-from fastbert.kernels.launch import Launch
+from fastbert.kernels.launch import Launch, run
 from fastbert.kernels.norm_rows import (
     load_parameter,
     load_sum,
@@ -24,7 +24,7 @@ from fastbert.kernels.norm_rows import (
     row_offsets,
 )
 from fastbert.kernels.reduction import sum_partials
-from fastbert.kernels.tiles import row_programs, row_tile
+from fastbert.kernels.tiles import ceil_div, row_programs, row_tile
 
 
 @triton.jit(do_not_specialize=["rows_total"])
@@ -115,10 +115,10 @@ def _shared_arguments(x, weight, rstd, residual) -> dict:
     }
 
 
-def _forward_launch(x, weight, y, rstd, residual, eps) -> Launch:
+def _forward_launch(x, weight, residual, y, rstd, eps) -> Launch:
     tile = row_tile(x.shape[1])
     arguments = {**_shared_arguments(x, weight, rstd, residual), "y_ptr": y, "eps": eps}
-    grid = (triton.cdiv(x.shape[0], tile.block_m),)
+    grid = (ceil_div(x.shape[0], tile.block_m),)
     return row_launch("rms_norm_forward", _forward_kernel, grid, arguments, tile.num_warps)
 
 
@@ -143,11 +143,11 @@ def rms_norm_forward(
     y = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
     rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
     if columns > 0:
-        _forward_launch(x, weight, y, rstd, residual, eps).run(on=x)
+        run(_forward_launch, (x, weight, residual), (y, rstd), eps)
     return y, rstd
 
 
-def _backward_launch(dy, x, weight, rstd, dsum, partials, residual) -> Launch:
+def _backward_launch(dy, x, weight, rstd, residual, dsum, partials) -> Launch:
     arguments = {
         **_shared_arguments(x, weight, rstd, residual),
         "dy_ptr": dy,
@@ -176,7 +176,7 @@ def rms_norm_backward(
     dsum = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
     partials = torch.empty((row_programs(x), columns), dtype=torch.float32, device=x.device)
     if columns > 0:
-        _backward_launch(dy, x, weight, rstd, dsum, partials, residual).run(on=x)
+        run(_backward_launch, (dy, x, weight, rstd, residual), (dsum, partials))
     return dsum, sum_partials(partials, weight.dtype)
 
 
@@ -187,5 +187,5 @@ def shipped_launches() -> Iterator[Launch]:
         row = torch.empty(columns, dtype=torch.float32, device="meta")
         rstd = torch.empty(512, dtype=torch.float32, device="meta")
         partials = torch.empty((396, columns), dtype=torch.float32, device="meta")
-        yield _forward_launch(x, row, x, rstd, x, 1e-6)
-        yield _backward_launch(x, x, row, rstd, x, partials, x)
+        yield _forward_launch(x, row, x, x, rstd, 1e-6)
+        yield _backward_launch(x, x, row, rstd, x, x, partials)

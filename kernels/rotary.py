@@ -13,8 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from fastbert.kernels.common import narrow
-from fastbert.kernels.launch import Launch
-from fastbert.kernels.tiles import rotary_tile
+from fastbert.kernels.launch import Launch, run
+from fastbert.kernels.tiles import ceil_div, rotary_tile
 
 
 @triton.jit
@@ -60,7 +60,7 @@ def _rotary_kernel(
         tl.store(y_ptr + offsets, narrow(new_second, dtype), mask=inside)
 
 
-def _launch(name, x, cos, sin, y, heads) -> Launch:
+def _launch(x, cos, sin, y, name, heads) -> Launch:
     tokens, total, head_dim = x.shape
     half = head_dim // 2
     tile = rotary_tile(head_dim)
@@ -81,13 +81,13 @@ def _launch(name, x, cos, sin, y, heads) -> Launch:
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
     }
-    grid = (tokens, triton.cdiv(half, tile.block_n))
+    grid = (tokens, ceil_div(half, tile.block_n))
     return Launch(name, _rotary_kernel, grid, arguments, tile.num_warps, tile.num_stages)
 
 
 def _run(name, x, cos, sin, heads) -> Tensor:
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch(name, x, cos.contiguous(), sin.contiguous(), y, heads).run(on=x)
+    run(_launch, (x, cos.contiguous(), sin.contiguous()), (y,), name, heads)
     return y
 
 
@@ -120,4 +120,4 @@ def shipped_launches() -> Iterator[Launch]:
         x = torch.empty((512, 36, head_dim), dtype=dtype, device="meta")
         angles = torch.empty((512, head_dim // 2), dtype=torch.float32, device="meta")
         for name in ("rotary_forward", "rotary_backward"):
-            yield _launch(name, x, angles, angles, x, 24)
+            yield _launch(x, angles, angles, x, name, 24)

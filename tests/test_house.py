@@ -32,6 +32,27 @@ def modules():
             yield parts[0], path
 
 
+def host_names(node: ast.AST):
+    """Yield the dotted names that a syntax tree uses outside functions for a GPU."""
+    for child in ast.iter_child_nodes(node):
+        decorators = getattr(child, "decorator_list", [])
+        if any("triton.jit" in ast.unparse(decorator) for decorator in decorators):
+            continue
+        if isinstance(child, ast.Attribute):
+            yield ast.unparse(child)
+        yield from host_names(child)
+
+
+def test_launchers_divide_without_triton():
+    """``triton.cdiv`` is a function for kernels and takes ten times as long on the host."""
+    example = "@triton.jit\ndef kernel(): triton.cdiv(1, 2)\ndef launch(): triton.{}(1, 2)"
+    assert "triton.cdiv" in host_names(ast.parse(example.format("cdiv")))
+    assert "triton.cdiv" not in host_names(ast.parse(example.format("other")))
+    for path in sorted((ROOT / "kernels").glob("*.py")):
+        names = set(host_names(ast.parse(path.read_text(encoding="utf-8"))))
+        assert "triton.cdiv" not in names, path.name
+
+
 def test_host_libraries_are_imported_in_one_place():
     hosts = {"transformers", "sentence_transformers"}
     importers = {

@@ -8,6 +8,10 @@ copied out.
 
 The remaining rows of a bucket come after ``cu_seqlens[-1]``. Attention never reads these rows, and
 every other operation computes each row on its own. The remaining sequences have no token.
+
+A mask on the GPU would have to be read before its padding could be removed, and the CPU would wait.
+The graph of such a batch removes the padding itself. Its rows are all places of the padded batch:
+the tokens first, then the padding. So the GEMMs compute the padding too, but the CPU never waits.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fastbert.modules import BaseModelOutputWithPooling, BertModel
@@ -38,8 +43,12 @@ def graphed(
     """Wrap a model for inference at low latency, so that CUDA graphs compute its calls.
 
     A graph is recorded when its bucket is first used, which takes about as long as a few calls.
-    Weights may change in place between calls. The graphs are recorded again after the weights were
-    moved (``to``, ``half``, assignment) or the backend was changed.
+    Weights may change in place between calls. The graphs are recorded again after weights were
+    moved (``to``, ``half``, assignment), parameters or modules were replaced, or the backend was
+    changed.
+
+    The tests replay recordings of a substitute on the CPU. Only a GPU can show that a capture is
+    allowed for every operator, that the shared memory pool is used in order, and the latency.
 
     Args:
         model: The model, on a CUDA device. Calls require that it is in eval mode.
@@ -90,12 +99,41 @@ class Bucket(NamedTuple):
     max_seqlen: int
 
 
+class PaddedBucket(NamedTuple):
+    """The shape of one graph that removes the padding: number of sequences and their length."""
+
+    batch: int
+    length: int
+
+
 class Buckets(NamedTuple):
     """The limits of a batch with a bucket: numbers of tokens and sequences, and sequence length."""
 
     max_tokens: int
     max_batch: int
     max_seqlen: int
+
+    def find_padded(self, batch: int, length: int) -> PaddedBucket | None:
+        """Return the smallest bucket that holds a padded batch, whose places are all rows.
+
+        Args:
+            batch: Number of sequences.
+            length: Length of the padded batch.
+
+        Returns:
+            The bucket, or None if the batch exceeds a limit or has no place.
+
+        Examples:
+            >>> from fastbert.inference.graphs import Buckets
+            >>> Buckets(max_tokens=4096, max_batch=64, max_seqlen=512).find_padded(3, 20)
+            PaddedBucket(batch=4, length=24)
+        """
+        if batch * length == 0 or batch > self.max_batch or length > self.max_seqlen:
+            return None
+        sequences = min(_power_of_two(batch), self.max_batch)
+        places = min(_step(length), self.max_seqlen)
+        fits = sequences * places <= self.max_tokens
+        return PaddedBucket(sequences, places) if fits else None
 
     def find(self, tokens: int, batch: int, max_seqlen: int) -> Bucket | None:
         """Return the smallest bucket that holds a batch.
@@ -121,12 +159,16 @@ class Buckets(NamedTuple):
         asked = (tokens, batch, max_seqlen)
         if tokens == 0 or any(n > most for n, most in zip(asked, limits, strict=True)):
             return None
-        power = _power_of_two(max(tokens, SMALLEST))
-        halfway = power // 4 * 3
-        rows = halfway if SMALLEST <= halfway >= tokens else power
-        rows = min(rows, self.max_tokens)
+        rows = min(_step(tokens), self.max_tokens)
         longest = min(_power_of_two(max(max_seqlen, SMALLEST)), rows, self.max_seqlen)
         return Bucket(rows, min(_power_of_two(batch), self.max_batch), longest)
+
+
+def _step(number: int) -> int:
+    """Return the smallest of 16, 24, 32, 48, … that is at least `number`."""
+    power = _power_of_two(max(number, SMALLEST))
+    halfway = power // 4 * 3
+    return halfway if SMALLEST <= halfway >= number else power
 
 
 def _power_of_two(number: int) -> int:
@@ -169,6 +211,62 @@ class StaticBatch:
         self.cu_seqlens[: batch + 1].copy_(ends)
         # The remaining sequences have no token.
         self.cu_seqlens[batch + 1 :].copy_(ends[-1:].expand(self.cu_seqlens.shape[0] - batch - 1))
+
+
+class StaticPadded:
+    """The memory that a recorded function reads: a padded batch in the shape of its bucket.
+
+    Args:
+        bucket: The shape of the batch.
+        device: The device of the memory.
+    """
+
+    def __init__(self, bucket: PaddedBucket, device: torch.device) -> None:
+        """Allocate the memory, which holds a batch without tokens."""
+        self.bucket = bucket
+        self.ids, self.token_types, self.positions = (
+            torch.zeros(bucket, dtype=torch.int64, device=device) for _ in range(3)
+        )
+        self.exists = torch.zeros(bucket, dtype=torch.bool, device=device)
+
+    def fill(self, tokens: EncoderInput, mask: Tensor) -> None:
+        """Copy a batch into the memory.
+
+        Args:
+            tokens: The batch in a uniform layout, padding included.
+            mask: Mask of shape ``(B, L)``; a token exists where it is not 0.
+        """
+        assert tokens.ids is not None
+        shape = mask.shape
+        corner = (slice(shape[0]), slice(shape[1]))
+        self.ids[corner].copy_(tokens.ids.view(shape))
+        if tokens.token_types is not None:
+            self.token_types[corner].copy_(tokens.token_types.view(shape))
+        self.positions[corner].copy_(tokens.positions.view(shape))
+        self.exists.zero_()
+        self.exists[corner].copy_(mask)
+
+    def unpadded(self) -> tuple[EncoderInput, Tensor]:
+        """Remove the padding without a read from the device; this is recorded.
+
+        Returns:
+            The rows, first those of the tokens, then those of the padding, which belong to no
+            sequence; and the row of each place in the padded batch, int64 of shape ``(B · L,)``.
+        """
+        exists = self.exists.flatten()
+        lengths = self.exists.sum(1, dtype=torch.int32)
+        cu_seqlens = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+        padding = ~exists
+        rows = torch.where(exists, exists.cumsum(0), exists.sum() + padding.cumsum(0)) - 1
+        places = torch.arange(rows.shape[0], device=rows.device)
+        indices = torch.empty_like(rows).scatter_(0, rows, places)
+        batch, length = self.bucket
+        layout = BatchLayout(batch, length, cu_seqlens, length, indices)
+        ids, types, positions = (
+            x.flatten().index_select(0, indices)
+            for x in (self.ids, self.token_types, self.positions)
+        )
+        return EncoderInput(ids, None, types, positions, layout), rows
 
 
 def _ends(layout: BatchLayout, device: torch.device) -> Tensor:
@@ -268,7 +366,7 @@ def _cuda_recorder(device: torch.device) -> CudaRecorder:
 
 
 class _Graph(NamedTuple):
-    batch: StaticBatch
+    batch: StaticBatch | StaticPadded
     recording: Recording
 
 
@@ -299,16 +397,12 @@ class GraphedModel:
         self._new_recorder = recorder
         self._recorder = recorder(model.device)
         self._graphs: OrderedDict[Any, _Graph] = OrderedDict()
-        self._parameters = [
-            (part._parameters, name)
-            for part in model.modules()
-            for name, parameter in part._parameters.items()
-            if parameter is not None
-        ]
-        self._recorded_from = self._addresses()
+        # They are kept, so that no other module gets their ids.
+        self._parts = list(model.modules())
+        self._recorded_from = self._sources()
 
     @property
-    def recorded(self) -> tuple[Bucket, ...]:
+    def recorded(self) -> tuple[Bucket | PaddedBucket, ...]:
         """The buckets that have a graph, in the order of their last use."""
         return tuple(bucket for bucket, *_ in self._graphs)
 
@@ -325,9 +419,10 @@ class GraphedModel:
     ) -> BaseModelOutputWithPooling | tuple[Any, ...]:
         """Compute ``BertModel.forward`` without gradients.
 
-        There are no ``hidden_states`` or ``attentions``. The inputs may be on the CPU; the removal
-        of their padding then needs no synchronization. A batch without a bucket, or with a mask of
-        more than 2 dimensions, runs without a graph.
+        There are no ``hidden_states`` or ``attentions``. The inputs may be on the CPU; their
+        padding is then removed there. The graph of a mask on the GPU removes the padding itself, if
+        all places of the padded batch fit ``max_tokens``. A batch without a bucket, or with a mask
+        of more than 2 dimensions, runs without a graph.
 
         Args:
             input_ids: Token ids, integer of shape ``(B, L)``, or packed, of shape ``(T,)``.
@@ -353,6 +448,15 @@ class GraphedModel:
             raise RuntimeError("graphed: got a model in training mode, allowed: model.eval()")
         # Memory that is made in inference mode could not be written outside inference mode.
         with torch.inference_mode(False), torch.no_grad(), self._lock:
+            if attention_mask is not None and cu_seqlens is None and max_seqlen is None:
+                bucket = self._padded_bucket(input_ids, attention_mask)
+                if bucket is not None:
+                    given = (input_ids, None, token_type_ids, position_ids)
+                    tokens = enter(model.config, *given)
+                    output = BaseModelOutputWithPooling(
+                        *self._run_padded(bucket, tokens, attention_mask)
+                    )
+                    return as_asked(output, model.flag("return_dict", return_dict, True))
             tokens = enter(
                 model.config,
                 input_ids,
@@ -366,6 +470,33 @@ class GraphedModel:
             output = BaseModelOutputWithPooling(*self._run(tokens))
         return as_asked(output, model.flag("return_dict", return_dict, True))
 
+    def _padded_bucket(self, ids: Tensor, mask: Tensor) -> PaddedBucket | None:
+        """Return the bucket of a padded batch whose mask the CPU should not read, or None."""
+        if not _is_far(mask) or mask.dim() != 2 or mask.shape != ids.shape:
+            return None
+        return self.buckets.find_padded(*mask.shape)
+
+    def _run_padded(
+        self, bucket: PaddedBucket, tokens: EncoderInput, mask: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the last hidden state ``(B, L, H)`` and the pooler's output."""
+        self._renew()
+        with self._recorder.turn():
+            graph = self._graph(bucket)
+            assert isinstance(graph.batch, StaticPadded)
+            graph.batch.fill(tokens, mask)
+            graph.recording.replay()
+            hidden, pooled = graph.recording.result
+            batch, length = mask.shape
+            own = hidden[:batch, :length].clone()
+            return own, None if pooled is None else pooled[:batch].clone()
+
+    def _compute_padded(self, batch: StaticPadded) -> tuple[Tensor, Tensor | None]:
+        tokens, rows = batch.unpadded()
+        hidden, pooled = self._compute(tokens)
+        padded = hidden.index_select(0, rows).view(*batch.bucket, -1)
+        return padded.masked_fill(~batch.exists.unsqueeze(-1), 0.0), pooled
+
     def _run(self, tokens: EncoderInput) -> tuple[Tensor, Tensor | None]:
         """Return the last hidden state in the caller's layout, and the pooler's output."""
         assert tokens.ids is not None
@@ -375,10 +506,10 @@ class GraphedModel:
             tokens = _to(tokens, self.model.device)
             hidden, pooled = self._compute(tokens)
             return tokens.layout.given(hidden), pooled
-        if self._addresses() != self._recorded_from:
-            self._forget()
+        self._renew()
         with self._recorder.turn():
             graph = self._graph(bucket)
+            assert isinstance(graph.batch, StaticBatch)
             graph.batch.fill(tokens)
             graph.recording.replay()
             hidden, pooled = graph.recording.result
@@ -394,7 +525,7 @@ class GraphedModel:
         encoded = Encoded(hidden, layout, None, None)
         return hidden, None if model.pooler is None else model.pool(encoded)
 
-    def _graph(self, bucket: Bucket) -> _Graph:
+    def _graph(self, bucket: Bucket | PaddedBucket) -> _Graph:
         device = self.model.device
         mixed = torch.is_autocast_enabled(device.type)
         dtype = torch.get_autocast_dtype(device.type)
@@ -403,23 +534,47 @@ class GraphedModel:
             while len(self._graphs) >= self.max_graphs:
                 self._recorder.finish()
                 self._graphs.popitem(last=False)
-            batch = StaticBatch(bucket, device)
+            batch, compute = self._static(bucket)
             # A graph must not read weights from autocast's cache, which ends with its block.
             with torch.autocast(device.type, dtype, enabled=mixed, cache_enabled=False):
-                recording = self._recorder.record(lambda: self._compute(batch.input))
+                recording = self._recorder.record(compute)
             self._graphs[key] = _Graph(batch, recording)
         self._graphs.move_to_end(key)
         return self._graphs[key]
 
-    def _addresses(self) -> tuple[Any, ...]:
-        """Return the backend and the addresses of the weights, on which a recording depends."""
-        return self.model.backend, *(p[name].data_ptr() for p, name in self._parameters)
+    def _static(
+        self, bucket: Bucket | PaddedBucket
+    ) -> tuple[StaticBatch | StaticPadded, Callable[[], tuple[Tensor, Tensor | None]]]:
+        """Return the memory of a bucket and the function that is recorded on it."""
+        if isinstance(bucket, Bucket):
+            batch = StaticBatch(bucket, self.model.device)
+            return batch, lambda: self._compute(batch.input)
+        padded = StaticPadded(bucket, self.model.device)
+        return padded, lambda: self._compute_padded(padded)
 
-    def _forget(self) -> None:
-        self._recorder.finish()
-        self._graphs.clear()
-        self._recorder = self._new_recorder(self.model.device)
-        self._recorded_from = self._addresses()
+    def _sources(self) -> tuple[Any, ...]:
+        """Return everything on which a recording depends: backend, modules, addresses of weights.
+
+        A replay reads a weight at its address, so it sees a write in place. It does not see another
+        module, address or dtype.
+        """
+        modules = [tuple(map(id, part._modules.values())) for part in self._parts]
+        tensors = [t for part in self._parts for t in part._parameters.values() if t is not None]
+        return self.model.backend, modules, [(t.data_ptr(), t.dtype) for t in tensors]
+
+    def _renew(self) -> None:
+        """Forget all graphs if they were recorded from other modules or tensors."""
+        if self._sources() != self._recorded_from:
+            self._recorder.finish()
+            self._graphs.clear()
+            self._recorder = self._new_recorder(self.model.device)
+            self._parts = list(self.model.modules())
+            self._recorded_from = self._sources()
+
+
+def _is_far(mask: Tensor) -> bool:
+    """Tell whether a read of `mask` lets the CPU wait for a GPU."""
+    return mask.device.type != "cpu"
 
 
 def _to(tokens: EncoderInput, device: torch.device) -> EncoderInput:

@@ -18,6 +18,7 @@ from fastbert.modules.layer import BertLayer, PreNormLayer
 from fastbert.modules.layer_norm import LayerNorm
 from fastbert.modules.positions import DistanceBias
 from fastbert.ops.backend import Choice
+from fastbert.ops.encoder import ONE_CALL
 from fastbert.ops.product import needs_gradient
 
 
@@ -136,14 +137,14 @@ class BertEncoder(nn.Module):
             layers: Backend that serves the layers one by one.
 
         Returns:
-            The backend ``"cpu"`` if one call runs all layers. Otherwise the backend of the first
+            The backend of the call if one call runs all layers. Otherwise the backend of the first
             operation that another backend serves, or `layers` if the layers run one by one for
             another reason.
         """
         with torch.no_grad():
             plan = fused_call(self.running(), device, dtype, wants_gradient=False)
         if isinstance(plan, FusedCall):
-            return Choice("cpu", "all layers in one call")
+            return Choice(plan.backend, ONE_CALL)
         return Choice(plan.backend or layers, plan.reason)
 
 
@@ -199,4 +200,5 @@ def _one_call(
         activation=plan.activation,
         dtype=plan.dtype,
         all_states=all_states,
+        backend=plan.backend,
     )

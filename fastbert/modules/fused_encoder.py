@@ -23,8 +23,15 @@ from fastbert.modules.linear import Linear
 from fastbert.modules.operation import OperationModule
 from fastbert.modules.plain import deviation
 from fastbert.modules.quantized_linear import QuantizedLinear
-from fastbert.ops.backend import Choice, Request
-from fastbert.ops.encoder import INT8_OPERATIONS, OPERATIONS, choose
+from fastbert.ops.backend import ORDER, Choice, Request
+from fastbert.ops.encoder import (
+    INT8_OPERATIONS,
+    OF_PRODUCTS,
+    ONE_CALL,
+    OPERATIONS,
+    PARAMETERS,
+    choose,
+)
 from fastbert.ops.int8_linear import layout
 
 # The table has the path of each module of a layer and the class that the module must have. A
@@ -70,6 +77,7 @@ class FusedCall(NamedTuple):
         heads: Number of attention heads.
         eps: Term that is added to the variance in layer norms.
         activation: Name of the activation.
+        backend: Backend of the call, ``"cpu"`` or ``"triton"``.
     """
 
     parameters: list[Tensor]
@@ -78,6 +86,7 @@ class FusedCall(NamedTuple):
     heads: int
     eps: float
     activation: str
+    backend: str
 
 
 def fused_call(
@@ -105,7 +114,7 @@ def fused_call(
     """
     if torch.compiler.is_compiling():
         return _one_by_one("torch.compile traces")
-    if device != "cpu":
+    if device not in ORDER:
         return _one_by_one(f"the rows are on {device}")
     if torch.is_grad_enabled() and (
         wants_gradient or any(p.requires_grad for layer in layers for p in layer.parameters())
@@ -143,18 +152,21 @@ def _inside(layer: Any) -> Modules | str:
 def _arguments(
     found: list[Modules], device: str, dtype: torch.dtype, rows: int
 ) -> FusedCall | Choice:
-    kinds = {type(modules[path]) is QuantizedLinear for modules in found for path in LINEARS}
-    if len(kinds) > 1:
+    kinds = {type(modules[path]) for modules in found for path in LINEARS}
+    int8 = kinds == {QuantizedLinear}
+    if QuantizedLinear in kinds and not int8:
         return _one_by_one("some linear layers are int8, others are not")
-    int8 = kinds == {True}
+    if device != "cpu" and (int8 or JoinedLinear in kinds):
+        # These layers keep their copies of weights on the CPU only.
+        return _one_by_one(f"a linear layer is int8 or joined, and the rows are on {device}")
     if int8 and any(modules[path].training for modules in found for path in LINEARS):
         return _one_by_one("a quantised layer is in training mode")
     parameters, scales = _int8_tensors(found) if int8 else (_tensors(found, rows), [])
     if set(map(type, parameters)) != ({nn.Parameter, Tensor} if int8 else {nn.Parameter}):
         return _one_by_one("a parameter is missing or of a class of its own")
     allowed, of_rows = {dtype}, dtype
-    if torch.is_autocast_enabled("cpu"):
-        dtype = torch.get_autocast_dtype("cpu")
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
         allowed = {dtype, torch.float32}
     dtypes = {of_rows} if int8 else {p.dtype for p in _weights_of_products(parameters)}
     if not dtypes <= allowed:
@@ -174,11 +186,16 @@ def _arguments(
     activation = activations.pop()
     if activation not in PLAIN:
         return _one_by_one(f"the activation is {activation}")
-    request = Request(device, dtype, activation=activation)
+    columns = parameters[LEAVES.index(NORMS[0]) * 2].shape[0]
+    request = Request(device, dtype, activation=activation, columns=columns)
     choice = choose(request, requested, INT8_OPERATIONS if int8 else OPERATIONS)
-    if choice.backend != "cpu":
+    if choice.reason != ONE_CALL:
         return choice
-    return FusedCall(parameters, scales, dtype, heads.pop(), eps.pop(), activation)
+    if choice.backend == "triton" and not (
+        dtype == of_rows and all(p.dtype == dtype for p in _of_products(parameters))
+    ):
+        return _one_by_one(f"rows or parameters of products are not {dtype}")
+    return FusedCall(parameters, scales, dtype, heads.pop(), eps.pop(), activation, choice.backend)
 
 
 def _tensors(found: list[Modules], rows: int) -> list[Any]:
@@ -206,6 +223,12 @@ def _parameters(leaf: nn.Module, rows: int) -> tuple[Tensor | None, Tensor | Non
         return leaf.parameters_now(rows)
     own = leaf._parameters
     return own.get("weight"), own.get("bias")
+
+
+def _of_products(parameters: list[Tensor]) -> Iterator[Tensor]:
+    """Yield the weights and biases that the products of the Triton backend read."""
+    for layer in range(0, len(parameters), PARAMETERS):
+        yield from (parameters[layer + i] for i in OF_PRODUCTS)
 
 
 def _weights_of_products(parameters: list[Tensor]) -> Iterator[Tensor]:

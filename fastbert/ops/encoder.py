@@ -10,12 +10,22 @@ from torch import Tensor
 
 from fastbert.activations import PLAIN
 from fastbert.ops import backend as backends
-from fastbert.ops.arguments import require
+from fastbert.ops.arguments import (
+    check_cu_seqlens,
+    require,
+    require_same_device,
+    require_shape,
+)
 from fastbert.ops.register import differentiable, operator
 
 # Numbers of tensors of a layer among the arguments `parameters` and `scales` of `encoder`.
 PARAMETERS, SCALES = 12, 8
+# The backends that run all layers in one call, and those of them that take int8 weights.
+BACKENDS, INT8_BACKENDS = ("cpu", "triton"), ("cpu",)
+ONE_CALL = "all layers in one call"
 OPERATIONS = ("linear", "attention", "feed_forward", "layer_norm")
+# The numbers of the weights of products, and of the biases that a product adds, in a layer.
+OF_PRODUCTS = (0, 1, 2, 6, 7, 8)
 INT8_OPERATIONS = ("int8_linear", "attention", "layer_norm")
 
 
@@ -34,11 +44,12 @@ def encoder(
     activation: str = "gelu",
     dtype: torch.dtype | None = None,
     all_states: bool = False,
+    backend: str | None = None,
 ) -> list[Tensor]:
     """Run all layers of a BERT encoder in one call, without dropout and without gradients.
 
     Args:
-        hidden: Rows of shape ``(T, H)`` on the CPU: packed sequences with `cu_seqlens`, otherwise
+        hidden: Rows of shape ``(T, H)``: packed sequences with `cu_seqlens`, otherwise
             ``T = batch · max_seqlen``.
         parameters: `PARAMETERS` tensors for each layer: weight and bias of the fused projection of
             q, k and v, of the projection after attention, of its layer norm, of both linear layers
@@ -58,6 +69,9 @@ def encoder(
             `hidden` is fp32 and stays fp32 from layer to layer.
         all_states: Whether the rows after every layer are returned, not only the rows after the
             last layer.
+        backend: ``"cpu"`` or ``"triton"``; None takes ``"cpu"`` for rows on the CPU and
+            ``"triton"`` otherwise. The backend ``"triton"`` takes no int8 weights, and weights of
+            products in the dtype of `hidden` only.
 
     Returns:
         List of tensors of shape ``(T, H)``, one for each layer with `all_states`, else one.
@@ -73,13 +87,15 @@ def encoder(
     """
     require(hidden.dim() == 2, "hidden", f"shape {tuple(hidden.shape)}", "(T, H)")
     require(activation in PLAIN, "activation", repr(activation), ", ".join(PLAIN))
-    reason = backends.unavailable("cpu", hidden.device.type)
-    require(
-        reason is None, "hidden", hidden.device, f"a tensor that the cpu backend takes: {reason}"
-    )
+    if backend is None:
+        backend = "cpu" if hidden.device.type == "cpu" else "triton"
+    require(backend in BACKENDS, "backend", repr(backend), f"None, {', '.join(BACKENDS)}")
+    reason = backends.unavailable(backend, hidden.device.type)
+    allowed = f"a tensor that the {backend} backend takes: {reason}"
+    require(reason is None, "hidden", hidden.device, allowed)
     return _encoder(
         hidden, list(parameters), list(scales), cu_seqlens, mask, bias, batch, max_seqlen, heads,
-        eps, activation, hidden.dtype if dtype is None else dtype, all_states,
+        eps, activation, hidden.dtype if dtype is None else dtype, all_states, backend,
     )  # fmt: skip
 
 
@@ -96,26 +112,101 @@ def choose(
         operations: The operations of a layer.
 
     Returns:
-        The choice ``"cpu"`` if the cpu backend serves every operation; all layers then run in one
-        call. Otherwise the backend of the first operation that another backend serves; the layers
-        then run one by one.
+        The backend ``"cpu"`` or ``"triton"`` if that backend serves every operation; all layers
+        then run in one call. Otherwise the backend of the first operation that prevents this; the
+        layers then run one by one. The backend ``"triton"`` has no call for int8 weights.
 
     Raises:
         ValueError: If a requested backend cannot serve its operation.
     """
+    allowed: Sequence[str] = INT8_BACKENDS if operations is INT8_OPERATIONS else BACKENDS
     for op in operations:
         choice = backends.resolve(op, requested.get(op), request)
-        if choice.backend != "cpu":
+        if choice.backend not in allowed:
             reason = f"layer by layer: {op} is served by {choice.backend}: {choice.reason}"
             return backends.Choice(choice.backend, reason)
-    return backends.Choice("cpu", "all layers in one call")
+        allowed = (choice.backend,)
+    return backends.Choice(allowed[0], ONE_CALL)
 
 
 # The operator
 
 
 def _forward(*arguments: Any) -> list[Tensor]:
-    return torch.ops.fastbert_C.encoder(*arguments)
+    *given, backend = arguments
+    return torch.ops.fastbert_C.encoder(*given) if backend == "cpu" else _triton_forward(*given)
+
+
+def _triton_forward(
+    hidden: Tensor,
+    parameters: list[Tensor],
+    scales: list[Tensor],
+    cu_seqlens: Tensor | None,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    batch: int,
+    max_seqlen: int,
+    heads: int,
+    eps: float,
+    activation: str,
+    dtype: torch.dtype,
+    all_states: bool,
+) -> list[Tensor]:
+    from fastbert.kernels.encoder import encoder_forward
+
+    layers = _checked_layers(hidden, parameters, heads)
+    require(not scales, "scales", f"{len(scales)} tensors", "none on the triton backend")
+    require(dtype == hidden.dtype, "dtype", dtype, f"{hidden.dtype}, as hidden")
+    if cu_seqlens is None:
+        rows = hidden.shape[0]
+        got, allowed = f"{batch} and {max_seqlen}", f"a product of {rows}"
+        require(batch * max_seqlen == rows, "batch, max_seqlen", got, allowed)
+    else:
+        check_cu_seqlens("cu_seqlens", cu_seqlens, "hidden", hidden.device)
+        require(mask is None and bias is None, "mask, bias", "a tensor", "None with cu_seqlens")
+    shape = (batch, heads, max_seqlen, max_seqlen)
+    return encoder_forward(
+        hidden if hidden.is_contiguous() else hidden.contiguous(),
+        layers,
+        cu_seqlens=cu_seqlens,
+        # The kernels take views of the full shape, with stride 0 where a dimension is broadcast.
+        mask=None if mask is None else mask.expand(shape),
+        bias=None if bias is None else bias.to(hidden.dtype).expand(shape),
+        batch=batch,
+        max_seqlen=max_seqlen,
+        heads=heads,
+        eps=eps,
+        activation=activation,
+        all_states=all_states,
+    )
+
+
+def _checked_layers(hidden: Tensor, parameters: list[Tensor], heads: int) -> list[list[Tensor]]:
+    """Return the parameters of each layer after checks of shapes, devices and dtypes."""
+    count, width = len(parameters), hidden.shape[1]
+    require(
+        count > 0 and count % PARAMETERS == 0,
+        "parameters", f"{count} tensors", f"{PARAMETERS} for each layer",
+    )  # fmt: skip
+    require(heads > 0 and width % heads == 0, "heads", heads, f"a divisor of {width}")
+    inner = parameters[6].shape[0]
+    row = (width,)
+    shapes: tuple[tuple[int, ...], ...] = (
+        (3 * width, width), (3 * width,), (width, width), row, row, row,
+        (inner, width), (inner,), (width, inner), row, row, row,
+    )  # fmt: skip
+    device, dtype = hidden.device, hidden.dtype
+    layers = [parameters[i : i + PARAMETERS] for i in range(0, count, PARAMETERS)]
+    for number, layer in enumerate(layers):
+        for i, (parameter, shape) in enumerate(zip(layer, shapes, strict=True)):
+            if parameter.shape != shape or parameter.device != device:
+                name = f"parameters[{PARAMETERS * number + i}]"
+                require_shape(name, parameter, shape)
+                require_same_device("hidden", device, **{name: parameter})
+            if parameter.dtype != dtype and i in OF_PRODUCTS:
+                name = f"parameters[{PARAMETERS * number + i}]"
+                require(False, name, parameter.dtype, f"{dtype}, as hidden")
+    return layers
 
 
 def _fake(a: Any) -> list[Tensor]:
@@ -132,7 +223,7 @@ def _backward(ctx: Any, *gradients: Any) -> dict[str, Tensor]:
 _encoder = operator(
     "encoder(Tensor hidden, Tensor[] parameters, Tensor[] scales, Tensor? cu_seqlens, "
     "Tensor? mask, Tensor? bias, SymInt batch, SymInt max_seqlen, int heads, float eps, "
-    "str activation, ScalarType dtype, bool all_states) -> Tensor[]",
+    "str activation, ScalarType dtype, bool all_states, str backend) -> Tensor[]",
     _fake,
     forward=_forward,
 )

@@ -48,20 +48,26 @@ class Operator:
         self.implementation = implementation
         # `differentiable` sets the function of autograd.
         self.function: Any = None
-        self.takes_lists = any("Tensor[]" in str(a.type) for a in overload._schema.arguments)
+        self.takes_lists = any("List[Tensor]" in str(a.type) for a in overload._schema.arguments)
 
     def __call__(self, *arguments: Any) -> Any:
         """Call the operator with all its arguments by position."""
-        if self.takes_lists or _is_watched():
+        if _is_watched():
             return self.overload(*arguments)
+        given = list(arguments)
+        if self.takes_lists:
+            for argument in arguments:
+                if isinstance(argument, list):
+                    given += argument
         wants_gradient = False
-        for argument in arguments:
+        for argument in given:
             if isinstance(argument, Tensor):
                 if type(argument) not in PLAIN:
                     return self.overload(*arguments)
                 wants_gradient = wants_gradient or argument.requires_grad
         if wants_gradient and torch.is_grad_enabled():
-            if self.function is None:
+            # A function of autograd does not look for tensors in lists.
+            if self.function is None or self.takes_lists:
                 return self.overload(*arguments)
             return self.function.apply(*arguments)
         return self.implementation(*arguments)

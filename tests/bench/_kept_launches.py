@@ -22,7 +22,10 @@ from triton.backends.nvidia.driver import CudaLauncher  # noqa: E402
 
 from fastbert.kernels import launch as launches  # noqa: E402
 
-USERS = ("layer_norm", "attention", "attention_backward", "feed_forward", "feed_forward_backward")
+USERS = (
+    "attention", "attention_backward", "cross_entropy", "cross_entropy_backward", "embedding",
+    "feed_forward", "feed_forward_backward", "layer_norm", "reduction", "rms_norm", "rotary",
+)  # fmt: skip
 HEADS, HEAD_DIM, WIDTH = 2, 32, 64
 recorded: list[Any] = []
 compared = kept_runs = 0
@@ -68,8 +71,6 @@ def watch() -> None:
     for name in USERS:
         module = importlib.import_module(f"fastbert.kernels.{name}")
         module.run = checked(module.run)
-    reduction = importlib.import_module("fastbert.kernels.reduction")
-    reduction.run = checked(reduction.run)
 
 
 def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16, offset: int = 0) -> Tensor:
@@ -81,24 +82,32 @@ def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16, offset: int = 0) ->
 def layer_norms() -> None:
     weight, other = tensor(WIDTH), tensor(WIDTH, dtype=torch.float32)
     wide = tensor(7, 2 * WIDTH)
-    for x in (
-        tensor(7, WIDTH),
-        tensor(16, WIDTH),
-        tensor(7, WIDTH, dtype=torch.float32),
-        tensor(7, WIDTH, offset=1),
-        wide[:, :WIDTH],
-        wide[:, 1 : WIDTH + 1],
-    ):
-        ops.layer_norm(x, weight, weight)
-        # One tensor in two places, and then two tensors.
-        ops.layer_norm(x, weight, weight, residual=x)
-        ops.layer_norm(x, weight, weight, residual=x.clone())
-        ops.layer_norm(x, weight, None, x_bias=weight)
-        ops.layer_norm(x, weight, other, eps=1e-5)
-        ops.layer_norm(x, other, weight, dropout_p=0.1)
-        ops.layer_norm(x, other, weight, dropout_p=0.5)
-        given = x.detach().requires_grad_()
-        ops.layer_norm(given, weight, weight, residual=x, x_bias=weight).sum().backward()
+    x = tensor(7, WIDTH)
+    # One tensor in two places, and then two tensors.
+    ops.layer_norm(x, weight, weight, residual=x)
+    ops.layer_norm(x, weight, weight, residual=x.clone())
+    ops.layer_norm(x, weight, other, eps=1e-5)
+    ops.layer_norm(x, other, weight, dropout_p=0.1)
+    ops.layer_norm(x, other, weight, dropout_p=0.5)
+    for other in (x, tensor(16, WIDTH), tensor(7, WIDTH, offset=1), wide[:, :WIDTH]):
+        ops.layer_norm(other, weight, weight)
+    given = x.detach().requires_grad_()
+    ops.layer_norm(given, weight, weight, residual=x, x_bias=weight).sum().backward()
+
+
+def others() -> None:
+    """Call the operations outside the layers of BERT."""
+    x, weight = tensor(7, WIDTH), tensor(WIDTH).requires_grad_()
+    ops.rms_norm(x.requires_grad_(), weight).sum().backward()
+    heads, angles = tensor(7, 6, HEAD_DIM).requires_grad_(), tensor(7, 16, dtype=torch.float32)
+    ops.rotary(heads, angles, angles, heads=4).sum().backward()
+    ids = torch.zeros(7, dtype=torch.int64, device="cuda")
+    table = tensor(20, WIDTH).requires_grad_()
+    for types in (None, ids):
+        tables = (table, None if types is None else table, None)
+        ops.embedding(ids, types, None, *tables, weight, weight).sum().backward()
+    for reduction in ("mean", "sum"):
+        ops.linear_cross_entropy(x, table, None, ids, reduction=reduction).backward()
 
 
 def attentions() -> None:
@@ -106,20 +115,29 @@ def attentions() -> None:
     packed = tensor(25, 3, HEADS, HEAD_DIM).requires_grad_()
     dense = tensor(2, 17, 3, HEADS, HEAD_DIM).requires_grad_()
     mask = torch.ones(2, 17, dtype=torch.bool, device="cuda")
-    for options in (
-        {},
-        {"window": 4},
-        {"window": 5},
-        {"causal": True},
-        {"scale": -0.25},
-        {"dropout_p": 0.1},
-    ):
-        for longest in (16, 300):
-            ops.attention_qkvpacked(packed, ends, longest, **options).sum().backward()
-        ops.attention_qkvpacked(dense, **options).sum().backward()
-    ops.attention_qkvpacked(dense, mask=mask).sum().backward()
-    ops.attention_qkvpacked(dense, mask=mask & mask[0]).sum().backward()
+    # A compilation takes most of the time. The options that are numbers share the kernels.
+    for options in ({}, {"window": 4}, {"window": 5}):
+        ops.attention_qkvpacked(packed, ends, 16, **options).sum().backward()
+    for dropout_p in (0.1, 0.2):
+        ops.attention_qkvpacked(packed, ends, 16, dropout_p=dropout_p)
+    ops.attention_qkvpacked(packed, ends, 300).sum().backward()
+    ops.attention_qkvpacked(dense, mask=mask)
+    ops.attention_qkvpacked(dense, mask=mask & mask[0])
     ops.attention_qkvpacked(tensor(25, 3, HEADS, HEAD_DIM, offset=4), ends, 16)
+    bias = tensor(1, HEADS, 1, 17).requires_grad_()
+    ops.attention_qkvpacked(dense, bias=bias).sum().backward()
+
+
+def strides() -> None:
+    """Call a backward twice with equal inputs, and results of other strides the second time."""
+    from fastbert.kernels.attention_backward import attention_backward
+
+    ends = torch.tensor([0, 9, 25], dtype=torch.int32, device="cuda")
+    rows, lse = tensor(25, HEADS, HEAD_DIM), tensor(HEADS, 25, dtype=torch.float32)
+    options = {"cu_seqlens_q": ends, "max_seqlen_q": 16, "max_seqlen_k": 16, "scale": 0.25}
+    slices = tensor(25, 3, HEADS, HEAD_DIM).unbind(1)
+    for into in (tuple(torch.empty_like(rows) for _ in range(3)), slices):
+        attention_backward(rows, rows, rows, rows, rows, lse, into=into, **options)
 
 
 def feed_forwards() -> None:
@@ -150,5 +168,7 @@ if __name__ == "__main__":
         layer_norms()
         attentions()
         feed_forwards()
+        strides()
+        others()
     device()
     print(compared, kept_runs)

@@ -28,7 +28,7 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def figures(libraries: Path) -> dict[str, dict[str, Any]]:
-    result = host.child(["-m", "fastbert.bench.host", "--repetitions", "100"], libraries)
+    result = host.child(["-m", "fastbert.bench.host", "--repetitions", "40"], libraries)
     assert result.returncode == 0, result.stderr
     rows = [json.loads(line) for line in result.stdout.splitlines()]
     return {row["kind"]: row for row in rows}
@@ -38,7 +38,7 @@ def figures(libraries: Path) -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize(
     ("kind", "calls", "launches"),
     [
-        ("inference", 290, 4),
+        ("inference", 185, 4),
         ("training, forward", 540, 4),
         ("training, backward", 520, 9),
         ("training, autocast, forward", 600, 4),
@@ -51,9 +51,9 @@ def test_a_layer_calls_few_functions(figures, kind, calls, launches):
 
 
 def test_a_layer_takes_little_time(figures):
-    """A layer took 22 times the yardstick before its launches were kept, and 8 times after."""
+    """A layer took 22 times the yardstick at first, 8 times with kept launches, 4 as one call."""
     row = figures["inference"]
-    assert row["microseconds"] <= 15 * row["yardstick"], row
+    assert row["microseconds"] <= 7 * row["yardstick"], row
 
 
 def test_only_the_removal_of_padding_waits(figures):
@@ -66,7 +66,7 @@ def test_kept_launches_are_the_launches_of_triton(libraries):
     result = host.child([str(program)], libraries)
     assert result.returncode == 0, result.stderr
     compared, kept = map(int, result.stdout.split())
-    assert kept > compared / 3 > 30
+    assert kept > compared / 2 > 60
 
 
 def test_a_training_step_waits_once(libraries):

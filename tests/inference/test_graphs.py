@@ -21,7 +21,17 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fastbert
 from fastbert import BertConfig, BertModel
-from fastbert.inference.graphs import Bucket, Buckets, GraphedModel, Recording, StaticBatch, graphed
+from fastbert.inference import graphs as graphs_module
+from fastbert.inference.graphs import (
+    Bucket,
+    Buckets,
+    GraphedModel,
+    PaddedBucket,
+    Recording,
+    StaticBatch,
+    StaticPadded,
+    graphed,
+)
 from fastbert.ops import backend as backends
 from fastbert.testing.compare import assert_close
 from fastbert.testing.launches import counted
@@ -280,6 +290,83 @@ def test_recorded_in_one_mode_and_used_in_another(mode):
         assert torch.equal(graphs(**inputs)[0], expected)
 
 
+# Masks on the GPU
+
+
+@pytest.fixture
+def far(monkeypatch):
+    """Let every mask count as one on the GPU."""
+    monkeypatch.setattr(graphs_module, "_is_far", lambda mask: True)
+
+
+MASKED = {
+    name: inputs for name, inputs in BATCHES.items()
+    if "attention_mask" in inputs and name not in ("padded", "padded_wide", "largest")
+} | {
+    "middle": {"input_ids": integers(1, POISONED, (2, 5)),
+               "attention_mask": torch.tensor([[1, 0, 1, 1, 1], [0, 1, 0, 1, 0]])},
+    "no_token": {"input_ids": integers(1, POISONED, (2, 5)),
+                 "attention_mask": torch.tensor([[0] * 5, [1] * 5]).bool()},
+    "positions": padded(6, 2) | {"position_ids": integers(0, 40, (2, 6))},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("first_position", [None, 2])
+def test_a_graph_removes_the_padding_itself(far, first_position):
+    architecture = dataclasses.replace(CONFIG.architecture, first_position=first_position)
+    graphs = traced(model(architecture=architecture))
+    batches = [
+        inputs for inputs in MASKED.values()
+        if first_position is None or "position_ids" not in inputs
+    ]  # fmt: skip
+    agree(graphs, *batches)
+    recorded = graphs.recorded
+    assert all(isinstance(bucket, PaddedBucket) for bucket in recorded)
+    poison(graphs)
+    agree(graphs, *reversed(batches))
+    assert graphs._recorder.recorded == len(recorded) == len(set(recorded))
+
+
+def test_another_mask_of_the_same_shape_replays_the_graph(far):
+    graphs = traced(model())
+    for lengths in ((9, 1), (2, 7), (9, 9), (0, 3), (1, 1)):
+        agree(graphs, padded(*lengths, length=9))
+    assert graphs.recorded == (PaddedBucket(2, 16),)
+    assert graphs._recorder.recorded == 1
+
+
+def test_a_padded_batch_with_too_many_places_is_unpadded_first(far):
+    graphs = traced(model())
+    agree(graphs, padded(5, 3, length=40))
+    assert graphs.recorded == (Bucket(16, 2, 16),)
+
+
+@pytest.mark.parametrize(
+    ("batch", "bucket"),
+    [
+        ((1, 1), (1, 16)),
+        ((3, 16), (4, 16)),
+        ((1, 17), (1, 24)),
+        ((2, 30), (2, 32)),
+        ((1, 48), (1, 48)),
+        ((3, 17), None),
+        ((1, 49), None),
+        ((5, 2), None),
+        ((0, 3), None),
+    ],
+)
+def test_bucket_of_a_padded_batch(batch, bucket):
+    assert BUCKETS.find_padded(*batch) == (bucket and PaddedBucket(*bucket))
+
+
+def test_the_removal_of_padding_asks_the_device_nothing():
+    static = StaticPadded(PaddedBucket(2, 16), torch.device("cpu"))
+    with torch.no_grad(), counted() as launches:
+        static.unpadded()
+    assert launches.foreign
+    assert not launches.foreign.keys() & SYNCHRONISING, launches.foreign
+
+
 # Recordings
 
 
@@ -344,8 +431,10 @@ def test_weights_changed_in_place_are_seen():
         lambda m: m.double(),
         lambda m: m.load_state_dict({k: v * 2 for k, v in m.state_dict().items()}, assign=True),
         lambda m: m.set_backend(None),
+        lambda m: setattr(m.pooler.dense, "weight", torch.nn.Parameter(torch.eye(32))),
+        lambda m: m.encoder.layer.__setitem__(1, copy.deepcopy(m.encoder.layer[0])),
     ],
-    ids=["double", "assign", "backend"],
+    ids=["double", "assign", "backend", "parameter", "module"],
 )
 def test_weights_that_moved_are_recorded_anew(change):
     graphs = traced(model())

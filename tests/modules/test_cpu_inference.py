@@ -354,7 +354,9 @@ def test_operator() -> None:
     parameters = [p.detach() for p in plan.parameters]
     arguments = (parameters, [], cu_seqlens, None, None, 2, 7, 2, 1e-12, "gelu", torch.float32)
     for all_states in (False, True):
-        torch.library.opcheck(torch.ops.fastbert.encoder.default, (hidden, *arguments, all_states))
+        torch.library.opcheck(
+            torch.ops.fastbert.encoder.default, (hidden, *arguments, all_states, "cpu")
+        )
     leaf = hidden.clone().requires_grad_()
     with pytest.raises(RuntimeError, match="has no derivative"):
         ops.encoder(leaf, parameters, cu_seqlens, 7, batch=2, heads=2)[0].sum().backward()

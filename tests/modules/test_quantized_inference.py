@@ -222,7 +222,9 @@ def test_operator() -> None:
     lists = [[t.detach() for t in tensors] for tensors in (plan.parameters, plan.scales)]
     arguments = (*lists, ends, None, None, 2, 7, 2, 1e-12, "gelu", torch.float32)
     for all_states in (False, True):
-        torch.library.opcheck(torch.ops.fastbert.encoder.default, (hidden, *arguments, all_states))
+        torch.library.opcheck(
+            torch.ops.fastbert.encoder.default, (hidden, *arguments, all_states, "cpu")
+        )
 
 
 def test_bad_arguments_are_named() -> None:

@@ -456,7 +456,7 @@ ATTENTION_SHORT = (
         "short_keys_beyond_the_last_whole_chunk_forgotten",
         "attention_short",
         "kernels/tiles.py",
-        "chunks = max(1, triton.cdiv(max_keys, block))",
+        "chunks = max(1, ceil_div(max_keys, block))",
         "chunks = max(1, max_keys // block)",
     ),
     Fault(

@@ -1,0 +1,93 @@
+"""All layers of a BERT encoder in inference: the launches of its kernels, one layer after another.
+
+A layer takes four kernels and three library GEMMs, as it does module by module, and gives the same
+bits. The layers share the memory of their intermediate results, so that a layer allocates the
+results of its GEMMs only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastbert.kernels.attention import allocate_results as allocate_attention
+from fastbert.kernels.attention import attention_forward
+from fastbert.kernels.feed_forward import linear_gelu_forward
+from fastbert.kernels.layer_norm import allocate_results as allocate_norm
+from fastbert.kernels.layer_norm import layer_norm_forward
+
+
+def encoder_forward(
+    hidden: Tensor,
+    layers: Sequence[Sequence[Tensor]],
+    *,
+    cu_seqlens: Tensor | None,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    batch: int,
+    max_seqlen: int,
+    heads: int,
+    eps: float,
+    activation: str,
+    all_states: bool,
+) -> list[Tensor]:
+    """Run the layers on rows.
+
+    Args:
+        hidden: Rows (T, N), contiguous; fp32, fp16 or bf16.
+        layers: The twelve parameters of each layer, in the order of ``fastbert.ops.encoder``;
+            weights of products are in the dtype of `hidden`.
+        cu_seqlens: Cumulative lengths of the sequences, int32 (B + 1,), or None if T is
+            `batch` · `max_seqlen`.
+        mask: Bool, expanded to (B, heads, L, L), or None.
+        bias: In the dtype of `hidden`, expanded to (B, heads, L, L), or None.
+        batch: Number of sequences.
+        max_seqlen: Length of the longest sequence.
+        heads: Number of heads.
+        eps: Added to the variance in layer norms.
+        activation: Name of the activation.
+        all_states: Whether the rows after every layer are returned.
+
+    Returns:
+        The rows (T, N) after each layer with `all_states`, otherwise those after the last layer.
+    """
+    width = hidden.shape[1]
+    is_packed = cu_seqlens is not None
+    shape = (3, heads, width // heads)
+    shape = (hidden.shape[0], *shape) if is_packed else (batch, max_seqlen, *shape)
+    scale = (width // heads) ** -0.5
+    attended = results = None
+    # The second norm of a layer reads the result of the first, which ends with the layer.
+    first, *statistics = allocate_norm(hidden)
+    inner = hidden.new_empty(hidden.shape[0], layers[0][6].shape[0])
+    states: list[Tensor] = []
+    for number, parameters in enumerate(layers):
+        wqkv, bqkv, wo, bo, weight1, bias1, w1, b1, w2, b2, weight2, bias2 = parameters
+        q, k, v = F.linear(hidden, wqkv, bqkv).view(shape).unbind(-3)
+        if not is_packed:
+            q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        if results is None:
+            results = allocate_attention(q, is_packed)
+            attended = (results[0] if is_packed else results[0].transpose(1, 2)).view(hidden.shape)
+        attention_forward(
+            q, k, v,
+            mask=mask, bias=bias, cu_seqlens_q=cu_seqlens, max_seqlen_q=max_seqlen,
+            max_seqlen_k=max_seqlen, scale=scale, into=results,
+        )  # fmt: skip
+        layer_norm_forward(
+            F.linear(attended, wo), weight1, bias1,
+            residual=hidden, x_bias=bo, eps=eps, into=(first, *statistics),
+        )  # fmt: skip
+        linear_gelu_forward(first, w1, b1, activation=activation, save=False, into=inner)
+        # Nothing reads the input of the layer any more, but the first input is the caller's.
+        if all_states or number == 0:
+            states.append(torch.empty_like(hidden))
+        hidden = states[-1]
+        layer_norm_forward(
+            F.linear(inner, w2), weight2, bias2,
+            residual=first, x_bias=b2, eps=eps, into=(hidden, *statistics),
+        )  # fmt: skip
+    return states
