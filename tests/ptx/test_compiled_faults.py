@@ -61,8 +61,8 @@ def test_every_kind_and_both_architectures_have_faults():
 
 
 def test_a_fault_that_does_not_fit_is_an_error():
-    fault = CompiledFault(90, "short", "attention_short_forward", "no barrier", "first")
-    with pytest.raises(ValueError, match="first no barrier: the PTX has no such instruction"):
+    fault = CompiledFault(90, "short", "attention_short_forward", "barrier", "first")
+    with pytest.raises(ValueError, match="first barrier: the PTX has no such instruction"):
         fault.broken("ret;\n")
     text = "\tbar.sync \t0;\n\tret;\n\t@%p3 bar.sync 1, 64;\n"
     assert "1, 64" in fault.broken(text)
