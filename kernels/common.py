@@ -45,6 +45,23 @@ def exponential(x):
     return p * bits.to(tl.float32, bitcast=True)
 
 
+# Up to 3.8, Triton leaves out the fence between cp.async and the wgmma that reads the copied tile.
+LACKS_FENCE = tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 9)
+
+
+@tl.core.builtin
+def proxy_fence(_semantic=None):
+    """Show writes to shared memory to the matrix units of sm_90 and newer, if Triton does not.
+
+    The PTX manual demands ``fence.proxy.async`` between generic writes and asynchronous reads.
+    """
+    if LACKS_FENCE and int(_semantic.builder.options.arch.removeprefix("sm")) >= 90:
+        tl.inline_asm_elementwise(
+            "fence.proxy.async.shared::cta; mov.b32 $0, 0;", "=r", [],
+            dtype=tl.int32, is_pure=False, pack=1, _semantic=_semantic,
+        )  # fmt: skip
+
+
 @triton.jit
 def dot(a, b, acc):
     """Return acc + a b in fp32; fp32 operands are multiplied in IEEE fp32, never in tf32."""
@@ -52,6 +69,8 @@ def dot(a, b, acc):
         # The interpreter would multiply the bit patterns of bf16 operands.
         a = a.to(tl.float32)
         b = b.to(tl.float32)
+    else:
+        proxy_fence()
     return tl.dot(a, b, acc, input_precision="ieee")
 
 

@@ -64,10 +64,7 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(Launch<ActivationBac
   }
   if (!p.dbias) return;
   float* partial = p.partial + static_cast<int64_t>(blockIdx.y) * p.columns;
-#pragma unroll
-  for (int i = 0; i < kWidth<T>; ++i) {
-    if (first + i < columns) partial[first + i] = dbias[i];
-  }
+  store(partial, first, columns, k.wide, dbias);
 }
 
 template <class T>
@@ -91,7 +88,8 @@ template <class T>
 cudaError_t launch_backward(const ActivationBackward& p, cudaStream_t stream) {
   const bool wide = p.columns % kWidth<T> == 0 && aligned(p.h.data, p.h.stride, sizeof(T)) &&
                     aligned(p.dy.data, p.dy.stride, sizeof(T)) &&
-                    aligned(p.dh, p.columns, sizeof(T));
+                    aligned(p.dh, p.columns, sizeof(T)) &&
+                    aligned(p.partial, p.columns, sizeof(float));
   const dim3 grid = grid_of<T>(p.columns, activation_partials(p.rows));
   const Launch<ActivationBackward> k = {p, wide};
   return p.activation == Activation::gelu_tanh

@@ -37,7 +37,7 @@ __device__ void load_sum(const Launch<P>& k, int64_t row, int first, float (&sum
   load(row_of<T>(k.p.x, row), first, columns, k.wide, sum);
   float other[kWidth<T>];
   if (k.p.x_bias.data) {
-    load(k.p.x_bias, first, columns, other);
+    load_in_pairs(k.p.x_bias, first, columns, other);
 #pragma unroll
     for (int i = 0; i < kWidth<T>; ++i) sum[i] += other[i];
   }
@@ -93,8 +93,8 @@ __global__ void __launch_bounds__(kForwardThreads<kThreads>)
 #pragma unroll
   for (int v = 0; v < L::kVectors; ++v) {
     float weight[kWidth<T>], bias[kWidth<T>];
-    load(p.weight, L::column(v), columns, weight);
-    if (kHasBias) load(p.bias, L::column(v), columns, bias);
+    load_in_pairs(p.weight, L::column(v), columns, weight);
+    if (kHasBias) load_in_pairs(p.bias, L::column(v), columns, bias);
 #pragma unroll
     for (int i = 0; i < kWidth<T>; ++i) {
       sum[v][i] = (sum[v][i] - correction) * rstd * weight[i];
@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(Launch<LayerNormBack
       float weight[kWidth<T>];
       load_sum<T>(k, row, L::column(v), h[v]);
       load(row_of<T>(p.dy, row), L::column(v), columns, k.wide, g[v]);
-      load(p.weight, L::column(v), columns, weight);
+      load_in_pairs(p.weight, L::column(v), columns, weight);
 #pragma unroll
       for (int i = 0; i < kWidth<T>; ++i) {
         h[v][i] = (h[v][i] - mean) * rstd;
@@ -161,14 +161,10 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(Launch<LayerNormBack
   float* partial = p.partial + static_cast<int64_t>(blockIdx.x) * 3 * columns;
 #pragma unroll
   for (int v = 0; v < L::kVectors; ++v) {
-#pragma unroll
-    for (int i = 0; i < kWidth<T>; ++i) {
-      const int n = L::column(v) + i;
-      if (n >= columns) continue;
-      partial[n] = dweight[v][i];
-      if (p.dbias) partial[columns + n] = dbias[v][i];
-      if (p.x_bias.data) partial[2 * columns + n] = dx_bias[v][i];
-    }
+    const int first = L::column(v);
+    store(partial, first, columns, k.wide, dweight[v]);
+    if (p.dbias) store(partial + columns, first, columns, k.wide, dbias[v]);
+    if (p.x_bias.data) store(partial + 2 * columns, first, columns, k.wide, dx_bias[v]);
   }
 }
 
@@ -193,7 +189,8 @@ cudaError_t launch_forward(const LayerNormForward& p, cudaStream_t stream) {
 template <class T>
 cudaError_t launch_backward(const LayerNormBackward& p, cudaStream_t stream) {
   const bool wide = wide_access<T>(p) && aligned(p.dy.data, p.dy.stride, sizeof(T)) &&
-                    aligned(p.dsum, p.columns, sizeof(T)) && aligned(p.dx, p.columns, sizeof(T));
+                    aligned(p.dsum, p.columns, sizeof(T)) && aligned(p.dx, p.columns, sizeof(T)) &&
+                    aligned(p.partial, p.columns, sizeof(float));
   const Launch<LayerNormBackward> k = {p, wide};
   const dim3 grid(static_cast<unsigned>(layer_norm_partials(p.rows)));
   return p.columns <= 1024 ? launch(backward_kernel<T, 128, 8>, grid, 128, k, stream)

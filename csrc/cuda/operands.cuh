@@ -1,5 +1,5 @@
 // The operands of the kernels: matrices of activations and vectors of parameters in fp32, fp16 or
-// bf16. Matrices are read and written 16 bytes at a time if addresses and lengths allow it.
+// bf16. Both are read and written 16 bytes at a time if addresses and lengths allow it.
 
 #pragma once
 
@@ -42,7 +42,7 @@ struct Parameter {
 
 constexpr int kAccess = 16;  // bytes
 
-inline bool aligned(const void* data, int64_t stride, int64_t element) {
+inline __host__ __device__ bool aligned(const void* data, int64_t stride, int64_t element) {
   return reinterpret_cast<uintptr_t>(data) % kAccess == 0 && stride * element % kAccess == 0;
 }
 
@@ -68,37 +68,55 @@ inline __device__ __nv_bfloat16 from_float<__nv_bfloat16>(float x) {
   return __float2bfloat16_rn(x);
 }
 
-template <class T>
-struct alignas(kAccess) Pack {
-  T values[kWidth<T>];
+// Elements that are read or written at once: kCount, but at most 16 bytes.
+template <class T, int kCount>
+struct alignas(sizeof(T) * (kCount < kWidth<T> ? kCount : kWidth<T>)) Pack {
+  static constexpr int kLength = kCount < kWidth<T> ? kCount : kWidth<T>;
+  T values[kLength];
 };
 
-// Reads kWidth<T> elements from column `first` on; elements from `columns` on read as 0. `wide`
-// means that the row is aligned and that `columns` is a multiple of the width.
-template <class T>
-__device__ void load(const T* row, int first, int columns, bool wide, float (&out)[kWidth<T>]) {
+// Reads kCount elements from column `first` on, a multiple of kCount; elements from `columns` on
+// read as 0. `wide` means that the row is aligned and that `columns` is a multiple of kCount.
+template <class T, int kCount>
+__device__ void load(const T* row, int first, int columns, bool wide, float (&out)[kCount]) {
+  using P = Pack<T, kCount>;
   if (wide && first < columns) {
-    const Pack<T> pack = *reinterpret_cast<const Pack<T>*>(row + first);
 #pragma unroll
-    for (int i = 0; i < kWidth<T>; ++i) out[i] = to_float(pack.values[i]);
+    for (int i = 0; i < kCount; i += P::kLength) {
+      const P pack = *reinterpret_cast<const P*>(row + first + i);
+#pragma unroll
+      for (int e = 0; e < P::kLength; ++e) out[i + e] = to_float(pack.values[e]);
+    }
     return;
   }
 #pragma unroll
-  for (int i = 0; i < kWidth<T>; ++i)
-    out[i] = first + i < columns ? to_float(row[first + i]) : 0.0f;
+  for (int i = 0; i < kCount; ++i) out[i] = first + i < columns ? to_float(row[first + i]) : 0.0f;
 }
 
+// Writes 16 bytes. nvcc splits some plain stores of a struct into its elements, but not __stcg.
 template <class T>
-__device__ void store(T* row, int first, int columns, bool wide, const float (&in)[kWidth<T>]) {
+__device__ void write(T* to, const Pack<T, kWidth<T>>& pack) {
+  uint4 bits;
+  memcpy(&bits, &pack, sizeof(bits));
+  __stcg(reinterpret_cast<uint4*>(to), bits);
+}
+
+// Writes kCount elements in the same way; none from `columns` on.
+template <class T, int kCount>
+__device__ void store(T* row, int first, int columns, bool wide, const float (&in)[kCount]) {
+  static_assert(kCount % kWidth<T> == 0);
   if (wide && first < columns) {
-    Pack<T> pack;
 #pragma unroll
-    for (int i = 0; i < kWidth<T>; ++i) pack.values[i] = from_float<T>(in[i]);
-    *reinterpret_cast<Pack<T>*>(row + first) = pack;
+    for (int i = 0; i < kCount; i += kWidth<T>) {
+      Pack<T, kWidth<T>> pack;
+#pragma unroll
+      for (int e = 0; e < kWidth<T>; ++e) pack.values[e] = from_float<T>(in[i + e]);
+      write(row + first + i, pack);
+    }
     return;
   }
 #pragma unroll
-  for (int i = 0; i < kWidth<T>; ++i) {
+  for (int i = 0; i < kCount; ++i) {
     if (first + i < columns) row[first + i] = from_float<T>(in[i]);
   }
 }
@@ -108,21 +126,46 @@ __device__ const T* row_of(const ConstMatrix& matrix, int64_t row) {
   return static_cast<const T*>(matrix.data) + row * matrix.stride;
 }
 
-// Every row reads its parameters from L2, for which reads of one element are wide enough.
+// The same for a vector, which allows wide access or does not.
+template <class T, int kCount>
+__device__ void load(const T* vector, int first, int columns, float (&out)[kCount]) {
+  load(vector, first, columns, columns % kCount == 0 && aligned(vector, 0, sizeof(T)), out);
+}
+
 template <int kCount>
 __device__ void load(const Parameter& parameter, int first, int columns, float (&out)[kCount]) {
+  if (parameter.format == Format::f32) {
+    load(static_cast<const float*>(parameter.data), first, columns, out);
+  } else if (parameter.format == Format::bf16) {
+    load(static_cast<const __nv_bfloat16*>(parameter.data), first, columns, out);
+  } else {
+    load(static_cast<const __half*>(parameter.data), first, columns, out);
+  }
+}
+
+// The same for a whole warp, each of whose lanes owns 8 columns after those of the lane before. 8
+// floats are two accesses; two lanes read those of one and then of the other, and exchange half, so
+// that each access covers whole sectors of 32 bytes.
+template <int kCount>
+__device__ void load_in_pairs(const Parameter& parameter, int first, int columns,
+                              float (&out)[kCount]) {
+  constexpr int kHalf = kWidth<float>;
+  const bool wide = columns % kCount == 0 && aligned(parameter.data, 0, sizeof(float));
+  if (kCount != 2 * kHalf || parameter.format != Format::f32 || !wide) {
+    load(parameter, first, columns, out);
+    return;
+  }
+  const float* data = static_cast<const float*>(parameter.data);
+  const int odd = threadIdx.x % 2;
+  const int even_first = first - odd * kCount;
+  float of_even[kHalf], of_odd[kHalf];
+  load(data, even_first + odd * kHalf, columns, true, of_even);
+  load(data, even_first + kCount + odd * kHalf, columns, true, of_odd);
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    const int n = first + i;
-    if (n >= columns) {
-      out[i] = 0.0f;
-    } else if (parameter.format == Format::f32) {
-      out[i] = static_cast<const float*>(parameter.data)[n];
-    } else if (parameter.format == Format::bf16) {
-      out[i] = to_float(static_cast<const __nv_bfloat16*>(parameter.data)[n]);
-    } else {
-      out[i] = to_float(static_cast<const __half*>(parameter.data)[n]);
-    }
+  for (int i = 0; i < kHalf; ++i) {
+    const float other = __shfl_xor_sync(~0u, odd ? of_even[i] : of_odd[i], 1);
+    out[i] = odd ? other : of_even[i];
+    out[kCount - kHalf + i] = odd ? of_odd[i] : other;
   }
 }
 

@@ -328,6 +328,9 @@ void execute(Warp& w, PendingMma& p) {
 void issue(Warp& w, const Instr& i, Mask m) {
   const Wgmma op(i);
   if (w.block->launch->warps % 4) fault("divergence", "wgmma needs a multiple of four warps");
+  // The manual demands it also where nothing has touched the registers before.
+  if (w.mma_fence == 0)
+    fault("missing fence", "the first wgmma of a warp comes before any wgmma.fence");
   PendingMma p;
   p.instr = &i;
   auto& hidden = w.hidden;

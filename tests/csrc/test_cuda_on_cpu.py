@@ -90,6 +90,42 @@ def test_row_strides_and_odd_addresses(operators):
             assert torch.equal(actual, expected[name]), name
 
 
+@pytest.mark.parametrize("operators", ["sm_80", "sm_90"], indirect=True)
+@pytest.mark.parametrize("columns", [768, 2048])
+@pytest.mark.parametrize("parameters", DTYPES[:2])
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+def test_layer_norm_moves_whole_sectors(operators, dtype, parameters, columns):
+    """Accesses to one element per lane and instruction would move up to 16 times the sectors."""
+    case = problem(10, columns, dtype, dropout_p=0.1)
+    for name in ("weight", "bias", "x_bias"):
+        setattr(case, name, getattr(case, name).to(parameters))
+    operators.compiled.reports.clear()
+    case.run(operators)
+    counts = {name: report.counts for name, report in operators.compiled.reports}
+    assert set(counts) > {"layer_norm.forward_kernel", "layer_norm.backward_kernel"}
+    for name, count in counts.items():
+        # Here a block has one row, and half of the bytes of a backward in 16 bit are its sums in
+        # fp32. A lane writes 8 of them, in two accesses that cover half a sector each.
+        limit = 1.5 if dtype != torch.float32 and "backward" in name else 1.05
+        assert count["global_sectors"] <= limit * count["global_least_sectors"], name
+
+
+@pytest.mark.parametrize("operators", ["sm_80", "sm_90"], indirect=True)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_layer_norm_has_no_approximate_instruction(operators, dtype):
+    """The error that the machine gives to approximate instructions changes no bit."""
+    case = problem(5, 111, dtype, dropout_p=0.1)
+    exact = case.run(operators)
+    for error in (-1, 1):
+        operators.options = {"approximate": error}
+        try:
+            results = case.run(operators)
+        finally:
+            operators.options = {}
+        for name, result in results.items():
+            assert torch.equal(result, exact[name]), name
+
+
 GELU = ("gelu", "gelu_tanh")
 
 

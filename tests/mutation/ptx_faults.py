@@ -89,6 +89,7 @@ PTX_FAULTS: list[Fault] = [
     ),
     fault("matrix", "scale-d is ignored", "if (p.scale_d) {", "if (true) {"),
     fault("matrix", "no need of wgmma.fence", "if (w.written[r.id] > w.mma_fence)", "if (false)"),
+    fault("matrix", "no need of the first wgmma.fence", "if (w.mma_fence == 0)", "if (false)"),
     fault(
         "matrix",
         "a wait waits for one group less",

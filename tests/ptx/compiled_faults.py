@@ -249,8 +249,8 @@ FAULTS = [
         "attention_short_forward",
         "bfloat16",
         first=(
-            "commit wgmma_commit wgmma_wait ldmatrix_trans descriptor_swizzle address_swizzle "
-            "operand_order accumulator_order store_mask shuffle exponential"
+            "commit wgmma_fence wgmma_commit wgmma_wait ldmatrix_trans descriptor_swizzle "
+            "address_swizzle operand_order accumulator_order store_mask shuffle exponential"
         ),
         last="barrier wait wait_less wgmma_fence load_mask",
         every="proxy_fence rounding",
@@ -261,7 +261,7 @@ FAULTS = [
         "attention_short_backward",
         "bfloat16",
         first=(
-            "wgmma_commit wgmma_wait proxy_fence ldmatrix_trans stmatrix_trans "
+            "wgmma_fence wgmma_commit wgmma_wait proxy_fence ldmatrix_trans stmatrix_trans "
             "descriptor_swizzle address_swizzle operand_order accumulator_order shuffle "
             "exponential"
         ),
@@ -274,8 +274,9 @@ FAULTS = [
         "attention_forward",
         "bfloat16",
         first=(
-            "barrier wait wgmma_commit wgmma_wait proxy_fence ldmatrix_trans descriptor_swizzle "
-            "address_swizzle operand_order accumulator_order shuffle exponential"
+            "barrier wait wgmma_fence wgmma_commit wgmma_wait proxy_fence ldmatrix_trans "
+            "descriptor_swizzle address_swizzle operand_order accumulator_order shuffle "
+            "exponential"
         ),
         last="wgmma_fence load_mask store_mask",
         every="commit wait_less",
@@ -286,8 +287,8 @@ FAULTS = [
         "attention_dkv",
         "bfloat16",
         first=(
-            "barrier wgmma_commit wgmma_wait proxy_fence ldmatrix_trans descriptor_swizzle "
-            "address_swizzle operand_order accumulator_order exponential"
+            "barrier wgmma_fence wgmma_commit wgmma_wait proxy_fence ldmatrix_trans "
+            "descriptor_swizzle address_swizzle operand_order accumulator_order exponential"
         ),
         last="wgmma_fence load_mask store_mask",
         every="rounding",

@@ -192,8 +192,15 @@ def rows_major(matrix, width):
     return image, (leading >> 4) << 16 | (stride >> 4) << 32 | code << 62
 
 
-def wgmma(a, b, layout_a, layout_b, kind="bf16", width=128, seed=0, drop="", steps=1, **options):
-    """Run one wgmma of a (64, 16) and b (n, 16); return D (64, n)."""
+def wgmma(
+    a, b, layout_a, layout_b, kind="bf16", width=128, seed=0, drop="", steps=1, scale_d=True,
+    **options,
+):  # fmt: skip
+    """Run wgmma on a (64, 16) and b (n, 16); return D (64, n).
+
+    The first lets D start at 1, or at nothing if `scale_d` is false. `drop` is the beginning of
+    instructions that are left out, or a tuple of such beginnings.
+    """
     n = b.shape[0]
     (image_a, code_a), (image_b, code_b) = layout_a(a, width), layout_b(b, width)
     start_b = -(-image_a.numel() // 1024) * 1024
@@ -227,7 +234,7 @@ def wgmma(a, b, layout_a, layout_b, kind="bf16", width=128, seed=0, drop="", ste
         f"add.s64 %d13, %d12, {start_b >> 4};",
         f"or.b64 %d21, %d13, {code_b};",
         *(f"mov.b32 %c{r}, 0f3F800000;" for r in range(n // 2)),
-        "setp.ne.u32 %p1, 1, 0;",
+        f"setp.ne.u32 %p1, {int(scale_d)}, 0;",
         "wgmma.fence.sync.aligned;",
         *([product] * steps),
         "wgmma.commit_group.sync.aligned;",
@@ -277,3 +284,15 @@ def test_wgmma_without_one_of_its_parts(drop, kinds, seed):
     with pytest.raises(PtxFault) as caught:
         wgmma(a, b, k_major, k_major, seed=seed, drop=drop)
     assert caught.value.kind in kinds
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_first_wgmma_needs_a_fence_even_if_nothing_has_written_its_registers(seed):
+    torch.manual_seed(3)
+    a, b = torch.randint(-8, 9, (64, 16)).bfloat16(), torch.randint(-8, 9, (64, 16)).bfloat16()
+    options = {"scale_d": False, "seed": seed}
+    d = wgmma(a, b, k_major, k_major, drop="mov.b32 %c", **options)
+    assert torch.equal(d, a.float() @ b.float().T)
+    with pytest.raises(PtxFault, match="first wgmma") as caught:
+        wgmma(a, b, k_major, k_major, drop=("mov.b32 %c", "wgmma.fence"), **options)
+    assert caught.value.kind == "missing fence"

@@ -10,6 +10,7 @@
 #include <functional>
 
 #define __global__
+#define __host__
 #define __device__
 #define __shared__ static
 #define __launch_bounds__(...)
@@ -18,6 +19,11 @@ struct dim3 {
   unsigned x, y, z;
   explicit dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
 };
+
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
+};
+inline void __stcg(uint4* to, uint4 value) { *to = value; }
 
 enum cudaError_t { cudaSuccess, cudaErrorInvalidValue };
 using cudaStream_t = void*;
