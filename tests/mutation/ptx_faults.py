@@ -38,8 +38,8 @@ PTX_SELECTIONS: dict[str, list[str]] = {
     "ptx_matrix": selected("matrices", triton="matmul"),
     "ptx_memory": selected("machine_faults", "control_flow", "matrices", triton="atomics or locks"),
     "ptx_order": selected("machine_faults", "tensor_copies", "matrices", triton="locks"),
-    "ptx_tensor_map": selected("control_flow", triton="the_kernel_makes"),
-    "ptx_warp": selected("machine_faults", "integers", triton="scans"),
+    "ptx_tensor_map": selected("tensor_copies", triton="the_kernel_makes"),
+    "ptx_warp": selected("meetings", "machine_faults", "integers", triton="scans"),
 }
 
 

@@ -294,3 +294,9 @@ def test_eight_bit_floats_survive_a_round_trip():
         widened = apply(f"cvt.rn.f16x2.{kind}x2", "f16x2", ("b16",), [(n,) for n in finite])
         for n, pair in zip(finite, widened, strict=True):
             assert value("f16", pair & 0xFFFF) == Fraction(numbers[n].item())
+
+
+def test_a_tie_between_two_bf16_goes_to_the_even_one():
+    ties = [[0x3F808000, 0x3F818000], [0xBF838000, 0x3F828000]]
+    found = apply("cvt.rn.bf16x2.f32", "b32", ["f32", "f32"], ties)
+    assert found == [0x3F803F82, 0xBF843F82]

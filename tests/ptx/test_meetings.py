@@ -134,3 +134,11 @@ def test_vectors_are_added_element_by_element():
 """
     ptx.load(text).launch("k", (3,), (32,), [x])
     assert x.tolist() == [96.0, 192.0, 96.0, 192.0]
+
+
+def test_a_shuffle_stays_in_its_segment():
+    # Segments of 8 lanes: a lane whose source lies beyond keeps its own value.
+    out = torch.zeros(32, dtype=torch.int32)
+    launch("shfl.sync.down.b32 %r5, %r0, 3, 0x181f, -1;\n" + STORE, [out])
+    expected = [lane + 3 if lane % 8 < 5 else lane for lane in range(32)]
+    assert out.tolist() == expected

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from small_kernels import HEADER, REGISTERS
+from small_kernels import HEADER, REGISTERS, launch
 
 from fastbert.testing.ptx import PtxFault, load, tensor_map
 
@@ -271,3 +271,22 @@ def test_lanes_that_issue_one_store_write_once(seed):
     reduction = reduction.replace("shared::cta.tile", "shared::cta.add.tile")
     run(reduction, [], maps, 1024, seed=seed)
     assert (target[3:, :12] == 5 + 32 * 5).all()
+
+
+def test_a_replaced_stride_goes_to_its_dimension():
+    # Of the machine's own layout: the strides begin at byte 40.
+    body = """
+mov.u32 %r5, memory;
+mad.lo.u32 %r6, %r0, 4, %r5;
+st.shared.b32 [%r6], 0;
+bar.warp.sync -1;
+setp.eq.u32 %p1, %r0, 0;
+mov.b64 %d5, 4096;
+@%p1 tensormap.replace.tile.global_stride.shared::cta.b1024.b64 [%r5], 0x1, %d5;
+bar.warp.sync -1;
+ld.shared.u64 %d6, [%r5+48];
+@%p1 st.global.b64 [%d0], %d6;
+"""
+    out = torch.zeros(1, dtype=torch.int64)
+    launch(body, [out], shared=128)
+    assert out.item() == 4096
