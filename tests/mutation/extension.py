@@ -1,8 +1,8 @@
 """Build fastbert._C for mutate.py: once completely, then one source at a time with a fault.
 
 The flags are those of setup.py, with -O1 instead of -O3, which compiles a source in seconds, and
-without CUDA. The objects stay in build/mutation, where ninja updates them. Faults of the PTX machine
-need an extension with the machine alone, machine_alone.cpp, which compiles in less than a minute.
+without CUDA. The objects stay in build/mutation, where ninja updates them. For a fault of the PTX
+machine, an extension with the machine alone is enough; machine_alone.cpp is its module.
 """
 
 from __future__ import annotations
