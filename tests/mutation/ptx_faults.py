@@ -33,10 +33,12 @@ PTX_SELECTIONS: dict[str, list[str]] = {
     "ptx_convert": selected("floats", "integers", triton="cast"),
     "ptx_decode": selected("control_flow", "floats", "integers"),
     "ptx_float": selected("floats"),
-    "ptx_integer": selected("integers", triton="bits_of or fp64 or permute"),
+    "ptx_integer": selected("integers", "meetings", triton="bits_of or fp64 or permute"),
     "ptx_machine": selected("machine_faults", "tensor_copies", "control_flow"),
     "ptx_matrix": selected("matrices", triton="matmul"),
-    "ptx_memory": selected("machine_faults", "control_flow", "matrices", triton="atomics or locks"),
+    "ptx_memory": selected(
+        "memory", "matrices", "machine_faults", "meetings", triton="atomics or locks"
+    ),
     "ptx_order": selected("machine_faults", "tensor_copies", "matrices", triton="locks"),
     "ptx_tensor_map": selected("tensor_copies", triton="the_kernel_makes"),
     "ptx_warp": selected("meetings", "machine_faults", "integers", triton="scans"),

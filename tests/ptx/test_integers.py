@@ -121,6 +121,20 @@ def test_bit_fields(kind):
         assert result == field, (a, start, length)
 
 
+@pytest.mark.parametrize("kind", ["b32", "b64"])
+def test_bit_fields_are_inserted(kind):
+    bits = bits_of(kind)
+    draw = random.Random(6)
+    rows = [
+        (draw.getrandbits(bits), draw.getrandbits(bits), draw.randrange(bits), draw.randrange(bits))
+        for _ in range(80)
+    ]
+    results = apply(f"bfi.{kind}", kind, (kind, kind, "u32", "u32"), rows)
+    for (field, base, start, length), result in zip(rows, results, strict=True):
+        mask = ((1 << length) - 1) << start & ((1 << bits) - 1)
+        assert result == (base & ~mask) | (field << start & mask), (field, base, start, length)
+
+
 def test_permutations_of_bytes():
     draw = random.Random(3)
     rows = [(draw.getrandbits(32), draw.getrandbits(32), draw.getrandbits(16)) for _ in range(64)]

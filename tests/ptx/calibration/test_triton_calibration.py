@@ -81,6 +81,7 @@ def results(request) -> dict[tuple[int, str], dict[str, Any]]:
     return found
 
 
+@pytest.mark.timeout(3600)
 def test_a_kernel_that_is_right_on_gpus(results, arch, name):
     named = {case for of, case in CASES if of == arch}
     rows = [row for (of, case), row in results.items() if of == arch and case == name]
