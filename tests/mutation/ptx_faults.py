@@ -39,7 +39,9 @@ PTX_SELECTIONS: dict[str, list[str]] = {
     "ptx_memory": selected(
         "memory", "matrices", "machine_faults", "meetings", triton="atomics or locks"
     ),
-    "ptx_order": selected("machine_faults", "tensor_copies", "matrices", triton="locks"),
+    "ptx_order": selected(
+        "meetings", "machine_faults", "tensor_copies", "matrices", triton="locks"
+    ),
     "ptx_tensor_map": selected("tensor_copies", triton="the_kernel_makes"),
     "ptx_warp": selected("meetings", "machine_faults", "integers", triton="scans"),
 }

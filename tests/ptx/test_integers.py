@@ -135,6 +135,21 @@ def test_bit_fields_are_inserted(kind):
         assert result == (base & ~mask) | (field << start & mask), (field, base, start, length)
 
 
+@pytest.mark.parametrize("source", ["s32", "u32", "s64"])
+@pytest.mark.parametrize("result", ["s8", "u8", "s16", "u16"])
+def test_integers_are_clamped_to_narrower_ones(result, source):
+    bits, narrow = bits_of(source), bits_of(result)
+    edges = [0, 1, 127, 128, 255, 256, 32767, 32768, 65535, 65536, 1 << (bits - 1)]
+    values = [(v & ((1 << bits) - 1),) for edge in edges for v in (edge, -edge)]
+    low = -(1 << narrow - 1) if result[0] == "s" else 0
+    top = low + (1 << narrow) - 1
+    results = apply(f"cvt.sat.{result}.{source}", result, (source,), values)
+    for (value,), got in zip(values, results, strict=True):
+        if source[0] == "s" and value >> (bits - 1):
+            value -= 1 << bits
+        assert got == min(max(value, low), top) & ((1 << narrow) - 1), value
+
+
 def test_permutations_of_bytes():
     draw = random.Random(3)
     rows = [(draw.getrandbits(32), draw.getrandbits(32), draw.getrandbits(16)) for _ in range(64)]
