@@ -3,7 +3,8 @@
 import random
 
 import pytest
-from small_kernels import apply, bits_of
+import torch
+from small_kernels import apply, bits_of, launch
 
 INTERESTING = (0, 1, 2, 3, 5, 31, 32, 33, 63, 64, 127, 128, 255, 256, 32767, 32768, 65535)
 TYPES = ("u16", "s16", "u32", "s32", "u64", "s64")
@@ -195,3 +196,19 @@ def test_funnel_shifts(mode, clamp):
         both = b << 32 | a
         expected = (both << n) >> 32 if mode == "l" else both >> n
         assert result == expected % (1 << 32), n
+
+
+def test_a_register_is_taken_apart_from_its_lowest_bits():
+    out = torch.zeros(4, dtype=torch.int32)
+    body = """
+mov.b64 %d5, 0x0000000200000001;
+mov.b64 {%r2, %r3}, %d5;
+mov.b32 %r4, 0x00040003;
+mov.b32 {%h1, %h2}, %r4;
+cvt.u32.u16 %r5, %h1;
+cvt.u32.u16 %r6, %h2;
+setp.eq.u32 %p1, %r0, 0;
+@%p1 st.global.v4.b32 [%d0], {%r2, %r3, %r5, %r6};
+"""
+    launch(body, [out])
+    assert out.tolist() == [1, 2, 3, 4]
