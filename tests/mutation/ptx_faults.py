@@ -232,12 +232,6 @@ PTX_FAULTS: list[Fault] = [
     fault(
         "warp", "match.all is match.any", "i.arg[0] ? (all ? members : 0) : equal[l]", "equal[l]"
     ),
-    fault(
-        "warp",
-        "elect takes the last lane",
-        "__builtin_ctz(members);",
-        "31 - __builtin_clz(members);",
-    ),
     # Barriers and asynchronous copies.
     fault(
         "machine",

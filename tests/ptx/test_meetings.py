@@ -163,3 +163,13 @@ st.global.b32 [%d5], %r2;
 """
     launch(body, [out])
     assert out.tolist() == [source(lane) for lane in range(32)]
+
+
+def test_a_match_of_all_fails_if_one_lane_differs():
+    out = torch.zeros(32, dtype=torch.int32)
+    body = """
+shr.u32 %r2, %r0, 4;
+match.all.sync.b32 %r5, %r2, -1;
+"""
+    launch(body + STORE, [out])
+    assert (out == 0).all()
