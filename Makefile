@@ -90,7 +90,7 @@ emulate: setup
 	$(PIP) --no-deps --target $@ nvidia-cutlass
 
 calibrate: .venv/cutlass
-	FASTBERT_CALIBRATION=all $(BIN)/python -m pytest tests/ptx/calibration --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest tests/ptx/calibration --every-case --numprocesses 2 --dist loadfile
 
 mutate: setup
 	$(BIN)/python tests/mutation/mutate.py

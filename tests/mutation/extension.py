@@ -1,7 +1,8 @@
 """Build fastbert._C for mutate.py: once completely, then one source at a time with a fault.
 
 The flags are those of setup.py, with -O1 instead of -O3, which compiles a source in seconds, and
-without CUDA. The objects stay in build/mutation, where ninja updates them.
+without CUDA. The objects stay in build/mutation, where ninja updates them. For a fault of the PTX
+machine, an extension with the machine alone is enough; machine_alone.cpp is its module.
 """
 
 from __future__ import annotations
@@ -52,21 +53,27 @@ def openmp() -> list[str]:
     return ["-fopenmp"] if sys.platform == "linux" else []
 
 
+def machine_sources() -> list[str]:
+    """Return the sources of the extension that has the PTX machine alone."""
+    return ["tests/mutation/machine_alone.cpp", *_under("csrc/ptx")]
+
+
 def sources() -> list[str]:
-    rooms = [*ROOT.glob("csrc/cpu/**/*.cpp"), *ROOT.glob("csrc/ptx/*.cpp")]
-    return ["csrc/bindings.cpp", *sorted(path.relative_to(ROOT).as_posix() for path in rooms)]
+    """Return the sources of the whole extension."""
+    return ["csrc/bindings.cpp", *_under("csrc/cpu"), *_under("csrc/ptx")]
+
+
+def _under(folder: str) -> list[str]:
+    return sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob(f"{folder}/**/*.cpp"))
 
 
 def object_of(source: str) -> Path:
     return BUILD / f"{'-'.join(Path(source).with_suffix('').parts)}.o"
 
 
-def build_all(workers: int) -> Path:
-    """Build the extension without a fault, compile only changed files, and return its path."""
+def compile_all(names: list[str], workers: int) -> None:
+    """Compile sources without a fault; sources whose objects are up to date are left alone."""
     (ROOT / BUILD).mkdir(parents=True, exist_ok=True)
-    objects = " ".join(str(object_of(source)) for source in sources())
-    link = shlex.join(link_command(["@in"], "@out"))
-    link = link.replace("@in", "$in").replace("@out", "$out")
     rules = [
         f"builddir = {BUILD}",
         "rule compile",
@@ -74,17 +81,12 @@ def build_all(workers: int) -> Path:
         "  description = $out",
         "  depfile = $out.d",
         "  deps = gcc",
-        "rule link",
-        f"  command = {link}",
-        "  description = $out",
-        *(f"build {object_of(source)}: compile {source}" for source in sources()),
-        f"build {BUILD / LIBRARY}: link {objects}",
+        *(f"build {object_of(source)}: compile {source}" for source in names),
     ]
     file = BUILD / "build.ninja"
     (ROOT / file).write_text("\n".join(rules) + "\n", encoding="utf-8")
     ninja = [sys.executable, "-m", "ninja", "-f", str(file), "-j", str(workers)]
     subprocess.run(ninja, cwd=ROOT, check=True)
-    return ROOT / BUILD / LIBRARY
 
 
 class Unit(NamedTuple):
@@ -92,6 +94,11 @@ class Unit(NamedTuple):
 
     source: str
     kernels: str = ""
+
+    @property
+    def linked(self) -> list[str]:
+        """The sources of the extension that the unit's tests need."""
+        return machine_sources() if self.source.startswith("csrc/ptx/") else sources()
 
 
 def text_of(tree: Path, unit: Unit) -> str:
@@ -134,12 +141,12 @@ def compile_unit(tree: Path, unit: Unit) -> Path:
 
 
 def link_unit(compiled: Path, unit: Unit, library: Path) -> None:
-    """Link an object of `compile_unit`, followed by the other objects of `build_all`.
+    """Link an object of `compile_unit`, followed by the other objects of `compile_all`.
 
     Raises:
         RuntimeError: If a function is missing, because a test would then fail without the fault.
     """
-    names = [name for name in sources() if unit.kernels or name != unit.source]
+    names = [name for name in unit.linked if unit.kernels or name != unit.source]
     others = [str(ROOT / object_of(name)) for name in names]
     library.unlink(missing_ok=True)
     subprocess.run(link_command([str(compiled), *others], str(library)), check=True)

@@ -29,7 +29,7 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).parent))
 
 from cpp_faults import CPP_FAULTS, CPP_SELECTIONS, UNITS
-from extension import LIBRARY, ROOT, build_all, compile_unit, link_unit
+from extension import LIBRARY, ROOT, compile_all, compile_unit, link_unit
 from faults import FAULTS, SELECTIONS, Fault
 from ptx_faults import PTX_FAULTS, PTX_SELECTIONS, PTX_UNITS
 
@@ -182,8 +182,9 @@ def check_unbroken(nouns: set[str], workers: int) -> dict[str, bytes]:
 def judge(kind: str, faults: list[Fault], workers: int) -> list[Outcome]:
     """Try the faults of one kind, and print for each file how many were caught."""
     start = time.monotonic()
-    if any(fault.noun in COMPILED for fault in faults):
-        build_all(workers)
+    linked = {n for f in faults if f.noun in COMPILED for n in COMPILED[f.noun].linked}
+    if linked:
+        compile_all(sorted(linked), workers)
     outcomes = try_all(faults, workers, check_unbroken({fault.noun for fault in faults}, workers))
     tried = Counter(outcome.fault.file for outcome in outcomes)
     caught = Counter(outcome.fault.file for outcome in outcomes if outcome.caught)

@@ -33,11 +33,15 @@ PTX_SELECTIONS: dict[str, list[str]] = {
     "ptx_convert": selected("floats", "integers", triton="cast"),
     "ptx_decode": selected("control_flow", "floats", "integers"),
     "ptx_float": selected("floats"),
-    "ptx_integer": selected("integers", triton="bits_of or fp64 or permute"),
+    "ptx_integer": selected("integers", "meetings", triton="bits_of or fp64 or permute"),
     "ptx_machine": selected("machine_faults", "tensor_copies", "control_flow"),
     "ptx_matrix": selected("matrices", triton="matmul"),
-    "ptx_memory": selected("machine_faults", "control_flow", "matrices", triton="atomics or locks"),
-    "ptx_order": selected("machine_faults", "tensor_copies", "matrices", triton="locks"),
+    "ptx_memory": selected(
+        "memory", "matrices", "machine_faults", "meetings", triton="atomics or locks"
+    ),
+    "ptx_order": selected(
+        "meetings", "machine_faults", "tensor_copies", "matrices", triton="locks"
+    ),
     "ptx_tensor_map": selected("tensor_copies", triton="the_kernel_makes"),
     "ptx_warp": selected("meetings", "machine_faults", "integers", triton="scans"),
 }
@@ -228,12 +232,6 @@ PTX_FAULTS: list[Fault] = [
     fault("warp", "shfl ignores segments", "from = bottom | (b & ~segment)", "from = b"),
     fault(
         "warp", "match.all is match.any", "i.arg[0] ? (all ? members : 0) : equal[l]", "equal[l]"
-    ),
-    fault(
-        "warp",
-        "elect takes the last lane",
-        "__builtin_ctz(members);",
-        "31 - __builtin_clz(members);",
     ),
     # Barriers and asynchronous copies.
     fault(

@@ -13,7 +13,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from cpp_faults import CPP_FAULTS, CPP_SELECTIONS, UNITS, WITHOUT_FAULTS
-from extension import Unit, sources, text_of
+from extension import Unit, machine_sources, sources, text_of
 from faults import FAULTS, SELECTIONS, Fault
 from mutate import ROOT, copy_tree, run_tests, try_fault
 from ptx_faults import PTX_FAULTS, PTX_SELECTIONS, PTX_UNITS
@@ -69,6 +69,8 @@ def test_the_build_with_a_fault_has_every_source_but_those_of_cuda():
     found = {path.relative_to(ROOT).as_posix() for path in (ROOT / "csrc").rglob("*.cpp")}
     for_gpus = ("csrc/cuda/", "csrc/mocked_cuda/")
     assert set(sources()) == {name for name in found if not name.startswith(for_gpus)}
+    machine = {name for name in found if name.startswith("csrc/ptx/")}
+    assert set(machine_sources()) == machine | {"tests/mutation/machine_alone.cpp"}
 
 
 def test_every_kernel_file_has_faults():

@@ -3,7 +3,8 @@
 import random
 
 import pytest
-from small_kernels import apply, bits_of
+import torch
+from small_kernels import apply, bits_of, launch
 
 INTERESTING = (0, 1, 2, 3, 5, 31, 32, 33, 63, 64, 127, 128, 255, 256, 32767, 32768, 65535)
 TYPES = ("u16", "s16", "u32", "s32", "u64", "s64")
@@ -121,6 +122,35 @@ def test_bit_fields(kind):
         assert result == field, (a, start, length)
 
 
+@pytest.mark.parametrize("kind", ["b32", "b64"])
+def test_bit_fields_are_inserted(kind):
+    bits = bits_of(kind)
+    draw = random.Random(6)
+    rows = [
+        (draw.getrandbits(bits), draw.getrandbits(bits), draw.randrange(bits), draw.randrange(bits))
+        for _ in range(80)
+    ]
+    results = apply(f"bfi.{kind}", kind, (kind, kind, "u32", "u32"), rows)
+    for (field, base, start, length), result in zip(rows, results, strict=True):
+        mask = ((1 << length) - 1) << start & ((1 << bits) - 1)
+        assert result == (base & ~mask) | (field << start & mask), (field, base, start, length)
+
+
+@pytest.mark.parametrize("source", ["s32", "u32", "s64"])
+@pytest.mark.parametrize("result", ["s8", "u8", "s16", "u16"])
+def test_integers_are_clamped_to_narrower_ones(result, source):
+    bits, narrow = bits_of(source), bits_of(result)
+    edges = [0, 1, 127, 128, 255, 256, 32767, 32768, 65535, 65536, 1 << (bits - 1)]
+    values = [(v & ((1 << bits) - 1),) for edge in edges for v in (edge, -edge)]
+    low = -(1 << narrow - 1) if result[0] == "s" else 0
+    top = low + (1 << narrow) - 1
+    results = apply(f"cvt.sat.{result}.{source}", result, (source,), values)
+    for (value,), got in zip(values, results, strict=True):
+        if source[0] == "s" and value >> (bits - 1):
+            value -= 1 << bits
+        assert got == min(max(value, low), top) & ((1 << narrow) - 1), value
+
+
 def test_permutations_of_bytes():
     draw = random.Random(3)
     rows = [(draw.getrandbits(32), draw.getrandbits(32), draw.getrandbits(16)) for _ in range(64)]
@@ -166,3 +196,19 @@ def test_funnel_shifts(mode, clamp):
         both = b << 32 | a
         expected = (both << n) >> 32 if mode == "l" else both >> n
         assert result == expected % (1 << 32), n
+
+
+def test_a_register_is_taken_apart_from_its_lowest_bits():
+    out = torch.zeros(4, dtype=torch.int32)
+    body = """
+mov.b64 %d5, 0x0000000200000001;
+mov.b64 {%r2, %r3}, %d5;
+mov.b32 %r4, 0x00040003;
+mov.b32 {%h1, %h2}, %r4;
+cvt.u32.u16 %r5, %h1;
+cvt.u32.u16 %r6, %h2;
+setp.eq.u32 %p1, %r0, 0;
+@%p1 st.global.v4.b32 [%d0], {%r2, %r3, %r5, %r6};
+"""
+    launch(body, [out])
+    assert out.tolist() == [1, 2, 3, 4]

@@ -35,6 +35,11 @@ def test_an_access_that_is_misaligned():
     assert (found.kind, found.lane) == ("misaligned", 1)
 
 
+def test_an_access_to_shared_memory_that_is_misaligned():
+    found = fault(SHARED + "    st.shared.v2.u32 [%r2], {%r0, %r0};", shared=256)
+    assert (found.kind, found.lane) == ("misaligned", 1)
+
+
 def test_shared_memory_has_an_end():
     body = SHARED + "    st.shared.u32 [%r2+4], %r0;"
     assert fault(body, shared=128).kind == "out of bounds"
@@ -187,6 +192,31 @@ def test_an_asynchronous_copy_is_there_after_its_wait(wait, seed):
     assert torch.equal(x, y)
     for missing in ("", "    cp.async.wait_group 1;\n"):
         assert fault(body.format(wait=missing), [x, y], shared=128, seed=seed).kind == "race"
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("own_arrival", [False, True])
+def test_copies_arrive_at_an_mbarrier(own_arrival, seed):
+    """With .noinc the barrier counts the arrival of the copies, otherwise it expects one more."""
+    x, y = torch.arange(32, dtype=torch.int32), torch.zeros(32, dtype=torch.int32)
+    arrival = "    cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%r1+128];\n"
+    if own_arrival:
+        arrival = (
+            "    cp.async.mbarrier.arrive.shared::cta.b64 [%r1+128];\n"
+            "    mbarrier.arrive.shared::cta.b64 _, [%r1+128];\n"
+        )
+    body = (
+        SHARED
+        + "    mad.wide.u32 %d5, %r0, 4, %d0;\n    mad.wide.u32 %d6, %r0, 4, %d1;\n"
+        + "    setp.eq.u32 %p1, %r0, 0;\n    @%p1 mbarrier.init.shared::cta.b64 [%r1+128], 32;\n"
+        + "    bar.sync 0;\n    cp.async.ca.shared.global [%r2], [%d5], 4;\n"
+        + arrival
+        + "L:\n    mbarrier.try_wait.parity.shared::cta.b64 %p2, [%r1+128], 0;\n    @!%p2 bra L;\n"
+        + "    xor.b32 %r3, %r0, 1;\n    mad.lo.u32 %r3, %r3, 4, %r1;\n"
+        + "    ld.shared.u32 %r4, [%r3];\n    st.global.u32 [%d6], %r4;"
+    )
+    launch(body, [x, y], shared=136, seed=seed, limit=100_000)
+    assert torch.equal(y, x.view(-1, 2).flip(1).flatten())
 
 
 def test_a_copy_fills_with_zeros():

@@ -24,17 +24,22 @@ def words(fragment):
 
 
 def a_fragment(a):
-    """A (16, 16): lane l holds row l / 4 (+ 8 in odd registers), columns 2 (l % 4) + 8 (r / 2)."""
+    """A (16, 8 n): the word of register r of lane l is in row l / 4 (+ 8 in odd registers).
+
+    A word has n elements; it is number l % 4 of the row, or 4 + l % 4 in registers 2 and 3.
+    """
+    n = a.shape[1] // 8
     lane = torch.arange(32)[:, None, None]
-    register, element = torch.arange(4)[None, :, None], torch.arange(2)[None, None, :]
-    return a[lane // 4 + 8 * (register % 2), 2 * (lane % 4) + element + 8 * (register // 2)]
+    register, element = torch.arange(4)[None, :, None], torch.arange(n)[None, None, :]
+    return a[lane // 4 + 8 * (register % 2), n * (lane % 4 + 4 * (register // 2)) + element]
 
 
 def b_fragment(b):
-    """B (16, 8): register r of lane l holds rows 2 (l % 4) + 8 r, column l / 4."""
+    """B (8 n, 8): register r of lane l holds the n rows from n (l % 4 + 4 r) on, column l / 4."""
+    n = b.shape[0] // 8
     lane = torch.arange(32)[:, None, None]
-    register, element = torch.arange(2)[None, :, None], torch.arange(2)[None, None, :]
-    return b[2 * (lane % 4) + element + 8 * register, (lane // 4).expand(32, 2, 2)]
+    register, element = torch.arange(2)[None, :, None], torch.arange(n)[None, None, :]
+    return b[n * (lane % 4 + 4 * register) + element, (lane // 4).expand(32, 2, n)]
 
 
 def from_accumulators(c, columns):
@@ -75,6 +80,35 @@ def test_mma_multiplies_the_fragments_of_the_manual(kind, order):
     report = run(body, [words(a_fragment(a)), words(b_fragment(b)), c], accumulate=order)
     assert torch.equal(from_accumulators(c, 8), a.float() @ b.float())
     assert report.counts["tensor_flops"] == 2 * 16 * 8 * 16
+
+
+@pytest.mark.parametrize("types", ["s8.s8", "u8.s8", "s8.u8", "u8.u8"])
+def test_mma_multiplies_signed_and_unsigned_bytes(types):
+    bounds = {"s8": (-128, 128, torch.int8), "u8": (0, 256, torch.uint8)}
+    (low_a, top_a, dtype_a), (low_b, top_b, dtype_b) = (bounds[t] for t in types.split("."))
+    a, b = torch.randint(low_a, top_a, (16, 32)), torch.randint(low_b, top_b, (32, 8))
+    c = torch.zeros(32, 4, dtype=torch.int32)
+    body = LOAD + (
+        "mov.b32 %c0, 7;\n"
+        f"mma.sync.aligned.m16n8k32.row.col.s32.{types}.s32 {{%c1, %c2, %c3, %c4}}, "
+        "{%a0, %a1, %a2, %a3}, {%b0, %b1}, {%c0, %c0, %c0, %c0};\n"
+        "st.global.v4.b32 [%d14], {%c1, %c2, %c3, %c4};"
+    )
+    run(body, [words(a_fragment(a.to(dtype_a))), words(b_fragment(b.to(dtype_b))), c])
+    assert torch.equal(from_accumulators(c, 8).long(), a @ b + 7)
+
+
+def test_mma_ignores_the_lower_13_bits_of_tf32():
+    a, b = torch.randint(-8, 9, (16, 8)).float(), torch.randint(-8, 9, (8, 8)).float()
+    c = torch.zeros(32, 4)
+    body = LOAD + (
+        "mov.b32 %c0, 0;\n"
+        "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%c1, %c2, %c3, %c4}, "
+        "{%a0, %a1, %a2, %a3}, {%b0, %b1}, {%c0, %c0, %c0, %c0};\n"
+        "st.global.v4.b32 [%d14], {%c1, %c2, %c3, %c4};"
+    )
+    run(body, [words(a_fragment(a)) | 0x1FFF, words(b_fragment(b)) | 0x1FFF, c])
+    assert torch.equal(from_accumulators(c, 8), a @ b)
 
 
 @pytest.mark.parametrize("kind", DTYPES)
@@ -144,6 +178,30 @@ def test_a_matrix_instruction_needs_the_whole_warp():
     body = "setp.lt.u32 %p1, %r0, 5;\n@%p1 ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%a0}, [%r1];"
     with pytest.raises(PtxFault, match="divergence"):
         run(body, [torch.zeros(1)], shared=1024)
+
+
+@pytest.mark.parametrize("layout_d", ["row", "col"])
+@pytest.mark.parametrize("layout_b", ["row", "col"])
+@pytest.mark.parametrize("layout_a", ["row", "col"])
+def test_wmma_reads_and_writes_matrices_by_rows_and_by_columns(layout_a, layout_b, layout_d):
+    a, b = (torch.randint(-8, 9, (16, 16)).half() for _ in range(2))
+    d = torch.zeros(16, 24)
+    halves = ", ".join(f"%a{r}" for r in range(8)), ", ".join(f"%b{r}" for r in range(8))
+    sums, zeros = ", ".join(f"%c{r}" for r in range(8)), ", ".join(["%c8"] * 8)
+    shape = "sync.aligned.{}.m16n16k16"
+    product = f"wmma.mma.{shape.format(f'{layout_a}.{layout_b}')}.f32.f32"
+    body = f"""
+mov.b32 %c8, 0;
+wmma.load.a.{shape.format(layout_a)}.global.f16 {{{halves[0]}}}, [%d0], 16;
+wmma.load.b.{shape.format(layout_b)}.global.f16 {{{halves[1]}}}, [%d1], 16;
+{product} {{{sums}}}, {{{halves[0]}}}, {{{halves[1]}}}, {{{zeros}}};
+wmma.store.d.{shape.format(layout_d)}.global.f32 [%d2], {{{sums}}}, 24;
+"""
+    kept = [a if layout_a == "row" else a.T.contiguous()]
+    kept += [b if layout_b == "row" else b.T.contiguous()]
+    run(body, [*kept, d])
+    strides = (24, 1) if layout_d == "row" else (1, 24)
+    assert torch.equal(d.as_strided((16, 16), strides), a.float() @ b.float())
 
 
 # wgmma --------------------------------------------------------------------------------------------
@@ -266,6 +324,12 @@ def test_wgmma_of_every_width(n, kind, seed):
     a, b = (torch.randint(-8, 9, (rows, 16)).to(DTYPES[kind]) for rows in (64, n))
     d = wgmma(a, b, k_major, k_major, kind, seed=seed, steps=2)
     assert torch.equal(d, 2 * (a.float() @ b.float().T) + 1)
+
+
+def test_wgmma_forgets_the_accumulators_without_scale_d():
+    a, b = torch.randint(-8, 9, (64, 16)).bfloat16(), torch.randint(-8, 9, (8, 16)).bfloat16()
+    d = wgmma(a, b, k_major, k_major, steps=2, scale_d=False)
+    assert torch.equal(d, a.float() @ b.float().T)
 
 
 @pytest.mark.parametrize("seed", range(4))

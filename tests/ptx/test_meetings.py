@@ -142,3 +142,34 @@ def test_a_shuffle_stays_in_its_segment():
     launch("shfl.sync.down.b32 %r5, %r0, 3, 0x181f, -1;\n" + STORE, [out])
     expected = [lane + 3 if lane % 8 < 5 else lane for lane in range(32)]
     assert out.tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("mode", "clamp", "source"),
+    [
+        ("up", 0, lambda lane: lane - 3 if lane >= 3 else lane),
+        ("down", 31, lambda lane: lane + 3 if lane + 3 < 32 else lane),
+        ("bfly", 31, lambda lane: lane ^ 3),
+        ("idx", 31, lambda lane: 3),
+        ("idx", 0x181F, lambda lane: lane // 8 * 8 + 3),
+    ],
+)
+def test_a_shuffle_takes_the_value_of_its_source(mode, clamp, source):
+    out = torch.zeros(32, dtype=torch.int32)
+    body = f"""
+shfl.sync.{mode}.b32 %r2, %r0, 3, {clamp}, -1;
+mad.wide.u32 %d5, %r0, 4, %d0;
+st.global.b32 [%d5], %r2;
+"""
+    launch(body, [out])
+    assert out.tolist() == [source(lane) for lane in range(32)]
+
+
+def test_a_match_of_all_fails_if_one_lane_differs():
+    out = torch.zeros(32, dtype=torch.int32)
+    body = """
+shr.u32 %r2, %r0, 4;
+match.all.sync.b32 %r5, %r2, -1;
+"""
+    launch(body + STORE, [out])
+    assert (out == 0).all()

@@ -290,3 +290,25 @@ ld.shared.u64 %d6, [%r5+48];
     out = torch.zeros(1, dtype=torch.int64)
     launch(body, [out], shared=128)
     assert out.item() == 4096
+
+
+@pytest.mark.parametrize(("code", "width"), [(0, 0), (1, 32), (2, 64), (3, 128)])
+@pytest.mark.parametrize("rank", [1, 5])
+def test_a_replaced_rank_is_one_more_and_a_swizzle_is_a_code(rank, code, width):
+    # Of the machine's own layout: byte 4 is the rank, byte 6 the swizzle.
+    body = f"""
+mov.u32 %r5, memory;
+mad.lo.u32 %r6, %r0, 4, %r5;
+st.shared.b32 [%r6], 0;
+bar.warp.sync -1;
+setp.eq.u32 %p1, %r0, 0;
+@%p1 tensormap.replace.tile.rank.shared::cta.b1024.b32 [%r5], {rank - 1};
+@%p1 tensormap.replace.tile.swizzle_mode.shared::cta.b1024.b32 [%r5], {code};
+bar.warp.sync -1;
+ld.shared.u8 %r7, [%r5+4];
+ld.shared.u8 %r8, [%r5+6];
+@%p1 st.global.v2.b32 [%d0], {{%r7, %r8}};
+"""
+    out = torch.zeros(2, dtype=torch.int32)
+    launch(body, [out], shared=128)
+    assert out.tolist() == [rank, width]

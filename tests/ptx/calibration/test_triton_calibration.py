@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -18,7 +17,6 @@ import pytest
 from fastbert.ops.backend import HAS_TRITON, compiler_environment
 
 PROGRAM = Path(__file__).with_name("run_triton.py")
-EVERY = os.environ.get("FASTBERT_CALIBRATION") == "all"
 REST = "all other cases"
 BOTH = (
     "layer norm, backward, with locks between blocks",
@@ -47,7 +45,12 @@ HOPPER = (
     "attention with descriptors",
 )
 CASES = [(80, name) for name in BOTH] + [(90, name) for name in BOTH + HOPPER]
-CASES += [(arch, REST) for arch in (80, 90) if EVERY]
+
+
+def pytest_generate_tests(metafunc):
+    every = metafunc.config.getoption("--every-case", default=False)
+    rest = [(arch, REST) for arch in (80, 90) if every]
+    metafunc.parametrize(("arch", "name"), CASES + rest, ids=identifier)
 
 
 def identifier(value: Any) -> str:
@@ -78,7 +81,7 @@ def results(request) -> dict[tuple[int, str], dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize(("arch", "name"), CASES, ids=identifier)
+@pytest.mark.timeout(3600)
 def test_a_kernel_that_is_right_on_gpus(results, arch, name):
     named = {case for of, case in CASES if of == arch}
     rows = [row for (of, case), row in results.items() if of == arch and case == name]
