@@ -60,6 +60,7 @@ SELECTIONS: dict[str, list[str]] = {
         "-k",
         "kernels or (embedding and triton)",
     ],
+    "encoder": ["tests/modules/test_triton_inference.py"],
     "feed_forward": ["tests/kernels/test_feed_forward_kernels.py"],
     "large_offsets": ["tests/kernels/test_large_offsets.py"],
     "layer_norm": [
@@ -86,6 +87,20 @@ SELECTIONS: dict[str, list[str]] = {
 
 
 ATTENTION = (
+    Fault(
+        "encoder_layer_without_residual",
+        "encoder",
+        "kernels/encoder.py",
+        "residual=hidden, x_bias=bo",
+        "residual=None, x_bias=bo",
+    ),
+    Fault(
+        "encoder_states_share_memory",
+        "encoder",
+        "kernels/encoder.py",
+        "if all_states or number == 0:",
+        "if number == 0:",
+    ),
     Fault(
         "last_key_dropped",
         "attention",

@@ -65,8 +65,8 @@ class Emulator:
 
         Raises:
             PtxFault: If the kernel does something wrong, or if lanes of one instruction store
-                different values to one address. A layout may hold an element in several lanes,
-                which must then agree on its value.
+                different values to one address (with ``races``). A layout may hold an element in
+                several lanes, which must then agree on its value.
         """
         if min(launch.grid) == 0:
             return
@@ -82,7 +82,8 @@ class Emulator:
             dynamic_shared=binary.shared, **self.options,
         )  # fmt: skip
         self.reports.append((launch.name, report))
-        if conflicts := report.counts["conflicting_stores"]:
+        conflicts = report.counts["conflicting_stores"]
+        if conflicts and self.options.get("races", True):
             raise PtxFault(
                 "conflict", f"{conflicts} stores of two values to one address in one instruction",
                 launch.name, "", None, None, -1, -1, -1,
