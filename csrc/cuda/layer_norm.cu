@@ -94,7 +94,8 @@ __global__ void __launch_bounds__(kForwardThreads<kThreads>)
   for (int v = 0; v < L::kVectors; ++v) {
     float weight[kWidth<T>], bias[kWidth<T>];
     load_in_pairs(p.weight, L::column(v), columns, weight);
-    if (kHasBias) load_in_pairs(p.bias, L::column(v), columns, bias);
+    // In pairs, the 16-bit kernels for sm_90 would spill.
+    if (kHasBias) load(p.bias, L::column(v), columns, bias);
 #pragma unroll
     for (int i = 0; i < kWidth<T>; ++i) {
       sum[v][i] = (sum[v][i] - correction) * rstd * weight[i];

@@ -106,7 +106,7 @@ def test_layer_norm_moves_whole_sectors(operators, dtype, parameters, columns):
     for name, count in counts.items():
         # Here a block has one row, and half of the bytes of a backward in 16 bit are its sums in
         # fp32. A lane writes 8 of them, in two accesses that cover half a sector each.
-        limit = 1.5 if dtype != torch.float32 and "backward" in name else 1.05
+        limit = 1.5 if dtype != torch.float32 and "backward" in name else 1.3
         assert count["global_sectors"] <= limit * count["global_least_sectors"], name
 
 
