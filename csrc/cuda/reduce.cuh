@@ -5,8 +5,8 @@
 
 #include <cuda_runtime.h>
 
+#include "access.cuh"
 #include "launch.cuh"
-#include "operands.cuh"
 
 namespace fastbert::cuda {
 

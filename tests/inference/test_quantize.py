@@ -215,7 +215,7 @@ def test_a_level_chosen_later_packs_again(model: modules.BertModel) -> None:
 def test_the_operator_and_its_arguments() -> None:
     weight = pack(torch.ones(5, 70, dtype=torch.int8), torch.ones(5), 8, 2)
     arguments = (torch.randn(3, 70), *weight[:3], 5, None, None, "none", torch.float32)
-    torch.library.opcheck(_int8_linear, (*arguments, "reference"))
+    torch.library.opcheck(_int8_linear.overload, (*arguments, "reference"))
     x = torch.randn(2, 3, 70)
     assert int8_linear(x, weight, backend="reference").shape == (2, 3, 5)
     with pytest.raises(ValueError, match=r"x: got shape \(3, 69\), allowed: \(3, 70\)"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 
@@ -20,7 +22,9 @@ def gpu(monkeypatch):
         monkeypatch.setattr(backend, "EXTENSION", object())
         monkeypatch.setattr(backend, "EXTENSION_HAS_CUDA", True)
 
-    yield pretend
+    # The GPU of a process stays the same, so that both are kept.
+    with mock.patch.dict(backend._choices, clear=True):
+        yield pretend
     backend.refuse_old_gpu.cache_clear()
 
 

@@ -40,8 +40,7 @@ triton.runtime.driver.set_active(Gpu())
 new = {}
 for launch in launches:
     launch.kernel.run(
-        grid=launch.grid, warmup=True, **launch.arguments, num_warps=launch.num_warps,
-        num_stages=launch.num_stages, enable_fp_fusion=True,
+        grid=launch.grid, warmup=True, **launch.arguments, **launch.options(),
     )
     new[launch.name] = len(set(kept()) - set(before))
 print(json.dumps([len(before), new]))
