@@ -279,7 +279,7 @@ def _run(job: _Job) -> EmulatedRun:
     options = {"seed": job.schedule, "threads": job.threads}
     emulator = Emulator(arch, **options)
     reports: list[tuple[str, Report]] = emulator.reports
-    serving: AbstractContextManager[None] = serving_triton(emulator)
+    serving: AbstractContextManager[None] = serving_triton(arch, emulator.run)
     if job.backend == "cuda":
         operators = _operators[job.arch]
         operators.options, reports = options, operators.compiled.reports

@@ -45,7 +45,7 @@ class Broken(Emulator):
 def judge(emulator: Emulator, case: str, dtype: str) -> str:
     """Run a case on an emulator, and return the fault or the failed tensors, or ""."""
     try:
-        with serving_triton(emulator):
+        with serving_triton(emulator.arch, emulator.run):
             results = parity.check_case(CASES[case], "triton", getattr(torch, dtype))
     except PtxFault as fault:
         return f"{fault.kind}: {fault}"

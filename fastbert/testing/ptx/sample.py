@@ -12,8 +12,8 @@ import importlib
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -23,14 +23,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastbert import ops
-from fastbert.ops import backend as backends
 from fastbert.ops.register import IMPLEMENTATIONS
 from fastbert.testing.ahead_of_time import identity
 from fastbert.testing.cases import Case
 from fastbert.testing.launches import GEMMS
 from fastbert.testing.ptx import sass
 from fastbert.testing.ptx.parse import parse
-from fastbert.testing.ptx.triton_launches import STAND_IN, Binary, Emulator
+from fastbert.testing.ptx.triton_launches import Binary, Emulator, serving_triton
 
 # Blocks that run one by one. If one of them executes this many times as many instructions as
 # another, blocks do unequal work, and more of them run.
@@ -183,9 +182,6 @@ def count(
 @contextmanager
 def _sampled(arch: int, multiprocessors: int, note: Callable[[Launched], None]) -> Iterator[None]:
     """Run some blocks of each Triton launch on the PTX machine, and report what all would do."""
-    from fastbert.kernels import tiles
-    from fastbert.kernels.launch import Launch
-
     known: dict[tuple[str, tuple[int, ...]], Counted] = {}
 
     def counted(launch: Any, on: Tensor | None) -> Counted:
@@ -200,7 +196,7 @@ def _sampled(arch: int, multiprocessors: int, note: Callable[[Launched], None]) 
         found.counts.update(_machine_code(binary, found.counts["instructions"]))
         return found
 
-    def run(launch: Any, on: Tensor | None = None) -> None:
+    def run(launch: Any, on: Tensor) -> None:
         if min(launch.grid) == 0:
             return
         # A launch with the same binary and grid does the same work on other data.
@@ -211,12 +207,11 @@ def _sampled(arch: int, multiprocessors: int, note: Callable[[Launched], None]) 
 
     importlib.import_module("fastbert.kernels.attention")
     modules = [m for n, m in sys.modules.items() if n.startswith("fastbert.kernels.")]
-    with (
-        backends.standing_in(STAND_IN, "triton"),
-        mock.patch.object(tiles, "compiled_target", arch),
-        mock.patch.object(Launch, "run", run),
-        _patched(modules, "multiprocessors", lambda x: multiprocessors),
-    ):
+    with serving_triton(arch, run), ExitStack() as stack:
+        for module in modules:
+            if hasattr(module, "multiprocessors"):
+                patch = mock.patch.object(module, "multiprocessors", return_value=multiprocessors)
+                stack.enter_context(patch)
         yield
 
 
@@ -230,20 +225,6 @@ def _mixes(ptx: str, cubin: bytes) -> tuple[int, dict[str, int]]:
 def _machine_code(binary: Binary, instructions: float) -> dict[str, float]:
     length, mix = _mixes(binary.ptx, binary.cubin)
     return {f"sass_{u}": n for u, n in sass.corrected(instructions, length, mix).items()}
-
-
-@contextmanager
-def _patched(modules: Sequence[Any], name: str, value: Any) -> Iterator[None]:
-    """Replace a name in every module that has it."""
-    having = [module for module in modules if hasattr(module, name)]
-    before = [getattr(module, name) for module in having]
-    for module in having:
-        setattr(module, name, value)
-    try:
-        yield
-    finally:
-        for module, old in zip(having, before, strict=True):
-            setattr(module, name, old)
 
 
 def launched(name: str, blocks: int, found: Counted, arguments: Iterable[Any]) -> Launched:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 from unittest import mock
@@ -140,11 +140,15 @@ def _divisible(value: Any) -> bool:
 
 
 @contextmanager
-def serving_triton(emulator: Emulator) -> Iterator[None]:
-    """Run every Triton launch inside the block on an emulator.
+def serving_triton(arch: int, run: Callable[[Any, Tensor], None]) -> Iterator[None]:
+    """Let a function run every Triton launch inside the block, as `Emulator.run` does.
 
     The backend "triton" serves CPU tensors inside the block, and block sizes are those of the
-    emulator's architecture.
+    architecture.
+
+    Args:
+        arch: Architecture of the GPU, as 90 for sm_90.
+        run: Takes a launch and a tensor on the device of the launch.
 
     Raises:
         RuntimeError: If the kernels are loaded for Triton's interpreter.
@@ -154,8 +158,8 @@ def serving_triton(emulator: Emulator) -> Iterator[None]:
         from fastbert.kernels.launch import Launch
 
         with (
-            mock.patch.object(tiles, "compiled_target", emulator.arch),
-            mock.patch.object(Launch, "run", lambda launch, on: emulator.run(launch, on)),
+            mock.patch.object(tiles, "compiled_target", arch),
+            mock.patch.object(Launch, "run", lambda launch, on: run(launch, on)),
         ):
             yield
 
@@ -175,7 +179,7 @@ def emulated(arch: int, **options: Any) -> Iterator[Emulator]:
         RuntimeError: If the kernels are loaded for Triton's interpreter.
     """
     emulator = Emulator(arch, **options)
-    with serving_triton(emulator):
+    with serving_triton(arch, emulator.run):
         yield emulator
 
 
