@@ -11,14 +11,16 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 SAY := @echo "fastbert:"
 SOURCES := setup.py $(shell find csrc -type f 2>/dev/null)
 
-.PHONY: help setup demo test test-processors emulate calibrate mutate sanitize conformance check bench docs lint format gpu gpu-first wheel clean
+.PHONY: help setup demo test every-case test-processors ahead-of-time emulate calibrate mutate sanitize conformance check bench docs lint format gpu gpu-first wheel clean
 
 help:
 	@echo "make setup            creates .venv, compiles the C++ kernels and installs fastbert in place"
 	@echo "make demo             pre-trains a small BERT, reopens it in transformers, writes $(OUT)/demo/report.md"
-	@echo "make test             runs the whole test suite"
+	@echo "make test             runs the test suite"
+	@echo "make every-case       runs the test suite with the long cases that make test leaves out"
 	@echo "make test-processors  runs the numeric tests with the yardsticks of other processors"
-	@echo "make emulate          runs the compiled GPU kernels on the CPU, for sm_80 and sm_90, into $(OUT)/emulate (CASES=2: random cases per operation)"
+	@echo "make ahead-of-time    compiles every Triton launch for five architectures of GPUs, and judges the binaries"
+	@echo "make emulate          runs the compiled GPU kernels on the CPU, for sm_80 and sm_90, into $(OUT)/emulate (CASES=2: random cases per operation; TRITON=3.6.0: another release)"
 	@echo "make calibrate        runs kernels that are right on GPUs on the PTX machine; installs CUTLASS's headers"
 	@echo "make mutate           puts one fault at a time into the kernels and counts those that a test catches"
 	@echo "make sanitize         runs the tests of the C++ operators under GCC's sanitizers"
@@ -77,13 +79,25 @@ demo: setup
 test: setup
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadscope
 
+every-case: setup
+	$(SAY) "Running the tests with the long cases that make test leaves out: 40 minutes on two idle cores."
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadscope --every-case
+
 test-processors: setup
 	$(BIN)/python tests/processors.py --numprocesses 2 --dist loadscope
 
-emulate: setup
+ahead-of-time: setup
+	$(SAY) "Compiling 165 Triton launches for sm_80, sm_89, sm_90, sm_100 and sm_120: about 20 minutes on two idle cores."
+	$(BIN)/fastbert check --aot
+
+# Another release of Triton, which `make emulate TRITON=3.6.0` runs.
+.venv/triton-%: | .venv/fastbert
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@ triton==$*
+
+emulate: setup $(if $(TRITON),.venv/triton-$(TRITON))
 	$(SAY) "Compiling the Triton and CUDA C++ kernels for sm_80 and sm_90 and running them on the PTX machine:" \
-		"about 10 minutes on two idle cores. A line is printed for each finished run."
-	$(BIN)/python tests/ptx/emulate_all.py --cases $(CASES) --out $(OUT)/emulate
+		"about 10 minutes on two idle cores if nothing was compiled before. A line is printed for each finished run."
+	$(if $(TRITON),PYTHONPATH=.venv/triton-$(TRITON)) $(BIN)/python tests/ptx/emulate_all.py --cases $(CASES) --out $(OUT)/emulate
 
 .venv/cutlass: .venv/fastbert
 	$(SAY) "Installing the headers of CUTLASS: half a minute, most of it download."

@@ -26,8 +26,9 @@ except ImportError as error:
 CXX_FLAGS = ["-O3", "-g0", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden"]
 CXX_FLAGS += ["-Wno-maybe-uninitialized"]  # The AVX-512 header of GCC 12 causes this warning.
 # CUDA toolkits before 12.8 do not know compute capability 10.0.
-ARCHITECTURES = "8.0;9.0;10.0+PTX"
-ARCHITECTURES_BEFORE_12_8 = "8.0;9.0+PTX"
+# The instructions of Hopper alone exist in code for 9.0a, which runs on 9.0 and on no other GPU.
+ARCHITECTURES = "8.0;9.0a;10.0+PTX"
+ARCHITECTURES_BEFORE_12_8 = "8.0+PTX;9.0a"
 
 
 def wants_cuda() -> bool:
@@ -63,8 +64,13 @@ def extension() -> Extension:
             "TORCH_CUDA_ARCH_LIST", ARCHITECTURES_BEFORE_12_8 if old else ARCHITECTURES
         )
         kind = cpp_extension.CUDAExtension
-        sources = sorted(glob("csrc/cuda/*.cu") + glob("csrc/cuda/*.cpp")) + sources
-        options = {"cxx": [*flags, f'-DFASTBERT_CUDA_ARCHS="{archs}"'], "nvcc": ["-O3"]}
+        kernels = glob("csrc/cuda/**/*.cu", recursive=True)
+        sources = sorted(kernels + glob("csrc/cuda/*.cpp")) + sources
+        hopper = ["-DFASTBERT_SM90A"] if "9.0a" in archs.split(";") else []
+        options = {
+            "cxx": [*flags, f'-DFASTBERT_CUDA_ARCHS="{archs}"'],
+            "nvcc": ["-O3", *hopper],
+        }
     # ninja compiles a file again if its command has changed, so the commands name torch's version.
     macros = [("FASTBERT_TORCH", torch.__version__)]
     return kind(

@@ -17,7 +17,8 @@ import torch
 
 from fastbert import ops
 from fastbert.activations import ACTIVATIONS
-from fastbert.ops.backend import TABLES, Implementation, Request, dtype_name
+from fastbert.ops import gpu_times as times
+from fastbert.ops.backend import ORDER, TABLES, Implementation, Request, dtype_name
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -50,6 +51,20 @@ def _served(implementation: Implementation | None) -> str:
     requests = {name: Request("cpu", torch.float32, activation=name) for name in ACTIVATIONS}
     allowed = [name for name in requests if implementation.refuses(requests[name]) is None]
     return dtypes if len(allowed) == len(ACTIVATIONS) else f"{dtypes}; {', '.join(allowed)} only"
+
+
+def gpu_times() -> str:
+    """Return the table of times by which operations choose on a GPU; the first choice is bold."""
+    rows = []
+    for row in times.rows(times.POINTS, ORDER["cuda"]):
+        cells = [row["op"], row["architecture"], row["gpu"], row["dtype"], row["shape"]]
+        by_backend = row["microseconds"]
+        for name in ("cuda", "triton"):
+            cell = f"{by_backend[name]:g}"
+            cells.append(f"**{cell}**" if name == row["first"] else cell)
+        rows.append([f"`{cells[0]}`", *cells[1:5], row["pass"], *cells[5:], row["kind"]])
+    names = ["operation", "code", "GPU", "dtype", "shape", "pass"]
+    return table([*names, "`cuda`, µs", "`triton`, µs", "times are"], rows)
 
 
 # Speed
@@ -213,6 +228,7 @@ FUNCTIONS = {
     function.__name__: function
     for function in (
         backends,
+        gpu_times,
         speed,
         training,
         targets,

@@ -1,8 +1,9 @@
 """All layers of a BERT encoder in inference: the launches of its kernels, one layer after another.
 
 A layer takes four kernels and three library GEMMs, as it does module by module, and gives the same
-bits. The layers share the memory of their intermediate results, so that a layer allocates the
-results of its GEMMs only.
+bits. On Triton kernels alone, the layers share the memory of their intermediate results, so that a
+layer allocates the results of its GEMMs only. CUDA C++ kernels of attention and layer norm allocate
+their results.
 """
 
 from __future__ import annotations
@@ -13,11 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastbert.kernels.attention import allocate_results as allocate_attention
-from fastbert.kernels.attention import attention_forward
 from fastbert.kernels.feed_forward import linear_gelu_forward
-from fastbert.kernels.layer_norm import allocate_results as allocate_norm
-from fastbert.kernels.layer_norm import layer_norm_forward
+from fastbert.kernels.layer_parts import ATTENTION, LAYER_NORM, Attention, LayerNorm
 
 
 def encoder_forward(
@@ -33,6 +31,8 @@ def encoder_forward(
     eps: float,
     activation: str,
     all_states: bool,
+    attention: Attention = ATTENTION,
+    layer_norm: LayerNorm = LAYER_NORM,
 ) -> list[Tensor]:
     """Run the layers on rows.
 
@@ -50,6 +50,8 @@ def encoder_forward(
         eps: Added to the variance in layer norms.
         activation: Name of the activation.
         all_states: Whether the rows after every layer are returned.
+        attention: The launchers of attention.
+        layer_norm: The launchers of layer norm.
 
     Returns:
         The rows (T, N) after each layer with `all_states`, otherwise those after the last layer.
@@ -59,9 +61,10 @@ def encoder_forward(
     shape = (3, heads, width // heads)
     shape = (hidden.shape[0], *shape) if is_packed else (batch, max_seqlen, *shape)
     scale = (width // heads) ** -0.5
-    attended = results = None
+    results = None
     # The second norm of a layer reads the result of the first, which ends with the layer.
-    first, *statistics = allocate_norm(hidden)
+    first_results = layer_norm.allocate(hidden)
+    statistics = None if first_results is None else first_results[1:]
     inner = hidden.new_empty(hidden.shape[0], layers[0][6].shape[0])
     states: list[Tensor] = []
     for number, parameters in enumerate(layers):
@@ -70,24 +73,27 @@ def encoder_forward(
         if not is_packed:
             q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if results is None:
-            results = allocate_attention(q, is_packed)
-            attended = (results[0] if is_packed else results[0].transpose(1, 2)).view(hidden.shape)
-        attention_forward(
+            results = attention.allocate(q, is_packed)
+        out, _ = attention.forward(
             q, k, v,
             mask=mask, bias=bias, cu_seqlens_q=cu_seqlens, max_seqlen_q=max_seqlen,
             max_seqlen_k=max_seqlen, scale=scale, into=results,
         )  # fmt: skip
-        layer_norm_forward(
+        attended = (out if is_packed else out.transpose(1, 2)).view(hidden.shape)
+        first, _, _ = layer_norm.forward(
             F.linear(attended, wo), weight1, bias1,
-            residual=hidden, x_bias=bo, eps=eps, into=(first, *statistics),
+            residual=hidden, x_bias=bo, eps=eps, into=first_results,
         )  # fmt: skip
         linear_gelu_forward(first, w1, b1, activation=activation, save=False, into=inner)
-        # Nothing reads the input of the layer any more, but the first input is the caller's.
-        if all_states or number == 0:
-            states.append(torch.empty_like(hidden))
-        hidden = states[-1]
-        layer_norm_forward(
+        last_results = None
+        if statistics is not None:
+            # Nothing reads the input of the layer any more, but the first input is the caller's.
+            if all_states or number == 0:
+                hidden = torch.empty_like(hidden)
+            last_results = (hidden, *statistics)
+        hidden, _, _ = layer_norm.forward(
             F.linear(inner, w2), weight2, bias2,
-            residual=first, x_bias=b2, eps=eps, into=(hidden, *statistics),
+            residual=first, x_bias=b2, eps=eps, into=last_results,
         )  # fmt: skip
+        states = [*states, hidden] if all_states else [hidden]
     return states

@@ -353,6 +353,7 @@ def cross_entropy_tile(dtype: torch.dtype) -> tuple[Tile, int]:
     return Tile(128, 128, num_warps=8, num_stages=3), 64
 
 
+@functools.cache
 def row_tile(columns: int) -> Tile:
     """Return the tile of a kernel that keeps block_m whole rows in registers; block_n >= columns.
 

@@ -32,6 +32,43 @@ import pytest
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--every-case",
+        action="store_true",
+        help="run also the long cases that `make test` leaves to `make every-case`",
+    )
+
+
+def pytest_collection_modifyitems(config, items):
+    """Deselect the cases that are marked with ``every_case``, unless the option asks for them."""
+    if config.getoption("--every-case"):
+        return
+    left_out = [item for item in items if item.get_closest_marker("every_case")]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if not item.get_closest_marker("every_case")]
+
+
+def pytest_configure(config):
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(EarlyFailures(config), "early_failures")
+
+
+class EarlyFailures:
+    """Shows the end of each failure at once: a run that is stopped early shows what it found."""
+
+    def __init__(self, config):
+        self.config = config
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logreport(self, report):
+        if report.failed:
+            terminal = self.config.pluginmanager.get_plugin("terminalreporter")
+            terminal.line("")
+            terminal.line(f"{report.nodeid}, {report.when}, {report.duration:.0f} s", red=True)
+            terminal.line("\n".join(report.longreprtext.splitlines()[-12:]))
+
+
 @pytest.fixture(autouse=True)
 def poisoned_memory():
     """Fill new memory with NaN, so that a test sees an element that a kernel did not write."""

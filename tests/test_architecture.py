@@ -29,7 +29,8 @@ BELOW: dict[str, set[str]] = {
     "io": {"config", "json_file"},
     "data": {"json_file"},
     "modules": {"ops", "config", "io", "activations"},
-    "inference": {"modules"},
+    "graphs": {"modules", "ops"},
+    "inference": {"graphs", "modules"},
     "integrations": {"modules", "io", "config", "ops", "reference"},
     "testing": {
         *("modules", "ops", "kernels", "config", "reference", "activations"),
@@ -37,7 +38,9 @@ BELOW: dict[str, set[str]] = {
     "bench": {
         *("testing", "inference", "integrations", "data", "modules", "ops", "config", "version"),
     },
-    "training": {"bench", "testing", "integrations", "data", "modules", "io", "ops", "config"},
+    "training": {
+        *("bench", "testing", "integrations", "graphs", "data", "modules", "io", "ops", "config"),
+    },
     "jobs": {"bench", "integrations", "data", "modules", "io", "config", "json_file", "version"},
     "cli": {
         *("training", "jobs", "bench", "testing", "integrations", "data", "modules", "io", "ops"),

@@ -8,13 +8,17 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
+#include <limits>
 #include <string>
 #include <tuple>
 
 #include "../checks.h"
 #include "../register.h"
+#include "attention.cuh"
 #include "feed_forward.cuh"
+#include "gemm.cuh"
 #include "layer_norm.cuh"
+#include "varlen.cuh"
 
 namespace fastbert::cuda {
 namespace {
@@ -188,13 +192,348 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> activation_backward_op(
   return {dh, sum_rows && bias ? dbias.to(bias_in->scalar_type()) : dbias, a};
 }
 
+// Whether the kernels can read the rows of a tensor in place.
+bool is_aligned(const at::Tensor& t) {
+  bool aligned =
+      t.stride(-1) == 1 && reinterpret_cast<uintptr_t>(t.const_data_ptr()) % kRowAlignment == 0;
+  for (int64_t i = 0; i + 1 < t.dim(); ++i)
+    aligned = aligned && (t.size(i) == 1 || t.stride(i) * t.element_size() % kRowAlignment == 0);
+  return aligned;
+}
+
+// Products with GELU. The kernels read the operands in place, so the rows of each must be multiples
+// of 16 bytes; fastbert/ops/fused_products.py asks for this before it calls the operators.
+void check_product_operand(const char* name, const at::Tensor& t, const at::Tensor& like,
+                           int64_t rows, int64_t columns) {
+  check_device(name, t, like);
+  check_dtype_of(name, t, like.scalar_type(), "the first argument");
+  check_shape(name, t, {rows, columns});
+  const bool readable = is_aligned(t) && t.stride(0) > 0 && columns % 8 == 0;
+  TORCH_CHECK_VALUE(readable, name, ": got shape ", t.sizes(), " and strides ", t.strides(),
+                    ", allowed by the CUDA kernels: aligned rows of a multiple of 16 bytes");
+}
+
+void check_product(const char* name, const at::Tensor& t) {
+  TORCH_CHECK_TYPE(t.scalar_type() == at::kHalf || t.scalar_type() == at::kBFloat16, name,
+                   ": got dtype ", t.scalar_type(),
+                   ", allowed by the CUDA kernels: Half, "
+                   "BFloat16");
+  TORCH_CHECK_VALUE(t.dim() == 2 && t.size(1) > 0, name, ": got shape ", t.sizes(),
+                    ", allowed: (M, K), K at least 1");
+}
+
+std::tuple<at::Tensor, at::Tensor> linear_gelu_forward_op(const at::Tensor& x,
+                                                          const at::Tensor& weight,
+                                                          const OptionalTensor& bias,
+                                                          const std::string& name, bool save) {
+  const Activation activation = gelu_activation(name);
+  check_product("x", x);
+  const int64_t rows = x.size(0), depth = x.size(1), columns = weight.size(0);
+  check_product_operand("x", x, x, rows, depth);
+  check_product_operand("weight", weight, x, columns, depth);
+  TORCH_CHECK_VALUE(columns % 8 == 0 && columns > 0, "weight: got ", columns,
+                    " rows, allowed by the CUDA kernels: a multiple of 8");
+  if (bias) {
+    check_device("bias", *bias, x);
+    check_dtype_of("bias", *bias, x.scalar_type(), "x");
+    check_shape("bias", *bias, {columns});
+    TORCH_CHECK_VALUE(is_aligned(*bias),
+                      "bias: got an address or a stride, allowed by the CUDA kernels: contiguous, "
+                      "at a multiple of 16 bytes");
+  }
+  const c10::cuda::CUDAGuard guard(x.device());
+  auto y = at::empty({rows, columns}, x.options());
+  auto h = save ? at::empty_like(y) : at::empty({0}, x.options());
+  const LinearGelu params = {format_of(x),
+                             activation,
+                             rows,
+                             columns,
+                             depth,
+                             matrix(x),
+                             matrix(weight),
+                             bias ? bias->const_data_ptr() : nullptr,
+                             y.mutable_data_ptr(),
+                             save ? h.mutable_data_ptr() : nullptr};
+  C10_CUDA_CHECK(linear_gelu(params, c10::cuda::getCurrentCUDAStream()));
+  return {y, h};
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_gelu_gradient_op(const at::Tensor& dy,
+                                                                       const at::Tensor& weight,
+                                                                       const at::Tensor& h_in,
+                                                                       const std::string& name,
+                                                                       bool sum_rows) {
+  const Activation activation = gelu_activation(name);
+  check_product("dy", dy);
+  const int64_t rows = dy.size(0), depth = dy.size(1), columns = weight.size(1);
+  check_product_operand("dy", dy, dy, rows, depth);
+  check_product_operand("weight", weight, dy, depth, columns);
+  check_product_operand("h", h_in, dy, rows, columns);
+  const c10::cuda::CUDAGuard guard(dy.device());
+  const auto h = h_in.contiguous();
+  auto dh = at::empty({rows, columns}, h.options()), a = at::empty_like(dh);
+  auto partial =
+      at::empty({sum_rows ? gemm_partials(rows) : 0, columns}, h.options().dtype(at::kFloat));
+  auto dbias = at::empty({sum_rows ? columns : 0}, h.options());
+  const LinearGeluGradient params = {format_of(dy),
+                                     activation,
+                                     rows,
+                                     columns,
+                                     depth,
+                                     matrix(dy),
+                                     matrix(weight),
+                                     h.const_data_ptr(),
+                                     dh.mutable_data_ptr(),
+                                     a.mutable_data_ptr(),
+                                     partial.mutable_data_ptr<float>(),
+                                     sum_rows ? dbias.mutable_data_ptr() : nullptr};
+  C10_CUDA_CHECK(linear_gelu_gradient(params, c10::cuda::getCurrentCUDAStream()));
+  return {dh, dbias, a};
+}
+
+// Attention
+
+at::Tensor readable_rows(const at::Tensor& t) {
+  return is_aligned(t) ? t : t.clone(at::MemoryFormat::Contiguous);
+}
+at::Tensor writable_rows(const at::Tensor& t) {
+  return is_aligned(t) ? t : at::empty(t.sizes(), t.options());
+}
+
+// Dense tensors are (B, H, L, D), and packed ones are (T, H, D).
+HeadRows head_rows(const at::Tensor& t) {
+  void* const data = const_cast<void*>(t.const_data_ptr());
+  return t.dim() == 3 ? HeadRows{data, 0, t.stride(1), t.stride(0)}
+                      : HeadRows{data, t.stride(0), t.stride(1), t.stride(2)};
+}
+
+void check_rows(const char* name, const at::Tensor& t, const at::Tensor& like, int64_t rows) {
+  check_device(name, t, like);
+  check_dtype_of(name, t, like.scalar_type(), "q");
+  auto allowed = like.sizes().vec();
+  allowed[like.dim() == 3 ? 0 : 2] = rows;
+  TORCH_CHECK_VALUE(t.sizes() == at::IntArrayRef(allowed), name, ": got shape ", t.sizes(),
+                    ", allowed: ", text_of(allowed));
+}
+
+// The checked arguments that both passes share.
+struct AttentionCall {
+  at::Tensor q, k, v;
+  OptionalTensor mask, cu_seqlens_q, cu_seqlens_k;
+  Sequences sequences;
+  AttentionMask pairs = {nullptr, 0, 0, 0, 0};
+  Dropout dropout;
+
+  AttentionCall(const at::Tensor& q_in, const at::Tensor& k_in, const at::Tensor& v_in,
+                const OptionalTensor& mask_in, const OptionalTensor& cu_q,
+                const OptionalTensor& cu_k, const OptionalTensor& seed, int64_t max_q,
+                int64_t max_k, double dropout_p, double scale) {
+    const bool packed = cu_q.has_value();
+    TORCH_CHECK_VALUE(cu_k.has_value() == packed, "cu_seqlens_k: got ", cu_k ? "a tensor" : "None",
+                      ", allowed: as cu_seqlens_q");
+    TORCH_CHECK_TYPE(q_in.scalar_type() == at::kHalf || q_in.scalar_type() == at::kBFloat16,
+                     "q: got dtype ", q_in.scalar_type(),
+                     ", allowed by the CUDA kernels: Half, "
+                     "BFloat16");
+    TORCH_CHECK_VALUE(q_in.dim() == (packed ? 3 : 4), "q: got shape ", q_in.sizes(),
+                      ", allowed: ", packed ? "(T, H, D)" : "(B, H, L, D)");
+    const int64_t head_dim = q_in.size(-1);
+    TORCH_CHECK_VALUE(head_dim == 32 || head_dim == 64 || head_dim == 128, "q: got head dim ",
+                      head_dim, ", allowed by the CUDA kernels: 32, 64, 128");
+    TORCH_CHECK_VALUE(scale > 0.0, "scale: got ", scale, ", allowed by the CUDA kernels: above 0");
+    const int axis = packed ? 0 : 2;
+    const int64_t rows_q = q_in.size(axis), rows_k = k_in.dim() > axis ? k_in.size(axis) : 0;
+    check_rows("k", k_in, q_in, rows_k);
+    check_rows("v", v_in, q_in, rows_k);
+    check_dropout(dropout_p, seed, q_in);
+    q = readable_rows(q_in), k = readable_rows(k_in), v = readable_rows(v_in);
+    if (packed) {
+      for (const auto* lengths : {&cu_q, &cu_k}) {
+        const char* name = lengths == &cu_q ? "cu_seqlens_q" : "cu_seqlens_k";
+        check_device(name, **lengths, q_in);
+        TORCH_CHECK_TYPE((*lengths)->scalar_type() == at::kInt, name, ": got dtype ",
+                         (*lengths)->scalar_type(), ", allowed: Int");
+        check_shape(name, **lengths, {cu_q->size(0)});
+      }
+      cu_seqlens_q = cu_q->contiguous(), cu_seqlens_k = cu_k->contiguous();
+    }
+    const int64_t batches = packed ? cu_q->size(0) - 1 : q_in.size(0);
+    sequences = {static_cast<int32_t>(batches),
+                 static_cast<int32_t>(q_in.size(1)),
+                 static_cast<int32_t>(packed ? max_q : rows_q),
+                 static_cast<int32_t>(packed ? max_k : rows_k),
+                 packed ? cu_seqlens_q->const_data_ptr<int32_t>() : nullptr,
+                 packed ? cu_seqlens_k->const_data_ptr<int32_t>() : nullptr,
+                 rows_q,
+                 rows_k};
+    if (mask_in) {
+      check_device("mask", *mask_in, q_in);
+      TORCH_CHECK_TYPE(mask_in->scalar_type() == at::kBool, "mask: got dtype ",
+                       mask_in->scalar_type(), ", allowed: Bool");
+      mask = mask_in->expand({batches, q_in.size(1), max_q, max_k});
+      pairs = {static_cast<const uint8_t*>(mask->const_data_ptr()), mask->stride(0),
+               mask->stride(1), mask->stride(2), mask->stride(3)};
+    }
+    dropout = dropout_of(dropout_p, seed);
+  }
+
+  int64_t lse_stride_batch() const {
+    return sequences.cu_seqlens_q ? 0 : sequences.heads * sequences.rows_q;
+  }
+};
+
+std::tuple<at::Tensor, at::Tensor> flash_attention_forward_op(
+    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const OptionalTensor& mask,
+    const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
+    const OptionalTensor& seed, int64_t max_q, int64_t max_k, double dropout_p, double scale) {
+  const AttentionCall call(q, k, v, mask, cu_seqlens_q, cu_seqlens_k, seed, max_q, max_k, dropout_p,
+                           scale);
+  const c10::cuda::CUDAGuard guard(q.device());
+  const Sequences& s = call.sequences;
+  const auto fp32 = q.options().dtype(at::kFloat);
+  const bool packed = cu_seqlens_q.has_value();
+  auto out =
+      packed ? at::empty(q.sizes(), q.options())
+             : at::empty({q.size(0), q.size(2), q.size(1), q.size(3)}, q.options()).transpose(1, 2);
+  auto lse = packed ? at::empty({q.size(1), q.size(0)}, fp32)
+                    : at::empty({q.size(0), q.size(1), q.size(2)}, fp32);
+  if (s.batches == 0) {
+    out.zero_();
+    lse.fill_(-std::numeric_limits<float>::infinity());
+    return {out, lse};
+  }
+  const AttentionForward params = {format_of(q),
+                                   static_cast<int32_t>(q.size(-1)),
+                                   s,
+                                   head_rows(call.q),
+                                   head_rows(call.k),
+                                   head_rows(call.v),
+                                   head_rows(out),
+                                   lse.mutable_data_ptr<float>(),
+                                   call.lse_stride_batch(),
+                                   s.rows_q,
+                                   call.pairs,
+                                   call.dropout,
+                                   static_cast<float>(scale)};
+  C10_CUDA_CHECK(attention_forward(params, c10::cuda::getCurrentCUDAStream()));
+  return {out, lse};
+}
+
+void flash_attention_backward_op(const at::Tensor& dq, const at::Tensor& dk, const at::Tensor& dv,
+                                 const at::Tensor& dout_in, const at::Tensor& q,
+                                 const at::Tensor& k, const at::Tensor& v, const at::Tensor& out_in,
+                                 const at::Tensor& lse_in, const OptionalTensor& mask,
+                                 const OptionalTensor& cu_seqlens_q,
+                                 const OptionalTensor& cu_seqlens_k, const OptionalTensor& seed,
+                                 int64_t max_q, int64_t max_k, double dropout_p, double scale) {
+  const AttentionCall call(q, k, v, mask, cu_seqlens_q, cu_seqlens_k, seed, max_q, max_k, dropout_p,
+                           scale);
+  const Sequences& s = call.sequences;
+  for (const auto* t : {&dout_in, &out_in, &dq})
+    check_rows(t == &dout_in ? "dout" : t == &out_in ? "out" : "dq", *t, q, s.rows_q);
+  check_rows("dk", dk, q, s.rows_k);
+  check_rows("dv", dv, q, s.rows_k);
+  const c10::cuda::CUDAGuard guard(q.device());
+  if (s.batches == 0) {
+    for (const auto* gradient : {&dq, &dk, &dv}) gradient->zero_();
+    return;
+  }
+  const auto dout = readable_rows(dout_in), out = readable_rows(out_in), lse = lse_in.contiguous();
+  TORCH_CHECK_VALUE(lse.numel() == s.heads * (s.cu_seqlens_q ? 1 : s.batches) * s.rows_q,
+                    "lse: got shape ", lse.sizes(), ", allowed: that of the forward");
+  const int64_t head_dim = q.size(-1);
+  const bool single = s.max_k <= kAttentionBlockKeys;
+  auto delta = at::empty({single ? 0 : lse.numel()}, lse.options());
+  auto dq_sums = at::empty({single ? 0 : lse.numel() * head_dim}, lse.options());
+  const at::Tensor written[] = {writable_rows(dq), writable_rows(dk), writable_rows(dv)};
+  const AttentionBackward params = {format_of(q),
+                                    static_cast<int32_t>(head_dim),
+                                    s,
+                                    head_rows(call.q),
+                                    head_rows(call.k),
+                                    head_rows(call.v),
+                                    head_rows(out),
+                                    head_rows(dout),
+                                    lse.const_data_ptr<float>(),
+                                    call.lse_stride_batch(),
+                                    s.rows_q,
+                                    call.pairs,
+                                    call.dropout,
+                                    static_cast<float>(scale),
+                                    delta.mutable_data_ptr<float>(),
+                                    dq_sums.mutable_data_ptr<float>(),
+                                    head_rows(written[0]),
+                                    head_rows(written[1]),
+                                    head_rows(written[2])};
+  C10_CUDA_CHECK(attention_backward(params, c10::cuda::getCurrentCUDAStream()));
+  const at::Tensor* const wanted[] = {&dq, &dk, &dv};
+  for (int i = 0; i < 3; ++i)
+    if (!written[i].is_same(*wanted[i])) wanted[i]->copy_(written[i]);
+}
+
+// The places of the tokens of a padded batch
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> mask_places_op(const at::Tensor& mask,
+                                                                          bool with_padding) {
+  TORCH_CHECK_VALUE(
+      mask.dim() == 2 && mask.numel() > 0 && mask.numel() <= std::numeric_limits<int32_t>::max(),
+      "mask: got shape ", mask.sizes(), ", allowed: (B, L) with 1 to 2^31 - 1 places");
+  const auto type = mask.scalar_type();
+  TORCH_CHECK_TYPE(type == at::kBool || type == at::kInt || type == at::kLong, "mask: got dtype ",
+                   type, ", allowed: Long, Int, Bool");
+  const c10::cuda::CUDAGuard guard(mask.device());
+  const auto int64 = mask.options().dtype(at::kLong), int32 = mask.options().dtype(at::kInt);
+  auto indices = at::empty({mask.numel()}, int64);
+  auto rows = at::empty({with_padding ? mask.numel() : 0}, int64);
+  auto cu_seqlens = at::empty({mask.size(0) + 1}, int32), totals = at::empty({2}, int32);
+  const MaskPlaces params = {mask.const_data_ptr(),
+                             static_cast<int32_t>(mask.element_size()),
+                             mask.size(0),
+                             mask.size(1),
+                             mask.stride(0),
+                             mask.stride(1),
+                             indices.mutable_data_ptr<int64_t>(),
+                             with_padding ? rows.mutable_data_ptr<int64_t>() : nullptr,
+                             cu_seqlens.mutable_data_ptr<int32_t>(),
+                             totals.mutable_data_ptr<int32_t>()};
+  C10_CUDA_CHECK(mask_places(params, c10::cuda::getCurrentCUDAStream()));
+  return {indices, rows, cu_seqlens, totals};
+}
+
 }  // namespace
+
+// These operators exist on CUDA alone.
+TORCH_LIBRARY_FRAGMENT(fastbert_C, m) {
+  m.def(
+      "linear_gelu_forward(Tensor x, Tensor weight, Tensor? bias, str activation, bool save) -> "
+      "(Tensor y, Tensor h)");
+  m.def(
+      "linear_gelu_gradient(Tensor dy, Tensor weight, Tensor h, str activation, bool sum_rows) -> "
+      "(Tensor dh, Tensor dbias, Tensor a)");
+  m.def(
+      "flash_attention_forward(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? cu_seqlens_q, "
+      "Tensor? cu_seqlens_k, Tensor? seed, int max_seqlen_q, int max_seqlen_k, float dropout_p, "
+      "float scale) -> (Tensor out, Tensor lse)");
+  m.def(
+      "flash_attention_backward(Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, Tensor dout, "
+      "Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? mask, Tensor? cu_seqlens_q, "
+      "Tensor? cu_seqlens_k, Tensor? seed, int max_seqlen_q, int max_seqlen_k, float dropout_p, "
+      "float scale) -> ()");
+  m.def(
+      "mask_places(Tensor mask, bool with_padding) -> (Tensor indices, Tensor rows, "
+      "Tensor cu_seqlens, Tensor totals)");
+}
 
 TORCH_LIBRARY_IMPL(fastbert_C, CUDA, m) {
   implement<layer_norm_forward_op>(m, "layer_norm_forward");
   implement<layer_norm_backward_op>(m, "layer_norm_backward");
   implement<activation_forward_op>(m, "activation_forward");
   implement<activation_backward_op>(m, "activation_backward");
+  implement<linear_gelu_forward_op>(m, "linear_gelu_forward");
+  implement<linear_gelu_gradient_op>(m, "linear_gelu_gradient");
+  implement<flash_attention_forward_op>(m, "flash_attention_forward");
+  implement<flash_attention_backward_op>(m, "flash_attention_backward");
+  implement<mask_places_op>(m, "mask_places");
 }
 
 }  // namespace fastbert::cuda

@@ -17,12 +17,18 @@ constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 template <class Params>
 cudaError_t launch(void (*kernel)(Params), dim3 grid, int threads, const Params& params,
-                   cudaStream_t stream) {
+                   cudaStream_t stream, int dynamic_shared = 0) {
   if (grid.x == 0 || grid.y == 0) return cudaSuccess;
+  const void* const function = reinterpret_cast<const void*>(kernel);
+  // A block may have more than 48 KiB only on request.
+  if (dynamic_shared > 48 * 1024) {
+    const cudaError_t error =
+        cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, dynamic_shared);
+    if (error != cudaSuccess) return error;
+  }
   Params copy = params;
   void* arguments[] = {&copy};
-  return cudaLaunchKernel(reinterpret_cast<const void*>(kernel), grid, dim3(threads), arguments, 0,
-                          stream);
+  return cudaLaunchKernel(function, grid, dim3(threads), arguments, dynamic_shared, stream);
 }
 
 }  // namespace fastbert::cuda

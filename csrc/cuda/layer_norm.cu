@@ -1,10 +1,17 @@
 // Layer norm of a residual sum, forward and backward. Each kernel reads every operand once.
 //
-// In the forward, a warp (rows of up to 1024 elements) or a block of 256 threads owns a row. It
-// keeps the sum residual + dropout(x + x_bias) in registers and makes two passes over it. The
-// backward forms the sum again instead of storing it. Each block strides over the rows, keeps its
-// share of the parameters' gradients in registers and writes it once, and sum_partials adds the
-// shares.
+// A half, a whole or two warps own a row of up to 1024 elements, and keep the sum residual +
+// dropout(x + x_bias) in registers. They load their next row before they compute the present one,
+// so that memory never waits for arithmetic. Longer rows take all threads of a block. Rows that
+// fill the lanes exactly (384, 512, 768 and 1024 elements) have kernels without any test of a
+// column.
+//
+// The backward forms the sum again instead of storing it. Each warp keeps its share of the
+// parameters' gradients in registers; a block adds the shares of its warps and writes them once,
+// and sum_partials adds those of the blocks.
+//
+// By the counts of README.md, memory binds both passes on an H200, and with dropout the issue of
+// instructions does.
 
 #include "layer_norm.cuh"
 #include "reduce.cuh"
@@ -19,121 +26,297 @@ struct Launch {
   bool wide;
 };
 
-// The layout of a row over threads: each thread holds kElements floats, in vectors of kWidth<T>.
-template <class T, int kThreads, int kElements>
+// The layout of rows over a block: kThreads threads share a row, and each holds kElements elements
+// in vectors of kWidth<T>. Exact rows have kThreads * kElements columns, and 16-byte access.
+template <class T, int kBlockThreads, int kRowThreads, int kRowElements, bool kIsExact>
 struct Layout {
+  using Element = T;
+  static constexpr int kThreads = kRowThreads, kElements = kRowElements;
+  static constexpr bool kExact = kIsExact;
+  static constexpr int kBlock = kBlockThreads;
+  static constexpr int kRows = kBlock / kThreads;  // of a block at a time
   static constexpr int kVectors = kElements / kWidth<T>;
   static_assert(kElements % kWidth<T> == 0);
+  using Vectors = float[kVectors][kWidth<T>];
 
   static __device__ int column(int vector) {
     return (vector * kThreads + static_cast<int>(threadIdx.x) % kThreads) * kWidth<T>;
   }
+  static __device__ int64_t first_row() {
+    return static_cast<int64_t>(blockIdx.x) * kRows + group();
+  }
+  static __device__ int64_t row_step() { return static_cast<int64_t>(gridDim.x) * kRows; }
+  static __device__ int group() { return static_cast<int>(threadIdx.x) / kThreads; }
+  static __device__ bool inside(int column, int columns) { return kExact || column < columns; }
 };
 
-// Computes kWidth<T> elements of residual + dropout(x + x_bias).
-template <class T, class P>
-__device__ void load_sum(const Launch<P>& k, int64_t row, int first, float (&sum)[kWidth<T>]) {
-  const int columns = static_cast<int>(k.p.columns);
-  load(row_of<T>(k.p.x, row), first, columns, k.wide, sum);
-  float other[kWidth<T>];
-  if (k.p.x_bias.data) {
-    load_in_pairs(k.p.x_bias, first, columns, other);
+// The elements of a row in their own format, as they were loaded.
+template <class L>
+struct Raw {
+  using T = typename L::Element;
+  Pack<T, kWidth<T>> vector[L::kVectors];
+
+  __device__ void load(const ConstMatrix& matrix, int64_t row, int columns, bool wide) {
+    const T* from = row_of<T>(matrix, row);
 #pragma unroll
-    for (int i = 0; i < kWidth<T>; ++i) sum[i] += other[i];
+    for (int v = 0; v < L::kVectors; ++v) {
+      const int first = L::column(v);
+      const auto* pack = reinterpret_cast<const Pack<T, kWidth<T>>*>(from + first);
+      if constexpr (L::kExact) {
+        vector[v] = *pack;
+      } else if (wide && first < columns) {
+        vector[v] = *pack;
+      } else {
+#pragma unroll
+        for (int i = 0; i < kWidth<T>; ++i)
+          vector[v].values[i] = first + i < columns ? from[first + i] : from_float<T>(0.0f);
+      }
+    }
   }
-  if (k.p.dropout.seed) drop(k.p.dropout, row, first, sum);
-  if (k.p.residual.data) {
-    load(row_of<T>(k.p.residual, row), first, columns, k.wide, other);
+  __device__ float operator()(int v, int i) const { return to_float(vector[v].values[i]); }
+};
+
+// A parameter in fp32, which all rows of a block share: in shared memory where a block has several
+// rows at a time, and otherwise as it is. An absent parameter is 0.
+template <class L>
+struct Shared {
+  static constexpr int kCount = kWidth<typename L::Element>, kPart = kWidth<float>;
+  static constexpr bool kStaged = L::kRows > 1;
+  // The parts of 16 bytes of a vector lie apart, so that the lanes of a warp read without conflict.
+  float4 part[kStaged ? L::kVectors * kCount / kPart : 1][kStaged ? L::kThreads : 1];
+
+  // The caller synchronizes the block before the first `read`.
+  __device__ void fill(const Parameter& parameter, int columns) {
+    if constexpr (kStaged) {
+      // Neighbouring threads read neighbouring parts.
+      for (int n = threadIdx.x; n < L::kThreads * L::kElements / kPart; n += L::kBlock) {
+        float values[kPart] = {};
+        if (parameter.data) fastbert::cuda::load(parameter, n * kPart, columns, values);
+        const int vector = n / (kCount / kPart);
+        part[vector / L::kThreads * (kCount / kPart) + n % (kCount / kPart)][vector % L::kThreads] =
+            {values[0], values[1], values[2], values[3]};
+      }
+    }
+  }
+  __device__ void read(const Parameter& parameter, int v, int columns, float (&out)[kCount]) const {
+    if constexpr (kStaged) {
 #pragma unroll
-    for (int i = 0; i < kWidth<T>; ++i) sum[i] += other[i];
+      for (int e = 0; e < kCount / kPart; ++e) {
+        const float4 x = part[v * (kCount / kPart) + e][threadIdx.x % L::kThreads];
+        out[kPart * e] = x.x, out[kPart * e + 1] = x.y;
+        out[kPart * e + 2] = x.z, out[kPart * e + 3] = x.w;
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) out[i] = 0.0f;
+      if (parameter.data) load_in_pairs(parameter, L::column(v), columns, out);
+    }
+  }
+};
+
+// The operands of the sum residual + dropout(x + x_bias) of a row.
+template <class L>
+struct Summands {
+  Raw<L> x, residual;
+
+  template <class P>
+  __device__ void load(const Launch<P>& k, int64_t row) {
+    const int columns = static_cast<int>(k.p.columns);
+    x.load(k.p.x, row, columns, k.wide);
+    if (k.p.residual.data) residual.load(k.p.residual, row, columns, k.wide);
+  }
+
+  // Forms the sum. Bit v * kWidth + i of the result says whether dropout keeps that element.
+  template <class P>
+  __device__ uint32_t sum(const P& p, const Shared<L>& x_biases, uint64_t seed, int64_t row,
+                          typename L::Vectors& out) const {
+    constexpr int kCount = kWidth<typename L::Element>;
+    static_assert(L::kElements <= 32);
+    uint32_t kept = ~0u;
+#pragma unroll
+    for (int v = 0; v < L::kVectors; ++v) {
+      const int first = L::column(v);
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) out[v][i] = x(v, i);
+      if (p.x_bias.data) {
+        float bias[kCount];
+        x_biases.read(p.x_bias, v, static_cast<int>(p.columns), bias);
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) out[v][i] += bias[i];
+      }
+      if (p.dropout.seed) {
+        bool keep[kCount];
+        draw(p.dropout, seed, row, first, keep);
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+          out[v][i] = keep[i] ? out[v][i] * p.dropout.scale : 0.0f;
+          if (!keep[i]) kept &= ~(1u << (v * kCount + i));
+        }
+      }
+      if (p.residual.data) {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) out[v][i] += residual(v, i);
+      }
+    }
+    return kept;
+  }
+};
+
+template <class L>
+__device__ void store_vector(void* matrix, int64_t row, int v, int columns, bool wide,
+                             const float (&x)[kWidth<typename L::Element>]) {
+  using T = typename L::Element;
+  T* to = static_cast<T*>(matrix) + row * columns;
+  if (L::kExact)
+    store(to, L::column(v), L::kThreads * L::kElements, true, x);
+  else
+    store(to, L::column(v), columns, wide, x);
+}
+
+// The blocks of the forward that fit a multiprocessor at once, which limits their registers.
+template <class L>
+constexpr int kResident = L::kExact && L::kElements <= 24 ? 4 : 1;
+
+template <class L>
+__global__ void __launch_bounds__(L::kBlock, kResident<L>)
+    forward_kernel(Launch<LayerNormForward> k) {
+  constexpr int kCount = kWidth<typename L::Element>;
+  __shared__ RowSums<L::kThreads> shared[2][L::kRows];
+  __shared__ Shared<L> weights, biases, x_biases;
+  const LayerNormForward& p = k.p;
+  const int columns = L::kExact ? L::kThreads * L::kElements : static_cast<int>(p.columns);
+  const float inverse = 1.0f / static_cast<float>(columns);
+  const uint64_t seed = p.dropout.seed ? static_cast<uint64_t>(*p.dropout.seed) : 0;
+
+  Summands<L> next;
+  int64_t row = L::first_row();
+  if (row < p.rows) next.load(k, row);
+  weights.fill(p.weight, columns);
+  x_biases.fill(p.x_bias, columns);
+  biases.fill(p.bias, columns);
+  if (Shared<L>::kStaged) __syncthreads();
+
+  for (; row < p.rows; row += L::row_step()) {
+    const Summands<L> present = next;
+    if (row + L::row_step() < p.rows) next.load(k, row + L::row_step());
+    typename L::Vectors sum;
+    present.sum(p, x_biases, seed, row, sum);
+    float total = 0.0f;
+#pragma unroll
+    for (int v = 0; v < L::kVectors; ++v) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) total += sum[v][i];
+    }
+    const float first_mean = row_sum(total, shared[0][L::group()]) * inverse;
+    // The sum of the deviations gives the rounding error of the mean, which matters around 1e4.
+    Pair deviations = {0.0f, 0.0f};
+#pragma unroll
+    for (int v = 0; v < L::kVectors; ++v) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        const float d = L::inside(L::column(v) + i, columns) ? sum[v][i] - first_mean : 0.0f;
+        sum[v][i] = d;
+        deviations.a += d;
+        deviations.b += d * d;
+      }
+    }
+    deviations = row_sum(deviations, shared[1][L::group()]);
+    const float correction = deviations.a * inverse;
+    const float variance = deviations.b * inverse - correction * correction;
+    const float rstd = 1.0f / sqrtf(fmaxf(variance, 0.0f) + p.eps);
+#pragma unroll
+    for (int v = 0; v < L::kVectors; ++v) {
+      float weight[kCount], bias[kCount];
+      weights.read(p.weight, v, columns, weight);
+      biases.read(p.bias, v, columns, bias);
+#pragma unroll
+      for (int i = 0; i < kCount; ++i)
+        sum[v][i] = (sum[v][i] - correction) * rstd * weight[i] + bias[i];
+      store_vector<L>(p.y, row, v, columns, k.wide, sum[v]);
+    }
+    if (threadIdx.x % L::kThreads == 0) {
+      p.mean[row] = first_mean + correction;
+      p.rstd[row] = rstd;
+    }
   }
 }
 
-template <int kRowThreads>
-constexpr int kForwardThreads = kRowThreads < 128 ? 128 : kRowThreads;
-
-template <class T, bool kHasBias, int kThreads, int kElements>
-__global__ void __launch_bounds__(kForwardThreads<kThreads>)
-    forward_kernel(Launch<LayerNormForward> k) {
-  using L = Layout<T, kThreads, kElements>;
-  __shared__ RowSums<kThreads> shared[2];
-  const LayerNormForward& p = k.p;
-  const int columns = static_cast<int>(p.columns);
-  constexpr int kRows = kForwardThreads<kThreads> / kThreads;
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * kRows + threadIdx.x / kThreads;
-  // Only whole warps return, because kRows is 1 if a row has more than one warp.
-  if (row >= p.rows) return;
-
-  float sum[L::kVectors][kWidth<T>];
-  float total = 0.0f;
+// Adds the shares of the rows of a block, and writes them to a row of the partial sums.
+template <class L>
+__device__ void write_partial(float* to, const typename L::Vectors& own, int columns, bool wide,
+                              float (&memory)[L::kRows > 1 ? L::kThreads * L::kElements : 1]) {
+  constexpr int kCount = kWidth<typename L::Element>;
+  if constexpr (L::kRows == 1) {
 #pragma unroll
-  for (int v = 0; v < L::kVectors; ++v) {
-    load_sum<T>(k, row, L::column(v), sum[v]);
+    for (int v = 0; v < L::kVectors; ++v) store(to, L::column(v), columns, wide, own[v]);
+    return;
+  } else {
+    for (int turn = 0; turn < L::kRows; ++turn) {
+      if (turn == L::group()) {
 #pragma unroll
-    for (int i = 0; i < kWidth<T>; ++i) total += sum[v][i];
-  }
-  const float inverse = 1.0f / static_cast<float>(columns);
-  const float first_mean = row_sum(Pair{total, 0.0f}, shared[0]).a * inverse;
-  // The sum of the deviations gives the rounding error of the mean, which matters around 1e4.
-  Pair deviations = {0.0f, 0.0f};
+        for (int v = 0; v < L::kVectors; ++v) {
 #pragma unroll
-  for (int v = 0; v < L::kVectors; ++v) {
-#pragma unroll
-    for (int i = 0; i < kWidth<T>; ++i) {
-      const float d = L::column(v) + i < columns ? sum[v][i] - first_mean : 0.0f;
-      sum[v][i] = d;
-      deviations.a += d;
-      deviations.b += d * d;
+          for (int i = 0; i < kCount; ++i) {
+            // Neighbouring lanes use neighbouring banks.
+            float& sum = memory[(v * kCount + i) * L::kThreads + threadIdx.x % L::kThreads];
+            sum = turn == 0 ? own[v][i] : sum + own[v][i];
+          }
+        }
+      }
+      __syncthreads();
     }
-  }
-  deviations = row_sum(deviations, shared[1]);
-  const float correction = deviations.a * inverse;
-  const float variance = deviations.b * inverse - correction * correction;
-  const float rstd = 1.0f / sqrtf(fmaxf(variance, 0.0f) + p.eps);
-#pragma unroll
-  for (int v = 0; v < L::kVectors; ++v) {
-    float weight[kWidth<T>], bias[kWidth<T>];
-    load_in_pairs(p.weight, L::column(v), columns, weight);
-    // In pairs, the 16-bit kernels for sm_90 would spill.
-    if (kHasBias) load(p.bias, L::column(v), columns, bias);
-#pragma unroll
-    for (int i = 0; i < kWidth<T>; ++i) {
-      sum[v][i] = (sum[v][i] - correction) * rstd * weight[i];
-      if (kHasBias) sum[v][i] += bias[i];
+    for (int n = threadIdx.x; n < columns; n += L::kBlock) {
+      const int lane = n / kCount % L::kThreads, v = n / (kCount * L::kThreads);
+      to[n] = memory[(v * kCount + n % kCount) * L::kThreads + lane];
     }
-    store(static_cast<T*>(p.y) + row * columns, L::column(v), columns, k.wide, sum[v]);
-  }
-  if (threadIdx.x % kThreads == 0) {
-    p.mean[row] = first_mean + correction;
-    p.rstd[row] = rstd;
+    __syncthreads();
   }
 }
 
 // Computes dsum = rstd (g - mean(g) - h mean(g h)), with g = dy * weight and the normalised row h.
-template <class T, int kThreads, int kElements>
-__global__ void __launch_bounds__(kThreads) backward_kernel(Launch<LayerNormBackward> k) {
-  using L = Layout<T, kThreads, kElements>;
-  __shared__ RowSums<kThreads> shared[2];
+template <class L>
+__global__ void __launch_bounds__(L::kBlock, 1) backward_kernel(Launch<LayerNormBackward> k) {
+  constexpr int kCount = kWidth<typename L::Element>;
+  __shared__ RowSums<L::kThreads> shared[2][L::kRows];
+  __shared__ Shared<L> weights, x_biases;
+  __shared__ float memory[L::kRows > 1 ? L::kThreads * L::kElements : 1];
   const LayerNormBackward& p = k.p;
-  const int columns = static_cast<int>(p.columns);
+  const int columns = L::kExact ? L::kThreads * L::kElements : static_cast<int>(p.columns);
   const float inverse = 1.0f / static_cast<float>(columns);
+  const uint64_t seed = p.dropout.seed ? static_cast<uint64_t>(*p.dropout.seed) : 0;
 
-  float dweight[L::kVectors][kWidth<T>] = {}, dbias[L::kVectors][kWidth<T>] = {};
-  float dx_bias[L::kVectors][kWidth<T>] = {};
+  // The registers of a long row leave no room for the next row.
+  constexpr bool kAhead = L::kRows > 1;
+  Summands<L> next;
+  Raw<L> next_dy;
+  int64_t row = L::first_row();
+  if (kAhead && row < p.rows) next.load(k, row), next_dy.load(p.dy, row, columns, k.wide);
+  weights.fill(p.weight, columns);
+  x_biases.fill(p.x_bias, columns);
+  if (Shared<L>::kStaged) __syncthreads();
+
+  typename L::Vectors dweight = {}, dbias = {}, dx_bias = {};
   int turn = 0;
-  for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x, turn ^= 1) {
+  for (; row < p.rows; row += L::row_step(), turn ^= 1) {
+    if (!kAhead) next.load(k, row), next_dy.load(p.dy, row, columns, k.wide);
+    const Summands<L> present = next;
+    const Raw<L> dy = next_dy;
     const float mean = p.mean[row], rstd = p.rstd[row];
-    float h[L::kVectors][kWidth<T>], g[L::kVectors][kWidth<T>];
+    if (kAhead && row + L::row_step() < p.rows) {
+      next.load(k, row + L::row_step());
+      next_dy.load(p.dy, row + L::row_step(), columns, k.wide);
+    }
+    typename L::Vectors h, g;
+    const uint32_t kept = present.sum(p, x_biases, seed, row, h);
     Pair sums = {0.0f, 0.0f};
 #pragma unroll
     for (int v = 0; v < L::kVectors; ++v) {
-      float weight[kWidth<T>];
-      load_sum<T>(k, row, L::column(v), h[v]);
-      load(row_of<T>(p.dy, row), L::column(v), columns, k.wide, g[v]);
-      load_in_pairs(p.weight, L::column(v), columns, weight);
+      float weight[kCount];
+      weights.read(p.weight, v, columns, weight);
 #pragma unroll
-      for (int i = 0; i < kWidth<T>; ++i) {
+      for (int i = 0; i < kCount; ++i) {
         h[v][i] = (h[v][i] - mean) * rstd;
+        g[v][i] = dy(v, i);
         dbias[v][i] += g[v][i];
         dweight[v][i] += g[v][i] * h[v][i];
         // Without an FMA, g is rounded as in its mean, so that a row of one column cancels exactly.
@@ -142,31 +325,28 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(Launch<LayerNormBack
         sums.b += g[v][i] * h[v][i];
       }
     }
-    sums = row_sum(sums, shared[turn]);
+    sums = row_sum(sums, shared[turn][L::group()]);
     const float g_mean = sums.a * inverse, gh_mean = sums.b * inverse;
 #pragma unroll
     for (int v = 0; v < L::kVectors; ++v) {
-      const int first = L::column(v);
 #pragma unroll
-      for (int i = 0; i < kWidth<T>; ++i) g[v][i] = (g[v][i] - g_mean - h[v][i] * gh_mean) * rstd;
-      store(static_cast<T*>(p.dsum) + row * columns, first, columns, k.wide, g[v]);
+      for (int i = 0; i < kCount; ++i) g[v][i] = (g[v][i] - g_mean - h[v][i] * gh_mean) * rstd;
+      store_vector<L>(p.dsum, row, v, columns, k.wide, g[v]);
       if (p.dropout.seed) {
-        drop(p.dropout, row, first, g[v]);
-        store(static_cast<T*>(p.dx) + row * columns, first, columns, k.wide, g[v]);
+#pragma unroll
+        for (int i = 0; i < kCount; ++i)
+          g[v][i] = kept >> (v * kCount + i) & 1 ? g[v][i] * p.dropout.scale : 0.0f;
+        store_vector<L>(p.dx, row, v, columns, k.wide, g[v]);
       }
 #pragma unroll
-      for (int i = 0; i < kWidth<T>; ++i) dx_bias[v][i] += g[v][i];
+      for (int i = 0; i < kCount; ++i) dx_bias[v][i] += g[v][i];
     }
   }
   // The sums of absent biases are formed, but not written.
   float* partial = p.partial + static_cast<int64_t>(blockIdx.x) * 3 * columns;
-#pragma unroll
-  for (int v = 0; v < L::kVectors; ++v) {
-    const int first = L::column(v);
-    store(partial, first, columns, k.wide, dweight[v]);
-    if (p.dbias) store(partial + columns, first, columns, k.wide, dbias[v]);
-    if (p.x_bias.data) store(partial + 2 * columns, first, columns, k.wide, dx_bias[v]);
-  }
+  write_partial<L>(partial, dweight, columns, k.wide, memory);
+  if (p.dbias) write_partial<L>(partial + columns, dbias, columns, k.wide, memory);
+  if (p.x_bias.data) write_partial<L>(partial + 2 * columns, dx_bias, columns, k.wide, memory);
 }
 
 template <class T, class P>
@@ -175,16 +355,23 @@ bool wide_access(const P& p) {
   return p.columns % kWidth<T> == 0 && aligned(p.x.data, p.x.stride, sizeof(T)) && residual;
 }
 
-template <class T, bool kHasBias>
+template <class T>
 cudaError_t launch_forward(const LayerNormForward& p, cudaStream_t stream) {
   const bool wide = wide_access<T>(p) && aligned(p.y, p.columns, sizeof(T));
   const Launch<LayerNormForward> k = {p, wide};
-  if (p.columns <= 1024) {
-    const dim3 grid(static_cast<unsigned>(ceil_div(p.rows, kForwardThreads<32> / 32)));
-    return launch(forward_kernel<T, kHasBias, 32, 32>, grid, kForwardThreads<32>, k, stream);
-  }
-  return launch(forward_kernel<T, kHasBias, 256, 24>, dim3(static_cast<unsigned>(p.rows)), 256, k,
-                stream);
+  const auto start = [&](auto layout) {
+    using L = decltype(layout);
+    // Four rows share a load of the parameters, unless the rows are too few to fill a GPU.
+    const int64_t turns = p.rows < 16384 ? 1 : 4;
+    const dim3 grid(static_cast<unsigned>(ceil_div(p.rows, L::kRows * turns)));
+    return launch(forward_kernel<L>, grid, L::kBlock, k, stream);
+  };
+  if (wide && p.columns == 384) return start(Layout<T, 128, 16, 24, true>{});
+  if (wide && p.columns == 512) return start(Layout<T, 128, 32, 16, true>{});
+  if (wide && p.columns == 768) return start(Layout<T, 128, 32, 24, true>{});
+  if (wide && p.columns == 1024) return start(Layout<T, 128, 32, 32, true>{});
+  if (p.columns <= 1024) return start(Layout<T, 128, 32, 32, false>{});
+  return start(Layout<T, 256, 256, 24, false>{});
 }
 
 template <class T>
@@ -194,18 +381,25 @@ cudaError_t launch_backward(const LayerNormBackward& p, cudaStream_t stream) {
                     aligned(p.partial, p.columns, sizeof(float));
   const Launch<LayerNormBackward> k = {p, wide};
   const dim3 grid(static_cast<unsigned>(layer_norm_partials(p.rows)));
-  return p.columns <= 1024 ? launch(backward_kernel<T, 128, 8>, grid, 128, k, stream)
-                           : launch(backward_kernel<T, 384, 16>, grid, 384, k, stream);
+  const auto start = [&](auto layout) {
+    using L = decltype(layout);
+    return launch(backward_kernel<L>, grid, L::kBlock, k, stream);
+  };
+  // A warp with 32 elements of a row in each lane would spill its registers.
+  if (wide && p.columns == 384) return start(Layout<T, 128, 16, 24, true>{});
+  if (wide && p.columns == 512) return start(Layout<T, 128, 32, 16, true>{});
+  if (wide && p.columns == 768) return start(Layout<T, 128, 32, 24, true>{});
+  if (wide && p.columns == 1024) return start(Layout<T, 256, 64, 16, true>{});
+  if (p.columns <= 1024) return start(Layout<T, 256, 64, 16, false>{});
+  return start(Layout<T, 384, 384, 16, false>{});
 }
 
 }  // namespace
 
 cudaError_t layer_norm_forward(const LayerNormForward& p, cudaStream_t stream) {
   if (p.columns < 1 || p.columns > kMaxColumns) return cudaErrorInvalidValue;
-  return with_format(p.format, [&](auto element) {
-    return p.bias.data ? launch_forward<decltype(element), true>(p, stream)
-                       : launch_forward<decltype(element), false>(p, stream);
-  });
+  return with_format(p.format,
+                     [&](auto element) { return launch_forward<decltype(element)>(p, stream); });
 }
 
 cudaError_t layer_norm_backward(const LayerNormBackward& p, cudaStream_t stream) {

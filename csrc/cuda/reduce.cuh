@@ -14,29 +14,33 @@ struct Pair {
   float a, b;
 };
 
-inline __device__ Pair warp_sum(Pair p) {
+// Returns the sum over a warp, or over each group of kThreads lanes, to all lanes. The groups need
+// not come together.
+template <int kThreads>
+__device__ float warp_sum(float x) {
+  constexpr int kLanes = kThreads < 32 ? kThreads : 32;
+  const unsigned first = threadIdx.x % 32 / kLanes * kLanes;
+  const unsigned mask = kLanes == 32 ? ~0u : ((1u << kLanes % 32) - 1) << first;
 #pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2) {
-    p.a += __shfl_xor_sync(0xffffffffu, p.a, offset);
-    p.b += __shfl_xor_sync(0xffffffffu, p.b, offset);
-  }
-  return p;
+  for (int offset = kLanes / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(mask, x, offset);
+  return x;
 }
 
 // The shared memory of one row_sum. Consecutive sums alternate between two RowSums, which saves a
 // barrier.
 template <int kThreads>
 struct RowSums {
-  Pair warp[kThreads / 32];
+  Pair warp[kThreads > 32 ? kThreads / 32 : 1];
 };
 
-// Returns the sums over the kThreads threads of a row to each of these threads.
+// Returns the sums over the kThreads threads of a row to each of these threads. The rows of a block
+// do not wait for each other, because each has a barrier of its own.
 template <int kThreads>
 __device__ Pair row_sum(Pair p, RowSums<kThreads>& shared) {
-  p = warp_sum(p);
-  if (kThreads == 32) return p;
-  if (threadIdx.x % 32 == 0) shared.warp[threadIdx.x / 32] = p;
-  __syncthreads();
+  p = {warp_sum<kThreads>(p.a), warp_sum<kThreads>(p.b)};
+  if constexpr (kThreads <= 32) return p;
+  if (threadIdx.x % 32 == 0) shared.warp[threadIdx.x % kThreads / 32] = p;
+  asm volatile("bar.sync %0, %1;" ::"r"(1 + threadIdx.x / kThreads), "n"(kThreads) : "memory");
   Pair total = shared.warp[0];
 #pragma unroll
   for (int i = 1; i < kThreads / 32; ++i) {
@@ -44,6 +48,12 @@ __device__ Pair row_sum(Pair p, RowSums<kThreads>& shared) {
     total.b += shared.warp[i].b;
   }
   return total;
+}
+
+template <int kThreads>
+__device__ float row_sum(float x, RowSums<kThreads>& shared) {
+  if constexpr (kThreads <= 32) return warp_sum<kThreads>(x);
+  return row_sum(Pair{x, 0.0f}, shared).a;
 }
 
 // out[n] = sum over i < count of partial[i][n]. `partial` is a (count, columns) matrix, and `out`

@@ -171,7 +171,8 @@ bool decode_flow(Instr& i, const Mnemonic& name, const RawInstr& raw) {
 bool find_handler(Instr& i, const Mnemonic& name, const RawInstr& raw) {
   return decode_flow(i, name, raw) || decode_compare(i, name, raw) ||
          decode_convert(i, name, raw) || decode_memory(i, name, raw) ||
-         decode_matrix(i, name, raw) || decode_bulk(i, name, raw) ||
+         decode_atomic(i, name, raw) || decode_ldmatrix(i, name, raw) || decode_mma(i, name, raw) ||
+         decode_wgmma(i, name, raw) || decode_wmma(i, name, raw) || decode_bulk(i, name, raw) ||
          decode_tensor_map(i, name, raw) || decode_async(i, name, raw) ||
          decode_warp(i, name, raw) || decode_float(i, name) || decode_integer(i, name);
 }

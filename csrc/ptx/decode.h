@@ -28,9 +28,13 @@ bool decode_compare(Instr& instr, const Mnemonic& name, const RawInstr& raw);
 bool decode_convert(Instr& instr, const Mnemonic& name, const RawInstr& raw);
 bool decode_warp(Instr& instr, const Mnemonic& name, const RawInstr& raw);
 bool decode_memory(Instr& instr, const Mnemonic& name, const RawInstr& raw);
+bool decode_atomic(Instr& instr, const Mnemonic& name, const RawInstr& raw);
+bool decode_ldmatrix(Instr& instr, const Mnemonic& name, const RawInstr& raw);
 bool decode_bulk(Instr& instr, const Mnemonic& name, const RawInstr& raw);
 bool decode_tensor_map(Instr& instr, const Mnemonic& name, const RawInstr& raw);
 bool decode_async(Instr& instr, const Mnemonic& name, const RawInstr& raw);
-bool decode_matrix(Instr& instr, const Mnemonic& name, const RawInstr& raw);
+bool decode_mma(Instr& instr, const Mnemonic& name, const RawInstr& raw);
+bool decode_wgmma(Instr& instr, const Mnemonic& name, const RawInstr& raw);
+bool decode_wmma(Instr& instr, const Mnemonic& name, const RawInstr& raw);
 
 }  // namespace fastbert::ptx

@@ -21,6 +21,7 @@ from fastbert.bench.limits import BOTH, FORWARD
 from fastbert.bench.timing import MAX_INPUT_SETS, alternate, input_sets
 from fastbert.ops import backend as backends
 from fastbert.ops.backend import dtype_name
+from fastbert.ops.gpu_times import length_class
 from fastbert.testing import parity
 from fastbert.testing.cases import TABLE_OF, Case, Inputs
 
@@ -208,10 +209,17 @@ def other_values(inputs: Inputs, shift: int) -> Inputs:
 
 
 def chosen_backend(case: Case, dtype: torch.dtype, device: str) -> str:
-    """Return the backend that ``backend=None`` chooses."""
-    head_dim = case.shape[-1] if TABLE_OF[case.op] == "attention" else 0
-    request = backends.Request(device, dtype, head_dim=head_dim)
-    return backends.resolve(TABLE_OF[case.op], None, request).backend
+    """Return the backend that ``backend=None`` chooses without a gradient."""
+    table, last = TABLE_OF[case.op], case.shape[-1]
+    request = backends.Request(device, dtype)
+    if table == "attention":
+        # The shape begins with the lengths of packed sequences.
+        lengths = case.shape[0] if case.op == "attention_varlen" else case.shape[2:4]
+        length = length_class(max(lengths, default=0))
+        request = request._replace(head_dim=last, length=length)
+    elif table == "layer_norm":
+        request = request._replace(columns=last)
+    return backends.resolve(table, None, request).backend
 
 
 def gate(op: str, backend: str, dtype: torch.dtype) -> str | None:

@@ -1,4 +1,4 @@
-"""Lower bounds of the times of the Triton kernels, from what the PTX machine counts.
+"""Lower bounds of the times of the Triton and CUDA C++ kernels, from what the PTX machine counts.
 
 The compiled kernels run at their true shapes on the PTX machine, as far as their counts need it
 (`fastbert.testing.ptx.sample`). The counts of a launch, over the rates of a GPU, are the times for
@@ -15,6 +15,8 @@ The figures are bounds, and no measurements. Two bounds are told apart.
   far as the correction is exact, and as tensors do not stay in the L2 cache between two launches.
 
 Neither includes latencies, the time of launches, the L2 cache, or clocks below the boost clock.
+Matrix products count at the rate of the fastest instruction of the architecture. On a Hopper GPU,
+this is ``wgmma``, also for the kernels for compute capability 8.0, whose ``mma.sync`` is slower.
 """
 
 from __future__ import annotations
@@ -29,14 +31,20 @@ import torch
 from fastbert.bench.gpus import GPUS, H200, LANES, Gpu
 from fastbert.bench.limits import BACKWARD, FORWARD, GOALS, Goal, attention_goal, work
 from fastbert.ops import backend as backends
+from fastbert.testing import parity
 from fastbert.testing.cases import TABLE_OF, Case
+from fastbert.testing.ptx import cuda_operators
 from fastbert.testing.ptx.sample import Launched, count
+from fastbert.testing.ptx.triton_launches import STAND_IN
 
 # Units whose work ptxas cannot remove.
 STRICT = ("tensor", "mufu", "shared")
 # GPU for whose multiprocessors a grid is made, by the architecture of the code.
 GRID_OF = {80: 108, 89: 128, 90: 132}
-NOT_EXECUTED = "not executed: sm_100 code multiplies with tcgen05, which the PTX machine lacks"
+NOT_EXECUTED = (
+    "sm_100 code multiplies with tcgen05, which the PTX machine lacks, so the bound has only the "
+    "least products and the least traffic of the operation"
+)
 TOKENS = 16384
 
 
@@ -52,7 +60,7 @@ class Bound:
         gpu: Name of the GPU.
         launches: Names of the launches, in their order.
         seconds: Busy time by unit, over all launches; "memory" is the least traffic of the
-            operation.
+            operation. Units that were not counted are missing.
         bound: Seconds that the operation takes at least.
         binds: The unit that binds.
         estimate: Seconds with the other units and with the tensors of each launch.
@@ -61,7 +69,7 @@ class Bound:
         estimate_rate: Work over `estimate`, in `unit`.
         unit: "TFLOP/s" or "TB/s".
         goal: The rate to reach, or None.
-        reason: Why there is no bound; empty if there is one.
+        reason: Why units and the estimate, which is then 0, are missing; empty if none is.
     """
 
     op: str
@@ -155,10 +163,19 @@ def bound(
         gpu: The GPU.
     """
     common = (case.op, case.name, backends.dtype_name(dtype), direction, gpu.name)
-    if gpu.arch >= 100 and any(launch.multiplies and launch.blocks for launch in launches):
-        return Bound(*common, [launch.name for launch in launches], reason=NOT_EXECUTED)
+    names = [launch.name for launch in launches]
     least = work(case, dtype, direction)
     memory = least.bytes / gpu.memory
+    by_rows = TABLE_OF[case.op] in ("layer_norm", "rms_norm", "embedding")
+    amount = least.bytes if by_rows else least.flops
+    unit = "TB/s" if by_rows else "TFLOP/s"
+    if gpu.arch >= 100 and any(launch.multiplies and launch.blocks for launch in launches):
+        only = {"tensor": least.flops / gpu.flops, "memory": memory}
+        seconds = max(only.values())
+        return Bound(
+            *common, names, only, seconds, max(only, key=lambda name: only[name]),
+            rate=amount / seconds / 1e12, unit=unit, reason=NOT_EXECUTED,
+        )  # fmt: skip
     times = [busy(launch, gpu) for launch in launches]
     total = {unit: sum(time[unit] for time in times) for unit in times[0]} | {"memory": memory}
     strict = [{unit: time[unit] for unit in STRICT} for time in times]
@@ -169,12 +186,10 @@ def bound(
     ]
     seconds = max(memory, in_turn)
     estimate = max(seconds, sum(max(time.values()) for time in full))
-    by_rows = TABLE_OF[case.op] in ("layer_norm", "rms_norm", "embedding")
-    amount = least.bytes if by_rows else least.flops
     goal = _goal(case, direction) if gpu is H200 else None
     return Bound(
         *common,
-        launches=[launch.name for launch in launches],
+        launches=names,
         seconds=total,
         bound=seconds,
         binds="memory" if memory >= in_turn else _busiest(strict),
@@ -182,7 +197,7 @@ def bound(
         estimate_binds="memory" if memory >= estimate else _busiest(full),
         rate=amount / seconds / 1e12,
         estimate_rate=amount / estimate / 1e12,
-        unit="TB/s" if by_rows else "TFLOP/s",
+        unit=unit,
         goal=None if goal is None else goal.value / (1e3 if by_rows else 1.0),
     )
 
@@ -224,6 +239,7 @@ def predict(
     gpus: Sequence[Gpu] = GPUS,
     dtype: torch.dtype = torch.bfloat16,
     notify: Callable[[str], None] = lambda text: None,
+    backend: str = "triton",
 ) -> Prediction:
     """Return the bounds of cases on GPUs, forward and backward.
 
@@ -232,25 +248,31 @@ def predict(
         gpus: The GPUs.
         dtype: Dtype of the inputs.
         notify: Receives the name of each case and architecture before it runs.
+        backend: "triton" or "cuda".
 
     Raises:
-        ImportError: If Triton or the C++ extension is missing.
-        ValueError: If Triton kernels run in the interpreter, which compiles nothing.
+        ImportError: If Triton, whose wheel has the disassembler, or the C++ extension is missing.
+        ValueError: If Triton kernels run in the interpreter, which compiles nothing, or if the
+            backend "cuda" cannot be compiled here or does not serve a case.
     """
     if not backends.HAS_TRITON:
         raise ImportError("triton is not installed: pip install 'fastbert[triton]'")
     if backends.EXTENSION is None:
         raise ImportError(f"the PTX machine is part of the extension: {backends.EXTENSION_STATE}")
-    if backends.interpreted():
+    if backend == "triton" and backends.interpreted():
         raise ValueError(
             "TRITON_INTERPRET: got 1, allowed: unset; the interpreter compiles nothing"
         )
+    if backend == "cuda":
+        reason = cuda_operators.obstacle() or _refusal(selected, dtype)
+        if reason is not None:
+            raise ValueError(f"backend: got 'cuda', which cannot be predicted here: {reason}")
     found = Prediction([], {})
     for case in selected:
         by_arch: dict[int, dict[str, list[Launched]]] = {}
         for arch in sorted({code_for(gpu) for gpu in gpus}):
             notify(f"{case.op} {case.name} sm_{arch}")
-            by_arch[arch] = count(case, dtype, arch, GRID_OF[arch])
+            by_arch[arch] = count(case, dtype, arch, GRID_OF[arch], backend)
             for direction, launches in by_arch[arch].items():
                 found.launches[f"{case.op} {case.name} {direction} sm_{arch}"] = launches
         for direction in (FORWARD, BACKWARD):
@@ -258,6 +280,13 @@ def predict(
                 launches = by_arch[code_for(gpu)][direction]
                 found.bounds.append(bound(case, dtype, direction, launches, gpu))
     return found
+
+
+def _refusal(selected: Sequence[Case], dtype: torch.dtype) -> str | None:
+    """Return why the CUDA C++ kernels do not serve one of the cases, or None."""
+    with backends.standing_in(STAND_IN, "cuda"):
+        reasons = (parity.refusal(case, "cuda", dtype, "cpu") for case in selected)
+        return next((reason for reason in reasons if reason is not None), None)
 
 
 def code_for(gpu: Gpu) -> int:
@@ -274,6 +303,10 @@ def markdown(rows: Sequence[Bound]) -> Iterator[str]:
         "also fma, alu, lsu and issue by the mix of the machine code, and the tensors of launches "
         "without products."
     )
+    for reason in sorted({row.reason for row in rows if row.reason}):
+        missing = {row.gpu: None for row in rows if row.reason == reason}
+        yield ""
+        yield f"{', '.join(missing)}: {reason}."
     units = ("tensor", "mufu", "shared", "memory", "fma", "alu", "lsu", "issue")
     head = ("case", "GPU", *units, "bound", "binds", "rate", "estimate", "binds", "rate", "goal")
     groups: dict[tuple[str, str, str], list[Bound]] = {}
@@ -288,17 +321,14 @@ def markdown(rows: Sequence[Bound]) -> Iterator[str]:
 
 
 def _cells(row: Bound, units: Sequence[str]) -> list[str]:
-    if row.reason:
-        return [row.case, row.gpu, row.reason]
+    estimate = [f"{row.estimate * 1e6:.1f}", row.estimate_binds, f"{row.estimate_rate:.3g}"]
     return [
         row.case,
         row.gpu,
-        *(f"{row.seconds[unit] * 1e6:.1f}" for unit in units),
+        *(f"{row.seconds[unit] * 1e6:.1f}" if unit in row.seconds else "–" for unit in units),
         f"{row.bound * 1e6:.1f}",
         row.binds,
         f"{row.rate:.3g} {row.unit}",
-        f"{row.estimate * 1e6:.1f}",
-        row.estimate_binds,
-        f"{row.estimate_rate:.3g}",
+        *(estimate if row.estimate else ["–"] * 3),
         "–" if row.goal is None else f"{row.goal:.3g}",
     ]

@@ -42,10 +42,14 @@ def bench(
         bool,
         typer.Option(
             "--predict",
-            help="Print lower bounds of the Triton kernels' times on six GPUs instead, from "
+            help="Print lower bounds of the GPU kernels' times on six GPUs instead, from "
             "instructions counted on this CPU. This needs no GPU and measures nothing.",
         ),
     ] = False,
+    backend: Annotated[
+        str | None,
+        typer.Option(help="With --predict: triton, which is the default, or cuda."),
+    ] = None,
 ) -> None:
     """Time operations and the encoder on every backend, beside stock PyTorch and transformers.
 
@@ -58,7 +62,9 @@ def bench(
         for name, value in (("--quick", quick or None), ("--plot", plot)):
             if value is not None:
                 raise ValueError(f"{name}: got {value} with --predict, allowed: one of the two")
-        return print_bounds(op or [], json_path)
+        return print_bounds(op or [], json_path, backend or "triton")
+    if backend is not None:
+        raise ValueError(f"--backend: got {backend!r}, allowed: only with --predict")
     if plot is not None and plot.suffix not in (".png", ".svg", ".pdf"):
         raise ValueError(f"--plot: got {str(plot)!r}, allowed: a .png, .svg or .pdf")
     machine, operations, encoder = measure(op or [], quick=quick)
@@ -81,21 +87,26 @@ def bench(
         raise typer.Exit(1)
 
 
-def print_bounds(names: list[str], json_path: Path | None) -> None:
+def print_bounds(names: list[str], json_path: Path | None, backend: str) -> None:
     """Print the bounds as Markdown, and write them to a JSON file; - prints JSON instead.
 
     Args:
         names: Names of operations; an empty list takes all.
         json_path: The file, or None.
+        backend: "triton" or "cuda".
     """
     from fastbert.bench import predict
+
+    one_of("--backend", backend, ("triton", "cuda"))
 
     known = dict.fromkeys(case.op for case in predict.cases())
     for name in names:
         one_of("--op", name, tuple(known))
     selected = [case for case in predict.cases() if case.op in (names or known)]
     with err.status("predicting") as status:
-        found = predict.predict(selected, notify=lambda text: status.update(f"executing {text}"))
+        found = predict.predict(
+            selected, notify=lambda text: status.update(f"executing {text}"), backend=backend
+        )
     if json_path is not None and str(json_path) == "-":
         print_json(found.to_dict())
         return

@@ -62,6 +62,15 @@ def check(
             min=0,
         ),
     ] = 1,
+    approximate: Annotated[
+        float,
+        typer.Option(
+            help="With --emulate: share of the documented error that approximate instructions "
+            "make, with its sign.",
+            min=-1.0,
+            max=1.0,
+        ),
+    ] = 0.0,
     arch: Annotated[
         str,
         typer.Option(help="With --aot: architectures to compile for, by commas; 80 is sm_80."),
@@ -103,7 +112,7 @@ def check(
     if emulate is not None:
         passed = check_emulated(
             emulate, op=op, case=case, backend=backend, dtype=dtype, quick=quick, cases=cases,
-            seed=seed, schedule=schedule, as_json=as_json,
+            seed=seed, schedule=schedule, approximate=approximate, as_json=as_json,
         )  # fmt: skip
         if not passed:
             raise typer.Exit(1)

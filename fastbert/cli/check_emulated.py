@@ -24,6 +24,7 @@ def check_emulated(
     cases: int,
     seed: int,
     schedule: int,
+    approximate: float,
     as_json: bool,
 ) -> bool:
     """Run the cases on the PTX machine and print the verdicts.
@@ -48,6 +49,7 @@ def check_emulated(
         random=cases,
         seed=seed,
         schedule=schedule,
+        approximate=approximate,
     )
     runs = _with_progress(selection)
     passed = all(run.passed for run in runs)

@@ -1,6 +1,7 @@
 """``fastbert info``: the machine, the extension, the assembler and the backend of each operation.
 
-With a model, the command shows the model's configuration and backends instead.
+On a GPU, the command also shows the times by which operations choose, and the calls that CUDA C++
+does not serve. With a model, the command shows the model's configuration and backends instead.
 """
 
 from __future__ import annotations
@@ -24,6 +25,10 @@ LABELS = {
     "cpu_isas_supported": "supported by this CPU",
 }
 
+# The call whose choice the table of backends shows: BERT-base with 512 tokens, in inference.
+TYPICAL: dict[str, Any] = {"head_dim": 64, "columns": 768, "length": 512}
+ATTENTION_OPTIONS = ("bias", "window", "scale", "weights")
+
 
 def info(
     model: Annotated[
@@ -46,6 +51,9 @@ def info(
     ):
         out.print(_facts(heading, content[heading]))
     out.print(_backends(content["backends"]))
+    if model is None and content["gpu times"]:
+        out.print(_gpu_times(content["gpu times"]))
+        out.print(_refusals(content["not by cuda"]))
 
 
 def collect_model(path_or_hub_id: str) -> dict[str, Any]:
@@ -117,6 +125,8 @@ def collect() -> dict[str, Any]:
         "extension": _extension(),
         "compiler": _compiler(),
         "backends": _choices(device),
+        "gpu times": _times_of_this_gpu(),
+        "not by cuda": _calls_without_cuda(),
     }
 
 
@@ -163,7 +173,7 @@ def _choices(device: str) -> list[dict[str, str]]:
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             name = backend.dtype_name(dtype)
             try:
-                request = backend.Request(device, dtype, head_dim=64)
+                request = backend.Request(device, dtype, **TYPICAL)
                 if op == "encoder":
                     choice, reason = choose(request, {})
                 else:
@@ -174,6 +184,63 @@ def _choices(device: str) -> list[dict[str, str]]:
                 {"op": op, "device": device, "dtype": name, "backend": choice, "reason": reason}
             )
     return rows
+
+
+def _times_of_this_gpu() -> list[dict[str, Any]]:
+    """Return the rows of the table of times for this machine's GPU."""
+    from fastbert.ops import backend, gpu_times
+
+    found = backend.capability()
+    if found is None:
+        return []
+    points = [point for point in gpu_times.POINTS if gpu_times.is_code_for(point, found)]
+    return gpu_times.rows(points, backend.ORDER["cuda"])
+
+
+def _calls_without_cuda() -> list[dict[str, str]]:
+    """Return the kinds of calls that the backend "cuda" refuses, with its reasons."""
+    import torch
+
+    from fastbert.ops import backend
+
+    dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+    calls: list[tuple[str, str, dict[str, Any]]] = [
+        *(("attention", name, {"options": (name,)}) for name in ATTENTION_OPTIONS),
+        ("attention", "head dim 80", {"head_dim": 80}),
+        ("attention", "float32", {"dtype": dtype["float32"]}),
+        ("layer_norm", "8192 columns", {"columns": 8192}),
+        ("feed_forward", "ReLU", {"activation": "relu"}),
+    ]
+    rows = []
+    for op, call, change in calls:
+        request = backend.Request("cuda", dtype["bfloat16"], **TYPICAL)._replace(**change)
+        reason = backend.refusal(op, "cuda", request)
+        rows.append({"op": op, "call": call, "reason": reason or "served"})
+    return rows
+
+
+def _gpu_times(rows: list[dict[str, Any]]) -> Table:
+    table = new_table("times by which operations choose on this GPU, in µs; * = the first choice")
+    for heading in ("operation", "shape", "dtype", "pass", "kind"):
+        table.add_column(heading, no_wrap=True)
+    table.add_column("backends", overflow="fold")
+    for row in rows:
+        times = ", ".join(
+            f"{name}{'*' if name == row['first'] else ''} {time:g}"
+            for name, time in row["microseconds"].items()
+        )
+        table.add_row(row["op"], row["shape"], row["dtype"], row["pass"], row["kind"], times)
+    return table
+
+
+def _refusals(rows: list[dict[str, str]]) -> Table:
+    table = new_table("calls that CUDA C++ does not serve")
+    for heading in ("operation", "call"):
+        table.add_column(heading, no_wrap=True)
+    table.add_column("reason", overflow="fold")
+    for row in rows:
+        table.add_row(*row.values())
+    return table
 
 
 def _facts(title: str, facts: dict[str, Any]) -> Table:

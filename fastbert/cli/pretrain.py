@@ -74,6 +74,9 @@ def pretrain(
     gradient_checkpointing: Annotated[
         bool, _option(RUN, "Recompute activations to save memory.", "--gradient-checkpointing")
     ] = False,
+    cuda_graphs: Annotated[
+        bool, _option(RUN, "Launch whole steps as CUDA graphs, on one GPU.", "--cuda-graphs")
+    ] = False,
     backend: Annotated[
         str | None,
         _option(RUN, "reference, triton, cuda or cpu; by default each operation chooses."),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -13,13 +13,16 @@ from fastbert import ops
 from fastbert.config import BertConfig
 from fastbert.modules.batch_layout import BatchLayout
 from fastbert.modules.dropout import NO_SEEDS, LayerSeeds
-from fastbert.modules.fused_encoder import FusedCall, fused_call
+from fastbert.modules.fused_encoder import FusedCall, TrainingCall, fused_call, training_call
 from fastbert.modules.layer import BertLayer, PreNormLayer
 from fastbert.modules.layer_norm import LayerNorm
 from fastbert.modules.positions import DistanceBias
-from fastbert.ops.backend import Choice
-from fastbert.ops.encoder import ONE_CALL
+from fastbert.ops.backend import Choice, Request
+from fastbert.ops.encoder_layer import encoder_layer
+from fastbert.ops.gpu_times import length_class
+from fastbert.ops.layer_parts import Parts, choose_parts
 from fastbert.ops.product import needs_gradient
+from fastbert.ops.register import PLAIN
 
 
 class BertEncoder(nn.Module):
@@ -110,7 +113,15 @@ class BertEncoder(nn.Module):
         if output_hidden_states:
             hidden = _through(hidden, layout, states)
         recompute = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
+        trained = None
+        if torch.is_grad_enabled() and not (weighed or recompute):
+            trained = _training(layers, hidden, layout, seeds)
         for i, layer in enumerate(layers):
+            if trained is not None:
+                hidden = trained(i, hidden)
+                if output_hidden_states:
+                    hidden = _through(hidden, layout, states)
+                continue
             arguments = (hidden, layout, i in weighed, NO_SEEDS if seeds is None else seeds[i])
             if recompute:
                 hidden, weights = checkpoint(layer, *arguments, use_reentrant=False)
@@ -128,13 +139,14 @@ class BertEncoder(nn.Module):
         """Return the layers in the order in which they run."""
         return [self.layer[number] for number in self.order]
 
-    def choice(self, device: str, dtype: torch.dtype, layers: str) -> Choice:
+    def choice(self, device: str, dtype: torch.dtype, layers: str, length: int = 0) -> Choice:
         """Return the backend of the layers in inference without attention weights, and the reason.
 
         Args:
             device: Type of the device, such as ``"cpu"``.
             dtype: Dtype of the rows.
             layers: Backend that serves the layers one by one.
+            length: Class of the length of the sequences (`ops.gpu_times.length_class`).
 
         Returns:
             The backend of the call if one call runs all layers. Otherwise the backend of the first
@@ -142,9 +154,9 @@ class BertEncoder(nn.Module):
             another reason.
         """
         with torch.no_grad():
-            plan = fused_call(self.running(), device, dtype, wants_gradient=False)
+            plan = fused_call(self.running(), device, dtype, wants_gradient=False, length=length)
         if isinstance(plan, FusedCall):
-            return Choice(plan.backend, ONE_CALL)
+            return Choice(plan.backend, plan.reason)
         return Choice(plan.backend or layers, plan.reason)
 
 
@@ -181,16 +193,68 @@ def chosen_layers(wanted: bool | Sequence[int], layers: int) -> frozenset[int]:
     return frozenset(number % layers for number in wanted)
 
 
+def _training(
+    layers: Sequence[nn.Module],
+    hidden: Tensor,
+    layout: BatchLayout,
+    seeds: Sequence[LayerSeeds] | None,
+) -> Callable[[int, Tensor], Tensor] | None:
+    """Return the function that runs a layer, by its number, as one function of autograd.
+
+    The result is None if the layers run operation by operation.
+    """
+    bias = layout.bias
+    if type(hidden) not in PLAIN or (bias is not None and bias.requires_grad):
+        return None
+    call = training_call(layers, hidden.device.type, hidden.dtype)
+    if isinstance(call, Choice) or (seeds is None and any(map(any, call.dropouts))):
+        return None
+    uniform = layout.cu_seqlens is None
+    length = layout.length if uniform else layout.max_seqlen
+    full = (layout.batch, call.heads, length, length)
+    # The kernels take views of the full shape, with stride 0 where a dimension is broadcast.
+    mask = None if layout.mask is None else layout.mask.expand(full)
+    bias = None if bias is None else bias.to(call.dtype).expand(full)
+    numbers = (layout.batch, length, call.heads, call.eps, call.activation, call.dtype)
+    parts = _parts(call, hidden, layout, length)
+
+    def run(i: int, rows: Tensor) -> Tensor:
+        own = NO_SEEDS if seeds is None else seeds[i]
+        inputs = (layout.cu_seqlens, mask, bias, own.attention, own.attention_output, own.output)
+        shape = (*numbers, *call.dropouts[i])
+        return encoder_layer(rows, call.parameters[i], inputs, shape, parts)
+
+    return run
+
+
+def _parts(
+    call: FusedCall | TrainingCall, hidden: Tensor, layout: BatchLayout, length: int
+) -> Parts:
+    """Return the backends of attention and layer norm in layers on Triton kernels."""
+    columns = hidden.shape[1]
+    attention = Request(
+        hidden.device.type,
+        call.dtype,
+        head_dim=columns // call.heads,
+        options=() if layout.bias is None else ("bias",),
+        columns=columns,
+        length=length_class(length) if hidden.device.type == "cuda" else 0,
+        trained=isinstance(call, TrainingCall),
+    )
+    return choose_parts(attention, hidden.dtype, call.requested)
+
+
 def _one_call(
     plan: FusedCall, hidden: Tensor, layout: BatchLayout, all_states: bool
 ) -> list[Tensor]:
     """Run all layers in one call and return the rows after each layer, or after the last layer."""
-    uniform = layout.cu_seqlens is None
+    length = layout.length if layout.cu_seqlens is None else layout.max_seqlen
+    parts = _parts(plan, hidden, layout, length) if plan.backend == "triton" else Parts()
     return ops.encoder(
         hidden,
         plan.parameters,
         layout.cu_seqlens,
-        layout.length if uniform else layout.max_seqlen,
+        length,
         batch=layout.batch,
         heads=plan.heads,
         scales=plan.scales,
@@ -201,4 +265,6 @@ def _one_call(
         dtype=plan.dtype,
         all_states=all_states,
         backend=plan.backend,
+        attention_backend=parts.attention,
+        layer_norm_backend=parts.layer_norm,
     )

@@ -1,4 +1,4 @@
-"""The decision whether one call of ``ops.encoder`` runs all layers of an encoder, and the reason.
+"""The decision whether one call runs all layers of an encoder, or each layer, and the reason.
 
 Only this module decides. The decision is made for every call of the encoder, because hooks,
 adapters and backends can change between calls.
@@ -23,7 +23,7 @@ from fastbert.modules.linear import Linear
 from fastbert.modules.operation import OperationModule
 from fastbert.modules.plain import deviation
 from fastbert.modules.quantized_linear import QuantizedLinear
-from fastbert.ops.backend import ORDER, Choice, Request
+from fastbert.ops.backend import LOW_PRECISION, ORDER, Choice, Request
 from fastbert.ops.encoder import (
     INT8_OPERATIONS,
     OF_PRODUCTS,
@@ -33,6 +33,7 @@ from fastbert.ops.encoder import (
     choose,
 )
 from fastbert.ops.int8_linear import layout
+from fastbert.ops.register import is_watched
 
 # The table has the path of each module of a layer and the class that the module must have. A
 # QuantizedLinear may replace any linear layer. Linear layers and layer norms are in the order in
@@ -78,6 +79,8 @@ class FusedCall(NamedTuple):
         eps: Term that is added to the variance in layer norms.
         activation: Name of the activation.
         backend: Backend of the call, ``"cpu"`` or ``"triton"``.
+        requested: Requested backend by operation.
+        reason: The reason in words for the choice of the backend.
     """
 
     parameters: list[Tensor]
@@ -87,6 +90,42 @@ class FusedCall(NamedTuple):
     eps: float
     activation: str
     backend: str
+    requested: dict[str, str | None]
+    reason: str
+
+
+class Agreed(NamedTuple):
+    """What all layers of one call have in common; see `FusedCall`."""
+
+    heads: int
+    eps: float
+    activation: str
+    backend: str
+    requested: dict[str, str | None]
+    reason: str
+
+
+class TrainingCall(NamedTuple):
+    """The arguments with which ``ops.encoder_layer`` runs the layers in training.
+
+    Attributes:
+        parameters: Weights and biases of each layer, in the order of ``ops.encoder``.
+        dropouts: Dropout probabilities of each layer: of the attention weights, and before both
+            layer norms.
+        dtype: Dtype of the products.
+        heads: Number of attention heads.
+        eps: Term that is added to the variance in layer norms.
+        activation: Name of the activation.
+        requested: Requested backend by operation.
+    """
+
+    parameters: list[list[Tensor]]
+    dropouts: list[tuple[float, ...]]
+    dtype: torch.dtype
+    heads: int
+    eps: float
+    activation: str
+    requested: dict[str, str | None]
 
 
 def fused_call(
@@ -95,6 +134,7 @@ def fused_call(
     dtype: torch.dtype,
     wants_gradient: bool,
     rows: int = WHOLE,
+    length: int = 0,
 ) -> FusedCall | Choice:
     """Return the call that runs all layers at once, or the reason why no call can.
 
@@ -104,6 +144,7 @@ def fused_call(
         dtype: Dtype of the rows.
         wants_gradient: Whether a gradient with respect to the rows is wanted.
         rows: Number of rows (see ``JoinedLinear.parameters_now``).
+        length: Class of the length of the sequences, for the reason in words.
 
     Returns:
         A `FusedCall` if the layers can run as one call. Otherwise a `Choice` that names the backend
@@ -120,6 +161,66 @@ def fused_call(
         wants_gradient or any(p.requires_grad for layer in layers for p in layer.parameters())
     ):
         return _one_by_one("a gradient is wanted")
+    found = _all_inside(layers)
+    return found if isinstance(found, Choice) else _arguments(found, device, dtype, rows, length)
+
+
+def training_call(
+    layers: Sequence[nn.Module], device: str, dtype: torch.dtype
+) -> TrainingCall | Choice:
+    """Return the calls that run each layer as one function of autograd, or the reason against it.
+
+    Args:
+        layers: The layers in the order in which they run.
+        device: Type of the device that holds the rows, such as ``"cuda"``.
+        dtype: Dtype of the rows.
+
+    Returns:
+        A `TrainingCall` if the Triton kernels serve every operation of every layer, or CUDA C++ the
+        attention and the layer norms. Otherwise a `Choice` as in `fused_call`.
+
+    Raises:
+        ValueError: If a backend that a module asks for cannot serve its operation.
+    """
+    if device not in ORDER or is_watched():
+        return _one_by_one(f"the rows are on {device}, or something watches the operators")
+    found = _all_inside(layers)
+    if isinstance(found, Choice):
+        return found
+    if any(m._backward_hooks or m._backward_pre_hooks for part in found for m in part.values()):
+        return _one_by_one("a module has backward hooks")
+    if {type(modules[path]) for modules in found for path in LINEARS} - {Linear, nn.Linear}:
+        return _one_by_one("a linear layer is int8 or joined")
+    parameters = _tensors(found, WHOLE)
+    if set(map(type, parameters)) != {nn.Parameter}:
+        return _one_by_one("a parameter is missing or of a class of its own")
+    of_rows, allowed = dtype, {dtype}
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        allowed = set(LOW_PRECISION)
+    if of_rows not in (dtype, torch.float32) or not allowed >= {
+        p.dtype for p in _of_products(parameters)
+    }:
+        return _one_by_one(f"rows are {of_rows}, products {dtype}, or parameters of another dtype")
+    if any(m[OUTPUT].training and m[OUTPUT].dropout_p > 0.0 for m in found):
+        return _one_by_one("there is dropout inside the feed-forward")
+    agreed = _agreed(found, ASKING, device, dtype, parameters, OPERATIONS, trained=True)
+    if isinstance(agreed, Choice):
+        return agreed
+    if agreed.backend != "triton":
+        return _one_by_one(f"the operations are served by {agreed.backend}")
+    layers_of = [parameters[i : i + PARAMETERS] for i in range(0, len(parameters), PARAMETERS)]
+    dropouts = [
+        tuple(m[path].dropout_p if m[path].training else 0.0 for path in (ATTENTION, *NORMS))
+        for m in found
+    ]
+    return TrainingCall(
+        layers_of, dropouts, dtype, agreed.heads, agreed.eps, agreed.activation, agreed.requested
+    )
+
+
+def _all_inside(layers: Sequence[nn.Module]) -> list[Modules] | Choice:
+    """Return the modules of each layer by path, or the reason why a layer is unsuitable."""
     if _has_any_global_hook():
         return _one_by_one("there are hooks on all modules")
     found: list[Modules] = []
@@ -128,7 +229,7 @@ def fused_call(
         if isinstance(inside, str):
             return _one_by_one(f"layer.{number}{inside}")
         found.append(inside)
-    return _arguments(found, device, dtype, rows)
+    return found
 
 
 def _inside(layer: Any) -> Modules | str:
@@ -150,7 +251,7 @@ def _inside(layer: Any) -> Modules | str:
 
 
 def _arguments(
-    found: list[Modules], device: str, dtype: torch.dtype, rows: int
+    found: list[Modules], device: str, dtype: torch.dtype, rows: int, length: int
 ) -> FusedCall | Choice:
     kinds = {type(modules[path]) for modules in found for path in LINEARS}
     int8 = kinds == {QuantizedLinear}
@@ -173,12 +274,34 @@ def _arguments(
         return _one_by_one(f"{'rows' if int8 else 'weights'} are {dtypes}, the products {dtype}")
     if any(m[path].training and m[path].dropout_p > 0.0 for m in found for path in DROPPING):
         return _one_by_one("there is dropout in training")
+    asking, operations = (INT8_ASKING, INT8_OPERATIONS) if int8 else (ASKING, OPERATIONS)
+    agreed = _agreed(found, asking, device, dtype, parameters, operations, length=length)
+    if isinstance(agreed, Choice):
+        return agreed
+    if agreed.backend == "triton" and not (
+        dtype == of_rows and all(p.dtype == dtype for p in _of_products(parameters))
+    ):
+        return _one_by_one(f"rows or parameters of products are not {dtype}")
+    return FusedCall(parameters, scales, dtype, *agreed)
+
+
+def _agreed(
+    found: list[Modules],
+    asking: Sequence[str],
+    device: str,
+    dtype: torch.dtype,
+    parameters: list[Any],
+    operations: Sequence[str],
+    *,
+    length: int = 0,
+    trained: bool = False,
+) -> Agreed | Choice:
+    """Return what all layers have in common, or the reason why one call cannot run them."""
     if any(m[ATTENTION].rotary is not None or m[ATTENTION].window is not None for m in found):
         return _one_by_one("attention has rotary positions or a window")
     heads = {modules[ATTENTION].heads for modules in found}
     activations = {modules[OUTPUT].activation for modules in found}
     eps = {modules[path].eps for modules in found for path in NORMS}
-    asking = INT8_ASKING if int8 else ASKING
     requests = {(m[path].operation, m[path].backend) for m in found for path in asking}
     requested = dict(requests)
     if max(map(len, (heads, activations, eps))) > 1 or len(requested) < len(requests):
@@ -187,15 +310,15 @@ def _arguments(
     if activation not in PLAIN:
         return _one_by_one(f"the activation is {activation}")
     columns = parameters[LEAVES.index(NORMS[0]) * 2].shape[0]
-    request = Request(device, dtype, activation=activation, columns=columns)
-    choice = choose(request, requested, INT8_OPERATIONS if int8 else OPERATIONS)
-    if choice.reason != ONE_CALL:
+    common = heads.pop()
+    request = Request(
+        device, dtype, columns // common, activation=activation, columns=columns, length=length,
+        trained=trained,
+    )  # fmt: skip
+    choice = choose(request, requested, operations)
+    if not choice.reason.startswith(ONE_CALL):
         return choice
-    if choice.backend == "triton" and not (
-        dtype == of_rows and all(p.dtype == dtype for p in _of_products(parameters))
-    ):
-        return _one_by_one(f"rows or parameters of products are not {dtype}")
-    return FusedCall(parameters, scales, dtype, heads.pop(), eps.pop(), activation, choice.backend)
+    return Agreed(common, eps.pop(), activation, choice.backend, requested, choice.reason)
 
 
 def _tensors(found: list[Modules], rows: int) -> list[Any]:

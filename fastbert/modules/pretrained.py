@@ -14,6 +14,7 @@ from fastbert.modules.encoder import BertEncoder
 from fastbert.modules.operation import OperationModule
 from fastbert.modules.quantized_linear import QuantizedLinear
 from fastbert.ops.backend import Choice, Request, resolve, validate
+from fastbert.ops.gpu_times import length_class
 
 Model = TypeVar("Model", bound="BertPreTrainedModel")
 
@@ -164,7 +165,9 @@ class BertPreTrainedModel(nn.Module):
     def backends(self, device: str | None = None) -> dict[str, Choice]:
         """Return the backend of each operation of this model, and the reason for the choice.
 
-        The entry ``"encoder"`` says whether the layers run as one call in inference.
+        The entry ``"encoder"`` says whether the layers run as one call in inference. On a GPU, the
+        choice is that for the longest sequences that the model takes, up to 2,048 tokens. Shorter
+        sequences may have another.
 
         Args:
             device: Device type, such as ``"cpu"`` or ``"cuda"``; None means the device of the
@@ -186,14 +189,18 @@ class BertPreTrainedModel(nn.Module):
         weight = next(self.parameters())
         device = device or weight.device.type
         choices = {}
+        length = length_class(self.config.max_length) if device == "cuda" else 0
         for part in self.modules():
             if isinstance(part, OperationModule):
-                request = Request(device, weight.dtype, activation=part.activation)
+                request = Request(
+                    device, weight.dtype, self.config.head_dim, activation=part.activation,
+                    columns=self.config.hidden_size, length=length, trained=part.training,
+                )  # fmt: skip
                 choices[part.operation] = resolve(part.operation, part.backend, request)
         for part in self.modules():
             if isinstance(part, BertEncoder):
                 layers = choices["attention"].backend
-                choices["encoder"] = part.choice(device, weight.dtype, layers)
+                choices["encoder"] = part.choice(device, weight.dtype, layers, length)
         return choices
 
     def gradient_checkpointing_enable(self) -> None:

@@ -95,7 +95,7 @@ def attention(
         q, shape, mask, bias, None, None,
         dropout_p=dropout_p, dropout_seed=dropout_seed, scale=scale, causal=causal, window=window,
     )  # fmt: skip
-    served_by = backend_for(q, backend)
+    served_by = backend_for(q, backend, options, return_weights)
     out, lse = _attention(q, k, v, *options, served_by)
     return (out, _weights(q, k, lse, options, served_by)) if return_weights else out
 
@@ -158,7 +158,7 @@ def attention_varlen(
         q, shape, mask, bias, cu_seqlens_q, cu_seqlens_k,
         dropout_p=dropout_p, dropout_seed=dropout_seed, scale=scale, causal=causal, window=window,
     )  # fmt: skip
-    served_by = backend_for(q, backend)
+    served_by = backend_for(q, backend, options, return_weights)
     out, lse = _attention(q, k, v, *options, served_by)
     return (out, _weights(q, k, lse, options, served_by)) if return_weights else out
 
@@ -217,7 +217,7 @@ def attention_qkvpacked(
         qkv, (batch, heads, length, length), mask, bias, cu_seqlens, cu_seqlens,
         dropout_p=dropout_p, dropout_seed=dropout_seed, scale=scale, causal=causal, window=window,
     )  # fmt: skip
-    served_by = backend_for(qkv, backend)
+    served_by = backend_for(qkv, backend, options, return_weights)
     out, lse = _attention_qkvpacked(qkv, *options, served_by)
     if not return_weights:
         return out
@@ -284,7 +284,7 @@ def attention_weights(
     options = options_of(
         q, shape, mask, bias, cu_seqlens_q, cu_seqlens_k, scale=scale, causal=causal, window=window
     )
-    return _weights(q, k, lse, options, backend_for(q, backend), heads, rows)
+    return _weights(q, k, lse, options, backend_for(q, backend, options, True), heads, rows)
 
 
 def _weights(

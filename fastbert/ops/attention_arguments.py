@@ -17,6 +17,8 @@ from fastbert.ops.arguments import (
     require_shape,
 )
 from fastbert.ops.arguments import dropout_seed as draw_seed
+from fastbert.ops.gpu_times import length_class
+from fastbert.ops.product import needs_gradient
 from fastbert.reference import longest
 
 MAX_HEAD_DIM = 256
@@ -71,10 +73,31 @@ def options_of(
     )  # fmt: skip
 
 
-def backend_for(q: Tensor, requested: str | None) -> str:
-    """Return the backend that serves attention on `q`."""
-    request = backends.Request(q.device.type, q.dtype, head_dim=q.shape[-1])
+def backend_for(
+    q: Tensor, requested: str | None, o: AttentionOptions, weights: bool = False
+) -> str:
+    """Return the backend that serves attention on `q`; `weights` are wanted as a result."""
+    on_gpu = q.device.type == "cuda"
+    request = backends.Request(
+        q.device.type,
+        q.dtype,
+        head_dim=q.shape[-1],
+        options=named_options(o.bias is not None, o.left, o.right, o.scale, weights),
+        # Only a GPU has a table of times.
+        length=length_class(o.max_seqlen_k) if on_gpu else 0,
+        trained=on_gpu and needs_gradient(q),
+    )
     return backends.resolve("attention", requested, request).backend
+
+
+def named_options(
+    bias: bool, left: int, right: int, scale: float, weights: bool
+) -> tuple[str, ...]:
+    """Return the names of the options that not every backend serves, for a request."""
+    given = {
+        "bias": bias, "window": left >= 0 or right >= 0, "scale": scale <= 0.0, "weights": weights,
+    }  # fmt: skip
+    return tuple([name for name, is_given in given.items() if is_given])
 
 
 def _check_head_dim(name: str, head_dim: int) -> None:

@@ -200,12 +200,53 @@ def _cpu_weights(
     )  # fmt: skip
 
 
+CUDA_HEAD_DIMS = (32, 64, 128)
+
+
+def _cuda_options(o: AttentionOptions) -> tuple[Any, ...]:
+    return (
+        o.mask, o.cu_seqlens_q, o.cu_seqlens_k, o.seed, o.max_seqlen_q, o.max_seqlen_k,
+        o.dropout_p, o.scale,
+    )  # fmt: skip
+
+
+def _cuda_forward(q: Tensor, k: Tensor, v: Tensor, o: AttentionOptions) -> tuple[Tensor, Tensor]:
+    return torch.ops.fastbert_C.flash_attention_forward(q, k, v, *_cuda_options(o))
+
+
+def _cuda_backward(
+    into: Sequence[Tensor | None],
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    o: AttentionOptions,
+) -> None:
+    dq, dk, dv, _ = into
+    torch.ops.fastbert_C.flash_attention_backward(
+        dq, dk, dv, dout, q, k, v, out, lse, *_cuda_options(o)
+    )
+
+
+def _cuda_refuses(request: backends.Request) -> str | None:
+    if request.options:
+        return f"the CUDA kernels do not serve {', '.join(request.options)}"
+    if request.head_dim not in CUDA_HEAD_DIMS:
+        return f"the head dim is {request.head_dim}, allowed: {', '.join(map(str, CUDA_HEAD_DIMS))}"
+    return None
+
+
 # A backward writes its results into the tensors (dq, dk, dv, dbias or None) of its first argument.
 backends.TABLES["attention"] = {
     "reference": backends.Implementation(
         _reference_forward, _reference_backward, backends.ALL_DTYPES
     ),
     "triton": backends.Implementation(_triton_forward, _triton_backward),
+    "cuda": backends.Implementation(
+        _cuda_forward, _cuda_backward, (torch.float16, torch.bfloat16), _cuda_refuses, True
+    ),
     "cpu": backends.Implementation(_cpu_forward, _cpu_backward),
 }
 WEIGHTS: dict[str, Callable[..., Tensor]] = {

@@ -24,10 +24,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fastbert.ops import gpu_times
+
 BACKENDS = ("reference", "triton", "cuda", "cpu")
 LOW_PRECISION = (torch.float32, torch.float16, torch.bfloat16)
 ALL_DTYPES = (*LOW_PRECISION, torch.float64)
-# By device type, the backends in the order in which ``backend=None`` tries them.
+# By device type, the backends in the order in which ``backend=None`` tries them. On a GPU, the
+# table of times (fastbert/ops/gpu_times.py) comes first.
 ORDER = {"cuda": ("triton", "cuda", "reference"), "cpu": ("cpu", "reference")}
 OTHER_DEVICE = ("reference",)
 OLDEST_CAPABILITY = (8, 0)
@@ -49,17 +52,25 @@ class Request(NamedTuple):
         device: Device type, such as "cpu" or "cuda".
         dtype: Dtype of the inputs.
         head_dim: Head dim of attention.
+        options: Options of attention that not every backend serves: "bias", "window", "weights" (as
+            a result), "scale" (of 0 or less).
         activation: Name of the activation of a feed-forward.
         columns: Number of columns of a row operation.
         transformed: Whether a transform of torch.func or forward-mode AD is active.
+        length: Class of the longest sequence of keys in attention on a GPU
+            (`gpu_times.length_class`).
+        trained: Whether a gradient is wanted, so that the time of the backward pass counts.
     """
 
     device: str
     dtype: torch.dtype
     head_dim: int = 0
+    options: tuple[str, ...] = ()
     activation: str = "gelu"
     columns: int = 0
     transformed: bool = False
+    length: int = 0
+    trained: bool = False
 
 
 def serves_all(request: Request) -> str | None:
@@ -83,12 +94,15 @@ class Implementation:
         backward: Takes the arguments of the backward operator, without its backend.
         dtypes: Allowed dtypes of the inputs.
         refuses: Returns the reason why a request cannot be served, or None.
+        is_partial: Whether the backend serves only some calls. A model that prefers such a backend
+            lets the operation choose.
     """
 
     forward: Callable[..., Any]
     backward: Callable[..., Any]
     dtypes: tuple[torch.dtype, ...] = LOW_PRECISION
     refuses: Callable[[Request], str | None] = serves_all
+    is_partial: bool = False
 
 
 TABLES: dict[str, dict[str, Implementation]] = {}
@@ -117,6 +131,8 @@ def _has_triton() -> bool:
 
 EXTENSION, EXTENSION_STATE = _load_extension()
 EXTENSION_HAS_CUDA = EXTENSION is not None and bool(EXTENSION.build_info()["cuda"])
+# The architectures of the extension's CUDA code as TORCH_CUDA_ARCH_LIST has them.
+CUDA_ARCHS = EXTENSION.build_info()["cuda_archs"] if EXTENSION_HAS_CUDA else ""
 HAS_TRITON = _has_triton()
 DEFAULT_REQUEST = os.environ.get("FASTBERT_BACKEND") or None
 INTERPRETER = "Triton's interpreter"
@@ -185,16 +201,43 @@ def compiler_environment(cache: Path | None = None) -> dict[str, str]:
 
 
 @functools.cache
+def capability() -> tuple[int, int] | None:
+    """Return the compute capability of the current GPU, or None without a GPU."""
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+
+
 def refuse_old_gpu() -> str | None:
     """Return the reason why the current GPU cannot run the kernels, or None if it can."""
-    if not torch.cuda.is_available():
-        return None
-    major, minor = torch.cuda.get_device_capability()
-    if (major, minor) >= OLDEST_CAPABILITY:
+    found = capability()
+    if found is None or found >= OLDEST_CAPABILITY:
         return None
     return (
-        f"the GPU has compute capability {major}.{minor}, allowed: 8.0 and higher (older matrix "
-        "units lack bf16 and the operand layouts of the kernels)"
+        f"the GPU has compute capability {found[0]}.{found[1]}, allowed: 8.0 and higher (older "
+        "matrix units lack bf16 and the operand layouts of the kernels)"
+    )
+
+
+def refuse_missing_code() -> str | None:
+    """Return the reason why the extension's CUDA code does not run on the current GPU, or None.
+
+    Machine code runs on later GPUs of the same major number, code of an architecture with a letter
+    on that architecture alone, and PTX ("+PTX") on every later GPU.
+    """
+    found = capability()
+    if found is None:
+        return None
+    for name in CUDA_ARCHS.split(";"):
+        number = name.removesuffix("+PTX")
+        major, _, minor = number.rstrip("af").partition(".")
+        built = (int(major or 0), int(minor or 0))
+        alone = not number.endswith(minor)
+        if built == found or (
+            not alone and built <= found and (built[0] == found[0] or name.endswith("+PTX"))
+        ):
+            return None
+    return (
+        f"the GPU has compute capability {found[0]}.{found[1]}, the extension was built for "
+        f"{CUDA_ARCHS}"
     )
 
 
@@ -221,7 +264,7 @@ def unavailable(backend: str, device: str) -> str | None:
         return EXTENSION_STATE
     if backend == "cuda" and not EXTENSION_HAS_CUDA:
         return "the extension was built without CUDA"
-    return refuse_old_gpu() if backend == "cuda" else None
+    return (refuse_old_gpu() or refuse_missing_code()) if backend == "cuda" else None
 
 
 def refusal(op: str, backend: str, request: Request) -> str | None:
@@ -258,11 +301,13 @@ def resolve(op: str, requested: str | None, request: Request) -> Choice:
     Args:
         op: Name of the operation.
         requested: The only backend allowed. None takes FASTBERT_BACKEND if that backend implements
-            `op`, and otherwise the first backend of ``ORDER`` that can serve the call.
+            `op`, and otherwise the first backend that can serve the call, in the order of the table
+            of times on a GPU and of ``ORDER`` elsewhere.
         request: Properties of the call.
 
     Returns:
-        The choice. The reason names the backends before it in ``ORDER`` and their refusals.
+        The choice. The reason names the backends before it in the order with their refusals, and on
+        a GPU the times that decide.
 
     Raises:
         ValueError: If `requested` is unknown or cannot serve the call, or if no backend can.
@@ -290,19 +335,44 @@ def _resolve(op: str, requested: str | None, request: Request) -> Choice:
         if reason is not None:
             raise ValueError(f"backend: {requested!r} cannot serve {op}: {reason}")
         return Choice(requested, "asked for")
+    order: tuple[str, ...] = ORDER.get(request.device, OTHER_DEVICE)
+    times = ""
+    if request.device == "cuda":
+        size = int(request.length if op == "attention" else request.columns)
+        dtype = dtype_name(request.dtype)
+        order, times = _order_on_gpu(op, dtype, int(request.head_dim), size, request.trained)
     passed: list[str] = []
-    for backend in ORDER.get(request.device, OTHER_DEVICE):
+    for backend in order:
         reason = refusal(op, backend, request)
         if reason is None:
-            return Choice(backend, "; ".join(passed) or "first choice on this device")
+            words = [*passed, times] if times else passed
+            return Choice(backend, "; ".join(words) or "first choice on this device")
         passed.append(f"{backend}: {reason}")
     raise ValueError(f"backend: none can serve {op}: {'; '.join(passed)}")
 
 
+def _order_on_gpu(
+    op: str, dtype: str, head_dim: int, size: int, trained: bool
+) -> tuple[tuple[str, ...], str]:
+    """Return the backends, the fastest first, and the times that decide; "" without times."""
+    found = capability()
+    if found is None:
+        return ORDER["cuda"], ""
+    point = gpu_times.nearest(gpu_times.POINTS, op, found, dtype, head_dim, size)
+    times = "" if point is None else gpu_times.reason(point, trained)
+    return gpu_times.order(point, trained, ORDER["cuda"]), times
+
+
+# torch.compile calls the function while it traces, as torch.compiler.assume_constant_result would
+# arrange. That function imports torch._dynamo, which takes seconds.
+_order_on_gpu._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def prefer(op: str, requested: str | None) -> str | None:
-    """Return `requested` if that backend implements `op`, or None otherwise.
+    """Return `requested` if that backend serves every call of `op`, or None otherwise.
 
     A model requests its backend with this function for each of its operations. An operation without
     that backend resolves as with None; ``fastbert info`` and ``model.backends()`` show the result.
     """
-    return None if validate(requested) is None or requested not in TABLES[op] else requested
+    row = None if requested is None else TABLES[op].get(validate(requested) or "")
+    return None if row is None or row.is_partial else requested

@@ -16,6 +16,7 @@ from fastbert.ops.arguments import (
     require_same_device,
     require_shape,
 )
+from fastbert.ops.layer_parts import PART_BACKENDS, PARTS, Parts, launchers
 from fastbert.ops.register import differentiable, operator
 
 # Numbers of tensors of a layer among the arguments `parameters` and `scales` of `encoder`.
@@ -45,6 +46,8 @@ def encoder(
     dtype: torch.dtype | None = None,
     all_states: bool = False,
     backend: str | None = None,
+    attention_backend: str = "triton",
+    layer_norm_backend: str = "triton",
 ) -> list[Tensor]:
     """Run all layers of a BERT encoder in one call, without dropout and without gradients.
 
@@ -72,6 +75,9 @@ def encoder(
         backend: ``"cpu"`` or ``"triton"``; None takes ``"cpu"`` for rows on the CPU and
             ``"triton"`` otherwise. The backend ``"triton"`` takes no int8 weights, and weights of
             products in the dtype of `hidden` only.
+        attention_backend: ``"triton"`` or ``"cuda"``: the kernels of attention within the backend
+            ``"triton"``.
+        layer_norm_backend: As `attention_backend`, for the layer norms.
 
     Returns:
         List of tensors of shape ``(T, H)``, one for each layer with `all_states`, else one.
@@ -93,9 +99,15 @@ def encoder(
     reason = backends.unavailable(backend, hidden.device.type)
     allowed = f"a tensor that the {backend} backend takes: {reason}"
     require(reason is None, "hidden", hidden.device, allowed)
+    for name, part in (
+        ("attention_backend", attention_backend),
+        ("layer_norm_backend", layer_norm_backend),
+    ):
+        require(part in PART_BACKENDS, name, repr(part), ", ".join(PART_BACKENDS))
     return _encoder(
         hidden, list(parameters), list(scales), cu_seqlens, mask, bias, batch, max_seqlen, heads,
-        eps, activation, hidden.dtype if dtype is None else dtype, all_states, backend,
+        eps, activation, hidden.dtype if dtype is None else dtype, all_states, attention_backend,
+        layer_norm_backend, backend,
     )  # fmt: skip
 
 
@@ -113,31 +125,40 @@ def choose(
 
     Returns:
         The backend ``"cpu"`` or ``"triton"`` if that backend serves every operation; all layers
-        then run in one call. Otherwise the backend of the first operation that prevents this; the
+        then run in one call. Within ``"triton"``, the backend ``"cuda"`` may serve attention and
+        layer norm. Otherwise the backend of the first operation that prevents this; the
         layers then run one by one. The backend ``"triton"`` has no call for int8 weights.
 
     Raises:
         ValueError: If a requested backend cannot serve its operation.
     """
     allowed: Sequence[str] = INT8_BACKENDS if operations is INT8_OPERATIONS else BACKENDS
+    others = []
     for op in operations:
         choice = backends.resolve(op, requested.get(op), request)
+        if op in PARTS and choice.backend == "cuda" and allowed == ("triton",):
+            others.append(op)
+            continue
         if choice.backend not in allowed:
             reason = f"layer by layer: {op} is served by {choice.backend}: {choice.reason}"
             return backends.Choice(choice.backend, reason)
         allowed = (choice.backend,)
-    return backends.Choice(allowed[0], ONE_CALL)
+    by_others = f", {' and '.join(others)} by cuda" if others else ""
+    return backends.Choice(allowed[0], ONE_CALL + by_others)
 
 
 # The operator
 
 
 def _forward(*arguments: Any) -> list[Tensor]:
-    *given, backend = arguments
-    return torch.ops.fastbert_C.encoder(*given) if backend == "cpu" else _triton_forward(*given)
+    *given, attention, layer_norm, backend = arguments
+    if backend == "cpu":
+        return torch.ops.fastbert_C.encoder(*given)
+    return _triton_forward(Parts(attention, layer_norm), *given)
 
 
 def _triton_forward(
+    parts: Parts,
     hidden: Tensor,
     parameters: list[Tensor],
     scales: list[Tensor],
@@ -155,6 +176,7 @@ def _triton_forward(
     from fastbert.kernels.encoder import encoder_forward
 
     layers = _checked_layers(hidden, parameters, heads)
+    attention, layer_norm = launchers(parts)
     require(not scales, "scales", f"{len(scales)} tensors", "none on the triton backend")
     require(dtype == hidden.dtype, "dtype", dtype, f"{hidden.dtype}, as hidden")
     if cu_seqlens is None:
@@ -178,6 +200,8 @@ def _triton_forward(
         eps=eps,
         activation=activation,
         all_states=all_states,
+        attention=attention,
+        layer_norm=layer_norm,
     )
 
 
@@ -223,7 +247,8 @@ def _backward(ctx: Any, *gradients: Any) -> dict[str, Tensor]:
 _encoder = operator(
     "encoder(Tensor hidden, Tensor[] parameters, Tensor[] scales, Tensor? cu_seqlens, "
     "Tensor? mask, Tensor? bias, SymInt batch, SymInt max_seqlen, int heads, float eps, "
-    "str activation, ScalarType dtype, bool all_states, str backend) -> Tensor[]",
+    "str activation, ScalarType dtype, bool all_states, str attention, str layer_norm, "
+    "str backend) -> Tensor[]",
     _fake,
     forward=_forward,
 )

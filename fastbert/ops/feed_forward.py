@@ -12,6 +12,7 @@ from fastbert.activations import ACTIVATIONS, APPROXIMATIONS, of_name
 from fastbert.ops import backend as backends
 from fastbert.ops import closed_form
 from fastbert.ops.arguments import autocast_dtype, require, require_floating, transformed
+from fastbert.ops.fused_products import library_reason
 from fastbert.ops.product import (
     PRODUCTS,
     check_parameters,
@@ -178,9 +179,8 @@ def _check_first(
     return cast
 
 
-# The operator of linear_gelu: x (M, K) → y (M, N) and the pre-activation h, which is empty unless
-# it is to be saved. h contains the bias, except with the backend "cuda", which adds the bias in the
-# kernel of the activation.
+# The operator of linear_gelu: x (M, K) → y (M, N) and the pre-activation h with the bias, which is
+# empty unless it is to be saved.
 
 
 def _fake(a: Any) -> tuple[Tensor, Tensor]:
@@ -292,7 +292,7 @@ def _feed_forward_backward_forward(
     dx = dw1 = db1 = dw2 = db2 = None
     if any(needs[:4]):
         if h is None:
-            h = products.project(x, w1, None if backend == "cuda" else b1)
+            h = products.project(x, w1, b1)
         dh, db1, a = row.backward(dy, w2, h, b1, activation)
         dx = products.gradient_of_rows(dh, w1, dresidual) if needs[0] else None
         dw1 = products.gradient_of_weight(dh, x, w1) if needs[1] else None
@@ -405,17 +405,22 @@ def _triton_backward(
 def _cuda_forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, save: bool
 ) -> tuple[Tensor, Tensor]:
-    h = x @ weight.t()
-    y = torch.ops.fastbert_C.activation_forward(h, bias, activation)
+    if library_reason(x, weight, bias) is None:
+        return torch.ops.fastbert_C.linear_gelu_forward(x, weight, bias, activation, save)
+    h = PRODUCTS["cuda"].project(x, weight, bias)
+    y = torch.ops.fastbert_C.activation_forward(h, None, activation)
     return y, h if save else x.new_empty(0)
 
 
 def _cuda_backward(
     dy: Tensor, w2: Tensor | None, h: Tensor, bias: Tensor | None, activation: str
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    da = dy if w2 is None else dy @ w2
     summed, again = bias is not None, w2 is not None
-    return torch.ops.fastbert_C.activation_backward(da, h, bias, activation, summed, again)
+    if w2 is not None and library_reason(dy, w2, None) is None:
+        return torch.ops.fastbert_C.linear_gelu_gradient(dy, w2, h, activation, summed)
+    da = dy if w2 is None else dy @ w2
+    dh, dbias, a = torch.ops.fastbert_C.activation_backward(da, h, None, activation, summed, again)
+    return dh, None if bias is None else dbias.to(bias.dtype), a
 
 
 def _cpu_forward(

@@ -19,6 +19,7 @@ from fastbert.ops.arguments import (
     require_same_device,
     require_shape,
 )
+from fastbert.ops.product import needs_gradient
 from fastbert.ops.register import differentiable, once_differentiable, operator
 
 
@@ -77,7 +78,9 @@ def layer_norm(
             x, residual = x.to(dtype), residual.to(dtype)
         residual = flatten_rows(residual)
     seed = draw_seed(dropout_p, dropout_seed, x.device)
-    request = backends.Request(x.device.type, x.dtype, columns=shape[-1])
+    device = x.device.type
+    trained = device == "cuda" and needs_gradient(x, weight, residual)
+    request = backends.Request(device, x.dtype, columns=shape[-1], trained=trained)
     choice = backends.resolve("layer_norm", backend, request)
     y, _, _ = _layer_norm(
         flatten_rows(x), weight, bias, residual, x_bias, seed, dropout_p, eps, choice.backend
@@ -241,6 +244,16 @@ def _extension_backward(*arguments: Any) -> tuple[Tensor, ...]:
     return torch.ops.fastbert_C.layer_norm_backward(*arguments)
 
 
+# Equal to kMaxColumns of csrc/cuda/layer_norm.cuh.
+LARGEST_CUDA_ROW = 6144
+
+
+def _refuse_wide_rows(request: backends.Request) -> str | None:
+    if request.columns <= LARGEST_CUDA_ROW:
+        return None
+    return f"rows have {request.columns} elements, allowed: up to {LARGEST_CUDA_ROW}"
+
+
 backends.TABLES["layer_norm"] = {
     "reference": backends.Implementation(
         closed_form.layer_norm_forward, closed_form.layer_norm_backward, backends.ALL_DTYPES
@@ -248,6 +261,8 @@ backends.TABLES["layer_norm"] = {
     "triton": backends.Implementation(
         _triton_forward, _triton_backward, refuses=backends.refuse_wide_rows
     ),
-    "cuda": backends.Implementation(_extension_forward, _extension_backward),
+    "cuda": backends.Implementation(
+        _extension_forward, _extension_backward, refuses=_refuse_wide_rows
+    ),
     "cpu": backends.Implementation(_extension_forward, _extension_backward),
 }

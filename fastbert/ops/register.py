@@ -52,7 +52,7 @@ class Operator:
 
     def __call__(self, *arguments: Any) -> Any:
         """Call the operator with all its arguments by position."""
-        if _is_watched():
+        if is_watched():
             return self.overload(*arguments)
         given = list(arguments)
         if self.takes_lists:
@@ -73,7 +73,7 @@ class Operator:
         return self.implementation(*arguments)
 
 
-def _is_watched() -> bool:
+def is_watched() -> bool:
     """Tell whether something sees the operators that the dispatcher runs."""
     return (
         torch.compiler.is_compiling()
@@ -115,7 +115,7 @@ def operator(
     if implementation is None:
         raise TypeError(f"{name}: got neither table nor forward, allowed: one of them")
     ARGUMENTS[name] = arguments
-    IMPLEMENTATIONS[name] = _without_autocast(implementation)
+    IMPLEMENTATIONS[name] = without_autocast(implementation)
     LIBRARY.impl(name, IMPLEMENTATIONS[name], "CompositeExplicitAutograd")
     torch.library.register_fake(
         f"fastbert::{name}", lambda *given: fake(arguments(*given)), lib=LIBRARY
@@ -136,7 +136,7 @@ def _dispatch(table: str, backward: bool) -> Callable[..., Any]:
     return run
 
 
-def _without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
+def without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
     """Turn autocast off inside an implementation; the public function has cast the arguments."""
 
     @functools.wraps(function)

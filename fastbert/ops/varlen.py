@@ -20,6 +20,7 @@ __all__ = [
     "longest",
     "pad",
     "sequence_positions",
+    "tokens_first",
     "unpad",
     "unpad_indices",
 ]
@@ -113,10 +114,43 @@ def pad(packed: Packed) -> Tensor:
 def _unpad_indices_forward(mask: Tensor) -> tuple[Tensor, Tensor, int]:
     if _by_extension(mask):
         return torch.ops.fastbert_C.unpad_indices(mask)
-    if mask.device.type == "cpu" or mask.numel() == 0:
+    if mask.numel() == 0 or (mask.device.type == "cpu" and not _by_kernel(mask)):
         packed = reference.unpad(mask, mask)
         return packed.indices, packed.cu_seqlens, packed.max_seqlen
-    return _unpad_indices_of_device(mask.bool())
+    if not _by_kernel(mask):
+        return _unpad_indices_of_device(mask.bool())
+    places = mask if mask.dtype in INTEGERS else mask.bool()
+    indices, _, cu_seqlens, totals = torch.ops.fastbert_C.mask_places(places, False)
+    rows, longest = totals.tolist()
+    return indices[:rows], cu_seqlens, longest
+
+
+def _by_kernel(mask: Tensor) -> bool:
+    """Tell whether one CUDA C++ kernel finds the places of the tokens of a mask."""
+    return backends.unavailable("cuda", mask.device.type) is None
+
+
+def tokens_first(exists: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Order the places of a padded batch: those of the tokens, then those of the padding.
+
+    Nothing is read from the device, so that a CUDA graph can hold the call.
+
+    Args:
+        exists: Bool mask of shape ``(B, L)``, True where a token is.
+
+    Returns:
+        The place of each row in the flattened batch, int64 of shape ``(B · L,)``; the row of each
+        place, of the same form; and cumulative lengths, int32 of shape ``(B + 1,)``.
+    """
+    if exists.numel() and _by_kernel(exists):
+        places, rows, cu_seqlens, _ = torch.ops.fastbert_C.mask_places(exists, True)
+        return places, rows, cu_seqlens
+    flat = exists.flatten()
+    lengths = exists.sum(1, dtype=torch.int32)
+    cu_seqlens = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    rows = torch.where(flat, flat.cumsum(0), flat.sum() + (~flat).cumsum(0)) - 1
+    places = torch.arange(rows.shape[0], device=rows.device)
+    return torch.empty_like(rows).scatter_(0, rows, places), rows, cu_seqlens
 
 
 def _unpad_indices_of_device(keep: Tensor) -> tuple[Tensor, Tensor, int]:

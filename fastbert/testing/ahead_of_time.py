@@ -348,6 +348,7 @@ def compile_launches(
     processes: int = 2,
     cache: Path | None = None,
     unlike: Sequence[int] = (),
+    one_of_each: bool = False,
 ) -> Iterator[Compiled]:
     """Compile every shipped launch for every architecture, in processes of their own.
 
@@ -356,6 +357,8 @@ def compile_launches(
         processes: Number of processes that compile.
         cache: Folder of Triton's cache; None is Triton's default.
         unlike: Architectures whose launches are left out. A launch with other tiles remains.
+        one_of_each: Whether one launch of each kernel is compiled, with 16-bit inputs if the kernel
+            has such a launch.
 
     Yields:
         The compiled launches, as soon as each is done.
@@ -370,7 +373,7 @@ def compile_launches(
         raise ImportError("triton is not installed: pip install 'fastbert[triton]'")
     command = [sys.executable, "-m", "fastbert.testing.ahead_of_time"]
     command += ["--processes", str(processes), "--arch", *map(str, architectures)]
-    command += ["--unlike", *map(str, unlike)]
+    command += ["--unlike", *map(str, unlike), *["--one-of-each"] * one_of_each]
     with (
         tempfile.TemporaryFile("w+") as errors,
         subprocess.Popen(
@@ -414,6 +417,16 @@ def _jobs(nouns: tuple[str, ...], only: str, arch: int) -> list[tuple[str, Any]]
     return list(found.values())
 
 
+def _one_of_each(nouns: tuple[str, ...], only: str, arch: int) -> set[int]:
+    """Return the number of one launch of each name, with 16-bit inputs where there is one."""
+    found: dict[str, int] = {}
+    for number, (_, launch) in enumerate(_jobs(nouns, only, arch)):
+        half = {"*fp16", "*bf16"} & set(specialise(launch)[0].values())
+        if half or launch.name not in found:
+            found[launch.name] = number
+    return set(found.values())
+
+
 def _compile_job(job: tuple[tuple[str, ...], str, int, int]) -> Compiled:
     nouns, only, index, arch = job
     noun, launch = _jobs(nouns, only, arch)[index]
@@ -429,6 +442,7 @@ def main() -> None:
     parser.add_argument("--unlike", type=int, nargs="*", default=[])
     parser.add_argument("--noun", nargs="*", default=nouns())
     parser.add_argument("--only", default="", help="launches whose name contains this")
+    parser.add_argument("--one-of-each", action="store_true", help="one launch of each kernel")
     parser.add_argument("--processes", type=int, default=2)
     options = parser.parse_args()
     import triton
@@ -448,6 +462,9 @@ def main() -> None:
             for index, (_, launch) in enumerate(_jobs(chosen, options.only, arch))
             if identity(launch) not in known
         ]
+        if options.one_of_each:
+            few = {arch: _one_of_each(chosen, options.only, arch) for arch in options.arch}
+            jobs = [job for job in jobs if job[2] in few[job[3]]]
     except (RuntimeError, ValueError) as error:
         sys.exit(str(error))
     # The children are forked, so that they already have the launches.

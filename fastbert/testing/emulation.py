@@ -52,6 +52,7 @@ class Selection(NamedTuple):
         schedule: Seed of the PTX machine. With 0, warps run one after another and asynchronous
             operations take effect at once. Another number chooses the order of the warps, and for
             each asynchronous operation whether it takes effect at once or at its wait.
+        approximate: Share of the documented error that approximate instructions make, -1 to 1.
     """
 
     arch: str
@@ -63,6 +64,7 @@ class Selection(NamedTuple):
     random: int = 0
     seed: int = 0
     schedule: int = 1
+    approximate: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,7 @@ class EmulatedRun:
         backend: "triton" or "cuda".
         dtype: Dtype of the inputs, as "bfloat16".
         schedule: Seed of the PTX machine.
+        approximate: Share of the documented error that approximate instructions made.
         launches: Number of launches by name.
         seconds: Time of the run, with the oracle, without compilation.
         compile_seconds: Time of the compilation, or of reading its cache.
@@ -92,6 +95,7 @@ class EmulatedRun:
     backend: str
     dtype: str
     schedule: int
+    approximate: float
     launches: dict[str, int]
     seconds: float
     compile_seconds: float
@@ -151,6 +155,9 @@ def emulate(
             reason = obstacle(backend)
             if reason is not None:
                 raise ValueError(f"backend: {backend!r} cannot run on {STAND_IN}: {reason}")
+    for share in (selection.approximate for selection in selections):
+        if not -1 <= share <= 1:
+            raise ValueError(f"approximate: got {share:g}, allowed: -1 to 1")
     threads = max(1, len(os.sched_getaffinity(0)) // processes)
     command = [sys.executable, "-m", "fastbert.testing.emulation", str(processes), str(threads)]
     command.append(json.dumps([selection._asdict() for selection in selections]))
@@ -227,6 +234,7 @@ class _Job(NamedTuple):
     arch: str
     seed: int
     schedule: int
+    approximate: float
     threads: int
 
 
@@ -259,7 +267,8 @@ def _jobs(selection: Selection, threads: int) -> list[_Job]:
         raise refusals[0] if refusals else ValueError(f"op: got {selection.op!r}, {allowed}")
     # A random case has the seed in its name, and always the inputs of seed 0.
     seed = 0 if selection.random else selection.seed
-    return [_Job(*run, selection.arch, seed, selection.schedule, threads) for run in planned]
+    arch, schedule, approximate = selection.arch, selection.schedule, selection.approximate
+    return [_Job(*run, arch, seed, schedule, approximate, threads) for run in planned]
 
 
 def _verdicts(job: _Job) -> list[ParityRow]:
@@ -276,7 +285,7 @@ def _run(job: _Job) -> EmulatedRun:
     """Run one job on ``job.threads`` threads."""
     torch.set_num_threads(job.threads)
     arch = int(job.arch.removeprefix("sm_"))
-    options = {"seed": job.schedule, "threads": job.threads}
+    options = {"seed": job.schedule, "threads": job.threads, "approximate": job.approximate}
     emulator = Emulator(arch, **options)
     reports: list[tuple[str, Report]] = emulator.reports
     serving: AbstractContextManager[None] = serving_triton(arch, emulator.run)
@@ -288,6 +297,8 @@ def _run(job: _Job) -> EmulatedRun:
     start, rows, fault = time.monotonic(), [], ""
     command = job.case.command(job.backend, job.dtype, job.seed)
     command += f" --emulate {job.arch} --schedule {job.schedule}"
+    if job.approximate:
+        command += f" --approximate {job.approximate:g}"
     try:
         with serving:
             rows = [replace(row, command=command) for row in _verdicts(job)]
@@ -300,6 +311,7 @@ def _run(job: _Job) -> EmulatedRun:
         backend=job.backend,
         dtype=backends.dtype_name(job.dtype),
         schedule=job.schedule,
+        approximate=job.approximate,
         launches=dict(Counter(name for name, _ in reports)),
         seconds=time.monotonic() - start - emulator.compile_seconds,
         compile_seconds=emulator.compile_seconds,

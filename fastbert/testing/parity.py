@@ -14,6 +14,7 @@ from torch import Tensor
 from fastbert import ops, reference
 from fastbert.activations import APPROXIMATIONS
 from fastbert.ops import backend as backends
+from fastbert.ops.attention_arguments import named_options
 from fastbert.testing.cases import TABLE_OF, Case, Inputs
 from fastbert.testing.compare import Comparison, compare
 from fastbert.testing.random_cases import random_cases
@@ -191,11 +192,29 @@ def refusal(case: Case, backend: str, dtype: torch.dtype, device: str) -> str | 
     Returns:
         The reason in words, or None if the backend serves the case.
     """
-    head_dim = case.shape[-1] if case.op == "attention" else 0
     approximate = case.options.get("approximate", "none")
     activation = case.options.get("activation", APPROXIMATIONS[approximate])
-    request = backends.Request(device, dtype, head_dim=head_dim, activation=activation)
+    request = backends.Request(device, dtype, activation=activation, **_attention_request(case))
     return backends.refusal(TABLE_OF[case.op], backend, request)
+
+
+def _attention_request(case: Case) -> dict[str, Any]:
+    """Return what an attention case says of its call in a request for a backend."""
+    if TABLE_OF[case.op] != "attention":
+        return {}
+    given = case.options
+    window = given.get("window", -1)
+    left, right = (window, window) if isinstance(window, int) else window
+    return {
+        "head_dim": case.shape[-1 if case.op == "attention" else 2],
+        "options": named_options(
+            bool(given.get("bias")),
+            left,
+            0 if given.get("causal") else right,
+            given.get("scale", 1.0),
+            False,
+        ),
+    }
 
 
 def devices() -> tuple[str, ...]:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
-INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\w*(?:\.\w+)*)\s*([^;]*);")
+from fastbert.testing.machine_code import Instruction, read
+
 PREDICATE = re.compile(r"!?U?P(?:\d+|T)$")
 REGISTER = re.compile(r"R(\d+)(?:\.\w+)*$")
 # The registers that these instructions name first are read, not written.
@@ -21,23 +21,6 @@ READERS = re.compile(r"(?:\w*SETP\w*|FCHK|PLOP3|RET|BRX|JMX|CALL|BAR|NANOSLEEP|W
 OPERAND_REGISTERS = 4
 # The age of a product whose group has not ended.
 OPEN = -1
-
-
-@dataclass
-class _Instruction:
-    address: int
-    text: str
-    operation: str
-    operands: list[str]
-    following: list[int] = field(default_factory=list)
-
-    @property
-    def modifiers(self) -> list[str]:
-        return self.operation.split(".")[1:]
-
-    @property
-    def name(self) -> str:
-        return self.operation.split(".")[0]
 
 
 def overwritten_operands(sass: str) -> list[str]:
@@ -63,7 +46,7 @@ def overwritten_operands(sass: str) -> list[str]:
     """
     faults: dict[tuple[int, int], str] = {}
     for text in re.split(r"^\s*Function :", sass, flags=re.MULTILINE):
-        code = _read(text)
+        code = {instruction.address: instruction for instruction in read(text)}
         if any(_operand(instruction) for instruction in code.values()):
             _follow(code, faults)
     return [faults[key] for key in sorted(faults)]
@@ -73,13 +56,14 @@ def overwritten_operands(sass: str) -> list[str]:
 _Flight = dict[tuple[int, int], int]
 
 
-def _follow(code: dict[int, _Instruction], faults: dict[tuple[int, int], str]) -> None:
+def _follow(code: dict[int, Instruction], faults: dict[tuple[int, int], str]) -> None:
+    following = _following(code)
     before: dict[int, _Flight] = {min(code): {}}
     waiting = [min(code)]
     while waiting:
         instruction = code[waiting.pop()]
         after = _step(instruction, before[instruction.address], faults)
-        for address in instruction.following:
+        for address in following[instruction.address]:
             known = before.get(address)
             merged = dict(after) if known is None else _merge(known, after)
             if merged != known:
@@ -91,9 +75,7 @@ def _merge(one: _Flight, other: _Flight) -> _Flight:
     return {key: min(x.get(key, 1 << 30) for x in (one, other)) for key in one | other}
 
 
-def _step(
-    instruction: _Instruction, flight: _Flight, faults: dict[tuple[int, int], str]
-) -> _Flight:
+def _step(instruction: Instruction, flight: _Flight, faults: dict[tuple[int, int], str]) -> _Flight:
     """Return the products in flight after an instruction, and note the operands that it writes."""
     written = set(_written(instruction))
     for register, product in flight:
@@ -113,7 +95,7 @@ def _step(
     return after
 
 
-def _operand(instruction: _Instruction) -> range:
+def _operand(instruction: Instruction) -> range:
     """Return the registers of operand A of a product; none if A is in shared memory."""
     if instruction.name != "HGMMA" or (found := REGISTER.match(instruction.operands[1])) is None:
         return range(0)
@@ -121,7 +103,7 @@ def _operand(instruction: _Instruction) -> range:
     return range(first, first + OPERAND_REGISTERS)
 
 
-def _written(instruction: _Instruction) -> range:
+def _written(instruction: Instruction) -> range:
     """Return the registers that an instruction writes."""
     if READERS.match(instruction.name):
         return range(0)
@@ -133,7 +115,7 @@ def _written(instruction: _Instruction) -> range:
     return range(int(found[1]), int(found[1]) + _width(instruction))
 
 
-def _width(instruction: _Instruction) -> int:
+def _width(instruction: Instruction) -> int:
     """Return the number of registers that an instruction writes."""
     name, modifiers = instruction.name, instruction.modifiers
     if name == "HGMMA":
@@ -150,38 +132,31 @@ def _width(instruction: _Instruction) -> int:
     return 2 if wide or is_double else 1
 
 
-def _read(text: str) -> dict[int, _Instruction]:
-    """Return the instructions of one function by address, with the addresses that may follow."""
-    code: dict[int, _Instruction] = {}
-    for address, operation, rest in INSTRUCTION.findall(text):
-        operands = [operand.strip() for operand in rest.split(",") if operand.strip()]
-        words = " ".join(f"{operation} {rest}".split())
-        code[int(address, 16)] = _Instruction(int(address, 16), words, operation, operands)
+def _following(code: dict[int, Instruction]) -> dict[int, list[int]]:
+    """Return the addresses of the instructions that may follow each instruction."""
     order = sorted(code)
     next_of = dict(itertools.pairwise(order))
-    predicated = {int(a, 16) for a in re.findall(r"/\*([0-9a-f]{4,})\*/\s+@", text)}
     returns = [next_of[a] for a in order if code[a].name == "CALL" and a in next_of]
     joins = [t for a in order if code[a].name == "BSSY" for t in _targets(code[a], code)]
+    found: dict[int, list[int]] = {address: [] for address in order}
     for address in order:
-        instruction = code[address]
+        instruction, following = code[address], found[address]
         ends = instruction.name in ("EXIT", "RET", "BRA", "BRX", "JMP", "CALL", "BREAK")
-        if (not ends or address in predicated or "!UPT" in instruction.operands) and (
-            address in next_of
-        ):
-            instruction.following.append(next_of[address])
+        if (not ends or instruction.guard or "!UPT" in instruction.operands) and address in next_of:
+            following.append(next_of[address])
         if instruction.name in ("BRA", "JMP", "CALL"):
-            instruction.following += _targets(instruction, code)
-            if not instruction.following and address in next_of:
+            following += _targets(instruction, code)
+            if not following and address in next_of:
                 # The target is a name in another section.
-                instruction.following.append(next_of[address])
+                following.append(next_of[address])
         elif instruction.name == "BSYNC":
-            instruction.following += joins
+            following += joins
         elif instruction.name == "RET":
-            instruction.following += returns
-    return code
+            following += returns
+    return found
 
 
-def _targets(instruction: _Instruction, code: dict[int, _Instruction]) -> Iterator[int]:
+def _targets(instruction: Instruction, code: dict[int, Instruction]) -> Iterator[int]:
     for operand in instruction.operands:
         found = re.match(r"0x([0-9a-f]+)$", operand)
         if found and int(found[1], 16) in code:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from fastbert.io import commit
@@ -20,8 +21,9 @@ from fastbert.modules import BertForPreTraining
 from fastbert.training.attempts import Attempts
 from fastbert.training.checkpoint import CHECKPOINT, refuse_existing, save_checkpoint
 from fastbert.training.evaluate import Batch, MaskedPredictions, evaluate, to_device
+from fastbert.training.graphs import graphed_step
 from fastbert.training.log import RunLog, plot_curves
-from fastbert.training.meter import Meter, token_count
+from fastbert.training.meter import Meter
 from fastbert.training.optimizer import make_optimizer
 from fastbert.training.options import PretrainOptions
 from fastbert.training.preparation import Prepared, gather_documents, prepare
@@ -80,6 +82,16 @@ def _accelerator() -> Accelerator:
     return Accelerator(mixed_precision="no", cpu=not torch.accelerator.is_available())
 
 
+def _check_graphs(accelerator: Accelerator) -> None:
+    """Raise ValueError unless CUDA graphs can contain the steps of a run."""
+    kind, processes = accelerator.device.type, accelerator.num_processes
+    if kind != "cuda" or processes > 1:
+        raise ValueError(
+            f"cuda_graphs: got True with {processes} process(es) on {kind}, allowed: one process "
+            "on a CUDA device, because several processes exchange gradients inside the backward"
+        )
+
+
 class _Run:
     """The state that the steps of a pre-training run share."""
 
@@ -89,6 +101,8 @@ class _Run:
         self.options = options
         self.prepared = prepared
         self.accelerator = accelerator
+        if options.cuda_graphs:
+            _check_graphs(accelerator)
         # Every epoch draws new pairs, so epochs can differ by a batch. The first epoch decides the
         # number of steps.
         batches, share = len(prepared.train.epoch(0)), accelerator.num_processes
@@ -110,6 +124,7 @@ class _Run:
             weight_decay=options.weight_decay,
             warmup=options.warmup,
             total_steps=self.total,
+            graphed_on=accelerator.device if options.cuda_graphs else None,
         )
         self.wrapped, self.optimizer = accelerator.prepare(self.model, optimizer)
         # All processes have the same weights, but each process draws its own dropout masks.
@@ -119,6 +134,19 @@ class _Run:
         self.saved = 0
         self.seconds = 0.0
         self.meter = Meter(accelerator.device)
+        # Counts correct predictions in the steps that are logged.
+        self.predictions: MaskedPredictions | None = None
+        self.graphed = None
+        if options.cuda_graphs:
+            budget = options.tokens_per_batch
+            self.graphed = graphed_step(
+                self.model,
+                optimizer,
+                clip_norm=options.clip_norm,
+                observe=self.observe,
+                max_tokens=budget,
+                max_batch=budget,
+            )
         self.evaluation: dict[str, float] | None = None
 
     def batches(self) -> Generator[Batch]:
@@ -138,21 +166,43 @@ class _Run:
 
     def train_step(self, batch: Batch) -> float:
         """Make one update; return the gradient's norm before clipping if the step is logged."""
-        options, accelerator = self.options, self.accelerator
-        logged = self.is_due(options.log_every)
-        tokens = token_count(batch)
-        batch = to_device(batch, accelerator.device)
+        logged = self.is_due(self.options.log_every)
+        self.meter.count(batch)
         watch = MaskedPredictions(self.model) if logged else contextlib.nullcontext()
-        with watch as predictions, self.autocast():
+        with watch as self.predictions:
+            norm = self.update(batch) if self.graphed is None else self.replay(batch)
+        return float(norm) if logged else math.nan
+
+    def update(self, batch: Batch) -> Tensor:
+        """Make one update, and return the gradient's norm before clipping."""
+        accelerator = self.accelerator
+        batch = to_device(batch, accelerator.device)
+        with self.autocast():
             output = self.wrapped(**batch)
         accelerator.backward(output.loss)
-        norm = accelerator.clip_grad_norm_(self.wrapped.parameters(), options.clip_norm)
-        self.meter.add(output, batch, tokens)
-        if predictions is not None:
-            self.meter.add_masked(predictions.hits(batch["labels"]), batch["labels"])
+        norm = accelerator.clip_grad_norm_(self.wrapped.parameters(), self.options.clip_norm)
+        self.observe(output, batch)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return float(norm) if logged else math.nan
+        return norm
+
+    def replay(self, batch: Batch) -> Tensor:
+        """Make one update with a CUDA graph, and return the gradient's norm before clipping.
+
+        The hook of `MaskedPredictions` lets a logged step run without a graph.
+        """
+        assert self.graphed is not None
+        with self.autocast():
+            norm = self.graphed(**batch).gradient_norm
+        assert norm is not None
+        return norm
+
+    def observe(self, output: Any, batch: Batch) -> None:
+        """Add the output of a step to the sums of the log, before the update."""
+        self.meter.add(output, batch)
+        if self.predictions is not None:
+            hits = self.predictions.hits(batch["labels"])
+            self.meter.add_masked(hits, batch["labels"])
 
     def autocast(self) -> torch.autocast:
         device = self.accelerator.device.type
@@ -182,7 +232,7 @@ class _Run:
             "epoch": self.epoch,
             "loss": means["mlm_loss"] + means["nsp_loss"],
             **means,
-            "learning_rate": self.schedule.get_last_lr()[0],
+            "learning_rate": float(self.schedule.get_last_lr()[0]),
             "gradient_norm": norm,
             "tokens_per_second": tokens / seconds,
         }

@@ -34,23 +34,29 @@ class Meter:
         # Sums of numbers that the host knows; a copy to the device would wait for the device.
         self._known = dict.fromkeys(("batches", "pairs", "tokens"), 0)
 
+    def count(self, batch: Batch) -> None:
+        """Count a batch, its pairs, and its tokens without padding.
+
+        Args:
+            batch: The batch, on the CPU.
+        """
+        self._known["batches"] += 1
+        self._known["pairs"] += batch["next_sentence_label"].numel()
+        self._known["tokens"] += token_count(batch)
+
     @torch.no_grad()
-    def add(self, output: Any, batch: Batch, tokens: int) -> None:
-        """Add the output of a step.
+    def add(self, output: Any, batch: Batch) -> None:
+        """Add the output of a step; a CUDA graph may contain this.
 
         Args:
             output: Output of the model.
             batch: The batch, on the device.
-            tokens: Number of tokens of the batch, without padding.
         """
         wanted = batch["next_sentence_label"]
         hits = (output.seq_relationship_logits.argmax(dim=-1) == wanted).sum()
         self._add("mlm_loss", output.mlm_loss)
         self._add("nsp_loss", output.nsp_loss)
         self._add("nsp_hits", hits)
-        self._known["batches"] += 1
-        self._known["pairs"] += wanted.numel()
-        self._known["tokens"] += tokens
 
     @torch.no_grad()
     def add_masked(self, hits: Tensor, labels: Tensor) -> None:

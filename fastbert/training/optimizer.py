@@ -37,7 +37,13 @@ def schedule_factor(step: int, *, warmup_steps: int, total_steps: int) -> float:
 
 
 def make_optimizer(
-    model: nn.Module, *, learning_rate: float, weight_decay: float, warmup: float, total_steps: int
+    model: nn.Module,
+    *,
+    learning_rate: float,
+    weight_decay: float,
+    warmup: float,
+    total_steps: int,
+    graphed_on: torch.device | None = None,
 ) -> tuple[torch.optim.AdamW, torch.optim.lr_scheduler.LambdaLR]:
     """Build AdamW (Loshchilov and Hutter 2019) and its schedule, as in Devlin et al. 2019.
 
@@ -47,16 +53,22 @@ def make_optimizer(
         weight_decay: Weight decay of matrices and embedding tables.
         warmup: Fraction of the steps in which the learning rate rises.
         total_steps: Number of steps.
+        graphed_on: Device of CUDA graphs that contain the optimizer's step; None without graphs.
 
     Returns:
         The optimizer and the schedule of its learning rate.
     """
+    graphed = graphed_on is not None
+    groups = decay_groups(model, weight_decay)
+    # The schedule multiplies this number. The read of a rate that is a tensor would wait for a GPU.
+    groups = [{**group, "initial_lr": learning_rate} for group in groups]
     optimizer = torch.optim.AdamW(
-        decay_groups(model, weight_decay),
-        lr=learning_rate,
+        groups,
+        lr=torch.tensor(learning_rate, device=graphed_on) if graphed else learning_rate,
         betas=(0.9, 0.999),
         eps=1e-6,
         fused=True,
+        capturable=graphed,
     )
     factor = partial(
         schedule_factor, warmup_steps=round(warmup * total_steps), total_steps=total_steps

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT))  # benchmarks/ is no part of the package
 
 from benchmarks.gpu.first import __main__ as first  # noqa: E402
-from benchmarks.gpu.first import screen, smoke  # noqa: E402
+from benchmarks.gpu.first import graphs, screen, smoke  # noqa: E402
 from benchmarks.gpu.first.plan import LIMIT_S, PROCESSES, RERUNS, Step, steps  # noqa: E402
 from benchmarks.gpu.first.run import (  # noqa: E402
     FAILED,
@@ -234,12 +234,29 @@ def test_a_fault_in_a_line_fails_the_step(tmp_path):
     assert "rotary one: out is not finite" in shown[1]
 
 
-@pytest.mark.parametrize("name", ["smoke", "smoke-cuda", "sanitizer", "check-float32"])
+@pytest.mark.parametrize("name", ["smoke", "smoke-cuda", "sanitizer", "check-float32", "graphs"])
 def test_a_step_that_did_nothing_is_no_success(tmp_path, name):
     found = outcome(name, "")
     found.step = Step(name, "", (("compute-sanitizer", "--tool", "memcheck"),), 10)
     screen.screen([found], tmp_path, [])
     assert found.verdict == FAILED
+
+
+def test_graphs_that_compute_something_else_are_a_fault(monkeypatch, capsys, tmp_path):
+    """A recording that repeats the first result is found in inference and in training."""
+
+    def once(recording):
+        if recording.result is None:
+            recording.result = recording.function()
+
+    monkeypatch.setattr(graphs.Latest, "replay", once)
+    monkeypatch.setattr(sys, "argv", ["graphs", "--rehearse"])
+    assert graphs.main() == 1
+    found = outcome("graphs", capsys.readouterr().out)
+    shown = screen.screen([found], tmp_path, [])
+    assert "0 of 3 comparisons agree" in shown[0]
+    assert "inference: packed (90, 80, 20): largest difference" in shown[1]
+    assert "replays draw the same dropout masks" in " ".join(screen.graph_lines(found))
 
 
 def test_the_screen_begins_with_the_machine(tmp_path):
@@ -288,6 +305,7 @@ exit $status
 @no_gpu
 @pytest.mark.skipif(not backends.HAS_TRITON, reason="needs triton")
 @pytest.mark.skipif(backends.EXTENSION is None, reason="needs the extension")
+@pytest.mark.timeout(1500)
 def test_the_rehearsal_of_the_whole_plan(tmp_path):
     """Every step runs: the compiled Triton kernels on the PTX machine, all else on the CPU."""
     tool = tmp_path / "bin" / "compute-sanitizer"
@@ -299,7 +317,7 @@ def test_the_rehearsal_of_the_whole_plan(tmp_path):
     environment["TRITON_INTERPRET"] = "0"
     command = [PYTHON, "-m", "benchmarks.gpu.first", "--rehearse", "--out", str(tmp_path / "out")]
     result = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=590
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1400
     )
     assert result.returncode == 0, result.stdout + result.stderr
     content = json.loads((tmp_path / "out" / "summary.json").read_text("utf-8"))

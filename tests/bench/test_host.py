@@ -39,10 +39,10 @@ def figures(libraries: Path) -> dict[str, dict[str, Any]]:
     ("kind", "calls", "launches"),
     [
         ("inference", 185, 4),
-        ("training, forward", 540, 4),
-        ("training, backward", 520, 9),
-        ("training, autocast, forward", 600, 4),
-        ("training, autocast, backward", 580, 9),
+        ("training, forward", 215, 4),
+        ("training, backward", 260, 9),
+        ("training, autocast, forward", 230, 4),
+        ("training, autocast, backward", 270, 9),
     ],
 )
 def test_a_layer_calls_few_functions(figures, kind, calls, launches):
@@ -50,10 +50,18 @@ def test_a_layer_calls_few_functions(figures, kind, calls, launches):
     assert figures[kind]["launches"] == launches
 
 
-def test_a_layer_takes_little_time(figures):
-    """A layer took 22 times the yardstick at first, 8 times with kept launches, 4 as one call."""
-    row = figures["inference"]
-    assert row["microseconds"] <= 7 * row["yardstick"], row
+# A clock needs a quiet machine; the number of functions above does not.
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    ("kind", "limit"), [("inference", 7), ("training, forward", 10), ("training, backward", 18)]
+)
+def test_a_layer_takes_little_time(figures, kind, limit):
+    """In units of the yardstick: a layer takes 4 in inference; in training, 6 and then 11.
+
+    It took 22 at first. With kept launches it took 8 in inference, and 18 and 24 in training.
+    """
+    row = figures[kind]
+    assert row["microseconds"] <= limit * row["yardstick"], row
 
 
 def test_only_the_removal_of_padding_waits(figures):
@@ -73,4 +81,10 @@ def test_a_training_step_waits_once(libraries):
     program = Path(__file__).with_name("_training_step_waits.py")
     result = host.child([str(program)], libraries)
     assert result.returncode == 0, result.stderr
-    assert json.loads(result.stdout) == {"padded": ["copy to the CPU"], "packed": []}
+    assert json.loads(result.stdout) == {
+        "padded": ["copy to the CPU"],
+        "packed": [],
+        "graphed, padded": [],
+        "graphed, packed": [],
+        "inside a graph": [],
+    }

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import shutil
 
 import pytest
 import torch
 
 from fastbert.bench.gpus import A100, B200, H100, H200, L4
-from fastbert.bench.limits import BACKWARD, FORWARD
+from fastbert.bench.limits import BACKWARD, FORWARD, work
 from fastbert.bench.predict import bound, busy, cases, code_for, markdown, predict
 from fastbert.testing.cases import Case
 from fastbert.testing.ptx.sample import Launched
@@ -23,7 +25,7 @@ def launch(blocks=132, size=0.0, name="kernel", **counts):
 
 
 def test_each_unit_has_its_rate():
-    work = launch(
+    one = launch(
         tensor_flops=132 * 4096 * 1000,
         mufu=132 * 500,
         shared_wavefronts=132 * 600,
@@ -33,12 +35,12 @@ def test_each_unit_has_its_rate():
         sass_lsu=132 * 1000,
         sass_issue=132 * 4000,
     )
-    times = busy(work, H200)
+    times = busy(one, H200)
     # Every unit works for 1000 clocks.
     assert set(times) == {"tensor", "mufu", "shared", "fma", "alu", "lsu", "issue"}
     assert all(time == pytest.approx(1000 / 1.83e9) for time in times.values())
     # An A100 has half of the FP32 units.
-    on_a100 = dataclasses.replace(work, blocks=108)
+    on_a100 = dataclasses.replace(one, blocks=108)
     assert busy(on_a100, A100)["fma"] == pytest.approx(132 / 108 * 2000 / 1.41e9)
 
 
@@ -87,9 +89,15 @@ def test_the_issue_of_instructions_is_an_estimate():
 
 
 def test_tcgen05_is_not_invented():
-    found = bound(ATTENTION, BF16, FORWARD, [launch(tensor_flops=1)], B200)
+    """The bound of a kernel with products is that of the operation, whatever the code does."""
+    found = bound(ATTENTION, BF16, FORWARD, [launch(tensor_flops=1, mufu=1)], B200)
     assert "tcgen05" in found.reason
-    assert not found.seconds
+    least = work(ATTENTION, BF16, FORWARD)
+    assert found.seconds == {
+        "tensor": pytest.approx(least.flops / 2.25e15, rel=1e-3), "memory": least.bytes / 8e12,
+    }  # fmt: skip
+    assert found.bound == max(found.seconds.values())
+    assert found.estimate == 0
     # A kernel without products is the same on sm_100, and so is a product of the library.
     assert not bound(NORM, BF16, FORWARD, [launch(mufu=1)], B200).reason
     assert not bound(NORM, BF16, FORWARD, [launch(0, tensor_flops=1)], B200).reason
@@ -111,14 +119,41 @@ def test_the_table():
     ]
     text = list(markdown(rows))
     assert "NOT measurements" in text[0]
+    assert any(line.startswith("B200: sm_100 code multiplies with tcgen05") for line in text)
     lines = [line for line in text if line.startswith("|")]
     assert lines[0].count("|") == lines[1].count("|") == lines[2].count("|")
     assert lines[2].startswith("| S512 D64 | H200 | 1010.7 |")
     assert lines[2].endswith("| 450 |")
-    assert "tcgen05" in lines[3]
+    assert lines[3].startswith("| S512 D64 | B200 | 15.3 | – | – | ")
+    assert lines[3].endswith("| – | – | – | – |")
 
 
 def test_the_interpreter_is_refused(monkeypatch):
     monkeypatch.setattr("fastbert.bench.predict.backends.interpreted", lambda: True)
     with pytest.raises(ValueError, match="TRITON_INTERPRET: got 1, allowed: unset"):
         predict([NORM])
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+@pytest.mark.skipif("libasan" in os.environ.get("LD_PRELOAD", ""), reason="nvcc crashes with it")
+def test_the_cuda_kernels_are_counted():
+    pytest.importorskip("triton", reason="its wheel has the disassembler")
+    case = Case("attention", "two tiles", (2, 3, 128, 64, 64))
+    found = predict([case], gpus=(A100,), backend="cuda")
+    [forward], [backward] = found.launches.values()
+    assert (forward.name, forward.blocks) == ("attention_forward.forward_kernel", 6)
+    assert (backward.name, backward.blocks) == ("attention_backward.backward_kernel", 6)
+    # Two products of 128 queries, 64 keys and 64 dims, of 2 operations each, in six heads.
+    assert forward.counts["tensor_flops"] == 6 * 2 * 2 * 128 * 64 * 64
+    # Five products with a block of 128 keys, of which 64 exist.
+    assert backward.counts["tensor_flops"] == 6 * 5 * 2 * 128 * 128 * 64
+    for launched in (forward, backward):
+        assert launched.counts["sass_issue"] > launched.counts["sass_lsu"] > 0
+    assert [row.gpu for row in found.bounds] == ["A100", "A100"]
+    assert not any(row.reason for row in found.bounds)
+
+
+def test_what_the_cuda_kernels_do_not_serve_has_no_bound():
+    case = Case("attention", "wide", (1, 1, 8, 8, 80))
+    with pytest.raises(ValueError, match="backend: got 'cuda', which cannot be predicted here"):
+        predict([case], backend="cuda")

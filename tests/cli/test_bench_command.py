@@ -74,7 +74,7 @@ def bounds(monkeypatch):
     monkeypatch.setattr(predict.backends, "interpreted", lambda: False)
     launch = Launched("kernel", 132, 24, {"mufu": 132 * 500e3, "tensor_flops": 0})
     found = {"forward": [launch], "backward": [launch]}
-    monkeypatch.setattr(predict, "count", lambda case, dtype, arch, multiprocessors: found)
+    monkeypatch.setattr(predict, "count", lambda case, dtype, arch, multiprocessors, backend: found)
 
 
 def test_predicted_bounds(run, monkeypatch, tmp_path):
@@ -97,5 +97,8 @@ def test_predicted_bounds(run, monkeypatch, tmp_path):
 
 def test_bounds_take_no_option_of_a_measurement(refused):
     assert "--quick: got True with --predict" in refused("bench", "--predict", "--quick")
+    assert "--backend: got 'cuda', allowed: only with" in refused("bench", "--backend", "cuda")
+    other = refused("bench", "--predict", "--backend", "cpu")
+    assert "--backend: got 'cpu', allowed: triton, cuda" in other
     unknown = refused("bench", "--predict", "--op", "rotary")
     assert "--op: got 'rotary', allowed: attention" in unknown

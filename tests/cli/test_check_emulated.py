@@ -19,8 +19,9 @@ def run_of(**changes) -> EmulatedRun:
     )
     values = {
         "arch": "sm_90", "op": "rotary", "case": "plain", "backend": "triton", "dtype": "float32",
-        "schedule": 1, "launches": {"rotary_forward": 3}, "seconds": 0.5, "compile_seconds": 2.0,
-        "rows": [row], "fault": "", "command": COMMAND, "number": 1, "total": 1,
+        "schedule": 1, "approximate": 0.0, "launches": {"rotary_forward": 3}, "seconds": 0.5,
+        "compile_seconds": 2.0, "rows": [row], "fault": "", "command": COMMAND, "number": 1,
+        "total": 1,
     }  # fmt: skip
     return EmulatedRun(**{**values, **changes})
 
@@ -84,6 +85,7 @@ def test_a_fault_fails_and_says_how_to_reproduce(run, emulated):
         (("--case", "plain", "--op", "rotary"), {"case": "plain", "quick": False}),
         (("--cases", "3", "--seed", "4", "--schedule", "0"), {"random": 3, "seed": 4}),
         (("--backend", "triton", "--quick"), {"backends": ("triton",), "quick": True}),
+        (("--approximate", "-0.5"), {"approximate": -0.5}),
     ],
 )
 def test_the_options_choose_what_runs(run, emulated, options, expected):

@@ -7,6 +7,13 @@ import json
 import pytest
 import torch
 
+from fastbert.cli.common import out
+from fastbert.cli.info import (
+    _calls_without_cuda,
+    _gpu_times,
+    _refusals,
+    _times_of_this_gpu,
+)
 from fastbert.ops import backend
 from fastbert.testing import ptxas
 
@@ -62,3 +69,41 @@ def test_a_ptxas_that_may_break_wgmma_is_named(run, monkeypatch, version, is_aff
 def test_only_sm_90_is_affected():
     old = ptxas.Assembler("/opt/ptxas", "12.9", "TRITON_PTXAS_PATH")
     assert [arch for arch in (80, 89, 90, 100, 120) if old.warning(arch)] == [90]
+
+
+def test_a_gpu_has_its_times_and_the_calls_that_cuda_refuses(run, monkeypatch):
+    monkeypatch.setattr(backend, "capability", lambda: (9, 0))
+    monkeypatch.setattr(backend, "EXTENSION", object())
+    monkeypatch.setattr(backend, "EXTENSION_HAS_CUDA", True)
+    monkeypatch.setattr(backend, "CUDA_ARCHS", "8.0;9.0a")
+    times, refused = _times_of_this_gpu(), _calls_without_cuda()
+    assert {row["architecture"] for row in times} == {"sm_90"}
+    assert {row["op"] for row in times} == {"attention", "layer_norm"}
+    for row in times:
+        assert row["microseconds"].keys() == {"cuda", "triton"}
+        assert row["kind"] in ("predicted", "measured")
+    reasons = {(row["op"], row["call"]): row["reason"] for row in refused}
+    assert reasons == {
+        ("attention", "bias"): "the CUDA kernels do not serve bias",
+        ("attention", "window"): "the CUDA kernels do not serve window",
+        ("attention", "scale"): "the CUDA kernels do not serve scale",
+        ("attention", "weights"): "the CUDA kernels do not serve weights",
+        ("attention", "head dim 80"): "the head dim is 80, allowed: 32, 64, 128",
+        ("attention", "float32"): "the dtype is float32, allowed: float16, bfloat16",
+        ("layer_norm", "8192 columns"): "rows have 8192 elements, allowed: up to 6144",
+        ("feed_forward", "ReLU"): "it has GELU kernels only, none for relu",
+    }
+    with out.capture() as shown:
+        out.print(_gpu_times(times))
+        out.print(_refusals(refused))
+    assert "S512 D64" in shown.get()
+    monkeypatch.setattr(backend, "CUDA_ARCHS", "8.0+PTX")
+    monkeypatch.setattr(backend, "capability", lambda: (7, 5))
+    assert all("compute capability 7.5" in row["reason"] for row in _calls_without_cuda())
+
+
+def test_without_a_gpu_there_are_no_times(run, monkeypatch):
+    monkeypatch.setattr(backend, "capability", lambda: None)
+    content = json.loads(run("info", "--json").stdout)
+    assert content["gpu times"] == []
+    assert {row["op"] for row in content["not by cuda"]} > {"attention", "layer_norm"}

@@ -93,8 +93,15 @@ def assert_whole(model: Path) -> None:
     assert BertForPreTraining.from_pretrained(model).config.vocab_size == vocabulary
 
 
-@pytest.mark.parametrize("to", ["process", "group"])
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize(
+    ("name", "to"),
+    [
+        ("SIGTERM", "process"),
+        ("SIGINT", "group"),
+        pytest.param("SIGTERM", "group", marks=pytest.mark.every_case),
+        pytest.param("SIGINT", "process", marks=pytest.mark.every_case),
+    ],
+)
 def test_a_signal_ends_the_run_with_a_checkpoint_and_its_status(
     start, run, corpus, tmp_path, name, to
 ) -> None:

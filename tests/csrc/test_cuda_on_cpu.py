@@ -1,38 +1,25 @@
-"""The CUDA kernels against float64 on the CPU, by the shim and as nvcc compiles them.
-
-The shim needs g++ alone. The PTX that nvcc makes runs on the PTX machine; no test needs a GPU.
-"""
+"""The CUDA kernels against float64. The PTX that nvcc makes runs on the PTX machine, on the CPU."""
 
 from __future__ import annotations
 
-import os
-import shutil
-
-import _cuda_on_cpu
 import pytest
 import torch
 from _layer_norm import problem
+from _nvcc import require_nvcc
 
 from fastbert import reference
 from fastbert.activations import ACTIVATIONS
 from fastbert.testing.compare import assert_close
-from fastbert.testing.ptx.cuda_operators import CompiledOperators, Operators
+from fastbert.testing.ptx.cuda_operators import CompiledOperators
 from fastbert.testing.yardstick import Yardstick
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@pytest.fixture(scope="module", params=["shim", "sm_80", "sm_90"])
+@pytest.fixture(scope="module", params=[80, 90], ids=["sm_80", "sm_90"])
 def operators(request, tmp_path_factory):
-    compiler = "g++" if request.param == "shim" else "nvcc"
-    if shutil.which(compiler) is None:
-        pytest.skip(f"no {compiler} on this machine")
-    if compiler == "nvcc" and "libasan" in os.environ.get("LD_PRELOAD", ""):
-        pytest.skip("nvcc crashes with libasan loaded")
-    folder = tmp_path_factory.mktemp(request.param)
-    if request.param == "shim":
-        return Operators(_cuda_on_cpu.build(folder))
-    return CompiledOperators(folder, int(request.param.removeprefix("sm_")))
+    require_nvcc()
+    return CompiledOperators(tmp_path_factory.mktemp("cuda"), request.param)
 
 
 def check_layer_norm(case, operators):
@@ -43,7 +30,7 @@ def check_layer_norm(case, operators):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("columns", [1, 59, 111, 768, 1023, 3584])
+@pytest.mark.parametrize("columns", [1, 59, 111, 384, 512, 768, 1023, 1024, 3584])
 def test_layer_norm(operators, columns, dtype):
     check_layer_norm(problem(6, columns, dtype), operators)
 
@@ -59,8 +46,20 @@ def test_layer_norm_optional_operands(operators, bias, residual, x_bias, dropout
         check_layer_norm(case, operators)
 
 
-def test_layer_norm_of_more_rows_than_blocks(operators):
-    check_layer_norm(problem(600, 40, torch.float32, dropout_p=0.1), operators)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [384, 512, 768, 1024])
+def test_layer_norm_of_rows_that_fill_the_lanes(operators, columns, dtype):
+    check_layer_norm(problem(9, columns, dtype, dropout_p=0.1), operators)
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns"),
+    # A warp has several rows of the backward from 1,056 rows on, and a half from 2,112. A block has
+    # one row of more than 1,024 columns at a time, and several of the forward from 16,384 rows on.
+    [(1100, 40), (1100, 768), (2200, 384), (600, 1032), (16391, 1)],
+)
+def test_layer_norm_of_more_rows_than_warps(operators, rows, columns):
+    check_layer_norm(problem(rows, columns, torch.bfloat16, dropout_p=0.1), operators)
 
 
 def test_layer_norm_dropout_mask_is_the_definitions_bit_for_bit(operators):
@@ -90,7 +89,6 @@ def test_row_strides_and_odd_addresses(operators):
             assert torch.equal(actual, expected[name]), name
 
 
-@pytest.mark.parametrize("operators", ["sm_80", "sm_90"], indirect=True)
 @pytest.mark.parametrize("columns", [768, 2048])
 @pytest.mark.parametrize("parameters", DTYPES[:2])
 @pytest.mark.parametrize("dtype", DTYPES[:2])
@@ -110,7 +108,6 @@ def test_layer_norm_moves_whole_sectors(operators, dtype, parameters, columns):
         assert count["global_sectors"] <= limit * count["global_least_sectors"], name
 
 
-@pytest.mark.parametrize("operators", ["sm_80", "sm_90"], indirect=True)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_layer_norm_has_no_approximate_instruction(operators, dtype):
     """The error that the machine gives to approximate instructions changes no bit."""
@@ -178,3 +175,38 @@ def test_launchers_refuse_what_has_no_kernel(operators, activation):
         operators.activation_forward(h, None, activation)
     with pytest.raises(RuntimeError, match="the launcher returned the cudaError 1"):
         operators.activation_backward(h, h, None, activation, False, False)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "options", "on_hopper"),
+    [
+        (64, {}, True),
+        (128, {}, True),
+        (32, {}, False),
+        (64, {"dropout_p": 0.1}, True),
+        (64, {"mask": torch.ones(1, 1, 8, 8, dtype=torch.bool).tril()}, False),
+        (64, {"mask": torch.ones(1, 1, 1, 8, dtype=torch.bool)}, True),
+    ],
+)
+def test_attention_chooses_a_kernel(operators, head_dim, options, on_hopper):
+    q, k, v = torch.randn(3, 1, 2, 8, head_dim).bfloat16()
+    seed = torch.tensor([3])
+    numbers = 8, 8, options.get("dropout_p", 0.0), head_dim**-0.5
+    operators.compiled.reports.clear()
+    mask = options.get("mask")
+    out, lse = operators.flash_attention_forward(q, k, v, mask, None, None, seed, *numbers)
+    gradients = [torch.empty_like(x) for x in (q, k, v)]
+    operators.flash_attention_backward(
+        *gradients, out.contiguous(), q, k, v, out, lse, mask, None, None, seed, *numbers
+    )
+    on_hopper = on_hopper and operators.compiled.modules[0].text.target == "sm_90a"
+    # The backward for Hopper has one head dim.
+    persistent = {"forward": on_hopper, "backward": on_hopper and head_dim == 64}
+    assert [name for name, _ in operators.compiled.reports] == [
+        f"attention_{name}.{'persistent_' if persistent[name] else ''}{name}_kernel"
+        for name in persistent
+    ]
+    expected = reference.attention(
+        *(x.double() for x in (q, k, v)), **options, **({"dropout_seed": seed} if options else {})
+    )
+    assert torch.allclose(out.double(), expected, atol=0.02)

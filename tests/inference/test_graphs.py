@@ -7,7 +7,6 @@ graph.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import threading
@@ -16,22 +15,15 @@ from typing import Any
 
 import pytest
 import torch
+from _trace import Trace
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import make_fx
 
 import fastbert
 from fastbert import BertConfig, BertModel
-from fastbert.inference import graphs as graphs_module
-from fastbert.inference.graphs import (
-    Bucket,
-    Buckets,
-    GraphedModel,
-    PaddedBucket,
-    Recording,
-    StaticBatch,
-    StaticPadded,
-    graphed,
-)
+from fastbert.graphs import static_batch
+from fastbert.graphs.buckets import Bucket, Buckets, PaddedBucket
+from fastbert.graphs.static_batch import StaticBatch, StaticPadded
+from fastbert.inference.graphed_model import GraphedModel, graphed
 from fastbert.ops import backend as backends
 from fastbert.testing.compare import assert_close
 from fastbert.testing.launches import counted
@@ -61,35 +53,6 @@ interpreted = pytest.mark.skipif(
 )
 
 
-class Trace:
-    """A recorder that traces the operators of a function and repeats them on the same memory."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.recorded, self.replayed, self.turns = 0, 0, 0
-
-    def record(self, function: Callable[[], tuple[Tensor, Tensor | None]]) -> Recording:
-        self.recorded += 1
-        trace = make_fx(function)()
-        result = function()
-
-        def replay() -> None:
-            self.replayed += 1
-            for old, new in zip(result, trace(), strict=True):
-                if old is not None:
-                    old.copy_(new)
-
-        return Recording(replay, result)
-
-    @contextlib.contextmanager
-    def turn(self):
-        self.turns += 1
-        yield
-        self.turns -= 1
-
-    def finish(self) -> None:
-        assert self.turns <= 1
-
-
 def model(backend: str | None = "reference", **overrides: Any) -> BertModel:
     torch.manual_seed(0)
     made = BertModel(dataclasses.replace(CONFIG, **overrides), backend=backend).eval()
@@ -99,7 +62,7 @@ def model(backend: str | None = "reference", **overrides: Any) -> BertModel:
 
 
 def traced(plain: BertModel, max_graphs: int = 64) -> GraphedModel:
-    return GraphedModel(plain, BUCKETS, max_graphs, Trace)
+    return GraphedModel(plain, BUCKETS, max_graphs, lambda device: Trace())
 
 
 def integers(low: int, high: int, shape: tuple[int, ...]) -> Tensor:
@@ -121,7 +84,7 @@ def packed(*lengths: int, slack: int = 0) -> dict[str, Any]:
 
 def poison(graphs: GraphedModel) -> None:
     """Make every row of every bucket NaN; the rows that a batch does not fill stay NaN."""
-    for graph in graphs._graphs.values():
+    for graph in graphs._cache.graphs.values():
         graph.batch.ids.fill_(POISONED)
 
 
@@ -296,7 +259,7 @@ def test_recorded_in_one_mode_and_used_in_another(mode):
 @pytest.fixture
 def far(monkeypatch):
     """Let every mask count as one on the GPU."""
-    monkeypatch.setattr(graphs_module, "_is_far", lambda mask: True)
+    monkeypatch.setattr(static_batch, "is_far", lambda mask: True)
 
 
 MASKED = {
@@ -324,7 +287,7 @@ def test_a_graph_removes_the_padding_itself(far, first_position):
     assert all(isinstance(bucket, PaddedBucket) for bucket in recorded)
     poison(graphs)
     agree(graphs, *reversed(batches))
-    assert graphs._recorder.recorded == len(recorded) == len(set(recorded))
+    assert graphs._cache.recorder.recorded == len(recorded) == len(set(recorded))
 
 
 def test_another_mask_of_the_same_shape_replays_the_graph(far):
@@ -332,7 +295,7 @@ def test_another_mask_of_the_same_shape_replays_the_graph(far):
     for lengths in ((9, 1), (2, 7), (9, 9), (0, 3), (1, 1)):
         agree(graphs, padded(*lengths, length=9))
     assert graphs.recorded == (PaddedBucket(2, 16),)
-    assert graphs._recorder.recorded == 1
+    assert graphs._cache.recorder.recorded == 1
 
 
 def test_a_padded_batch_with_too_many_places_is_unpadded_first(far):
@@ -375,8 +338,8 @@ def test_one_recording_for_each_bucket():
     for lengths in ((3, 4), (5, 9), (2, 14), (8, 8)):
         graphs(**padded(*lengths))
     assert graphs.recorded == (Bucket(16, 2, 16),)
-    assert graphs._recorder.recorded == 1
-    assert graphs._recorder.replayed == 4
+    assert graphs._cache.recorder.recorded == 1
+    assert graphs._cache.recorder.replayed == 4
     graphs(**padded(9, 8))
     assert graphs.recorded[-1] == Bucket(24, 2, 16)
 
@@ -387,9 +350,9 @@ def test_the_graph_used_longest_ago_makes_room():
     for inputs in (small, middle, small, large, small):
         graphs(**inputs)
     assert [bucket.tokens for bucket in graphs.recorded] == [48, 16]
-    assert graphs._recorder.recorded == 3
+    assert graphs._cache.recorder.recorded == 3
     graphs(**middle)
-    assert graphs._recorder.recorded == 4
+    assert graphs._cache.recorder.recorded == 4
 
 
 @interpreted
@@ -422,7 +385,7 @@ def test_weights_changed_in_place_are_seen():
     after = graphs(**inputs)[0]
     assert not torch.equal(before, after)
     agree(graphs, inputs, *(padded(n, 3) for n in range(4, 10)))
-    assert graphs._recorder.recorded == 1
+    assert graphs._cache.recorder.recorded == 1
 
 
 @pytest.mark.parametrize(
@@ -441,12 +404,12 @@ def test_weights_that_moved_are_recorded_anew(change):
     inputs = padded(6, 2)
     graphs(**inputs)
     change(graphs.model)
-    first = graphs._recorder
+    first = graphs._cache.recorder
     with torch.no_grad():
         stock = Yardstick(lambda: graphs.model(**inputs)[0])
         oracle = copy.deepcopy(graphs.model).double()(**inputs)[0]
         got = graphs(**inputs)[0]
-        assert graphs._recorder is not first
+        assert graphs._cache.recorder is not first
         assert got.dtype == stock.library.dtype
     if got.dtype == torch.float64:  # The stock model is the oracle itself.
         torch.testing.assert_close(got, oracle)
@@ -462,7 +425,7 @@ def test_autocast_has_graphs_of_its_own():
         got, expected = graphs(**inputs), graphs.model(**inputs)
     assert got[0].dtype == expected[0].dtype
     torch.testing.assert_close(got[1], expected[1])
-    assert graphs._recorder.recorded == 2
+    assert graphs._cache.recorder.recorded == 2
 
 
 def test_threads_take_turns():

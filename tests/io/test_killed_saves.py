@@ -106,6 +106,7 @@ def test_a_first_save_killed_at_any_call_leaves_a_whole_model_or_no_folder(
     assert len(list(folder.iterdir())) == 2
 
 
+@pytest.mark.every_case
 def test_a_reader_killed_while_it_finishes_a_dead_writers_commit(
     models, no_flush, tmp_path
 ) -> None:

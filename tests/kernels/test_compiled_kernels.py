@@ -18,7 +18,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("arch", [pytest.param(80, marks=pytest.mark.every_case), 90])
 def test_compiled_kernels_keep_their_promises(arch, pytestconfig):
     """A program of its own runs the checks, because Triton interprets in this process."""
     run = subprocess.run(

@@ -355,7 +355,8 @@ def test_operator() -> None:
     arguments = (parameters, [], cu_seqlens, None, None, 2, 7, 2, 1e-12, "gelu", torch.float32)
     for all_states in (False, True):
         torch.library.opcheck(
-            torch.ops.fastbert.encoder.default, (hidden, *arguments, all_states, "cpu")
+            torch.ops.fastbert.encoder.default,
+            (hidden, *arguments, all_states, "triton", "triton", "cpu"),
         )
     leaf = hidden.clone().requires_grad_()
     with pytest.raises(RuntimeError, match="has no derivative"):

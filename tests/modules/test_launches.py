@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from fastbert import BertConfig, BertForPreTraining, BertModel
+from fastbert.modules import encoder as encoder_module
+from fastbert.modules import fused_encoder
 from fastbert.modules.dropout import draw_seeds
 from fastbert.modules.inputs import enter
 from fastbert.ops import backend as backends
@@ -62,6 +64,7 @@ SINGLE = (
 # Launches outside the layers, and the reasons. Each is small, or occurs once in a model.
 DOOR = {
     "aten.randint": "the seeds of all dropouts, one draw",
+    "aten.stack": "the addresses of the seeds, which are multiples of 16 bytes",
     "aten.zeros": "token types, which the caller did not give",
     "aten.arange": "positions: the number of each row",
     "aten.searchsorted": "positions: the sequence of each row",
@@ -103,6 +106,22 @@ def test_a_layer_launches_our_kernels_and_gemms_only(training, dtype, expected):
     launched = encoder_launches(1, training, dtype)
     assert launched[0].foreign == launched[1].foreign == {}
     # On a GPU, the path also depends on the shape.
+    if backends.interpreted():
+        assert launched == expected
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"), [(torch.float32, SINGLE), (torch.float16, HALF)], ids=["fp32", "fp16"]
+)
+def test_a_layer_as_one_function_launches_the_same(monkeypatch, dtype, expected):
+    """The count is a dispatch mode, which otherwise lets the operations run one by one."""
+    calls = []
+    layer = encoder_module.encoder_layer
+    monkeypatch.setattr(fused_encoder, "is_watched", lambda: False)
+    monkeypatch.setattr(encoder_module, "encoder_layer", lambda *a: calls.append(1) or layer(*a))
+    launched = encoder_launches(1, True, dtype)
+    assert calls == [1]
+    assert launched[0].foreign == launched[1].foreign == {}
     if backends.interpreted():
         assert launched == expected
 

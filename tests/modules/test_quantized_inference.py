@@ -223,7 +223,8 @@ def test_operator() -> None:
     arguments = (*lists, ends, None, None, 2, 7, 2, 1e-12, "gelu", torch.float32)
     for all_states in (False, True):
         torch.library.opcheck(
-            torch.ops.fastbert.encoder.default, (hidden, *arguments, all_states, "cpu")
+            torch.ops.fastbert.encoder.default,
+            (hidden, *arguments, all_states, "triton", "triton", "cpu"),
         )
 
 

@@ -94,6 +94,7 @@ def test_all_lengths(case: Case, backend: str | None) -> None:
 @pytest.mark.skipif(
     not backends.interpreted(), reason="Triton takes CPU tensors in its interpreter only"
 )
+@pytest.mark.every_case
 def test_triton() -> None:
     Case(FEW).check("triton")
 

@@ -63,6 +63,7 @@ SELECTIONS: dict[str, list[str]] = {
     "encoder": ["tests/modules/test_triton_inference.py"],
     "feed_forward": ["tests/kernels/test_feed_forward_kernels.py"],
     "large_offsets": ["tests/kernels/test_large_offsets.py"],
+    "layer": ["tests/modules/test_triton_training.py", "-k", "bits or frozen"],
     "layer_norm": [
         "tests/kernels/test_layer_norm_kernels.py",
         PARITY,
@@ -100,6 +101,13 @@ ATTENTION = (
         "kernels/encoder.py",
         "if all_states or number == 0:",
         "if number == 0:",
+    ),
+    Fault(
+        "layer_norm_takes_the_memory_of_attention",
+        "encoder",
+        "kernels/layer_parts.py",
+        "layer_norm.layer_norm_backward, layer_norm.allocate_results",
+        "layer_norm.layer_norm_backward, attention.allocate_results",
     ),
     Fault(
         "last_key_dropped",
@@ -1063,7 +1071,46 @@ OFFSETS = (
     ),
 )
 
+LAYER = (
+    Fault(
+        "layer_gradient_without_residual",
+        "layer",
+        "kernels/layer.py",
+        "dfirst = _add_product(dresidual, dinner, w1)",
+        "dfirst = _cast(dinner @ w1, dresidual.dtype)",
+    ),
+    Fault(
+        "layer_seeds_of_the_norms_swapped",
+        "layer",
+        "kernels/layer.py",
+        "x_bias=bo, seed=inputs.attention_output_seed,",
+        "x_bias=bo, seed=inputs.output_seed,",
+    ),
+    Fault(
+        "layer_gradient_ignores_dropout",
+        "layer",
+        "kernels/layer.py",
+        "dprojected = _cast(dresidual if dx is None else dx, shape.dtype)\n    dinner,",
+        "dprojected = _cast(dresidual, shape.dtype)\n    dinner,",
+    ),
+    Fault(
+        "layer_stops_before_the_first_norm",
+        "layer",
+        "kernels/layer.py",
+        "if not any(needs[:7]):",
+        "if not any(needs[:4]):",
+    ),
+    Fault(
+        "layer_gradient_of_wo_from_the_wrong_rows",
+        "layer",
+        "kernels/layer.py",
+        "_joined(kept.out, inputs).view(dprojected.shape)",
+        "kept.first.to(dprojected.dtype)",
+    ),
+)
+
 FAULTS: tuple[Fault, ...] = (
+    *LAYER,
     *ATTENTION,
     *ATTENTION_BIAS,
     *ATTENTION_WEIGHTS,

@@ -11,8 +11,9 @@ from faults import Fault
 
 PTX = "csrc/ptx"
 ROOMS = (
-    "async", "bulk", "compare", "convert", "decode", "float", "integer", "machine", "matrix",
-    "memory", "order", "tensor_map", "warp",
+    "access", "async", "atomics", "bulk", "compare", "convert", "decode", "float", "integer",
+    "ldmatrix", "machine", "memory", "mma", "order", "products", "tensor_map", "warp", "wgmma",
+    "wmma",
 )  # fmt: skip
 OWN = "tests/ptx/test_"
 TRITON = "tests/ptx/calibration/test_triton_calibration.py"
@@ -27,23 +28,27 @@ def selected(*names: str, triton: str = "") -> list[str]:
 
 
 PTX_SELECTIONS: dict[str, list[str]] = {
+    "ptx_access": selected("memory", "machine_faults", "meetings", triton="locks"),
     "ptx_async": selected("machine_faults", "tensor_copies", "matrices", triton="matmul_bfloat16"),
+    "ptx_atomics": selected("memory", "meetings", triton="atomics or locks"),
     "ptx_bulk": selected("tensor_copies", triton="boxes or descriptors"),
     "ptx_compare": selected("floats", "integers", triton="bits_of"),
     "ptx_convert": selected("floats", "integers", triton="cast"),
     "ptx_decode": selected("control_flow", "floats", "integers"),
     "ptx_float": selected("floats"),
     "ptx_integer": selected("integers", "meetings", triton="bits_of or fp64 or permute"),
-    "ptx_machine": selected("machine_faults", "tensor_copies", "control_flow"),
-    "ptx_matrix": selected("matrices", triton="matmul"),
-    "ptx_memory": selected(
-        "memory", "matrices", "machine_faults", "meetings", triton="atomics or locks"
-    ),
+    "ptx_ldmatrix": selected("memory", "matrices", triton="matmul"),
+    "ptx_machine": selected("meetings", "machine_faults", "tensor_copies", "control_flow"),
+    "ptx_memory": selected("memory", "machine_faults", "meetings", triton="atomics or locks"),
+    "ptx_mma": selected("matrices", triton="matmul"),
     "ptx_order": selected(
         "meetings", "machine_faults", "tensor_copies", "matrices", triton="locks"
     ),
+    "ptx_products": selected("matrices", triton="matmul"),
     "ptx_tensor_map": selected("tensor_copies", triton="the_kernel_makes"),
     "ptx_warp": selected("meetings", "machine_faults", "integers", triton="scans"),
+    "ptx_wgmma": selected("matrices", triton="matmul"),
+    "ptx_wmma": selected("matrices"),
 }
 
 
@@ -53,74 +58,78 @@ def fault(room: str, name: str, old: str, new: str) -> Fault:
 
 PTX_FAULTS: list[Fault] = [
     # Fragments, matrices and descriptors.
-    fault("matrix", "accumulator rows 8 apart are swapped", "(e & 2 ? 8 : 0)", "(e & 1 ? 8 : 0)"),
-    fault("matrix", "accumulator columns", "2 * (lane % 4) + (e & 1)", "(lane % 4) + 4 * (e & 1)"),
-    fault("matrix", "rows of A by register", "l / 4 + (r & 1 ? 8 : 0)", "l / 4 + (r & 2 ? 8 : 0)"),
-    fault("matrix", "depth of A by register", "(r / 2) * 4 * per", "(r % 2) * 4 * per"),
-    fault("matrix", "depth of B by lane", "r * 4 * per + (l % 4) * per", "r * 4 * per + (l % 4)"),
-    fault("matrix", "tf32 keeps all bits", "bits & 0xffffe000u", "bits"),
-    fault("matrix", "s8 is read as u8", "type == Type::s8 ?", "type == Type::tf32 ?"),
+    fault("products", "accumulator rows 8 apart are swapped", "(e & 2 ? 8 : 0)", "(e & 1 ? 8 : 0)"),
     fault(
-        "matrix",
+        "products", "accumulator columns", "2 * (lane % 4) + (e & 1)", "(lane % 4) + 4 * (e & 1)"
+    ),
+    fault(
+        "products", "rows of A by register", "l / 4 + (r & 1 ? 8 : 0)", "l / 4 + (r & 2 ? 8 : 0)"
+    ),
+    fault("products", "depth of A by register", "(r / 2) * 4 * per", "(r % 2) * 4 * per"),
+    fault("mma", "depth of B by lane", "r * 4 * per + (l % 4) * per", "r * 4 * per + (l % 4)"),
+    fault("products", "tf32 keeps all bits", "bits & 0xffffe000u", "bits"),
+    fault("products", "s8 is read as u8", "type == Type::s8 ?", "type == Type::tf32 ?"),
+    fault(
+        "wgmma",
         "the stride of a descriptor",
         "stride((uint32_t)(d >> 32",
         "stride((uint32_t)(d >> 16",
     ),
-    fault("matrix", "swizzle codes", "{16, 128, 64, 32}", "{16, 32, 64, 128}"),
+    fault("wgmma", "swizzle codes", "{16, 128, 64, 32}", "{16, 32, 64, 128}"),
     fault(
-        "matrix",
+        "wgmma",
         "rows along k",
         "(r / 8) * stride + (r % 8) * width",
         "(r / 8) * leading + (r % 8) * width",
     ),
     fault(
-        "matrix",
+        "wgmma",
         "transposed without swizzle",
         "(k % 8) * 16 + (k / 8) * leading",
         "(k % 8) * 16 + (k / 8) * stride",
     ),
     fault(
-        "matrix",
+        "wgmma",
         "transposed with swizzle",
         "(j / per) * leading + (k % 8)",
         "(j / per) * stride + (k % 8)",
     ),
     fault(
-        "matrix",
+        "wgmma",
         "the warp's rows of A",
         "const int first = 16 * (w.index % 4);",
         "const int first = 16 * (3 - w.index % 4);",
     ),
-    fault("matrix", "scale-d is ignored", "if (p.scale_d) {", "if (true) {"),
-    fault("matrix", "no need of wgmma.fence", "if (w.written[r.id] > w.mma_fence)", "if (false)"),
-    fault("matrix", "no need of the first wgmma.fence", "if (w.mma_fence == 0)", "if (false)"),
+    fault("wgmma", "scale-d is ignored", "if (p.scale_d) {", "if (true) {"),
+    fault("wgmma", "no need of wgmma.fence", "if (w.written[r.id] > w.mma_fence)", "if (false)"),
+    fault("wgmma", "no need of the first wgmma.fence", "if (w.mma_fence == 0)", "if (false)"),
     fault(
-        "matrix",
+        "wgmma",
         "a wait waits for one group less",
         "w.products.size() - 1 - i.arg[0]",
         "w.products.size() - 2 - i.arg[0]",
     ),
     fault(
-        "matrix",
+        "products",
         "sums of integers lose the old value",
         "int64_t sum = d[r * o.columns + c];",
         "int64_t sum = 0;",
     ),
     fault(
-        "matrix",
+        "wmma",
         "wmma by columns",
         "column * stride + row : row * stride + column;\n      const Element",
         "row * stride + column : row * stride + column;\n      const Element",
     ),
     fault(
-        "memory",
+        "ldmatrix",
         "ldmatrix transposes nothing",
         "const int r = i.arg[1] ? 2 * (l % 4) + e : l / 4, c = i.arg[1] ? l / 4 : 2 * (l % 4) + e;"
         "\n        uint16_t x;",
         "const int r = l / 4, c = 2 * (l % 4) + e;\n        uint16_t x;",
     ),
     fault(
-        "memory",
+        "ldmatrix",
         "ldmatrix takes the halves in reverse",
         "value |= (uint32_t)x << (16 * e);",
         "value |= (uint32_t)x << (16 - 16 * e);",
@@ -130,22 +139,22 @@ PTX_FAULTS: list[Fault] = [
     fault(
         "memory", "s8 is not extended", "return (uint64_t)(int64_t)(int8_t)bits;", "return bits;"
     ),
-    fault("memory", "atomic min is max", "return b < old ? b : old;", "return b < old ? old : b;"),
+    fault("atomics", "atomic min is max", "return b < old ? b : old;", "return b < old ? old : b;"),
     fault(
-        "memory",
+        "atomics",
         "inc wraps around late",
         "return old >= b ? 0 : old + 1;",
         "return old > b ? 0 : old + 1;",
     ),
-    fault("memory", "cas stores without equality", "return old == b ? c : old;", "return c;"),
+    fault("atomics", "cas stores without equality", "return old == b ? c : old;", "return c;"),
     fault(
-        "memory",
+        "access",
         "misaligned vectors pass",
         "b.shared_offset(address, size, size);\n      uint8_t* at",
         "b.shared_offset(address, size, 1);\n      uint8_t* at",
     ),
     fault(
-        "memory",
+        "access",
         "an acquire acquires nothing",
         "key_of(w, i, address), i.arg[2] & kAcquire",
         "key_of(w, i, address), false",
@@ -313,7 +322,7 @@ PTX_FAULTS: list[Fault] = [
         "order",
         "a barrier orders nothing",
         "w->base[lane] = shared_next, w->fenced[lane] = fenced;",
-        "",
+        "(void)w, (void)lane;",
     ),
     fault(
         "order",

@@ -1,5 +1,7 @@
 """Seeded random cases: hundreds on Triton's kernels, and some on the other backends.
 
+`make test` runs a third of Triton's cases, and `make every-case` all of them.
+
 A failure prints the command that reproduces the case. More cases run with ``fastbert check
 --cases 5000 --backend triton``.
 """
@@ -32,7 +34,10 @@ def served(backend: str, dtype: torch.dtype, rounds: int):
         cases = random_cases(len(TURNS) * rounds)[turn * len(TURNS) :][: len(TURNS)]
         group = [c for c in cases if parity.refusal(c, backend, dtype, DEVICE) is None]
         if group:
-            yield pytest.param(group, backend, dtype, id=f"{backend}-{str(dtype)[6:]}-{turn}")
+            # A turn takes seconds in Triton's interpreter.
+            marks = [pytest.mark.every_case] if backend == "triton" and turn % 3 else []
+            name = f"{backend}-{str(dtype)[6:]}-{turn}"
+            yield pytest.param(group, backend, dtype, id=name, marks=marks)
 
 
 TRITON = [group for dtype, rounds in ROUNDS.items() for group in served("triton", dtype, rounds)]

@@ -251,13 +251,14 @@ def rows_major(matrix, width):
 
 
 def wgmma(
-    a, b, layout_a, layout_b, kind="bf16", width=128, seed=0, drop="", steps=1, scale_d=True,
-    **options,
+    a, b, layout_a, layout_b, kind="bf16", width=128, seed=0, drop="", after_fence=(), steps=1,
+    scale_d=True, **options,
 ):  # fmt: skip
     """Run wgmma on a (64, 16) and b (n, 16); return D (64, n).
 
     The first lets D start at 1, or at nothing if `scale_d` is false. `drop` is the beginning of
-    instructions that are left out, or a tuple of such beginnings.
+    instructions that are left out, or a tuple of such beginnings; `after_fence` has instructions
+    between the fence and the product.
     """
     n = b.shape[0]
     (image_a, code_a), (image_b, code_b) = layout_a(a, width), layout_b(b, width)
@@ -294,6 +295,7 @@ def wgmma(
         *(f"mov.b32 %c{r}, 0f3F800000;" for r in range(n // 2)),
         f"setp.ne.u32 %p1, {int(scale_d)}, 0;",
         "wgmma.fence.sync.aligned;",
+        *after_fence,
         *([product] * steps),
         "wgmma.commit_group.sync.aligned;",
         "wgmma.wait_group.sync.aligned 0;",
@@ -348,6 +350,15 @@ def test_wgmma_without_one_of_its_parts(drop, kinds, seed):
     with pytest.raises(PtxFault) as caught:
         wgmma(a, b, k_major, k_major, seed=seed, drop=drop)
     assert caught.value.kind in kinds
+
+
+def test_what_is_written_after_the_fence_needs_another():
+    a, b = torch.randn(64, 16).bfloat16(), torch.randn(64, 16).bfloat16()
+    late = "mov.b32 %c3, 0f3F800000;"
+    with pytest.raises(PtxFault, match="accumulator was written after the last") as caught:
+        wgmma(a, b, k_major, k_major, after_fence=[late])
+    assert caught.value.kind == "missing fence"
+    wgmma(a, b, k_major, k_major, after_fence=[late, "wgmma.fence.sync.aligned;"])
 
 
 @pytest.mark.parametrize("seed", range(4))

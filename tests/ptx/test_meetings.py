@@ -173,3 +173,19 @@ match.all.sync.b32 %r5, %r2, -1;
 """
     launch(body + STORE, [out])
     assert (out == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("instruction", "answers"),
+    [
+        ("barrier.cta.red.popc.aligned.u32 %r5, 0, %p1;", {0: 0, 40: 40, 64: 64}),
+        ("bar.red.popc.u32 %r5, 0, !%p1;", {0: 64, 40: 24, 64: 0}),
+        ("bar.red.and.pred %p2, 0, %p1;\nselp.u32 %r5, 1, 0, %p2;", {0: 0, 40: 0, 64: 1}),
+        ("bar.red.or.pred %p2, 0, %p1;\nselp.u32 %r5, 1, 0, %p2;", {0: 0, 40: 1, 64: 1}),
+    ],
+)
+def test_a_barrier_counts_the_votes_of_the_threads(instruction, answers):
+    for yes, answer in answers.items():
+        out = torch.zeros(64, dtype=torch.int32)
+        launch(f"setp.lt.u32 %p1, %r0, {yes};\n{instruction}\n" + STORE, [out], threads=64)
+        assert (out == answer).all(), yes

@@ -1,6 +1,7 @@
 """Compiled GPU kernels on the PTX machine: every launch that ships, and broken kernels.
 
 `make emulate` runs all quick cases and random cases; here is a case or two of each operation.
+Triton's kernels run on sm_90 alone, and `make every-case` has them on sm_80 too.
 """
 
 from __future__ import annotations
@@ -63,10 +64,15 @@ def cache(pytestconfig):
 
 
 @pytest.fixture(scope="module")
-def runs(cache):
+def architectures(pytestconfig):
+    return emulation.ARCHITECTURES if pytestconfig.getoption("--every-case") else ("sm_90",)
+
+
+@pytest.fixture(scope="module")
+def runs(cache, architectures):
     selections = [
         Selection(arch, ("triton",), op, case, dtype)
-        for arch in emulation.ARCHITECTURES
+        for arch in architectures
         for op, case, dtype in SUBSET
     ]
     if "cuda" in available():
@@ -74,9 +80,12 @@ def runs(cache):
             Selection(arch, ("cuda",), op, case, dtype)
             for arch in emulation.ARCHITECTURES
             for op, case, dtype in (
+                ("attention", "dropout", "bfloat16"),
+                ("attention_varlen", "spread", "float16"),
                 ("layer_norm", "dropout", "bfloat16"),
                 ("linear_gelu", "erf", "float16"),
                 ("feed_forward", "tanh", "float32"),
+                ("feed_forward", "erf", "bfloat16"),
             )
         ]
     return list(emulate(selections, processes=2, cache=cache))
@@ -91,9 +100,9 @@ def test_a_case_of_each_operation_passes_on_compiled_kernels(runs):
     assert all(row.tensor != "out" or row.yardstick >= 0 for run in runs for row in run.rows)
 
 
-def test_every_shipped_launch_is_reached_on_every_architecture(runs):
+def test_every_shipped_launch_is_reached_on_every_architecture(runs, architectures):
     shipped = {launch.name for noun in nouns() for launch in launches_of(noun)}
-    for arch in emulation.ARCHITECTURES:
+    for arch in architectures:
         reached = {name for run in runs if run.arch == arch for name in run.launches}
         assert shipped - reached == WITHOUT_CASE
 
@@ -104,6 +113,9 @@ def test_every_cuda_kernel_is_reached(runs):
     assert reached == {
         "layer_norm.forward_kernel", "layer_norm.backward_kernel", "feed_forward.forward_kernel",
         "feed_forward.backward_kernel", "reduce.sum_partials_kernel",
+        "attention_forward.forward_kernel", "attention_forward.persistent_forward_kernel",
+        "attention_backward.backward_kernel", "attention_backward.persistent_backward_kernel",
+        "gemm.gemm_kernel", "gemm.persistent_gemm_kernel",
     }  # fmt: skip
 
 
@@ -117,8 +129,9 @@ def row(**changes) -> ParityRow:
 def run_of(**changes) -> EmulatedRun:
     plain = EmulatedRun(
         arch="sm_90", op="rotary", case="strided", backend="triton", dtype="float32", schedule=1,
-        launches={"rotary_forward": 1, "rotary_backward": 2}, seconds=0.5, compile_seconds=2.0,
-        rows=[row()], fault="", command="fastbert check --emulate sm_90", number=1, total=2,
+        approximate=0.0, launches={"rotary_forward": 1, "rotary_backward": 2}, seconds=0.5,
+        compile_seconds=2.0, rows=[row()], fault="", command="fastbert check --emulate sm_90",
+        number=1, total=2,
     )  # fmt: skip
     return replace(plain, **changes)
 
@@ -146,6 +159,7 @@ def test_a_tensor_beyond_the_tolerance_fails_a_run():
         (Selection("sm_80", ("cpu",)), "backend: got 'cpu', allowed: triton, cuda"),
         (Selection("sm_80", ("triton",), op="softmax"), "op: got 'softmax', allowed: attention"),
         (Selection("sm_80", ("triton",), op="bert", random=1), "op: got 'bert'"),
+        (Selection("sm_80", ("triton",), approximate=2.0), "approximate: got 2, allowed: -1 to 1"),
     ],
 )
 def test_unknown_selections(selection, message):

@@ -13,6 +13,7 @@ LIMIT_S = 480
 PROCESSES = 16
 RERUNS = 20
 SMOKE, TIMES = "benchmarks.gpu.first.smoke", "benchmarks.gpu.bench"
+GRAPHS = "benchmarks.gpu.first.graphs"
 # Without its cache, PyTorch's allocations lie apart, so that memcheck sees an access between them.
 UNCACHED = ("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
 # The operation that `fastbert check` calls bert is the whole model.
@@ -58,7 +59,8 @@ def steps(folder: Path, *, rehearsal: bool = False) -> list[Step]:
     build = (python, "setup.py", "--quiet", "build_ext", "--inplace")
     compiler = (python, "-m", "fastbert.testing.ahead_of_time", "--arch", "90")
     times = (python, "-m", TIMES, "first-attention", "--minutes", "0.7", "--out", str(folder))
-    arch = (("TORCH_CUDA_ARCH_LIST", "9.0"), ("MAX_JOBS", "8"), ("FASTBERT_CUDA", "1"))
+    graphs = (python, "-m", GRAPHS, *(("--rehearse",) * rehearsal))
+    arch = (("TORCH_CUDA_ARCH_LIST", "9.0a"), ("MAX_JOBS", "8"), ("FASTBERT_CUDA", "1"))
     return [
         Step("machine", "the device and the versions", (info,), 20),
         Step(
@@ -73,11 +75,16 @@ def steps(folder: Path, *, rehearsal: bool = False) -> list[Step]:
             "smoke", f"each Triton kernel {RERUNS} times with equal bits",
             _smokes("triton", rehearsal), 80,
         ),
+        Step("check-bfloat16", "parity of every operation", _checks("bfloat16", rehearsal), 60),
+        # By now, the build has usually ended, so that attention in CUDA C++ takes part.
         Step(
             "attention", "forward and backward beside SDPA",
             ((*times, *(("--toy",) * rehearsal)),), 50,
         ),
-        Step("check-bfloat16", "parity of every operation", _checks("bfloat16", rehearsal), 60),
+        Step(
+            "graphs", "CUDA graphs of inference and of training steps beside plain calls",
+            (graphs,), 90, background=True,
+        ),
         Step(
             "smoke-cuda", f"each CUDA C++ kernel {RERUNS} times with equal bits",
             _smokes("cuda", rehearsal), 30, after="build",

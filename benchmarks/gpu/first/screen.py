@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.first import graphs
 from benchmarks.gpu.first.run import FAILED, OK, Outcome
 from benchmarks.gpu.first.smoke import MARK
 from benchmarks.gpu.summary import lines_of
@@ -88,6 +89,13 @@ def compile_lines(outcome: Outcome) -> Iterator[str]:
     yield from (f"{launch['name']}: {'; '.join(launch['faults'])}" for launch in bad)
 
 
+def graph_lines(outcome: Outcome) -> Iterator[str]:
+    said = [record for record in records(outcome) if graphs.MARK in record]
+    bad = [record for record in said if record["faults"]]
+    yield f"{len(said) - len(bad)} of {len(graphs.COMPARISONS)} comparisons agree"
+    yield from (f"{record[graphs.MARK]}: {'; '.join(record['faults'])}" for record in bad)
+
+
 def sanitizer_lines(outcome: Outcome) -> Iterator[str]:
     for command, output, error in zip(
         outcome.step.commands, outcome.outputs, outcome.errors, strict=True
@@ -120,6 +128,8 @@ def of(outcome: Outcome, folder: Path) -> list[str]:
         return list(check_lines(outcome))
     if name.startswith("sanitizer"):
         return list(sanitizer_lines(outcome))
+    if name == "graphs":
+        return list(graph_lines(outcome))
     if name == "machine":
         return list(machine_lines(outcome))
     if name == "compile":
@@ -134,7 +144,7 @@ def settle(outcome: Outcome, lines: Sequence[str]) -> None:
     name = outcome.step.name
     if outcome.verdict != OK:
         return
-    if name.startswith(("smoke", "sanitizer")) and not records(outcome):
+    if name.startswith(("smoke", "sanitizer", "graphs")) and not records(outcome):
         outcome.verdict, outcome.reason = FAILED, "no case ran"
     elif name.startswith("smoke") and len(lines) > 1:
         outcome.verdict, outcome.reason = FAILED, "cases have faults"

@@ -7,16 +7,17 @@ whose launches come back here with the kernel's name and its arguments.
 from __future__ import annotations
 
 import ctypes
+import functools
 import re
 import shutil
-import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from fastbert.testing.ptx import nvcc
 from fastbert.testing.ptx.machine import PtxFault, Report, load
 
 _CALLBACK = ctypes.CFUNCTYPE(
@@ -35,8 +36,13 @@ class CudaLibrary:
         flags: Further flags of nvcc, such as ``-I``.
 
     Attributes:
+        arch: Architecture of the GPU.
         functions: The library's functions, by ctypes.
+        modules: The PTX of each source. A test may put another text in the place of one.
         reports: Readable name and report of each launch so far.
+        on_launch: If it is not None, it gets the mangled name of each kernel, the grid, and a
+            function that runs the launch with the keyword arguments of `Module.launch`. The launch
+            is then left to it, and has no report.
 
     Raises:
         FileNotFoundError: If nvcc is not on the path.
@@ -49,23 +55,33 @@ class CudaLibrary:
         """Compile the files, and link them with the runtime of the PTX machine."""
         if shutil.which("nvcc") is None:
             raise FileNotFoundError("nvcc is not on the path: the CUDA toolkit compiles .cu files")
+        self.arch = arch
         with ThreadPoolExecutor() as pool:
-            compiled = list(pool.map(lambda source: _compile(source, folder, arch, flags), sources))
-        self._modules = [load(text) for _, texts in compiled for text in texts]
+            compiled = list(
+                pool.map(lambda source: nvcc.compiled(source, folder, arch, flags), sources)
+            )
+        self.modules = [load(ptx.read_text()) for _, files in compiled for ptx in files]
         objects = [object_file for object_file, _ in compiled]
         library = folder / f"lib{arch}.so"
         runtime = Path(__file__).with_name("cuda_runtime.cpp")
-        _run([
+        nvcc.run([
             "nvcc", "-shared", "-std=c++17", "-Xcompiler", "-fPIC", "--cudart", "none", runtime,
             *objects, "-o", library,
         ])  # fmt: skip
         self.functions = ctypes.CDLL(str(library))
         self.reports: list[tuple[str, Report]] = []
         self.options: dict[str, Any] = {}
+        self.on_launch: Callable[[str, list[int], Callable[..., Report]], None] | None = None
         self._memory: list[Tensor] = []
         self._fault: BaseException | None = None
         self._callback = _CALLBACK(self._launch)
         self.functions.fastbert_ptx_on_launch(self._callback)
+        self.set_multiprocessors(132)
+
+    def set_multiprocessors(self, number: int) -> None:
+        """Set the number of multiprocessors of the GPU that the launchers see; 132 at first."""
+        capability = int(self.arch.removesuffix("a"))
+        self.functions.fastbert_ptx_set_device(capability, number)
 
     def call(self, name: str, *args: Any, memory: Sequence[Tensor], **options: Any) -> int:
         """Call a function of the library that launches kernels.
@@ -91,13 +107,17 @@ class CudaLibrary:
     def _launch(self, name: bytes, grid: Any, block: Any, args: Any, shared: int) -> int:
         kernel = name.decode()
         try:
-            module = next(m for m in self._modules if kernel in m.kernels)
+            module = next(m for m in self.modules if kernel in m.kernels)
             parameters = module.text.kernels[kernel].parameters
             values = [ctypes.string_at(args[n], p.size) for n, p in enumerate(parameters)]
-            report = module.launch(
-                kernel, grid[:3], block[:3], values, dynamic_shared=shared, memory=self._memory,
-                **self.options,
+            run = functools.partial(
+                module.launch, kernel, grid[:3], block[:3], values, dynamic_shared=shared,
+                memory=self._memory,
             )  # fmt: skip
+            if self.on_launch is not None:
+                self.on_launch(kernel, grid[:3], run)
+                return 0
+            report = run(**self.options)
         except (PtxFault, ValueError, StopIteration) as error:
             self._fault = error
             return 1
@@ -120,22 +140,3 @@ def readable(mangled: str) -> str:
         return mangled
     file, length, rest = found.groups()
     return f"{file}.{rest[: int(length)]}"
-
-
-def _compile(source: Path, folder: Path, arch: str, flags: Sequence[str]) -> tuple[Path, list[str]]:
-    """Return the object file and the PTX texts of a source."""
-    kept = folder / f"{source.stem}-{arch}"
-    kept.mkdir(exist_ok=True)
-    object_file = kept / f"{source.stem}.o"
-    target = f"arch=compute_{arch},code=compute_{arch}"
-    _run([
-        "nvcc", "-O3", "-std=c++17", "-lineinfo", "-gencode", target, "--keep", "--keep-dir", kept,
-        "-Xcompiler", "-fPIC", *flags, "-c", source, "-o", object_file,
-    ])  # fmt: skip
-    return object_file, [path.read_text() for path in kept.glob("*.ptx")]
-
-
-def _run(command: Sequence[str | Path]) -> None:
-    result = subprocess.run([str(part) for part in command], capture_output=True, text=True)
-    if result.returncode != 0:
-        raise RuntimeError(f"{' '.join(map(str, command))}:\n{result.stdout}{result.stderr}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_uint32, c_void_p
+from ctypes import Structure, byref, c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,19 +20,22 @@ from torch import Tensor
 
 from fastbert.activations import ACTIVATIONS
 from fastbert.ops import backend as backends
+from fastbert.testing.ptx.cuda_attention import AttentionOperators
+from fastbert.testing.ptx.cuda_call import FORMATS, Dropout, new
 from fastbert.testing.ptx.cuda_library import CudaLibrary
 from fastbert.testing.ptx.triton_launches import STAND_IN
 
 CUDA = Path(__file__).resolve().parents[3] / "csrc" / "cuda"
 NAMES = (
     "layer_norm_forward", "layer_norm_backward", "activation_forward", "activation_backward",
+    "linear_gelu_forward", "linear_gelu_gradient", "flash_attention_forward",
+    "flash_attention_backward", "mask_places",
 )  # fmt: skip
-FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 # The enumeration of csrc/activations.h.
 NUMBERS = {name: i for i, name in enumerate(("none", *ACTIVATIONS))}
 
 
-# The structs of csrc/cuda/operands.cuh, layer_norm.cuh and feed_forward.cuh
+# The structs of csrc/cuda: operands, layer_norm, feed_forward, gemm and varlen
 
 
 class Matrix(Structure):
@@ -45,12 +48,6 @@ class Parameter(Structure):
     """Parameter."""
 
     _fields_ = [("data", c_void_p), ("format", c_int32)]
-
-
-class Dropout(Structure):
-    """Dropout."""
-
-    _fields_ = [("seed", c_void_p), ("threshold", c_uint32), ("scale", c_float)]
 
 
 SHAPE = [("rows", c_int64), ("columns", c_int64)]
@@ -91,9 +88,28 @@ class ActivationBackward(Structure):
     _fields_ += [("dbias_format", c_int32)]
 
 
-def _new(*shape: int, dtype: torch.dtype) -> Tensor:
-    """Return a tensor full of NaN, so that an element that no kernel writes is seen."""
-    return torch.full(shape, torch.nan, dtype=dtype)
+class LinearGelu(Structure):
+    """LinearGelu."""
+
+    _fields_ = [("format", c_int32), ("activation", c_int32), *SHAPE, ("depth", c_int64)]
+    _fields_ += [("x", Matrix), ("weight", Matrix)]
+    _fields_ += [(name, c_void_p) for name in ("bias", "y", "h")]
+
+
+class LinearGeluGradient(Structure):
+    """LinearGeluGradient."""
+
+    _fields_ = [("format", c_int32), ("activation", c_int32), *SHAPE, ("depth", c_int64)]
+    _fields_ += [("dy", Matrix), ("weight", Matrix)]
+    _fields_ += [(name, c_void_p) for name in ("h", "dh", "a", "partial", "dbias")]
+
+
+class MaskPlaces(Structure):
+    """MaskPlaces."""
+
+    _fields_ = [("mask", c_void_p), ("element_size", c_int32)]
+    _fields_ += [(name, c_int64) for name in ("batch", "length", "stride_row", "stride_column")]
+    _fields_ += [(name, c_void_p) for name in ("indices", "rows", "cu_seqlens", "totals")]
 
 
 def _unit_columns(t: Tensor | None) -> Tensor | None:
@@ -105,35 +121,12 @@ def _readable(t: Tensor | None) -> Tensor | None:
     return None if t is None else (t.float() if t.dtype == torch.float64 else t).contiguous()
 
 
-class Operators:
-    """The four operators with the arguments of ``torch.ops.fastbert_C``.
+class Operators(AttentionOperators):
+    """The operators with the arguments of ``torch.ops.fastbert_C``.
 
     Args:
         library: Has the functions ``run_NAME`` of ``FRONT``, for each operator's name.
     """
-
-    def __init__(self, library: Any) -> None:
-        """Keep the library."""
-        self.library = library
-        # The tensors of the call that is prepared. They stay alive until the call returns.
-        self.tensors: list[Tensor] = []
-
-    def _call(self, name: str, params: Structure) -> int:
-        function = getattr(self.library, name)
-        function.argtypes = [POINTER(type(params))]
-        status: int = function(byref(params))
-        return status
-
-    def _run(self, name: str, params: Structure) -> None:
-        status = self._call(name, params)
-        self.tensors.clear()
-        if status != 0:
-            raise RuntimeError(f"{name}: the launcher returned the cudaError {status}")
-
-    def _address(self, t: Tensor) -> int:
-        """Return the address; that of an empty tensor is 0, as in torch."""
-        self.tensors.append(t)
-        return t.data_ptr()
 
     def _matrix(self, t: Tensor | None) -> Matrix:
         t = _unit_columns(t)
@@ -143,19 +136,13 @@ class Operators:
         t = _readable(t)
         return Parameter(None, 0) if t is None else Parameter(self._address(t), FORMATS[t.dtype])
 
-    def _dropout(self, seed: Tensor | None, p: float) -> Dropout:
-        if p == 0.0 or seed is None:
-            return Dropout(None, 0, 1.0)
-        scale = 0.0 if p == 1.0 else 1.0 / (1.0 - p)
-        return Dropout(self._address(seed), int(p * 2**24 + 0.5), scale)
-
     def layer_norm_forward(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None,
         x_bias: Tensor | None, seed: Tensor | None, dropout_p: float, eps: float,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Return y (rows, columns) in the dtype of x, and mean and rstd (rows,) in fp32."""
-        y = _new(*x.shape, dtype=x.dtype)
-        mean, rstd = (_new(x.shape[0], dtype=torch.float32) for _ in range(2))
+        y = new(*x.shape, dtype=x.dtype)
+        mean, rstd = (new(x.shape[0], dtype=torch.float32) for _ in range(2))
         matrices = map(self._matrix, (x, residual))
         parameters = map(self._parameter, (weight, bias, x_bias))
         results = map(self._address, (y, mean, rstd))
@@ -174,13 +161,13 @@ class Operators:
         """Return dsum, dx, dweight, dbias and dx_bias; those that are not wanted are empty."""
         columns = x.shape[1]
         kind = _wide(weight.dtype)
-        dsum = _new(*x.shape, dtype=x.dtype)
-        dx = _new(*x.shape, dtype=x.dtype) if dropout_p > 0.0 else x.new_empty(0)
-        partial = _new(min(x.shape[0], 264), 3, columns, dtype=torch.float32)
-        dweight = _new(columns, dtype=kind)
-        dbias = _new(columns if has_bias else 0, dtype=kind)
+        dsum = new(*x.shape, dtype=x.dtype)
+        dx = new(*x.shape, dtype=x.dtype) if dropout_p > 0.0 else x.new_empty(0)
+        partial = new(min(x.shape[0], 264), 3, columns, dtype=torch.float32)
+        dweight = new(columns, dtype=kind)
+        dbias = new(columns if has_bias else 0, dtype=kind)
         x_bias_kind = torch.float32 if x_bias is None else _wide(x_bias.dtype)
-        dx_bias = _new(0 if x_bias is None else columns, dtype=x_bias_kind)
+        dx_bias = new(0 if x_bias is None else columns, dtype=x_bias_kind)
         operands = (*map(self._matrix, (dy, x, residual)), *map(self._parameter, (weight, x_bias)))
         statistics = (*map(self._address, (mean.contiguous(), rstd.contiguous())),)
         results = map(self._address, (dsum, dx, partial, dweight, dbias, dx_bias))
@@ -195,7 +182,7 @@ class Operators:
 
     def activation_forward(self, h: Tensor, bias: Tensor | None, activation: str) -> Tensor:
         """Return activation(h + bias) in the dtype of h."""
-        y = _new(*h.shape, dtype=h.dtype)
+        y = new(*h.shape, dtype=h.dtype)
         operands = (self._matrix(h), self._parameter(bias), self._address(y))
         params = (FORMATS[h.dtype], NUMBERS[activation], *h.shape, *operands)
         self._run("run_activation_forward", ActivationForward(*params))
@@ -208,9 +195,9 @@ class Operators:
         """Return dh, its sum over the rows, and the activation; the last two may be empty."""
         rows, columns = h.shape
         kind = torch.float32 if bias is None else _wide(bias.dtype)
-        dh = _new(rows, columns, dtype=h.dtype)
-        partial = _new(min(rows, 256) if sum_rows else 0, columns, dtype=torch.float32)
-        dbias = _new(columns, dtype=kind) if sum_rows else h.new_empty(0)
+        dh = new(rows, columns, dtype=h.dtype)
+        partial = new(min(rows, 256) if sum_rows else 0, columns, dtype=torch.float32)
+        dbias = new(columns, dtype=kind) if sum_rows else h.new_empty(0)
         operands = (*map(self._matrix, (dy, h)), self._parameter(bias))
         results = (self._address(dh), self._address(partial), self._address(dbias))
         params = (FORMATS[h.dtype], NUMBERS[activation], rows, columns, *operands, *results)
@@ -218,20 +205,77 @@ class Operators:
         a = self.activation_forward(h, bias, activation) if recompute else h.new_empty(0)
         return dh, dbias.to(bias.dtype) if sum_rows and bias is not None else dbias, a
 
+    def linear_gelu_forward(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, save: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Return y = activation(x weightᵀ + bias) (rows, columns), and the pre-activation h.
+
+        h contains the bias; without `save`, it is empty.
+        """
+        shape = x.shape[0], weight.shape[0]
+        y = new(*shape, dtype=x.dtype)
+        h = new(*shape, dtype=x.dtype) if save else x.new_empty(0)
+        tensors = (None if t is None else self._address(t) for t in (bias, y, h if save else None))
+        operands = (self._matrix(x), self._matrix(weight), *tensors)
+        params = (FORMATS[x.dtype], NUMBERS[activation], *shape, x.shape[1], *operands)
+        self._run("run_linear_gelu", LinearGelu(*params))
+        return y, h
+
+    def linear_gelu_gradient(
+        self, dy: Tensor, weight: Tensor, h: Tensor, activation: str, sum_rows: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return dh = (dy weight) activation'(h), its sum over the rows, and activation(h).
+
+        The sum has the dtype of dy; without `sum_rows`, it is empty.
+        """
+        (rows, depth), columns = dy.shape, weight.shape[1]
+        dh, a = (new(rows, columns, dtype=dy.dtype) for _ in range(2))
+        partial = new((rows + 127) // 128 if sum_rows else 0, columns, dtype=torch.float32)
+        dbias = new(columns, dtype=dy.dtype) if sum_rows else dy.new_empty(0)
+        tensors = map(self._address, (h.contiguous(), dh, a, partial, dbias))
+        operands = (self._matrix(dy), self._matrix(weight), *tensors)
+        params = (FORMATS[dy.dtype], NUMBERS[activation], rows, columns, depth, *operands)
+        self._run("run_linear_gelu_gradient", LinearGeluGradient(*params))
+        return dh, dbias, a
+
+    def mask_places(
+        self, mask: Tensor, with_padding: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return indices, rows (or empty), cu_seqlens, and the number and longest length."""
+        places, unwritten = mask.numel(), -(1 << 30)
+        sizes = (places, places if with_padding else 0, mask.shape[0] + 1, 2)
+        dtypes = (torch.int64, torch.int64, torch.int32, torch.int32)
+        indices, rows, cu_seqlens, totals = (
+            torch.full((size,), unwritten, dtype=dtype)
+            for size, dtype in zip(sizes, dtypes, strict=True)
+        )
+        results = map(self._address, (indices, rows, cu_seqlens, totals))
+        shape = (mask.itemsize, *mask.shape, *mask.stride())
+        self._run("run_mask_places", MaskPlaces(self._address(mask), *shape, *results))
+        return indices, rows, cu_seqlens, totals
+
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.float64 else dtype
 
 
 FRONT = """
+#include "attention.cuh"
 #include "feed_forward.cuh"
+#include "gemm.cuh"
 #include "layer_norm.cuh"
+#include "varlen.cuh"
 using namespace fastbert::cuda;
 extern "C" {
 int run_layer_norm_forward(LayerNormForward* p) { return layer_norm_forward(*p, nullptr); }
 int run_layer_norm_backward(LayerNormBackward* p) { return layer_norm_backward(*p, nullptr); }
 int run_activation_forward(ActivationForward* p) { return activation_forward(*p, nullptr); }
 int run_activation_backward(ActivationBackward* p) { return activation_backward(*p, nullptr); }
+int run_linear_gelu(LinearGelu* p) { return linear_gelu(*p, nullptr); }
+int run_linear_gelu_gradient(LinearGeluGradient* p) { return linear_gelu_gradient(*p, nullptr); }
+int run_attention_forward(AttentionForward* p) { return attention_forward(*p, nullptr); }
+int run_attention_backward(AttentionBackward* p) { return attention_backward(*p, nullptr); }
+int run_mask_places(MaskPlaces* p) { return mask_places(*p, nullptr); }
 }
 """
 
@@ -250,7 +294,8 @@ class CompiledOperators(Operators):
 
     Args:
         folder: An existing folder for what is compiled.
-        arch: Architecture of the GPU, as 90 for sm_90.
+        arch: Architecture of the GPU, as 90 for sm_90. The code for sm_90 is that of sm_90a, as in
+            the extension, because only this has the instructions of Hopper alone.
 
     Attributes:
         compiled: The library, which keeps the reports of the launches.
@@ -265,8 +310,10 @@ class CompiledOperators(Operators):
         """Compile csrc/cuda with the functions that call its launchers."""
         front = folder / "front.cu"
         front.write_text(FRONT, encoding="utf-8")
-        sources = [*sorted(CUDA.glob("*.cu")), front]
-        self.compiled = CudaLibrary(sources, folder, str(arch), ["-I", str(CUDA)])
+        sources = [*sorted(CUDA.rglob("*.cu")), front]
+        flags = ["-I", str(CUDA), *(["-DFASTBERT_SM90A"] if arch == 90 else [])]
+        name = "90a" if arch == 90 else str(arch)
+        self.compiled = CudaLibrary(sources, folder, name, flags)
         self.options: dict[str, Any] = {}
         super().__init__(self.compiled.functions)
 
@@ -283,7 +330,10 @@ def serving_cuda(operators: Operators) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(backends.standing_in(STAND_IN, "cuda"))
         for name in NAMES:
-            patch = mock.patch.object(torch.ops.fastbert_C, name, getattr(operators, name))
+            # Some operators exist on CUDA alone, so a CPU build of the extension lacks them.
+            patch = mock.patch.object(
+                torch.ops.fastbert_C, name, getattr(operators, name), create=True
+            )
             stack.enter_context(patch)
         yield
 

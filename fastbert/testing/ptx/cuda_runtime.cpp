@@ -26,6 +26,11 @@ struct Configuration {
 };
 thread_local Configuration configuration;
 
+// The GPU that the launchers see.
+struct Device {
+  int capability = 80, multiprocessors = 132;
+} device;
+
 // A tensor map as fastbert/testing/ptx/tensor_map.py lays it out.
 struct TensorMap {
   char magic[4];
@@ -41,7 +46,7 @@ CUresult encode(CUtensorMap* to, CUtensorMapDataType type, cuuint32_t rank, void
                 const cuuint32_t* element_strides, CUtensorMapInterleave interleave,
                 CUtensorMapSwizzle swizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill fill) {
   // By the driver's number of a type: its number in .elemtype of tensormap.replace, and its bytes.
-  static const uint8_t types[][2] = {{0, 1}, {1, 2}, {2, 4}, {3, 4},  {4, 8},  {5, 8}, {6, 2},
+  static const uint8_t types[][2] = {{0, 1}, {1, 2}, {2, 4},  {3, 4}, {4, 8},  {5, 8}, {6, 2},
                                      {7, 4}, {9, 8}, {10, 2}, {8, 4}, {11, 4}, {12, 4}};
   if (rank < 1 || rank > 5 || type > 12 || interleave != CU_TENSOR_MAP_INTERLEAVE_NONE ||
       swizzle > CU_TENSOR_MAP_SWIZZLE_128B || reinterpret_cast<uintptr_t>(address) % 16)
@@ -69,6 +74,9 @@ CUresult encode(CUtensorMap* to, CUtensorMapDataType type, cuuint32_t rank, void
 extern "C" {
 
 void fastbert_ptx_on_launch(Callback function) { callback = function; }
+void fastbert_ptx_set_device(int capability, int multiprocessors) {
+  device = {capability, multiprocessors};
+}
 
 void** __cudaRegisterFatBinary(void*) {
   static void* handle;
@@ -120,15 +128,16 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* symbol, void** function
                                              cudaDriverEntryPointQueryResult* result) {
   const bool known = std::strcmp(symbol, "cuTensorMapEncodeTiled") == 0;
   *function = known ? reinterpret_cast<void*>(encode) : nullptr;
-  if (result)
-    *result = known ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
+  if (result) *result = known ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
   return known ? cudaSuccess : cudaErrorInvalidValue;
 }
 cudaError_t cudaGetLastError() { return cudaSuccess; }
 cudaError_t cudaPeekAtLastError() { return cudaSuccess; }
-cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
+cudaError_t cudaGetDevice(int* number) { return *number = 0, cudaSuccess; }
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
-  *value = attribute == cudaDevAttrMultiProcessorCount                ? 132
+  *value = attribute == cudaDevAttrMultiProcessorCount                ? device.multiprocessors
+           : attribute == cudaDevAttrComputeCapabilityMajor           ? device.capability / 10
+           : attribute == cudaDevAttrComputeCapabilityMinor           ? device.capability % 10
            : attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin     ? 227 * 1024
            : attribute == cudaDevAttrMaxSharedMemoryPerMultiprocessor ? 228 * 1024
                                                                       : 0;

@@ -1,20 +1,25 @@
 """Count what the launches of an operation do at their true shapes, from a part of their blocks.
 
-The compiled Triton kernels run on the PTX machine, but only some blocks of each grid do, spread
+The compiled kernels run on the PTX machine, but only some blocks of each grid do, spread
 over the grid. Their mean counts for the others; more of them run if their work is unequal. The
 results are wrong, of course, but for the values that the kernels count and index with.
 """
 
 from __future__ import annotations
 
+import atexit
 import functools
 import importlib
 import math
+import shutil
+import subprocess
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -27,13 +32,22 @@ from fastbert.ops.register import IMPLEMENTATIONS
 from fastbert.testing.ahead_of_time import identity
 from fastbert.testing.cases import Case
 from fastbert.testing.launches import GEMMS
+from fastbert.testing.machine_code import functions
 from fastbert.testing.ptx import sass
+from fastbert.testing.ptx.cuda_library import readable
+from fastbert.testing.ptx.cuda_operators import CompiledOperators, serving_cuda
+from fastbert.testing.ptx.hopper_attention import path_of_a_tile
+from fastbert.testing.ptx.machine import Report
 from fastbert.testing.ptx.parse import parse
 from fastbert.testing.ptx.triton_launches import Binary, Emulator, serving_triton
 
 # Blocks that run one by one. If one of them executes this many times as many instructions as
 # another, blocks do unequal work, and more of them run.
 PROBED, MORE, UNEQUAL = 24, 240, 1.25
+# Nearly all instructions of these kernels are in a loop, whose path the machine code has exactly.
+HOPPER_ATTENTION = (
+    "attention_forward.persistent_forward_kernel", "attention_backward.persistent_backward_kernel",
+)  # fmt: skip
 # Multiples of the golden ratio, modulo 1, spread evenly and repeat no pattern of a grid.
 GOLDEN = (5**0.5 - 1) / 2
 
@@ -139,7 +153,7 @@ class _Library(TorchDispatchMode):
 
 
 def count(
-    case: Case, dtype: torch.dtype, arch: int, multiprocessors: int
+    case: Case, dtype: torch.dtype, arch: int, multiprocessors: int, backend: str = "triton"
 ) -> dict[str, list[Launched]]:
     """Run a case forward and backward, and count the work of each launch.
 
@@ -148,6 +162,7 @@ def count(
         dtype: Dtype of the inputs.
         arch: Architecture of the code: 80, 89 or 90.
         multiprocessors: Multiprocessors of the GPU, by which some launches choose their grid.
+        backend: "triton" or "cuda".
 
     Returns:
         The launches by direction: "forward" and "backward".
@@ -164,7 +179,10 @@ def count(
     def note_product(flops: float, size: float) -> None:
         note(Launched("library", 0, 0, {"tensor_flops": flops}, size))
 
-    with _sampled(arch, multiprocessors, note), _Library(note_product):
+    sampled = _sampled_cuda(arch, note)
+    if backend == "triton":
+        sampled = _sampled(arch, multiprocessors, note)
+    with sampled, _Library(note_product):
         inputs = case.inputs(dtype)
         leaves = inputs.map(
             lambda name, v: (
@@ -172,7 +190,7 @@ def count(
             )
         )
         function = getattr(ops, case.op)
-        out = function(*leaves.positional.values(), **leaves.keyword, backend="triton")
+        out = function(*leaves.positional.values(), **leaves.keyword, backend=backend)
         named = dict(leaves.items())
         direction = "backward"
         torch.autograd.grad(out, [named[name] for name in inputs.gradients], torch.ones_like(out))
@@ -213,6 +231,57 @@ def _sampled(arch: int, multiprocessors: int, note: Callable[[Launched], None]) 
                 patch = mock.patch.object(module, "multiprocessors", return_value=multiprocessors)
                 stack.enter_context(patch)
         yield
+
+
+@contextmanager
+def _sampled_cuda(arch: int, note: Callable[[Launched], None]) -> Iterator[None]:
+    """Run some blocks of each CUDA C++ launch on the PTX machine, and report what all would do.
+
+    The bytes of a launch are those of its sectors.
+    """
+    operators, codes = _compiled_cuda(arch)
+    lengths = {
+        name: len(module.text.kernels[name].code)
+        for module in operators.compiled.modules
+        for name in module.kernels
+    }
+
+    def on_launch(kernel: str, grid: list[int], run: Callable[..., Report]) -> None:
+        def counted(blocks: list[int]) -> dict[str, float]:
+            counts = run(races=False, blocks=blocks).counts
+            return {**counts["pipes"], **{k: v for k, v in counts.items() if k != "pipes"}}
+
+        found = mean_counts(counted, math.prod(grid))
+        name = readable(kernel)
+        if name in HOPPER_ATTENTION:
+            path = path_of_a_tile(codes[kernel])
+            mix = sass.mix_of_path(path, found.counts["tensor_flops"])
+        else:
+            mix = sass.corrected(
+                found.counts["instructions"], lengths[kernel], sass.mix(codes[kernel])
+            )
+        found.counts.update({f"sass_{unit}": number for unit, number in mix.items()})
+        size = 32.0 * found.counts["global_sectors"]
+        note(Launched(name, math.prod(grid), found.sampled, found.counts, size))
+
+    operators.compiled.on_launch = on_launch
+    with serving_cuda(operators):
+        yield
+
+
+@functools.cache
+def _compiled_cuda(arch: int) -> tuple[CompiledOperators, dict[str, str]]:
+    """Return the operators of csrc/cuda, and the machine code of each kernel."""
+    folder = Path(tempfile.mkdtemp(prefix="fastbert-cuda-"))
+    atexit.register(shutil.rmtree, folder)
+    operators = CompiledOperators(folder, arch)
+    codes: dict[str, str] = {}
+    for ptx in folder.glob("*/*.ptx"):
+        cubin = ptx.with_suffix(".cubin")
+        command = ["ptxas", f"-arch=sm_{operators.compiled.arch}", str(ptx), "-o", str(cubin)]
+        subprocess.run(command, check=True, capture_output=True)
+        codes |= functions(sass.disassemble(cubin.read_bytes()))
+    return operators, codes
 
 
 @functools.cache

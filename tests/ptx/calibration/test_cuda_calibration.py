@@ -6,12 +6,11 @@
 from __future__ import annotations
 
 import ctypes
-import os
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from _nvcc import require_nvcc
 from torch import Tensor
 
 from fastbert.testing.ptx.cuda_library import CudaLibrary
@@ -21,17 +20,14 @@ COUNT = THREADS * ITEMS
 
 
 def pytest_generate_tests(metafunc):
-    every = metafunc.config.getoption("--every-case", default=False)
+    every = metafunc.config.getoption("--every-case")
     metafunc.parametrize("library", ["80", "90"] if every else ["90"], indirect=True)
     metafunc.parametrize("seed", [0, 1, 2] if every else [0])
 
 
 @pytest.fixture(scope="module")
 def library(request, tmp_path_factory) -> CudaLibrary:
-    if shutil.which("nvcc") is None:
-        pytest.skip("no nvcc on this machine")
-    if "libasan" in os.environ.get("LD_PRELOAD", ""):
-        pytest.skip("nvcc crashes with libasan loaded")
+    require_nvcc()
     source = Path(__file__).parent / "cuda" / "primitives.cu"
     return CudaLibrary([source], tmp_path_factory.mktemp("primitives"), request.param, ["-w"])
 

@@ -48,7 +48,7 @@ CASES = [(80, name) for name in BOTH] + [(90, name) for name in BOTH + HOPPER]
 
 
 def pytest_generate_tests(metafunc):
-    every = metafunc.config.getoption("--every-case", default=False)
+    every = metafunc.config.getoption("--every-case")
     rest = [(arch, REST) for arch in (80, 90) if every]
     metafunc.parametrize(("arch", "name"), CASES + rest, ids=identifier)
 

@@ -1,0 +1,49 @@
+// The launchers of matrix products with an activation in the epilogue, and their arguments. Free of
+// torch; cuda_ops.cpp fills the structs. All matrices have one 16-bit format.
+
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "../activations.h"
+#include "launch.cuh"
+#include "operands.cuh"
+
+namespace fastbert::cuda {
+
+// y = activation(x weight^T + bias), with gelu or gelu_tanh. x is (rows, depth) and weight is
+// (columns, depth). y and h are contiguous (rows, columns). h is the pre-activation with the bias,
+// rounded to the format, and y is the activation of this h. bias (columns) may be null, and h too.
+struct LinearGelu {
+  Format format;
+  Activation activation;
+  int64_t rows, columns, depth;
+  ConstMatrix x, weight;
+  const void* bias;
+  void *y, *h;
+};
+
+// da = dy weight, dh = da * activation'(h) and a = activation(h). dy is (rows, depth) and weight is
+// (depth, columns). h, dh and a are contiguous (rows, columns). dbias (columns) is the sum of dh
+// over the rows, or null; the sum needs `partial`, (gemm_partials(rows), columns) floats.
+struct LinearGeluGradient {
+  Format format;
+  Activation activation;
+  int64_t rows, columns, depth;
+  ConstMatrix dy, weight;
+  const void* h;
+  void *dh, *a;
+  float* partial;
+  void* dbias;
+};
+
+constexpr int kGemmRows = 128;  // of a tile, on every architecture
+
+inline int64_t gemm_partials(int64_t rows) { return ceil_div(rows, kGemmRows); }
+
+// Return cudaErrorInvalidValue for operands that the kernels do not serve: another format or
+// activation, no depth, or rows and pointers that are not multiples of 16 bytes.
+cudaError_t linear_gelu(const LinearGelu& params, cudaStream_t stream);
+cudaError_t linear_gelu_gradient(const LinearGeluGradient& params, cudaStream_t stream);
+
+}  // namespace fastbert::cuda

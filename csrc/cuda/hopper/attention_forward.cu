@@ -1,0 +1,479 @@
+// Forward of attention on Hopper GPUs (sm_90a), in 16-bit formats.
+//
+// A persistent block has three groups of four warps. One thread of the first group feeds the copy
+// engine: the queries of an item through two or three places, and tiles of 128 keys and values
+// through rings of stages that run on across items. Each of the two other groups owns 64 of the
+// item's 128 queries. It multiplies from shared memory with wgmma and keeps scores, weights and
+// sums of out in its registers. While one group computes a softmax, the products of the other run:
+// named barriers make them take turns. Inside a group, the scores of the next tile and the product
+// of the last weights with their values are in flight together, and the softmax of the former
+// overlaps with the latter. Out goes back through the place of the group's queries, and the copy
+// engine stores it.
+//
+// Time by unit on an H200, per 128 queries and 128 keys of head dim 64: the products take 1,024
+// cycles of the tensor cores, 14,336 exponentials 896 of the MUFU, as an eighth of them is a
+// polynomial, and the issue of 466 instructions by each of eight warps 932 of the four schedulers.
+// The tensor cores bind. Keys and values are 32 KB, or 32 bytes in a cycle from the L2 cache.
+// Device memory binds below about 400 keys.
+
+#include <algorithm>
+
+#include "../attention.cuh"
+#include "../attention_tile.cuh"
+#include "../launch.cuh"
+#include "../mma.cuh"
+#include "attention.cuh"
+#include "device.cuh"
+#include "dropout.cuh"
+#include "hidden.cuh"
+#include "pipeline.cuh"
+#include "schedule.cuh"
+#include "softmax.cuh"
+#include "tma.cuh"
+#include "wgmma.cuh"
+
+namespace fastbert::cuda {
+namespace {
+
+constexpr int kGroup = 128, kConsumers = 2, kThreads = kGroup * (1 + kConsumers);
+constexpr int kConsumerWarps = kConsumers * kGroup / 32;
+constexpr int kGroupRows = kQueryRows / kConsumers, kWarpRows = 16;
+// Of 65,536 registers, 128 threads have 56 and 256 have 224 each; with 40 the first group spills.
+constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
+// Named barriers; 0 is __syncthreads.
+constexpr int kTurn = 1, kGroupBarrier = kTurn + kConsumers;
+
+// Shared memory from an address that is a multiple of 1024 on. A tile of 128 rows has a part of
+// 64 columns after the other.
+template <int kHeadDim>
+struct Memory {
+  static constexpr int kParts = kHeadDim / kBoxColumns;
+  static constexpr int kPartBytes = kKeyRows * kBoxRowBytes, kTileBytes = kParts * kPartBytes;
+  static constexpr int kStages = kHeadDim == 64 ? 4 : 2, kPlaces = kHeadDim == 64 ? 3 : 2;
+  static constexpr int kKeys = kPlaces * kTileBytes, kValues = kKeys + kStages * kTileBytes;
+  static constexpr int kBits = kValues + kStages * kTileBytes;
+  static constexpr int kBarriers = kBits + kStages * kKeyWords * 4;
+  // Barriers of each stage: keys and values full, the same empty, values landed; then of each
+  // place of queries: full, empty.
+  static constexpr int kKeysFull = kBarriers, kValuesFull = kKeysFull + 8 * kStages;
+  static constexpr int kKeysEmpty = kValuesFull + 8 * kStages;
+  static constexpr int kValuesEmpty = kKeysEmpty + 8 * kStages;
+  static constexpr int kLanded = kValuesEmpty + 8 * kStages;
+  static constexpr int kQueriesFull = kLanded + 8 * kStages;
+  static constexpr int kQueriesEmpty = kQueriesFull + 8 * kPlaces;
+  static constexpr int kOrder = kQueriesEmpty + 8 * kPlaces;
+  static constexpr int kBytes = kOrder + sizeof(Order);
+};
+
+struct Params {
+  CUtensorMap q, k, v, out;
+  AttentionForward call;
+};
+
+// The copies: one thread.
+template <int kHeadDim>
+__device__ void load_tiles(const Params& p, uint32_t shared, Items items) {
+  using M = Memory<kHeadDim>;
+  const auto load = [&](uint32_t to, const CUtensorMap& map, const RowAt& at, uint32_t barrier) {
+#pragma unroll
+    for (int part = 0; part < M::kParts; ++part)
+      load_box(to + part * M::kPartBytes, map, part * kBoxColumns, at, barrier);
+  };
+  // Values under a mask land first; zero_unattended passes them on.
+  const uint32_t values_full = shared + (p.call.mask.data ? M::kLanded : M::kValuesFull);
+  Place<M::kPlaces> place;
+  Place<M::kStages> stage;
+  for (Item item; items.next(item);) {
+    const uint32_t queries_full = shared + M::kQueriesFull + 8 * place.stage;
+    wait(shared + M::kQueriesEmpty + 8 * place.stage, place.parity ^ 1);
+    arrive_expecting(queries_full, M::kTileBytes);
+    load(shared + place.stage * M::kTileBytes, p.q, item.query(0), queries_full);
+    place.advance();
+    for (int tile = 0; tile < item.key_tiles; ++tile) {
+      const uint32_t offset = stage.stage * M::kTileBytes;
+      const RowAt at = item.key(tile * kKeyRows);
+      const uint32_t keys = shared + M::kKeysFull + 8 * stage.stage;
+      wait(shared + M::kKeysEmpty + 8 * stage.stage, stage.parity ^ 1);
+      arrive_expecting(keys, M::kTileBytes);
+      load(shared + M::kKeys + offset, p.k, at, keys);
+      const uint32_t values = values_full + 8 * stage.stage;
+      wait(shared + M::kValuesEmpty + 8 * stage.stage, stage.parity ^ 1);
+      arrive_expecting(values, M::kTileBytes);
+      load(shared + M::kValues + offset, p.v, at, values);
+      stage.advance();
+    }
+  }
+}
+
+// Under a mask of keys: publishes the attended keys of each tile, and zeroes the values of the
+// others, which may be NaN. One warp.
+template <int kHeadDim>
+__device__ void zero_unattended(const Params& p, uint32_t shared, unsigned char* memory,
+                                Items items) {
+  using M = Memory<kHeadDim>;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  Place<M::kStages> stage;
+  for (Item item; items.next(item);) {
+    for (int tile = 0; tile < item.key_tiles; ++tile, stage.advance()) {
+      KeyBits bits[kKeyWords];
+      attended_keys(bits, p.call.mask, item, tile);
+      wait(shared + M::kKeysEmpty + 8 * stage.stage, stage.parity ^ 1);
+      if (lane == 0) {
+        *reinterpret_cast<uint4*>(memory + M::kBits + stage.stage * kKeyWords * 4) = {
+            bits[0], bits[1], bits[2], bits[3]};
+        arrive(shared + M::kKeysFull + 8 * stage.stage);
+      }
+      wait(shared + M::kLanded + 8 * stage.stage, stage.parity);
+      zero_unattended_rows<M::kParts>(memory + M::kValues + stage.stage * M::kTileBytes, bits);
+      fence_async_proxy();
+      __syncwarp();
+      if (lane == 0) arrive(shared + M::kValuesFull + 8 * stage.stage);
+    }
+  }
+}
+
+// Rows of out and lse of packed tensors that belong to no sequence. 64 threads of each block.
+template <int kHeadDim>
+__device__ void zero_slack(const AttentionForward& p, int thread) {
+  constexpr int kChunks = kHeadDim / 8;
+  const Sequences& s = p.sequences;
+  const int64_t first = s.cu_seqlens_q[s.batches];
+  const int64_t step = 64 * static_cast<int64_t>(gridDim.x);
+  for (int head = 0; head < s.heads; ++head) {
+    const int64_t start = 64 * static_cast<int64_t>(blockIdx.x) + thread;
+    for (int64_t i = first * kChunks + start; i < s.rows_q * kChunks; i += step)
+      *reinterpret_cast<uint4*>(static_cast<uint16_t*>(p.out.data) + head * p.out.stride_head +
+                                i / kChunks * p.out.stride_row + i % kChunks * 8) = {0, 0, 0, 0};
+    for (int64_t i = first + start; i < s.rows_q; i += step)
+      p.lse[head * p.lse_stride_head + i] = -INFINITY;
+  }
+}
+
+// Sets the scores of keys that are not attended to -inf.
+__device__ void hide(float (&scores)[kScores], const KeyBits (&bits)[kKeyWords]) {
+  const int first = static_cast<int>(threadIdx.x) % 4 * 2;
+#pragma unroll
+  for (int i = 0; i < kScores; ++i) {
+    const int column = i / 4 * 8 + i % 2;
+    if (!(bits[column / 32] >> (column % 32 + first) & 1)) scores[i] = -INFINITY;
+  }
+}
+
+// The scores of the group's queries and a tile of keys.
+template <class T, int kHeadDim>
+__device__ void start_scores(float (&scores)[kScores], uint32_t queries, uint32_t keys) {
+  using M = Memory<kHeadDim>;
+  const uint64_t left = descriptor(queries), right = descriptor(keys);
+#pragma unroll
+  for (int step = 0; step < kHeadDim / 16; ++step) {
+    const int offset = step / 4 * M::kPartBytes + step % 4 * 32;
+    multiply(scores, moved(left, offset), moved(right, offset), step > 0, T{});
+  }
+  end_products();
+}
+
+// sums += weights values
+template <class T, int kHeadDim>
+__device__ void start_sums(float (&sums)[kHeadDim / 2], const uint32_t (&weights)[kScores / 2],
+                           uint32_t values) {
+  using M = Memory<kHeadDim>;
+  const uint64_t right = descriptor(values, M::kPartBytes);
+#pragma unroll
+  for (int step = 0; step < kKeyRows / 16; ++step)
+    accumulate_rows(sums, weights + 4 * step, moved(right, step * 16 * kBoxRowBytes), T{});
+  end_products();
+}
+
+// A consumer: 64 queries of each item.
+template <class T, int kHeadDim, bool kDropout>
+class Consumer {
+  using M = Memory<kHeadDim>;
+
+ public:
+  __device__ Consumer(const Params& p, uint32_t shared, const unsigned char* memory)
+      : p_(p), shared_(shared), memory_(memory), group_(uniform(threadIdx.x / kGroup) - 1) {}
+
+  __device__ void run(Items items) {
+    // The first group has the first turn.
+    if (group_ != 0) end_turn();
+    for (Item item; uniform(items.next(item));) {
+      item.head.keys = uniform(item.head.keys);
+      item.key_tiles = uniform(item.key_tiles);
+      attend(item);
+    }
+    if (group_ == 0) begin_turn();
+    wait_for_stores();
+  }
+
+ private:
+  __device__ int lane() const { return static_cast<int>(threadIdx.x) % 32; }
+  __device__ int warp() const { return static_cast<int>(threadIdx.x) % kGroup / 32; }
+  __device__ void begin_turn() { sync_group(kTurn + group_, kConsumers * kGroup); }
+  __device__ void end_turn() { arrive_group(kTurn + 1 - group_, kConsumers * kGroup); }
+  __device__ uint32_t keys_at() const { return shared_ + M::kKeys + keys_.stage * M::kTileBytes; }
+  __device__ uint32_t values_at() const {
+    return shared_ + M::kValues + values_.stage * M::kTileBytes;
+  }
+
+  // Each warp gives a stage back, because it knows of its own products alone.
+  template <int kCount>
+  __device__ void give_back(int barriers, Place<kCount>& place) {
+    __syncwarp();
+    if (lane() == 0) arrive(shared_ + barriers + 8 * place.stage);
+    place.advance();
+  }
+
+  // Hides the keys of a tile of scores that are not attended, and gives the keys back.
+  __device__ void hide_and_release(const Item& item, int tile) {
+    const int left = item.head.keys - tile * kKeyRows;
+    if (p_.call.mask.data) {
+      const uint4 words =
+          *reinterpret_cast<const uint4*>(memory_ + M::kBits + keys_.stage * kKeyWords * 4);
+      hide(scores_, {words.x, words.y, words.z, words.w});
+    } else if (left < kKeyRows) {
+      hide(scores_,
+           {first_bits(left), first_bits(left - 32), first_bits(left - 64), first_bits(left - 96)});
+    }
+    give_back(M::kKeysEmpty, keys_);
+  }
+
+  // Turns the scores of a tile into weights, and returns whether the sums of a row of the warp must
+  // follow by a factor below 1.
+  __device__ bool weigh(const Item& item, int tile, float (&rescale)[2]) {
+    const float factor = p_.call.scale * kLog2E;
+    bool grown = false;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float before = softmax_.maximum[half];
+      rescale[half] = softmax_.step(scores_, half, factor);
+      grown = grown || softmax_.maximum[half] > before;
+    }
+    if (kDropout) {
+      const int row = item.first_query + group_ * kGroupRows + warp() * kWarpRows + lane() / 4;
+      drop(scores_, p_.call.dropout, tile * kKeyRows, {row, item.head.head, item.head.batch});
+    }
+    return __any_sync(0xffffffffu, grown);
+  }
+
+  // Rounds the weights to the left operand of their product with the values.
+  __device__ void narrow() {
+#pragma unroll
+    for (int i = 0; i < kScores / 2; ++i)
+      weights_[i] = pair(scores_[2 * i], scores_[2 * i + 1], T{});
+  }
+
+  __device__ void attend(const Item& item) {
+    softmax_ = TileSoftmax();
+#pragma unroll
+    for (float& sum : sums_) sum = 0.0f;
+    const uint32_t queries =
+        shared_ + place_.stage * M::kTileBytes + group_ * kGroupRows * kBoxRowBytes;
+    wait(shared_ + M::kQueriesFull + 8 * place_.stage, place_.parity);
+    if (item.key_tiles > 0) {
+      wait(shared_ + M::kKeysFull + 8 * keys_.stage, keys_.parity);
+      begin_turn();
+      begin_products();
+      start_scores<T, kHeadDim>(scores_, queries, keys_at());
+      end_turn();
+      release_stored_queries();
+      wait_for_products<0>();
+      pin(scores_);
+      hide_and_release(item, 0);
+      float rescale[2];
+      weigh(item, 0, rescale);
+      narrow();
+      for (int tile = 1; tile < item.key_tiles; ++tile) step(item, tile, queries);
+      wait(shared_ + M::kValuesFull + 8 * values_.stage, values_.parity);
+      pin(weights_);
+      pin(sums_);
+      begin_products();
+      start_sums<T, kHeadDim>(sums_, weights_, values_at());
+      finish_sums();
+    } else {
+      release_stored_queries();
+    }
+    store(item, queries);
+  }
+
+  // The scores of a tile, with the product of the weights before it in the background.
+  __device__ void step(const Item& item, int tile, uint32_t queries) {
+    wait(shared_ + M::kKeysFull + 8 * keys_.stage, keys_.parity);
+    begin_turn();
+    pin(scores_);
+    pin(weights_);
+    pin(sums_);
+    begin_products();
+    start_scores<T, kHeadDim>(scores_, queries, keys_at());
+    wait(shared_ + M::kValuesFull + 8 * values_.stage, values_.parity);
+    begin_products();
+    start_sums<T, kHeadDim>(sums_, weights_, values_at());
+    end_turn();
+    wait_for_products<1>();
+    pin(scores_);
+    hide_and_release(item, tile);
+    float rescale[2];
+    // The wait stands in both branches, because ptxas would move it before the softmax otherwise.
+    if (weigh(item, tile, rescale)) {
+      finish_sums();
+#pragma unroll
+      for (int i = 0; i < kHeadDim / 2; ++i) sums_[i] *= rescale[i / 2 % 2];
+    } else {
+      finish_sums();
+    }
+    narrow();
+  }
+
+  __device__ void finish_sums() {
+    wait_for_products<0>();
+    pin(weights_);
+    pin(sums_);
+    give_back(M::kValuesEmpty, values_);
+  }
+
+  // The place of the last item's queries is free when its out has been read from there.
+  __device__ void release_stored_queries() {
+    if (!stored_) return;
+    if (lane() == 0) {
+      wait_for_stores();
+      arrive(shared_ + M::kQueriesEmpty + 8 * ((place_.stage + M::kPlaces - 1) % M::kPlaces));
+    }
+    stored_ = false;
+  }
+
+  // Writes out over the queries, and starts its copy to global memory.
+  __device__ void store(const Item& item, uint32_t queries) {
+    float inverse[2];
+    const int row = group_ * kGroupRows + warp() * kWarpRows + lane() / 4;
+    const Head& h = item.head;
+    float* lse = p_.call.lse + h.batch * p_.call.lse_stride_batch +
+                 h.head * p_.call.lse_stride_head + h.first_q + item.first_query;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float logarithm = softmax_.finish(half, inverse[half]);
+      if (kDropout) inverse[half] *= p_.call.dropout.scale;
+      if (lane() % 4 == 0 && item.first_query + row + 8 * half < h.queries)
+        lse[row + 8 * half] = logarithm;
+    }
+    // All warps of the group have read their queries.
+    sync_group(kGroupBarrier + group_, kGroup);
+    const uint32_t to = queries + warp() * kWarpRows * kBoxRowBytes;
+    const int lane_row = lane() % 16;
+#pragma unroll
+    for (int step = 0; step < kHeadDim / 16; ++step) {
+      uint32_t pairs[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        pairs[i] = pair(sums_[8 * step + 2 * i] * inverse[i % 2],
+                        sums_[8 * step + 2 * i + 1] * inverse[i % 2], T{});
+      const int chunk = (step % 4 * 2 + lane() / 16) ^ (lane_row % 8);
+      store_matrices(to + step / 4 * M::kPartBytes + lane_row * kBoxRowBytes + chunk * 16, pairs);
+    }
+    fence_async_proxy();
+    __syncwarp();
+    if (lane() == 0) {
+      const RowAt at = item.query(group_ * kGroupRows + warp() * kWarpRows);
+#pragma unroll
+      for (int part = 0; part < M::kParts; ++part)
+        store_box(p_.out, part * kBoxColumns, at, to + part * M::kPartBytes);
+      commit_stores();
+    }
+    stored_ = true;
+    place_.advance();
+  }
+
+  const Params& p_;
+  const uint32_t shared_;
+  const unsigned char* const memory_;
+  const int group_;
+  Place<M::kPlaces> place_;
+  Place<M::kStages> keys_, values_;
+  bool stored_ = false;
+  TileSoftmax softmax_;
+  float scores_[kScores], sums_[kHeadDim / 2];
+  uint32_t weights_[kScores / 2];
+};
+
+template <int kHeadDim>
+__device__ void init_barriers(uint32_t shared, bool masked) {
+  using M = Memory<kHeadDim>;
+  for (int stage = 0; stage < M::kStages; ++stage) {
+    init_barrier(shared + M::kKeysFull + 8 * stage, masked ? 2 : 1);
+    init_barrier(shared + M::kValuesFull + 8 * stage, 1);
+    init_barrier(shared + M::kLanded + 8 * stage, 1);
+    init_barrier(shared + M::kKeysEmpty + 8 * stage, kConsumerWarps);
+    init_barrier(shared + M::kValuesEmpty + 8 * stage, kConsumerWarps);
+  }
+  for (int place = 0; place < M::kPlaces; ++place) {
+    init_barrier(shared + M::kQueriesFull + 8 * place, 1);
+    init_barrier(shared + M::kQueriesEmpty + 8 * place, kConsumerWarps);
+  }
+  fence_barrier_init();
+}
+
+template <class T, int kHeadDim, bool kDropout>
+__global__ void __launch_bounds__(kThreads, 1)
+    persistent_forward_kernel(const __grid_constant__ Params p) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  extern __shared__ __align__(1024) unsigned char memory[];
+  const uint32_t shared = shared_address(memory);
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  const bool masked = p.call.mask.data != nullptr;
+  if (threadIdx.x == 0) {
+    for (const CUtensorMap* map : {&p.q, &p.k, &p.v, &p.out}) prefetch(*map);
+    init_barriers<kHeadDim>(shared, masked);
+  }
+  Order* order = nullptr;
+  if (Order::serves(p.call.sequences)) {
+    order = reinterpret_cast<Order*>(memory + Memory<kHeadDim>::kOrder);
+    if (warp == 1) sort(*order, p.call.sequences);
+  }
+  __syncthreads();
+  const Items items(p.call.sequences, order);
+  if (warp < kGroup / 32) {
+    give_registers<kProducerRegisters>();
+    if (warp == 0 && lane == 0) load_tiles<kHeadDim>(p, shared, items);
+    if (warp == 1 && masked) zero_unattended<kHeadDim>(p, shared, memory, items);
+    if (warp >= 2 && p.call.sequences.cu_seqlens_q)
+      zero_slack<kHeadDim>(p.call, static_cast<int>(threadIdx.x) - 64);
+  } else {
+    take_registers<kConsumerRegisters>();
+    Consumer<T, kHeadDim, kDropout>(p, shared, memory).run(items);
+  }
+#endif
+}
+
+template <class T, int kHeadDim>
+cudaError_t launch_forward(const Params& params, cudaStream_t stream) {
+  const Sequences& s = params.call.sequences;
+  const int64_t items = ceil_div(s.max_q, kQueryRows) * s.heads * s.batches;
+  // Without an item, one block still writes the rows of no sequence.
+  const unsigned blocks = static_cast<unsigned>(
+      std::clamp<int64_t>(items, 1, attribute(cudaDevAttrMultiProcessorCount)));
+  const auto kernel = params.call.dropout.seed ? persistent_forward_kernel<T, kHeadDim, true>
+                                               : persistent_forward_kernel<T, kHeadDim, false>;
+  return launch<Params>(kernel, dim3(blocks), kThreads, params, stream, Memory<kHeadDim>::kBytes);
+}
+
+}  // namespace
+
+cudaError_t hopper_attention_forward(const AttentionForward& p, cudaStream_t stream) {
+  const Sequences& s = p.sequences;
+  if (s.batches == 0 || s.rows_q == 0) return cudaSuccess;
+  Params params = {{}, {}, {}, {}, p};
+  // Without keys there are no copies of keys.
+  const HeadRows& k = s.max_k ? p.k : p.q;
+  const HeadRows& v = s.max_k ? p.v : p.q;
+  const int64_t rows_k = s.max_k ? s.rows_k : s.rows_q;
+  cudaError_t error = encode(params.q, p.q, p.format, p.head_dim, s, s.rows_q, kQueryRows);
+  if (!error) error = encode(params.k, k, p.format, p.head_dim, s, rows_k, kKeyRows);
+  if (!error) error = encode(params.v, v, p.format, p.head_dim, s, rows_k, kKeyRows);
+  if (!error) error = encode(params.out, p.out, p.format, p.head_dim, s, s.rows_q, kWarpRows);
+  if (error) return error;
+  if (p.format == Format::f16)
+    return p.head_dim == 64 ? launch_forward<__half, 64>(params, stream)
+                            : launch_forward<__half, 128>(params, stream);
+  return p.head_dim == 64 ? launch_forward<__nv_bfloat16, 64>(params, stream)
+                          : launch_forward<__nv_bfloat16, 128>(params, stream);
+}
+
+}  // namespace fastbert::cuda

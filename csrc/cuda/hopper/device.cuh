@@ -1,0 +1,16 @@
+// What the launchers ask of the current device.
+
+#pragma once
+
+#include <cuda_runtime.h>
+
+namespace fastbert::cuda {
+
+inline int attribute(cudaDeviceAttr name) {
+  int device = 0, value = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&value, name, device);
+  return value;
+}
+
+}  // namespace fastbert::cuda

@@ -1,0 +1,101 @@
+// Dropout of a tile of weights in the registers of a group of four warps.
+
+#pragma once
+
+#include "../philox.cuh"
+#include "softmax.cuh"
+
+namespace fastbert::cuda {
+
+// The rows of a lane's weights: `row` is that of half = 0, and half = 1 has row + 8.
+struct DropoutRows {
+  int row, head, batch;
+};
+
+// Sets weights that dropout drops to 0. Element (row, key) takes word key % 4 of the counter
+// (key / 4, row, head, batch), and a lane holds two of these four keys in every 8 columns. So of
+// two groups of 8 columns a lane draws one for itself and its neighbour, and they exchange the
+// verdicts.
+__device__ inline void drop(float (&weights)[kScores], const Dropout& dropout, int first_key,
+                            const DropoutRows& at) {
+  const volatile int64_t* seed_of_call = dropout.seed;  // read anew in every tile
+  const uint64_t seed = static_cast<uint64_t>(*seed_of_call);
+  const int t = static_cast<int>(threadIdx.x) % 4;
+  uint32_t mine = 0, theirs = 0;
+#pragma unroll 1
+  for (int group = 0; group < kScores / 4; group += 2) {
+    const int counter = first_key / 4 + 2 * (group + t % 2) + t / 2;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const Words words =
+          philox(seed, static_cast<uint32_t>(counter), static_cast<uint32_t>(at.row + 8 * half),
+                 static_cast<uint32_t>(at.head), static_cast<uint32_t>(at.batch));
+      uint32_t kept = 0;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) kept |= (words.word[i] >> 8 >= dropout.threshold ? 1u : 0u) << i;
+      // The even lane of the pair owns words 0 and 1, and the odd one 2 and 3.
+      const uint32_t own = t % 2 ? kept >> 2 : kept & 3, other = t % 2 ? kept & 3 : kept >> 2;
+      mine |= own << (2 * (group + half));
+      theirs |= other << (2 * (group + half));
+    }
+  }
+  // `mine` has the verdicts of group + t % 2, and `received` those of group + 1 - t % 2.
+  const uint32_t received = __shfl_xor_sync(0xffffffffu, theirs, 1);
+  const uint32_t even = t % 2 ? received : mine, odd = t % 2 ? mine : received;
+#pragma unroll
+  for (int i = 0; i < kScores; ++i) {
+    const int group = i / 4, bit = 2 * (group / 2 * 2 + i / 2 % 2) + i % 2;
+    if (!((group % 2 ? odd : even) >> bit & 1)) weights[i] = 0.0f;
+  }
+}
+
+// The verdicts for the weights of a warp with 16 keys as rows and 64 queries as columns. The lanes
+// of four neighbouring keys share their counters, and each draws a quarter of them.
+template <bool kDropout>
+class KeptWeights {
+ public:
+  __device__ KeptWeights(const Dropout& dropout, int first_key, int first_query, int head,
+                         int batch) {
+    const volatile int64_t* seed_of_call = dropout.seed;  // read anew in every tile
+    const uint64_t seed = static_cast<uint64_t>(*seed_of_call);
+    const int lane = static_cast<int>(threadIdx.x) % 32, own = lane / 4 % 4;
+    uint32_t verdicts = 0;
+#pragma unroll 1
+    for (int c = 0; c < kShare; ++c) {
+      const int e = own * kShare + c;
+      const int key = first_key + e / 16 * 8 + lane / 16 * 4;
+      const int query = first_query + e / 2 % 8 * 8 + lane % 4 * 2 + e % 2;
+      const Words drawn = philox(seed, static_cast<uint32_t>(key / 4), static_cast<uint32_t>(query),
+                                 static_cast<uint32_t>(head), static_cast<uint32_t>(batch));
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        verdicts |= (drawn.word[i] >> 8 >= dropout.threshold ? 1u : 0u) << (4 * c + i);
+    }
+    // Of a word from the lane with key % 4 == i, the lane's own key has bit 4 c + own.
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t word = __shfl_sync(0xffffffffu, verdicts, (lane & ~12) | 4 * i);
+      kept_ |= (word >> own & 0x11111111u) << i;
+    }
+  }
+
+  // The verdict for weight i of the lane's sums.
+  __device__ bool kept(int i) const {
+    const int e = i / 2 % 2 * 16 + i / 4 * 2 + i % 2;
+    return kept_ >> (4 * (e % kShare) + e / kShare) & 1;
+  }
+
+ private:
+  static constexpr int kShare = 8;
+  uint32_t kept_ = 0;  // bit 4 c + i for counter c of the lane with key % 4 == i
+};
+
+// Without dropout, every weight is kept.
+template <>
+class KeptWeights<false> {
+ public:
+  __device__ KeptWeights(const Dropout&, int, int, int, int) {}
+  __device__ bool kept(int) const { return true; }
+};
+
+}  // namespace fastbert::cuda

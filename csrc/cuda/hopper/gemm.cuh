@@ -1,0 +1,13 @@
+// Products with an activation on Hopper GPUs (sm_90a), which linear_gelu and linear_gelu_gradient
+// call there.
+
+#pragma once
+
+#include "../gemm.cuh"
+
+namespace fastbert::cuda {
+
+cudaError_t hopper_linear_gelu(const LinearGelu& params, cudaStream_t stream);
+cudaError_t hopper_linear_gelu_gradient(const LinearGeluGradient& params, cudaStream_t stream);
+
+}  // namespace fastbert::cuda

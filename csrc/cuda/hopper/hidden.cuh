@@ -1,0 +1,46 @@
+// The keys of a tile that are not attended: those under a mask, and those beyond the end.
+
+#pragma once
+
+#include "../attention_tile.cuh"
+#include "schedule.cuh"
+#include "tma.cuh"
+
+namespace fastbert::cuda {
+
+constexpr int kKeyWords = kKeyRows / 32;
+
+// Returns the first `count` keys of 32.
+inline __device__ KeyBits first_bits(int count) {
+  return count >= 32 ? kAllKeys : count <= 0 ? 0 : (1u << count) - 1;
+}
+
+// Returns the attended keys of a tile. Every lane of a warp calls this.
+inline __device__ void attended_keys(KeyBits (&bits)[kKeyWords], const AttentionMask& mask,
+                                     const Item& item, int tile) {
+  const uint8_t* of_head =
+      mask.data + item.head.batch * mask.stride_batch + item.head.head * mask.stride_head;
+#pragma unroll
+  for (int word = 0; word < kKeyWords; ++word)
+    bits[word] =
+        attended_keys(of_head, mask.stride_key, tile * kKeyRows + 32 * word, item.head.keys);
+}
+
+// Zeroes the rows of a tile whose keys are not attended, because what they hold may be NaN. One
+// warp calls this; the tile has kParts parts of 64 columns.
+template <int kParts>
+__device__ void zero_unattended_rows(unsigned char* tile, const KeyBits (&bits)[kKeyWords]) {
+#pragma unroll
+  for (int word = 0; word < kKeyWords; ++word) {
+    if (bits[word] == kAllKeys) continue;
+#pragma unroll 1
+    for (int i = static_cast<int>(threadIdx.x) % 32; i < 32 * kParts * 8; i += 32) {
+      const int row = i / 8 % 32, part = i / 256;
+      if (bits[word] >> row & 1) continue;
+      *reinterpret_cast<uint4*>(tile + part * kKeyRows * kBoxRowBytes +
+                                (32 * word + row) * kBoxRowBytes + i % 8 * 16) = {0, 0, 0, 0};
+    }
+  }
+}
+
+}  // namespace fastbert::cuda

@@ -1,0 +1,94 @@
+// Barriers between the warps of a block: mbarriers of shared memory, on which copies count their
+// bytes, and the named barriers of groups of warps.
+
+#pragma once
+
+#include <cstdint>
+
+namespace fastbert::cuda {
+
+// An mbarrier is 8 bytes of shared memory. A phase completes when all arrivals and all announced
+// bytes have come; waiting for parity p means waiting for the completion of a phase of parity p.
+inline __device__ void init_barrier(uint32_t barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+// Makes the initialisation visible to the copies.
+inline __device__ void fence_barrier_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+inline __device__ void arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Arrives, and announces bytes that copies will bring in the same phase.
+inline __device__ void arrive_expecting(uint32_t barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+}
+
+// Returns whether a phase has completed, without waiting for it.
+inline __device__ bool has_completed(uint32_t barrier, uint32_t parity) {
+  uint32_t done;
+  asm volatile(
+      "{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, p;\n}"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return done;
+}
+
+inline __device__ void wait(uint32_t barrier, uint32_t parity) {
+  uint32_t done;
+  do {
+    asm volatile(
+        "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;\n}"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+  } while (!done);
+}
+
+// What the calling thread wrote into shared memory becomes visible to copies and to wgmma that come
+// after a barrier.
+inline __device__ void fence_async_proxy() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// Named barrier `id` of `threads` threads; those that only arrive do not wait.
+inline __device__ void sync_group(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+inline __device__ void arrive_group(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// A place in a ring of stages. The parity of a stage changes with each turn of the ring. Those who
+// fill a stage wait for the opposite parity of its "empty" barrier, so that the first turn is free.
+template <int kStages>
+struct Place {
+  int stage = 0;
+  uint32_t parity = 0;
+
+  __device__ void advance() {
+    if (++stage == kStages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// The registers of each thread of the calling group of four warps become kCount.
+template <int kCount>
+__device__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
+}
+template <int kCount>
+__device__ void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
+}
+
+}  // namespace fastbert::cuda

@@ -1,0 +1,74 @@
+// The running softmax of a tile of 64 x 128 scores in the registers of a group of four warps, as
+// ../softmax.cuh has it for smaller tiles. An eighth of the exponentials is a polynomial on the FMA
+// units, because the special function units alone would take longer than the products. A larger
+// part would take longer to issue than the products; README.md has the counts.
+
+#pragma once
+
+#include "../softmax.cuh"
+
+namespace fastbert::cuda {
+
+constexpr int kScores = 64;  // of a lane: two rows of 32 keys
+
+// Returns 2^x for x <= 0 with a relative error of at most 3.1e-6, exactly 1 for 0, and exactly 0
+// below -127, -inf included.
+//
+// x = n + f with an integer n and |f| <= 1/2 (Cody and Waite 1980); adding 1.5 * 2^23 rounds x to n
+// and leaves n in the low bits of the sum. 2^f is a minimax polynomial whose constant is 1, and n
+// is added to the exponent. For x = -127, 2^f is 1 and the bits become those of 0.
+inline __device__ float exp2_polynomial(float x) {
+  x = fmaxf(x, -127.0f);
+  const float shifted = x + 12582912.0f;
+  const float f = x - (shifted - 12582912.0f);
+  float y = 0x1.3a02ccp-7f;
+  y = fmaf(y, f, 0x1.c9fc46p-5f);
+  y = fmaf(y, f, 0x1.ec0378p-3f);
+  y = fmaf(y, f, 0x1.62e12cp-1f);
+  y = fmaf(y, f, 1.0f);
+  return __int_as_float(__float_as_int(y) + (__float_as_int(shifted) << 23));
+}
+
+// The state of the lane's two rows: g for half = 0, g + 8 for half = 1.
+struct TileSoftmax {
+  float maximum[2] = {-INFINITY, -INFINITY}, total[2] = {0.0f, 0.0f};
+
+  // Turns the raw scores of a row into weights, which the sums so far must follow by the returned
+  // factor. `factor` is scale * log2(e).
+  __device__ float step(float (&scores)[kScores], int half, float factor) {
+    float largest[2] = {-INFINITY, -INFINITY};
+#pragma unroll
+    for (int i = 2 * half; i < kScores; i += 4) {
+      largest[0] = fmaxf(largest[0], scores[i]);
+      largest[1] = fmaxf(largest[1], scores[i + 1]);
+    }
+    const float before = maximum[half];
+    maximum[half] = fmaxf(before, row_max(fmaxf(largest[0], largest[1])) * factor);
+    const float reference = maximum[half] == -INFINITY ? 0.0f : maximum[half];
+    float sum[2] = {0.0f, 0.0f};
+#pragma unroll
+    for (int i = 2 * half; i < kScores; i += 4) {
+#pragma unroll
+      for (int column = 0; column < 2; ++column) {
+        float& score = scores[i + column];
+        const float x = fmaf(score, factor, -reference);
+        // Every eighth exponential of a row.
+        score = column == 1 && i / 4 % 4 == 3 ? exp2_polynomial(x) : exp2_fast(x);
+        sum[column] += score;
+      }
+    }
+    const float rescale = exp2_fast(before - reference);
+    total[half] = fmaf(total[half], rescale, sum[0] + sum[1]);
+    return rescale;
+  }
+
+  // Returns the natural log-sum-exp of a row and sets `inverse` to 1 / sum; -inf and 1 for a row
+  // without an allowed key.
+  __device__ float finish(int half, float& inverse) const {
+    const float sum = quad_sum(total[half]);
+    inverse = sum == 0.0f ? 1.0f : __fdividef(1.0f, sum);
+    return sum == 0.0f ? -INFINITY : (maximum[half] + log2f(sum)) * kLn2;
+  }
+};
+
+}  // namespace fastbert::cuda

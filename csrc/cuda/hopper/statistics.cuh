@@ -1,0 +1,43 @@
+// What the backward of attention needs of each query of a tile: its log-sum-exp and its delta, the
+// sum of dout * out.
+
+#pragma once
+
+#include "../access.cuh"
+#include "tma.cuh"
+
+namespace fastbert::cuda {
+
+constexpr int kTileQueries = 64;  // of a tile of the backward
+
+// Those of a tile, in shared memory. `logarithm` is in base 2, and +inf for a query without a
+// weight: one beyond the end, or one that attends no key.
+struct Statistics {
+  float logarithm[kTileQueries], delta[kTileQueries];
+};
+
+// Returns delta of row `first` + lane of a tile of dout and of out in the layout of tma.cuh. All
+// lanes of a warp call this; eight of them share a row.
+template <class T>
+__device__ float delta_of(const unsigned char* dout, const unsigned char* out, int first) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  float delta = 0.0f;
+#pragma unroll 1
+  for (int i = 0; i < 8; ++i) {
+    const int row = first + 4 * i + lane / 8;
+    // Both tiles have a chunk at the same place, so that the order of the chunks does not matter.
+    const int at = row * kBoxRowBytes + lane % 8 * 16;
+    const Pack<T, kWidth<T>> a = *reinterpret_cast<const Pack<T, kWidth<T>>*>(dout + at);
+    const Pack<T, kWidth<T>> b = *reinterpret_cast<const Pack<T, kWidth<T>>*>(out + at);
+    float sum = 0.0f;
+#pragma unroll
+    for (int e = 0; e < kWidth<T>; ++e) sum += to_float(a.values[e]) * to_float(b.values[e]);
+#pragma unroll
+    for (int bit = 1; bit < 8; bit *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, bit);
+    const float of_group = __shfl_sync(0xffffffffu, sum, 8 * (lane % 4));
+    if (lane / 4 == i) delta = of_group;
+  }
+  return delta;
+}
+
+}  // namespace fastbert::cuda

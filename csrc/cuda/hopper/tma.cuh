@@ -1,0 +1,106 @@
+// Copies of boxes of rows between global and shared memory by the copy engine (TMA).
+//
+// A box has 64 neighbouring 16-bit elements of up to 128 rows of one head. In shared memory a row
+// takes 128 bytes, and chunk c of 16 bytes of row r lies at place c XOR (r % 8) of its row, in
+// memory aligned to 1024 bytes. wgmma reads this layout (swizzle of 128 bytes) without conflicts.
+//
+// Packed rows of other sequences are neither read nor written, because each sequence ends at the
+// bound of a dimension. Row r of a sequence of `length` rows has the coordinates (kEnd - length +
+// r, first + length, kEnd) in three dimensions with strides of a row, a row, and 2^34 bytes less
+// one row. The first of them has kEnd = 2^30 rows, so that it is exceeded exactly where r >=
+// length. The address is right because kEnd * 2^34 = 2^64 is 0 in the arithmetic of addresses.
+// Triton's ragged descriptors (triton/tools/ragged_tma.py) use the same wrap-around. A load beyond
+// the bound gives 0, so no other sequence's NaN meets a product, and a store is left out.
+
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include "../attention.cuh"
+
+namespace fastbert::cuda {
+
+constexpr int kBoxColumns = 64, kBoxRowBytes = 128;
+constexpr int kEnd = 1 << 30;
+
+// Coordinates of a row of a head, without its column.
+struct RowAt {
+  int row, head, batch, wrap;
+
+  __device__ RowAt operator+(int rows) const { return {row + rows, head, batch, wrap}; }
+};
+
+// Fetches a tensor map in the background, before the first copy needs it.
+inline __device__ void prefetch(const CUtensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
+// Starts the load of a box, which counts its bytes at an mbarrier. One thread calls this.
+inline __device__ void load_box(uint32_t to, const CUtensorMap& map, int column, const RowAt& at,
+                                uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], "
+      "[%1, {%2, %3, %4, %5, %6}], [%7];" ::"r"(to),
+      "l"(&map), "r"(column), "r"(at.row), "r"(at.head), "r"(at.batch), "r"(at.wrap), "r"(barrier)
+      : "memory");
+}
+
+// Starts the store of a box as a part of the calling thread's open group.
+inline __device__ void store_box(const CUtensorMap& map, int column, const RowAt& at,
+                                 uint32_t from) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3, %4, %5}], "
+      "[%6];" ::"l"(&map),
+      "r"(column), "r"(at.row), "r"(at.head), "r"(at.batch), "r"(at.wrap), "r"(from)
+      : "memory");
+}
+
+// Starts the load of a box of a plain matrix, or of the elements of a vector from `column` on.
+inline __device__ void load_box(uint32_t to, const CUtensorMap& map, int column, int row,
+                                uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], "
+      "[%1, {%2, %3}], [%4];" ::"r"(to),
+      "l"(&map), "r"(column), "r"(row), "r"(barrier)
+      : "memory");
+}
+inline __device__ void load_vector(uint32_t to, const CUtensorMap& map, int column,
+                                   uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.1d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], "
+      "[%1, {%2}], [%3];" ::"r"(to),
+      "l"(&map), "r"(column), "r"(barrier)
+      : "memory");
+}
+
+inline __device__ void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Waits until all stores of the calling thread have read shared memory.
+inline __device__ void wait_for_stores() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
+// Stores four 8 x 8 matrices of 16-bit elements from registers into shared memory. Lane i gives the
+// address of row i % 8 of matrix i / 8, and holds the pair of columns 2t of row g of each matrix.
+inline __device__ void store_matrices(uint32_t address, const uint32_t (&pairs)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+               "r"(pairs[0]), "r"(pairs[1]), "r"(pairs[2]), "r"(pairs[3])
+               : "memory");
+}
+
+// Returns whether a tensor map can describe the rows of q, k, v or out. The driver takes strides of
+// 16 bytes to 2^40 bytes, and dimensions that broadcast have the stride 0.
+bool has_tensor_map(const HeadRows& x, const Sequences& sequences, int64_t rows);
+
+// Encodes the map of boxes of `box_rows` rows.
+cudaError_t encode(CUtensorMap& map, const HeadRows& x, Format format, int head_dim,
+                   const Sequences& sequences, int64_t rows, int box_rows);
+
+// Encodes the map of boxes of `box_rows` rows of a plain matrix, whose rows are multiples of 16
+// bytes apart, and of pieces of `box` elements of a vector. Both addresses are multiples of 16.
+cudaError_t encode_matrix(CUtensorMap& map, const ConstMatrix& x, Format format, int64_t rows,
+                          int64_t columns, int box_rows);
+cudaError_t encode_vector(CUtensorMap& map, const void* data, Format format, int64_t size, int box);
+
+}  // namespace fastbert::cuda

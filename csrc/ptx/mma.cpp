@@ -1,0 +1,61 @@
+// mma.sync: a warp multiplies fragments of registers.
+
+#include "products.h"
+
+namespace fastbert::ptx {
+namespace {
+
+// mma.sync.aligned.m16n8kK; arg 0 K, 1 half accumulators, 2 registers of A, 3 of B
+void mma(Warp& w, const Instr& i, Mask) {
+  const int k = i.arg[0], accumulators = i.arg[1] ? 2 : 4;
+  const Reg *d = i.reg, *a = d + accumulators, *b = a + i.arg[2], *c = b + i.arg[3];
+  Operands o(16, 8, k);
+  const uint32_t* words[4];
+  Mask valid[4];
+  for (int r = 0; r < i.arg[2]; ++r) words[r] = w.word(a[r]), valid[r] = w.ok(a[r]);
+  read_a(o, i.type, i.arg[2], words, valid);
+  const int per = 4 / element_bytes(i.type), bits = 32 / per;
+  for (int r = 0; r < i.arg[3]; ++r)
+    for (int l = 0; l < kLanes; ++l) {
+      const int column = l / 4, first = r * 4 * per + (l % 4) * per;
+      for (int e = 0; e < per; ++e)
+        o.b[(first + e) * 8 + column] = element(i.source, w.word(b[r])[l] >> (bits * e));
+      if (!(w.ok(b[r]) >> l & 1)) o.b_ok[column] = 0;
+    }
+  float sum[16 * 8];
+  uint8_t ok[16 * 8];
+  Mask c_valid[4];
+  for (int r = 0; r < accumulators; ++r) c_valid[r] = w.ok(c[r]);
+  read_accumulators(w, c, i.arg[1], 8, sum, ok, c_valid);
+  if (i.arg[4])  // s32, whose bits are read as those of floats
+    multiply_integers(o, reinterpret_cast<int32_t*>(sum), i.arg[5]);
+  else
+    multiply(o, sum, w.block->launch->options.accumulate);
+  for (int r = 0; r < 16; ++r)
+    for (int n = 0; n < 8; ++n) ok[r * 8 + n] &= o.a_ok[r] & o.b_ok[n];
+  const std::vector<Mask> result = write_accumulators(w, d, i.arg[1], 8, sum, ok);
+  for (int r = 0; r < accumulators; ++r) w.wrote(d[r], kAll, result[r]);
+  w.block->counts.tensor_flops += 2ull * 16 * 8 * k;
+}
+
+}  // namespace
+
+bool decode_mma(Instr& i, const Mnemonic& name, const RawInstr& raw) {
+  if (name.base() != "mma") return false;
+  Shape s;
+  if (!shape_of(name, s) || s.m != 16 || s.n != 8 || !name.has("row") || !name.has("col"))
+    return false;
+  if (name.any({"sp", "sp::ordered_metadata", "b1", "s4", "u4", "f64"})) return false;
+  const size_t types = name.parts.size();  // .d.a.b.c
+  i.type = type_of(name.parts[types - 3]), i.source = type_of(name.parts[types - 2]);
+  i.arg[0] = s.k, i.arg[1] = name.parts[types - 4] == "f16";
+  i.arg[2] = (int)raw.operands[1].parts.size();
+  i.arg[3] = raw.operands[2].kind == 'v' ? (int)raw.operands[2].parts.size() : 1;
+  i.arg[4] = name.parts[types - 4] == "s32", i.arg[5] = name.has("satfinite");
+  i.aligned = true;
+  i.pipe = Pipe::tensor;
+  i.run = mma;
+  return i.type != Type::none && i.source != Type::none;
+}
+
+}  // namespace fastbert::ptx

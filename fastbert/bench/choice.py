@@ -1,0 +1,158 @@
+"""Write the table of GPU times by which operations choose a backend, from the recorded results.
+
+``python -m fastbert.bench.choice`` reads ``benchmarks/results`` and writes
+``fastbert/ops/gpu_times.json``. The records are of two kinds.
+
+- Predictions: ``*-predicted-bounds/OP.json`` for Triton and ``OP_cuda.json`` for CUDA C++, as
+  ``fastbert bench --predict --json`` writes them, from the newest folder that has the file. The
+  table takes their estimates.
+- Measurements: ``bench-attention.json`` and ``bench-rows.json`` of ``make gpu``, in any folder. A
+  measurement of both backends replaces the predictions for its architecture and shape.
+
+To record a run, copy the folder of ``make gpu`` into ``benchmarks/results`` and run this command.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from fastbert.bench.gpus import A100, B200, GPUS, H200, L4
+from fastbert.bench.limits import BACKWARD, FORWARD
+from fastbert.ops.gpu_times import MEASURED, PREDICTED, SIXTEEN_BITS, TABLE, Point
+
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+# The GPU that stands for its architecture in predictions.
+REPRESENTATIVES = (A100, L4, H200, B200)
+OPERATIONS = ("attention", "layer_norm")
+FILE_OF = {"triton": "{}.json", "cuda": "{}_cuda.json"}
+SECTIONS = ("bench-attention.json", "bench-rows.json")
+ATTENTION = re.compile(r"S(\d+) D(\d+)$")
+ROWS = re.compile(r"(\d+)×(\d+)(?: drop)?$")
+# Seconds by backend, by the key of a point and the direction.
+Times = dict[tuple[Any, ...], dict[str, dict[str, float]]]
+
+
+def points(results: Path = RESULTS) -> list[Point]:
+    """Return the points of the table, sorted; those with one backend are left out."""
+    found = {key: (PREDICTED, times) for key, times in _predicted(results).items()}
+    found |= {key: (MEASURED, times) for key, times in _measured(results).items()}
+    # A measurement replaces the predictions of its architecture, whichever GPU they are for.
+    measured = {_without_gpu(key) for key, (kind, _) in found.items() if kind == MEASURED}
+    rows = []
+    for key, (kind, times) in found.items():
+        if kind == PREDICTED and _without_gpu(key) in measured:
+            continue
+        forward, backward = times.get(FORWARD, {}), times.get(BACKWARD, {})
+        if len(forward) > 1 and len(backward) > 1:
+            op, arch, gpu, dtype, shape, head_dim, size = key
+            common = (op, arch, gpu, dtype, shape, head_dim, size, kind)
+            rows.append(Point(*common, forward, backward))
+    return sorted(rows, key=lambda p: (p.op, p.arch, p.dtype, p.head_dim, p.size))
+
+
+def _without_gpu(key: tuple[Any, ...]) -> tuple[Any, ...]:
+    op, arch, _, dtype, _, head_dim, size = key
+    return op, arch, dtype, head_dim, size
+
+
+def _predicted(results: Path) -> Times:
+    found: Times = {}
+    architectures = {gpu.name: gpu.arch for gpu in REPRESENTATIVES}
+    for op in OPERATIONS:
+        for backend, name in FILE_OF.items():
+            files = sorted(results.glob(f"*-predicted-bounds/{name.format(op)}"))
+            rows = json.loads(files[-1].read_text(encoding="utf-8"))["bounds"] if files else []
+            for row in rows:
+                place = _place(op, row["case"])
+                # A bound without an estimate has the work of the operation, not of the kernel.
+                if row["gpu"] not in architectures or place is None or not row["estimate"]:
+                    continue
+                if " drop" in row["case"]:
+                    continue
+                shape, head_dim, size, _ = place
+                key = (
+                    op, architectures[row["gpu"]], row["gpu"], _bits(row["dtype"]), shape,
+                    head_dim, size,
+                )  # fmt: skip
+                by_direction = found.setdefault(key, {})
+                by_direction.setdefault(row["direction"], {})[backend] = row["estimate"]
+    return found
+
+
+def _measured(results: Path) -> Times:
+    """Return the times of runs on GPUs; a later folder and a larger batch count more."""
+    found: Times = {}
+    largest: dict[tuple[Any, ...], tuple[str, int]] = {}
+    for file in sorted(path for name in SECTIONS for path in results.glob(f"*/{name}")):
+        content = json.loads(file.read_text(encoding="utf-8"))
+        gpu = next((g for g in GPUS if g.name in (content["machine"]["gpu"] or "").split()), None)
+        if gpu is None or content["toy"]:
+            continue
+        for row in content["rows"]:
+            place = _place(row["op"], _shape_of(row))
+            backend = row["contender"].removeprefix("fastbert ").rstrip("*")
+            if place is None or row["seconds"] is None or backend not in FILE_OF:
+                continue
+            if row["dtype"] == "float16":
+                continue
+            shape, head_dim, size, batch = place
+            key = (row["op"], gpu.arch, gpu.name, _bits(row["dtype"]), shape, head_dim, size)
+            rank = (file.parent.name, batch)
+            if rank > largest.get(key, ("", 0)):
+                found[key], largest[key] = {}, rank
+            if rank == largest[key]:
+                found[key].setdefault(row["direction"], {})[backend] = row["seconds"]
+    return found
+
+
+def _shape_of(row: dict[str, Any]) -> str:
+    """Return the name of the shape of a measured row, such as "S512 D64"."""
+    label = row["label"].removesuffix(f" {row['dtype']}")
+    dim = re.match(r"attention (D\d+) (?:forward|backward)$", row["series"])
+    return f"{label} {dim[1]}" if dim else label
+
+
+def _place(op: str, case: str) -> tuple[str, int, int, int] | None:
+    """Return the name, head dim, size and batch of a shape, or None if the table has no such."""
+    if op == "attention" and (found := ATTENTION.match(case)):
+        return case, int(found[2]), int(found[1]), 0
+    if op == "layer_norm" and (found := ROWS.match(case)):
+        return f"{found[2]} columns", 0, int(found[2]), int(found[1])
+    return None
+
+
+def _bits(dtype: str) -> str:
+    return SIXTEEN_BITS if dtype == "bfloat16" else dtype
+
+
+def lines(found: Iterable[Point]) -> Iterator[str]:
+    """Yield the file with a line for each point; times have four digits."""
+    yield "{"
+    yield ' "note": "seconds; python -m fastbert.bench.choice writes this file from the records",'
+    yield ' "points": ['
+    rows = []
+    for point in found:
+        content = point._asdict()
+        for name in (FORWARD, BACKWARD):
+            content[name] = {k: float(f"{v:.4g}") for k, v in sorted(content[name].items())}
+        rows.append("  " + json.dumps(content))
+    yield ",\n".join(rows)
+    yield " ]"
+    yield "}"
+
+
+def main() -> int:
+    """Write the table."""
+    text = "\n".join(lines(points())) + "\n"
+    TABLE.write_text(text, encoding="utf-8")
+    print(f"{TABLE}: {text.count(PREDICTED)} predicted, {text.count(MEASURED)} measured")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+"""Buckets: the shapes of the graphs, into which batches of any shape are placed.
+
+The rows of a batch are copied into the memory of a bucket of the same or a larger size. The
+remaining rows of the bucket come after ``cu_seqlens[-1]``. Attention never reads these rows, and
+every other operation computes each row on its own. The remaining sequences have no token.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+SMALLEST = 16
+
+
+class Bucket(NamedTuple):
+    """The shape of one graph: numbers of rows and sequences, and the longest sequence that fits."""
+
+    tokens: int
+    batch: int
+    max_seqlen: int
+
+
+class PaddedBucket(NamedTuple):
+    """The shape of one graph that removes the padding: number of sequences and their length."""
+
+    batch: int
+    length: int
+
+
+class Buckets(NamedTuple):
+    """The limits of a batch with a bucket: numbers of tokens and sequences, and sequence length."""
+
+    max_tokens: int
+    max_batch: int
+    max_seqlen: int
+
+    def find_padded(self, batch: int, length: int) -> PaddedBucket | None:
+        """Return the smallest bucket that holds a padded batch, whose places are all rows.
+
+        Args:
+            batch: Number of sequences.
+            length: Length of the padded batch.
+
+        Returns:
+            The bucket, or None if the batch exceeds a limit or has no place.
+
+        Examples:
+            >>> from fastbert.graphs.buckets import Buckets
+            >>> Buckets(max_tokens=4096, max_batch=64, max_seqlen=512).find_padded(3, 20)
+            PaddedBucket(batch=4, length=24)
+        """
+        if batch * length == 0 or batch > self.max_batch or length > self.max_seqlen:
+            return None
+        sequences = min(_power_of_two(batch), self.max_batch)
+        places = min(_step(length), self.max_seqlen)
+        fits = sequences * places <= self.max_tokens
+        return PaddedBucket(sequences, places) if fits else None
+
+    def find(self, tokens: int, batch: int, max_seqlen: int) -> Bucket | None:
+        """Return the smallest bucket that holds a batch.
+
+        The numbers of tokens are the powers of two and the numbers halfway between them: 16, 24,
+        32, 48, …. Therefore less than a third of the rows is unused. The numbers of sequences and
+        their lengths are powers of two, because they cost next to nothing without tokens.
+
+        Args:
+            tokens: Number of tokens of the batch.
+            batch: Number of sequences.
+            max_seqlen: Length of the longest sequence.
+
+        Returns:
+            The bucket, or None if the batch exceeds a limit or has no token.
+
+        Examples:
+            >>> from fastbert.graphs.buckets import Buckets
+            >>> Buckets(max_tokens=4096, max_batch=64, max_seqlen=512).find(20, 3, 9)
+            Bucket(tokens=24, batch=4, max_seqlen=16)
+        """
+        limits = (self.max_tokens, self.max_batch, self.max_seqlen)
+        asked = (tokens, batch, max_seqlen)
+        if tokens == 0 or any(n > most for n, most in zip(asked, limits, strict=True)):
+            return None
+        rows = min(_step(tokens), self.max_tokens)
+        longest = min(_power_of_two(max(max_seqlen, SMALLEST)), rows, self.max_seqlen)
+        return Bucket(rows, min(_power_of_two(batch), self.max_batch), longest)
+
+
+def _step(number: int) -> int:
+    """Return the smallest of 16, 24, 32, 48, … that is at least `number`."""
+    power = _power_of_two(max(number, SMALLEST))
+    halfway = power // 4 * 3
+    return halfway if SMALLEST <= halfway >= number else power
+
+
+def _power_of_two(number: int) -> int:
+    """Return the smallest power of two that is at least `number`."""
+    return 1 << (number - 1).bit_length()

@@ -1,0 +1,116 @@
+"""One layer of an encoder in training as one function of autograd, on kernels for GPUs.
+
+The operations of a layer, one by one, cost the host more than a short batch costs the GPU. The
+function is used where nothing watches the operators (see ``fastbert.ops.register``); otherwise the
+operations run one by one, with the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fastbert.ops import packed_weights
+from fastbert.ops.encoder import OF_PRODUCTS, PARAMETERS
+from fastbert.ops.layer_parts import Parts, launchers
+from fastbert.ops.register import without_autocast
+
+# The number of fields of ``fastbert.kernels.layer.Inputs``.
+INPUTS = 6
+
+
+def encoder_layer(
+    hidden: Tensor,
+    parameters: Sequence[Tensor],
+    inputs: tuple[Tensor | None, ...],
+    shape: tuple[Any, ...],
+    parts: Parts,
+) -> Tensor:
+    """Run a layer on rows, with a gradient.
+
+    The caller has chosen the backend and checked the tensors.
+
+    Args:
+        hidden: Rows of shape ``(T, H)`` in the dtype of the products or fp32.
+        parameters: The parameters of the layer, in the order of ``ops.encoder``.
+        inputs: The fields of ``fastbert.kernels.layer.Inputs``.
+        shape: The fields of ``fastbert.kernels.layer.LayerShape``.
+        parts: The backends of attention and layer norm.
+
+    Returns:
+        The rows after the layer, of the shape and dtype of `hidden`.
+    """
+    return _EncoderLayer.apply(shape, parts, inputs, hidden, *parameters)
+
+
+def _copies(parameters: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Return the parameters, those of the products in `dtype`, all converted at once."""
+    found = list(parameters)
+    places = [i for i in OF_PRODUCTS if parameters[i].dtype != dtype]
+    if places:
+        copies = [torch.empty_like(parameters[i], dtype=dtype) for i in places]
+        torch._foreach_copy_(copies, [parameters[i] for i in places])
+        for i, copy in zip(places, copies, strict=True):
+            found[i] = copy
+    return found
+
+
+@without_autocast
+def _forward(
+    hidden: Tensor,
+    ctx: Any,
+    shape: tuple[Any, ...],
+    parts: Parts,
+    inputs: tuple[Tensor | None, ...],
+    given: tuple[Tensor, ...],
+) -> Tensor:
+    from fastbert.kernels.layer import Inputs, LayerShape, layer_forward
+
+    ctx.shape, ctx.launchers = LayerShape(*shape), launchers(parts)
+    parameters = _copies(given, ctx.shape.dtype)
+    rows = hidden if hidden.is_contiguous() else hidden.contiguous()
+    y, kept = layer_forward(rows, parameters, Inputs(*inputs), ctx.shape, *ctx.launchers)
+    ctx.dtypes = [p.dtype for p in given]
+    ctx.save_for_backward(*inputs, *parameters, *kept)
+    return y
+
+
+@without_autocast
+def _backward(dy: Tensor, ctx: Any) -> list[Tensor | None]:
+    from fastbert.kernels.layer import Inputs, Kept, layer_backward
+
+    packed_weights.note_backward()
+    saved, last = ctx.saved_tensors, INPUTS + PARAMETERS
+    inputs, kept = Inputs(*saved[:INPUTS]), Kept(*saved[last:])
+    needs = ctx.needs_input_grad[3:]
+    dhidden, *found = layer_backward(
+        dy, saved[INPUTS:last], inputs, kept, ctx.shape, needs, *ctx.launchers
+    )
+    gradients = [dhidden if needs[0] else None]
+    for gradient, needed, dtype in zip(found, needs[1:], ctx.dtypes, strict=True):
+        # A product under autocast has a gradient in the dtype of autocast.
+        wanted = gradient if needed else None
+        gradients.append(wanted if wanted is None or wanted.dtype == dtype else wanted.to(dtype))
+    return gradients
+
+
+class _EncoderLayer(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        shape: tuple[Any, ...],
+        parts: Parts,
+        inputs: tuple[Tensor | None, ...],
+        hidden: Tensor,
+        *parameters: Tensor,
+    ) -> Tensor:
+        return _forward(hidden, ctx, shape, parts, inputs, parameters)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, None, None, *_backward(dy, ctx))

@@ -1,0 +1,52 @@
+"""Whether a matrix product of the backend "cuda" has its activation in the epilogue.
+
+The CUDA C++ kernels of a product read both operands in place, 16 bytes at a time. Any other product
+is one of the library, and a kernel after it applies the activation. Both compute the activation of
+the pre-activation as it is rounded to the dtype, as PyTorch does.
+
+The products without an activation stay with the library: the second product of a feed-forward,
+whose bias cuBLASLt adds in its epilogue, and the gradients of the input and of the weights.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# Bytes that an access of the kernels takes.
+ACCESS = 16
+
+
+def library_reason(left: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
+    """Return why the library multiplies these operands of the backend "cuda", or None.
+
+    Args:
+        left: Left operand of shape ``(M, K)``.
+        weight: Right operand of shape ``(N, K)`` or ``(K, N)``.
+        bias: Bias of shape ``(N,)`` in the dtype of the operands, or None.
+
+    Examples:
+        >>> import torch
+        >>> from fastbert.ops.fused_products import library_reason
+        >>> x, weight = torch.empty(8, 30).half(), torch.empty(64, 30).half()
+        >>> library_reason(x, weight, None)
+        'the weight has the shape (64, 30), not of multiples of 8'
+    """
+    if left.dtype == torch.float32:
+        return "fp32 products in IEEE have no matrix units"
+    if weight.numel() == 0:
+        return "the weight is empty"
+    # The result has as many columns as the weight has rows or columns.
+    for size in weight.shape:
+        if 2 * size % ACCESS:
+            return f"the weight has the shape {tuple(weight.shape)}, not of multiples of 8"
+    for name, operand in (("left operand", left), ("weight", weight)):
+        step, unit = operand.stride()
+        if unit != 1 or step <= 0 or 2 * step % ACCESS:
+            return f"the {name} has the strides {step} and {unit}"
+    for operand in (left, weight, bias):
+        if operand is not None and operand.data_ptr() % ACCESS:
+            return "an address is not a multiple of 16"
+    if bias is not None and not bias.is_contiguous():
+        return "the bias is not contiguous"
+    return None

@@ -1,0 +1,184 @@
+"""The table of GPU times by which ``backend=None`` chooses between CUDA C++ and Triton.
+
+``gpu_times.json`` holds the time of an operation by GPU, dtype, shape and backend. A time is a
+prediction from counted instructions until a recorded run on the GPU replaces it.
+``python -m fastbert.bench.choice`` writes the file from the records in ``benchmarks/results``. The
+library's matrix products are part of the backend "triton", so that "cuda" has no row for them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+TABLE = Path(__file__).with_name("gpu_times.json")
+# A difference of less than this share does not change the order, because no figure is that exact.
+MARGIN = 0.05
+PREDICTED, MEASURED = "predicted", "measured"
+# The figures in bf16 stand for fp16 too.
+SIXTEEN_BITS = "16 bits"
+
+
+class Point(NamedTuple):
+    """The times of one operation at one shape on one GPU.
+
+    Attributes:
+        op: Name of the operation.
+        arch: Architecture of the GPU, as 90 for compute capability 9.0.
+        gpu: Name of the GPU.
+        dtype: Name of the dtype, or "16 bits" for bf16 and fp16.
+        shape: Name of the shape, such as "S512 D64".
+        head_dim: Head dim of attention; 0 for other operations.
+        size: Length of the sequences of attention, or columns of a row operation.
+        kind: "predicted" or "measured".
+        forward: Seconds of a forward pass by backend.
+        backward: Seconds of a backward pass by backend.
+    """
+
+    op: str
+    arch: int
+    gpu: str
+    dtype: str
+    shape: str
+    head_dim: int
+    size: int
+    kind: str
+    forward: dict[str, float]
+    backward: dict[str, float]
+
+    def seconds(self, trained: bool) -> dict[str, float]:
+        """Return the seconds by backend: of a forward pass, or `trained` of both passes."""
+        if not trained:
+            return self.forward
+        both = self.forward.keys() & self.backward.keys()
+        return {name: self.forward[name] + self.backward[name] for name in both}
+
+
+def load(path: Path = TABLE) -> tuple[Point, ...]:
+    """Return the points of a table.
+
+    Args:
+        path: The file, with a list of the fields of `Point` under "points".
+    """
+    rows = json.loads(path.read_text(encoding="utf-8"))["points"]
+    return tuple(Point(**row) for row in rows)
+
+
+POINTS = load()
+
+
+def nearest(
+    points: Iterable[Point],
+    op: str,
+    capability: tuple[int, int],
+    dtype: str,
+    head_dim: int = 0,
+    size: int = 0,
+) -> Point | None:
+    """Return the point of a call, or None if the table has none.
+
+    The code for a compute capability runs on later ones of the same major number, so the point is
+    that of the newest architecture among them. Among its shapes, the nearest head dim and then the
+    nearest size count, both by their ratio.
+
+    Args:
+        points: The table.
+        op: Name of the operation.
+        capability: Compute capability of the GPU.
+        dtype: Name of the dtype.
+        head_dim: Head dim of attention.
+        size: Length of the sequences of attention, or columns of a row operation.
+    """
+    kind = SIXTEEN_BITS if dtype in ("bfloat16", "float16") else dtype
+    found = [
+        point
+        for point in points
+        if point.op == op and point.dtype == kind and is_code_for(point, capability)
+    ]
+    if not found:
+        return None
+    arch = max([point.arch for point in found])
+    found = [point for point in found if point.arch == arch]
+    closest = _closest([point.head_dim for point in found], head_dim)
+    found = [point for point in found if point.head_dim == closest]
+    closest = _closest([point.size for point in found], size)
+    return next(point for point in found if point.size == closest)
+
+
+def is_code_for(point: Point, capability: tuple[int, int]) -> bool:
+    """Tell whether code for the architecture of a point runs on a GPU."""
+    major, minor = capability
+    return point.arch // 10 == major and point.arch % 10 <= minor
+
+
+def _closest(values: Sequence[int], wanted: int) -> int:
+    """Return the value whose ratio to `wanted` is nearest to 1."""
+    ascending = sorted(values)
+    for smaller, larger in itertools.pairwise(ascending):
+        if wanted * wanted < smaller * larger:
+            return smaller
+    return ascending[-1]
+
+
+def length_class(length: int) -> int:
+    """Return the power of two from 64 to 2048 whose ratio to a length is nearest to 1.
+
+    The table is asked for classes, so that a choice is kept for a few of them instead of for every
+    length. Under torch.compile, a length stays symbolic, because it is compared with literals.
+    """
+    if length < 363:
+        return 64 if length < 91 else 128 if length < 182 else 256
+    return 512 if length < 725 else 1024 if length < 1449 else 2048
+
+
+def order(point: Point | None, trained: bool, default: Sequence[str]) -> tuple[str, ...]:
+    """Return backends, the fastest first.
+
+    Args:
+        point: The point of the call, or None.
+        trained: Whether the backward pass counts.
+        default: The backends in the order for calls without a point. It decides between times that
+            differ by less than `MARGIN`, and backends without a time keep their place after those
+            with one.
+    """
+    times = {} if point is None else point.seconds(trained)
+    timed = [name for name in default if name in times]
+    if len(timed) < 2:
+        return tuple(default)
+    fastest = min(times[name] for name in timed)
+    first = next(name for name in timed if times[name] <= (1 + MARGIN) * fastest)
+    others = sorted((name for name in timed if name != first), key=lambda name: times[name])
+    return (first, *others, *(name for name in default if name not in times))
+
+
+def reason(point: Point, trained: bool) -> str:
+    """Return the times of a point in words."""
+    times = sorted(point.seconds(trained).items(), key=lambda item: item[1])
+    listed = ", ".join(f"{name} {1e6 * seconds:.1f} µs" for name, seconds in times)
+    passes = "forward and backward" if trained else "forward"
+    return f"{point.kind} for {point.gpu}, {point.shape}, {point.dtype}, {passes}: {listed}"
+
+
+def rows(points: Iterable[Point], default: Sequence[str]) -> list[dict[str, Any]]:
+    """Return points as plain data, with a row per point and pass; `default` as in `order`."""
+    return [
+        {
+            "op": point.op,
+            "architecture": f"sm_{point.arch}",
+            "gpu": point.gpu,
+            "dtype": point.dtype,
+            "shape": point.shape,
+            "pass": "forward + backward" if trained else "forward",
+            "kind": point.kind,
+            "microseconds": {
+                name: round(1e6 * seconds, 1)
+                for name, seconds in sorted(point.seconds(trained).items())
+            },
+            "first": order(point, trained, default)[0],
+        }
+        for point in points
+        for trained in (False, True)
+    ]

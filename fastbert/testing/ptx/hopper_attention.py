@@ -1,0 +1,120 @@
+"""The CUDA C++ attention for Hopper GPUs alone, on the PTX machine and as machine code."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections import Counter
+from ctypes import byref
+from pathlib import Path
+from typing import Any
+
+from fastbert.testing.ahead_of_time import cuobjdump
+from fastbert.testing.machine_code import Instruction, functions, loops, read
+from fastbert.testing.ptx.cuda_attention import AttentionOperators
+from fastbert.testing.ptx.cuda_library import CudaLibrary
+from fastbert.testing.ptx.cuda_operators import CUDA
+
+FRONT = """
+#include "hopper/attention.cuh"
+using namespace fastbert::cuda;
+extern "C" int run_attention_forward(AttentionForward* p) {
+  return hopper_attention_refuses(*p) ? -1 : hopper_attention_forward(*p, nullptr);
+}
+extern "C" int run_attention_backward(AttentionBackward* p) {
+  return hopper_attention_refuses(*p) ? -1 : hopper_attention_backward(*p, nullptr);
+}
+"""
+# A block of so many of these instructions is skipped in a tile without hidden keys, and if no
+# maximum grows.
+RARE, MANY = ("FSEL", "FMUL"), 20
+
+
+class HopperAttention(AttentionOperators):
+    """The kernels of csrc/cuda/hopper alone, as nvcc compiles them, on the PTX machine.
+
+    Args:
+        folder: An existing folder for what is compiled.
+
+    Attributes:
+        compiled: The library, which keeps the reports of the launches.
+        options: Keyword arguments of `Module.launch`, as ``seed``.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Compile the kernels."""
+        front = folder / "front.cu"
+        front.write_text(FRONT, encoding="utf-8")
+        hopper = CUDA / "hopper"
+        names = ("choice.cu", "tensor_map.cu")
+        sources = [*hopper.glob("attention_*.cu"), *(hopper / name for name in names), front]
+        self.compiled = CudaLibrary(sources, folder, "90a", ["-I", str(CUDA), "-DFASTBERT_SM90A"])
+        self.options: dict[str, Any] = {}
+        super().__init__(self.compiled.functions)
+
+    def _call(self, name: str, params: Any) -> int:
+        return self.compiled.call(name, byref(params), memory=self.tensors, **self.options)
+
+    def counts(self) -> dict[str, Any]:
+        """Return the counts of the last launch."""
+        return self.compiled.reports[-1][1].counts
+
+
+def machine_code(folder: Path, direction: str = "forward") -> dict[tuple[str, int, bool], str]:
+    """Compile the kernels for sm_90a, and disassemble them.
+
+    Args:
+        folder: An existing folder for what is compiled.
+        direction: "forward" or "backward".
+
+    Returns:
+        The machine code by dtype, head dim, and whether the kernel has dropout.
+    """
+    cubin = folder / f"attention_{direction}.cubin"
+    command = ["nvcc", "-cubin", "-O3", "-std=c++17"]
+    command += ["-gencode", "arch=compute_90a,code=sm_90a"]
+    source = str(CUDA / "hopper" / f"attention_{direction}.cu")
+    subprocess.run([*command, source, "-o", str(cubin)], check=True)
+    found = {}
+    for function, text in functions(cuobjdump("--dump-sass", cubin)).items():
+        match = re.search(r"kernelI\d+__([a-z_\d]+?)(?:Li(\d+)E)?Lb(\d)E", function)
+        assert match is not None
+        dtype = {"nv_bfloat16": "bfloat16", "half": "float16"}[match[1]]
+        # The kernel of the backward has one head dim.
+        found[dtype, int(match[2] or 64), match[3] == "1"] = text
+    return found
+
+
+def loop_over_tiles(code: str) -> list[Instruction]:
+    """Return the instructions of the loop over tiles.
+
+    The loop is the shortest that has products with and without a transposed right operand.
+    """
+    found = []
+    for body in loops(read(code)):
+        products = [x for x in body if x.name == "HGMMA"]
+        if len({any("tnspB" in operand for operand in x.operands) for x in products}) == 2:
+            found.append(body)
+    return min(found, key=len)
+
+
+def path_of_a_tile(code: str) -> list[Instruction]:
+    """Return the instructions that a warp executes for a tile without hidden keys.
+
+    The path leaves out the selections of hidden scores, and the rescaling of sums.
+    """
+    body = loop_over_tiles(code)
+    places = {x.address: i for i, x in enumerate(body)}
+    path = []
+    i = 0
+    while i < len(body):
+        path.append(body[i])
+        to = places.get(body[i].target or 0, 0)
+        if to > i:
+            skipped = Counter(x.name for x in body[i:to])
+            # Both kinds of hidden keys are skipped: those of a mask, and those beyond the end.
+            if not body[i].guard or any(skipped[name] > MANY for name in RARE) or to - i > 2 * MANY:
+                i = to
+                continue
+        i += 1
+    return [x for x in path if x.name != "NOP"]

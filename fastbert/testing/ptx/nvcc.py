@@ -1,0 +1,144 @@
+"""Compile CUDA C++ with nvcc to an object file and PTX, and keep what was compiled.
+
+What is kept lies in ``$XDG_CACHE_HOME/fastbert/nvcc``, by default in ``~/.cache``. The name of an
+entry is a hash of everything that decides about its content: the source and every header that it
+can include, the flags and the versions of both compilers. An entry is therefore never wrong, but a
+change of a header makes all entries of its folder anew. Entries that nobody used for 30 days go.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from fastbert.ops.backend import compiler_environment
+
+SOURCES = Path(__file__).resolve().parents[3] / "csrc"
+SUFFIXES = (".cu", ".cuh", ".h")
+# nvcc reads these variables.
+VARIABLES = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "NVCC_CCBIN", "CPATH", "CPLUS_INCLUDE_PATH")
+KEPT_SECONDS = 30 * 86400
+
+
+def compiled(
+    source: Path, folder: Path, arch: str, flags: Sequence[str] = ()
+) -> tuple[Path, list[Path]]:
+    """Compile a source, or copy what was compiled of it before.
+
+    Args:
+        source: The ``.cu`` file.
+        folder: An existing folder for the results.
+        arch: Architecture of the GPU, as ``"90a"``.
+        flags: Further flags of nvcc, such as ``-I``. With the headers of another project, nothing
+            is kept.
+
+    Returns:
+        The object file, and the files with the PTX.
+
+    Raises:
+        RuntimeError: If the source does not compile; the message is the compiler's.
+    """
+    target = folder / f"{source.parent.name}-{source.stem}-{arch}"
+    target.mkdir(exist_ok=True)
+    code = f"arch=compute_{arch},code=compute_{arch}"
+    command = ["-O3", "-std=c++17", "-lineinfo", "-gencode", code, "-Xcompiler", "-fPIC", *flags]
+    if any(_foreign(flag) for flag in flags):
+        _compile(source, command, target)
+    else:
+        entry = _folder() / _key(source, command)
+        if not entry.is_dir():
+            _make(entry, source, command)
+        os.utime(entry)
+        shutil.copytree(entry, target, dirs_exist_ok=True)
+    return target / f"{source.stem}.o", sorted(target.glob("*.ptx"))
+
+
+def run(command: Sequence[str | Path]) -> str:
+    """Run a compiler, and return what it prints.
+
+    Raises:
+        RuntimeError: If it fails; the message is its own.
+    """
+    result = subprocess.run([str(part) for part in command], capture_output=True, text=True)
+    if result.returncode != 0:
+        raise RuntimeError(f"{' '.join(map(str, command))}:\n{result.stdout}{result.stderr}")
+    return result.stdout
+
+
+def _compile(source: Path, command: Sequence[str], target: Path) -> None:
+    """Write the object file and the PTX into a folder."""
+    with tempfile.TemporaryDirectory(prefix="fastbert-nvcc-") as kept:
+        output = target / f"{source.stem}.o"
+        run(["nvcc", *command, "--keep", "--keep-dir", kept, "-c", source, "-o", output])
+        for ptx in Path(kept).glob("*.ptx"):
+            shutil.copy(ptx, target)
+
+
+def _make(entry: Path, source: Path, command: Sequence[str]) -> None:
+    """Compile into an entry, which appears at once; a second process waits for the first."""
+    import fcntl
+
+    entry.parent.mkdir(parents=True, exist_ok=True)
+    with open(entry.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if entry.is_dir():
+            return
+        _forget_old(entry.parent)
+        with tempfile.TemporaryDirectory(prefix="unfinished-", dir=entry.parent) as unfinished:
+            content = Path(unfinished) / "content"
+            content.mkdir()
+            _compile(source, command, content)
+            content.rename(entry)
+
+
+def _forget_old(folder: Path) -> None:
+    oldest = time.time() - KEPT_SECONDS
+    for path in folder.iterdir():
+        if path.stat().st_mtime < oldest:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _foreign(flag: str) -> bool:
+    """Tell whether a flag is the folder of headers of another project."""
+    path = flag.removeprefix("-I")
+    return os.path.isdir(path) and not Path(path).resolve().is_relative_to(SOURCES)
+
+
+def _folder() -> Path:
+    base = compiler_environment().get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "fastbert" / "nvcc"
+
+
+def _key(source: Path, command: Sequence[str]) -> str:
+    """Return the hash of everything that decides about what nvcc writes."""
+    found = hashlib.sha256()
+
+    def add(text: str | bytes) -> None:
+        data = text.encode() if isinstance(text, str) else text
+        found.update(len(data).to_bytes(8, "little"))
+        found.update(data)
+
+    beside = [path for path in source.parent.iterdir() if path.suffix in SUFFIXES]
+    within = [path for path in SOURCES.rglob("*") if path.suffix in SUFFIXES]
+    environment = compiler_environment()
+    given = [environment.get(name, "") for name in VARIABLES]
+    for text in (source.name, *command, _versions(), *given):
+        add(text)
+    for path in (source, *sorted(beside), *sorted(within)):
+        add(path.name)
+        add(path.read_bytes())
+    return found.hexdigest()
+
+
+@functools.cache
+def _versions() -> str:
+    """Return the versions of nvcc and of the compiler of host code."""
+    host = compiler_environment().get("NVCC_CCBIN") or "g++"
+    return run(["nvcc", "--version"]) + run([host, "--version"])

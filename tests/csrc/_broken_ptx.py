@@ -1,0 +1,77 @@
+"""PTX with a fault in the place of what nvcc wrote, and what is then wrong."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastbert.testing.ptx import PtxFault, load
+from fastbert.testing.ptx.cuda_library import CudaLibrary
+
+# An honest warp of a small problem executes far fewer instructions.
+LONGEST = 200_000
+
+
+class Fault(NamedTuple):
+    """A change of the PTX.
+
+    Args:
+        name: What is wrong.
+        old: Regular expression of what changes, inside one kernel.
+        new: What replaces it, as in `re.sub`.
+        which: Numbers of the matches that change; empty is all of them.
+    """
+
+    name: str
+    old: str
+    new: str
+    which: tuple[int, ...] = ()
+
+    def broken(self, ptx: str) -> str:
+        """Return the PTX of a kernel with the fault, or raise ValueError if it does not fit."""
+        found = list(re.finditer(self.old, ptx))
+        chosen = [found[i] for i in self.which] if self.which else found
+        if not chosen:
+            raise ValueError(f"{self.name}: the PTX has no such instruction")
+        for match in sorted(chosen, key=re.Match.start, reverse=True):
+            ptx = ptx[: match.start()] + match.expand(self.new) + ptx[match.end() :]
+        return ptx
+
+
+def kernel_in(path: Path, *parts: str) -> str:
+    """Return the PTX of the only kernel of a file whose mangled name contains all parts."""
+    header, *kernels = re.split(r"(?m)^(?=\.entry)", path.read_text())
+    [found] = [text for text in kernels if all(part in text.split("(")[0] for part in parts)]
+    return header + found
+
+
+@contextmanager
+def replaced(library: CudaLibrary, text: str) -> Iterator[None]:
+    """Run another PTX of a kernel of the library inside the block."""
+    modules, other = library.modules, load(text)
+    [number] = [i for i, m in enumerate(modules) if set(other.kernels) <= set(m.kernels)]
+    before, modules[number] = modules[number], other
+    try:
+        yield
+    finally:
+        modules[number] = before
+
+
+def outcome(
+    run: Callable[[int], Sequence[Tensor]], expected: Sequence[Tensor], seeds: int = 4
+) -> str:
+    """Return what is wrong with the results of a run with some seed, or "" for nothing."""
+    for seed in range(seeds):
+        try:
+            results = run(seed)
+        except PtxFault as found:
+            return found.kind
+        if not all(map(torch.equal, results, expected)):
+            return "result"
+    return ""

@@ -1,0 +1,109 @@
+"""What ptxas makes of the kernels of attention: registers, shared memory and the loop's length.
+
+    python tests/csrc/_machine_code.py    # writes machine_code.json anew
+
+The loop is the smallest part of the machine code that a branch closes and that has every matrix
+instruction: the tiles of keys in the forward, and the tiles of queries in the backward.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from fastbert.testing.ahead_of_time import cuobjdump
+from fastbert.testing.machine_code import functions, loops, read
+
+ROOT = Path(__file__).parents[2]
+RECORD = Path(__file__).with_name("machine_code.json")
+SOURCES = sorted((ROOT / "csrc" / "cuda").glob("attention_*.cu"))
+# The binaries for sm_80 run on sm_86 and sm_89 too, and the PTX for sm_100 becomes code for sm_120.
+TARGETS = {"80": ("80",), "90": ("90",), "100": ("100", "120")}
+KERNEL = re.compile(r"(forward|backward)_kernelI(6__half|13__nv_bfloat16)Li(\d+)ELb(\d)ELb(\d)E")
+
+
+def compile_kernels(nvcc: Path | str, source: Path, folder: Path) -> tuple[Path, str]:
+    """Compile a source for all architectures, and return the object and the report of ptxas."""
+    target = folder / f"{source.stem}.o"
+    command = [nvcc, "-c", "-O3", "-std=c++17", "-Xptxas", "-v", source, "-o", target]
+    for virtual, real in TARGETS.items():
+        code = ",".join(f"sm_{arch}" for arch in real)
+        command += ["-gencode", f"arch=compute_{virtual},code=[{code}]"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return target, result.stderr
+
+
+def version(nvcc: Path | str) -> str:
+    """Return the version of nvcc, such as "13.0.88", whose code the record describes."""
+    text = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
+    return re.search(r"V([\d.]+)", text)[1]
+
+
+def loop(text: str) -> dict[str, int]:
+    """Count the instructions, and the matrix instructions, of the loop of a kernel.
+
+    Examples:
+        >>> from _machine_code import loop
+        >>> loop("/*0000*/ MOV R1, R2 ; /*0010*/ HMMA.16816 R1 ; /*0020*/ @P0 BRA 0x10 ;")
+        {'instructions': 2, 'hmma': 1}
+    """
+    code = read(text)
+    products = [x.address for x in code if x.name == "HMMA"]
+    whole = [
+        body
+        for body in loops(code)
+        if body[0].address <= products[0] and products[-1] < body[-1].address
+    ]
+    inside = min(whole, key=lambda body: body[-1].address - body[0].address)
+    return {"instructions": len(inside), "hmma": len(products)}
+
+
+def properties(target: Path) -> dict[str, dict[str, dict[str, int]]]:
+    """Return registers, shared memory and the loop by kernel and architecture of an object.
+
+    The shared memory is that of the declarations, without what a launch asks for. fp16 and bf16
+    have one line, which is the larger figure.
+    """
+    found: dict[str, dict[str, dict[str, int]]] = {}
+    usage, dumped = cuobjdump("-res-usage", target), cuobjdump("--dump-sass", target)
+    for (arch, used), (_, code) in zip(
+        by_architecture(usage), by_architecture(dumped), strict=True
+    ):
+        loop_of = {name: loop(text) for name, text in functions(code).items()}
+        for name, registers, shared in re.findall(
+            r"Function (\S+):\s+REG:(\d+).*SHARED:(\d+)", used
+        ):
+            kernel, _, dim, pairs, dropout = KERNEL.search(name).groups()
+            words = [kernel, f"D{dim}", *["pairs"] * int(pairs), *["dropout"] * int(dropout)]
+            line = {"registers": int(registers), "shared": int(shared), **loop_of[name]}
+            lines = found.setdefault(" ".join(words), {})
+            before = lines.get(f"sm_{arch}", line)
+            lines[f"sm_{arch}"] = {key: max(before[key], line[key]) for key in line}
+    return found
+
+
+def by_architecture(text: str) -> list[tuple[str, str]]:
+    """Return the parts of cuobjdump's output with their architectures, in the order of these."""
+    parts = re.split(r"^arch = sm_(\d+)$", text, flags=re.M)[1:]
+    return sorted(zip(parts[::2], parts[1::2], strict=True))
+
+
+def main() -> None:
+    nvcc = shutil.which("nvcc")
+    kernels = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for source in SOURCES:
+            kernels |= properties(compile_kernels(nvcc, source, Path(folder))[0])
+    content = {"nvcc": version(nvcc), "kernels": kernels}
+    text = json.dumps(content, indent=1)
+    # One line for each kernel and architecture.
+    RECORD.write_text(re.sub(r"\n {4}|\n {3}(?=})", " ", text) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""The machine code of attention for sm_80 and later: registers, shared memory, the loop's length.
+
+A regression of the code shows here without a GPU and without a clock. machine_code.json has the
+figures; _machine_code.py writes it anew after a change of the kernels.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+
+import _machine_code
+import pytest
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """The object and the report of ptxas of each source, for all architectures."""
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        pytest.skip("no nvcc on this machine")
+    folder = tmp_path_factory.mktemp("code")
+    with ThreadPoolExecutor(2) as pool:
+        return list(
+            pool.map(
+                lambda x: _machine_code.compile_kernels(nvcc, x, folder), _machine_code.SOURCES
+            )
+        )
+
+
+def test_no_register_spills(compiled):
+    for source, (_, report) in zip(_machine_code.SOURCES, compiled, strict=True):
+        usage = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores", report)
+        # Two formats, three head dims, with and without pairs and dropout, on four architectures.
+        assert len(usage) == 2 * 3 * 4 * 4
+        assert set(usage) == {("0", "0")}, source.name
+
+
+def test_the_code_is_that_of_the_record(compiled):
+    pytest.importorskip("triton", reason="its wheel has cuobjdump")
+    record = json.loads(_machine_code.RECORD.read_text())
+    version = _machine_code.version(shutil.which("nvcc"))
+    if version != record["nvcc"]:
+        pytest.skip(f"nvcc is {version}, and the record describes the code of {record['nvcc']}")
+    found = {}
+    for target, _ in compiled:
+        found |= _machine_code.properties(target)
+    assert found == record["kernels"], "python tests/csrc/_machine_code.py writes the record anew"
+
+
+@pytest.mark.parametrize(
+    ("kernel", "products"),
+    # Products of 16 x 8 x 16 of a warp for a tile. Forward: two products of 32 queries, 32 keys and
+    # D. Backward: five products of 32 queries, 128 keys (64 at D = 128) and D, by four warps.
+    [("forward", {32: 32, 64: 64, 128: 128}), ("backward", {32: 80, 64: 160, 128: 160})],
+)
+def test_the_loop_has_the_products_of_one_tile(kernel, products):
+    record = json.loads(_machine_code.RECORD.read_text())["kernels"]
+    for dim, number in products.items():
+        for arch, line in record[f"{kernel} D{dim}"].items():
+            assert line["hmma"] == number, (kernel, dim, arch)

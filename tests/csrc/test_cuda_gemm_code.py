@@ -1,0 +1,90 @@
+"""The machine code of products with GELU: registers, units, and the lengths of their loops."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from _nvcc import require_nvcc
+
+from fastbert.testing.ptx import cuda_gemm
+from fastbert.testing.wgmma_hazards import overwritten_operands
+
+
+@pytest.fixture(scope="module", params=[80, 90], ids=["sm_80", "sm_90"])
+def compiled(request, tmp_path_factory):
+    """The architecture, the disassembled kernels and the report of ptxas."""
+    require_nvcc()
+    pytest.importorskip("triton", reason="its wheel has cuobjdump")
+    folder = tmp_path_factory.mktemp("code")
+    return request.param, *cuda_gemm.machine_code(folder, request.param)
+
+
+def test_two_blocks_of_sm_80_share_a_multiprocessor_and_nothing_spills(compiled):
+    arch, kernels, report = compiled
+    registers = [int(n) for n in re.findall(r"Used (\d+) registers", report)]
+    assert len(kernels) == len(registers) == 8
+    assert set(re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill", report)) == {("0", "0")}
+    # ptxas says in such messages that it serialises wgmma.
+    assert "(C75" not in report
+    # 65,536 registers serve two blocks of 128 threads, or one of 384.
+    assert max(registers) <= (256 if arch == 80 else 168)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh"])
+def test_kernels_use_the_units_of_their_architecture(compiled, dtype, direction, activation):
+    arch, kernels, _ = compiled
+    text = kernels[dtype, direction, activation]
+    meant, others = ("HMMA.16816", "LDSM", "LDGSTS"), ("HGMMA",)
+    if arch == 90:
+        meant, others = ("HGMMA.64x256x16", "UTMALDG.2D", "STSM"), (" HMMA", "LDSM", "LDGSTS")
+    for name in meant:
+        assert name in text, name
+    for name in (*others, "LDL", "STL"):
+        assert name not in text, name
+    assert overwritten_operands(text) == []
+
+
+@pytest.mark.parametrize(("direction", "limit"), [("forward", 52), ("backward", 49)])
+def test_the_loop_over_slices_has_little_beside_the_products(compiled, direction, limit):
+    """Four products of a group of warps take 512 cycles of the tensor cores on Hopper.
+
+    On Ampere, 64 products of each of four warps take as long, and a scheduler issues the
+    instructions of one of these warps.
+    """
+    arch, kernels, _ = compiled
+    for dtype in ("bfloat16", "float16"):
+        inside = cuda_gemm.loop(
+            kernels[dtype, direction, "gelu"], "HMMA" if arch == 80 else "HGMMA"
+        )
+        print(dtype, inside.total(), dict(inside))
+        if arch == 90:
+            assert inside["HGMMA"] == 4
+            assert inside.total() <= limit
+        else:
+            assert (inside["HMMA"], inside["LDSM"], inside["LDGSTS"]) == (64, 16, 8)
+            assert inside.total() <= 195
+
+
+LIMITS = {
+    (80, "forward"): 680, (80, "backward"): 870, (90, "forward"): 1200, (90, "backward"): 1550,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_the_epilogue_has_few_instructions_for_an_element(compiled, direction):
+    """The loop is that of a warp for 32 elements of a lane.
+
+    On Hopper, it has the copies too, three times. The first warp alone executes them; README.md in
+    csrc/cuda/hopper has the counts without them.
+    """
+    arch, kernels, _ = compiled
+    for dtype in ("bfloat16", "float16"):
+        inside = cuda_gemm.loop(kernels[dtype, direction, "gelu"], "MUFU", 64)
+        print(dtype, inside.total(), dict(inside))
+        # A reciprocal and an exponential for each element, and the divisions of the copies.
+        assert inside["MUFU"] == (64 if arch == 80 else 70)
+        assert inside["STG"] == 8
+        assert inside.total() <= LIMITS[arch, direction]

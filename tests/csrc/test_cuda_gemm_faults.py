@@ -1,0 +1,77 @@
+"""The PTX machine catches faults in the kernels of products with GELU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from _broken_ptx import LONGEST, outcome, replaced
+from _cuda_gemm import Problem, compiled_in
+from _cuda_gemm_faults import BACKWARD, FAULTS, FORWARD
+
+
+class Small:
+    """A problem with everything that a fault could break, and its right results.
+
+    One block has two tiles of the result, and five slices go around the ring of three stages.
+    """
+
+    def __init__(self, folder, arch):
+        self.gemm = compiled_in(folder, arch)
+        depth = 296 if arch == 90 else 136
+        self.problem = Problem(132, depth, 72, torch.bfloat16, seed=5)
+        # Beside the operands there is NaN.
+        for name in ("x", "weight", "dy", "w2"):
+            inner = getattr(self.problem, name)
+            outer = torch.full((inner.shape[0] + 8, inner.shape[1] + 8), torch.nan).bfloat16()
+            outer[:-8, :-8] = inner
+            setattr(self.problem, name, outer[:-8, :-8])
+        self.gemm.options = {}
+        _, self.saved, *_ = self.problem.run(self.gemm)
+        self.expected = {name: self.run(name, 1) for name in (FORWARD, BACKWARD)}
+
+    def run(self, kernel, seed):
+        """Return the results of a kernel; one block runs both tiles on Hopper."""
+        self.gemm.options = {"seed": seed, "limit": LONGEST, "threads": 1}
+        self.gemm.compiled.set_multiprocessors(1)
+        p = self.problem
+        if kernel == FORWARD:
+            return self.gemm.linear_gelu_forward(p.x, p.weight, p.bias, "gelu", True)
+        return p.backward(self.gemm, self.saved)
+
+    def outcome(self, kernel, fault):
+        """Return what is wrong with a fault in a kernel, or "" for nothing."""
+        ptx = self.gemm.ptx(kernel, "bfloat16", "GeluByI")
+        with replaced(self.gemm.compiled, fault.broken(ptx)):
+            return outcome(lambda seed: self.run(kernel, seed), self.expected[kernel])
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    known = {}
+
+    def of(arch):
+        if arch not in known:
+            known[arch] = Small(tmp_path_factory.mktemp(f"gemm{arch}"), arch)
+        return known[arch]
+
+    return of
+
+
+@pytest.mark.parametrize("arch", FAULTS)
+def test_without_a_fault(small, arch):
+    for kernel, expected in small(arch).expected.items():
+        assert all(x.isfinite().all() for x in expected)
+        for seed in range(4):
+            assert all(map(torch.equal, small(arch).run(kernel, seed), expected))
+
+
+@pytest.mark.parametrize(
+    ("arch", "kernel", "fault"),
+    [
+        pytest.param(arch, kernel, fault, id=f"sm_{arch} {kernel} {fault.name}")
+        for arch, faults in FAULTS.items()
+        for kernel, fault in faults
+    ],
+)
+def test_a_fault_is_caught(small, arch, kernel, fault):
+    assert small(arch).outcome(kernel, fault)

@@ -1,0 +1,221 @@
+"""Attention for Hopper GPUs as nvcc compiles it, on the PTX machine."""
+
+from __future__ import annotations
+
+import math
+from itertools import accumulate
+
+import pytest
+import torch
+from _hopper_attention import compiled_in
+
+from fastbert import reference
+from fastbert.testing.compare import assert_close
+from fastbert.testing.yardstick import Yardstick
+
+SEED = torch.tensor([0x0123456789ABCDEF])
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    return compiled_in(tmp_path_factory.mktemp("hopper"))
+
+
+@pytest.fixture
+def hopper(compiled):
+    compiled.options = {}
+    compiled.compiled.set_multiprocessors(2)
+    return compiled
+
+
+def drawn(batch, heads, queries, keys, dim, dtype=torch.bfloat16, seed=0):
+    """Return q, k and v."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn(batch, n, heads, dim, generator=generator).to(dtype).transpose(1, 2)
+        for n in (queries, keys, keys)
+    ]
+
+
+def forward(hopper, q, k, v, mask=None, scale=None, cu_seqlens=None, longest=None, dropout_p=0.0):
+    """Return out and the log-sum-exp."""
+    if cu_seqlens is None:
+        sizes = q.shape[2], k.shape[2]
+    else:
+        sizes = longest, longest
+    return hopper.flash_attention_forward(
+        q, k, v, mask, cu_seqlens, cu_seqlens, SEED, *sizes, dropout_p, scale or q.shape[-1] ** -0.5
+    )
+
+
+def check(hopper, q, k, v, mask=None, scale=None, dropout_p=0.0):
+    out, lse = forward(hopper, q, k, v, mask, scale, dropout_p=dropout_p)
+    options = {"mask": mask, "scale": scale, "dropout_p": dropout_p, "dropout_seed": SEED}
+    oracle = reference.attention(q.double(), k.double(), v.double(), **options)
+    yardstick = Yardstick(lambda: [reference.attention(q, k, v, **options)])
+    assert_close("attention out", out, oracle, yardstick[0])
+    scores = q.double() @ k.double().transpose(-1, -2) * (scale or q.shape[-1] ** -0.5)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf)
+    # Only the polynomial and the order of the sum separate lse from float64.
+    assert torch.allclose(lse.double(), scores.logsumexp(-1), rtol=1e-6, atol=5e-6)
+
+
+def key_mask(batch, keys):
+    mask = torch.rand(batch, 1, 1, keys, generator=torch.Generator().manual_seed(1)) > 0.4
+    mask[-1, ..., : min(keys, 130)] = False
+    return mask
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_against_float64(hopper, dim, dtype, masked, seed):
+    hopper.options = {"seed": seed}
+    q, k, v = drawn(2, 2, 150, 300, dim, dtype, seed)
+    check(hopper, q, k, v, key_mask(2, 300) if masked else None)
+
+
+@pytest.mark.parametrize("sizes", [(1, 97), (129, 1), (128, 128), (64, 127), (65, 129), (257, 640)])
+def test_lengths(hopper, sizes):
+    hopper.options = {"seed": 1}
+    check(hopper, *drawn(1, 2, *sizes, 64), scale=0.3)
+
+
+@pytest.mark.parametrize(
+    ("dim", "masked", "dropout_p"), [(64, False, 0.1), (64, True, 1.0), (128, True, 0.1)]
+)
+def test_dropout(hopper, dim, masked, dropout_p):
+    hopper.options = {"seed": 1}
+    q, k, v = drawn(2, 2, 150, 300, dim)
+    check(hopper, q, k, v, key_mask(2, 300) if masked else None, dropout_p=dropout_p)
+
+
+def test_the_dropout_mask_is_the_definitions_bit_for_bit(hopper):
+    """With equal weights and values that name their keys, out tells which keys are kept."""
+    q = torch.zeros(2, 2, 130, 64, dtype=torch.bfloat16)
+    kept = reference.dropout_keep(SEED, 0.3, (2, 2, 130, 192))
+    for first in (0, 64, 128):
+        v = torch.zeros(2, 2, 192, 64, dtype=torch.bfloat16)
+        v[:, :, first : first + 64] = torch.eye(64)
+        out, _ = forward(hopper, q, torch.zeros_like(v), v, dropout_p=0.3)
+        assert torch.equal(out != 0, kept[..., first : first + 64])
+
+
+def test_one_query_has_a_mask_of_keys(hopper):
+    """The stride of a dimension of size 1 says nothing."""
+    mask = torch.rand(1, 1, 1, 97, generator=torch.Generator().manual_seed(1)) > 0.4
+    check(hopper, *drawn(1, 2, 1, 97, 64), mask)
+
+
+@pytest.mark.parametrize("sizes", [(0, 5), (5, 0), (0, 0)])
+def test_no_queries_or_no_keys(hopper, sizes):
+    out, lse = forward(hopper, *drawn(2, 2, *sizes, 64))
+    assert (out == 0).all()
+    assert (lse == -math.inf).all()
+
+
+def test_poisoned_keys_change_no_bit(hopper):
+    q, k, v = drawn(2, 2, 40, 270, 64)
+    mask = key_mask(2, 270)
+    mask[0] = False
+    clean = forward(hopper, q, k, v, mask)
+    assert (clean[0][0] == 0).all()
+    assert (clean[1][0] == -math.inf).all()
+    hidden = ~mask[:, 0, 0]
+    for x in (k, v):
+        x.transpose(1, 2)[hidden] = torch.nan
+    for seed in range(3):
+        hopper.options = {"seed": seed}
+        for a, b in zip(clean, forward(hopper, q, k, v, mask), strict=True):
+            assert torch.equal(a, b)
+
+
+def packed(lengths, slack=0, heads=2, dim=64):
+    generator = torch.Generator().manual_seed(3)
+    rows = torch.randn(sum(lengths) + slack, 3, heads, dim, generator=generator).bfloat16()
+    ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    return rows, ends
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 132])
+@pytest.mark.parametrize("lengths", [(33, 0, 129, 1, 270), (0, 64, 0), (200,), (0, 0)])
+def test_packed_sequences_are_dense_ones_bit_for_bit(hopper, lengths, multiprocessors):
+    """A neighbour's NaN does not reach a sequence, and rows of no sequence become 0."""
+    hopper.compiled.set_multiprocessors(multiprocessors)
+    rows, ends = packed(lengths, slack=9)
+    rows[ends[-1] :] = torch.nan
+    for number, (first, length) in enumerate(zip(ends.tolist(), lengths, strict=False)):
+        hopper.options = {"seed": number}
+        poisoned = torch.full_like(rows, torch.nan)
+        poisoned[first : first + length] = rows[first : first + length]
+        out, lse = forward(hopper, *poisoned.unbind(1), cu_seqlens=ends, longest=max(lengths))
+        own = rows[None, first : first + length].unbind(2)
+        alone = forward(hopper, *(x.transpose(1, 2) for x in own))
+        assert torch.equal(out[first : first + length], alone[0][0].transpose(0, 1))
+        assert torch.equal(lse[:, first : first + length], alone[1][0])
+        assert (out[ends[-1] :] == 0).all()
+        assert (lse[:, ends[-1] :] == -math.inf).all()
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 5, 132])
+def test_any_schedule_gives_the_same_bits(hopper, multiprocessors):
+    q, k, v = drawn(2, 3, 200, 400, 64)
+    expected = forward(hopper, q, k, v)
+    hopper.compiled.set_multiprocessors(multiprocessors)
+    for seed in range(1, 4):
+        hopper.options = {"seed": seed}
+        for a, b in zip(expected, forward(hopper, q, k, v), strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_memory_is_moved_in_whole_sectors_and_without_bank_conflicts(hopper, dim):
+    forward(hopper, *drawn(1, 2, 256, 256, dim))
+    counts = hopper.counts()
+    assert counts["shared_wavefronts"] == counts["shared_least_wavefronts"]
+    # A lane in four writes a log-sum-exp, and the eight of a warp fill a sector.
+    assert counts["global_sectors"] == counts["global_least_sectors"]
+    # Two items of a head read its keys and values; queries and out are moved once.
+    lse = 2 * 256 * 4
+    assert counts["global_bytes"] == 2 * 256 * dim * 2 * (2 + 2 * 2) + lse
+
+
+def test_blocks_get_equal_work(hopper):
+    """The longest sequence comes last in the batch and first in the order."""
+    hopper.compiled.set_multiprocessors(2)
+    rows, ends = packed((100, 100, 100, 100, 500), heads=1)
+    work = []
+    for block in range(2):
+        hopper.options = {"blocks": [block]}
+        forward(hopper, *rows.unbind(1), cu_seqlens=ends, longest=500)
+        work.append(hopper.counts()["tensor_flops"])
+    # Four items of four tiles of keys each, and four of one tile.
+    assert work[0] == work[1]
+
+
+def test_more_sequences_than_a_block_sorts(hopper):
+    rows, ends = packed([1] * 2100, heads=1)
+    hopper.compiled.set_multiprocessors(132)
+    hopper.options = {"blocks": [7]}
+    out, _ = forward(hopper, *rows.unbind(1), cu_seqlens=ends, longest=1)
+    # A sequence of one token returns its value. One of 132 blocks runs.
+    assert torch.equal(out[7::132], rows[7::132, 2])
+
+
+@pytest.mark.parametrize(
+    ("mask", "shape"),
+    [(None, (1, 1, 8, 32)), (torch.ones(1, 1, 8, 8, dtype=torch.bool), (1, 1, 8, 64))],
+)
+def test_what_the_kernels_do_not_serve_is_refused(hopper, mask, shape):
+    x = torch.zeros(shape, dtype=torch.bfloat16)
+    options = mask, None, None, None, 8, 8, 0.0, 0.1
+    with pytest.raises(RuntimeError, match="the launcher returned the cudaError -1"):
+        hopper.flash_attention_forward(x, x, x, *options)
+
+
+def test_a_dimension_that_broadcasts_has_no_tensor_map(hopper):
+    q, k, v = drawn(2, 2, 8, 8, 64)
+    with pytest.raises(RuntimeError, match="cudaError -1"):
+        forward(hopper, q, k[:, :1].expand_as(k), v)

@@ -1,0 +1,259 @@
+"""The backward of attention for Hopper GPUs as nvcc compiles it, on the PTX machine."""
+
+from __future__ import annotations
+
+import math
+from itertools import accumulate
+
+import pytest
+import torch
+from _hopper_attention import compiled_in
+
+from fastbert import reference
+from fastbert.testing.compare import assert_close
+from fastbert.testing.yardstick import Yardstick
+
+NAMES = ("dq", "dk", "dv")
+SEED = torch.tensor([0x0123456789ABCDEF])
+DIM = 64
+# An honest warp executes far fewer instructions.
+LONGEST = 400_000
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    return compiled_in(tmp_path_factory.mktemp("hopper"))
+
+
+@pytest.fixture
+def hopper(compiled):
+    compiled.options = {"limit": LONGEST}
+    compiled.compiled.set_multiprocessors(2)
+    return compiled
+
+
+def drawn(batch, heads, queries, keys, dtype=torch.bfloat16, seed=0):
+    """Return q, k, v and dout."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn(batch, n, heads, DIM, generator=generator).to(dtype).transpose(1, 2)
+        for n in (queries, keys, keys, queries)
+    ]
+
+
+def forward(q, k, v, mask=None, dropout_p=0.0):
+    """Return out as the forward rounds it, and the log-sum-exp, both from float64."""
+    options = {"mask": mask, "dropout_p": dropout_p, "dropout_seed": SEED}
+    out = reference.attention(q.double(), k.double(), v.double(), **options).to(q.dtype)
+    scores = q.double() @ k.double().transpose(-1, -2) * DIM**-0.5
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf)
+    return out, scores.logsumexp(-1).float()
+
+
+def backward(hopper, tensors, out, lse, mask=None, dropout_p=0.0, ends=None, longest=None):
+    """Return dq, dk and dv, in memory that was full of NaN."""
+    q, k, v, dout = tensors
+    gradients = [torch.full_like(x, torch.nan) for x in (q, k, v)]
+    sizes = (q.shape[2], k.shape[2]) if ends is None else (longest, longest)
+    hopper.flash_attention_backward(
+        *gradients, dout, q, k, v, out, lse, mask, ends, ends, SEED, *sizes, dropout_p, DIM**-0.5
+    )
+    return gradients
+
+
+def check(hopper, tensors, mask=None, dropout_p=0.0):
+    def solve(dtype=None):
+        leaves = [x.detach().to(dtype or x.dtype).requires_grad_() for x in tensors[:3]]
+        options = {"mask": mask, "dropout_p": dropout_p, "dropout_seed": SEED}
+        out = reference.attention(*leaves, **options)
+        out.backward(tensors[3].to(out.dtype))
+        return [x.grad for x in leaves]
+
+    statistics = forward(*tensors[:3], mask, dropout_p)
+    actual = backward(hopper, tensors, *statistics, mask, dropout_p)
+    oracle, yardstick = solve(torch.float64), Yardstick(solve)
+    for i, name in enumerate(NAMES):
+        assert_close(f"attention {name}", actual[i], oracle[i], yardstick[i])
+
+
+def key_mask(batch, keys):
+    mask = torch.rand(batch, 1, 1, keys, generator=torch.Generator().manual_seed(1)) > 0.4
+    # No key of the last sequence's first block is attended.
+    mask[-1, ..., : min(keys - 1, 130)] = False
+    return mask
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_against_float64(hopper, dtype, masked):
+    hopper.options["seed"] = 1
+    check(hopper, drawn(2, 1, 150, 300, dtype), key_mask(2, 300) if masked else None)
+
+
+@pytest.mark.parametrize("sizes", [(1, 97), (129, 2), (64, 127), (65, 129), (330, 260)])
+def test_lengths(hopper, sizes):
+    hopper.options["seed"] = 2
+    check(hopper, drawn(1, 1, *sizes))
+
+
+@pytest.mark.parametrize(("masked", "dropout_p"), [(False, 0.1), (True, 0.3), (False, 1.0)])
+def test_dropout(hopper, masked, dropout_p):
+    hopper.options["seed"] = 1
+    check(hopper, drawn(2, 1, 70, 150), key_mask(2, 150) if masked else None, dropout_p)
+
+
+def test_the_dropout_mask_is_the_definitions_bit_for_bit(hopper):
+    """With equal weights and dout that names its query, dv tells which weights are kept."""
+    kept = reference.dropout_keep(SEED, 0.3, (2, 2, 64, 200))
+    q, k, v, _ = (torch.zeros_like(x) for x in drawn(2, 2, 64, 200))
+    dout = torch.eye(64).bfloat16().expand(2, 2, 64, 64).contiguous()
+    _, _, dv = backward(hopper, [q, k, v, dout], *forward(q, k, v, None, 0.3), dropout_p=0.3)
+    assert torch.equal(dv != 0, kept.transpose(2, 3))
+
+
+@pytest.mark.parametrize("sizes", [(0, 5), (5, 0), (0, 0)])
+def test_no_queries_or_no_keys(hopper, sizes):
+    tensors = drawn(2, 2, *sizes)
+    for gradient in backward(hopper, tensors, *forward(*tensors[:3])):
+        assert (gradient == 0).all()
+
+
+def test_the_gradient_of_a_single_key_is_0(hopper):
+    tensors = drawn(1, 2, 70, 1)
+    dq, dk, _ = backward(hopper, tensors, *forward(*tensors[:3]))
+    assert (dq == 0).all()
+    assert (dk == 0).all()
+
+
+def test_poisoned_keys_change_no_bit(hopper):
+    tensors = drawn(2, 2, 40, 270)
+    mask = key_mask(2, 270)
+    mask[0] = False
+    statistics = forward(*tensors[:3], mask)
+    clean = backward(hopper, tensors, *statistics, mask)
+    assert (clean[0][0] == 0).all()
+    hidden = ~mask[:, 0, 0]
+    for x in tensors[1:3]:
+        x.transpose(1, 2)[hidden] = torch.nan
+    for gradient in clean[1:]:
+        assert (gradient.transpose(1, 2)[hidden] == 0).all()
+    for seed in range(2):
+        hopper.options["seed"] = seed
+        for a, b in zip(clean, backward(hopper, tensors, *statistics, mask), strict=True):
+            assert torch.equal(a, b)
+
+
+def packed(lengths, slack=0, heads=2):
+    """Return q, k, v and dout, out, the log-sum-exp, and the ends of the sequences."""
+    generator = torch.Generator().manual_seed(3)
+    rows = torch.randn(sum(lengths) + slack, 4, heads, DIM, generator=generator).bfloat16()
+    ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    out = torch.zeros_like(rows[:, 0])
+    lse = torch.full((heads, len(rows)), -math.inf)
+    for first, length in zip(ends.tolist(), lengths, strict=False):
+        own = slice(first, first + length)
+        result = forward(*(x[None, own].transpose(1, 2) for x in rows.unbind(1)[:3]))
+        out[own], lse[:, own] = result[0][0].transpose(0, 1), result[1][0]
+    return rows, out, lse, ends
+
+
+@pytest.mark.parametrize(
+    ("lengths", "multiprocessors"),
+    [((33, 0, 129, 1, 70), 1), ((33, 0, 129, 1, 70), 132), ((0, 64, 0), 1), ((0, 0), 1)],
+)
+def test_packed_sequences_are_dense_ones_bit_for_bit(hopper, lengths, multiprocessors):
+    """A neighbour's NaN does not reach a sequence, and rows of no sequence become 0."""
+    hopper.compiled.set_multiprocessors(multiprocessors)
+    rows, out, lse, ends = packed(lengths, slack=9)
+    for number, (first, length) in enumerate(zip(ends.tolist(), lengths, strict=False)):
+        hopper.options["seed"] = number
+        own = slice(first, first + length)
+        poisoned = [torch.full_like(x, torch.nan) for x in (rows, out, lse)]
+        poisoned[0][own], poisoned[1][own], poisoned[2][:, own] = rows[own], out[own], lse[:, own]
+        together = backward(
+            hopper, poisoned[0].unbind(1), *poisoned[1:], ends=ends, longest=max(lengths)
+        )
+        dense = [x[None, own].transpose(1, 2) for x in (*rows.unbind(1), out)]
+        alone = backward(hopper, dense[:4], dense[4], lse[None, :, own].contiguous())
+        for a, b in zip(together, alone, strict=True):
+            assert torch.equal(a[own], b[0].transpose(0, 1))
+            assert (a[ends[-1] :] == 0).all()
+
+
+@pytest.mark.parametrize("sizes", [((40, 0, 70), (0, 30, 130)), ((0, 0), (5, 20))])
+def test_sequences_without_queries_or_without_keys(hopper, sizes):
+    """Their gradients are 0, also where blocks take the sequences in the order of their lengths."""
+    queries, keys = (torch.tensor([0, *accumulate(x)], dtype=torch.int32) for x in sizes)
+    generator = torch.Generator().manual_seed(4)
+    q, k, v, dout = (
+        torch.randn(int(ends[-1]), 1, DIM, generator=generator).bfloat16()
+        for ends in (queries, keys, keys, queries)
+    )
+    gradients = [torch.full_like(x, torch.nan) for x in (q, k, v)]
+    lse = torch.full((1, len(q)), -math.inf)
+    for i in range(len(sizes[0])):
+        rows, columns = slice(*queries[i : i + 2]), slice(*keys[i : i + 2])
+        lse[:, rows] = forward(
+            *(x[None].transpose(1, 2) for x in (q[rows], k[columns], v[columns]))
+        )[1][0]
+    longest = max(sizes[0]), max(sizes[1])
+    hopper.flash_attention_backward(
+        *gradients, dout, q, k, v, torch.zeros_like(q), lse, None, queries, keys, None, *longest,
+        0.0, DIM**-0.5,
+    )  # fmt: skip
+    for i in range(len(sizes[0])):
+        rows, columns = slice(*queries[i : i + 2]), slice(*keys[i : i + 2])
+        for gradient, own in zip(gradients, (rows, columns, columns), strict=True):
+            assert gradient[own].isfinite().all()
+            if sizes[0][i] == 0 or sizes[1][i] == 0:
+                assert (gradient[own] == 0).all()
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 3])
+def test_any_schedule_gives_the_same_bits(hopper, multiprocessors):
+    tensors = drawn(2, 2, 130, 140)
+    statistics = forward(*tensors[:3])
+    expected = backward(hopper, tensors, *statistics)
+    hopper.compiled.set_multiprocessors(multiprocessors)
+    for seed in range(1, 4):
+        hopper.options["seed"] = seed
+        for a, b in zip(expected, backward(hopper, tensors, *statistics), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_more_sequences_than_a_block_sorts(hopper):
+    rows, out, lse, ends = packed([1] * 2100, heads=1)
+    hopper.compiled.set_multiprocessors(132)
+    hopper.options["blocks"] = [7]
+    dq, _, dv = backward(hopper, rows.unbind(1), out, lse, ends=ends, longest=1)
+    # The weight of a single key is 1. One of 132 blocks runs.
+    assert torch.allclose(dv[7::132].float(), rows[7::132, 3].float(), rtol=2**-7)
+    assert (dq[7::132] == 0).all()
+
+
+def test_memory_is_moved_in_whole_sectors_and_without_bank_conflicts(hopper):
+    tensors = drawn(1, 1, 256, 256)
+    backward(hopper, tensors, *forward(*tensors[:3]))
+    counts = hopper.counts()
+    assert counts["shared_wavefronts"] == counts["shared_least_wavefronts"]
+    assert counts["global_sectors"] == counts["global_least_sectors"]
+    # Out is read once, q and dout for both blocks of keys, and the sums of dq are kept in fp32.
+    rows = 256 * DIM * 2
+    assert counts["global_bytes"] == rows * (2 + 2 * 2 + 1 + 3) + 2 * 2 * rows + 4 * 256 * 4
+
+
+@pytest.mark.parametrize(
+    ("shape", "mask"),
+    [((1, 1, 8, 128), None), ((1, 1, 8, 64), torch.ones(1, 1, 8, 8, dtype=torch.bool))],
+)
+def test_what_the_kernel_does_not_serve_is_refused(hopper, shape, mask):
+    x = torch.zeros(shape, dtype=torch.bfloat16)
+    with pytest.raises(RuntimeError, match="the launcher returned the cudaError -1"):
+        backward(hopper, [x] * 4, x, torch.zeros(shape[:3]), mask)
+
+
+def test_a_gradient_that_broadcasts_has_no_tensor_map(hopper):
+    q, k, v, dout = drawn(2, 2, 8, 8)
+    with pytest.raises(RuntimeError, match="cudaError -1"):
+        backward(hopper, [q, k, v, dout[:, :1].expand_as(dout)], *forward(q, k, v))

@@ -1,0 +1,101 @@
+"""The machine code of attention for Hopper GPUs: its units, its order and its length."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from _nvcc import require_nvcc
+
+from fastbert.testing.ptx import hopper_attention
+from fastbert.testing.wgmma_hazards import overwritten_operands
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory):
+    """The disassembled kernels, by dtype, head dim and dropout."""
+    require_nvcc()
+    pytest.importorskip("triton", reason="its wheel has cuobjdump")
+    return hopper_attention.machine_code(tmp_path_factory.mktemp("code"))
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dropout", [False, True])
+def test_kernels_use_the_units_of_hopper(kernels, dtype, dim, dropout):
+    text = kernels[dtype, dim, dropout]
+    for name in ("HGMMA", "UTMALDG.5D", "UTMASTG.5D", "USETMAXREG", "STSM"):
+        assert name in text, name
+    for name in (" HMMA", "LDSM", "LDL", "STL"):
+        assert name not in text, name
+    assert overwritten_operands(text) == []
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dropout", [False, True])
+def test_the_softmax_runs_while_a_product_is_in_flight(kernels, dim, dropout):
+    """ptxas may move the wait for a product before the exponentials, which would serialise both."""
+    code = hopper_attention.loop_over_tiles(kernels["bfloat16", dim, dropout])
+    body = [instruction.text for instruction in code]
+    waits = [i for i, op in enumerate(body) if op.startswith("WARPGROUP.DEPBAR")]
+    exponentials = [i for i, op in enumerate(body) if op.startswith("MUFU.EX2")]
+    assert "0x1" in body[waits[0]]
+    assert all("0x0" in body[i] for i in waits[1:])
+    assert waits[0] < exponentials[0]
+    assert exponentials[-1] < waits[1]
+
+
+@pytest.mark.parametrize(("dim", "limit"), [(64, 475), (128, 500)])
+def test_a_tile_has_few_instructions(kernels, dim, limit):
+    """A scheduler issues them for two warps, while the products of a tile take 1,024 cycles."""
+    code = hopper_attention.path_of_a_tile(kernels["bfloat16", dim, False])
+    path = Counter(instruction.name for instruction in code)
+    print(path.total(), dict(path))
+    assert path["HGMMA"] == dim // 16 + 8
+    # 64 exponentials less an eighth that is a polynomial, and two factors of rescaling.
+    assert path["MUFU"] == 58
+    assert path.total() <= limit
+
+
+@pytest.fixture(scope="module")
+def backward(tmp_path_factory):
+    """The disassembled kernels of the backward."""
+    require_nvcc()
+    pytest.importorskip("triton", reason="its wheel has cuobjdump")
+    return hopper_attention.machine_code(tmp_path_factory.mktemp("code"), "backward")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dropout", [False, True])
+def test_the_backward_uses_the_units_of_hopper(backward, dtype, dropout):
+    text = backward[dtype, 64, dropout]
+    for name in ("HGMMA", "UTMALDG.5D", "USETMAXREG", "STSM"):
+        assert name in text, name
+    for name in (" HMMA", "LDL", "STL"):
+        assert name not in text, name
+    assert overwritten_operands(text) == []
+
+
+@pytest.mark.parametrize("dropout", [False, True])
+def test_the_weights_are_computed_while_gradients_are_in_flight(backward, dropout):
+    code = hopper_attention.loop_over_tiles(backward["bfloat16", 64, dropout])
+    body = [instruction.text for instruction in code]
+    waits = [i for i, op in enumerate(body) if op.startswith("WARPGROUP.DEPBAR")]
+    # Scores, gradients of weights, and the gradients of the tile before.
+    assert [body[i][-1] for i in waits] == ["3", "2", "0"]
+    last_product = max(i for i, op in enumerate(body) if op.startswith("HGMMA"))
+    exponentials = [i for i, op in enumerate(body) if op.startswith("MUFU.EX2")]
+    differences = [i for i, op in enumerate(body) if op.startswith("FADD")]
+    assert last_product < waits[0] < exponentials[0]
+    assert max(*exponentials, *differences) < waits[2]
+
+
+def test_a_tile_of_the_backward_has_few_instructions(backward):
+    """A scheduler issues them for two warps, while the products of a tile take 1,280 cycles."""
+    code = hopper_attention.path_of_a_tile(backward["bfloat16", 64, False])
+    path = Counter(instruction.name for instruction in code)
+    print(path.total(), dict(path))
+    # Four steps of 16 in each of four products, and eight in dq.
+    assert path["HGMMA"] == 4 * 4 + 8
+    assert path["MUFU"] == 32
+    assert path.total() <= 450

@@ -1,0 +1,168 @@
+"""Which backend serves a GPU, by its compute capability and the table of times."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from fastbert.ops import backend, gpu_times
+from fastbert.ops.encoder import ONE_CALL, choose
+from fastbert.ops.gpu_times import Point
+from fastbert.ops.layer_norm import LARGEST_CUDA_ROW
+from fastbert.ops.layer_parts import choose_parts
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Pretend that this machine has a GPU of a compute capability."""
+
+    def pretend(capability: tuple[int, int]) -> None:
+        backend.capability.cache_clear()
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+        monkeypatch.setattr(backend, "HAS_TRITON", True)
+        monkeypatch.setattr(backend, "EXTENSION", object())
+        monkeypatch.setattr(backend, "EXTENSION_HAS_CUDA", True)
+        monkeypatch.setattr(backend, "CUDA_ARCHS", "8.0;9.0a;10.0+PTX")
+
+    # The GPU of a process stays the same, so that both are kept.
+    with mock.patch.dict(backend._choices, clear=True):
+        yield pretend
+    backend.capability.cache_clear()
+
+
+REQUEST = backend.Request("cuda", torch.float16, head_dim=64)
+
+
+@pytest.mark.parametrize("capability", [(7, 0), (7, 5)])
+def test_a_gpu_before_8_0_is_refused_with_its_capability(gpu, capability):
+    gpu(capability)
+    choice = backend.resolve("attention", None, REQUEST)
+    assert choice.backend == "reference"
+    words = f"compute capability {capability[0]}.{capability[1]}, allowed: 8.0 and higher"
+    assert f"triton: the GPU has {words}" in choice.reason
+    for name in ("triton", "cuda"):
+        if name in backend.TABLES["attention"]:
+            with pytest.raises(ValueError, match=f"'{name}' cannot serve attention: .*{words}"):
+                backend.resolve("attention", name, REQUEST)
+
+
+@pytest.fixture
+def times(monkeypatch):
+    """Replace the table of times by one shape of each operation on 9.0; times are in seconds."""
+
+    def replace(attention: dict[str, float], layer_norm: dict[str, float]) -> None:
+        rows = (("attention", "S512 D64", 64, 512, attention),)
+        rows += (("layer_norm", "768 columns", 0, 768, layer_norm),)
+        points = tuple(
+            Point(op, 90, "H200", "16 bits", shape, dim, size, "predicted", both, both)
+            for op, shape, dim, size, both in rows
+        )
+        monkeypatch.setattr(gpu_times, "POINTS", points)
+
+    return replace
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (12, 0)])
+def test_a_newer_gpu_is_served(gpu, times, capability):
+    gpu(capability)
+    times({"triton": 1e-5, "cuda": 2e-5}, {})
+    choice = backend.resolve("attention", None, REQUEST)
+    assert choice.backend == "triton"
+    if capability == (9, 0):
+        words = "16 bits, forward: triton 10.0 µs, cuda 20.0 µs"
+        assert choice.reason == f"predicted for H200, S512 D64, {words}"
+    else:
+        assert choice.reason == "first choice on this device"
+
+
+def test_the_faster_backend_is_chosen(gpu, times):
+    gpu((9, 0))
+    times({"triton": 2e-5, "cuda": 1e-5}, {"triton": 1e-5, "cuda": 2e-5})
+    assert backend.resolve("attention", None, REQUEST).backend == "cuda"
+    assert backend.resolve("layer_norm", None, REQUEST).backend == "triton"
+    # The table has no other dtype and operation.
+    single = REQUEST._replace(dtype=torch.float32)
+    assert backend.resolve("attention", None, single).backend == "triton"
+    assert backend.resolve("embedding", None, REQUEST).backend == "triton"
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"options": ("bias",)}, "the CUDA kernels do not serve bias"),
+        ({"options": ("window",)}, "the CUDA kernels do not serve window"),
+        ({"head_dim": 80}, "the head dim is 80, allowed: 32, 64, 128"),
+        ({"transformed": True}, "transforms of torch.func"),
+    ],
+)
+def test_a_first_choice_that_refuses_is_passed_over_with_its_reason(gpu, times, change, reason):
+    gpu((9, 0))
+    times({"triton": 2e-5, "cuda": 1e-5}, {})
+    choice = backend.resolve("attention", None, REQUEST._replace(**change))
+    assert choice.backend == ("reference" if "transformed" in change else "triton")
+    assert choice.reason.startswith(f"cuda: {reason}")
+    assert "predicted for H200, S512 D64" in choice.reason
+
+
+def test_wide_rows_are_refused_before_the_launch(gpu, times):
+    gpu((9, 0))
+    times({}, {"triton": 2e-5, "cuda": 1e-5})
+    for columns, name in ((6144, "cuda"), (6145, "triton"), (8193, "reference")):
+        request = REQUEST._replace(columns=columns)
+        assert backend.resolve("layer_norm", None, request).backend == name
+    header = ROOT / "csrc" / "cuda" / "layer_norm.cuh"
+    assert f"kMaxColumns = {LARGEST_CUDA_ROW};" in header.read_text()
+
+
+@pytest.mark.parametrize(
+    ("archs", "capability", "served"),
+    [
+        ("8.0;9.0a;10.0+PTX", (8, 9), True),
+        ("8.0;9.0a;10.0+PTX", (9, 0), True),
+        ("8.0;9.0a;10.0+PTX", (10, 3), True),
+        ("8.0;9.0a;10.0+PTX", (12, 0), True),
+        ("8.0;9.0a;10.0", (12, 0), False),
+        ("9.0a", (10, 0), False),
+        ("8.0;9.0a", (10, 0), False),
+        ("9.0a", (8, 0), False),
+        ("8.6", (8, 0), False),
+        ("8.0+PTX", (9, 0), True),
+    ],
+)
+def test_an_extension_without_code_for_the_gpu_is_passed_over(
+    gpu, times, monkeypatch, archs, capability, served
+):
+    gpu(capability)
+    monkeypatch.setattr(backend, "CUDA_ARCHS", archs)
+    reason = backend.unavailable("cuda", "cuda")
+    assert (reason is None) == served
+    if not served:
+        words = f"capability {capability[0]}.{capability[1]}, the extension was built for {archs}"
+        assert words in reason
+
+
+def test_layers_take_attention_and_layer_norm_from_cuda(gpu, times):
+    gpu((9, 0))
+    request = backend.Request("cuda", torch.bfloat16, 64, columns=768)
+    for attention, norm, words in (
+        (1e-5, 1e-5, ", attention and layer_norm by cuda"),
+        (1e-5, 3e-5, ", attention by cuda"),
+        (3e-5, 3e-5, ""),
+    ):
+        times({"triton": 2e-5, "cuda": attention}, {"triton": 2e-5, "cuda": norm})
+        with mock.patch.dict(backend._choices, clear=True):
+            assert choose(request, {}) == ("triton", ONE_CALL + words)
+            parts = choose_parts(request, torch.bfloat16, {})
+        assert parts == tuple("cuda" if x == 1e-5 else "triton" for x in (attention, norm))
+    with pytest.raises(ValueError, match=r"'cuda' cannot serve attention: .*bias"):
+        choose_parts(request._replace(options=("bias",)), torch.bfloat16, {"attention": "cuda"})
+    # A feed-forward on another backend still prevents the call.
+    found = choose(request, {"feed_forward": "cuda"})
+    assert found.backend == "cuda"
+    assert found.reason.startswith("layer by layer: feed_forward is served by cuda")

@@ -1,0 +1,182 @@
+"""The table of times by which a call on a GPU chooses its backend."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from fastbert.ops import backend, gpu_times
+from fastbert.ops.gpu_times import MEASURED, PREDICTED, Point
+
+ORDER = backend.ORDER["cuda"]
+
+
+def point(arch=90, size=512, head_dim=64, op="attention", dtype="16 bits", **times) -> Point:
+    seconds = {name: times.get(name, 1.0) for name in ("triton", "cuda")}
+    shape = f"S{size} D{head_dim}"
+    return Point(op, arch, "H200", dtype, shape, head_dim, size, PREDICTED, seconds, seconds)
+
+
+def test_every_shape_has_one_point_and_both_backends():
+    keys = [p[:2] + p[3:4] + p[5:7] for p in gpu_times.POINTS]
+    assert len(set(keys)) == len(keys) > 0
+    for p in gpu_times.POINTS:
+        assert p.kind in (PREDICTED, MEASURED)
+        for times in (p.forward, p.backward):
+            assert times.keys() == {"cuda", "triton"}
+            assert all(0.0 < seconds < 1.0 for seconds in times.values())
+
+
+def test_the_nearest_shape_counts_by_ratio():
+    points = [point(size=size, head_dim=dim) for size in (128, 512) for dim in (32, 128)]
+    found = {
+        (dim, size): gpu_times.nearest(points, "attention", (9, 0), "float16", dim, size)
+        for dim, size in itertools.product((16, 63, 64, 300), (0, 255, 256, 9000))
+    }
+    assert {key: (p.head_dim, p.size) for key, p in found.items()} == {
+        (dim, size): (32 if dim < 64 else 128, 128 if size < 256 else 512) for dim, size in found
+    }
+
+
+@pytest.mark.parametrize(
+    ("capability", "arch"),
+    [((8, 0), 80), ((8, 6), 80), ((8, 9), 89), ((9, 0), 90), ((10, 3), None), ((12, 0), None)],
+)
+def test_the_code_must_run_on_the_gpu(capability, arch):
+    points = [point(arch=arch) for arch in (80, 89, 90)]
+    found = gpu_times.nearest(points, "attention", capability, "bfloat16", 64, 512)
+    assert (None if found is None else found.arch) == arch
+
+
+def test_other_operations_and_dtypes_have_no_point():
+    points = [point()]
+    for op, dtype in (("layer_norm", "bfloat16"), ("attention", "float32")):
+        assert gpu_times.nearest(points, op, (9, 0), dtype, 64, 512) is None
+
+
+@pytest.mark.parametrize(
+    ("cuda", "triton", "first"),
+    [(1.0, 2.0, "cuda"), (2.0, 1.0, "triton"), (1.0, 1.04, "triton"), (1.0, 1.06, "cuda")],
+)
+def test_a_small_difference_does_not_change_the_order(cuda, triton, first):
+    others = {"cuda": "triton", "triton": "cuda"}
+    found = gpu_times.order(point(cuda=cuda, triton=triton), False, ORDER)
+    assert found == (first, others[first], "reference")
+
+
+def test_without_two_times_the_order_stays():
+    alone = point()._replace(forward={"cuda": 1.0})
+    assert gpu_times.order(alone, False, ORDER) == ORDER
+    assert gpu_times.order(None, False, ORDER) == ORDER
+
+
+def test_a_gradient_adds_the_backward_pass():
+    p = point()._replace(
+        forward={"cuda": 1.0, "triton": 2.0}, backward={"cuda": 6.0, "triton": 3.0}
+    )
+    assert gpu_times.order(p, False, ORDER)[0] == "cuda"
+    assert gpu_times.order(p, True, ORDER)[0] == "triton"
+    assert gpu_times.reason(p, True) == (
+        "predicted for H200, S512 D64, 16 bits, forward and backward: triton 5000000.0 µs, "
+        "cuda 7000000.0 µs"
+    )
+
+
+def test_the_class_of_a_length_is_nearest_by_ratio():
+    classes = [64 << i for i in range(6)]
+    for length in (0, 1, *range(60, 3000, 7)):
+        nearest = min(classes, key=lambda c: max(c / max(length, 1), max(length, 1) / c))
+        assert gpu_times.length_class(length) == nearest
+
+
+def test_torch_compile_keeps_the_length_symbolic(monkeypatch):
+    monkeypatch.setattr(backend, "capability", lambda: (9, 0))
+    monkeypatch.setattr(backend, "EXTENSION", object())
+    monkeypatch.setattr(backend, "EXTENSION_HAS_CUDA", True)
+    monkeypatch.setattr(backend, "CUDA_ARCHS", "9.0a")
+    monkeypatch.setattr(backend, "HAS_TRITON", True)
+    times = {128: (2.0, 1.0), 512: (1.0, 2.0)}
+    points = tuple(point(size=size, cuda=c, triton=t) for size, (c, t) in times.items())
+    monkeypatch.setattr(gpu_times, "POINTS", points)
+    frames = []
+
+    def resolved(x):
+        length = gpu_times.length_class(x.shape[0])
+        request = backend.Request("cuda", torch.float16, 64, length=length)
+        return x + (1 if backend.resolve("attention", None, request).backend == "cuda" else 0)
+
+    def count(module, inputs):
+        frames.append(1)
+        return module.forward
+
+    compiled = torch.compile(resolved, backend=count, fullgraph=True, dynamic=True)
+    for length in (130, 140, 170, 400, 500, 600):
+        assert compiled(torch.zeros(length))[0] == (length > 256)
+    assert len(frames) == 2
+
+
+def test_the_file_is_written_from_the_records(tmp_path):
+    choice = pytest.importorskip("fastbert.bench.choice")
+    if not choice.RESULTS.is_dir():
+        pytest.skip("the records are in a checkout only")
+    written = tmp_path / "gpu_times.json"
+    written.write_text("\n".join(choice.lines(choice.points())) + "\n", encoding="utf-8")
+    assert written.read_text() == gpu_times.TABLE.read_text(), "python -m fastbert.bench.choice"
+    assert gpu_times.load(written) == gpu_times.POINTS
+
+
+def record(folder: Path, name: str, rows: list[dict], gpu: str = "NVIDIA H200") -> None:
+    folder.mkdir(exist_ok=True)
+    content = {"toy": False, "machine": {"gpu": gpu}, "rows": rows}
+    (folder / name).write_text(json.dumps(content))
+
+
+def predictions(folder: Path) -> None:
+    folder.mkdir()
+    for name, seconds in (("layer_norm", 2e-5), ("layer_norm_cuda", 3e-5)):
+        bounds = [
+            {"case": "16384×768", "gpu": gpu, "dtype": "bfloat16", "direction": direction,
+             "estimate": seconds}
+            for gpu in ("A100", "H200") for direction in ("forward", "backward")
+        ]  # fmt: skip
+        (folder / f"{name}.json").write_text(json.dumps({"bounds": bounds}))
+
+
+def test_a_recorded_run_replaces_the_predictions_of_its_architecture(tmp_path):
+    from fastbert.bench import choice
+
+    predictions(tmp_path / "2026-01-01-predicted-bounds")
+    common = {"op": "layer_norm", "dtype": "bfloat16", "label": "65536×768 drop bfloat16"}
+    rows = [
+        {**common, "series": "layer_norm " + d, "direction": d, "contender": c, "seconds": s}
+        for d in ("forward", "backward")
+        for c, s in (("fastbert triton*", 9e-5), ("fastbert cuda", 8e-5), ("torch eager", 1e-5))
+    ]
+    small = [
+        {**row, "label": "2048×768 drop bfloat16", "seconds": 1e-6, "contender": "fastbert cuda"}
+        for row in rows
+    ]
+    half = [{**row, "dtype": "float16", "label": "65536×768 float16"} for row in rows]
+    record(tmp_path / "2026-02-02-h100", "bench-rows.json", [*rows, *small, *half], "NVIDIA H100")
+    found = {p.arch: p for p in choice.points(tmp_path)}
+    assert found.keys() == {80, 90}
+    assert (found[80].kind, found[80].forward) == (PREDICTED, {"triton": 2e-5, "cuda": 3e-5})
+    assert (found[90].kind, found[90].gpu) == (MEASURED, "H100")
+    assert found[90].forward == found[90].backward == {"triton": 9e-5, "cuda": 8e-5}
+
+
+def test_measured_attention_has_its_shape(tmp_path):
+    from fastbert.bench import choice
+
+    rows = [
+        {"op": "attention", "dtype": "bfloat16", "label": "S256 bfloat16", "direction": d,
+         "series": f"attention D32{kind} {d}", "contender": f"fastbert {name}", "seconds": 1e-5}
+        for d in ("forward", "backward") for name in ("triton", "cuda") for kind in ("", " padding")
+    ]  # fmt: skip
+    record(tmp_path / "2026-02-02-h200", "bench-attention.json", rows)
+    [found] = choice.points(tmp_path)
+    assert (found.shape, found.head_dim, found.size, found.kind) == ("S256 D32", 32, 256, MEASURED)
