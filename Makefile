@@ -76,15 +76,18 @@ demo: setup
 	$(SAY) "Training a tokenizer and a small BERT, then checking and timing it: 2 to 4 minutes on two idle cores."
 	$(BIN)/fastbert demo --out $(OUT)/demo
 
+# A process that a hang has ended is replaced once; pytest-xdist would repeat the hang eight times.
+PARALLEL := --numprocesses 2 --max-worker-restart 1 --dist
+
 test: setup
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadscope
+	$(BIN)/python -m pytest $(PARALLEL) loadscope
 
 every-case: setup
 	$(SAY) "Running the tests with the long cases that make test leaves out: 40 minutes on two idle cores."
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadscope --every-case
+	$(BIN)/python -m pytest $(PARALLEL) loadscope --every-case
 
 test-processors: setup
-	$(BIN)/python tests/processors.py --numprocesses 2 --dist loadscope
+	$(BIN)/python tests/processors.py $(PARALLEL) loadscope
 
 ahead-of-time: setup
 	$(SAY) "Compiling 165 Triton launches for sm_80, sm_89, sm_90, sm_100 and sm_120: about 20 minutes on two idle cores."
@@ -104,7 +107,7 @@ emulate: setup $(if $(TRITON),.venv/triton-$(TRITON))
 	$(PIP) --no-deps --target $@ nvidia-cutlass
 
 calibrate: .venv/cutlass
-	$(BIN)/python -m pytest tests/ptx/calibration --every-case --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest tests/ptx/calibration --every-case $(PARALLEL) loadfile -o faulthandler_timeout=4000
 
 mutate: setup
 	$(BIN)/python tests/mutation/mutate.py

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+import threading
+import time
 import types
 import unittest
 
@@ -52,6 +54,7 @@ def pytest_collection_modifyitems(config, items):
 def pytest_configure(config):
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(EarlyFailures(config), "early_failures")
+        config.pluginmanager.register(LongTests(config), "long_tests")
 
 
 class EarlyFailures:
@@ -67,6 +70,35 @@ class EarlyFailures:
             terminal.line("")
             terminal.line(f"{report.nodeid}, {report.when}, {report.duration:.0f} s", red=True)
             terminal.line("\n".join(report.longreprtext.splitlines()[-12:]))
+
+
+class LongTests:
+    """Names each test that has run for five minutes: a run that is stopped shows what it waits for."""
+
+    LIMIT = 300.0
+
+    def __init__(self, config):
+        self.config = config
+        self.began = {}
+
+    def pytest_sessionstart(self):
+        threading.Thread(target=self.watch, daemon=True).start()
+
+    def pytest_runtest_logstart(self, nodeid):
+        self.began[nodeid] = time.monotonic()
+
+    def pytest_runtest_logfinish(self, nodeid):
+        self.began.pop(nodeid, None)
+
+    def watch(self):
+        named = set()
+        while True:
+            time.sleep(self.LIMIT / 10)
+            for nodeid, began in self.began.copy().items():
+                if time.monotonic() - began > self.LIMIT and nodeid not in named:
+                    named.add(nodeid)
+                    terminal = self.config.pluginmanager.get_plugin("terminalreporter")
+                    terminal.write(f"\n{nodeid} has run for {self.LIMIT:.0f} s\n", flush=True)
 
 
 @pytest.fixture(autouse=True)

@@ -172,3 +172,4 @@ if __name__ == "__main__":
         others()
     device()
     print(compared, kept_runs)
+    mocked_cuda.leave()

@@ -102,3 +102,4 @@ for _ in range(3):
 assert step._cache.recorder.replayed == 4
 assert len(step.recorded) == 2
 print(json.dumps(waits | {"inside a graph": inside}))
+mocked_cuda.leave()
