@@ -69,7 +69,7 @@ class EarlyFailures:
             terminal = self.config.pluginmanager.get_plugin("terminalreporter")
             terminal.line("")
             terminal.line(f"{report.nodeid}, {report.when}, {report.duration:.0f} s", red=True)
-            terminal.line("\n".join(report.longreprtext.splitlines()[-12:]))
+            terminal.line("\n".join(report.longreprtext.splitlines()[-40:]))
 
 
 class LongTests:

@@ -412,6 +412,9 @@ for checkpointed in (False, True):
     del whole
 dist.barrier()
 dist.destroy_process_group()
+# Without the end of Python, which a thread of gloo that still releases tensors would abort.
+sys.stdout.flush()
+os._exit(0)
 """
 
 
@@ -428,5 +431,5 @@ def test_two_processes_with_an_unused_pooler(tmp_path) -> None:
         text=True,
         timeout=300,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == 0, done.stderr
     assert done.stdout.count("same gradients") == 4
