@@ -73,7 +73,7 @@ class EarlyFailures:
 
 
 class LongTests:
-    """Names each test that has run for five minutes: a run that is stopped shows what it waits for."""
+    """Names each test that has run for five minutes: a stopped run shows what it waited for."""
 
     LIMIT = 300.0
 

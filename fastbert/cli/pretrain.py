@@ -33,11 +33,11 @@ def pretrain(
     output: Annotated[
         Path,
         typer.Argument(
-            metavar="OUT", help="Folder that receives model/, log.jsonl and curves.png."
+            metavar="OUT", help="Folder for model/, checkpoints/, log.jsonl and curves.png."
         ),
     ],
     overwrite: Annotated[
-        bool, _option(RUN, "Replace an earlier checkpoint in OUT.", "--overwrite")
+        bool, _option(RUN, "Start anew and replace an earlier run in OUT.", "--overwrite")
     ] = False,
     preset: Annotated[
         str, _option(MODEL, "Size of the model: tiny, mini, base or large.")
@@ -89,6 +89,9 @@ def pretrain(
     save_every: Annotated[
         int | None, _option(RUN, "Steps between two checkpoints; by default only at the end.")
     ] = None,
+    keep_checkpoints: Annotated[
+        int, _option(RUN, "Number of checkpoints that stay in OUT/checkpoints.")
+    ] = 2,
     workers: Annotated[
         int, _option(DATA, "Processes that prepare batches; 0 uses the training process.")
     ] = 0,
@@ -98,7 +101,8 @@ def pretrain(
 ) -> None:
     """Pre-train a BERT from scratch on CORPUS with masked-LM and next-sentence losses.
 
-    After Ctrl-C, the run finishes its step and writes a checkpoint.
+    After Ctrl-C, the run finishes its step and writes a checkpoint. The same command resumes a
+    stopped run from its last checkpoint.
     """
     arguments = dict(locals())
     del arguments["as_json"]

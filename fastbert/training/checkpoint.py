@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastbert.io import commit
+from fastbert.training import state
 
 if TYPE_CHECKING:
     from fastbert.data import WordPieceTokenizer
@@ -17,12 +18,12 @@ CHECKPOINT = "model"
 
 
 def refuse_existing(output: Path, *, overwrite: bool) -> None:
-    """Raise ValueError if `output` is a file, or has a checkpoint that may not be overwritten."""
+    """Raise ValueError if `output` is a file, or has a model and no checkpoint to resume from."""
     if output.exists() and not output.is_dir():
         raise ValueError(f"output: {output} is a file, allowed: a folder, or an unused name")
-    if (output / CHECKPOINT).exists() and not overwrite:
+    if (output / CHECKPOINT).exists() and not state.exists(output) and not overwrite:
         raise ValueError(
-            f"output: {output} holds a checkpoint already, "
+            f"output: {output} holds a model already, and no checkpoint to resume from, "
             "allowed: another folder, or overwrite=True (--overwrite), which replaces it"
         )
 

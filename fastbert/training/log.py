@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +21,27 @@ class RunLog:
         rows: All rows, whether they could be written or not.
     """
 
-    def __init__(self, path: Path) -> None:
-        """Create the file, or empty it if it exists."""
+    def __init__(self, path: Path, rows: Sequence[LogRow] = ()) -> None:
+        """Create the file, or replace it if it exists.
+
+        Args:
+            path: Path of the log.
+            rows: The first rows, of the part of a run that is resumed.
+        """
         self.path = path
-        self.rows: list[LogRow] = []
-        self._file = path.open("wb", buffering=0)
+        self.rows = list(rows)
+        if self.rows:
+            # A process that is killed here leaves the old file or this one.
+            partial = path.with_suffix(".partial.jsonl")
+            partial.write_bytes(b"".join(map(_line, self.rows)))
+            partial.replace(path)
+        self._file = path.open("ab" if self.rows else "wb", buffering=0)
         self._unwritten = b""
 
     def write(self, **row: Any) -> None:
         """Add one row; raise OSError if it cannot be written."""
         self.rows.append(row)
-        self._unwritten += json.dumps(row).encode() + b"\n"
+        self._unwritten += _line(row)
         self._flush()
 
     def close(self) -> None:
@@ -43,6 +54,18 @@ class RunLog:
     def _flush(self) -> None:
         while self._unwritten:
             self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+
+
+def _line(row: LogRow) -> bytes:
+    return json.dumps(row).encode() + b"\n"
+
+
+def rows_until(path: Path, step: int) -> list[LogRow]:
+    """Return the rows of the first `step` steps; a last line that is cut off is left out."""
+    if not path.exists():
+        return []
+    whole, _, _ = path.read_text(encoding="utf-8").rpartition("\n")
+    return [row for row in map(json.loads, whole.splitlines()) if row["step"] <= step]
 
 
 def read_log(path: str | os.PathLike[str]) -> list[LogRow]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import signal
 import time
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,15 +19,23 @@ from torch.utils.data import DataLoader
 
 from fastbert.io import commit
 from fastbert.modules import BertForPreTraining
+from fastbert.training import state
 from fastbert.training.attempts import Attempts
 from fastbert.training.checkpoint import CHECKPOINT, refuse_existing, save_checkpoint
+from fastbert.training.divergence import Divergence
 from fastbert.training.evaluate import Batch, MaskedPredictions, evaluate, to_device
 from fastbert.training.graphs import graphed_step
-from fastbert.training.log import RunLog, plot_curves
+from fastbert.training.log import RunLog, plot_curves, rows_until
 from fastbert.training.meter import Meter
-from fastbert.training.optimizer import make_optimizer
+from fastbert.training.optimizer import continue_schedule, make_optimizer
 from fastbert.training.options import PretrainOptions
-from fastbert.training.preparation import Prepared, gather_documents, prepare
+from fastbert.training.preparation import (
+    Documents,
+    Prepared,
+    fingerprint,
+    gather_documents,
+    prepare,
+)
 from fastbert.training.progress import TrainingProgress
 from fastbert.training.signals import StopSignals, leave_to_parent, stopped_by
 
@@ -41,7 +50,7 @@ class TrainResult:
     """The results of a pre-training run.
 
     Attributes:
-        checkpoint: Folder of the last checkpoint.
+        checkpoint: Folder of the model.
         log: Path of ``log.jsonl``.
         curves: Path of ``curves.png``.
         steps: Number of steps.
@@ -127,13 +136,19 @@ class _Run:
             graphed_on=accelerator.device if options.cuda_graphs else None,
         )
         self.wrapped, self.optimizer = accelerator.prepare(self.model, optimizer)
+        self.own_optimizer = optimizer
         # All processes have the same weights, but each process draws its own dropout masks.
         torch.manual_seed(options.seed + accelerator.process_index)
-        self.step = self.epoch = self.tokens = 0
+        # `position` counts the batches of the epoch that this process has taken.
+        self.step = self.epoch = self.position = self.tokens = 0
         # The step of the last checkpoint; 0 means that there is none.
         self.saved = 0
         self.seconds = 0.0
+        # When the steps since the last row of the log began, and how long a part of them took that
+        # was before a resumption.
+        self.started = self.before = 0.0
         self.meter = Meter(accelerator.device)
+        self.divergence = Divergence(accelerator.device)
         # Counts correct predictions in the steps that are logged.
         self.predictions: MaskedPredictions | None = None
         self.graphed = None
@@ -154,15 +169,19 @@ class _Run:
         share, own = self.accelerator.num_processes, self.accelerator.process_index
         while True:
             epoch = self.prepared.train.epoch(self.epoch)
-            indices = range(own, len(epoch) // share * share, share)
+            indices = range(own + self.position * share, len(epoch) // share * share, share)
             yield from DataLoader(
                 epoch,
                 batch_size=None,
                 sampler=indices,
                 num_workers=self.options.workers,
                 worker_init_fn=leave_to_parent,
+                # A loader draws a number when an epoch begins. Without its own generator, it would
+                # move on that of dropout, once more often in a resumed run.
+                generator=torch.Generator(),
             )
             self.epoch += 1
+            self.position = 0
 
     def train_step(self, batch: Batch) -> float:
         """Make one update; return the gradient's norm before clipping if the step is logged."""
@@ -182,6 +201,7 @@ class _Run:
         accelerator.backward(output.loss)
         norm = accelerator.clip_grad_norm_(self.wrapped.parameters(), self.options.clip_norm)
         self.observe(output, batch)
+        self.divergence.watch(norm, self.own_optimizer, (self.epoch, self.position))
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return norm
@@ -213,17 +233,27 @@ class _Run:
         step = self.step + 1
         return step == self.total or (every is not None and step % every == 0)
 
-    def row(self, started: float, norm: float) -> dict[str, Any]:
+    def refuse_divergence(self) -> None:
+        """Raise RuntimeError if a gradient was not finite; the weights are those before it."""
+        place = self.divergence.place()
+        if place is not None:
+            epoch, batch = place
+            raise self._diverged(f"the gradient of batch {batch} of epoch {epoch} is not finite")
+
+    def _diverged(self, what: str) -> RuntimeError:
+        return RuntimeError(
+            f"{what} at step {self.step + 1}: training diverged; lower learning_rate "
+            f"({self.options.learning_rate}) or raise warmup"
+        )
+
+    def row(self, norm: float) -> dict[str, Any]:
         """Return the row of the log for this step; raise RuntimeError if a loss is not finite."""
         means = self.meter.read(self.accelerator)
         for name in ("mlm_loss", "nsp_loss"):
             if not math.isfinite(means[name]):
-                raise RuntimeError(
-                    f"{name} is {means[name]} at step {self.step + 1}: training diverged; lower "
-                    f"learning_rate ({self.options.learning_rate}) or raise warmup"
-                )
+                raise self._diverged(f"{name} is {means[name]}")
         tokens = means.pop("tokens")
-        seconds = time.perf_counter() - started
+        seconds = time.perf_counter() - self.started
         self.tokens += int(tokens)
         self.seconds += seconds
         return {
@@ -245,11 +275,63 @@ class _Run:
         return int(self.accelerator.gather(number).max())
 
     def save(self, attempt: Attempts) -> None:
-        if self.accelerator.is_main_process:
-            folder, tokenizer = self.options.folder / CHECKPOINT, self.prepared.tokenizer
-            if attempt("the checkpoint", lambda: save_checkpoint(folder, self.model, tokenizer)):
-                self.saved = self.step + 1
+        """Write the model, and a checkpoint from which the run resumes after this step."""
+        self.refuse_divergence()
+        processes = self._processes()
+        first = self.accelerator.is_main_process
+        if first and attempt("the checkpoint", lambda: self._write(processes)):
+            self.saved = self.step + 1
         self.accelerator.wait_for_everyone()
+
+    def _write(self, processes: dict[str, Tensor]) -> None:
+        options, tokenizer = self.options, self.prepared.tokenizer
+        content = {
+            "epoch": self.epoch,
+            "position": self.position,
+            "tokens": self.tokens,
+            "seconds": self.seconds,
+            "before": time.perf_counter() - self.started,
+            "evaluation": self.evaluation,
+            "processes": self.accelerator.num_processes,
+            "documents": self.prepared.fingerprint,
+            "options": options.decisive(),
+        }
+        tensors = {
+            "weights": state.weights_of(self.model),
+            "optimizer": state.moments_of(self.own_optimizer),
+            "processes": processes,
+        }
+        keep = options.keep_checkpoints
+        state.save(options.folder, self.step + 1, content, tensors, tokenizer, keep)
+        save_checkpoint(options.folder / CHECKPOINT, self.model, tokenizer)
+
+    def _processes(self) -> dict[str, Tensor]:
+        """Return the random-number states and sums of all processes, with a row for each."""
+        device = self.accelerator.device
+        own = {"cpu": torch.get_rng_state(), "sums": self.meter.state()}
+        if device.type != "cpu":
+            own["device"] = torch.get_device_module(device).get_rng_state(device)
+        gathered = {
+            name: self.accelerator.gather(tensor[None].to(device)) for name, tensor in own.items()
+        }
+        return {name: tensor.cpu() for name, tensor in gathered.items()}
+
+    def restore(self, found: state.Checkpoint) -> None:
+        """Continue where a checkpoint was written."""
+        content, device = found.content, self.accelerator.device
+        self.step = self.saved = content["step"]
+        self.epoch, self.position = content["epoch"], content["position"]
+        self.tokens, self.seconds = content["tokens"], content["seconds"]
+        self.evaluation, self.before = content["evaluation"], content["before"]
+        state.restore_weights(self.model, found.tensors("weights"))
+        state.restore_moments(self.own_optimizer, found.tensors("optimizer"))
+        continue_schedule(self.schedule, self.step)
+        own, saved = self.accelerator.process_index, found.tensors("processes")
+        self.meter.restore(saved["sums"][own])
+        # torch crashes with a state that is a row of a tensor.
+        torch.set_rng_state(saved["cpu"][own].clone())
+        if device.type != "cpu":
+            torch.get_device_module(device).set_rng_state(saved["device"][own].clone(), device)
 
 
 @dataclass(frozen=True)
@@ -294,21 +376,25 @@ def _train(run: _Run, batches: Iterable[Batch], record: _Record, signals: StopSi
     """Run the steps; return the number of the signal that stopped them, or 0."""
     options, progress = run.options, record.progress
     run.wrapped.train()
-    started = time.perf_counter()
+    run.started = time.perf_counter() - run.before
     for batch in batches:
         norm = run.train_step(batch)
+        run.position += 1
+        # Elsewhere, the look at a gradient would wait for the device in every step.
+        if run.accelerator.device.type == "cpu" or run.is_due(options.log_every):
+            run.refuse_divergence()
         if run.is_due(options.log_every):
-            row = run.row(started, norm)
+            row = run.row(norm)
             record.write(row)
             progress.report(row, run.seconds / (run.step + 1) * (run.total - run.step - 1))
-            started = time.perf_counter()
+            run.started = time.perf_counter()
         run.schedule.step()
         progress.step()
         stop = run.stop(signals)
         if run.is_due(options.eval_every) and not stop:
             pause = time.perf_counter()
             _evaluate(run, record)
-            started += time.perf_counter() - pause
+            run.started += time.perf_counter() - pause
         if run.is_due(options.save_every) or stop:
             run.save(record.attempt)
         run.step += 1
@@ -329,17 +415,25 @@ def pretrain(
     (DDP). Every process takes ``options.tokens_per_batch`` tokens per step. On the CPU, the same
     seed gives the same log, except for times.
 
-    The folder ``options.output`` receives three results.
+    The folder ``options.output`` receives four results.
 
     - ``log.jsonl`` has one JSON object per line. The event ``"train"`` has means since the last
       such event, and the event ``"evaluation"`` has figures on held-out documents.
     - ``curves.png`` shows the losses and accuracies.
-    - ``model/`` is the checkpoint with weights, configuration and tokenizer in the layout of
-      Hugging Face. It is always either complete or absent.
+    - ``model/`` has the weights, configuration and tokenizer in the layout of Hugging Face. It is
+      always either complete or absent.
+    - ``checkpoints/`` has the last checkpoints from which the run can be resumed.
+
+    If the folder has a checkpoint of a run with the same options and the same text, the run
+    continues after that step. Its final weights are the same bits as those of a run that was never
+    stopped, on the same machine and with as many processes; the number of `workers` may differ. A
+    checkpoint that is damaged is reported, and the one before it is used.
 
     After SIGTERM or SIGINT (Ctrl-C), the run finishes its step, writes a checkpoint and raises
     SystemExit with status 143, or KeyboardInterrupt. A second signal, at least one second after the
     first, ends the run at once, without another checkpoint.
+
+    A gradient that is not finite stops the run before the update, and the last checkpoint stays.
 
     If a file cannot be written, the run shows the error, continues, and tries again at the next
     save. The earlier checkpoint stays complete.
@@ -353,9 +447,10 @@ def pretrain(
         Paths and figures of the run.
 
     Raises:
-        ValueError: If the corpus or the output folder is not usable; nothing has been written then.
+        ValueError: If the corpus or the output folder is not usable, or if an earlier run in the
+            folder has other options; nothing has been written then.
         ImportError: If accelerate or matplotlib is not installed.
-        RuntimeError: If a loss is not finite.
+        RuntimeError: If a loss or a gradient is not finite.
         OSError: If the last checkpoint, the log or the curves could not be written.
     """
     console = console or Console()
@@ -364,12 +459,14 @@ def pretrain(
     first = accelerator.is_main_process
     if not first:
         console = Console(quiet=True)
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+
     gathered = gather_documents(options, documents)
-    prepared = prepare(
-        options,
-        gathered,
-        lambda text: console.print(text, highlight=False, markup=False, soft_wrap=True),
-    )
+    found = None if options.overwrite else _resumable(options, gathered, accelerator, say)
+    tokenizer = None if found is None else found.tokenizer()
+    prepared = prepare(options, gathered, say, tokenizer)
     run = _Run(options, prepared, accelerator)
     parameters = sum(p.numel() for p in run.model.parameters())
     console.print(
@@ -378,10 +475,15 @@ def pretrain(
         highlight=False,
         soft_wrap=True,
     )
+    if found is not None:
+        run.restore(found)
+        say(f"resumed after step {run.step:,} of {run.total:,}, from {found.folder}")
     options.folder.mkdir(parents=True, exist_ok=True)
     if first:
         commit.discard_dead(options.folder)
-    progress = TrainingProgress(console, run.total)
+        if options.overwrite:
+            state.forget(options.folder)
+    progress = TrainingProgress(console, run.total, run.step)
     signals = StopSignals()
 
     def tell(failure: str) -> None:
@@ -390,11 +492,15 @@ def pretrain(
         progress.note(f"step {step}: {failure}{end}")
 
     attempt = Attempts(tell)
-    record = _Record(RunLog(options.folder / LOG) if first else None, progress, attempt)
+    log = options.folder / LOG
+    rows = rows_until(log, run.step) if first and found is not None else []
+    record = _Record(RunLog(log, rows) if first else None, progress, attempt)
     try:
         # The processes that prepare batches ignore signals; they end when the batches are closed.
         with progress, signals, contextlib.closing(run.batches()) as batches:
-            stop = _train(run, batches, record, signals) or signals.received
+            stop = 0
+            if run.step < run.total:
+                stop = _train(run, batches, record, signals) or signals.received
     except (KeyboardInterrupt, SystemExit):
         kept = _kept(run, attempt.failures)
         progress.note(f"interrupted in step {run.step + 1} of {run.total}; kept: {kept}")
@@ -418,6 +524,50 @@ def pretrain(
         seconds=run.seconds,
         evaluation=run.evaluation,
     )
+
+
+def _resumable(
+    options: PretrainOptions,
+    documents: Documents,
+    accelerator: Accelerator,
+    say: Callable[[str], None],
+) -> state.Checkpoint | None:
+    """Return the checkpoint that the run continues, or None; the first process looks for it.
+
+    Raises:
+        ValueError: If the checkpoint is of a run with other options, text or processes.
+    """
+    found = None
+    if accelerator.is_main_process:
+        found = state.newest(options.folder, say)
+    if accelerator.num_processes > 1:
+        from accelerate.utils import broadcast
+
+        step = torch.tensor([0 if found is None else found.content["step"]])
+        number = int(broadcast(step.to(accelerator.device)))
+        if number and found is None:
+            found = state.read(state.folder_of(options.folder, number))
+    if found is None:
+        return None
+    given = {
+        "processes": accelerator.num_processes,
+        "text of the corpus, by its SHA-256": fingerprint(documents),
+        **json.loads(json.dumps(options.decisive())),
+    }
+    content = found.content
+    earlier = {
+        "processes": content["processes"],
+        "text of the corpus, by its SHA-256": content["documents"],
+        **content["options"],
+    }
+    for name, value in given.items():
+        if value != earlier.get(name):
+            raise ValueError(
+                f"{name}: got {value!r}, but the run in {options.folder} has "
+                f"{earlier.get(name)!r}; allowed: the same, another folder, or overwrite=True "
+                "(--overwrite), which starts anew"
+            )
+    return found
 
 
 def _kept(run: _Run, failures: Mapping[str, OSError]) -> str:

@@ -67,15 +67,27 @@ class Meter:
     def _add(self, name: str, value: Tensor) -> None:
         self._sums[SUMS.index(name)] += value.detach()
 
+    def state(self) -> Tensor:
+        """Return the sums of this process since the last `read`, on the device."""
+        self._merge()
+        return self._sums.clone()
+
+    def restore(self, sums: Tensor) -> None:
+        """Continue with sums that `state` returned."""
+        self._sums.copy_(sums)
+
+    def _merge(self) -> None:
+        for name, number in self._known.items():
+            self._sums[SUMS.index(name)] += number
+            self._known[name] = 0
+
     def read(self, accelerator: Accelerator) -> dict[str, float]:
         """Return the means of all processes since the last call, and reset the sums.
 
         Returns:
             Losses and accuracies, and ``tokens``, the number of tokens.
         """
-        for name, number in self._known.items():
-            self._sums[SUMS.index(name)] += number
-            self._known[name] = 0
+        self._merge()
         total = accelerator.reduce(self._sums, reduction="sum")
         sums = dict(zip(SUMS, total.tolist(), strict=True))
         self._sums.zero_()

@@ -74,3 +74,16 @@ def make_optimizer(
         schedule_factor, warmup_steps=round(warmup * total_steps), total_steps=total_steps
     )
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+
+
+def continue_schedule(schedule: torch.optim.lr_scheduler.LambdaLR, step: int) -> None:
+    """Give a new schedule, and its optimizer, the learning rate after a number of steps.
+
+    Args:
+        schedule: The schedule of `make_optimizer`.
+        step: Number of steps that were made, at least 1.
+    """
+    state = schedule.state_dict()
+    # The count of calls only decides about a warning for a first call that is too early.
+    schedule.load_state_dict({**state, "last_epoch": step - 1, "_step_count": step + 1})
+    schedule.step()

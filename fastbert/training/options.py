@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,9 @@ from fastbert.ops.backend import validate
 PRECISIONS = ("fp32", "bf16")
 # A pair has [CLS], two [SEP] and a few tokens on each side, so that there are tokens to mask.
 SHORTEST_PAIR = 8
+# A run may be resumed with other values of these options, which do not change its results. The text
+# of the corpus is compared instead of its path.
+FREE = ("output", "corpus", "overwrite", "save_every", "keep_checkpoints", "workers")
 
 
 def _check(option: str, value: Any, allowed: str, ok: bool) -> None:
@@ -38,8 +41,8 @@ class PretrainOptions:
         output: Folder that receives ``log.jsonl``, ``curves.png`` and ``model/``.
         corpus: File or folder for `fastbert.data.read_documents`; None if `pretrain` is given the
             documents.
-        overwrite: Whether a checkpoint in `output` is replaced. With False, `pretrain` raises
-            ValueError if there is a checkpoint.
+        overwrite: Whether the run starts anew and replaces an earlier run in `output`. With False,
+            `pretrain` resumes the earlier run.
         preset: Preset of the model: ``"tiny"``, ``"mini"``, ``"base"`` or ``"large"``.
         config: Fields of `fastbert.BertConfig` that override the preset.
         tokenizer: Folder of a trained tokenizer; None trains a tokenizer on the corpus.
@@ -72,6 +75,8 @@ class PretrainOptions:
         eval_batches: Largest number of batches of an evaluation.
         save_every: Number of steps between two checkpoints; None writes a checkpoint only at the
             end.
+        keep_checkpoints: Number of checkpoints that stay in the folder ``checkpoints``. If the last
+            one is damaged, the run resumes from the one before it.
         workers: Number of processes that prepare batches during the training; 0 prepares batches
             in the training process.
 
@@ -114,6 +119,7 @@ class PretrainOptions:
     eval_every: int | None = None
     eval_batches: int = 50
     save_every: int | None = None
+    keep_checkpoints: int = 2
     workers: int = 0
 
     def __post_init__(self) -> None:
@@ -137,7 +143,10 @@ class PretrainOptions:
         self.model_config(self.vocab_size)
 
     def _check_counts(self) -> None:
-        for name in ("vocab_size", "max_length", "tokens_per_batch", "log_every", "eval_batches"):
+        for name in (
+            "vocab_size", "max_length", "tokens_per_batch", "log_every", "eval_batches",
+            "keep_checkpoints",
+        ):  # fmt: skip
             value = getattr(self, name)
             _check(name, value, "an integer >= 1", _is_count(value))
         for name in ("steps", "epochs", "eval_every", "save_every"):
@@ -188,6 +197,14 @@ class PretrainOptions:
         allowed = f"at most max_position_embeddings ({positions})"
         _check("max_length", self.max_length, allowed, self.max_length <= positions)
         return config
+
+    def decisive(self) -> dict[str, Any]:
+        """Return the options that decide about the results of a run, as plain data."""
+        chosen = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in FREE}
+        chosen["config"] = dict(self.config)
+        if self.tokenizer is not None:
+            chosen["tokenizer"] = os.fspath(self.tokenizer)
+        return chosen
 
     @property
     def folder(self) -> Path:

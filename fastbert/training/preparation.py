@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ class Prepared:
         held_out: Batches of every evaluation; empty if no documents are held out.
         train_documents: Number of documents of the training.
         held_out_documents: Number of documents that are held out.
+        fingerprint: SHA-256 of the text of all documents.
     """
 
     tokenizer: WordPieceTokenizer
@@ -38,6 +40,7 @@ class Prepared:
     held_out: list[Batch]
     train_documents: int
     held_out_documents: int
+    fingerprint: str
 
 
 def gather_documents(options: PretrainOptions, documents: Iterable[list[str]] | None) -> Documents:
@@ -109,13 +112,30 @@ def _batches(
     )
 
 
-def prepare(options: PretrainOptions, documents: Documents, say: Callable[[str], None]) -> Prepared:
+def fingerprint(documents: Documents) -> str:
+    """Return the SHA-256 of the text of all documents."""
+    found = hashlib.sha256()
+    for document in documents:
+        found.update(f"{len(document)}\n".encode())
+        for sentence in document:
+            text = sentence.encode("utf-8", "surrogatepass")
+            found.update(f"{len(text)}\n".encode() + text)
+    return found.hexdigest()
+
+
+def prepare(
+    options: PretrainOptions,
+    documents: Documents,
+    say: Callable[[str], None],
+    tokenizer: WordPieceTokenizer | None = None,
+) -> Prepared:
     """Split the documents, train or load the tokenizer, and build the batches.
 
     Args:
         options: Options of the run.
         documents: All documents.
         say: Shows a line of text to the user.
+        tokenizer: The tokenizer of a run that is resumed.
 
     Returns:
         The tokenizer and the batches. No file is written.
@@ -125,7 +145,9 @@ def prepare(options: PretrainOptions, documents: Documents, say: Callable[[str],
     """
     train, held_out = split_documents(documents, fraction=options.held_out, seed=options.seed)
     say(f"{len(train):,} documents to train on, {len(held_out):,} held out")
-    if options.tokenizer is not None:
+    if tokenizer is not None:
+        say(f"tokenizer of the run: {tokenizer.vocab_size:,} pieces")
+    elif options.tokenizer is not None:
         tokenizer = WordPieceTokenizer.load(options.tokenizer)
         say(f"tokenizer of {options.tokenizer}: {tokenizer.vocab_size:,} pieces")
     else:
@@ -141,4 +163,5 @@ def prepare(options: PretrainOptions, documents: Documents, say: Callable[[str],
         held_out=evaluation,
         train_documents=len(train),
         held_out_documents=len(held_out),
+        fingerprint=fingerprint(documents),
     )

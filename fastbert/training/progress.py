@@ -29,12 +29,13 @@ def describe(row: dict[str, Any]) -> str:
 class TrainingProgress:
     """Shows the progress of a training loop; a context manager."""
 
-    def __init__(self, console: Console, total: int) -> None:
+    def __init__(self, console: Console, total: int, done: int = 0) -> None:
         """Prepare the output.
 
         Args:
             console: Where progress is shown.
             total: Number of steps.
+            done: Number of steps before a run that is resumed.
         """
         self._console = console
         self._total = total
@@ -49,7 +50,7 @@ class TrainingProgress:
                 TextColumn("{task.fields[status]}"),
                 console=console,
             )
-            self._task = self._bar.add_task("training", total=total, status="")
+            self._task = self._bar.add_task("training", total=total, completed=done, status="")
 
     def __enter__(self) -> TrainingProgress:
         """Show the bar."""

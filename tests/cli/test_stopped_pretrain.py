@@ -116,13 +116,14 @@ def test_a_signal_ends_the_run_with_a_checkpoint_and_its_status(
     kept = f"kept: log.jsonl, curves.png, the checkpoint of step {steps}"
     assert f"stopped by {name} after step {steps} of 100000; {kept}" in output
     assert "Traceback" not in output
-    assert names(out) == {"log.jsonl", "curves.png", "model"}
+    assert names(out) == {"log.jsonl", "curves.png", "model", "checkpoints"}
     assert_whole(out / "model")
-    # The same command cannot resume from the checkpoint, and must not overwrite it.
+    # Another run must not overwrite the checkpoint.
     weights = (out / "model" / "model.safetensors").read_bytes()
     again = run("pretrain", corpus, out, *SMALL, "--steps", 2)
     assert again.exit_code == 2
-    assert "holds a checkpoint already, allowed: another folder, or overwrite=True" in again.output
+    assert "steps: got 2, but the run in" in again.output
+    assert "has 100000; allowed: the same, another folder, or overwrite=True" in again.output
     assert (out / "model" / "model.safetensors").read_bytes() == weights
 
 
@@ -138,7 +139,7 @@ def test_the_same_command_after_a_killed_save_runs_and_cleans_up(
     assert len(left - {"log.jsonl"}) == 1
     result = run("pretrain", corpus, out, *SMALL, *steps)
     assert result.exit_code == 0, result.output
-    assert names(out) == {"log.jsonl", "curves.png", "model"}
+    assert names(out) == {"log.jsonl", "curves.png", "model", "checkpoints"}
     assert_whole(out / "model")
 
 
@@ -152,7 +153,7 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(start, tmp_path) -> None
     assert failed[0].startswith("step 4: the checkpoint could not be written: ")
     assert os.strerror(errno.EFBIG) in failed[0]
     assert failed[0].endswith("; training continues")
-    assert names(tmp_path / "out") == {"log.jsonl", "curves.png", "model"}
+    assert names(tmp_path / "out") == {"log.jsonl", "curves.png", "model", "checkpoints"}
     assert_whole(tmp_path / "out" / "model")
 
 
@@ -171,7 +172,7 @@ def test_a_disk_that_stays_full_ends_in_an_error_and_keeps_the_earlier_checkpoin
     kept = "no checkpoint" if first is None else "the checkpoint of step 2"
     assert f"kept: log.jsonl, {kept}" in last
     assert len((out / "log.jsonl").read_text().splitlines()) == 7
-    assert names(out) == {"log.jsonl"} | (set() if first is None else {"model"})
+    assert names(out) == {"log.jsonl"} | (set() if first is None else {"model", "checkpoints"})
     if first is not None:
         assert_whole(out / "model")
 

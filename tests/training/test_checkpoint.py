@@ -52,7 +52,7 @@ def test_a_failure_leaves_what_was_there(tmp_path, error, there_before):
 
 def test_an_existing_checkpoint_is_refused_unless_told(tmp_path):
     (tmp_path / "model").mkdir()
-    with pytest.raises(ValueError, match=r"output: .* holds a checkpoint already, allowed"):
+    with pytest.raises(ValueError, match=r"output: .* holds a model already, and no checkpoint"):
         refuse_existing(tmp_path, overwrite=False)
     refuse_existing(tmp_path, overwrite=True)
 

@@ -84,7 +84,7 @@ def test_the_folder_holds_report_plots_log_and_model(finished):
     report = finished[0]
     names = {path.name for path in report.folder.iterdir()}
     assert names == {
-        "report.md", "report.json", "curves.png", "speed.png", "log.jsonl", "model",
+        "report.md", "report.json", "checkpoints", "curves.png", "speed.png", "log.jsonl", "model",
     }  # fmt: skip
     text = report.report.read_text()
     assert text.startswith(TITLE)

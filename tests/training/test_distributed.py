@@ -5,6 +5,9 @@ import os
 import subprocess
 import sys
 
+import safetensors.torch
+import torch
+
 SCRIPT = """
 import os
 import sys
@@ -42,6 +45,22 @@ def told(*arguments, **options):
     except SystemExit as error:
         Path(sys.argv[1] + os.environ["RANK"]).write_text(str(error.code))
         raise SystemExit(0)
+"""
+
+
+# Both processes die at the beginning of the third step.
+KILLED = """
+import os
+from fastbert.training import loop
+
+step = loop._Run.train_step
+
+def killed(self, batch):
+    if self.step == 2:
+        os._exit(9)
+    return step(self, batch)
+
+loop._Run.train_step = killed
 """
 
 
@@ -83,3 +102,33 @@ def test_two_processes_train_one_model(tmp_path):
     assert (tmp_path / "out" / "model" / "model.safetensors").exists()
     # Both processes have the same weights; otherwise their evaluations would differ.
     assert (tmp_path / "out0").read_text() == (tmp_path / "out1").read_text()
+
+
+def test_two_processes_that_died_resume_to_the_same_bits(tmp_path):
+    source = SCRIPT.replace("steps=4", "steps=4, save_every=2")
+    for name in ("whole", "cut"):
+        (tmp_path / name).mkdir()
+    done = torchrun(tmp_path / "whole", source)
+    assert done.returncode == 0, done.stderr[-3000:]
+    died = torchrun(tmp_path / "cut", source.replace("torch.set", f"{KILLED}\ntorch.set"))
+    assert died.returncode != 0
+    done = torchrun(tmp_path / "cut", source)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "resumed after step 2 of 4" in done.stdout
+    folders = [
+        tmp_path / name / "out" / "checkpoints" / "step-00000004" for name in ("whole", "cut")
+    ]
+    for part in ("weights", "optimizer", "processes"):
+        whole, cut = (safetensors.torch.load_file(f / f"{part}.safetensors") for f in folders)
+        assert whole.keys() == cut.keys()
+        assert all(torch.equal(tensor, cut[name]) for name, tensor in whole.items())
+    # One process cannot continue the run of two.
+    alone = subprocess.run(
+        [sys.executable, str(tmp_path / "cut" / "script.py"), str(tmp_path / "cut" / "out")],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "RANK": "0"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert alone.returncode != 0
+    assert "processes: got 1, but the run in" in alone.stderr

@@ -84,7 +84,7 @@ def test_the_checkpoint_reopens_with_its_tokenizer(trained):
     ids = torch.tensor([tokenizer.encode("Anna went home.")])
     assert model(input_ids=ids).prediction_logits.shape == (*ids.shape, tokenizer.vocab_size)
     left = {path.name for path in trained[0].log.parent.iterdir()}
-    assert left == {"log.jsonl", "curves.png", "model"}
+    assert left == {"log.jsonl", "curves.png", "model", "checkpoints"}
 
 
 def test_the_same_seed_gives_the_same_log(options, documents, tmp_path):
@@ -149,13 +149,6 @@ def test_no_documents_is_an_error(options, tmp_path):
     with pytest.raises(ValueError, match="corpus: got None"):
         pretrain(options(), console=Console(quiet=True))
     assert not (tmp_path / "out").exists()
-
-
-def test_a_checkpoint_is_not_overwritten_unless_told(options, documents):
-    run(options(steps=1), documents)
-    with pytest.raises(ValueError, match="holds a checkpoint already"):
-        run(options(steps=1), documents)
-    run(options(steps=1, overwrite=True), documents)
 
 
 def break_at(monkeypatch, step, error):

@@ -1,0 +1,218 @@
+"""The checkpoints from which a run resumes: ``checkpoints/step-00000120`` and so on.
+
+A checkpoint has these files, none of which is a pickle:
+
+- ``weights.safetensors``: the parameters and buffers of the model.
+- ``optimizer.safetensors``: the state of the optimizer.
+- ``processes.safetensors``: random-number states and sums of the log, with a row per process.
+- the files of the tokenizer.
+- ``state.json``: everything else, with the SHA-256 of each file.
+
+A checkpoint appears by one rename after its files have been flushed, so a killed writer leaves
+either the whole checkpoint or none. The checksums find damage that happens later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from fastbert.data import WordPieceTokenizer
+from fastbert.io import commit, safetensors_file
+
+CHECKPOINTS, STATE = "checkpoints", "state.json"
+NAME = re.compile(r"step-(\d{8,})$")
+# The layout of the files; a checkpoint of another layout is refused.
+LAYOUT = 1
+
+
+class Checkpoint(NamedTuple):
+    """A checkpoint on the disk.
+
+    Attributes:
+        folder: Its folder.
+        content: Content of ``state.json``.
+    """
+
+    folder: Path
+    content: dict[str, Any]
+
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        """Return the tensors of ``name.safetensors``, on the CPU."""
+        return safetensors_file.read(self.folder / f"{name}.safetensors")
+
+    def tokenizer(self) -> WordPieceTokenizer:
+        """Return the tokenizer of the run."""
+        return WordPieceTokenizer.load(self.folder)
+
+
+def save(
+    output: Path,
+    step: int,
+    content: Mapping[str, Any],
+    tensors: Mapping[str, Mapping[str, Tensor]],
+    tokenizer: WordPieceTokenizer,
+    keep: int,
+) -> None:
+    """Write a checkpoint, and delete those before the last `keep`.
+
+    Args:
+        output: Folder of the run.
+        step: Number of steps of the run so far, which names the checkpoint.
+        content: What ``state.json`` receives.
+        tensors: Tensors by the stem of their file.
+        tokenizer: The tokenizer.
+        keep: Number of checkpoints that stay, at least 1.
+
+    Raises:
+        OSError: If a file cannot be written; the earlier checkpoints stay.
+    """
+    home, folder = output / CHECKPOINTS, folder_of(output, step)
+    # The same step again means that the checkpoint was damaged, so that the run came here twice.
+    shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.ExitStack() as stack:
+        # A first checkpoint that could not be written leaves no folder.
+        stack.callback(_remove_empty, home)
+        new = stack.enter_context(commit.replacement(folder))
+        for stem, named in tensors.items():
+            safetensors_file.write(new / f"{stem}.safetensors", named)
+        tokenizer.save(new)
+        sums = {path.name: _checksum(path) for path in sorted(new.iterdir())}
+        whole = {"layout": LAYOUT, "step": step, "files": sums, **content}
+        text = json.dumps({**whole, "checksum": _checksum_of(whole)}, indent=1)
+        (new / STATE).write_text(text, encoding="utf-8")
+    for _, old in _numbered(home)[keep:]:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def folder_of(output: Path, step: int) -> Path:
+    """Return the path of the checkpoint after a number of steps."""
+    return output / CHECKPOINTS / f"step-{step:08d}"
+
+
+def exists(output: Path) -> bool:
+    """Tell whether a folder has a checkpoint, sound or not."""
+    return bool(_numbered(output / CHECKPOINTS))
+
+
+def newest(output: Path, say: Callable[[str], None]) -> Checkpoint | None:
+    """Return the newest sound checkpoint of a run, or None if there is none at all.
+
+    Args:
+        output: Folder of the run.
+        say: Shows a line of text to the user, for each damaged checkpoint.
+
+    Raises:
+        ValueError: If all checkpoints are damaged.
+    """
+    numbered = _numbered(output / CHECKPOINTS)
+    for _, folder in numbered:
+        try:
+            return read(folder)
+        except (OSError, ValueError) as error:
+            say(f"damaged checkpoint, an earlier one is tried: {error}")
+    if numbered:
+        raise ValueError(
+            f"output: all checkpoints of {output} are damaged, "
+            "allowed: a sound one, or overwrite=True (--overwrite), which starts anew"
+        )
+    return None
+
+
+def read(folder: Path) -> Checkpoint:
+    """Return a checkpoint after a comparison of all checksums.
+
+    Args:
+        folder: Folder of the checkpoint.
+
+    Raises:
+        ValueError: If the checkpoint is damaged or of another layout; the message names the file.
+        OSError: If a file cannot be read.
+    """
+    path = folder / STATE
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        checksum = content.pop("checksum")
+    except (ValueError, KeyError, AttributeError) as error:
+        raise ValueError(f"{path}: not the state of a run: {error}") from error
+    if checksum != _checksum_of(content):
+        raise ValueError(f"{path}: its content has another checksum than it says")
+    if content["layout"] != LAYOUT:
+        raise ValueError(f"{path}: got the layout {content['layout']}, allowed: {LAYOUT}")
+    for name, expected in content["files"].items():
+        if _checksum(folder / name) != expected:
+            raise ValueError(f"{folder / name}: its checksum is not the one in {STATE}")
+    return Checkpoint(folder, content)
+
+
+def forget(output: Path) -> None:
+    """Delete all checkpoints of a run."""
+    shutil.rmtree(output / CHECKPOINTS, ignore_errors=True)
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters and buffers of a model by name; a tied parameter appears once."""
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {name: tensor.detach().cpu() for name, tensor in named.items()}
+
+
+def restore_weights(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
+    """Write saved parameters and buffers into a model."""
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    if named.keys() != saved.keys():
+        other = sorted(named.keys() ^ saved.keys())
+        raise ValueError(f"weights: got other names than the model has: {', '.join(other)}")
+    for name, tensor in named.items():
+        tensor.detach().copy_(saved[name])
+
+
+def moments_of(optimizer: Any) -> dict[str, Tensor]:
+    """Return the state of an optimizer as tensors, named by parameter and entry."""
+    state = optimizer.state_dict()["state"]
+    return {
+        f"{number}.{name}": value.detach().cpu().clone()
+        for number, entries in state.items()
+        for name, value in entries.items()
+    }
+
+
+def restore_moments(optimizer: Any, saved: Mapping[str, Tensor]) -> None:
+    """Give an optimizer the state that `moments_of` returned."""
+    state: dict[int, dict[str, Tensor]] = {}
+    for key, value in saved.items():
+        number, name = key.split(".", 1)
+        state.setdefault(int(number), {})[name] = value
+    groups = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _numbered(home: Path) -> list[tuple[int, Path]]:
+    """Return the checkpoints in a folder with their steps, the newest first."""
+    paths = home.iterdir() if home.is_dir() else ()
+    found = [(int(match[1]), path) for path in paths if (match := NAME.match(path.name))]
+    return sorted(found, reverse=True)
+
+
+def _remove_empty(folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+
+
+def _checksum(path: Path) -> str:
+    found = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            found.update(block)
+    return found.hexdigest()
+
+
+def _checksum_of(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,69 @@
+"""A training run that is killed while it saves leaves its last checkpoint, or the one before it."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import signal
+import time
+
+import pytest
+import torch
+from killing import child, end_of
+
+from fastbert.data import stories, train_tokenizer
+from fastbert.training import state
+
+KEEP = 2
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer(list(stories(20, 0)), 200)
+
+
+def tensors_of(step):
+    return {name: {"x": torch.full((500,), float(step))} for name in ("weights", "optimizer")}
+
+
+@pytest.mark.parametrize(
+    "kills", [20, pytest.param(200, marks=pytest.mark.every_case)], ids=["20", "200"]
+)
+def test_kills_at_random_moments(tmp_path, tokenizer, kills):
+    random.seed(kills)
+    reader, writer = os.pipe()
+    reached = 0
+
+    def save_on():
+        for step in itertools.count(reached + 1):
+            state.save(tmp_path, step, {"epoch": step}, tensors_of(step), tokenizer, KEEP)
+            os.write(writer, step.to_bytes(8, "little"))
+
+    midst = 0
+    for _ in range(kills):
+        number = child(save_on)
+        # The first save has ended, so that every kill finds a checkpoint.
+        told = os.read(reader, 8)
+        time.sleep(random.uniform(0, 0.03))
+        os.kill(number, signal.SIGKILL)
+        assert end_of(number) == -signal.SIGKILL
+        os.set_blocking(reader, False)
+        while True:
+            try:
+                told = os.read(reader, 8)
+            except BlockingIOError:
+                break
+        os.set_blocking(reader, True)
+        saved = int.from_bytes(told, "little")
+        midst += any(path.name.startswith(".") for path in (tmp_path / "checkpoints").iterdir())
+        found = state.newest(tmp_path, pytest.fail)
+        reached = found.content["step"]
+        # A kill between the rename and the message leaves one step more.
+        assert reached in (saved, saved + 1)
+        for name, expected in tensors_of(reached).items():
+            assert torch.equal(found.tensors(name)["x"], expected["x"])
+        assert found.tokenizer().vocab_size == tokenizer.vocab_size
+    os.close(reader)
+    os.close(writer)
+    assert midst > kills // 4, "too few kills fell into a save"

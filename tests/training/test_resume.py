@@ -1,0 +1,266 @@
+"""A run that is cut anywhere and resumed ends with the bits of a run that was never cut."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+import shutil
+
+import pytest
+import torch
+from rich.console import Console
+
+from fastbert.io import safetensors_file
+from fastbert.training import loop, state
+from fastbert.training.log import read_log
+from fastbert.training.loop import pretrain
+
+STEPS = 14
+CUT = KeyboardInterrupt
+DROPOUT = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
+
+
+@pytest.fixture
+def settings(options):
+    """Options of a run with dropout, several epochs, and an odd distance between checkpoints."""
+
+    def make(**changes):
+        fields = {"steps": STEPS, "save_every": 3, "eval_every": 4, "config": DROPOUT, **changes}
+        return options(**fields)
+
+    return make
+
+
+def run(options, documents):
+    console = Console(file=io.StringIO(), width=500)
+    result = pretrain(options, documents=documents, console=console)
+    return result, console.file.getvalue()
+
+
+def cut_at(monkeypatch, step):
+    """Let the next run end like a killed one at the beginning of a step; None cuts none."""
+    original = loop._Run.train_step
+
+    def train_step(self, batch):
+        if self.step == step:
+            raise CUT
+        return original(self, batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop._Run, "train_step", train_step)
+        yield
+
+
+def cut(monkeypatch, options, documents, step):
+    for _ in cut_at(monkeypatch, step):
+        with pytest.raises(CUT):
+            run(options, documents)
+
+
+def final(options):
+    """Return all tensors of the last checkpoint, and the log without times."""
+    newest = state.newest(options.folder, pytest.fail)
+    tensors = {
+        f"{part}.{name}": tensor
+        for part in ("weights", "optimizer", "processes")
+        for name, tensor in newest.tensors(part).items()
+    }
+    rows = [
+        {k: v for k, v in row.items() if k != "tokens_per_second"}
+        for row in read_log(options.folder / "log.jsonl")
+    ]
+    return tensors, rows
+
+
+def assert_same(found, expected):
+    assert found[0].keys() == expected[0].keys()
+    for name, tensor in expected[0].items():
+        assert torch.equal(found[0][name], tensor), name
+    assert found[1] == expected[1]
+
+
+@pytest.fixture
+def corpus(documents):
+    # Some epochs end within the run.
+    return documents[:24]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_cuts_anywhere_change_no_bit(settings, corpus, monkeypatch, tmp_path, precision):
+    whole = settings(output=tmp_path / "whole", precision=precision)
+    assert run(whole, corpus)[0].epochs > 1
+    expected = final(whole)
+    draw = random.Random(precision)
+    for number in range(5):
+        options = settings(output=tmp_path / f"cut{number}", precision=precision)
+        steps = sorted(draw.sample(range(1, STEPS), 2))
+        for step in steps:
+            # The number of processes that prepare batches may differ between the parts.
+            changed = settings(output=options.output, precision=precision, workers=int(number == 0))
+            cut(monkeypatch, changed, corpus, step)
+        result, text = run(options, corpus)
+        assert result.steps == STEPS
+        last = steps[-1] // 3 * 3
+        if last:
+            assert f"resumed after step {last} of {STEPS}, from {options.folder}" in text
+        assert_same(final(options), expected)
+        weights = safetensors_file.read(options.folder / "model" / "model.safetensors")
+        given = safetensors_file.read(whole.folder / "model" / "model.safetensors")
+        assert all(torch.equal(weights[name], given[name]) for name in given)
+
+
+def test_a_finished_run_stays_as_it_is(settings, corpus):
+    options = settings()
+    first, _ = run(options, corpus)
+    expected = final(options)
+    again, text = run(settings(workers=1), corpus)
+    assert f"resumed after step {STEPS} of {STEPS}" in text
+    assert_same(final(options), expected)
+    assert (again.steps, again.tokens, again.seconds) == (STEPS, first.tokens, first.seconds)
+    assert again.evaluation == first.evaluation
+
+
+def test_overwrite_starts_anew(settings, corpus, monkeypatch):
+    run(settings(seed=5), corpus)
+    options = settings(overwrite=True)
+    cut(monkeypatch, options, corpus, 1)
+    # The interrupted run left no checkpoint, and those of the earlier run are gone.
+    assert not state.exists(options.folder)
+    run(options, corpus)
+    rows = read_log(options.folder / "log.jsonl")
+    assert [row["step"] for row in rows if row["event"] == "train"] == list(range(2, STEPS + 1, 2))
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"steps": 15}, "steps"),
+        ({"learning_rate": 1e-3}, "learning_rate"),
+        ({"config": {**DROPOUT, "hidden_size": 48}}, "config"),
+        ({"backend": "reference"}, "backend"),
+    ],
+)
+def test_other_options_are_refused_by_name(settings, corpus, changes, name):
+    run(settings(steps=3), corpus)
+    expected = final(settings())
+    with pytest.raises(ValueError, match=rf"^{name}: got .*, but the run in .* has .*; allowed:"):
+        run(settings(**{"steps": 3, **changes}), corpus)
+    assert_same(final(settings()), expected)
+
+
+def test_another_text_is_refused(settings, corpus):
+    run(settings(steps=3), corpus)
+    with pytest.raises(ValueError, match="text of the corpus, by its SHA-256: got"):
+        run(settings(steps=3), [*corpus[:-1], ["Another sentence."]])
+
+
+def damage(path):
+    """Change one bit in the middle of a file."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "weights.safetensors", "optimizer.safetensors", "processes.safetensors", "state.json",
+        "tokenizer.json",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("how", [damage, lambda path: path.unlink()])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(
+    settings, corpus, monkeypatch, tmp_path, name, how
+):
+    options = settings(steps=7)
+    cut(monkeypatch, options, corpus, 6)
+    assert sorted(path.name for path in (options.folder / "checkpoints").iterdir()) == [
+        "step-00000003",
+        "step-00000006",
+    ]
+    broken = state.folder_of(options.folder, 6) / name
+    how(broken)
+    _, text = run(options, corpus)
+    assert "damaged checkpoint, an earlier one is tried: " in text
+    assert str(broken) in text
+    assert f"resumed after step 3 of 7, from {state.folder_of(options.folder, 3)}" in text
+    whole = settings(steps=7, output=tmp_path / "whole")
+    run(whole, corpus)
+    assert_same(final(options), final(whole))
+
+
+def test_without_a_sound_checkpoint_nothing_is_overwritten(settings, corpus):
+    options = settings(steps=3, keep_checkpoints=1)
+    run(options, corpus)
+    damage(state.folder_of(options.folder, 3) / "weights.safetensors")
+    before = {p: p.read_bytes() for p in options.folder.rglob("*") if p.is_file()}
+    with pytest.raises(ValueError, match=r"all checkpoints of .* are damaged, allowed"):
+        run(options, corpus)
+    assert {p: p.read_bytes() for p in options.folder.rglob("*") if p.is_file()} == before
+
+
+def test_only_the_last_checkpoints_stay(settings, corpus):
+    options = settings(steps=9, save_every=2, keep_checkpoints=3)
+    run(options, corpus)
+    kept = sorted(path.name for path in (options.folder / "checkpoints").iterdir())
+    assert kept == ["step-00000006", "step-00000008", "step-00000009"]
+
+
+def test_a_last_line_of_the_log_that_is_cut_off_is_written_again(
+    settings, corpus, monkeypatch, tmp_path
+):
+    options = settings(steps=7)
+    cut(monkeypatch, options, corpus, 6)
+    with open(options.folder / "log.jsonl", "a") as log:
+        log.write('{"event": "train", "st')
+    run(options, corpus)
+    whole = settings(steps=7, output=tmp_path / "whole")
+    run(whole, corpus)
+    assert_same(final(options), final(whole))
+
+
+def test_a_checkpoint_of_another_layout_is_refused(settings, corpus, monkeypatch):
+    options = settings(steps=3, keep_checkpoints=1)
+    monkeypatch.setattr(state, "LAYOUT", 0)
+    run(options, corpus)
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match=r"checkpoint"):
+        run(options, corpus)
+
+
+def test_a_model_without_a_checkpoint_is_not_overwritten(settings, corpus):
+    options = settings(steps=3)
+    run(options, corpus)
+    shutil.rmtree(options.folder / "checkpoints")
+    with pytest.raises(ValueError, match="holds a model already, and no checkpoint to resume"):
+        run(options, corpus)
+    run(settings(steps=3, overwrite=True), corpus)
+
+
+def test_a_gradient_that_is_not_finite_changes_no_weight(settings, corpus, monkeypatch):
+    options = settings(save_every=2)
+    original = loop._Run.update
+
+    def update(self, batch):
+        if self.step == 4:
+            # Infinite logits give an infinite loss.
+            with torch.no_grad():
+                self.model.get_parameter("cls.seq_relationship.bias").fill_(float("inf"))
+        try:
+            return original(self, batch)
+        finally:
+            if self.step == 4:
+                weights.update(state.weights_of(self.model))
+
+    weights: dict[str, torch.Tensor] = {}
+    monkeypatch.setattr(loop._Run, "update", update)
+    with pytest.raises(RuntimeError, match=r"batch \d+ of epoch \d+ is not finite at step 5: tr"):
+        run(options, corpus)
+    newest = state.newest(options.folder, pytest.fail)
+    assert newest.content["step"] == 4
+    for name, tensor in newest.tensors("weights").items():
+        if name != "cls.seq_relationship.bias":
+            assert torch.equal(weights[name], tensor), name
+    content = json.loads((newest.folder / "state.json").read_text())
+    assert content["position"] == 4 or content["epoch"] > 0
