@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from itertools import accumulate, product
 
 import pytest
@@ -92,6 +93,19 @@ def test_dropout(hopper, dim, masked, dropout_p):
     hopper.options = {"seed": 1}
     q, k, v = drawn(2, 2, 150, 300, dim)
     check(hopper, q, k, v, key_mask(2, 300) if masked else None, dropout_p=dropout_p)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("dim", [32, 64, 128])
+def test_random_cases(hopper, dim, seed):
+    hopper.options = {"seed": seed}
+    chosen = random.Random(seed)
+    queries, keys = chosen.randint(1, 300), chosen.randint(1, 600)
+    dtype = chosen.choice([torch.bfloat16, torch.float16])
+    q, k, v = drawn(chosen.randint(1, 2), chosen.randint(1, 2), queries, keys, dim, dtype, seed)
+    mask = key_mask(len(q), keys) if chosen.random() < 0.5 else None
+    check(hopper, q, k, v, mask, dropout_p=chosen.choice([0.0, 0.0, 0.2]))
 
 
 def test_the_dropout_mask_is_the_definitions_bit_for_bit(hopper):

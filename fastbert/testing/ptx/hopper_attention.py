@@ -70,12 +70,18 @@ def machine_code(folder: Path, direction: str = "forward") -> dict[tuple[str, in
 
     Returns:
         The machine code by dtype, head dim, and whether the kernel has dropout.
+
+    Raises:
+        RuntimeError: If ptxas makes the products of a kernel wait for each other.
     """
     cubin = folder / f"attention_{direction}.cubin"
     command = ["nvcc", "-cubin", "-O3", "-std=c++17"]
-    command += ["-gencode", "arch=compute_90a,code=sm_90a"]
+    command += ["-gencode", "arch=compute_90a,code=sm_90a", "-Xptxas", "-v"]
     source = str(CUDA / "hopper" / f"attention_{direction}.cu")
-    subprocess.run([*command, source, "-o", str(cubin)], check=True)
+    command += [source, "-o", str(cubin)]
+    report = subprocess.run(command, check=True, stderr=subprocess.PIPE, text=True).stderr
+    if "serialized" in report:
+        raise RuntimeError(f"ptxas serializes products:\n{report}")
     found = {}
     for function, text in functions(cuobjdump("--dump-sass", cubin)).items():
         match = re.search(r"kernelI\d+__([a-z_\d]+?)Li(\d+)ELb(\d)E", function)
