@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from itertools import accumulate
+import random
+from itertools import accumulate, product
 
 import pytest
 import torch
@@ -70,7 +71,7 @@ def key_mask(batch, keys):
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [32, 64, 128])
 def test_against_float64(hopper, dim, dtype, masked, seed):
     hopper.options = {"seed": seed}
     q, k, v = drawn(2, 2, 150, 300, dim, dtype, seed)
@@ -78,18 +79,33 @@ def test_against_float64(hopper, dim, dtype, masked, seed):
 
 
 @pytest.mark.parametrize("sizes", [(1, 97), (129, 1), (128, 128), (64, 127), (65, 129), (257, 640)])
-def test_lengths(hopper, sizes):
+@pytest.mark.parametrize("dim", [32, 64])
+def test_lengths(hopper, dim, sizes):
     hopper.options = {"seed": 1}
-    check(hopper, *drawn(1, 2, *sizes, 64), scale=0.3)
+    check(hopper, *drawn(1, 2, *sizes, dim), scale=0.3)
 
 
 @pytest.mark.parametrize(
-    ("dim", "masked", "dropout_p"), [(64, False, 0.1), (64, True, 1.0), (128, True, 0.1)]
+    ("dim", "masked", "dropout_p"),
+    [(32, True, 0.1), (64, False, 0.1), (64, True, 1.0), (128, True, 0.1)],
 )
 def test_dropout(hopper, dim, masked, dropout_p):
     hopper.options = {"seed": 1}
     q, k, v = drawn(2, 2, 150, 300, dim)
     check(hopper, q, k, v, key_mask(2, 300) if masked else None, dropout_p=dropout_p)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("dim", [32, 64, 128])
+def test_random_cases(hopper, dim, seed):
+    hopper.options = {"seed": seed}
+    chosen = random.Random(seed)
+    queries, keys = chosen.randint(1, 300), chosen.randint(1, 600)
+    dtype = chosen.choice([torch.bfloat16, torch.float16])
+    q, k, v = drawn(chosen.randint(1, 2), chosen.randint(1, 2), queries, keys, dim, dtype, seed)
+    mask = key_mask(len(q), keys) if chosen.random() < 0.5 else None
+    check(hopper, q, k, v, mask, dropout_p=chosen.choice([0.0, 0.0, 0.2]))
 
 
 def test_the_dropout_mask_is_the_definitions_bit_for_bit(hopper):
@@ -116,8 +132,9 @@ def test_no_queries_or_no_keys(hopper, sizes):
     assert (lse == -math.inf).all()
 
 
-def test_poisoned_keys_change_no_bit(hopper):
-    q, k, v = drawn(2, 2, 40, 270, 64)
+@pytest.mark.parametrize("dim", [32, 64])
+def test_poisoned_keys_change_no_bit(hopper, dim):
+    q, k, v = drawn(2, 2, 40, 270, dim)
     mask = key_mask(2, 270)
     mask[0] = False
     clean = forward(hopper, q, k, v, mask)
@@ -139,12 +156,18 @@ def packed(lengths, slack=0, heads=2, dim=64):
     return rows, ends
 
 
-@pytest.mark.parametrize("multiprocessors", [1, 132])
-@pytest.mark.parametrize("lengths", [(33, 0, 129, 1, 270), (0, 64, 0), (200,), (0, 0)])
-def test_packed_sequences_are_dense_ones_bit_for_bit(hopper, lengths, multiprocessors):
+@pytest.mark.parametrize(
+    ("dim", "multiprocessors", "lengths"),
+    [
+        *product((64,), (1, 132), [(33, 0, 129, 1, 270), (0, 64, 0), (200,), (0, 0)]),
+        (32, 1, (33, 0, 129, 1, 270)),
+        (32, 132, (33, 0, 129, 1, 270)),
+    ],
+)
+def test_packed_sequences_are_dense_ones_bit_for_bit(hopper, dim, multiprocessors, lengths):
     """A neighbour's NaN does not reach a sequence, and rows of no sequence become 0."""
     hopper.compiled.set_multiprocessors(multiprocessors)
-    rows, ends = packed(lengths, slack=9)
+    rows, ends = packed(lengths, slack=9, dim=dim)
     rows[ends[-1] :] = torch.nan
     for number, (first, length) in enumerate(zip(ends.tolist(), lengths, strict=False)):
         hopper.options = {"seed": number}
@@ -170,7 +193,7 @@ def test_any_schedule_gives_the_same_bits(hopper, multiprocessors):
             assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [32, 64, 128])
 def test_memory_is_moved_in_whole_sectors_and_without_bank_conflicts(hopper, dim):
     forward(hopper, *drawn(1, 2, 256, 256, dim))
     counts = hopper.counts()
@@ -206,7 +229,7 @@ def test_more_sequences_than_a_block_sorts(hopper):
 
 @pytest.mark.parametrize(
     ("mask", "shape"),
-    [(None, (1, 1, 8, 32)), (torch.ones(1, 1, 8, 8, dtype=torch.bool), (1, 1, 8, 64))],
+    [(None, (1, 1, 8, 16)), (torch.ones(1, 1, 8, 8, dtype=torch.bool), (1, 1, 8, 64))],
 )
 def test_what_the_kernels_do_not_serve_is_refused(hopper, mask, shape):
     x = torch.zeros(shape, dtype=torch.bfloat16)

@@ -9,8 +9,9 @@
 // Keys are the rows of the scores, s = k q^T, so that weights and their gradients are left operands
 // as they come out of the products: dv += p dout and dk += ds q stay in the registers of the group
 // that owns the keys. Only ds passes through shared memory, for dq = ds^T k, of which each group
-// computes half of the columns. The keys of a group are a left operand in registers, too; with the
-// values beside them, ptxas would spill.
+// computes half of the columns, or at head dim 32 all columns of every second tile. The keys of a
+// group are a left operand in registers, too, and the values only at head dim 32, because ptxas
+// would spill at head dim 64.
 //
 // The products dv, dk and dq of a tile run while the weights of the next tile are computed.
 //
@@ -22,204 +23,45 @@
 // cycles of the tensor cores, and their operands 1,024 of the shared memory, which is busy for
 // 1,420 with statistics, ds and copies; the issue of 439 instructions by each of eight warps takes
 // 878 cycles of the four schedulers, and 8,192 exponentials 512 of the MUFU. The shared memory
-// binds. Device memory binds below about 300 keys.
+// binds. Device memory binds below about 300 keys. At head dim 32 the shared memory is busy for 870
+// cycles, the tensor cores for 640, and the issue takes 841.
 
 #include <algorithm>
 
 #include "../attention.cuh"
 #include "../attention_products.cuh"
-#include "../attention_tile.cuh"
 #include "../launch.cuh"
 #include "../mma.cuh"
-#include "../softmax.cuh"
 #include "attention.cuh"
+#include "backward_tiles.cuh"
 #include "device.cuh"
 #include "dropout.cuh"
-#include "hidden.cuh"
-#include "pipeline.cuh"
-#include "schedule.cuh"
-#include "statistics.cuh"
-#include "tma.cuh"
 #include "wgmma.cuh"
 
 namespace fastbert::cuda {
 namespace {
 
-constexpr int kGroup = 128, kConsumers = 2, kThreads = kGroup * (1 + kConsumers);
-constexpr int kConsumerWarps = kConsumers * kGroup / 32;
+using namespace backward;
+
 constexpr int kGroupKeys = kKeyRows / kConsumers, kWarpRows = 16;
 // Of 65,536 registers, 128 threads have 48 and 256 have 232 each.
 constexpr int kProducerRegisters = 48, kConsumerRegisters = 232;
-// Of the first group: one thread of warp 0 copies, warp 1 zeroes, and these prepare statistics.
-constexpr int kFirstPreparer = 2, kPreparers = 2;
-
-constexpr int kHeadDim = kBoxColumns;
-// The columns of dq of a group.
-constexpr int kColumns = kHeadDim / kConsumers;
 
 // Scores of a lane: two rows of 16 queries.
 constexpr int kTileScores = kTileQueries / 2;
 
-// Shared memory from an address that is a multiple of 1024 on.
-struct Memory {
-  static constexpr int kKeyBytes = kKeyRows * kBoxRowBytes;
-  static constexpr int kTileBytes = kTileQueries * kBoxRowBytes;
-  static constexpr int kPlaces = 2, kStages = 4, kTurns = 3;
-  // A place has keys and values, and a stage has queries, dout and out.
-  static constexpr int kPlaceBytes = 2 * kKeyBytes, kStageBytes = 3 * kTileBytes;
-  static constexpr int kRing = kPlaces * kPlaceBytes;
-  // ds of a tile, in turn in one of three places, with keys as rows. A group writes ds before it
-  // has waited for the products of the tile before, when the other group may be a tile behind.
-  static constexpr int kGradients = kRing + kStages * kStageBytes;
-  static constexpr int kGradientBytes = kKeyRows * kTileQueries * 2;
-  static constexpr int kStatistics = kGradients + kTurns * kGradientBytes;
-  static constexpr int kBits = kStatistics + kStages * static_cast<int>(sizeof(Statistics));
-  static constexpr int kBarriers = kBits + kPlaces * kKeyWords * 4;
-  // Barriers of each place: keys landed, full, empty; of each stage: tile landed, statistics full,
-  // empty; of each turn: ds full.
-  static constexpr int kKeysLanded = kBarriers, kKeysFull = kKeysLanded + 8 * kPlaces;
-  static constexpr int kKeysEmpty = kKeysFull + 8 * kPlaces;
-  static constexpr int kTileLanded = kKeysEmpty + 8 * kPlaces;
-  static constexpr int kStatisticsFull = kTileLanded + 8 * kStages;
-  static constexpr int kTileEmpty = kStatisticsFull + 8 * kStages;
-  static constexpr int kGradientsFull = kTileEmpty + 8 * kStages;
-  static constexpr int kOrder = kGradientsFull + 8 * kTurns;
-  static constexpr int kBytes = kOrder + sizeof(Order);
-};
-
-struct Params {
-  CUtensorMap q, k, v, out, dout;
-  AttentionBackward call;
-};
-
-__device__ int tiles_of(const Head& head) {
-  return (head.queries + kTileQueries - 1) / kTileQueries;
-}
-
-// The copies: one thread.
-__device__ void load_tiles(const Params& p, uint32_t shared, const Heads& items) {
-  using M = Memory;
-  // Keys under a mask land first; zero_unattended passes them on.
-  const uint32_t keys_full = shared + (p.call.mask.data ? M::kKeysLanded : M::kKeysFull);
-  Place<M::kPlaces> place;
-  Place<M::kStages> stage;
-  items.each([&](const Item& item) {
-    for (int block = 0; block < item.key_tiles; ++block, place.advance()) {
-      const uint32_t keys = shared + place.stage * M::kPlaceBytes;
-      const uint32_t full = keys_full + 8 * place.stage;
-      wait(shared + M::kKeysEmpty + 8 * place.stage, place.parity ^ 1);
-      arrive_expecting(full, M::kPlaceBytes);
-      load_box(keys, p.k, 0, item.key(block * kKeyRows), full);
-      load_box(keys + M::kKeyBytes, p.v, 0, item.key(block * kKeyRows), full);
-      for (int tile = 0; tile < tiles_of(item.head); ++tile, stage.advance()) {
-        const uint32_t to = shared + M::kRing + stage.stage * M::kStageBytes;
-        const uint32_t landed = shared + M::kTileLanded + 8 * stage.stage;
-        const RowAt at = item.query(tile * kTileQueries);
-        wait(shared + M::kTileEmpty + 8 * stage.stage, stage.parity ^ 1);
-        // Out serves delta alone, which the first block of keys leaves to the others.
-        arrive_expecting(landed, block == 0 ? M::kStageBytes : 2 * M::kTileBytes);
-        load_box(to, p.q, 0, at, landed);
-        load_box(to + M::kTileBytes, p.dout, 0, at, landed);
-        if (block == 0) load_box(to + 2 * M::kTileBytes, p.out, 0, at, landed);
-      }
-    }
-  });
-}
-
-// Under a mask of keys: publishes the attended keys of each block, and zeroes keys and values of
-// the others, which may be NaN. One warp.
-__device__ void zero_unattended(const Params& p, uint32_t shared, unsigned char* memory,
-                                const Heads& items) {
-  using M = Memory;
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  Place<M::kPlaces> place;
-  items.each([&](const Item& item) {
-    for (int block = 0; block < item.key_tiles; ++block, place.advance()) {
-      KeyBits bits[kKeyWords];
-      attended_keys(bits, p.call.mask, item, block);
-      wait(shared + M::kKeysLanded + 8 * place.stage, place.parity);
-      unsigned char* keys = memory + place.stage * M::kPlaceBytes;
-      zero_unattended_rows<1>(keys, bits);
-      zero_unattended_rows<1>(keys + M::kKeyBytes, bits);
-      if (lane == 0)
-        *reinterpret_cast<uint4*>(memory + M::kBits + place.stage * kKeyWords * 4) = {
-            bits[0], bits[1], bits[2], bits[3]};
-      fence_async_proxy();
-      __syncwarp();
-      if (lane == 0) arrive(shared + M::kKeysFull + 8 * place.stage);
-    }
-  });
-}
-
-// The statistics of the queries of each tile; delta is computed in the first block of keys. Each of
-// kPreparers warps has a share of the rows.
-template <class T>
-__device__ void prepare_statistics(const Params& p, uint32_t shared, unsigned char* memory,
-                                   const Heads& items) {
-  using M = Memory;
-  static_assert(kTileQueries == 32 * kPreparers);
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  const int first = (static_cast<int>(threadIdx.x) / 32 - kFirstPreparer) * 32;
-  const AttentionBackward& call = p.call;
-  Place<M::kStages> stage;
-  items.each([&](const Item& item) {
-    const Head& h = item.head;
-    const int64_t row = h.batch * call.lse_stride_batch + h.head * call.lse_stride_head + h.first_q;
-    for (int block = 0; block < item.key_tiles; ++block) {
-      for (int tile = 0; tile < tiles_of(h); ++tile, stage.advance()) {
-        const int query = tile * kTileQueries + first + lane;
-        const bool exists = query < h.queries;
-        const float logarithm = exists ? call.lse[row + query] : -INFINITY;
-        float delta = exists && block > 0 ? call.delta[row + query] : 0.0f;
-        wait(shared + M::kTileLanded + 8 * stage.stage, stage.parity);
-        if (block == 0) {
-          const unsigned char* dout =
-              memory + M::kRing + stage.stage * M::kStageBytes + M::kTileBytes;
-          delta = delta_of<T>(dout, dout + M::kTileBytes, first);
-          if (exists && item.key_tiles > 1) call.delta[row + query] = delta;
-        }
-        Statistics& to = reinterpret_cast<Statistics*>(memory + M::kStatistics)[stage.stage];
-        to.logarithm[first + lane] = logarithm == -INFINITY ? INFINITY : logarithm * kLog2E;
-        to.delta[first + lane] = delta;
-        __syncwarp();
-        if (lane == 0) arrive(shared + M::kStatisticsFull + 8 * stage.stage);
-      }
-    }
-  });
-}
-
-// Zeroes the rows of a head from `first` to before `end`. One of `warps` warps calls this.
-template <class T>
-__device__ void zero_rows(const HeadRows& x, const Head& h, int64_t first, int64_t end, int warp,
-                          int warps) {
-  constexpr int kChunks = kHeadDim / 8;
-  T* const rows = rows_of<T>(x, h, 0);
-#pragma unroll 1
-  for (int64_t i = first * kChunks + 32 * warp + threadIdx.x % 32; i < end * kChunks;
-       i += 32 * warps)
-    *reinterpret_cast<uint4*>(rows + i / kChunks * x.stride_row + i % kChunks * 8) = {0, 0, 0, 0};
-}
-
-// Rows of packed gradients that belong to no sequence. One warp of each block.
-template <class T>
-__device__ void zero_slack(const AttentionBackward& p) {
-  const Sequences& s = p.sequences;
-  const int blocks = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x);
-  const int64_t queries = s.cu_seqlens_q[s.batches], keys = s.cu_seqlens_k[s.batches];
-  for (int head = 0; head < s.heads; ++head) {
-    const Head h = {0, head, 0, 0, 0, 0};
-    zero_rows<T>(p.dq, h, queries, s.rows_q, block, blocks);
-    zero_rows<T>(p.dk, h, keys, s.rows_k, block, blocks);
-    zero_rows<T>(p.dv, h, keys, s.rows_k, block, blocks);
-  }
-}
-
-// A consumer: 64 keys of each block, and half of the columns of dq.
-template <class T, bool kDropout>
+// A consumer: 64 keys of each block, and 32 columns of dq. At head dim 64 these are half of the
+// columns of each tile, and at head dim 32 all columns of every second tile.
+template <class T, int kHeadDim, bool kDropout>
 class Consumer {
-  using M = Memory;
+  using M = Memory<kHeadDim>;
+  using Row = typename M::Row;
   using Kept = KeptWeights<kDropout>;
   static constexpr int kAllRows = 0xffff;
+  static constexpr int kColumns = 32;
+  static constexpr bool kAlternates = kHeadDim == kColumns;
+  // At head dim 64, ptxas would spill with the values in registers.
+  static constexpr bool kValuesInRegisters = kHeadDim == 32;
 
  public:
   __device__ Consumer(const Params& p, uint32_t shared, const unsigned char* memory)
@@ -234,7 +76,8 @@ class Consumer {
       item.key_tiles = uniform(item.key_tiles);
       // Without a key, no block writes dq.
       if (item.key_tiles == 0 && group_ == 0)
-        zero_rows<T>(p_.call.dq, h, h.first_q, h.first_q + h.queries, warp(), kGroup / 32);
+        zero_rows<T, kHeadDim>(p_.call.dq, h, h.first_q, h.first_q + h.queries, warp(),
+                               kGroup / 32);
       for (int block = 0; block < item.key_tiles; ++block) differentiate(item, block);
     });
   }
@@ -245,6 +88,9 @@ class Consumer {
   // The first of the warp's rows in a block of keys.
   __device__ int key_row() const { return group_ * kGroupKeys + warp() * kWarpRows; }
   __device__ uint32_t keys_at() const { return shared_ + place_.stage * M::kPlaceBytes; }
+  // Returns whether the group computes dq of a tile.
+  __device__ bool owns_queries(int tile) const { return !kAlternates || (tile & 1) == group_; }
+  __device__ int first_column() const { return kAlternates ? 0 : group_ * kColumns; }
   // The stage before the next one.
   __device__ int last_stage() const { return (stage_.stage + M::kStages - 1) % M::kStages; }
   __device__ uint32_t tile_at(int stage) const {
@@ -262,7 +108,7 @@ class Consumer {
     if (tiles > 0) {
       first_tile(item, block);
       for (int tile = 1; tile < tiles; ++tile) next_tile(item, block, tile);
-      start_gradients(block);
+      start_gradients(block, tiles - 1);
       finish_gradients(last_stage());
       store_queries(item, block, tiles - 1);
     }
@@ -286,7 +132,7 @@ class Consumer {
   __device__ void next_tile(const Item& item, int block, int tile) {
     const Kept kept = draw(item, block, tile);
     start_scores();
-    start_gradients(block);
+    start_gradients(block, tile - 1);
     const int before = last_stage();
     weigh<2>(kept);
     publish();
@@ -302,16 +148,19 @@ class Consumer {
                 item.head.batch);
   }
 
-  // Loads the group's keys as a left operand.
+  // Loads the group's keys, and at head dim 32 its values, as left operands.
   __device__ void load_keys() {
-    const int row = key_row() + lane() % 16;
+    load_rows(keys_, keys_at());
+    if constexpr (kValuesInRegisters) load_rows(values_, keys_at() + M::kKeyBytes);
+  }
+
+  __device__ void load_rows(uint32_t (&rows)[kHeadDim / 4], uint32_t from) const {
 #pragma unroll
     for (int step = 0; step < kHeadDim / 16; ++step) {
       uint32_t pairs[4];
-      load_matrices(pairs,
-                    keys_at() + row * kBoxRowBytes + ((2 * step + lane() / 16) ^ (row % 8)) * 16);
+      load_matrices(pairs, from + Row::offset(key_row() + lane() % 16, 2 * step + lane() / 16));
 #pragma unroll
-      for (int i = 0; i < 4; ++i) keys_[4 * step + i] = pairs[i];
+      for (int i = 0; i < 4; ++i) rows[4 * step + i] = pairs[i];
     }
   }
 
@@ -331,10 +180,12 @@ class Consumer {
   __device__ void start_scores() {
     wait(shared_ + M::kTileLanded + 8 * stage_.stage, stage_.parity);
     const uint32_t tile = uniform(tile_at(stage_.stage));
-    const uint64_t queries = descriptor(tile), douts = descriptor(tile + M::kTileBytes);
+    const uint64_t queries = descriptor<Row::kBytes>(tile);
+    const uint64_t douts = descriptor<Row::kBytes>(tile + M::kTileBytes);
     const uint64_t values =
-        descriptor(keys_at() + M::kKeyBytes + group_ * kGroupKeys * kBoxRowBytes);
+        descriptor<Row::kBytes>(keys_at() + M::kKeyBytes + group_ * kGroupKeys * Row::kBytes);
     pin(keys_);
+    if constexpr (kValuesInRegisters) pin(values_);
     discard(scores_);
     discard(dweights_);
     begin_products();
@@ -343,8 +194,12 @@ class Consumer {
       multiply(scores_, keys_ + 4 * step, moved(queries, step * 32), step > 0, T{});
     end_products();
 #pragma unroll
-    for (int step = 0; step < kHeadDim / 16; ++step)
-      multiply(dweights_, moved(values, step * 32), moved(douts, step * 32), step > 0, T{});
+    for (int step = 0; step < kHeadDim / 16; ++step) {
+      if constexpr (kValuesInRegisters)
+        multiply(dweights_, values_ + 4 * step, moved(douts, step * 32), step > 0, T{});
+      else
+        multiply(dweights_, moved(values, step * 32), moved(douts, step * 32), step > 0, T{});
+    }
     end_products();
   }
 
@@ -415,23 +270,23 @@ class Consumer {
 
   // Stores the gradients of the group's keys in shared memory, where both groups read them.
   __device__ void publish() {
-    const int row = key_row() + lane() % 16;
-    const uint32_t to =
-        shared_ + M::kGradients + turn_.stage * M::kGradientBytes + row * kBoxRowBytes;
+    const uint32_t to = shared_ + M::kGradients + turn_.stage * M::kGradientBytes;
 #pragma unroll
     for (int step = 0; step < kTileQueries / 16; ++step) {
       const uint32_t pairs[4] = {gradient_pair(4 * step), gradient_pair(4 * step + 1),
                                  gradient_pair(4 * step + 2), gradient_pair(4 * step + 3)};
-      store_matrices(to + ((2 * step + lane() / 16) ^ (row % 8)) * 16, pairs);
+      store_matrices(to + M::GradientRow::offset(key_row() + lane() % 16, 2 * step + lane() / 16),
+                     pairs);
     }
     fence_async_proxy();
     __syncwarp();
     if (lane() == 0) arrive(shared_ + M::kGradientsFull + 8 * turn_.stage);
   }
 
-  // Starts the products of the gradients of values, keys and queries of the last tile.
-  __device__ void start_gradients(int block) {
-    const uint64_t queries = descriptor(uniform(tile_at(last_stage())));
+  // Starts the products of the gradients of values, keys and queries of the last tile. Where groups
+  // alternate, ptxas fills the group of products of dq that would be empty with one of 8 columns.
+  __device__ void start_gradients(int block, int tile) {
+    const uint64_t queries = descriptor<Row::kBytes>(uniform(tile_at(last_stage())));
     const uint64_t douts = moved(queries, M::kTileBytes);
     pin(weights_);
     pin(gradients_);
@@ -441,19 +296,21 @@ class Consumer {
     begin_products();
 #pragma unroll
     for (int step = 0; step < kTileQueries / 16; ++step)
-      accumulate_rows(dv_, weights_ + 4 * step, moved(douts, step * 16 * kBoxRowBytes), T{});
+      accumulate_rows(dv_, weights_ + 4 * step, moved(douts, step * 16 * Row::kBytes), T{});
 #pragma unroll
     for (int step = 0; step < kTileQueries / 16; ++step)
-      accumulate_rows(dk_, gradients_ + 4 * step, moved(queries, step * 16 * kBoxRowBytes), T{});
+      accumulate_rows(dk_, gradients_ + 4 * step, moved(queries, step * 16 * Row::kBytes), T{});
     end_products();
     wait(shared_ + M::kGradientsFull + 8 * turn_.stage, turn_.parity);
-    begin_products();
-    const uint64_t left = descriptor(shared_ + M::kGradients + turn_.stage * M::kGradientBytes);
-    const uint64_t right = descriptor(keys_at() + group_ * kColumns * 2);
+    if (owns_queries(tile)) {
+      begin_products();
+      const uint64_t left = descriptor(shared_ + M::kGradients + turn_.stage * M::kGradientBytes);
+      const uint64_t right = descriptor<Row::kBytes>(keys_at() + first_column() * 2);
 #pragma unroll
-    for (int step = 0; step < kKeyRows / 16; ++step)
-      multiply_rows(dq_, moved(left, step * 16 * kBoxRowBytes),
-                    moved(right, step * 16 * kBoxRowBytes), step > 0 || block > 0, T{});
+      for (int step = 0; step < kKeyRows / 16; ++step)
+        multiply_rows(dq_, moved(left, step * 16 * M::GradientRow::kBytes),
+                      moved(right, step * 16 * Row::kBytes), step > 0 || block > 0, T{});
+    }
     end_products();
     turn_.advance();
   }
@@ -496,14 +353,13 @@ class Consumer {
     const Head& h = item.head;
     const int64_t row = static_cast<int>(opaque(h.batch)) * call.lse_stride_batch +
                         h.head * call.lse_stride_head + h.first_q + query;
-    return reinterpret_cast<float4*>(call.dq_sums + row * kHeadDim + group_ * kColumns) +
-           lane() % 4;
+    return reinterpret_cast<float4*>(call.dq_sums + row * kHeadDim + first_column()) + lane() % 4;
   }
 
   // Loads the sums of dq over the blocks of keys so far.
   __device__ void load_sums(const Item& item, int block, int tile) {
     discard(dq_);
-    if (block == 0) return;
+    if (block == 0 || !owns_queries(tile)) return;
     each_query(item, tile, [&](int query, int half, bool exists) {
       const float4* from = sums_of(item, query);
 #pragma unroll
@@ -519,6 +375,7 @@ class Consumer {
 
   // Stores dq of a tile, or its sums so far.
   __device__ void store_queries(const Item& item, int block, int tile) {
+    if (!owns_queries(tile)) return;
     const AttentionBackward& call = p_.call;
     if (block + 1 < item.key_tiles) {
       each_query(item, tile, [&](int query, int half, bool exists) {
@@ -531,7 +388,7 @@ class Consumer {
       });
     } else {
       T* rows = rows_of<T>(call.dq, item.head, static_cast<int>(opaque(item.head.first_q))) +
-                group_ * kColumns;
+                first_column();
       each_query(item, tile, [&](int query, int half, bool exists) {
         store_row<T>(rows + query * call.dq.stride_row,
                      reinterpret_cast<const float (&)[kColumns / 8][4]>(dq_), half, scale(item),
@@ -569,29 +426,12 @@ class Consumer {
   Place<M::kTurns> turn_;
   int attended_ = 0;  // bit n for row n of the warp
   float scores_[kTileScores], dweights_[kTileScores];
-  uint32_t keys_[kHeadDim / 4];
+  uint32_t keys_[kHeadDim / 4], values_[kHeadDim / 4];
   uint32_t weights_[kTileScores / 2], gradients_[kTileScores / 2];
   float dk_[kHeadDim / 2], dv_[kHeadDim / 2], dq_[kColumns / 2];
 };
 
-__device__ void init_barriers(uint32_t shared) {
-  using M = Memory;
-  for (int place = 0; place < M::kPlaces; ++place) {
-    init_barrier(shared + M::kKeysLanded + 8 * place, 1);
-    init_barrier(shared + M::kKeysFull + 8 * place, 1);
-    init_barrier(shared + M::kKeysEmpty + 8 * place, kConsumerWarps);
-  }
-  for (int stage = 0; stage < M::kStages; ++stage) {
-    init_barrier(shared + M::kTileLanded + 8 * stage, 1);
-    init_barrier(shared + M::kStatisticsFull + 8 * stage, kPreparers);
-    init_barrier(shared + M::kTileEmpty + 8 * stage, kConsumerWarps);
-  }
-  for (int turn = 0; turn < M::kTurns; ++turn)
-    init_barrier(shared + M::kGradientsFull + 8 * turn, kConsumerWarps);
-  fence_barrier_init();
-}
-
-template <class T, bool kDropout>
+template <class T, int kHeadDim, bool kDropout>
 __global__ void __launch_bounds__(kThreads, 1)
     persistent_backward_kernel(const __grid_constant__ Params p) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -600,36 +440,42 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   if (threadIdx.x == 0) {
     for (const CUtensorMap* map : {&p.q, &p.k, &p.v, &p.out, &p.dout}) prefetch(*map);
-    init_barriers(shared);
+    init_barriers<kHeadDim>(shared);
   }
-  Order& order = *reinterpret_cast<Order*>(memory + Memory::kOrder);
+  Order& order = *reinterpret_cast<Order*>(memory + Memory<kHeadDim>::kOrder);
   if (warp == 1 && Order::serves(p.call.sequences)) sort(order, p.call.sequences);
   __syncthreads();
   const Heads items(p.call.sequences, order);
   if (warp < kGroup / 32) {
     give_registers<kProducerRegisters>();
-    if (warp == 0 && lane == 0) load_tiles(p, shared, items);
+    if (warp == 0 && lane == 0) load_tiles<kHeadDim>(p, shared, items);
     if (warp == 1) {
-      if (p.call.mask.data) zero_unattended(p, shared, memory, items);
-      if (p.call.sequences.cu_seqlens_q) zero_slack<T>(p.call);
+      if (p.call.mask.data) zero_unattended<kHeadDim>(p, shared, memory, items);
+      if (p.call.sequences.cu_seqlens_q) zero_slack<T, kHeadDim>(p.call);
     }
-    if (warp >= kFirstPreparer) prepare_statistics<T>(p, shared, memory, items);
+    if (warp >= kFirstPreparer) prepare_statistics<T, kHeadDim>(p, shared, memory, items);
   } else {
     take_registers<kConsumerRegisters>();
-    Consumer<T, kDropout>(p, shared, memory).run(items);
+    Consumer<T, kHeadDim, kDropout>(p, shared, memory).run(items);
   }
 #endif
 }
 
-template <class T>
-cudaError_t launch_backward(const Params& params, cudaStream_t stream) {
+template <class T, int kHeadDim>
+cudaError_t launch_head_dim(const Params& params, cudaStream_t stream) {
   const Sequences& s = params.call.sequences;
   const int64_t items = static_cast<int64_t>(s.heads) * s.batches;
   const unsigned blocks = static_cast<unsigned>(
       std::clamp<int64_t>(items, 1, attribute(cudaDevAttrMultiProcessorCount)));
-  const auto kernel = params.call.dropout.seed ? persistent_backward_kernel<T, true>
-                                               : persistent_backward_kernel<T, false>;
-  return launch<Params>(kernel, dim3(blocks), kThreads, params, stream, Memory::kBytes);
+  const auto kernel = params.call.dropout.seed ? persistent_backward_kernel<T, kHeadDim, true>
+                                               : persistent_backward_kernel<T, kHeadDim, false>;
+  return launch<Params>(kernel, dim3(blocks), kThreads, params, stream, Memory<kHeadDim>::kBytes);
+}
+
+template <class T>
+cudaError_t launch_backward(const Params& params, cudaStream_t stream) {
+  return params.call.head_dim == 32 ? launch_head_dim<T, 32>(params, stream)
+                                    : launch_head_dim<T, 64>(params, stream);
 }
 
 }  // namespace

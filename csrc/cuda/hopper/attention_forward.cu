@@ -14,7 +14,8 @@
 // cycles of the tensor cores, 14,336 exponentials 896 of the MUFU, as an eighth of them is a
 // polynomial, and the issue of 466 instructions by each of eight warps 932 of the four schedulers.
 // The tensor cores bind. Keys and values are 32 KB, or 32 bytes in a cycle from the L2 cache.
-// Device memory binds below about 400 keys.
+// Device memory binds below about 400 keys. At head dim 32 the tensor cores take 512 cycles, the
+// MUFU 928 and the issue 916, so that the MUFU binds.
 
 #include <algorithm>
 
@@ -44,12 +45,12 @@ constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
 constexpr int kTurn = 1, kGroupBarrier = kTurn + kConsumers;
 
 // Shared memory from an address that is a multiple of 1024 on. A tile of 128 rows has a part of
-// 64 columns after the other.
+// 64 columns after the other, or a single part of 32.
 template <int kHeadDim>
 struct Memory {
-  static constexpr int kParts = kHeadDim / kBoxColumns;
-  static constexpr int kPartBytes = kKeyRows * kBoxRowBytes, kTileBytes = kParts * kPartBytes;
-  static constexpr int kStages = kHeadDim == 64 ? 4 : 2, kPlaces = kHeadDim == 64 ? 3 : 2;
+  using Row = BoxRow<kHeadDim>;
+  static constexpr int kPartBytes = kKeyRows * Row::kBytes, kTileBytes = Row::kParts * kPartBytes;
+  static constexpr int kStages = kHeadDim == 128 ? 2 : 4, kPlaces = kHeadDim == 128 ? 2 : 3;
   static constexpr int kKeys = kPlaces * kTileBytes, kValues = kKeys + kStages * kTileBytes;
   static constexpr int kBits = kValues + kStages * kTileBytes;
   static constexpr int kBarriers = kBits + kStages * kKeyWords * 4;
@@ -76,7 +77,7 @@ __device__ void load_tiles(const Params& p, uint32_t shared, Items items) {
   using M = Memory<kHeadDim>;
   const auto load = [&](uint32_t to, const CUtensorMap& map, const RowAt& at, uint32_t barrier) {
 #pragma unroll
-    for (int part = 0; part < M::kParts; ++part)
+    for (int part = 0; part < M::Row::kParts; ++part)
       load_box(to + part * M::kPartBytes, map, part * kBoxColumns, at, barrier);
   };
   // Values under a mask land first; zero_unattended passes them on.
@@ -124,7 +125,7 @@ __device__ void zero_unattended(const Params& p, uint32_t shared, unsigned char*
         arrive(shared + M::kKeysFull + 8 * stage.stage);
       }
       wait(shared + M::kLanded + 8 * stage.stage, stage.parity);
-      zero_unattended_rows<M::kParts>(memory + M::kValues + stage.stage * M::kTileBytes, bits);
+      zero_unattended_rows<kHeadDim>(memory + M::kValues + stage.stage * M::kTileBytes, bits);
       fence_async_proxy();
       __syncwarp();
       if (lane == 0) arrive(shared + M::kValuesFull + 8 * stage.stage);
@@ -163,7 +164,8 @@ __device__ void hide(float (&scores)[kScores], const KeyBits (&bits)[kKeyWords])
 template <class T, int kHeadDim>
 __device__ void start_scores(float (&scores)[kScores], uint32_t queries, uint32_t keys) {
   using M = Memory<kHeadDim>;
-  const uint64_t left = descriptor(queries), right = descriptor(keys);
+  const uint64_t left = descriptor<M::Row::kBytes>(queries),
+                 right = descriptor<M::Row::kBytes>(keys);
 #pragma unroll
   for (int step = 0; step < kHeadDim / 16; ++step) {
     const int offset = step / 4 * M::kPartBytes + step % 4 * 32;
@@ -177,10 +179,10 @@ template <class T, int kHeadDim>
 __device__ void start_sums(float (&sums)[kHeadDim / 2], const uint32_t (&weights)[kScores / 2],
                            uint32_t values) {
   using M = Memory<kHeadDim>;
-  const uint64_t right = descriptor(values, M::kPartBytes);
+  const uint64_t right = descriptor<M::Row::kBytes>(values, M::kPartBytes);
 #pragma unroll
   for (int step = 0; step < kKeyRows / 16; ++step)
-    accumulate_rows(sums, weights + 4 * step, moved(right, step * 16 * kBoxRowBytes), T{});
+    accumulate_rows(sums, weights + 4 * step, moved(right, step * 16 * M::Row::kBytes), T{});
   end_products();
 }
 
@@ -267,7 +269,7 @@ class Consumer {
 #pragma unroll
     for (float& sum : sums_) sum = 0.0f;
     const uint32_t queries =
-        shared_ + place_.stage * M::kTileBytes + group_ * kGroupRows * kBoxRowBytes;
+        shared_ + place_.stage * M::kTileBytes + group_ * kGroupRows * M::Row::kBytes;
     wait(shared_ + M::kQueriesFull + 8 * place_.stage, place_.parity);
     if (item.key_tiles > 0) {
       wait(shared_ + M::kKeysFull + 8 * keys_.stage, keys_.parity);
@@ -356,8 +358,7 @@ class Consumer {
     }
     // All warps of the group have read their queries.
     sync_group(kGroupBarrier + group_, kGroup);
-    const uint32_t to = queries + warp() * kWarpRows * kBoxRowBytes;
-    const int lane_row = lane() % 16;
+    const uint32_t to = queries + warp() * kWarpRows * M::Row::kBytes;
 #pragma unroll
     for (int step = 0; step < kHeadDim / 16; ++step) {
       uint32_t pairs[4];
@@ -365,15 +366,15 @@ class Consumer {
       for (int i = 0; i < 4; ++i)
         pairs[i] = pair(sums_[8 * step + 2 * i] * inverse[i % 2],
                         sums_[8 * step + 2 * i + 1] * inverse[i % 2], T{});
-      const int chunk = (step % 4 * 2 + lane() / 16) ^ (lane_row % 8);
-      store_matrices(to + step / 4 * M::kPartBytes + lane_row * kBoxRowBytes + chunk * 16, pairs);
+      const int chunk = step % 4 * 2 + lane() / 16;
+      store_matrices(to + step / 4 * M::kPartBytes + M::Row::offset(lane() % 16, chunk), pairs);
     }
     fence_async_proxy();
     __syncwarp();
     if (lane() == 0) {
       const RowAt at = item.query(group_ * kGroupRows + warp() * kWarpRows);
 #pragma unroll
-      for (int part = 0; part < M::kParts; ++part)
+      for (int part = 0; part < M::Row::kParts; ++part)
         store_box(p_.out, part * kBoxColumns, at, to + part * M::kPartBytes);
       commit_stores();
     }
@@ -443,7 +444,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 }
 
 template <class T, int kHeadDim>
-cudaError_t launch_forward(const Params& params, cudaStream_t stream) {
+cudaError_t launch_head_dim(const Params& params, cudaStream_t stream) {
   const Sequences& s = params.call.sequences;
   const int64_t items = ceil_div(s.max_q, kQueryRows) * s.heads * s.batches;
   // Without an item, one block still writes the rows of no sequence.
@@ -452,6 +453,18 @@ cudaError_t launch_forward(const Params& params, cudaStream_t stream) {
   const auto kernel = params.call.dropout.seed ? persistent_forward_kernel<T, kHeadDim, true>
                                                : persistent_forward_kernel<T, kHeadDim, false>;
   return launch<Params>(kernel, dim3(blocks), kThreads, params, stream, Memory<kHeadDim>::kBytes);
+}
+
+template <class T>
+cudaError_t launch_forward(const Params& params, cudaStream_t stream) {
+  switch (params.call.head_dim) {
+    case 32:
+      return launch_head_dim<T, 32>(params, stream);
+    case 64:
+      return launch_head_dim<T, 64>(params, stream);
+    default:
+      return launch_head_dim<T, 128>(params, stream);
+  }
 }
 
 }  // namespace
@@ -469,11 +482,8 @@ cudaError_t hopper_attention_forward(const AttentionForward& p, cudaStream_t str
   if (!error) error = encode(params.v, v, p.format, p.head_dim, s, rows_k, kKeyRows);
   if (!error) error = encode(params.out, p.out, p.format, p.head_dim, s, s.rows_q, kWarpRows);
   if (error) return error;
-  if (p.format == Format::f16)
-    return p.head_dim == 64 ? launch_forward<__half, 64>(params, stream)
-                            : launch_forward<__half, 128>(params, stream);
-  return p.head_dim == 64 ? launch_forward<__nv_bfloat16, 64>(params, stream)
-                          : launch_forward<__nv_bfloat16, 128>(params, stream);
+  return p.format == Format::f16 ? launch_forward<__half>(params, stream)
+                                 : launch_forward<__nv_bfloat16>(params, stream);
 }
 
 }  // namespace fastbert::cuda

@@ -16,7 +16,8 @@ const char* refuses(const Params& p) {
           attribute(cudaDevAttrComputeCapabilityMinor) !=
       90)
     return "the GPU is none of compute capability 9.0";
-  if (p.head_dim != 64 && p.head_dim != 128) return "the head dim is not 64 or 128";
+  if (p.head_dim != 32 && p.head_dim != 64 && p.head_dim != 128)
+    return "the head dim is not 32, 64 or 128";
   if (p.mask.data && p.mask.stride_row != 0 && p.sequences.max_q > 1)
     return "the mask differs between queries";
   const Sequences& s = p.sequences;
@@ -32,7 +33,7 @@ const char* hopper_attention_refuses(const AttentionForward& p) { return refuses
 
 const char* hopper_attention_refuses(const AttentionBackward& p) {
   if (const char* reason = refuses(p)) return reason;
-  if (p.head_dim != 64) return "the head dim is not 64";
+  if (p.head_dim == 128) return "the head dim is 128";
   if (!has_tensor_map(p.dout, p.sequences, p.sequences.rows_q))
     return "a dimension of dout broadcasts";
   return nullptr;

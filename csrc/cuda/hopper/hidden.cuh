@@ -27,18 +27,19 @@ inline __device__ void attended_keys(KeyBits (&bits)[kKeyWords], const Attention
 }
 
 // Zeroes the rows of a tile whose keys are not attended, because what they hold may be NaN. One
-// warp calls this; the tile has kParts parts of 64 columns.
-template <int kParts>
+// warp calls this.
+template <int kHeadDim>
 __device__ void zero_unattended_rows(unsigned char* tile, const KeyBits (&bits)[kKeyWords]) {
+  using Row = BoxRow<kHeadDim>;
 #pragma unroll
   for (int word = 0; word < kKeyWords; ++word) {
     if (bits[word] == kAllKeys) continue;
 #pragma unroll 1
-    for (int i = static_cast<int>(threadIdx.x) % 32; i < 32 * kParts * 8; i += 32) {
-      const int row = i / 8 % 32, part = i / 256;
+    for (int i = static_cast<int>(threadIdx.x) % 32; i < 32 * Row::kParts * Row::kChunks; i += 32) {
+      const int row = i / Row::kChunks % 32, part = i / (32 * Row::kChunks);
       if (bits[word] >> row & 1) continue;
-      *reinterpret_cast<uint4*>(tile + part * kKeyRows * kBoxRowBytes +
-                                (32 * word + row) * kBoxRowBytes + i % 8 * 16) = {0, 0, 0, 0};
+      *reinterpret_cast<uint4*>(tile + (part * kKeyRows + 32 * word + row) * Row::kBytes +
+                                i % Row::kChunks * 16) = {0, 0, 0, 0};
     }
   }
 }

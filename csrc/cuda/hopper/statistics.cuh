@@ -17,25 +17,27 @@ struct Statistics {
 };
 
 // Returns delta of row `first` + lane of a tile of dout and of out in the layout of tma.cuh. All
-// lanes of a warp call this; eight of them share a row.
-template <class T>
+// lanes of a warp call this; as many share a row as it has chunks of 16 bytes.
+template <class T, int kHeadDim>
 __device__ float delta_of(const unsigned char* dout, const unsigned char* out, int first) {
+  using Row = BoxRow<kHeadDim>;
+  constexpr int kSharers = Row::kChunks, kRows = 32 / kSharers;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   float delta = 0.0f;
 #pragma unroll 1
-  for (int i = 0; i < 8; ++i) {
-    const int row = first + 4 * i + lane / 8;
+  for (int i = 0; i < 32 / kRows; ++i) {
+    const int row = first + kRows * i + lane / kSharers;
     // Both tiles have a chunk at the same place, so that the order of the chunks does not matter.
-    const int at = row * kBoxRowBytes + lane % 8 * 16;
+    const int at = row * Row::kBytes + lane % kSharers * 16;
     const Pack<T, kWidth<T>> a = *reinterpret_cast<const Pack<T, kWidth<T>>*>(dout + at);
     const Pack<T, kWidth<T>> b = *reinterpret_cast<const Pack<T, kWidth<T>>*>(out + at);
     float sum = 0.0f;
 #pragma unroll
     for (int e = 0; e < kWidth<T>; ++e) sum += to_float(a.values[e]) * to_float(b.values[e]);
 #pragma unroll
-    for (int bit = 1; bit < 8; bit *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, bit);
-    const float of_group = __shfl_sync(0xffffffffu, sum, 8 * (lane % 4));
-    if (lane / 4 == i) delta = of_group;
+    for (int bit = 1; bit < kSharers; bit *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, bit);
+    const float of_group = __shfl_sync(0xffffffffu, sum, kSharers * (lane % kRows));
+    if (lane / kRows == i) delta = of_group;
   }
   return delta;
 }

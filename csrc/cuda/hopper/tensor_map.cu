@@ -68,8 +68,11 @@ cudaError_t encode(CUtensorMap& map, const HeadRows& x, Format format, int head_
       packed ? kUnbounded : 1};
   const cuuint64_t strides[] = {row, head, packed ? row : bytes(s.batches, x.stride_batch),
                                 packed ? kWrap - row : kAnyStride};
-  const cuuint32_t box[] = {kBoxColumns, static_cast<cuuint32_t>(box_rows), 1, 1, 1};
-  return encode_tiled(map, format, 5, x.data, sizes, strides, box, CU_TENSOR_MAP_SWIZZLE_128B);
+  const cuuint32_t columns = box_columns(head_dim);
+  const cuuint32_t box[] = {columns, static_cast<cuuint32_t>(box_rows), 1, 1, 1};
+  return encode_tiled(
+      map, format, 5, x.data, sizes, strides, box,
+      columns == kBoxColumns ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B);
 }
 
 cudaError_t encode_matrix(CUtensorMap& map, const ConstMatrix& x, Format format, int64_t rows,

@@ -1,8 +1,9 @@
 // Copies of boxes of rows between global and shared memory by the copy engine (TMA).
 //
-// A box has 64 neighbouring 16-bit elements of up to 128 rows of one head. In shared memory a row
-// takes 128 bytes, and chunk c of 16 bytes of row r lies at place c XOR (r % 8) of its row, in
-// memory aligned to 1024 bytes. wgmma reads this layout (swizzle of 128 bytes) without conflicts.
+// A box has 64 neighbouring 16-bit elements of up to 128 rows of one head, or 32 at head dim 32. In
+// shared memory a row takes 128 bytes, and chunk c of 16 bytes of row r lies at place c XOR (r % 8)
+// of its row, in memory aligned to 1024 bytes. A row of 64 bytes has chunk c at place
+// c XOR (r / 2 % 4). wgmma reads both layouts (swizzles of 128 and 64 bytes) without conflicts.
 //
 // Packed rows of other sequences are neither read nor written, because each sequence ends at the
 // bound of a dimension. Row r of a sequence of `length` rows has the coordinates (kEnd - length +
@@ -23,6 +24,23 @@ namespace fastbert::cuda {
 
 constexpr int kBoxColumns = 64, kBoxRowBytes = 128;
 constexpr int kEnd = 1 << 30;
+
+// The columns of a box of rows of a head.
+inline __host__ __device__ constexpr int box_columns(int head_dim) {
+  return head_dim < kBoxColumns ? head_dim : kBoxColumns;
+}
+
+// The rows of the boxes of a head in shared memory.
+template <int kHeadDim>
+struct BoxRow {
+  static constexpr int kColumns = box_columns(kHeadDim), kBytes = 2 * kColumns;
+  static constexpr int kParts = kHeadDim / kColumns, kChunks = kColumns / 8;
+
+  // The offset of a chunk of 16 bytes of a row.
+  static __device__ int offset(int row, int chunk) {
+    return row * kBytes + (chunk ^ (row * kBytes / kBoxRowBytes % kChunks)) * 16;
+  }
+};
 
 // Coordinates of a row of a head, without its column.
 struct RowAt {

@@ -18,12 +18,14 @@
 
 namespace fastbert::cuda {
 
-// The descriptor of an operand in the layout of tma.cuh: 64 elements of 128 bytes in each row. Rows
-// come in groups of eight, 1024 bytes apart. `halves` is the distance in bytes between the first 64
-// and the next 64 columns of a right operand whose rows are those of the sum (kRightRows).
-inline __device__ uint64_t descriptor(uint32_t address, uint32_t halves = 16) {
-  constexpr uint64_t kSwizzle128 = 1;
-  return kSwizzle128 << 62 | static_cast<uint64_t>(1024 / 16) << 32 |
+// The descriptor of an operand in the layout of tma.cuh, with rows of 128 or 64 bytes. Groups of
+// eight rows follow each other. `halves` is the distance in bytes between the first 64 and the next
+// 64 columns of a right operand of accumulate_rows.
+template <int kRowBytes = 128>
+__device__ uint64_t descriptor(uint32_t address, uint32_t halves = 16) {
+  static_assert(kRowBytes == 128 || kRowBytes == 64);
+  constexpr uint64_t kSwizzle = kRowBytes == 128 ? 1 : 2;
+  return kSwizzle << 62 | static_cast<uint64_t>(8 * kRowBytes / 16) << 32 |
          static_cast<uint64_t>(halves / 16) << 16 | (address & 0x3ffff) / 16;
 }
 
@@ -96,7 +98,7 @@ __device__ void discard(float (&x)[kCount]) {
 // registers or in shared memory.
 //
 // accumulate_rows(sums, left, right): sums += left right, of 16 rows of `right` in shared memory,
-// which has 64 or 128 columns. `left` is in registers.
+// which has 32, 64 or 128 columns. `left` is in registers.
 //
 // multiply_rows(sums, left, right, accumulate): sums = left^T right, or sums += with `accumulate`,
 // of 16 rows of both operands in shared memory, where `left` has 64 columns, and `right` 32 or 64.
@@ -145,6 +147,15 @@ __device__ void discard(float (&x)[kCount]) {
         "}, %32, %33, p, 1, 1, 1, 1;\n}"                                                          \
         : FASTBERT_SUMS_32                                                                        \
         : "l"(left), "l"(right), "r"(accumulate));                                                \
+  }                                                                                               \
+  __forceinline__ __device__ void accumulate_rows(float (&sums)[16], const uint32_t* left,        \
+                                                  uint64_t right, T) {                            \
+    asm volatile(                                                                                 \
+        "{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\n"                                                \
+        "wgmma.mma_async.sync.aligned.m64n32k16.f32." TYPE "." TYPE " {" FASTBERT_NAMES_16        \
+        "}, {%16, %17, %18, %19}, %20, p, 1, 1, 1;\n}"                                            \
+        : FASTBERT_SUMS_16                                                                        \
+        : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right));                    \
   }                                                                                               \
   __forceinline__ __device__ void accumulate_rows(float (&sums)[32], const uint32_t* left,        \
                                                   uint64_t right, T) {                            \

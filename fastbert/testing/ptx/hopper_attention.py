@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 from collections import Counter
+from collections.abc import Collection, Sequence
 from ctypes import byref
 from pathlib import Path
 from typing import Any
@@ -69,19 +70,24 @@ def machine_code(folder: Path, direction: str = "forward") -> dict[tuple[str, in
 
     Returns:
         The machine code by dtype, head dim, and whether the kernel has dropout.
+
+    Raises:
+        RuntimeError: If ptxas makes the products of a kernel wait for each other.
     """
     cubin = folder / f"attention_{direction}.cubin"
     command = ["nvcc", "-cubin", "-O3", "-std=c++17"]
-    command += ["-gencode", "arch=compute_90a,code=sm_90a"]
+    command += ["-gencode", "arch=compute_90a,code=sm_90a", "-Xptxas", "-v"]
     source = str(CUDA / "hopper" / f"attention_{direction}.cu")
-    subprocess.run([*command, source, "-o", str(cubin)], check=True)
+    command += [source, "-o", str(cubin)]
+    report = subprocess.run(command, check=True, stderr=subprocess.PIPE, text=True).stderr
+    if "serialized" in report:
+        raise RuntimeError(f"ptxas serializes products:\n{report}")
     found = {}
     for function, text in functions(cuobjdump("--dump-sass", cubin)).items():
-        match = re.search(r"kernelI\d+__([a-z_\d]+?)(?:Li(\d+)E)?Lb(\d)E", function)
+        match = re.search(r"kernelI\d+__([a-z_\d]+?)Li(\d+)ELb(\d)E", function)
         assert match is not None
         dtype = {"nv_bfloat16": "bfloat16", "half": "float16"}[match[1]]
-        # The kernel of the backward has one head dim.
-        found[dtype, int(match[2] or 64), match[3] == "1"] = text
+        found[dtype, int(match[2]), match[3] == "1"] = text
     return found
 
 
@@ -101,20 +107,33 @@ def loop_over_tiles(code: str) -> list[Instruction]:
 def path_of_a_tile(code: str) -> list[Instruction]:
     """Return the instructions that a warp executes for a tile without hidden keys.
 
-    The path leaves out the selections of hidden scores, and the rescaling of sums.
+    The path leaves out the selections of hidden scores, and the rescaling of sums. If two groups of
+    warps take turns with some of the products, these are the instructions for two tiles.
     """
     body = loop_over_tiles(code)
     places = {x.address: i for i, x in enumerate(body)}
+    ends = [places.get(x.target or 0, 0) for x in body]
+    turns = {
+        x.guard for i, x in enumerate(body) if any(y.name == "HGMMA" for y in body[i : ends[i]])
+    }
+    if len(turns) > 1:
+        raise ValueError(f"code: products depend on {len(turns)} predicates, allowed: at most 1")
     path = []
-    i = 0
-    while i < len(body):
-        path.append(body[i])
-        to = places.get(body[i].target or 0, 0)
-        if to > i:
-            skipped = Counter(x.name for x in body[i:to])
-            # Both kinds of hidden keys are skipped: those of a mask, and those beyond the end.
-            if not body[i].guard or any(skipped[name] > MANY for name in RARE) or to - i > 2 * MANY:
-                i = to
-                continue
-        i += 1
+    for skipped in (True, False) if turns else (False,):
+        i = 0
+        while i < len(body):
+            path.append(body[i])
+            if ends[i] > i and _skips(body[i : ends[i]], turns, skipped):
+                i = ends[i]
+            else:
+                i += 1
     return [x for x in path if x.name != "NOP"]
+
+
+def _skips(block: Sequence[Instruction], turns: Collection[str], skipped: bool) -> bool:
+    """Return whether the branch at the start of a block skips it in a tile without hidden keys."""
+    if block[0].guard in turns:
+        return skipped
+    counts = Counter(x.name for x in block)
+    # Both kinds of hidden keys are skipped: those of a mask, and those beyond the end.
+    return not block[0].guard or any(counts[x] > MANY for x in RARE) or len(block) > 2 * MANY

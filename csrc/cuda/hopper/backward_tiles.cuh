@@ -1,0 +1,199 @@
+// The shared memory of the backward of attention, and the group of warps that fills it: the copies,
+// the zeroed keys, and the statistics of the queries.
+
+#pragma once
+
+#include "../attention.cuh"
+#include "../attention_tile.cuh"
+#include "../softmax.cuh"
+#include "hidden.cuh"
+#include "pipeline.cuh"
+#include "schedule.cuh"
+#include "statistics.cuh"
+#include "tma.cuh"
+
+namespace fastbert::cuda::backward {
+
+constexpr int kGroup = 128, kConsumers = 2, kThreads = kGroup * (1 + kConsumers);
+constexpr int kConsumerWarps = kConsumers * kGroup / 32;
+// Of the first group: one thread of warp 0 copies, warp 1 zeroes, and these prepare statistics.
+constexpr int kFirstPreparer = 2, kPreparers = 2;
+
+// Shared memory from an address that is a multiple of 1024 on.
+template <int kHeadDim>
+struct Memory {
+  using Row = BoxRow<kHeadDim>;
+  static constexpr int kKeyBytes = kKeyRows * Row::kBytes;
+  static constexpr int kTileBytes = kTileQueries * Row::kBytes;
+  static constexpr int kPlaces = 2, kStages = 4, kTurns = 3;
+  // A place has keys and values, and a stage has queries, dout and out.
+  static constexpr int kPlaceBytes = 2 * kKeyBytes, kStageBytes = 3 * kTileBytes;
+  static constexpr int kRing = kPlaces * kPlaceBytes;
+  // ds of a tile, in turn in one of three places, with keys as rows. A group writes ds before it
+  // has waited for the products of the tile before, when the other group may be a tile behind.
+  using GradientRow = BoxRow<kTileQueries>;
+  static constexpr int kGradients = kRing + kStages * kStageBytes;
+  static constexpr int kGradientBytes = kKeyRows * GradientRow::kBytes;
+  static constexpr int kStatistics = kGradients + kTurns * kGradientBytes;
+  static constexpr int kBits = kStatistics + kStages * static_cast<int>(sizeof(Statistics));
+  static constexpr int kBarriers = kBits + kPlaces * kKeyWords * 4;
+  // Barriers of each place: keys landed, full, empty; of each stage: tile landed, statistics full,
+  // empty; of each turn: ds full.
+  static constexpr int kKeysLanded = kBarriers, kKeysFull = kKeysLanded + 8 * kPlaces;
+  static constexpr int kKeysEmpty = kKeysFull + 8 * kPlaces;
+  static constexpr int kTileLanded = kKeysEmpty + 8 * kPlaces;
+  static constexpr int kStatisticsFull = kTileLanded + 8 * kStages;
+  static constexpr int kTileEmpty = kStatisticsFull + 8 * kStages;
+  static constexpr int kGradientsFull = kTileEmpty + 8 * kStages;
+  static constexpr int kOrder = kGradientsFull + 8 * kTurns;
+  static constexpr int kBytes = kOrder + sizeof(Order);
+};
+
+struct Params {
+  CUtensorMap q, k, v, out, dout;
+  AttentionBackward call;
+};
+
+inline __device__ int tiles_of(const Head& head) {
+  return (head.queries + kTileQueries - 1) / kTileQueries;
+}
+
+template <int kHeadDim>
+__device__ void init_barriers(uint32_t shared) {
+  using M = Memory<kHeadDim>;
+  for (int place = 0; place < M::kPlaces; ++place) {
+    init_barrier(shared + M::kKeysLanded + 8 * place, 1);
+    init_barrier(shared + M::kKeysFull + 8 * place, 1);
+    init_barrier(shared + M::kKeysEmpty + 8 * place, kConsumerWarps);
+  }
+  for (int stage = 0; stage < M::kStages; ++stage) {
+    init_barrier(shared + M::kTileLanded + 8 * stage, 1);
+    init_barrier(shared + M::kStatisticsFull + 8 * stage, kPreparers);
+    init_barrier(shared + M::kTileEmpty + 8 * stage, kConsumerWarps);
+  }
+  for (int turn = 0; turn < M::kTurns; ++turn)
+    init_barrier(shared + M::kGradientsFull + 8 * turn, kConsumerWarps);
+  fence_barrier_init();
+}
+
+// The copies: one thread.
+template <int kHeadDim>
+__device__ void load_tiles(const Params& p, uint32_t shared, const Heads& items) {
+  using M = Memory<kHeadDim>;
+  // Keys under a mask land first; zero_unattended passes them on.
+  const uint32_t keys_full = shared + (p.call.mask.data ? M::kKeysLanded : M::kKeysFull);
+  Place<M::kPlaces> place;
+  Place<M::kStages> stage;
+  items.each([&](const Item& item) {
+    for (int block = 0; block < item.key_tiles; ++block, place.advance()) {
+      const uint32_t keys = shared + place.stage * M::kPlaceBytes;
+      const uint32_t full = keys_full + 8 * place.stage;
+      wait(shared + M::kKeysEmpty + 8 * place.stage, place.parity ^ 1);
+      arrive_expecting(full, M::kPlaceBytes);
+      load_box(keys, p.k, 0, item.key(block * kKeyRows), full);
+      load_box(keys + M::kKeyBytes, p.v, 0, item.key(block * kKeyRows), full);
+      for (int tile = 0; tile < tiles_of(item.head); ++tile, stage.advance()) {
+        const uint32_t to = shared + M::kRing + stage.stage * M::kStageBytes;
+        const uint32_t landed = shared + M::kTileLanded + 8 * stage.stage;
+        const RowAt at = item.query(tile * kTileQueries);
+        wait(shared + M::kTileEmpty + 8 * stage.stage, stage.parity ^ 1);
+        // Out serves delta alone, which the first block of keys leaves to the others.
+        arrive_expecting(landed, block == 0 ? M::kStageBytes : 2 * M::kTileBytes);
+        load_box(to, p.q, 0, at, landed);
+        load_box(to + M::kTileBytes, p.dout, 0, at, landed);
+        if (block == 0) load_box(to + 2 * M::kTileBytes, p.out, 0, at, landed);
+      }
+    }
+  });
+}
+
+// Under a mask of keys: publishes the attended keys of each block, and zeroes keys and values of
+// the others, which may be NaN. One warp.
+template <int kHeadDim>
+__device__ void zero_unattended(const Params& p, uint32_t shared, unsigned char* memory,
+                                const Heads& items) {
+  using M = Memory<kHeadDim>;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  Place<M::kPlaces> place;
+  items.each([&](const Item& item) {
+    for (int block = 0; block < item.key_tiles; ++block, place.advance()) {
+      KeyBits bits[kKeyWords];
+      attended_keys(bits, p.call.mask, item, block);
+      wait(shared + M::kKeysLanded + 8 * place.stage, place.parity);
+      unsigned char* keys = memory + place.stage * M::kPlaceBytes;
+      zero_unattended_rows<kHeadDim>(keys, bits);
+      zero_unattended_rows<kHeadDim>(keys + M::kKeyBytes, bits);
+      if (lane == 0)
+        *reinterpret_cast<uint4*>(memory + M::kBits + place.stage * kKeyWords * 4) = {
+            bits[0], bits[1], bits[2], bits[3]};
+      fence_async_proxy();
+      __syncwarp();
+      if (lane == 0) arrive(shared + M::kKeysFull + 8 * place.stage);
+    }
+  });
+}
+
+// The statistics of the queries of each tile; delta is computed in the first block of keys. Each of
+// kPreparers warps has a share of the rows.
+template <class T, int kHeadDim>
+__device__ void prepare_statistics(const Params& p, uint32_t shared, unsigned char* memory,
+                                   const Heads& items) {
+  using M = Memory<kHeadDim>;
+  static_assert(kTileQueries == 32 * kPreparers);
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int first = (static_cast<int>(threadIdx.x) / 32 - kFirstPreparer) * 32;
+  const AttentionBackward& call = p.call;
+  Place<M::kStages> stage;
+  items.each([&](const Item& item) {
+    const Head& h = item.head;
+    const int64_t row = h.batch * call.lse_stride_batch + h.head * call.lse_stride_head + h.first_q;
+    for (int block = 0; block < item.key_tiles; ++block) {
+      for (int tile = 0; tile < tiles_of(h); ++tile, stage.advance()) {
+        const int query = tile * kTileQueries + first + lane;
+        const bool exists = query < h.queries;
+        const float logarithm = exists ? call.lse[row + query] : -INFINITY;
+        float delta = exists && block > 0 ? call.delta[row + query] : 0.0f;
+        wait(shared + M::kTileLanded + 8 * stage.stage, stage.parity);
+        if (block == 0) {
+          const unsigned char* dout =
+              memory + M::kRing + stage.stage * M::kStageBytes + M::kTileBytes;
+          delta = delta_of<T, kHeadDim>(dout, dout + M::kTileBytes, first);
+          if (exists && item.key_tiles > 1) call.delta[row + query] = delta;
+        }
+        Statistics& to = reinterpret_cast<Statistics*>(memory + M::kStatistics)[stage.stage];
+        to.logarithm[first + lane] = logarithm == -INFINITY ? INFINITY : logarithm * kLog2E;
+        to.delta[first + lane] = delta;
+        __syncwarp();
+        if (lane == 0) arrive(shared + M::kStatisticsFull + 8 * stage.stage);
+      }
+    }
+  });
+}
+
+// Zeroes the rows of a head from `first` to before `end`. One of `warps` warps calls this.
+template <class T, int kHeadDim>
+__device__ void zero_rows(const HeadRows& x, const Head& h, int64_t first, int64_t end, int warp,
+                          int warps) {
+  constexpr int kChunks = kHeadDim / 8;
+  T* const rows = rows_of<T>(x, h, 0);
+#pragma unroll 1
+  for (int64_t i = first * kChunks + 32 * warp + threadIdx.x % 32; i < end * kChunks;
+       i += 32 * warps)
+    *reinterpret_cast<uint4*>(rows + i / kChunks * x.stride_row + i % kChunks * 8) = {0, 0, 0, 0};
+}
+
+// Rows of packed gradients that belong to no sequence. One warp of each block.
+template <class T, int kHeadDim>
+__device__ void zero_slack(const AttentionBackward& p) {
+  const Sequences& s = p.sequences;
+  const int blocks = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x);
+  const int64_t queries = s.cu_seqlens_q[s.batches], keys = s.cu_seqlens_k[s.batches];
+  for (int head = 0; head < s.heads; ++head) {
+    const Head h = {0, head, 0, 0, 0, 0};
+    zero_rows<T, kHeadDim>(p.dq, h, queries, s.rows_q, block, blocks);
+    zero_rows<T, kHeadDim>(p.dk, h, keys, s.rows_k, block, blocks);
+    zero_rows<T, kHeadDim>(p.dv, h, keys, s.rows_k, block, blocks);
+  }
+}
+
+}  // namespace fastbert::cuda::backward
