@@ -55,6 +55,7 @@ TORCH_LIBRARY(fastbert_C, m) {
   m.def(
       "linear(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, str activation, bool save) "
       "-> (Tensor y, Tensor h)");
+  m.def("linear_of_parts(Tensor x, Tensor[] weights, Tensor[] biases, str activation) -> Tensor");
   m.def(
       "linear_layer_norm(Tensor x, Tensor weight, Tensor? bias, Tensor residual, "
       "Tensor norm_weight, Tensor norm_bias, float eps) -> Tensor");
@@ -117,6 +118,7 @@ TORCH_LIBRARY_IMPL(fastbert_C, CPU, m) {
   implement<linear_cross_entropy_forward>(m, "linear_cross_entropy_forward");
   implement<linear_cross_entropy_backward>(m, "linear_cross_entropy_backward");
   implement<linear>(m, "linear");
+  implement<linear_of_parts>(m, "linear_of_parts");
   implement<linear_layer_norm>(m, "linear_layer_norm");
   implement<attention_forward>(m, "attention_forward");
   implement<attention_backward>(m, "attention_backward");

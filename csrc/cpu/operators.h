@@ -21,6 +21,12 @@ std::tuple<at::Tensor, at::Tensor> linear(const at::Tensor& x, const at::Tensor&
                                           const OptionalTensor& residual,
                                           const std::string& activation, bool save);
 
+// Returns activation(x Wᵀ + b), where W and b are the weights and the biases one after another
+// along the outputs. The weights are read as they are stored: nothing is copied or kept, so every
+// write to them is seen. `biases` is empty or as long as `weights`.
+at::Tensor linear_of_parts(const at::Tensor& x, at::TensorList weights, at::TensorList biases,
+                           const std::string& activation);
+
 // Returns LN(x Wᵀ + bias + residual) in the dtype of the residual: the dtype of x, or fp32.
 at::Tensor linear_layer_norm(const at::Tensor& x, const at::Tensor& weight,
                              const OptionalTensor& bias, const at::Tensor& residual,

@@ -114,6 +114,14 @@ def _products(calls: dict[str, list[Call]]) -> None:
     }
     half = {k: v.bfloat16() if torch.is_tensor(v) else v for k, v in linear.items()}
     calls["linear"] = [linear, half]
+    calls["linear_of_parts"] = [
+        {
+            "x": x,
+            "weights": weight.split((8, 4)),
+            "biases": bias.split((8, 4)),
+            "activation": "gelu",
+        }
+    ]
     calls["linear_layer_norm"] = [
         {
             "x": x, "weight": weight, "bias": bias, "residual": y,

@@ -114,9 +114,13 @@ HARMLESS = (
     (r"attention_\w+/1|encoder/1", r"max_seqlen(_[qk])?", r"4"),
     # Parameters may have any floating dtype. An operand that no other operand has to match may
     # change its dtype and its number of rows.
-    (r".*", r"bias|x_bias|weight|norm_weight|norm_bias|dloss|parameters", FLOATING),
-    (r".*_forward/.*|matmul/0|rotary/0|int8_linear/0|linear_layer_norm/0", r"[xha]", FLOATING),
-    (r"activation_forward/.*", r"h", ROWS),
+    (r".*", r"bias|biases|x_bias|weight|norm_weight|norm_bias|dloss|parameters", FLOATING),
+    (
+        r".*_forward/.*|matmul/0|rotary/0|int8_linear/0|linear_(of_parts|layer_norm)/0",
+        r"[xha]",
+        FLOATING,
+    ),
+    (r"activation_forward/.*|linear_of_parts/0", r"[hx]", ROWS),
     (r"layer_norm_forward/1", r"x", ROWS),
     (r"embedding_forward/1", r"ids", f"{ROWS}|empty"),
     (r"embedding_forward/1", r"word_table", FLOATING),
@@ -125,7 +129,7 @@ HARMLESS = (
     (r"embedding_.*", r"(word|type|position)_table", r"size \+ 1 of dimension 0"),
     (r"attention_(forward|weights)/1|encoder/1", r"q|k|hidden|cu_seqlens", ROWS),
     (r"attention_\w+/0|encoder/0", r"mask|bias", r"size [+-] 1 of dimension [01]"),
-    (r"encoder/.*", r"parameters", r"no tensor"),
+    (r"encoder/.*|linear_of_parts/0", r"parameters|biases", r"no tensor"),
     # The length of the bias sets how many of an int8 weight's padded outputs are real.
     (r"encoder/1", r"parameters", r"size [+-] 1 of dimension 0"),
     (r"scatter_rows/.*", r"values", r"dtype .*|rank \+ 1 behind|size .* of dimension 1"),

@@ -62,6 +62,7 @@ UNITS: dict[str, Unit] = {
     "cpu_varlen": source("varlen"),
 }
 
+PRODUCTS = ["tests/csrc/test_gemm.py", "tests/csrc/test_linear_of_parts.py"]
 # Noun → the tests that must catch a fault.
 CPP_SELECTIONS: dict[str, list[str]] = {
     "cpu_activation": ["tests/csrc/test_feed_forward.py", "-k", "avx2"],
@@ -74,9 +75,9 @@ CPP_SELECTIONS: dict[str, list[str]] = {
     "cpu_cross_entropy": ["tests/csrc/test_cross_entropy.py", "-k", "avx2"],
     "cpu_embedding": ["tests/csrc/test_embedding.py", "-k", "avx2"],
     "cpu_fp16": ["tests/csrc/test_feed_forward.py", "-k", "baseline"],
-    "cpu_gemm": ["tests/csrc/test_gemm.py", "-k", "avx2"],
-    "cpu_gemm_dots": ["tests/csrc/test_gemm.py", "-k", "avx512_bf16"],
-    "cpu_gemm_tiles": ["tests/csrc/test_gemm.py", "-k", "amx"],
+    "cpu_gemm": [*PRODUCTS, "-k", "avx2"],
+    "cpu_gemm_dots": [*PRODUCTS, "-k", "avx512_bf16"],
+    "cpu_gemm_tiles": [*PRODUCTS, "-k", "amx"],
     "cpu_int8": ["tests/csrc/test_int8.py", "-k", "avx2"],
     "cpu_int8_quads": ["tests/csrc/test_int8.py", "-k", "avx512_bf16"],
     "cpu_int8_tiles": ["tests/csrc/test_int8.py", "-k", "amx"],
@@ -164,6 +165,27 @@ GEMM = (
         "for (int64_t k = begin; k < end - 1; ++k) {",
     ),
     Fault(
+        "the_last_outputs_of_a_turned_task_stay_unfinished",
+        "cpu_gemm",
+        f"{CPU}/gemm/kernel.h",
+        "finished + kPanel <= end || (end == task.rows && finished < end);",
+        "finished + kPanel <= end;",
+    ),
+    Fault(
+        "the_left_operand_keeps_its_own_precision",
+        "cpu_gemm",
+        f"{CPU}/gemm/kernel.h",
+        "return To::widen(To::narrow(v));",
+        "return v;",
+    ),
+    Fault(
+        "turned_squares_stay_in_their_own_places",
+        "cpu_gemm",
+        f"{CPU}/gemm/epilogue.h",
+        "store(turned + (column + i) * kPanel + row, block[i]);",
+        "store(turned + (row + i) * kPanel + column, block[i]);",
+    ),
+    Fault(
         "chunks_of_k_overwrite_each_other",
         "cpu_gemm",
         f"{CPU}/gemm/kernel.h",
@@ -223,8 +245,9 @@ GEMM = (
         "last_columns_have_no_task",
         "cpu_gemm",
         f"{CPU}/gemm/tasks.h",
-        "(plan.long_blocks + short_blocks) * quotient_up(g.n, columns);",
-        "(plan.long_blocks + short_blocks) * (g.n < columns ? 1 : g.n / columns);",
+        "(plan.long_blocks + short_blocks) * quotient_up(right_rows(g), columns);",
+        "(plan.long_blocks + short_blocks) * "
+        "(right_rows(g) < columns ? 1 : right_rows(g) / columns);",
     ),
     Fault(
         "last_rows_have_no_task",
@@ -280,6 +303,20 @@ GEMM_PAIRS = (
         f"{CPU}/isa/pairs.h",
         "return (Vec)((WordVec)even >> 16 | ((WordVec)odd & 0xffff0000u));",
         "return (Vec)((WordVec)odd >> 16 | ((WordVec)even & 0xffff0000u));",
+    ),
+    Fault(
+        "a_block_is_finished_before_all_its_squares_are_turned",
+        "cpu_gemm_tiles",
+        f"{CPU}/gemm/tile_kernel.h",
+        "while (part < 4) turn_part",
+        "while (part < 3) turn_part",
+    ),
+    Fault(
+        "wide_weights_are_loaded_in_place",
+        "cpu_gemm_tiles",
+        f"{CPU}/gemm/tile_kernel.h",
+        "g.format == Format::bf16 && g.a_column == 1",
+        "g.a_column == 1",
     ),
     Fault(
         "steps_of_a_panel_follow_its_rows",

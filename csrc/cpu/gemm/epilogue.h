@@ -6,6 +6,7 @@
 #include "../isa/formats.h"
 #include "../isa/kernels.h"
 #include "../isa/pairs.h"
+#include "../isa/transpose.h"
 #include "../isa/vec.h"
 #include "../rows/activation.h"
 #include "../rows/moments.h"
@@ -143,7 +144,7 @@ FASTBERT_INLINE void finish_to(const Epilogue& e, const Tile& tile, const float*
 __attribute__((noinline)) void finish_tile(const Epilogue& e, const Tile& tile) {
   const float* bias = e.bias ? e.bias + tile.column : nullptr;
   const auto lying_like_out = [&](auto type, void* matrix) __attribute__((always_inline)) {
-    return place_of((typename decltype(type)::Storage*)matrix, e.n, tile);
+    return place_of((typename decltype(type)::Storage*)matrix, e.out_row, tile);
   };
   if (e.pre_activation) {
     with_format(e.pre_activation_format, [&](auto type) __attribute__((always_inline)) {
@@ -154,6 +155,30 @@ __attribute__((noinline)) void finish_tile(const Epilogue& e, const Tile& tile) 
   with_format(e.out_format, [&](auto type) __attribute__((always_inline)) {
     finish_to<decltype(type)>(e, tile, bias, lying_like_out(type, e.out));
   });
+}
+
+// Transposes a block of kPanel x kPanel sums whose rows are `stride` apart, one square of registers
+// at a time: the square `part` of 4.
+FASTBERT_INLINE void turn_part(const float* sums, int64_t stride, float* turned, int part) {
+  const int64_t row = part / 2 * kLanes, column = part % 2 * kLanes;
+  Vec block[kLanes];
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; ++i) block[i] = load(sums + (row + i) * stride + column);
+  transpose(block);
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; ++i) store(turned + (column + i) * kPanel + row, block[i]);
+}
+
+// Finishes a tile of sums whose rows belong to columns of the result. The memory around `tile` is
+// readable up to whole blocks of kPanel x kPanel sums.
+__attribute__((noinline)) void finish_turned(const Epilogue& e, const Tile& tile) {
+  alignas(64) float turned[kPanel * kPanel];
+  for (int part = 0; part < 4; ++part) {
+    if (part / 2 * kLanes < tile.rows && part % 2 * kLanes < tile.columns) {
+      turn_part(tile.sums, tile.stride, turned, part);
+    }
+  }
+  finish_tile(e, {turned, kPanel, tile.column, tile.row, tile.columns, tile.rows});
 }
 
 // The layer norm of whole rows of sums, by the method of rows/layer_norm_kernel.h.
@@ -167,7 +192,7 @@ void normalise_rows(const Epilogue& e, const Tile& tile) {
       __builtin_prefetch(sums + tile.stride + n, 0, 3);
     });
     const Moments m = moments(sums, totals, e.n, e.eps);
-    auto* out = (typename Format::Storage*)e.out + (tile.row + row) * e.n;
+    auto* out = (typename Format::Storage*)e.out + (tile.row + row) * e.out_row;
     const Vec shift = splat(-m.correction * m.rstd);
     for_each_vector(e.n, [&](int64_t n, int count) __attribute__((always_inline)) {
       const Vec normal = fma(load(sums + n, count) - m.mean, splat(m.rstd), shift);

@@ -1,6 +1,10 @@
 // Matrix products with their epilogues on the CPU. The operators check tensors and share tasks out
 // to threads.
 
+#include <atomic>
+#include <thread>
+#include <vector>
+
 #include "../isa/dispatch.h"
 #include "../operands.h"
 #include "../operators.h"
@@ -10,14 +14,13 @@ namespace fastbert::cpu {
 namespace {
 
 // Checks a weight (N, K) for x (M, K), in the dtype of x or fp32.
-void check_weight(const at::Tensor& weight, const at::Tensor& x) {
-  check_device("weight", weight, x);
+void check_weight(const at::Tensor& weight, const at::Tensor& x, const char* name = "weight") {
+  check_device(name, weight, x);
   TORCH_CHECK_TYPE(weight.scalar_type() == x.scalar_type() || weight.scalar_type() == at::kFloat,
-                   "weight: got dtype ", weight.scalar_type(), ", allowed: ", x.scalar_type(),
+                   name, ": got dtype ", weight.scalar_type(), ", allowed: ", x.scalar_type(),
                    ", the dtype of x, or Float");
-  TORCH_CHECK_VALUE(weight.dim() == 2 && weight.size(0) >= 1 && weight.size(1) == x.size(1),
-                    "weight: got shape ", weight.sizes(), ", allowed: (N, ", x.size(1),
-                    ") with N >= 1");
+  TORCH_CHECK_VALUE(weight.dim() == 2 && weight.size(0) >= 1 && weight.size(1) == x.size(1), name,
+                    ": got shape ", weight.sizes(), ", allowed: (N, ", x.size(1), ") with N >= 1");
 }
 
 // Below about this many multiplications, a second thread costs more time than it saves.
@@ -36,13 +39,50 @@ void run(const Kernels& k, const Gemm& g) {
   });
 }
 
+// A product, and the number of its first task among the tasks of several products.
+struct Planned {
+  Gemm gemm;
+  GemmPlan plan;
+  int64_t first;
+};
+
+// Packs x and computes products of it, in one parallel region. The tasks of the products wait until
+// x is packed. Tasks are taken in order, so threads already work on the last parts of x when the
+// first task waits.
+void run_packed(const Kernels& k, const Packing& x, const std::vector<Gemm>& products) {
+  double work = 0.0;
+  for (const Gemm& g : products) work += (double)g.m * (double)g.n * (double)g.k;
+  const int threads = work < kProductGrain ? 1 : at::get_num_threads();
+  const int64_t units = k.pack_units(x.n);
+  int64_t tasks = units;
+  std::vector<Planned> planned;
+  for (const Gemm& g : products) {
+    planned.push_back({g, k.gemm_plan(g, threads), tasks});
+    tasks += planned.back().plan.tasks;
+  }
+  std::atomic<int64_t> unpacked{units};
+  for_each_task(tasks, threads, [&](int64_t task) {
+    if (task < units) {
+      k.pack(x, task, task + 1);
+      unpacked.fetch_sub(1, std::memory_order_release);
+      return;
+    }
+    while (unpacked.load(std::memory_order_acquire) > 0) std::this_thread::yield();
+    size_t i = planned.size() - 1;
+    while (task < planned[i].first) --i;
+    const Planned& p = planned[i];
+    const int64_t own = task - p.first;
+    k.gemm(p.gemm, p.plan, own, own + 1, thread_scratch(p.plan.scratch));
+  });
+}
+
 // Describes the product x Wᵀ + bias + residual. The caller sets the output and further steps.
 Gemm product(const at::Tensor& x, const at::Tensor& packed, int64_t n, const OptionalTensor& bias,
              const OptionalTensor& residual) {
   Gemm g = {};
   g.format = g.packed_format = g.pre_activation_format = g.out_format = format_of(x);
   g.m = x.size(0);
-  g.n = n;
+  g.n = g.out_row = n;
   g.k = x.size(1);
   g.a = x.const_data_ptr();
   g.a_row = x.stride(0);
@@ -52,6 +92,29 @@ Gemm product(const at::Tensor& x, const at::Tensor& packed, int64_t n, const Opt
   g.residual = matrix(residual);
   if (residual) g.residual_format = format_of(*residual);
   return g;
+}
+
+// Puts the weight on the left of a product whose packed operand holds the rows of x.
+void turn(Gemm& g, const at::Tensor& weight) {
+  g.turned = true;
+  g.format = format_of(weight);
+  g.a = weight.const_data_ptr();
+  g.a_row = weight.stride(0);
+  g.a_column = weight.stride(1);
+}
+
+// Copies of the biases in fp32, which are as long as their weights have rows; or nothing.
+std::vector<OptionalTensor> biases_of(at::TensorList biases, at::TensorList weights,
+                                      const at::Tensor& x) {
+  TORCH_CHECK_VALUE(biases.empty() || biases.size() == weights.size(), "biases: got ",
+                    biases.size(), " tensors, allowed: none, or ", weights.size(),
+                    ", the number of weights");
+  std::vector<OptionalTensor> made(weights.size());
+  for (size_t i = 0; i < biases.size(); ++i) {
+    check_vector("biases", biases[i], x, weights[i].size(0));
+    made[i] = as_float(OptionalTensor(biases[i]));
+  }
+  return made;
 }
 
 }  // namespace
@@ -77,6 +140,40 @@ std::tuple<at::Tensor, at::Tensor> linear(const at::Tensor& x, const at::Tensor&
   g.out = y.mutable_data_ptr();
   run(kernels(), g);
   return {y, h};
+}
+
+at::Tensor linear_of_parts(const at::Tensor& x, at::TensorList weights, at::TensorList biases_in,
+                           const std::string& activation) {
+  check_matrix("x", x);
+  TORCH_CHECK_VALUE(!weights.empty(), "weights: got no tensor, allowed: at least 1");
+  int64_t n = 0;
+  for (const at::Tensor& weight : weights) {
+    check_weight(weight, x, "weights");
+    n += weight.size(0);
+  }
+  const auto biases = biases_of(biases_in, weights, x);
+  const Activation function = epilogue_activation(activation);
+  const int64_t m = x.size(0);
+  auto y = empty({m, n}, x.options());
+  if (m == 0) return y;
+  const Kernels& k = kernels();
+  const Format format = format_of(x);
+  auto packed = empty({k.packed_bytes(format, m, x.size(1))}, x.options().dtype(at::kByte));
+  const Packing packing = {format,      format, x.const_data_ptr(), x.stride(0),
+                           x.stride(1), m,      x.size(1),          packed.mutable_data_ptr()};
+  char* out = (char*)y.mutable_data_ptr();
+  std::vector<Gemm> products;
+  for (size_t i = 0; i < weights.size(); ++i) {
+    Gemm g = product(x, packed, weights[i].size(0), biases[i], std::nullopt);
+    turn(g, weights[i]);
+    g.activation = function;
+    g.out = out;
+    g.out_row = n;
+    out += g.n * y.element_size();
+    products.push_back(g);
+  }
+  run_packed(k, packing, products);
+  return y;
 }
 
 at::Tensor linear_layer_norm(const at::Tensor& x, const at::Tensor& weight,
@@ -111,7 +208,7 @@ at::Tensor linear_layer_norm(const at::Tensor& x, const at::Tensor& weight,
     run(kernels(), g);
     g = {};
     g.m = m;
-    g.n = n;
+    g.n = g.out_row = n;
     g.residual = matrix(sums);
     g.out_format = format_of(y);
   }

@@ -140,6 +140,7 @@ at::Tensor int8_linear(const at::Tensor& x_in, const at::Tensor& packed, const a
   params.residual = matrix(residual);
   params.residual_format = params.out_format = format_of(out);
   params.out = out.mutable_data_ptr();
+  params.out_row = n;
   params.depth = depth;
   params.group = group;
   params.q = rows.q.const_data_ptr();

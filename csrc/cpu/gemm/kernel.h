@@ -1,4 +1,8 @@
-// Matrix products with a prepacked right operand, and their epilogues: out = epilogue(a Wᵀ).
+// Matrix products with a packed right operand, and their epilogues: out = epilogue(x Wᵀ). The right
+// operand is a prepacked W or, in a turned product, x; a turned product reads W as it is stored and
+// keeps no copy of it. The text below describes a product that is not turned. In a turned product,
+// the rows of W and of x change places, and blocks of sums are transposed before their epilogue.
+//
 // Panels, register tiles and blocks for each cache follow Goto and van de Geijn 2008.
 //
 // W is laid out in panels of two registers of columns (packing.h). One step along k loads two
@@ -49,6 +53,10 @@ struct Task : GemmBlock {
 // of cache.
 FASTBERT_INLINE int64_t sums_stride(int64_t columns) { return panels_of(columns) * kPanel + 16; }
 
+// The largest number of columns of a task that is turned: a block of their panels stays in the
+// second-level cache while the rows of W pass.
+constexpr int64_t kMaxTurnedColumns = kBytes == 64 ? 512 : 128;
+
 // The largest number of panels that are multiplied together.
 constexpr int64_t kMostPanels = 4;
 
@@ -57,29 +65,44 @@ constexpr int64_t kMostPanels = 4;
 // may have any number of columns.
 FASTBERT_INLINE bool tiles_finish_one_by_one(const Gemm& g) {
   bool single = false;
+  if (g.turned) return false;
   with_operand(g.packed_format,
                [&](auto type) { single = words_of<decltype(type)>(g.k) <= kDepth; });
   return single && !g.norm_weight;
 }
 
-template <class Format>
-void pack_rows(const Gemm& g, const Task& task, int64_t first, int64_t depth) {
-  const auto* a = (const typename Format::Storage*)g.a + task.row * g.a_row + first * g.a_column;
+// Rounds to the format `To` and back if `From` is wider.
+template <class From, class To>
+FASTBERT_INLINE Vec rounded_to(Vec v) {
+  if constexpr (sizeof(typename From::Storage) > sizeof(typename To::Storage)) {
+    return To::widen(To::narrow(v));
+  } else {
+    return v;
+  }
+}
+
+// Copies `count` rows of the left operand, from `begin` on, to task.a.
+template <class Format, class To>
+void pack_rows(const Gemm& g, const Task& task, int64_t begin, int64_t count, int64_t first,
+               int64_t depth) {
+  const auto* a = (const typename Format::Storage*)g.a + begin * g.a_row + first * g.a_column;
   if (g.a_column == 1) {
-    for (int64_t row = 0; row < task.rows; ++row) {
-      for_each_vector(depth, [&](int64_t k, int count) __attribute__((always_inline)) {
-        store(task.a + row * kDepth + k, Format::load(a + row * g.a_row + k, count));
+    for (int64_t row = 0; row < count; ++row) {
+      for_each_vector(depth, [&](int64_t k, int lanes) __attribute__((always_inline)) {
+        store(task.a + row * kDepth + k,
+              rounded_to<Format, To>(Format::load(a + row * g.a_row + k, lanes)));
       });
     }
     return;
   }
-  for (int64_t row = 0; row < task.rows; row += kLanes) {
-    const int rows = clamp_count(task.rows - row, kLanes);
+  for (int64_t row = 0; row < count; row += kLanes) {
+    const int rows = clamp_count(count - row, kLanes);
     for (int64_t k = 0; k < depth; k += kLanes) {
       Vec block[kLanes];
       for (int64_t i = 0; i < kLanes; ++i) {
-        const int count = k + i < depth ? rows : 0;
-        block[i] = gather<Format>(a + row * g.a_row + (k + i) * g.a_column, g.a_row, count);
+        const int used = k + i < depth ? rows : 0;
+        block[i] = rounded_to<Format, To>(
+            gather<Format>(a + row * g.a_row + (k + i) * g.a_column, g.a_row, used));
       }
       transpose(block);
       for (int i = 0; i < rows; ++i) store(task.a + (row + i) * kDepth + k, block[i]);
@@ -89,31 +112,47 @@ void pack_rows(const Gemm& g, const Task& task, int64_t first, int64_t depth) {
 
 // Copies rows as pack_rows does, but in words of two neighbours along k. Rows with contiguous
 // elements are copied one after another, while the next rows are prefetched.
-inline void pack_row_pairs(const Gemm& g, const Task& task, int64_t first, int64_t depth) {
+template <class From>
+void pack_row_pairs(const Gemm& g, const Task& task, int64_t begin, int64_t count, int64_t first,
+                    int64_t depth) {
+  const auto* a = (const typename From::Storage*)g.a + begin * g.a_row;
   if (g.a_column == 1) {
     constexpr int64_t kAhead = 4;
-    const auto* a = (const uint16_t*)g.a + task.row * g.a_row;
-    for (int64_t row = 0; row < task.rows; ++row) {
-      const int64_t far = row + kAhead < task.rows ? kAhead * g.a_row : 0;
+    for (int64_t row = 0; row < count; ++row) {
+      const int64_t far = row + kAhead < count ? kAhead * g.a_row : 0;
       for (int64_t word = 0; word < depth; word += kLanes) {
         const int64_t k = 2 * (first + word);
         const auto* p = a + row * g.a_row + k;
         __builtin_prefetch(p + far, 0, 3);
-        store(task.a + row * kDepth + word, load_line<BF16>(p, clamp_count(g.k - k, kLine)));
+        store(task.a + row * kDepth + word, load_line<From>(p, clamp_count(g.k - k, kLine)));
       }
     }
     return;
   }
-  for (int64_t row = 0; row < task.rows; row += kLanes) {
-    const int rows = clamp_count(task.rows - row, kLanes);
+  for (int64_t row = 0; row < count; row += kLanes) {
+    const int rows = clamp_count(count - row, kLanes);
     for (int64_t word = 0; word < depth; word += kLanes) {
       const int64_t k = 2 * (first + word);
       Vec words[kLanes];
-      load_row_pairs((const uint16_t*)g.a + (task.row + row) * g.a_row + k * g.a_column, g.a_row,
-                     g.a_column, rows, clamp_count(g.k - k, kLine), words);
+      load_row_pairs<From>(a + row * g.a_row + k * g.a_column, g.a_row, g.a_column, rows,
+                           clamp_count(g.k - k, kLine), words);
       for (int i = 0; i < rows; ++i) store(task.a + (row + i) * kDepth + word, words[i]);
     }
   }
+}
+
+// Copies `count` rows of the left operand, from `begin` on, as the words of `Operand` to task.a.
+template <class Operand>
+void pack_left_words(const Gemm& g, const Task& task, int64_t begin, int64_t count, int64_t first,
+                     int64_t depth) {
+  with_format(g.format, [&](auto type) {
+    using From = decltype(type);
+    if constexpr (kIsDots<Operand>) {
+      pack_row_pairs<From>(g, task, begin, count, first, depth);
+    } else {
+      pack_rows<From, Operand>(g, task, begin, count, first, depth);
+    }
+  });
 }
 
 // The steps along k of one block, the length of a chain of additions, and whether to add to sums of
@@ -123,19 +162,20 @@ struct Depth {
   bool add;
 };
 
-// The addresses to prefetch while a tile is multiplied: the next rows of a, and the next panel,
-// whose lines are spread evenly over the steps of all tiles.
+// The addresses to prefetch while a tile is multiplied: the next rows of the left operand, eight
+// lines of cache of each row in turn, and the next panel, whose lines are spread evenly over the
+// steps of all tiles.
 struct Next {
   const char *a, *b;
-  int64_t step;  // bytes of b per step
+  int64_t row, step;  // bytes between rows of a, and of b per step
 };
 
 constexpr int64_t kCacheLine = 64;
 
-FASTBERT_INLINE Next next_of(const char* a, const char* panel, int64_t bytes, int64_t steps,
-                             int64_t tile, int64_t tiles) {
+FASTBERT_INLINE Next next_of(const char* a, int64_t row, const char* panel, int64_t bytes,
+                             int64_t steps, int64_t tile, int64_t tiles) {
   const int64_t step = bytes / (steps * tiles + 1) + 1;  // there may be no steps
-  return {a, panel + tile * steps * step, step};
+  return {a, panel + tile * steps * step, row, step};
 }
 
 // Computes sums (+)= a bᵀ for kRows rows of a and kPanels panels, which are `panel` elements apart,
@@ -145,8 +185,10 @@ FASTBERT_INLINE void multiply_chunk(const float* a, const typename Format::Stora
                                     int64_t panel, int64_t begin, int64_t end, float* sums,
                                     int64_t stride, bool add, Next next) {
   Vec total[kPanels][kRows][2] = {};
+  const char* line = next.a + begin * 4;
   for (int64_t k = begin; k < end; ++k) {
-    __builtin_prefetch(next.a + k * kRows * 4, 0, 3);
+    __builtin_prefetch(line, 0, 3);
+    line += (k & 7) == 7 ? next.row - 7 * kCacheLine : kCacheLine;
     __builtin_prefetch(next.b + k * next.step, 0, 2);
     __builtin_prefetch(next.b + k * next.step + kCacheLine, 0, 2);
 #pragma GCC unroll 4
@@ -247,8 +289,8 @@ struct TaskBlock {
 
   FASTBERT_INLINE void fetch_tile(int64_t row, int64_t n, int rows) const {
     fetch_tile<0>(g.residual.data, g.residual.stride, g.residual_format, row, n, rows);
-    fetch_tile<1>(g.pre_activation, g.n, g.pre_activation_format, row, n, rows);
-    if (!g.norm_weight) fetch_tile<1>(g.out, g.n, g.out_format, row, n, rows);
+    fetch_tile<1>(g.pre_activation, g.out_row, g.pre_activation_format, row, n, rows);
+    if (!g.norm_weight) fetch_tile<1>(g.out, g.out_row, g.out_format, row, n, rows);
   }
 
   // Rows are spread evenly over the tiles. Tiles of five rows keep the multipliers as busy as tiles
@@ -260,8 +302,9 @@ struct TaskBlock {
     for (int64_t tile = 0; tile < tiles; ++tile) {
       const int64_t row = task.rows * tile / tiles, end = task.rows * (tile + 1) / tiles;
       const int rows = (int)(end - row);
-      const Next next = next_of((const char*)(task.a + (tile + 1 < tiles ? end : 0) * kDepth),
-                                next_panel, depth * kPanel * sizeof(Storage), depth, tile, tiles);
+      const Next next =
+          next_of((const char*)(task.a + (tile + 1 < tiles ? end : 0) * kDepth), 4 * kDepth,
+                  next_panel, depth * kPanel * sizeof(Storage), depth, tile, tiles);
       if (last()) fetch_tile(row, n, rows);
       multiply_rows<Operand>(rows, task.a + row * kDepth, b, steps(), sums(row, n), task.stride,
                              next);
@@ -274,13 +317,56 @@ struct TaskBlock {
   FASTBERT_INLINE int64_t multiply_panels() const {
     int64_t n = 0;
     for (; n + kPanels * kPanel <= task.columns; n += kPanels * kPanel) {
-      const Next next = next_of((const char*)task.a, (const char*)panel(n + kPanels * kPanel),
-                                kPanels * depth * kPanel * sizeof(Storage), depth, 0, 1);
+      const Next next =
+          next_of((const char*)task.a, 4 * kDepth, (const char*)panel(n + kPanels * kPanel),
+                  kPanels * depth * kPanel * sizeof(Storage), depth, 0, 1);
       multiply<Format, kRows, kPanels>(task.a, panel(n), kPanel * words, steps(), sums(0, n),
                                        task.stride, next);
       if (last()) finish(0, n, kRows, kPanels * kPanel);
     }
     return n;
+  }
+
+  // The address of a row of the left operand at this block of k.
+  FASTBERT_INLINE const char* left(int64_t row) const {
+    const int64_t size = g.format == fastbert::cpu::Format::f32 ? 4 : 2;
+    const int64_t k = kIsDots<Format> ? 2 * first : first;
+    return (const char*)g.a + ((task.row + row) * g.a_row + k * g.a_column) * size;
+  }
+
+  // The rows of a tile of W are copied and pass all panels of x, which stay in the second-level
+  // cache. The first panel meanwhile fetches the rows of the next tile.
+  FASTBERT_INLINE void run_turned() const {
+    const int64_t tiles = (task.rows + kTileRows - 1) / kTileRows;
+    const int64_t panel_bytes = depth * kPanel * sizeof(Storage);
+    int64_t finished = 0;
+    for (int64_t tile = 0; tile < tiles; ++tile) {
+      const int64_t row = task.rows * tile / tiles;
+      const int rows = (int)(task.rows * (tile + 1) / tiles - row);
+      const int64_t end = row + rows;
+      pack_left_words<Format>(g, task, task.row + row, rows, first, depth);
+      for (int64_t n = 0; n < task.columns; n += kPanel) {
+        const auto* next_panel = (const char*)panel(n + kPanel < task.columns ? n + kPanel : 0);
+        const Next next =
+            n == 0 && tile + 1 < tiles
+                ? next_of(left(end), left(1) - left(0), next_panel, panel_bytes, depth, 0, 1)
+                : next_of((const char*)task.a, 4 * kDepth, next_panel, panel_bytes, depth, 0, 1);
+        multiply_rows<Format>(rows, task.a, panel(n), steps(), sums(row, n), task.stride, next);
+      }
+      if (!last()) continue;
+      for (; finished + kPanel <= end || (end == task.rows && finished < end); finished += kPanel) {
+        finish_outputs(finished);
+      }
+    }
+  }
+
+  // Finishes up to kPanel rows of sums, which are columns of the result.
+  FASTBERT_INLINE void finish_outputs(int64_t row) const {
+    const int outputs = clamp_count(task.rows - row, kPanel);
+    for (int64_t n = 0; n < task.columns; n += kPanel) {
+      finish_turned(g, {sums(row, n), task.stride, task.row + row, task.column + n, outputs,
+                        clamp_count(task.columns - n, kPanel)});
+    }
   }
 
   FASTBERT_INLINE void run() const {
@@ -314,12 +400,13 @@ void run_task(const Gemm& g, const Task& task) {
   int64_t first = 0;
   do {
     const int64_t depth = words - first < kDepth ? words - first : kDepth;
-    if constexpr (kIsDots<Format>) {
-      pack_row_pairs(g, task, first, depth);
+    const TaskBlock<Format> block = {g, task, words, first, depth};
+    if (g.turned) {
+      block.run_turned();
     } else {
-      with_format(g.format, [&](auto type) { pack_rows<decltype(type)>(g, task, first, depth); });
+      pack_left_words<Format>(g, task, task.row, task.rows, first, depth);
+      block.run();
     }
-    TaskBlock<Format>{g, task, words, first, depth}.run();
     first += depth;
   } while (first < words);
   if (!g.norm_weight) return;
@@ -329,9 +416,31 @@ void run_task(const Gemm& g, const Task& task) {
   });
 }
 
+// The least number of tasks of a thread in a turned product.
+constexpr int64_t kTasksOfThread = 3;
+
+// Returns the division of a turned product. Tasks have whole panels of outputs, so that each task
+// writes whole lines of cache.
+inline GemmPlan turned_plan(const Gemm& g, int threads) {
+  constexpr int64_t kMostRows = 128;
+  const int64_t parts = quotient_up(g.m, kMaxTurnedColumns);
+  GemmPlan plan = {};
+  plan.columns = quotient_up(quotient_up(g.m, parts), kPanel) * kPanel;
+  for (plan.rows = kMostRows; plan.rows > kPanel; plan.rows -= kPanel) {
+    if (quotient_up(g.n, plan.rows) * parts >= kTasksOfThread * threads) break;
+  }
+  plan.short_rows = plan.rows;
+  plan.long_blocks = quotient_up(g.n, plan.rows);
+  plan.tasks = plan.long_blocks * quotient_up(g.m, plan.columns);
+  const int64_t sums = (plan.rows + kPanel) * sums_stride(plan.columns);
+  plan.scratch = 4 * (kDepth * kPanel + plan.rows * kDepth + sums);
+  return plan;
+}
+
 // Returns the division into tasks with the least estimated time: the register multiplications of a
 // task, plus the copying of each of its rows and the loading of each of its columns.
 GemmPlan gemm_plan(const Gemm& g, int threads) {
+  if (g.turned) return turned_plan(g, threads);
   const bool one_by_one = tiles_finish_one_by_one(g);
   const int64_t most_columns = g.norm_weight || one_by_one ? g.n : kMaxColumns;
   const int64_t panels = panels_of(g.n), most_panels = panels_of(most_columns);

@@ -27,23 +27,29 @@ namespace fastbert::cpu::FASTBERT_LEVEL {
 
 constexpr int64_t kBlockBytes = 1152 << 10;  // of a task's rows: over half of L2
 constexpr int64_t kMaxStripRows = 1024;      // of a task
+constexpr int64_t kFewTurnedRows = 256;      // of x
 
 // Copies rows of a one after another, with zeros that pad k to whole steps and the rows to whole
 // tiles.
-inline void pack_left(const Gemm& g, int64_t first, int64_t rows, char* out) {
+template <class From>
+void pack_left(const Gemm& g, int64_t first, int64_t rows, char* out) {
   const int64_t steps = steps_of(g.k), stride = steps * kStepBytes;
-  const auto* a = (const uint16_t*)g.a + first * g.a_row;
+  const auto* a = (const typename From::Storage*)g.a + first * g.a_row;
   for (int64_t row = 0; row < rows; row += kLanes) {
     const int count = clamp_count(rows - row, kLanes);
     for (int64_t step = 0; step < steps; ++step) {
       const int depth = clamp_count(g.k - step * kStep, kStep);
-      const uint16_t* p = a + row * g.a_row + step * kStep * g.a_column;
+      const auto* p = a + row * g.a_row + step * kStep * g.a_column;
       char* block = out + row * stride + step * kStepBytes;
       Vec words[kLanes];
-      load_row_pairs(p, g.a_row, g.a_column, count, depth, words);
+      load_row_pairs<From>(p, g.a_row, g.a_column, count, depth, words);
       for (int i = 0; i < kLanes; ++i) store((float*)(block + i * stride), words[i]);
     }
   }
+}
+
+inline void pack_left(const Gemm& g, int64_t first, int64_t rows, char* out) {
+  with_format(g.format, [&](auto type) { pack_left<decltype(type)>(g, first, rows, out); });
 }
 
 // All eight tiles have full size, and smaller operands are padded.
@@ -55,7 +61,8 @@ FASTBERT_INLINE void configure_tiles() {
 
 // Returns whether tiles of a can be loaded in place: whole steps, each in one line of cache.
 FASTBERT_INLINE bool lies_in_tiles(const Gemm& g) {
-  return g.a_column == 1 && g.k % kStep == 0 && g.a_row % kStep == 0 && (uintptr_t)g.a % 64 == 0;
+  return g.format == Format::bf16 && g.a_column == 1 && g.k % kStep == 0 && g.a_row % kStep == 0 &&
+         (uintptr_t)g.a % 64 == 0;
 }
 
 // Adds one step to a block of kRowTiles x 2 kPanels tiles of sums. The sums are tiles 0 to 3, one
@@ -94,8 +101,20 @@ FASTBERT_INLINE void store_block(float* sums, int64_t stride) {
 // The rows of finished sums that still wait for their epilogue.
 struct Pending {
   Tile tile = {};
+  const float* unturned = nullptr;  // the block to transpose to tile.sums
+  int part = 4;                     // the next of its four squares
+
+  // Does a part of the work: transposes a square or finishes up to `most` rows.
+  FASTBERT_INLINE void advance(const Gemm& g, int most) {
+    if (part < 4) {
+      turn_part(unturned, kPanel, tile.sums, part++);
+    } else {
+      finish(g, most);
+    }
+  }
 
   FASTBERT_INLINE void finish(const Gemm& g, int most) {
+    while (part < 4) turn_part(unturned, kPanel, tile.sums, part++);
     if (tile.rows == 0) return;
     Tile part = tile;
     part.rows = tile.rows < most ? tile.rows : most;
@@ -112,6 +131,7 @@ struct Ahead {
   const char* b;
   int64_t lines;
   const char* a;
+  int a_rows = kStrip;
 };
 
 FASTBERT_INLINE void fetch(const char* p) { __builtin_prefetch(p, 0, 2); }
@@ -135,7 +155,9 @@ __attribute__((noinline)) void multiply_block(TileTask& t, int64_t strip, int64_
   const char* a = whole || !t.tail ? t.a + strip * kStrip * t.a_stride : t.tail;
   const int64_t a_stride = whole || !t.tail ? t.a_stride : steps * kStepBytes;
   const char* b = (const char*)t.g.packed + (t.column / kPanel + panel) * panel_bytes;
-  const int rows_per_step = (int)(kStrip / (steps + 1)) + 1;
+  // The first four steps transpose.
+  const int64_t finishing = t.g.turned && steps > 8 ? steps - 4 : steps;
+  const int rows_per_step = (int)(kStrip / (finishing + 1)) + 1;
   // A copy in registers: a read from memory would wait for the stores of the epilogue.
   Pending pending = t.pending;
   tile_zero<0>();
@@ -149,9 +171,9 @@ __attribute__((noinline)) void multiply_block(TileTask& t, int64_t strip, int64_
       fetch(ahead.b + (step * ahead.lines + i) * kStepBytes);
     }
     if (ahead.a) {
-      for (int i = 0; i < kStrip; ++i) fetch(ahead.a + i * a_stride + step * kStepBytes);
+      for (int i = 0; i < ahead.a_rows; ++i) fetch(ahead.a + i * a_stride + step * kStepBytes);
     }
-    pending.finish(t.g, rows_per_step);
+    pending.advance(t.g, rows_per_step);
   }
   pending.finish(t.g, kStrip);
   const int64_t row = strip * kStrip, column = panel * kPanel;
@@ -162,6 +184,13 @@ __attribute__((noinline)) void multiply_block(TileTask& t, int64_t strip, int64_
     stride = t.stride;
   }
   store_block<kRowTiles, kPanels>(sums, stride);
+  if (t.g.turned) {
+    t.pending = {{sums + kStrip * kPanel, kPanel, t.column + column, t.row + row,
+                  clamp_count(t.columns - column, kPanel), clamp_count(t.rows - row, kStrip)},
+                 sums,
+                 0};
+    return;
+  }
   t.pending.tile = {sums,
                     stride,
                     t.row + row,
@@ -173,7 +202,7 @@ __attribute__((noinline)) void multiply_block(TileTask& t, int64_t strip, int64_
 FASTBERT_INLINE void multiply_blocks(TileTask& t) {
   const int64_t panels = panels_of(t.columns), strips = (t.rows + kStrip - 1) / kStrip;
   const int64_t panel_bytes = t.steps * kPanelStep;
-  const int64_t width = t.rows <= kMostTileRows ? 2 : 1;
+  const int64_t width = t.rows <= kMostTileRows && !t.g.turned ? 2 : 1;
   const char* b = (const char*)t.g.packed + t.column / kPanel * panel_bytes;
   for (int64_t panel = 0; panel < panels; panel += width) {
     const bool last = panel + width >= panels;
@@ -196,13 +225,37 @@ FASTBERT_INLINE void multiply_blocks(TileTask& t) {
   t.pending.finish(t.g, kStrip);
 }
 
+// Returns whether the panels of x are so few that every strip of W should pass all of them.
+FASTBERT_INLINE bool few_panels(const Gemm& g) { return g.turned && g.m <= kFewTurnedRows; }
+
+// The order of loops for a product turned with few rows: all panels of x, which stay in the
+// second-level cache, pass a strip of W while the next strip is fetched.
+FASTBERT_INLINE void multiply_turned(TileTask& t) {
+  const int64_t panels = panels_of(t.columns), strips = (t.rows + kStrip - 1) / kStrip;
+  for (int64_t strip = 0; strip < strips; ++strip) {
+    const int64_t rows = t.rows - strip * kStrip;
+    const char* next = t.a + (strip + 1) * kStrip * t.a_stride;
+    for (int64_t panel = 0; panel < panels; ++panel) {
+      const int64_t begin = kStrip * panel / panels, end = kStrip * (panel + 1) / panels;
+      Ahead ahead = {nullptr, 0, rows >= 2 * kStrip ? next + begin * t.a_stride : nullptr,
+                     (int)(end - begin)};
+      if (rows > kMostTileRows) {
+        multiply_block<2, 1>(t, strip, panel, ahead);
+      } else {
+        multiply_block<1, 1>(t, strip, panel, ahead);
+      }
+    }
+  }
+  t.pending.finish(t.g, kStrip);
+}
+
 // The scratch memory of a task holds the rows of a that are copied, then the sums.
 FASTBERT_INLINE int64_t left_bytes(const Gemm& g, int64_t rows) {
   return (lies_in_tiles(g) ? kStrip : whole_strips(rows)) * steps_of(g.k) * kStepBytes;
 }
 
 FASTBERT_INLINE int64_t block_bytes(const Gemm& g, int64_t rows) {
-  return 4 * (g.norm_weight ? whole_strips(rows) * sums_stride(g.n) : kStrip * kPanel);
+  return 4 * (g.norm_weight ? whole_strips(rows) * sums_stride(g.n) : 2 * kStrip * kPanel);
 }
 
 inline void run_tile_task(const Gemm& g, int64_t row, int64_t column, int64_t rows, int64_t columns,
@@ -230,7 +283,11 @@ inline void run_tile_task(const Gemm& g, int64_t row, int64_t column, int64_t ro
     if (tail) pack_left(g, row + rows - tail, tail, scratch);
   }
   configure_tiles();
-  multiply_blocks(t);
+  if (few_panels(g)) {
+    multiply_turned(t);
+  } else {
+    multiply_blocks(t);
+  }
   tile_release();
   if (!g.norm_weight) return;
   const Tile whole_rows = {sums, t.stride, row, 0, (int)rows, (int)g.n};
@@ -240,9 +297,35 @@ inline void run_tile_task(const Gemm& g, int64_t row, int64_t column, int64_t ro
 // Returns the division with the least estimated time on the busiest thread. The estimate counts the
 // products, and the rows and columns that each task reads from beyond the second-level cache. Half
 // of this reading overlaps with products.
+// Returns the division of a product that multiply_turned computes. One thread takes all rows of W
+// in one task, so that each strip but the first is fetched ahead.
+inline GemmPlan turned_tile_plan(const Gemm& g, int threads) {
+  const int64_t row_bytes = steps_of(g.k) * kStepBytes;
+  const int64_t strips = quotient_up(g.n, kStrip);
+  const int64_t fitting = kBlockBytes / (row_bytes + 1) / kPanel * kPanel;
+  const int64_t most = fitting < kPanel ? kPanel : fitting;
+  const int64_t parts = quotient_up(g.m, most);
+  GemmPlan plan = {};
+  plan.columns = quotient_up(quotient_up(g.m, parts), kPanel) * kPanel;
+  const int64_t across = quotient_up(g.m, plan.columns);
+  const int64_t wanted = threads == 1 ? 1 : quotient_up(kTasksOfThread * threads, across);
+  // Rows that have to be copied leave room for x.
+  const int64_t copied = kBlockBytes / 2 / (kStrip * (row_bytes + 1)) + 1;
+  const int64_t least = lies_in_tiles(g) ? 1 : quotient_up(strips, copied);
+  const int64_t blocks = wanted < least ? least : wanted;
+  plan.rows = quotient_up(strips, blocks) * kStrip;
+  plan.short_rows = plan.rows;
+  plan.long_blocks = quotient_up(g.n, plan.rows);
+  plan.tasks = plan.long_blocks * across;
+  plan.scratch = left_bytes(g, plan.rows) + block_bytes(g, plan.rows);
+  return plan;
+}
+
 inline GemmPlan tile_plan(const Gemm& g, int threads) {
+  if (few_panels(g)) return turned_tile_plan(g, threads);
   const int64_t steps = steps_of(g.k), row_bytes = steps * kStepBytes;
-  const int64_t strips = (g.m + kStrip - 1) / kStrip, panels = panels_of(g.n);
+  const int64_t left = left_rows(g), right = right_rows(g);
+  const int64_t strips = (left + kStrip - 1) / kStrip, panels = panels_of(right);
   const int64_t fitting = kBlockBytes / (row_bytes + (g.norm_weight ? 4 * g.n : 0) + 1) / kStrip;
   const int64_t most = fitting < 1                        ? 1
                        : fitting > kMaxStripRows / kStrip ? kMaxStripRows / kStrip
@@ -257,7 +340,7 @@ inline GemmPlan tile_plan(const Gemm& g, int threads) {
       c = g.norm_weight ? 1 : c > panels ? panels : c;
       const int64_t task_strips = (strips + r - 1) / r, task_panels = (panels + c - 1) / c;
       const int64_t rows = task_strips * kStrip, columns = task_panels * kPanel;
-      const int64_t tasks = ((g.m + rows - 1) / rows) * ((g.n + columns - 1) / columns);
+      const int64_t tasks = ((left + rows - 1) / rows) * ((right + columns - 1) / columns);
       constexpr double kStepCycles = 64.0, kCyclesPerByte = 1.0 / 32.0, kTaskCycles = 2000.0;
       const double cost = (double)((tasks + threads - 1) / threads) *
                           ((double)(task_strips * task_panels * steps) * kStepCycles +

@@ -204,18 +204,23 @@ struct Epilogue {
   const float *norm_weight, *norm_bias;
   float eps;
   Format pre_activation_format, out_format;
-  void* pre_activation;  // contiguous, or null
-  void* out;             // contiguous
+  void* pre_activation;  // or null
+  void* out;
+  int64_t out_row;  // elements between rows of `out` and of `pre_activation`
 };
 
-// out = epilogue(a Wᵀ) for a (m, k) with any strides. Sums over k have the same order for every m
-// and every number of threads.
+// out = epilogue(x Wᵀ) for x (m, k) and W (n, k). The kernels multiply the rows of a left operand,
+// which has any strides, by the packed rows of a right operand. The left operand is x and the right
+// operand is W or, if `turned`, W is on the left and x is packed. Elements of the left operand are
+// rounded to `packed_format` if their own format is wider. Sums over k have the same order for
+// every m and every number of threads.
 struct Gemm : Epilogue {
-  Format format, packed_format;  // of a, of W
+  Format format, packed_format;  // of the left operand, of the right operand
   int64_t m, k;
-  const void* a;
+  const void* a;  // the left operand
   int64_t a_row, a_column;
   const void* packed;
+  bool turned;
 };
 
 // The division of a product into independent tasks, and the bytes (aligned to 64) that one thread

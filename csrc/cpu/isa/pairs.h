@@ -78,14 +78,15 @@ FASTBERT_INLINE void load_pairs(const typename From::Storage* p, int64_t row, in
 
 // Loads the rows themselves: words[i] holds the first `depth` elements of row i; words outside are
 // 0.
-inline void load_row_pairs(const uint16_t* p, int64_t row, int64_t column, int rows, int depth,
-                           Vec (&words)[kLanes]) {
+template <class From>
+FASTBERT_INLINE void load_row_pairs(const typename From::Storage* p, int64_t row, int64_t column,
+                                    int rows, int depth, Vec (&words)[kLanes]) {
   if (column != 1) {
-    load_pairs<BF16>(p, row, column, rows, depth, words);
+    load_pairs<From>(p, row, column, rows, depth, words);
     return transpose(words);
   }
   for (int i = 0; i < kLanes; ++i) {
-    words[i] = i < rows ? load_line<BF16>(p + i * row, depth) : Vec{};
+    words[i] = i < rows ? load_line<From>(p + i * row, depth) : Vec{};
   }
 }
 
