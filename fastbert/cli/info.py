@@ -25,8 +25,8 @@ LABELS = {
     "cpu_isas_supported": "supported by this CPU",
 }
 
-# The call whose choice the table of backends shows: BERT-base with 512 tokens, in inference.
-TYPICAL: dict[str, Any] = {"head_dim": 64, "columns": 768, "length": 512}
+# The call whose choice the table of backends shows: BERT-base in inference, 32 sequences of 512.
+TYPICAL: dict[str, Any] = {"head_dim": 64, "columns": 768, "length": 512, "rows": 16384}
 ATTENTION_OPTIONS = ("bias", "window", "scale", "weights")
 
 
