@@ -2,8 +2,7 @@
 
 A layer takes four kernels and three library GEMMs, as it does module by module, and gives the same
 bits. On Triton kernels alone, the layers share the memory of their intermediate results, so that a
-layer allocates the results of its GEMMs only. CUDA C++ kernels of attention and layer norm allocate
-their results.
+layer allocates the results of its GEMMs only. CUDA C++ kernels allocate their results.
 """
 
 from __future__ import annotations
@@ -14,8 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastbert.kernels.feed_forward import linear_gelu_forward
-from fastbert.kernels.layer_parts import ATTENTION, LAYER_NORM, Attention, LayerNorm
+from fastbert.kernels.layer_parts import TRITON, Launchers
 
 
 def encoder_forward(
@@ -31,8 +29,7 @@ def encoder_forward(
     eps: float,
     activation: str,
     all_states: bool,
-    attention: Attention = ATTENTION,
-    layer_norm: LayerNorm = LAYER_NORM,
+    launchers: Launchers = TRITON,
 ) -> list[Tensor]:
     """Run the layers on rows.
 
@@ -50,12 +47,12 @@ def encoder_forward(
         eps: Added to the variance in layer norms.
         activation: Name of the activation.
         all_states: Whether the rows after every layer are returned.
-        attention: The launchers of attention.
-        layer_norm: The launchers of layer norm.
+        launchers: The launchers of attention, feed-forward and layer norm.
 
     Returns:
         The rows (T, N) after each layer with `all_states`, otherwise those after the last layer.
     """
+    attention, feed_forward, layer_norm = launchers
     width = hidden.shape[1]
     is_packed = cu_seqlens is not None
     shape = (3, heads, width // heads)
@@ -65,7 +62,7 @@ def encoder_forward(
     # The second norm of a layer reads the result of the first, which ends with the layer.
     first_results = layer_norm.allocate(hidden)
     statistics = None if first_results is None else first_results[1:]
-    inner = hidden.new_empty(hidden.shape[0], layers[0][6].shape[0])
+    inner = feed_forward.allocate(hidden, layers[0][6].shape[0])
     states: list[Tensor] = []
     for number, parameters in enumerate(layers):
         wqkv, bqkv, wo, bo, weight1, bias1, w1, b1, w2, b2, weight2, bias2 = parameters
@@ -84,7 +81,9 @@ def encoder_forward(
             F.linear(attended, wo), weight1, bias1,
             residual=hidden, x_bias=bo, eps=eps, into=first_results,
         )  # fmt: skip
-        linear_gelu_forward(first, w1, b1, activation=activation, save=False, into=inner)
+        activated, _ = feed_forward.forward(
+            first, w1, b1, activation=activation, save=False, into=inner
+        )
         last_results = None
         if statistics is not None:
             # Nothing reads the input of the layer any more, but the first input is the caller's.
@@ -92,7 +91,7 @@ def encoder_forward(
                 hidden = torch.empty_like(hidden)
             last_results = (hidden, *statistics)
         hidden, _, _ = layer_norm.forward(
-            F.linear(inner, w2), weight2, bias2,
+            F.linear(activated, w2), weight2, bias2,
             residual=first, x_bias=b2, eps=eps, into=last_results,
         )  # fmt: skip
         states = [*states, hidden] if all_states else [hidden]

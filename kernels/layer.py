@@ -15,9 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastbert.kernels.feed_forward import linear_gelu_forward
-from fastbert.kernels.feed_forward_backward import feed_forward_backward
-from fastbert.kernels.layer_parts import ATTENTION, LAYER_NORM, Attention, LayerNorm
+from fastbert.kernels.layer_parts import TRITON, Launchers
 from fastbert.kernels.reduction import sum_rows
 
 
@@ -95,8 +93,7 @@ def layer_forward(
     parameters: Sequence[Tensor],
     inputs: Inputs,
     shape: LayerShape,
-    attention: Attention = ATTENTION,
-    layer_norm: LayerNorm = LAYER_NORM,
+    launchers: Launchers = TRITON,
 ) -> tuple[Tensor, Kept]:
     """Run the layer on rows.
 
@@ -106,12 +103,12 @@ def layer_forward(
             products in the dtype of the products.
         inputs: The other tensors.
         shape: The numbers and names.
-        attention: The launchers of attention.
-        layer_norm: The launchers of layer norm.
+        launchers: The launchers of attention, feed-forward and layer norm.
 
     Returns:
         The rows (T, N) after the layer in the dtype of `hidden`, and what the backward reads.
     """
+    attention, feed_forward, layer_norm = launchers
     wqkv, bqkv, wo, bo, weight1, bias1, w1, b1, w2, b2, weight2, bias2 = parameters
     rows = None if hidden.dtype == shape.dtype else hidden.to(shape.dtype)
     qkv = F.linear(hidden if rows is None else rows, wqkv, bqkv)
@@ -123,7 +120,7 @@ def layer_forward(
         dropout_p=shape.attention_output_p, eps=shape.eps,
     )  # fmt: skip
     inner_rows = None if first.dtype == shape.dtype else first.to(shape.dtype)
-    activated, inner = linear_gelu_forward(
+    activated, inner = feed_forward.forward(
         first if inner_rows is None else inner_rows, w1, b1, activation=shape.activation, save=True
     )
     assert inner is not None
@@ -145,8 +142,7 @@ def layer_backward(
     kept: Kept,
     shape: LayerShape,
     needs: Sequence[bool],
-    attention: Attention = ATTENTION,
-    layer_norm: LayerNorm = LAYER_NORM,
+    launchers: Launchers = TRITON,
 ) -> list[Tensor | None]:
     """Compute the gradients of `layer_forward`.
 
@@ -157,13 +153,13 @@ def layer_backward(
         kept: As `layer_forward` returned it.
         shape: As in `layer_forward`.
         needs: Whether the gradients of `hidden` and of each parameter are wanted.
-        attention: As in `layer_forward`.
-        layer_norm: As in `layer_forward`.
+        launchers: As in `layer_forward`.
 
     Returns:
         The gradients of `hidden` and of the parameters, in their dtypes. A gradient that is not
         wanted may be a tensor or None.
     """
+    attention, feed_forward, layer_norm = launchers
     wqkv, bqkv, wo, bo, weight1, _, w1, _, w2, b2, weight2, _ = parameters
     dresidual, dx, dweight2, dbias2, db2 = layer_norm.backward(
         dy, kept.last_projected, weight2, kept.last_mean, kept.last_rstd, residual=kept.first,
@@ -173,7 +169,7 @@ def layer_backward(
     if not any(needs[:10]):
         return found
     dprojected = _cast(dresidual if dx is None else dx, shape.dtype)
-    dinner, found[8], activated = feed_forward_backward(
+    dinner, found[8], activated = feed_forward.backward(
         dprojected, w2, kept.inner, activation=shape.activation
     )
     inner_rows = kept.first if kept.inner_rows is None else kept.inner_rows

@@ -1,7 +1,7 @@
-"""Attention and layer norm inside a layer: the launchers of Triton, which others may replace.
+"""Attention, feed-forward and layer norm in a layer: Triton's launchers, which others may replace.
 
-CUDA C++ has these two operations as well. ``fastbert.ops.layer_parts`` has its launchers in the
-same form, because the extension is not known here.
+CUDA C++ has these operations as well. ``fastbert.ops.layer_parts`` has its launchers in the same
+form, because the extension is not known here.
 """
 
 from __future__ import annotations
@@ -9,7 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from fastbert.kernels import attention, attention_backward, layer_norm
+import torch
+from torch import Tensor
+
+from fastbert.kernels import (
+    attention,
+    attention_backward,
+    feed_forward,
+    feed_forward_backward,
+    layer_norm,
+)
 
 
 class Attention(NamedTuple):
@@ -19,6 +28,22 @@ class Attention(NamedTuple):
         forward: Returns out and the log-sum-exp.
         backward: Writes the gradients of q, k and v into tensors.
         allocate: Returns results that ``forward`` fills, or None if it allocates its own.
+    """
+
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
+    allocate: Callable[..., Any]
+
+
+class FeedForward(NamedTuple):
+    """The first product of a feed-forward with its activation, and the gradient of both.
+
+    The arguments are those of the launchers in ``fastbert.kernels.feed_forward``.
+
+    Attributes:
+        forward: Returns the activation and, with ``save``, the pre-activation.
+        backward: Returns the gradients of the pre-activation and of its bias, and the activation.
+        allocate: Returns the activation that ``forward`` fills, or None if it allocates its own.
     """
 
     forward: Callable[..., Any]
@@ -40,9 +65,30 @@ class LayerNorm(NamedTuple):
     allocate: Callable[..., Any]
 
 
-ATTENTION = Attention(
-    attention.attention_forward, attention_backward.attention_backward, attention.allocate_results
-)
-LAYER_NORM = LayerNorm(
-    layer_norm.layer_norm_forward, layer_norm.layer_norm_backward, layer_norm.allocate_results
+class Launchers(NamedTuple):
+    """The launchers of the three operations of a layer."""
+
+    attention: Attention
+    feed_forward: FeedForward
+    layer_norm: LayerNorm
+
+
+def _allocate_activation(rows: Tensor, columns: int) -> Tensor:
+    return torch.empty((rows.shape[0], columns), dtype=rows.dtype, device=rows.device)
+
+
+TRITON = Launchers(
+    Attention(
+        attention.attention_forward,
+        attention_backward.attention_backward,
+        attention.allocate_results,
+    ),
+    FeedForward(
+        feed_forward.linear_gelu_forward,
+        feed_forward_backward.feed_forward_backward,
+        _allocate_activation,
+    ),
+    LayerNorm(
+        layer_norm.layer_norm_forward, layer_norm.layer_norm_backward, layer_norm.allocate_results
+    ),
 )

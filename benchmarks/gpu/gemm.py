@@ -45,7 +45,8 @@ def matches(scale: Scale, device: str) -> Iterator[Match]:
     for tokens in scale.tokens[1:]:
         for hidden, inner in scale.widths:
             for op in ("linear_gelu", "feed_forward"):
-                yield _product(op, tokens, hidden, inner, BF16, FORWARD, device)
+                for direction in (FORWARD, BACKWARD):
+                    yield _product(op, tokens, hidden, inner, BF16, direction, device)
     hidden, inner = scale.widths[0]
     for op in ("linear_gelu", "feed_forward"):
         yield _product(op, largest, hidden, inner, FP16, FORWARD, device)

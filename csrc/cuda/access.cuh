@@ -42,6 +42,30 @@ struct alignas(sizeof(T) * (kCount < kWidth<T> ? kCount : kWidth<T>)) Pack {
   T values[kLength];
 };
 
+// 16 bytes as four words. A row that waits for its turn is kept in words, because nvcc takes
+// elements of 16 bits apart as soon as they are loaded, and so waits for memory at once.
+template <class T>
+struct WordPack {
+  uint32_t word[4];
+
+  __device__ void operator=(const uint4& bits) {
+    word[0] = bits.x, word[1] = bits.y, word[2] = bits.z, word[3] = bits.w;
+  }
+  __device__ float operator[](int i) const;
+};
+template <>
+inline __device__ float WordPack<float>::operator[](int i) const {
+  return __uint_as_float(word[i]);
+}
+template <>
+inline __device__ float WordPack<__half>::operator[](int i) const {
+  return __half2float(__ushort_as_half(static_cast<uint16_t>(word[i / 2] >> i % 2 * 16)));
+}
+template <>
+inline __device__ float WordPack<__nv_bfloat16>::operator[](int i) const {
+  return __uint_as_float(i % 2 ? word[i / 2] & 0xffff0000u : word[i / 2] << 16);
+}
+
 // Reads kCount elements from column `first` on, a multiple of kCount; elements from `columns` on
 // read as 0. `wide` means that the row is aligned and that `columns` is a multiple of kCount.
 template <class T, int kCount>

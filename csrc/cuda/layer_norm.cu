@@ -54,26 +54,28 @@ struct Layout {
 template <class L>
 struct Raw {
   using T = typename L::Element;
-  Pack<T, kWidth<T>> vector[L::kVectors];
+  WordPack<T> vector[L::kVectors];
 
   __device__ void load(const ConstMatrix& matrix, int64_t row, int columns, bool wide) {
     const T* from = row_of<T>(matrix, row);
 #pragma unroll
     for (int v = 0; v < L::kVectors; ++v) {
       const int first = L::column(v);
-      const auto* pack = reinterpret_cast<const Pack<T, kWidth<T>>*>(from + first);
+      const auto* access = reinterpret_cast<const uint4*>(from + first);
       if constexpr (L::kExact) {
-        vector[v] = *pack;
+        vector[v] = *access;
       } else if (wide && first < columns) {
-        vector[v] = *pack;
+        vector[v] = *access;
       } else {
+        Pack<T, kWidth<T>> pack;
 #pragma unroll
         for (int i = 0; i < kWidth<T>; ++i)
-          vector[v].values[i] = first + i < columns ? from[first + i] : from_float<T>(0.0f);
+          pack.values[i] = first + i < columns ? from[first + i] : from_float<T>(0.0f);
+        memcpy(vector[v].word, &pack, kAccess);
       }
     }
   }
-  __device__ float operator()(int v, int i) const { return to_float(vector[v].values[i]); }
+  __device__ float operator()(int v, int i) const { return vector[v][i]; }
 };
 
 // A parameter in fp32, which all rows of a block share: in shared memory where a block has several

@@ -4,10 +4,11 @@
 ``fastbert/ops/gpu_times.json``. The records are of two kinds.
 
 - Predictions: ``*-predicted-bounds/OP.json`` for Triton and ``OP_cuda.json`` for CUDA C++, as
-  ``fastbert bench --predict --json`` writes them, from the newest folder that has the file. The
+  ``fastbert bench --predict --json`` writes them, from the newest folder that has the shape. The
   table takes their estimates.
-- Measurements: ``bench-attention.json`` and ``bench-rows.json`` of ``make gpu``, in any folder. A
-  measurement of both backends replaces the predictions for its architecture and shape.
+- Measurements: ``bench-attention.json``, ``bench-rows.json`` and ``bench-gemm.json`` of
+  ``make gpu``, in any folder. A measurement of both backends replaces the predictions for its
+  architecture and shape.
 
 To record a run, copy the folder of ``make gpu`` into ``benchmarks/results`` and run this command.
 """
@@ -28,11 +29,13 @@ from fastbert.ops.gpu_times import MEASURED, PREDICTED, SIXTEEN_BITS, TABLE, Poi
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 # The GPU that stands for its architecture in predictions.
 REPRESENTATIVES = (A100, L4, H200, B200)
-OPERATIONS = ("attention", "layer_norm")
+PRODUCTS = ("linear_gelu", "feed_forward")
+OPERATIONS = ("attention", "layer_norm", *PRODUCTS)
 FILE_OF = {"triton": "{}.json", "cuda": "{}_cuda.json"}
-SECTIONS = ("bench-attention.json", "bench-rows.json")
+SECTIONS = ("bench-attention.json", "bench-rows.json", "bench-gemm.json")
 ATTENTION = re.compile(r"S(\d+) D(\d+)$")
 ROWS = re.compile(r"(\d+)×(\d+)(?: drop)?$")
+PRODUCT = re.compile(r"(\d+)×(\d+)×\d+$")
 # Seconds by backend, by the key of a point and the direction.
 Times = dict[tuple[Any, ...], dict[str, dict[str, float]]]
 
@@ -49,15 +52,15 @@ def points(results: Path = RESULTS) -> list[Point]:
             continue
         forward, backward = times.get(FORWARD, {}), times.get(BACKWARD, {})
         if len(forward) > 1 and len(backward) > 1:
-            op, arch, gpu, dtype, shape, head_dim, size = key
-            common = (op, arch, gpu, dtype, shape, head_dim, size, kind)
+            op, arch, gpu, dtype, shape, width, size = key
+            common = (op, arch, gpu, dtype, shape, width, size, kind)
             rows.append(Point(*common, forward, backward))
-    return sorted(rows, key=lambda p: (p.op, p.arch, p.dtype, p.head_dim, p.size))
+    return sorted(rows, key=lambda p: (p.op, p.arch, p.dtype, p.width, p.size))
 
 
 def _without_gpu(key: tuple[Any, ...]) -> tuple[Any, ...]:
-    op, arch, _, dtype, _, head_dim, size = key
-    return op, arch, dtype, head_dim, size
+    op, arch, _, dtype, _, width, size = key
+    return op, arch, dtype, width, size
 
 
 def _predicted(results: Path) -> Times:
@@ -66,18 +69,19 @@ def _predicted(results: Path) -> Times:
     for op in OPERATIONS:
         for backend, name in FILE_OF.items():
             files = sorted(results.glob(f"*-predicted-bounds/{name.format(op)}"))
-            rows = json.loads(files[-1].read_text(encoding="utf-8"))["bounds"] if files else []
-            for row in rows:
+            texts = [file.read_text(encoding="utf-8") for file in files]
+            # The rows of a later folder replace those of an earlier one.
+            for row in [row for text in texts for row in json.loads(text)["bounds"]]:
                 place = _place(op, row["case"])
                 # A bound without an estimate has the work of the operation, not of the kernel.
                 if row["gpu"] not in architectures or place is None or not row["estimate"]:
                     continue
                 if " drop" in row["case"]:
                     continue
-                shape, head_dim, size, _ = place
+                shape, width, size, _ = place
                 key = (
-                    op, architectures[row["gpu"]], row["gpu"], _bits(row["dtype"]), shape,
-                    head_dim, size,
+                    op, architectures[row["gpu"]], row["gpu"], _bits(row["dtype"]), shape, width,
+                    size,
                 )  # fmt: skip
                 by_direction = found.setdefault(key, {})
                 by_direction.setdefault(row["direction"], {})[backend] = row["estimate"]
@@ -100,8 +104,8 @@ def _measured(results: Path) -> Times:
                 continue
             if row["dtype"] == "float16":
                 continue
-            shape, head_dim, size, batch = place
-            key = (row["op"], gpu.arch, gpu.name, _bits(row["dtype"]), shape, head_dim, size)
+            shape, width, size, batch = place
+            key = (row["op"], gpu.arch, gpu.name, _bits(row["dtype"]), shape, width, size)
             rank = (file.parent.name, batch)
             if rank > largest.get(key, ("", 0)):
                 found[key], largest[key] = {}, rank
@@ -118,11 +122,13 @@ def _shape_of(row: dict[str, Any]) -> str:
 
 
 def _place(op: str, case: str) -> tuple[str, int, int, int] | None:
-    """Return the name, head dim, size and batch of a shape, or None if the table has no such."""
+    """Return the name, width, size and batch of a shape, or None if the table has no such."""
     if op == "attention" and (found := ATTENTION.match(case)):
         return case, int(found[2]), int(found[1]), 0
     if op == "layer_norm" and (found := ROWS.match(case)):
-        return f"{found[2]} columns", 0, int(found[2]), int(found[1])
+        return f"{found[2]} columns", int(found[2]), 0, int(found[1])
+    if op in PRODUCTS and (found := PRODUCT.match(case)):
+        return case, int(found[2]), int(found[1]), 0
     return None
 
 

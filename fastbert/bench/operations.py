@@ -21,7 +21,7 @@ from fastbert.bench.limits import BOTH, FORWARD
 from fastbert.bench.timing import MAX_INPUT_SETS, alternate, input_sets
 from fastbert.ops import backend as backends
 from fastbert.ops.backend import dtype_name
-from fastbert.ops.gpu_times import length_class
+from fastbert.ops.gpu_times import length_class, rows_class
 from fastbert.testing import parity
 from fastbert.testing.cases import TABLE_OF, Case, Inputs
 
@@ -219,6 +219,9 @@ def chosen_backend(case: Case, dtype: torch.dtype, device: str) -> str:
         request = request._replace(head_dim=last, length=length)
     elif table == "layer_norm":
         request = request._replace(columns=last)
+    elif table in ("linear_gelu", "feed_forward"):
+        rows, columns = case.shape[:2]
+        request = request._replace(columns=columns, rows=rows_class(rows))
     return backends.resolve(table, None, request).backend
 
 

@@ -13,6 +13,8 @@ The figures are bounds, and no measurements. Two bounds are told apart.
   corrected by the mix in the machine code (`fastbert.testing.ptx.sass`). It also adds the tensors
   of each launch without matrix instructions and of each product of the library. It is a bound as
   far as the correction is exact, and as tensors do not stay in the L2 cache between two launches.
+  In an operation of matrix products, each product takes at least the time of the library's
+  (``LIBRARY_SHARE``), also in a kernel with an activation, which is not expected to be faster.
 
 Neither includes latencies, the time of launches, the L2 cache, or clocks below the boost clock.
 Matrix products count at the rate of the fastest instruction of the architecture. On a Hopper GPU,
@@ -30,6 +32,7 @@ import torch
 
 from fastbert.bench.gpus import GPUS, H200, LANES, Gpu
 from fastbert.bench.limits import BACKWARD, FORWARD, GOALS, Goal, attention_goal, work
+from fastbert.bench.limits import H200 as H200_LIMITS
 from fastbert.ops import backend as backends
 from fastbert.testing import parity
 from fastbert.testing.cases import TABLE_OF, Case
@@ -45,7 +48,10 @@ NOT_EXECUTED = (
     "sm_100 code multiplies with tcgen05, which the PTX machine lacks, so the bound has only the "
     "least products and the least traffic of the operation"
 )
-TOKENS = 16384
+TOKENS, HIDDEN = 16384, 1024
+# The share of the matrix rate that the library's products are taken to reach on every GPU: that of
+# the fastest product that was measured on an H200.
+LIBRARY_SHARE = H200_LIMITS.measured_flops / H200_LIMITS.flops
 
 
 @dataclass(frozen=True)
@@ -94,22 +100,34 @@ class Bound:
 
 
 def cases() -> tuple[Case, ...]:
-    """Return the shapes of the goals: attention, rows, products and the loss of BERT."""
+    """Return the shapes of the goals and of the choice: attention, rows, products and the loss."""
     found = []
-    for length in (128, 256, 512, 1024, 2048):
-        sizes = (TOKENS // length, 16, length, length, 64)
-        found.append(Case("attention", f"S{length} D64", sizes))
+    for head_dim in (64, 32, 128):
+        for length in (128, 256, 512, 1024, 2048):
+            sizes = (TOKENS // length, HIDDEN // head_dim, length, length, head_dim)
+            found.append(Case("attention", f"S{length} D{head_dim}", sizes))
     for columns in (1024, 768):
         found.append(Case("layer_norm", f"{TOKENS}×{columns}", (TOKENS, columns)))
         dropped = {"dropout_p": 0.1}
         found.append(Case("layer_norm", f"{TOKENS}×{columns} drop", (TOKENS, columns), dropped))
-    for hidden, inner in ((768, 3072), (1024, 4096)):
-        for op in ("linear_gelu", "feed_forward"):
-            found.append(Case(op, f"{TOKENS}×{hidden}×{inner}", (TOKENS, hidden, inner)))
+    for hidden, inner in ((768, 3072), (1024, 4096), (384, 1536)):
+        for rows in (TOKENS, 2048, 128):
+            for op in ("linear_gelu", "feed_forward"):
+                found.append(Case(op, f"{rows}×{hidden}×{inner}", (rows, hidden, inner)))
     for hidden in (768, 1024):
         shape = (TOKENS, hidden, 30522)
         found.append(Case("linear_cross_entropy", "×".join(map(str, shape)), shape))
     return tuple(found)
+
+
+def dtypes_of(case: Case) -> tuple[torch.dtype, ...]:
+    """Return the dtypes in which a case is predicted: fp32 too where two backends compute it.
+
+    The products of fp32 are the library's on both backends, and attention in fp32 is Triton's.
+    """
+    if case.op == "layer_norm" and not case.options:
+        return torch.bfloat16, torch.float32
+    return (torch.bfloat16,)
 
 
 # Times
@@ -180,8 +198,9 @@ def bound(
     total = {unit: sum(time[unit] for time in times) for unit in times[0]} | {"memory": memory}
     strict = [{unit: time[unit] for unit in STRICT} for time in times]
     in_turn = sum(max(time.values()) for time in strict)
+    reached = 1.0 if TABLE_OF[case.op] == "attention" else LIBRARY_SHARE
     full = [
-        {**time, "memory": streamed(launch) / gpu.memory}
+        {**time, "tensor": time["tensor"] / reached, "memory": streamed(launch) / gpu.memory}
         for time, launch in zip(times, launches, strict=True)
     ]
     seconds = max(memory, in_turn)
@@ -223,7 +242,7 @@ class Prediction:
 
     Args:
         bounds: A row per case, direction and GPU.
-        launches: By ``"op case direction sm_90"``, the launches of the code for an architecture.
+        launches: By ``"op case dtype direction sm_90"``, the launches of an architecture's code.
     """
 
     bounds: list[Bound]
@@ -237,16 +256,14 @@ class Prediction:
 def predict(
     selected: Sequence[Case],
     gpus: Sequence[Gpu] = GPUS,
-    dtype: torch.dtype = torch.bfloat16,
     notify: Callable[[str], None] = lambda text: None,
     backend: str = "triton",
 ) -> Prediction:
-    """Return the bounds of cases on GPUs, forward and backward.
+    """Return the bounds of cases on GPUs in their dtypes (`dtypes_of`), forward and backward.
 
     Args:
         selected: The cases.
         gpus: The GPUs.
-        dtype: Dtype of the inputs.
         notify: Receives the name of each case and architecture before it runs.
         backend: "triton" or "cuda".
 
@@ -264,17 +281,18 @@ def predict(
             "TRITON_INTERPRET: got 1, allowed: unset; the interpreter compiles nothing"
         )
     if backend == "cuda":
-        reason = cuda_operators.obstacle() or _refusal(selected, dtype)
+        reason = cuda_operators.obstacle() or _refusal(selected)
         if reason is not None:
             raise ValueError(f"backend: got 'cuda', which cannot be predicted here: {reason}")
     found = Prediction([], {})
-    for case in selected:
+    for case, dtype in _with_dtypes(selected):
         by_arch: dict[int, dict[str, list[Launched]]] = {}
+        name = f"{case.op} {case.name} {backends.dtype_name(dtype)}"
         for arch in sorted({code_for(gpu) for gpu in gpus}):
-            notify(f"{case.op} {case.name} sm_{arch}")
+            notify(f"{name} sm_{arch}")
             by_arch[arch] = count(case, dtype, arch, GRID_OF[arch], backend)
             for direction, launches in by_arch[arch].items():
-                found.launches[f"{case.op} {case.name} {direction} sm_{arch}"] = launches
+                found.launches[f"{name} {direction} sm_{arch}"] = launches
         for direction in (FORWARD, BACKWARD):
             for gpu in gpus:
                 launches = by_arch[code_for(gpu)][direction]
@@ -282,10 +300,16 @@ def predict(
     return found
 
 
-def _refusal(selected: Sequence[Case], dtype: torch.dtype) -> str | None:
+def _with_dtypes(selected: Sequence[Case]) -> list[tuple[Case, torch.dtype]]:
+    return [(case, dtype) for case in selected for dtype in dtypes_of(case)]
+
+
+def _refusal(selected: Sequence[Case]) -> str | None:
     """Return why the CUDA C++ kernels do not serve one of the cases, or None."""
     with backends.standing_in(STAND_IN, "cuda"):
-        reasons = (parity.refusal(case, "cuda", dtype, "cpu") for case in selected)
+        reasons = (
+            parity.refusal(case, "cuda", dtype, "cpu") for case, dtype in _with_dtypes(selected)
+        )
         return next((reason for reason in reasons if reason is not None), None)
 
 

@@ -1,7 +1,8 @@
 """``fastbert info``: the machine, the extension, the assembler and the backend of each operation.
 
-On a GPU, the command also shows the times by which operations choose, and the calls that CUDA C++
-does not serve. With a model, the command shows the model's configuration and backends instead.
+On a GPU, the command also shows the times by which operations choose, the calls that CUDA C++ does
+not serve, and the products of its feed-forward that the library computes. With a model, the command
+shows the model's configuration and backends instead.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ LABELS = {
     "cpu_isas_supported": "supported by this CPU",
 }
 
-# The call whose choice the table of backends shows: BERT-base with 512 tokens, in inference.
-TYPICAL: dict[str, Any] = {"head_dim": 64, "columns": 768, "length": 512}
+# The call whose choice the table of backends shows: BERT-base in inference, 32 sequences of 512.
+TYPICAL: dict[str, Any] = {"head_dim": 64, "columns": 768, "length": 512, "rows": 16384}
 ATTENTION_OPTIONS = ("bias", "window", "scale", "weights")
 
 
@@ -54,6 +55,7 @@ def info(
     if model is None and content["gpu times"]:
         out.print(_gpu_times(content["gpu times"]))
         out.print(_refusals(content["not by cuda"]))
+        out.print(_products(content["products of cuda"]))
 
 
 def collect_model(path_or_hub_id: str) -> dict[str, Any]:
@@ -127,6 +129,7 @@ def collect() -> dict[str, Any]:
         "backends": _choices(device),
         "gpu times": _times_of_this_gpu(),
         "not by cuda": _calls_without_cuda(),
+        "products of cuda": _products_of_cuda(),
     }
 
 
@@ -219,6 +222,45 @@ def _calls_without_cuda() -> list[dict[str, str]]:
     return rows
 
 
+def _products_of_cuda() -> list[dict[str, str]]:
+    """Return the products of a feed-forward of the backend "cuda", and the reasons of the library.
+
+    A row is for a product and its operands. The reasons are those that decide a call.
+    """
+    import torch
+
+    from fastbert.ops.fused_products import PRODUCTS, library_reason
+
+    def operand(rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(rows, columns, dtype=dtype, device="meta")
+
+    x, weight, single = operand(512, 768), operand(3072, 768), torch.float32
+    kinds = {
+        "bf16 or fp16": (x, weight, None),
+        "fp32": (operand(512, 768, single), operand(3072, 768, single), None),
+        "a width of 770": (operand(512, 770), operand(3072, 770), None),
+        "a weight by columns": (x, operand(768, 3072).t(), None),
+    }
+    with_bias = {"a bias of every second element": (x, weight, operand(3072, 2)[:, 0])}
+    found: list[tuple[str, str, str | None]] = []
+    for product, always in PRODUCTS.items():
+        if always is not None:
+            found.append((product, "all", always))
+            continue
+        of_product = kinds | with_bias if "b1" in product else kinds
+        found += [(product, name, library_reason(*given)) for name, given in of_product.items()]
+    fused = "the epilogue saves a pass over the pre-activation"
+    return [
+        {
+            "product": product,
+            "operands": operands,
+            "by": "library" if reason else "CUDA C++",
+            "reason": reason or fused,
+        }
+        for product, operands, reason in found
+    ]
+
+
 def _gpu_times(rows: list[dict[str, Any]]) -> Table:
     table = new_table("times by which operations choose on this GPU, in µs; * = the first choice")
     for heading in ("operation", "shape", "dtype", "pass", "kind"):
@@ -236,6 +278,16 @@ def _gpu_times(rows: list[dict[str, Any]]) -> Table:
 def _refusals(rows: list[dict[str, str]]) -> Table:
     table = new_table("calls that CUDA C++ does not serve")
     for heading in ("operation", "call"):
+        table.add_column(heading, no_wrap=True)
+    table.add_column("reason", overflow="fold")
+    for row in rows:
+        table.add_row(*row.values())
+    return table
+
+
+def _products(rows: list[dict[str, str]]) -> Table:
+    table = new_table("products of the feed-forward of CUDA C++")
+    for heading in ("product", "operands", "by"):
         table.add_column(heading, no_wrap=True)
     table.add_column("reason", overflow="fold")
     for row in rows:

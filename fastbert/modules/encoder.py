@@ -19,7 +19,7 @@ from fastbert.modules.layer_norm import LayerNorm
 from fastbert.modules.positions import DistanceBias
 from fastbert.ops.backend import Choice, Request
 from fastbert.ops.encoder_layer import encoder_layer
-from fastbert.ops.gpu_times import length_class
+from fastbert.ops.gpu_times import length_class, rows_class
 from fastbert.ops.layer_parts import Parts, choose_parts
 from fastbert.ops.product import needs_gradient
 from fastbert.ops.register import PLAIN
@@ -230,18 +230,20 @@ def _training(
 def _parts(
     call: FusedCall | TrainingCall, hidden: Tensor, layout: BatchLayout, length: int
 ) -> Parts:
-    """Return the backends of attention and layer norm in layers on Triton kernels."""
-    columns = hidden.shape[1]
-    attention = Request(
+    """Return the backends of the operations that have both, in layers on Triton kernels."""
+    columns, on_gpu = hidden.shape[1], hidden.device.type == "cuda"
+    request = Request(
         hidden.device.type,
         call.dtype,
         head_dim=columns // call.heads,
         options=() if layout.bias is None else ("bias",),
+        activation=call.activation,
         columns=columns,
-        length=length_class(length) if hidden.device.type == "cuda" else 0,
+        length=length_class(length) if on_gpu else 0,
+        rows=rows_class(hidden.shape[0]) if on_gpu else 0,
         trained=isinstance(call, TrainingCall),
     )
-    return choose_parts(attention, hidden.dtype, call.requested)
+    return choose_parts(request, hidden.dtype, call.requested)
 
 
 def _one_call(
@@ -266,5 +268,6 @@ def _one_call(
         all_states=all_states,
         backend=plan.backend,
         attention_backend=parts.attention,
+        feed_forward_backend=parts.feed_forward,
         layer_norm_backend=parts.layer_norm,
     )

@@ -32,6 +32,7 @@ from fastbert.ops.encoder import (
     PARAMETERS,
     choose,
 )
+from fastbert.ops.gpu_times import rows_class
 from fastbert.ops.int8_linear import layout
 from fastbert.ops.register import is_watched
 
@@ -275,7 +276,7 @@ def _arguments(
     if any(m[path].training and m[path].dropout_p > 0.0 for m in found for path in DROPPING):
         return _one_by_one("there is dropout in training")
     asking, operations = (INT8_ASKING, INT8_OPERATIONS) if int8 else (ASKING, OPERATIONS)
-    agreed = _agreed(found, asking, device, dtype, parameters, operations, length=length)
+    agreed = _agreed(found, asking, device, dtype, parameters, operations, rows, length)
     if isinstance(agreed, Choice):
         return agreed
     if agreed.backend == "triton" and not (
@@ -292,8 +293,9 @@ def _agreed(
     dtype: torch.dtype,
     parameters: list[Any],
     operations: Sequence[str],
-    *,
+    rows: int = WHOLE,
     length: int = 0,
+    *,
     trained: bool = False,
 ) -> Agreed | Choice:
     """Return what all layers have in common, or the reason why one call cannot run them."""
@@ -313,7 +315,7 @@ def _agreed(
     common = heads.pop()
     request = Request(
         device, dtype, columns // common, activation=activation, columns=columns, length=length,
-        trained=trained,
+        rows=rows_class(rows) if device == "cuda" else 0, trained=trained,
     )  # fmt: skip
     choice = choose(request, requested, operations)
     if not choice.reason.startswith(ONE_CALL):

@@ -14,7 +14,7 @@ from fastbert.modules.encoder import BertEncoder
 from fastbert.modules.operation import OperationModule
 from fastbert.modules.quantized_linear import QuantizedLinear
 from fastbert.ops.backend import Choice, Request, resolve, validate
-from fastbert.ops.gpu_times import length_class
+from fastbert.ops.gpu_times import MANY_ROWS, length_class
 
 Model = TypeVar("Model", bound="BertPreTrainedModel")
 
@@ -189,12 +189,15 @@ class BertPreTrainedModel(nn.Module):
         weight = next(self.parameters())
         device = device or weight.device.type
         choices = {}
-        length = length_class(self.config.max_length) if device == "cuda" else 0
+        length = rows = 0
+        if device == "cuda":
+            length, rows = length_class(self.config.max_length), MANY_ROWS
         for part in self.modules():
             if isinstance(part, OperationModule):
                 request = Request(
                     device, weight.dtype, self.config.head_dim, activation=part.activation,
-                    columns=self.config.hidden_size, length=length, trained=part.training,
+                    columns=self.config.hidden_size, length=length, rows=rows,
+                    trained=part.training,
                 )  # fmt: skip
                 choices[part.operation] = resolve(part.operation, part.backend, request)
         for part in self.modules():

@@ -55,10 +55,11 @@ class Request(NamedTuple):
         options: Options of attention that not every backend serves: "bias", "window", "weights" (as
             a result), "scale" (of 0 or less).
         activation: Name of the activation of a feed-forward.
-        columns: Number of columns of a row operation.
+        columns: Number of columns of a row operation, or of the left operand of a product.
         transformed: Whether a transform of torch.func or forward-mode AD is active.
         length: Class of the longest sequence of keys in attention on a GPU
             (`gpu_times.length_class`).
+        rows: Class of the rows of a product on a GPU (`gpu_times.rows_class`).
         trained: Whether a gradient is wanted, so that the time of the backward pass counts.
     """
 
@@ -70,6 +71,7 @@ class Request(NamedTuple):
     columns: int = 0
     transformed: bool = False
     length: int = 0
+    rows: int = 0
     trained: bool = False
 
 
@@ -338,9 +340,11 @@ def _resolve(op: str, requested: str | None, request: Request) -> Choice:
     order: tuple[str, ...] = ORDER.get(request.device, OTHER_DEVICE)
     times = ""
     if request.device == "cuda":
-        size = int(request.length if op == "attention" else request.columns)
-        dtype = dtype_name(request.dtype)
-        order, times = _order_on_gpu(op, dtype, int(request.head_dim), size, request.trained)
+        place = (request.columns, request.rows)
+        if op == "attention":
+            place = (request.head_dim, request.length)
+        width, size = map(int, place)
+        order, times = _order_on_gpu(op, dtype_name(request.dtype), width, size, request.trained)
     passed: list[str] = []
     for backend in order:
         reason = refusal(op, backend, request)
@@ -352,13 +356,13 @@ def _resolve(op: str, requested: str | None, request: Request) -> Choice:
 
 
 def _order_on_gpu(
-    op: str, dtype: str, head_dim: int, size: int, trained: bool
+    op: str, dtype: str, width: int, size: int, trained: bool
 ) -> tuple[tuple[str, ...], str]:
     """Return the backends, the fastest first, and the times that decide; "" without times."""
     found = capability()
     if found is None:
         return ORDER["cuda"], ""
-    point = gpu_times.nearest(gpu_times.POINTS, op, found, dtype, head_dim, size)
+    point = gpu_times.nearest(gpu_times.POINTS, op, found, dtype, width, size)
     times = "" if point is None else gpu_times.reason(point, trained)
     return gpu_times.order(point, trained, ORDER["cuda"]), times
 

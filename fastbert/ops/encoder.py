@@ -47,6 +47,7 @@ def encoder(
     all_states: bool = False,
     backend: str | None = None,
     attention_backend: str = "triton",
+    feed_forward_backend: str = "triton",
     layer_norm_backend: str = "triton",
 ) -> list[Tensor]:
     """Run all layers of a BERT encoder in one call, without dropout and without gradients.
@@ -77,6 +78,7 @@ def encoder(
             products in the dtype of `hidden` only.
         attention_backend: ``"triton"`` or ``"cuda"``: the kernels of attention within the backend
             ``"triton"``.
+        feed_forward_backend: As `attention_backend`, for the first product of the feed-forwards.
         layer_norm_backend: As `attention_backend`, for the layer norms.
 
     Returns:
@@ -101,13 +103,14 @@ def encoder(
     require(reason is None, "hidden", hidden.device, allowed)
     for name, part in (
         ("attention_backend", attention_backend),
+        ("feed_forward_backend", feed_forward_backend),
         ("layer_norm_backend", layer_norm_backend),
     ):
         require(part in PART_BACKENDS, name, repr(part), ", ".join(PART_BACKENDS))
     return _encoder(
         hidden, list(parameters), list(scales), cu_seqlens, mask, bias, batch, max_seqlen, heads,
         eps, activation, hidden.dtype if dtype is None else dtype, all_states, attention_backend,
-        layer_norm_backend, backend,
+        feed_forward_backend, layer_norm_backend, backend,
     )  # fmt: skip
 
 
@@ -125,9 +128,9 @@ def choose(
 
     Returns:
         The backend ``"cpu"`` or ``"triton"`` if that backend serves every operation; all layers
-        then run in one call. Within ``"triton"``, the backend ``"cuda"`` may serve attention and
-        layer norm. Otherwise the backend of the first operation that prevents this; the
-        layers then run one by one. The backend ``"triton"`` has no call for int8 weights.
+        then run in one call. Within ``"triton"``, the backend ``"cuda"`` may serve attention,
+        feed-forward and layer norm. Otherwise the backend of the first operation that prevents
+        this; the layers then run one by one. The backend ``"triton"`` has no call for int8 weights.
 
     Raises:
         ValueError: If a requested backend cannot serve its operation.
@@ -143,7 +146,7 @@ def choose(
             reason = f"layer by layer: {op} is served by {choice.backend}: {choice.reason}"
             return backends.Choice(choice.backend, reason)
         allowed = (choice.backend,)
-    by_others = f", {' and '.join(others)} by cuda" if others else ""
+    by_others = f", by cuda: {', '.join(others)}" if others else ""
     return backends.Choice(allowed[0], ONE_CALL + by_others)
 
 
@@ -151,10 +154,10 @@ def choose(
 
 
 def _forward(*arguments: Any) -> list[Tensor]:
-    *given, attention, layer_norm, backend = arguments
+    *given, attention, feed_forward, layer_norm, backend = arguments
     if backend == "cpu":
         return torch.ops.fastbert_C.encoder(*given)
-    return _triton_forward(Parts(attention, layer_norm), *given)
+    return _triton_forward(Parts(attention, feed_forward, layer_norm), *given)
 
 
 def _triton_forward(
@@ -176,7 +179,6 @@ def _triton_forward(
     from fastbert.kernels.encoder import encoder_forward
 
     layers = _checked_layers(hidden, parameters, heads)
-    attention, layer_norm = launchers(parts)
     require(not scales, "scales", f"{len(scales)} tensors", "none on the triton backend")
     require(dtype == hidden.dtype, "dtype", dtype, f"{hidden.dtype}, as hidden")
     if cu_seqlens is None:
@@ -200,8 +202,7 @@ def _triton_forward(
         eps=eps,
         activation=activation,
         all_states=all_states,
-        attention=attention,
-        layer_norm=layer_norm,
+        launchers=launchers(parts),
     )
 
 
@@ -247,8 +248,8 @@ def _backward(ctx: Any, *gradients: Any) -> dict[str, Tensor]:
 _encoder = operator(
     "encoder(Tensor hidden, Tensor[] parameters, Tensor[] scales, Tensor? cu_seqlens, "
     "Tensor? mask, Tensor? bias, SymInt batch, SymInt max_seqlen, int heads, float eps, "
-    "str activation, ScalarType dtype, bool all_states, str attention, str layer_norm, "
-    "str backend) -> Tensor[]",
+    "str activation, ScalarType dtype, bool all_states, str attention, "
+    "str feed_forward, str layer_norm, str backend) -> Tensor[]",
     _fake,
     forward=_forward,
 )

@@ -39,7 +39,7 @@ def encoder_layer(
         parameters: The parameters of the layer, in the order of ``ops.encoder``.
         inputs: The fields of ``fastbert.kernels.layer.Inputs``.
         shape: The fields of ``fastbert.kernels.layer.LayerShape``.
-        parts: The backends of attention and layer norm.
+        parts: The backends of attention, feed-forward and layer norm.
 
     Returns:
         The rows after the layer, of the shape and dtype of `hidden`.
@@ -73,7 +73,7 @@ def _forward(
     ctx.shape, ctx.launchers = LayerShape(*shape), launchers(parts)
     parameters = _copies(given, ctx.shape.dtype)
     rows = hidden if hidden.is_contiguous() else hidden.contiguous()
-    y, kept = layer_forward(rows, parameters, Inputs(*inputs), ctx.shape, *ctx.launchers)
+    y, kept = layer_forward(rows, parameters, Inputs(*inputs), ctx.shape, ctx.launchers)
     ctx.dtypes = [p.dtype for p in given]
     ctx.save_for_backward(*inputs, *parameters, *kept)
     return y
@@ -88,7 +88,7 @@ def _backward(dy: Tensor, ctx: Any) -> list[Tensor | None]:
     inputs, kept = Inputs(*saved[:INPUTS]), Kept(*saved[last:])
     needs = ctx.needs_input_grad[3:]
     dhidden, *found = layer_backward(
-        dy, saved[INPUTS:last], inputs, kept, ctx.shape, needs, *ctx.launchers
+        dy, saved[INPUTS:last], inputs, kept, ctx.shape, needs, ctx.launchers
     )
     gradients = [dhidden if needs[0] else None]
     for gradient, needed, dtype in zip(found, needs[1:], ctx.dtypes, strict=True):

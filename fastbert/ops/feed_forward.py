@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from fastbert.ops import backend as backends
 from fastbert.ops import closed_form
 from fastbert.ops.arguments import autocast_dtype, require, require_floating, transformed
 from fastbert.ops.fused_products import library_reason
+from fastbert.ops.gpu_times import rows_class
 from fastbert.ops.product import (
     PRODUCTS,
     check_parameters,
@@ -66,7 +68,7 @@ def linear_gelu(
     activation = APPROXIMATIONS[approximate]
     cast = _check_first(x, "weight", weight, "bias", bias)
     dtype = x.dtype if cast is None else cast
-    request = _request(x, dtype, activation)
+    request = _request(x, dtype, activation, weight, bias)
     choice = backends.resolve("linear_gelu", backend, request)
     if request.transformed:
         return reference.linear_gelu(x, weight, bias, approximate=approximate)
@@ -135,7 +137,7 @@ def feed_forward(
         inner //= 2
     check_parameters(inner, x, cast, "w2", w2, "b2", b2)
     dtype = x.dtype if cast is None else cast
-    request = _request(x, dtype, activation)
+    request = _request(x, dtype, activation, w1, b1, w2, b2)
     choice = backends.resolve("feed_forward", backend, request)
     if request.transformed:
         return reference.feed_forward(
@@ -163,8 +165,16 @@ def path_reason(rows: int, columns: int, depth: int, dtype: torch.dtype) -> str:
     return f"{path.name}: {path.reason}"
 
 
-def _request(x: Tensor, dtype: torch.dtype, activation: str) -> backends.Request:
-    return backends.Request(x.device.type, dtype, activation=activation, transformed=transformed())
+def _request(
+    x: Tensor, dtype: torch.dtype, activation: str, *parameters: Tensor | None
+) -> backends.Request:
+    device, request = x.device.type, backends.Request
+    if device != "cuda":
+        return request(device, dtype, activation=activation, transformed=transformed())
+    return request(
+        device, dtype, activation=activation, transformed=transformed(), columns=x.shape[-1],
+        rows=rows_class(math.prod(x.shape[:-1])), trained=needs_gradient(x, *parameters),
+    )  # fmt: skip
 
 
 def _check_first(

@@ -15,6 +15,14 @@ from torch import Tensor
 
 # Bytes that an access of the kernels takes.
 ACCESS = 16
+# The products of a feed-forward, and the reason why the library always computes them. None is for
+# a product with an activation, for which `library_reason` decides.
+PRODUCTS: dict[str, str | None] = {
+    "gelu(x W1ᵀ + b1)": None,
+    "(dy W2) gelu'(h)": None,
+    "gelu(h) W2ᵀ + b2": "it has no activation, and cuBLASLt adds the bias in its epilogue",
+    "dh W1, dhᵀ x, dyᵀ gelu(h)": "it has no epilogue",
+}
 
 
 def library_reason(left: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:

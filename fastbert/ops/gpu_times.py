@@ -2,8 +2,13 @@
 
 ``gpu_times.json`` holds the time of an operation by GPU, dtype, shape and backend. A time is a
 prediction from counted instructions until a recorded run on the GPU replaces it.
-``python -m fastbert.bench.choice`` writes the file from the records in ``benchmarks/results``. The
-library's matrix products are part of the backend "triton", so that "cuda" has no row for them.
+``python -m fastbert.bench.choice`` writes the file from the records in ``benchmarks/results``.
+
+Both backends leave products without an activation to the library, and the time of an operation
+includes them. What a product with an activation takes is a matter of its rows: many tiles share the
+multiprocessors evenly and hide the activation of one tile under the products of another, and few
+tiles leave multiprocessors idle. So the number of rows is its size in the table, as the length of
+the sequences is the size of attention.
 """
 
 from __future__ import annotations
@@ -17,6 +22,8 @@ from typing import Any, NamedTuple
 TABLE = Path(__file__).with_name("gpu_times.json")
 # A difference of less than this share does not change the order, because no figure is that exact.
 MARGIN = 0.05
+# The rows of a large batch, by which a choice is shown where no rows are known.
+MANY_ROWS = 16384
 PREDICTED, MEASURED = "predicted", "measured"
 # The figures in bf16 stand for fp16 too.
 SIXTEEN_BITS = "16 bits"
@@ -31,8 +38,10 @@ class Point(NamedTuple):
         gpu: Name of the GPU.
         dtype: Name of the dtype, or "16 bits" for bf16 and fp16.
         shape: Name of the shape, such as "S512 D64".
-        head_dim: Head dim of attention; 0 for other operations.
-        size: Length of the sequences of attention, or columns of a row operation.
+        width: Head dim of attention, columns of a row operation, or columns of the left operand of
+            a product.
+        size: Length of the sequences of attention, or rows of a product; 0 for a row operation,
+            whose backends keep their order whatever the number of rows.
         kind: "predicted" or "measured".
         forward: Seconds of a forward pass by backend.
         backward: Seconds of a backward pass by backend.
@@ -43,7 +52,7 @@ class Point(NamedTuple):
     gpu: str
     dtype: str
     shape: str
-    head_dim: int
+    width: int
     size: int
     kind: str
     forward: dict[str, float]
@@ -75,13 +84,13 @@ def nearest(
     op: str,
     capability: tuple[int, int],
     dtype: str,
-    head_dim: int = 0,
+    width: int = 0,
     size: int = 0,
 ) -> Point | None:
     """Return the point of a call, or None if the table has none.
 
     The code for a compute capability runs on later ones of the same major number, so the point is
-    that of the newest architecture among them. Among its shapes, the nearest head dim and then the
+    that of the newest architecture among them. Among its shapes, the nearest width and then the
     nearest size count, both by their ratio.
 
     Args:
@@ -89,8 +98,8 @@ def nearest(
         op: Name of the operation.
         capability: Compute capability of the GPU.
         dtype: Name of the dtype.
-        head_dim: Head dim of attention.
-        size: Length of the sequences of attention, or columns of a row operation.
+        width: As in `Point`.
+        size: As in `Point`.
     """
     kind = SIXTEEN_BITS if dtype in ("bfloat16", "float16") else dtype
     found = [
@@ -102,8 +111,8 @@ def nearest(
         return None
     arch = max([point.arch for point in found])
     found = [point for point in found if point.arch == arch]
-    closest = _closest([point.head_dim for point in found], head_dim)
-    found = [point for point in found if point.head_dim == closest]
+    closest = _closest([point.width for point in found], width)
+    found = [point for point in found if point.width == closest]
     closest = _closest([point.size for point in found], size)
     return next(point for point in found if point.size == closest)
 
@@ -132,6 +141,14 @@ def length_class(length: int) -> int:
     if length < 363:
         return 64 if length < 91 else 128 if length < 182 else 256
     return 512 if length < 725 else 1024 if length < 1449 else 2048
+
+
+def rows_class(rows: int) -> int:
+    """Return 128, 2048 or 16384, the one whose ratio to a number of rows is nearest to 1.
+
+    These are the rows of products in the table. For classes, see `length_class`.
+    """
+    return 128 if rows < 512 else 2048 if rows < 5793 else MANY_ROWS
 
 
 def order(point: Point | None, trained: bool, default: Sequence[str]) -> tuple[str, ...]:

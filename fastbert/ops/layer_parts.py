@@ -1,4 +1,4 @@
-"""Attention and layer norm inside a call of several operations: the choice and the launchers."""
+"""Attention, feed-forward and layer norm inside a layer: the choice and the launchers."""
 
 from __future__ import annotations
 
@@ -13,53 +13,67 @@ from fastbert.ops import backend as backends
 from fastbert.ops.backend import Request, resolve
 
 if TYPE_CHECKING:
-    from fastbert.kernels.layer_parts import Attention, LayerNorm
+    from fastbert.kernels.layer_parts import Launchers
 
 # The operations for which a call on a GPU takes either backend.
-PARTS = ("attention", "layer_norm")
+PARTS = ("attention", "feed_forward", "layer_norm")
 PART_BACKENDS = ("triton", "cuda")
 
 
 class Parts(NamedTuple):
-    """The backends of the two operations, "triton" or "cuda"."""
+    """The backends of the three operations, "triton" or "cuda"."""
 
     attention: str = "triton"
+    feed_forward: str = "triton"
     layer_norm: str = "triton"
 
 
 def choose_parts(
-    attention: Request, norm_dtype: torch.dtype, requested: Mapping[str, str | None]
+    request: Request, norm_dtype: torch.dtype, requested: Mapping[str, str | None]
 ) -> Parts:
     """Choose the backends of a call on Triton kernels, or of a layer.
 
     Args:
-        attention: Properties of the attention; ``columns`` are those of the layer norm.
+        request: Properties of the layer: those of its attention, with the columns, the rows and the
+            activation.
         norm_dtype: Dtype of the rows that the layer norm reads.
         requested: The requested backend by operation.
 
     Raises:
         ValueError: If a requested backend cannot serve its operation.
     """
-    norm = Request(
-        attention.device, norm_dtype, columns=attention.columns, trained=attention.trained
-    )
+    requests = (request, request, request._replace(dtype=norm_dtype))
     return Parts(
-        resolve("attention", requested.get("attention"), attention).backend,
-        resolve("layer_norm", requested.get("layer_norm"), norm).backend,
+        *(
+            resolve(op, requested.get(op), own).backend
+            for op, own in zip(PARTS, requests, strict=True)
+        )
     )
 
 
 @functools.cache
-def launchers(parts: Parts) -> tuple[Attention, LayerNorm]:
-    """Return the launchers of attention and of layer norm."""
+def launchers(parts: Parts) -> Launchers:
+    """Return the launchers of the three operations."""
     from fastbert.kernels import layer_parts
 
-    attention, norm = layer_parts.ATTENTION, layer_parts.LAYER_NORM
+    found = layer_parts.TRITON
     if parts.attention == "cuda":
-        attention = layer_parts.Attention(_attention_forward, _attention_backward, _allocate_none)
+        found = found._replace(
+            attention=layer_parts.Attention(_attention_forward, _attention_backward, _allocate_none)
+        )
+    if parts.feed_forward == "cuda":
+        found = found._replace(
+            feed_forward=layer_parts.FeedForward(
+                _feed_forward_forward, _feed_forward_backward, _allocate_none
+            )
+        )
     if parts.layer_norm == "cuda":
-        norm = layer_parts.LayerNorm(_layer_norm_forward, _layer_norm_backward, _allocate_none)
-    return attention, norm
+        found = found._replace(
+            layer_norm=layer_parts.LayerNorm(
+                _layer_norm_forward, _layer_norm_backward, _allocate_none
+            )
+        )
+    return found
 
 
 def _allocate_none(*arguments: Any) -> None:
@@ -109,6 +123,19 @@ def _attention_backward(
         *into, dout, q, k, v, out, lse, mask, cu_seqlens_q, cu_seqlens_q, seed, max_seqlen_q,
         max_seqlen_k, dropout_p, scale,
     )  # fmt: skip
+
+
+def _feed_forward_forward(
+    x: Tensor, w1: Tensor, b1: Tensor, *, activation: str, save: bool, into: None = None
+) -> tuple[Tensor, Tensor]:
+    return backends.TABLES["feed_forward"]["cuda"].forward(x, w1, b1, activation, save)
+
+
+def _feed_forward_backward(
+    dy: Tensor, w2: Tensor, h: Tensor, *, activation: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    # The bias has the dtype of the products, and no other property of it is read.
+    return backends.TABLES["feed_forward"]["cuda"].backward(dy, w2, h, h, activation)
 
 
 def _layer_norm_forward(

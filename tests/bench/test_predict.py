@@ -88,6 +88,18 @@ def test_the_issue_of_instructions_is_an_estimate():
     assert found.goal == 450
 
 
+def test_products_take_at_least_the_time_of_the_librarys():
+    case = Case("feed_forward", "x", (1024, 768, 3072))
+    products = [launch(blocks, tensor_flops=132 * 4096 * 79e4) for blocks in (0, 132)]
+    found = bound(case, BF16, FORWARD, products, H200)
+    assert found.bound == pytest.approx(2 * 79e4 / 1.83e9)
+    assert found.estimate == pytest.approx(2 * 98.9e4 / 1.83e9)
+    # A unit that is busier than the matrix units binds as before.
+    busy_too = dataclasses.replace(products[1], counts=products[1].counts | {"mufu": 132 * 1e6})
+    found = bound(case, BF16, FORWARD, [busy_too], H200)
+    assert found.estimate == found.bound == pytest.approx(2e6 / 1.83e9)
+
+
 def test_tcgen05_is_not_invented():
     """The bound of a kernel with products is that of the operation, whatever the code does."""
     found = bound(ATTENTION, BF16, FORWARD, [launch(tensor_flops=1, mufu=1)], B200)
@@ -109,7 +121,12 @@ def test_the_code_of_each_gpu():
 
 def test_the_shapes_are_those_of_the_goals():
     names = [case.name for case in cases() if case.op == "attention"]
-    assert names == [f"S{length} D64" for length in (128, 256, 512, 1024, 2048)]
+    lengths = (128, 256, 512, 1024, 2048)
+    assert names == [f"S{length} D{dim}" for dim in (64, 32, 128) for length in lengths]
+    for case in cases():
+        if case.op == "attention":
+            batch, heads, length, _, dim = case.shape
+            assert (batch * length, heads * dim) == (16384, 1024)
     assert len({(case.op, case.name) for case in cases()}) == len(cases())
 
 

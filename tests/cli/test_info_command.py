@@ -11,6 +11,8 @@ from fastbert.cli.common import out
 from fastbert.cli.info import (
     _calls_without_cuda,
     _gpu_times,
+    _products,
+    _products_of_cuda,
     _refusals,
     _times_of_this_gpu,
 )
@@ -78,7 +80,8 @@ def test_a_gpu_has_its_times_and_the_calls_that_cuda_refuses(run, monkeypatch):
     monkeypatch.setattr(backend, "CUDA_ARCHS", "8.0;9.0a")
     times, refused = _times_of_this_gpu(), _calls_without_cuda()
     assert {row["architecture"] for row in times} == {"sm_90"}
-    assert {row["op"] for row in times} == {"attention", "layer_norm"}
+    operations = {"attention", "layer_norm", "linear_gelu", "feed_forward"}
+    assert {row["op"] for row in times} == operations
     for row in times:
         assert row["microseconds"].keys() == {"cuda", "triton"}
         assert row["kind"] in ("predicted", "measured")
@@ -100,6 +103,28 @@ def test_a_gpu_has_its_times_and_the_calls_that_cuda_refuses(run, monkeypatch):
     monkeypatch.setattr(backend, "CUDA_ARCHS", "8.0+PTX")
     monkeypatch.setattr(backend, "capability", lambda: (7, 5))
     assert all("compute capability 7.5" in row["reason"] for row in _calls_without_cuda())
+
+
+def test_the_products_of_the_library_have_their_reasons():
+    rows = _products_of_cuda()
+    found = {(row["product"], row["operands"]): (row["by"], row["reason"]) for row in rows}
+    not_contiguous = ("library", "the bias is not contiguous")
+    for product in ("gelu(x W1ᵀ + b1)", "(dy W2) gelu'(h)"):
+        reasons = {operands: row for (name, operands), row in found.items() if name == product}
+        assert reasons == {
+            "bf16 or fp16": ("CUDA C++", "the epilogue saves a pass over the pre-activation"),
+            "fp32": ("library", "fp32 products in IEEE have no matrix units"),
+            "a width of 770": (
+                "library", "the weight has the shape (3072, 770), not of multiples of 8"
+            ),
+            "a weight by columns": ("library", "the weight has the strides 1 and 3072"),
+            **({"a bias of every second element": not_contiguous} if "b1" in product else {}),
+        }  # fmt: skip
+    without = {row["product"] for row in rows if row["operands"] == "all"}
+    assert without == {"gelu(h) W2ᵀ + b2", "dh W1, dhᵀ x, dyᵀ gelu(h)"}
+    with out.capture() as shown:
+        out.print(_products(rows))
+    assert "the bias is not contiguous" in " ".join(shown.get().split())
 
 
 def test_without_a_gpu_there_are_no_times(run, monkeypatch):

@@ -1,9 +1,11 @@
-"""What ptxas makes of the kernels of attention: registers, shared memory and the loop's length.
+"""What ptxas makes of the kernels of attention and products: registers, shared memory, loops.
 
     python tests/csrc/_machine_code.py    # writes machine_code.json anew
 
 The loop is the smallest part of the machine code that a branch closes and that has every matrix
-instruction: the tiles of keys in the forward, and the tiles of queries in the backward.
+instruction: the tiles of keys in the forward of attention, and the tiles of queries in its
+backward. Only the kernels of attention for sm_80 and later have one in the record.
+test_hopper_code.py and test_cuda_gemm_code.py have the limits of the others.
 """
 
 from __future__ import annotations
@@ -14,15 +16,23 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from fastbert.testing.ahead_of_time import cuobjdump
 from fastbert.testing.machine_code import functions, loops, read
+from fastbert.testing.ptx import cuda_gemm, hopper_attention
 
 ROOT = Path(__file__).parents[2]
 RECORD = Path(__file__).with_name("machine_code.json")
 SOURCES = sorted((ROOT / "csrc" / "cuda").glob("attention_*.cu"))
 # The binaries for sm_80 run on sm_86 and sm_89 too, and the PTX for sm_100 becomes code for sm_120.
-TARGETS = {"80": ("80",), "90": ("90",), "100": ("100", "120")}
+TARGETS = {"80": ("80", "89"), "90": ("90",), "100": ("100", "120")}
+# Architectures of the products in gemm.cu; those of a Hopper GPU are in hopper/gemm.cu.
+PRODUCTS = ("80", "89", "100", "120")
+PRODUCT = re.compile(r"gemm_kernelI\S*?Store(Gelu|Gradient)\S*?Gelu(Tanh)?By")
+HOPPER = re.compile(r"persistent_(forward|backward)_kernelI\d+__[a-z_\d]+?(?:Li(\d+)E)?Lb(\d)E")
 KERNEL = re.compile(r"(forward|backward)_kernelI(6__half|13__nv_bfloat16)Li(\d+)ELb(\d)ELb(\d)E")
 
 
@@ -87,6 +97,53 @@ def properties(target: Path) -> dict[str, dict[str, dict[str, int]]]:
     return found
 
 
+def resources(binary: Path) -> dict[str, dict[str, int]]:
+    """Return registers and shared memory of the products, or of the attention of Hopper GPUs.
+
+    Args:
+        binary: Code for one architecture.
+    """
+    found: dict[str, dict[str, int]] = {}
+    usage = cuobjdump("-res-usage", binary)
+    for name, registers, stack, shared in re.findall(
+        r"Function (\S+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+)", usage
+    ):
+        assert stack == "0", name
+        if product := PRODUCT.search(name):
+            direction = {"Gelu": "forward", "Gradient": "backward"}[product[1]]
+            words = ["product", direction, *["tanh"] * bool(product[2])]
+        else:
+            direction, dim, dropout = HOPPER.search(name).groups()
+            # The kernel of the backward has one head dim.
+            words = ["attention", direction, f"D{dim or 64}", *["dropout"] * int(dropout)]
+        line = {"registers": int(registers), "shared": int(shared)}
+        before = found.get(" ".join(words), line)
+        found[" ".join(words)] = {key: max(before[key], line[key]) for key in line}
+    return found
+
+
+def recorded(arch: str, prefix: str) -> dict[str, dict[str, int]]:
+    """Return the recorded resources of an architecture for the kernels with a prefix.
+
+    The test is skipped if nvcc has another version than that of the record.
+    """
+    record = json.loads(RECORD.read_text())
+    found = version(shutil.which("nvcc"))
+    if found != record["nvcc"]:
+        pytest.skip(f"nvcc is {found}, and the record describes the code of {record['nvcc']}")
+    return {
+        name: lines[f"sm_{arch}"]
+        for name, lines in record["others"].items()
+        if name.startswith(prefix) and f"sm_{arch}" in lines
+    }
+
+
+def merge(record: dict[str, dict[str, Any]], arch: str, found: dict[str, dict[str, int]]) -> None:
+    """Add the lines of one architecture to a record."""
+    for name, line in found.items():
+        record.setdefault(name, {})[f"sm_{arch}"] = line
+
+
 def by_architecture(text: str) -> list[tuple[str, str]]:
     """Return the parts of cuobjdump's output with their architectures, in the order of these."""
     parts = re.split(r"^arch = sm_(\d+)$", text, flags=re.M)[1:]
@@ -99,7 +156,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for source in SOURCES:
             kernels |= properties(compile_kernels(nvcc, source, Path(folder))[0])
-    content = {"nvcc": version(nvcc), "kernels": kernels}
+        binaries: dict[str, dict[str, Any]] = {}
+        for arch in (*PRODUCTS, "90a"):
+            cuda_gemm.machine_code(Path(folder), 90 if arch == "90a" else int(arch))
+            merge(binaries, arch, resources(Path(folder) / f"gemm{arch}.cubin"))
+        for direction in ("forward", "backward"):
+            hopper_attention.machine_code(Path(folder), direction)
+            merge(binaries, "90a", resources(Path(folder) / f"attention_{direction}.cubin"))
+    content = {"nvcc": version(nvcc), "kernels": kernels, "others": binaries}
     text = json.dumps(content, indent=1)
     # One line for each kernel and architecture.
     RECORD.write_text(re.sub(r"\n {4}|\n {3}(?=})", " ", text) + "\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import _machine_code
 import pytest
 from _nvcc import require_nvcc
 
@@ -11,12 +12,17 @@ from fastbert.testing.ptx import cuda_gemm
 from fastbert.testing.wgmma_hazards import overwritten_operands
 
 
-@pytest.fixture(scope="module", params=[80, 90], ids=["sm_80", "sm_90"])
-def compiled(request, tmp_path_factory):
-    """The architecture, the disassembled kernels and the report of ptxas."""
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The folder of the binaries."""
     require_nvcc()
     pytest.importorskip("triton", reason="its wheel has cuobjdump")
-    folder = tmp_path_factory.mktemp("code")
+    return tmp_path_factory.mktemp("code")
+
+
+@pytest.fixture(scope="module", params=[80, 90], ids=["sm_80", "sm_90"])
+def compiled(request, folder):
+    """The architecture, the disassembled kernels and the report of ptxas."""
     return request.param, *cuda_gemm.machine_code(folder, request.param)
 
 
@@ -29,6 +35,22 @@ def test_two_blocks_of_sm_80_share_a_multiprocessor_and_nothing_spills(compiled)
     assert "(C75" not in report
     # 65,536 registers serve two blocks of 128 threads, or one of 384.
     assert max(registers) <= (256 if arch == 80 else 168)
+
+
+def test_registers_and_shared_memory_are_those_of_the_record(compiled, folder):
+    name = "90a" if compiled[0] == 90 else str(compiled[0])
+    found = _machine_code.resources(folder / f"gemm{name}.cubin")
+    assert found == _machine_code.recorded(name, "product")
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("arch", [89, 100, 120])
+def test_other_architectures_have_those_of_the_record(folder, arch):
+    _, report = cuda_gemm.machine_code(folder, arch)
+    assert set(re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill", report)) == {("0", "0")}
+    found = _machine_code.resources(folder / f"gemm{arch}.cubin")
+    assert found == _machine_code.recorded(str(arch), "product")
+    assert max(line["registers"] for line in found.values()) <= 256
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import _machine_code
 import pytest
 from _nvcc import require_nvcc
 
@@ -12,11 +13,17 @@ from fastbert.testing.wgmma_hazards import overwritten_operands
 
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory):
-    """The disassembled kernels, by dtype, head dim and dropout."""
+def folder(tmp_path_factory):
+    """The folder of the binaries."""
     require_nvcc()
     pytest.importorskip("triton", reason="its wheel has cuobjdump")
-    return hopper_attention.machine_code(tmp_path_factory.mktemp("code"))
+    return tmp_path_factory.mktemp("code")
+
+
+@pytest.fixture(scope="module")
+def kernels(folder):
+    """The disassembled kernels, by dtype, head dim and dropout."""
+    return hopper_attention.machine_code(folder)
 
 
 @pytest.mark.parametrize("dim", [32, 64, 128])
@@ -58,11 +65,17 @@ def test_a_tile_has_few_instructions(kernels, dim, limit):
 
 
 @pytest.fixture(scope="module")
-def backward(tmp_path_factory):
+def backward(folder):
     """The disassembled kernels of the backward."""
-    require_nvcc()
-    pytest.importorskip("triton", reason="its wheel has cuobjdump")
-    return hopper_attention.machine_code(tmp_path_factory.mktemp("code"), "backward")
+    return hopper_attention.machine_code(folder, "backward")
+
+
+def test_registers_and_shared_memory_are_those_of_the_record(kernels, backward, folder):
+    for direction, texts, count in (("forward", kernels, 4), ("backward", backward, 2)):
+        found = _machine_code.resources(folder / f"attention_{direction}.cubin")
+        # fp16 and bf16 share a line.
+        assert (len(found), len(texts)) == (count, 2 * count)
+        assert found == _machine_code.recorded("90a", f"attention {direction}")
 
 
 @pytest.mark.parametrize("dim", [32, 64])

@@ -13,6 +13,9 @@ import pytest
 import torch
 from torch.utils.cpp_extension import CUDA_HOME, include_paths
 
+from fastbert.testing.ahead_of_time import cuobjdump
+from fastbert.testing.machine_code import Instruction, functions, loops, read
+
 ROOT = Path(__file__).parents[2]
 # test_attention_code.py compiles the sources of attention for all GPUs.
 SOURCES = sorted(set((ROOT / "csrc" / "cuda").rglob("*.cu")) - set(_machine_code.SOURCES))
@@ -42,11 +45,19 @@ def compile_kernels(source: Path, architecture: str, folder: Path) -> str:
     return result.stderr
 
 
-@needs_toolkit
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_kernels_compile_without_spills(arch, tmp_path):
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def compiled(request, tmp_path_factory):
+    """The architecture, the folder of the objects, and the report of ptxas on each source."""
+    if TOOLKIT is None:
+        pytest.skip("no CUDA toolkit (nvcc) on this machine")
+    folder = tmp_path_factory.mktemp("objects")
     with ThreadPoolExecutor(2) as pool:
-        reports = pool.map(lambda source: compile_kernels(source, arch, tmp_path), SOURCES)
+        found = pool.map(lambda source: compile_kernels(source, request.param, folder), SOURCES)
+        return request.param, folder, list(found)
+
+
+def test_kernels_compile_without_spills(compiled):
+    arch, _, reports = compiled
     for source, report in zip(SOURCES, reports, strict=True):
         usage = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores", report)
         registers = [int(n) for n in re.findall(r"Used (\d+) registers", report)]
@@ -56,6 +67,51 @@ def test_kernels_compile_without_spills(arch, tmp_path):
         assert set(usage) <= {("0", "0")}, (source.name, arch, report)
         # ptxas says in such messages that it serialises wgmma, or ignores setmaxnreg.
         assert "(C75" not in report, (source.name, arch, report)
+
+
+LAYER_NORM = re.compile(
+    r"(forward|backward)_kernelI.*LayoutI(f|6__half|13__nv_bfloat16)Li\d+ELi\d+ELi(\d+)ELb1E"
+)
+
+
+def test_layer_norm_loads_its_next_row_before_it_reduces_the_present_one(compiled):
+    """A kernel that waits for its next row at once leaves memory idle while it computes.
+
+    nvcc did that to rows of 16 bits that were kept as elements: the elements were taken apart in
+    front of the first reduction.
+    """
+    pytest.importorskip("triton", reason="its wheel has cuobjdump")
+    arch, folder, _ = compiled
+    code = cuobjdump("--dump-sass", folder / f"cuda_layer_norm_{arch}.o")
+    seen = 0
+    for function, text in functions(code).items():
+        kernel = LAYER_NORM.search(function)
+        if kernel is None:
+            continue
+        seen += 1
+        direction, dtype, elements = kernel.groups()
+        rows = [body for body in loops(read(text)) if {"LDG", "SHFL"} <= {x.name for x in body}]
+        body = min(rows, key=len)
+        loads = [i for i, x in enumerate(body) if x.name == "LDG" and "128" in x.modifiers]
+        reductions = [i for i, x in enumerate(body) if x.name == "SHFL"]
+        # x and the residual, and dy in the backward, are read once.
+        vectors = int(elements) // (4 if dtype == "f" else 8)
+        assert len(loads) == vectors * (2 if direction == "forward" else 3), function
+        assert max(loads) < reductions[0], function
+        for i in loads:
+            first = int(body[i].operands[0].removeprefix("R"))
+            loaded = {f"R{first + n}" for n in range(4)}
+            for other in body[i + 1 : reductions[-1]]:
+                assert not loaded & registers_read(other), (function, body[i].text, other.text)
+    # Three formats, and four widths of rows in both directions.
+    assert seen == 24
+
+
+def registers_read(instruction: Instruction) -> set[str]:
+    """Return the registers that an instruction names as sources, of addresses too."""
+    stores = instruction.name.startswith("ST")
+    sources = instruction.operands if stores else instruction.operands[1:]
+    return {name for operand in sources for name in re.findall(r"\bR\d+\b", operand)}
 
 
 @needs_toolkit

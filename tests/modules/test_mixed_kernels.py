@@ -1,4 +1,4 @@
-"""Layers with attention or layer norm on CUDA C++ and all else on Triton.
+"""Layers with attention, feed-forward or layer norm on CUDA C++ and all else on Triton.
 
 The operators of the extension are replaced by the launchers of Triton, so that a wrong argument
 changes the result, and each call is counted.
@@ -26,13 +26,17 @@ CONFIG = BertConfig.preset(
     "tiny", vocab_size=50, num_hidden_layers=2, hidden_size=64, num_attention_heads=2,
     intermediate_size=96,
 )  # fmt: skip
-MIXES = [Parts(a, n) for a in ("triton", "cuda") for n in ("triton", "cuda")]
+OPERATORS = ("attention", "feed_forward", "layer_norm")
+ALONE = [Parts()._replace(**{name: "cuda"}) for name in OPERATORS]
+MIXES = [Parts(), *ALONE, Parts("cuda", "cuda", "cuda")]
 
 
 @pytest.fixture
 def extension(monkeypatch):
     """Serve the CUDA C++ operators by the Triton launchers; return the number of calls."""
     from fastbert.kernels.attention import attention_backward, attention_forward
+    from fastbert.kernels.feed_forward import linear_gelu_forward
+    from fastbert.kernels.feed_forward_backward import feed_forward_backward
     from fastbert.kernels.layer_norm import layer_norm_backward, layer_norm_forward
 
     calls: Counter[str] = Counter()
@@ -67,7 +71,18 @@ def extension(monkeypatch):
         )  # fmt: skip
         return tuple(x.new_empty(0) if t is None else t for t in found)
 
+    def linear_gelu(x, weight, bias, activation, save):
+        calls["feed_forward forward"] += 1
+        y, h = linear_gelu_forward(x, weight, bias, activation=activation, save=save)
+        return y, x.new_empty(0) if h is None else h
+
+    def linear_gelu_gradient(dy, weight, h, activation, sum_rows):
+        calls["feed_forward backward"] += 1
+        return feed_forward_backward(dy, weight, h, activation=activation, sum_rows=sum_rows)
+
     for name, function in {
+        "linear_gelu_forward": linear_gelu,
+        "linear_gelu_gradient": linear_gelu_gradient,
         "flash_attention_forward": flash_attention_forward,
         "flash_attention_backward": flash_attention_backward,
         "layer_norm_forward": forward,
@@ -107,6 +122,7 @@ def test_inference_has_the_same_bits(extension, mix):
     assert torch.equal(last.last_hidden_state, expected.last_hidden_state)
     # Two calls of two layers.
     assert extension["attention forward"] == 4 * (mix.attention == "cuda")
+    assert extension["feed_forward forward"] == 4 * (mix.feed_forward == "cuda")
     assert extension["layer_norm forward"] == 8 * (mix.layer_norm == "cuda")
 
 
@@ -126,8 +142,8 @@ def test_training_has_the_same_bits(extension, mix):
     assert len(got) == len(expected) > 20
     for one, other in zip(got, expected, strict=True):
         assert torch.equal(one, other)
-    for name, part in (("attention", mix.attention), ("layer_norm", mix.layer_norm)):
-        number = (1 if name == "attention" else 2) * 2 * (part == "cuda")
+    for name, part in zip(OPERATORS, mix, strict=True):
+        number = (2 if name == "layer_norm" else 1) * 2 * (part == "cuda")
         assert extension[f"{name} forward"] >= number
         assert extension[f"{name} backward"] == number
         if not number:

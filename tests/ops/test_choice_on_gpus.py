@@ -7,7 +7,9 @@ from unittest import mock
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from fastbert import ops
 from fastbert.ops import backend, gpu_times
 from fastbert.ops.encoder import ONE_CALL, choose
 from fastbert.ops.gpu_times import Point
@@ -56,12 +58,18 @@ def test_a_gpu_before_8_0_is_refused_with_its_capability(gpu, capability):
 def times(monkeypatch):
     """Replace the table of times by one shape of each operation on 9.0; times are in seconds."""
 
-    def replace(attention: dict[str, float], layer_norm: dict[str, float]) -> None:
+    def replace(
+        attention: dict[str, float],
+        layer_norm: dict[str, float],
+        product: dict[str, float] | None = None,
+    ) -> None:
         rows = (("attention", "S512 D64", 64, 512, attention),)
-        rows += (("layer_norm", "768 columns", 0, 768, layer_norm),)
+        rows += (("layer_norm", "768 columns", 768, 0, layer_norm),)
+        for op in ("linear_gelu", "feed_forward"):
+            rows += ((op, "2048×768×3072", 768, 2048, product or {}),)
         points = tuple(
-            Point(op, 90, "H200", "16 bits", shape, dim, size, "predicted", both, both)
-            for op, shape, dim, size, both in rows
+            Point(op, 90, "H200", "16 bits", shape, width, size, "predicted", both, both)
+            for op, shape, width, size, both in rows
         )
         monkeypatch.setattr(gpu_times, "POINTS", points)
 
@@ -110,6 +118,39 @@ def test_a_first_choice_that_refuses_is_passed_over_with_its_reason(gpu, times, 
     assert "predicted for H200, S512 D64" in choice.reason
 
 
+@pytest.mark.parametrize("op", ["linear_gelu", "feed_forward"])
+def test_the_rows_of_a_product_choose_its_backend(gpu, monkeypatch, op):
+    """The call itself asks for its class of rows, and a gradient adds the backward pass."""
+    gpu((9, 0))
+    seconds = {128: (1e-5, 2e-5), 2048: (2e-5, 1e-5)}
+    points = tuple(
+        Point(op, 90, "H200", "16 bits", f"{rows}×64×64", 64, rows, "predicted",
+              {"triton": triton, "cuda": cuda}, {"triton": cuda, "cuda": triton + 1e-5})
+        for rows, (triton, cuda) in seconds.items()
+    )  # fmt: skip
+    monkeypatch.setattr(gpu_times, "POINTS", points)
+    chosen = []
+
+    def resolved(name: str, requested: str | None, request: backend.Request) -> None:
+        assert (name, request.columns) == (op, 64)
+        chosen.append(original(name, requested, request).backend)
+        raise LookupError("enough")
+
+    original = backend.resolve
+    monkeypatch.setattr(backend, "resolve", resolved)
+    shapes = [(64, 64), (64,)] * (1 if op == "linear_gelu" else 2)
+    for rows, needs in ((100, False), (2, False), (3000, False), (3000, True)):
+        # A tensor of the fake mode says that it is on a GPU.
+        with FakeTensorMode():
+            x, *parameters = (
+                torch.empty(shape, device="cuda", dtype=torch.float16)
+                for shape in ((2, rows, 64), *shapes)
+            )
+            with pytest.raises(LookupError):
+                getattr(ops, op)(x.requires_grad_(needs), *parameters)
+    assert chosen == ["triton", "triton", "cuda", "triton"]
+
+
 def test_wide_rows_are_refused_before_the_launch(gpu, times):
     gpu((9, 0))
     times({}, {"triton": 2e-5, "cuda": 1e-5})
@@ -147,22 +188,32 @@ def test_an_extension_without_code_for_the_gpu_is_passed_over(
         assert words in reason
 
 
-def test_layers_take_attention_and_layer_norm_from_cuda(gpu, times):
+def test_layers_take_their_parts_from_cuda(gpu, times):
     gpu((9, 0))
     request = backend.Request("cuda", torch.bfloat16, 64, columns=768)
-    for attention, norm, words in (
-        (1e-5, 1e-5, ", attention and layer_norm by cuda"),
-        (1e-5, 3e-5, ", attention by cuda"),
-        (3e-5, 3e-5, ""),
+    for attention, norm, product, words in (
+        (1e-5, 1e-5, 1e-5, ", by cuda: attention, feed_forward, layer_norm"),
+        (1e-5, 3e-5, 3e-5, ", by cuda: attention"),
+        (3e-5, 3e-5, 1e-5, ", by cuda: feed_forward"),
+        (3e-5, 3e-5, 3e-5, ""),
     ):
-        times({"triton": 2e-5, "cuda": attention}, {"triton": 2e-5, "cuda": norm})
+        of_cuda = ({"triton": 2e-5, "cuda": seconds} for seconds in (attention, norm, product))
+        times(*of_cuda)
         with mock.patch.dict(backend._choices, clear=True):
             assert choose(request, {}) == ("triton", ONE_CALL + words)
             parts = choose_parts(request, torch.bfloat16, {})
-        assert parts == tuple("cuda" if x == 1e-5 else "triton" for x in (attention, norm))
+        seconds = (attention, product, norm)
+        assert parts == tuple("cuda" if x == 1e-5 else "triton" for x in seconds)
     with pytest.raises(ValueError, match=r"'cuda' cannot serve attention: .*bias"):
         choose_parts(request._replace(options=("bias",)), torch.bfloat16, {"attention": "cuda"})
-    # A feed-forward on another backend still prevents the call.
-    found = choose(request, {"feed_forward": "cuda"})
-    assert found.backend == "cuda"
-    assert found.reason.startswith("layer by layer: feed_forward is served by cuda")
+    # ReLU is an activation that CUDA C++ does not have.
+    relu = request._replace(activation="relu")
+    with mock.patch.dict(backend._choices, clear=True):
+        times({}, {}, {"triton": 2e-5, "cuda": 1e-5})
+        assert choose(relu, {}) == ("triton", ONE_CALL)
+    with pytest.raises(ValueError, match=r"'cuda' cannot serve feed_forward: .*none for relu"):
+        choose_parts(relu, torch.bfloat16, {"feed_forward": "cuda"})
+    # An operation on another backend still prevents the call.
+    found = choose(request, {"feed_forward": "reference"})
+    assert found.backend == "reference"
+    assert found.reason.startswith("layer by layer: feed_forward is served by reference")

@@ -15,10 +15,10 @@ from fastbert.ops.gpu_times import MEASURED, PREDICTED, Point
 ORDER = backend.ORDER["cuda"]
 
 
-def point(arch=90, size=512, head_dim=64, op="attention", dtype="16 bits", **times) -> Point:
+def point(arch=90, size=512, width=64, op="attention", dtype="16 bits", **times) -> Point:
     seconds = {name: times.get(name, 1.0) for name in ("triton", "cuda")}
-    shape = f"S{size} D{head_dim}"
-    return Point(op, arch, "H200", dtype, shape, head_dim, size, PREDICTED, seconds, seconds)
+    shape = f"S{size} D{width}"
+    return Point(op, arch, "H200", dtype, shape, width, size, PREDICTED, seconds, seconds)
 
 
 def test_every_shape_has_one_point_and_both_backends():
@@ -32,12 +32,12 @@ def test_every_shape_has_one_point_and_both_backends():
 
 
 def test_the_nearest_shape_counts_by_ratio():
-    points = [point(size=size, head_dim=dim) for size in (128, 512) for dim in (32, 128)]
+    points = [point(size=size, width=dim) for size in (128, 512) for dim in (32, 128)]
     found = {
         (dim, size): gpu_times.nearest(points, "attention", (9, 0), "float16", dim, size)
         for dim, size in itertools.product((16, 63, 64, 300), (0, 255, 256, 9000))
     }
-    assert {key: (p.head_dim, p.size) for key, p in found.items()} == {
+    assert {key: (p.width, p.size) for key, p in found.items()} == {
         (dim, size): (32 if dim < 64 else 128, 128 if size < 256 else 512) for dim, size in found
     }
 
@@ -91,6 +91,22 @@ def test_the_class_of_a_length_is_nearest_by_ratio():
     for length in (0, 1, *range(60, 3000, 7)):
         nearest = min(classes, key=lambda c: max(c / max(length, 1), max(length, 1) / c))
         assert gpu_times.length_class(length) == nearest
+
+
+def test_the_class_of_rows_is_nearest_by_ratio():
+    classes = (128, 2048, gpu_times.MANY_ROWS)
+    for rows in (0, 1, *range(60, 40000, 71), 2**62):
+        nearest = min(classes, key=lambda c: max(c / max(rows, 1), max(rows, 1) / c))
+        assert gpu_times.rows_class(rows) == nearest
+
+
+def test_the_products_of_the_table_have_rows_of_every_class():
+    for op in ("linear_gelu", "feed_forward"):
+        found = [p for p in gpu_times.POINTS if p.op == op]
+        assert {p.arch for p in found} == {80, 89, 90}
+        for p in found:
+            assert gpu_times.rows_class(p.size) == p.size
+        assert {p.size for p in found} == {128, 2048, gpu_times.MANY_ROWS}
 
 
 def test_torch_compile_keeps_the_length_symbolic(monkeypatch):
@@ -169,6 +185,44 @@ def test_a_recorded_run_replaces_the_predictions_of_its_architecture(tmp_path):
     assert found[90].forward == found[90].backward == {"triton": 9e-5, "cuda": 8e-5}
 
 
+@pytest.mark.parametrize("op", ["linear_gelu", "feed_forward"])
+def test_a_recorded_run_replaces_the_predictions_of_products(tmp_path, op):
+    """Both directions are in the record of `make gpu` for every shape of the table."""
+    from fastbert.bench import choice
+
+    old, new = tmp_path / "2026-01-01-predicted-bounds", tmp_path / "2026-01-02-predicted-bounds"
+    for folder, rows in ((old, ("128", "2048")), (new, ("2048",))):
+        folder.mkdir()
+        for name, seconds in ((op, 2e-5), (f"{op}_cuda", 3e-5)):
+            bounds = [
+                {"case": f"{count}×768×3072", "gpu": gpu, "dtype": "bfloat16", "direction": d,
+                 "estimate": seconds * (2 if folder == new else 1)}
+                for count in rows for gpu in ("A100", "H200") for d in ("forward", "backward")
+            ]  # fmt: skip
+            (folder / f"{name}.json").write_text(json.dumps({"bounds": bounds}))
+    before = {(p.arch, p.size): p for p in choice.points(tmp_path)}
+    assert before.keys() == {(80, 128), (80, 2048), (90, 128), (90, 2048)}
+    # The later folder has the shape with 2048 rows alone.
+    assert before[80, 128].forward == {"triton": 2e-5, "cuda": 3e-5}
+    assert before[90, 2048].forward == {"triton": 4e-5, "cuda": 6e-5}
+    assert before[90, 2048]._replace(forward={}, backward={}) == Point(
+        op, 90, "H200", "16 bits", "2048×768×3072", 768, 2048, PREDICTED, {}, {}
+    )
+    measured = [
+        {"op": op, "dtype": "bfloat16", "label": "2048×768×3072 bfloat16", "direction": d,
+         "series": f"{op} {d}", "contender": c, "seconds": s}
+        for d in ("forward", "backward")
+        for c, s in (("fastbert triton*", 9e-5), ("fastbert cuda", 8e-5), ("torch eager", 1e-5))
+    ]  # fmt: skip
+    record(tmp_path / "2026-02-02-h200", "bench-gemm.json", measured)
+    found = {(p.arch, p.size): p for p in choice.points(tmp_path)}
+    assert found.keys() == before.keys()
+    assert found[90, 2048].kind == MEASURED
+    assert found[90, 2048].forward == {"triton": 9e-5, "cuda": 8e-5}
+    for key in before.keys() - {(90, 2048)}:
+        assert found[key] == before[key]
+
+
 def test_measured_attention_has_its_shape(tmp_path):
     from fastbert.bench import choice
 
@@ -179,4 +233,4 @@ def test_measured_attention_has_its_shape(tmp_path):
     ]  # fmt: skip
     record(tmp_path / "2026-02-02-h200", "bench-attention.json", rows)
     [found] = choice.points(tmp_path)
-    assert (found.shape, found.head_dim, found.size, found.kind) == ("S256 D32", 32, 256, MEASURED)
+    assert (found.shape, found.width, found.size, found.kind) == ("S256 D32", 32, 256, MEASURED)

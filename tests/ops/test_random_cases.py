@@ -111,6 +111,16 @@ def test_the_options_are_all_met_among_a_thousand_cases():
     assert {c.gpu_tiles for c in cases} == {False, True}
 
 
+@pytest.mark.parametrize("op", ["linear_gelu", "feed_forward"])
+def test_half_of_the_products_with_an_activation_meet_the_cuda_kernels(op):
+    cases = random_cases(400, op=op)
+    fused = [c for c in cases if all(size % 8 == 0 for size in c.shape[1:])]
+    assert 0.5 * len(cases) <= len(fused) <= 0.8 * len(cases)
+    # The rows are free, and the other cases keep sizes that the kernels do not serve.
+    assert {c.shape[0] % 8 for c in fused} == set(range(8))
+    assert {size % 8 for c in cases for size in c.shape[1:]} == set(range(8))
+
+
 def test_free_logits():
     assert free_logits(3, 4) == 9
     # Rows see 2, 3 and 4 keys, and each row has one free logit less. A window of 0 leaves none.
