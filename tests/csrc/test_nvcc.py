@@ -65,8 +65,9 @@ def test_kernels_compile_without_spills(compiled):
         assert registers or source.name in ("tensor_map.cu", "choice.cu")
         assert len(usage) == len(registers)
         assert set(usage) <= {("0", "0")}, (source.name, arch, report)
-        # ptxas says in such messages that it serialises wgmma, or ignores setmaxnreg.
-        assert "(C75" not in report, (source.name, arch, report)
+        # ptxas says in such messages that it serialises wgmma, or ignores setmaxnreg. C7519 only
+        # says that it adds a fence before a product.
+        assert set(re.findall(r"\(C75\d\d\)", report)) <= {"(C7519)"}, (source.name, arch, report)
 
 
 LAYER_NORM = re.compile(
