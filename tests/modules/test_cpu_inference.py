@@ -356,7 +356,7 @@ def test_operator() -> None:
     for all_states in (False, True):
         torch.library.opcheck(
             torch.ops.fastbert.encoder.default,
-            (hidden, *arguments, all_states, "triton", "triton", "cpu"),
+            (hidden, *arguments, all_states, "triton", "triton", "triton", "cpu"),
         )
     leaf = hidden.clone().requires_grad_()
     with pytest.raises(RuntimeError, match="has no derivative"):

@@ -224,7 +224,7 @@ def test_operator() -> None:
     for all_states in (False, True):
         torch.library.opcheck(
             torch.ops.fastbert.encoder.default,
-            (hidden, *arguments, all_states, "triton", "triton", "cpu"),
+            (hidden, *arguments, all_states, "triton", "triton", "triton", "cpu"),
         )
 
 

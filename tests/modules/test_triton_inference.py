@@ -175,7 +175,7 @@ def test_operator() -> None:
     ends = torch.tensor([0, 7, 12], dtype=torch.int32, device=DEVICE)
     given = (parameters, [], ends, None, None, 2, 7, 2, 1e-12, "gelu", torch.float32)
     for all_states in (False, True):
-        arguments = (hidden, *given, all_states, "triton", "triton", "triton")
+        arguments = (hidden, *given, all_states, "triton", "triton", "triton", "triton")
         torch.library.opcheck(torch.ops.fastbert.encoder.default, arguments)
     leaf = hidden.clone().requires_grad_()
     with pytest.raises(RuntimeError, match="has no derivative"):
