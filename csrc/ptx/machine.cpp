@@ -206,6 +206,9 @@ Block::Block(Launch& l, uint32_t n) : launch(&l), number(n), random(l.options.se
   for (int w = 0; w < l.warps; ++w) start(*this, warps[(size_t)w], w);
 }
 
+// A block looks after this number of instructions of a warp whether the launch is stopped.
+constexpr uint64_t kStopEvery = 4096;
+
 // Runs a warp for a number of instructions, or until it waits or ends.
 void Block::step(Warp& w, int64_t quantum) {
   const Instr* code = launch->program->code.data();
@@ -219,6 +222,7 @@ void Block::step(Warp& w, int64_t quantum) {
     ++w.executed;
     counts.warp[(int)i.pipe] += 1;
     ++counts.instructions;
+    if (w.executed % kStopEvery == 0 && launch->stopped) throw Stopped();
     if (launch->options.limit && (int64_t)w.executed > launch->options.limit)
       fault("limit", "a warp executed more instructions than the limit");
     const Mask mask = guarded(w, i, f->mask);
@@ -410,13 +414,12 @@ void run(Launch& launch, int threads) {
   const uint64_t blocks =
       all ? (uint64_t)launch.grid[0] * launch.grid[1] * launch.grid[2] : launch.blocks.size();
   std::atomic<uint64_t> next{0};
-  std::atomic<bool> stop{false};
   std::unique_ptr<Fault> first;
   std::exception_ptr other;
   auto work = [&] {
     for (;;) {
       const uint64_t turn = next++;
-      if (turn >= blocks || stop) return;
+      if (turn >= blocks || launch.stopped) return;
       const uint64_t number = all ? turn : launch.blocks[turn];
       try {
         Block block(launch, (uint32_t)number);
@@ -428,12 +431,14 @@ void run(Launch& launch, int threads) {
         }
         std::lock_guard<std::mutex> guard(launch.lock);
         launch.counts.add(block.counts);
+      } catch (const Stopped&) {
+        return;
       } catch (const Fault& f) {
-        stop = true;
+        launch.stopped = true;
         std::lock_guard<std::mutex> guard(launch.lock);
         if (!first || f.block < first->block) first = std::make_unique<Fault>(f);
       } catch (...) {
-        stop = true;
+        launch.stopped = true;
         std::lock_guard<std::mutex> guard(launch.lock);
         other = std::current_exception();
       }

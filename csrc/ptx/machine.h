@@ -99,6 +99,9 @@ struct Options {
   int64_t limit = 0;  // instructions of a warp, 0: no limit
 };
 
+// Ends a block because another one has ended with a fault. The block might wait for that one.
+struct Stopped {};
+
 struct Launch {
   const Program* program = nullptr;
   uint32_t grid[3] = {1, 1, 1}, block[3] = {1, 1, 1};
@@ -113,6 +116,7 @@ struct Launch {
   Options options;
   Counts counts;
   std::mutex lock;
+  std::atomic<bool> stopped{false};  // a block has ended with a fault
 
   Allocation* find(uint64_t address, uint64_t size, Allocation* last) const;
 };

@@ -122,6 +122,26 @@ def test_a_lock_orders_the_accesses_of_blocks(fences):
         ptx.load(kernel(weak, 2)).launch("k", (9,), (32,), [lock * 0, total])
 
 
+def test_a_fault_of_one_block_ends_the_blocks_that_wait_for_it():
+    # Block 0 ends with a fault, and block 1 would wait for its signal forever.
+    body = """
+mov.u32 %r1, %ctaid.x;
+setp.ne.u32 %p1, %r1, 0;
+@%p1 bra WAIT;
+trap;
+WAIT:
+ld.relaxed.gpu.global.u32 %r2, [%d0];
+setp.eq.u32 %p2, %r2, 0;
+@%p2 bra WAIT;
+"""
+    module = ptx.load(kernel(body, 1))
+    for seed in range(4):
+        with pytest.raises(PtxFault, match="trap") as caught:
+            signal = torch.zeros(1, dtype=torch.int32)
+            module.launch("k", (2,), (32,), [signal], threads=2, seed=seed)
+        assert caught.value.block == 0
+
+
 def test_vectors_are_added_element_by_element():
     x, text = torch.zeros(4), HEADER + f".visible .entry k(.param .u64 p0)\n{{{REGISTERS}"
     text += """
