@@ -90,7 +90,7 @@ def test_predicted_bounds(run, monkeypatch, tmp_path):
     assert {row["gpu"] for row in content["bounds"]} == {gpu.name for gpu in GPUS}
     row = next(row for row in content["bounds"] if row["gpu"] == "H200")
     assert row["seconds"]["mufu"] == pytest.approx(1e6 / 1.83e9)
-    assert content["launches"]["layer_norm 16384×1024 forward sm_90"][0]["sampled"] == 24
+    assert content["launches"]["layer_norm 16384×1024 bfloat16 forward sm_90"][0]["sampled"] == 24
     on_stdout = run("bench", "--predict", "--op", "layer_norm", "--json", "-")
     assert json.loads(on_stdout.stdout) == content
 

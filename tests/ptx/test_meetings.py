@@ -123,23 +123,28 @@ def test_a_lock_orders_the_accesses_of_blocks(fences):
 
 
 def test_a_fault_of_one_block_ends_the_blocks_that_wait_for_it():
-    # Block 0 ends with a fault, and block 1 would wait for its signal forever.
+    # Block 1 says that it runs and waits for a signal of block 0, which ends with a fault instead.
     body = """
 mov.u32 %r1, %ctaid.x;
+mov.u32 %r5, 1;
 setp.ne.u32 %p1, %r1, 0;
-@%p1 bra WAIT;
+@%p1 bra OTHER;
+FIRST:
+atom.global.relaxed.gpu.or.b32 %r2, [%d0], 0;
+setp.eq.u32 %p2, %r2, 0;
+@%p2 bra FIRST;
 trap;
+OTHER:
+atom.global.relaxed.gpu.exch.b32 %r3, [%d0], %r5;
 WAIT:
-ld.relaxed.gpu.global.u32 %r2, [%d0];
+atom.global.relaxed.gpu.or.b32 %r2, [%d0+4], 0;
 setp.eq.u32 %p2, %r2, 0;
 @%p2 bra WAIT;
 """
-    module = ptx.load(kernel(body, 1))
-    for seed in range(4):
-        with pytest.raises(PtxFault, match="trap") as caught:
-            signal = torch.zeros(1, dtype=torch.int32)
-            module.launch("k", (2,), (32,), [signal], threads=2, seed=seed)
-        assert caught.value.block == 0
+    signals = torch.zeros(2, dtype=torch.int32)
+    with pytest.raises(PtxFault, match="trap") as caught:
+        ptx.load(kernel(body, 1)).launch("k", (2,), (32,), [signals], threads=2)
+    assert caught.value.block == 0
 
 
 def test_vectors_are_added_element_by_element():
