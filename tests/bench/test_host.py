@@ -38,8 +38,8 @@ def figures(libraries: Path) -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize(
     ("kind", "calls", "launches"),
     [
-        ("inference", 185, 4),
-        ("training, forward", 215, 4),
+        ("inference", 190, 4),
+        ("training, forward", 217, 4),
         ("training, backward", 260, 9),
         ("training, autocast, forward", 230, 4),
         ("training, autocast, backward", 270, 9),
