@@ -9,8 +9,12 @@
 // registers and multiplies them by one broadcast element of each of up to kTileRows rows of a. The
 // sums of such a tile stay in registers. k is cut into blocks of kDepth. A block of a panel stays
 // in or near the first-level cache while all rows of a task pass; in fp32 it has 16 KiB with
-// registers of 32 bytes and 48 KiB with 64. The rows of the task, copied as words of 32 bits with a
+// registers of 32 bytes and 32 KiB with 64. The rows of the task, copied as words of 32 bits with a
 // constant stride, stay in the second-level cache.
+//
+// In a turned product, the rows of W pass all panels of a task, which stay in the second-level
+// cache. Rows that consist of words as they are stored are not copied. Few rows of W then pass at a
+// time, because rows that are a multiple of a page apart compete for the same lines of cache.
 //
 // An element is the sum of its chunks of k in order, and each chunk is the sum of its products in
 // order. The number of rows, the division into tasks and the row's place in its tile change nothing
@@ -29,7 +33,8 @@
 namespace fastbert::cpu::FASTBERT_LEVEL {
 
 constexpr int kTileRows = kBytes == 64 ? 14 : 6;  // two registers each, three for the operands
-constexpr int kDepth = kBytes == 64 ? 384 : 256;  // words
+constexpr int kTurnedRows = kBytes == 64 ? 10 : 6;
+constexpr int kDepth = 256;                                                 // words
 constexpr int64_t kMaxRows = kBytes == 64 ? 128 : 120, kMaxColumns = 1024;  // of a task
 
 // Returns sum + x b for a register of words.
@@ -53,9 +58,9 @@ struct Task : GemmBlock {
 // of cache.
 FASTBERT_INLINE int64_t sums_stride(int64_t columns) { return panels_of(columns) * kPanel + 16; }
 
-// The largest number of columns of a task that is turned: a block of their panels stays in the
-// second-level cache while the rows of W pass.
-constexpr int64_t kMaxTurnedColumns = kBytes == 64 ? 512 : 128;
+// The most columns of a task that is turned: a block of their panels stays in the second-level
+// cache while the rows of W pass.
+constexpr int64_t kMaxTurnedColumns = 128;
 
 // The largest number of panels that are multiplied together.
 constexpr int64_t kMostPanels = 4;
@@ -81,15 +86,15 @@ FASTBERT_INLINE Vec rounded_to(Vec v) {
   }
 }
 
-// Copies `count` rows of the left operand, from `begin` on, to task.a.
+// Copies `count` rows of the left operand, from `begin` on, to rows of kDepth words.
 template <class Format, class To>
-void pack_rows(const Gemm& g, const Task& task, int64_t begin, int64_t count, int64_t first,
-               int64_t depth) {
+void pack_rows(const Gemm& g, int64_t begin, int64_t count, int64_t first, int64_t depth,
+               float* out) {
   const auto* a = (const typename Format::Storage*)g.a + begin * g.a_row + first * g.a_column;
   if (g.a_column == 1) {
     for (int64_t row = 0; row < count; ++row) {
       for_each_vector(depth, [&](int64_t k, int lanes) __attribute__((always_inline)) {
-        store(task.a + row * kDepth + k,
+        store(out + row * kDepth + k,
               rounded_to<Format, To>(Format::load(a + row * g.a_row + k, lanes)));
       });
     }
@@ -105,7 +110,7 @@ void pack_rows(const Gemm& g, const Task& task, int64_t begin, int64_t count, in
             gather<Format>(a + row * g.a_row + (k + i) * g.a_column, g.a_row, used));
       }
       transpose(block);
-      for (int i = 0; i < rows; ++i) store(task.a + (row + i) * kDepth + k, block[i]);
+      for (int i = 0; i < rows; ++i) store(out + (row + i) * kDepth + k, block[i]);
     }
   }
 }
@@ -113,8 +118,8 @@ void pack_rows(const Gemm& g, const Task& task, int64_t begin, int64_t count, in
 // Copies rows as pack_rows does, but in words of two neighbours along k. Rows with contiguous
 // elements are copied one after another, while the next rows are prefetched.
 template <class From>
-void pack_row_pairs(const Gemm& g, const Task& task, int64_t begin, int64_t count, int64_t first,
-                    int64_t depth) {
+void pack_row_pairs(const Gemm& g, int64_t begin, int64_t count, int64_t first, int64_t depth,
+                    float* out) {
   const auto* a = (const typename From::Storage*)g.a + begin * g.a_row;
   if (g.a_column == 1) {
     constexpr int64_t kAhead = 4;
@@ -124,7 +129,7 @@ void pack_row_pairs(const Gemm& g, const Task& task, int64_t begin, int64_t coun
         const int64_t k = 2 * (first + word);
         const auto* p = a + row * g.a_row + k;
         __builtin_prefetch(p + far, 0, 3);
-        store(task.a + row * kDepth + word, load_line<From>(p, clamp_count(g.k - k, kLine)));
+        store(out + row * kDepth + word, load_line<From>(p, clamp_count(g.k - k, kLine)));
       }
     }
     return;
@@ -136,21 +141,21 @@ void pack_row_pairs(const Gemm& g, const Task& task, int64_t begin, int64_t coun
       Vec words[kLanes];
       load_row_pairs<From>(a + row * g.a_row + k * g.a_column, g.a_row, g.a_column, rows,
                            clamp_count(g.k - k, kLine), words);
-      for (int i = 0; i < rows; ++i) store(task.a + (row + i) * kDepth + word, words[i]);
+      for (int i = 0; i < rows; ++i) store(out + (row + i) * kDepth + word, words[i]);
     }
   }
 }
 
-// Copies `count` rows of the left operand, from `begin` on, as the words of `Operand` to task.a.
+// Copies `count` rows of the left operand, from `begin` on, to rows of kDepth words of `Operand`.
 template <class Operand>
-void pack_left_words(const Gemm& g, const Task& task, int64_t begin, int64_t count, int64_t first,
-                     int64_t depth) {
+void pack_left_words(const Gemm& g, int64_t begin, int64_t count, int64_t first, int64_t depth,
+                     float* out) {
   with_format(g.format, [&](auto type) {
     using From = decltype(type);
     if constexpr (kIsDots<Operand>) {
-      pack_row_pairs<From>(g, task, begin, count, first, depth);
+      pack_row_pairs<From>(g, begin, count, first, depth, out);
     } else {
-      pack_rows<From, Operand>(g, task, begin, count, first, depth);
+      pack_rows<From, Operand>(g, begin, count, first, depth, out);
     }
   });
 }
@@ -161,6 +166,22 @@ struct Depth {
   int64_t steps, chunk;
   bool add;
 };
+
+// Rows of the left operand as words, `row` words apart.
+struct LeftWords {
+  const float* words;
+  int64_t row;
+};
+
+// Returns whether the rows of the left operand are words of `Operand` as they are stored.
+template <class Operand>
+FASTBERT_INLINE bool lies_in_words(const Gemm& g) {
+  if (g.a_column != 1) return false;
+  if constexpr (kIsDots<Operand>) {
+    return g.format == Format::bf16 && g.k % 2 == 0 && g.a_row % 2 == 0 && (uintptr_t)g.a % 4 == 0;
+  }
+  return g.format == Format::f32 && g.packed_format == Format::f32;
+}
 
 // The addresses to prefetch while a tile is multiplied: the next rows of the left operand, eight
 // lines of cache of each row in turn, and the next panel, whose lines are spread evenly over the
@@ -181,7 +202,7 @@ FASTBERT_INLINE Next next_of(const char* a, int64_t row, const char* panel, int6
 // Computes sums (+)= a bᵀ for kRows rows of a and kPanels panels, which are `panel` elements apart,
 // over the steps [begin, end).
 template <class Format, int kRows, int kPanels>
-FASTBERT_INLINE void multiply_chunk(const float* a, const typename Format::Storage* b,
+FASTBERT_INLINE void multiply_chunk(const LeftWords& a, const typename Format::Storage* b,
                                     int64_t panel, int64_t begin, int64_t end, float* sums,
                                     int64_t stride, bool add, Next next) {
   Vec total[kPanels][kRows][2] = {};
@@ -197,7 +218,7 @@ FASTBERT_INLINE void multiply_chunk(const float* a, const typename Format::Stora
       PanelRow<Format>::load(b + j * panel + k * kPanel, low, high);
 #pragma GCC unroll 16
       for (int i = 0; i < kRows; ++i) {
-        const Vec x = splat(a[i * kDepth + k]);
+        const Vec x = splat(a.words[i * a.row + k]);
         total[j][i][0] = multiply_add<Format>(x, low, total[j][i][0]);
         total[j][i][1] = multiply_add<Format>(x, high, total[j][i][1]);
       }
@@ -221,7 +242,7 @@ FASTBERT_INLINE void multiply_chunk(const float* a, const typename Format::Stora
 FASTBERT_INLINE int64_t chunk_of(int64_t n, int64_t k) { return k < 128 || n < 16 ? 32 : 128; }
 
 template <class Format, int kRows, int kPanels>
-FASTBERT_INLINE void multiply(const float* a, const typename Format::Storage* b, int64_t panel,
+FASTBERT_INLINE void multiply(const LeftWords& a, const typename Format::Storage* b, int64_t panel,
                               const Depth& depth, float* sums, int64_t stride, Next next) {
   int64_t begin = 0;
   do {
@@ -233,8 +254,9 @@ FASTBERT_INLINE void multiply(const float* a, const typename Format::Storage* b,
 }
 
 template <class Format, int kRows>
-FASTBERT_INLINE void multiply_at_most(int rows, const float* a, const typename Format::Storage* b,
-                                      const Depth& depth, float* sums, int64_t stride, Next next) {
+FASTBERT_INLINE void multiply_at_most(int rows, const LeftWords& a,
+                                      const typename Format::Storage* b, const Depth& depth,
+                                      float* sums, int64_t stride, Next next) {
   if (rows == kRows) {
     multiply<Format, kRows, 1>(a, b, 0, depth, sums, stride, next);
   } else if constexpr (kRows > 1) {
@@ -244,7 +266,7 @@ FASTBERT_INLINE void multiply_at_most(int rows, const float* a, const typename F
 
 // Not inlined, so that the code for all numbers of rows exists once per format.
 template <class Format>
-__attribute__((noinline)) void multiply_rows(int rows, const float* a,
+__attribute__((noinline)) void multiply_rows(int rows, const LeftWords& a,
                                              const typename Format::Storage* b, const Depth& depth,
                                              float* sums, int64_t stride, Next next) {
   multiply_at_most<Format, kTileRows>(rows, a, b, depth, sums, stride, next);
@@ -306,8 +328,8 @@ struct TaskBlock {
           next_of((const char*)(task.a + (tile + 1 < tiles ? end : 0) * kDepth), 4 * kDepth,
                   next_panel, depth * kPanel * sizeof(Storage), depth, tile, tiles);
       if (last()) fetch_tile(row, n, rows);
-      multiply_rows<Operand>(rows, task.a + row * kDepth, b, steps(), sums(row, n), task.stride,
-                             next);
+      multiply_rows<Operand>(rows, {task.a + row * kDepth, kDepth}, b, steps(), sums(row, n),
+                             task.stride, next);
       if (last()) finish(row, n, rows, task.columns - n < kPanel ? task.columns - n : kPanel);
     }
   }
@@ -320,8 +342,8 @@ struct TaskBlock {
       const Next next =
           next_of((const char*)task.a, 4 * kDepth, (const char*)panel(n + kPanels * kPanel),
                   kPanels * depth * kPanel * sizeof(Storage), depth, 0, 1);
-      multiply<Format, kRows, kPanels>(task.a, panel(n), kPanel * words, steps(), sums(0, n),
-                                       task.stride, next);
+      multiply<Format, kRows, kPanels>({task.a, kDepth}, panel(n), kPanel * words, steps(),
+                                       sums(0, n), task.stride, next);
       if (last()) finish(0, n, kRows, kPanels * kPanel);
     }
     return n;
@@ -334,39 +356,53 @@ struct TaskBlock {
     return (const char*)g.a + ((task.row + row) * g.a_row + k * g.a_column) * size;
   }
 
-  // The rows of a tile of W are copied and pass all panels of x, which stay in the second-level
-  // cache. The first panel meanwhile fetches the rows of the next tile.
+  // All rows of W pass a panel of x, which stays in the first-level cache. Each tile of rows
+  // fetches the rows of the next tile. Rows that are no words are copied before they pass the first
+  // panel.
   FASTBERT_INLINE void run_turned() const {
-    const int64_t tiles = (task.rows + kTileRows - 1) / kTileRows;
-    const int64_t panel_bytes = depth * kPanel * sizeof(Storage);
-    int64_t finished = 0;
-    for (int64_t tile = 0; tile < tiles; ++tile) {
-      const int64_t row = task.rows * tile / tiles;
-      const int rows = (int)(task.rows * (tile + 1) / tiles - row);
-      const int64_t end = row + rows;
-      pack_left_words<Format>(g, task, task.row + row, rows, first, depth);
-      for (int64_t n = 0; n < task.columns; n += kPanel) {
-        const auto* next_panel = (const char*)panel(n + kPanel < task.columns ? n + kPanel : 0);
-        const Next next =
-            n == 0 && tile + 1 < tiles
-                ? next_of(left(end), left(1) - left(0), next_panel, panel_bytes, depth, 0, 1)
-                : next_of((const char*)task.a, 4 * kDepth, next_panel, panel_bytes, depth, 0, 1);
-        multiply_rows<Format>(rows, task.a, panel(n), steps(), sums(row, n), task.stride, next);
-      }
-      if (!last()) continue;
-      for (; finished + kPanel <= end || (end == task.rows && finished < end); finished += kPanel) {
-        finish_outputs(finished);
+    const int64_t tiles = (task.rows + kTurnedRows - 1) / kTurnedRows;
+    const auto first_row = [&](int64_t tile) { return task.rows * tile / tiles; };
+    const LeftWords stored = {(const float*)left(0), (left(1) - left(0)) / 4};
+    const bool in_place = lies_in_words<Format>(g);
+    const LeftWords w = in_place ? stored : LeftWords{task.a, kDepth};
+    for (int64_t n = 0; n < task.columns; n += kPanel) {
+      const auto* next_panel = (const char*)panel(n + kPanel < task.columns ? n + kPanel : 0);
+      const bool copies = n == 0 && !in_place;
+      int64_t finished = 0;
+      for (int64_t tile = 0; tile < tiles; ++tile) {
+        const int64_t row = first_row(tile), end = first_row(tile + 1);
+        if (copies) {
+          pack_left_words<Format>(g, task.row + row, end - row, first, depth,
+                                  task.a + row * kDepth);
+        }
+        const LeftWords& far = copies ? stored : w;
+        const int64_t next_row = end < task.rows ? end : 0;
+        const Next next = next_of((const char*)(far.words + next_row * far.row), 4 * far.row,
+                                  next_panel, depth * kPanel * sizeof(Storage), depth, tile, tiles);
+        const bool finishes = last() && (end / kPanel > finished / kPanel || end == task.rows);
+        if (finishes) fetch_outputs(finished, n);
+        multiply_rows<Format>((int)(end - row), {w.words + row * w.row, w.row}, panel(n), steps(),
+                              sums(row, n), task.stride, next);
+        if (!finishes) continue;
+        while (finished + kPanel <= end || (end == task.rows && finished < end)) {
+          finish_outputs(finished, n);
+          finished += kPanel;
+        }
       }
     }
   }
 
-  // Finishes up to kPanel rows of sums, which are columns of the result.
-  FASTBERT_INLINE void finish_outputs(int64_t row) const {
-    const int outputs = clamp_count(task.rows - row, kPanel);
-    for (int64_t n = 0; n < task.columns; n += kPanel) {
-      finish_turned(g, {sums(row, n), task.stride, task.row + row, task.column + n, outputs,
-                        clamp_count(task.columns - n, kPanel)});
-    }
+  // Prefetches the lines of up to kPanel outputs of the rows of a panel of x.
+  FASTBERT_INLINE void fetch_outputs(int64_t output, int64_t n) const {
+    const int rows = clamp_count(task.columns - n, kPanel);
+    const int64_t row = task.column + n - task.row, column = task.row + output - task.column;
+    fetch_tile(row, column, rows);
+  }
+
+  // Finishes up to kPanel rows of sums of a panel of x. They are columns of the result.
+  FASTBERT_INLINE void finish_outputs(int64_t row, int64_t n) const {
+    finish_turned(g, {sums(row, n), task.stride, task.row + row, task.column + n,
+                      clamp_count(task.rows - row, kPanel), clamp_count(task.columns - n, kPanel)});
   }
 
   FASTBERT_INLINE void run() const {
@@ -404,7 +440,7 @@ void run_task(const Gemm& g, const Task& task) {
     if (g.turned) {
       block.run_turned();
     } else {
-      pack_left_words<Format>(g, task, task.row, task.rows, first, depth);
+      pack_left_words<Format>(g, task.row, task.rows, first, depth, task.a);
       block.run();
     }
     first += depth;
@@ -422,7 +458,7 @@ constexpr int64_t kTasksOfThread = 3;
 // Returns the division of a turned product. Tasks have whole panels of outputs, so that each task
 // writes whole lines of cache.
 inline GemmPlan turned_plan(const Gemm& g, int threads) {
-  constexpr int64_t kMostRows = 128;
+  constexpr int64_t kMostRows = 256;
   const int64_t parts = quotient_up(g.m, kMaxTurnedColumns);
   GemmPlan plan = {};
   plan.columns = quotient_up(quotient_up(g.m, parts), kPanel) * kPanel;
