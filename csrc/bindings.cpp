@@ -10,8 +10,6 @@
 #include <optional>
 #include <string>
 
-#include "cpu/gemm/fingerprint.h"
-#include "cpu/gemm/packed_weights.h"
 #include "cpu/isa/dispatch.h"
 #include "ptx/bindings.h"
 
@@ -72,17 +70,5 @@ PYBIND11_MODULE(_C, m) {
         "Sets the instruction-set level of this process. None restores the level that "
         "FASTBERT_CPU_ISA names or, if it is unset, the best level. Raises ValueError if the level "
         "is unknown or not supported.");
-  m.def("packed_bytes", fastbert::cpu::packed_total,
-        "Returns the bytes that prepacked weights hold. A copy whose weight was freed does not "
-        "count.");
-  m.def("forget_packed", fastbert::cpu::forget_packed,
-        "Frees the prepacked weights and makes all fingerprints (fastbert_C::fingerprint) out of "
-        "date. The next product with a weight makes a new copy.");
-  m.def("expire_packed", fastbert::cpu::expire_fingerprints,
-        "Makes the prepacked weights and all fingerprints out of date, but keeps the memory for "
-        "the next copies.");
   fastbert::ptx::bind(m);
-  m.def("expect_writes", fastbert::cpu::expect_writes, py::arg("expected"),
-        "Sets whether each product in this process reads its whole weight before it uses a "
-        "prepacked copy.");
 }

@@ -11,8 +11,9 @@
 namespace fastbert::cpu {
 namespace {
 
-// The place of a linear layer's first tensor in each list of its encoder layer. `parameters` holds
-// the weight, then the bias; `scales` holds an int8 weight's scale, then its column sums.
+// The place of a linear layer's first tensor in each list of its encoder layer, if one projection
+// computes q, k and v. `parameters` holds the weight, then the bias; `scales` holds an int8
+// weight's scale, then its column sums.
 struct Place {
   size_t parameters, scales;
 };
@@ -25,22 +26,31 @@ constexpr size_t kParameters = 12, kScales = 8;
 struct Stack {
   const OptionalTensor &cu_seqlens, &mask, &bias;
   int64_t batch, max_seqlen, heads;
+  int64_t projections;  // linear layers that compute q, k and v
   double eps;
   const std::string& activation;
   at::ScalarType dtype;  // of the products; hidden states keep their own dtype
 };
 
 struct Layer {
-  const at::Tensor* parameters;
-  const at::Tensor* scales;  // null if the weights are floating
+  const at::Tensor* qkv;         // the weights of the projections, then their biases
+  const at::Tensor* parameters;  // the tensors at their places for one projection
+  const at::Tensor* scales;      // null if the weights are floating
 };
+
+// The number of parameters of a layer.
+size_t parameters_of(const Stack& s) { return kParameters + 2 * ((size_t)s.projections - 1); }
 
 void check(const at::Tensor& hidden, at::TensorList parameters, at::TensorList scales,
            const Stack& s) {
   check_matrix("hidden", hidden);
-  TORCH_CHECK_VALUE(parameters.size() % kParameters == 0, "parameters: got ", parameters.size(),
-                    " tensors, allowed: ", kParameters, " for each layer");
-  const size_t layers = parameters.size() / kParameters;
+  TORCH_CHECK_VALUE(
+      s.projections >= 1 && s.projections <= 3 && (s.projections == 1 || scales.empty()),
+      "projections: got ", s.projections, ", allowed: 1 to 3, and 1 with scales");
+  const size_t count = parameters_of(s);
+  TORCH_CHECK_VALUE(parameters.size() % count == 0, "parameters: got ", parameters.size(),
+                    " tensors, allowed: ", count, " for each layer");
+  const size_t layers = parameters.size() / count;
   TORCH_CHECK_VALUE(scales.empty() || scales.size() == layers * kScales, "scales: got ",
                     scales.size(), " tensors, allowed: none, or ", kScales, " for each of ", layers,
                     " layers");
@@ -103,6 +113,13 @@ at::Tensor product(const at::Tensor& x, const Layer& layer, Place place,
                      s.dtype);
 }
 
+// Returns q, k and v side by side.
+at::Tensor projections(const at::Tensor& x, const Layer& layer, const Stack& s) {
+  if (layer.scales) return product(x, layer, kQkv, "none", s);
+  const size_t count = s.projections;
+  return linear_of_parts(x.to(s.dtype), {layer.qkv, count}, {layer.qkv + count, count}, "none");
+}
+
 // Returns LN(x Wᵀ + bias + residual).
 at::Tensor product_and_norm(const at::Tensor& x, const Layer& layer, Place place, size_t norm,
                             const at::Tensor& residual, const Stack& s) {
@@ -116,7 +133,7 @@ at::Tensor product_and_norm(const at::Tensor& x, const Layer& layer, Place place
 // Hidden states keep their dtype from layer to layer, which is fp32 under autocast. Products
 // compute in `dtype`.
 at::Tensor through(const Layer& layer, const at::Tensor& hidden, const Stack& s) {
-  auto qkv = product(hidden, layer, kQkv, "none", s);
+  auto qkv = projections(hidden, layer, s);
   auto x = attention(qkv, s);
   qkv.reset();  // frees memory that is in the cache and large enough for the next result
   const auto middle = product_and_norm(x, layer, kProjection, kFirstNorm, hidden, s);
@@ -129,10 +146,12 @@ at::Tensor through(const Layer& layer, const at::Tensor& hidden, const Stack& s)
 std::vector<at::Tensor> encoder(at::Tensor hidden, at::TensorList parameters, at::TensorList scales,
                                 const OptionalTensor& cu_seqlens, const OptionalTensor& mask,
                                 const OptionalTensor& bias, int64_t batch, int64_t max_seqlen,
-                                int64_t heads, double eps, const std::string& activation,
-                                at::ScalarType dtype, bool all_states) {
+                                int64_t heads, int64_t projections, double eps,
+                                const std::string& activation, at::ScalarType dtype,
+                                bool all_states) {
   OptionalTensor lengths = cu_seqlens;
-  const Stack stack = {lengths, mask, bias, batch, max_seqlen, heads, eps, activation, dtype};
+  const Stack stack = {lengths, mask,        bias, batch,      max_seqlen,
+                       heads,   projections, eps,  activation, dtype};
   check(hidden, parameters, scales, stack);
   if (lengths) {
     // All layers read one private copy, so other threads cannot change the sequences between two
@@ -140,8 +159,10 @@ std::vector<at::Tensor> encoder(at::Tensor hidden, at::TensorList parameters, at
     lengths = checked_lengths("cu_seqlens", *cu_seqlens, hidden.size(0), "max_seqlen", max_seqlen);
   }
   std::vector<at::Tensor> states;
-  for (size_t i = 0; i < parameters.size() / kParameters; ++i) {
-    const Layer layer = {&parameters[i * kParameters],
+  const size_t count = parameters_of(stack);
+  for (size_t i = 0; i < parameters.size() / count; ++i) {
+    const at::Tensor* first = &parameters[i * count];
+    const Layer layer = {first, first + (count - kParameters),
                          scales.empty() ? nullptr : &scales[i * kScales]};
     try {
       hidden = through(layer, hidden, stack);

@@ -80,10 +80,8 @@ TORCH_LIBRARY(fastbert_C, m) {
   m.def("int8_layout() -> (int lanes, int group)");
   m.def(
       "encoder(Tensor hidden, Tensor[] parameters, Tensor[] scales, Tensor? cu_seqlens, "
-      "Tensor? mask, Tensor? bias, int batch, int max_seqlen, int heads, float eps, "
-      "str activation, ScalarType dtype, bool all_states) -> Tensor[]");
-  m.def("fingerprint(Tensor[] tensors) -> Tensor");
-  m.def("has_fingerprint(Tensor[] tensors, Tensor(a!) fingerprint, int rows) -> bool");
+      "Tensor? mask, Tensor? bias, int batch, int max_seqlen, int heads, int projections, "
+      "float eps, str activation, ScalarType dtype, bool all_states) -> Tensor[]");
   m.def("any_outside(Tensor index, int size, int? ignored) -> bool");
   m.def("unpad_indices(Tensor mask) -> (Tensor indices, Tensor cu_seqlens, int max_seqlen)");
   m.def("scatter_rows(Tensor values, Tensor indices, int rows) -> Tensor");
@@ -126,8 +124,6 @@ TORCH_LIBRARY_IMPL(fastbert_C, CPU, m) {
   implement<matmul>(m, "matmul");
   implement<int8_linear>(m, "int8_linear");
   implement<encoder>(m, "encoder");
-  implement<fingerprint>(m, "fingerprint");
-  implement<has_fingerprint>(m, "has_fingerprint");
   implement<any_outside>(m, "any_outside");
   implement<unpad_indices>(m, "unpad_indices");
   implement<scatter_rows>(m, "scatter_rows");

@@ -148,12 +148,6 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_cross_entropy_backward(
     const OptionalTensor& bias, const at::Tensor& labels, const at::Tensor& statistics,
     const at::Tensor& order, const std::string& reduction);
 
-// `fingerprint` returns an int64 vector with the storage and checksums of 1-D or 2-D tensors.
-// `has_fingerprint` returns whether the tensors still match. The `rows` of the product decide how
-// much of each tensor is read (gemm/fingerprint.h).
-at::Tensor fingerprint(at::TensorList tensors);
-bool has_fingerprint(at::TensorList tensors, const at::Tensor& fingerprint, int64_t rows);
-
 // Returns whether an element is outside [0, size) and is not `ignored`.
 bool any_outside(const at::Tensor& index, int64_t size, std::optional<int64_t> ignored);
 
@@ -169,7 +163,8 @@ at::Tensor scatter_rows(const at::Tensor& values, const at::Tensor& indices, int
 std::vector<at::Tensor> encoder(at::Tensor hidden, at::TensorList parameters, at::TensorList scales,
                                 const OptionalTensor& cu_seqlens, const OptionalTensor& mask,
                                 const OptionalTensor& bias, int64_t batch, int64_t max_seqlen,
-                                int64_t heads, double eps, const std::string& activation,
-                                at::ScalarType dtype, bool all_states);
+                                int64_t heads, int64_t projections, double eps,
+                                const std::string& activation, at::ScalarType dtype,
+                                bool all_states);
 
 }  // namespace fastbert::cpu

@@ -25,7 +25,6 @@ from fastbert.io.families import FAMILIES
 from fastbert.modules.batch_layout import BatchLayout
 from fastbert.modules.bert import Encoded
 from fastbert.modules.inputs import enter
-from fastbert.ops import packed_weights
 
 try:
     from transformers import PreTrainedModel, modeling_outputs
@@ -226,17 +225,11 @@ def _fast_class(kind: Any, stock: Any) -> Any:
             return stock.forward(self, *args, **kwargs)
         return _run(self, bound, stock.__name__, given)
 
-    def train(self: Any, mode: bool = True) -> Any:
-        if mode != self.training:
-            packed_weights.forget()
-        return kind.train(self, mode)
-
     def reduce(self: Any, protocol: Any) -> Any:
         return _rebuild, (kind, stock), self.__dict__
 
     own = {
         "forward": forward,
-        "train": train,
         "__reduce_ex__": reduce,
         "fastbert_restores": kind,
         "__module__": kind.__module__,

@@ -259,6 +259,7 @@ def _one_call(
         length,
         batch=layout.batch,
         heads=plan.heads,
+        projections=plan.projections,
         scales=plan.scales,
         mask=layout.mask,
         bias=layout.bias,

@@ -16,7 +16,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from fastbert.activations import PLAIN
 from fastbert.modules.attention import BertAttention, BertSelfAttention, BertSelfOutput
 from fastbert.modules.feed_forward import BertIntermediate, BertOutput
-from fastbert.modules.joined_linear import WHOLE, JoinedLinear
+from fastbert.modules.joined_linear import JoinedLinear
 from fastbert.modules.layer import BertLayer, PreNormLayer
 from fastbert.modules.layer_norm import LayerNorm
 from fastbert.modules.linear import Linear
@@ -32,7 +32,7 @@ from fastbert.ops.encoder import (
     PARAMETERS,
     choose,
 )
-from fastbert.ops.gpu_times import rows_class
+from fastbert.ops.gpu_times import MANY_ROWS, rows_class
 from fastbert.ops.int8_linear import layout
 from fastbert.ops.register import is_watched
 
@@ -40,10 +40,11 @@ from fastbert.ops.register import is_watched
 # QuantizedLinear may replace any linear layer. Linear layers and layer norms are in the order in
 # which ``ops.encoder`` takes their weights and biases.
 ATTENTION, OUTPUT = "attention.self", "output"
+QKV = "attention.self.qkv"
 MODULES: tuple[tuple[str, type[nn.Module]], ...] = (
     ("attention", BertAttention),
     (ATTENTION, BertSelfAttention),
-    ("attention.self.qkv", Linear),
+    (QKV, Linear),
     ("attention.output", BertSelfOutput),
     ("attention.output.dense", Linear),
     ("attention.output.LayerNorm", LayerNorm),
@@ -76,6 +77,7 @@ class FusedCall(NamedTuple):
         parameters: Weights and biases of all layers, in the order of ``ops.encoder``.
         scales: Scales and column sums of int8 weights; empty for other weights.
         dtype: Dtype of the products.
+        projections: Number of linear layers that compute q, k and v.
         heads: Number of attention heads.
         eps: Term that is added to the variance in layer norms.
         activation: Name of the activation.
@@ -87,6 +89,7 @@ class FusedCall(NamedTuple):
     parameters: list[Tensor]
     scales: list[Tensor]
     dtype: torch.dtype
+    projections: int
     heads: int
     eps: float
     activation: str
@@ -134,7 +137,7 @@ def fused_call(
     device: str,
     dtype: torch.dtype,
     wants_gradient: bool,
-    rows: int = WHOLE,
+    rows: int = MANY_ROWS,
     length: int = 0,
 ) -> FusedCall | Choice:
     """Return the call that runs all layers at once, or the reason why no call can.
@@ -144,7 +147,7 @@ def fused_call(
         device: Type of the device that holds the rows, such as ``"cpu"``.
         dtype: Dtype of the rows.
         wants_gradient: Whether a gradient with respect to the rows is wanted.
-        rows: Number of rows (see ``JoinedLinear.parameters_now``).
+        rows: Number of rows.
         length: Class of the length of the sequences, for the reason in words.
 
     Returns:
@@ -192,7 +195,7 @@ def training_call(
         return _one_by_one("a module has backward hooks")
     if {type(modules[path]) for modules in found for path in LINEARS} - {Linear, nn.Linear}:
         return _one_by_one("a linear layer is int8 or joined")
-    parameters = _tensors(found, WHOLE)
+    parameters = _tensors(found)
     if set(map(type, parameters)) != {nn.Parameter}:
         return _one_by_one("a parameter is missing or of a class of its own")
     of_rows, allowed = dtype, {dtype}
@@ -205,7 +208,7 @@ def training_call(
         return _one_by_one(f"rows are {of_rows}, products {dtype}, or parameters of another dtype")
     if any(m[OUTPUT].training and m[OUTPUT].dropout_p > 0.0 for m in found):
         return _one_by_one("there is dropout inside the feed-forward")
-    agreed = _agreed(found, ASKING, device, dtype, parameters, OPERATIONS, trained=True)
+    agreed = _agreed(found, ASKING, device, dtype, OPERATIONS, trained=True)
     if isinstance(agreed, Choice):
         return agreed
     if agreed.backend != "triton":
@@ -259,31 +262,38 @@ def _arguments(
     if QuantizedLinear in kinds and not int8:
         return _one_by_one("some linear layers are int8, others are not")
     if device != "cpu" and (int8 or JoinedLinear in kinds):
-        # These layers keep their copies of weights on the CPU only.
+        # Only the CPU's call takes these weights.
         return _one_by_one(f"a linear layer is int8 or joined, and the rows are on {device}")
     if int8 and any(modules[path].training for modules in found for path in LINEARS):
         return _one_by_one("a quantised layer is in training mode")
-    parameters, scales = _int8_tensors(found) if int8 else (_tensors(found, rows), [])
+    qkv = {_projections(modules[QKV]) for modules in found}
+    if len(qkv) > 1:
+        return _one_by_one("the layers differ in the number of projections")
+    parameters, scales = _int8_tensors(found) if int8 else (_tensors(found), [])
     if set(map(type, parameters)) != ({nn.Parameter, Tensor} if int8 else {nn.Parameter}):
         return _one_by_one("a parameter is missing or of a class of its own")
     allowed, of_rows = {dtype}, dtype
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         allowed = {dtype, torch.float32}
-    dtypes = {of_rows} if int8 else {p.dtype for p in _weights_of_products(parameters)}
+    dtypes = (
+        {of_rows}
+        if int8
+        else {p.dtype for m in found for path in LINEARS for p in _weights(m[path])}
+    )
     if not dtypes <= allowed:
         return _one_by_one(f"{'rows' if int8 else 'weights'} are {dtypes}, the products {dtype}")
     if any(m[path].training and m[path].dropout_p > 0.0 for m in found for path in DROPPING):
         return _one_by_one("there is dropout in training")
     asking, operations = (INT8_ASKING, INT8_OPERATIONS) if int8 else (ASKING, OPERATIONS)
-    agreed = _agreed(found, asking, device, dtype, parameters, operations, rows, length)
+    agreed = _agreed(found, asking, device, dtype, operations, rows, length)
     if isinstance(agreed, Choice):
         return agreed
     if agreed.backend == "triton" and not (
         dtype == of_rows and all(p.dtype == dtype for p in _of_products(parameters))
     ):
         return _one_by_one(f"rows or parameters of products are not {dtype}")
-    return FusedCall(parameters, scales, dtype, *agreed)
+    return FusedCall(parameters, scales, dtype, qkv.pop(), *agreed)
 
 
 def _agreed(
@@ -291,9 +301,8 @@ def _agreed(
     asking: Sequence[str],
     device: str,
     dtype: torch.dtype,
-    parameters: list[Any],
     operations: Sequence[str],
-    rows: int = WHOLE,
+    rows: int = MANY_ROWS,
     length: int = 0,
     *,
     trained: bool = False,
@@ -311,7 +320,7 @@ def _agreed(
     activation = activations.pop()
     if activation not in PLAIN:
         return _one_by_one(f"the activation is {activation}")
-    columns = parameters[LEAVES.index(NORMS[0]) * 2].shape[0]
+    columns = found[0][NORMS[0]].weight.shape[0]
     common = heads.pop()
     request = Request(
         device, dtype, columns // common, activation=activation, columns=columns, length=length,
@@ -323,8 +332,8 @@ def _agreed(
     return Agreed(common, eps.pop(), activation, choice.backend, requested, choice.reason)
 
 
-def _tensors(found: list[Modules], rows: int) -> list[Any]:
-    return [p for modules in found for path in LEAVES for p in _parameters(modules[path], rows)]
+def _tensors(found: list[Modules]) -> list[Any]:
+    return [p for modules in found for path in LEAVES for p in _parameters(modules[path])]
 
 
 def _int8_tensors(found: list[Modules]) -> tuple[list[Any], list[Tensor]]:
@@ -343,23 +352,27 @@ def _int8_tensors(found: list[Modules]) -> tuple[list[Any], list[Tensor]]:
     return parameters, scales
 
 
-def _parameters(leaf: nn.Module, rows: int) -> tuple[Tensor | None, Tensor | None]:
+def _parameters(leaf: nn.Module) -> tuple[Tensor | None, ...]:
+    """Return the weights, then the biases, of a module."""
     if isinstance(leaf, JoinedLinear):
-        return leaf.parameters_now(rows)
+        weights, biases = leaf.weights_and_biases()
+        return (*weights, *(biases or [None] * len(weights)))
     own = leaf._parameters
     return own.get("weight"), own.get("bias")
+
+
+def _projections(leaf: nn.Module) -> int:
+    return len(leaf.parts) if isinstance(leaf, JoinedLinear) else 1
+
+
+def _weights(leaf: nn.Module) -> tuple[Any, ...]:
+    return _parameters(leaf)[: _projections(leaf)]
 
 
 def _of_products(parameters: list[Tensor]) -> Iterator[Tensor]:
     """Yield the weights and biases that the products of the Triton backend read."""
     for layer in range(0, len(parameters), PARAMETERS):
         yield from (parameters[layer + i] for i in OF_PRODUCTS)
-
-
-def _weights_of_products(parameters: list[Tensor]) -> Iterator[Tensor]:
-    weights = [i for i, leaf in enumerate(LEAVES) if leaf in LINEARS]
-    for layer in range(0, len(parameters), 2 * len(LEAVES)):
-        yield from (parameters[layer + 2 * i] for i in weights)
 
 
 def _one_by_one(reason: str) -> Choice:

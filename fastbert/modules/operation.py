@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import nn
 
-from fastbert.ops import packed_weights
 from fastbert.ops.backend import prefer
 
 
@@ -28,22 +27,6 @@ class OperationModule(nn.Module):
         """Create the module and set its backend."""
         super().__init__()
         self.set_backend(backend)
-
-    def train(self, mode: bool = True) -> OperationModule:
-        """Set the training mode.
-
-        A change of the mode puts every packed copy of weights out of date.
-
-        Args:
-            mode: Whether the module is in training mode.
-
-        Returns:
-            The module itself.
-        """
-        if mode != self.training:
-            packed_weights.forget()
-        super().train(mode)
-        return self
 
     def set_backend(self, backend: str | None) -> None:
         """Set the backend that every call of the operation asks for.

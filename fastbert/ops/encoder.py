@@ -19,7 +19,8 @@ from fastbert.ops.arguments import (
 from fastbert.ops.layer_parts import PART_BACKENDS, PARTS, Parts, launchers
 from fastbert.ops.register import differentiable, operator
 
-# Numbers of tensors of a layer among the arguments `parameters` and `scales` of `encoder`.
+# Numbers of tensors of a layer among the arguments `parameters`, with one projection, and `scales`
+# of `encoder`.
 PARAMETERS, SCALES = 12, 8
 # The backends that run all layers in one call, and those of them that take int8 weights.
 BACKENDS, INT8_BACKENDS = ("cpu", "triton"), ("cpu",)
@@ -38,6 +39,7 @@ def encoder(
     *,
     batch: int,
     heads: int,
+    projections: int = 1,
     scales: Sequence[Tensor] = (),
     mask: Tensor | None = None,
     bias: Tensor | None = None,
@@ -58,11 +60,14 @@ def encoder(
         parameters: `PARAMETERS` tensors for each layer: weight and bias of the fused projection of
             q, k and v, of the projection after attention, of its layer norm, of both linear layers
             of the feed-forward, and of the last layer norm. With int8 weights, the weight of a
-            linear layer is the ``packed`` of an ``Int8Weight``.
+            linear layer is the ``packed`` of an ``Int8Weight``. With several projections, their
+            weights and then their biases replace the first two tensors.
         cu_seqlens: Cumulative lengths of the packed sequences, int32 of shape ``(B + 1,)``.
         max_seqlen: Length of the longest sequence.
         batch: Number of sequences.
         heads: Number of attention heads.
+        projections: Number of linear layers whose results, side by side, are q, k and v. More than
+            1 is for the backend ``"cpu"`` without int8 weights.
         scales: With int8 weights, `SCALES` tensors for each layer: ``scale`` and ``column_sum`` of
             each linear layer.
         mask: 4-D bool mask as in `attention`, without `cu_seqlens`.
@@ -109,8 +114,8 @@ def encoder(
         require(part in PART_BACKENDS, name, repr(part), ", ".join(PART_BACKENDS))
     return _encoder(
         hidden, list(parameters), list(scales), cu_seqlens, mask, bias, batch, max_seqlen, heads,
-        eps, activation, hidden.dtype if dtype is None else dtype, all_states, attention_backend,
-        feed_forward_backend, layer_norm_backend, backend,
+        projections, eps, activation, hidden.dtype if dtype is None else dtype, all_states,
+        attention_backend, feed_forward_backend, layer_norm_backend, backend,
     )  # fmt: skip
 
 
@@ -171,6 +176,7 @@ def _triton_forward(
     batch: int,
     max_seqlen: int,
     heads: int,
+    projections: int,
     eps: float,
     activation: str,
     dtype: torch.dtype,
@@ -178,6 +184,7 @@ def _triton_forward(
 ) -> list[Tensor]:
     from fastbert.kernels.encoder import encoder_forward
 
+    require(projections == 1, "projections", projections, "1 on the triton backend")
     layers = _checked_layers(hidden, parameters, heads)
     require(not scales, "scales", f"{len(scales)} tensors", "none on the triton backend")
     require(dtype == hidden.dtype, "dtype", dtype, f"{hidden.dtype}, as hidden")
@@ -235,7 +242,8 @@ def _checked_layers(hidden: Tensor, parameters: list[Tensor], heads: int) -> lis
 
 
 def _fake(a: Any) -> list[Tensor]:
-    layers = len(a.parameters) // PARAMETERS if a.all_states else 1
+    of_layer = PARAMETERS + 2 * (a.projections - 1)
+    layers = len(a.parameters) // of_layer if a.all_states else 1
     return [torch.empty_like(a.hidden) for _ in range(layers)]
 
 
@@ -247,8 +255,8 @@ def _backward(ctx: Any, *gradients: Any) -> dict[str, Tensor]:
 
 _encoder = operator(
     "encoder(Tensor hidden, Tensor[] parameters, Tensor[] scales, Tensor? cu_seqlens, "
-    "Tensor? mask, Tensor? bias, SymInt batch, SymInt max_seqlen, int heads, float eps, "
-    "str activation, ScalarType dtype, bool all_states, str attention, "
+    "Tensor? mask, Tensor? bias, SymInt batch, SymInt max_seqlen, int heads, int projections, "
+    "float eps, str activation, ScalarType dtype, bool all_states, str attention, "
     "str feed_forward, str layer_norm, str backend) -> Tensor[]",
     _fake,
     forward=_forward,

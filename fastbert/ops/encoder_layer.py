@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fastbert.ops import packed_weights
 from fastbert.ops.encoder import OF_PRODUCTS, PARAMETERS
 from fastbert.ops.layer_parts import Parts, launchers
 from fastbert.ops.register import without_autocast
@@ -83,7 +82,6 @@ def _forward(
 def _backward(dy: Tensor, ctx: Any) -> list[Tensor | None]:
     from fastbert.kernels.layer import Inputs, Kept, layer_backward
 
-    packed_weights.note_backward()
     saved, last = ctx.saved_tensors, INPUTS + PARAMETERS
     inputs, kept = Inputs(*saved[:INPUTS]), Kept(*saved[last:])
     needs = ctx.needs_input_grad[3:]

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fastbert import reference
 from fastbert.ops import backend as backends
-from fastbert.ops.arguments import autocast_dtype, require_floating, transformed
+from fastbert.ops.arguments import autocast_dtype, require, require_floating, transformed
 from fastbert.ops.product import (
     PRODUCTS,
     Products,
@@ -30,8 +32,8 @@ from fastbert.ops.residual import LAYERS, Layer, with_residual
 
 def linear(
     x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
+    weight: Tensor | Sequence[Tensor],
+    bias: Tensor | Sequence[Tensor] | None = None,
     *,
     return_residual: bool = False,
     backend: str | None = None,
@@ -41,8 +43,10 @@ def linear(
     Args:
         x: Input of shape ``(..., K)``.
         weight: Weight of shape ``(N, K)`` in the dtype of `x`; in fp32, fp16 or bf16 under
-            autocast.
-        bias: Bias of shape ``(N,)`` in a dtype that is allowed for `weight`, or None.
+            autocast. A sequence of weights of shapes ``(N_i, K)`` is one weight whose rows are
+            those of its members; the CPU backend reads them as they are if no gradient is wanted.
+        bias: Bias of shape ``(N,)`` in a dtype that is allowed for `weight`, or None. With a
+            sequence of weights, a sequence of as many biases, or None.
         return_residual: Whether `x` is returned too, for a residual connection around the layer.
             The gradient that reaches `x` through that connection is then added inside the product
             that computes the gradient of `x`, which saves an addition.
@@ -61,24 +65,50 @@ def linear(
     require_floating("x", x)
     if x.dim() == 0:
         raise ValueError("x: got shape (), allowed: (..., K)")
+    weights, biases = _parts(weight, bias)
     cast = autocast_dtype(x)
-    check_parameters(x.shape[-1], x, cast, "weight", weight, "bias", bias)
+    for w, b in zip(weights, biases, strict=True):
+        check_parameters(x.shape[-1], x, cast, "weight", w, "bias", b)
     dtype = x.dtype if cast is None else cast
     request = backends.Request(x.device.type, dtype, transformed=transformed())
     choice = backends.resolve("linear", backend, request)
+    differentiated = needs_gradient(x, *weights, *biases)
+    if len(weights) > 1:
+        if not (differentiated or request.transformed or torch.compiler.is_compiling()):
+            parameters = parameters_for(choice.backend, dtype, *weights, *biases)
+            y = PRODUCTS[choice.backend].project_parts(
+                rows_of(x, dtype), parameters[: len(weights)], parameters[len(weights) :]
+            )
+            y = y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[1])
+            return (y, x) if return_residual else y
+        weights, biases = (
+            [torch.cat(weights)],
+            [None if biases[0] is None else torch.cat(biases)],
+        )
     if request.transformed:
-        return reference.linear(x, weight, bias, return_residual=return_residual)
-    weight, bias = parameters_for(choice.backend, dtype, weight, bias)
-    differentiated = needs_gradient(x, weight, bias)
+        return reference.linear(x, weights[0], biases[0], return_residual=return_residual)
+    given = parameters_for(choice.backend, dtype, weights[0], biases[0])
     if return_residual and differentiated and x.requires_grad:
-        return with_residual("linear", x, dtype, (weight, bias), (choice.backend,))
+        return with_residual("linear", x, dtype, given, (choice.backend,))
     rows = rows_of(x, dtype)
     if differentiated:
-        y = _linear(rows, weight, bias, choice.backend)
+        y = _linear(rows, *given, choice.backend)
     else:
-        y = PRODUCTS[choice.backend].project(rows, weight, bias)
-    y = y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
+        y = PRODUCTS[choice.backend].project(rows, *given)
+    y = y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[1])
     return (y, x) if return_residual else y
+
+
+def _parts(weight: Any, bias: Any) -> tuple[list[Tensor], list[Any]]:
+    """Return the weights, and as many biases, each of which may be None."""
+    if isinstance(weight, Tensor):
+        return [weight], [bias]
+    weights = list(weight)
+    biases = [None] * len(weights) if bias is None else list(bias)
+    allowed = "as many tensors as weights, at least 1, or no bias"
+    fits = len(weights) == len(biases) > 0 and (bias is None or None not in biases)
+    require(fits, "weight, bias", f"{len(weights)} and {len(biases)} tensors", allowed)
+    return weights, biases
 
 
 # The operator: x (M, K) → y (M, N)

@@ -1,14 +1,14 @@
 """The matrix products of a linear layer and of its gradient, by backend.
 
-The "cpu" backend takes the products from fastbert._C, which prepacks a weight once per version and
-converts it at the same time. Under autocast it therefore reads fp32 parameters as they are and
-returns fp32 gradients. The other backends use torch's products, whose operands share one dtype.
+The "cpu" backend takes the products from fastbert._C, which reads a weight as it is stored and
+rounds it on the way. Under autocast it therefore reads fp32 parameters as they are and returns fp32
+gradients. The other backends use torch's products, whose operands share one dtype.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -91,6 +91,8 @@ class Products(NamedTuple):
 
     Args:
         project: ``project(x, weight, bias)`` is x Wᵀ + b.
+        project_parts: ``project_parts(x, weights, biases)`` is the results of `project` for several
+            weights side by side. Either all biases are None or none is.
         gradient_of_rows: ``gradient_of_rows(dy, weight, dresidual)`` is dy W + dresidual. The dtype
             is that of dresidual if there is one, because the residual stream stays in fp32 under
             autocast.
@@ -99,9 +101,14 @@ class Products(NamedTuple):
     """
 
     project: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    project_parts: Callable[[Tensor, Any, Any], Tensor]
     gradient_of_rows: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     gradient_of_weight: Callable[[Tensor, Tensor, Tensor], Tensor]
     sum_rows: Callable[[Tensor, torch.dtype], Tensor]
+
+
+def _project_parts(x: Tensor, weights: Any, biases: Any) -> Tensor:
+    return F.linear(x, torch.cat(weights), None if biases[0] is None else torch.cat(biases))
 
 
 def _gradient_of_rows(dy: Tensor, weight: Tensor, dresidual: Tensor | None) -> Tensor:
@@ -131,6 +138,11 @@ def _extension_project(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
     return torch.ops.fastbert_C.linear(x, weight, bias, None, "none", False)[0]
 
 
+def _extension_project_parts(x: Tensor, weights: Any, biases: Any) -> Tensor:
+    given = [] if biases[0] is None else list(biases)
+    return torch.ops.fastbert_C.linear_of_parts(x, list(weights), given, "none")
+
+
 def _extension_gradient_of_rows(dy: Tensor, weight: Tensor, dresidual: Tensor | None) -> Tensor:
     dtype = dy.dtype if dresidual is None else dresidual.dtype
     return torch.ops.fastbert_C.matmul(dy, weight, dresidual, dtype)
@@ -140,13 +152,17 @@ def _extension_gradient_of_weight(dy: Tensor, x: Tensor, weight: Tensor) -> Tens
     return torch.ops.fastbert_C.matmul(dy.t(), x, None, weight.dtype)
 
 
-_LIBRARY = Products(F.linear, _gradient_of_rows, _gradient_of_weight, _sum_rows)
+_LIBRARY = Products(F.linear, _project_parts, _gradient_of_rows, _gradient_of_weight, _sum_rows)
 PRODUCTS = {
     "reference": _LIBRARY,
     "triton": _LIBRARY._replace(sum_rows=_triton_sum_rows),
     "cuda": _LIBRARY,
     "cpu": Products(
-        _extension_project, _extension_gradient_of_rows, _extension_gradient_of_weight, _sum_rows
+        _extension_project,
+        _extension_project_parts,
+        _extension_gradient_of_rows,
+        _extension_gradient_of_weight,
+        _sum_rows,
     ),
 }
 

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from fastbert.ops import backend as backends
-from fastbert.ops import packed_weights
 from fastbert.ops.arguments import transformed
 
 LIBRARY = torch.library.Library("fastbert", "DEF")
@@ -176,8 +175,6 @@ def differentiable(
 
     @functools.wraps(backward)
     def gradient(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        if not torch.compiler.is_compiling():
-            packed_weights.note_backward()
         ctx.needs = arguments(*ctx.needs_input_grad)
         found = backward(ctx, *gradients)
         needs = ctx.needs._asdict()

@@ -1,5 +1,5 @@
 // The epilogue of a product, which runs while the sums are in the first-level cache: bias,
-// activation, residual, conversion to the output's format, and the layer norm of whole rows.
+// activation, residual and conversion to the output's format.
 
 #pragma once
 
@@ -9,11 +9,10 @@
 #include "../isa/transpose.h"
 #include "../isa/vec.h"
 #include "../rows/activation.h"
-#include "../rows/moments.h"
 
 namespace fastbert::cpu::FASTBERT_LEVEL {
 
-// A tile of complete sums, or whole rows of them.
+// A tile of complete sums.
 struct Tile {
   float* sums;
   int64_t stride, row, column;
@@ -151,7 +150,6 @@ __attribute__((noinline)) void finish_tile(const Epilogue& e, const Tile& tile) 
       pass<F32, decltype(type), Same>(tile, bias, {}, lying_like_out(type, e.pre_activation));
     });
   }
-  if (e.norm_weight) return finish_to<F32>(e, tile, bias, {tile.sums, tile.stride});
   with_format(e.out_format, [&](auto type) __attribute__((always_inline)) {
     finish_to<decltype(type)>(e, tile, bias, lying_like_out(type, e.out));
   });
@@ -179,28 +177,6 @@ __attribute__((noinline)) void finish_turned(const Epilogue& e, const Tile& tile
     }
   }
   finish_tile(e, {turned, kPanel, tile.column, tile.row, tile.columns, tile.rows});
-}
-
-// The layer norm of whole rows of sums, by the method of rows/layer_norm_kernel.h.
-template <class Format>
-void normalise_rows(const Epilogue& e, const Tile& tile) {
-  for (int64_t row = 0; row < tile.rows; ++row) {
-    const float* sums = tile.sums + row * tile.stride;
-    Vec totals[kSums] = {};
-    for_each_summand(e.n, [&](int64_t n, int u, int count) __attribute__((always_inline)) {
-      totals[u] += load(sums + n, count);
-      __builtin_prefetch(sums + tile.stride + n, 0, 3);
-    });
-    const Moments m = moments(sums, totals, e.n, e.eps);
-    auto* out = (typename Format::Storage*)e.out + (tile.row + row) * e.out_row;
-    const Vec shift = splat(-m.correction * m.rstd);
-    for_each_vector(e.n, [&](int64_t n, int count) __attribute__((always_inline)) {
-      const Vec normal = fma(load(sums + n, count) - m.mean, splat(m.rstd), shift);
-      Format::store(out + n,
-                    fma(normal, load(e.norm_weight + n, count), load(e.norm_bias + n, count)),
-                    count);
-    });
-  }
 }
 
 }  // namespace fastbert::cpu::FASTBERT_LEVEL

@@ -1,6 +1,7 @@
 // Matrix products with their epilogues on the CPU. The operators check tensors and share tasks out
 // to threads.
 
+#include <algorithm>
 #include <atomic>
 #include <thread>
 #include <vector>
@@ -8,7 +9,6 @@
 #include "../isa/dispatch.h"
 #include "../operands.h"
 #include "../operators.h"
-#include "packed_weights.h"
 
 namespace fastbert::cpu {
 namespace {
@@ -26,16 +26,41 @@ void check_weight(const at::Tensor& weight, const at::Tensor& x, const char* nam
 // Below about this many multiplications, a second thread costs more time than it saves.
 constexpr double kProductGrain = 400e3;
 
-// With fewer rows than this, tasks of whole rows do not keep the multipliers of every thread busy,
-// and each task reads the whole weight.
-constexpr int64_t kRowsPerThread = 32;
+// The rows of a task that normalises rows: a multiple of the columns of every level's panels.
+constexpr int64_t kNormRows = 128;
 
-void run(const Kernels& k, const Gemm& g) {
-  const bool small = (double)g.m * (double)g.n * (double)std::max<int64_t>(1, g.k) < kProductGrain;
-  const int threads = small ? 1 : at::get_num_threads();
-  const GemmPlan plan = k.gemm_plan(g, threads);
-  for_each_task(plan.tasks, threads, [&](int64_t task) {
-    k.gemm(g, plan, task, task + 1, thread_scratch(plan.scratch));
+// The rows of x as the right operand of products whose weights are on the left as they are stored.
+// Nothing is kept after a call.
+struct RightOperand {
+  Packing packing;
+  at::Tensor bytes;
+
+  RightOperand(const Kernels& k, const at::Tensor& x) {
+    const Format format = k.right_format(format_of(x));
+    bytes = empty({k.packed_bytes(format, x.size(0), x.size(1))}, at::dtype(at::kByte));
+    packing = {format_of(x), format,    x.const_data_ptr(), x.stride(0),
+               x.stride(1),  x.size(0), x.size(1),          bytes.mutable_data_ptr()};
+  }
+};
+
+int threads_for(double work) { return work < kProductGrain ? 1 : at::get_num_threads(); }
+
+double work_of(const Gemm& g) { return (double)g.m * (double)g.n * (double)g.k; }
+
+// Packs x and then does the tasks [0, count), in one parallel region. Threads take the tasks in
+// order, so they already work on the last parts of x when the first task waits for the whole of x.
+template <class Body>
+void run_after(const Kernels& k, const Packing& x, int64_t count, int threads, const Body& body) {
+  const int64_t units = k.pack_units(x.n);
+  std::atomic<int64_t> unpacked{units};
+  for_each_task(units + count, threads, [&](int64_t task) {
+    if (task < units) {
+      k.pack(x, task, task + 1);
+      unpacked.fetch_sub(1, std::memory_order_release);
+      return;
+    }
+    while (unpacked.load(std::memory_order_acquire) > 0) std::this_thread::yield();
+    body(task - units);
   });
 }
 
@@ -46,28 +71,18 @@ struct Planned {
   int64_t first;
 };
 
-// Packs x and computes products of it, in one parallel region. The tasks of the products wait until
-// x is packed. Tasks are taken in order, so threads already work on the last parts of x when the
-// first task waits.
-void run_packed(const Kernels& k, const Packing& x, const std::vector<Gemm>& products) {
+// Packs x and computes products of it.
+void run(const Kernels& k, const Packing& x, const std::vector<Gemm>& products) {
   double work = 0.0;
-  for (const Gemm& g : products) work += (double)g.m * (double)g.n * (double)g.k;
-  const int threads = work < kProductGrain ? 1 : at::get_num_threads();
-  const int64_t units = k.pack_units(x.n);
-  int64_t tasks = units;
+  for (const Gemm& g : products) work += work_of(g);
+  const int threads = threads_for(work);
+  int64_t tasks = 0;
   std::vector<Planned> planned;
   for (const Gemm& g : products) {
     planned.push_back({g, k.gemm_plan(g, threads), tasks});
     tasks += planned.back().plan.tasks;
   }
-  std::atomic<int64_t> unpacked{units};
-  for_each_task(tasks, threads, [&](int64_t task) {
-    if (task < units) {
-      k.pack(x, task, task + 1);
-      unpacked.fetch_sub(1, std::memory_order_release);
-      return;
-    }
-    while (unpacked.load(std::memory_order_acquire) > 0) std::this_thread::yield();
+  run_after(k, x, tasks, threads, [&](int64_t task) {
     size_t i = planned.size() - 1;
     while (task < planned[i].first) --i;
     const Planned& p = planned[i];
@@ -76,31 +91,37 @@ void run_packed(const Kernels& k, const Packing& x, const std::vector<Gemm>& pro
   });
 }
 
-// Describes the product x Wᵀ + bias + residual. The caller sets the output and further steps.
-Gemm product(const at::Tensor& x, const at::Tensor& packed, int64_t n, const OptionalTensor& bias,
+// Describes the product x Wᵀ + bias + residual. The caller sets the operands, the output and
+// further steps.
+Gemm product(const at::Tensor& x, int64_t n, const OptionalTensor& bias,
              const OptionalTensor& residual) {
   Gemm g = {};
-  g.format = g.packed_format = g.pre_activation_format = g.out_format = format_of(x);
+  g.rounded = g.pre_activation_format = g.out_format = format_of(x);
   g.m = x.size(0);
   g.n = g.out_row = n;
   g.k = x.size(1);
-  g.a = x.const_data_ptr();
-  g.a_row = x.stride(0);
-  g.a_column = x.stride(1);
-  g.packed = packed.const_data_ptr();
   g.bias = floats(bias);
   g.residual = matrix(residual);
   if (residual) g.residual_format = format_of(*residual);
   return g;
 }
 
-// Puts the weight on the left of a product whose packed operand holds the rows of x.
-void turn(Gemm& g, const at::Tensor& weight) {
+void set_left(Gemm& g, const at::Tensor& a) {
+  g.format = format_of(a);
+  g.a = a.const_data_ptr();
+  g.a_row = a.stride(0);
+  g.a_column = a.stride(1);
+}
+
+// Describes the product of `x` with a weight on the left.
+Gemm product(const at::Tensor& x, const RightOperand& right, const at::Tensor& weight,
+             const OptionalTensor& bias, const OptionalTensor& residual) {
+  Gemm g = product(x, weight.size(0), bias, residual);
   g.turned = true;
-  g.format = format_of(weight);
-  g.a = weight.const_data_ptr();
-  g.a_row = weight.stride(0);
-  g.a_column = weight.stride(1);
+  g.packed = right.packing.packed;
+  g.packed_format = right.packing.to;
+  set_left(g, weight);
+  return g;
 }
 
 // Copies of the biases in fp32, which are as long as their weights have rows; or nothing.
@@ -133,12 +154,13 @@ std::tuple<at::Tensor, at::Tensor> linear(const at::Tensor& x, const at::Tensor&
   auto y = empty({m, n}, x.options());
   auto h = save ? empty({m, n}, x.options()) : empty({0}, x.options());
   if (m == 0) return {y, h};
-  const auto w = packed(weight, format_of(x), m);
-  Gemm g = product(x, w, n, bias, residual);
+  const Kernels& k = kernels();
+  const RightOperand right(k, x);
+  Gemm g = product(x, right, weight, bias, residual);
   g.activation = function;
   g.pre_activation = save ? h.mutable_data_ptr() : nullptr;
   g.out = y.mutable_data_ptr();
-  run(kernels(), g);
+  run(k, right.packing, {g});
   return {y, h};
 }
 
@@ -157,22 +179,18 @@ at::Tensor linear_of_parts(const at::Tensor& x, at::TensorList weights, at::Tens
   auto y = empty({m, n}, x.options());
   if (m == 0) return y;
   const Kernels& k = kernels();
-  const Format format = format_of(x);
-  auto packed = empty({k.packed_bytes(format, m, x.size(1))}, x.options().dtype(at::kByte));
-  const Packing packing = {format,      format, x.const_data_ptr(), x.stride(0),
-                           x.stride(1), m,      x.size(1),          packed.mutable_data_ptr()};
+  const RightOperand right(k, x);
   char* out = (char*)y.mutable_data_ptr();
   std::vector<Gemm> products;
   for (size_t i = 0; i < weights.size(); ++i) {
-    Gemm g = product(x, packed, weights[i].size(0), biases[i], std::nullopt);
-    turn(g, weights[i]);
+    Gemm g = product(x, right, weights[i], biases[i], std::nullopt);
     g.activation = function;
     g.out = out;
     g.out_row = n;
     out += g.n * y.element_size();
     products.push_back(g);
   }
-  run_packed(k, packing, products);
+  run(k, right.packing, products);
   return y;
 }
 
@@ -194,29 +212,41 @@ at::Tensor linear_layer_norm(const at::Tensor& x, const at::Tensor& weight,
   const OptionalTensor residual = fastbert::with_unit_columns(residual_in);
   auto y = empty({m, n}, residual_in.options());
   if (m == 0) return y;
-  const auto w = packed(weight, format_of(x), m);
-  Gemm g = product(x, w, n, bias, residual);
-  g.out_format = format_of(y);
-  // A task needs whole rows to normalise them. If there are too few rows for such tasks, tasks of
-  // any shape form the sums. A product of depth 0 then normalises the rows of sums, with the same
-  // operations in the same order.
-  at::Tensor sums;
-  if (m < kRowsPerThread * at::get_num_threads()) {
-    sums = empty({m, n}, x.options().dtype(at::kFloat));
-    g.out_format = Format::f32;
+  const Kernels& k = kernels();
+  const RightOperand right(k, x);
+  Gemm g = product(x, right, weight, bias, residual);
+  g.out_format = Format::f32;
+  RowNorm norm = {
+      format_of(y),        n, nullptr, floats(norm_weight), floats(norm_bias), (float)eps,
+      y.mutable_data_ptr()};
+  if (m < kNormRows * at::get_num_threads()) {
+    // With few rows, threads share the rows of W, and the sums stay in the second-level cache.
+    auto sums = empty({m, n}, x.options().dtype(at::kFloat));
     g.out = sums.mutable_data_ptr();
-    run(kernels(), g);
-    g = {};
-    g.m = m;
-    g.n = g.out_row = n;
-    g.residual = matrix(sums);
-    g.out_format = format_of(y);
+    run(k, right.packing, {g});
+    norm.sums = sums.const_data_ptr<float>();
+    parallel_for(m, grain_rows(n),
+                 [&](int64_t begin, int64_t end) { k.normalise(norm, begin, end); });
+    return y;
   }
-  g.norm_weight = floats(norm_weight);
-  g.norm_bias = floats(norm_bias);
-  g.eps = (float)eps;
-  g.out = y.mutable_data_ptr();
-  run(kernels(), g);
+  // Otherwise each task computes and normalises whole rows, whose sums are its scratch memory.
+  const int64_t blocks = (m + kNormRows - 1) / kNormRows;
+  const int64_t residual_size = residual->element_size(), y_size = y.element_size();
+  run_after(k, right.packing, blocks, threads_for(work_of(g)), [&](int64_t block) {
+    const int64_t begin = block * kNormRows;
+    Gemm part = g;
+    part.m = std::min(kNormRows, m - begin);
+    part.packed = (const char*)g.packed + k.packed_bytes(g.packed_format, begin, g.k);
+    part.residual.data = (const char*)g.residual.data + begin * g.residual.stride * residual_size;
+    const GemmPlan plan = k.gemm_plan(part, 1);
+    char* scratch = (char*)thread_scratch(plan.scratch + kNormRows * n * 4);
+    part.out = scratch + plan.scratch;
+    k.gemm(part, plan, 0, plan.tasks, scratch);
+    RowNorm own = norm;
+    own.sums = (const float*)part.out;
+    own.y = (char*)norm.y + begin * n * y_size;
+    k.normalise(own, 0, part.m);
+  });
   return y;
 }
 
@@ -236,11 +266,26 @@ at::Tensor matmul(const at::Tensor& a, const at::Tensor& b, const OptionalTensor
   auto out = empty({m, n}, a.options().dtype(dtype));
   if (m == 0 || n == 0) return out;
   const auto addend = with_unit_columns(addend_in);
-  const auto w = pack_once(b.t(), format_of(a));
-  Gemm g = product(a, w, n, std::nullopt, addend);
+  const Kernels& k = kernels();
+  if (b.stride(0) == 1) {
+    const RightOperand right(k, a);
+    Gemm g = product(a, right, b.t(), std::nullopt, addend);
+    g.out_format = format_of(out);
+    g.out = out.mutable_data_ptr();
+    run(k, right.packing, {g});
+    return out;
+  }
+  Gemm g = product(a, n, std::nullopt, addend);
+  set_left(g, a);
+  g.packed_format = format_of(a);
+  const auto packed = empty({k.packed_bytes(g.packed_format, n, g.k)}, at::dtype(at::kByte));
+  g.packed = packed.const_data_ptr();
   g.out_format = format_of(out);
   g.out = out.mutable_data_ptr();
-  run(kernels(), g);
+  const Packing packing = {
+      format_of(b), g.packed_format,          b.const_data_ptr(), b.stride(1), b.stride(0), n,
+      g.k,          packed.mutable_data_ptr()};
+  run(k, packing, {g});
   return out;
 }
 

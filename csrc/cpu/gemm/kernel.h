@@ -65,15 +65,14 @@ constexpr int64_t kMaxTurnedColumns = 128;
 // The largest number of panels that are multiplied together.
 constexpr int64_t kMostPanels = 4;
 
-// Returns whether a tile is finished as soon as it is multiplied: k is a single block, and no row
-// has to be complete first. The sums of such a tile never leave the first-level cache, and a task
-// may have any number of columns.
+// Returns whether a tile is finished as soon as it is multiplied, because k is a single block. The
+// sums of such a tile never leave the first-level cache, and a task may have any number of columns.
 FASTBERT_INLINE bool tiles_finish_one_by_one(const Gemm& g) {
   bool single = false;
   if (g.turned) return false;
   with_operand(g.packed_format,
                [&](auto type) { single = words_of<decltype(type)>(g.k) <= kDepth; });
-  return single && !g.norm_weight;
+  return single;
 }
 
 // Rounds to the format `To` and back if `From` is wider.
@@ -155,7 +154,9 @@ void pack_left_words(const Gemm& g, int64_t begin, int64_t count, int64_t first,
     if constexpr (kIsDots<Operand>) {
       pack_row_pairs<From>(g, begin, count, first, depth, out);
     } else {
-      pack_rows<From, Operand>(g, begin, count, first, depth, out);
+      with_format(g.rounded, [&](auto rounded) {
+        pack_rows<From, decltype(rounded)>(g, begin, count, first, depth, out);
+      });
     }
   });
 }
@@ -180,7 +181,7 @@ FASTBERT_INLINE bool lies_in_words(const Gemm& g) {
   if constexpr (kIsDots<Operand>) {
     return g.format == Format::bf16 && g.k % 2 == 0 && g.a_row % 2 == 0 && (uintptr_t)g.a % 4 == 0;
   }
-  return g.format == Format::f32 && g.packed_format == Format::f32;
+  return g.format == Format::f32 && g.rounded == Format::f32;
 }
 
 // The addresses to prefetch while a tile is multiplied: the next rows of the left operand, eight
@@ -312,7 +313,7 @@ struct TaskBlock {
   FASTBERT_INLINE void fetch_tile(int64_t row, int64_t n, int rows) const {
     fetch_tile<0>(g.residual.data, g.residual.stride, g.residual_format, row, n, rows);
     fetch_tile<1>(g.pre_activation, g.out_row, g.pre_activation_format, row, n, rows);
-    if (!g.norm_weight) fetch_tile<1>(g.out, g.out_row, g.out_format, row, n, rows);
+    fetch_tile<1>(g.out, g.out_row, g.out_format, row, n, rows);
   }
 
   // Rows are spread evenly over the tiles. Tiles of five rows keep the multipliers as busy as tiles
@@ -445,11 +446,6 @@ void run_task(const Gemm& g, const Task& task) {
     }
     first += depth;
   } while (first < words);
-  if (!g.norm_weight) return;
-  with_format(g.out_format, [&](auto type) {
-    normalise_rows<decltype(type)>(g,
-                                   {task.sums, task.stride, task.row, 0, (int)task.rows, (int)g.n});
-  });
 }
 
 // The least number of tasks of a thread in a turned product.
@@ -478,18 +474,15 @@ inline GemmPlan turned_plan(const Gemm& g, int threads) {
 GemmPlan gemm_plan(const Gemm& g, int threads) {
   if (g.turned) return turned_plan(g, threads);
   const bool one_by_one = tiles_finish_one_by_one(g);
-  const int64_t most_columns = g.norm_weight || one_by_one ? g.n : kMaxColumns;
+  const int64_t most_columns = one_by_one ? g.n : kMaxColumns;
   const int64_t panels = panels_of(g.n), most_panels = panels_of(most_columns);
   const int64_t least_columns = (panels + most_panels - 1) / most_panels;
-  // The whole rows of sums for a layer norm stay in or near the second-level cache.
-  const int64_t fitting = ((int64_t)1 << 18) / (g.n + 1) + 1;
-  const int64_t most_rows = g.norm_weight && fitting < kMaxRows ? fitting : kMaxRows;
-  const int64_t least_rows = (g.m + most_rows - 1) / most_rows;
+  const int64_t least_rows = (g.m + kMaxRows - 1) / kMaxRows;
   int64_t best_rows = 0, best_columns = 0;
   double best_cost = 0.0;
   const int64_t most_column_tasks =
-      g.norm_weight || least_columns + threads > panels ? panels : least_columns + threads;
-  for (int64_t c = least_columns; c <= (g.norm_weight ? 1 : most_column_tasks); ++c) {
+      least_columns + threads > panels ? panels : least_columns + threads;
+  for (int64_t c = least_columns; c <= most_column_tasks; ++c) {
     for (int64_t wave = 1; wave <= 3; ++wave) {
       int64_t r = (wave * threads + c - 1) / c;
       r = r < least_rows ? least_rows : r > g.m ? g.m : r;

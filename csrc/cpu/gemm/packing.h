@@ -85,6 +85,12 @@ FASTBERT_INLINE int64_t words_of(int64_t k) {
   return kIsDots<Operand> ? (k + 1) / 2 : k;
 }
 
+// Rows in 16 bits are widened once, because the loop of the products would widen them for every
+// tile of rows of W.
+Format right_format(Format format) {
+  return format == Format::bf16 && kIsDots<BF16Operand> ? Format::bf16 : Format::f32;
+}
+
 // Calls body(operand) with the type of a right operand in `format`.
 template <class Body>
 FASTBERT_INLINE void with_operand(Format format, Body body) {

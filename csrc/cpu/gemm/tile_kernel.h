@@ -142,8 +142,7 @@ struct TileTask {
   int64_t row, column, rows, columns, steps;
   const char *a, *tail;  // whole strips, and the padded rows after them
   int64_t a_stride;      // bytes
-  float* sums;           // of whole rows for a layer norm, else of a block
-  int64_t stride;
+  float* sums;           // of a block
   Pending pending;
 };
 
@@ -178,11 +177,7 @@ __attribute__((noinline)) void multiply_block(TileTask& t, int64_t strip, int64_
   pending.finish(t.g, kStrip);
   const int64_t row = strip * kStrip, column = panel * kPanel;
   float* sums = t.sums;
-  int64_t stride = kPanels * kPanel;
-  if (t.g.norm_weight) {
-    sums = t.sums + row * t.stride + column;
-    stride = t.stride;
-  }
+  constexpr int64_t stride = kPanels * kPanel;
   store_block<kRowTiles, kPanels>(sums, stride);
   if (t.g.turned) {
     t.pending = {{sums + kStrip * kPanel, kPanel, t.column + column, t.row + row,
@@ -254,26 +249,14 @@ FASTBERT_INLINE int64_t left_bytes(const Gemm& g, int64_t rows) {
   return (lies_in_tiles(g) ? kStrip : whole_strips(rows)) * steps_of(g.k) * kStepBytes;
 }
 
-FASTBERT_INLINE int64_t block_bytes(const Gemm& g, int64_t rows) {
-  return 4 * (g.norm_weight ? whole_strips(rows) * sums_stride(g.n) : 2 * kStrip * kPanel);
-}
+constexpr int64_t kSumsBytes = 4 * 2 * kStrip * kPanel;
 
 inline void run_tile_task(const Gemm& g, int64_t row, int64_t column, int64_t rows, int64_t columns,
                           char* scratch) {
   const int64_t steps = steps_of(g.k), tail = rows % kStrip;
   float* sums = (float*)(scratch + left_bytes(g, rows));
-  TileTask t = {g,
-                row,
-                column,
-                rows,
-                columns,
-                steps,
-                scratch,
-                nullptr,
-                steps * kStepBytes,
-                sums,
-                sums_stride(g.n),
-                {}};
+  TileTask t = {g,    row, column, rows, columns, steps, scratch, nullptr, steps * kStepBytes,
+                sums, {}};
   if (!lies_in_tiles(g)) {
     pack_left(g, row, rows, scratch);
   } else {
@@ -289,14 +272,8 @@ inline void run_tile_task(const Gemm& g, int64_t row, int64_t column, int64_t ro
     multiply_blocks(t);
   }
   tile_release();
-  if (!g.norm_weight) return;
-  const Tile whole_rows = {sums, t.stride, row, 0, (int)rows, (int)g.n};
-  with_format(g.out_format, [&](auto type) { normalise_rows<decltype(type)>(g, whole_rows); });
 }
 
-// Returns the division with the least estimated time on the busiest thread. The estimate counts the
-// products, and the rows and columns that each task reads from beyond the second-level cache. Half
-// of this reading overlaps with products.
 // Returns the division of a product that multiply_turned computes. One thread takes all rows of W
 // in one task, so that each strip but the first is fetched ahead.
 inline GemmPlan turned_tile_plan(const Gemm& g, int threads) {
@@ -317,16 +294,19 @@ inline GemmPlan turned_tile_plan(const Gemm& g, int threads) {
   plan.short_rows = plan.rows;
   plan.long_blocks = quotient_up(g.n, plan.rows);
   plan.tasks = plan.long_blocks * across;
-  plan.scratch = left_bytes(g, plan.rows) + block_bytes(g, plan.rows);
+  plan.scratch = left_bytes(g, plan.rows) + kSumsBytes;
   return plan;
 }
 
+// Returns the division with the least estimated time on the busiest thread. The estimate counts the
+// products, and the rows and columns that each task reads from beyond the second-level cache. Half
+// of this reading overlaps with products.
 inline GemmPlan tile_plan(const Gemm& g, int threads) {
   if (few_panels(g)) return turned_tile_plan(g, threads);
   const int64_t steps = steps_of(g.k), row_bytes = steps * kStepBytes;
   const int64_t left = left_rows(g), right = right_rows(g);
   const int64_t strips = (left + kStrip - 1) / kStrip, panels = panels_of(right);
-  const int64_t fitting = kBlockBytes / (row_bytes + (g.norm_weight ? 4 * g.n : 0) + 1) / kStrip;
+  const int64_t fitting = kBlockBytes / (row_bytes + 1) / kStrip;
   const int64_t most = fitting < 1                        ? 1
                        : fitting > kMaxStripRows / kStrip ? kMaxStripRows / kStrip
                                                           : fitting;
@@ -337,7 +317,7 @@ inline GemmPlan tile_plan(const Gemm& g, int threads) {
   for (int64_t r = least_tasks; r <= most_tasks; ++r) {
     for (int64_t wave = 1; wave <= 3; ++wave) {
       int64_t c = (wave * threads + r - 1) / r;
-      c = g.norm_weight ? 1 : c > panels ? panels : c;
+      c = c > panels ? panels : c;
       const int64_t task_strips = (strips + r - 1) / r, task_panels = (panels + c - 1) / c;
       const int64_t rows = task_strips * kStrip, columns = task_panels * kPanel;
       const int64_t tasks = ((left + rows - 1) / rows) * ((right + columns - 1) / columns);
@@ -351,12 +331,16 @@ inline GemmPlan tile_plan(const Gemm& g, int threads) {
     }
   }
   GemmPlan plan = divided(g, best_rows, best_columns, threads, kStrip, 2 * kStrip);
-  plan.scratch = left_bytes(g, best_rows) + block_bytes(g, best_rows);
+  plan.scratch = left_bytes(g, best_rows) + kSumsBytes;
   return plan;
 }
 
 // The table's functions at a level with tiles. They handle bf16 and leave other formats to
 // kernel.h.
+
+Format right_format_tiled(Format format) {
+  return format == Format::bf16 ? Format::bf16 : right_format(format);
+}
 
 int64_t packed_bytes_tiled(Format to, int64_t n, int64_t k) {
   return to == Format::bf16 ? panels_of(n) * steps_of(k) * kPanelStep : packed_bytes(to, n, k);

@@ -45,6 +45,15 @@ struct LayerNormForward {
   float *mean, *rstd;
 };
 
+// y = LN(sums) for contiguous rows of sums; y is contiguous.
+struct RowNorm {
+  Format format;  // of y
+  int64_t columns;
+  const float *sums, *weight, *bias;
+  float eps;
+  void* y;
+};
+
 // The gradients of the sum (dsum) and, under dropout, of x (dx); both are contiguous. Each chunk of
 // rows adds to its own partial sums: `columns` doubles for dweight, as many for dbias with
 // `has_bias`, and as many for dx_bias with x_bias.
@@ -193,16 +202,13 @@ struct Packing {
 };
 
 // The steps after the sums of a product with n columns. `bias` (n) is added, the sum is stored in
-// `pre_activation` unless that is null, the activation is applied, and `residual` is added. With
-// `norm_weight`, each row is then normalised (layer norm).
+// `pre_activation` unless that is null, the activation is applied, and `residual` is added.
 struct Epilogue {
   int64_t n;
   const float* bias;
   Activation activation;
   Format residual_format;
   ConstMatrix residual;
-  const float *norm_weight, *norm_bias;
-  float eps;
   Format pre_activation_format, out_format;
   void* pre_activation;  // or null
   void* out;
@@ -212,10 +218,10 @@ struct Epilogue {
 // out = epilogue(x Wᵀ) for x (m, k) and W (n, k). The kernels multiply the rows of a left operand,
 // which has any strides, by the packed rows of a right operand. The left operand is x and the right
 // operand is W or, if `turned`, W is on the left and x is packed. Elements of the left operand are
-// rounded to `packed_format` if their own format is wider. Sums over k have the same order for
-// every m and every number of threads.
+// rounded to `rounded` if their own format is wider. Sums over k have the same order for every m
+// and every number of threads.
 struct Gemm : Epilogue {
-  Format format, packed_format;  // of the left operand, of the right operand
+  Format format, rounded, packed_format;  // of the left operand, twice, and of the right operand
   int64_t m, k;
   const void* a;  // the left operand
   int64_t a_row, a_column;
@@ -336,21 +342,13 @@ struct AttentionBackward {
 // some keys.
 enum class AttentionPass : int32_t { whole, queries, keys };
 
-// Adds `rows` rows to the checksums of their words [first, last) of 32 bits. `sums` holds one
-// checksum for each word, over the preceding rows.
-struct Checksums {
-  const char* data;
-  int64_t rows, stride, row_bytes;  // stride in bytes
-  int64_t first, last;
-  uint32_t* sums;
-};
-
 // The functions of one level. A range [begin, end) counts rows, units or tasks.
 struct Kernels {
   const char* name;
   // Floats of scratch memory that the norms and the embedding need for rows of this length.
   int64_t (*layer_norm_scratch)(int64_t columns);
   void (*layer_norm_forward)(const LayerNormForward&, int64_t begin, int64_t end, float* scratch);
+  void (*normalise)(const RowNorm&, int64_t begin, int64_t end);
   void (*layer_norm_backward)(const LayerNormBackward&, int64_t begin, int64_t end, float* scratch,
                               double* partial);
   void (*activation_forward)(const ActivationForward&, int64_t begin, int64_t end);
@@ -368,7 +366,10 @@ struct Kernels {
   void (*cross_entropy_backward)(const CrossEntropyBackward&, int64_t begin, int64_t end);
   // out[n] = sum over the rows of a contiguous (rows, columns) matrix, first row first.
   void (*sum_rows)(const double* matrix, int64_t rows, int64_t columns, float* out);
-  // The bytes of a prepacked (n, k) weight, and the units into which `pack` can be divided.
+  // The format in which the rows of x, stored in `format`, are the right operand of a turned
+  // product.
+  Format (*right_format)(Format format);
+  // The bytes of a packed (n, k) operand, and the units into which `pack` can be divided.
   int64_t (*packed_bytes)(Format to, int64_t n, int64_t k);
   int64_t (*pack_units)(int64_t n);
   void (*pack)(const Packing&, int64_t begin, int64_t end);
@@ -396,8 +397,6 @@ struct Kernels {
   Int8Layout (*int8_layout)();
   void (*int8_quantise)(const Int8Rows&, int64_t begin, int64_t end);
   void (*int8_gemm)(const Int8Gemm&, const Int8Block&);
-  // The checksums are the same on every level.
-  void (*checksums)(const Checksums&);
 };
 
 }  // namespace fastbert::cpu

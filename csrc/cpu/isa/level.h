@@ -31,6 +31,7 @@ struct Pointee<Function*> {
 
 FASTBERT_DECLARE(layer_norm_scratch)
 FASTBERT_DECLARE(layer_norm_forward)
+FASTBERT_DECLARE(normalise)
 FASTBERT_DECLARE(layer_norm_backward)
 FASTBERT_DECLARE(activation_forward)
 FASTBERT_DECLARE(activation_backward)
@@ -49,7 +50,6 @@ FASTBERT_DECLARE(attention_bias_scratch)
 FASTBERT_DECLARE(attention_bias_gradient)
 FASTBERT_DECLARE(attention_weights_scratch)
 FASTBERT_DECLARE(attention_weights)
-FASTBERT_DECLARE(checksums)
 
 }  // namespace fastbert::cpu::FASTBERT_LEVEL_BASE
 
@@ -59,7 +59,6 @@ FASTBERT_DECLARE(checksums)
 
 #include "../attention/backward_kernel.h"
 #include "../attention/weights_kernel.h"
-#include "../gemm/fingerprint_kernel.h"
 #include "../rows/activation_kernel.h"
 #include "../rows/cross_entropy_kernel.h"
 #include "../rows/embedding_kernel.h"
@@ -80,6 +79,7 @@ extern const Kernels kKernels = {
     FASTBERT_STRING(FASTBERT_LEVEL),
     base::layer_norm_scratch,
     base::layer_norm_forward,
+    base::normalise,
     base::layer_norm_backward,
     base::activation_forward,
     base::activation_backward,
@@ -93,12 +93,14 @@ extern const Kernels kKernels = {
     base::cross_entropy_backward,
     base::sum_rows,
 #if defined(FASTBERT_LEVEL_TILES)
+    right_format_tiled,
     packed_bytes_tiled,
     pack_units,
     pack_tiled,
     gemm_plan_tiled,
     gemm_tiled,
 #else
+    right_format,
     packed_bytes,
     pack_units,
     pack,
@@ -121,7 +123,6 @@ extern const Kernels kKernels = {
     int8_layout,
     int8_quantise,
     int8_gemm,
-    base::checksums,
 };
 
 }  // namespace fastbert::cpu::FASTBERT_LEVEL

@@ -145,6 +145,26 @@ void layer_norm_forward_rows(const LayerNormForward& params, int64_t begin, int6
   }
 }
 
+void normalise(const RowNorm& params, int64_t begin, int64_t end) {
+  const RowNorm p = params;
+  with_format(p.format, [&](auto type) {
+    using Format = decltype(type);
+    for (int64_t row = begin; row < end; ++row) {
+      const float* sums = p.sums + row * p.columns;
+      Vec totals[kSums] = {};
+      for_each_summand(p.columns, [&](int64_t n, int u, int count) __attribute__((always_inline)) {
+        totals[u] += load(sums + n, count);
+        __builtin_prefetch(sums + p.columns + n, 0, 3);
+      });
+      const Moments m = moments(sums, totals, p.columns, p.eps);
+      auto* y = (typename Format::Storage*)p.y + row * p.columns;
+      write_normalised(p, sums, m, [&](int64_t n, int count, Vec v) __attribute__((always_inline)) {
+        Format::store(y + n, v, count);
+      });
+    }
+  });
+}
+
 // The operands and results of one row of the backward pass. `finish` stores the gradient of the sum
 // and, under dropout, of x, and returns the gradient of x.
 template <class Format, Summands kSummands>
