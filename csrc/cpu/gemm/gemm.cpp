@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <functional>
 #include <thread>
 #include <vector>
 
@@ -47,21 +48,32 @@ int threads_for(double work) { return work < kProductGrain ? 1 : at::get_num_thr
 
 double work_of(const Gemm& g) { return (double)g.m * (double)g.n * (double)g.k; }
 
-// Packs x and then does the tasks [0, count), in one parallel region. Threads take the tasks in
-// order, so they already work on the last parts of x when the first task waits for the whole of x.
-template <class Body>
-void run_after(const Kernels& k, const Packing& x, int64_t count, int threads, const Body& body) {
-  const int64_t units = k.pack_units(x.n);
-  std::atomic<int64_t> unpacked{units};
-  for_each_task(units + count, threads, [&](int64_t task) {
-    if (task < units) {
-      k.pack(x, task, task + 1);
-      unpacked.fetch_sub(1, std::memory_order_release);
-      return;
+// Tasks that need the results of all tasks of the phase before.
+struct Phase {
+  int64_t count;
+  std::function<void(int64_t task)> body;
+};
+
+// Does phase after phase in one parallel region, because waking the threads again would take as
+// long as a small product. Threads take the tasks in order, so they already work on the last tasks
+// of a phase when the first task of the next phase waits.
+void run(const std::vector<Phase>& phases, int threads) {
+  std::vector<std::atomic<int64_t>> unfinished(phases.size());
+  int64_t tasks = 0;
+  for (size_t i = 0; i < phases.size(); ++i) tasks += unfinished[i] = phases[i].count;
+  for_each_task(tasks, threads, [&](int64_t task) {
+    size_t i = 0;
+    while (task >= phases[i].count) task -= phases[i++].count;
+    while (i > 0 && unfinished[i - 1].load(std::memory_order_acquire) > 0) {
+      std::this_thread::yield();
     }
-    while (unpacked.load(std::memory_order_acquire) > 0) std::this_thread::yield();
-    body(task - units);
+    phases[i].body(task);
+    unfinished[i].fetch_sub(1, std::memory_order_release);
   });
+}
+
+Phase packing_of(const Kernels& k, const Packing& x) {
+  return {k.pack_units(x.n), [&k, &x](int64_t unit) { k.pack(x, unit, unit + 1); }};
 }
 
 // A product, and the number of its first task among the tasks of several products.
@@ -71,24 +83,28 @@ struct Planned {
   int64_t first;
 };
 
-// Packs x and computes products of it.
-void run(const Kernels& k, const Packing& x, const std::vector<Gemm>& products) {
-  double work = 0.0;
-  for (const Gemm& g : products) work += work_of(g);
-  const int threads = threads_for(work);
+Phase products_of(const Kernels& k, const std::vector<Gemm>& products, int threads) {
   int64_t tasks = 0;
   std::vector<Planned> planned;
   for (const Gemm& g : products) {
     planned.push_back({g, k.gemm_plan(g, threads), tasks});
     tasks += planned.back().plan.tasks;
   }
-  run_after(k, x, tasks, threads, [&](int64_t task) {
-    size_t i = planned.size() - 1;
-    while (task < planned[i].first) --i;
-    const Planned& p = planned[i];
-    const int64_t own = task - p.first;
-    k.gemm(p.gemm, p.plan, own, own + 1, thread_scratch(p.plan.scratch));
-  });
+  return {tasks, [&k, planned = std::move(planned)](int64_t task) {
+            size_t i = planned.size() - 1;
+            while (task < planned[i].first) --i;
+            const Planned& p = planned[i];
+            const int64_t own = task - p.first;
+            k.gemm(p.gemm, p.plan, own, own + 1, thread_scratch(p.plan.scratch));
+          }};
+}
+
+// Packs x and computes products of it.
+void run(const Kernels& k, const Packing& x, const std::vector<Gemm>& products) {
+  double work = 0.0;
+  for (const Gemm& g : products) work += work_of(g);
+  const int threads = threads_for(work);
+  run({packing_of(k, x), products_of(k, products, threads)}, threads);
 }
 
 // Describes the product x Wᵀ + bias + residual. The caller sets the operands, the output and
@@ -219,34 +235,40 @@ at::Tensor linear_layer_norm(const at::Tensor& x, const at::Tensor& weight,
   RowNorm norm = {
       format_of(y),        n, nullptr, floats(norm_weight), floats(norm_bias), (float)eps,
       y.mutable_data_ptr()};
-  if (m < kNormRows * at::get_num_threads()) {
+  const int threads = threads_for(work_of(g));
+  if (m < kNormRows * threads) {
     // With few rows, threads share the rows of W, and the sums stay in the second-level cache.
     auto sums = empty({m, n}, x.options().dtype(at::kFloat));
     g.out = sums.mutable_data_ptr();
-    run(k, right.packing, {g});
     norm.sums = sums.const_data_ptr<float>();
-    parallel_for(m, grain_rows(n),
-                 [&](int64_t begin, int64_t end) { k.normalise(norm, begin, end); });
+    constexpr int64_t kRows = 8;
+    const Phase normalising = {(m + kRows - 1) / kRows, [&](int64_t task) {
+                                 k.normalise(norm, task * kRows, std::min(m, (task + 1) * kRows));
+                               }};
+    run({packing_of(k, right.packing), products_of(k, {g}, threads), normalising}, threads);
     return y;
   }
   // Otherwise each task computes and normalises whole rows, whose sums are its scratch memory.
   const int64_t blocks = (m + kNormRows - 1) / kNormRows;
   const int64_t residual_size = residual->element_size(), y_size = y.element_size();
-  run_after(k, right.packing, blocks, threads_for(work_of(g)), [&](int64_t block) {
-    const int64_t begin = block * kNormRows;
-    Gemm part = g;
-    part.m = std::min(kNormRows, m - begin);
-    part.packed = (const char*)g.packed + k.packed_bytes(g.packed_format, begin, g.k);
-    part.residual.data = (const char*)g.residual.data + begin * g.residual.stride * residual_size;
-    const GemmPlan plan = k.gemm_plan(part, 1);
-    char* scratch = (char*)thread_scratch(plan.scratch + kNormRows * n * 4);
-    part.out = scratch + plan.scratch;
-    k.gemm(part, plan, 0, plan.tasks, scratch);
-    RowNorm own = norm;
-    own.sums = (const float*)part.out;
-    own.y = (char*)norm.y + begin * n * y_size;
-    k.normalise(own, 0, part.m);
-  });
+  const Phase whole_rows = {
+      blocks, [&](int64_t block) {
+        const int64_t begin = block * kNormRows;
+        Gemm part = g;
+        part.m = std::min(kNormRows, m - begin);
+        part.packed = (const char*)g.packed + k.packed_bytes(g.packed_format, begin, g.k);
+        part.residual.data =
+            (const char*)g.residual.data + begin * g.residual.stride * residual_size;
+        const GemmPlan plan = k.gemm_plan(part, 1);
+        char* scratch = (char*)thread_scratch(plan.scratch + kNormRows * n * 4);
+        part.out = scratch + plan.scratch;
+        k.gemm(part, plan, 0, plan.tasks, scratch);
+        RowNorm own = norm;
+        own.sums = (const float*)part.out;
+        own.y = (char*)norm.y + begin * n * y_size;
+        k.normalise(own, 0, part.m);
+      }};
+  run({packing_of(k, right.packing), whole_rows}, threads);
   return y;
 }
 

@@ -206,6 +206,11 @@ template <class Format, int kRows, int kPanels>
 FASTBERT_INLINE void multiply_chunk(const LeftWords& a, const typename Format::Storage* b,
                                     int64_t panel, int64_t begin, int64_t end, float* sums,
                                     int64_t stride, bool add, Next next) {
+  // One pointer for every three rows: a pointer for each row would need more registers than there
+  // are, and one for all rows an addition for each row and step.
+  constexpr int kPointers = (kRows + 2) / 3;
+  const float* rows[kPointers];
+  for (int i = 0; i < kPointers; ++i) rows[i] = a.words + 3 * i * a.row + begin;
   Vec total[kPanels][kRows][2] = {};
   const char* line = next.a + begin * 4;
   for (int64_t k = begin; k < end; ++k) {
@@ -219,10 +224,15 @@ FASTBERT_INLINE void multiply_chunk(const LeftWords& a, const typename Format::S
       PanelRow<Format>::load(b + j * panel + k * kPanel, low, high);
 #pragma GCC unroll 16
       for (int i = 0; i < kRows; ++i) {
-        const Vec x = splat(a.words[i * a.row + k]);
+        const Vec x = splat(rows[i / 3][i % 3 * a.row]);
         total[j][i][0] = multiply_add<Format>(x, low, total[j][i][0]);
         total[j][i][1] = multiply_add<Format>(x, high, total[j][i][1]);
       }
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < kPointers; ++i) {
+      ++rows[i];
+      asm("" : "+r"(rows[i]));  // otherwise the compiler goes back to one pointer
     }
   }
 #pragma GCC unroll 4
@@ -454,12 +464,15 @@ constexpr int64_t kTasksOfThread = 3;
 // Returns the division of a turned product. Tasks have whole panels of outputs, so that each task
 // writes whole lines of cache.
 inline GemmPlan turned_plan(const Gemm& g, int threads) {
-  constexpr int64_t kMostRows = 256;
+  constexpr int64_t kMostRows = 256, kTaskRows = 16;  // the second: the cost of a task, in rows
   const int64_t parts = quotient_up(g.m, kMaxTurnedColumns);
   GemmPlan plan = {};
   plan.columns = quotient_up(quotient_up(g.m, parts), kPanel) * kPanel;
-  for (plan.rows = kMostRows; plan.rows > kPanel; plan.rows -= kPanel) {
-    if (quotient_up(g.n, plan.rows) * parts >= kTasksOfThread * threads) break;
+  int64_t best = 0;
+  for (int64_t rows = kMostRows; rows >= kPanel; rows -= kPanel) {
+    const int64_t tasks = quotient_up(g.n, rows) * parts;
+    const int64_t cost = quotient_up(tasks, threads) * (rows + kTaskRows);
+    if (best == 0 || cost < best) best = cost, plan.rows = rows;
   }
   plan.short_rows = plan.rows;
   plan.long_blocks = quotient_up(g.n, plan.rows);
