@@ -27,8 +27,8 @@ void check_weight(const at::Tensor& weight, const at::Tensor& x, const char* nam
 // Below about this many multiplications, a second thread costs more time than it saves.
 constexpr double kProductGrain = 400e3;
 
-// The rows of a task that normalises rows: a multiple of the columns of every level's panels.
-constexpr int64_t kNormRows = 128;
+// The rows of a task that normalises rows are a multiple of the columns of every level's panels.
+constexpr int64_t kNormUnit = 32, kMostNormRows = 128;
 
 // The rows of x as the right operand of products whose weights are on the left as they are stored.
 // Nothing is kept after a call.
@@ -236,7 +236,7 @@ at::Tensor linear_layer_norm(const at::Tensor& x, const at::Tensor& weight,
       format_of(y),        n, nullptr, floats(norm_weight), floats(norm_bias), (float)eps,
       y.mutable_data_ptr()};
   const int threads = threads_for(work_of(g));
-  if (m < kNormRows * threads) {
+  if (m <= kNormUnit * threads) {
     // With few rows, threads share the rows of W, and the sums stay in the second-level cache.
     auto sums = empty({m, n}, x.options().dtype(at::kFloat));
     g.out = sums.mutable_data_ptr();
@@ -249,18 +249,19 @@ at::Tensor linear_layer_norm(const at::Tensor& x, const at::Tensor& weight,
     return y;
   }
   // Otherwise each task computes and normalises whole rows, whose sums are its scratch memory.
-  const int64_t blocks = (m + kNormRows - 1) / kNormRows;
+  const int64_t share = (m / threads + kNormUnit - 1) / kNormUnit * kNormUnit;
+  const int64_t rows = std::min(share, kMostNormRows), blocks = (m + rows - 1) / rows;
   const int64_t residual_size = residual->element_size(), y_size = y.element_size();
   const Phase whole_rows = {
       blocks, [&](int64_t block) {
-        const int64_t begin = block * kNormRows;
+        const int64_t begin = block * rows;
         Gemm part = g;
-        part.m = std::min(kNormRows, m - begin);
+        part.m = std::min(rows, m - begin);
         part.packed = (const char*)g.packed + k.packed_bytes(g.packed_format, begin, g.k);
         part.residual.data =
             (const char*)g.residual.data + begin * g.residual.stride * residual_size;
         const GemmPlan plan = k.gemm_plan(part, 1);
-        char* scratch = (char*)thread_scratch(plan.scratch + kNormRows * n * 4);
+        char* scratch = (char*)thread_scratch(plan.scratch + rows * n * 4);
         part.out = scratch + plan.scratch;
         k.gemm(part, plan, 0, plan.tasks, scratch);
         RowNorm own = norm;

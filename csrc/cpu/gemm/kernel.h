@@ -387,9 +387,9 @@ struct TaskBlock {
                                   task.a + row * kDepth);
         }
         const LeftWords& far = copies ? stored : w;
-        const int64_t next_row = end < task.rows ? end : 0;
-        const Next next = next_of((const char*)(far.words + next_row * far.row), 4 * far.row,
-                                  next_panel, depth * kPanel * sizeof(Storage), depth, tile, tiles);
+        const int64_t next_words = end < task.rows ? end * far.row : after_task(far, n);
+        const Next next = next_of((const char*)(far.words + next_words), 4 * far.row, next_panel,
+                                  depth * kPanel * sizeof(Storage), depth, tile, tiles);
         const bool finishes = last() && (end / kPanel > finished / kPanel || end == task.rows);
         if (finishes) fetch_outputs(finished, n);
         multiply_rows<Format>((int)(end - row), {w.words + row * w.row, w.row}, panel(n), steps(),
@@ -401,6 +401,13 @@ struct TaskBlock {
         }
       }
     }
+  }
+
+  // Returns the distance in words from the first row to what follows the last tile: the first row
+  // for the next panel, then for the next block of k, and then the row after the task.
+  FASTBERT_INLINE int64_t after_task(const LeftWords& w, int64_t n) const {
+    if (n + kPanel < task.columns) return 0;
+    return last() ? task.rows * w.row - first : depth;
   }
 
   // Prefetches the lines of up to kPanel outputs of the rows of a panel of x.
