@@ -137,7 +137,6 @@ def _following(code: dict[int, Instruction]) -> dict[int, list[int]]:
     order = sorted(code)
     next_of = dict(itertools.pairwise(order))
     returns = [next_of[a] for a in order if code[a].name == "CALL" and a in next_of]
-    joins = [t for a in order if code[a].name == "BSSY" for t in _targets(code[a], code)]
     found: dict[int, list[int]] = {address: [] for address in order}
     for address in order:
         instruction, following = code[address], found[address]
@@ -149,11 +148,44 @@ def _following(code: dict[int, Instruction]) -> dict[int, list[int]]:
             if not following and address in next_of:
                 # The target is a name in another section.
                 following.append(next_of[address])
-        elif instruction.name == "BSYNC":
-            following += joins
         elif instruction.name == "RET":
             following += returns
+    _join(code, found)
     return found
+
+
+# Where the threads of each convergence barrier may meet.
+_Joins = dict[str, frozenset[int]]
+
+
+def _join(code: dict[int, Instruction], following: dict[int, list[int]]) -> None:
+    """Add what follows each BSYNC: the targets of the BSSY of its barrier on the paths to it."""
+    every: frozenset[int] = frozenset()
+    if any(instruction.name == "BMOV" for instruction in code.values()):
+        # Barriers that move between registers may be any.
+        joins = [_targets(x, code) for x in code.values() if x.name == "BSSY"]
+        every = frozenset(itertools.chain.from_iterable(joins))
+    before: dict[int, _Joins] = {min(code): {}}
+    waiting = [min(code)]
+    while waiting:
+        instruction = code[waiting.pop()]
+        after = dict(before[instruction.address])
+        barrier = next(iter(instruction.operands), "")
+        if instruction.name == "BSSY":
+            after[barrier] = frozenset(_targets(instruction, code))
+        elif instruction.name == "BSYNC":
+            own = following[instruction.address]
+            own += sorted((every | after.get(barrier, frozenset())) - set(own))
+        for address in following[instruction.address]:
+            known = before.get(address)
+            merged = _united(known or {}, after)
+            if merged != known:
+                before[address] = merged
+                waiting.append(address)
+
+
+def _united(one: _Joins, other: _Joins) -> _Joins:
+    return {key: one.get(key, frozenset()) | other.get(key, frozenset()) for key in one | other}
 
 
 def _targets(instruction: Instruction, code: dict[int, Instruction]) -> Iterator[int]:

@@ -27,12 +27,16 @@ class Problems:
     def __init__(self, hopper: Breakable, dim: int) -> None:
         self.hopper, self.dim = hopper, dim
         self.prepare(torch.Generator().manual_seed(5))
-        self.ptx = hopper.ptx(f"nv_bfloat16Li{dim}ELb0E", self.source)
+        self.ptx = hopper.ptx(f"nv_bfloat16Li{dim}ELb0E", self.source_of(dim))
         self.expected = self.run(seed=1)
 
     def prepare(self, generator: torch.Generator) -> None:
         """Draw the inputs."""
         raise NotImplementedError
+
+    def source_of(self, dim: int) -> str:
+        """Return the source file of the kernel of a head dim."""
+        return self.source
 
     def results(self) -> list[Tensor]:
         """Return the results of all problems."""
@@ -88,6 +92,9 @@ class Backward(Problems):
     """Problems of the backward."""
 
     source = "attention_backward"
+
+    def source_of(self, dim):
+        return "attention_backward_wide" if dim == 128 else self.source
 
     def prepare(self, generator):
         def drawn(*shape):

@@ -32,7 +32,7 @@ TARGETS = {"80": ("80", "89"), "90": ("90",), "100": ("100", "120")}
 # Architectures of the products in gemm.cu; those of a Hopper GPU are in hopper/gemm.cu.
 PRODUCTS = ("80", "89", "100", "120")
 PRODUCT = re.compile(r"gemm_kernelI\S*?Store(Gelu|Gradient)\S*?Gelu(Tanh)?By")
-HOPPER = re.compile(r"persistent_(forward|backward)_kernelI\d+__[a-z_\d]+?(?:Li(\d+)E)?Lb(\d)E")
+HOPPER = re.compile(r"persistent_(forward|backward)_kernelI\d+__[a-z_\d]+?Li(\d+)ELb(\d)E")
 KERNEL = re.compile(r"(forward|backward)_kernelI(6__half|13__nv_bfloat16)Li(\d+)ELb(\d)ELb(\d)E")
 
 
@@ -114,8 +114,7 @@ def resources(binary: Path) -> dict[str, dict[str, int]]:
             words = ["product", direction, *["tanh"] * bool(product[2])]
         else:
             direction, dim, dropout = HOPPER.search(name).groups()
-            # The kernel of the backward has one head dim.
-            words = ["attention", direction, f"D{dim or 64}", *["dropout"] * int(dropout)]
+            words = ["attention", direction, f"D{dim}", *["dropout"] * int(dropout)]
         line = {"registers": int(registers), "shared": int(shared)}
         before = found.get(" ".join(words), line)
         found[" ".join(words)] = {key: max(before[key], line[key]) for key in line}
@@ -160,7 +159,7 @@ def main() -> None:
         for arch in (*PRODUCTS, "90a"):
             cuda_gemm.machine_code(Path(folder), 90 if arch == "90a" else int(arch))
             merge(binaries, arch, resources(Path(folder) / f"gemm{arch}.cubin"))
-        for direction in ("forward", "backward"):
+        for direction in ("forward", "backward", "backward_wide"):
             hopper_attention.machine_code(Path(folder), direction)
             merge(binaries, "90a", resources(Path(folder) / f"attention_{direction}.cubin"))
     content = {"nvcc": version(nvcc), "kernels": kernels, "others": binaries}

@@ -200,11 +200,11 @@ def test_attention_chooses_a_kernel(operators, head_dim, options, on_hopper):
         *gradients, out.contiguous(), q, k, v, out, lse, mask, None, None, seed, *numbers
     )
     on_hopper = on_hopper and operators.compiled.modules[0].text.target == "sm_90a"
-    # The backward for Hopper has two head dims.
-    persistent = {"forward": on_hopper, "backward": on_hopper and head_dim != 128}
+    wide = "_wide" if on_hopper and head_dim == 128 else ""
+    persistent = "persistent_" if on_hopper else ""
     assert [name for name, _ in operators.compiled.reports] == [
-        f"attention_{name}.{'persistent_' if persistent[name] else ''}{name}_kernel"
-        for name in persistent
+        f"attention_forward.{persistent}forward_kernel",
+        f"attention_backward{wide}.{persistent}backward_kernel",
     ]
     expected = reference.attention(
         *(x.double() for x in (q, k, v)), **options, **({"dropout_seed": seed} if options else {})

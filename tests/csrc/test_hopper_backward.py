@@ -99,14 +99,14 @@ def key_mask(batch, keys):
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("dim", [32, 64])
+@pytest.mark.parametrize("dim", [32, 64, 128])
 def test_against_float64(hopper, dim, dtype, masked):
     hopper.options["seed"] = 1
     check(hopper, drawn(2, 1, 150, 300, dim, dtype), key_mask(2, 300) if masked else None)
 
 
 @pytest.mark.parametrize("sizes", [(1, 97), (129, 2), (64, 127), (65, 129), (330, 260)])
-@pytest.mark.parametrize("dim", [32, 64])
+@pytest.mark.parametrize("dim", [32, 64, 128])
 def test_lengths(hopper, dim, sizes):
     hopper.options["seed"] = 2
     check(hopper, drawn(1, 1, *sizes, dim))
@@ -114,7 +114,14 @@ def test_lengths(hopper, dim, sizes):
 
 @pytest.mark.parametrize(
     ("dim", "masked", "dropout_p"),
-    [(32, True, 0.1), (64, False, 0.1), (64, True, 0.3), (64, False, 1.0)],
+    [
+        (32, True, 0.1),
+        (64, False, 0.1),
+        (64, True, 0.3),
+        (64, False, 1.0),
+        (128, True, 0.1),
+        (128, False, 1.0),
+    ],
 )
 def test_dropout(hopper, dim, masked, dropout_p):
     hopper.options["seed"] = 1
@@ -123,7 +130,7 @@ def test_dropout(hopper, dim, masked, dropout_p):
 
 @pytest.mark.every_case
 @pytest.mark.parametrize("seed", range(12))
-@pytest.mark.parametrize("dim", [32, 64])
+@pytest.mark.parametrize("dim", [32, 64, 128])
 def test_random_cases(hopper, dim, seed):
     hopper.options["seed"] = seed
     chosen = random.Random(seed)
@@ -136,30 +143,33 @@ def test_random_cases(hopper, dim, seed):
     check(hopper, tensors, mask, chosen.choice([0.0, 0.0, 0.2]))
 
 
-def test_the_dropout_mask_is_the_definitions_bit_for_bit(hopper):
+@pytest.mark.parametrize("dim", [64, 128])
+def test_the_dropout_mask_is_the_definitions_bit_for_bit(hopper, dim):
     """With equal weights and dout that names its query, dv tells which weights are kept."""
-    kept = reference.dropout_keep(SEED, 0.3, (2, 2, 64, 200))
-    q, k, v, _ = (torch.zeros_like(x) for x in drawn(2, 2, 64, 200))
-    dout = torch.eye(64).bfloat16().expand(2, 2, 64, 64).contiguous()
+    kept = reference.dropout_keep(SEED, 0.3, (2, 2, dim, 200))
+    q, k, v, _ = (torch.zeros_like(x) for x in drawn(2, 2, dim, 200, dim))
+    dout = torch.eye(dim).bfloat16().expand(2, 2, dim, dim).contiguous()
     _, _, dv = backward(hopper, [q, k, v, dout], *forward(q, k, v, None, 0.3), dropout_p=0.3)
     assert torch.equal(dv != 0, kept.transpose(2, 3))
 
 
 @pytest.mark.parametrize("sizes", [(0, 5), (5, 0), (0, 0)])
-def test_no_queries_or_no_keys(hopper, sizes):
-    tensors = drawn(2, 2, *sizes)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_no_queries_or_no_keys(hopper, dim, sizes):
+    tensors = drawn(2, 2, *sizes, dim)
     for gradient in backward(hopper, tensors, *forward(*tensors[:3])):
         assert (gradient == 0).all()
 
 
-def test_the_gradient_of_a_single_key_is_0(hopper):
-    tensors = drawn(1, 2, 70, 1)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_the_gradient_of_a_single_key_is_0(hopper, dim):
+    tensors = drawn(1, 2, 70, 1, dim)
     dq, dk, _ = backward(hopper, tensors, *forward(*tensors[:3]))
     assert (dq == 0).all()
     assert (dk == 0).all()
 
 
-@pytest.mark.parametrize("dim", [32, 64])
+@pytest.mark.parametrize("dim", [32, 64, 128])
 def test_poisoned_keys_change_no_bit(hopper, dim):
     tensors = drawn(2, 2, 40, 270, dim)
     mask = key_mask(2, 270)
@@ -197,6 +207,7 @@ def packed(lengths, slack=0, heads=2, dim=64):
     [
         (32, (33, 0, 129, 1, 70), 1),
         (64, (33, 0, 129, 1, 70), 1),
+        (128, (33, 0, 129, 1, 70), 1),
         (64, (33, 0, 129, 1, 70), 132),
         (64, (0, 64, 0), 1),
         (64, (0, 0), 1),
@@ -250,7 +261,7 @@ def test_sequences_without_queries_or_without_keys(hopper, sizes):
                 assert (gradient[own] == 0).all()
 
 
-@pytest.mark.parametrize(("dim", "multiprocessors"), [(32, 3), (64, 1), (64, 3)])
+@pytest.mark.parametrize(("dim", "multiprocessors"), [(32, 3), (64, 1), (64, 3), (128, 3)])
 def test_any_schedule_gives_the_same_bits(hopper, dim, multiprocessors):
     tensors = drawn(2, 2, 130, 140, dim)
     statistics = forward(*tensors[:3])
@@ -272,7 +283,7 @@ def test_more_sequences_than_a_block_sorts(hopper):
     assert (dq[7::132] == 0).all()
 
 
-@pytest.mark.parametrize("dim", [32, 64])
+@pytest.mark.parametrize("dim", [32, 64, 128])
 def test_memory_is_moved_in_whole_sectors_and_without_bank_conflicts(hopper, dim):
     tensors = drawn(1, 1, 256, 256, dim)
     backward(hopper, tensors, *forward(*tensors[:3]))
@@ -286,7 +297,7 @@ def test_memory_is_moved_in_whole_sectors_and_without_bank_conflicts(hopper, dim
 
 @pytest.mark.parametrize(
     ("shape", "mask"),
-    [((1, 1, 8, 128), None), ((1, 1, 8, 64), torch.ones(1, 1, 8, 8, dtype=torch.bool))],
+    [((1, 1, 8, 96), None), ((1, 1, 8, 64), torch.ones(1, 1, 8, 8, dtype=torch.bool))],
 )
 def test_what_the_kernel_does_not_serve_is_refused(hopper, shape, mask):
     x = torch.zeros(shape, dtype=torch.bfloat16)

@@ -67,18 +67,21 @@ def test_a_tile_has_few_instructions(kernels, dim, limit):
 @pytest.fixture(scope="module")
 def backward(folder):
     """The disassembled kernels of the backward."""
-    return hopper_attention.machine_code(folder, "backward")
+    wide = hopper_attention.machine_code(folder, "backward_wide")
+    return hopper_attention.machine_code(folder, "backward") | wide
 
 
 def test_registers_and_shared_memory_are_those_of_the_record(kernels, backward, folder):
-    for direction, texts, count in (("forward", kernels, 6), ("backward", backward, 4)):
-        found = _machine_code.resources(folder / f"attention_{direction}.cubin")
+    for direction, texts in (("forward", kernels), ("backward", backward)):
+        found = {}
+        for binary in sorted(folder.glob(f"attention_{direction}*.cubin")):
+            found |= _machine_code.resources(binary)
         # fp16 and bf16 share a line.
-        assert (len(found), len(texts)) == (count, 2 * count)
+        assert (len(found), len(texts)) == (6, 12)
         assert found == _machine_code.recorded("90a", f"attention {direction}")
 
 
-@pytest.mark.parametrize("dim", [32, 64])
+@pytest.mark.parametrize("dim", [32, 64, 128])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("dropout", [False, True])
 def test_the_backward_uses_the_units_of_hopper(backward, dtype, dim, dropout):
@@ -103,6 +106,39 @@ def test_the_weights_are_computed_while_gradients_are_in_flight(backward, dim, d
     differences = [i for i, op in enumerate(body) if op.startswith("FADD")]
     assert last_product < waits[0] < exponentials[0]
     assert max(*exponentials, *differences) < waits[2]
+
+
+@pytest.mark.parametrize("dropout", [False, True])
+def test_arithmetic_of_head_dim_128_has_a_product_in_flight(backward, dropout):
+    code = hopper_attention.loop_over_tiles(backward["bfloat16", 128, dropout])
+    body = [instruction.text for instruction in code]
+
+    def places(start):
+        return [i for i, op in enumerate(body) if op.startswith(start)]
+
+    scores, weights, queries, last = places("WARPGROUP.DEPBAR")
+    assert [body[i][-1] for i in (scores, weights, queries, last)] == ["1", "1", "1", "0"]
+    # Weights while their gradients are multiplied, the gradients of the scores while dv is, and dq
+    # is stored while dk is multiplied.
+    products = places("HGMMA")
+    assert sum(i < scores for i in products) == 16
+    assert sum(i < weights for i in products) == 20
+    assert scores < places("MUFU.EX2")[0]
+    assert places("MUFU.EX2")[-1] < weights < min(places("FADD"))
+    # The other additions are those of the sums of dq.
+    assert max(places("FADD")[31], *places("STSM")) < products[20]
+    assert products[-1] < queries < min(places("STG")) < max(places("STG")) < last
+
+
+def test_a_tile_of_head_dim_128_has_few_instructions(backward):
+    """A scheduler issues them for two warps, while the products of a tile take 2,560 cycles."""
+    code = hopper_attention.path_of_a_tile(backward["bfloat16", 128, False])
+    path = Counter(instruction.name for instruction in code)
+    print(path.total(), dict(path))
+    # Eight steps of 16 in each of three products, and four in dv and dk.
+    assert path["HGMMA"] == 3 * 8 + 2 * 4
+    assert path["MUFU"] == 32
+    assert path.total() <= 475
 
 
 def test_a_tile_of_the_backward_has_few_instructions(backward):

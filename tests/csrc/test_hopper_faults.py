@@ -7,17 +7,19 @@ import functools
 import _hopper_backward_faults as backward
 import _hopper_faults as forward
 import _hopper_narrow_faults as narrow
+import _hopper_wide_faults as wide
 import pytest
 import torch
 from _hopper_attention import compiled_in
 from _hopper_problems import Backward, Forward
 
-KERNELS = [(Forward, 32), (Forward, 64), (Backward, 32), (Backward, 64)]
+KERNELS = [(Forward, 32), (Forward, 64), (Backward, 32), (Backward, 64), (Backward, 128)]
 FAULTS = [
     *((Forward, 64, fault) for fault in forward.FAULTS),
     *((Backward, 64, fault) for fault in backward.FAULTS),
     *((Forward, 32, fault) for fault in narrow.FORWARD_FAULTS),
     *((Backward, 32, fault) for fault in narrow.BACKWARD_FAULTS),
+    *((Backward, 128, fault) for fault in wide.BACKWARD_FAULTS),
 ]
 UNCAUGHT = [
     *((Forward, 64, fault) for fault in forward.UNCAUGHT),

@@ -35,6 +35,10 @@ RIGHT = {
     "loop_that_waits": [
         "MOV R4, R60", f"{PRODUCT}, gsb0", WAIT, "@P0 BRA 0x0",
     ],
+    "join_of_another_barrier": [
+        "BSSY B0, 0x20", "BSYNC B0", "MOV R4, R60", f"{PRODUCT}, gsb0", "BSSY B0, 0x60",
+        "BSYNC B0", WAIT, "@P0 BRA 0x0",
+    ],
     "write_before_the_product": ["MOV R4, R60", "F2FP.BF16.F32.PACK_AB R5, R61, R62", PRODUCT],
 }  # fmt: skip
 WRONG = {
@@ -49,6 +53,12 @@ WRONG = {
     "next_turn_of_a_loop": ["MOV R4, R60", f"{PRODUCT}, gsb0", "@P0 BRA 0x0", WAIT],
     "one_of_two_branches": [
         f"{PRODUCT}, gsb0", "@P0 BRA 0x30", WAIT, "IMAD.WIDE R4, R2, R3, R8", WAIT,
+    ],
+    "join_after_the_wait": [
+        f"{PRODUCT}, gsb0", "BSSY B0, 0x40", "@P0 BSYNC B0", WAIT, "MOV R5, R60",
+    ],
+    "join_of_a_barrier_that_moves": [
+        "BSSY B0, 0x20", "BMOV.32 B1, B0", "MOV R4, R60", f"{PRODUCT}, gsb0", "@P0 BSYNC B1", WAIT,
     ],
     "predicated_write": [f"{PRODUCT}, gsb0", "@!P1 SHFL.BFLY PT, R6, R60, 0x1, 0x1f", WAIT],
     "accumulator_of_another_product": [

@@ -23,9 +23,11 @@ constexpr int kFirstPreparer = 2, kPreparers = 2;
 template <int kHeadDim>
 struct Memory {
   using Row = BoxRow<kHeadDim>;
-  static constexpr int kKeyBytes = kKeyRows * Row::kBytes;
-  static constexpr int kTileBytes = kTileQueries * Row::kBytes;
-  static constexpr int kPlaces = 2, kStages = 4, kTurns = 3;
+  // Rows of 128 columns have two parts, one after the other.
+  static constexpr int kKeyPart = kKeyRows * Row::kBytes, kTilePart = kTileQueries * Row::kBytes;
+  static constexpr int kKeyBytes = Row::kParts * kKeyPart, kTileBytes = Row::kParts * kTilePart;
+  static constexpr bool kWide = kHeadDim == 128;
+  static constexpr int kPlaces = kWide ? 1 : 2, kStages = kWide ? 2 : 4, kTurns = kWide ? 2 : 3;
   // A place has keys and values, and a stage has queries, dout and out.
   static constexpr int kPlaceBytes = 2 * kKeyBytes, kStageBytes = 3 * kTileBytes;
   static constexpr int kRing = kPlaces * kPlaceBytes;
@@ -53,6 +55,9 @@ struct Params {
   CUtensorMap q, k, v, out, dout;
   AttentionBackward call;
 };
+
+// Launches the kernel of head dim 128.
+cudaError_t launch_wide(const Params& params, cudaStream_t stream);
 
 inline __device__ int tiles_of(const Head& head) {
   return (head.queries + kTileQueries - 1) / kTileQueries;
@@ -84,14 +89,20 @@ __device__ void load_tiles(const Params& p, uint32_t shared, const Heads& items)
   const uint32_t keys_full = shared + (p.call.mask.data ? M::kKeysLanded : M::kKeysFull);
   Place<M::kPlaces> place;
   Place<M::kStages> stage;
+  const auto load = [&](uint32_t to, int part_bytes, const CUtensorMap& map, const RowAt& at,
+                        uint32_t barrier) {
+#pragma unroll
+    for (int part = 0; part < M::Row::kParts; ++part)
+      load_box(to + part * part_bytes, map, part * kBoxColumns, at, barrier);
+  };
   items.each([&](const Item& item) {
     for (int block = 0; block < item.key_tiles; ++block, place.advance()) {
       const uint32_t keys = shared + place.stage * M::kPlaceBytes;
       const uint32_t full = keys_full + 8 * place.stage;
       wait(shared + M::kKeysEmpty + 8 * place.stage, place.parity ^ 1);
       arrive_expecting(full, M::kPlaceBytes);
-      load_box(keys, p.k, 0, item.key(block * kKeyRows), full);
-      load_box(keys + M::kKeyBytes, p.v, 0, item.key(block * kKeyRows), full);
+      load(keys, M::kKeyPart, p.k, item.key(block * kKeyRows), full);
+      load(keys + M::kKeyBytes, M::kKeyPart, p.v, item.key(block * kKeyRows), full);
       for (int tile = 0; tile < tiles_of(item.head); ++tile, stage.advance()) {
         const uint32_t to = shared + M::kRing + stage.stage * M::kStageBytes;
         const uint32_t landed = shared + M::kTileLanded + 8 * stage.stage;
@@ -99,9 +110,9 @@ __device__ void load_tiles(const Params& p, uint32_t shared, const Heads& items)
         wait(shared + M::kTileEmpty + 8 * stage.stage, stage.parity ^ 1);
         // Out serves delta alone, which the first block of keys leaves to the others.
         arrive_expecting(landed, block == 0 ? M::kStageBytes : 2 * M::kTileBytes);
-        load_box(to, p.q, 0, at, landed);
-        load_box(to + M::kTileBytes, p.dout, 0, at, landed);
-        if (block == 0) load_box(to + 2 * M::kTileBytes, p.out, 0, at, landed);
+        load(to, M::kTilePart, p.q, at, landed);
+        load(to + M::kTileBytes, M::kTilePart, p.dout, at, landed);
+        if (block == 0) load(to + 2 * M::kTileBytes, M::kTilePart, p.out, at, landed);
       }
     }
   });

@@ -33,7 +33,6 @@ const char* hopper_attention_refuses(const AttentionForward& p) { return refuses
 
 const char* hopper_attention_refuses(const AttentionBackward& p) {
   if (const char* reason = refuses(p)) return reason;
-  if (p.head_dim == 128) return "the head dim is 128";
   if (!has_tensor_map(p.dout, p.sequences, p.sequences.rows_q))
     return "a dimension of dout broadcasts";
   return nullptr;

@@ -29,11 +29,15 @@ __device__ float delta_of(const unsigned char* dout, const unsigned char* out, i
     const int row = first + kRows * i + lane / kSharers;
     // Both tiles have a chunk at the same place, so that the order of the chunks does not matter.
     const int at = row * Row::kBytes + lane % kSharers * 16;
-    const Pack<T, kWidth<T>> a = *reinterpret_cast<const Pack<T, kWidth<T>>*>(dout + at);
-    const Pack<T, kWidth<T>> b = *reinterpret_cast<const Pack<T, kWidth<T>>*>(out + at);
     float sum = 0.0f;
 #pragma unroll
-    for (int e = 0; e < kWidth<T>; ++e) sum += to_float(a.values[e]) * to_float(b.values[e]);
+    for (int part = 0; part < Row::kParts; ++part) {
+      const int of_part = part * kTileQueries * Row::kBytes + at;
+      const Pack<T, kWidth<T>> a = *reinterpret_cast<const Pack<T, kWidth<T>>*>(dout + of_part);
+      const Pack<T, kWidth<T>> b = *reinterpret_cast<const Pack<T, kWidth<T>>*>(out + of_part);
+#pragma unroll
+      for (int e = 0; e < kWidth<T>; ++e) sum += to_float(a.values[e]) * to_float(b.values[e]);
+    }
 #pragma unroll
     for (int bit = 1; bit < kSharers; bit *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, bit);
     const float of_group = __shfl_sync(0xffffffffu, sum, kSharers * (lane % kRows));

@@ -66,7 +66,7 @@ def machine_code(folder: Path, direction: str = "forward") -> dict[tuple[str, in
 
     Args:
         folder: An existing folder for what is compiled.
-        direction: "forward" or "backward".
+        direction: "forward", "backward" or "backward_wide".
 
     Returns:
         The machine code by dtype, head dim, and whether the kernel has dropout.

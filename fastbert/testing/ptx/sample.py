@@ -47,6 +47,7 @@ PROBED, MORE, UNEQUAL = 24, 240, 1.25
 # Nearly all instructions of these kernels are in a loop, whose path the machine code has exactly.
 HOPPER_ATTENTION = (
     "attention_forward.persistent_forward_kernel", "attention_backward.persistent_backward_kernel",
+    "attention_backward_wide.persistent_backward_kernel",
 )  # fmt: skip
 # Multiples of the golden ratio, modulo 1, spread evenly and repeat no pattern of a grid.
 GOLDEN = (5**0.5 - 1) / 2
