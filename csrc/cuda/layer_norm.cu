@@ -1,20 +1,26 @@
 // Layer norm of a residual sum, forward and backward. Each kernel reads every operand once.
 //
 // A half, a whole or two warps own a row of up to 1024 elements, and keep the sum residual +
-// dropout(x + x_bias) in registers. They load their next row before they compute the present one,
-// so that memory never waits for arithmetic. Longer rows take all threads of a block. Rows that
-// fill the lanes exactly (384, 512, 768 and 1024 elements) have kernels without any test of a
+// dropout(x + x_bias) in registers. Longer rows take four warps or all threads of a block. Rows
+// that fill the lanes exactly (384, 512, 768 and 1024 elements) have kernels without any test of a
 // column.
+//
+// The blocks stay on their multiprocessors, and each takes rows at regular distances. The next rows
+// are on their way to shared memory while the present one is computed (row_ring.cuh), so that
+// memory never waits for arithmetic.
 //
 // The backward forms the sum again instead of storing it. Each warp keeps its share of the
 // parameters' gradients in registers; a block adds the shares of its warps and writes them once,
 // and sum_partials adds those of the blocks.
 //
-// By the counts of README.md, memory binds both passes on an H200, and with dropout the issue of
-// instructions does.
+// By the counts of README.md, memory binds both passes on an H200, also with dropout.
 
+#include <algorithm>
+
+#include "hopper/device.cuh"
 #include "layer_norm.cuh"
 #include "reduce.cuh"
+#include "row_ring.cuh"
 
 namespace fastbert::cuda {
 namespace {
@@ -24,58 +30,6 @@ template <class P>
 struct Launch {
   P p;
   bool wide;
-};
-
-// The layout of rows over a block: kThreads threads share a row, and each holds kElements elements
-// in vectors of kWidth<T>. Exact rows have kThreads * kElements columns, and 16-byte access.
-template <class T, int kBlockThreads, int kRowThreads, int kRowElements, bool kIsExact>
-struct Layout {
-  using Element = T;
-  static constexpr int kThreads = kRowThreads, kElements = kRowElements;
-  static constexpr bool kExact = kIsExact;
-  static constexpr int kBlock = kBlockThreads;
-  static constexpr int kRows = kBlock / kThreads;  // of a block at a time
-  static constexpr int kVectors = kElements / kWidth<T>;
-  static_assert(kElements % kWidth<T> == 0);
-  using Vectors = float[kVectors][kWidth<T>];
-
-  static __device__ int column(int vector) {
-    return (vector * kThreads + static_cast<int>(threadIdx.x) % kThreads) * kWidth<T>;
-  }
-  static __device__ int64_t first_row() {
-    return static_cast<int64_t>(blockIdx.x) * kRows + group();
-  }
-  static __device__ int64_t row_step() { return static_cast<int64_t>(gridDim.x) * kRows; }
-  static __device__ int group() { return static_cast<int>(threadIdx.x) / kThreads; }
-  static __device__ bool inside(int column, int columns) { return kExact || column < columns; }
-};
-
-// The elements of a row in their own format, as they were loaded.
-template <class L>
-struct Raw {
-  using T = typename L::Element;
-  WordPack<T> vector[L::kVectors];
-
-  __device__ void load(const ConstMatrix& matrix, int64_t row, int columns, bool wide) {
-    const T* from = row_of<T>(matrix, row);
-#pragma unroll
-    for (int v = 0; v < L::kVectors; ++v) {
-      const int first = L::column(v);
-      const auto* access = reinterpret_cast<const uint4*>(from + first);
-      if constexpr (L::kExact) {
-        vector[v] = *access;
-      } else if (wide && first < columns) {
-        vector[v] = *access;
-      } else {
-        Pack<T, kWidth<T>> pack;
-#pragma unroll
-        for (int i = 0; i < kWidth<T>; ++i)
-          pack.values[i] = first + i < columns ? from[first + i] : from_float<T>(0.0f);
-        memcpy(vector[v].word, &pack, kAccess);
-      }
-    }
-  }
-  __device__ float operator()(int v, int i) const { return vector[v][i]; }
 };
 
 // A parameter in fp32, which all rows of a block share: in shared memory where a block has several
@@ -116,53 +70,93 @@ struct Shared {
   }
 };
 
-// The operands of the sum residual + dropout(x + x_bias) of a row.
-template <class L>
-struct Summands {
-  Raw<L> x, residual;
+// Dropout of the columns of a thread. If kHeld, registers hold what depends on the columns alone.
+template <class L, bool kHeld>
+struct ColumnDropout {
+  static constexpr int kGroups = kWidth<typename L::Element> / 4;  // of a vector
 
-  template <class P>
-  __device__ void load(const Launch<P>& k, int64_t row) {
-    const int columns = static_cast<int>(k.p.columns);
-    x.load(k.p.x, row, columns, k.wide);
-    if (k.p.residual.data) residual.load(k.p.residual, row, columns, k.wide);
+  uint64_t seed;
+  bool active;  // whether any element can be dropped
+  float scale;
+  uint32_t last_dropped;  // the largest word that drops its element
+  ColumnPhilox held[kHeld ? L::kVectors : 1][kGroups];
+
+  __device__ explicit ColumnDropout(const Dropout& dropout)
+      : seed(dropout.seed ? static_cast<uint64_t>(*dropout.seed) : 0),
+        active(dropout.seed && dropout.threshold > 0),
+        scale(active ? dropout.scale : 1.0f),
+        last_dropped((dropout.threshold << 8) - 1) {
+    if constexpr (kHeld) {
+      if (!active) return;
+#pragma unroll
+      for (int v = 0; v < L::kVectors; ++v) {
+#pragma unroll
+        for (int g = 0; g < kGroups; ++g) held[v][g] = of_group(v, g);
+      }
+    }
+  }
+  __device__ ColumnPhilox of_group(int v, int g) const {
+    return ColumnPhilox(seed, static_cast<uint32_t>(L::column(v) / 4 + g));
   }
 
-  // Forms the sum. Bit v * kWidth + i of the result says whether dropout keeps that element.
-  template <class P>
-  __device__ uint32_t sum(const P& p, const Shared<L>& x_biases, uint64_t seed, int64_t row,
-                          typename L::Vectors& out) const {
-    constexpr int kCount = kWidth<typename L::Element>;
+  // Replaces x by base + scale x, rounded once, or by base where x is dropped. Bit v * kWidth + i
+  // of the result says whether that element is kept.
+  __device__ uint32_t add(int64_t row, const typename L::Vectors& base,
+                          typename L::Vectors& x) const {
     static_assert(L::kElements <= 32);
     uint32_t kept = ~0u;
 #pragma unroll
     for (int v = 0; v < L::kVectors; ++v) {
-      const int first = L::column(v);
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) out[v][i] = x(v, i);
-      if (p.x_bias.data) {
-        float bias[kCount];
-        x_biases.read(p.x_bias, v, static_cast<int>(p.columns), bias);
+      for (int g = 0; g < kGroups; ++g) {
+        const ColumnPhilox philox = kHeld ? held[kHeld ? v : 0][g] : of_group(v, g);
+        const Words words = philox.of_row(seed, static_cast<uint32_t>(row));
 #pragma unroll
-        for (int i = 0; i < kCount; ++i) out[v][i] += bias[i];
-      }
-      if (p.dropout.seed) {
-        bool keep[kCount];
-        draw(p.dropout, seed, row, first, keep);
-#pragma unroll
-        for (int i = 0; i < kCount; ++i) {
-          out[v][i] = keep[i] ? out[v][i] * p.dropout.scale : 0.0f;
-          if (!keep[i]) kept &= ~(1u << (v * kCount + i));
+        for (int i = 0; i < 4; ++i) {
+          const bool keep = words.word[i] > last_dropped;
+          const int n = 4 * g + i;
+          x[v][n] = keep ? fmaf(x[v][n], scale, base[v][n]) : base[v][n];
+          if (!keep) kept &= ~(1u << (v * kWidth<typename L::Element> + n));
         }
-      }
-      if (p.residual.data) {
-#pragma unroll
-        for (int i = 0; i < kCount; ++i) out[v][i] += residual(v, i);
       }
     }
     return kept;
   }
 };
+
+// Forms the sum residual + dropout(x + x_bias) of a row. Bit v * kWidth + i of the result says
+// whether dropout keeps that element.
+template <class L, class P, bool kHeld>
+__device__ uint32_t sum_of(const P& p, const Shared<L>& x_biases,
+                           const ColumnDropout<L, kHeld>& dropout, int64_t row, const RowPart<L>& x,
+                           const RowPart<L>& residual, typename L::Vectors& out) {
+  constexpr int kCount = kWidth<typename L::Element>;
+  typename L::Vectors base;
+#pragma unroll
+  for (int v = 0; v < L::kVectors; ++v) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      out[v][i] = x[v][i];
+      base[v][i] = residual[v][i];
+    }
+  }
+  if (p.x_bias.data) {
+#pragma unroll
+    for (int v = 0; v < L::kVectors; ++v) {
+      float bias[kCount];
+      x_biases.read(p.x_bias, v, static_cast<int>(p.columns), bias);
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) out[v][i] += bias[i];
+    }
+  }
+  if (dropout.active) return dropout.add(row, base, out);
+#pragma unroll
+  for (int v = 0; v < L::kVectors; ++v) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) out[v][i] += base[v][i];
+  }
+  return ~0u;
+}
 
 template <class L>
 __device__ void store_vector(void* matrix, int64_t row, int v, int columns, bool wide,
@@ -175,34 +169,37 @@ __device__ void store_vector(void* matrix, int64_t row, int v, int columns, bool
     store(to, L::column(v), columns, wide, x);
 }
 
-// The blocks of the forward that fit a multiprocessor at once, which limits their registers.
+// The blocks of the forward that share a multiprocessor, which limits their registers. A thread
+// with 128 bytes of a row has too much shared memory for more than two.
 template <class L>
-constexpr int kResident = L::kExact && L::kElements <= 24 ? 4 : 1;
+constexpr int kResident = L::kBlock > 128 || L::kVectors* kAccess > 96 ? 2 : (L::kExact ? 4 : 3);
 
 template <class L>
 __global__ void __launch_bounds__(L::kBlock, kResident<L>)
     forward_kernel(Launch<LayerNormForward> k) {
   constexpr int kCount = kWidth<typename L::Element>;
+  extern __shared__ __align__(16) unsigned char ring_memory[];
   __shared__ RowSums<L::kThreads> shared[2][L::kRows];
   __shared__ Shared<L> weights, biases, x_biases;
   const LayerNormForward& p = k.p;
   const int columns = L::kExact ? L::kThreads * L::kElements : static_cast<int>(p.columns);
   const float inverse = 1.0f / static_cast<float>(columns);
-  const uint64_t seed = p.dropout.seed ? static_cast<uint64_t>(*p.dropout.seed) : 0;
 
-  Summands<L> next;
-  int64_t row = L::first_row();
-  if (row < p.rows) next.load(k, row);
+  RowRing<L, 2> ring(ring_memory, {p.x, p.residual}, p.rows, columns, k.wide);
   weights.fill(p.weight, columns);
   x_biases.fill(p.x_bias, columns);
   biases.fill(p.bias, columns);
+  const ColumnDropout<L, L::kExact> dropout(p.dropout);
   if (Shared<L>::kStaged) __syncthreads();
 
-  for (; row < p.rows; row += L::row_step()) {
-    const Summands<L> present = next;
-    if (row + L::row_step() < p.rows) next.load(k, row + L::row_step());
+  // All rows of a block turn together; those after the last row are computed and not written.
+  for (int64_t first = L::first_row(); first < p.rows; first += L::row_step()) {
+    const int64_t row = first + L::group();
+    const bool exists = L::exists(row, p.rows);
+    RowPart<L> parts[2];
+    ring.take(parts);
     typename L::Vectors sum;
-    present.sum(p, x_biases, seed, row, sum);
+    sum_of<L>(p, x_biases, dropout, row, parts[0], parts[1], sum);
     float total = 0.0f;
 #pragma unroll
     for (int v = 0; v < L::kVectors; ++v) {
@@ -234,8 +231,10 @@ __global__ void __launch_bounds__(L::kBlock, kResident<L>)
 #pragma unroll
       for (int i = 0; i < kCount; ++i)
         sum[v][i] = (sum[v][i] - correction) * rstd * weight[i] + bias[i];
-      store_vector<L>(p.y, row, v, columns, k.wide, sum[v]);
     }
+    if (!exists) continue;
+#pragma unroll
+    for (int v = 0; v < L::kVectors; ++v) store_vector<L>(p.y, row, v, columns, k.wide, sum[v]);
     if (threadIdx.x % L::kThreads == 0) {
       p.mean[row] = first_mean + correction;
       p.rstd[row] = rstd;
@@ -279,55 +278,61 @@ __device__ void write_partial(float* to, const typename L::Vectors& own, int col
 template <class L>
 __global__ void __launch_bounds__(L::kBlock, 1) backward_kernel(Launch<LayerNormBackward> k) {
   constexpr int kCount = kWidth<typename L::Element>;
+  extern __shared__ __align__(16) unsigned char ring_memory[];
   __shared__ RowSums<L::kThreads> shared[2][L::kRows];
   __shared__ Shared<L> weights, x_biases;
   __shared__ float memory[L::kRows > 1 ? L::kThreads * L::kElements : 1];
   const LayerNormBackward& p = k.p;
   const int columns = L::kExact ? L::kThreads * L::kElements : static_cast<int>(p.columns);
   const float inverse = 1.0f / static_cast<float>(columns);
-  const uint64_t seed = p.dropout.seed ? static_cast<uint64_t>(*p.dropout.seed) : 0;
 
-  // The registers of a long row leave no room for the next row.
-  constexpr bool kAhead = L::kRows > 1;
-  Summands<L> next;
-  Raw<L> next_dy;
-  int64_t row = L::first_row();
-  if (kAhead && row < p.rows) next.load(k, row), next_dy.load(p.dy, row, columns, k.wide);
+  RowRing<L, 3> ring(ring_memory, {p.dy, p.x, p.residual}, p.rows, columns, k.wide);
   weights.fill(p.weight, columns);
   x_biases.fill(p.x_bias, columns);
+  const ColumnDropout<L, false> dropout(p.dropout);
   if (Shared<L>::kStaged) __syncthreads();
 
   typename L::Vectors dweight = {}, dbias = {}, dx_bias = {};
   int turn = 0;
-  for (; row < p.rows; row += L::row_step(), turn ^= 1) {
-    if (!kAhead) next.load(k, row), next_dy.load(p.dy, row, columns, k.wide);
-    const Summands<L> present = next;
-    const Raw<L> dy = next_dy;
-    const float mean = p.mean[row], rstd = p.rstd[row];
-    if (kAhead && row + L::row_step() < p.rows) {
-      next.load(k, row + L::row_step());
-      next_dy.load(p.dy, row + L::row_step(), columns, k.wide);
+  int64_t row = L::first_row() + L::group();
+  float next_mean = row < p.rows ? p.mean[row] : 0.0f;
+  float next_rstd = row < p.rows ? p.rstd[row] : 0.0f;
+  // All rows of a block turn together; those after the last row only take part in the reductions.
+  for (int64_t first = L::first_row(); first < p.rows; first += L::row_step(), turn ^= 1) {
+    row = first + L::group();
+    const bool exists = L::exists(row, p.rows);
+    const float mean = next_mean, rstd = next_rstd;
+    if (row + L::row_step() < p.rows) {
+      next_mean = p.mean[row + L::row_step()];
+      next_rstd = p.rstd[row + L::row_step()];
     }
+    RowPart<L> parts[3];
+    ring.take(parts);
     typename L::Vectors h, g;
-    const uint32_t kept = present.sum(p, x_biases, seed, row, h);
+    uint32_t kept = 0;
     Pair sums = {0.0f, 0.0f};
+    if (exists) {
+      kept = sum_of<L>(p, x_biases, dropout, row, parts[1], parts[2], h);
 #pragma unroll
-    for (int v = 0; v < L::kVectors; ++v) {
-      float weight[kCount];
-      weights.read(p.weight, v, columns, weight);
+      for (int v = 0; v < L::kVectors; ++v) {
+        float weight[kCount];
+        weights.read(p.weight, v, columns, weight);
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) {
-        h[v][i] = (h[v][i] - mean) * rstd;
-        g[v][i] = dy(v, i);
-        dbias[v][i] += g[v][i];
-        dweight[v][i] += g[v][i] * h[v][i];
-        // Without an FMA, g is rounded as in its mean, so that a row of one column cancels exactly.
-        g[v][i] = __fmul_rn(g[v][i], weight[i]);
-        sums.a += g[v][i];
-        sums.b += g[v][i] * h[v][i];
+        for (int i = 0; i < kCount; ++i) {
+          h[v][i] = (h[v][i] - mean) * rstd;
+          g[v][i] = parts[0][v][i];
+          dbias[v][i] += g[v][i];
+          dweight[v][i] += g[v][i] * h[v][i];
+          // Without an FMA, g is rounded as in its mean, so that a row of one column cancels
+          // exactly.
+          g[v][i] = __fmul_rn(g[v][i], weight[i]);
+          sums.a += g[v][i];
+          sums.b += g[v][i] * h[v][i];
+        }
       }
     }
     sums = row_sum(sums, shared[turn][L::group()]);
+    if (!exists) continue;
     const float g_mean = sums.a * inverse, gh_mean = sums.b * inverse;
 #pragma unroll
     for (int v = 0; v < L::kVectors; ++v) {
@@ -337,7 +342,7 @@ __global__ void __launch_bounds__(L::kBlock, 1) backward_kernel(Launch<LayerNorm
       if (p.dropout.seed) {
 #pragma unroll
         for (int i = 0; i < kCount; ++i)
-          g[v][i] = kept >> (v * kCount + i) & 1 ? g[v][i] * p.dropout.scale : 0.0f;
+          g[v][i] = kept >> (v * kCount + i) & 1 ? g[v][i] * dropout.scale : 0.0f;
         store_vector<L>(p.dx, row, v, columns, k.wide, g[v]);
       }
 #pragma unroll
@@ -357,22 +362,30 @@ bool wide_access(const P& p) {
   return p.columns % kWidth<T> == 0 && aligned(p.x.data, p.x.stride, sizeof(T)) && residual;
 }
 
+// The blocks of the forward that a GPU runs at a time. CUDA keeps 1 KiB of each block for itself.
+template <class L>
+int64_t resident_blocks() {
+  constexpr int kBytes = RowRing<L, 2>::kBytes + 3 * sizeof(Shared<L>) + 1024;
+  const int fit = attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor) / kBytes;
+  return attribute(cudaDevAttrMultiProcessorCount) * std::clamp(fit, 1, kResident<L>);
+}
+
 template <class T>
 cudaError_t launch_forward(const LayerNormForward& p, cudaStream_t stream) {
   const bool wide = wide_access<T>(p) && aligned(p.y, p.columns, sizeof(T));
   const Launch<LayerNormForward> k = {p, wide};
   const auto start = [&](auto layout) {
     using L = decltype(layout);
-    // Four rows share a load of the parameters, unless the rows are too few to fill a GPU.
-    const int64_t turns = p.rows < 16384 ? 1 : 4;
-    const dim3 grid(static_cast<unsigned>(ceil_div(p.rows, L::kRows * turns)));
-    return launch(forward_kernel<L>, grid, L::kBlock, k, stream);
+    const int64_t blocks = std::min(ceil_div(p.rows, L::kRows), resident_blocks<L>());
+    return launch(forward_kernel<L>, dim3(static_cast<unsigned>(blocks)), L::kBlock, k, stream,
+                  RowRing<L, 2>::kBytes);
   };
   if (wide && p.columns == 384) return start(Layout<T, 128, 16, 24, true>{});
   if (wide && p.columns == 512) return start(Layout<T, 128, 32, 16, true>{});
   if (wide && p.columns == 768) return start(Layout<T, 128, 32, 24, true>{});
   if (wide && p.columns == 1024) return start(Layout<T, 128, 32, 32, true>{});
   if (p.columns <= 1024) return start(Layout<T, 128, 32, 32, false>{});
+  if (p.columns <= 2048) return start(Layout<T, 256, 128, 16, false>{});
   return start(Layout<T, 256, 256, 24, false>{});
 }
 
@@ -385,7 +398,7 @@ cudaError_t launch_backward(const LayerNormBackward& p, cudaStream_t stream) {
   const dim3 grid(static_cast<unsigned>(layer_norm_partials(p.rows)));
   const auto start = [&](auto layout) {
     using L = decltype(layout);
-    return launch(backward_kernel<L>, grid, L::kBlock, k, stream);
+    return launch(backward_kernel<L>, grid, L::kBlock, k, stream, RowRing<L, 3>::kBytes);
   };
   // A warp with 32 elements of a row in each lane would spill its registers.
   if (wide && p.columns == 384) return start(Layout<T, 128, 16, 24, true>{});

@@ -26,33 +26,59 @@ inline __device__ uint64_t wide_product(uint32_t a, uint32_t b) {
   return product;
 }
 
-inline __device__ Words philox(uint64_t key, uint32_t c0, uint32_t c1, uint32_t c2 = 0,
-                               uint32_t c3 = 0) {
-  uint32_t key0 = static_cast<uint32_t>(key), key1 = static_cast<uint32_t>(key >> 32);
+constexpr uint32_t kPhilox0 = 0xD2511F53u, kPhilox1 = 0xCD9E8D57u;  // multipliers
+constexpr uint32_t kWeyl0 = 0x9E3779B9u, kWeyl1 = 0xBB67AE85u;      // steps of the key
+
+inline __device__ uint32_t low(uint64_t x) { return static_cast<uint32_t>(x); }
+inline __device__ uint32_t high(uint64_t x) { return static_cast<uint32_t>(x >> 32); }
+
+// Rounds kFirst to 6 of a counter.
+template <int kFirst>
+__device__ Words philox_rounds(uint64_t key, uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3) {
+  uint32_t key0 = low(key) + kFirst * kWeyl0, key1 = high(key) + kFirst * kWeyl1;
 #pragma unroll
-  for (int round = 0; round < 7; ++round) {
-    const uint64_t product0 = wide_product(c0, 0xD2511F53u);
-    const uint64_t product1 = wide_product(c2, 0xCD9E8D57u);
-    c0 = static_cast<uint32_t>(product1 >> 32) ^ c1 ^ key0;
-    c1 = static_cast<uint32_t>(product1);
-    c2 = static_cast<uint32_t>(product0 >> 32) ^ c3 ^ key1;
-    c3 = static_cast<uint32_t>(product0);
-    key0 += 0x9E3779B9u;
-    key1 += 0xBB67AE85u;
+  for (int round = kFirst; round < 7; ++round) {
+    const uint64_t product0 = wide_product(c0, kPhilox0);
+    const uint64_t product1 = wide_product(c2, kPhilox1);
+    c0 = high(product1) ^ c1 ^ key0;
+    c1 = low(product1);
+    c2 = high(product0) ^ c3 ^ key1;
+    c3 = low(product0);
+    key0 += kWeyl0;
+    key1 += kWeyl1;
   }
   return {{c0, c1, c2, c3}};
 }
 
-// Tells which of kCount elements from column `first` on are kept. Both numbers are multiples of 4.
-template <int kCount>
-__device__ void draw(const Dropout& dropout, uint64_t seed, int64_t row, int first,
-                     bool (&kept)[kCount]) {
-#pragma unroll
-  for (int group = 0; group < kCount; group += 4) {
-    const Words words = philox(seed, (first + group) / 4, static_cast<uint32_t>(row));
-#pragma unroll
-    for (int i = 0; i < 4; ++i) kept[group + i] = words.word[i] >> 8 >= dropout.threshold;
-  }
+inline __device__ Words philox(uint64_t key, uint32_t c0, uint32_t c1, uint32_t c2 = 0,
+                               uint32_t c3 = 0) {
+  return philox_rounds<0>(key, c0, c1, c2, c3);
 }
+
+// Philox of the counters (c0, row, 0, 0) of one column. In the first three rounds, half of the work
+// depends on c0 alone; a thread that has the same columns of many rows does it once.
+class ColumnPhilox {
+ public:
+  ColumnPhilox() = default;
+  __device__ ColumnPhilox(uint64_t key, uint32_t c0) {
+    const uint64_t first = wide_product(c0, kPhilox0);
+    const uint64_t second = wide_product(high(first) ^ high(key), kPhilox1);
+    const uint64_t third = wide_product(high(second) ^ (low(key) + kWeyl0), kPhilox0);
+    word_[0] = low(first) ^ (high(key) + kWeyl1);
+    word_[1] = low(second) ^ (low(key) + 2 * kWeyl0);
+    word_[2] = high(third) ^ (high(key) + 2 * kWeyl1);
+    word_[3] = low(third);
+  }
+  // Returns philox(key, c0, row).
+  __device__ Words of_row(uint64_t key, uint32_t row) const {
+    const uint64_t second = wide_product(row ^ low(key), kPhilox0);  // the same in all columns
+    const uint64_t third = wide_product(high(second) ^ word_[0], kPhilox1);
+    return philox_rounds<3>(key, high(third) ^ word_[1], low(third), low(second) ^ word_[2],
+                            word_[3]);
+  }
+
+ private:
+  uint32_t word_[4];
+};
 
 }  // namespace fastbert::cuda

@@ -14,15 +14,13 @@ struct Pair {
   float a, b;
 };
 
-// Returns the sum over a warp, or over each group of kThreads lanes, to all lanes. The groups need
-// not come together.
+// Returns the sum over a warp, or over each group of kThreads lanes, to all lanes. All lanes of the
+// warp come together.
 template <int kThreads>
 __device__ float warp_sum(float x) {
   constexpr int kLanes = kThreads < 32 ? kThreads : 32;
-  const unsigned first = threadIdx.x % 32 / kLanes * kLanes;
-  const unsigned mask = kLanes == 32 ? ~0u : ((1u << kLanes % 32) - 1) << first;
 #pragma unroll
-  for (int offset = kLanes / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(mask, x, offset);
+  for (int offset = kLanes / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(~0u, x, offset);
   return x;
 }
 
@@ -33,8 +31,8 @@ struct RowSums {
   Pair warp[kThreads > 32 ? kThreads / 32 : 1];
 };
 
-// Returns the sums over the kThreads threads of a row to each of these threads. The rows of a block
-// do not wait for each other, because each has a barrier of its own.
+// Returns the sums over the kThreads threads of a row to each of these threads. Rows of more than a
+// warp do not wait for each other, because each has a barrier of its own.
 template <int kThreads>
 __device__ Pair row_sum(Pair p, RowSums<kThreads>& shared) {
   p = {warp_sum<kThreads>(p.a), warp_sum<kThreads>(p.b)};
