@@ -51,7 +51,8 @@ Warmup = Annotated[float, _option(RUN, "Fraction of the steps in which the rate 
 WeightDecay = Annotated[float, _option(RUN, "AdamW's decay of matrices and tables.")]
 ClipNorm = Annotated[float, _option(RUN, "Largest L2 norm of the gradient.")]
 MaxLength = Annotated[
-    int | None, _option(DATA, "Largest number of tokens; by default the limit of the model.")
+    int | None,
+    _option(DATA, "Largest number of tokens; by default the limit of the model, or 384 for qa."),
 ]
 Freeze = Annotated[bool, _option(RUN, "Train only the head, not the encoder.", "--freeze")]
 Precision = Annotated[str, _option(RUN, "fp32, or bf16 for autocast to bf16.")]
@@ -123,6 +124,102 @@ def classify(
     from fastbert.finetuning import ClassifyOptions
 
     _run(ClassifyOptions, given)
+
+
+@finetune.command(epilog=_example("tag out/demo/model train.conll -o out/names"))
+def tag(
+    model: Model,
+    data: Annotated[
+        Path,
+        typer.Argument(
+            metavar="DATA",
+            help="A CoNLL file, a .jsonl or a .parquet, or a folder with such files for train, "
+            "validation and test.",
+        ),
+    ],
+    output: Output,
+    words_field: Annotated[
+        str, _option(DATA, "Field of a .jsonl or .parquet that has the words.")
+    ] = "tokens",
+    tags_field: Annotated[
+        str, _option(DATA, "Field of a .jsonl or .parquet that has the tags.")
+    ] = "tags",
+    labels: Annotated[
+        str | None,
+        _option(DATA, "Names of the tags, separated by commas; by default those in DATA."),
+    ] = None,
+    validation: Validation = None,
+    test: Test = None,
+    held_out: HeldOut = 0.1,
+    overwrite: Overwrite = False,
+    epochs: Epochs = 3,
+    batch_size: BatchSize = 16,
+    learning_rate: LearningRate = 3e-5,
+    warmup: Warmup = 0.1,
+    weight_decay: WeightDecay = 0.01,
+    clip_norm: ClipNorm = 1.0,
+    max_length: MaxLength = None,
+    freeze: Freeze = False,
+    precision: Precision = "fp32",
+    seed: Seed = 0,
+    backend: Backend = None,
+    log_every: LogEvery = 10,
+    save_every: SaveEvery = None,
+    keep_checkpoints: KeepCheckpoints = 2,
+    as_json: AsJson = False,
+) -> None:
+    """Fine-tune for the tags of words, such as names of persons and places.
+
+    The same command resumes a stopped run from its last checkpoint.
+    """
+    given = dict(locals())
+    from fastbert.finetuning import TagOptions
+
+    _run(TagOptions, given)
+
+
+@finetune.command(epilog=_example("qa out/demo/model train-v1.1.json -o out/answers"))
+def qa(
+    model: Model,
+    data: Annotated[
+        Path,
+        typer.Argument(
+            metavar="DATA",
+            help="A .json of SQuAD 1.1 or 2.0, a .jsonl or a .parquet, or a folder with such files "
+            "for train, validation and test.",
+        ),
+    ],
+    output: Output,
+    stride: Annotated[int, _option(DATA, "Tokens that two windows of a long context share.")] = 128,
+    longest_answer: Annotated[int, _option(RUN, "Largest number of tokens of an answer.")] = 30,
+    validation: Validation = None,
+    test: Test = None,
+    held_out: HeldOut = 0.1,
+    overwrite: Overwrite = False,
+    epochs: Epochs = 3,
+    batch_size: BatchSize = 16,
+    learning_rate: LearningRate = 3e-5,
+    warmup: Warmup = 0.1,
+    weight_decay: WeightDecay = 0.01,
+    clip_norm: ClipNorm = 1.0,
+    max_length: MaxLength = None,
+    freeze: Freeze = False,
+    precision: Precision = "fp32",
+    seed: Seed = 0,
+    backend: Backend = None,
+    log_every: LogEvery = 10,
+    save_every: SaveEvery = None,
+    keep_checkpoints: KeepCheckpoints = 2,
+    as_json: AsJson = False,
+) -> None:
+    """Fine-tune for the extraction of answers to questions from their contexts.
+
+    The same command resumes a stopped run from its last checkpoint.
+    """
+    given = dict(locals())
+    from fastbert.finetuning import AnswerOptions
+
+    _run(AnswerOptions, given)
 
 
 def _run(kind: type[FinetuneOptions], given: dict[str, Any]) -> None:

@@ -33,6 +33,9 @@ def predict(
     pair_field: Annotated[
         str | None, typer.Option(help="Column or field that has a second text.")
     ] = None,
+    words_field: Annotated[
+        str, typer.Option(help="Field of a .jsonl or .parquet that has the words of a sentence.")
+    ] = "tokens",
     max_length: Annotated[
         int | None,
         typer.Option(help="Largest number of tokens; by default that of the training.", min=3),
@@ -58,6 +61,7 @@ def predict(
         output,
         text_field=text_field,
         pair_field=pair_field,
+        words_field=words_field,
         max_length=max_length,
         backend=backend,
     )

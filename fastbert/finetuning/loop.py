@@ -359,7 +359,8 @@ def finetune(options: FinetuneOptions, *, console: Console | None = None) -> Fin
     data = fingerprint(examples)
     found = None if options.overwrite else _resumable(options, task, data, say)
     source = Source(options.model)
-    tokenizer = source.tokenizer(options.max_length or task.longest)
+    longest = min(task.longest or source.config.max_length, source.config.max_length)
+    tokenizer = source.tokenizer(options.max_length or longest)
     parts = {name: Part(items, encode(task, items, tokenizer)) for name, items in examples.items()}
     if tokenizer.truncated:
         say(f"{tokenizer.truncated:,} texts were cut to {tokenizer.limit} tokens")

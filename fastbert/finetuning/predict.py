@@ -11,15 +11,17 @@ import torch
 
 from fastbert.atomic_file import write_atomically
 from fastbert.finetuning import evaluate
+from fastbert.finetuning.answer import AnswerQuestions
 from fastbert.finetuning.classify import Classify
 from fastbert.finetuning.labels import Labels
 from fastbert.finetuning.model import Source
 from fastbert.finetuning.preparation import encode
+from fastbert.finetuning.tag import Tag
 from fastbert.finetuning.task import Task, label_names
 from fastbert.json_file import jsonable
 
 # The classes in config.json whose models can predict.
-CLASSES = ("BertForSequenceClassification",)
+CLASSES = tuple(task.kind.__name__ for task in (Classify, Tag, AnswerQuestions))
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ def predict(
     *,
     text_field: str = "text",
     pair_field: str | None = None,
+    words_field: str = "tokens",
     max_length: int | None = None,
     backend: str | None = None,
 ) -> Prediction:
@@ -55,8 +58,11 @@ def predict(
 
     The class in ``config.json`` decides the task. The data have the format of the training, and
     their labels are not read. The file of the predictions has one JSON object per line, in the
-    order of the examples: ``label``, ``score`` and ``scores`` for a classification, and ``score``
-    for a regression. It appears complete or not at all.
+    order of the examples. It appears complete or not at all. The objects have these entries:
+
+    - ``label``, ``score`` and ``scores`` for a classification, and ``score`` for a regression;
+    - ``words``, ``tags`` and, if the tags mark entities, ``entities`` for sentences of words;
+    - ``id``, ``answer``, ``score`` and ``no_answer`` for questions.
 
     Args:
         model: Folder or hub id of the fine-tuned model, such as ``out/model``.
@@ -64,6 +70,7 @@ def predict(
         output: A .jsonl file.
         text_field: As in `ClassifyOptions`.
         pair_field: As in `ClassifyOptions`.
+        words_field: As in `TagOptions`.
         max_length: Largest number of tokens of a sequence; None takes that of the training, from
             ``tokenizer_config.json``.
         backend: Backend of every operation; None lets each operation choose.
@@ -82,7 +89,7 @@ def predict(
     if not data.exists():
         raise FileNotFoundError(f"data: {data} does not exist, allowed: a file or a folder")
     source = Source(model)
-    task = _task(source, text_field, pair_field)
+    task = _task(source, text_field, pair_field, words_field)
     examples = task.read(data, labelled=False)
     tokenizer = source.tokenizer(max_length or source.max_length())
     features = encode(task, examples, tokenizer)
@@ -98,10 +105,14 @@ def predict(
     return Prediction(output, task.name, len(examples), tokenizer.truncated, tokenizer.limit)
 
 
-def _task(source: Source, text_field: str, pair_field: str | None) -> Task:
+def _task(source: Source, text_field: str, pair_field: str | None, words_field: str) -> Task:
     """Return the task of a fine-tuned model."""
     found = source.classes()
-    if found == ["BertForSequenceClassification"]:
+    if found == [AnswerQuestions.kind.__name__]:
+        return AnswerQuestions.of(source.config)
+    if found == [Tag.kind.__name__]:
+        return Tag(words_field, "tags", Labels(label_names(source.config)))
+    if found == [Classify.kind.__name__]:
         fields = (text_field,) if pair_field is None else (text_field, pair_field)
         regression = source.config.problem_type == "regression"
         names = None if regression else Labels(label_names(source.config))

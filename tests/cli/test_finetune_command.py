@@ -8,10 +8,14 @@ import json
 
 import pytest
 
-from fastbert.cli.finetune import classify
-from fastbert.finetuning import ClassifyOptions
+from fastbert.cli.finetune import classify, qa, tag
+from fastbert.finetuning import AnswerOptions, ClassifyOptions, TagOptions
 
-OPTIONS = {"classify": (classify, ClassifyOptions)}
+OPTIONS = {
+    "classify": (classify, ClassifyOptions),
+    "tag": (tag, TagOptions),
+    "qa": (qa, AnswerOptions),
+}
 FAST = ("--epochs", 1, "--batch-size", 4)
 
 

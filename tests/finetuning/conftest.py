@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from finetuning_problems import NAMES, OTHERS, PLACES
 
 from fastbert.config import BertConfig
 from fastbert.data import WordPieceTokenizer, stories, train_tokenizer
-from fastbert.finetuning import ClassifyOptions
+from fastbert.finetuning import AnswerOptions, ClassifyOptions, TagOptions
 from fastbert.modules import BertForPreTraining
 
 
@@ -52,10 +53,10 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory, tokenizer) -> Path:
 
 
 @pytest.fixture
-def classify(pretrained, tmp_path):
-    """Return a function that makes options of a short run on ``data``."""
+def options_of(pretrained, tmp_path):
+    """Return a function that makes options of a class for a short run on ``data``."""
 
-    def make(data: Path, **changes) -> ClassifyOptions:
+    def make(kind, data: Path, **changes):
         settings = {
             "model": pretrained,
             "output": tmp_path / "out",
@@ -64,6 +65,21 @@ def classify(pretrained, tmp_path):
             "learning_rate": 3e-3,
             **changes,
         }
-        return ClassifyOptions(data=data, **settings)
+        return kind(data=data, **settings)
 
     return make
+
+
+@pytest.fixture
+def classify(options_of):
+    return partial(options_of, ClassifyOptions)
+
+
+@pytest.fixture
+def tag(options_of):
+    return partial(options_of, TagOptions)
+
+
+@pytest.fixture
+def answer(options_of):
+    return partial(options_of, AnswerOptions)
