@@ -107,3 +107,38 @@ def test_a_mistake_is_one_line_and_writes_nothing(
 def test_predict_names_a_mistake(refused, model_folder, reviews, tmp_path):
     message = refused("predict", model_folder, reviews, tmp_path / "said.jsonl")
     assert "is a BertForMaskedLM, allowed: BertForSequenceClassification" in message
+
+
+def test_tags_are_trained_and_predicted(run, model_folder, tmp_path):
+    data = tmp_path / "train.conll"
+    data.write_text("the O\nmill B-LOC\n\na O\ndog O\n\n" * 4)
+    command = ("finetune", "tag", model_folder, data, "-o", tmp_path / "out", *FAST, "--json")
+    result = run(*command)
+    assert result.exit_code == 0, result.output
+    assert "f1" in json.loads(result.stdout)["figures"]["validation"]
+    told = run("predict", tmp_path / "out" / "model", data, tmp_path / "said.jsonl", "--json")
+    assert json.loads(told.stdout)["examples"] == 8
+    first = json.loads((tmp_path / "said.jsonl").read_text().splitlines()[0])
+    assert first["words"] == ["the", "mill"]
+    assert set(first["tags"]) <= {"O", "B-LOC"}
+
+
+def test_answers_are_trained_and_predicted(run, model_folder, tmp_path):
+    data = tmp_path / "train.jsonl"
+    answers = {"text": ["mill"], "answer_start": [8]}
+    rows = [
+        {"id": str(i), "question": "where?", "context": f"the old mill {i}", "answers": answers}
+        for i in range(8)
+    ]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = ("finetune", "qa", model_folder, data, "-o", tmp_path / "out", *FAST, "--stride", 4)
+    result = run(*command)
+    assert result.exit_code == 0, result.output
+    assert "exact match" in result.stdout
+    told = run("predict", tmp_path / "out" / "model", data, tmp_path / "said.jsonl")
+    assert told.exit_code == 0, told.output
+    said = [json.loads(line) for line in (tmp_path / "said.jsonl").read_text().splitlines()]
+    assert [row["id"] for row in said] == [row["id"] for row in rows]
+    for row, asked in zip(said, rows, strict=True):
+        assert row["answer"]
+        assert row["answer"] in asked["context"]

@@ -10,7 +10,9 @@ import torch
 from finetuning_problems import NAMES, OTHERS, PLACES, run, write_rows
 
 from fastbert.data.model_tokenizer import ModelTokenizer
+from fastbert.data.squad import Answer, Question
 from fastbert.finetuning import predict
+from fastbert.finetuning.answer import AnswerQuestions
 from fastbert.finetuning.metrics import exact_match, word_f1
 from fastbert.modules import BertForQuestionAnswering
 
@@ -166,3 +168,21 @@ def test_broken_data_are_named(answer, tmp_path):
     with pytest.raises(ValueError, match="stride: got -1, allowed: an integer >= 0"):
         answer(good, stride=-1)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_window_with_a_part_of_the_answer_has_no_answer(pretrained, answer, tmp_path):
+    words = ["old", "the", "saw", "dog", "cat", "fox", "ran", "and", "new", "hen"]
+    context = " ".join(words)
+    start = context.index("dog")
+    asked = Question("place", "id", "mill", context, (Answer("dog cat fox", start),))
+    # [CLS] mill [SEP], at most six words, [SEP].
+    tokenizer = ModelTokenizer(pretrained, 10)
+    features = AnswerQuestions(3, 30).features(asked, tokenizer)
+    spans = [(f["start_positions"], f["end_positions"]) for f in features]
+    places = [[words.index(context[a:b]) for a, b in filter(None, f["offsets"])] for f in features]
+    assert places == [[0, 1, 2, 3, 4, 5], [3, 4, 5, 6, 7, 8], [6, 7, 8, 9]]
+    assert spans == [(6, 8), (3, 5), (0, 0)]
+    features = AnswerQuestions(2, 30).features(asked, tokenizer)
+    spans = [(f["start_positions"], f["end_positions"]) for f in features]
+    # The second window begins inside the answer.
+    assert spans == [(6, 8), (0, 0)]
