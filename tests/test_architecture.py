@@ -42,9 +42,12 @@ BELOW: dict[str, set[str]] = {
         *("bench", "testing", "integrations", "graphs", "data", "modules", "io", "ops", "config"),
     },
     "jobs": {"bench", "integrations", "data", "modules", "io", "config", "json_file", "version"},
+    "finetuning": {
+        *("training", "jobs", "data", "modules", "io", "ops", "config", "json_file", "atomic_file"),
+    },
     "cli": {
-        *("training", "jobs", "bench", "testing", "integrations", "data", "modules", "io", "ops"),
-        *("config", "json_file", "atomic_file", "version"),
+        *("finetuning", "training", "jobs", "bench", "testing", "integrations", "data", "modules"),
+        *("io", "ops", "config", "json_file", "atomic_file", "version"),
     },
 }
 

@@ -14,7 +14,10 @@ import pytest
 
 import fastbert
 
-PUBLIC = ("fastbert", *(f"fastbert.{room}" for room in ("data", "modules", "ops", "training")))
+PUBLIC = (
+    "fastbert",
+    *(f"fastbert.{room}" for room in ("data", "finetuning", "modules", "ops", "training")),
+)
 PROMPT = ">>> "
 # A sentence ends at a mark before a space and a capital letter; "et al. 2019" does not end one.
 NEXT_SENTENCE = re.compile(r"[.!?] +[A-Z]")

@@ -14,7 +14,9 @@ from fastbert.cli.common import FriendlyGroup
 from fastbert.cli.demo import demo
 from fastbert.cli.encode import encode
 from fastbert.cli.fill_mask import fill_mask
+from fastbert.cli.finetune import finetune
 from fastbert.cli.info import info
+from fastbert.cli.predict import predict
 from fastbert.cli.pretrain import pretrain
 from fastbert.version import __version__
 
@@ -59,6 +61,7 @@ for _name, _function, _example in (
         pretrain,
         "fastbert pretrain /usr/share/common-licenses out --preset tiny --steps 300",
     ),
+    ("predict", predict, "fastbert predict out/reviews/model new.csv labels.jsonl"),
     ("fill-mask", fill_mask, 'fastbert fill-mask demo/model "The dog [MASK] the ball."'),
     ("encode", encode, "fastbert encode demo/model sentences.txt sentences.npy --normalize"),
     ("classify", classify, "fastbert classify model reviews.parquet labels.parquet --field body"),
@@ -66,6 +69,7 @@ for _name, _function, _example in (
     app.command(_name, epilog=f"Example: [bold]{_example.replace('[', chr(92) + '[')}[/]")(
         _function
     )
+app.add_typer(finetune, name="finetune")
 
 
 def main() -> None:

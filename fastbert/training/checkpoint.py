@@ -11,8 +11,7 @@ from fastbert.io import commit
 from fastbert.training import state
 
 if TYPE_CHECKING:
-    from fastbert.data import WordPieceTokenizer
-    from fastbert.modules import BertForPreTraining
+    from fastbert.modules import BertPreTrainedModel
 
 CHECKPOINT = "model"
 
@@ -28,7 +27,9 @@ def refuse_existing(output: Path, *, overwrite: bool) -> None:
         )
 
 
-def save_checkpoint(folder: Path, model: BertForPreTraining, tokenizer: WordPieceTokenizer) -> None:
+def save_checkpoint(
+    folder: Path, model: BertPreTrainedModel, tokenizer: state.StoredTokenizer
+) -> None:
     """Write weights, configuration and tokenizer in the layout of Hugging Face.
 
     One commit replaces all files (``fastbert.io.commit``). If the process dies, the folder has

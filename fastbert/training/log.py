@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,27 +73,39 @@ def read_log(path: str | os.PathLike[str]) -> list[LogRow]:
     return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
 
 
-def plot_curves(rows: list[LogRow], path: Path) -> None:
-    """Draw the losses and accuracies against the step to the PNG file `path`."""
+# The panels of the curves of a pre-training run: a name in the rows, and its title.
+PANELS = {
+    "mlm_loss": "masked-LM loss (nats)",
+    "mlm_accuracy": "masked-LM accuracy",
+    "nsp_loss": "next-sentence loss (nats)",
+    "nsp_accuracy": "next-sentence accuracy",
+}
+BASELINE = "mlm_baseline_accuracy"
+
+
+def plot_curves(rows: list[LogRow], path: Path, panels: Mapping[str, str] = PANELS) -> None:
+    """Draw figures of the log against the step.
+
+    Args:
+        rows: The rows of the log. A row without the figure of a panel gives no point in it.
+        path: The PNG file.
+        panels: The title of each panel by the name of its figure; their number is even.
+    """
     # The object interface with Agg needs no display and does not change pyplot's global state.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 7), layout="constrained")
+    lines = len(panels) // 2
+    figure = Figure(figsize=(11, 3.5 * lines), layout="constrained")
     FigureCanvasAgg(figure)
-    panels = {
-        "mlm_loss": "masked-LM loss (nats)",
-        "mlm_accuracy": "masked-LM accuracy",
-        "nsp_loss": "next-sentence loss (nats)",
-        "nsp_accuracy": "next-sentence accuracy",
-    }
-    for axes, (name, title) in zip(figure.subplots(2, 2).flat, panels.items(), strict=True):
+    for axes, (name, title) in zip(figure.subplots(lines, 2).flat, panels.items(), strict=True):
         for event, style in (("train", "-"), ("evaluation", "o--")):
-            points = [(row["step"], row[name]) for row in rows if row["event"] == event]
+            chosen = [row for row in rows if row["event"] == event and name in row]
+            points = [(row["step"], row[name]) for row in chosen]
             if points:
                 label = "training" if event == "train" else "held-out"
                 axes.plot(*zip(*points, strict=True), style, label=label)
-        baselines = [row["mlm_baseline_accuracy"] for row in rows if row["event"] == "evaluation"]
+        baselines = [row[BASELINE] for row in rows if BASELINE in row]
         if name == "mlm_accuracy" and baselines:
             axes.axhline(baselines[-1], color="gray", linestyle=":", label="most frequent token")
         axes.set(title=title, xlabel="step")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
 from typing import Any
@@ -29,14 +30,22 @@ def describe(row: dict[str, Any]) -> str:
 class TrainingProgress:
     """Shows the progress of a training loop; a context manager."""
 
-    def __init__(self, console: Console, total: int, done: int = 0) -> None:
+    def __init__(
+        self,
+        console: Console,
+        total: int,
+        done: int = 0,
+        describe: Callable[[dict[str, Any]], str] = describe,
+    ) -> None:
         """Prepare the output.
 
         Args:
             console: Where progress is shown.
             total: Number of steps.
             done: Number of steps before a run that is resumed.
+            describe: Formats a training row of the log in one line.
         """
+        self._describe = describe
         self._console = console
         self._total = total
         self._bar: Progress | None = None
@@ -81,10 +90,10 @@ class TrainingProgress:
             seconds_left: Estimate of the remaining time, in seconds.
         """
         if self._bar is not None:
-            self._bar.update(self._task, status=describe(row))
+            self._bar.update(self._task, status=self._describe(row))
         else:
             step = f"{row['step']:>{len(str(self._total))}}/{self._total}"
-            self.note(f"step {step}  {describe(row)}  {seconds_left:.0f} s left")
+            self.note(f"step {step}  {self._describe(row)}  {seconds_left:.0f} s left")
 
     def note(self, message: str) -> None:
         """Show a line of text; an OSError, as for a full disk, is ignored."""

@@ -21,7 +21,7 @@ import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
@@ -32,6 +32,14 @@ CHECKPOINTS, STATE = "checkpoints", "state.json"
 NAME = re.compile(r"step-(\d{8,})$")
 # The layout of the files; a checkpoint of another layout is refused.
 LAYOUT = 1
+
+
+class StoredTokenizer(Protocol):
+    """A tokenizer that writes its files."""
+
+    def save(self, folder: Path, *, max_length: int | None = ...) -> None:
+        """Write the files, with the largest number of tokens if it is given."""
+        ...
 
 
 class Checkpoint(NamedTuple):
@@ -59,7 +67,7 @@ def save(
     step: int,
     content: Mapping[str, Any],
     tensors: Mapping[str, Mapping[str, Tensor]],
-    tokenizer: WordPieceTokenizer,
+    tokenizer: StoredTokenizer,
     keep: int,
 ) -> None:
     """Write a checkpoint, and delete those before the last `keep`.

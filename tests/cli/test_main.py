@@ -15,7 +15,9 @@ from fastbert.ops import backend
 from fastbert.testing import parity
 from fastbert.version import __version__
 
-COMMANDS = ("info", "check", "bench", "demo", "pretrain", "fill-mask", "encode", "classify")
+COMMANDS = (
+    *("info", "check", "bench", "demo", "pretrain", "predict", "fill-mask", "encode", "classify"),
+)
 
 
 @pytest.mark.parametrize("command", COMMANDS)

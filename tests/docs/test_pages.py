@@ -85,8 +85,12 @@ def test_the_commands_and_options_of_a_page_exist(page: Path):
             assert words[1] in ("--help", "--version"), words
             continue
         assert words[1] in COMMANDS, words
+        command = COMMANDS[words[1]]
+        if hasattr(command, "commands"):
+            assert words[2] in command.commands, words
+            command = command.commands[words[2]]
         known = {"--help"}
-        for parameter in COMMANDS[words[1]].params:
+        for parameter in command.params:
             known |= {*parameter.opts, *parameter.secondary_opts}
         assert set(options) <= known, words
 

@@ -1,0 +1,214 @@
+"""The tokenizer of a model for fine-tuning: texts, sentences of words, and windows of contexts."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from tokenizers import Encoding
+
+from fastbert.data.json_tokenizer import load_tokenizer
+from fastbert.data.tokenizer import CONFIG, Encoded, read_config, rust_errors
+
+FILES = ("tokenizer.json", "vocab.txt", "special_tokens_map.json", "added_tokens.json")
+LENGTH = "model_max_length"
+# The longest question, in tokens; a longer one is cut (Devlin et al. 2019).
+LONGEST_QUESTION = 64
+
+
+class Words(NamedTuple):
+    """Consecutive words of a sentence that fit into one sequence.
+
+    Attributes:
+        ids: Ids of the tokens, special tokens included.
+        first: Index of the first word in the sentence.
+        places: Index of the first token of each word in `ids`.
+    """
+
+    ids: list[int]
+    first: int
+    places: list[int]
+
+
+class Window(NamedTuple):
+    """A question with a part of its context.
+
+    Attributes:
+        ids: Ids of the tokens, special tokens included.
+        token_types: Token type of each id.
+        offsets: Start and end of each token in the context, as indices of characters; None for
+            tokens that are not of the context.
+    """
+
+    ids: list[int]
+    token_types: list[int]
+    offsets: list[tuple[int, int] | None]
+
+
+class ModelTokenizer:
+    """The tokenizer of a model folder, which writes the same files to the folder of a new model.
+
+    Attributes:
+        folder: The model folder.
+        limit: Largest number of tokens of a sequence.
+        size: Largest id of the vocabulary plus 1.
+        truncated: Number of texts that `encode` has cut.
+    """
+
+    def __init__(self, folder: Path, limit: int) -> None:
+        """Load the tokenizer.
+
+        Args:
+            folder: Folder with ``tokenizer.json`` or ``vocab.txt``.
+            limit: Largest number of tokens of a sequence.
+
+        Raises:
+            FileNotFoundError: If the folder has neither file.
+            ValueError: If a file is broken.
+        """
+        self.folder, self.limit, self.truncated = folder, limit, 0
+        self._tokenizer = load_tokenizer(folder)
+        self._backend = self._tokenizer.backend
+        self._config = read_config(folder)
+        self.size = max(self._backend.get_vocab().values()) + 1
+        self._files = {
+            name: (folder / name).read_bytes() for name in FILES if (folder / name).is_file()
+        }
+        # A tokenizer without a post-processor adds no special tokens to a sentence.
+        self._begin, self._end = self._special()
+
+    def _special(self) -> tuple[list[int], list[int]]:
+        """Return the ids of the special tokens before and after a text."""
+        ids = self._tokenizer.encode("a")
+        inner = self._backend.encode("a", add_special_tokens=False).ids
+        starts = range(len(ids) - len(inner) + 1)
+        start = next((i for i in starts if ids[i : i + len(inner)] == inner), 0)
+        return ids[:start], ids[start + len(inner) :]
+
+    def encode(self, texts: Sequence[str]) -> Encoded:
+        """Encode a text or a pair of texts; the end of the longer one is cut.
+
+        Args:
+            texts: One text or two.
+
+        Returns:
+            The ids and the token types.
+
+        Raises:
+            ValueError: If the limit leaves no room for the special tokens.
+        """
+        encoded = self._tokenizer.encode_within(self.limit, *texts)
+        self.truncated += encoded.truncated
+        return encoded
+
+    def encode_words(self, words: Sequence[str]) -> Iterator[Words]:
+        """Encode a sentence of words, and divide it if it is longer than the limit.
+
+        A division is between two words, so that each word has its tokens in one sequence. Only a
+        word that is longer than the limit loses its last tokens. A word that has no tokens, such as
+        a control character, is encoded as the unknown token.
+
+        Args:
+            words: The words of the sentence.
+
+        Yields:
+            The sequences, in the order of the words.
+        """
+        room = self.limit - len(self._begin) - len(self._end)
+        ids, first = list(self._begin), 0
+        places: list[int] = []
+        for index, pieces in enumerate(self._pieces(words)):
+            pieces = pieces[:room]
+            if places and len(ids) + len(pieces) + len(self._end) > self.limit:
+                yield Words([*ids, *self._end], first, places)
+                ids, places, first = list(self._begin), [], index
+            places.append(len(ids))
+            ids += pieces
+        if places:
+            yield Words([*ids, *self._end], first, places)
+
+    def _pieces(self, words: Sequence[str]) -> list[list[int]]:
+        """Return the ids of each word."""
+        self._backend.no_truncation()
+        with rust_errors(f"{self.folder}: the tokenizer fails"):
+            encoding = self._backend.encode(
+                list(words), is_pretokenized=True, add_special_tokens=False
+            )
+        pieces: list[list[int]] = [[] for _ in words]
+        for index, word in zip(encoding.ids, encoding.word_ids, strict=True):
+            if word is not None:
+                pieces[word].append(index)
+        return [ids or [self._unknown()] for ids in pieces]
+
+    def _unknown(self) -> int:
+        token = getattr(self._backend.model, "unk_token", None)
+        index = None if token is None else self._backend.token_to_id(token)
+        if index is None:
+            raise ValueError(
+                f"{self.folder}: a word has no tokens, and the tokenizer has no unknown token"
+            )
+        return index
+
+    def encode_windows(self, question: str, context: str, stride: int) -> list[Window]:
+        """Encode a question with each window of its context.
+
+        The windows have at most `limit` tokens. Two consecutive windows share `stride` tokens of
+        the context, so that an answer of up to `stride` tokens is whole in one of them. A question
+        of more than 64 tokens is cut.
+
+        Args:
+            question: The question.
+            context: The context.
+            stride: Number of shared tokens.
+
+        Returns:
+            The windows, at least one.
+
+        Raises:
+            ValueError: If the limit leaves no room for more than `stride` tokens of the context.
+        """
+        backend = self._backend
+        with rust_errors(f"{self.folder}: the tokenizer fails"):
+            backend.no_truncation()
+            asked = backend.encode(question, add_special_tokens=False)
+            if len(asked.ids) > LONGEST_QUESTION:
+                question = question[: asked.offsets[LONGEST_QUESTION - 1][1]]
+                asked = backend.encode(question, add_special_tokens=False)
+            special = backend.num_special_tokens_to_add(True)
+            if special == 0:
+                raise ValueError("it adds no special tokens between a question and a context")
+            room = self.limit - len(asked.ids) - special
+            if room <= stride:
+                raise ValueError(
+                    f"max_length: got {self.limit}, which leaves {room} tokens for a context, "
+                    f"allowed: more than the stride, {stride}"
+                )
+            backend.enable_truncation(self.limit, stride=stride, strategy="only_second")
+            encoding = backend.encode(question, context)
+            backend.no_truncation()
+        return [_window(part) for part in (encoding, *encoding.overflowing)]
+
+    def save(self, folder: str | os.PathLike[str], *, max_length: int | None = None) -> None:
+        """Write the files of the tokenizer, as they were in the model folder.
+
+        Args:
+            folder: Folder, which exists.
+            max_length: Any number writes `limit` as ``model_max_length``, so that other programs
+                cut texts as the training did. None keeps the value of the model folder.
+        """
+        for name, content in self._files.items():
+            (Path(folder) / name).write_bytes(content)
+        config = self._config if max_length is None else {**self._config, LENGTH: self.limit}
+        text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+        (Path(folder) / CONFIG).write_text(text, encoding="utf-8")
+
+
+def _window(part: Encoding) -> Window:
+    offsets = [
+        offset if sequence == 1 else None
+        for offset, sequence in zip(part.offsets, part.sequence_ids, strict=True)
+    ]
+    return Window(part.ids, part.type_ids, offsets)

@@ -1,0 +1,108 @@
+"""The names of labels, and the indices that a model has for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+Value = str | int
+# The loss of a regression is computed in fp32, whose largest number is 3e38, from squares.
+LARGEST_TARGET = 1e18
+
+
+class Labels:
+    """The labels of a task.
+
+    Attributes:
+        names: The name of each label by its index.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        """Keep the names.
+
+        Args:
+            names: The names, at least two.
+
+        Raises:
+            ValueError: If there are fewer than two names, or if a name appears twice.
+        """
+        self.names = list(names)
+        self._indices = {name: index for index, name in enumerate(self.names)}
+        if len(self.names) < 2 or len(self._indices) < len(self.names):
+            found = ", ".join(self.names) or "none"
+            raise ValueError(f"labels: got {found:.200}, allowed: at least two different names")
+
+    @classmethod
+    def found_in(cls, values: Iterable[Value]) -> Labels:
+        """Return the labels that appear in data, sorted as numbers if all of them are numbers."""
+        names = {str(value) for value in values}
+        numbers = all(name.removeprefix("-").isdecimal() for name in names)
+        return cls(sorted(names, key=(lambda name: (int(name), name)) if numbers else None))
+
+    def index(self, value: Value, place: str) -> int:
+        """Return the index of a label.
+
+        Args:
+            value: The name of the label. If no label has this name, the value may also be the index
+                of the label.
+            place: File and line of the label, for the message.
+
+        Returns:
+            The index.
+
+        Raises:
+            ValueError: If there is no such label. The message names the place.
+        """
+        name = str(value)
+        if name in self._indices:
+            return self._indices[name]
+        # With names, a number is an index. Labels that are numbers are names themselves.
+        by_index = not any(known.removeprefix("-").isdecimal() for known in self.names)
+        if by_index and name.isdecimal() and int(name) < len(self.names):
+            return int(name)
+        allowed = ", ".join(self.names)
+        more = f", or an index from 0 to {len(self.names) - 1}" if by_index else ""
+        raise ValueError(f"{place}: got the label {value!r:.100}, allowed: {allowed:.500}{more}")
+
+
+def check_label(value: Any, place: str) -> Value:
+    """Return a label that is a text or an integer.
+
+    Args:
+        value: The value in the data.
+        place: File and line, for the message.
+
+    Returns:
+        The value.
+
+    Raises:
+        ValueError: If the value is empty or of another type. The message names the place.
+    """
+    if not isinstance(value, (str, int)) or isinstance(value, bool) or value == "":
+        raise ValueError(f"{place}: got the label {value!r:.100}, allowed: a name or an integer")
+    return value
+
+
+def check_number(value: Any, place: str) -> float:
+    """Return a target of a regression.
+
+    Args:
+        value: The value in the data: a number, or its text.
+        place: File and line, for the message.
+
+    Returns:
+        The number.
+
+    Raises:
+        ValueError: If the value is not a finite number. The message names the place.
+    """
+    try:
+        number = float("nan" if value is None or isinstance(value, bool) else value)
+    except (TypeError, ValueError):
+        number = float("nan")
+    if not abs(number) <= LARGEST_TARGET:
+        raise ValueError(
+            f"{place}: got the number {value!r:.100}, allowed: a finite number of at most "
+            f"{LARGEST_TARGET:.0e}"
+        )
+    return number

@@ -1,0 +1,124 @@
+"""The model of a run: a pre-trained encoder with the head of the task."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from fastbert.config import BertConfig
+from fastbert.data import model_max_length
+from fastbert.data.model_tokenizer import ModelTokenizer
+from fastbert.finetuning.task import Task, label_names
+from fastbert.io import checkpoint
+from fastbert.modules import BertPreTrainedModel
+
+# These settings are fields of BertConfig; the others of a task are kept in its `extra`.
+FIELDS = ("num_labels", "problem_type")
+
+
+class Source:
+    """A pre-trained model that has been read.
+
+    Attributes:
+        folder: Folder of its files.
+        config: Its configuration.
+    """
+
+    def __init__(self, model: str | os.PathLike[str]) -> None:
+        """Read the files.
+
+        Args:
+            model: Folder or hub id.
+
+        Raises:
+            FileNotFoundError: If there is no checkpoint.
+            ValueError: If the checkpoint is damaged, or if its model type is not ``"bert"``.
+        """
+        self._stored = checkpoint.read(model)
+        self.folder: Path = self._stored.folder
+        self.config: BertConfig = self._stored.config({})
+        if self.config.model_type != "bert":
+            raise ValueError(
+                f"model: {self.folder} has the model type {self.config.model_type!r}, allowed: "
+                "'bert'; fastbert.accelerate takes models of transformers for training"
+            )
+
+    def max_length(self) -> int:
+        """Return the largest number of tokens of the training, or the limit of the model."""
+        limit = self.config.max_length
+        return min(model_max_length(self.folder) or limit, limit)
+
+    def tokenizer(self, max_length: int | None) -> ModelTokenizer:
+        """Load the tokenizer.
+
+        Args:
+            max_length: Largest number of tokens of a sequence; None is the limit of the model.
+
+        Returns:
+            The tokenizer.
+
+        Raises:
+            ValueError: If `max_length` exceeds the positions of the model, or if the vocabulary
+                does not fit the configuration.
+        """
+        positions = self.config.max_length
+        limit = positions if max_length is None else max_length
+        if limit > positions:
+            raise ValueError(
+                f"max_length: got {limit}, allowed: at most {positions}, the positions of "
+                f"{self.folder}"
+            )
+        tokenizer = ModelTokenizer(self.folder, limit)
+        if tokenizer.size > self.config.vocab_size:
+            raise ValueError(
+                f"model: the tokenizer of {self.folder} has ids up to {tokenizer.size - 1}, but "
+                f"config.json says vocab_size {self.config.vocab_size}; allowed: ids below it"
+            )
+        return tokenizer
+
+    def classes(self) -> list[str]:
+        """Return the names of the classes in ``config.json``."""
+        return self._stored.architectures()
+
+    def build(self, task: Task, backend: str | None, *, whole: bool = False) -> BertPreTrainedModel:
+        """Build the model of a task in fp32, with the weights of the checkpoint.
+
+        The weights of a head are taken over if the checkpoint has the same head with the same
+        labels; otherwise the head is new. The seed of torch decides the weights of a new head.
+
+        Args:
+            task: The task.
+            backend: Backend of every operation; None lets each operation choose.
+            whole: Whether the checkpoint must have all weights.
+
+        Returns:
+            The model.
+
+        Raises:
+            ValueError: If the weights do not fit the configuration, or if `whole` is True and a
+                weight is missing.
+        """
+        settings = task.settings()
+        fields = {name: settings.pop(name) for name in FIELDS if name in settings}
+        config = self.config.replace(extra={**self.config.extra, **settings}, **fields)
+        stored = self._stored
+        if not self._same_head(task, config):
+            kept = {n: t for n, t in stored.tensors.items() if not n.startswith(task.head)}
+            stored = checkpoint.Stored(stored.folder, stored.content, kept)
+        with torch.device("meta"):
+            tensors = checkpoint.fit(task.kind(config, backend=backend), stored)
+        model = task.kind(config, backend=backend)
+        missing = [name for name in model.state_dict() if name not in tensors]
+        if whole and missing:
+            raise ValueError(f"model: {self.folder} lacks {', '.join(missing):.300}")
+        checkpoint.load_into(model, tensors, stored.folder)
+        return model
+
+    def _same_head(self, task: Task, config: BertConfig) -> bool:
+        return (
+            self.classes() == [task.kind.__name__]
+            and label_names(self.config) == label_names(config)
+            and self.config.problem_type in (None, config.problem_type)
+        )

@@ -1,0 +1,140 @@
+"""The options of a fine-tuning run, which are checked before any file is read."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from fastbert.finetuning.task import Task
+from fastbert.ops.backend import validate
+
+PRECISIONS = ("fp32", "bf16")
+# A run may be resumed with other values of these options, which do not change its results. The
+# content of the data is compared instead of its paths.
+FREE = ("output", "data", "validation", "test", "overwrite", "save_every", "keep_checkpoints")
+
+Folder = str | os.PathLike[str]
+
+
+def check(option: str, value: Any, allowed: str, ok: bool) -> None:
+    """Raise ValueError with the option, its value and the allowed values, unless `ok` is True."""
+    if not ok:
+        raise ValueError(f"{option}: got {value!r}, allowed: {allowed}")
+
+
+def is_count(value: Any) -> bool:
+    """Return whether `value` is an integer of at least 1."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuneOptions:
+    """The options that all tasks share.
+
+    Args:
+        model: Folder or hub id of a pre-trained model of ``model_type`` ``"bert"``.
+        data: File of the training part, or folder with the parts.
+        output: Folder that receives ``model/``, ``metrics.json``, ``log.jsonl``, the figures and
+            ``checkpoints/``.
+        validation: File or folder of the validation part; None takes the part in `data`, or holds
+            out a fraction of the training part.
+        test: File or folder of the test part; None takes the part in `data`, if there is one.
+        held_out: Fraction of the training part that is held out if there is no validation part,
+            in [0, 1).
+        overwrite: Whether the run starts anew and replaces an earlier run in `output`. With False,
+            the earlier run is resumed.
+        epochs: Number of epochs.
+        batch_size: Number of sequences of a batch.
+        learning_rate: Peak of the learning rate, which rises linearly and then falls linearly to
+            zero.
+        warmup: Fraction of the steps in which the learning rate rises, in [0, 1).
+        weight_decay: Weight decay of matrices and embedding tables.
+        clip_norm: Largest L2 norm of the gradient.
+        max_length: Largest number of tokens of a sequence; None is the default of the task.
+        freeze: Whether the embeddings and the layers of the encoder keep their weights, so that
+            only the head is trained.
+        precision: ``"fp32"``, or ``"bf16"`` for autocast with fp32 weights.
+        seed: Seed of the held-out part, the weights of a new head, the batches and dropout.
+        backend: ``"reference"``, ``"triton"``, ``"cuda"`` or ``"cpu"`` for all operations; None
+            lets each operation choose.
+        log_every: Number of steps between two rows of the log.
+        save_every: Number of steps between two checkpoints; None writes a checkpoint after each
+            epoch only.
+        keep_checkpoints: Number of checkpoints that stay in the folder ``checkpoints``.
+
+    Raises:
+        ValueError: If an option is not allowed. The message names the option, its value and the
+            allowed values.
+    """
+
+    model: Folder
+    data: Folder
+    output: Folder
+    validation: Folder | None = None
+    test: Folder | None = None
+    held_out: float = 0.1
+    overwrite: bool = False
+    epochs: int = 3
+    batch_size: int = 16
+    learning_rate: float = 3e-5
+    warmup: float = 0.1
+    weight_decay: float = 0.01
+    clip_norm: float = 1.0
+    max_length: int | None = None
+    freeze: bool = False
+    precision: str = "fp32"
+    seed: int = 0
+    backend: str | None = None
+    log_every: int = 10
+    save_every: int | None = None
+    keep_checkpoints: int = 2
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        for name in ("epochs", "batch_size", "log_every", "keep_checkpoints"):
+            value = getattr(self, name)
+            check(name, value, "an integer >= 1", is_count(value))
+        for name in ("max_length", "save_every"):
+            value = getattr(self, name)
+            check(name, value, "None or an integer >= 1", value is None or is_count(value))
+        for name in ("learning_rate", "clip_norm"):
+            value = getattr(self, name)
+            check(name, value, "a finite number > 0", _is_number(value) and value > 0)
+        value = self.weight_decay
+        check("weight_decay", value, "a finite number >= 0", _is_number(value) and value >= 0)
+        for name in ("warmup", "held_out"):
+            value = getattr(self, name)
+            check(name, value, "a number in [0, 1)", _is_number(value) and 0 <= value < 1)
+        seed = self.seed
+        sound = is_count(seed) or (seed == 0 and seed is not False)
+        check("seed", seed, "an integer in [0, 2**63)", sound and seed < 2**63)
+        check("precision", self.precision, ", ".join(PRECISIONS), self.precision in PRECISIONS)
+        validate(self.backend)
+
+    def task(self) -> Task:
+        """Return the task, which the subclass decides."""
+        raise NotImplementedError
+
+    @property
+    def folder(self) -> Path:
+        """Path of the folder `output`."""
+        return Path(self.output)
+
+    def parts(self) -> dict[str, Path | None]:
+        """Return the paths of the parts that the caller names."""
+        return {
+            name: None if path is None else Path(path)
+            for name, path in (("validation", self.validation), ("test", self.test))
+        }
+
+    def decisive(self) -> dict[str, Any]:
+        """Return the options that decide about the results of a run, as plain data."""
+        chosen = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in FREE}
+        return {**chosen, "model": os.fspath(self.model)}

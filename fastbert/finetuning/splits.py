@@ -1,0 +1,107 @@
+"""The parts of a data set: training, validation and test."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+# The names that files and subfolders of each part may have.
+NAMES: dict[str, tuple[str, ...]] = {
+    "train": ("train",),
+    "validation": ("validation", "valid", "val", "dev", "testa"),
+    "test": ("test", "testb"),
+}
+Item = TypeVar("Item")
+
+
+def find_parts(
+    data: Path, given: Mapping[str, Path | None], formats: Sequence[str], *, folders: bool
+) -> dict[str, Path]:
+    """Find the file or the folder of each part.
+
+    A file is the training part. In a folder, a part is the file whose name begins with the name of
+    the part, such as ``train.csv`` or ``dev-v2.0.json``, or the subfolder with this name.
+
+    Args:
+        data: A file or a folder.
+        given: The paths of parts that the caller names, which replace those that are found.
+        formats: The suffixes of files, in lower case.
+        folders: Whether a part may be a folder.
+
+    Returns:
+        The path of each part; the training part is always there.
+
+    Raises:
+        FileNotFoundError: If a path does not exist.
+        ValueError: If there is no training part, or if there are several candidates for a part.
+    """
+    for name, path in {"data": data, **given}.items():
+        if path is not None and not path.exists():
+            raise FileNotFoundError(f"{name}: {path} does not exist, allowed: a file or a folder")
+    parts = {} if data.is_dir() else {"train": data}
+    if data.is_dir():
+        for part, names in NAMES.items():
+            found = [path for path in sorted(data.iterdir()) if _is_part(path, names, formats)]
+            found = [path for path in found if folders or path.is_file()]
+            if len(found) > 1:
+                listed = ", ".join(path.name for path in found)
+                raise ValueError(
+                    f"data: {data} has several files for the part {part}: {listed}; allowed: one, "
+                    "or the path of the file itself"
+                )
+            if found:
+                parts[part] = found[0]
+    parts |= {name: path for name, path in given.items() if path is not None}
+    if "train" not in parts:
+        kinds = ", ".join(f"train{suffix}" for suffix in formats)
+        folder = ", or the folder train" if folders else ""
+        raise ValueError(f"data: {data} has no training part, allowed: {kinds}{folder}")
+    return parts
+
+
+def _is_part(path: Path, names: Sequence[str], formats: Sequence[str]) -> bool:
+    if path.is_dir():
+        return path.name in names
+    stem, suffix = path.stem.lower(), path.suffix.lower()
+    # The files of CoNLL 2003 are named eng.train, eng.testa and eng.testb.
+    if suffix[1:] in names:
+        return suffix in formats
+    begins = any(stem == name or stem.startswith((f"{name}-", f"{name}_")) for name in names)
+    return begins and suffix in formats
+
+
+def hold_out(
+    items: Sequence[Item], fraction: float, seed: int, group: Callable[[Item], Hashable]
+) -> tuple[list[Item], list[Item]]:
+    """Divide the training part into examples to train on and examples for validation.
+
+    Args:
+        items: The examples.
+        fraction: Fraction of the groups that is held out, in [0, 1). A fraction above 0 holds out
+            at least one group.
+        seed: Seed of the choice.
+        group: Function from an example to its group. Examples of one group stay together.
+
+    Returns:
+        The examples to train on and those that are held out, both in their order.
+
+    Raises:
+        ValueError: If no example is left for the training.
+    """
+    if fraction == 0:
+        return list(items), []
+    groups = list(dict.fromkeys(map(group, items)))
+    held = max(1, round(len(groups) * fraction))
+    if held >= len(groups):
+        raise ValueError(
+            f"held_out: got {fraction} of {len(groups)} examples or contexts, which leaves none to "
+            "train on; allowed: more data, a smaller number, or 0"
+        )
+    random.Random(seed).shuffle(groups)
+    chosen = set(groups[:held])
+    return (
+        [item for item in items if group(item) not in chosen],
+        [item for item in items if group(item) in chosen],
+    )

@@ -1,0 +1,166 @@
+"""The parts in which fine-tuning tasks differ."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fastbert.config import BertConfig
+from fastbert.data.model_tokenizer import ModelTokenizer
+from fastbert.finetuning.metrics import Figures
+from fastbert.modules import BertPreTrainedModel
+
+# A sequence of tokens as a packed collator takes it. Its entry "example" is the index of the
+# example from which it was made.
+Feature = dict[str, Any]
+Batch = dict[str, Any]
+# A NamedTuple whose first field is ``place``, the file and line for error messages.
+Example = Any
+
+
+class Confusion(NamedTuple):
+    """How often each label was predicted for each expected label.
+
+    Attributes:
+        matrix: Counts, int64 of shape ``(C, C)``; a row is an expected label.
+        names: The names of the labels.
+    """
+
+    matrix: NDArray[np.int64]
+    names: list[str]
+
+
+class Judgement(NamedTuple):
+    """The figures of a model on a part of the data.
+
+    Attributes:
+        figures: The figures by name.
+        confusion: The confusion matrix of a task with labels; otherwise None.
+    """
+
+    figures: Figures
+    confusion: Confusion | None
+
+
+class Task(ABC):
+    """A task: how its data are read, encoded and judged.
+
+    Attributes:
+        name: Name of the subcommand.
+        formats: The suffixes of its files.
+        folders: Whether a part may be a folder.
+        kind: The class of its model.
+        head: Beginnings of the names of the weights that belong to the head.
+        main: The figure that the curves show beside the loss, and its title.
+        longest: Default of the largest number of tokens; None means the limit of the model.
+    """
+
+    name: str
+    formats: tuple[str, ...]
+    folders = False
+    kind: type[BertPreTrainedModel]
+    head: tuple[str, ...]
+    main: tuple[str, str]
+    longest: int | None = None
+
+    @abstractmethod
+    def read(self, path: Path, *, labelled: bool = True) -> list[Example]:
+        """Read the examples of a part.
+
+        Args:
+            path: A file or folder.
+            labelled: Whether the examples have labels; if not, their labels are empty or None.
+
+        Returns:
+            The examples, at least one.
+
+        Raises:
+            ValueError: If the data are not usable. The message names the file and the line.
+        """
+
+    def learn(self, examples: Sequence[Example]) -> None:  # noqa: B027
+        """Take over facts from the whole training part, such as the names of the labels."""
+
+    def group(self, example: Example) -> Hashable:
+        """Return the group of an example; a group is held out as a whole."""
+        return example.place
+
+    @abstractmethod
+    def settings(self) -> dict[str, Any]:
+        """Return the keys of ``config.json`` that the task decides."""
+
+    @abstractmethod
+    def features(self, example: Example, tokenizer: ModelTokenizer) -> list[Feature]:
+        """Encode an example as one or several sequences, with its labels if it has labels.
+
+        Raises:
+            ValueError: If a label is unknown. The message names the file and the line.
+        """
+
+    @abstractmethod
+    def collate(self, features: Sequence[Feature]) -> Batch:
+        """Build a packed batch."""
+
+    def labels_in(self, batch: Batch) -> int:
+        """Return the number of labels by which the loss of a batch is a mean."""
+        return len(batch["cu_seqlens"]) - 1
+
+    @abstractmethod
+    def rows(self, output: Any, lengths: list[int]) -> list[Tensor]:
+        """Divide the output of a model into a tensor for each sequence of the batch."""
+
+    @abstractmethod
+    def judge(
+        self, examples: Sequence[Example], features: Sequence[Feature], rows: Sequence[Tensor]
+    ) -> Judgement:
+        """Compare the results of a model with the labels.
+
+        Args:
+            examples: The examples.
+            features: Their sequences.
+            rows: The output for each sequence, in fp32 on the CPU.
+
+        Returns:
+            The figures, without the loss.
+        """
+
+    @abstractmethod
+    def answers(
+        self, examples: Sequence[Example], features: Sequence[Feature], rows: Sequence[Tensor]
+    ) -> list[dict[str, Any]]:
+        """Return what the model says about each example, as plain data. Arguments as `judge`."""
+
+    @abstractmethod
+    def describe(self, figures: Figures) -> str:
+        """Format the main figures in one line."""
+
+
+def label_settings(names: Sequence[str]) -> dict[str, Any]:
+    """Return the keys of ``config.json`` that name labels."""
+    return {
+        "num_labels": len(names),
+        "id2label": {str(index): name for index, name in enumerate(names)},
+        "label2id": {name: index for index, name in enumerate(names)},
+    }
+
+
+def label_names(config: BertConfig) -> list[str]:
+    """Return the names of the labels in a configuration by index.
+
+    Raises:
+        ValueError: If ``id2label`` lacks an index.
+    """
+    named = config.to_dict()["id2label"]
+    try:
+        return [str(named[str(index)]) for index in range(config.num_labels)]
+    except (KeyError, TypeError) as error:
+        raise ValueError(
+            f"model: its id2label is {named!r:.200}, allowed: a name for each of "
+            f"0 … {config.num_labels - 1}"
+        ) from error
