@@ -23,6 +23,7 @@ def encoder(
     *,
     batch: int,
     heads: int,
+    projections: int = 1,
     scales: Sequence[Tensor] = (),
     mask: Tensor | None = None,
     bias: Tensor | None = None,
@@ -33,7 +34,8 @@ def encoder(
 ) -> list[Tensor]:
     """Run hidden (T, H) through one layer for every twelve parameters (Devlin et al. 2019).
 
-    If ``scales`` holds eight tensors for each layer, the weights are int8. See
+    With several projections of q, k and v, a layer has two parameters more for each further
+    projection. If ``scales`` holds eight tensors for each layer, the weights are int8. See
     ``fastbert.ops.encoder``.
     """
     dtype = hidden.dtype if dtype is None else dtype
@@ -46,9 +48,15 @@ def encoder(
         return int8_linear(x, int8, b).to(dtype)
 
     states = []
-    for layer in range(len(parameters) // 12):
-        wqkv, bqkv, wo, bo, *norm1, w1, b1, w2, b2 = parameters[12 * layer : 12 * layer + 10]
-        norm2 = parameters[12 * layer + 10 : 12 * layer + 12]
+    count = 10 + 2 * projections
+    for layer in range(len(parameters) // count):
+        own = parameters[count * layer : count * (layer + 1)]
+        wqkv, bqkv = (
+            torch.cat(list(own[i : i + projections])) if projections > 1 else own[i]
+            for i in (0, projections)
+        )
+        wo, bo, *norm1, w1, b1, w2, b2 = own[2 * projections : -2]
+        norm2 = own[-2:]
         of_layer = scales[8 * layer : 8 * layer + 8]
         qkv_scale, out_scale, inner_scale, outer_scale = (of_layer[i : i + 2] for i in (0, 2, 4, 6))
         qkv = product(hidden, wqkv, bqkv, qkv_scale)
