@@ -1,5 +1,5 @@
 // The Python module fastbert._C. It reports how the extension was built, sets the instruction-set
-// level and manages the prepacked weights. The operators are registered in cpu/operators.cpp and
+// level. The operators are registered in cpu/operators.cpp and
 // cuda/cuda_ops.cpp.
 
 #include <c10/util/Exception.h>

@@ -52,7 +52,6 @@ class CpuRow(ContestRow):
     tokens: int = 0
     best_ratio: float | None = None
     difference: float | None = None
-    prepacked_bytes: int | None = None
 
 
 @dataclass
@@ -186,7 +185,7 @@ def take_turns(
         except Failed as failure:
             row.add_note(str(failure))
             continue
-        row.peak_bytes, row.prepacked_bytes = memory["peak"], memory["prepacked"]
+        row.peak_bytes = memory["peak"]
 
 
 def _alternate(

@@ -67,9 +67,9 @@ def contest_lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     yield ""
     yield (
         "| shape | engine | median ms | p10–p90 ms | samples | rate | TFLOP/s | "
-        "share of the limit | ratio | ratio to the best peer | peak MiB | prepacked MiB | note |"
+        "share of the limit | ratio | ratio to the best peer | peak MiB | note |"
     )
-    yield "|---|---|---|---|---|---|---|---|---|---|---|---|---|"
+    yield "|---|---|---|---|---|---|---|---|---|---|---|---|"
     for row in rows:
         yield _row(row)
 
@@ -84,7 +84,7 @@ def _row(row: Mapping[str, Any]) -> str:
     label = f"{row['label']}, {row['dtype']}" if row["direction"] == "training" else row["label"]
     start = f"| {label} | {row['contender']} |"
     if "seconds" not in row:
-        return f"{start} | | | | | | | | | | {row.get('refused', '')} |"
+        return f"{start} | | | | | | | | | {row.get('refused', '')} |"
 
     def ratio(key: str) -> str:
         return f"{row[key]:.2f}" if key in row else ""
@@ -96,5 +96,5 @@ def _row(row: Mapping[str, Any]) -> str:
         f"{start} {1e3 * row['seconds']:.2f} | {1e3 * row['p10']:.2f}–{1e3 * row['p90']:.2f} | "
         f"{row['samples']} | {row['rate']:,.4g} {row['unit']} | {row['tflops']:.3f} | "
         f"{100 * row['of_measured_floor']:.0f} % | {ratio('ratio')} | {ratio('best_ratio')} | "
-        f"{size('peak_bytes')} | {size('prepacked_bytes')} | {row.get('note', '')} |"
+        f"{size('peak_bytes')} | {row.get('note', '')} |"
     )

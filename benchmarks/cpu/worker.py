@@ -104,8 +104,8 @@ class Server:
         return {"forgot": True}
 
     def peak(self) -> dict[str, Any]:
-        """Return the peak of the resident memory, and the bytes of prepacked weights if known."""
-        return {"peak": resident_peak(), "prepacked": prepacked_bytes()}
+        """Return the peak of the resident memory."""
+        return {"peak": resident_peak()}
 
 
 def resident_peak() -> int | None:
@@ -116,16 +116,6 @@ def resident_peak() -> int | None:
         return None
     lines = [line.split() for line in status.splitlines() if line.startswith("VmHWM")]
     return int(lines[0][1]) * 1024 if lines else None
-
-
-def prepacked_bytes() -> int | None:
-    """Return the bytes of the prepacked weights of fastbert; None in other engines."""
-    if "fastbert.ops" not in sys.modules:
-        return None
-    from fastbert.ops import backend
-
-    count = getattr(backend.EXTENSION, "packed_bytes", None)
-    return None if count is None else int(count())
 
 
 def main() -> None:

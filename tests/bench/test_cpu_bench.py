@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # benchmarks/ is no part of the package
 
@@ -20,7 +19,6 @@ from benchmarks.cpu import (
     encoder,
     report,
     runtimes,
-    turned,
 )
 from benchmarks.cpu.ceilings import Ceilings
 from benchmarks.cpu.contest import CpuRow, Setting
@@ -152,7 +150,7 @@ class Fake:
     def ask(self, do: str, **_: object) -> dict:
         if self.seconds < 0:
             raise Failed("no such kernel")
-        memory = {"peak": 1 << 20, "prepacked": None}
+        memory = {"peak": 1 << 20}
         return memory if do == "peak" else {"seconds": self.seconds, "sample": self.sample}
 
     def measure(self, first: int, calls: int) -> float:
@@ -296,20 +294,3 @@ def test_errors_and_order_of_embeddings():
     assert other["max_error"] > 0.1
     assert other["kendall"] < 0.9
     assert "| a | b |" in "\n".join(accuracy.lines({"sentences": 12, "rows": [other]}))
-
-
-def test_products_without_copies_print_a_table(monkeypatch, capsys):
-    pytest.importorskip("fastbert._C", reason="fastbert._C was not built: no compiler")
-    monkeypatch.setattr(turned, "MODELS", {"tiny": (32, 2)})
-    arguments = ["turned", "--levels", "baseline", "--rows", "3", "5", "--rounds", "1"]
-    monkeypatch.setattr(sys, "argv", arguments)
-    threads = torch.get_num_threads()
-    try:
-        turned.main()
-    finally:
-        torch.set_num_threads(threads)
-    lines = [line.split(" | ") for line in capsys.readouterr().out.splitlines()[2:]]
-    assert [line[:4] for line in lines] == [
-        ["| baseline", dtype, "tiny", rows] for dtype in ("bf16", "fp32") for rows in ("3", "5")
-    ]
-    assert all(float(ratio.strip(" |")) > 0 for line in lines for ratio in line[4:])

@@ -39,11 +39,6 @@ def good_calls() -> dict[str, list[Call]]:
     calls["any_outside"] = [
         {"index": torch.tensor([[0, 3], [-100, 4]]), "size": 5, "ignored": -100}
     ]
-    tensors = [torch.randn(3, 4), torch.randn(5)]
-    calls["fingerprint"] = [{"tensors": tensors}]
-    calls["has_fingerprint"] = [
-        {"tensors": tensors, "fingerprint": ops.fingerprint(tensors), "rows": 2}
-    ]
     rising, mixed = torch.tensor([0, 2, 3]), torch.tensor([4, 2, 0])
     calls["scatter_rows"] = [
         {"values": torch.randn(3, H), "indices": i, "rows": 5} for i in (rising, mixed)
@@ -205,17 +200,21 @@ def _cross_entropy(ops: Any, calls: dict[str, list[Call]]) -> None:
 
 def _encoder(calls: dict[str, list[Call]]) -> None:
     shapes = [(3 * H, H), (H, H), (INNER, H), (H, INNER)]
-    floating, integer, scales = [], [], []
+    floating, parted, integer, scales = [], [], [], []
     for _ in range(2):
         weights = [torch.randn(shape) / 4 for shape in shapes]
         packed = [_int8_weight(*shape) for shape in shapes]
         biases, norms = [torch.randn(shape[0]) for shape in shapes], torch.randn(4, H)
         for into, ws in ((floating, weights), (integer, [p.packed for p in packed])):
             qkv, projection, inner, outer = zip(ws, biases, strict=True)
-            into += [*qkv, *projection, *norms[:2], *inner, *outer, *norms[2:]]
+            rest_of_layer = [*projection, *norms[:2], *inner, *outer, *norms[2:]]
+            into += [*qkv, *rest_of_layer]
+            if into is floating:
+                parted += [part for t in qkv for part in t.split(H)] + rest_of_layer
         scales += [t for p in packed for t in (p.scale, p.column_sum)]
     rest = {
         "heads": HEADS,
+        "projections": 1,
         "eps": 1e-12,
         "activation": "gelu",
         "dtype": torch.float32,
@@ -231,4 +230,5 @@ def _encoder(calls: dict[str, list[Call]]) -> None:
     calls["encoder"] = [
         {"hidden": hidden, "parameters": floating, "scales": [], **dense, **rest},
         {"hidden": hidden, "parameters": integer, "scales": scales, **packed_batch, **rest},
+        {"hidden": hidden, "parameters": parted, "scales": [], **dense, **rest, "projections": 3},
     ]

@@ -147,8 +147,6 @@ def other_numbers(kind: str, value: Any) -> Iterator[tuple[str, Any]]:
             yield str(items)[:24], items
 
 
-# A fingerprint contains the addresses of its tensors, so a copy has another fingerprint.
-PLACES = {"fingerprint", "has_fingerprint"}
 KINDS = {"int": "int", "SymInt": "int", "float": "float", "str": "str", "bool": "bool"}
 
 
@@ -214,11 +212,10 @@ def spoiled_calls() -> Iterator[Spoiled]:
             for argument in schemas[name].arguments:
                 value = call[argument.name]
                 for spoil, make, same in spoiled_values(kind_of(argument), value):
-                    compared = same is not None and name not in PLACES
                     yield Spoiled(
                         name, form, argument.name, spoil,
                         clone(call) | {argument.name: make()},
-                        clone(call) | {argument.name: same()} if compared else None,
+                        clone(call) | {argument.name: same()} if same is not None else None,
                     )  # fmt: skip
 
 

@@ -1,8 +1,7 @@
-"""The C++ products with packed weights against float64, at every instruction-set level."""
+"""The C++ products against float64, at every instruction-set level."""
 
 from __future__ import annotations
 
-import gc
 import math
 import os
 import resource
@@ -133,7 +132,7 @@ def test_layer_norm_without_a_bias_and_of_rows_far_from_zero(isa, operators):
 
 @pytest.mark.parametrize("m", [3, 150])
 def test_layer_norm_of_rows_longer_than_a_task_s_columns(isa, operators, m):
-    """A task of the SIMD kernels has at most 1,024 columns, unless its rows are normalised."""
+    """The rows are normalised after all of their tasks, which have far fewer columns."""
     case = draw(m, 1100, 600, torch.float32)
     oracle, yardstick = (solve(case, "none", d, True)[0] for d in (torch.float64, torch.float32))
     assert_close("linear_layer_norm", linear_layer_norm(operators, case), oracle, yardstick)
@@ -302,14 +301,7 @@ def test_reruns_and_thread_counts_agree_bitwise(isa, operators, dtype):
         torch.set_num_threads(threads)
 
 
-# The cache of packed weights
-
-
-@pytest.fixture
-def cache(extension):
-    extension.forget_packed()
-    yield extension
-    extension.forget_packed()
+# Weights that change
 
 
 def step(weight):
@@ -335,7 +327,7 @@ WRITES = {
 
 
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
-def test_a_changed_weight_is_packed_again(isa, operators, cache, write):
+def test_a_changed_weight_is_seen(isa, operators, write):
     x, weight = torch.randn(7, 59), torch.nn.Parameter(torch.randn(111, 59))
     with torch.no_grad():
         for _ in range(3):
@@ -355,17 +347,18 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("m", [1, 7, 1024])
 @pytest.mark.parametrize("dtype", DTYPES[:2])
-def test_any_change_is_seen_by_a_product_with_many_rows(isa, operators, cache, dtype, change):
-    """No write through ``data`` is counted, but a product with many rows reads the whole weight."""
-    x, weight = torch.randn(1024, 59).to(dtype), torch.randn(602, 59).to(dtype)
+def test_any_change_is_seen(isa, operators, m, dtype, change):
+    """PyTorch does not count writes through ``data``."""
+    x, weight = torch.randn(m, 59).to(dtype), torch.randn(602, 59).to(dtype)
     linear(operators, {"x": x, "weight": weight})
     change(weight.data)
     fresh = linear(operators, {"x": x, "weight": weight.clone()})[0]
     assert torch.equal(linear(operators, {"x": x, "weight": weight})[0], fresh)
 
 
-def test_an_inference_tensor_is_packed_again(isa, operators, cache):
+def test_a_changed_inference_tensor_is_seen(isa, operators):
     with torch.inference_mode():
         x, weight = torch.randn(7, 59), torch.randn(111, 59)
         before = linear(operators, {"x": x, "weight": weight})[0]
@@ -373,70 +366,38 @@ def test_an_inference_tensor_is_packed_again(isa, operators, cache):
         assert torch.equal(linear(operators, {"x": x, "weight": weight})[0], 2 * before)
 
 
-def test_another_level_packs_again(operators, cache):
+def test_the_level_may_change_between_calls(operators, extension):
     x, weight = torch.randn(7, 300), torch.randn(111, 300)
     try:
-        for level in 2 * cache.build_info()["cpu_isas_supported"]:
-            cache.set_cpu_isa(level)
+        for level in 2 * extension.build_info()["cpu_isas_supported"]:
+            extension.set_cpu_isa(level)
             y = linear(operators, {"x": x, "weight": weight})[0]
             oracle = x.double() @ weight.double().t()
             assert_close(level, y, oracle, Yardstick(lambda: x @ weight.t()))
     finally:
-        cache.set_cpu_isa(None)
+        extension.set_cpu_isa(None)
 
 
-def test_packed_once_and_freed_with_the_weight(isa, operators, cache):
-    x, weight = torch.randn(3, 320), torch.randn(320, 320)
-    size = weight.numel() * 4
-    for _ in range(2):
-        linear(operators, {"x": x, "weight": weight})
-        assert cache.packed_bytes() == size
-        linear(operators, {"x": x, "weight": weight.detach()})  # another tensor, the same memory
-        assert cache.packed_bytes() == size
-    linear(operators, {"x": x.bfloat16(), "weight": weight})
-    assert cache.packed_bytes() == size + size // 2
-    del weight
-    gc.collect()
-    assert cache.packed_bytes() == 0
+@pytest.mark.parametrize(("m", "k"), [(1, 64), (5, 300), (40, 320)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_plain_linear_has_the_bits_of_matmul_with_a_packed_operand(isa, operators, dtype, m, k):
+    """``matmul`` packs an operand whose columns are contiguous; both add in the same order."""
+    for n in (1, 40, 111):
+        x, weight = torch.randn(m, k).to(dtype), torch.randn(n, k).to(dtype)
+        wide = weight.new_zeros(k, n + 1)
+        wide[:, :n] = weight.t()  # A column of (k, 1) must not have a stride of 1 along k.
+        expected = operators.matmul(x, wide[:, :n], None, dtype)
+        assert torch.equal(linear(operators, {"x": x, "weight": weight})[0], expected)
+        for part in (weight, weight.float()):
+            y = operators.linear_of_parts(x, [part, part], [], "none")
+            assert torch.equal(y, torch.cat([expected, expected], 1))
 
 
-def test_two_weights_of_one_storage_have_a_copy_each(operators, cache):
+def test_views_of_one_storage(isa, operators):
     x, storage = torch.randn(3, 64), torch.randn(512, 64)
-    for _ in range(2):
-        for weight in (storage[:256], storage[256:]):
-            y = linear(operators, {"x": x, "weight": weight})[0]
-            assert torch.equal(y, linear(operators, {"x": x, "weight": weight.clone()})[0])
-    gc.collect()
-    assert cache.packed_bytes() == storage.numel() * 4
-
-
-def test_two_weights_at_one_address_have_a_copy_each(operators, cache):
-    x, storage = torch.randn(3, 320), torch.randn(640, 320)
-    for weight in (storage[:320], storage, storage[::2]):
+    for weight in (storage[:256], storage[256:], storage[1:257], storage, storage[::2]):
         y = linear(operators, {"x": x, "weight": weight})[0]
         assert torch.equal(y, linear(operators, {"x": x, "weight": weight.clone()})[0])
-    gc.collect()
-    assert cache.packed_bytes() == 2 * storage.numel() * 4
-
-
-def test_forgetting_frees_the_copies_and_expires_the_fingerprints(operators, cache):
-    x, weight = torch.randn(3, 320), torch.randn(320, 320)
-    fingerprint = operators.fingerprint([weight])
-    linear(operators, {"x": x, "weight": weight})
-    assert operators.has_fingerprint([weight], fingerprint, 1)
-    assert cache.packed_bytes() > 0
-    cache.forget_packed()
-    assert cache.packed_bytes() == 0
-    assert not operators.has_fingerprint([weight], fingerprint, 1)
-
-
-def test_copies_of_overlapping_views_do_not_pile_up(operators, cache):
-    x, buffer = torch.randn(1, 128), torch.randn(256, 128)
-    for i in range(0, 128, 4):  # 2 MiB of copies if each were kept
-        y = linear(operators, {"x": x, "weight": buffer[i : i + 128]})[0]
-        assert torch.equal(y, linear(operators, {"x": x, "weight": buffer[i : i + 128].clone()})[0])
-    gc.collect()
-    assert cache.packed_bytes() <= 2 * buffer.numel() * 4 + 2**20
 
 
 def resident_bytes() -> int:
@@ -444,7 +405,7 @@ def resident_bytes() -> int:
         return int(file.read().split()[1]) * resource.getpagesize()
 
 
-def test_ten_thousand_calls_grow_no_memory(operators, cache):
+def test_ten_thousand_calls_grow_no_memory(operators):
     case = draw(5, 48, 64, torch.bfloat16)
 
     def calls(count):
@@ -464,8 +425,8 @@ def test_ten_thousand_calls_grow_no_memory(operators, cache):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
-def test_a_forked_child_computes_the_same(operators, cache):
-    """The child lacks the threads of the pool, and no lock of the cache may stay taken.
+def test_a_forked_child_computes_the_same(operators):
+    """The child lacks the threads of the pool.
 
     The tensors are small, because torch's fills with NaN hang on more than 32,768 elements. The
     product is large enough for several threads.
@@ -479,7 +440,6 @@ def test_a_forked_child_computes_the_same(operators, cache):
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(60)
             same = torch.equal(linear(operators, case, "gelu")[0], expected)
-            cache.forget_packed()
             same = same and torch.equal(linear(operators, case, "gelu")[0], expected)
         finally:
             os._exit(0 if same else 1)

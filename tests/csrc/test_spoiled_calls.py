@@ -128,20 +128,12 @@ HARMLESS = (
     (r".*", r"ids|token_types|positions|labels", INTEGER),
     (r"embedding_.*", r"(word|type|position)_table", r"size \+ 1 of dimension 0"),
     (r"attention_(forward|weights)/1|encoder/1", r"q|k|hidden|cu_seqlens", ROWS),
-    (r"attention_\w+/0|encoder/0", r"mask|bias", r"size [+-] 1 of dimension [01]"),
+    (r"attention_\w+/0|encoder/[02]", r"mask|bias", r"size [+-] 1 of dimension [01]"),
     (r"encoder/.*|linear_of_parts/0", r"parameters|biases", r"no tensor"),
     # The length of the bias sets how many of an int8 weight's padded outputs are real.
     (r"encoder/1", r"parameters", r"size [+-] 1 of dimension 0"),
     (r"scatter_rows/.*", r"values", r"dtype .*|rank \+ 1 behind|size .* of dimension 1"),
     (r"scatter_rows/.*", r"rows", r"[46]"),
-    # Any tensors have a fingerprint, and a fingerprint of other tensors does not match.
-    (
-        r"(has_)?fingerprint/0",
-        r"tensors",
-        rf"{CONTENT}|dtype .*|rank.*|size.*|empty|one tensor (less|more)|no tensor",
-    ),
-    (r"has_fingerprint/0", r"fingerprint", rf"{CONTENT}|size.*|empty"),
-    (r"has_fingerprint/0", r"rows", NUMBER),
     # torch calls the fake implementations of these operators, which read no memory.
     (r"linear/.*|matmul/0", r".*", r"meta"),
 )

@@ -22,12 +22,10 @@ ROUNDS = 3
 
 
 @pytest.fixture(autouse=True)
-def parallel_loops(extension):
+def parallel_loops():
     before = torch.get_num_threads()
     torch.set_num_threads(2)
-    extension.forget_packed()
     yield
-    extension.forget_packed()
     torch.set_num_threads(before)
 
 
@@ -49,29 +47,21 @@ def product(operators, x, weight):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_threads_that_share_a_weight_get_the_bits_of_one_thread(operators, extension, dtype):
+def test_threads_that_share_a_weight_get_the_bits_of_one_thread(operators, dtype):
     x, weight = torch.randn(200, 320).to(dtype), torch.randn(320, 320)
     expected = product(operators, x, weight)
-    extension.forget_packed()
     for results in in_threads(*THREADS * [lambda: product(operators, x, weight)]):
         assert all(torch.equal(result, expected) for result in results)
 
 
-def test_threads_that_make_forget_and_free_weights_do_not_disturb_each_other(operators, extension):
+def test_threads_that_make_and_free_weights_do_not_disturb_each_other(operators):
     def make_and_free():
         x, weight = torch.randn(40, 160), torch.randn(320, 160)
         kept = product(operators, x, weight)
         return torch.equal(kept, product(operators, x, weight.clone()))
 
-    def forget():
-        for _ in range(20):
-            assert extension.packed_bytes() >= 0
-            extension.forget_packed()
-        return True
-
-    for results in in_threads(*THREADS * [make_and_free], forget):
+    for results in in_threads(*THREADS * [make_and_free]):
         assert all(results)
-    assert extension.packed_bytes() == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -54,17 +54,17 @@ def test_importing_fastbert_registers_nothing():
     run("before = snapshot()\nimport fastbert\nassert snapshot() == before")
 
 
-def test_accelerate_registers_the_optimizer_hook_of_the_weight_cache_and_nothing_else():
-    """The hook puts the CPU's copies of weights out of date after an optimizer step."""
+def test_accelerate_and_a_step_of_an_optimizer_register_nothing():
     run(
         MODEL + "before = snapshot()\n"
         "import fastbert\n"
         "with torch.no_grad():\n"
         "    fastbert.restore(fastbert.accelerate(model))(ids)\n"
         "    fastbert.accelerate(model)(ids)\n"
+        "model.train()(ids).last_hidden_state.sum().backward()\n"
+        "torch.optim.SGD(model.parameters(), lr=0.1).step()\n"
         "after = snapshot()\n"
-        "assert after.pop('optimizer') == ['fastbert.ops.packed_weights']\n"
-        "assert before.pop('optimizer') == []\n"
+        "assert before['optimizer'] == []\n"
         "changed = {name for name in before if before[name] != after[name]}\n"
         "assert not changed, changed"
     )

@@ -75,7 +75,7 @@ class Sides(NamedTuple):
     def check(self, given: dict[str, Any], **options: Any) -> None:
         """Check that inference agrees by the tolerance rule and computes no padding.
 
-        The result also has the bits of a deep copy, which has no packed copies of weights.
+        The result also has the bits of a deep copy.
         """
         with torch.no_grad(), rows_computed() as rows:
             fast = values(self.fast, given, **options)

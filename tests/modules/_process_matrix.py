@@ -21,7 +21,7 @@ import torch
 from fastbert import BertModel
 from fastbert.config import BertConfig
 
-PARENTS = ("nothing", "torchs-threads", "the-model", "a-backward-pass", "lookups-meanwhile")
+PARENTS = ("nothing", "torchs-threads", "the-model", "a-backward-pass", "products-meanwhile")
 METHODS = ("fork", "spawn", "forkserver", "threads")
 SECONDS = 60
 CONFIG = BertConfig(
@@ -52,20 +52,19 @@ def compute(file: Path, encoder: BertModel | None = None) -> None:
 
 
 @contextmanager
-def lookups() -> Iterator[None]:
-    """Look up and pack weights in another thread all the time."""
-    from fastbert import _C
+def products() -> Iterator[None]:
+    """Compute products in another thread all the time."""
+    from fastbert import _C  # noqa: F401  registers the operators
 
     weights = [torch.randn(64, 64) for _ in range(8)]
     x, stop = torch.randn(4, 64), threading.Event()
 
-    def look_up() -> None:
+    def multiply() -> None:
         while not stop.is_set():
             for weight in weights:
                 torch.ops.fastbert_C.linear(x, weight, None, None, "none", False)
-            _C.forget_packed()
 
-    thread = threading.Thread(target=look_up)
+    thread = threading.Thread(target=multiply)
     thread.start()
     yield
     stop.set()
@@ -123,7 +122,7 @@ def main(parent: str, folder: Path) -> None:
         "threads": lambda file: thread(file, encoder),
     }
     multiprocessing.get_context("forkserver").set_forkserver_preload(["fastbert"])
-    with lookups() if parent == "lookups-meanwhile" else nullcontext():
+    with products() if parent == "products-meanwhile" else nullcontext():
         for method in METHODS:
             began = time.monotonic()
             status = children[method](folder / method)

@@ -281,7 +281,7 @@ def test_dropout_inside_the_feed_forward_alone_is_seen() -> None:
 
 
 def test_weights_that_change_are_seen() -> None:
-    """The next result shows a change of weights of any kind, so prepacked weights are renewed."""
+    """The next result shows a change of weights of any kind."""
     built, other, inputs = model(), model(initializer_range=0.05), batch()
     weight = built.encoder.layer[0].intermediate.dense.weight
     changes = [
@@ -352,7 +352,7 @@ def test_operator() -> None:
     hidden = torch.randn(12, 64)
     cu_seqlens = torch.tensor([0, 7, 12], dtype=torch.int32)
     parameters = [p.detach() for p in plan.parameters]
-    arguments = (parameters, [], cu_seqlens, None, None, 2, 7, 2, 1e-12, "gelu", torch.float32)
+    arguments = (parameters, [], cu_seqlens, None, None, 2, 7, 2, 1, 1e-12, "gelu", torch.float32)
     for all_states in (False, True):
         torch.library.opcheck(
             torch.ops.fastbert.encoder.default,
@@ -363,10 +363,39 @@ def test_operator() -> None:
         ops.encoder(leaf, parameters, cu_seqlens, 7, batch=2, heads=2)[0].sum().backward()
     with pytest.raises(ValueError, match="parameters: got 23 tensors, allowed: 12 for each layer"):
         ops.encoder(hidden, parameters[1:], cu_seqlens, 7, batch=2, heads=2)
+    with pytest.raises(ValueError, match="parameters: got 24 tensors, allowed: 16 for each layer"):
+        ops.encoder(hidden, parameters, cu_seqlens, 7, batch=2, heads=2, projections=3)
+    for projections in (0, 4):
+        with pytest.raises(ValueError, match=f"projections: got {projections}, allowed: 1 to 3"):
+            ops.encoder(hidden, parameters, None, 6, batch=2, heads=2, projections=projections)
     with pytest.raises(ValueError, match="heads: got 3, allowed: a divisor of 64"):
         ops.encoder(hidden, parameters, cu_seqlens, 7, batch=2, heads=3)
     with pytest.raises(ValueError, match="max_seqlen: got 2 and 7, allowed: a product of 12"):
         ops.encoder(hidden, parameters, None, 7, batch=2, heads=2)
+
+
+@pytest.mark.parametrize("projections", [2, 3])
+def test_several_projections_have_the_bits_of_one(projections) -> None:
+    with torch.no_grad():
+        plan = fused_call(model().encoder.layer, "cpu", torch.float32, False)
+    whole, parted = [p.detach() for p in plan.parameters], []
+    sizes = (64,) * 3 if projections == 3 else (128, 64)
+    for first in range(0, len(whole), 12):
+        parted += [part for t in whole[first : first + 2] for part in t.split(sizes)]
+        parted += whole[first + 2 : first + 12]
+    ends = torch.tensor([0, 7, 12], dtype=torch.int32)
+    arguments = (ends, None, None, 2, 7, 2)
+    rest = (1e-12, "gelu", torch.float32, True, "triton", "triton", "triton", "cpu")
+    hidden = torch.randn(12, 64)
+    torch.library.opcheck(
+        torch.ops.fastbert.encoder.default,
+        (hidden, parted, [], *arguments, projections, *rest),
+    )
+    expected = ops.encoder(hidden, whole, ends, 7, batch=2, heads=2, all_states=True)
+    actual = ops.encoder(
+        hidden, parted, ends, 7, batch=2, heads=2, all_states=True, projections=projections
+    )
+    assert all(torch.equal(a, e) for a, e in zip(actual, expected, strict=True))
 
 
 @pytest.mark.parametrize("form", ["packed", "full", "mask", "bias", "autocast"])

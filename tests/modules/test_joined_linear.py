@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastbert.modules.joined_linear import JoinedLinear
-from fastbert.ops import backend as backends
 from fastbert.testing.compare import assert_close
 from fastbert.testing.yardstick import Yardstick
 
@@ -69,21 +68,31 @@ def test_inference(bias) -> None:
         assert_close("y", y, one_by_one(nn.ModuleList(parts(bias)).double(), x.double()), yardstick)
 
 
-def test_the_copy_is_kept_in_inference_only() -> None:
+@pytest.mark.parametrize("bias", BIASES, ids=str)
+def test_weights_and_biases_are_those_of_the_parts(bias) -> None:
+    joined = JoinedLinear(parts(bias))
+    weights, biases = joined.weights_and_biases()
+    assert all(w is part.weight for w, part in zip(weights, joined.parts, strict=True))
+    assert torch.equal(joined.weight, torch.cat(weights))
+    if not any(bias):
+        assert biases is None
+        assert joined.bias is None
+        return
+    for has, given, part in zip(bias, biases, joined.parts, strict=True):
+        assert given is part.bias if has else not given.any()
+    assert torch.equal(joined.bias, torch.cat(biases))
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_calls_keep_nothing(grad) -> None:
     joined, x = JoinedLinear(parts()), torch.randn(ROWS, SIZE)
-    if backends.EXTENSION is None:
-        pytest.skip(str(backends.EXTENSION_STATE))
-    with torch.inference_mode():
+    before = set(vars(joined))
+    with torch.set_grad_enabled(grad):
         joined(x)
-        weight, bias = joined.parameters_now()
-        assert joined.parameters_now()[0] is weight
-        assert joined.parameters_now()[1] is bias
-    joined(x)
-    assert joined._kept is None
-    for parameter in joined.parameters():
-        parameter.requires_grad_(False)
-    joined(x)
-    assert joined._kept is not None
+    assert set(vars(joined)) == before
+    assert set(joined.state_dict()) == {
+        f"parts.{i}.{name}" for i in range(3) for name in ("weight", "bias")
+    }
 
 
 def _first(joined: JoinedLinear) -> Any:
@@ -95,6 +104,7 @@ CHANGES = {
     "in place, bias": lambda j: _first(j).bias.add_(1.0),
     "data in place": lambda j: _first(j).weight.data.mul_(2.0),
     "data copied": lambda j: j.parts[2].weight.data.copy_(torch.randn(SIZE, SIZE)),
+    "one element": lambda j: j.parts[2].weight.data[-1, -1].add_(1.0),
     "data replaced": lambda j: setattr(j.parts[1].weight, "data", torch.randn(SIZE, SIZE)),
     "parameter replaced": lambda j: setattr(
         _first(j), "weight", nn.Parameter(torch.randn(SIZE, SIZE))
@@ -111,7 +121,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_the_copy_follows_every_change(change) -> None:
+def test_every_change_is_seen(change) -> None:
     joined, x = JoinedLinear(parts()), torch.randn(ROWS, SIZE)
     with torch.no_grad():
         before = joined(x)

@@ -220,7 +220,7 @@ def test_operator() -> None:
         plan = fused_call(quantised().encoder.layer, "cpu", torch.float32, False)
     hidden, ends = torch.randn(12, 64), torch.tensor([0, 7, 12], dtype=torch.int32)
     lists = [[t.detach() for t in tensors] for tensors in (plan.parameters, plan.scales)]
-    arguments = (*lists, ends, None, None, 2, 7, 2, 1e-12, "gelu", torch.float32)
+    arguments = (*lists, ends, None, None, 2, 7, 2, 1, 1e-12, "gelu", torch.float32)
     for all_states in (False, True):
         torch.library.opcheck(
             torch.ops.fastbert.encoder.default,
@@ -233,8 +233,13 @@ def test_bad_arguments_are_named() -> None:
         plan = fused_call(quantised().encoder.layer, "cpu", torch.float32, False)
         floating = fused_call(model().encoder.layer, "cpu", torch.float32, False).parameters
 
-    def call(parameters: Any = plan.parameters, scales: Any = plan.scales, columns: int = 64):
-        options = {"batch": 1, "heads": 2, "scales": scales}
+    def call(
+        parameters: Any = plan.parameters,
+        scales: Any = plan.scales,
+        columns: int = 64,
+        projections: int = 1,
+    ):
+        options = {"batch": 1, "heads": 2, "scales": scales, "projections": projections}
         with torch.inference_mode():
             ops.encoder(torch.randn(12, columns), parameters, None, 12, **options)
 
@@ -242,9 +247,11 @@ def test_bad_arguments_are_named() -> None:
     allowed = r"allowed: none, or 8 for each of 2 layers"
     with pytest.raises(ValueError, match=rf"scales: got 15 tensors, {allowed}"):
         call(scales=plan.scales[1:])
+    with pytest.raises(ValueError, match="projections: got 3, allowed: 1 to 3, and 1 with scales"):
+        call(projections=3)
     with pytest.raises(TypeError, match="packed: got dtype Float, allowed: Char"):
         call(floating)
-    with pytest.raises(TypeError, match="weight: got dtype Char, allowed: Float"):
+    with pytest.raises(TypeError, match="weights: got dtype Char, allowed: Float"):
         call(scales=())
     with pytest.raises(TypeError, match="scale: got dtype Int, allowed: Float"):
         call(scales=plan.scales[::-1])

@@ -48,7 +48,7 @@ def test_every_gradient_of_a_training_step_in_bfloat16(autocast):
 def losses(model, optimizer, batch, autocast, again=False):
     """Return the loss before each of five steps.
 
-    With ``again``, also return the losses of copies of the model, whose weights are not prepacked.
+    With ``again``, also return the losses of deep copies of the model.
     """
     first, copies = [], []
     for _ in range(5):

@@ -30,7 +30,6 @@ UNITS: dict[str, Unit] = {
     "cpu_attention_strips": level("avx512_bf16", "attention/strip_kernel.h"),
     "cpu_attention_tiles": level("amx", "attention/strip_kernel.h"),
     "cpu_attention_weights": level("avx2", "attention/weights_kernel.h"),
-    "cpu_checksums": level("avx2", "gemm/fingerprint_kernel.h"),
     "cpu_cross_entropy": level("avx2", "rows/cross_entropy_kernel.h"),
     "cpu_embedding": level("avx2", "rows/embedding_kernel.h"),
     "cpu_fp16": level("baseline", "rows/activation_kernel.h"),
@@ -50,12 +49,10 @@ UNITS: dict[str, Unit] = {
     "cpu_cross_entropy_operands": source("rows/cross_entropy"),
     "cpu_embedding_operands": source("rows/embedding"),
     "cpu_encoder": source("encoder"),
-    "cpu_fingerprint": source("gemm/fingerprint"),
     "cpu_gemm_operands": source("gemm/gemm"),
     "cpu_int8_operands": source("gemm/int8"),
     "cpu_isa": source("isa/dispatch"),
     "cpu_layer_norm_operands": source("rows/layer_norm"),
-    "cpu_packed": source("gemm/packed_weights"),
     "cpu_parallel": source("parallel"),
     "cpu_rms_norm_operands": source("rows/rms_norm"),
     "cpu_rotary_operands": source("rows/rotary"),
@@ -71,7 +68,6 @@ CPP_SELECTIONS: dict[str, list[str]] = {
     "cpu_attention_strips": ["tests/csrc/test_attention.py", "-k", "avx512_bf16"],
     "cpu_attention_tiles": ["tests/csrc/test_attention.py", "-k", "amx"],
     "cpu_attention_weights": ["tests/csrc/test_attention.py", "-k", "avx2 and weights"],
-    "cpu_checksums": ["tests/csrc/test_gemm.py", "-k", "avx2 and any_change"],
     "cpu_cross_entropy": ["tests/csrc/test_cross_entropy.py", "-k", "avx2"],
     "cpu_embedding": ["tests/csrc/test_embedding.py", "-k", "avx2"],
     "cpu_fp16": ["tests/csrc/test_feed_forward.py", "-k", "baseline"],
@@ -121,12 +117,6 @@ CPP_SELECTIONS: dict[str, list[str]] = {
         "-k",
         "avx2",
     ],
-    "cpu_fingerprint": [
-        "tests/csrc/test_gemm.py",
-        "tests/integrations/test_weights_that_change.py",
-        "-k",
-        "(avx2 and (packed or any_change)) or native",
-    ],
     "cpu_gemm_operands": ["tests/csrc/test_gemm.py", "-k", "avx2 or names"],
     "cpu_int8_operands": ["tests/csrc/test_int8.py", "-k", "baseline or avx2 or bad"],
     "cpu_isa": ["tests/csrc/test_isa.py", "-k", "level"],
@@ -135,15 +125,6 @@ CPP_SELECTIONS: dict[str, list[str]] = {
         "tests/csrc/test_layer_norm.py",
         "-k",
         "avx2 or names",
-    ],
-    "cpu_packed": [
-        "tests/csrc/test_gemm.py",
-        "tests/integrations/test_weights_that_change.py",
-        "-k",
-        "(avx2 and (packed or strided)) or one_storage or one_address or forgetting or "
-        "overlapping or another_level "
-        "or forked or "
-        "grow_no_memory or (native and (forget_packed or state_dict))",
     ],
     "cpu_parallel": [
         "tests/csrc/test_isa.py",
@@ -168,8 +149,8 @@ GEMM = (
         "the_last_outputs_of_a_turned_task_stay_unfinished",
         "cpu_gemm",
         f"{CPU}/gemm/kernel.h",
-        "finished + kPanel <= end || (end == task.rows && finished < end);",
-        "finished + kPanel <= end;",
+        "while (finished + kPanel <= end || (end == task.rows && finished < end)) {",
+        "while (finished + kPanel <= end) {",
     ),
     Fault(
         "the_left_operand_keeps_its_own_precision",
@@ -226,13 +207,6 @@ GEMM = (
         f"{CPU}/gemm/packing.h",
         "nearest = bits + 0x7fffu + ((bits >> 16) & 1u);",
         "nearest = bits + 0x8000u;",
-    ),
-    Fault(
-        "rows_to_normalise_cut_into_tasks",
-        "cpu_gemm",
-        f"{CPU}/gemm/kernel.h",
-        "most_columns = g.norm_weight || one_by_one ? g.n",
-        "most_columns = one_by_one ? g.n",
     ),
     Fault(
         "short_tasks_begin_at_the_wrong_row",
@@ -1408,166 +1382,6 @@ PARALLEL = (
     ),
 )
 
-PACKED = (
-    Fault(
-        "copy_of_another_level_used",
-        "cpu_packed",
-        f"{CPU}/gemm/packed_weights.cpp",
-        "  if (copy.kernels != &k) return {};\n",
-        "",
-    ),
-    Fault(
-        "copy_never_compared_with_its_weight",
-        "cpu_packed",
-        f"{CPU}/gemm/packed_weights.cpp",
-        "matches(kept.fingerprint->data(), kept.fingerprint->size(), weight, rows)) {",
-        "kept.fingerprint->size() > 0) {",
-    ),
-    Fault(
-        "copies_of_two_formats_are_the_same",
-        "cpu_packed",
-        f"{CPU}/gemm/packed_weights.cpp",
-        "a.dtype == b.dtype && a.to == b.to;",
-        "a.dtype == b.dtype;",
-    ),
-    Fault(
-        "views_of_one_storage_are_the_same",
-        "cpu_packed",
-        f"{CPU}/gemm/packed_weights.cpp",
-        "return a.data == b.data && a.geometry == b.geometry &&",
-        "return a.geometry == b.geometry &&",
-    ),
-    Fault(
-        "strides_of_a_view_not_compared",
-        "cpu_packed",
-        f"{CPU}/gemm/packed_weights.cpp",
-        "return a.data == b.data && a.geometry == b.geometry &&",
-        "return a.data == b.data &&",
-    ),
-    Fault(
-        "storage_that_died_not_noticed",
-        "cpu_packed",
-        f"{CPU}/gemm/packed_weights.cpp",
-        "it = it->second.storage.expired() ? c.weights.erase(it) : std::next(it);",
-        "++it;",
-    ),
-    Fault(
-        "memory_in_use_packed_over",
-        "cpu_packed",
-        f"{CPU}/gemm/packed_weights.cpp",
-        "bytes.defined() && bytes.use_count() == 1;",
-        "bytes.defined();",
-    ),
-    Fault(
-        "copies_of_overlapping_views_pile_up",
-        "cpu_packed",
-        f"{CPU}/gemm/packed_weights.cpp",
-        "(int64_t)weight.storage().nbytes() + kSlack) copies.clear();",
-        "(int64_t)weight.storage().nbytes() + kSlack) copies.reserve(8);",
-    ),
-    Fault(
-        "forgetting_leaves_the_copies",
-        "cpu_packed",
-        f"{CPU}/gemm/packed_weights.cpp",
-        "  c.weights.clear();\n  expire_fingerprints();\n",
-        "  expire_fingerprints();\n",
-    ),
-    Fault(
-        "forgetting_leaves_the_fingerprints",
-        "cpu_packed",
-        f"{CPU}/gemm/packed_weights.cpp",
-        "  expire_fingerprints();\n",
-        "",
-    ),
-    Fault(
-        "mutex_kept_in_the_child_of_a_fork",
-        "cpu_packed",
-        f"{CPU}/gemm/packed_weights.cpp",
-        "pthread_atfork([] { cache().mutex.lock(); }, [] { cache().mutex.unlock(); },\n"
-        "                   [] { cache().mutex.unlock(); });",
-        "pthread_atfork([] { cache().mutex.lock(); }, [] { cache().mutex.unlock(); },\n"
-        "                   [] {});",
-    ),
-    Fault(
-        "weight_packed_with_its_strides_exchanged",
-        "cpu_packed",
-        f"{CPU}/gemm/packed_weights.cpp",
-        "weight.const_data_ptr(), weight.stride(0),\n                           weight.stride(1), ",
-        "weight.const_data_ptr(), weight.stride(1),\n                           weight.stride(0), ",
-    ),
-    Fault(
-        "version_of_a_weight_not_compared",
-        "cpu_fingerprint",
-        f"{CPU}/gemm/fingerprint.cpp",
-        "~(uint64_t)0 : (uint64_t)tensor._version(),",
-        "~(uint64_t)0 : 0,",
-    ),
-    Fault(
-        "expired_fingerprint_still_matches",
-        "cpu_fingerprint",
-        f"{CPU}/gemm/fingerprint.cpp",
-        "if (size < kPrefix || fingerprint[kEpoch] != epoch.load()) return false;",
-        "if (size < kPrefix) return false;",
-    ),
-    Fault(
-        "every_call_reads_the_same_piece",
-        "cpu_fingerprint",
-        f"{CPU}/gemm/fingerprint.cpp",
-        "__atomic_fetch_add(&fingerprint[kCalls], 1, __ATOMIC_RELAXED)",
-        "__atomic_load_n(&fingerprint[kCalls], __ATOMIC_RELAXED)",
-    ),
-    Fault(
-        "only_the_first_band_is_read",
-        "cpu_fingerprint",
-        f"{CPU}/gemm/fingerprint.cpp",
-        "parallel_for(b.bands(), grain,",
-        "parallel_for(std::min<int64_t>(1, b.bands()), grain,",
-    ),
-    Fault(
-        "rest_of_a_row_has_no_checksum",
-        "cpu_checksums",
-        f"{CPU}/gemm/fingerprint_kernel.h",
-        "if (whole == p.last) return;",
-        "if (whole <= p.last) return;",
-    ),
-    Fault(
-        "last_row_has_no_checksum",
-        "cpu_checksums",
-        f"{CPU}/gemm/fingerprint_kernel.h",
-        "for (; r < p.rows; ++r, row += p.stride) {",
-        "for (; r + 1 < p.rows; ++r, row += p.stride) {",
-    ),
-    Fault(
-        "checksum_does_not_see_the_order",
-        "cpu_checksums",
-        f"{CPU}/gemm/fingerprint_kernel.h",
-        "const uint32_t product = (checksum ^ word) * 0x9e3779b1u;\n"
-        "  return product << 16 | product >> 16;",
-        "return checksum + word * 0x9e3779b1u;",
-    ),
-    Fault(
-        "expected_writes_ignored",
-        "cpu_fingerprint",
-        f"{CPU}/gemm/fingerprint.cpp",
-        "rows >= kRowsThatPay || writes_expected || tensor.is_inference() ||",
-        "rows >= kRowsThatPay || tensor.is_inference() ||",
-    ),
-    Fault(
-        "inference_tensors_read_by_pieces",
-        "cpu_fingerprint",
-        f"{CPU}/gemm/fingerprint.cpp",
-        "rows >= kRowsThatPay || writes_expected || tensor.is_inference() ||",
-        "rows >= kRowsThatPay || writes_expected ||",
-    ),
-    Fault(
-        "shared_memory_not_recognised",
-        "cpu_fingerprint",
-        f"{CPU}/gemm/fingerprint.cpp",
-        "return mapped != nullptr && (mapped->flags() & kShared) != 0;",
-        "return mapped != nullptr && mapped->flags() == 0;",
-    ),
-)
-
 CPP_FAULTS: tuple[Fault, ...] = (
     *GEMM,
     *GEMM_EPILOGUE,
@@ -1587,7 +1401,6 @@ CPP_FAULTS: tuple[Fault, ...] = (
     *VARLEN,
     *ENCODER,
     *PARALLEL,
-    *PACKED,
 )
 
 # Files of csrc/cpu without a fault, by the reason.
@@ -1595,11 +1408,9 @@ WITHOUT_FAULTS: dict[str, str] = {
     f"{CPU}/{name}": reason
     for reason, names in {
         "declarations and plain data": (
-            "gemm/fingerprint.h",
             "isa/dispatch.h",
             "isa/kernels.h",
             "operators.h",
-            "gemm/packed_weights.h",
             "tensors.h",
         ),
         "the target of a level and the macros that name it": (

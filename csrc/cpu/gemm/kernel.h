@@ -1,7 +1,8 @@
-// Matrix products with a packed right operand, and their epilogues: out = epilogue(x Wᵀ). The right
-// operand is a prepacked W or, in a turned product, x; a turned product reads W as it is stored and
-// keeps no copy of it. The text below describes a product that is not turned. In a turned product,
-// the rows of W and of x change places, and blocks of sums are transposed before their epilogue.
+// Matrix products with a packed right operand, and their epilogues: out = epilogue(x Wᵀ). The
+// product of a weight is turned: its right operand is x, and it reads W as it is stored and keeps
+// no copy of it. Other products pack W in each call. The text below describes them. In a turned
+// product, the rows of W and of x change places, and blocks of sums are transposed before their
+// epilogue.
 //
 // Panels, register tiles and blocks for each cache follow Goto and van de Geijn 2008.
 //
