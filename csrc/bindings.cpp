@@ -1,5 +1,5 @@
 // The Python module fastbert._C. It reports how the extension was built, sets the instruction-set
-// level. The operators are registered in cpu/operators.cpp and
+// level and binds the PTX machine. The operators are registered in cpu/operators.cpp and
 // cuda/cuda_ops.cpp.
 
 #include <c10/util/Exception.h>
