@@ -1,0 +1,75 @@
+"""The PTX machine catches faults in the ring of rows of the CUDA layer norm."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from _broken_ptx import LONGEST, Fault, kernel_in, outcome, replaced
+from _layer_norm import problem
+from _nvcc import require_nvcc
+
+from fastbert.testing.ptx.cuda_operators import CompiledOperators
+
+# Both kernels have this layout for bf16 rows of 384 columns: 16 threads share a row.
+LAYOUT = "bfloat16Li128ELi16ELi24ELb1E"
+COLUMNS, ROWS = 384, 133  # With one multiprocessor, a block of the forward has turns.
+KERNELS = ("forward", "backward")
+COPY = r"(cp\.async\.cg\.shared\.global [^;]*, 16, )%r\d+;"
+COMMIT = r"cp\.async\.commit_group;"
+WAIT = r"cp\.async\.wait_group 1;"
+STAGE = r"mov\.u32\s+(%r\d+), (12288|18432);"
+FAULTS = [
+    Fault("no wait for copies", WAIT, ""),
+    Fault("a wait for older copies", WAIT, "cp.async.wait_group 2;"),
+    Fault("no end of the first groups of copies", COMMIT, "", (0,)),
+    Fault("rows after the last one are copied", COPY, r"\g<1>16;"),
+]
+# A block of the backward has one turn here, because it has 264 blocks whatever the GPU is.
+LATER_FAULTS = [
+    Fault("the same stage in every turn", STAGE, r"mov.u32 \1, 0;"),
+    Fault("no end of the later groups of copies", COMMIT, "", (1,)),
+]
+
+
+class Problem:
+    """A small problem on the PTX machine, and its right results."""
+
+    def __init__(self, folder):
+        self.folder, self.operators = folder, CompiledOperators(folder, 80)
+        self.operators.compiled.set_multiprocessors(1)
+        self.case = problem(ROWS, COLUMNS, torch.bfloat16, dropout_p=0.1)
+        self.expected = self.run(1)
+
+    def run(self, seed):
+        self.operators.options = {"seed": seed, "limit": LONGEST, "threads": 1}
+        return list(self.case.run(self.operators).values())
+
+    def outcome(self, kernel, fault):
+        [path] = self.folder.glob("cuda-layer_norm-80/*.ptx")
+        whole, own = path.read_text(), kernel_in(path, f"{kernel}_kernel", LAYOUT)
+        body = own[own.index(".entry") :]
+        assert whole.count(body) == 1
+        with replaced(self.operators.compiled, whole.replace(body, fault.broken(body))):
+            return outcome(self.run, self.expected)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    require_nvcc()
+    return Problem(tmp_path_factory.mktemp("layer_norm"))
+
+
+def test_without_a_fault_every_schedule_has_the_same_bits(small):
+    for seed in range(3):
+        assert all(map(torch.equal, small.run(seed), small.expected))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "fault"),
+    [*itertools.product(KERNELS, FAULTS), *(("forward", fault) for fault in LATER_FAULTS)],
+    ids=lambda value: value.name if isinstance(value, Fault) else value,
+)
+def test_a_fault_is_caught(small, kernel, fault):
+    assert small.outcome(kernel, fault)
