@@ -266,7 +266,10 @@ def _arguments(
         return _one_by_one(f"a linear layer is int8 or joined, and the rows are on {device}")
     if int8 and any(modules[path].training for modules in found for path in LINEARS):
         return _one_by_one("a quantised layer is in training mode")
-    qkv = {_projections(modules[QKV]) for modules in found}
+    qkv = {
+        len(modules[QKV].parts) if isinstance(modules[QKV], JoinedLinear) else 1
+        for modules in found
+    }
     if len(qkv) > 1:
         return _one_by_one("the layers differ in the number of projections")
     parameters, scales = _int8_tensors(found) if int8 else (_tensors(found), [])
@@ -276,11 +279,7 @@ def _arguments(
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         allowed = {dtype, torch.float32}
-    dtypes = (
-        {of_rows}
-        if int8
-        else {p.dtype for m in found for path in LINEARS for p in _weights(m[path])}
-    )
+    dtypes = {of_rows} if int8 else {p.dtype for p in _weights_of_products(parameters, *qkv)}
     if not dtypes <= allowed:
         return _one_by_one(f"{'rows' if int8 else 'weights'} are {dtypes}, the products {dtype}")
     if any(m[path].training and m[path].dropout_p > 0.0 for m in found for path in DROPPING):
@@ -361,18 +360,17 @@ def _parameters(leaf: nn.Module) -> tuple[Tensor | None, ...]:
     return own.get("weight"), own.get("bias")
 
 
-def _projections(leaf: nn.Module) -> int:
-    return len(leaf.parts) if isinstance(leaf, JoinedLinear) else 1
-
-
-def _weights(leaf: nn.Module) -> tuple[Any, ...]:
-    return _parameters(leaf)[: _projections(leaf)]
-
-
 def _of_products(parameters: list[Tensor]) -> Iterator[Tensor]:
     """Yield the weights and biases that the products of the Triton backend read."""
     for layer in range(0, len(parameters), PARAMETERS):
         yield from (parameters[layer + i] for i in OF_PRODUCTS)
+
+
+def _weights_of_products(parameters: list[Tensor], projections: int) -> list[Tensor]:
+    later = 2 * projections
+    places = (*range(projections), later, later + 4, later + 6)
+    count = PARAMETERS + later - 2
+    return [parameters[i + j] for i in range(0, len(parameters), count) for j in places]
 
 
 def _one_by_one(reason: str) -> Choice:
