@@ -15,9 +15,10 @@ from fastbert.data import PackedCollatorForSequenceClassification
 from fastbert.data.model_tokenizer import ModelTokenizer, Window
 from fastbert.data.squad import FORMATS, Answer, Question, read_questions
 from fastbert.finetuning.metrics import Figures, exact_match, word_f1
-from fastbert.finetuning.options import FinetuneOptions, check, is_count
+from fastbert.finetuning.options import FinetuneOptions
 from fastbert.finetuning.task import Batch, Feature, Judgement, Task
 from fastbert.modules import BertForQuestionAnswering
+from fastbert.training.options import check, is_count
 
 # The key of config.json that says whether a question may have no answer.
 UNANSWERED = "version_2_with_negative"

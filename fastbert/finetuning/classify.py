@@ -17,9 +17,10 @@ from fastbert.data.text_folders import read_text_folder
 from fastbert.finetuning import metrics
 from fastbert.finetuning.labels import Labels, Value, check_label, check_number
 from fastbert.finetuning.metrics import Figures
-from fastbert.finetuning.options import FinetuneOptions, check
+from fastbert.finetuning.options import FinetuneOptions
 from fastbert.finetuning.task import Batch, Confusion, Feature, Judgement, Task, label_settings
 from fastbert.modules import BertForSequenceClassification
+from fastbert.training.options import check
 
 
 @dataclass(frozen=True, kw_only=True)

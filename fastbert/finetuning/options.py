@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -10,28 +9,13 @@ from typing import Any
 
 from fastbert.finetuning.task import Task
 from fastbert.ops.backend import validate
+from fastbert.training.options import PRECISIONS, check, is_count, is_number
 
-PRECISIONS = ("fp32", "bf16")
 # A run may be resumed with other values of these options, which do not change its results. The
 # content of the data is compared instead of its paths.
 FREE = ("output", "data", "validation", "test", "overwrite", "save_every", "keep_checkpoints")
 
 Folder = str | os.PathLike[str]
-
-
-def check(option: str, value: Any, allowed: str, ok: bool) -> None:
-    """Raise ValueError with the option, its value and the allowed values, unless `ok` is True."""
-    if not ok:
-        raise ValueError(f"{option}: got {value!r}, allowed: {allowed}")
-
-
-def is_count(value: Any) -> bool:
-    """Return whether `value` is an integer of at least 1."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,12 +90,12 @@ class FinetuneOptions:
             check(name, value, "None or an integer >= 1", value is None or is_count(value))
         for name in ("learning_rate", "clip_norm"):
             value = getattr(self, name)
-            check(name, value, "a finite number > 0", _is_number(value) and value > 0)
+            check(name, value, "a finite number > 0", is_number(value) and value > 0)
         value = self.weight_decay
-        check("weight_decay", value, "a finite number >= 0", _is_number(value) and value >= 0)
+        check("weight_decay", value, "a finite number >= 0", is_number(value) and value >= 0)
         for name in ("warmup", "held_out"):
             value = getattr(self, name)
-            check(name, value, "a number in [0, 1)", _is_number(value) and 0 <= value < 1)
+            check(name, value, "a number in [0, 1)", is_number(value) and 0 <= value < 1)
         seed = self.seed
         sound = is_count(seed) or (seed == 0 and seed is not False)
         check("seed", seed, "an integer in [0, 2**63)", sound and seed < 2**63)

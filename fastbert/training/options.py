@@ -20,16 +20,19 @@ SHORTEST_PAIR = 8
 FREE = ("output", "corpus", "overwrite", "save_every", "keep_checkpoints", "workers")
 
 
-def _check(option: str, value: Any, allowed: str, ok: bool) -> None:
+def check(option: str, value: Any, allowed: str, ok: bool) -> None:
+    """Raise ValueError with the option, its value and the allowed values, unless `ok` is True."""
     if not ok:
         raise ValueError(f"{option}: got {value!r}, allowed: {allowed}")
 
 
-def _is_count(value: Any) -> bool:
+def is_count(value: Any) -> bool:
+    """Return whether `value` is an integer of at least 1."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Return whether `value` is a finite number."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -126,20 +129,20 @@ class PretrainOptions:
         """Check the options."""
         self._check_counts()
         self._check_numbers()
-        _check("preset", self.preset, ", ".join(PRESETS), self.preset in PRESETS)
-        _check("precision", self.precision, ", ".join(PRECISIONS), self.precision in PRECISIONS)
+        check("preset", self.preset, ", ".join(PRESETS), self.preset in PRESETS)
+        check("precision", self.precision, ", ".join(PRECISIONS), self.precision in PRECISIONS)
         validate(self.backend)
         both = self.steps is not None and self.epochs is not None
-        _check("steps and epochs", (self.steps, self.epochs), "at most one of them", not both)
+        check("steps and epochs", (self.steps, self.epochs), "at most one of them", not both)
         checkpoints = self.cuda_graphs and self.gradient_checkpointing
         allowed = "at most one of them"
-        _check("cuda_graphs and gradient_checkpointing", checkpoints, allowed, not checkpoints)
+        check("cuda_graphs and gradient_checkpointing", checkpoints, allowed, not checkpoints)
         known = BertConfig.__dataclass_fields__
         for name in self.config:
-            _check("config", name, "fields of BertConfig: " + ", ".join(known), name in known)
+            check("config", name, "fields of BertConfig: " + ", ".join(known), name in known)
         for name in ("vocab_size", "pad_token_id"):
             allowed = f"no {name}: the tokenizer decides it (options vocab_size, tokenizer)"
-            _check("config", dict(self.config), allowed, name not in self.config)
+            check("config", dict(self.config), allowed, name not in self.config)
         self.model_config(self.vocab_size)
 
     def _check_counts(self) -> None:
@@ -148,19 +151,19 @@ class PretrainOptions:
             "keep_checkpoints",
         ):  # fmt: skip
             value = getattr(self, name)
-            _check(name, value, "an integer >= 1", _is_count(value))
+            check(name, value, "an integer >= 1", is_count(value))
         for name in ("steps", "epochs", "eval_every", "save_every"):
             value = getattr(self, name)
-            _check(name, value, "None or an integer >= 1", value is None or _is_count(value))
+            check(name, value, "None or an integer >= 1", value is None or is_count(value))
         allowed = "an integer >= 0"
-        _check("workers", self.workers, allowed, self.workers == 0 or _is_count(self.workers))
+        check("workers", self.workers, allowed, self.workers == 0 or is_count(self.workers))
         allowed = "an integer in [0, 2**63)"
         integer = isinstance(self.seed, int) and not isinstance(self.seed, bool)
-        _check("seed", self.seed, allowed, integer and 0 <= self.seed < 2**63)
+        check("seed", self.seed, allowed, integer and 0 <= self.seed < 2**63)
         allowed = f"an integer >= {SHORTEST_PAIR}: [CLS] a [SEP] b [SEP] and a few tokens"
-        _check("max_length", self.max_length, allowed, self.max_length >= SHORTEST_PAIR)
+        check("max_length", self.max_length, allowed, self.max_length >= SHORTEST_PAIR)
         allowed = f"an integer >= max_length ({self.max_length})"
-        _check(
+        check(
             "tokens_per_batch",
             self.tokens_per_batch,
             allowed,
@@ -170,12 +173,12 @@ class PretrainOptions:
     def _check_numbers(self) -> None:
         for name in ("learning_rate", "clip_norm"):
             value = getattr(self, name)
-            _check(name, value, "a finite number > 0", _is_number(value) and value > 0)
+            check(name, value, "a finite number > 0", is_number(value) and value > 0)
         value = self.weight_decay
-        _check("weight_decay", value, "a finite number >= 0", _is_number(value) and value >= 0)
+        check("weight_decay", value, "a finite number >= 0", is_number(value) and value >= 0)
         for name in ("warmup", "held_out"):
             value = getattr(self, name)
-            _check(name, value, "a number in [0, 1)", _is_number(value) and 0 <= value < 1)
+            check(name, value, "a number in [0, 1)", is_number(value) and 0 <= value < 1)
 
     def model_config(self, vocab_size: int, pad_token_id: int = 0) -> BertConfig:
         """Return the configuration of the model for a tokenizer.
@@ -195,7 +198,7 @@ class PretrainOptions:
         config = BertConfig.preset(self.preset, **ids, **self.config)
         positions = config.max_position_embeddings
         allowed = f"at most max_position_embeddings ({positions})"
-        _check("max_length", self.max_length, allowed, self.max_length <= positions)
+        check("max_length", self.max_length, allowed, self.max_length <= positions)
         return config
 
     def decisive(self) -> dict[str, Any]:

@@ -30,18 +30,20 @@ constexpr double kProductGrain = 400e3;
 // The rows of a task that normalises rows are a multiple of the columns of every level's panels.
 constexpr int64_t kNormUnit = 32, kMostNormRows = 128;
 
-// The rows of x as the right operand of products whose weights are on the left as they are stored.
-// Nothing is kept after a call.
+// The rows of x, packed in `format` as the right operand of products. Nothing is kept after a call.
 struct RightOperand {
   Packing packing;
   at::Tensor bytes;
 
-  RightOperand(const Kernels& k, const at::Tensor& x) {
-    const Format format = k.right_format(format_of(x));
+  RightOperand(const Kernels& k, const at::Tensor& x, Format format) {
     bytes = empty({k.packed_bytes(format, x.size(0), x.size(1))}, at::dtype(at::kByte));
     packing = {format_of(x), format,    x.const_data_ptr(), x.stride(0),
                x.stride(1),  x.size(0), x.size(1),          bytes.mutable_data_ptr()};
   }
+
+  // For products whose weights are on the left as they are stored.
+  RightOperand(const Kernels& k, const at::Tensor& x)
+      : RightOperand(k, x, k.right_format(format_of(x))) {}
 };
 
 int threads_for(double work) { return work < kProductGrain ? 1 : at::get_num_threads(); }
@@ -122,7 +124,9 @@ Gemm product(const at::Tensor& x, int64_t n, const OptionalTensor& bias,
   return g;
 }
 
-void set_left(Gemm& g, const at::Tensor& a) {
+void set_operands(Gemm& g, const at::Tensor& a, const RightOperand& right) {
+  g.packed = right.packing.packed;
+  g.packed_format = right.packing.to;
   g.format = format_of(a);
   g.a = a.const_data_ptr();
   g.a_row = a.stride(0);
@@ -134,9 +138,7 @@ Gemm product(const at::Tensor& x, const RightOperand& right, const at::Tensor& w
              const OptionalTensor& bias, const OptionalTensor& residual) {
   Gemm g = product(x, weight.size(0), bias, residual);
   g.turned = true;
-  g.packed = right.packing.packed;
-  g.packed_format = right.packing.to;
-  set_left(g, weight);
+  set_operands(g, weight, right);
   return g;
 }
 
@@ -290,25 +292,14 @@ at::Tensor matmul(const at::Tensor& a, const at::Tensor& b, const OptionalTensor
   if (m == 0 || n == 0) return out;
   const auto addend = with_unit_columns(addend_in);
   const Kernels& k = kernels();
-  if (b.stride(0) == 1) {
-    const RightOperand right(k, a);
-    Gemm g = product(a, right, b.t(), std::nullopt, addend);
-    g.out_format = format_of(out);
-    g.out = out.mutable_data_ptr();
-    run(k, right.packing, {g});
-    return out;
-  }
+  const bool turned = b.stride(0) == 1;
+  const RightOperand right = turned ? RightOperand(k, a) : RightOperand(k, b.t(), format_of(a));
   Gemm g = product(a, n, std::nullopt, addend);
-  set_left(g, a);
-  g.packed_format = format_of(a);
-  const auto packed = empty({k.packed_bytes(g.packed_format, n, g.k)}, at::dtype(at::kByte));
-  g.packed = packed.const_data_ptr();
+  g.turned = turned;
+  set_operands(g, turned ? b.t() : a, right);
   g.out_format = format_of(out);
   g.out = out.mutable_data_ptr();
-  const Packing packing = {
-      format_of(b), g.packed_format,          b.const_data_ptr(), b.stride(1), b.stride(0), n,
-      g.k,          packed.mutable_data_ptr()};
-  run(k, packing, {g});
+  run(k, right.packing, {g});
   return out;
 }
 
