@@ -30,8 +30,8 @@ BELOW: dict[str, set[str]] = {
     "data": {"json_file"},
     "modules": {"ops", "config", "io", "activations"},
     "graphs": {"modules", "ops"},
-    "inference": {"graphs", "modules"},
-    "integrations": {"modules", "io", "config", "ops", "reference"},
+    "inference": {"graphs", "modules", "data", "io"},
+    "integrations": {"inference", "modules", "io", "config", "ops", "reference"},
     "testing": {
         *("modules", "ops", "kernels", "config", "reference", "activations"),
     },
@@ -41,9 +41,20 @@ BELOW: dict[str, set[str]] = {
     "training": {
         *("bench", "testing", "integrations", "graphs", "data", "modules", "io", "ops", "config"),
     },
-    "jobs": {"bench", "integrations", "data", "modules", "io", "config", "json_file", "version"},
+    "jobs": {
+        "bench",
+        "integrations",
+        "inference",
+        "data",
+        "modules",
+        "io",
+        "config",
+        "json_file",
+        "version",
+    },
     "finetuning": {
-        *("training", "jobs", "data", "modules", "io", "ops", "config", "json_file", "atomic_file"),
+        *("training", "jobs", "inference", "data", "modules", "io", "ops", "config", "json_file"),
+        "atomic_file",
     },
     "cli": {
         *("finetuning", "training", "jobs", "bench", "testing", "integrations", "data", "modules"),

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from fastbert.cli.common import BACKENDS, ConsoleReporter, one_of, print_summary
+from fastbert.cli.common import (
+    BACKENDS,
+    ConsoleReporter,
+    one_of,
+    out,
+    print_json,
+    print_summary,
+)
 from fastbert.jobs import encode as job
+from fastbert.jobs import encode_on_ray as job_on_ray
 from fastbert.jobs.texts import Texts, check_output
 
 # A copy of the names in fastbert.modules, whose import would import torch; a test compares them.
@@ -22,14 +30,17 @@ def encode(
     source: Annotated[
         Path,
         typer.Argument(
-            metavar="INPUT", help="A .txt with one text per line, a .jsonl or a .parquet."
+            metavar="INPUT",
+            help="A .txt with one text per line, a .jsonl or a .parquet; with --ray a folder of "
+            "such files.",
         ),
     ],
     target: Annotated[
         Path,
         typer.Argument(
             metavar="OUT",
-            help="A .npy with one float32 row per line, or a .parquet with the column embedding.",
+            help="A .npy with one float32 row per line, or a .parquet with the column embedding; "
+            "with --ray a folder.",
         ),
     ],
     field: Annotated[
@@ -60,6 +71,14 @@ def encode(
         str | None,
         typer.Option(help="reference, triton, cuda or cpu; by default each operation chooses."),
     ] = None,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            metavar="auto|ADDRESS",
+            help="Compute on a Ray cluster: the running one, else a new one on this machine, or "
+            "the one at ADDRESS.",
+        ),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print a summary as JSON on stdout.")
     ] = False,
@@ -76,9 +95,23 @@ def encode(
     OUT has the embeddings and nothing else. It appears when it is complete;
     until then OUT.partial keeps the finished rows. After an interruption, the
     same command continues from these rows.
+
+    With --ray, OUT is a folder with NAME.parquet for each file NAME of the
+    folder INPUT. A file appears when it is complete, and the same command
+    computes the missing files.
     """
     one_of("--backend", backend, BACKENDS)
     one_of("--pooling", pooling, POOLINGS)
+    if ray is not None:
+        options = {
+            "pooling": pooling,
+            "normalize": normalize,
+            "max_length": max_length,
+            "tokens_per_batch": tokens_per_batch,
+            "backend": backend,
+        }
+        _encode_on_ray(model, source, target, ray, field, options, as_json=as_json)
+        return
     check_output(target, source, (".npy", ".parquet"))
     reporter = ConsoleReporter()
     texts = Texts(source, (field,), reporter)
@@ -95,3 +128,28 @@ def encode(
     )
     normalised = ", normalised" if summary["normalize"] else ""
     print_summary(summary, f"{summary['shape']}, {summary['pooling']}{normalised}", as_json=as_json)
+
+
+def _encode_on_ray(
+    model: str,
+    source: Path,
+    target: Path,
+    address: str,
+    field: str,
+    options: dict[str, Any],
+    *,
+    as_json: bool,
+) -> None:
+    reporter = ConsoleReporter()
+    summary = job_on_ray.run(
+        model, source, target, address=address, field=field, reporter=reporter, **options
+    )
+    if as_json:
+        print_json(summary)
+        return
+    out.print(
+        f"{summary['texts']:,} texts of {summary['files']:,} files in {summary['seconds']:.1f} s "
+        f"({summary['texts_per_second']:,.0f} texts/s) → {summary['output']}",
+        highlight=False,
+        soft_wrap=True,
+    )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastbert.finetuning.task import Feature, Task
-from fastbert.jobs.batch_job import length_batches
+from fastbert.inference.text_batches import length_batches
 from fastbert.modules import BertPreTrainedModel
 from fastbert.training.evaluate import to_device
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastbert import json_file
-from fastbert.jobs.batch_job import LimitedTokenizer, compute, fingerprint, pack
+from fastbert.jobs.batch_job import compute, fingerprint
 from fastbert.jobs.loading import load_whole, refuse_backend
 from fastbert.jobs.reporter import SILENT, Reporter
 from fastbert.jobs.texts import Texts, blocks, write_parquet
@@ -39,6 +39,7 @@ class Classifier:
         """Find and load the model, on a CUDA device if there is one."""
         import torch
 
+        from fastbert.inference.text_batches import LimitedTokenizer
         from fastbert.io import checkpoint
         from fastbert.io import sentence_transformers_folder as stored
 
@@ -157,6 +158,8 @@ def classify_text(
         ValueError: As in `Classifier` and `LimitedTokenizer`.
     """
     import torch
+
+    from fastbert.inference.text_batches import pack
 
     classifier = Classifier(model, max_length=max_length, backend=backend)
     with torch.inference_mode():

@@ -2,63 +2,17 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastbert.jobs.batch_job import LimitedTokenizer, compute, fingerprint
+from fastbert.jobs.batch_job import compute, fingerprint
 from fastbert.jobs.reporter import SILENT, Reporter
 from fastbert.jobs.texts import Texts, blocks, write_parquet
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
-
-    from fastbert.io.sentence_transformers_folder import SentenceFolder
-
-
-def read_recipe(
-    folder: Path,
-    *,
-    pooling: str | None = None,
-    normalize: bool | None = None,
-    max_length: int | None = None,
-) -> SentenceFolder:
-    """Read the steps that turn the rows of an encoder into an embedding.
-
-    A folder of sentence-transformers states its steps. For any other folder, the embedding is the
-    mean of the rows.
-
-    Args:
-        folder: Folder of the model.
-        pooling: The pooling mode; None keeps the modes of the folder.
-        normalize: Whether the last step scales the embedding to length 1; None keeps the steps of
-            the folder.
-        max_length: Largest number of tokens of a text; None keeps the limit of the folder.
-
-    Returns:
-        The steps and the settings of the folder.
-
-    Raises:
-        ValueError: If a file is damaged or not supported. The message names the file and the
-            reason.
-    """
-    from fastbert.io import sentence_transformers_folder as stored
-
-    recipe = stored.SentenceFolder(folder, (stored.Pooling(),))
-    if stored.is_one(folder):
-        recipe = stored.read(folder)
-    first, *others = recipe.modules
-    if pooling is not None and isinstance(first, stored.Pooling):
-        first = replace(first, modes=(pooling,))
-    ends_normalised = bool(others) and isinstance(others[-1], stored.Normalize)
-    if normalize is True and not ends_normalised:
-        others.append(stored.Normalize())
-    elif normalize is False and ends_normalised:
-        others.pop()
-    return replace(recipe, modules=(first, *others), max_length=max_length or recipe.max_length)
 
 
 def run(
@@ -79,9 +33,9 @@ def run(
         model: Folder or hub id of a checkpoint.
         texts: The lines of INPUT, one text each.
         target: A .npy or .parquet file. It appears once it is complete.
-        pooling: As in `read_recipe`.
-        normalize: As in `read_recipe`.
-        max_length: As in `read_recipe`.
+        pooling: As in `fastbert.inference.Embedder`.
+        normalize: As in `fastbert.inference.Embedder`.
+        max_length: As in `fastbert.inference.Embedder`.
         tokens_per_batch: Largest number of tokens of a batch, unless a single text is longer.
         backend: Backend of the model; None lets each operation choose.
         reporter: Receives notes and progress.
@@ -91,39 +45,29 @@ def run(
         normalization.
 
     Raises:
-        ValueError: As in `read_recipe` and `compute`, or if the checkpoint cannot be loaded.
+        ValueError: As in `fastbert.inference.Embedder` and `compute`.
     """
-    import torch
+    from fastbert.inference import Embedder
 
-    from fastbert.io import checkpoint
-    from fastbert.jobs.after_encoder import AfterEncoder
-    from fastbert.modules import BertModel
-
-    folder = checkpoint.find(model)
-    recipe = read_recipe(folder, pooling=pooling, normalize=normalize, max_length=max_length)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    with warnings.catch_warnings():
-        # A checkpoint without a pooler needs no warning, because nothing reads the pooler's output.
-        warnings.filterwarnings("ignore", ".*newly initialized: pooler")
-        encoder = BertModel.from_pretrained(recipe.encoder, backend=backend).to(device)
-    config = encoder.config
-    tokenizer = LimitedTokenizer(recipe, config.max_length)
-    after = AfterEncoder(recipe, config.hidden_size, tokenizer.prompt_length()).to(device)
+    embedder = Embedder(
+        model, pooling=pooling, normalize=normalize, max_length=max_length, backend=backend
+    )
+    after = embedder.after
     options = {"pooling": "+".join(after.pooling.modes), "normalize": after.normalised}
     summary = compute(
         texts,
         target,
-        tokenizer=tokenizer,
-        forward=lambda batch: after(encoder(**batch).last_hidden_state, batch["cu_seqlens"]),
-        width=after.width,
+        tokenizer=embedder.tokenizer,
+        forward=embedder.forward,
+        width=embedder.width,
         tokens_per_batch=tokens_per_batch,
-        device=device,
+        device=embedder.device,
         fingerprint=fingerprint(
-            (folder, recipe.encoder, *after.folders),
+            embedder.folders,
             texts,
             command="encode",
             **options,
-            max_length=tokenizer.limit,
+            max_length=embedder.tokenizer.limit,
             tokens_per_batch=tokens_per_batch,
             backend=backend,
         ),
@@ -141,13 +85,24 @@ def write_embeddings(rows: NDArray[np.float32], path: Path) -> None:
             of the fixed size ``width``.
         path: Path of the file.
     """
+    write_parts(blocks(rows), rows.shape[1], path)
+
+
+def write_parts(parts: Iterable[NDArray[np.float32]], width: int, path: Path) -> None:
+    """Write embeddings as `write_embeddings` does, one part after another.
+
+    Args:
+        parts: Consecutive embeddings, fp32 of shape ``(count, width)``.
+        width: Number of values of an embedding.
+        path: Path of the file.
+    """
     import pyarrow as pa
 
-    schema = pa.schema({"embedding": pa.list_(pa.float32(), rows.shape[1])})
+    schema = pa.schema({"embedding": pa.list_(pa.float32(), width)})
 
     def batches() -> Iterator[Any]:
-        for block in blocks(rows):
-            column = pa.FixedSizeListArray.from_arrays(pa.array(block.ravel()), rows.shape[1])
+        for part in parts:
+            column = pa.FixedSizeListArray.from_arrays(pa.array(part.ravel()), width)
             yield pa.record_batch([column], schema=schema)
 
     write_parquet(path, schema, batches())

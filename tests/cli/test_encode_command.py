@@ -15,9 +15,10 @@ from pyarrow import parquet
 
 from fastbert.cli.encode import POOLINGS
 from fastbert.data import Encoded, WordPieceTokenizer
+from fastbert.inference.embedder import read_recipe
+from fastbert.inference.text_batches import LimitedTokenizer, length_batches
 from fastbert.io.sentence_transformers_folder import Normalize, Pooling, SentenceFolder
-from fastbert.jobs.batch_job import LimitedTokenizer, length_batches, windows
-from fastbert.jobs.encode import read_recipe
+from fastbert.jobs.batch_job import windows
 from fastbert.modules import BertModel, pooling
 from fastbert.testing.compare import assert_close
 from fastbert.testing.yardstick import Yardstick

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from fastbert.data import stories
+from fastbert.inference.after_encoder import AfterEncoder
 from fastbert.jobs import encode as job
-from fastbert.jobs.after_encoder import AfterEncoder
 from fastbert.jobs.partial_output import PartialOutput
 from fastbert.modules import BertForMaskedLM
 
@@ -26,7 +26,7 @@ encode_module = importlib.import_module("fastbert.cli.encode")
 OPTIONS = ("--tokens-per-batch", 16)
 KILLED = """
 import os
-from fastbert.jobs.after_encoder import AfterEncoder
+from fastbert.inference.after_encoder import AfterEncoder
 calls, pool = [], AfterEncoder.forward
 def killed(*arguments):
     calls.append(1)

@@ -28,9 +28,9 @@ from fastbert.data import (
     stories,
     train_tokenizer,
 )
+from fastbert.inference.embedder import read_recipe
 from fastbert.io import checkpoint, families, safetensors_file
 from fastbert.io import sentence_transformers_folder as stored
-from fastbert.jobs.encode import read_recipe
 from fastbert.jobs.partial_output import PartialOutput
 from fastbert.jobs.texts import Texts
 from fastbert.modules import BertModel

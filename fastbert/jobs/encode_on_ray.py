@@ -1,0 +1,317 @@
+"""Compute the embeddings of many files of texts on a Ray cluster, a file for each of them.
+
+One Ray data set runs over the texts of all files, so that each worker loads the model once. The
+rows come back in their order, and this process writes each file while its rows arrive.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from fastbert import atomic_file, json_file
+from fastbert.jobs.batch_job import digest_of_model
+from fastbert.jobs.encode import write_parts
+from fastbert.jobs.reporter import SILENT, Reporter
+from fastbert.jobs.texts import FORMATS, Texts
+from fastbert.version import __version__
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+MANIFEST = "manifest.json"
+# Texts of a batch of Ray, which is what the death of a worker costs.
+BATCH_TEXTS = 256
+# Cores of a worker without a GPU. Several small workers do more work than a large one.
+WORKER_CORES = 2
+
+
+class Shard(NamedTuple):
+    """A file of texts: its path, the fields to read, the number of texts and their digest."""
+
+    path: Path
+    fields: tuple[str, ...]
+    texts: int
+    digest: str
+
+
+def run(
+    model: str,
+    source: Path,
+    target: Path,
+    *,
+    address: str = "auto",
+    field: str = "text",
+    reporter: Reporter = SILENT,
+    **options: Any,
+) -> dict[str, Any]:
+    """Write the embeddings of each file of a folder to a .parquet file of the same name.
+
+    A file of embeddings appears when it is complete. The same call after a stop computes only the
+    files that are missing.
+
+    Args:
+        model: Folder or hub id of a checkpoint, which every machine of the cluster can read.
+        source: A folder of .txt, .jsonl and .parquet files, which every machine can read.
+        target: The folder of the embeddings, and of manifest.json with the model and the options.
+        address: The address of a cluster. ``auto`` is the running cluster, and a new one on this
+            machine if there is none.
+        field: Name of the field or column that has the text.
+        reporter: Receives notes and progress.
+        options: The keyword arguments of `fastbert.inference.Embedder`.
+
+    Returns:
+        The summary: the numbers of files, texts and workers, and the seconds, among others.
+
+    Raises:
+        ImportError: If Ray is not installed.
+        ConnectionError: If there is no cluster at `address`.
+        ValueError: If a file has an error or changes while it is read, if two files differ in the
+            suffix only, or if `target` was begun with another model, options or texts.
+    """
+    ray = _require_ray()
+    from fastbert.inference import Embedder
+
+    shards = _shards(source, field, reporter)
+    embedder = Embedder(model, **options)  # A wrong model or option is an error before any work.
+    _begin(
+        target,
+        {
+            "fastbert": __version__,
+            "model": [digest_of_model(folder) for folder in dict.fromkeys(embedder.folders)],
+            "field": field,
+            "options": options,
+            "texts": {name: shard.digest for name, shard in shards.items()},
+        },
+    )
+    missing = {n: shard for n, shard in shards.items() if not (target / f"{n}.parquet").exists()}
+    finished = len(shards) - len(missing)
+    if finished:
+        reporter.note(f"{finished:,} of {len(shards):,} files in {target} are complete and stay")
+    total = sum(shard.texts for shard in shards.values())
+    left = sum(shard.texts for shard in missing.values())
+    start, workers = time.perf_counter(), 0
+    if missing:
+        with _cluster(ray, address), reporter.progress(total, total - left) as advance:
+            workers, resources = _workers(ray)
+            reporter.note(f"{workers} workers of Ray, each with {resources}")
+            rows = Rows(_embeddings(ray, missing, (model, field), options, workers, resources))
+            for name, shard in missing.items():
+                parts = rows.take(shard.texts, advance)
+                path = target / f"{name}.parquet"
+                atomic_file.write_atomically(path, _write(parts, embedder.width))
+    seconds = time.perf_counter() - start
+    return {
+        "output": target,
+        "files": len(shards),
+        "resumed": finished,
+        "texts": total,
+        "width": embedder.width,
+        "workers": workers,
+        "seconds": seconds,
+        "texts_per_second": left / seconds,
+    }
+
+
+class Rows:
+    """Consecutive embeddings that arrive in batches and are taken in other parts.
+
+    Args:
+        batches: Embeddings, fp32 of shape ``(count, width)``.
+    """
+
+    def __init__(self, batches: Iterator[NDArray[np.float32]]) -> None:
+        """Begin before the first batch."""
+        self.batches = batches
+        self.held: NDArray[np.float32] | None = None
+
+    def take(self, count: int, advance: Callable[[int], None]) -> Iterator[NDArray[np.float32]]:
+        """Yield the next `count` rows in parts.
+
+        Args:
+            count: Number of rows, at least 1.
+            advance: Called with the number of rows of each part.
+
+        Yields:
+            The parts, fp32 of shape ``(n, width)``.
+
+        Raises:
+            ValueError: If there are fewer rows.
+        """
+        while count:
+            rows = (
+                self.held if self.held is not None and len(self.held) else next(self.batches, None)
+            )
+            if rows is None:
+                raise ValueError(f"INPUT: {count:,} embeddings are missing at the end, allowed: 0")
+            part, self.held = rows[:count], rows[count:]
+            count -= len(part)
+            yield part
+            advance(len(part))
+
+
+def _write(parts: Iterator[NDArray[np.float32]], width: int) -> Callable[[Path], None]:
+    return lambda path: write_parts(parts, width, path)
+
+
+def _require_ray() -> Any:
+    try:
+        import ray
+        import ray.data
+    except ImportError as error:
+        raise ImportError("--ray: needs Ray Data; install fastbert's extra 'ray'") from error
+    return ray
+
+
+def _shards(source: Path, field: str, reporter: Reporter) -> dict[str, Shard]:
+    """Check and count the texts of all files of INPUT, by their names without suffix, sorted."""
+    if not source.is_dir():
+        raise ValueError(f"INPUT: got {str(source)!r}, allowed with --ray: a folder of files")
+    shards: dict[str, Shard] = {}
+    for path in sorted(source.iterdir()):
+        suffix = path.suffix.lower()
+        if suffix not in FORMATS or path.name.startswith("."):
+            continue
+        if path.stem in shards:
+            raise ValueError(
+                f"INPUT: got {shards[path.stem].path.name} and {path.name} in {source}, allowed: "
+                "names that differ without their suffixes, because each becomes a .parquet"
+            )
+        texts = Texts(path, ("text",) if suffix == ".txt" else (field,), reporter)
+        shards[path.stem] = Shard(path.resolve(), texts.fields, texts.count, texts.digest)
+    if not shards:
+        raise ValueError(f"INPUT: {str(source)!r} has no {', '.join(FORMATS)} file, allowed: some")
+    return shards
+
+
+def _begin(target: Path, facts: dict[str, Any]) -> None:
+    """Write the facts of a run into a new folder, or compare them with those of an earlier run."""
+    facts, manifest = json_file.jsonable(facts), target / MANIFEST
+    if not manifest.exists():
+        if target.exists() and (not target.is_dir() or any(target.iterdir())):
+            raise ValueError(
+                f"OUT: got {str(target)!r}, allowed with --ray: a new or empty folder, or the "
+                "folder of the same command"
+            )
+        json_file.write(manifest, facts)
+        return
+    theirs = json_file.read(manifest)
+    if changed := [name for name in facts if theirs.get(name) != facts[name]]:
+        raise ValueError(
+            f"OUT: {target} was begun with another {', '.join(changed)}, allowed: the same, or "
+            "another folder"
+        )
+
+
+@contextmanager
+def _cluster(ray: Any, address: str) -> Iterator[None]:
+    """Connect this process to a cluster, unless it is connected already."""
+    if ray.is_initialized():
+        yield
+        return
+    quietly = {"log_to_driver": False, "logging_level": "error"}
+    try:
+        ray.init(address=address, **quietly)
+    except ConnectionError:
+        if address != "auto":
+            raise
+        ray.init(**quietly)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _workers(ray: Any) -> tuple[int, dict[str, int]]:
+    """Return how many workers the cluster has room for, and what Ray reserves for each of them."""
+    resources = ray.cluster_resources()
+    if gpus := int(resources.get("GPU", 0)):
+        return gpus, {"num_gpus": 1}
+    cores = max(1, int(resources.get("CPU", 1)))
+    each = WORKER_CORES if cores >= 2 * WORKER_CORES else 1
+    return cores // each, {"num_cpus": each}
+
+
+def read_shards(batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Read the texts of some shards, in a worker.
+
+    Args:
+        batch: Columns with the values of `Shard`, and ``field``, the column of the texts.
+
+    Yields:
+        Batches with the column of the texts.
+
+    Raises:
+        ValueError: If the texts are not those that `run` has counted.
+    """
+    for path, fields, field, digest in zip(
+        batch["path"], batch["fields"], batch["field"], batch["digest"], strict=True
+    ):
+        texts = Texts(Path(path), tuple(fields))
+        if texts.digest != digest:
+            raise ValueError(f"INPUT: {path} changed while it was read, allowed: no change")
+        held: list[str] = []
+        for (text,) in texts:
+            held.append(text)
+            if len(held) == BATCH_TEXTS:
+                yield {field: held}
+                held = []
+        if held:
+            yield {field: held}
+
+
+def _embeddings(
+    ray: Any,
+    shards: dict[str, Shard],
+    arguments: tuple[str, str],
+    options: dict[str, Any],
+    workers: int,
+    resources: dict[str, int],
+) -> Iterator[NDArray[np.float32]]:
+    """Yield the embeddings of all texts of all shards in order, in batches."""
+    from fastbert.integrations.ray import Embed
+
+    context = ray.data.DataContext.get_current()
+    context.execution_options.preserve_order = True
+    context.enable_progress_bars = False
+    items = [
+        {**shard._asdict(), "path": str(shard.path), "field": arguments[1]}
+        for shard in shards.values()
+    ]
+    texts = ray.data.from_items(items, override_num_blocks=len(items))
+    embedded = texts.map_batches(
+        # Reading reserves no core, because the workers have reserved all of them.
+        read_shards,
+        batch_size=1,
+        num_cpus=0,
+    ).map_batches(
+        Embed,
+        batch_size=BATCH_TEXTS,
+        fn_constructor_args=arguments,
+        fn_constructor_kwargs=options,
+        concurrency=workers,
+        **resources,
+    )
+    try:
+        for batch in embedded.iter_batches(batch_size=BATCH_TEXTS, prefetch_batches=1):
+            yield batch["embedding"]
+    except ray.exceptions.RayTaskError as error:
+        raise own_error(error) from error
+
+
+def own_error(error: Exception) -> Exception:
+    """Find the mistake of the user in an error of Ray, which keeps it as text only.
+
+    Args:
+        error: An error that Ray raised in this process.
+
+    Returns:
+        The ValueError that a worker raised, or the error itself.
+    """
+    mistake = re.search(r"^ValueError: (.+)$", str(error), re.MULTILINE)
+    return ValueError(mistake[1]) if mistake else error

@@ -1,0 +1,179 @@
+"""``fastbert encode --ray``, on a Ray cluster of two workers on this machine."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pyarrow as pa
+import pytest
+import ray
+from pyarrow import parquet
+
+from fastbert.data import stories
+from fastbert.integrations.ray import Embed
+from fastbert.jobs import encode_on_ray
+from fastbert.jobs.encode_on_ray import Rows, read_shards
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
+    yield
+    ray.shutdown()
+
+
+def sentences(count: int, seed: int) -> list[str]:
+    """Return so many texts of many lengths."""
+    story = [s for s in stories(count, seed) for s in s]
+    return [" ".join(story[i : i + 1 + i % 3]) for i in range(count)]
+
+
+def embeddings(path: Path) -> np.ndarray:
+    return np.array(parquet.read_table(path)["embedding"].to_pylist(), dtype=np.float32)
+
+
+@pytest.fixture
+def shards(tmp_path):
+    """Return a folder with a shard of each format, and the texts of each."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    texts = {name: sentences(count, count) for name, count in (("a", 300), ("b", 7), ("c", 600))}
+    texts["a"][5] = ""
+    (folder / "a.txt").write_text("\n".join(texts["a"]) + "\n")
+    (folder / "b.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts["b"]))
+    parquet.write_table(pa.table({"text": texts["c"]}), folder / "c.parquet")
+    (folder / "notes.md").write_text("no shard\n")
+    return folder
+
+
+def test_each_shard_becomes_the_file_of_the_plain_command(
+    cluster, run, refused, model_folder, shards, tmp_path
+):
+    out = tmp_path / "out"
+    result = run("encode", model_folder, shards, out, "--ray", "auto", "--normalize", "--json")
+    assert result.exit_code == 0, result.output
+    summary = json.loads(result.stdout[result.stdout.index("{") :])
+    assert (summary["files"], summary["texts"], summary["workers"]) == (3, 907, 2)
+    for source in (shards / "a.txt", shards / "b.jsonl", shards / "c.parquet"):
+        plain = tmp_path / f"{source.stem}.npy"
+        assert run("encode", model_folder, source, plain, "--normalize").exit_code == 0
+        assert np.array_equal(embeddings(out / f"{source.stem}.parquet"), np.load(plain))
+    assert sorted(p.name for p in out.iterdir()) == [
+        *("a.parquet", "b.parquet", "c.parquet", "manifest.json")
+    ]
+
+    # The same command computes what is missing, and nothing else.
+    before = {name: (out / name).stat().st_mtime_ns for name in ("a.parquet", "c.parquet")}
+    missing = embeddings(out / "b.parquet")
+    (out / "b.parquet").unlink()
+    result = run("encode", model_folder, shards, out, "--ray", "auto", "--normalize", "--json")
+    assert result.exit_code == 0, result.output
+    assert '"resumed": 2' in result.stdout
+    assert "2 of 3 files" in result.output
+    assert np.array_equal(embeddings(out / "b.parquet"), missing)
+    assert before == {name: (out / name).stat().st_mtime_ns for name in before}
+
+    # Another option, or other texts, would mix two kinds of rows.
+    message = refused("encode", model_folder, shards, out, "--ray", "auto", "--pooling", "cls")
+    assert "begun with another options" in message
+    (shards / "b.jsonl").write_text('{"text": "another"}\n')
+    message = refused("encode", model_folder, shards, out, "--ray", "auto", "--normalize")
+    assert "begun with another texts" in message
+
+
+def test_a_killed_worker_costs_its_batch_only(cluster, run, model_folder, tmp_path):
+    source, out = tmp_path / "texts", tmp_path / "out"
+    source.mkdir()
+    for number in range(4):
+        lines = sentences(3000, number)
+        (source / f"{number}.txt").write_text("\n".join(lines) + "\n")
+    killed: list[int] = []
+    finished = threading.Event()
+
+    def kill() -> None:
+        """Kill the first worker as soon as a part of the rows is written."""
+        while not finished.is_set():
+            if any(out.glob(".0.*.parquet")) or (out / "0.parquet").exists():
+                workers = [
+                    process
+                    for process in psutil.Process().children(recursive=True)
+                    if "Embed" in " ".join(process.cmdline())
+                ]
+                if workers:
+                    killed.append(workers[0].pid)
+                    workers[0].kill()
+                    return
+            time.sleep(0.02)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    try:
+        encode_on_ray.run(str(model_folder), source, out)
+    finally:
+        finished.set()
+        thread.join()
+    assert killed, "no worker was found to be killed"
+    for number in range(4):
+        plain = tmp_path / f"{number}.npy"
+        assert run("encode", model_folder, source / f"{number}.txt", plain).exit_code == 0
+        assert np.array_equal(embeddings(out / f"{number}.parquet"), np.load(plain))
+
+
+def test_an_error_of_a_worker_names_the_text(cluster, refused, model_folder, shards, tmp_path):
+    (shards / "d.txt").write_text("the dog ran.\n")
+    folder = tmp_path / "out"
+    shard = {"path": [str(shards / "d.txt")], "fields": [["text"]], "field": ["text"]}
+    with pytest.raises(ValueError, match=r"d\.txt changed while it was read"):
+        list(read_shards({**shard, "digest": ["another"]}))
+    with pytest.raises(ValueError, match="field: got 'body', allowed: text"):
+        Embed(str(model_folder), "body")({"text": ["a"]})
+    with pytest.raises(ValueError, match="text: got None, allowed: texts"):
+        Embed(str(model_folder))({"text": ["a", None]})
+    data = ray.data.from_items([{"body": 3}])
+    with pytest.raises(ray.exceptions.RayTaskError) as caught:
+        data.map_batches(
+            Embed, fn_constructor_args=(str(model_folder), "body"), concurrency=1
+        ).take_all()
+    assert str(encode_on_ray.own_error(caught.value)) == "body: got np.int64(3), allowed: texts"
+    assert not folder.exists()
+
+
+def test_rows_are_taken_across_batches():
+    batches = [np.full((n, 2), n, dtype=np.float32) for n in (3, 1, 4)]
+    rows, taken = Rows(iter(batches)), []
+    for count in (2, 5, 1):
+        parts = list(rows.take(count, taken.append))
+        assert sum(len(part) for part in parts) == count
+    assert sum(taken) == 8
+    with pytest.raises(ValueError, match="1 embeddings are missing"):
+        list(rows.take(1, taken.append))
+
+
+def test_bad_arguments_of_ray(refused, model_folder, shards, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    command = ("encode", model_folder)
+    assert "allowed with --ray: a folder" in refused(
+        *command, shards / "a.txt", out, "--ray", "auto"
+    )
+    (shards / "a.jsonl").write_text('{"text": "twice"}\n')
+    assert "got a.jsonl and a.txt" in refused(*command, shards, out, "--ray", "auto")
+    (shards / "a.jsonl").unlink()
+    (shards / "e.jsonl").write_text('{"text": "fine"}\n{"txt": "no"}\n')
+    assert "e.jsonl, line 2: expected" in refused(*command, shards, out, "--ray", "auto")
+    (shards / "e.jsonl").unlink()
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert "has no .txt" in refused(*command, empty, out, "--ray", "auto")
+    assert not out.exists()
+    out.mkdir()
+    (out / "mine.txt").write_text("mine")
+    assert "a new or empty folder" in refused(*command, shards, out, "--ray", "auto")
+    assert [path.name for path in out.iterdir()] == ["mine.txt"]
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert "install fastbert's extra 'ray'" in refused(*command, shards, out, "--ray", "auto")
