@@ -42,15 +42,8 @@ BELOW: dict[str, set[str]] = {
         *("bench", "testing", "integrations", "graphs", "data", "modules", "io", "ops", "config"),
     },
     "jobs": {
-        "bench",
-        "integrations",
-        "inference",
-        "data",
-        "modules",
-        "io",
-        "config",
-        "json_file",
-        "version",
+        *("bench", "integrations", "inference", "data", "modules", "io", "config", "json_file"),
+        *("atomic_file", "version"),
     },
     "finetuning": {
         *("training", "jobs", "inference", "data", "modules", "io", "ops", "config", "json_file"),
