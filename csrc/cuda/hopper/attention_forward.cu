@@ -138,7 +138,7 @@ __device__ void zero_unattended(const Params& p, uint32_t shared, unsigned char*
 }
 
 // Under a mask of pairs: does the same with the pairs of each tile, and with the keys that no query
-// of a tile attends. The pairs of the next tile are on their way while the values are awaited.
+// of a tile attends.
 template <int kHeadDim>
 __device__ void publish_pairs(const Params& p, uint32_t shared, unsigned char* memory,
                               Items items) {
@@ -150,14 +150,11 @@ __device__ void publish_pairs(const Params& p, uint32_t shared, unsigned char* m
     const uint4* from =
         reinterpret_cast<const uint4*>(p.pairs.row(item.head, item.first_query / kQueryRows)) +
         lane;
-    uint4 rows[kLoads];
-    const auto load = [&] {
+    for (int tile = 0; tile < item.key_tiles; ++tile, stage.advance()) {
+      uint4 rows[kLoads];
 #pragma unroll
       for (int i = 0; i < kLoads; ++i) rows[i] = from[32 * i];
       from += ForwardPairs::kRows;
-    };
-    if (item.key_tiles > 0) load();
-    for (int tile = 0; tile < item.key_tiles; ++tile, stage.advance()) {
       wait(shared + M::kKeysEmpty + 8 * stage.stage, stage.parity ^ 1);
       uint4* const to =
           reinterpret_cast<uint4*>(memory + M::kPairs + stage.stage * ForwardPairs::kBytes) + lane;
@@ -169,7 +166,6 @@ __device__ void publish_pairs(const Params& p, uint32_t shared, unsigned char* m
       }
 #pragma unroll
       for (KeyBits& word : bits) word = __reduce_or_sync(0xffffffffu, word);
-      if (tile + 1 < item.key_tiles) load();
       __syncwarp();
       if (lane == 0) arrive(shared + M::kKeysFull + 8 * stage.stage);
       wait(shared + M::kLanded + 8 * stage.stage, stage.parity);

@@ -184,11 +184,14 @@ __device__ void prepare_statistics(const Params& p, uint32_t shared, unsigned ch
     const int64_t row = h.batch * call.lse_stride_batch + h.head * call.lse_stride_head + h.first_q;
     for (int block = 0; block < item.key_tiles; ++block) {
       for (int tile = 0; tile < tiles_of(h); ++tile, stage.advance()) {
+        if constexpr (kPairs) {
+          wait(shared + M::kTileEmpty + 8 * stage.stage, stage.parity ^ 1);
+          const uint32_t* from = p.pairs.row(h, block) + tile * BackwardPairs::kWords;
+          copy_chunk(shared + M::kPairs + stage.stage * BackwardPairs::kBytes + 16 * (first + lane),
+                     from + 4 * (first + lane), true);
+          commit_copies();
+        }
         const int query = tile * kTileQueries + first + lane;
-        uint4 pairs;
-        if constexpr (kPairs)
-          pairs = reinterpret_cast<const uint4*>(p.pairs.row(h, block) +
-                                                 tile * BackwardPairs::kWords)[first + lane];
         const bool exists = query < h.queries;
         const float logarithm = exists ? call.lse[row + query] : -INFINITY;
         float delta = exists && block > 0 ? call.delta[row + query] : 0.0f;
@@ -202,9 +205,7 @@ __device__ void prepare_statistics(const Params& p, uint32_t shared, unsigned ch
         Statistics& to = reinterpret_cast<Statistics*>(memory + M::kStatistics)[stage.stage];
         to.logarithm[first + lane] = logarithm == -INFINITY ? INFINITY : logarithm * kLog2E;
         to.delta[first + lane] = delta;
-        if constexpr (kPairs)
-          reinterpret_cast<uint4*>(memory + M::kPairs +
-                                   stage.stage * BackwardPairs::kBytes)[first + lane] = pairs;
+        if constexpr (kPairs) wait_for_copies<0>();
         __syncwarp();
         if (lane == 0) arrive(shared + M::kStatisticsFull + 8 * stage.stage);
       }
