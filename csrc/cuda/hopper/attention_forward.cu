@@ -65,7 +65,7 @@ struct Memory {
   static constexpr int kQueriesEmpty = kQueriesFull + 8 * kPlaces;
   static constexpr int kOrder = kQueriesEmpty + 8 * kPlaces;
   // The pairs of each stage, which only a mask of pairs has.
-  static constexpr int kPairs = kOrder + (sizeof(Order) + 15) / 16 * 16;
+  static constexpr int kPairs = (kOrder + sizeof(Order) + 15) / 16 * 16;
   static constexpr int kBytes = kPairs + kStages * ForwardPairs::kBytes;
 };
 

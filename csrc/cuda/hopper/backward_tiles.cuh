@@ -50,7 +50,7 @@ struct Memory {
   static constexpr int kGradientsFull = kTileEmpty + 8 * kStages;
   static constexpr int kOrder = kGradientsFull + 8 * kTurns;
   // The pairs of each stage, which only a mask of pairs has.
-  static constexpr int kPairs = kOrder + (sizeof(Order) + 15) / 16 * 16;
+  static constexpr int kPairs = (kOrder + sizeof(Order) + 15) / 16 * 16;
   static constexpr int kBytes = kPairs + kStages * BackwardPairs::kBytes;
 };
 
