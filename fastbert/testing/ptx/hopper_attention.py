@@ -138,8 +138,10 @@ def path_of_a_tile(code: str) -> list[Instruction]:
 
 def _skips(block: Sequence[Instruction], turns: Collection[str], skipped: bool) -> bool:
     """Return whether the branch at the start of a block skips it in a tile without hidden keys."""
+    counts = Counter(x.name for x in block)
+    if any(counts[x] > MANY for x in RARE):
+        return True
     if block[0].guard in turns:
         return skipped
-    counts = Counter(x.name for x in block)
     # Both kinds of hidden keys are skipped: those of a mask, and those beyond the end.
-    return not block[0].guard or any(counts[x] > MANY for x in RARE) or len(block) > 2 * MANY
+    return not block[0].guard or len(block) > 2 * MANY
