@@ -12,6 +12,8 @@
 #include "pairs.cuh"
 
 #include "attention.cuh"
+#include "hidden.cuh"
+#include "wgmma.cuh"
 
 namespace fastbert::cuda {
 namespace {
@@ -26,28 +28,35 @@ struct PackParams {
 };
 
 // Returns the lane's word of a square: the keys of the lane's query, or with kKeysAreRows the
-// queries of the lane's key.
+// queries of the lane's key. Lanes read the last key and the last query in the place of those that
+// do not exist, so that no read waits for a branch.
 template <bool kKeysAreRows>
 __device__ uint32_t pack_square(const AttentionMask& mask, const Head& h, int first_query,
                                 int first_key) {
-  const int lane = static_cast<int>(threadIdx.x) % 32, key = first_key + lane;
-  const int queries = key < h.keys ? h.queries - first_query : 0;
+  const int queries = h.queries - first_query, keys = h.keys - first_key;
+  if (queries <= 0 || keys <= 0) return 0;
+  const int lane = static_cast<int>(threadIdx.x) % 32, key = first_key + min(lane, keys - 1);
   const uint8_t* pair = mask.data + h.batch * mask.stride_batch + h.head * mask.stride_head +
                         first_query * mask.stride_row + key * mask.stride_key;
   uint32_t attended[32];
 #pragma unroll
-  for (int i = 0; i < 32; ++i) attended[i] = i < queries ? pair[i * mask.stride_row] : 0;
+  for (int i = 0; i < 32; ++i) {
+    attended[i] = *pair;
+    if (i + 1 < queries) pair += mask.stride_row;
+  }
+  pin(attended);  // all reads are on their way before the first is used
   uint32_t word = 0;
 #pragma unroll
   for (int i = 0; i < 32; ++i) {
     if (kKeysAreRows) {
       word |= (attended[i] != 0 ? 1u : 0u) << i;
     } else {
-      const uint32_t keys = __ballot_sync(0xffffffffu, attended[i] != 0);
-      if (lane == i) word = keys;
+      const uint32_t of_query = __ballot_sync(0xffffffffu, attended[i] != 0);
+      if (lane == i) word = of_query;
     }
   }
-  return word;
+  const int rows = kKeysAreRows ? keys : queries, columns = kKeysAreRows ? queries : keys;
+  return lane < rows ? word & first_bits(columns) : 0;
 }
 
 template <int kColumns>
@@ -56,15 +65,15 @@ __global__ void __launch_bounds__(kThreads) pack_pairs_kernel(PackParams<kColumn
   constexpr bool kKeysAreRows = kColumns == kTileQueries;
   constexpr int kStrips = Tiles::kRows / 32;  // of a tile
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  const int64_t strip = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
-  const int64_t tile = strip / kStrips, row = tile / p.tiles.columns, head = row / p.tiles.rows;
+  const uint32_t strip = blockIdx.x * kWarps + threadIdx.x / 32, tile = strip / kStrips;
+  const uint32_t row = tile / p.tiles.columns, head = row / p.tiles.rows;
   const int batch = static_cast<int>(head / p.tiles.heads);
   if (batch >= p.tiles.batches) return;
   const Head h = head_of(p.sequences, batch, static_cast<int>(head % p.tiles.heads));
   const int first_row =
       static_cast<int>(row % p.tiles.rows) * Tiles::kRows + static_cast<int>(strip % kStrips) * 32;
   const int first_column = static_cast<int>(tile % p.tiles.columns) * kColumns;
-  uint32_t* const to = p.tiles.data + (strip * 32 + lane) * Tiles::kRowWords;
+  uint32_t* const to = p.tiles.data + (static_cast<int64_t>(strip) * 32 + lane) * Tiles::kRowWords;
   uint32_t words[Tiles::kRowWords];
 #pragma unroll
   for (int i = 0; i < Tiles::kRowWords; ++i) {
