@@ -30,12 +30,13 @@ class Pairs(Problems):
             return torch.randn(*shape, self.dim, generator=generator).bfloat16()
 
         # The first tile has no attended pair, and a query attends no key. Keys that no query
-        # attends are NaN. All queries of a tile attend both keys of some lanes, and the later half
-        # of them another key.
+        # attends are NaN. Lanes attend all pairs of a tile that others do not, and the queries 40
+        # to 63 alone attend a key.
         self.mask = torch.rand(1, 1, 70, self.keys, generator=generator) > 0.3
         self.mask[..., 256:384] = True
+        self.mask[..., [35, 43], 384:512] = True
         self.mask[..., [210, 218]] = True
-        self.mask[..., :40, 200] = False
+        self.mask[..., :40, 200] = self.mask[..., 64:, 200] = False
         self.mask[..., :140] = False
         self.mask[..., 65, :] = False
         q, dout = drawn(1, 1, 70), drawn(1, 1, 70)
