@@ -35,7 +35,8 @@ struct Sequences {
   int64_t rows_q, rows_k;
 };
 
-// lse holds the natural logarithm of the sum of the exponentials of each query; fp32.
+// lse holds the natural logarithm of the sum of the exponentials of each query; fp32. pair_bits is
+// memory of attention_pair_words words at a multiple of 16 bytes, null for none.
 struct AttentionForward {
   Format format;     // bf16 or f16
   int32_t head_dim;  // 32, 64 or 128
@@ -46,12 +47,13 @@ struct AttentionForward {
   AttentionMask mask;
   Dropout dropout;
   float scale;  // above 0
+  uint32_t* pair_bits;
 };
 
 // delta (sum of dout * out of each query) and dq_sums (head_dim floats for each query) are memory
 // for the kernel, laid out as lse; it needs them for sequences of more than
-// kAttentionBlockKeys keys. out and lse come from the forward. dq, dk and dv are 0 beyond the last
-// sequence.
+// kAttentionBlockKeys keys. pair_bits is that of the forward. out and lse come from the forward.
+// dq, dk and dv are 0 beyond the last sequence.
 struct AttentionBackward {
   Format format;
   int32_t head_dim;
@@ -64,6 +66,7 @@ struct AttentionBackward {
   float scale;
   float *delta, *dq_sums;
   HeadRows dq, dk, dv;
+  uint32_t* pair_bits;
 };
 
 // Shared memory that a block may have on sm_86, sm_89 and sm_120, without what the declarations of
@@ -72,6 +75,11 @@ constexpr int kSharedLimit = 96 * 1024;
 
 // The number of keys up to which the backward needs no further memory.
 constexpr int32_t kAttentionBlockKeys = 64;
+
+// Return how many words of 4 bytes a call needs at its pair_bits, for a mask that differs between
+// queries. The value of pair_bits does not matter.
+int64_t attention_pair_words(const AttentionBackward& params);
+int64_t attention_pair_words(const AttentionForward& params);
 
 // Return cudaErrorInvalidValue for a format, head dim or scale without a kernel.
 cudaError_t attention_backward(const AttentionBackward& params, cudaStream_t stream);

@@ -382,6 +382,14 @@ struct AttentionCall {
   }
 };
 
+// Memory for the bits of a mask of pairs, which `params` then points to.
+template <class Params>
+at::Tensor pair_bits(Params& params, const at::Tensor& q) {
+  auto bits = at::empty({attention_pair_words(params)}, q.options().dtype(at::kInt));
+  params.pair_bits = static_cast<uint32_t*>(bits.mutable_data_ptr());
+  return bits;
+}
+
 std::tuple<at::Tensor, at::Tensor> flash_attention_forward_op(
     const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const OptionalTensor& mask,
     const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
@@ -402,19 +410,21 @@ std::tuple<at::Tensor, at::Tensor> flash_attention_forward_op(
     lse.fill_(-std::numeric_limits<float>::infinity());
     return {out, lse};
   }
-  const AttentionForward params = {format_of(q),
-                                   static_cast<int32_t>(q.size(-1)),
-                                   s,
-                                   head_rows(call.q),
-                                   head_rows(call.k),
-                                   head_rows(call.v),
-                                   head_rows(out),
-                                   lse.mutable_data_ptr<float>(),
-                                   call.lse_stride_batch(),
-                                   s.rows_q,
-                                   call.pairs,
-                                   call.dropout,
-                                   static_cast<float>(scale)};
+  AttentionForward params = {format_of(q),
+                             static_cast<int32_t>(q.size(-1)),
+                             s,
+                             head_rows(call.q),
+                             head_rows(call.k),
+                             head_rows(call.v),
+                             head_rows(out),
+                             lse.mutable_data_ptr<float>(),
+                             call.lse_stride_batch(),
+                             s.rows_q,
+                             call.pairs,
+                             call.dropout,
+                             static_cast<float>(scale),
+                             nullptr};
+  const auto bits = pair_bits(params, q);
   C10_CUDA_CHECK(attention_forward(params, c10::cuda::getCurrentCUDAStream()));
   return {out, lse};
 }
@@ -446,25 +456,27 @@ void flash_attention_backward_op(const at::Tensor& dq, const at::Tensor& dk, con
   auto delta = at::empty({single ? 0 : lse.numel()}, lse.options());
   auto dq_sums = at::empty({single ? 0 : lse.numel() * head_dim}, lse.options());
   const at::Tensor written[] = {writable_rows(dq), writable_rows(dk), writable_rows(dv)};
-  const AttentionBackward params = {format_of(q),
-                                    static_cast<int32_t>(head_dim),
-                                    s,
-                                    head_rows(call.q),
-                                    head_rows(call.k),
-                                    head_rows(call.v),
-                                    head_rows(out),
-                                    head_rows(dout),
-                                    lse.const_data_ptr<float>(),
-                                    call.lse_stride_batch(),
-                                    s.rows_q,
-                                    call.pairs,
-                                    call.dropout,
-                                    static_cast<float>(scale),
-                                    delta.mutable_data_ptr<float>(),
-                                    dq_sums.mutable_data_ptr<float>(),
-                                    head_rows(written[0]),
-                                    head_rows(written[1]),
-                                    head_rows(written[2])};
+  AttentionBackward params = {format_of(q),
+                              static_cast<int32_t>(head_dim),
+                              s,
+                              head_rows(call.q),
+                              head_rows(call.k),
+                              head_rows(call.v),
+                              head_rows(out),
+                              head_rows(dout),
+                              lse.const_data_ptr<float>(),
+                              call.lse_stride_batch(),
+                              s.rows_q,
+                              call.pairs,
+                              call.dropout,
+                              static_cast<float>(scale),
+                              delta.mutable_data_ptr<float>(),
+                              dq_sums.mutable_data_ptr<float>(),
+                              head_rows(written[0]),
+                              head_rows(written[1]),
+                              head_rows(written[2]),
+                              nullptr};
+  const auto bits = pair_bits(params, q);
   C10_CUDA_CHECK(attention_backward(params, c10::cuda::getCurrentCUDAStream()));
   const at::Tensor* const wanted[] = {&dq, &dk, &dv};
   for (int i = 0; i < 3; ++i)

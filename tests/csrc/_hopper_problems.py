@@ -27,7 +27,7 @@ class Problems:
     def __init__(self, hopper: Breakable, dim: int) -> None:
         self.hopper, self.dim = hopper, dim
         self.prepare(torch.Generator().manual_seed(5))
-        self.ptx = hopper.ptx(f"nv_bfloat16Li{dim}ELb0E", self.source_of(dim))
+        self.ptx = hopper.ptx(f"nv_bfloat16Li{dim}ELb0ELb0E", self.source_of(dim))
         self.expected = self.run(seed=1)
 
     def prepare(self, generator: torch.Generator) -> None:

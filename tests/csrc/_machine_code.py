@@ -32,7 +32,7 @@ TARGETS = {"80": ("80", "89"), "90": ("90",), "100": ("100", "120")}
 # Architectures of the products in gemm.cu; those of a Hopper GPU are in hopper/gemm.cu.
 PRODUCTS = ("80", "89", "100", "120")
 PRODUCT = re.compile(r"gemm_kernelI\S*?Store(Gelu|Gradient)\S*?Gelu(Tanh)?By")
-HOPPER = re.compile(r"persistent_(forward|backward)_kernelI\d+__[a-z_\d]+?Li(\d+)ELb(\d)E")
+HOPPER = re.compile(r"persistent_(forward|backward)_kernelI\d+__[a-z_\d]+?Li(\d+)ELb(\d)ELb(\d)E")
 KERNEL = re.compile(r"(forward|backward)_kernelI(6__half|13__nv_bfloat16)Li(\d+)ELb(\d)ELb(\d)E")
 
 
@@ -113,8 +113,9 @@ def resources(binary: Path) -> dict[str, dict[str, int]]:
             direction = {"Gelu": "forward", "Gradient": "backward"}[product[1]]
             words = ["product", direction, *["tanh"] * bool(product[2])]
         else:
-            direction, dim, dropout = HOPPER.search(name).groups()
-            words = ["attention", direction, f"D{dim}", *["dropout"] * int(dropout)]
+            direction, dim, pairs, dropout = HOPPER.search(name).groups()
+            words = ["attention", direction, f"D{dim}"]
+            words += [*["pairs"] * int(pairs), *["dropout"] * int(dropout)]
         line = {"registers": int(registers), "shared": int(shared)}
         before = found.get(" ".join(words), line)
         found[" ".join(words)] = {key: max(before[key], line[key]) for key in line}

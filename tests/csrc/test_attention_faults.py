@@ -20,6 +20,8 @@ using namespace fastbert::cuda;
 extern "C" {
 int run_attention_forward(AttentionForward* p) { return attention_forward(*p, nullptr); }
 int run_attention_backward(AttentionBackward* p) { return attention_backward(*p, nullptr); }
+int64_t attention_forward_pair_words(AttentionForward* p) { return attention_pair_words(*p); }
+int64_t attention_backward_pair_words(AttentionBackward* p) { return attention_pair_words(*p); }
 }
 """
 # The kernels of bf16 and head dim 64: with a mask of keys, and with a mask of pairs and dropout.

@@ -22,15 +22,16 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def kernels(folder):
-    """The disassembled kernels, by dtype, head dim and dropout."""
+    """The disassembled kernels, by dtype, head dim, mask of pairs and dropout."""
     return hopper_attention.machine_code(folder)
 
 
 @pytest.mark.parametrize("dim", [32, 64, 128])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("pairs", [False, True])
 @pytest.mark.parametrize("dropout", [False, True])
-def test_kernels_use_the_units_of_hopper(kernels, dtype, dim, dropout):
-    text = kernels[dtype, dim, dropout]
+def test_kernels_use_the_units_of_hopper(kernels, dtype, dim, pairs, dropout):
+    text = kernels[dtype, dim, pairs, dropout]
     for name in ("HGMMA", "UTMALDG.5D", "UTMASTG.5D", "USETMAXREG", "STSM"):
         assert name in text, name
     for name in (" HMMA", "LDSM", "LDL", "STL"):
@@ -39,10 +40,11 @@ def test_kernels_use_the_units_of_hopper(kernels, dtype, dim, dropout):
 
 
 @pytest.mark.parametrize("dim", [32, 64, 128])
+@pytest.mark.parametrize("pairs", [False, True])
 @pytest.mark.parametrize("dropout", [False, True])
-def test_the_softmax_runs_while_a_product_is_in_flight(kernels, dim, dropout):
+def test_the_softmax_runs_while_a_product_is_in_flight(kernels, dim, pairs, dropout):
     """ptxas may move the wait for a product before the exponentials, which would serialise both."""
-    code = hopper_attention.loop_over_tiles(kernels["bfloat16", dim, dropout])
+    code = hopper_attention.loop_over_tiles(kernels["bfloat16", dim, pairs, dropout])
     body = [instruction.text for instruction in code]
     waits = [i for i, op in enumerate(body) if op.startswith("WARPGROUP.DEPBAR")]
     exponentials = [i for i, op in enumerate(body) if op.startswith("MUFU.EX2")]
@@ -55,7 +57,7 @@ def test_the_softmax_runs_while_a_product_is_in_flight(kernels, dim, dropout):
 @pytest.mark.parametrize(("dim", "limit"), [(32, 470), (64, 475), (128, 500)])
 def test_a_tile_has_few_instructions(kernels, dim, limit):
     """A scheduler issues them for two warps, while the exponentials of a tile take 928 cycles."""
-    code = hopper_attention.path_of_a_tile(kernels["bfloat16", dim, False])
+    code = hopper_attention.path_of_a_tile(kernels["bfloat16", dim, False, False])
     path = Counter(instruction.name for instruction in code)
     print(path.total(), dict(path))
     assert path["HGMMA"] == dim // 16 + 8
@@ -77,15 +79,16 @@ def test_registers_and_shared_memory_are_those_of_the_record(kernels, backward, 
         for binary in sorted(folder.glob(f"attention_{direction}*.cubin")):
             found |= _machine_code.resources(binary)
         # fp16 and bf16 share a line.
-        assert (len(found), len(texts)) == (6, 12)
+        assert (len(found), len(texts)) == (12, 24)
         assert found == _machine_code.recorded("90a", f"attention {direction}")
 
 
 @pytest.mark.parametrize("dim", [32, 64, 128])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("pairs", [False, True])
 @pytest.mark.parametrize("dropout", [False, True])
-def test_the_backward_uses_the_units_of_hopper(backward, dtype, dim, dropout):
-    text = backward[dtype, dim, dropout]
+def test_the_backward_uses_the_units_of_hopper(backward, dtype, dim, pairs, dropout):
+    text = backward[dtype, dim, pairs, dropout]
     for name in ("HGMMA", "UTMALDG.5D", "USETMAXREG", "STSM"):
         assert name in text, name
     for name in (" HMMA", "LDL", "STL"):
@@ -94,9 +97,10 @@ def test_the_backward_uses_the_units_of_hopper(backward, dtype, dim, dropout):
 
 
 @pytest.mark.parametrize("dim", [32, 64])
+@pytest.mark.parametrize("pairs", [False, True])
 @pytest.mark.parametrize("dropout", [False, True])
-def test_the_weights_are_computed_while_gradients_are_in_flight(backward, dim, dropout):
-    code = hopper_attention.loop_over_tiles(backward["bfloat16", dim, dropout])
+def test_the_weights_are_computed_while_gradients_are_in_flight(backward, dim, pairs, dropout):
+    code = hopper_attention.loop_over_tiles(backward["bfloat16", dim, pairs, dropout])
     body = [instruction.text for instruction in code]
     waits = [i for i, op in enumerate(body) if op.startswith("WARPGROUP.DEPBAR")]
     # Scores, gradients of weights, and the gradients of the tile before.
@@ -108,9 +112,10 @@ def test_the_weights_are_computed_while_gradients_are_in_flight(backward, dim, d
     assert max(*exponentials, *differences) < waits[2]
 
 
+@pytest.mark.parametrize("pairs", [False, True])
 @pytest.mark.parametrize("dropout", [False, True])
-def test_arithmetic_of_head_dim_128_has_a_product_in_flight(backward, dropout):
-    code = hopper_attention.loop_over_tiles(backward["bfloat16", 128, dropout])
+def test_arithmetic_of_head_dim_128_has_a_product_in_flight(backward, pairs, dropout):
+    code = hopper_attention.loop_over_tiles(backward["bfloat16", 128, pairs, dropout])
     body = [instruction.text for instruction in code]
 
     def places(start):
@@ -132,7 +137,7 @@ def test_arithmetic_of_head_dim_128_has_a_product_in_flight(backward, dropout):
 
 def test_a_tile_of_head_dim_128_has_few_instructions(backward):
     """A scheduler issues them for two warps, while the products of a tile take 2,560 cycles."""
-    code = hopper_attention.path_of_a_tile(backward["bfloat16", 128, False])
+    code = hopper_attention.path_of_a_tile(backward["bfloat16", 128, False, False])
     path = Counter(instruction.name for instruction in code)
     print(path.total(), dict(path))
     # Eight steps of 16 in each of three products, and four in dv and dk.
@@ -143,7 +148,7 @@ def test_a_tile_of_head_dim_128_has_few_instructions(backward):
 
 def test_a_tile_of_the_backward_has_few_instructions(backward):
     """A scheduler issues them for two warps, while the products of a tile take 1,280 cycles."""
-    code = hopper_attention.path_of_a_tile(backward["bfloat16", 64, False])
+    code = hopper_attention.path_of_a_tile(backward["bfloat16", 64, False, False])
     path = Counter(instruction.name for instruction in code)
     print(path.total(), dict(path))
     # Four steps of 16 in each of four products, and eight in dq.
@@ -154,7 +159,7 @@ def test_a_tile_of_the_backward_has_few_instructions(backward):
 
 def test_two_tiles_of_the_backward_of_head_dim_32_have_few_instructions(backward):
     """A group computes dq of one of them. The shared memory is busy for 1,700 cycles."""
-    code = hopper_attention.path_of_a_tile(backward["bfloat16", 32, False])
+    code = hopper_attention.path_of_a_tile(backward["bfloat16", 32, False, False])
     path = Counter(instruction.name for instruction in code)
     print(path.total(), dict(path))
     # Two or four steps of 16 in each of four products, eight in dq, and an empty product.

@@ -37,9 +37,9 @@ using namespace backward;
 
 // A consumer: 64 keys of each block, and 32 columns of dq. At head dim 64 these are half of the
 // columns of each tile, and at head dim 32 all columns of every second tile.
-template <class T, int kHeadDim, bool kDropout>
-class Consumer : KeyGroup<T, kHeadDim, kDropout> {
-  using Base = KeyGroup<T, kHeadDim, kDropout>;
+template <class T, int kHeadDim, bool kPairs, bool kDropout>
+class Consumer : KeyGroup<T, kHeadDim, kPairs, kDropout> {
+  using Base = KeyGroup<T, kHeadDim, kPairs, kDropout>;
   using Base::attended_, Base::dk_, Base::dq_, Base::dv_, Base::dweights_, Base::gradients_,
       Base::group_, Base::place_, Base::scores_, Base::shared_, Base::stage_, Base::weights_;
   using Base::first_column, Base::gradient_pair, Base::key_row, Base::keys_at, Base::lane,
@@ -233,21 +233,28 @@ class Consumer : KeyGroup<T, kHeadDim, kDropout> {
   uint32_t keys_[kHeadDim / 4], values_[kHeadDim / 4];
 };
 
-template <class T, int kHeadDim, bool kDropout>
+template <class T, int kHeadDim, bool kPairs, bool kDropout>
 __global__ void __launch_bounds__(kThreads, 1)
     persistent_backward_kernel(const __grid_constant__ Params p) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) unsigned char memory[];
-  run_block<Consumer<T, kHeadDim, kDropout>, T, kHeadDim>(p, memory);
+  run_block<Consumer<T, kHeadDim, kPairs, kDropout>, T, kHeadDim, kPairs>(p, memory);
 #endif
+}
+
+template <class T, int kHeadDim, bool kPairs>
+cudaError_t launch_pairs(const Params& params, cudaStream_t stream) {
+  return launch_blocks<kHeadDim>(params.call.dropout.seed
+                                     ? persistent_backward_kernel<T, kHeadDim, kPairs, true>
+                                     : persistent_backward_kernel<T, kHeadDim, kPairs, false>,
+                                 params, stream);
 }
 
 template <class T, int kHeadDim>
 cudaError_t launch_head_dim(const Params& params, cudaStream_t stream) {
-  return launch_blocks<kHeadDim>(params.call.dropout.seed
-                                     ? persistent_backward_kernel<T, kHeadDim, true>
-                                     : persistent_backward_kernel<T, kHeadDim, false>,
-                                 params, stream);
+  return has_pairs(params.call.mask, params.call.sequences)
+             ? launch_pairs<T, kHeadDim, true>(params, stream)
+             : launch_pairs<T, kHeadDim, false>(params, stream);
 }
 
 template <class T>
@@ -261,7 +268,7 @@ cudaError_t launch_backward(const Params& params, cudaStream_t stream) {
 cudaError_t hopper_attention_backward(const AttentionBackward& p, cudaStream_t stream) {
   const Sequences& s = p.sequences;
   if (s.batches == 0 || (s.rows_q == 0 && s.rows_k == 0)) return cudaSuccess;
-  Params params = {{}, {}, {}, {}, {}, p};
+  Params params = {{}, {}, {}, {}, {}, p, pair_tiles(p)};
   // Without queries or without keys there are no copies of them.
   const bool queries = s.max_q > 0, keys = s.max_k > 0;
   const int64_t rows_q = queries ? s.rows_q : s.rows_k, rows_k = keys ? s.rows_k : s.rows_q;
@@ -273,6 +280,7 @@ cudaError_t hopper_attention_backward(const AttentionBackward& p, cudaStream_t s
   if (!error) error = map(params.dout, queries ? p.dout : p.k, rows_q, kTileQueries);
   if (!error) error = map(params.k, keys ? p.k : p.q, rows_k, kKeyRows);
   if (!error) error = map(params.v, keys ? p.v : p.q, rows_k, kKeyRows);
+  if (!error) error = pack_pairs(p, stream);
   if (error) return error;
   if (p.head_dim == 128) return launch_wide(params, stream);
   return p.format == Format::f16 ? launch_backward<__half>(params, stream)

@@ -28,9 +28,9 @@ namespace fastbert::cuda::backward {
 namespace {
 
 // A consumer: 64 keys of each block, and 64 columns of dq.
-template <class T, bool kDropout>
-class Consumer : KeyGroup<T, 128, kDropout> {
-  using Base = KeyGroup<T, 128, kDropout>;
+template <class T, bool kPairs, bool kDropout>
+class Consumer : KeyGroup<T, 128, kPairs, kDropout> {
+  using Base = KeyGroup<T, 128, kPairs, kDropout>;
   using Base::dk_, Base::dq_, Base::dv_, Base::dweights_, Base::gradients_, Base::group_,
       Base::scores_, Base::shared_, Base::stage_, Base::weights_;
   using typename Base::Kept;
@@ -153,20 +153,28 @@ class Consumer : KeyGroup<T, 128, kDropout> {
   }
 };
 
-template <class T, int kHeadDim, bool kDropout>
+template <class T, int kHeadDim, bool kPairs, bool kDropout>
 __global__ void __launch_bounds__(kThreads, 1)
     persistent_backward_kernel(const __grid_constant__ Params p) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) unsigned char memory[];
-  run_block<Consumer<T, kDropout>, T, kHeadDim>(p, memory);
+  run_block<Consumer<T, kPairs, kDropout>, T, kHeadDim, kPairs>(p, memory);
 #endif
+}
+
+template <class T, bool kPairs>
+cudaError_t launch_pairs(const Params& params, cudaStream_t stream) {
+  return launch_blocks<128>(params.call.dropout.seed
+                                ? persistent_backward_kernel<T, 128, kPairs, true>
+                                : persistent_backward_kernel<T, 128, kPairs, false>,
+                            params, stream);
 }
 
 template <class T>
 cudaError_t launch_format(const Params& params, cudaStream_t stream) {
-  return launch_blocks<128>(params.call.dropout.seed ? persistent_backward_kernel<T, 128, true>
-                                                     : persistent_backward_kernel<T, 128, false>,
-                            params, stream);
+  return has_pairs(params.call.mask, params.call.sequences)
+             ? launch_pairs<T, true>(params, stream)
+             : launch_pairs<T, false>(params, stream);
 }
 
 }  // namespace

@@ -8,7 +8,8 @@
 // named barriers make them take turns. Inside a group, the scores of the next tile and the product
 // of the last weights with their values are in flight together, and the softmax of the former
 // overlaps with the latter. Out goes back through the place of the group's queries, and the copy
-// engine stores it.
+// engine stores it. A further warp of the first group publishes the attended keys or pairs of each
+// tile under a mask.
 //
 // Time by unit on an H200, per 128 queries and 128 keys of head dim 64: the products take 1,024
 // cycles of the tensor cores, 14,336 exponentials 896 of the MUFU, as an eighth of them is a
@@ -27,6 +28,7 @@
 #include "device.cuh"
 #include "dropout.cuh"
 #include "hidden.cuh"
+#include "pairs.cuh"
 #include "pipeline.cuh"
 #include "schedule.cuh"
 #include "softmax.cuh"
@@ -63,12 +65,15 @@ struct Memory {
   static constexpr int kQueriesFull = kLanded + 8 * kStages;
   static constexpr int kQueriesEmpty = kQueriesFull + 8 * kPlaces;
   static constexpr int kOrder = kQueriesEmpty + 8 * kPlaces;
-  static constexpr int kBytes = kOrder + sizeof(Order);
+  // The pairs of each stage, which only a mask of pairs has.
+  static constexpr int kPairs = (kOrder + sizeof(Order) + 15) / 16 * 16;
+  static constexpr int kBytes = kPairs + kStages * ForwardPairs::kBytes;
 };
 
 struct Params {
   CUtensorMap q, k, v, out;
   AttentionForward call;
+  ForwardPairs pairs;
 };
 
 // The copies: one thread.
@@ -133,6 +138,46 @@ __device__ void zero_unattended(const Params& p, uint32_t shared, unsigned char*
   }
 }
 
+// Under a mask of pairs: does the same with the pairs of each tile, and with the keys that no query
+// of a tile attends.
+template <int kHeadDim>
+__device__ void publish_pairs(const Params& p, uint32_t shared, unsigned char* memory,
+                              Items items) {
+  using M = Memory<kHeadDim>;
+  constexpr int kLoads = ForwardPairs::kRows / 32;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  Place<M::kStages> stage;
+  for (Item item; items.next(item);) {
+    const uint4* from =
+        reinterpret_cast<const uint4*>(p.pairs.row(item.head, item.first_query / kQueryRows)) +
+        lane;
+    for (int tile = 0; tile < item.key_tiles; ++tile, stage.advance()) {
+      uint4 rows[kLoads];
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) rows[i] = from[32 * i];
+      from += ForwardPairs::kRows;
+      wait(shared + M::kKeysEmpty + 8 * stage.stage, stage.parity ^ 1);
+      uint4* const to =
+          reinterpret_cast<uint4*>(memory + M::kPairs + stage.stage * ForwardPairs::kBytes) + lane;
+      KeyBits bits[kKeyWords] = {};
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        to[32 * i] = rows[i];
+        bits[0] |= rows[i].x, bits[1] |= rows[i].y, bits[2] |= rows[i].z, bits[3] |= rows[i].w;
+      }
+#pragma unroll
+      for (KeyBits& word : bits) word = __reduce_or_sync(0xffffffffu, word);
+      __syncwarp();
+      if (lane == 0) arrive(shared + M::kKeysFull + 8 * stage.stage);
+      wait(shared + M::kLanded + 8 * stage.stage, stage.parity);
+      zero_unattended_rows<kHeadDim>(memory + M::kValues + stage.stage * M::kTileBytes, bits);
+      fence_async_proxy();
+      __syncwarp();
+      if (lane == 0) arrive(shared + M::kValuesFull + 8 * stage.stage);
+    }
+  }
+}
+
 // Rows of out and lse of packed tensors that belong to no sequence. 64 threads of each block.
 template <int kHeadDim>
 __device__ void zero_slack(const AttentionForward& p, int thread) {
@@ -157,6 +202,26 @@ __device__ void hide(float (&scores)[kScores], const KeyBits (&bits)[kKeyWords])
   for (int i = 0; i < kScores; ++i) {
     const int column = i / 4 * 8 + i % 2;
     if (!(bits[column / 32] >> (column % 32 + first) & 1)) scores[i] = -INFINITY;
+  }
+}
+
+// Sets the scores of pairs that are not attended to -inf. `first` has the pairs of the warp's first
+// query. A warp that attends all pairs of a tile skips this.
+__device__ void hide_pairs(float (&scores)[kScores], const uint4* first) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const uint4 upper = first[lane / 4], lower = first[lane / 4 + 8];
+  KeyBits bits[2][kKeyWords] = {{upper.x, upper.y, upper.z, upper.w},
+                                {lower.x, lower.y, lower.z, lower.w}};
+  KeyBits all = kAllKeys;
+#pragma unroll
+  for (int i = 0; i < 2 * kKeyWords; ++i) all &= bits[i / kKeyWords][i % kKeyWords];
+  if (__all_sync(0xffffffffu, all == kAllKeys)) return;
+#pragma unroll
+  for (int i = 0; i < 2 * kKeyWords; ++i) bits[i / kKeyWords][i % kKeyWords] >>= lane % 4 * 2;
+#pragma unroll
+  for (int i = 0; i < kScores; ++i) {
+    const int column = i / 4 * 8 + i % 2;
+    if (!(bits[i / 2 % 2][column / 32] >> column % 32 & 1)) scores[i] = -INFINITY;
   }
 }
 
@@ -187,7 +252,7 @@ __device__ void start_sums(float (&sums)[kHeadDim / 2], const uint32_t (&weights
 }
 
 // A consumer: 64 queries of each item.
-template <class T, int kHeadDim, bool kDropout>
+template <class T, int kHeadDim, bool kPairs, bool kDropout>
 class Consumer {
   using M = Memory<kHeadDim>;
 
@@ -225,10 +290,14 @@ class Consumer {
     place.advance();
   }
 
-  // Hides the keys of a tile of scores that are not attended, and gives the keys back.
+  // Hides the scores of a tile that are not attended, and gives the keys back.
   __device__ void hide_and_release(const Item& item, int tile) {
     const int left = item.head.keys - tile * kKeyRows;
-    if (p_.call.mask.data) {
+    if constexpr (kPairs) {
+      hide_pairs(scores_, reinterpret_cast<const uint4*>(memory_ + M::kPairs +
+                                                         keys_.stage * ForwardPairs::kBytes) +
+                              group_ * kGroupRows + warp() * kWarpRows);
+    } else if (p_.call.mask.data) {
       const uint4 words =
           *reinterpret_cast<const uint4*>(memory_ + M::kBits + keys_.stage * kKeyWords * 4);
       hide(scores_, {words.x, words.y, words.z, words.w});
@@ -411,7 +480,7 @@ __device__ void init_barriers(uint32_t shared, bool masked) {
   fence_barrier_init();
 }
 
-template <class T, int kHeadDim, bool kDropout>
+template <class T, int kHeadDim, bool kPairs, bool kDropout>
 __global__ void __launch_bounds__(kThreads, 1)
     persistent_forward_kernel(const __grid_constant__ Params p) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -433,26 +502,37 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (warp < kGroup / 32) {
     give_registers<kProducerRegisters>();
     if (warp == 0 && lane == 0) load_tiles<kHeadDim>(p, shared, items);
-    if (warp == 1 && masked) zero_unattended<kHeadDim>(p, shared, memory, items);
+    if (warp == 1 && kPairs)
+      publish_pairs<kHeadDim>(p, shared, memory, items);
+    else if (warp == 1 && masked)
+      zero_unattended<kHeadDim>(p, shared, memory, items);
     if (warp >= 2 && p.call.sequences.cu_seqlens_q)
       zero_slack<kHeadDim>(p.call, static_cast<int>(threadIdx.x) - 64);
   } else {
     take_registers<kConsumerRegisters>();
-    Consumer<T, kHeadDim, kDropout>(p, shared, memory).run(items);
+    Consumer<T, kHeadDim, kPairs, kDropout>(p, shared, memory).run(items);
   }
 #endif
 }
 
-template <class T, int kHeadDim>
-cudaError_t launch_head_dim(const Params& params, cudaStream_t stream) {
+template <class T, int kHeadDim, bool kPairs>
+cudaError_t launch_pairs(const Params& params, cudaStream_t stream) {
   const Sequences& s = params.call.sequences;
   const int64_t items = ceil_div(s.max_q, kQueryRows) * s.heads * s.batches;
   // Without an item, one block still writes the rows of no sequence.
   const unsigned blocks = static_cast<unsigned>(
       std::clamp<int64_t>(items, 1, attribute(cudaDevAttrMultiProcessorCount)));
-  const auto kernel = params.call.dropout.seed ? persistent_forward_kernel<T, kHeadDim, true>
-                                               : persistent_forward_kernel<T, kHeadDim, false>;
+  const auto kernel = params.call.dropout.seed
+                          ? persistent_forward_kernel<T, kHeadDim, kPairs, true>
+                          : persistent_forward_kernel<T, kHeadDim, kPairs, false>;
   return launch<Params>(kernel, dim3(blocks), kThreads, params, stream, Memory<kHeadDim>::kBytes);
+}
+
+template <class T, int kHeadDim>
+cudaError_t launch_head_dim(const Params& params, cudaStream_t stream) {
+  return has_pairs(params.call.mask, params.call.sequences)
+             ? launch_pairs<T, kHeadDim, true>(params, stream)
+             : launch_pairs<T, kHeadDim, false>(params, stream);
 }
 
 template <class T>
@@ -472,7 +552,7 @@ cudaError_t launch_forward(const Params& params, cudaStream_t stream) {
 cudaError_t hopper_attention_forward(const AttentionForward& p, cudaStream_t stream) {
   const Sequences& s = p.sequences;
   if (s.batches == 0 || s.rows_q == 0) return cudaSuccess;
-  Params params = {{}, {}, {}, {}, p};
+  Params params = {{}, {}, {}, {}, p, pair_tiles(p)};
   // Without keys there are no copies of keys.
   const HeadRows& k = s.max_k ? p.k : p.q;
   const HeadRows& v = s.max_k ? p.v : p.q;
@@ -481,6 +561,7 @@ cudaError_t hopper_attention_forward(const AttentionForward& p, cudaStream_t str
   if (!error) error = encode(params.k, k, p.format, p.head_dim, s, rows_k, kKeyRows);
   if (!error) error = encode(params.v, v, p.format, p.head_dim, s, rows_k, kKeyRows);
   if (!error) error = encode(params.out, p.out, p.format, p.head_dim, s, s.rows_q, kWarpRows);
+  if (!error) error = pack_pairs(p, stream);
   if (error) return error;
   return p.format == Format::f16 ? launch_forward<__half>(params, stream)
                                  : launch_forward<__nv_bfloat16>(params, stream);

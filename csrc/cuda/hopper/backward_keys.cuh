@@ -23,7 +23,7 @@ constexpr int kProducerRegisters = 48, kConsumerRegisters = 232;
 // Scores of a lane: two rows of 16 queries.
 constexpr int kTileScores = kTileQueries / 2;
 
-template <class T, int kHeadDim, bool kDropout>
+template <class T, int kHeadDim, bool kPairs, bool kDropout>
 class KeyGroup {
  protected:
   using M = Memory<kHeadDim>;
@@ -104,16 +104,41 @@ class KeyGroup {
     return reinterpret_cast<const Statistics*>(memory_ + M::kStatistics)[stage_.stage];
   }
 
+  // Sets the scores of keys that are not attended to -inf.
+  __device__ void hide_keys() {
+    if (attended_ == kAllRows) return;
+    const int of_lane = attended_ >> lane() / 4;
+#pragma unroll
+    for (int i = 0; i < kTileScores; ++i)
+      if (!(of_lane >> (i / 2 % 2 * 8) & 1)) scores_[i] = -INFINITY;
+  }
+
+  // Sets the scores of pairs that are not attended to -inf. A warp that attends all pairs of a tile
+  // skips this.
+  __device__ void hide_pairs() {
+    const uint2* rows =
+        reinterpret_cast<const uint2*>(memory_ + M::kPairs + stage_.stage * BackwardPairs::kBytes) +
+        key_row() + lane() / 4;
+    const uint2 upper = rows[0], lower = rows[8];
+    if (__all_sync(0xffffffffu, (upper.x & upper.y & lower.x & lower.y) == ~0u)) return;
+    const int first = lane() % 4 * 2;
+    const uint32_t bits[2][2] = {{upper.x >> first, upper.y >> first},
+                                 {lower.x >> first, lower.y >> first}};
+#pragma unroll
+    for (int i = 0; i < kTileScores; ++i) {
+      const int column = i / 4 * 8 + i % 2;
+      if (!(bits[i / 2 % 2][column / 32] >> column % 32 & 1)) scores_[i] = -INFINITY;
+    }
+  }
+
   // Turns scores into weights.
   __device__ void exponentiate(const Statistics& statistics) {
     const float factor = p_.call.scale * kLog2E;
     const int first = lane() % 4 * 2;
-    if (attended_ != kAllRows) {
-      const int of_lane = attended_ >> lane() / 4;
-#pragma unroll
-      for (int i = 0; i < kTileScores; ++i)
-        if (!(of_lane >> (i / 2 % 2 * 8) & 1)) scores_[i] = -INFINITY;
-    }
+    if constexpr (kPairs)
+      hide_pairs();
+    else
+      hide_keys();
 #pragma unroll
     for (int j = 0; j < kTileQueries / 8; ++j) {
       const float2 logarithms =
@@ -269,7 +294,7 @@ class KeyGroup {
 };
 
 // What a block does: `Consumer` is the work of a group of keys.
-template <class Consumer, class T, int kHeadDim>
+template <class Consumer, class T, int kHeadDim, bool kPairs>
 __device__ void run_block(const Params& p, unsigned char* memory) {
   const uint32_t shared = shared_address(memory);
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
@@ -285,10 +310,10 @@ __device__ void run_block(const Params& p, unsigned char* memory) {
     give_registers<kProducerRegisters>();
     if (warp == 0 && lane == 0) load_tiles<kHeadDim>(p, shared, items);
     if (warp == 1) {
-      if (p.call.mask.data) zero_unattended<kHeadDim>(p, shared, memory, items);
+      if (p.call.mask.data) zero_unattended<kHeadDim, kPairs>(p, shared, memory, items);
       if (p.call.sequences.cu_seqlens_q) zero_slack<T, kHeadDim>(p.call);
     }
-    if (warp >= kFirstPreparer) prepare_statistics<T, kHeadDim>(p, shared, memory, items);
+    if (warp >= kFirstPreparer) prepare_statistics<T, kHeadDim, kPairs>(p, shared, memory, items);
   } else {
     take_registers<kConsumerRegisters>();
     Consumer(p, shared, memory).run(items);

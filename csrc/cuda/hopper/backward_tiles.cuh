@@ -7,6 +7,7 @@
 #include "../attention_tile.cuh"
 #include "../softmax.cuh"
 #include "hidden.cuh"
+#include "pairs.cuh"
 #include "pipeline.cuh"
 #include "schedule.cuh"
 #include "statistics.cuh"
@@ -48,12 +49,15 @@ struct Memory {
   static constexpr int kTileEmpty = kStatisticsFull + 8 * kStages;
   static constexpr int kGradientsFull = kTileEmpty + 8 * kStages;
   static constexpr int kOrder = kGradientsFull + 8 * kTurns;
-  static constexpr int kBytes = kOrder + sizeof(Order);
+  // The pairs of each stage, which only a mask of pairs has.
+  static constexpr int kPairs = (kOrder + sizeof(Order) + 15) / 16 * 16;
+  static constexpr int kBytes = kPairs + kStages * BackwardPairs::kBytes;
 };
 
 struct Params {
   CUtensorMap q, k, v, out, dout;
   AttentionBackward call;
+  BackwardPairs pairs;
 };
 
 // Launches the kernel of head dim 128.
@@ -118,9 +122,25 @@ __device__ void load_tiles(const Params& p, uint32_t shared, const Heads& items)
   });
 }
 
-// Under a mask of keys: publishes the attended keys of each block, and zeroes keys and values of
-// the others, which may be NaN. One warp.
-template <int kHeadDim>
+// Finds the keys of a block that any query attends. Every lane of a warp calls this.
+inline __device__ void attended_keys(KeyBits (&bits)[kKeyWords], const BackwardPairs& pairs,
+                                     const Item& item, int block) {
+  const uint2* from =
+      reinterpret_cast<const uint2*>(pairs.row(item.head, block)) + threadIdx.x % 32;
+  uint32_t any[kKeyWords] = {};
+#pragma unroll 2
+  for (int tile = 0; tile < tiles_of(item.head); ++tile, from += BackwardPairs::kRows) {
+#pragma unroll
+    for (int word = 0; word < kKeyWords; ++word) any[word] |= from[32 * word].x | from[32 * word].y;
+  }
+#pragma unroll
+  for (int word = 0; word < kKeyWords; ++word)
+    bits[word] = __ballot_sync(0xffffffffu, any[word] != 0);
+}
+
+// Under a mask: publishes the attended keys of each block, and zeroes keys and values of the
+// others, which may be NaN. One warp.
+template <int kHeadDim, bool kPairs>
 __device__ void zero_unattended(const Params& p, uint32_t shared, unsigned char* memory,
                                 const Heads& items) {
   using M = Memory<kHeadDim>;
@@ -129,7 +149,10 @@ __device__ void zero_unattended(const Params& p, uint32_t shared, unsigned char*
   items.each([&](const Item& item) {
     for (int block = 0; block < item.key_tiles; ++block, place.advance()) {
       KeyBits bits[kKeyWords];
-      attended_keys(bits, p.call.mask, item, block);
+      if constexpr (kPairs)
+        attended_keys(bits, p.pairs, item, block);
+      else
+        attended_keys(bits, p.call.mask, item, block);
       wait(shared + M::kKeysLanded + 8 * place.stage, place.parity);
       unsigned char* keys = memory + place.stage * M::kPlaceBytes;
       zero_unattended_rows<kHeadDim>(keys, bits);
@@ -144,9 +167,9 @@ __device__ void zero_unattended(const Params& p, uint32_t shared, unsigned char*
   });
 }
 
-// The statistics of the queries of each tile; delta is computed in the first block of keys. Each of
-// kPreparers warps has a share of the rows.
-template <class T, int kHeadDim>
+// The statistics of the queries of each tile, and under a mask of pairs the pairs of the tile;
+// delta is computed in the first block of keys. Each of kPreparers warps has a share of the rows.
+template <class T, int kHeadDim, bool kPairs>
 __device__ void prepare_statistics(const Params& p, uint32_t shared, unsigned char* memory,
                                    const Heads& items) {
   using M = Memory<kHeadDim>;
@@ -154,12 +177,20 @@ __device__ void prepare_statistics(const Params& p, uint32_t shared, unsigned ch
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int first = (static_cast<int>(threadIdx.x) / 32 - kFirstPreparer) * 32;
   const AttentionBackward& call = p.call;
+  static_assert(BackwardPairs::kBytes == 16 * 32 * kPreparers);
   Place<M::kStages> stage;
   items.each([&](const Item& item) {
     const Head& h = item.head;
     const int64_t row = h.batch * call.lse_stride_batch + h.head * call.lse_stride_head + h.first_q;
     for (int block = 0; block < item.key_tiles; ++block) {
       for (int tile = 0; tile < tiles_of(h); ++tile, stage.advance()) {
+        if constexpr (kPairs) {
+          wait(shared + M::kTileEmpty + 8 * stage.stage, stage.parity ^ 1);
+          const uint32_t* from = p.pairs.row(h, block) + tile * BackwardPairs::kWords;
+          copy_chunk(shared + M::kPairs + stage.stage * BackwardPairs::kBytes + 16 * (first + lane),
+                     from + 4 * (first + lane), true);
+          commit_copies();
+        }
         const int query = tile * kTileQueries + first + lane;
         const bool exists = query < h.queries;
         const float logarithm = exists ? call.lse[row + query] : -INFINITY;
@@ -174,6 +205,7 @@ __device__ void prepare_statistics(const Params& p, uint32_t shared, unsigned ch
         Statistics& to = reinterpret_cast<Statistics*>(memory + M::kStatistics)[stage.stage];
         to.logarithm[first + lane] = logarithm == -INFINITY ? INFINITY : logarithm * kLog2E;
         to.delta[first + lane] = delta;
+        if constexpr (kPairs) wait_for_copies<0>();
         __syncwarp();
         if (lane == 0) arrive(shared + M::kStatisticsFull + 8 * stage.stage);
       }

@@ -18,8 +18,6 @@ const char* refuses(const Params& p) {
     return "the GPU is none of compute capability 9.0";
   if (p.head_dim != 32 && p.head_dim != 64 && p.head_dim != 128)
     return "the head dim is not 32, 64 or 128";
-  if (p.mask.data && p.mask.stride_row != 0 && p.sequences.max_q > 1)
-    return "the mask differs between queries";
   const Sequences& s = p.sequences;
   if (!has_tensor_map(p.q, s, s.rows_q) || !has_tensor_map(p.k, s, s.rows_k) ||
       !has_tensor_map(p.v, s, s.rows_k) || !has_tensor_map(p.out, s, s.rows_q))

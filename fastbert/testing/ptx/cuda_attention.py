@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from ctypes import Structure, c_float, c_int32, c_int64, c_void_p
+from ctypes import Structure, byref, c_float, c_int32, c_int64, c_void_p
 from typing import Any
 
 import torch
@@ -46,6 +46,7 @@ class AttentionForward(Structure):
     """AttentionForward."""
 
     _fields_ = _fields("q", "k", "v", "out")
+    _fields_ += [("pair_bits", c_void_p)]
 
 
 class AttentionBackward(Structure):
@@ -54,6 +55,7 @@ class AttentionBackward(Structure):
     _fields_ = _fields("q", "k", "v", "out", "dout")
     _fields_ += [("delta", c_void_p), ("dq_sums", c_void_p)]
     _fields_ += [(name, HeadRows) for name in ("dq", "dk", "dv")]
+    _fields_ += [("pair_bits", c_void_p)]
 
 
 def _is_aligned(t: Tensor) -> bool:
@@ -98,6 +100,14 @@ class AttentionOperators(Calls):
         bytes_of = mask.expand(shape).view(torch.uint8)
         return AttentionMask(self._address(bytes_of), *bytes_of.stride())
 
+    def _run_with_pairs(self, name: str, params: AttentionForward | AttentionBackward) -> None:
+        """Call a function with the memory that it asks for; every bit is 1 before."""
+        count = getattr(self.library, f"{name}_pair_words")
+        count.restype = c_int64
+        bits = torch.full((count(byref(params)),), -1, dtype=torch.int32)
+        params.pair_bits = self._address(bits)
+        self._run(f"run_{name}", params)
+
     def flash_attention_forward(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cu_seqlens_q: Tensor | None,
         cu_seqlens_k: Tensor | None, seed: Tensor | None, max_seqlen_q: int, max_seqlen_k: int,
@@ -117,7 +127,7 @@ class AttentionOperators(Calls):
             return out.zero_(), lse.fill_(-math.inf)
         rows = (*map(self._rows, (q, k, v, out)), self._address(lse), batch, lse.shape[-1])
         options = self._mask(mask, head[2]), self._dropout(seed, dropout_p), scale
-        self._run("run_attention_forward", AttentionForward(*head, *rows, *options))
+        self._run_with_pairs("attention_forward", AttentionForward(*head, *rows, *options))
         return out, lse
 
     def flash_attention_backward(
@@ -142,7 +152,8 @@ class AttentionOperators(Calls):
         )  # fmt: skip
         options = self._mask(mask, head[2]), self._dropout(seed, dropout_p), scale
         memory = self._address(delta), self._address(dq_sums), *map(self._rows, written)
-        self._run("run_attention_backward", AttentionBackward(*head, *rows, *options, *memory))
+        params = AttentionBackward(*head, *rows, *options, *memory)
+        self._run_with_pairs("attention_backward", params)
         for wanted, result in zip((dq, dk, dv), written, strict=True):
             if result is not wanted:
                 wanted.copy_(result)

@@ -275,6 +275,8 @@ int run_linear_gelu(LinearGelu* p) { return linear_gelu(*p, nullptr); }
 int run_linear_gelu_gradient(LinearGeluGradient* p) { return linear_gelu_gradient(*p, nullptr); }
 int run_attention_forward(AttentionForward* p) { return attention_forward(*p, nullptr); }
 int run_attention_backward(AttentionBackward* p) { return attention_backward(*p, nullptr); }
+int64_t attention_forward_pair_words(AttentionForward* p) { return attention_pair_words(*p); }
+int64_t attention_backward_pair_words(AttentionBackward* p) { return attention_pair_words(*p); }
 int run_mask_places(MaskPlaces* p) { return mask_places(*p, nullptr); }
 }
 """

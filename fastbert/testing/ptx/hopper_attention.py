@@ -19,11 +19,15 @@ from fastbert.testing.ptx.cuda_operators import CUDA
 FRONT = """
 #include "hopper/attention.cuh"
 using namespace fastbert::cuda;
-extern "C" int run_attention_forward(AttentionForward* p) {
+extern "C" {
+int run_attention_forward(AttentionForward* p) {
   return hopper_attention_refuses(*p) ? -1 : hopper_attention_forward(*p, nullptr);
 }
-extern "C" int run_attention_backward(AttentionBackward* p) {
+int run_attention_backward(AttentionBackward* p) {
   return hopper_attention_refuses(*p) ? -1 : hopper_attention_backward(*p, nullptr);
+}
+int64_t attention_forward_pair_words(AttentionForward* p) { return attention_pair_words(*p); }
+int64_t attention_backward_pair_words(AttentionBackward* p) { return attention_pair_words(*p); }
 }
 """
 # A block of so many of these instructions is skipped in a tile without hidden keys, and if no
@@ -47,7 +51,7 @@ class HopperAttention(AttentionOperators):
         front = folder / "front.cu"
         front.write_text(FRONT, encoding="utf-8")
         hopper = CUDA / "hopper"
-        names = ("choice.cu", "tensor_map.cu")
+        names = ("choice.cu", "pairs.cu", "tensor_map.cu")
         sources = [*hopper.glob("attention_*.cu"), *(hopper / name for name in names), front]
         self.compiled = CudaLibrary(sources, folder, "90a", ["-I", str(CUDA), "-DFASTBERT_SM90A"])
         self.options: dict[str, Any] = {}
@@ -61,7 +65,9 @@ class HopperAttention(AttentionOperators):
         return self.compiled.reports[-1][1].counts
 
 
-def machine_code(folder: Path, direction: str = "forward") -> dict[tuple[str, int, bool], str]:
+def machine_code(
+    folder: Path, direction: str = "forward"
+) -> dict[tuple[str, int, bool, bool], str]:
     """Compile the kernels for sm_90a, and disassemble them.
 
     Args:
@@ -69,7 +75,7 @@ def machine_code(folder: Path, direction: str = "forward") -> dict[tuple[str, in
         direction: "forward", "backward" or "backward_wide".
 
     Returns:
-        The machine code by dtype, head dim, and whether the kernel has dropout.
+        The machine code by dtype, head dim, and whether the kernel has a mask of pairs and dropout.
 
     Raises:
         RuntimeError: If ptxas makes the products of a kernel wait for each other.
@@ -84,10 +90,10 @@ def machine_code(folder: Path, direction: str = "forward") -> dict[tuple[str, in
         raise RuntimeError(f"ptxas serializes products:\n{report}")
     found = {}
     for function, text in functions(cuobjdump("--dump-sass", cubin)).items():
-        match = re.search(r"kernelI\d+__([a-z_\d]+?)Li(\d+)ELb(\d)E", function)
+        match = re.search(r"kernelI\d+__([a-z_\d]+?)Li(\d+)ELb(\d)ELb(\d)E", function)
         assert match is not None
         dtype = {"nv_bfloat16": "bfloat16", "half": "float16"}[match[1]]
-        found[dtype, int(match[2]), match[3] == "1"] = text
+        found[dtype, int(match[2]), match[3] == "1", match[4] == "1"] = text
     return found
 
 
@@ -132,8 +138,10 @@ def path_of_a_tile(code: str) -> list[Instruction]:
 
 def _skips(block: Sequence[Instruction], turns: Collection[str], skipped: bool) -> bool:
     """Return whether the branch at the start of a block skips it in a tile without hidden keys."""
+    counts = Counter(x.name for x in block)
+    if any(counts[x] > MANY for x in RARE):
+        return True
     if block[0].guard in turns:
         return skipped
-    counts = Counter(x.name for x in block)
     # Both kinds of hidden keys are skipped: those of a mask, and those beyond the end.
-    return not block[0].guard or any(counts[x] > MANY for x in RARE) or len(block) > 2 * MANY
+    return not block[0].guard or len(block) > 2 * MANY

@@ -1,0 +1,49 @@
+// A mask of pairs of queries and keys as bits in tiles, from which the kernels of attention read
+// the pairs of a tile in wide loads, whatever the strides of the mask are. pairs.cu packs the tiles
+// before the kernels run.
+
+#pragma once
+
+#include "../attention_tile.cuh"
+#include "schedule.cuh"
+#include "statistics.cuh"
+
+namespace fastbert::cuda {
+
+// The tiles of all heads. A bit is 1 for a pair that exists and is attended.
+template <int kColumns>
+struct PairTiles {
+  static constexpr int kRows = 128, kRowWords = kColumns / 32, kWords = kRows * kRowWords;
+  static constexpr int kBytes = 4 * kWords;
+
+  uint32_t* data;
+  int32_t batches, heads;  // 1 where all of them have the same pairs
+  int32_t rows, columns;   // of tiles, for a head
+
+  // Returns the first tile of a row of tiles.
+  __device__ const uint32_t* row(const Head& h, int row) const {
+    const int64_t of_batch = batches == 1 ? 0 : h.batch, of_head = heads == 1 ? 0 : h.head;
+    return data + ((of_batch * heads + of_head) * rows + row) * columns * kWords;
+  }
+};
+
+// The forward reads 128 bits of keys for each of 128 queries, and the backward 64 bits of queries
+// for each of 128 keys.
+using ForwardPairs = PairTiles<kKeyRows>;
+using BackwardPairs = PairTiles<kTileQueries>;
+
+// Returns whether queries differ in the keys that they attend. A mask for a single query is a mask
+// of keys.
+inline bool has_pairs(const AttentionMask& mask, const Sequences& sequences) {
+  return mask.data && mask.stride_row != 0 && sequences.max_q > 1;
+}
+
+// Returns the tiles of a call, which are at its pair_bits.
+ForwardPairs pair_tiles(const AttentionForward& params);
+BackwardPairs pair_tiles(const AttentionBackward& params);
+
+// Packs the tiles of a call; does nothing without a mask of pairs.
+cudaError_t pack_pairs(const AttentionForward& params, cudaStream_t stream);
+cudaError_t pack_pairs(const AttentionBackward& params, cudaStream_t stream);
+
+}  // namespace fastbert::cuda
