@@ -27,6 +27,15 @@ def describe(row: dict[str, Any]) -> str:
     )
 
 
+def describe_evaluation(figures: dict[str, float]) -> str:
+    """Format the figures of `fastbert.training.evaluate` in one line."""
+    return (
+        f"mlm {figures['mlm_loss']:.3f} ({figures['mlm_accuracy']:.1%}, most frequent token "
+        f"{figures['mlm_baseline_accuracy']:.1%})  "
+        f"nsp {figures['nsp_loss']:.3f} ({figures['nsp_accuracy']:.1%})"
+    )
+
+
 class TrainingProgress:
     """Shows the progress of a training loop; a context manager."""
 

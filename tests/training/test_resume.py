@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 from fastbert.io import safetensors_file
-from fastbert.training import loop, state
+from fastbert.training import pretraining, state
 from fastbert.training.log import read_log
 from fastbert.training.loop import pretrain
 
@@ -40,7 +40,7 @@ def run(options, documents):
 
 def cut_at(monkeypatch, step):
     """Let the next run end like a killed one at the beginning of a step; None cuts none."""
-    original = loop._Run.train_step
+    original = pretraining.PretrainingRun.train_step
 
     def train_step(self, batch):
         if self.step == step:
@@ -48,7 +48,7 @@ def cut_at(monkeypatch, step):
         return original(self, batch)
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop._Run, "train_step", train_step)
+        patch.setattr(pretraining.PretrainingRun, "train_step", train_step)
         yield
 
 
@@ -240,7 +240,7 @@ def test_a_model_without_a_checkpoint_is_not_overwritten(settings, corpus):
 
 def test_a_gradient_that_is_not_finite_changes_no_weight(settings, corpus, monkeypatch):
     options = settings(save_every=2)
-    original = loop._Run.update
+    original = pretraining.PretrainingRun.update
 
     def update(self, batch):
         if self.step == 4:
@@ -254,7 +254,7 @@ def test_a_gradient_that_is_not_finite_changes_no_weight(settings, corpus, monke
                 weights.update(state.weights_of(self.model))
 
     weights: dict[str, torch.Tensor] = {}
-    monkeypatch.setattr(loop._Run, "update", update)
+    monkeypatch.setattr(pretraining.PretrainingRun, "update", update)
     with pytest.raises(RuntimeError, match=r"batch \d+ of epoch \d+ is not finite at step 5: tr"):
         run(options, corpus)
     newest = state.newest(options.folder, pytest.fail)
