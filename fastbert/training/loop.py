@@ -20,6 +20,7 @@ from fastbert.training.pretraining import TASK, PretrainingRun
 from fastbert.training.progress import describe
 from fastbert.training.run import open_record
 from fastbert.training.signals import StopSignals
+from fastbert.training.trackers import Tracker, require_tracker
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -57,7 +58,8 @@ class TrainResult:
         return self.tokens / self.seconds
 
 
-def _accelerator() -> Accelerator:
+def _accelerator(options: PretrainOptions) -> Accelerator:
+    require_tracker(options.tracker)
     try:
         # matplotlib draws the curves at the end of the run; its absence is reported at the start.
         import matplotlib  # noqa: F401
@@ -68,7 +70,12 @@ def _accelerator() -> Accelerator:
     # The loop calls autocast itself, because the precision of accelerate applies to the whole
     # process and cannot change. Without cpu=True, accelerate ignores torchrun on a machine that has
     # no accelerator.
-    return Accelerator(mixed_precision="no", cpu=not torch.accelerator.is_available())
+    return Accelerator(
+        mixed_precision="no",
+        cpu=not torch.accelerator.is_available(),
+        log_with=options.tracker,
+        project_dir=options.folder,
+    )
 
 
 def pretrain(
@@ -123,7 +130,7 @@ def pretrain(
     """
     console = console or Console()
     refuse_existing(options.folder, overwrite=options.overwrite)
-    accelerator = _accelerator()
+    accelerator = _accelerator(options)
     if not accelerator.is_main_process:
         console = Console(quiet=True)
 
@@ -138,16 +145,35 @@ def pretrain(
     parameters = sum(p.numel() for p in run.model.parameters())
     console.print(
         f"model: {parameters:,} parameters on {accelerator.device}, {run.total:,} steps of up to "
-        f"{options.tokens_per_batch:,} tokens on {accelerator.num_processes} process(es)",
+        f"{options.tokens_per_batch:,} tokens on {accelerator.num_processes} process(es)"
+        + (f", {options.accumulate} batches each" if options.accumulate > 1 else ""),
         highlight=False,
         soft_wrap=True,
     )
+    if run.peak is None:
+        say(
+            "model FLOPs utilization is left out: the peak of this processor in "
+            f"{options.precision} is not known"
+        )
     if found is not None:
         run.restore(found)
         say(f"resumed after step {run.step:,} of {run.total:,}, from {found.folder}")
+        earlier = found.content["processes"]
+        if earlier != accelerator.num_processes:
+            say(f"the checkpoint is of {earlier} process(es), so dropout draws other masks")
+    tracker = None
+    if run.first and options.tracker is not None:
+        settings = options.decisive()
+        tracker = Tracker(accelerator, options.folder, step=run.step, settings=settings)
     signals = StopSignals()
     record = open_record(
-        run, console, signals, resumed=found is not None, describe=describe, panels=PANELS
+        run,
+        console,
+        signals,
+        resumed=found is not None,
+        describe=describe,
+        panels=PANELS,
+        tracker=tracker,
     )
     if run.first and options.overwrite:
         state.forget(options.folder)
@@ -183,24 +209,26 @@ def _resumable(
     """Return the checkpoint that the run continues, or None.
 
     Raises:
-        ValueError: If the checkpoint is of a run with other options, text or processes.
+        ValueError: If the checkpoint is of a run with other options, or another text or number of
+            batches per step.
     """
     found = resume.find(options.folder, say, accelerator)
     if found is None:
         return None
-    text = "text of the corpus, by its SHA-256"
+    text, batches = "text of the corpus, by its SHA-256", "processes × accumulate"
     given = {
         "task": TASK,
-        "processes": accelerator.num_processes,
+        batches: accelerator.num_processes * options.accumulate,
         text: fingerprint(documents),
         **options.decisive(),
     }
     content = found.content
-    # Checkpoints of pre-training were once without a task.
+    # Older checkpoints are without a task, and without options that had their default then.
     earlier = {
         "task": content.get("task", TASK),
-        "processes": content.get("processes"),
+        batches: content.get("processes", 1) * content.get("accumulate", 1),
         text: content.get("documents"),
+        **PretrainOptions(options.output).decisive(),
         **content["options"],
     }
     resume.refuse_another_run(options.folder, given, earlier)

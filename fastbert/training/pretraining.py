@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,22 +14,27 @@ from torch.utils.data import DataLoader
 
 from fastbert.modules import BertForPreTraining
 from fastbert.training import state
+from fastbert.training.average import WeightAverage
 from fastbert.training.evaluate import Batch, MaskedPredictions, evaluate, to_device
 from fastbert.training.graphs import graphed_step
 from fastbert.training.log import LogRow
 from fastbert.training.meter import Meter
 from fastbert.training.optimizer import make_optimizer
 from fastbert.training.options import PretrainOptions
+from fastbert.training.parallel import Copies, Shards, check_shards
 from fastbert.training.preparation import Prepared
 from fastbert.training.progress import describe_evaluation
 from fastbert.training.record import Record
 from fastbert.training.run import Run
-from fastbert.training.signals import StopSignals, leave_to_parent
+from fastbert.training.signals import leave_to_parent
+from fastbert.training.utilization import model_flops, peak_flops
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
 TASK = "pre-training"
+# The batches of one step on one process.
+Batches = list[Batch]
 
 
 def _check_graphs(accelerator: Accelerator) -> None:
@@ -58,8 +64,8 @@ class PretrainingRun(Run):
             accelerator: The processes of the run.
 
         Raises:
-            ValueError: If there are fewer batches than processes, or if the processes cannot use
-                CUDA graphs that the options ask for.
+            ValueError: If there are too few batches for a step, or if the processes cannot use
+                CUDA graphs or shards that the options ask for.
         """
         super().__init__(options, accelerator.device)
         self.prepared, self.tokenizer = prepared, prepared.tokenizer
@@ -67,36 +73,44 @@ class PretrainingRun(Run):
         self.first = accelerator.is_main_process
         if options.cuda_graphs:
             _check_graphs(accelerator)
+        if options.shard:
+            check_shards(accelerator)
         # Every epoch draws new pairs, so epochs can differ by a batch. The first epoch decides the
         # number of steps.
-        batches, share = len(prepared.train.epoch(0)), accelerator.num_processes
-        if batches < share:
+        batches, processes = len(prepared.train.epoch(0)), accelerator.num_processes
+        self.batches_per_step = processes * options.accumulate
+        if batches < self.batches_per_step:
             raise ValueError(
-                f"corpus: {batches} batches for {share} processes, allowed: at least one each "
+                f"corpus: {batches} batches for steps of {options.accumulate} on each of "
+                f"{processes} processes, allowed: at least one step "
                 "(more text, or a smaller tokens_per_batch)"
             )
-        self.total = options.steps or (options.epochs or 1) * (batches // share)
+        self.total = options.steps or (options.epochs or 1) * (batches // self.batches_per_step)
         torch.manual_seed(options.seed)
         tokenizer = prepared.tokenizer
         config = options.model_config(tokenizer.vocab_size, tokenizer.pad_id)
         self.model: BertForPreTraining = BertForPreTraining(config, backend=options.backend)
         if options.gradient_checkpointing:
             self.model.gradient_checkpointing_enable()
-        optimizer, self.schedule = make_optimizer(
+        self.parallel = (Shards if options.shard else Copies)(accelerator, self.model)
+        self.own_optimizer, self.schedule = make_optimizer(
             self.model,
+            kind=options.optimizer,
+            schedule=options.schedule,
             learning_rate=options.learning_rate,
             weight_decay=options.weight_decay,
             warmup=options.warmup,
             total_steps=self.total,
             graphed_on=accelerator.device if options.cuda_graphs else None,
         )
-        self.wrapped, self.optimizer = accelerator.prepare(self.model, optimizer)
-        self.own_optimizer = optimizer
+        self.average = None if options.ema is None else WeightAverage(self.model, options.ema)
         # All processes have the same weights, but each process draws its own dropout masks.
         torch.manual_seed(options.seed + accelerator.process_index)
         # `position` counts the batches of the epoch that this process has taken.
         self.epoch = self.position = self.tokens = 0
         self.meter = Meter(accelerator.device)
+        # The FLOP/s of the device, if known, and the FLOPs since the last row of the log.
+        self.peak, self.flops = peak_flops(accelerator.device, options.precision), 0.0
         # Counts correct predictions in the steps that are logged.
         self.predictions: MaskedPredictions | None = None
         self.graphed = None
@@ -104,7 +118,7 @@ class PretrainingRun(Run):
             budget = options.tokens_per_batch
             self.graphed = graphed_step(
                 self.model,
-                optimizer,
+                self.own_optimizer,
                 clip_norm=options.clip_norm,
                 observe=self.observe,
                 max_tokens=budget,
@@ -112,13 +126,18 @@ class PretrainingRun(Run):
             )
         self.evaluation: dict[str, float] | None = None
 
-    def batches(self) -> Generator[Batch]:
-        """Yield the batches of this process, epoch after epoch; each process has equally many."""
-        share, own = self.accelerator.num_processes, self.accelerator.process_index
+    def batches(self) -> Generator[Batches]:
+        """Yield the batches of each step of this process, epoch after epoch.
+
+        Together, the processes take the batches in the order of the epoch. An epoch ends with its
+        last whole step.
+        """
+        processes, own = self.accelerator.num_processes, self.accelerator.process_index
         while True:
             epoch = self.prepared.train.epoch(self.epoch)
-            indices = range(own + self.position * share, len(epoch) // share * share, share)
-            yield from DataLoader(
+            used = len(epoch) // self.batches_per_step * self.batches_per_step
+            indices = range(own + self.position * processes, used, processes)
+            loader = DataLoader(
                 epoch,
                 batch_size=None,
                 sampler=indices,
@@ -128,36 +147,50 @@ class PretrainingRun(Run):
                 # move on that of dropout, once more often in a resumed run.
                 generator=torch.Generator(),
             )
+            yield from _groups(loader, self.options.accumulate)
             self.epoch += 1
             self.position = 0
 
     def train_mode(self) -> None:
         """Switch the model to training mode."""
-        self.wrapped.train()
+        self.parallel.model.train()
 
-    def train_step(self, batch: Batch) -> float:
+    def train_step(self, batch: Batches) -> float:
         """Make one update; return the gradient's norm before clipping if the step is logged."""
         logged = self.is_due(self.options.log_every)
-        self.meter.count(batch)
+        for part in batch:
+            self.meter.count(part)
+            if self.peak is not None:
+                self.flops += model_flops(self.model.config, part)
         watch = MaskedPredictions(self.model) if logged else contextlib.nullcontext()
         with watch as self.predictions:
-            norm = self.update(batch) if self.graphed is None else self.replay(batch)
-        self.position += 1
+            norm = self.update(batch) if self.graphed is None else self.replay(batch[0])
+        if self.average is not None:
+            self.average.update(self.step + 1)
+        self.position += len(batch)
         return float(norm) if logged else math.nan
 
-    def update(self, batch: Batch) -> Tensor:
+    def update(self, batch: Batches) -> Tensor:
         """Make one update, and return the gradient's norm before clipping."""
-        accelerator = self.accelerator
-        batch = to_device(batch, accelerator.device)
-        with self.autocast():
-            output = self.wrapped(**batch)
-        accelerator.backward(output.loss)
-        norm = accelerator.clip_grad_norm_(self.wrapped.parameters(), self.options.clip_norm)
-        self.observe(output, batch)
+        for number, part in enumerate(batch, 1):
+            # Only the last backward pass exchanges gradients between the processes.
+            last = number == len(batch)
+            with contextlib.nullcontext() if last else self.parallel.local_gradients():
+                self._add_gradient(to_device(part, self.device), len(batch))
+        norm = self.parallel.clip(self.options.clip_norm)
         self.divergence.watch(norm, self.own_optimizer, (self.epoch, self.position))
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.own_optimizer.step()
+        self.own_optimizer.zero_grad(set_to_none=True)
         return norm
+
+    def _add_gradient(self, batch: Batch, share: int) -> None:
+        """Add the gradient of one of `share` batches of a step."""
+        with self.autocast():
+            output = self.parallel.model(**batch)
+        # Shards of weights are whole between the forward and the backward pass only.
+        self.observe(output, batch)
+        loss = output.loss
+        (loss if share == 1 else loss / share).backward()
 
     def replay(self, batch: Batch) -> Tensor:
         """Make one update with a CUDA graph, and return the gradient's norm before clipping.
@@ -187,7 +220,9 @@ class PretrainingRun(Run):
         place = self.divergence.place()
         if place is not None:
             epoch, batch = place
-            raise self._diverged(f"the gradient of batch {batch} of epoch {epoch} is not finite")
+            last = batch + self.options.accumulate - 1
+            named = f"batch {batch}" if last == batch else f"batches {batch} to {last}"
+            raise self._diverged(f"the gradient of {named} of epoch {epoch} is not finite")
 
     def _diverged(self, what: str) -> RuntimeError:
         return RuntimeError(
@@ -201,8 +236,12 @@ class PretrainingRun(Run):
         for name in ("mlm_loss", "nsp_loss"):
             if not math.isfinite(means[name]):
                 raise self._diverged(f"{name} is {means[name]}")
-        tokens = means.pop("tokens")
+        tokens, seconds = means.pop("tokens"), self.lap()
         self.tokens += int(tokens)
+        reached = {}
+        if self.peak is not None:
+            reached["utilization"] = self.flops / seconds / self.peak
+            self.flops = 0.0
         return {
             "event": "train",
             "step": self.step + 1,
@@ -211,7 +250,8 @@ class PretrainingRun(Run):
             **means,
             "learning_rate": float(self.schedule.get_last_lr()[0]),
             "gradient_norm": norm,
-            "tokens_per_second": tokens / self.lap(),
+            "tokens_per_second": tokens / seconds,
+            **reached,
         }
 
     def evaluates(self) -> bool:
@@ -220,19 +260,21 @@ class PretrainingRun(Run):
 
     def evaluate(self, record: Record) -> None:
         """Evaluate the model on the held-out documents, and record the figures."""
-        with self.autocast():
+        averaged = contextlib.nullcontext() if self.average is None else self.average.applied()
+        with averaged, self.autocast():
             self.evaluation = evaluate(self.model, self.prepared.held_out)
+            self.parallel.rest()
         record.write({"event": "evaluation", "step": self.step + 1, **self.evaluation})
         record.progress.note(
             f"step {self.step + 1}: held-out {describe_evaluation(self.evaluation)}"
         )
 
-    def stop(self, signals: StopSignals) -> int:
-        """Return the number of a signal that any process has received, or 0 if there is none."""
+    def largest(self, number: int) -> int:
+        """Return the largest of the numbers that the processes of the run give."""
         if self.accelerator.num_processes == 1:
-            return signals.received
-        number = torch.tensor([signals.received], device=self.device)
-        return int(self.accelerator.gather(number).max())
+            return number
+        own = torch.tensor([int(number)], device=self.device)
+        return int(self.accelerator.gather(own).max())
 
     def meet(self) -> None:
         """Wait until all processes of the run are here."""
@@ -245,20 +287,35 @@ class PretrainingRun(Run):
             "position": self.position,
             "tokens": self.tokens,
             "evaluation": self.evaluation,
+            "flops": self.flops,
             "processes": self.accelerator.num_processes,
+            "accumulate": self.options.accumulate,
             "documents": self.prepared.fingerprint,
         }
 
     def tensors(self) -> dict[str, Mapping[str, Tensor]]:
         """Return the weights, the optimizer's state, and the states of all processes."""
         processes = self._processes()
-        if not self.first:
+        if not (self.first or self.options.shard):
             return {}
-        return {
+        tensors: dict[str, Mapping[str, Tensor]] = {
             "weights": state.weights_of(self.model),
             "optimizer": state.moments_of(self.own_optimizer),
             "processes": processes,
         }
+        if self.average is not None:
+            tensors["average"] = self.average.tensors()
+        return tensors
+
+    def export(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> BertForPreTraining:
+        """Return a model with the whole weights, or with their average."""
+        if self.average is None and not self.options.shard:
+            return self.model
+        # The new model draws weights, which must not move the numbers of dropout.
+        with torch.random.fork_rng(devices=[]):
+            model = BertForPreTraining(self.model.config)
+        state.restore_weights(model, {**tensors["weights"], **tensors.get("average", {})})
+        return model
 
     def _processes(self) -> dict[str, Tensor]:
         """Return the random-number states and sums of all processes, with a row for each."""
@@ -274,12 +331,38 @@ class PretrainingRun(Run):
     def restore(self, found: state.Checkpoint) -> None:
         """Continue where a checkpoint was written."""
         super().restore(found)
-        content, device = found.content, self.device
-        self.epoch, self.position = content["epoch"], content["position"]
+        content = found.content
+        if self.average is not None:
+            self.average.restore(found.tensors("average"))
+        taken = content["position"] * content["processes"]
+        self.epoch, self.position = content["epoch"], taken // self.accelerator.num_processes
         self.tokens, self.evaluation = content["tokens"], content["evaluation"]
-        own, saved = self.accelerator.process_index, found.tensors("processes")
+        # Checkpoints were once without FLOPs.
+        self.flops = content.get("flops", 0.0)
+        saved = found.tensors("processes")
+        if content["processes"] == self.accelerator.num_processes:
+            self._restore_process(saved)
+        else:
+            self._replace_processes(saved)
+
+    def _restore_process(self, saved: dict[str, Tensor]) -> None:
+        own, device = self.accelerator.process_index, self.device
         self.meter.restore(saved["sums"][own])
         # torch crashes with a state that is a row of a tensor.
         torch.set_rng_state(saved["cpu"][own].clone())
         if device.type != "cpu":
             torch.get_device_module(device).set_rng_state(saved["device"][own].clone(), device)
+
+    def _replace_processes(self, saved: dict[str, Tensor]) -> None:
+        """Continue the run of another number of processes, with other dropout masks."""
+        own = self.accelerator.process_index
+        torch.manual_seed((self.options.seed + own + (self.step << 20)) % 2**63)
+        if self.first:
+            self.meter.restore(saved["sums"].sum(dim=0))
+
+
+def _groups(batches: Iterable[Batch], size: int) -> Iterator[Batches]:
+    """Yield the batches in lists of `size` batches, which divides their number."""
+    iterator = iter(batches)
+    while group := list(itertools.islice(iterator, size)):
+        yield group

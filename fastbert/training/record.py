@@ -10,6 +10,7 @@ from typing import Any
 from fastbert.training.attempts import Attempts
 from fastbert.training.log import CURVES, LOG, RunLog, plot_curves
 from fastbert.training.progress import TrainingProgress
+from fastbert.training.trackers import Tracker
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class Record:
         progress: Shows the steps to the user.
         attempt: Writes files.
         panels: The title of each panel of the curves by the name of its figure.
+        tracker: Receives the rows of the log too, if there is one.
     """
 
     folder: Path
@@ -29,15 +31,21 @@ class Record:
     progress: TrainingProgress
     attempt: Attempts
     panels: Mapping[str, str]
+    tracker: Tracker | None = None
 
     def write(self, row: dict[str, Any]) -> None:
         """Add a row to the log."""
         log = self.log
         if log is not None:
             self.attempt(LOG, lambda: log.write(**row))
+        tracker = self.tracker
+        if tracker is not None:
+            self.attempt(tracker.name, lambda: tracker.write(row))
 
     def close(self) -> None:
-        """Close the log and draw the curves."""
+        """Close the log and the tracker, and draw the curves."""
+        if self.tracker is not None:
+            self.attempt(self.tracker.name, self.tracker.close)
         log = self.log
         if log is not None:
             self.attempt(LOG, log.close)

@@ -25,10 +25,11 @@ from fastbert.training.attempts import Attempts
 from fastbert.training.checkpoint import CHECKPOINT, save_checkpoint
 from fastbert.training.divergence import Divergence
 from fastbert.training.log import LOG, LogRow, RunLog, rows_until
-from fastbert.training.optimizer import continue_schedule
 from fastbert.training.progress import TrainingProgress
 from fastbert.training.record import Record
+from fastbert.training.schedules import continue_schedule
 from fastbert.training.signals import StopSignals, stopped_by
+from fastbert.training.trackers import Tracker
 
 
 class RunOptions(Protocol):
@@ -45,6 +46,10 @@ class RunOptions(Protocol):
     @property
     def save_every(self) -> int | None:
         """Number of steps between two checkpoints."""
+
+    @property
+    def save_minutes(self) -> float | None:
+        """Largest number of minutes between two checkpoints."""
 
     @property
     def keep_checkpoints(self) -> int:
@@ -88,6 +93,8 @@ class Run(ABC):
         # When the steps since the last row of the log began, and how long a part of them took that
         # was before a resumption.
         self.started = self.before = 0.0
+        # When the last checkpoint was written, or the steps began.
+        self.saved_at = 0.0
         self.divergence = Divergence(device)
 
     @abstractmethod
@@ -136,9 +143,24 @@ class Run(ABC):
         """Return whether a checkpoint follows the current step."""
         return self.is_due(self.options.save_every)
 
-    def stop(self, signals: StopSignals) -> int:
-        """Return the number of a signal after which the run stops, or 0 if there is none."""
-        return signals.received
+    def is_late(self) -> bool:
+        """Return whether the last checkpoint of any process is older than `save_minutes`."""
+        minutes = self.options.save_minutes
+        if minutes is None:
+            return False
+        return bool(self.largest(time.monotonic() - self.saved_at >= 60 * minutes))
+
+    def export(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> Any:
+        """Return the model that the user receives.
+
+        Args:
+            tensors: The tensors of the checkpoint of the same step.
+        """
+        return self.model
+
+    def largest(self, number: int) -> int:
+        """Return the largest of the numbers that the processes of the run give."""
+        return number
 
     def meet(self) -> None:  # noqa: B027
         """Wait until all processes of the run are here; a run of one process has no others."""
@@ -163,7 +185,7 @@ class Run(ABC):
         if self.step == self.total:
             return 0
         self.train_mode()
-        self.started = time.perf_counter() - self.before
+        self.started, self.saved_at = time.perf_counter() - self.before, time.monotonic()
         for batch in batches:
             norm = self.train_step(batch)
             logged = self.is_due(self.options.log_every)
@@ -174,12 +196,12 @@ class Run(ABC):
                 self._report(norm, record)
             self.schedule.step()
             record.progress.step()
-            stop = self.stop(signals)
+            stop = self.largest(signals.received)
             if self.evaluates() and not stop:
                 pause = time.perf_counter()
                 self.evaluate(record)
                 self.started += time.perf_counter() - pause
-            if self.saves() or stop:
+            if self.saves() or stop or self.is_late():
                 self.save(record.attempt)
             self.step += 1
             if stop or self.step == self.total:
@@ -199,6 +221,7 @@ class Run(ABC):
         tensors = self.tensors()
         if self.first and attempt("the checkpoint", lambda: self._write(tensors)):
             self.saved = self.step + 1
+        self.saved_at = time.monotonic()
         self.meet()
 
     def _write(self, tensors: dict[str, Mapping[str, Tensor]]) -> None:
@@ -212,7 +235,7 @@ class Run(ABC):
         }
         keep = options.keep_checkpoints
         state.save(options.folder, self.step + 1, content, tensors, tokenizer, keep)
-        save_checkpoint(options.folder / CHECKPOINT, self.model, tokenizer)
+        save_checkpoint(options.folder / CHECKPOINT, self.export(tensors), tokenizer)
 
     def restore(self, found: state.Checkpoint) -> None:
         """Continue where a checkpoint was written."""
@@ -255,6 +278,7 @@ def open_record(
     resumed: bool,
     describe: Callable[[LogRow], str],
     panels: Mapping[str, str],
+    tracker: Tracker | None = None,
 ) -> Record:
     """Create the folder of a run, open its log, and prepare its messages.
 
@@ -265,6 +289,7 @@ def open_record(
         resumed: Whether the log has rows of steps before the current one.
         describe: Formats a training row of the log in one line.
         panels: The title of each panel of the curves by the name of its figure.
+        tracker: Receives the rows of the log too, if there is one.
 
     Returns:
         The record.
@@ -285,4 +310,4 @@ def open_record(
 
     rows = rows_until(folder / LOG, run.step) if run.first and resumed else []
     log = RunLog(folder / LOG, rows) if run.first else None
-    return Record(folder, log, progress, Attempts(tell), panels)
+    return Record(folder, log, progress, Attempts(tell), panels, tracker)

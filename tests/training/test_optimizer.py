@@ -5,7 +5,8 @@ import torch
 
 from fastbert.config import BertConfig
 from fastbert.modules import BertForPreTraining
-from fastbert.training.optimizer import decay_groups, make_optimizer, schedule_factor
+from fastbert.training.optimizer import decay_groups, make_optimizer
+from fastbert.training.schedules import schedule_factor
 
 
 @pytest.fixture(scope="module")
