@@ -231,15 +231,14 @@ def moments_of(optimizer: Any) -> dict[str, Tensor]:
 
 def restore_moments(optimizer: Any, saved: Mapping[str, Tensor]) -> None:
     """Give an optimizer the state that `moments_of` returned."""
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     state: dict[int, dict[str, Tensor]] = {}
     for key, value in saved.items():
         number, name = key.split(".", 1)
-        state.setdefault(int(number), {})[name] = value
-    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-    for number, entries in state.items():
-        for name, value in entries.items():
-            if value.shape == weights[int(number)].shape:
-                entries[name] = shared_like(value, weights[number])
+        weight = weights[int(number)]
+        # The count of the steps is not divided.
+        own = shared_like(value, weight) if value.shape == weight.shape else value
+        state.setdefault(int(number), {})[name] = own
     groups = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
