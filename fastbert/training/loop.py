@@ -164,7 +164,9 @@ def pretrain(
     tracker = None
     if run.first and options.tracker is not None:
         settings = options.decisive()
-        tracker = Tracker(accelerator, options.folder, step=run.step, settings=settings)
+        tracker = Tracker(
+            options.tracker, accelerator, options.folder, step=run.step, settings=settings
+        )
     signals = StopSignals()
     record = open_record(
         run,

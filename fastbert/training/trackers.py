@@ -23,30 +23,38 @@ def require_tracker(name: str | None) -> None:
 
 
 class Tracker:
-    """Sends the rows of a log to the trackers of an accelerator.
+    """Sends the rows of a log to a tracker of accelerate.
 
     A figure is named after its event, as ``train/mlm_loss``.
     """
 
     def __init__(
-        self, accelerator: Accelerator, folder: Path, *, step: int, settings: dict[str, Any]
+        self,
+        name: str,
+        accelerator: Accelerator,
+        folder: Path,
+        *,
+        step: int,
+        settings: dict[str, Any],
     ) -> None:
-        """Start the trackers.
+        """Start the tracker.
 
         Args:
-            accelerator: The accelerator, which names the trackers.
+            name: Name of the tracker.
+            accelerator: The accelerator, which was made for the tracker.
             folder: Folder of the run. TensorBoard's files are in its folder ``tensorboard``.
             step: Number of steps of a run that is resumed; TensorBoard hides later rows of the
                 part that was cut off.
             settings: Options of the run, as plain data.
         """
-        self._accelerator = accelerator
-        self.name = accelerator.log_with[0].value
-        project = {"tensorboard": "tensorboard", "wandb": "fastbert"}[self.name]
-        keywords = {
-            "tensorboard": {"purge_step": step + 1},
+        self.name, self._accelerator = name, accelerator
+        project = {"tensorboard": "tensorboard", "wandb": "fastbert"}[name]
+        keywords: dict[str, dict[str, Any]] = {
+            # A queue without a limit never blocks, even if a full disk ended the thread behind it.
+            "tensorboard": {"purge_step": step + 1, "max_queue": 0},
             "wandb": {"dir": str(folder), "name": folder.name, "config": settings},
         }
+        folder.mkdir(parents=True, exist_ok=True)
         accelerator.init_trackers(project, init_kwargs=keywords)
 
     def write(self, row: LogRow) -> None:
@@ -59,6 +67,6 @@ class Tracker:
         self._accelerator.log(figures, step=row["step"])
 
     def close(self) -> None:
-        """Send what is left, and end the trackers."""
+        """Send the remaining figures, and end the tracker."""
         for tracker in self._accelerator.trackers:
             tracker.finish()
