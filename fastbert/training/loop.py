@@ -14,6 +14,7 @@ from rich.console import Console
 from fastbert.training import resume, state
 from fastbert.training.checkpoint import CHECKPOINT, refuse_existing
 from fastbert.training.log import CURVES, LOG, PANELS
+from fastbert.training.meeting import join_processes
 from fastbert.training.options import PretrainOptions
 from fastbert.training.preparation import Documents, fingerprint, gather_documents, prepare
 from fastbert.training.pretraining import TASK, PretrainingRun
@@ -67,6 +68,7 @@ def _accelerator(options: PretrainOptions) -> Accelerator:
     except ImportError as error:
         message = f"pre-training needs {error.name}: pip install 'fastbert[train]'"
         raise ImportError(message) from error
+    join_processes()
     # The loop calls autocast itself, because the precision of accelerate applies to the whole
     # process and cannot change. Without cpu=True, accelerate ignores torchrun on a machine that has
     # no accelerator.
