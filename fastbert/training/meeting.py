@@ -18,7 +18,7 @@ def join_processes() -> None:
     (torch 2.13). A process of the second attempt could find the address of a dead process of the
     first attempt there, and wait for it without an end. The processes therefore agree on a prefix
     of their keys, which no earlier attempt has used. The count of restarts is no such prefix,
-    because machines can count differently.
+    because two machines can count differently.
     """
     if not distributed.is_available() or not distributed.is_torchelastic_launched():
         return
