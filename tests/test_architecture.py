@@ -27,7 +27,7 @@ BELOW: dict[str, set[str]] = {
     "kernels": {"activations"},
     "ops": {"kernels", "reference", "activations"},
     "io": {"config", "json_file"},
-    "data": {"json_file"},
+    "data": {"json_file", "atomic_file"},
     "modules": {"ops", "config", "io", "activations"},
     "graphs": {"modules", "ops"},
     "inference": {"graphs", "modules"},
@@ -41,7 +41,10 @@ BELOW: dict[str, set[str]] = {
     "training": {
         *("bench", "testing", "integrations", "graphs", "data", "modules", "io", "ops", "config"),
     },
-    "jobs": {"bench", "integrations", "data", "modules", "io", "config", "json_file", "version"},
+    "jobs": {
+        *("bench", "integrations", "data", "modules", "io", "config", "json_file", "atomic_file"),
+        "version",
+    },
     "finetuning": {
         *("training", "jobs", "data", "modules", "io", "ops", "config", "json_file", "atomic_file"),
     },
