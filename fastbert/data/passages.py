@@ -14,20 +14,20 @@ from itertools import groupby
 
 from fastbert.data.corpus import Document, split_paragraph
 
-# Blocks of several lines. The length of a block is limited, so that the time stays linear in the
-# text even if many blocks begin and none ends.
+
+def _tags(name: str) -> tuple[str, re.Pattern[str], re.Pattern[str]]:
+    opening = re.compile(rf"<{name}\b[^<>]{{0,300}}(?<!/)>", re.I)
+    return "</", opening, re.compile(rf"</{name}\s{{0,9}}>", re.I)
+
+
+# Blocks of several lines: a text that every such block has, its begin, its end, and its substitute.
+_FENCE = re.compile(r"^```", re.M)
 _BLOCKS = (
-    ("<!--", re.compile(r"<!--.{0,20000}?-->", re.DOTALL)),
-    (
-        "</",
-        re.compile(
-            r"<(table|ref|script|style|pre|code|math|gallery)\b[^<>]{0,300}(?<!/)>"
-            r".{0,100000}?</\1\s*>",
-            re.DOTALL | re.IGNORECASE,
-        ),
-    ),
-    ("```", re.compile(r"^```.{0,100000}?^```[^\n]*$", re.DOTALL | re.MULTILINE)),
-    ("{|", re.compile(r"^\{\|.{0,100000}?^\|\}", re.DOTALL | re.MULTILINE)),
+    ("<!--", re.compile("<!--"), re.compile("-->"), ""),
+    *((*_tags(name), "") for name in ("ref", "math")),
+    *((*_tags(name), "\n\n") for name in ("table", "script", "style", "pre", "gallery")),
+    ("```", _FENCE, re.compile(r"^```[^\n]*$", re.M), ""),
+    ("{|", re.compile(r"^\{\|", re.M), re.compile(r"^\|\}", re.M), ""),
 )
 # A template of a wiki contains others, so the innermost templates are removed first.
 _TEMPLATE = re.compile(r"\{\{[^{}]{0,5000}\}\}")
@@ -55,19 +55,19 @@ _RULE = re.compile(r"[\s=\-~*_+|:.#]*$")
 _HEADING = re.compile(r"\s*(?:#{1,6}\s|={2,6}[^=].*={2,6}\s*$)")
 _UNDERLINE = re.compile(r"\s{0,3}(?:={3,}|-{3,}|~{3,})\s*$")
 _ITEM = re.compile(r"\s*(?:[-*+•‣◦▪·]|\(?\d{1,3}[.)]|\(?[a-z]\)|[*#:;]{2,})\s+\S")
-_ROW = re.compile(r"\s*[|!]|\s*\{\||[^|]*\|[^|]*\||[^\t]*\S[^\t]*\t[^\t]*\S[^\t]*\t")
+_ROW = re.compile(r"\s*(?:[|!]|\{\|)")
 _QUOTE = re.compile(r"\s*>+\s?")
 _MARKS = ".!?…。！？"
 _SENTENCE_END = re.compile(rf"[{_MARKS}][\"'”’»)\]]*$")
 _HAS_END = re.compile(f"[{_MARKS}]")
 # A line without a mark at its end may be a heading if it is at most this long, in characters.
-_SHORT = 60
+_SHORT = 50
 
 Dropped = Counter[str]
 
 
 def passages(text: str, dropped: Dropped) -> Document:
-    """Return the sentences of the passages of a document.
+    r"""Return the sentences of the passages of a document.
 
     These parts are left out: markup, code blocks, headings, items of lists, rows of tables, and
     paragraphs without the mark of a sentence.
@@ -84,7 +84,7 @@ def passages(text: str, dropped: Dropped) -> Document:
         >>> from collections import Counter
         >>> from fastbert.data.passages import passages
         >>> dropped = Counter()
-        >>> passages("# Title\\n\\nIt rains. <b>We</b> stay in.\\n\\n- one\\n- two\\n", dropped)
+        >>> passages("# Title\n\nIt rains. <b>We</b> stay in.\n\n- one\n- two\n", dropped)
         ['It rains.', 'We stay in.']
         >>> sorted(dropped.items())
         [('headings', 1), ('list items', 2)]
@@ -108,9 +108,9 @@ def passages(text: str, dropped: Dropped) -> Document:
 
 def _without_markup(text: str) -> str:
     """Remove blocks and tags, and resolve links; the lines of headings and items keep a mark."""
-    for sign, pattern in _BLOCKS:
+    for sign, begin, end, new in _BLOCKS:
         if sign in text:
-            text = pattern.sub(" ", text)
+            text = _without_blocks(text, begin, end, new)
     for _ in range(_TEMPLATES_DEEP):
         if "{{" not in text:
             break
@@ -125,6 +125,18 @@ def _without_markup(text: str) -> str:
         if sign in text:
             text = pattern.sub(new, text)
     return html.unescape(text) if "&" in text else text
+
+
+def _without_blocks(text: str, begin: re.Pattern[str], end: re.Pattern[str], new: str) -> str:
+    """Replace each part from `begin` to the next `end`; a part without an end stays.
+
+    If one part has no end, later parts have none either, so the time is linear.
+    """
+    parts, place = [], 0
+    while (first := begin.search(text, place)) and (last := end.search(text, first.end())):
+        parts += [text[place : first.start()], new]
+        place = last.end()
+    return "".join([*parts, text[place:]])
 
 
 def _text_lines(lines: list[str], dropped: Dropped) -> Iterator[str]:
@@ -149,7 +161,7 @@ def _reason(line: str, following: str | None, before: str | None) -> str | None:
     """Return why a line is not running text, or None if it is."""
     if _HEADING.match(line) or (following is not None and _UNDERLINE.match(following)):
         return "headings"
-    if _ROW.match(line):
+    if _ROW.match(line) or line.count("|") >= 2 or line.strip().count("\t") >= 2:
         return "table rows"
     if _ITEM.match(line):
         return "list items"

@@ -118,8 +118,7 @@ def prepare(options: PrepareOptions, reporter: Reporter = SILENT) -> dict[str, A
         reporter.note(f"{skipped} files of {options.text} have another suffix and are not read")
     given = None if options.tokenizer is None else WordPieceTokenizer.load(options.tokenizer)
     output = options.output
-    if not options.overwrite:
-        _refuse_foreign(output)
+    _refuse_foreign(output)
     output.mkdir(parents=True, exist_ok=True)
     held = lock(output)
     try:

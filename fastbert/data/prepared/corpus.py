@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -66,7 +67,7 @@ class PreparedCorpus:
         shard, own = self.shards[number], index - int(self._starts[number])
         first, last = shard.documents[own : own + 2].tolist()
         bounds = shard.sentences[first : last + 1].tolist()
-        return [shard.tokens[a:b] for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+        return [shard.tokens[a:b] for a, b in pairwise(bounds)]
 
     def verify(self) -> None:
         """Read all shards and compare their checksums with the manifest.
