@@ -1,4 +1,4 @@
-"""Pieces of files: every document is in exactly one piece, and errors name the file and the line."""
+"""Pieces of files: a document is in exactly one piece, and errors name the file and the line."""
 
 import json
 import random
@@ -97,5 +97,5 @@ def test_a_folder_without_text_and_a_missing_one_are_named(tmp_path):
     (tmp_path / "a.md").write_text("text")
     with pytest.raises(ValueError, match=r"text: .* is or has no file of .txt, .jsonl, .parquet"):
         find_text(tmp_path)
-    with pytest.raises(FileNotFoundError, match="text: .*nowhere does not exist"):
+    with pytest.raises(FileNotFoundError, match=r"text: .*nowhere does not exist"):
         find_text(tmp_path / "nowhere")

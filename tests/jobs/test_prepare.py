@@ -167,7 +167,7 @@ def test_other_options_are_refused_by_name(options, changes, message):
 def test_other_text_is_refused_once_the_corpus_is_finished(options, text):
     prepare(options())
     (text / "d.txt").write_text("It rains. We stay in.")
-    with pytest.raises(ValueError, match="files: got 5, but the corpus in .* has 4"):
+    with pytest.raises(ValueError, match=r"files: got 5, but the corpus in .* has 4"):
         prepare(options())
 
 
@@ -178,7 +178,7 @@ def test_a_given_tokenizer_is_taken_and_another_is_refused(options, tmp_path):
     found, expected = content(options().output), content(options("first").output)
     shards = {path for path in expected if path.parts[0] in ("shards", "tokenizer")}
     assert {path: found[path] for path in shards} == {path: expected[path] for path in shards}
-    with pytest.raises(ValueError, match="tokenizer: got None, but the corpus in .* has '"):
+    with pytest.raises(ValueError, match=r"tokenizer: got None, but the corpus in .* has '"):
         prepare(options())
 
 
@@ -261,7 +261,7 @@ def test_a_folder_with_other_files_is_refused(options):
     options().output.mkdir()
     (options().output / "thesis.tex").touch()
     for overwrite in (False, True):
-        with pytest.raises(ValueError, match="OUT: .* has files of something else"):
+        with pytest.raises(ValueError, match=r"OUT: .* has files of something else"):
             prepare(options(overwrite=overwrite))
 
 
