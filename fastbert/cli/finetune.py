@@ -64,6 +64,9 @@ LogEvery = Annotated[int, _option(RUN, "Steps between two rows of the log.")]
 SaveEvery = Annotated[
     int | None, _option(RUN, "Steps between two checkpoints; by default one after each epoch.")
 ]
+SaveMinutes = Annotated[
+    float | None, _option(RUN, "Largest number of minutes between two checkpoints.")
+]
 KeepCheckpoints = Annotated[int, _option(RUN, "Checkpoints that stay in OUT/checkpoints.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 
@@ -113,6 +116,7 @@ def classify(
     backend: Backend = None,
     log_every: LogEvery = 10,
     save_every: SaveEvery = None,
+    save_minutes: SaveMinutes = None,
     keep_checkpoints: KeepCheckpoints = 2,
     as_json: AsJson = False,
 ) -> None:
@@ -165,6 +169,7 @@ def tag(
     backend: Backend = None,
     log_every: LogEvery = 10,
     save_every: SaveEvery = None,
+    save_minutes: SaveMinutes = None,
     keep_checkpoints: KeepCheckpoints = 2,
     as_json: AsJson = False,
 ) -> None:
@@ -209,6 +214,7 @@ def qa(
     backend: Backend = None,
     log_every: LogEvery = 10,
     save_every: SaveEvery = None,
+    save_minutes: SaveMinutes = None,
     keep_checkpoints: KeepCheckpoints = 2,
     as_json: AsJson = False,
 ) -> None:

@@ -58,9 +58,17 @@ def pretrain(
         int | None, _option(RUN, "Number of training steps, instead of --epochs.")
     ] = None,
     epochs: Annotated[int | None, _option(RUN, "Number of epochs; 1 without --steps.")] = None,
+    accumulate: Annotated[int, _option(RUN, "Number of batches of a step on each process.")] = 1,
+    optimizer: Annotated[str, _option(RUN, "adamw, or lamb for very large batches.")] = "adamw",
     learning_rate: Annotated[float, _option(RUN, "Peak of the learning rate.")] = 5e-4,
+    schedule: Annotated[
+        str, _option(RUN, "Shape of the rate after the warm-up: linear, cosine or constant.")
+    ] = "linear",
     warmup: Annotated[float, _option(RUN, "Fraction of the steps in which the rate rises.")] = 0.1,
-    weight_decay: Annotated[float, _option(RUN, "AdamW's decay of matrices and tables.")] = 0.01,
+    weight_decay: Annotated[float, _option(RUN, "Decay of matrices and tables.")] = 0.01,
+    ema: Annotated[
+        float | None, _option(RUN, "Decay of an average of the weights, which model/ then has.")
+    ] = None,
     clip_norm: Annotated[float, _option(RUN, "Largest L2 norm of the gradient.")] = 1.0,
     precision: Annotated[str, _option(RUN, "fp32, or bf16 for autocast to bf16.")] = "fp32",
     seed: Annotated[int, _option(RUN, "Seed of the data, the weights and dropout.")] = 0,
@@ -77,6 +85,9 @@ def pretrain(
     cuda_graphs: Annotated[
         bool, _option(RUN, "Launch whole steps as CUDA graphs, on one GPU.", "--cuda-graphs")
     ] = False,
+    shard: Annotated[
+        bool, _option(RUN, "Share weights and optimizer among the processes (FSDP2).", "--shard")
+    ] = False,
     backend: Annotated[
         str | None,
         _option(RUN, "reference, triton, cuda or cpu; by default each operation chooses."),
@@ -89,9 +100,15 @@ def pretrain(
     save_every: Annotated[
         int | None, _option(RUN, "Steps between two checkpoints; by default only at the end.")
     ] = None,
+    save_minutes: Annotated[
+        float | None, _option(RUN, "Largest number of minutes between two checkpoints.")
+    ] = None,
     keep_checkpoints: Annotated[
         int, _option(RUN, "Number of checkpoints that stay in OUT/checkpoints.")
     ] = 2,
+    tracker: Annotated[
+        str | None, _option(RUN, "tensorboard or wandb, which receives the rows of the log too.")
+    ] = None,
     workers: Annotated[
         int, _option(DATA, "Processes that prepare batches; 0 uses the training process.")
     ] = 0,

@@ -13,7 +13,10 @@ from fastbert.training.options import PRECISIONS, check, is_count, is_number
 
 # A run may be resumed with other values of these options, which do not change its results. The
 # content of the data is compared instead of its paths.
-FREE = ("output", "data", "validation", "test", "overwrite", "save_every", "keep_checkpoints")
+FREE = (
+    "output", "data", "validation", "test", "overwrite", "save_every", "save_minutes",
+    "keep_checkpoints",
+)  # fmt: skip
 
 Folder = str | os.PathLike[str]
 
@@ -51,6 +54,7 @@ class FinetuneOptions:
         log_every: Number of steps between two rows of the log.
         save_every: Number of steps between two checkpoints; None writes a checkpoint after each
             epoch only.
+        save_minutes: Largest number of minutes between two checkpoints; None sets no limit.
         keep_checkpoints: Number of checkpoints that stay in the folder ``checkpoints``.
 
     Raises:
@@ -78,6 +82,7 @@ class FinetuneOptions:
     backend: str | None = None
     log_every: int = 10
     save_every: int | None = None
+    save_minutes: float | None = None
     keep_checkpoints: int = 2
 
     def __post_init__(self) -> None:
@@ -91,6 +96,9 @@ class FinetuneOptions:
         for name in ("learning_rate", "clip_norm"):
             value = getattr(self, name)
             check(name, value, "a finite number > 0", is_number(value) and value > 0)
+        value = self.save_minutes
+        allowed = "None or a finite number > 0"
+        check("save_minutes", value, allowed, value is None or (is_number(value) and value > 0))
         value = self.weight_decay
         check("weight_decay", value, "a finite number >= 0", is_number(value) and value >= 0)
         for name in ("warmup", "held_out"):

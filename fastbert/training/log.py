@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+LOG, CURVES = "log.jsonl", "curves.png"
+
 LogRow = dict[str, Any]
 
 

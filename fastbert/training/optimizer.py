@@ -1,12 +1,17 @@
-"""AdamW with groups for weight decay, and a learning rate with warm-up and linear decay."""
+"""The optimizers, with groups for weight decay and a schedule of the learning rate."""
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+
+from fastbert.training.lamb import Lamb
+from fastbert.training.schedules import make_schedule
+
+OPTIMIZERS = ("adamw", "lamb")
+BETAS, EPSILON = (0.9, 0.999), 1e-6
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -24,18 +29,6 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     ]
 
 
-def schedule_factor(step: int, *, warmup_steps: int, total_steps: int) -> float:
-    """Return the learning rate at `step` (from 0) as a fraction of its peak.
-
-    The rate rises linearly for `warmup_steps` steps and then falls linearly. No step has a rate of
-    zero: the first step has ``1 / warmup_steps``, and the last step has ``1 / (total_steps -
-    warmup_steps)``.
-    """
-    if step < warmup_steps:
-        return (step + 1) / warmup_steps
-    return max(0.0, (total_steps - step) / max(1, total_steps - warmup_steps))
-
-
 def make_optimizer(
     model: nn.Module,
     *,
@@ -43,9 +36,11 @@ def make_optimizer(
     weight_decay: float,
     warmup: float,
     total_steps: int,
+    kind: str = "adamw",
+    schedule: str = "linear",
     graphed_on: torch.device | None = None,
-) -> tuple[torch.optim.AdamW, torch.optim.lr_scheduler.LambdaLR]:
-    """Build AdamW (Loshchilov and Hutter 2019) and its schedule, as in Devlin et al. 2019.
+) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LambdaLR]:
+    """Build an optimizer and its schedule; the defaults are those of Devlin et al. 2019.
 
     Args:
         model: The model.
@@ -53,7 +48,10 @@ def make_optimizer(
         weight_decay: Weight decay of matrices and embedding tables.
         warmup: Fraction of the steps in which the learning rate rises.
         total_steps: Number of steps.
-        graphed_on: Device of CUDA graphs that contain the optimizer's step; None without graphs.
+        kind: ``"adamw"`` (Loshchilov and Hutter 2019), fused; or ``"lamb"`` (You et al. 2020),
+            which scales the updates of matrices and embedding tables.
+        schedule: Shape of the schedule; see `schedule_factor`.
+        graphed_on: Device of CUDA graphs that contain the step of AdamW; None without graphs.
 
     Returns:
         The optimizer and the schedule of its learning rate.
@@ -62,28 +60,19 @@ def make_optimizer(
     groups = decay_groups(model, weight_decay)
     # The schedule multiplies this number. The read of a rate that is a tensor would wait for a GPU.
     groups = [{**group, "initial_lr": learning_rate} for group in groups]
-    optimizer = torch.optim.AdamW(
-        groups,
-        lr=torch.tensor(learning_rate, device=graphed_on) if graphed else learning_rate,
-        betas=(0.9, 0.999),
-        eps=1e-6,
-        fused=True,
-        capturable=graphed,
-    )
-    factor = partial(
-        schedule_factor, warmup_steps=round(warmup * total_steps), total_steps=total_steps
-    )
-    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-
-
-def continue_schedule(schedule: torch.optim.lr_scheduler.LambdaLR, step: int) -> None:
-    """Give a new schedule, and its optimizer, the learning rate after a number of steps.
-
-    Args:
-        schedule: The schedule of `make_optimizer`.
-        step: Number of steps that were made, at least 1.
-    """
-    state = schedule.state_dict()
-    # The count of calls only decides about a warning for a first call that is too early.
-    schedule.load_state_dict({**state, "last_epoch": step - 1, "_step_count": step + 1})
-    schedule.step()
+    optimizer: torch.optim.Optimizer
+    if kind == "lamb":
+        matrices, vectors = groups
+        groups = [{**matrices, "adapt": True}, {**vectors, "adapt": False}]
+        optimizer = Lamb(groups, lr=learning_rate, betas=BETAS, eps=EPSILON)
+    else:
+        optimizer = torch.optim.AdamW(
+            groups,
+            lr=torch.tensor(learning_rate, device=graphed_on) if graphed else learning_rate,
+            betas=BETAS,
+            eps=EPSILON,
+            fused=True,
+            capturable=graphed,
+        )
+    shape = make_schedule(optimizer, shape=schedule, warmup=warmup, total_steps=total_steps)
+    return optimizer, shape

@@ -11,13 +11,21 @@ from typing import Any
 
 from fastbert.config import PRESETS, BertConfig
 from fastbert.ops.backend import validate
+from fastbert.training.optimizer import OPTIMIZERS
+from fastbert.training.schedules import SCHEDULES
+from fastbert.training.trackers import TRACKERS
 
 PRECISIONS = ("fp32", "bf16")
 # A pair has [CLS], two [SEP] and a few tokens on each side, so that there are tokens to mask.
 SHORTEST_PAIR = 8
 # A run may be resumed with other values of these options, which do not change its results. The text
 # of the corpus is compared instead of its path.
-FREE = ("output", "corpus", "overwrite", "save_every", "keep_checkpoints", "workers")
+FREE = (
+    "output", "corpus", "overwrite", "save_every", "save_minutes", "keep_checkpoints", "workers",
+    "tracker",
+    # The number of batches of a step, of all processes together, is compared instead.
+    "accumulate", "shard",
+)  # fmt: skip
 
 
 def check(option: str, value: Any, allowed: str, ok: bool) -> None:
@@ -56,10 +64,16 @@ class PretrainOptions:
         steps: Number of steps; None derives it from `epochs`.
         epochs: Number of epochs, if `steps` is None; None means one epoch. Every epoch has as many
             steps as the first.
-        learning_rate: Peak of the learning rate. The rate rises linearly to the peak and then falls
-            linearly to zero.
+        accumulate: Number of batches of a step on one process. Their gradients are averaged, as
+            those of several processes are.
+        optimizer: ``"adamw"``, or ``"lamb"`` for very large batches.
+        learning_rate: Peak of the learning rate, to which the rate rises linearly.
+        schedule: Shape of the learning rate after the warm-up: ``"linear"`` and ``"cosine"`` fall
+            to zero, and ``"constant"`` stays at the peak.
         warmup: Fraction of the steps in which the learning rate rises, in [0, 1).
         weight_decay: Weight decay of matrices and embedding tables.
+        ema: Decay of an exponential moving average of the weights, in (0, 1). ``model/`` and the
+            evaluations then have the average. None keeps no average.
         clip_norm: Largest L2 norm of the gradient.
         precision: ``"fp32"``, or ``"bf16"`` for autocast with fp32 weights.
         seed: Seed of the split, the weights, the pairs, the masks and dropout.
@@ -71,6 +85,8 @@ class PretrainOptions:
         cuda_graphs: Whether CUDA graphs launch whole steps, which makes steps of a small model
             faster; see `graphed_step`. The run then has one process on a CUDA device, and no
             gradient checkpointing. Steps that are logged run without a graph.
+        shard: Whether the processes share the weights and the optimizer's state (FSDP2) instead of
+            having copies of them (DDP).
         backend: ``"reference"``, ``"triton"``, ``"cuda"`` or ``"cpu"`` for all operations; None
             lets each operation choose.
         log_every: Number of steps between two rows of the log.
@@ -78,8 +94,10 @@ class PretrainOptions:
         eval_batches: Largest number of batches of an evaluation.
         save_every: Number of steps between two checkpoints; None writes a checkpoint only at the
             end.
+        save_minutes: Largest number of minutes between two checkpoints; None sets no limit.
         keep_checkpoints: Number of checkpoints that stay in the folder ``checkpoints``. If the last
             one is damaged, the run resumes from the one before it.
+        tracker: ``"tensorboard"`` or ``"wandb"``, which then receives the rows of the log too.
         workers: Number of processes that prepare batches during the training; 0 prepares batches
             in the training process.
 
@@ -106,9 +124,13 @@ class PretrainOptions:
     tokens_per_batch: int = 4096
     steps: int | None = None
     epochs: int | None = None
+    accumulate: int = 1
+    optimizer: str = "adamw"
     learning_rate: float = 5e-4
+    schedule: str = "linear"
     warmup: float = 0.1
     weight_decay: float = 0.01
+    ema: float | None = None
     clip_norm: float = 1.0
     precision: str = "fp32"
     seed: int = 0
@@ -117,12 +139,15 @@ class PretrainOptions:
     packed: bool = True
     gradient_checkpointing: bool = False
     cuda_graphs: bool = False
+    shard: bool = False
     backend: str | None = None
     log_every: int = 10
     eval_every: int | None = None
     eval_batches: int = 50
     save_every: int | None = None
+    save_minutes: float | None = None
     keep_checkpoints: int = 2
+    tracker: str | None = None
     workers: int = 0
 
     def __post_init__(self) -> None:
@@ -132,11 +157,14 @@ class PretrainOptions:
         check("preset", self.preset, ", ".join(PRESETS), self.preset in PRESETS)
         check("precision", self.precision, ", ".join(PRECISIONS), self.precision in PRECISIONS)
         validate(self.backend)
+        optimizers, schedules = ", ".join(OPTIMIZERS), ", ".join(SCHEDULES)
+        check("optimizer", self.optimizer, optimizers, self.optimizer in OPTIMIZERS)
+        check("schedule", self.schedule, schedules, self.schedule in SCHEDULES)
+        trackers = ", ".join(("None", *TRACKERS))
+        check("tracker", self.tracker, trackers, self.tracker in (None, *TRACKERS))
         both = self.steps is not None and self.epochs is not None
         check("steps and epochs", (self.steps, self.epochs), "at most one of them", not both)
-        checkpoints = self.cuda_graphs and self.gradient_checkpointing
-        allowed = "at most one of them"
-        check("cuda_graphs and gradient_checkpointing", checkpoints, allowed, not checkpoints)
+        self._check_graphs()
         known = BertConfig.__dataclass_fields__
         for name in self.config:
             check("config", name, "fields of BertConfig: " + ", ".join(known), name in known)
@@ -145,10 +173,21 @@ class PretrainOptions:
             check("config", dict(self.config), allowed, name not in self.config)
         self.model_config(self.vocab_size)
 
+    def _check_graphs(self) -> None:
+        allowed = "at most one of them"
+        for name, value, used in (
+            ("gradient_checkpointing", True, self.gradient_checkpointing),
+            ("shard", True, self.shard),
+            ("accumulate", self.accumulate, self.accumulate > 1),
+            ("optimizer", self.optimizer, self.optimizer != "adamw"),
+        ):
+            both = self.cuda_graphs and used
+            check(f"cuda_graphs and {name}", value, allowed, not both)
+
     def _check_counts(self) -> None:
         for name in (
             "vocab_size", "max_length", "tokens_per_batch", "log_every", "eval_batches",
-            "keep_checkpoints",
+            "keep_checkpoints", "accumulate",
         ):  # fmt: skip
             value = getattr(self, name)
             check(name, value, "an integer >= 1", is_count(value))
@@ -174,6 +213,12 @@ class PretrainOptions:
         for name in ("learning_rate", "clip_norm"):
             value = getattr(self, name)
             check(name, value, "a finite number > 0", is_number(value) and value > 0)
+        value = self.save_minutes
+        allowed = "None or a finite number > 0"
+        check("save_minutes", value, allowed, value is None or (is_number(value) and value > 0))
+        value = self.ema
+        allowed = "None or a number in (0, 1)"
+        check("ema", value, allowed, value is None or (is_number(value) and 0 < value < 1))
         value = self.weight_decay
         check("weight_decay", value, "a finite number >= 0", is_number(value) and value >= 0)
         for name in ("warmup", "held_out"):

@@ -4,6 +4,7 @@ A checkpoint has these files, none of which is a pickle:
 
 - ``weights.safetensors``: the parameters and buffers of the model.
 - ``optimizer.safetensors``: the state of the optimizer.
+- ``average.safetensors``: the moving average of the weights, if the run keeps one.
 - ``processes.safetensors``: random-number states and sums of the log, with a row per process.
 - the files of the tokenizer.
 - ``state.json``: everything else, with the SHA-256 of each file.
@@ -19,6 +20,7 @@ import hashlib
 import json
 import re
 import shutil
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -166,10 +168,45 @@ def forget(output: Path) -> None:
     shutil.rmtree(output / CHECKPOINTS, ignore_errors=True)
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """Return a tensor, or all parts of a tensor that processes share, detached on the CPU.
+
+    All processes that share the tensor must call this.
+    """
+    return whole_here(tensor.detach()).cpu()
+
+
+def whole_here(tensor: Tensor) -> Tensor:
+    """Return a tensor, or all parts of a tensor that processes share, on its device."""
+    return tensor.full_tensor() if isinstance(tensor, _shared_type()) else tensor
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return the part of a tensor that this process has."""
+    return tensor.to_local() if isinstance(tensor, _shared_type()) else tensor
+
+
+def shared_like(tensor: Tensor, like: Tensor) -> Tensor:
+    """Return a whole tensor in the parts in which processes share another tensor."""
+    if not isinstance(like, _shared_type()):
+        return tensor
+    from torch.distributed.tensor import distribute_tensor
+
+    # All processes have read the same file, so that none needs to send.
+    whole = tensor.to(like.device)
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def _shared_type() -> Any:
+    """Return the types of tensors that processes share; none before something has made one."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return () if module is None else module.DTensor
+
+
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
     """Return the parameters and buffers of a model by name; a tied parameter appears once."""
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    return {name: tensor.detach().cpu() for name, tensor in named.items()}
+    return {name: whole(tensor) for name, tensor in named.items()}
 
 
 def restore_weights(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
@@ -179,14 +216,14 @@ def restore_weights(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
         other = sorted(named.keys() ^ saved.keys())
         raise ValueError(f"weights: got other names than the model has: {', '.join(other)}")
     for name, tensor in named.items():
-        tensor.detach().copy_(saved[name])
+        tensor.detach().copy_(shared_like(saved[name], tensor))
 
 
 def moments_of(optimizer: Any) -> dict[str, Tensor]:
     """Return the state of an optimizer as tensors, named by parameter and entry."""
     state = optimizer.state_dict()["state"]
     return {
-        f"{number}.{name}": value.detach().cpu().clone()
+        f"{number}.{name}": whole(value).clone()
         for number, entries in state.items()
         for name, value in entries.items()
     }
@@ -194,10 +231,14 @@ def moments_of(optimizer: Any) -> dict[str, Tensor]:
 
 def restore_moments(optimizer: Any, saved: Mapping[str, Tensor]) -> None:
     """Give an optimizer the state that `moments_of` returned."""
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     state: dict[int, dict[str, Tensor]] = {}
     for key, value in saved.items():
         number, name = key.split(".", 1)
-        state.setdefault(int(number), {})[name] = value
+        weight = weights[int(number)]
+        # The count of the steps is not divided.
+        own = shared_like(value, weight) if value.shape == weight.shape else value
+        state.setdefault(int(number), {})[name] = own
     groups = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 

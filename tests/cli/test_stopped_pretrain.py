@@ -31,14 +31,14 @@ main()
 # A limit of the file size at a step acts like a full disk.
 FULL = """
 import json, os, resource
-from fastbert.training import loop
-limits, step = json.loads(os.environ["LIMITS"]), loop._Run.train_step
+from fastbert.training import pretraining
+limits, step = json.loads(os.environ["LIMITS"]), pretraining.PretrainingRun.train_step
 def limited(self, batch):
     limit = limits.get(str(self.step + 1))
     if limit is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
     return step(self, batch)
-loop._Run.train_step = limited
+pretraining.PretrainingRun.train_step = limited
 from fastbert.cli import main
 main()
 """

@@ -16,7 +16,8 @@ from finetuning_problems import NAMES, OTHERS, reviews, run, write_rows
 from scipy import stats
 from sklearn import metrics as sk
 
-from fastbert.finetuning import loop, predict
+from fastbert.finetuning import predict
+from fastbert.finetuning.run import FinetuningRun
 from fastbert.modules import BertForSequenceClassification
 from fastbert.training.log import read_log
 
@@ -208,14 +209,14 @@ def test_a_frozen_encoder_keeps_its_weights(classify, data, pretrained):
 
 def test_a_frozen_encoder_has_no_dropout(classify, data, monkeypatch):
     modes = set()
-    original = loop._Run.update
+    original = FinetuningRun.update
 
     def update(self, features):
         modes.add((self.model.dropout.training, self.model.bert.training))
         modes.add((True, self.model.bert.encoder.training))
         return original(self, features)
 
-    monkeypatch.setattr(loop._Run, "update", update)
+    monkeypatch.setattr(FinetuningRun, "update", update)
     # The evaluation after the first epoch must not change the mode of the second one.
     run(classify(data, freeze=True, epochs=2))
     assert modes == {(True, False)}

@@ -14,7 +14,7 @@ import pytest
 import torch
 from finetuning_problems import reviews, run, write_rows
 
-from fastbert.finetuning import loop
+from fastbert.finetuning.run import FinetuningRun
 from fastbert.io import safetensors_file
 from fastbert.training import state
 from fastbert.training.log import read_log
@@ -32,7 +32,7 @@ def data(tmp_path: Path) -> Path:
 
 def cut(monkeypatch, options, step):
     """Let a run end like a killed one at the beginning of a step (from 0)."""
-    original = loop._Run.update
+    original = FinetuningRun.update
 
     def update(self, features):
         if self.step == step:
@@ -40,7 +40,7 @@ def cut(monkeypatch, options, step):
         return original(self, features)
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop._Run, "update", update)
+        patch.setattr(FinetuningRun, "update", update)
         with pytest.raises(KeyboardInterrupt):
             run(options)
 
@@ -197,7 +197,8 @@ def test_a_signal_ends_the_run_with_a_checkpoint_and_its_status(pretrained, data
     assert process.returncode == 128 + signal.SIGTERM, text
     assert "Traceback" not in text
     step = state.newest(output, pytest.fail).content["step"]
-    assert f"stopped by SIGTERM after step {step} of 1100000; kept: the checkpoint of st" in text
+    kept = "kept: log.jsonl, curves.png, the checkpoint of st"
+    assert f"stopped by SIGTERM after step {step} of 1100000; {kept}" in text
     assert {path.name for path in output.iterdir()} == {
         *("model", "checkpoints", "log.jsonl", "curves.png"),
     }
@@ -208,7 +209,7 @@ def test_a_loss_that_is_not_finite_changes_no_weight_and_names_the_batch(
     classify, data, monkeypatch, bf16
 ):
     options = classify(data, **SETTINGS, precision="bf16" if bf16 else "fp32")
-    original = loop._Run.update
+    original = FinetuningRun.update
     weights: dict[str, torch.Tensor] = {}
 
     def update(self, features):
@@ -225,7 +226,7 @@ def test_a_loss_that_is_not_finite_changes_no_weight_and_names_the_batch(
                 after = state.weights_of(self.model)
                 assert all(torch.equal(after[name], weights[name]) for name in weights)
 
-    monkeypatch.setattr(loop._Run, "update", update)
+    monkeypatch.setattr(FinetuningRun, "update", update)
     with pytest.raises(RuntimeError) as failure:
         run(options)
     text = str(failure.value)

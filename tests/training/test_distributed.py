@@ -28,16 +28,16 @@ Path(sys.argv[1] + os.environ["RANK"]).write_text(str(result.evaluation))
 STOPPED = """
 import os
 import signal
-from fastbert.training import loop
+from fastbert.training import loop, pretraining
 
-step = loop._Run.train_step
+step = pretraining.PretrainingRun.train_step
 
 def signalled(self, batch):
     if self.step == 1 and os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGTERM)
     return step(self, batch)
 
-loop._Run.train_step = signalled
+pretraining.PretrainingRun.train_step = signalled
 pretrain = loop.pretrain
 def told(*arguments, **options):
     try:
@@ -51,16 +51,16 @@ def told(*arguments, **options):
 # Both processes die at the beginning of the third step.
 KILLED = """
 import os
-from fastbert.training import loop
+from fastbert.training import loop, pretraining
 
-step = loop._Run.train_step
+step = pretraining.PretrainingRun.train_step
 
 def killed(self, batch):
     if self.step == 2:
         os._exit(9)
     return step(self, batch)
 
-loop._Run.train_step = killed
+pretraining.PretrainingRun.train_step = killed
 """
 
 

@@ -22,9 +22,10 @@ import fastbert
 from fastbert import BertConfig
 from fastbert.graphs import static_batch
 from fastbert.graphs.buckets import Bucket, Buckets, PaddedBucket
-from fastbert.training import loop
+from fastbert.training import pretraining
 from fastbert.training.graphs import GraphedStep, graphed_step
 from fastbert.training.log import read_log
+from fastbert.training.loop import pretrain
 
 CONFIG = BertConfig(
     vocab_size=60,
@@ -400,12 +401,12 @@ def test_pretraining_with_graphs_logs_the_same(options, documents, monkeypatch):
         steps.append(GraphedStep(model, optimizer, buckets, 16, lambda device: recorder, **given))
         return steps[0]
 
-    monkeypatch.setattr(loop, "_check_graphs", lambda accelerator: None)
-    monkeypatch.setattr(loop, "graphed_step", substitute)
+    monkeypatch.setattr(pretraining, "_check_graphs", lambda accelerator: None)
+    monkeypatch.setattr(pretraining, "graphed_step", substitute)
     logs = []
     for graphs in (False, True):
         given = options(cuda_graphs=graphs, overwrite=True, backend="reference", log_every=4)
-        result = loop.pretrain(given, documents=documents, console=Console(quiet=True))
+        result = pretrain(given, documents=documents, console=Console(quiet=True))
         logs.append(read_log(result.log))
     recorder = steps[0]._cache.recorder
     # Two of the eight steps are logged, and the first step of each bucket runs as it is.
@@ -418,7 +419,7 @@ def test_pretraining_with_graphs_logs_the_same(options, documents, monkeypatch):
 
 def test_graphs_need_one_process_on_a_gpu(options, documents):
     with pytest.raises(ValueError, match=r"cuda_graphs: got True with 1 process.* on cpu, allowed"):
-        loop.pretrain(options(cuda_graphs=True), documents=documents)
+        pretrain(options(cuda_graphs=True), documents=documents)
     with pytest.raises(ValueError, match="cuda_graphs and gradient_checkpointing: got True, allow"):
         options(cuda_graphs=True, gradient_checkpointing=True)
 

@@ -1,11 +1,12 @@
-"""The groups for weight decay, and exact values of the schedule."""
+"""The groups for weight decay, and the optimizers with their schedule."""
 
 import pytest
 import torch
 
 from fastbert.config import BertConfig
 from fastbert.modules import BertForPreTraining
-from fastbert.training.optimizer import decay_groups, make_optimizer, schedule_factor
+from fastbert.training.lamb import Lamb
+from fastbert.training.optimizer import decay_groups, make_optimizer
 
 
 @pytest.fixture(scope="module")
@@ -33,16 +34,6 @@ def test_every_parameter_is_in_one_group_once(model):
     assert set(listed) == {id(p) for p in model.parameters()}
 
 
-def test_schedule_rises_then_falls_linearly():
-    factors = [schedule_factor(step, warmup_steps=4, total_steps=8) for step in range(9)]
-    assert factors == [0.25, 0.5, 0.75, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
-
-
-def test_schedule_without_warmup_starts_at_the_peak():
-    factors = [schedule_factor(step, warmup_steps=0, total_steps=2) for step in range(2)]
-    assert factors == [1.0, 0.5]
-
-
 def test_learning_rate_follows_the_schedule(model):
     optimizer, schedule = make_optimizer(
         model, learning_rate=2.0, weight_decay=0.1, warmup=0.5, total_steps=4
@@ -54,3 +45,21 @@ def test_learning_rate_follows_the_schedule(model):
         schedule.step()
     assert rates == [1.0, 2.0, 2.0, 1.0]
     assert isinstance(optimizer, torch.optim.AdamW)
+
+
+def test_lamb_scales_the_updates_of_matrices_only(model):
+    optimizer, _ = make_optimizer(
+        model, learning_rate=1.0, weight_decay=0.1, warmup=0.0, total_steps=2, kind="lamb"
+    )
+    assert isinstance(optimizer, Lamb)
+    for group in optimizer.param_groups:
+        assert {p.ndim >= 2 for p in group["params"]} == {group["adapt"]}
+        assert group["weight_decay"] == (0.1 if group["adapt"] else 0.0)
+
+
+def test_the_shape_of_the_schedule_is_chosen(model):
+    _, schedule = make_optimizer(
+        model, learning_rate=2.0, weight_decay=0.1, warmup=0.0, total_steps=2, schedule="cosine"
+    )
+    found = [2.0 * schedule.lr_lambdas[0](step) for step in range(3)]
+    assert found == pytest.approx([2.0, 1.0, 0.0])

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from fastbert.data import WordPieceTokenizer
 from fastbert.modules import BertForPreTraining
-from fastbert.training import loop
+from fastbert.training import pretraining
 from fastbert.training.log import read_log
 from fastbert.training.loop import pretrain
 
@@ -152,14 +152,14 @@ def test_no_documents_is_an_error(options, tmp_path):
 
 
 def break_at(monkeypatch, step, error):
-    original = loop._Run.train_step
+    original = pretraining.PretrainingRun.train_step
 
     def train_step(self, batch):
         if self.step == step:
             raise error
         return original(self, batch)
 
-    monkeypatch.setattr(loop._Run, "train_step", train_step)
+    monkeypatch.setattr(pretraining.PretrainingRun, "train_step", train_step)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ import torch
 from rich.console import Console
 
 from fastbert.io import safetensors_file
-from fastbert.training import loop, state
+from fastbert.training import pretraining, state
+from fastbert.training import run as training_run
 from fastbert.training.log import read_log
 from fastbert.training.loop import pretrain
 
@@ -40,7 +41,7 @@ def run(options, documents):
 
 def cut_at(monkeypatch, step):
     """Let the next run end like a killed one at the beginning of a step; None cuts none."""
-    original = loop._Run.train_step
+    original = pretraining.PretrainingRun.train_step
 
     def train_step(self, batch):
         if self.step == step:
@@ -48,7 +49,7 @@ def cut_at(monkeypatch, step):
         return original(self, batch)
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop._Run, "train_step", train_step)
+        patch.setattr(pretraining.PretrainingRun, "train_step", train_step)
         yield
 
 
@@ -63,7 +64,8 @@ def final(options):
     newest = state.newest(options.folder, pytest.fail)
     tensors = {
         f"{part}.{name}": tensor
-        for part in ("weights", "optimizer", "processes")
+        for part in ("weights", "optimizer", "processes", "average")
+        if (newest.folder / f"{part}.safetensors").exists()
         for name, tensor in newest.tensors(part).items()
     }
     rows = [
@@ -86,24 +88,33 @@ def corpus(documents):
     return documents[:24]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_cuts_anywhere_change_no_bit(settings, corpus, monkeypatch, tmp_path, precision):
-    whole = settings(output=tmp_path / "whole", precision=precision)
+# Every option whose state a checkpoint must have.
+RICH = {"optimizer": "lamb", "schedule": "cosine", "accumulate": 2, "ema": 0.95}
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [({}, 5), ({"precision": "bf16"}, 3), ({**RICH, "save_every": 2, "steps": 10}, 2)],
+    ids=["fp32", "bf16", "lamb-cosine-accumulate-ema"],
+)
+def test_cuts_anywhere_change_no_bit(settings, corpus, monkeypatch, tmp_path, changes, parts):
+    whole = settings(output=tmp_path / "whole", **changes)
     assert run(whole, corpus)[0].epochs > 1
     expected = final(whole)
-    draw = random.Random(precision)
-    for number in range(5):
-        options = settings(output=tmp_path / f"cut{number}", precision=precision)
-        steps = sorted(draw.sample(range(1, STEPS), 2))
+    assert any(name.startswith("average.") for name in expected[0]) == ("ema" in changes)
+    draw = random.Random(str(changes))
+    for number in range(parts):
+        options = settings(output=tmp_path / f"cut{number}", **changes)
+        steps = sorted(draw.sample(range(1, whole.steps), 2))
         for step in steps:
             # The number of processes that prepare batches may differ between the parts.
-            changed = settings(output=options.output, precision=precision, workers=int(number == 0))
+            changed = settings(output=options.output, workers=int(number == 0), **changes)
             cut(monkeypatch, changed, corpus, step)
         result, text = run(options, corpus)
-        assert result.steps == STEPS
-        last = steps[-1] // 3 * 3
+        assert result.steps == whole.steps
+        last = steps[-1] // whole.save_every * whole.save_every
         if last:
-            assert f"resumed after step {last} of {STEPS}, from {options.folder}" in text
+            assert f"resumed after step {last} of {whole.steps}, from {options.folder}" in text
         assert_same(final(options), expected)
         weights = safetensors_file.read(options.folder / "model" / "model.safetensors")
         given = safetensors_file.read(whole.folder / "model" / "model.safetensors")
@@ -139,6 +150,9 @@ def test_overwrite_starts_anew(settings, corpus, monkeypatch):
         ({"learning_rate": 1e-3}, "learning_rate"),
         ({"config": {**DROPOUT, "hidden_size": 48}}, "config"),
         ({"backend": "reference"}, "backend"),
+        ({"accumulate": 2}, "processes × accumulate"),
+        ({"optimizer": "lamb"}, "optimizer"),
+        ({"ema": 0.9}, "ema"),
     ],
 )
 def test_other_options_are_refused_by_name(settings, corpus, changes, name):
@@ -240,7 +254,7 @@ def test_a_model_without_a_checkpoint_is_not_overwritten(settings, corpus):
 
 def test_a_gradient_that_is_not_finite_changes_no_weight(settings, corpus, monkeypatch):
     options = settings(save_every=2)
-    original = loop._Run.update
+    original = pretraining.PretrainingRun.update
 
     def update(self, batch):
         if self.step == 4:
@@ -254,7 +268,7 @@ def test_a_gradient_that_is_not_finite_changes_no_weight(settings, corpus, monke
                 weights.update(state.weights_of(self.model))
 
     weights: dict[str, torch.Tensor] = {}
-    monkeypatch.setattr(loop._Run, "update", update)
+    monkeypatch.setattr(pretraining.PretrainingRun, "update", update)
     with pytest.raises(RuntimeError, match=r"batch \d+ of epoch \d+ is not finite at step 5: tr"):
         run(options, corpus)
     newest = state.newest(options.folder, pytest.fail)
@@ -264,3 +278,30 @@ def test_a_gradient_that_is_not_finite_changes_no_weight(settings, corpus, monke
             assert torch.equal(weights[name], tensor), name
     content = json.loads((newest.folder / "state.json").read_text())
     assert content["position"] == 4 or content["epoch"] > 0
+
+
+def test_a_checkpoint_of_an_earlier_release_is_continued(settings, corpus, monkeypatch, tmp_path):
+    options = settings(steps=7)
+    cut(monkeypatch, options, corpus, 6)
+    path = state.folder_of(options.folder, 6) / "state.json"
+    content = json.loads(path.read_text())
+    for name in ("task", "flops", "accumulate", "checksum"):
+        del content[name]
+    for name in ("optimizer", "schedule", "ema"):
+        del content["options"][name]
+    path.write_text(json.dumps({**content, "checksum": state._checksum_of(content)}))
+    _, text = run(options, corpus)
+    assert "resumed after step 6 of 7" in text
+    whole = settings(steps=7, output=tmp_path / "whole")
+    run(whole, corpus)
+    assert_same(final(options), final(whole))
+
+
+def test_checkpoints_are_written_by_time(settings, corpus, monkeypatch):
+    clock = iter(range(0, 10_000, 25))
+    monkeypatch.setattr(training_run.time, "monotonic", lambda: next(clock))
+    options = settings(save_every=None, save_minutes=1, keep_checkpoints=20, workers=0, steps=9)
+    run(options, corpus)
+    kept = sorted(int(p.name[5:]) for p in (options.folder / "checkpoints").iterdir())
+    # The clock is read once in each step and once after each save: 25 s, 50 s and 75 s.
+    assert kept == [3, 6, 9]

@@ -1,0 +1,203 @@
+"""The steps of a fine-tuning run: batches, updates, evaluations and checkpoints."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fastbert.data.model_tokenizer import ModelTokenizer
+from fastbert.finetuning import evaluate
+from fastbert.finetuning.model import Source
+from fastbert.finetuning.options import FinetuneOptions
+from fastbert.finetuning.preparation import Part
+from fastbert.finetuning.task import Feature, Judgement, Task
+from fastbert.training import state
+from fastbert.training.evaluate import to_device
+from fastbert.training.log import LogRow
+from fastbert.training.optimizer import make_optimizer
+from fastbert.training.record import Record
+from fastbert.training.run import Run
+
+
+class FinetuningRun(Run):
+    """The state that the steps of a fine-tuning run share."""
+
+    options: FinetuneOptions
+
+    def __init__(
+        self,
+        options: FinetuneOptions,
+        task: Task,
+        parts: dict[str, Part],
+        source: Source,
+        tokenizer: ModelTokenizer,
+        data: str,
+    ) -> None:
+        """Build the model and the optimizer.
+
+        Args:
+            options: Options of the run.
+            task: The task.
+            parts: The parts of the data.
+            source: The pre-trained model.
+            tokenizer: The tokenizer of the model.
+            data: SHA-256 of the examples.
+        """
+        device = torch.accelerator.current_accelerator() or torch.device("cpu")
+        super().__init__(options, device)
+        self.judging, self.parts, self.tokenizer = task, parts, tokenizer
+        self.task, self.data = task.name, data
+        torch.manual_seed(options.seed)
+        self.model: Any = source.build(task, options.backend).to(device)
+        if options.freeze:
+            for part in (self.model.bert.embeddings, self.model.bert.encoder):
+                part.requires_grad_(False)
+        self.features = parts["train"].features
+        self.steps_per_epoch = math.ceil(len(self.features) / options.batch_size)
+        self.total = options.epochs * self.steps_per_epoch
+        self.own_optimizer, self.schedule = make_optimizer(
+            self.model,
+            learning_rate=options.learning_rate,
+            weight_decay=options.weight_decay,
+            warmup=options.warmup,
+            total_steps=self.total,
+        )
+        # Sums since the last row of the log; the losses stay on the device.
+        self.losses = torch.zeros((), dtype=torch.float64, device=device)
+        self.counted = self.tokens = 0
+
+    def train_mode(self) -> None:
+        """Switch dropout on, except in an encoder that is frozen."""
+        self.model.train()
+        if self.options.freeze:
+            self.model.bert.eval()
+
+    def epoch(self) -> tuple[int, int]:
+        """Return the epoch of the current step, and the number of its batch in the epoch."""
+        return divmod(self.step, self.steps_per_epoch)
+
+    def batches(self) -> Iterator[list[Feature]]:
+        """Yield the sequences of each batch from the current step on."""
+        size = self.options.batch_size
+        while self.step < self.total:
+            epoch, batch = self.epoch()
+            order = np.random.default_rng((self.options.seed, epoch)).permutation(
+                len(self.features)
+            )
+            for start in range(batch * size, len(order), size):
+                yield [self.features[i] for i in order[start : start + size]]
+
+    def update(self, features: list[Feature]) -> Tensor:
+        """Make one update, and return the gradient's norm before clipping."""
+        batch = to_device(self.judging.collate(features), self.device)
+        bf16 = self.options.precision == "bf16"
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=bf16):
+            loss = self.model(**batch).loss
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.options.clip_norm)
+        # A loss that is not finite may have a finite gradient.
+        watched = torch.where(loss.detach().isfinite(), norm, loss.detach().to(norm.dtype))
+        self.divergence.watch(watched, self.own_optimizer, self.epoch())
+        self.own_optimizer.step()
+        self.own_optimizer.zero_grad(set_to_none=True)
+        self.losses += loss.detach()
+        self.counted += 1
+        self.tokens += batch["input_ids"].numel()
+        return norm
+
+    def refuse_divergence(self) -> None:
+        """Raise RuntimeError if a loss was not finite; the weights are those before the update."""
+        place = self.divergence.place()
+        if place is not None:
+            epoch, batch = place
+            raise RuntimeError(
+                f"the loss or the gradient of batch {batch} of epoch {epoch} is not finite at step "
+                f"{epoch * self.steps_per_epoch + batch + 1}: training diverged, and the weights "
+                f"were not updated; lower learning_rate ({self.options.learning_rate}) or raise "
+                f"warmup. The examples of the batch: {self._examples(epoch, batch)}"
+            )
+
+    def _examples(self, epoch: int, batch: int) -> str:
+        """Return the places of the examples of a batch."""
+        size = self.options.batch_size
+        order = np.random.default_rng((self.options.seed, epoch)).permutation(len(self.features))
+        chosen = [self.features[i]["example"] for i in order[batch * size : (batch + 1) * size]]
+        places = dict.fromkeys(self.parts["train"].examples[i].place for i in chosen)
+        return "; ".join(places)
+
+    def row(self, norm: float) -> LogRow:
+        """Return the row of the log for this step, and reset the sums."""
+        row = {
+            "event": "train",
+            "step": self.step + 1,
+            "epoch": self.epoch()[0],
+            "loss": float(self.losses) / self.counted,
+            "learning_rate": float(self.schedule.get_last_lr()[0]),
+            "gradient_norm": norm,
+            "tokens_per_second": self.tokens / self.lap(),
+        }
+        self.losses.zero_()
+        self.counted = self.tokens = 0
+        return row
+
+    def judge(self, name: str) -> Judgement:
+        """Return the figures of the model on a part, with the loss."""
+        part = self.parts[name]
+        bf16 = self.options.precision == "bf16"
+        outputs = evaluate.compute(self.model, self.judging, part.features, bf16=bf16)
+        found = self.judging.judge(part.examples, part.features, outputs.rows)
+        return Judgement({"loss": outputs.loss, **found.figures}, found.confusion)
+
+    def ends_epoch(self) -> bool:
+        """Return whether the current step ends an epoch."""
+        return self.is_due(self.steps_per_epoch)
+
+    def evaluates(self) -> bool:
+        """Return whether an evaluation follows the current step."""
+        return self.ends_epoch() and "validation" in self.parts
+
+    def evaluate(self, record: Record) -> None:
+        """Evaluate the model on the validation part, and record the figures."""
+        figures = self.judge("validation").figures
+        numbers = {name: value for name, value in figures.items() if isinstance(value, float)}
+        step = self.step + 1
+        record.write({"event": "evaluation", "step": step, "part": "validation", **numbers})
+        record.progress.note(
+            f"step {step}, after epoch {self.epoch()[0] + 1}: validation "
+            f"loss {figures['loss']:.3f}, {self.judging.describe(figures)}"
+        )
+
+    def saves(self) -> bool:
+        """Return whether a checkpoint follows the current step."""
+        return self.ends_epoch() or super().saves()
+
+    def content(self) -> dict[str, Any]:
+        """Return the sums that the host knows, and the fact of the data that must not change."""
+        return {"batches": self.counted, "tokens": self.tokens, "data": self.data}
+
+    def tensors(self) -> dict[str, Mapping[str, Tensor]]:
+        """Return the weights, the optimizer's state, the random-number states and the sums."""
+        random = {"cpu": torch.get_rng_state(), "losses": self.losses.cpu()}
+        if self.device.type != "cpu":
+            random["device"] = torch.get_device_module(self.device).get_rng_state(self.device)
+        return {
+            "weights": state.weights_of(self.model),
+            "optimizer": state.moments_of(self.own_optimizer),
+            "random": random,
+        }
+
+    def restore(self, found: state.Checkpoint) -> None:
+        """Continue where a checkpoint was written."""
+        super().restore(found)
+        self.counted, self.tokens = found.content["batches"], found.content["tokens"]
+        random = found.tensors("random")
+        self.losses.copy_(random["losses"])
+        torch.set_rng_state(random["cpu"])
+        if self.device.type != "cpu":
+            module = torch.get_device_module(self.device)
+            module.set_rng_state(random["device"], self.device)

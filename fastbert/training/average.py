@@ -1,0 +1,66 @@
+"""An exponential moving average of the weights of a model."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from fastbert.training import state
+
+
+class WeightAverage:
+    """An exponential moving average (EMA) of the trained weights of a model.
+
+    After step n (from 1), the average moves toward the weights by ``1 - d``, where d is the smaller
+    of `decay` and ``(1 + n) / (10 + n)``. The second number lets the average forget the initial
+    weights, as in TensorFlow's ``ExponentialMovingAverage``.
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        """Start with the present weights.
+
+        Args:
+            model: The model.
+            decay: Decay, in (0, 1).
+        """
+        self._decay = decay
+        self._weights = {
+            name: weight for name, weight in model.named_parameters() if weight.requires_grad
+        }
+        self._means = {name: weight.detach().clone() for name, weight in self._weights.items()}
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """Move the average after a step, counted from 1."""
+        decay = min(self._decay, (1 + step) / (10 + step))
+        for name, mean in self._means.items():
+            state.local(mean).lerp_(state.local(self._weights[name]), 1 - decay)
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        """Give the model the average in the block, and its weights again at the end."""
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        for name, mean in self._means.items():
+            here, there = state.local(self._weights[name]), state.local(mean)
+            weight = here.clone()
+            here.copy_(there)
+            there.copy_(weight)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the average by the names of the weights, on the CPU."""
+        return {name: state.whole(mean) for name, mean in self._means.items()}
+
+    def restore(self, saved: Mapping[str, Tensor]) -> None:
+        """Continue with an average that `tensors` returned."""
+        for name, mean in self._means.items():
+            mean.copy_(state.shared_like(saved[name], mean))

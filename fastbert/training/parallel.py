@@ -1,0 +1,84 @@
+"""The distribution of a model over the processes of a run: copies (DDP), or shards (FSDP2)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from fastbert.training import state
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+
+def check_shards(accelerator: Accelerator) -> None:
+    """Raise ValueError unless the processes can divide a model."""
+    if accelerator.num_processes == 1:
+        raise ValueError(
+            "shard: got True with 1 process, allowed: several processes, which torchrun or "
+            "accelerate launch starts"
+        )
+
+
+class Copies:
+    """Each process has the whole model; DDP averages the gradients."""
+
+    def __init__(self, accelerator: Accelerator, model: nn.Module) -> None:
+        """Move the model to the device of this process, and wrap it if there are others."""
+        self._accelerator = accelerator
+        self.model: Any = accelerator.prepare(model)
+
+    def local_gradients(self) -> contextlib.AbstractContextManager[Any]:
+        """Return a context in which a backward pass leaves the gradients in its process."""
+        return self._accelerator.no_sync(self.model)
+
+    def clip(self, norm: float) -> Tensor:
+        """Limit the L2 norm of the gradient, and return the norm before that."""
+        found = self._accelerator.clip_grad_norm_(self.model.parameters(), norm)
+        assert found is not None
+        return found
+
+    def rest(self) -> None:
+        """Give back memory that a forward pass without a backward pass holds."""
+
+
+class Shards:
+    """Each process has a part of each weight, gradient and moment (Rajbhandari et al. 2020).
+
+    FSDP2 gathers the weights of the whole model for a step. Between the steps, each process holds
+    its part only.
+    """
+
+    def __init__(self, accelerator: Accelerator, model: nn.Module) -> None:
+        """Divide the weights over all processes.
+
+        Args:
+            accelerator: The processes of the run.
+            model: The model, with the same weights in all processes.
+        """
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        device = accelerator.device
+        mesh = init_device_mesh(device.type, (accelerator.num_processes,))
+        self.model: Any = fully_shard(model.to(device), mesh=mesh, reshard_after_forward=False)
+
+    @contextlib.contextmanager
+    def local_gradients(self) -> Iterator[None]:
+        """Return a context in which a backward pass leaves the gradients in its process."""
+        self.model.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            self.model.set_requires_gradient_sync(True)
+
+    def clip(self, norm: float) -> Tensor:
+        """Limit the L2 norm of the gradient, and return the norm before that."""
+        return state.whole_here(nn.utils.clip_grad_norm_(self.model.parameters(), norm))
+
+    def rest(self) -> None:
+        """Give back memory that a forward pass without a backward pass holds."""
+        self.model.reshard()

@@ -1,0 +1,56 @@
+"""The search for the checkpoint that a run continues, and its comparison with the new run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fastbert.training import state
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+
+def find(
+    output: Path, say: Callable[[str], None], accelerator: Accelerator
+) -> state.Checkpoint | None:
+    """Return the newest sound checkpoint; the first process looks for it, and all return it.
+
+    Args:
+        output: Folder of the run, which all processes see.
+        say: Shows a line of text to the user, for each damaged checkpoint.
+        accelerator: The processes of the run.
+
+    Raises:
+        ValueError: If all checkpoints are damaged.
+    """
+    found = state.newest(output, say) if accelerator.is_main_process else None
+    if accelerator.num_processes > 1:
+        from accelerate.utils import broadcast
+
+        step = torch.tensor([0 if found is None else found.content["step"]])
+        number = int(broadcast(step.to(accelerator.device)))
+        if number and found is None:
+            found = state.read(state.folder_of(output, number))
+    return found
+
+
+def refuse_another_run(output: Path, given: Mapping[str, Any], earlier: Mapping[str, Any]) -> None:
+    """Raise ValueError if a checkpoint is of a run with other options or other data.
+
+    Args:
+        output: Folder of the run.
+        given: The facts by which a run is known, such as its options.
+        earlier: The same facts of the run that wrote the checkpoint.
+    """
+    for name, value in json.loads(json.dumps(given)).items():
+        if value != earlier.get(name):
+            raise ValueError(
+                f"{name}: got {value!r}, but the run in {output} has {earlier.get(name)!r}; "
+                "allowed: the same, another folder, or overwrite=True (--overwrite), which starts "
+                "anew"
+            )

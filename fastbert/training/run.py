@@ -1,0 +1,313 @@
+"""The steps of a training run, with their log, evaluations, saves and interruptions.
+
+Pre-training and fine-tuning share this loop. They differ in the update, the figures of a row of the
+log, the evaluation, and the state that a checkpoint needs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import signal
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from fastbert.io import commit
+from fastbert.training import state
+from fastbert.training.attempts import Attempts
+from fastbert.training.checkpoint import CHECKPOINT, save_checkpoint
+from fastbert.training.divergence import Divergence
+from fastbert.training.log import LOG, LogRow, RunLog, rows_until
+from fastbert.training.progress import TrainingProgress
+from fastbert.training.record import Record
+from fastbert.training.schedules import continue_schedule
+from fastbert.training.signals import StopSignals, stopped_by
+from fastbert.training.trackers import Tracker
+
+
+class RunOptions(Protocol):
+    """The options that the loop reads."""
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the run."""
+
+    @property
+    def log_every(self) -> int:
+        """Number of steps between two rows of the log."""
+
+    @property
+    def save_every(self) -> int | None:
+        """Number of steps between two checkpoints."""
+
+    @property
+    def save_minutes(self) -> float | None:
+        """Largest number of minutes between two checkpoints."""
+
+    @property
+    def keep_checkpoints(self) -> int:
+        """Number of checkpoints that stay."""
+
+    def decisive(self) -> dict[str, Any]:
+        """Return the options that decide about the results, as plain data."""
+
+
+class Run(ABC):
+    """The state that the steps of a run share.
+
+    Attributes:
+        task: Name of the task, by which a checkpoint is known.
+        options: Options of the run.
+        model: The model.
+        own_optimizer: The optimizer.
+        schedule: The schedule of the learning rate.
+        tokenizer: The tokenizer, which a checkpoint contains.
+        first: Whether this process writes the files of the run.
+        total: Number of steps.
+        step: Number of steps that were made.
+        saved: Step of the last checkpoint; 0 means that there is none.
+        seconds: Duration of the steps in seconds, without evaluations.
+    """
+
+    task: str
+    options: RunOptions
+    model: Any
+    own_optimizer: torch.optim.Optimizer
+    schedule: torch.optim.lr_scheduler.LambdaLR
+    tokenizer: state.StoredTokenizer
+    total: int
+    first = True
+
+    def __init__(self, options: RunOptions, device: torch.device) -> None:
+        """Start before the first step."""
+        self.options, self.device = options, device
+        self.step = self.saved = 0
+        self.seconds = 0.0
+        # When the steps since the last row of the log began, and how long a part of them took that
+        # was before a resumption.
+        self.started = self.before = 0.0
+        # When the last checkpoint was written, or the steps began.
+        self.saved_at = 0.0
+        self.divergence = Divergence(device)
+
+    @abstractmethod
+    def update(self, batch: Any) -> Tensor:
+        """Make one update, and return the gradient's norm before clipping."""
+
+    def train_step(self, batch: Any) -> float:
+        """Make one update; return the gradient's norm before clipping if the step is logged."""
+        norm = self.update(batch)
+        return float(norm) if self.is_due(self.options.log_every) else math.nan
+
+    def train_mode(self) -> None:
+        """Switch the model to training mode."""
+        self.model.train()
+
+    @abstractmethod
+    def refuse_divergence(self) -> None:
+        """Raise RuntimeError if a step was not finite; the weights are those before the update."""
+
+    @abstractmethod
+    def row(self, norm: float) -> LogRow:
+        """Return the row of the log for this step, and reset the sums."""
+
+    @abstractmethod
+    def evaluates(self) -> bool:
+        """Return whether an evaluation follows the current step."""
+
+    @abstractmethod
+    def evaluate(self, record: Record) -> None:
+        """Evaluate the model after the current step, and record the figures."""
+
+    @abstractmethod
+    def content(self) -> dict[str, Any]:
+        """Return the plain data that a checkpoint needs."""
+
+    @abstractmethod
+    def tensors(self) -> dict[str, Mapping[str, Tensor]]:
+        """Return the tensors that a checkpoint needs, by the stem of their file."""
+
+    def is_due(self, every: int | None) -> bool:
+        """Return whether the current step (from 1) ends an interval of `every` steps or the run."""
+        step = self.step + 1
+        return step == self.total or (every is not None and step % every == 0)
+
+    def saves(self) -> bool:
+        """Return whether a checkpoint follows the current step."""
+        return self.is_due(self.options.save_every)
+
+    def is_late(self) -> bool:
+        """Return whether the last checkpoint of any process is older than `save_minutes`."""
+        minutes = self.options.save_minutes
+        if minutes is None:
+            return False
+        return bool(self.largest(time.monotonic() - self.saved_at >= 60 * minutes))
+
+    def export(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> Any:
+        """Return the model that the user receives.
+
+        Args:
+            tensors: The tensors of the checkpoint of the same step.
+        """
+        return self.model
+
+    def largest(self, number: int) -> int:
+        """Return the largest of the numbers that the processes of the run give."""
+        return number
+
+    def meet(self) -> None:  # noqa: B027
+        """Wait until all processes of the run are here; a run of one process has no others."""
+
+    def lap(self) -> float:
+        """Return the seconds since the last row of the log, and add them to the duration."""
+        seconds = time.perf_counter() - self.started
+        self.seconds += seconds
+        return seconds
+
+    def train(self, batches: Iterable[Any], record: Record, signals: StopSignals) -> int:
+        """Make the remaining steps.
+
+        Args:
+            batches: The batches from the current step on, one per step.
+            record: Receives the rows of the log.
+            signals: The signals that stop the run after a step.
+
+        Returns:
+            The number of the signal that stopped the run, or 0.
+        """
+        if self.step == self.total:
+            return 0
+        self.train_mode()
+        self.started, self.saved_at = time.perf_counter() - self.before, time.monotonic()
+        for batch in batches:
+            norm = self.train_step(batch)
+            logged = self.is_due(self.options.log_every)
+            # Elsewhere, the look at a gradient would wait for the device in every step.
+            if self.device.type == "cpu" or logged:
+                self.refuse_divergence()
+            if logged:
+                self._report(norm, record)
+            self.schedule.step()
+            record.progress.step()
+            stop = self.largest(signals.received)
+            if self.evaluates() and not stop:
+                pause = time.perf_counter()
+                self.evaluate(record)
+                self.started += time.perf_counter() - pause
+            if self.saves() or stop or self.is_late():
+                self.save(record.attempt)
+            self.step += 1
+            if stop or self.step == self.total:
+                return stop
+        raise AssertionError("the batches end before the steps")
+
+    def _report(self, norm: float, record: Record) -> None:
+        row = self.row(norm)
+        record.write(row)
+        left = self.seconds / (self.step + 1) * (self.total - self.step - 1)
+        record.progress.report(row, left)
+        self.started = time.perf_counter()
+
+    def save(self, attempt: Attempts) -> None:
+        """Write the model, and a checkpoint from which the run resumes after this step."""
+        self.refuse_divergence()
+        tensors = self.tensors()
+        if self.first and attempt("the checkpoint", lambda: self._write(tensors)):
+            self.saved = self.step + 1
+        self.saved_at = time.monotonic()
+        self.meet()
+
+    def _write(self, tensors: dict[str, Mapping[str, Tensor]]) -> None:
+        options, tokenizer = self.options, self.tokenizer
+        content = {
+            "task": self.task,
+            "seconds": self.seconds,
+            "before": time.perf_counter() - self.started,
+            "options": options.decisive(),
+            **self.content(),
+        }
+        keep = options.keep_checkpoints
+        state.save(options.folder, self.step + 1, content, tensors, tokenizer, keep)
+        save_checkpoint(options.folder / CHECKPOINT, self.export(tensors), tokenizer)
+
+    def restore(self, found: state.Checkpoint) -> None:
+        """Continue where a checkpoint was written."""
+        content = found.content
+        self.step = self.saved = content["step"]
+        self.seconds, self.before = content["seconds"], content["before"]
+        state.restore_weights(self.model, found.tensors("weights"))
+        state.restore_moments(self.own_optimizer, found.tensors("optimizer"))
+        continue_schedule(self.schedule, self.step)
+
+    @contextlib.contextmanager
+    def recorded(self, record: Record) -> Iterator[None]:
+        """Close the record at the end of the block; an interruption is told to the user."""
+        try:
+            yield
+        except (KeyboardInterrupt, SystemExit):
+            kept = record.kept(self.saved)
+            record.progress.note(
+                f"interrupted in step {self.step + 1} of {self.total}; kept: {kept}"
+            )
+            raise
+        finally:
+            record.close()
+
+    def end_if_stopped(self, stop: int, record: Record) -> None:
+        """Raise the exception of a signal that stopped the run, unless `stop` is 0."""
+        if stop:
+            name, kept = signal.Signals(stop).name, record.kept(self.saved)
+            record.progress.note(
+                f"stopped by {name} after step {self.step} of {self.total}; kept: {kept}"
+            )
+            raise stopped_by(stop)
+
+
+def open_record(
+    run: Run,
+    console: Console,
+    signals: StopSignals,
+    *,
+    resumed: bool,
+    describe: Callable[[LogRow], str],
+    panels: Mapping[str, str],
+    tracker: Tracker | None = None,
+) -> Record:
+    """Create the folder of a run, open its log, and prepare its messages.
+
+    Args:
+        run: The run, at the step where it begins.
+        console: Where progress is shown.
+        signals: The signals that stop the run.
+        resumed: Whether the log has rows of steps before the current one.
+        describe: Formats a training row of the log in one line.
+        panels: The title of each panel of the curves by the name of its figure.
+        tracker: Receives the rows of the log too, if there is one.
+
+    Returns:
+        The record.
+
+    Raises:
+        OSError: If the folder or the log cannot be written.
+    """
+    folder = run.options.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    if run.first:
+        commit.discard_dead(folder)
+    progress = TrainingProgress(console, run.total, run.step, describe)
+
+    def tell(failure: str) -> None:
+        step = min(run.step + 1, run.total)
+        end = "" if step == run.total or signals.received else "; training continues"
+        progress.note(f"step {step}: {failure}{end}")
+
+    rows = rows_until(folder / LOG, run.step) if run.first and resumed else []
+    log = RunLog(folder / LOG, rows) if run.first else None
+    return Record(folder, log, progress, Attempts(tell), panels, tracker)

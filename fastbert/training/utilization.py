@@ -1,0 +1,48 @@
+"""Model FLOPs utilization: the share of a processor's peak that the products of a model reach."""
+
+from __future__ import annotations
+
+import torch
+
+from fastbert.bench.encoder import EncoderShape
+from fastbert.bench.limits import limits_of
+from fastbert.config import BertConfig
+from fastbert.training.evaluate import IGNORED, Batch
+
+# The backward pass of a product is two products of the same size.
+PASSES = 3
+
+
+def peak_flops(device: torch.device, precision: str) -> float | None:
+    """Return the FLOP/s of dense products in the datasheet of a device, or None if not known.
+
+    Args:
+        device: The device.
+        precision: ``"bf16"`` or ``"fp32"``. The peaks of fp32 products are not known.
+    """
+    if device.type != "cuda" or precision != "bf16":
+        return None
+    limits = limits_of(torch.cuda.get_device_name(device))
+    return None if limits is None else limits.flops
+
+
+def model_flops(config: BertConfig, batch: Batch) -> float:
+    """Return the FLOPs of the products of a training step, without those of recomputation.
+
+    The products are those of the layers on real tokens, of the masked-LM head at labelled
+    positions, and of the pooler, in the forward and the backward pass (Chowdhery et al. 2022,
+    appendix B).
+
+    Args:
+        config: The configuration of the model.
+        batch: A batch of pre-training, on the CPU.
+    """
+    if "cu_seqlens" in batch:
+        lengths = batch["cu_seqlens"].diff().tolist()
+    else:
+        lengths = batch["attention_mask"].sum(dim=1).tolist()
+    layers = EncoderShape("", config, tuple(lengths)).flops
+    width = config.hidden_size
+    labelled = int((batch["labels"] != IGNORED).sum())
+    heads = 2 * labelled * width * (width + config.vocab_size) + 2 * len(lengths) * width**2
+    return PASSES * (layers + heads)

@@ -1,0 +1,59 @@
+"""A folder of pre-training is refused by fine-tuning, and a folder of fine-tuning by pre-training.
+
+The message says what the folder has, and the folder stays as it is.
+"""
+
+from __future__ import annotations
+
+import pytest
+from finetuning_problems import reviews, run, write_rows
+from rich.console import Console
+
+from fastbert.data import stories
+from fastbert.training import PretrainOptions, pretrain
+
+
+@pytest.fixture
+def pretrain_in(tmp_path):
+    def call(**changes):
+        options = PretrainOptions(
+            output=tmp_path / "out",
+            preset="tiny",
+            config={"hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 32},
+            vocab_size=200,
+            max_length=24,
+            tokens_per_batch=96,
+            steps=2,
+            **changes,
+        )
+        return pretrain(options, documents=list(stories(20, 0)), console=Console(quiet=True))
+
+    return call
+
+
+@pytest.fixture
+def data(tmp_path):
+    return write_rows(tmp_path / "train.csv", reviews(16, 0))
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_pretraining_refuses_a_folder_of_finetuning(classify, data, pretrain_in, tmp_path):
+    run(classify(data, epochs=1))
+    before = contents(tmp_path / "out")
+    wanted = r"^task: got 'pre-training', but the run in .* has 'classify'; allowed: the same, an"
+    with pytest.raises(ValueError, match=wanted):
+        pretrain_in()
+    assert contents(tmp_path / "out") == before
+    pretrain_in(overwrite=True)
+
+
+def test_finetuning_refuses_a_folder_of_pretraining(classify, data, pretrain_in, tmp_path):
+    pretrain_in()
+    before = contents(tmp_path / "out")
+    wanted = r"^task: got 'classify', but the run in .* has 'pre-training'; allowed: the same, ano"
+    with pytest.raises(ValueError, match=wanted):
+        run(classify(data, epochs=1))
+    assert contents(tmp_path / "out") == before
