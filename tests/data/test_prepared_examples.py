@@ -157,7 +157,7 @@ def test_ranks_and_workers_together_make_one_epoch_with_the_same_masks(make):
         found = {}
         for rank in range(ranks):
             # Every rank has its own objects, as in its own process.
-            epoch = PreparedBatches(make(), tokens_per_batch=512, ranks=ranks).epoch(4)
+            epoch = PreparedBatches(make(), tokens_per_batch=512, batches_per_step=ranks).epoch(4)
             assert len(epoch) % ranks == 0
             workers = 2 if (ranks, rank) == (2, 1) else 0
             own = contents(epoch, range(rank, len(epoch), ranks), workers)
@@ -171,7 +171,7 @@ def test_ranks_and_workers_together_make_one_epoch_with_the_same_masks(make):
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_batches_keep_the_budget_and_are_balanced_between_ranks(make, ranks, packed):
-    batches = PreparedBatches(make(), tokens_per_batch=500, ranks=ranks, packed=packed)
+    batches = PreparedBatches(make(), tokens_per_batch=500, batches_per_step=ranks, packed=packed)
     epoch = batches.epoch(0)
     sizes = [batch["input_ids"].numel() for batch in epoch]
     assert max(sizes) <= 500
@@ -214,12 +214,14 @@ def test_batches_without_pairs_have_no_label(make):
     assert not batch["token_type_ids"].any()
 
 
-def test_fewer_examples_than_ranks_are_refused(make, corpus):
+def test_fewer_examples_than_batches_of_a_step_are_refused(make, corpus):
     examples = make(documents=np.array([0, 1]), max_length=300)
-    epoch = PreparedBatches(examples, tokens_per_batch=600, ranks=2).epoch(0)
+    epoch = PreparedBatches(examples, tokens_per_batch=600, batches_per_step=2).epoch(0)
     assert len(epoch) == 2
-    with pytest.raises(ValueError, match="corpus: 2 examples for 3 processes, allowed: at least"):
-        PreparedBatches(examples, tokens_per_batch=600, ranks=3).epoch(0)
+    with pytest.raises(
+        ValueError, match="corpus: 2 examples for 3 batches per step, allowed: at least"
+    ):
+        PreparedBatches(examples, tokens_per_batch=600, batches_per_step=3).epoch(0)
 
 
 @pytest.mark.parametrize(

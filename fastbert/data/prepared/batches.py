@@ -1,4 +1,4 @@
-"""Batches of examples of a prepared corpus under a token budget, for any number of ranks."""
+"""Batches of examples of a prepared corpus under a token budget, for any number of processes."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class PreparedBatches:
     A batch has the entries of `fastbert.data.PretrainingBatches`; without pairs, it has no
     ``next_sentence_label``.
 
-    The number of batches of an epoch is a multiple of the number of ranks. Rank r of R takes the
-    batches r, r + R, r + 2 R, …, so that all ranks together take every example exactly once. The
+    The number of batches of an epoch is a multiple of the number of batches of one step, over all
+    processes of the training. All steps of an epoch together take every example exactly once. The
     packed batches of one step have similar numbers of tokens: they differ by less than the longest
     example, except in the last step of an epoch.
 
     The masks of an example depend only on the seed, the epoch and the number of the example. They
-    are the same for any number of ranks and of processes that prepare batches.
+    are the same for any number of processes that train or that prepare batches.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class PreparedBatches:
         examples: PreparedExamples,
         *,
         tokens_per_batch: int,
-        ranks: int = 1,
+        batches_per_step: int = 1,
         whole_word: bool = False,
         packed: bool = True,
         probability: float = 0.15,
@@ -47,7 +47,7 @@ class PreparedBatches:
         Args:
             examples: The examples of every epoch, whose seed is also that of order and masks.
             tokens_per_batch: Largest number of tokens of a batch, padding included.
-            ranks: Number of processes that train, each of which takes one batch per step.
+            batches_per_step: Number of batches that all processes take in one step.
             whole_word: Whether all pieces of a word are predicted together.
             packed: Whether batches are packed instead of padded.
             probability: Share of the tokens that are predicted, in (0, 1].
@@ -60,11 +60,12 @@ class PreparedBatches:
                 f"tokens_per_batch: got {tokens_per_batch}, allowed: at least max_length "
                 f"({examples.max_length}), so that each example fits"
             )
-        if ranks < 1:
-            raise ValueError(f"ranks: got {ranks}, allowed: at least 1")
+        if batches_per_step < 1:
+            raise ValueError(f"batches_per_step: got {batches_per_step}, allowed: at least 1")
         if not 0.0 < probability <= 1.0:
             raise ValueError(f"probability: got {probability}, allowed: a number in (0, 1]")
-        self.examples, self.tokens_per_batch, self.ranks = examples, tokens_per_batch, ranks
+        self.examples, self.tokens_per_batch = examples, tokens_per_batch
+        self.batches_per_step = batches_per_step
         self.whole_word, self.packed, self.probability = whole_word, packed, probability
 
     def epoch(self, index: int) -> PreparedEpoch:
@@ -74,10 +75,10 @@ class PreparedBatches:
             index: Number of the epoch, from 0.
 
         Returns:
-            The batches, whose number is a multiple of the number of ranks.
+            The batches, whose number is a multiple of `batches_per_step`.
 
         Raises:
-            ValueError: If there are fewer examples than ranks.
+            ValueError: If there are fewer examples than batches of a step.
         """
         examples = self.examples.epoch(index)
         rng = np.random.default_rng((_ORDER, self.examples.seed, index))
@@ -90,7 +91,9 @@ class PreparedBatches:
             groups = [groups[i] for i in rng.permutation(len(groups))]
             order = np.concatenate(groups)
             bounds = np.cumsum([0, *map(len, groups)])
-        return PreparedEpoch(self, index, examples, order, _divisible(bounds, self.ranks))
+        return PreparedEpoch(
+            self, index, examples, order, _divisible(bounds, self.batches_per_step)
+        )
 
 
 class PreparedEpoch(Sequence[Batch]):
@@ -175,13 +178,14 @@ def _bounds(lengths: np.ndarray, budget: int) -> np.ndarray:
     return np.array(bounds)
 
 
-def _divisible(bounds: np.ndarray, ranks: int) -> np.ndarray:
-    """Halve batches of the last, incomplete step until it has a batch for each of `ranks`."""
-    if bounds[-1] < ranks:
+def _divisible(bounds: np.ndarray, share: int) -> np.ndarray:
+    """Halve batches of the last, incomplete step until it has `share` batches."""
+    if bounds[-1] < share:
         raise ValueError(
-            f"corpus: {bounds[-1]} examples for {ranks} processes, allowed: at least one each"
+            f"corpus: {bounds[-1]} examples for {share} batches per step, allowed: at least one "
+            "each"
         )
-    while last := (len(bounds) - 1) % ranks:
+    while last := (len(bounds) - 1) % share:
         sizes = np.diff(bounds[-last - 1 :])
         if sizes.max() < 2:
             # These batches have one example each, so an earlier batch is halved.
