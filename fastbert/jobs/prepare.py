@@ -23,6 +23,7 @@ from fastbert.data.pieces import Piece, cut, find_text, read_piece
 from fastbert.data.prepared.corpus import PreparedCorpus
 from fastbert.data.prepared.manifest import (
     MANIFEST,
+    RUN,
     SHARDS,
     TOKENIZER,
     Manifest,
@@ -36,7 +37,6 @@ from fastbert.jobs.partial_output import lock
 from fastbert.jobs.prepare_piece import PieceRecord, pool_of, prepare_piece
 from fastbert.jobs.reporter import SILENT, Reporter
 
-RUN = "run.json"
 # Size of a piece, and so of the text of a shard, in bytes.
 PIECE_BYTES = 32 << 20
 # A vocabulary is trained on at most this much text, from places all over the files; in bytes.

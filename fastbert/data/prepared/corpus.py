@@ -8,21 +8,30 @@ from pathlib import Path
 
 import numpy as np
 
-from fastbert.data.prepared.manifest import MANIFEST, SHARDS, TOKENIZER, read_manifest
+from fastbert.data.prepared.manifest import MANIFEST, RUN, SHARDS, TOKENIZER, read_manifest
 from fastbert.data.prepared.shards import Shard, checksum
 from fastbert.data.tokenizer import WordPieceTokenizer
 
 
 def is_prepared(path: str | os.PathLike[str]) -> bool:
-    """Return whether `path` is a folder with the manifest of a prepared corpus.
+    """Return whether `path` is a folder that ``fastbert prepare`` wrote.
 
     Args:
         path: Any path.
 
     Returns:
         Whether ``manifest.json`` is there. Its content is not read.
+
+    Raises:
+        ValueError: If the folder has a preparation that is not finished.
     """
-    return (Path(path) / MANIFEST).is_file()
+    finished = (Path(path) / MANIFEST).is_file()
+    if not finished and (Path(path) / RUN).is_file() and (Path(path) / SHARDS).is_dir():
+        raise ValueError(
+            f"corpus: {path} is not finished, allowed: a corpus after the same `fastbert prepare` "
+            "command has ended"
+        )
+    return finished
 
 
 class PreparedCorpus:

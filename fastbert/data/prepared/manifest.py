@@ -14,6 +14,8 @@ from fastbert.atomic_file import write_durably
 from fastbert.data.prepared.shards import ShardRecord
 
 MANIFEST, SHARDS, TOKENIZER = "manifest.json", "shards", "tokenizer"
+# The options of a preparation that is not finished; a finished corpus has no such file.
+RUN = "run.json"
 FORMAT = "fastbert prepared corpus"
 # The layout of the files; a corpus of another layout is refused.
 VERSION = 1
