@@ -67,6 +67,8 @@ class PreparedBatches:
         self.examples, self.tokens_per_batch = examples, tokens_per_batch
         self.batches_per_step = batches_per_step
         self.whole_word, self.packed, self.probability = whole_word, packed, probability
+        # The last epoch, whose plan is not made again.
+        self._last: tuple[int, PreparedEpoch] | None = None
 
     def epoch(self, index: int) -> PreparedEpoch:
         """Return the batches of one epoch as a sequence that builds a batch on access.
@@ -80,6 +82,12 @@ class PreparedBatches:
         Raises:
             ValueError: If there are fewer examples than batches of a step.
         """
+        if self._last is None or self._last[0] != index:
+            self._last = None
+            self._last = index, self._plan(index)
+        return self._last[1]
+
+    def _plan(self, index: int) -> PreparedEpoch:
         examples = self.examples.epoch(index)
         rng = np.random.default_rng((_ORDER, self.examples.seed, index))
         order = rng.permutation(len(examples)).astype(np.min_scalar_type(len(examples)))
