@@ -135,10 +135,15 @@ def pretrain(
     arguments = dict(locals())
     del arguments["as_json"]
     arguments["config"] = parse_overrides(config or [])
+    from torch import distributed
+
     from fastbert.training import PretrainOptions
     from fastbert.training import pretrain as train
 
     result = train(PretrainOptions(**arguments), console=err)
+    several = distributed.is_available() and distributed.is_initialized()
+    if several and distributed.get_rank() > 0:
+        return  # The first process prints the result of all.
     if as_json:
         print_json(result)
     else:

@@ -15,6 +15,7 @@ from fastbert.data.prepared.corpus import PreparedCorpus
 from fastbert.training import resume, state
 from fastbert.training.checkpoint import CHECKPOINT, refuse_existing
 from fastbert.training.log import CURVES, LOG, panels_of
+from fastbert.training.meeting import join_processes
 from fastbert.training.options import PretrainOptions
 from fastbert.training.preparation import Documents, fingerprint, gather_documents, prepare
 from fastbert.training.pretraining import TASK, PretrainingRun
@@ -68,6 +69,7 @@ def _accelerator(options: PretrainOptions) -> Accelerator:
     except ImportError as error:
         message = f"pre-training needs {error.name}: pip install 'fastbert[train]'"
         raise ImportError(message) from error
+    join_processes()
     # The loop calls autocast itself, because the precision of accelerate applies to the whole
     # process and cannot change. Without cpu=True, accelerate ignores torchrun on a machine that has
     # no accelerator.
@@ -87,23 +89,25 @@ def pretrain(
 ) -> TrainResult:
     """Pre-train a BERT with masked-LM and next-sentence losses (Devlin et al. 2019, section 3.1).
 
-    The run uses one process, or all processes that ``torchrun`` or ``accelerate launch`` starts
-    (DDP). Every process takes ``options.tokens_per_batch`` tokens per step. On the CPU, the same
-    seed gives the same log, except for times.
+    The run uses one process, or all processes that ``torchrun`` or ``accelerate launch`` starts,
+    with copies (DDP) or shards (FSDP2) of the model. Every process takes ``options.accumulate``
+    batches of up to ``options.tokens_per_batch`` tokens per step. On the CPU, the same seed gives
+    the same log, except for times.
 
     The folder ``options.output`` receives four results.
 
     - ``log.jsonl`` has one JSON object per line. The event ``"train"`` has means since the last
       such event, and the event ``"evaluation"`` has figures on held-out documents.
     - ``curves.png`` shows the losses and accuracies.
-    - ``model/`` has the weights, configuration and tokenizer in the layout of Hugging Face. It is
-      always either complete or absent.
+    - ``model/`` has the weights or their moving average, the configuration and the tokenizer in the
+      layout of Hugging Face. It is always either complete or absent.
     - ``checkpoints/`` has the last checkpoints from which the run can be resumed.
 
     If the folder has a checkpoint of a run with the same options and the same text, the run
     continues after that step. Its final weights are the same bits as those of a run that was never
     stopped, on the same machine and with as many processes; the number of `workers` may differ. A
-    checkpoint that is damaged is reported, and the one before it is used.
+    run may also continue with another number of processes, if a step has as many batches as before.
+    A checkpoint that is damaged is reported, and the one before it is used.
 
     After SIGTERM or SIGINT (Ctrl-C), the run finishes its step, writes a checkpoint and raises
     SystemExit with status 143, or KeyboardInterrupt. A second signal, at least one second after the
@@ -125,7 +129,7 @@ def pretrain(
     Raises:
         ValueError: If the corpus or the output folder is not usable, or if an earlier run in the
             folder has other options; nothing has been written then.
-        ImportError: If accelerate or matplotlib is not installed.
+        ImportError: If accelerate, matplotlib or the tracker is not installed.
         RuntimeError: If a loss or a gradient is not finite.
         OSError: If the last checkpoint, the log or the curves could not be written.
     """

@@ -16,7 +16,7 @@ from fastbert.modules import BertForMaskedLM, BertForPreTraining
 from fastbert.training import state
 from fastbert.training.average import WeightAverage
 from fastbert.training.evaluate import Batch, MaskedPredictions, evaluate, to_device
-from fastbert.training.graphs import graphed_step
+from fastbert.training.graphs import GraphedStep, graphed_step
 from fastbert.training.log import LogRow
 from fastbert.training.meter import Meter
 from fastbert.training.optimizer import make_optimizer
@@ -76,17 +76,8 @@ class PretrainingRun(Run):
             _check_graphs(accelerator)
         if options.shard:
             check_shards(accelerator)
-        # Every epoch draws new pairs, so epochs can differ by a batch. The first epoch decides the
-        # number of steps.
-        batches, processes = len(prepared.train.epoch(0)), accelerator.num_processes
-        self.batches_per_step = processes * options.accumulate
-        if batches < self.batches_per_step:
-            raise ValueError(
-                f"corpus: {batches} batches for steps of {options.accumulate} on each of "
-                f"{processes} processes, allowed: at least one step "
-                "(more text, or a smaller tokens_per_batch)"
-            )
-        self.total = options.steps or (options.epochs or 1) * (batches // self.batches_per_step)
+        self.batches_per_step = accelerator.num_processes * options.accumulate
+        self.total = self._count_steps()
         torch.manual_seed(options.seed)
         tokenizer = prepared.tokenizer
         config = options.model_config(tokenizer.vocab_size, tokenizer.pad_id)
@@ -115,18 +106,31 @@ class PretrainingRun(Run):
         self.peak, self.flops = peak_flops(accelerator.device, options.precision), 0.0
         # Counts correct predictions in the steps that are logged.
         self.predictions: MaskedPredictions | None = None
-        self.graphed = None
-        if options.cuda_graphs:
-            budget = options.tokens_per_batch
-            self.graphed = graphed_step(
-                self.model,
-                self.own_optimizer,
-                clip_norm=options.clip_norm,
-                observe=self.observe,
-                max_tokens=budget,
-                max_batch=budget,
-            )
+        self.graphed = self._graphed() if options.cuda_graphs else None
         self.evaluation: dict[str, float] | None = None
+
+    def _count_steps(self) -> int:
+        # Every epoch draws new pairs, so epochs can differ by a batch. The first epoch decides the
+        # number of steps.
+        options, batches = self.options, len(self.prepared.train.epoch(0))
+        if batches < self.batches_per_step:
+            raise ValueError(
+                f"corpus: {batches} batches for steps of {options.accumulate} on each of "
+                f"{self.accelerator.num_processes} processes, allowed: at least one step "
+                "(more text, or a smaller tokens_per_batch)"
+            )
+        return options.steps or (options.epochs or 1) * (batches // self.batches_per_step)
+
+    def _graphed(self) -> GraphedStep:
+        budget = self.options.tokens_per_batch
+        return graphed_step(
+            self.model,
+            self.own_optimizer,
+            clip_norm=self.options.clip_norm,
+            observe=self.observe,
+            max_tokens=budget,
+            max_batch=budget,
+        )
 
     def batches(self) -> Generator[Batches]:
         """Yield the batches of each step of this process, epoch after epoch.

@@ -165,6 +165,7 @@ def test_a_held_out_part_that_leaves_nothing_is_refused(refused, classify, tmp_p
         ({"seed": -1}, "seed: got -1, allowed: an integer"),
         ({"backend": "gpu"}, "backend: got 'gpu', allowed: None, reference"),
         ({"save_every": 0}, "save_every: got 0, allowed: None or an integer >= 1"),
+        ({"save_minutes": -1}, "save_minutes: got -1, allowed: None or a finite number > 0"),
         ({"max_length": 0}, "max_length: got 0, allowed: None or an integer >= 1"),
         ({"labels": ("a",)}, "labels: got a, allowed: at least two different names"),
         ({"labels": ("a", "a")}, "labels: got a, a, allowed: at least two different names"),

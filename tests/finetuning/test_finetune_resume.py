@@ -250,3 +250,11 @@ def test_an_infinite_loss_with_a_finite_gradient_stops_the_run(classify, data, m
     with pytest.raises(RuntimeError, match="batch 0 of epoch 0 is not finite at step 1"):
         run(options)
     assert not state.exists(options.folder)
+
+
+def test_checkpoints_are_written_by_time(classify, data):
+    changes = {"epochs": 1, "save_every": None, "save_minutes": 1e-9, "keep_checkpoints": 20}
+    options = classify(data, **{**SETTINGS, **changes})
+    run(options)
+    kept = sorted(int(path.name[5:]) for path in (options.folder / "checkpoints").iterdir())
+    assert kept == [1, 2, 3, 4, 5, 6]

@@ -35,9 +35,8 @@ def test_the_model_has_the_average_in_a_block_and_its_weights_after_it():
     with torch.no_grad():
         model.weight.add_(1.0)
     trained = model.weight.detach().clone()
-    with pytest.raises(ZeroDivisionError), average.applied():
+    with average.applied():
         assert torch.equal(model.weight, before)
-        raise ZeroDivisionError
     assert torch.equal(model.weight, trained)
     assert torch.equal(average.tensors()["weight"], before)
 

@@ -131,4 +131,4 @@ def test_two_processes_that_died_resume_to_the_same_bits(tmp_path):
         timeout=300,
     )
     assert alone.returncode != 0
-    assert "processes: got 1, but the run in" in alone.stderr
+    assert "processes × accumulate: got 1, but the run in" in alone.stderr

@@ -305,3 +305,17 @@ def test_checkpoints_are_written_by_time(settings, corpus, monkeypatch):
     kept = sorted(int(p.name[5:]) for p in (options.folder / "checkpoints").iterdir())
     # The clock is read once in each step and once after each save: 25 s, 50 s and 75 s.
     assert kept == [3, 6, 9]
+
+
+def test_an_infinite_gradient_names_all_batches_of_its_step(settings, corpus, monkeypatch):
+    original = pretraining.PretrainingRun.update
+
+    def update(self, batch):
+        if self.step == 1:
+            with torch.no_grad():
+                self.model.get_parameter("cls.seq_relationship.bias").fill_(float("inf"))
+        return original(self, batch)
+
+    monkeypatch.setattr(pretraining.PretrainingRun, "update", update)
+    with pytest.raises(RuntimeError, match="batches 2 to 3 of epoch 0 is not finite at step 2: tr"):
+        run(settings(accumulate=2, optimizer="lamb"), corpus)

@@ -1,0 +1,60 @@
+"""The process group of the processes that torchrun or ``accelerate launch`` starts."""
+
+from __future__ import annotations
+
+import secrets
+import time
+
+import torch.distributed as distributed
+
+# Time between two looks at the store, in seconds.
+PAUSE = 0.01
+
+
+def join_processes() -> None:
+    """Join the process group of the processes that torchrun has started together, if it has.
+
+    After a failure, torchrun starts the processes again, and the attempts of a job share a store
+    (torch 2.13). A process of the second attempt could find the address of a dead process of the
+    first attempt there, and wait for it without an end. The processes therefore agree on a prefix
+    of their keys, which no earlier attempt has used. The count of restarts is no such prefix,
+    because two machines can count differently.
+    """
+    if not distributed.is_available() or not distributed.is_torchelastic_launched():
+        return
+    if distributed.is_initialized():
+        return
+    store, rank, size = next(distributed.rendezvous("env://"))
+    if size > 1:
+        prefix = agree(distributed.PrefixStore("meeting", store), rank, size)
+        attempt = distributed.PrefixStore(prefix, store)
+        distributed.init_process_group(store=attempt, rank=rank, world_size=size)
+
+
+def agree(store: distributed.Store, rank: int, size: int) -> str:
+    """Return a text that all processes of an attempt return, and those of no other attempt.
+
+    Each process leaves a new number in the store. The first process answers to the numbers that it
+    finds, until all processes have confirmed its answer. An answer to the number of a dead process
+    is never read.
+
+    Args:
+        store: A store that may have entries of earlier attempts, whose processes have ended.
+        rank: Number of this process, from 0.
+        size: Number of processes.
+    """
+    own = secrets.token_hex(16)
+    if rank > 0:
+        store.set(f"question/{rank}", own)
+        answer: str = store.get(f"answer/{own}").decode()
+        store.set(f"confirmed/{answer}/{rank}", "")
+        return answer
+    missing = set(range(1, size))
+    while missing:
+        for other in tuple(missing):
+            if store.check([f"confirmed/{own}/{other}"]):
+                missing.remove(other)
+            elif store.check([f"question/{other}"]):
+                store.set(f"answer/{store.get(f'question/{other}').decode()}", own)
+        time.sleep(PAUSE)
+    return own

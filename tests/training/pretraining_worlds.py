@@ -1,0 +1,100 @@
+"""A short pre-training run in one or several processes, without dropout, for tests of worlds."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+# The options of the run are the second argument. The run kills a rank with SIGKILL before a step of
+# the first attempt of torchrun if KILL says "RANK STEP".
+SCRIPT = """
+import json, os, signal, sys
+import torch
+from rich.console import Console
+from fastbert.data import stories
+from fastbert.training import PretrainOptions, pretrain, pretraining
+
+torch.set_num_threads(1)
+kill = os.environ.get("KILL")
+if kill and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+    step = pretraining.PretrainingRun.train_step
+    def killed(self, batch):
+        if [os.environ["RANK"], str(self.step)] == kill.split():
+            os.kill(os.getpid(), signal.SIGKILL)
+        return step(self, batch)
+    pretraining.PretrainingRun.train_step = killed
+options = PretrainOptions(sys.argv[1], **json.loads(sys.argv[2]))
+pretrain(options, documents=list(stories(40, 0)), console=Console(width=500))
+"""
+SETTINGS: dict[str, Any] = {
+    "preset": "tiny",
+    "config": {
+        "hidden_size": 32,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+    },
+    "vocab_size": 300,
+    "max_length": 48,
+    "tokens_per_batch": 384,
+    "steps": 6,
+    "log_every": 1,
+    "eval_every": 3,
+    "held_out": 0.2,
+    "learning_rate": 3e-3,
+}
+# Longer than any of these runs takes on a busy machine; a run that hangs fails the test.
+PATIENCE = 240
+
+
+def start(
+    tmp_path: Path, launcher: tuple[object, ...], changes: dict[str, Any], **environment: str
+) -> subprocess.Popen[str]:
+    """Start the run in the folder ``out``.
+
+    Args:
+        tmp_path: Parent of the folder.
+        launcher: Arguments of Python before the script, such as ``-m torch.distributed.run``.
+        changes: Options that differ from SETTINGS.
+        environment: Environment variables.
+    """
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    options = json.dumps({**SETTINGS, **changes})
+    arguments = (*launcher, script, tmp_path / "out", options)
+    return subprocess.Popen(
+        [sys.executable, *map(str, arguments)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    """Wait for the end of a run, and return its output; a run that hangs is killed."""
+    try:
+        return process.communicate(timeout=PATIENCE)[0]
+    finally:
+        process.kill()
+
+
+def torchrun(processes: int, *more: object) -> tuple[object, ...]:
+    """Return the launcher of several processes on this machine."""
+    command = ("-m", "torch.distributed.run", "--standalone")
+    return (*command, "--nproc-per-node", processes, *more)
+
+
+def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
+    """Wait until a file exists."""
+    deadline = time.monotonic() + PATIENCE
+    while not path.exists():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

@@ -1,0 +1,60 @@
+"""A process that is killed ends the job with a message, or torchrun restarts it and it resumes.
+
+No job may hang; every wait has a limit.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+
+import pytest
+from pretraining_worlds import finish, start, torchrun
+
+from fastbert.training import state
+from fastbert.training.log import read_log
+
+
+def steps(folder) -> list[int]:
+    return [row["step"] for row in read_log(folder / "log.jsonl") if row["event"] == "train"]
+
+
+def test_a_killed_process_ends_the_job_with_a_message(tmp_path):
+    process = start(tmp_path, torchrun(2), {"save_every": 2}, KILL="0 3")
+    text = finish(process)
+    assert process.returncode == 1
+    assert "Signal 9 (SIGKILL)" in text
+    # The checkpoint of step 2 is whole.
+    assert state.newest(tmp_path / "out", pytest.fail).content["step"] == 2
+
+
+def test_torchrun_restarts_a_killed_process_and_the_run_resumes(tmp_path):
+    started = time.monotonic()
+    launcher = torchrun(2, "--max-restarts", 1)
+    process = start(tmp_path, launcher, {"save_every": 2}, KILL="1 3")
+    text = finish(process)
+    assert process.returncode == 0, text[-3000:]
+    assert "exitcode: -9" in text
+    assert "resumed after step 2 of 6" in text
+    assert steps(tmp_path / "out") == [1, 2, 3, 4, 5, 6]
+    # It takes 8 s on two idle cores; the limit is for machines with other work.
+    assert time.monotonic() - started < 120
+
+
+def test_two_machines_restart_together(tmp_path):
+    """Two agents of torchrun on this machine have the roles of two machines with one folder."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    launcher = (
+        *("-m", "torch.distributed.run", "--nnodes", 2, "--nproc-per-node", 1),
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "job"),
+        *("--local-addr", "127.0.0.1", "--max-restarts", 1),
+    )
+    agents = [start(tmp_path, launcher, {"save_every": 2}, KILL="1 3") for _ in range(2)]
+    texts = [finish(agent) for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], "\n".join(t[-3000:] for t in texts)
+    text = "".join(texts)
+    assert text.count("6 steps of up to 384 tokens on 2 process(es)") == 2
+    assert "resumed after step 2 of 6" in text
+    assert steps(tmp_path / "out") == [1, 2, 3, 4, 5, 6]

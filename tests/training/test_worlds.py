@@ -1,0 +1,104 @@
+"""One process, copies in two processes and shards in two processes train the same model.
+
+A run may continue with another number of processes if a step has as many batches as before.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from pretraining_worlds import SETTINGS, finish, start, torchrun
+from rich.console import Console
+
+from fastbert.data import stories
+from fastbert.modules import BertForPreTraining
+from fastbert.training import PretrainOptions, pretrain, state
+from fastbert.training.log import read_log
+
+# An average, LAMB and accumulation have state or gradients that processes share.
+CHANGES = {"accumulate": 2, "optimizer": "lamb", "ema": 0.9, "learning_rate": 0.02, "save_every": 3}
+
+
+def alone(folder: Path, **changes: object) -> str:
+    """Run in this process with as many batches per step as two processes have."""
+    options = PretrainOptions(folder, **{**SETTINGS, **CHANGES, "accumulate": 4, **changes})
+    console = Console(file=io.StringIO(), width=500)
+    pretrain(options, documents=list(stories(40, 0)), console=console)
+    return console.file.getvalue()
+
+
+def losses(folder: Path) -> list[list[float]]:
+    return [[row["mlm_loss"], row["nsp_loss"]] for row in read_log(folder / "log.jsonl")]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """The folder of a run in one process."""
+    folder = tmp_path_factory.mktemp("whole") / "out"
+    alone(folder)
+    return folder
+
+
+def assert_close(folder: Path, whole: Path) -> None:
+    """Compare the log, the last checkpoint and the exported model of two runs, to fp32 rounding."""
+    assert torch.tensor(losses(whole)).std(dim=0).min() > 1e-3
+    torch.testing.assert_close(losses(folder), losses(whole), rtol=1e-5, atol=0.0)
+    found, expected = (state.newest(f, pytest.fail) for f in (folder, whole))
+    assert found.content["step"] == expected.content["step"] == 6
+    for part in ("weights", "optimizer", "average"):
+        torch.testing.assert_close(
+            found.tensors(part), expected.tensors(part), rtol=1e-3, atol=2e-6
+        )
+    exported = state.weights_of(BertForPreTraining.from_pretrained(folder / "model"))
+    average = found.tensors("average")
+    assert all(torch.equal(exported[name], average[name]) for name in average)
+
+
+@pytest.mark.parametrize("shard", [False, True])
+def test_two_processes_train_as_one_and_one_continues_them(tmp_path, whole, shard):
+    process = start(tmp_path, torchrun(2), {**CHANGES, "shard": shard})
+    text = finish(process)
+    assert process.returncode == 0, text[-3000:]
+    assert "2 process(es), 2 batches each" in text
+    assert_close(tmp_path / "out", whole)
+    # One process continues the run of two processes after step 3.
+    shutil.rmtree(state.folder_of(tmp_path / "out", 6))
+    text = alone(tmp_path / "out")
+    assert "resumed after step 3 of 6" in text
+    assert "the checkpoint is of 2 process(es), so dropout draws other masks" in text
+    assert_close(tmp_path / "out", whole)
+
+
+def test_accelerate_launches_shards_that_continue_one_process(tmp_path, whole):
+    shutil.copytree(whole, tmp_path / "out")
+    shutil.rmtree(state.folder_of(tmp_path / "out", 6))
+    launcher = ("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", 2)
+    port = ("--num_machines", 1, "--mixed_precision", "no", "--main_process_port", 0)
+    process = start(tmp_path, (*launcher, *port), {**CHANGES, "shard": True})
+    text = finish(process)
+    assert process.returncode == 0, text[-3000:]
+    assert "resumed after step 3 of 6" in text
+    assert "the checkpoint is of 1 process(es)" in text
+    assert_close(tmp_path / "out", whole)
+
+
+def test_another_number_of_batches_per_step_is_refused(tmp_path, whole):
+    with pytest.raises(ValueError, match=r"^processes × accumulate: got 3, but .* has 4;"):
+        alone(whole, accumulate=3)
+
+
+def test_one_process_has_no_shards(tmp_path):
+    with pytest.raises(ValueError, match="shard: got True with 1 process, allowed: several proc"):
+        alone(tmp_path / "out", shard=True)
+    assert not (tmp_path / "out" / "log.jsonl").exists()
+
+
+def test_the_options_say_what_decides(tmp_path):
+    decisive = json.loads(json.dumps(PretrainOptions(tmp_path).decisive()))
+    assert {"optimizer", "schedule", "ema"} <= decisive.keys()
+    assert not {"accumulate", "shard", "tracker", "save_minutes"} & decisive.keys()
