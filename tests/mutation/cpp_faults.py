@@ -42,6 +42,7 @@ UNITS: dict[str, Unit] = {
     "cpu_layer_norm": level("avx2", "rows/layer_norm_kernel.h"),
     "cpu_rms_norm": level("avx2", "rows/rms_norm_kernel.h"),
     "cpu_rotary": level("avx2", "rows/rotary_kernel.h"),
+    "cpu_row_norm": level("avx2", "rows/layer_norm_kernel.h"),
     "cpu_activation_operands": source("rows/activation"),
     "cpu_attention_operands": source("attention/operands"),
     "cpu_attention_pieces": source("attention/forward"),
@@ -80,6 +81,7 @@ CPP_SELECTIONS: dict[str, list[str]] = {
     "cpu_layer_norm": ["tests/csrc/test_layer_norm.py", "-k", "avx2"],
     "cpu_rms_norm": ["tests/csrc/test_rms_norm.py", "-k", "avx2"],
     "cpu_rotary": ["tests/csrc/test_rotary.py", "-k", "avx2"],
+    "cpu_row_norm": [*PRODUCTS, "-k", "avx2"],
     "cpu_activation_operands": [
         "tests/csrc/test_feed_forward.py",
         "tests/csrc/test_contract.py",
@@ -139,11 +141,39 @@ CPP_SELECTIONS: dict[str, list[str]] = {
 
 GEMM = (
     Fault(
-        "product_loses_the_last_step_of_k",
+        "product_loses_the_last_step_of_an_odd_k",
         "cpu_gemm",
         f"{CPU}/gemm/kernel.h",
-        "for (int64_t k = begin; k < end; ++k) {",
-        "for (int64_t k = begin; k < end - 1; ++k) {",
+        "if (k < end) step(k, 0);",
+        "",
+    ),
+    Fault(
+        "second_step_of_two_is_the_first",
+        "cpu_gemm",
+        f"{CPU}/gemm/kernel.h",
+        "step(k, 1);",
+        "step(k, 0);",
+    ),
+    Fault(
+        "each_sum_is_normalised_as_the_row_before",
+        "cpu_row_norm",
+        f"{CPU}/rows/layer_norm_kernel.h",
+        "const float* sums = p.sums + row * p.columns;",
+        "const float* sums = p.sums + (row - (row > begin)) * p.columns;",
+    ),
+    Fault(
+        "all_blocks_of_whole_rows_normalise_into_the_first",
+        "cpu_gemm_operands",
+        f"{CPU}/gemm/gemm.cpp",
+        "own.y = (char*)norm.y + begin * n * y_size;",
+        "own.y = (char*)norm.y;",
+    ),
+    Fault(
+        "residual_of_a_block_is_that_of_the_first",
+        "cpu_gemm_operands",
+        f"{CPU}/gemm/gemm.cpp",
+        "(const char*)g.residual.data + begin * g.residual.stride * residual_size;",
+        "(const char*)g.residual.data;",
     ),
     Fault(
         "the_last_outputs_of_a_turned_task_stay_unfinished",

@@ -34,8 +34,7 @@
 namespace fastbert::cpu::FASTBERT_LEVEL {
 
 constexpr int kTileRows = kBytes == 64 ? 14 : 6;  // two registers each, three for the operands
-constexpr int kTurnedRows = kBytes == 64 ? 10 : 6;
-constexpr int kDepth = 256;                                                 // words
+constexpr int kDepth = 256;                       // words
 constexpr int64_t kMaxRows = kBytes == 64 ? 128 : 120, kMaxColumns = 1024;  // of a task
 
 // Returns sum + x b for a register of words.
@@ -213,29 +212,37 @@ FASTBERT_INLINE void multiply_chunk(const LeftWords& a, const typename Format::S
   const float* rows[kPointers];
   for (int i = 0; i < kPointers; ++i) rows[i] = a.words + 3 * i * a.row + begin;
   Vec total[kPanels][kRows][2] = {};
-  const char* line = next.a + begin * 4;
-  for (int64_t k = begin; k < end; ++k) {
-    __builtin_prefetch(line, 0, 3);
-    line += (k & 7) == 7 ? next.row - 7 * kCacheLine : kCacheLine;
-    __builtin_prefetch(next.b + k * next.step, 0, 2);
-    __builtin_prefetch(next.b + k * next.step + kCacheLine, 0, 2);
+  const auto step = [&](int64_t k, int offset) __attribute__((always_inline)) {
 #pragma GCC unroll 4
     for (int j = 0; j < kPanels; ++j) {
       Vec low, high;
-      PanelRow<Format>::load(b + j * panel + k * kPanel, low, high);
+      PanelRow<Format>::load(b + j * panel + (k + offset) * kPanel, low, high);
 #pragma GCC unroll 16
       for (int i = 0; i < kRows; ++i) {
-        const Vec x = splat(rows[i / 3][i % 3 * a.row]);
+        const Vec x = splat(rows[i / 3][i % 3 * a.row + offset]);
         total[j][i][0] = multiply_add<Format>(x, low, total[j][i][0]);
         total[j][i][1] = multiply_add<Format>(x, high, total[j][i][1]);
       }
     }
+  };
+  const char *line = next.a + begin * 4, *far = next.b + begin * next.step;
+  int64_t k = begin;
+  for (; k + 2 <= end; k += 2) {
+    __builtin_prefetch(line, 0, 3);
+    __builtin_prefetch(line + kCacheLine, 0, 3);
+    line += (k & 7) == 6 ? next.row - 6 * kCacheLine : 2 * kCacheLine;
+    __builtin_prefetch(far, 0, 2);
+    __builtin_prefetch(far + kCacheLine, 0, 2);
+    far += 2 * next.step;
+    step(k, 0);
+    step(k, 1);
 #pragma GCC unroll 8
     for (int i = 0; i < kPointers; ++i) {
-      ++rows[i];
+      rows[i] += 2;
       asm("" : "+r"(rows[i]));  // otherwise the compiler goes back to one pointer
     }
   }
+  if (k < end) step(k, 0);
 #pragma GCC unroll 4
   for (int j = 0; j < kPanels; ++j) {
 #pragma GCC unroll 16
@@ -372,7 +379,7 @@ struct TaskBlock {
   // fetches the rows of the next tile. Rows that are no words are copied before they pass the first
   // panel.
   FASTBERT_INLINE void run_turned() const {
-    const int64_t tiles = (task.rows + kTurnedRows - 1) / kTurnedRows;
+    const int64_t tiles = (task.rows + kTileRows - 1) / kTileRows;
     const auto first_row = [&](int64_t tile) { return task.rows * tile / tiles; };
     const LeftWords stored = {(const float*)left(0), (left(1) - left(0)) / 4};
     const bool in_place = lies_in_words<Format>(g);
