@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -91,10 +90,8 @@ def torchrun(processes: int, *more: object) -> tuple[object, ...]:
     return (*command, "--nproc-per-node", processes, *more)
 
 
-def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
-    """Wait until a file exists."""
-    deadline = time.monotonic() + PATIENCE
-    while not path.exists():
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+def accelerate(processes: int) -> tuple[object, ...]:
+    """Return the launcher ``accelerate launch`` of several processes on this machine."""
+    command = ("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", processes)
+    rest = ("--num_machines", 1, "--mixed_precision", "no", "--dynamo_backend", "no")
+    return (*command, *rest, "--main_process_port", 0)

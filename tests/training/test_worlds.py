@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from pretraining_worlds import SETTINGS, finish, start, torchrun
+from pretraining_worlds import SETTINGS, accelerate, finish, start, torchrun
 from rich.console import Console
 
 from fastbert.data import stories
@@ -59,9 +59,9 @@ def assert_close(folder: Path, whole: Path) -> None:
     assert all(torch.equal(exported[name], average[name]) for name in average)
 
 
-@pytest.mark.parametrize("shard", [False, True])
-def test_two_processes_train_as_one_and_one_continues_them(tmp_path, whole, shard):
-    process = start(tmp_path, torchrun(2), {**CHANGES, "shard": shard})
+@pytest.mark.parametrize(("launcher", "shard"), [(accelerate(2), False), (torchrun(2), True)])
+def test_two_processes_train_as_one_and_one_continues_them(tmp_path, whole, launcher, shard):
+    process = start(tmp_path, launcher, {**CHANGES, "shard": shard})
     text = finish(process)
     assert process.returncode == 0, text[-3000:]
     assert "2 process(es), 2 batches each" in text
@@ -74,12 +74,12 @@ def test_two_processes_train_as_one_and_one_continues_them(tmp_path, whole, shar
     assert_close(tmp_path / "out", whole)
 
 
-def test_accelerate_launches_shards_that_continue_one_process(tmp_path, whole):
+@pytest.mark.every_case
+@pytest.mark.parametrize("shard", [False, True])
+def test_two_processes_continue_one(tmp_path, whole, shard):
     shutil.copytree(whole, tmp_path / "out")
     shutil.rmtree(state.folder_of(tmp_path / "out", 6))
-    launcher = ("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", 2)
-    port = ("--num_machines", 1, "--mixed_precision", "no", "--main_process_port", 0)
-    process = start(tmp_path, (*launcher, *port), {**CHANGES, "shard": True})
+    process = start(tmp_path, torchrun(2), {**CHANGES, "shard": shard})
     text = finish(process)
     assert process.returncode == 0, text[-3000:]
     assert "resumed after step 3 of 6" in text
