@@ -20,3 +20,23 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def write_durably(path: Path, write: Callable[[Path], object]) -> None:
+    """Do as `write_atomically`, and flush the file and its name to the disk before returning."""
+
+    def flushed(temporary: Path) -> None:
+        write(temporary)
+        sync(temporary)
+
+    write_atomically(path, flushed)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Flush a file, or the names in a folder, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -27,7 +27,7 @@ BELOW: dict[str, set[str]] = {
     "kernels": {"activations"},
     "ops": {"kernels", "reference", "activations"},
     "io": {"config", "json_file"},
-    "data": {"json_file"},
+    "data": {"json_file", "atomic_file"},
     "modules": {"ops", "config", "io", "activations"},
     "graphs": {"modules", "ops"},
     "inference": {"graphs", "modules", "data", "io"},

@@ -17,6 +17,7 @@ from fastbert.cli.fill_mask import fill_mask
 from fastbert.cli.finetune import finetune
 from fastbert.cli.info import info
 from fastbert.cli.predict import predict
+from fastbert.cli.prepare import prepare
 from fastbert.cli.pretrain import pretrain
 from fastbert.version import __version__
 
@@ -56,6 +57,7 @@ for _name, _function, _example in (
     ("check", check, "fastbert check --op layer_norm --backend cpu"),
     ("bench", bench, "fastbert bench --quick --json bench.json --plot bench.png"),
     ("demo", demo, "fastbert demo --out demo"),
+    ("prepare", prepare, "fastbert prepare texts corpus --workers 8"),
     (
         "pretrain",
         pretrain,

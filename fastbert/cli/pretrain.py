@@ -27,7 +27,8 @@ def pretrain(
         Path,
         typer.Argument(
             metavar="CORPUS",
-            help="A .txt, a .jsonl or .parquet with the field text, or a folder of such files.",
+            help="A folder of `fastbert prepare`; or a .txt, a .jsonl or .parquet with the field "
+            "text, or a folder of such files.",
         ),
     ],
     output: Annotated[
@@ -52,7 +53,17 @@ def pretrain(
     lowercase: Annotated[
         bool, _option(DATA, "Remove case and accents, or keep them.", "--lowercase/--cased")
     ] = True,
-    max_length: Annotated[int, _option(DATA, "Largest number of tokens of a pair.")] = 128,
+    objective: Annotated[
+        str,
+        _option(DATA, "nsp, sop or none: next sentence, sentence order, or masked-LM alone."),
+    ] = "nsp",
+    max_length: Annotated[int, _option(DATA, "Largest number of tokens of an example.")] = 128,
+    short_steps: Annotated[
+        float, _option(DATA, "Fraction of the steps, at the start, with shorter examples.")
+    ] = 0.0,
+    short_length: Annotated[
+        int, _option(DATA, "Largest number of tokens of an example in these steps.")
+    ] = 128,
     tokens_per_batch: Annotated[int, _option(DATA, "Largest number of tokens of a batch.")] = 4096,
     steps: Annotated[
         int | None, _option(RUN, "Number of training steps, instead of --epochs.")
@@ -136,7 +147,7 @@ def pretrain(
     if as_json:
         print_json(result)
     else:
-        _print(result)
+        _print(result, objective)
 
 
 def parse_overrides(pairs: list[str]) -> dict[str, Any]:
@@ -153,14 +164,18 @@ def parse_overrides(pairs: list[str]) -> dict[str, Any]:
     return overrides
 
 
-def _print(result: TrainResult) -> None:
+def _print(result: TrainResult, objective: str) -> None:
+    from fastbert.training.log import PAIR_TASKS
+
     figures = result.evaluation
     held_out = "no documents were held out for evaluation"
     if figures is not None:
         held_out = (
             f"held-out masked-LM accuracy {figures['mlm_accuracy']:.1%} (most frequent token "
-            f"{figures['mlm_baseline_accuracy']:.1%}), next-sentence {figures['nsp_accuracy']:.1%}"
+            f"{figures['mlm_baseline_accuracy']:.1%})"
         )
+        if objective in PAIR_TASKS:
+            held_out += f", {PAIR_TASKS[objective]} {figures['nsp_accuracy']:.1%}"
     for line in (
         f"{result.steps:,} steps, {result.tokens:,} tokens in {result.seconds:.0f} s "
         f"({result.tokens_per_second:,.0f} tokens/s); {held_out}",

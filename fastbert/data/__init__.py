@@ -1,4 +1,4 @@
-"""Documents, tokenizers, next-sentence pairs, masking, batches and packed collators for BERT."""
+"""Documents, tokenizers, pairs, masking, prepared corpora, batches and collators for BERT."""
 
 from fastbert.data.batches import PretrainingBatches
 from fastbert.data.collators import (
@@ -12,6 +12,9 @@ from fastbert.data.corpus import CorpusWarning, read_documents
 from fastbert.data.json_tokenizer import JsonTokenizer, load_tokenizer, model_max_length
 from fastbert.data.masking import mask_tokens
 from fastbert.data.pairs import Instance, NextSentencePairs
+from fastbert.data.prepared.batches import PreparedBatches
+from fastbert.data.prepared.corpus import PreparedCorpus, is_prepared
+from fastbert.data.prepared.examples import PreparedExamples
 from fastbert.data.stories import stories
 from fastbert.data.tokenizer import Encoded, WordPieceTokenizer
 from fastbert.data.vocabulary import train_tokenizer
@@ -27,8 +30,12 @@ __all__ = [
     "PackedCollatorForPreTraining",
     "PackedCollatorForSequenceClassification",
     "PackedCollatorForTokenClassification",
+    "PreparedBatches",
+    "PreparedCorpus",
+    "PreparedExamples",
     "PretrainingBatches",
     "WordPieceTokenizer",
+    "is_prepared",
     "load_tokenizer",
     "mask_tokens",
     "model_max_length",

@@ -108,7 +108,7 @@ class PretrainingBatches:
             groups = _group_packed(order, pairs.lengths, self.tokens_per_batch)
         else:
             window = _WINDOW_BATCHES * self.tokens_per_batch // self.pairs.max_length
-            groups = _group_padded(order, pairs.lengths, self.tokens_per_batch, window)
+            groups = group_padded(order, pairs.lengths, self.tokens_per_batch, window)
             groups = [groups[i] for i in rng.permutation(len(groups))]
         return EpochBatches(self, index, pairs, groups)
 
@@ -170,10 +170,10 @@ class EpochBatches(Sequence[Batch]):
                 "next_sentence_label": is_random,
             }
         fill = {"input_ids": source.tokenizer.pad_id, "token_type_ids": 0, "labels": IGNORED}
-        return {**_pad(flat, lengths, fill), "next_sentence_label": is_random}
+        return {**pad(flat, lengths, fill), "next_sentence_label": is_random}
 
 
-def _pad(
+def pad(
     flat: dict[str, np.ndarray], lengths: np.ndarray, fill: dict[str, int]
 ) -> dict[str, torch.Tensor]:
     """Pad packed values ``(T,)`` to ``(B, L)`` and add the attention mask."""
@@ -197,7 +197,7 @@ def _group_packed(order: np.ndarray, lengths: np.ndarray, budget: int) -> list[n
     return np.split(order, cuts)
 
 
-def _group_padded(
+def group_padded(
     order: np.ndarray, lengths: np.ndarray, budget: int, window: int
 ) -> list[np.ndarray]:
     """Sort windows of `order` by length and cut them into groups.

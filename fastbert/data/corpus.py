@@ -64,7 +64,7 @@ def _problem(path: Path) -> str | None:
     return None
 
 
-def _files(folder: Path) -> Iterator[Path]:
+def text_files(folder: Path) -> Iterator[Path]:
     """Yield the files below `folder` that are not hidden, sorted, without duplicate links."""
     seen = set()
     for root, folders, names in os.walk(folder):
@@ -78,7 +78,7 @@ def _files(folder: Path) -> Iterator[Path]:
 
 def _readable(folder: Path, skipped: Counter[str]) -> Iterator[Path]:
     """Yield the files of `folder` that are to be read, and count the other files in `skipped`."""
-    for path in _files(folder):
+    for path in text_files(folder):
         if path.suffix.lower() in (".jsonl", ".parquet"):
             yield path
         elif not os.access(path, os.R_OK):
@@ -93,7 +93,7 @@ def _readable(folder: Path, skipped: Counter[str]) -> Iterator[Path]:
             yield path
 
 
-def _paragraph(lines: list[str]) -> Document:
+def split_paragraph(lines: list[str]) -> Document:
     """Split consecutive lines into sentences; lines are joined unless each line ends a sentence."""
     if all(line.rstrip().endswith(_TERMINAL) for line in lines):
         return [sentence for line in lines for sentence in split_sentences(line)]
@@ -102,7 +102,7 @@ def _paragraph(lines: list[str]) -> Document:
 
 def _paragraphs(lines: Iterable[str]) -> Iterator[Document]:
     for filled, block in groupby(lines, key=lambda line: bool(line.strip())):
-        if filled and (sentences := _paragraph(list(block))):
+        if filled and (sentences := split_paragraph(list(block))):
             yield sentences
 
 

@@ -8,8 +8,29 @@ from pathlib import Path
 from typing import Any
 
 
-def read_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[Any, ...]]:
+def row_groups(path: Path) -> list[tuple[int, int]]:
+    """Return the number of rows and the size in bytes, without compression, of each row group.
+
+    Raises:
+        ImportError: If pyarrow is not installed.
+        OSError: If the file cannot be read.
+        ValueError: If the file is damaged. The message names the file.
+    """
+    parquet_file = _parquet_file(path)
+    with _damage_named(path), parquet_file(path) as file:
+        groups = map(file.metadata.row_group, range(file.metadata.num_row_groups))
+        return [(group.num_rows, group.total_byte_size) for group in groups]
+
+
+def read_rows(
+    path: Path, columns: Sequence[str], groups: Sequence[int] | None = None
+) -> Iterator[tuple[Any, ...]]:
     """Yield one tuple per row with the values of `columns`, where None is a null.
+
+    Args:
+        path: The file.
+        columns: Names of the columns.
+        groups: Numbers of the row groups to read; None reads all.
 
     Raises:
         ImportError: If pyarrow is not installed.
@@ -17,21 +38,17 @@ def read_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[Any, ...]]:
         ValueError: If the file is damaged or does not have each column exactly once. The message
             names the file.
     """
-    try:
-        from pyarrow.parquet import ParquetFile
-    except ImportError as error:
-        raise ImportError(
-            f"reading {path} needs pyarrow; install it, or fastbert's extra 'train'"
-        ) from error
+    parquet_file = _parquet_file(path)
     with _damage_named(path):
-        file = ParquetFile(path)
+        file = parquet_file(path)
         names = file.schema_arrow.names
     with file:
         for column in columns:
             if (count := names.count(column)) != 1:
                 found = f"{count} columns" if count else "no column"
                 raise ValueError(f"{path} has {found} {column!r}, allowed: {', '.join(names)}")
-        batches = file.iter_batches(batch_size=1024, columns=list(columns))
+        # A row can be a whole book, so a batch has few rows.
+        batches = file.iter_batches(batch_size=256, columns=list(columns), row_groups=groups)
         while True:
             with _damage_named(path):
                 batch = next(batches, None)
@@ -39,6 +56,17 @@ def read_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[Any, ...]]:
                     return
                 values = [batch[column].to_pylist() for column in columns]
             yield from zip(*values, strict=True)
+
+
+def _parquet_file(path: Path) -> Any:
+    """Return the class of pyarrow that opens a parquet file."""
+    try:
+        from pyarrow.parquet import ParquetFile
+    except ImportError as error:
+        raise ImportError(
+            f"reading {path} needs pyarrow; install it, or fastbert's extra 'train'"
+        ) from error
+    return ParquetFile
 
 
 @contextmanager

@@ -67,7 +67,7 @@ class PartialOutput:
     def __enter__(self) -> PartialOutput:
         """Lock the folder and take over the rows of an unfinished run, if there is one."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock = _lock(self.folder)
+        self._lock = lock(self.folder)
         try:
             self._resume()
             self._file = self._open()
@@ -184,7 +184,7 @@ def _flush(file: Any) -> None:
     os.fsync(file.fileno())
 
 
-def _lock(folder: Path) -> int:
+def lock(folder: Path) -> int:
     """Lock `folder` and return the open file that holds the lock.
 
     The lock ends with the process, even if the process is killed.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from fastbert.modules import BertForPreTraining
+    from fastbert.modules import BertForMaskedLM, BertForPreTraining
 
 Batch = dict[str, Any]
 IGNORED = -100
@@ -34,7 +34,7 @@ class MaskedPredictions:
     logits of the labelled rows.
     """
 
-    def __init__(self, model: BertForPreTraining) -> None:
+    def __init__(self, model: BertForPreTraining | BertForMaskedLM) -> None:
         """Observe the masked-LM head of `model`."""
         self._head = model.cls.predictions
         self._transformed: Tensor | None = None
@@ -89,8 +89,10 @@ class MaskedPredictions:
 
 
 @torch.no_grad()
-def evaluate(model: BertForPreTraining, batches: Iterable[Batch]) -> dict[str, float]:
-    """Evaluate both pre-training tasks of a model.
+def evaluate(
+    model: BertForPreTraining | BertForMaskedLM, batches: Iterable[Batch]
+) -> dict[str, float]:
+    """Evaluate the pre-training tasks of a model.
 
     The model is in evaluation mode during the evaluation and returns to its earlier mode.
 
@@ -100,7 +102,8 @@ def evaluate(model: BertForPreTraining, batches: Iterable[Batch]) -> dict[str, f
 
     Returns:
         ``mlm_loss`` in nats and ``mlm_accuracy``, as means over all labelled positions;
-        ``nsp_loss`` in nats and ``nsp_accuracy``, as means over all pairs; and
+        ``nsp_loss`` in nats and ``nsp_accuracy``, as means over all pairs, unless the batches have
+        no ``next_sentence_label``; and
         ``mlm_baseline_accuracy``. The baseline always predicts the most frequent label of these
         batches, so no other constant prediction is more accurate.
 
@@ -123,7 +126,7 @@ def evaluate(model: BertForPreTraining, batches: Iterable[Batch]) -> dict[str, f
         ['mlm_accuracy', 'mlm_baseline_accuracy', 'mlm_loss', 'nsp_accuracy', 'nsp_loss']
     """
     device = next(model.parameters()).device
-    masked = pairs = mlm_hits = nsp_hits = 0
+    masked = pairs = found = mlm_hits = nsp_hits = 0
     mlm_sum = nsp_sum = 0.0
     counts = torch.zeros(model.config.vocab_size, dtype=torch.int64)
     was_training = model.training
@@ -135,21 +138,24 @@ def evaluate(model: BertForPreTraining, batches: Iterable[Batch]) -> dict[str, f
             moved = to_device(batch, device)
             with MaskedPredictions(model) as predictions:
                 output = model(**moved, output_logits=False)
-            wanted = moved["next_sentence_label"]
+            found += 1
             masked += labels.numel()
+            mlm_hits += int(predictions.hits(moved["labels"]))
+            if "next_sentence_label" not in moved:
+                mlm_sum += float(output.loss) * labels.numel()
+                continue
+            wanted = moved["next_sentence_label"]
             pairs += wanted.numel()
             mlm_sum += float(output.mlm_loss) * labels.numel()
             nsp_sum += float(output.nsp_loss) * wanted.numel()
-            mlm_hits += int(predictions.hits(moved["labels"]))
             nsp_hits += int((output.seq_relationship_logits.argmax(dim=-1) == wanted).sum())
     finally:
         model.train(was_training)
-    if pairs == 0:
+    if not found:
         raise ValueError("batches: got none, allowed: at least one batch")
     return {
         "mlm_loss": mlm_sum / max(1, masked),
         "mlm_accuracy": mlm_hits / max(1, masked),
-        "nsp_loss": nsp_sum / pairs,
-        "nsp_accuracy": nsp_hits / pairs,
+        **({"nsp_loss": nsp_sum / pairs, "nsp_accuracy": nsp_hits / pairs} if pairs else {}),
         "mlm_baseline_accuracy": int(counts.max()) / max(1, masked),
     }

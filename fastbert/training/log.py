@@ -82,7 +82,17 @@ PANELS = {
     "nsp_loss": "next-sentence loss (nats)",
     "nsp_accuracy": "next-sentence accuracy",
 }
+# The task whose figures begin with "nsp", by the option `objective`.
+PAIR_TASKS = {"nsp": "next-sentence", "sop": "sentence-order"}
 BASELINE = "mlm_baseline_accuracy"
+
+
+def panels_of(objective: str) -> dict[str, str]:
+    """Return the panels of the curves of a run with an objective of `PretrainOptions`."""
+    task = PAIR_TASKS.get(objective)
+    if task is None:
+        return {name: title for name, title in PANELS.items() if not name.startswith("nsp")}
+    return {name: title.replace("next-sentence", task) for name, title in PANELS.items()}
 
 
 def plot_curves(rows: list[LogRow], path: Path, panels: Mapping[str, str] = PANELS) -> None:

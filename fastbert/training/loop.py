@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 import torch
 from rich.console import Console
 
+from fastbert.data.prepared.corpus import PreparedCorpus
 from fastbert.training import resume, state
 from fastbert.training.checkpoint import CHECKPOINT, refuse_existing
-from fastbert.training.log import CURVES, LOG, PANELS
+from fastbert.training.log import CURVES, LOG, panels_of
 from fastbert.training.meeting import join_processes
 from fastbert.training.options import PretrainOptions
 from fastbert.training.preparation import Documents, fingerprint, gather_documents, prepare
@@ -144,7 +145,8 @@ def pretrain(
     gathered = gather_documents(options, documents)
     found = None if options.overwrite else _resumable(options, gathered, accelerator, say)
     tokenizer = None if found is None else found.tokenizer()
-    prepared = prepare(options, gathered, say, tokenizer)
+    batches_per_step = accelerator.num_processes * options.accumulate
+    prepared = prepare(options, gathered, say, tokenizer, batches_per_step)
     run = PretrainingRun(options, prepared, accelerator)
     parameters = sum(p.numel() for p in run.model.parameters())
     console.print(
@@ -178,7 +180,7 @@ def pretrain(
         signals,
         resumed=found is not None,
         describe=describe,
-        panels=PANELS,
+        panels=panels_of(options.objective),
         tracker=tracker,
     )
     if run.first and options.overwrite:
@@ -208,7 +210,7 @@ def pretrain(
 
 def _resumable(
     options: PretrainOptions,
-    documents: Documents,
+    documents: Documents | PreparedCorpus,
     accelerator: Accelerator,
     say: Callable[[str], None],
 ) -> state.Checkpoint | None:

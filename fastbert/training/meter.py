@@ -41,7 +41,8 @@ class Meter:
             batch: The batch, on the CPU.
         """
         self._known["batches"] += 1
-        self._known["pairs"] += batch["next_sentence_label"].numel()
+        if "next_sentence_label" in batch:
+            self._known["pairs"] += batch["next_sentence_label"].numel()
         self._known["tokens"] += token_count(batch)
 
     @torch.no_grad()
@@ -52,6 +53,9 @@ class Meter:
             output: Output of the model.
             batch: The batch, on the device.
         """
+        if "next_sentence_label" not in batch:
+            self._add("mlm_loss", output.loss)
+            return
         wanted = batch["next_sentence_label"]
         hits = (output.seq_relationship_logits.argmax(dim=-1) == wanted).sum()
         self._add("mlm_loss", output.mlm_loss)
@@ -85,16 +89,18 @@ class Meter:
         """Return the means of all processes since the last call, and reset the sums.
 
         Returns:
-            Losses and accuracies, and ``tokens``, the number of tokens.
+            Losses and accuracies, those of pairs only if there were any, and ``tokens``, the number
+            of tokens.
         """
         self._merge()
         total = accelerator.reduce(self._sums, reduction="sum")
         sums = dict(zip(SUMS, total.tolist(), strict=True))
         self._sums.zero_()
-        return {
+        means = {
             "mlm_loss": sums["mlm_loss"] / sums["batches"],
-            "nsp_loss": sums["nsp_loss"] / sums["batches"],
             "mlm_accuracy": sums["mlm_hits"] / max(1.0, sums["masked"]),
-            "nsp_accuracy": sums["nsp_hits"] / sums["pairs"],
-            "tokens": sums["tokens"],
         }
+        if sums["pairs"]:
+            means["nsp_loss"] = sums["nsp_loss"] / sums["batches"]
+            means["nsp_accuracy"] = sums["nsp_hits"] / sums["pairs"]
+        return {**means, "tokens": sums["tokens"]}

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fastbert.config import PRESETS, BertConfig
+from fastbert.data.prepared.examples import OBJECTIVES
 from fastbert.ops.backend import validate
 from fastbert.training.optimizer import OPTIMIZERS
 from fastbert.training.schedules import SCHEDULES
@@ -50,8 +51,8 @@ class PretrainOptions:
 
     Args:
         output: Folder that receives ``log.jsonl``, ``curves.png`` and ``model/``.
-        corpus: File or folder for `fastbert.data.read_documents`; None if `pretrain` is given the
-            documents.
+        corpus: A folder that ``fastbert prepare`` wrote, or a file or folder for
+            `fastbert.data.read_documents`; None if `pretrain` is given the documents.
         overwrite: Whether the run starts anew and replaces an earlier run in `output`. With False,
             `pretrain` resumes the earlier run.
         preset: Preset of the model: ``"tiny"``, ``"mini"``, ``"base"`` or ``"large"``.
@@ -59,7 +60,13 @@ class PretrainOptions:
         tokenizer: Folder of a trained tokenizer; None trains a tokenizer on the corpus.
         vocab_size: Largest vocabulary of a tokenizer that is trained.
         lowercase: Whether a tokenizer that is trained converts texts to lower case.
-        max_length: Largest number of tokens of a pair, special tokens included.
+        objective: The task beside masked language modelling: ``"nsp"`` (next sentence, as BERT),
+            ``"sop"`` (order of two segments, as ALBERT), or ``"none"`` (as RoBERTa). The last two
+            need a prepared corpus.
+        max_length: Largest number of tokens of an example, special tokens included.
+        short_steps: Fraction of the steps, at the start, whose examples have at most `short_length`
+            tokens; in [0, 1).
+        short_length: Largest number of tokens of an example in these steps.
         tokens_per_batch: Largest number of tokens of a batch on one process.
         steps: Number of steps; None derives it from `epochs`.
         epochs: Number of epochs, if `steps` is None; None means one epoch. Every epoch has as many
@@ -120,7 +127,10 @@ class PretrainOptions:
     tokenizer: str | os.PathLike[str] | None = None
     vocab_size: int = 8192
     lowercase: bool = True
+    objective: str = "nsp"
     max_length: int = 128
+    short_steps: float = 0.0
+    short_length: int = 128
     tokens_per_batch: int = 4096
     steps: int | None = None
     epochs: int | None = None
@@ -155,6 +165,7 @@ class PretrainOptions:
         self._check_counts()
         self._check_numbers()
         check("preset", self.preset, ", ".join(PRESETS), self.preset in PRESETS)
+        check("objective", self.objective, ", ".join(OBJECTIVES), self.objective in OBJECTIVES)
         check("precision", self.precision, ", ".join(PRECISIONS), self.precision in PRECISIONS)
         validate(self.backend)
         optimizers, schedules = ", ".join(OPTIMIZERS), ", ".join(SCHEDULES)
@@ -186,8 +197,8 @@ class PretrainOptions:
 
     def _check_counts(self) -> None:
         for name in (
-            "vocab_size", "max_length", "tokens_per_batch", "log_every", "eval_batches",
-            "keep_checkpoints", "accumulate",
+            "vocab_size", "max_length", "short_length", "tokens_per_batch", "log_every",
+            "eval_batches", "keep_checkpoints", "accumulate",
         ):  # fmt: skip
             value = getattr(self, name)
             check(name, value, "an integer >= 1", is_count(value))
@@ -221,9 +232,12 @@ class PretrainOptions:
         check("ema", value, allowed, value is None or (is_number(value) and 0 < value < 1))
         value = self.weight_decay
         check("weight_decay", value, "a finite number >= 0", is_number(value) and value >= 0)
-        for name in ("warmup", "held_out"):
+        for name in ("warmup", "held_out", "short_steps"):
             value = getattr(self, name)
             check(name, value, "a number in [0, 1)", is_number(value) and 0 <= value < 1)
+        shorter = not self.short_steps or SHORTEST_PAIR <= self.short_length < self.max_length
+        allowed = f"an integer from {SHORTEST_PAIR} to max_length - 1 ({self.max_length - 1})"
+        check("short_length", self.short_length, allowed, shorter)
 
     def model_config(self, vocab_size: int, pad_token_id: int = 0) -> BertConfig:
         """Return the configuration of the model for a tokenizer.

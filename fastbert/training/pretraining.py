@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from fastbert.modules import BertForPreTraining
+from fastbert.modules import BertForMaskedLM, BertForPreTraining
 from fastbert.training import state
 from fastbert.training.average import WeightAverage
 from fastbert.training.evaluate import Batch, MaskedPredictions, evaluate, to_device
@@ -22,6 +22,7 @@ from fastbert.training.meter import Meter
 from fastbert.training.optimizer import make_optimizer
 from fastbert.training.options import PretrainOptions
 from fastbert.training.parallel import Copies, Shards, check_shards
+from fastbert.training.preparation import Batches as Source
 from fastbert.training.preparation import Prepared
 from fastbert.training.progress import describe_evaluation
 from fastbert.training.record import Record
@@ -80,7 +81,8 @@ class PretrainingRun(Run):
         torch.manual_seed(options.seed)
         tokenizer = prepared.tokenizer
         config = options.model_config(tokenizer.vocab_size, tokenizer.pad_id)
-        self.model: BertForPreTraining = BertForPreTraining(config, backend=options.backend)
+        kind = BertForMaskedLM if options.objective == "none" else BertForPreTraining
+        self.model: BertForPreTraining | BertForMaskedLM = kind(config, backend=options.backend)
         if options.gradient_checkpointing:
             self.model.gradient_checkpointing_enable()
         self.parallel = (Shards if options.shard else Copies)(accelerator, self.model)
@@ -138,8 +140,13 @@ class PretrainingRun(Run):
         """
         processes, own = self.accelerator.num_processes, self.accelerator.process_index
         while True:
-            epoch = self.prepared.train.epoch(self.epoch)
-            used = len(epoch) // self.batches_per_step * self.batches_per_step
+            source, begin, end = self.phase()
+            if self.step == begin and self.position:
+                # A phase begins with an epoch.
+                self.epoch, self.position = self.epoch + 1, 0
+            epoch = source.epoch(self.epoch)
+            left = len(epoch) // self.batches_per_step - self.position // self.options.accumulate
+            used = self.position * processes + min(left, end - self.step) * self.batches_per_step
             indices = range(own + self.position * processes, used, processes)
             loader = DataLoader(
                 epoch,
@@ -154,6 +161,13 @@ class PretrainingRun(Run):
             yield from _groups(loader, self.options.accumulate)
             self.epoch += 1
             self.position = 0
+
+    def phase(self) -> tuple[Source, int, int]:
+        """Return the batches of the phase of the current step, and the phase's steps' range."""
+        short, prepared = round(self.total * self.options.short_steps), self.prepared
+        if prepared.short is not None and self.step < short:
+            return prepared.short, 0, short
+        return prepared.train, short, self.total
 
     def train_mode(self) -> None:
         """Switch the model to training mode."""
@@ -237,9 +251,10 @@ class PretrainingRun(Run):
     def row(self, norm: float) -> LogRow:
         """Return the row of the log for this step; raise RuntimeError if a loss is not finite."""
         means = self.meter.read(self.accelerator)
-        for name in ("mlm_loss", "nsp_loss"):
-            if not math.isfinite(means[name]):
-                raise self._diverged(f"{name} is {means[name]}")
+        losses = {name: means[name] for name in ("mlm_loss", "nsp_loss") if name in means}
+        for name, loss in losses.items():
+            if not math.isfinite(loss):
+                raise self._diverged(f"{name} is {loss}")
         tokens, seconds = means.pop("tokens"), self.lap()
         self.tokens += int(tokens)
         reached = {}
@@ -250,7 +265,7 @@ class PretrainingRun(Run):
             "event": "train",
             "step": self.step + 1,
             "epoch": self.epoch,
-            "loss": means["mlm_loss"] + means["nsp_loss"],
+            "loss": sum(losses.values()),
             **means,
             "learning_rate": float(self.schedule.get_last_lr()[0]),
             "gradient_norm": norm,
@@ -311,13 +326,15 @@ class PretrainingRun(Run):
             tensors["average"] = self.average.tensors()
         return tensors
 
-    def export(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> BertForPreTraining:
+    def export(
+        self, tensors: Mapping[str, Mapping[str, Tensor]]
+    ) -> BertForPreTraining | BertForMaskedLM:
         """Return a model with the whole weights, or with their average."""
         if self.average is None and not self.options.shard:
             return self.model
         # The new model draws weights, which must not move the numbers of dropout.
         with torch.random.fork_rng(devices=[]):
-            model = BertForPreTraining(self.model.config)
+            model = type(self.model)(self.model.config)
         state.restore_weights(model, {**tensors["weights"], **tensors.get("average", {})})
         return model
 

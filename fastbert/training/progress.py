@@ -22,8 +22,7 @@ def describe(row: dict[str, Any]) -> str:
     """Format the losses, accuracies, learning rate and speed of one training row of the log."""
     reached = f"  {row['utilization']:.0%} of the peak" if "utilization" in row else ""
     return (
-        f"mlm {row['mlm_loss']:.3f} ({row['mlm_accuracy']:.1%})  "
-        f"nsp {row['nsp_loss']:.3f} ({row['nsp_accuracy']:.1%})  "
+        f"mlm {row['mlm_loss']:.3f} ({row['mlm_accuracy']:.1%})  {_pairs(row)}"
         f"lr {row['learning_rate']:.2e}  {row['tokens_per_second'] / 1e3:,.1f}k tokens/s"
         f"{reached}"
     )
@@ -33,9 +32,14 @@ def describe_evaluation(figures: dict[str, float]) -> str:
     """Format the figures of `fastbert.training.evaluate` in one line."""
     return (
         f"mlm {figures['mlm_loss']:.3f} ({figures['mlm_accuracy']:.1%}, most frequent token "
-        f"{figures['mlm_baseline_accuracy']:.1%})  "
-        f"nsp {figures['nsp_loss']:.3f} ({figures['nsp_accuracy']:.1%})"
-    )
+        f"{figures['mlm_baseline_accuracy']:.1%})  {_pairs(figures)}"
+    ).rstrip()
+
+
+def _pairs(figures: dict[str, Any]) -> str:
+    if "nsp_loss" not in figures:
+        return ""
+    return f"nsp {figures['nsp_loss']:.3f} ({figures['nsp_accuracy']:.1%})  "
 
 
 class TrainingProgress:

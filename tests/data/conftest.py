@@ -1,10 +1,13 @@
 """A small corpus and its tokenizer, shared by the tests of the data pipeline."""
 
+import json
 import math
 
 import pytest
 
 from fastbert.data import NextSentencePairs, stories, train_tokenizer
+from fastbert.data.prepared.corpus import PreparedCorpus
+from fastbert.jobs import prepare
 
 
 @pytest.fixture(scope="session")
@@ -15,6 +18,26 @@ def documents():
 @pytest.fixture(scope="session")
 def tokenizer(documents):
     return train_tokenizer(documents, 600)
+
+
+@pytest.fixture(scope="session")
+def prepared(documents, tokenizer, tmp_path_factory):
+    """The folder of a prepared corpus: the stories in several shards, the last with one story."""
+    folder = tmp_path_factory.mktemp("prepared")
+    tokenizer.save(folder / "given")
+    text = folder / "stories.jsonl"
+    text.write_text("".join(json.dumps({"text": " ".join(d)}) + "\n" for d in documents))
+    (folder / "z.jsonl").write_text(json.dumps({"text": " ".join(documents[0]) * 60}) + "\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepare, "PIECE_BYTES", 40_000)
+        options = {"tokenizer": folder / "given", "workers": 1}
+        prepare.prepare(prepare.PrepareOptions(folder, folder.with_name("corpus"), **options))
+    return folder.with_name("corpus")
+
+
+@pytest.fixture(scope="session")
+def corpus(prepared):
+    return PreparedCorpus(prepared)
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,229 @@
+"""Cutting text files into pieces of similar size, and reading the documents of a piece.
+
+A piece is read without the other pieces, so several processes read one file. Every document is in
+exactly one piece.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from fastbert.data.corpus import text_files
+from fastbert.data.parquet_file import read_rows, row_groups
+
+SUFFIXES = (".txt", ".jsonl", ".parquet")
+# A longer document of a .txt file is cut after a line, so that no document fills the memory. In
+# bytes.
+LONGEST = 4 << 20
+_BLOCK = 1 << 20
+
+
+class Span(NamedTuple):
+    """A part of a file.
+
+    Attributes:
+        path: The file.
+        start: First byte; of a .parquet file, the first row group.
+        end: End of the bytes or of the row groups.
+        size: Size of the text in bytes, which for a .parquet file is a measure only.
+    """
+
+    path: Path
+    start: int
+    end: int
+    size: int
+
+
+Piece = tuple[Span, ...]
+
+
+def find_text(source: Path) -> tuple[list[Path], int]:
+    """Find the text files of a folder, at any depth and sorted, or check a single file.
+
+    Args:
+        source: A .txt, .jsonl or .parquet file, or a folder. Files whose name begins with a dot are
+            not read.
+
+    Returns:
+        The files, and the number of files of another suffix.
+
+    Raises:
+        FileNotFoundError: If `source` does not exist.
+        ValueError: If there is no text file.
+    """
+    if not source.exists():
+        raise FileNotFoundError(f"text: {source} does not exist, allowed: a file or folder")
+    found = list(text_files(source)) if source.is_dir() else [source]
+    texts = [path for path in found if path.suffix.lower() in SUFFIXES]
+    if not texts:
+        raise ValueError(f"text: {source} is or has no file of {', '.join(SUFFIXES)}")
+    return texts, len(found) - len(texts)
+
+
+def cut(files: Sequence[Path], piece_bytes: int) -> list[Piece]:
+    """Cut files into pieces; small files are joined, and large files are divided.
+
+    Args:
+        files: The files, in the order of the corpus.
+        piece_bytes: Intended size of a piece in bytes. A row group of a .parquet file is never
+            divided.
+
+    Returns:
+        The pieces, which depend only on the order and the sizes of the files.
+
+    Raises:
+        ImportError: If a .parquet file is read without pyarrow.
+        OSError: If a file cannot be read.
+        ValueError: If a .parquet file is damaged.
+    """
+    pieces: list[Piece] = []
+    joined: list[Span] = []
+    size = 0
+    for path in files:
+        for span in _spans(path, piece_bytes):
+            if joined and size + span.size > piece_bytes:
+                pieces.append(tuple(joined))
+                joined, size = [], 0
+            joined.append(span)
+            size += span.size
+    return [*pieces, tuple(joined)] if joined else pieces
+
+
+def _spans(path: Path, piece_bytes: int) -> Iterator[Span]:
+    if path.suffix.lower() != ".parquet":
+        size = path.stat().st_size
+        parts = max(1, -(-size // piece_bytes))
+        for part in range(parts):
+            start, end = size * part // parts, size * (part + 1) // parts
+            yield Span(path, start, end, end - start)
+        return
+    start, taken = 0, 0
+    sizes = [size for _, size in row_groups(path)]
+    for number, size in enumerate(sizes):
+        if taken and taken + size > piece_bytes:
+            yield Span(path, start, number, taken)
+            start, taken = number, 0
+        taken += size
+    yield Span(path, start, len(sizes), taken)
+
+
+def read_piece(piece: Piece) -> Iterator[str]:
+    """Yield the text of each document of a piece.
+
+    Args:
+        piece: A piece of `cut`.
+
+    Yields:
+        The documents: blocks of lines of a .txt file, and values of ``text`` of the other files.
+
+    Raises:
+        ImportError: If a .parquet file is read without pyarrow.
+        OSError: If a file cannot be read.
+        ValueError: If a record is broken, or if bytes are not UTF-8. The message names the file and
+            the line or the row.
+    """
+    readers = {".txt": _read_txt, ".jsonl": _read_jsonl, ".parquet": _read_parquet}
+    for span in piece:
+        yield from readers[span.path.suffix.lower()](span)
+
+
+def _lines(span: Span) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines from the first that begins in the span to the end of the file.
+
+    Each line has its first byte; lines that begin after the span are for the caller to refuse.
+    """
+    with span.path.open("rb") as file:
+        place = span.start
+        if place:
+            # The line that contains the byte before the span is in the span before.
+            file.seek(place - 1)
+            place += len(file.readline()) - 1
+        for line in file:
+            yield place, line
+            place += len(line)
+
+
+def _read_txt(span: Span) -> Iterator[str]:
+    """Yield the blocks of lines whose last blank line before them begins in the span."""
+    block: list[str] = []
+    # The blank line before the block; the first block of a file follows the start of the file.
+    blank: int | None = None if span.start else 0
+    size = 0
+    for place, line in _lines(span):
+        if blank is None and line.strip():
+            continue
+        text = _decode(span.path, place, line)
+        if not text.strip():
+            if block:
+                yield "".join(block)
+                block, size = [], 0
+            if place >= span.end:
+                return
+            blank = place
+        elif blank is not None:
+            block.append(text)
+            size += len(line)
+            if size > LONGEST:
+                yield "".join(block)
+                block, size = [], 0
+    if block:
+        yield "".join(block)
+
+
+def _read_jsonl(span: Span) -> Iterator[str]:
+    for place, line in _lines(span):
+        if place >= span.end:
+            return
+        if not line.strip():
+            continue
+        text = _decode(span.path, place, line)
+        try:
+            content = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise _broken(span.path, place, f"not valid JSON: {error}") from error
+        if not isinstance(content, dict) or not isinstance(content.get("text"), str):
+            got = type(content).__name__
+            if isinstance(content, dict):
+                got = "an object whose fields are: " + (", ".join(content) or "none")
+                if "text" in content:
+                    got = f'"text" of the type {type(content["text"]).__name__}'
+            allowed = 'an object with a string in the field "text"'
+            raise _broken(span.path, place, f"got {got:.200}, allowed: {allowed}")
+        try:
+            content["text"].encode()
+        except UnicodeEncodeError as error:
+            what = f'"text" has half of a surrogate pair, which is no character: {error.reason}'
+            raise _broken(span.path, place, what) from error
+        yield content["text"]
+
+
+def _read_parquet(span: Span) -> Iterator[str]:
+    first = sum(rows for rows, _ in row_groups(span.path)[: span.start])
+    rows = read_rows(span.path, ["text"], range(span.start, span.end))
+    for row, (value,) in enumerate(rows, start=first + 1):
+        # A null means a row without text, as does an empty string.
+        if value is not None and not isinstance(value, str):
+            got = type(value).__name__
+            raise ValueError(f'{span.path}, row {row}: "text" is {got}, allowed: a string')
+        yield value or ""
+
+
+def _decode(path: Path, place: int, line: bytes) -> str:
+    try:
+        return line.decode("utf-8" if place else "utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise _broken(path, place, f"not UTF-8: {error.reason}") from error
+
+
+def _broken(path: Path, place: int, what: str) -> ValueError:
+    """Return the error of the line that begins at the byte `place`."""
+    number, left = 1, place
+    with path.open("rb") as file:
+        while left:
+            chunk = file.read(min(left, _BLOCK))
+            number += chunk.count(b"\n")
+            left -= len(chunk)
+    return ValueError(f"{path}, line {number}: {what}")

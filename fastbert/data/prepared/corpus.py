@@ -1,0 +1,96 @@
+"""Reading a prepared corpus, of which only the mapped pages are in memory."""
+
+from __future__ import annotations
+
+import os
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from fastbert.data.prepared.manifest import MANIFEST, RUN, SHARDS, TOKENIZER, read_manifest
+from fastbert.data.prepared.shards import Shard, checksum
+from fastbert.data.tokenizer import WordPieceTokenizer
+
+
+def is_prepared(path: str | os.PathLike[str]) -> bool:
+    """Return whether `path` is a folder that ``fastbert prepare`` wrote.
+
+    Args:
+        path: Any path.
+
+    Returns:
+        Whether ``manifest.json`` is there. Its content is not read.
+
+    Raises:
+        ValueError: If the folder has a preparation that is not finished.
+    """
+    finished = (Path(path) / MANIFEST).is_file()
+    if not finished and (Path(path) / RUN).is_file() and (Path(path) / SHARDS).is_dir():
+        raise ValueError(
+            f"corpus: {path} is not finished, allowed: a corpus after the same `fastbert prepare` "
+            "command has ended"
+        )
+    return finished
+
+
+class PreparedCorpus:
+    """The documents of a folder that ``fastbert prepare`` wrote, as ids in mapped files.
+
+    Attributes:
+        folder: The folder.
+        manifest: Content of ``manifest.json``.
+        tokenizer: The tokenizer of the ids.
+        shards: The shards, in the order of the documents.
+        fingerprint: SHA-256 of the manifest, which has the checksums of all files.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        """Read the manifest and the tokenizer, and map the shards.
+
+        Args:
+            folder: A folder that ``fastbert prepare`` wrote.
+
+        Raises:
+            OSError: If a file cannot be read.
+            ValueError: If a file is damaged, truncated or of another corpus. The message names the
+                file.
+        """
+        self.folder = Path(folder)
+        self.manifest = read_manifest(self.folder)
+        self.fingerprint = self.manifest.fingerprint
+        self._check_vocabulary()
+        self.tokenizer = WordPieceTokenizer.load(self.folder / TOKENIZER)
+        home = self.folder / SHARDS
+        self.shards = [Shard(home, record, self.manifest.dtype) for record in self.manifest.shards]
+        self._starts = np.cumsum([0, *(record.documents for record in self.manifest.shards)])
+
+    def __len__(self) -> int:
+        """Return the number of documents."""
+        return int(self._starts[-1])
+
+    def __getitem__(self, index: int) -> list[np.ndarray]:
+        """Return the sentences of a document, each the ids of its tokens."""
+        index = range(len(self))[index]
+        number = int(np.searchsorted(self._starts, index, side="right")) - 1
+        shard, own = self.shards[number], index - int(self._starts[number])
+        first, last = shard.documents[own : own + 2].tolist()
+        bounds = shard.sentences[first : last + 1].tolist()
+        return [shard.tokens[a:b] for a, b in pairwise(bounds)]
+
+    def verify(self) -> None:
+        """Read all shards and compare their checksums with the manifest.
+
+        Raises:
+            ValueError: If a file was changed. The message names the file.
+        """
+        for shard in self.shards:
+            shard.verify()
+
+    def _check_vocabulary(self) -> None:
+        path = self.folder / TOKENIZER / "tokenizer.json"
+        if checksum(path) != self.manifest.vocabulary["sha256"]:
+            raise ValueError(
+                f"{path}: its SHA-256 is not the one in the manifest; the vocabulary was changed "
+                "or is of another corpus"
+            )

@@ -1,0 +1,75 @@
+"""The counts and the lengths of a prepared corpus, as numbers and as a picture."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fastbert.atomic_file import write_atomically
+from fastbert.data.prepared.manifest import Manifest
+from fastbert.jobs.prepare_piece import EDGES, PieceRecord
+
+SUMMARY, CHART = "summary.json", "lengths.png"
+
+
+def summarise(manifest: Manifest, records: Sequence[PieceRecord]) -> dict[str, Any]:
+    """Return the content of ``summary.json``.
+
+    Args:
+        manifest: The manifest.
+        records: The records of all pieces.
+
+    Returns:
+        Counts; the number of lines that were left out, by reason; and for sentences and documents
+        the mean of their lengths in tokens, and the number of each class of lengths. A class is
+        named by its smallest length.
+    """
+    counts = {part: manifest.count(part) for part in ("documents", "sentences", "tokens")}
+    dropped: Counter[str] = Counter()
+    for record in records:
+        dropped.update(record.dropped)
+    read = sum(record.read for record in records)
+    return {
+        "files": manifest.source["files"],
+        "bytes": manifest.source["bytes"],
+        "shards": len(records),
+        **counts,
+        "documents_without_passage": read - counts["documents"],
+        "lines_left_out": dict(sorted(dropped.items())),
+        "vocabulary": manifest.vocabulary["size"],
+        "tokens_per_sentence": counts["tokens"] / counts["sentences"],
+        "tokens_per_document": counts["tokens"] / counts["documents"],
+        "lengths": {part: _classes(records, part) for part in ("sentences", "documents")},
+    }
+
+
+def _classes(records: Sequence[PieceRecord], part: str) -> dict[str, int]:
+    counts = np.sum([record.lengths[part] for record in records], axis=0)
+    first, last = np.flatnonzero(counts)[[0, -1]]
+    return {str(EDGES[i]): int(counts[i]) for i in range(first, last + 1)}
+
+
+def draw(summary: dict[str, Any], path: Path) -> None:
+    """Draw the lengths of sentences and documents as a PNG file."""
+    # The object interface with Agg needs no display and does not change pyplot's global state.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 3.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    for axes, part in zip(figure.subplots(1, 2), ("sentences", "documents"), strict=True):
+        classes = summary["lengths"][part]
+        starts = [int(start) for start in classes]
+        ends = [EDGES[EDGES.index(start) + 1] for start in starts]
+        widths = [end - start for start, end in zip(starts, ends, strict=True)]
+        axes.bar(starts, list(classes.values()), widths, align="edge", edgecolor="white")
+        mean = summary[f"tokens_per_{part[:-1]}"]
+        axes.axvline(mean, color="gray", linestyle=":", label=f"mean {mean:,.1f}")
+        axes.set(xscale="log", title=f"{summary[part]:,} {part}", xlabel="tokens", ylabel="number")
+        axes.grid(alpha=0.3)
+        axes.legend()
+    write_atomically(path, lambda temporary: figure.savefig(temporary, dpi=120))

@@ -1,0 +1,352 @@
+"""Turn text files into a prepared corpus, in several processes, with a resume after a kill.
+
+The work is cut into pieces of text, and each piece becomes one shard. The pieces depend only on the
+files, so the result has the same bytes for any number of processes. A piece is finished when its
+``shards/00000.json`` exists, which is written after its shard. The manifest is written last.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fastbert import json_file
+from fastbert.data.passages import Dropped, passages
+from fastbert.data.pieces import Piece, cut, find_text, read_piece
+from fastbert.data.prepared.corpus import PreparedCorpus
+from fastbert.data.prepared.manifest import (
+    MANIFEST,
+    RUN,
+    SHARDS,
+    TOKENIZER,
+    Manifest,
+    read_manifest,
+)
+from fastbert.data.prepared.shards import ShardRecord, checksum, token_dtype
+from fastbert.data.tokenizer import WordPieceTokenizer
+from fastbert.data.vocabulary import train_tokenizer
+from fastbert.jobs.corpus_summary import CHART, SUMMARY, draw, summarise
+from fastbert.jobs.partial_output import lock
+from fastbert.jobs.prepare_piece import PieceRecord, pool_of, prepare_piece
+from fastbert.jobs.reporter import SILENT, Reporter
+
+# Size of a piece, and so of the text of a shard, in bytes.
+PIECE_BYTES = 32 << 20
+# A vocabulary is trained on at most this much text, from places all over the files; in bytes.
+SAMPLE_BYTES = 128 << 20
+_SAMPLE_PIECE_BYTES = 1 << 20
+_OURS = (MANIFEST, RUN, SUMMARY, CHART, TOKENIZER, SHARDS)
+
+
+@dataclass(frozen=True)
+class PrepareOptions:
+    """Options of `prepare`.
+
+    Args:
+        text: A .txt, .jsonl or .parquet file, or a folder of such files.
+        output: Folder of the prepared corpus.
+        tokenizer: Folder of a WordPiece tokenizer; None trains a vocabulary on the text.
+        vocab_size: Largest size of a vocabulary that is trained.
+        lowercase: Whether a tokenizer that is trained converts texts to lower case.
+        workers: Number of processes; None starts one per core.
+        seed: Seed of the choice of the text on which a vocabulary is trained.
+        overwrite: Whether an earlier preparation in `output` is replaced.
+
+    Raises:
+        ValueError: If an option is not allowed.
+    """
+
+    text: Path
+    output: Path
+    tokenizer: Path | None = None
+    vocab_size: int = 30522
+    lowercase: bool = True
+    workers: int | None = None
+    seed: int = 0
+    overwrite: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the options that do not depend on files."""
+        for name, least in (("vocab_size", 64), ("workers", 1), ("seed", 0)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"{name}: got {value}, allowed: an integer >= {least}")
+        text, output = self.text.resolve(), self.output.resolve()
+        if output == text or (text.is_dir() and output.is_relative_to(text)):
+            raise ValueError(f"OUT: {self.output} lies in the text, allowed: a folder elsewhere")
+
+    def decisive(self, given: WordPieceTokenizer | None) -> dict[str, Any]:
+        """Return the options that decide about the result, as plain data."""
+        if given is not None:
+            return {"tokenizer": _digest(given.backend.to_str(pretty=True))}
+        return {
+            "tokenizer": None,
+            "vocab_size": self.vocab_size,
+            "lowercase": self.lowercase,
+            "seed": self.seed,
+        }
+
+
+def prepare(options: PrepareOptions, reporter: Reporter = SILENT) -> dict[str, Any]:
+    """Prepare a corpus, or continue a preparation that was stopped.
+
+    A finished corpus is not prepared again; its checksums are verified.
+
+    Args:
+        options: Options of the preparation.
+        reporter: Receives notes and the progress in bytes of text.
+
+    Returns:
+        The content of ``summary.json``.
+
+    Raises:
+        ImportError: If a .parquet file is read without pyarrow, or if matplotlib is not installed.
+        OSError: If a file cannot be read or written.
+        ValueError: If the text is broken, if `output` has a corpus of other options, or if a shard
+            is damaged.
+    """
+    _require_matplotlib()
+    files, skipped = find_text(options.text)
+    if skipped:
+        reporter.note(f"{skipped} files of {options.text} have another suffix and are not read")
+    given = None if options.tokenizer is None else WordPieceTokenizer.load(options.tokenizer)
+    output = options.output
+    _refuse_foreign(output)
+    output.mkdir(parents=True, exist_ok=True)
+    held = lock(output)
+    try:
+        if options.overwrite:
+            _forget(output)
+        run = _Run(options, files, given, reporter)
+        return run.verified() if (output / MANIFEST).exists() else run.work()
+    finally:
+        os.close(held)
+
+
+class _Run:
+    """One call of `prepare`."""
+
+    def __init__(
+        self,
+        options: PrepareOptions,
+        files: list[Path],
+        given: WordPieceTokenizer | None,
+        reporter: Reporter,
+    ) -> None:
+        self.options, self.given, self.reporter = options, given, reporter
+        self.output = options.output
+        self.files = files
+        self.decisive = {**options.decisive(given), "piece_bytes": PIECE_BYTES}
+        self.source = _source(options.text, files)
+
+    def verified(self) -> dict[str, Any]:
+        """Return the summary of a corpus that is finished, after a comparison of everything."""
+        manifest = read_manifest(self.output)
+        _refuse_other(self.output, {**manifest.options, **manifest.source}, self._all())
+        # A run that was killed after its manifest has left its own files.
+        self._clean()
+        self.reporter.note(f"{self.output} is complete already; its checksums are compared")
+        PreparedCorpus(self.output).verify()
+        return json_file.read(self.output / SUMMARY)
+
+    def work(self) -> dict[str, Any]:
+        """Prepare the pieces that are missing, and finish the corpus."""
+        self._begin()
+        tokenizer = self._tokenizer()
+        pieces = cut(self.files, PIECE_BYTES)
+        done = self._done(pieces)
+        if done:
+            self.reporter.note(f"resuming after {len(done):,} of {len(pieces):,} pieces")
+        self._prepare(pieces, done, tokenizer)
+        records = [done[number] for number in range(len(pieces))]
+        manifest = Manifest(
+            options=self.decisive,
+            source=self.source,
+            vocabulary={
+                "size": tokenizer.vocab_size,
+                "sha256": checksum(self.output / TOKENIZER / "tokenizer.json"),
+            },
+            dtype=token_dtype(tokenizer.vocab_size),
+            shards=[ShardRecord(**record.shard) for record in records],
+        )
+        if not manifest.count("tokens"):
+            raise self._no_passage()
+        summary = summarise(manifest, records)
+        json_file.write(self.output / SUMMARY, summary)
+        draw(summary, self.output / CHART)
+        manifest.write(self.output)
+        self._clean()
+        return summary
+
+    def _no_passage(self) -> ValueError:
+        return ValueError(
+            f"text: {self.options.text} has no passage, allowed: files with sentences that end "
+            "with a mark such as a full stop"
+        )
+
+    def _all(self) -> dict[str, Any]:
+        return {**self.decisive, **self.source}
+
+    def _begin(self) -> None:
+        """Compare the options with those of the run that was stopped, or write them."""
+        path = self.output / RUN
+        if path.exists():
+            _refuse_other(self.output, json_file.read(path), self.decisive)
+        else:
+            json_file.write(path, self.decisive)
+        (self.output / SHARDS).mkdir(exist_ok=True)
+        for partial in (self.output / SHARDS).glob(".*"):
+            partial.unlink()
+
+    def _tokenizer(self) -> WordPieceTokenizer:
+        """Return the tokenizer of the stopped run, or the given or trained one, once it is kept."""
+        folder = self.output / TOKENIZER
+        if folder.exists():
+            return WordPieceTokenizer.load(folder)
+        tokenizer = self.given
+        if tokenizer is None:
+            options = self.options
+            with self.reporter.reading(options.text):
+                sample = [passages(text, Dropped()) for text in self._sample()]
+                if not any(sample):
+                    raise self._no_passage()
+                tokenizer = train_tokenizer(sample, options.vocab_size, lowercase=options.lowercase)
+            self.reporter.note(
+                f"a vocabulary of {tokenizer.vocab_size:,} pieces was trained on {len(sample):,} "
+                "documents"
+            )
+        partial = self.output / f".{TOKENIZER}.partial"
+        shutil.rmtree(partial, ignore_errors=True)
+        tokenizer.save(partial)
+        partial.rename(folder)
+        # The loaded tokenizer is the one that the other processes and a resumed run load.
+        return WordPieceTokenizer.load(folder)
+
+    def _sample(self) -> Iterator[str]:
+        """Yield documents from random places until they have `SAMPLE_BYTES` characters."""
+        pieces = cut(self.files, _SAMPLE_PIECE_BYTES)
+        if sum(span.size for piece in pieces for span in piece) > SAMPLE_BYTES:
+            random.Random(f"vocabulary/{self.options.seed}").shuffle(pieces)
+        size = 0
+        for piece in pieces:
+            for text in read_piece(piece):
+                yield text
+                size += len(text)
+                if size >= SAMPLE_BYTES:
+                    return
+
+    def _done(self, pieces: list[Piece]) -> dict[int, PieceRecord]:
+        """Return the records of the finished pieces; a file that was changed is read again."""
+        found = {}
+        for number, piece in enumerate(pieces):
+            path = self._record(number)
+            if path.exists():
+                record = PieceRecord(**json_file.read(path))
+                if record.key == _key(piece):
+                    found[number] = record
+        return found
+
+    def _prepare(
+        self, pieces: list[Piece], done: dict[int, PieceRecord], tokenizer: WordPieceTokenizer
+    ) -> None:
+        sizes = [sum(span.size for span in piece) for piece in pieces]
+        missing = [number for number in range(len(pieces)) if number not in done]
+        before = sum(sizes[number] for number in done)
+        with self.reporter.progress(sum(sizes), before) as advance:
+            for number, record in self._records(pieces, missing, tokenizer):
+                done[number] = record
+                advance(sizes[number])
+
+    def _records(
+        self, pieces: list[Piece], missing: list[int], tokenizer: WordPieceTokenizer
+    ) -> Iterator[tuple[int, PieceRecord]]:
+        """Prepare pieces, in this process or in a pool, and yield the records as they are done."""
+        home = self.output / SHARDS
+        tasks = {number: (pieces[number], home, f"{number:05d}") for number in missing}
+        keys = {number: _key(pieces[number]) for number in missing}
+        workers = min(self.options.workers or len(os.sched_getaffinity(0)), len(missing))
+        if workers <= 1:
+            for number, task in tasks.items():
+                yield number, prepare_piece(*task, keys[number], tokenizer)
+            return
+        with pool_of(workers, self.output / TOKENIZER) as run:
+            yield from run({number: (*task, keys[number]) for number, task in tasks.items()})
+
+    def _record(self, number: int) -> Path:
+        return self.output / SHARDS / f"{number:05d}.json"
+
+    def _clean(self) -> None:
+        for path in (self.output / RUN, *(self.output / SHARDS).glob("*.json")):
+            path.unlink(missing_ok=True)
+        # Shards of an earlier plan of the pieces, if files were changed during the run.
+        names = {shard.name for shard in read_manifest(self.output).shards}
+        for path in (self.output / SHARDS).iterdir():
+            if path.stem not in names:
+                path.unlink()
+
+
+def _key(piece: Piece) -> str:
+    """Return a digest of the parts of files that a piece reads, with the files' last changes."""
+    parts = [(os.fspath(s.path), s.start, s.end, s.path.stat().st_mtime_ns) for s in piece]
+    return _digest(json.dumps(parts))
+
+
+def _source(text: Path, files: list[Path]) -> dict[str, Any]:
+    """Return the number, size and names of the files, without the path of the folder."""
+    home = text if text.is_dir() else text.parent
+    names = [(path.relative_to(home).as_posix(), path.stat().st_size) for path in files]
+    return {
+        "files": len(files),
+        "bytes": sum(size for _, size in names),
+        "names and sizes of the files, by their SHA-256": _digest(json.dumps(names)),
+    }
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _refuse_other(output: Path, earlier: dict[str, Any], given: dict[str, Any]) -> None:
+    for name, value in given.items():
+        if earlier.get(name) != value:
+            raise ValueError(
+                f"{name}: got {value!r}, but the corpus in {output} has {earlier.get(name)!r}; "
+                "allowed: the same, another folder, or --overwrite, which starts anew"
+            )
+
+
+def _refuse_foreign(output: Path) -> None:
+    """Raise ValueError if `output` is a file, or has files that are not of a preparation."""
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"OUT: {output} is a file, allowed: a folder, or an unused name")
+    if output.is_dir() and not any((output / name).exists() for name in (RUN, MANIFEST)):
+        others = sorted(path.name for path in output.iterdir())
+        if others:
+            raise ValueError(
+                f"OUT: {output} has files of something else ({others[0]}), allowed: an empty or "
+                "new folder"
+            )
+
+
+def _forget(output: Path) -> None:
+    """Delete an earlier preparation, the manifest first."""
+    for name in _OURS:
+        path = output / name
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def _require_matplotlib() -> None:
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ImportError(f"preparing needs {error.name}: pip install 'fastbert[train]'") from error

@@ -1,0 +1,273 @@
+"""Preparation of a corpus: the same bytes for any processes and any interruptions; no text lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from fastbert.data import stories
+from fastbert.data.prepared.corpus import PreparedCorpus, is_prepared
+from fastbert.data.prepared.shards import ShardWriter
+from fastbert.jobs import prepare as job
+from fastbert.jobs.prepare import PrepareOptions, prepare
+from fastbert.jobs.reporter import Reporter
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Notes(Reporter):
+    def __init__(self):
+        self.lines = []
+
+    def note(self, text):
+        self.lines.append(text)
+
+
+@pytest.fixture
+def documents():
+    return list(stories(240, 1))
+
+
+@pytest.fixture
+def text(tmp_path, documents):
+    """Three files with 80 stories each, a heading before each story, and an empty file."""
+    home = tmp_path / "text"
+    (home / "inner").mkdir(parents=True)
+    parts = documents[:80], documents[80:160], documents[160:]
+    (home / "a.txt").write_text("".join("# Story\n" + "\n".join(d) + "\n\n" for d in parts[0]))
+    lines = [json.dumps({"text": "Story\n\n" + " ".join(d), "id": 1}) for d in parts[1]]
+    (home / "b.jsonl").write_text("\n".join(lines))
+    (home / "empty.txt").touch()
+    table = pa.table({"text": ["Story\n\n" + " ".join(d) for d in parts[2]]})
+    pq.write_table(table, home / "inner" / "c.parquet", row_group_size=30)
+    return home
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch):
+    monkeypatch.setattr(job, "PIECE_BYTES", 8000)
+
+
+@pytest.fixture
+def options(text, tmp_path):
+    def make(output="out", **changes):
+        fields = {"vocab_size": 300, "workers": 1, **changes}
+        return PrepareOptions(fields.pop("text", text), tmp_path / output, **fields)
+
+    return make
+
+
+def content(folder):
+    return {p.relative_to(folder): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_the_corpus_has_the_sentences_of_all_files(options, documents):
+    summary = prepare(options())
+    corpus = PreparedCorpus(options().output)
+    corpus.verify()
+    assert len(corpus) == summary["documents"] == 240
+    assert len(corpus.shards) == summary["shards"] > 5
+    for number, document in enumerate(documents):
+        assert [s.tolist() for s in corpus[number]] == corpus.tokenizer.encode_sentences(document)
+    assert summary["sentences"] == sum(map(len, documents))
+    assert summary["tokens"] == sum(len(s) for n in range(240) for s in corpus[n])
+    assert summary["lines_left_out"] == {"headings": 240}
+    assert summary["documents_without_passage"] == 0
+    for part in ("sentences", "documents"):
+        assert sum(summary["lengths"][part].values()) == summary[part]
+    assert json.loads((corpus.folder / "summary.json").read_text()) == summary
+    assert (corpus.folder / "lengths.png").read_bytes()[1:4] == b"PNG"
+    names = {path.name for path in corpus.folder.iterdir()}
+    assert names == {"manifest.json", "summary.json", "lengths.png", "shards", "tokenizer"}
+
+
+def test_several_processes_give_the_same_bytes(options):
+    prepare(options())
+    prepare(options("two", workers=2))
+    assert content(options("two").output) == content(options().output)
+
+
+KILLED = """
+import sys
+from pathlib import Path
+from fastbert.jobs import prepare as job
+
+if __name__ == "__main__":
+    job.PIECE_BYTES = 8000
+    options = dict(vocab_size=300, workers=int(sys.argv[3]))
+    job.prepare(job.PrepareOptions(Path(sys.argv[1]), Path(sys.argv[2]), **options))
+"""
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_killed_run_resumes_to_the_same_bytes(options, text, tmp_path, workers):
+    script = tmp_path / "run.py"
+    script.write_text(KILLED)
+    output = options("cut").output
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    run = subprocess.Popen(
+        [sys.executable, script, text, output, str(workers)],
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+    )
+    deadline = time.monotonic() + 120
+    while len(list(output.glob("shards/[0-9]*.json"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    run.kill()
+    assert run.wait() == -signal.SIGKILL
+    done = sorted(output.glob("shards/[0-9]*.json"))
+    assert len(done) >= 2
+    with pytest.raises(ValueError, match="is not finished, allowed: a corpus after the same"):
+        is_prepared(output)
+    times = {path: path.with_suffix(".tokens").stat().st_mtime_ns for path in done}
+    notes = Notes()
+    prepare(options("cut"), notes)
+    assert any(line.startswith("resuming after ") for line in notes.lines)
+    assert {path: path.with_suffix(".tokens").stat().st_mtime_ns for path in done} == times
+    prepare(options())
+    assert content(output) == content(options().output)
+
+
+def test_a_finished_corpus_is_verified_and_not_prepared_again(options):
+    first = prepare(options())
+    before = content(options().output)
+    notes = Notes()
+    assert prepare(options(), notes) == first
+    assert "is complete already; its checksums are compared" in notes.lines[-1]
+    path = options().output / "shards" / "00001.tokens"
+    path.write_bytes(path.read_bytes()[:-1] + b"\xff")
+    with pytest.raises(ValueError, match=rf"{path}: its SHA-256 is not the one in the manifest"):
+        prepare(options())
+    prepare(options(overwrite=True))
+    assert content(options().output) == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vocab_size": 310}, "vocab_size: got 310, but the corpus in .* has 300; allowed"),
+        ({"lowercase": False}, "lowercase: got False, but"),
+        ({"seed": 3}, "seed: got 3, but"),
+    ],
+)
+def test_other_options_are_refused_by_name(options, changes, message):
+    prepare(options())
+    with pytest.raises(ValueError, match=message):
+        prepare(options(**changes))
+
+
+def test_other_text_is_refused_once_the_corpus_is_finished(options, text):
+    prepare(options())
+    (text / "d.txt").write_text("It rains. We stay in.")
+    with pytest.raises(ValueError, match=r"files: got 5, but the corpus in .* has 4"):
+        prepare(options())
+
+
+def test_a_given_tokenizer_is_taken_and_another_is_refused(options, tmp_path):
+    prepare(options("first"))
+    folder = options("first").output / "tokenizer"
+    prepare(options(tokenizer=folder))
+    found, expected = content(options().output), content(options("first").output)
+    shards = {path for path in expected if path.parts[0] in ("shards", "tokenizer")}
+    assert {path: found[path] for path in shards} == {path: expected[path] for path in shards}
+    with pytest.raises(ValueError, match=r"tokenizer: got None, but the corpus in .* has '"):
+        prepare(options())
+
+
+def test_a_broken_line_keeps_the_finished_pieces_and_is_read_again_when_it_is_repaired(
+    options, text, monkeypatch
+):
+    path = text / "b.jsonl"
+    sound = path.read_bytes()
+    broken = bytearray(sound)
+    place = broken.rindex(b'{"text"')
+    broken[place : place + 1] = b"!"
+    path.write_bytes(broken)
+    # The vocabulary is trained on text before the broken line.
+    monkeypatch.setattr(job, "SAMPLE_BYTES", 5000)
+    with pytest.raises(ValueError, match=rf"{path}, line 80: not valid JSON"):
+        prepare(options())
+    done = sorted(p.name for p in options().output.glob("shards/[0-9]*.json"))
+    assert len(done) > 2
+    assert not list(options().output.glob("shards/.*"))
+    path.write_bytes(sound)
+    notes = Notes()
+    prepare(options(), notes)
+    assert any(line.startswith("resuming after ") for line in notes.lines)
+    prepare(options("whole"))
+    assert content(options().output) == content(options("whole").output)
+
+
+def test_an_error_in_a_process_of_the_pool_is_the_same(options, text, tmp_path):
+    prepare(options("first"))
+    (text / "b.jsonl").write_bytes(b'{"text": "It rains."}\n{"text": \xff}\n')
+    tokenizer = options("first").output / "tokenizer"
+    with pytest.raises(ValueError, match=r"b.jsonl, line 2: not UTF-8"):
+        prepare(options(tokenizer=tokenizer, workers=2))
+
+
+def test_a_full_disk_names_the_file_and_the_same_command_continues(options, monkeypatch):
+    prepare(options("whole"))
+    write = ShardWriter.add
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def add(self, documents):
+        # From the third shard on, no file can have more than 100 bytes.
+        limit = 100 if self._name >= "00002" else before[0]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+        try:
+            write(self, documents)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ShardWriter, "add", add)
+        with pytest.raises(OSError, match=r"File too large: .*/shards/00002.tokens"):
+            prepare(options())
+    assert sorted(path.name for path in options().output.glob("shards/[0-9]*.json")) == [
+        "00000.json",
+        "00001.json",
+    ]
+    assert not list(options().output.glob("shards/.*"))
+    prepare(options())
+    assert content(options().output) == content(options("whole").output)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"vocab_size": 63}, "vocab_size: got 63, allowed: an integer >= 64"),
+        ({"workers": 0}, "workers: got 0, allowed: an integer >= 1"),
+        ({"output": "text"}, "OUT: .*text lies in the text, allowed: a folder elsewhere"),
+        ({"output": "text/out"}, "OUT: .*out lies in the text"),
+    ],
+)
+def test_bad_options_are_refused_and_write_nothing(options, text, change, message):
+    before = content(text.parent)
+    with pytest.raises(ValueError, match=message):
+        prepare(options(**change))
+    assert content(text.parent) == before
+
+
+def test_a_folder_with_other_files_is_refused(options):
+    options().output.mkdir()
+    (options().output / "thesis.tex").touch()
+    for overwrite in (False, True):
+        with pytest.raises(ValueError, match=r"OUT: .* has files of something else"):
+            prepare(options(overwrite=overwrite))
+
+
+def test_text_without_a_passage_is_refused(options, tmp_path):
+    path = tmp_path / "list.txt"
+    path.write_text("- one\n- two\n")
+    with pytest.raises(ValueError, match=r"list.txt has no passage, allowed: files with sentences"):
+        prepare(options(text=path))
