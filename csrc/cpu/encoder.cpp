@@ -22,6 +22,9 @@ constexpr Place kQkv = {0, 0}, kProjection = {2, 2}, kInner = {6, 4}, kOuter = {
 constexpr size_t kFirstNorm = 4, kSecondNorm = 10;  // weight, then bias
 constexpr size_t kParameters = 12, kScales = 8;
 
+// Below about this many multiplications, waking the threads costs more time than they save.
+constexpr double kWorthThreads = 2e6;
+
 // The division of the rows into sequences, and the settings that every layer shares.
 struct Stack {
   const OptionalTensor &cu_seqlens, &mask, &bias;
@@ -160,19 +163,28 @@ std::vector<at::Tensor> encoder(at::Tensor hidden, at::TensorList parameters, at
   }
   std::vector<at::Tensor> states;
   const size_t count = parameters_of(stack);
-  for (size_t i = 0; i < parameters.size() / count; ++i) {
-    const at::Tensor* first = &parameters[i * count];
-    const Layer layer = {first, first + (count - kParameters),
-                         scales.empty() ? nullptr : &scales[i * kScales]};
-    try {
-      hidden = through(layer, hidden, stack);
-    } catch (c10::Error& error) {
-      // The message of an operator names the operator's own arguments, so the layer is added.
-      error.add_context("in layer " + std::to_string(i) + " of parameters" +
-                        (scales.empty() ? "" : " and scales"));
-      throw;
+  const auto layers = [&] {
+    for (size_t i = 0; i < parameters.size() / count; ++i) {
+      const at::Tensor* first = &parameters[i * count];
+      const Layer layer = {first, first + (count - kParameters),
+                           scales.empty() ? nullptr : &scales[i * kScales]};
+      try {
+        hidden = through(layer, hidden, stack);
+      } catch (c10::Error& error) {
+        // The message of an operator names the operator's own arguments, so the layer is added.
+        error.add_context("in layer " + std::to_string(i) + " of parameters" +
+                          (scales.empty() ? "" : " and scales"));
+        throw;
+      }
+      if (all_states) states.push_back(hidden);
     }
-    if (all_states) states.push_back(hidden);
+  };
+  int64_t weights = 0;
+  for (const at::Tensor& parameter : parameters) weights += parameter.numel();
+  if ((double)hidden.size(0) * (double)weights < kWorthThreads) {
+    layers();
+  } else {
+    together(layers);
   }
   if (!all_states) states.push_back(hidden);
   return states;

@@ -5,20 +5,24 @@
 #include <omp.h>
 #endif
 
+#include <algorithm>
 #include <atomic>
 #include <cstdlib>
+#include <exception>
 #include <memory>
 #include <new>
+#include <thread>
+#include <utility>
 
 namespace fastbert::cpu {
 namespace {
 
-// Whether the child of the current fork gets the pool without its threads, and whether this process
-// is such a child.
+// Whether the child of the current fork gets the pool without its threads, and whether this
+// process is such a child.
 std::atomic<bool> inherited{false}, orphaned{false};
 
-// Ends the threads of the pool; the next parallel region starts new threads. OpenMP refuses to end
-// threads inside a parallel region.
+// Ends the threads of the pool; the next parallel region starts new threads. OpenMP refuses to
+// end threads inside a parallel region.
 void before_fork() {
 #if defined(_OPENMP)
   inherited = omp_pause_resource_all(omp_pause_hard) != 0;
@@ -36,9 +40,122 @@ void in_child() {
 // threads and none of our kernels.
 [[maybe_unused]] const int registered = pthread_atfork(before_fork, nullptr, in_child);
 
+// The leader, which runs the loops, and its helpers. The leader waits for the claims that a helper
+// has taken, and never for a helper.
+//
+// The state is one word: the number of the current loop, the number of its claims, and the next
+// claim. A thread takes a claim by adding 1. The leader begins a loop only when all claims of the
+// loop before are done, so the thread of a claim reads the description of its own loop.
+class Team {
+ public:
+  void run(int64_t count, Loop loop) {
+    loop_ = loop;
+    count_ = count;
+    tasks_of_claim_ = count / (int64_t)kMost + 1;
+    const uint64_t claims = (count + tasks_of_claim_ - 1) / tasks_of_claim_;
+    unfinished_.store(claims, std::memory_order_relaxed);
+    number_ = (number_ + 1) & kMost;
+    state_.store(number_ << 2 * kBits | claims << kBits, std::memory_order_release);
+    take();
+    for (Pause pause; unfinished_.load(std::memory_order_acquire) > 0;) pause();
+    if (!failing_.test()) return;
+    failing_.clear();
+    std::rethrow_exception(std::exchange(failure_, nullptr));
+  }
+
+  // Takes tasks until the end.
+  void help() {
+    for (Pause pause; state_.load(std::memory_order_acquire) != kEnd; pause()) {
+      if (take()) pause = {};
+    }
+  }
+
+  void end() { state_.store(kEnd, std::memory_order_release); }
+
+ private:
+  static constexpr int kBits = 21;
+  static constexpr uint64_t kMost = (1 << kBits) - 1, kEnd = ~uint64_t{0};
+
+  // Does claims of the current loop until none is left. Returns whether there was one.
+  bool take() {
+    bool took = false;
+    uint64_t state = state_.load(std::memory_order_acquire);
+    while (state != kEnd && (state & kMost) < (state >> kBits & kMost)) {
+      if (!state_.compare_exchange_weak(state, state + 1, std::memory_order_acq_rel,
+                                        std::memory_order_acquire)) {
+        continue;
+      }
+      took = true;
+      perform((int64_t)(state & kMost) * tasks_of_claim_);
+      unfinished_.fetch_sub(1, std::memory_order_release);
+      state = state_.load(std::memory_order_acquire);
+    }
+    return took;
+  }
+
+  void perform(int64_t first) {
+    const int64_t last = std::min(count_, first + tasks_of_claim_);
+    try {
+      for (int64_t task = first; task < last; ++task) loop_.call(loop_.body, task);
+    } catch (...) {
+      if (!failing_.test_and_set()) failure_ = std::current_exception();
+    }
+  }
+
+  std::atomic<uint64_t> state_{0}, unfinished_{0};
+  uint64_t number_ = 0;
+  Loop loop_ = {};
+  int64_t count_ = 0, tasks_of_claim_ = 1;
+  std::atomic_flag failing_ = ATOMIC_FLAG_INIT;
+  std::exception_ptr failure_;
+};
+
+// The team whose leader is this thread; null inside a loop.
+thread_local Team* led = nullptr;
+
 }  // namespace
 
+void Pause::operator()() {
+  constexpr int kSpins = 2000;  // a tenth of a millisecond
+  if (++spins_ > kSpins) return std::this_thread::yield();
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#endif
+}
+
 bool use_threads() { return !orphaned; }
+
+void together(const std::function<void()>& body) {
+  const int threads = at::get_num_threads();
+  if (threads == 1 || !use_threads() || at::in_parallel_region()) return body();
+  Team team;
+  std::exception_ptr failure;
+  at::parallel_for(0, threads, 1, [&](int64_t first, int64_t) {
+    if (first > 0) return team.help();
+    led = &team;
+    try {
+      body();
+    } catch (...) {
+      failure = std::current_exception();
+    }
+    led = nullptr;
+    team.end();
+  });
+  if (failure) std::rethrow_exception(failure);
+}
+
+bool shared_with_team(int64_t count, Loop loop) {
+  Team* team = std::exchange(led, nullptr);
+  if (!team) return false;
+  try {
+    team->run(count, loop);
+  } catch (...) {
+    led = team;
+    throw;
+  }
+  led = team;
+  return true;
+}
 
 void* thread_scratch(int64_t bytes) {
   struct Free {

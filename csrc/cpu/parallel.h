@@ -5,6 +5,13 @@
 // not exist. The pool is therefore ended before each fork, and parent and child start new threads
 // when they need them. The pool cannot be ended if the fork happens inside a parallel region. Such
 // a child runs these kernels on one thread and, by torch.set_num_threads(1), torch's operators too.
+//
+// OpenMP's threads wait for each other at the end of a parallel region. If other programs need the
+// cores, a thread comes late by the time that the system gives a program at once, which is longer
+// than all products of a small model. A call of many loops is therefore one parallel region, whose
+// threads take the tasks of one loop after another (`together`). No loop waits for a thread that
+// has no task. Threads of our own would have to share the cores with OpenMP's, which go on looking
+// for work for milliseconds after each of torch's operators.
 
 #pragma once
 
@@ -13,8 +20,19 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <functional>
 
 namespace fastbert::cpu {
+
+// Waits for a moment, and after a tenth of a millisecond lets other programs have the core. A
+// thread that gives its core away at once may not get it back for many milliseconds.
+class Pause {
+ public:
+  void operator()();
+
+ private:
+  int spins_ = 0;
+};
 
 // Returns false in a child that was forked inside a parallel region.
 bool use_threads();
@@ -23,11 +41,39 @@ bool use_threads();
 // request and stays with the thread; the next call on the same thread returns it again.
 void* thread_scratch(int64_t bytes);
 
+// Calls body() in one parallel region, whose threads do the loops of the calling thread in it,
+// except for loops inside a loop. torch's operators take one thread there.
+void together(const std::function<void()>& body);
+
+// A body of a loop, and the function that calls it for a task.
+struct Loop {
+  const void* body;
+  void (*call)(const void* body, int64_t task);
+};
+
+// Returns false if the calling thread is not in `together`, or is in a loop. Otherwise
+// calls the body once for each of `count` tasks, which the threads take in order as they become
+// free. Throws what a body throws.
+bool shared_with_team(int64_t count, Loop loop);
+
+template <class Body>
+Loop loop_of(const Body& body) {
+  return {&body, [](const void* b, int64_t task) { (*(const Body*)b)(task); }};
+}
+
 // Calls body(begin, end) for ranges that cover [0, count), at most count / `grain` of them, rounded
 // up.
 template <class Body>
 void parallel_for(int64_t count, int64_t grain, const Body& body) {
   if (count <= 0) return;
+  if (count > grain) {
+    const int64_t ranges = std::min<int64_t>((count + grain - 1) / grain, at::get_num_threads());
+    const int64_t length = (count + ranges - 1) / ranges;
+    const auto range = [&](int64_t i) {
+      if (i * length < count) body(i * length, std::min(count, (i + 1) * length));
+    };
+    if (shared_with_team(ranges, loop_of(range))) return;
+  }
   if (count <= grain || at::get_num_threads() == 1 || !use_threads()) return body(0, count);
   at::parallel_for(0, count, grain, body);
 }
@@ -36,6 +82,7 @@ void parallel_for(int64_t count, int64_t grain, const Body& body) {
 // order as they become free.
 template <class Body>
 void for_each_task(int64_t count, int64_t threads, const Body& body) {
+  if (threads > 1 && count > 1 && shared_with_team(count, loop_of(body))) return;
   std::atomic<int64_t> next{0};
   parallel_for(std::min(count, threads), 1, [&](int64_t, int64_t) {
     for (int64_t task; (task = next++) < count;) body(task);

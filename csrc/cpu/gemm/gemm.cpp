@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <atomic>
 #include <functional>
-#include <thread>
 #include <vector>
 
 #include "../isa/dispatch.h"
@@ -66,9 +65,8 @@ void run(const std::vector<Phase>& phases, int threads) {
   for_each_task(tasks, threads, [&](int64_t task) {
     size_t i = 0;
     while (task >= phases[i].count) task -= phases[i++].count;
-    while (i > 0 && unfinished[i - 1].load(std::memory_order_acquire) > 0) {
-      std::this_thread::yield();
-    }
+    Pause pause;
+    while (i > 0 && unfinished[i - 1].load(std::memory_order_acquire) > 0) pause();
     phases[i].body(task);
     unfinished[i].fetch_sub(1, std::memory_order_release);
   });
