@@ -13,10 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-PACKAGES = (
-    "matplotlib", "networkx", "numpy", "pandas", "scipy", "sklearn", "sympy", "torch",
-    "transformers",
-)  # fmt: skip
+PACKAGES = ("matplotlib", "networkx", "numpy", "pandas", "scipy", "sklearn", "sympy")
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
