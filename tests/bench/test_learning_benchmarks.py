@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # benchmarks/ is no part of the package
 
@@ -114,6 +115,7 @@ def test_both_engines_train_alike_on_real_text(tmp_path):
 
 def test_transfer_compares_with_the_same_architecture(tmp_path):
     model = tmp_path / "model"
+    torch.manual_seed(5)
     tokenizer = train_tokenizer(stories(30, seed=0), 300)
     tokenizer.save(model)
     BertModel(BertConfig.preset("tiny", vocab_size=tokenizer.vocab_size)).save_pretrained(model)
