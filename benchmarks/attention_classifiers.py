@@ -31,19 +31,19 @@ from fastbert.data.text_folders import read_text_folder
 from fastbert.finetuning import ClassifyOptions
 from fastbert.training import PretrainOptions, pretrain
 
-# Each word has an opposite; "not" exchanges them, so a bag of words does not give the label.
+# Each word has an opposite, and "not" exchanges the two.
 OPINIONS = (("good", "bad"), ("moving", "boring"), ("clever", "silly"), ("funny", "dull"))
 SUBJECTS = ("The film", "The plot", "The cast", "The ending", "The music")
-ADVERBS = ("not", "not really", "really", "truly", "very")
+ADVERBS = ("not", "quite", "really", "truly", "very")
 PRETRAINED = "google-bert/bert-base-uncased"
 
 
 def review(is_good: bool, story: list[str], rng: random.Random) -> str:
     """Return a part of a story with two opinions in it."""
-    sentences = story[:4]
+    sentences = story[:2]
     for _ in range(2):
         adverb = rng.choice(ADVERBS)
-        word = rng.choice(OPINIONS)[is_good == adverb.startswith("not")]
+        word = rng.choice(OPINIONS)[is_good == (adverb == "not")]
         opinion = f"{rng.choice(SUBJECTS)} was {adverb} {word}."
         sentences.insert(rng.randrange(len(sentences) + 1), opinion)
     return " ".join(sentences)

