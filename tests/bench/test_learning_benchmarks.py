@@ -1,0 +1,192 @@
+"""The benchmarks that train models on real text and on reviews, at the smallest sizes."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # benchmarks/ is no part of the package
+
+from benchmarks import docstrings, transfer
+from benchmarks.attention_classifiers import OPINIONS, write_reviews
+from fastbert import BertConfig, BertModel
+from fastbert.data import stories, train_tokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+needs_transformers = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="compares with transformers"
+)
+
+
+def run(*arguments: object) -> str:
+    command = [sys.executable, "-m", *map(str, arguments), "--threads", "1"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+@pytest.fixture
+def packages(tmp_path, monkeypatch):
+    """Two packages of four modules with other words, whose names no passage has."""
+    for package, words in (("birdwords", "The birds sing"), ("fishwords", "The fish swim")):
+        folder = tmp_path / package
+        (folder / "tests").mkdir(parents=True)
+        for name in ("__init__", "a", "b", "c", "d", "e", "f", "g"):
+            prose = [
+                f"{words} in the {name} morning and {' '.join(['they like it'] * n)}."
+                for n in range(5, 8)
+            ]
+            example = ">>> print(1)\n1"
+            code = f"x : int\n    Number of {package}."
+            body = "\n\n".join([*prose, example, code])
+            (folder / f"{name}.py").write_text(f'"""{body}\n"""\n')
+        (folder / "tests" / "test_a.py").write_text('"""A test is no documentation."""\n')
+        (folder / "broken.py").write_text('"""A broken module."""\n(')
+    monkeypatch.syspath_prepend(tmp_path)
+    return ["birdwords", "fishwords"]
+
+
+def test_docstrings_have_only_prose(packages):
+    found = list(docstrings.documents(packages))
+    assert [d.package for d in found] == ["birdwords"] * 8 + ["fishwords"] * 8
+    assert {d.module for d in found} == {f"{n}.py" for n in ("__init__", *"abcdefg")}
+    for document in found:
+        assert len(document.paragraphs) == 3
+        assert all(text.endswith("they like it.") for text in document.paragraphs)
+
+
+def test_docstrings_refuse_a_package_that_is_not_installed():
+    assert docstrings.installed(["json", "no_such_package"]) == ["json"]
+    with pytest.raises(ValueError, match="packages: got no_such_package, allowed: "):
+        list(docstrings.documents(["no_such_package"]))
+
+
+def test_labelled_passages_are_split_by_module(packages):
+    parts = transfer.labelled(packages, 20)
+    assert {part: len(rows) for part, rows in parts.items()} == {
+        "train": 24,
+        "validation": 6,
+        "test": 10,
+    }
+    modules = {
+        part: {(row["label"], row["text"].split(" in the ")[1].split()[0]) for row in rows}
+        for part, rows in parts.items()
+    }
+    assert not modules["train"] & modules["test"]
+    assert not modules["train"] & modules["validation"]
+    assert not modules["validation"] & modules["test"]
+    with pytest.raises(ValueError, match="count: got 100, allowed: 24 for birdwords"):
+        transfer.labelled(packages, 100)
+
+
+def test_passages_that_name_a_label_are_left_out(packages):
+    document = next(iter(docstrings.documents(["birdwords"])))
+    assert len(transfer._passages(document, re.compile("fish", re.I))) == 3
+    assert transfer._passages(document, re.compile("fish|BIRDS", re.I)) == []
+
+
+@needs_transformers
+def test_both_engines_train_alike_on_real_text(tmp_path):
+    options = ["--packages", "json", "email", "asyncio", "--preset", "tiny", "--vocab-size", 300]
+    options += ["--steps", 12, "--evaluations", 2, "--max-length", 32, "--tokens-per-batch", 256]
+    output = run("benchmarks.real_text", "--out", tmp_path, *options)
+    assert "| 12 | transformers |" in output
+    found = json.loads((tmp_path / "real_text.json").read_text())
+    assert [row["step"] for row in found["held_out"]] == [0, 0, 6, 6, 12, 12]
+    losses = found["losses"]
+    assert len(losses["fastbert"]) == 12
+    assert losses["fastbert"] == pytest.approx(losses["transformers"], rel=1e-4)
+    assert found["held_out"][-1]["mlm_loss"] < found["held_out"][0]["mlm_loss"] - 0.05
+    for ours, theirs in zip(found["held_out"][::2], found["held_out"][1::2], strict=True):
+        for name in ("mlm_loss", "nsp_loss"):
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-4)
+    assert found["ratio_of_total_times"] == pytest.approx(
+        sum(found["seconds"]["transformers"]) / sum(found["seconds"]["fastbert"])
+    )
+    assert (tmp_path / "real_text.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_transfer_compares_with_the_same_architecture(tmp_path):
+    model = tmp_path / "model"
+    torch.manual_seed(5)
+    tokenizer = train_tokenizer(stories(30, seed=0), 300)
+    tokenizer.save(model)
+    BertModel(BertConfig.preset("tiny", vocab_size=tokenizer.vocab_size)).save_pretrained(model)
+    options = ["--model", model, "--packages", "email", "asyncio", "--count", 16, "--epochs", 2]
+    options += ["--scratch-rates", "1e-3", "--scratch-epochs", 3, "--precision", "fp32"]
+    run("benchmarks.transfer", "--out", tmp_path / "out", *options)
+    found = json.loads((tmp_path / "out" / "transfer.json").read_text())
+    assert [row["name"] for row in found["rows"]] == ["pre-trained", "from scratch"]
+    assert [len(row["per_epoch"]) for row in found["rows"]] == [2, 3]
+    for row in found["rows"]:
+        assert row["examples"] == {"train": 20, "validation": 4, "test": 8}
+        assert row["per_epoch"][-1] == row["accuracy"]["validation"]
+    scratch = BertModel.from_pretrained(tmp_path / "out" / "untrained")
+    given = BertModel.from_pretrained(model)
+    assert scratch.config == given.config
+    name = "embeddings.word_embeddings.weight"
+    assert not scratch.state_dict()[name].equal(given.state_dict()[name])
+    assert (tmp_path / "out" / "transfer.png").exists()
+
+
+def test_generated_reviews_have_the_opinion_of_their_label(tmp_path):
+    write_reviews(tmp_path, 40)
+    good = {pair[0] for pair in OPINIONS}
+    words = good | {pair[1] for pair in OPINIONS}
+    for label in ("pos", "neg"):
+        paths = list(tmp_path.glob(f"*/{label}/*.txt"))
+        assert len(paths) == 40
+        for path in paths:
+            opinions = [
+                s for s in path.read_text().split(". ") if s.strip(".").split()[-1] in words
+            ]
+            assert len(opinions) == 2
+            for opinion in opinions:
+                is_good = opinion.strip(".").split()[-1] in good
+                assert (is_good != (" not " in opinion)) == (label == "pos")
+
+
+def test_attention_classifiers_on_a_given_folder(tmp_path):
+    reviews = tmp_path / "reviews"
+    write_reviews(reviews, 20)
+    small = ["--heads", 2, 4, "--layers", 1, "--hidden-size", 16, "--epochs", 2]
+    small += ["--pretrained-epochs", 1, "--max-length", 64, "--vocab-size", 300]
+    generated = run(
+        *("benchmarks.attention_classifiers", "--out", tmp_path / "a", "--count", 20),
+        *("--pretrain-steps", 2, *small),
+    )
+    assert "| pre-trained, fine-tuned |" in generated
+    model = tmp_path / "a" / "pretrained" / "run" / "model"
+    run(
+        *("benchmarks.attention_classifiers", "--out", tmp_path / "b", "--reviews", reviews),
+        *("--pretrained", model, *small, "--learning-rate", 1e-3, "--pretrained-rate", 1e-3),
+    )
+    first, second = (
+        json.loads((tmp_path / name / "attention_classifiers.json").read_text()) for name in "ab"
+    )
+    # The generated reviews are those of the folder, so both runs have the same accuracies.
+    assert [r["accuracy"] for r in first["rows"]] == [r["accuracy"] for r in second["rows"]]
+    assert [len(row["per_epoch"]) for row in first["rows"]] == [2, 2, 1]
+    assert first["rows"][0]["examples"] == {"train": 18, "validation": 2, "test": 20}
+    heads = [
+        BertConfig.from_json(tmp_path / "a" / f"untrained-1-{count}" / "config.json")
+        for count in (2, 4)
+    ]
+    assert [config.num_attention_heads for config in heads] == [2, 4]
+
+
+def test_readme_has_the_figures_of_the_record():
+    record = ROOT / "benchmarks" / "results" / "2026-11-23-real-text" / "transfer.json"
+    rows = json.loads(record.read_text())["rows"]
+    scratch = max(rows[1:], key=lambda row: row["accuracy"]["validation"])
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for name, row in (("pre-trained", rows[0]), ("from scratch", scratch)):
+        cells = [f"{100 * row['accuracy'][part]:.1f} %" for part in ("train", "test")]
+        assert f"{name} | {' | '.join(cells)} |" in readme
