@@ -19,8 +19,10 @@ from fastbert.jobs import encode as job
 from fastbert.jobs import encode_on_ray as job_on_ray
 from fastbert.jobs.texts import Texts, check_output
 
-# A copy of the names in fastbert.modules, whose import would import torch; a test compares them.
+# Copies of the names in fastbert.modules and fastbert.inference, whose import would import torch; a
+# test compares them.
 POOLINGS = ("mean", "cls", "max", "last", "mean_sqrt_len_tokens", "weightedmean")
+COMBINATIONS = ("concat", "sum", "mean")
 
 
 def encode(
@@ -49,6 +51,21 @@ def encode(
     pooling: Annotated[
         str | None,
         typer.Option(help="Pooling mode, listed above; by default the folder's mode, else mean."),
+    ] = None,
+    layers: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,N,…",
+            help="Layers whose token vectors are pooled; 0 is the embedding output, and negative "
+            "numbers count from the last layer; by default the last layer.",
+        ),
+    ] = None,
+    combine: Annotated[
+        str | None,
+        typer.Option(
+            help="How the vectors of several layers become one: concat, sum or mean; by default "
+            "concat."
+        ),
     ] = None,
     normalize: Annotated[
         bool | None,
@@ -92,6 +109,9 @@ def encode(
     with another module or setting is refused. --pooling takes mean, cls, max,
     last, mean_sqrt_len_tokens or weightedmean.
 
+    --layers 9,10,11,12 pools the token vectors of the last four layers of a
+    model with twelve layers, and --combine says how they become one vector.
+
     OUT has the embeddings and nothing else. It appears when it is complete;
     until then OUT.partial keeps the finished rows. After an interruption, the
     same command continues from these rows.
@@ -102,9 +122,13 @@ def encode(
     """
     one_of("--backend", backend, BACKENDS)
     one_of("--pooling", pooling, POOLINGS)
+    one_of("--combine", combine, COMBINATIONS)
+    chosen = _numbers("--layers", layers)
     if ray is not None:
         options = {
             "pooling": pooling,
+            "layers": chosen,
+            "combine": combine,
             "normalize": normalize,
             "max_length": max_length,
             "tokens_per_batch": tokens_per_batch,
@@ -120,14 +144,29 @@ def encode(
         texts,
         target,
         pooling=pooling,
+        layers=chosen,
+        combine=combine,
         normalize=normalize,
         max_length=max_length,
         tokens_per_batch=tokens_per_batch,
         backend=backend,
         reporter=reporter,
     )
+    of_layers = f", layers {layers}" if layers is not None else ""
     normalised = ", normalised" if summary["normalize"] else ""
-    print_summary(summary, f"{summary['shape']}, {summary['pooling']}{normalised}", as_json=as_json)
+    detail = f"{summary['shape']}, {summary['pooling']}{of_layers}{normalised}"
+    print_summary(summary, detail, as_json=as_json)
+
+
+def _numbers(argument: str, text: str | None) -> tuple[int, ...] | None:
+    """Return the integers in a text that separates them by commas."""
+    if text is None:
+        return None
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        allowed = "numbers of layers separated by commas, such as 9,10,11,12"
+        raise ValueError(f"{argument}: got {text!r}, allowed: {allowed}") from None
 
 
 def _encode_on_ray(

@@ -54,7 +54,15 @@ MaxLength = Annotated[
     int | None,
     _option(DATA, "Largest number of tokens; by default the limit of the model, or 384 for qa."),
 ]
-Freeze = Annotated[bool, _option(RUN, "Train only the head, not the encoder.", "--freeze")]
+Freeze = Annotated[
+    bool,
+    _option(
+        RUN,
+        "Train only the head (and its pooler); embeddings and layers keep their weights and have "
+        "no dropout.",
+        "--freeze",
+    ),
+]
 Precision = Annotated[str, _option(RUN, "fp32, or bf16 for autocast to bf16.")]
 Seed = Annotated[int, _option(RUN, "Seed of the data, the head and dropout.")]
 Backend = Annotated[
@@ -195,7 +203,14 @@ def qa(
         ),
     ],
     output: Output,
-    stride: Annotated[int, _option(DATA, "Tokens that two windows of a long context share.")] = 128,
+    stride: Annotated[
+        int,
+        _option(
+            DATA,
+            "Tokens that two windows of a long context share; at most a third of --max-length is "
+            "used.",
+        ),
+    ] = 128,
     longest_answer: Annotated[int, _option(RUN, "Largest number of tokens of an answer.")] = 30,
     validation: Validation = None,
     test: Test = None,

@@ -34,7 +34,8 @@ class AnswerOptions(FinetuneOptions):
     the limit of the model if it is smaller.
 
     Args:
-        stride: Number of tokens that two consecutive windows of a long context share.
+        stride: Number of tokens that two consecutive windows of a long context share; at most a
+            third of `max_length` is used.
         longest_answer: Largest number of tokens of an answer that the model gives.
     """
 

@@ -16,6 +16,7 @@ from fastbert.finetuning.plots import plot_confusion
 from fastbert.finetuning.preparation import Part, encode, fingerprint, read_parts
 from fastbert.finetuning.run import FinetuningRun
 from fastbert.finetuning.task import Confusion, Task
+from fastbert.ops.backend import launched_processes
 from fastbert.training import resume, state
 from fastbert.training.checkpoint import CHECKPOINT, refuse_existing
 from fastbert.training.log import CURVES, LOG
@@ -97,9 +98,10 @@ def finetune(options: FinetuneOptions, *, console: Console | None = None) -> Fin
 
     Raises:
         FileNotFoundError: If the model or a data file does not exist.
-        ValueError: If the data, the model or the output folder is not usable, or if an earlier run
-            in the folder has other options; nothing has been written then. For data, the message
-            names the file and the line.
+        ValueError: If the data, the model or the output folder is not usable, if an earlier run in
+            the folder has other options, or if torchrun or ``accelerate launch`` has started
+            several processes; nothing has been written then. For data, the message names the file
+            and the line.
         ImportError: If matplotlib is not installed, or pyarrow for a .parquet file.
         RuntimeError: If a loss or a gradient is not finite; the message names the batch.
         OSError: If the last checkpoint, the log or a figure could not be written.
@@ -109,6 +111,7 @@ def finetune(options: FinetuneOptions, *, console: Console | None = None) -> Fin
     def say(text: str) -> None:
         console.print(text, highlight=False, markup=False, soft_wrap=True)
 
+    _refuse_other_processes()
     refuse_existing(options.folder, overwrite=options.overwrite)
     _require_matplotlib()
     task = options.task()
@@ -137,6 +140,18 @@ def finetune(options: FinetuneOptions, *, console: Console | None = None) -> Fin
     )
     _remove_earlier(options.folder, checkpoints=found is None)
     return _finish(run, record, signals)
+
+
+def _refuse_other_processes() -> None:
+    """Raise ValueError if a launcher started several processes, which would train the same model.
+
+    Each process would make the whole run and write to the same folder.
+    """
+    if (processes := launched_processes()) > 1:
+        raise ValueError(
+            f"processes: got {processes} from torchrun or accelerate launch, allowed: 1, because "
+            "fine-tuning uses one process"
+        )
 
 
 def _require_matplotlib() -> None:

@@ -17,7 +17,7 @@ class AfterEncoder(nn.Module):
 
     Args:
         recipe: The modules of the model folder.
-        hidden_size: Size H of the encoder's rows.
+        hidden_size: Size H of the rows.
         prompt_length: Number of rows at the start of each text that belong to the prompt.
 
     Raises:
@@ -54,7 +54,7 @@ class AfterEncoder(nn.Module):
         """Compute the embeddings of packed texts.
 
         Args:
-            hidden: Rows of the encoder, floating of shape ``(T, H)``.
+            hidden: Rows of the tokens, floating of shape ``(T, H)``.
             cu_seqlens: Cumulative lengths of the texts from 0, int32 of shape ``(B + 1,)``.
 
         Returns:

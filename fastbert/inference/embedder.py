@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fastbert.inference.after_encoder import AfterEncoder
+from fastbert.inference.layer_states import LayerStates
 from fastbert.inference.text_batches import LimitedTokenizer, length_batches, pack
 from fastbert.io import checkpoint
 from fastbert.io import sentence_transformers_folder as stored
@@ -27,6 +28,11 @@ class Embedder:
         model: Folder or hub id of a checkpoint. A folder of sentence-transformers states the steps
             after the encoder; for any other folder, the embedding is the mean of the rows.
         pooling: The pooling mode; None keeps the modes of the folder.
+        layers: Numbers of the hidden states whose rows are pooled; None takes the last state. State
+            0 is the embedding output, state N is the output of layer N, and a negative number
+            counts from the last state.
+        combine: How several states become one row: ``"concat"``, ``"sum"`` or ``"mean"``; None is
+            ``"concat"``.
         normalize: Whether the last step scales the embedding to length 1; None keeps the steps of
             the folder.
         max_length: Largest number of tokens of a text; None keeps the limit of the folder.
@@ -34,7 +40,8 @@ class Embedder:
         backend: Backend of the model; None lets each operation choose.
 
     Raises:
-        ValueError: If the checkpoint cannot be loaded, or a file of the folder is not supported.
+        ValueError: If the checkpoint cannot be loaded, if a file of the folder is not supported,
+            or if `layers` or `combine` is not allowed.
 
     Examples:
         >>> from fastbert.inference import Embedder
@@ -48,6 +55,8 @@ class Embedder:
         model: str,
         *,
         pooling: str | None = None,
+        layers: Sequence[int] | None = None,
+        combine: str | None = None,
         normalize: bool | None = None,
         max_length: int | None = None,
         tokens_per_batch: int = 8192,
@@ -63,8 +72,10 @@ class Embedder:
             encoder = BertModel.from_pretrained(recipe.encoder, backend=backend)
         self.encoder = encoder.to(self.device).eval()
         self.tokenizer = LimitedTokenizer(recipe, encoder.config.max_length)
+        self.states = LayerStates(layers, combine, len(encoder.encoder.running()) + 1)
+        rows_width = self.states.factor * encoder.config.hidden_size
         prompt_length = self.tokenizer.prompt_length()
-        self.after = AfterEncoder(recipe, encoder.config.hidden_size, prompt_length).to(self.device)
+        self.after = AfterEncoder(recipe, rows_width, prompt_length).to(self.device)
         self.width, self.tokens_per_batch = self.after.width, tokens_per_batch
         self.folders = (folder, recipe.encoder, *self.after.folders)
 
@@ -77,7 +88,8 @@ class Embedder:
         Returns:
             The embeddings, fp32 of shape ``(B, E)``.
         """
-        return self.after(self.encoder(**batch).last_hidden_state, batch["cu_seqlens"])
+        output = self.encoder(**batch, output_hidden_states=self.states.numbers)
+        return self.after(self.states.rows(output.hidden_states), batch["cu_seqlens"])
 
     @torch.inference_mode()
     def __call__(self, texts: Sequence[str]) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,8 @@ def run(
     target: Path,
     *,
     pooling: str | None = None,
+    layers: Sequence[int] | None = None,
+    combine: str | None = None,
     normalize: bool | None = None,
     max_length: int | None = None,
     tokens_per_batch: int = 8192,
@@ -34,6 +36,8 @@ def run(
         texts: The lines of INPUT, one text each.
         target: A .npy or .parquet file. It appears once it is complete.
         pooling: As in `fastbert.inference.Embedder`.
+        layers: As in `fastbert.inference.Embedder`.
+        combine: As in `fastbert.inference.Embedder`.
         normalize: As in `fastbert.inference.Embedder`.
         max_length: As in `fastbert.inference.Embedder`.
         tokens_per_batch: Largest number of tokens of a batch, unless a single text is longer.
@@ -41,8 +45,8 @@ def run(
         reporter: Receives notes and progress.
 
     Returns:
-        The summary of `compute`, the shape of the embeddings, and the options of pooling and
-        normalization.
+        The summary of `compute`, the shape of the embeddings, and the options of the layers,
+        pooling and normalization.
 
     Raises:
         ValueError: As in `fastbert.inference.Embedder` and `compute`.
@@ -50,10 +54,21 @@ def run(
     from fastbert.inference import Embedder
 
     embedder = Embedder(
-        model, pooling=pooling, normalize=normalize, max_length=max_length, backend=backend
+        model,
+        pooling=pooling,
+        layers=layers,
+        combine=combine,
+        normalize=normalize,
+        max_length=max_length,
+        backend=backend,
     )
     after = embedder.after
-    options = {"pooling": "+".join(after.pooling.modes), "normalize": after.normalised}
+    options = {
+        "layers": embedder.states.numbers,
+        "combine": embedder.states.combine,
+        "pooling": "+".join(after.pooling.modes),
+        "normalize": after.normalised,
+    }
     summary = compute(
         texts,
         target,

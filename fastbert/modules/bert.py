@@ -26,22 +26,24 @@ class Encoded(NamedTuple):
         rows: Hidden states after the last layer, of shape ``(T, H)``, without padding.
         layout: Division of the rows into sequences.
         hidden_states: The states that the caller asked for, in the caller's layout; otherwise None.
+            A state that was not chosen is None.
         attentions: The attention weights that the caller asked for, in the caller's layout;
             otherwise None.
     """
 
     rows: Tensor
     layout: BatchLayout
-    hidden_states: tuple[Tensor, ...] | None
+    hidden_states: tuple[Tensor | None, ...] | None
     attentions: tuple[Tensor | None, ...] | None
 
     @property
     def last_hidden_state(self) -> Tensor:
         """Rows in the caller's layout.
 
-        The tensor is the last of the hidden states if the caller asked for hidden states.
+        The tensor is the last of the hidden states if the caller asked for that state.
         """
-        return self.hidden_states[-1] if self.hidden_states else self.layout.given(self.rows)
+        last = self.hidden_states[-1] if self.hidden_states else None
+        return self.layout.given(self.rows) if last is None else last
 
 
 class BertPooler(nn.Module):
@@ -162,7 +164,7 @@ class BertModel(BertPreTrainedModel):
         inputs_embeds: Tensor | None = None,
         *,
         output_attentions: bool | Sequence[int] | None = None,
-        output_hidden_states: bool | None = None,
+        output_hidden_states: bool | Sequence[int] | None = None,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
     ) -> Encoded:
@@ -181,8 +183,10 @@ class BertModel(BertPreTrainedModel):
             output_attentions: Whether the softmax weights before dropout are returned. A sequence
                 of layer numbers returns the weights of these layers and None for the others; a
                 negative number counts from the last layer. None reads the configuration.
-            output_hidden_states: Whether the hidden states are returned. None reads the
-                configuration.
+            output_hidden_states: Whether the hidden states are returned. A sequence of numbers
+                returns these states and None for the others; 0 is the embedding output, N is the
+                output of layer N, and a negative number counts from the last state. The layers run
+                on the same path as without hidden states. None reads the configuration.
             cu_seqlens: Cumulative lengths of the packed sequences from 0, int32 of shape
                 ``(B + 1,)``; None if the input is padded.
             max_seqlen: Length of the longest packed sequence, or more. None reads the length from
@@ -201,7 +205,11 @@ class BertModel(BertPreTrainedModel):
             if isinstance(output_attentions, Sequence)
             else self.flag("output_attentions", output_attentions)
         )
-        want_states = self.flag("output_hidden_states", output_hidden_states)
+        want_states = (
+            output_hidden_states
+            if isinstance(output_hidden_states, Sequence)
+            else self.flag("output_hidden_states", output_hidden_states)
+        )
         tokens = enter(
             self.config,
             input_ids,
@@ -218,20 +226,22 @@ class BertModel(BertPreTrainedModel):
         self,
         tokens: EncoderInput,
         output_attentions: bool | Sequence[int] = False,
-        output_hidden_states: bool = False,
+        output_hidden_states: bool | Sequence[int] = False,
     ) -> Encoded:
         """Encode tokens that ``fastbert.modules.inputs.enter`` has checked and laid out.
 
         Args:
             tokens: The tokens without padding.
             output_attentions: As in `encode`.
-            output_hidden_states: Whether the hidden states are returned.
+            output_hidden_states: As in `encode`.
 
         Returns:
             The rows without padding, as in `encode`.
 
         Raises:
-            ValueError: If `output_attentions` names a layer that does not exist.
+            ValueError: If `output_attentions` or `output_hidden_states` names a layer that does not
+                exist.
+            TypeError: If one of them is neither a bool nor a sequence.
         """
         seeds = draw_seeds(self.config, self.training, tokens.positions.device)
         embedded = self.embeddings(tokens, seeds.embeddings)
@@ -241,7 +251,7 @@ class BertModel(BertPreTrainedModel):
         return Encoded(
             rows,
             tokens.layout,
-            tuple(states) if output_hidden_states else None,
+            tuple(states) if states else None,
             tuple(attentions) if attentions else None,
         )
 

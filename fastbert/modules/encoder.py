@@ -65,9 +65,9 @@ class BertEncoder(nn.Module):
         hidden: Tensor,
         layout: BatchLayout,
         output_attentions: bool | Sequence[int] = False,
-        output_hidden_states: bool = False,
+        output_hidden_states: bool | Sequence[int] = False,
         seeds: Sequence[LayerSeeds] | None = None,
-    ) -> tuple[Tensor, list[Tensor], list[Tensor | None]]:
+    ) -> tuple[Tensor, list[Tensor | None], list[Tensor | None]]:
         """Run the layers.
 
         A gradient, if wanted, passes through the returned states and weights.
@@ -77,23 +77,33 @@ class BertEncoder(nn.Module):
             layout: Division of the rows into sequences.
             output_attentions: Whether attention weights are returned; or the numbers of the layers
                 whose weights are returned.
-            output_hidden_states: Whether the hidden states are returned.
+            output_hidden_states: Whether the hidden states are returned; or the numbers of the
+                states that are returned. State 0 is the input of the first layer.
             seeds: Dropout seeds of each layer; None lets every operation draw its own seed.
 
         Returns:
             The rows after the last layer, a list of hidden states and a list of attention weights,
             both in the caller's layout. The N + 1 hidden states are the input of the first layer
             and the output of each of the N layers. The last state includes the final norm, if the
-            encoder has one. The N attention weights are None at layers that were not chosen. A list
-            that was not asked for is empty.
+            encoder has one. A state, and the attention weights of a layer, are None if they were
+            not chosen. A list that was not asked for is empty.
 
         Raises:
-            ValueError: If `output_attentions` names a layer that does not exist.
+            ValueError: If `output_attentions` or `output_hidden_states` names a layer that does not
+                exist.
+            TypeError: If one of them is neither a bool nor a sequence.
+
+        Note:
+            The choice of states does not change the path of the layers. A call that runs all layers
+            at once can return the rows after every layer or after the last layer only. If a state
+            between the first and the last is chosen, the call therefore holds the rows after every
+            layer until it returns, and the states that were not chosen are then released.
         """
-        states: list[Tensor] = []
+        states: list[Tensor | None] = []
         attentions: list[Tensor | None] = []
         layers = self.running()
-        weighed = chosen_layers(output_attentions, len(layers))
+        weighed = chosen_layers("output_attentions", output_attentions, len(layers))
+        stated = chosen_layers("output_hidden_states", output_hidden_states, len(layers) + 1)
         if self.relative_attention_bias is not None:
             bias = self.relative_attention_bias(layout.order(hidden.device))
             given = layout.bias
@@ -106,21 +116,24 @@ class BertEncoder(nn.Module):
                 # the results of the layers.
                 plan = Choice("", "layer by layer: a bias by distance")
             if isinstance(plan, FusedCall):
-                outputs = _one_call(plan, hidden, layout, output_hidden_states)
-                if output_hidden_states:
-                    states = [layout.given(rows) for rows in (hidden, *outputs)]
+                between = any(0 < number < len(layers) for number in stated)
+                outputs = _one_call(plan, hidden, layout, between)
+                if stated:
+                    known = {0: hidden, len(layers): outputs[-1]}
+                    known |= dict(enumerate(outputs, 1)) if between else {}
+                    states = [
+                        layout.given(known[number]) if number in stated else None
+                        for number in range(len(layers) + 1)
+                    ]
                 return outputs[-1], states, []
-        if output_hidden_states:
-            hidden = _through(hidden, layout, states)
+        hidden = _through(hidden, layout, states, 0 in stated)
         recompute = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
         trained = None
         if torch.is_grad_enabled() and not (weighed or recompute):
             trained = _training(layers, hidden, layout, seeds)
         for i, layer in enumerate(layers):
             if trained is not None:
-                hidden = trained(i, hidden)
-                if output_hidden_states:
-                    hidden = _through(hidden, layout, states)
+                hidden = _through(trained(i, hidden), layout, states, i + 1 in stated)
                 continue
             arguments = (hidden, layout, i in weighed, NO_SEEDS if seeds is None else seeds[i])
             if recompute:
@@ -129,11 +142,10 @@ class BertEncoder(nn.Module):
                 hidden, weights = layer(*arguments)
             if self.final_norm is not None and i == len(layers) - 1:
                 hidden = self.final_norm(hidden)
-            if output_hidden_states:
-                hidden = _through(hidden, layout, states)
+            hidden = _through(hidden, layout, states, i + 1 in stated)
             if weighed:
                 attentions.append(weights)
-        return hidden, states, attentions
+        return hidden, states if stated else [], attentions
 
     def running(self) -> list[nn.Module]:
         """Return the layers in the order in which they run."""
@@ -160,37 +172,43 @@ class BertEncoder(nn.Module):
         return Choice(plan.backend or layers, plan.reason)
 
 
-def _through(rows: Tensor, layout: BatchLayout, states: list[Tensor]) -> Tensor:
-    """Append `rows` in the caller's layout to `states`, and return the rows.
+def _through(
+    rows: Tensor, layout: BatchLayout, states: list[Tensor | None], wanted: bool
+) -> Tensor:
+    """Append `rows` in the caller's layout to `states`, or None if unwanted, and return the rows.
 
     If a gradient is wanted, the returned rows are taken from the appended state. The later layers
     are then computed from the state.
     """
-    states.append(layout.given(rows))
-    return layout.rows(states[-1]) if needs_gradient(rows) else rows
+    state = layout.given(rows) if wanted else None
+    states.append(state)
+    return rows if state is None or not needs_gradient(rows) else layout.rows(state)
 
 
-def chosen_layers(wanted: bool | Sequence[int], layers: int) -> frozenset[int]:
-    """Return the numbers of the layers that `wanted` names.
+def chosen_layers(name: str, wanted: bool | Sequence[int], count: int) -> frozenset[int]:
+    """Return the numbers that `wanted` chooses among the layers, or among the hidden states.
 
     Args:
-        wanted: True for all layers, False for none, or layer numbers. A negative number counts from
-            the last layer.
-        layers: Number of layers.
+        name: Name of the argument, for errors.
+        wanted: True for all, False for none, or numbers. A negative number counts from the end.
+        count: Number of layers, or of hidden states.
 
     Returns:
         The numbers, from 0.
 
     Raises:
-        ValueError: If a layer does not exist.
+        ValueError: If `wanted` has a number that is out of range.
+        TypeError: If `wanted` is neither a bool nor a sequence.
     """
     if isinstance(wanted, bool):
-        return frozenset(range(layers) if wanted else ())
+        return frozenset(range(count) if wanted else ())
+    allowed = f"allowed: True, False or numbers from {-count} to {count - 1}"
+    if not isinstance(wanted, Sequence):
+        raise TypeError(f"{name}: got {wanted!r}, {allowed}")
     for number in wanted:
-        if isinstance(number, bool) or not -layers <= number < layers:
-            allowed = f"True, False or numbers from {-layers} to {layers - 1}"
-            raise ValueError(f"output_attentions: got layer {number!r}, allowed: {allowed}")
-    return frozenset(number % layers for number in wanted)
+        if isinstance(number, bool) or not isinstance(number, int) or not -count <= number < count:
+            raise ValueError(f"{name}: got layer {number!r}, {allowed}")
+    return frozenset(number % count for number in wanted)
 
 
 def _training(

@@ -88,14 +88,14 @@ class BaseModelOutputWithPooling(ModelOutput):
             for packed input.
         pooler_output: Pooled first tokens of shape ``(B, H)``; None without a pooler.
         hidden_states: The embeddings and the output of every layer, each of the shape of
-            `last_hidden_state`.
+            `last_hidden_state`; None for a state that was not chosen.
         attentions: Attention weights of each layer, of shape ``(B, heads, L, L)``; None for a layer
             that was not chosen. L is the longest sequence if the input is packed.
     """
 
     last_hidden_state: Tensor | None = None
     pooler_output: Tensor | None = None
-    hidden_states: tuple[Tensor, ...] | None = None
+    hidden_states: tuple[Tensor | None, ...] | None = None
     attentions: tuple[Tensor | None, ...] | None = None
 
 
@@ -120,7 +120,7 @@ class BertForPreTrainingOutput(ModelOutput):
     loss: Tensor | None = None
     prediction_logits: Tensor | None = None
     seq_relationship_logits: Tensor | None = None
-    hidden_states: tuple[Tensor, ...] | None = None
+    hidden_states: tuple[Tensor | None, ...] | None = None
     attentions: tuple[Tensor | None, ...] | None = None
     mlm_loss: Tensor | None = None
     nsp_loss: Tensor | None = None
@@ -132,7 +132,7 @@ class _LogitsOutput(ModelOutput):
 
     loss: Tensor | None = None
     logits: Tensor | None = None
-    hidden_states: tuple[Tensor, ...] | None = None
+    hidden_states: tuple[Tensor | None, ...] | None = None
     attentions: tuple[Tensor | None, ...] | None = None
 
 
@@ -213,7 +213,7 @@ class QuestionAnsweringModelOutput(ModelOutput):
     loss: Tensor | None = None
     start_logits: Tensor | None = None
     end_logits: Tensor | None = None
-    hidden_states: tuple[Tensor, ...] | None = None
+    hidden_states: tuple[Tensor | None, ...] | None = None
     attentions: tuple[Tensor | None, ...] | None = None
 
 

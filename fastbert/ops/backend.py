@@ -2,7 +2,8 @@
 
 No other Python file reads the environment. ``FASTBERT_BACKEND`` is the preferred backend of calls
 that name none. Triton's own ``TRITON_INTERPRET=1`` lets Triton kernels run on CPU tensors. The
-extension reads ``FASTBERT_CPU_ISA``.
+extension reads ``FASTBERT_CPU_ISA``. torchrun sets ``TORCHELASTIC_RUN_ID`` and ``WORLD_SIZE``, the
+number of its processes.
 
 A stand-in runs the kernels of a GPU backend on CPU tensors. There are two of them. Triton's
 interpreter runs the Python source of Triton kernels. The PTX machine (fastbert/testing/ptx) runs
@@ -189,6 +190,11 @@ def standing_in(name: str, backend: str) -> Iterator[None]:
             del _stand_ins[backend]
         else:
             _stand_ins[backend] = before
+
+
+def launched_processes() -> int:
+    """Return how many processes torchrun or ``accelerate launch`` has started together, or 1."""
+    return int(os.environ.get("WORLD_SIZE", 1)) if "TORCHELASTIC_RUN_ID" in os.environ else 1
 
 
 def compiler_environment(cache: Path | None = None) -> dict[str, str]:

@@ -20,6 +20,8 @@ from fastbert.integrations.ray import Embed
 from fastbert.jobs import encode_on_ray
 from fastbert.jobs.encode_on_ray import Rows, read_shards
 
+OPTIONS = ("--normalize", "--layers", "1,-1", "--combine", "sum")
+
 
 @pytest.fixture(scope="module")
 def cluster():
@@ -56,13 +58,13 @@ def test_each_shard_becomes_the_file_of_the_plain_command(
     cluster, run, refused, model_folder, shards, tmp_path
 ):
     out = tmp_path / "out"
-    result = run("encode", model_folder, shards, out, "--ray", "auto", "--normalize", "--json")
+    result = run("encode", model_folder, shards, out, "--ray", "auto", *OPTIONS, "--json")
     assert result.exit_code == 0, result.output
     summary = json.loads(result.stdout[result.stdout.index("{") :])
     assert (summary["files"], summary["texts"], summary["workers"]) == (3, 907, 2)
     for source in (shards / "a.txt", shards / "b.jsonl", shards / "c.parquet"):
         plain = tmp_path / f"{source.stem}.npy"
-        assert run("encode", model_folder, source, plain, "--normalize").exit_code == 0
+        assert run("encode", model_folder, source, plain, *OPTIONS).exit_code == 0
         assert np.array_equal(embeddings(out / f"{source.stem}.parquet"), np.load(plain))
     assert sorted(p.name for p in out.iterdir()) == [
         *("a.parquet", "b.parquet", "c.parquet", "manifest.json")
@@ -72,7 +74,7 @@ def test_each_shard_becomes_the_file_of_the_plain_command(
     before = {name: (out / name).stat().st_mtime_ns for name in ("a.parquet", "c.parquet")}
     missing = embeddings(out / "b.parquet")
     (out / "b.parquet").unlink()
-    result = run("encode", model_folder, shards, out, "--ray", "auto", "--normalize", "--json")
+    result = run("encode", model_folder, shards, out, "--ray", "auto", *OPTIONS, "--json")
     assert result.exit_code == 0, result.output
     assert '"resumed": 2' in result.stdout
     assert "2 of 3 files" in result.output
@@ -82,8 +84,11 @@ def test_each_shard_becomes_the_file_of_the_plain_command(
     # Another option, or other texts, would mix two kinds of rows.
     message = refused("encode", model_folder, shards, out, "--ray", "auto", "--pooling", "cls")
     assert "begun with another options" in message
+    others = ("--normalize", "--layers", "0,2", "--combine", "sum")
+    message = refused("encode", model_folder, shards, out, "--ray", "auto", *others)
+    assert "begun with another options" in message
     (shards / "b.jsonl").write_text('{"text": "another"}\n')
-    message = refused("encode", model_folder, shards, out, "--ray", "auto", "--normalize")
+    message = refused("encode", model_folder, shards, out, "--ray", "auto", *OPTIONS)
     assert "begun with another texts" in message
 
 
