@@ -29,6 +29,7 @@ from stock_families import (
 from stock_families import Outputs as Stacked
 
 import fastbert
+import fastbert.integrations.attention_interface  # registers the name "fastbert"
 from fastbert.testing.compare import assert_close
 from fastbert.testing.yardstick import run_sides
 
