@@ -71,7 +71,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--scratch-epochs", type=int, default=12, help="more, until it has learnt")
     parser.add_argument("--learning-rate", type=float, default=1e-4)
-    parser.add_argument("--scratch-rates", type=float, nargs="+", default=[1e-4, 5e-4])
+    parser.add_argument("--scratch-rates", type=float, nargs="+", default=[1e-4])
     parser.add_argument("--max-length", type=int, default=64, help="tokens of a passage")
     parser.add_argument("--precision", default="bf16")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
