@@ -58,8 +58,7 @@ class Team {
     state_.store(number_ << 2 * kBits | claims << kBits, std::memory_order_release);
     take();
     for (Pause pause; unfinished_.load(std::memory_order_acquire) > 0;) pause();
-    if (!failing_.test()) return;
-    failing_.clear();
+    if (!failed_.exchange(false)) return;
     std::rethrow_exception(std::exchange(failure_, nullptr));
   }
 
@@ -98,7 +97,8 @@ class Team {
     try {
       for (int64_t task = first; task < last; ++task) loop_.call(loop_.body, task);
     } catch (...) {
-      if (!failing_.test_and_set()) failure_ = std::current_exception();
+      // The error of one task is enough.
+      if (!failed_.exchange(true)) failure_ = std::current_exception();
     }
   }
 
@@ -106,7 +106,7 @@ class Team {
   uint64_t number_ = 0;
   Loop loop_ = {};
   int64_t count_ = 0, tasks_of_claim_ = 1;
-  std::atomic_flag failing_ = ATOMIC_FLAG_INIT;
+  std::atomic<bool> failed_{false};
   std::exception_ptr failure_;
 };
 
