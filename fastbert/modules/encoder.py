@@ -126,14 +126,17 @@ class BertEncoder(nn.Module):
                         for number in range(len(layers) + 1)
                     ]
                 return outputs[-1], states, []
-        hidden = _through(hidden, layout, states, 0 in stated)
+        if stated:
+            hidden = _through(hidden, layout, states, 0 in stated)
         recompute = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
         trained = None
         if torch.is_grad_enabled() and not (weighed or recompute):
             trained = _training(layers, hidden, layout, seeds)
         for i, layer in enumerate(layers):
             if trained is not None:
-                hidden = _through(trained(i, hidden), layout, states, i + 1 in stated)
+                hidden = trained(i, hidden)
+                if stated:
+                    hidden = _through(hidden, layout, states, i + 1 in stated)
                 continue
             arguments = (hidden, layout, i in weighed, NO_SEEDS if seeds is None else seeds[i])
             if recompute:
@@ -142,10 +145,11 @@ class BertEncoder(nn.Module):
                 hidden, weights = layer(*arguments)
             if self.final_norm is not None and i == len(layers) - 1:
                 hidden = self.final_norm(hidden)
-            hidden = _through(hidden, layout, states, i + 1 in stated)
+            if stated:
+                hidden = _through(hidden, layout, states, i + 1 in stated)
             if weighed:
                 attentions.append(weights)
-        return hidden, states if stated else [], attentions
+        return hidden, states, attentions
 
     def running(self) -> list[nn.Module]:
         """Return the layers in the order in which they run."""
