@@ -123,35 +123,22 @@ def encode(
     one_of("--backend", backend, BACKENDS)
     one_of("--pooling", pooling, POOLINGS)
     one_of("--combine", combine, COMBINATIONS)
-    chosen = _numbers("--layers", layers)
+    options = {
+        "pooling": pooling,
+        "layers": _numbers("--layers", layers),
+        "combine": combine,
+        "normalize": normalize,
+        "max_length": max_length,
+        "tokens_per_batch": tokens_per_batch,
+        "backend": backend,
+    }
     if ray is not None:
-        options = {
-            "pooling": pooling,
-            "layers": chosen,
-            "combine": combine,
-            "normalize": normalize,
-            "max_length": max_length,
-            "tokens_per_batch": tokens_per_batch,
-            "backend": backend,
-        }
         _encode_on_ray(model, source, target, ray, field, options, as_json=as_json)
         return
     check_output(target, source, (".npy", ".parquet"))
     reporter = ConsoleReporter()
     texts = Texts(source, (field,), reporter)
-    summary = job.run(
-        model,
-        texts,
-        target,
-        pooling=pooling,
-        layers=chosen,
-        combine=combine,
-        normalize=normalize,
-        max_length=max_length,
-        tokens_per_batch=tokens_per_batch,
-        backend=backend,
-        reporter=reporter,
-    )
+    summary = job.run(model, texts, target, reporter=reporter, **options)
     of_layers = f", layers {layers}" if layers is not None else ""
     normalised = ", normalised" if summary["normalize"] else ""
     detail = f"{summary['shape']}, {summary['pooling']}{of_layers}{normalised}"

@@ -107,9 +107,8 @@ class PretrainingBatches:
         if self.packed:
             groups = _group_packed(order, pairs.lengths, self.tokens_per_batch)
         else:
-            window = _WINDOW_BATCHES * self.tokens_per_batch // self.pairs.max_length
-            groups = group_padded(order, pairs.lengths, self.tokens_per_batch, window)
-            groups = [groups[i] for i in rng.permutation(len(groups))]
+            budget, longest = self.tokens_per_batch, self.pairs.max_length
+            groups = group_padded(order, pairs.lengths, budget, longest, rng)
         return EpochBatches(self, index, pairs, groups)
 
 
@@ -198,13 +197,19 @@ def _group_packed(order: np.ndarray, lengths: np.ndarray, budget: int) -> list[n
 
 
 def group_padded(
-    order: np.ndarray, lengths: np.ndarray, budget: int, window: int
+    order: np.ndarray,
+    lengths: np.ndarray,
+    budget: int,
+    max_length: int,
+    rng: np.random.Generator,
 ) -> list[np.ndarray]:
-    """Sort windows of `order` by length and cut them into groups.
+    """Sort windows of `order` by length, cut them into groups, and shuffle the groups.
 
-    The number of sequences of a group times the longest length is at most `budget`.
+    The number of sequences of a group times the longest length is at most `budget`. A window has
+    the sequences of some batches whose lengths are all `max_length`.
     """
     groups = []
+    window = _WINDOW_BATCHES * budget // max_length
     for begin in range(0, len(order), window):
         part = order[begin : begin + window]
         part = part[np.argsort(lengths[part], kind="stable")]
@@ -215,4 +220,4 @@ def group_padded(
                 cuts.append(position)
                 first = position
         groups += np.split(part, cuts)
-    return groups
+    return [groups[i] for i in rng.permutation(len(groups))]

@@ -35,6 +35,32 @@ class Instance(NamedTuple):
     is_random: bool
 
 
+def write_segments(
+    ids: np.ndarray,
+    token_types: np.ndarray,
+    tokenizer: WordPieceTokenizer,
+    first: np.ndarray,
+    second: np.ndarray | None,
+) -> None:
+    """Write ``[CLS] A [SEP] B [SEP]``, or ``[CLS] A [SEP]`` without a second segment.
+
+    Args:
+        ids: int64 of shape ``(n,)``, where n is the length with the special tokens.
+        token_types: int64 of shape ``(n,)``, filled with 0 by the caller.
+        tokenizer: Source of the ids of ``[CLS]`` and ``[SEP]``.
+        first: Ids of A.
+        second: Ids of B, or None.
+    """
+    middle = len(first) + 1
+    ids[0] = tokenizer.cls_id
+    ids[1:middle] = first
+    ids[middle] = tokenizer.sep_id
+    if second is not None:
+        ids[middle + 1 : -1] = second
+        ids[-1] = tokenizer.sep_id
+        token_types[middle + 1 :] = 1
+
+
 class EpochPairs(Sequence[Instance]):
     """The pairs of one epoch, each built on access.
 
@@ -55,8 +81,7 @@ class EpochPairs(Sequence[Instance]):
                 shape ``(n, 5)``.
             tokenizer: Source of the ids of ``[CLS]`` and ``[SEP]``.
         """
-        self._tokens, self._spans = tokens, spans
-        self._cls, self._sep = tokenizer.cls_id, tokenizer.sep_id
+        self._tokens, self._spans, self._tokenizer = tokens, spans, tokenizer
         self.lengths = spans[:, 1] - spans[:, 0] + spans[:, 3] - spans[:, 2] + 3
         self.is_random = spans[:, 4].astype(bool)
 
@@ -73,13 +98,8 @@ class EpochPairs(Sequence[Instance]):
             token_types: int64 of shape ``(n,)``, filled with 0 by the caller.
         """
         a_start, a_end, b_start, b_end, _ = self._spans[index].tolist()
-        middle = a_end - a_start + 1
-        ids[0] = self._cls
-        ids[1:middle] = self._tokens[a_start:a_end]
-        ids[middle] = self._sep
-        ids[middle + 1 : -1] = self._tokens[b_start:b_end]
-        ids[-1] = self._sep
-        token_types[middle + 1 :] = 1
+        first, second = self._tokens[a_start:a_end], self._tokens[b_start:b_end]
+        write_segments(ids, token_types, self._tokenizer, first, second)
 
     def __getitem__(self, index: Any) -> Any:
         """Build one `Instance`, or a list of them for a slice."""

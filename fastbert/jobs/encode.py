@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,14 +20,8 @@ def run(
     texts: Texts,
     target: Path,
     *,
-    pooling: str | None = None,
-    layers: Sequence[int] | None = None,
-    combine: str | None = None,
-    normalize: bool | None = None,
-    max_length: int | None = None,
-    tokens_per_batch: int = 8192,
-    backend: str | None = None,
     reporter: Reporter = SILENT,
+    **options: Any,
 ) -> dict[str, Any]:
     """Write an embedding of each line to a file.
 
@@ -35,14 +29,8 @@ def run(
         model: Folder or hub id of a checkpoint.
         texts: The lines of INPUT, one text each.
         target: A .npy or .parquet file. It appears once it is complete.
-        pooling: As in `fastbert.inference.Embedder`.
-        layers: As in `fastbert.inference.Embedder`.
-        combine: As in `fastbert.inference.Embedder`.
-        normalize: As in `fastbert.inference.Embedder`.
-        max_length: As in `fastbert.inference.Embedder`.
-        tokens_per_batch: Largest number of tokens of a batch, unless a single text is longer.
-        backend: Backend of the model; None lets each operation choose.
         reporter: Receives notes and progress.
+        options: The keyword arguments of `fastbert.inference.Embedder`.
 
     Returns:
         The summary of `compute`, the shape of the embeddings, and the options of the layers,
@@ -53,17 +41,9 @@ def run(
     """
     from fastbert.inference import Embedder
 
-    embedder = Embedder(
-        model,
-        pooling=pooling,
-        layers=layers,
-        combine=combine,
-        normalize=normalize,
-        max_length=max_length,
-        backend=backend,
-    )
+    embedder = Embedder(model, **options)
     after = embedder.after
-    options = {
+    resolved = {
         "layers": embedder.states.numbers,
         "combine": embedder.states.combine,
         "pooling": "+".join(after.pooling.modes),
@@ -75,21 +55,21 @@ def run(
         tokenizer=embedder.tokenizer,
         forward=embedder.forward,
         width=embedder.width,
-        tokens_per_batch=tokens_per_batch,
+        tokens_per_batch=embedder.tokens_per_batch,
         device=embedder.device,
         fingerprint=fingerprint(
             embedder.folders,
             texts,
             command="encode",
-            **options,
+            **resolved,
             max_length=embedder.tokenizer.limit,
-            tokens_per_batch=tokens_per_batch,
-            backend=backend,
+            tokens_per_batch=embedder.tokens_per_batch,
+            backend=options.get("backend"),
         ),
         write=None if target.suffix.lower() == ".npy" else write_embeddings,
         reporter=reporter,
     )
-    return {**summary, "shape": (texts.count, after.width), **options}
+    return {**summary, "shape": (texts.count, after.width), **resolved}
 
 
 def write_embeddings(rows: NDArray[np.float32], path: Path) -> None:

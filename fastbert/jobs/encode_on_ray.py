@@ -78,12 +78,15 @@ def run(
     from fastbert.inference import Embedder
 
     shards = _shards(source, field, reporter)
-    embedder = Embedder(model, **options)  # A wrong model or option is an error before any work.
+    # A wrong model or option is an error before any work. The workers have models of their own.
+    embedder = Embedder(model, **options)
+    width, folders = embedder.width, embedder.folders
+    del embedder
     _begin(
         target,
         {
             "fastbert": __version__,
-            "model": [digest_of_model(folder) for folder in dict.fromkeys(embedder.folders)],
+            "model": [digest_of_model(folder) for folder in dict.fromkeys(folders)],
             "field": field,
             "options": options,
             "texts": {name: shard.digest for name, shard in shards.items()},
@@ -104,14 +107,14 @@ def run(
             for name, shard in missing.items():
                 parts = rows.take(shard.texts, advance)
                 path = target / f"{name}.parquet"
-                atomic_file.write_atomically(path, _write(parts, embedder.width))
+                atomic_file.write_atomically(path, _write(parts, width))
     seconds = time.perf_counter() - start
     return {
         "output": target,
         "files": len(shards),
         "resumed": finished,
         "texts": total,
-        "width": embedder.width,
+        "width": width,
         "workers": workers,
         "seconds": seconds,
         "texts_per_second": left / seconds,

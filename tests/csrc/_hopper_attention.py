@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+import torch
 from _broken_ptx import kernel_in
 from _nvcc import require_nvcc
+from torch import Tensor
 
 from fastbert.testing.ptx.hopper_attention import HopperAttention
+
+SEED = torch.tensor([0x0123456789ABCDEF])
+# An honest warp executes far fewer instructions.
+LONGEST = 400_000
+
+
+def drawn(batch, heads, queries, keys, dim=64, dtype=torch.bfloat16, seed=0) -> list[Tensor]:
+    """Return q, k, v and dout."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn(batch, n, heads, dim, generator=generator).to(dtype).transpose(1, 2)
+        for n in (queries, keys, keys, queries)
+    ]
 
 
 def compiled_in(folder) -> Breakable:

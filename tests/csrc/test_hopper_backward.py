@@ -8,16 +8,13 @@ from itertools import accumulate
 
 import pytest
 import torch
-from _hopper_attention import compiled_in
+from _hopper_attention import LONGEST, SEED, compiled_in, drawn
 
 from fastbert import reference
 from fastbert.testing.compare import assert_close
 from fastbert.testing.yardstick import Yardstick
 
 NAMES = ("dq", "dk", "dv")
-SEED = torch.tensor([0x0123456789ABCDEF])
-# An honest warp executes far fewer instructions.
-LONGEST = 400_000
 
 
 @pytest.fixture(scope="module")
@@ -30,15 +27,6 @@ def hopper(compiled):
     compiled.options = {"limit": LONGEST}
     compiled.compiled.set_multiprocessors(2)
     return compiled
-
-
-def drawn(batch, heads, queries, keys, dim=64, dtype=torch.bfloat16, seed=0):
-    """Return q, k, v and dout."""
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        torch.randn(batch, n, heads, dim, generator=generator).to(dtype).transpose(1, 2)
-        for n in (queries, keys, keys, queries)
-    ]
 
 
 def forward(q, k, v, mask=None, dropout_p=0.0):

@@ -12,8 +12,6 @@ from fastbert.data.batches import Batch, group_padded, pad
 from fastbert.data.masking import IGNORED, mask_packed
 from fastbert.data.prepared.examples import EpochExamples, PreparedExamples
 
-# As in PretrainingBatches: padded examples are sorted by length in windows of so many batches.
-_WINDOW_BATCHES = 50
 _ORDER, _MASKS = 4, 5
 
 
@@ -94,9 +92,8 @@ class PreparedBatches:
         if self.packed:
             bounds = _bounds(examples.lengths[order], self.tokens_per_batch)
         else:
-            window = _WINDOW_BATCHES * self.tokens_per_batch // self.examples.max_length
-            groups = group_padded(order, examples.lengths, self.tokens_per_batch, window)
-            groups = [groups[i] for i in rng.permutation(len(groups))]
+            budget, longest = self.tokens_per_batch, self.examples.max_length
+            groups = group_padded(order, examples.lengths, budget, longest, rng)
             order = np.concatenate(groups)
             bounds = np.cumsum([0, *map(len, groups)])
         return PreparedEpoch(

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from fastbert.data.pairs import Instance
+from fastbert.data.pairs import Instance, write_segments
 from fastbert.data.prepared import plan
 from fastbert.data.prepared.corpus import PreparedCorpus
 from fastbert.data.prepared.shards import Shard
@@ -43,8 +43,7 @@ class EpochExamples(Sequence[Instance]):
         self._first = np.cumsum([0, *(len(found.label) for found in plans)])
         self._spans = np.concatenate([found.spans for found in plans])
         self.label = np.concatenate([found.label for found in plans])
-        tokenizer = source.corpus.tokenizer
-        self._cls, self._sep = tokenizer.cls_id, tokenizer.sep_id
+        self._tokenizer = source.corpus.tokenizer
         spans = self._spans
         special = 3 if self.pairs else 2
         sizes = spans[:, 1] - spans[:, 0] + spans[:, 3] - spans[:, 2] + special
@@ -66,15 +65,11 @@ class EpochExamples(Sequence[Instance]):
         """
         own, other = self._shards[int(np.searchsorted(self._first, index, side="right")) - 1]
         a_start, a_end, b_start, b_end = self._spans[index].tolist()
-        middle = a_end - a_start + 1
-        ids[0] = self._cls
-        ids[1:middle] = own.tokens[a_start:a_end]
-        ids[middle] = self._sep
+        second = None
         if self.pairs:
-            second = other if self._other and self.label[index] else own
-            ids[middle + 1 : -1] = second.tokens[b_start:b_end]
-            ids[-1] = self._sep
-            token_types[middle + 1 :] = 1
+            shard = other if self._other and self.label[index] else own
+            second = shard.tokens[b_start:b_end]
+        write_segments(ids, token_types, self._tokenizer, own.tokens[a_start:a_end], second)
 
     def __getitem__(self, index: Any) -> Any:
         """Build one `Instance`, or a list of them for a slice."""
