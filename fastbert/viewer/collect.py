@@ -1,0 +1,276 @@
+"""Attention weights, queries, keys and values of a model, for one text.
+
+The model of the caller comes back unchanged: mode, hooks and classes, also after an error. A model
+of transformers is accelerated for the call, so that one path serves all families.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastbert.config import BertConfig
+from fastbert.modules import BertModel
+from fastbert.modules.attention import BertSelfAttention
+from fastbert.modules.encoder import chosen_layers
+from fastbert.modules.quantized_linear import QuantizedLinear
+from fastbert.viewer.predictions import ANY, Output, Prediction, predict
+from fastbert.viewer.text import PADDING, Tokens
+
+
+@dataclass
+class Layer:
+    """The attention of one layer for one text of L tokens, in fp32.
+
+    Attributes:
+        number: Number of the layer in the model, from 0.
+        window: Largest distance between a query and its keys, or None.
+        weights: Softmax weights of shape ``(heads, L, L)``, 0 at padding.
+        queries: Queries of shape ``(heads, L, D)``, rotated if the model rotates them.
+        keys: Keys of shape ``(heads, L, D)``, rotated if the model rotates them.
+        norms: Norm of what each token's value adds to the output of attention if its weight is 1,
+            of shape ``(heads, L)`` (Kobayashi et al. 2020, "Attention is Not Only a Weight").
+        relevance: Mean over the heads of the positive part of gradient × weight for the chosen
+            output, of shape ``(L, L)``, or None (Chefer et al. 2021, equation 5).
+        scores: Sum of ``|gradient × weight|`` of each head, of shape ``(heads,)``, or None.
+    """
+
+    number: int
+    window: int | None
+    weights: Tensor
+    queries: Tensor
+    keys: Tensor
+    norms: Tensor
+    relevance: Tensor | None = None
+    scores: Tensor | None = None
+
+
+@dataclass
+class Collected:
+    """What a model computes for one text.
+
+    Attributes:
+        name: Name of the class of the model.
+        config: The configuration of the encoder.
+        layers: The chosen layers.
+        prediction: The prediction of the head, or None if the model has no head that is shown.
+        note: Why there is no gradient although there is a prediction; empty otherwise.
+        biased: Whether a bias by distance is added to the products of queries and keys.
+    """
+
+    name: str
+    config: BertConfig
+    layers: list[Layer]
+    prediction: Prediction | None
+    note: str
+    biased: bool
+
+
+@contextmanager
+def _opened(model: Any) -> Iterator[tuple[nn.Module, BertModel]]:
+    """Yield the outermost model with a forward of ids, and the encoder of fastbert inside.
+
+    Modules get the eval mode. At the end, every module has its mode and its class of before.
+    """
+    with ExitStack() as stack:
+        whole: Any = model if isinstance(model, nn.Module) else getattr(model, "model", None)
+        if not isinstance(whole, nn.Module):
+            raise TypeError(f"model: got {type(model).__name__}, allowed: a model or a pipeline")
+        ours = [part for part in whole.modules() if isinstance(part, BertModel)]
+        if ours:
+            outer, encoder = whole, ours[0]
+        else:
+            outer, encoder = stack.enter_context(_stock(whole))
+        modes = [(part, part.training) for part in (*outer.modules(), *encoder.modules())]
+        stack.callback(_set_modes, modes)
+        outer.eval()
+        yield outer, encoder
+
+
+def _set_modes(modes: list[tuple[nn.Module, bool]]) -> None:
+    for part, training in modes:
+        part.training = training
+
+
+@contextmanager
+def _stock(whole: nn.Module) -> Iterator[tuple[nn.Module, BertModel]]:
+    """Accelerate a model of transformers inside the block, unless it is already accelerated."""
+    try:
+        from transformers import PreTrainedModel
+    except ImportError:
+        raise TypeError(f"model: got {type(whole).__name__}, allowed: a model of fastbert") from None
+    from fastbert.integrations import accelerate as host
+
+    before = host.bound_encoders(whole)
+    outer = next((part for part in whole.modules() if isinstance(part, PreTrainedModel)), None)
+    try:
+        try:
+            if not before:
+                host.accelerate(whole)
+        except ValueError as error:
+            raise ValueError(f"model: {str(error).removeprefix('accelerate: ')}") from error
+        bound = list(host.bound_encoders(whole).values())
+        if len(bound) != 1 or outer is None:
+            raise ValueError(f"model: got {len(bound)} encoders, allowed: one")
+        yield outer, bound[0].model
+    finally:
+        if not before:
+            host.restore(whole)
+
+
+@dataclass
+class _Seen:
+    """A call of a self-attention module: the module, its input rows and their layout."""
+
+    module: BertSelfAttention
+    hidden: Tensor
+    layout: Any
+
+
+@contextmanager
+def _watched(encoder: BertModel, gradient: bool) -> Iterator[list[_Seen]]:
+    """Record the calls of self-attention inside the block, in the order of the layers.
+
+    With `gradient`, the input of the layers becomes a leaf that wants a gradient, so that the
+    weights carry one even if every parameter is frozen.
+    """
+    seen: list[_Seen] = []
+
+    def record(module: Any, arguments: tuple[Any, ...]) -> None:
+        seen.append(_Seen(module, arguments[0].detach(), arguments[1]))
+
+    def begin(_: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (arguments[0].detach().requires_grad_(), *arguments[1:])
+
+    with ExitStack() as stack:
+        for layer in encoder.encoder.layer:
+            handle = layer.attention.self.register_forward_pre_hook(record)
+            stack.callback(handle.remove)
+        if gradient:
+            stack.callback(encoder.encoder.register_forward_pre_hook(begin).remove)
+        yield seen
+
+
+def collect(
+    model: Any, tokens: Tokens, *, layers: Sequence[int] | None = None, output: Output = ANY
+) -> Collected:
+    """Run a model on one text and collect what its attention does.
+
+    Args:
+        model: A model of fastbert, a model of transformers, a ``SentenceTransformer`` or a
+            pipeline; accelerated or not.
+        tokens: The tokens of the text.
+        layers: Numbers of the layers; a negative number counts from the end. None means all.
+        output: The output whose gradient is computed.
+
+    Returns:
+        The attention of the layers and the prediction.
+
+    Raises:
+        TypeError: If `model` is not a model.
+        ValueError: If the model has no encoder that fastbert can compute, if the text has more
+            tokens than the model has positions, or if a layer or an output does not exist.
+    """
+    with _opened(model) as (outer, encoder):
+        config = encoder.config
+        _check_length(config, tokens)
+        count = len(encoder.encoder.order)
+        chosen = sorted(chosen_layers("layers", True if layers is None else layers, count))
+        quantized = any(isinstance(part, QuantizedLinear) for part in outer.modules())
+        inputs = _inputs(outer, encoder, tokens)
+        with torch.inference_mode(False), torch.enable_grad():
+            with _watched(encoder, not quantized) as seen, torch.set_grad_enabled(not quantized):
+                out = outer(**inputs, output_attentions=chosen, return_dict=True)
+            prediction = predict(outer, out, tokens, output)
+            weights = [out.attentions[number] for number in chosen]
+            gradients = _gradients(prediction, weights, quantized)
+        with torch.no_grad():
+            found = [
+                _layer(encoder, seen[number], number, weight.detach(), gradient)
+                for number, weight, gradient in zip(chosen, weights, gradients, strict=True)
+            ]
+    lacking = prediction is not None and quantized
+    note = "The model is quantized, and quantized layers have no gradient." if lacking else ""
+    biased = encoder.encoder.relative_attention_bias is not None
+    return Collected(type(outer).__name__, config, found, prediction, note, biased)
+
+
+def _check_length(config: BertConfig, tokens: Tokens) -> None:
+    limit, got = config.max_length, len(tokens.ids)
+    if got > limit:
+        raise ValueError(f"text: got {got} tokens, allowed: at most {limit}, the model's positions")
+    largest = max(tokens.ids)
+    if largest >= config.vocab_size:
+        raise ValueError(
+            f"tokenizer: got the id {largest}, allowed: below {config.vocab_size}, the vocabulary "
+            "of the model"
+        )
+
+
+def _inputs(outer: nn.Module, encoder: BertModel, tokens: Tokens) -> dict[str, Tensor]:
+    device = next(outer.parameters()).device
+    exists = [int(sentence != PADDING) for sentence in tokens.sentences]
+    inputs = {"input_ids": tokens.ids, "attention_mask": exists}
+    types = encoder.embeddings.token_type_embeddings
+    if types is not None and types.weight.shape[0] > 1:
+        inputs["token_type_ids"] = tokens.types
+    return {name: torch.tensor([values], device=device) for name, values in inputs.items()}
+
+
+def _gradients(
+    prediction: Prediction | None, weights: list[Tensor], quantized: bool
+) -> list[Tensor | None]:
+    if prediction is None or quantized:
+        return [None] * len(weights)
+    return list(torch.autograd.grad(prediction.target, weights, allow_unused=True))
+
+
+def _layer(
+    encoder: BertModel, seen: _Seen, number: int, weights: Tensor, gradient: Tensor | None
+) -> Layer:
+    module, layout = seen.module, seen.layout
+    heads, size = module.heads, module.head_dim
+    qkv = module.qkv(seen.hidden)
+    if module.rotary is not None:
+        qkv = module.rotary(qkv.view(-1, 3 * heads, size), layout.rotations, 2 * heads)
+    padded = layout.given(qkv.reshape(-1, 3 * heads * size))[0].float()
+    queries, keys, values = padded.view(-1, 3, heads, size).permute(1, 2, 0, 3)
+    dense = encoder.encoder.layer[encoder.encoder.order[number]].attention.output.dense
+    weights = weights[0].float()
+    relevance = scores = None
+    if gradient is not None:
+        product = gradient[0].float() * weights
+        relevance = product.clamp(min=0).mean(0).cpu()
+        scores = product.abs().sum((1, 2)).cpu()
+    return Layer(
+        number,
+        module.window,
+        weights.cpu(),
+        queries.cpu(),
+        keys.cpu(),
+        _norms(dense, values.to(seen.hidden.dtype)).cpu(),
+        relevance,
+        scores,
+    )
+
+
+def _norms(dense: nn.Module, values: Tensor) -> Tensor:
+    """Return ``‖W_O,h v_j,h‖`` for values ``(heads, L, D)``, of shape ``(heads, L)``.
+
+    The projection is called with the values of one head and zeros for the others, because it may be
+    quantized or adapted. Its bias is taken away.
+    """
+    heads, length, size = values.shape
+    rows = values.new_zeros(length, heads, size)
+    none = dense(values.new_zeros(1, heads * size))
+    norms = []
+    for head in range(heads):
+        rows[:, head] = values[head]
+        norms.append((dense(rows.view(length, -1)) - none).float().norm(dim=-1))
+        rows[:, head] = 0
+    return torch.stack(norms)

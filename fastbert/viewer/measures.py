@@ -1,0 +1,100 @@
+"""Numbers that describe a head: where its weights go, how far, and how concentrated they are."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastbert.viewer.text import PADDING, Tokens
+
+
+class Measure(NamedTuple):
+    """A number per head, and its name in the page.
+
+    Attributes:
+        name: Name of the measure in the data of the page.
+        label: Name for readers.
+        unit: ``"nats"``, ``"tokens"`` or ``"share"``.
+    """
+
+    name: str
+    label: str
+    unit: str
+
+
+MEASURES = (
+    Measure("entropy", "entropy", "nats"),
+    Measure("distance", "mean distance", "tokens"),
+    Measure("first", "share on the first token", "share"),
+    Measure("separator", "share on separators", "share"),
+    Measure("self", "share on itself", "share"),
+    Measure("previous", "share on the previous token", "share"),
+    Measure("next", "share on the next token", "share"),
+    Measure("same", "share on its own sentence", "share"),
+)
+
+
+def measure(weights: Tensor, tokens: Tokens) -> dict[str, list[float]]:
+    """Compute the measures of the heads of a layer.
+
+    Each measure is a mean over the queries that are not padding. A share is the sum of the weights
+    on the named keys. The mean distance is ``Σ_j w_ij |i − j|``. The entropy is ``−Σ_j w_ij log
+    w_ij``, in nats. The sentence of a special token is none, so that a query in a sentence has the
+    rest of its weight on special tokens and on the other sentence. Queries that are special tokens
+    are left out of the share on the own sentence, and all shares on a neighbour leave out the
+    queries that have none.
+
+    Args:
+        weights: Attention weights of shape ``(heads, L, L)``, 0 at padding.
+        tokens: The L tokens.
+
+    Returns:
+        For each name of `MEASURES`, one number per head.
+    """
+    weights = weights.double()
+    places = torch.arange(weights.shape[-1])
+    sentences = torch.tensor(tokens.sentences)
+    exists = sentences != PADDING
+    apart = (places[:, None] - places[None, :]).abs()
+    separators = torch.tensor([number in tokens.separator_ids for number in tokens.ids])
+    first = int(exists.int().argmax())
+    same = (sentences[:, None] == sentences[None, :]) & (sentences >= 0)[:, None]
+    per_query = {
+        "entropy": torch.special.entr(weights).sum(-1),
+        "distance": (weights * apart).sum(-1),
+        "first": weights[..., first],
+        "separator": (weights * separators).sum(-1),
+        "self": weights.diagonal(dim1=-2, dim2=-1),
+        "same": (weights * same).sum(-1),
+    }
+    found = {name: values[:, exists].mean(-1) for name, values in per_query.items()}
+    found["same"] = per_query["same"][:, sentences >= 0].mean(-1)
+    # The neighbours of real tokens are real, because padding follows the text.
+    last = int(exists.sum()) - 1
+    found["previous"] = weights.diagonal(-1, -2, -1)[:, :last].mean(-1)
+    found["next"] = weights.diagonal(1, -2, -1)[:, :last].mean(-1)
+    return {each.name: found[each.name].tolist() for each in MEASURES}
+
+
+def rollout(means: Tensor) -> Tensor:
+    """Compute attention rollout, which multiplies the attention of all layers.
+
+    Args:
+        means: The mean over the heads of each layer, of shape ``(layers, L, L)``.
+
+    Returns:
+        Tensor of shape ``(layers, L, L)``: layer l is ``A_l A_{l-1} … A_0`` with ``A = (mean + I)
+        / 2``. Row i says how much of each input token reaches token i.
+
+    Note:
+        Abnar and Zuidema 2020, "Quantifying Attention Flow in Transformers". The page computes the
+        same rows from its quantised weights; this function is their reference.
+    """
+    identity = torch.eye(means.shape[-1], dtype=means.dtype)
+    found: list[Tensor] = []
+    for mean in means:
+        step = (mean + identity) / 2
+        found.append(step @ found[-1] if found else step)
+    return torch.stack(found)

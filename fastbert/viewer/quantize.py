@@ -1,0 +1,133 @@
+"""Attention weights in few bits: quantized, compressed, and written as text.
+
+A weight w in 0 to 1 becomes the code ``round(√w · N)`` for N levels. The square root spends codes on
+small weights: the error of a weight is at most ``√w / N + 1 / (4 N²)``. A head is stored by columns,
+because the weights on one key are alike. The compression is Huffman coding with run lengths, which
+browsers read with ``DecompressionStream``.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import zlib
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+# The numbers of levels, the finest first.
+LEVELS = (255, 191, 127, 95, 79, 63, 47, 31, 23, 15)
+# Heads of every layer by which the number of levels is chosen: one in eight.
+SAMPLE = 8
+# Queries and keys have this many levels on either side of 0.
+VECTOR_LEVELS = 63
+
+Floats = NDArray[np.float32]
+Codes = NDArray[np.uint8]
+
+
+def compress(data: bytes) -> str:
+    """Return `data` compressed by raw deflate, as base64 text."""
+    packer = zlib.compressobj(6, zlib.DEFLATED, -15, 9, zlib.Z_RLE)
+    return base64.b64encode(packer.compress(data) + packer.flush()).decode("ascii")
+
+
+def decompress(text: str) -> bytes:
+    """Return the bytes that `compress` was given."""
+    return zlib.decompress(base64.b64decode(text), -15)
+
+
+def encode(weights: Floats, levels: int) -> Codes:
+    """Quantize weights.
+
+    Args:
+        weights: Weights of shape ``(..., L, L)`` between 0 and 1.
+        levels: Number N of levels above 0, at most 255.
+
+    Returns:
+        Codes of shape ``(..., L, L)``, with the keys before the queries.
+    """
+    codes = np.sqrt(weights)
+    codes *= levels
+    codes += np.float32(0.5)
+    return np.ascontiguousarray(codes.astype(np.uint8).swapaxes(-1, -2))
+
+
+def decode(codes: Codes, levels: int) -> Floats:
+    """Return the weights of shape ``(..., L, L)`` that codes stand for, queries before keys."""
+    table = (np.arange(256, dtype=np.float32) / levels) ** 2
+    return table[codes.swapaxes(-1, -2)]
+
+
+def largest_error(levels: int) -> float:
+    """Return the largest error of a weight between 0 and 1, reached for weights near 1."""
+    return 1 / levels - 1 / (4 * levels**2)
+
+
+def finest(layers: list[Floats], budget: int) -> int:
+    """Choose the largest number of levels with which all layers fit into a budget.
+
+    The choice compresses one in `SAMPLE` heads, and keeps a tenth of the budget in reserve for the
+    other heads.
+
+    Args:
+        layers: The weights of each layer, of shape ``(heads, L, L)``.
+        budget: Number of characters of base64 text.
+
+    Returns:
+        One of `LEVELS`.
+
+    Raises:
+        ValueError: If the coarsest levels do not fit.
+    """
+    sampled = [layer[number % SAMPLE :: SAMPLE] for number, layer in enumerate(layers)]
+    total = sum(layer.size for layer in layers)
+    if total * 8 * 4 / 3 <= 8 * budget:
+        return LEVELS[0]
+    part = sum(layer.size for layer in sampled)
+    for levels in LEVELS:
+        size = sum(len(compress(encode(layer, levels).tobytes())) for layer in sampled)
+        if size * total / part <= 0.9 * budget:
+            return levels
+    megabytes = math.ceil(total * 0.8 / 8e6)
+    raise ValueError(
+        f"text: its {total:,} attention weights need {megabytes} MB, allowed: "
+        f"{budget / 1e6:.1f} MB; choose fewer layers"
+    )
+
+
+@dataclass
+class Vectors:
+    """Vectors in few bits.
+
+    Attributes:
+        codes: ``round(x / scale · N) + N`` as uint8, for `VECTOR_LEVELS` N.
+        scales: The largest absolute value of each head.
+    """
+
+    codes: Codes
+    scales: list[float]
+
+
+def encode_vectors(vectors: Floats) -> Vectors:
+    """Quantize vectors of shape ``(heads, L, D)``, with an error of at most scale / (2 N)."""
+    scales = np.abs(vectors).max((1, 2), keepdims=True)
+    scales[scales == 0] = 1
+    codes = np.rint(vectors / scales * VECTOR_LEVELS) + VECTOR_LEVELS
+    return Vectors(codes.astype(np.uint8), scales.ravel().tolist())
+
+
+def thumbnail(weights: Floats, size: int) -> Codes:
+    """Shrink heads to pictures: each cell is the largest weight of its rectangle.
+
+    Args:
+        weights: Weights of shape ``(heads, L, L)``.
+        size: Number of cells on a side, at most L.
+
+    Returns:
+        Codes of shape ``(heads, size, size)`` with 255 levels, queries before keys.
+    """
+    edges = np.arange(size) * weights.shape[-1] // size
+    small = np.maximum.reduceat(np.maximum.reduceat(weights, edges, 1), edges, 2)
+    return np.rint(np.sqrt(small) * 255).astype(np.uint8)
