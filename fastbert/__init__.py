@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         BertForTokenClassification,
         BertModel,
     )
+    from fastbert.viewer import view
 
 __all__ = [
     "BertConfig",
@@ -43,6 +44,7 @@ __all__ = [
     "quantize",
     "reference",
     "restore",
+    "view",
 ]
 
 
@@ -53,6 +55,8 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module("fastbert.inference"), name)
     if name in ("accelerate", "restore"):
         return getattr(importlib.import_module("fastbert.integrations.accelerate"), name)
+    if name == "view":
+        return importlib.import_module("fastbert.viewer").view
     if name in __all__:
         return getattr(importlib.import_module("fastbert.modules"), name)
     raise AttributeError(f"module 'fastbert' has no attribute {name!r}")

@@ -45,12 +45,23 @@ BELOW: dict[str, set[str]] = {
         *("bench", "integrations", "inference", "data", "modules", "io", "config", "json_file"),
         *("atomic_file", "version"),
     },
+    "viewer": {"integrations", "data", "modules", "io", "config", "atomic_file"},
     "finetuning": {
         *("training", "jobs", "inference", "data", "modules", "io", "ops", "config", "json_file"),
         "atomic_file",
     },
     "cli": {
-        *("finetuning", "training", "jobs", "bench", "testing", "integrations", "data", "modules"),
+        *(
+            "viewer",
+            "finetuning",
+            "training",
+            "jobs",
+            "bench",
+            "testing",
+            "integrations",
+            "data",
+            "modules",
+        ),
         *("io", "ops", "config", "json_file", "atomic_file", "version"),
     },
 }

@@ -19,6 +19,7 @@ from fastbert.cli.info import info
 from fastbert.cli.predict import predict
 from fastbert.cli.prepare import prepare
 from fastbert.cli.pretrain import pretrain
+from fastbert.cli.view import view
 from fastbert.version import __version__
 
 app = typer.Typer(
@@ -65,6 +66,7 @@ for _name, _function, _example in (
     ),
     ("predict", predict, "fastbert predict out/reviews/model new.csv labels.jsonl"),
     ("fill-mask", fill_mask, 'fastbert fill-mask demo/model "The dog [MASK] the ball."'),
+    ("view", view, 'fastbert view demo/model "The dog [MASK] the ball." -o page.html'),
     ("encode", encode, "fastbert encode demo/model sentences.txt sentences.npy --normalize"),
     ("classify", classify, "fastbert classify model reviews.parquet labels.parquet --field body"),
 ):

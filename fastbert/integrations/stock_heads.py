@@ -39,20 +39,7 @@ class StockHead(nn.Module):
     def __init__(self, kind: str, folder: Path) -> None:
         """Load the model and accelerate its encoder."""
         super().__init__()
-        try:
-            with quiet():
-                model, report = getattr(transformers, kind).from_pretrained(
-                    folder, output_loading_info=True
-                )
-        except OSError:
-            raise
-        except Exception as error:
-            # A damaged folder makes transformers raise any kind of error.
-            raise ValueError(f"MODEL: {folder}: transformers cannot load it: {error}") from error
-        missing = sorted(report["missing_keys"])
-        if missing:
-            raise ValueError(f"MODEL: the head is incomplete: {folder} lacks {', '.join(missing)}")
-        self.model = accelerate(model.eval())
+        self.model = accelerate(_load(getattr(transformers, kind), folder))
 
     def forward(
         self,
@@ -83,6 +70,43 @@ class StockHead(nn.Module):
             zeros = token_type_ids.new_zeros(exists.shape)
             padded["token_type_ids"] = zeros.masked_scatter(exists, token_type_ids)
         return self.model(**padded, attention_mask=exists.long())
+
+
+def _load(kind: Any, folder: Path) -> Any:
+    """Load a model of transformers in eval mode, and refuse it if a part would be random."""
+    try:
+        with quiet():
+            model, report = kind.from_pretrained(folder, output_loading_info=True)
+    except OSError:
+        raise
+    except Exception as error:
+        # A damaged folder makes transformers raise any kind of error.
+        raise ValueError(f"MODEL: {folder}: transformers cannot load it: {error}") from error
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise ValueError(f"MODEL: the head is incomplete: {folder} lacks {', '.join(missing)}")
+    return model.eval()
+
+
+def as_saved(folder: Path, architectures: list[str]) -> tuple[Any, Any]:
+    """Load a model with the head that it was saved with, and its tokenizer.
+
+    Args:
+        folder: Folder of the checkpoint.
+        architectures: Class names in its ``config.json``.
+
+    Returns:
+        The model of transformers in eval mode, and its tokenizer. The model has no head if
+        transformers has no class of these names.
+
+    Raises:
+        ValueError: If transformers cannot load the folder, or if the checkpoint lacks a part of
+            the model.
+        OSError: If a file cannot be read.
+    """
+    found = (getattr(transformers, name, None) for name in architectures)
+    kind = next((each for each in found if each is not None), transformers.AutoModel)
+    return _load(kind, folder), transformers.AutoTokenizer.from_pretrained(folder)
 
 
 def fill_mask(folder: Path, text: str, top_k: int) -> tuple[str, list[dict[str, Any]]]:

@@ -1,5 +1,5 @@
 """See what attention does: weights, measures and predictions of a text in one HTML file."""
 
-from fastbert.viewer.view import Page, view
+from fastbert.viewer.show import Page, view
 
 __all__ = ["Page", "view"]

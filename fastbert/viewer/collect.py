@@ -18,6 +18,8 @@ from fastbert.config import BertConfig
 from fastbert.modules import BertModel
 from fastbert.modules.attention import BertSelfAttention
 from fastbert.modules.encoder import chosen_layers
+from fastbert.modules.linear import Linear
+from fastbert.modules.plain import deviation
 from fastbert.modules.quantized_linear import QuantizedLinear
 from fastbert.viewer.predictions import ANY, Output, Prediction, predict
 from fastbert.viewer.text import PADDING, Tokens
@@ -100,14 +102,10 @@ def _set_modes(modes: list[tuple[nn.Module, bool]]) -> None:
 @contextmanager
 def _stock(whole: nn.Module) -> Iterator[tuple[nn.Module, BertModel]]:
     """Accelerate a model of transformers inside the block, unless it is already accelerated."""
-    try:
-        from transformers import PreTrainedModel
-    except ImportError:
-        raise TypeError(f"model: got {type(whole).__name__}, allowed: a model of fastbert") from None
     from fastbert.integrations import accelerate as host
 
     before = host.bound_encoders(whole)
-    outer = next((part for part in whole.modules() if isinstance(part, PreTrainedModel)), None)
+    outer = next((part for part in whole.modules() if _is_stock(part)), None)
     try:
         try:
             if not before:
@@ -121,6 +119,10 @@ def _stock(whole: nn.Module) -> Iterator[tuple[nn.Module, BertModel]]:
     finally:
         if not before:
             host.restore(whole)
+
+
+def _is_stock(part: nn.Module) -> bool:
+    return any(kind.__name__ == "PreTrainedModel" for kind in type(part).__mro__)
 
 
 @dataclass
@@ -262,10 +264,14 @@ def _layer(
 def _norms(dense: nn.Module, values: Tensor) -> Tensor:
     """Return ``‖W_O,h v_j,h‖`` for values ``(heads, L, D)``, of shape ``(heads, L)``.
 
-    The projection is called with the values of one head and zeros for the others, because it may be
-    quantized or adapted. Its bias is taken away.
+    A projection that is quantized, adapted or hooked is called with the values of one head and
+    zeros for the other heads, and its bias is taken away.
     """
     heads, length, size = values.shape
+    if deviation(dense, Linear) is None:
+        weight = dense.get_parameter("weight")
+        parts = weight.view(weight.shape[0], heads, size)
+        return torch.stack([(values[h] @ parts[:, h].T).float().norm(dim=-1) for h in range(heads)])
     rows = values.new_zeros(length, heads, size)
     none = dense(values.new_zeros(1, heads * size))
     norms = []

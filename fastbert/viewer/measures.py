@@ -26,13 +26,13 @@ class Measure(NamedTuple):
 
 MEASURES = (
     Measure("entropy", "entropy", "nats"),
-    Measure("distance", "mean distance", "tokens"),
-    Measure("first", "share on the first token", "share"),
-    Measure("separator", "share on separators", "share"),
-    Measure("self", "share on itself", "share"),
-    Measure("previous", "share on the previous token", "share"),
-    Measure("next", "share on the next token", "share"),
-    Measure("same", "share on its own sentence", "share"),
+    Measure("distance", "distance", "tokens"),
+    Measure("first", "to first token", "share"),
+    Measure("separator", "to separators", "share"),
+    Measure("self", "to itself", "share"),
+    Measure("previous", "to previous", "share"),
+    Measure("next", "to next", "share"),
+    Measure("same", "to own sentence", "share"),
 )
 
 
@@ -41,10 +41,9 @@ def measure(weights: Tensor, tokens: Tokens) -> dict[str, list[float]]:
 
     Each measure is a mean over the queries that are not padding. A share is the sum of the weights
     on the named keys. The mean distance is ``Σ_j w_ij |i − j|``. The entropy is ``−Σ_j w_ij log
-    w_ij``, in nats. The sentence of a special token is none, so that a query in a sentence has the
-    rest of its weight on special tokens and on the other sentence. Queries that are special tokens
-    are left out of the share on the own sentence, and all shares on a neighbour leave out the
-    queries that have none.
+    w_ij``, in nats. A special token is in no sentence. The share on the own sentence is the mean
+    over the queries in a sentence, and a share on a neighbour is the mean over the queries that
+    have this neighbour.
 
     Args:
         weights: Attention weights of shape ``(heads, L, L)``, 0 at padding.
@@ -53,21 +52,20 @@ def measure(weights: Tensor, tokens: Tokens) -> dict[str, list[float]]:
     Returns:
         For each name of `MEASURES`, one number per head.
     """
-    weights = weights.double()
     places = torch.arange(weights.shape[-1])
     sentences = torch.tensor(tokens.sentences)
     exists = sentences != PADDING
-    apart = (places[:, None] - places[None, :]).abs()
-    separators = torch.tensor([number in tokens.separator_ids for number in tokens.ids])
+    apart = (places[:, None] - places[None, :]).abs().to(weights.dtype)
+    separators = torch.tensor([float(number in tokens.separator_ids) for number in tokens.ids])
     first = int(exists.int().argmax())
-    same = (sentences[:, None] == sentences[None, :]) & (sentences >= 0)[:, None]
+    texts = torch.stack([sentences == 0, sentences == 1], 1).to(weights.dtype)
     per_query = {
         "entropy": torch.special.entr(weights).sum(-1),
-        "distance": (weights * apart).sum(-1),
+        "distance": torch.einsum("hij,ij->hi", weights, apart),
         "first": weights[..., first],
-        "separator": (weights * separators).sum(-1),
+        "separator": weights @ separators.to(weights.dtype),
         "self": weights.diagonal(dim1=-2, dim2=-1),
-        "same": (weights * same).sum(-1),
+        "same": ((weights @ texts) * texts).sum(-1),
     }
     found = {name: values[:, exists].mean(-1) for name, values in per_query.items()}
     found["same"] = per_query["same"][:, sentences >= 0].mean(-1)

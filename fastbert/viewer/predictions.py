@@ -117,4 +117,3 @@ def _prediction(
         rows.append({"place": row, "candidates": candidates})
     chosen = {"place": place, "label": label, "name": name(label) or str(label)}
     return Prediction(kind, rows, logits[place, label], chosen)
-

@@ -1,9 +1,9 @@
 """Attention weights in few bits: quantized, compressed, and written as text.
 
-A weight w in 0 to 1 becomes the code ``round(√w · N)`` for N levels. The square root spends codes on
-small weights: the error of a weight is at most ``√w / N + 1 / (4 N²)``. A head is stored by columns,
-because the weights on one key are alike. The compression is Huffman coding with run lengths, which
-browsers read with ``DecompressionStream``.
+A weight w in 0 to 1 becomes the code ``round(√w · N)`` for N levels. The square root spends codes
+on small weights: the error of a weight is at most ``√w / N + 1 / (4 N²)``. A head is stored by
+columns, because the weights on one key are alike. The compression is Huffman coding with run
+lengths, which browsers read with ``DecompressionStream``.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def decode(codes: Codes, levels: int) -> Floats:
 
 
 def largest_error(levels: int) -> float:
-    """Return the largest error of a weight between 0 and 1, reached for weights near 1."""
+    """Return the largest error of a weight between 0 and 1, reached between the last two codes."""
     return 1 / levels - 1 / (4 * levels**2)
 
 

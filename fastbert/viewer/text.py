@@ -87,7 +87,7 @@ def tokenize(tokenizer: Any, text: str, pair: str | None = None) -> Tokens:
     if isinstance(tokenizer, WordPieceTokenizer):
         tokens = _wordpiece(tokenizer, texts)
     elif isinstance(tokenizer, JsonTokenizer):
-        tokens = _encoded(tokenizer.backend.encode(*texts), texts, tokenizer.backend)
+        tokens = _encoded(tokenizer.backend.encode(text, pair), texts, tokenizer.backend)
     elif getattr(tokenizer, "backend_tokenizer", None) is not None and callable(tokenizer):
         tokens = _stock(tokenizer, texts)
     else:

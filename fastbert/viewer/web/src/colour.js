@@ -1,6 +1,6 @@
 // Colours that the colour-blind can tell apart: Okabe and Ito's for heads, cividis for numbers.
 
-import { interpolateCividis, interpolatePuOr } from 'd3-scale-chromatic';
+import { interpolateBlues, interpolateCividis, interpolatePuOr } from 'd3-scale-chromatic';
 
 const OKABE_ITO = ['#0072b2', '#d55e00', '#009e73', '#cc79a7', '#e69f00', '#56b4e9', '#7a7a7a', '#b8a800'];
 
@@ -16,6 +16,7 @@ const rgb = (text) => {
 };
 const ramp = (interpolate) => Array.from({ length: STEPS }, (_, i) => rgb(interpolate(i / (STEPS - 1))));
 const CIVIDIS = ramp(interpolateCividis);
+const BLUES = ramp(interpolateBlues);
 const PUOR = ramp(interpolatePuOr);
 export const HIDDEN = [128, 128, 128];
 
@@ -23,6 +24,8 @@ const index = (share) => Math.max(0, Math.min(STEPS - 1, Math.round(share * (STE
 
 // Shares from 0 to 1. The square root lets small weights be seen.
 export const sequential = (share) => CIVIDIS[index(Math.sqrt(share))];
+// For words: from the colour of the page to its contrast.
+export const heat = (share, dark) => BLUES[index(dark ? 1 - Math.sqrt(share) : Math.sqrt(share))];
 // From -1 (orange) to 1 (purple).
 export const diverging = (value) => PUOR[index((value + 1) / 2)];
 export const css = ([r, g, b]) => `rgb(${r},${g},${b})`;

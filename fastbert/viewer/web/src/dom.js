@@ -61,6 +61,8 @@ export function sized(canvas, width, height) {
 
 export const themed = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
+export const isDark = () => themed('--dark') === '1';
+
 export function shortened(text, most) {
   return text.length > most ? `${text.slice(0, most - 1)}…` : text;
 }

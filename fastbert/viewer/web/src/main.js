@@ -1,14 +1,13 @@
 // The page: controls above, the view with its summary and table, measures and prediction beside.
 
 import { data, heads, layerName, length, PADDING, tokenName } from './data.js';
-import { element, select, table } from './dom.js';
+import { element, isDark, select, table } from './dom.js';
 import { headColour, headDash } from './colour.js';
-import { panel as measures } from './measures.js';
+import { measureLabel, panel as measures } from './measures.js';
 import { panel as prediction } from './prediction.js';
 import { quantityOf } from './planes.js';
 import { savePng, saveSvg } from './save.js';
 import { change, FILTERS, hash, listen, QUANTITIES, SORTS, start, state, VIEWS } from './state.js';
-import { measureLabel } from './measures.js';
 import * as head from './views/head.js';
 import * as matrix from './views/matrix.js';
 import * as model from './views/model.js';
@@ -39,7 +38,7 @@ function layerControl() {
   const slider = element('input', { type: 'range', id: 'layer', min: 0, max: last, value: 0, oninput: () => change({ layer: Number(slider.value) }) });
   parts.layer = slider;
   parts.layerName = element('output', { for: 'layer' });
-  return element('div', { class: 'control' }, element('label', { for: 'layer' }, 'Layer'), slider, parts.layerName);
+  return element('div', { class: 'control' }, element('span', {}, element('label', { for: 'layer' }, 'Layer'), ' ', parts.layerName), slider);
 }
 
 function toggle(number) {
@@ -89,10 +88,7 @@ function say(words) {
 function saving() {
   const save = (work) => () => (shown?.picture ? work(shown.picture(), fileName()) : say('This view has no picture.'));
   const themes = element('button', { type: 'button', onclick: () => {
-    const root = document.documentElement;
-    const dark = getComputedStyle(root).colorScheme.includes('dark') && !getComputedStyle(root).colorScheme.includes('light');
-    root.style.colorScheme = dark ? 'light' : 'dark';
-    root.dataset.theme = dark ? 'light' : 'dark';
+    document.documentElement.dataset.theme = isDark() ? 'light' : 'dark';
     change({});
   } }, 'Light or dark');
   return element('div', { class: 'row', role: 'group', 'aria-label': 'Link, picture and theme' },
@@ -112,7 +108,7 @@ function build() {
     element('header', {},
       element('h1', {}, data.title),
       element('p', { class: 'note' }, `${data.layers.length} of ${data.layerCount} layers, ${heads} heads, ${length} tokens. The weights in this file differ from the model's by at most ${data.largestError.toPrecision(2)}.`),
-      tabs(), controls(), saving(), parts.status),
+      element('div', { class: 'bars' }, tabs(), saving()), controls(), parts.status),
     element('main', {},
       element('section', { class: 'shown', 'aria-label': 'View' }, parts.summary, parts.view, parts.table),
       element('aside', { 'aria-label': 'Prediction and measures' }, prediction(), parts.measures)));

@@ -10,13 +10,15 @@ export const label = 'Head';
 const ROW = 18;
 const BUCKETS = 12;
 const MOST = 4000;
+// A line with less than this share of the largest weight could not be seen.
+const VISIBLE = 0.04;
 let drawn = null;
 
 const middle = (token) => token * ROW + ROW / 2 + 4;
 
 // Returns the largest weights from the queries of a range, at most MOST of them.
 export function chooseLines(planes, state, first, last) {
-  const found = [];
+  let found = [];
   for (const { head, values } of planes) {
     for (let query = first; query < last; query++) {
       if (state.token >= 0 && query !== state.token) continue;
@@ -26,8 +28,10 @@ export function chooseLines(planes, state, first, last) {
       }
     }
   }
-  found.sort((a, b) => b.weight - a.weight);
-  return { lines: found.slice(0, MOST), left: Math.max(0, found.length - MOST) };
+  const all = found.length;
+  const most = found.reduce((value, { weight }) => Math.max(value, weight), 0);
+  found = found.filter(({ weight }) => weight >= VISIBLE * most).sort((a, b) => b.weight - a.weight).slice(0, MOST);
+  return { lines: found, left: all - found.length };
 }
 
 // One path for each head and step of opacity, so that thousands of lines are few elements.
@@ -35,7 +39,7 @@ function paths(lines, width) {
   const most = lines.length ? lines[0].weight : 1;
   const steps = new Map();
   for (const { head, query, key, weight } of lines) {
-    const step = Math.max(1, Math.ceil((weight / most) * BUCKETS));
+    const step = Math.max(1, Math.round((weight / most) * BUCKETS));
     const name = `${step} ${head ?? 0}`;
     const line = `M${width.left},${middle(query)}L${width.right},${middle(key)}`;
     steps.set(name, (steps.get(name) ?? '') + line);
@@ -109,7 +113,7 @@ function summary(state) {
   const from = state.token >= 0 ? `from ${tokenName(state.token)}` : 'of the rows in view';
   const { window } = data.layers[state.layer];
   const limit = window === null ? '' : ` This layer attends at most ${window} tokens away.`;
-  const left = drawn.left ? ` The ${drawn.left.toLocaleString('en')} smallest are left out.` : '';
+  const left = drawn.left ? ` The ${drawn.left.toLocaleString('en')} smallest are not drawn.` : '';
   return `${drawn.lines.length.toLocaleString('en')} lines ${from}; the opacity is the value, relative to the largest line.${left}${limit}`;
 }
 

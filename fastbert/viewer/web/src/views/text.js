@@ -1,8 +1,8 @@
 // The attention of a token, or of all tokens, over the words; the pieces of a word are joined.
 
 import { data, format, inSentences, length, PADDING, tokenName } from '../data.js';
-import { element, shortened, vector } from '../dom.js';
-import { css, ink, sequential } from '../colour.js';
+import { element, isDark, shortened, vector } from '../dom.js';
+import { css, heat, ink } from '../colour.js';
 import { mean, planesOf } from '../planes.js';
 import { change } from '../state.js';
 
@@ -44,7 +44,7 @@ export function received(values, state) {
 }
 
 function word(unit, share, value, state) {
-  const colour = sequential(share);
+  const colour = heat(share, isDark());
   const chosen = state.token >= 0 && unit.tokens.includes(state.token);
   const attributes = {
     class: `word${chosen ? ' chosen' : ''}${unit.sentence === PADDING ? ' padding' : ''}`,
@@ -66,7 +66,7 @@ export async function draw(panel, state) {
   const from = state.token >= 0 ? `“${unitOf(state.token).text}” attends to` : 'All tokens attend, on average, to';
   const order = values.map((_, at) => at).sort((a, b) => values[b] - values[a]);
   return {
-    summary: `${from} “${UNITS[order[0]].text}” most (${format(values[order[0]])}). The lightest colour is ${format(most)}.`,
+    summary: `${from} “${UNITS[order[0]].text}” most (${format(values[order[0]])}). The strongest colour is ${format(most)}.`,
     picture, header: ['word', 'tokens', 'value'],
     rows: order.slice(0, 10).map((at) => [UNITS[at].text, UNITS[at].tokens.slice(0, 4).map(tokenName).join(' '), format(values[at])]),
   };
@@ -81,7 +81,7 @@ function picture() {
     const text = shortened(unit.text, 60);
     const wide = pen.measureText(text).width + 10;
     if (x + wide > width) [x, y] = [8, y + 30];
-    const colour = sequential(values[at] / most);
+    const colour = heat(values[at] / most, isDark());
     const found = [
       vector('rect', { x, y, width: wide, height: 24, rx: 4, fill: css(colour) }),
       vector('text', { x: x + 5, y: y + 17, 'font-size': 15, style: `fill:${ink(colour)}` }, text),

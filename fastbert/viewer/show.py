@@ -88,8 +88,8 @@ def view(
         pair: The second text of a pair, or None.
         layers: Numbers of the layers, from 0; a negative number counts from the end. None means
             all.
-        output: The output whose gradient is shown: the id of a token of the vocabulary for a mask, or
-            the number of a class. None means the likeliest output.
+        output: The output whose gradient is shown: the id of a token of the vocabulary for a mask,
+            or the number of a class. None means the likeliest output.
         place: The place of the mask, or of the classified token, whose output is meant, counted in
             tokens from 0. None means the first.
         pad_to: Number of tokens up to which the text is padded, to see what padding does. None
