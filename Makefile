@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 SAY := @echo "fastbert:"
 SOURCES := setup.py $(shell find csrc -type f 2>/dev/null)
 
-.PHONY: help setup demo test every-case test-processors ahead-of-time emulate calibrate mutate sanitize conformance check bench docs lint format gpu gpu-first wheel clean
+.PHONY: help setup demo test every-case test-processors test-viewer viewer ahead-of-time emulate calibrate mutate sanitize conformance check bench docs lint format gpu gpu-first wheel clean
 
 help:
 	@echo "make setup            creates .venv, compiles the C++ kernels and installs fastbert in place"
@@ -19,6 +19,8 @@ help:
 	@echo "make test             runs the test suite"
 	@echo "make every-case       runs the test suite with the long cases that make test leaves out"
 	@echo "make test-processors  runs the numeric tests with the yardsticks of other processors"
+	@echo "make test-viewer      tests the page of fastbert view in Chromium; installs Chromium, playwright and axe-core"
+	@echo "make viewer           builds the page of fastbert view from its sources; needs node"
 	@echo "make ahead-of-time    compiles every Triton launch for five architectures of GPUs, and judges the binaries"
 	@echo "make emulate          runs the compiled GPU kernels on the CPU, for sm_80 and sm_90, into $(OUT)/emulate (CASES=2: random cases per operation; TRITON=3.6.0: another release)"
 	@echo "make calibrate        runs kernels that are right on GPUs on the PTX machine; installs CUTLASS's headers"
@@ -88,6 +90,26 @@ every-case: setup
 
 test-processors: setup
 	$(BIN)/python tests/processors.py $(PARALLEL) loadscope
+
+# The page of `fastbert view`. Its users need no node; the built page is committed.
+WEB := fastbert/viewer/web
+$(WEB)/node_modules: $(WEB)/package-lock.json
+	$(SAY) "Installing the libraries and the tools of the page: a few seconds."
+	cd $(WEB) && npm ci --no-audit --no-fund --ignore-scripts
+	@touch $@
+
+viewer: $(WEB)/node_modules
+	cd $(WEB) && node build.mjs
+
+# Only root can install Chromium; others are told to.
+.venv/viewer: pyproject.toml | .venv/fastbert
+	$(SAY) "Installing playwright, and Chromium if there is none: up to a minute, most of it download."
+	$(PIP) --no-build-isolation --editable '.[test,viewer]'
+	command -v chromium || { apt-get update -qq && apt-get install -qq --yes chromium; }
+	@touch $@
+
+test-viewer: .venv/viewer $(WEB)/node_modules
+	$(BIN)/python -m pytest tests/viewer --every-case $(PARALLEL) loadfile
 
 ahead-of-time: setup
 	$(SAY) "Compiling 165 Triton launches for sm_80, sm_89, sm_90, sm_100 and sm_120: about 20 minutes on two idle cores."

@@ -17,10 +17,11 @@ from fastbert.viewer.measures import MEASURES, measure
 from fastbert.viewer.text import Tokens
 
 # Characters of a page. A browser opens such a file in about a second.
-BUDGET = 14_500_000
+BUDGET = 14_700_000
 # Characters for the queries and keys of the neuron view; at 512 tokens, some layers have none.
-NEURON_BUDGET = 2_500_000
+NEURON_BUDGET = 2_000_000
 THUMBNAIL = 48
+RELEVANCE_LEVELS = 31
 TEMPLATE = "page.html"
 DATA, BLOCKS = "<!-- fastbert:data -->", "<!-- fastbert:blocks -->"
 
@@ -58,7 +59,7 @@ def build(collected: Collected, tokens: Tokens, title: str) -> str:
         if layer.relevance is not None:
             scale = float(layer.relevance.max()) or 1.0
             entries[number]["relevanceScale"] = scale
-            codes = quantize.encode((layer.relevance / scale).numpy(), 63)
+            codes = quantize.encode((layer.relevance / scale).numpy(), RELEVANCE_LEVELS)
             blocks[f"relevance-{number}"] = quantize.compress(codes.tobytes())
     levels = quantize.finest(weights, BUDGET - sum(map(len, blocks.values())) - len(template()))
     for number, layer in enumerate(weights):
@@ -69,7 +70,7 @@ def build(collected: Collected, tokens: Tokens, title: str) -> str:
         "thumbnail": size,
         "levels": levels,
         "vectorLevels": quantize.VECTOR_LEVELS,
-        "relevanceLevels": 63,
+        "relevanceLevels": RELEVANCE_LEVELS,
         "largestError": quantize.largest_error(levels),
     }
     return fill(data, blocks)

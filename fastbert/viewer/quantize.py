@@ -9,7 +9,6 @@ lengths, which browsers read with ``DecompressionStream``.
 from __future__ import annotations
 
 import base64
-import math
 import zlib
 from dataclasses import dataclass
 
@@ -17,9 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 # The numbers of levels, the finest first.
-LEVELS = (255, 191, 127, 95, 79, 63, 47, 31, 23, 15)
+LEVELS = (255, 191, 127, 95, 79, 63, 47, 31, 23, 15, 11)
 # Heads of every layer by which the number of levels is chosen: one in eight.
 SAMPLE = 8
+# Share of the budget that the estimate may take.
+RESERVE = 0.95
 # Queries and keys have this many levels on either side of 0.
 VECTOR_LEVELS = 63
 
@@ -68,7 +69,7 @@ def largest_error(levels: int) -> float:
 def finest(layers: list[Floats], budget: int) -> int:
     """Choose the largest number of levels with which all layers fit into a budget.
 
-    The choice compresses one in `SAMPLE` heads, and keeps a tenth of the budget in reserve for the
+    The choice compresses one in `SAMPLE` heads, and keeps a part of the budget in reserve for the
     other heads.
 
     Args:
@@ -88,12 +89,11 @@ def finest(layers: list[Floats], budget: int) -> int:
     part = sum(layer.size for layer in sampled)
     for levels in LEVELS:
         size = sum(len(compress(encode(layer, levels).tobytes())) for layer in sampled)
-        if size * total / part <= 0.9 * budget:
+        if size * total / part <= RESERVE * budget:
             return levels
-    megabytes = math.ceil(total * 0.8 / 8e6)
     raise ValueError(
-        f"text: its {total:,} attention weights need {megabytes} MB, allowed: "
-        f"{budget / 1e6:.1f} MB; choose fewer layers"
+        f"text: its {total:,} attention weights need {size * total / part / 1e6:.1f} MB, allowed: "
+        f"{RESERVE * budget / 1e6:.1f} MB; choose fewer layers"
     )
 
 

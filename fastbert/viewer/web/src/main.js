@@ -102,7 +102,7 @@ function build() {
   parts.view = element('div', { id: 'view', role: 'tabpanel', class: 'view' });
   parts.summary = element('p', { id: 'summary', 'aria-live': 'polite' });
   parts.status = element('p', { class: 'note', role: 'status', id: 'status' });
-  parts.table = element('details', {}, element('summary', {}, 'The largest values as a table'), element('div', { id: 'largest' }));
+  parts.table = element('details', {}, element('summary', {}, 'The largest values as a table'), element('div', { id: 'largest', tabindex: 0, role: 'region', 'aria-label': 'The largest values' }));
   parts.measures = element('section', { 'aria-label': 'Measures' });
   app.replaceChildren(
     element('header', {},

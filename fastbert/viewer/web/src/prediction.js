@@ -3,7 +3,7 @@
 import { data, tokenName } from './data.js';
 import { element } from './dom.js';
 
-const percent = (share) => `${(100 * share).toFixed(1)} %`;
+const percent = (share) => (share > 0 && share < 0.0005 ? '< 0.1 %' : `${(100 * share).toFixed(1)} %`);
 
 function candidates({ place, candidates: found }, title) {
   return element('table', {},

@@ -54,7 +54,7 @@ function paintRow(pen, place, key, y) {
   pen.fillStyle = themed('--text');
   pen.fillText(sums[key].toFixed(1), place.sums, y + ROW / 2);
   pen.fillStyle = headColour(drawn.head);
-  pen.fillRect(place.bars, y + 4, Math.max(weights[key] > 0 ? 1 : 0, weights[key] * place.bar), ROW - 8);
+  pen.fillRect(place.bars, y + 4, Math.max(weights[key] > 0 ? 1 : 0, (weights[key] / drawn.most) * place.bar), ROW - 8);
   pen.globalAlpha = 1;
 }
 
@@ -89,7 +89,8 @@ function compute(found, weights, state, query) {
     sums[key] /= Math.sqrt(size);
   }
   const scale = Math.max(absolute(found.queries), absolute(found.keys));
-  return { ...found, sums, products: products || 1, scale, query, state, head: state.heads[0], weights: weights.subarray(query * length, (query + 1) * length) };
+  const row = weights.subarray(query * length, (query + 1) * length);
+  return { ...found, sums, products: products || 1, scale, query, state, head: state.heads[0], weights: row, most: absolute(row) };
 }
 
 export async function draw(panel, state) {
@@ -112,7 +113,7 @@ export async function draw(panel, state) {
   const order = Array.from(drawn.weights.keys()).sort((a, b) => drawn.weights[b] - drawn.weights[a]);
   const bias = data.biased ? ' This model adds a bias by distance before the softmax.' : '';
   return {
-    summary: `Head ${drawn.head}, query ${tokenName(query)}: it attends to ${tokenName(order[0])} most (${format(drawn.weights[order[0]])}). Purple is positive and orange is negative.${bias}`,
+    summary: `Head ${drawn.head}, query ${tokenName(query)}: it attends to ${tokenName(order[0])} most (${format(drawn.weights[order[0]])}). Purple is positive, orange is negative, and the bars are relative to the largest softmax.${bias}`,
     picture, header: ['key', 'q·k/√d', 'softmax'],
     rows: order.slice(0, 10).map((key) => [tokenName(key), drawn.sums[key].toFixed(2), format(drawn.weights[key])]),
   };

@@ -63,10 +63,10 @@ export async function draw(panel, state) {
   panel.replaceChildren(element('div', { class: 'words', role: 'group', 'aria-label': 'The text; a word shows what it attends to' },
     UNITS.map((unit, at) => word(unit, values[at] / most, values[at], state))));
   drawn = { values, most, width: Math.min(panel.clientWidth, 900) };
-  const from = state.token >= 0 ? `“${unitOf(state.token).text}” attends to` : 'All tokens attend, on average, to';
+  const from = state.token >= 0 ? `From “${unitOf(state.token).text}”` : 'On average over all tokens';
   const order = values.map((_, at) => at).sort((a, b) => values[b] - values[a]);
   return {
-    summary: `${from} “${UNITS[order[0]].text}” most (${format(values[order[0]])}). The strongest colour is ${format(most)}.`,
+    summary: `${from}, most goes to “${UNITS[order[0]].text}” (${format(values[order[0]])}). The strongest colour is ${format(most)}.`,
     picture, header: ['word', 'tokens', 'value'],
     rows: order.slice(0, 10).map((at) => [UNITS[at].text, UNITS[at].tokens.slice(0, 4).map(tokenName).join(' '), format(values[at])]),
   };

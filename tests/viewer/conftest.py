@@ -1,0 +1,110 @@
+"""A browser without network, and pages of small models."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from viewer_models import TEXTS, tiny_masked_lm
+
+import fastbert
+from fastbert.data import WordPieceTokenizer, stories, train_tokenizer
+
+# The browser must not call its maker, which would look like a request of the page.
+QUIET = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+)
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> WordPieceTokenizer:
+    return train_tokenizer(stories(30, 0), 300)
+
+
+@pytest.fixture(scope="session")
+def masked_lm(tokenizer) -> fastbert.BertForMaskedLM:
+    return tiny_masked_lm(len(tokenizer))
+
+
+@pytest.fixture(scope="session")
+def page_file(masked_lm, tokenizer, tmp_path_factory) -> Path:
+    """A page of a pair of texts with a mask and padding."""
+    torch.manual_seed(0)
+    page = fastbert.view(masked_lm, tokenizer, *TEXTS, pad_to=34)
+    return page.save(tmp_path_factory.mktemp("page") / "page.html")
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    if importlib.util.find_spec("playwright") is None:
+        pytest.skip("no playwright: `make test-viewer` installs it")
+    program = shutil.which("chromium") or shutil.which("chromium-browser")
+    if program is None:
+        pytest.skip("no chromium: `make test-viewer` installs it")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as started:
+        opened = started.chromium.launch(executable_path=program, args=list(QUIET))
+        yield opened
+        opened.close()
+
+
+class Opened:
+    """A page in the browser, with what it asked for and what went wrong."""
+
+    def __init__(self, context: Any, file: Path) -> None:
+        self.file, self.page = file, context.new_page()
+        self.requests: list[str] = []
+        self.problems: list[str] = []
+        self.page.on("request", lambda request: self.requests.append(request.url))
+        self.page.on("pageerror", lambda error: self.problems.append(str(error)))
+        self.page.on(
+            "console",
+            lambda message: (
+                self.problems.append(message.text) if message.type in ("error", "warning") else None
+            ),
+        )
+
+    def go(self, **state: object) -> Any:
+        """Open the page in a state, and wait until it is drawn."""
+        self.page.goto("about:blank")
+        query = "&".join(f"{name}={value}" for name, value in state.items())
+        self.page.goto(f"file://{self.file}#{query}")
+        self.page.wait_for_selector("html[data-ready]")
+        return self.page
+
+    def settle(self) -> None:
+        """Wait until the last change is drawn."""
+        self.page.wait_for_selector("#view:not([aria-busy])")
+
+    def state(self) -> dict[str, str]:
+        """Return the state in the hash of the URL."""
+        script = "Object.fromEntries(new URLSearchParams(location.hash.slice(1)))"
+        return self.page.evaluate(script)
+
+    def check(self) -> None:
+        """Fail on a request of the page, and on an error or a warning in its console."""
+        own = f"file://{self.file}"
+        others = [url for url in self.requests if not url.startswith((own, "blob:", "data:"))]
+        assert others == []
+        assert self.problems == []
+
+
+@pytest.fixture
+def open_page(browser) -> Iterator[Any]:
+    contexts = []
+
+    def start(file: Path, **options: Any) -> Opened:
+        size = {"width": 1280, "height": 900}
+        contexts.append(browser.new_context(**({"viewport": size} | options)))
+        return Opened(contexts[-1], file)
+
+    yield start
+    for context in contexts:
+        context.close()
