@@ -95,6 +95,7 @@ test-processors: setup
 WEB := fastbert/viewer/web
 $(WEB)/node_modules: $(WEB)/package-lock.json
 	$(SAY) "Installing the libraries and the tools of the page: a few seconds."
+	command -v npm || { apt-get update -qq && apt-get install -qq --yes nodejs npm; }
 	cd $(WEB) && npm ci --no-audit --no-fund --ignore-scripts
 	@touch $@
 

@@ -21,7 +21,10 @@ import torch
 ROOT = Path(__file__).parents[1]
 # A build takes two minutes on a quiet machine.
 pytestmark = pytest.mark.timeout(1500)
-LEFT_BEHIND = (".*", "build", "dist", "*.egg-info", "*.so", "__pycache__", "tests", "benchmarks")
+LEFT_BEHIND = (
+    *(".*", "build", "dist", "*.egg-info", "*.so", "__pycache__", "tests", "benchmarks"),
+    "node_modules",
+)
 
 
 def run(*command: object, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:

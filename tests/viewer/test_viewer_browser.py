@@ -198,7 +198,7 @@ def test_a_link_restores_the_state(open_page, page_file):
         assert page.locator(f"#{name}").input_value() == wanted[name]
     before = page.locator("#view").inner_html()
     page.locator("#copy").click()
-    assert "link" in page.locator("#status").inner_text()
+    page.locator("#status", has_text="link").wait_for()
     again = open_page(page_file).go(**opened.state())
     assert again.locator("#view").inner_html() == before
     nonsense = open_page(page_file)

@@ -1,0 +1,196 @@
+"""Time, memory and file size of ``fastbert view`` beside BertViz, on the same model and texts.
+
+    python -m benchmarks.viewer --out FOLDER [--threads 2] [--lengths 32 128 512]
+
+The model is BERT-base with random weights (initializer range 0.05), as a masked LM of transformers
+in fp32. Each contender runs in a process of its own, calls once to warm up with 8 tokens, and is
+then timed once, because the calls of BertViz take minutes. The time is from the model and the ids
+to the HTML text. The contender fastbert computes more: gradients, norms, queries and keys, and
+measures. BertViz computes eager attention, and its ``head_view`` of all layers. The memory is the
+growth of the peak of the process. If playwright and Chromium are installed, the pages of fastbert
+are opened and scrolled. The pages of BertViz load libraries from the network and are not opened.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fastbert.bench import machine
+
+CONTENDERS = ("fastbert", "BertViz")
+WORDS = 2000
+BROWSER = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+)
+
+
+def _page(contender: str, length: int) -> str:
+    """Return the HTML text of a contender for a text of `length` tokens."""
+    import transformers
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    vocabulary = {word: i for i, word in enumerate([*special, *(f"w{i}" for i in range(WORDS))])}
+    backend = Tokenizer(models.WordLevel(vocabulary, "[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    names = {"mask_token": "[MASK]", "pad_token": "[PAD]", "sep_token": "[SEP]"}
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **names)
+    torch.manual_seed(0)
+    config = transformers.BertConfig(initializer_range=0.05, attn_implementation="eager")
+    model = transformers.BertForMaskedLM(config).eval()
+    run = {"fastbert": _fastbert, "BertViz": _bertviz}[contender]
+    run(model, tokenizer, "w1 [MASK] w2 w3 w4 w5")
+    numbers = torch.randint(WORDS, (length - 3,), generator=torch.Generator().manual_seed(0))
+    text = "[MASK] " + " ".join(f"w{number}" for number in numbers.tolist())
+    before, began = _peak(), time.perf_counter()
+    html = run(model, tokenizer, text)
+    seconds, after = time.perf_counter() - began, _peak()
+    result = {"seconds": seconds, "memory": after - before, "bytes": len(html.encode())}
+    print(json.dumps(result), file=sys.stderr)
+    return html
+
+
+def _peak() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _fastbert(model: Any, tokenizer: Any, text: str) -> str:
+    import fastbert
+
+    return fastbert.view(model, tokenizer, text).html
+
+
+def _bertviz(model: Any, tokenizer: Any, text: str) -> str:
+    from bertviz import head_view
+
+    inputs = tokenizer(text, return_tensors="pt")
+    inputs.pop("token_type_ids", None)
+    with torch.no_grad():
+        attention = model(**inputs, output_attentions=True).attentions
+    tokens = tokenizer.convert_ids_to_tokens(inputs["input_ids"][0].tolist())
+    return head_view(attention, tokens, html_action="return").data
+
+
+def measure(contender: str, length: int, threads: int, page: Path) -> dict[str, Any]:
+    """Run a contender in a process of its own, and return its row."""
+    command = [sys.executable, "-m", "benchmarks.viewer", "--one", contender]
+    command += ["--lengths", str(length), "--threads", str(threads), "--out", str(page)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    row: dict[str, Any] = {"contender": contender, "tokens": length}
+    lines = ran.stderr.strip().splitlines()
+    if ran.returncode:
+        return row | {"error": lines[-1] if lines else f"exit status {ran.returncode}"}
+    return row | json.loads(next(line for line in reversed(lines) if line.startswith("{")))
+
+
+def browse(page: Path) -> dict[str, Any]:
+    """Open a page of fastbert in Chromium: seconds until it is drawn, and frames while scrolling.
+
+    The rates are the median over the frames, and the share of frames that came in time for 60 per
+    second (within 20 ms).
+    """
+    from playwright.sync_api import sync_playwright
+
+    program = shutil.which("chromium")
+    with sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=program, args=list(BROWSER))
+        tab = browser.new_context(viewport={"width": 1280, "height": 900}).new_page()
+        found: dict[str, Any] = {"open": [], "scroll": {}}
+        for _ in range(5):
+            tab.goto("about:blank")
+            began = time.perf_counter()
+            tab.goto(f"file://{page}")
+            tab.wait_for_selector("html[data-ready]")
+            found["open"].append(time.perf_counter() - began)
+        for view in ("model", "head", "neuron", "text"):
+            tab.goto("about:blank")
+            tab.goto(f"file://{page}#view={view}&layer=11")
+            tab.wait_for_selector("html[data-ready]")
+            tab.wait_for_timeout(500)
+            found["scroll"][view] = _frames(tab.evaluate(SCROLL))
+        browser.close()
+    return found | {"open": statistics.median(found["open"])}
+
+
+# Scrolls the inner region if there is one, otherwise the page, for 120 frames.
+SCROLL = """() => new Promise((done) => {
+  const box = document.querySelector('#view .scroll') ?? document.scrollingElement;
+  const times = [];
+  const step = (now) => {
+    times.push(now);
+    box.scrollTop += 24;
+    if (times.length < 121) requestAnimationFrame(step);
+    else done(times.slice(1).map((time, i) => time - times[i]));
+  };
+  requestAnimationFrame(step);
+})"""
+
+
+def _frames(gaps: list[float]) -> dict[str, float]:
+    rate = 1000 / statistics.median(gaps)
+    return {"rate": rate, "in_time": sum(gap <= 20 for gap in gaps) / len(gaps)}
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Return the rows as a Markdown table."""
+    lines = ["| tokens | program | s | peak memory, MB | file, MB |", "|---|---|---|---|---|"]
+    for row in rows:
+        cells = [str(row["tokens"]), row["contender"]]
+        if "error" in row:
+            cells += [row["error"], "", ""]
+        else:
+            cells += [f"{row['seconds']:.2f}", f"{row['memory'] / 1e6:,.0f}"]
+            cells += [f"{row['bytes'] / 1e6:,.2f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure all contenders and write ``viewer.json`` and ``viewer.md``."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder that receives the results")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[32, 128, 512], help="tokens")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--one", choices=CONTENDERS, help="measure this contender in this process")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    if options.one:
+        html = _page(options.one, options.lengths[0])
+        if options.one == "fastbert":
+            options.out.write_text(html, encoding="utf-8")
+        return
+    options.out.mkdir(parents=True, exist_ok=True)
+    rows = []
+    for length in options.lengths:
+        page = (options.out / "page.html").resolve()
+        for contender in CONTENDERS:
+            rows.append(measure(contender, length, options.threads, page))
+            print(json.dumps(rows[-1]), flush=True)
+        if shutil.which("chromium") and not rows[-2].get("error"):
+            rows[-2]["browser"] = browse(page)
+            print(json.dumps(rows[-2]["browser"]), flush=True)
+        page.unlink(missing_ok=True)
+    record = {"machine": dataclasses.asdict(machine.describe()), "threads": options.threads, "rows": rows}
+    text = json.dumps(record, indent=2, default=str)
+    (options.out / "viewer.json").write_text(text + "\n", encoding="utf-8")
+    (options.out / "viewer.md").write_text(table(rows) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
