@@ -186,7 +186,8 @@ def main() -> None:
             rows[-2]["browser"] = browse(page)
             print(json.dumps(rows[-2]["browser"]), flush=True)
         page.unlink(missing_ok=True)
-    record = {"machine": dataclasses.asdict(machine.describe()), "threads": options.threads, "rows": rows}
+    about = dataclasses.asdict(machine.describe())
+    record = {"machine": about, "threads": options.threads, "rows": rows}
     text = json.dumps(record, indent=2, default=str)
     (options.out / "viewer.json").write_text(text + "\n", encoding="utf-8")
     (options.out / "viewer.md").write_text(table(rows) + "\n", encoding="utf-8")

@@ -224,6 +224,31 @@ def include(path: str) -> str:
     return re.sub(r"\A# .*\n", "", text)
 
 
+def viewer() -> str:
+    """Return the cost of ``fastbert view`` beside that of BertViz, and its pages in Chromium."""
+    path = RESULTS / "2026-11-23-viewer" / "viewer.json"
+    rows = []
+    for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
+        cells = [str(row["tokens"]), row["contender"], f"{row['seconds']:.1f} s"]
+        cells += [f"{row['memory'] / 1e6:,.0f} MB", f"{row['bytes'] / 1e6:,.2f} MB"]
+        shown = row.get("browser")
+        frames = "–"
+        if shown:
+            rates = [each["rate"] for each in shown["scroll"].values()]
+            frames = f"{min(rates):.0f} to {max(rates):.0f} per second"
+        rows.append([*cells, f"{shown['open']:.2f} s" if shown else "–", frames])
+    header = [
+        "tokens",
+        "program",
+        "to write",
+        "peak memory",
+        "file",
+        "to open",
+        "frames, scrolling",
+    ]
+    return table(header, rows)
+
+
 FUNCTIONS = {
     function.__name__: function
     for function in (
@@ -233,6 +258,7 @@ FUNCTIONS = {
         training,
         targets,
         int8,
+        viewer,
         memory,
         sentences,
         machine,
