@@ -270,8 +270,8 @@ def _norms(dense: nn.Module, values: Tensor) -> Tensor:
     heads, length, size = values.shape
     if deviation(dense, Linear) is None:
         weight = dense.get_parameter("weight")
-        parts = weight.view(weight.shape[0], heads, size)
-        return torch.stack([(values[h] @ parts[:, h].T).float().norm(dim=-1) for h in range(heads)])
+        parts = weight.view(weight.shape[0], heads, size).permute(1, 2, 0)
+        return torch.bmm(values, parts).float().norm(dim=-1)
     rows = values.new_zeros(length, heads, size)
     none = dense(values.new_zeros(1, heads * size))
     norms = []
