@@ -9,7 +9,8 @@ import { change } from '../state.js';
 export const label = 'Head';
 const ROW = 18;
 const BUCKETS = 12;
-const MOST = 1500;
+// A long text has long lines, each of which crosses many tiles of the picture.
+const MOST = length > 128 ? 400 : 1500;
 // A line with less than this share of the largest weight could not be seen.
 const VISIBLE = 0.04;
 let drawn = null;
