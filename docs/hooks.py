@@ -229,7 +229,12 @@ def viewer() -> str:
     path = RESULTS / "2026-11-23-viewer" / "viewer.json"
     rows = []
     for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
-        cells = [str(row["tokens"]), row["contender"], f"{row['seconds']:.1f} s", f"{row['cpu_seconds']:.1f} s"]
+        cells = [
+            str(row["tokens"]),
+            row["contender"],
+            f"{row['seconds']:.1f} s",
+            f"{row['cpu_seconds']:.1f} s",
+        ]
         cells += [f"{row['memory'] / 1e6:,.0f} MB", f"{row['bytes'] / 1e6:,.2f} MB"]
         shown = row.get("browser")
         frames = "–"
