@@ -49,8 +49,9 @@ BELOW: dict[str, set[str]] = {
         *("training", "jobs", "inference", "data", "modules", "io", "ops", "config", "json_file"),
         "atomic_file",
     },
+    "analysis": {"jobs", "inference", "data", "modules", "io", "json_file", "atomic_file"},
     "cli": {
-        *("finetuning", "training", "jobs", "bench", "testing", "integrations", "data", "modules"),
+        *("analysis", "finetuning", "training", "jobs", "bench", "testing", "integrations", "data", "modules"),
         *("io", "ops", "config", "json_file", "atomic_file", "version"),
     },
 }

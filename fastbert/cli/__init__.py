@@ -13,6 +13,7 @@ from fastbert.cli.classify import classify
 from fastbert.cli.common import FriendlyGroup
 from fastbert.cli.demo import demo
 from fastbert.cli.encode import encode
+from fastbert.cli.explain import explain
 from fastbert.cli.fill_mask import fill_mask
 from fastbert.cli.finetune import finetune
 from fastbert.cli.info import info
@@ -67,6 +68,7 @@ for _name, _function, _example in (
     ("fill-mask", fill_mask, 'fastbert fill-mask demo/model "The dog [MASK] the ball."'),
     ("encode", encode, "fastbert encode demo/model sentences.txt sentences.npy --normalize"),
     ("classify", classify, "fastbert classify model reviews.parquet labels.parquet --field body"),
+    ("explain", explain, 'fastbert explain reviews/model "A moving film." -o explanation.html'),
 ):
     app.command(_name, epilog=f"Example: [bold]{_example.replace('[', chr(92) + '[')}[/]")(
         _function
