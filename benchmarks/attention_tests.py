@@ -10,6 +10,7 @@ The defaults are small; ``--count 300 --seeds 8`` and more ``--strengths`` take 
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
 import os
 import time
@@ -57,7 +58,12 @@ def measure(data: tests.Texts, start: Starts, options: argparse.Namespace) -> Re
     uniform = tests.uniform_weights(base, start, data, fit, progress=progress)
     varied = tests.seed_variance(base, start, data, fit, seeds=seeds, progress=progress)
     adversaries, strongest = tests.adversarial_attention(
-        base, start, data, longer, strengths=options.strengths, progress=progress
+        base,
+        lambda _: copy.deepcopy(base),
+        data,
+        longer,
+        strengths=options.strengths,
+        progress=progress,
     )
     others = {f"attention of the adversary, {scope}": m for scope, m in strongest.items()}
     guided = tests.frozen_weights(base, data, others=others, seeds=range(options.seeds + 1))
@@ -106,7 +112,7 @@ def draw(results: Results, path: Path, caption: str) -> None:
         def points(rows: list[Distance], key: str = key) -> tuple[list[float], list[float]]:
             return [getattr(row, key) for row in rows], [row.tvd for row in rows]
 
-        chosen = [a.distance for a in results["adversaries"] if a.scope == scope]
+        chosen = [a.distance for a in results["adversaries"] if a.scope == scope or a.strength == 0]
         axes.plot(*points(chosen), "o-", color="tab:red", label="adversaries, by λ")
         axes.plot(*points(results["seeds"]), "s", color="tab:blue", label="other seeds")
         trained = [row for row in results["uniform"] if "trained" in row.name]
@@ -136,11 +142,11 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="folder of a pre-trained BERT; default MiniLM")
     parser.add_argument("--packages", nargs="+", default=PACKAGES, help="the labels")
     parser.add_argument("--count", type=int, default=160, help="passages of each package")
-    parser.add_argument("--max-length", type=int, default=48, help="tokens of a passage")
+    parser.add_argument("--max-length", type=int, default=40, help="tokens of a passage")
     parser.add_argument("--epochs", type=int, default=4)
-    parser.add_argument("--adversary-epochs", type=int, default=6)
+    parser.add_argument("--adversary-epochs", type=int, default=3)
     parser.add_argument("--batch-size", type=int, default=16)
-    parser.add_argument("--learning-rate", type=float, default=1e-4)
+    parser.add_argument("--learning-rate", type=float, default=2e-4)
     parser.add_argument("--seeds", type=int, default=3, help="models beside the base model")
     parser.add_argument("--strengths", type=float, nargs="+", default=[0, 0.1, 0.5, 2])
     parser.add_argument("--threads", type=int, default=os.cpu_count())

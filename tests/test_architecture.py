@@ -51,7 +51,17 @@ BELOW: dict[str, set[str]] = {
     },
     "analysis": {"jobs", "inference", "data", "modules", "io", "json_file", "atomic_file"},
     "cli": {
-        *("analysis", "finetuning", "training", "jobs", "bench", "testing", "integrations", "data", "modules"),
+        *(
+            "analysis",
+            "finetuning",
+            "training",
+            "jobs",
+            "bench",
+            "testing",
+            "integrations",
+            "data",
+            "modules",
+        ),
         *("io", "ops", "config", "json_file", "atomic_file", "version"),
     },
 }

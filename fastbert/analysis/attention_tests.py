@@ -262,10 +262,11 @@ def adversarial_attention(
 
     Args:
         base: The fine-tuned model.
-        start: Returns an untrained classifier for a seed.
+        start: Returns the classifier that becomes the adversary, for a seed. A copy of `base` needs
+            the fewest steps.
         texts: The texts.
         options: Options of the training.
-        strengths: The factors λ; 0 imitates the predictions only.
+        strengths: The factors λ; 0 imitates the predictions only, in one model for all scopes.
         scopes: The weights that must differ: ``"read"``, ``"every"`` or both.
         seed: Seed of the models.
         progress: Receives a line after each epoch.
@@ -289,6 +290,8 @@ def adversarial_attention(
     found, strongest = [], {}
     for scope in scopes:
         for strength in sorted(strengths):
+            if strength == 0 and found:
+                continue  # Without a divergence in the loss, the scopes give the same model.
             model = start(seed)
             name = f"adversary, {scope}, λ = {strength:g}"
             loss = adversarial_loss(train, scope, strength)

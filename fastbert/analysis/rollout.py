@@ -40,7 +40,9 @@ def rollout(attentions: Sequence[Tensor]) -> Tensor:
     first = attentions[0]
     if first.dim() != 4 or any(layer.shape != first.shape for layer in attentions):
         shapes = [tuple(layer.shape) for layer in attentions]
-        raise ValueError(f"attentions: got the shapes {shapes}, allowed: one shape (B, heads, L, L)")
+        raise ValueError(
+            f"attentions: got the shapes {shapes}, allowed: one shape (B, heads, L, L)"
+        )
     identity = torch.eye(first.shape[-1], dtype=first.dtype, device=first.device)
     mixed = identity.expand(first.shape[0], -1, -1)
     for layer in attentions:

@@ -126,7 +126,9 @@ class Subject:
         """
         loaded = Classifier(os.fspath(folder), max_length=None, backend=None)
         if loaded.tokenizer.prompt:
-            raise ValueError(f"MODEL: {loaded.folder} has a default prompt, allowed: a model without")
+            raise ValueError(
+                f"MODEL: {loaded.folder} has a default prompt, allowed: a model without"
+            )
         model: Any = loaded.model
         if not isinstance(model, BertForSequenceClassification):
             model = model.model

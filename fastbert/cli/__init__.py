@@ -20,6 +20,7 @@ from fastbert.cli.info import info
 from fastbert.cli.predict import predict
 from fastbert.cli.prepare import prepare
 from fastbert.cli.pretrain import pretrain
+from fastbert.cli.word_map import word_map
 from fastbert.version import __version__
 
 app = typer.Typer(
@@ -69,6 +70,7 @@ for _name, _function, _example in (
     ("encode", encode, "fastbert encode demo/model sentences.txt sentences.npy --normalize"),
     ("classify", classify, "fastbert classify model reviews.parquet labels.parquet --field body"),
     ("explain", explain, 'fastbert explain reviews/model "A moving film." -o explanation.html'),
+    ("word-map", word_map, "fastbert word-map demo/model texts dog -o dog.html"),
 ):
     app.command(_name, epilog=f"Example: [bold]{_example.replace('[', chr(92) + '[')}[/]")(
         _function
