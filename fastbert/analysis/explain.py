@@ -17,8 +17,8 @@ from fastbert.analysis.subject import TOKENS_PER_BATCH, Pieces, Subject
 METHODS = {
     "gradient × input": "the gradient of the logit by the word embedding, times the embedding",
     "integrated gradients": "that gradient, averaged on the way from padding to the text",
-    "attention": "the weights of the first token in the last layer, as a mean over the heads",
-    "rollout": "the weights of the first token through all layers and residual connections",
+    "attention": "the weights of the token that the head reads in the last layer, averaged over heads",
+    "rollout": "the weights of that token through all layers and residual connections",
     "leave-one-out": "the fall of the logit when the token or the word is removed",
 }
 # Fewer words than this have no meaningful ranking.
@@ -116,8 +116,8 @@ def explain(
     index = subject.target(target, logits)
     gradients = _gradient_times_input(subject, pieces.ids, index)
     integrated, baseline, error = integrated_gradients(subject, pieces, index, steps)
-    read = weights[-1].mean(1)[0, 0].tolist()
-    rolled = rollout(weights)[0, 0].tolist()
+    read = subject.reading(weights[-1].mean(1)[0]).tolist()
+    rolled = subject.reading(rollout(weights)[0]).tolist()
     values = (gradients, integrated, read, rolled)
     found = {
         name: Attribution(list(row), joined(row, pieces))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ from fastbert.analysis.agreement import jensen_shannon, total_variation
 from fastbert.analysis.rollout import rollout
 from fastbert.analysis.subject import padded
 from fastbert.data import load_tokenizer
-from fastbert.modules import BertForSequenceClassification
+from fastbert.modules import BertForSequenceClassification, BertModel
 
 # Reports the name of a run and the mean loss of each epoch.
 Progress = Callable[[str], None]
@@ -91,7 +90,7 @@ def encode(
     """
     if not texts or len(texts) != len(labels):
         raise ValueError(
-            f"texts and labels: got {len(texts)} and {len(labels)}, allowed: one label for each text"
+            f"texts and labels: got {len(texts)} and {len(labels)}, allowed: a label for each text"
         )
     tokenizer = load_tokenizer(folder)
     ids, mask = padded([tokenizer.encode(text, max_length=max_length) for text in texts], 0)
@@ -112,14 +111,16 @@ class Starts:
             seed: Seed of the head.
 
         Returns:
-            The model in fp32.
+            The model in fp32, in training mode.
         """
         torch.manual_seed(seed)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*classifier.*")
-            return BertForSequenceClassification.from_pretrained(
-                self.folder, dtype=torch.float32, num_labels=self.num_labels
-            )
+        encoder = BertModel.from_pretrained(self.folder, dtype=torch.float32)
+        # A folder that was fine-tuned has a head and the names of its labels, which are not used.
+        extra = {k: v for k, v in encoder.config.extra.items() if k not in ("id2label", "label2id")}
+        config = encoder.config.replace(num_labels=self.num_labels, extra=extra)
+        model = BertForSequenceClassification(config)
+        model.bert.load_state_dict(encoder.state_dict())
+        return model
 
 
 Loss = Callable[[Any, Examples, Tensor], Tensor]

@@ -126,6 +126,4 @@ def check_output(output: Path) -> None:
 
 def write(output: Path, text: str) -> None:
     """Write a page; the file appears complete or not at all."""
-    # A text may have a lone surrogate, which UTF-8 cannot encode.
-    content = text.encode("utf-8", errors="replace")
-    write_atomically(output, lambda temporary: temporary.write_bytes(content))
+    write_atomically(output, lambda temporary: temporary.write_text(text, encoding="utf-8"))

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastbert.io import checkpoint
 from fastbert.jobs.classify import Classifier
 from fastbert.modules import BertForSequenceClassification
 
@@ -57,10 +58,14 @@ def split(tokenizer: Any, text: str) -> Pieces:
         The tokens with their words.
 
     Raises:
-        ValueError: If the text is blank or has no tokens.
+        ValueError: If the text is blank, has no tokens, or has half a surrogate pair.
     """
     if not text.strip():
         raise ValueError(f"TEXT: got {text!r}, allowed: a text that is not blank")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(f"TEXT: got {text!r:.200}, allowed: Unicode text ({error})") from error
     ids = tokenizer.encode(text)
     inner = tokenizer.backend.encode(text, add_special_tokens=False)
     if not inner.ids:
@@ -132,9 +137,9 @@ class Subject:
         model: Any = loaded.model
         if not isinstance(model, BertForSequenceClassification):
             model = model.model
-        config = model.config
-        limit = getattr(config, "max_length", None) or config.max_position_embeddings
-        return cls(model, loaded.tokenizer.tokenizer, loaded.labels, limit, str(loaded.folder))
+        config, _ = checkpoint.read_settings(loaded.tokenizer.folder)
+        tokenizer = loaded.tokenizer.tokenizer
+        return cls(model, tokenizer, loaded.labels, config.max_length, str(loaded.folder))
 
     def split(self, text: str) -> Pieces:
         """Encode a text, and assign each token to its word.
@@ -201,13 +206,27 @@ class Subject:
             tensor = torch.tensor([list(ids)], device=self.device)
             options = {"attention_mask": torch.ones_like(tensor), "output_attentions": True}
             output = self.model(input_ids=tensor, **options)
-        found = [weights for weights in getattr(output, "attentions", None) or ()]
+        found = list(getattr(output, "attentions", None) or ())
         if not found or any(weights is None for weights in found):
             raise ValueError(
                 f"MODEL: {self.name} returns no attention weights, allowed: a model with attention "
                 "(in transformers with attn_implementation='eager')"
             )
         return found
+
+    def reading(self, weights: Tensor) -> Tensor:
+        """Return the weights by which the classifier reads the tokens, of shape ``(L,)``.
+
+        Args:
+            weights: Weights of shape ``(L, L)``, one row for each query.
+
+        Returns:
+            The row of the first token, or the mean of the rows if the head pools the mean of all
+            tokens, as ModernBERT may.
+        """
+        if getattr(self.model.config, "classifier_pooling", "cls") == "mean":
+            return weights.mean(0)
+        return weights[0]
 
     def target(self, name: str | None, logits: Tensor) -> int:
         """Return the index of a label; None is the label with the largest logit.
