@@ -69,7 +69,9 @@ class ContextEncoder:
         found = []
         for start in range(0, len(texts), BATCH):
             batch = texts[start : start + BATCH]
-            ids, mask = padded([pieces.ids for pieces in batch], self.model.config.pad_token_id or 0)
+            ids, mask = padded(
+                [pieces.ids for pieces in batch], self.model.config.pad_token_id or 0
+            )
             device = self.model.device
             output = self.model(ids.to(device), mask.to(device), output_hidden_states=True)
             rows = torch.stack(output.hidden_states, 1).cpu()

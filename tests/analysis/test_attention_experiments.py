@@ -76,9 +76,7 @@ def test_uniform_weights_are_exactly_uniform_also_after_training(texts, start, l
             assert not torch.allclose(found, wanted.expand_as(found), atol=0.01)
     # Keys and values of the layer were trained, and the query projection stayed 0.
     for layer in chosen:
-        now, before = (
-            m.bert.encoder.layer[layer].attention.self.qkv for m in (model, untouched)
-        )
+        now, before = (m.bert.encoder.layer[layer].attention.self.qkv for m in (model, untouched))
         assert now.weight[:32].abs().max() == 0
         assert now.bias[:32].abs().max() == 0
         assert not torch.equal(now.weight[64:], before.weight[64:])

@@ -84,7 +84,8 @@ def test_integrated_gradients_of_a_square(tokenizer):
     assert_close(values[inside], (rows - pad)[inside] * (first + last))
     assert math.isclose(found.baseline, float(first**2), rel_tol=1e-5, abs_tol=1e-5)
     # The plain gradient at the text is another value, so the two methods differ.
-    assert_close(torch.tensor(found.attributions["gradient × input"].pieces),
+    assert_close(
+        torch.tensor(found.attributions["gradient × input"].pieces),
         2 * last * rows,
     )
 
