@@ -287,7 +287,8 @@ def adversarial_attention(
     if min(strengths, default=0) < 0:
         raise ValueError(f"strengths: got {min(strengths)}, allowed: at least 0")
     train, seen = (fitting.observe(base, part) for part in (texts.train, texts.test))
-    found, strongest = [], {}
+    found: list[Adversary] = []
+    strongest = {}
     for scope in scopes:
         for strength in sorted(strengths):
             if strength == 0 and found:

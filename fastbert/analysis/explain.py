@@ -17,7 +17,7 @@ from fastbert.analysis.subject import TOKENS_PER_BATCH, Pieces, Subject
 METHODS = {
     "gradient × input": "the gradient of the logit by the word embedding, times the embedding",
     "integrated gradients": "that gradient, averaged on the way from padding to the text",
-    "attention": "the weights of the token that the head reads in the last layer, averaged over heads",
+    "attention": "the weights of the token that the head reads, in the last layer (mean of heads)",
     "rollout": "the weights of that token through all layers and residual connections",
     "leave-one-out": "the fall of the logit when the token or the word is removed",
 }

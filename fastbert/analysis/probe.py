@@ -135,7 +135,7 @@ def fit_probe(
     probe = DistanceProbe(vectors[0].shape[1], rank)
     optimizer = torch.optim.Adam(probe.parameters(), lr=learning_rate)
     # Sentences of one length form a batch without padding.
-    by_length = defaultdict(list)
+    by_length: dict[int, list[int]] = defaultdict(list)
     for i, (count, _) in enumerate(shapes):
         by_length[count].append(i)
     batches = [
@@ -180,7 +180,7 @@ def score(predicted: Sequence[Tensor], expected: Sequence[Tensor]) -> ProbeScore
     Returns:
         The scores. The correlation is NaN if no sentence has 5 to 50 words.
     """
-    by_length = defaultdict(list)
+    by_length: dict[int, list[float]] = defaultdict(list)
     right = total = 0
     for ours, theirs in zip(predicted, expected, strict=True):
         count = len(theirs)

@@ -163,7 +163,7 @@ class Subject:
 
     def embed(self, ids: Sequence[int]) -> Tensor:
         """Return the word embeddings of tokens, detached, of shape ``(1, L, H)``."""
-        table: Any = self.model.get_input_embeddings()  # type: ignore[operator]
+        table: Any = self.model.get_input_embeddings()
         return table(torch.tensor([list(ids)], device=self.device)).detach()
 
     def from_embeddings(self, embeddings: Tensor, **options: Any) -> Any:

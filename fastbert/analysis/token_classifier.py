@@ -47,7 +47,7 @@ class TokenClassifier(nn.Module):
         Returns:
             Logits of shape ``(B, labels)``.
         """
-        hidden = torch.tanh(self.inner(F.embedding(ids, self.embeddings)))  # type: ignore[arg-type]
+        hidden = torch.tanh(self.inner(F.embedding(ids, self.embeddings)))
         if self.score is not None:
             scores = self.score(hidden)[..., 0].masked_fill(weights <= 0, -torch.inf)
             weights = scores.softmax(-1)

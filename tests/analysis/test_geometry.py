@@ -140,7 +140,7 @@ def test_bad_arguments_of_senses_are_refused(encoder):
     two = [Usage("dog", "a", "The dog ran."), Usage("dog", "a", "A dog.")]
     with pytest.raises(ValueError, match="folds: got 3, allowed: from 2 to 2"):
         sense_accuracy(encoder, two, folds=3)
-    with pytest.raises(ValueError, match="text: got 'A cat.', allowed: a text with 'dog'"):
+    with pytest.raises(ValueError, match=r"text: got 'A cat\.', allowed: a text with 'dog'"):
         sense_accuracy(encoder, [two[0], Usage("dog", "a", "A cat.")], folds=2)
 
 
@@ -213,7 +213,7 @@ def test_bad_arguments_of_a_map_are_refused(encoder, texts, word, layer, message
 
 
 def test_bad_places_of_a_map_are_refused(encoder, texts, tmp_path):
-    with pytest.raises(FileNotFoundError, match="texts: .* does not exist"):
+    with pytest.raises(FileNotFoundError, match=r"texts: .* does not exist"):
         word_map(encoder, tmp_path / "absent", "dog")
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=r"allowed: a \.txt file or a folder of them"):
