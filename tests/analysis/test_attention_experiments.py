@@ -19,8 +19,9 @@ from fastbert.analysis import (
     uniform_weights,
 )
 from fastbert.analysis import fitting as f
-from fastbert.analysis.attention_tests import Texts, adversarial_loss
+from fastbert.analysis.attention_tests import Texts, _guided, adversarial_loss
 from fastbert.analysis.token_classifier import TokenClassifier, inside, on_tokens
+from fastbert.modules import BertForSequenceClassification
 
 WORDS = ("the dog ran to the", "anna saw a bird in the", "tom went home with a", "she likes the")
 OPTIONS = FitOptions(epochs=6, batch_size=8, learning_rate=3e-3)
@@ -214,6 +215,38 @@ def test_the_token_classifier_reads_by_the_weights(texts, base):
     longer = torch.nn.functional.pad(part.ids, (0, 3))
     same = torch.nn.functional.pad(weights, (0, 3))
     assert_close(learned(longer, same), learned(part.ids, weights))
+
+
+def test_a_guided_classifier_gets_the_weights_of_its_texts(texts, base):
+    model = TokenClassifier(base.get_input_embeddings().weight, 2, width=8)
+    weights, rows = torch.rand(texts.train.ids.shape), torch.tensor([7, 2])
+    batch = texts.train.at(rows)
+    expected = torch.nn.functional.cross_entropy(
+        model(texts.train.ids[[7, 2]], weights[[7, 2]]), texts.train.labels[[7, 2]]
+    )
+    assert_close(_guided(weights)(model, batch, rows), expected)
+
+
+def test_the_seed_of_a_training_decides_its_result(texts, start):
+    first = start(0)
+    models = [first, copy.deepcopy(first), copy.deepcopy(first)]
+    for model, seed in zip(models, (3, 3, 4), strict=True):
+        torch.rand(5)
+        f.fit(model, texts.train, FitOptions(epochs=1), seed=seed, name="")
+    a, b, c = (model.classifier.weight for model in models)
+    assert torch.equal(a, b)
+    assert not torch.equal(a, c)
+
+
+def test_a_start_has_a_new_head_by_its_seed_and_the_encoder_of_the_folder(folder):
+    """The folder has a head with as many labels, which is not used."""
+    stored = BertForSequenceClassification.from_pretrained(folder)
+    a, b, c = (Starts(folder, 3)(seed) for seed in (0, 0, 1))
+    assert torch.equal(a.classifier.weight, b.classifier.weight)
+    assert not torch.equal(a.classifier.weight, c.classifier.weight)
+    assert not torch.equal(a.classifier.weight, stored.classifier.weight)
+    kept = stored.bert.state_dict()
+    assert all(torch.equal(value, kept[name]) for name, value in a.bert.state_dict().items())
 
 
 def test_bad_texts_and_options_are_refused(folder):

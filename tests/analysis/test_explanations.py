@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from fastbert.analysis import Subject, explain, rollout, write_page
+from fastbert.analysis import Subject, explain, page, rollout, write_page
 from fastbert.analysis.explain import METHODS
 from fastbert.analysis.explain_page import html
 from fastbert.analysis.subject import split
@@ -165,14 +165,26 @@ def test_a_text_with_a_special_token_and_of_two_words(folder):
 def test_hostile_text_is_escaped(folder, tmp_path):
     text = '<script>alert(1)</script> "quoted" & more'
     found = explain(folder, text, target="<b>other</b>")
-    page = html(found)
-    assert "<script" not in page
-    assert "<b>" not in page
-    assert "&lt;b&gt;other&lt;/b&gt;" in page
-    assert "http://" not in page.replace('http-equiv="', "")
-    assert "https://" not in page
+    content = html(found)
+    assert "<script" not in content
+    assert "<b>" not in content
+    assert "&lt;b&gt;other&lt;/b&gt;" in content
+    assert "http://" not in content
+    assert "https://" not in content
     write_page(found, tmp_path / "page.html")
-    assert (tmp_path / "page.html").read_bytes() == page.encode("utf-8")
+    assert (tmp_path / "page.html").read_bytes() == content.encode("utf-8")
+
+
+def test_heat_maps_and_tables_escape_their_words_and_scale_their_colours():
+    found = page.heat(["<i>", "b", "c"], [2.0, -1.0, 0.0])
+    assert "<i>" not in found
+    assert found.count("<span") == 3
+    assert 'style="background: rgb(var(--plus) / 0.600)" title="2">&lt;i&gt;</span>' in found
+    assert 'style="background: rgb(var(--minus) / 0.300)" title="-1">b</span>' in found
+    assert "/ 0.000" in page.heat(["a"], [math.nan])
+    rows = page.table("<u>", ("<p>", "<q>"), [("<r>", "<s>")])
+    assert not any(mark in rows for mark in ("<u>", "<p>", "<q>", "<r>", "<s>"))
+    assert "<title>&lt;u&gt;</title>" in page.document("<u>", [])
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,10 @@ def encoder(tmp_path_factory) -> Path:
 @pytest.fixture
 def packages(tmp_path, monkeypatch) -> list[str]:
     """Two packages of eight modules with other words, whose names no passage has."""
-    names = {"birdwords_": "The birds sing in the old tree", "fishwords_": "The fish swim in a lake"}
+    names = {
+        "birdwords_": "The birds sing in the old tree",
+        "fishwords_": "The fish swim in a lake",
+    }
     for package, words in names.items():
         (tmp_path / package).mkdir()
         (tmp_path / package / "__init__.py").write_text("")
@@ -76,7 +79,7 @@ def test_attention_tests_write_a_table_and_a_plot(encoder, packages, tmp_path, m
     assert "base: epoch 1 of 1, loss" in capsys.readouterr().out
 
 
-def test_geometry_writes_a_table_and_a_plot(encoder, tmp_path, monkeypatch):
+def test_geometry_writes_a_table_and_a_plot(encoder, tmp_path, monkeypatch, capsys):
     small = ["--train", 20, "--test", 10, "--rank", 4, "--epochs", 2]
     run(geometry, monkeypatch, "--out", tmp_path, "--model", encoder, *small)
     content = json.loads((tmp_path / "geometry.json").read_text())
