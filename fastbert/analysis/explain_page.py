@@ -76,8 +76,8 @@ def _about(explanation: Explanation) -> str:
 def _maps(explanation: Explanation) -> list[str]:
     parts = [
         "<h2>Heat maps of the words</h2>",
-        "<p>A deeper colour means a larger share of the largest value. The first colour is for the "
-        "label, and the second, in gradients and leave-one-out, against it.</p>",
+        "<p>A deeper colour means a larger share of the largest value. Orange words count for the "
+        "label, and blue words against it. Attention and rollout have no sign.</p>",
     ]
     for name, found in explanation.attributions.items():
         parts.append(f"<h3>{escape(name)}</h3><p>{escape(METHODS[name])}</p>")

@@ -25,8 +25,9 @@ h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 caption { text-align: left; padding: .3em 0; }
-th, td { border-bottom: 1px solid var(--line); padding: .25em .7em; text-align: right; }
-th:first-child, td:first-child { text-align: left; }
+.scroll { margin-bottom: 1rem; }
+th, td { border-bottom: 1px solid var(--line); padding: .25em .7em; text-align: left; }
+.number { text-align: right; }
 svg { border: 1px solid var(--line); width: 100%; height: auto; }
 circle { fill: rgb(var(--minus)); stroke: var(--ground); }
 circle:hover, circle:focus { fill: rgb(var(--plus)); outline: none; stroke: var(--ink); }
@@ -84,9 +85,16 @@ def table(caption: str, header: Sequence[str], rows: Iterable[Sequence[str]]) ->
         f"<thead><tr>{head}</tr></thead><tbody>",
     ]
     for first, *others in rows:
-        cells = "".join(f"<td>{escape(cell)}</td>" for cell in others)
+        cells = "".join(_cell(cell) for cell in others)
         lines.append(f'<tr><th scope="row">{escape(first)}</th>{cells}</tr>')
     return "\n".join([*lines, "</tbody></table></div>"])
+
+
+def _cell(text: str) -> str:
+    """Return a cell; a number stands at its right side."""
+    is_number = text.removeprefix("-").replace(".", "", 1).isdigit()
+    kind = ' class="number"' if is_number else ""
+    return f"<td{kind}>{escape(text)}</td>"
 
 
 def heat(words: Sequence[str], values: Sequence[float]) -> str:

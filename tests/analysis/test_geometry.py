@@ -15,6 +15,7 @@ from fastbert.analysis import (
     ContextEncoder,
     Usage,
     fit_probe,
+    grammar,
     nearest_centroids,
     read_usages,
     score,
@@ -307,6 +308,38 @@ def test_generated_sentences_are_projective_and_repeat_by_their_seed():
         assert 4 <= len(words) <= 30
         arcs = [(min(i, h), max(i, h)) for i, h in enumerate(heads) if h >= 0]
         assert not [(a, b) for a in arcs for b in arcs if a[0] < b[0] < a[1] < b[1]]
+
+
+def test_the_trees_of_generated_sentences_follow_the_grammar():
+    verbs = {*grammar.TRANSITIVE, *grammar.INTRANSITIVE, *grammar.SPEECH}
+    nouns = {*grammar.NOUNS, *grammar.EVENTS}
+    seen = set()
+    for words, heads in sentences(300, seed=2):
+        for i, (word, head) in enumerate(zip(words, heads, strict=True)):
+            seen.add(word)
+            if head < 0:
+                assert word in verbs
+            elif word in nouns:
+                # A noun depends on a verb, or on the noun before its preposition.
+                is_of_noun = words[head] in nouns
+                cases = [words[k] for k in range(i) if heads[k] == i]
+                assert is_of_noun == bool(set(cases) & set(grammar.OF_NOUN))
+                assert is_of_noun or words[head] in verbs
+                assert (word in grammar.EVENTS) == bool(set(cases) & set(grammar.OF_VERB))
+            elif word in (*grammar.DETERMINERS, *grammar.ADJECTIVES):
+                assert words[head] in nouns
+                assert all(w in grammar.ADJECTIVES for w in words[i + 1 : head])
+            elif word in (*grammar.OF_NOUN, *grammar.OF_VERB):
+                assert head > i
+                assert words[head] in nouns
+            elif word in ("who", "that", *grammar.ADVERBS):
+                assert head > i
+                assert words[head] in verbs
+            else:
+                # The verb of a relative clause depends on its noun, that of a report on its verb.
+                marks = {words[k] for k in range(i) if heads[k] == i}
+                assert words[head] in (nouns if "who" in marks else grammar.SPEECH)
+    assert {"who", "that", "of", "during"} <= seen
 
 
 def test_a_word_is_found_in_upper_and_lower_case_as_a_whole_word(encoder):

@@ -67,6 +67,11 @@ def test_explain_refuses_bad_input_and_writes_nothing(
     (empty / "config.json").write_text(json.dumps({"model_type": "fnet"}))
     assert "fnet" in refused("explain", empty, TEXT, "-o", page)
     assert "allowed: a .html file" in refused("explain", classifier, TEXT, "-o", tmp_path / "x.txt")
+    # The output is checked first, before a model is loaded.
+    absent = tmp_path / "absent"
+    assert "got '" + str(tmp_path / "x.txt") in refused(
+        "explain", absent, TEXT, "-o", tmp_path / "x.txt"
+    )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty"]
 
 
