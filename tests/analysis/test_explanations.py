@@ -237,3 +237,26 @@ def test_models_of_transformers_give_the_same_explanation(folder, tokenizer):
         for name in METHODS:
             a, b = (torch.tensor(e.attributions[name].words) for e in (ours, theirs))
             assert float((a - b).abs().max()) < 1e-4 * max(1.0, float(a.abs().max())), name
+
+
+@pytest.mark.parametrize("pooling", ["cls", "mean"])
+def test_attention_is_that_of_the_tokens_which_the_head_reads(tokenizer, pooling):
+    """ModernBERT's head reads the first token, or the mean of all tokens."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.ModernBertConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=2, pad_token_id=tokenizer.pad_id, cls_token_id=tokenizer.cls_id,
+        sep_token_id=tokenizer.sep_id, bos_token_id=tokenizer.cls_id, eos_token_id=tokenizer.sep_id,
+        initializer_range=0.3, classifier_pooling=pooling,
+    )  # fmt: skip
+    model = transformers.ModernBertForSequenceClassification._from_config(
+        config, attn_implementation="eager"
+    ).eval()
+    found = explain(Subject(model, tokenizer, ["no", "yes"], 40), TEXT)
+    ids = torch.tensor([tokenizer.encode(TEXT)])
+    with torch.no_grad():
+        weights = model(ids, output_attentions=True).attentions
+    last, rolled = weights[-1].mean(1)[0], rollout(weights)[0]
+    for name, rows in (("attention", last), ("rollout", rolled)):
+        expected = rows[0] if pooling == "cls" else rows.mean(0)
+        assert_close(torch.tensor(found.attributions[name].pieces), expected)
