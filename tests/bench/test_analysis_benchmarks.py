@@ -79,6 +79,29 @@ def test_attention_tests_write_a_table_and_a_plot(encoder, packages, tmp_path, m
     assert "base: epoch 1 of 1, loss" in capsys.readouterr().out
 
 
+def test_the_page_has_the_figures_of_the_record():
+    root = Path(__file__).resolve().parents[2]
+    record = root / "benchmarks" / "results" / "2026-11-23-analysis" / "attention_tests.json"
+    content = json.loads(record.read_text())
+    adversaries = {
+        (row["scope"], row["strength"]): row["distance"] for row in content["adversaries"]
+    }
+    read, every = adversaries["read", 2.0], adversaries["every", 2.0]
+    seeds, trained = content["seeds"], [r for r in content["uniform"] if "trained" in r["name"]]
+    frozen = {row["weights"]: row["accuracy"] for row in content["frozen"]}
+    shares = [row["accuracy"] for row in [content["base"], *trained, read]]
+    shares += [frozen["attention of the model"], frozen["uniform"]]
+    shares.append(frozen["attention of the adversary, read"])
+    distances = [read["jsd_read"], read["tvd"], every["jsd_every"], every["tvd"]]
+    distances.append(adversaries["read", 0.0]["tvd"])
+    distances += [edge(row["tvd"] for row in seeds) for edge in (min, max)]
+    distances += [edge(row["jsd_read"] for row in seeds) for edge in (min, max)]
+    page = (root / "docs" / "analysis.md").read_text(encoding="utf-8")
+    expected = [f"{100 * share:.1f} %" for share in shares]
+    expected += [f"{distance:.3f}" for distance in distances]
+    assert not [figure for figure in expected if figure not in page]
+
+
 def test_geometry_writes_a_table_and_a_plot(encoder, tmp_path, monkeypatch, capsys):
     small = ["--train", 20, "--test", 10, "--rank", 4, "--epochs", 2]
     run(geometry, monkeypatch, "--out", tmp_path, "--model", encoder, *small)
