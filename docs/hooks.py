@@ -159,6 +159,12 @@ def int8(record: str) -> str:
     return table(header, rows)
 
 
+def tables(record: str, stem: str) -> str:
+    """Return the tables at the start of ``<stem>.md`` in a record."""
+    text = (RESULTS / record / f"{stem}.md").read_text(encoding="utf-8")
+    return "\n\n".join(part for part in text.split("\n\n") if part.startswith("|"))
+
+
 def memory(record: str) -> str:
     """Return the peak resident memory in MiB on a full batch 8×128 of BERT-base."""
     contenders = rows_of(record, "bert-base")["BERT-base 8×128 full"]
@@ -264,6 +270,7 @@ FUNCTIONS = {
         targets,
         int8,
         viewer,
+        tables,
         memory,
         sentences,
         machine,

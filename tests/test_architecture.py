@@ -50,9 +50,11 @@ BELOW: dict[str, set[str]] = {
         *("training", "jobs", "inference", "data", "modules", "io", "ops", "config", "json_file"),
         "atomic_file",
     },
+    "analysis": {"jobs", "inference", "data", "modules", "io", "json_file", "atomic_file"},
     "cli": {
         *(
             "viewer",
+            "analysis",
             "finetuning",
             "training",
             "jobs",

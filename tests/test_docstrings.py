@@ -16,7 +16,10 @@ import fastbert
 
 PUBLIC = (
     "fastbert",
-    *(f"fastbert.{room}" for room in ("data", "finetuning", "modules", "ops", "training")),
+    *(
+        f"fastbert.{room}"
+        for room in ("analysis", "data", "finetuning", "modules", "ops", "training")
+    ),
 )
 PROMPT = ">>> "
 # A sentence ends at a mark before a space and a capital letter; "et al. 2019" does not end one.

@@ -80,8 +80,10 @@ def kernel_files() -> set[str]:
     return names
 
 
-def python_files() -> set[str]:
-    found = (ROOT / "fastbert").rglob("*.py")
+def package_files() -> set[str]:
+    """The Python files and the data that they read, such as the times of GPUs and the senses."""
+    found = [p for kind in ("py", "json", "jsonl") for p in (ROOT / "fastbert").rglob(f"*.{kind}")]
+    assert {"gpu_times.json", "senses.jsonl"} <= {p.name for p in found}
     return {p.relative_to(ROOT).as_posix() for p in found} | kernel_files()
 
 
@@ -91,7 +93,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(built):
         names = set(archive.namelist())
         assert all(archive.getinfo(name).file_size for name in kernel_files())
     assert {name.split("/")[0].split("-")[0] for name in names} == {"fastbert"}
-    assert python_files() <= names
+    assert package_files() <= names
     assert any(name.endswith("/licenses/LICENSE") for name in names)
     if shutil.which("c++"):
         assert any(name.startswith("fastbert/_C.") for name in names)
@@ -102,7 +104,7 @@ def test_the_sdist_holds_all_that_a_build_needs(built):
     with tarfile.open(sdist) as archive:
         members = {m.name.split("/", 1)[-1]: m for m in archive.getmembers()}
     sources = {p.relative_to(ROOT).as_posix() for p in (ROOT / "csrc").rglob("*") if p.is_file()}
-    for name in python_files() | sources | {"setup.py", "pyproject.toml", "README.md", "LICENSE"}:
+    for name in package_files() | sources | {"setup.py", "pyproject.toml", "README.md", "LICENSE"}:
         assert name in members, name
         assert members[name].isreg(), name
     assert not [name for name in members if name.split("/")[0] in ("kernels", "tests")]

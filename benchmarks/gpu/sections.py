@@ -31,6 +31,7 @@ TEST_GROUPS = {
 # Tests that would spend the time of a GPU on what a machine without one tests as well.
 NOT_ON_A_GPU = {
     "tests/kernels/test_aot.py": "the section compile compiles the launches on all cores",
+    "tests/analysis": "explanations and geometry on the CPU",
     "tests/bench": "the benchmarks run",
     "tests/cli": "the commands; the section check runs the one that uses a GPU",
     "tests/csrc": "C++ for the CPU; tests/ops runs the CUDA kernels",

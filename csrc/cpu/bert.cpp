@@ -78,6 +78,18 @@ Tokens tokens_of(const at::Tensor& ids, const OptionalTensor& mask, const Option
   return tokens;
 }
 
+// Calls body(). The message of an operator names the operator's own arguments, so an error gets the
+// argument of `bert` that holds them.
+template <class Body>
+void with_context(const char* argument, const Body& body) {
+  try {
+    body();
+  } catch (c10::Error& error) {
+    error.add_context(std::string("in ") + argument);
+    throw;
+  }
+}
+
 // Returns the rows of the first token of each sequence; 0 for a sequence without tokens.
 at::Tensor first_rows(const at::Tensor& rows, const Tokens& tokens) {
   if (!tokens.padded()) return rows.view({tokens.batch, tokens.length, rows.size(1)}).select(1, 0);
@@ -105,6 +117,12 @@ std::tuple<std::vector<at::Tensor>, int64_t> bert(
     at::ScalarType dtype) {
   TORCH_CHECK_VALUE(embedding.size() == kTypes || embedding.size() == kTypes + 1, "embedding: got ",
                     embedding.size(), " tensors, allowed: ", (int)kTypes, " or ", kTypes + 1);
+  for (const int table : {kWords, kPositions, kTypes}) {
+    if (table == kTypes && embedding.size() == kTypes) continue;
+    check_matrix(("embedding[" + std::to_string(table) + "]").c_str(), embedding[table]);
+  }
+  TORCH_CHECK_VALUE(embedding_eps >= 0.0, "embedding_eps: got ", embedding_eps,
+                    ", allowed: at least 0");
   TORCH_CHECK_VALUE(pooler.empty() || pooler.size() == 2, "pooler: got ", pooler.size(),
                     " tensors, allowed: none, or a weight and a bias");
   if (embedding[kWords].scalar_type() != dtype || !fits(ids, mask, token_types, embedding)) {
@@ -117,20 +135,25 @@ std::tuple<std::vector<at::Tensor>, int64_t> bert(
   const Tokens tokens = tokens_of(ids, mask, token_types, has_types);
   if (tokens.ids.size(0) == 0) return {};
   at::Tensor rows, pooled;
-  const auto run = [&] {
-    rows = std::get<0>(embedding_forward(
-        tokens.ids, has_types ? OptionalTensor(tokens.types) : std::nullopt, tokens.positions,
-        embedding[kWords], has_types ? OptionalTensor(embedding[kTypes]) : std::nullopt,
-        embedding[kPositions], embedding[kWeight], embedding[kBias], std::nullopt, embedding_eps,
-        0.0));
-    rows = encoder(rows, parameters, {},
-                   tokens.padded() ? OptionalTensor(tokens.cu_seqlens) : std::nullopt, std::nullopt,
-                   std::nullopt, tokens.batch, tokens.longest, heads, projections, eps, activation,
-                   dtype, false)
-               .back();
-    if (pooler.empty()) return;
+  const auto embed = [&] {
+    OptionalTensor types, type_table;
+    if (has_types) types = tokens.types, type_table = embedding[kTypes];
+    rows = std::get<0>(embedding_forward(tokens.ids, types, tokens.positions, embedding[kWords],
+                                         type_table, embedding[kPositions], embedding[kWeight],
+                                         embedding[kBias], std::nullopt, embedding_eps, 0.0));
+  };
+  const auto pool = [&] {
     const auto first = first_rows(rows, tokens);
     pooled = std::get<0>(linear(first, pooler[0], pooler[1], std::nullopt, "none", false)).tanh();
+  };
+  const auto run = [&] {
+    with_context("embedding", embed);
+    OptionalTensor cu_seqlens;
+    if (tokens.padded()) cu_seqlens = tokens.cu_seqlens;
+    rows = encoder(rows, parameters, {}, cu_seqlens, std::nullopt, std::nullopt, tokens.batch,
+                   tokens.longest, heads, projections, eps, activation, dtype, false)
+               .back();
+    if (!pooler.empty()) with_context("pooler", pool);
   };
   if (worth_a_team(tokens.ids.size(0), parameters)) {
     together(run);

@@ -13,6 +13,7 @@ from fastbert.cli.classify import classify
 from fastbert.cli.common import FriendlyGroup
 from fastbert.cli.demo import demo
 from fastbert.cli.encode import encode
+from fastbert.cli.explain import explain
 from fastbert.cli.fill_mask import fill_mask
 from fastbert.cli.finetune import finetune
 from fastbert.cli.info import info
@@ -20,6 +21,7 @@ from fastbert.cli.predict import predict
 from fastbert.cli.prepare import prepare
 from fastbert.cli.pretrain import pretrain
 from fastbert.cli.view import view
+from fastbert.cli.word_map import word_map
 from fastbert.version import __version__
 
 app = typer.Typer(
@@ -69,6 +71,8 @@ for _name, _function, _example in (
     ("view", view, 'fastbert view demo/model "The dog [MASK] the ball." -o page.html'),
     ("encode", encode, "fastbert encode demo/model sentences.txt sentences.npy --normalize"),
     ("classify", classify, "fastbert classify model reviews.parquet labels.parquet --field body"),
+    ("explain", explain, 'fastbert explain reviews/model "A moving film." -o explanation.html'),
+    ("word-map", word_map, "fastbert word-map demo/model texts dog -o dog.html"),
 ):
     app.command(_name, epilog=f"Example: [bold]{_example.replace('[', chr(92) + '[')}[/]")(
         _function

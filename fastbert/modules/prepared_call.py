@@ -56,6 +56,10 @@ class PreparedCall:
         """Make an empty object."""
         self._prepared: tuple[Snapshot, tuple[Any, ...] | None] | None = None
 
+    def clear(self) -> None:
+        """Forget the prepared call, which holds the parameters of the model."""
+        self._prepared = None
+
     def __deepcopy__(self, memo: dict[int, Any]) -> PreparedCall:
         """Return an empty object."""
         return PreparedCall()
@@ -99,8 +103,22 @@ class PreparedCall:
         return Found(found[0], layout, pooled)
 
 
+def forget_prepared_calls(model: nn.Module) -> None:
+    """Release the parameters that the prepared calls inside a model hold until the next call.
+
+    Args:
+        model: A model whose parameters are about to be replaced one by one.
+    """
+    for module in model.modules():
+        prepared = vars(module).get(PreparedCall.HOLDER)
+        if prepared is not None:
+            prepared.clear()
+
+
 def _is_plain_inference() -> bool:
-    return not (torch.is_grad_enabled() or torch._C._is_any_autocast_enabled() or is_watched())
+    # `is_watched` comes first, because torch.compile does not trace the other functions.
+    watched = is_watched() or torch.is_grad_enabled()
+    return not (watched or torch._C._is_any_autocast_enabled())
 
 
 def _prepare(model: Any) -> tuple[Snapshot, tuple[Any, ...] | None] | None:

@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS = ("mkdocs", "material", "mkdocstrings", "mkdocstrings_handlers")
-MODULES = ("ops", "modules", "data", "training", "finetuning")
+MODULES = ("ops", "modules", "data", "training", "finetuning", "analysis")
 
 missing = [tool for tool in TOOLS if importlib.util.find_spec(tool) is None]
 pytestmark = pytest.mark.skipif(

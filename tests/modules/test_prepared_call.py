@@ -385,6 +385,8 @@ def test_a_call_that_is_prepared_for_ever_is_caught(monkeypatch):
     # Values and memory of tensors, and dtypes, are read by every call.
     read = {"write_to_data", "write_one_element", "swap_data", "swap_memory", "to_bfloat16"}
     read |= {"step_of_a_fused_optimizer", "one_weight_in_bfloat16"}
+    # Quantization forgets the call, so that the old weights are freed.
+    read.add("quantize")
     same_bits = {"default_backend", "reference_backend", "other_implementation", "no_pooler"}
     assert set(CHANGES) - read - same_bits <= set(missed)
 
@@ -477,6 +479,16 @@ def test_accelerated_models_use_the_call():
             expected = stock(ids, mask, position_ids=positions)
         assert torch.equal(found.last_hidden_state, expected.last_hidden_state)
         assert torch.equal(found.pooler_output, expected.pooler_output)
+
+
+def test_quantization_in_place_frees_the_weights_of_a_prepared_model():
+    model = fastbert.BertForSequenceClassification(CONFIG).eval()
+    with torch.no_grad():
+        model(*batch())
+    assert is_prepared(model.bert)
+    gone = [weakref.ref(layer.output.dense.weight) for layer in model.bert.encoder.layer]
+    fastbert.quantize(model, inplace=True)
+    assert [weight() for weight in gone] == [None, None]
 
 
 @pytest.mark.parametrize("mode", ["gradient", "autocast", "training", "functional", "profiler"])

@@ -1,0 +1,201 @@
+"""The structural probe: is the distance in the syntax tree a distance of word vectors?"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fastbert.analysis.agreement import spearman
+
+# Lengths of the sentences whose correlations are averaged, in words (Hewitt and Manning 2019).
+LENGTHS = range(5, 51)
+BATCH = 32
+
+
+def tree_distances(heads: Sequence[int]) -> Tensor:
+    """Return the number of edges between each pair of words of a dependency tree.
+
+    Args:
+        heads: Index of the head of each of n words; -1 for the root.
+
+    Returns:
+        Distances of shape ``(n, n)``, fp32.
+
+    Raises:
+        ValueError: If the heads are not a tree with one root.
+
+    Examples:
+        >>> from fastbert.analysis import tree_distances
+        >>> tree_distances([1, -1, 1]).tolist()
+        [[0.0, 1.0, 2.0], [1.0, 0.0, 1.0], [2.0, 1.0, 0.0]]
+    """
+    count = len(heads)
+    if list(heads).count(-1) != 1 or not all(-1 <= head < count for head in heads):
+        raise ValueError(f"heads: got {list(heads)}, allowed: indices of words, and one -1")
+    distances = torch.full((count, count), math.inf)
+    distances.fill_diagonal_(0.0)
+    for word, head in enumerate(heads):
+        if head >= 0:
+            distances[word, head] = distances[head, word] = 1.0
+    for middle in range(count):
+        through = distances[:, middle, None] + distances[None, middle, :]
+        distances = torch.minimum(distances, through)
+    if not distances.isfinite().all():
+        raise ValueError(f"heads: got {list(heads)}, which have a circle, allowed: a tree")
+    return distances
+
+
+def edges(distances: Tensor) -> set[tuple[int, int]]:
+    """Return the edges of the minimum spanning tree, as pairs ``(i, j)`` with i < j (Prim 1957).
+
+    Args:
+        distances: Symmetric distances of shape ``(n, n)``.
+
+    Returns:
+        ``n − 1`` edges. Of equal distances, that of the words with the lower indices is taken.
+    """
+    rows = distances.tolist()
+    joined, others = [0], set(range(1, len(rows)))
+    found = set()
+    while others:
+        _, i, j = min((rows[i][j], i, j) for i in joined for j in others)
+        found.add((min(i, j), max(i, j)))
+        joined.append(j)
+        others.remove(j)
+    return found
+
+
+class DistanceProbe(nn.Module):
+    """The squared distance ``‖B (hᵢ − hⱼ)‖²`` of word vectors in a learned space.
+
+    Args:
+        width: Width H of the vectors.
+        rank: Number of rows of B.
+
+    Note:
+        Hewitt and Manning 2019, equation 1.
+    """
+
+    def __init__(self, width: int, rank: int) -> None:
+        """Create B with small random entries."""
+        super().__init__()
+        self.projection = nn.Parameter(torch.empty(rank, width).uniform_(-0.05, 0.05))
+
+    def forward(self, vectors: Tensor) -> Tensor:
+        """Compute all distances.
+
+        Args:
+            vectors: Vectors of shape ``(…, n, H)``.
+
+        Returns:
+            Squared distances of shape ``(…, n, n)``.
+        """
+        points = vectors @ self.projection.T
+        return (points[..., :, None, :] - points[..., None, :, :]).square().sum(-1)
+
+
+def fit_probe(
+    vectors: Sequence[Tensor],
+    distances: Sequence[Tensor],
+    *,
+    rank: int = 64,
+    epochs: int = 30,
+    learning_rate: float = 1e-3,
+    seed: int = 0,
+) -> DistanceProbe:
+    """Train a probe.
+
+    The loss of a sentence is the sum of ``|d_tree − d_probe|`` over all pairs of words, divided by
+    the square of the number of words (equation 2 of Hewitt and Manning 2019).
+
+    Args:
+        vectors: Vectors ``(n, H)`` of the words of each sentence.
+        distances: Distances ``(n, n)`` in the tree of each sentence.
+        rank: Number of rows of B.
+        epochs: Number of passes over the sentences.
+        learning_rate: Learning rate of Adam, which falls to 0 along a cosine.
+        seed: Seed of the weights and of the order.
+
+    Returns:
+        The probe.
+
+    Raises:
+        ValueError: If there is no sentence, or if the numbers of words differ.
+    """
+    shapes = [(len(v), tuple(d.shape)) for v, d in zip(vectors, distances, strict=True)]
+    if not shapes or any(shape != (n, n) for n, shape in shapes):
+        raise ValueError("vectors and distances: allowed: (n, H) and (n, n) for each sentence")
+    torch.manual_seed(seed)
+    probe = DistanceProbe(vectors[0].shape[1], rank)
+    optimizer = torch.optim.Adam(probe.parameters(), lr=learning_rate)
+    # Sentences of one length form a batch without padding.
+    by_length: dict[int, list[int]] = defaultdict(list)
+    for i, (count, _) in enumerate(shapes):
+        by_length[count].append(i)
+    batches = [
+        (torch.stack([vectors[i] for i in part]), torch.stack([distances[i] for i in part]))
+        for rows in by_length.values()
+        for part in (rows[k : k + BATCH] for k in range(0, len(rows), BATCH))
+    ]
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * len(batches))
+    for _ in range(epochs):
+        for i in torch.randperm(len(batches)).tolist():
+            x, target = batches[i]
+            loss = (probe(x) - target).abs().mean((1, 2)).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+    return probe.eval()
+
+
+@dataclass(frozen=True)
+class ProbeScore:
+    """How well distances match syntax trees.
+
+    Attributes:
+        spearman: Spearman's correlation of the distances from one word to the others, as a mean
+            over the words of each length of sentence, and then over the lengths 5 to 50.
+        uuas: Share of the tree's edges, without direction, in the minimum spanning tree of the
+            distances.
+    """
+
+    spearman: float
+    uuas: float
+
+
+def score(predicted: Sequence[Tensor], expected: Sequence[Tensor]) -> ProbeScore:
+    """Compare distances with the distances in trees.
+
+    Args:
+        predicted: Distances ``(n, n)`` of each sentence.
+        expected: Distances ``(n, n)`` in the tree of each sentence.
+
+    Returns:
+        The scores. The correlation is NaN if no sentence has 5 to 50 words.
+    """
+    by_length: dict[int, list[float]] = defaultdict(list)
+    right = total = 0
+    for ours, theirs in zip(predicted, expected, strict=True):
+        count = len(theirs)
+        wanted = edges(theirs)
+        right += len(edges(ours) & wanted)
+        total += len(wanted)
+        if count in LENGTHS:
+            rows = (spearman(a, b) for a, b in zip(ours, theirs, strict=True))
+            # A word whose distances are all equal has no ranking.
+            by_length[count] += [row for row in rows if not math.isnan(row)]
+    means = [statistics.mean(values) for values in by_length.values() if values]
+    return ProbeScore(statistics.mean(means) if means else math.nan, right / max(1, total))
+
+
+def linear_distances(count: int) -> Tensor:
+    """Return the distances ``|i − j|`` of the words in the sentence, the baseline ``(n, n)``."""
+    places = torch.arange(count, dtype=torch.float32)
+    return (places[:, None] - places[None, :]).abs()

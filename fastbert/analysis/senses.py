@@ -1,0 +1,222 @@
+"""Senses of words: does the vector of a word in its context say which sense the word has?"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastbert.analysis.occurrences import ContextEncoder, places
+from fastbert.data.records import read_records
+
+# 156 sentences that were written for this test: six words, two or three senses, 12 sentences each.
+SENTENCES = Path(__file__).with_name("senses.jsonl")
+
+
+class Usage(NamedTuple):
+    """A word in a text.
+
+    Attributes:
+        word: The word.
+        sense: The name of its sense.
+        text: The text, which has the word.
+    """
+
+    word: str
+    sense: str
+    text: str
+
+
+@dataclass(frozen=True)
+class SenseAccuracy:
+    """The share of words whose sense is found, on sentences that were held out.
+
+    Attributes:
+        layers: Accuracy by layer; 0 is the embedding output.
+        by_word: Accuracy by word and layer.
+        most_frequent: Accuracy of the most frequent sense of the word.
+        sentences: Number of sentences.
+        senses: Number of senses of each word.
+        folds: Number of parts of the cross-validation.
+    """
+
+    layers: list[float]
+    by_word: dict[str, list[float]]
+    most_frequent: float
+    sentences: int
+    senses: dict[str, int]
+    folds: int
+
+
+def read_usages(path: str | os.PathLike[str] = SENTENCES) -> list[Usage]:
+    """Read labelled usages of words.
+
+    Args:
+        path: A .jsonl, .csv, .tsv or .parquet file with the fields ``word``, ``sense`` and
+            ``text``. The default is the file of the package.
+
+    Returns:
+        The usages.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        ValueError: If a row is broken. The message names the file and the line.
+    """
+    found = []
+    for place, values in read_records(Path(path), Usage._fields):
+        if not all(isinstance(value, str) and value.strip() for value in values):
+            raise ValueError(f"{place}: got {values!r:.200}, allowed: word, sense and text")
+        found.append(Usage(*values))
+    return found
+
+
+def nearest_centroids(train: Tensor, labels: Sequence[str], test: Tensor) -> list[str]:
+    """Give each vector the label whose mean vector is nearest.
+
+    Args:
+        train: Vectors of shape ``(N, H)``.
+        labels: N labels.
+        test: Vectors of shape ``(M, H)``.
+
+    Returns:
+        M labels.
+
+    Examples:
+        >>> import torch
+        >>> from fastbert.analysis import nearest_centroids
+        >>> train = torch.tensor([[0.0, 0.0], [0.0, 2.0], [5.0, 1.0]])
+        >>> nearest_centroids(train, ["a", "a", "b"], torch.tensor([[1.0, 1.0], [4.0, 0.0]]))
+        ['a', 'b']
+    """
+    names = sorted(set(labels))
+    rows = torch.tensor([names.index(label) for label in labels])
+    centroids = torch.stack([train[rows == i].mean(0) for i in range(len(names))])
+    return [names[i] for i in torch.cdist(test, centroids).argmin(1).tolist()]
+
+
+def folds_of(usages: Sequence[Usage], folds: int) -> list[int]:
+    """Divide usages into folds, so that each sense is spread over the folds evenly.
+
+    Args:
+        usages: The usages.
+        folds: Number of folds.
+
+    Returns:
+        The fold of each usage, from 0.
+
+    Raises:
+        ValueError: If a sense has fewer usages than folds, or if there are fewer than two folds.
+    """
+    counts = Counter((usage.word, usage.sense) for usage in usages)
+    fewest = min(counts.values(), default=0)
+    if not 2 <= folds <= fewest:
+        raise ValueError(
+            f"folds: got {folds}, allowed: from 2 to {fewest}, the usages of the rarest sense"
+        )
+    seen: Counter[tuple[str, str]] = Counter()
+    found = []
+    for usage in usages:
+        key = (usage.word, usage.sense)
+        found.append(seen[key] % folds)
+        seen[key] += 1
+    return found
+
+
+def sense_accuracy(
+    model: str | os.PathLike[str] | ContextEncoder,
+    usages: Sequence[Usage] | None = None,
+    *,
+    folds: int = 4,
+) -> SenseAccuracy:
+    """Find the sense of each word by the nearest centroid, for each layer.
+
+    A centroid is the mean vector of the usages of a sense in the other folds; each sentence is held
+    out once. The embedding output knows the word and its position only, so its accuracy shows what
+    is left without context.
+
+    Args:
+        model: Folder or hub id of an encoder, or a loaded `ContextEncoder`.
+        usages: Labelled usages; None takes the sentences of the package.
+        folds: Number of folds.
+
+    Returns:
+        The accuracy by layer.
+
+    Raises:
+        ValueError: If a text does not have its word as a whole word, or if a sense has fewer usages
+            than folds.
+
+    Note:
+        Coenen et al. 2019, section 4.1, with centroids as in Peters et al. 2018.
+    """
+    encoder = model if isinstance(model, ContextEncoder) else ContextEncoder(model)
+    usages = read_usages() if usages is None else list(usages)
+    fold = folds_of(usages, folds)
+    vectors = usage_vectors(encoder, usages)
+    by_word = {}
+    most_frequent = 0.0
+    words = list(dict.fromkeys(usage.word for usage in usages))
+    for word in words:
+        rows = [i for i, usage in enumerate(usages) if usage.word == word]
+        senses = [usages[i].sense for i in rows]
+        own = [fold[i] for i in rows]
+        by_word[word] = [_accuracy(v, senses, own) for v in vectors[rows].unbind(1)]
+        most_frequent += _majority(senses, own) * len(rows) / len(usages)
+    shares = [sum(u.word == word for u in usages) / len(usages) for word in words]
+    layers = [
+        sum(s * row for s, row in zip(shares, column, strict=True))
+        for column in zip(*by_word.values(), strict=True)
+    ]
+    counts = {word: len({u.sense for u in usages if u.word == word}) for word in words}
+    return SenseAccuracy(layers, by_word, most_frequent, len(usages), counts, folds)
+
+
+def usage_vectors(encoder: ContextEncoder, usages: Sequence[Usage]) -> Tensor:
+    """Compute the vector of the first occurrence of each word.
+
+    Args:
+        encoder: The encoder.
+        usages: N usages.
+
+    Returns:
+        Vectors of shape ``(N, states, H)``.
+
+    Raises:
+        ValueError: If a text does not have its word as a whole word.
+    """
+    texts = [encoder.split(usage.text) for usage in usages]
+    indices = []
+    for usage, pieces in zip(usages, texts, strict=True):
+        found = places(pieces, usage.word)
+        if not found:
+            raise ValueError(f"text: got {usage.text!r:.200}, allowed: a text with {usage.word!r}")
+        indices.append(found[0])
+    states = encoder.words(texts)
+    return torch.stack([rows[:, i] for rows, i in zip(states, indices, strict=True)])
+
+
+def _accuracy(vectors: Tensor, senses: Sequence[str], fold: Sequence[int]) -> float:
+    """Return the accuracy of nearest centroids for vectors ``(N, H)``."""
+    right = 0
+    for part in set(fold):
+        held = [i for i, f in enumerate(fold) if f == part]
+        kept = [i for i, f in enumerate(fold) if f != part]
+        found = nearest_centroids(vectors[kept], [senses[i] for i in kept], vectors[held])
+        right += sum(a == senses[i] for a, i in zip(found, held, strict=True))
+    return right / len(senses)
+
+
+def _majority(senses: Sequence[str], fold: Sequence[int]) -> float:
+    """Return the accuracy of the most frequent sense of the other folds."""
+    right = 0
+    for part in set(fold):
+        counts = Counter(s for s, f in zip(senses, fold, strict=True) if f != part)
+        most = max(sorted(counts), key=counts.__getitem__)
+        right += sum(s == most for s, f in zip(senses, fold, strict=True) if f == part)
+    return right / len(senses)

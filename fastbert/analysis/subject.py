@@ -1,0 +1,270 @@
+"""The subject of an analysis: a model with a classification head, and texts as its tokens."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastbert.io import checkpoint
+from fastbert.jobs.classify import Classifier
+from fastbert.modules import BertForSequenceClassification
+
+# Tokens of a batch in inference; the results do not depend on it.
+TOKENS_PER_BATCH = 4096
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """The tokens of a text.
+
+    Attributes:
+        text: The text.
+        ids: Ids of the tokens, special tokens included.
+        pieces: The tokens as the vocabulary spells them.
+        words: The words of the text. The tokenizer decides where a word ends.
+        word_of: Index in `words` of each token; None for special tokens.
+    """
+
+    text: str
+    ids: list[int]
+    pieces: list[str]
+    words: list[str]
+    word_of: list[int | None]
+
+    @property
+    def inside(self) -> list[int]:
+        """Positions of the tokens of the text, without special tokens."""
+        return [i for i, word in enumerate(self.word_of) if word is not None]
+
+    def of_word(self, word: int) -> list[int]:
+        """Return the positions of the tokens of a word."""
+        return [i for i, index in enumerate(self.word_of) if index == word]
+
+
+def split(tokenizer: Any, text: str) -> Pieces:
+    """Encode a text, and assign each token to its word.
+
+    Args:
+        tokenizer: A tokenizer of `fastbert.data.load_tokenizer`.
+        text: The text.
+
+    Returns:
+        The tokens with their words.
+
+    Raises:
+        ValueError: If the text is blank, has no tokens, or has half a surrogate pair.
+    """
+    if not text.strip():
+        raise ValueError(f"TEXT: got {text!r}, allowed: a text that is not blank")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(f"TEXT: got {text!r:.200}, allowed: Unicode text ({error})") from error
+    ids = tokenizer.encode(text)
+    inner = tokenizer.backend.encode(text, add_special_tokens=False)
+    if not inner.ids:
+        raise ValueError(f"TEXT: got {text!r:.200}, which has no tokens, allowed: at least one")
+    places = range(len(ids) - len(inner.ids) + 1)
+    start = next(i for i in places if ids[i : i + len(inner.ids)] == inner.ids)
+    word_of: list[int | None] = [None] * len(ids)
+    words = []
+    # A token that belongs to no word, such as a special token in the text, is a word itself.
+    keys = [(-1 - i if w is None else w) for i, w in enumerate(inner.word_ids)]
+    for _, group in groupby(range(len(keys)), key=lambda i: keys[i]):
+        members = list(group)
+        spans = [inner.offsets[i] for i in members]
+        words.append(text[spans[0][0] : spans[-1][1]].strip() or inner.tokens[members[0]])
+        for i in members:
+            word_of[start + i] = len(words) - 1
+    pieces = [str(tokenizer.backend.id_to_token(i)) for i in ids]
+    return Pieces(text, ids, pieces, words, word_of)
+
+
+class Subject:
+    """A classifier in fp32 whose logits, gradients and attention weights an analysis reads.
+
+    Attributes:
+        model: The model: fastbert's for BERT, and an accelerated model of transformers for other
+            families.
+        labels: Names of the labels.
+        tokenizer: The tokenizer.
+        limit: Number of positions of the model, in tokens.
+    """
+
+    def __init__(
+        self, model: nn.Module, tokenizer: Any, labels: Sequence[str], limit: int, name: str = ""
+    ) -> None:
+        """Wrap a loaded model.
+
+        Args:
+            model: A model with the arguments and outputs of transformers' sequence classifiers.
+            tokenizer: A tokenizer of `fastbert.data.load_tokenizer`.
+            labels: Names of the labels.
+            limit: Largest number of tokens of a text.
+            name: Name for error messages.
+        """
+        self.model, self.tokenizer = model.float().eval(), tokenizer
+        self.labels, self.limit, self.name = list(labels), limit, name or type(model).__name__
+        self.device = next(model.parameters()).device
+
+    @classmethod
+    def load(cls, folder: str | os.PathLike[str]) -> Subject:
+        """Load a folder with a classification head.
+
+        Args:
+            folder: Folder or hub id of a checkpoint, such as ``OUT/model`` of ``fastbert finetune
+                classify``, or of a sequence classifier of transformers.
+
+        Returns:
+            The subject, on a CUDA device if there is one.
+
+        Raises:
+            FileNotFoundError: If there is no checkpoint.
+            ValueError: If the checkpoint has no complete classification head, or is of a family
+                that fastbert does not support.
+        """
+        loaded = Classifier(os.fspath(folder), max_length=None, backend=None)
+        if loaded.tokenizer.prompt:
+            raise ValueError(
+                f"MODEL: {loaded.folder} has a default prompt, allowed: a model without"
+            )
+        model: Any = loaded.model
+        if not isinstance(model, BertForSequenceClassification):
+            model = model.model
+        config, _ = checkpoint.read_settings(loaded.tokenizer.folder)
+        tokenizer = loaded.tokenizer.tokenizer
+        return cls(model, tokenizer, loaded.labels, config.max_length, str(loaded.folder))
+
+    def split(self, text: str) -> Pieces:
+        """Encode a text, and assign each token to its word.
+
+        Args:
+            text: The text.
+
+        Returns:
+            The tokens with their words.
+
+        Raises:
+            ValueError: If the text is blank, or longer than the positions of the model.
+        """
+        found = split(self.tokenizer, text)
+        if len(found.ids) > self.limit:
+            raise ValueError(
+                f"TEXT: got {len(found.ids)} tokens, allowed: at most {self.limit}, the positions "
+                f"of {self.name}"
+            )
+        return found
+
+    def embed(self, ids: Sequence[int]) -> Tensor:
+        """Return the word embeddings of tokens, detached, of shape ``(1, L, H)``."""
+        table: Any = self.model.get_input_embeddings()
+        return table(torch.tensor([list(ids)], device=self.device)).detach()
+
+    def from_embeddings(self, embeddings: Tensor, **options: Any) -> Any:
+        """Call the model on word embeddings ``(B, L, H)`` without padding."""
+        mask = torch.ones(embeddings.shape[:2], dtype=torch.int64, device=self.device)
+        return self.model(inputs_embeds=embeddings, attention_mask=mask, **options)
+
+    @torch.no_grad()
+    def logits(self, sequences: Sequence[Sequence[int]]) -> Tensor:
+        """Compute the logits of sequences of any lengths.
+
+        Args:
+            sequences: N sequences of ids, special tokens included.
+
+        Returns:
+            Logits of shape ``(N, labels)``, fp32 on the CPU.
+        """
+        longest = max(map(len, sequences))
+        count = max(1, TOKENS_PER_BATCH // longest)
+        rows = []
+        for start in range(0, len(sequences), count):
+            ids, mask = padded(sequences[start : start + count], self._pad())
+            output = self.model(input_ids=ids.to(self.device), attention_mask=mask.to(self.device))
+            rows.append(output.logits.float().cpu())
+        return torch.cat(rows)
+
+    def attentions(self, ids: Sequence[int]) -> list[Tensor]:
+        """Compute the attention weights of each layer.
+
+        Args:
+            ids: Ids of a text.
+
+        Returns:
+            The weights of each layer, of shape ``(1, heads, L, L)``.
+
+        Raises:
+            ValueError: If the model returns no attention weights.
+        """
+        with torch.no_grad():
+            tensor = torch.tensor([list(ids)], device=self.device)
+            options = {"attention_mask": torch.ones_like(tensor), "output_attentions": True}
+            output = self.model(input_ids=tensor, **options)
+        found = list(getattr(output, "attentions", None) or ())
+        if not found or any(weights is None for weights in found):
+            raise ValueError(
+                f"MODEL: {self.name} returns no attention weights, allowed: a model with attention "
+                "(in transformers with attn_implementation='eager')"
+            )
+        return found
+
+    def reading(self, weights: Tensor) -> Tensor:
+        """Return the weights by which the classifier reads the tokens, of shape ``(L,)``.
+
+        Args:
+            weights: Weights of shape ``(L, L)``, one row for each query.
+
+        Returns:
+            The row of the first token, or the mean of the rows if the head pools the mean of all
+            tokens, as ModernBERT may.
+        """
+        if getattr(self.model.config, "classifier_pooling", "cls") == "mean":
+            return weights.mean(0)
+        return weights[0]
+
+    def target(self, name: str | None, logits: Tensor) -> int:
+        """Return the index of a label; None is the label with the largest logit.
+
+        Args:
+            name: Name of the label.
+            logits: Logits of shape ``(labels,)``.
+
+        Returns:
+            The index.
+
+        Raises:
+            ValueError: If there is no such label.
+        """
+        if name is None:
+            return int(logits.argmax())
+        if name not in self.labels:
+            raise ValueError(f"target: got {name!r}, allowed: {', '.join(self.labels)}")
+        return self.labels.index(name)
+
+    def _pad(self) -> int:
+        return getattr(self.model.config, "pad_token_id", None) or 0
+
+
+def padded(sequences: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
+    """Pad sequences to the longest.
+
+    Args:
+        sequences: B sequences of ids.
+        pad: Id of the padding.
+
+    Returns:
+        Ids and mask, int64 of shape ``(B, L)``.
+    """
+    longest = max(map(len, sequences))
+    ids = torch.full((len(sequences), longest), pad)
+    mask = torch.zeros_like(ids)
+    for row, sequence in enumerate(sequences):
+        ids[row, : len(sequence)] = torch.tensor(list(sequence))
+        mask[row, : len(sequence)] = 1
+    return ids, mask

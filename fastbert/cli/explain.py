@@ -1,0 +1,81 @@
+"""``fastbert explain``: five explanations of one prediction, side by side."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.text import Text
+
+from fastbert.cli.common import err, new_table, out, print_json
+
+if TYPE_CHECKING:
+    from fastbert.analysis import Explanation
+
+
+def explain(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL", help="Folder (or hub id) of a checkpoint with a classification head."
+        ),
+    ],
+    text: Annotated[str, typer.Argument(metavar="TEXT", help="The text to classify.")],
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", help="A .html file that receives heat maps and tables."),
+    ] = None,
+    target: Annotated[
+        str | None, typer.Option(help="Label to explain; by default the predicted label.")
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Steps of integrated gradients.", min=1)] = 50,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all numbers as JSON.")] = False,
+) -> None:
+    """Explain the label that a classifier gives TEXT.
+
+    The methods are gradient × input, integrated gradients, attention, rollout
+    and leave-one-out. The command prints their values for each word, and their
+    rank correlations. Attention and rollout have no sign.
+    """
+    from fastbert.analysis import explain as compute
+    from fastbert.analysis import page, write_page
+
+    if output is not None:
+        page.check_output(output)
+    found = compute(model, text, target=target, steps=steps)
+    if output is not None:
+        write_page(found, output)
+        err.print(f"note: wrote {output}", soft_wrap=True, highlight=False, markup=False)
+    if as_json:
+        print_json(found)
+    else:
+        _print(found)
+
+
+def _print(found: Explanation) -> None:
+    difference = found.logit - found.baseline
+    out.print(
+        f"label {found.label}, logit {found.logit:.4f}; integrated gradients: {found.steps} steps, "
+        f"completeness error {found.completeness_error:.2g} of {difference:.4f}",
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )
+    values = new_table()
+    values.add_column("word", style="bold")
+    for name in found.attributions:
+        values.add_column(name, justify="right")
+    columns = [attribution.words for attribution in found.attributions.values()]
+    for word, *row in zip(found.words, *columns, strict=True):
+        # Rich reads brackets in a str as markup, but not in a Text.
+        values.add_row(Text(word), *(f"{value:.4f}" for value in row))
+    out.print(values)
+    matrix = new_table("Spearman's rank correlation of the absolute values")
+    matrix.add_column("method", style="bold")
+    for name in found.spearman:
+        matrix.add_column(name, justify="right")
+    for name, correlations in found.spearman.items():
+        cells = ("undefined" if v != v else f"{v:.2f}" for v in correlations.values())
+        matrix.add_row(name, *cells)
+    out.print(matrix)

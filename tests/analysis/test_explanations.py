@@ -1,0 +1,262 @@
+"""The five explanations of a prediction, judged by closed forms and by explicit calls."""
+
+from __future__ import annotations
+
+import math
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+from fastbert.analysis import Subject, explain, page, rollout, write_page
+from fastbert.analysis.explain import METHODS
+from fastbert.analysis.explain_page import html
+from fastbert.analysis.subject import split
+
+pytest.importorskip("captum")
+TEXT = "The old dog ran to the garden, unbelievably."
+
+
+class Sums(nn.Module):
+    """A classifier whose logit is a function of ``s = Σ w · eᵢ``, without attention between tokens.
+
+    Its attention weights are uniform.
+    """
+
+    def __init__(self, function, size: int) -> None:
+        super().__init__()
+        self.function = function
+        self.table = nn.Embedding(size, 4)
+        self.weight = nn.Parameter(torch.randn(4))
+        self.config = SimpleNamespace(pad_token_id=0)
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        return self.table
+
+    def forward(self, input_ids=None, attention_mask=None, inputs_embeds=None, **options):
+        rows = self.table(input_ids) if inputs_embeds is None else inputs_embeds
+        sums = (rows @ self.weight * attention_mask).sum(-1)
+        weights = None
+        if options.get("output_attentions"):
+            count = rows.shape[1]
+            weights = (torch.full((1, 2, count, count), 1 / count),)
+        logits = torch.stack([self.function(sums), -sums], -1)
+        return SimpleNamespace(logits=logits, attentions=weights)
+
+
+def sums(tokenizer, function) -> tuple[Subject, torch.Tensor, torch.Tensor]:
+    """Return a subject, and ``w · eᵢ`` of the tokens and of the padding."""
+    model = Sums(function, len(tokenizer))
+    subject = Subject(model, tokenizer, ["first", "second"], 40)
+    rows = subject.embed(split(tokenizer, TEXT).ids)[0] @ model.weight.detach()
+    return subject, rows, model.table.weight[0].detach() @ model.weight.detach()
+
+
+def test_a_linear_model_has_closed_forms(tokenizer):
+    subject, rows, pad = sums(tokenizer, lambda s: s)
+    found = explain(subject, TEXT, target="first", steps=3)
+    inside = split(tokenizer, TEXT).inside
+    values = {name: a.pieces for name, a in found.attributions.items()}
+    assert_close(torch.tensor(values["gradient × input"]), rows)
+    integrated = torch.tensor(values["integrated gradients"]).float()
+    assert_close(integrated[inside], (rows - pad)[inside])
+    outside = [i for i in range(len(rows)) if i not in inside]
+    assert integrated[outside].tolist() == [0.0, 0.0]
+    without = [values["leave-one-out"][i] for i in inside]
+    assert max(abs(a - float(rows[i])) for a, i in zip(without, inside, strict=True)) < 1e-5
+    assert [values["leave-one-out"][i] for i in outside] == [None, None]
+    assert abs(found.completeness_error) < 1e-5
+    assert found.label == "first"
+    assert math.isclose(found.logit, float(rows.sum()), abs_tol=1e-5)
+
+
+def test_integrated_gradients_of_a_square(tokenizer):
+    """For ``g(s)``, they are ``w · (eᵢ − pad) (g(s₁) − g(s₀)) / (s₁ − s₀)``."""
+    subject, rows, pad = sums(tokenizer, lambda s: s.square())
+    found = explain(subject, TEXT, target="first", steps=8)
+    inside = split(tokenizer, TEXT).inside
+    last = rows.sum()
+    first = last - (rows - pad)[inside].sum()
+    values = torch.tensor(found.attributions["integrated gradients"].pieces).float()
+    assert_close(values[inside], (rows - pad)[inside] * (first + last))
+    assert math.isclose(found.baseline, float(first**2), rel_tol=1e-5, abs_tol=1e-5)
+    # The plain gradient at the text is another value, so the two methods differ.
+    assert_close(
+        torch.tensor(found.attributions["gradient × input"].pieces),
+        2 * last * rows,
+    )
+
+
+def test_the_completeness_error_falls_with_the_steps(folder):
+    errors = [abs(explain(folder, TEXT, steps=steps).completeness_error) for steps in (1, 4, 64)]
+    assert errors[0] > errors[1] > errors[2]
+    assert errors[2] < 1e-2 * errors[0]
+
+
+def test_rollout_is_the_product_by_hand():
+    first = torch.tensor([[[[0.2, 0.8], [0.6, 0.4]], [[0.4, 0.6], [1.0, 0.0]]]]).double()
+    second = torch.tensor([[[[1.0, 0.0], [0.5, 0.5]], [[0.0, 1.0], [0.5, 0.5]]]]).double()
+    # The means of the heads, half of each with the identity: [[.65, .35], [.4, .6]] and
+    # [[.75, .25], [.25, .75]]. The later layer stands on the left.
+    expected = [[0.75 * 0.65 + 0.25 * 0.4, 0.75 * 0.35 + 0.25 * 0.6],
+                [0.25 * 0.65 + 0.75 * 0.4, 0.25 * 0.35 + 0.75 * 0.6]]  # fmt: skip
+    assert_close(rollout([first, second])[0], torch.tensor(expected).double())
+
+
+def test_rollout_refuses_other_shapes():
+    with pytest.raises(ValueError, match="attentions: got no layers"):
+        rollout([])
+    with pytest.raises(ValueError, match=r"attentions: got the shapes \[\(2, 2\)\]"):
+        rollout([torch.eye(2)])
+
+
+def test_leave_one_out_is_the_fall_of_the_logit(folder):
+    subject = Subject.load(folder)
+    found = explain(subject, TEXT)
+    ids = subject.split(TEXT).ids
+    index = found.label and subject.labels.index(found.label)
+    assert index == int(subject.logits([ids])[0].argmax())
+
+    def logit(kept: list[int]) -> float:
+        with torch.no_grad():
+            return float(subject.model(torch.tensor([kept])).logits[0, index])
+
+    for word, fall in enumerate(found.attributions["leave-one-out"].words):
+        kept = [token for token, of in zip(ids, found.word_of, strict=True) if of != word]
+        assert math.isclose(fall, logit(ids) - logit(kept), abs_tol=1e-5)
+    for place, of in enumerate(found.word_of):
+        value = found.attributions["leave-one-out"].pieces[place]
+        if of is None:
+            assert value is None
+        else:
+            kept = ids[:place] + ids[place + 1 :]
+            assert math.isclose(value, logit(ids) - logit(kept), abs_tol=1e-5)
+
+
+def test_words_are_the_sums_of_their_tokens_and_attention_is_a_distribution(folder):
+    found = explain(folder, TEXT)
+    words = ["The", "old", "dog", "ran", "to", "the", "garden", ",", "unbelievably", "."]
+    assert found.words == words
+    assert found.word_of.count(found.words.index("unbelievably")) > 1
+    for name in ("gradient × input", "integrated gradients", "attention", "rollout"):
+        attribution = found.attributions[name]
+        sums = [0.0] * len(found.words)
+        for value, word in zip(attribution.pieces, found.word_of, strict=True):
+            if word is not None:
+                sums[word] += value
+        assert sums == attribution.words
+    for name in ("attention", "rollout"):
+        attribution = found.attributions[name]
+        assert math.isclose(sum(attribution.pieces), 1.0, abs_tol=1e-5)
+        assert math.isclose(sum(attribution.words) + found.special[name], 1.0, abs_tol=1e-5)
+    assert list(found.attributions) == list(METHODS) == list(found.spearman) == list(found.kendall)
+    assert all(math.isclose(found.spearman[name][name], 1.0) for name in METHODS)
+
+
+def test_a_text_with_a_special_token_and_of_two_words(folder):
+    found = explain(folder, "dog [SEP]")
+    assert found.words == ["dog", "[SEP]"]
+    assert all(math.isnan(v) for row in found.spearman.values() for v in row.values())
+
+
+def test_hostile_text_is_escaped(folder, tmp_path):
+    text = '<script>alert(1)</script> "quoted" & more'
+    found = explain(folder, text, target="<b>other</b>")
+    content = html(found)
+    assert "<script" not in content
+    assert "<b>" not in content
+    assert "&lt;b&gt;other&lt;/b&gt;" in content
+    assert "http://" not in content
+    assert "https://" not in content
+    write_page(found, tmp_path / "page.html")
+    assert (tmp_path / "page.html").read_bytes() == content.encode("utf-8")
+
+
+def test_heat_maps_and_tables_escape_their_words_and_scale_their_colours():
+    found = page.heat(["<i>", "b", "c"], [2.0, -1.0, 0.0])
+    assert "<i>" not in found
+    assert found.count("<span") == 3
+    assert 'style="background: rgb(var(--plus) / 0.600)" title="2">&lt;i&gt;</span>' in found
+    assert 'style="background: rgb(var(--minus) / 0.300)" title="-1">b</span>' in found
+    assert "/ 0.000" in page.heat(["a"], [math.nan])
+    rows = page.table("<u>", ("<p>", "<q>"), [("<r>", "<s>")])
+    assert not any(mark in rows for mark in ("<u>", "<p>", "<q>", "<r>", "<s>"))
+    assert "<title>&lt;u&gt;</title>" in page.document("<u>", [])
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "message"),
+    [
+        ("", {}, "TEXT: got '', allowed: a text that is not blank"),
+        (" \n", {}, "TEXT: got .*, allowed: a text that is not blank"),
+        ("\u200b", {}, "TEXT: got .*, which has no tokens"),
+        ("dog \ud800", {}, "TEXT: got .*, allowed: Unicode text"),
+        ("the " * 39, {}, "TEXT: got 41 tokens, allowed: at most 40, the positions of "),
+        ("dog", {"target": "great"}, "target: got 'great', allowed: bad, good, <b>other</b>"),
+        ("dog", {"steps": 0}, "steps: got 0, allowed: at least 1"),
+    ],
+)
+def test_bad_input_is_refused(folder, text, options, message):
+    with pytest.raises(ValueError, match=message):
+        explain(folder, text, **options)
+
+
+def test_the_longest_text_fits(folder):
+    assert len(explain(folder, "the " * 38, steps=1).pieces) == 40
+
+
+def test_a_model_without_attention_is_refused(tokenizer):
+    subject, _, _ = sums(tokenizer, lambda s: s)
+    plain = subject.model.forward
+    subject.model.forward = lambda **options: plain(**{**options, "output_attentions": False})
+    with pytest.raises(ValueError, match="MODEL: Sums returns no attention weights, allowed"):
+        explain(subject, TEXT)
+
+
+def test_without_captum_the_error_says_what_to_install(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "captum.attr", None)
+    with pytest.raises(ImportError, match=r"pip install 'fastbert\[analysis\]'"):
+        explain(folder, TEXT)
+
+
+def test_models_of_transformers_give_the_same_explanation(folder, tokenizer):
+    """The stock model, with eager attention, and the accelerated one agree with fastbert's."""
+    transformers = pytest.importorskip("transformers")
+    import fastbert
+
+    ours = explain(folder, TEXT)
+    stock = transformers.AutoModelForSequenceClassification.from_pretrained(
+        folder, attn_implementation="eager"
+    )
+    for model in (stock, fastbert.accelerate(stock)):
+        theirs = explain(Subject(model, tokenizer, list(ours.scores), 40), TEXT)
+        assert theirs.label == ours.label
+        for name in METHODS:
+            a, b = (torch.tensor(e.attributions[name].words) for e in (ours, theirs))
+            assert float((a - b).abs().max()) < 1e-4 * max(1.0, float(a.abs().max())), name
+
+
+@pytest.mark.parametrize("pooling", ["cls", "mean"])
+def test_attention_is_that_of_the_tokens_which_the_head_reads(tokenizer, pooling):
+    """ModernBERT's head reads the first token, or the mean of all tokens."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.ModernBertConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=2, pad_token_id=tokenizer.pad_id, cls_token_id=tokenizer.cls_id,
+        sep_token_id=tokenizer.sep_id, bos_token_id=tokenizer.cls_id, eos_token_id=tokenizer.sep_id,
+        initializer_range=0.3, classifier_pooling=pooling,
+    )  # fmt: skip
+    model = transformers.ModernBertForSequenceClassification._from_config(
+        config, attn_implementation="eager"
+    ).eval()
+    found = explain(Subject(model, tokenizer, ["no", "yes"], 40), TEXT)
+    ids = torch.tensor([tokenizer.encode(TEXT)])
+    with torch.no_grad():
+        weights = model(ids, output_attentions=True).attentions
+    last, rolled = weights[-1].mean(1)[0], rollout(weights)[0]
+    for name, rows in (("attention", last), ("rollout", rolled)):
+        expected = rows[0] if pooling == "cls" else rows.mean(0)
+        assert_close(torch.tensor(found.attributions[name].pieces), expected)

@@ -1,0 +1,120 @@
+"""The benchmarks of attention and of the geometry of embeddings, at the smallest sizes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # benchmarks/ is no part of the package
+
+from benchmarks import attention_tests, geometry
+from fastbert import BertConfig, BertModel
+from fastbert.data import stories, train_tokenizer
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("encoder")
+    tokenizer = train_tokenizer(stories(30, 0), 300)
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=128,
+    )
+    BertModel(config).save_pretrained(folder)
+    tokenizer.save(folder)
+    return folder
+
+
+@pytest.fixture
+def packages(tmp_path, monkeypatch) -> list[str]:
+    """Two packages of eight modules with other words, whose names no passage has."""
+    names = {
+        "birdwords_": "The birds sing in the old tree",
+        "fishwords_": "The fish swim in a lake",
+    }
+    for package, words in names.items():
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text("")
+        for module in range(8):
+            text = "\n\n".join(
+                f"{words} number {module} of {n}, and nobody has seen a better place than that."
+                for n in range(4)
+            )
+            (tmp_path / package / f"module_{module}.py").write_text(f'"""{text}"""\n')
+    monkeypatch.syspath_prepend(tmp_path)
+    return list(names)
+
+
+def run(module, monkeypatch, *arguments: object) -> None:
+    options = [str(argument) for argument in arguments]
+    monkeypatch.setattr(sys, "argv", [module.__name__, *options, "--threads", "1"])
+    module.main()
+
+
+def test_attention_tests_write_a_table_and_a_plot(encoder, packages, tmp_path, monkeypatch, capsys):
+    small = ["--count", 16, "--epochs", 1, "--adversary-epochs", 1, "--seeds", 1]
+    small += ["--strengths", 0, 1, "--packages", *packages]
+    run(attention_tests, monkeypatch, "--out", tmp_path / "out", "--model", encoder, *small)
+    content = json.loads((tmp_path / "out" / "attention_tests.json").read_text())
+    assert content["base"]["tvd"] == content["base"]["jsd_every"] == 0.0
+    assert len(content["uniform"]) == 4
+    assert len(content["seeds"]) == 1
+    chosen = [(row["scope"], row["strength"]) for row in content["adversaries"]]
+    assert chosen == [("read", 0.0), ("read", 1.0), ("every", 1.0)]
+    assert len(content["frozen"]) == 6
+    assert content["machine"]["versions"]["torch"] == torch.__version__
+    text = (tmp_path / "out" / "attention_tests.md").read_text()
+    assert text.count("| uniform") == 5
+    assert "adversary, every, λ = 1" in text
+    assert (tmp_path / "out" / "attention_tests.png").stat().st_size > 10_000
+    assert "base: epoch 1 of 1, loss" in capsys.readouterr().out
+
+
+def test_the_page_has_the_figures_of_the_record():
+    root = Path(__file__).resolve().parents[2]
+    record = root / "benchmarks" / "results" / "2026-11-23-analysis" / "attention_tests.json"
+    content = json.loads(record.read_text())
+    adversaries = {
+        (row["scope"], row["strength"]): row["distance"] for row in content["adversaries"]
+    }
+    read, every = adversaries["read", 2.0], adversaries["every", 2.0]
+    seeds, trained = content["seeds"], [r for r in content["uniform"] if "trained" in r["name"]]
+    frozen = {row["weights"]: row["accuracy"] for row in content["frozen"]}
+    shares = [row["accuracy"] for row in [content["base"], *trained, read]]
+    shares += [frozen["attention of the model"], frozen["uniform"]]
+    shares.append(frozen["attention of the adversary, read"])
+    distances = [read["jsd_read"], read["tvd"], every["jsd_every"], every["tvd"]]
+    distances.append(adversaries["read", 0.0]["tvd"])
+    distances += [edge(row["tvd"] for row in seeds) for edge in (min, max)]
+    distances += [edge(row["jsd_read"] for row in seeds) for edge in (min, max)]
+    page = (root / "docs" / "analysis.md").read_text(encoding="utf-8")
+    expected = [f"{100 * share:.1f} %" for share in shares]
+    expected += [f"{distance:.3f}" for distance in distances]
+    assert not [figure for figure in expected if figure not in page]
+
+
+def test_geometry_writes_a_table_and_a_plot(encoder, tmp_path, monkeypatch, capsys):
+    small = ["--train", 20, "--test", 10, "--rank", 4, "--epochs", 2]
+    run(geometry, monkeypatch, "--out", tmp_path, "--model", encoder, *small)
+    content = json.loads((tmp_path / "geometry.json").read_text())
+    assert len(content["senses"]["layers"]) == len(content["probe"]["layers"]) == 3
+    assert content["senses"]["sentences"] == 156
+    assert 0 < content["probe"]["linear"]["uuas"] < 1
+    text = (tmp_path / "geometry.md").read_text()
+    assert "probe, layer 2" in capsys.readouterr().out
+    assert [line.split(" |")[0] for line in text.splitlines()[2:6]] == [
+        "| baseline",
+        "| 0, embedding output",
+        "| 1",
+        "| 2",
+    ]
+    assert (tmp_path / "geometry.png").stat().st_size > 10_000
