@@ -18,6 +18,8 @@ if not torch.cuda.is_available():
 # No test needs the network. An accidental call of the hub fails at once instead of timing out.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# torch.compile would precompile headers for 20 s, which its few kernels here do not repay.
+os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
 # Two processes with several threads each would mostly wait for each other on the same cores.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"
