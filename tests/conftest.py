@@ -123,3 +123,21 @@ def seeded():
 @pytest.fixture
 def device() -> str:
     return DEVICE
+
+
+@pytest.fixture
+def drawn() -> None:
+    """Let a test of a training run draw its pictures, which `quick_pictures` replaces elsewhere."""
+
+
+@pytest.fixture
+def quick_pictures(request, monkeypatch):
+    """Replace the drawing of a picture, which takes longer than a small training run."""
+    if "drawn" not in request.fixturenames:
+        from matplotlib.figure import Figure
+
+        def write(figure, path, **_):
+            with open(path, "wb") as file:
+                file.write(b"\x89PNG\r\n\x1a\n")
+
+        monkeypatch.setattr(Figure, "savefig", write)
