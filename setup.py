@@ -50,7 +50,7 @@ def extension() -> Extension:
     # The slowest sources come first, so that no core is idle at the end.
     sources = [*sorted(glob("csrc/cpu/isa/level_*.cpp"), reverse=True), "csrc/bindings.cpp"]
     sources += sorted(set(glob("csrc/cpu/**/*.cpp", recursive=True)) - set(sources))
-    sources += sorted(glob("csrc/ptx/*.cpp"))
+    sources += ["csrc/unchanged.cpp", *sorted(glob("csrc/ptx/*.cpp"))]
     flags, links = list(CXX_FLAGS), []
     if sys.platform == "linux":
         flags, links = [*flags, "-fopenmp"], ["-fopenmp"]

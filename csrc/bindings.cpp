@@ -1,6 +1,6 @@
 // The Python module fastbert._C. It reports how the extension was built, sets the instruction-set
-// level and binds the PTX machine. The operators are registered in cpu/operators.cpp and
-// cuda/cuda_ops.cpp.
+// level, compares Python objects with a record of them and binds the PTX machine. The operators are
+// registered in cpu/operators.cpp and cuda/cuda_ops.cpp.
 
 #include <c10/util/Exception.h>
 #include <pybind11/pybind11.h>
@@ -12,6 +12,7 @@
 
 #include "cpu/isa/dispatch.h"
 #include "ptx/bindings.h"
+#include "unchanged.h"
 
 namespace {
 
@@ -70,5 +71,6 @@ PYBIND11_MODULE(_C, m) {
         "Sets the instruction-set level of this process. None restores the level that "
         "FASTBERT_CPU_ISA names or, if it is unset, the best level. Raises ValueError if the level "
         "is unknown or not supported.");
+  fastbert::bind_unchanged(m);
   fastbert::ptx::bind(m);
 }

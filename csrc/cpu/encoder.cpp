@@ -22,9 +22,6 @@ constexpr Place kQkv = {0, 0}, kProjection = {2, 2}, kInner = {6, 4}, kOuter = {
 constexpr size_t kFirstNorm = 4, kSecondNorm = 10;  // weight, then bias
 constexpr size_t kParameters = 12, kScales = 8;
 
-// Below about this many multiplications, waking the threads costs more time than they save.
-constexpr double kWorthThreads = 2e6;
-
 // The division of the rows into sequences, and the settings that every layer shares.
 struct Stack {
   const OptionalTensor &cu_seqlens, &mask, &bias;
@@ -146,6 +143,14 @@ at::Tensor through(const Layer& layer, const at::Tensor& hidden, const Stack& s)
 
 }  // namespace
 
+bool worth_a_team(int64_t rows, at::TensorList parameters) {
+  // Below about this many multiplications, waking the threads costs more time than they save.
+  constexpr double kWorthThreads = 2e6;
+  int64_t weights = 0;
+  for (const at::Tensor& parameter : parameters) weights += parameter.numel();
+  return (double)rows * (double)weights >= kWorthThreads;
+}
+
 std::vector<at::Tensor> encoder(at::Tensor hidden, at::TensorList parameters, at::TensorList scales,
                                 const OptionalTensor& cu_seqlens, const OptionalTensor& mask,
                                 const OptionalTensor& bias, int64_t batch, int64_t max_seqlen,
@@ -179,12 +184,10 @@ std::vector<at::Tensor> encoder(at::Tensor hidden, at::TensorList parameters, at
       if (all_states) states.push_back(hidden);
     }
   };
-  int64_t weights = 0;
-  for (const at::Tensor& parameter : parameters) weights += parameter.numel();
-  if ((double)hidden.size(0) * (double)weights < kWorthThreads) {
-    layers();
-  } else {
+  if (worth_a_team(hidden.size(0), parameters)) {
     together(layers);
+  } else {
+    layers();
   }
   if (!all_states) states.push_back(hidden);
   return states;

@@ -32,6 +32,23 @@ inline ConstMatrix matrix(const OptionalTensor& t) {
   return t ? matrix(*t) : ConstMatrix{nullptr, 0};
 }
 
+// Returns a parameter as the kernels read it: contiguous fp32. torch's conversion of a short vector
+// takes longer than its look-up and its addition to a row together.
+inline at::Tensor as_float(const at::Tensor& parameter) {
+  if (parameter.scalar_type() != at::kBFloat16 || !parameter.is_contiguous()) {
+    return fastbert::as_float(parameter);
+  }
+  auto made = empty(parameter.sizes(), parameter.options().dtype(at::kFloat));
+  const auto* from = static_cast<const uint16_t*>(parameter.const_data_ptr());
+  auto* to = static_cast<uint32_t*>(made.mutable_data_ptr());
+  for (int64_t i = 0; i < parameter.numel(); ++i) to[i] = (uint32_t)from[i] << 16;
+  return made;
+}
+
+inline OptionalTensor as_float(const OptionalTensor& parameter) {
+  return parameter ? OptionalTensor(as_float(*parameter)) : std::nullopt;
+}
+
 inline const float* floats(const OptionalTensor& t) {
   return t ? t->const_data_ptr<float>() : nullptr;
 }

@@ -82,6 +82,10 @@ TORCH_LIBRARY(fastbert_C, m) {
       "encoder(Tensor hidden, Tensor[] parameters, Tensor[] scales, Tensor? cu_seqlens, "
       "Tensor? mask, Tensor? bias, int batch, int max_seqlen, int heads, int projections, "
       "float eps, str activation, ScalarType dtype, bool all_states) -> Tensor[]");
+  m.def(
+      "bert(Tensor ids, Tensor? mask, Tensor? token_types, Tensor[] embedding, "
+      "Tensor[] parameters, Tensor[] pooler, int heads, int projections, float embedding_eps, "
+      "float eps, str activation, ScalarType dtype) -> (Tensor[] tensors, int longest)");
   m.def("any_outside(Tensor index, int size, int? ignored) -> bool");
   m.def("unpad_indices(Tensor mask) -> (Tensor indices, Tensor cu_seqlens, int max_seqlen)");
   m.def("scatter_rows(Tensor values, Tensor indices, int rows) -> Tensor");
@@ -124,6 +128,7 @@ TORCH_LIBRARY_IMPL(fastbert_C, CPU, m) {
   implement<matmul>(m, "matmul");
   implement<int8_linear>(m, "int8_linear");
   implement<encoder>(m, "encoder");
+  implement<bert>(m, "bert");
   implement<any_outside>(m, "any_outside");
   implement<unpad_indices>(m, "unpad_indices");
   implement<scatter_rows>(m, "scatter_rows");

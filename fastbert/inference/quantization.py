@@ -11,6 +11,7 @@ from fastbert.modules import BertPreTrainedModel
 from fastbert.modules.layer import BertLayer
 from fastbert.modules.linear import Linear
 from fastbert.modules.plain import deviation
+from fastbert.modules.prepared_call import forget_prepared_calls
 from fastbert.modules.quantized_linear import QuantizedLinear
 
 # These linear layers take nine tenths of a layer's time and hold nearly all of its weights.
@@ -63,6 +64,7 @@ def quantize(model: BertPreTrainedModel, *, inplace: bool = False) -> BertPreTra
         kept = {id(linear.weight): linear.weight for _, _, linear in places}
         model = copy.deepcopy(model, kept)
         places = _places(model)
+    forget_prepared_calls(model)
     while places:
         parent, name, linear = places.pop()
         quantised = QuantizedLinear.of(linear)

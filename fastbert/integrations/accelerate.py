@@ -63,6 +63,8 @@ REFUSED = (
     "encoder_attention_mask",
     "use_cache",
 )
+# The arguments of `BertModel.encode_at_once`.
+AT_ONCE = {"input_ids", "attention_mask", "token_type_ids"}
 
 
 def accelerate(model: Model, *, strict: bool = True) -> Model:
@@ -287,15 +289,20 @@ def _run(host: Any, bound: BoundEncoder, stock: str, given: dict[str, Any]) -> A
     bound.settle_dropout()
     encoder = bound.model.encoder
     encoder.gradient_checkpointing = _checkpointed(host)
-    tokens = enter(bound.model.config, **arguments)
-    if packed is not None:
-        layout = dataclasses.replace(tokens.layout, shape=packed)
-        tokens = tokens._replace(layout=layout)
-    encoded = bound.model.encode_rows(
-        tokens,
-        list(weights) if isinstance(weights, (list, tuple)) else bool(weights),
-        bool(states),
-    )
+    encoded = None
+    present = {name: value for name, value in arguments.items() if value is not None}
+    if not states and not weights and present.keys() <= AT_ONCE:
+        encoded = bound.model.encode_at_once(**present)
+    if encoded is None:
+        tokens = enter(bound.model.config, **arguments)
+        if packed is not None:
+            layout = dataclasses.replace(tokens.layout, shape=packed)
+            tokens = tokens._replace(layout=layout)
+        encoded = bound.model.encode_rows(
+            tokens,
+            list(weights) if isinstance(weights, (list, tuple)) else bool(weights),
+            bool(states),
+        )
     values = {
         "last_hidden_state": encoded.last_hidden_state,
         "pooler_output": _pooled(host, encoded, given.get("attention_mask")),

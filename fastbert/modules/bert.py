@@ -16,6 +16,7 @@ from fastbert.modules.encoder import BertEncoder
 from fastbert.modules.inputs import EncoderInput, enter
 from fastbert.modules.linear import Linear
 from fastbert.modules.outputs import BaseModelOutputWithPooling, as_asked
+from fastbert.modules.prepared_call import PreparedCall
 from fastbert.modules.pretrained import BertPreTrainedModel
 
 
@@ -29,12 +30,14 @@ class Encoded(NamedTuple):
             A state that was not chosen is None.
         attentions: The attention weights that the caller asked for, in the caller's layout;
             otherwise None.
+        pooled: The pooled first tokens ``(B, H)`` if one call has computed them with the rows.
     """
 
     rows: Tensor
     layout: BatchLayout
     hidden_states: tuple[Tensor | None, ...] | None
     attentions: tuple[Tensor | None, ...] | None
+    pooled: Tensor | None = None
 
     @property
     def last_hidden_state(self) -> Tensor:
@@ -97,6 +100,7 @@ class BertModel(BertPreTrainedModel):
         self.encoder = BertEncoder(config, backend)
         pooling = add_pooling_layer and config.architecture.pooler
         self.pooler = BertPooler(config, backend) if pooling else None
+        self._prepared = PreparedCall()
         self.initialise(self)
 
     def forward(
@@ -210,6 +214,11 @@ class BertModel(BertPreTrainedModel):
             if isinstance(output_hidden_states, Sequence)
             else self.flag("output_hidden_states", output_hidden_states)
         )
+        others = (position_ids, inputs_embeds, cu_seqlens, max_seqlen)
+        if not want_attentions and not want_states and all(other is None for other in others):
+            found = self.encode_at_once(input_ids, attention_mask, token_type_ids)
+            if found is not None:
+                return found
         tokens = enter(
             self.config,
             input_ids,
@@ -221,6 +230,26 @@ class BertModel(BertPreTrainedModel):
             max_seqlen,
         )
         return self.encode_rows(tokens, want_attentions, want_states)
+
+    def encode_at_once(
+        self, input_ids: Any = None, attention_mask: Any = None, token_type_ids: Any = None
+    ) -> Encoded | None:
+        """Encode a padded batch in one call of C++, from the ids to the pooled vectors.
+
+        Args:
+            input_ids: As in `forward`, of shape ``(B, L)``.
+            attention_mask: As in `forward`, of shape ``(B, L)``.
+            token_type_ids: As in `forward`, of shape ``(B, L)``.
+
+        Returns:
+            The rows without padding, or None if the modules must be called. They must be called on
+            other devices than the CPU, with gradients, under autocast, in training, with hooks, and
+            for an argument that is not allowed, which they explain.
+        """
+        found = self._prepared.run(self, input_ids, attention_mask, token_type_ids)
+        if found is None:
+            return None
+        return Encoded(found.rows, found.layout, None, None, found.pooled)
 
     def encode_rows(
         self,
@@ -269,4 +298,6 @@ class BertModel(BertPreTrainedModel):
         """
         if self.pooler is None:
             raise ValueError("pooler: got None, allowed: a model that has a pooler")
+        if encoded.pooled is not None:
+            return encoded.pooled
         return self.pooler(encoded.layout.first(encoded.rows))

@@ -138,6 +138,24 @@ def encoder() -> Case:
     return Case(lambda: OPS.encoder(hidden, layer * 4, [], ends, None, None, *rest), ends, [10])
 
 
+def bert() -> Case:
+    ids, words = torch.zeros(20, 20, dtype=torch.int64), torch.randn(50, 32)
+    shapes = [(96, 32), (32, 32), (64, 32), (32, 64)]
+    linear = [(torch.randn(shape) / 8, torch.randn(shape[0])) for shape in shapes]
+    norm = (torch.ones(32), torch.zeros(32))
+    layer = [*linear[0], *linear[1], *norm, *linear[2], *linear[3], *norm]
+    embedding = [words, torch.randn(20, 32), *norm]
+    rest = ([], 2, 1, 1e-12, 1e-12, "gelu", torch.float32)
+
+    def call() -> Tensor:
+        found, _ = OPS.bert(ids, None, None, embedding, layer * 2, *rest)
+        if not found:
+            raise IndexError("ids")
+        return found[0]
+
+    return Case(call, ids.view(-1), [399])
+
+
 def cross_entropy(backward: bool) -> Case:
     labels = torch.zeros(ROWS, dtype=torch.int64)
     hidden, weight = torch.randn(ROWS, COLUMNS), torch.randn(16, COLUMNS)
@@ -162,6 +180,7 @@ CASES = {
     "attention_backward": lambda: attention("backward"),
     "attention_weights": lambda: attention("weights"),
     "encoder": encoder,
+    "bert": bert,
     "linear_cross_entropy_forward": lambda: cross_entropy(False),
     "linear_cross_entropy_backward": lambda: cross_entropy(True),
 }

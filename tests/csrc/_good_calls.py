@@ -227,6 +227,25 @@ def _encoder(calls: dict[str, list[Call]]) -> None:
     ends = torch.tensor([0, 2, 5], dtype=torch.int32)
     packed_batch = {"cu_seqlens": ends, "mask": None, "bias": None, "batch": 2, "max_seqlen": 3}
     hidden = torch.randn(T, H)
+    del rest["all_states"]
+    words, positions, types = torch.randn(9, H), torch.randn(4, H), torch.randn(2, H)
+    norm = list(torch.randn(2, H))
+    ids = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    model = rest | {"parameters": floating, "embedding_eps": 1e-12}
+    calls["bert"] = [
+        model
+        | {
+            "ids": ids, "mask": torch.tensor([[1, 1, 1], [1, 0, 1]]), "token_types": ids % 2,
+            "embedding": [words, positions, *norm, types],
+            "pooler": [torch.randn(H, H), torch.randn(H)],
+        },
+        model
+        | {
+            "ids": ids, "mask": None, "token_types": None, "embedding": [words, positions, *norm],
+            "parameters": parted, "projections": 3, "pooler": [],
+        },
+    ]  # fmt: skip
+    rest["all_states"] = True
     calls["encoder"] = [
         {"hidden": hidden, "parameters": floating, "scales": [], **dense, **rest},
         {"hidden": hidden, "parameters": integer, "scales": scales, **packed_batch, **rest},

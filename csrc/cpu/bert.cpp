@@ -1,0 +1,172 @@
+// A whole encoder in one call, for inference: the removal of padding, the embedding, all layers and
+// the pooler. A short sequence takes as long in Python, between these steps, as in two layers.
+
+#include <tuple>
+#include <vector>
+
+#include "operators.h"
+#include "parallel.h"
+#include "tensors.h"
+
+namespace fastbert::cpu {
+namespace {
+
+// The number of a tensor in the argument `embedding`. The table of token types comes last and may
+// be absent.
+enum { kWords, kPositions, kWeight, kBias, kTypes };
+
+// The tokens of a batch (B, L) without padding.
+struct Tokens {
+  int64_t batch, length, longest;
+  // int64 of shape (T,). `types` is undefined without a table of token types.
+  at::Tensor ids, types, positions;
+  // The places of the tokens in the batch and the cumulative lengths; undefined without padding.
+  at::Tensor indices, cu_seqlens;
+
+  bool padded() const { return indices.defined(); }
+};
+
+bool are_integers(const at::Tensor& t, at::IntArrayRef sizes) {
+  return t.device().is_cpu() && t.sizes() == sizes &&
+         (t.scalar_type() == at::kLong || t.scalar_type() == at::kInt);
+}
+
+// Returns a private copy of the numbers at the places of the tokens.
+at::Tensor of_tokens(const at::Tensor& numbers, const at::Tensor& indices) {
+  const auto flat = private_copy(numbers, at::kLong).view({-1});
+  return indices.defined() ? flat.index_select(0, indices) : flat;
+}
+
+at::Tensor positions_of(const Tokens& tokens) {
+  const int64_t count = tokens.ids.size(0), length = tokens.length;
+  auto positions = empty({count}, tokens.ids.options());
+  int64_t* position = positions.mutable_data_ptr<int64_t>();
+  const int64_t* place = tokens.padded() ? tokens.indices.const_data_ptr<int64_t>() : nullptr;
+  for (int64_t i = 0; i < count; ++i) position[i] = (place ? place[i] : i) % length;
+  return positions;
+}
+
+// Returns whether the arguments are what `bert` can take. The caller explains what is wrong.
+bool fits(const at::Tensor& ids, const OptionalTensor& mask, const OptionalTensor& types,
+          at::TensorList embedding) {
+  if (ids.dim() != 2 || ids.numel() == 0 || !are_integers(ids, ids.sizes())) return false;
+  if (ids.size(1) > embedding[kPositions].size(0)) return false;
+  if (any_outside(ids, embedding[kWords].size(0), std::nullopt)) return false;
+  if (types) {
+    if (embedding.size() <= kTypes || !are_integers(*types, ids.sizes())) return false;
+    if (any_outside(*types, embedding[kTypes].size(0), std::nullopt)) return false;
+  }
+  if (!mask) return true;
+  const bool is_bool = mask->scalar_type() == at::kBool && mask->device().is_cpu();
+  if (!(is_bool && mask->sizes() == ids.sizes()) && !are_integers(*mask, ids.sizes())) return false;
+  return !any_outside(*mask, 2, std::nullopt);
+}
+
+Tokens tokens_of(const at::Tensor& ids, const OptionalTensor& mask, const OptionalTensor& types,
+                 bool has_types) {
+  Tokens tokens = {ids.size(0), ids.size(1), ids.size(1), {}, {}, {}, {}, {}};
+  if (mask) {
+    auto [indices, cu_seqlens, longest] = unpad_indices(*mask);
+    if (indices.size(0) < ids.numel()) {
+      tokens.indices = indices, tokens.cu_seqlens = cu_seqlens, tokens.longest = longest;
+    }
+  }
+  tokens.ids = of_tokens(ids, tokens.indices);
+  if (types) tokens.types = of_tokens(*types, tokens.indices);
+  if (has_types && !types) tokens.types = zeros({tokens.ids.size(0)}, tokens.ids.options());
+  tokens.positions = positions_of(tokens);
+  return tokens;
+}
+
+// Calls body(). The message of an operator names the operator's own arguments, so an error gets the
+// argument of `bert` that holds them.
+template <class Body>
+void with_context(const char* argument, const Body& body) {
+  try {
+    body();
+  } catch (c10::Error& error) {
+    error.add_context(std::string("in ") + argument);
+    throw;
+  }
+}
+
+// Returns the rows of the first token of each sequence; 0 for a sequence without tokens.
+at::Tensor first_rows(const at::Tensor& rows, const Tokens& tokens) {
+  if (!tokens.padded()) return rows.view({tokens.batch, tokens.length, rows.size(1)}).select(1, 0);
+  const auto* starts = tokens.cu_seqlens.const_data_ptr<int32_t>();
+  auto places = empty({tokens.batch}, tokens.ids.options());
+  int64_t* place = places.mutable_data_ptr<int64_t>();
+  bool empty_sequence = false;
+  for (int64_t b = 0; b < tokens.batch; ++b) {
+    place[b] = std::min<int64_t>(starts[b], rows.size(0) - 1);
+    empty_sequence |= starts[b] == starts[b + 1];
+  }
+  auto first = rows.index_select(0, places);
+  for (int64_t b = 0; empty_sequence && b < tokens.batch; ++b) {
+    if (starts[b] == starts[b + 1]) first.select(0, b).zero_();
+  }
+  return first;
+}
+
+}  // namespace
+
+std::tuple<std::vector<at::Tensor>, int64_t> bert(
+    const at::Tensor& ids, const OptionalTensor& mask, const OptionalTensor& token_types,
+    at::TensorList embedding, at::TensorList parameters, at::TensorList pooler, int64_t heads,
+    int64_t projections, double embedding_eps, double eps, const std::string& activation,
+    at::ScalarType dtype) {
+  TORCH_CHECK_VALUE(embedding.size() == kTypes || embedding.size() == kTypes + 1, "embedding: got ",
+                    embedding.size(), " tensors, allowed: ", (int)kTypes, " or ", kTypes + 1);
+  for (const int table : {kWords, kPositions, kTypes}) {
+    if (table == kTypes && embedding.size() == kTypes) continue;
+    check_matrix(("embedding[" + std::to_string(table) + "]").c_str(), embedding[table]);
+  }
+  TORCH_CHECK_VALUE(embedding_eps >= 0.0, "embedding_eps: got ", embedding_eps,
+                    ", allowed: at least 0");
+  TORCH_CHECK_VALUE(pooler.empty() || pooler.size() == 2, "pooler: got ", pooler.size(),
+                    " tensors, allowed: none, or a weight and a bias");
+  if (embedding[kWords].scalar_type() != dtype || !fits(ids, mask, token_types, embedding)) {
+    return {};
+  }
+  for (const at::Tensor& parameter : parameters) {
+    if (parameter.dim() == 2 && parameter.scalar_type() != dtype) return {};
+  }
+  const bool has_types = embedding.size() > kTypes;
+  const Tokens tokens = tokens_of(ids, mask, token_types, has_types);
+  if (tokens.ids.size(0) == 0) return {};
+  at::Tensor rows, pooled;
+  const auto embed = [&] {
+    OptionalTensor types, type_table;
+    if (has_types) types = tokens.types, type_table = embedding[kTypes];
+    rows = std::get<0>(embedding_forward(tokens.ids, types, tokens.positions, embedding[kWords],
+                                         type_table, embedding[kPositions], embedding[kWeight],
+                                         embedding[kBias], std::nullopt, embedding_eps, 0.0));
+  };
+  const auto pool = [&] {
+    const auto first = first_rows(rows, tokens);
+    pooled = std::get<0>(linear(first, pooler[0], pooler[1], std::nullopt, "none", false)).tanh();
+  };
+  const auto run = [&] {
+    with_context("embedding", embed);
+    OptionalTensor cu_seqlens;
+    if (tokens.padded()) cu_seqlens = tokens.cu_seqlens;
+    rows = encoder(rows, parameters, {}, cu_seqlens, std::nullopt, std::nullopt, tokens.batch,
+                   tokens.longest, heads, projections, eps, activation, dtype, false)
+               .back();
+    if (!pooler.empty()) with_context("pooler", pool);
+  };
+  if (worth_a_team(tokens.ids.size(0), parameters)) {
+    together(run);
+  } else {
+    run();
+  }
+  std::vector<at::Tensor> found = {rows};
+  if (!pooler.empty()) found.push_back(pooled);
+  if (tokens.padded()) {
+    found.push_back(tokens.indices);
+    found.push_back(tokens.cu_seqlens);
+  }
+  return {found, tokens.longest};
+}
+
+}  // namespace fastbert::cpu

@@ -1,0 +1,208 @@
+"""One call of C++ from token ids to hidden states, for inference on the CPU.
+
+The path through the modules decides again at every call which backend serves which operation, and
+crosses from Python to C++ several times. This takes as long as a quarter of a small encoder with
+one sequence. A prepared call keeps the decision together with a snapshot of all facts on which the
+decision depends, and follows the modules again as soon as one of the facts changes.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fastbert import ops
+from fastbert.modules.batch_layout import BatchLayout
+from fastbert.modules.embeddings import BertEmbeddings
+from fastbert.modules.fused_encoder import FusedCall, fused_call
+from fastbert.modules.layer_norm import LayerNorm
+from fastbert.modules.linear import Linear
+from fastbert.modules.plain import deviation
+from fastbert.modules.snapshot import Snapshot
+from fastbert.ops import backend as backends
+from fastbert.ops.register import is_watched
+
+# The functions that the modules call for the operations of the prepared call, and their files.
+FUNCTIONS = ("encoder", "embedding", "linear")
+
+
+class Found(NamedTuple):
+    """The result of a prepared call.
+
+    Attributes:
+        rows: Hidden states after the last layer, of shape ``(T, H)``.
+        layout: Division of the rows into sequences.
+        pooled: Pooled first tokens of shape ``(B, H)``, or None without a pooler.
+    """
+
+    rows: Tensor
+    layout: BatchLayout
+    pooled: Tensor | None
+
+
+class PreparedCall:
+    """The prepared call of one `BertModel`, which is made at the first call and when facts change.
+
+    Copies and pickles of the model get an empty object, because a copy has other modules.
+    """
+
+    # The attribute of the model that holds this object.
+    HOLDER = "_prepared"
+
+    def __init__(self) -> None:
+        """Make an empty object."""
+        self._prepared: tuple[Snapshot, tuple[Any, ...] | None] | None = None
+
+    def clear(self) -> None:
+        """Forget the prepared call, which holds the parameters of the model."""
+        self._prepared = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PreparedCall:
+        """Return an empty object."""
+        return PreparedCall()
+
+    def __reduce__(self) -> Any:
+        """Pickle an empty object."""
+        return (PreparedCall, ())
+
+    def run(self, model: Any, ids: Any, mask: Any, token_types: Any) -> Found | None:
+        """Run the whole encoder as one call, if the model and the arguments allow it.
+
+        Args:
+            model: The model that holds this object.
+            ids: Token ids of shape ``(B, L)``.
+            mask: Mask of shape ``(B, L)``, 1 at tokens and 0 at padding, or None.
+            token_types: Token types of shape ``(B, L)``, or None.
+
+        Returns:
+            The result, or None if the modules must run one by one. They also explain what is wrong
+            with an argument.
+        """
+        if type(ids) is not Tensor or ids.device.type != "cpu" or not _is_plain_inference():
+            return None
+        if not all(given is None or type(given) is Tensor for given in (mask, token_types)):
+            return None
+        prepared = self._prepared
+        if prepared is None or not prepared[0].holds(model):
+            prepared = self._prepared = _prepare(model)
+        if prepared is None or prepared[1] is None:
+            return None
+        found, longest = torch.ops.fastbert_C.bert(ids, mask, token_types, *prepared[1])
+        if not found:
+            # The dtype of a parameter may have changed in place, which is no fact of a snapshot.
+            self._prepared = None
+            return None
+        pooled = found[1] if model.pooler is not None else None
+        batch, length = ids.shape
+        layout = BatchLayout(batch, length)
+        if len(found) > 2:
+            layout = BatchLayout(batch, length, found[-1], longest, found[-2])
+        return Found(found[0], layout, pooled)
+
+
+def forget_prepared_calls(model: nn.Module) -> None:
+    """Release the parameters that the prepared calls inside a model hold until the next call.
+
+    Args:
+        model: A model whose parameters are about to be replaced one by one.
+    """
+    for module in model.modules():
+        prepared = vars(module).get(PreparedCall.HOLDER)
+        if prepared is not None:
+            prepared.clear()
+
+
+def _is_plain_inference() -> bool:
+    # `is_watched` comes first, because torch.compile does not trace the other functions.
+    watched = is_watched() or torch.is_grad_enabled()
+    return not (watched or torch._C._is_any_autocast_enabled())
+
+
+def _prepare(model: Any) -> tuple[Snapshot, tuple[Any, ...] | None] | None:
+    """Return the arguments of the call, or None in their place, and the facts behind them."""
+    if backends.EXTENSION is None:
+        return None
+    return Snapshot(model, PreparedCall.HOLDER, (ops,)), _arguments(model)
+
+
+def _arguments(model: Any) -> tuple[Any, ...] | None:
+    """Return the arguments of ``fastbert_C::bert`` after the inputs, or None if it cannot run."""
+    config, encoder = model.config, model.encoder
+    choices = config.architecture
+    if model.training or choices.first_position is not None or not choices.position_table:
+        return None
+    if not all(_defined_in(getattr(ops, name), f"fastbert.ops.{name}") for name in FUNCTIONS):
+        return None
+    if encoder.final_norm is not None or encoder.relative_attention_bias is not None:
+        return None
+    if any(map(_is_called, (model.embeddings, encoder))):
+        return None
+    embedding = _embedding(model)
+    pooler = _pooler(model.pooler)
+    if embedding is None or pooler is None:
+        return None
+    dtype = embedding[0].dtype
+    plan = fused_call(encoder.running(), "cpu", dtype, wants_gradient=False)
+    if not isinstance(plan, FusedCall) or plan.backend != "cpu" or plan.scales:
+        return None
+    norm = model.embeddings.LayerNorm
+    return (
+        embedding, plan.parameters, pooler, plan.heads, plan.projections, norm.eps, plan.eps,
+        plan.activation, plan.dtype,
+    )  # fmt: skip
+
+
+def _is_called(module: nn.Module) -> bool:
+    """Return whether a module must be called, because it or its class is not as its file has it."""
+    kind = type(module)
+    return not _defined_in(kind.forward, kind.__module__) or deviation(module, kind) is not None
+
+
+def _defined_in(function: Any, name: str) -> bool:
+    """Return whether a function comes from the file of a Python module, and not from a patch."""
+    code = getattr(function, "__code__", None)
+    return code is not None and code.co_filename == sys.modules[name].__file__
+
+
+def _embedding(model: Any) -> list[Tensor] | None:
+    """Return the tensors of the embedding if the CPU kernel serves it as a plain embedding."""
+    config, embeddings = model.config, model.embeddings
+    if type(embeddings) is not BertEmbeddings or embeddings.projection is not None:
+        return None
+    words, positions = embeddings.word_embeddings, embeddings.position_embeddings
+    types, norm = embeddings.token_type_embeddings, embeddings.LayerNorm
+    tables = [table for table in (words, positions, types) if table is not None]
+    if any(deviation(table, nn.Embedding) is not None for table in tables):
+        return None
+    if embeddings.training and embeddings.dropout_p > 0.0:
+        return None
+    if deviation(norm, LayerNorm) is not None or norm.bias is None or positions is None:
+        return None
+    sizes = (config.vocab_size, config.max_position_embeddings, config.type_vocab_size)
+    if any(table.weight.shape[0] != size for table, size in zip(tables, sizes, strict=False)):
+        return None
+    found = [words.weight, positions.weight, norm.weight, norm.bias]
+    found += [] if types is None else [types.weight]
+    if {type(tensor) for tensor in found} != {nn.Parameter} or words.weight.device.type != "cpu":
+        return None
+    request = backends.Request("cpu", words.weight.dtype, columns=words.weight.shape[1])
+    choice = backends.resolve("embedding", embeddings.backend, request)
+    return found if choice.backend == "cpu" else None
+
+
+def _pooler(pooler: Any) -> list[Tensor] | None:
+    """Return the weight and the bias of the pooler, and nothing if there is no pooler."""
+    if pooler is None:
+        return []
+    dense = pooler.dense
+    if _is_called(pooler) or deviation(dense, Linear) is not None:
+        return None
+    found = [dense.weight, dense.bias]
+    if {type(tensor) for tensor in found} != {nn.Parameter}:
+        return None
+    request = backends.Request("cpu", dense.weight.dtype)
+    choice = backends.resolve("linear", dense.backend, request)
+    return found if choice.backend == "cpu" else None

@@ -1,0 +1,86 @@
+"""A record of everything in Python on which a prepared call of a module depends.
+
+A module computes with the attributes, parameters and hooks that it has at the time of the call, and
+users change all of them: they register hooks, replace parameters and submodules, move the model and
+patch classes. Looking at each fact in Python takes longer than two layers of a small encoder. A
+snapshot records the facts, and C++ compares them in a few microseconds. It sees every change of an
+attribute, because it compares whole dictionaries by the identity of their values.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import nn
+from torch.nn.modules import module as modules_of_torch
+
+from fastbert.ops import backend as backends
+
+# The hooks that torch calls for every module.
+GLOBAL_HOOKS = tuple(
+    value
+    for name, value in vars(modules_of_torch).items()
+    if name.startswith("_global_") and isinstance(value, dict)
+)
+
+
+class Snapshot:
+    """The facts about a module and the modules inside it, at one moment.
+
+    The facts are the attributes, parameters, buffers, submodules and hooks of the modules, their
+    classes and the attributes of these classes, the names in the Python files of fastbert that
+    define the classes, the hooks of torch for all modules, and the table of backends.
+
+    Values inside a tensor, and the memory of a tensor, are no facts: a call reads them.
+
+    Args:
+        root: The module. The snapshot holds no reference to `root`, which may hold the snapshot.
+        holder: Name of the attribute of `root` that holds the snapshot, which is no fact.
+        others: Further objects whose attributes are facts, such as Python modules.
+    """
+
+    def __init__(self, root: nn.Module, holder: str, others: Iterable[Any] = ()) -> None:
+        """Record the facts."""
+        self._holder = holder
+        inside = [module for module in root.modules() if module is not root]
+        self._kind = type(root)
+        self._own = self._of_root(root)
+        dicts: list[Any] = [d for module in inside for d in _dicts(module)]
+        dicts += [value for value in self._own.values() if isinstance(value, dict)]
+        kinds = {self._kind, *map(type, inside)}
+        names = {kind.__module__ for kind in kinds}
+        named = [vars(sys.modules[name]) for name in sorted(names) if name.startswith("fastbert")]
+        dicts += [*named, *(vars(other) for other in others), *GLOBAL_HOOKS]
+        dicts += [vars(backends), backends.TABLES, *backends.TABLES.values(), backends._stand_ins]
+        self._dicts = _flat((d, tuple(d.keys()), tuple(d.values())) for d in dicts)
+        self._objects = _flat((module, type(module)) for module in inside)
+        version_of = backends.EXTENSION.version_of
+        self._classes = _flat((kind, version_of(kind)) for kind in kinds)
+
+    def holds(self, root: nn.Module) -> bool:
+        """Return whether all facts about `root` are as recorded."""
+        return (
+            type(root) is self._kind
+            and self._same(root)
+            and backends.EXTENSION.unchanged(self._dicts, self._objects, self._classes)
+        )
+
+    def _same(self, root: nn.Module) -> bool:
+        own, now = self._own, vars(root)
+        return len(own) + 1 == len(now) and all(now.get(k) is v for k, v in own.items())
+
+    def _of_root(self, root: nn.Module) -> dict[str, Any]:
+        return {name: value for name, value in vars(root).items() if name != self._holder}
+
+
+def _dicts(module: nn.Module) -> Iterator[dict[str, Any]]:
+    """Yield the attributes of a module and its dictionaries of parameters, hooks and so on."""
+    own = vars(module)
+    yield own
+    yield from (value for value in own.values() if isinstance(value, dict))
+
+
+def _flat(rows: Iterable[tuple[Any, ...]]) -> tuple[Any, ...]:
+    return tuple(entry for row in rows for entry in row)
