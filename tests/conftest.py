@@ -18,6 +18,8 @@ if not torch.cuda.is_available():
 # No test needs the network. An accidental call of the hub fails at once instead of timing out.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# torch.compile would precompile headers for 20 s, which its few kernels here do not repay.
+os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
 # Two processes with several threads each would mostly wait for each other on the same cores.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -121,3 +123,21 @@ def seeded():
 @pytest.fixture
 def device() -> str:
     return DEVICE
+
+
+@pytest.fixture
+def drawn() -> None:
+    """Let a test of a training run draw its pictures, which `quick_pictures` replaces elsewhere."""
+
+
+@pytest.fixture
+def quick_pictures(request, monkeypatch):
+    """Replace the drawing of a picture, which takes longer than a small training run."""
+    if "drawn" not in request.fixturenames:
+        from matplotlib.figure import Figure
+
+        def write(figure, path, **_):
+            with open(path, "wb") as file:
+                file.write(b"\x89PNG\r\n\x1a\n")
+
+        monkeypatch.setattr(Figure, "savefig", write)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cpu.batches import batches, sample
-from benchmarks.cpu.runtimes import Built, build, refusal
+from benchmarks.cpu.runtimes import BY_NAME, Built, build, refusal
 
 # A call shorter than SHORT_S is repeated for WARM_S before it is timed.
 SHORT_S, WARM_S = 0.1, 0.03
@@ -57,6 +57,18 @@ class Server:
         result = self.call(0)
         self.seconds = seconds = time.perf_counter() - start
         return {"seconds": seconds, "sample": sample(built.array(result), made[0])}
+
+    def imports(self) -> dict[str, Any]:
+        """Import what a training step of the engine needs; return the resident memory then."""
+        from fastbert.bench.encoder import STOCK
+        from fastbert.bench.training_step import trainee
+        from fastbert.config import BertConfig
+
+        tiny = BertConfig.preset("tiny", vocab_size=64)
+        trainee("fastbert auto" if BY_NAME[self.engine].ours else f"{STOCK}eager", tiny, "cpu")
+        trainee.cache_clear()
+        self.forget_peak()
+        return {"resident": resident_peak()}
 
     def training(self, lengths: list[int]) -> dict[str, Any]:
         """Make training steps on such batches from now on; return the first step and its loss."""

@@ -97,6 +97,14 @@ def print_summary(summary: dict[str, Any], detail: str, *, as_json: bool) -> Non
         )
 
 
+def is_first_process() -> bool:
+    """Tell whether this process prints the result of all processes that train together."""
+    from torch import distributed
+
+    several = distributed.is_available() and distributed.is_initialized()
+    return not several or distributed.get_rank() == 0
+
+
 class ConsoleReporter(Reporter):
     """Notes, a spinner and a progress bar on stderr."""
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fastbert.cli.common import FriendlyGroup, err, new_table, out, print_json
+from fastbert.cli.common import FriendlyGroup, err, is_first_process, new_table, out, print_json
 
 if TYPE_CHECKING:
     from fastbert.finetuning import FinetuneOptions, FinetuneResult
@@ -251,6 +251,8 @@ def _run(kind: type[FinetuneOptions], given: dict[str, Any]) -> None:
     if "labels" in given:
         given["labels"] = tuple(given["labels"].split(",")) if given["labels"] else ()
     result = train(kind(**given), console=err)
+    if not is_first_process():
+        return
     if as_json:
         print_json(result)
     else:

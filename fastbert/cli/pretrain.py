@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fastbert.cli.common import err, out, print_json
+from fastbert.cli.common import err, is_first_process, out, print_json
 
 if TYPE_CHECKING:
     from fastbert.training import TrainResult
@@ -135,15 +135,12 @@ def pretrain(
     arguments = dict(locals())
     del arguments["as_json"]
     arguments["config"] = parse_overrides(config or [])
-    from torch import distributed
-
     from fastbert.training import PretrainOptions
     from fastbert.training import pretrain as train
 
     result = train(PretrainOptions(**arguments), console=err)
-    several = distributed.is_available() and distributed.is_initialized()
-    if several and distributed.get_rank() > 0:
-        return  # The first process prints the result of all.
+    if not is_first_process():
+        return
     if as_json:
         print_json(result)
     else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +12,9 @@ from fastbert.finetuning.task import Feature, Task
 from fastbert.inference.text_batches import length_batches
 from fastbert.modules import BertPreTrainedModel
 from fastbert.training.evaluate import to_device
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 TOKENS_PER_BATCH = 8192
 
@@ -28,9 +31,21 @@ class Outputs(NamedTuple):
     loss: float | None
 
 
-@torch.no_grad()
+class _Computed(NamedTuple):
+    """The outputs of a batch: the sequences with their rows, and the sum of the loss."""
+
+    rows: list[tuple[int, Tensor]]
+    loss: float
+    labels: int
+
+
 def compute(
-    model: BertPreTrainedModel, task: Task, features: Sequence[Feature], *, bf16: bool = False
+    model: BertPreTrainedModel,
+    task: Task,
+    features: Sequence[Feature],
+    *,
+    bf16: bool = False,
+    accelerator: Accelerator | None = None,
 ) -> Outputs:
     """Compute the output of a model for each sequence, in batches of similar lengths.
 
@@ -41,28 +56,59 @@ def compute(
         task: The task.
         features: The sequences.
         bf16: Whether autocast to bf16 is used.
+        accelerator: The processes that share the batches, all of which call this; None means that
+            this process computes all batches.
 
     Returns:
-        The outputs in the order of the sequences.
+        The outputs in the order of the sequences, in every process. They are the same bits for any
+        number of processes.
     """
-    device = next(model.parameters()).device
+    own, processes = 0, 1
+    if accelerator is not None:
+        own, processes = accelerator.process_index, accelerator.num_processes
+    batches = list(length_batches([len(f["input_ids"]) for f in features], TOKENS_PER_BATCH))
+    computed = _compute(model, task, features, batches[own::processes], bf16)
+    if processes > 1:
+        from accelerate.utils import gather_object
+
+        # The batches of the processes are in turn those of all.
+        parts = gather_object([computed])
+        turns = range(len(batches))
+        computed = [parts[turn % processes][turn // processes] for turn in turns]
     rows: list[Tensor] = [torch.empty(0)] * len(features)
-    loss, labels = 0.0, 0
+    for batch in computed:
+        for index, row in batch.rows:
+            rows[index] = row
+    labels = sum(batch.labels for batch in computed)
+    loss = sum(batch.loss for batch in computed)
+    return Outputs(rows, loss / labels if labels else None)
+
+
+@torch.no_grad()
+def _compute(
+    model: BertPreTrainedModel,
+    task: Task,
+    features: Sequence[Feature],
+    batches: Sequence[Sequence[int]],
+    bf16: bool,
+) -> list[_Computed]:
+    device = next(model.parameters()).device
+    computed = []
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
-        lengths = [len(feature["input_ids"]) for feature in features]
-        for indices in length_batches(lengths, TOKENS_PER_BATCH):
-            batch = to_device(task.collate([features[i] for i in indices]), device)
+        for indices in batches:
+            chosen = [features[i] for i in indices]
+            batch = to_device(task.collate(chosen), device)
             with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
                 output = model(**batch)
-            if output.loss is not None and (count := task.labels_in(batch)):
-                loss += float(output.loss) * count
-                labels += count
-            found = task.rows(output, [lengths[i] for i in indices])
-            for index, row in zip(indices, found, strict=True):
-                rows[index] = row.float().cpu()
+            loss, labels = 0.0, 0
+            if output.loss is not None and (labels := task.labels_in(chosen)):
+                loss = float(output.loss) * labels
+            found = task.rows(output, [len(feature["input_ids"]) for feature in chosen])
+            rows = [(i, row.float().cpu()) for i, row in zip(indices, found, strict=True)]
+            computed.append(_Computed(rows, loss, labels))
     finally:
         for module, training in modes.items():
             module.training = training
-    return Outputs(rows, loss / labels if labels else None)
+    return computed

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -16,14 +16,17 @@ from fastbert.finetuning.plots import plot_confusion
 from fastbert.finetuning.preparation import Part, encode, fingerprint, read_parts
 from fastbert.finetuning.run import FinetuningRun
 from fastbert.finetuning.task import Confusion, Task
-from fastbert.ops.backend import launched_processes
 from fastbert.training import resume, state
 from fastbert.training.checkpoint import CHECKPOINT, refuse_existing
 from fastbert.training.log import CURVES, LOG
+from fastbert.training.meeting import start_processes
 from fastbert.training.pretraining import TASK as PRETRAINING
 from fastbert.training.record import Record
 from fastbert.training.run import open_record
 from fastbert.training.signals import StopSignals
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 METRICS, CONFUSION = "metrics.json", "confusion.png"
 
@@ -66,8 +69,10 @@ def _describe(row: dict[str, Any]) -> str:
 def finetune(options: FinetuneOptions, *, console: Console | None = None) -> FinetuneResult:
     """Fine-tune a pre-trained BERT for the task of the options.
 
-    Pass `ClassifyOptions`, `TagOptions` or `AnswerOptions`. The run uses one process. On the CPU,
-    the same seed gives the same log, except for times.
+    Pass `ClassifyOptions`, `TagOptions` or `AnswerOptions`. The run uses one process, or all
+    processes that ``torchrun`` or ``accelerate launch`` starts, with copies of the model (DDP). The
+    processes divide the ``options.batch_size`` sequences of each step, so their number does not
+    decide about the gradient. On the CPU, the same seed gives the same log, except for times.
 
     The folder ``options.output`` receives these results.
 
@@ -82,7 +87,8 @@ def finetune(options: FinetuneOptions, *, console: Console | None = None) -> Fin
 
     If the folder has a checkpoint of a run with the same options and the same data, the run
     continues after that step. Its final weights are the same bits as those of a run that was never
-    stopped, on the same machine.
+    stopped, on the same machine and with as many processes. With another number of processes,
+    dropout draws other masks.
 
     After SIGTERM or SIGINT (Ctrl-C), the run finishes its step, writes a checkpoint and raises
     SystemExit with status 143, or KeyboardInterrupt. A loss or a gradient that is not finite stops
@@ -98,69 +104,53 @@ def finetune(options: FinetuneOptions, *, console: Console | None = None) -> Fin
 
     Raises:
         FileNotFoundError: If the model or a data file does not exist.
-        ValueError: If the data, the model or the output folder is not usable, if an earlier run in
-            the folder has other options, or if torchrun or ``accelerate launch`` has started
-            several processes; nothing has been written then. For data, the message names the file
-            and the line.
-        ImportError: If matplotlib is not installed, or pyarrow for a .parquet file.
+        ValueError: If the data, the model or the output folder is not usable, or if an earlier run
+            in the folder has other options; nothing has been written then. For data, the message
+            names the file and the line.
+        ImportError: If accelerate or matplotlib is not installed, or pyarrow for a .parquet file.
         RuntimeError: If a loss or a gradient is not finite; the message names the batch.
         OSError: If the last checkpoint, the log or a figure could not be written.
     """
     console = console or Console()
+    refuse_existing(options.folder, overwrite=options.overwrite)
+    accelerator = start_processes("fine-tuning", options.folder)
+    if not accelerator.is_main_process:
+        console = Console(quiet=True)
 
     def say(text: str) -> None:
         console.print(text, highlight=False, markup=False, soft_wrap=True)
 
-    _refuse_other_processes()
-    refuse_existing(options.folder, overwrite=options.overwrite)
-    _require_matplotlib()
     task = options.task()
     examples = read_parts(task, options, say)
     data = fingerprint(examples)
-    found = None if options.overwrite else _resumable(options, task, data, say)
+    found = None if options.overwrite else _resumable(options, task, data, accelerator, say)
     source = Source(options.model)
     longest = min(task.longest or source.config.max_length, source.config.max_length)
     tokenizer = source.tokenizer(options.max_length or longest)
     parts = {name: Part(items, encode(task, items, tokenizer)) for name, items in examples.items()}
     if tokenizer.truncated:
         say(f"{tokenizer.truncated:,} texts were cut to {tokenizer.limit} tokens")
-    run = FinetuningRun(options, task, parts, source, tokenizer, data)
+    run = FinetuningRun(options, task, parts, source, tokenizer, data, accelerator)
     trained = sum(p.numel() for p in run.model.parameters() if p.requires_grad)
     say(
         f"model: {trained:,} trained parameters on {run.device}, {run.total:,} steps of "
-        f"{options.batch_size} sequences in {options.epochs} epochs"
+        f"{options.batch_size} sequences in {options.epochs} epochs on "
+        f"{accelerator.num_processes} process(es)"
     )
     if found is not None:
         run.restore(found)
         say(f"resumed after step {run.step:,} of {run.total:,}, from {found.folder}")
+        earlier = found.content.get("processes", 1)
+        if earlier != accelerator.num_processes:
+            say(f"the checkpoint is of {earlier} process(es), so dropout draws other masks")
     signals = StopSignals()
     panels = {"loss": "loss", task.main[0]: task.main[1]}
     record = open_record(
         run, console, signals, resumed=found is not None, describe=_describe, panels=panels
     )
-    _remove_earlier(options.folder, checkpoints=found is None)
+    if run.first:
+        _remove_earlier(options.folder, checkpoints=found is None)
     return _finish(run, record, signals)
-
-
-def _refuse_other_processes() -> None:
-    """Raise ValueError if a launcher started several processes, which would train the same model.
-
-    Each process would make the whole run and write to the same folder.
-    """
-    if (processes := launched_processes()) > 1:
-        raise ValueError(
-            f"processes: got {processes} from torchrun or accelerate launch, allowed: 1, because "
-            "fine-tuning uses one process"
-        )
-
-
-def _require_matplotlib() -> None:
-    try:
-        # The pictures are drawn at the end of the run; an absence is reported at the start.
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        message = "fine-tuning needs matplotlib: pip install 'fastbert[train]'"
-        raise ImportError(message) from error
 
 
 def _remove_earlier(folder: Path, *, checkpoints: bool) -> None:
@@ -179,6 +169,8 @@ def _finish(run: FinetuningRun, record: Record, signals: StopSignals) -> Finetun
     with run.recorded(record):
         with record.progress, signals:
             stop = run.train(run.batches(), record, signals) or signals.received
+        # The processes judge together, so that none may stop alone.
+        stop = run.largest(stop)
         for name in () if stop else run.parts:
             judgement = run.judge(name)
             figures[name] = {
@@ -195,9 +187,10 @@ def _finish(run: FinetuningRun, record: Record, signals: StopSignals) -> Finetun
         "options": options.decisive(),
         "parts": figures,
     }
-    attempt(METRICS, lambda: json_file.write(options.folder / METRICS, content))
+    if run.first:
+        attempt(METRICS, lambda: json_file.write(options.folder / METRICS, content))
     picture = options.folder / CONFUSION if confusions else None
-    if picture is not None:
+    if run.first and picture is not None:
         attempt(CONFUSION, lambda: plot_confusion(confusions, picture))
     attempt.check(record.kept(run.saved))
     return FinetuneResult(
@@ -214,14 +207,18 @@ def _finish(run: FinetuningRun, record: Record, signals: StopSignals) -> Finetun
 
 
 def _resumable(
-    options: FinetuneOptions, task: Task, data: str, say: Callable[[str], None]
+    options: FinetuneOptions,
+    task: Task,
+    data: str,
+    accelerator: Accelerator,
+    say: Callable[[str], None],
 ) -> state.Checkpoint | None:
     """Return the checkpoint that the run continues, or None.
 
     Raises:
         ValueError: If the checkpoint is of a run with another task, other data or other options.
     """
-    found = state.newest(options.folder, say)
+    found = resume.find(options.folder, say, accelerator)
     if found is None:
         return None
     content, name = found.content, "examples of the data, by their SHA-256"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,8 +20,12 @@ from fastbert.training import state
 from fastbert.training.evaluate import to_device
 from fastbert.training.log import LogRow
 from fastbert.training.optimizer import make_optimizer
+from fastbert.training.parallel import Copies
 from fastbert.training.record import Record
 from fastbert.training.run import Run
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 
 class FinetuningRun(Run):
@@ -37,6 +41,7 @@ class FinetuningRun(Run):
         source: Source,
         tokenizer: ModelTokenizer,
         data: str,
+        accelerator: Accelerator,
     ) -> None:
         """Build the model and the optimizer.
 
@@ -47,16 +52,17 @@ class FinetuningRun(Run):
             source: The pre-trained model.
             tokenizer: The tokenizer of the model.
             data: SHA-256 of the examples.
+            accelerator: The processes of the run.
         """
-        device = torch.accelerator.current_accelerator() or torch.device("cpu")
-        super().__init__(options, device)
+        super().__init__(options, accelerator)
         self.judging, self.parts, self.tokenizer = task, parts, tokenizer
         self.task, self.data = task.name, data
         torch.manual_seed(options.seed)
-        self.model: Any = source.build(task, options.backend).to(device)
+        self.model: Any = source.build(task, options.backend)
         if options.freeze:
             for part in (self.model.bert.embeddings, self.model.bert.encoder):
                 part.requires_grad_(False)
+        self.parallel = Copies(accelerator, self.model)
         self.features = parts["train"].features
         self.steps_per_epoch = math.ceil(len(self.features) / options.batch_size)
         self.total = options.epochs * self.steps_per_epoch
@@ -67,8 +73,11 @@ class FinetuningRun(Run):
             warmup=options.warmup,
             total_steps=self.total,
         )
+        if accelerator.num_processes > 1:
+            # All processes have the same weights, but each process draws its own dropout masks.
+            torch.manual_seed(options.seed + accelerator.process_index)
         # Sums since the last row of the log; the losses stay on the device.
-        self.losses = torch.zeros((), dtype=torch.float64, device=device)
+        self.losses = torch.zeros((), dtype=torch.float64, device=self.device)
         self.counted = self.tokens = 0
 
     def train_mode(self) -> None:
@@ -82,7 +91,7 @@ class FinetuningRun(Run):
         return divmod(self.step, self.steps_per_epoch)
 
     def batches(self) -> Iterator[list[Feature]]:
-        """Yield the sequences of each batch from the current step on."""
+        """Yield the sequences of each batch of all processes from the current step on."""
         size = self.options.batch_size
         while self.step < self.total:
             epoch, batch = self.epoch()
@@ -93,21 +102,33 @@ class FinetuningRun(Run):
                 yield [self.features[i] for i in order[start : start + size]]
 
     def update(self, features: list[Feature]) -> Tensor:
-        """Make one update, and return the gradient's norm before clipping."""
-        batch = to_device(self.judging.collate(features), self.device)
+        """Make one update, and return the gradient's norm before clipping.
+
+        Each process takes its share of the sequences. Its loss counts by its share of the labels,
+        so that the gradient is that of one process with all sequences.
+        """
+        processes, index = self.accelerator.num_processes, self.accelerator.process_index
+        # A process without a share takes part in the exchange of gradients, with a weight of 0.
+        own = features[index::processes] or features[:1]
+        batch = to_device(self.judging.collate(own), self.device)
         bf16 = self.options.precision == "bf16"
         with torch.autocast(self.device.type, torch.bfloat16, enabled=bf16):
-            loss = self.model(**batch).loss
+            loss = self.parallel.model(**batch).loss
+        if processes > 1:
+            labels = self.judging.labels_in(features[index::processes])
+            # DDP divides the sum of the gradients by the number of processes.
+            loss = loss * (labels * processes / max(1, self.judging.labels_in(features)))
         loss.backward()
+        mean = self.accelerator.reduce(loss.detach(), "mean")
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.options.clip_norm)
         # A loss that is not finite may have a finite gradient.
-        watched = torch.where(loss.detach().isfinite(), norm, loss.detach().to(norm.dtype))
+        watched = torch.where(mean.isfinite(), norm, mean.to(norm.dtype))
         self.divergence.watch(watched, self.own_optimizer, self.epoch())
         self.own_optimizer.step()
         self.own_optimizer.zero_grad(set_to_none=True)
-        self.losses += loss.detach()
+        self.losses += mean
         self.counted += 1
-        self.tokens += batch["input_ids"].numel()
+        self.tokens += sum(len(feature["input_ids"]) for feature in features)
         return norm
 
     def refuse_divergence(self) -> None:
@@ -149,7 +170,9 @@ class FinetuningRun(Run):
         """Return the figures of the model on a part, with the loss."""
         part = self.parts[name]
         bf16 = self.options.precision == "bf16"
-        outputs = evaluate.compute(self.model, self.judging, part.features, bf16=bf16)
+        outputs = evaluate.compute(
+            self.model, self.judging, part.features, bf16=bf16, accelerator=self.accelerator
+        )
         found = self.judging.judge(part.examples, part.features, outputs.rows)
         return Judgement({"loss": outputs.loss, **found.figures}, found.confusion)
 
@@ -177,14 +200,17 @@ class FinetuningRun(Run):
         return self.ends_epoch() or super().saves()
 
     def content(self) -> dict[str, Any]:
-        """Return the sums that the host knows, and the fact of the data that must not change."""
-        return {"batches": self.counted, "tokens": self.tokens, "data": self.data}
+        """Return the sums that the host knows, and the facts of the run that must not change."""
+        return {
+            "batches": self.counted,
+            "tokens": self.tokens,
+            "data": self.data,
+            "processes": self.accelerator.num_processes,
+        }
 
     def tensors(self) -> dict[str, Mapping[str, Tensor]]:
         """Return the weights, the optimizer's state, the random-number states and the sums."""
-        random = {"cpu": torch.get_rng_state(), "losses": self.losses.cpu()}
-        if self.device.type != "cpu":
-            random["device"] = torch.get_device_module(self.device).get_rng_state(self.device)
+        random = {**self.gathered(self.random_state()), "losses": self.losses.cpu()}
         return {
             "weights": state.weights_of(self.model),
             "optimizer": state.moments_of(self.own_optimizer),
@@ -194,10 +220,14 @@ class FinetuningRun(Run):
     def restore(self, found: state.Checkpoint) -> None:
         """Continue where a checkpoint was written."""
         super().restore(found)
-        self.counted, self.tokens = found.content["batches"], found.content["tokens"]
+        content = found.content
+        self.counted, self.tokens = content["batches"], content["tokens"]
         random = found.tensors("random")
-        self.losses.copy_(random["losses"])
-        torch.set_rng_state(random["cpu"])
-        if self.device.type != "cpu":
-            module = torch.get_device_module(self.device)
-            module.set_rng_state(random["device"], self.device)
+        self.losses.copy_(random.pop("losses"))
+        if "processes" not in content:
+            # The checkpoints of one process were once without a row for each process.
+            random = {name: tensor[None] for name, tensor in random.items()}
+        if content.get("processes", 1) == self.accelerator.num_processes:
+            self.restore_random(random)
+        else:
+            self.replace_random(self.options.seed)

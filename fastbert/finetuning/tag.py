@@ -163,9 +163,9 @@ class Tag(Task):
         """Build a packed batch."""
         return self._collate(features)
 
-    def labels_in(self, batch: Batch) -> int:
+    def labels_in(self, features: Sequence[Feature]) -> int:
         """Return the number of words."""
-        return int((batch["labels"] != IGNORED).sum())
+        return sum(len(feature["places"]) for feature in features)
 
     def rows(self, output: Any, lengths: list[int]) -> list[Tensor]:
         """Return the logits of each sequence, of shape ``(length, num_labels)``."""

@@ -107,9 +107,9 @@ class Task(ABC):
     def collate(self, features: Sequence[Feature]) -> Batch:
         """Build a packed batch."""
 
-    def labels_in(self, batch: Batch) -> int:
-        """Return the number of labels by which the loss of a batch is a mean."""
-        return len(batch["cu_seqlens"]) - 1
+    def labels_in(self, features: Sequence[Feature]) -> int:
+        """Return the number of labels by which the loss of a batch of sequences is a mean."""
+        return len(features)
 
     @abstractmethod
     def rows(self, output: Any, lengths: list[int]) -> list[Tensor]:

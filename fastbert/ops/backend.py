@@ -192,11 +192,6 @@ def standing_in(name: str, backend: str) -> Iterator[None]:
             _stand_ins[backend] = before
 
 
-def launched_processes() -> int:
-    """Return how many processes torchrun or ``accelerate launch`` has started together, or 1."""
-    return int(os.environ.get("WORLD_SIZE", 1)) if "TORCHELASTIC_RUN_ID" in os.environ else 1
-
-
 def compiler_environment(cache: Path | None = None) -> dict[str, str]:
     """Return the environment of a child process that compiles the Triton kernels for GPUs.
 

@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
 from rich.console import Console
 
 from fastbert.data.prepared.corpus import PreparedCorpus
 from fastbert.training import resume, state
 from fastbert.training.checkpoint import CHECKPOINT, refuse_existing
 from fastbert.training.log import CURVES, LOG, panels_of
-from fastbert.training.meeting import join_processes
+from fastbert.training.meeting import start_processes
 from fastbert.training.options import PretrainOptions
 from fastbert.training.preparation import Documents, fingerprint, gather_documents, prepare
 from fastbert.training.pretraining import TASK, PretrainingRun
@@ -58,27 +57,6 @@ class TrainResult:
     def tokens_per_second(self) -> float:
         """Mean number of tokens per second."""
         return self.tokens / self.seconds
-
-
-def _accelerator(options: PretrainOptions) -> Accelerator:
-    require_tracker(options.tracker)
-    try:
-        # matplotlib draws the curves at the end of the run; its absence is reported at the start.
-        import matplotlib  # noqa: F401
-        from accelerate import Accelerator
-    except ImportError as error:
-        message = f"pre-training needs {error.name}: pip install 'fastbert[train]'"
-        raise ImportError(message) from error
-    join_processes()
-    # The loop calls autocast itself, because the precision of accelerate applies to the whole
-    # process and cannot change. Without cpu=True, accelerate ignores torchrun on a machine that has
-    # no accelerator.
-    return Accelerator(
-        mixed_precision="no",
-        cpu=not torch.accelerator.is_available(),
-        log_with=options.tracker,
-        project_dir=options.folder,
-    )
 
 
 def pretrain(
@@ -135,7 +113,8 @@ def pretrain(
     """
     console = console or Console()
     refuse_existing(options.folder, overwrite=options.overwrite)
-    accelerator = _accelerator(options)
+    require_tracker(options.tracker)
+    accelerator = start_processes("pre-training", options.folder, tracker=options.tracker)
     if not accelerator.is_main_process:
         console = Console(quiet=True)
 

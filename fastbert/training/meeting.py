@@ -4,11 +4,47 @@ from __future__ import annotations
 
 import secrets
 import time
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as distributed
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 # Time between two looks at the store, in seconds.
 PAUSE = 0.01
+
+
+def start_processes(purpose: str, folder: Path, *, tracker: str | None = None) -> Accelerator:
+    """Return the processes of a run: this one, or all that a launcher has started.
+
+    Args:
+        purpose: Name of the run in an error.
+        folder: Folder of the run.
+        tracker: Name of the tracker that accelerate opens, if there is one.
+
+    Raises:
+        ImportError: If accelerate or matplotlib is not installed.
+    """
+    try:
+        # matplotlib draws the curves at the end of the run; its absence is reported at the start.
+        import matplotlib  # noqa: F401
+        from accelerate import Accelerator
+    except ImportError as error:
+        message = f"{purpose} needs {error.name}: pip install 'fastbert[train]'"
+        raise ImportError(message) from error
+    join_processes()
+    # The loop calls autocast itself, because the precision of accelerate applies to the whole
+    # process and cannot change. Without cpu=True, accelerate ignores torchrun on a machine that has
+    # no accelerator.
+    return Accelerator(
+        mixed_precision="no",
+        cpu=not torch.accelerator.is_available(),
+        log_with=tracker,
+        project_dir=folder,
+    )
 
 
 def join_processes() -> None:

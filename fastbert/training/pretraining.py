@@ -68,10 +68,8 @@ class PretrainingRun(Run):
             ValueError: If there are too few batches for a step, or if the processes cannot use
                 CUDA graphs or shards that the options ask for.
         """
-        super().__init__(options, accelerator.device)
+        super().__init__(options, accelerator)
         self.prepared, self.tokenizer = prepared, prepared.tokenizer
-        self.accelerator = accelerator
-        self.first = accelerator.is_main_process
         if options.cuda_graphs:
             _check_graphs(accelerator)
         if options.shard:
@@ -288,17 +286,6 @@ class PretrainingRun(Run):
             f"step {self.step + 1}: held-out {describe_evaluation(self.evaluation)}"
         )
 
-    def largest(self, number: int) -> int:
-        """Return the largest of the numbers that the processes of the run give."""
-        if self.accelerator.num_processes == 1:
-            return number
-        own = torch.tensor([int(number)], device=self.device)
-        return int(self.accelerator.gather(own).max())
-
-    def meet(self) -> None:
-        """Wait until all processes of the run are here."""
-        self.accelerator.wait_for_everyone()
-
     def content(self) -> dict[str, Any]:
         """Return the place in the data, the figures, and the facts that must not change."""
         return {
@@ -314,7 +301,7 @@ class PretrainingRun(Run):
 
     def tensors(self) -> dict[str, Mapping[str, Tensor]]:
         """Return the weights, the optimizer's state, and the states of all processes."""
-        processes = self._processes()
+        processes = self.gathered({**self.random_state(), "sums": self.meter.state()})
         if not (self.first or self.options.shard):
             return {}
         tensors: dict[str, Mapping[str, Tensor]] = {
@@ -338,17 +325,6 @@ class PretrainingRun(Run):
         state.restore_weights(model, {**tensors["weights"], **tensors.get("average", {})})
         return model
 
-    def _processes(self) -> dict[str, Tensor]:
-        """Return the random-number states and sums of all processes, with a row for each."""
-        device = self.device
-        own = {"cpu": torch.get_rng_state(), "sums": self.meter.state()}
-        if device.type != "cpu":
-            own["device"] = torch.get_device_module(device).get_rng_state(device)
-        gathered = {
-            name: self.accelerator.gather(tensor[None].to(device)) for name, tensor in own.items()
-        }
-        return {name: tensor.cpu() for name, tensor in gathered.items()}
-
     def restore(self, found: state.Checkpoint) -> None:
         """Continue where a checkpoint was written."""
         super().restore(found)
@@ -362,22 +338,10 @@ class PretrainingRun(Run):
         self.flops = content.get("flops", 0.0)
         saved = found.tensors("processes")
         if content["processes"] == self.accelerator.num_processes:
-            self._restore_process(saved)
-        else:
-            self._replace_processes(saved)
-
-    def _restore_process(self, saved: dict[str, Tensor]) -> None:
-        own, device = self.accelerator.process_index, self.device
-        self.meter.restore(saved["sums"][own])
-        # torch crashes with a state that is a row of a tensor.
-        torch.set_rng_state(saved["cpu"][own].clone())
-        if device.type != "cpu":
-            torch.get_device_module(device).set_rng_state(saved["device"][own].clone(), device)
-
-    def _replace_processes(self, saved: dict[str, Tensor]) -> None:
-        """Continue the run of another number of processes, with other dropout masks."""
-        own = self.accelerator.process_index
-        torch.manual_seed((self.options.seed + own + (self.step << 20)) % 2**63)
+            self.meter.restore(saved["sums"][self.accelerator.process_index])
+            self.restore_random(saved)
+            return
+        self.replace_random(self.options.seed)
         if self.first:
             self.meter.restore(saved["sums"].sum(dim=0))
 

@@ -13,7 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from rich.console import Console
@@ -30,6 +30,9 @@ from fastbert.training.record import Record
 from fastbert.training.schedules import continue_schedule
 from fastbert.training.signals import StopSignals, stopped_by
 from fastbert.training.trackers import Tracker
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 
 class RunOptions(Protocol):
@@ -65,6 +68,7 @@ class Run(ABC):
     Attributes:
         task: Name of the task, by which a checkpoint is known.
         options: Options of the run.
+        accelerator: The processes of the run.
         model: The model.
         own_optimizer: The optimizer.
         schedule: The schedule of the learning rate.
@@ -83,11 +87,12 @@ class Run(ABC):
     schedule: torch.optim.lr_scheduler.LambdaLR
     tokenizer: state.StoredTokenizer
     total: int
-    first = True
 
-    def __init__(self, options: RunOptions, device: torch.device) -> None:
+    def __init__(self, options: RunOptions, accelerator: Accelerator) -> None:
         """Start before the first step."""
-        self.options, self.device = options, device
+        self.options, self.accelerator = options, accelerator
+        self.device = device = accelerator.device
+        self.first = accelerator.is_main_process
         self.step = self.saved = 0
         self.seconds = 0.0
         # When the steps since the last row of the log began, and how long a part of them took that
@@ -160,10 +165,52 @@ class Run(ABC):
 
     def largest(self, number: int) -> int:
         """Return the largest of the numbers that the processes of the run give."""
-        return number
+        if self.accelerator.num_processes == 1:
+            return number
+        own = torch.tensor([int(number)], device=self.device)
+        return int(self.accelerator.gather(own).max())
 
-    def meet(self) -> None:  # noqa: B027
-        """Wait until all processes of the run are here; a run of one process has no others."""
+    def meet(self) -> None:
+        """Wait until all processes of the run are here."""
+        self.accelerator.wait_for_everyone()
+
+    def gathered(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return tensors of all processes on the CPU, with a row for each process.
+
+        Args:
+            own: Tensors of this process, with the same names and shapes in all processes.
+        """
+        rows = {
+            name: self.accelerator.gather(tensor[None].to(self.device))
+            for name, tensor in own.items()
+        }
+        return {name: tensor.cpu() for name, tensor in rows.items()}
+
+    def random_state(self) -> dict[str, Tensor]:
+        """Return the states of the random numbers of this process."""
+        found = {"cpu": torch.get_rng_state()}
+        if self.device.type != "cpu":
+            module = torch.get_device_module(self.device)
+            found["device"] = module.get_rng_state(self.device)
+        return found
+
+    def restore_random(self, saved: Mapping[str, Tensor]) -> None:
+        """Continue with the random numbers of a checkpoint of as many processes.
+
+        Args:
+            saved: The states that `random_state` returned, with a row for each process.
+        """
+        own = self.accelerator.process_index
+        # torch crashes with a state that is a row of a tensor.
+        torch.set_rng_state(saved["cpu"][own].clone())
+        if self.device.type != "cpu":
+            module = torch.get_device_module(self.device)
+            module.set_rng_state(saved["device"][own].clone(), self.device)
+
+    def replace_random(self, seed: int) -> None:
+        """Draw other random numbers than the run of another number of processes."""
+        own = self.accelerator.process_index
+        torch.manual_seed((seed + own + (self.step << 20)) % 2**63)
 
     def lap(self) -> float:
         """Return the seconds since the last row of the log, and add them to the duration."""

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
+import typer.main
+import typer.testing
 
 from fastbert.cli import app
 from fastbert.config import BertConfig
@@ -14,12 +15,21 @@ from fastbert.data import WordPieceTokenizer, stories, train_tokenizer
 from fastbert.modules import BertForMaskedLM
 
 
+@pytest.fixture(scope="session")
+def runner():
+    """Return a runner of commands that reads the signatures of all commands once, not per call."""
+    command = typer.main.get_command(app)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("typer.testing._get_command", lambda app: command)
+        yield typer.testing.CliRunner()
+
+
 @pytest.fixture
-def run():
+def run(runner):
     """Return a function that calls ``fastbert``; ``output`` of its result includes stderr."""
 
     def call(*arguments: object):
-        return CliRunner().invoke(app, [str(argument) for argument in arguments])
+        return runner.invoke(app, [str(argument) for argument in arguments])
 
     return call
 

@@ -157,7 +157,7 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(start, tmp_path) -> None
     assert_whole(tmp_path / "out" / "model")
 
 
-@pytest.mark.parametrize("first", [None, 2])
+@pytest.mark.parametrize("first", [pytest.param(None, marks=pytest.mark.every_case), 2])
 def test_a_disk_that_stays_full_ends_in_an_error_and_keeps_the_earlier_checkpoint(
     start, tmp_path, first
 ) -> None:

@@ -11,10 +11,12 @@ from pathlib import Path
 import _machine_code
 import pytest
 import torch
+from _nvcc import require_nvcc
 from torch.utils.cpp_extension import CUDA_HOME, include_paths
 
 from fastbert.testing.ahead_of_time import cuobjdump
 from fastbert.testing.machine_code import functions, loops, read
+from fastbert.testing.ptx import nvcc
 
 ROOT = Path(__file__).parents[2]
 # test_attention_code.py compiles the sources of attention for all GPUs.
@@ -34,31 +36,19 @@ TOOLKIT = toolkit()
 needs_toolkit = pytest.mark.skipif(TOOLKIT is None, reason="no CUDA toolkit (nvcc) on this machine")
 
 
-def compile_kernels(source: Path, architecture: str, folder: Path) -> str:
-    command = [
-        *(TOOLKIT / "bin" / "nvcc", "-c", "-O3", "-std=c++17", "-Xptxas", "-v"),
-        *("-gencode", f"arch=compute_{architecture},code=sm_{architecture}", source),
-        *("-o", folder / f"{source.parent.name}_{source.stem}_{architecture}.o"),
-    ]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    return result.stderr
-
-
 @pytest.fixture(scope="module", params=ARCHITECTURES)
 def compiled(request, tmp_path_factory):
-    """The architecture, the folder of the objects, and the report of ptxas on each source."""
-    if TOOLKIT is None:
-        pytest.skip("no CUDA toolkit (nvcc) on this machine")
+    """The architecture, and the machine code of each source with the report of ptxas on it."""
+    require_nvcc()
     folder = tmp_path_factory.mktemp("objects")
     with ThreadPoolExecutor(2) as pool:
-        found = pool.map(lambda source: compile_kernels(source, request.param, folder), SOURCES)
-        return request.param, folder, list(found)
+        found = pool.map(lambda source: nvcc.assembled(source, folder, request.param), SOURCES)
+        return request.param, dict(zip(SOURCES, found, strict=True))
 
 
 def test_kernels_compile_without_spills(compiled):
-    arch, _, reports = compiled
-    for source, report in zip(SOURCES, reports, strict=True):
+    arch, assembled = compiled
+    for source, (_, report) in assembled.items():
         usage = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores", report)
         registers = [int(n) for n in re.findall(r"Used (\d+) registers", report)]
         print(f"{source.name} sm_{arch}: {len(registers)} kernels, registers {sorted(registers)}")
@@ -86,8 +76,8 @@ LOOP_LIMITS = {
 def test_layer_norm_copies_a_row_ahead_of_the_one_that_it_computes(compiled):
     """A kernel that loads rows to registers, or copies them late, leaves memory idle meanwhile."""
     pytest.importorskip("triton", reason="its wheel has cuobjdump")
-    arch, folder, _ = compiled
-    code = cuobjdump("--dump-sass", folder / f"cuda_layer_norm_{arch}.o")
+    arch, assembled = compiled
+    code = cuobjdump("--dump-sass", assembled[ROOT / "csrc" / "cuda" / "layer_norm.cu"][0])
     seen = 0
     for function, text in functions(code).items():
         kernel = LAYER_NORM.search(function)

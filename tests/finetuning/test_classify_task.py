@@ -39,7 +39,7 @@ def trained(classify, data):
     return run(classify(data))
 
 
-def test_learns_writes_and_predicts(trained, data, tmp_path):
+def test_learns_writes_and_predicts(drawn, trained, data, tmp_path):
     result, text = trained
     assert "examples: 160 train, 40 validation, 60 test" in text
     assert result.figures["validation"]["accuracy"] >= 0.95

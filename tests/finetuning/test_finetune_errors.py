@@ -196,17 +196,3 @@ def test_a_head_that_lacks_a_weight_cannot_predict(classify, tmp_path):
     safetensors_file.write(folder / "model.safetensors", weights)
     with pytest.raises(ValueError, match=rf"model: {folder} lacks classifier.bias"):
         predict(folder, data, tmp_path / "said.jsonl")
-
-
-def test_several_processes_are_refused(refused, classify, tmp_path, monkeypatch):
-    data = write_rows(tmp_path / "train.csv", GOOD)
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    message = refused(classify(data))
-    assert message.startswith("processes: got 2 from torchrun or accelerate launch, allowed: 1")
-    # torchrun with one process, and the variable of another program, change nothing.
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    run(classify(data, epochs=1))
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    run(classify(data, epochs=1, overwrite=True))

@@ -171,6 +171,7 @@ def wait_for_steps(process: subprocess.Popen, log: Path, steps: int) -> None:
         time.sleep(0.005)
 
 
+@pytest.mark.every_case
 def test_a_killed_process_is_resumed_by_the_same_command(pretrained, data, tmp_path):
     more = ("--epochs", 8, "--save-every", 10, "--held-out", 0)
     whole = start(pretrained, data, tmp_path / "whole", *more)

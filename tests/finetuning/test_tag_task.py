@@ -62,7 +62,7 @@ def spans(tags):
     return found
 
 
-def test_learns_writes_and_predicts(trained, tmp_path):
+def test_learns_writes_and_predicts(drawn, trained, tmp_path):
     result, text = trained
     assert "examples: 120 train, 20 validation, 30 test" in text
     figures = result.figures["test"]

@@ -30,12 +30,13 @@ def end_of(number: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(number, 0)[1])
 
 
-def killed_at_every_call(work: Callable[[], None]) -> Iterator[int]:
-    """Run `work` in one child after another, and kill child n before its n-th watched call.
+def killed_at_every_call(work: Callable[[], None], stride: int = 1) -> Iterator[int]:
+    """Run `work` in one child after another, and kill each before another of its watched calls.
 
-    Yields n after each kill, and ends when a child has finished its work.
+    The calls are 1, 1 + `stride` and so on. Yields the number of the call after each kill, and ends
+    when a child has finished its work.
     """
-    for call in range(1, 1000):
+    for call in range(1, 1000, stride):
         status = end_of(child(lambda last=call: _work_until(last, work)))
         if status == 0:
             return

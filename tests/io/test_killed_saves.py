@@ -195,7 +195,10 @@ def test_two_writers_into_one_folder_leave_one_of_the_two_models(models, tmp_pat
     assert len(list((tmp_path / "model").iterdir())) == 2
 
 
-def test_a_checkpoint_of_a_run_killed_at_any_call_has_its_own_tokenizer(no_flush, tmp_path) -> None:
+@pytest.mark.parametrize("stride", [3, pytest.param(1, marks=pytest.mark.every_case)])
+def test_a_checkpoint_of_a_run_killed_at_any_call_has_its_own_tokenizer(
+    no_flush, tmp_path, stride
+) -> None:
     """Weights, configuration and the tokenizer's four files are one commit."""
     torch.manual_seed(1)
     folder, sides = tmp_path / "model", []
@@ -209,7 +212,7 @@ def test_a_checkpoint_of_a_run_killed_at_any_call_has_its_own_tokenizer(no_flush
         files.append(visible(folder))
     new, old = files
     found = []
-    for _ in killed_at_every_call(lambda: save_checkpoint(folder, *sides[1])):
+    for _ in killed_at_every_call(lambda: save_checkpoint(folder, *sides[1]), stride):
         # A reader without support for commits finds files of only one of the two checkpoints.
         seen = visible(folder)
         assert seen.items() <= old.items() or seen.items() <= new.items()

@@ -1,6 +1,6 @@
 """Seeded random cases: hundreds on Triton's kernels, and some on the other backends.
 
-`make test` runs a third of Triton's cases, and `make every-case` all of them.
+`make test` runs a sixth of Triton's cases, and `make every-case` all of them.
 
 A failure prints the command that reproduces the case. More cases run with ``fastbert check
 --cases 5000 --backend triton``.
@@ -35,7 +35,7 @@ def served(backend: str, dtype: torch.dtype, rounds: int):
         group = [c for c in cases if parity.refusal(c, backend, dtype, DEVICE) is None]
         if group:
             # A turn takes seconds in Triton's interpreter.
-            marks = [pytest.mark.every_case] if backend == "triton" and turn % 3 else []
+            marks = [pytest.mark.every_case] if backend == "triton" and turn % 6 else []
             name = f"{backend}-{str(dtype)[6:]}-{turn}"
             yield pytest.param(group, backend, dtype, id=name, marks=marks)
 

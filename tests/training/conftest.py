@@ -13,6 +13,11 @@ def documents():
 
 
 @pytest.fixture(autouse=True)
+def no_slow_pictures(quick_pictures):
+    """Draw a picture only in the tests that ask for the fixture `drawn`."""
+
+
+@pytest.fixture(autouse=True)
 def one_thread():
     """One thread, so that sums have the same order everywhere and tests do not share cores."""
     threads = torch.get_num_threads()

@@ -41,6 +41,7 @@ def test_torchrun_restarts_a_killed_process_and_the_run_resumes(tmp_path):
     assert time.monotonic() - started < 120
 
 
+@pytest.mark.every_case
 def test_two_machines_restart_together(tmp_path):
     """Two agents of torchrun on this machine have the roles of two machines with one folder."""
     with socket.socket() as free:

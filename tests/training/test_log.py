@@ -65,7 +65,7 @@ def test_a_write_that_fails_is_told_and_one_that_works_later_is_forgotten() -> N
         attempt("the checkpoint", lambda: (_ for _ in ()).throw(RuntimeError))
 
 
-def test_curves_that_cannot_be_written_leave_no_file(tmp_path) -> None:
+def test_curves_that_cannot_be_written_leave_no_file(drawn, tmp_path) -> None:
     (tmp_path / "curves.partial.png").symlink_to("/dev/full")
     with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
         plot_curves([], tmp_path / "curves.png")

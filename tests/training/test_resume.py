@@ -88,6 +88,21 @@ def corpus(documents):
     return documents[:24]
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    return tmp_path_factory.mktemp("seven")
+
+
+@pytest.fixture
+def seven(made, settings, corpus, monkeypatch, tmp_path):
+    """The options of a run of 7 steps that was cut after step 6, and those of the whole run."""
+    if not (made / "whole").exists():
+        cut(monkeypatch, settings(steps=7, output=made / "cut"), corpus, 6)
+        run(settings(steps=7, output=made / "whole"), corpus)
+    shutil.copytree(made / "cut", tmp_path / "out")
+    return settings(steps=7), settings(steps=7, output=made / "whole")
+
+
 # Every option whose state a checkpoint must have.
 RICH = {"optimizer": "lamb", "schedule": "cosine", "accumulate": 2, "ema": 0.95}
 
@@ -184,11 +199,8 @@ def damage(path):
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("how", [damage, lambda path: path.unlink()])
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(
-    settings, corpus, monkeypatch, tmp_path, name, how
-):
-    options = settings(steps=7)
-    cut(monkeypatch, options, corpus, 6)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(seven, corpus, name, how):
+    options, whole = seven
     assert sorted(path.name for path in (options.folder / "checkpoints").iterdir()) == [
         "step-00000003",
         "step-00000006",
@@ -199,8 +211,6 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(
     assert "damaged checkpoint, an earlier one is tried: " in text
     assert str(broken) in text
     assert f"resumed after step 3 of 7, from {state.folder_of(options.folder, 3)}" in text
-    whole = settings(steps=7, output=tmp_path / "whole")
-    run(whole, corpus)
     assert_same(final(options), final(whole))
 
 
@@ -221,16 +231,11 @@ def test_only_the_last_checkpoints_stay(settings, corpus):
     assert kept == ["step-00000006", "step-00000008", "step-00000009"]
 
 
-def test_a_last_line_of_the_log_that_is_cut_off_is_written_again(
-    settings, corpus, monkeypatch, tmp_path
-):
-    options = settings(steps=7)
-    cut(monkeypatch, options, corpus, 6)
+def test_a_last_line_of_the_log_that_is_cut_off_is_written_again(seven, corpus):
+    options, whole = seven
     with open(options.folder / "log.jsonl", "a") as log:
         log.write('{"event": "train", "st')
     run(options, corpus)
-    whole = settings(steps=7, output=tmp_path / "whole")
-    run(whole, corpus)
     assert_same(final(options), final(whole))
 
 
@@ -280,9 +285,8 @@ def test_a_gradient_that_is_not_finite_changes_no_weight(settings, corpus, monke
     assert content["position"] == 4 or content["epoch"] > 0
 
 
-def test_a_checkpoint_of_an_earlier_release_is_continued(settings, corpus, monkeypatch, tmp_path):
-    options = settings(steps=7)
-    cut(monkeypatch, options, corpus, 6)
+def test_a_checkpoint_of_an_earlier_release_is_continued(seven, corpus):
+    options, whole = seven
     path = state.folder_of(options.folder, 6) / "state.json"
     content = json.loads(path.read_text())
     for name in ("task", "flops", "accumulate", "checksum"):
@@ -292,8 +296,6 @@ def test_a_checkpoint_of_an_earlier_release_is_continued(settings, corpus, monke
     path.write_text(json.dumps({**content, "checksum": state._checksum_of(content)}))
     _, text = run(options, corpus)
     assert "resumed after step 6 of 7" in text
-    whole = settings(steps=7, output=tmp_path / "whole")
-    run(whole, corpus)
     assert_same(final(options), final(whole))
 
 

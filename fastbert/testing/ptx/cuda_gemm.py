@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from fastbert.testing.ahead_of_time import cuobjdump
 from fastbert.testing.machine_code import functions, loops, read
+from fastbert.testing.ptx import nvcc
 from fastbert.testing.ptx.cuda_library import CudaLibrary
 from fastbert.testing.ptx.cuda_operators import CUDA, CompiledOperators, Operators
 
@@ -43,9 +43,9 @@ class GemmOperators(CompiledOperators):
         front = folder / "front.cu"
         front.write_text(FRONT, encoding="utf-8")
         names = ("gemm.cu", "reduce.cu", "hopper/gemm.cu", "hopper/tensor_map.cu")
-        flags = ["-I", str(CUDA), *(["-DFASTBERT_SM90A"] if arch == 90 else [])]
         name = "90a" if arch == 90 else str(arch)
-        self.compiled = CudaLibrary([*(CUDA / n for n in names), front], folder, name, flags)
+        sources = [*(CUDA / n for n in names), front]
+        self.compiled = CudaLibrary(sources, folder, name, nvcc.flags_of(name))
         self.options: dict[str, Any] = {}
         Operators.__init__(self, self.compiled.functions)
 
@@ -67,10 +67,8 @@ def machine_code(folder: Path, arch: int) -> tuple[dict[tuple[str, str, str], st
         report of ptxas.
     """
     source, name = (CUDA / "hopper" / "gemm.cu", "90a") if arch == 90 else (CUDA / "gemm.cu", arch)
-    cubin = folder / f"gemm{name}.cubin"
-    command = ["nvcc", "-cubin", "-O3", "-std=c++17", "-Xptxas", "-v"]
-    command += ["-gencode", f"arch=compute_{name},code=sm_{name}", str(source), "-o", str(cubin)]
-    report = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+    assembled, report = nvcc.assembled(source, folder, str(name))
+    cubin = assembled.rename(folder / f"gemm{name}.cubin")
     found = {}
     for function, text in functions(cuobjdump("--dump-sass", cubin)).items():
         match = KERNEL.search(function)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fastbert.activations import ACTIVATIONS
 from fastbert.ops import backend as backends
+from fastbert.testing.ptx import nvcc
 from fastbert.testing.ptx.cuda_attention import AttentionOperators
 from fastbert.testing.ptx.cuda_call import FORMATS, Dropout, new
 from fastbert.testing.ptx.cuda_library import CudaLibrary
@@ -313,9 +314,8 @@ class CompiledOperators(Operators):
         front = folder / "front.cu"
         front.write_text(FRONT, encoding="utf-8")
         sources = [*sorted(CUDA.rglob("*.cu")), front]
-        flags = ["-I", str(CUDA), *(["-DFASTBERT_SM90A"] if arch == 90 else [])]
         name = "90a" if arch == 90 else str(arch)
-        self.compiled = CudaLibrary(sources, folder, name, flags)
+        self.compiled = CudaLibrary(sources, folder, name, nvcc.flags_of(name))
         self.options: dict[str, Any] = {}
         super().__init__(self.compiled.functions)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from collections import Counter
 from collections.abc import Collection, Sequence
 from ctypes import byref
@@ -12,6 +11,7 @@ from typing import Any
 
 from fastbert.testing.ahead_of_time import cuobjdump
 from fastbert.testing.machine_code import Instruction, functions, loops, read
+from fastbert.testing.ptx import nvcc
 from fastbert.testing.ptx.cuda_attention import AttentionOperators
 from fastbert.testing.ptx.cuda_library import CudaLibrary
 from fastbert.testing.ptx.cuda_operators import CUDA
@@ -53,7 +53,7 @@ class HopperAttention(AttentionOperators):
         hopper = CUDA / "hopper"
         names = ("choice.cu", "pairs.cu", "tensor_map.cu")
         sources = [*hopper.glob("attention_*.cu"), *(hopper / name for name in names), front]
-        self.compiled = CudaLibrary(sources, folder, "90a", ["-I", str(CUDA), "-DFASTBERT_SM90A"])
+        self.compiled = CudaLibrary(sources, folder, "90a", nvcc.flags_of("90a"))
         self.options: dict[str, Any] = {}
         super().__init__(self.compiled.functions)
 
@@ -80,12 +80,9 @@ def machine_code(
     Raises:
         RuntimeError: If ptxas makes the products of a kernel wait for each other.
     """
-    cubin = folder / f"attention_{direction}.cubin"
-    command = ["nvcc", "-cubin", "-O3", "-std=c++17"]
-    command += ["-gencode", "arch=compute_90a,code=sm_90a", "-Xptxas", "-v"]
-    source = str(CUDA / "hopper" / f"attention_{direction}.cu")
-    command += [source, "-o", str(cubin)]
-    report = subprocess.run(command, check=True, stderr=subprocess.PIPE, text=True).stderr
+    source = CUDA / "hopper" / f"attention_{direction}.cu"
+    assembled, report = nvcc.assembled(source, folder, "90a")
+    cubin = assembled.rename(folder / assembled.name)
     if "serialized" in report:
         raise RuntimeError(f"ptxas serializes products:\n{report}")
     found = {}

@@ -1,4 +1,4 @@
-"""Compile CUDA C++ with nvcc to an object file and PTX, and keep what was compiled.
+"""Compile CUDA C++ with nvcc to an object file, PTX and machine code, and keep what was compiled.
 
 What is kept lies in ``$XDG_CACHE_HOME/fastbert/nvcc``, by default in ``~/.cache``. The name of an
 entry is a hash of everything that decides about its content: the source and every header that it
@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fastbert.ops.backend import compiler_environment
@@ -47,17 +47,48 @@ def compiled(
     """
     target = folder / f"{source.parent.name}-{source.stem}-{arch}"
     target.mkdir(exist_ok=True)
-    code = f"arch=compute_{arch},code=compute_{arch}"
-    command = ["-O3", "-std=c++17", "-lineinfo", "-gencode", code, "-Xcompiler", "-fPIC", *flags]
+    command = _command(arch, flags)
     if any(_foreign(flag) for flag in flags):
         _compile(source, command, target)
     else:
         entry = _folder() / _key(source, command)
-        if not entry.is_dir():
-            _make(entry, source, command)
-        os.utime(entry)
-        shutil.copytree(entry, target, dirs_exist_ok=True)
+        _provide(entry, target, lambda content: _compile(source, command, content))
     return target / f"{source.stem}.o", sorted(target.glob("*.ptx"))
+
+
+def assembled(source: Path, folder: Path, arch: str) -> tuple[Path, str]:
+    """Let ptxas make machine code of a source of csrc/cuda, or copy what it made before.
+
+    The PTX is that of `compiled` with `flags_of`, so that no source is compiled twice.
+
+    Args:
+        source: The ``.cu`` file.
+        folder: An existing folder for the results.
+        arch: Architecture of the GPU, as ``"90a"``.
+
+    Returns:
+        The binary, and the report of ``ptxas -v``.
+
+    Raises:
+        RuntimeError: If the source does not compile; the message is the compiler's.
+    """
+    flags = flags_of(arch)
+    _, [ptx] = compiled(source, folder, arch, flags)
+
+    def assemble(content: Path) -> None:
+        binary = content / f"{source.stem}.cubin"
+        command = ["nvcc", "-cubin", f"-arch=sm_{arch}", "-Xptxas", "-v", str(ptx)]
+        command += ["-o", str(binary)]
+        (content / "ptxas.txt").write_text(_finished(command).stderr, encoding="utf-8")
+
+    _provide(_folder() / _key(source, [*_command(arch, flags), "ptxas"]), ptx.parent, assemble)
+    report = (ptx.parent / "ptxas.txt").read_text(encoding="utf-8")
+    return ptx.parent / f"{source.stem}.cubin", report
+
+
+def flags_of(arch: str) -> list[str]:
+    """Return the flags of the sources of csrc/cuda for an architecture, as in the extension."""
+    return ["-I", str(SOURCES / "cuda"), *(["-DFASTBERT_SM90A"] if arch == "90a" else [])]
 
 
 def run(command: Sequence[str | Path]) -> str:
@@ -66,10 +97,19 @@ def run(command: Sequence[str | Path]) -> str:
     Raises:
         RuntimeError: If it fails; the message is its own.
     """
+    return _finished(command).stdout
+
+
+def _finished(command: Sequence[str | Path]) -> subprocess.CompletedProcess[str]:
     result = subprocess.run([str(part) for part in command], capture_output=True, text=True)
     if result.returncode != 0:
         raise RuntimeError(f"{' '.join(map(str, command))}:\n{result.stdout}{result.stderr}")
-    return result.stdout
+    return result
+
+
+def _command(arch: str, flags: Sequence[str]) -> list[str]:
+    code = f"arch=compute_{arch},code=compute_{arch}"
+    return ["-O3", "-std=c++17", "-lineinfo", "-gencode", code, "-Xcompiler", "-fPIC", *flags]
 
 
 def _compile(source: Path, command: Sequence[str], target: Path) -> None:
@@ -81,8 +121,16 @@ def _compile(source: Path, command: Sequence[str], target: Path) -> None:
             shutil.copy(ptx, target)
 
 
-def _make(entry: Path, source: Path, command: Sequence[str]) -> None:
-    """Compile into an entry, which appears at once; a second process waits for the first."""
+def _provide(entry: Path, target: Path, make: Callable[[Path], None]) -> None:
+    """Copy an entry into a folder; if it does not exist, `make` fills it before."""
+    if not entry.is_dir():
+        _make(entry, make)
+    os.utime(entry)
+    shutil.copytree(entry, target, dirs_exist_ok=True)
+
+
+def _make(entry: Path, make: Callable[[Path], None]) -> None:
+    """Fill an entry, which appears at once; a second process waits for the first."""
     import fcntl
 
     entry.parent.mkdir(parents=True, exist_ok=True)
@@ -94,7 +142,7 @@ def _make(entry: Path, source: Path, command: Sequence[str]) -> None:
         with tempfile.TemporaryDirectory(prefix="unfinished-", dir=entry.parent) as unfinished:
             content = Path(unfinished) / "content"
             content.mkdir()
-            _compile(source, command, content)
+            make(content)
             content.rename(entry)
 
 
