@@ -86,6 +86,7 @@ TORCH_LIBRARY(fastbert_C, m) {
       "bert(Tensor ids, Tensor? mask, Tensor? token_types, Tensor[] embedding, "
       "Tensor[] parameters, Tensor[] pooler, int heads, int projections, float embedding_eps, "
       "float eps, str activation, ScalarType dtype) -> (Tensor[] tensors, int longest)");
+  m.def("use_huge_pages(Tensor[] weights) -> int");
   m.def("any_outside(Tensor index, int size, int? ignored) -> bool");
   m.def("unpad_indices(Tensor mask) -> (Tensor indices, Tensor cu_seqlens, int max_seqlen)");
   m.def("scatter_rows(Tensor values, Tensor indices, int rows) -> Tensor");
@@ -129,6 +130,7 @@ TORCH_LIBRARY_IMPL(fastbert_C, CPU, m) {
   implement<int8_linear>(m, "int8_linear");
   implement<encoder>(m, "encoder");
   implement<bert>(m, "bert");
+  implement<use_huge_pages>(m, "use_huge_pages");
   implement<any_outside>(m, "any_outside");
   implement<unpad_indices>(m, "unpad_indices");
   implement<scatter_rows>(m, "scatter_rows");

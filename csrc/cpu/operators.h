@@ -170,6 +170,10 @@ std::vector<at::Tensor> encoder(at::Tensor hidden, at::TensorList parameters, at
 // Returns whether the layers with these parameters do enough work for a team of threads.
 bool worth_a_team(int64_t rows, at::TensorList parameters);
 
+// Moves the memory of weights to pages of 2 MiB, as far as the system can. Returns the number of
+// such pages.
+int64_t use_huge_pages(at::TensorList weights);
+
 // Runs a whole encoder on a batch (B, L) of token ids, for inference. `mask` is 1 at tokens and 0
 // at padding. `embedding` holds the tables of words and positions, the weight and bias of the layer
 // norm and, if the model has it, the table of token types; `pooler` holds a weight and a bias, or

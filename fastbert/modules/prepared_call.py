@@ -149,6 +149,7 @@ def _arguments(model: Any) -> tuple[Any, ...] | None:
     if not isinstance(plan, FusedCall) or plan.backend != "cpu" or plan.scales:
         return None
     norm = model.embeddings.LayerNorm
+    torch.ops.fastbert_C.use_huge_pages([p for p in plan.parameters if p.dim() == 2])
     return (
         embedding, plan.parameters, pooler, plan.heads, plan.projections, norm.eps, plan.eps,
         plan.activation, plan.dtype,

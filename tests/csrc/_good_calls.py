@@ -245,6 +245,7 @@ def _encoder(calls: dict[str, list[Call]]) -> None:
             "parameters": parted, "projections": 3, "pooler": [],
         },
     ]  # fmt: skip
+    calls["use_huge_pages"] = [{"weights": [torch.randn(64, 64), torch.randn(8)]}]
     rest["all_states"] = True
     calls["encoder"] = [
         {"hidden": hidden, "parameters": floating, "scales": [], **dense, **rest},

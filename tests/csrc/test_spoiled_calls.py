@@ -102,6 +102,8 @@ HARMLESS = (
     (r"bert/.*", r"ids|mask|token_types", r".*"),
     (r"bert/.*", r"dtype", r".*"),
     (r"bert/.*", r"parameters", r"dtype .*"),
+    # No element is read.
+    (r"use_huge_pages/0", r"weights", r".*"),
     (r"bert/.*", r"embedding|pooler", FLOATING),
     (r"bert/.*", r"embedding|pooler|parameters", r"no tensor|one tensor less"),
     (r"bert/.*", r"embedding", r"size ([+-] 1|0) of dimension 0"),

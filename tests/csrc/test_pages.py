@@ -1,0 +1,55 @@
+"""Huge pages for weights: the values stay, and a forked process copies nothing."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("fastbert._C")
+ENABLED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+OPS = torch.ops.fastbert_C
+MIB = 1 << 20
+
+
+def huge_bytes(t: torch.Tensor) -> int:
+    """Return the bytes in huge pages of the mapping that holds the first element of a tensor."""
+    found, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text("utf-8").splitlines():
+        bounds = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
+        if bounds:
+            begin, end = (int(bound, 16) for bound in bounds.groups())
+            inside = begin <= t.data_ptr() < end
+        elif inside and line.startswith("AnonHugePages:"):
+            found += int(line.split()[1]) * 1024
+    return found
+
+
+def test_values_stay_and_the_pages_are_huge():
+    weight = torch.arange(4 * MIB, dtype=torch.float32)  # 16 MiB
+    expected, address, before = weight.clone(), weight.data_ptr(), huge_bytes(weight)
+    moved = OPS.use_huge_pages([weight, weight.view(2, -1)])
+    assert weight.data_ptr() == address
+    assert torch.equal(weight, expected)
+    if not ENABLED.exists() or "[never]" in ENABLED.read_text("utf-8"):
+        assert moved == 0
+    elif moved:  # Linux before 6.1 moves nothing.
+        assert 7 <= moved <= 9
+        assert huge_bytes(weight) >= max(before, 7 * 2 * MIB)
+    weight[5] = 7
+    assert weight[5] == 7
+
+
+def test_a_forked_process_moves_nothing():
+    weight = torch.zeros(4 * MIB)
+    process = os.fork()
+    if process == 0:
+        os._exit(int(OPS.use_huge_pages([weight])))
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0
+
+
+def test_nothing_to_move():
+    assert OPS.use_huge_pages([torch.zeros(0)]) == 0
