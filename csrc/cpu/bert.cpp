@@ -37,6 +37,7 @@ at::Tensor of_tokens(const at::Tensor& numbers, const at::Tensor& indices) {
   return indices.defined() ? flat.index_select(0, indices) : flat;
 }
 
+// Returns the index of each token in its padded row.
 at::Tensor positions_of(const Tokens& tokens) {
   const int64_t count = tokens.ids.size(0), length = tokens.length;
   auto positions = empty({count}, tokens.ids.options());
@@ -46,11 +47,25 @@ at::Tensor positions_of(const Tokens& tokens) {
   return positions;
 }
 
+// Returns positions that count from `first` over the tokens of a row whose id is not first - 1, the
+// id of padding (RoBERTa). The padding itself has the position first - 1.
+at::Tensor counted_positions(const at::Tensor& ids_in, const at::Tensor& indices, int64_t first) {
+  auto positions = private_copy(ids_in, at::kLong);
+  int64_t* position = positions.mutable_data_ptr<int64_t>();
+  for (int64_t b = 0; b < positions.size(0); ++b, position += positions.size(1)) {
+    int64_t next = first;
+    for (int64_t i = 0; i < positions.size(1); ++i) {
+      position[i] = position[i] == first - 1 ? first - 1 : next++;
+    }
+  }
+  return indices.defined() ? positions.view({-1}).index_select(0, indices) : positions.view({-1});
+}
+
 // Returns whether the arguments are what `bert` can take. The caller explains what is wrong.
 bool fits(const at::Tensor& ids, const OptionalTensor& mask, const OptionalTensor& types,
-          at::TensorList embedding) {
+          at::TensorList embedding, int64_t first_position) {
   if (ids.dim() != 2 || ids.numel() == 0 || !are_integers(ids, ids.sizes())) return false;
-  if (ids.size(1) > embedding[kPositions].size(0)) return false;
+  if (ids.size(1) > embedding[kPositions].size(0) - first_position) return false;
   if (any_outside(ids, embedding[kWords].size(0), std::nullopt)) return false;
   if (types) {
     if (embedding.size() <= kTypes || !are_integers(*types, ids.sizes())) return false;
@@ -63,7 +78,7 @@ bool fits(const at::Tensor& ids, const OptionalTensor& mask, const OptionalTenso
 }
 
 Tokens tokens_of(const at::Tensor& ids, const OptionalTensor& mask, const OptionalTensor& types,
-                 bool has_types) {
+                 bool has_types, std::optional<int64_t> first_position) {
   Tokens tokens = {ids.size(0), ids.size(1), ids.size(1), {}, {}, {}, {}, {}};
   if (mask) {
     auto [indices, cu_seqlens, longest] = unpad_indices(*mask);
@@ -74,7 +89,8 @@ Tokens tokens_of(const at::Tensor& ids, const OptionalTensor& mask, const Option
   tokens.ids = of_tokens(ids, tokens.indices);
   if (types) tokens.types = of_tokens(*types, tokens.indices);
   if (has_types && !types) tokens.types = zeros({tokens.ids.size(0)}, tokens.ids.options());
-  tokens.positions = positions_of(tokens);
+  tokens.positions = first_position ? counted_positions(ids, tokens.indices, *first_position)
+                                    : positions_of(tokens);
   return tokens;
 }
 
@@ -112,27 +128,30 @@ at::Tensor first_rows(const at::Tensor& rows, const Tokens& tokens) {
 
 std::tuple<std::vector<at::Tensor>, int64_t> bert(
     const at::Tensor& ids, const OptionalTensor& mask, const OptionalTensor& token_types,
-    at::TensorList embedding, at::TensorList parameters, at::TensorList pooler, int64_t heads,
-    int64_t projections, double embedding_eps, double eps, const std::string& activation,
-    at::ScalarType dtype) {
+    at::TensorList embedding, at::TensorList parameters, at::TensorList pooler,
+    std::optional<int64_t> first_position, int64_t heads, int64_t projections, double embedding_eps,
+    double eps, const std::string& activation, at::ScalarType dtype) {
   TORCH_CHECK_VALUE(embedding.size() == kTypes || embedding.size() == kTypes + 1, "embedding: got ",
                     embedding.size(), " tensors, allowed: ", (int)kTypes, " or ", kTypes + 1);
   for (const int table : {kWords, kPositions, kTypes}) {
     if (table == kTypes && embedding.size() == kTypes) continue;
     check_matrix(("embedding[" + std::to_string(table) + "]").c_str(), embedding[table]);
   }
+  TORCH_CHECK_VALUE(!first_position || *first_position >= 1, "first_position: got ",
+                    first_position.value_or(0), ", allowed: None, or at least 1");
   TORCH_CHECK_VALUE(embedding_eps >= 0.0, "embedding_eps: got ", embedding_eps,
                     ", allowed: at least 0");
   TORCH_CHECK_VALUE(pooler.empty() || pooler.size() == 2, "pooler: got ", pooler.size(),
                     " tensors, allowed: none, or a weight and a bias");
-  if (embedding[kWords].scalar_type() != dtype || !fits(ids, mask, token_types, embedding)) {
+  if (embedding[kWords].scalar_type() != dtype ||
+      !fits(ids, mask, token_types, embedding, first_position.value_or(0))) {
     return {};
   }
   for (const at::Tensor& parameter : parameters) {
     if (parameter.dim() == 2 && parameter.scalar_type() != dtype) return {};
   }
   const bool has_types = embedding.size() > kTypes;
-  const Tokens tokens = tokens_of(ids, mask, token_types, has_types);
+  const Tokens tokens = tokens_of(ids, mask, token_types, has_types, first_position);
   if (tokens.ids.size(0) == 0) return {};
   at::Tensor rows, pooled;
   const auto embed = [&] {

@@ -69,7 +69,6 @@ void check(const at::Tensor& hidden, at::TensorList parameters, at::TensorList s
   }
   if (s.cu_seqlens) {
     TORCH_CHECK_VALUE(!s.mask, "mask: got a tensor with cu_seqlens, allowed: None");
-    TORCH_CHECK_VALUE(!s.bias, "bias: got a tensor with cu_seqlens, allowed: None");
   } else {
     // batch * max_seqlen could overflow and is not formed.
     const int64_t rows = hidden.size(0);
@@ -90,12 +89,14 @@ at::Tensor attention(const at::Tensor& qkv, const Stack& s) {
   if (!s.bias) {
     out = attention_qkvpacked(view, s.mask, s.cu_seqlens, s.max_seqlen, scale);
   } else {
-    const auto part = [&](int64_t i) { return view.select(2, i).transpose(1, 2); };
-    out =
-        std::get<0>(attention_forward(part(0), part(1), part(2), s.mask,
-                                      s.bias->to(qkv.scalar_type()), std::nullopt, std::nullopt,
-                                      std::nullopt, s.max_seqlen, s.max_seqlen, 0.0, scale, -1, -1))
-            .transpose(1, 2);
+    // (rows, heads, head_dim) of packed sequences, otherwise (batch, heads, length, head_dim)
+    const auto part = [&](int64_t i) {
+      return s.cu_seqlens ? view.select(1, i) : view.select(2, i).transpose(1, 2);
+    };
+    out = std::get<0>(attention_forward(
+        part(0), part(1), part(2), s.mask, s.bias->to(qkv.scalar_type()), s.cu_seqlens,
+        s.cu_seqlens, std::nullopt, s.max_seqlen, s.max_seqlen, 0.0, scale, -1, -1));
+    if (!s.cu_seqlens) out = out.transpose(1, 2);
   }
   return out.reshape({rows, qkv.size(1) / 3});
 }

@@ -84,9 +84,10 @@ TORCH_LIBRARY(fastbert_C, m) {
       "float eps, str activation, ScalarType dtype, bool all_states) -> Tensor[]");
   m.def(
       "bert(Tensor ids, Tensor? mask, Tensor? token_types, Tensor[] embedding, "
-      "Tensor[] parameters, Tensor[] pooler, int heads, int projections, float embedding_eps, "
-      "float eps, str activation, ScalarType dtype) -> (Tensor[] tensors, int longest)");
-  m.def("use_huge_pages(Tensor[] weights) -> int");
+      "Tensor[] parameters, Tensor[] pooler, int? first_position, int heads, int projections, "
+      "float embedding_eps, float eps, str activation, ScalarType dtype) -> (Tensor[] tensors, int "
+      "longest)");
+  m.def("use_huge_pages(Tensor[] weights) -> ()");
   m.def("any_outside(Tensor index, int size, int? ignored) -> bool");
   m.def("unpad_indices(Tensor mask) -> (Tensor indices, Tensor cu_seqlens, int max_seqlen)");
   m.def("scatter_rows(Tensor values, Tensor indices, int rows) -> Tensor");

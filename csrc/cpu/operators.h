@@ -170,21 +170,21 @@ std::vector<at::Tensor> encoder(at::Tensor hidden, at::TensorList parameters, at
 // Returns whether the layers with these parameters do enough work for a team of threads.
 bool worth_a_team(int64_t rows, at::TensorList parameters);
 
-// Moves the memory of weights to pages of 2 MiB, as far as the system can. Returns the number of
-// such pages.
-int64_t use_huge_pages(at::TensorList weights);
+// Moves the memory of weights to pages of 2 MiB, as far as the system can.
+void use_huge_pages(at::TensorList weights);
 
 // Runs a whole encoder on a batch (B, L) of token ids, for inference. `mask` is 1 at tokens and 0
 // at padding. `embedding` holds the tables of words and positions, the weight and bias of the layer
 // norm and, if the model has it, the table of token types; `pooler` holds a weight and a bias, or
-// nothing. Returns the rows of the tokens, the pooled rows if there is a pooler and, if there is
-// padding, the places of the tokens and the cumulative lengths; then the longest length. Returns
-// nothing if an argument is not of this form or has a value that is not allowed, or if a weight is
-// not of the dtype `dtype`.
+// nothing. Positions count from 0 in the padded row, or from `first_position` over the tokens
+// without padding. Returns the rows of the tokens, the pooled rows if there is a pooler and, if
+// there is padding, the places of the tokens and the cumulative lengths; then the longest length.
+// Returns nothing if an argument is not of this form or has a value that is not allowed, or if a
+// weight is not of the dtype `dtype`.
 std::tuple<std::vector<at::Tensor>, int64_t> bert(
     const at::Tensor& ids, const OptionalTensor& mask, const OptionalTensor& token_types,
-    at::TensorList embedding, at::TensorList parameters, at::TensorList pooler, int64_t heads,
-    int64_t projections, double embedding_eps, double eps, const std::string& activation,
-    at::ScalarType dtype);
+    at::TensorList embedding, at::TensorList parameters, at::TensorList pooler,
+    std::optional<int64_t> first_position, int64_t heads, int64_t projections, double embedding_eps,
+    double eps, const std::string& activation, at::ScalarType dtype);
 
 }  // namespace fastbert::cpu

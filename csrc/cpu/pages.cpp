@@ -36,9 +36,9 @@ bool allowed() {
 
 }  // namespace
 
-int64_t use_huge_pages(at::TensorList weights) {
+void use_huge_pages(at::TensorList weights) {
   static const bool is_allowed = allowed();
-  if (!is_allowed || forked) return 0;
+  if (!is_allowed || forked) return;
   std::set<uintptr_t> pages;
   for (const at::Tensor& weight : weights) {
     if (!weight.device().is_cpu() || weight.nbytes() == 0) continue;
@@ -47,15 +47,13 @@ int64_t use_huge_pages(at::TensorList weights) {
       pages.insert(page);
     }
   }
-  int64_t moved = 0;
   for (const uintptr_t page : pages) {
     // A page at the end of a mapping, or of a file, cannot be moved and stays as it is.
-    moved += madvise(reinterpret_cast<void*>(page * kPage), kPage, kCollapse) == 0;
+    madvise(reinterpret_cast<void*>(page * kPage), kPage, kCollapse);
   }
-  return moved;
 }
 #else
-int64_t use_huge_pages(at::TensorList) { return 0; }
+void use_huge_pages(at::TensorList) {}
 #endif
 
 }  // namespace fastbert::cpu

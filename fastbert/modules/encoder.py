@@ -111,9 +111,8 @@ class BertEncoder(nn.Module):
         if not weighed:
             rows, wants_gradient = hidden.shape[0], hidden.requires_grad
             plan = fused_call(layers, hidden.device.type, hidden.dtype, wants_gradient, rows)
-            if self.relative_attention_bias is not None:
-                # The call takes no bias with `cu_seqlens`, and its results are not bitwise equal to
-                # the results of the layers.
+            of_triton = isinstance(plan, FusedCall) and plan.backend == "triton"
+            if of_triton and layout.cu_seqlens is not None and layout.bias is not None:
                 plan = Choice("", "layer by layer: a bias by distance")
             if isinstance(plan, FusedCall):
                 between = any(0 < number < len(layers) for number in stated)

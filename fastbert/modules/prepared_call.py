@@ -132,7 +132,7 @@ def _arguments(model: Any) -> tuple[Any, ...] | None:
     """Return the arguments of ``fastbert_C::bert`` after the inputs, or None if it cannot run."""
     config, encoder = model.config, model.encoder
     choices = config.architecture
-    if model.training or choices.first_position is not None or not choices.position_table:
+    if model.training or not choices.position_table:
         return None
     if not all(_defined_in(getattr(ops, name), f"fastbert.ops.{name}") for name in FUNCTIONS):
         return None
@@ -151,7 +151,7 @@ def _arguments(model: Any) -> tuple[Any, ...] | None:
     norm = model.embeddings.LayerNorm
     torch.ops.fastbert_C.use_huge_pages([p for p in plan.parameters if p.dim() == 2])
     return (
-        embedding, plan.parameters, pooler, plan.heads, plan.projections, norm.eps, plan.eps,
+        embedding, plan.parameters, pooler, choices.first_position, plan.heads, plan.projections, norm.eps, plan.eps,
         plan.activation, plan.dtype,
     )  # fmt: skip
 

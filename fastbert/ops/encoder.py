@@ -71,7 +71,8 @@ def encoder(
         scales: With int8 weights, `SCALES` tensors for each layer: ``scale`` and ``column_sum`` of
             each linear layer.
         mask: 4-D bool mask as in `attention`, without `cu_seqlens`.
-        bias: 4-D floating bias as in `attention`, without `cu_seqlens`.
+        bias: 4-D floating bias as in `attention`. With `cu_seqlens`, the backend ``"cpu"`` takes a
+            bias, whose places are those in the sequences.
         eps: As in `layer_norm`.
         activation: ``"gelu"``, ``"gelu_tanh"`` or ``"relu"``.
         dtype: Dtype of the results of the products; that of `hidden` by default. Under autocast

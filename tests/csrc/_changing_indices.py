@@ -145,7 +145,7 @@ def bert() -> Case:
     norm = (torch.ones(32), torch.zeros(32))
     layer = [*linear[0], *linear[1], *norm, *linear[2], *linear[3], *norm]
     embedding = [words, torch.randn(20, 32), *norm]
-    rest = ([], 2, 1, 1e-12, 1e-12, "gelu", torch.float32)
+    rest = ([], None, 2, 1, 1e-12, 1e-12, "gelu", torch.float32)
 
     def call() -> Tensor:
         found, _ = OPS.bert(ids, None, None, embedding, layer * 2, *rest)

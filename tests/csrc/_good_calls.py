@@ -237,12 +237,12 @@ def _encoder(calls: dict[str, list[Call]]) -> None:
         | {
             "ids": ids, "mask": torch.tensor([[1, 1, 1], [1, 0, 1]]), "token_types": ids % 2,
             "embedding": [words, positions, *norm, types],
-            "pooler": [torch.randn(H, H), torch.randn(H)],
+            "pooler": [torch.randn(H, H), torch.randn(H)], "first_position": None,
         },
         model
         | {
             "ids": ids, "mask": None, "token_types": None, "embedding": [words, positions, *norm],
-            "parameters": parted, "projections": 3, "pooler": [],
+            "parameters": parted, "projections": 3, "pooler": [], "first_position": 1,
         },
     ]  # fmt: skip
     calls["use_huge_pages"] = [{"weights": [torch.randn(64, 64), torch.randn(8)]}]

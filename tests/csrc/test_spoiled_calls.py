@@ -108,6 +108,7 @@ HARMLESS = (
     (r"bert/.*", r"embedding|pooler|parameters", r"no tensor|one tensor less"),
     (r"bert/.*", r"embedding", r"size ([+-] 1|0) of dimension 0"),
     (r"bert/.*", r"heads", r"[013]"),
+    (r"bert/.*", r"first_position", NUMBER + "|None"),
     (r".*", r"embedding_eps", r"\d+(\.\d+)?(e\+\d+)?"),
     (r".*", r"activation", r"'(relu|geglu)'"),
     (r".*", r"dropout_p", r"[01]\.0"),

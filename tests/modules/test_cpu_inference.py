@@ -449,3 +449,32 @@ def test_compiled_it_traces_the_modules() -> None:
         compiled = torch.compile(built, backend="eager", fullgraph=True)
         actual = compiled(inputs["input_ids"]).last_hidden_state
     torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_bias_by_distance_is_in_the_one_call(isa, dtype, monkeypatch) -> None:
+    """A packed sequence has the bits that it has alone, and the values of the single layers."""
+    built = model(dtype, architecture=dataclasses.replace(CONFIG.architecture, distance_buckets=32))
+    with torch.no_grad():
+        built.encoder.relative_attention_bias.weight.normal_()
+    inputs, calls = batch(), []
+    one = ops.encoder
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        calls.append(options["bias"])
+        return one(*arguments, **options)
+
+    monkeypatch.setattr(ops, "encoder", counted)
+    with torch.no_grad():
+        found = built(**inputs).last_hidden_state
+        assert [bias is not None for bias in calls] == [True]
+        if dtype == torch.float32:  # The parity of the families compares the other dtypes.
+            expected = layer_by_layer(built, **inputs).last_hidden_state
+            assert (found - expected).abs().max() < 1e-5
+        mask = inputs["attention_mask"].bool()
+        for row, kept in enumerate(mask):
+            alone = built(inputs["input_ids"][row : row + 1, kept]).last_hidden_state[0]
+            if kept.any() and bool((kept.nonzero().diff(dim=0) == 1).all()):
+                assert torch.equal(alone, found[row, kept])
+        built.encoder.relative_attention_bias.weight.zero_()
+        assert (built(**inputs).last_hidden_state - found).abs().max() > 0.1

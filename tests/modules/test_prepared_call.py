@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import fastbert
 from fastbert import BertConfig, BertModel
+from fastbert.io import families
 from fastbert.modules.embeddings import BertEmbeddings
 from fastbert.modules.layer_norm import LayerNorm
 from fastbert.modules.snapshot import Snapshot
@@ -92,6 +93,21 @@ def test_the_call_has_the_bits_of_the_modules(case, dtype):
         found = outputs(model, ids, mask, **more)
         assert is_prepared(model)
         assert same(found, through_modules(model, ids, mask, **more))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", MASKS)
+def test_roberta_counts_its_positions(case, dtype):
+    roberta = families.read_config(CONFIG.to_dict() | {"model_type": "roberta", "pad_token_id": 1})
+    assert roberta.architecture.first_position == 2
+    torch.manual_seed(3)
+    model, (ids, mask) = BertModel(roberta).eval().to(dtype), MASKS[case]()
+    padding = ids.long() if mask is None else torch.where(mask.bool(), ids.long(), 1)
+    found = outputs(model, padding, mask)
+    assert is_prepared(model)
+    exists = (padding != 1).long()
+    positions = exists.cumsum(1) * exists + 1
+    assert same(found, outputs(model, padding, mask, position_ids=positions))
 
 
 def test_a_model_without_pooler():
