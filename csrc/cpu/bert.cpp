@@ -133,6 +133,7 @@ std::tuple<std::vector<at::Tensor>, int64_t> bert(
     double eps, const std::string& activation, at::ScalarType dtype) {
   TORCH_CHECK_VALUE(embedding.size() == kTypes || embedding.size() == kTypes + 1, "embedding: got ",
                     embedding.size(), " tensors, allowed: ", (int)kTypes, " or ", kTypes + 1);
+  if (embedding[kWords].scalar_type() != dtype) return {};
   for (const int table : {kWords, kPositions, kTypes}) {
     if (table == kTypes && embedding.size() == kTypes) continue;
     check_matrix(("embedding[" + std::to_string(table) + "]").c_str(), embedding[table]);
@@ -143,10 +144,7 @@ std::tuple<std::vector<at::Tensor>, int64_t> bert(
                     ", allowed: at least 0");
   TORCH_CHECK_VALUE(pooler.empty() || pooler.size() == 2, "pooler: got ", pooler.size(),
                     " tensors, allowed: none, or a weight and a bias");
-  if (embedding[kWords].scalar_type() != dtype ||
-      !fits(ids, mask, token_types, embedding, first_position.value_or(0))) {
-    return {};
-  }
+  if (!fits(ids, mask, token_types, embedding, first_position.value_or(0))) return {};
   for (const at::Tensor& parameter : parameters) {
     if (parameter.dim() == 2 && parameter.scalar_type() != dtype) return {};
   }

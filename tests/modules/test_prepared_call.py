@@ -317,6 +317,11 @@ def to_bfloat16(model):
 
 
 @change
+def to_float64(model):
+    model.double()
+
+
+@change
 def one_weight_in_bfloat16(model):
     weight = _layer(model).output.dense.weight
     weight.data = weight.data.bfloat16().float()
@@ -400,6 +405,7 @@ def test_a_call_that_is_prepared_for_ever_is_caught(monkeypatch):
                 undo()
     # Values and memory of tensors, and dtypes, are read by every call.
     read = {"write_to_data", "write_one_element", "swap_data", "swap_memory", "to_bfloat16"}
+    read.add("to_float64")
     read |= {"step_of_a_fused_optimizer", "one_weight_in_bfloat16"}
     # Quantization forgets the call, so that the old weights are freed.
     read.add("quantize")

@@ -50,6 +50,8 @@ UNITS: dict[str, Unit] = {
     "cpu_cross_entropy_operands": source("rows/cross_entropy"),
     "cpu_embedding_operands": source("rows/embedding"),
     "cpu_encoder": source("encoder"),
+    "cpu_bert": source("bert"),
+    "cpu_pages": source("pages"),
     "cpu_gemm_operands": source("gemm/gemm"),
     "cpu_int8_operands": source("gemm/int8"),
     "cpu_isa": source("isa/dispatch"),
@@ -107,6 +109,7 @@ CPP_SELECTIONS: dict[str, list[str]] = {
         "-k",
         "avx2 or (cpu and test_0)",
     ],
+    "cpu_bert": ["tests/modules/test_prepared_call.py"],
     "cpu_cross_entropy_operands": [
         "tests/csrc/test_cross_entropy.py",
         "-k",
@@ -128,6 +131,7 @@ CPP_SELECTIONS: dict[str, list[str]] = {
         "-k",
         "avx2 or names",
     ],
+    "cpu_pages": ["tests/csrc/test_pages.py"],
     "cpu_parallel": [
         "tests/csrc/test_isa.py",
         "tests/csrc/test_gemm.py",
@@ -1374,6 +1378,82 @@ ENCODER = (
     ),
 )
 
+BERT = (
+    Fault(
+        "positions_of_the_packed_rows",
+        "cpu_bert",
+        f"{CPU}/bert.cpp",
+        "position[i] = (place ? place[i] : i) % length;",
+        "position[i] = i % length;",
+    ),
+    Fault(
+        "counted_positions_begin_one_later",
+        "cpu_bert",
+        f"{CPU}/bert.cpp",
+        "int64_t next = first;",
+        "int64_t next = first + 1;",
+    ),
+    Fault(
+        "padding_has_the_position_of_the_first_token",
+        "cpu_bert",
+        f"{CPU}/bert.cpp",
+        "position[i] == first - 1 ? first - 1 : next++",
+        "position[i] == first - 1 ? first : next++",
+    ),
+    Fault(
+        "ids_are_not_checked",
+        "cpu_bert",
+        f"{CPU}/bert.cpp",
+        "if (any_outside(ids, embedding[kWords].size(0), std::nullopt)) return false;",
+        "",
+    ),
+    Fault(
+        "a_mask_may_have_any_values",
+        "cpu_bert",
+        f"{CPU}/bert.cpp",
+        "return !any_outside(*mask, 2, std::nullopt);",
+        "return true;",
+    ),
+    Fault(
+        "first_token_of_the_sequence_before",
+        "cpu_bert",
+        f"{CPU}/bert.cpp",
+        "place[b] = std::min<int64_t>(starts[b], rows.size(0) - 1);",
+        "place[b] = std::max<int64_t>(starts[b] - 1, 0);",
+    ),
+    Fault(
+        "empty_sequence_pools_its_neighbour",
+        "cpu_bert",
+        f"{CPU}/bert.cpp",
+        "if (starts[b] == starts[b + 1]) first.select(0, b).zero_();",
+        "",
+    ),
+    Fault(
+        "pooler_without_tanh",
+        "cpu_bert",
+        f"{CPU}/bert.cpp",
+        '"none", false)).tanh();',
+        '"none", false));',
+    ),
+)
+
+PAGES = (
+    Fault(
+        "forked_process_copies_the_weights",
+        "cpu_pages",
+        f"{CPU}/pages.cpp",
+        "if (!is_allowed || forked) return;",
+        "if (!is_allowed) return;",
+    ),
+    Fault(
+        "every_other_page_is_moved",
+        "cpu_pages",
+        f"{CPU}/pages.cpp",
+        "pages.insert(page);",
+        "pages.insert(page & ~uintptr_t{1});",
+    ),
+)
+
 PARALLEL = (
     Fault(
         "pool_of_threads_not_ended_before_a_fork",
@@ -1430,6 +1510,8 @@ CPP_FAULTS: tuple[Fault, ...] = (
     *ATTENTION_OPERANDS,
     *VARLEN,
     *ENCODER,
+    *BERT,
+    *PAGES,
     *PARALLEL,
 )
 

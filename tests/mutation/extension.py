@@ -60,7 +60,8 @@ def machine_sources() -> list[str]:
 
 def sources() -> list[str]:
     """Return the sources of the whole extension."""
-    return ["csrc/bindings.cpp", *_under("csrc/cpu"), *_under("csrc/ptx")]
+    own = ["csrc/bindings.cpp", "csrc/unchanged.cpp"]
+    return [*own, *_under("csrc/cpu"), *_under("csrc/ptx")]
 
 
 def _under(folder: str) -> list[str]:
