@@ -48,9 +48,9 @@ def wants_cuda() -> bool:
 
 def extension() -> Extension:
     # The slowest sources come first, so that no core is idle at the end.
-    sources = [*sorted(glob("csrc/cpu/isa/level_*.cpp"), reverse=True), "csrc/bindings.cpp"]
+    sources = [*sorted(glob("csrc/cpu/isa/level_*.cpp"), reverse=True), *sorted(glob("csrc/*.cpp"))]
     sources += sorted(set(glob("csrc/cpu/**/*.cpp", recursive=True)) - set(sources))
-    sources += ["csrc/unchanged.cpp", *sorted(glob("csrc/ptx/*.cpp"))]
+    sources += sorted(glob("csrc/ptx/*.cpp"))
     flags, links = list(CXX_FLAGS), []
     if sys.platform == "linux":
         flags, links = [*flags, "-fopenmp"], ["-fopenmp"]

@@ -84,9 +84,14 @@ def kernel_files() -> set[str]:
 
 
 def package_files() -> set[str]:
-    """The Python files and the data that they read, such as the times of GPUs and the senses."""
-    found = [p for kind in ("py", "json", "jsonl") for p in (ROOT / "fastbert").rglob(f"*.{kind}")]
-    assert {"gpu_times.json", "senses.jsonl"} <= {p.name for p in found}
+    """The Python files and the data that they read, such as the times of GPUs and the senses.
+
+    The sources of the viewer's page are for `make viewer`; the package reads ``page.html``.
+    """
+    kinds = ("py", "json", "jsonl", "html")
+    files = (p for kind in kinds for p in (ROOT / "fastbert").rglob(f"*.{kind}"))
+    found = [p for p in files if "web" not in p.relative_to(ROOT).parts]
+    assert {"gpu_times.json", "senses.jsonl", "page.html"} <= {p.name for p in found}
     return {p.relative_to(ROOT).as_posix() for p in found} | kernel_files()
 
 

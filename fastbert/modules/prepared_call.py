@@ -151,9 +151,17 @@ def _arguments(model: Any) -> tuple[Any, ...] | None:
     norm = model.embeddings.LayerNorm
     torch.ops.fastbert_C.use_huge_pages([p for p in plan.parameters if p.dim() == 2])
     return (
-        embedding, plan.parameters, pooler, choices.first_position, plan.heads, plan.projections, norm.eps, plan.eps,
-        plan.activation, plan.dtype,
-    )  # fmt: skip
+        embedding,
+        plan.parameters,
+        pooler,
+        choices.first_position,
+        plan.heads,
+        plan.projections,
+        norm.eps,
+        plan.eps,
+        plan.activation,
+        plan.dtype,
+    )
 
 
 def _is_called(module: nn.Module) -> bool:
