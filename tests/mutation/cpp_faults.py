@@ -132,7 +132,7 @@ CPP_SELECTIONS: dict[str, list[str]] = {
         "-k",
         "avx2 or names",
     ],
-    "cpu_pages": ["tests/csrc/test_pages.py"],
+    "cpu_pages": ["tests/csrc/test_huge_pages.py"],
     "cpu_parallel": [
         "tests/csrc/test_isa.py",
         "tests/csrc/test_gemm.py",
