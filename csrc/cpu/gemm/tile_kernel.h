@@ -171,12 +171,15 @@ __attribute__((noinline)) void multiply_block(TileTask& t, int64_t strip, int64_
   tile_zero<2>();
   tile_zero<3>();
   constexpr int64_t kNearSteps = 2;
-  const int64_t near = tile_schedule == TileSchedule::fetched ? steps - kNearSteps : 0;
+  [[maybe_unused]] const int64_t near =
+      tile_schedule == TileSchedule::fetched ? steps - kNearSteps : 0;
   for (int64_t step = 0; step < steps; ++step) {
     multiply_step<kRowTiles, kPanels>(a + step * kStepBytes, a_stride, b + step * kPanelStep,
                                       panel_bytes);
-    if (step < near) {
-      fetch_near<kRowTiles * kMostTileRows>(a + (step + kNearSteps) * kStepBytes, a_stride);
+    if constexpr (kPanels == 1) {
+      if (step < near) {
+        fetch_near<kRowTiles * kMostTileRows>(a + (step + kNearSteps) * kStepBytes, a_stride);
+      }
     }
     for (int64_t i = 0; i < ahead.lines; ++i) {
       fetch(ahead.b + (step * ahead.lines + i) * kStepBytes);
