@@ -577,8 +577,29 @@ ATTENTION_STRIPS = (
         "lower_tiles_add_to_the_upper_rows",
         "cpu_attention_tiles",
         f"{CPU}/attention/strip_tiles.h",
-        "const float* lower = c + kMostTileRows * c_row;",
-        "const float* lower = c;",
+        "const float* lower = sums + kMostTileRows * c_row;",
+        "const float* lower = sums;",
+    ),
+    Fault(
+        "scores_of_the_next_strip_overwrite_those_in_use",
+        "cpu_attention_tiles",
+        f"{CPU}/attention/strip_kernel.h",
+        "next < rows ? scores_of(next, 1 - side) : StripProduct{};",
+        "next < rows ? scores_of(next, side) : StripProduct{};",
+    ),
+    Fault(
+        "values_meet_the_weights_of_another_strip",
+        "cpu_attention_tiles",
+        f"{CPU}/attention/strip_kernel.h",
+        "                                      m.weights[side], m);",
+        "                                      m.weights[1 - side], m);",
+    ),
+    Fault(
+        "values_of_the_last_strip_are_not_finished",
+        "cpu_attention_tiles",
+        f"{CPU}/attention/strip_kernel.h",
+        "  beside.values.finish();\n}\n",
+        "}\n",
     ),
 )
 
@@ -951,6 +972,20 @@ INT8 = (
         f"{CPU}/gemm/int8_tile_kernel.h",
         "packed + depth * kLanes;",
         "packed + depth * kLanes / 2;",
+    ),
+    Fault(
+        "the_next_block_overwrites_rows_that_wait",
+        "cpu_int8_tiles",
+        f"{CPU}/gemm/int8_tile_kernel.h",
+        "side = 1 - side;",
+        "side = side;",
+    ),
+    Fault(
+        "rows_of_the_last_block_are_not_finished",
+        "cpu_int8_tiles",
+        f"{CPU}/gemm/int8_tile_kernel.h",
+        "  pending.finish(p, kBlockRows);\n  tile_release();",
+        "  tile_release();",
     ),
 )
 
