@@ -977,8 +977,8 @@ INT8 = (
         "the_next_block_overwrites_rows_that_wait",
         "cpu_int8_tiles",
         f"{CPU}/gemm/int8_tile_kernel.h",
-        "side = 1 - side;",
-        "side = side;",
+        "  pending.finish(p, 2 * kMostTileRows);",
+        "",
     ),
     Fault(
         "rows_of_the_last_block_are_not_finished",

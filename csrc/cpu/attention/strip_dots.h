@@ -3,6 +3,7 @@
 
 #pragma once
 
+#include "../gemm/packing.h"
 #include "../isa/pairs.h"
 
 namespace fastbert::cpu::FASTBERT_LEVEL {

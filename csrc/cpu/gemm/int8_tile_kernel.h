@@ -28,7 +28,7 @@ struct PendingRows {
 };
 
 // Tiles 0 to 3 hold sums, 4 and 5 rows of q, 6 and 7 weights. Each step finishes `most` rows of the
-// block before.
+// block before, all of which leave `sums` before the tiles are stored there.
 template <int kTall>
 FASTBERT_INLINE void int8_tile_sums(const Int8Gemm& p, const uint8_t* q, const int8_t* packed,
                                     int32_t* sums, PendingRows& waiting, int64_t most) {
@@ -67,14 +67,13 @@ FASTBERT_INLINE void int8_tile_sums(const Int8Gemm& p, const uint8_t* q, const i
 
 void int8_gemm_tiles(const Int8Gemm& p, const Int8Block& block) {
   constexpr int64_t kBlockRows = 2 * kMostTileRows;
-  alignas(64) int32_t sums[2][kBlockRows * 2 * kLanes];
+  alignas(64) int32_t sums[kBlockRows * 2 * kLanes];
   TileShapes shapes;
   for (int tile = 0; tile < 8; ++tile) shapes.set(tile, kMostTileRows, kMostTileBytes);
   tile_configure(shapes);
   const bool overlaps = tile_schedule != TileSchedule::in_turn;
   const int64_t steps = p.depth / kMostTileBytes, most = kBlockRows / (steps + 1) + 1;
   PendingRows pending;
-  int side = 0;
   for (int64_t panel = block.panel_begin; panel < block.panel_end; panel += 2) {
     const int64_t begin = panel * kLanes;
     if (begin >= p.n) break;
@@ -85,13 +84,12 @@ void int8_gemm_tiles(const Int8Gemm& p, const Int8Block& block) {
       const int64_t left = block.row_end - row;
       const int64_t rows = left < kBlockRows ? left : kBlockRows;
       if (rows > kMostTileRows) {
-        int8_tile_sums<2>(p, q, packed, sums[side], pending, most);
+        int8_tile_sums<2>(p, q, packed, sums, pending, most);
       } else {
-        int8_tile_sums<1>(p, q, packed, sums[side], pending, most);
+        int8_tile_sums<1>(p, q, packed, sums, pending, most);
       }
-      pending = {sums[side], row, rows, begin, end};
+      pending = {sums, row, rows, begin, end};
       if (!overlaps) pending.finish(p, kBlockRows);
-      side = 1 - side;
     }
   }
   pending.finish(p, kBlockRows);
