@@ -37,8 +37,8 @@ class Layer:
         keys: Keys of shape ``(heads, L, D)``, rotated if the model rotates them.
         norms: Norm of what each token's value adds to the output of attention if its weight is 1,
             of shape ``(heads, L)`` (Kobayashi et al. 2020, "Attention is Not Only a Weight").
-        relevance: Mean over the heads of the positive part of gradient × weight for the chosen
-            output, of shape ``(L, L)``, or None (Chefer et al. 2021, equation 5).
+        relevance: Positive part of gradient × weight for the chosen output, of shape
+            ``(heads, L, L)``, or None; its mean over the heads is equation 5 of Chefer et al. 2021.
         scores: Sum of ``|gradient × weight|`` of each head, of shape ``(heads,)``, or None.
     """
 
@@ -247,8 +247,8 @@ def _layer(
     relevance = scores = None
     if gradient is not None:
         product = gradient[0].float() * weights
-        relevance = product.clamp(min=0).mean(0).cpu()
         scores = product.abs().sum((1, 2)).cpu()
+        relevance = product.clamp_(min=0).cpu()
     return Layer(
         number,
         module.window,
