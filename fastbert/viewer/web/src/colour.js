@@ -35,7 +35,7 @@ export const sequential = (share) => CIVIDIS_PIXELS[index(Math.sqrt(share))];
 // For words: from the colour of the page to its contrast.
 export const heat = (share, dark) => BLUES[index(dark ? 1 - Math.sqrt(share) : Math.sqrt(share))];
 // Pixels of numbers from -1 (orange) to 1 (purple).
-export const diverging = (value) => PUOR_PIXELS[index((value + 1) / 2)];
+export const diverging = (value) => PUOR_PIXELS[index((1 - value) / 2)];
 export const css = ([r, g, b]) => `rgb(${r},${g},${b})`;
 
 // Returns black or white, whichever has more contrast with a colour (WCAG 2.2).

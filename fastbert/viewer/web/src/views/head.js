@@ -173,9 +173,9 @@ function under(event) {
 }
 
 function hover(token) {
+  drawn.canvas.style.cursor = token >= 0 ? 'pointer' : '';
   if (drawn.hovered === token) return;
   drawn.hovered = token;
-  drawn.canvas.style.cursor = token >= 0 ? 'pointer' : '';
   drawn.again();
 }
 
