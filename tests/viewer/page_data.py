@@ -15,8 +15,8 @@ from fastbert.viewer import quantize
 
 # Codes are computed in fp32, whose unit roundoff is u = 2⁻²⁴. The root, its product with N and the
 # sum with 1/2 have a relative error of u each, so that a weight is rounded at most δ = 3 u (N + 1)
-# off the middle of two codes. This moves the decoded weight by at most 2 δ (√w + 1/N) / N < 8 u. The
-# decoded weight is a square of a quotient in fp32, with an error of at most 3 u.
+# off the middle of two codes. This moves the decoded weight by at most 2 δ (√w + 1/N) / N < 8 u.
+# The decoded weight is a square of a quotient in fp32, with an error of at most 3 u.
 ROUNDING = 11 * 2.0**-24
 
 

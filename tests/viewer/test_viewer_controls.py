@@ -193,11 +193,13 @@ def table(opened: Any) -> None:
     assert opened.page.evaluate("document.activeElement.id") == "largest"
 
 
-@use(*(f'button "{name}" click' for name in ("Next word", "Previous word", "Same sentence", "Delimiter")))  # fmt: skip
+PATTERNS = {"Next word": "next", "Previous word": "previous", "Same sentence": "same",
+            "Delimiter": "separator"}  # fmt: skip
+
+
+@use(*(f'button "{label}" click' for label in PATTERNS))
 def patterns(opened: Any) -> None:
-    expected = {"Next word": "next", "Previous word": "previous", "Same sentence": "same",
-                "Delimiter": "separator"}  # fmt: skip
-    for label, name in expected.items():
+    for label, name in PATTERNS.items():
         button = opened.page.get_by_role("button", name=label)
         button.click()
         assert button.get_attribute("aria-pressed") == "true"
@@ -277,26 +279,30 @@ def pointer_over_tokens(opened: Any) -> None:
     assert opened.picture()[1] == hovered != every
 
 
-@use("head .scroll scroll", "head .scroll focus", *keys("head .scroll", "ArrowLeft", "ArrowRight", "Escape"),
-     view="head", options={"viewport": {"width": 1280, "height": 500}})  # fmt: skip
+TOKEN_KEYS = ("ArrowLeft", "ArrowRight", "Escape")
+LOW = {"viewport": {"width": 1280, "height": 500}}
+
+
+@use(*(f"head .scroll {event}" for event in ("scroll", "focus")),
+     *keys("head .scroll", *TOKEN_KEYS), view="head", options=LOW)  # fmt: skip
 def head_by_keys(opened: Any) -> None:
     token_keys(opened)
     scrolled(opened)
 
 
-@use("neuron .scroll scroll", "neuron .scroll focus", *keys("neuron .scroll", "ArrowLeft", "ArrowRight", "Escape"),
-     view="neuron")  # fmt: skip
+@use(*(f"neuron .scroll {event}" for event in ("scroll", "focus")),
+     *keys("neuron .scroll", *TOKEN_KEYS), view="neuron")  # fmt: skip
 def neuron_by_keys(opened: Any) -> None:
     token_keys(opened)
     scrolled(opened)
 
 
 def token_keys(opened: Any) -> None:
-    """The keys choose the next token and the one before, and stop at the ends; Escape chooses all."""
+    """The keys choose the next token and the one before; Escape chooses all tokens."""
     opened.page.locator("#tab-model").focus()
     opened.page.locator("#view .scroll").focus()
-    keys = ("ArrowRight", "ArrowRight", "ArrowRight", "ArrowLeft", "Escape")
-    for key, token in zip(keys, ("0", "1", "2", "1", "-1"), strict=True):
+    pressed = ("ArrowRight", "ArrowRight", "ArrowRight", "ArrowLeft", "Escape")
+    for key, token in zip(pressed, ("0", "1", "2", "1", "-1"), strict=True):
         before = opened.picture()
         opened.page.keyboard.press(key)
         assert opened.page.locator("#token").input_value() == token
@@ -387,9 +393,9 @@ def step(opened: Any) -> float:
 @use("matrix canvas focus", *keys("matrix canvas", *ARROWS), view="matrix")
 def cells_by_keys(opened: Any) -> None:
     opened.page.locator("#view canvas").focus()
-    moves = (("ArrowDown", (1, 0)), ("ArrowRight", (1, 1)), ("ArrowUp", (0, 1)), ("ArrowUp", (0, 1)),
-             ("ArrowLeft", (0, 0)), ("Shift+ArrowDown", (10, 0)), ("Shift+ArrowRight", (10, 10)),
-             ("Shift+ArrowRight", (10, 20)))  # fmt: skip
+    moves = (("ArrowDown", (1, 0)), ("ArrowRight", (1, 1)), ("ArrowUp", (0, 1)),
+             ("ArrowUp", (0, 1)), ("ArrowLeft", (0, 0)), ("Shift+ArrowDown", (10, 0)),
+             ("Shift+ArrowRight", (10, 10)), ("Shift+ArrowRight", (10, 20)))  # fmt: skip
     for key, expected in moves:
         opened.page.keyboard.press(key)
         assert cell(opened) == expected

@@ -26,8 +26,8 @@ def test_the_error_of_a_weight_is_within_its_bound(levels):
     codes = quantize.encode(weights, levels)
     error = np.abs(quantize.decode(codes, levels) - weights.astype(float))
     assert (error <= error_bound(weights, levels)).all()
-    # The largest error of all weights is that of the weight halfway between the last two codes, from
-    # which the nearest weight of the test is less than one step away.
+    # The largest error is that of the weight halfway between the last two codes, from which the
+    # nearest weight of the test is less than one step away.
     assert error.max() <= quantize.largest_error(levels) + ROUNDING
     assert error.max() > quantize.largest_error(levels) - 1 / 89_999
 
