@@ -1,20 +1,27 @@
 """Frames of the page of ``fastbert view`` while it moves: scrolling, panning, zooming, new tokens.
 
-A motion makes one step in each frame, as a wheel, a pointer or a held key does. The rate counts the
-frames that the browser shows, which depends on the load of the machine. The work is the time of the
-main thread of the page per frame on a processor, which depends on the load less.
+    python -m benchmarks.viewer_frames --out FOLDER
+
+The page has 512 tokens, 12 layers and 12 heads of BERT-base with random weights. A motion makes one
+step in each frame, as a wheel, a pointer or a held key does. The rate counts the frames that the
+browser shows, which depends on the load of the machine. The work is the time of the main thread of
+the page per frame on a processor, which depends on the load less.
 """
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
+import json
+import os
+import shutil
 import statistics
+from pathlib import Path
 from typing import Any, NamedTuple
 
-# The switches keep Chromium from calling its maker.
-BROWSER = (
-    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
-    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
-)
+from benchmarks.viewer import BROWSER, page_of
+from fastbert.bench import machine
+
 FRAMES = 120
 # A frame that comes within 20 ms is in time for 60 frames per second.
 LATEST = 20.0
@@ -137,3 +144,50 @@ def measure(tab: Any, page: str, motion: Motion, layer: int = 11) -> dict[str, f
 def _work(session: Any) -> float:
     found = session.send("Performance.getMetrics")["metrics"]
     return next(each["value"] for each in found if each["name"] == "TaskDuration")
+
+
+def table(rows: dict[str, dict[str, float]]) -> str:
+    """Return the frames of all motions as a Markdown table."""
+    lines = [
+        "| motion | frames per second | frames in time | longest frame | work per frame |",
+        "|---|---|---|---|---|",
+    ]
+    for name, row in rows.items():
+        cells = [name, f"{row['rate']:.0f}", f"{100 * row['in_time']:.0f} %"]
+        cells += [f"{row['longest']:.0f} ms", f"{row['work']:.1f} ms"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure all motions and write ``frames.json`` and ``frames.md``."""
+    from playwright.sync_api import sync_playwright
+
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder that receives the results")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    page = (options.out / "page.html").resolve()
+    page.write_text(page_of("fastbert", 512), encoding="utf-8")
+    before = os.getloadavg()[0]
+    rows = {}
+    with sync_playwright() as started:
+        program = shutil.which("chromium")
+        browser = started.chromium.launch(executable_path=program, args=list(BROWSER))
+        tab = browser.new_context(viewport={"width": 1280, "height": 900}).new_page()
+        for name, motion in MOTIONS.items():
+            rows[name] = measure(tab, page.as_uri(), motion)
+            print(name, json.dumps(rows[name]), flush=True)
+        version = browser.version
+        browser.close()
+    page.unlink()
+    about = dataclasses.asdict(machine.describe())
+    load = [before, os.getloadavg()[0]]
+    record = {"machine": about, "chromium": version, "load": load, "rows": rows}
+    text = json.dumps(record, indent=2, default=str)
+    (options.out / "frames.json").write_text(text + "\n", encoding="utf-8")
+    (options.out / "frames.md").write_text(table(rows) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -89,6 +89,9 @@ def test_a_link_restores_the_state(open_page, page_file):
     assert [box.is_checked() for box in page.locator(".head input").all()] == [False, True, True]
     for name in ("token", "quantity", "pairs", "sort"):
         assert page.locator(f"#{name}").input_value() == wanted[name]
+    # The page writes its link when a control is used.
+    page.get_by_label("0", exact=True).check()
+    assert opened.state() == wanted | {"heads": "0.1.2"}
     again = open_page(page_file)
     again.go(**opened.state())
     assert again.picture() == opened.picture()
