@@ -135,7 +135,7 @@ PAGE_FAULTS = [
     fault("a select has no label", "accessibility", "dom.js",
           "element('label', { for: id }, label)", "element('label', {}, label)"),
     fault("a tab is a button", "accessibility", "main.js", "role: 'tab', id", "role: 'button', id"),
-    fault("the measures cannot be focused", "accessibility", "measures.js",
+    fault("the measures cannot be focused", "controls", "measures.js",
           "class: 'scroll measures', tabindex: 0,", "class: 'scroll measures',"),
     fault("the matrix has no name", "accessibility", "views/matrix.js",
           "'aria-label': 'Matrix of queries and keys; the arrow keys move the cell, plus and minus "
