@@ -69,6 +69,7 @@ def tabs_by_keys(opened: Any) -> None:
 def layer(opened: Any) -> None:
     before = opened.picture()
     opened.page.locator("#layer").press("ArrowRight")
+    opened.settle()
     assert opened.page.locator("output").inner_text() == "1"
     assert opened.picture() != before
     assert opened.state()["layer"] == "1"
@@ -119,6 +120,7 @@ def selects(opened: Any) -> None:
 def sort(opened: Any) -> None:
     for name, label in (("entropy", "entropy"), ("score", "gradient × attention")):
         choose(opened, "sort", name)
+        opened.settle()
         assert f"sorted by {label}" in opened.page.locator("#summary").inner_text()
         header = opened.page.locator("th[aria-sort=descending]")
         assert header.inner_text() == label
@@ -168,6 +170,7 @@ def theme_of_the_system(opened: Any) -> None:
 def changed_link(opened: Any) -> None:
     opened.page.evaluate("location.hash = '#view=neuron&layer=1&token=5&heads=2'")
     opened.page.locator("#tab-neuron[aria-selected=true]").wait_for()
+    opened.settle()
     assert "Head 2, query" in opened.page.locator("#summary").inner_text()
     assert opened.page.locator("#token").input_value() == "5"
 
@@ -353,6 +356,7 @@ def words(opened: Any) -> None:
     opened.page.wait_for_timeout(100)
     assert opened.picture() == every
     word.click()
+    opened.settle()
     assert word.get_attribute("aria-pressed") == "true"
     assert [each.get_attribute("style") for each in opened.page.locator(".word").all()] == hovered
     assert opened.state()["token"] != "-1"
@@ -366,6 +370,7 @@ def words_by_keys(opened: Any) -> None:
     first.focus()
     for key, word in (("ArrowRight", 0), ("ArrowRight", 1), ("ArrowRight", 2), ("ArrowLeft", 1)):
         opened.page.keyboard.press(key)
+        opened.settle()
         pressed = opened.page.locator(".word[aria-pressed=true]")
         assert pressed.inner_text() == opened.page.locator(".word").nth(word).inner_text()
         assert pressed.evaluate("each => each === document.activeElement")
