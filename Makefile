@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 SAY := @echo "fastbert:"
 SOURCES := setup.py $(shell find csrc -type f 2>/dev/null)
 
-.PHONY: help setup demo test every-case test-processors test-viewer viewer ahead-of-time emulate calibrate mutate sanitize conformance check bench docs lint format gpu gpu-first wheel clean
+.PHONY: help setup demo test every-case test-processors test-viewer viewer ahead-of-time emulate calibrate mutate mutate-viewer sanitize conformance check bench docs lint format gpu gpu-first wheel clean
 
 help:
 	@echo "make setup            creates .venv, compiles the C++ kernels and installs fastbert in place"
@@ -25,6 +25,7 @@ help:
 	@echo "make emulate          runs the compiled GPU kernels on the CPU, for sm_80 and sm_90, into $(OUT)/emulate (CASES=2: random cases per operation; TRITON=3.6.0: another release)"
 	@echo "make calibrate        runs kernels that are right on GPUs on the PTX machine; installs CUTLASS's headers"
 	@echo "make mutate           puts one fault at a time into the kernels and counts those that a test catches"
+	@echo "make mutate-viewer    puts one fault at a time into the page of fastbert view and counts those that a test catches"
 	@echo "make sanitize         runs the tests of the C++ operators under GCC's sanitizers"
 	@echo "make conformance      runs transformers' own model tests, stock and accelerated (FAMILIES='bert': a part)"
 	@echo "make check            prints the errors of every operation, backend and dtype on this machine"
@@ -134,6 +135,9 @@ calibrate: .venv/cutlass
 
 mutate: setup
 	$(BIN)/python tests/mutation/mutate.py
+
+mutate-viewer: .venv/viewer $(WEB)/node_modules
+	$(BIN)/python tests/mutation/mutate_page.py
 
 sanitize: setup
 	$(BIN)/python tests/sanitizers/sanitize.py address

@@ -9,7 +9,8 @@ to the HTML text. The contender fastbert computes more: gradients, norms, querie
 measures. BertViz computes eager attention, and its ``head_view`` of all layers. CPU seconds count
 both threads and depend less on other programs than seconds. The memory is the peak of the process
 above its memory before the call. If playwright and Chromium are installed, the pages of fastbert
-are opened and scrolled. The pages of BertViz load libraries from the network and are not opened.
+are opened. The pages of BertViz load libraries from the network and are not opened.
+``python -m benchmarks.viewer_frames`` measures the frames of a page that moves.
 """
 
 from __future__ import annotations
@@ -32,13 +33,14 @@ from fastbert.bench import machine
 
 CONTENDERS = ("fastbert", "BertViz")
 WORDS = 2000
+# The switches keep Chromium from calling its maker.
 BROWSER = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
 )
 
 
-def _page(contender: str, length: int) -> str:
+def page_of(contender: str, length: int) -> str:
     """Return the HTML text of a contender for a text of `length` tokens."""
     import transformers
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
@@ -109,51 +111,22 @@ def measure(contender: str, length: int, threads: int, page: Path) -> dict[str, 
 
 
 def browse(page: Path) -> dict[str, Any]:
-    """Open a page of fastbert in Chromium: seconds until it is drawn, and frames while scrolling.
-
-    The rates are the median over the frames, and the share of frames that came in time for 60 per
-    second (within 20 ms).
-    """
+    """Open a page of fastbert in Chromium, and return the median seconds until it is drawn."""
     from playwright.sync_api import sync_playwright
 
     program = shutil.which("chromium")
     with sync_playwright() as started:
         browser = started.chromium.launch(executable_path=program, args=list(BROWSER))
-        tab = browser.new_context(viewport={"width": 1280, "height": 900}).new_page()
-        found: dict[str, Any] = {"open": [], "scroll": {}}
+        tab = browser.new_context(viewport={"width": 1280, "height": 900}).newpage_of()
+        seconds = []
         for _ in range(5):
             tab.goto("about:blank")
             began = time.perf_counter()
             tab.goto(f"file://{page}")
             tab.wait_for_selector("html[data-ready]")
-            found["open"].append(time.perf_counter() - began)
-        for view in ("model", "head", "neuron", "text"):
-            tab.goto("about:blank")
-            tab.goto(f"file://{page}#view={view}&layer=11")
-            tab.wait_for_selector("html[data-ready]")
-            tab.wait_for_timeout(500)
-            found["scroll"][view] = _frames(tab.evaluate(SCROLL))
+            seconds.append(time.perf_counter() - began)
         browser.close()
-    return found | {"open": statistics.median(found["open"])}
-
-
-# Scrolls the inner region if there is one, otherwise the page, for 120 frames.
-SCROLL = """() => new Promise((done) => {
-  const box = document.querySelector('#view .scroll') ?? document.scrollingElement;
-  const times = [];
-  const step = (now) => {
-    times.push(now);
-    box.scrollTop += 24;
-    if (times.length < 121) requestAnimationFrame(step);
-    else done(times.slice(1).map((time, i) => time - times[i]));
-  };
-  requestAnimationFrame(step);
-})"""
-
-
-def _frames(gaps: list[float]) -> dict[str, float]:
-    rate = 1000 / statistics.median(gaps)
-    return {"rate": rate, "in_time": sum(gap <= 20 for gap in gaps) / len(gaps)}
+    return {"open": statistics.median(seconds)}
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -184,7 +157,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     if options.one:
-        html = _page(options.one, options.lengths[0])
+        html = page_of(options.one, options.lengths[0])
         if options.one == "fastbert":
             options.out.write_text(html, encoding="utf-8")
         return

@@ -231,7 +231,7 @@ def include(path: str) -> str:
 
 
 def viewer() -> str:
-    """Return the cost of ``fastbert view`` beside that of BertViz, and its pages in Chromium."""
+    """Return the cost of ``fastbert view`` beside that of BertViz."""
     path = RESULTS / "2026-11-23-viewer" / "viewer.json"
     rows = []
     for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
@@ -243,20 +243,8 @@ def viewer() -> str:
         ]
         cells += [f"{row['memory'] / 1e6:,.0f} MB", f"{row['bytes'] / 1e6:,.2f} MB"]
         shown = row.get("browser")
-        frames = "–"
-        if shown:
-            rates = [each["rate"] for each in shown["scroll"].values()]
-            frames = f"{min(rates):.0f} to {max(rates):.0f} per second"
-        rows.append([*cells, f"{shown['open']:.2f} s" if shown else "–", frames])
-    header = [
-        "tokens",
-        "program",
-        "to write",
-        "peak memory",
-        "file",
-        "to open",
-        "frames, scrolling",
-    ]
+        rows.append([*cells, f"{shown['open']:.2f} s" if shown else "–"])
+    header = ["tokens", "program", "to write", "CPU time", "peak memory", "file", "to open"]
     return table(header, rows)
 
 

@@ -44,12 +44,12 @@ class Explanation:
     """The result of `explain`.
 
     Attributes:
-        text: The text.
+        text: The text, or the first text of a pair.
         label: The explained label.
         scores: The softmax of the logits by label; the plain logit of a model with one label.
         logit: The logit of the label, which all methods but attention explain.
         pieces: The tokens, special tokens included.
-        words: The words.
+        words: The words of both texts.
         word_of: Index of the word of each token; None for special tokens.
         attributions: Values by method, in the order of ``METHODS``.
         steps: Number of steps of integrated gradients.
@@ -59,6 +59,8 @@ class Explanation:
         special: Share of the attention, and of rollout, on special tokens.
         spearman: Spearman's correlation of the absolute values of the words, by two methods.
         kendall: Kendall's τ-b of the same values.
+        pair: The second text of a pair, or None.
+        second: Index in `words` of the first word of the second text; None without a pair.
     """
 
     text: str
@@ -75,11 +77,14 @@ class Explanation:
     special: dict[str, float]
     spearman: dict[str, dict[str, float]] = field(default_factory=dict)
     kendall: dict[str, dict[str, float]] = field(default_factory=dict)
+    pair: str | None = None
+    second: int | None = None
 
 
 def explain(
     model: str | os.PathLike[str] | Subject,
     text: str,
+    pair: str | None = None,
     *,
     target: str | None = None,
     steps: int = 50,
@@ -89,6 +94,7 @@ def explain(
     Args:
         model: Folder or hub id of a classifier, or a loaded `Subject`.
         text: The text.
+        pair: The second text of a pair, or None.
         target: Name of the label to explain; None explains the predicted label.
         steps: Number of steps of integrated gradients.
 
@@ -97,8 +103,8 @@ def explain(
 
     Raises:
         FileNotFoundError: If there is no checkpoint.
-        ValueError: If the text is blank or longer than the positions of the model, if the label is
-            unknown, or if the model has no classification head or no attention.
+        ValueError: If a text is blank, if there are more tokens than the model has positions, if
+            the label is unknown, or if the model has no classification head or no attention.
         ImportError: If Captum is not installed.
 
     Note:
@@ -109,12 +115,12 @@ def explain(
     if steps < 1:
         raise ValueError(f"steps: got {steps}, allowed: at least 1")
     subject = model if isinstance(model, Subject) else Subject.load(model)
-    pieces = subject.split(text)
+    pieces = subject.split(text, pair)
     # A model without attention is refused before the longer computations.
-    weights = subject.attentions(pieces.ids)
-    logits = subject.logits([pieces.ids])[0]
+    weights = subject.attentions(pieces.ids, pieces.types)
+    logits = subject.logits([pieces.ids], [pieces.types])[0]
     index = subject.target(target, logits)
-    gradients = _gradient_times_input(subject, pieces.ids, index)
+    gradients = _gradient_times_input(subject, pieces, index)
     integrated, baseline, error = integrated_gradients(subject, pieces, index, steps)
     read = subject.reading(weights[-1].mean(1)[0]).tolist()
     rolled = subject.reading(rollout(weights)[0]).tolist()
@@ -143,6 +149,8 @@ def explain(
         },
         spearman=correlations(found, spearman),
         kendall=correlations(found, kendall),
+        pair=pair,
+        second=pieces.second,
     )
 
 
@@ -180,9 +188,9 @@ def correlations(
     }
 
 
-def _gradient_times_input(subject: Subject, ids: Sequence[int], index: int) -> list[float]:
-    embeddings = subject.embed(ids).requires_grad_()
-    logit = subject.from_embeddings(embeddings).logits[0, index]
+def _gradient_times_input(subject: Subject, pieces: Pieces, index: int) -> list[float]:
+    embeddings = subject.embed(pieces.ids).requires_grad_()
+    logit = subject.from_embeddings(embeddings, pieces.types).logits[0, index]
     (gradient,) = torch.autograd.grad(logit, embeddings)
     return (gradient * embeddings.detach())[0].sum(-1).tolist()
 
@@ -215,7 +223,7 @@ def integrated_gradients(
         ) from error
 
     def logit(embeddings: Tensor) -> Tensor:
-        return subject.from_embeddings(embeddings).logits[:, index]
+        return subject.from_embeddings(embeddings, pieces.types).logits[:, index]
 
     embeddings = subject.embed(pieces.ids)
     start = embeddings.clone()
@@ -237,8 +245,11 @@ def _leave_one_out(subject: Subject, pieces: Pieces, index: int, logit: float) -
     """Remove each token, and each word, and return the fall of the logit."""
     groups = [[i] for i in pieces.inside]
     groups += [pieces.of_word(word) for word in range(len(pieces.words))]
-    without = [[t for i, t in enumerate(pieces.ids) if i not in group] for group in groups]
-    falls = (logit - subject.logits(without)[:, index]).tolist()
+    without, types = (
+        [[t for i, t in enumerate(row) if i not in group] for group in groups]
+        for row in (pieces.ids, pieces.types)
+    )
+    falls = (logit - subject.logits(without, types)[:, index]).tolist()
     by_piece: list[float | None] = [None] * len(pieces.ids)
     for place, fall in zip(pieces.inside, falls, strict=False):
         by_piece[place] = fall

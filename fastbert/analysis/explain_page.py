@@ -81,7 +81,7 @@ def _maps(explanation: Explanation) -> list[str]:
     ]
     for name, found in explanation.attributions.items():
         parts.append(f"<h3>{escape(name)}</h3><p>{escape(METHODS[name])}</p>")
-        parts.append(page.heat(explanation.words, found.words))
+        parts.append(page.heat(explanation.words, found.words, explanation.second))
     return parts
 
 

@@ -97,12 +97,13 @@ def _cell(text: str) -> str:
     return f"<td{kind}>{escape(text)}</td>"
 
 
-def heat(words: Sequence[str], values: Sequence[float]) -> str:
+def heat(words: Sequence[str], values: Sequence[float], second: int | None = None) -> str:
     """Return words whose backgrounds show values, as a share of the largest absolute value.
 
     Args:
         words: N words, as plain text.
         values: N values. Positive and negative values have different colours.
+        second: Index of the word that begins a second line; None means one line.
 
     Returns:
         The HTML text. Its numbers are in the title of each word only, so a page needs a table too.
@@ -114,7 +115,8 @@ def heat(words: Sequence[str], values: Sequence[float]) -> str:
         colour = "--plus" if value >= 0 else "--minus"
         style = f"background: rgb(var({colour}) / {_DARKEST * share:.3f})"
         spans.append(f'<span style="{style}" title="{value:.4g}">{escape(word)}</span>')
-    return f'<p class="heat">{" ".join(spans)}</p>'
+    lines = [spans] if second is None else [spans[:second], spans[second:]]
+    return "".join(f'<p class="heat">{" ".join(line)}</p>' for line in lines)
 
 
 def check_output(output: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
@@ -21,14 +21,16 @@ TOKENS_PER_BATCH = 4096
 
 @dataclass(frozen=True)
 class Pieces:
-    """The tokens of a text.
+    """The tokens of a text, or of a pair of texts.
 
     Attributes:
-        text: The text.
+        text: The text, or the first text of a pair.
         ids: Ids of the tokens, special tokens included.
         pieces: The tokens as the vocabulary spells them.
-        words: The words of the text. The tokenizer decides where a word ends.
+        words: The words of both texts. The tokenizer decides where a word ends.
         word_of: Index in `words` of each token; None for special tokens.
+        types: Token types; empty if all are 0.
+        second: Index in `words` of the first word of the second text; None without a pair.
     """
 
     text: str
@@ -36,6 +38,8 @@ class Pieces:
     pieces: list[str]
     words: list[str]
     word_of: list[int | None]
+    types: list[int] = field(default_factory=list)
+    second: int | None = None
 
     @property
     def inside(self) -> list[int]:
@@ -47,43 +51,57 @@ class Pieces:
         return [i for i, index in enumerate(self.word_of) if index == word]
 
 
-def split(tokenizer: Any, text: str) -> Pieces:
-    """Encode a text, and assign each token to its word.
+def split(tokenizer: Any, text: str, pair: str | None = None) -> Pieces:
+    """Encode a text or a pair of texts, and assign each token to its word.
 
     Args:
         tokenizer: A tokenizer of `fastbert.data.load_tokenizer`.
         text: The text.
+        pair: The second text of a pair, or None.
 
     Returns:
         The tokens with their words.
 
     Raises:
-        ValueError: If the text is blank, has no tokens, or has half a surrogate pair.
+        ValueError: If a text is blank, has no tokens, or has half a surrogate pair.
     """
+    texts = {"TEXT": text} if pair is None else {"TEXT": text, "--pair": pair}
+    for name, each in texts.items():
+        _check_text(name, each)
+    ids, types = (tokenizer.encode(text), []) if pair is None else tokenizer.encode_pair(text, pair)
+    word_of: list[int | None] = [None] * len(ids)
+    words: list[str] = []
+    place, second = 0, None
+    for name, each in texts.items():
+        inner = tokenizer.backend.encode(each, add_special_tokens=False)
+        if not inner.ids:
+            raise ValueError(
+                f"{name}: got {each!r:.200}, which has no tokens, allowed: at least one"
+            )
+        second = None if name == "TEXT" else len(words)
+        places = range(place, len(ids) - len(inner.ids) + 1)
+        start = next(i for i in places if ids[i : i + len(inner.ids)] == inner.ids)
+        # A token that belongs to no word, such as a special token in the text, is a word itself.
+        keys = [(-1 - i if w is None else w) for i, w in enumerate(inner.word_ids)]
+        for _, group in groupby(range(len(keys)), key=keys.__getitem__):
+            members = list(group)
+            spans = [inner.offsets[i] for i in members]
+            spelled = each[spans[0][0] : spans[-1][1]].strip()
+            words.append(spelled or inner.tokens[members[0]])
+            for i in members:
+                word_of[start + i] = len(words) - 1
+        place = start + len(inner.ids)
+    pieces = [str(tokenizer.backend.id_to_token(i)) for i in ids]
+    return Pieces(text, ids, pieces, words, word_of, types if any(types) else [], second)
+
+
+def _check_text(name: str, text: str) -> None:
     if not text.strip():
-        raise ValueError(f"TEXT: got {text!r}, allowed: a text that is not blank")
+        raise ValueError(f"{name}: got {text!r}, allowed: a text that is not blank")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise ValueError(f"TEXT: got {text!r:.200}, allowed: Unicode text ({error})") from error
-    ids = tokenizer.encode(text)
-    inner = tokenizer.backend.encode(text, add_special_tokens=False)
-    if not inner.ids:
-        raise ValueError(f"TEXT: got {text!r:.200}, which has no tokens, allowed: at least one")
-    places = range(len(ids) - len(inner.ids) + 1)
-    start = next(i for i in places if ids[i : i + len(inner.ids)] == inner.ids)
-    word_of: list[int | None] = [None] * len(ids)
-    words = []
-    # A token that belongs to no word, such as a special token in the text, is a word itself.
-    keys = [(-1 - i if w is None else w) for i, w in enumerate(inner.word_ids)]
-    for _, group in groupby(range(len(keys)), key=lambda i: keys[i]):
-        members = list(group)
-        spans = [inner.offsets[i] for i in members]
-        words.append(text[spans[0][0] : spans[-1][1]].strip() or inner.tokens[members[0]])
-        for i in members:
-            word_of[start + i] = len(words) - 1
-    pieces = [str(tokenizer.backend.id_to_token(i)) for i in ids]
-    return Pieces(text, ids, pieces, words, word_of)
+        raise ValueError(f"{name}: got {text!r:.200}, allowed: Unicode text ({error})") from error
 
 
 class Subject:
@@ -141,24 +159,28 @@ class Subject:
         tokenizer = loaded.tokenizer.tokenizer
         return cls(model, tokenizer, loaded.labels, config.max_length, str(loaded.folder))
 
-    def split(self, text: str) -> Pieces:
-        """Encode a text, and assign each token to its word.
+    def split(self, text: str, pair: str | None = None) -> Pieces:
+        """Encode a text or a pair of texts, and assign each token to its word.
 
         Args:
             text: The text.
+            pair: The second text of a pair, or None.
 
         Returns:
             The tokens with their words.
 
         Raises:
-            ValueError: If the text is blank, or longer than the positions of the model.
+            ValueError: If a text is blank, or if there are more tokens than the model has
+                positions.
         """
-        found = split(self.tokenizer, text)
+        found = split(self.tokenizer, text, pair)
         if len(found.ids) > self.limit:
             raise ValueError(
                 f"TEXT: got {len(found.ids)} tokens, allowed: at most {self.limit}, the positions "
                 f"of {self.name}"
             )
+        if getattr(self.model.config, "type_vocab_size", 1) < 2:
+            return replace(found, types=[])
         return found
 
     def embed(self, ids: Sequence[int]) -> Tensor:
@@ -166,17 +188,23 @@ class Subject:
         table: Any = self.model.get_input_embeddings()
         return table(torch.tensor([list(ids)], device=self.device)).detach()
 
-    def from_embeddings(self, embeddings: Tensor, **options: Any) -> Any:
-        """Call the model on word embeddings ``(B, L, H)`` without padding."""
+    def from_embeddings(self, embeddings: Tensor, types: Sequence[int] = (), **options: Any) -> Any:
+        """Call the model on word embeddings ``(B, L, H)`` without padding, and on token types."""
         mask = torch.ones(embeddings.shape[:2], dtype=torch.int64, device=self.device)
+        if types:
+            row = torch.tensor(list(types), device=self.device)
+            options["token_type_ids"] = row.expand(len(embeddings), -1)
         return self.model(inputs_embeds=embeddings, attention_mask=mask, **options)
 
     @torch.no_grad()
-    def logits(self, sequences: Sequence[Sequence[int]]) -> Tensor:
+    def logits(
+        self, sequences: Sequence[Sequence[int]], types: Sequence[Sequence[int]] = ()
+    ) -> Tensor:
         """Compute the logits of sequences of any lengths.
 
         Args:
             sequences: N sequences of ids, special tokens included.
+            types: Their N sequences of token types; nothing means that all are 0.
 
         Returns:
             Logits of shape ``(N, labels)``, fp32 on the CPU.
@@ -186,15 +214,19 @@ class Subject:
         rows = []
         for start in range(0, len(sequences), count):
             ids, mask = padded(sequences[start : start + count], self._pad())
-            output = self.model(input_ids=ids.to(self.device), attention_mask=mask.to(self.device))
+            inputs = {"input_ids": ids, "attention_mask": mask}
+            if any(map(any, types)):
+                inputs["token_type_ids"] = padded(types[start : start + count], 0)[0]
+            output = self.model(**{name: rows.to(self.device) for name, rows in inputs.items()})
             rows.append(output.logits.float().cpu())
         return torch.cat(rows)
 
-    def attentions(self, ids: Sequence[int]) -> list[Tensor]:
+    def attentions(self, ids: Sequence[int], types: Sequence[int] = ()) -> list[Tensor]:
         """Compute the attention weights of each layer.
 
         Args:
             ids: Ids of a text.
+            types: Token types; nothing means that all are 0.
 
         Returns:
             The weights of each layer, of shape ``(1, heads, L, L)``.
@@ -204,8 +236,10 @@ class Subject:
         """
         with torch.no_grad():
             tensor = torch.tensor([list(ids)], device=self.device)
-            options = {"attention_mask": torch.ones_like(tensor), "output_attentions": True}
-            output = self.model(input_ids=tensor, **options)
+            inputs = {"input_ids": tensor, "attention_mask": torch.ones_like(tensor)}
+            if types:
+                inputs["token_type_ids"] = torch.tensor([list(types)], device=self.device)
+            output = self.model(**inputs, output_attentions=True)
         found = list(getattr(output, "attentions", None) or ())
         if not found or any(weights is None for weights in found):
             raise ValueError(

@@ -22,6 +22,7 @@ def explain(
         ),
     ],
     text: Annotated[str, typer.Argument(metavar="TEXT", help="The text to classify.")],
+    pair: Annotated[str | None, typer.Option(help="The second text of a pair.")] = None,
     output: Annotated[
         Path | None,
         typer.Option("-o", "--output", help="A .html file that receives heat maps and tables."),
@@ -32,7 +33,7 @@ def explain(
     steps: Annotated[int, typer.Option(help="Steps of integrated gradients.", min=1)] = 50,
     as_json: Annotated[bool, typer.Option("--json", help="Print all numbers as JSON.")] = False,
 ) -> None:
-    """Explain the label that a classifier gives TEXT.
+    """Explain the label that a classifier gives TEXT, or the pair of TEXT and --pair.
 
     The methods are gradient × input, integrated gradients, attention, rollout
     and leave-one-out. The command prints their values for each word, and their
@@ -43,7 +44,7 @@ def explain(
 
     if output is not None:
         page.check_output(output)
-    found = compute(model, text, target=target, steps=steps)
+    found = compute(model, text, pair, target=target, steps=steps)
     if output is not None:
         write_page(found, output)
         err.print(f"note: wrote {output}", soft_wrap=True, highlight=False, markup=False)
@@ -67,7 +68,9 @@ def _print(found: Explanation) -> None:
     for name in found.attributions:
         values.add_column(name, justify="right")
     columns = [attribution.words for attribution in found.attributions.values()]
-    for word, *row in zip(found.words, *columns, strict=True):
+    for place, (word, *row) in enumerate(zip(found.words, *columns, strict=True)):
+        if place == found.second:
+            values.add_section()
         # Rich reads brackets in a str as markup, but not in a Text.
         values.add_row(Text(word), *(f"{value:.4f}" for value in row))
     out.print(values)

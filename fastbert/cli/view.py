@@ -27,13 +27,16 @@ def view(
     target: Annotated[
         int | None,
         typer.Option(
-            help="Id of the token, or number of the class, whose gradient is shown; by default the "
-            "likeliest."
+            help="Id of the token, number of the class, or place of the first token of the answer, "
+            "whose gradient is shown; by default the likeliest."
         ),
     ] = None,
     place: Annotated[
         int | None,
-        typer.Option(help="Place of the mask or token of --target, from 0; the first by default."),
+        typer.Option(
+            help="Place of the mask or token of --target, from 0; the first by default. For an "
+            "answer, the place of its last token."
+        ),
     ] = None,
     pad_to: Annotated[
         int | None, typer.Option(help="Pads the text to so many tokens.", min=1)

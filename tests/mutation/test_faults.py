@@ -16,6 +16,7 @@ from cpp_faults import CPP_FAULTS, CPP_SELECTIONS, UNITS, WITHOUT_FAULTS
 from extension import Unit, machine_sources, sources, text_of
 from faults import FAULTS, SELECTIONS, Fault
 from mutate import ROOT, copy_tree, run_tests, try_fault
+from page_faults import PAGE_FAULTS, PAGE_SELECTIONS
 from ptx_faults import PTX_FAULTS, PTX_SELECTIONS, PTX_UNITS
 
 
@@ -23,11 +24,13 @@ def test_there_are_enough_faults_and_each_has_its_own_name():
     assert len(FAULTS) >= 30
     assert len(CPP_FAULTS) >= 60
     assert len(PTX_FAULTS) >= 40
-    every = (*FAULTS, *CPP_FAULTS, *PTX_FAULTS)
+    assert len(PAGE_FAULTS) >= 30
+    every = (*FAULTS, *CPP_FAULTS, *PTX_FAULTS, *PAGE_FAULTS)
     assert len({fault.name for fault in every}) == len(every)
     assert {fault.noun for fault in FAULTS} == set(SELECTIONS)
     assert {fault.noun for fault in CPP_FAULTS} == set(CPP_SELECTIONS) == set(UNITS)
     assert {fault.noun for fault in PTX_FAULTS} <= set(PTX_SELECTIONS) == set(PTX_UNITS)
+    assert {fault.noun for fault in PAGE_FAULTS} == set(PAGE_SELECTIONS)
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
@@ -49,6 +52,18 @@ def test_fault_changes_the_ptx_machine(fault):
     text = (ROOT / fault.file).read_text(encoding="utf-8")
     assert fault.broken(text) != text
     assert fault.file == PTX_UNITS[fault.noun].source
+
+
+@pytest.mark.parametrize("fault", PAGE_FAULTS, ids=lambda fault: fault.name)
+def test_fault_changes_a_source_of_the_page(fault):
+    text = (ROOT / fault.file).read_text(encoding="utf-8")
+    assert fault.broken(text) != text
+
+
+def test_every_program_of_the_page_has_faults():
+    programs = (ROOT / "fastbert/viewer/web/src").rglob("*.js")
+    faulty = {fault.file for fault in PAGE_FAULTS}
+    assert {path.relative_to(ROOT).as_posix() for path in programs} <= faulty
 
 
 @functools.cache

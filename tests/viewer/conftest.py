@@ -14,6 +14,9 @@ from viewer_models import TEXTS, tiny_masked_lm
 
 import fastbert
 from fastbert.data import WordPieceTokenizer, stories, train_tokenizer
+from fastbert.viewer import page as pages
+from fastbert.viewer.collect import Collected, collect
+from fastbert.viewer.text import Tokens, tokenize
 
 # The browser must not call its maker, which would look like a request of the page.
 QUIET = (
@@ -41,6 +44,30 @@ def page_file(masked_lm, tokenizer, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def tokens(tokenizer) -> Tokens:
+    """The tokens of `page_file`."""
+    found = tokenize(tokenizer, *TEXTS)
+    found.pad(34, tokenizer.pad_id)
+    return found
+
+
+@pytest.fixture(scope="session")
+def collected(masked_lm, tokens) -> Collected:
+    """What the model computes for `page_file`."""
+    return collect(masked_lm, tokens)
+
+
+@pytest.fixture(scope="session")
+def sparse_file(collected, tokens, tmp_path_factory) -> Path:
+    """A page with queries and keys of one layer, and with the mean of gradients over the heads."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pages, "NEURON_BUDGET", 1)
+        patch.setattr(pages, "RELEVANCE_BUDGET", 1)
+        html = pages.build(collected, tokens, "Sparse")
+    return fastbert.viewer.Page(html).save(tmp_path_factory.mktemp("sparse") / "page.html")
+
+
+@pytest.fixture(scope="session")
 def browser() -> Iterator[Any]:
     if importlib.util.find_spec("playwright") is None:
         pytest.skip("no playwright: `make test-viewer` installs it")
@@ -59,6 +86,7 @@ class Opened:
     """A page in the browser, with what it asked for and what went wrong."""
 
     def __init__(self, context: Any, file: Path) -> None:
+        context.add_init_script(path=Path(__file__).parent / "record_uses.js")
         self.file, self.page = file, context.new_page()
         self.requests: list[str] = []
         self.problems: list[str] = []
@@ -84,9 +112,29 @@ class Opened:
         self.page.wait_for_selector("#view:not([aria-busy])")
 
     def state(self) -> dict[str, str]:
-        """Return the state in the hash of the URL."""
+        """Return the state in the hash of the URL, which follows a change after 0.35 s."""
+        self.page.wait_for_timeout(400)
         script = "Object.fromEntries(new URLSearchParams(location.hash.slice(1)))"
         return self.page.evaluate(script)
+
+    def picture(self) -> list[str]:
+        """Return what the view shows: its elements, and the pixels of its canvases."""
+        self.page.wait_for_selector("#view:not([aria-busy])")
+        self.page.wait_for_function("() => !document.querySelector('#view [data-drawing]')")
+        # A change is drawn in the next frame.
+        script = """() => new Promise((done) => requestAnimationFrame(() => setTimeout(() => done([
+          document.querySelector('#view').innerHTML,
+          ...[...document.querySelectorAll('#view canvas')].map((canvas) => canvas.toDataURL()),
+        ]))))"""
+        return self.page.evaluate(script)
+
+    def controls(self) -> set[str]:
+        """Return the controls of the page as it is: elements with events and key bindings."""
+        return set(self.page.evaluate("window.controls()"))
+
+    def used(self) -> set[str]:
+        """Return the controls that were used by real events since the page was opened."""
+        return set(self.page.evaluate("[...window.used]"))
 
     def check(self) -> None:
         """Fail on a request of the page, and on an error or a warning in its console."""

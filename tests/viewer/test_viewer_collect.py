@@ -170,10 +170,10 @@ def test_gradient_times_attention_is_that_of_finite_differences(tokenizer):
             slope = (logit(head, key, 1e-4) - logit(head, key, -1e-4)) / 2e-4
             product[head, key] = slope * layer.weights[head, place, key]
     near = {"rtol": 1e-3, "atol": 1e-5}
-    torch.testing.assert_close(layer.relevance[place], product.clamp(min=0).mean(0), **near)
+    torch.testing.assert_close(layer.relevance[:, place], product.clamp(min=0), **near)
     torch.testing.assert_close(layer.scores, product.abs().sum(1), **near)
     rows = torch.arange(len(tokens.ids)) != place
-    assert not layer.relevance[rows].any()
+    assert not layer.relevance[:, rows].any()
 
 
 def test_the_prediction_is_that_of_the_model(masked_lm, tokenizer):
@@ -206,6 +206,64 @@ def test_the_prediction_of_a_classifier(head, kind, rows):
     shares = (logits if kind == "class" else logits[0]).softmax(-1)
     assert first["label"] == int(shares.argmax())
     assert first["name"] == model.config.id2label[first["label"]]
+
+
+QUESTION = ("Where is the mill?", "The old mill stood by the river.")
+
+
+def answering(tokenizer) -> fastbert.BertForQuestionAnswering:
+    from viewer_models import tiny_masked_lm
+
+    torch.manual_seed(1)
+    config = tiny_masked_lm(len(tokenizer)).config
+    return fastbert.BertForQuestionAnswering(config).eval()
+
+
+def test_the_prediction_of_a_question_is_the_likeliest_answer(tokenizer):
+    """The answer is the best pair of places in the second text, found here by trying all pairs."""
+    model, tokens = answering(tokenizer), tokenize(tokenizer, *QUESTION)
+    real = len(tokens.ids)
+    tokens.pad(real + 3, tokenizer.pad_id)
+    found = collect(model, tokens).prediction
+    ids, types = torch.tensor([tokens.ids[:real]]), torch.tensor([tokens.types[:real]])
+    with torch.no_grad():
+        out = model(input_ids=ids, token_type_ids=types)
+    first, last = out.start_logits[0], out.end_logits[0]
+    inside = [i for i, sentence in enumerate(tokens.sentences) if sentence == 1]
+    pairs = [(i, j) for i in inside for j in inside if i <= j]
+    best = max(pairs, key=lambda pair: first[pair[0]] + last[pair[1]])
+    assert (found.kind, found.chosen["label"], found.chosen["place"]) == ("span", *best)
+    words = [tokens.surfaces[w] for w in dict.fromkeys(tokens.words[best[0] : best[1] + 1])]
+    assert found.chosen["name"] == " ".join(words)
+    for row, logits in zip(found.rows, (first, last), strict=True):
+        top = logits.softmax(-1).topk(10)
+        assert [each["label"] for each in row["candidates"]] == top.indices.tolist()
+        shares = torch.tensor([each["probability"] for each in row["candidates"]])
+        torch.testing.assert_close(shares, top.values)
+    assert found.target.item() == pytest.approx(float(first[best[0]] + last[best[1]]), abs=1e-4)
+
+
+def test_another_answer_can_be_chosen(tokenizer):
+    model, tokens = answering(tokenizer), tokenize(tokenizer, *QUESTION)
+    inside = [i for i, sentence in enumerate(tokens.sentences) if sentence == 1]
+    chosen = collect(model, tokens, output=Output(inside[2], inside[4])).prediction.chosen
+    assert (chosen["label"], chosen["place"]) == (inside[2], inside[4])
+    later = collect(model, tokens, output=Output(inside[-2])).prediction.chosen
+    assert later["place"] >= inside[-2] == later["label"]
+    with pytest.raises(ValueError, match=r"output: got label 1, allowed: \d+ to \d+, the places"):
+        collect(model, tokens, output=Output(1))
+    with pytest.raises(ValueError, match=rf"got place {inside[0]}, allowed: at least {inside[1]}"):
+        collect(model, tokens, output=Output(inside[1], inside[0]))
+
+
+def test_the_prediction_of_a_stock_model_for_questions():
+    model = build("bert", "ForQuestionAnswering")
+    batch = inputs("none", rows=1)
+    found = collect(model, tokens_of(batch)).prediction
+    with torch.no_grad():
+        out = model(**batch)
+    assert found.rows[0]["candidates"][0]["label"] == int(out.start_logits[0].argmax())
+    assert found.rows[1]["candidates"][0]["label"] == int(out.end_logits[0].argmax())
 
 
 def test_frozen_parameters_have_gradients_of_weights(masked_lm, tokenizer):

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import base64
-import json
 import math
 import re
-import zlib
 
 import numpy as np
 import pytest
 import torch
+from page_data import ROUNDING, block_of, data_of, error_bound, planes_of
 from viewer_models import TEXTS
 
 import fastbert
@@ -19,17 +17,6 @@ from fastbert.viewer.collect import Collected, Layer, collect
 from fastbert.viewer.measures import measure, rollout
 from fastbert.viewer.text import PADDING, SPECIAL, Tokens, tokenize
 
-
-def data_of(html: str) -> dict:
-    (found,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', html)
-    return json.loads(found)
-
-
-def block_of(html: str, name: str) -> bytes:
-    (found,) = re.findall(rf'id="block-{name}">([^<]*)<', html)
-    return zlib.decompress(base64.b64decode(found), -15)
-
-
 # Quantization
 
 
@@ -37,12 +24,12 @@ def block_of(html: str, name: str) -> bytes:
 def test_the_error_of_a_weight_is_within_its_bound(levels):
     weights = np.linspace(0, 1, 90_000, dtype=np.float32).reshape(1, 300, 300)
     codes = quantize.encode(weights, levels)
-    error = np.abs(quantize.decode(codes, levels) - weights)
-    bound = np.sqrt(weights) / levels + 1 / (4 * levels**2)
-    # The codes are rounded in fp32.
-    assert (error <= bound + 1e-6).all()
-    assert error.max() <= quantize.largest_error(levels) + 1e-6
-    assert error.max() > 0.95 * quantize.largest_error(levels)
+    error = np.abs(quantize.decode(codes, levels) - weights.astype(float))
+    assert (error <= error_bound(weights, levels)).all()
+    # The largest error is that of the weight halfway between the last two codes, from which the
+    # nearest weight of the test is less than one step away.
+    assert error.max() <= quantize.largest_error(levels) + ROUNDING
+    assert error.max() > quantize.largest_error(levels) - 1 / 89_999
 
 
 def test_a_block_holds_the_keys_before_the_queries():
@@ -181,7 +168,9 @@ def test_the_weights_in_the_file_are_those_of_the_model(masked_lm, tokenizer):
     for number, layer in enumerate(weights):
         codes = np.frombuffer(block_of(html, f"weights-{number}"), np.uint8)
         restored = quantize.decode(codes.reshape(layer[0].shape), data["levels"])
-        assert np.abs(restored - layer[0].numpy()).max() <= data["largestError"] + 1e-6
+        exact = layer[0].double().numpy()
+        assert (np.abs(restored - exact) <= error_bound(exact, data["levels"])).all()
+        assert np.abs(restored - exact).max() <= data["largestError"] + ROUNDING
 
 
 def test_text_that_looks_like_markup_stays_text(masked_lm, tokenizer):
@@ -242,7 +231,7 @@ def test_a_page_of_512_tokens_of_bert_base_is_below_fifteen_megabytes():
         vectors = torch.randn(2, heads, length, size, generator=generator)
         norms = torch.rand(heads, length, generator=generator)
         gradient = torch.randn(length, length, generator=generator)
-        relevance = (weights.mean(0) * gradient).clamp(min=0)
+        relevance = (weights * gradient).clamp(min=0)
         layers.append(
             Layer(number, None, weights, *vectors, norms, relevance, relevance.new_ones(heads))
         )
@@ -257,4 +246,18 @@ def test_a_page_of_512_tokens_of_bert_base_is_below_fifteen_megabytes():
     data = data_of(html)
     assert len(html.encode()) < 15e6
     assert 0 < sum(layer["neurons"] for layer in data["layers"]) < 12
-    assert data["largestError"] < 0.07
+    assert data["relevanceByHead"] is False
+    # The number of levels is the largest one whose estimate fits into the rest of the budget.
+    kinds = ("weights", "relevance", "norms", "queries", "keys", "thumbnails")
+    sizes = {kind: sum(map(len, re.findall(rf'id="block-{kind}[-0-9]*">([^<]*)<', html)))
+             for kind in kinds}  # fmt: skip
+    left = page.BUDGET - len(page.template()) - sum(sizes.values()) + sizes["weights"]
+    planes = [layer.weights.numpy() for layer in layers]
+    finer = quantize.LEVELS[quantize.LEVELS.index(data["levels"]) - 1]
+    assert quantize.estimate(planes, data["levels"]) <= quantize.RESERVE * left
+    assert quantize.estimate(planes, finer) > quantize.RESERVE * left
+    assert data["largestError"] == 1 / data["levels"] - 1 / (4 * data["levels"] ** 2)
+    number = 5
+    found = planes_of(html, f"weights-{number}", data["levels"])
+    error = np.abs(found - planes[number].astype(float))
+    assert (error <= error_bound(planes[number], data["levels"])).all()

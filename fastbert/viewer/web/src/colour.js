@@ -18,16 +18,24 @@ const ramp = (interpolate) => Array.from({ length: STEPS }, (_, i) => rgb(interp
 const CIVIDIS = ramp(interpolateCividis);
 const BLUES = ramp(interpolateBlues);
 const PUOR = ramp(interpolatePuOr);
-export const HIDDEN = [128, 128, 128];
+
+// One number per pixel for ImageData, whose bytes are red, green, blue and opacity.
+const pixel = ([r, g, b]) => ((255 << 24) | (b << 16) | (g << 8) | r) >>> 0;
+export const HIDDEN = pixel([128, 128, 128]);
+// Returns a pixel of a pair that a filter leaves out.
+export const faint = (colour) => ((60 << 24) | (colour & 0xffffff)) >>> 0;
 
 const index = (share) => Math.max(0, Math.min(STEPS - 1, Math.round(share * (STEPS - 1))));
 
-// Shares from 0 to 1. The square root lets small weights be seen.
-export const sequential = (share) => CIVIDIS[index(Math.sqrt(share))];
+const CIVIDIS_PIXELS = Uint32Array.from(CIVIDIS, (colour) => pixel(colour));
+const PUOR_PIXELS = Uint32Array.from(PUOR, (colour) => pixel(colour));
+
+// Pixels of shares from 0 to 1. The square root lets small weights be seen.
+export const sequential = (share) => CIVIDIS_PIXELS[index(Math.sqrt(share))];
 // For words: from the colour of the page to its contrast.
 export const heat = (share, dark) => BLUES[index(dark ? 1 - Math.sqrt(share) : Math.sqrt(share))];
-// From -1 (orange) to 1 (purple).
-export const diverging = (value) => PUOR[index((value + 1) / 2)];
+// Pixels of numbers from -1 (orange) to 1 (purple).
+export const diverging = (value) => PUOR_PIXELS[index((1 - value) / 2)];
 export const css = ([r, g, b]) => `rgb(${r},${g},${b})`;
 
 // Returns black or white, whichever has more contrast with a colour (WCAG 2.2).

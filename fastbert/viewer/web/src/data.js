@@ -30,20 +30,37 @@ export function block(name) {
 
 export const hasBlock = (name) => document.getElementById(`block-${name}`) !== null;
 
+const exists = data.sentences.map((sentence) => sentence !== PADDING);
+
+// Returns the window of the values of a layer, or null. Rollout passes through the layers before, so
+// that the window of one layer does not limit it.
+const windowOf = (layer, quantity) => (quantity === 'rollout' ? null : data.layers[layer].window);
+
 // Returns whether a query may attend to a key: padding and keys outside a window are hidden.
-export function allowed(layer, query, key) {
-  const { window } = data.layers[layer];
-  if (data.sentences[query] === PADDING || data.sentences[key] === PADDING) return false;
+export function allowed(layer, quantity, query, key) {
+  if (!exists[query] || !exists[key]) return false;
+  const window = windowOf(layer, quantity);
   return window === null || Math.abs(query - key) <= window;
+}
+
+// Says why a pair is hidden.
+export function reason(layer, query, key) {
+  if (!exists[query] || !exists[key]) return 'hidden: padding';
+  return `hidden: ${layerName(layer)} attends at most ${data.layers[layer].window} tokens away`;
+}
+
+// Returns a sentence for the summary of a view, which starts with a space, or nothing.
+export function windowNote({ layer, quantity }) {
+  const window = windowOf(layer, quantity);
+  return window === null ? '' : ` This layer attends at most ${window} tokens away.`;
 }
 
 export const hasPair = data.sentences.includes(1);
 
-// Returns whether a pair of tokens passes the filter of sentences: 'all', 'aa', 'ab', 'ba' or 'bb'.
-export function inSentences(filter, query, key) {
-  if (filter === 'all') return true;
-  const wanted = (letter) => (letter === 'a' ? 0 : 1);
-  return data.sentences[query] === wanted(filter[0]) && data.sentences[key] === wanted(filter[1]);
+// Returns the queries and the keys that pass a filter of sentences: 'all', 'aa', 'ab', 'ba' or 'bb'.
+export function sides(filter) {
+  const side = (letter) => data.sentences.map((sentence) => filter === 'all' || sentence === 'ab'.indexOf(letter));
+  return { queries: side(filter[0]), keys: side(filter[1]) };
 }
 
 export const layerName = (layer) => `layer ${data.layers[layer].number}`;

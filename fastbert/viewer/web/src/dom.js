@@ -39,6 +39,11 @@ export function perFrame(work) {
   };
 }
 
+// The same text would cost a layout.
+export function setText(node, text) {
+  if (node.textContent !== text) node.textContent = text;
+}
+
 export function table(caption, header, rows) {
   const cells = (name, values) => values.map((value) => element(name, name === 'th' ? { scope: 'col' } : {}, String(value)));
   return element('table', {},
@@ -47,16 +52,36 @@ export function table(caption, header, rows) {
     element('tbody', {}, rows.map((row) => element('tr', {}, cells('td', row)))));
 }
 
-// A canvas that is as sharp as the screen, in CSS pixels.
+// Pixels of the screen per CSS pixel.
+export const ratio = () => Math.min(devicePixelRatio || 1, 3);
+
+// Clears a canvas and makes it as sharp as the screen; the pen draws in CSS pixels. A new size costs
+// new memory, so that it is only set if it changes.
 export function sized(canvas, width, height) {
-  const ratio = Math.min(devicePixelRatio || 1, 3);
-  canvas.width = Math.round(width * ratio);
-  canvas.height = Math.round(height * ratio);
-  canvas.style.width = `${width}px`;
-  canvas.style.height = `${height}px`;
+  const [columns, rows] = [Math.round(width * ratio()), Math.round(height * ratio())];
+  if (canvas.width !== columns || canvas.height !== rows) {
+    canvas.width = columns;
+    canvas.height = rows;
+    canvas.style.width = `${width}px`;
+    canvas.style.height = `${height}px`;
+  }
   const pen = canvas.getContext('2d');
-  pen.setTransform(ratio, 0, 0, ratio, 0, 0);
+  pen.setTransform(ratio(), 0, 0, ratio(), 0, 0);
+  pen.clearRect(0, 0, width, height);
   return pen;
+}
+
+// Attributes of an element with key bindings, which assistive programs can list.
+export function keys(bindings) {
+  return {
+    'aria-keyshortcuts': Object.keys(bindings).map((key) => (key === '+' ? 'Plus' : key)).join(' '),
+    onkeydown: (event) => {
+      const work = bindings[event.key];
+      if (!work || event.ctrlKey || event.altKey || event.metaKey) return;
+      event.preventDefault();
+      work(event);
+    },
+  };
 }
 
 export const themed = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();

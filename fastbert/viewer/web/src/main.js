@@ -1,9 +1,9 @@
 // The page: controls above, the view with its summary and table, measures and prediction beside.
 
 import { data, heads, layerName, length, PADDING, tokenName } from './data.js';
-import { element, isDark, select, table } from './dom.js';
+import { element, isDark, keys, select, setText, table } from './dom.js';
 import { headColour, headDash } from './colour.js';
-import { measureLabel, panel as measures } from './measures.js';
+import { build as measures, measureLabel, update as drawMeasures } from './measures.js';
 import { panel as prediction } from './prediction.js';
 import { quantityOf } from './planes.js';
 import { savePng, saveSvg } from './save.js';
@@ -24,13 +24,12 @@ function tabs() {
   const buttons = VIEWS.map((name) => element('button', {
     type: 'button', role: 'tab', id: `tab-${name}`, 'aria-controls': 'view', onclick: () => change({ view: name }),
   }, views[name].label));
-  return element('div', { role: 'tablist', 'aria-label': 'Views', class: 'tabs', onkeydown: (event) => {
-    const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
-    if (!step) return;
-    const next = VIEWS[(VIEWS.indexOf(state.view) + step + VIEWS.length) % VIEWS.length];
+  const move = (by) => () => {
+    const next = VIEWS[(VIEWS.indexOf(state.view) + by + VIEWS.length) % VIEWS.length];
     change({ view: next });
     document.getElementById(`tab-${next}`).focus();
-  } }, buttons);
+  };
+  return element('div', { role: 'tablist', 'aria-label': 'Views', class: 'tabs', ...keys({ ArrowRight: move(1), ArrowLeft: move(-1) }) }, buttons);
 }
 
 function layerControl() {
@@ -103,7 +102,7 @@ function build() {
   parts.summary = element('p', { id: 'summary', 'aria-live': 'polite' });
   parts.status = element('p', { class: 'note', role: 'status', id: 'status' });
   parts.table = element('details', {}, element('summary', {}, 'The largest values as a table'), element('div', { id: 'largest', tabindex: 0, role: 'region', 'aria-label': 'The largest values' }));
-  parts.measures = element('section', { 'aria-label': 'Measures' });
+  parts.panels = Object.fromEntries(VIEWS.map((name) => [name, element('div', { class: 'panel' })]));
   app.replaceChildren(
     element('header', {},
       element('h1', {}, data.title),
@@ -111,7 +110,7 @@ function build() {
       element('div', { class: 'bars' }, tabs(), saving()), controls(), parts.status),
     element('main', {},
       element('section', { class: 'shown', 'aria-label': 'View' }, parts.summary, parts.view, parts.table),
-      element('aside', { 'aria-label': 'Prediction and measures' }, prediction(), parts.measures)));
+      element('aside', { 'aria-label': 'Prediction and measures' }, prediction(), measures())));
 }
 
 function setControls() {
@@ -122,7 +121,7 @@ function setControls() {
   }
   parts.view.setAttribute('aria-labelledby', `tab-${state.view}`);
   parts.layer.value = state.layer;
-  parts.layerName.textContent = data.layers[state.layer].number;
+  setText(parts.layerName, String(data.layers[state.layer].number));
   parts.layer.setAttribute('aria-valuetext', layerName(state.layer));
   const { byHead } = quantityOf(state.quantity);
   for (const [number, box] of parts.heads.entries()) {
@@ -131,39 +130,32 @@ function setControls() {
   }
   for (const name of ['token', 'quantity', 'pairs', 'sort']) {
     const box = document.getElementById(name);
-    if (box) box.value = state[name];
+    if (box && box.value !== String(state[name])) box.value = state[name];
   }
 }
 
-// Each change draws; a drawing that a later change overtook is thrown away.
+// Each change draws; planes that arrive after a later change are not shown.
 let turn = 0;
 async function draw() {
   const mine = ++turn;
   setControls();
   parts.view.setAttribute('aria-busy', 'true');
   const wait = setTimeout(() => say('Computing …'), 300);
-  const fresh = element('div', { class: 'panel' });
-  const before = [...parts.view.children];
-  parts.view.append(fresh);
-  before.forEach((child) => child.remove());
-  const result = await views[state.view].draw(fresh, { ...state, heads: [...state.heads] });
+  const now = { ...state, heads: [...state.heads] };
+  const loaded = await views[now.view].load(now);
   clearTimeout(wait);
   if (mine !== turn) return;
-  shown = result;
+  const panel = parts.panels[now.view];
+  const focused = parts.view.contains(document.activeElement);
+  if (parts.view.firstChild !== panel) parts.view.replaceChildren(panel);
+  shown = views[now.view].show(panel, now, loaded);
+  // A focused control that is gone hands the focus to the tab of the view.
+  if (focused && !parts.view.contains(document.activeElement)) document.getElementById(`tab-${now.view}`).focus();
   if (parts.status.textContent === 'Computing …') say('');
-  parts.summary.textContent = result.summary;
-  const words = { all: '' }[state.pairs] ?? `, ${FILTER_NAMES[state.pairs]}`;
-  parts.table.lastChild.replaceChildren(table(`${quantityOf(state.quantity).label}, ${layerName(state.layer)}${words}`, result.header, result.rows));
+  setText(parts.summary, shown.summary);
+  const words = { all: '' }[now.pairs] ?? `, ${FILTER_NAMES[now.pairs]}`;
+  parts.table.lastChild.replaceChildren(table(`${quantityOf(now.quantity).label}, ${layerName(now.layer)}${words}`, shown.header, shown.rows));
   parts.view.removeAttribute('aria-busy');
-}
-
-function drawMeasures() {
-  const focus = document.activeElement?.textContent;
-  const inside = parts.measures.contains(document.activeElement);
-  const before = parts.measures.querySelector('.scroll')?.scrollTop ?? 0;
-  parts.measures.replaceChildren(...measures(state));
-  parts.measures.querySelector('.scroll').scrollTop = before;
-  if (inside) [...parts.measures.querySelectorAll('button')].find((each) => each.textContent === focus)?.focus();
 }
 
 start();
@@ -176,5 +168,5 @@ addEventListener('resize', () => {
   width = innerWidth;
 });
 matchMedia('(prefers-color-scheme: dark)').addEventListener('change', () => draw());
-drawMeasures();
+drawMeasures(state);
 draw().then(() => { document.documentElement.dataset.ready = 'true'; });

@@ -1,6 +1,6 @@
 // Planes: L × L numbers, row = query, column = key, for a layer, a head and a quantity.
 
-import { block, data, hasBlock, heads, length } from './data.js';
+import { block, data, format, hasBlock, heads, length, sides, tokenName } from './data.js';
 
 const size = length * length;
 const KEPT = 40;
@@ -14,7 +14,10 @@ export const QUANTITIES = [
   { name: 'attention', label: 'Attention weight', byHead: true },
   { name: 'norm', label: 'Value-weighted norm', byHead: true },
   complete && { name: 'rollout', label: 'Attention rollout', byHead: false },
-  hasBlock('relevance-0') && { name: 'gradient', label: 'Gradient × attention', byHead: false },
+  hasBlock('relevance-0') && {
+    name: 'gradient', byHead: data.relevanceByHead,
+    label: data.relevanceByHead ? 'Gradient × attention' : 'Gradient × attention, mean of heads',
+  },
 ].filter(Boolean);
 
 export const quantityOf = (name) => QUANTITIES.find((each) => each.name === name);
@@ -55,10 +58,10 @@ async function valueWeighted(layer, head) {
   return plane;
 }
 
-async function gradient(layer) {
+async function gradient(layer, head) {
   const scale = data.layers[layer].relevanceScale;
   const values = table(data.relevanceLevels).map((value) => value * scale);
-  return turned(await block(`relevance-${layer}`), 0, values);
+  return turned(await block(`relevance-${layer}`), (head ?? 0) * size, values);
 }
 
 async function meanOfHeads(layer) {
@@ -140,8 +143,54 @@ export function largest(values) {
   return most || 1;
 }
 
-// Returns the queries and keys of a head, or null if the page has none for the layer.
-export async function neurons(layer, head) {
+const LISTED = 10;
+
+// Returns the rows of a table of the largest values: head, query, key and value.
+export function largestPairs(found, state) {
+  const pass = sides(state.pairs);
+  const kept = [];
+  for (const { head, values } of found) {
+    for (let query = 0; query < length; query++) {
+      if (!pass.queries[query] || (state.token >= 0 && query !== state.token)) continue;
+      for (let key = 0; key < length; key++) {
+        const value = values[query * length + key];
+        if (!pass.keys[key] || value <= (kept.length < LISTED ? 0 : kept.at(-1).value)) continue;
+        kept.push({ head, query, key, value });
+        kept.sort((a, b) => b.value - a.value);
+        kept.length = Math.min(kept.length, LISTED);
+      }
+    }
+  }
+  return kept.map(({ head, query, key, value }) => [head ?? 'all', tokenName(query), tokenName(key), format(value)]);
+}
+
+// Returns a promise of the thumbnails of all layers and heads, as codes with 255 levels. Those of a
+// short text are the weights themselves.
+export async function thumbnails() {
+  if (hasBlock('thumbnails')) return block('thumbnails');
+  const layers = await Promise.all(data.layers.map((_, layer) => block(`weights-${layer}`)));
+  const scaled = Float32Array.from({ length: 256 }, (_, code) => Math.round((code * 255) / data.levels));
+  const codes = new Uint8Array(layers.length * heads * size);
+  layers.forEach((weights, layer) => {
+    for (let head = 0; head < heads; head++) codes.set(turned(weights, head * size, scaled), (layer * heads + head) * size);
+  });
+  return codes;
+}
+
+const decoded = new Map();
+
+// Returns a promise of the queries and keys of a head, or of null if the page has none for the layer.
+// Those of a few recent heads are kept.
+export function neurons(layer, head) {
+  const name = `${layer} ${head}`;
+  const found = decoded.get(name) ?? readNeurons(layer, head);
+  decoded.delete(name);
+  decoded.set(name, found);
+  if (decoded.size > 8) decoded.delete(decoded.keys().next().value);
+  return found;
+}
+
+async function readNeurons(layer, head) {
   const entry = data.layers[layer];
   if (!entry.neurons) return null;
   const width = data.headSize;

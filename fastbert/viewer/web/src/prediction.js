@@ -1,6 +1,6 @@
-// The prediction of the model: tokens for masks, a class, or a class for each token.
+// The prediction of the model: tokens for masks, a class, a class for each token, or an answer.
 
-import { data, tokenName } from './data.js';
+import { data, length, tokenName } from './data.js';
 import { element } from './dom.js';
 
 const percent = (share) => (share > 0 && share < 0.0005 ? '< 0.1 %' : `${(100 * share).toFixed(1)} %`);
@@ -24,13 +24,31 @@ function tokens(rows) {
       element('tbody', {}, cells)));
 }
 
+const TITLES = {
+  mask: ({ place }) => `${tokenName(place)} is`,
+  class: () => 'The class of the text',
+  span: (_, at) => (at === 0 ? 'The answer starts at' : 'The answer ends at'),
+};
+
+const OUTPUTS = {
+  mask: ({ name, place }) => `the output “${name}” at ${tokenName(place)}`,
+  class: ({ name }) => `the output “${name}”`,
+  tokens: ({ name, place }) => `the output “${name}” at ${tokenName(place)}`,
+  span: ({ label, place }) => `the logits that the answer starts at ${tokenName(label)} and ends at ${tokenName(place)}`,
+};
+
+// Says which output has the gradient, and why the heads are joined if they are.
+function gradient({ kind, chosen }) {
+  const words = `Gradient × attention belongs to ${OUTPUTS[kind](chosen)}.`;
+  if (data.relevanceByHead !== false) return words;
+  return `${words} It is the mean over the heads, because that of each head would make this file of ${length} tokens larger than ${data.limit}.`;
+}
+
 export function panel() {
   const { prediction, note } = data;
   if (!prediction) return [];
   const { kind, rows, chosen } = prediction;
-  const shown = kind === 'tokens' ? [tokens(rows)]
-    : rows.map((row) => candidates(row, kind === 'mask' ? `${tokenName(row.place)} is` : 'The class of the text'));
-  const where = kind === 'class' ? '' : ` at ${tokenName(chosen.place)}`;
-  const words = note || `Gradient × attention belongs to the output “${chosen.name}”${where}.`;
-  return [element('h2', {}, 'Prediction'), ...shown, element('p', { class: 'note' }, words)];
+  const shown = kind === 'tokens' ? [tokens(rows)] : rows.map((row, at) => candidates(row, TITLES[kind](row, at)));
+  const answer = kind === 'span' ? [element('p', {}, `Answer: ${chosen.name}`)] : [];
+  return [element('h2', {}, 'Prediction'), ...answer, ...shown, element('p', { class: 'note' }, note || gradient(prediction))];
 }

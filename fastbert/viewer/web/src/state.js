@@ -1,6 +1,6 @@
 // The state of the page, which the hash of the URL holds, and those who listen to its changes.
 
-import { data, hasPair, heads, length } from './data.js';
+import { data, hasPair, heads, length, PADDING } from './data.js';
 import { QUANTITIES, quantityOf } from './planes.js';
 
 export const VIEWS = ['model', 'head', 'neuron', 'text', 'matrix'];
@@ -42,12 +42,38 @@ export function hash() {
 
 // A document in a frame of a notebook has no URL that could be changed.
 const inFrame = location.protocol === 'about:';
+// Browsers refuse more than 100 new URLs in 30 seconds, which a held arrow key would exceed.
+const PAUSE = 350;
+let waiting = false;
+
+function writeLink() {
+  if (inFrame || waiting) return;
+  waiting = true;
+  setTimeout(() => {
+    waiting = false;
+    history.replaceState(null, '', hash());
+  }, PAUSE);
+}
 
 export function change(values) {
   Object.assign(state, values);
-  if (!inFrame) history.replaceState(null, '', hash());
+  writeLink();
   for (const listener of listeners) listener(state);
 }
+
+// Chooses the next token that is not padding, or the one before; the first one follows all tokens.
+export function step(by) {
+  const end = data.sentences.indexOf(PADDING);
+  const count = end < 0 ? length : end;
+  change({ token: state.token < 0 ? 0 : Math.max(0, Math.min(count - 1, state.token + by)) });
+}
+
+// The key bindings of a view with a query token.
+export const tokenKeys = {
+  ArrowLeft: () => step(-1),
+  ArrowRight: () => step(1),
+  Escape: () => change({ token: -1 }),
+};
 
 export const listen = (listener) => listeners.push(listener);
 

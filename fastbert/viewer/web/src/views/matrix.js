@@ -2,10 +2,10 @@
 
 import { select as pick } from 'd3-selection';
 import { zoom, zoomIdentity } from 'd3-zoom';
-import { allowed, data, format, inSentences, length, tokenName } from '../data.js';
-import { element, perFrame, shortened, sized, themed, vector } from '../dom.js';
-import { HIDDEN, sequential } from '../colour.js';
-import { largest, mean, planesOf } from '../planes.js';
+import { allowed, data, format, length, reason, sides, tokenName, windowNote } from '../data.js';
+import { element, keys, perFrame, shortened, sized, themed, vector } from '../dom.js';
+import { faint, HIDDEN, sequential } from '../colour.js';
+import { largest, largestPairs, mean, planesOf } from '../planes.js';
 
 export const label = 'Matrix';
 const MARGIN = 84;
@@ -15,12 +15,13 @@ function bitmap(values, state, most) {
   const canvas = element('canvas', { width: length, height: length });
   const pen = canvas.getContext('2d');
   const image = pen.createImageData(length, length);
+  const pixels = new Uint32Array(image.data.buffer);
+  const pass = sides(state.pairs);
   for (let query = 0; query < length; query++) {
     for (let key = 0; key < length; key++) {
       const at = query * length + key;
-      const hidden = !allowed(state.layer, query, key);
-      image.data.set(hidden ? HIDDEN : sequential(values[at] / most), 4 * at);
-      image.data[4 * at + 3] = inSentences(state.pairs, query, key) ? 255 : 60;
+      const colour = allowed(state.layer, state.quantity, query, key) ? sequential(values[at] / most) : HIDDEN;
+      pixels[at] = pass.queries[query] && pass.keys[key] ? colour : faint(colour);
     }
   }
   pen.putImageData(image, 0, 0);
@@ -53,6 +54,7 @@ function axis(pen, transform, side, vertical) {
 function paint() {
   const { canvas, picture, side, transform, cell } = shown;
   const pen = sized(canvas, side + MARGIN, side + MARGIN);
+  pen.save();
   pen.fillStyle = themed('--text');
   axis(pen, transform, side, true);
   axis(pen, transform, side, false);
@@ -66,12 +68,14 @@ function paint() {
   pen.strokeStyle = '#ff3b30';
   pen.lineWidth = 2;
   pen.strokeRect(cell.key * step, cell.query * step, step, step);
+  pen.restore();
 }
 
 function tell() {
   const { cell, values, state, note } = shown;
   const value = values[cell.query * length + cell.key];
-  const what = allowed(state.layer, cell.query, cell.key) ? format(value) : 'hidden (padding or outside the window)';
+  const seen = allowed(state.layer, state.quantity, cell.query, cell.key);
+  const what = seen ? format(value) : reason(state.layer, cell.query, cell.key);
   note.textContent = `Query ${tokenName(cell.query)}, key ${tokenName(cell.key)}: ${what}`;
 }
 
@@ -81,15 +85,19 @@ function moveTo(query, key) {
   shown.again();
 }
 
-function keys(event) {
-  const { query, key } = shown.cell;
+const by = (queries, keys) => (event) => {
   const step = event.shiftKey ? 10 : 1;
-  const moves = { ArrowUp: [-step, 0], ArrowDown: [step, 0], ArrowLeft: [0, -step], ArrowRight: [0, step] };
-  if (event.key === '+' || event.key === '-') scale(event.key === '+' ? 1.5 : 1 / 1.5);
-  else if (moves[event.key]) moveTo(query + moves[event.key][0], key + moves[event.key][1]);
-  else return;
-  event.preventDefault();
-}
+  moveTo(shown.cell.query + queries * step, shown.cell.key + keys * step);
+};
+
+const moves = keys({
+  ArrowUp: by(-1, 0),
+  ArrowDown: by(1, 0),
+  ArrowLeft: by(0, -1),
+  ArrowRight: by(0, 1),
+  '+': () => scale(1.5),
+  '-': () => scale(1 / 1.5),
+});
 
 function scale(factor) {
   shown.zooming.scaleBy(pick(shown.canvas), factor);
@@ -107,50 +115,55 @@ function button(text, name, work) {
   return element('button', { type: 'button', 'aria-label': name, onclick: work }, text);
 }
 
-export async function draw(panel, state) {
-  const values = mean(await planesOf(state));
-  const most = largest(values);
-  const canvas = element('canvas', { tabindex: 0, role: 'img', 'aria-label': 'Matrix of queries and keys; the arrow keys move the cell, plus and minus zoom', onkeydown: keys });
+function build(panel) {
+  const canvas = element('canvas', {
+    tabindex: 0, role: 'img', 'aria-label': 'Matrix of queries and keys; the arrow keys move the cell, plus and minus zoom',
+    onpointermove: (event) => {
+      const [query, key] = under(event);
+      if (query >= 0 && query < length && key >= 0 && key < length) moveTo(query, key);
+    },
+    ...moves,
+  });
   const note = element('p', { class: 'note', role: 'status' });
   const controls = element('div', { class: 'row' },
     button('+', 'Zoom in', () => scale(1.5)), button('−', 'Zoom out', () => scale(1 / 1.5)),
     button('Fit', 'Fit the whole matrix', () => shown.zooming.transform(pick(canvas), zoomIdentity)));
   panel.replaceChildren(controls, note, canvas);
-  const side = Math.max(160, Math.min(panel.clientWidth - MARGIN, 720));
-  const cell = { query: Math.max(0, state.token), key: 0 };
-  shown = { canvas, values, state, side, note, cell, transform: zoomIdentity, picture: bitmap(values, state, most) };
-  shown.again = perFrame(paint);
-  shown.zooming = zoom().scaleExtent([1, Math.max(1, length / 6)]).extent([[0, 0], [side, side]])
-    .translateExtent([[0, 0], [side, side]])
-    .on('zoom', ({ transform }) => {
-      shown.transform = transform;
-      shown.again();
-    });
-  pick(canvas).call(shown.zooming);
-  canvas.addEventListener('pointermove', (event) => {
-    const [query, key] = under(event);
-    if (query >= 0 && query < length && key >= 0 && key < length) moveTo(query, key);
+  const zooming = zoom().scaleExtent([1, Math.max(1, length / 6)]).on('zoom', ({ transform }) => {
+    // The zoom counts from the corner of the canvas, the drawing from the corner of the matrix.
+    const { k, x, y } = transform;
+    shown.transform = { k, x: x + (k - 1) * MARGIN, y: y + (k - 1) * MARGIN };
+    shown.again();
   });
+  pick(canvas).call(zooming);
+  return { canvas, note, zooming, transform: zoomIdentity, again: perFrame(paint) };
+}
+
+export const load = planesOf;
+
+export function show(panel, state, planes) {
+  shown ??= build(panel);
+  // A change of the query token moves the cell, but leaves the values.
+  const name = [state.quantity, state.layer, state.heads, state.pairs].join(' ');
+  if (shown.name !== name) {
+    const values = mean(planes);
+    const most = largest(values);
+    const head = planes.length > 1 ? 'mean' : planes[0].head;
+    const rows = largestPairs([{ head, values }], { ...state, token: -1 }).map(([, ...row]) => row);
+    Object.assign(shown, { name, values, most, rows, picture: bitmap(values, state, most) });
+  }
+  const side = Math.max(160, Math.min(panel.clientWidth - MARGIN, 720));
+  const inside = [[MARGIN, MARGIN], [MARGIN + side, MARGIN + side]];
+  shown.zooming.extent(inside).translateExtent(inside);
+  const moved = shown.state?.token !== state.token;
+  const cell = moved ? { query: Math.max(0, state.token), key: shown.cell?.key ?? 0 } : shown.cell;
+  Object.assign(shown, { state, side, cell });
   paint();
   tell();
   return {
-    summary: `Rows are queries and columns are keys; the lightest colour is ${format(most)}, and grey is hidden.`,
-    picture, header: ['query', 'key', 'value'], rows: top(values, state),
+    summary: `Rows are queries and columns are keys; the lightest colour is ${format(shown.most)}, and grey is hidden.${windowNote(state)}`,
+    picture, header: ['query', 'key', 'value'], rows: shown.rows,
   };
-}
-
-function top(values, state) {
-  const order = Array.from(values.keys()).filter((at) => inSentences(state.pairs, Math.floor(at / length), at % length));
-  let kept = [];
-  let least = 0;
-  for (const at of order) {
-    if (kept.length === 10 && values[at] <= least) continue;
-    kept.push(at);
-    kept.sort((a, b) => values[b] - values[a]);
-    kept = kept.slice(0, 10);
-    least = values[kept.at(-1)];
-  }
-  return kept.map((at) => [tokenName(Math.floor(at / length)), tokenName(at % length), format(values[at])]);
 }
 
 function picture() {

@@ -1,10 +1,10 @@
 // The attention of a token, or of all tokens, over the words; the pieces of a word are joined.
 
-import { data, format, inSentences, length, PADDING, tokenName } from '../data.js';
-import { element, isDark, shortened, vector } from '../dom.js';
+import { data, format, length, PADDING, sides, tokenName, windowNote } from '../data.js';
+import { element, isDark, keys, perFrame, shortened, vector } from '../dom.js';
 import { css, heat, ink } from '../colour.js';
 import { mean, planesOf } from '../planes.js';
-import { change } from '../state.js';
+import { change, tokenKeys } from '../state.js';
 
 export const label = 'Text';
 let drawn = null;
@@ -30,43 +30,88 @@ function unitsOfText() {
 
 export const UNITS = unitsOfText();
 const unitOf = (token) => UNITS.find(({ tokens }) => tokens.includes(token));
+const real = data.tokens.map((_, token) => token).filter((token) => data.sentences[token] !== PADDING);
 
 // A word receives the sum of what its pieces receive, and sends the mean of what they send.
 export function received(values, state) {
-  const senders = state.token >= 0 ? unitOf(state.token).tokens : data.tokens.map((_, token) => token).filter((token) => data.sentences[token] !== PADDING);
+  const senders = state.token >= 0 ? unitOf(state.token).tokens : real;
+  const pass = sides(state.pairs);
   return UNITS.map(({ tokens }) => {
     let sum = 0;
     for (const query of senders) {
-      for (const key of tokens) if (inSentences(state.pairs, query, key)) sum += values[query * length + key];
+      if (!pass.queries[query]) continue;
+      for (const key of tokens) if (pass.keys[key]) sum += values[query * length + key];
     }
     return sum / senders.length;
   });
 }
 
-function word(unit, share, value, state) {
-  const colour = heat(share, isDark());
-  const chosen = state.token >= 0 && unit.tokens.includes(state.token);
-  const attributes = {
-    class: `word${chosen ? ' chosen' : ''}${unit.sentence === PADDING ? ' padding' : ''}`,
-    style: `background:${css(colour)};color:${ink(colour)}`, title: format(value),
-  };
-  if (unit.sentence === PADDING) return element('span', attributes, unit.text);
+// A pointer on a word shows what the word attends to, as long as it is there.
+function word(unit) {
+  if (unit.sentence === PADDING) return element('span', { class: 'word padding' }, unit.text);
   return element('button', {
-    ...attributes, type: 'button', 'aria-pressed': String(chosen), 'aria-label': `${unit.text}: ${format(value)}`,
-    onclick: () => change({ token: chosen ? -1 : unit.tokens[0] }),
+    class: 'word', type: 'button', onclick: () => change({ token: unit === chosen() ? -1 : unit.tokens[0] }),
+    onpointerenter: () => preview(unit.tokens[0]), onpointerleave: () => preview(null),
   }, unit.text);
 }
 
-export async function draw(panel, state) {
-  const values = received(mean(await planesOf(state)), state);
+const chosen = () => (drawn.state.token >= 0 ? unitOf(drawn.state.token) : null);
+
+function preview(token) {
+  drawn.hovered = token;
+  drawn.again();
+}
+
+// Moves the query and the focus to the next word, or to the one before.
+function move(by) {
+  const words = UNITS.filter(({ sentence }) => sentence !== PADDING);
+  const at = chosen() === null ? -1 : words.indexOf(chosen());
+  const next = words[Math.max(0, Math.min(words.length - 1, at + by))];
+  change({ token: next.tokens[0] });
+  drawn.nodes[UNITS.indexOf(next)].focus();
+}
+
+function build(panel) {
+  const nodes = UNITS.map(word);
+  const moves = keys({ ArrowLeft: () => move(-1), ArrowRight: () => move(1), Escape: tokenKeys.Escape });
+  panel.replaceChildren(element('div', { class: 'words', role: 'group', 'aria-label': 'The text; a word shows what it attends to, left and right choose a word', ...moves }, nodes));
+  return { nodes, hovered: null, again: perFrame(paint) };
+}
+
+// Colours the words by what they receive from the query token.
+function paint() {
+  const { nodes, state } = drawn;
+  const values = received(drawn.plane, { ...state, token: drawn.hovered ?? state.token });
   const most = Math.max(...values) || 1;
-  panel.replaceChildren(element('div', { class: 'words', role: 'group', 'aria-label': 'The text; a word shows what it attends to' },
-    UNITS.map((unit, at) => word(unit, values[at] / most, values[at], state))));
-  drawn = { values, most, width: Math.min(panel.clientWidth, 900) };
+  const dark = isDark();
+  UNITS.forEach((unit, at) => {
+    const node = nodes[at];
+    const colour = heat(values[at] / most, dark);
+    node.style.background = css(colour);
+    node.style.color = ink(colour);
+    node.title = format(values[at]);
+    node.classList.toggle('chosen', unit === chosen());
+    if (unit.sentence === PADDING) return;
+    node.tabIndex = unit === (chosen() ?? UNITS[0]) ? 0 : -1;
+    node.setAttribute('aria-pressed', String(unit === chosen()));
+    node.setAttribute('aria-label', `${unit.text}: ${format(values[at])}`);
+  });
+  Object.assign(drawn, { values, most });
+}
+
+export const load = async (state) => mean(await planesOf(state));
+
+export function show(panel, state, plane) {
+  drawn ??= build(panel);
+  // A new query token is shown even if the pointer rests on another word.
+  if (drawn.state?.token !== state.token) drawn.hovered = null;
+  Object.assign(drawn, { plane, state, width: Math.min(panel.clientWidth, 900) });
+  paint();
+  const values = received(plane, state);
   const from = state.token >= 0 ? `From “${unitOf(state.token).text}”` : 'On average over all tokens';
   const order = values.map((_, at) => at).sort((a, b) => values[b] - values[a]);
   return {
-    summary: `${from}, most goes to “${UNITS[order[0]].text}” (${format(values[order[0]])}). The strongest colour is ${format(most)}.`,
+    summary: `${from}, most goes to “${UNITS[order[0]].text}” (${format(values[order[0]])}), which has the strongest colour.${windowNote(state)}`,
     picture, header: ['word', 'tokens', 'value'],
     rows: order.slice(0, 10).map((at) => [UNITS[at].text, UNITS[at].tokens.slice(0, 4).map(tokenName).join(' '), format(values[at])]),
   };

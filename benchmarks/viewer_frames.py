@@ -1,0 +1,193 @@
+"""Frames of the page of ``fastbert view`` while it moves: scrolling, panning, zooming, new tokens.
+
+    python -m benchmarks.viewer_frames --out FOLDER
+
+The page has 512 tokens, 12 layers and 12 heads of BERT-base with random weights. A motion makes one
+step in each frame, as a wheel, a pointer or a held key does. The rate counts the frames that the
+browser shows, which depends on the load of the machine. The work is the time of the main thread of
+the page per frame on a processor, which depends on the load less.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import shutil
+import statistics
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.viewer import BROWSER, page_of
+from fastbert.bench import machine
+
+FRAMES = 120
+# A frame that comes within 20 ms is in time for 60 frames per second.
+LATEST = 20.0
+
+
+class Motion(NamedTuple):
+    """A motion of a view.
+
+    Attributes:
+        view: Name of the view.
+        step: JavaScript that makes step number `i`; `find` is querySelector.
+        heads: Heads that are chosen.
+        token: The query token.
+    """
+
+    view: str
+    step: str
+    heads: str = "0"
+    token: int = -1
+
+
+ALL_HEADS = ".".join(map(str, range(12)))
+SCROLL = "(find('#view .scroll') ?? document.scrollingElement).scrollTop += 24"
+MOVE = """
+const box = target.getBoundingClientRect();
+const [clientX, clientY] = [box.left + x, box.top + y];
+target.dispatchEvent(new PointerEvent('pointermove', {clientX, clientY, bubbles: true}));"""
+DRAG = """
+const target = find('#view canvas');
+const box = target.getBoundingClientRect();
+if (i === 0) find('[aria-label="Zoom in"]').click();
+const [clientX, clientY] = [box.left + 400 + 1.5 * i, box.top + 400 + i];
+const type = i === 0 ? 'mousedown' : 'mousemove';
+const event = new MouseEvent(type, {clientX, clientY, bubbles: true, view: window});
+(i === 0 ? target : window).dispatchEvent(event);"""
+WHEEL = """
+const target = find('#view canvas');
+const box = target.getBoundingClientRect();
+const [clientX, clientY] = [box.left + 300, box.top + 300];
+const deltaY = i < 60 ? -40 : 40;
+target.dispatchEvent(new WheelEvent('wheel', {clientX, clientY, deltaY, cancelable: true}));"""
+
+
+def _press(selector: str, key: str) -> str:
+    event = f"new KeyboardEvent('keydown', {{key: '{key}', bubbles: true, cancelable: true}})"
+    return f"find('{selector}').dispatchEvent({event})"
+
+
+HOVER_WORDS = """
+const words = document.querySelectorAll('#view button.word');
+words[i % words.length].dispatchEvent(new PointerEvent('pointerenter'));"""
+
+MOTIONS = {
+    "model, scrolling": Motion("model", SCROLL),
+    "head, scrolling": Motion("head", SCROLL),
+    "head, scrolling with 12 heads": Motion("head", SCROLL, ALL_HEADS),
+    "head, pointer over tokens": Motion(
+        "head", f"const [target, x, y] = [find('#view canvas'), 40, 20 + 4 * i];{MOVE}", ALL_HEADS
+    ),
+    "head, arrow keys": Motion("head", _press("#view .scroll", "ArrowRight"), ALL_HEADS, 3),
+    "neuron, scrolling": Motion("neuron", SCROLL),
+    "neuron, arrow keys": Motion("neuron", _press("#view .scroll", "ArrowRight"), token=3),
+    "text, scrolling": Motion("text", SCROLL),
+    "text, pointer over words": Motion("text", HOVER_WORDS, ALL_HEADS),
+    "text, arrow keys": Motion("text", _press("#view .words", "ArrowRight"), token=3),
+    "matrix, dragging": Motion("matrix", DRAG),
+    "matrix, zooming": Motion("matrix", WHEEL),
+    "matrix, pointer over cells": Motion(
+        "matrix", f"const [target, x, y] = [find('#view canvas'), 100 + 3 * i, 100 + 2 * i];{MOVE}"
+    ),
+    "matrix, arrow keys": Motion("matrix", _press("#view canvas", "ArrowRight")),
+}
+
+RUN = """([body, frames]) => new Promise((done) => {
+  const find = (selector) => document.querySelector(selector);
+  const move = new Function('i', 'find', body);
+  const times = [];
+  const step = (now) => {
+    times.push(now);
+    if (times.length > frames) return done(times.slice(1).map((time, i) => time - times[i]));
+    move(times.length - 1, find);
+    requestAnimationFrame(step);
+  };
+  requestAnimationFrame(step);
+})"""
+
+
+def measure(tab: Any, page: str, motion: Motion, layer: int = 11) -> dict[str, float]:
+    """Run a motion on a page, and return its frames.
+
+    Args:
+        tab: A page of playwright whose browser is Chromium.
+        page: URL of the file, without a hash.
+        motion: The motion.
+        layer: Number of the layer in the page.
+
+    Returns:
+        The ``rate`` per second by the median frame, the share of frames ``in_time``, the
+        ``longest`` frame in ms, and the ``work`` per frame in ms.
+    """
+    tab.goto("about:blank")
+    state = f"view={motion.view}&layer={layer}&heads={motion.heads}&token={motion.token}"
+    tab.goto(f"{page}#{state}")
+    tab.wait_for_selector("html[data-ready]")
+    tab.wait_for_timeout(700)
+    session = tab.context.new_cdp_session(tab)
+    session.send("Performance.enable", {"timeDomain": "threadTicks"})
+    before = _work(session)
+    gaps = tab.evaluate(RUN, [motion.step, FRAMES])
+    work = _work(session) - before
+    session.detach()
+    return {
+        "rate": 1000 / statistics.median(gaps),
+        "in_time": sum(gap <= LATEST for gap in gaps) / len(gaps),
+        "longest": max(gaps),
+        "work": 1000 * work / len(gaps),
+    }
+
+
+def _work(session: Any) -> float:
+    found = session.send("Performance.getMetrics")["metrics"]
+    return next(each["value"] for each in found if each["name"] == "TaskDuration")
+
+
+def table(rows: dict[str, dict[str, float]]) -> str:
+    """Return the frames of all motions as a Markdown table."""
+    lines = [
+        "| motion | frames per second | frames in time | longest frame | work per frame |",
+        "|---|---|---|---|---|",
+    ]
+    for name, row in rows.items():
+        cells = [name, f"{row['rate']:.0f}", f"{100 * row['in_time']:.0f} %"]
+        cells += [f"{row['longest']:.0f} ms", f"{row['work']:.1f} ms"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure all motions and write ``frames.json`` and ``frames.md``."""
+    from playwright.sync_api import sync_playwright
+
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder that receives the results")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    page = (options.out / "page.html").resolve()
+    page.write_text(page_of("fastbert", 512), encoding="utf-8")
+    before = os.getloadavg()[0]
+    rows = {}
+    with sync_playwright() as started:
+        program = shutil.which("chromium")
+        browser = started.chromium.launch(executable_path=program, args=list(BROWSER))
+        tab = browser.new_context(viewport={"width": 1280, "height": 900}).new_page()
+        for name, motion in MOTIONS.items():
+            rows[name] = measure(tab, page.as_uri(), motion)
+            print(name, json.dumps(rows[name]), flush=True)
+        version = browser.version
+        browser.close()
+    page.unlink()
+    about = dataclasses.asdict(machine.describe())
+    load = [before, os.getloadavg()[0]]
+    record = {"machine": about, "chromium": version, "load": load, "rows": rows}
+    text = json.dumps(record, indent=2, default=str)
+    (options.out / "frames.json").write_text(text + "\n", encoding="utf-8")
+    (options.out / "frames.md").write_text(table(rows) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
