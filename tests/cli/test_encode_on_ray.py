@@ -81,22 +81,30 @@ def test_each_shard_becomes_the_file_of_the_plain_command(
     assert np.array_equal(embeddings(out / "b.parquet"), missing)
     assert before == {name: (out / name).stat().st_mtime_ns for name in before}
 
+    # Other spellings of the same options are no other options.
+    same = ("--normalize", "--layers", "1,2", "--combine", "sum", "--pooling", "mean")
+    result = run("encode", model_folder, shards, out, "--ray", "auto", *same, "--json")
+    assert result.exit_code == 0, result.output
+    assert '"resumed": 3' in result.stdout
+
     # Another option, or other texts, would mix two kinds of rows.
     message = refused("encode", model_folder, shards, out, "--ray", "auto", "--pooling", "cls")
-    assert "begun with another options" in message
+    assert "begun with another layers, combine, pooling, normalize, allowed" in message
     others = ("--normalize", "--layers", "0,2", "--combine", "sum")
     message = refused("encode", model_folder, shards, out, "--ray", "auto", *others)
-    assert "begun with another options" in message
+    assert "begun with another layers, allowed" in message
     (shards / "b.jsonl").write_text('{"text": "another"}\n')
     message = refused("encode", model_folder, shards, out, "--ray", "auto", *OPTIONS)
     assert "begun with another texts" in message
 
 
-def test_a_killed_worker_costs_its_batch_only(cluster, run, model_folder, tmp_path):
+@pytest.mark.parametrize("count", [3000, pytest.param(25_000, marks=pytest.mark.every_case)])
+def test_a_killed_worker_costs_its_batch_only(cluster, run, model_folder, tmp_path, count):
+    """Four files of texts give the bytes of the plain command, although a worker is killed."""
     source, out = tmp_path / "texts", tmp_path / "out"
     source.mkdir()
     for number in range(4):
-        lines = sentences(3000, number)
+        lines = sentences(count, number)
         (source / f"{number}.txt").write_text("\n".join(lines) + "\n")
     killed: list[int] = []
     finished = threading.Event()
