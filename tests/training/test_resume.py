@@ -148,6 +148,38 @@ def test_a_finished_run_stays_as_it_is(settings, corpus):
     assert again.evaluation == first.evaluation
 
 
+@pytest.mark.parametrize("ending", [KeyboardInterrupt, OSError])
+def test_a_run_that_ends_between_its_last_checkpoint_and_its_model_is_completed(
+    settings, corpus, monkeypatch, tmp_path, ending
+):
+    whole, options = settings(output=tmp_path / "whole", ema=0.9), settings(ema=0.9)
+    run(whole, corpus)
+    write = training_run.save_checkpoint
+
+    def end(folder, model, tokenizer):
+        if (folder.parent / "checkpoints" / f"step-{STEPS:08d}").exists():
+            raise ending("no space")
+        write(folder, model, tokenizer)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training_run, "save_checkpoint", end)
+        with pytest.raises(ending) as failure:
+            run(options, corpus)
+    if ending is OSError:
+        told = "the model: no space; kept: log.jsonl, curves.png, the checkpoint of step 14"
+        assert str(failure.value).endswith(told)
+    names = ("model/model.safetensors", "model/config.json", "model/tokenizer.json")
+    assert (options.folder / names[0]).read_bytes() != (whole.folder / names[0]).read_bytes()
+    (options.folder / "model" / "notes.txt").write_text("mine")
+    assert "resumed after step 14 of 14" in run(options, corpus)[1]
+    for name in names:
+        assert (options.folder / name).read_bytes() == (whole.folder / name).read_bytes()
+    # A model that is complete stays as it is.
+    (options.folder / "model" / "notes.txt").write_text("mine")
+    run(options, corpus)
+    assert (options.folder / "model" / "notes.txt").exists()
+
+
 def test_overwrite_starts_anew(settings, corpus, monkeypatch):
     run(settings(seed=5), corpus)
     options = settings(overwrite=True)
