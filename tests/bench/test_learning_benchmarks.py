@@ -192,6 +192,7 @@ def test_attention_classifiers_on_a_given_folder(tmp_path):
     write_reviews(reviews, 20)
     small = ["--heads", 2, 4, "--layers", 1, "--hidden-size", 16, "--epochs", 2]
     small += ["--pretrained-epochs", 1, "--max-length", 64, "--vocab-size", 300]
+    small += ["--learning-rate", 1e-3, "--pretrained-rate", 1e-3]
     generated = run(
         *("benchmarks.attention_classifiers", "--out", tmp_path / "a", "--count", 20),
         *("--pretrain-steps", 2, *small),
@@ -200,7 +201,7 @@ def test_attention_classifiers_on_a_given_folder(tmp_path):
     model = tmp_path / "a" / "pretrained" / "run" / "model"
     run(
         *("benchmarks.attention_classifiers", "--out", tmp_path / "b", "--reviews", reviews),
-        *("--pretrained", model, *small, "--learning-rate", 1e-3, "--pretrained-rate", 1e-3),
+        *("--pretrained", model, *small),
     )
     first, second = (
         json.loads((tmp_path / name / "attention_classifiers.json").read_text()) for name in "ab"
