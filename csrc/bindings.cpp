@@ -7,6 +7,7 @@
 #include <pybind11/stl.h>
 #include <torch/version.h>
 
+#include <iterator>
 #include <optional>
 #include <string>
 
@@ -46,6 +47,17 @@ void set_cpu_isa(const std::optional<std::string>& level) {
   fastbert::cpu::set_level(level ? level->c_str() : nullptr);
 }
 
+constexpr const char* kSchedules[] = {"in_turn", "overlapped", "fetched"};
+
+void set_tile_schedule(const std::string& name) {
+  for (size_t i = 0; i < std::size(kSchedules); ++i) {
+    if (name != kSchedules[i]) continue;
+    fastbert::cpu::tile_schedule = (fastbert::cpu::TileSchedule)i;
+    return;
+  }
+  TORCH_CHECK_VALUE(false, "name: got '", name, "', allowed: in_turn, overlapped, fetched");
+}
+
 // pybind11 does not know c10's exceptions and would raise each of them as RuntimeError.
 void translate(std::exception_ptr pointer) {
   try {
@@ -71,6 +83,12 @@ PYBIND11_MODULE(_C, m) {
         "Sets the instruction-set level of this process. None restores the level that "
         "FASTBERT_CPU_ISA names or, if it is unset, the best level. Raises ValueError if the level "
         "is unknown or not supported.");
+  m.def(
+      "tile_schedule", [] { return kSchedules[(size_t)fastbert::cpu::tile_schedule]; },
+      "Returns how kernels on AMX tiles arrange their work: in_turn, overlapped or fetched.");
+  m.def("set_tile_schedule", set_tile_schedule, py::arg("name"),
+        "Sets how kernels on AMX tiles arrange their work in this process. The results keep their "
+        "bits. Raises ValueError if the name is unknown.");
   fastbert::bind_unchanged(m);
   fastbert::ptx::bind(m);
 }

@@ -96,11 +96,11 @@ def _dlogits_kernel(
     total = tl.load(sums_ptr + places, mask=labelled, other=1.0)
     dloss = tl.load(dloss_ptr + rows.to(tl.int64) * stride_dloss, mask=labelled, other=0.0)
     if IS_MEAN:
-        dloss /= count.to(tl.float32)
+        dloss = tl.div_rn(dloss, count.to(tl.float32))
     exponentials = tl.exp2((logits - highest[:, None]) * LOG2E)
     # p g - g instead of (p - 1) g has one rounding where p is small.
     own = tl.where(cols[None, :] == labels[:, None], dloss[:, None], 0.0)
-    dlogits = exponentials * (dloss / total)[:, None] - own
+    dlogits = exponentials * tl.div_rn(dloss, total)[:, None] - own
     # A row beyond the count is a copy of another row, which may hold NaN.
     dlogits = tl.where(labelled[:, None], dlogits, 0.0)
     offsets = places.to(tl.int64)[:, None] * stride_dlogits_row + chunk_cols[None, :]

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cpu import accuracy, breakdown, encoder, report, training
+from benchmarks.cpu import accuracy, breakdown, encoder, report, tiles, training
 from benchmarks.cpu.ceilings import Ceilings, measure
 from benchmarks.cpu.contest import TOO_LONG_S, CpuRow, Setting, padded_flops
 from benchmarks.cpu.runtimes import BF16, RUNTIMES
@@ -29,6 +29,8 @@ from fastbert.bench.machine import cpu_cores, describe
 SECTIONS = report.ORDER
 # Seconds for the turns of one match, of one training contest, and of the breakdown of one shape.
 TURNS_S, STEPS_S, BREAKDOWN_S = 5.0, 10.0, 2.0
+# Seconds for the schedules of one call on tiles.
+TILES_S = 1.5
 # Seconds for the estimate: start and parity gate of a worker, a conversion, a compilation.
 START_S, CONVERT_S, COMPILE_S = 2.5, 25.0, 80.0
 # Mean calls of an engine at a shape: slow engines are called twice, the others four times.
@@ -130,6 +132,12 @@ def measured(
         setting.seconds = 0.0 if quick else BREAKDOWN_S
         scale = encoder.QUICK if quick else encoder.SCALES["bert-base"]
         return {"rows": breakdown.run(scale, setting, threads)}, []
+    elif section == "tiles":
+        content = tiles.run(0.0 if quick else TILES_S, setting.notify, quick=quick)
+        if content["fastest"] is not None and not quick:
+            tiles.keep(content["fastest"], describe())
+            setting.notify(f"written: {tiles.CHOICE}: {content['fastest']}")
+        return content, []
     else:
         return {"result": accuracy.run(setting.notify, 16 if quick else accuracy.MOST)}, []
     return {"rows": [to_dict(row) for row in rows]}, rows
@@ -167,6 +175,8 @@ def estimate(section: str, ceilings: Ceilings) -> float:
         return 6 * START_S + step * (
             2 * CALLS * 2 / fp32 + 2 * (1 if bf16 < fp32 / 3 else 3) / bf16
         )
+    if section == "tiles":
+        return TILES_S * (2 * len(tiles.PRODUCTS) + len(tiles.ATTENTION)) * tiles.has_tiles()
     if section == "breakdown":
         flops = sum(m.shape.flops for m in encoder.matches(encoder.SCALES["bert-base"]))
         return 2 * (2 * START_S + 5.5 * flops / fp32 + 4 * BREAKDOWN_S)

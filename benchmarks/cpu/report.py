@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cpu import accuracy, breakdown
+from benchmarks.cpu import accuracy, breakdown, tiles
 from fastbert.bench.machine import Machine
 from fastbert.bench.plots import plot_matches
 
 PAGE = "cpu.md"
 CONTESTS = ("bert-base", "minilm", "training")
-ORDER = (*CONTESTS, "breakdown", "int8")
+ORDER = ("tiles", *CONTESTS, "breakdown", "int8")
 
 
 def write(folder: Path, content: Mapping[str, Any], machine: Machine) -> None:
@@ -45,6 +45,8 @@ def page(folder: Path) -> Iterator[str]:
             yield from contest_lines(content["rows"])
         elif section == "breakdown":
             yield from breakdown.lines(content["rows"])
+        elif section == "tiles":
+            yield from tiles.lines(content)
         else:
             yield ""
             yield from accuracy.lines(content["result"])

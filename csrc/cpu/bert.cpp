@@ -167,9 +167,10 @@ std::tuple<std::vector<at::Tensor>, int64_t> bert(
     with_context("embedding", embed);
     OptionalTensor cu_seqlens;
     if (tokens.padded()) cu_seqlens = tokens.cu_seqlens;
-    rows = encoder(rows, parameters, {}, cu_seqlens, std::nullopt, std::nullopt, tokens.batch,
-                   tokens.longest, heads, projections, eps, activation, dtype, false)
-               .back();
+    rows =
+        encoder(rows, parameters, {}, cu_seqlens, std::nullopt, std::nullopt, {}, {}, tokens.batch,
+                tokens.longest, heads, projections, 1, false, eps, activation, dtype, false)
+            .back();
     if (!pooler.empty()) with_context("pooler", pool);
   };
   if (worth_a_team(tokens.ids.size(0), parameters)) {

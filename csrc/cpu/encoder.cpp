@@ -2,6 +2,7 @@
 // there is neither Python nor a dispatcher. torch releases Python's global lock during the call, so
 // threads can run models side by side.
 
+#include <algorithm>
 #include <cmath>
 #include <vector>
 
@@ -11,35 +12,53 @@
 namespace fastbert::cpu {
 namespace {
 
-// The place of a linear layer's first tensor in each list of its encoder layer, if one projection
-// computes q, k and v. `parameters` holds the weight, then the bias; `scales` holds an int8
-// weight's scale, then its column sums.
-struct Place {
-  size_t parameters, scales;
-};
-
-constexpr Place kQkv = {0, 0}, kProjection = {2, 2}, kInner = {6, 4}, kOuter = {8, 6};
-constexpr size_t kFirstNorm = 4, kSecondNorm = 10;  // weight, then bias
-constexpr size_t kParameters = 12, kScales = 8;
+// The place of an int8 linear layer's scale, before its column sums, among the scales of a layer.
+constexpr size_t kQkvScale = 0, kProjectionScale = 2, kInnerScale = 4, kOuterScale = 6;
+constexpr size_t kParameters = 12, kScales = 8;  // of a layer whose linear layers have one weight
 
 // The division of the rows into sequences, and the settings that every layer shares.
 struct Stack {
   const OptionalTensor &cu_seqlens, &mask, &bias;
+  at::TensorList rotations;  // cosines and sines of each layer
+  at::IntArrayRef windows;   // of each layer
   int64_t batch, max_seqlen, heads;
-  int64_t projections;  // linear layers that compute q, k and v
+  int64_t projections, inner_projections;  // weights of q, k and v, and of the inner product
+  bool pre_norm;
   double eps;
   const std::string& activation;
   at::ScalarType dtype;  // of the products; hidden states keep their own dtype
 };
 
-struct Layer {
-  const at::Tensor* qkv;         // the weights of the projections, then their biases
-  const at::Tensor* parameters;  // the tensors at their places for one projection
-  const at::Tensor* scales;      // null if the weights are floating
-};
+bool is_gated(const std::string& activation) {
+  return activation == "geglu" || activation == "swiglu";
+}
 
 // The number of parameters of a layer.
-size_t parameters_of(const Stack& s) { return kParameters + 2 * ((size_t)s.projections - 1); }
+size_t parameters_of(const Stack& s) {
+  return kParameters + 2 * (size_t)(s.projections + s.inner_projections - 2);
+}
+
+// The tensors of a layer: the weights of each linear layer and then as many biases; the weight and
+// the bias of each norm. A tensor without elements is absent.
+struct Layer {
+  size_t number;
+  const at::Tensor *qkv, *projection, *first_norm, *inner, *outer, *second_norm;
+  const at::Tensor* scales;  // null if the weights are floating
+
+  Layer(size_t i, at::TensorList parameters, at::TensorList all_scales, const Stack& s)
+      : number(i),
+        qkv(&parameters[i * parameters_of(s)]),
+        projection(qkv + 2 * s.projections),
+        first_norm(projection + 2),
+        inner(first_norm + 2),
+        outer(inner + 2 * s.inner_projections),
+        second_norm(outer + 2),
+        scales(all_scales.empty() ? nullptr : &all_scales[i * kScales]) {}
+};
+
+OptionalTensor present(const at::Tensor& t) {
+  return t.numel() == 0 ? std::nullopt : OptionalTensor(t);
+}
 
 void check(const at::Tensor& hidden, at::TensorList parameters, at::TensorList scales,
            const Stack& s) {
@@ -47,12 +66,24 @@ void check(const at::Tensor& hidden, at::TensorList parameters, at::TensorList s
   TORCH_CHECK_VALUE(
       s.projections >= 1 && s.projections <= 3 && (s.projections == 1 || scales.empty()),
       "projections: got ", s.projections, ", allowed: 1 to 3, and 1 with scales");
+  TORCH_CHECK_VALUE(s.inner_projections >= 1 && s.inner_projections <= 2 &&
+                        (s.inner_projections == 1 || scales.empty()),
+                    "inner_projections: got ", s.inner_projections,
+                    ", allowed: 1 or 2, and 1 with scales");
+  TORCH_CHECK_VALUE(!s.pre_norm || scales.empty(),
+                    "pre_norm: got True with scales, allowed: False");
   const size_t count = parameters_of(s);
   TORCH_CHECK_VALUE(parameters.size() % count == 0, "parameters: got ", parameters.size(),
                     " tensors, allowed: ", count, " for each layer");
   const size_t layers = parameters.size() / count;
   TORCH_CHECK_VALUE(scales.empty() || scales.size() == layers * kScales, "scales: got ",
                     scales.size(), " tensors, allowed: none, or ", kScales, " for each of ", layers,
+                    " layers");
+  TORCH_CHECK_VALUE(s.rotations.empty() || s.rotations.size() == 2 * layers, "rotations: got ",
+                    s.rotations.size(), " tensors, allowed: none, or 2 for each of ", layers,
+                    " layers");
+  TORCH_CHECK_VALUE(s.windows.empty() || s.windows.size() == layers, "windows: got ",
+                    s.windows.size(), " numbers, allowed: none, or one for each of ", layers,
                     " layers");
   TORCH_CHECK_VALUE(s.heads >= 1 && hidden.size(1) % s.heads == 0, "heads: got ", s.heads,
                     ", allowed: a divisor of ", hidden.size(1),
@@ -62,7 +93,7 @@ void check(const at::Tensor& hidden, at::TensorList parameters, at::TensorList s
                    ", the dtype of hidden, or any of Float, BFloat16, Half if hidden is Float");
   check_result_dtype(s.dtype);
   check_eps(s.eps);
-  epilogue_activation(s.activation);
+  if (!is_gated(s.activation)) epilogue_activation(s.activation);
   if (s.bias) {
     TORCH_CHECK_TYPE(at::isFloatingType(s.bias->scalar_type()), "bias: got dtype ",
                      s.bias->scalar_type(), ", allowed: a floating dtype");
@@ -80,66 +111,112 @@ void check(const at::Tensor& hidden, at::TensorList parameters, at::TensorList s
   }
 }
 
-at::Tensor attention(const at::Tensor& qkv, const Stack& s) {
+// Computes attention of q, k and v side by side, whose rotation is in place.
+at::Tensor attention(const at::Tensor& qkv, const Layer& layer, const Stack& s) {
   const int64_t rows = qkv.size(0), head_dim = qkv.size(1) / (3 * s.heads);
   const double scale = 1.0 / std::sqrt((double)head_dim);
+  if (!s.rotations.empty()) {
+    const at::Tensor* rotation = &s.rotations[2 * layer.number];
+    rotate_in_place(qkv.view({rows, 3 * s.heads, head_dim}), rotation[0], rotation[1], 2 * s.heads);
+  }
   const auto view = s.cu_seqlens ? qkv.view({rows, 3, s.heads, head_dim})
                                  : qkv.view({s.batch, s.max_seqlen, 3, s.heads, head_dim});
+  const int64_t window = s.windows.empty() ? -1 : s.windows[layer.number];
   at::Tensor out;
-  if (!s.bias) {
+  if (!s.bias && window < 0) {
     out = attention_qkvpacked(view, s.mask, s.cu_seqlens, s.max_seqlen, scale);
   } else {
     // (rows, heads, head_dim) of packed sequences, otherwise (batch, heads, length, head_dim)
     const auto part = [&](int64_t i) {
       return s.cu_seqlens ? view.select(1, i) : view.select(2, i).transpose(1, 2);
     };
-    out = std::get<0>(attention_forward(
-        part(0), part(1), part(2), s.mask, s.bias->to(qkv.scalar_type()), s.cu_seqlens,
-        s.cu_seqlens, std::nullopt, s.max_seqlen, s.max_seqlen, 0.0, scale, -1, -1));
+    OptionalTensor bias;
+    if (s.bias) bias = s.bias->to(qkv.scalar_type());
+    out = std::get<0>(attention_forward(part(0), part(1), part(2), s.mask, bias, s.cu_seqlens,
+                                        s.cu_seqlens, std::nullopt, s.max_seqlen, s.max_seqlen, 0.0,
+                                        scale, window, window));
     if (!s.cu_seqlens) out = out.transpose(1, 2);
   }
   return out.reshape({rows, qkv.size(1) / 3});
 }
 
-// Returns activation(x Wᵀ + bias). An int8 product quantises fp32 rows without a conversion to
+// Returns x Wᵀ + bias of `count` weights side by side, which are before their biases.
+at::Tensor parts_product(const at::Tensor& x, const at::Tensor* weights, size_t count,
+                         const std::string& activation, const Stack& s) {
+  const at::TensorList biases(weights + count, count);
+  const bool none = std::all_of(biases.begin(), biases.end(),
+                                [](const at::Tensor& bias) { return bias.numel() == 0; });
+  return linear_of_parts(x.to(s.dtype), {weights, count}, none ? at::TensorList() : biases,
+                         activation);
+}
+
+// Returns activation(x Wᵀ + bias) with an int8 W, which quantises fp32 rows without a conversion to
 // `dtype`.
-at::Tensor product(const at::Tensor& x, const Layer& layer, Place place,
-                   const std::string& activation, const Stack& s) {
-  const at::Tensor *p = layer.parameters + place.parameters, &weight = p[0], &bias = p[1];
-  if (!layer.scales) {
-    return std::get<0>(linear(x.to(s.dtype), weight, bias, std::nullopt, activation, false));
-  }
-  const at::Tensor *q = layer.scales + place.scales, &scale = q[0], &column_sum = q[1];
-  return int8_linear(x, weight, scale, column_sum, bias.numel(), bias, std::nullopt, activation,
+at::Tensor int8_product(const at::Tensor& x, const at::Tensor* p, const at::Tensor* scale,
+                        const std::string& activation, const Stack& s) {
+  return int8_linear(x, p[0], scale[0], scale[1], p[1].numel(), p[1], std::nullopt, activation,
                      s.dtype);
 }
 
 // Returns q, k and v side by side.
 at::Tensor projections(const at::Tensor& x, const Layer& layer, const Stack& s) {
-  if (layer.scales) return product(x, layer, kQkv, "none", s);
-  const size_t count = s.projections;
-  return linear_of_parts(x.to(s.dtype), {layer.qkv, count}, {layer.qkv + count, count}, "none");
+  if (layer.scales) return int8_product(x, layer.qkv, layer.scales + kQkvScale, "none", s);
+  return parts_product(x, layer.qkv, s.projections, "none", s);
+}
+
+// Returns the activations between the two products of the feed-forward.
+at::Tensor activations(const at::Tensor& x, const Layer& layer, const Stack& s) {
+  const bool gated = is_gated(s.activation);
+  const std::string activation = gated ? "none" : s.activation;
+  const auto h = layer.scales
+                     ? int8_product(x, layer.inner, layer.scales + kInnerScale, activation, s)
+                     : parts_product(x, layer.inner, s.inner_projections, activation, s);
+  return gated ? activation_forward(h, std::nullopt, s.activation) : h;
+}
+
+at::Tensor normalised(const at::Tensor& x, const OptionalTensor& residual, const at::Tensor* norm,
+                      const Stack& s) {
+  return std::get<0>(layer_norm_forward(x, norm[0], present(norm[1]), residual, std::nullopt,
+                                        std::nullopt, 0.0, s.eps));
 }
 
 // Returns LN(x Wᵀ + bias + residual).
-at::Tensor product_and_norm(const at::Tensor& x, const Layer& layer, Place place, size_t norm,
-                            const at::Tensor& residual, const Stack& s) {
-  const at::Tensor *p = layer.parameters + place.parameters, *n = layer.parameters + norm;
-  if (!layer.scales) return linear_layer_norm(x, p[0], p[1], residual, n[0], n[1], s.eps);
-  const auto y = product(x, layer, place, "none", s).to(residual.scalar_type());
-  return std::get<0>(
-      layer_norm_forward(y, n[0], n[1], residual, std::nullopt, std::nullopt, 0.0, s.eps));
+at::Tensor product_and_norm(const at::Tensor& x, const at::Tensor* p, const at::Tensor* norm,
+                            const at::Tensor& residual, const at::Tensor* scale, const Stack& s) {
+  if (!scale) {
+    return linear_layer_norm(x, p[0], present(p[1]), residual, norm[0], norm[1], s.eps);
+  }
+  const auto y = int8_product(x, p, scale, "none", s).to(residual.scalar_type());
+  return normalised(y, residual, norm, s);
+}
+
+// Returns x Wᵀ + bias + residual.
+at::Tensor product_and_sum(const at::Tensor& x, const at::Tensor* p, const at::Tensor& residual) {
+  return std::get<0>(linear(x, p[0], present(p[1]), residual, "none", false));
 }
 
 // Hidden states keep their dtype from layer to layer, which is fp32 under autocast. Products
 // compute in `dtype`.
 at::Tensor through(const Layer& layer, const at::Tensor& hidden, const Stack& s) {
-  auto qkv = projections(hidden, layer, s);
-  auto x = attention(qkv, s);
-  qkv.reset();  // frees memory that is in the cache and large enough for the next result
-  const auto middle = product_and_norm(x, layer, kProjection, kFirstNorm, hidden, s);
-  x = product(middle, layer, kInner, s.activation, s);
-  return product_and_norm(x, layer, kOuter, kSecondNorm, middle, s);
+  const auto scale = [&](size_t place) { return layer.scales ? layer.scales + place : nullptr; };
+  auto x = projections(hidden, layer, s);
+  x = attention(x, layer, s);
+  const auto middle =
+      product_and_norm(x, layer.projection, layer.first_norm, hidden, scale(kProjectionScale), s);
+  x = activations(middle, layer, s);
+  return product_and_norm(x, layer.outer, layer.second_norm, middle, scale(kOuterScale), s);
+}
+
+// The same with norms before attention and before the feed-forward. The first layer has no norm
+// before attention.
+at::Tensor through_pre_norm(const Layer& layer, const at::Tensor& hidden, const Stack& s) {
+  const bool first = layer.first_norm[0].numel() == 0;
+  auto x = first ? hidden : normalised(hidden, std::nullopt, layer.first_norm, s);
+  x = projections(x, layer, s);
+  x = attention(x, layer, s);
+  const auto middle = product_and_sum(x, layer.projection, hidden);
+  x = activations(normalised(middle, std::nullopt, layer.second_norm, s), layer, s);
+  return product_and_sum(x, layer.outer, middle);
 }
 
 }  // namespace
@@ -154,13 +231,15 @@ bool worth_a_team(int64_t rows, at::TensorList parameters) {
 
 std::vector<at::Tensor> encoder(at::Tensor hidden, at::TensorList parameters, at::TensorList scales,
                                 const OptionalTensor& cu_seqlens, const OptionalTensor& mask,
-                                const OptionalTensor& bias, int64_t batch, int64_t max_seqlen,
-                                int64_t heads, int64_t projections, double eps,
-                                const std::string& activation, at::ScalarType dtype,
-                                bool all_states) {
+                                const OptionalTensor& bias, at::TensorList rotations,
+                                at::IntArrayRef windows, int64_t batch, int64_t max_seqlen,
+                                int64_t heads, int64_t projections, int64_t inner_projections,
+                                bool pre_norm, double eps, const std::string& activation,
+                                at::ScalarType dtype, bool all_states) {
   OptionalTensor lengths = cu_seqlens;
-  const Stack stack = {lengths, mask,        bias, batch,      max_seqlen,
-                       heads,   projections, eps,  activation, dtype};
+  const Stack stack = {lengths,  mask,       bias,       rotations,   windows,
+                       batch,    max_seqlen, heads,      projections, inner_projections,
+                       pre_norm, eps,        activation, dtype};
   check(hidden, parameters, scales, stack);
   if (lengths) {
     // All layers read one private copy, so other threads cannot change the sequences between two
@@ -168,14 +247,12 @@ std::vector<at::Tensor> encoder(at::Tensor hidden, at::TensorList parameters, at
     lengths = checked_lengths("cu_seqlens", *cu_seqlens, hidden.size(0), "max_seqlen", max_seqlen);
   }
   std::vector<at::Tensor> states;
-  const size_t count = parameters_of(stack);
+  const size_t count = parameters.size() / parameters_of(stack);
   const auto layers = [&] {
-    for (size_t i = 0; i < parameters.size() / count; ++i) {
-      const at::Tensor* first = &parameters[i * count];
-      const Layer layer = {first, first + (count - kParameters),
-                           scales.empty() ? nullptr : &scales[i * kScales]};
+    for (size_t i = 0; i < count; ++i) {
+      const Layer layer(i, parameters, scales, stack);
       try {
-        hidden = through(layer, hidden, stack);
+        hidden = pre_norm ? through_pre_norm(layer, hidden, stack) : through(layer, hidden, stack);
       } catch (c10::Error& error) {
         // The message of an operator names the operator's own arguments, so the layer is added.
         error.add_context("in layer " + std::to_string(i) + " of parameters" +

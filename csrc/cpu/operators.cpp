@@ -80,8 +80,9 @@ TORCH_LIBRARY(fastbert_C, m) {
   m.def("int8_layout() -> (int lanes, int group)");
   m.def(
       "encoder(Tensor hidden, Tensor[] parameters, Tensor[] scales, Tensor? cu_seqlens, "
-      "Tensor? mask, Tensor? bias, int batch, int max_seqlen, int heads, int projections, "
-      "float eps, str activation, ScalarType dtype, bool all_states) -> Tensor[]");
+      "Tensor? mask, Tensor? bias, Tensor[] rotations, int[] windows, int batch, int max_seqlen, "
+      "int heads, int projections, int inner_projections, bool pre_norm, float eps, "
+      "str activation, ScalarType dtype, bool all_states) -> Tensor[]");
   m.def(
       "bert(Tensor ids, Tensor? mask, Tensor? token_types, Tensor[] embedding, "
       "Tensor[] parameters, Tensor[] pooler, int? first_position, int heads, int projections, "

@@ -75,6 +75,10 @@ std::tuple<at::Tensor, at::Tensor> rms_norm_backward(const at::Tensor& dy, const
 at::Tensor rotary(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin, int64_t heads,
                   bool inverse);
 
+// The same in the memory of x, which is contiguous.
+void rotate_in_place(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin,
+                     int64_t heads);
+
 // Returns softmax(q kᵀ scale + bias) v and, in fp32, the log-sum-exp of each row of logits. q (B,
 // H, Lq, D), k and v (B, H, Lk, D) with any strides; or packed (T, H, D) with int32 cu_seqlens (B +
 // 1,), where rows after the last sequence give 0. `mask` is bool and `bias` floating; both are 4-D
@@ -158,14 +162,16 @@ std::tuple<at::Tensor, at::Tensor, int64_t> unpad_indices(const at::Tensor& mask
 // Returns (rows, ...) with row indices[i] = values[i] and 0 in all other rows.
 at::Tensor scatter_rows(const at::Tensor& values, const at::Tensor& indices, int64_t rows);
 
-// Runs a whole stack of encoder layers, for inference. Returns the last hidden state, or all of
-// them with `all_states`.
+// Runs a whole stack of encoder layers, for inference. `rotations` holds cosines and sines for each
+// layer, or nothing; `windows` the largest distance of a key for each layer, -1 without a limit, or
+// nothing. Returns the last hidden state, or all of them with `all_states`.
 std::vector<at::Tensor> encoder(at::Tensor hidden, at::TensorList parameters, at::TensorList scales,
                                 const OptionalTensor& cu_seqlens, const OptionalTensor& mask,
-                                const OptionalTensor& bias, int64_t batch, int64_t max_seqlen,
-                                int64_t heads, int64_t projections, double eps,
-                                const std::string& activation, at::ScalarType dtype,
-                                bool all_states);
+                                const OptionalTensor& bias, at::TensorList rotations,
+                                at::IntArrayRef windows, int64_t batch, int64_t max_seqlen,
+                                int64_t heads, int64_t projections, int64_t inner_projections,
+                                bool pre_norm, double eps, const std::string& activation,
+                                at::ScalarType dtype, bool all_states);
 
 // Returns whether the layers with these parameters do enough work for a team of threads.
 bool worth_a_team(int64_t rows, at::TensorList parameters);

@@ -114,9 +114,13 @@ class BertEncoder(nn.Module):
             of_triton = isinstance(plan, FusedCall) and plan.backend == "triton"
             if of_triton and layout.cu_seqlens is not None and layout.bias is not None:
                 plan = Choice("", "layer by layer: a bias by distance")
+            if isinstance(plan, FusedCall) and plan.windows and layout.places is not None:
+                plan = Choice("", "layer by layer: a window over padding in a sequence")
             if isinstance(plan, FusedCall):
                 between = any(0 < number < len(layers) for number in stated)
                 outputs = _one_call(plan, hidden, layout, between)
+                if self.final_norm is not None:
+                    outputs[-1] = self.final_norm(outputs[-1])
                 if stated:
                     known = {0: hidden, len(layers): outputs[-1]}
                     known |= dict(enumerate(outputs, 1)) if between else {}
@@ -284,6 +288,10 @@ def _one_call(
         scales=plan.scales,
         mask=layout.mask,
         bias=layout.bias,
+        rotations=[part for base in plan.bases for part in layout.rotations[base]],
+        windows=plan.windows,
+        inner_projections=plan.inner_projections,
+        pre_norm=plan.pre_norm,
         eps=plan.eps,
         activation=plan.activation,
         dtype=plan.dtype,

@@ -22,6 +22,7 @@ from fastbert.modules.layer_norm import LayerNorm
 from fastbert.modules.linear import Linear
 from fastbert.modules.operation import OperationModule
 from fastbert.modules.plain import deviation
+from fastbert.modules.positions import Rotary
 from fastbert.modules.quantized_linear import QuantizedLinear
 from fastbert.ops.backend import LOW_PRECISION, ORDER, Choice, Request
 from fastbert.ops.encoder import (
@@ -40,7 +41,7 @@ from fastbert.ops.register import is_watched
 # QuantizedLinear may replace any linear layer. Linear layers and layer norms are in the order in
 # which ``ops.encoder`` takes their weights and biases.
 ATTENTION, OUTPUT = "attention.self", "output"
-QKV = "attention.self.qkv"
+QKV, INNER = "attention.self.qkv", "intermediate.dense"
 MODULES: tuple[tuple[str, type[nn.Module]], ...] = (
     ("attention", BertAttention),
     (ATTENTION, BertSelfAttention),
@@ -49,7 +50,7 @@ MODULES: tuple[tuple[str, type[nn.Module]], ...] = (
     ("attention.output.dense", Linear),
     ("attention.output.LayerNorm", LayerNorm),
     ("intermediate", BertIntermediate),
-    ("intermediate.dense", nn.Linear),
+    (INNER, nn.Linear),
     (OUTPUT, BertOutput),
     ("output.dense", nn.Linear),
     ("output.LayerNorm", LayerNorm),
@@ -65,7 +66,9 @@ def _paths(*kinds: type[nn.Module]) -> tuple[str, ...]:
 NORMS, LINEARS, LEAVES = _paths(LayerNorm), _paths(nn.Linear), _paths(LayerNorm, nn.Linear)
 # These modules ask for a backend.
 ASKING, INT8_ASKING = _paths(OperationModule), _paths(OperationModule, nn.Linear)
-DROPPING = (ATTENTION, OUTPUT, *NORMS)
+DROPPING = ("", ATTENTION, OUTPUT, *NORMS)
+# The place of an absent parameter among the parameters of a call.
+ABSENT = nn.Parameter(torch.empty(0), requires_grad=False)
 # The dictionary maps paths to the modules of a layer.
 Modules = dict[str, Any]
 
@@ -78,24 +81,33 @@ class FusedCall(NamedTuple):
         scales: Scales and column sums of int8 weights; empty for other weights.
         dtype: Dtype of the products.
         projections: Number of linear layers that compute q, k and v.
+        inner_projections: Number of linear layers that compute the first product of the
+            feed-forward.
         heads: Number of attention heads.
         eps: Term that is added to the variance in layer norms.
         activation: Name of the activation.
         backend: Backend of the call, ``"cpu"`` or ``"triton"``.
         requested: Requested backend by operation.
         reason: The reason in words for the choice of the backend.
+        bases: Base of the rotary positions of each layer, or none.
+        windows: Window of each layer, -1 without a limit; or none.
+        pre_norm: Whether the layer norms are before attention and feed-forward.
     """
 
     parameters: list[Tensor]
     scales: list[Tensor]
     dtype: torch.dtype
     projections: int
+    inner_projections: int
     heads: int
     eps: float
     activation: str
     backend: str
     requested: dict[str, str | None]
     reason: str
+    bases: tuple[float, ...]
+    windows: tuple[int, ...]
+    pre_norm: bool
 
 
 class Agreed(NamedTuple):
@@ -107,6 +119,9 @@ class Agreed(NamedTuple):
     backend: str
     requested: dict[str, str | None]
     reason: str
+    bases: tuple[float, ...]
+    windows: tuple[int, ...]
+    pre_norm: bool
 
 
 class TrainingCall(NamedTuple):
@@ -191,6 +206,9 @@ def training_call(
     found = _all_inside(layers)
     if isinstance(found, Choice):
         return found
+    beyond = _beyond_bert(found)
+    if beyond is not None:
+        return _one_by_one(beyond)
     if any(m._backward_hooks or m._backward_pre_hooks for part in found for m in part.values()):
         return _one_by_one("a module has backward hooks")
     if {type(modules[path]) for modules in found for path in LINEARS} - {Linear, nn.Linear}:
@@ -238,20 +256,36 @@ def _all_inside(layers: Sequence[nn.Module]) -> list[Modules] | Choice:
 
 def _inside(layer: Any) -> Modules | str:
     """Return the modules of a layer by path, or a message that names an unsuitable module."""
-    if type(layer) is PreNormLayer:
-        return " has its layer norms before attention and feed-forward"
-    problem = deviation(layer, BertLayer)
+    pre_norm = type(layer) is PreNormLayer
+    problem = deviation(layer, PreNormLayer if pre_norm else BertLayer)
     if problem is not None:
         return f" {problem}"
     found: Modules = {"": layer}
     for path, parent, name, kind in STEPS:
         module = found[parent]._modules.get(name)
-        quantised = type(module) is QuantizedLinear and issubclass(kind, nn.Linear)
-        problem = deviation(module, QuantizedLinear if quantised else kind)
+        if type(module) is QuantizedLinear and issubclass(kind, nn.Linear):
+            kind = QuantizedLinear
+        elif type(module) is nn.Identity and pre_norm and path == NORMS[0]:
+            kind = nn.Identity
+        problem = deviation(module, kind)
         if problem is not None:
             return f".{path} {problem}"
         found[path] = module
-    return found
+    rotary = found[ATTENTION].rotary
+    problem = None if rotary is None else deviation(rotary, Rotary)
+    return found if problem is None else f".{ATTENTION}.rotary {problem}"
+
+
+def _beyond_bert(found: list[Modules]) -> str | None:
+    """Return in words what a layer has that a layer of BERT has not, or None."""
+    for number, modules in enumerate(found):
+        if type(modules[""]) is PreNormLayer:
+            return f"layer.{number} has its layer norms before attention and feed-forward"
+        if modules[ATTENTION].rotary is not None or modules[ATTENTION].window is not None:
+            return "attention has rotary positions or a window"
+        if modules[OUTPUT].activation not in PLAIN:
+            return f"the activation is {modules[OUTPUT].activation}"
+    return None
 
 
 def _arguments(
@@ -266,24 +300,29 @@ def _arguments(
         return _one_by_one(f"a linear layer is int8 or joined, and the rows are on {device}")
     if int8 and any(modules[path].training for modules in found for path in LINEARS):
         return _one_by_one("a quantised layer is in training mode")
-    qkv = {
-        len(modules[QKV].parts) if isinstance(modules[QKV], JoinedLinear) else 1
-        for modules in found
-    }
-    if len(qkv) > 1:
+    projections = {(_parts_of(modules[QKV]), _parts_of(modules[INNER])) for modules in found}
+    if len(projections) > 1:
         return _one_by_one("the layers differ in the number of projections")
+    beyond = _beyond_bert(found)
+    if beyond is not None and (device != "cpu" or int8):
+        return _one_by_one(beyond if device != "cpu" else f"a linear layer is int8, and {beyond}")
     parameters, scales = _int8_tensors(found) if int8 else (_tensors(found), [])
+    if device == "cpu" and not int8:
+        parameters = _with_absent(parameters, found)
     if set(map(type, parameters)) != ({nn.Parameter, Tensor} if int8 else {nn.Parameter}):
         return _one_by_one("a parameter is missing or of a class of its own")
     allowed, of_rows = {dtype}, dtype
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         allowed = {dtype, torch.float32}
-    dtypes = {of_rows} if int8 else {p.dtype for p in _weights_of_products(parameters, *qkv)}
+    counts = projections.pop()
+    dtypes = {of_rows} if int8 else {p.dtype for p in _weights_of_products(parameters, *counts)}
     if not dtypes <= allowed:
         return _one_by_one(f"{'rows' if int8 else 'weights'} are {dtypes}, the products {dtype}")
-    if any(m[path].training and m[path].dropout_p > 0.0 for m in found for path in DROPPING):
+    if any(map(_drops, (m[path] for m in found for path in DROPPING))):
         return _one_by_one("there is dropout in training")
+    if dtype != of_rows and type(found[0][""]) is PreNormLayer:
+        return _one_by_one("autocast, and the layer norms are before attention and feed-forward")
     asking, operations = (INT8_ASKING, INT8_OPERATIONS) if int8 else (ASKING, OPERATIONS)
     agreed = _agreed(found, asking, device, dtype, operations, rows, length)
     if isinstance(agreed, Choice):
@@ -292,7 +331,7 @@ def _arguments(
         dtype == of_rows and all(p.dtype == dtype for p in _of_products(parameters))
     ):
         return _one_by_one(f"rows or parameters of products are not {dtype}")
-    return FusedCall(parameters, scales, dtype, qkv.pop(), *agreed)
+    return FusedCall(parameters, scales, dtype, counts[0], counts[1], *agreed)
 
 
 def _agreed(
@@ -307,32 +346,70 @@ def _agreed(
     trained: bool = False,
 ) -> Agreed | Choice:
     """Return what all layers have in common, or the reason why one call cannot run them."""
-    if any(m[ATTENTION].rotary is not None or m[ATTENTION].window is not None for m in found):
-        return _one_by_one("attention has rotary positions or a window")
+    rotaries = [m[ATTENTION].rotary for m in found]
+    turning = [rotary for rotary in rotaries if rotary is not None]
+    windows = [m[ATTENTION].window for m in found]
+    limited = any(window is not None for window in windows)
+    kinds = {type(m[""]) for m in found}
+    if len(kinds) > 1 or len(turning) not in (0, len(found)):
+        return _one_by_one("the layers differ in their norms or in rotary positions")
     heads = {modules[ATTENTION].heads for modules in found}
     activations = {modules[OUTPUT].activation for modules in found}
-    eps = {modules[path].eps for modules in found for path in NORMS}
-    requests = {(m[path].operation, m[path].backend) for m in found for path in asking}
+    norms = [m[path] for m in found for path in NORMS if isinstance(m[path], LayerNorm)]
+    eps = {norm.eps for norm in norms}
+    modules = [m[path] for m in found for path in asking if isinstance(m[path], OperationModule)]
+    requests = {(module.operation, module.backend) for module in (*modules, *turning)}
     requested = dict(requests)
     if max(map(len, (heads, activations, eps))) > 1 or len(requested) < len(requests):
         return _one_by_one("the layers differ in heads, eps, activation or backend")
     activation = activations.pop()
-    if activation not in PLAIN:
-        return _one_by_one(f"the activation is {activation}")
-    columns = found[0][NORMS[0]].weight.shape[0]
+    columns = norms[0].weight.shape[0]
     common = heads.pop()
     request = Request(
-        device, dtype, columns // common, activation=activation, columns=columns, length=length,
-        rows=rows_class(rows) if device == "cuda" else 0, trained=trained,
+        device, dtype, columns // common, ("window",) if limited else (), activation,
+        columns=columns, length=length, rows=rows_class(rows) if device == "cuda" else 0,
+        trained=trained,
     )  # fmt: skip
+    if turning:
+        operations = (*operations, "rotary")
     choice = choose(request, requested, operations)
     if not choice.reason.startswith(ONE_CALL):
         return choice
-    return Agreed(common, eps.pop(), activation, choice.backend, requested, choice.reason)
+    return Agreed(
+        common, eps.pop(), activation, choice.backend, requested, choice.reason,
+        tuple(rotary.base for rotary in turning),
+        tuple(-1 if window is None else window for window in windows) if limited else (),
+        PreNormLayer in kinds,
+    )  # fmt: skip
+
+
+def _drops(module: nn.Module) -> bool:
+    """Return whether a module drops elements now."""
+    names = ("dropout_p", "output_dropout_p")
+    return module.training and any(getattr(module, name, 0.0) > 0.0 for name in names)
+
+
+def _parts_of(linear: nn.Module) -> int:
+    return len(linear.parts) if isinstance(linear, JoinedLinear) else 1
 
 
 def _tensors(found: list[Modules]) -> list[Any]:
     return [p for modules in found for path in LEAVES for p in _parameters(modules[path])]
+
+
+def _with_absent(parameters: list[Any], found: list[Modules]) -> list[Any]:
+    """Return the parameters with `ABSENT` where a layer may go without a parameter."""
+    leaves = [(m, path) for m in found for path in LEAVES]
+    flat = iter(parameters)
+    result: list[Any] = []
+    for modules, path in leaves:
+        leaf, pre_norm = modules[path], type(modules[""]) is PreNormLayer
+        own = [next(flat) for _ in range(2 * _parts_of(leaf))]
+        weights = 0 if type(leaf) is nn.Identity else len(own) // 2
+        may_lack = path in LINEARS or pre_norm
+        result += own[:weights]
+        result += [ABSENT if p is None and may_lack else p for p in own[weights:]]
+    return result
 
 
 def _int8_tensors(found: list[Modules]) -> tuple[list[Any], list[Tensor]]:
@@ -366,10 +443,13 @@ def _of_products(parameters: list[Tensor]) -> Iterator[Tensor]:
         yield from (parameters[layer + i] for i in OF_PRODUCTS)
 
 
-def _weights_of_products(parameters: list[Tensor], projections: int) -> list[Tensor]:
-    later = 2 * projections
-    places = (*range(projections), later, later + 4, later + 6)
-    count = PARAMETERS + later - 2
+def _weights_of_products(parameters: list[Tensor], projections: int, inner: int) -> list[Tensor]:
+    first = 2 * projections
+    second = first + 4
+    places = (
+        *range(projections), first, *range(second, second + inner), second + 2 * inner,
+    )  # fmt: skip
+    count = PARAMETERS + 2 * (projections + inner - 2)
     return [parameters[i + j] for i in range(0, len(parameters), count) for j in places]
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -125,6 +126,9 @@ def _load_extension() -> tuple[Any, str]:
             f"the extension fastbert._C was built for torch {built}, this is torch "
             f"{torch.__version__}: reinstall fastbert with --no-build-isolation"
         )
+    # `python -m benchmarks.cpu tiles` writes the file on a processor with AMX.
+    recorded = json.loads(Path(__file__).with_name("tile_schedule.json").read_text("utf-8"))
+    extension.set_tile_schedule(recorded["schedule"])
     return extension, "built"
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastbert.activations import PLAIN
+from fastbert.activations import ACTIVATIONS, PLAIN
 from fastbert.ops import backend as backends
 from fastbert.ops.arguments import (
     check_cu_seqlens,
@@ -43,6 +43,10 @@ def encoder(
     scales: Sequence[Tensor] = (),
     mask: Tensor | None = None,
     bias: Tensor | None = None,
+    rotations: Sequence[Tensor] = (),
+    windows: Sequence[int] = (),
+    inner_projections: int = 1,
+    pre_norm: bool = False,
     eps: float = 1e-12,
     activation: str = "gelu",
     dtype: torch.dtype | None = None,
@@ -54,6 +58,9 @@ def encoder(
 ) -> list[Tensor]:
     """Run all layers of a BERT encoder in one call, without dropout and without gradients.
 
+    The backend ``"triton"`` runs layers of BERT: it takes neither `rotations` nor `windows`,
+    `inner_projections`, `pre_norm`, a gated `activation` or an absent parameter.
+
     Args:
         hidden: Rows of shape ``(T, H)``: packed sequences with `cu_seqlens`, otherwise
             ``T = batch · max_seqlen``.
@@ -61,7 +68,8 @@ def encoder(
             q, k and v, of the projection after attention, of its layer norm, of both linear layers
             of the feed-forward, and of the last layer norm. With int8 weights, the weight of a
             linear layer is the ``packed`` of an ``Int8Weight``. With several projections, their
-            weights and then their biases replace the first two tensors.
+            weights and then their biases replace the first two tensors. A tensor without elements
+            stands for an absent bias, or for an absent norm before attention.
         cu_seqlens: Cumulative lengths of the packed sequences, int32 of shape ``(B + 1,)``.
         max_seqlen: Length of the longest sequence.
         batch: Number of sequences.
@@ -73,8 +81,15 @@ def encoder(
         mask: 4-D bool mask as in `attention`, without `cu_seqlens`.
         bias: 4-D floating bias as in `attention`. With `cu_seqlens`, the backend ``"cpu"`` takes a
             bias, whose places are those in the sequences.
+        rotations: Cosines and sines for each layer, as in `rotary`; or none.
+        windows: Largest distance between a query and a key for each layer, -1 without a limit; or
+            none.
+        inner_projections: Number of linear layers whose results, side by side, are the first
+            product of the feed-forward: 1 or 2.
+        pre_norm: Whether the layer norms are before attention and feed-forward, and a layer adds
+            its two results to `hidden` without a norm.
         eps: As in `layer_norm`.
-        activation: ``"gelu"``, ``"gelu_tanh"`` or ``"relu"``.
+        activation: As in `feed_forward`.
         dtype: Dtype of the results of the products; that of `hidden` by default. Under autocast
             `hidden` is fp32 and stays fp32 from layer to layer.
         all_states: Whether the rows after every layer are returned, not only the rows after the
@@ -100,7 +115,8 @@ def encoder(
         Devlin et al. 2019.
     """
     require(hidden.dim() == 2, "hidden", f"shape {tuple(hidden.shape)}", "(T, H)")
-    require(activation in PLAIN, "activation", repr(activation), ", ".join(PLAIN))
+    allowed = ", ".join(ACTIVATIONS)
+    require(activation in ACTIVATIONS, "activation", repr(activation), allowed)
     if backend is None:
         backend = "cpu" if hidden.device.type == "cpu" else "triton"
     require(backend in BACKENDS, "backend", repr(backend), f"None, {', '.join(BACKENDS)}")
@@ -114,9 +130,10 @@ def encoder(
     ):
         require(part in PART_BACKENDS, name, repr(part), ", ".join(PART_BACKENDS))
     return _encoder(
-        hidden, list(parameters), list(scales), cu_seqlens, mask, bias, batch, max_seqlen, heads,
-        projections, eps, activation, hidden.dtype if dtype is None else dtype, all_states,
-        attention_backend, feed_forward_backend, layer_norm_backend, backend,
+        hidden, list(parameters), list(scales), cu_seqlens, mask, bias, list(rotations),
+        list(windows), batch, max_seqlen, heads, projections, inner_projections, pre_norm, eps,
+        activation, hidden.dtype if dtype is None else dtype, all_states, attention_backend,
+        feed_forward_backend, layer_norm_backend, backend,
     )  # fmt: skip
 
 
@@ -174,10 +191,14 @@ def _triton_forward(
     cu_seqlens: Tensor | None,
     mask: Tensor | None,
     bias: Tensor | None,
+    rotations: list[Tensor],
+    windows: list[int],
     batch: int,
     max_seqlen: int,
     heads: int,
     projections: int,
+    inner_projections: int,
+    pre_norm: bool,
     eps: float,
     activation: str,
     dtype: torch.dtype,
@@ -186,13 +207,20 @@ def _triton_forward(
     from fastbert.kernels.encoder import encoder_forward
 
     require(projections == 1, "projections", projections, "1 on the triton backend")
+    for name, got in (("rotations", rotations), ("windows", windows)):
+        require(not got, name, f"{len(got)} entries", "none on the triton backend")
+    allowed = "1 on the triton backend"
+    require(inner_projections == 1, "inner_projections", inner_projections, allowed)
+    require(not pre_norm, "pre_norm", pre_norm, "False on the triton backend")
+    allowed = f"{', '.join(PLAIN)} on the triton backend"
+    require(activation in PLAIN, "activation", repr(activation), allowed)
     layers = _checked_layers(hidden, parameters, heads)
     require(not scales, "scales", f"{len(scales)} tensors", "none on the triton backend")
     require(dtype == hidden.dtype, "dtype", dtype, f"{hidden.dtype}, as hidden")
     if cu_seqlens is None:
         rows = hidden.shape[0]
-        got, allowed = f"{batch} and {max_seqlen}", f"a product of {rows}"
-        require(batch * max_seqlen == rows, "batch, max_seqlen", got, allowed)
+        given, allowed = f"{batch} and {max_seqlen}", f"a product of {rows}"
+        require(batch * max_seqlen == rows, "batch, max_seqlen", given, allowed)
     else:
         check_cu_seqlens("cu_seqlens", cu_seqlens, "hidden", hidden.device)
         require(mask is None and bias is None, "mask, bias", "a tensor", "None with cu_seqlens")
@@ -243,7 +271,7 @@ def _checked_layers(hidden: Tensor, parameters: list[Tensor], heads: int) -> lis
 
 
 def _fake(a: Any) -> list[Tensor]:
-    of_layer = PARAMETERS + 2 * (a.projections - 1)
+    of_layer = PARAMETERS + 2 * (a.projections + a.inner_projections - 2)
     layers = len(a.parameters) // of_layer if a.all_states else 1
     return [torch.empty_like(a.hidden) for _ in range(layers)]
 
@@ -256,7 +284,8 @@ def _backward(ctx: Any, *gradients: Any) -> dict[str, Tensor]:
 
 _encoder = operator(
     "encoder(Tensor hidden, Tensor[] parameters, Tensor[] scales, Tensor? cu_seqlens, "
-    "Tensor? mask, Tensor? bias, SymInt batch, SymInt max_seqlen, int heads, int projections, "
+    "Tensor? mask, Tensor? bias, Tensor[] rotations, int[] windows, SymInt batch, "
+    "SymInt max_seqlen, int heads, int projections, int inner_projections, bool pre_norm, "
     "float eps, str activation, ScalarType dtype, bool all_states, str attention, "
     "str feed_forward, str layer_norm, str backend) -> Tensor[]",
     _fake,

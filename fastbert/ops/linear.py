@@ -81,6 +81,10 @@ def linear(
             )
             y = y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[1])
             return (y, x) if return_residual else y
+        if _reads_parts(choice.backend, x, request.transformed):
+            parameters = parameters_for(choice.backend, dtype, *weights, *biases)
+            result = with_residual("linear_of_parts", x, dtype, parameters, (choice.backend,))
+            return result if return_residual else result[0]
         weights, biases = (
             [torch.cat(weights)],
             [None if biases[0] is None else torch.cat(biases)],
@@ -97,6 +101,12 @@ def linear(
         y = PRODUCTS[choice.backend].project(rows, *given)
     y = y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[1])
     return (y, x) if return_residual else y
+
+
+def _reads_parts(backend: str, x: Tensor, transformed: bool) -> bool:
+    """Return whether a layer whose gradient is wanted reads its weights without joining them."""
+    plain = not (transformed or torch.compiler.is_compiling())
+    return plain and backend == "cpu" and x.requires_grad and torch.is_grad_enabled()
 
 
 def _parts(weight: Any, bias: Any) -> tuple[list[Tensor], list[Any]]:
@@ -172,6 +182,40 @@ def _layer_backward(
 
 
 LAYERS["linear"] = Layer(_layer_forward, _layer_backward)
+
+
+def _parts_forward(rows: Tensor, *rest: Any) -> tuple[Tensor, None]:
+    *parameters, backend = rest
+    count = len(parameters) // 2
+    return PRODUCTS[backend].project_parts(rows, parameters[:count], parameters[count:]), None
+
+
+def _parts_backward(dy: Tensor, rows: Tensor, *rest: Any) -> tuple[Tensor | None, ...]:
+    *parameters, _, dresidual, needs, backend = rest
+    products, count = PRODUCTS[backend], len(parameters) // 2
+    weights, biases = parameters[:count], parameters[count:]
+    parts = dy.split([weight.shape[0] for weight in weights], dim=1)
+    dx = None
+    if needs[0]:
+        dtype = dy.dtype if dresidual is None else dresidual.dtype
+        # The sum of the parts' products is rounded once.
+        dx = rows.new_zeros(rows.shape, dtype=torch.float32) if dresidual is None else dresidual
+        dx = dx.float()
+        for part, weight in zip(parts, weights, strict=True):
+            dx = products.gradient_of_rows(part, weight, dx)
+        dx = dx.to(dtype)
+    of_weights = [
+        products.gradient_of_weight(part, rows, weight) if need else None
+        for part, weight, need in zip(parts, weights, needs[1 : count + 1], strict=True)
+    ]
+    of_biases = [
+        products.sum_rows(part, bias.dtype) if need and bias is not None else None
+        for part, bias, need in zip(parts, biases, needs[count + 1 :], strict=True)
+    ]
+    return dx, *of_weights, *of_biases
+
+
+LAYERS["linear_of_parts"] = Layer(_parts_forward, _parts_backward)
 
 
 # Backends

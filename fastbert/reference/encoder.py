@@ -13,6 +13,7 @@ from fastbert.reference.attention import attention_qkvpacked
 from fastbert.reference.feed_forward import activate
 from fastbert.reference.int8_linear import Int8Weight, int8_linear
 from fastbert.reference.layer_norm import layer_norm
+from fastbert.reference.rotary import rotary
 
 
 def encoder(
@@ -27,45 +28,64 @@ def encoder(
     scales: Sequence[Tensor] = (),
     mask: Tensor | None = None,
     bias: Tensor | None = None,
+    rotations: Sequence[Tensor] = (),
+    windows: Sequence[int] = (),
+    inner_projections: int = 1,
+    pre_norm: bool = False,
     eps: float = 1e-12,
     activation: str = "gelu",
     dtype: torch.dtype | None = None,
     all_states: bool = False,
 ) -> list[Tensor]:
-    """Run hidden (T, H) through one layer for every twelve parameters (Devlin et al. 2019).
+    """Run hidden (T, H) through all layers (Devlin et al. 2019).
 
-    With several projections of q, k and v, a layer has two parameters more for each further
-    projection. If ``scales`` holds eight tensors for each layer, the weights are int8. See
-    ``fastbert.ops.encoder``.
+    See ``fastbert.ops.encoder``, which also says where each tensor of a layer is.
     """
     dtype = hidden.dtype if dtype is None else dtype
     rows = (-1,) if cu_seqlens is not None else (batch, max_seqlen)
 
-    def product(x: Tensor, weight: Tensor, b: Tensor, scale: Sequence[Tensor]) -> Tensor:
+    def product(x: Tensor, of_layer: tuple[Any, Any], scale: Sequence[Tensor]) -> Tensor:
+        weight, b = of_layer
         if not scale:
-            return F.linear(x.to(dtype), weight.to(dtype), b.to(dtype))
+            b = None if b is None else b.to(dtype)
+            return F.linear(x.to(dtype), weight.to(dtype), b)
         int8 = Int8Weight(weight, scale[0], scale[1], b.shape[0], x.shape[1])
         return int8_linear(x, int8, b).to(dtype)
 
+    def joined(own: list[Tensor], first: int, count: int) -> Tensor | None:
+        given = [t for t in own[first : first + count] if t.numel() > 0]
+        return torch.cat(given) if count > 1 and given else next(iter(given), None)
+
     states = []
-    count = 10 + 2 * projections
+    count = 8 + 2 * (projections + inner_projections)
     for layer in range(len(parameters) // count):
-        own = parameters[count * layer : count * (layer + 1)]
-        wqkv, bqkv = (
-            torch.cat(list(own[i : i + projections])) if projections > 1 else own[i]
-            for i in (0, projections)
-        )
-        wo, bo, *norm1, w1, b1, w2, b2 = own[2 * projections : -2]
-        norm2 = own[-2:]
+        own = list(parameters[count * layer : count * (layer + 1)])
+        sizes = (projections, 1, 1, inner_projections, 1, 1)  # qkv, wo, norm1, w1, w2, norm2
+        places = [2 * sum(sizes[:i]) for i in range(len(sizes))]
+        pairs: list[Any] = [
+            (joined(own, at, size), joined(own, at + size, size))
+            for at, size in zip(places, sizes, strict=True)
+        ]
+        qkv_pair, attention_pair, norm1, inner_pair, outer_pair, norm2 = pairs
         of_layer = scales[8 * layer : 8 * layer + 8]
         qkv_scale, out_scale, inner_scale, outer_scale = (of_layer[i : i + 2] for i in (0, 2, 4, 6))
-        qkv = product(hidden, wqkv, bqkv, qkv_scale)
+        normed = pre_norm and norm1[0] is not None
+        x: Any = layer_norm(hidden, *norm1, eps=eps) if normed else hidden
+        qkv = product(x, qkv_pair, qkv_scale)
+        if rotations:
+            turned = qkv.view(len(hidden), 3 * heads, -1)
+            qkv = rotary(turned, *rotations[2 * layer : 2 * layer + 2], heads=2 * heads)
         qkv = qkv.view(*rows, 3, heads, hidden.shape[1] // heads)
-        x: Any = attention_qkvpacked(qkv, cu_seqlens, max_seqlen, mask=mask, bias=bias)
-        x = product(x.reshape(hidden.shape), wo, bo, out_scale)
-        hidden = layer_norm(x.to(hidden.dtype), *norm1, residual=hidden, eps=eps)
-        x = activate(product(hidden, w1, b1, inner_scale), activation)
-        x = product(x, w2, b2, outer_scale)
-        hidden = layer_norm(x.to(hidden.dtype), *norm2, residual=hidden, eps=eps)
+        window = windows[layer] if windows and windows[layer] >= 0 else None
+        x = attention_qkvpacked(qkv, cu_seqlens, max_seqlen, mask=mask, bias=bias, window=window)
+        x = product(x.reshape(hidden.shape), attention_pair, out_scale).to(hidden.dtype)
+        if pre_norm:
+            hidden = hidden + x
+            x = layer_norm(hidden, *norm2, eps=eps)
+        else:
+            x = hidden = layer_norm(x, *norm1, residual=hidden, eps=eps)
+        x = activate(product(x, inner_pair, inner_scale), activation)
+        x = product(x, outer_pair, outer_scale).to(hidden.dtype)
+        hidden = hidden + x if pre_norm else layer_norm(x, *norm2, residual=hidden, eps=eps)
         states.append(hidden)
     return states if all_states else states[-1:]

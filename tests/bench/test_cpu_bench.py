@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from benchmarks.cpu import (
     encoder,
     report,
     runtimes,
+    tiles,
 )
 from benchmarks.cpu.ceilings import Ceilings
 from benchmarks.cpu.contest import CpuRow, Setting
@@ -27,6 +29,7 @@ from fastbert.bench import quantized_accuracy
 from fastbert.bench.contest import verdict
 from fastbert.bench.encoder import BASE, SMALL, EncoderShape
 from fastbert.bench.limits import Target
+from fastbert.bench.machine import describe
 from fastbert.bench.timing import Timing, alternate
 
 MACHINE = Ceilings(
@@ -37,6 +40,61 @@ MACHINE = Ceilings(
     1.3e11,
     2e10,
 )
+
+
+def test_the_schedules_of_tiles_are_timed(tmp_path):
+    said: list[str] = []
+    before = tiles.CHOICE.read_text("utf-8")
+    assert cpu.run(["tiles"], tmp_path, 1, quick=True, notify=said.append) == 0
+    content = json.loads((tmp_path / "tiles.json").read_text("utf-8"))
+    assert [set(row["seconds"]) for row in content["rows"]] == [set(tiles.SCHEDULES)] * 3
+    assert content["fastest"] in tiles.SCHEDULES
+    assert f"`{content['fastest']}`" in (tmp_path / report.PAGE).read_text("utf-8")
+    assert tiles.CHOICE.read_text("utf-8") == before  # --quick decides nothing
+
+
+def test_a_processor_without_tiles_says_so(monkeypatch):
+    monkeypatch.setattr(tiles, "has_tiles", lambda: False)
+    said: list[str] = []
+    content = tiles.run(0.0, said.append, quick=False)
+    assert content["fastest"] is None
+    assert said == [f"tiles: {tiles.NO_TILES}"]
+    assert tiles.lines(content) == ["", f"Not timed: {tiles.NO_TILES}."]
+
+
+@pytest.mark.parametrize(
+    ("times", "expected"),
+    [
+        ([(1.0, 1.0, 1.0)], "in_turn"),
+        ([(1.0, 0.995, 0.995)], "in_turn"),
+        ([(1.0, 0.9, 0.9)], "overlapped"),
+        ([(1.0, 0.9, 0.8)], "fetched"),
+        ([(1.0, 1.2, 0.9)], "fetched"),
+        # A call of one second counts like a call of a millisecond.
+        ([(1e-3, 5e-4, 1e-3), (1.0, 1.1, 1.0)], "overlapped"),
+    ],
+)
+def test_the_fastest_schedule_of_all_calls_is_chosen(times, expected):
+    rows = [{"seconds": dict(zip(tiles.SCHEDULES, row, strict=True))} for row in times]
+    assert tiles.fastest(rows) == expected
+
+
+def test_the_package_reads_the_schedule_that_a_run_has_written(tmp_path):
+    """Another process with the written file uses the schedule."""
+    path = tmp_path / "tile_schedule.json"
+    tiles.keep("fetched", describe(), path)
+    assert "benchmarks.cpu tiles" in json.loads(path.read_text("utf-8"))["reason"]
+    program = (
+        "import pathlib\n"
+        "read = pathlib.Path.read_text\n"
+        f"name, other = {path.name!r}, pathlib.Path({str(path)!r})\n"
+        "pathlib.Path.read_text = lambda self, *given, **named: read(\n"
+        "    other if self.name == name else self, *given, **named)\n"
+        "from fastbert.ops.backend import EXTENSION\n"
+        "print(EXTENSION.tile_schedule())\n"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert result.stdout == "fetched\n", result.stderr
 
 
 def test_a_run_leaves_table_json_and_plot(tmp_path):
@@ -61,7 +119,7 @@ def test_a_run_leaves_table_json_and_plot(tmp_path):
 
 def test_unknown_names_are_refused(monkeypatch, capsys):
     for arguments, message in (
-        (["latency"], "SECTION: got latency, allowed: bert-base, minilm, training"),
+        (["latency"], "SECTION: got latency, allowed: tiles, bert-base, minilm, training"),
         (["--engine", "TVM"], "--engine: got TVM, allowed: fastbert bf16"),
         (["--threads", "0"], "--threads: got 0, allowed: 1 …"),
     ):

@@ -246,9 +246,31 @@ def _encoder(calls: dict[str, list[Call]]) -> None:
         },
     ]  # fmt: skip
     calls["use_huge_pages"] = [{"weights": [torch.randn(64, 64), torch.randn(8)]}]
-    rest["all_states"] = True
+    plain = {"rotations": [], "windows": [], "inner_projections": 1, "pre_norm": False}
+    rest = plain | rest | {"all_states": True}
     calls["encoder"] = [
         {"hidden": hidden, "parameters": floating, "scales": [], **dense, **rest},
         {"hidden": hidden, "parameters": integer, "scales": scales, **packed_batch, **rest},
         {"hidden": hidden, "parameters": parted, "scales": [], **dense, **rest, "projections": 3},
+        {"hidden": hidden, "scales": [], **packed_batch, **rest, **_rotated_layers(hidden)},
     ]
+
+
+def _rotated_layers(hidden: torch.Tensor) -> Call:
+    """Return the arguments of two layers like those of ModernBERT, the second one in two parts."""
+    shapes = [(3 * H, H), (H, H), (INNER, H), (INNER, H), (H, INNER)]
+    weights, norm = [torch.randn(shape) / 4 for shape in shapes], torch.randn(2, H)
+    biases = [torch.randn(shape[0]) for shape in shapes]
+    layer = [
+        weights[0], biases[0], weights[1], biases[1], *norm,
+        *weights[2:4], *biases[2:4], weights[4], biases[4], *norm,
+    ]  # fmt: skip
+    angles = torch.randn(len(hidden), H // HEADS // 2)
+    return {
+        "parameters": layer * 2,
+        "rotations": [angles.cos(), angles.sin()] * 2,
+        "windows": [-1, 1],
+        "inner_projections": 2,
+        "pre_norm": True,
+        "activation": "geglu",
+    }

@@ -97,7 +97,9 @@ HARMLESS = (
     (r"any_outside/0", r"index", r"rank.*|empty"),
     # These are options, and optional arguments that are absent. torch takes any object for a bool.
     (r".*", r"addend|bias|dbias|mask|residual|x_bias|ignored|heads|rows|cu_seqlens", r"None"),
-    (r".*", r"all_states|has_bias|inverse|recompute|save|sum_rows", r"1\.5|None|not"),
+    (r".*", r"all_states|has_bias|inverse|recompute|save|sum_rows|pre_norm", r"1\.5|None|not"),
+    # A parameter without elements is absent.
+    (r"encoder/.*", r"parameters", r"size 0 of dimension 0|empty"),
     # The operator returns nothing for arguments that are not of its form.
     (r"bert/.*", r"ids|mask|token_types", r".*"),
     (r"bert/.*", r"dtype", r".*"),
@@ -123,8 +125,9 @@ HARMLESS = (
     (r"attention_weights/.*", r"heads|rows", r"\[\]|\[0, 0.*"),
     # Dense attention reads lengths from the shapes, and the encoder the batch from cu_seqlens.
     (r"attention_\w+/0", r"max_seqlen_[qk]", NUMBER),
-    (r"encoder/1", r"batch", NUMBER),
-    (r"attention_\w+/1|encoder/1", r"max_seqlen(_[qk])?", r"4"),
+    (r"encoder/[13]", r"batch", NUMBER),
+    (r"attention_\w+/1|encoder/[13]", r"max_seqlen(_[qk])?", r"4"),
+    (r"encoder/3", r"rotations|windows", r"no tensor|\[\]"),
     # Parameters may have any floating dtype. An operand that no other operand has to match may
     # change its dtype and its number of rows.
     (r".*", r"bias|biases|x_bias|weight|norm_weight|norm_bias|dloss|parameters", FLOATING),
@@ -140,7 +143,7 @@ HARMLESS = (
     (r"(rotary|int8_linear)/0", r"x", r"size [+-] 1 of dimension 1"),
     (r".*", r"ids|token_types|positions|labels", INTEGER),
     (r"embedding_.*", r"(word|type|position)_table", r"size \+ 1 of dimension 0"),
-    (r"attention_(forward|weights)/1|encoder/1", r"q|k|hidden|cu_seqlens", ROWS),
+    (r"attention_(forward|weights)/1|encoder/[13]", r"q|k|hidden|cu_seqlens", ROWS),
     (r"attention_\w+/0|encoder/[02]", r"mask|bias", r"size [+-] 1 of dimension [01]"),
     (r"encoder/.*|linear_of_parts/0", r"parameters|biases", r"no tensor"),
     # The length of the bias sets how many of an int8 weight's padded outputs are real.

@@ -182,6 +182,32 @@ def test_the_compiled_level_has_the_bits_of_its_emulation(real, emulated, extens
         assert torch.equal(bits(x), bits(y)), f"result {i}"
 
 
+SCHEDULES = ("in_turn", "overlapped", "fetched")
+
+
+@pytest.mark.parametrize("case", [products, int8_products, attention, attention_varlen])
+def test_every_schedule_has_the_same_bits(real, extension, threads, case):
+    real()
+    before, found = extension.tile_schedule(), {}
+    try:
+        for schedule in SCHEDULES:
+            extension.set_tile_schedule(schedule)
+            assert extension.tile_schedule() == schedule
+            found[schedule] = solve(case)
+    finally:
+        extension.set_tile_schedule(before)
+    for schedule in SCHEDULES[1:]:
+        for i, (x, y) in enumerate(zip(found[schedule], found["in_turn"], strict=True)):
+            assert torch.equal(bits(x), bits(y)), f"{schedule}, result {i}"
+
+
+def test_an_unknown_schedule_is_an_error(extension):
+    before = extension.tile_schedule()
+    with pytest.raises(ValueError, match=r"^name: got 'all', allowed: in_turn, overlapped, fet"):
+        extension.set_tile_schedule("all")
+    assert extension.tile_schedule() == before
+
+
 def test_every_tile_instruction_of_the_extension_was_executed(real, request, extension):
     if "amx" in extension.build_info()["cpu_isas_supported"]:
         pytest.skip("this processor has AMX: nothing is trapped")
@@ -189,6 +215,12 @@ def test_every_tile_instruction_of_the_extension_was_executed(real, request, ext
     real()
     for case in CASES:
         solve(case)
+    before = extension.tile_schedule()
+    try:
+        extension.set_tile_schedule("fetched")
+        solve(products)
+    finally:
+        extension.set_tile_schedule(before)
     instructions = _trapped.tile_instructions(extension.__file__)
     assert len(instructions) > 0
     executed = trapped.executed()

@@ -56,6 +56,44 @@ def test_values_and_gradients(bias) -> None:
         assert_close(name, actual[name], oracle[name], yardstick[name])
 
 
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_step_reads_the_parts_without_joining_them(dtype, residual) -> None:
+    """Autograd keeps no tensor of the joined size, under autocast or not."""
+    joined, kept = JoinedLinear(parts()), []
+
+    def run(layers: Any, given: Tensor, call: Any) -> dict[str, Tensor]:
+        layers.zero_grad()
+        given = given.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype != torch.float32):
+            y = call(given)
+        (y.sin().sum() + (given.cos().sum() if residual else 0.0)).backward()
+        found = {name.removeprefix("parts."): p.grad for name, p in layers.named_parameters()}
+        return {"y": y.detach(), "x": given.grad, **found}
+
+    def call(given: Tensor) -> Tensor:
+        if not residual:
+            return joined(given)
+        y, same = joined(given, return_residual=True)
+        assert same.data_ptr() == given.data_ptr()
+        return y
+
+    def keep(t: Tensor) -> Tensor:
+        kept.append(t.shape)
+        return t
+
+    x = torch.randn(ROWS, SIZE)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        actual = run(joined, x, call)
+    assert (SIZE, SIZE) in kept
+    assert not [shape for shape in kept if shape[:1] == (3 * SIZE,)]
+    double, single = nn.ModuleList(parts()).double(), nn.ModuleList(parts())
+    oracle = run(double, x.double(), lambda given: one_by_one(double, given))
+    yardstick = Yardstick(lambda: run(single, x, lambda given: whole(single, given)))
+    for name in oracle:
+        assert_close(name, actual[name], oracle[name], yardstick[name])
+
+
 @pytest.mark.parametrize("bias", BIASES, ids=str)
 def test_inference(bias) -> None:
     layers = parts(bias)

@@ -220,7 +220,8 @@ def test_operator() -> None:
         plan = fused_call(quantised().encoder.layer, "cpu", torch.float32, False)
     hidden, ends = torch.randn(12, 64), torch.tensor([0, 7, 12], dtype=torch.int32)
     lists = [[t.detach() for t in tensors] for tensors in (plan.parameters, plan.scales)]
-    arguments = (*lists, ends, None, None, 2, 7, 2, 1, 1e-12, "gelu", torch.float32)
+    rest = (1, False, 1e-12, "gelu", torch.float32)
+    arguments = (*lists, ends, None, None, [], [], 2, 7, 2, 1, *rest)
     for all_states in (False, True):
         torch.library.opcheck(
             torch.ops.fastbert.encoder.default,

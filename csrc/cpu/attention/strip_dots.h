@@ -10,6 +10,10 @@ namespace fastbert::cpu::FASTBERT_LEVEL {
 FASTBERT_INLINE void begin_strips() {}
 FASTBERT_INLINE void end_strips() {}
 
+// Whether the steps of a product can, and do, run between other work.
+constexpr bool kMayOverlap = false;
+FASTBERT_INLINE constexpr bool overlaps() { return false; }
+
 // Computes c (+)= a b for a strip of rows and one panel, with a in bf16 and in whole steps.
 template <bool kAdd>
 __attribute__((noinline)) void strip_product(const uint16_t* a, int64_t a_row, const char* b,
@@ -42,5 +46,35 @@ __attribute__((noinline)) void strip_product(const uint16_t* a, int64_t a_row, c
     }
   }
 }
+
+// The product c (+)= a b of a strip of rows and all panels, with a in bf16 and in whole steps.
+struct StripProduct {
+  const uint16_t* a;
+  int64_t a_row;
+  const char* b;
+  int64_t steps;  // of a panel
+  float* c;
+  int64_t c_row;
+  bool add;
+  int64_t panels = 0, panel = 0;
+
+  FASTBERT_INLINE bool done() const { return panel >= panels; }
+
+  // Runs one panel.
+  FASTBERT_INLINE void advance() {
+    const char* at = b + panel * steps * kPanelStep;
+    float* sums = c + panel * kPanel;
+    if (add) {
+      strip_product<true>(a, a_row, at, steps, sums, c_row);
+    } else {
+      strip_product<false>(a, a_row, at, steps, sums, c_row);
+    }
+    ++panel;
+  }
+
+  FASTBERT_INLINE void finish() {
+    while (!done()) advance();
+  }
+};
 
 }  // namespace fastbert::cpu::FASTBERT_LEVEL

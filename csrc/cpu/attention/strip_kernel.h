@@ -30,9 +30,12 @@ constexpr int64_t kWeightStride = kKeys + kStep;
 
 struct StripMemory {
   uint32_t *used, *begun;  // begun: for each strip of queries, whether out holds anything
-  uint16_t *q, *kept_rows, *weights;
+  uint16_t *q, *kept_rows;
   char *keys, *values;
-  float *out, *maximum, *sum, *scores, *factors;
+  float *out, *maximum, *sum, *factors;
+  // Two strips take turns if products overlap with softmax.
+  uint16_t* weights[2];
+  float* scores[2];
 
   StripMemory(const Attention& a, int64_t rows, Arena& arena) {
     const int64_t width = whole_panels(a.head_dim), all = whole_strips(rows);
@@ -40,14 +43,17 @@ struct StripMemory {
     begun = arena.take<uint32_t>(all / kStrip);
     q = arena.take<uint16_t>(all * width);
     kept_rows = arena.take<uint16_t>(kKeys * width);
-    weights = arena.take<uint16_t>(kStrip * kWeightStride);
     keys = arena.take<char>(2 * kKeys * width);
     values = arena.take<char>(2 * kKeys * width);
     out = arena.take<float>(all * width);
     maximum = arena.take<float>(all);
     sum = arena.take<float>(all);
-    scores = arena.take<float>(kStrip * kScoreStride);
     factors = arena.take<float>(kStrip);
+    for (int i = 0; i < (kMayOverlap ? 2 : 1); ++i) {
+      weights[i] = arena.take<uint16_t>(kStrip * kWeightStride);
+      scores[i] = arena.take<float>(kStrip * kScoreStride);
+    }
+    if (!kMayOverlap) weights[1] = weights[0], scores[1] = scores[0];
   }
 };
 
@@ -112,34 +118,40 @@ inline void pack_keys(const Attention& a, const Head& h, int64_t key, int64_t ke
   }
 }
 
-// Computes q kᵀ for a strip of queries and a block of keys.
-inline void multiply_keys(const uint16_t* q, int64_t width, int64_t keys, const StripMemory& m) {
-  const int64_t steps = width / kStep;
-  for (int64_t n = 0; n < keys; n += kPanel) {
-    strip_product<false>(q, width, m.keys + n / kPanel * steps * kPanelStep, steps, m.scores + n,
-                         kScoreStride);
-  }
+// Returns the product q kᵀ of a strip of queries and a block of keys.
+inline StripProduct product_of_keys(const uint16_t* q, int64_t width, int64_t keys, float* scores,
+                                    const StripMemory& m) {
+  return {q, width, m.keys, width / kStep, scores, kScoreStride, false, panels_of(keys)};
 }
 
-// Computes out = factors * out + P v, or out = P v for the first block of keys (`begins`).
-inline void multiply_values(float* out, int64_t width, int64_t rows, int64_t keys, bool begins,
-                            const StripMemory& m) {
-  const int64_t steps = steps_of(keys);
+// Returns the product of out = factors * out + P v, or of out = P v for the first block of keys
+// (`begins`), after the multiplication by the factors.
+inline StripProduct product_of_values(float* out, int64_t width, int64_t rows, int64_t keys,
+                                      bool begins, const uint16_t* weights, const StripMemory& m) {
   for (int64_t r = 0; r < rows && !begins; ++r) {
     if (m.factors[r] == 1.0f) continue;
     for (int64_t n = 0; n < width; n += kLanes) {
       store(out + r * width + n, load(out + r * width + n) * m.factors[r]);
     }
   }
-  for (int64_t n = 0; n < width; n += kPanel) {
-    const char* b = m.values + n / kPanel * steps * kPanelStep;
-    if (begins) {
-      strip_product<false>(m.weights, kWeightStride, b, steps, out + n, width);
-    } else {
-      strip_product<true>(m.weights, kWeightStride, b, steps, out + n, width);
+  return {weights, kWeightStride, m.values, steps_of(keys), out, width, !begins, width / kPanel};
+}
+
+// The products that run between the rows of a strip's softmax: that of the values of the strip
+// before, and then that of the keys of the strip after it.
+struct BesideSoftmax {
+  StripProduct values, keys;
+  bool any;
+
+  FASTBERT_INLINE void advance() {
+    if (!any) return;
+    if (!values.done()) {
+      values.advance();
+    } else if (!keys.done()) {
+      keys.advance();
     }
   }
-}
+};
 
 FASTBERT_INLINE Vec row_maximum(const float* scores, int64_t width, float scale) {
   Vec maximum[2] = {splat(-kInfinity), splat(-kInfinity)};
@@ -181,7 +193,7 @@ FASTBERT_INLINE Vec combine_lanes(Vec (&rows)[kLanes], Combine combine) {
 // Turns a strip's scores into weights, and updates its running maxima and sums. `factors` rescale
 // the results of earlier blocks.
 inline void strip_softmax(const Attention& a, const Head& h, const Block& block,
-                          const StripMemory& m, int64_t first) {
+                          const StripMemory& m, int64_t first, int side, BesideSoftmax& beside) {
   const int64_t width = whole_panels(block.keys);
   const Masking masks = masking(a, h, block);
   const bool biased = a.bias.data != nullptr, plain = !masks.needed && !biased;
@@ -195,7 +207,7 @@ inline void strip_softmax(const Attention& a, const Head& h, const Block& block,
     Vec values[kLanes];
     for (int i = 0; i < kLanes; ++i) {
       const int64_t r = group + i;
-      float* row = m.scores + r * kScoreStride;
+      float* row = m.scores[side] + r * kScoreStride;
       values[i] = splat(-kInfinity);
       if (i >= rows) continue;
       if (plain) {
@@ -225,12 +237,13 @@ inline void strip_softmax(const Attention& a, const Head& h, const Block& block,
       const int64_t r = group + i;
       values[i] = Vec{};
       if (i >= rows) continue;
+      beside.advance();
       if (a.dropout.enabled) {
         attention_dropout(a.dropout, h, block.position(r), block.key, block.keys, kept);
       }
-      values[i] = row_weights(m.scores + r * kScoreStride, width, scale, references[i],
+      values[i] = row_weights(m.scores[side] + r * kScoreStride, width, scale, references[i],
                               a.dropout.enabled ? kept : nullptr, a.dropout.scale,
-                              m.weights + r * kWeightStride);
+                              m.weights[side] + r * kWeightStride);
     }
     const Vec sum =
         combine_lanes(values, [&](Vec x, Vec y) __attribute__((always_inline)) { return x + y; });
@@ -254,9 +267,51 @@ inline void begin_queries(const Attention& a, const Head& h, const AttentionItem
   }
 }
 
+// One block of keys and all strips of queries that see it. While a strip's softmax runs, the
+// products of its neighbours advance.
+inline void strip_block(const Attention& a, const Head& h, const AttentionItem& item, int64_t key,
+                        int64_t keys, const StripMemory& m) {
+  const int64_t rows = item.end - item.begin, width = whole_panels(a.head_dim);
+  const auto block_of = [&](int64_t first) {
+    return Block{item.begin + first, clamp(rows - first, 0, kStrip), key, keys, nullptr};
+  };
+  // Returns the first strip from `first` on that sees a key of the block, or `rows` or more.
+  const auto seeing = [&](int64_t first) {
+    for (; first < rows; first += kStrip) {
+      const Block block = block_of(first);
+      const Range range = visible_keys(a, h, block.query, block.query + block.rows - 1);
+      if (key < range.high && key + keys > range.low) break;
+    }
+    return first;
+  };
+  const auto scores_of = [&](int64_t first, int side) {
+    return product_of_keys(m.q + first * width, width, keys, m.scores[side], m);
+  };
+  int64_t first = seeing(0);
+  int side = 0;
+  BesideSoftmax beside = {{}, {}, overlaps()};
+  if (first < rows) beside.keys = scores_of(first, side);
+  while (first < rows) {
+    beside.keys.finish();
+    const int64_t next = seeing(first + kStrip);
+    beside.keys = next < rows ? scores_of(next, 1 - side) : StripProduct{};
+    const Block block = block_of(first);
+    strip_softmax(a, h, block, m, first, side, beside);
+    beside.values.finish();
+    uint32_t& begun = m.begun[first / kStrip];
+    beside.values = product_of_values(m.out + first * width, width, block.rows, keys, begun == 0,
+                                      m.weights[side], m);
+    begun = 1;
+    if (!beside.any) beside.values.finish();
+    first = next;
+    side = 1 - side;
+  }
+  beside.values.finish();
+}
+
 inline void strip_item(const Attention& a, const AttentionItem& item, void* scratch) {
   Arena arena = {(char*)scratch};
-  const int64_t rows = item.end - item.begin, width = whole_panels(a.head_dim);
+  const int64_t rows = item.end - item.begin;
   const StripMemory m(a, rows, arena);
   Head h = head_of(a, item.sequence, item.head);
   h.used = used_keys(a, h, m.used);
@@ -269,16 +324,7 @@ inline void strip_item(const Attention& a, const AttentionItem& item, void* scra
     const int64_t keys = clamp(h.k_length - key, 0, kKeys);
     if (!any_used(h, key, key + keys)) continue;
     pack_keys(a, h, key, keys, m);
-    for (int64_t first = 0; first < rows; first += kStrip) {
-      const Block block = {item.begin + first, clamp(rows - first, 0, kStrip), key, keys, nullptr};
-      const Range range = visible_keys(a, h, block.query, block.query + block.rows - 1);
-      if (key >= range.high || key + keys <= range.low) continue;
-      uint32_t& begun = m.begun[first / kStrip];
-      multiply_keys(m.q + first * width, width, keys, m);
-      strip_softmax(a, h, block, m, first);
-      multiply_values(m.out + first * width, width, block.rows, keys, begun == 0, m);
-      begun = 1;
-    }
+    strip_block(a, h, item, key, keys, m);
   }
   end_strips();
   forward_results<BF16>(a, h, item, m);

@@ -10,26 +10,55 @@ namespace fastbert::cpu::FASTBERT_LEVEL {
 FASTBERT_INLINE void begin_strips() { configure_tiles(); }
 FASTBERT_INLINE void end_strips() { tile_release(); }
 
-// Computes c (+)= a b for a strip of rows and one panel, with a in bf16 and in whole steps.
-template <bool kAdd>
-FASTBERT_INLINE void strip_product(const uint16_t* a, int64_t a_row, const char* b, int64_t steps,
-                                   float* c, int64_t c_row) {
-  if constexpr (kAdd) {
-    const float* lower = c + kMostTileRows * c_row;
-    tile_load<0>(c, 4 * c_row);
-    tile_load<1>(c + kLanes, 4 * c_row);
+// Whether the steps of a product can, and do, run between other work.
+constexpr bool kMayOverlap = true;
+FASTBERT_INLINE bool overlaps() { return tile_schedule != TileSchedule::in_turn; }
+
+// The product c (+)= a b of a strip of rows and all panels, with a in bf16 and in whole steps. It
+// holds the tiles from its first step to its last.
+struct StripProduct {
+  const uint16_t* a;
+  int64_t a_row;
+  const char* b;
+  int64_t steps;  // of a panel
+  float* c;
+  int64_t c_row;
+  bool add;
+  int64_t panels = 0, panel = 0, step = 0;
+
+  FASTBERT_INLINE bool done() const { return panel >= panels; }
+
+  // Runs one step. Not inlined, so that the code of a step exists once.
+  __attribute__((noinline)) void advance() {
+    float* sums = c + panel * kPanel;
+    if (step == 0) begin(sums);
+    multiply_step<2, 1>((const char*)(a + step * kStep), 2 * a_row,
+                        b + (panel * steps + step) * kPanelStep, 0);
+    if (++step < steps) return;
+    store_block<2, 1>(sums, c_row);
+    ++panel;
+    step = 0;
+  }
+
+  FASTBERT_INLINE void finish() {
+    while (!done()) advance();
+  }
+
+ private:
+  FASTBERT_INLINE void begin(const float* sums) const {
+    if (!add) {
+      tile_zero<0>();
+      tile_zero<1>();
+      tile_zero<2>();
+      tile_zero<3>();
+      return;
+    }
+    const float* lower = sums + kMostTileRows * c_row;
+    tile_load<0>(sums, 4 * c_row);
+    tile_load<1>(sums + kLanes, 4 * c_row);
     tile_load<2>(lower, 4 * c_row);
     tile_load<3>(lower + kLanes, 4 * c_row);
-  } else {
-    tile_zero<0>();
-    tile_zero<1>();
-    tile_zero<2>();
-    tile_zero<3>();
   }
-  for (int64_t step = 0; step < steps; ++step) {
-    multiply_step<2, 1>((const char*)(a + step * kStep), 2 * a_row, b + step * kPanelStep, 0);
-  }
-  store_block<2, 1>(c, c_row);
-}
+};
 
 }  // namespace fastbert::cpu::FASTBERT_LEVEL

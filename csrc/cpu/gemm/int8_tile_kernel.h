@@ -12,12 +12,30 @@
 
 namespace fastbert::cpu::FASTBERT_LEVEL {
 
-// Tiles 0 to 3 hold sums, 4 and 5 rows of q, 6 and 7 weights.
+// The rows of finished sums that still wait for their epilogue.
+struct PendingRows {
+  int32_t* sums = nullptr;
+  int64_t row = 0, rows = 0, begin = 0, end = 0;
+
+  FASTBERT_INLINE void finish(const Int8Gemm& p, int64_t most) {
+    const int64_t count = rows < most ? rows : most;
+    if (count == 0) return;
+    int8_epilogue(p, sums, 2 * kLanes, row, count, begin, end);
+    sums += count * 2 * kLanes;
+    row += count;
+    rows -= count;
+  }
+};
+
+// Tiles 0 to 3 hold sums, 4 and 5 rows of q, 6 and 7 weights. Each step finishes `most` rows of the
+// block before.
 template <int kTall>
-FASTBERT_INLINE void int8_tile_sums(const uint8_t* q, int64_t depth, const int8_t* packed,
-                                    int32_t* sums) {
+FASTBERT_INLINE void int8_tile_sums(const Int8Gemm& p, const uint8_t* q, const int8_t* packed,
+                                    int32_t* sums, PendingRows& waiting, int64_t most) {
+  const int64_t depth = p.depth;
   const int8_t* second = packed + depth * kLanes;
   const uint8_t* lower = q + kMostTileRows * depth;
+  PendingRows pending = waiting;  // in registers
   tile_zero<0>();
   tile_zero<1>();
   if constexpr (kTall == 2) {
@@ -35,7 +53,9 @@ FASTBERT_INLINE void int8_tile_sums(const uint8_t* q, int64_t depth, const int8_
       tile_product_us<2, 5, 6>();
       tile_product_us<3, 5, 7>();
     }
+    pending.finish(p, most);
   }
+  pending.finish(p, 2 * kMostTileRows);
   constexpr int64_t kWidth = 2 * kLanes;
   tile_store<0>(sums, kWidth * 4);
   tile_store<1>(sums + kLanes, kWidth * 4);
@@ -46,27 +66,35 @@ FASTBERT_INLINE void int8_tile_sums(const uint8_t* q, int64_t depth, const int8_
 }
 
 void int8_gemm_tiles(const Int8Gemm& p, const Int8Block& block) {
-  alignas(64) int32_t sums[2 * kMostTileRows * 2 * kLanes];
+  constexpr int64_t kBlockRows = 2 * kMostTileRows;
+  alignas(64) int32_t sums[2][kBlockRows * 2 * kLanes];
   TileShapes shapes;
   for (int tile = 0; tile < 8; ++tile) shapes.set(tile, kMostTileRows, kMostTileBytes);
   tile_configure(shapes);
+  const bool overlaps = tile_schedule != TileSchedule::in_turn;
+  const int64_t steps = p.depth / kMostTileBytes, most = kBlockRows / (steps + 1) + 1;
+  PendingRows pending;
+  int side = 0;
   for (int64_t panel = block.panel_begin; panel < block.panel_end; panel += 2) {
     const int64_t begin = panel * kLanes;
     if (begin >= p.n) break;
     const int64_t end = begin + 2 * kLanes < p.n ? begin + 2 * kLanes : p.n;
     const int8_t* packed = p.packed + begin * p.depth;
-    for (int64_t row = block.row_begin; row < block.row_end; row += 2 * kMostTileRows) {
+    for (int64_t row = block.row_begin; row < block.row_end; row += kBlockRows) {
       const uint8_t* q = (const uint8_t*)p.q + row * p.depth;
       const int64_t left = block.row_end - row;
-      const int64_t rows = left < 2 * kMostTileRows ? left : 2 * kMostTileRows;
+      const int64_t rows = left < kBlockRows ? left : kBlockRows;
       if (rows > kMostTileRows) {
-        int8_tile_sums<2>(q, p.depth, packed, sums);
+        int8_tile_sums<2>(p, q, packed, sums[side], pending, most);
       } else {
-        int8_tile_sums<1>(q, p.depth, packed, sums);
+        int8_tile_sums<1>(p, q, packed, sums[side], pending, most);
       }
-      int8_epilogue(p, sums, 2 * kLanes, row, rows, begin, end);
+      pending = {sums[side], row, rows, begin, end};
+      if (!overlaps) pending.finish(p, kBlockRows);
+      side = 1 - side;
     }
   }
+  pending.finish(p, kBlockRows);
   tile_release();
 }
 

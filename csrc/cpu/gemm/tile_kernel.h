@@ -136,6 +136,13 @@ struct Ahead {
 
 FASTBERT_INLINE void fetch(const char* p) { __builtin_prefetch(p, 0, 2); }
 
+// Fetches rows of a step into the first-level cache.
+template <int kRows>
+FASTBERT_INLINE void fetch_near(const char* a, int64_t stride) {
+#pragma GCC unroll 4
+  for (int i = 0; i < kRows; ++i) __builtin_prefetch(a + i * stride, 0, 3);
+}
+
 // One task: rows and columns from (row, column) on.
 struct TileTask {
   const Gemm& g;
@@ -163,9 +170,17 @@ __attribute__((noinline)) void multiply_block(TileTask& t, int64_t strip, int64_
   tile_zero<1>();
   tile_zero<2>();
   tile_zero<3>();
+  constexpr int64_t kNearSteps = 2;
+  [[maybe_unused]] const int64_t near =
+      tile_schedule == TileSchedule::fetched ? steps - kNearSteps : 0;
   for (int64_t step = 0; step < steps; ++step) {
     multiply_step<kRowTiles, kPanels>(a + step * kStepBytes, a_stride, b + step * kPanelStep,
                                       panel_bytes);
+    if constexpr (kPanels == 1) {
+      if (step < near) {
+        fetch_near<kRowTiles * kMostTileRows>(a + (step + kNearSteps) * kStepBytes, a_stride);
+      }
+    }
     for (int64_t i = 0; i < ahead.lines; ++i) {
       fetch(ahead.b + (step * ahead.lines + i) * kStepBytes);
     }

@@ -18,6 +18,14 @@ namespace fastbert::cpu {
 // The storage format of activations. Arithmetic and statistics are fp32 in every format.
 enum class Format : int32_t { f32, bf16, f16 };
 
+// How kernels on tiles arrange their work. The results have the same bits. `in_turn`: products and
+// vector work alternate. `overlapped`: vector work of attention and int8 products runs between the
+// steps of a product. `fetched`: the rows of a bf16 product's weight are also fetched into the
+// first-level cache two steps ahead.
+enum class TileSchedule : int32_t { in_turn, overlapped, fetched };
+
+inline TileSchedule tile_schedule = TileSchedule::overlapped;  // of the process
+
 // A row-major matrix whose rows are `stride` elements apart; `data` is null for an absent operand.
 struct ConstMatrix {
   const void* data;

@@ -3,21 +3,25 @@
 
 #include "../isa/dispatch.h"
 #include "../operands.h"
+#include "../operators.h"
 
 namespace fastbert::cpu {
+namespace {
 
-at::Tensor rotary(const at::Tensor& x_in, const at::Tensor& cos_in, const at::Tensor& sin_in,
-                  int64_t heads, bool inverse) {
-  check_dtype("x", x_in);
-  TORCH_CHECK_VALUE(x_in.dim() == 3 && x_in.size(2) >= 2 && x_in.size(2) % 2 == 0, "x: got shape ",
-                    x_in.sizes(), ", allowed: (tokens, heads, head_dim), head_dim even and >= 2");
-  check_floats("cos", cos_in, x_in, {x_in.size(0), x_in.size(2) / 2});
-  check_floats("sin", sin_in, x_in, {x_in.size(0), x_in.size(2) / 2});
-  TORCH_CHECK_VALUE(heads >= 0 && heads <= x_in.size(1), "heads: got ", heads, ", allowed: 0 to ",
-                    x_in.size(1));
-  const auto x = x_in.stride(2) == 1 ? x_in : x_in.contiguous();
+void check(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin, int64_t heads) {
+  check_dtype("x", x);
+  TORCH_CHECK_VALUE(x.dim() == 3 && x.size(2) >= 2 && x.size(2) % 2 == 0, "x: got shape ",
+                    x.sizes(), ", allowed: (tokens, heads, head_dim), head_dim even and >= 2");
+  check_floats("cos", cos, x, {x.size(0), x.size(2) / 2});
+  check_floats("sin", sin, x, {x.size(0), x.size(2) / 2});
+  TORCH_CHECK_VALUE(heads >= 0 && heads <= x.size(1), "heads: got ", heads, ", allowed: 0 to ",
+                    x.size(1));
+}
+
+// Writes the rotated x to the contiguous y, which may be x.
+void rotate(const at::Tensor& x, const at::Tensor& cos_in, const at::Tensor& sin_in, int64_t heads,
+            bool inverse, const at::Tensor& y) {
   const auto cos = cos_in.contiguous(), sin = sin_in.contiguous();
-  auto y = empty(x.sizes(), x.options());
   const Rotary params = {format_of(x),
                          x.size(1),
                          heads,
@@ -33,7 +37,23 @@ at::Tensor rotary(const at::Tensor& x_in, const at::Tensor& cos_in, const at::Te
   const int64_t columns = std::max<int64_t>(1, x.size(1) * x.size(2));
   parallel_for(x.size(0), grain_rows(columns),
                [&](int64_t begin, int64_t end) { k.rotary(params, begin, end); });
+}
+
+}  // namespace
+
+at::Tensor rotary(const at::Tensor& x_in, const at::Tensor& cos, const at::Tensor& sin,
+                  int64_t heads, bool inverse) {
+  check(x_in, cos, sin, heads);
+  const auto x = x_in.stride(2) == 1 ? x_in : x_in.contiguous();
+  auto y = empty(x.sizes(), x.options());
+  rotate(x, cos, sin, heads, inverse, y);
   return y;
+}
+
+void rotate_in_place(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin,
+                     int64_t heads) {
+  check(x, cos, sin, heads);
+  rotate(x, cos, sin, heads, false, x);
 }
 
 }  // namespace fastbert::cpu

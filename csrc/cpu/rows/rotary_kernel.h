@@ -32,6 +32,7 @@ void rotary_rows(const Rotary& params, int64_t begin, int64_t end) {
       turn_head<Format>(x + head * p.stride_head, cos, sin, p.direction, p.half,
                         y + head * head_dim);
     }
+    if (p.x == p.y) continue;
     for (int64_t head = p.turned; head < p.heads; ++head) {
       __builtin_memcpy(y + head * head_dim, x + head * p.stride_head, head_dim * sizeof(Storage));
     }

@@ -1,0 +1,246 @@
+"""Layers with rotary positions, a gated feed-forward, windows or norms before them, in one call.
+
+The layers are those of ModernBERT and NomicBERT. The results agree with float64, with the layers
+one by one, and with themselves in any company of other sequences.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fastbert import modules, ops, reference
+from fastbert.io import families
+from fastbert.modules.fused_encoder import FusedCall, fused_call
+from fastbert.ops import backend as backends
+from fastbert.testing.compare import assert_close
+from fastbert.testing.yardstick import Yardstick
+
+if backends.EXTENSION is None:
+    pytest.skip(backends.EXTENSION_STATE, allow_module_level=True)
+
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "intermediate_size": 80,
+    "max_position_embeddings": 80,
+    "initializer_range": 0.1,
+    "pad_token_id": 0,
+}
+# A query of ModernBERT's second and third layer sees 4 tokens on each side.
+FAMILIES = {
+    "modernbert": {"local_attention": 8},
+    "modernbert with biases": {
+        "local_attention": 8,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "norm_bias": True,
+    },
+    "nomic_bert": {},
+}
+LENGTHS = (70, 23, 9, 1)
+ONE_CALL = ("cpu", "all layers in one call")
+every_family = pytest.mark.parametrize("family", FAMILIES)
+
+
+def model(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> modules.BertModel:
+    torch.manual_seed(0)
+    content = {"model_type": family.split()[0], **SIZES, **FAMILIES[family], **changes}
+    built = modules.BertModel(families.read_config(content)).eval()
+    with torch.no_grad():
+        for parameter in built.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    return built.to(dtype)
+
+
+def batch(lengths: tuple[int, ...] = LENGTHS) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    exists = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    ids = torch.randint(1, SIZES["vocab_size"], exists.shape, generator=generator)
+    return {"input_ids": ids * exists, "attention_mask": exists.long()}
+
+
+def one_call(built: modules.BertModel) -> bool:
+    return built.backends()["encoder"] == ONE_CALL
+
+
+def states(built: modules.BertModel, inputs: dict[str, Tensor]) -> Tensor:
+    """Return all hidden states of the tokens, one under another."""
+    mask = inputs["attention_mask"].bool()
+    with torch.inference_mode():
+        result = built(**inputs, output_hidden_states=True)
+    assert torch.equal(result.hidden_states[-1], result.last_hidden_state)
+    return torch.stack(result.hidden_states)[:, mask]
+
+
+@pytest.mark.parametrize("lengths", [LENGTHS, (40, 40)], ids=["padded", "full"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@every_family
+def test_agrees_with_float64(isa, family, dtype, lengths) -> None:
+    built, inputs = model(family, dtype), batch(lengths)
+    assert one_call(built)
+    actual = states(built, inputs)
+    built.set_backend("reference")
+    assert not one_call(built)
+    oracle = states(copy.deepcopy(built).double(), inputs)
+    assert_close(family, actual, oracle, Yardstick(lambda: states(built, inputs)))
+
+
+@every_family
+def test_the_operation_agrees_with_its_reference(family) -> None:
+    built, inputs = model(family), batch()
+    seen: list[tuple[Any, Any]] = []
+    run = ops.encoder
+
+    def record(*given: Any, **options: Any) -> list[Tensor]:
+        seen.append((given, options))
+        return run(*given, **options)
+
+    with torch.inference_mode(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fastbert.modules.encoder.ops.encoder", record)
+        built(**inputs)
+    (given, options) = seen[0]
+    for name in ("backend", "attention_backend", "feed_forward_backend", "layer_norm_backend"):
+        options.pop(name)
+    options["all_states"] = True
+
+    def expected(dtype: torch.dtype) -> Tensor:
+        hidden, parameters, *rest = given
+        doubled = [p.to(dtype) for p in parameters]
+        rotations = [t.to(dtype) for t in options["rotations"]]
+        changed = options | {"dtype": dtype, "rotations": rotations}
+        return torch.stack(reference.encoder(hidden.to(dtype), doubled, *rest, **changed))
+
+    with torch.inference_mode():
+        actual = torch.stack(run(*given, **options))
+        yardstick = Yardstick(lambda: expected(torch.float32))
+        assert_close(family, actual, expected(torch.float64), yardstick)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@every_family
+def test_a_sequence_has_the_same_bits_alone_in_any_batch_and_on_any_threads(
+    isa, threads, family, dtype
+) -> None:
+    built, inputs = model(family, dtype), batch()
+    assert one_call(built)
+    with torch.inference_mode():
+        threads(1)
+        together = built(**inputs).last_hidden_state
+        threads(2)
+        assert torch.equal(built(**inputs).last_hidden_state, together)
+        for row, length in enumerate(LENGTHS):
+            alone = built(inputs["input_ids"][row : row + 1, :length]).last_hidden_state
+            assert torch.equal(alone[0], together[row, :length]), length
+
+
+WRITES = {
+    "a weight in place": lambda layer: layer.intermediate.dense.weight.mul_(1.5),
+    "data of a row": lambda layer: layer.attention.self.qkv.weight.data[3].fill_(0.5),
+    "a norm": lambda layer: layer.output.LayerNorm.weight.data.add_(1.0),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+@every_family
+def test_a_write_is_seen(family, write) -> None:
+    built, inputs = model(family), batch()
+    before = states(built, inputs)
+    with torch.no_grad():
+        WRITES[write](built.encoder.layer[1])
+    actual = states(built, inputs)
+    assert one_call(built)
+    assert not torch.equal(actual, before)
+    built.set_backend("reference")
+    oracle = states(copy.deepcopy(built).double(), inputs)
+    assert_close(write, actual, oracle, Yardstick(lambda: states(built, inputs)))
+
+
+def test_a_window_over_padding_in_the_middle_runs_layer_by_layer() -> None:
+    """The window counts the places of the padded row, which packed rows do not have."""
+    built, inputs = model("modernbert"), batch((40, 40))
+    inputs["attention_mask"][0, 10:20] = 0
+    actual = states(built, inputs)
+    built.set_backend("reference")
+    oracle = states(copy.deepcopy(built).double(), inputs)
+    assert_close("middle", actual, oracle, Yardstick(lambda: states(built, inputs)))
+
+
+def test_autocast() -> None:
+    """NomicBERT's hidden states stay in fp32; ModernBERT's layers run one by one."""
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        assert one_call(model("nomic_bert"))
+        assert "autocast" in model("modernbert").backends()["encoder"].reason
+        built, inputs = model("nomic_bert"), batch()
+        actual = states(built, inputs)
+        built.set_backend("reference")
+        yardstick = Yardstick(lambda: states(built, inputs))
+    assert actual.dtype == torch.float32
+    oracle = states(model("nomic_bert").double(), inputs)
+    assert_close("autocast", actual, oracle, yardstick)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", "attention.self", "attention.self.rotary", "attention.self.qkv", "intermediate.dense",
+     "output.LayerNorm"],
+)  # fmt: skip
+@every_family
+def test_a_hook_fires(family, name) -> None:
+    built, inputs, fired = model(family), batch(), []
+    expected = states(built, inputs)
+    part = built.encoder.layer[1].get_submodule(name)
+    # The layers read the parameters of LayerNorm's and Linear's neighbours, but call hooked ones.
+    with part.register_forward_hook(lambda *_: fired.append(name)):
+        assert "layer.1" in built.backends()["encoder"].reason
+        torch.testing.assert_close(states(built, inputs), expected, rtol=1e-4, atol=1e-4)
+    assert fired
+    assert one_call(built)
+
+
+def test_layers_that_one_call_cannot_run() -> None:
+    def reason(built: modules.BertModel) -> str:
+        return built.backends()["encoder"].reason
+
+    built = model("modernbert")
+    built.encoder.layer[0].attention.self.rotary = None
+    assert "differ in their norms or in rotary" in reason(built)
+    built = model("nomic_bert")
+    built.encoder.layer[2].attention.output.LayerNorm.bias = None
+    assert "a parameter is missing" in reason(built)
+    built = model("modernbert")
+    built.encoder.layer[0].attention.output.LayerNorm = nn.Dropout()
+    assert "layer.0.attention.output.LayerNorm is a torch.nn" in reason(built)
+    found = fused_call(model("nomic_bert").encoder.running(), "cuda", torch.bfloat16, False)
+    assert not isinstance(found, FusedCall)
+
+
+def bad_calls() -> dict[str, tuple[dict[str, Any], str]]:
+    cos = torch.ones(4, 2)
+    return {
+        "rotations": ({"rotations": [cos]}, r"^rotations: got 1 tensors, allowed: none, or 2"),
+        "windows": ({"windows": [1]}, r"^windows: got 1 numbers, allowed: none, or one"),
+        "inner": ({"inner_projections": 3}, r"^inner_projections: got 3, allowed: 1 or 2"),
+        "activation": ({"activation": "glu"}, r"^activation: got 'glu', allowed: gelu"),
+        "angles": ({"rotations": [cos[:3]] * 4}, r"^cos: got shape \[3, 2\]"),
+    }
+
+
+@pytest.mark.parametrize("case", bad_calls())
+def test_bad_input(case) -> None:
+    changes, message = bad_calls()[case]
+    one = [torch.randn(*shape) for shape in ((24, 8), (24,), (8, 8), (8,), (8,), (8,))]
+    one += [torch.randn(*shape) for shape in ((8, 8), (8,), (8, 8), (8,), (8,), (8,))]
+    call = {"batch": 2, "heads": 2} | changes
+    with torch.no_grad(), pytest.raises(ValueError, match=message):
+        ops.encoder(torch.randn(4, 8), one * 2, None, 2, **call)
+    if case != "activation" and case != "angles":
+        with torch.no_grad(), pytest.raises(ValueError, match=f"^{case.split()[0]}"):
+            ops.encoder(torch.randn(4, 8), one * 2, None, 2, backend="triton", **call)
