@@ -105,23 +105,23 @@ def main() -> None:
     parser.add_argument("--pretrained", help=f"folder or hub id; with --reviews {PRETRAINED}")
     parser.add_argument("--heads", type=int, nargs="+", default=[8, 16])
     parser.add_argument("--layers", type=int, nargs="+", default=[6, 12])
-    parser.add_argument("--hidden-size", type=int, help="256 with --reviews, and 32 without")
+    parser.add_argument("--hidden-size", type=int, help="256 with --reviews, and 64 without")
     parser.add_argument("--max-length", type=int, help="256 with --reviews, and 128 without")
     parser.add_argument("--vocab-size", type=int, default=8192)
     parser.add_argument("--epochs", type=int, default=20, help="epochs from scratch")
     parser.add_argument("--pretrained-epochs", type=int, default=5)
     parser.add_argument("--learning-rate", type=float, help="from scratch")
     parser.add_argument("--pretrained-rate", type=float, help="of the pre-trained model")
-    parser.add_argument("--count", type=int, default=400, help="generated reviews of each part")
-    parser.add_argument("--pretrain-steps", type=int, default=200, help="on generated reviews")
+    parser.add_argument("--count", type=int, default=600, help="generated reviews of each part")
+    parser.add_argument("--pretrain-steps", type=int, default=600, help="on generated reviews")
     parser.add_argument("--precision", default="fp32")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     real = options.reviews is not None
-    hidden = options.hidden_size or (256 if real else 32)
+    hidden = options.hidden_size or (256 if real else 64)
     length = options.max_length or (256 if real else 128)
-    scratch_rate = options.learning_rate or (1e-4 if real else 1e-3)
+    scratch_rate = options.learning_rate or (1e-4 if real else 5e-4)
     pretrained_rate = options.pretrained_rate or (3e-5 if real else 1e-3)
     reviews = options.reviews or options.out / "reviews"
     if not real:
@@ -139,6 +139,7 @@ def main() -> None:
             learning_rate=rate,
             max_length=length,
             precision=options.precision,
+            log_every=50,
         )
 
     about = f"{'real' if real else 'generated'} reviews; from scratch with hidden size {hidden}"

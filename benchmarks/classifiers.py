@@ -53,8 +53,13 @@ def untrained(config: BertConfig, tokenizer: Path, folder: Path) -> Path:
 
 
 def train(name: str, options: ClassifyOptions) -> Classifier:
-    """Fine-tune a classifier and return its results; an earlier run in the folder is resumed."""
-    result = finetune(options, console=Console(quiet=True))
+    """Fine-tune a classifier and return its results; an earlier run in the folder is resumed.
+
+    The progress is shown on stderr, and the line of the table is printed on stdout.
+    """
+    console = Console(stderr=True)
+    console.print(f"{name}:", highlight=False)
+    result = finetune(options, console=console)
     rows = [row for row in read_log(result.log) if row["event"] == "evaluation"]
     found = Classifier(
         name,

@@ -11,13 +11,18 @@ from pathlib import Path
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Call ``write`` with a temporary path in the folder of ``path``, then rename the file.
 
-    The temporary file has the suffix of ``path``, by which numpy and matplotlib choose a format.
+    The temporary file has the suffix of ``path``, by which numpy and matplotlib choose a format. An
+    OSError that names no file, as of a full disk, receives the name of ``path``.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.stem}.{secrets.token_hex(4)}{path.suffix}")
     try:
         write(temporary)
         os.replace(temporary, path)
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -40,6 +40,7 @@ BELOW: dict[str, set[str]] = {
     },
     "training": {
         *("bench", "testing", "integrations", "graphs", "data", "modules", "io", "ops", "config"),
+        "atomic_file",
     },
     "jobs": {
         *("bench", "integrations", "inference", "data", "modules", "io", "config", "json_file"),

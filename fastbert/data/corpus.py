@@ -32,6 +32,7 @@ ALLOWED = ".txt, .jsonl, .parquet, or plain text (no suffix, " + ", ".join(PROSE
 # Paragraphs of prose are joined until a document has this many sentences. The document is then long
 # enough for a next-sentence pair, and one file gives several documents.
 PROSE_SENTENCES = 8
+NOT_UTF8 = "not UTF-8"
 _TERMINAL = (".", "!", "?", "…", "。", "！", "？", '"', "”", "’")
 
 
@@ -56,12 +57,23 @@ def _problem(path: Path) -> str | None:
             try:
                 decoder.decode(chunk)
             except UnicodeDecodeError:
-                return "not UTF-8"
+                return NOT_UTF8
     try:
         decoder.decode(b"", final=True)
     except UnicodeDecodeError:
-        return "not UTF-8"
+        return NOT_UTF8
     return None
+
+
+def _bad_line(path: Path) -> int:
+    """Return the number of the first line that is not UTF-8, or 0."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                line.decode("utf-8")
+            except UnicodeDecodeError:
+                return number
+    return 0
 
 
 def text_files(folder: Path) -> Iterator[Path]:
@@ -214,5 +226,6 @@ def read_documents(path: str | os.PathLike[str]) -> Iterator[Document]:
     if source.is_dir():
         return _read_all(source, _readable(source, skipped), skipped)
     if source.suffix.lower() not in _READERS and (problem := _problem(source)) is not None:
-        raise ValueError(f"corpus: {source} is {problem}, allowed: {ALLOWED}, in UTF-8")
+        line = f", line {_bad_line(source)}," if problem == NOT_UTF8 else ""
+        raise ValueError(f"corpus: {source}{line} is {problem}, allowed: {ALLOWED}, in UTF-8")
     return _read_all(source, [source], skipped)

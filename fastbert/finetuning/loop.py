@@ -16,7 +16,7 @@ from fastbert.finetuning.plots import plot_confusion
 from fastbert.finetuning.preparation import Part, encode, fingerprint, read_parts
 from fastbert.finetuning.run import FinetuningRun
 from fastbert.finetuning.task import Confusion, Task
-from fastbert.training import resume, state
+from fastbert.training import meeting, resume, state
 from fastbert.training.checkpoint import CHECKPOINT, refuse_existing
 from fastbert.training.log import CURVES, LOG
 from fastbert.training.meeting import start_processes
@@ -123,7 +123,8 @@ def finetune(options: FinetuneOptions, *, console: Console | None = None) -> Fin
     task = options.task()
     examples = read_parts(task, options, say)
     data = fingerprint(examples)
-    found = None if options.overwrite else _resumable(options, task, data, accelerator, say)
+    anew = resume.starts_anew(options.folder, options.overwrite, accelerator)
+    found = None if anew else _resumable(options, task, data, accelerator, say)
     source = Source(options.model)
     longest = min(task.longest or source.config.max_length, source.config.max_length)
     tokenizer = source.tokenizer(options.max_length or longest)
@@ -150,6 +151,7 @@ def finetune(options: FinetuneOptions, *, console: Console | None = None) -> Fin
     )
     if run.first:
         _remove_earlier(options.folder, checkpoints=found is None)
+        meeting.begin(options.folder)
     return _finish(run, record, signals)
 
 

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from fastbert.inference import Embedder
+
 
 def run(
     model: str,
@@ -42,13 +44,7 @@ def run(
     from fastbert.inference import Embedder
 
     embedder = Embedder(model, **options)
-    after = embedder.after
-    resolved = {
-        "layers": embedder.states.numbers,
-        "combine": embedder.states.combine,
-        "pooling": "+".join(after.pooling.modes),
-        "normalize": after.normalised,
-    }
+    facts = facts_of(embedder, options.get("backend"))
     summary = compute(
         texts,
         target,
@@ -61,15 +57,34 @@ def run(
             embedder.folders,
             texts,
             command="encode",
-            **resolved,
-            max_length=embedder.tokenizer.limit,
-            tokens_per_batch=embedder.tokens_per_batch,
-            backend=options.get("backend"),
+            **facts,
         ),
         write=None if target.suffix.lower() == ".npy" else write_embeddings,
         reporter=reporter,
     )
-    return {**summary, "shape": (texts.count, after.width), **resolved}
+    told = {name: facts[name] for name in ("layers", "combine", "pooling", "normalize")}
+    return {**summary, "shape": (texts.count, embedder.width), **told}
+
+
+def facts_of(embedder: Embedder, backend: str | None) -> dict[str, Any]:
+    """Return the options on which embeddings depend, each with the value that is in effect.
+
+    Two spellings of an option give the same value, such as the layer -1 and the number of the last
+    layer, or an option that is left out and its default.
+
+    Args:
+        embedder: The model with its options.
+        backend: The option of the backend.
+    """
+    return {
+        "layers": embedder.states.numbers,
+        "combine": embedder.states.combine,
+        "pooling": "+".join(embedder.after.pooling.modes),
+        "normalize": embedder.after.normalised,
+        "max_length": embedder.tokenizer.limit,
+        "tokens_per_batch": embedder.tokens_per_batch,
+        "backend": backend,
+    }
 
 
 def write_embeddings(rows: NDArray[np.float32], path: Path) -> None:

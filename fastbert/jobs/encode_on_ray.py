@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastbert import atomic_file, json_file
 from fastbert.jobs.batch_job import digest_of_model
-from fastbert.jobs.encode import write_parts
+from fastbert.jobs.encode import facts_of, write_parts
 from fastbert.jobs.reporter import SILENT, Reporter
 from fastbert.jobs.texts import FORMATS, Texts
 from fastbert.version import __version__
@@ -81,6 +81,7 @@ def run(
     # A wrong model or option is an error before any work. The workers have models of their own.
     embedder = Embedder(model, **options)
     width, folders = embedder.width, embedder.folders
+    facts = facts_of(embedder, options.get("backend"))
     del embedder
     _begin(
         target,
@@ -88,7 +89,7 @@ def run(
             "fastbert": __version__,
             "model": [digest_of_model(folder) for folder in dict.fromkeys(folders)],
             "field": field,
-            "options": options,
+            **facts,
             "texts": {name: shard.digest for name, shard in shards.items()},
         },
     )

@@ -7,6 +7,8 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from fastbert.io import commit
 from fastbert.training import state
 
@@ -25,6 +27,18 @@ def refuse_existing(output: Path, *, overwrite: bool) -> None:
             f"output: {output} holds a model already, and no checkpoint to resume from, "
             "allowed: another folder, or overwrite=True (--overwrite), which replaces it"
         )
+
+
+def has_weights_of(folder: Path, model: BertPreTrainedModel) -> bool:
+    """Return whether a folder has a checkpoint with all weights of a model."""
+    try:
+        found = state.weights_of(type(model).from_pretrained(folder))
+    except (OSError, ValueError):
+        return False
+    expected = state.weights_of(model)
+    return found.keys() == expected.keys() and all(
+        torch.equal(found[name], weight) for name, weight in expected.items()
+    )
 
 
 def save_checkpoint(

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fastbert.atomic_file import write_atomically
+
 LOG, CURVES = "log.jsonl", "curves.png"
 
 LogRow = dict[str, Any]
@@ -34,9 +36,8 @@ class RunLog:
         self.rows = list(rows)
         if self.rows:
             # A process that is killed here leaves the old file or this one.
-            partial = path.with_suffix(".partial.jsonl")
-            partial.write_bytes(b"".join(map(_line, self.rows)))
-            partial.replace(path)
+            content = b"".join(map(_line, self.rows))
+            write_atomically(path, lambda temporary: temporary.write_bytes(content))
         self._file = path.open("ab" if self.rows else "wb", buffering=0)
         self._unwritten = b""
 
@@ -63,11 +64,26 @@ def _line(row: LogRow) -> bytes:
 
 
 def rows_until(path: Path, step: int) -> list[LogRow]:
-    """Return the rows of the first `step` steps; a last line that is cut off is left out."""
+    """Return the rows of the first `step` steps; a last line that is cut off is left out.
+
+    Raises:
+        ValueError: If another line is damaged. The message names the file and the line.
+    """
     if not path.exists():
         return []
-    whole, _, _ = path.read_text(encoding="utf-8").rpartition("\n")
-    return [row for row in map(json.loads, whole.splitlines()) if row["step"] <= step]
+    whole, _, _ = path.read_bytes().rpartition(b"\n")
+    rows = []
+    for number, line in enumerate(whole.split(b"\n") if whole else (), 1):
+        try:
+            row = json.loads(line)
+            if row["step"] <= step:
+                rows.append(row)
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{path}, line {number}: got {line!r:.80}, allowed: a row of the log as JSON; "
+                "without this line, the run can continue"
+            ) from error
+    return rows
 
 
 def read_log(path: str | os.PathLike[str]) -> list[LogRow]:

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from fastbert.data.prepared.corpus import PreparedCorpus
-from fastbert.training import resume, state
+from fastbert.training import meeting, resume, state
 from fastbert.training.checkpoint import CHECKPOINT, refuse_existing
 from fastbert.training.log import CURVES, LOG, panels_of
 from fastbert.training.meeting import start_processes
 from fastbert.training.options import PretrainOptions
-from fastbert.training.preparation import Documents, fingerprint, gather_documents, prepare
+from fastbert.training.preparation import fingerprint, gather_documents, prepare
 from fastbert.training.pretraining import TASK, PretrainingRun
 from fastbert.training.progress import describe
 from fastbert.training.run import open_record
@@ -122,11 +121,13 @@ def pretrain(
         console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     gathered = gather_documents(options, documents)
-    found = None if options.overwrite else _resumable(options, gathered, accelerator, say)
+    text = fingerprint(gathered)
+    anew = resume.starts_anew(options.folder, options.overwrite, accelerator)
+    found = None if anew else _resumable(options, text, accelerator, say)
     tokenizer = None if found is None else found.tokenizer()
     batches_per_step = accelerator.num_processes * options.accumulate
     prepared = prepare(options, gathered, say, tokenizer, batches_per_step)
-    run = PretrainingRun(options, prepared, accelerator)
+    run = PretrainingRun(options, prepared, text, accelerator)
     parameters = sum(p.numel() for p in run.model.parameters())
     console.print(
         f"model: {parameters:,} parameters on {accelerator.device}, {run.total:,} steps of up to "
@@ -162,8 +163,10 @@ def pretrain(
         panels=panels_of(options.objective),
         tracker=tracker,
     )
-    if run.first and options.overwrite:
+    if run.first and anew:
         state.forget(options.folder)
+    if run.first:
+        meeting.begin(options.folder)
     # The processes that prepare batches ignore signals; they end when the batches are closed.
     with (
         run.recorded(record),
@@ -189,7 +192,7 @@ def pretrain(
 
 def _resumable(
     options: PretrainOptions,
-    documents: Documents | PreparedCorpus,
+    text: str,
     accelerator: Accelerator,
     say: Callable[[str], None],
 ) -> state.Checkpoint | None:
@@ -202,11 +205,11 @@ def _resumable(
     found = resume.find(options.folder, say, accelerator)
     if found is None:
         return None
-    text, batches = "text of the corpus, by its SHA-256", "processes × accumulate"
+    name, batches = "text of the corpus, by its SHA-256", "processes × accumulate"
     given = {
         "task": TASK,
         batches: accelerator.num_processes * options.accumulate,
-        text: fingerprint(documents),
+        name: text,
         **options.decisive(),
     }
     content = found.content
@@ -214,7 +217,7 @@ def _resumable(
     earlier = {
         "task": content.get("task", TASK),
         batches: content.get("processes", 1) * content.get("accumulate", 1),
-        text: content.get("documents"),
+        name: content.get("documents"),
         **PretrainOptions(options.output).decisive(),
         **content["options"],
     }

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 # Time between two looks at the store, in seconds.
 PAUSE = 0.01
+# Names this process in the store of its job.
+OWN = secrets.token_hex(16)
 
 
 def start_processes(purpose: str, folder: Path, *, tracker: str | None = None) -> Accelerator:
@@ -65,6 +67,30 @@ def join_processes() -> None:
         prefix = agree(distributed.PrefixStore("meeting", store), rank, size)
         attempt = distributed.PrefixStore(prefix, store)
         distributed.init_process_group(store=attempt, rank=rank, world_size=size)
+
+
+def begin(folder: Path) -> None:
+    """Let later attempts of this job of torchrun know that the run in `folder` has begun."""
+    store = _store_of_the_job()
+    if store is not None:
+        store.set(_begun(folder), OWN)
+
+
+def begun_before(folder: Path) -> bool:
+    """Return whether an earlier attempt of this job of torchrun has begun the run in `folder`."""
+    store, key = _store_of_the_job(), _begun(folder)
+    return store is not None and store.check([key]) and store.get(key).decode() != OWN
+
+
+def _begun(folder: Path) -> str:
+    return f"fastbert/begun/{folder.resolve()}"
+
+
+def _store_of_the_job() -> distributed.Store | None:
+    """Return the store of the attempts of a job, or None without torchrun."""
+    if not distributed.is_available() or not distributed.is_torchelastic_launched():
+        return None
+    return next(distributed.rendezvous("env://"))[0]
 
 
 def agree(store: distributed.Store, rank: int, size: int) -> str:

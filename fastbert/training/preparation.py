@@ -47,7 +47,6 @@ class Prepared:
         held_out: Batches of every evaluation; empty if no documents are held out.
         train_documents: Number of documents of the training.
         held_out_documents: Number of documents that are held out.
-        fingerprint: SHA-256 of the text of all documents.
     """
 
     tokenizer: WordPieceTokenizer
@@ -56,7 +55,6 @@ class Prepared:
     held_out: list[Batch]
     train_documents: int
     held_out_documents: int
-    fingerprint: str
 
 
 def gather_documents(
@@ -236,7 +234,6 @@ def prepare(
         held_out=evaluation,
         train_documents=len(train),
         held_out_documents=len(held_out),
-        fingerprint=fingerprint(documents),
     )
 
 
@@ -268,5 +265,4 @@ def _prepare_folder(
         held_out=evaluation,
         train_documents=len(corpus) - held,
         held_out_documents=held,
-        fingerprint=corpus.fingerprint,
     )

@@ -55,13 +55,14 @@ class PretrainingRun(Run):
     options: PretrainOptions
 
     def __init__(
-        self, options: PretrainOptions, prepared: Prepared, accelerator: Accelerator
+        self, options: PretrainOptions, prepared: Prepared, text: str, accelerator: Accelerator
     ) -> None:
         """Build the model and the optimizer.
 
         Args:
             options: Options of the run.
             prepared: The tokenizer and the batches.
+            text: SHA-256 of the text of the corpus.
             accelerator: The processes of the run.
 
         Raises:
@@ -69,7 +70,7 @@ class PretrainingRun(Run):
                 CUDA graphs or shards that the options ask for.
         """
         super().__init__(options, accelerator)
-        self.prepared, self.tokenizer = prepared, prepared.tokenizer
+        self.prepared, self.tokenizer, self.text = prepared, prepared.tokenizer, text
         if options.cuda_graphs:
             _check_graphs(accelerator)
         if options.shard:
@@ -296,7 +297,7 @@ class PretrainingRun(Run):
             "flops": self.flops,
             "processes": self.accelerator.num_processes,
             "accumulate": self.options.accumulate,
-            "documents": self.prepared.fingerprint,
+            "documents": self.text,
         }
 
     def tensors(self) -> dict[str, Mapping[str, Tensor]]:

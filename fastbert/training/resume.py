@@ -9,10 +9,25 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fastbert.training import state
+from fastbert.training import meeting, state
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+
+
+def starts_anew(output: Path, overwrite: bool, accelerator: Accelerator) -> bool:
+    """Return whether a run deletes the checkpoints of its folder.
+
+    After a failure, torchrun starts the same command again. The option `overwrite` applies to the
+    first attempt of a job only, so that a later attempt continues the checkpoints of the job.
+
+    Args:
+        output: Folder of the run.
+        overwrite: The option of the run.
+        accelerator: The processes of the run, all of which call this.
+    """
+    anew = overwrite and not (accelerator.is_main_process and meeting.begun_before(output))
+    return bool(_of_the_first(int(anew), accelerator))
 
 
 def find(
@@ -29,14 +44,19 @@ def find(
         ValueError: If all checkpoints are damaged.
     """
     found = state.newest(output, say) if accelerator.is_main_process else None
-    if accelerator.num_processes > 1:
-        from accelerate.utils import broadcast
-
-        step = torch.tensor([0 if found is None else found.content["step"]])
-        number = int(broadcast(step.to(accelerator.device)))
-        if number and found is None:
-            found = state.read(state.folder_of(output, number))
+    number = _of_the_first(0 if found is None else found.content["step"], accelerator)
+    if number and found is None:
+        found = state.read(state.folder_of(output, number))
     return found
+
+
+def _of_the_first(number: int, accelerator: Accelerator) -> int:
+    """Return the number that the first process gives, in all processes."""
+    if accelerator.num_processes == 1:
+        return number
+    from accelerate.utils import broadcast
+
+    return int(broadcast(torch.tensor([number], device=accelerator.device)))
 
 
 def refuse_another_run(output: Path, given: Mapping[str, Any], earlier: Mapping[str, Any]) -> None:

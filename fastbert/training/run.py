@@ -22,7 +22,7 @@ from torch import Tensor
 from fastbert.io import commit
 from fastbert.training import state
 from fastbert.training.attempts import Attempts
-from fastbert.training.checkpoint import CHECKPOINT, save_checkpoint
+from fastbert.training.checkpoint import CHECKPOINT, has_weights_of, save_checkpoint
 from fastbert.training.divergence import Divergence
 from fastbert.training.log import LOG, LogRow, RunLog, rows_until
 from fastbert.training.progress import TrainingProgress
@@ -230,6 +230,7 @@ class Run(ABC):
             The number of the signal that stopped the run, or 0.
         """
         if self.step == self.total:
+            self._complete(record.attempt)
             return 0
         self.train_mode()
         self.started, self.saved_at = time.perf_counter() - self.before, time.monotonic()
@@ -266,13 +267,22 @@ class Run(ABC):
         """Write the model, and a checkpoint from which the run resumes after this step."""
         self.refuse_divergence()
         tensors = self.tensors()
-        if self.first and attempt("the checkpoint", lambda: self._write(tensors)):
+        if self.first and attempt("the checkpoint", lambda: self._write_state(tensors)):
             self.saved = self.step + 1
+            attempt("the model", lambda: self._write_model(self.export(tensors)))
         self.saved_at = time.monotonic()
         self.meet()
 
-    def _write(self, tensors: dict[str, Mapping[str, Tensor]]) -> None:
-        options, tokenizer = self.options, self.tokenizer
+    def _complete(self, attempt: Attempts) -> None:
+        """Write the model of a finished run that ended between its checkpoint and its model."""
+        tensors = self.tensors()
+        if self.first:
+            model = self.export(tensors)
+            if not has_weights_of(self.options.folder / CHECKPOINT, model):
+                attempt("the model", lambda: self._write_model(model))
+
+    def _write_state(self, tensors: dict[str, Mapping[str, Tensor]]) -> None:
+        options = self.options
         content = {
             "task": self.task,
             "seconds": self.seconds,
@@ -281,8 +291,10 @@ class Run(ABC):
             **self.content(),
         }
         keep = options.keep_checkpoints
-        state.save(options.folder, self.step + 1, content, tensors, tokenizer, keep)
-        save_checkpoint(options.folder / CHECKPOINT, self.export(tensors), tokenizer)
+        state.save(options.folder, self.step + 1, content, tensors, self.tokenizer, keep)
+
+    def _write_model(self, model: Any) -> None:
+        save_checkpoint(self.options.folder / CHECKPOINT, model, self.tokenizer)
 
     def restore(self, found: state.Checkpoint) -> None:
         """Continue where a checkpoint was written."""

@@ -72,7 +72,7 @@ def save(
     tokenizer: StoredTokenizer,
     keep: int,
 ) -> None:
-    """Write a checkpoint, and delete those before the last `keep`.
+    """Write a checkpoint, and delete those before the last `keep`, and those of later steps.
 
     Args:
         output: Folder of the run.
@@ -99,8 +99,12 @@ def save(
         whole = {"layout": LAYOUT, "step": step, "files": sums, **content}
         text = json.dumps({**whole, "checksum": _checksum_of(whole)}, indent=1)
         (new / STATE).write_text(text, encoding="utf-8")
-    for _, old in _numbered(home)[keep:]:
-        shutil.rmtree(old, ignore_errors=True)
+    numbered = _numbered(home)
+    # A checkpoint of a later step is damaged, because the run continued an earlier one.
+    later = [path for number, path in numbered if number > step]
+    earlier = [path for number, path in numbered if number <= step][keep:]
+    for path in (*later, *earlier):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def folder_of(output: Path, step: int) -> Path:

@@ -14,10 +14,13 @@ import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # benchmarks/ is no part of the package
 
-from benchmarks import docstrings, transfer
+from benchmarks import docstrings, training_step, transfer
 from benchmarks.attention_classifiers import OPINIONS, write_reviews
+from benchmarks.cpu.runtimes import FP32
 from fastbert import BertConfig, BertModel
+from fastbert.bench.encoder import SMALL, half_padded
 from fastbert.data import stories, train_tokenizer
+from fastbert.modules import BertForPreTraining
 
 ROOT = Path(__file__).resolve().parents[2]
 needs_transformers = pytest.mark.skipif(
@@ -113,6 +116,37 @@ def test_both_engines_train_alike_on_real_text(tmp_path):
     assert (tmp_path / "real_text.png").read_bytes()[:4] == b"\x89PNG"
 
 
+@needs_transformers
+def test_a_training_step_has_times_and_memory_of_both_engines(tmp_path, monkeypatch, capsys):
+    engines = ("fastbert fp32", "transformers sdpa fp32")
+    monkeypatch.setattr(training_step, "NAMES", {FP32: engines})
+    monkeypatch.setattr(training_step, "MODELS", {"tiny": SMALL})
+    monkeypatch.setattr(training_step, "LENGTHS", half_padded(2, 16))
+    arguments = ["training_step", "--out", str(tmp_path), "--steps", "3", "--threads", "1"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    training_step.main()
+    found = json.loads((tmp_path / "training_step.json").read_text())
+    assert found["lengths"] == [16, 1]
+    assert [row["engine"] for row in found["rows"]] == list(engines)
+    for row in found["rows"]:
+        assert len(row["all_seconds"]) == 3
+        assert row["seconds"] == sorted(row["all_seconds"])[1]
+        assert row["tokens_per_second"] == pytest.approx(sum(found["lengths"]) / row["seconds"])
+        # The weights, the gradients and the two moments in fp32 are a lower bound.
+        assert row["peak_bytes"] > 16 * parameters(SMALL)
+    text = (tmp_path / "training_step.md").read_text()
+    assert text in capsys.readouterr().out
+    lines = text.splitlines()
+    assert lines[2].startswith("| tiny | fp32 | fastbert fp32 | ")
+    assert lines[2].endswith("| 1.00 × | 1.00 × |")
+    ratio = found["rows"][1]["peak_bytes"] / found["rows"][0]["peak_bytes"]
+    assert lines[3].endswith(f"| {ratio:.2f} × |")
+
+
+def parameters(config: BertConfig) -> int:
+    return sum(weight.numel() for weight in BertForPreTraining(config).parameters())
+
+
 def test_transfer_compares_with_the_same_architecture(tmp_path):
     model = tmp_path / "model"
     torch.manual_seed(5)
@@ -158,6 +192,7 @@ def test_attention_classifiers_on_a_given_folder(tmp_path):
     write_reviews(reviews, 20)
     small = ["--heads", 2, 4, "--layers", 1, "--hidden-size", 16, "--epochs", 2]
     small += ["--pretrained-epochs", 1, "--max-length", 64, "--vocab-size", 300]
+    small += ["--learning-rate", 1e-3, "--pretrained-rate", 1e-3]
     generated = run(
         *("benchmarks.attention_classifiers", "--out", tmp_path / "a", "--count", 20),
         *("--pretrain-steps", 2, *small),
@@ -166,7 +201,7 @@ def test_attention_classifiers_on_a_given_folder(tmp_path):
     model = tmp_path / "a" / "pretrained" / "run" / "model"
     run(
         *("benchmarks.attention_classifiers", "--out", tmp_path / "b", "--reviews", reviews),
-        *("--pretrained", model, *small, "--learning-rate", 1e-3, "--pretrained-rate", 1e-3),
+        *("--pretrained", model, *small),
     )
     first, second = (
         json.loads((tmp_path / name / "attention_classifiers.json").read_text()) for name in "ab"

@@ -80,37 +80,46 @@ def test_each_shard_becomes_the_file_of_the_plain_command(
     assert np.array_equal(embeddings(out / "b.parquet"), missing)
     assert before == {name: (out / name).stat().st_mtime_ns for name in before}
 
+    # Other spellings of the same options are no other options.
+    same = ("--normalize", "--layers", "1,2", "--combine", "sum", "--pooling", "mean")
+    result = run("encode", model_folder, shards, out, "--ray", "auto", *same, "--json")
+    assert result.exit_code == 0, result.output
+    assert '"resumed": 3' in result.stdout
+
     # Another option, or other texts, would mix two kinds of rows.
     message = refused("encode", model_folder, shards, out, "--ray", "auto", "--pooling", "cls")
-    assert "begun with another options" in message
+    assert "begun with another layers, combine, pooling, normalize, allowed" in message
     others = ("--normalize", "--layers", "0,2", "--combine", "sum")
     message = refused("encode", model_folder, shards, out, "--ray", "auto", *others)
-    assert "begun with another options" in message
+    assert "begun with another layers, allowed" in message
     (shards / "b.jsonl").write_text('{"text": "another"}\n')
     message = refused("encode", model_folder, shards, out, "--ray", "auto", *OPTIONS)
     assert "begun with another texts" in message
 
 
-def test_a_killed_worker_costs_its_batch_only(cluster, run, model_folder, tmp_path, monkeypatch):
-    """The first worker that comes to its third batch is killed before it returns the batch."""
+@pytest.mark.parametrize("count", [3000, pytest.param(25_000, marks=pytest.mark.every_case)])
+def test_a_killed_worker_costs_its_batch_only(
+    cluster, run, model_folder, tmp_path, monkeypatch, count
+):
+    """The first worker that comes to a batch in the middle is killed before it returns it."""
     source, out, killed = tmp_path / "texts", tmp_path / "out", tmp_path / "killed"
     source.mkdir()
     for number in range(4):
-        lines = sentences(3000, number)
+        lines = sentences(count, number)
         (source / f"{number}.txt").write_text("\n".join(lines) + "\n")
 
     class Mortal(Embed):  # Workers get the class by value, because it is local.
         def __call__(self, batch):
             result = super().__call__(batch)
             self.batches = getattr(self, "batches", 0) + 1
-            if self.batches == 3 and not killed.exists():
+            if self.batches == count // 500 and not killed.exists():
                 killed.write_text(str(os.getpid()))
                 os.kill(os.getpid(), signal.SIGKILL)
             return result
 
     monkeypatch.setattr("fastbert.integrations.ray.Embed", Mortal)
     encode_on_ray.run(str(model_folder), source, out)
-    assert killed.exists(), "no worker came to its third batch"
+    assert killed.exists(), "no worker came to this batch"
     for number in range(4):
         plain = tmp_path / f"{number}.npy"
         assert run("encode", model_folder, source / f"{number}.txt", plain).exit_code == 0

@@ -167,7 +167,7 @@ def test_unreadable_files_of_a_folder_are_counted(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.txt", b"caf\xe9 au lait", "not UTF-8"),
+        ("a.txt", b"one\n\ncaf\xe9 au lait\n", r"a\.txt, line 3, is not UTF-8"),
         ("a.txt", "text".encode("utf-16"), "not UTF-8|binary or UTF-16"),
         ("a.gz", gzip.compress(b"text", mtime=0), "compressed"),
         ("a.txt", b"", "no text in"),

@@ -65,13 +65,20 @@ for job in json.loads(sys.argv[1]):
 """
 
 
-def torchrun(tmp_path: Path, jobs: list[dict[str, Any]]) -> None:
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
+ACCELERATE = (
+    *("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", 2),
+    *("--num_machines", 1, "--mixed_precision", "no", "--dynamo_backend", "no"),
+    *("--main_process_port", 0),
+)
+
+
+def launch(launcher: tuple[object, ...], tmp_path: Path, jobs: list[dict[str, Any]]) -> None:
     """Make runs in two processes."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    command = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, script)
     finished = subprocess.run(
-        [sys.executable, *map(str, command), json.dumps(jobs, default=str)],
+        [sys.executable, *map(str, (*launcher, script)), json.dumps(jobs, default=str)],
         env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -128,7 +135,7 @@ def runs(without_dropout, pretrained, data, tmp_path_factory) -> Path:
     options["model"] = pretrained
     for name, cuts in (("whole", ()), ("cut", (2, 9))):
         jobs.append(job("classify", folder / name, cuts, save_every=3, **options))
-    torchrun(folder, jobs)
+    launch(TORCHRUN, folder, jobs)
     return folder
 
 
@@ -157,10 +164,9 @@ def learned(checkpoint: state.Checkpoint) -> dict[str, torch.Tensor]:
     return weights
 
 
-@pytest.mark.parametrize("name", ["classify", "tag", "taken-over"])
-def test_two_processes_have_the_curve_and_the_weights_of_one(runs, name):
-    alone = runs / f"{'classify' if name == 'taken-over' else name}-alone"
-    curve, expected = rows(runs / name), rows(alone)
+def assert_close(folder: Path, alone: Path) -> None:
+    """Compare the log and the last checkpoint with those of a run in one process."""
+    curve, expected = rows(folder), rows(alone)
     assert [row["event"] for row in curve].count("evaluation") == 2
     assert torch.tensor([r["loss"] for r in expected]).std() > 1e-2
     for row, other in zip(curve, expected, strict=True):
@@ -168,13 +174,35 @@ def test_two_processes_have_the_curve_and_the_weights_of_one(runs, name):
         for key in ("step", "loss", "gradient_norm", "learning_rate"):
             if key in row:
                 assert row[key] == pytest.approx(other[key], rel=1e-4), (row["step"], key)
-    found, whole = (state.newest(folder, pytest.fail) for folder in (runs / name, alone))
+    found, whole = (state.newest(output, pytest.fail) for output in (folder, alone))
     assert found.content["step"] == whole.content["step"] == 14
     torch.testing.assert_close(learned(found), learned(whole), rtol=1e-3, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["classify", "tag", "taken-over"])
+def test_two_processes_have_the_curve_and_the_weights_of_one(runs, name):
+    assert_close(runs / name, runs / f"{'classify' if name == 'taken-over' else name}-alone")
     text = told(runs, name)[0]["text"]
     assert "14 steps of 7 sequences in 2 epochs on 2 process(es)" in text
     taken_over = "the checkpoint is of 1 process(es), so dropout draws other masks" in text
     assert taken_over == (name == "taken-over") == ("resumed after step 7 of 14" in text)
+
+
+def test_accelerate_launch_starts_two_processes_and_one_continues_them(
+    runs, without_dropout, data, tmp_path
+):
+    options = {"model": without_dropout, "data": data["classify"]}
+    launch(ACCELERATE, tmp_path, [job("classify", tmp_path / "out", **options)])
+    first, second = told(tmp_path, "out")
+    assert "14 steps of 7 sequences in 2 epochs on 2 process(es)" in first["text"]
+    assert second["text"] == ""
+    assert_close(tmp_path / "out", runs / "classify-alone")
+    # One process continues the run of two processes after step 7.
+    shutil.rmtree(state.folder_of(tmp_path / "out", 14))
+    _, text = run(ClassifyOptions(**{**SETTINGS, **options, "output": tmp_path / "out"}))
+    assert "resumed after step 7 of 14" in text
+    assert "the checkpoint is of 2 process(es), so dropout draws other masks" in text
+    assert_close(tmp_path / "out", runs / "classify-alone")
 
 
 def test_the_processes_see_each_example_once_per_epoch(runs):

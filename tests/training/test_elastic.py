@@ -9,9 +9,11 @@ import socket
 import time
 
 import pytest
-from pretraining_worlds import finish, start, torchrun
+from pretraining_worlds import SETTINGS, finish, start, torchrun
+from rich.console import Console
 
-from fastbert.training import state
+from fastbert.data import stories
+from fastbert.training import PretrainOptions, pretrain, state
 from fastbert.training.log import read_log
 
 
@@ -28,13 +30,23 @@ def test_a_killed_process_ends_the_job_with_a_message(tmp_path):
     assert state.newest(tmp_path / "out", pytest.fail).content["step"] == 2
 
 
-def test_torchrun_restarts_a_killed_process_and_the_run_resumes(tmp_path):
+@pytest.mark.parametrize(
+    ("processes", "overwrite"),
+    [(2, False), (1, True), pytest.param(2, True, marks=pytest.mark.every_case)],
+)
+def test_torchrun_restarts_a_killed_process_and_the_run_resumes(tmp_path, processes, overwrite):
+    """The option `overwrite` deletes an earlier run, but not the work of the attempts before."""
+    if overwrite:
+        earlier = PretrainOptions(tmp_path / "out", **{**SETTINGS, "steps": 5, "save_every": 5})
+        pretrain(earlier, documents=list(stories(40, 0)), console=Console(quiet=True))
     started = time.monotonic()
-    launcher = torchrun(2, "--max-restarts", 1)
-    process = start(tmp_path, launcher, {"save_every": 2}, KILL="1 3")
+    launcher = torchrun(processes, "--max-restarts", 1)
+    changes = {"save_every": 2, "overwrite": overwrite}
+    process = start(tmp_path, launcher, changes, KILL=f"{processes - 1} 3")
     text = finish(process)
     assert process.returncode == 0, text[-3000:]
     assert "exitcode: -9" in text
+    assert text.count("resumed after step ") == 1
     assert "resumed after step 2 of 6" in text
     assert steps(tmp_path / "out") == [1, 2, 3, 4, 5, 6]
     # It takes 8 s on two idle cores; the limit is for machines with other work.

@@ -47,6 +47,21 @@ def test_a_log_goes_on_where_a_full_disk_stopped_it(tmp_path) -> None:
     assert read_log(tmp_path / "log.jsonl") == ROWS == log.rows
 
 
+def test_a_log_that_cannot_be_written_again_is_named_and_stays(tmp_path, monkeypatch) -> None:
+    path = tmp_path / "log.jsonl"
+    RunLog(path, ROWS).close()
+
+    def full(self, content) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", full)
+        with pytest.raises(OSError, match=rf"{os.strerror(errno.ENOSPC)}: '{path}'"):
+            RunLog(path, ROWS[:3])
+    assert read_log(path) == ROWS
+    assert [found.name for found in tmp_path.iterdir()] == ["log.jsonl"]
+
+
 def test_a_write_that_fails_is_told_and_one_that_works_later_is_forgotten() -> None:
     told: list[str] = []
     attempt = Attempts(told.append)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import random
@@ -147,6 +148,38 @@ def test_a_finished_run_stays_as_it_is(settings, corpus):
     assert again.evaluation == first.evaluation
 
 
+@pytest.mark.parametrize("ending", [KeyboardInterrupt, OSError])
+def test_a_run_that_ends_between_its_last_checkpoint_and_its_model_is_completed(
+    settings, corpus, monkeypatch, tmp_path, ending
+):
+    whole, options = settings(output=tmp_path / "whole", ema=0.9), settings(ema=0.9)
+    run(whole, corpus)
+    write = training_run.save_checkpoint
+
+    def end(folder, model, tokenizer):
+        if (folder.parent / "checkpoints" / f"step-{STEPS:08d}").exists():
+            raise ending("no space")
+        write(folder, model, tokenizer)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training_run, "save_checkpoint", end)
+        with pytest.raises(ending) as failure:
+            run(options, corpus)
+    if ending is OSError:
+        told = "the model: no space; kept: log.jsonl, curves.png, the checkpoint of step 14"
+        assert str(failure.value).endswith(told)
+    names = ("model/model.safetensors", "model/config.json", "model/tokenizer.json")
+    assert (options.folder / names[0]).read_bytes() != (whole.folder / names[0]).read_bytes()
+    (options.folder / "model" / "notes.txt").write_text("mine")
+    assert "resumed after step 14 of 14" in run(options, corpus)[1]
+    for name in names:
+        assert (options.folder / name).read_bytes() == (whole.folder / name).read_bytes()
+    # A model that is complete stays as it is.
+    (options.folder / "model" / "notes.txt").write_text("mine")
+    run(options, corpus)
+    assert (options.folder / "model" / "notes.txt").exists()
+
+
 def test_overwrite_starts_anew(settings, corpus, monkeypatch):
     run(settings(seed=5), corpus)
     options = settings(overwrite=True)
@@ -214,6 +247,17 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(seven, corp
     assert_same(final(options), final(whole))
 
 
+def test_a_damaged_checkpoint_is_none_of_those_that_are_kept(seven, corpus, monkeypatch):
+    options, _ = seven
+    damage(state.folder_of(options.folder, 6) / "weights.safetensors")
+    # The run continues after step 3, saves after step 4, and is cut again.
+    minutes = dataclasses.replace(options, save_every=2, keep_checkpoints=1)
+    cut(monkeypatch, minutes, corpus, 5)
+    kept = [path.name for path in (options.folder / "checkpoints").iterdir()]
+    assert kept == ["step-00000004"]
+    assert "resumed after step 4 of 7" in run(minutes, corpus)[1]
+
+
 def test_without_a_sound_checkpoint_nothing_is_overwritten(settings, corpus):
     options = settings(steps=3, keep_checkpoints=1)
     run(options, corpus)
@@ -235,6 +279,21 @@ def test_a_last_line_of_the_log_that_is_cut_off_is_written_again(seven, corpus):
     options, whole = seven
     with open(options.folder / "log.jsonl", "a") as log:
         log.write('{"event": "train", "st')
+    run(options, corpus)
+    assert_same(final(options), final(whole))
+
+
+@pytest.mark.parametrize("line", [b"\x00" * 40, b"[1, 2]", b'{"event": "train"}', b"\xff", b""])
+def test_a_damaged_line_of_the_log_is_named_and_nothing_is_lost(seven, corpus, line):
+    options, whole = seven
+    log = options.folder / "log.jsonl"
+    lines = log.read_bytes().split(b"\n")
+    log.write_bytes(b"\n".join([lines[0], line, *lines[1:]]))
+    before = {p: p.read_bytes() for p in options.folder.rglob("*") if p.is_file()}
+    with pytest.raises(ValueError, match=rf"^{log}, line 2: got b.*, allowed: a row of the log"):
+        run(options, corpus)
+    assert {p: p.read_bytes() for p in options.folder.rglob("*") if p.is_file()} == before
+    log.write_bytes(b"\n".join(lines))
     run(options, corpus)
     assert_same(final(options), final(whole))
 
