@@ -134,7 +134,7 @@ def encoder() -> Case:
     linear = [(torch.randn(shape) / 8, torch.randn(shape[0])) for shape in shapes]
     norm = (torch.ones(32), torch.zeros(32))
     layer = [*linear[0], *linear[1], *norm, *linear[2], *linear[3], *norm]
-    rest = (20, 20, 2, 1, 1e-12, "gelu", torch.float32, False)
+    rest = ([], [], 20, 20, 2, 1, 1, False, 1e-12, "gelu", torch.float32, False)
     return Case(lambda: OPS.encoder(hidden, layer * 4, [], ends, None, None, *rest), ends, [10])
 
 
