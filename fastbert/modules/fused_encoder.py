@@ -66,7 +66,7 @@ def _paths(*kinds: type[nn.Module]) -> tuple[str, ...]:
 NORMS, LINEARS, LEAVES = _paths(LayerNorm), _paths(nn.Linear), _paths(LayerNorm, nn.Linear)
 # These modules ask for a backend.
 ASKING, INT8_ASKING = _paths(OperationModule), _paths(OperationModule, nn.Linear)
-DROPPING = ("", ATTENTION, OUTPUT, *NORMS)
+DROPPING = (ATTENTION, OUTPUT, *NORMS)
 # The place of an absent parameter among the parameters of a call.
 ABSENT = nn.Parameter(torch.empty(0), requires_grad=False)
 # The dictionary maps paths to the modules of a layer.
@@ -119,9 +119,18 @@ class Agreed(NamedTuple):
     backend: str
     requested: dict[str, str | None]
     reason: str
-    bases: tuple[float, ...]
-    windows: tuple[int, ...]
-    pre_norm: bool
+
+
+class Beyond(NamedTuple):
+    """What layers may have that layers of BERT have not; see `FusedCall`."""
+
+    bases: tuple[float, ...] = ()
+    windows: tuple[int, ...] = ()
+    pre_norm: bool = False
+    rotaries: tuple[Rotary, ...] = ()
+
+
+NOTHING = Beyond()
 
 
 class TrainingCall(NamedTuple):
@@ -300,7 +309,9 @@ def _arguments(
         return _one_by_one(f"a linear layer is int8 or joined, and the rows are on {device}")
     if int8 and any(modules[path].training for modules in found for path in LINEARS):
         return _one_by_one("a quantised layer is in training mode")
-    projections = {(_parts_of(modules[QKV]), _parts_of(modules[INNER])) for modules in found}
+    projections = {(1, 1)}
+    if JoinedLinear in kinds:
+        projections = {(_parts_of(modules[QKV]), _parts_of(modules[INNER])) for modules in found}
     if len(projections) > 1:
         return _one_by_one("the layers differ in the number of projections")
     beyond = _beyond_bert(found)
@@ -319,19 +330,29 @@ def _arguments(
     dtypes = {of_rows} if int8 else {p.dtype for p in _weights_of_products(parameters, *counts)}
     if not dtypes <= allowed:
         return _one_by_one(f"{'rows' if int8 else 'weights'} are {dtypes}, the products {dtype}")
-    if any(map(_drops, (m[path] for m in found for path in DROPPING))):
+    if any(
+        type(m[path]) is not nn.Identity and m[path].training and m[path].dropout_p > 0.0
+        for m in found
+        for path in DROPPING
+    ):
         return _one_by_one("there is dropout in training")
-    if dtype != of_rows and type(found[0][""]) is PreNormLayer:
-        return _one_by_one("autocast, and the layer norms are before attention and feed-forward")
+    if type(found[0][""]) is PreNormLayer:
+        if any(m[""].training and (m[""].dropout_p or m[""].output_dropout_p) for m in found):
+            return _one_by_one("there is dropout in training")
+        if dtype != of_rows:
+            return _one_by_one("autocast, and the layer norms are before attention")
     asking, operations = (INT8_ASKING, INT8_OPERATIONS) if int8 else (ASKING, OPERATIONS)
-    agreed = _agreed(found, asking, device, dtype, operations, rows, length)
+    more = NOTHING if beyond is None else _more(found)
+    if isinstance(more, Choice):
+        return more
+    agreed = _agreed(found, asking, device, dtype, operations, rows, length, more)
     if isinstance(agreed, Choice):
         return agreed
     if agreed.backend == "triton" and not (
         dtype == of_rows and all(p.dtype == dtype for p in _of_products(parameters))
     ):
         return _one_by_one(f"rows or parameters of products are not {dtype}")
-    return FusedCall(parameters, scales, dtype, counts[0], counts[1], *agreed)
+    return FusedCall(parameters, scales, dtype, counts[0], counts[1], *agreed, *more[:3])
 
 
 def _agreed(
@@ -342,51 +363,50 @@ def _agreed(
     operations: Sequence[str],
     rows: int = MANY_ROWS,
     length: int = 0,
+    more: Beyond = NOTHING,
     *,
     trained: bool = False,
 ) -> Agreed | Choice:
     """Return what all layers have in common, or the reason why one call cannot run them."""
-    rotaries = [m[ATTENTION].rotary for m in found]
-    turning = [rotary for rotary in rotaries if rotary is not None]
-    windows = [m[ATTENTION].window for m in found]
-    limited = any(window is not None for window in windows)
-    kinds = {type(m[""]) for m in found}
-    if len(kinds) > 1 or len(turning) not in (0, len(found)):
-        return _one_by_one("the layers differ in their norms or in rotary positions")
     heads = {modules[ATTENTION].heads for modules in found}
     activations = {modules[OUTPUT].activation for modules in found}
-    norms = [m[path] for m in found for path in NORMS if isinstance(m[path], LayerNorm)]
-    eps = {norm.eps for norm in norms}
-    modules = [m[path] for m in found for path in asking if isinstance(m[path], OperationModule)]
-    requests = {(module.operation, module.backend) for module in (*modules, *turning)}
+    # The first layer with norms before attention has an Identity in the place of a norm.
+    eps = {m[path].eps for m in found for path in NORMS if type(m[path]) is not nn.Identity}
+    requests = {
+        (m[path].operation, m[path].backend)
+        for m in found
+        for path in asking
+        if type(m[path]) is not nn.Identity
+    }
+    if more.rotaries:
+        requests |= {(rotary.operation, rotary.backend) for rotary in more.rotaries}
+        operations = (*operations, "rotary")
     requested = dict(requests)
     if max(map(len, (heads, activations, eps))) > 1 or len(requested) < len(requests):
         return _one_by_one("the layers differ in heads, eps, activation or backend")
     activation = activations.pop()
-    columns = norms[0].weight.shape[0]
+    columns = found[0][NORMS[1]].weight.shape[0]
     common = heads.pop()
     request = Request(
-        device, dtype, columns // common, ("window",) if limited else (), activation,
+        device, dtype, columns // common, ("window",) if more.windows else (), activation,
         columns=columns, length=length, rows=rows_class(rows) if device == "cuda" else 0,
         trained=trained,
     )  # fmt: skip
-    if turning:
-        operations = (*operations, "rotary")
     choice = choose(request, requested, operations)
     if not choice.reason.startswith(ONE_CALL):
         return choice
-    return Agreed(
-        common, eps.pop(), activation, choice.backend, requested, choice.reason,
-        tuple(rotary.base for rotary in turning),
-        tuple(-1 if window is None else window for window in windows) if limited else (),
-        PreNormLayer in kinds,
-    )  # fmt: skip
+    return Agreed(common, eps.pop(), activation, choice.backend, requested, choice.reason)
 
 
-def _drops(module: nn.Module) -> bool:
-    """Return whether a module drops elements now."""
-    names = ("dropout_p", "output_dropout_p")
-    return module.training and any(getattr(module, name, 0.0) > 0.0 for name in names)
+def _more(found: list[Modules]) -> Beyond | Choice:
+    """Return what the layers have beyond BERT, or the reason why one call cannot run them."""
+    rotaries = tuple(m[ATTENTION].rotary for m in found if m[ATTENTION].rotary is not None)
+    windows = tuple(-1 if m[ATTENTION].window is None else m[ATTENTION].window for m in found)
+    kinds = {type(m[""]) for m in found}
+    if len(kinds) > 1 or len(rotaries) not in (0, len(found)):
+        return _one_by_one("the layers differ in their norms or in rotary positions")
+    bases = tuple(rotary.base for rotary in rotaries)
+    return Beyond(bases, windows if max(windows) >= 0 else (), PreNormLayer in kinds, rotaries)
 
 
 def _parts_of(linear: nn.Module) -> int:
