@@ -2,6 +2,7 @@
 
 import struct
 import sys
+import time
 
 import pytest
 from accelerate.utils import LoggerType
@@ -57,6 +58,8 @@ def test_a_resumed_run_hides_the_figures_of_the_steps_that_were_lost(
         patch.setattr(pretraining.PretrainingRun, "train_step", train_step)
         with pytest.raises(KeyboardInterrupt):
             pretrain(chosen, documents=documents, console=Console(quiet=True))
+    # The names of TensorBoard's files have the second in which a session began.
+    time.sleep(1.0)
     # A run may be resumed with another tracker, or with none.
     pretrain(chosen, documents=documents, console=Console(quiet=True))
     steps = [
