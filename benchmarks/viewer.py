@@ -117,7 +117,7 @@ def browse(page: Path) -> dict[str, Any]:
     program = shutil.which("chromium")
     with sync_playwright() as started:
         browser = started.chromium.launch(executable_path=program, args=list(BROWSER))
-        tab = browser.new_context(viewport={"width": 1280, "height": 900}).newpage_of()
+        tab = browser.new_context(viewport={"width": 1280, "height": 900}).new_page()
         seconds = []
         for _ in range(5):
             tab.goto("about:blank")
