@@ -317,9 +317,8 @@ def _arguments(
     beyond = _beyond_bert(found)
     if beyond is not None and (device != "cpu" or int8):
         return _one_by_one(beyond if device != "cpu" else f"a linear layer is int8, and {beyond}")
-    parameters, scales = _int8_tensors(found) if int8 else (_tensors(found), [])
-    if device == "cpu" and not int8:
-        parameters = _with_absent(parameters, found)
+    absent = ABSENT if device == "cpu" else None
+    parameters, scales = _int8_tensors(found) if int8 else (_tensors(found, absent), [])
     if set(map(type, parameters)) != ({nn.Parameter, Tensor} if int8 else {nn.Parameter}):
         return _one_by_one("a parameter is missing or of a class of its own")
     allowed, of_rows = {dtype}, dtype
@@ -413,23 +412,18 @@ def _parts_of(linear: nn.Module) -> int:
     return len(linear.parts) if isinstance(linear, JoinedLinear) else 1
 
 
-def _tensors(found: list[Modules]) -> list[Any]:
-    return [p for modules in found for path in LEAVES for p in _parameters(modules[path])]
-
-
-def _with_absent(parameters: list[Any], found: list[Modules]) -> list[Any]:
-    """Return the parameters with `ABSENT` where a layer may go without a parameter."""
-    leaves = [(m, path) for m in found for path in LEAVES]
-    flat = iter(parameters)
-    result: list[Any] = []
-    for modules, path in leaves:
-        leaf, pre_norm = modules[path], type(modules[""]) is PreNormLayer
-        own = [next(flat) for _ in range(2 * _parts_of(leaf))]
-        weights = 0 if type(leaf) is nn.Identity else len(own) // 2
-        may_lack = path in LINEARS or pre_norm
-        result += own[:weights]
-        result += [ABSENT if p is None and may_lack else p for p in own[weights:]]
-    return result
+def _tensors(found: list[Modules], absent: Tensor | None = None) -> list[Any]:
+    """Return the parameters of all layers, with `absent` where a layer may go without one."""
+    # A norm after attention or feed-forward has all its parameters.
+    return [
+        p
+        for modules in found
+        for path in LEAVES
+        for p in _parameters(
+            modules[path],
+            absent if path in LINEARS or type(modules[""]) is PreNormLayer else None,
+        )
+    ]
 
 
 def _int8_tensors(found: list[Modules]) -> tuple[list[Any], list[Tensor]]:
@@ -448,13 +442,18 @@ def _int8_tensors(found: list[Modules]) -> tuple[list[Any], list[Tensor]]:
     return parameters, scales
 
 
-def _parameters(leaf: nn.Module) -> tuple[Tensor | None, ...]:
-    """Return the weights, then the biases, of a module."""
+def _parameters(leaf: nn.Module, absent: Tensor | None = None) -> tuple[Tensor | None, ...]:
+    """Return the weights, then the biases, of a module, with `absent` for a bias that is not there.
+
+    An Identity in the place of a norm has neither a weight nor a bias.
+    """
     if isinstance(leaf, JoinedLinear):
         weights, biases = leaf.weights_and_biases()
-        return (*weights, *(biases or [None] * len(weights)))
+        return (*weights, *(biases or [absent] * len(weights)))
     own = leaf._parameters
-    return own.get("weight"), own.get("bias")
+    bias = own.get("bias")
+    weight = absent if type(leaf) is nn.Identity else own.get("weight")
+    return weight, absent if bias is None else bias
 
 
 def _of_products(parameters: list[Tensor]) -> Iterator[Tensor]:
