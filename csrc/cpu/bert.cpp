@@ -6,6 +6,7 @@
 
 #include "operators.h"
 #include "parallel.h"
+#include "recycling.h"
 #include "tensors.h"
 
 namespace fastbert::cpu {
@@ -173,6 +174,7 @@ std::tuple<std::vector<at::Tensor>, int64_t> bert(
             .back();
     if (!pooler.empty()) with_context("pooler", pool);
   };
+  const Recycling recycling;
   if (worth_a_team(tokens.ids.size(0), parameters)) {
     together(run);
   } else {

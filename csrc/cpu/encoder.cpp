@@ -8,6 +8,7 @@
 
 #include "attention/operands.h"
 #include "operators.h"
+#include "recycling.h"
 
 namespace fastbert::cpu {
 namespace {
@@ -248,6 +249,7 @@ std::vector<at::Tensor> encoder(at::Tensor hidden, at::TensorList parameters, at
       if (all_states) states.push_back(hidden);
     }
   };
+  const Recycling recycling;
   if (worth_a_team(hidden.size(0), parameters)) {
     together(layers);
   } else {

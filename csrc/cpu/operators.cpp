@@ -16,6 +16,7 @@
 #include <torch/library.h>
 
 #include "../register.h"
+#include "recycling.h"
 #include "tensors.h"
 
 TORCH_LIBRARY(fastbert_C, m) {
@@ -99,6 +100,12 @@ namespace fastbert::cpu {
 
 // The dispatcher would take longer than the allocation.
 at::Tensor empty(at::IntArrayRef sizes, const at::TensorOptions& options) {
+  const auto dtype = c10::typeMetaToScalarType(options.dtype());
+  const int64_t bytes = c10::multiply_integers(sizes) * (int64_t)options.dtype().itemsize();
+  if (c10::Allocator* allocator = Recycling::allocator((size_t)bytes)) {
+    constexpr auto kKeys = c10::DispatchKeySet(c10::DispatchKey::CPU);
+    return at::detail::empty_generic(sizes, allocator, kKeys, dtype, std::nullopt);
+  }
   return at::detail::empty_cpu(sizes, options);
 }
 

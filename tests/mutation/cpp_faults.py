@@ -61,6 +61,7 @@ UNITS: dict[str, Unit] = {
     "cpu_rotary_operands": source("rows/rotary"),
     "cpu_varlen": source("varlen"),
     "cpu_attention_pieces_of_rows": source("attention/forward"),
+    "cpu_recycling": source("recycling"),
     "snapshot": Unit("csrc/unchanged.cpp"),
 }
 
@@ -106,6 +107,7 @@ CPP_SELECTIONS: dict[str, list[str]] = {
         "avx2 or (cpu and (test_0 or weights))",
     ],
     "cpu_attention_pieces_of_rows": ["tests/modules/test_cpu_inference.py", "-k", "avx2"],
+    "cpu_recycling": ["tests/csrc/test_recycling.py"],
     "snapshot": ["tests/csrc/test_snapshot.py"],
     "cpu_attention_plan": [
         "tests/csrc/test_attention.py",
@@ -218,6 +220,20 @@ GEMM = (
         "csrc/unchanged.cpp",
         "    if (!same_items(entry(0), entry(1), entry(2))) return false;\n    tags.seen[i] = tag;",
         "    tags.seen[i] = tag;\n    if (!same_items(entry(0), entry(1), entry(2))) return false;",
+    ),
+    Fault(
+        "a_block_in_use_stays_free",
+        "cpu_recycling",
+        f"{CPU}/recycling.cpp",
+        "  free_.pop_back();\n",
+        "",
+    ),
+    Fault(
+        "free_blocks_are_lost_at_the_end_of_a_call",
+        "cpu_recycling",
+        f"{CPU}/recycling.cpp",
+        "for (Block* block : free_) std::free(block);",
+        "",
     ),
     Fault(
         "the_left_operand_keeps_its_own_precision",
@@ -1626,6 +1642,7 @@ WITHOUT_FAULTS: dict[str, str] = {
             "isa/dispatch.h",
             "isa/kernels.h",
             "operators.h",
+            "recycling.h",
             "tensors.h",
         ),
         "the target of a level and the macros that name it": (

@@ -1,0 +1,82 @@
+#include "recycling.h"
+
+#include <c10/util/Exception.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <new>
+#include <utility>
+
+namespace fastbert::cpu {
+namespace {
+
+// Data begins at a line of cache.
+constexpr size_t kHeader = 64;
+// The C library keeps smaller memory itself.
+constexpr size_t kLeast = size_t{1} << 16;
+
+thread_local Recycling* active = nullptr;
+
+void release(void* block) {
+  if (active) {
+    active->give((Block*)block);
+  } else {
+    std::free(block);
+  }
+}
+
+Block* new_block(size_t bytes) {
+  const size_t size = (kHeader + bytes + kHeader - 1) / kHeader * kHeader;
+  void* memory = std::aligned_alloc(kHeader, size);
+  if (!memory) throw std::bad_alloc();
+  return new (memory) Block{bytes};
+}
+
+class Allocator final : public c10::Allocator {
+ public:
+  c10::DataPtr allocate(size_t bytes) override {
+    Block* block = active ? active->take(bytes) : nullptr;
+    if (!block) block = new_block(bytes);
+    return {(char*)block + kHeader, block, &release, c10::Device(c10::DeviceType::CPU)};
+  }
+
+  // The address of the data is not the address that is released.
+  c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
+
+  void copy_data(void* to, const void* from, size_t count) const override {
+    std::memcpy(to, from, count);
+  }
+};
+
+}  // namespace
+
+Recycling::Recycling() : outermost_(active == nullptr) {
+  if (outermost_) active = this;
+}
+
+Recycling::~Recycling() {
+  if (!outermost_) return;
+  active = nullptr;
+  for (Block* block : free_) std::free(block);
+}
+
+c10::Allocator* Recycling::allocator(size_t bytes) {
+  static Allocator allocator;
+  return active && bytes >= kLeast ? &allocator : nullptr;
+}
+
+Block* Recycling::take(size_t bytes) {
+  size_t best = free_.size();
+  for (size_t i = 0; i < free_.size(); ++i) {
+    const size_t size = free_[i]->bytes;
+    if (size < bytes || size - bytes > bytes / 4) continue;
+    if (best == free_.size() || size < free_[best]->bytes) best = i;
+  }
+  if (best == free_.size()) return nullptr;
+  std::swap(free_[best], free_.back());
+  Block* block = free_.back();
+  free_.pop_back();
+  return block;
+}
+
+}  // namespace fastbert::cpu

@@ -1,0 +1,116 @@
+"""Tensors of one call of the encoder, whose memory serves the next layer while the call runs."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import threading
+
+import pytest
+import torch
+
+from fastbert import BertConfig, BertModel
+
+# The hidden states of 4 x 64 tokens are larger than the least memory that is recycled.
+CONFIG = BertConfig(
+    vocab_size=99,
+    hidden_size=128,
+    num_hidden_layers=3,
+    num_attention_heads=2,
+    intermediate_size=512,
+    max_position_embeddings=64,
+)
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    return BertModel(CONFIG).eval()
+
+
+@pytest.fixture(scope="module")
+def ids():
+    return torch.randint(1, 99, (4, 64))
+
+
+@torch.no_grad()
+def states(model, ids):
+    return model(ids, output_hidden_states=True).hidden_states
+
+
+def resident() -> int:
+    """Return the resident memory of this process in bytes."""
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * 4096
+
+
+def test_all_states_have_memory_of_their_own(model, ids):
+    found = states(model, ids)
+    kept = [state.clone() for state in found]
+    for other in (ids.flip(0), ids[:2], ids):
+        states(model, other)
+    assert len({state.data_ptr() for state in found}) == len(found)
+    assert all(map(torch.equal, found, kept))
+
+
+def test_a_result_may_end_on_another_thread_and_in_another_call(model, ids):
+    expected = states(model, ids)[-1].clone()
+    results = [states(model, ids) for _ in range(4)]
+
+    def work():
+        for _ in range(20):
+            if results:
+                results.pop()
+            assert torch.equal(states(model, ids)[-1], expected)
+
+    errors = []
+
+    def run():
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+
+
+def test_a_result_can_grow_be_pickled_and_be_shared(model, ids):
+    last = states(model, ids)[-1]
+    expected = last.clone()
+    assert torch.equal(pickle.loads(pickle.dumps(last)), expected)
+    last.resize_(8, 64, 128)
+    assert torch.equal(last[:4], expected)
+    shared = states(model, ids)[-1].share_memory_()
+    assert torch.equal(shared, expected)
+
+
+def test_a_refused_layer_keeps_no_memory(model, ids):
+    """An error in the middle of a call ends the recycling, and later calls are right."""
+    expected = states(model, ids)[-1].clone()
+    dense = model.encoder.layer[1].output.dense
+    bias = dense.bias
+    dense.bias = torch.nn.Parameter(torch.zeros(5))
+    try:
+        with pytest.raises((ValueError, RuntimeError)):
+            states(model, ids)
+    finally:
+        dense.bias = bias
+    assert torch.equal(states(model, ids)[-1], expected)
+
+
+def test_many_calls_of_growing_lengths_keep_no_memory(model):
+    lengths = list(range(8, 65, 8))
+    everything = [torch.randint(1, 99, (16, length)) for length in lengths]
+    for given in everything:
+        states(model, given)
+    gc.collect()
+    before = resident()
+    for _ in range(30):
+        for given in everything:
+            states(model, given)
+    assert resident() - before < 16 << 20
