@@ -50,6 +50,11 @@ std::tuple<int64_t, int64_t> int8_layout();
 at::Tensor matmul(const at::Tensor& a, const at::Tensor& b, const OptionalTensor& addend,
                   at::ScalarType dtype);
 
+// Writes a b + addend to `out` (M, N), whose columns are contiguous, without checks. The addend has
+// the dtype of `out`, may be `out` itself, and may be absent.
+void matmul_into(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b,
+                 const OptionalTensor& addend);
+
 std::tuple<at::Tensor, at::Tensor, at::Tensor> layer_norm_forward(
     const at::Tensor& x, const at::Tensor& weight, const OptionalTensor& bias,
     const OptionalTensor& residual, const OptionalTensor& x_bias, const OptionalTensor& seed,

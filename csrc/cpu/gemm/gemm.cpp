@@ -273,6 +273,22 @@ at::Tensor linear_layer_norm(const at::Tensor& x, const at::Tensor& weight,
   return y;
 }
 
+void matmul_into(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b,
+                 const OptionalTensor& addend) {
+  const int64_t m = out.size(0), n = out.size(1);
+  if (m == 0 || n == 0) return;
+  const Kernels& k = kernels();
+  const bool turned = b.stride(0) == 1;
+  const RightOperand right = turned ? RightOperand(k, a) : RightOperand(k, b.t(), format_of(a));
+  Gemm g = product(a, n, std::nullopt, addend);
+  g.turned = turned;
+  set_operands(g, turned ? b.t() : a, right);
+  g.out_format = format_of(out);
+  g.out = out.mutable_data_ptr();
+  g.out_row = out.stride(0);
+  run(k, right.packing, {g});
+}
+
 at::Tensor matmul(const at::Tensor& a, const at::Tensor& b, const OptionalTensor& addend_in,
                   at::ScalarType dtype) {
   check_dtype("a", a);
@@ -287,17 +303,7 @@ at::Tensor matmul(const at::Tensor& a, const at::Tensor& b, const OptionalTensor
   const int64_t m = a.size(0), n = b.size(1);
   if (addend_in) check_summand("addend", *addend_in, a, m, n, dtype);
   auto out = empty({m, n}, a.options().dtype(dtype));
-  if (m == 0 || n == 0) return out;
-  const auto addend = with_unit_columns(addend_in);
-  const Kernels& k = kernels();
-  const bool turned = b.stride(0) == 1;
-  const RightOperand right = turned ? RightOperand(k, a) : RightOperand(k, b.t(), format_of(a));
-  Gemm g = product(a, n, std::nullopt, addend);
-  g.turned = turned;
-  set_operands(g, turned ? b.t() : a, right);
-  g.out_format = format_of(out);
-  g.out = out.mutable_data_ptr();
-  run(k, right.packing, {g});
+  matmul_into(out, a, b, with_unit_columns(addend_in));
   return out;
 }
 
