@@ -52,7 +52,7 @@ def choose_rows(hidden: Tensor, layout: BatchLayout, reads: Reads) -> ChosenRows
         layout: Their division into sequences.
         reads: Function that marks the rows.
     """
-    total, ends = hidden.shape[0], _ends(layout).long()
+    total, ends = hidden.shape[0], ends_of(layout).long()
     marked = reads(layout)
     chosen = hidden.new_zeros(total, dtype=torch.bool) if marked is None else marked.clone()
     # A sequence without tokens may start after the last row.
@@ -63,7 +63,7 @@ def choose_rows(hidden: Tensor, layout: BatchLayout, reads: Reads) -> ChosenRows
     return ChosenRows(indices, BatchLayout(layout.batch, longest, own_ends, longest))
 
 
-def _ends(layout: BatchLayout) -> Tensor:
+def ends_of(layout: BatchLayout) -> Tensor:
     """Return the cumulative lengths of the sequences, int32 of shape ``(batch + 1,)``."""
     if layout.cu_seqlens is not None:
         return layout.cu_seqlens
@@ -138,7 +138,7 @@ def run_layer(
         k,
         v,
         chosen.layout.cu_seqlens,
-        _ends(layout),
+        ends_of(layout),
         chosen.layout.max_seqlen,
         layout.length if layout.cu_seqlens is None else layout.max_seqlen,
         dropout_p=attention.dropout_p if attention.training else 0.0,

@@ -18,6 +18,7 @@ from fastbert.modules.fused_encoder import FusedCall, TrainingCall, fused_call, 
 from fastbert.modules.layer import BertLayer, PreNormLayer
 from fastbert.modules.layer_norm import LayerNorm
 from fastbert.modules.positions import DistanceBias
+from fastbert.modules.trained_layers import trained_layers
 from fastbert.ops.backend import Choice, Request
 from fastbert.ops.encoder_layer import encoder_layer
 from fastbert.ops.gpu_times import length_class, rows_class
@@ -138,9 +139,9 @@ class BertEncoder(nn.Module):
         recompute = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
         trained = None
         if torch.is_grad_enabled() and not (weighed or recompute):
-            trained = _training(layers, hidden, layout, seeds)
+            trained = _training(layers, hidden, layout, seeds, chosen)
         for i, layer in enumerate(layers):
-            if chosen is not None and i == len(layers) - 1:
+            if chosen is not None and i == len(layers) - 1 and trained is None:
                 last = (layer, hidden, layout, chosen, NO_SEEDS if seeds is None else seeds[i])
                 if recompute:
                     return checkpoint(run_layer, *last, use_reentrant=False), [], []
@@ -253,11 +254,15 @@ def _training(
     hidden: Tensor,
     layout: BatchLayout,
     seeds: Sequence[LayerSeeds] | None,
+    chosen: ChosenRows | None,
 ) -> Callable[[int, Tensor], Tensor] | None:
     """Return the function that runs a layer, by its number, as one function of autograd.
 
     The result is None if the layers run operation by operation.
     """
+    on_cpu = trained_layers(layers, hidden, layout, seeds, chosen)
+    if on_cpu is not None or chosen is not None:
+        return on_cpu
     bias = layout.bias
     if type(hidden) not in PLAIN or (bias is not None and bias.requires_grad):
         return None
