@@ -17,9 +17,9 @@ from torch.nn.modules.module import _has_any_global_hook
 from fastbert import ops
 from fastbert.modules.attention import BertAttention, BertSelfAttention, BertSelfOutput
 from fastbert.modules.batch_layout import BatchLayout
-from fastbert.modules.dropout import LayerSeeds
 from fastbert.modules.feed_forward import BertOutput
 from fastbert.modules.layer import BertLayer
+from fastbert.modules.layer_norm import LayerNorm
 from fastbert.modules.linear import Linear
 from fastbert.modules.plain import deviation
 
@@ -93,9 +93,15 @@ def suits(layer: nn.Module, layout: BatchLayout, device: torch.device) -> bool:
         (attention.self, BertSelfAttention),
         (attention.self.qkv, Linear),
         (attention.output, BertSelfOutput),
+        (attention.output.LayerNorm, LayerNorm),
         (layer.output, BertOutput),
+        (layer.output.LayerNorm, LayerNorm),
     )
     if "forward" in layer.__dict__ or any(deviation(part, kind) for part, kind in parts):
+        return False
+    # A dropout mask counts all rows, so that the same seed gives the same mask on every device.
+    dropping = (attention.self, attention.output.LayerNorm, layer.output, layer.output.LayerNorm)
+    if any(part.training and part.dropout_p > 0.0 for part in dropping):
         return False
     return attention.self.rotary is None and attention.self.window is None
 
@@ -109,19 +115,14 @@ def _has_hooks(module: nn.Module) -> bool:
     )
 
 
-def run_layer(
-    layer: BertLayer, hidden: Tensor, layout: BatchLayout, chosen: ChosenRows, seeds: LayerSeeds
-) -> Tensor:
+def run_layer(layer: BertLayer, hidden: Tensor, layout: BatchLayout, chosen: ChosenRows) -> Tensor:
     """Run a layer, and return its chosen rows ``(N, H)``.
-
-    With dropout, the masks are those of a batch that has only the chosen queries.
 
     Args:
         layer: A layer that `suits`.
         hidden: All rows before the layer, of shape ``(T, H)``.
         layout: Their division into sequences.
         chosen: The chosen rows.
-        seeds: Dropout seeds of the layer.
     """
     attention = layer.attention.self
     projection, size = attention.qkv, hidden.shape[1]
@@ -141,9 +142,7 @@ def run_layer(
         ends_of(layout),
         chosen.layout.max_seqlen,
         layout.length if layout.cu_seqlens is None else layout.max_seqlen,
-        dropout_p=attention.dropout_p if attention.training else 0.0,
-        dropout_seed=seeds.attention,
         backend=attention.backend,
     )
-    read = layer.attention.output(attended.view(q.shape), residual, seeds.attention_output)
-    return layer.output(read, layer.intermediate, seeds)
+    read = layer.attention.output(attended.view(q.shape), residual)
+    return layer.output(read, layer.intermediate)

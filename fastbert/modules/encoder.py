@@ -142,7 +142,7 @@ class BertEncoder(nn.Module):
             trained = _training(layers, hidden, layout, seeds, chosen)
         for i, layer in enumerate(layers):
             if chosen is not None and i == len(layers) - 1 and trained is None:
-                last = (layer, hidden, layout, chosen, NO_SEEDS if seeds is None else seeds[i])
+                last = (layer, hidden, layout, chosen)
                 if recompute:
                     return checkpoint(run_layer, *last, use_reentrant=False), [], []
                 return run_layer(*last), [], []
