@@ -38,11 +38,9 @@ struct LayerParameters {
         second_norm_bias(p[11]) {}
 };
 
-// What the forward keeps for the backward.
+// What the forward keeps for the backward. The last two exist only if queries were chosen.
 enum Kept : size_t {
-  kQueries,   // rows of the projection of the queries; empty if all rows are queries
-  kKeys,      // rows of the projections of keys and values, after those of the queries if all are
-  kRead,      // the chosen rows of the layer's input; empty if all rows are queries
+  kKeys,      // rows of the projections of keys and values, after the queries if all are queries
   kAttended,  // the output of attention
   kProjected,
   kFirstMean,
@@ -52,8 +50,11 @@ enum Kept : size_t {
   kOuter,
   kSecondMean,
   kSecondScale,
-  kKept
+  kQueries,  // rows of the projection of the queries
+  kRead,     // the chosen rows of the layer's input
 };
+
+size_t kept_of(const OptionalTensor& chosen) { return chosen ? kRead + 1 : kQueries; }
 
 // The division of the rows into sequences and the settings of a trained layer.
 struct LayerSettings {
@@ -69,37 +70,79 @@ struct LayerSettings {
   }
 };
 
-void check_layer(const at::Tensor& hidden, at::TensorList parameters, const LayerSettings& s) {
-  check_matrix("hidden", hidden);
-  check_dtype_of("hidden", hidden, at::kFloat, "a layer in training");
-  const int64_t size = hidden.size(1);
-  TORCH_CHECK_VALUE(parameters.size() == LayerParameters::kCount, "parameters: got ",
-                    parameters.size(), " tensors, allowed: ", LayerParameters::kCount);
-  for (const at::Tensor& parameter : parameters) {
-    check_device("parameters", parameter, hidden);
-    check_dtype_of("parameters", parameter, at::kFloat, "hidden");
-  }
-  TORCH_CHECK_VALUE(s.heads >= 1 && size % s.heads == 0, "heads: got ", s.heads,
-                    ", allowed: a divisor of ", size, ", the number of columns of hidden");
-  check_shape("parameters", parameters[0], {3 * size, size});
-  check_shape("parameters", parameters[1], {3 * size});
+void check_seeds(const LayerSettings& s) {
   TORCH_CHECK_VALUE(s.dropouts.size() == 3, "dropouts: got ", s.dropouts.size(),
                     " numbers, allowed: 3");
-  TORCH_CHECK_VALUE(s.seeds.size() == 3 || (s.seeds.empty() && s.dropouts[0] == 0.0 &&
-                                            s.dropouts[1] == 0.0 && s.dropouts[2] == 0.0),
-                    "seeds: got ", s.seeds.size(), " tensors, allowed: 3, or none without dropout");
-  TORCH_CHECK_VALUE(s.cu_seqlens_q.has_value() == s.cu_seqlens_k.has_value(),
-                    "cu_seqlens_q: got one of cu_seqlens_q and cu_seqlens_k, allowed: both or "
-                    "neither");
-  TORCH_CHECK_VALUE(!s.chosen || s.cu_seqlens_q, "chosen: got rows without cu_seqlens_q, allowed: ",
-                    "rows with cu_seqlens_q");
-  if (s.cu_seqlens_q) return;
+  for (const double p : s.dropouts) {
+    TORCH_CHECK_VALUE(p >= 0.0 && p <= 1.0, "dropouts: got ", p, ", allowed: 0 to 1");
+    TORCH_CHECK_VALUE(p == 0.0 || s.seeds.size() == 3, "dropouts, seeds: got ", p, " and ",
+                      s.seeds.size(), " tensors, allowed: 3, or none without dropout");
+  }
+  for (const at::Tensor& seed : s.seeds) {
+    TORCH_CHECK_VALUE(seed.is_cpu() && seed.scalar_type() == at::kLong && seed.numel() == 1,
+                      "seeds: got dtype ", seed.scalar_type(), " and shape ", seed.sizes(),
+                      ", allowed: Long of one element on the CPU");
+  }
+}
+
+// Checks the division into sequences. The operators of attention check the lengths.
+void check_sequences(const at::Tensor& hidden, const LayerSettings& s) {
   const int64_t rows = hidden.size(0);
-  TORCH_CHECK_VALUE(
-      s.batch >= 0 && s.max_seqlen_k >= 0 && s.max_seqlen_q == s.max_seqlen_k &&
-          (s.batch == 0 ? rows == 0 : rows % s.batch == 0 && rows / s.batch == s.max_seqlen_k),
-      "batch, max_seqlen: got ", s.batch, " and ", s.max_seqlen_k, ", allowed: a product of ", rows,
-      ", the number of rows of hidden");
+  TORCH_CHECK_VALUE(s.cu_seqlens_q.has_value() == s.cu_seqlens_k.has_value(),
+                    "cu_seqlens_q, cu_seqlens_k: got one of them, allowed: both or neither");
+  if (s.cu_seqlens_q) {
+    TORCH_CHECK_VALUE(s.cu_seqlens_q->dim() == 1 && s.cu_seqlens_q->numel() == s.batch + 1,
+                      "cu_seqlens_q: got shape ", s.cu_seqlens_q->sizes(), ", allowed: (",
+                      s.batch + 1, ",) for the batch ", s.batch);
+  } else {
+    // batch * max_seqlen_k could overflow and is not formed.
+    TORCH_CHECK_VALUE(
+        s.batch >= 0 && s.max_seqlen_k >= 0 && s.max_seqlen_q == s.max_seqlen_k &&
+            (s.batch == 0 ? rows == 0 : rows % s.batch == 0 && rows / s.batch == s.max_seqlen_k),
+        "batch, max_seqlen_q, max_seqlen_k: got ", s.batch, ", ", s.max_seqlen_q, " and ",
+        s.max_seqlen_k, ", allowed: a product of ", rows, ", the number of rows of hidden");
+  }
+  if (!s.chosen) return;
+  TORCH_CHECK_VALUE(s.cu_seqlens_q, "chosen: got rows without cu_seqlens_q, allowed: None");
+  const int64_t* row = s.chosen->const_data_ptr<int64_t>();
+  for (int64_t i = 0; i < s.chosen->numel(); ++i) {
+    TORCH_CHECK_VALUE(row[i] > (i == 0 ? -1 : row[i - 1]) && row[i] < rows, "chosen: got ", row[i],
+                      " at ", i, ", allowed: increasing numbers from 0 to ", rows - 1);
+  }
+}
+
+void check_layer(const at::Tensor& hidden, at::TensorList parameters, const LayerSettings& s) {
+  check_matrix("hidden", hidden);
+  check_floats("hidden", hidden, hidden, {hidden.size(0), hidden.size(1)});
+  const int64_t size = hidden.size(1);
+  TORCH_CHECK_VALUE(s.heads >= 1 && size % s.heads == 0, "heads: got ", s.heads,
+                    ", allowed: a divisor of ", size, ", the number of columns of hidden");
+  TORCH_CHECK_VALUE(parameters.size() == LayerParameters::kCount && parameters[6].dim() == 2 &&
+                        parameters[6].size(0) >= 1,
+                    "parameters: got ", parameters.size(),
+                    " tensors, allowed: ", LayerParameters::kCount, ", number 6 a matrix");
+  const int64_t inner = parameters[6].size(0);
+  check_floats("parameters", parameters[0], hidden, {3 * size, size});
+  check_floats("parameters", parameters[1], hidden, {3 * size});
+  check_floats("parameters", parameters[2], hidden, {size, size});
+  check_floats("parameters", parameters[6], hidden, {inner, size});
+  check_floats("parameters", parameters[7], hidden, {inner});
+  check_floats("parameters", parameters[8], hidden, {size, inner});
+  for (const int i : {3, 4, 5, 9, 10, 11}) check_floats("parameters", parameters[i], hidden, {size});
+  check_eps(s.eps);
+  activation_of(s.activation, {Activation::gelu, Activation::gelu_tanh, Activation::relu});
+  check_seeds(s);
+  check_sequences(hidden, s);
+}
+
+// Returns a private copy of the chosen rows, which other threads cannot change.
+OptionalTensor copied(const OptionalTensor& chosen) {
+  if (!chosen) return std::nullopt;
+  TORCH_CHECK_TYPE(chosen->scalar_type() == at::kLong, "chosen: got dtype ", chosen->scalar_type(),
+                   ", allowed: Long");
+  TORCH_CHECK_VALUE(chosen->is_cpu() && chosen->dim() == 1, "chosen: got shape ", chosen->sizes(),
+                    ", allowed: (N,) on the CPU");
+  return private_copy(*chosen, at::kLong);
 }
 
 // Returns the part of rows (T, parts · H) that belongs to one projection: (T, heads, head_dim) of
@@ -144,7 +187,7 @@ void run_forward(const at::Tensor& hidden, const LayerParameters& p, const Layer
   } else {
     kept[kKeys] = product_with_bias(hidden, p.qkv, p.qkv_bias);
   }
-  const auto [q, k, v] = split_heads(kept[kQueries], kept[kKeys], size, s);
+  const auto [q, k, v] = split_heads(kept[s.chosen ? kQueries : kKeys], kept[kKeys], size, s);
   auto out = std::get<0>(attention_forward(
       q, k, v, std::nullopt, std::nullopt, s.cu_seqlens_q, s.cu_seqlens_k, s.seed(0),
       s.max_seqlen_q, s.max_seqlen_k, s.dropouts[0], scale_of(size, s), -1, -1));
@@ -196,8 +239,9 @@ std::vector<at::Tensor> run_backward(const at::Tensor& dy, const at::Tensor& hid
                      p.projection_bias, 1);
   const auto dattended = matmul(dprojected, p.projection, std::nullopt, at::kFloat);
   const auto dprojection = gradient_of_weight(dprojected, kept[kAttended]);
-  const auto dqueries = empty_like(kept[kQueries]), dkeys = empty_like(kept[kKeys]);
-  const auto [q, k, v] = split_heads(kept[kQueries], kept[kKeys], size, s);
+  const auto dkeys = empty(kept[kKeys].sizes(), hidden.options());
+  const auto dqueries = s.chosen ? empty(kept[kQueries].sizes(), hidden.options()) : dkeys;
+  const auto [q, k, v] = split_heads(kept[s.chosen ? kQueries : kKeys], kept[kKeys], size, s);
   const auto [dq, dk, dv] = split_heads(dqueries, dkeys, size, s);
   attention_backward(dq, dk, dv, std::nullopt, heads_of(dattended, 0, size, s), q, k, v,
                      std::nullopt, std::nullopt, s.cu_seqlens_q, s.cu_seqlens_k, s.seed(0),
@@ -208,10 +252,10 @@ std::vector<at::Tensor> run_backward(const at::Tensor& dy, const at::Tensor& hid
         matmul(dqueries, p.qkv.narrow(0, 0, size), dresidual, at::kFloat);
     dhidden = matmul(dkeys, p.qkv.narrow(0, size, 2 * size),
                      scatter_rows(dread, *s.chosen, hidden.size(0)), at::kFloat);
-    dqkv = empty_like(p.qkv);
+    dqkv = empty(p.qkv.sizes(), p.qkv.options());
     matmul_into(dqkv.narrow(0, 0, size), dqueries.t(), kept[kRead], std::nullopt);
     matmul_into(dqkv.narrow(0, size, 2 * size), dkeys.t(), hidden, std::nullopt);
-    dqkv_bias = empty_like(p.qkv_bias);
+    dqkv_bias = empty({3 * size}, p.qkv.options());
     dqkv_bias.narrow(0, 0, size).copy_(sum_rows(dqueries));
     dqkv_bias.narrow(0, size, 2 * size).copy_(sum_rows(dkeys));
   } else {
@@ -224,21 +268,32 @@ std::vector<at::Tensor> run_backward(const at::Tensor& dy, const at::Tensor& hid
           douter_bias,   dsecond,     dsecond_bias};
 }
 
-void check_kept_rows(const at::Tensor& hidden, at::TensorList kept, const LayerSettings& s) {
-  TORCH_CHECK_VALUE(kept.size() == kKept, "kept: got ", kept.size(), " tensors, allowed: ", (int)kKept);
-  const int64_t rows = hidden.size(0), size = hidden.size(1);
-  check_floats("kept", kept[kKeys], hidden, {rows, (s.chosen ? 2 : 3) * size});
-  if (!s.chosen) return;
-  const int64_t count = s.chosen->numel();
-  check_floats("kept", kept[kQueries], hidden, {count, size});
-  check_floats("kept", kept[kRead], hidden, {count, size});
+void check_kept(const at::Tensor& dy, const at::Tensor& hidden, at::TensorList kept,
+                int64_t inner, const LayerSettings& s) {
+  const int64_t total = hidden.size(0), size = hidden.size(1);
+  const int64_t rows = s.chosen ? s.chosen->numel() : total;
+  check_floats("dy", dy, hidden, {rows, size});
+  TORCH_CHECK_VALUE(kept.size() == kept_of(s.chosen), "kept: got ", kept.size(),
+                    " tensors, allowed: ", kept_of(s.chosen));
+  check_floats("kept", kept[kKeys], hidden, {total, (s.chosen ? 2 : 3) * size});
+  check_floats("kept", kept[kInner], hidden, {rows, inner});
+  for (const Kept i : {kAttended, kProjected, kMiddle, kOuter}) {
+    check_floats("kept", kept[i], hidden, {rows, size});
+  }
+  if (s.chosen) {
+    check_floats("kept", kept[kQueries], hidden, {rows, size});
+    check_floats("kept", kept[kRead], hidden, {rows, size});
+  }
+  for (const Kept i : {kFirstMean, kFirstScale, kSecondMean, kSecondScale}) {
+    check_floats("kept", kept[i], hidden, {rows});
+  }
 }
 
 }  // namespace
 
 at::Tensor sum_rows(const at::Tensor& x_in) {
   check_matrix("x", x_in);
-  check_dtype_of("x", x_in, at::kFloat, "a sum of rows");
+  check_floats("x", x_in, x_in, {x_in.size(0), x_in.size(1)});
   const auto x = fastbert::with_unit_columns(x_in);
   const int64_t rows = x.size(0), columns = x.size(1);
   auto sum = empty({columns}, x.options());
@@ -253,16 +308,16 @@ at::Tensor sum_rows(const at::Tensor& x_in) {
 }
 
 std::vector<at::Tensor> layer_forward(
-    const at::Tensor& hidden, at::TensorList parameters, const OptionalTensor& chosen,
+    const at::Tensor& hidden, at::TensorList parameters, const OptionalTensor& chosen_in,
     const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k, at::TensorList seeds,
     at::ArrayRef<double> dropouts, int64_t max_seqlen_q, int64_t max_seqlen_k, int64_t batch,
     int64_t heads, double eps, const std::string& activation) {
+  const OptionalTensor chosen = copied(chosen_in);
   const LayerSettings s = {chosen,       cu_seqlens_q, cu_seqlens_k, seeds, dropouts,
                            max_seqlen_q, max_seqlen_k, batch,        heads, eps,
                            activation};
   check_layer(hidden, parameters, s);
-  std::vector<at::Tensor> found(1 + kKept);
-  found[1 + kQueries] = found[1 + kRead] = empty({0, hidden.size(1)}, hidden.options());
+  std::vector<at::Tensor> found(1 + kept_of(chosen));
   const auto run = [&] { run_forward(hidden, LayerParameters(parameters), s, found); };
   worth_a_team(hidden.size(0), parameters) ? together(run) : run();
   return found;
@@ -270,15 +325,16 @@ std::vector<at::Tensor> layer_forward(
 
 std::vector<at::Tensor> layer_backward(
     const at::Tensor& dy, const at::Tensor& hidden, at::TensorList parameters, at::TensorList kept,
-    const OptionalTensor& chosen, const OptionalTensor& cu_seqlens_q,
+    const OptionalTensor& chosen_in, const OptionalTensor& cu_seqlens_q,
     const OptionalTensor& cu_seqlens_k, at::TensorList seeds, at::ArrayRef<double> dropouts,
     int64_t max_seqlen_q, int64_t max_seqlen_k, int64_t batch, int64_t heads, double eps,
     const std::string& activation) {
+  const OptionalTensor chosen = copied(chosen_in);
   const LayerSettings s = {chosen,       cu_seqlens_q, cu_seqlens_k, seeds, dropouts,
                            max_seqlen_q, max_seqlen_k, batch,        heads, eps,
                            activation};
   check_layer(hidden, parameters, s);
-  check_kept_rows(hidden, kept, s);
+  check_kept(dy, hidden, kept, parameters[6].size(0), s);
   std::vector<at::Tensor> found;
   const auto run = [&] { found = run_backward(dy, hidden, LayerParameters(parameters), kept, s); };
   worth_a_team(hidden.size(0), parameters) ? together(run) : run();
