@@ -315,5 +315,6 @@ class BertModel(BertPreTrainedModel):
             raise ValueError("pooler: got None, allowed: a model that has a pooler")
         if encoded.pooled is not None:
             return encoded.pooled
-        layout = encoded.layout if encoded.chosen is None else encoded.chosen.layout
-        return self.pooler(layout.first(encoded.rows))
+        if encoded.chosen is not None:
+            return self.pooler(encoded.chosen.first(encoded.rows))
+        return self.pooler(encoded.layout.first(encoded.rows))

@@ -22,6 +22,7 @@ from fastbert.modules.layer import BertLayer
 from fastbert.modules.layer_norm import LayerNorm
 from fastbert.modules.linear import Linear
 from fastbert.modules.plain import deviation
+from fastbert.ops.varlen import gather_rows
 
 # Function of the layout of all rows that returns the rows that a head reads besides the first
 # tokens, bool of shape (T,), or None if it reads the first tokens only.
@@ -42,6 +43,13 @@ class ChosenRows(NamedTuple):
 
     indices: Tensor
     layout: BatchLayout
+
+    def first(self, rows: Tensor) -> Tensor:
+        """Select the first token of each sequence, ``(N, H) → (B, H)``; 0 without tokens."""
+        ends = self.layout.cu_seqlens
+        if ends is None or bool((ends.diff() == 0).any()):
+            return self.layout.first(rows)
+        return gather_rows(rows, ends[:-1].long())
 
 
 def choose_rows(hidden: Tensor, layout: BatchLayout, reads: Reads) -> ChosenRows:
@@ -131,7 +139,7 @@ def run_layer(layer: BertLayer, hidden: Tensor, layout: BatchLayout, chosen: Cho
     bias, bias_of_keys = (None, None) if projection.bias is None else projection.bias.split(sizes)
     served = projection.backend
     kv, hidden = ops.linear(hidden, of_keys, bias_of_keys, return_residual=True, backend=served)
-    read = hidden.index_select(0, chosen.indices)
+    read = gather_rows(hidden, chosen.indices)
     q, residual = ops.linear(read, weight, bias, return_residual=True, backend=served)
     k, v = kv.view(-1, 2, attention.heads, attention.head_dim).unbind(1)
     attended = ops.attention_varlen(

@@ -140,6 +140,16 @@ Gemm product(const at::Tensor& x, const RightOperand& right, const at::Tensor& w
   return g;
 }
 
+// Returns whether a product of many rows of fp32 copies its weight into panels instead of x. The
+// rows of a weight that are a multiple of a page apart compete for the same lines of cache as they
+// are read. The weight of a vocabulary is too large for a copy.
+bool packs_weight(const at::Tensor& x, const at::Tensor& weight) {
+  constexpr int64_t kPage = 4096, kManyRows = 512, kRowsOfPages = 128, kMostColumns = 4;
+  if (x.scalar_type() != at::kFloat || weight.size(0) > kMostColumns * x.size(0)) return false;
+  const bool of_pages = weight.stride(0) * (int64_t)sizeof(float) % kPage == 0;
+  return x.size(0) >= (of_pages ? kRowsOfPages : kManyRows);
+}
+
 // Copies of the biases in fp32, which are as long as their weights have rows; or nothing.
 std::vector<OptionalTensor> biases_of(at::TensorList biases, at::TensorList weights,
                                       const at::Tensor& x) {
@@ -171,8 +181,10 @@ std::tuple<at::Tensor, at::Tensor> linear(const at::Tensor& x, const at::Tensor&
   auto h = save ? empty({m, n}, x.options()) : empty({0}, x.options());
   if (m == 0) return {y, h};
   const Kernels& k = kernels();
-  const RightOperand right(k, x);
-  Gemm g = product(x, right, weight, bias, residual);
+  const bool packs = packs_weight(x, weight);
+  const RightOperand right = packs ? RightOperand(k, weight, Format::f32) : RightOperand(k, x);
+  Gemm g = packs ? product(x, n, bias, residual) : product(x, right, weight, bias, residual);
+  if (packs) set_operands(g, x, right);
   g.activation = function;
   g.pre_activation = save ? h.mutable_data_ptr() : nullptr;
   g.out = y.mutable_data_ptr();
