@@ -6,7 +6,7 @@
 
 namespace fastbert {
 
-// Adds to a pybind11 module the functions `version_of` and `unchanged`.
+// Adds to a pybind11 module the class `Tags` and the functions `version_of` and `unchanged`.
 void bind_unchanged(pybind11::module_& m);
 
 }  // namespace fastbert

@@ -119,25 +119,11 @@ at::Tensor attention(const at::Tensor& qkv, const Layer& layer, const Stack& s) 
     const at::Tensor* rotation = &s.rotations[2 * layer.number];
     rotate_in_place(qkv.view({rows, 3 * s.heads, head_dim}), rotation[0], rotation[1], 2 * s.heads);
   }
-  const auto view = s.cu_seqlens ? qkv.view({rows, 3, s.heads, head_dim})
-                                 : qkv.view({s.batch, s.max_seqlen, 3, s.heads, head_dim});
   const int64_t window = s.windows.empty() ? -1 : s.windows[layer.number];
-  at::Tensor out;
-  if (!s.bias && window < 0) {
-    out = attention_qkvpacked(view, s.mask, s.cu_seqlens, s.max_seqlen, scale);
-  } else {
-    // (rows, heads, head_dim) of packed sequences, otherwise (batch, heads, length, head_dim)
-    const auto part = [&](int64_t i) {
-      return s.cu_seqlens ? view.select(1, i) : view.select(2, i).transpose(1, 2);
-    };
-    OptionalTensor bias;
-    if (s.bias) bias = s.bias->to(qkv.scalar_type());
-    out = std::get<0>(attention_forward(part(0), part(1), part(2), s.mask, bias, s.cu_seqlens,
-                                        s.cu_seqlens, std::nullopt, s.max_seqlen, s.max_seqlen, 0.0,
-                                        scale, window, window));
-    if (!s.cu_seqlens) out = out.transpose(1, 2);
-  }
-  return out.reshape({rows, qkv.size(1) / 3});
+  OptionalTensor bias;
+  if (s.bias) bias = s.bias->to(qkv.scalar_type());
+  return attention_of_rows(qkv, s.heads, s.mask, bias, s.cu_seqlens, s.batch, s.max_seqlen, scale,
+                           window, window);
 }
 
 // Returns x Wᵀ + bias of `count` weights side by side, which are before their biases.
@@ -146,8 +132,8 @@ at::Tensor parts_product(const at::Tensor& x, const at::Tensor* weights, size_t 
   const at::TensorList biases(weights + count, count);
   const bool none = std::all_of(biases.begin(), biases.end(),
                                 [](const at::Tensor& bias) { return bias.numel() == 0; });
-  return linear_of_parts(x.to(s.dtype), {weights, count}, none ? at::TensorList() : biases,
-                         activation);
+  return linear_of_parts(x.scalar_type() == s.dtype ? x : x.to(s.dtype), {weights, count},
+                         none ? at::TensorList() : biases, activation);
 }
 
 // Returns activation(x Wᵀ + bias) with an int8 W, which quantises fp32 rows without a conversion to

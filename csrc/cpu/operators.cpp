@@ -8,7 +8,8 @@
 
 #include "operators.h"
 
-#include <ATen/ops/empty.h>
+#include <ATen/EmptyTensor.h>
+#include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/zeros.h>
@@ -106,8 +107,14 @@ TORCH_LIBRARY(fastbert_C, m) {
 
 namespace fastbert::cpu {
 
+// The dispatcher would take longer than the allocation.
 at::Tensor empty(at::IntArrayRef sizes, const at::TensorOptions& options) {
-  return at::empty(sizes, options);
+  return at::detail::empty_cpu(sizes, options);
+}
+
+at::Tensor strided(const at::Tensor& t, at::IntArrayRef sizes, at::IntArrayRef strides,
+                   int64_t first) {
+  return at::native::as_strided_tensorimpl(t, sizes, strides, t.storage_offset() + first);
 }
 
 at::Tensor empty_like(const at::Tensor& like) { return at::empty_like(like); }

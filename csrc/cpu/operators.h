@@ -112,10 +112,12 @@ at::Tensor attention_weights(const at::Tensor& q, const at::Tensor& k, const Opt
                              at::OptionalIntArrayRef rows, double scale, int64_t left,
                              int64_t right);
 
-// Computes self-attention on qkv (B, L, 3, H, D), or packed (T, 3, H, D), without dropout or a
-// window. The result is contiguous: (B, L, H, D) or (T, H, D).
-at::Tensor attention_qkvpacked(const at::Tensor& qkv, const OptionalTensor& mask,
-                               const OptionalTensor& cu_seqlens, int64_t max_seqlen, double scale);
+// Computes self-attention of q, k and v side by side in rows (T, 3 H D), without dropout. The rows
+// are packed sequences, or `batch` sequences of `max_seqlen` rows. The result is (T, H D).
+at::Tensor attention_of_rows(const at::Tensor& qkv, int64_t heads, const OptionalTensor& mask,
+                             const OptionalTensor& bias, const OptionalTensor& cu_seqlens,
+                             int64_t batch, int64_t max_seqlen, double scale, int64_t left,
+                             int64_t right);
 
 // Returns f(h + bias) for "gelu", "gelu_tanh" and "relu". The gated "geglu" and "swiglu" map h (M,
 // 2 N) to (M, N).

@@ -144,6 +144,8 @@ void together(const std::function<void()>& body) {
   if (failure) std::rethrow_exception(failure);
 }
 
+bool leads_team() { return led != nullptr; }
+
 bool shared_with_team(int64_t count, Loop loop) {
   Team* team = std::exchange(led, nullptr);
   if (!team) return false;

@@ -51,6 +51,17 @@ struct Loop {
   void (*call)(const void* body, int64_t task);
 };
 
+// Returns whether a loop of the calling thread would be shared with a team.
+bool leads_team();
+
+// The threads of a team are awake, so so many times less work is worth another thread.
+constexpr int64_t kAwake = 8;
+
+// Returns the least work of a thread, given the least work for which a thread is worth waking.
+inline int64_t worth_a_thread(int64_t asleep) {
+  return leads_team() ? std::max<int64_t>(1, asleep / kAwake) : asleep;
+}
+
 // Returns false if the calling thread is not in `together`, or is in a loop. Otherwise
 // calls the body once for each of `count` tasks, which the threads take in order as they become
 // free. Throws what a body throws.
@@ -61,11 +72,12 @@ Loop loop_of(const Body& body) {
   return {&body, [](const void* b, int64_t task) { (*(const Body*)b)(task); }};
 }
 
-// Calls body(begin, end) for ranges that cover [0, count), at most count / `grain` of them, rounded
-// up.
+// Calls body(begin, end) for ranges that cover [0, count), at most count / `asleep` of them,
+// rounded up, or kAwake times as many in a team.
 template <class Body>
-void parallel_for(int64_t count, int64_t grain, const Body& body) {
+void parallel_for(int64_t count, int64_t asleep, const Body& body) {
   if (count <= 0) return;
+  const int64_t grain = worth_a_thread(asleep);
   if (count > grain) {
     const int64_t ranges = std::min<int64_t>((count + grain - 1) / grain, at::get_num_threads());
     const int64_t length = (count + ranges - 1) / ranges;

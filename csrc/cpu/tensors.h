@@ -10,6 +10,11 @@
 namespace fastbert::cpu {
 
 at::Tensor empty(at::IntArrayRef sizes, const at::TensorOptions& options);
+
+// Returns a view of `t` from its element `first` on, without the dispatcher.
+at::Tensor strided(const at::Tensor& t, at::IntArrayRef sizes, at::IntArrayRef strides,
+                   int64_t first);
+
 at::Tensor empty_like(const at::Tensor& like);
 at::Tensor zeros(at::IntArrayRef sizes, const at::TensorOptions& options);
 

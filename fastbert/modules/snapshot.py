@@ -54,6 +54,7 @@ class Snapshot:
         named = [vars(sys.modules[name]) for name in sorted(names) if name.startswith("fastbert")]
         dicts += [*named, *(vars(other) for other in others), *GLOBAL_HOOKS]
         dicts += [vars(backends), backends.TABLES, *backends.TABLES.values(), backends._stand_ins]
+        self._tags = backends.EXTENSION.Tags()
         self._dicts = _flat((d, tuple(d.keys()), tuple(d.values())) for d in dicts)
         self._objects = _flat((module, type(module)) for module in inside)
         version_of = backends.EXTENSION.version_of
@@ -64,7 +65,7 @@ class Snapshot:
         return (
             type(root) is self._kind
             and self._same(root)
-            and backends.EXTENSION.unchanged(self._dicts, self._objects, self._classes)
+            and backends.EXTENSION.unchanged(self._dicts, self._tags, self._objects, self._classes)
         )
 
     def _same(self, root: nn.Module) -> bool:

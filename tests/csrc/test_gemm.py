@@ -230,6 +230,20 @@ def test_rows_far_apart_whose_elements_fill_whole_tiles(isa, operators, rows, dt
     assert torch.equal(actual, linear(operators, case)[0])
 
 
+@pytest.mark.parametrize("rows", [1, 45, 150])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("k", [1024, 1100, 2048])
+def test_rows_of_weights_a_page_apart_have_the_same_product(isa, operators, k, dtype, rows):
+    """Such rows share a set of the cache and are copied before their product."""
+    case = draw(rows, 100, k, dtype)
+    expected = results(operators, case | {"weight": case["weight"].clone()})
+    for columns in (2048, 4096, 2080):
+        wide = torch.full((100, columns), torch.nan, dtype=dtype)
+        wide[:, :k] = case["weight"]
+        actual = results(operators, case | {"weight": wide[:, :k]})
+        assert all(torch.equal(a, e) for a, e in zip(actual, expected, strict=True)), columns
+
+
 def test_nan_stays_in_its_row_and_column(isa, operators):
     case = draw(9, 40, 59, torch.float32)
     case["x"][3, 7], case["weight"][17, 5] = torch.nan, torch.nan

@@ -60,6 +60,8 @@ UNITS: dict[str, Unit] = {
     "cpu_rms_norm_operands": source("rows/rms_norm"),
     "cpu_rotary_operands": source("rows/rotary"),
     "cpu_varlen": source("varlen"),
+    "cpu_attention_pieces_of_rows": source("attention/forward"),
+    "snapshot": Unit("csrc/unchanged.cpp"),
 }
 
 PRODUCTS = ["tests/csrc/test_gemm.py", "tests/csrc/test_linear_of_parts.py"]
@@ -103,6 +105,8 @@ CPP_SELECTIONS: dict[str, list[str]] = {
         "-k",
         "avx2 or (cpu and (test_0 or weights))",
     ],
+    "cpu_attention_pieces_of_rows": ["tests/modules/test_cpu_inference.py", "-k", "avx2"],
+    "snapshot": ["tests/csrc/test_snapshot.py"],
     "cpu_attention_plan": [
         "tests/csrc/test_attention.py",
         "tests/ops/test_regressions.py",
@@ -186,6 +190,34 @@ GEMM = (
         f"{CPU}/gemm/kernel.h",
         "while (finished + kPanel <= end || (end == task.rows && finished < end)) {",
         "while (finished + kPanel <= end) {",
+    ),
+    Fault(
+        "the_copy_of_a_tile_is_kept_for_no_other_panel",
+        "cpu_gemm_dots",
+        f"{CPU}/gemm/kernel.h",
+        "const bool keeps = in_place || task.columns > kPanel;",
+        "const bool keeps = in_place;",
+    ),
+    Fault(
+        "attention_of_rows_takes_keys_for_values",
+        "cpu_attention_pieces_of_rows",
+        f"{CPU}/attention/forward.cpp",
+        "of_heads(qkv, 2 * columns),",
+        "of_heads(qkv, columns),",
+    ),
+    Fault(
+        "a_dictionary_with_its_recorded_size_is_unchanged",
+        "snapshot",
+        "csrc/unchanged.cpp",
+        "if (!same_items(entry(0), entry(1), entry(2))) return false;",
+        "",
+    ),
+    Fault(
+        "a_tag_outlives_the_comparison_that_failed",
+        "snapshot",
+        "csrc/unchanged.cpp",
+        "    if (!same_items(entry(0), entry(1), entry(2))) return false;\n    tags.seen[i] = tag;",
+        "    tags.seen[i] = tag;\n    if (!same_items(entry(0), entry(1), entry(2))) return false;",
     ),
     Fault(
         "the_left_operand_keeps_its_own_precision",

@@ -50,15 +50,26 @@ std::tuple<at::Tensor, at::Tensor> attention_forward(
   return {out, lse};
 }
 
-at::Tensor attention_qkvpacked(const at::Tensor& qkv, const OptionalTensor& mask,
-                               const OptionalTensor& cu_seqlens, int64_t max_seqlen, double scale) {
-  auto q = qkv.select(-3, 0), k = qkv.select(-3, 1), v = qkv.select(-3, 2);
-  const bool dense = !cu_seqlens.has_value();
-  if (dense) q = q.transpose(1, 2), k = k.transpose(1, 2), v = v.transpose(1, 2);
-  auto out =
-      std::get<0>(attention_forward(q, k, v, mask, std::nullopt, cu_seqlens, cu_seqlens,
-                                    std::nullopt, max_seqlen, max_seqlen, 0.0, scale, -1, -1));
-  return dense ? out.transpose(1, 2) : out;
+at::Tensor attention_of_rows(const at::Tensor& qkv, int64_t heads, const OptionalTensor& mask,
+                             const OptionalTensor& bias, const OptionalTensor& cu_seqlens,
+                             int64_t batch, int64_t max_seqlen, double scale, int64_t left,
+                             int64_t right) {
+  const int64_t rows = qkv.size(0), columns = qkv.size(1) / 3, head_dim = columns / heads;
+  auto out = empty({rows, columns}, qkv.options());
+  // Heads of `width` columns from `first` on: (rows, heads, head_dim) of packed sequences,
+  // otherwise (batch, heads, length, head_dim).
+  const auto of_heads = [&](const at::Tensor& t, int64_t first) {
+    const int64_t width = t.stride(0);
+    if (cu_seqlens) return strided(t, {rows, heads, head_dim}, {width, head_dim, 1}, first);
+    return strided(t, {batch, heads, max_seqlen, head_dim},
+                   {max_seqlen * width, head_dim, width, 1}, first);
+  };
+  AttentionProblem problem(of_heads(qkv, 0), of_heads(qkv, columns), of_heads(qkv, 2 * columns),
+                           {mask, bias, cu_seqlens, cu_seqlens, std::nullopt, max_seqlen,
+                            max_seqlen, 0.0, scale, left, right});
+  const auto result = of_heads(out, 0);
+  forward_into(problem, result, problem.empty_statistic(result));
+  return out;
 }
 
 namespace {

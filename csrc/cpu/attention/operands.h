@@ -69,7 +69,7 @@ void share_out(std::vector<Item>& items, int64_t scratch, const Body& body) {
   // Waking a thread costs more time than this many multiplications.
   constexpr int64_t kWorthAThread = 1 << 18;
   const int64_t threads = std::min({(int64_t)at::get_num_threads(), (int64_t)items.size(),
-                                    std::max<int64_t>(1, total / kWorthAThread)});
+                                    std::max<int64_t>(1, total / worth_a_thread(kWorthAThread))});
   for_each_task((int64_t)items.size(), threads,
                 [&](int64_t i) { body(items[i], thread_scratch(scratch)); });
 }

@@ -24,7 +24,7 @@ void check_weight(const at::Tensor& weight, const at::Tensor& x, const char* nam
 }
 
 // Below about this many multiplications, a second thread costs more time than it saves.
-constexpr double kProductGrain = 400e3;
+constexpr int64_t kProductGrain = 400'000;
 
 // The rows of a task that normalises rows are a multiple of the columns of every level's panels.
 constexpr int64_t kNormUnit = 32, kMostNormRows = 128;
@@ -45,7 +45,9 @@ struct RightOperand {
       : RightOperand(k, x, k.right_format(format_of(x))) {}
 };
 
-int threads_for(double work) { return work < kProductGrain ? 1 : at::get_num_threads(); }
+int threads_for(double work) {
+  return work < (double)worth_a_thread(kProductGrain) ? 1 : at::get_num_threads();
+}
 
 double work_of(const Gemm& g) { return (double)g.m * (double)g.n * (double)g.k; }
 

@@ -104,7 +104,8 @@ void multiply(const Int8Gemm& params, int64_t m, int64_t panels, int64_t row_byt
   const int64_t tasks = 8 * at::get_num_threads();
   const int64_t quarters = panels / kPanels;
   const int64_t column_blocks = std::min(quarters, (tasks + row_blocks - 1) / row_blocks);
-  const int64_t threads = m * params.n * params.depth < 16 * kGrain ? 1 : at::get_num_threads();
+  const int64_t threads =
+      m * params.n * params.depth < worth_a_thread(16 * kGrain) ? 1 : at::get_num_threads();
   for_each_task(row_blocks * column_blocks, threads, [&](int64_t task) {
     const int64_t row = task / column_blocks * rows, part = task % column_blocks;
     if (row >= m) return;

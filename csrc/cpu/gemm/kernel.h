@@ -14,8 +14,8 @@
 // constant stride, stay in the second-level cache.
 //
 // In a turned product, the rows of W pass all panels of a task, which stay in the second-level
-// cache. Rows that consist of words as they are stored are not copied. Few rows of W then pass at a
-// time, because rows that are a multiple of a page apart compete for the same lines of cache.
+// cache. Rows that consist of words as they are stored are multiplied where they lie, unless more
+// of them than the first-level cache has ways would compete for one of its sets.
 //
 // An element is the sum of its chunks of k in order, and each chunk is the sum of its products in
 // order. The number of rows, the division into tasks and the row's place in its tile change nothing
@@ -184,20 +184,55 @@ FASTBERT_INLINE bool lies_in_words(const Gemm& g) {
   return g.format == Format::f32 && g.rounded == Format::f32;
 }
 
-// The addresses to prefetch while a tile is multiplied: the next rows of the left operand, eight
-// lines of cache of each row in turn, and the next panel, whose lines are spread evenly over the
-// steps of all tiles.
+// Returns whether the same element of all rows of a tile lies in one set of the first-level cache,
+// and so many rows in one set push each other out: sets repeat after a page, and a set has 8 or 12
+// lines. Rows half a page apart are in two sets and stay.
+FASTBERT_INLINE bool share_a_set(int64_t row_bytes) {
+  constexpr int64_t kSetPeriod = 4096, kFewestWays = 8;
+  return kTileRows > kFewestWays && row_bytes % kSetPeriod == 0;
+}
+
+// The addresses to prefetch while a tile is multiplied: the next rows of the left operand, and the
+// next panel, whose lines are spread evenly over the steps of all tiles.
 struct Next {
   const char *a, *b;
   int64_t row, step;  // bytes between rows of a, and of b per step
+  int64_t steps;      // of the block
 };
 
 constexpr int64_t kCacheLine = 64;
 
+// The lines of the next rows of the left operand, in pairs. If a block takes most of each row, all
+// its lines of a row come before the next row, so memory is read in order. Otherwise each chunk
+// fetches the lines that the same chunk of the next tile multiplies.
+class NextLines {
+ public:
+  FASTBERT_INLINE NextLines(const Next& next, int64_t begin) {
+    const bool in_order = 2 * kWord * next.steps > next.row;
+    pairs_ = in_order ? (next.steps + kSteps - 1) / kSteps : 4;
+    skip_ = next.row - pairs_ * kPair;
+    const int64_t passed = in_order ? begin / 2 : 0;
+    left_ = pairs_ - passed % pairs_;
+    line_ = next.a + (in_order ? passed * kPair + passed / pairs_ * skip_ : begin * kWord);
+  }
+
+  FASTBERT_INLINE void fetch() {
+    __builtin_prefetch(line_, 0, 3);
+    __builtin_prefetch(line_ + kCacheLine, 0, 3);
+    line_ += kPair;
+    if (--left_ == 0) line_ += skip_, left_ = pairs_;
+  }
+
+ private:
+  static constexpr int64_t kWord = 4, kPair = 2 * kCacheLine, kSteps = kPair / kWord;
+  const char* line_;
+  int64_t pairs_, skip_, left_;
+};
+
 FASTBERT_INLINE Next next_of(const char* a, int64_t row, const char* panel, int64_t bytes,
                              int64_t steps, int64_t tile, int64_t tiles) {
   const int64_t step = bytes / (steps * tiles + 1) + 1;  // there may be no steps
-  return {a, panel + tile * steps * step, row, step};
+  return {a, panel + tile * steps * step, row, step, steps};
 }
 
 // Computes sums (+)= a bᵀ for kRows rows of a and kPanels panels, which are `panel` elements apart,
@@ -225,12 +260,11 @@ FASTBERT_INLINE void multiply_chunk(const LeftWords& a, const typename Format::S
       }
     }
   };
-  const char *line = next.a + begin * 4, *far = next.b + begin * next.step;
+  NextLines lines(next, begin);
+  const char* far = next.b + begin * next.step;
   int64_t k = begin;
   for (; k + 2 <= end; k += 2) {
-    __builtin_prefetch(line, 0, 3);
-    __builtin_prefetch(line + kCacheLine, 0, 3);
-    line += (k & 7) == 6 ? next.row - 6 * kCacheLine : 2 * kCacheLine;
+    lines.fetch();
     __builtin_prefetch(far, 0, 2);
     __builtin_prefetch(far + kCacheLine, 0, 2);
     far += 2 * next.step;
@@ -382,17 +416,19 @@ struct TaskBlock {
     const int64_t tiles = (task.rows + kTileRows - 1) / kTileRows;
     const auto first_row = [&](int64_t tile) { return task.rows * tile / tiles; };
     const LeftWords stored = {(const float*)left(0), (left(1) - left(0)) / 4};
-    const bool in_place = lies_in_words<Format>(g);
+    const bool in_place = lies_in_words<Format>(g) && !share_a_set(left(1) - left(0));
     const LeftWords w = in_place ? stored : LeftWords{task.a, kDepth};
+    // The copy of a tile for one panel is not needed again.
+    const bool keeps = in_place || task.columns > kPanel;
     for (int64_t n = 0; n < task.columns; n += kPanel) {
       const auto* next_panel = (const char*)panel(n + kPanel < task.columns ? n + kPanel : 0);
       const bool copies = n == 0 && !in_place;
       int64_t finished = 0;
       for (int64_t tile = 0; tile < tiles; ++tile) {
         const int64_t row = first_row(tile), end = first_row(tile + 1);
+        const float* words = w.words + (keeps ? row * w.row : 0);
         if (copies) {
-          pack_left_words<Format>(g, task.row + row, end - row, first, depth,
-                                  task.a + row * kDepth);
+          pack_left_words<Format>(g, task.row + row, end - row, first, depth, (float*)words);
         }
         const LeftWords& far = copies ? stored : w;
         const int64_t next_words = end < task.rows ? end * far.row : after_task(far, n);
@@ -400,8 +436,8 @@ struct TaskBlock {
                                   depth * kPanel * sizeof(Storage), depth, tile, tiles);
         const bool finishes = last() && (end / kPanel > finished / kPanel || end == task.rows);
         if (finishes) fetch_outputs(finished, n);
-        multiply_rows<Format>((int)(end - row), {w.words + row * w.row, w.row}, panel(n), steps(),
-                              sums(row, n), task.stride, next);
+        multiply_rows<Format>((int)(end - row), {words, w.row}, panel(n), steps(), sums(row, n),
+                              task.stride, next);
         if (!finishes) continue;
         while (finished + kPanel <= end || (end == task.rows && finished < end)) {
           finish_outputs(finished, n);
