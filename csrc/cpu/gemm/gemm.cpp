@@ -142,14 +142,12 @@ Gemm product(const at::Tensor& x, const RightOperand& right, const at::Tensor& w
   return g;
 }
 
-// Returns whether a product of many rows of fp32 copies its weight into panels instead of x. The
-// rows of a weight that are a multiple of a page apart compete for the same lines of cache as they
-// are read. The weight of a vocabulary is too large for a copy.
+// Returns whether a product of fp32 packs its weight instead of x: with many rows, if the packed
+// weight, of at most 1 MiB, stays in the second-level cache while the rows pass.
 bool packs_weight(const at::Tensor& x, const at::Tensor& weight) {
-  constexpr int64_t kPage = 4096, kManyRows = 512, kRowsOfPages = 128, kMostColumns = 4;
-  if (x.scalar_type() != at::kFloat || weight.size(0) > kMostColumns * x.size(0)) return false;
-  const bool of_pages = weight.stride(0) * (int64_t)sizeof(float) % kPage == 0;
-  return x.size(0) >= (of_pages ? kRowsOfPages : kManyRows);
+  constexpr int64_t kManyRows = 512, kMostElements = 1 << 18;
+  return x.scalar_type() == at::kFloat && x.size(0) >= kManyRows &&
+         weight.numel() <= kMostElements;
 }
 
 // Copies of the biases in fp32, which are as long as their weights have rows; or nothing.
