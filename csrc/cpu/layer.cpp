@@ -128,7 +128,8 @@ void check_layer(const at::Tensor& hidden, at::TensorList parameters, const Laye
   check_floats("parameters", parameters[6], hidden, {inner, size});
   check_floats("parameters", parameters[7], hidden, {inner});
   check_floats("parameters", parameters[8], hidden, {size, inner});
-  for (const int i : {3, 4, 5, 9, 10, 11}) check_floats("parameters", parameters[i], hidden, {size});
+  for (const int i : {3, 4, 5, 9, 10, 11})
+    check_floats("parameters", parameters[i], hidden, {size});
   check_eps(s.eps);
   activation_of(s.activation, {Activation::gelu, Activation::gelu_tanh, Activation::relu});
   check_seeds(s);
@@ -180,8 +181,8 @@ void run_forward(const at::Tensor& hidden, const LayerParameters& p, const Layer
   at::Tensor *kept = &found[1], residual = hidden;
   if (s.chosen) {
     residual = kept[kRead] = hidden.index_select(0, *s.chosen);
-    kept[kQueries] = product_with_bias(residual, p.qkv.narrow(0, 0, size),
-                                       p.qkv_bias.narrow(0, 0, size));
+    kept[kQueries] =
+        product_with_bias(residual, p.qkv.narrow(0, 0, size), p.qkv_bias.narrow(0, 0, size));
     kept[kKeys] = product_with_bias(hidden, p.qkv.narrow(0, size, 2 * size),
                                     p.qkv_bias.narrow(0, size, 2 * size));
   } else {
@@ -224,9 +225,8 @@ std::vector<at::Tensor> run_backward(const at::Tensor& dy, const at::Tensor& hid
     if (s.dropouts[dropout] == 0.0) std::get<1>(found) = std::get<0>(found);
     return found;
   };
-  const auto [dmiddle_sum, douter, dsecond, dsecond_bias, douter_bias] =
-      norm_gradients(dy, kOuter, kSecondMean, kSecondScale, p.second_norm, kept[kMiddle],
-                     p.outer_bias, 2);
+  const auto [dmiddle_sum, douter, dsecond, dsecond_bias, douter_bias] = norm_gradients(
+      dy, kOuter, kSecondMean, kSecondScale, p.second_norm, kept[kMiddle], p.outer_bias, 2);
   const auto [dinner, dinner_bias, activated] =
       activation_backward(matmul(douter, p.outer, std::nullopt, at::kFloat), kept[kInner],
                           std::nullopt, s.activation, true, true);
@@ -234,9 +234,8 @@ std::vector<at::Tensor> run_backward(const at::Tensor& dy, const at::Tensor& hid
   const auto dinner_weight = gradient_of_weight(dinner, kept[kMiddle]);
   const auto douter_weight = gradient_of_weight(douter, activated);
   const auto& residual = s.chosen ? kept[kRead] : hidden;
-  const auto [dresidual, dprojected, dfirst, dfirst_bias, dprojection_bias] =
-      norm_gradients(dmiddle, kProjected, kFirstMean, kFirstScale, p.first_norm, residual,
-                     p.projection_bias, 1);
+  const auto [dresidual, dprojected, dfirst, dfirst_bias, dprojection_bias] = norm_gradients(
+      dmiddle, kProjected, kFirstMean, kFirstScale, p.first_norm, residual, p.projection_bias, 1);
   const auto dattended = matmul(dprojected, p.projection, std::nullopt, at::kFloat);
   const auto dprojection = gradient_of_weight(dprojected, kept[kAttended]);
   const auto dkeys = empty(kept[kKeys].sizes(), hidden.options());
@@ -248,8 +247,7 @@ std::vector<at::Tensor> run_backward(const at::Tensor& dy, const at::Tensor& hid
                      s.max_seqlen_q, s.max_seqlen_k, s.dropouts[0], scale_of(size, s), -1, -1);
   at::Tensor dhidden, dqkv, dqkv_bias;
   if (s.chosen) {
-    const auto dread =
-        matmul(dqueries, p.qkv.narrow(0, 0, size), dresidual, at::kFloat);
+    const auto dread = matmul(dqueries, p.qkv.narrow(0, 0, size), dresidual, at::kFloat);
     dhidden = matmul(dkeys, p.qkv.narrow(0, size, 2 * size),
                      scatter_rows(dread, *s.chosen, hidden.size(0)), at::kFloat);
     dqkv = empty(p.qkv.sizes(), p.qkv.options());
@@ -263,13 +261,13 @@ std::vector<at::Tensor> run_backward(const at::Tensor& dy, const at::Tensor& hid
     dqkv = gradient_of_weight(dkeys, hidden);
     dqkv_bias = sum_rows(dkeys);
   }
-  return {dhidden,       dqkv,        dqkv_bias,     dprojection, dprojection_bias,
-          dfirst,        dfirst_bias, dinner_weight, dinner_bias, douter_weight,
-          douter_bias,   dsecond,     dsecond_bias};
+  return {dhidden,     dqkv,        dqkv_bias,     dprojection, dprojection_bias,
+          dfirst,      dfirst_bias, dinner_weight, dinner_bias, douter_weight,
+          douter_bias, dsecond,     dsecond_bias};
 }
 
-void check_kept(const at::Tensor& dy, const at::Tensor& hidden, at::TensorList kept,
-                int64_t inner, const LayerSettings& s) {
+void check_kept(const at::Tensor& dy, const at::Tensor& hidden, at::TensorList kept, int64_t inner,
+                const LayerSettings& s) {
   const int64_t total = hidden.size(0), size = hidden.size(1);
   const int64_t rows = s.chosen ? s.chosen->numel() : total;
   check_floats("dy", dy, hidden, {rows, size});
@@ -298,24 +296,24 @@ at::Tensor sum_rows(const at::Tensor& x_in) {
   const int64_t rows = x.size(0), columns = x.size(1);
   auto sum = empty({columns}, x.options());
   const int64_t starts[] = {0, rows}, target = 0;
-  const SegmentSums params = {
-      Format::f32, columns, x.const_data_ptr<float>(), x.stride(0), nullptr,
-      starts,      &target, sum.mutable_data_ptr(),    columns};
+  const SegmentSums params = {Format::f32, columns, x.const_data_ptr<float>(), x.stride(0), nullptr,
+                              starts,      &target, sum.mutable_data_ptr(),    columns};
   const Kernels& k = kernels();
   parallel_for((columns + kStripColumns - 1) / kStripColumns, grain_rows(kStripColumns * rows + 1),
                [&](int64_t begin, int64_t end) { k.sum_segments(params, begin, end); });
   return sum;
 }
 
-std::vector<at::Tensor> layer_forward(
-    const at::Tensor& hidden, at::TensorList parameters, const OptionalTensor& chosen_in,
-    const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k, at::TensorList seeds,
-    at::ArrayRef<double> dropouts, int64_t max_seqlen_q, int64_t max_seqlen_k, int64_t batch,
-    int64_t heads, double eps, const std::string& activation) {
+std::vector<at::Tensor> layer_forward(const at::Tensor& hidden, at::TensorList parameters,
+                                      const OptionalTensor& chosen_in,
+                                      const OptionalTensor& cu_seqlens_q,
+                                      const OptionalTensor& cu_seqlens_k, at::TensorList seeds,
+                                      at::ArrayRef<double> dropouts, int64_t max_seqlen_q,
+                                      int64_t max_seqlen_k, int64_t batch, int64_t heads,
+                                      double eps, const std::string& activation) {
   const OptionalTensor chosen = copied(chosen_in);
-  const LayerSettings s = {chosen,       cu_seqlens_q, cu_seqlens_k, seeds, dropouts,
-                           max_seqlen_q, max_seqlen_k, batch,        heads, eps,
-                           activation};
+  const LayerSettings s = {chosen,       cu_seqlens_q, cu_seqlens_k, seeds, dropouts,  max_seqlen_q,
+                           max_seqlen_k, batch,        heads,        eps,   activation};
   check_layer(hidden, parameters, s);
   std::vector<at::Tensor> found(1 + kept_of(chosen));
   const auto run = [&] { run_forward(hidden, LayerParameters(parameters), s, found); };
@@ -323,16 +321,17 @@ std::vector<at::Tensor> layer_forward(
   return found;
 }
 
-std::vector<at::Tensor> layer_backward(
-    const at::Tensor& dy, const at::Tensor& hidden, at::TensorList parameters, at::TensorList kept,
-    const OptionalTensor& chosen_in, const OptionalTensor& cu_seqlens_q,
-    const OptionalTensor& cu_seqlens_k, at::TensorList seeds, at::ArrayRef<double> dropouts,
-    int64_t max_seqlen_q, int64_t max_seqlen_k, int64_t batch, int64_t heads, double eps,
-    const std::string& activation) {
+std::vector<at::Tensor> layer_backward(const at::Tensor& dy, const at::Tensor& hidden,
+                                       at::TensorList parameters, at::TensorList kept,
+                                       const OptionalTensor& chosen_in,
+                                       const OptionalTensor& cu_seqlens_q,
+                                       const OptionalTensor& cu_seqlens_k, at::TensorList seeds,
+                                       at::ArrayRef<double> dropouts, int64_t max_seqlen_q,
+                                       int64_t max_seqlen_k, int64_t batch, int64_t heads,
+                                       double eps, const std::string& activation) {
   const OptionalTensor chosen = copied(chosen_in);
-  const LayerSettings s = {chosen,       cu_seqlens_q, cu_seqlens_k, seeds, dropouts,
-                           max_seqlen_q, max_seqlen_k, batch,        heads, eps,
-                           activation};
+  const LayerSettings s = {chosen,       cu_seqlens_q, cu_seqlens_k, seeds, dropouts,  max_seqlen_q,
+                           max_seqlen_k, batch,        heads,        eps,   activation};
   check_layer(hidden, parameters, s);
   check_kept(dy, hidden, kept, parameters[6].size(0), s);
   std::vector<at::Tensor> found;

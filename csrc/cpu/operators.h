@@ -187,19 +187,23 @@ at::Tensor sum_rows(const at::Tensor& x);
 // reads. `chosen` holds the indices of the rows that are queries, in order; then the result has
 // these rows only. `seeds` and `dropouts` belong to attention, its projection and the feed-forward;
 // without dropout, there are no seeds.
-std::vector<at::Tensor> layer_forward(
-    const at::Tensor& hidden, at::TensorList parameters, const OptionalTensor& chosen,
-    const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k, at::TensorList seeds,
-    at::ArrayRef<double> dropouts, int64_t max_seqlen_q, int64_t max_seqlen_k, int64_t batch,
-    int64_t heads, double eps, const std::string& activation);
+std::vector<at::Tensor> layer_forward(const at::Tensor& hidden, at::TensorList parameters,
+                                      const OptionalTensor& chosen,
+                                      const OptionalTensor& cu_seqlens_q,
+                                      const OptionalTensor& cu_seqlens_k, at::TensorList seeds,
+                                      at::ArrayRef<double> dropouts, int64_t max_seqlen_q,
+                                      int64_t max_seqlen_k, int64_t batch, int64_t heads,
+                                      double eps, const std::string& activation);
 
 // Returns the gradients of hidden and of the parameters.
-std::vector<at::Tensor> layer_backward(
-    const at::Tensor& dy, const at::Tensor& hidden, at::TensorList parameters, at::TensorList kept,
-    const OptionalTensor& chosen, const OptionalTensor& cu_seqlens_q,
-    const OptionalTensor& cu_seqlens_k, at::TensorList seeds, at::ArrayRef<double> dropouts,
-    int64_t max_seqlen_q, int64_t max_seqlen_k, int64_t batch, int64_t heads, double eps,
-    const std::string& activation);
+std::vector<at::Tensor> layer_backward(const at::Tensor& dy, const at::Tensor& hidden,
+                                       at::TensorList parameters, at::TensorList kept,
+                                       const OptionalTensor& chosen,
+                                       const OptionalTensor& cu_seqlens_q,
+                                       const OptionalTensor& cu_seqlens_k, at::TensorList seeds,
+                                       at::ArrayRef<double> dropouts, int64_t max_seqlen_q,
+                                       int64_t max_seqlen_k, int64_t batch, int64_t heads,
+                                       double eps, const std::string& activation);
 
 // Returns whether the layers with these parameters do enough work for a team of threads.
 bool worth_a_team(int64_t rows, at::TensorList parameters);

@@ -146,8 +146,7 @@ Gemm product(const at::Tensor& x, const RightOperand& right, const at::Tensor& w
 // weight, of at most 1 MiB, stays in the second-level cache while the rows pass.
 bool packs_weight(const at::Tensor& x, const at::Tensor& weight) {
   constexpr int64_t kManyRows = 512, kMostElements = 1 << 18;
-  return x.scalar_type() == at::kFloat && x.size(0) >= kManyRows &&
-         weight.numel() <= kMostElements;
+  return x.scalar_type() == at::kFloat && x.size(0) >= kManyRows && weight.numel() <= kMostElements;
 }
 
 // Copies of the biases in fp32, which are as long as their weights have rows; or nothing.
