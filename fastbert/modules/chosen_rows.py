@@ -152,5 +152,6 @@ def run_layer(layer: BertLayer, hidden: Tensor, layout: BatchLayout, chosen: Cho
         layout.length if layout.cu_seqlens is None else layout.max_seqlen,
         backend=attention.backend,
     )
-    read = layer.attention.output(attended.view(q.shape), residual)
+    rows = attended[0] if isinstance(attended, tuple) else attended
+    read = layer.attention.output(rows.view(q.shape), residual)
     return layer.output(read, layer.intermediate)
