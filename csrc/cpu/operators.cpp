@@ -90,6 +90,16 @@ TORCH_LIBRARY(fastbert_C, m) {
       "Tensor[] parameters, Tensor[] pooler, int? first_position, int heads, int projections, "
       "float embedding_eps, float eps, str activation, ScalarType dtype) -> (Tensor[] tensors, int "
       "longest)");
+  m.def("sum_rows(Tensor x) -> Tensor");
+  m.def(
+      "layer_forward(Tensor hidden, Tensor[] parameters, Tensor? chosen, Tensor? cu_seqlens_q, "
+      "Tensor? cu_seqlens_k, Tensor[] seeds, float[] dropouts, int max_seqlen_q, int max_seqlen_k, "
+      "int batch, int heads, float eps, str activation) -> Tensor[]");
+  m.def(
+      "layer_backward(Tensor dy, Tensor hidden, Tensor[] parameters, Tensor[] kept, "
+      "Tensor? chosen, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor[] seeds, "
+      "float[] dropouts, int max_seqlen_q, int max_seqlen_k, int batch, int heads, float eps, "
+      "str activation) -> Tensor[]");
   m.def("use_huge_pages(Tensor[] weights) -> ()");
   m.def("any_outside(Tensor index, int size, int? ignored) -> bool");
   m.def("unpad_indices(Tensor mask) -> (Tensor indices, Tensor cu_seqlens, int max_seqlen)");
@@ -146,6 +156,9 @@ TORCH_LIBRARY_IMPL(fastbert_C, CPU, m) {
   implement<int8_linear>(m, "int8_linear");
   implement<encoder>(m, "encoder");
   implement<bert>(m, "bert");
+  implement<sum_rows>(m, "sum_rows");
+  implement<layer_forward>(m, "layer_forward");
+  implement<layer_backward>(m, "layer_backward");
   implement<use_huge_pages>(m, "use_huge_pages");
   implement<any_outside>(m, "any_outside");
   implement<unpad_indices>(m, "unpad_indices");

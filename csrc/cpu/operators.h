@@ -50,6 +50,11 @@ std::tuple<int64_t, int64_t> int8_layout();
 at::Tensor matmul(const at::Tensor& a, const at::Tensor& b, const OptionalTensor& addend,
                   at::ScalarType dtype);
 
+// Writes a b + addend to `out` (M, N), whose columns are contiguous, without checks. The addend has
+// the dtype of `out`, may be `out` itself, and may be absent.
+void matmul_into(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b,
+                 const OptionalTensor& addend);
+
 std::tuple<at::Tensor, at::Tensor, at::Tensor> layer_norm_forward(
     const at::Tensor& x, const at::Tensor& weight, const OptionalTensor& bias,
     const OptionalTensor& residual, const OptionalTensor& x_bias, const OptionalTensor& seed,
@@ -174,6 +179,31 @@ std::vector<at::Tensor> encoder(at::Tensor hidden, at::TensorList parameters, at
                                 int64_t heads, int64_t projections, int64_t inner_projections,
                                 bool pre_norm, double eps, const std::string& activation,
                                 at::ScalarType dtype, bool all_states);
+
+// Returns the sum (N,) of the rows of x (M, N), in fp32.
+at::Tensor sum_rows(const at::Tensor& x);
+
+// Runs one layer in training, in fp32. Returns the rows after the layer, and what the backward
+// reads. `chosen` holds the indices of the rows that are queries, in order; then the result has
+// these rows only. `seeds` and `dropouts` belong to attention, its projection and the feed-forward;
+// without dropout, there are no seeds.
+std::vector<at::Tensor> layer_forward(const at::Tensor& hidden, at::TensorList parameters,
+                                      const OptionalTensor& chosen,
+                                      const OptionalTensor& cu_seqlens_q,
+                                      const OptionalTensor& cu_seqlens_k, at::TensorList seeds,
+                                      at::ArrayRef<double> dropouts, int64_t max_seqlen_q,
+                                      int64_t max_seqlen_k, int64_t batch, int64_t heads,
+                                      double eps, const std::string& activation);
+
+// Returns the gradients of hidden and of the parameters.
+std::vector<at::Tensor> layer_backward(const at::Tensor& dy, const at::Tensor& hidden,
+                                       at::TensorList parameters, at::TensorList kept,
+                                       const OptionalTensor& chosen,
+                                       const OptionalTensor& cu_seqlens_q,
+                                       const OptionalTensor& cu_seqlens_k, at::TensorList seeds,
+                                       at::ArrayRef<double> dropouts, int64_t max_seqlen_q,
+                                       int64_t max_seqlen_k, int64_t batch, int64_t heads,
+                                       double eps, const std::string& activation);
 
 // Returns whether the layers with these parameters do enough work for a team of threads.
 bool worth_a_team(int64_t rows, at::TensorList parameters);

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fastbert.config import BertConfig
 from fastbert.modules.batch_layout import BatchLayout
+from fastbert.modules.chosen_rows import ChosenRows, Reads
 from fastbert.modules.dropout import draw_seeds
 from fastbert.modules.embeddings import BertEmbeddings
 from fastbert.modules.encoder import BertEncoder
@@ -31,6 +32,8 @@ class Encoded(NamedTuple):
         attentions: The attention weights that the caller asked for, in the caller's layout;
             otherwise None.
         pooled: The pooled first tokens ``(B, H)`` if one call has computed them with the rows.
+        chosen: The rows that were computed, if only those are computed that the head reads. `rows`
+            then has the shape ``(N, H)``. None if all rows were computed.
     """
 
     rows: Tensor
@@ -38,6 +41,7 @@ class Encoded(NamedTuple):
     hidden_states: tuple[Tensor | None, ...] | None
     attentions: tuple[Tensor | None, ...] | None
     pooled: Tensor | None = None
+    chosen: ChosenRows | None = None
 
     @property
     def last_hidden_state(self) -> Tensor:
@@ -171,6 +175,7 @@ class BertModel(BertPreTrainedModel):
         output_hidden_states: bool | Sequence[int] | None = None,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
+        reads: Reads | None = None,
     ) -> Encoded:
         """Encode a batch for a head, without the padded result of `forward`.
 
@@ -195,6 +200,10 @@ class BertModel(BertPreTrainedModel):
                 ``(B + 1,)``; None if the input is padded.
             max_seqlen: Length of the longest packed sequence, or more. None reads the length from
                 `cu_seqlens`, which synchronises with a GPU.
+            reads: Function of the layout that marks the rows that the head reads besides the first
+                tokens, bool of shape ``(T,)``, or returns None if it reads no others. With a
+                gradient, on the CPU, the last layer then computes only the rows that are read,
+                unless the caller asks for hidden states or attention weights. None reads all rows.
 
         Returns:
             The rows without padding. Attention weights have shape ``(B, heads, L, L)`` for each
@@ -229,7 +238,7 @@ class BertModel(BertPreTrainedModel):
             cu_seqlens,
             max_seqlen,
         )
-        return self.encode_rows(tokens, want_attentions, want_states)
+        return self.encode_rows(tokens, want_attentions, want_states, reads)
 
     def encode_at_once(
         self, input_ids: Any = None, attention_mask: Any = None, token_type_ids: Any = None
@@ -256,6 +265,7 @@ class BertModel(BertPreTrainedModel):
         tokens: EncoderInput,
         output_attentions: bool | Sequence[int] = False,
         output_hidden_states: bool | Sequence[int] = False,
+        reads: Reads | None = None,
     ) -> Encoded:
         """Encode tokens that ``fastbert.modules.inputs.enter`` has checked and laid out.
 
@@ -263,6 +273,7 @@ class BertModel(BertPreTrainedModel):
             tokens: The tokens without padding.
             output_attentions: As in `encode`.
             output_hidden_states: As in `encode`.
+            reads: As in `encode`.
 
         Returns:
             The rows without padding, as in `encode`.
@@ -274,14 +285,18 @@ class BertModel(BertPreTrainedModel):
         """
         seeds = draw_seeds(self.config, self.training, tokens.positions.device)
         embedded = self.embeddings(tokens, seeds.embeddings)
+        chosen = None
+        if reads is not None and not output_attentions and not output_hidden_states:
+            chosen = self.encoder.choose(embedded, tokens.layout, reads)
         rows, states, attentions = self.encoder(
-            embedded, tokens.layout, output_attentions, output_hidden_states, seeds.layers
+            embedded, tokens.layout, output_attentions, output_hidden_states, seeds.layers, chosen
         )
         return Encoded(
             rows,
             tokens.layout,
             tuple(states) if states else None,
             tuple(attentions) if attentions else None,
+            chosen=chosen,
         )
 
     def pool(self, encoded: Encoded) -> Tensor:
@@ -300,4 +315,6 @@ class BertModel(BertPreTrainedModel):
             raise ValueError("pooler: got None, allowed: a model that has a pooler")
         if encoded.pooled is not None:
             return encoded.pooled
+        if encoded.chosen is not None:
+            return self.pooler(encoded.chosen.first(encoded.rows))
         return self.pooler(encoded.layout.first(encoded.rows))

@@ -12,11 +12,13 @@ from torch.utils.checkpoint import checkpoint
 from fastbert import ops
 from fastbert.config import BertConfig
 from fastbert.modules.batch_layout import BatchLayout
+from fastbert.modules.chosen_rows import ChosenRows, Reads, choose_rows, run_layer, suits
 from fastbert.modules.dropout import NO_SEEDS, LayerSeeds
 from fastbert.modules.fused_encoder import FusedCall, TrainingCall, fused_call, training_call
 from fastbert.modules.layer import BertLayer, PreNormLayer
 from fastbert.modules.layer_norm import LayerNorm
 from fastbert.modules.positions import DistanceBias
+from fastbert.modules.trained_layers import trained_layers
 from fastbert.ops.backend import Choice, Request
 from fastbert.ops.encoder_layer import encoder_layer
 from fastbert.ops.gpu_times import length_class, rows_class
@@ -67,6 +69,7 @@ class BertEncoder(nn.Module):
         output_attentions: bool | Sequence[int] = False,
         output_hidden_states: bool | Sequence[int] = False,
         seeds: Sequence[LayerSeeds] | None = None,
+        chosen: ChosenRows | None = None,
     ) -> tuple[Tensor, list[Tensor | None], list[Tensor | None]]:
         """Run the layers.
 
@@ -80,6 +83,8 @@ class BertEncoder(nn.Module):
             output_hidden_states: Whether the hidden states are returned; or the numbers of the
                 states that are returned. State 0 is the input of the first layer.
             seeds: Dropout seeds of each layer; None lets every operation draw its own seed.
+            chosen: The rows that `choose` has returned; None computes all rows. With a choice, no
+                states and no attention weights are returned.
 
         Returns:
             The rows after the last layer, a list of hidden states and a list of attention weights,
@@ -134,8 +139,13 @@ class BertEncoder(nn.Module):
         recompute = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
         trained = None
         if torch.is_grad_enabled() and not (weighed or recompute):
-            trained = _training(layers, hidden, layout, seeds)
+            trained = _training(layers, hidden, layout, seeds, chosen)
         for i, layer in enumerate(layers):
+            if chosen is not None and i == len(layers) - 1 and trained is None:
+                last = (layer, hidden, layout, chosen)
+                if recompute:
+                    return checkpoint(run_layer, *last, use_reentrant=False), [], []
+                return run_layer(*last), [], []
             if trained is not None:
                 hidden = trained(i, hidden)
                 if stated:
@@ -153,6 +163,27 @@ class BertEncoder(nn.Module):
             if weighed:
                 attentions.append(weights)
         return hidden, states, attentions
+
+    def choose(self, hidden: Tensor, layout: BatchLayout, reads: Reads) -> ChosenRows | None:
+        """Choose the rows of the last layer that a head reads.
+
+        Args:
+            hidden: Rows of shape ``(T, H)`` before the first layer.
+            layout: Division of the rows into sequences.
+            reads: Function that marks the rows that the head reads.
+
+        Returns:
+            The rows, or None if all rows must be computed. Without a gradient, one call runs all
+            layers, and most rows at once take no more time than all rows.
+        """
+        last = self.running()[-1]
+        if self.final_norm is not None or not needs_gradient(hidden, *last.parameters()):
+            return None
+        if not suits(last, layout, hidden.device):
+            return None
+        chosen = choose_rows(hidden, layout, reads)
+        few = 2 * chosen.indices.shape[0] <= hidden.shape[0]
+        return chosen if few else None
 
     def running(self) -> list[nn.Module]:
         """Return the layers in the order in which they run."""
@@ -223,11 +254,15 @@ def _training(
     hidden: Tensor,
     layout: BatchLayout,
     seeds: Sequence[LayerSeeds] | None,
+    chosen: ChosenRows | None,
 ) -> Callable[[int, Tensor], Tensor] | None:
     """Return the function that runs a layer, by its number, as one function of autograd.
 
     The result is None if the layers run operation by operation.
     """
+    on_cpu = trained_layers(layers, hidden, layout, seeds, chosen)
+    if on_cpu is not None or chosen is not None:
+        return on_cpu
     bias = layout.bias
     if type(hidden) not in PLAIN or (bias is not None and bias.requires_grad):
         return None

@@ -13,6 +13,7 @@ from fastbert.modules.inputs import check_range
 from fastbert.modules.layer_norm import LayerNorm
 from fastbert.modules.linear import Linear
 from fastbert.modules.operation import OperationModule
+from fastbert.ops.varlen import gather_rows
 
 # Tokens with this label do not count in a loss.
 IGNORED = -100
@@ -97,7 +98,7 @@ class LMPredictionHead(OperationModule):
         here = labels.device.type == "cpu" and not torch.compiler.is_compiling()
         if here and not output_logits:
             labelled = (labels != IGNORED).nonzero().flatten()
-            hidden, labels = hidden.index_select(0, labelled), labels.index_select(0, labelled)
+            hidden, labels = gather_rows(hidden, labelled), labels.index_select(0, labelled)
         hidden = self.transform(hidden)
         loss = ops.linear_cross_entropy(
             hidden, weight, bias, labels, ignore_index=IGNORED, backend=self.backend

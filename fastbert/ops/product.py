@@ -152,6 +152,12 @@ def _extension_gradient_of_weight(dy: Tensor, x: Tensor, weight: Tensor) -> Tens
     return torch.ops.fastbert_C.matmul(dy.t(), x, None, weight.dtype)
 
 
+def _extension_sum_rows(dy: Tensor, dtype: torch.dtype) -> Tensor:
+    if dy.dtype != torch.float32 or dtype != torch.float32:
+        return _sum_rows(dy, dtype)
+    return torch.ops.fastbert_C.sum_rows(dy)
+
+
 _LIBRARY = Products(F.linear, _project_parts, _gradient_of_rows, _gradient_of_weight, _sum_rows)
 PRODUCTS = {
     "reference": _LIBRARY,
@@ -162,7 +168,7 @@ PRODUCTS = {
         _extension_project_parts,
         _extension_gradient_of_rows,
         _extension_gradient_of_weight,
-        _sum_rows,
+        _extension_sum_rows,
     ),
 }
 
@@ -179,6 +185,11 @@ def _fake_matmul(a, b, addend, dtype):
     return a.new_empty(a.shape[0], b.shape[1], dtype=dtype)
 
 
+def _fake_sum_rows(x):
+    return x.new_empty(x.shape[1])
+
+
 if backends.EXTENSION is not None:
+    torch.library.register_fake("fastbert_C::sum_rows", _fake_sum_rows)
     torch.library.register_fake("fastbert_C::linear", _fake_linear)
     torch.library.register_fake("fastbert_C::matmul", _fake_matmul)

@@ -17,6 +17,7 @@ from fastbert.reference import Packed, longest, sequence_positions
 __all__ = [
     "Packed",
     "any_outside",
+    "gather_rows",
     "longest",
     "pad",
     "sequence_positions",
@@ -59,7 +60,7 @@ def unpad(x: Tensor, mask: Tensor) -> Packed:
     require_shape("mask", mask, tuple(x.shape[:2]))
     require_same_device("x", x.device, mask=mask)
     indices, cu_seqlens, longest = unpad_indices(mask)
-    values = _gather_rows(x.flatten(0, 1), indices)
+    values = gather_rows(x.flatten(0, 1), indices)
     return Packed(values, indices, cu_seqlens, longest, mask.shape[0], mask.shape[1])
 
 
@@ -197,9 +198,9 @@ _unpad_indices = operator(
     _unpad_indices_fake,
     forward=_unpad_indices_forward,
 )
-# The indices are distinct. So each of these two operators is the gradient of the other, and neither
-# adds rows together.
-_gather_rows = operator(
+# `gather_rows` selects rows by distinct indices, int64 of shape (N,). So each of these operators is
+# the gradient of the other, and neither adds rows together.
+gather_rows = operator(
     "gather_rows(Tensor x, Tensor indices) -> Tensor", _gather_fake, forward=_gather_forward
 )
 _scatter_rows = operator(
@@ -225,7 +226,7 @@ def _scatter_setup_context(ctx: Any, a: Any, output: Tensor) -> None:
 
 def _scatter_gradient(ctx: Any, dx: Tensor) -> dict[str, Tensor]:
     (indices,) = ctx.saved_tensors
-    return {"values": _gather_rows(dx, indices)}
+    return {"values": gather_rows(dx, indices)}
 
 
 differentiable("gather_rows", _gather_gradient, _gather_setup_context)

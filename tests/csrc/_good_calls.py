@@ -34,6 +34,7 @@ def good_calls() -> dict[str, list[Call]]:
     _embedding(ops, calls)
     _cross_entropy(ops, calls)
     _encoder(calls)
+    _layer(ops, calls)
     mask = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 1, 1]])
     calls["unpad_indices"] = [{"mask": mask}, {"mask": mask.bool()}]
     calls["any_outside"] = [
@@ -254,6 +255,30 @@ def _encoder(calls: dict[str, list[Call]]) -> None:
         {"hidden": hidden, "parameters": parted, "scales": [], **dense, **rest, "projections": 3},
         {"hidden": hidden, "scales": [], **packed_batch, **rest, **_rotated_layers(hidden)},
     ]
+
+
+def _layer(ops: Any, calls: dict[str, list[Call]]) -> None:
+    """Add a layer in training: dense sequences, and chosen queries of packed ones with dropout."""
+    calls["sum_rows"] = [{"x": torch.randn(T, H)}]
+    rest = {"heads": HEADS, "eps": 1e-12, "activation": "gelu", "batch": 2, "max_seqlen_k": 3}
+    layer = calls["encoder"][0]["parameters"][:12]
+    both = {"hidden": torch.randn(T, H), "parameters": layer} | rest
+    dense = {
+        "chosen": None, "cu_seqlens_q": None, "cu_seqlens_k": None, "seeds": [],
+        "dropouts": [0.0, 0.0, 0.0], "max_seqlen_q": 3,
+    }  # fmt: skip
+    chosen = {
+        "chosen": torch.tensor([0, 2, 3]),
+        "cu_seqlens_q": torch.tensor([0, 1, 3], dtype=torch.int32),
+        "cu_seqlens_k": torch.tensor([0, 2, 5], dtype=torch.int32),
+        "seeds": [torch.tensor([SEED + i]) for i in range(3)], "dropouts": [0.25, 0.5, 0.125],
+        "max_seqlen_q": 2,
+    }  # fmt: skip
+    calls["layer_forward"] = [both | dense, both | chosen]
+    calls["layer_backward"] = []
+    for call in calls["layer_forward"]:
+        y, *kept = ops.layer_forward(**call)
+        calls["layer_backward"].append(call | {"dy": torch.randn_like(y), "kept": kept})
 
 
 def _rotated_layers(hidden: torch.Tensor) -> Call:

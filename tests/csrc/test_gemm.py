@@ -300,6 +300,22 @@ def test_a_row_is_the_same_alone_and_in_any_batch(isa, operators, dtype):
                 assert torch.equal(actual, whole[begin:end]), (begin, end)
 
 
+# Products of 512 rows of fp32 and a small weight pack the weight instead of the rows.
+@pytest.mark.parametrize(("n", "k"), [(200, 300), (40, 1024), (111, 59)])
+@pytest.mark.parametrize("activation", ["none", "gelu"])
+def test_a_product_that_packs_its_weight_has_the_same_bits(isa, operators, n, k, activation):
+    few = 500
+    case = draw(530, n, k, torch.float32)
+    part = case | {name: case[name][:few] for name in ("x", "residual")}
+    for omitted in ({}, {"residual": None}, {"bias": None}):
+        whole = linear(operators, case | omitted, activation, True)
+        for actual, expected in zip(
+            whole, linear(operators, part | omitted, activation, True), strict=True
+        ):
+            assert torch.equal(actual[:few], expected)
+    check(operators, case, activation)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_reruns_and_thread_counts_agree_bitwise(isa, operators, dtype):
     cases = [draw(m, 300, 259, dtype) for m in (17, 300)]

@@ -91,7 +91,7 @@ ROWS = r"size ([+-] 1|0) of dimension 0"
 HARMLESS = (
     # All floating numbers are data, and so are integers that are not indices.
     (r".*", r".*", r"(all )?(nan|-?inf|3e\+38)( at -?\d)?"),
-    (r".*", r"seed", f"{CONTENT}|rank.*"),
+    (r".*", r"seeds?", f"{CONTENT}|rank.*"),
     (r"int8_linear/0|encoder/1", r"packed|column_sum|parameters|scales", CONTENT),
     (r"unpad_indices/.*|any_outside/0", r"mask|index", f"{CONTENT}|{INTEGER}|size .*"),
     (r"any_outside/0", r"index", r"rank.*|empty"),
@@ -121,7 +121,7 @@ HARMLESS = (
     (r".*", r"left|right", r"-1|\d+"),
     (r"any_outside/0", r"size|ignored", NUMBER),
     (r"embedding_backward/.*", r"padding_idx", NUMBER),
-    (r"rotary/0|encoder/.*", r"heads", r"[013]"),
+    (r"rotary/0|encoder/.*|layer_\w+/.*", r"heads", r"[013]"),
     (r"attention_weights/.*", r"heads|rows", r"\[\]|\[0, 0.*"),
     # Dense attention reads lengths from the shapes, and the encoder the batch from cu_seqlens.
     (r"attention_\w+/0", r"max_seqlen_[qk]", NUMBER),
@@ -148,10 +148,14 @@ HARMLESS = (
     (r"encoder/.*|linear_of_parts/0", r"parameters|biases", r"no tensor"),
     # The length of the bias sets how many of an int8 weight's padded outputs are real.
     (r"encoder/1", r"parameters", r"size [+-] 1 of dimension 0"),
+    (r"sum_rows/0", r"x", r"size .* of dimension [01]"),
+    # Without chosen rows, all rows are queries, and those after the last sequence give 0.
+    (r"layer_\w+/1", r"hidden|chosen", f"{ROWS}|None"),
+    (r"layer_\w+/1", r"dropouts|max_seqlen_q|max_seqlen_k", r"\[0, 0, 1\]|3|4"),
     (r"scatter_rows/.*", r"values", r"dtype .*|rank \+ 1 behind|size .* of dimension 1"),
     (r"scatter_rows/.*", r"rows", r"[46]"),
     # torch calls the fake implementations of these operators, which read no memory.
-    (r"linear/.*|matmul/0", r".*", r"meta"),
+    (r"linear/.*|matmul/0|sum_rows/0", r".*", r"meta"),
 )
 
 

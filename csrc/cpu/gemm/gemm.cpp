@@ -142,6 +142,13 @@ Gemm product(const at::Tensor& x, const RightOperand& right, const at::Tensor& w
   return g;
 }
 
+// Returns whether a product of fp32 packs its weight instead of x: with many rows, if the packed
+// weight, of at most 1 MiB, stays in the second-level cache while the rows pass.
+bool packs_weight(const at::Tensor& x, const at::Tensor& weight) {
+  constexpr int64_t kManyRows = 512, kMostElements = 1 << 18;
+  return x.scalar_type() == at::kFloat && x.size(0) >= kManyRows && weight.numel() <= kMostElements;
+}
+
 // Copies of the biases in fp32, which are as long as their weights have rows; or nothing.
 std::vector<OptionalTensor> biases_of(at::TensorList biases, at::TensorList weights,
                                       const at::Tensor& x) {
@@ -173,8 +180,10 @@ std::tuple<at::Tensor, at::Tensor> linear(const at::Tensor& x, const at::Tensor&
   auto h = save ? empty({m, n}, x.options()) : empty({0}, x.options());
   if (m == 0) return {y, h};
   const Kernels& k = kernels();
-  const RightOperand right(k, x);
-  Gemm g = product(x, right, weight, bias, residual);
+  const bool packs = packs_weight(x, weight);
+  const RightOperand right = packs ? RightOperand(k, weight, Format::f32) : RightOperand(k, x);
+  Gemm g = packs ? product(x, n, bias, residual) : product(x, right, weight, bias, residual);
+  if (packs) set_operands(g, x, right);
   g.activation = function;
   g.pre_activation = save ? h.mutable_data_ptr() : nullptr;
   g.out = y.mutable_data_ptr();
@@ -275,6 +284,22 @@ at::Tensor linear_layer_norm(const at::Tensor& x, const at::Tensor& weight,
   return y;
 }
 
+void matmul_into(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b,
+                 const OptionalTensor& addend) {
+  const int64_t m = out.size(0), n = out.size(1);
+  if (m == 0 || n == 0) return;
+  const Kernels& k = kernels();
+  const bool turned = b.stride(0) == 1;
+  const RightOperand right = turned ? RightOperand(k, a) : RightOperand(k, b.t(), format_of(a));
+  Gemm g = product(a, n, std::nullopt, addend);
+  g.turned = turned;
+  set_operands(g, turned ? b.t() : a, right);
+  g.out_format = format_of(out);
+  g.out = out.mutable_data_ptr();
+  g.out_row = out.stride(0);
+  run(k, right.packing, {g});
+}
+
 at::Tensor matmul(const at::Tensor& a, const at::Tensor& b, const OptionalTensor& addend_in,
                   at::ScalarType dtype) {
   check_dtype("a", a);
@@ -289,17 +314,7 @@ at::Tensor matmul(const at::Tensor& a, const at::Tensor& b, const OptionalTensor
   const int64_t m = a.size(0), n = b.size(1);
   if (addend_in) check_summand("addend", *addend_in, a, m, n, dtype);
   auto out = empty({m, n}, a.options().dtype(dtype));
-  if (m == 0 || n == 0) return out;
-  const auto addend = with_unit_columns(addend_in);
-  const Kernels& k = kernels();
-  const bool turned = b.stride(0) == 1;
-  const RightOperand right = turned ? RightOperand(k, a) : RightOperand(k, b.t(), format_of(a));
-  Gemm g = product(a, n, std::nullopt, addend);
-  g.turned = turned;
-  set_operands(g, turned ? b.t() : a, right);
-  g.out_format = format_of(out);
-  g.out = out.mutable_data_ptr();
-  run(k, right.packing, {g});
+  matmul_into(out, a, b, with_unit_columns(addend_in));
   return out;
 }
 

@@ -115,7 +115,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_cross_entropy_forward(
   auto own = zeros({given.count}, statistics.options());
   const int64_t* label = given.labels.const_data_ptr<int64_t>();
   const Kernels& k = kernels();
-  for_each_part(classes, kPartClasses, [&](int64_t first, int64_t columns) {
+  const auto part_of_classes = [&](int64_t first, int64_t columns) {
     const auto part = weight.narrow(0, first, columns);
     for_each_part(given.count, kBlockRows, [&](int64_t row, int64_t rows) {
       const auto logits = logits_of(given, row, rows, part);
@@ -131,7 +131,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_cross_entropy_forward(
         k.cross_entropy_forward(params, begin, end);
       });
     });
-  });
+  };
+  together([&] { for_each_part(classes, kPartClasses, part_of_classes); });
   const int32_t* place = order.const_data_ptr<int32_t>();
   float* loss = losses.mutable_data_ptr<float>();
   double sum = 0.0;
@@ -174,21 +175,22 @@ class Backward {
 
   void part(int64_t first, int64_t columns) {
     const auto classes = weight.narrow(0, first, columns);
-    at::Tensor sum;
+    auto result = dweight.narrow(0, first, columns);
+    if (given.count == 0) {
+      result.zero_();
+      return;
+    }
+    // A sum over several blocks of rows is rounded once.
+    const bool direct = given.count <= kBlockRows || result.scalar_type() == at::kFloat;
+    const auto sum = direct ? result : empty(result.sizes(), statistics.options());
     for_each_part(given.count, kBlockRows, [&](int64_t row, int64_t rows) {
       const auto dlogits = gradient(first, row, logits_of(given, row, rows, classes));
-      auto into = dhidden.narrow(0, row, rows);
-      into.add_(matmul(dlogits, classes, std::nullopt, at::kFloat));
-      const auto product =
-          matmul(dlogits.t(), given.hidden.narrow(0, row, rows), std::nullopt, at::kFloat);
-      sum = row == 0 ? product : sum.add_(product);
+      const auto into = dhidden.narrow(0, row, rows);
+      matmul_into(into, dlogits, classes, into);
+      const auto before = row == 0 ? std::nullopt : OptionalTensor(sum);
+      matmul_into(sum, dlogits.t(), given.hidden.narrow(0, row, rows), before);
     });
-    auto result = dweight.narrow(0, first, columns);
-    if (given.count > 0) {
-      result.copy_(sum);
-    } else {
-      result.zero_();
-    }
+    if (!direct) result.copy_(sum);
   }
 
   const Labelled& given;
@@ -276,8 +278,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_cross_entropy_backward(
   const Labelled given(hidden, private_copy(labels, at::kLong), private_copy(order, at::kLong));
   check_labels(given.labels, weight.size(0));
   Backward backward(hidden, weight, bias, given, statistics, scales(dloss, given, reduction));
-  for_each_part(weight.size(0), kPartClasses,
-                [&](int64_t first, int64_t columns) { backward.part(first, columns); });
+  together([&] {
+    for_each_part(weight.size(0), kPartClasses,
+                  [&](int64_t first, int64_t columns) { backward.part(first, columns); });
+  });
   auto dhidden = zeros({total, hidden.size(1)}, hidden.options());
   dhidden.index_copy_(0, given.rows, backward.dhidden.to(hidden.scalar_type()));
   const auto dbias = bias ? backward.dbias.to(bias->scalar_type()) : empty({0}, hidden.options());

@@ -1,7 +1,9 @@
 // The operators of the embedding of a BERT input on the CPU: gathers, their sum, layer norm and
 // dropout in one pass, and the gradients of the tables.
 
+#include <algorithm>
 #include <array>
+#include <cstring>
 #include <tuple>
 #include <vector>
 
@@ -72,11 +74,12 @@ struct Operands {
 };
 
 // Computes the gradient of one table. The tokens are sorted by their table row, tokens with the
-// same row keep their order, and the gradients of each run are summed. The row `skipped` stays 0.
+// same row keep their order, and the gradients of each run are summed. The other rows and the row
+// `skipped` are 0. A task fills neighbouring rows of the table.
 at::Tensor table_gradient(const Kernels& k, const at::Tensor& dsum, const at::Tensor& index,
                           const at::Tensor& table, int64_t skipped) {
   const int64_t rows = table.size(0), columns = table.size(1), tokens = index.numel();
-  auto gradient = zeros({rows, columns}, table.options());
+  auto gradient = empty({rows, columns}, table.options());
   const int64_t* numbers = index.const_data_ptr<int64_t>();
   std::vector<int64_t> places(rows + 1, 0), order(tokens), starts, targets;
   for (int64_t i = 0; i < tokens; ++i) ++places[numbers[i] + 1];
@@ -93,8 +96,22 @@ at::Tensor table_gradient(const Kernels& k, const at::Tensor& dsum, const at::Te
       format_of(table), columns,        dsum.const_data_ptr<float>(), columns, order.data(),
       starts.data(),    targets.data(), gradient.mutable_data_ptr(),  columns};
   const int64_t strips = (columns + kStripColumns - 1) / kStripColumns;
-  parallel_for((int64_t)targets.size() * strips, 2 * grain_rows(kStripColumns),
-               [&](int64_t begin, int64_t end) { k.sum_segments(params, begin, end); });
+  char* out = (char*)gradient.mutable_data_ptr();
+  const int64_t bytes = columns * (int64_t)table.element_size();
+  const int64_t per_task = grain_rows(columns);
+  for_each_task((rows + per_task - 1) / per_task, at::get_num_threads(), [&](int64_t task) {
+    int64_t row = task * per_task;
+    const int64_t last = std::min(rows, row + per_task);
+    const auto found = std::lower_bound(targets.begin(), targets.end(), row);
+    int64_t segment = found - targets.begin();
+    const int64_t first_segment = segment;
+    for (; segment < (int64_t)targets.size() && targets[segment] < last; ++segment) {
+      std::memset(out + row * bytes, 0, (targets[segment] - row) * bytes);
+      row = targets[segment] + 1;
+    }
+    std::memset(out + row * bytes, 0, (last - row) * bytes);
+    k.sum_segments(params, first_segment * strips, segment * strips);
+  });
   if (skipped >= 0 && skipped < rows) gradient.select(0, skipped).zero_();
   return gradient;
 }

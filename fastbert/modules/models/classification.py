@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastbert.config import BertConfig
+from fastbert.modules.chosen_rows import first_tokens
 from fastbert.modules.heads import classifier_dropout, cross_entropy
 from fastbert.modules.models.task_model import Result, TaskModel, label_rows
 from fastbert.modules.outputs import SequenceClassifierOutput, TokenClassifierOutput
@@ -83,7 +84,13 @@ class BertForSequenceClassification(TaskModel):
                 integers.
         """
         encoded = self.bert.encode(
-            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, **options
+            input_ids,
+            attention_mask,
+            token_type_ids,
+            position_ids,
+            inputs_embeds,
+            reads=first_tokens,
+            **options,
         )
         logits = self.classifier(self.dropout(self.bert.pool(encoded)))
         loss = None if labels is None else self._loss(logits, labels)

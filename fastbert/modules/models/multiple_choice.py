@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fastbert.config import BertConfig
+from fastbert.modules.chosen_rows import first_tokens
 from fastbert.modules.heads import classifier_dropout, cross_entropy
 from fastbert.modules.models.task_model import Result, TaskModel
 from fastbert.modules.outputs import MultipleChoiceModelOutput
@@ -85,7 +86,7 @@ class BertForMultipleChoice(TaskModel):
             leading = tuple(given.shape[:2])
         tensors = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
         flat = (None if x is None else x.flatten(0, 1) for x in tensors)
-        encoded = self.bert.encode(*flat, **options)
+        encoded = self.bert.encode(*flat, reads=first_tokens, **options)
         logits = self.classifier(self.dropout(self.bert.pool(encoded))).view(leading)
         loss = None if labels is None else cross_entropy("labels", logits, labels.view(-1))
         output = MultipleChoiceModelOutput(loss, logits, encoded.hidden_states, encoded.attentions)

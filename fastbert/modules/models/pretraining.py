@@ -8,7 +8,9 @@ from torch import Tensor, nn
 
 from fastbert.config import BertConfig
 from fastbert.modules.bert import Encoded
+from fastbert.modules.chosen_rows import Reads, first_tokens
 from fastbert.modules.heads import (
+    IGNORED,
     LMPredictionHead,
     OnlyMLMHead,
     OnlyNSPHead,
@@ -41,6 +43,15 @@ class _MaskedLM(TaskModel):
         """Return the projection to the vocabulary."""
         return self.cls.predictions.decoder
 
+    def _wants_logits(self, labels: Tensor | None, output_logits: bool | None) -> bool:
+        return (labels is None or not self.training) if output_logits is None else output_logits
+
+    def _reads(self, labels: Tensor | None, output_logits: bool | None) -> Reads | None:
+        """Return the function that marks the labelled tokens, or None if all tokens are read."""
+        if labels is None or self._wants_logits(labels, output_logits):
+            return None
+        return lambda layout: label_rows(labels, layout) != IGNORED
+
     def _predict(
         self, encoded: Encoded, labels: Tensor | None, output_logits: bool | None
     ) -> tuple[Tensor | None, Tensor | None]:
@@ -48,10 +59,11 @@ class _MaskedLM(TaskModel):
 
         The loss is None without labels. The logits are None if they are not wanted.
         """
-        if output_logits is None:
-            output_logits = labels is None or not self.training
+        output_logits = self._wants_logits(labels, output_logits)
         head: LMPredictionHead = self.cls.predictions
         rows = None if labels is None else label_rows(labels, encoded.layout)
+        if rows is not None and encoded.chosen is not None:
+            rows = rows.index_select(0, encoded.chosen.indices)
         loss, logits = head(encoded.rows, rows, output_logits)
         return loss, None if logits is None else encoded.layout.given(logits)
 
@@ -127,7 +139,13 @@ class BertForPreTraining(_MaskedLM):
             TypeError: As in `BertModel.forward`, or if labels are not integers.
         """
         encoded = self.bert.encode(
-            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, **options
+            input_ids,
+            attention_mask,
+            token_type_ids,
+            position_ids,
+            inputs_embeds,
+            reads=self._reads(labels, output_logits),
+            **options,
         )
         mlm_loss, logits = self._predict(encoded, labels, output_logits)
         related = self.cls.seq_relationship(self.bert.pool(encoded))
@@ -204,7 +222,13 @@ class BertForMaskedLM(_MaskedLM):
             TypeError: As in `BertModel.forward`, or if labels are not integers.
         """
         encoded = self.bert.encode(
-            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, **options
+            input_ids,
+            attention_mask,
+            token_type_ids,
+            position_ids,
+            inputs_embeds,
+            reads=self._reads(labels, output_logits),
+            **options,
         )
         loss, logits = self._predict(encoded, labels, output_logits)
         output = MaskedLMOutput(loss, logits, encoded.hidden_states, encoded.attentions)
@@ -270,7 +294,13 @@ class BertForNextSentencePrediction(TaskModel):
             TypeError: As in `BertModel.forward`, or if labels are not integers.
         """
         encoded = self.bert.encode(
-            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, **options
+            input_ids,
+            attention_mask,
+            token_type_ids,
+            position_ids,
+            inputs_embeds,
+            reads=first_tokens,
+            **options,
         )
         logits = self.cls(self.bert.pool(encoded))
         loss = None if labels is None else cross_entropy("labels", logits, labels.view(-1))

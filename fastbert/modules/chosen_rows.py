@@ -1,0 +1,157 @@
+"""The last layer in training, computed only for the rows that a head reads.
+
+A head reads the first token of each sequence, or also the tokens with a label. The other rows of
+the last layer serve as keys and values. Their queries, their output projection, their feed-forward
+and the gradients of these would not change the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+
+from fastbert import ops
+from fastbert.modules.attention import BertAttention, BertSelfAttention, BertSelfOutput
+from fastbert.modules.batch_layout import BatchLayout
+from fastbert.modules.feed_forward import BertOutput
+from fastbert.modules.layer import BertLayer
+from fastbert.modules.layer_norm import LayerNorm
+from fastbert.modules.linear import Linear
+from fastbert.modules.plain import deviation
+from fastbert.ops.varlen import gather_rows
+
+# Function of the layout of all rows that returns the rows that a head reads besides the first
+# tokens, bool of shape (T,), or None if it reads the first tokens only.
+Reads = Callable[[BatchLayout], Tensor | None]
+
+
+def first_tokens(layout: BatchLayout) -> None:
+    """Mark no row besides the first tokens, for a head that reads the pooler only."""
+
+
+class ChosenRows(NamedTuple):
+    """The rows that a head reads, which include the first row of each sequence.
+
+    Attributes:
+        indices: Their indices among all rows, int64 of shape ``(N,)``, increasing.
+        layout: Their division into sequences, which is packed.
+    """
+
+    indices: Tensor
+    layout: BatchLayout
+
+    def first(self, rows: Tensor) -> Tensor:
+        """Select the first token of each sequence, ``(N, H) → (B, H)``; 0 without tokens."""
+        ends = self.layout.cu_seqlens
+        if ends is None or bool((ends.diff() == 0).any()):
+            return self.layout.first(rows)
+        return gather_rows(rows, ends[:-1].long())
+
+
+def choose_rows(hidden: Tensor, layout: BatchLayout, reads: Reads) -> ChosenRows:
+    """Return the rows that a head reads.
+
+    Args:
+        hidden: All rows, of shape ``(T, H)``, on the CPU.
+        layout: Their division into sequences.
+        reads: Function that marks the rows.
+    """
+    total, ends = hidden.shape[0], ends_of(layout).long()
+    marked = reads(layout)
+    chosen = hidden.new_zeros(total, dtype=torch.bool) if marked is None else marked.clone()
+    # A sequence without tokens may start after the last row.
+    chosen[ends[:-1][ends[:-1] < total]] = True
+    indices = chosen.nonzero().flatten()
+    own_ends = torch.searchsorted(indices, ends).int()
+    longest = int(own_ends.diff().max()) if layout.batch else 0
+    return ChosenRows(indices, BatchLayout(layout.batch, longest, own_ends, longest))
+
+
+def ends_of(layout: BatchLayout) -> Tensor:
+    """Return the cumulative lengths of the sequences, int32 of shape ``(batch + 1,)``."""
+    if layout.cu_seqlens is not None:
+        return layout.cu_seqlens
+    return torch.arange(layout.batch + 1, dtype=torch.int32) * layout.length
+
+
+def suits(layer: nn.Module, layout: BatchLayout, device: torch.device) -> bool:
+    """Tell whether `run_layer` may compute a layer.
+
+    Args:
+        layer: The last layer.
+        layout: Division of the rows into sequences.
+        device: Device of the rows. On a GPU, finding the rows would make the CPU wait.
+    """
+    if device.type != "cpu" or torch.compiler.is_compiling() or _has_any_global_hook():
+        return False
+    if layout.mask is not None or layout.bias is not None or layout.tokens is not None:
+        return False
+    if layout.places is not None or type(layer) is not BertLayer:
+        return False
+    # Whoever watches a module with a hook expects all rows.
+    if any(_has_hooks(module) for module in layer.modules()):
+        return False
+    attention = layer.attention
+    parts: tuple[tuple[nn.Module, type[nn.Module]], ...] = (
+        (attention, BertAttention),
+        (attention.self, BertSelfAttention),
+        (attention.self.qkv, Linear),
+        (attention.output, BertSelfOutput),
+        (attention.output.LayerNorm, LayerNorm),
+        (layer.output, BertOutput),
+        (layer.output.LayerNorm, LayerNorm),
+    )
+    if "forward" in layer.__dict__ or any(deviation(part, kind) for part, kind in parts):
+        return False
+    # A dropout mask counts all rows, so that the same seed gives the same mask on every device.
+    dropping = (attention.self, attention.output.LayerNorm, layer.output, layer.output.LayerNorm)
+    if any(part.training and part.dropout_p > 0.0 for part in dropping):
+        return False
+    return attention.self.rotary is None and attention.self.window is None
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    )
+
+
+def run_layer(layer: BertLayer, hidden: Tensor, layout: BatchLayout, chosen: ChosenRows) -> Tensor:
+    """Run a layer, and return its chosen rows ``(N, H)``.
+
+    Args:
+        layer: A layer that `suits`.
+        hidden: All rows before the layer, of shape ``(T, H)``.
+        layout: Their division into sequences.
+        chosen: The chosen rows.
+    """
+    attention = layer.attention.self
+    projection, size = attention.qkv, hidden.shape[1]
+    sizes = [size, 2 * size]
+    weight, of_keys = projection.weight.split(sizes)
+    bias, bias_of_keys = (None, None) if projection.bias is None else projection.bias.split(sizes)
+    served = projection.backend
+    kv, hidden = ops.linear(hidden, of_keys, bias_of_keys, return_residual=True, backend=served)
+    read = gather_rows(hidden, chosen.indices)
+    q, residual = ops.linear(read, weight, bias, return_residual=True, backend=served)
+    k, v = kv.view(-1, 2, attention.heads, attention.head_dim).unbind(1)
+    attended = ops.attention_varlen(
+        q.view(-1, attention.heads, attention.head_dim),
+        k,
+        v,
+        chosen.layout.cu_seqlens,
+        ends_of(layout),
+        chosen.layout.max_seqlen,
+        layout.length if layout.cu_seqlens is None else layout.max_seqlen,
+        backend=attention.backend,
+    )
+    rows = attended[0] if isinstance(attended, tuple) else attended
+    read = layer.attention.output(rows.view(q.shape), residual)
+    return layer.output(read, layer.intermediate)

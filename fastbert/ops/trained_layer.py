@@ -1,0 +1,114 @@
+"""One layer of an encoder in training as one function of autograd, in C++ on the CPU.
+
+The operations of a small layer, one by one, leave the second thread idle for a tenth of the time,
+while Python goes from one operation to the next. The function is used where nothing watches the
+operators (see ``fastbert.ops.register``); otherwise the operations run one by one, with the same
+bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fastbert.ops.encoder import PARAMETERS
+
+
+class Sequences(NamedTuple):
+    """The division of the rows into sequences, and the queries.
+
+    Attributes:
+        chosen: Indices of the rows that are queries, int64 of shape ``(N,)``, increasing; None if
+            all rows are queries.
+        cu_seqlens_q: Cumulative numbers of queries, int32 of shape ``(batch + 1,)``; None if every
+            sequence has `max_seqlen_k` rows.
+        cu_seqlens_k: Cumulative lengths of the sequences, as `cu_seqlens_q`.
+        max_seqlen_q: Largest number of queries of a sequence.
+        max_seqlen_k: Length of the longest sequence.
+        batch: Number of sequences.
+    """
+
+    chosen: Tensor | None
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    max_seqlen_q: int
+    max_seqlen_k: int
+    batch: int
+
+
+class Settings(NamedTuple):
+    """The numbers of a layer.
+
+    Attributes:
+        dropouts: Probabilities of the dropouts of attention, of its output projection and of the
+            feed-forward.
+        heads: Number of attention heads.
+        eps: Term that is added to the variance in the layer norms.
+        activation: Name of the activation, which is not gated.
+    """
+
+    dropouts: tuple[float, float, float]
+    heads: int
+    eps: float
+    activation: str
+
+
+def trained_layer(
+    hidden: Tensor,
+    parameters: Sequence[Tensor],
+    sequences: Sequences,
+    seeds: Sequence[Tensor],
+    settings: Settings,
+) -> Tensor:
+    """Run a layer on rows, with a gradient.
+
+    The caller has chosen the backend and checked the tensors.
+
+    Args:
+        hidden: Rows of shape ``(T, H)`` in fp32.
+        parameters: The parameters of the layer in fp32, in the order of ``ops.encoder``.
+        sequences: Division of the rows.
+        seeds: Seeds of the three dropouts, int64 of shape ``(1,)``; none without dropout.
+        settings: The numbers of the layer.
+
+    Returns:
+        The rows after the layer, of the shape of `hidden`; ``(N, H)`` with chosen rows.
+    """
+    return _TrainedLayer.apply(sequences, tuple(seeds), settings, hidden, *parameters)
+
+
+class _TrainedLayer(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        sequences: Sequences,
+        seeds: tuple[Tensor, ...],
+        settings: Settings,
+        hidden: Tensor,
+        *parameters: Tensor,
+    ) -> Tensor:
+        y, *kept = torch.ops.fastbert_C.layer_forward(
+            hidden, parameters, *sequences[:3], seeds, settings.dropouts, *sequences[3:],
+            *settings[1:],
+        )  # fmt: skip
+        ctx.numbers, ctx.settings = sequences[3:], settings
+        ctx.save_for_backward(hidden, *sequences[:3], *parameters, *kept, *seeds)
+        ctx.kept = len(kept)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, *rest = ctx.saved_tensors
+        rows, rest = rest[:3], rest[3:]
+        parameters, rest = rest[:PARAMETERS], rest[PARAMETERS:]
+        kept, seeds = rest[: ctx.kept], rest[ctx.kept :]
+        gradients = torch.ops.fastbert_C.layer_backward(
+            dy, hidden, parameters, kept, *rows, seeds, ctx.settings.dropouts, *ctx.numbers,
+            *ctx.settings[1:],
+        )  # fmt: skip
+        return None, None, None, *gradients
