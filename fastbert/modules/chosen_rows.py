@@ -21,7 +21,7 @@ from fastbert.modules.feed_forward import BertOutput
 from fastbert.modules.layer import BertLayer
 from fastbert.modules.layer_norm import LayerNorm
 from fastbert.modules.linear import Linear
-from fastbert.modules.plain import deviation
+from fastbert.modules.plain import deviation, has_backward_hooks
 from fastbert.ops.varlen import gather_rows
 
 # Function of the layout of all rows that returns the rows that a head reads besides the first
@@ -115,12 +115,8 @@ def suits(layer: nn.Module, layout: BatchLayout, device: torch.device) -> bool:
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-    )
+    forward = module._forward_hooks or module._forward_pre_hooks
+    return bool(forward) or has_backward_hooks(module)
 
 
 def run_layer(layer: BertLayer, hidden: Tensor, layout: BatchLayout, chosen: ChosenRows) -> Tensor:

@@ -21,7 +21,7 @@ from fastbert.modules.layer import BertLayer, PreNormLayer
 from fastbert.modules.layer_norm import LayerNorm
 from fastbert.modules.linear import Linear
 from fastbert.modules.operation import OperationModule
-from fastbert.modules.plain import deviation
+from fastbert.modules.plain import deviation, has_backward_hooks
 from fastbert.modules.positions import Rotary
 from fastbert.modules.quantized_linear import QuantizedLinear
 from fastbert.ops.backend import LOW_PRECISION, ORDER, Choice, Request
@@ -218,7 +218,7 @@ def training_call(
     beyond = _beyond_bert(found)
     if beyond is not None:
         return _one_by_one(beyond)
-    if any(m._backward_hooks or m._backward_pre_hooks for part in found for m in part.values()):
+    if any(has_backward_hooks(m) for part in found for m in part.values()):
         return _one_by_one("a module has backward hooks")
     if {type(modules[path]) for modules in found for path in LINEARS} - {Linear, nn.Linear}:
         return _one_by_one("a linear layer is int8 or joined")

@@ -36,3 +36,8 @@ def deviation(module: nn.Module, kind: type[nn.Module]) -> str | None:
     if module._forward_hooks or module._forward_pre_hooks:
         return "has forward hooks"
     return "has a forward of its own" if "forward" in module.__dict__ else None
+
+
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Return whether a module has hooks for its gradients."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)

@@ -21,7 +21,7 @@ from fastbert.modules.feed_forward import BertIntermediate, BertOutput
 from fastbert.modules.layer import BertLayer
 from fastbert.modules.layer_norm import LayerNorm
 from fastbert.modules.linear import Linear
-from fastbert.modules.plain import deviation
+from fastbert.modules.plain import deviation, has_backward_hooks
 from fastbert.ops.backend import Request
 from fastbert.ops.encoder import ONE_CALL, OPERATIONS, choose
 from fastbert.ops.register import PLAIN, is_watched
@@ -145,6 +145,6 @@ def _unusual(parts: Sequence[Part]) -> bool:
     for module, kind in parts:
         if deviation(module, kind) is not None:
             return True
-        if module._backward_hooks or module._backward_pre_hooks:
+        if has_backward_hooks(module):
             return True
     return False
