@@ -116,7 +116,7 @@ def suits(layer: nn.Module, layout: BatchLayout, device: torch.device) -> bool:
 
 def _has_hooks(module: nn.Module) -> bool:
     forward = module._forward_hooks or module._forward_pre_hooks
-    return bool(forward) or has_backward_hooks(module)
+    return bool(forward) or has_backward_hooks([module])
 
 
 def run_layer(layer: BertLayer, hidden: Tensor, layout: BatchLayout, chosen: ChosenRows) -> Tensor:

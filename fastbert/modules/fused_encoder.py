@@ -7,6 +7,7 @@ adapters and backends can change between calls.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -218,7 +219,7 @@ def training_call(
     beyond = _beyond_bert(found)
     if beyond is not None:
         return _one_by_one(beyond)
-    if any(has_backward_hooks(m) for part in found for m in part.values()):
+    if has_backward_hooks(chain.from_iterable(part.values() for part in found)):
         return _one_by_one("a module has backward hooks")
     if {type(modules[path]) for modules in found for path in LINEARS} - {Linear, nn.Linear}:
         return _one_by_one("a linear layer is int8 or joined")

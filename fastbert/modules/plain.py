@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import nn
 
 
@@ -38,6 +40,13 @@ def deviation(module: nn.Module, kind: type[nn.Module]) -> str | None:
     return "has a forward of its own" if "forward" in module.__dict__ else None
 
 
-def has_backward_hooks(module: nn.Module) -> bool:
-    """Return whether a module has hooks for its gradients."""
-    return bool(module._backward_hooks or module._backward_pre_hooks)
+def has_backward_hooks(modules: Iterable[nn.Module]) -> bool:
+    """Return whether one of the modules has hooks for its gradients.
+
+    It takes all modules at once, because a training step asks in every layer for every module: a
+    function call for each of them would be measurable.
+    """
+    for module in modules:
+        if module._backward_hooks or module._backward_pre_hooks:
+            return True
+    return False

@@ -145,6 +145,4 @@ def _unusual(parts: Sequence[Part]) -> bool:
     for module, kind in parts:
         if deviation(module, kind) is not None:
             return True
-        if has_backward_hooks(module):
-            return True
-    return False
+    return has_backward_hooks([module for module, _ in parts])
