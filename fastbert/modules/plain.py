@@ -43,10 +43,7 @@ def deviation(module: nn.Module, kind: type[nn.Module]) -> str | None:
 def has_backward_hooks(modules: Iterable[nn.Module]) -> bool:
     """Return whether one of the modules has hooks for its gradients.
 
-    It takes all modules at once, because a training step asks in every layer for every module: a
-    function call for each of them would be measurable.
+    It takes all modules at once, and resumes no generator of its own, because a training step asks
+    in every layer for every module: a Python call for each of them would be measurable.
     """
-    for module in modules:
-        if module._backward_hooks or module._backward_pre_hooks:
-            return True
-    return False
+    return bool([m for m in modules if m._backward_hooks or m._backward_pre_hooks])
