@@ -28,10 +28,11 @@ constexpr bool kCuda = false;
 #endif
 
 py::dict build_info() {
-  py::list built, supported;
+  py::list built, supported, slow;
   for (auto* level = fastbert::cpu::levels_begin(); level != fastbert::cpu::levels_end(); ++level) {
     built.append(level->kernels->name);
     if (level->supported) supported.append(level->kernels->name);
+    if (level->supported && level->slow) slow.append(level->kernels->name);
   }
   py::dict info;
   info["torch"] = TORCH_VERSION;
@@ -40,6 +41,7 @@ py::dict build_info() {
   info["cuda_archs"] = FASTBERT_CUDA_ARCHS;
   info["cpu_isas"] = built;
   info["cpu_isas_supported"] = supported;
+  info["cpu_isas_slow"] = slow;
   return info;
 }
 
@@ -73,15 +75,17 @@ PYBIND11_MODULE(_C, m) {
   py::register_local_exception_translator(translate);
   m.def("build_info", build_info,
         "Returns the facts of the build as a dict: torch (its version), compiler, cuda (bool), "
-        "cuda_archs, cpu_isas (the levels in the extension) and cpu_isas_supported (the levels "
-        "that this processor can run).");
+        "cuda_archs, cpu_isas (the levels in the extension), cpu_isas_supported (the levels that "
+        "this processor can run) and cpu_isas_slow (those of them that are slower on this "
+        "processor than a lower level).");
   m.def(
       "cpu_isa", [] { return std::string(fastbert::cpu::kernels().name); },
       "Returns the instruction-set level in use. Raises ValueError if FASTBERT_CPU_ISA names a "
       "level that is unknown or not supported.");
   m.def("set_cpu_isa", set_cpu_isa, py::arg("level"),
         "Sets the instruction-set level of this process. None restores the level that "
-        "FASTBERT_CPU_ISA names or, if it is unset, the best level. Raises ValueError if the level "
+        "FASTBERT_CPU_ISA names or, if it is unset, the fastest level. Raises ValueError if the "
+        "level "
         "is unknown or not supported.");
   m.def(
       "tile_schedule", [] { return kSchedules[(size_t)fastbert::cpu::tile_schedule]; },

@@ -24,6 +24,7 @@ LABELS = {
     "cuda_archs": "GPU architectures",
     "cpu_isas": "instruction sets built",
     "cpu_isas_supported": "supported by this CPU",
+    "cpu_isas_slow": "slower here than a lower one",
 }
 
 # The call whose choice the table of backends shows: BERT-base in inference, 32 sequences of 512.

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -33,12 +34,24 @@ def test_build_info(extension):
     assert isinstance(info["cuda"], bool)
 
 
-def test_the_best_level_is_the_default(extension):
+def test_the_highest_level_that_is_not_slow_is_the_default(extension):
     ask = "import torch; from fastbert import _C; print(_C.cpu_isa())"
-    supported = extension.build_info()["cpu_isas_supported"]
-    assert python(ask, FASTBERT_CPU_ISA="").stdout.strip() == supported[-1]
+    info = extension.build_info()
+    supported = info["cpu_isas_supported"]
+    fast = [level for level in supported if level not in info["cpu_isas_slow"]]
+    assert python(ask, FASTBERT_CPU_ISA="").stdout.strip() == fast[-1]
     for level in supported:
         assert python(ask, FASTBERT_CPU_ISA=level).stdout.strip() == level
+
+
+@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="needs /proc/cpuinfo")
+def test_bf16_dot_products_are_slow_on_intel_without_tiles(extension):
+    info = extension.build_info()
+    text = Path("/proc/cpuinfo").read_text()
+    is_intel = "GenuineIntel" in text
+    is_cooper_lake = re.search(r"^model\s*: 85$", text, re.MULTILINE) is not None
+    slow = {"avx512_bf16"} if is_intel and not is_cooper_lake else set()
+    assert set(info["cpu_isas_slow"]) == slow & set(info["cpu_isas_supported"])
 
 
 def test_an_unknown_level_is_an_error(extension):

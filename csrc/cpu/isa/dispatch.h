@@ -1,8 +1,9 @@
 // The choice of the instruction-set level at which the CPU kernels run.
 //
 // FASTBERT_CPU_ISA may name a level (baseline, avx2, avx512, avx512_bf16, amx). Without it, the
-// choice is the best level that the processor and the operating system support. A name that is
-// unknown or not supported is an error and is never ignored.
+// choice is the highest level that the processor and the operating system support and that is not
+// slower there than a lower level. A name that is unknown or not supported is an error and is never
+// ignored.
 
 #pragma once
 
@@ -29,6 +30,7 @@ extern const Kernels kKernels;
 struct Level {
   const Kernels* kernels;
   bool supported;
+  bool slow;  // a lower level is faster on this processor
 };
 
 // The levels that this build contains, lowest first.
