@@ -127,14 +127,18 @@ at::Tensor attention(const at::Tensor& qkv, const Layer& layer, const Stack& s) 
                            window, window);
 }
 
+at::Tensor in_dtype(const at::Tensor& x, const Stack& s) {
+  return x.scalar_type() == s.dtype ? x : x.to(s.dtype);
+}
+
 // Returns x Wᵀ + bias of `count` weights side by side, which are before their biases.
 at::Tensor parts_product(const at::Tensor& x, const at::Tensor* weights, size_t count,
                          const std::string& activation, const Stack& s) {
   const at::TensorList biases(weights + count, count);
   const bool none = std::all_of(biases.begin(), biases.end(),
                                 [](const at::Tensor& bias) { return bias.numel() == 0; });
-  return linear_of_parts(x.scalar_type() == s.dtype ? x : x.to(s.dtype), {weights, count},
-                         none ? at::TensorList() : biases, activation);
+  return linear_of_parts(in_dtype(x, s), {weights, count}, none ? at::TensorList() : biases,
+                         activation);
 }
 
 // Returns activation(x Wᵀ + bias) with an int8 W, which quantises fp32 rows without a conversion to
@@ -190,6 +194,11 @@ at::Tensor through(const Layer& layer, const at::Tensor& hidden, const Stack& s)
   x = attention(x, layer, s);
   const auto middle =
       product_and_norm(x, layer.projection, layer.first_norm, hidden, scale(kProjectionScale), s);
+  if (!layer.scales && s.inner_projections == 1 && !is_gated(s.activation)) {
+    return feed_forward_layer_norm(in_dtype(middle, s), layer.inner[0], present(layer.inner[1]),
+                                   layer.outer[0], present(layer.outer[1]), middle,
+                                   layer.second_norm[0], layer.second_norm[1], s.activation, s.eps);
+  }
   x = activations(middle, layer, s);
   return product_and_norm(x, layer.outer, layer.second_norm, middle, scale(kOuterScale), s);
 }

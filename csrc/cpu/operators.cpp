@@ -62,6 +62,10 @@ TORCH_LIBRARY(fastbert_C, m) {
       "linear_layer_norm(Tensor x, Tensor weight, Tensor? bias, Tensor residual, "
       "Tensor norm_weight, Tensor norm_bias, float eps) -> Tensor");
   m.def(
+      "feed_forward_layer_norm(Tensor x, Tensor inner, Tensor? inner_bias, Tensor outer, "
+      "Tensor? outer_bias, Tensor residual, Tensor norm_weight, Tensor norm_bias, str activation, "
+      "float eps) -> Tensor");
+  m.def(
       "attention_forward(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? bias, "
       "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seed, int max_seqlen_q, "
       "int max_seqlen_k, float dropout_p, float scale, int left, int right) "
@@ -149,6 +153,7 @@ TORCH_LIBRARY_IMPL(fastbert_C, CPU, m) {
   implement<linear>(m, "linear");
   implement<linear_of_parts>(m, "linear_of_parts");
   implement<linear_layer_norm>(m, "linear_layer_norm");
+  implement<feed_forward_layer_norm>(m, "feed_forward_layer_norm");
   implement<attention_forward>(m, "attention_forward");
   implement<attention_backward>(m, "attention_backward");
   implement<attention_weights>(m, "attention_weights");

@@ -33,6 +33,15 @@ at::Tensor linear_layer_norm(const at::Tensor& x, const at::Tensor& weight,
                              const at::Tensor& norm_weight, const at::Tensor& norm_bias,
                              double eps);
 
+// Returns LN(activation(x Wᵢᵀ + bᵢ) Wₒᵀ + bₒ + residual), in the dtype of the residual, with the
+// bits of `linear` and `linear_layer_norm`. The activations are only in the panels that the second
+// product multiplies.
+at::Tensor feed_forward_layer_norm(const at::Tensor& x, const at::Tensor& inner,
+                                   const OptionalTensor& inner_bias, const at::Tensor& outer,
+                                   const OptionalTensor& outer_bias, const at::Tensor& residual,
+                                   const at::Tensor& norm_weight, const at::Tensor& norm_bias,
+                                   const std::string& activation, double eps);
+
 // Returns activation(q(x) Wᵀ + bias) + residual in `dtype`, which is also the dtype of the
 // residual. q(x) is x quantised to integers for an integer product. x (M, K); `packed`
 // is a prepacked int8 weight with n outputs; scale and column_sum are padded to its columns.

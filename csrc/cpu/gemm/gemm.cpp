@@ -31,11 +31,11 @@ constexpr int64_t kNormUnit = 32, kMostNormRows = 128;
 
 // The rows of x, packed in `format` as the right operand of products. Nothing is kept after a call.
 struct RightOperand {
-  Packing packing;
+  Packing packing = {};
   at::Tensor bytes;
 
-  RightOperand(const Kernels& k, const at::Tensor& x, Format format) {
-    bytes = empty({k.packed_bytes(format, x.size(0), x.size(1))}, at::dtype(at::kByte));
+  RightOperand(const Kernels& k, const at::Tensor& x, Format format)
+      : RightOperand(k, x.size(0), x.size(1), format) {
     packing = {format_of(x), format,    x.const_data_ptr(), x.stride(0),
                x.stride(1),  x.size(0), x.size(1),          bytes.mutable_data_ptr()};
   }
@@ -43,6 +43,13 @@ struct RightOperand {
   // For products whose weights are on the left as they are stored.
   RightOperand(const Kernels& k, const at::Tensor& x)
       : RightOperand(k, x, k.right_format(format_of(x))) {}
+
+  // For x (rows, columns) in `format`, which another product will write.
+  RightOperand(const Kernels& k, int64_t rows, int64_t columns, Format format) {
+    bytes = empty({k.packed_bytes(format, rows, columns)}, at::dtype(at::kByte));
+    packing.to = format;
+    packing.packed = bytes.mutable_data_ptr();
+  }
 };
 
 int threads_for(double work) {
@@ -149,6 +156,91 @@ bool packs_weight(const at::Tensor& x, const at::Tensor& weight) {
   return x.scalar_type() == at::kFloat && x.size(0) >= kManyRows && weight.numel() <= kMostElements;
 }
 
+// The product of x with a weight, which is summed with a residual and normalised.
+class NormedProduct {
+ public:
+  // Takes the arguments of `linear_layer_norm` and checks them.
+  NormedProduct(const at::Tensor& x, const at::Tensor& weight, const OptionalTensor& bias,
+                const at::Tensor& residual, const at::Tensor& norm_weight,
+                const at::Tensor& norm_bias, double eps)
+      : weight_(weight), m_(x.size(0)), n_(weight.size(0)) {
+    check_weight(weight, x);
+    if (bias) check_vector("bias", *bias, x, n_);
+    const bool wide = residual.scalar_type() == at::kFloat;
+    check_summand("residual", residual, x, m_, n_, wide ? at::kFloat : x.scalar_type());
+    check_vector("norm_weight", norm_weight, x, n_);
+    check_vector("norm_bias", norm_bias, x, n_);
+    check_eps(eps);
+    bias_ = as_float(bias), norm_weight_ = as_float(OptionalTensor(norm_weight));
+    norm_bias_ = as_float(OptionalTensor(norm_bias));
+    residual_ = fastbert::with_unit_columns(residual);
+    y = empty({m_, n_}, residual.options());
+    gemm_ = product(x, n_, bias_, residual_);
+    gemm_.turned = true;
+    gemm_.out_format = Format::f32;
+    norm_ = {format_of(y),        n_, nullptr, floats(norm_weight_), floats(norm_bias_), (float)eps,
+             y.mutable_data_ptr()};
+  }
+
+  double work() const { return work_of(gemm_); }
+
+  // Adds the phases that need the packed x.
+  void add_to(std::vector<Phase>& phases, const Kernels& k, const RightOperand& x, int threads) {
+    set_operands(gemm_, weight_, x);
+    if (m_ <= kNormUnit * threads) {
+      add_few_rows(phases, k, threads);
+    } else {
+      phases.push_back(whole_rows(k, threads));
+    }
+  }
+
+  at::Tensor y;
+
+ private:
+  // With few rows, threads share the rows of W, and the sums stay in the second-level cache.
+  void add_few_rows(std::vector<Phase>& phases, const Kernels& k, int threads) {
+    sums_ = empty({m_, n_}, y.options().dtype(at::kFloat));
+    gemm_.out = sums_.mutable_data_ptr();
+    norm_.sums = sums_.const_data_ptr<float>();
+    constexpr int64_t kRows = 8;
+    phases.push_back(products_of(k, {gemm_}, threads));
+    phases.push_back({(m_ + kRows - 1) / kRows, [this, &k](int64_t task) {
+                        k.normalise(norm_, task * kRows, std::min(m_, (task + 1) * kRows));
+                      }});
+  }
+
+  // Otherwise each task computes and normalises whole rows, whose sums are its scratch memory.
+  Phase whole_rows(const Kernels& k, int threads) const {
+    const int64_t share = (m_ / threads + kNormUnit - 1) / kNormUnit * kNormUnit;
+    const int64_t rows = std::min(share, kMostNormRows), blocks = (m_ + rows - 1) / rows;
+    const int64_t residual_size = residual_->element_size(), y_size = y.element_size();
+    return {blocks, [this, &k, rows, residual_size, y_size](int64_t block) {
+              const int64_t begin = block * rows;
+              Gemm part = gemm_;
+              part.m = std::min(rows, m_ - begin);
+              part.packed =
+                  (const char*)gemm_.packed + k.packed_bytes(gemm_.packed_format, begin, gemm_.k);
+              part.residual.data =
+                  (const char*)gemm_.residual.data + begin * gemm_.residual.stride * residual_size;
+              const GemmPlan plan = k.gemm_plan(part, 1);
+              char* scratch = (char*)thread_scratch(plan.scratch + rows * n_ * 4);
+              part.out = scratch + plan.scratch;
+              k.gemm(part, plan, 0, plan.tasks, scratch);
+              RowNorm own = norm_;
+              own.sums = (const float*)part.out;
+              own.y = (char*)norm_.y + begin * n_ * y_size;
+              k.normalise(own, 0, part.m);
+            }};
+  }
+
+  const at::Tensor weight_;
+  const int64_t m_, n_;
+  OptionalTensor bias_, residual_, norm_weight_, norm_bias_;
+  at::Tensor sums_;
+  Gemm gemm_;
+  RowNorm norm_;
+};
+
 // Copies of the biases in fp32, which are as long as their weights have rows; or nothing.
 std::vector<OptionalTensor> biases_of(at::TensorList biases, at::TensorList weights,
                                       const at::Tensor& x) {
@@ -222,66 +314,54 @@ at::Tensor linear_of_parts(const at::Tensor& x, at::TensorList weights, at::Tens
 }
 
 at::Tensor linear_layer_norm(const at::Tensor& x, const at::Tensor& weight,
-                             const OptionalTensor& bias_in, const at::Tensor& residual_in,
-                             const at::Tensor& norm_weight_in, const at::Tensor& norm_bias_in,
+                             const OptionalTensor& bias, const at::Tensor& residual,
+                             const at::Tensor& norm_weight, const at::Tensor& norm_bias,
                              double eps) {
   check_matrix("x", x);
-  check_weight(weight, x);
-  const int64_t m = x.size(0), n = weight.size(0);
-  if (bias_in) check_vector("bias", *bias_in, x, n);
-  const bool wide = residual_in.scalar_type() == at::kFloat;
-  check_summand("residual", residual_in, x, m, n, wide ? at::kFloat : x.scalar_type());
-  check_vector("norm_weight", norm_weight_in, x, n);
-  check_vector("norm_bias", norm_bias_in, x, n);
-  check_eps(eps);
-  const auto bias = as_float(bias_in), norm_weight = as_float(OptionalTensor(norm_weight_in));
-  const auto norm_bias = as_float(OptionalTensor(norm_bias_in));
-  const OptionalTensor residual = fastbert::with_unit_columns(residual_in);
-  auto y = empty({m, n}, residual_in.options());
-  if (m == 0) return y;
+  NormedProduct normed(x, weight, bias, residual, norm_weight, norm_bias, eps);
+  if (x.size(0) == 0) return normed.y;
   const Kernels& k = kernels();
   const RightOperand right(k, x);
-  Gemm g = product(x, right, weight, bias, residual);
-  g.out_format = Format::f32;
-  RowNorm norm = {
-      format_of(y),        n, nullptr, floats(norm_weight), floats(norm_bias), (float)eps,
-      y.mutable_data_ptr()};
-  const int threads = threads_for(work_of(g));
-  if (m <= kNormUnit * threads) {
-    // With few rows, threads share the rows of W, and the sums stay in the second-level cache.
-    auto sums = empty({m, n}, x.options().dtype(at::kFloat));
-    g.out = sums.mutable_data_ptr();
-    norm.sums = sums.const_data_ptr<float>();
-    constexpr int64_t kRows = 8;
-    const Phase normalising = {(m + kRows - 1) / kRows, [&](int64_t task) {
-                                 k.normalise(norm, task * kRows, std::min(m, (task + 1) * kRows));
-                               }};
-    run({packing_of(k, right.packing), products_of(k, {g}, threads), normalising}, threads);
-    return y;
+  const int threads = threads_for(normed.work());
+  std::vector<Phase> phases = {packing_of(k, right.packing)};
+  normed.add_to(phases, k, right, threads);
+  run(phases, threads);
+  return normed.y;
+}
+
+at::Tensor feed_forward_layer_norm(const at::Tensor& x, const at::Tensor& inner,
+                                   const OptionalTensor& inner_bias_in, const at::Tensor& outer,
+                                   const OptionalTensor& outer_bias, const at::Tensor& residual,
+                                   const at::Tensor& norm_weight, const at::Tensor& norm_bias,
+                                   const std::string& activation, double eps) {
+  check_matrix("x", x);
+  check_weight(inner, x, "inner");
+  const int64_t m = x.size(0), n = inner.size(0);
+  if (n % kNormUnit != 0) {
+    // Only whole panels of rows of `inner` can go from one product to the next.
+    const auto between =
+        std::get<0>(linear(x, inner, inner_bias_in, std::nullopt, activation, false));
+    return linear_layer_norm(between, outer, outer_bias, residual, norm_weight, norm_bias, eps);
   }
-  // Otherwise each task computes and normalises whole rows, whose sums are its scratch memory.
-  const int64_t share = (m / threads + kNormUnit - 1) / kNormUnit * kNormUnit;
-  const int64_t rows = std::min(share, kMostNormRows), blocks = (m + rows - 1) / rows;
-  const int64_t residual_size = residual->element_size(), y_size = y.element_size();
-  const Phase whole_rows = {
-      blocks, [&](int64_t block) {
-        const int64_t begin = block * rows;
-        Gemm part = g;
-        part.m = std::min(rows, m - begin);
-        part.packed = (const char*)g.packed + k.packed_bytes(g.packed_format, begin, g.k);
-        part.residual.data =
-            (const char*)g.residual.data + begin * g.residual.stride * residual_size;
-        const GemmPlan plan = k.gemm_plan(part, 1);
-        char* scratch = (char*)thread_scratch(plan.scratch + rows * n * 4);
-        part.out = scratch + plan.scratch;
-        k.gemm(part, plan, 0, plan.tasks, scratch);
-        RowNorm own = norm;
-        own.sums = (const float*)part.out;
-        own.y = (char*)norm.y + begin * n * y_size;
-        k.normalise(own, 0, part.m);
-      }};
-  run({packing_of(k, right.packing), whole_rows}, threads);
-  return y;
+  if (inner_bias_in) check_vector("inner_bias", *inner_bias_in, x, n);
+  const auto inner_bias = as_float(inner_bias_in);
+  const Activation function = epilogue_activation(activation);
+  // A tensor of one element stands for the activations in the checks, because only panels hold
+  // them.
+  NormedProduct normed(empty({1, 1}, x.options()).expand({m, n}), outer, outer_bias, residual,
+                       norm_weight, norm_bias, eps);
+  if (m == 0) return normed.y;
+  const Kernels& k = kernels();
+  const RightOperand right(k, x), activations(k, m, n, k.right_format(format_of(x)));
+  Gemm g = product(x, right, inner, inner_bias, std::nullopt);
+  g.activation = function;
+  g.next = activations.packing.packed;
+  g.next_format = activations.packing.to;
+  const int threads = threads_for(std::max(work_of(g), normed.work()));
+  std::vector<Phase> phases = {packing_of(k, right.packing), products_of(k, {g}, threads)};
+  normed.add_to(phases, k, activations, threads);
+  run(phases, threads);
+  return normed.y;
 }
 
 void matmul_into(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b,

@@ -28,6 +28,7 @@
 #include "../isa/transpose.h"
 #include "../isa/vec.h"
 #include "epilogue.h"
+#include "packed_result.h"
 #include "packing.h"
 #include "tasks.h"
 
@@ -463,8 +464,13 @@ struct TaskBlock {
 
   // Finishes up to kPanel rows of sums of a panel of x. They are columns of the result.
   FASTBERT_INLINE void finish_outputs(int64_t row, int64_t n) const {
-    finish_turned(g, {sums(row, n), task.stride, task.row + row, task.column + n,
-                      clamp_count(task.rows - row, kPanel), clamp_count(task.columns - n, kPanel)});
+    const Tile tile = {sums(row, n),
+                       task.stride,
+                       task.row + row,
+                       task.column + n,
+                       clamp_count(task.rows - row, kPanel),
+                       clamp_count(task.columns - n, kPanel)};
+    g.next ? finish_packed(g, tile) : finish_turned(g, tile);
   }
 
   FASTBERT_INLINE void run() const {

@@ -118,7 +118,7 @@ struct Pending {
     if (tile.rows == 0) return;
     Tile part = tile;
     part.rows = tile.rows < most ? tile.rows : most;
-    finish_tile(g, part);
+    g.next ? finish_packed(g, part) : finish_tile(g, part);
     tile.sums += part.rows * tile.stride;
     tile.row += part.rows;
     tile.rows -= part.rows;
@@ -163,7 +163,8 @@ __attribute__((noinline)) void multiply_block(TileTask& t, int64_t strip, int64_
   const char* b = (const char*)t.g.packed + (t.column / kPanel + panel) * panel_bytes;
   // The first four steps transpose.
   const int64_t finishing = t.g.turned && steps > 8 ? steps - 4 : steps;
-  const int rows_per_step = (int)(kStrip / (finishing + 1)) + 1;
+  const int one_more = (int)(kStrip / (finishing + 1)) + 1;
+  const int rows_per_step = t.g.next ? one_more + one_more % 2 : one_more;
   // A copy in registers: a read from memory would wait for the stores of the epilogue.
   Pending pending = t.pending;
   tile_zero<0>();
@@ -194,7 +195,7 @@ __attribute__((noinline)) void multiply_block(TileTask& t, int64_t strip, int64_
   float* sums = t.sums;
   constexpr int64_t stride = kPanels * kPanel;
   store_block<kRowTiles, kPanels>(sums, stride);
-  if (t.g.turned) {
+  if (t.g.turned && !t.g.next) {
     t.pending = {{sums + kStrip * kPanel, kPanel, t.column + column, t.row + row,
                   clamp_count(t.columns - column, kPanel), clamp_count(t.rows - row, kStrip)},
                  sums,

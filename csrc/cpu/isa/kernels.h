@@ -221,6 +221,11 @@ struct Epilogue {
   void* pre_activation;  // or null
   void* out;
   int64_t out_row;  // elements between rows of `out` and of `pre_activation`
+  // If `next` is not null, the result goes there instead of `out`, rounded to `out_format`, as the
+  // packed right operand of another product. The product is turned, without a residual and a
+  // pre-activation, and n is a multiple of 32.
+  void* next;
+  Format next_format;
 };
 
 // out = epilogue(x Wᵀ) for x (m, k) and W (n, k). The kernels multiply the rows of a left operand,

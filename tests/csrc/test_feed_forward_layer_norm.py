@@ -1,0 +1,97 @@
+"""The feed-forward whose activations stay in panels: the bits of its two products one by one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# The rows of x are around the registers, the panels and the limits of tasks; 97 rows and more are
+# normalised by whole rows. 64, 96, 416 and 1,536 activations go from product to product, and 40 and
+# 63 are no whole panels.
+SHAPES = [
+    (0, 64, 16, 7),
+    (1, 64, 64, 1),
+    (3, 1536, 384, 15),
+    (16, 96, 33, 59),
+    (31, 416, 40, 300),
+    (33, 40, 96, 70),
+    (97, 63, 65, 33),
+    (129, 416, 59, 257),
+    (300, 96, 64, 800),
+    (513, 64, 70, 130),
+]
+
+
+def draw(m, inner, k, n, dtype):
+    """Return x, both weights with their biases, the residual and the norm's parameters."""
+    shapes = [(m, k), (inner, k), (inner,), (n, inner), (n,), (m, n), (n,), (n,)]
+    return [torch.randn(shape).to(dtype) for shape in shapes]
+
+
+def one_by_one(operators, given, activation, eps):
+    x, inner, inner_bias, outer, outer_bias, residual, norm_weight, norm_bias = given
+    between, _ = operators.linear(x, inner, inner_bias, None, activation, False)
+    return operators.linear_layer_norm(
+        between, outer, outer_bias, residual, norm_weight, norm_bias, eps
+    )
+
+
+@pytest.mark.parametrize("activation", ["none", "gelu", "gelu_tanh", "relu"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("m", "inner", "k", "n"), SHAPES)
+def test_has_the_bits_of_its_two_products(isa, operators, m, inner, k, n, dtype, activation):
+    given = draw(m, inner, k, n, dtype)
+    for biases in (given[2], given[4]), (None, None):
+        given[2], given[4] = biases
+        y = operators.feed_forward_layer_norm(*given, activation, 1e-5)
+        assert torch.equal(y, one_by_one(operators, given, activation, 1e-5))
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+def test_hidden_states_in_fp32_and_wider_weights(isa, operators, dtype):
+    given = draw(33, 96, 40, 70, dtype)
+    given[5] = torch.randn(33, 70)
+    given[1], given[3] = torch.randn(96, 40), torch.randn(70, 96)
+    y = operators.feed_forward_layer_norm(*given, "gelu", 1e-12)
+    assert y.dtype == torch.float32
+    assert torch.equal(y, one_by_one(operators, given, "gelu", 1e-12))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_keeps_its_bits_in_any_batch(isa, operators, dtype):
+    given = draw(300, 96, 40, 70, dtype)
+    whole = operators.feed_forward_layer_norm(*given, "gelu", 1e-12)
+    for begin, end in ((0, 1), (7, 40), (299, 300), (100, 229)):
+        part = list(given)
+        part[0], part[5] = given[0][begin:end], given[5][begin:end]
+        y = operators.feed_forward_layer_norm(*part, "gelu", 1e-12)
+        assert torch.equal(y, whole[begin:end])
+
+
+def test_not_a_number_stays_in_its_row(isa, operators):
+    """The columns of a panel beyond the last row are computed, and nothing reads them."""
+    for dtype in DTYPES:
+        given = draw(5, 64, 40, 32, dtype)
+        given[0][2] = float("nan")
+        y = operators.feed_forward_layer_norm(*given, "gelu", 1e-12)
+        assert y[2].isnan().all()
+        assert y[[0, 1, 3, 4]].isfinite().all()
+
+
+def test_errors_name_the_argument(operators):
+    given = draw(5, 64, 40, 32, torch.float32)
+
+    def refused(place, tensor, message, error=ValueError):
+        wrong = list(given)
+        wrong[place] = tensor
+        with pytest.raises(error, match=message):
+            operators.feed_forward_layer_norm(*wrong, "gelu", 1e-12)
+
+    refused(1, torch.zeros(64, 41), r"inner: got shape \[64, 41\], allowed: \(N, 40\)")
+    refused(2, torch.zeros(63), r"inner_bias: got shape \[63\]")
+    refused(3, torch.zeros(32, 63), r"weight: got shape \[32, 63\], allowed: \(N, 64\)")
+    refused(5, torch.zeros(5, 31), r"residual: got shape \[5, 31\]")
+    refused(1, torch.zeros(64, 40, dtype=torch.float16), "inner: got dtype Half", TypeError)
+    with pytest.raises(ValueError, match="activation: got 'tanh'"):
+        operators.feed_forward_layer_norm(*given, "tanh", 1e-12)
