@@ -175,6 +175,8 @@ def test_weights_halfway_between_two_numbers_are_packed_as_torch_rounds_them(isa
     for given in (weight, weight.contiguous()):
         y = linear(operators, {"x": x, "weight": given})[0]
         assert torch.equal(y, given.t().bfloat16())
+        # matmul packs the second operand unless its columns are contiguous.
+        assert torch.equal(operators.matmul(x, given.t(), None, x.dtype), y)
 
 
 def test_nan_of_any_bits_stays_nan_when_a_weight_is_packed(isa, operators):
