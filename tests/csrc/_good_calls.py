@@ -124,6 +124,14 @@ def _products(calls: dict[str, list[Call]]) -> None:
             "norm_weight": torch.randn(INNER), "norm_bias": torch.randn(INNER), "eps": 1e-12,
         }
     ]  # fmt: skip
+    calls["feed_forward_layer_norm"] = [
+        {
+            "x": x, "inner": torch.randn(32, H), "inner_bias": torch.randn(32),
+            "outer": torch.randn(INNER, 32), "outer_bias": bias, "residual": y,
+            "norm_weight": torch.randn(INNER), "norm_bias": torch.randn(INNER),
+            "activation": "gelu", "eps": 1e-12,
+        }
+    ]  # fmt: skip
     calls["matmul"] = [{"a": x, "b": torch.randn(H, INNER), "addend": y, "dtype": torch.float32}]
     packed, scale, column_sum, n, _ = _int8_weight(INNER, H)
     calls["int8_linear"] = [

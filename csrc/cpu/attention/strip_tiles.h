@@ -32,8 +32,8 @@ struct StripProduct {
   __attribute__((noinline)) void advance() {
     float* sums = c + panel * kPanel;
     if (step == 0) begin(sums);
-    multiply_step<2, 1>((const char*)(a + step * kStep), 2 * a_row,
-                        b + (panel * steps + step) * kPanelStep, 0);
+    multiply_step<2, 1, Passing::none>((const char*)(a + step * kStep), 2 * a_row,
+                                       b + (panel * steps + step) * kPanelStep, 0);
     if (++step < steps) return;
     store_block<2, 1>(sums, c_row);
     ++panel;

@@ -24,13 +24,29 @@ FASTBERT_INLINE Vec as_stored<F32>(Vec v) {
 struct WidePanel {
   float* words;
 
+  // Stores kLanes columns, the `half` of the panel, of rows k and k + 1.
   template <class To>
-  FASTBERT_INLINE void store_pair(int64_t k, const Vec (&v)[4]) const {
-    for (int i = 0; i < 4; ++i) store(words + k * kPanel + i * kLanes, as_stored<To>(v[i]));
+  FASTBERT_INLINE void store_pair(int64_t k, int half, const Vec (&v)[2]) const {
+    float* p = words + k * kPanel + half * kLanes;
+    for (int i = 0; i < 2; ++i) store(p + i * kPanel, as_stored<To>(v[i]));
   }
 };
 
 #if defined(FASTBERT_LEVEL_DOTS) || defined(FASTBERT_LEVEL_TILES)
+// Returns words with the elements of `even` in their low halves and of `odd` in their high halves,
+// as narrow_normal rounds them.
+FASTBERT_INLINE WordVec narrow_pairs(Vec even, Vec odd) {
+#if defined(FASTBERT_EMULATE)
+  return bits_of(narrow_normal(even)) | bits_of(narrow_normal(odd)) << 16;
+#else
+  using Halves = uint16_t __attribute__((vector_size(64)));
+  const Halves v = (Halves)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even);
+  return (WordVec)__builtin_shufflevector(v, v, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7,
+                                          23, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30,
+                                          15, 31);
+#endif
+}
+
 // The same in pairs of bf16 along k. At levels with tiles, a step has two tiles of 16 pairs.
 struct PairPanel {
 #if defined(FASTBERT_LEVEL_TILES)
@@ -41,31 +57,41 @@ struct PairPanel {
   uint32_t* words;
 
   template <class>
-  FASTBERT_INLINE void store_pair(int64_t k, const Vec (&v)[4]) const {
+  FASTBERT_INLINE void store_pair(int64_t k, int half, const Vec (&v)[2]) const {
     const int64_t pair = k / 2;
-    uint32_t* p = words + pair / kPairs * kPairs * kPanel + pair % kPairs * kPair;
-    for (int half = 0; half < 2; ++half) {
-      const WordVec even = bits_of(narrow_normal(v[half]));
-      const WordVec odd = bits_of(narrow_normal(v[2 + half]));
-      const WordVec both = even | odd << 16;
-      __builtin_memcpy(p + half * kHalf, &both, sizeof(both));
-    }
+    uint32_t* p = words + pair / kPairs * kPairs * kPanel + pair % kPairs * kPair + half * kHalf;
+    const WordVec both = narrow_pairs(v[0], v[1]);
+    __builtin_memcpy(p, &both, sizeof(both));
   }
 };
 #endif
 
-// Writes function(sums + bias) in the format `To`, two rows of sums at a time.
+// Writes function(sums + bias) in the format `To` for kRows rows of sums, an even number, from
+// `row` on. The tile begins at row `first` of the panel.
+template <class To, class Function, int kRows, class Panel>
+FASTBERT_INLINE void pack_rows(const Epilogue& e, const Tile& tile, int row, const Panel& panel,
+                               int64_t first) {
+  Vec v[2 * kRows];
+  for (int half = 0; half < 2; ++half) {
+    for (int i = 0; i < kRows; ++i) {
+      Vec& own = v[half * kRows + i];
+      own = load(tile.sums + (row + i) * tile.stride + half * kLanes);
+      if (e.bias) own += splat(e.bias[tile.row + row + i]);
+    }
+  }
+  Function::apply(v);
+  for (int half = 0; half < 2; ++half) {
+    for (int i = 0; i < kRows; i += 2) {
+      const Vec pair[2] = {v[half * kRows + i], v[half * kRows + i + 1]};
+      panel.template store_pair<To>(first + row + i, half, pair);
+    }
+  }
+}
+
 template <class To, class Function, class Panel>
 FASTBERT_INLINE void pack_pass(const Epilogue& e, const Tile& tile, const Panel& panel) {
   for (int row = 0; row < tile.rows; row += 2) {
-    Vec v[4];
-    for (int i = 0; i < 4; ++i) {
-      const int64_t k = row + i / 2;
-      v[i] = load(tile.sums + k * tile.stride + i % 2 * kLanes);
-      if (e.bias) v[i] += splat(e.bias[tile.row + k]);
-    }
-    Function::apply(v);
-    panel.template store_pair<To>(tile.row + row, v);
+    pack_rows<To, Function, 2>(e, tile, row, panel, tile.row);
   }
 }
 

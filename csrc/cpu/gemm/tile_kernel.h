@@ -5,29 +5,30 @@
 // sequence. The rows of a are read in place if they are aligned, and otherwise from a padded copy.
 //
 // The four products of a step take 64 cycles (Intel's Optimization Reference Manual). They form 2 x
-// 2 tiles of sums from two tiles of a and two of W, each loaded once. These 4 KiB take the
-// second-level cache about the same time and the first-level cache half of it. A task therefore has
-// as many rows as stay in the second-level cache beside two panels. All rows pass a panel before
-// the next panel, which is meanwhile fetched from beyond that cache, so each byte of W is read once
-// per task. With 16 rows or fewer, 1 x 4 tiles of sums take two panels at a time.
+// 2 tiles of sums from two tiles of a and two of W, each loaded once. From the second-level cache
+// alone, these 4 KiB would take twice as long. So one operand, 32 rows or columns of at most 48 KiB
+// at k = 768, stays in the first-level cache while the other one passes it from the second-level
+// cache, and the hint in its loads keeps it from displacing the first one: 1.5 x on a Granite
+// Rapids. What the next pass needs is fetched meanwhile from beyond these caches. If a is a
+// weight, its strips stay and the panels of x pass; otherwise a panel stays and rows pass. With 16
+// rows or fewer, 1 x 4 tiles of sums take two panels at a time.
 //
 // k is never cut: sums stay in tiles from the first step to the last. An element is the sum of its
 // steps in order, for every m, number of threads and place of the row in the batch. No partial sum
 // is stored.
 //
-// The epilogue of a block runs between the steps of the next block. The epilogue uses vector
-// registers and their units while the products use the tiles, and neither waits for the other.
+// The epilogue of a block runs between the steps of the next block (pieces.h).
 
 #pragma once
 
 #include "../isa/tile.h"
 #include "kernel.h"
+#include "pieces.h"
 
 namespace fastbert::cpu::FASTBERT_LEVEL {
 
-constexpr int64_t kBlockBytes = 1152 << 10;  // of a task's rows: over half of L2
+constexpr int64_t kBlockBytes = 1152 << 10;  // of the rows or panels that pass: over half of L2
 constexpr int64_t kMaxStripRows = 1024;      // of a task
-constexpr int64_t kFewTurnedRows = 256;      // of x
 
 // Copies rows of a one after another, with zeros that pad k to whole steps and the rows to whole
 // tiles.
@@ -65,24 +66,35 @@ FASTBERT_INLINE bool lies_in_tiles(const Gemm& g) {
          (uintptr_t)g.a % 64 == 0;
 }
 
+// The operand of a product that passes the other one, which stays in the first-level cache. Its
+// tiles are loaded with the hint that no load will need them again soon, so that they do not
+// displace the other operand, which may fill this cache.
+enum class Passing { none, left, right };
+
+template <int kTile, bool kPasses>
+FASTBERT_INLINE void load_operand(const void* p, int64_t stride) {
+  kPasses ? tile_stream<kTile>(p, stride) : tile_load<kTile>(p, stride);
+}
+
 // Adds one step to a block of kRowTiles x 2 kPanels tiles of sums. The sums are tiles 0 to 3, one
 // row of tiles after another; tiles 4 to 7 are operands.
-template <int kRowTiles, int kPanels>
+template <int kRowTiles, int kPanels, Passing kPassing>
 FASTBERT_INLINE void multiply_step(const char* a, int64_t stride, const char* b, int64_t panel) {
-  tile_load<4>(a, stride);
-  tile_load<6>(b, kStepBytes);
+  constexpr bool kLeft = kPassing == Passing::left, kRight = kPassing == Passing::right;
+  load_operand<4, kLeft>(a, stride);
+  load_operand<6, kRight>(b, kStepBytes);
   tile_product_bf16<0, 4, 6>();
-  tile_load<7>(b + kWeightTile, kStepBytes);
+  load_operand<7, kRight>(b + kWeightTile, kStepBytes);
   tile_product_bf16<1, 4, 7>();
   if constexpr (kRowTiles == 2) {
-    tile_load<5>(a + kMostTileRows * stride, stride);
+    load_operand<5, kLeft>(a + kMostTileRows * stride, stride);
     tile_product_bf16<2, 5, 6>();
     tile_product_bf16<3, 5, 7>();
   }
   if constexpr (kPanels == 2) {
-    tile_load<5>(b + panel, kStepBytes);
+    load_operand<5, kRight>(b + panel, kStepBytes);
     tile_product_bf16<2, 4, 5>();
-    tile_load<6>(b + panel + kWeightTile, kStepBytes);
+    load_operand<6, kRight>(b + panel + kWeightTile, kStepBytes);
     tile_product_bf16<3, 4, 6>();
   }
 }
@@ -97,33 +109,6 @@ FASTBERT_INLINE void store_block(float* sums, int64_t stride) {
     tile_store<3>(next + kLanes, 4 * stride);
   }
 }
-
-// The rows of finished sums that still wait for their epilogue.
-struct Pending {
-  Tile tile = {};
-  const float* unturned = nullptr;  // the block to transpose to tile.sums
-  int part = 4;                     // the next of its four squares
-
-  // Does a part of the work: transposes a square or finishes up to `most` rows.
-  FASTBERT_INLINE void advance(const Gemm& g, int most) {
-    if (part < 4) {
-      turn_part(unturned, kPanel, tile.sums, part++);
-    } else {
-      finish(g, most);
-    }
-  }
-
-  FASTBERT_INLINE void finish(const Gemm& g, int most) {
-    while (part < 4) turn_part(unturned, kPanel, tile.sums, part++);
-    if (tile.rows == 0) return;
-    Tile part = tile;
-    part.rows = tile.rows < most ? tile.rows : most;
-    g.next ? finish_packed(g, part) : finish_tile(g, part);
-    tile.sums += part.rows * tile.stride;
-    tile.row += part.rows;
-    tile.rows -= part.rows;
-  }
-};
 
 // The next data to prefetch from beyond the second-level cache: `lines` of W in each step, and the
 // next rows of a if no block has read them yet.
@@ -150,10 +135,10 @@ struct TileTask {
   const char *a, *tail;  // whole strips, and the padded rows after them
   int64_t a_stride;      // bytes
   float* sums;           // of a block
-  Pending pending;
+  Pieces pending;        // of the block before
 };
 
-template <int kRowTiles, int kPanels>
+template <int kRowTiles, int kPanels, Passing kPassing>
 __attribute__((noinline)) void multiply_block(TileTask& t, int64_t strip, int64_t panel,
                                               const Ahead& ahead) {
   const int64_t steps = t.steps, panel_bytes = steps * kPanelStep;
@@ -161,12 +146,9 @@ __attribute__((noinline)) void multiply_block(TileTask& t, int64_t strip, int64_
   const char* a = whole || !t.tail ? t.a + strip * kStrip * t.a_stride : t.tail;
   const int64_t a_stride = whole || !t.tail ? t.a_stride : steps * kStepBytes;
   const char* b = (const char*)t.g.packed + (t.column / kPanel + panel) * panel_bytes;
-  // The first four steps transpose.
-  const int64_t finishing = t.g.turned && steps > 8 ? steps - 4 : steps;
-  const int one_more = (int)(kStrip / (finishing + 1)) + 1;
-  const int rows_per_step = t.g.next ? one_more + one_more % 2 : one_more;
-  // A copy in registers: a read from memory would wait for the stores of the epilogue.
-  Pending pending = t.pending;
+  const Pieces pending = t.pending;
+  int64_t due = 0;
+  int done = 0;
   tile_zero<0>();
   tile_zero<1>();
   tile_zero<2>();
@@ -175,8 +157,11 @@ __attribute__((noinline)) void multiply_block(TileTask& t, int64_t strip, int64_
   [[maybe_unused]] const int64_t near =
       tile_schedule == TileSchedule::fetched ? steps - kNearSteps : 0;
   for (int64_t step = 0; step < steps; ++step) {
-    multiply_step<kRowTiles, kPanels>(a + step * kStepBytes, a_stride, b + step * kPanelStep,
-                                      panel_bytes);
+    multiply_step<kRowTiles, kPanels, kPassing>(a + step * kStepBytes, a_stride,
+                                                b + step * kPanelStep, panel_bytes);
+    for (due += pending.count; due >= steps; due -= steps) {
+      pending.piece(t.g, pending.tile, done++);
+    }
     if constexpr (kPanels == 1) {
       if (step < near) {
         fetch_near<kRowTiles * kMostTileRows>(a + (step + kNearSteps) * kStepBytes, a_stride);
@@ -188,32 +173,29 @@ __attribute__((noinline)) void multiply_block(TileTask& t, int64_t strip, int64_
     if (ahead.a) {
       for (int i = 0; i < ahead.a_rows; ++i) fetch(ahead.a + i * a_stride + step * kStepBytes);
     }
-    pending.advance(t.g, rows_per_step);
   }
-  pending.finish(t.g, kStrip);
   const int64_t row = strip * kStrip, column = panel * kPanel;
-  float* sums = t.sums;
   constexpr int64_t stride = kPanels * kPanel;
-  store_block<kRowTiles, kPanels>(sums, stride);
-  if (t.g.turned && !t.g.next) {
-    t.pending = {{sums + kStrip * kPanel, kPanel, t.column + column, t.row + row,
-                  clamp_count(t.columns - column, kPanel), clamp_count(t.rows - row, kStrip)},
-                 sums,
-                 0};
-    return;
-  }
-  t.pending.tile = {sums,
-                    stride,
-                    t.row + row,
-                    t.column + column,
-                    clamp_count(t.rows - row, kRowTiles * kMostTileRows),
-                    clamp_count(t.columns - column, kPanels * kPanel)};
+  store_block<kRowTiles, kPanels>(t.sums, stride);
+  const Tile tile = {t.sums,
+                     stride,
+                     t.row + row,
+                     t.column + column,
+                     clamp_count(t.rows - row, kRowTiles * kMostTileRows),
+                     clamp_count(t.columns - column, kPanels * kPanel)};
+  t.pending = t.g.turned ? turned_pieces(t.g, tile) : row_pieces(tile);
 }
 
+FASTBERT_INLINE void finish_pending(const TileTask& t) {
+  for (int i = 0; i < t.pending.count; ++i) t.pending.piece(t.g, t.pending.tile, i);
+}
+
+// All strips of a task pass a panel before the next panel.
 FASTBERT_INLINE void multiply_blocks(TileTask& t) {
+  constexpr auto kPassing = Passing::left;
   const int64_t panels = panels_of(t.columns), strips = (t.rows + kStrip - 1) / kStrip;
   const int64_t panel_bytes = t.steps * kPanelStep;
-  const int64_t width = t.rows <= kMostTileRows && !t.g.turned ? 2 : 1;
+  const int64_t width = t.rows <= kMostTileRows ? 2 : 1;
   const char* b = (const char*)t.g.packed + t.column / kPanel * panel_bytes;
   for (int64_t panel = 0; panel < panels; panel += width) {
     const bool last = panel + width >= panels;
@@ -225,22 +207,20 @@ FASTBERT_INLINE void multiply_blocks(TileTask& t) {
       const Ahead ahead = {next, lines,
                            first_pass ? t.a + (strip + 1) * kStrip * t.a_stride : nullptr};
       if (rows > kMostTileRows) {
-        multiply_block<2, 1>(t, strip, panel, ahead);
+        multiply_block<2, 1, kPassing>(t, strip, panel, ahead);
       } else if (width == 2 && panel + 1 < panels) {
-        multiply_block<1, 2>(t, strip, panel, ahead);
+        multiply_block<1, 2, kPassing>(t, strip, panel, ahead);
       } else {
-        multiply_block<1, 1>(t, strip, panel, ahead);
+        multiply_block<1, 1, kPassing>(t, strip, panel, ahead);
       }
     }
   }
-  t.pending.finish(t.g, kStrip);
+  finish_pending(t);
 }
 
-// Returns whether the panels of x are so few that every strip of W should pass all of them.
-FASTBERT_INLINE bool few_panels(const Gemm& g) { return g.turned && g.m <= kFewTurnedRows; }
-
-// The order of loops for a product turned with few rows: all panels of x, which stay in the
-// second-level cache, pass a strip of W while the next strip is fetched.
+// All panels of x pass a strip of W while the next strip is fetched. A single panel does not pass
+// (Passing::none): it and W share the first-level cache, which no hint made faster.
+template <Passing kPassing>
 FASTBERT_INLINE void multiply_turned(TileTask& t) {
   const int64_t panels = panels_of(t.columns), strips = (t.rows + kStrip - 1) / kStrip;
   for (int64_t strip = 0; strip < strips; ++strip) {
@@ -251,13 +231,13 @@ FASTBERT_INLINE void multiply_turned(TileTask& t) {
       Ahead ahead = {nullptr, 0, rows >= 2 * kStrip ? next + begin * t.a_stride : nullptr,
                      (int)(end - begin)};
       if (rows > kMostTileRows) {
-        multiply_block<2, 1>(t, strip, panel, ahead);
+        multiply_block<2, 1, kPassing>(t, strip, panel, ahead);
       } else {
-        multiply_block<1, 1>(t, strip, panel, ahead);
+        multiply_block<1, 1, kPassing>(t, strip, panel, ahead);
       }
     }
   }
-  t.pending.finish(t.g, kStrip);
+  finish_pending(t);
 }
 
 // The scratch memory of a task holds the rows of a that are copied, then the sums.
@@ -282,10 +262,12 @@ inline void run_tile_task(const Gemm& g, int64_t row, int64_t column, int64_t ro
     if (tail) pack_left(g, row + rows - tail, tail, scratch);
   }
   configure_tiles();
-  if (few_panels(g)) {
-    multiply_turned(t);
-  } else {
+  if (!g.turned) {
     multiply_blocks(t);
+  } else if (columns > kPanel) {
+    multiply_turned<Passing::right>(t);
+  } else {
+    multiply_turned<Passing::none>(t);
   }
   tile_release();
 }
@@ -318,7 +300,7 @@ inline GemmPlan turned_tile_plan(const Gemm& g, int threads) {
 // products, and the rows and columns that each task reads from beyond the second-level cache. Half
 // of this reading overlaps with products.
 inline GemmPlan tile_plan(const Gemm& g, int threads) {
-  if (few_panels(g)) return turned_tile_plan(g, threads);
+  if (g.turned) return turned_tile_plan(g, threads);
   const int64_t steps = steps_of(g.k), row_bytes = steps * kStepBytes;
   const int64_t left = left_rows(g), right = right_rows(g);
   const int64_t strips = (left + kStrip - 1) / kStrip, panels = panels_of(right);
