@@ -90,7 +90,8 @@ def test_errors_name_the_argument(operators):
 
     refused(1, torch.zeros(64, 41), r"inner: got shape \[64, 41\], allowed: \(N, 40\)")
     refused(2, torch.zeros(63), r"inner_bias: got shape \[63\]")
-    refused(3, torch.zeros(32, 63), r"weight: got shape \[32, 63\], allowed: \(N, 64\)")
+    refused(3, torch.zeros(32, 63), r"outer: got shape \[32, 63\], allowed: \(N, 64\)")
+    refused(4, torch.zeros(31), r"outer_bias: got shape \[31\], allowed: \(32,\)")
     refused(5, torch.zeros(5, 31), r"residual: got shape \[5, 31\]")
     refused(1, torch.zeros(64, 40, dtype=torch.float16), "inner: got dtype Half", TypeError)
     with pytest.raises(ValueError, match="activation: got 'tanh'"):

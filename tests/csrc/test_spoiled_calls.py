@@ -96,7 +96,11 @@ HARMLESS = (
     (r"unpad_indices/.*|any_outside/0", r"mask|index", f"{CONTENT}|{INTEGER}|size .*"),
     (r"any_outside/0", r"index", r"rank.*|empty"),
     # These are options, and optional arguments that are absent. torch takes any object for a bool.
-    (r".*", r"addend|bias|dbias|mask|residual|x_bias|ignored|heads|rows|cu_seqlens", r"None"),
+    (
+        r".*",
+        r"addend|bias|(inner|outer)_bias|dbias|mask|residual|x_bias|ignored|heads|rows|cu_seqlens",
+        r"None",
+    ),
     (r".*", r"all_states|has_bias|inverse|recompute|save|sum_rows|pre_norm", r"1\.5|None|not"),
     # A parameter without elements is absent.
     (r"(encoder|bert)/.*", r"parameters", r"size 0 of dimension 0|empty"),
@@ -130,9 +134,13 @@ HARMLESS = (
     (r"encoder/3", r"rotations|windows", r"no tensor|\[\]"),
     # Parameters may have any floating dtype. An operand that no other operand has to match may
     # change its dtype and its number of rows.
-    (r".*", r"bias|biases|x_bias|weight|norm_weight|norm_bias|dloss|parameters", FLOATING),
     (
-        r".*_forward/.*|matmul/0|rotary/0|int8_linear/0|linear_(of_parts|layer_norm)/0",
+        r".*",
+        r"bias|biases|(x|inner|outer)_bias|weight|norm_weight|norm_bias|dloss|parameters",
+        FLOATING,
+    ),
+    (
+        r".*_forward/.*|matmul/0|rotary/0|int8_linear/0|linear_of_parts/0|\w+_layer_norm/0",
         r"[xha]",
         FLOATING,
     ),

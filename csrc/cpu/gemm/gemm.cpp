@@ -160,13 +160,15 @@ bool packs_weight(const at::Tensor& x, const at::Tensor& weight) {
 // The product of x with a weight, which is summed with a residual and normalised.
 class NormedProduct {
  public:
-  // Takes the arguments of `linear_layer_norm` and checks them.
+  // Takes the arguments of `linear_layer_norm` and checks them. Errors name the weight and the bias
+  // as the caller does.
   NormedProduct(const at::Tensor& x, const at::Tensor& weight, const OptionalTensor& bias,
                 const at::Tensor& residual, const at::Tensor& norm_weight,
-                const at::Tensor& norm_bias, double eps)
+                const at::Tensor& norm_bias, double eps, const char* weight_name = "weight",
+                const char* bias_name = "bias")
       : weight_(weight), m_(x.size(0)), n_(weight.size(0)), x_size_(x.element_size()) {
-    check_weight(weight, x);
-    if (bias) check_vector("bias", *bias, x, n_);
+    check_weight(weight, x, weight_name);
+    if (bias) check_vector(bias_name, *bias, x, n_);
     const bool wide = residual.scalar_type() == at::kFloat;
     check_summand("residual", residual, x, m_, n_, wide ? at::kFloat : x.scalar_type());
     check_vector("norm_weight", norm_weight, x, n_);
@@ -246,6 +248,18 @@ class NormedProduct {
   RowNorm norm_;
 };
 
+// Packs x and computes the product.
+at::Tensor normed_product(const at::Tensor& x, NormedProduct normed) {
+  if (x.size(0) == 0) return normed.y;
+  const Kernels& k = kernels();
+  const RightOperand right(k, x);
+  const int threads = threads_for(normed.work());
+  std::vector<Phase> phases = {packing_of(k, right.packing)};
+  normed.add_to(phases, k, right, threads);
+  run(phases, threads);
+  return normed.y;
+}
+
 // Copies of the biases in fp32, which are as long as their weights have rows; or nothing.
 std::vector<OptionalTensor> biases_of(at::TensorList biases, at::TensorList weights,
                                       const at::Tensor& x) {
@@ -323,15 +337,7 @@ at::Tensor linear_layer_norm(const at::Tensor& x, const at::Tensor& weight,
                              const at::Tensor& norm_weight, const at::Tensor& norm_bias,
                              double eps) {
   check_matrix("x", x);
-  NormedProduct normed(x, weight, bias, residual, norm_weight, norm_bias, eps);
-  if (x.size(0) == 0) return normed.y;
-  const Kernels& k = kernels();
-  const RightOperand right(k, x);
-  const int threads = threads_for(normed.work());
-  std::vector<Phase> phases = {packing_of(k, right.packing)};
-  normed.add_to(phases, k, right, threads);
-  run(phases, threads);
-  return normed.y;
+  return normed_product(x, {x, weight, bias, residual, norm_weight, norm_bias, eps});
 }
 
 at::Tensor feed_forward_layer_norm(const at::Tensor& x, const at::Tensor& inner,
@@ -342,19 +348,22 @@ at::Tensor feed_forward_layer_norm(const at::Tensor& x, const at::Tensor& inner,
   check_matrix("x", x);
   check_weight(inner, x, "inner");
   const int64_t m = x.size(0), n = inner.size(0);
+  if (inner_bias_in) check_vector("inner_bias", *inner_bias_in, x, n);
+  const auto normed_of = [&](const at::Tensor& activations) {
+    return NormedProduct(activations, outer, outer_bias, residual, norm_weight, norm_bias, eps,
+                         "outer", "outer_bias");
+  };
   if (n % kNormUnit != 0) {
     // Only whole panels of rows of `inner` can go from one product to the next.
     const auto between =
         std::get<0>(linear(x, inner, inner_bias_in, std::nullopt, activation, false));
-    return linear_layer_norm(between, outer, outer_bias, residual, norm_weight, norm_bias, eps);
+    return normed_product(between, normed_of(between));
   }
-  if (inner_bias_in) check_vector("inner_bias", *inner_bias_in, x, n);
   const auto inner_bias = as_float(inner_bias_in);
   const Activation function = epilogue_activation(activation);
   // A tensor of one element stands for the activations in the checks, because only panels hold
   // them.
-  NormedProduct normed(empty({1, 1}, x.options()).expand({m, n}), outer, outer_bias, residual,
-                       norm_weight, norm_bias, eps);
+  NormedProduct normed = normed_of(empty({1, 1}, x.options()).expand({m, n}));
   if (m == 0) return normed.y;
   const Kernels& k = kernels();
   const RightOperand right(k, x), activations(k, m, n, k.right_format(format_of(x)));
