@@ -71,8 +71,10 @@ void int8_gemm_tiles(const Int8Gemm& p, const Int8Block& block) {
   TileShapes shapes;
   for (int tile = 0; tile < 8; ++tile) shapes.set(tile, kMostTileRows, kMostTileBytes);
   tile_configure(shapes);
-  const bool overlaps = tile_schedule != TileSchedule::in_turn;
   const int64_t steps = p.depth / kMostTileBytes, most = kBlockRows / (steps + 1) + 1;
+  // The products of fewer steps end long before the epilogue beside them.
+  constexpr int64_t kFewestSteps = 8;
+  const bool overlaps = tile_schedule != TileSchedule::in_turn && steps >= kFewestSteps;
   PendingRows pending;
   for (int64_t panel = block.panel_begin; panel < block.panel_end; panel += 2) {
     const int64_t begin = panel * kLanes;

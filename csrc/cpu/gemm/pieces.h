@@ -1,7 +1,7 @@
 // The epilogue of a block of sums in pieces, which run between the products of the next block.
 //
 // A step of four tile products takes 64 cycles, in which about 64 instructions on registers of 64
-// bytes run beside it for nothing. On a Granite Rapids, all that goes beyond takes its whole time.
+// bytes run beside it for nothing. On a Xeon with AMX, all that goes beyond takes its whole time.
 // So the epilogues that a model needs are as short as possible: they work on the sums as they lie,
 // they transpose pairs of bf16 instead of sums, and they fetch the lines of the result before they
 // store to them.

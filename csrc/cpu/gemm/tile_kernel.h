@@ -8,8 +8,8 @@
 // 2 tiles of sums from two tiles of a and two of W, each loaded once. From the second-level cache
 // alone, these 4 KiB would take twice as long. So one operand, 32 rows or columns of at most 48 KiB
 // at k = 768, stays in the first-level cache while the other one passes it from the second-level
-// cache, and the hint in its loads keeps it from displacing the first one: 1.5 x on a Granite
-// Rapids. What the next pass needs is fetched meanwhile from beyond these caches. If a is a
+// cache, and the hint in its loads keeps it from displacing the first one: 1.5 x on a Xeon
+// with AMX. What the next pass needs is fetched meanwhile from beyond these caches. If a is a
 // weight, its strips stay and the panels of x pass; otherwise a panel stays and rows pass. With 16
 // rows or fewer, 1 x 4 tiles of sums take two panels at a time.
 //
