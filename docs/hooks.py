@@ -22,7 +22,7 @@ from fastbert.ops.backend import ORDER, TABLES, Implementation, Request, dtype_n
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-MACHINES = {"2026-11-24-zen4-2-cores": "Zen 4", "2026-11-22-xeon-amx-2-cores": "Xeon AMX"}
+MACHINES = {"2026-11-24-zen4-2-cores": "Zen 4", "2026-11-25-xeon-amx-2-cores": "Xeon AMX"}
 CALL = re.compile(r"^\{\{ (\w+)(.*) \}\}$", re.MULTILINE)
 BACKENDS = ("reference", "triton", "cpu", "cuda")
 
