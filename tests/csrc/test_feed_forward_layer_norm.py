@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
+
+from fastbert import reference
+from fastbert.testing.compare import assert_close
+from fastbert.testing.yardstick import Yardstick
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # The rows of x are around the registers, the panels and the limits of tasks; 97 rows and more are
@@ -46,6 +51,29 @@ def test_has_the_bits_of_its_two_products(isa, operators, m, inner, k, n, dtype,
         given[2], given[4] = biases
         y = operators.feed_forward_layer_norm(*given, activation, 1e-5)
         assert torch.equal(y, one_by_one(operators, given, activation, 1e-5))
+
+
+def solve(given, activation, dtype):
+    """Return the result of plain PyTorch in ``dtype``; the sums of the norm are at least fp32."""
+    x, inner, inner_bias, outer, *rest = (t.to(dtype) for t in given)
+    between = F.linear(x, inner, inner_bias)
+    if activation != "none":
+        between = reference.activate(between, activation)
+    wide = torch.promote_types(dtype, torch.float32)
+    outer_bias, residual, norm_weight, norm_bias = (t.to(wide) for t in rest)
+    y = F.linear(between.to(wide), outer.to(wide), outer_bias) + residual
+    return F.layer_norm(y, y.shape[1:], norm_weight, norm_bias, 1e-5).to(dtype)
+
+
+@pytest.mark.parametrize("activation", ["none", "gelu", "gelu_tanh", "relu"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("m", "inner", "k", "n"), SHAPES[2:8])
+def test_agrees_with_float64(isa, operators, m, inner, k, n, dtype, activation):
+    """Both products may write pairs by the same function, so their bits alone prove nothing."""
+    given = draw(m, inner, k, n, dtype)
+    y = operators.feed_forward_layer_norm(*given, activation, 1e-5)
+    yardstick = Yardstick(lambda: solve(given, activation, dtype))
+    assert_close("feed-forward", y, solve(given, activation, torch.float64), yardstick)
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:])

@@ -55,7 +55,6 @@ FASTBERT_INLINE void int8_tile_sums(const Int8Gemm& p, const uint8_t* q, const i
     }
     pending.finish(p, most);
   }
-  pending.finish(p, 2 * kMostTileRows);
   constexpr int64_t kWidth = 2 * kLanes;
   tile_store<0>(sums, kWidth * 4);
   tile_store<1>(sums + kLanes, kWidth * 4);
@@ -71,7 +70,7 @@ void int8_gemm_tiles(const Int8Gemm& p, const Int8Block& block) {
   TileShapes shapes;
   for (int tile = 0; tile < 8; ++tile) shapes.set(tile, kMostTileRows, kMostTileBytes);
   tile_configure(shapes);
-  const int64_t steps = p.depth / kMostTileBytes, most = kBlockRows / (steps + 1) + 1;
+  const int64_t steps = p.depth / kMostTileBytes, most = (kBlockRows + steps - 1) / steps;
   // The products of fewer steps end long before the epilogue beside them.
   constexpr int64_t kFewestSteps = 8;
   const bool overlaps = tile_schedule != TileSchedule::in_turn && steps >= kFewestSteps;
