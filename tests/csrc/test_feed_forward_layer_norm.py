@@ -11,6 +11,7 @@ from fastbert.testing.compare import assert_close
 from fastbert.testing.yardstick import Yardstick
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ACTIVATIONS = ("none", "gelu", "gelu_tanh", "relu")
 # The rows of x are around the registers, the panels and the limits of tasks; 97 rows and more are
 # normalised by whole rows. 64, 96, 416 and 1,536 activations go from product to product, and 40 and
 # 63 are no whole panels.
@@ -42,7 +43,7 @@ def one_by_one(operators, given, activation, eps):
     )
 
 
-@pytest.mark.parametrize("activation", ["none", "gelu", "gelu_tanh", "relu"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("m", "inner", "k", "n"), SHAPES)
 def test_has_the_bits_of_its_two_products(isa, operators, m, inner, k, n, dtype, activation):
@@ -65,7 +66,7 @@ def solve(given, activation, dtype):
     return F.layer_norm(y, y.shape[1:], norm_weight, norm_bias, 1e-5).to(dtype)
 
 
-@pytest.mark.parametrize("activation", ["none", "gelu", "gelu_tanh", "relu"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("m", "inner", "k", "n"), SHAPES[2:8])
 def test_agrees_with_float64(isa, operators, m, inner, k, n, dtype, activation):

@@ -441,18 +441,18 @@ GEMM = (
 
 GEMM_EPILOGUE = (
     Fault(
-        "bias_forgotten_before_relu",
+        "bias_forgotten_before_an_activation",
         "cpu_gemm",
         f"{CPU}/gemm/epilogue.h",
-        "pass<F32, To, Each<Relu>>(tile, bias, {}, out)",
-        "pass<F32, To, Each<Relu>>(tile, nullptr, {}, out)",
+        "pass<F32, To, decltype(function)>(tile, bias, {}, out)",
+        "pass<F32, To, decltype(function)>(tile, nullptr, {}, out)",
     ),
     Fault(
         "tanh_form_takes_the_exact_gelu",
         "cpu_gemm",
         f"{CPU}/gemm/epilogue.h",
-        "pass<F32, To, Each<GeluTanh>>",
-        "pass<F32, To, Each<Gelu>>",
+        "return body(Each<GeluTanh>{});",
+        "return body(Each<Gelu>{});",
     ),
     Fault(
         "bias_added_twice_before_a_residual",
@@ -489,15 +489,15 @@ GEMM_PAIRS = (
         "a_block_is_finished_before_all_its_squares_are_turned",
         "cpu_gemm_tiles",
         f"{CPU}/gemm/pieces.h",
-        "constexpr int kSquares = 4;",
-        "constexpr int kSquares = 3;",
+        "constexpr int kSumSquares = 4,",
+        "constexpr int kSumSquares = 3,",
     ),
     Fault(
         "last_rows_of_a_turned_block_are_left_out",
         "cpu_gemm_tiles",
         f"{CPU}/gemm/pieces.h",
-        "4 + (tile.columns + kPieceRows - 1) / kPieceRows",
-        "4 + tile.columns / kPieceRows",
+        "return (int)quotient_up(rows, kPieceRows);",
+        "return rows / kPieceRows;",
     ),
     Fault(
         "residual_is_left_out_of_a_result_in_pairs",
@@ -530,9 +530,9 @@ GEMM_PAIRS = (
     Fault(
         "relu_is_left_out_of_a_result_in_pairs",
         "cpu_gemm_tiles",
-        f"{CPU}/gemm/pieces.h",
-        "pair_pieces<Each<Relu>>",
-        "pair_pieces<Same>",
+        f"{CPU}/gemm/epilogue.h",
+        "return body(Each<Relu>{});",
+        "return body(Same{});",
     ),
     Fault(
         "wide_weights_are_loaded_in_place",

@@ -107,22 +107,30 @@ FASTBERT_INLINE void pass(const Tile& tile, const float* bias,
   Pass<From, To, Function>{tile, bias, residual, out}.run();
 }
 
-template <class To>
-FASTBERT_INLINE void activate(Activation activation, const Tile& tile, const float* bias,
-                              Place<typename To::Storage*> out) {
+// Calls body(function) with the type of the activation of a result in the format `To`.
+template <class To, class Body>
+FASTBERT_INLINE void with_activation(Activation activation, Body body) {
   switch (activation) {
     case Activation::none:
-      return pass<F32, To, Same>(tile, bias, {}, out);
+      return body(Same{});
     case Activation::gelu:
-      return pass<F32, To, GeluTo<To>>(tile, bias, {}, out);
+      return body(GeluTo<To>{});
     case Activation::gelu_tanh:
-      return pass<F32, To, Each<GeluTanh>>(tile, bias, {}, out);
+      return body(Each<GeluTanh>{});
     case Activation::relu:
-      return pass<F32, To, Each<Relu>>(tile, bias, {}, out);
+      return body(Each<Relu>{});
     case Activation::geglu:  // Gated activations need whole rows: rows/activation_kernel.h.
     case Activation::swiglu:
       __builtin_unreachable();
   }
+}
+
+template <class To>
+FASTBERT_INLINE void activate(Activation activation, const Tile& tile, const float* bias,
+                              Place<typename To::Storage*> out) {
+  with_activation<To>(activation, [&](auto function) __attribute__((always_inline)) {
+    pass<F32, To, decltype(function)>(tile, bias, {}, out);
+  });
 }
 
 template <class To>

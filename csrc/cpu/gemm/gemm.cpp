@@ -27,8 +27,9 @@ void check_weight(const at::Tensor& weight, const at::Tensor& x, const char* nam
 constexpr int64_t kProductGrain = 400'000;
 
 // The rows of a task that normalises rows are a multiple of the columns of every level's panels.
-// The rows of a task and their sums stay in the second-level cache, unless the task has few rows.
-constexpr int64_t kNormUnit = 32, kFewNormUnits = 4, kNormBytes = 1280 << 10;
+// Its packed rows of x and its sums fit a second-level cache of 1 MiB, unless the task has few
+// rows.
+constexpr int64_t kNormUnit = 32, kFewNormUnits = 4, kNormBytes = 896 << 10;
 
 // The rows of x, packed in `format` as the right operand of products. Nothing is kept after a call.
 struct RightOperand {
@@ -166,7 +167,7 @@ class NormedProduct {
                 const at::Tensor& residual, const at::Tensor& norm_weight,
                 const at::Tensor& norm_bias, double eps, const char* weight_name = "weight",
                 const char* bias_name = "bias")
-      : weight_(weight), m_(x.size(0)), n_(weight.size(0)), x_size_(x.element_size()) {
+      : weight_(weight), m_(x.size(0)), n_(weight.size(0)) {
     check_weight(weight, x, weight_name);
     if (bias) check_vector(bias_name, *bias, x, n_);
     const bool wide = residual.scalar_type() == at::kFloat;
@@ -214,11 +215,10 @@ class NormedProduct {
 
   // Otherwise each task computes and normalises whole rows, whose sums are its scratch memory.
   Phase whole_rows(const Kernels& k, int threads) const {
-    const int64_t row_bytes = gemm_.k * x_size_ + n_ * (int64_t)sizeof(float);
+    const int64_t unit_bytes = k.packed_bytes(gemm_.packed_format, kNormUnit, gemm_.k) +
+                               kNormUnit * n_ * (int64_t)sizeof(float);
     int64_t units = (m_ / threads + kNormUnit - 1) / kNormUnit;
-    while (units > kFewNormUnits && units * kNormUnit * row_bytes > kNormBytes) {
-      units = (units + 1) / 2;
-    }
+    while (units > kFewNormUnits && units * unit_bytes > kNormBytes) units = (units + 1) / 2;
     const int64_t rows = units * kNormUnit, blocks = (m_ + rows - 1) / rows;
     const int64_t residual_size = residual_->element_size(), y_size = y.element_size();
     return {blocks, [this, &k, rows, residual_size, y_size](int64_t block) {
@@ -241,7 +241,7 @@ class NormedProduct {
   }
 
   const at::Tensor weight_;
-  const int64_t m_, n_, x_size_;
+  const int64_t m_, n_;
   OptionalTensor bias_, residual_, norm_weight_, norm_bias_;
   at::Tensor sums_;
   Gemm gemm_;

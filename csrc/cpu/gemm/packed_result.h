@@ -97,29 +97,23 @@ FASTBERT_INLINE void pack_pass(const Epilogue& e, const Tile& tile, const Panel&
 
 template <class To, class Panel>
 FASTBERT_INLINE void activate_packed(const Epilogue& e, const Tile& tile, const Panel& panel) {
-  switch (e.activation) {
-    case Activation::none:
-      return pack_pass<To, Same>(e, tile, panel);
-    case Activation::gelu:
-      return pack_pass<To, GeluTo<To>>(e, tile, panel);
-    case Activation::gelu_tanh:
-      return pack_pass<To, Each<GeluTanh>>(e, tile, panel);
-    case Activation::relu:
-      return pack_pass<To, Each<Relu>>(e, tile, panel);
-    case Activation::geglu:  // Gated activations need whole rows.
-    case Activation::swiglu:
-      __builtin_unreachable();
-  }
+  with_activation<To>(e.activation, [&](auto function) __attribute__((always_inline)) {
+    pack_pass<To, decltype(function)>(e, tile, panel);
+  });
 }
+
+#if defined(FASTBERT_LEVEL_DOTS) || defined(FASTBERT_LEVEL_TILES)
+// Returns the panel of the next product to which the columns of the tile belong.
+FASTBERT_INLINE PairPanel next_pairs(const Epilogue& e, const Tile& tile) {
+  return {(uint32_t*)e.next + tile.column * (e.n / 2)};
+}
+#endif
 
 // Finishes a tile of a panel's width and an even number of rows, which are columns of the result.
 // The columns of the tile are rows of the result; columns beyond the last row are never read.
 __attribute__((noinline)) void finish_packed(const Epilogue& e, const Tile& tile) {
-#if defined(FASTBERT_LEVEL_DOTS) || defined(FASTBERT_LEVEL_TILES)
-  if (e.next_format == Format::bf16) {
-    const PairPanel panel = {(uint32_t*)e.next + tile.column * (e.n / 2)};
-    return activate_packed<BF16>(e, tile, panel);
-  }
+#if defined(FASTBERT_LEVEL_DOTS)  // pieces.h finishes pairs at a level with tiles.
+  if (e.next_format == Format::bf16) return activate_packed<BF16>(e, tile, next_pairs(e, tile));
 #endif
   const WidePanel panel = {(float*)e.next + tile.column * e.n};
   with_format(e.out_format, [&](auto type) __attribute__((always_inline)) {

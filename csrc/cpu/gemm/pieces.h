@@ -9,6 +9,7 @@
 #pragma once
 
 #include "packed_result.h"
+#include "tasks.h"
 
 namespace fastbert::cpu::FASTBERT_LEVEL {
 
@@ -22,6 +23,10 @@ struct Pieces {
 };
 
 constexpr int kPieceRows = 4, kTilePieces = kPanel / kPieceRows;
+// The squares of registers in a tile of sums, and in its pairs.
+constexpr int kSumSquares = 4, kPairSquares = 2;
+
+FASTBERT_INLINE int pieces_of(int rows) { return (int)quotient_up(rows, kPieceRows); }
 
 // Finishes rows of sums that lie as the result does.
 __attribute__((noinline)) void finish_rows(const Gemm& g, const Tile& tile, int i) {
@@ -32,17 +37,15 @@ __attribute__((noinline)) void finish_rows(const Gemm& g, const Tile& tile, int 
 
 // Transposes the sums, then finishes rows of the result.
 __attribute__((noinline)) void finish_turned_rows(const Gemm& g, const Tile& tile, int i) {
-  constexpr int kSquares = 4;
   float* turned = tile.sums + kPanel * kPanel;
-  if (i < kSquares) return turn_part(tile.sums, kPanel, turned, i);
-  finish_rows(g, {turned, kPanel, tile.column, tile.row, tile.columns, tile.rows}, i - kSquares);
+  if (i < kSumSquares) return turn_part(tile.sums, kPanel, turned, i);
+  finish_rows(g, {turned, kPanel, tile.column, tile.row, tile.columns, tile.rows}, i - kSumSquares);
 }
 
 // Finishes rows of sums to the panels of the next product.
 template <class Function>
 __attribute__((noinline)) void finish_pairs(const Gemm& g, const Tile& tile, int i) {
-  const PairPanel panel = {(uint32_t*)g.next + tile.column * (g.n / 2)};
-  pack_rows<BF16, Function, kPieceRows>(g, tile, kPieceRows * i, panel, tile.row);
+  pack_rows<BF16, Function, kPieceRows>(g, tile, kPieceRows * i, next_pairs(g, tile), tile.row);
 }
 
 // Finishes rows of sums to pairs in bf16, then transposes these to rows of the result.
@@ -66,33 +69,23 @@ __attribute__((noinline)) void finish_turned_pairs(const Gemm& g, const Tile& ti
 }
 
 // Returns the pieces for a tile whose rows belong to rows of the result.
-inline Pieces row_pieces(const Tile& tile) {
-  return {tile, finish_rows, (tile.rows + kPieceRows - 1) / kPieceRows};
-}
+inline Pieces row_pieces(const Tile& tile) { return {tile, finish_rows, pieces_of(tile.rows)}; }
 
 template <class Function>
 FASTBERT_INLINE Pieces pair_pieces(const Gemm& g, const Tile& tile) {
   if (g.next) return {tile, finish_pairs<Function>, kTilePieces};
-  return {tile, finish_turned_pairs<Function>, kTilePieces + 2};
+  return {tile, finish_turned_pairs<Function>, kTilePieces + kPairSquares};
 }
 
 // Returns the pieces for a tile whose rows belong to columns of the result.
 inline Pieces turned_pieces(const Gemm& g, const Tile& tile) {
   const bool pairs =
       g.out_format == Format::bf16 && !g.residual.data && !g.pre_activation && tile.rows == kPanel;
-  if (!g.next && !pairs) {
-    return {tile, finish_turned_rows, 4 + (tile.columns + kPieceRows - 1) / kPieceRows};
-  }
-  switch (g.activation) {
-    case Activation::gelu:
-      return pair_pieces<GeluTo<BF16>>(g, tile);
-    case Activation::gelu_tanh:
-      return pair_pieces<Each<GeluTanh>>(g, tile);
-    case Activation::relu:
-      return pair_pieces<Each<Relu>>(g, tile);
-    default:
-      return pair_pieces<Same>(g, tile);
-  }
+  if (!g.next && !pairs) return {tile, finish_turned_rows, kSumSquares + pieces_of(tile.columns)};
+  Pieces pieces;
+  with_activation<BF16>(g.activation,
+                        [&](auto function) { pieces = pair_pieces<decltype(function)>(g, tile); });
+  return pieces;
 }
 
 }  // namespace fastbert::cpu::FASTBERT_LEVEL
