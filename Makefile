@@ -11,22 +11,23 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 SAY := @echo "fastbert:"
 SOURCES := setup.py $(shell find csrc -type f 2>/dev/null)
 
-.PHONY: help setup demo test every-case test-processors test-viewer viewer ahead-of-time emulate calibrate mutate mutate-viewer sanitize conformance check bench docs lint format gpu gpu-first wheel clean
+.PHONY: help setup demo test every-case turn test-processors test-viewer viewer ahead-of-time emulate calibrate mutate mutate-viewer sanitize conformance check bench docs lint format gpu gpu-first wheel clean
 
 help:
 	@echo "make setup            creates .venv, compiles the C++ kernels and installs fastbert in place"
 	@echo "make demo             pre-trains a small BERT, reopens it in transformers, writes $(OUT)/demo/report.md"
-	@echo "make test             runs the test suite"
-	@echo "make every-case       runs the test suite with the long cases that make test leaves out"
+	@echo "make test             runs every pair of parameters of every test: 8 minutes on two idle cores (TESTS='tests/ops': a part)"
+	@echo "make every-case       runs all cases of all tests: 40 minutes on two idle cores (TESTS='tests/ops': a part)"
+	@echo "make turn             runs the slice of make every-case and the gate whose turn it is (NAMES='ops check': these; NAMES=--list: names)"
 	@echo "make test-processors  runs the numeric tests with the yardsticks of other processors"
 	@echo "make test-viewer      tests the page of fastbert view in Chromium; installs Chromium, playwright and axe-core"
 	@echo "make viewer           builds the page of fastbert view from its sources; needs node"
-	@echo "make ahead-of-time    compiles every Triton launch for five architectures of GPUs, and judges the binaries"
+	@echo "make ahead-of-time    compiles every Triton launch for five architectures of GPUs, and judges the binaries (ARCH=90: a part)"
 	@echo "make emulate          runs the compiled GPU kernels on the CPU, for sm_80 and sm_90, into $(OUT)/emulate (CASES=2: random cases per operation; TRITON=3.6.0: another release)"
 	@echo "make calibrate        runs kernels that are right on GPUs on the PTX machine; installs CUTLASS's headers"
-	@echo "make mutate           puts one fault at a time into the kernels and counts those that a test catches"
+	@echo "make mutate           puts one fault at a time into the kernels and counts those that a test catches (PART=3/16: a part)"
 	@echo "make mutate-viewer    puts one fault at a time into the page of fastbert view and counts those that a test catches"
-	@echo "make sanitize         runs the tests of the C++ operators under GCC's sanitizers"
+	@echo "make sanitize         runs the tests of the C++ operators under GCC's sanitizers (SANITIZERS=thread: a part)"
 	@echo "make conformance      runs transformers' own model tests, stock and accelerated (FAMILIES='bert': a part)"
 	@echo "make check            prints the errors of every operation, backend and dtype on this machine"
 	@echo "make bench            times fastbert and other engines on the CPU, into $(OUT)/cpu (SECTIONS='training': a part)"
@@ -83,11 +84,15 @@ demo: setup
 PARALLEL := --numprocesses 2 --max-worker-restart 1 --dist
 
 test: setup
-	$(BIN)/python -m pytest $(PARALLEL) loadscope
+	$(SAY) "Running the cases of make test: 8 minutes on two idle cores. The last line says how long it took."
+	$(BIN)/python -m pytest $(PARALLEL) loadscope $(TESTS)
 
 every-case: setup
-	$(SAY) "Running the tests with the long cases that make test leaves out: 40 minutes on two idle cores."
-	$(BIN)/python -m pytest $(PARALLEL) loadscope --every-case
+	$(SAY) "Running all cases: 40 minutes on two idle cores, without TESTS. The last line says how long it took."
+	$(BIN)/python -m pytest $(PARALLEL) loadscope --every-case $(TESTS)
+
+turn: setup
+	$(BIN)/python tests/turns.py $(if $(MINUTES),--minutes $(MINUTES)) $(NAMES)
 
 test-processors: setup
 	$(BIN)/python tests/processors.py $(PARALLEL) loadscope
@@ -114,8 +119,8 @@ test-viewer: .venv/viewer $(WEB)/node_modules
 	$(BIN)/python -m pytest tests/viewer --every-case $(PARALLEL) loadfile
 
 ahead-of-time: setup
-	$(SAY) "Compiling 165 Triton launches for sm_80, sm_89, sm_90, sm_100 and sm_120: about 20 minutes on two idle cores."
-	$(BIN)/fastbert check --aot
+	$(SAY) "Compiling 165 Triton launches for sm_80, sm_89, sm_90, sm_100 and sm_120: about 4 minutes each on two idle cores."
+	$(BIN)/fastbert check --aot $(if $(ARCH),--arch $(ARCH))
 
 # Another release of Triton, which `make emulate TRITON=3.6.0` runs.
 .venv/triton-%: | .venv/fastbert
@@ -134,14 +139,16 @@ calibrate: .venv/cutlass
 	$(BIN)/python -m pytest tests/ptx/calibration --every-case $(PARALLEL) loadfile -o faulthandler_timeout=4000
 
 mutate: setup
-	$(BIN)/python tests/mutation/mutate.py
+	$(BIN)/python tests/mutation/mutate.py $(if $(PART),--part $(PART))
 
 mutate-viewer: .venv/viewer $(WEB)/node_modules
 	$(BIN)/python tests/mutation/mutate_page.py
 
-sanitize: setup
-	$(BIN)/python tests/sanitizers/sanitize.py address
-	$(BIN)/python tests/sanitizers/sanitize.py thread
+SANITIZERS ?= address thread
+sanitize: $(addprefix sanitize-,$(SANITIZERS))
+
+sanitize-%: setup
+	$(BIN)/python tests/sanitizers/sanitize.py $*
 
 .venv/conformance: .venv/fastbert
 	$(SAY) "Installing the test tools of transformers: a few seconds."

@@ -32,6 +32,7 @@ if importlib.util.find_spec("expecttest") is None:
     sys.modules["expecttest"].TestCase = unittest.TestCase
 
 import pytest
+import quick_cases
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -44,13 +45,15 @@ def pytest_addoption(parser):
     )
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Deselect the cases that are marked with ``every_case``, unless the option asks for them."""
+    """Deselect the cases that `make test` leaves out, before `-k` selects among the others."""
     if config.getoption("--every-case"):
         return
-    left_out = [item for item in items if item.get_closest_marker("every_case")]
-    config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if not item.get_closest_marker("every_case")]
+    chosen = quick_cases.chosen(items)
+    left_out = set(items) - set(chosen)
+    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+    items[:] = chosen
 
 
 def pytest_configure(config):

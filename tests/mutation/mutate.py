@@ -3,10 +3,12 @@
     python tests/mutation/mutate.py [--only TEXT] [--workers 2] [--json FILE]    # or: make mutate
 
 Each fault of faults.py, cpp_faults.py and ptx_faults.py is applied to a copy of the tree, never to
-the tree itself. The tests of the fault's noun run in the copy until one fails. A fault is caught if
-a test fails, crashes or hangs. For C++, the unit of the noun is compiled with the fault; a fault
-that does not compile, or compiles to the same code, is an error. The exit status is 1 if fewer than
-95 % of the faults of a kind are caught, or if a test fails without a fault.
+the tree itself. The tests of the fault's noun run in the copy until one fails: first the cases that
+`make test` selects, and all cases if these pass. A fault is caught if a test fails, crashes or
+hangs. For C++, the unit of the noun is compiled with the fault; a fault that does not compile, or
+compiles to the same code, is an error. The exit status is 1 if fewer than 95 % of the faults of a
+kind are caught, if a fault that only the long cases catch is missing in long_cases.py, or if a test
+fails without a fault.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from cpp_faults import CPP_FAULTS, CPP_SELECTIONS, UNITS
 from extension import LIBRARY, ROOT, compile_all, compile_unit, link_unit
 from faults import FAULTS, SELECTIONS, Fault
+from long_cases import LONG_CASES
 from ptx_faults import PTX_FAULTS, PTX_SELECTIONS, PTX_UNITS
 
 NEEDED = 0.95
@@ -42,12 +45,21 @@ COMPILED = UNITS | PTX_UNITS
 
 
 class Outcome(NamedTuple):
-    """The outcome of one fault; ``by`` is the first test that failed, or the end of the run."""
+    """The outcome of one fault; ``by`` is the first test that failed, or the end of the run.
+
+    ``quick`` says whether the cases that `make test` selects catch the fault.
+    """
 
     fault: Fault
     caught: bool
+    quick: bool
     by: str
     seconds: float
+
+    def __str__(self) -> str:
+        how = "caught" if self.quick else "caught only with --every-case"
+        verdict = f"{how} by {self.by}" if self.caught else "SURVIVED"
+        return f"{self.fault.name}: {verdict} ({self.seconds:.0f} s)"
 
 
 def copy_tree(folder: Path) -> Path:
@@ -62,9 +74,9 @@ def copy_tree(folder: Path) -> Path:
     return folder
 
 
-def run_tests(tree: Path, noun: str) -> tuple[bool, str]:
-    """Return whether all tests of ``noun`` pass in ``tree``, and the first failure."""
-    return run_selection(tree, TESTS[noun])
+def run_tests(tree: Path, noun: str, every_case: bool) -> tuple[bool, str]:
+    """Return whether the tests of ``noun`` pass in ``tree``, and the first failure."""
+    return run_selection(tree, TESTS[noun] + ["--every-case"] * every_case)
 
 
 def run_selection(tree: Path, selection: list[str]) -> tuple[bool, str]:
@@ -120,10 +132,11 @@ def try_fault(tree: Path, fault: Fault, clean: dict[str, bytes]) -> Outcome:
     try:
         if fault.noun in COMPILED and build(tree, fault.noun) == clean[fault.noun]:
             raise RuntimeError(f"{fault.name}: compiles to the same code as without the fault")
-        passed, by = run_tests(tree, fault.noun)
+        quick, by = run_tests(tree, fault.noun, every_case=False)
+        passed, by = run_tests(tree, fault.noun, every_case=True) if quick else (quick, by)
     finally:
         (tree / fault.file).write_text(original, encoding="utf-8")
-    return Outcome(fault, not passed, by, time.monotonic() - start)
+    return Outcome(fault, not passed, not quick, by, time.monotonic() - start)
 
 
 def try_all(faults: list[Fault], workers: int, clean: dict[str, bytes]) -> list[Outcome]:
@@ -146,12 +159,7 @@ def try_all(faults: list[Fault], workers: int, clean: dict[str, bytes]) -> list[
                     errors.append(error)
                     return
                 outcomes.append(outcome)
-                verdict = f"caught by {outcome.by}" if outcome.caught else "SURVIVED"
-                print(
-                    f"[{len(outcomes)}/{len(faults)}] {outcome.fault.name}: {verdict} "
-                    f"({outcome.seconds:.0f} s)",
-                    flush=True,
-                )
+                print(f"[{len(outcomes)}/{len(faults)}] {outcome}", flush=True)
 
     threads = [threading.Thread(target=work) for _ in range(min(workers, len(faults)))]
     for thread in threads:
@@ -175,7 +183,7 @@ def check_unbroken(nouns: set[str], workers: int) -> dict[str, bytes]:
         with tempfile.TemporaryDirectory(prefix="fastbert-mutate-") as folder:
             tree = copy_tree(Path(folder))
             clean = build(tree, noun) if noun in COMPILED else b""
-            passed, by = run_tests(tree, noun)
+            passed, by = run_tests(tree, noun, every_case=True)
         if not passed:
             raise RuntimeError(f"{noun}: a test fails without a fault: {by}")
         print(f"{noun}: passes without a fault ({time.monotonic() - start:.0f} s)", flush=True)
@@ -194,14 +202,41 @@ def judge(kind: str, faults: list[Fault], workers: int) -> list[Outcome]:
     outcomes = try_all(faults, workers, check_unbroken({fault.noun for fault in faults}, workers))
     tried = Counter(outcome.fault.file for outcome in outcomes)
     caught = Counter(outcome.fault.file for outcome in outcomes if outcome.caught)
+    quick = sum(outcome.quick for outcome in outcomes)
     for file in sorted(tried):
         print(f"  {file}: {caught[file]} of {tried[file]}")
     print(f"{kind}: {caught.total()} of {len(outcomes)} faults caught, ", end="")
-    print(f"{caught.total() / len(outcomes):.1%}, in {time.monotonic() - start:.0f} s", flush=True)
+    print(
+        f"{caught.total() / len(outcomes):.1%}, {quick} of them by the selection of `make test`, "
+    )
+    print(f"in {time.monotonic() - start:.0f} s", flush=True)
     for outcome in outcomes:
         if not outcome.caught:
             print(f"  survived: {outcome.fault.name} ({outcome.fault.file})")
+        elif not outcome.quick:
+            print(f"  caught by the long cases only: {outcome.fault.name} ({outcome.fault.file})")
     return outcomes
+
+
+def unlisted(outcomes: list[Outcome]) -> list[str]:
+    """Return the faults in which long_cases.py differs from the outcomes."""
+    return [
+        f"{outcome.fault.name}: {'missing in' if outcome.caught else 'too much in'} long_cases.py"
+        for outcome in outcomes
+        if (outcome.caught and not outcome.quick) != (outcome.fault.name in LONG_CASES)
+    ]
+
+
+def part_of(text: str) -> tuple[int, int]:
+    """Read K/N, the K-th of N parts.
+
+    Raises:
+        ValueError: If this is no part; argparse prints the error.
+    """
+    part, parts = map(int, text.split("/"))
+    if not 1 <= part <= parts:
+        raise ValueError(text)
+    return part, parts
 
 
 def main() -> int:
@@ -209,9 +244,13 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", default="", help="faults whose name or file contains this text")
+    parser.add_argument(
+        "--part", type=part_of, default=(1, 1), metavar="K/N", help="the K-th of N parts of them"
+    )
     parser.add_argument("--workers", type=int, default=2, help="number of faults tried at a time")
     parser.add_argument("--json", type=Path, help="write the outcomes to this file")
     options = parser.parse_args()
+    part, parts = options.part
     kinds = {"Triton": FAULTS, "C++": CPP_FAULTS, "PTX machine": PTX_FAULTS}
     chosen = {
         kind: [f for f in faults if options.only in f.name or options.only in f.file]
@@ -221,13 +260,24 @@ def main() -> int:
         parser.error(f"--only: got {options.only!r}, allowed: a part of a fault's name or file")
     outcomes, enough = [], True
     for kind, faults in chosen.items():
-        if faults:
-            judged = judge(kind, faults, options.workers)
+        # Faults of one noun stand together and go to few parts, because each noun is checked first.
+        first, last = (len(faults) * k // parts for k in (part - 1, part))
+        if faults[first:last]:
+            judged = judge(kind, faults[first:last], options.workers)
             enough &= sum(outcome.caught for outcome in judged) >= NEEDED * len(judged)
             outcomes += judged
+    for line in unlisted(outcomes):
+        print(line)
+        enough = False
     if options.json:
         rows = [
-            {"name": o.fault.name, "file": o.fault.file, "caught": o.caught, "by": o.by}
+            {
+                "name": o.fault.name,
+                "file": o.fault.file,
+                "caught": o.caught,
+                "quick": o.quick,
+                "by": o.by,
+            }
             for o in sorted(outcomes, key=lambda o: o.fault.name)
         ]
         options.json.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")

@@ -37,10 +37,15 @@ def try_fault(tree: Path, fault: Fault, clean: bytes) -> Outcome:
     try:
         if build(tree) == clean:
             raise RuntimeError(f"{fault.name}: the page is the same as without the fault")
-        passed, by = run_selection(tree, PAGE_SELECTIONS[fault.noun])
+        passed, by = run_tests(tree, fault.noun)
     finally:
         (tree / fault.file).write_text(original, encoding="utf-8")
-    return Outcome(fault, not passed, by, time.monotonic() - start)
+    return Outcome(fault, not passed, not passed, by, time.monotonic() - start)
+
+
+def run_tests(tree: Path, noun: str) -> tuple[bool, str]:
+    """Return whether the tests of ``noun`` pass in ``tree``, and the first failure."""
+    return run_selection(tree, [*PAGE_SELECTIONS[noun], "--every-case"])
 
 
 def main() -> int:
@@ -57,15 +62,13 @@ def main() -> int:
         tree = copy_tree(Path(folder))
         clean = build(tree)
         for noun in sorted({fault.noun for fault in faults}):
-            passed, by = run_selection(tree, PAGE_SELECTIONS[noun])
+            passed, by = run_tests(tree, noun)
             if not passed:
                 raise RuntimeError(f"{noun}: a test fails without a fault: {by}")
             print(f"{noun}: passes without a fault", flush=True)
         for number, fault in enumerate(faults, 1):
             outcome = try_fault(tree, fault, clean)
-            verdict = f"caught by {outcome.by}" if outcome.caught else "SURVIVED"
-            print(f"[{number}/{len(faults)}] {fault.name}: {verdict} ({outcome.seconds:.0f} s)",
-                  flush=True)  # fmt: skip
+            print(f"[{number}/{len(faults)}] {outcome}", flush=True)
             if not outcome.caught:
                 survived.append(fault)
     print(f"{len(faults) - len(survived)} of {len(faults)} faults caught", flush=True)

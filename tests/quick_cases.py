@@ -1,0 +1,70 @@
+"""Which cases `make test` runs; `make every-case` runs all cases.
+
+Of a test with parameters, `make test` runs cases that contain every pair of values of two
+parameters. Most faults show with one or two values, and few need three (Kuhn, Wallace and Gallo
+2004, "Software Fault Interactions and Implications for Software Testing"). A test with one or two
+parameters therefore runs with all of its values. Cases that are marked with `every_case` take long
+or test other tests, and are left out first.
+
+The choice depends on nothing but the order and the parameters of the cases, so every process of a
+run makes the same choice.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+from itertools import combinations
+from typing import Any
+
+import pytest
+
+Pair = tuple[Hashable, ...]
+
+
+def chosen(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """Return the items that `make test` runs, in their order."""
+    cases: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if not item.get_closest_marker("every_case"):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    found = {case for of_test in cases.values() for case in covering(of_test)}
+    return [item for item in items if item in found]
+
+
+def covering(cases: list[pytest.Item]) -> list[pytest.Item]:
+    """Return cases of one test that contain every pair; each next case adds the most pairs."""
+    pairs = [pairs_of(getattr(case, "callspec", None)) for case in cases]
+    left = set().union(*pairs)
+    chosen = []
+    # A case that adds fewer pairs than when it was last looked at goes back into the heap.
+    best = [(-len(of_case), place) for place, of_case in enumerate(pairs)]
+    heapq.heapify(best)
+    while left:
+        expected, place = heapq.heappop(best)
+        added = pairs[place] & left
+        if len(added) == -expected:
+            chosen.append(cases[place])
+            left -= added
+        elif added:
+            heapq.heappush(best, (-len(added), place))
+    return chosen
+
+
+def pairs_of(callspec: Any) -> set[Pair]:
+    """Return the pairs of values in a case; a case of fewer than two parameters is one itself."""
+    values = [
+        (name, type(value), identity(value))
+        for name, value in (callspec.params if callspec else {}).items()
+    ]
+    return set(combinations(values, min(2, len(values))))
+
+
+def identity(value: Any) -> Hashable:
+    """Return the value itself, or the number of its object if it cannot be hashed."""
+    try:
+        hash(value)
+    except TypeError:
+        return id(value)
+    return value

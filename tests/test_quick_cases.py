@@ -1,0 +1,67 @@
+"""The selection of `make test`: every pair of values of two parameters, and nothing marked."""
+
+from __future__ import annotations
+
+from itertools import combinations, product
+from types import SimpleNamespace
+
+import pytest
+import quick_cases
+import torch
+
+
+class Case:
+    """What the selection reads of a pytest item."""
+
+    def __init__(self, test, params=None, marked=False):
+        self.nodeid = f"tests/test_a.py::{test}" + (f"[{params}]" if params else "")
+        self.marked = marked
+        if params:
+            self.callspec = SimpleNamespace(params=params)
+
+    def get_closest_marker(self, name):
+        return name if self.marked and name == "every_case" else None
+
+
+def grid(test, **values):
+    return [Case(test, dict(zip(values, v, strict=True))) for v in product(*values.values())]
+
+
+def pairs(cases):
+    values = [[(name, id(v)) for name, v in case.callspec.params.items()] for case in cases]
+    return {pair for of_case in values for pair in combinations(of_case, 2)}
+
+
+@pytest.mark.parametrize("sizes", [(3, 3, 3), (5, 12, 3, 4), (2, 2, 2, 2, 2)])
+def test_every_pair_of_values_occurs_in_few_cases(sizes):
+    values = {f"p{i}": [object() for _ in range(size)] for i, size in enumerate(sizes)}
+    cases = grid("test", **values)
+    found = quick_cases.chosen(cases)
+    assert pairs(found) == pairs(cases)
+    first, second = sorted(sizes)[-2:]
+    assert first * second <= len(found) < 2 * first * second
+    assert found == [case for case in cases if case in found]
+
+
+def test_a_test_of_one_or_two_parameters_has_all_of_its_cases():
+    cases = [Case("test_a"), *grid("test_b", x=[1, 2, 3]), *grid("test_c", x=[1, 2], y=[3, 4])]
+    assert quick_cases.chosen(cases) == cases
+
+
+def test_tests_share_no_pairs_and_marked_cases_give_none():
+    values = {"x": [0, 1], "y": [0, 1], "z": [0, 1]}
+    alone = quick_cases.chosen(grid("test_a", **values))
+    together = quick_cases.chosen([*grid("test_a", **values), *grid("test_b", **values)])
+    assert len(together) == 2 * len(alone)
+    marked = Case("test_a", {"x": 0, "y": 0, "z": 0}, marked=True)
+    assert quick_cases.chosen([marked]) == []
+
+
+def test_values_of_different_types_differ_and_need_no_hash():
+    cases = grid("test", x=[1, True, 1.0], y=[[1], [1], {}], z=[torch.zeros(2), torch.zeros(2)])
+    assert pairs(quick_cases.chosen(cases)) == pairs(cases)
+
+
+def test_the_option_runs_every_case(pytestconfig, request):
+    marked = [i for i in request.session.items if i.get_closest_marker("every_case")]
+    assert not marked or pytestconfig.getoption("--every-case")

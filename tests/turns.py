@@ -1,0 +1,243 @@
+"""The slices of `make every-case` and the gates, one of each by turns, inside a time box.
+
+    python tests/turns.py [--minutes 30]            # the slice and the gate whose turn it is
+    python tests/turns.py NAME [NAME ...]           # these; or: make turn NAMES='training emulate'
+    python tests/turns.py --list
+
+A slice runs all tests of one room, with the cases that `make test` leaves out. A gate is a target
+of the Makefile that takes too long for every change, or a part of it. The number of commits decides
+whose turn it is (`git rev-list --count HEAD`), so all of them come round. What the time box ends is
+no failure if nothing had failed until then; the last line says so. The exit status is 1 if a test
+or a gate fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+# Seconds for the summary of a run that the time box ends.
+LAST_WORDS = 60
+# Lines in which pytest and the gates report a failure; they count in a run that is interrupted.
+FAILURE = re.compile(rb"\bFAILED\b|\b[1-9]\d* (failed|error)")
+
+
+class Room(NamedTuple):
+    """Files, the tests that a change of them can break, and the targets of make that judge it, too.
+
+    The files and the tests are folders or globs; a glob after "!" takes tests away.
+    """
+
+    files: tuple[str, ...]
+    tests: tuple[str, ...]
+    gates: tuple[str, ...] = ()
+
+
+GPU_TESTS = (
+    *("tests/csrc/test_attention_code.py", "tests/csrc/test_attention_faults.py"),
+    *("tests/csrc/test_cuda_*.py", "tests/csrc/test_hopper_*.py"),
+    *("tests/csrc/test_layer_norm_faults.py", "tests/csrc/test_nvcc.py"),
+)
+ROOMS = {
+    "cpu-kernels": Room(
+        ("csrc/*", "csrc/cpu"),
+        ("tests/csrc/test_*.py", *(f"!{pattern}" for pattern in GPU_TESTS)),
+        ("test-processors", "sanitize", "mutate"),
+    ),
+    "gpu-kernels": Room(
+        ("csrc/cuda", "csrc/mocked_cuda"),
+        GPU_TESTS,
+        ("emulate", "calibrate"),
+    ),
+    "ptx-machine": Room(
+        ("csrc/ptx", "fastbert/testing/ptx"), ("tests/ptx",), ("emulate", "calibrate", "mutate")
+    ),
+    "triton-kernels": Room(
+        ("kernels",), ("tests/kernels",), ("ahead-of-time", "emulate", "mutate")
+    ),
+    "ops": Room(
+        ("fastbert/ops", "fastbert/reference", "fastbert/testing/*.py"),
+        ("tests/ops", "tests/testing"),
+        ("test-processors",),
+    ),
+    "modules": Room(
+        ("fastbert/*.py", "fastbert/modules", "fastbert/inference", "fastbert/graphs"),
+        ("tests/modules", "tests/inference"),
+        ("test-processors", "conformance"),
+    ),
+    "integrations": Room(
+        ("fastbert/integrations",),
+        ("tests/integrations",),
+        ("conformance", "newest"),
+    ),
+    "training": Room(("fastbert/training",), ("tests/training",)),
+    "data": Room(("fastbert/data", "fastbert/finetuning"), ("tests/data", "tests/finetuning")),
+    "files-and-commands": Room(
+        ("fastbert/cli", "fastbert/jobs", "fastbert/io"), ("tests/cli", "tests/jobs", "tests/io")
+    ),
+    "analysis": Room(
+        ("fastbert/analysis", "fastbert/viewer"),
+        ("tests/analysis", "tests/viewer"),
+        ("test-viewer", "mutate-viewer"),
+    ),
+    "house": Room(
+        ("*", "docs", "benchmarks", "fastbert/bench", "tests"),
+        ("tests/bench", "tests/docs", "tests/mutation", "tests/test_*.py"),
+        ("newest", "mutate"),
+    ),
+}
+FAMILIES = (
+    "bert roberta xlm-roberta",
+    "camembert distilbert albert",
+    "electra mpnet modernbert nomic_bert",
+)
+MUTATIONS = 16
+# Name → arguments of make. What takes too long for the time box is a gate in parts.
+GATES: dict[str, tuple[str, ...]] = {
+    "test-processors": ("test-processors",),
+    **{f"ahead-of-time-{n}": ("ahead-of-time", f"ARCH={n}") for n in (80, 89, 90, 100, 120)},
+    "emulate": ("emulate",),
+    "calibrate": ("calibrate",),
+    "sanitize-address": ("sanitize", "SANITIZERS=address"),
+    "sanitize-thread": ("sanitize", "SANITIZERS=thread"),
+    **{
+        f"conformance-{n}": ("conformance", f"FAMILIES={part}")
+        for n, part in enumerate(FAMILIES, 1)
+    },
+    **{f"mutate-{n}": ("mutate", f"PART={n}/{MUTATIONS}") for n in range(1, MUTATIONS + 1)},
+    "mutate-viewer": ("mutate-viewer",),
+    "check": ("check",),
+    "newest": ("newest",),
+}
+
+
+def files_of(room: Room) -> list[str]:
+    """Return the files and folders with the tests of a room, relative to the root."""
+    found: dict[str, None] = {}
+    for pattern in room.tests:
+        paths = sorted(ROOT.glob(pattern.removeprefix("!")))
+        for name in (path.relative_to(ROOT).as_posix() for path in paths):
+            found.pop(name, None) if pattern.startswith("!") else found.setdefault(name)
+    return list(found)
+
+
+def command_of(name: str) -> list[str]:
+    """Return the command of a slice or a gate."""
+    if name in ROOMS:
+        return ["make", "every-case", f"TESTS={' '.join(files_of(ROOMS[name]))}"]
+    return ["make", *GATES[name]]
+
+
+def of_this_commit() -> tuple[str, str]:
+    """Return the slice and the gate whose turn it is."""
+    command = ["git", "rev-list", "--count", "HEAD"]
+    run = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    commits = int(run.stdout)
+    return list(ROOMS)[commits % len(ROOMS)], list(GATES)[commits % len(GATES)]
+
+
+class Outcome(NamedTuple):
+    """How a slice or a gate ended: its exit status, and whether the time box ended it."""
+
+    name: str
+    status: int
+    stopped: bool
+    seconds: float
+
+    @property
+    def failed(self) -> bool:
+        return self.status != 0 and not self.stopped
+
+    def __str__(self) -> str:
+        if self.stopped and self.seconds == 0:
+            return f"{self.name} was not started, for lack of time"
+        verdict = "FAILED" if self.failed else "passed"
+        if self.stopped:
+            verdict = "was ended by the time box, with no failure,"
+        return f"{self.name} {verdict} after {self.seconds:.0f} s"
+
+
+def run(name: str, command: list[str], seconds: float) -> Outcome:
+    """Run a slice or a gate, and interrupt it as Ctrl-C does after `seconds`.
+
+    A run that had failed when it was interrupted prints that, and counts as failed.
+    """
+    if seconds < 1e-3:
+        return Outcome(name, 0, True, 0.0)
+    start, failure = time.monotonic(), False
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+    )
+    box = Box(process, seconds)
+    for line in process.stdout:
+        sys.stdout.buffer.write(line)
+        sys.stdout.flush()
+        failure |= FAILURE.search(line) is not None
+    status = process.wait()
+    stopped = box.close()
+    return Outcome(name, status, stopped and not failure, time.monotonic() - start)
+
+
+class Box:
+    """Interrupts the processes of a run when its time is over, and kills them a minute later."""
+
+    def __init__(self, process: subprocess.Popen, seconds: float) -> None:
+        self.process, self.stopped = process, False
+        self.timers = [
+            threading.Timer(seconds, self.send, [signal.SIGINT]),
+            threading.Timer(seconds + LAST_WORDS, self.send, [signal.SIGKILL]),
+        ]
+        for timer in self.timers:
+            timer.daemon = True
+            timer.start()
+
+    def send(self, number: int) -> None:
+        if self.process.poll() is None:
+            self.stopped = True
+            os.killpg(self.process.pid, number)
+
+    def close(self) -> bool:
+        """Return whether the time box ended the run."""
+        for timer in self.timers:
+            timer.cancel()
+        return self.stopped
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    names = [*ROOMS, *GATES]
+    parser.add_argument("names", nargs="*", metavar="NAME", help="slices and gates")
+    parser.add_argument("--minutes", type=float, default=30.0, help="the time box of all of them")
+    parser.add_argument("--list", action="store_true", help="print the names and their commands")
+    options = parser.parse_args(arguments)
+    for name in options.names:
+        if name not in names:
+            parser.error(f"NAME: got {name!r}, allowed: {', '.join(names)}")
+    if options.list:
+        print("\n".join(f"{name}: {shlex.join(command_of(name))}" for name in names))
+        return 0
+    chosen = options.names or of_this_commit()
+    end, outcomes = time.monotonic() + 60 * options.minutes, []
+    for number, name in enumerate(chosen):
+        # What a run leaves of its share is for those after it.
+        share = (end - time.monotonic()) / (len(chosen) - number)
+        print(f"fastbert: {name}, for at most {share / 60:.0f} minutes", flush=True)
+        outcomes.append(run(name, command_of(name), share))
+    print(f"fastbert: {'; '.join(map(str, outcomes))}", flush=True)
+    return int(any(outcome.failed for outcome in outcomes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
