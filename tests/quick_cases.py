@@ -14,13 +14,40 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import combinations
 from typing import Any
 
 import pytest
 
 Pair = tuple[Hashable, ...]
+
+
+def long_case(*values: Any, **options: Any) -> Any:
+    """Return the parameters of a case that `make test` leaves to `make every-case`."""
+    return pytest.param(*values, marks=pytest.mark.every_case, **options)
+
+
+def first_of_each(
+    cases: Iterable[tuple], group: Callable[..., Hashable], name: Callable[..., str]
+) -> list:
+    """Return parameters, of which `make test` runs the first of each group.
+
+    Lists of faults are such parameters. They test the tests, and one fault shows that the tests of
+    its group judge.
+
+    Args:
+        cases: The values of the parameters of each case.
+        group: Function of these values that returns the group of the case.
+        name: Function of these values that returns the id of the case.
+    """
+    seen: set[Hashable] = set()
+    parameters = []
+    for case in cases:
+        marks = [pytest.mark.every_case] if group(*case) in seen else []
+        seen.add(group(*case))
+        parameters.append(pytest.param(*case, id=name(*case), marks=marks))
+    return parameters
 
 
 def chosen(items: Sequence[pytest.Item]) -> list[pytest.Item]:

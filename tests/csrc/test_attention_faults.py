@@ -9,6 +9,7 @@ import torch
 from _attention_faults import FAULTS
 from _broken_ptx import LONGEST, kernel_in, outcome, replaced
 from _nvcc import require_nvcc
+from quick_cases import first_of_each
 
 from fastbert.testing.ptx.cuda_attention import AttentionOperators
 from fastbert.testing.ptx.cuda_library import CudaLibrary
@@ -135,8 +136,11 @@ def test_without_a_fault(problems):
 
 @pytest.mark.parametrize(
     ("kernel", "fault"),
-    [(kernel, fault) for kernel, faults in FAULTS.items() for fault in faults],
-    ids=lambda part: part if isinstance(part, str) else part.name,
+    first_of_each(
+        [(kernel, fault) for kernel, faults in FAULTS.items() for fault in faults],
+        lambda kernel, fault: kernel,
+        lambda kernel, fault: f"{kernel}-{fault.name}",
+    ),
 )
 def test_a_fault_is_caught(problems, kernel, fault):
     assert problems.outcome(kernel, fault)

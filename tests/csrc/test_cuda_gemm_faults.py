@@ -7,6 +7,7 @@ import torch
 from _broken_ptx import LONGEST, outcome, replaced
 from _cuda_gemm import Problem, compiled_in
 from _cuda_gemm_faults import BACKWARD, FAULTS, FORWARD
+from quick_cases import first_of_each
 
 
 class Small:
@@ -67,11 +68,11 @@ def test_without_a_fault(small, arch):
 
 @pytest.mark.parametrize(
     ("arch", "kernel", "fault"),
-    [
-        pytest.param(arch, kernel, fault, id=f"sm_{arch} {kernel} {fault.name}")
-        for arch, faults in FAULTS.items()
-        for kernel, fault in faults
-    ],
+    first_of_each(
+        [(arch, kernel, fault) for arch, faults in FAULTS.items() for kernel, fault in faults],
+        lambda arch, kernel, fault: (arch, kernel),
+        lambda arch, kernel, fault: f"sm_{arch} {kernel} {fault.name}",
+    ),
 )
 def test_a_fault_is_caught(small, arch, kernel, fault):
     assert small(arch).outcome(kernel, fault)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from _layer_norm import problem
 from _nvcc import require_nvcc
+from quick_cases import long_case
 
 from fastbert import reference
 from fastbert.activations import ACTIVATIONS
@@ -14,11 +15,9 @@ from fastbert.testing.ptx.cuda_operators import CompiledOperators
 from fastbert.testing.yardstick import Yardstick
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# 40 s on the PTX machine.
-LONG_COLUMN = pytest.param(16391, 1, marks=pytest.mark.every_case)
 
 
-@pytest.fixture(scope="module", params=[80, 90], ids=["sm_80", "sm_90"])
+@pytest.fixture(scope="module", params=[long_case(80, id="sm_80"), pytest.param(90, id="sm_90")])
 def operators(request, tmp_path_factory):
     require_nvcc()
     return CompiledOperators(tmp_path_factory.mktemp("cuda"), request.param)
@@ -32,7 +31,9 @@ def check_layer_norm(case, operators):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("columns", [1, 59, 111, 384, 512, 768, 1023, 1024, 3584])
+@pytest.mark.parametrize(
+    "columns", [1, 59, 768, 1023, 1024, *map(long_case, (111, 384, 512, 3584))]
+)
 def test_layer_norm(operators, columns, dtype):
     check_layer_norm(problem(6, columns, dtype), operators)
 
@@ -59,7 +60,12 @@ def test_layer_norm_of_rows_that_fill_the_lanes(operators, columns, dtype):
     # A warp has several rows of the backward from 1,056 rows on, and a half from 2,112. A block has
     # one row of more than 1,024 columns at a time. 396 blocks of the forward have four rows of
     # one column each, and several turns from 1,585 rows on.
-    [(1100, 40), (1100, 768), (2200, 384), (600, 1032), (1600, 1), LONG_COLUMN],
+    [
+        (1100, 40),
+        *(long_case(*x) for x in ((1100, 768), (2200, 384), (600, 1032), (1600, 1))),
+        # 40 s on the PTX machine.
+        long_case(16391, 1),
+    ],
 )
 def test_layer_norm_of_more_rows_than_warps(operators, rows, columns):
     check_layer_norm(problem(rows, columns, torch.bfloat16, dropout_p=0.1), operators)

@@ -12,6 +12,7 @@ import mmap
 import pytest
 import torch
 from _nvcc import require_nvcc
+from quick_cases import long_case
 from torch import Tensor
 
 from fastbert import ops
@@ -22,7 +23,7 @@ FAR = 2**31
 MAP_NORESERVE = 0x4000
 
 
-@pytest.fixture(scope="module", params=[80, 90], ids=["sm_80", "sm_90"])
+@pytest.fixture(scope="module", params=[long_case(80, id="sm_80"), pytest.param(90, id="sm_90")])
 def compiled(request, tmp_path_factory):
     require_nvcc()
     return CompiledOperators(tmp_path_factory.mktemp("cuda"), request.param)
@@ -65,7 +66,9 @@ def spread(x: Tensor, dim: int) -> Tensor:
     return torch.frombuffer(pages, dtype=x.dtype).as_strided(x.shape, strides).copy_(x)
 
 
-@pytest.mark.parametrize("number", range(4), ids=["q", "k", "v", "dout"])
+@pytest.mark.parametrize(
+    "number", [0, *(long_case(n) for n in (1, 2)), 3], ids=["q", "k", "v", "dout"]
+)
 @pytest.mark.parametrize("dim", [0, 2], ids=["sequences", "rows"])
 def test_09_offsets_beyond_2_to_the_31(compiled, monkeypatch, number, dim):
     # The search for races keeps a record of every byte of a tensor, also of those between rows.

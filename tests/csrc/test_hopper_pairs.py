@@ -9,6 +9,7 @@ from itertools import accumulate, pairwise
 import pytest
 import torch
 from _hopper_attention import LONGEST, SEED, compiled_in, drawn
+from quick_cases import long_case
 
 from fastbert import reference
 from fastbert.testing.compare import assert_close
@@ -167,7 +168,9 @@ def test_keys_that_no_query_attends_change_no_bit(hopper, dim):
 
 
 @pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize(("dim", "multiprocessors"), [(32, 1), (64, 1), (64, 132), (128, 1)])
+@pytest.mark.parametrize(
+    ("dim", "multiprocessors"), [long_case(32, 1), (64, 1), long_case(64, 132), long_case(128, 1)]
+)
 def test_packed_sequences_are_dense_ones_bit_for_bit(hopper, dim, multiprocessors, shared):
     """A neighbour's NaN does not reach a sequence; all share a mask, or each has its own."""
     lengths = ((33, 0, 129, 1, 70), (40, 5, 140, 1, 0))
@@ -201,7 +204,10 @@ def test_no_queries_or_no_keys(hopper, dim, sizes):
         assert (result == 0).all()
 
 
-@pytest.mark.parametrize(("dim", "multiprocessors"), [(32, 3), (64, 1), (64, 3), (128, 3)])
+@pytest.mark.parametrize(
+    ("dim", "multiprocessors"),
+    [long_case(32, 3), (64, 1), *(long_case(dim, 3) for dim in (64, 128))],
+)
 def test_any_schedule_gives_the_same_bits(hopper, dim, multiprocessors):
     tensors, mask = drawn(2, 2, 140, 400, dim), pairs(2, 1, 140, 400)
     expected = solve(hopper, tensors, mask)

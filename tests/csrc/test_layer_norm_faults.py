@@ -7,6 +7,7 @@ import torch
 from _broken_ptx import LONGEST, Fault, kernel_in, outcome, replaced
 from _layer_norm import problem
 from _nvcc import require_nvcc
+from quick_cases import first_of_each
 
 from fastbert.testing.ptx.cuda_operators import CompiledOperators
 
@@ -65,13 +66,14 @@ def test_without_a_fault_every_schedule_has_the_same_bits(small):
 
 @pytest.mark.parametrize(
     ("kernel", "fault"),
-    # Both kernels have the same ring; `make every-case` breaks that of the backward in each way.
-    [
-        *(("forward", fault) for fault in (*FAULTS, *LATER_FAULTS)),
-        ("backward", FAULTS[0]),
-        *(pytest.param("backward", f, marks=pytest.mark.every_case) for f in FAULTS[1:]),
-    ],
-    ids=lambda value: value.name if isinstance(value, Fault) else value,
+    first_of_each(
+        [
+            *(("forward", fault) for fault in (*FAULTS, *LATER_FAULTS)),
+            *(("backward", fault) for fault in FAULTS),
+        ],
+        lambda kernel, fault: kernel,
+        lambda kernel, fault: f"{kernel}-{fault.name}",
+    ),
 )
 def test_a_fault_is_caught(small, kernel, fault):
     assert small.outcome(kernel, fault)

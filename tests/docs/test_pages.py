@@ -13,6 +13,7 @@ import hooks
 import pytest
 import torch
 import typer
+from quick_cases import long_case
 
 from fastbert import BertConfig, BertForPreTraining
 from fastbert.cli import app
@@ -60,7 +61,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=name)
+# The other pages run by `make every-case`, because each trains or loads a model of its own.
+FIRST_PAGES = ("README.md", "docs/getting-started.md", "docs/drop-in.md")
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        (pytest.param if name(page) in FIRST_PAGES else long_case)(page, id=name(page))
+        for page in PAGES
+        if blocks(page)
+    ],
+)
 def test_the_python_code_of_a_page_runs_from_top_to_bottom(page: Path, folder: Path):
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     result = subprocess.run(

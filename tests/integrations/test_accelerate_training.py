@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from quick_cases import long_case
 from tiny_hosts import (
     LENGTHS,
     REASON,
@@ -293,7 +294,7 @@ RUNS: dict[str, tuple[str, Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", [name if name == "packed" else long_case(name) for name in RUNS])
 def test_fifty_steps_of_a_trainer_follow_the_stock_loss(tmp_path, name) -> None:
     kind, collator, changes = RUNS[name]
     pair = sides(model(kind))
@@ -418,6 +419,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.every_case
 def test_two_processes_with_an_unused_pooler(tmp_path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from kernel_cases import BRAIN, HALF, SINGLE, judge, kept, normal, seed_tensor
+from quick_cases import long_case
 
 from fastbert import reference
 from fastbert.kernels import tiles
@@ -73,16 +74,16 @@ def check_dense(q, k, v, dout, **options):
         (2, 97, 97, 1, SINGLE, None, 0.0, {}),
         (1, 70, 70, 16, SINGLE, None, 0.0, {"window": (20, 10)}),
         (1, 40, 70, 32, SINGLE, "keys", 0.1, {}),
-        (1, 70, 40, 40, SINGLE, "pairs", 0.1, {"causal": True}),
+        long_case(1, 70, 40, 40, SINGLE, "pairs", 0.1, {"causal": True}),
         (1, 65, 65, 59, SINGLE, None, 0.2, {"scale": -0.2}),
-        (2, 33, 97, 64, SINGLE, "keys", 0.0, {}),
+        long_case(2, 33, 97, 64, SINGLE, "keys", 0.0, {}),
         (1, 33, 33, 111, SINGLE, None, 0.0, {"scale": 0.0}),
         (2, 129, 129, 64, HALF, "keys", 0.1, {}),
         (1, 130, 97, 32, HALF, "pairs", 0.0, {"window": (50, 30)}),
-        (1, 97, 200, 80, HALF, None, 0.1, {"causal": True}),
+        long_case(1, 97, 200, 80, HALF, None, 0.1, {"causal": True}),
         (1, 257, 257, 16, HALF, None, 0.0, {"window": (60, 0)}),
-        (1, 512, 511, 16, HALF, "keys", 0.0, {}),
-        (2, 129, 129, 64, BRAIN, "keys", 0.1, {}),
+        long_case(1, 512, 511, 16, HALF, "keys", 0.0, {}),
+        long_case(2, 129, 129, 64, BRAIN, "keys", 0.1, {}),
         (1, 97, 97, 128, BRAIN, "pairs", 0.1, {}),
         (1, 65, 33, 256, BRAIN, None, 0.0, {}),
         (2, 1, 1, 32, BRAIN, None, 0.0, {}),

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from quick_cases import long_case
 from torch import Tensor
 
 from fastbert import BertConfig, BertModel, ops, quantize, reference
@@ -63,7 +64,9 @@ def forms() -> dict[str, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("form", forms())
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, id="fp32"), long_case(torch.float16, id="fp16")]
+)
 def test_one_call_has_the_bits_of_layer_by_layer(form, dtype, monkeypatch) -> None:
     built, inputs = model(dtype), forms()[form]
     calls = []

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from quick_cases import long_case
 from torch import Tensor, nn
 
 from fastbert import BertConfig, BertModel
@@ -105,7 +106,9 @@ def forms() -> dict[str, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("form", forms())
-@pytest.mark.parametrize("mixed", [False, True], ids=["fp32", "bf16-autocast"])
+@pytest.mark.parametrize(
+    "mixed", [long_case(False, id="fp32"), pytest.param(True, id="bf16-autocast")]
+)
 def test_a_layer_as_one_function_has_the_bits_of_its_operations(form, mixed):
     built, inputs = model(), forms()[form]
     got = trained(built, inputs, 1, mixed)

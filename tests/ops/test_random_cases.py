@@ -35,7 +35,7 @@ def served(backend: str, dtype: torch.dtype, rounds: int):
         group = [c for c in cases if parity.refusal(c, backend, dtype, DEVICE) is None]
         if group:
             # A turn takes seconds in Triton's interpreter.
-            marks = [pytest.mark.every_case] if backend == "triton" and turn % 6 else []
+            marks = [pytest.mark.every_case] if backend == "triton" and turn else []
             name = f"{backend}-{str(dtype)[6:]}-{turn}"
             yield pytest.param(group, backend, dtype, id=name, marks=marks)
 

@@ -1,6 +1,6 @@
 """Try faults in compiled kernels, and print the outcome of each as JSON.
 
-    python tests/ptx/try_compiled_faults.py [TEXT]    # the faults whose names contain TEXT
+    python tests/ptx/try_compiled_faults.py [NAME ...]    # these faults, or all
 
 Each case first runs without a fault and must pass. The environment must be that of
 `fastbert.ops.backend.compiler_environment`, as test_compiled_faults.py sets it.
@@ -82,10 +82,10 @@ def main() -> None:
     # Memory that no kernel wrote is full of NaN.
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
-    text = sys.argv[1] if len(sys.argv) > 1 else ""
+    names = sys.argv[1:] or [str(fault) for fault in (*FAULTS, *UNCAUGHT)]
     groups: dict[tuple[int, str, str], list[CompiledFault]] = {}
     for fault in (*FAULTS, *UNCAUGHT):
-        if text in str(fault):
+        if str(fault) in names:
             groups.setdefault((fault.arch, fault.case, fault.dtype), []).append(fault)
     with multiprocessing.get_context("fork").Pool(2) as pool:
         for outcomes in pool.imap_unordered(try_all, groups.values()):

@@ -1,6 +1,6 @@
 """Triton kernels of the tutorials' constructions, which a program runs on the PTX machine.
 
-`make test` runs the cases that are named here, `make calibrate` all of triton_cases.py.
+`make test` runs the first case of each architecture, `make calibrate` all of triton_cases.py.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from quick_cases import first_of_each
 
 from fastbert.ops.backend import HAS_TRITON, compiler_environment
 
@@ -50,11 +51,14 @@ CASES = [(80, name) for name in BOTH] + [(90, name) for name in BOTH + HOPPER]
 def pytest_generate_tests(metafunc):
     every = metafunc.config.getoption("--every-case")
     rest = [(arch, REST) for arch in (80, 90) if every]
-    metafunc.parametrize(("arch", "name"), CASES + rest, ids=identifier)
+    cases = first_of_each(
+        CASES + rest, lambda arch, name: arch, lambda arch, name: f"{arch}-{identifier(name)}"
+    )
+    metafunc.parametrize(("arch", "name"), cases)
 
 
-def identifier(value: Any) -> str:
-    return re.sub(r"\W+", "_", str(value)).strip("_")
+def identifier(name: str) -> str:
+    return re.sub(r"\W+", "_", name).strip("_")
 
 
 @pytest.fixture(scope="module")
