@@ -1,6 +1,6 @@
 """Seeded random cases: hundreds on Triton's kernels, and some on the other backends.
 
-`make test` runs a sixth of Triton's cases, and `make every-case` all of them.
+`make test` runs the first turn of Triton's cases in each dtype, and `make every-case` all turns.
 
 A failure prints the command that reproduces the case. More cases run with ``fastbert check
 --cases 5000 --backend triton``.
