@@ -95,6 +95,7 @@ def package_files() -> set[str]:
     return {p.relative_to(ROOT).as_posix() for p in found} | kernel_files()
 
 
+@pytest.mark.every_case
 def test_the_wheel_holds_the_package_and_nothing_else(built):
     (wheel,) = built.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:

@@ -117,6 +117,7 @@ def test_both_engines_train_alike_on_real_text(tmp_path):
 
 
 @needs_transformers
+@pytest.mark.every_case
 def test_a_training_step_has_times_and_memory_of_both_engines(tmp_path, monkeypatch, capsys):
     engines = ("fastbert fp32", "transformers sdpa fp32")
     monkeypatch.setattr(training_step, "NAMES", {FP32: engines})
@@ -187,6 +188,7 @@ def test_generated_reviews_have_the_opinion_of_their_label(tmp_path):
                 assert (is_good != (" not " in opinion)) == (label == "pos")
 
 
+@pytest.mark.every_case
 def test_attention_classifiers_on_a_given_folder(tmp_path):
     reviews = tmp_path / "reviews"
     write_reviews(reviews, 20)

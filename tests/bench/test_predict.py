@@ -153,6 +153,7 @@ def test_the_interpreter_is_refused(monkeypatch):
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 @pytest.mark.skipif("libasan" in os.environ.get("LD_PRELOAD", ""), reason="nvcc crashes with it")
+@pytest.mark.every_case
 def test_the_cuda_kernels_are_counted():
     pytest.importorskip("triton", reason="its wheel has the disassembler")
     case = Case("attention", "two tiles", (2, 3, 128, 64, 64))

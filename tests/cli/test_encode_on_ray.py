@@ -13,6 +13,7 @@ import pyarrow as pa
 import pytest
 import ray
 from pyarrow import parquet
+from quick_cases import long_case
 
 from fastbert.data import stories
 from fastbert.integrations.ray import Embed
@@ -97,7 +98,7 @@ def test_each_shard_becomes_the_file_of_the_plain_command(
     assert "begun with another texts" in message
 
 
-@pytest.mark.parametrize("count", [3000, pytest.param(25_000, marks=pytest.mark.every_case)])
+@pytest.mark.parametrize("count", [3000, long_case(25_000)])
 def test_a_killed_worker_costs_its_batch_only(
     cluster, run, model_folder, tmp_path, monkeypatch, count
 ):

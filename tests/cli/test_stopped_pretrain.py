@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from quick_cases import long_case
 
 from fastbert.data import WordPieceTokenizer, stories
 from fastbert.modules import BertForPreTraining
@@ -97,9 +98,9 @@ def assert_whole(model: Path) -> None:
     ("name", "to"),
     [
         ("SIGTERM", "process"),
-        ("SIGINT", "group"),
-        pytest.param("SIGTERM", "group", marks=pytest.mark.every_case),
-        pytest.param("SIGINT", "process", marks=pytest.mark.every_case),
+        long_case("SIGINT", "group"),
+        long_case("SIGTERM", "group"),
+        long_case("SIGINT", "process"),
     ],
 )
 def test_a_signal_ends_the_run_with_a_checkpoint_and_its_status(
@@ -157,7 +158,7 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(start, tmp_path) -> None
     assert_whole(tmp_path / "out" / "model")
 
 
-@pytest.mark.parametrize("first", [pytest.param(None, marks=pytest.mark.every_case), 2])
+@pytest.mark.parametrize("first", [long_case(None), 2])
 def test_a_disk_that_stays_full_ends_in_an_error_and_keeps_the_earlier_checkpoint(
     start, tmp_path, first
 ) -> None:

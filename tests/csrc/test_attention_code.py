@@ -30,6 +30,7 @@ def compiled(tmp_path_factory):
         )
 
 
+@pytest.mark.every_case
 def test_no_register_spills(compiled):
     for source, (_, report) in zip(_machine_code.SOURCES, compiled, strict=True):
         usage = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores", report)

@@ -12,6 +12,7 @@ import _machine_code
 import pytest
 import torch
 from _nvcc import require_nvcc
+from quick_cases import long_case
 from torch.utils.cpp_extension import CUDA_HOME, include_paths
 
 from fastbert.testing.ahead_of_time import cuobjdump
@@ -22,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 # test_attention_code.py compiles the sources of attention for all GPUs.
 SOURCES = sorted(set((ROOT / "csrc" / "cuda").rglob("*.cu")) - set(_machine_code.SOURCES))
 # As in setup.py; "90a" is 90 with the instructions of Hopper alone.
-ARCHITECTURES = ("80", "90a", pytest.param("100", marks=pytest.mark.every_case))
+ARCHITECTURES = ("80", "90a", long_case("100"))
 
 
 def toolkit() -> Path | None:

@@ -28,6 +28,7 @@ def encode(model: Any, sentences: list[str]) -> Tensor:
     return model.encode(sentences, batch_size=64, convert_to_tensor=True)
 
 
+@pytest.mark.every_case
 def test_a_thousand_embeddings_agree() -> None:
     sentences = real_sentences(1000)
     assert len(set(sentences)) == 1000

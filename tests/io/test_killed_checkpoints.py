@@ -11,6 +11,7 @@ import time
 import pytest
 import torch
 from killing import child, end_of
+from quick_cases import long_case
 
 from fastbert.data import stories, train_tokenizer
 from fastbert.training import state
@@ -27,9 +28,7 @@ def tensors_of(step):
     return {name: {"x": torch.full((500,), float(step))} for name in ("weights", "optimizer")}
 
 
-@pytest.mark.parametrize(
-    "kills", [20, pytest.param(200, marks=pytest.mark.every_case)], ids=["20", "200"]
-)
+@pytest.mark.parametrize("kills", [20, long_case(200)], ids=["20", "200"])
 def test_kills_at_random_moments(tmp_path, tokenizer, kills):
     random.seed(kills)
     reader, writer = os.pipe()

@@ -17,6 +17,7 @@ import pytest
 import safetensors.torch
 import torch
 from killing import child, end_of, killed_at_every_call
+from quick_cases import long_case
 
 from fastbert import modules
 from fastbert.config import BertConfig
@@ -195,7 +196,7 @@ def test_two_writers_into_one_folder_leave_one_of_the_two_models(models, tmp_pat
     assert len(list((tmp_path / "model").iterdir())) == 2
 
 
-@pytest.mark.parametrize("stride", [3, pytest.param(1, marks=pytest.mark.every_case)])
+@pytest.mark.parametrize("stride", [3, long_case(1)])
 def test_a_checkpoint_of_a_run_killed_at_any_call_has_its_own_tokenizer(
     no_flush, tmp_path, stride
 ) -> None:

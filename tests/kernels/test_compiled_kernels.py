@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from quick_cases import long_case
 
 from fastbert.ops import backend
 
@@ -18,7 +19,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("arch", [pytest.param(80, marks=pytest.mark.every_case), 90])
+@pytest.mark.parametrize("arch", [long_case(80), 90])
 def test_compiled_kernels_keep_their_promises(arch, pytestconfig):
     """A program of its own runs the checks, because Triton interprets in this process."""
     run = subprocess.run(

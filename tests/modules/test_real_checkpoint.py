@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from quick_cases import long_case
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
@@ -86,7 +87,9 @@ def case() -> Case:
     return Case(LENGTHS)
 
 
-@pytest.mark.parametrize("backend", ["reference", None], ids=["reference", "auto"])
+@pytest.mark.parametrize(
+    "backend", [long_case("reference", id="reference"), pytest.param(None, id="auto")]
+)
 def test_all_lengths(case: Case, backend: str | None) -> None:
     case.check(backend)
 

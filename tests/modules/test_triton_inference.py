@@ -171,6 +171,7 @@ def test_bad_arguments_are_named(change, message) -> None:
         ops.encoder(hidden, parameters, change.get("ends", ends), 5, **options)
 
 
+@pytest.mark.every_case
 def test_operator() -> None:
     with torch.no_grad():
         parameters = [p.detach() for p in plan_of(model()).parameters]

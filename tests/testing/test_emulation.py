@@ -91,6 +91,7 @@ def runs(cache, architectures):
     return list(emulate(selections, processes=2, cache=cache))
 
 
+@pytest.mark.every_case
 def test_a_case_of_each_operation_passes_on_compiled_kernels(runs):
     failures = [(run.command, run.fault, run.rows) for run in runs if not run.passed]
     assert not failures
@@ -205,6 +206,7 @@ LOAD = "second = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
     ],
     ids=["a store without its mask", "a wrong value"],
 )
+@pytest.mark.every_case
 def test_a_broken_kernel_fails_the_command(tmp_path, old, new, found):
     for name in ("fastbert", "kernels"):
         ignored = shutil.ignore_patterns("__pycache__")

@@ -9,6 +9,7 @@ import sys
 import pytest
 import safetensors.torch
 import torch
+from quick_cases import long_case
 
 SCRIPT = """
 import os
@@ -81,6 +82,7 @@ def torchrun(tmp_path, source, *more):
     )
 
 
+@pytest.mark.every_case
 def test_a_signal_to_one_process_stops_both_after_the_same_step(tmp_path):
     source = SCRIPT.replace("torch.set", f"{STOPPED}\ntorch.set").replace(" pretrain(o", " told(o")
     done = torchrun(tmp_path, source)
@@ -162,7 +164,7 @@ for number, cuts in enumerate(json.loads(sys.argv[2])):
 """
 
 
-@pytest.mark.parametrize("points", [4, pytest.param(20, marks=pytest.mark.every_case)])
+@pytest.mark.parametrize("points", [4, long_case(20)])
 def test_cuts_of_two_processes_change_no_bit(tmp_path, points):
     """Random cut points, two in each run."""
     draw = random.Random(points)

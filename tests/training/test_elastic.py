@@ -10,6 +10,7 @@ import time
 
 import pytest
 from pretraining_worlds import SETTINGS, finish, start, torchrun
+from quick_cases import long_case
 from rich.console import Console
 
 from fastbert.data import stories
@@ -32,7 +33,7 @@ def test_a_killed_process_ends_the_job_with_a_message(tmp_path):
 
 @pytest.mark.parametrize(
     ("processes", "overwrite"),
-    [(2, False), (1, True), pytest.param(2, True, marks=pytest.mark.every_case)],
+    [(2, False), (1, True), long_case(2, True)],
 )
 def test_torchrun_restarts_a_killed_process_and_the_run_resumes(tmp_path, processes, overwrite):
     """The option `overwrite` deletes an earlier run, but not the work of the attempts before."""

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from _trace import StepTrace
+from quick_cases import long_case
 from rich.console import Console
 from torch import Tensor, nn
 
@@ -172,7 +173,7 @@ def test_replays_are_eager_steps_bit_for_bit(name):
     [
         *("BertForPreTraining", "BertForSequenceClassification"),
         *(
-            pytest.param(f"BertFor{name}", marks=pytest.mark.every_case)
+            long_case(f"BertFor{name}")
             for name in ("MaskedLM", "NextSentencePrediction", "TokenClassification")
         ),
     ],
@@ -273,10 +274,7 @@ CHANGES: dict[str, Callable[[Any, Any], Any]] = {
     # A change of the model, of the optimizer, and of a value that a recording reads.
     [
         *("frozen", "states", "dropout"),
-        *(
-            pytest.param(name, marks=pytest.mark.every_case)
-            for name in ("moved", "backend", "decay", "rate")
-        ),
+        *(long_case(name) for name in ("moved", "backend", "decay", "rate")),
     ],
 )
 def test_a_change_is_recorded_again(change):

@@ -208,6 +208,7 @@ pretrain(PretrainOptions(
 """
 
 
+@pytest.mark.every_case
 def test_two_processes_share_one_epoch(settings, folder, tmp_path):
     """Two processes take together as many tokens as one process, in half as many steps."""
     script = tmp_path / "script.py"

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from pretraining_worlds import SETTINGS, accelerate, finish, start, torchrun
+from quick_cases import long_case
 from rich.console import Console
 
 from fastbert.data import stories
@@ -59,7 +60,9 @@ def assert_close(folder: Path, whole: Path) -> None:
     assert all(torch.equal(exported[name], average[name]) for name in average)
 
 
-@pytest.mark.parametrize(("launcher", "shard"), [(accelerate(2), False), (torchrun(2), True)])
+@pytest.mark.parametrize(
+    ("launcher", "shard"), [(accelerate(2), False), long_case(torchrun(2), True)]
+)
 def test_two_processes_train_as_one_and_one_continues_them(tmp_path, whole, launcher, shard):
     process = start(tmp_path, launcher, {**CHANGES, "shard": shard})
     text = finish(process)
