@@ -23,6 +23,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.every_case
 def test_gpu_dry_run_lists_and_plays():
     result = run("benchmarks.gpu", "--dry-run", "build", "test-ops", "check", "bench-training")
     assert result.returncode == 0, result.stdout + result.stderr

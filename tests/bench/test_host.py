@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from quick_cases import long_case
 
 from fastbert.bench import host, mocked_cuda
 
 pytest.importorskip("triton")
 pytestmark = [
+    pytest.mark.every_case,
     pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has its own CUDA device"),
     pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler: g++ is not installed"),
 ]
@@ -42,8 +42,8 @@ def figures(libraries: Path) -> dict[str, dict[str, Any]]:
         ("inference", 190, 4),
         ("training, forward", 217, 4),
         ("training, backward", 260, 9),
-        long_case("training, autocast, forward", 230, 4),
-        long_case("training, autocast, backward", 270, 9),
+        ("training, autocast, forward", 230, 4),
+        ("training, autocast, backward", 270, 9),
     ],
 )
 def test_a_layer_calls_few_functions(figures, kind, calls, launches):
@@ -52,7 +52,6 @@ def test_a_layer_calls_few_functions(figures, kind, calls, launches):
 
 
 # A clock needs a quiet machine; the number of functions above does not.
-@pytest.mark.every_case
 @pytest.mark.parametrize(
     ("kind", "limit"), [("inference", 7), ("training, forward", 10), ("training, backward", 18)]
 )
@@ -70,7 +69,6 @@ def test_only_the_removal_of_padding_waits(figures):
     assert not any(row["waits"] for row in figures.values())
 
 
-@pytest.mark.every_case
 def test_kept_launches_are_the_launches_of_triton(libraries):
     program = Path(__file__).with_name("_kept_launches.py")
     result = host.child([str(program)], libraries)
@@ -79,7 +77,6 @@ def test_kept_launches_are_the_launches_of_triton(libraries):
     assert kept > compared / 2 > 60
 
 
-@pytest.mark.every_case
 def test_a_training_step_waits_once(libraries):
     program = Path(__file__).with_name("_training_step_waits.py")
     result = host.child([str(program)], libraries)

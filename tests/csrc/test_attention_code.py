@@ -39,6 +39,7 @@ def test_no_register_spills(compiled):
         assert set(usage) == {("0", "0")}, source.name
 
 
+@pytest.mark.every_case
 def test_the_code_is_that_of_the_record(compiled):
     pytest.importorskip("triton", reason="its wheel has cuobjdump")
     record = json.loads(_machine_code.RECORD.read_text())

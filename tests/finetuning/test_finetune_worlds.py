@@ -65,6 +65,8 @@ for job in json.loads(sys.argv[1]):
 """
 
 
+# The runs of two processes take a minute.
+pytestmark = pytest.mark.every_case
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
 ACCELERATE = (
     *("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", 2),
@@ -188,7 +190,6 @@ def test_two_processes_have_the_curve_and_the_weights_of_one(runs, name):
     assert taken_over == (name == "taken-over") == ("resumed after step 7 of 14" in text)
 
 
-@pytest.mark.every_case
 def test_accelerate_launch_starts_two_processes_and_one_continues_them(
     runs, without_dropout, data, tmp_path
 ):

@@ -20,6 +20,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("arch", [long_case(80), 90])
+@pytest.mark.every_case
 def test_compiled_kernels_keep_their_promises(arch, pytestconfig):
     """A program of its own runs the checks, because Triton interprets in this process."""
     run = subprocess.run(

@@ -157,6 +157,7 @@ FROZEN: dict[str, Callable[[str], bool]] = {
 
 
 @pytest.mark.parametrize("frozen", FROZEN)
+@pytest.mark.every_case
 def test_frozen_parameters_get_no_gradient(frozen):
     built, inputs = model(), padded(4, 3)
     for name, parameter in built.named_parameters():

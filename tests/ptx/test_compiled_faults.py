@@ -47,8 +47,8 @@ def outcomes(environment, request):
 
 
 def parameters(faults: list[CompiledFault]) -> list:
-    """Return parameters, of which `make test` runs the first fault of each architecture."""
-    return first_of_each([(fault,) for fault in faults], lambda fault: fault.arch, str)
+    """Return parameters, of which `make test` runs the first fault."""
+    return first_of_each([(fault,) for fault in faults], lambda fault: None, str)
 
 
 @pytest.mark.parametrize("fault", parameters(FAULTS))

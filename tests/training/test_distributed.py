@@ -165,6 +165,7 @@ for number, cuts in enumerate(json.loads(sys.argv[2])):
 
 
 @pytest.mark.parametrize("points", [4, long_case(20)])
+@pytest.mark.every_case
 def test_cuts_of_two_processes_change_no_bit(tmp_path, points):
     """Random cut points, two in each run."""
     draw = random.Random(points)

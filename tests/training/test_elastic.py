@@ -35,6 +35,7 @@ def test_a_killed_process_ends_the_job_with_a_message(tmp_path):
     ("processes", "overwrite"),
     [(2, False), (1, True), long_case(2, True)],
 )
+@pytest.mark.every_case
 def test_torchrun_restarts_a_killed_process_and_the_run_resumes(tmp_path, processes, overwrite):
     """The option `overwrite` deletes an earlier run, but not the work of the attempts before."""
     if overwrite:

@@ -63,6 +63,7 @@ def assert_close(folder: Path, whole: Path) -> None:
 @pytest.mark.parametrize(
     ("launcher", "shard"), [(accelerate(2), False), long_case(torchrun(2), True)]
 )
+@pytest.mark.every_case
 def test_two_processes_train_as_one_and_one_continues_them(tmp_path, whole, launcher, shard):
     process = start(tmp_path, launcher, {**CHANGES, "shard": shard})
     text = finish(process)
