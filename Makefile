@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 SAY := @echo "fastbert:"
 SOURCES := setup.py $(shell find csrc -type f 2>/dev/null)
 
-.PHONY: help setup demo test every-case turn test-processors test-viewer viewer ahead-of-time emulate calibrate mutate mutate-viewer sanitize conformance check bench docs lint format gpu gpu-first wheel clean
+.PHONY: help setup demo test every-case turn test-processors test-viewer viewer ahead-of-time emulate calibrate mutate mutate-viewer sanitize conformance check newest bench docs lint format gpu gpu-first wheel clean
 
 help:
 	@echo "make setup            creates .venv, compiles the C++ kernels and installs fastbert in place"
@@ -30,6 +30,7 @@ help:
 	@echo "make sanitize         runs the tests of the C++ operators under GCC's sanitizers (SANITIZERS=thread: a part)"
 	@echo "make conformance      runs transformers' own model tests, stock and accelerated (FAMILIES='bert': a part)"
 	@echo "make check            prints the errors of every operation, backend and dtype on this machine"
+	@echo "make newest           installs fastbert with the newest torch into .venv-newest, as README does, and runs make check there"
 	@echo "make bench            times fastbert and other engines on the CPU, into $(OUT)/cpu (SECTIONS='training': a part)"
 	@echo "make docs             builds the documentation into $(OUT)/docs; needs network only to install its tools"
 	@echo "make lint             runs ruff, mypy and clang-format; make format applies automatic fixes"
@@ -161,6 +162,19 @@ conformance: .venv/conformance
 check: setup
 	$(BIN)/fastbert check
 
+# The pins of constraints.txt do not apply here. The objects are kept apart from those of .venv.
+NEWEST := .venv-newest/bin
+newest: export DIST_EXTRA_CONFIG := $(CURDIR)/.venv-newest/build.cfg
+newest:
+	$(SAY) "Installing the newest torch into .venv-newest, which is a CUDA build of 8 GB on Linux, and compiling" \
+		"the C++ kernels: 5 to 30 minutes on two idle cores, most of it for the CUDA kernels if nvcc is found."
+	$(PYTHON) -m venv --clear .venv-newest
+	printf '[build]\nbuild_base = build/newest\n' > .venv-newest/build.cfg
+	$(NEWEST)/python -m pip install --quiet torch 'setuptools>=77' wheel ninja pybind11
+	$(NEWEST)/python -m pip install --quiet --no-build-isolation '.[transformers,triton]'
+	$(NEWEST)/fastbert info
+	$(NEWEST)/fastbert check
+
 bench: .venv/bench
 	$(BIN)/python -m benchmarks.cpu $(SECTIONS) --out $(OUT)/cpu
 
@@ -189,4 +203,4 @@ wheel: .venv/torch
 	$(BIN)/python -m build --wheel --no-isolation
 
 clean:
-	rm -rf .venv build dist out *.egg-info fastbert/*.so
+	rm -rf .venv .venv-newest build dist out *.egg-info fastbert/*.so

@@ -4,6 +4,7 @@ FASTBERT_CUDA=0|1 excludes or requires CUDA code, and TORCH_CUDA_ARCH_LIST sets 
 FASTBERT_CXXFLAGS adds flags for the C++ compiler after all others.
 """
 
+import json
 import os
 import shlex
 import shutil
@@ -23,6 +24,9 @@ except ImportError as error:
         "Install torch first, then fastbert with: pip install --no-build-isolation ."
     )
 
+sys.path.insert(0, str(Path(__file__).parent / "csrc" / "cuda"))
+import toolkit
+
 CXX_FLAGS = ["-O3", "-g0", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden"]
 CXX_FLAGS += ["-Wno-maybe-uninitialized"]  # The AVX-512 header of GCC 12 causes this warning.
 # CUDA toolkits before 12.8 do not know compute capability 10.0.
@@ -31,22 +35,37 @@ ARCHITECTURES = "8.0;9.0a;10.0+PTX"
 ARCHITECTURES_BEFORE_12_8 = "8.0+PTX;9.0a"
 
 
-def wants_cuda() -> bool:
-    """Return whether to compile CUDA code; this needs a CUDA torch and a toolkit, but no GPU."""
+def cuda_toolkit() -> toolkit.Toolkit | str:
+    """Return the toolkit for the CUDA code, or the reason why no CUDA code is compiled.
+
+    CUDA code needs a CUDA torch and a toolkit, but no GPU.
+    """
     request = os.environ.get("FASTBERT_CUDA", "")
     if request not in ("", "0", "1"):
         sys.exit(f"fastbert: FASTBERT_CUDA: got {request!r}, allowed: 0, 1 or unset")
-    lacking = None
+    if request == "0":
+        return "FASTBERT_CUDA=0 excludes them"
+    try:
+        return found_toolkit()
+    except toolkit.Lacking as lacking:
+        if request == "1":
+            sys.exit(f"fastbert: FASTBERT_CUDA=1, but {lacking}")
+        return str(lacking)
+
+
+def found_toolkit() -> toolkit.Toolkit:
     if torch.version.cuda is None:
-        lacking = f"torch {torch.__version__} is not a CUDA build"
-    elif not cpp_extension.CUDA_HOME or not Path(cpp_extension.CUDA_HOME, "bin", "nvcc").exists():
-        lacking = "no CUDA toolkit was found (nvcc on PATH, or CUDA_HOME)"
-    if request == "1" and lacking:
-        sys.exit(f"fastbert: FASTBERT_CUDA=1, but {lacking}")
-    return request != "0" and lacking is None
+        raise toolkit.Lacking(f"torch {torch.__version__} is not a CUDA build")
+    nvcc = Path(cpp_extension.CUDA_HOME or "", "bin", "nvcc")
+    if not cpp_extension.CUDA_HOME or not nvcc.exists():
+        raise toolkit.Lacking("no CUDA toolkit was found (nvcc on PATH, or CUDA_HOME)")
+    headers = cpp_extension.include_paths("cuda", torch_include_dirs=False)
+    libraries = cpp_extension.library_paths("cuda", torch_include_dirs=False)
+    return toolkit.find(torch.version.cuda, nvcc, headers, libraries, toolkit.package_roots())
 
 
-def extension() -> Extension:
+def extension(cuda: toolkit.Toolkit | str) -> Extension:
+    """Return the extension with CUDA code, or without it if `cuda` is the reason for that."""
     # The slowest sources come first, so that no core is idle at the end.
     sources = [*sorted(glob("csrc/cpu/isa/level_*.cpp"), reverse=True), *sorted(glob("csrc/*.cpp"))]
     sources += sorted(set(glob("csrc/cpu/**/*.cpp", recursive=True)) - set(sources))
@@ -55,7 +74,10 @@ def extension() -> Extension:
     if sys.platform == "linux":
         flags, links = [*flags, "-fopenmp"], ["-fopenmp"]
     flags += shlex.split(os.environ.get("FASTBERT_CXXFLAGS", ""))
-    if not wants_cuda():
+    folders: dict[str, list[str]] = {}
+    if isinstance(cuda, str):
+        # `fastbert info` shows the reason. JSON escapes a string as C++ does.
+        flags.append(f"-DFASTBERT_WITHOUT_CUDA={json.dumps(cuda)}")
         kind = cpp_extension.CppExtension
         options = {"cxx": flags}
     else:
@@ -71,15 +93,20 @@ def extension() -> Extension:
             "cxx": [*flags, f'-DFASTBERT_CUDA_ARCHS="{archs}"'],
             "nvcc": ["-O3", *hopper],
         }
+        folders = {"include_dirs": cuda.include_dirs, "library_dirs": cuda.library_dirs}
     # ninja compiles a file again if its command has changed, so the commands name torch's version.
     macros = [("FASTBERT_TORCH", torch.__version__)]
-    return kind(
+    built = kind(
         "fastbert._C",
         sources,
         define_macros=macros,
         extra_compile_args=options,
         extra_link_args=links,
+        **folders,
     )
+    if isinstance(cuda, toolkit.Toolkit):
+        built.libraries[built.libraries.index("cudart")] = cuda.runtime
+    return built
 
 
 def missing_tool() -> str | None:
@@ -143,4 +170,8 @@ if __name__ == "__main__":
     # torch compiles and setuptools links with this compiler, whichever compiler built this Python.
     found = [name for name in ("c++", "g++", "clang++") if shutil.which(name)]
     os.environ.setdefault("CXX", found[0] if found else "c++")
-    setup(ext_modules=[extension()], cmdclass={"build_ext": Build})
+    cuda = cuda_toolkit()
+    done = setup(ext_modules=[extension(cuda)], cmdclass={"build_ext": Build})
+    # This line comes after the output of every command, so that it is the last.
+    if isinstance(cuda, str) and done.have_run.get("build_ext") and missing_tool() is None:
+        print(f"fastbert: built without the CUDA C++ kernels: {cuda}.", file=sys.stderr)

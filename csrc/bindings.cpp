@@ -19,12 +19,16 @@ namespace {
 
 namespace py = pybind11;
 
-// setup.py defines FASTBERT_CUDA_ARCHS when it builds CUDA code.
+// setup.py defines FASTBERT_CUDA_ARCHS when it builds CUDA code, and otherwise
+// FASTBERT_WITHOUT_CUDA, the reason why it builds none.
 #if defined(FASTBERT_CUDA_ARCHS)
 constexpr bool kCuda = true;
 #else
 constexpr bool kCuda = false;
 #define FASTBERT_CUDA_ARCHS ""
+#endif
+#if !defined(FASTBERT_WITHOUT_CUDA)
+#define FASTBERT_WITHOUT_CUDA ""
 #endif
 
 py::dict build_info() {
@@ -39,6 +43,7 @@ py::dict build_info() {
   info["compiler"] = __VERSION__;
   info["cuda"] = kCuda;
   info["cuda_archs"] = FASTBERT_CUDA_ARCHS;
+  info["without_cuda"] = FASTBERT_WITHOUT_CUDA;
   info["cpu_isas"] = built;
   info["cpu_isas_supported"] = supported;
   info["cpu_isas_slow"] = slow;
@@ -75,7 +80,8 @@ PYBIND11_MODULE(_C, m) {
   py::register_local_exception_translator(translate);
   m.def("build_info", build_info,
         "Returns the facts of the build as a dict: torch (its version), compiler, cuda (bool), "
-        "cuda_archs, cpu_isas (the levels in the extension), cpu_isas_supported (the levels that "
+        "cuda_archs, without_cuda (the reason, empty with CUDA), cpu_isas (the levels in the "
+        "extension), cpu_isas_supported (the levels that "
         "this processor can run) and cpu_isas_slow (those of them that are slower on this "
         "processor than a lower level).");
   m.def(

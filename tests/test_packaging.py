@@ -113,6 +113,7 @@ def test_the_sdist_holds_all_that_a_build_needs(built):
     with tarfile.open(sdist) as archive:
         members = {m.name.split("/", 1)[-1]: m for m in archive.getmembers()}
     sources = {p.relative_to(ROOT).as_posix() for p in (ROOT / "csrc").rglob("*") if p.is_file()}
+    assert "csrc/cuda/toolkit.py" in sources
     for name in package_files() | sources | {"setup.py", "pyproject.toml", "README.md", "LICENSE"}:
         assert name in members, name
         assert members[name].isreg(), name
@@ -230,6 +231,17 @@ SMALL_SOURCES = {
     "cpu/included.h": "constexpr int kOne = 1;\n",
 }
 
+
+def with_small_sources(source: Path) -> None:
+    """Replace the C++ sources of a checkout by those above."""
+    for path in (source / "csrc").rglob("*"):
+        if path.suffix in (".cpp", ".cu", ".cuh", ".h"):
+            path.unlink()
+    for name, text in SMALL_SOURCES.items():
+        (source / "csrc" / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / "csrc" / name).write_text(text)
+
+
 # Installs one checkout seven times, and writes a line with the objects that each install compiles.
 INSTALL_AGAIN_AND_AGAIN = """
 import pathlib
@@ -266,10 +278,7 @@ install()
 @pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler on this machine")
 def test_an_editable_install_compiles_what_has_changed_and_nothing_else(tmp_path):
     source = checkout(tmp_path)
-    shutil.rmtree(source / "csrc")
-    for name, text in SMALL_SOURCES.items():
-        (source / "csrc" / name).parent.mkdir(parents=True, exist_ok=True)
-        (source / "csrc" / name).write_text(text)
+    with_small_sources(source)
     result = run(sys.executable, "-c", INSTALL_AGAIN_AND_AGAIN, cwd=source, FASTBERT_CUDA="0")
     assert result.returncode == 0, result.stderr
     lines = (source / "compiled.txt").read_text().splitlines()
@@ -289,6 +298,71 @@ def test_fastbert_cuda_is_obeyed_or_refused_with_the_reason():
         assert result.returncode != 0
         assert "FASTBERT_CUDA=1, but torch" in result.stderr
         assert "is not a CUDA build" in result.stderr
+
+
+# Runs setup.py with a torch that was built for CUDA, and with an nvcc that has no headers.
+WITH_A_CUDA_TORCH = """
+import runpy, sys, torch
+torch.version.cuda = "13.2"
+from torch.utils import cpp_extension
+cpp_extension.CUDA_HOME = sys.argv.pop(1)
+sys.argv[0] = "setup.py"
+runpy.run_path("setup.py", run_name="__main__")
+"""
+
+
+@pytest.fixture
+def nvcc_alone(tmp_path) -> Path:
+    nvcc = tmp_path / "home" / "bin" / "nvcc"
+    nvcc.parent.mkdir(parents=True)
+    nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 13.0, V13.0.88'\n")
+    nvcc.chmod(0o755)
+    # Python finds these packages before those of the environment.
+    (tmp_path / "site" / "nvidia" / "cu13" / "include").mkdir(parents=True)
+    (tmp_path / "site" / "nvidia" / "__init__.py").touch()
+    return nvcc.parents[1]
+
+
+def setup_with_nvcc(home: Path, *arguments: str, cwd: Path = ROOT, **environment: str):
+    path = {"PYTHONPATH": str(home.parent / "site"), "CPATH": "", "CPLUS_INCLUDE_PATH": ""}
+    command = (sys.executable, "-c", WITH_A_CUDA_TORCH, home, *arguments)
+    return run(*command, cwd=cwd, **path, **environment)
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler on this machine")
+def test_missing_headers_of_cuda_end_a_build_that_requires_cuda(nvcc_alone):
+    result = setup_with_nvcc(nvcc_alone, "-V", FASTBERT_CUDA="1")
+    assert result.returncode != 0
+    assert "fastbert: FASTBERT_CUDA=1, but c++ cannot include the headers of CUDA" in result.stderr
+    assert "cuda.h: No such file or directory" in result.stderr
+    site = nvcc_alone.parent / "site" / "nvidia" / "cu13" / "include"
+    assert f"{nvcc_alone}/include (beside nvcc)" in result.stderr
+    assert f"{site} (packages of torch)" in result.stderr
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler on this machine")
+def test_missing_headers_of_cuda_exclude_the_cuda_code_and_the_last_line_says_so(
+    nvcc_alone, tmp_path
+):
+    source = checkout(tmp_path)
+    with_small_sources(source)
+    (source / "csrc" / "bindings.cpp").write_text(
+        'extern "C" __attribute__((visibility("default")))\n'
+        "const char* reason() { return FASTBERT_WITHOUT_CUDA; }\n"
+    )
+    result = setup_with_nvcc(nvcc_alone, "build_ext", "--inplace", cwd=source)
+    assert result.returncode == 0, result.stderr
+    (built,) = (source / "fastbert").glob("_C*.so")
+    code = (
+        "import ctypes, torch\n"
+        f"library = ctypes.CDLL({str(built)!r})\n"
+        "library.reason.restype = ctypes.c_char_p\n"
+        "print(library.reason().decode())"
+    )
+    reason = python(code, tmp_path)
+    assert reason.startswith("c++ cannot include the headers of CUDA (cuda.h: No such file")
+    last = (result.stdout + result.stderr).splitlines()[-1]
+    assert last == f"fastbert: built without the CUDA C++ kernels: {reason}."
 
 
 def test_a_build_without_torch_says_what_to_do(tmp_path):

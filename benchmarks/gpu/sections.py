@@ -70,7 +70,7 @@ LAST_MATCH_S = 90
 BUILT = (
     "import sys; from fastbert.ops import backend; "
     "sys.exit(None if backend.EXTENSION_HAS_CUDA else "
-    "f'the extension has no CUDA kernels: {backend.EXTENSION_STATE}')"
+    "f'the extension has no CUDA kernels: {backend.WITHOUT_CUDA or backend.EXTENSION_STATE}')"
 )
 
 

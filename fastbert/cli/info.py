@@ -22,6 +22,7 @@ LABELS = {
     "isa": "instruction set",
     "cuda": "CUDA kernels",
     "cuda_archs": "GPU architectures",
+    "without_cuda": "why no CUDA kernels",
     "cpu_isas": "instruction sets built",
     "cpu_isas_supported": "supported by this CPU",
     "cpu_isas_slow": "slower here than a lower one",
@@ -139,7 +140,10 @@ def _extension() -> dict[str, Any]:
 
     if backend.EXTENSION is None:
         return {"built": False, "reason": backend.EXTENSION_STATE}
-    return {"built": True, **backend.EXTENSION.build_info(), "isa": backend.EXTENSION.cpu_isa()}
+    facts = backend.EXTENSION.build_info()
+    if facts["cuda"]:
+        del facts["without_cuda"]
+    return {"built": True, **facts, "isa": backend.EXTENSION.cpu_isa()}
 
 
 def _compiler() -> dict[str, Any]:

@@ -140,6 +140,8 @@ EXTENSION, EXTENSION_STATE = _load_extension()
 EXTENSION_HAS_CUDA = EXTENSION is not None and bool(EXTENSION.build_info()["cuda"])
 # The architectures of the extension's CUDA code as TORCH_CUDA_ARCH_LIST has them.
 CUDA_ARCHS = EXTENSION.build_info()["cuda_archs"] if EXTENSION_HAS_CUDA else ""
+# The reason why the extension has no CUDA code, from setup.py.
+WITHOUT_CUDA = "" if EXTENSION is None else EXTENSION.build_info().get("without_cuda", "")
 HAS_TRITON = _has_triton()
 DEFAULT_REQUEST = os.environ.get("FASTBERT_BACKEND") or None
 INTERPRETER = "Triton's interpreter"
@@ -270,7 +272,7 @@ def unavailable(backend: str, device: str) -> str | None:
     if EXTENSION is None:
         return EXTENSION_STATE
     if backend == "cuda" and not EXTENSION_HAS_CUDA:
-        return "the extension was built without CUDA"
+        return f"the extension was built without CUDA: {WITHOUT_CUDA}"
     return (refuse_old_gpu() or refuse_missing_code()) if backend == "cuda" else None
 
 

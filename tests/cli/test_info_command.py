@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +12,8 @@ import torch
 from fastbert.cli.common import out
 from fastbert.cli.info import (
     _calls_without_cuda,
+    _extension,
+    _facts,
     _gpu_times,
     _products,
     _products_of_cuda,
@@ -33,6 +37,31 @@ def test_json_says_what_is_built_and_what_serves(run):
     for row in content["backends"]:
         assert row["backend"] in backend.BACKENDS
         assert row["reason"]
+
+
+def test_an_extension_without_cuda_says_why(run, monkeypatch):
+    reason = "c++ cannot include the headers of CUDA"
+    facts = {"torch": "2.15.0", "cuda": False, "cuda_archs": "", "without_cuda": reason}
+    extension = SimpleNamespace(build_info=lambda: dict(facts), cpu_isa=lambda: "baseline")
+    monkeypatch.setattr(backend, "EXTENSION", extension)
+    monkeypatch.setattr(backend, "EXTENSION_HAS_CUDA", False)
+    monkeypatch.setattr(backend, "WITHOUT_CUDA", reason)
+    monkeypatch.setattr(backend, "_choices", {})
+    assert _extension()["without_cuda"] == reason
+    with out.capture() as shown:
+        out.print(_facts("extension", _extension()))
+    assert re.search(f"why no CUDA kernels +{re.escape(reason)}", shown.get())
+    refused = {row["reason"] for row in _calls_without_cuda()}
+    assert refused == {f"the extension was built without CUDA: {reason}"}
+    facts |= {"cuda": True, "cuda_archs": "9.0a", "without_cuda": ""}
+    assert "without_cuda" not in _extension()
+
+
+@pytest.mark.skipif(backend.EXTENSION is None, reason=backend.EXTENSION_STATE)
+def test_the_extension_has_cuda_kernels_or_a_reason():
+    facts = backend.EXTENSION.build_info()
+    assert bool(facts["cuda"]) == (facts["without_cuda"] == "")
+    assert facts["without_cuda"] == backend.WITHOUT_CUDA
 
 
 def test_text_names_every_operation(run):
