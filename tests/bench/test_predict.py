@@ -110,7 +110,7 @@ def test_tcgen05_is_not_invented():
     assert "tcgen05" in found.reason
     least = work(ATTENTION, BF16, FORWARD)
     assert found.seconds == {
-        "tensor": pytest.approx(least.flops / 2.25e15, rel=1e-3), 
+        "tensor": pytest.approx(least.flops / 2.25e15, rel=1e-3),
         "memory": pytest.approx(least.bytes / (8e12 * 4.3 / 4.8)),
     }  # fmt: skip
     assert found.bound == max(found.seconds.values())
