@@ -111,7 +111,8 @@ def tried(case: Case, options: argparse.Namespace, device: str) -> dict[str, Any
     try:
         return smoke(case, options, device)
     except Exception as error:
-        return {"faults": [f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"]}
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        return {"faults": [reason], "kernels": {}}
 
 
 def smoke(case: Case, options: argparse.Namespace, device: str) -> dict[str, Any]:
