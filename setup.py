@@ -6,6 +6,7 @@ FASTBERT_CXXFLAGS adds flags for the C++ compiler after all others.
 
 import json
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -31,6 +32,7 @@ CXX_FLAGS = ["-O3", "-g0", "-ffp-contract=off", "-fno-math-errno", "-fvisibility
 CXX_FLAGS += ["-Wno-maybe-uninitialized"]  # The AVX-512 header of GCC 12 causes this warning.
 # CUDA toolkits before 12.8 do not know compute capability 10.0.
 # The instructions of Hopper alone exist in code for 9.0a, which runs on 9.0 and on no other GPU.
+ARCH_LIST = "TORCH_CUDA_ARCH_LIST"
 ARCHITECTURES = "8.0;9.0a;10.0+PTX"
 ARCHITECTURES_BEFORE_12_8 = "8.0+PTX;9.0a"
 
@@ -81,14 +83,11 @@ def extension(cuda: toolkit.Toolkit | str) -> Extension:
         kind = cpp_extension.CppExtension
         options = {"cxx": flags}
     else:
-        old = tuple(map(int, torch.version.cuda.split(".")[:2])) < (12, 8)
-        archs = os.environ.setdefault(
-            "TORCH_CUDA_ARCH_LIST", ARCHITECTURES_BEFORE_12_8 if old else ARCHITECTURES
-        )
+        archs = architectures()
         kind = cpp_extension.CUDAExtension
         kernels = glob("csrc/cuda/**/*.cu", recursive=True)
         sources = sorted(kernels + glob("csrc/cuda/*.cpp")) + sources
-        hopper = ["-DFASTBERT_SM90A"] if "9.0a" in archs.split(";") else []
+        hopper = ["-DFASTBERT_SM90A"] if has_hopper(archs) else []
         options = {
             "cxx": [*flags, f'-DFASTBERT_CUDA_ARCHS="{archs}"'],
             "nvcc": ["-O3", *hopper],
@@ -118,6 +117,52 @@ def missing_tool() -> str | None:
         return f"no C++ compiler was found ({os.environ['CXX']}; set CXX to another)"
     headers = sysconfig.get_paths()["include"]
     return None if Path(headers, "Python.h").exists() else f"Python.h is missing in {headers}"
+
+
+def architectures() -> str:
+    """Return the architectures of the CUDA code, by semicolons, and print them.
+
+    The names are those of TORCH_CUDA_ARCH_LIST, which torch reads again when it compiles, or the
+    default. The list may have spaces, commas and the names of architectures that torch knows.
+    """
+    old = tuple(map(int, torch.version.cuda.split(".")[:2])) < (12, 8)
+    given = os.environ.get(ARCH_LIST) or (ARCHITECTURES_BEFORE_12_8 if old else ARCHITECTURES)
+    os.environ[ARCH_LIST] = ";".join(re.findall(r"[^\s;,]+", given))
+    try:
+        # A flag ends in code=sm_90a for machine code, and in code=compute_90a for PTX.
+        flags = " ".join(cpp_extension._get_cuda_arch_flags())
+    except (ValueError, IndexError) as error:
+        allowed = "architectures that torch knows, such as 8.0;9.0a;10.0+PTX"
+        sys.exit(f"fastbert: {ARCH_LIST}: got {given!r}, allowed: {allowed} ({error})")
+    codes = re.findall(r"code=sm_(\d+)(\d)([af]?)", flags)
+    codes.sort(key=lambda code: (int(code[0]), int(code[1])))
+    names = (
+        f"{major}.{minor}{kind}" + "+PTX" * f"{flags} ".count(f"code=compute_{major}{minor}{kind} ")
+        for major, minor, kind in codes
+    )
+    archs = os.environ[ARCH_LIST] = ";".join(names)
+    kernels = "with" if has_hopper(archs) else "without"
+    if kernels == "without" and sees_hopper():
+        sys.exit(
+            f"fastbert: {ARCH_LIST}: got {given!r}, allowed on a GPU of compute capability 9.0: a "
+            "list with 9.0a, such as 8.0;9.0a;10.0+PTX, because the kernels of Hopper GPUs exist "
+            "in code for 9.0a alone; without the variable, the default has them"
+        )
+    print(
+        f"fastbert: CUDA code for {archs}, {kernels} the kernels of Hopper GPUs (9.0a)",
+        file=sys.stderr,
+    )
+    return archs
+
+
+def has_hopper(archs: str) -> bool:
+    return "9.0a" in [name.removesuffix("+PTX") for name in archs.split(";")]
+
+
+def sees_hopper() -> bool:
+    """Tell whether a GPU of this machine has compute capability 9.0."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return any(torch.cuda.get_device_capability(i) == (9, 0) for i in range(count))
 
 
 def in_units(sources: list[str], folder: Path) -> list[str]:

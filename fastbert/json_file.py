@@ -54,6 +54,11 @@ def text(value: Any) -> str:
     return json.dumps(jsonable(value), indent=2, ensure_ascii=False) + "\n"
 
 
+def line(value: Any) -> str:
+    """Return ``value`` as JSON text in one line, without a newline."""
+    return json.dumps(jsonable(value), ensure_ascii=False)
+
+
 def write(path: Path, value: Any) -> None:
     """Write ``value`` as JSON to ``path``; the file appears complete or not at all."""
     content = text(value)

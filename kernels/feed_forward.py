@@ -26,7 +26,14 @@ from fastbert.kernels.activation import (
 )
 from fastbert.kernels.gemm import GROUP_M, halves, product_tile, tile_position
 from fastbert.kernels.launch import Launch, run
-from fastbert.kernels.tiles import ceil_div, elementwise_tile, gemm_depth, gemm_programs, gemm_tile
+from fastbert.kernels.tiles import (
+    ceil_div,
+    elementwise_tile,
+    gemm_depth,
+    gemm_programs,
+    gemm_tile,
+    target_of,
+)
 
 
 @triton.jit
@@ -151,7 +158,8 @@ def _activation_kernel(
 
 def _linear_activation_launch(x, weight, bias, y, h, activation: Activation) -> Launch:
     (rows, depth), (product_columns, columns) = x.shape, (weight.shape[0], y.shape[1])
-    tile, block_k = gemm_tile(rows, product_columns, x.dtype), gemm_depth(x.dtype)
+    tile = gemm_tile(rows, product_columns, x.dtype, target=target_of(x))
+    block_k = gemm_depth(x.dtype)
     arguments = {
         "x_ptr": x,
         "weight_ptr": weight,

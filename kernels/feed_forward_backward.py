@@ -27,6 +27,7 @@ from fastbert.kernels.tiles import (
     gemm_depth,
     gemm_programs,
     gemm_tile,
+    target_of,
 )
 
 
@@ -267,7 +268,7 @@ def _linear_activation_gradient_launch(
 
 def _gradient_tile(dy: Tensor, weight: Tensor, activation: Activation) -> Tile:
     epilogue = "gated_backward" if activation.gated else "backward"
-    return gemm_tile(dy.shape[0], weight.shape[1], dy.dtype, epilogue)
+    return gemm_tile(dy.shape[0], weight.shape[1], dy.dtype, epilogue, target_of(dy))
 
 
 def feed_forward_backward(

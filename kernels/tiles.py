@@ -1,7 +1,9 @@
 """Block sizes, numbers of programs, and the choice where two kernels compute the same.
 
 These choices were not measured on a GPU. They follow from the reasons given here and from the
-forecasts in benchmarks/NOTES.md. No shipped launch spills registers (tests/kernels/test_aot.py).
+forecasts in benchmarks/NOTES.md. No shipped launch spills registers with the ptxas of Triton 3.9
+(tests/kernels/test_aot.py). That of Triton 3.6 spills in eight launches of fp32 for sm_90, which
+are slower for it.
 """
 
 from __future__ import annotations
@@ -260,11 +262,15 @@ GEMM_TILES = 96
 LARGEST_FUSED_DEPTH = 1024
 
 
-def gemm_tile(rows: int, columns: int, dtype: torch.dtype, epilogue: str = "forward") -> Tile:
+def gemm_tile(
+    rows: int, columns: int, dtype: torch.dtype, epilogue: str = "forward", target: int = 90
+) -> Tile:
     """Return the tile of a GEMM with rows × columns results.
 
     128 × 128 on 4 warps leaves room for two programs on a multiprocessor, so that one multiplies
-    while the other is in its epilogue.
+    while the other is in its epilogue. On sm_120, ptxas spills 8 bytes of such a program, so that
+    8 warps share the tile. On sm_86 to sm_89, ptxas gives a thread of 8 warps 80 registers, and
+    spills 8 bytes of the forward in fp32, which therefore has 4 warps.
 
     Args:
         rows: Rows of the result.
@@ -272,13 +278,15 @@ def gemm_tile(rows: int, columns: int, dtype: torch.dtype, epilogue: str = "forw
         dtype: Dtype of the operands.
         epilogue: "forward", "backward" or "gated_backward", in the order of the registers that they
             take.
+        target: Architecture of the GPU, as 90 for sm_90.
     """
     if IS_INTERPRETED:
         return INTERPRETED_TILE
     if dtype == torch.float32:
-        return Tile(64, 64, num_warps=8, num_stages=2)
+        has_4_warps = epilogue == "forward" and 80 < target < 90
+        return Tile(64, 64, 4 if has_4_warps else 8, num_stages=2)
     large = {
-        "forward": Tile(128, 128, num_warps=4, num_stages=3),
+        "forward": Tile(128, 128, 8 if target >= 120 else 4, num_stages=3),
         "backward": Tile(128, 128, num_warps=8, num_stages=3),
         "gated_backward": Tile(128, 64, num_warps=8, num_stages=3),
     }

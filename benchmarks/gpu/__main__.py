@@ -7,8 +7,9 @@
 
 The command uses the machine's own Python and downloads nothing. A section is ended after nine
 minutes. A section that fails does not stop the next one. The exit status is 1 if a section failed,
-and 2 if the machine has no CUDA device. A dry run lists the commands, runs every benchmark on tiny
-shapes on the CPU, and compiles every shipped Triton launch for sm_90.
+and 2 if the machine has no CUDA device, or if TORCH_CUDA_ARCH_LIST leaves out the kernels of its
+GPU. A dry run lists the commands, runs every benchmark on tiny shapes on the CPU, and compiles
+every shipped Triton launch for sm_90.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import time
 from pathlib import Path
 
 from benchmarks.gpu import bench, summary
-from benchmarks.gpu.sections import Section, run, sections
+from benchmarks.gpu.sections import Section, refused_architectures, run, sections
 
 DRY_ARCHITECTURE = "90"
 
@@ -57,6 +58,9 @@ def main() -> int:
             "the commands",
             file=sys.stderr,
         )
+        return 2
+    if "build" in [section.name for section in wanted] and (reason := refused_architectures()):
+        print(f"benchmarks.gpu: nothing was run: {reason}", file=sys.stderr)
         return 2
     folder.mkdir(parents=True, exist_ok=True)
     results = []

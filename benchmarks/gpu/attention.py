@@ -8,7 +8,14 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.gpu.contenders import attention_variants, compiler, dense_twin, left_out, ours
+from benchmarks.gpu.contenders import (
+    attention_variants,
+    backend_of,
+    compiler,
+    dense_twin,
+    left_out,
+    ours,
+)
 from benchmarks.gpu.match import Contender, Match, of_case
 from fastbert.bench.attention_peers import dense_peers, varlen_peers
 from fastbert.bench.encoder import half_padded
@@ -59,10 +66,23 @@ def _dense(scale, device, length, head_dim, dtype, **options) -> Iterator[Match]
 
 
 def first(scale: Scale, device: str) -> Iterator[Match]:
-    """Yield two lengths at the first head dim, forward and backward, beside SDPA only."""
+    """Yield two lengths at the first head dim, forward and backward: Triton beside SDPA only."""
+    return _first(scale, device, without="cuda")
+
+
+def first_cuda(scale: Scale, device: str) -> Iterator[Match]:
+    """Yield the matches of `first` with CUDA C++ instead of Triton."""
+    return _first(scale, device, without="triton")
+
+
+def _first(scale: Scale, device: str, without: str) -> Iterator[Match]:
     for length in scale.lengths[:2]:
         for match in _dense(scale, device, length, scale.head_dims[0], BF16):
-            kept = [c for c in match.contenders if c.ours or c.name in FIRST_PEERS]
+            kept = [
+                c
+                for c in match.contenders
+                if c.name in FIRST_PEERS or (c.ours and backend_of(c.name) != without)
+            ]
             yield dataclasses.replace(match, contenders=kept)
 
 

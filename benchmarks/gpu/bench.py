@@ -2,6 +2,7 @@
 
     python -m benchmarks.gpu.bench bench-attention --out out/gpu [--toy] [--minutes 8]
 
+The rows of each match are printed as JSON, a line for each, as soon as the match has ended.
 ``--toy`` runs tiny shapes on the CPU, which tries every match and peer without a GPU; its times
 mean nothing. The exit status is 1 if a contender of fastbert is wrong or cannot run.
 """
@@ -40,9 +41,11 @@ SECTIONS: dict[str, tuple[Build, Any, Any, float]] = {
     "bench-training": (encoder.training, encoder.FULL, encoder.TOY, 6.0),
     "bench-latency": (encoder.latency, encoder.FULL, encoder.TOY, 1.0),
 }
-# The part of the first contact; `make gpu` has the lengths in bench-attention.
+# The parts of the first contact; `make gpu` has the lengths in bench-attention. A kernel of CUDA
+# C++ that hangs would take the rows of its match, so that Triton's are in another section.
 FIRST: dict[str, tuple[Build, Any, Any, float]] = {
-    "first-attention": (attention.first, attention.FULL, attention.TOY, 1.0)
+    "first-attention": (attention.first, attention.FULL, attention.TOY, 1.0),
+    "first-attention-cuda": (attention.first_cuda, attention.FULL, attention.TOY, 1.0),
 }
 # These errors are mistakes of a call; a refusal raises another error.
 MISTAKES = ("TypeError", "AttributeError", "NameError", "KeyError", "IndexError", "UnboundLocal")
@@ -95,6 +98,7 @@ def run(
         device,
         limits_of(machine.gpu),
         measured,
+        print_row,
         Deadline(60 * minutes),
     )
     played = play_all(matches_of(section, device, toy=toy), setting)
@@ -108,6 +112,11 @@ def run(
         "faults": faults(played),
         "rows": [to_dict(row) for row in played],
     }
+
+
+def print_row(row: GpuRow) -> None:
+    """Print a row as a line of JSON at once, because the process may be ended in a later match."""
+    print(json.dumps(to_dict(row), allow_nan=False), flush=True)
 
 
 def faults(played: Sequence[GpuRow]) -> list[str]:

@@ -50,6 +50,12 @@ def ours(case: Case, dtype: torch.dtype, device: str) -> list[Contender]:
     ]
 
 
+def backend_of(contender: str) -> str:
+    """Return the backend of a contender of fastbert by its name; forced paths are Triton's."""
+    name = contender.removeprefix(OURS).rstrip("*")
+    return "triton" if name.startswith("path=") else name
+
+
 def torch_peer(op: str, change: Callable[[Any], Any] | None = None) -> Callable[[Inputs], Prepared]:
     """Prepare ``op`` in stock PyTorch, compiled if ``change`` is a compiler."""
     function = peers.OPS[op]

@@ -79,6 +79,8 @@ class Setting(contest.Setting):
     device: str = "cuda"
     limits: Limits | None = None
     ceilings: Limits | None = None
+    # Receives each row as soon as its match has ended.
+    keep: Callable[[GpuRow], None] = lambda row: None
     deadline: Deadline = field(default_factory=lambda: Deadline(float("inf")))
     # The inputs of the last case, which its backward pass uses after its forward pass.
     drawn: dict[tuple[Any, ...], Sequence[Inputs]] = field(default_factory=dict)
@@ -278,11 +280,13 @@ def finish(match: Match, rows: Sequence[GpuRow], setting: Setting) -> None:
 
 
 def play_all(matches: Sequence[Match], setting: Setting) -> list[GpuRow]:
-    """Play the matches in their order, the most important first, and report each result."""
+    """Play the matches in their order, the most important first, and hand on each at once."""
     rows: list[GpuRow] = []
     for match in matches:
         played = play(match, setting)
         rows += played
+        for row in played:
+            setting.keep(row)
         setting.notify(line(played))
     return rows
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import runpy
 import shlex
 import signal
 import subprocess
@@ -15,6 +16,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
 
 from benchmarks.gpu.bench import SECTIONS as BENCHES
 
@@ -72,6 +75,12 @@ BUILT = (
     "sys.exit(None if backend.EXTENSION_HAS_CUDA else "
     "f'the extension has no CUDA kernels: {backend.WITHOUT_CUDA or backend.EXTENSION_STATE}')"
 )
+# An extension from an earlier build may lack them.
+HAS_HOPPER = (
+    "import sys; from fastbert.ops import backend; "
+    "sys.exit(None if backend.capability() != (9, 0) or '9.0a' in backend.CUDA_ARCHS else "
+    "f'the extension has no kernels of Hopper GPUs: it was built for {backend.CUDA_ARCHS}')"
+)
 
 
 @dataclass(frozen=True)
@@ -98,6 +107,7 @@ def sections(folder: Path) -> dict[str, Section]:
             (
                 (python, "setup.py", "--quiet", "build_ext", "--inplace"),
                 (python, "-c", BUILT),
+                (python, "-c", HAS_HOPPER),
                 (*fastbert, "info"),
             ),
         ),
@@ -122,6 +132,20 @@ def sections(folder: Path) -> dict[str, Section]:
         command = (python, "-m", "benchmarks.gpu.bench", name, "--out", str(folder))
         found.append(Section(name, "times of fastbert and its peers", (command,)))
     return {section.name: section for section in found}
+
+
+def refused_architectures() -> str | None:
+    """Return why setup.py refuses TORCH_CUDA_ARCH_LIST on this machine, or None.
+
+    setup.py prints the architectures, and whether the kernels of Hopper GPUs are among them.
+    """
+    if torch.version.cuda is None:
+        return None  # The build gives this reason.
+    try:
+        runpy.run_path(str(ROOT / "setup.py"))["architectures"]()
+    except SystemExit as refused:
+        return str(refused)
+    return None
 
 
 def pytest(paths: tuple[str, ...]) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -32,12 +32,36 @@ def write(folder: Path, results: Sequence[Mapping[str, object]]) -> None:
 
 
 def lines_of(folder: Path, section: str) -> Iterator[str]:
-    """Yield a line per shape of a benchmark section: fastbert, the best peer, ratio and goal."""
-    path = folder / f"{section}.json"
-    if not section.startswith(("bench-", "first-")) or not path.exists():
+    """Yield a line per shape of a benchmark section: fastbert, the best peer, ratio and goal.
+
+    A section that was ended has its rows in its log.
+    """
+    path, log = folder / f"{section}.json", folder / f"{section}.log"
+    if not section.startswith("bench-"):
         return
-    content = json.loads(path.read_text("utf-8"))
-    rows = [GpuRow(**record) for record in content["rows"]]
+    if path.exists():
+        yield from lines_of_rows(rows_of(json.loads(path.read_text("utf-8"))["rows"]))
+    elif log.exists():
+        lines = log.read_text("utf-8").splitlines()
+        yield from lines_of_rows(rows_of(filter(None, map(row_of, lines))))
+
+
+def row_of(line: str) -> dict[str, Any] | None:
+    """Return the JSON object of a line of output, or None if the line is none."""
+    try:
+        content = json.loads(line)
+    except json.JSONDecodeError:
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def rows_of(records: Iterable[Mapping[str, Any]]) -> list[GpuRow]:
+    """Return the rows among JSON objects, which have a contender."""
+    return [GpuRow(**record) for record in records if "contender" in record]
+
+
+def lines_of_rows(rows: Sequence[GpuRow]) -> Iterator[str]:
+    """Yield a line per shape, and the lines of what is compared beyond one shape."""
     matches: dict[tuple[str, str], list[GpuRow]] = {}
     for row in rows:
         matches.setdefault((row.series, row.label), []).append(row)

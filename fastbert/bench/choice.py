@@ -5,7 +5,7 @@
 
 - Predictions: ``*-predicted-bounds/OP.json`` for Triton and ``OP_cuda.json`` for CUDA C++, as
   ``fastbert bench --predict --json`` writes them, from the newest folder that has the shape. The
-  table takes their estimates.
+  table takes the estimates of the recorded counts by the present rates of `fastbert.bench.predict`.
 - Measurements: ``bench-attention.json``, ``bench-rows.json`` and ``bench-gemm.json`` of
   ``make gpu``, in any folder. A measurement of both backends replaces the predictions for its
   architecture and shape.
@@ -22,9 +22,13 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from fastbert.bench.gpus import A100, B200, GPUS, H200, L4
+import torch
+
+from fastbert.bench import predict
+from fastbert.bench.gpus import A100, B200, GPUS, H200, L4, Gpu
 from fastbert.bench.limits import BACKWARD, FORWARD
 from fastbert.ops.gpu_times import MEASURED, PREDICTED, SIXTEEN_BITS, TABLE, Point
+from fastbert.testing.ptx.sample import Launched
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 # The GPU that stands for its architecture in predictions.
@@ -65,27 +69,34 @@ def _without_gpu(key: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _predicted(results: Path) -> Times:
     found: Times = {}
-    architectures = {gpu.name: gpu.arch for gpu in REPRESENTATIVES}
+    gpus = {gpu.name: gpu for gpu in REPRESENTATIVES}
     for op in OPERATIONS:
         for backend, name in FILE_OF.items():
-            files = sorted(results.glob(f"*-predicted-bounds/{name.format(op)}"))
-            texts = [file.read_text(encoding="utf-8") for file in files]
             # The rows of a later folder replace those of an earlier one.
-            for row in [row for text in texts for row in json.loads(text)["bounds"]]:
-                place = _place(op, row["case"])
-                # A bound without an estimate has the work of the operation, not of the kernel.
-                if row["gpu"] not in architectures or place is None or not row["estimate"]:
-                    continue
-                if " drop" in row["case"]:
-                    continue
-                shape, width, size, _ = place
-                key = (
-                    op, architectures[row["gpu"]], row["gpu"], _bits(row["dtype"]), shape, width,
-                    size,
-                )  # fmt: skip
-                by_direction = found.setdefault(key, {})
-                by_direction.setdefault(row["direction"], {})[backend] = row["estimate"]
+            for file in sorted(results.glob(f"*-predicted-bounds/{name.format(op)}")):
+                content = json.loads(file.read_text(encoding="utf-8"))
+                for row in content["bounds"]:
+                    gpu, place = gpus.get(row["gpu"]), _place(op, row["case"])
+                    if gpu is None or place is None or " drop" in row["case"]:
+                        continue
+                    estimate = _estimate(row, content["launches"], gpu)
+                    # Without an estimate, a bound has the work of the operation, not of the kernel.
+                    if not estimate:
+                        continue
+                    shape, width, size, _ = place
+                    key = (op, gpu.arch, gpu.name, _bits(row["dtype"]), shape, width, size)
+                    by_direction = found.setdefault(key, {})
+                    by_direction.setdefault(row["direction"], {})[backend] = estimate
     return found
+
+
+def _estimate(row: dict[str, Any], launches: dict[str, list[dict[str, Any]]], gpu: Gpu) -> float:
+    """Return the seconds of a recorded row by the counts of its launches."""
+    case = {(c.op, c.name): c for c in predict.cases()}[row["op"], row["case"]]
+    name = f"{case.op} {case.name} {row['dtype']} {row['direction']} sm_{predict.code_for(gpu)}"
+    counted = [Launched(**launch) for launch in launches[name]]
+    dtype = getattr(torch, row["dtype"])
+    return predict.bound(case, dtype, row["direction"], counted, gpu).estimate
 
 
 def _measured(results: Path) -> Times:

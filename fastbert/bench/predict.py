@@ -16,7 +16,8 @@ The figures are bounds, and no measurements. Two bounds are told apart.
   In an operation of matrix products, each product takes at least the time of the library's
   (``LIBRARY_SHARE``), also in a kernel with an activation, which is not expected to be faster.
 
-Neither includes latencies, the time of launches, the L2 cache, or clocks below the boost clock.
+Memory counts at the rate of the fastest copy that was measured (``MEMORY_SHARE``). Neither bound
+includes latencies, the time of launches, the L2 cache, or clocks below the boost clock.
 Matrix products count at the rate of the fastest instruction of the architecture. On a Hopper GPU,
 this is ``wgmma``, also for the kernels for compute capability 8.0, whose ``mma.sync`` is slower.
 """
@@ -52,6 +53,9 @@ TOKENS, HIDDEN = 16384, 1024
 # The share of the matrix rate that the library's products are taken to reach on every GPU: that of
 # the fastest product that was measured on an H200.
 LIBRARY_SHARE = H200_LIMITS.measured_flops / H200_LIMITS.flops
+# The share of the bandwidth of the data sheet that memory is taken to reach on every GPU: that of
+# the fastest copy that was measured on an H200.
+MEMORY_SHARE = H200_LIMITS.measured_bytes / H200_LIMITS.bytes
 
 
 @dataclass(frozen=True)
@@ -183,7 +187,8 @@ def bound(
     common = (case.op, case.name, backends.dtype_name(dtype), direction, gpu.name)
     names = [launch.name for launch in launches]
     least = work(case, dtype, direction)
-    memory = least.bytes / gpu.memory
+    bandwidth = MEMORY_SHARE * gpu.memory
+    memory = least.bytes / bandwidth
     by_rows = TABLE_OF[case.op] in ("layer_norm", "rms_norm", "embedding")
     amount = least.bytes if by_rows else least.flops
     unit = "TB/s" if by_rows else "TFLOP/s"
@@ -200,7 +205,7 @@ def bound(
     in_turn = sum(max(time.values()) for time in strict)
     reached = 1.0 if TABLE_OF[case.op] == "attention" else LIBRARY_SHARE
     full = [
-        {**time, "tensor": time["tensor"] / reached, "memory": streamed(launch) / gpu.memory}
+        {**time, "tensor": time["tensor"] / reached, "memory": streamed(launch) / bandwidth}
         for time, launch in zip(times, launches, strict=True)
     ]
     seconds = max(memory, in_turn)

@@ -10,7 +10,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from fastbert.cli.check_compiled import check_compiled
 from fastbert.cli.check_emulated import check_emulated
-from fastbert.cli.common import BACKENDS, DTYPES, err, new_table, one_of, out, print_json
+from fastbert.cli.common import BACKENDS, DTYPES, err, new_table, one_of, out, print_json_rows
 
 if TYPE_CHECKING:
     from fastbert.testing.parity import ParityRow
@@ -76,7 +76,10 @@ def check(
         typer.Option(help="With --aot: architectures to compile for, by commas; 80 is sm_80."),
     ] = "80,89,90,100,120",
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print a row for every tensor as JSON on stdout.")
+        bool,
+        typer.Option(
+            "--json", help="Print a row for every tensor as JSON on stdout, as soon as it is known."
+        ),
     ] = False,
 ) -> None:
     """Compare the outputs and gradients of each operation with the float64 reference.
@@ -117,18 +120,20 @@ def check(
         if not passed:
             raise typer.Exit(1)
         return
-    rows = list(_with_progress(op, case, backend, dtype, quick, cases, seed))
+    checked = _with_progress(op, case, backend, dtype, quick, cases, seed)
+    rows = print_json_rows("rows", checked, _verdict) if as_json else list(checked)
     if not rows:
         raise ValueError(
             f"--backend: got {backend!r}, allowed: a backend that runs {op or case} here"
         )
-    summary = summarize(rows)
-    if as_json:
-        print_json({"passed": all(row.passed for row in rows), "summary": summary, "rows": rows})
-    else:
-        _print(rows, summary)
+    if not as_json:
+        _print(rows, summarize(rows))
     if not all(row.passed for row in rows):
         raise typer.Exit(1)
+
+
+def _verdict(rows: list[ParityRow]) -> dict[str, Any]:
+    return {"passed": all(row.passed for row in rows), "summary": summarize(rows)}
 
 
 def _with_progress(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from fastbert.cli.common import err, new_table, out, print_json
+from fastbert.cli.common import err, new_table, out, print_json_rows
 
 if TYPE_CHECKING:
     from fastbert.testing.ahead_of_time import Compiled
@@ -34,32 +34,34 @@ def check_compiled(architectures: str, as_json: bool) -> bool:
     if not chosen or not set(chosen) <= set(known):
         allowed = ", ".join(map(str, known))
         raise ValueError(f"--arch: got {architectures!r}, allowed: some of {allowed}, by commas")
-    launches = _with_progress(chosen)
-    passed = all(launch.passed for launch in launches)
-    summary = summarize(launches)
+    compiled = _with_progress(chosen)
     if as_json:
-        print_json({"passed": passed, "summary": summary, "launches": launches})
+        launches = print_json_rows("launches", compiled, _verdict)
     else:
-        _print(launches, summary)
-    return passed
+        launches = list(compiled)
+        _print(launches, summarize(launches))
+    return all(launch.passed for launch in launches)
 
 
-def _with_progress(architectures: Sequence[int]) -> list[Compiled]:
+def _verdict(launches: list[Compiled]) -> dict[str, Any]:
+    passed = all(launch.passed for launch in launches)
+    return {"passed": passed, "summary": summarize(launches)}
+
+
+def _with_progress(architectures: Sequence[int]) -> Iterator[Compiled]:
     from fastbert.testing.ahead_of_time import compile_launches
 
-    launches = []
     columns = (TextColumn("compile"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(
         *columns, TextColumn("{task.description}"), console=err, transient=True
     ) as progress:
         task = progress.add_task("", total=None)
         for launch in compile_launches(architectures, processes=os.cpu_count() or 1):
-            launches.append(launch)
             description = f"{launch.name} {launch.dtype} sm_{launch.arch}"
             progress.update(
                 task, completed=launch.number, total=launch.total, description=description
             )
-    return launches
+            yield launch
 
 
 def summarize(launches: list[Compiled]) -> list[dict[str, Any]]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from fastbert.cli.common import err, new_table, one_of, out, print_json
+from fastbert.cli.common import err, new_table, one_of, out, print_json_rows
 
 if TYPE_CHECKING:
     from fastbert.testing.emulation import EmulatedRun, Selection
@@ -51,14 +52,19 @@ def check_emulated(
         schedule=schedule,
         approximate=approximate,
     )
-    runs = _with_progress(selection)
-    passed = all(run.passed for run in runs)
-    summary = emulation.summarize(runs)
+    emulated = _with_progress(selection)
     if as_json:
-        print_json({"passed": passed, "summary": summary, "runs": runs})
+        runs = print_json_rows("runs", emulated, _verdict)
     else:
-        _print(runs, summary)
-    return passed
+        runs = list(emulated)
+        _print(runs, emulation.summarize(runs))
+    return all(run.passed for run in runs)
+
+
+def _verdict(runs: list[EmulatedRun]) -> dict[str, Any]:
+    from fastbert.testing import emulation
+
+    return {"passed": all(run.passed for run in runs), "summary": emulation.summarize(runs)}
 
 
 def _backends(asked: str | None) -> tuple[str, ...]:
@@ -78,20 +84,18 @@ def _backends(asked: str | None) -> tuple[str, ...]:
     return chosen
 
 
-def _with_progress(selection: Selection) -> list[EmulatedRun]:
+def _with_progress(selection: Selection) -> Iterator[EmulatedRun]:
     from fastbert.testing.emulation import emulate
 
-    runs = []
     columns = (TextColumn("emulate"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(
         *columns, TextColumn("{task.description}"), console=err, transient=True
     ) as progress:
         task = progress.add_task("compiling the kernels", total=None)
         for run in emulate([selection], processes=os.cpu_count() or 1):
-            runs.append(run)
             description = f"{run.op} {run.case} {run.backend} {run.dtype} {run.arch}"
             progress.update(task, completed=run.number, total=run.total, description=description)
-    return runs
+            yield run
 
 
 def _print(runs: list[EmulatedRun], summary: list[dict[str, Any]]) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -31,6 +31,9 @@ DTYPES = ("float32", "float16", "bfloat16")
 # A user can cause these errors, and one line explains them. Other errors are bugs and keep their
 # traceback.
 USER_ERRORS = (ValueError, OSError, ImportError)
+
+
+Row = TypeVar("Row")
 
 
 class FriendlyGroup(TyperGroup):
@@ -66,6 +69,33 @@ def _print_warning(message: Warning | str, *_: Any, **__: Any) -> None:
 def print_json(value: Any) -> None:
     """Write ``value`` as JSON, and nothing else, to stdout."""
     sys.stdout.write(json_file.text(value))
+
+
+def print_json_rows(
+    name: str, rows: Iterable[Row], rest: Callable[[list[Row]], dict[str, Any]]
+) -> list[Row]:
+    """Write a JSON object to stdout, with a line for each row as soon as the row exists.
+
+    Each line is JSON by itself, so that the rows of a command that hangs or is ended can be read.
+
+    Args:
+        name: Key of the list of rows.
+        rows: The rows, which are computed one after another.
+        rest: Returns the other entries of the object from all rows.
+
+    Returns:
+        The rows. Without any row, nothing is written.
+    """
+    known: list[Row] = []
+    for row in rows:
+        sys.stdout.write(",\n" if known else f"{{{json_file.line(name)}: [\n")
+        sys.stdout.write(f"{json_file.line(row)}\n")
+        sys.stdout.flush()
+        known.append(row)
+    if known:
+        entries = (f"{json_file.line(k)}: {json_file.line(v)}" for k, v in rest(known).items())
+        sys.stdout.write("".join(["]", *(f",\n{entry}" for entry in entries), "}\n"]))
+    return known
 
 
 def new_table(title: str | None = None) -> Table:

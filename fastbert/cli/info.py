@@ -267,7 +267,9 @@ def _products_of_cuda() -> list[dict[str, str]]:
 
 
 def _gpu_times(rows: list[dict[str, Any]]) -> Table:
-    table = new_table("times by which operations choose on this GPU, in µs; * = the first choice")
+    table = new_table(
+        "times on this GPU in µs, of which only measured ones decide; * = the first choice"
+    )
     for heading in ("operation", "shape", "dtype", "pass", "kind"):
         table.add_column(heading, no_wrap=True)
     table.add_column("backends", overflow="fold")

@@ -32,7 +32,7 @@ BACKENDS = ("reference", "triton", "cuda", "cpu")
 LOW_PRECISION = (torch.float32, torch.float16, torch.bfloat16)
 ALL_DTYPES = (*LOW_PRECISION, torch.float64)
 # By device type, the backends in the order in which ``backend=None`` tries them. On a GPU, the
-# table of times (fastbert/ops/gpu_times.py) comes first.
+# measured times of the table (fastbert/ops/gpu_times.py) come first.
 ORDER = {"cuda": ("triton", "cuda", "reference"), "cpu": ("cpu", "reference")}
 OTHER_DEVICE = ("reference",)
 OLDEST_CAPABILITY = (8, 0)
@@ -310,13 +310,13 @@ def resolve(op: str, requested: str | None, request: Request) -> Choice:
     Args:
         op: Name of the operation.
         requested: The only backend allowed. None takes FASTBERT_BACKEND if that backend implements
-            `op`, and otherwise the first backend that can serve the call, in the order of the table
-            of times on a GPU and of ``ORDER`` elsewhere.
+            `op`, and otherwise the first backend that can serve the call, in the order of the
+            measured times on a GPU, and of ``ORDER`` without such times.
         request: Properties of the call.
 
     Returns:
         The choice. The reason names the backends before it in the order with their refusals, and on
-        a GPU the times that decide.
+        a GPU the times of the backends.
 
     Raises:
         ValueError: If `requested` is unknown or cannot serve the call, or if no backend can.
@@ -365,7 +365,7 @@ def _resolve(op: str, requested: str | None, request: Request) -> Choice:
 def _order_on_gpu(
     op: str, dtype: str, width: int, size: int, trained: bool
 ) -> tuple[tuple[str, ...], str]:
-    """Return the backends, the fastest first, and the times that decide; "" without times."""
+    """Return the backends, the first choice first, and their times in words; "" without times."""
     found = capability()
     if found is None:
         return ORDER["cuda"], ""

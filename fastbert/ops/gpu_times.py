@@ -1,7 +1,8 @@
 """The table of GPU times by which ``backend=None`` chooses between CUDA C++ and Triton.
 
 ``gpu_times.json`` holds the time of an operation by GPU, dtype, shape and backend. A time is a
-prediction from counted instructions until a recorded run on the GPU replaces it.
+prediction from counted instructions until a recorded run on the GPU replaces it. Only measured
+times decide; a prediction is shown, and leaves the order as it is.
 ``python -m fastbert.bench.choice`` writes the file from the records in ``benchmarks/results``.
 
 Both backends leave products without an activation to the library, and the time of an operation
@@ -89,9 +90,10 @@ def nearest(
 ) -> Point | None:
     """Return the point of a call, or None if the table has none.
 
-    The code for a compute capability runs on later ones of the same major number, so the point is
-    that of the newest architecture among them. Among its shapes, the nearest width and then the
-    nearest size count, both by their ratio.
+    A measured point precedes all predicted ones, because a prediction decides nothing. The code for
+    a compute capability runs on later ones of the same major number, so the point is that of the
+    newest architecture among them. Among its shapes, the nearest width and then the nearest size
+    count, both by their ratio.
 
     Args:
         points: The table.
@@ -107,6 +109,7 @@ def nearest(
         for point in points
         if point.op == op and point.dtype == kind and is_code_for(point, capability)
     ]
+    found = [point for point in found if point.kind == MEASURED] or found
     if not found:
         return None
     arch = max([point.arch for point in found])
@@ -157,11 +160,13 @@ def order(point: Point | None, trained: bool, default: Sequence[str]) -> tuple[s
     Args:
         point: The point of the call, or None.
         trained: Whether the backward pass counts.
-        default: The backends in the order for calls without a point. It decides between times that
-            differ by less than `MARGIN`, and backends without a time keep their place after those
-            with one.
+        default: The backends in the order for calls without a measured point. It decides between
+            times that differ by less than `MARGIN`, and backends without a time keep their place
+            after those with one.
     """
-    times = {} if point is None else point.seconds(trained)
+    if point is None or point.kind != MEASURED:
+        return tuple(default)
+    times = point.seconds(trained)
     timed = [name for name in default if name in times]
     if len(timed) < 2:
         return tuple(default)
@@ -172,11 +177,12 @@ def order(point: Point | None, trained: bool, default: Sequence[str]) -> tuple[s
 
 
 def reason(point: Point, trained: bool) -> str:
-    """Return the times of a point in words."""
+    """Return the times of a point in words, and that a prediction does not decide."""
     times = sorted(point.seconds(trained).items(), key=lambda item: item[1])
     listed = ", ".join(f"{name} {1e6 * seconds:.1f} µs" for name, seconds in times)
     passes = "forward and backward" if trained else "forward"
-    return f"{point.kind} for {point.gpu}, {point.shape}, {point.dtype}, {passes}: {listed}"
+    words = f"{point.kind} for {point.gpu}, {point.shape}, {point.dtype}, {passes}: {listed}"
+    return words if point.kind == MEASURED else f"no recorded run decides ({words})"
 
 
 def rows(points: Iterable[Point], default: Sequence[str]) -> list[dict[str, Any]]:

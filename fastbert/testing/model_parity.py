@@ -18,7 +18,7 @@ from fastbert.ops.arguments import dropout_seeds
 from fastbert.testing import reference_model
 from fastbert.testing.cases import Case
 from fastbert.testing.compare import MAX_FACTOR, compare
-from fastbert.testing.parity import DTYPES, ParityRow, devices, parity_row
+from fastbert.testing.parity import DTYPES, ParityRow, devices, not_run, parity_row
 from fastbert.testing.yardstick import Yardstick
 
 CASE = Case("bert", "pretraining_step", ())
@@ -51,14 +51,19 @@ def check_model(
         seed: Seed of the weights, the batch and the dropout.
 
     Yields:
-        A row for each loss and for the gradients of each kind of layer.
+        A row for each loss and for the gradients of each kind of layer. A step that raises an error
+        has one row, as in `parity.check`.
     """
     for name in backends.BACKENDS if backend is None else (backend,):
         for device in devices():
             for kind in DTYPES if dtype is None else (dtype,):
                 request = backends.Request(device, kind)
                 if backends.refusal("layer_norm", name, request) is None:
-                    yield from check_step(name, kind, device, seed)
+                    try:
+                        rows = check_step(name, kind, device, seed)
+                    except Exception as error:
+                        rows = [parity_row(CASE, name, kind, not_run(kind, error), seed)]
+                    yield from rows
 
 
 def check_step(

@@ -291,7 +291,8 @@ def check(
             contain it.
 
     Yields:
-        A row for each tensor, as soon as its run is done.
+        A row for each tensor, as soon as its run is done. A run that raises an error has one row,
+        which fails with the error, and the next run follows.
 
     Raises:
         ValueError: As in `plan`.
@@ -305,8 +306,19 @@ def check(
     """
     of_inputs = 0 if random else seed
     for selected, name, kind, device in plan(op, backend, dtype, case, quick, random, seed):
-        for result in check_case(selected, name, kind, device, of_inputs):
+        try:
+            results = check_case(selected, name, kind, device, of_inputs)
+        except Exception as error:
+            results = [not_run(kind, error)]
+        for result in results:
             yield parity_row(selected, name, kind, result, of_inputs)
+
+
+def not_run(dtype: torch.dtype, error: Exception) -> Comparison:
+    """Return the comparison of a run that raised an error, such as a launch that is refused."""
+    text = " ".join(str(error).split())[:300]
+    name = backends.dtype_name(dtype)
+    return Comparison("run", name, problem=f"{type(error).__name__}: {text}")
 
 
 def parity_row(

@@ -16,9 +16,18 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT))  # benchmarks/ is no part of the package
 
+from benchmarks.gpu.contest import GpuRow  # noqa: E402
 from benchmarks.gpu.first import __main__ as first  # noqa: E402
-from benchmarks.gpu.first import graphs, screen, smoke  # noqa: E402
-from benchmarks.gpu.first.plan import LIMIT_S, PROCESSES, RERUNS, Step, steps  # noqa: E402
+from benchmarks.gpu.first import canary, faults, graphs, screen, smoke, watch  # noqa: E402
+from benchmarks.gpu.first.plan import (  # noqa: E402
+    LIMIT_S,
+    PATIENCE,
+    PROCESSES,
+    REHEARSED_CASE_LIMIT_S,
+    RERUNS,
+    Step,
+    steps,
+)
 from benchmarks.gpu.first.run import (  # noqa: E402
     FAILED,
     NOT_RUN,
@@ -27,6 +36,7 @@ from benchmarks.gpu.first.run import (  # noqa: E402
     Outcome,
     play,
 )
+from fastbert.bench.contest import to_dict  # noqa: E402
 from fastbert.ops import backend as backends  # noqa: E402
 
 PYTHON = sys.executable
@@ -54,7 +64,7 @@ def test_the_limits_add_up_to_eight_minutes():
 def test_the_order_and_the_commands_of_the_plan():
     plan = {s.name: s for s in steps(ROOT)}
     assert list(plan)[:4] == ["machine", "build", "compile", "smoke"]
-    assert {s.after for s in plan.values()} == {"", "build"}
+    assert {s.after for s in plan.values()} == {"", "build", "canary"}
     assert plan["build"].background
     shards = [command[command.index("--shard") + 1] for command in plan["smoke"].commands]
     assert shards == [f"{n}/{PROCESSES}" for n in range(PROCESSES)]
@@ -63,10 +73,59 @@ def test_the_order_and_the_commands_of_the_plan():
     assert {"attention", "linear_cross_entropy", "bert"} < checked
 
 
+def option(command, name, default=None):
+    return command[command.index(name) + 1] if name in command else default
+
+
+def test_triton_comes_before_cuda():
+    """A step with CUDA C++ waits for the canary, and no Triton step follows."""
+    names = [s.name for s in steps(ROOT)]
+    guarded = [s.name for s in steps(ROOT) if s.families]
+    assert guarded == names[names.index("canary") :]
+    for one in steps(ROOT):
+        for command in one.commands:
+            backend = option(command, "--backend")
+            if one.families:
+                assert backend in ("cuda", None), command
+                assert "first-attention" not in command
+            else:
+                assert backend in ("triton", None), command
+                # A check without a backend would run CUDA C++ too.
+                assert backend or "check" not in command, command
+        assert len(one.families) in (0, len(one.commands))
+        assert one.after == ("canary" if one.families and one.name != "canary" else one.after)
+
+
+@pytest.mark.parametrize("rehearsal", [False, True])
+def test_the_limit_of_a_case_is_below_that_of_its_step(rehearsal):
+    smokes = [
+        (one, command)
+        for one in steps(ROOT, rehearsal=rehearsal)
+        for command in one.commands
+        if "benchmarks.gpu.first.smoke" in command
+    ]
+    assert {one.name for one, _ in smokes} == {"smoke", "smoke-cuda", "sanitizer", "sanitizer-cuda"}
+    for one, command in smokes:
+        assert float(option(command, "--limit", smoke.CASE_LIMIT_S)) < one.limit_s, one.name
+    assert smoke.CASE_LIMIT_S == 8
+    canaries = next(one for one in steps(ROOT, rehearsal=rehearsal) if one.name == "canary")
+    assert canary.LIMIT_S == 5 < canaries.limit_s
+    assert canaries.families == canary.FAMILIES
+    assert set(canary.FAMILIES) == {"attention", "layer_norm", "linear_gelu", "feed_forward"}
+
+
+def test_the_minutes_of_a_benchmark_are_below_the_limit_of_its_step():
+    for one in steps(ROOT):
+        for command in one.commands:
+            if "--minutes" in command:
+                assert 60 * float(option(command, "--minutes")) < one.limit_s
+
+
 def test_the_rehearsal_has_the_steps_of_the_plan():
     real, rehearsed = steps(ROOT), steps(ROOT, rehearsal=True)
     for one, other in zip(real, rehearsed, strict=True):
-        assert (one.name, one.limit_s, one.after) == (other.name, other.limit_s, other.after)
+        assert (one.name, one.after) == (other.name, other.after)
+        assert PATIENCE * one.limit_s == other.limit_s
 
 
 # The run
@@ -133,13 +192,161 @@ def test_a_step_after_a_failure_is_not_run(tmp_path):
     assert found["cuda"].reason == "build: FAILED"
 
 
+def test_a_row_is_handed_on_before_its_command_ends(tmp_path):
+    """The command goes on only after its row was kept, so that a hang would lose nothing."""
+    kept, seen = tmp_path / "kept", []
+    waits = (
+        "import json, pathlib, time\n"
+        "print(json.dumps({'row': 1}), flush=True)\n"
+        f"while not pathlib.Path({str(kept)!r}).exists(): time.sleep(0.01)\n"
+        "print('no row'); print(json.dumps({'row': 2}), end='')"
+    )
+
+    def keep(step, row):
+        seen.append((step.name, row))
+        kept.touch()
+
+    play([step("one", waits)], tmp_path, 60.0, lambda text: None, keep)
+    assert [row.get("row") for _, row in seen] == [1, 2, None]
+    assert seen[-1][1]["verdict"] == OK
+
+
+def test_the_rows_of_a_hang_are_in_the_file(tmp_path):
+    hangs = "import time; print('{\"row\": 1}', flush=True); time.sleep(60)"
+    rows = screen.Rows(tmp_path)
+    play([step("one", hangs, limit_s=5)], tmp_path, 60.0, lambda text: None, rows.add)
+    written = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert written[0] == {"step": "one", "row": 1}
+    assert (written[1]["step"], written[1]["verdict"]) == ("one", OUT_OF_TIME)
+
+
+def test_a_family_whose_canary_hangs_is_skipped(tmp_path):
+    """A canary that fails leaves its family in, because each case then has its row."""
+    log = tmp_path / "log"
+    families = ("a", "b", "c")
+    codes = [f"raise SystemExit({status})" for status in (canary.HUNG, 1, 0)]
+    notes = [f"open({str(log)!r}, 'a').write({family!r})" for family in families]
+    plan = [
+        step("canary", *codes, families=families),
+        step("smoke-cuda", *notes, families=families, after="canary"),
+        step("attention-cuda", notes[0], families=("a",), after="canary"),
+    ]
+    found = run(plan, tmp_path)
+    assert found["canary"].verdict == FAILED
+    assert sorted(log.read_text()) == ["b", "c"]
+    assert found["smoke-cuda"].verdict == OK
+    assert found["smoke-cuda"].skipped == {"a": "its canary hangs"}
+    assert found["attention-cuda"].verdict == NOT_RUN
+    shown = screen.screen(list(found.values()), [])
+    assert sum("skipped a: its canary hangs" in text for text in shown) == 2
+
+
+def test_a_canary_that_never_ends_skips_its_family(tmp_path):
+    sleep = "import time; time.sleep(60)"
+    plan = [
+        step("canary", sleep, "", families=("a", "b"), limit_s=4),
+        step("smoke-cuda", "", "", families=("a", "b"), after="canary"),
+    ]
+    found = run(plan, tmp_path)
+    assert found["canary"].statuses == [None, 0]
+    assert found["smoke-cuda"].skipped == {"a": "its canary hangs"}
+    assert len(found["smoke-cuda"].statuses) == 1
+
+
+def test_without_a_build_there_is_no_canary_and_no_step_after_it(tmp_path):
+    plan = [
+        step("build", "raise SystemExit(1)", background=True),
+        step("canary", "", families=("a",), after="build"),
+        step("smoke-cuda", "", families=("a",), after="canary"),
+    ]
+    found = run(plan, tmp_path)
+    assert [found[name].verdict for name in ("canary", "smoke-cuda")] == [NOT_RUN, NOT_RUN]
+    assert found["smoke-cuda"].reason == "canary: NOT RUN"
+
+
+# The limit of a case
+
+
+def test_compilations_do_not_count(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(watch, "now", lambda: now[0])
+    clock = watch.Clock()
+
+    def spend(seconds):
+        now[0] += seconds
+        return clock.seconds()
+
+    def compiled():
+        assert spend(100) == 1
+        # A compilation inside another one counts once.
+        assert clock.paused(spend)(10) == 1
+        return "kernel"
+
+    assert spend(1) == 1
+    assert clock.paused(compiled)() == "kernel"
+    assert clock.seconds() == 1
+    assert spend(2) == 3
+
+
+@pytest.mark.skipif(not backends.HAS_TRITON, reason="needs triton")
+def test_the_clock_stands_still_in_tritons_compiler(monkeypatch):
+    from triton.runtime.jit import JITFunction
+
+    now, seen = [0.0], []
+    monkeypatch.setattr(watch, "now", lambda: now[0])
+
+    def compiles(*arguments):
+        now[0] += 100
+        seen.append(arguments)
+
+    monkeypatch.setattr(JITFunction, "_do_compile", compiles)
+    with watch.limited(8.0, pytest.fail) as clock:
+        JITFunction._do_compile("kernel")
+        assert clock.seconds() == 0
+    assert seen == [("kernel",)]
+    assert JITFunction._do_compile is compiles
+
+
+# The canary
+
+
+def run_canary(monkeypatch, capsys, family, fault=None):
+    if fault is not None:
+        monkeypatch.setitem(faults.FAULTS, family, fault)
+        monkeypatch.setattr(backends, "TABLES", {k: dict(v) for k, v in backends.TABLES.items()})
+        faults.install()
+    given = argparse.Namespace(family=family, backend="cpu", dtype="bfloat16", limit=60.0)
+    status = canary.run(given)
+    return status, said(capsys)
+
+
+@pytest.mark.skipif(backends.EXTENSION is None, reason="needs the extension")
+@pytest.mark.parametrize("family", canary.FAMILIES)
+def test_a_canary_runs_a_case_of_its_family(monkeypatch, capsys, family):
+    status, (started, done) = run_canary(monkeypatch, capsys, family)
+    assert status == 0
+    assert (started["verdict"], done["verdict"]) == ("started", canary.OK)
+    assert (done["canary"], done["op"]) == (family, family)
+
+
+@pytest.mark.skipif(backends.EXTENSION is None, reason="needs the extension")
+def test_a_canary_whose_launch_is_refused_fails(monkeypatch, capsys):
+    def refuse(x, result):
+        raise RuntimeError(faults.REFUSAL)
+
+    status, rows = run_canary(monkeypatch, capsys, "layer_norm", refuse)
+    assert status == 1
+    assert rows[-1]["verdict"] == canary.FAILED
+    assert rows[-1]["faults"] == ["RuntimeError: CUDA error: invalid argument"]
+
+
 # The smoke
 
 
 def options(**changes):
     values = {
-        "backend": "cpu", "dtype": "bfloat16", "op": "layer_norm", "quick": True, "reruns": 3,
-        "shard": "0/1", "first": 0, "emulate": None,
+        "backend": "cpu", "dtype": "bfloat16", "op": "layer_norm", "family": None, "quick": True,
+        "reruns": 3, "shard": "0/1", "first": 0, "emulate": None, "limit": 600.0,
     }  # fmt: skip
     return argparse.Namespace(**{**values, **changes})
 
@@ -186,7 +393,9 @@ def hang(case, options, device):
     if options.first == 0:
         time.sleep(60)
     return honest(case, options, device)
-smoke.CASE_LIMIT_S, smoke.smoke = 1.0, hang
+if "--first" in sys.argv:
+    sys.argv += ["--limit", "600"]
+smoke.smoke = hang
 sys.exit(smoke.main())
 """
 
@@ -195,8 +404,8 @@ def test_a_case_that_hangs_is_given_up_and_the_next_case_runs():
     command = [PYTHON, "-c", HANG, "--backend", "reference", "--op", "layer_norm", "--quick"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     result = subprocess.run(
-        [*command, "--reruns", "1"], env=environment, cwd=ROOT, capture_output=True, text=True,
-        timeout=120,
+        [*command, "--reruns", "1", "--limit", "1"], env=environment, cwd=ROOT,
+        capture_output=True, text=True, timeout=400,
     )  # fmt: skip
     done = [r for r in map(json.loads, result.stdout.splitlines()) if r["smoke"] == "done"]
     assert done[0]["faults"] == ["the process was given up: 1.0 s"]
@@ -221,7 +430,7 @@ def line(state, case, faults=(), kernels=("a",)):
 def test_the_screen_names_the_case_that_never_ended(tmp_path):
     text = line("started", "one") + line("done", "one") + line("started", "two")
     found = outcome("smoke", text, OUT_OF_TIME)
-    shown = screen.screen([found], tmp_path, ["b"])
+    shown = screen.screen([found], ["b"])
     assert "1 of 1 cases, 1 kernels" in shown[0]
     assert "rotary two: never ended" in shown[1]
     assert shown[-1] == "no case launched: b"
@@ -229,7 +438,7 @@ def test_the_screen_names_the_case_that_never_ended(tmp_path):
 
 def test_a_fault_in_a_line_fails_the_step(tmp_path):
     found = outcome("smoke", line("done", "one", ["out is not finite"]))
-    shown = screen.screen([found], tmp_path, [])
+    shown = screen.screen([found], [])
     assert found.verdict == FAILED
     assert "rotary one: out is not finite" in shown[1]
 
@@ -238,7 +447,7 @@ def test_a_fault_in_a_line_fails_the_step(tmp_path):
 def test_a_step_that_did_nothing_is_no_success(tmp_path, name):
     found = outcome(name, "")
     found.step = Step(name, "", (("compute-sanitizer", "--tool", "memcheck"),), 10)
-    screen.screen([found], tmp_path, [])
+    screen.screen([found], [])
     assert found.verdict == FAILED
 
 
@@ -253,7 +462,7 @@ def test_graphs_that_compute_something_else_are_a_fault(monkeypatch, capsys, tmp
     monkeypatch.setattr(sys, "argv", ["graphs", "--rehearse"])
     assert graphs.main() == 1
     found = outcome("graphs", capsys.readouterr().out)
-    shown = screen.screen([found], tmp_path, [])
+    shown = screen.screen([found], [])
     assert "0 of 3 comparisons agree" in shown[0]
     assert "inference: packed (90, 80, 20): largest difference" in shown[1]
     assert "replays draw the same dropout masks" in " ".join(screen.graph_lines(found))
@@ -261,7 +470,7 @@ def test_graphs_that_compute_something_else_are_a_fault(monkeypatch, capsys, tmp
 
 def test_the_screen_begins_with_the_machine(tmp_path):
     info = "versions\n torch    2.11.0 \n triton   3.6.0\n gpu   NVIDIA H200\n torch   2.11 \n"
-    shown = screen.screen([outcome("machine", info)], tmp_path, [])
+    shown = screen.screen([outcome("machine", info)], [])
     assert "torch 2.11.0, triton 3.6.0, gpu NVIDIA H200" in shown[0]
 
 
@@ -270,14 +479,25 @@ def test_kernels_that_no_case_launched():
     assert screen.never_launched([found], ["a", "b", "c"]) == ["c"]
 
 
+def test_a_benchmark_that_was_ended_shows_the_matches_before(tmp_path):
+    row = GpuRow(
+        "first-attention", "attention D64 forward", "S512", "attention", "bfloat16", "forward",
+        "fastbert triton*", True, seconds=1e-4,
+    )  # fmt: skip
+    text = f"ceilings\n{json.dumps(to_dict(row))}\n"
+    shown = screen.screen([outcome("attention", text, OUT_OF_TIME)], [])
+    assert "attention D64 forward" in shown[0]
+    assert "S512" in shown[0]
+
+
 def test_at_most_eight_files(tmp_path):
     found = [outcome("smoke", line("done", "one")), outcome("machine", "x" * 100_000)]
+    rows = screen.Rows(tmp_path)
+    rows.add(found[0].step, {"smoke": "done"})
     screen.write(found, tmp_path, ["text"])
-    assert {p.name for p in tmp_path.iterdir()} == {
-        "summary.json", "check.json", "smoke.json", "first.log",
-    }  # fmt: skip
-    # The attention step adds a JSON file and a plot.
-    assert len(list(tmp_path.iterdir())) + 2 <= 8
+    assert {p.name for p in tmp_path.iterdir()} == {"summary.json", "rows.jsonl", "first.log"}
+    # Each of the two attention steps adds a JSON file and a plot.
+    assert len(list(tmp_path.iterdir())) + 4 <= 8
     assert (tmp_path / "first.log").stat().st_size < 50_000
 
 
@@ -302,29 +522,98 @@ exit $status
 """
 
 
-@no_gpu
-@pytest.mark.skipif(not backends.HAS_TRITON, reason="needs triton")
-@pytest.mark.skipif(backends.EXTENSION is None, reason="needs the extension")
-@pytest.mark.timeout(1500)
-def test_the_rehearsal_of_the_whole_plan(tmp_path):
-    """Every step runs: the compiled Triton kernels on the PTX machine, all else on the CPU."""
-    tool = tmp_path / "bin" / "compute-sanitizer"
+def rehearse(folder, *words):
+    """Run the whole plan in a process of its own; return its status, summary and rows."""
+    tool = folder / "bin" / "compute-sanitizer"
     tool.parent.mkdir()
     tool.write_text(SANITIZER)
     tool.chmod(0o755)
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_XDIST")}
     environment["PATH"] = f"{tool.parent}{os.pathsep}{environment['PATH']}"
     environment["TRITON_INTERPRET"] = "0"
-    command = [PYTHON, "-m", "benchmarks.gpu.first", "--rehearse", "--out", str(tmp_path / "out")]
+    command = [PYTHON, "-m", "benchmarks.gpu.first", "--rehearse", *words]
     result = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1400
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    content = json.loads((tmp_path / "out" / "summary.json").read_text("utf-8"))
-    assert [s["verdict"] for s in content["steps"]] == [OK] * len(steps(ROOT))
+        [*command, "--out", str(folder / "out")], cwd=ROOT, env=environment, capture_output=True,
+        text=True, timeout=1400,
+    )  # fmt: skip
+    content = json.loads((folder / "out" / "summary.json").read_text("utf-8"))
+    lines = (folder / "out" / "rows.jsonl").read_text("utf-8").splitlines()
+    rows: dict[str, list[dict]] = {}
+    for row in map(json.loads, lines):
+        rows.setdefault(row["step"], []).append(row)
     assert result.stdout.rstrip().endswith("\n".join(content["screen"][-3:]).rstrip())
-    assert len(content["screen"]) < 50
-    smoked = json.loads((tmp_path / "out" / "smoke.json").read_text("utf-8"))["smoke"]
-    launched = {kernel for record in smoked for kernel in record.get("kernels", ())}
+    assert len(content["screen"]) < 60
+    assert len(list((folder / "out").iterdir())) <= 8
+    return result, {s["step"]: s["verdict"] for s in content["steps"]}, rows
+
+
+needs_everything = [
+    no_gpu,
+    pytest.mark.skipif(not backends.HAS_TRITON, reason="needs triton"),
+    pytest.mark.skipif(backends.EXTENSION is None, reason="needs the extension"),
+    pytest.mark.timeout(1500),
+]
+
+
+def marked(function):
+    for mark in needs_everything:
+        function = mark(function)
+    return function
+
+
+@pytest.mark.every_case
+@marked
+def test_the_rehearsal_of_the_whole_plan(tmp_path):
+    """Every step runs: the compiled Triton kernels on the PTX machine, all else on the CPU."""
+    result, verdicts, rows = rehearse(tmp_path)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert verdicts == dict.fromkeys((s.name for s in steps(ROOT)), OK)
+    launched = {kernel for row in rows["smoke"] for kernel in row.get("kernels", ())}
     assert launched == {"layer_norm_forward", "layer_norm_backward", "sum_partials"}
-    assert len(list((tmp_path / "out").iterdir())) <= 8
+
+
+@marked
+def test_a_rehearsal_with_faults_has_a_row_of_each_and_all_other_rows(tmp_path):
+    """A hang, a refused launch and a wrong result each leave their row, and lose no other one."""
+    result, verdicts, rows = rehearse(tmp_path, "--faults")
+    assert result.returncode == 1, result.stdout + result.stderr
+    faulty = {
+        "canary": FAILED, "smoke-cuda": FAILED, "check-cuda": FAILED, "attention-cuda": NOT_RUN,
+    }  # fmt: skip
+    # Triton's steps, and the step of another family, are as without faults.
+    assert verdicts == {**dict.fromkeys((s.name for s in steps(ROOT)), OK), **faulty}
+    launched = {kernel for row in rows["smoke"] for kernel in row.get("kernels", ())}
+    assert launched == {"layer_norm_forward", "layer_norm_backward", "sum_partials"}
+    for name in ("check-bfloat16", "check-float32"):
+        assert all(row["passed"] for row in rows[name] if "tensor" in row)
+    assert any("contender" in row for row in rows["attention"])
+
+    canaries = {row["canary"]: row for row in rows["canary"] if "canary" in row}
+    assert {family: row["verdict"] for family, row in canaries.items()} == {
+        **dict.fromkeys(canary.FAMILIES, canary.OK), "attention": canary.HANGS,
+    }  # fmt: skip
+    for name in ("smoke-cuda", "check-cuda", "attention-cuda"):
+        assert rows[name][-1]["skipped"] == {"attention": "its canary hangs"}
+
+    smoked = {
+        (row["op"], row["case"]): row["faults"]
+        for row in rows["smoke-cuda"]
+        if row.get("smoke") == "done"
+    }
+    assert smoked == {
+        ("layer_norm", "residual"): [],
+        ("layer_norm", "dropout"): [f"the process was given up: {REHEARSED_CASE_LIMIT_S:.1f} s"],
+        ("layer_norm", "no_bias"): [],
+        ("linear_gelu", "erf"): [],
+        ("linear_gelu", "tanh"): [f"RuntimeError: {faults.REFUSAL}"],
+        ("feed_forward", "erf"): [],
+    }
+    checked = {}
+    for row in rows["check-cuda"]:
+        if "tensor" in row:
+            checked.setdefault((row["op"], row["case"]), {})[row["tensor"]] = row["passed"]
+    assert all(checked["layer_norm", "residual"].values())
+    assert all(checked["linear_gelu", "erf"].values())
+    assert checked["linear_gelu", "tanh"] == {"run": False}
+    assert checked["feed_forward", "erf"]["out"] is False
+    assert set(checked) == set(smoked) - {("layer_norm", "dropout"), ("layer_norm", "no_bias")}

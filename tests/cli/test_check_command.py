@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import subprocess
@@ -11,8 +12,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from fastbert import json_file
+from fastbert.cli.common import print_json_rows
 from fastbert.ops import backend
-from fastbert.testing import ahead_of_time, parity
+from fastbert.testing import ahead_of_time, model_parity, parity
 
 FLOAT32 = ("--backend", "reference", "--dtype", "float32")
 REFERENCE = (*FLOAT32, "--quick")
@@ -35,6 +38,83 @@ def test_json_has_a_row_per_tensor_and_their_worst(run):
     (line,) = content["summary"]
     assert line["ratio"] == max(row["ratio"] for row in content["rows"])
     assert line["cases"] == len({row["case"] for row in content["rows"]})
+
+
+def test_a_row_is_in_the_output_before_the_next_is_computed(monkeypatch):
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BufferedWriter(written), "utf-8"))
+    arrived = []
+
+    def rows():
+        for number in range(3):
+            yield {"number": number}
+            # The bytes have left all buffers, so that another process would read them.
+            arrived.append([json.loads(line) for line in written.getvalue().splitlines()[1::2]])
+
+    def rest(known):
+        return {"count": len(known)}
+
+    assert print_json_rows("rows", rows(), rest) == [{"number": n} for n in range(3)]
+    assert [len(found) for found in arrived] == [1, 2, 3]
+    sys.stdout.flush()
+    expected = {"rows": [{"number": n} for n in range(3)], "count": 3}
+    assert json.loads(written.getvalue()) == expected
+
+
+@pytest.mark.parametrize(
+    ("command", "module", "name"),
+    [
+        (("--op", "layer_norm", *REFERENCE), parity, "check"),
+        (("--aot", "--arch", "90"), ahead_of_time, "compile_launches"),
+    ],
+)
+def test_the_rows_before_a_hang_are_kept(run, monkeypatch, command, module, name):
+    """A hang is stood in by an interruption, which ends the command as a signal would."""
+    row = {}
+
+    def rows(*arguments, **options):
+        first = next(honest(*arguments, **options)) if module is parity else compiled()
+        row.update(json_file.jsonable(first))
+        yield first
+        raise SystemExit(130)
+
+    honest = getattr(module, name)
+    monkeypatch.setattr(module, name, rows)
+    result = run("check", *command, "--json")
+    assert result.exit_code == 130
+    assert json.loads(result.stdout.splitlines()[1]) == row
+
+
+def test_a_refused_launch_has_a_row_and_the_other_cases_run(run, monkeypatch):
+    honest, seen = parity.check_case, []
+
+    def check_case(case, *arguments):
+        seen.append(case.name)
+        if len(seen) == 2:
+            raise RuntimeError("CUDA error: invalid argument\n  at layer_norm.cu")
+        return honest(case, *arguments)
+
+    monkeypatch.setattr(parity, "check_case", check_case)
+    result = run("check", "--op", "layer_norm", *REFERENCE, "--json")
+    assert result.exit_code == 1
+    rows = json.loads(result.stdout)["rows"]
+    (bad,) = (row for row in rows if not row["passed"])
+    assert (bad["case"], bad["tensor"]) == (seen[1], "run")
+    assert "RuntimeError: CUDA error: invalid argument at layer_norm.cu" in bad["detail"]
+    assert len(seen) == 3
+    assert {row["case"] for row in rows} == set(seen)
+    table = run("check", "--op", "layer_norm", *REFERENCE)
+    assert table.exit_code == 0
+
+
+def test_a_model_that_cannot_run_has_a_row(monkeypatch):
+    def check_step(*arguments):
+        raise RuntimeError("CUDA error: invalid argument")
+
+    monkeypatch.setattr(model_parity, "check_step", check_step)
+    rows = list(model_parity.check_model("reference", torch.float32))
+    assert [(row.tensor, row.passed) for row in rows] == [("run", False)] * len(rows)
+    assert "invalid argument" in rows[0].detail
 
 
 @pytest.mark.parametrize("error", [1.0, math.nan])

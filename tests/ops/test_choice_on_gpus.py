@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fastbert import ops
 from fastbert.ops import backend, gpu_times
 from fastbert.ops.encoder import ONE_CALL, choose
-from fastbert.ops.gpu_times import Point
+from fastbert.ops.gpu_times import MEASURED, PREDICTED, Point
 from fastbert.ops.layer_norm import LARGEST_CUDA_ROW
 from fastbert.ops.layer_parts import choose_parts
 
@@ -62,13 +62,14 @@ def times(monkeypatch):
         attention: dict[str, float],
         layer_norm: dict[str, float],
         product: dict[str, float] | None = None,
+        kind: str = MEASURED,
     ) -> None:
         rows = (("attention", "S512 D64", 64, 512, attention),)
         rows += (("layer_norm", "768 columns", 768, 0, layer_norm),)
         for op in ("linear_gelu", "feed_forward"):
             rows += ((op, "2048×768×3072", 768, 2048, product or {}),)
         points = tuple(
-            Point(op, 90, "H200", "16 bits", shape, width, size, "predicted", both, both)
+            Point(op, 90, "H200", "16 bits", shape, width, size, kind, both, both)
             for op, shape, width, size, both in rows
         )
         monkeypatch.setattr(gpu_times, "POINTS", points)
@@ -84,7 +85,7 @@ def test_a_newer_gpu_is_served(gpu, times, capability):
     assert choice.backend == "triton"
     if capability == (9, 0):
         words = "16 bits, forward: triton 10.0 µs, cuda 20.0 µs"
-        assert choice.reason == f"predicted for H200, S512 D64, {words}"
+        assert choice.reason == f"measured for H200, S512 D64, {words}"
     else:
         assert choice.reason == "first choice on this device"
 
@@ -98,6 +99,38 @@ def test_the_faster_backend_is_chosen(gpu, times):
     single = REQUEST._replace(dtype=torch.float32)
     assert backend.resolve("attention", None, single).backend == "triton"
     assert backend.resolve("embedding", None, REQUEST).backend == "triton"
+
+
+def test_a_prediction_informs_and_triton_is_chosen(gpu, times):
+    gpu((9, 0))
+    times(*[{"triton": 2e-5, "cuda": 1e-5}] * 3, kind=PREDICTED)
+    for op, request in (
+        ("attention", REQUEST),
+        ("layer_norm", REQUEST._replace(columns=768)),
+        ("linear_gelu", REQUEST._replace(columns=768, rows=2048)),
+        ("feed_forward", REQUEST._replace(columns=768, rows=2048)),
+    ):
+        for trained in (False, True):
+            choice = backend.resolve(op, None, request._replace(trained=trained))
+            assert choice.backend == "triton"
+            assert choice.reason.startswith("no recorded run decides (predicted for H200, ")
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])
+def test_the_predictions_of_the_shipped_table_leave_triton_first(gpu, monkeypatch, capability):
+    gpu(capability)
+    predicted = tuple(point for point in gpu_times.POINTS if point.kind == PREDICTED)
+    monkeypatch.setattr(gpu_times, "POINTS", predicted)
+    for op, table in backend.TABLES.items():
+        if "triton" not in table:
+            continue
+        for dtype in (torch.float32, torch.float16, torch.bfloat16):
+            for width, size, rows in ((64, 128, 128), (64, 512, 2048), (768, 0, 16384)):
+                request = backend.Request(
+                    "cuda", dtype, width, columns=width, length=size, rows=rows, trained=True
+                )
+                if backend.refusal(op, "triton", request) is None:
+                    assert backend.resolve(op, None, request).backend == "triton"
 
 
 @pytest.mark.parametrize(
@@ -115,7 +148,7 @@ def test_a_first_choice_that_refuses_is_passed_over_with_its_reason(gpu, times, 
     choice = backend.resolve("attention", None, REQUEST._replace(**change))
     assert choice.backend == ("reference" if "transformed" in change else "triton")
     assert choice.reason.startswith(f"cuda: {reason}")
-    assert "predicted for H200, S512 D64" in choice.reason
+    assert "measured for H200, S512 D64" in choice.reason
 
 
 @pytest.mark.parametrize("op", ["linear_gelu", "feed_forward"])
@@ -124,7 +157,7 @@ def test_the_rows_of_a_product_choose_its_backend(gpu, monkeypatch, op):
     gpu((9, 0))
     seconds = {128: (1e-5, 2e-5), 2048: (2e-5, 1e-5)}
     points = tuple(
-        Point(op, 90, "H200", "16 bits", f"{rows}×64×64", 64, rows, "predicted",
+        Point(op, 90, "H200", "16 bits", f"{rows}×64×64", 64, rows, MEASURED,
               {"triton": triton, "cuda": cuda}, {"triton": cuda, "cuda": triton + 1e-5})
         for rows, (triton, cuda) in seconds.items()
     )  # fmt: skip

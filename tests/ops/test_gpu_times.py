@@ -18,7 +18,7 @@ ORDER = backend.ORDER["cuda"]
 def point(arch=90, size=512, width=64, op="attention", dtype="16 bits", **times) -> Point:
     seconds = {name: times.get(name, 1.0) for name in ("triton", "cuda")}
     shape = f"S{size} D{width}"
-    return Point(op, arch, "H200", dtype, shape, width, size, PREDICTED, seconds, seconds)
+    return Point(op, arch, "H200", dtype, shape, width, size, MEASURED, seconds, seconds)
 
 
 def test_every_shape_has_one_point_and_both_backends():
@@ -68,6 +68,22 @@ def test_a_small_difference_does_not_change_the_order(cuda, triton, first):
     assert found == (first, others[first], "reference")
 
 
+def test_a_prediction_does_not_change_the_order():
+    predicted = point(cuda=1.0, triton=2.0)._replace(kind=PREDICTED)
+    for trained in (False, True):
+        assert gpu_times.order(predicted, trained, ORDER) == ORDER
+        assert gpu_times.reason(predicted, trained).startswith("no recorded run decides (predicted")
+    assert {row["first"] for row in gpu_times.rows([predicted], ORDER)} == {"triton"}
+
+
+def test_a_measured_shape_precedes_a_nearer_prediction():
+    far, near = point(size=2048), point(size=512)._replace(kind=PREDICTED)
+    older = point(arch=80, size=512)
+    for points, chosen in (((near, far), far), ((near,), near), ((near, older), near)):
+        found = gpu_times.nearest(points, "attention", (9, 0), "float16", 64, 512)
+        assert found == chosen
+
+
 def test_without_two_times_the_order_stays():
     alone = point()._replace(forward={"cuda": 1.0})
     assert gpu_times.order(alone, False, ORDER) == ORDER
@@ -81,7 +97,7 @@ def test_a_gradient_adds_the_backward_pass():
     assert gpu_times.order(p, False, ORDER)[0] == "cuda"
     assert gpu_times.order(p, True, ORDER)[0] == "triton"
     assert gpu_times.reason(p, True) == (
-        "predicted for H200, S512 D64, 16 bits, forward and backward: triton 5000000.0 µs, "
+        "measured for H200, S512 D64, 16 bits, forward and backward: triton 5000000.0 µs, "
         "cuda 7000000.0 µs"
     )
 
@@ -151,21 +167,36 @@ def record(folder: Path, name: str, rows: list[dict], gpu: str = "NVIDIA H200") 
     (folder / name).write_text(json.dumps(content))
 
 
-def predictions(folder: Path) -> None:
+def predictions(folder: Path, op: str, cases: tuple[str, ...], bytes_moved: float) -> None:
+    """Write counts of one launch of the library: Triton moves this many bytes, CUDA C++ 1.5 x."""
     folder.mkdir()
-    for name, seconds in (("layer_norm", 2e-5), ("layer_norm_cuda", 3e-5)):
+    for name, share in ((op, 1.0), (f"{op}_cuda", 1.5)):
+        directions = ("forward", "backward")
         bounds = [
-            {"case": "16384×768", "gpu": gpu, "dtype": "bfloat16", "direction": direction,
-             "estimate": seconds}
-            for gpu in ("A100", "H200") for direction in ("forward", "backward")
+            {"op": op, "case": case, "gpu": gpu, "dtype": "bfloat16", "direction": direction}
+            for case in cases for gpu in ("A100", "H200") for direction in directions
         ]  # fmt: skip
-        (folder / f"{name}.json").write_text(json.dumps({"bounds": bounds}))
+        launch = {"name": "library", "blocks": 0, "sampled": 0, "counts": {}}
+        launches = {
+            f"{op} {case} bfloat16 {direction} sm_{arch}": [
+                {**launch, "bytes": share * bytes_moved}
+            ]
+            for case in cases for direction in directions for arch in (80, 90)
+        }  # fmt: skip
+        content = {"bounds": bounds, "launches": launches}
+        (folder / f"{name}.json").write_text(json.dumps(content))
+
+
+def seconds_of(bytes_moved: float, bandwidth: float) -> dict[str, float]:
+    """Return the times of `predictions`, at the share of the bandwidth that a copy reached."""
+    seconds = bytes_moved / (bandwidth * 4.3 / 4.8)
+    return {"triton": pytest.approx(seconds), "cuda": pytest.approx(1.5 * seconds)}
 
 
 def test_a_recorded_run_replaces_the_predictions_of_its_architecture(tmp_path):
     from fastbert.bench import choice
 
-    predictions(tmp_path / "2026-01-01-predicted-bounds")
+    predictions(tmp_path / "2026-01-01-predicted-bounds", "layer_norm", ("16384×768",), 1e9)
     common = {"op": "layer_norm", "dtype": "bfloat16", "label": "65536×768 drop bfloat16"}
     rows = [
         {**common, "series": "layer_norm " + d, "direction": d, "contender": c, "seconds": s}
@@ -180,7 +211,7 @@ def test_a_recorded_run_replaces_the_predictions_of_its_architecture(tmp_path):
     record(tmp_path / "2026-02-02-h100", "bench-rows.json", [*rows, *small, *half], "NVIDIA H100")
     found = {p.arch: p for p in choice.points(tmp_path)}
     assert found.keys() == {80, 90}
-    assert (found[80].kind, found[80].forward) == (PREDICTED, {"triton": 2e-5, "cuda": 3e-5})
+    assert (found[80].kind, found[80].forward) == (PREDICTED, seconds_of(1e9, 2.039e12))
     assert (found[90].kind, found[90].gpu) == (MEASURED, "H100")
     assert found[90].forward == found[90].backward == {"triton": 9e-5, "cuda": 8e-5}
 
@@ -191,20 +222,13 @@ def test_a_recorded_run_replaces_the_predictions_of_products(tmp_path, op):
     from fastbert.bench import choice
 
     old, new = tmp_path / "2026-01-01-predicted-bounds", tmp_path / "2026-01-02-predicted-bounds"
-    for folder, rows in ((old, ("128", "2048")), (new, ("2048",))):
-        folder.mkdir()
-        for name, seconds in ((op, 2e-5), (f"{op}_cuda", 3e-5)):
-            bounds = [
-                {"case": f"{count}×768×3072", "gpu": gpu, "dtype": "bfloat16", "direction": d,
-                 "estimate": seconds * (2 if folder == new else 1)}
-                for count in rows for gpu in ("A100", "H200") for d in ("forward", "backward")
-            ]  # fmt: skip
-            (folder / f"{name}.json").write_text(json.dumps({"bounds": bounds}))
+    predictions(old, op, ("128×768×3072", "2048×768×3072"), 1e9)
+    predictions(new, op, ("2048×768×3072",), 2e9)
     before = {(p.arch, p.size): p for p in choice.points(tmp_path)}
     assert before.keys() == {(80, 128), (80, 2048), (90, 128), (90, 2048)}
     # The later folder has the shape with 2048 rows alone.
-    assert before[80, 128].forward == {"triton": 2e-5, "cuda": 3e-5}
-    assert before[90, 2048].forward == {"triton": 4e-5, "cuda": 6e-5}
+    assert before[80, 128].forward == seconds_of(1e9, 2.039e12)
+    assert before[90, 2048].forward == seconds_of(2e9, 4.8e12)
     assert before[90, 2048]._replace(forward={}, backward={}) == Point(
         op, 90, "H200", "16 bits", "2048×768×3072", 768, 2048, PREDICTED, {}, {}
     )

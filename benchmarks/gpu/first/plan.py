@@ -1,23 +1,39 @@
-"""The steps of the first contact with a GPU, in the order of their value, with their limits."""
+"""The steps of the first contact with a GPU, in the order of their value, with their limits.
+
+All steps with Triton's kernels come before those with CUDA C++, so that a kernel of CUDA C++ that
+hangs the device takes no row of Triton. A canary of each family of CUDA C++ kernels comes first.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import sys
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from fastbert.testing.cases import OPS
+from benchmarks.gpu.first.canary import FAMILIES
+from fastbert.testing.cases import OPS, TABLE_OF
 
 # Seconds of the whole plan.
 LIMIT_S = 480
 PROCESSES = 16
 RERUNS = 20
 SMOKE, TIMES = "benchmarks.gpu.first.smoke", "benchmarks.gpu.bench"
-GRAPHS = "benchmarks.gpu.first.graphs"
+GRAPHS, CANARY = "benchmarks.gpu.first.graphs", "benchmarks.gpu.first.canary"
+FAULTS = "benchmarks.gpu.first.faults"
 # Without its cache, PyTorch's allocations lie apart, so that memcheck sees an access between them.
 UNCACHED = ("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
 # The operation that `fastbert check` calls bert is the whole model.
 CHECKED = (*OPS, "bert")
+# A case takes longer under compute-sanitizer.
+SANITIZED_CASE_LIMIT_S = 20
+# A rehearsal runs on processors that are slower than a GPU and may be busy: its limits are longer.
+PATIENCE = 20
+REHEARSED_CASE_LIMIT_S = 240
+PATIENT = ("--limit", str(REHEARSED_CASE_LIMIT_S))
+# The one case of a family that a rehearsal checks; other families check their quick cases.
+REHEARSED_CASES = {"attention": "plain", "layer_norm": "residual"}
 
 
 @dataclass(frozen=True)
@@ -29,9 +45,11 @@ class Step:
         about: The question that the step answers.
         commands: The commands, each as its words.
         limit_s: Seconds after which the commands are ended.
-        after: Name of a step in the background that must succeed before; empty if there is none.
+        after: Name of a step that must succeed before; empty if there is none. If that step has
+            families, each command waits for the command of its family alone.
         background: Whether the next step starts at once.
         environment: Variables of the commands.
+        families: Family of CUDA C++ kernels of each command; empty if the step has none.
     """
 
     name: str
@@ -41,27 +59,30 @@ class Step:
     after: str = ""
     background: bool = False
     environment: tuple[tuple[str, str], ...] = ()
+    families: tuple[str, ...] = ()
 
 
-def steps(folder: Path, *, rehearsal: bool = False) -> list[Step]:
+def steps(folder: Path, *, rehearsal: bool = False, faults: bool = False) -> list[Step]:
     """Return the plan.
 
     Args:
         folder: Folder for what the steps write.
         rehearsal: Whether the steps run tiny shapes on a machine without a GPU.
+        faults: Whether the backend that stands in for CUDA C++ in a rehearsal has the faults of
+            ``faults.py``.
 
     Returns:
         The steps in the order of their start. The limits of those in the foreground add up to at
-        most ``LIMIT_S``.
+        most ``LIMIT_S``; in a rehearsal, to ``PATIENCE`` times as much.
     """
     python = sys.executable
     info = (python, "-m", "fastbert", "info")
     build = (python, "setup.py", "--quiet", "build_ext", "--inplace")
     compiler = (python, "-m", "fastbert.testing.ahead_of_time", "--arch", "90")
-    times = (python, "-m", TIMES, "first-attention", "--minutes", "0.7", "--out", str(folder))
     graphs = (python, "-m", GRAPHS, *(("--rehearse",) * rehearsal))
+    cuda = _Cuda(rehearsal, faults)
     arch = (("TORCH_CUDA_ARCH_LIST", "9.0a"), ("MAX_JOBS", "8"), ("FASTBERT_CUDA", "1"))
-    return [
+    plan = [
         Step("machine", "the device and the versions", (info,), 20),
         Step(
             "build", "the extension with its CUDA kernels", (info if rehearsal else build,), 300,
@@ -69,50 +90,82 @@ def steps(folder: Path, *, rehearsal: bool = False) -> list[Step]:
         ),
         Step(
             "compile", "every shipped Triton launch, into Triton's cache",
-            ((*compiler, "--processes", str(PROCESSES), *(("--only", "delta") * rehearsal)),), 70,
+            ((*compiler, "--processes", str(PROCESSES), *(("--only", "delta") * rehearsal)),), 60,
         ),
         Step(
             "smoke", f"each Triton kernel {RERUNS} times with equal bits",
-            _smokes("triton", rehearsal), 80,
+            _smokes(rehearsal), 70,
         ),
-        Step("check-bfloat16", "parity of every operation", _checks("bfloat16", rehearsal), 60),
-        # By now, the build has usually ended, so that attention in CUDA C++ takes part.
         Step(
-            "attention", "forward and backward beside SDPA",
-            ((*times, *(("--toy",) * rehearsal)),), 50,
+            "check-bfloat16", "parity of every operation of Triton",
+            _checks("bfloat16", rehearsal), 50,
+        ),
+        Step(
+            "attention", "forward and backward of Triton beside SDPA",
+            (_times("first-attention", folder, 0.4, rehearsal),), 35,
         ),
         Step(
             "graphs", "CUDA graphs of inference and of training steps beside plain calls",
             (graphs,), 90, background=True,
         ),
         Step(
-            "smoke-cuda", f"each CUDA C++ kernel {RERUNS} times with equal bits",
-            _smokes("cuda", rehearsal), 30, after="build",
+            "check-float32", "parity of every operation of Triton",
+            _checks("float32", rehearsal), 45,
         ),
         Step(
             "sanitizer", "memcheck and racecheck of the Triton kernels on quick cases",
-            _sanitizers("triton", rehearsal), 70, environment=(UNCACHED,),
+            _sanitizers(rehearsal), 50, environment=(UNCACHED,),
         ),
-        Step(
+        _cuda_step(
+            "canary", "one case of each family of CUDA C++ kernels within five seconds",
+            cuda.canary, 15, after="build",
+        ),
+        _cuda_step(
+            "smoke-cuda", f"each CUDA C++ kernel {RERUNS} times with equal bits", cuda.smokes, 25
+        ),
+        _cuda_step("check-cuda", "parity of every operation of CUDA C++", cuda.checks, 40),
+        _cuda_step(
+            "attention-cuda", "forward and backward of CUDA C++ beside SDPA",
+            lambda family: [_times("first-attention-cuda", folder, 0.3, rehearsal)], 25,
+            families=("attention",),
+        ),
+        _cuda_step(
             "sanitizer-cuda", "memcheck and racecheck of the CUDA C++ kernels on quick cases",
-            _sanitizers("cuda", rehearsal), 30, after="build", environment=(UNCACHED,),
+            cuda.sanitizers, 30, environment=(UNCACHED,),
+            families=("layer_norm",) if rehearsal else FAMILIES,
         ),
-        Step("check-float32", "parity of every operation", _checks("float32", rehearsal), 60),
     ]  # fmt: skip
+    if not rehearsal:
+        return plan
+    return [dataclasses.replace(step, limit_s=PATIENCE * step.limit_s) for step in plan]
 
 
-def _smokes(backend: str, rehearsal: bool) -> tuple[tuple[str, ...], ...]:
+def _cuda_step(
+    name: str,
+    about: str,
+    commands_of: Callable[[str], Iterable[tuple[str, ...]]],
+    limit_s: int,
+    after: str = "canary",
+    environment: tuple[tuple[str, str], ...] = (),
+    families: tuple[str, ...] = FAMILIES,
+) -> Step:
+    """Return a step with the commands of each family of CUDA C++ kernels."""
+    pairs = [(family, command) for family in families for command in commands_of(family)]
+    return Step(
+        name, about, tuple(command for _, command in pairs), limit_s, after,
+        environment=environment, families=tuple(family for family, _ in pairs),
+    )  # fmt: skip
+
+
+def _smokes(rehearsal: bool) -> tuple[tuple[str, ...], ...]:
     """Return a command per shard; each runs every n-th case."""
-    # A rehearsal runs the compiled Triton kernels on the PTX machine, and no CUDA C++ kernel.
-    shards = 1 if rehearsal else PROCESSES
-    command = (sys.executable, "-m", SMOKE, "--backend", "cpu" if rehearsal else backend)
-    if rehearsal and backend == "triton":
-        command = (*command[:-1], "triton", "--emulate", "90", "--op", "layer_norm", "--quick")
-    elif rehearsal:
-        command = (*command, "--op", "layer_norm", "--quick")
-    reruns = 2 if rehearsal else RERUNS
+    command = (sys.executable, "-m", SMOKE, "--backend", "triton")
+    if rehearsal:
+        # A rehearsal runs the compiled Triton kernels on the PTX machine, which takes minutes.
+        command = (*command, "--emulate", "90", *PATIENT, "--op", "layer_norm", "--quick")
+        return ((*command, "--reruns", "2"),)
     return tuple(
-        (*command, "--reruns", str(reruns), "--shard", f"{n}/{shards}") for n in range(shards)
+        (*command, "--reruns", str(RERUNS), "--shard", f"{n}/{PROCESSES}") for n in range(PROCESSES)
     )
 
 
@@ -120,16 +173,66 @@ def _checks(dtype: str, rehearsal: bool) -> tuple[tuple[str, ...], ...]:
     """Return a command per operation."""
     command = (sys.executable, "-m", "fastbert", "check", "--json", "--dtype", dtype)
     if rehearsal:
-        return ((*command, "--op", "layer_norm", "--case", "plain", "--backend", "cpu"),)
-    return tuple((*command, "--op", op) for op in CHECKED)
+        return ((*command, "--backend", "cpu", "--op", "layer_norm", "--case", "plain"),)
+    return tuple((*command, "--backend", "triton", "--op", op) for op in CHECKED)
 
 
-def _sanitizers(backend: str, rehearsal: bool) -> tuple[tuple[str, ...], ...]:
+def _sanitizers(rehearsal: bool) -> tuple[tuple[str, ...], ...]:
+    options = ("--backend", "cpu", "--op", "layer_norm") if rehearsal else ("--backend", "triton")
+    return tuple(_sanitized(options, rehearsal))
+
+
+def _sanitized(options: tuple[str, ...], rehearsal: bool) -> Iterator[tuple[str, ...]]:
+    """Yield the smoke of quick cases under each tool of compute-sanitizer."""
     smoke = (sys.executable, "-m", SMOKE, "--quick", "--reruns", "0", "--dtype", "bfloat16")
-    options = ("--backend", "cpu", "--op", "layer_norm") if rehearsal else ("--backend", backend)
+    limit = PATIENT if rehearsal else ("--limit", str(SANITIZED_CASE_LIMIT_S))
     tools = {"memcheck": (), "racecheck": ("--racecheck-report", "all")}
     common = ("--error-exitcode", "86", "--print-limit", "20")
-    return tuple(
-        ("compute-sanitizer", "--tool", tool, *more, *common, *smoke, *options)
-        for tool, more in tools.items()
-    )
+    for tool, more in tools.items():
+        yield ("compute-sanitizer", "--tool", tool, *more, *common, *smoke, *limit, *options)
+
+
+def _times(section: str, folder: Path, minutes: float, rehearsal: bool) -> tuple[str, ...]:
+    command = (sys.executable, "-m", TIMES, section, "--minutes", str(minutes))
+    return (*command, "--out", str(folder), *(("--toy",) * rehearsal))
+
+
+class _Cuda:
+    """The commands of a family of CUDA C++ kernels.
+
+    Args:
+        rehearsal: Whether the backend "cpu" stands in for CUDA C++.
+        faults: Whether the stand-in has the faults of ``faults.py``.
+    """
+
+    def __init__(self, rehearsal: bool, faults: bool) -> None:
+        self.rehearsal = rehearsal
+        self.backend = ("--backend", "cpu" if rehearsal else "cuda")
+        self.patient = PATIENT if rehearsal else ()
+        self.python = (sys.executable, "-m", *((FAULTS,) * faults))
+
+    def canary(self, family: str) -> Iterator[tuple[str, ...]]:
+        yield (*self.python, CANARY, "--family", family, *self.backend, *self.patient)
+
+    def smokes(self, family: str) -> Iterator[tuple[str, ...]]:
+        """Yield a command per shard of the family's cases."""
+        command = (*self.python, SMOKE, "--family", family, *self.backend, "--reruns")
+        if self.rehearsal:
+            yield (*command, "2", "--quick", *self.patient)
+            return
+        shards = PROCESSES // len(FAMILIES)
+        for number in range(shards):
+            yield (*command, str(RERUNS), "--shard", f"{number}/{shards}")
+
+    def checks(self, family: str) -> Iterator[tuple[str, ...]]:
+        """Yield a command per operation of the family."""
+        command = (*self.python, "fastbert", "check", "--json", *self.backend)
+        for op in (op for op in OPS if TABLE_OF[op] == family):
+            if not self.rehearsal:
+                yield (*command, "--op", op)
+            elif op == family:
+                case = ("--case", REHEARSED_CASES[op]) if op in REHEARSED_CASES else ("--quick",)
+                yield (*command, "--op", op, "--dtype", "bfloat16", *case)
+
+    def sanitizers(self, family: str) -> Iterator[tuple[str, ...]]:
+        yield from _sanitized(("--family", family, *self.backend), self.rehearsal)

@@ -1,7 +1,12 @@
-"""Run a plan: each step in processes of its own, with its own limit and the limit of the whole."""
+"""Run a plan: each step in processes of its own, with its own limit and the limit of the whole.
+
+A row that a command prints, which is a JSON object in a line, is handed on as soon as it is there.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import os
 import shlex
 import signal
@@ -10,11 +15,18 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from benchmarks.gpu.first.canary import HUNG
 from benchmarks.gpu.first.plan import Step
 from benchmarks.gpu.sections import ROOT
+from benchmarks.gpu.summary import row_of
 
 OK, FAILED, OUT_OF_TIME, NOT_RUN = "ok", "FAILED", "OUT OF TIME", "NOT RUN"
+# Seconds for which a killed process is waited for: its driver may not get the device back.
+KILLED_S = 5
+# Receives the step and each row of its commands.
+Keep = Callable[[Step, dict[str, Any]], None]
 
 
 @dataclass
@@ -29,6 +41,7 @@ class Outcome:
         statuses: Exit status of each command; None if it was ended at the limit.
         outputs: Standard output of each command.
         errors: Standard error of each command.
+        skipped: The families that were left out, with the reason in words.
     """
 
     step: Step
@@ -38,14 +51,30 @@ class Outcome:
     statuses: list[int | None] = field(default_factory=list)
     outputs: list[str] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
+    skipped: dict[str, str] = field(default_factory=dict)
+
+
+class Tail:
+    """Reads the lines that a process adds to a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.file, self.rest = path.open("rb"), b""
+
+    def lines(self, ended: bool) -> list[str]:
+        """Return the lines that are complete since the last call, and the rest if it `ended`."""
+        *complete, self.rest = (self.rest + self.file.read()).split(b"\n")
+        if ended:
+            complete.append(self.rest)
+        return [line.decode("utf-8", "replace") for line in complete]
 
 
 class Running:
     """The processes of a step that has started."""
 
-    def __init__(self, step: Step, scratch: Path, seconds: float) -> None:
+    def __init__(self, step: Step, scratch: Path, seconds: float, keep: Keep) -> None:
         """Start every command; a command that does not start has the exit status 127."""
-        self.step, self.start = step, time.monotonic()
+        self.step, self.start, self.keep = step, time.monotonic(), keep
+        self.skipped: dict[str, str] = {}
         self.end = self.start + min(seconds, step.limit_s)
         environment = {**os.environ, "PYTHONUNBUFFERED": "1", **dict(step.environment)}
         if len(step.commands) > 1:
@@ -67,9 +96,17 @@ class Running:
                     e.write(f"{command[0]}: {error}\n")
                     process = None
             self.processes.append(process)
+        self.tails = [Tail(path.with_suffix(".out")) for path in self.paths]
+
+    def hand_on(self, ended: bool = False) -> None:
+        """Hand on the rows that the commands have printed since the last call."""
+        for tail in self.tails:
+            for row in filter(None, map(row_of, tail.lines(ended))):
+                self.keep(self.step, row)
 
     def done(self) -> bool:
         """Tell whether every command has ended, or the limit has passed."""
+        self.hand_on()
         return self.overdue() or all(p is None or p.poll() is not None for p in self.processes)
 
     def overdue(self) -> bool:
@@ -77,18 +114,22 @@ class Running:
 
     def finish(self) -> Outcome:
         """End the commands that still run, with their children, and return the outcome."""
-        found = Outcome(self.step)
+        found = Outcome(self.step, skipped=self.skipped)
         for process, path in zip(self.processes, self.paths, strict=True):
             if process is None:
                 found.statuses.append(127)
             elif process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(KILLED_S)
                 found.statuses.append(None)
             else:
                 found.statuses.append(process.returncode)
             found.outputs.append(path.with_suffix(".out").read_text("utf-8", "replace"))
             found.errors.append(path.with_suffix(".err").read_text("utf-8", "replace"))
+        self.hand_on(ended=True)
+        for tail in self.tails:
+            tail.file.close()
         found.seconds = round(time.monotonic() - self.start, 1)
         ended = found.statuses.count(None)
         if ended:
@@ -107,18 +148,51 @@ def last_line(outcome: Outcome, number: int) -> str:
     return text.splitlines()[-1][:160] if text else "no output"
 
 
+def without_hung_families(step: Step, before: Outcome) -> tuple[Step, dict[str, str]]:
+    """Return a step without the commands of families that hang, and the reasons of these.
+
+    Args:
+        step: The step.
+        before: The outcome of the step before it, which has a command for each family.
+    """
+    pairs = zip(before.step.families, before.statuses, strict=True)
+    hung = {family: status for family, status in pairs if status in (None, HUNG)}
+    kept = [n for n, family in enumerate(step.families) if family not in hung]
+    less = dataclasses.replace(
+        step,
+        commands=tuple(step.commands[n] for n in kept),
+        families=tuple(step.families[n] for n in kept),
+    )
+    reason = f"its {before.step.name} hangs"
+    return less, {family: reason for family in dict.fromkeys(step.families) if family in hung}
+
+
+def obstacle(step: Step, before: Outcome) -> str | None:
+    """Return why a step does not run after the outcome of the step that it waits for, or None."""
+    if before.verdict == NOT_RUN or (before.verdict != OK and not before.step.families):
+        return f"{before.step.name}: {before.verdict}"
+    return None
+
+
 def play(
-    plan: Sequence[Step], scratch: Path, limit_s: float, notify: Callable[[str], None] = print
+    plan: Sequence[Step],
+    scratch: Path,
+    limit_s: float,
+    notify: Callable[[str], None] = print,
+    keep_row: Keep = lambda step, row: None,
 ) -> list[Outcome]:
     """Run the steps one after another, and those in the background beside them.
 
-    A step that waits for a step in the background lets later steps pass.
+    A step that waits for a step in the background lets later steps pass. A step after one with
+    families leaves out the families whose command hung there.
 
     Args:
         plan: The steps.
         scratch: Existing folder for the output of the commands.
         limit_s: Seconds of the whole plan.
         notify: Receives a line for each start and end.
+        keep_row: Receives each row of a command as soon as it is printed, and a row for each
+            outcome.
 
     Returns:
         The outcomes, in the order of the plan.
@@ -129,6 +203,8 @@ def play(
 
     def keep(outcome: Outcome) -> None:
         found[outcome.step.name] = outcome
+        words = {"verdict": outcome.verdict, "reason": outcome.reason, "seconds": outcome.seconds}
+        keep_row(outcome.step, {**words, "skipped": outcome.skipped})
         notify(
             f"[{outcome.step.name}] {outcome.verdict} after {outcome.seconds} s {outcome.reason}"
         )
@@ -148,12 +224,22 @@ def play(
             time.sleep(0.2)
             continue
         waiting.remove(step)
-        if step.after and found[step.after].verdict != OK:
-            keep(Outcome(step, NOT_RUN, f"{step.after}: {found[step.after].verdict}"))
-            continue
-        for command in step.commands[:1]:
-            notify(f"[{step.name}] {len(step.commands)} × {shlex.join(command)}")
-        running = Running(step, scratch, left)
+        skipped: dict[str, str] = {}
+        if step.after:
+            before = found[step.after]
+            if reason := obstacle(step, before):
+                keep(Outcome(step, NOT_RUN, reason))
+                continue
+            if before.step.families:
+                step, skipped = without_hung_families(step, before)
+            for family, reason in skipped.items():
+                notify(f"[{step.name}] skipped {family}: {reason}")
+            if not step.commands:
+                keep(Outcome(step, NOT_RUN, "every family was skipped", skipped=skipped))
+                continue
+        notify(f"[{step.name}] {len(step.commands)} × {shlex.join(step.commands[0])}")
+        running = Running(step, scratch, left, keep_row)
+        running.skipped = skipped
         if step.background:
             beside.append(running)
             continue

@@ -8,10 +8,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.first import graphs
+from benchmarks.gpu.first import canary, graphs
+from benchmarks.gpu.first.plan import Step
 from benchmarks.gpu.first.run import FAILED, OK, Outcome
 from benchmarks.gpu.first.smoke import MARK
-from benchmarks.gpu.summary import lines_of
+from benchmarks.gpu.summary import lines_of_rows, row_of, rows_of
 
 # Characters at the end of the output of a command that the log keeps.
 TAIL = 20_000
@@ -21,15 +22,22 @@ SHOWN = 6
 
 def records(outcome: Outcome) -> list[dict[str, Any]]:
     """Return the JSON objects that the commands of a step printed, one in a line."""
-    found = []
-    for line in "\n".join(outcome.outputs).splitlines():
-        try:
-            content = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if isinstance(content, dict):
-            found.append(content)
-    return found
+    return list(filter(None, map(row_of, "\n".join(outcome.outputs).splitlines())))
+
+
+class Rows:
+    """The file ``rows.jsonl``, to which each row of the plan is added as soon as it is known.
+
+    The file is complete up to the moment at which the machine is lost.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.file = (folder / "rows.jsonl").open("w", encoding="utf-8")
+
+    def add(self, step: Step, row: dict[str, Any]) -> None:
+        """Write a row with the name of its step."""
+        self.file.write(json.dumps({"step": step.name, **row}) + "\n")
+        self.file.flush()
 
 
 def smoke_lines(outcome: Outcome) -> Iterator[str]:
@@ -62,13 +70,7 @@ def never_launched(outcomes: Sequence[Outcome], names: Sequence[str]) -> list[st
 
 def parities(outcome: Outcome) -> list[dict[str, Any]]:
     """Return the rows of every ``fastbert check`` of a step; a command without rows gives none."""
-    rows: list[dict[str, Any]] = []
-    for output in outcome.outputs:
-        try:
-            rows += json.loads(output)["rows"]
-        except (json.JSONDecodeError, KeyError):
-            continue
-    return rows
+    return [record for record in records(outcome) if "tensor" in record]
 
 
 def check_lines(outcome: Outcome) -> Iterator[str]:
@@ -96,6 +98,21 @@ def graph_lines(outcome: Outcome) -> Iterator[str]:
     yield from (f"{record[graphs.MARK]}: {'; '.join(record['faults'])}" for record in bad)
 
 
+def canary_lines(outcome: Outcome) -> Iterator[str]:
+    said = {record[canary.MARK]: record for record in records(outcome) if canary.MARK in record}
+    good = [family for family, record in said.items() if record["verdict"] == canary.OK]
+    yield f"{len(good)} of {len(outcome.step.families)} families of CUDA C++ kernels run"
+    for family in outcome.step.families:
+        record = said.get(family, {"verdict": "never started", "faults": []})
+        if record["verdict"] != canary.OK:
+            yield f"{family} {record['verdict']}: {'; '.join(record.get('faults', []))}"
+
+
+def attention_lines(outcome: Outcome) -> Iterator[str]:
+    """Yield a line per shape that was timed, also if the step did not end."""
+    yield from lines_of_rows(rows_of(records(outcome)))
+
+
 def sanitizer_lines(outcome: Outcome) -> Iterator[str]:
     for command, output, error in zip(
         outcome.step.commands, outcome.outputs, outcome.errors, strict=True
@@ -117,11 +134,14 @@ def machine_lines(outcome: Outcome) -> Iterator[str]:
     yield ", ".join(f"{name} {value}" for name, value in shown.items())
 
 
-def of(outcome: Outcome, folder: Path) -> list[str]:
+def of(outcome: Outcome) -> list[str]:
     """Return the lines of a step on the screen, without its verdict."""
+    skipped = [f"skipped {family}: {reason}" for family, reason in outcome.skipped.items()]
+    return [*(_lines(outcome) if outcome.outputs else []), *skipped]
+
+
+def _lines(outcome: Outcome) -> list[str]:
     name = outcome.step.name
-    if not outcome.outputs:
-        return []
     if name.startswith("smoke"):
         return list(smoke_lines(outcome))
     if name.startswith("check"):
@@ -134,30 +154,32 @@ def of(outcome: Outcome, folder: Path) -> list[str]:
         return list(machine_lines(outcome))
     if name == "compile":
         return list(compile_lines(outcome))
-    if name == "attention":
-        return list(lines_of(folder, "first-attention"))
+    if name == "canary":
+        return list(canary_lines(outcome))
+    if name.startswith("attention"):
+        return list(attention_lines(outcome))
     return []
 
 
-def settle(outcome: Outcome, lines: Sequence[str]) -> None:
+def settle(outcome: Outcome) -> None:
     """Fail a step that ended well but did nothing, or one of whose cases has a fault."""
     name = outcome.step.name
     if outcome.verdict != OK:
         return
     if name.startswith(("smoke", "sanitizer", "graphs")) and not records(outcome):
         outcome.verdict, outcome.reason = FAILED, "no case ran"
-    elif name.startswith("smoke") and len(lines) > 1:
+    elif name.startswith("smoke") and len(list(smoke_lines(outcome))) > 1:
         outcome.verdict, outcome.reason = FAILED, "cases have faults"
     elif name.startswith("check") and not parities(outcome):
         outcome.verdict, outcome.reason = FAILED, "no tensor was compared"
 
 
-def screen(outcomes: Sequence[Outcome], folder: Path, missed: Sequence[str]) -> list[str]:
+def screen(outcomes: Sequence[Outcome], missed: Sequence[str]) -> list[str]:
     """Return the lines of the screen: a block per step, its verdict first."""
     text = []
     for outcome in outcomes:
-        lines = of(outcome, folder)
-        settle(outcome, lines)
+        lines = of(outcome)
+        settle(outcome)
         head = f"{outcome.step.name:<15} {outcome.verdict:<12} {outcome.seconds:6.1f} s"
         first = lines[0] if lines else outcome.step.about
         text.append(f"{head}  {first}{f' [{outcome.reason}]' if outcome.reason else ''}")
@@ -170,26 +192,19 @@ def screen(outcomes: Sequence[Outcome], folder: Path, missed: Sequence[str]) -> 
 
 
 def write(outcomes: Sequence[Outcome], folder: Path, text: Sequence[str]) -> None:
-    """Write ``summary.json``, ``check.json``, ``smoke.json`` and ``first.log``."""
+    """Write ``summary.json`` and ``first.log``."""
     steps = [
         {
             "step": o.step.name, "verdict": o.verdict, "reason": o.reason, "seconds": o.seconds,
-            "statuses": o.statuses, "lines": of(o, folder),
+            "statuses": o.statuses, "lines": of(o),
         }
         for o in outcomes
     ]  # fmt: skip
-    _dump(folder / "summary.json", {"screen": list(text), "steps": steps})
-    checks = {o.step.name: parities(o) for o in outcomes if o.step.name.startswith("check")}
-    _dump(folder / "check.json", checks)
-    smokes = {o.step.name: records(o) for o in outcomes if o.step.name.startswith("smoke")}
-    _dump(folder / "smoke.json", smokes)
+    content = {"screen": list(text), "steps": steps}
+    (folder / "summary.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     with (folder / "first.log").open("w", encoding="utf-8") as log:
         for outcome in outcomes:
             for number, command in enumerate(outcome.step.commands[: len(outcome.outputs)]):
                 log.write(f"\n$ {' '.join(command)}\n")
                 for part in (outcome.outputs[number], outcome.errors[number]):
                     log.write(part[-TAIL:])
-
-
-def _dump(path: Path, content: Any) -> None:
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,85 @@
+"""Put faults into the backend that stands in for CUDA C++ in a rehearsal, and run a program.
+
+    python -m benchmarks.gpu.first.faults benchmarks.gpu.first.smoke --backend cpu ...
+
+- attention: every call hangs, as a kernel that waits for ever; the canary finds it. A call that
+  hangs puts the clock of its case forward, so that the rehearsal need not wait for the limit.
+- layer_norm: the case with 29 rows hangs, which the canary does not run.
+- linear_gelu: the launch with 64 columns of the left operand is refused.
+- feed_forward: the result is wrong.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import runpy
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from benchmarks.gpu.first import watch
+from fastbert.ops import backend as backends
+
+STAND_IN = "cpu"
+HANG_S = 3600
+REFUSAL = "CUDA error: invalid argument"
+
+
+def hang(x: Tensor, result: Callable[[], Any]) -> Any:
+    watch.now = lambda: time.monotonic() + HANG_S
+    time.sleep(HANG_S)
+
+
+def hang_at_29_rows(x: Tensor, result: Callable[[], Any]) -> Any:
+    return hang(x, result) if x.shape[0] == 29 else result()
+
+
+def refuse_64_columns(x: Tensor, result: Callable[[], Any]) -> Any:
+    if x.shape[-1] == 64:
+        raise RuntimeError(REFUSAL)
+    return result()
+
+
+def wrong(x: Tensor, result: Callable[[], Any]) -> Any:
+    y, *others = found if isinstance(found := result(), tuple) else (found,)
+    return (1.5 * y, *others) if others else 1.5 * y
+
+
+FAULTS: dict[str, Callable[[Tensor, Callable[[], Any]], Any]] = {
+    "attention": hang,
+    "layer_norm": hang_at_29_rows,
+    "linear_gelu": refuse_64_columns,
+    "feed_forward": wrong,
+}
+
+
+def install() -> None:
+    """Put each fault into the forward pass of the stand-in."""
+    for name, fault in FAULTS.items():
+        row = backends.TABLES[name][STAND_IN]
+        backends.TABLES[name][STAND_IN] = dataclasses.replace(
+            row, forward=_faulty(row.forward, fault)
+        )
+
+
+def _faulty(honest: Callable[..., Any], fault: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(x: Tensor, *arguments: Any) -> Any:
+        return fault(x, lambda: honest(x, *arguments))
+
+    return forward
+
+
+def main() -> None:
+    """Install the faults and run the module that the first argument names."""
+    import fastbert.ops  # noqa: F401  # registers the operations
+
+    install()
+    del sys.argv[0]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()
