@@ -102,7 +102,7 @@ def test_a_step_that_hangs_is_ended_with_its_children(tmp_path):
     assert found["two"].verdict == OK
     pid = int(child.read_text())
     state = Path(f"/proc/{pid}/stat")
-    assert not state.exists() or state.read_text().split()[2] == "Z"
+    assert not state.exists() or state.read_text(encoding="utf-8").split()[2] == "Z"
 
 
 def test_the_end_of_the_plan_is_said(tmp_path):

@@ -57,18 +57,18 @@ def classifier(model_folder, tmp_path):
 
 def write(path: Path, records: list[dict[str, str]]) -> Path:
     if path.suffix == ".jsonl":
-        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
     elif path.suffix == ".parquet":
         parquet.write_table(pa.Table.from_pylist(records), path)
     else:
-        path.write_text("".join(record["text"] + "\n" for record in records))
+        path.write_text("".join(record["text"] + "\n" for record in records), encoding="utf-8")
     return path
 
 
 def read(path: Path) -> list[dict]:
     if path.suffix == ".parquet":
         return parquet.read_table(path).to_pylist()
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def exact_scores(folder: Path, inputs: list, function: str) -> torch.Tensor:

@@ -178,7 +178,9 @@ def another_tokenizer(folder: Path, where: Path) -> Path:
 
 
 def another_input(source: Path, where: Path) -> Path:
-    where.write_text(source.read_text().removesuffix(".\n") + "!\n")
+    where.write_text(
+        source.read_text(encoding="utf-8").removesuffix(".\n") + "!\n", encoding="utf-8"
+    )
     return where
 
 

@@ -83,8 +83,8 @@ def agrees(actual: torch.Tensor, folder: Path) -> None:
 
 
 def change(path: Path, **values: Any) -> None:
-    content = json.loads(path.read_text()) if path.exists() else {}
-    path.write_text(json.dumps(content | values))
+    content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    path.write_text(json.dumps(content | values), encoding="utf-8")
 
 
 def rewrite(folder: Path, index: int, **values: Any) -> None:

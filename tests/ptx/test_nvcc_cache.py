@@ -87,7 +87,7 @@ def note_and_compile(source, name, log):
     original = nvcc._compile
 
     def noting(*arguments):
-        with open(log, "a") as file:
+        with open(log, "a", encoding="utf-8") as file:
             file.write("run\n")
         original(*arguments)
 

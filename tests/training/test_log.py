@@ -90,7 +90,7 @@ def test_curves_that_cannot_be_written_leave_no_file(drawn, tmp_path) -> None:
 def test_progress_that_cannot_be_shown_does_not_end_the_run() -> None:
     row = {"mlm_loss": 1.0, "mlm_accuracy": 0.5, "nsp_loss": 1.0, "nsp_accuracy": 0.5}
     row |= {"learning_rate": 0.1, "tokens_per_second": 5.0, "step": 1}
-    with open("/dev/full", "w") as full:
+    with open("/dev/full", "w", encoding="utf-8") as full:
         progress = TrainingProgress(Console(file=full, width=80), 3)
         with progress:
             progress.report(row, 1.0)

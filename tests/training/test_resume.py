@@ -277,7 +277,7 @@ def test_only_the_last_checkpoints_stay(settings, corpus):
 
 def test_a_last_line_of_the_log_that_is_cut_off_is_written_again(seven, corpus):
     options, whole = seven
-    with open(options.folder / "log.jsonl", "a") as log:
+    with open(options.folder / "log.jsonl", "a", encoding="utf-8") as log:
         log.write('{"event": "train", "st')
     run(options, corpus)
     assert_same(final(options), final(whole))

@@ -134,7 +134,7 @@ def _make(entry: Path, make: Callable[[Path], None]) -> None:
     import fcntl
 
     entry.parent.mkdir(parents=True, exist_ok=True)
-    with open(entry.with_suffix(".lock"), "w") as lock:
+    with open(entry.with_suffix(".lock"), "w", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if entry.is_dir():
             return
