@@ -33,6 +33,12 @@ if importlib.util.find_spec("expecttest") is None:
 
 import pytest
 
+# The width and the colours of a terminal change what a program prints, and no verdict may depend on
+# them. Typer takes GitHub's runners for terminals with colours.
+WIDTH = os.environ.pop("COLUMNS", "")
+for name in ("LINES", "NO_COLOR", "FORCE_COLOR", "PY_COLORS", "TTY_COMPATIBLE", "GITHUB_ACTIONS"):
+    os.environ.pop(name, None)
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -51,6 +57,13 @@ def pytest_collection_modifyitems(config, items):
     left_out = [item for item in items if item.get_closest_marker("every_case")]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if not item.get_closest_marker("every_case")]
+
+
+def pytest_sessionstart(session):
+    """Give pytest's own lines the width that the environment asked for."""
+    terminal = session.config.pluginmanager.get_plugin("terminalreporter")
+    if terminal is not None and WIDTH.isdigit():
+        terminal._tw.fullwidth = int(WIDTH)
 
 
 def pytest_configure(config):
