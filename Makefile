@@ -161,9 +161,11 @@ bench: .venv/bench
 docs: .venv/docs
 	$(BIN)/python -m mkdocs build --strict --site-dir $(OUT)/docs
 
+# PLW1514, which is still a preview of ruff: the encoding of a text file must not be the user's locale.
 lint: .venv/lint
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/ruff check --preview --select PLW1514 .
 	$(BIN)/mypy
 	git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' | xargs $(BIN)/clang-format --dry-run -Werror
 

@@ -99,7 +99,7 @@ def _family(pid: int) -> list[int]:
     found = [pid]
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         try:
-            children = task.read_text().split()
+            children = task.read_text(encoding="utf-8").split()
         except OSError:
             continue
         found += [member for child in children for member in _family(int(child))]

@@ -273,7 +273,7 @@ def test_an_editable_install_compiles_what_has_changed_and_nothing_else(tmp_path
         (source / "csrc" / name).write_text(text)
     result = run(sys.executable, "-c", INSTALL_AGAIN_AND_AGAIN, cwd=source, FASTBERT_CUDA="0")
     assert result.returncode == 0, result.stderr
-    lines = (source / "compiled.txt").read_text().splitlines()
+    lines = (source / "compiled.txt").read_text(encoding="utf-8").splitlines()
     first, new_metadata, new_level, new_source, new_header, one_more, new_torch = lines
     assert first == new_torch == "bindings level_plain unit_0 unit_1"
     assert new_metadata == ""

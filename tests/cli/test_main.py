@@ -108,4 +108,4 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
     with pytest.raises(RuntimeError):
         write_atomically(target, fail)
     assert [path.name for path in tmp_path.iterdir()] == ["rows.npy"]
-    assert target.read_text() == "old"
+    assert target.read_text(encoding="utf-8") == "old"
