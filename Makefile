@@ -47,14 +47,15 @@ help:
 	@touch $@
 
 # Only changed files are compiled, because the objects stay in build/. pip would compile in silence, so
-# setup.py compiles first; sed shortens each command of ninja to a counter and the name of the file.
+# setup.py compiles first. SHORT shortens each command of ninja to a counter and the name of the file,
+# which is in csrc/ or in build/; ninja puts a path with a space between quotation marks.
+SHORT := sed -u -E "s,^(\[[0-9]+/[0-9]+\]) .* -c .*/((csrc|build)/[^ ']+)'? -o .*,\1 compiled \2,"
 .venv/fastbert: SHELL := bash
 .venv/fastbert: .SHELLFLAGS := -o pipefail -c
 .venv/fastbert: .venv/torch pyproject.toml $(SOURCES)
 	$(SAY) "Compiling the C++ kernels: 1 to 2 minutes on two idle cores, up to 15 on busy ones. A line" \
 		"is printed for each finished file. Later builds compile only the changed files."
-	@$(BIN)/python setup.py --quiet build_ext --inplace 2>&1 | \
-		sed -u -E 's|^(\[[0-9]+/[0-9]+\]) .* -c ($(CURDIR)/)?([^ ]+) .*|\1 compiled \3|'
+	@$(BIN)/python setup.py --quiet build_ext --inplace 2>&1 | $(SHORT)
 	$(SAY) "Installing fastbert and its Python packages: 1 to 2 minutes, most of it download."
 	$(PIP) --no-build-isolation --editable '.[test]'
 	@touch $@
@@ -181,9 +182,11 @@ bench: .venv/bench
 docs: .venv/docs
 	$(BIN)/python -m mkdocs build --strict --site-dir $(OUT)/docs
 
+# PLW1514, which is still a preview of ruff: the encoding of a text file must not be the user's locale.
 lint: .venv/lint
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/ruff check --preview --select PLW1514 .
 	$(BIN)/mypy
 	git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' | xargs $(BIN)/clang-format --dry-run -Werror
 

@@ -175,10 +175,12 @@ def in_units(sources: list[str], folder: Path) -> list[str]:
     cpu = [Path(source) for source in sources if "cpu" in Path(source).parts]
     small = [source for source in cpu if not source.name.startswith(apart)]
     folder.mkdir(parents=True, exist_ok=True)
+    # A relative path has no character of the checkout's own path, such as a quotation mark.
+    included = [Path(os.path.relpath(path.resolve(), folder.resolve())) for path in small]
     units = []
     for number in range(min(2, len(small))):
         unit = folder / f"unit_{number}.cpp"
-        text = "".join(f'#include "{path.resolve()}"\n' for path in small[number::2])
+        text = "".join(f'#include "{path.as_posix()}"\n' for path in included[number::2])
         # Writing a file causes its compilation.
         if not unit.exists() or unit.read_text(encoding="utf-8") != text:
             unit.write_text(text, encoding="utf-8")

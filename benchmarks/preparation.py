@@ -99,7 +99,7 @@ def _family(pid: int) -> list[int]:
     found = [pid]
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         try:
-            children = task.read_text().split()
+            children = task.read_text(encoding="utf-8").split()
         except OSError:
             continue
         found += [member for child in children for member in _family(int(child))]
@@ -108,7 +108,7 @@ def _family(pid: int) -> list[int]:
 
 def _cpu(pid: int) -> float:
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     except OSError:
         return 0.0
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
@@ -116,7 +116,7 @@ def _cpu(pid: int) -> float:
 
 def _memory(pid: int) -> float:
     try:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="utf-8").splitlines()
     except OSError:
         return 0.0
     sizes = dict(line.split(":") for line in lines[1:] if ":" in line)

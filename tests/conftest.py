@@ -34,6 +34,12 @@ if importlib.util.find_spec("expecttest") is None:
 import pytest
 import quick_cases
 
+# The width and the colours of a terminal change what a program prints, and no verdict may depend on
+# them. Typer takes GitHub's runners for terminals with colours.
+WIDTH = os.environ.pop("COLUMNS", "")
+for name in ("LINES", "NO_COLOR", "FORCE_COLOR", "PY_COLORS", "TTY_COMPATIBLE", "GITHUB_ACTIONS"):
+    os.environ.pop(name, None)
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -54,6 +60,13 @@ def pytest_collection_modifyitems(config, items):
     left_out = set(items) - set(chosen)
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
     items[:] = chosen
+
+
+def pytest_sessionstart(session):
+    """Give pytest's own lines the width that the environment asked for."""
+    terminal = session.config.pluginmanager.get_plugin("terminalreporter")
+    if terminal is not None and WIDTH.isdigit():
+        terminal._tw.fullwidth = int(WIDTH)
 
 
 def pytest_configure(config):

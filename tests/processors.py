@@ -1,10 +1,18 @@
-"""Run the numeric tests with the yardsticks of other processors.
+"""Run the numeric tests as older processors would judge them.
 
     python tests/processors.py [pytest's arguments]    # or: make test-processors
 
-Variables of MKL, oneDNN and ATen choose the code that torch runs on an older processor. The kernels
-of fastbert remain those of this machine, so each run compares the same results with another
-yardstick. The exit status is 1 if a test fails in one of the runs.
+Variables of MKL, oneDNN and ATen choose the code that torch runs on an older processor, and
+``FASTBERT_CPU_ISA`` chooses the kernels of fastbert. A processor above this machine's is left out,
+because torch would execute instructions that are missing here. The exit status is 1 if a test fails
+in one of the runs.
+
+This file is also the plugin of pytest that selects the tests. Torch's code for another processor
+changes the verdict of those tests only that compare a result with torch's result by a tolerance.
+`reaches_a_tolerance` finds them: it follows the names in the code of a test, of its fixtures and of
+their helpers to a function of `COMPARISONS`. Of the cases of each test function, enough are taken
+that each value of the parameters of `COVERED` occurs: each dtype, each backend, each operation and
+each instruction set. Lists of sizes ascend, so the cases are taken from the last to the first.
 """
 
 from __future__ import annotations
@@ -12,41 +20,133 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
+import types
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-DIRECTORIES = [
-    *("tests/csrc", "tests/kernels", "tests/ops", "tests/modules"),
-    *("tests/integrations", "tests/testing", "tests/bench", "tests/cli", "tests/data"),
-    *("tests/inference", "tests/jobs"),
-]
+import pytest
+
+HERE = Path(__file__).resolve().parent
+# Models and training loops above these rooms compare nothing else.
+DIRECTORIES = ["csrc", "kernels", "ops", "modules", "inference", "integrations"]
+# From torch's lowest capability to its highest.
 PROCESSORS = {
-    "SSE": {
+    "DEFAULT": {
         "MKL_CBWR": "COMPATIBLE",
         "ONEDNN_MAX_CPU_ISA": "SSE41",
         "ATEN_CPU_CAPABILITY": "default",
+        "FASTBERT_CPU_ISA": "baseline",
     },
     "AVX2": {
         "MKL_ENABLE_INSTRUCTIONS": "AVX2",
         "ONEDNN_MAX_CPU_ISA": "AVX2",
         "ATEN_CPU_CAPABILITY": "avx2",
+        "FASTBERT_CPU_ISA": "avx2",
     },
-    "AVX-512": {
+    "AVX512": {
         "MKL_ENABLE_INSTRUCTIONS": "AVX512",
         "ONEDNN_MAX_CPU_ISA": "AVX512_CORE",
         "ATEN_CPU_CAPABILITY": "avx512",
+        "FASTBERT_CPU_ISA": "avx512",
     },
 }
+COMPARISONS = {"compare", "Yardstick", "assert_close", "allclose", "isclose"}
+COVERED = {"dtype", "backend", "op", "operation", "isa"}
+
+
+def codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Yield the code of a function and of the functions inside it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from codes(constant)
+
+
+def reaches_a_tolerance(function: Any, seen: set[Any]) -> bool:
+    """Return whether a function of the tests or of fastbert.testing leads to a comparison."""
+    function = getattr(function, "__wrapped__", function)
+    module = sys.modules.get(getattr(function, "__module__", None) or "")
+    tests = Path(getattr(module, "__file__", None) or "/").is_relative_to(HERE)
+    if not tests and not getattr(module, "__name__", "").startswith("fastbert.testing."):
+        return False
+    if isinstance(function, type):
+        members = [getattr(member, "__func__", member) for member in vars(function).values()]
+        return any(reaches_a_tolerance(m, seen) for m in members if hasattr(m, "__code__"))
+    if not hasattr(function, "__code__") or function in seen:
+        return False
+    seen.add(function)
+    names = {name for code in codes(function.__code__) for name in code.co_names}
+    if names & COMPARISONS:
+        return True
+    helpers = [function.__globals__[name] for name in names if name in function.__globals__]
+    modules = [helper for helper in helpers if isinstance(helper, types.ModuleType)]
+    helpers += [getattr(module, name) for module in modules for name in names & set(vars(module))]
+    helpers += [cell.cell_contents for cell in function.__closure__ or ()]
+    return any(reaches_a_tolerance(helper, seen) for helper in helpers)
+
+
+def is_numeric(item: pytest.Item, known: dict[Any, bool]) -> bool:
+    fixtures = item._fixtureinfo.name2fixturedefs.values()
+    for function in (item.function, *(definitions[-1].func for definitions in fixtures)):
+        if function not in known:
+            known[function] = reaches_a_tolerance(function, set())
+        if known[function]:
+            return True
+    return False
+
+
+def selection(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Return the numeric tests, with one case for each covered value of their parameters."""
+    known: dict[Any, bool] = {}
+    covered: dict[str, set[tuple[str, str]]] = {}
+    chosen = []
+    for item in reversed(items):
+        if not is_numeric(item, known):
+            continue
+        parameters = item.callspec.params.items() if hasattr(item, "callspec") else ()
+        values = {(name, str(value)) for name, value in parameters if name in COVERED}
+        before = covered.setdefault(item.nodeid.partition("[")[0], set())
+        # A test without such a parameter has one case, whose value is empty.
+        if not (values or {("", "")}) <= before:
+            before |= values | {("", "")}
+            chosen.append(item)
+    return chosen[::-1]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    chosen = selection(items)
+    config.hook.pytest_deselected(items=list(set(items) - set(chosen)))
+    items[:] = chosen
+
+
+def capability() -> str:
+    """Return torch's capability on this processor, whatever the environment asks for."""
+    asked = ("ATEN_CPU_CAPABILITY",)
+    environment = {name: value for name, value in os.environ.items() if name not in asked}
+    code = "import torch; print(torch.backends.cpu.get_cpu_capability())"
+    command = [sys.executable, "-c", code]
+    return subprocess.check_output(command, env=environment, encoding="utf-8").strip()
 
 
 def main() -> int:
-    failed = []
-    for name, variables in PROCESSORS.items():
-        print(f"== {name}: {variables}", flush=True)
-        command = [sys.executable, "-m", "pytest", "-q", *DIRECTORIES, *sys.argv[1:]]
-        if subprocess.run(command, cwd=ROOT, env=os.environ | variables).returncode:
+    names, own = list(PROCESSORS), capability()
+    reachable = names[: names.index(own) + 1] if own in names else names[:1]
+    paths = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
+    folders = [str(HERE / name) for name in DIRECTORIES]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "processors", *folders, *sys.argv[1:]]
+    failed, began = [], time.monotonic()
+    for name in reachable:
+        print(f"== {name}: {PROCESSORS[name]}", flush=True)
+        environment = os.environ | PROCESSORS[name] | {"PYTHONPATH": paths}
+        start = time.monotonic()
+        if subprocess.run(command, cwd=HERE.parent, env=environment).returncode:
             failed.append(name)
-    print(f"failed: {', '.join(failed)}" if failed else "all tests pass with every yardstick")
+        print(f"== {name}: {time.monotonic() - start:.0f} s", flush=True)
+    print(f"{time.monotonic() - began:.0f} s; processors: {', '.join(reachable)}", end="; ")
+    print(f"failed: {', '.join(failed)}" if failed else "all tests pass")
     return int(bool(failed))
 
 

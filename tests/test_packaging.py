@@ -8,6 +8,8 @@ kernels lie in a folder of that name, without ``__init__.py``, and are packaged 
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -281,7 +283,7 @@ def test_an_editable_install_compiles_what_has_changed_and_nothing_else(tmp_path
     with_small_sources(source)
     result = run(sys.executable, "-c", INSTALL_AGAIN_AND_AGAIN, cwd=source, FASTBERT_CUDA="0")
     assert result.returncode == 0, result.stderr
-    lines = (source / "compiled.txt").read_text().splitlines()
+    lines = (source / "compiled.txt").read_text(encoding="utf-8").splitlines()
     first, new_metadata, new_level, new_source, new_header, one_more, new_torch = lines
     assert first == new_torch == "bindings level_plain unit_0 unit_1"
     assert new_metadata == ""
@@ -289,6 +291,47 @@ def test_an_editable_install_compiles_what_has_changed_and_nothing_else(tmp_path
     assert new_source == "unit_1"
     assert new_header == "unit_0"
     assert one_more == "unit_0 unit_1"
+
+
+# Folders of a checkout whose names mean something to a shell, a regular expression or C++.
+FOLDERS = ("plain", "two words ü", "quotes \" '", "a+b (1) $HOME [x] & *")
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_the_build_names_each_compiled_file_in_a_checkout_of_any_name(tmp_path, folder):
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    (shorten,) = re.findall(r"^SHORT := (.*)$", makefile, re.MULTILINE)
+    home, lines = tmp_path / folder / "fastbert", []
+    for name in ("csrc/cpu/isa/level_amx.cpp", "build/temp/unit_0.cpp"):
+        files = [home / f"{name}.d", home / name, home / "build" / "temp" / f"{name}.o"]
+        depends, source, compiled = (shlex.quote(str(file)) for file in files)
+        lines.append(f"[3/30] c++ -MMD -MF {depends} -fPIC -c -c {source} -o {compiled} -O3 -w\n")
+    said = subprocess.run(
+        ["bash", "-c", shorten],
+        input="".join([*lines, "note: -c is in the way -o of nobody\n"]),
+        capture_output=True,
+        encoding="utf-8",
+        check=True,
+    ).stdout
+    assert said.splitlines() == [
+        "[3/30] compiled csrc/cpu/isa/level_amx.cpp",
+        "[3/30] compiled build/temp/unit_0.cpp",
+        "note: -c is in the way -o of nobody",
+    ]
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler on this machine")
+def test_the_units_include_their_sources_in_a_checkout_of_any_name(tmp_path):
+    folder = tmp_path / "".join(FOLDERS)
+    (folder / "csrc" / "cpu").mkdir(parents=True)
+    names = [f"csrc/cpu/{name}.cpp" for name in ("one", "two", "three")]
+    for number, name in enumerate(names):
+        (folder / name).write_text(f"int function_{number}();", encoding="utf-8")
+    code = f"import setup; print(*setup.in_units({names!r}, setup.Path('build')), sep='\\n')"
+    made = python(code, folder, ROOT).splitlines()
+    assert made == ["build/unit_0.cpp", "build/unit_1.cpp"]
+    done = run("c++", "-fsyntax-only", *made, cwd=folder)
+    assert done.returncode == 0, done.stderr
 
 
 def test_fastbert_cuda_is_obeyed_or_refused_with_the_reason():

@@ -192,7 +192,11 @@ def run(
             log.write(f"$ {shlex.join(command)}\n")
             log.flush()
             keeps = section.stdout is not None and number == len(section.commands)
-            target = (folder / section.stdout).open("w") if keeps and section.stdout else log
+            target = (
+                (folder / section.stdout).open("w", encoding="utf-8")
+                if keeps and section.stdout
+                else log
+            )
             left = limit - (time.monotonic() - start)
             try:
                 status = _run(command, environment, target, log, max(1.0, left))

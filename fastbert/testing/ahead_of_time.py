@@ -375,7 +375,7 @@ def compile_launches(
     command += ["--processes", str(processes), "--arch", *map(str, architectures)]
     command += ["--unlike", *map(str, unlike), *["--one-of-each"] * one_of_each]
     with (
-        tempfile.TemporaryFile("w+") as errors,
+        tempfile.TemporaryFile("w+", encoding="utf-8") as errors,
         subprocess.Popen(
             command, env=compiler_environment(cache), stdout=subprocess.PIPE, stderr=errors,
             text=True,

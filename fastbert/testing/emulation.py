@@ -168,7 +168,7 @@ def emulate(
         "OMP_NUM_THREADS": str(threads),
     }
     with (
-        tempfile.TemporaryFile("w+") as errors,
+        tempfile.TemporaryFile("w+", encoding="utf-8") as errors,
         subprocess.Popen(
             command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True
         ) as run,

@@ -16,6 +16,7 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
+from rich.table import Column
 
 
 def describe(row: dict[str, Any]) -> str:
@@ -66,12 +67,14 @@ class TrainingProgress:
         self._bar: Progress | None = None
         self._task = TaskID(0)
         if console.is_terminal:
+            # By default, a text that is too long ends in an ellipsis, which not every encoding has.
+            cropped = Column(no_wrap=True, overflow="crop")
             self._bar = Progress(
-                TextColumn("training"),
-                BarColumn(bar_width=20),
-                MofNCompleteColumn(),
-                TimeRemainingColumn(),
-                TextColumn("{task.fields[status]}"),
+                TextColumn("training", table_column=cropped),
+                BarColumn(bar_width=20, table_column=cropped),
+                MofNCompleteColumn(table_column=cropped),
+                TimeRemainingColumn(table_column=cropped),
+                TextColumn("{task.fields[status]}", table_column=cropped),
                 console=console,
             )
             self._task = self._bar.add_task("training", total=total, completed=done, status="")

@@ -190,7 +190,7 @@ def test_a_map_has_each_sentence_with_the_word(encoder, texts, tmp_path):
     assert_close(torch.tensor([(o.x, o.y) for o in found.occurrences]).double(), points)
     assert found.explained == pytest.approx(explained)
     write_map(found, tmp_path / "map.html")
-    page = (tmp_path / "map.html").read_text()
+    page = (tmp_path / "map.html").read_text(encoding="utf-8")
     assert page == html(found)
     assert "<b>" not in page
     assert page.count("<circle") == 3

@@ -64,7 +64,7 @@ def test_attention_tests_write_a_table_and_a_plot(encoder, packages, tmp_path, m
     small = ["--count", 16, "--epochs", 1, "--adversary-epochs", 1, "--seeds", 1]
     small += ["--strengths", 0, 1, "--packages", *packages]
     run(attention_tests, monkeypatch, "--out", tmp_path / "out", "--model", encoder, *small)
-    content = json.loads((tmp_path / "out" / "attention_tests.json").read_text())
+    content = json.loads((tmp_path / "out" / "attention_tests.json").read_text(encoding="utf-8"))
     assert content["base"]["tvd"] == content["base"]["jsd_every"] == 0.0
     assert len(content["uniform"]) == 4
     assert len(content["seeds"]) == 1
@@ -72,7 +72,7 @@ def test_attention_tests_write_a_table_and_a_plot(encoder, packages, tmp_path, m
     assert chosen == [("read", 0.0), ("read", 1.0), ("every", 1.0)]
     assert len(content["frozen"]) == 6
     assert content["machine"]["versions"]["torch"] == torch.__version__
-    text = (tmp_path / "out" / "attention_tests.md").read_text()
+    text = (tmp_path / "out" / "attention_tests.md").read_text(encoding="utf-8")
     assert text.count("| uniform") == 5
     assert "adversary, every, λ = 1" in text
     assert (tmp_path / "out" / "attention_tests.png").stat().st_size > 10_000
@@ -82,7 +82,7 @@ def test_attention_tests_write_a_table_and_a_plot(encoder, packages, tmp_path, m
 def test_the_page_has_the_figures_of_the_record():
     root = Path(__file__).resolve().parents[2]
     record = root / "benchmarks" / "results" / "2026-11-23-analysis" / "attention_tests.json"
-    content = json.loads(record.read_text())
+    content = json.loads(record.read_text(encoding="utf-8"))
     adversaries = {
         (row["scope"], row["strength"]): row["distance"] for row in content["adversaries"]
     }
@@ -105,11 +105,11 @@ def test_the_page_has_the_figures_of_the_record():
 def test_geometry_writes_a_table_and_a_plot(encoder, tmp_path, monkeypatch, capsys):
     small = ["--train", 20, "--test", 10, "--rank", 4, "--epochs", 2]
     run(geometry, monkeypatch, "--out", tmp_path, "--model", encoder, *small)
-    content = json.loads((tmp_path / "geometry.json").read_text())
+    content = json.loads((tmp_path / "geometry.json").read_text(encoding="utf-8"))
     assert len(content["senses"]["layers"]) == len(content["probe"]["layers"]) == 3
     assert content["senses"]["sentences"] == 156
     assert 0 < content["probe"]["linear"]["uuas"] < 1
-    text = (tmp_path / "geometry.md").read_text()
+    text = (tmp_path / "geometry.md").read_text(encoding="utf-8")
     assert "probe, layer 2" in capsys.readouterr().out
     assert [line.split(" |")[0] for line in text.splitlines()[2:6]] == [
         "| baseline",

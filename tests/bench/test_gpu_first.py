@@ -159,9 +159,9 @@ def test_a_step_that_hangs_is_ended_with_its_children(tmp_path):
     assert found["one"].verdict == OUT_OF_TIME
     assert found["one"].statuses == [None, 0]
     assert found["two"].verdict == OK
-    pid = int(child.read_text())
+    pid = int(child.read_text(encoding="utf-8"))
     state = Path(f"/proc/{pid}/stat")
-    assert not state.exists() or state.read_text().split()[2] == "Z"
+    assert not state.exists() or state.read_text(encoding="utf-8").split()[2] == "Z"
 
 
 def test_the_end_of_the_plan_is_said(tmp_path):
@@ -181,7 +181,7 @@ def test_a_step_waits_for_the_background_and_lets_others_pass(tmp_path):
         step("other", f"{note}('other ')"),
     ]
     found = run(plan, tmp_path)
-    assert log.read_text().split() == ["other", "build", "needs"]
+    assert log.read_text(encoding="utf-8").split() == ["other", "build", "needs"]
     assert list(found) == ["build", "needs", "other"]
 
 

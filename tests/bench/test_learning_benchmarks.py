@@ -101,7 +101,7 @@ def test_both_engines_train_alike_on_real_text(tmp_path):
     options += ["--steps", 12, "--evaluations", 2, "--max-length", 32, "--tokens-per-batch", 256]
     output = run("benchmarks.real_text", "--out", tmp_path, *options)
     assert "| 12 | transformers |" in output
-    found = json.loads((tmp_path / "real_text.json").read_text())
+    found = json.loads((tmp_path / "real_text.json").read_text(encoding="utf-8"))
     assert [row["step"] for row in found["held_out"]] == [0, 0, 6, 6, 12, 12]
     losses = found["losses"]
     assert len(losses["fastbert"]) == 12
@@ -126,7 +126,7 @@ def test_a_training_step_has_times_and_memory_of_both_engines(tmp_path, monkeypa
     arguments = ["training_step", "--out", str(tmp_path), "--steps", "3", "--threads", "1"]
     monkeypatch.setattr(sys, "argv", arguments)
     training_step.main()
-    found = json.loads((tmp_path / "training_step.json").read_text())
+    found = json.loads((tmp_path / "training_step.json").read_text(encoding="utf-8"))
     assert found["lengths"] == [16, 1]
     assert [row["engine"] for row in found["rows"]] == list(engines)
     for row in found["rows"]:
@@ -135,7 +135,7 @@ def test_a_training_step_has_times_and_memory_of_both_engines(tmp_path, monkeypa
         assert row["tokens_per_second"] == pytest.approx(sum(found["lengths"]) / row["seconds"])
         # The weights, the gradients and the two moments in fp32 are a lower bound.
         assert row["peak_bytes"] > 16 * parameters(SMALL)
-    text = (tmp_path / "training_step.md").read_text()
+    text = (tmp_path / "training_step.md").read_text(encoding="utf-8")
     assert text in capsys.readouterr().out
     lines = text.splitlines()
     assert lines[2].startswith("| tiny | fp32 | fastbert fp32 | ")
@@ -157,7 +157,7 @@ def test_transfer_compares_with_the_same_architecture(tmp_path):
     options = ["--model", model, "--packages", "email", "asyncio", "--count", 16, "--epochs", 2]
     options += ["--scratch-rates", "1e-3", "--scratch-epochs", 3, "--precision", "fp32"]
     run("benchmarks.transfer", "--out", tmp_path / "out", *options)
-    found = json.loads((tmp_path / "out" / "transfer.json").read_text())
+    found = json.loads((tmp_path / "out" / "transfer.json").read_text(encoding="utf-8"))
     assert [row["name"] for row in found["rows"]] == ["pre-trained", "from scratch"]
     assert [len(row["per_epoch"]) for row in found["rows"]] == [2, 3]
     for row in found["rows"]:
@@ -180,7 +180,9 @@ def test_generated_reviews_have_the_opinion_of_their_label(tmp_path):
         assert len(paths) == 40
         for path in paths:
             opinions = [
-                s for s in path.read_text().split(". ") if s.strip(".").split()[-1] in words
+                s
+                for s in path.read_text(encoding="utf-8").split(". ")
+                if s.strip(".").split()[-1] in words
             ]
             assert len(opinions) == 2
             for opinion in opinions:
@@ -206,7 +208,8 @@ def test_attention_classifiers_on_a_given_folder(tmp_path):
         *("--pretrained", model, *small),
     )
     first, second = (
-        json.loads((tmp_path / name / "attention_classifiers.json").read_text()) for name in "ab"
+        json.loads((tmp_path / name / "attention_classifiers.json").read_text(encoding="utf-8"))
+        for name in "ab"
     )
     # The generated reviews are those of the folder, so both runs have the same accuracies.
     assert [r["accuracy"] for r in first["rows"]] == [r["accuracy"] for r in second["rows"]]
@@ -221,7 +224,7 @@ def test_attention_classifiers_on_a_given_folder(tmp_path):
 
 def test_readme_has_the_figures_of_the_record():
     record = ROOT / "benchmarks" / "results" / "2026-11-23-real-text" / "transfer.json"
-    rows = json.loads(record.read_text())["rows"]
+    rows = json.loads(record.read_text(encoding="utf-8"))["rows"]
     scratch = max(rows[1:], key=lambda row: row["accuracy"]["validation"])
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     for name, row in (("pre-trained", rows[0]), ("from scratch", scratch)):

@@ -42,7 +42,7 @@ def test_files_and_tables(run, tmp_path):
     result = run(*QUICK, "linear_gelu", "--op", "encoder", *files)
     assert result.exit_code == 0, result.output
     assert "fastbert auto" in result.stdout
-    content = json.loads((tmp_path / "out" / "bench.json").read_text())
+    content = json.loads((tmp_path / "out" / "bench.json").read_text(encoding="utf-8"))
     assert content["operations"]
     assert content["encoder"]
     assert (tmp_path / "out" / "bench.png").read_bytes().startswith(b"\x89PNG")
@@ -85,7 +85,7 @@ def test_predicted_bounds(run, monkeypatch, tmp_path):
     assert "NOT measurements" in result.stdout
     assert "## layer_norm forward, bfloat16" in result.stdout
     assert "## attention" not in result.stdout
-    content = json.loads(path.read_text())
+    content = json.loads(path.read_text(encoding="utf-8"))
     assert content["kind"] == "lower bounds from counted instructions, not measurements"
     assert {row["gpu"] for row in content["bounds"]} == {gpu.name for gpu in GPUS}
     row = next(row for row in content["bounds"] if row["gpu"] == "H200")

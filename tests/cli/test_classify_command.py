@@ -42,7 +42,7 @@ def classifier(model_folder, tmp_path):
         model.classifier.bias.data.normal_()
         model.save_pretrained(folder)
         WordPieceTokenizer.load(model_folder).save(folder, max_length=40)
-        content = json.loads((folder / "config.json").read_text())
+        content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         del content["id2label"], content["label2id"]
         if names is not None:
             content["id2label"] = {str(index): name for index, name in enumerate(names)}
@@ -57,18 +57,18 @@ def classifier(model_folder, tmp_path):
 
 def write(path: Path, records: list[dict[str, str]]) -> Path:
     if path.suffix == ".jsonl":
-        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
     elif path.suffix == ".parquet":
         parquet.write_table(pa.Table.from_pylist(records), path)
     else:
-        path.write_text("".join(record["text"] + "\n" for record in records))
+        path.write_text("".join(record["text"] + "\n" for record in records), encoding="utf-8")
     return path
 
 
 def read(path: Path) -> list[dict]:
     if path.suffix == ".parquet":
         return parquet.read_table(path).to_pylist()
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def exact_scores(folder: Path, inputs: list, function: str) -> torch.Tensor:
@@ -222,6 +222,6 @@ def test_user_errors(refused, run, classifier, model_folder, tmp_path):
 )
 def test_labels_without_names(refused, classifier, names, message):
     folder = classifier()
-    content = json.loads((folder / "config.json").read_text())
+    content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     (folder / "config.json").write_text(json.dumps({**content, "id2label": names}))
     assert message in refused("classify", folder, "--text", "a")

@@ -56,4 +56,4 @@ def test_json(run, demo):
 def test_a_folder_that_is_a_file(refused, tmp_path):
     (tmp_path / "file").write_text("mine")
     assert "is a file" in refused("demo", "--out", tmp_path / "file")
-    assert (tmp_path / "file").read_text() == "mine"
+    assert (tmp_path / "file").read_text(encoding="utf-8") == "mine"

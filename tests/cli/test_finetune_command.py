@@ -70,13 +70,16 @@ def test_trains_resumes_and_predicts(run, model_folder, reviews, tmp_path):
     told = run("predict", tmp_path / "out" / "model", reviews, said, "--text-field", "body")
     assert told.exit_code == 0, told.output
     assert f"16 examples → {said}" in told.stdout
-    lines = [json.loads(line) for line in said.read_text().splitlines()]
+    lines = [json.loads(line) for line in said.read_text(encoding="utf-8").splitlines()]
     assert {line["label"] for line in lines} <= {"pos", "neg"}
     # The command classify gives the same scores.
     texts = tmp_path / "texts.txt"
     texts.write_text("the old mill\na dog ran\n")
     run("classify", tmp_path / "out" / "model", texts, tmp_path / "labels.jsonl")
-    labels = [json.loads(line) for line in (tmp_path / "labels.jsonl").read_text().splitlines()]
+    labels = [
+        json.loads(line)
+        for line in (tmp_path / "labels.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     for ours, theirs in zip(lines, labels, strict=False):
         assert ours["scores"] == pytest.approx(theirs["scores"], abs=1e-5)
 
@@ -118,7 +121,7 @@ def test_tags_are_trained_and_predicted(run, model_folder, tmp_path):
     assert "f1" in json.loads(result.stdout)["figures"]["validation"]
     told = run("predict", tmp_path / "out" / "model", data, tmp_path / "said.jsonl", "--json")
     assert json.loads(told.stdout)["examples"] == 8
-    first = json.loads((tmp_path / "said.jsonl").read_text().splitlines()[0])
+    first = json.loads((tmp_path / "said.jsonl").read_text(encoding="utf-8").splitlines()[0])
     assert first["words"] == ["the", "mill"]
     assert set(first["tags"]) <= {"O", "B-LOC"}
 
@@ -137,7 +140,10 @@ def test_answers_are_trained_and_predicted(run, model_folder, tmp_path):
     assert "exact match" in result.stdout
     told = run("predict", tmp_path / "out" / "model", data, tmp_path / "said.jsonl")
     assert told.exit_code == 0, told.output
-    said = [json.loads(line) for line in (tmp_path / "said.jsonl").read_text().splitlines()]
+    said = [
+        json.loads(line)
+        for line in (tmp_path / "said.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     assert [row["id"] for row in said] == [row["id"] for row in rows]
     for row, asked in zip(said, rows, strict=True):
         assert row["answer"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -64,6 +65,20 @@ def test_module_runs_like_the_script():
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_an_output_without_all_characters_is_no_error(encoding):
+    """The help of this command has an ellipsis, which neither encoding has."""
+    result = subprocess.run(
+        [sys.executable, "-m", "fastbert", "encode", "--help"],
+        env=os.environ | {"PYTHONIOENCODING": encoding},
+        capture_output=True,
+        encoding=encoding,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr
+    assert r"N,N,\u2026" in result.stdout
+
+
 def test_a_bug_keeps_its_traceback(run, monkeypatch):
     monkeypatch.setattr("fastbert.bench.machine.describe", lambda: 1 / 0)
     result = run("info")
@@ -93,4 +108,4 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
     with pytest.raises(RuntimeError):
         write_atomically(target, fail)
     assert [path.name for path in tmp_path.iterdir()] == ["rows.npy"]
-    assert target.read_text() == "old"
+    assert target.read_text(encoding="utf-8") == "old"

@@ -93,7 +93,7 @@ def test_encode(run, folders, source, tmp_path) -> None:
 def test_classify(run, refused, folders, source, tmp_path) -> None:
     folder, target = folders["SequenceClassification"], tmp_path / "out.jsonl"
     assert run("classify", folder, source, target).exit_code == 0
-    lines = [json.loads(line) for line in target.read_text().splitlines()]
+    lines = [json.loads(line) for line in target.read_text(encoding="utf-8").splitlines()]
     kind, names = "AutoModelForSequenceClassification", ("bad", "good", "other")
 
     def scores(dtype: torch.dtype) -> torch.Tensor:

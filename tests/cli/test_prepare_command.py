@@ -42,7 +42,9 @@ def test_prepares_and_says_so_and_pretrain_takes_the_folder(run, text, tmp_path)
     assert "pieces of the vocabulary 200" in output
     again = run("prepare", text, corpus, "--vocab-size", 200, "--json")
     assert again.exit_code == 0, again.output
-    assert json.loads(again.stdout) == json.loads((corpus / "summary.json").read_text())
+    assert json.loads(again.stdout) == json.loads(
+        (corpus / "summary.json").read_text(encoding="utf-8")
+    )
     small = (
         "--preset", "tiny", "--config", "hidden_size=16", "--config", "num_hidden_layers=1",
         "--max-length", "24", "--tokens-per-batch", "96", "--steps", "2", "--eval-batches", "2",
@@ -51,7 +53,7 @@ def test_prepares_and_says_so_and_pretrain_takes_the_folder(run, text, tmp_path)
     trained = run("pretrain", corpus, tmp_path / "out", *small)
     assert trained.exit_code == 0, trained.output
     assert json.loads(trained.stdout)["steps"] == 2
-    config = json.loads((tmp_path / "out" / "model" / "config.json").read_text())
+    config = json.loads((tmp_path / "out" / "model" / "config.json").read_text(encoding="utf-8"))
     assert config["vocab_size"] == 200
 
 

@@ -43,7 +43,7 @@ def test_trains_saves_and_says_so(run, corpus, tmp_path):
     assert content["steps"] == 3
     assert (tmp_path / "out" / "model" / "model.safetensors").is_file()
     assert content["checkpoint"] == str(tmp_path / "out" / "model")
-    config = json.loads((tmp_path / "out" / "model" / "config.json").read_text())
+    config = json.loads((tmp_path / "out" / "model" / "config.json").read_text(encoding="utf-8"))
     assert config["hidden_size"] == 16
 
 

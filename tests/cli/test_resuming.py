@@ -89,7 +89,9 @@ def test_stopped_twice_gives_the_same_file(encode, stop, monkeypatch, tmp_path, 
         assert "the same command continues after them" in encode(target).output
         monkeypatch.undo()
         assert only(tmp_path, whole.name, f"{target.name}.partial")
-        rows = json.loads((tmp_path / f"{target.name}.partial" / "state.json").read_text())["rows"]
+        rows = json.loads(
+            (tmp_path / f"{target.name}.partial" / "state.json").read_text(encoding="utf-8")
+        )["rows"]
         assert rows > kept
         kept = rows
     result = encode(target, "--json")
@@ -172,13 +174,17 @@ def another_model(folder: Path, where: Path) -> Path:
 def another_tokenizer(folder: Path, where: Path) -> Path:
     shutil.copytree(folder, where)
     path = where / "tokenizer.json"
-    path.write_text(path.read_text().replace('"lowercase": true', '"lowercase": false'))
+    path.write_text(
+        path.read_text(encoding="utf-8").replace('"lowercase": true', '"lowercase": false')
+    )
     assert path.read_bytes() != (folder / "tokenizer.json").read_bytes()
     return where
 
 
 def another_input(source: Path, where: Path) -> Path:
-    where.write_text(source.read_text().removesuffix(".\n") + "!\n")
+    where.write_text(
+        source.read_text(encoding="utf-8").removesuffix(".\n") + "!\n", encoding="utf-8"
+    )
     return where
 
 
@@ -221,7 +227,7 @@ def test_the_old_file_stays_until_the_new_one_is_whole(encode, stop, tmp_path):
     (tmp_path / "rows.npy").write_text("old")
     stop(30)
     encode(tmp_path / "rows.npy")
-    assert (tmp_path / "rows.npy").read_text() == "old"
+    assert (tmp_path / "rows.npy").read_text(encoding="utf-8") == "old"
 
 
 def test_an_input_that_changes_under_the_run(encode, monkeypatch, tmp_path, source):
@@ -245,7 +251,7 @@ def small_blocks(kind):
     class Small(kind):
         def _lines(self):
             index = 0
-            while index < len(lines := self.path.read_text().splitlines()):
+            while index < len(lines := self.path.read_text(encoding="utf-8").splitlines()):
                 yield (lines[index],)
                 index += 1
 

@@ -83,13 +83,13 @@ def agrees(actual: torch.Tensor, folder: Path) -> None:
 
 
 def change(path: Path, **values: Any) -> None:
-    content = json.loads(path.read_text()) if path.exists() else {}
-    path.write_text(json.dumps(content | values))
+    content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    path.write_text(json.dumps(content | values), encoding="utf-8")
 
 
 def rewrite(folder: Path, index: int, **values: Any) -> None:
     """Change one entry of modules.json."""
-    content = json.loads((folder / "modules.json").read_text())
+    content = json.loads((folder / "modules.json").read_text(encoding="utf-8"))
     content[index] |= values
     (folder / "modules.json").write_text(json.dumps(content))
 
@@ -198,7 +198,7 @@ def test_settings_of_an_older_folder(save, encode):
 @pytest.mark.parametrize("cased", [True, False])
 def test_do_lower_case_of_a_cased_vocabulary(cased, save, encode):
     folder = save(models.Pooling(HIDDEN))
-    content = json.loads((folder / "tokenizer.json").read_text())
+    content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     content["normalizer"]["lowercase"] = not cased
     content["normalizer"]["strip_accents"] = False
     (folder / "tokenizer.json").write_text(json.dumps(content))
@@ -402,7 +402,9 @@ def test_scores_are_those_of_the_cross_encoder(
     options = ("--field", "a", "--pair-field", "b")
     result = run("classify", tmp_path / "folder", source, target, *options)
     assert result.exit_code == 0, result.output
-    records = [json.loads(line)["scores"] for line in target.read_text().splitlines()]
+    records = [
+        json.loads(line)["scores"] for line in target.read_text(encoding="utf-8").splitlines()
+    ]
     actual = torch.tensor([list(scores.values()) for scores in records])
     theirs = sentence_transformers.CrossEncoder(str(tmp_path / "folder"), device="cpu")
     plain = theirs.predict(pairs, convert_to_tensor=True)
@@ -420,7 +422,7 @@ def test_a_cross_encoder_that_is_not_served(refused, model_folder, tmp_path, mon
     change(settings, activation_fn="torch.nn.modules.activation.Sigmoid")
     more = {"idx": 1, "name": "1", "path": "1_X", "type": "sentence_transformers.models.Dense"}
     listing = tmp_path / "folder" / "modules.json"
-    listing.write_text(json.dumps([*json.loads(listing.read_text()), more]))
+    listing.write_text(json.dumps([*json.loads(listing.read_text(encoding="utf-8")), more]))
     assert "got a Dense after the Transformer of a cross-encoder" in refused(*command)
     (tmp_path / "a.txt").write_text("a\n")
     command = ("encode", tmp_path / "folder", tmp_path / "a.txt", tmp_path / "a.npy")

@@ -113,7 +113,7 @@ def test_a_signal_ends_the_run_with_a_checkpoint_and_its_status(
     send(process.pid, number)
     output = process.communicate(timeout=300)[0]
     assert process.returncode == 128 + number, output
-    steps = len((out / "log.jsonl").read_text().splitlines())
+    steps = len((out / "log.jsonl").read_text(encoding="utf-8").splitlines())
     kept = f"kept: log.jsonl, curves.png, the checkpoint of step {steps}"
     assert f"stopped by {name} after step {steps} of 100000; {kept}" in output
     assert "Traceback" not in output
@@ -172,7 +172,7 @@ def test_a_disk_that_stays_full_ends_in_an_error_and_keeps_the_earlier_checkpoin
     assert last.startswith("error: could not be written at the end of the run: the checkpoint: ")
     kept = "no checkpoint" if first is None else "the checkpoint of step 2"
     assert f"kept: log.jsonl, {kept}" in last
-    assert len((out / "log.jsonl").read_text().splitlines()) == 7
+    assert len((out / "log.jsonl").read_text(encoding="utf-8").splitlines()) == 7
     assert names(out) == {"log.jsonl"} | (set() if first is None else {"model", "checkpoints"})
     if first is not None:
         assert_whole(out / "model")

@@ -72,7 +72,7 @@ def test_a_model_of_another_family(run, tmp_path):
     wrapped.save_pretrained(tmp_path / "model")
     result = run("view", tmp_path / "model", "a [MASK]", "-o", tmp_path / "page.html")
     assert result.exit_code == 0, result.output
-    html = (tmp_path / "page.html").read_text()
+    html = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert '"kind":"mask"' in html
     assert '"model":"AlbertForMaskedLM"' in html
 
@@ -85,4 +85,4 @@ def test_a_model_without_a_head(run, model_folder, tmp_path):
     WordPieceTokenizer.load(model_folder).save(tmp_path / "model")
     result = run("view", tmp_path / "model", "a [MASK]", "-o", tmp_path / "page.html")
     assert result.exit_code == 0, result.output
-    assert '"prediction":null' in (tmp_path / "page.html").read_text()
+    assert '"prediction":null' in (tmp_path / "page.html").read_text(encoding="utf-8")

@@ -37,4 +37,4 @@ def pytest_sessionfinish() -> None:
         name: {"outcome": outcome, "fallbacks": sorted(fallbacks[name])}
         for name, outcome in outcomes.items()
     }
-    Path(os.environ["CONFORMANCE_OUT"]).write_text(json.dumps(tests, indent=1))
+    Path(os.environ["CONFORMANCE_OUT"]).write_text(json.dumps(tests, indent=1), encoding="utf-8")

@@ -120,12 +120,12 @@ def results(suite: Path, family: str, mode: str, chosen: str) -> dict[str, dict]
     command += [str(HERE / "transformers_families.py")]
     environment["PYTHONPATH"] += os.pathsep + str(HERE)
     log = out.with_suffix(".log")
-    with log.open("w") as stream:
+    with log.open("w", encoding="utf-8") as stream:
         code = subprocess.run(command, env=environment, stdout=stream, stderr=stream).returncode
     # pytest exits with 1 if a test failed, and with 5 if no test was selected.
     if code not in (0, 1) or not out.exists():
         sys.exit(f"{family}, {mode}: pytest ended with {code}; see {log}")
-    return json.loads(out.read_text())
+    return json.loads(out.read_text(encoding="utf-8"))
 
 
 def inherited(name: str) -> Iterator[str]:

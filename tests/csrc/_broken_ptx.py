@@ -46,7 +46,7 @@ class Fault(NamedTuple):
 
 def kernel_in(path: Path, *parts: str) -> str:
     """Return the PTX of the only kernel of a file whose mangled name contains all parts."""
-    header, *kernels = re.split(r"(?m)^(?=\.entry)", path.read_text())
+    header, *kernels = re.split(r"(?m)^(?=\.entry)", path.read_text(encoding="utf-8"))
     [found] = [text for text in kernels if all(part in text.split("(")[0] for part in parts)]
     return header + found
 

@@ -35,7 +35,7 @@ def lacking(extension) -> str | None:
 def compile_library(folder: Path, levels: list[str]) -> Path:
     """Build one library for all processes of a test session; the first builds, the others wait."""
     library = folder / "emulated.so"
-    with open(folder / "emulated.lock", "w") as lock:
+    with open(folder / "emulated.lock", "w", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if library.exists():
             return library

@@ -127,7 +127,7 @@ def recorded(arch: str, prefix: str) -> dict[str, dict[str, int]]:
 
     The test is skipped if nvcc has another version than that of the record.
     """
-    record = json.loads(RECORD.read_text())
+    record = json.loads(RECORD.read_text(encoding="utf-8"))
     found = version(shutil.which("nvcc"))
     if found != record["nvcc"]:
         pytest.skip(f"nvcc is {found}, and the record describes the code of {record['nvcc']}")

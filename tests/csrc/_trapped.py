@@ -1,11 +1,13 @@
-"""The AMX level of the built extension itself, on a processor without AMX.
+"""The AMX level of the built extension itself, with or without AMX in the processor.
 
-The kernels run as they ship. Their tile instructions raise SIGILL, and `trapped_tiles.cpp` computes
-the results. The processor executes all other instructions and therefore needs AVX512_BF16.
+The kernels run as they ship, except for the first byte of each tile instruction. That byte is
+replaced by an invalid instruction, so that SIGILL is raised and `trapped_tiles.cpp` computes the
+result. The processor executes all other instructions and therefore needs AVX512_BF16.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import re
 import shutil
@@ -47,6 +49,11 @@ def compile_probe(program: Path) -> None:
     subprocess.run(["g++", *FLAGS, "-no-pie", "-o", program, SOURCE, PROBE], check=True)
 
 
+def sites(program: Path) -> list[str]:
+    """Return the arguments of `trapped_tiles_begin` for a program without -pie."""
+    return [f"{site:x}" for site in tile_instructions(str(program))]
+
+
 class Trapped:
     """The handler of a library built by `compile_library`, and the table of the extension."""
 
@@ -54,6 +61,9 @@ class Trapped:
         self.library = ctypes.CDLL(str(library))
         self.library.trapped_tiles_configured.restype = ctypes.c_int64
         self.base = _table.base(extension)
+        self.instructions = tile_instructions(extension.__file__)
+        addresses = [self.base + site for site in self.instructions]
+        self.sites = (ctypes.c_uint64 * len(addresses))(*addresses)
 
     def install(self) -> None:
         assert self.library.trapped_tiles_install() == 0
@@ -61,7 +71,17 @@ class Trapped:
     def remove(self) -> None:
         assert self.library.trapped_tiles_remove() == 0
 
+    @contextlib.contextmanager
+    def trapping(self):
+        """Trap the extension's tile instructions inside the context, and none of them after it."""
+        count = ctypes.c_int64(len(self.sites))
+        assert self.library.trapped_tiles_set(self.sites, count, 1) == 0
+        yield
+        assert self.configured() == 0
+        assert self.library.trapped_tiles_set(self.sites, count, 0) == 0
+
     def use(self, extension) -> None:
+        """Set the level amx, whether or not the processor has it; needs `trapping`."""
         address, size = _table.symbols(extension.__file__)[_table.of("amx")]
         _table.use(extension, self.base + address, size)
 

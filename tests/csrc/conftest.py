@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import _emulated
 import _trapped
 import pytest
@@ -43,11 +45,13 @@ def isa(request, extension):
     If only the tiles of a level are missing on this machine, the tiles are trapped. Other missing
     levels of 64-byte registers are emulated. A test at any other missing level is skipped.
     """
-    level, info, tiles = request.param, extension.build_info(), None
+    level, info = request.param, extension.build_info()
+    trapping = contextlib.nullcontext()
     if level in info["cpu_isas_supported"]:
         extension.set_cpu_isa(level)
     elif level == "amx" and not _trapped.lacking(extension):
         tiles = request.getfixturevalue("trapped")
+        trapping = tiles.trapping()
         tiles.use(extension)
     elif level in info["cpu_isas"] and level in _emulated.LEVELS:
         reason = _emulated.lacking(extension)
@@ -56,9 +60,9 @@ def isa(request, extension):
         request.getfixturevalue("emulated").use(extension, level)
     else:
         pytest.skip(f"this processor or build has no {level}")
-    yield level
-    extension.set_cpu_isa(None)
-    assert tiles is None or tiles.configured() == 0
+    with trapping:
+        yield level
+        extension.set_cpu_isa(None)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@
 #include <stdio.h>
 
 #if defined(PROBE_TRAPPED)
-int trapped_tiles_install(void);
+int trapped_tiles_begin(char** sites, int count);
 // The system of a processor without AMX has no permission to give.
 long syscall(long number, ...) { return number == SYS_arch_prctl ? 0 : -1; }
 #endif
@@ -66,9 +66,12 @@ static int wrong_int8(void) {
   return wrong;
 }
 
-int main(void) {
+// The arguments are the addresses of the tile instructions to trap.
+int main(int count, char** arguments) {
 #if defined(PROBE_TRAPPED)
-  if (trapped_tiles_install()) return 2;
+  if (count < 2 || trapped_tiles_begin(arguments + 1, count - 1)) return 2;
+#else
+  (void)count, (void)arguments;
 #endif
   draw(1);
   const double bf16_operations = peak_bf16(kRounds);

@@ -337,5 +337,5 @@ def test_calls_grow_no_memory(operators):
 
 
 def resident_pages() -> int:
-    with open("/proc/self/statm") as statm:
+    with open("/proc/self/statm", encoding="utf-8") as statm:
         return int(statm.read().split()[1])

@@ -42,7 +42,7 @@ def test_no_register_spills(compiled):
 @pytest.mark.every_case
 def test_the_code_is_that_of_the_record(compiled):
     pytest.importorskip("triton", reason="its wheel has cuobjdump")
-    record = json.loads(_machine_code.RECORD.read_text())
+    record = json.loads(_machine_code.RECORD.read_text(encoding="utf-8"))
     version = _machine_code.version(shutil.which("nvcc"))
     if version != record["nvcc"]:
         pytest.skip(f"nvcc is {version}, and the record describes the code of {record['nvcc']}")
@@ -59,7 +59,7 @@ def test_the_code_is_that_of_the_record(compiled):
     [("forward", {32: 32, 64: 64, 128: 128}), ("backward", {32: 80, 64: 160, 128: 160})],
 )
 def test_the_loop_has_the_products_of_one_tile(kernel, products):
-    record = json.loads(_machine_code.RECORD.read_text())["kernels"]
+    record = json.loads(_machine_code.RECORD.read_text(encoding="utf-8"))["kernels"]
     for dim, number in products.items():
         for arch, line in record[f"{kernel} D{dim}"].items():
             assert line["hmma"] == number, (kernel, dim, arch)

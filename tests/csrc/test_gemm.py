@@ -435,7 +435,7 @@ def test_views_of_one_storage(isa, operators):
 
 
 def resident_bytes() -> int:
-    with open("/proc/self/statm") as file:
+    with open("/proc/self/statm", encoding="utf-8") as file:
         return int(file.read().split()[1]) * resource.getpagesize()
 
 

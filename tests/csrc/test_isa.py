@@ -47,7 +47,7 @@ def test_the_highest_level_that_is_not_slow_is_the_default(extension):
 @pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="needs /proc/cpuinfo")
 def test_bf16_dot_products_are_slow_on_intel_without_tiles(extension):
     info = extension.build_info()
-    text = Path("/proc/cpuinfo").read_text()
+    text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     is_intel = "GenuineIntel" in text
     is_cooper_lake = re.search(r"^model\s*: 85$", text, re.MULTILINE) is not None
     slow = {"avx512_bf16"} if is_intel and not is_cooper_lake else set()

@@ -46,7 +46,7 @@ class Problem:
 
     def outcome(self, kernel, fault):
         [path] = self.folder.glob("cuda-layer_norm-80/*.ptx")
-        whole, own = path.read_text(), kernel_in(path, f"{kernel}_kernel", LAYOUT)
+        whole, own = path.read_text(encoding="utf-8"), kernel_in(path, f"{kernel}_kernel", LAYOUT)
         body = own[own.index(".entry") :]
         assert whole.count(body) == 1
         with replaced(self.operators.compiled, whole.replace(body, fault.broken(body))):

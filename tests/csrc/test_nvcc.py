@@ -108,7 +108,7 @@ def test_layer_norm_copies_a_row_ahead_of_the_one_that_it_computes(compiled):
 def test_kernels_are_free_of_torch():
     shared = [ROOT / "csrc" / name for name in ("activations.h", "normal_tail.h")]
     for path in [*(ROOT / "csrc" / "cuda").rglob("*.cu*"), *shared]:
-        includes = re.findall(r"#include [<\"](.*?)[>\"]", path.read_text())
+        includes = re.findall(r"#include [<\"](.*?)[>\"]", path.read_text(encoding="utf-8"))
         assert not [i for i in includes if i.startswith(("torch/", "ATen/", "c10/"))], path.name
 
 

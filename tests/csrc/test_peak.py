@@ -1,6 +1,6 @@
 """The tiles of benchmarks/cpu/peak.c, compiled as the benchmark compiles it, compute products.
 
-If the processor has no AMX, the tile instructions are trapped (`_trapped.py`).
+The tile instructions are trapped (`_trapped.py`), and a processor with AMX executes them as well.
 """
 
 from __future__ import annotations
@@ -15,30 +15,32 @@ PROBE = _trapped.SOURCE.with_name("peak_probe.c")
 AMX = ("-mamx-tile", "-mamx-bf16", "-mamx-int8")
 
 
-def compile_probe(folder, own):
-    """Compile the probe, with the trapping handler unless the processor has its ``own`` tiles."""
+def compile_probe(folder, trapped):
+    """Compile the probe and return its command; the tiles are ``trapped`` or the processor's."""
     program, flags = folder / "peak_probe", ("-O2", "-march=native")
-    if own:
+    if not trapped:
         command = ["gcc", *flags, "-o", program, PROBE, "-lm"]
         subprocess.run(command, check=True)
-        return program
+        return [program]
     parts = [folder / "handler.o", folder / "probe.o"]
     subprocess.run(["g++", *_trapped.FLAGS, "-c", "-o", parts[0], _trapped.SOURCE], check=True)
     subprocess.run(
         ["gcc", *flags, *AMX, "-DPROBE_TRAPPED", "-c", "-o", parts[1], PROBE], check=True
     )
     subprocess.run(["g++", "-no-pie", "-o", program, *parts, "-lm"], check=True)
-    return program
+    return [program, *_trapped.sites(program)]
 
 
-def test_the_tiles_have_their_shape_and_their_operands(tmp_path, extension):
+@pytest.mark.parametrize("trapped", [True, False], ids=["trapped", "processor"])
+def test_the_tiles_have_their_shape_and_their_operands(tmp_path, extension, trapped):
     own = "amx" in extension.build_info()["cpu_isas_supported"]
-    reason = None if own else _trapped.lacking(extension)
+    reason = _trapped.lacking(extension) if trapped else None
+    if not trapped and not own:
+        reason = "this processor has no tiles of its own"
     if reason or shutil.which("gcc") is None:
         pytest.skip(reason or "compiling peak.c needs gcc")
-    result = subprocess.run(
-        [compile_probe(tmp_path, own)], capture_output=True, text=True, timeout=60
-    )
+    command = compile_probe(tmp_path, trapped)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr
     # 3 rounds of 4 products have 16 × 16 sums, each of 32 terms in bf16 and of 64 terms in int8.
     assert result.stdout == "bf16: 196608 operations, 0 wrong; int8: 393216 operations, 0 wrong\n"

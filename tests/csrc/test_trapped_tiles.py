@@ -1,8 +1,8 @@
 """The AMX level as compiled, including its assembly, has the same bits as its emulation.
 
-If the processor has no AMX, the tile instructions of the built extension are trapped
-(`_trapped.py`). Two independent readings of Intel's manual, the handler's and that of
-csrc/cpu/isa/tile.h, then check each other.
+The tile instructions of the built extension are trapped (`_trapped.py`). Two independent readings
+of Intel's manual, the handler's and that of csrc/cpu/isa/tile.h, then check each other. A processor
+with AMX executes the same cases with its own tiles as well.
 """
 
 from __future__ import annotations
@@ -23,20 +23,27 @@ EPS = 1e-5
 
 
 @pytest.fixture
-def real(request, extension):
-    """Return a function that sets the processor's own AMX level or else the trapped level."""
-    supported = extension.build_info()["cpu_isas_supported"]
-    own = "amx" in supported
-    reason = _emulated.lacking(extension) or (None if own else _trapped.lacking(extension))
-    if reason:
+def tiles(request, extension):
+    """Trap the extension's tile instructions during a test."""
+    if reason := _trapped.lacking(extension):
         pytest.skip(reason)
-    if own:
-        yield lambda: extension.set_cpu_isa("amx")
-    else:
-        trapped = request.getfixturevalue("trapped")
+    trapped = request.getfixturevalue("trapped")
+    with trapped.trapping():
+        yield trapped
+        extension.set_cpu_isa(None)
+
+
+@pytest.fixture(params=["trapped", "processor"])
+def real(request, extension):
+    """Return a function that sets the compiled level, with trapped tiles or the processor's own."""
+    if request.param == "trapped":
+        trapped = request.getfixturevalue("tiles")
         yield lambda: trapped.use(extension)
-        assert trapped.configured() == 0
-    extension.set_cpu_isa(None)
+    elif "amx" in extension.build_info()["cpu_isas_supported"]:
+        yield lambda: extension.set_cpu_isa("amx")
+        extension.set_cpu_isa(None)
+    else:
+        pytest.skip("this processor has no tiles of its own")
 
 
 @pytest.fixture(params=[1, 2])
@@ -174,8 +181,10 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_the_compiled_level_has_the_bits_of_its_emulation(real, emulated, extension, threads, case):
-    emulated.use(extension, "amx")
+def test_the_compiled_level_has_the_bits_of_its_emulation(real, request, extension, threads, case):
+    if reason := _emulated.lacking(extension):
+        pytest.skip(reason)
+    request.getfixturevalue("emulated").use(extension, "amx")
     expected = solve(case)
     real()
     for i, (x, y) in enumerate(zip(solve(case), expected, strict=True)):
@@ -185,7 +194,10 @@ def test_the_compiled_level_has_the_bits_of_its_emulation(real, emulated, extens
 SCHEDULES = ("in_turn", "overlapped", "fetched")
 
 
-@pytest.mark.parametrize("case", [products, int8_products, attention, attention_varlen])
+SCHEDULED = [products, strided_products, int8_products, attention, attention_varlen, training]
+
+
+@pytest.mark.parametrize("case", SCHEDULED, ids=lambda case: case.__name__)
 def test_every_schedule_has_the_same_bits(real, extension, threads, case):
     real()
     before, found = extension.tile_schedule(), {}
@@ -208,24 +220,20 @@ def test_an_unknown_schedule_is_an_error(extension):
     assert extension.tile_schedule() == before
 
 
-def test_every_tile_instruction_of_the_extension_was_executed(real, request, extension):
-    if "amx" in extension.build_info()["cpu_isas_supported"]:
-        pytest.skip("this processor has AMX: nothing is trapped")
-    trapped = request.getfixturevalue("trapped")
-    real()
-    for case in CASES:
-        solve(case)
+def test_every_tile_instruction_of_the_extension_was_executed(tiles, extension):
+    """A schedule is a branch of a loop, of which the compiler makes one copy for each schedule."""
+    tiles.use(extension)
     before = extension.tile_schedule()
     try:
-        extension.set_tile_schedule("fetched")
-        solve(products)
+        for schedule in SCHEDULES:
+            extension.set_tile_schedule(schedule)
+            for case in CASES:
+                solve(case)
     finally:
         extension.set_tile_schedule(before)
-    instructions = _trapped.tile_instructions(extension.__file__)
-    assert len(instructions) > 0
-    executed = trapped.executed()
-    assert executed <= set(instructions)
-    assert not [text for site, text in instructions.items() if site not in executed]
+    executed = tiles.executed()
+    assert executed <= set(tiles.instructions)
+    assert not [text for site, text in tiles.instructions.items() if site not in executed]
 
 
 # The handler itself
@@ -245,15 +253,14 @@ FAULTS = {
 
 @pytest.fixture(scope="module")
 def probe(tmp_path_factory, extension):
-    if "amx" in extension.build_info()["cpu_isas_supported"]:
-        pytest.skip("this processor has AMX: nothing is trapped")
     if reason := _trapped.lacking(extension):
         pytest.skip(reason)
     program = tmp_path_factory.mktemp("probe") / "probe"
     _trapped.compile_probe(program)
+    sites = _trapped.sites(program)
 
     def run(case: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([program, case], capture_output=True, text=True, timeout=60)
+        return subprocess.run([program, case, *sites], capture_output=True, text=True, timeout=60)
 
     return run
 

@@ -5,7 +5,7 @@
 #include <cstdio>
 #include <cstring>
 
-extern "C" int trapped_tiles_install();
+extern "C" int trapped_tiles_begin(char** sites, int count);
 
 namespace {
 
@@ -191,16 +191,17 @@ void fault(const char* name) {
   if (is("absent")) shapes.rows[1] = shapes.bytes[1] = 0;
   configure(shapes);
   if (is("released")) asm volatile("tilerelease");
-  // tdpbssd %tmm1, %tmm1, %tmm0, which assemblers refuse as well.
-  if (is("same")) asm volatile(".byte 0xc4, 0xe2, 0x73, 0x5e, 0xc1");
+  // The trapped form of tdpbssd %tmm1, %tmm1, %tmm0, which assemblers refuse as well.
+  if (is("same")) asm volatile(".byte 0x06, 0xe2, 0x73, 0x5e, 0xc1");
   if (is("foreign")) asm volatile("ud2");
   asm volatile("tdpbf16ps %tmm2, %tmm1, %tmm0");
 }
 
 }  // namespace
 
+// The arguments are the case and the addresses of the program's tile instructions.
 int main(int count, char** arguments) {
-  if (count != 2 || trapped_tiles_install() != 0) return 2;
+  if (count < 3 || trapped_tiles_begin(arguments + 2, count - 2) != 0) return 2;
   if (std::strcmp(arguments[1], "addresses") == 0) return addresses() ? 0 : 1;
   if (std::strcmp(arguments[1], "products") == 0) return products() ? 0 : 1;
   fault(arguments[1]);

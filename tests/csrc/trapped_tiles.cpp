@@ -1,6 +1,7 @@
-// AMX on a processor without it, for tests of the compiled kernels: each tile instruction is an
-// invalid one there, and the handler of that signal decodes it, computes it on tiles in memory, one
-// set per thread, and goes on behind it.
+// AMX in software, for tests of the compiled kernels. The first byte of each tile instruction is
+// replaced by an invalid instruction, so that tiles are trapped on processors with and without AMX.
+// The handler of the signal decodes the instruction, computes it on tiles in memory, one set per
+// thread, and continues after it.
 //
 // It follows Intel's manual (volume 2: instruction format, VEX prefix, the instructions' own pages)
 // and shares nothing with csrc/cpu/tile.h, so that each checks the other. What the manual makes a
@@ -11,6 +12,7 @@
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <ucontext.h>
 #include <unistd.h>
 
@@ -20,6 +22,10 @@
 namespace {
 
 constexpr int kTiles = 8, kMostRows = 16, kMostBytes = 64, kMostSites = 4096;
+
+// Every tile instruction begins with the first byte of a VEX prefix of three bytes. PUSH ES is
+// invalid in 64-bit mode on every processor.
+constexpr uint8_t kVex = 0xc4, kPushEs = 0x06;
 
 enum Kind { kConfigure, kRelease, kZero, kLoad, kLoadOnce, kStore, kBf16, kSS, kSU, kUS, kUU };
 
@@ -101,7 +107,7 @@ T read(const uint8_t*& p) {
 }
 
 bool decode(const uint8_t* p, const greg_t* registers, Instruction& instruction) {
-  if (*p++ != 0xc4) return false;
+  if (*p++ != kPushEs) return false;
   const int second = *p++, third = *p++, opcode = *p++, modrm = *p++;
   const bool high_reg = !(second & 0x80), high_index = !(second & 0x40),
              high_base = !(second & 0x20);
@@ -364,6 +370,30 @@ int trapped_tiles_install() {
 }
 
 int trapped_tiles_remove() { return sigaction(SIGILL, &previous, nullptr); }
+
+// Traps the tile instructions at the addresses, or lets the processor execute them again.
+int trapped_tiles_set(const uint64_t* sites, int64_t count, int trapping) {
+  const uint8_t before = trapping ? kVex : kPushEs, after = trapping ? kPushEs : kVex;
+  const uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE);
+  for (int64_t i = 0; i < count; ++i) {
+    void* start = (void*)(sites[i] & ~(page - 1));
+    if (*(const uint8_t*)sites[i] != before) return -1;
+    if (mprotect(start, page, PROT_READ | PROT_WRITE | PROT_EXEC) != 0) return -1;
+    *(volatile uint8_t*)sites[i] = after;
+    if (mprotect(start, page, PROT_READ | PROT_EXEC) != 0) return -1;
+  }
+  return 0;
+}
+
+// Installs the handler and traps the sites, which a program's arguments give in hexadecimal.
+int trapped_tiles_begin(char** sites, int count) {
+  if (trapped_tiles_install() != 0) return -1;
+  for (int i = 0; i < count; ++i) {
+    const uint64_t site = strtoull(sites[i], nullptr, 16);
+    if (trapped_tiles_set(&site, 1, 1) != 0) return -1;
+  }
+  return 0;
+}
 
 // Threads that have not given their tiles back.
 int64_t trapped_tiles_configured() { return configured_threads.load(); }

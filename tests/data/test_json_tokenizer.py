@@ -141,7 +141,7 @@ def test_names_of_inputs_that_are_none(folder):
 def test_a_panic_of_the_library_is_a_value_error(folder):
     """The error is a PanicException, which derives from BaseException."""
     path = folder / "tokenizer.json"
-    sound = json.loads(path.read_text())
+    sound = json.loads(path.read_text(encoding="utf-8"))
     broken = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
     path.write_text(json.dumps({**sound, "normalizer": broken}))
     with pytest.raises(ValueError, match=r"tokenizer\.json is broken: Precompiled"):

@@ -65,7 +65,7 @@ def test_offsets_of_another_shard_are_named_at_opening(copy):
 
 def test_another_vocabulary_is_named_at_opening(copy):
     path = copy / "tokenizer" / "tokenizer.json"
-    path.write_text(path.read_text() + "\n")
+    path.write_text(path.read_text(encoding="utf-8") + "\n")
     with pytest.raises(ValueError, match=rf"{path}: its SHA-256 is not the one in the manifest"):
         PreparedCorpus(copy)
 
@@ -81,7 +81,7 @@ def test_another_vocabulary_is_named_at_opening(copy):
 )
 def test_a_damaged_manifest_is_named(copy, change, message):
     path = copy / "manifest.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    path.write_text(json.dumps({**json.loads(path.read_text(encoding="utf-8")), **change}))
     with pytest.raises(ValueError, match=f"{path}: {message}"):
         PreparedCorpus(copy)
 

@@ -68,8 +68,13 @@ def test_save_load_and_transformers_agree(tmp_path, tokenizer):
         "tokenizer_config.json",
         "vocab.txt",
     ]
-    assert json.loads((tmp_path / "tokenizer_config.json").read_text())["model_max_length"] == 128
-    vocab = (tmp_path / "vocab.txt").read_text().splitlines()
+    assert (
+        json.loads((tmp_path / "tokenizer_config.json").read_text(encoding="utf-8"))[
+            "model_max_length"
+        ]
+        == 128
+    )
+    vocab = (tmp_path / "vocab.txt").read_text(encoding="utf-8").splitlines()
     assert vocab[:5] == ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     assert len(vocab) == tokenizer.vocab_size
 
@@ -168,7 +173,7 @@ def test_errors(tmp_path, documents):
 
 def test_a_failed_write_leaves_the_old_file(tmp_path, tokenizer, monkeypatch):
     tokenizer.save(tmp_path)
-    before = (tmp_path / "vocab.txt").read_text()
+    before = (tmp_path / "vocab.txt").read_text(encoding="utf-8")
 
     def fail(*args):
         raise OSError("disk full")
@@ -176,7 +181,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, tokenizer, monkeypatch):
     monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(OSError, match="disk full"):
         tokenizer.save(tmp_path)
-    assert (tmp_path / "vocab.txt").read_text() == before
+    assert (tmp_path / "vocab.txt").read_text(encoding="utf-8") == before
     assert len(os.listdir(tmp_path)) == 4
 
 
@@ -194,7 +199,7 @@ def test_a_configuration_with_a_wrong_value(tmp_path, tokenizer, changes, messag
     tokenizer.save(tmp_path)
     (tmp_path / "tokenizer.json").unlink()
     path = tmp_path / "tokenizer_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    path.write_text(json.dumps({**json.loads(path.read_text(encoding="utf-8")), **changes}))
     with pytest.raises(ValueError, match=r"tokenizer_config\.json: " + message):
         WordPieceTokenizer.load(tmp_path)
 
@@ -211,7 +216,7 @@ def test_a_vocabulary_that_is_not_utf8_names_the_line(tmp_path, tokenizer):
 
 def test_a_huge_id_does_not_fill_the_memory(tmp_path, tokenizer):
     tokenizer.save(tmp_path)
-    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    content = json.loads((tmp_path / "tokenizer.json").read_text(encoding="utf-8"))
     content["model"]["vocab"]["huge"] = 4294967295
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     with pytest.raises(
@@ -223,7 +228,7 @@ def test_a_huge_id_does_not_fill_the_memory(tmp_path, tokenizer):
 
 def test_a_model_that_fails_on_a_text_is_a_value_error(tmp_path, tokenizer):
     tokenizer.save(tmp_path)
-    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    content = json.loads((tmp_path / "tokenizer.json").read_text(encoding="utf-8"))
     content["model"]["unk_token"] = "[NONE]"
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     broken = WordPieceTokenizer.load(tmp_path)

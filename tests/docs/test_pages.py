@@ -76,12 +76,13 @@ FIRST_PAGES = ("README.md", "docs/getting-started.md", "docs/drop-in.md")
 def test_the_python_code_of_a_page_runs_from_top_to_bottom(page: Path, folder: Path):
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     result = subprocess.run(
-        [sys.executable, "-c", "\n".join(blocks(page))],
+        [sys.executable, "-"],
+        input="\n".join(blocks(page)),
         cwd=folder,
         # Two threads on a busy core wait for each other.
         env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         timeout=300,
     )
     assert result.returncode == 0, result.stderr

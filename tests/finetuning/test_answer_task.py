@@ -52,7 +52,10 @@ def write_squad(path, rows):
 
 def said(result, data, tmp_path):
     predict(result.model, data, tmp_path / "said.jsonl")
-    return [json.loads(line) for line in (tmp_path / "said.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)
+        for line in (tmp_path / "said.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
 
 
 def test_learns_writes_and_predicts(answer, tmp_path):

@@ -31,7 +31,10 @@ def data(tmp_path: Path) -> Path:
 
 def predictions(result, data: Path, tmp_path: Path, **options) -> list[dict]:
     predict(result.model, data, tmp_path / "said.jsonl", **options)
-    return [json.loads(line) for line in (tmp_path / "said.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)
+        for line in (tmp_path / "said.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
 
 
 @pytest.fixture
@@ -49,7 +52,7 @@ def test_learns_writes_and_predicts(drawn, trained, data, tmp_path):
     }
     for name in ("curves.png", "confusion.png"):
         assert (tmp_path / "out" / name).read_bytes().startswith(b"\x89PNG")
-    written = json.loads(result.metrics.read_text())
+    written = json.loads(result.metrics.read_text(encoding="utf-8"))
     assert written["parts"] == json.loads(json.dumps(result.figures))
     rows = read_log(result.log)
     assert [row["step"] for row in rows if row["event"] == "evaluation"] == [20, 40, 60]
@@ -161,7 +164,7 @@ def test_regression_learns_a_number(classify, tmp_path):
     assert figures["mean_squared_error"] == pytest.approx(error, rel=1e-4)
     assert figures["loss"] == pytest.approx(error, rel=1e-4)
     assert result.confusion is None
-    content = json.loads((result.model / "config.json").read_text())
+    content = json.loads((result.model / "config.json").read_text(encoding="utf-8"))
     assert content["problem_type"] == "regression"
     assert len(content["id2label"]) == 1
 
@@ -170,7 +173,7 @@ def test_names_of_labels_give_their_order_and_allow_indices(classify, tmp_path):
     rows = [{**row, "label": int(row["label"] == "animal")} for row in reviews(80, 0)]
     data = write_rows(tmp_path / "train.jsonl", rows)
     result, _ = run(classify(data, labels=("place", "animal"), epochs=1))
-    content = json.loads((result.model / "config.json").read_text())
+    content = json.loads((result.model / "config.json").read_text(encoding="utf-8"))
     assert content["id2label"] == {"0": "place", "1": "animal"}
     assert content["label2id"] == {"place": 0, "animal": 1}
 

@@ -129,7 +129,7 @@ def test_a_model_of_another_family_is_refused(refused, classify, pretrained, tmp
     data = write_rows(tmp_path / "train.csv", GOOD)
     model = tmp_path / "model"
     shutil.copytree(pretrained, model)
-    content = json.loads((model / "config.json").read_text())
+    content = json.loads((model / "config.json").read_text(encoding="utf-8"))
     (model / "config.json").write_text(json.dumps({**content, "model_type": "roberta"}))
     message = refused(classify(data, model=model))
     assert "has the model type 'roberta', allowed: 'bert'" in message

@@ -104,7 +104,7 @@ def test_a_cut_run_has_no_figures_of_an_earlier_run(classify, data, monkeypatch)
     assert not (options.folder / "metrics.json").exists()
     assert not (options.folder / "confusion.png").exists()
     result, _ = run(options)
-    assert json.loads(result.metrics.read_text())["steps"] == 12
+    assert json.loads(result.metrics.read_text(encoding="utf-8"))["steps"] == 12
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def launch(launcher: tuple[object, ...], tmp_path: Path, jobs: list[dict[str, An
 def without_dropout(pretrained, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("without") / "model"
     shutil.copytree(pretrained, folder)
-    config = json.loads((folder / "config.json").read_text())
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     (folder / "config.json").write_text(json.dumps(config))
     return folder
@@ -142,7 +142,9 @@ def runs(without_dropout, pretrained, data, tmp_path_factory) -> Path:
 
 
 def told(runs: Path, name: str) -> list[dict[str, Any]]:
-    return [json.loads((runs / f"{name}.{rank}.json").read_text()) for rank in range(2)]
+    return [
+        json.loads((runs / f"{name}.{rank}.json").read_text(encoding="utf-8")) for rank in range(2)
+    ]
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
@@ -227,8 +229,13 @@ def test_the_figures_of_all_parts_are_those_of_one_process(runs, name):
     """A sequence that counts twice, or never, changes a figure of the 1,501 examples."""
     first, second = told(runs, name)
     assert first["figures"] == second["figures"]
-    alone = json.loads((runs / f"{name}-alone" / "metrics.json").read_text())["parts"]
-    assert json.loads((runs / name / "metrics.json").read_text())["parts"] == first["figures"]
+    alone = json.loads((runs / f"{name}-alone" / "metrics.json").read_text(encoding="utf-8"))[
+        "parts"
+    ]
+    assert (
+        json.loads((runs / name / "metrics.json").read_text(encoding="utf-8"))["parts"]
+        == first["figures"]
+    )
     for part, figures in alone.items():
         assert first["figures"][part]["examples"] == figures["examples"]
         assert first["figures"][part]["accuracy"] == pytest.approx(figures["accuracy"], abs=2e-3)

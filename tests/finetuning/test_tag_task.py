@@ -70,7 +70,10 @@ def test_learns_writes_and_predicts(drawn, trained, tmp_path):
     assert figures["accuracy"] >= 0.95
     assert result.confusion.read_bytes().startswith(b"\x89PNG")
     predict(result.model, tmp_path / "data" / "eng.testb", tmp_path / "said.jsonl")
-    said = [json.loads(line) for line in (tmp_path / "said.jsonl").read_text().splitlines()]
+    said = [
+        json.loads(line)
+        for line in (tmp_path / "said.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     truth = [row["tags"] for row in sentences(30, 2)]
     right = sum(
         a == b for s, t in zip(said, truth, strict=True) for a, b in zip(s["tags"], t, strict=True)

@@ -95,7 +95,7 @@ def test_a_checkpoint_is_the_stock_one(pair, tmp_path) -> None:
     fast, stock = (load_file(tmp_path / n / "model.safetensors") for n in ("fast", "stock"))
     assert fast.keys() == stock.keys()
     assert all(torch.equal(fast[name], stock[name]) for name in stock)
-    texts = [(tmp_path / n / "config.json").read_text() for n in ("fast", "stock")]
+    texts = [(tmp_path / n / "config.json").read_text(encoding="utf-8") for n in ("fast", "stock")]
     assert texts[0] == texts[1]
     loaded = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "fast")
     assert type(loaded.bert) is transformers.BertModel

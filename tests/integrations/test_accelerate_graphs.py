@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -183,13 +184,21 @@ def test_onnx(tmp_path, dynamo) -> None:
     pair.check(given)
 
 
+def kinds(graph: Any) -> Iterator[str]:
+    """Yield the operator of each node; the text of a graph has the paths of the sources too."""
+    for node in graph.nodes():
+        yield node.kind()
+        for block in node.blocks():
+            yield from kinds(block)
+
+
 def test_jit_trace() -> None:
     pair = sides(model("BertForSequenceClassification"))
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         pair.fast(**batch())
         traced = torch.jit.trace(Logits(pair.fast), tuple(batch().values()))
-        assert "fastbert" not in str(traced.inlined_graph)
+        assert not [kind for kind in kinds(traced.inlined_graph) if "fastbert" in kind]
         assert torch.equal(traced(**batch()), pair.stock(**batch()).logits)
     pair.check(batch())
 

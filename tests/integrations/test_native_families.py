@@ -215,7 +215,7 @@ def test_a_folder_is_written_as_transformers_wrote_it(family, tmp_path) -> None:
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
     assert _settings(stock.config.to_dict()) == _settings(reopened.config.to_dict())
     theirs, ours = (
-        _settings(json.loads((tmp_path / name / "config.json").read_text()))
+        _settings(json.loads((tmp_path / name / "config.json").read_text(encoding="utf-8")))
         for name in ("theirs", "ours")
     )
     assert {key: ours[key] for key in theirs} == theirs
@@ -354,7 +354,7 @@ def test_older_modernbert_configs(base, tmp_path) -> None:
     stock, batch = build("modernbert", num_hidden_layers=4, **older), inputs("middle")
     stock.save_pretrained(tmp_path)
     file = tmp_path / "config.json"
-    content = json.loads(file.read_text())
+    content = json.loads(file.read_text(encoding="utf-8"))
     del content["layer_types"], content["rope_parameters"]
     content = {k: v for k, v in content.items() if k not in OLDER} | older
     file.write_text(json.dumps(content))

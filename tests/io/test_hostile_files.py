@@ -321,7 +321,7 @@ def test_a_path_in_modules_json(folder: Path) -> None:
 )
 def test_a_configuration(changes: dict[str, Any], reason: str, folder: Path) -> None:
     path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    path.write_text(json.dumps({**json.loads(path.read_text(encoding="utf-8")), **changes}))
     with pytest.raises(ValueError, match=reason) as caught:
         modules.BertModel.from_pretrained(folder)
     assert str(path) in str(caught.value)
@@ -350,7 +350,7 @@ def test_a_model_is_compared_with_the_weights_before_it_is_built(
     changes: dict[str, int], folder: Path
 ) -> None:
     path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    path.write_text(json.dumps({**json.loads(path.read_text(encoding="utf-8")), **changes}))
     start, memory = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(
         ValueError, match=r"do not fit the model|weights of the encoder are missing"
@@ -381,7 +381,9 @@ def test_weights_of_eight_bits_are_refused(folder: Path) -> None:
 @pytest.mark.parametrize("classes", [5, "BertModel", [5], {"a": 1}])
 def test_classes_that_are_no_names(classes: Any, folder: Path) -> None:
     path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "architectures": classes}))
+    path.write_text(
+        json.dumps({**json.loads(path.read_text(encoding="utf-8")), "architectures": classes})
+    )
     with pytest.raises(ValueError, match=r"config\.json: architectures: got .*, allowed: names"):
         checkpoint.read_settings(folder)
 
@@ -452,4 +454,4 @@ def test_saving_to_a_file(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("mine")
     with pytest.raises(ValueError, match="a file; allowed: a folder or an unused name"):
         modules.BertModel(CONFIG).save_pretrained(tmp_path / "taken")
-    assert (tmp_path / "taken").read_text() == "mine"
+    assert (tmp_path / "taken").read_text(encoding="utf-8") == "mine"

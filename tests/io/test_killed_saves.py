@@ -64,7 +64,9 @@ def assert_visible_files_are_of_one_model(
     """Check a reader without support for commits: it finds one model, or a file is missing."""
     if not all((folder / name).exists() for name in (checkpoint.CONFIG, checkpoint.WEIGHTS)):
         return
-    layers = json.loads((folder / checkpoint.CONFIG).read_text())["num_hidden_layers"]
+    layers = json.loads((folder / checkpoint.CONFIG).read_text(encoding="utf-8"))[
+        "num_hidden_layers"
+    ]
     stored = safetensors.torch.load_file(folder / checkpoint.WEIGHTS)
     expected = models[layers - 1].state_dict()
     assert stored.keys() == expected.keys()
@@ -91,7 +93,7 @@ def test_a_save_killed_at_any_call_leaves_one_of_the_two_models(models, no_flush
     assert which(folder, models) == 1
     assert found == sorted(found), "once committed, a save stays committed"
     assert set(found) == {0, 1}
-    assert (folder / "README.md").read_text() == "mine"
+    assert (folder / "README.md").read_text(encoding="utf-8") == "mine"
 
 
 def test_a_first_save_killed_at_any_call_leaves_a_whole_model_or_no_folder(
@@ -317,7 +319,7 @@ def test_files_of_a_living_writer_are_left_alone_and_a_dead_ones_are_deleted(
     with commit.replacement(tmp_path / "model") as new:
         (new / checkpoint.CONFIG).write_text("half of")
         models[1].save_pretrained(tmp_path / "model")
-        assert (new / checkpoint.CONFIG).read_text() == "half of"
+        assert (new / checkpoint.CONFIG).read_text(encoding="utf-8") == "half of"
         assert which(tmp_path / "model", models) == 1
         shutil.copytree(new.parent, tmp_path / "model" / f"{commit.STAGED}dead")
         models[0].save_pretrained(tmp_path / "model")

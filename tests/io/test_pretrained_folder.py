@@ -71,7 +71,7 @@ def test_there_and_back(name: str, tie: bool, tmp_path: Path) -> None:
 def test_config_json(tmp_path: Path) -> None:
     model = modules.BertForTokenClassification(CONFIG.replace(num_labels=5)).bfloat16()
     model.save_pretrained(tmp_path)
-    content = json.loads((tmp_path / "config.json").read_text())
+    content = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
     assert content["architectures"] == ["BertForTokenClassification"]
     assert content["model_type"] == "bert"
     assert content["dtype"] == "bfloat16"
@@ -87,7 +87,7 @@ def test_config_json(tmp_path: Path) -> None:
 def test_unknown_keys_of_a_configuration_survive(tmp_path: Path) -> None:
     extra = {"id2label": {"0": "no", "1": "yes"}, "torch_dtype": "float16", "custom": [1, 2]}
     modules.BertModel(CONFIG.replace(extra=extra)).save_pretrained(tmp_path)
-    content = json.loads((tmp_path / "config.json").read_text())
+    content = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
     assert content["id2label"] == {"0": "no", "1": "yes"}
     assert content["custom"] == [1, 2]
     assert "torch_dtype" not in content

@@ -49,7 +49,7 @@ FAMILIES: dict[str, tuple[str, str, str]] = {
 
 def change_config(folder: Path, **changes: Any) -> None:
     path = folder / checkpoint.CONFIG
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    path.write_text(json.dumps({**json.loads(path.read_text(encoding="utf-8")), **changes}))
 
 
 def add_weights(folder: Path, **added: torch.Tensor) -> None:

@@ -85,7 +85,7 @@ def test_the_corpus_has_the_sentences_of_all_files(options, documents):
     assert summary["documents_without_passage"] == 0
     for part in ("sentences", "documents"):
         assert sum(summary["lengths"][part].values()) == summary[part]
-    assert json.loads((corpus.folder / "summary.json").read_text()) == summary
+    assert json.loads((corpus.folder / "summary.json").read_text(encoding="utf-8")) == summary
     assert (corpus.folder / "lengths.png").read_bytes()[1:4] == b"PNG"
     names = {path.name for path in corpus.folder.iterdir()}
     assert names == {"manifest.json", "summary.json", "lengths.png", "shards", "tokenizer"}

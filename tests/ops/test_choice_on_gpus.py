@@ -191,7 +191,7 @@ def test_wide_rows_are_refused_before_the_launch(gpu, times):
         request = REQUEST._replace(columns=columns)
         assert backend.resolve("layer_norm", None, request).backend == name
     header = ROOT / "csrc" / "cuda" / "layer_norm.cuh"
-    assert f"kMaxColumns = {LARGEST_CUDA_ROW};" in header.read_text()
+    assert f"kMaxColumns = {LARGEST_CUDA_ROW};" in header.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(

@@ -157,7 +157,9 @@ def test_the_file_is_written_from_the_records(tmp_path):
         pytest.skip("the records are in a checkout only")
     written = tmp_path / "gpu_times.json"
     written.write_text("\n".join(choice.lines(choice.points())) + "\n", encoding="utf-8")
-    assert written.read_text() == gpu_times.TABLE.read_text(), "python -m fastbert.bench.choice"
+    assert written.read_text(encoding="utf-8") == gpu_times.TABLE.read_text(encoding="utf-8"), (
+        "python -m fastbert.bench.choice"
+    )
     assert gpu_times.load(written) == gpu_times.POINTS
 
 

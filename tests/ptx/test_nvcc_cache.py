@@ -36,7 +36,7 @@ def compiled(source, name, arch="80", flags=()):
     folder.mkdir()
     object_file, files = nvcc.compiled(source, folder, arch, flags)
     assert object_file.stat().st_size > 1000
-    return [path.read_text() for path in files]
+    return [path.read_text(encoding="utf-8") for path in files]
 
 
 def test_a_second_compilation_is_a_copy(source, tmp_path, monkeypatch):
@@ -87,7 +87,7 @@ def note_and_compile(source, name, log):
     original = nvcc._compile
 
     def noting(*arguments):
-        with open(log, "a") as file:
+        with open(log, "a", encoding="utf-8") as file:
             file.write("run\n")
         original(*arguments)
 
@@ -107,7 +107,7 @@ def test_processes_wait_for_the_first(source, tmp_path):
     for process in processes:
         process.join()
         assert process.exitcode == 0
-    assert log.read_text() == "run\n"
+    assert log.read_text(encoding="utf-8") == "run\n"
 
 
 def test_what_nobody_used_for_a_month_goes(source, tmp_path):

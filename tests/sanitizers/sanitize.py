@@ -14,6 +14,7 @@ than 0.
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -48,7 +49,7 @@ SANITIZERS = {
     "thread": Sanitizer(
         ["-fsanitize=thread"],
         ["libtsan.so", "libstdc++.so"],
-        {"TSAN_OPTIONS": f"suppressions={HERE / 'thread.supp'} halt_on_error=1"},
+        {"TSAN_OPTIONS": f"suppressions='{HERE / 'thread.supp'}' halt_on_error=1"},
         "tests/csrc/test_threads.py",
         [],
     ),
@@ -70,7 +71,7 @@ def build(name: str, sanitizer: Sanitizer) -> Path:
         "CC": "gcc",
         "CXX": "g++",
         "FASTBERT_CXXFLAGS": " ".join([*FLAGS, *sanitizer.flags]),
-        "LDFLAGS": " ".join(links),
+        "LDFLAGS": shlex.join(links),
         "FASTBERT_CUDA": "0",
     }
     setup = [sys.executable, "setup.py", "--quiet", "build", "--build-base", folder]

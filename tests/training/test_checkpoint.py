@@ -26,7 +26,7 @@ class Writer:
 
 
 def contents(folder):
-    return {path.name: path.read_text() for path in folder.iterdir()}
+    return {path.name: path.read_text(encoding="utf-8") for path in folder.iterdir()}
 
 
 def test_replaces_the_old_checkpoint_as_a_whole(tmp_path):

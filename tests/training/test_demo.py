@@ -68,7 +68,7 @@ def test_four_steps_are_too_few_and_the_demo_says_so(finished):
     assert len(verdicts) == 3
     assert all(verdicts.values()), verdicts
     assert not finished[0].passed
-    assert "**missed**" in finished[0].report.read_text()
+    assert "**missed**" in finished[0].report.read_text(encoding="utf-8")
 
 
 def test_the_reopened_checkpoint_is_judged_by_the_rule(finished):
@@ -86,11 +86,11 @@ def test_the_folder_holds_report_plots_log_and_model(finished):
     assert names == {
         "report.md", "report.json", "checkpoints", "curves.png", "speed.png", "log.jsonl", "model",
     }  # fmt: skip
-    text = report.report.read_text()
+    text = report.report.read_text(encoding="utf-8")
     assert text.startswith(TITLE)
     for heading in ("Verdict", "Pre-training", "The checkpoint in transformers", "Parity", "Speed"):
         assert f"## {heading}" in text
-    content = json.loads((report.folder / "report.json").read_text())
+    content = json.loads((report.folder / "report.json").read_text(encoding="utf-8"))
     assert content["passed"] is False
     assert content["training"]["steps"] == 4
 
@@ -128,7 +128,7 @@ def test_a_demo_that_was_stopped_begins_again_in_the_same_folder(tmp_path, monke
     with pytest.raises(SystemExit):
         run_demo(tmp_path / "out", size=MINIATURE, console=Console(quiet=True))
     demo._refuse_foreign(tmp_path / "out")
-    assert "has not finished" in (tmp_path / "out" / "report.md").read_text()
+    assert "has not finished" in (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
 
 
 def test_a_demo_that_cannot_train_leaves_nothing(tmp_path, monkeypatch):

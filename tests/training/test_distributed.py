@@ -90,13 +90,19 @@ def test_a_signal_to_one_process_stops_both_after_the_same_step(tmp_path):
     assert "stopped by SIGTERM after step 2 of 4; kept: " in done.stdout
     assert "the checkpoint of step 2" in done.stdout
     assert (tmp_path / "out" / "model" / "model.safetensors").exists()
-    assert [(tmp_path / f"out{rank}").read_text() for rank in (0, 1)] == ["143", "143"]
+    assert [(tmp_path / f"out{rank}").read_text(encoding="utf-8") for rank in (0, 1)] == [
+        "143",
+        "143",
+    ]
 
 
 def test_two_processes_train_one_model(tmp_path):
     done = torchrun(tmp_path, SCRIPT)
     assert done.returncode == 0, done.stderr[-3000:]
-    rows = [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (tmp_path / "out" / "log.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     assert [(row["event"], row["step"]) for row in rows] == [
         ("train", 2),
         ("train", 4),
@@ -105,7 +111,9 @@ def test_two_processes_train_one_model(tmp_path):
     assert done.stdout.count("2 process(es)") == 1
     assert (tmp_path / "out" / "model" / "model.safetensors").exists()
     # Both processes have the same weights; otherwise their evaluations would differ.
-    assert (tmp_path / "out0").read_text() == (tmp_path / "out1").read_text()
+    assert (tmp_path / "out0").read_text(encoding="utf-8") == (tmp_path / "out1").read_text(
+        encoding="utf-8"
+    )
 
 
 @pytest.mark.every_case
@@ -193,5 +201,7 @@ def finished(folder):
         for path in (*files, folder / "model" / "model.safetensors")
         for name, tensor in safetensors.torch.load_file(path).items()
     }
-    rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (folder / "log.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     return tensors, [{k: v for k, v in row.items() if k != "tokens_per_second"} for row in rows]

@@ -87,10 +87,23 @@ def test_curves_that_cannot_be_written_leave_no_file(drawn, tmp_path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_progress_that_cannot_be_shown_does_not_end_the_run() -> None:
+def training_row() -> dict[str, float]:
     row = {"mlm_loss": 1.0, "mlm_accuracy": 0.5, "nsp_loss": 1.0, "nsp_accuracy": 0.5}
-    row |= {"learning_rate": 0.1, "tokens_per_second": 5.0, "step": 1}
-    with open("/dev/full", "w") as full:
+    return row | {"learning_rate": 0.1, "tokens_per_second": 5.0, "step": 1}
+
+
+def test_progress_in_a_narrow_terminal_without_unicode() -> None:
+    shown = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    with TrainingProgress(Console(file=shown, force_terminal=True, width=60), 3) as progress:
+        progress.report(training_row(), 1.0)
+        progress.step()
+    shown.flush()
+    assert b"mlm 1.000" in shown.buffer.getvalue()
+
+
+def test_progress_that_cannot_be_shown_does_not_end_the_run() -> None:
+    row = training_row()
+    with open("/dev/full", "w", encoding="utf-8") as full:
         progress = TrainingProgress(Console(file=full, width=80), 3)
         with progress:
             progress.report(row, 1.0)

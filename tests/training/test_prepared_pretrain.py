@@ -85,7 +85,9 @@ def test_a_prepared_corpus_trains_with_its_own_tokenizer(settings, folder):
     result, text = run(settings(steps=6))
     assert "48 documents to train on, 12 held out" in text
     tokenizer = result.checkpoint / "tokenizer.json"
-    assert tokenizer.read_text() == (folder / "tokenizer" / "tokenizer.json").read_text()
+    assert tokenizer.read_text(encoding="utf-8") == (
+        folder / "tokenizer" / "tokenizer.json"
+    ).read_text(encoding="utf-8")
     assert result.evaluation.keys() >= {"mlm_loss", "nsp_accuracy"}
 
 

@@ -54,7 +54,7 @@ def test_the_loss_falls(trained):
 
 
 def test_the_log_is_valid_jsonl_with_both_kinds_of_rows(trained):
-    rows = [json.loads(line) for line in trained[0].log.read_text().splitlines()]
+    rows = [json.loads(line) for line in trained[0].log.read_text(encoding="utf-8").splitlines()]
     train = [row for row in rows if row["event"] == "train"]
     evaluation = [row for row in rows if row["event"] == "evaluation"]
     assert [row["step"] for row in train] == [10, 20, 30, 40, 50, 60]

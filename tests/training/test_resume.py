@@ -277,7 +277,7 @@ def test_only_the_last_checkpoints_stay(settings, corpus):
 
 def test_a_last_line_of_the_log_that_is_cut_off_is_written_again(seven, corpus):
     options, whole = seven
-    with open(options.folder / "log.jsonl", "a") as log:
+    with open(options.folder / "log.jsonl", "a", encoding="utf-8") as log:
         log.write('{"event": "train", "st')
     run(options, corpus)
     assert_same(final(options), final(whole))
@@ -340,14 +340,14 @@ def test_a_gradient_that_is_not_finite_changes_no_weight(settings, corpus, monke
     for name, tensor in newest.tensors("weights").items():
         if name != "cls.seq_relationship.bias":
             assert torch.equal(weights[name], tensor), name
-    content = json.loads((newest.folder / "state.json").read_text())
+    content = json.loads((newest.folder / "state.json").read_text(encoding="utf-8"))
     assert content["position"] == 4 or content["epoch"] > 0
 
 
 def test_a_checkpoint_of_an_earlier_release_is_continued(seven, corpus):
     options, whole = seven
     path = state.folder_of(options.folder, 6) / "state.json"
-    content = json.loads(path.read_text())
+    content = json.loads(path.read_text(encoding="utf-8"))
     for name in ("task", "flops", "accumulate", "checksum"):
         del content[name]
     for name in ("optimizer", "schedule", "ema"):

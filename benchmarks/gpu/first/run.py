@@ -86,7 +86,10 @@ class Running:
         self.paths = [scratch / f"{step.name}-{n}" for n in range(len(step.commands))]
         self.processes: list[subprocess.Popen[bytes] | None] = []
         for command, path in zip(step.commands, self.paths, strict=True):
-            with path.with_suffix(".out").open("w") as out, path.with_suffix(".err").open("w") as e:
+            with (
+                path.with_suffix(".out").open("w", encoding="utf-8") as out,
+                path.with_suffix(".err").open("w", encoding="utf-8") as e,
+            ):
                 try:
                     process = subprocess.Popen(
                         command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=out,

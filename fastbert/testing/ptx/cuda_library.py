@@ -60,7 +60,9 @@ class CudaLibrary:
             compiled = list(
                 pool.map(lambda source: nvcc.compiled(source, folder, arch, flags), sources)
             )
-        self.modules = [load(ptx.read_text()) for _, files in compiled for ptx in files]
+        self.modules = [
+            load(ptx.read_text(encoding="utf-8")) for _, files in compiled for ptx in files
+        ]
         objects = [object_file for object_file, _ in compiled]
         library = folder / f"lib{arch}.so"
         runtime = Path(__file__).with_name("cuda_runtime.cpp")

@@ -101,7 +101,10 @@ def run(command: Sequence[str | Path]) -> str:
 
 
 def _finished(command: Sequence[str | Path]) -> subprocess.CompletedProcess[str]:
-    result = subprocess.run([str(part) for part in command], capture_output=True, text=True)
+    # The messages of a compiler quote lines of sources, in whichever encoding.
+    result = subprocess.run(
+        [str(part) for part in command], capture_output=True, encoding="utf-8", errors="replace"
+    )
     if result.returncode != 0:
         raise RuntimeError(f"{' '.join(map(str, command))}:\n{result.stdout}{result.stderr}")
     return result
@@ -134,7 +137,7 @@ def _make(entry: Path, make: Callable[[Path], None]) -> None:
     import fcntl
 
     entry.parent.mkdir(parents=True, exist_ok=True)
-    with open(entry.with_suffix(".lock"), "w") as lock:
+    with open(entry.with_suffix(".lock"), "w", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if entry.is_dir():
             return
