@@ -34,7 +34,6 @@ pytestmark = pytest.mark.timeout(1500)
 
 COMPLETE = (80, 90)
 OTHERS = (89, 100, 120)
-every_case = pytest.mark.every_case
 
 # These kernels have a matrix product of 16-bit operands.
 MATRIX_KERNELS = {
@@ -100,7 +99,7 @@ def test_tiles_of_one_architecture_do_not_spill(cache):
     assert not [f"{c}: {fault}" for c in found for fault in c.faults]
 
 
-@every_case
+@pytest.mark.every_case
 def test_a_small_shared_memory_holds_the_tiles_of_sm_80(compiled):
     """Only fp32 products have other tiles on sm_89, whose 99 KiB cannot hold one other launch."""
     assert {(c.name, c.dtype) for c in compiled if c.arch == 89} == {("linear_gelu", "float32")}
