@@ -167,7 +167,7 @@ check: setup
 NEWEST := .venv-newest/bin
 newest: export DIST_EXTRA_CONFIG := $(CURDIR)/.venv-newest/build.cfg
 newest:
-	$(SAY) "Installing the newest torch into .venv-newest, which is a CUDA build of 8 GB on Linux, and compiling" \
+	$(SAY) "Installing the newest torch into .venv-newest, which is a CUDA build of 5 GB on Linux, and compiling" \
 		"the C++ kernels: 5 to 30 minutes on two idle cores, most of it for the CUDA kernels if nvcc is found."
 	$(PYTHON) -m venv --clear .venv-newest
 	printf '[build]\nbuild_base = build/newest\n' > .venv-newest/build.cfg
