@@ -133,7 +133,7 @@ def check(
 
 
 def _verdict(rows: list[ParityRow]) -> dict[str, Any]:
-    return {"passed": all(row.passed for row in rows), "summary": summarize(rows)}
+    return {"summary": summarize(rows), "passed": all(row.passed for row in rows)}
 
 
 def _with_progress(

@@ -45,7 +45,7 @@ def check_compiled(architectures: str, as_json: bool) -> bool:
 
 def _verdict(launches: list[Compiled]) -> dict[str, Any]:
     passed = all(launch.passed for launch in launches)
-    return {"passed": passed, "summary": summarize(launches)}
+    return {"summary": summarize(launches), "passed": passed}
 
 
 def _with_progress(architectures: Sequence[int]) -> Iterator[Compiled]:

@@ -64,7 +64,7 @@ def check_emulated(
 def _verdict(runs: list[EmulatedRun]) -> dict[str, Any]:
     from fastbert.testing import emulation
 
-    return {"passed": all(run.passed for run in runs), "summary": emulation.summarize(runs)}
+    return {"summary": emulation.summarize(runs), "passed": all(run.passed for run in runs)}
 
 
 def _backends(asked: str | None) -> tuple[str, ...]:
