@@ -15,6 +15,7 @@
 #include "../checks.h"
 #include "../register.h"
 #include "attention.cuh"
+#include "driver.cuh"
 #include "feed_forward.cuh"
 #include "gemm.cuh"
 #include "layer_norm.cuh"
@@ -31,6 +32,17 @@ Format format_of(const at::Tensor& t) {
       return Format::f16;
     default:
       return Format::f32;
+  }
+}
+
+// Raises the error of a launcher, with the driver's name of it.
+void check_launch(cudaError_t error) {
+  if (error == cudaSuccess) return;
+  try {
+    C10_CUDA_CHECK(error);
+  } catch (c10::Error& raised) {
+    if (const char* name = driver_name(error)) raised.add_context(name);
+    throw;
   }
 }
 
@@ -93,7 +105,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> layer_norm_forward_op(
                                    y.mutable_data_ptr(),
                                    mean.mutable_data_ptr<float>(),
                                    rstd.mutable_data_ptr<float>()};
-  C10_CUDA_CHECK(layer_norm_forward(params, c10::cuda::getCurrentCUDAStream()));
+  check_launch(layer_norm_forward(params, c10::cuda::getCurrentCUDAStream()));
   return {y, mean, rstd};
 }
 
@@ -134,7 +146,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> layer_nor
                                     dweight.mutable_data_ptr(),
                                     has_bias ? dbias.mutable_data_ptr() : nullptr,
                                     dx_bias.mutable_data_ptr()};
-  C10_CUDA_CHECK(layer_norm_backward(params, c10::cuda::getCurrentCUDAStream()));
+  check_launch(layer_norm_backward(params, c10::cuda::getCurrentCUDAStream()));
   const auto dtype = weight_in.scalar_type();
   return {dsum, dx, dweight.to(dtype), dbias.to(dtype),
           x_bias ? dx_bias.to(x_bias_in->scalar_type()) : dx_bias};
@@ -149,7 +161,7 @@ at::Tensor activate(Activation activation, const at::Tensor& h, const OptionalTe
   auto y = at::empty({rows, columns}, h.options());
   const ActivationForward params = {format_of(h),    activation,          rows, columns, matrix(h),
                                     parameter(bias), y.mutable_data_ptr()};
-  C10_CUDA_CHECK(activation_forward(params, c10::cuda::getCurrentCUDAStream()));
+  check_launch(activation_forward(params, c10::cuda::getCurrentCUDAStream()));
   return y;
 }
 
@@ -187,7 +199,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> activation_backward_op(
                                      partial.mutable_data_ptr<float>(),
                                      sum_rows ? dbias.mutable_data_ptr() : nullptr,
                                      format_of(dbias)};
-  C10_CUDA_CHECK(activation_backward(params, c10::cuda::getCurrentCUDAStream()));
+  check_launch(activation_backward(params, c10::cuda::getCurrentCUDAStream()));
   auto a = recompute ? activate(activation, h, bias) : at::empty({0}, h.options());
   return {dh, sum_rows && bias ? dbias.to(bias_in->scalar_type()) : dbias, a};
 }
@@ -254,7 +266,7 @@ std::tuple<at::Tensor, at::Tensor> linear_gelu_forward_op(const at::Tensor& x,
                              bias ? bias->const_data_ptr() : nullptr,
                              y.mutable_data_ptr(),
                              save ? h.mutable_data_ptr() : nullptr};
-  C10_CUDA_CHECK(linear_gelu(params, c10::cuda::getCurrentCUDAStream()));
+  check_launch(linear_gelu(params, c10::cuda::getCurrentCUDAStream()));
   return {y, h};
 }
 
@@ -287,7 +299,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_gelu_gradient_op(const at:
                                      a.mutable_data_ptr(),
                                      partial.mutable_data_ptr<float>(),
                                      sum_rows ? dbias.mutable_data_ptr() : nullptr};
-  C10_CUDA_CHECK(linear_gelu_gradient(params, c10::cuda::getCurrentCUDAStream()));
+  check_launch(linear_gelu_gradient(params, c10::cuda::getCurrentCUDAStream()));
   return {dh, dbias, a};
 }
 
@@ -425,7 +437,7 @@ std::tuple<at::Tensor, at::Tensor> flash_attention_forward_op(
                              static_cast<float>(scale),
                              nullptr};
   const auto bits = pair_bits(params, q);
-  C10_CUDA_CHECK(attention_forward(params, c10::cuda::getCurrentCUDAStream()));
+  check_launch(attention_forward(params, c10::cuda::getCurrentCUDAStream()));
   return {out, lse};
 }
 
@@ -477,7 +489,7 @@ void flash_attention_backward_op(const at::Tensor& dq, const at::Tensor& dk, con
                               head_rows(written[2]),
                               nullptr};
   const auto bits = pair_bits(params, q);
-  C10_CUDA_CHECK(attention_backward(params, c10::cuda::getCurrentCUDAStream()));
+  check_launch(attention_backward(params, c10::cuda::getCurrentCUDAStream()));
   const at::Tensor* const wanted[] = {&dq, &dk, &dv};
   for (int i = 0; i < 3; ++i)
     if (!written[i].is_same(*wanted[i])) wanted[i]->copy_(written[i]);
@@ -508,7 +520,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> mask_places_op(const 
                              with_padding ? rows.mutable_data_ptr<int64_t>() : nullptr,
                              cu_seqlens.mutable_data_ptr<int32_t>(),
                              totals.mutable_data_ptr<int32_t>()};
-  C10_CUDA_CHECK(mask_places(params, c10::cuda::getCurrentCUDAStream()));
+  check_launch(mask_places(params, c10::cuda::getCurrentCUDAStream()));
   return {indices, rows, cu_seqlens, totals};
 }
 

@@ -20,8 +20,9 @@ cudaError_t launch(void (*kernel)(Params), dim3 grid, int threads, const Params&
                    cudaStream_t stream, int dynamic_shared = 0) {
   if (grid.x == 0 || grid.y == 0) return cudaSuccess;
   const void* const function = reinterpret_cast<const void*>(kernel);
-  // A block may have more than 48 KiB only on request.
-  if (dynamic_shared > 48 * 1024) {
+  // A block may have more than 48 KiB only on request. Static memory counts too, which this
+  // function does not know. Each kernel has one size, so no other thread asks for another.
+  if (dynamic_shared > 0) {
     const cudaError_t error =
         cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, dynamic_shared);
     if (error != cudaSuccess) return error;

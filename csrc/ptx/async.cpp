@@ -234,6 +234,41 @@ void copy_arrive(Warp& w, const Instr& i, Mask m) {
   });
 }
 
+// Registers
+// ---------------------------------------------------------------------------------------
+
+// setmaxnreg: arg 0 whether registers are taken. What warps give waits in the block for those that
+// take. A warp that ends gives nothing, because PTX does not say that others may count on it.
+void set_registers(Warp& w, const Instr& i, Mask m) {
+  Block& b = *w.block;
+  w.need(i.reg[0], m, "a number of registers");
+  const int32_t count = (int32_t)w.get(i.reg[0], __builtin_ctz(m));
+  const std::string wanted = std::to_string(count) + " registers of a thread";
+  if (count < 24 || count > 256 || count % 8)
+    fault("out of bounds", "setmaxnreg: " + wanted + ", allowed: multiples of 8 from 24 to 256");
+  if (b.launch->registers == 0) return;
+  const int32_t more = (count - w.registers) * kLanes;
+  if (i.arg[0] ? more < 0 : more > 0)
+    fault("out of bounds", std::string("setmaxnreg.") + (i.arg[0] ? "inc" : "dec") + " sets " +
+                               wanted + " that has " + std::to_string(w.registers));
+  w.missing = more > b.registers ? more : 0;
+  w.polls = w.missing ? w.polls + 1 : 0;
+  if (w.missing) return;
+  b.registers -= more;
+  w.registers = count;
+  if (more < 0)
+    for (Warp& other : b.warps) other.polls = 0;
+}
+
+bool decode_registers(Instr& i, const Mnemonic& name) {
+  i.pipe = Pipe::control;
+  i.flow = Flow::retry;
+  i.aligned = true;
+  i.arg[0] = name.has("inc");
+  i.run = set_registers;
+  return name.any({"inc", "dec"});
+}
+
 bool decode_copy(Instr& i, const Mnemonic& name, const RawInstr& raw) {
   i.pipe = Pipe::global;
   if (name.has("bulk")) return false;
@@ -308,9 +343,9 @@ bool decode_async(Instr& i, const Mnemonic& name, const RawInstr& raw) {
   if (base == "mbarrier") return decode_mbarrier(i, name, raw);
   if ((base == "bar" && !name.has("warp")) || base == "barrier")
     return decode_barrier(i, name, raw);
+  if (base == "setmaxnreg") return decode_registers(i, name);
   i.pipe = Pipe::sync;
   if (base == "fence" && name.has("proxy") && name.has("async")) return i.run = proxy_fence, true;
-  i.aligned = base == "setmaxnreg";
   if (base == "fence" && name.any({"async", "proxy"})) {
     i.run = nothing;
     for (const std::string& part : name.parts)
@@ -319,8 +354,7 @@ bool decode_async(Instr& i, const Mnemonic& name, const RawInstr& raw) {
   }
   if (base == "fence" && name.has("mbarrier_init")) return i.run = nothing, true;
   if (base == "fence" || base == "membar") return i.run = memory_fence, true;
-  static const char* quiet[] = {"setmaxnreg", "griddepcontrol", "nanosleep", "pmevent",
-                                "createpolicy"};
+  static const char* quiet[] = {"griddepcontrol", "nanosleep", "pmevent", "createpolicy"};
   for (const char* text : quiet)
     if (base == text) {
       if (base == "createpolicy") return false;

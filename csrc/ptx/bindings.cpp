@@ -67,9 +67,10 @@ py::tuple run_launch(
     uint32_t static_shared, uint32_t local_bytes,
     const std::vector<std::tuple<uint64_t, uint64_t, bool, std::string, bool>>& memory,
     uint64_t seed, double approximate, int accumulate, bool races, bool count, int64_t limit,
-    int threads, const std::vector<uint32_t>& blocks) {
+    int threads, const std::vector<uint32_t>& blocks, int registers) {
   Launch launch;
   launch.program = &program;
+  launch.registers = registers;
   std::copy(grid.begin(), grid.end(), launch.grid);
   std::copy(block.begin(), block.end(), launch.block);
   launch.threads = (int32_t)(block[0] * block[1] * block[2]);

@@ -71,7 +71,7 @@ void set_special(Warp& w, Special s, uint64_t value) {
 void start(Block& b, Warp& w, int index) {
   const Launch& launch = *b.launch;
   const Program& p = *launch.program;
-  w.block = &b, w.program = &p, w.index = index;
+  w.block = &b, w.program = &p, w.index = index, w.registers = launch.registers;
   // Registers hold what the seed draws until they are written.
   w.file.assign((size_t)p.words, (uint32_t)b.random());
   w.valid.assign((size_t)p.ids, 0);
@@ -228,9 +228,11 @@ void Block::step(Warp& w, int64_t quantum) {
     const Mask mask = guarded(w, i, f->mask);
     switch (i.flow) {
       case Flow::next:
+      case Flow::retry:
         if (i.aligned && mask != w.live && mask)
           fault("divergence", "a part of the warp executes an aligned instruction");
         if (mask) i.run(w, i, mask);
+        if (i.flow == Flow::retry && mask && w.polls) return;
         ++f->pc;
         break;
       case Flow::branch:
@@ -359,6 +361,20 @@ void Block::turn(Warp& w, int64_t quantum) {
   }
 }
 
+// No warp can go on. The fault names the last of them, or the last that waits for registers.
+Fault Block::deadlock(bool at_barriers) const {
+  std::string what = at_barriers ? "all warps wait at barriers" : "all warps wait at mbarriers";
+  const Warp* found = nullptr;
+  for (const Warp& w : warps)
+    if (w.live && (w.missing || !found || !found->missing)) found = &w;
+  if (found->missing)
+    what = "a warp waits for " + std::to_string(found->missing) + " registers, and the block has " +
+           std::to_string(registers) + " that no warp owns";
+  Fault f("deadlock", what);
+  f.warp = found->index, f.instr = found->pc;
+  return f;
+}
+
 void Block::run() {
   std::vector<int32_t> ready;
   for (;;) {
@@ -378,13 +394,7 @@ void Block::run() {
       for (Warp& w : warps) w.polls = 0;
       continue;
     }
-    if (ready.empty() || !progress) {
-      Fault f("deadlock",
-              ready.empty() ? "all warps wait at barriers" : "all warps wait at mbarriers");
-      for (const Warp& w : warps)
-        if (w.live) f.warp = w.index, f.instr = w.pc;
-      throw f;
-    }
+    if (ready.empty() || !progress) throw deadlock(ready.empty());
     const bool orderly = launch->options.seed == 0;
     const size_t pick = orderly ? 0 : random() % ready.size();
     Warp& w = warps[(size_t)ready[pick]];

@@ -106,6 +106,7 @@ struct Launch {
   const Program* program = nullptr;
   uint32_t grid[3] = {1, 1, 1}, block[3] = {1, 1, 1};
   int32_t threads = 1, warps = 1;
+  int32_t registers = 0;  // of a thread at the start; 0: setmaxnreg has no effect
   std::vector<uint8_t> params;
   uint32_t shared_bytes = 0, static_shared = 0, local_bytes = 0;
   uint32_t shared_base = 1024;   // shared memory's first address; not 0, as on hardware
@@ -217,7 +218,9 @@ struct Warp {
   uint64_t mma_fence = 0;                                          // number of the last wgmma.fence
   int32_t barrier = -1;                                            // that the warp waits at
   uint64_t polls = 0;                                              // unsuccessful polls in a row
-  int32_t lane = -1;  // that reached for memory last, in the instruction of that number
+  int32_t registers = 0;  // of a thread, as setmaxnreg counts them
+  int32_t missing = 0;    // registers that setmaxnreg.inc waits for
+  int32_t lane = -1;      // that reached for memory last, in the instruction of that number
   uint64_t lane_at = 0;
   uint64_t executed = 1;
   bool carry[kLanes] = {};
@@ -291,7 +294,8 @@ struct Block {
   std::vector<std::vector<uint8_t>> local;  // by thread
   std::mt19937_64 random;
   Counts counts;
-  bool late = false;  // asynchronous operations take effect at the wait, not at issue
+  int32_t registers = 0;  // that warps have given, and that no warp has taken since
+  bool late = false;      // asynchronous operations take effect at the wait, not at issue
   Allocation* last = nullptr;
 
   Block(Launch& launch, uint32_t number);
@@ -336,6 +340,7 @@ struct Block {
   void arrive(Warp& w, int id, int32_t expected, bool wait, const Instr* vote = nullptr,
               Mask yes = 0);
   void finish_barrier(int id);  // if all have arrived
+  Fault deadlock(bool at_barriers) const;
   void complete_load(size_t index);
   void finish_copy(AsyncCopy& copy);
   void check_phase(MBarrier& barrier);

@@ -68,7 +68,9 @@ struct Reg {
 };
 
 // What an instruction does to the flow of its warp.
-enum class Flow : uint8_t { next, branch, exit, barrier, warp_sync, poll };
+// After `poll`, the warp goes on, even if what it asked for is not true; `retry` is issued again
+// until it takes effect.
+enum class Flow : uint8_t { next, branch, exit, barrier, warp_sync, poll, retry };
 // The unit that executes an instruction, for the counts.
 enum class Pipe : uint8_t {
   control,

@@ -8,7 +8,7 @@ prepare statistics, and the consumers with the first tile, the next tiles and th
 from __future__ import annotations
 
 from _broken_ptx import Fault
-from _hopper_faults import ARRIVE, WAIT
+from _hopper_faults import ARRIVE, REGISTERS, WAIT
 
 # The waits in their order, and what they wait for.
 WAITS = (
@@ -30,6 +30,7 @@ ENDS = (
 )  # fmt: skip
 
 FAULTS = [
+    *REGISTERS,
     *(
         Fault(f"no wait ({name})", WAIT, "setp.eq.u32 p, 0, 0;", (i,))
         for i, name in enumerate(WAITS)

@@ -25,7 +25,19 @@ ARRIVALS = (
 )  # fmt: skip
 PARTS = ("first tile", "next tile: scores", "next tile: sums", "last product")
 
+# The first group of four warps gives registers to the two others. A block of 384 threads owns 168
+# for each thread, and has nothing left over.
+REGISTERS = [
+    Fault(
+        "groups take more registers than the block owns",
+        r"setmaxnreg\.inc\.sync\.aligned\.u32 224;",
+        "setmaxnreg.inc.sync.aligned.u32 232;",
+    ),
+    Fault("the first group gives no registers", r"setmaxnreg\.dec\.sync\.aligned\.u32 56;", ""),
+]
+
 FAULTS = [
+    *REGISTERS,
     *(
         Fault(f"no wait ({name})", WAIT, "setp.eq.u32 p, 0, 0;", (i,))
         for i, name in enumerate(WAITS)

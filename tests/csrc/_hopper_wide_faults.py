@@ -6,7 +6,7 @@ The matches of an expression are numbered as in `_hopper_backward_faults`.
 from __future__ import annotations
 
 from _broken_ptx import Fault
-from _hopper_faults import ARRIVE, WAIT
+from _hopper_faults import ARRIVE, REGISTERS, WAIT
 
 WAITS = ("keys full", "tile landed", "statistics", "ds")
 ARRIVALS = ("ds", "tile empty", "keys empty")
@@ -14,6 +14,7 @@ GROUPS = ("scores", "gradients of weights", "dv", "dq", "dk")
 ENDS = (("scores", 2), ("gradients of weights", 2), ("dq", 2), ("dk", 1))
 
 BACKWARD_FAULTS = [
+    *REGISTERS,
     *(
         Fault(f"no wait ({name})", WAIT, "setp.eq.u32 p, 0, 0;", (4 + i,))
         for i, name in enumerate(WAITS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 
 import _machine_code
@@ -71,6 +72,18 @@ def backward(folder):
     """The disassembled kernels of the backward."""
     wide = hopper_attention.machine_code(folder, "backward_wide")
     return hopper_attention.machine_code(folder, "backward") | wide
+
+
+@pytest.mark.parametrize("direction", ["kernels", "backward"])
+def test_a_block_takes_no_more_registers_than_it_owns(direction, request):
+    """A group waits for ever for registers that no other group has given.
+
+    ptxas gives 168 registers to each of 384 threads, which are three groups.
+    """
+    for name, text in request.getfixturevalue(direction).items():
+        [given] = re.findall(r"USETMAXREG\.DEALLOC\.CTAPOOL (0x[0-9a-f]+)", text)
+        [taken] = re.findall(r"USETMAXREG\.TRY_ALLOC\.CTAPOOL \w+, (0x[0-9a-f]+)", text)
+        assert int(given, 16) + 2 * int(taken, 16) <= 3 * 168, name
 
 
 def test_registers_and_shared_memory_are_those_of_the_record(kernels, backward, folder):

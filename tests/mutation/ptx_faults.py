@@ -29,7 +29,9 @@ def selected(*names: str, triton: str = "") -> list[str]:
 
 PTX_SELECTIONS: dict[str, list[str]] = {
     "ptx_access": selected("memory", "machine_faults", "meetings", triton="locks"),
-    "ptx_async": selected("machine_faults", "tensor_copies", "matrices", triton="matmul_bfloat16"),
+    "ptx_async": selected(
+        "machine_faults", "registers", "tensor_copies", "matrices", triton="matmul_bfloat16"
+    ),
     "ptx_atomics": selected("memory", "meetings", triton="atomics or locks"),
     "ptx_bulk": selected("tensor_copies", triton="boxes or descriptors"),
     "ptx_compare": selected("floats", "integers", triton="bits_of"),
@@ -38,7 +40,9 @@ PTX_SELECTIONS: dict[str, list[str]] = {
     "ptx_float": selected("floats"),
     "ptx_integer": selected("integers", "meetings", triton="bits_of or fp64 or permute"),
     "ptx_ldmatrix": selected("memory", "matrices", triton="matmul"),
-    "ptx_machine": selected("meetings", "machine_faults", "tensor_copies", "control_flow"),
+    "ptx_machine": selected(
+        "meetings", "machine_faults", "registers", "tensor_copies", "control_flow"
+    ),
     "ptx_memory": selected("memory", "machine_faults", "meetings", triton="atomics or locks"),
     "ptx_mma": selected("matrices", triton="matmul"),
     "ptx_order": selected(
@@ -275,6 +279,36 @@ PTX_FAULTS: list[Fault] = [
         "(int)groups.size() - 2 - i.arg[0];",
     ),
     fault("async", "noinc of cp.async.mbarrier", "if (!i.arg[0]) ++mb.pending;", "++mb.pending;"),
+    fault(
+        "async",
+        "a block has any number of registers",
+        "w.missing = more > b.registers ? more : 0;",
+        "w.missing = 0;",
+    ),
+    fault(
+        "async",
+        "registers that a warp gives are lost",
+        "b.registers -= more;",
+        "b.registers -= more > 0 ? more : 0;",
+    ),
+    fault(
+        "async",
+        "setmaxnreg.inc gives registers",
+        "if (i.arg[0] ? more < 0 : more > 0)",
+        "if (i.arg[0] ? false : more > 0)",
+    ),
+    fault(
+        "async",
+        "a thread has any number of registers",
+        "if (count < 24 || count > 256 || count % 8)",
+        "if (false)",
+    ),
+    fault(
+        "machine",
+        "a warp takes registers that it does not wait for",
+        "if (i.flow == Flow::retry && mask && w.polls) return;",
+        "",
+    ),
     fault(
         "bulk",
         "no swizzle in copies",

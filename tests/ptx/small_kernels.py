@@ -29,13 +29,16 @@ def bits_of(suffix: str) -> int:
     return BITS.get(suffix) or int(suffix.lstrip("abcdefghijklmnopqrstuvwxyz"))
 
 
-def kernel(body: str, pointers: int = 1, shared: int = 0, name: str = "k") -> str:
-    """Return a module with one kernel; %d0, %d1, … are its pointers, %r0 the thread."""
+def kernel(body: str, pointers: int = 1, shared: int = 0, name: str = "k", bounds: str = "") -> str:
+    """Return a module with one kernel; %d0, %d1, … are its pointers, %r0 the thread.
+
+    `bounds` has the directives after the parameters, such as ".maxntid 384".
+    """
     parameters = ", ".join(f".param .u64 p{n}" for n in range(pointers))
     loads = "".join(f"    ld.param.u64 %d{n}, [p{n}];\n" for n in range(pointers))
     memory = f"    .shared .align 1024 .b8 memory[{shared}];\n" if shared else ""
     return (
-        f"{HEADER}.visible .entry {name}({parameters})\n{{{REGISTERS}{memory}{loads}"
+        f"{HEADER}.visible .entry {name}({parameters})\n{bounds}\n{{{REGISTERS}{memory}{loads}"
         f"    mov.u32 %r0, %tid.x;\n{body}\n    ret;\n}}\n"
     )
 

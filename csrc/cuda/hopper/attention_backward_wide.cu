@@ -16,8 +16,8 @@
 // two places for ds are enough.
 //
 // Time by unit on an H200, per 64 queries and 128 keys: the products take 2,560 cycles of the
-// tensor cores, and their operands 2,048 of the shared memory; the issue of 465 instructions by
-// each of eight warps takes 930 cycles of the four schedulers. The tensor cores bind. README.md has
+// tensor cores, and their operands 2,048 of the shared memory; the issue of 475 instructions by
+// each of eight warps takes 950 cycles of the four schedulers. The tensor cores bind. README.md has
 // the forms that ptxas spills.
 
 #include "../attention.cuh"

@@ -27,6 +27,7 @@
 #include "attention.cuh"
 #include "device.cuh"
 #include "dropout.cuh"
+#include "groups.cuh"
 #include "hidden.cuh"
 #include "pairs.cuh"
 #include "pipeline.cuh"
@@ -38,11 +39,7 @@
 namespace fastbert::cuda {
 namespace {
 
-constexpr int kGroup = 128, kConsumers = 2, kThreads = kGroup * (1 + kConsumers);
-constexpr int kConsumerWarps = kConsumers * kGroup / 32;
 constexpr int kGroupRows = kQueryRows / kConsumers, kWarpRows = 16;
-// Of 65,536 registers, 128 threads have 56 and 256 have 224 each; with 40 the first group spills.
-constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
 // Named barriers; 0 is __syncthreads.
 constexpr int kTurn = 1, kGroupBarrier = kTurn + kConsumers;
 
@@ -500,7 +497,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();
   const Items items(p.call.sequences, order);
   if (warp < kGroup / 32) {
-    give_registers<kProducerRegisters>();
+    give_registers();
     if (warp == 0 && lane == 0) load_tiles<kHeadDim>(p, shared, items);
     if (warp == 1 && kPairs)
       publish_pairs<kHeadDim>(p, shared, memory, items);
@@ -509,7 +506,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (warp >= 2 && p.call.sequences.cu_seqlens_q)
       zero_slack<kHeadDim>(p.call, static_cast<int>(threadIdx.x) - 64);
   } else {
-    take_registers<kConsumerRegisters>();
+    take_registers();
     Consumer<T, kHeadDim, kPairs, kDropout>(p, shared, memory).run(items);
   }
 #endif

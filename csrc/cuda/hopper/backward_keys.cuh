@@ -17,8 +17,6 @@
 namespace fastbert::cuda::backward {
 
 constexpr int kGroupKeys = kKeyRows / kConsumers, kWarpRows = 16;
-// Of 65,536 registers, 128 threads have 48 and 256 have 232 each.
-constexpr int kProducerRegisters = 48, kConsumerRegisters = 232;
 
 // Scores of a lane: two rows of 16 queries.
 constexpr int kTileScores = kTileQueries / 2;
@@ -176,12 +174,13 @@ class KeyGroup {
   // memory, where both groups read them.
   __device__ void publish(int turn) {
     const uint32_t to = shared_ + M::kGradients + turn * M::kGradientBytes;
+    // Addresses that stay in registers from tile to tile would spill at head dim 128 with pairs.
+    const int at = static_cast<int>(opaque(threadIdx.x)) % 32;
 #pragma unroll
     for (int step = 0; step < kTileQueries / 16; ++step) {
       const uint32_t pairs[4] = {gradient_pair(4 * step), gradient_pair(4 * step + 1),
                                  gradient_pair(4 * step + 2), gradient_pair(4 * step + 3)};
-      store_matrices(to + M::GradientRow::offset(key_row() + lane() % 16, 2 * step + lane() / 16),
-                     pairs);
+      store_matrices(to + M::GradientRow::offset(key_row() + at % 16, 2 * step + at / 16), pairs);
     }
     fence_async_proxy();
     __syncwarp();
@@ -307,7 +306,7 @@ __device__ void run_block(const Params& p, unsigned char* memory) {
   __syncthreads();
   const Heads items(p.call.sequences, order);
   if (warp < kGroup / 32) {
-    give_registers<kProducerRegisters>();
+    give_registers();
     if (warp == 0 && lane == 0) load_tiles<kHeadDim>(p, shared, items);
     if (warp == 1) {
       if (p.call.mask.data) zero_unattended<kHeadDim, kPairs>(p, shared, memory, items);
@@ -315,7 +314,7 @@ __device__ void run_block(const Params& p, unsigned char* memory) {
     }
     if (warp >= kFirstPreparer) prepare_statistics<T, kHeadDim, kPairs>(p, shared, memory, items);
   } else {
-    take_registers<kConsumerRegisters>();
+    take_registers();
     Consumer(p, shared, memory).run(items);
   }
 }

@@ -6,6 +6,7 @@
 #include "../attention.cuh"
 #include "../attention_tile.cuh"
 #include "../softmax.cuh"
+#include "groups.cuh"
 #include "hidden.cuh"
 #include "pairs.cuh"
 #include "pipeline.cuh"
@@ -15,8 +16,6 @@
 
 namespace fastbert::cuda::backward {
 
-constexpr int kGroup = 128, kConsumers = 2, kThreads = kGroup * (1 + kConsumers);
-constexpr int kConsumerWarps = kConsumers * kGroup / 32;
 // Of the first group: one thread of warp 0 copies, warp 1 zeroes, and these prepare statistics.
 constexpr int kFirstPreparer = 2, kPreparers = 2;
 

@@ -27,15 +27,14 @@
 #include "../gemm_epilogue.cuh"
 #include "gemm.cuh"
 #include "gemm_products.cuh"
+#include "groups.cuh"
 #include "pipeline.cuh"
 #include "tma.cuh"
 
 namespace fastbert::cuda {
 namespace {
 
-constexpr int kGroup = 128, kConsumers = 2, kThreads = kGroup * (1 + kConsumers);
 constexpr int kEpilogueWarps = kGroup / 32;
-constexpr int kConsumerWarps = kConsumers * kGroup / 32;
 constexpr int kRows = kGemmRows, kColumns = 256, kDepth = 64;
 constexpr int kGroupRows = kRows / kConsumers, kWarpRows = 16;
 constexpr int kSums = kColumns / 2;  // of a lane: two rows of 128 columns

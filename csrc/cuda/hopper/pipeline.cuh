@@ -81,14 +81,4 @@ struct Place {
   }
 };
 
-// The registers of each thread of the calling group of four warps become kCount.
-template <int kCount>
-__device__ void take_registers() {
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
-}
-template <int kCount>
-__device__ void give_registers() {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
-}
-
 }  // namespace fastbert::cuda

@@ -1,6 +1,6 @@
-// The host's side of tma.cuh: tensor maps. The driver encodes them, and the runtime finds the
-// driver's function, so that nothing is linked with libcuda.
+// The host's side of tma.cuh: tensor maps, which the driver encodes.
 
+#include "../driver.cuh"
 #include "tma.cuh"
 
 namespace fastbert::cuda {
@@ -14,28 +14,20 @@ using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*
                             CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion,
                             CUtensorMapFloatOOBfill);
 
-Encode driver_function() {
-  void* function = nullptr;
-  cudaDriverEntryPointQueryResult found;
-  const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function,
-                                                             12000, cudaEnableDefault, &found);
-  if (error != cudaSuccess || found != cudaDriverEntryPointSuccess) return nullptr;
-  return reinterpret_cast<Encode>(function);
-}
-
 // Encodes a map of 16-bit elements whose neighbours in memory are neighbours of the box too.
 cudaError_t encode_tiled(CUtensorMap& map, Format format, int rank, const void* data,
                          const cuuint64_t* sizes, const cuuint64_t* strides, const cuuint32_t* box,
                          CUtensorMapSwizzle swizzle) {
-  static const Encode function = driver_function();
+  static const auto function = reinterpret_cast<Encode>(driver_function("cuTensorMapEncodeTiled"));
   if (function == nullptr) return cudaErrorNotSupported;
+  const cudaError_t error = bind_context();
+  if (error != cudaSuccess) return error;
   const cuuint32_t steps[] = {1, 1, 1, 1, 1};
-  const CUresult result = function(
+  return error_of(function(
       &map,
       format == Format::f16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
       rank, const_cast<void*>(data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-      swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+      swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE));
 }
 
 bool describable(int64_t size, int64_t stride) {

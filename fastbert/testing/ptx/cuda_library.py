@@ -79,6 +79,17 @@ class CudaLibrary:
         self._callback = _CALLBACK(self._launch)
         self.functions.fastbert_ptx_on_launch(self._callback)
         self.set_multiprocessors(132)
+        self._describe()
+
+    def _describe(self) -> None:
+        """Tell the runtime the bounds of the launches of each kernel."""
+        describe = self.functions.fastbert_ptx_describe
+        describe.argtypes = [ctypes.c_char_p, ctypes.c_size_t, ctypes.c_size_t]
+        describe.restype = None
+        for module in self.modules:
+            for name, kernel in module.text.kernels.items():
+                most = kernel.most_threads or 0
+                describe(name.encode(), module.static_shared(name), most)
 
     def set_multiprocessors(self, number: int) -> None:
         """Set the number of multiprocessors of the GPU that the launchers see; 132 at first."""

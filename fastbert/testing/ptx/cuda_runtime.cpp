@@ -1,5 +1,6 @@
 // The part of the CUDA runtime that a compiled .cu file needs, without a GPU: kernels are known by
 // the names that nvcc registers, and a launch calls back with the kernel's name and arguments.
+// Launches and calls that a GPU's runtime refuses are refused here with the same error.
 
 #include <cuda.h>
 #include <cuda_runtime.h>
@@ -14,9 +15,18 @@ namespace {
 using Callback = int (*)(const char* kernel, const unsigned* grid, const unsigned* block,
                          void** args, unsigned long long shared);
 Callback callback = nullptr;
-std::map<const void*, std::string>& kernels() {
-  static std::map<const void*, std::string> names;
-  return names;
+
+// A kernel, with what its PTX says of its launches.
+struct Kernel {
+  std::string name;
+  size_t static_shared = 0;
+  size_t most_threads = 1024;
+  size_t dynamic_shared = 0;  // the most of a launch, if it was set
+  bool has_dynamic_shared = false;
+};
+std::map<const void*, Kernel>& kernels() {
+  static std::map<const void*, Kernel> found;
+  return found;
 }
 
 struct Configuration {
@@ -31,6 +41,39 @@ struct Device {
   int capability = 80, multiprocessors = 132;
 } device;
 
+// The most shared memory of a block, and how much of it a launch has without asking for more: the
+// table of compute capabilities in the CUDA C++ Programming Guide.
+constexpr size_t kDefaultShared = 48 * 1024;
+size_t most_shared() {
+  switch (device.capability) {
+    case 80:
+    case 87:
+      return 163 * 1024;
+    case 90:
+    case 100:
+    case 103:
+      return 227 * 1024;
+    default:
+      return 99 * 1024;
+  }
+}
+
+// Whether a context is current in the calling thread. The driver's functions need one.
+thread_local bool has_context = false;
+
+// The error of a launch that a GPU cannot run.
+cudaError_t refusal(const Kernel& kernel, dim3 grid, dim3 block, size_t shared) {
+  const uint64_t threads = uint64_t{block.x} * block.y * block.z;
+  if (grid.x < 1 || grid.y < 1 || grid.z < 1 || grid.x > 0x7fffffffu || grid.y > 65535 ||
+      grid.z > 65535 || threads < 1 || threads > 1024 || block.x > 1024 || block.y > 1024 ||
+      block.z > 64)
+    return cudaErrorInvalidConfiguration;
+  if (threads > kernel.most_threads) return cudaErrorLaunchOutOfResources;
+  const size_t most =
+      kernel.has_dynamic_shared ? kernel.dynamic_shared + kernel.static_shared : kDefaultShared;
+  return kernel.static_shared + shared > most ? cudaErrorInvalidValue : cudaSuccess;
+}
+
 // A tensor map as fastbert/testing/ptx/tensor_map.py lays it out.
 struct TensorMap {
   char magic[4];
@@ -41,10 +84,19 @@ struct TensorMap {
   uint16_t box[5];
 };
 
+CUresult get_error_name(CUresult error, const char** name) {
+  *name = error == CUDA_SUCCESS                 ? "CUDA_SUCCESS"
+          : error == CUDA_ERROR_INVALID_VALUE   ? "CUDA_ERROR_INVALID_VALUE"
+          : error == CUDA_ERROR_INVALID_CONTEXT ? "CUDA_ERROR_INVALID_CONTEXT"
+                                                : nullptr;
+  return *name ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+
 CUresult encode(CUtensorMap* to, CUtensorMapDataType type, cuuint32_t rank, void* address,
                 const cuuint64_t* sizes, const cuuint64_t* strides, const cuuint32_t* box,
                 const cuuint32_t* element_strides, CUtensorMapInterleave interleave,
                 CUtensorMapSwizzle swizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill fill) {
+  if (!has_context) return CUDA_ERROR_INVALID_CONTEXT;
   // By the driver's number of a type: its number in .elemtype of tensormap.replace, and its bytes.
   static const uint8_t types[][2] = {{0, 1}, {1, 2}, {2, 4},  {3, 4}, {4, 8},  {5, 8}, {6, 2},
                                      {7, 4}, {9, 8}, {10, 2}, {8, 4}, {11, 4}, {12, 4}};
@@ -78,6 +130,15 @@ void fastbert_ptx_set_device(int capability, int multiprocessors) {
   device = {capability, multiprocessors};
 }
 
+// Sets what the PTX of a kernel says of its launches; 0 threads are no bound.
+void fastbert_ptx_describe(const char* name, size_t static_shared, size_t most_threads) {
+  for (auto& [entry, kernel] : kernels())
+    if (kernel.name == name) {
+      kernel.static_shared = static_shared;
+      if (most_threads) kernel.most_threads = most_threads;
+    }
+}
+
 void** __cudaRegisterFatBinary(void*) {
   static void* handle;
   return &handle;
@@ -87,7 +148,7 @@ void __cudaUnregisterFatBinary(void**) {}
 char __cudaInitModule(void**) { return 1; }
 void __cudaRegisterFunction(void**, const char* host, char*, const char* device, int, uint3*,
                             uint3*, dim3*, dim3*, int*) {
-  kernels()[host] = device;
+  kernels()[host].name = device;
 }
 void __cudaRegisterVar(void**, char*, char*, const char*, int, size_t, int, int) {}
 
@@ -105,9 +166,12 @@ cudaError_t cudaLaunchKernel(const void* kernel, dim3 grid, dim3 block, void** a
                              cudaStream_t) {
   const auto found = kernels().find(kernel);
   if (found == kernels().end() || callback == nullptr) return cudaErrorInvalidDeviceFunction;
+  has_context = true;
+  const cudaError_t refused = refusal(found->second, grid, block, shared);
+  if (refused != cudaSuccess) return refused;
   const unsigned sizes[] = {grid.x, grid.y, grid.z, block.x, block.y, block.z};
-  return callback(found->second.c_str(), sizes, sizes + 3, args, shared) ? cudaErrorLaunchFailure
-                                                                         : cudaSuccess;
+  const int fault = callback(found->second.name.c_str(), sizes, sizes + 3, args, shared);
+  return fault ? cudaErrorLaunchFailure : cudaSuccess;
 }
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* kernel, void** args) {
   return cudaLaunchKernel(kernel, config->gridDim, config->blockDim, args, config->dynamicSmemBytes,
@@ -122,23 +186,43 @@ cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* entry) {
   return cudaSuccess;
 }
 
-cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return cudaSuccess; }
+cudaError_t cudaFuncSetAttribute(const void* function, cudaFuncAttribute attribute, int value) {
+  const auto found = kernels().find(function);
+  if (found == kernels().end()) return cudaErrorInvalidDeviceFunction;
+  if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize) return cudaSuccess;
+  Kernel& kernel = found->second;
+  if (value < 0 || kernel.static_shared + static_cast<size_t>(value) > most_shared())
+    return cudaErrorInvalidValue;
+  kernel.dynamic_shared = static_cast<size_t>(value);
+  kernel.has_dynamic_shared = true;
+  return cudaSuccess;
+}
 cudaError_t cudaGetDriverEntryPointByVersion(const char* symbol, void** function, unsigned,
                                              unsigned long long,
                                              cudaDriverEntryPointQueryResult* result) {
-  const bool known = std::strcmp(symbol, "cuTensorMapEncodeTiled") == 0;
-  *function = known ? reinterpret_cast<void*>(encode) : nullptr;
-  if (result) *result = known ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
-  return known ? cudaSuccess : cudaErrorInvalidValue;
+  static const std::map<std::string, void*> known = {
+      {"cuTensorMapEncodeTiled", reinterpret_cast<void*>(encode)},
+      {"cuGetErrorName", reinterpret_cast<void*>(get_error_name)}};
+  const auto found = known.find(symbol);
+  const bool exists = found != known.end();
+  *function = exists ? found->second : nullptr;
+  if (result) *result = exists ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
+  return exists ? cudaSuccess : cudaErrorInvalidValue;
 }
 cudaError_t cudaGetLastError() { return cudaSuccess; }
 cudaError_t cudaPeekAtLastError() { return cudaSuccess; }
+// Only what sets the device or launches a kernel makes a context current in a thread.
+cudaError_t cudaSetDevice(int number) {
+  if (number != 0) return cudaErrorInvalidDevice;
+  has_context = true;
+  return cudaSuccess;
+}
 cudaError_t cudaGetDevice(int* number) { return *number = 0, cudaSuccess; }
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   *value = attribute == cudaDevAttrMultiProcessorCount                ? device.multiprocessors
            : attribute == cudaDevAttrComputeCapabilityMajor           ? device.capability / 10
            : attribute == cudaDevAttrComputeCapabilityMinor           ? device.capability % 10
-           : attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin     ? 227 * 1024
+           : attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin     ? (int)most_shared()
            : attribute == cudaDevAttrMaxSharedMemoryPerMultiprocessor ? 228 * 1024
                                                                       : 0;
   return cudaSuccess;

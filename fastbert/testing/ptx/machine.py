@@ -7,7 +7,7 @@ import os
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,8 @@ from torch import Tensor
 from fastbert.testing.ptx.parse import Kernel, Operand, Text, Variable, parse
 
 SHARED_BASE = 1024
+# The registers of a multiprocessor, and the most of a thread.
+REGISTERS, MOST_REGISTERS = 65_536, 256
 ACCUMULATE = ("forward", "reverse", "exact", "truncate")
 
 
@@ -60,6 +62,22 @@ class Report:
     counts: dict[str, Any]
 
 
+class _Places(NamedTuple):
+    """Where the variables of a kernel are.
+
+    Attributes:
+        addresses: The address of each variable by its name.
+        static_shared: Bytes of static shared memory.
+        dynamic: Offset of the dynamic shared memory.
+        local: Bytes of local memory.
+    """
+
+    addresses: dict[str, int]
+    static_shared: int
+    dynamic: int
+    local: int
+
+
 class Module:
     """A PTX module whose kernels run on the CPU; `load` makes one."""
 
@@ -79,6 +97,10 @@ class Module:
     def kernels(self) -> list[str]:
         """The names of the kernels."""
         return list(self.text.kernels)
+
+    def static_shared(self, name: str) -> int:
+        """Return the bytes of static shared memory of a kernel."""
+        return self._places(self.text.kernels[name]).static_shared
 
     def launch(
         self,
@@ -140,6 +162,10 @@ class Module:
         shape = _three(block if block is not None else kernel.threads or (1, 1, 1), "block")
         if kernel.threads and shape != kernel.threads:
             raise ValueError(f"block: got {shape}, the kernel requires {kernel.threads}")
+        if kernel.most_threads and math.prod(shape) > kernel.most_threads:
+            raise ValueError(
+                f"block: got {shape}, the kernel allows at most {kernel.most_threads} threads"
+            )
         params = _parameters(kernel, args)
         size = math.prod(_three(grid, "grid"))
         if not all(0 <= number < size for number in blocks):
@@ -151,7 +177,7 @@ class Module:
             program, _three(grid, "grid"), shape, params, static_shared + dynamic_shared,
             static_shared, local, self._regions(tensors, empty), seed, float(approximate),
             ACCUMULATE.index(accumulate), races, count, limit,
-            threads or len(os.sched_getaffinity(0)), list(blocks),
+            threads or len(os.sched_getaffinity(0)), list(blocks), _registers(kernel),
         )  # fmt: skip
         if found is not None:
             raise self._fault(kernel, found)
@@ -191,30 +217,13 @@ class Module:
         return list(regions.values())
 
     def _program(self, kernel: Kernel) -> tuple[Any, int, int]:
-        """Return the decoded kernel, its bytes of static shared and of local memory."""
+        """Return the decoded kernel, the start of its dynamic shared memory, and local bytes."""
         if kernel.name in self._programs:
             return self._programs[kernel.name]
         from fastbert import _C
 
-        addresses: dict[str, int] = {}
-        ends = {"shared": SHARED_BASE, "local": 0}
-        dynamic: list[Variable] = []
-        for variable in [*self.text.variables, *kernel.variables]:
-            if variable.space not in ends:
-                addresses[variable.name] = (
-                    self._globals[variable.name].data_ptr() if variable.name in self._globals else 0
-                )
-            elif variable.external:
-                dynamic.append(variable)
-            else:
-                at = -(-ends[variable.space] // variable.align) * variable.align
-                addresses[variable.name] = at
-                ends[variable.space] = at + variable.size
-        static = ends["shared"] - SHARED_BASE
-        if dynamic:
-            align = max(v.align for v in dynamic)
-            static = -(-static // max(align, 16)) * max(align, 16)
-            addresses.update({v.name: SHARED_BASE + static for v in dynamic})
+        places = self._places(kernel)
+        addresses = places.addresses
         window = 0x0400000000000000
         addresses.update({p.name: p.offset for p in kernel.parameters})
         in_parameters = {p.name for p in kernel.parameters}
@@ -246,8 +255,31 @@ class Module:
                 f"{kernel.name}: the PTX machine does not know {len(program.unsupported)} "
                 f"instructions: {found}"
             )
-        self._programs[kernel.name] = program, static, ends["local"]
+        self._programs[kernel.name] = program, places.dynamic, places.local
         return self._programs[kernel.name]
+
+    def _places(self, kernel: Kernel) -> _Places:
+        """Lay out the variables of a kernel."""
+        addresses: dict[str, int] = {}
+        ends = {"shared": SHARED_BASE, "local": 0}
+        external: list[Variable] = []
+        for variable in [*self.text.variables, *kernel.variables]:
+            if variable.space not in ends:
+                addresses[variable.name] = (
+                    self._globals[variable.name].data_ptr() if variable.name in self._globals else 0
+                )
+            elif variable.external:
+                external.append(variable)
+            else:
+                at = -(-ends[variable.space] // variable.align) * variable.align
+                addresses[variable.name] = at
+                ends[variable.space] = at + variable.size
+        static = dynamic = ends["shared"] - SHARED_BASE
+        if external:
+            align = max(16, *(v.align for v in external))
+            dynamic = -(-static // align) * align
+            addresses.update({v.name: SHARED_BASE + dynamic for v in external})
+        return _Places(addresses, static, dynamic, ends["local"])
 
 
 def load(text: str) -> Module:
@@ -270,6 +302,26 @@ def _three(sizes: Sequence[int], name: str) -> tuple[int, int, int]:
         raise ValueError(f"{name}: got {tuple(sizes)}, allowed: 1 to 3 sizes of at least 1")
     x, y, z = (*sizes, 1, 1)[:3]
     return x, y, z
+
+
+def _registers(kernel: Kernel) -> int:
+    """Return the registers of a thread at the start of a kernel that has setmaxnreg.
+
+    ptxas gives a thread as many as the bounds of the kernel leave, and no more than the kernel
+    takes. Without such bounds ptxas ignores setmaxnreg, and the result is 0.
+    """
+    bounds = [MOST_REGISTERS]
+    if kernel.most_registers:
+        bounds.append(kernel.most_registers)
+    elif not (kernel.most_threads and kernel.least_blocks):
+        return 0
+    if kernel.most_threads:
+        warps = -(-kernel.most_threads // 32)
+        bounds.append(REGISTERS // (32 * warps * max(kernel.least_blocks, 1)))
+    taken = [
+        int(i.operands[0].value) for i in kernel.code if i.mnemonic.startswith("setmaxnreg.inc")
+    ]
+    return min(bounds + ([max(taken)] if taken else [])) // 8 * 8
 
 
 def _parameters(kernel: Kernel, args: Sequence[Any]) -> bytes:

@@ -8,6 +8,7 @@ known here; ``csrc/ptx/decode.cpp`` finds the handler of a mnemonic.
 
 from __future__ import annotations
 
+import math
 import re
 import struct
 from dataclasses import dataclass, field, replace
@@ -81,7 +82,14 @@ class Parameter:
 
 @dataclass
 class Kernel:
-    """One ``.entry`` with its instructions."""
+    """One ``.entry`` with its instructions.
+
+    Attributes:
+        threads: The threads of a block that the kernel requires, or None.
+        most_threads: The most threads of a block, or None.
+        most_registers: The most registers of a thread, or None.
+        least_blocks: Blocks that have to fit on a multiprocessor at a time; 0 if this is not set.
+    """
 
     name: str
     parameters: list[Parameter] = field(default_factory=list)
@@ -89,6 +97,9 @@ class Kernel:
     registers: list[int] = field(default_factory=list)
     variables: list[Variable] = field(default_factory=list)
     threads: tuple[int, int, int] | None = None
+    most_threads: int | None = None
+    most_registers: int | None = None
+    least_blocks: int = 0
     sources: dict[int, tuple[int, int]] = field(default_factory=dict)
 
 
@@ -240,13 +251,24 @@ def _float_bits(token: str, bits: int) -> int:
     return int.from_bytes(struct.pack("<d" if bits == 64 else "<f", float(token)), "little")
 
 
-def _threads(head: str) -> tuple[int, int, int] | None:
-    """Return the threads that a kernel requires, or None."""
-    match = re.search(r"\.reqntid\s+(\d+)(?:\s*,\s*(\d+))?(?:\s*,\s*(\d+))?", head)
-    if match is None:
-        return None
-    x, y, z = (int(t or 1) for t in match.groups())
-    return x, y, z
+def _bounded(entry: Function) -> Kernel:
+    """Return a kernel with its parameters and the bounds of its launches."""
+
+    def bound(directive: str) -> tuple[int, ...] | None:
+        match = re.search(rf"\.{directive}\s+(\d+)(?:\s*,\s*(\d+))?(?:\s*,\s*(\d+))?", entry.head)
+        return None if match is None else tuple(int(n or 1) for n in match.groups())
+
+    required = bound("reqntid")
+    threads = required or bound("maxntid")
+    registers, blocks = bound("maxnreg"), bound("minnctapersm")
+    return Kernel(
+        entry.name,
+        _parameters(entry.head),
+        threads=None if required is None else (required[0], required[1], required[2]),
+        most_threads=None if threads is None else math.prod(threads),
+        most_registers=None if registers is None else registers[0],
+        least_blocks=0 if blocks is None else blocks[0],
+    )
 
 
 def _parameters(head: str) -> list[Parameter]:
@@ -285,7 +307,7 @@ class _Body:
     """Reads the body of one kernel, statement by statement."""
 
     def __init__(self, entry: Function, functions: dict[str, Function]) -> None:
-        self.kernel = Kernel(entry.name, _parameters(entry.head), threads=_threads(entry.head))
+        self.kernel = _bounded(entry)
         self.functions = functions
         self.scopes = [_Scope()]
         self.visible: list[tuple[_Scope, ...]] = []  # by instruction, the outermost first

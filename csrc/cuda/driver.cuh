@@ -1,0 +1,51 @@
+// What the launchers need of the CUDA driver. The runtime finds its functions, so that nothing is
+// linked with libcuda.
+
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+namespace fastbert::cuda {
+
+// Returns a function of the driver, or nullptr.
+inline void* driver_function(const char* name) {
+  void* function = nullptr;
+  cudaDriverEntryPointQueryResult found;
+  const cudaError_t error =
+      cudaGetDriverEntryPointByVersion(name, &function, 12000, cudaEnableDefault, &found);
+  return error == cudaSuccess && found == cudaDriverEntryPointSuccess ? function : nullptr;
+}
+
+// Binds the context of the current device to the calling thread, as the driver's functions require.
+// Few calls of the runtime do so, and a thread of autograd may have made none of them.
+inline cudaError_t bind_context() {
+  thread_local int bound = -1;
+  int device = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess || device == bound) return error;
+  error = cudaSetDevice(device);
+  if (error == cudaSuccess) bound = device;
+  return error;
+}
+
+// Returns the error of the runtime for a result of the driver, which has the same number.
+inline cudaError_t error_of(CUresult result) {
+  static_assert(static_cast<int>(CUDA_SUCCESS) == static_cast<int>(cudaSuccess) &&
+                static_cast<int>(CUDA_ERROR_INVALID_CONTEXT) ==
+                    static_cast<int>(cudaErrorDeviceUninitialized));
+  return static_cast<cudaError_t>(result);
+}
+
+// Returns the driver's name of an error, such as "CUDA_ERROR_INVALID_CONTEXT", or nullptr if only
+// the runtime has this error.
+inline const char* driver_name(cudaError_t error) {
+  using GetName = CUresult (*)(CUresult, const char**);
+  static const auto get_name = reinterpret_cast<GetName>(driver_function("cuGetErrorName"));
+  const char* name = nullptr;
+  if (get_name == nullptr || get_name(static_cast<CUresult>(error), &name) != CUDA_SUCCESS)
+    return nullptr;
+  return name;
+}
+
+}  // namespace fastbert::cuda

@@ -1,0 +1,204 @@
+"""The PTX machine's runtime refuses the launches and calls that a GPU's runtime refuses."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from ctypes import Structure, byref, c_char_p, c_void_p
+
+import pytest
+import torch
+from _nvcc import require_nvcc
+
+from fastbert.testing.ptx import nvcc
+from fastbert.testing.ptx.cuda_library import CudaLibrary
+from fastbert.testing.ptx.cuda_operators import CUDA
+
+KIB = 1024
+SUCCESS, INVALID_VALUE, INVALID_CONFIGURATION, INVALID_CONTEXT, OUT_OF_RESOURCES = 0, 1, 9, 201, 701
+# Kernels with 32 KiB of static memory and at most 256 threads. Each test takes kernels that no
+# other has used, because an attribute of a kernel stays.
+SOURCE = """
+#include "driver.cuh"
+#include "hopper/tma.cuh"
+#include "launch.cuh"
+
+using namespace fastbert::cuda;
+
+struct Params {
+  int* out;
+};
+
+template <int>
+__global__ void __launch_bounds__(256) fill_kernel(Params p) {
+  extern __shared__ int dynamic[];
+  __shared__ int memory[8192];
+  memory[threadIdx.x] = threadIdx.x;
+  dynamic[threadIdx.x] = 1;
+  __syncthreads();
+  p.out[threadIdx.x] = memory[threadIdx.x] + dynamic[threadIdx.x];
+}
+
+using Kernel = void (*)(Params);
+const Kernel kernels[] = {
+    fill_kernel<0>, fill_kernel<1>, fill_kernel<2>,  fill_kernel<3>,  fill_kernel<4>,
+    fill_kernel<5>, fill_kernel<6>, fill_kernel<7>,  fill_kernel<8>,  fill_kernel<9>,
+    fill_kernel<10>, fill_kernel<11>, fill_kernel<12>, fill_kernel<13>, fill_kernel<14>,
+};
+
+extern "C" {
+int set_shared(int kernel, int bytes) {
+  return cudaFuncSetAttribute(reinterpret_cast<const void*>(kernels[kernel]),
+                              cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+}
+int run_kernel(Params* p, int kernel, unsigned x, unsigned y, unsigned z, unsigned threads,
+               int shared) {
+  void* arguments[] = {p};
+  return cudaLaunchKernel(reinterpret_cast<const void*>(kernels[kernel]), dim3(x, y, z),
+                          dim3(threads), arguments, shared, nullptr);
+}
+int run_launch(Params* p, int kernel, int shared) {
+  return launch(kernels[kernel], dim3(1), 256, *p, nullptr, shared);
+}
+int set_device(int number) { return cudaSetDevice(number); }
+int encode(void* data) {
+  CUtensorMap map;
+  return encode_vector(map, data, Format::bf16, 256, 256);
+}
+int encode_without_context(void* data) {
+  using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*,
+                              const cuuint64_t*, const cuuint64_t*, const cuuint32_t*,
+                              const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
+                              CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+  CUtensorMap map;
+  const cuuint64_t sizes[] = {256};
+  const cuuint32_t box[] = {256}, steps[] = {1};
+  const auto function = reinterpret_cast<Encode>(driver_function("cuTensorMapEncodeTiled"));
+  return error_of(function(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 1, data, sizes, sizes, box,
+                           steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE,
+                           CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE));
+}
+const char* name_of(int error) { return driver_name(static_cast<cudaError_t>(error)); }
+}
+"""
+numbers = itertools.count()
+
+
+class Params(Structure):
+    """The pointer of the kernels."""
+
+    _fields_ = [("out", c_void_p)]
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    """The kernels, and the encoder of tensor maps of csrc/cuda."""
+    require_nvcc()
+    folder = tmp_path_factory.mktemp("runtime")
+    source = folder / "front.cu"
+    source.write_text(SOURCE, encoding="utf-8")
+    sources = [CUDA / "hopper" / "tensor_map.cu", source]
+    return CudaLibrary(sources, folder, "90a", nvcc.flags_of("90a"))
+
+
+@pytest.fixture
+def kernel():
+    """The number of a kernel that no other test has used."""
+    return next(numbers)
+
+
+def run(library, kernel, grid=(1, 1, 1), threads=256, shared=1 * KIB):
+    """Launch a kernel, and return the error of the launch."""
+    out = torch.zeros(256, dtype=torch.int32)
+    params = Params(out.data_ptr())
+    error = library.call("run_kernel", byref(params), kernel, *grid, threads, shared, memory=[out])
+    expected = torch.arange(1, 257) if error == SUCCESS else torch.zeros(256)
+    assert torch.equal(out, expected.int())
+    return error
+
+
+def in_new_thread(function):
+    """Return the result of a function in a thread that has made no call of the runtime."""
+    results = []
+    thread = threading.Thread(target=lambda: results.append(function()))
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+def data():
+    """Return the address of 256 elements of 16 bits, which is a multiple of 16."""
+    return c_void_p(1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({}, SUCCESS),
+        ({"grid": (0, 1, 1)}, INVALID_CONFIGURATION),
+        ({"grid": (1, 0, 1)}, INVALID_CONFIGURATION),
+        ({"grid": (1, 65536, 1)}, INVALID_CONFIGURATION),
+        ({"grid": (1, 1, 65536)}, INVALID_CONFIGURATION),
+        ({"threads": 0}, INVALID_CONFIGURATION),
+        ({"threads": 1056}, INVALID_CONFIGURATION),
+        ({"threads": 288}, OUT_OF_RESOURCES),
+        ({"shared": 16 * KIB}, SUCCESS),
+        ({"shared": 16 * KIB + 4}, INVALID_VALUE),
+    ],
+)
+def test_a_launch_within_the_limits_of_a_gpu(library, options, error):
+    # Nothing of a kernel changes here, so that all cases take the same one.
+    assert run(library, 14, **options) == error
+
+
+@pytest.mark.parametrize(
+    ("allowed", "shared", "error"),
+    [
+        (64 * KIB, 64 * KIB, SUCCESS),
+        (64 * KIB, 65 * KIB, INVALID_VALUE),
+        # A smaller number than the default is a limit, too.
+        (8 * KIB, 9 * KIB, INVALID_VALUE),
+        (195 * KIB, 195 * KIB, SUCCESS),
+    ],
+)
+def test_a_kernel_may_ask_for_more_shared_memory(library, kernel, allowed, shared, error):
+    assert library.functions.set_shared(kernel, allowed) == SUCCESS
+    assert run(library, kernel, shared=shared) == error
+
+
+def test_no_kernel_has_more_shared_memory_than_a_multiprocessor(library, kernel):
+    """A block has at most 227 KiB on a Hopper GPU, with the 32 KiB of static memory."""
+    assert library.functions.set_shared(kernel, 195 * KIB + 1) == INVALID_VALUE
+    assert run(library, kernel, shared=17 * KIB) == INVALID_VALUE
+
+
+@pytest.mark.parametrize("shared", [1, 16, 32, 48, 195])
+def test_launch_asks_for_the_shared_memory_that_a_kernel_needs(library, kernel, shared):
+    """The default limit of 48 KiB is that of static and dynamic memory together."""
+    out = torch.zeros(256, dtype=torch.int32)
+    params = Params(out.data_ptr())
+    assert library.call("run_launch", byref(params), kernel, shared * KIB, memory=[out]) == SUCCESS
+    assert torch.equal(out, torch.arange(1, 257).int())
+
+
+def test_the_driver_needs_a_context_in_the_calling_thread(library, kernel):
+    encode, name_of = library.functions.encode_without_context, library.functions.name_of
+    name_of.restype = c_char_p
+    error = in_new_thread(lambda: encode(data()))
+    assert (error, name_of(error)) == (INVALID_CONTEXT, b"CUDA_ERROR_INVALID_CONTEXT")
+    after_device = in_new_thread(lambda: (library.functions.set_device(0), encode(data())))
+    assert after_device == (SUCCESS, SUCCESS)
+    assert in_new_thread(lambda: (run(library, kernel), encode(data()))) == (SUCCESS, SUCCESS)
+
+
+def test_a_tensor_map_is_encoded_in_a_thread_without_a_context(library):
+    """Attention may be the first CUDA work of a thread of autograd."""
+    assert in_new_thread(lambda: library.functions.encode(data())) == SUCCESS
+
+
+def test_the_error_of_the_driver_is_returned(library):
+    name_of = library.functions.name_of
+    name_of.restype = c_char_p
+    error = in_new_thread(lambda: library.functions.encode(c_void_p(8)))
+    assert (error, name_of(error)) == (INVALID_VALUE, b"CUDA_ERROR_INVALID_VALUE")
+    assert name_of(INVALID_CONFIGURATION) is None
