@@ -573,6 +573,7 @@ def test_the_rehearsal_of_the_whole_plan(tmp_path):
 
 
 @marked
+@pytest.mark.every_case
 def test_a_rehearsal_with_faults_has_a_row_of_each_and_all_other_rows(tmp_path):
     """A hang, a refused launch and a wrong result each leave their row, and lose no other one."""
     result, verdicts, rows = rehearse(tmp_path, "--faults")
