@@ -19,7 +19,7 @@ help:
 	@echo "make test             runs every pair of parameters of every test: 8 minutes on two idle cores (TESTS='tests/ops': a part)"
 	@echo "make every-case       runs all cases of all tests: 40 minutes on two idle cores (TESTS='tests/ops': a part)"
 	@echo "make turn             runs the slice of make every-case and the gate whose turn it is (NAMES='ops check': these; NAMES=--list: names)"
-	@echo "make test-processors  runs the numeric tests with the yardsticks of other processors"
+	@echo "make test-processors  runs the numeric tests as older processors would judge them"
 	@echo "make test-viewer      tests the page of fastbert view in Chromium; installs Chromium, playwright and axe-core"
 	@echo "make viewer           builds the page of fastbert view from its sources; needs node"
 	@echo "make ahead-of-time    compiles every Triton launch for five architectures of GPUs, and judges the binaries (ARCH=90: a part)"
@@ -97,7 +97,8 @@ turn: setup
 	$(BIN)/python tests/turns.py $(if $(MINUTES),--minutes $(MINUTES)) $(NAMES)
 
 test-processors: setup
-	$(BIN)/python tests/processors.py $(PARALLEL) loadscope
+	$(SAY) "Running the numeric tests as three processors would judge them: 8 minutes on two idle cores."
+	$(BIN)/python tests/processors.py $(PARALLEL) worksteal
 
 # The page of `fastbert view`. Its users need no node; the built page is committed.
 WEB := fastbert/viewer/web

@@ -13,6 +13,7 @@ changes the verdict of those tests only that compare a result with torch's resul
 their helpers to a function of `COMPARISONS`. Of the cases of each test function, enough are taken
 that each value of the parameters of `COVERED` occurs: each dtype, each backend, each operation and
 each instruction set. Lists of sizes ascend, so the cases are taken from the last to the first.
+Files that need minutes are left out; `LEFT_OUT` says why.
 """
 
 from __future__ import annotations
@@ -31,6 +32,14 @@ import pytest
 HERE = Path(__file__).resolve().parent
 # Models and training loops above these rooms compare nothing else.
 DIRECTORIES = ["csrc", "kernels", "ops", "modules", "inference", "integrations"]
+LEFT_OUT = [
+    # nvcc compiles these GPU kernels, which the PTX machine runs on the CPU.
+    *("csrc/test_cuda_*.py", "csrc/test_hopper_*.py"),
+    # A real model of six layers reads hundreds of sentences.
+    *("modules/test_real_checkpoint.py", "integrations/test_sentence_embeddings.py"),
+    # torch.compile and the exports run the operations that other files test.
+    "integrations/test_accelerate_graphs.py",
+]
 # From torch's lowest capability to its highest.
 PROCESSORS = {
     "DEFAULT": {
@@ -136,6 +145,7 @@ def main() -> int:
     reachable = names[: names.index(own) + 1] if own in names else names[:1]
     paths = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
     folders = [str(HERE / name) for name in DIRECTORIES]
+    folders += [f"--ignore-glob={HERE / pattern}" for pattern in LEFT_OUT]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "processors", *folders, *sys.argv[1:]]
     failed, began = [], time.monotonic()
     for name in reachable:

@@ -2,67 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-
-import _emulated
-import _trapped
 import pytest
 import torch
+from _levels import emulated, extension, isa, trapped
 
-LEVELS = ("baseline", "avx2", "avx512", "avx512_bf16", "amx")
-
-
-@pytest.fixture(scope="session")
-def extension():
-    return pytest.importorskip("fastbert._C", reason="fastbert._C was not built: no compiler")
-
-
-@pytest.fixture(scope="session")
-def emulated(tmp_path_factory, request, extension):
-    folder = tmp_path_factory.getbasetemp()
-    # Each worker has its own folder inside the folder of the session.
-    if hasattr(request.config, "workerinput"):
-        folder = folder.parent
-    supported = extension.build_info()["cpu_isas_supported"]
-    # The level amx is always built, because a test compares it with the real level.
-    levels = [name for name in _emulated.LEVELS if name not in supported or name == "amx"]
-    return _emulated.Emulated(_emulated.compile_library(folder, levels))
-
-
-@pytest.fixture(scope="session")
-def trapped(tmp_path_factory, extension):
-    folder = tmp_path_factory.mktemp("trapped")
-    tiles = _trapped.Trapped(_trapped.compile_library(folder), extension)
-    tiles.install()
-    yield tiles
-    tiles.remove()
-
-
-@pytest.fixture(params=LEVELS)
-def isa(request, extension):
-    """Set each level in turn.
-
-    If only the tiles of a level are missing on this machine, the tiles are trapped. Other missing
-    levels of 64-byte registers are emulated. A test at any other missing level is skipped.
-    """
-    level, info = request.param, extension.build_info()
-    trapping = contextlib.nullcontext()
-    if level in info["cpu_isas_supported"]:
-        extension.set_cpu_isa(level)
-    elif level == "amx" and not _trapped.lacking(extension):
-        tiles = request.getfixturevalue("trapped")
-        trapping = tiles.trapping()
-        tiles.use(extension)
-    elif level in info["cpu_isas"] and level in _emulated.LEVELS:
-        reason = _emulated.lacking(extension)
-        if reason:
-            pytest.skip(f"this processor has no {level}, and {reason}")
-        request.getfixturevalue("emulated").use(extension, level)
-    else:
-        pytest.skip(f"this processor or build has no {level}")
-    with trapping:
-        yield level
-        extension.set_cpu_isa(None)
+__all__ = ["emulated", "extension", "isa", "operators", "trapped"]
 
 
 @pytest.fixture

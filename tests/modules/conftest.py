@@ -4,20 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from _levels import emulated, extension, isa, trapped
 
-from fastbert.ops import backend as backends
-
-LEVELS = ("baseline", "avx2", "avx512", "avx512_bf16", "amx")
-
-
-@pytest.fixture(params=LEVELS)
-def isa(request):
-    """Set each level in turn; a level that this machine or build lacks is skipped."""
-    if request.param not in backends.EXTENSION.build_info()["cpu_isas_supported"]:
-        pytest.skip(f"this processor or build has no {request.param}")
-    backends.EXTENSION.set_cpu_isa(request.param)
-    yield request.param
-    backends.EXTENSION.set_cpu_isa(None)
+__all__ = ["emulated", "extension", "isa", "threads", "trapped"]
 
 
 @pytest.fixture

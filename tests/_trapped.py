@@ -17,8 +17,8 @@ from pathlib import Path
 
 import _table
 
-SOURCE = Path(__file__).with_name("trapped_tiles.cpp")
-PROBE = Path(__file__).with_name("trapped_probe.cpp")
+SOURCE = Path(__file__).with_name("csrc") / "trapped_tiles.cpp"
+PROBE = SOURCE.with_name("trapped_probe.cpp")
 FLAGS = ("-std=c++17", "-O3", "-mavx512f", "-mprefer-vector-width=512", "-ffp-contract=off")
 MOST_SITES = 4096
 TILE = re.compile(r"^ *([0-9a-f]+):\t(tile|tdp|ldtilecfg|sttilecfg)")

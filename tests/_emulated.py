@@ -16,7 +16,7 @@ from pathlib import Path
 
 import _table
 
-ISA = Path(__file__).parents[2] / "csrc" / "cpu" / "isa"
+ISA = Path(__file__).parents[1] / "csrc" / "cpu" / "isa"
 LEVELS = ("avx512", "avx512_bf16", "amx")
 FLAGS = ("-std=c++17", "-O1", "-g0", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-Wno-psabi")
 TARGET = ("-mavx2", "-mfma", "-mf16c", "-DFASTBERT_EMULATE")
