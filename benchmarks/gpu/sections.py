@@ -50,6 +50,9 @@ NOT_ON_A_GPU = {
     "tests/test_docstrings.py": "the sources",
     "tests/test_house.py": "the sources",
     "tests/test_numbered_cases.py": "the sources",
+    "tests/test_cuda_toolkit.py": "the search for headers, with a made-up toolkit",
+    "tests/test_quick_cases.py": "the selection of the tests",
+    "tests/test_turns.py": "the order of CI",
     "tests/test_packaging.py": "wheels, whose build takes minutes",
 }
 # What fits a machine that is lent for ten minutes at a time and starts bare: the sections of each

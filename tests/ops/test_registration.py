@@ -6,6 +6,7 @@ import importlib
 
 import pytest
 import torch
+from torch.utils import cpp_extension
 
 from fastbert import ops, reference
 from fastbert.ops import backend as backends
@@ -128,7 +129,15 @@ def test_unpad_and_pad_compile_in_one_graph(device):
     assert torch.equal(compiled(x, mask), x * mask[..., None])
 
 
-def test_compiled_dropout_draws_a_new_mask_each_call(device):
+@pytest.fixture
+def inductor(tmp_path, monkeypatch):
+    """Let torch's compiler link in a checkout whose path has a space; torch does not quote it."""
+    link = tmp_path / "lib"
+    link.symlink_to(cpp_extension.TORCH_LIB_PATH)
+    monkeypatch.setattr(cpp_extension, "TORCH_LIB_PATH", str(link))
+
+
+def test_compiled_dropout_draws_a_new_mask_each_call(inductor, device):
     q = torch.randn(1, 1, 16, 8, device=device)
     compiled = torch.compile(lambda q: ops.attention(q, q, q, dropout_p=0.5), fullgraph=True)
     assert not torch.equal(compiled(q), compiled(q))

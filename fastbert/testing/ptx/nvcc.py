@@ -112,7 +112,9 @@ def _finished(command: Sequence[str | Path]) -> subprocess.CompletedProcess[str]
 
 def _command(arch: str, flags: Sequence[str]) -> list[str]:
     code = f"arch=compute_{arch},code=compute_{arch}"
-    return ["-O3", "-std=c++17", "-lineinfo", "-gencode", code, "-Xcompiler", "-fPIC", *flags]
+    # Several libraries with these objects share a process, but no variables of inline functions.
+    host = ["-Xcompiler", "-fPIC,-fno-gnu-unique"]
+    return ["-O3", "-std=c++17", "-lineinfo", "-gencode", code, *host, *flags]
 
 
 def _compile(source: Path, command: Sequence[str], target: Path) -> None:
