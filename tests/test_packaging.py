@@ -110,6 +110,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(built):
         assert any(name.startswith("fastbert/_C.") for name in names)
 
 
+@pytest.mark.every_case
 def test_the_sdist_holds_all_that_a_build_needs(built):
     (sdist,) = built.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:

@@ -31,6 +31,7 @@ def kernels(folder):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("pairs", [False, True])
 @pytest.mark.parametrize("dropout", [False, True])
+@pytest.mark.every_case
 def test_kernels_use_the_units_of_hopper(kernels, dtype, dim, pairs, dropout):
     text = kernels[dtype, dim, pairs, dropout]
     for name in ("HGMMA", "UTMALDG.5D", "UTMASTG.5D", "USETMAXREG", "STSM"):
@@ -75,6 +76,7 @@ def backward(folder):
 
 
 @pytest.mark.parametrize("direction", ["kernels", "backward"])
+@pytest.mark.every_case
 def test_a_block_takes_no_more_registers_than_it_owns(direction, request):
     """A group waits for ever for registers that no other group has given.
 

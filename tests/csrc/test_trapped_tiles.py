@@ -181,6 +181,7 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+@pytest.mark.every_case
 def test_the_compiled_level_has_the_bits_of_its_emulation(real, request, extension, threads, case):
     if reason := _emulated.lacking(extension):
         pytest.skip(reason)
