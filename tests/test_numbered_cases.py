@@ -76,6 +76,7 @@ def test_the_case_has_its_tests(number):
 
 
 @pytest.mark.skipif(not backends.HAS_TRITON, reason="needs triton")
+@pytest.mark.every_case
 def test_24_processes_that_compile_into_one_cache_survive_the_death_of_one(tmp_path):
     command = [sys.executable, "-m", "fastbert.testing.ahead_of_time", "--processes", "1"]
     command += ["--arch", "90", "--noun", "reduction", "--only", "sum_partials"]

@@ -15,6 +15,9 @@ from fastbert.testing.ptx.cuda_attention import AttentionOperators
 from fastbert.testing.ptx.cuda_library import CudaLibrary
 from fastbert.testing.ptx.cuda_operators import CUDA
 
+# nvcc needs a minute for these kernels of sm_80.
+pytestmark = pytest.mark.every_case
+
 FRONT = """
 #include "attention.cuh"
 using namespace fastbert::cuda;

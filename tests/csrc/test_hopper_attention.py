@@ -9,6 +9,7 @@ from itertools import accumulate, product
 import pytest
 import torch
 from _hopper_attention import compiled_in
+from quick_cases import long_case
 
 from fastbert import reference
 from fastbert.testing.compare import assert_close
@@ -182,7 +183,7 @@ def test_packed_sequences_are_dense_ones_bit_for_bit(hopper, dim, multiprocessor
         assert (lse[:, ends[-1] :] == -math.inf).all()
 
 
-@pytest.mark.parametrize("multiprocessors", [1, 5, 132])
+@pytest.mark.parametrize("multiprocessors", [1, *map(long_case, (5, 132))])
 def test_any_schedule_gives_the_same_bits(hopper, multiprocessors):
     q, k, v = drawn(2, 3, 200, 400, 64)
     expected = forward(hopper, q, k, v)

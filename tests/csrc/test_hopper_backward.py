@@ -250,6 +250,7 @@ def test_sequences_without_queries_or_without_keys(hopper, sizes):
 
 
 @pytest.mark.parametrize(("dim", "multiprocessors"), [(32, 3), (64, 1), (64, 3), (128, 3)])
+@pytest.mark.every_case
 def test_any_schedule_gives_the_same_bits(hopper, dim, multiprocessors):
     tensors = drawn(2, 2, 130, 140, dim)
     statistics = forward(*tensors[:3])

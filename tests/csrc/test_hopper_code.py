@@ -12,6 +12,9 @@ from _nvcc import require_nvcc
 from fastbert.testing.ptx import hopper_attention
 from fastbert.testing.wgmma_hazards import overwritten_operands
 
+# ptxas needs half a minute for these kernels.
+pytestmark = pytest.mark.every_case
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
@@ -31,7 +34,6 @@ def kernels(folder):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("pairs", [False, True])
 @pytest.mark.parametrize("dropout", [False, True])
-@pytest.mark.every_case
 def test_kernels_use_the_units_of_hopper(kernels, dtype, dim, pairs, dropout):
     text = kernels[dtype, dim, pairs, dropout]
     for name in ("HGMMA", "UTMALDG.5D", "UTMASTG.5D", "USETMAXREG", "STSM"):
@@ -76,7 +78,6 @@ def backward(folder):
 
 
 @pytest.mark.parametrize("direction", ["kernels", "backward"])
-@pytest.mark.every_case
 def test_a_block_takes_no_more_registers_than_it_owns(direction, request):
     """A group waits for ever for registers that no other group has given.
 

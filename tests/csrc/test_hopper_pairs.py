@@ -106,6 +106,7 @@ def test_random_cases(hopper, dim, seed):
 
 @pytest.mark.parametrize("dim", [32, 64, 128])
 @pytest.mark.parametrize("dropout_p", [0.0, 0.2])
+@pytest.mark.every_case
 def test_a_mask_of_keys_for_each_query_gives_the_same_bits(hopper, dim, dropout_p):
     tensors = drawn(2, 1, 70, 270, dim)
     keys = torch.rand(2, 1, 1, 270, generator=torch.Generator().manual_seed(1)) > 0.4
@@ -151,6 +152,7 @@ def test_a_query_without_a_key_gives_0(hopper, dim):
 
 
 @pytest.mark.parametrize("dim", [32, 64, 128])
+@pytest.mark.every_case
 def test_keys_that_no_query_attends_change_no_bit(hopper, dim):
     tensors, mask = drawn(2, 1, 140, 270, dim), pairs(2, 1, 140, 270)
     mask[0, :, :, 128:256] = False
@@ -171,6 +173,7 @@ def test_keys_that_no_query_attends_change_no_bit(hopper, dim):
 @pytest.mark.parametrize(
     ("dim", "multiprocessors"), [long_case(32, 1), (64, 1), long_case(64, 132), long_case(128, 1)]
 )
+@pytest.mark.every_case
 def test_packed_sequences_are_dense_ones_bit_for_bit(hopper, dim, multiprocessors, shared):
     """A neighbour's NaN does not reach a sequence; all share a mask, or each has its own."""
     lengths = ((33, 0, 129, 1, 70), (40, 5, 140, 1, 0))
@@ -208,6 +211,7 @@ def test_no_queries_or_no_keys(hopper, dim, sizes):
     ("dim", "multiprocessors"),
     [long_case(32, 3), (64, 1), *(long_case(dim, 3) for dim in (64, 128))],
 )
+@pytest.mark.every_case
 def test_any_schedule_gives_the_same_bits(hopper, dim, multiprocessors):
     tensors, mask = drawn(2, 2, 140, 400, dim), pairs(2, 1, 140, 400)
     expected = solve(hopper, tensors, mask)

@@ -199,6 +199,7 @@ SCHEDULED = [products, strided_products, int8_products, attention, attention_var
 
 
 @pytest.mark.parametrize("case", SCHEDULED, ids=lambda case: case.__name__)
+@pytest.mark.every_case
 def test_every_schedule_has_the_same_bits(real, extension, threads, case):
     real()
     before, found = extension.tile_schedule(), {}

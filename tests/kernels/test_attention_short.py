@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from kernel_cases import BRAIN, HALF, SINGLE, judge, kept, normal, seed_tensor
+from quick_cases import long_case
 
 from fastbert import reference
 from fastbert.kernels import attention_short
@@ -85,10 +86,10 @@ def test_dense_against_oracle(heads, q_length, k_length, dim, dtype, mask, p, op
     ("k_length", "dim", "mask", "p", "options"),
     [
         (200, 64, "keys", 0.0, {}),
-        (256, 64, None, 0.1, {"causal": True}),
+        long_case(256, 64, None, 0.1, {"causal": True}),
         (130, 80, "pairs", 0.0, {"causal": True}),
         (384, 32, None, 0.0, {"window": (30, 300)}),
-        (511, 64, "keys", 0.0, {}),
+        long_case(511, 64, "keys", 0.0, {}),
         (512, 16, None, 0.0, {}),
         (97, 111, None, 0.0, {}),
     ],

@@ -273,8 +273,8 @@ CHANGES: dict[str, Callable[[Any, Any], Any]] = {
     "change",
     # A change of the model, of the optimizer, and of a value that a recording reads.
     [
-        *("frozen", "states", "dropout"),
-        *(long_case(name) for name in ("moved", "backend", "decay", "rate")),
+        "states",
+        *map(long_case, ("frozen", "dropout", "moved", "backend", "decay", "rate")),
     ],
 )
 def test_a_change_is_recorded_again(change):

@@ -10,6 +10,7 @@ import shutil
 
 import pytest
 import torch
+from quick_cases import long_case
 from rich.console import Console
 
 from fastbert.io import safetensors_file
@@ -110,8 +111,11 @@ RICH = {"optimizer": "lamb", "schedule": "cosine", "accumulate": 2, "ema": 0.95}
 
 @pytest.mark.parametrize(
     ("changes", "parts"),
-    [({}, 5), ({"precision": "bf16"}, 3), ({**RICH, "save_every": 2, "steps": 10}, 2)],
-    ids=["fp32", "bf16", "lamb-cosine-accumulate-ema"],
+    [
+        long_case({}, 5, id="fp32"),
+        long_case({"precision": "bf16"}, 3, id="bf16"),
+        pytest.param({**RICH, "save_every": 2, "steps": 10}, 2, id="lamb-cosine-accumulate-ema"),
+    ],
 )
 def test_cuts_anywhere_change_no_bit(settings, corpus, monkeypatch, tmp_path, changes, parts):
     whole = settings(output=tmp_path / "whole", **changes)
