@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import signal
 import subprocess
+from itertools import product
 
 import _emulated
 import _trapped
@@ -223,16 +224,21 @@ def test_an_unknown_schedule_is_an_error(extension):
 
 
 def test_every_tile_instruction_of_the_extension_was_executed(tiles, extension):
-    """A schedule is a branch of a loop, of which the compiler makes one copy for each schedule."""
+    """A schedule is a branch of a loop, of which the compiler makes one copy for each schedule.
+
+    Two threads share out a product in other pieces than one thread.
+    """
     tiles.use(extension)
-    before = extension.tile_schedule()
+    before = extension.tile_schedule(), torch.get_num_threads()
     try:
-        for schedule in SCHEDULES:
+        for schedule, threads in product(SCHEDULES, (1, 2)):
             extension.set_tile_schedule(schedule)
+            torch.set_num_threads(threads)
             for case in CASES:
                 solve(case)
     finally:
-        extension.set_tile_schedule(before)
+        extension.set_tile_schedule(before[0])
+        torch.set_num_threads(before[1])
     executed = tiles.executed()
     assert executed <= set(tiles.instructions)
     assert not [text for site, text in tiles.instructions.items() if site not in executed]
