@@ -42,6 +42,8 @@ int multiply(const void* a, const void* b, const void* c, void* d, int m, int n,
       {static_cast<const A*>(a), stride_a, static_cast<const B*>(b), stride_b},
       {{Sum(1), Sum(1)}, static_cast<const D*>(c), stride_d, static_cast<D*>(d), stride_d},
       hardware};
+  // CUTLASS encodes its tensor maps in the driver, which needs a context of this thread.
+  if (cudaSetDevice(hardware.device_id) != cudaSuccess) return 5;
   Gemm gemm;
   if (gemm.can_implement(arguments) != cutlass::Status::kSuccess) return 1;
   if (Gemm::get_workspace_size(arguments) != 0) return 2;
