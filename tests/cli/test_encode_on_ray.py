@@ -13,7 +13,6 @@ import pyarrow as pa
 import pytest
 import ray
 from pyarrow import parquet
-from quick_cases import long_case
 
 from fastbert.data import stories
 from fastbert.integrations.ray import Embed
@@ -54,6 +53,7 @@ def shards(tmp_path):
     return folder
 
 
+@pytest.mark.every_case
 def test_each_shard_becomes_the_file_of_the_plain_command(
     cluster, run, refused, model_folder, shards, tmp_path
 ):
@@ -98,7 +98,8 @@ def test_each_shard_becomes_the_file_of_the_plain_command(
     assert "begun with another texts" in message
 
 
-@pytest.mark.parametrize("count", [3000, long_case(25_000)])
+@pytest.mark.parametrize("count", [3000, 25_000])
+@pytest.mark.every_case
 def test_a_killed_worker_costs_its_batch_only(
     cluster, run, model_folder, tmp_path, monkeypatch, count
 ):
@@ -127,6 +128,7 @@ def test_a_killed_worker_costs_its_batch_only(
         assert np.array_equal(embeddings(out / f"{number}.parquet"), np.load(plain))
 
 
+@pytest.mark.every_case
 def test_an_error_of_a_worker_names_the_text(cluster, refused, model_folder, shards, tmp_path):
     (shards / "d.txt").write_text("the dog ran.\n")
     folder = tmp_path / "out"
