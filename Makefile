@@ -91,7 +91,7 @@ every-case: setup
 	$(BIN)/python -m pytest $(PARALLEL) loadscope --every-case
 
 test-processors: setup
-	$(SAY) "Running the numeric tests as three processors would judge them: 8 minutes on two idle cores."
+	$(SAY) "Running the numeric tests as three processors would judge them: 5 minutes on two idle cores."
 	$(BIN)/python tests/processors.py $(PARALLEL) worksteal
 
 # The page of `fastbert view`. Its users need no node; the built page is committed.

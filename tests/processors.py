@@ -30,15 +30,16 @@ from typing import Any
 import pytest
 
 HERE = Path(__file__).resolve().parent
-# Models and training loops above these rooms compare nothing else.
-DIRECTORIES = ["csrc", "kernels", "ops", "modules", "inference", "integrations"]
+# tests/ops compares every operation on every backend. The other tests of the Triton kernels, in
+# tests/kernels, need minutes in Triton's interpreter.
+DIRECTORIES = ["csrc", "ops", "modules", "inference", "integrations"]
 LEFT_OUT = [
     # nvcc compiles these GPU kernels, which the PTX machine runs on the CPU.
     *("csrc/test_cuda_*.py", "csrc/test_hopper_*.py"),
     # A real model of six layers reads hundreds of sentences.
     *("modules/test_real_checkpoint.py", "integrations/test_sentence_embeddings.py"),
     # torch.compile and the exports run the operations that other files test.
-    "integrations/test_accelerate_graphs.py",
+    *("integrations/test_accelerate_graphs.py", "modules/test_gradients_of_outputs.py"),
 ]
 # From torch's lowest capability to its highest.
 PROCESSORS = {
