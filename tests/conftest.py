@@ -34,6 +34,9 @@ if importlib.util.find_spec("expecttest") is None:
 import pytest
 import quick_cases
 
+# The fixtures of the levels are not those of a folder, because a process has one handler of traps.
+pytest_plugins = ("_levels",)
+
 # The width and the colours of a terminal change what a program prints, and no verdict may depend on
 # them. Typer takes GitHub's runners for terminals with colours.
 WIDTH = os.environ.pop("COLUMNS", "")

@@ -1,12 +1,9 @@
-"""Fixtures of the tests of the C++ operators: the levels and the operators."""
+"""The operators of the tests of the C++ code; tests/conftest.py has the levels."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from _levels import emulated, extension, isa, trapped
-
-__all__ = ["emulated", "extension", "isa", "operators", "trapped"]
 
 
 @pytest.fixture

@@ -9,6 +9,9 @@ from _cuda_gemm import Problem, compiled_in
 from _cuda_gemm_faults import BACKWARD, FAULTS, FORWARD
 from quick_cases import first_of_each
 
+# Faults test the tests, and compiling the kernels takes long.
+pytestmark = pytest.mark.every_case
+
 
 class Small:
     """A problem with everything that a fault could break, and its right results.

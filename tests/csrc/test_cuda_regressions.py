@@ -68,6 +68,7 @@ def spread(x: Tensor, dim: int) -> Tensor:
 
 @pytest.mark.parametrize("number", [0, *map(long_case, (1, 2, 3))], ids=["q", "k", "v", "dout"])
 @pytest.mark.parametrize("dim", [0, 2], ids=["sequences", "rows"])
+@pytest.mark.every_case
 def test_09_offsets_beyond_2_to_the_31(compiled, monkeypatch, number, dim):
     # The search for races keeps a record of every byte of a tensor, also of those between rows.
     monkeypatch.setattr(compiled, "options", {"races": False})

@@ -14,6 +14,9 @@ from _hopper_attention import compiled_in
 from _hopper_problems import Backward, Forward
 from quick_cases import first_of_each, long_case
 
+# Faults test the tests, and compiling the kernels takes long.
+pytestmark = pytest.mark.every_case
+
 KERNELS = [
     *((Forward, 64), (Backward, 64)),
     *(long_case(kernel, dim) for kernel, dim in ((Forward, 32), (Backward, 32), (Backward, 128))),

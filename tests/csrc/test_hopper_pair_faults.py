@@ -11,6 +11,9 @@ from _hopper_attention import compiled_in
 from _hopper_pair_problems import BackwardPairs, ForwardPairs
 from quick_cases import first_of_each, long_case
 
+# Faults test the tests, and compiling the kernels takes long.
+pytestmark = pytest.mark.every_case
+
 KERNELS = [
     *((ForwardPairs, 64), (BackwardPairs, 64)),
     *(long_case(kernel, dim) for kernel in (ForwardPairs, BackwardPairs) for dim in (32, 128)),

@@ -12,6 +12,10 @@ from quick_cases import first_of_each
 from fastbert.testing.ptx.cuda_operators import CompiledOperators
 
 # Both kernels have this layout for bf16 rows of 384 columns: 16 threads share a row.
+
+# Faults test the tests, and compiling the kernels takes long.
+pytestmark = pytest.mark.every_case
+
 LAYOUT = "bfloat16Li128ELi16ELi24ELb1E"
 COLUMNS, ROWS = 384, 133  # With one multiprocessor, a block of the forward has turns.
 COPY = r"(cp\.async\.cg\.shared\.global [^;]*, 16, )%r\d+;"

@@ -47,6 +47,7 @@ def compiled(request, tmp_path_factory):
         return request.param, dict(zip(SOURCES, found, strict=True))
 
 
+@pytest.mark.every_case
 def test_kernels_compile_without_spills(compiled):
     arch, assembled = compiled
     for source, (_, report) in assembled.items():

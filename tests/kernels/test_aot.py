@@ -87,6 +87,7 @@ def test_every_launch_passes_the_gate(compiled, arch):
     assert not faults, "\n".join(faults)
 
 
+@pytest.mark.every_case
 def test_tiles_of_one_architecture_do_not_spill(cache):
     """ptxas spilled 8 bytes of these launches for sm_89 and sm_120 with the tiles of sm_80."""
     command = [sys.executable, "-m", "fastbert.testing.ahead_of_time", "--unlike", "80"]
@@ -133,6 +134,7 @@ def test_every_kernel_is_among_the_shipped_launches():
     assert written - shipped == set()
 
 
+@pytest.mark.every_case
 def test_broken_kernels_fail_the_gate(cache):
     """Each kernel of faulty_launches.py breaks one rule, except for ``_right_addresses``."""
     program = Path(__file__).with_name("faulty_launches.py")

@@ -1,12 +1,9 @@
-"""Fixtures for models on the CPU: the instruction-set levels and the threads."""
+"""The threads of models on the CPU; tests/conftest.py has the instruction-set levels."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from _levels import emulated, extension, isa, trapped
-
-__all__ = ["emulated", "extension", "isa", "threads", "trapped"]
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from _process_matrix import METHODS, PARENTS, SECONDS
+from quick_cases import long_case
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -64,7 +65,10 @@ def test_in_the_workers_of_a_data_loader(method) -> None:
     assert torch.equal(actual, expected)
 
 
-@pytest.fixture(scope="module", params=PARENTS)
+@pytest.fixture(
+    scope="module",
+    params=[name if name == "the-model" else long_case(name) for name in PARENTS],
+)
 def parent(request, tmp_path_factory) -> tuple[dict[str, int], Path]:
     """Return the exit status of a child by method, and the folder with the results.
 

@@ -109,6 +109,7 @@ def test_what_nobody_attends_is_not_seen_where_weights_carry_gradients() -> None
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
+@pytest.mark.every_case
 def test_a_compiled_model_trains_through_states_and_weights() -> None:
     """The loss uses all outputs, because the outputs of a compiled graph are a single node."""
     model, found = pair("BertModel").ours, []

@@ -9,6 +9,7 @@ import copy
 
 import pytest
 import torch
+from quick_cases import long_case
 
 from fastbert import BertForPreTraining
 from fastbert.ops import backend as backends
@@ -27,7 +28,9 @@ needs_cpu = pytest.mark.skipif("cpu" not in BACKENDS, reason="the extension cann
 REASON = "roundings early in the backward pass are shared by every gradient after them"
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "backend", [long_case(name) if name == "triton" else name for name in BACKENDS]
+)
 def test_every_gradient_of_a_training_step(backend):
     rows = check_step(backend, torch.float32, DEVICE, each=True, factor=3.0, reason=REASON)
     assert len(rows) == 48

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from quick_cases import long_case
 
 from fastbert import ops
 from fastbert.ops import backend as backends
@@ -20,7 +21,9 @@ BACKENDS = [
 ]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "backend", [long_case(name) if name == "triton" else name for name in BACKENDS]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_pretraining_step(backend, dtype):
     rows = check_step(backend, dtype, DEVICE)
