@@ -123,6 +123,7 @@ def test_the_sdist_holds_all_that_a_build_needs(built):
     assert not [name for name in members if name.split("/")[0] in ("kernels", "tests")]
 
 
+@pytest.mark.every_case
 def test_the_installed_wheel_works_outside_the_repository(installed, tmp_path):
     code = (
         "import importlib, torch, fastbert, fastbert.ops\n"
