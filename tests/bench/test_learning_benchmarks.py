@@ -96,6 +96,7 @@ def test_passages_that_name_a_label_are_left_out(packages):
 
 
 @needs_transformers
+@pytest.mark.every_case
 def test_both_engines_train_alike_on_real_text(tmp_path):
     options = ["--packages", "json", "email", "asyncio", "--preset", "tiny", "--vocab-size", 300]
     options += ["--steps", 12, "--evaluations", 2, "--max-length", 32, "--tokens-per-batch", 256]
@@ -148,6 +149,7 @@ def parameters(config: BertConfig) -> int:
     return sum(weight.numel() for weight in BertForPreTraining(config).parameters())
 
 
+@pytest.mark.every_case
 def test_transfer_compares_with_the_same_architecture(tmp_path):
     model = tmp_path / "model"
     torch.manual_seed(5)

@@ -38,6 +38,7 @@ def packed() -> dict[str, Any]:
     return made
 
 
+@pytest.mark.every_case
 def test_compiled_padded_batches() -> None:
     pair = sides(model("BertForSequenceClassification"))
     whole = compiled(pair.fast)
@@ -100,6 +101,7 @@ def test_a_compiled_model_holds_our_operators_and_sees_new_weights() -> None:
     assert not torch.allclose(before, after)
 
 
+@pytest.mark.every_case
 def test_accelerated_after_being_compiled() -> None:
     pair = sides(model())
     made = fastbert.restore(pair.fast)
@@ -161,6 +163,7 @@ class Logits(torch.nn.Module):
     reason="needs onnxscript and onnxruntime: pip install 'fastbert[bench]'",
 )
 @pytest.mark.parametrize("dynamo", [True, False])
+@pytest.mark.every_case
 def test_onnx(tmp_path, dynamo) -> None:
     import onnxruntime
 

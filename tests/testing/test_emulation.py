@@ -101,6 +101,7 @@ def test_a_case_of_each_operation_passes_on_compiled_kernels(runs):
     assert all(row.tensor != "out" or row.yardstick >= 0 for run in runs for row in run.rows)
 
 
+@pytest.mark.every_case
 def test_every_shipped_launch_is_reached_on_every_architecture(runs, architectures):
     shipped = {launch.name for noun in nouns() for launch in launches_of(noun)}
     for arch in architectures:
@@ -109,6 +110,7 @@ def test_every_shipped_launch_is_reached_on_every_architecture(runs, architectur
 
 
 @pytest.mark.skipif("cuda" not in available(), reason="needs nvcc")
+@pytest.mark.every_case
 def test_every_cuda_kernel_is_reached(runs):
     reached = {name for run in runs if run.backend == "cuda" for name in run.launches}
     assert reached == {
