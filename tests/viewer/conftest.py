@@ -112,8 +112,11 @@ class Opened:
         self.page.wait_for_selector("#view:not([aria-busy])")
 
     def state(self) -> dict[str, str]:
-        """Return the state in the hash of the URL, which follows a change after 0.35 s."""
-        self.page.wait_for_timeout(400)
+        """Return the state in the hash of the URL, which follows a change after 0.35 s.
+
+        A later timer of the page fires after the page's own, however busy the machine is.
+        """
+        self.page.evaluate("() => new Promise((done) => setTimeout(done, 400))")
         script = "Object.fromEntries(new URLSearchParams(location.hash.slice(1)))"
         return self.page.evaluate(script)
 
