@@ -205,11 +205,9 @@ def judge(kind: str, faults: list[Fault], workers: int) -> list[Outcome]:
     quick = sum(outcome.quick for outcome in outcomes)
     for file in sorted(tried):
         print(f"  {file}: {caught[file]} of {tried[file]}")
-    print(f"{kind}: {caught.total()} of {len(outcomes)} faults caught, ", end="")
-    print(
-        f"{caught.total() / len(outcomes):.1%}, {quick} of them by the selection of `make test`, "
-    )
-    print(f"in {time.monotonic() - start:.0f} s", flush=True)
+    share = f"{kind}: {caught.total()} of {len(outcomes)} faults caught, "
+    share += f"{caught.total() / len(outcomes):.1%}, {quick} of them by the selection of "
+    print(f"{share}`make test`, in {time.monotonic() - start:.0f} s", flush=True)
     for outcome in outcomes:
         if not outcome.caught:
             print(f"  survived: {outcome.fault.name} ({outcome.fault.file})")
