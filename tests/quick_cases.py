@@ -3,8 +3,9 @@
 Of a test with parameters, `make test` runs cases that contain every pair of values of two
 parameters. Most faults show with one or two values, and few need three (Kuhn, Wallace and Gallo
 2004, "Software Fault Interactions and Implications for Software Testing"). A test with one or two
-parameters therefore runs with all of its values. Cases that are marked with `every_case` take long
-or test other tests, and are left out first.
+parameters therefore runs with all of its values. A test that is marked with `each_value` takes
+long, and runs cases that contain every value of each parameter. Cases that are marked with
+`every_case` take long or test other tests, and are left out first.
 
 The choice depends on nothing but the order and the parameters of the cases, so every process of a
 run makes the same choice.
@@ -61,8 +62,12 @@ def chosen(items: Sequence[pytest.Item]) -> list[pytest.Item]:
 
 
 def covering(cases: list[pytest.Item]) -> list[pytest.Item]:
-    """Return cases of one test that contain every pair; each next case adds the most pairs."""
-    pairs = [pairs_of(getattr(case, "callspec", None)) for case in cases]
+    """Return cases of one test that contain every pair; each next case adds the most pairs.
+
+    With the mark `each_value`, they contain every value.
+    """
+    size = 1 if cases[0].get_closest_marker("each_value") else 2
+    pairs = [pairs_of(getattr(case, "callspec", None), size) for case in cases]
     left = set().union(*pairs)
     chosen = []
     # A case that adds fewer pairs than when it was last looked at goes back into the heap.
@@ -79,13 +84,13 @@ def covering(cases: list[pytest.Item]) -> list[pytest.Item]:
     return chosen
 
 
-def pairs_of(callspec: Any) -> set[Pair]:
-    """Return the pairs of values in a case; a case of fewer than two parameters is one itself."""
+def pairs_of(callspec: Any, size: int) -> set[Pair]:
+    """Return the sets of `size` values in a case; a case of fewer parameters is one itself."""
     values = [
         (name, type(value), identity(value))
         for name, value in (callspec.params if callspec else {}).items()
     ]
-    return set(combinations(values, min(2, len(values))))
+    return set(combinations(values, min(size, len(values))))
 
 
 def identity(value: Any) -> Hashable:

@@ -279,6 +279,7 @@ install()
 """
 
 
+@pytest.mark.every_case
 @pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler on this machine")
 def test_an_editable_install_compiles_what_has_changed_and_nothing_else(tmp_path):
     source = checkout(tmp_path)
@@ -336,6 +337,7 @@ def test_the_units_include_their_sources_in_a_checkout_of_any_name(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.every_case
 def test_fastbert_cuda_is_obeyed_or_refused_with_the_reason():
     assert "FASTBERT_CUDA: got '2', allowed: 0, 1 or unset" in setup("-V", FASTBERT_CUDA="2").stderr
     if torch.version.cuda is None:
@@ -385,6 +387,7 @@ def test_missing_headers_of_cuda_end_a_build_that_requires_cuda(nvcc_alone):
     assert f"{site} (packages of torch)" in result.stderr
 
 
+@pytest.mark.every_case
 @pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler on this machine")
 def test_missing_headers_of_cuda_exclude_the_cuda_code_and_the_last_line_says_so(
     nvcc_alone, tmp_path

@@ -13,18 +13,18 @@ import torch
 class Case:
     """What the selection reads of a pytest item."""
 
-    def __init__(self, test, params=None, marked=False):
+    def __init__(self, test, params=None, mark=None):
         self.nodeid = f"tests/test_a.py::{test}" + (f"[{params}]" if params else "")
-        self.marked = marked
+        self.mark = mark
         if params:
             self.callspec = SimpleNamespace(params=params)
 
     def get_closest_marker(self, name):
-        return name if self.marked and name == "every_case" else None
+        return name if name == self.mark else None
 
 
-def grid(test, **values):
-    return [Case(test, dict(zip(values, v, strict=True))) for v in product(*values.values())]
+def grid(test, mark=None, **values):
+    return [Case(test, dict(zip(values, v, strict=True)), mark) for v in product(*values.values())]
 
 
 def pairs(cases):
@@ -43,6 +43,15 @@ def test_every_pair_of_values_occurs_in_few_cases(sizes):
     assert found == [case for case in cases if case in found]
 
 
+def test_a_test_that_is_marked_has_every_value_in_as_few_cases_as_it_has_values():
+    cases = grid("test_a", mark="each_value", x=[1, 2], y=[1, 2, 3, 4, 5], z=[1, 2, 3])
+    found = quick_cases.chosen(cases)
+    assert len(found) == 5
+    for name in "xyz":
+        values = [{case.callspec.params[name] for case in of} for of in (found, cases)]
+        assert values[0] == values[1]
+
+
 def test_a_test_of_one_or_two_parameters_has_all_of_its_cases():
     cases = [Case("test_a"), *grid("test_b", x=[1, 2, 3]), *grid("test_c", x=[1, 2], y=[3, 4])]
     assert quick_cases.chosen(cases) == cases
@@ -53,7 +62,7 @@ def test_tests_share_no_pairs_and_marked_cases_give_none():
     alone = quick_cases.chosen(grid("test_a", **values))
     together = quick_cases.chosen([*grid("test_a", **values), *grid("test_b", **values)])
     assert len(together) == 2 * len(alone)
-    marked = Case("test_a", {"x": 0, "y": 0, "z": 0}, marked=True)
+    marked = Case("test_a", {"x": 0, "y": 0, "z": 0}, mark="every_case")
     assert quick_cases.chosen([marked]) == []
 
 

@@ -36,6 +36,7 @@ def test_gpu_dry_run_lists_and_plays():
 
 
 @no_gpu
+@pytest.mark.every_case
 def test_suite_runs_on_small_shapes():
     options = ["-o", "addopts=", "--benchmark-only", "--quick", "--benchmark-min-rounds=1"]
     options += ["--benchmark-max-time=0.01", "-p", "no:cacheprovider", "-q"]

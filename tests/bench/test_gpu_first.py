@@ -176,7 +176,7 @@ def test_a_step_waits_for_the_background_and_lets_others_pass(tmp_path):
     log = tmp_path / "log"
     note = f"open({str(log)!r}, 'a').write"
     plan = [
-        step("build", f"import time; time.sleep(3); {note}('build ')", background=True),
+        step("build", f"import time; time.sleep(1); {note}('build ')", background=True),
         step("needs", f"{note}('needs ')", after="build"),
         step("other", f"{note}('other ')"),
     ]
@@ -211,6 +211,7 @@ def test_a_row_is_handed_on_before_its_command_ends(tmp_path):
     assert seen[-1][1]["verdict"] == OK
 
 
+@pytest.mark.every_case
 def test_the_rows_of_a_hang_are_in_the_file(tmp_path):
     hangs = "import time; print('{\"row\": 1}', flush=True); time.sleep(60)"
     rows = screen.Rows(tmp_path)
@@ -241,6 +242,7 @@ def test_a_family_whose_canary_hangs_is_skipped(tmp_path):
     assert sum("skipped a: its canary hangs" in text for text in shown) == 2
 
 
+@pytest.mark.every_case
 def test_a_canary_that_never_ends_skips_its_family(tmp_path):
     sleep = "import time; time.sleep(60)"
     plan = [

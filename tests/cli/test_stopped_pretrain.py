@@ -128,6 +128,7 @@ def test_a_signal_ends_the_run_with_a_checkpoint_and_its_status(
     assert (out / "model" / "model.safetensors").read_bytes() == weights
 
 
+@pytest.mark.every_case
 def test_the_same_command_after_a_killed_save_runs_and_cleans_up(
     start, run, corpus, tmp_path
 ) -> None:
@@ -158,6 +159,7 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(start, tmp_path) -> None
     assert_whole(tmp_path / "out" / "model")
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("first", [long_case(None), 2])
 def test_a_disk_that_stays_full_ends_in_an_error_and_keeps_the_earlier_checkpoint(
     start, tmp_path, first

@@ -9,6 +9,8 @@ from _cuda_gemm import KERNELS, Problem, compiled_in
 from fastbert.testing.compare import assert_close
 from fastbert.testing.ptx.cuda_library import readable
 
+pytestmark = pytest.mark.each_value
+
 NAMES = ("y", "h", "dh", "dbias", "a")
 
 

@@ -15,6 +15,8 @@ from fastbert import reference
 from fastbert.testing.compare import assert_close
 from fastbert.testing.yardstick import Yardstick
 
+pytestmark = pytest.mark.each_value
+
 SEED = torch.tensor([0x0123456789ABCDEF])
 
 

@@ -34,6 +34,7 @@ def test_build_info(extension):
     assert isinstance(info["cuda"], bool)
 
 
+@pytest.mark.every_case
 def test_the_highest_level_that_is_not_slow_is_the_default(extension):
     ask = "import torch; from fastbert import _C; print(_C.cpu_isa())"
     info = extension.build_info()

@@ -75,6 +75,7 @@ LOOP_LIMITS = {
 }  # fmt: skip
 
 
+@pytest.mark.every_case
 def test_layer_norm_copies_a_row_ahead_of_the_one_that_it_computes(compiled):
     """A kernel that loads rows to registers, or copies them late, leaves memory idle meanwhile."""
     pytest.importorskip("triton", reason="its wheel has cuobjdump")

@@ -103,6 +103,7 @@ def test_a_refused_layer_keeps_no_memory(model, ids):
     assert torch.equal(states(model, ids)[-1], expected)
 
 
+@pytest.mark.every_case
 def test_many_calls_of_growing_lengths_keep_no_memory(model):
     lengths = list(range(8, 65, 8))
     everything = [torch.randint(1, 99, (16, length)) for length in lengths]

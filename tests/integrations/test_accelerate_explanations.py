@@ -34,7 +34,10 @@ from fastbert.testing.compare import assert_close
 from fastbert.testing.yardstick import run_sides
 
 # A test fails if stock code runs.
-pytestmark = pytest.mark.filterwarnings("error:.*runs its own code")
+pytestmark = [
+    pytest.mark.filterwarnings("error:.*runs its own code"),
+    pytest.mark.each_value,
+]
 
 every_family = pytest.mark.parametrize("family", FAMILIES)
 BOTH = {"output_hidden_states": True, "output_attentions": True}

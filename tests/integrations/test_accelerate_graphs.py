@@ -73,6 +73,7 @@ def test_a_compiled_training_step() -> None:
     agree(*pair.run(slopes), factor=3.0, reason=REASON)
 
 
+@pytest.mark.every_case
 def test_compiled_states_and_weights() -> None:
     pair = sides(model(attn_implementation="eager"))
     options = {"output_hidden_states": True, "output_attentions": True}

@@ -40,7 +40,10 @@ from fastbert.testing.compare import assert_close
 from fastbert.testing.yardstick import Yardstick, each, run_sides
 
 # A test fails if stock code runs.
-pytestmark = pytest.mark.filterwarnings("error:.*runs its own code")
+pytestmark = [
+    pytest.mark.filterwarnings("error:.*runs its own code"),
+    pytest.mark.each_value,
+]
 
 every_family = pytest.mark.parametrize("family", FAMILIES)
 DTYPES = (torch.float32, torch.bfloat16)

@@ -40,6 +40,8 @@ from fastbert.ops import backend as backends
 from fastbert.testing.compare import assert_close
 from fastbert.testing.yardstick import Yardstick, each, run_sides
 
+pytestmark = pytest.mark.each_value
+
 every_family = pytest.mark.parametrize("family", FAMILIES)
 # These keys describe the file and not the model.
 ABOUT_THE_FILE = {"architectures", "transformers_version", "dtype", "_name_or_path"}

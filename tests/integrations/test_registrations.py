@@ -54,6 +54,7 @@ def test_importing_fastbert_registers_nothing():
     run("before = snapshot()\nimport fastbert\nassert snapshot() == before")
 
 
+@pytest.mark.every_case
 def test_accelerate_and_a_step_of_an_optimizer_register_nothing():
     run(
         MODEL + "before = snapshot()\n"

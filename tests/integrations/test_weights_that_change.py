@@ -26,6 +26,8 @@ if backends.EXTENSION is None:
 
 import transformers
 
+pytestmark = pytest.mark.each_value
+
 SIZES: dict[str, Any] = {
     "vocab_size": 97,
     "hidden_size": 64,

@@ -28,6 +28,7 @@ def tensors_of(step):
     return {name: {"x": torch.full((500,), float(step))} for name in ("weights", "optimizer")}
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("kills", [20, long_case(200)], ids=["20", "200"])
 def test_kills_at_random_moments(tmp_path, tokenizer, kills):
     random.seed(kills)

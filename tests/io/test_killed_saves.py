@@ -133,6 +133,7 @@ def test_a_reader_killed_while_it_finishes_a_dead_writers_commit(
     assert tried > 50
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("place", ["folder", "link"])
 def test_saves_killed_at_random_moments_leave_one_of_the_two_models(
     models, tmp_path, place
@@ -198,6 +199,7 @@ def test_two_writers_into_one_folder_leave_one_of_the_two_models(models, tmp_pat
     assert len(list((tmp_path / "model").iterdir())) == 2
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("stride", [3, long_case(1)])
 def test_a_checkpoint_of_a_run_killed_at_any_call_has_its_own_tokenizer(
     no_flush, tmp_path, stride

@@ -22,6 +22,7 @@ def gradients(function, tensors, dout, **options):
     return [out, *torch.autograd.grad(out, leaves, dout)]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("bias_shape", "dtype", "options"),
     [

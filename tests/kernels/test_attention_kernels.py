@@ -103,6 +103,7 @@ def test_bias_and_sharp_logits(dtype, device):
     check_dense(q, k, v, dout)
 
 
+@pytest.mark.every_case
 def test_the_interpreters_own_tiles(device, monkeypatch):
     monkeypatch.setattr(tiles, "IS_INTERPRETED", True)
     q, k, v, dout = inputs(1, 2, 150, 200, 32, SINGLE, device)
@@ -156,6 +157,7 @@ def test_varlen_against_oracle(q_lengths, k_lengths, dtype, p, options, device):
         judge("out dq dk dv", trimmed, function, cut, dout[:used_q])
 
 
+@pytest.mark.every_case
 def test_varlen_masks_and_dropout_use_positions_in_the_sequence(device):
     """A packed sequence gives the same bits as the same sequence in a dense batch."""
     lengths = (33, 70)

@@ -304,6 +304,7 @@ print("same")
 """
 
 
+@pytest.mark.every_case
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the mapping is memory of the CPU")
 def test_offsets_beyond_two_to_the_31():
     """The check runs in a child process, because a wrapped offset is a segfault."""

@@ -94,6 +94,7 @@ def test_absent_tables_and_bias(types, positions, biased, dtype, device):
     check(indices, tables, weight, bias if biased else None, dy, p=0.2, padding_idx=0)
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("dtype", [SINGLE, BRAIN])
 def test_one_run_of_all_tokens(dtype, device):
     """All ids are equal and all types are equal, so runs cross many chunks of the sorted keys."""

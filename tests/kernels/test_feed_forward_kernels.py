@@ -45,6 +45,7 @@ def judge_feed_forward(actual, x, w1, b1, w2, dy, activation):
     judge(names, actual, function, [x, w1, b1, w2], dy)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize(

@@ -13,10 +13,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from quick_cases import long_case
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the mappings are memory of the CPU")
-@pytest.mark.parametrize("launchers", ["attention", "norms", "products"])
+@pytest.mark.parametrize("launchers", [long_case("attention"), "norms", "products"])
 def test_offsets_beyond_two_to_the_31(launchers):
     here = Path(__file__).parent
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(here.parents[1])}

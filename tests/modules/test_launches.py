@@ -126,6 +126,7 @@ def test_a_layer_as_one_function_launches_the_same(monkeypatch, dtype, expected)
         assert launched == expected
 
 
+@pytest.mark.every_case
 def test_a_padded_batch_launches_the_same():
     """A uniform batch and a batch with a general mask are not copied."""
     model = BertModel(config(1), backend="triton").to(DEVICE).train()

@@ -87,6 +87,7 @@ def case() -> Case:
     return Case(LENGTHS)
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     "backend", [long_case("reference", id="reference"), pytest.param(None, id="auto")]
 )

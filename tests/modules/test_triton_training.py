@@ -126,6 +126,7 @@ def test_weights_in_low_precision_and_hidden_states():
     )
 
 
+@pytest.mark.every_case
 def test_batches_without_tokens_and_eval_mode():
     built, inputs = model(), padded(3, 2)
     inputs["attention_mask"][1] = 0

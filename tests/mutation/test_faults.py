@@ -117,6 +117,7 @@ def test_a_fault_that_does_not_fit_is_an_error(old):
         Fault("f", "philox", "a.py", old, "").broken("twice twice")
 
 
+@pytest.mark.every_case
 def test_a_fault_is_caught_and_mended(tmp_path):
     tree = copy_tree(tmp_path)
     fault = next(fault for fault in FAULTS if fault.noun == "philox")

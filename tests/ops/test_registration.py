@@ -6,6 +6,7 @@ import importlib
 
 import pytest
 import torch
+from quick_cases import long_case
 from torch.utils import cpp_extension
 
 from fastbert import ops, reference
@@ -25,14 +26,12 @@ RUNS = [
 # so `make test` has Triton for rows and for an activation in place.
 ON_TRITON = ("layer_norm", "feed_forward")
 RUNS = [
-    pytest.param(
-        *run,
-        id="-".join((run[0].op, run[0].name, run[1], str(run[3]))),
-        marks=[pytest.mark.every_case]
+    (
+        long_case
         if run[1] == "triton"
         and (run[0].op not in ON_TRITON or run[0] != find(run[0].op, quick=True)[0])
-        else [],
-    )
+        else pytest.param
+    )(*run, id="-".join((run[0].op, run[0].name, run[1], str(run[3]))))
     for run in RUNS
 ]
 

@@ -190,6 +190,7 @@ def test_07_empty_linear_gelu(backend):
 
 
 # The lengths and head dims have failed before or are on either side of a tile.
+@pytest.mark.each_value
 @pytest.mark.parametrize("backend", ATTENTION)
 @pytest.mark.parametrize(
     ("length", "dim"),

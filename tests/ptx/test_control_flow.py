@@ -116,8 +116,9 @@ def test_functions_are_called_and_lanes_return_at_different_times():
 
 def test_a_function_that_calls_itself_is_refused():
     text = HEADER + ".func f()\n{\ncall f;\n}\n.visible .entry k()\n{\ncall f;\nret;\n}\n"
+    module = ptx.load(text)
     with pytest.raises(ptx.PtxSyntaxError, match="f calls itself"):
-        ptx.load(text)
+        module.launch("k", (1,), (1,), [])
 
 
 def test_a_failed_assertion_traps():

@@ -239,8 +239,9 @@ def test_unknown_instructions_are_named_before_anything_runs():
 
 
 def test_a_register_that_is_not_declared():
+    module = load(HEADER + ".visible .entry k()\n{\n    mov.u32 [%nothing], 1;\n    ret;\n}\n")
     with pytest.raises(PtxSyntaxError, match="%nothing"):
-        load(HEADER + ".visible .entry k()\n{\n    mov.u32 [%nothing], 1;\n    ret;\n}\n")
+        module.launch("k", (1,), (1,), [])
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,7 @@ print(json.dumps([len(before), new]))
 """
 
 
+@pytest.mark.every_case
 @pytest.mark.skipif(not backends.HAS_TRITON, reason="needs triton")
 def test_a_launch_finds_what_was_compiled_ahead_of_time(tmp_path):
     result = subprocess.run(

@@ -22,6 +22,7 @@ def steps(folder) -> list[int]:
     return [row["step"] for row in read_log(folder / "log.jsonl") if row["event"] == "train"]
 
 
+@pytest.mark.every_case
 def test_a_killed_process_ends_the_job_with_a_message(tmp_path):
     process = start(tmp_path, torchrun(2), {"save_every": 2}, KILL="0 3")
     text = finish(process)

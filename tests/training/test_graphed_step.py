@@ -168,6 +168,7 @@ def test_replays_are_eager_steps_bit_for_bit(name):
     assert (recorder.ran, recorder.recorded, recorder.replayed) == (1, 1, 4)
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     "name",
     [
@@ -209,6 +210,7 @@ def test_a_graph_removes_the_padding_itself(monkeypatch):
     assert step.recorded == (PaddedBucket(2, 16),), "80 places exceed the bucket"
 
 
+@pytest.mark.every_case
 def test_each_replay_draws_other_dropout_masks():
     model = make()
     step = traced(model, adamw(model, rate=0.0))
@@ -379,6 +381,7 @@ def test_an_observer_adds_in_every_step():
     assert sums.tolist() == [pytest.approx(losses), pairs, labels]
 
 
+@pytest.mark.every_case
 def test_autocast_has_graphs_of_its_own():
     model = make()
     eager, step = Eager(model), traced(model, clip_norm=CLIP)
@@ -407,6 +410,7 @@ def test_a_step_needs_no_mode_of_the_caller(mode):
 # Pre-training
 
 
+@pytest.mark.every_case
 def test_pretraining_with_graphs_logs_the_same(options, documents, monkeypatch):
     """Logged steps run without a graph, since a hook counts their correct predictions."""
     steps: list[GraphedStep] = []

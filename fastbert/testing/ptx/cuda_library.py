@@ -6,6 +6,7 @@ whose launches come back here with the kernel's name and its arguments.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import re
@@ -18,12 +19,15 @@ from typing import Any
 from torch import Tensor
 
 from fastbert.testing.ptx import nvcc
-from fastbert.testing.ptx.machine import PtxFault, Report, load
+from fastbert.testing.ptx.machine import Module, PtxFault, Report, load
 
-_CALLBACK = ctypes.CFUNCTYPE(
+_ON_LAUNCH = ctypes.CFUNCTYPE(
     ctypes.c_int, ctypes.c_char_p, ctypes.POINTER(ctypes.c_uint), ctypes.POINTER(ctypes.c_uint),
     ctypes.POINTER(ctypes.c_void_p), ctypes.c_ulonglong,
 )  # fmt: skip
+_OF_KERNEL = ctypes.CFUNCTYPE(
+    None, ctypes.c_char_p, ctypes.POINTER(ctypes.c_size_t), ctypes.POINTER(ctypes.c_size_t)
+)
 
 
 class CudaLibrary:
@@ -76,20 +80,9 @@ class CudaLibrary:
         self.on_launch: Callable[[str, list[int], Callable[..., Report]], None] | None = None
         self._memory: list[Tensor] = []
         self._fault: BaseException | None = None
-        self._callback = _CALLBACK(self._launch)
-        self.functions.fastbert_ptx_on_launch(self._callback)
+        self._callbacks = _ON_LAUNCH(self._launch), _OF_KERNEL(self._bounds)
+        self.functions.fastbert_ptx_set_callbacks(*self._callbacks)
         self.set_multiprocessors(132)
-        self._describe()
-
-    def _describe(self) -> None:
-        """Tell the runtime the bounds of the launches of each kernel."""
-        describe = self.functions.fastbert_ptx_describe
-        describe.argtypes = [ctypes.c_char_p, ctypes.c_size_t, ctypes.c_size_t]
-        describe.restype = None
-        for module in self.modules:
-            for name, kernel in module.text.kernels.items():
-                most = kernel.most_threads or 0
-                describe(name.encode(), module.static_shared(name), most)
 
     def set_multiprocessors(self, number: int) -> None:
         """Set the number of multiprocessors of the GPU that the launchers see; 132 at first."""
@@ -117,10 +110,23 @@ class CudaLibrary:
             raise self._fault
         return result
 
+    def _module(self, kernel: str) -> Module:
+        return next(module for module in self.modules if kernel in module.text.kernels)
+
+    def _bounds(self, name: bytes, static_shared: Any, most_threads: Any) -> None:
+        """Tell the runtime what the PTX of a kernel says of its launches."""
+        kernel = name.decode()
+        # The launch raises what is wrong with the kernel.
+        with contextlib.suppress(ValueError, StopIteration):
+            module = self._module(kernel)
+            most = module.text.kernels[kernel].most_threads
+            static_shared[0] = module.static_shared(kernel)
+            most_threads[0] = most or most_threads[0]
+
     def _launch(self, name: bytes, grid: Any, block: Any, args: Any, shared: int) -> int:
         kernel = name.decode()
         try:
-            module = next(m for m in self.modules if kernel in m.kernels)
+            module = self._module(kernel)
             parameters = module.text.kernels[kernel].parameters
             values = [ctypes.string_at(args[n], p.size) for n, p in enumerate(parameters)]
             run = functools.partial(

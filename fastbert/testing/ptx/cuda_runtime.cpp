@@ -12,13 +12,16 @@
 
 namespace {
 
-using Callback = int (*)(const char* kernel, const unsigned* grid, const unsigned* block,
+using OnLaunch = int (*)(const char* kernel, const unsigned* grid, const unsigned* block,
                          void** args, unsigned long long shared);
-Callback callback = nullptr;
+using Bounds = void (*)(const char* kernel, size_t* static_shared, size_t* most_threads);
+OnLaunch on_launch = nullptr;
+Bounds bounds_of = nullptr;
 
-// A kernel, with what its PTX says of its launches.
+// A kernel, with what its PTX says of its launches, which is asked for once.
 struct Kernel {
   std::string name;
+  bool has_bounds = false;
   size_t static_shared = 0;
   size_t most_threads = 1024;
   size_t dynamic_shared = 0;  // the most of a launch, if it was set
@@ -27,6 +30,17 @@ struct Kernel {
 std::map<const void*, Kernel>& kernels() {
   static std::map<const void*, Kernel> found;
   return found;
+}
+
+// The kernel of a host function with its bounds, or null.
+Kernel* find(const void* function) {
+  const auto found = kernels().find(function);
+  if (found == kernels().end()) return nullptr;
+  Kernel& kernel = found->second;
+  if (!kernel.has_bounds && bounds_of)
+    bounds_of(kernel.name.c_str(), &kernel.static_shared, &kernel.most_threads);
+  kernel.has_bounds = true;
+  return &kernel;
 }
 
 struct Configuration {
@@ -125,18 +139,11 @@ CUresult encode(CUtensorMap* to, CUtensorMapDataType type, cuuint32_t rank, void
 
 extern "C" {
 
-void fastbert_ptx_on_launch(Callback function) { callback = function; }
+void fastbert_ptx_set_callbacks(OnLaunch launch, Bounds bounds) {
+  on_launch = launch, bounds_of = bounds;
+}
 void fastbert_ptx_set_device(int capability, int multiprocessors) {
   device = {capability, multiprocessors};
-}
-
-// Sets what the PTX of a kernel says of its launches; 0 threads are no bound.
-void fastbert_ptx_describe(const char* name, size_t static_shared, size_t most_threads) {
-  for (auto& [entry, kernel] : kernels())
-    if (kernel.name == name) {
-      kernel.static_shared = static_shared;
-      if (most_threads) kernel.most_threads = most_threads;
-    }
 }
 
 void** __cudaRegisterFatBinary(void*) {
@@ -164,13 +171,13 @@ cudaError_t __cudaPopCallConfiguration(dim3* grid, dim3* block, size_t* shared, 
 
 cudaError_t cudaLaunchKernel(const void* kernel, dim3 grid, dim3 block, void** args, size_t shared,
                              cudaStream_t) {
-  const auto found = kernels().find(kernel);
-  if (found == kernels().end() || callback == nullptr) return cudaErrorInvalidDeviceFunction;
+  const Kernel* found = find(kernel);
+  if (!found || !on_launch) return cudaErrorInvalidDeviceFunction;
   has_context = true;
-  const cudaError_t refused = refusal(found->second, grid, block, shared);
+  const cudaError_t refused = refusal(*found, grid, block, shared);
   if (refused != cudaSuccess) return refused;
   const unsigned sizes[] = {grid.x, grid.y, grid.z, block.x, block.y, block.z};
-  const int fault = callback(found->second.name.c_str(), sizes, sizes + 3, args, shared);
+  const int fault = on_launch(found->name.c_str(), sizes, sizes + 3, args, shared);
   return fault ? cudaErrorLaunchFailure : cudaSuccess;
 }
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* kernel, void** args) {
@@ -187,14 +194,13 @@ cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* entry) {
 }
 
 cudaError_t cudaFuncSetAttribute(const void* function, cudaFuncAttribute attribute, int value) {
-  const auto found = kernels().find(function);
-  if (found == kernels().end()) return cudaErrorInvalidDeviceFunction;
+  Kernel* kernel = find(function);
+  if (!kernel) return cudaErrorInvalidDeviceFunction;
   if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize) return cudaSuccess;
-  Kernel& kernel = found->second;
-  if (value < 0 || kernel.static_shared + static_cast<size_t>(value) > most_shared())
+  if (value < 0 || kernel->static_shared + static_cast<size_t>(value) > most_shared())
     return cudaErrorInvalidValue;
-  kernel.dynamic_shared = static_cast<size_t>(value);
-  kernel.has_dynamic_shared = true;
+  kernel->dynamic_shared = static_cast<size_t>(value);
+  kernel->has_dynamic_shared = true;
   return cudaSuccess;
 }
 cudaError_t cudaGetDriverEntryPointByVersion(const char* symbol, void** function, unsigned,

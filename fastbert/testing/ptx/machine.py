@@ -151,7 +151,7 @@ class Module:
         Raises:
             PtxFault: If the kernel does something wrong.
             ValueError: If an argument does not fit, or if the kernel has an instruction that the
-                machine does not know.
+                machine does not know. It is a PtxSyntaxError if the kernel cannot be read.
         """
         if name not in self.text.kernels:
             raise ValueError(f"name: got {name!r}, allowed: {', '.join(self.kernels)}")
@@ -289,10 +289,10 @@ def load(text: str) -> Module:
         text: The module, as ``triton.compile(...).asm["ptx"]`` or ``nvcc -ptx`` gives it.
 
     Returns:
-        The module, whose kernels `Module.launch` runs.
+        The module, whose kernels `Module.launch` runs. A kernel is read when it is first launched.
 
     Raises:
-        PtxSyntaxError: If the text cannot be read.
+        PtxSyntaxError: If the text outside the kernels cannot be read.
     """
     return Module(parse(text))
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import re
 import struct
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -120,11 +121,43 @@ class Function(NamedTuple):
         return match[1]
 
 
+class Kernels(Mapping[str, Kernel]):
+    """The kernels of a module by name.
+
+    A kernel is read when it is first asked for, because a module that nvcc made of templates has
+    dozens, most of which are never launched. Reading one may raise PtxSyntaxError.
+    """
+
+    def __init__(self, entries: Sequence[Function], functions: dict[str, Function]) -> None:
+        """Keep the kernels, and the functions that they call, as text."""
+        self._entries = {entry.name: entry for entry in entries}
+        self._functions = functions
+        self._read: dict[str, Kernel] = {}
+
+    def __getitem__(self, name: str) -> Kernel:
+        """Return a kernel, or raise KeyError."""
+        if name not in self._read:
+            self._read[name] = _Body(self._entries[name], self._functions).kernel
+        return self._read[name]
+
+    def __contains__(self, name: object) -> bool:
+        """Tell whether there is a kernel of this name, without reading it."""
+        return name in self._entries
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the names."""
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        """Return the number of kernels."""
+        return len(self._entries)
+
+
 @dataclass
 class Text:
     """A parsed module."""
 
-    kernels: dict[str, Kernel]
+    kernels: Kernels
     variables: list[Variable]
     files: dict[int, str]
     target: str
@@ -141,15 +174,16 @@ def parse(text: str) -> Text:
         text: The whole text, from ``.version`` on.
 
     Returns:
-        The kernels, variables and source files.
+        The kernels, variables and source files. A kernel is read when it is first asked for.
 
     Raises:
-        PtxSyntaxError: If a statement cannot be read; the message gives its line.
+        PtxSyntaxError: If a statement outside the kernels cannot be read; the message gives its
+            line.
     """
     text = re.sub(r"/\*.*?\*/", lambda m: "\n" * m[0].count("\n"), text, flags=re.S)
     files = {int(n): name for n, name in re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]*)"', text, re.M)}
     target = re.search(r"^\s*\.target\s+([\w, ]+)", text, re.M)
-    result = Text({}, [], files, target[1].split(",")[0].strip() if target else "")
+    variables: list[Variable] = []
     lines = text.split("\n")
     number = 0
     entries: list[Function] = []
@@ -168,14 +202,12 @@ def parse(text: str) -> Text:
             while ";" not in statement:
                 number += 1
                 statement += " " + _bare(lines[number])
-            result.variables.append(_variable(statement.split(";")[0], start + 1))
+            variables.append(_variable(statement.split(";")[0], start + 1))
         elif line.startswith(".section"):
             break
         number += 1
-    for entry in entries:
-        kernel = _Body(entry, functions).kernel
-        result.kernels[kernel.name] = kernel
-    return result
+    architecture = target[1].split(",")[0].strip() if target else ""
+    return Text(Kernels(entries, functions), variables, files, architecture)
 
 
 def _bare(line: str) -> str:

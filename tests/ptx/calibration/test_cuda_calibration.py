@@ -43,6 +43,7 @@ def outputs(library: CudaLibrary, name: str, x: Tensor, size: int, seed: int) ->
     return out
 
 
+@pytest.mark.every_case
 def test_block_reductions(library, seed):
     x = torch.randint(-(2**20), 2**20, (COUNT,)).int()
     out = outputs(library, "reduce", x, 4, seed)
