@@ -7,13 +7,18 @@ be a mount point or a symbolic link. A writer therefore works in four steps.
 2. It renames this folder to ``.fastbert-committed``. This rename is the commit point.
 3. It moves the old files of the same names out, ``config.json`` first. Then it moves the new files
    in, ``config.json`` last. The folder never contains old and new files at the same time.
-4. It deletes ``.fastbert-committed``, which contains the old files after step 3.
+4. It renames ``.fastbert-committed``, which contains the old files after step 3, to
+   ``.fastbert-staged-*``, and deletes this folder.
 
 A folder that does not exist is staged in its parent folder and appears by one rename.
 
 The writer holds a lock on a file in its own folder until it ends. If the lock can be taken, the
 writer is dead. The next writer then deletes its staged files, and the next reader or writer
 finishes its commit (``settle``).
+
+A reader only moves files inside the folder, and leaves the deletion to the next writer. Nobody
+follows a link in the place of the folder of a writer, of its lock, or of its two folders of files,
+because the folder of a model may come from a stranger.
 """
 
 from __future__ import annotations
@@ -23,6 +28,7 @@ import errno
 import os
 import secrets
 import shutil
+import stat
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -85,20 +91,21 @@ def replacement(folder: Path) -> Iterator[Path]:
 def settle(folder: Path) -> None:
     """Finish the commit of a writer that died after its commit point.
 
+    Files are moved inside `folder` only, and no file is deleted.
+
     Args:
         folder: The folder that the writer wrote to.
 
     Raises:
-        OSError: If the files cannot be moved, or if another process moves them for longer than
-            ``PATIENCE``.
+        OSError: If the files cannot be moved, if another process moves them for longer than
+            ``PATIENCE``, or if no save has made the folder ``.fastbert-committed``.
     """
     deadline = time.monotonic() + PATIENCE
-    while (folder / COMMITTED).is_dir():
+    while _is_committed(folder):
         try:
             lock = _lock(folder / COMMITTED / LOCK)
-        except FileNotFoundError:
-            continue  # The writer has just finished.
-        except BlockingIOError as error:
+        except (FileNotFoundError, BlockingIOError) as error:
+            # The writer has just finished, or it is alive.
             if time.monotonic() > deadline:
                 raise OSError(
                     f"{folder}: another process has been saving into this folder for "
@@ -110,7 +117,7 @@ def settle(folder: Path) -> None:
             raise _unfinished(folder, error) from error
         try:
             _move_out(folder)
-            _move_in(folder)
+            _move_in(folder, _new_name(folder))
         except OSError as error:
             raise _unfinished(folder, error) from error
         finally:
@@ -120,6 +127,8 @@ def settle(folder: Path) -> None:
 def discard_dead(folder: Path) -> None:
     """Delete the staged files of killed writers in `folder`, but not of living writers."""
     for stage in folder.glob(f"{STAGED}*"):
+        if stage.is_symlink() or not stage.is_dir():
+            continue
         # An OSError means that the writer is alive, or that its state is unknown.
         with contextlib.suppress(OSError):
             lock = _lock(stage / LOCK)
@@ -165,7 +174,7 @@ def consistent(folder: Path, read: Callable[[], Result]) -> Result:
 
 def _version(folder: Path) -> tuple[int, ...] | None:
     """Return the identity of the folder's ``config.json``; None while files are being moved."""
-    if (folder / COMMITTED).exists():
+    if _is_committed(folder):
         return None
     try:
         status = os.stat(folder / CONFIG)
@@ -174,10 +183,28 @@ def _version(folder: Path) -> tuple[int, ...] | None:
     return status.st_dev, status.st_ino, status.st_mtime_ns
 
 
+def _is_committed(folder: Path) -> bool:
+    """Return whether `folder` has the folder of a commit; raise OSError for something else."""
+    try:
+        mode = os.lstat(folder / COMMITTED).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    if not stat.S_ISDIR(mode):
+        raise OSError(
+            f"{folder / COMMITTED}: got a link or a file, allowed: no such name, or the folder of "
+            "a save that was stopped"
+        )
+    return True
+
+
+def _new_name(home: Path) -> Path:
+    return home / f"{STAGED}{secrets.token_hex(8)}"
+
+
 def _stage(home: Path) -> tuple[Path, int]:
     """Make a new folder in `home`; return it and the open file that holds its lock."""
     while True:
-        stage = home / f"{STAGED}{secrets.token_hex(8)}"
+        stage = _new_name(home)
         stage.mkdir()
         try:
             return stage, _lock(stage / LOCK)
@@ -200,13 +227,14 @@ def _lock(path: Path) -> int:
     Raises:
         BlockingIOError: If a living process holds the lock.
         FileNotFoundError: If `path` was deleted.
+        OSError: If `path` is a link, among other reasons.
     """
     import fcntl
 
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not os.path.samestat(os.fstat(handle), os.stat(path)):
+        if not os.path.samestat(os.fstat(handle), os.lstat(path)):
             raise FileNotFoundError(errno.ENOENT, "replaced before it was locked", str(path))
     except BaseException:
         os.close(handle)
@@ -245,15 +273,28 @@ def _commit(stage: Path, folder: Path) -> None:
         # _move_out has restored the old files, so the commit is undone.
         os.rename(folder / COMMITTED, stage)
         raise
-    _move_in(folder)
+    _move_in(folder, stage)
+    # `settle` may have left the folder of a dead writer.
+    discard_dead(folder)
 
 
 def _names(folder: Path) -> list[str]:
-    """Return the names of the new files, ``config.json`` first."""
+    """Return the names of the new files, ``config.json`` first.
+
+    Raises:
+        OSError: If there are new files, and a folder of the writer is a link or is missing.
+    """
+    places = [folder / COMMITTED / part for part in (NEW, OLD)]
+    for place in places:
+        if place.is_symlink():
+            raise OSError(f"{place}: got a link, allowed: a folder")
     try:
-        return sorted(os.listdir(folder / COMMITTED / NEW), key=lambda name: name != CONFIG)
+        names = sorted(os.listdir(places[0]), key=lambda name: name != CONFIG)
     except FileNotFoundError:
         return []
+    if names and not places[1].is_dir():
+        raise OSError(f"{places[1]}: got no folder, allowed: a folder for the old files")
+    return names
 
 
 def _move_out(folder: Path) -> None:
@@ -261,8 +302,13 @@ def _move_out(folder: Path) -> None:
     moved = []
     try:
         for name in _names(folder):
+            old = folder / COMMITTED / OLD / name
+            if not os.path.lexists(folder / name):
+                continue
+            if os.path.lexists(old):
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(old))
             with contextlib.suppress(FileNotFoundError):
-                os.rename(folder / name, folder / COMMITTED / OLD / name)
+                os.rename(folder / name, old)
                 moved.append(name)
         _sync(folder)
     except OSError:
@@ -271,18 +317,12 @@ def _move_out(folder: Path) -> None:
         raise
 
 
-def _move_in(folder: Path) -> None:
-    """Move the new files in and delete the old files."""
-    committed = folder / COMMITTED
+def _move_in(folder: Path, left: Path) -> None:
+    """Move the new files in; the folder with the old files becomes `left`, as of a dead writer."""
     for name in reversed(_names(folder)):
-        os.rename(committed / NEW / name, folder / name)
+        os.rename(folder / COMMITTED / NEW / name, folder / name)
     _sync(folder)
-    for part in (committed / OLD, committed / NEW):
-        shutil.rmtree(part, ignore_errors=True)
-    (committed / LOCK).unlink()
-    # The commit of the next writer may have replaced the folder.
-    with contextlib.suppress(OSError):
-        committed.rmdir()
+    os.rename(folder / COMMITTED, left)
 
 
 def _sync(path: Path) -> None:

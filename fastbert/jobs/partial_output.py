@@ -129,8 +129,9 @@ class PartialOutput:
 
     def _resume(self) -> None:
         """Take over the rows of the same run in the folder, and report it."""
-        names = [path.name for path in self.folder.iterdir()]
-        if foreign := [name for name in names if not name.startswith(OURS)]:
+        paths = list(self.folder.iterdir())
+        foreign = [p.name for p in paths if p.is_symlink() or not p.name.startswith(OURS)]
+        if foreign:
             raise ValueError(
                 f"OUT: {self.folder} holds {foreign[0]}, allowed: an unfinished run, or no folder"
             )

@@ -124,6 +124,7 @@ def prepare(options: PrepareOptions, reporter: Reporter = SILENT) -> dict[str, A
     try:
         if options.overwrite:
             _forget(output)
+        _refuse_links(output)
         run = _Run(options, files, given, reporter)
         return run.verified() if (output / MANIFEST).exists() else run.work()
     finally:
@@ -332,6 +333,16 @@ def _refuse_foreign(output: Path) -> None:
             raise ValueError(
                 f"OUT: {output} has files of something else ({others[0]}), allowed: an empty or "
                 "new folder"
+            )
+
+
+def _refuse_links(output: Path) -> None:
+    """Raise ValueError for a link in the place of a folder in which a run deletes files."""
+    for name in (SHARDS, TOKENIZER):
+        if (output / name).is_symlink():
+            raise ValueError(
+                f"OUT: {output / name} is a link, allowed: a folder, because a run deletes files "
+                "in it; or --overwrite, which deletes the link and starts anew"
             )
 
 

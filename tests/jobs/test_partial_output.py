@@ -64,6 +64,17 @@ def test_a_block_without_rows_leaves_no_folder(tmp_path, leave):
     assert reporter.notes == []
 
 
+@pytest.mark.parametrize("name", ["rows.npy", "state.json", "whole.npy"])
+def test_a_link_to_a_file_elsewhere_is_refused_and_not_followed(tmp_path, name):
+    (tmp_path / "mine").write_bytes(b"mine" * 100)
+    folder = tmp_path / "rows.npy.partial"
+    folder.mkdir()
+    (folder / name).symlink_to(tmp_path / "mine")
+    with pytest.raises(ValueError, match=f"{name}, allowed: an unfinished run"):
+        opened(tmp_path).__enter__()
+    assert (tmp_path / "mine").read_bytes() == b"mine" * 100
+
+
 @pytest.mark.parametrize("end", ["finish", "discard"])
 def test_a_folder_that_another_run_makes_after_the_end_is_left_alone(tmp_path, leave, end):
     with leave.stopping, opened(tmp_path) as partial:

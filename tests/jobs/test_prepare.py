@@ -266,6 +266,28 @@ def test_a_folder_with_other_files_is_refused(options):
             prepare(options(overwrite=overwrite))
 
 
+@pytest.mark.parametrize("name", ["shards", "tokenizer"])
+def test_a_link_in_the_place_of_a_folder_is_refused_and_not_followed(options, tmp_path, name):
+    chosen = options()
+    prepare(chosen)
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    for file in ("mine.json", ".mine", "mine.txt"):
+        (outside / file).write_text("mine")
+    before = content(outside)
+    (chosen.output / name).rename(tmp_path / "moved")
+    (chosen.output / name).symlink_to(outside)
+    for unfinished in (False, True):
+        if unfinished:
+            (chosen.output / "manifest.json").rename(chosen.output / "run.json")
+        with pytest.raises(ValueError, match=rf"out/{name} is a link, allowed: a folder"):
+            prepare(chosen)
+        assert content(outside) == before
+    prepare(options(overwrite=True))
+    assert not (chosen.output / name).is_symlink()
+    assert content(outside) == before
+
+
 def test_text_without_a_passage_is_refused(options, tmp_path):
     path = tmp_path / "list.txt"
     path.write_text("- one\n- two\n")
