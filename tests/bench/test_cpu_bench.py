@@ -97,6 +97,7 @@ def test_the_package_reads_the_schedule_that_a_run_has_written(tmp_path):
     assert result.stdout == "fetched\n", result.stderr
 
 
+@pytest.mark.every_case
 def test_a_run_leaves_table_json_and_plot(tmp_path):
     said: list[str] = []
     names = ("fastbert fp32", "transformers eager fp32")

@@ -145,6 +145,7 @@ def test_the_same_command_after_a_killed_save_runs_and_cleans_up(
     assert_whole(out / "model")
 
 
+@pytest.mark.every_case
 def test_a_full_disk_costs_a_checkpoint_and_not_the_run(start, tmp_path) -> None:
     limits = json.dumps({"3": 4000, "5": -1})
     process = start(FULL, "--steps", 6, "--save-every", 2, LIMITS=limits)

@@ -129,6 +129,7 @@ def test_import_leaves_the_floating_point_mode_alone(extension):
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.every_case
 @pytest.mark.skipif(sys.platform != "linux", reason="needs os.fork")
 def test_works_in_a_child_forked_after_a_parallel_region(extension):
     """GNU OpenMP's pool does not survive a fork; torch's own layer norm hangs in such a child."""

@@ -48,6 +48,7 @@ def test_compiled_padded_batches() -> None:
             agree(values(whole, given), values(pair.oracle, given), stock)
 
 
+@pytest.mark.every_case
 def test_compiled_packed_batches() -> None:
     pair, given = sides(model()), batch()
     exist = given["attention_mask"].bool()

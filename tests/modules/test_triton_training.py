@@ -118,6 +118,7 @@ def test_a_layer_as_one_function_has_the_bits_of_its_operations(form, mixed):
     same(got, trained(built, inputs, 0, mixed))
 
 
+@pytest.mark.every_case
 def test_weights_in_low_precision_and_hidden_states():
     built, inputs = model(torch.float16, num_hidden_layers=2), padded(4, 2)
     same(

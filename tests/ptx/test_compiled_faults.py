@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from compiled_faults import FAULTS, KINDS, UNCAUGHT, CompiledFault
-from quick_cases import first_of_each, long_case
+from quick_cases import first_of_each
 
 from fastbert.ops import backend as backends
 
@@ -78,7 +78,8 @@ def test_a_fault_that_does_not_fit_is_an_error():
     assert "bar" not in fault._replace(which="every").broken(text)
 
 
-@pytest.mark.parametrize("arch", [long_case(80), 90])
+@pytest.mark.every_case
+@pytest.mark.parametrize("arch", [80, 90])
 def test_attention_weights(environment, arch):
     program = [sys.executable, str(HERE / "attention_weights_on_ptx.py"), str(arch)]
     result = subprocess.run(

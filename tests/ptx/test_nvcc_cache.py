@@ -47,6 +47,7 @@ def test_a_second_compilation_is_a_copy(source, tmp_path, monkeypatch):
     assert len(entries(tmp_path)) == 1
 
 
+@pytest.mark.every_case
 def test_a_change_of_anything_is_compiled(source, tmp_path, monkeypatch):
     compiled(source, "first")
     header = source.parent / "factor.cuh"

@@ -1,7 +1,4 @@
-"""Primitives of the CUDA toolkit, compiled by nvcc, on the PTX machine; every result is exact.
-
-`make test` compiles them for sm_90 and runs one seed, `make calibrate` for sm_80 too and three.
-"""
+"""Primitives of the CUDA toolkit, compiled by nvcc, on the PTX machine; every result is exact."""
 
 from __future__ import annotations
 
@@ -19,13 +16,10 @@ THREADS, ITEMS = 128, 4
 COUNT = THREADS * ITEMS
 
 
-def pytest_generate_tests(metafunc):
-    every = metafunc.config.getoption("--every-case")
-    metafunc.parametrize("library", ["80", "90"] if every else ["90"], indirect=True)
-    metafunc.parametrize("seed", [0, 1, 2] if every else [0])
+pytestmark = [pytest.mark.every_case, pytest.mark.parametrize("seed", range(3))]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=["80", "90"])
 def library(request, tmp_path_factory) -> CudaLibrary:
     require_nvcc()
     source = Path(__file__).parent / "cuda" / "primitives.cu"
@@ -43,7 +37,6 @@ def outputs(library: CudaLibrary, name: str, x: Tensor, size: int, seed: int) ->
     return out
 
 
-@pytest.mark.every_case
 def test_block_reductions(library, seed):
     x = torch.randint(-(2**20), 2**20, (COUNT,)).int()
     out = outputs(library, "reduce", x, 4, seed)
