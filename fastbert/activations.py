@@ -59,7 +59,8 @@ def _relu(x: Tensor) -> Tensor:
 
 
 def _relu_slope(x: Tensor) -> Tensor:
-    return (x > 0).to(x.dtype)
+    # As in torch, the slope at NaN is 1, so that NaN is seen in what is computed from it.
+    return (~(x <= 0)).to(x.dtype)
 
 
 def _silu(x: Tensor) -> Tensor:

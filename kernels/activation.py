@@ -73,7 +73,8 @@ def value_and_slope(x, FUNCTION: tl.constexpr, dtype: tl.constexpr):
     """
     if FUNCTION == "relu":
         value = tl.where(x < 0.0, 0.0, x)
-        slope = tl.where(x > 0.0, 1.0, 0.0)
+        # As in torch, NaN has a slope of 1.
+        slope = tl.where(x <= 0.0, 0.0, 1.0)
     elif FUNCTION == "gelu":
         tail, bell = _normal_tail(tl.abs(x), dtype)
         share = tl.where(x < 0.0, tail, 1.0 - tail)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastbert.kernels.launch import Launch, dropout_arguments
+from fastbert.kernels.launch import Launch, dense, dropout_arguments
 from fastbert.kernels.tiles import (
     Tile,
     attention_tile,
@@ -198,7 +198,7 @@ def canonical(
     seed = seed if dropout_p > 0.0 else None
     left, right = window
     numbers = Numbers(max_q, max_k, dropout_p, scale, left, 0 if causal else right)
-    return (q, k, v, mask, bias, cu_seqlens_q, cu_seqlens_k, seed), numbers
+    return (q, k, v, mask, bias, *dense(cu_seqlens_q, cu_seqlens_k), seed), numbers
 
 
 def describe(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Problem:

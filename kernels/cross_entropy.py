@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fastbert.kernels.common import LOG2E
 from fastbert.kernels.gemm import product_tile
-from fastbert.kernels.launch import Launch, run
+from fastbert.kernels.launch import Launch, dense, run
 from fastbert.kernels.tiles import Tile, ceil_div, cross_entropy_tile
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -392,6 +392,7 @@ def linear_cross_entropy_forward(
     Raises:
         ValueError: If `reduction` is unknown.
     """
+    (bias,) = dense(bias)
     given, mean = Projection(hidden, weight, bias, labels), is_mean(reduction)
     device = hidden.device
     order = torch.empty(given.rows + 1, dtype=torch.int32, device=device)

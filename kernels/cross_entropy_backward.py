@@ -26,7 +26,7 @@ from fastbert.kernels.cross_entropy import (
     logits_tile,
 )
 from fastbert.kernels.gemm import GROUP_M, tile_position
-from fastbert.kernels.launch import Launch, run
+from fastbert.kernels.launch import Launch, dense, run
 from fastbert.kernels.tiles import ceil_div
 
 # Bytes of the logits' gradient that exist at once, and the fewest columns of a chunk. With fewer
@@ -407,6 +407,7 @@ def linear_cross_entropy_backward(
     Raises:
         ValueError: If `reduction` is unknown.
     """
+    (bias,) = dense(bias)
     given, mean = Projection(hidden, weight, bias, labels), is_mean(reduction)
     tile, device = given.tile[0], hidden.device
     shape = (given.row_blocks * tile.block_m, _chunk_columns(given))

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastbert.kernels.common import dot, narrow
-from fastbert.kernels.launch import Launch, dropout_arguments, run
+from fastbert.kernels.launch import Launch, dense, dropout_arguments, run
 from fastbert.kernels.norm_rows import (
     keep_rows,
     layer_norm_gradient,
@@ -450,7 +450,7 @@ def embedding_forward(
     y = torch.empty((rows, columns), dtype=tables[0].dtype, device=tables[0].device)
     mean, rstd = (torch.empty(rows, dtype=torch.float32, device=y.device) for _ in range(2))
     if columns > 0:
-        inputs = (*indices, *tables, weight, bias, seed)
+        inputs = (*indices, *tables, *dense(weight, bias), seed)
         run(_forward_launch, inputs, (y, mean, rstd), dropout_p, eps)
     return y, mean, rstd
 
@@ -582,7 +582,7 @@ def embedding_backward(
     shape = (1 + has_bias, row_programs(dsum), columns)
     partials = torch.empty(shape, dtype=torch.float32, device=dy.device)
     if columns > 0:
-        inputs = (dy, *indices, *tables, weight, mean, rstd, seed)
+        inputs = (dy, *indices, *tables, *dense(weight, mean, rstd), seed)
         run(_backward_launch, inputs, (dsum, partials), has_bias, dropout_p)
     dweight, *rest = sum_planes(partials, *[weight.dtype] * (1 + has_bias))
     dbias = rest[0] if has_bias else None

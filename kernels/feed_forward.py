@@ -25,7 +25,7 @@ from fastbert.kernels.activation import (
     store_narrow,
 )
 from fastbert.kernels.gemm import GROUP_M, halves, product_tile, tile_position
-from fastbert.kernels.launch import Launch, run
+from fastbert.kernels.launch import Launch, dense, run
 from fastbert.kernels.tiles import (
     ceil_div,
     elementwise_tile,
@@ -255,7 +255,7 @@ def linear_gelu_forward(
     h = None
     if save:
         h = torch.empty((rows, weight.shape[0]), dtype=x.dtype, device=x.device)
-    run(_linear_activation_launch, (x, weight, bias), (y, h), chosen)
+    run(_linear_activation_launch, (x, weight, *dense(bias)), (y, h), chosen)
     return y, h
 
 

@@ -57,6 +57,14 @@ def dropout_arguments(p: float, seed: Tensor | None) -> Dropout:
     return Dropout(threshold=int(p * 2**24 + 0.5), scale=scale, enabled=p > 0.0)
 
 
+def dense(*vectors: Tensor | None) -> list[Tensor | None]:
+    """Return vectors whose elements are one after another, as kernels without their stride read.
+
+    Only a vector that is a column or another view is copied.
+    """
+    return [v if v is None or v.is_contiguous() else v.contiguous() for v in vectors]
+
+
 def device_of(x: Tensor) -> contextlib.AbstractContextManager[Any]:
     """Make x's device current; Triton launches on the current device, not on its arguments'."""
     return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
@@ -98,11 +106,23 @@ class Launch(NamedTuple):
 
         Returns:
             The compiled kernel, or None if nothing ran.
+
+        Raises:
+            ValueError: If a vector has a stride that the kernel does not get.
         """
+        self._check_vectors()
         if min(self.grid) == 0:
             return None
         with device_of(on):
             return self.kernel[self.grid](**self.arguments, **self.options())
+
+    def _check_vectors(self) -> None:
+        # A kernel that gets no stride of x_ptr would read what lies between the elements.
+        for name, value in self.arguments.items():
+            if isinstance(value, Tensor) and value.dim() == 1 and not value.is_contiguous():
+                short = name.removesuffix("_ptr")
+                if f"stride_{short}" not in self.arguments:
+                    raise ValueError(f"{short}: got stride {value.stride(0)}, allowed: 1")
 
 
 class Kept(NamedTuple):

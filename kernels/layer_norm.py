@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastbert.kernels.common import narrow
-from fastbert.kernels.launch import Launch, dropout_arguments, run
+from fastbert.kernels.launch import Launch, dense, dropout_arguments, run
 from fastbert.kernels.norm_rows import (
     layer_norm_gradient,
     layer_norm_statistics,
@@ -203,6 +203,7 @@ def layer_norm_forward(
     """
     results = allocate_results(x) if into is None else into
     if x.shape[1] > 0:
+        weight, bias, x_bias = dense(weight, bias, x_bias)
         run(_forward_launch, (x, weight, bias, residual, x_bias, seed), results, dropout_p, eps)
     return results
 
@@ -279,7 +280,7 @@ def layer_norm_backward(
     shape = (1 + has_bias + sums_x_bias, row_programs(x), columns)
     partials = torch.empty(shape, dtype=torch.float32, device=x.device)
     if columns > 0:
-        inputs = (dy, x, weight, mean, rstd, residual, x_bias, seed)
+        inputs = (dy, x, *dense(weight, mean, rstd), residual, *dense(x_bias), seed)
         run(_backward_launch, inputs, (dsum, dx, partials), has_bias, dropout_p)
     dtypes = [weight.dtype] * (1 + has_bias) + ([x_bias.dtype] if sums_x_bias else [])
     sums = iter(sum_planes(partials, *dtypes))

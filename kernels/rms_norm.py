@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastbert.kernels.common import narrow
-from fastbert.kernels.launch import Launch, run
+from fastbert.kernels.launch import Launch, dense, run
 from fastbert.kernels.norm_rows import (
     load_parameter,
     load_sum,
@@ -143,7 +143,7 @@ def rms_norm_forward(
     y = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
     rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
     if columns > 0:
-        run(_forward_launch, (x, weight, residual), (y, rstd), eps)
+        run(_forward_launch, (x, *dense(weight), residual), (y, rstd), eps)
     return y, rstd
 
 
@@ -176,7 +176,7 @@ def rms_norm_backward(
     dsum = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
     partials = torch.empty((row_programs(x), columns), dtype=torch.float32, device=x.device)
     if columns > 0:
-        run(_backward_launch, (dy, x, weight, rstd, residual), (dsum, partials))
+        run(_backward_launch, (dy, x, *dense(weight, rstd), residual), (dsum, partials))
     return dsum, sum_partials(partials, weight.dtype)
 
 

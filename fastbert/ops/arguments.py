@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,12 @@ def require(condition: bool, name: str, got: Any, allowed: str) -> None:
     """Raise ValueError with the name, the value and what is allowed, unless `condition` holds."""
     if not condition:
         raise ValueError(f"{name}: got {got}, allowed: {allowed}")
+
+
+def require_eps(eps: float) -> None:
+    """Raise ValueError unless `eps` is a finite number of at least 0."""
+    if not 0.0 <= eps < math.inf:
+        raise ValueError(f"eps: got {eps}, allowed: a finite number >= 0")
 
 
 def require_shape(name: str, tensor: Tensor, shape: Sequence[int]) -> None:
@@ -72,9 +79,16 @@ def check_cu_seqlens(
         raise ValueError(f"{name}: got {cu_seqlens.tolist()}, allowed: {allowed}")
 
 
+def as_matrix(x: Tensor) -> Tensor:
+    """Return `x` (..., N) as (R, N), a view where that is possible; N may be 0."""
+    if x.dim() == 2:
+        return x
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
 def flatten_rows(x: Tensor) -> Tensor:
     """Return `x` as (R, N), whose rows may have any stride; it is copied if elements are apart."""
-    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    rows = as_matrix(x)
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 

@@ -17,6 +17,7 @@ from fastbert.ops.arguments import (
 from fastbert.ops.arguments import (
     flatten_rows,
     require,
+    require_eps,
     require_floating,
     require_integer,
     require_same_device,
@@ -102,6 +103,7 @@ def embedding(
         "word_table", word_table.device, ids=ids, token_types=token_types, positions=positions,
         type_table=type_table, position_table=position_table, weight=weight, bias=bias,
     )  # fmt: skip
+    require_eps(eps)
     seed = draw_seed(dropout_p, dropout_seed, word_table.device)
     request = backends.Request(word_table.device.type, word_table.dtype, columns=columns)
     choice = backends.resolve("embedding", backend, request)

@@ -13,6 +13,7 @@ from fastbert.ops import backend as backends
 from fastbert.ops.arguments import (
     check_cu_seqlens,
     require,
+    require_eps,
     require_same_device,
     require_shape,
 )
@@ -117,6 +118,7 @@ def encoder(
     require(hidden.dim() == 2, "hidden", f"shape {tuple(hidden.shape)}", "(T, H)")
     allowed = ", ".join(ACTIVATIONS)
     require(activation in ACTIVATIONS, "activation", repr(activation), allowed)
+    require_eps(eps)
     if backend is None:
         backend = "cpu" if hidden.device.type == "cpu" else "triton"
     require(backend in BACKENDS, "backend", repr(backend), f"None, {', '.join(BACKENDS)}")

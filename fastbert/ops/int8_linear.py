@@ -11,6 +11,7 @@ from fastbert import reference
 from fastbert.activations import PLAIN
 from fastbert.ops import backend as backends
 from fastbert.ops.arguments import (
+    as_matrix,
     require,
     require_floating,
     require_same_device,
@@ -85,10 +86,10 @@ def int8_linear(
     if residual is not None:
         require_shape("residual", residual, (*x.shape[:-1], outputs))
         require(residual.dtype == dtype, "residual", residual.dtype, f"{dtype}, as the result")
-        residual = residual.reshape(-1, outputs)
+        residual = as_matrix(residual)
     if bias is not None:
         require_shape("bias", bias, (outputs,))
-    rows = x.reshape(-1, weight.inputs)
+    rows = as_matrix(x)
     choice = backends.resolve("int8_linear", backend, backends.Request(device, x.dtype))
     arguments = (rows, *weight[:3], outputs, bias, residual, activation, dtype)
     if choice.backend == "cpu" and not torch.compiler.is_compiling():

@@ -15,6 +15,7 @@ from fastbert.ops.arguments import (
 from fastbert.ops.arguments import (
     flatten_rows,
     require,
+    require_eps,
     require_floating,
     require_same_device,
     require_shape,
@@ -71,6 +72,7 @@ def layer_norm(
     """
     if not _fits(x, weight, bias, residual, x_bias):
         _explain(x, weight, bias, residual, x_bias)
+    require_eps(eps)
     shape = x.shape
     if residual is not None:
         if residual.dtype != x.dtype:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastbert.ops import backend as backends
-from fastbert.ops.arguments import require, require_same_device, require_shape
+from fastbert.ops.arguments import as_matrix, require, require_same_device, require_shape
 
 
 def check_parameters(
@@ -82,7 +82,7 @@ def needs_gradient(*tensors: Tensor | None) -> bool:
 
 def rows_of(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return x (..., K) as (M, K) of `dtype`; the result is x itself if nothing changes."""
-    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    rows = as_matrix(x)
     return rows if rows.dtype == dtype else rows.to(dtype)
 
 

@@ -164,7 +164,9 @@ def differentiable(
             of the arguments by their names; an argument that it leaves out has none. `ctx.needs`
             holds, by argument, whether autograd wants a gradient; a gradient that is not wanted may
             be any tensor. The gradient of a result that nothing differentiates, such as a
-            statistic, is None instead of a tensor of zeros.
+            statistic, is None instead of a tensor of zeros. If the gradient of every result is
+            None, as after an ``autograd.Function`` that returns None, `backward` is not called, and
+            no argument has a gradient.
         setup_context: Function of the context, the arguments as one named tuple, and the result.
     """
     arguments = ARGUMENTS[name]
@@ -176,7 +178,7 @@ def differentiable(
     @functools.wraps(backward)
     def gradient(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.needs = arguments(*ctx.needs_input_grad)
-        found = backward(ctx, *gradients)
+        found = backward(ctx, *gradients) if any(g is not None for g in gradients) else {}
         needs = ctx.needs._asdict()
         return arguments(*(found.get(name) if needed else None for name, needed in needs.items()))
 

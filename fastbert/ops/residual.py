@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fastbert.ops.arguments import as_matrix
 from fastbert.ops.product import rows_of
 
 
@@ -84,9 +85,9 @@ class _WithResidual(torch.autograd.Function):
         if dy is None:
             return None, None, None, dresidual, *[None] * (len(needs) - 1)
         gradients = LAYERS[ctx.name].backward(
-            dy.reshape(-1, dy.shape[-1]),
+            as_matrix(dy),
             *ctx.saved_tensors,
-            None if dresidual is None else dresidual.reshape(-1, dresidual.shape[-1]),
+            None if dresidual is None else as_matrix(dresidual),
             needs,
             *ctx.constants,
         )

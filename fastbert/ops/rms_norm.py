@@ -12,6 +12,7 @@ from fastbert.ops import closed_form
 from fastbert.ops.arguments import (
     flatten_rows,
     require,
+    require_eps,
     require_floating,
     require_same_device,
     require_shape,
@@ -54,6 +55,7 @@ def rms_norm(
     require_floating("x", x)
     require(x.dim() >= 1 and x.shape[-1] >= 1, "x", f"shape {tuple(x.shape)}", "(..., N), N >= 1")
     columns = x.shape[-1]
+    require_eps(eps)
     require_floating("weight", weight)
     require_shape("weight", weight, (columns,))
     require_same_device("x", x.device, weight=weight, residual=residual)
