@@ -5,33 +5,83 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 from fastbert.atomic_file import write_atomically
 
-# The largest file of settings is the index of a sharded checkpoint, which has a few MB.
-MAX_BYTES = 1 << 26
+# The largest file of settings is the index of a sharded checkpoint, which has a few MB. Parsed JSON
+# needs up to 30 bytes of memory for each byte of the file.
+MAX_BYTES = 1 << 23
+# The largest file of data is a training part in the layout of SQuAD, which has 42 MB.
+MAX_DATA_BYTES = 1 << 26
+# Such a file of data has 2,000,000 values. Each needs up to 120 bytes of memory.
+MAX_VALUES = 1 << 22
+# Settings have at most ten levels of arrays and objects. The functions that walk through parsed
+# settings call themselves once or a few times per level.
+MAX_DEPTH = 100
 
 
-def read(path: Path, kind: type = dict) -> Any:
+def read(path: Path, kind: type = dict, *, most: int = MAX_BYTES) -> Any:
     """Return the content of a file that holds a JSON object (``dict``) or an array (``list``).
+
+    Args:
+        path: The file.
+        kind: The kind of its value.
+        most: Largest size of the file in bytes.
 
     Raises:
         OSError: If the file cannot be read.
-        ValueError: If the file is larger than ``MAX_BYTES``, is not JSON in UTF-8, or holds another
-            kind of value. The message names the file.
+        ValueError: If the file is larger than `most`, is not JSON in UTF-8, has more values or
+            levels than `parse` allows, or holds another kind of value. The message names the file.
     """
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise ValueError(f"{path}: got a pipe or a device, allowed: a file")
     size = path.stat().st_size
-    if size > MAX_BYTES:
-        raise ValueError(f"{path}: it has {size:,} bytes, allowed: at most {MAX_BYTES:,}")
+    if size > most:
+        raise ValueError(f"{path}: it has {size:,} bytes, allowed: at most {most:,}")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
+        content = parse(path.read_text(encoding="utf-8"))
+    except ValueError as error:
         raise ValueError(f"{path}: not valid JSON: {error}") from error
     if not isinstance(content, kind):
         raise ValueError(f"{path}: holds a JSON {type(content).__name__}, expected {kind.__name__}")
     return content
+
+
+def parse(text: str) -> Any:
+    """Return the value of a JSON text; the memory and the levels are bounded before it is parsed.
+
+    Raises:
+        ValueError: If the text is not JSON, or if it has more than about ``MAX_VALUES`` values or
+            more than ``MAX_DEPTH`` levels of arrays and objects.
+    """
+    opened = text.count("[") + text.count("{")
+    # Commas and brackets inside strings count too; texts have few of them.
+    values = opened + text.count(",")
+    if values > MAX_VALUES:
+        raise ValueError(f"it has {values:,} values, allowed: at most {MAX_VALUES:,}")
+    if opened > MAX_DEPTH:
+        _check_depth(text)
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError(str(error)) from error
+
+
+def _check_depth(text: str) -> None:
+    """Raise ValueError if arrays and objects are nested in more than ``MAX_DEPTH`` levels."""
+    # Without escapes, every second part between quotation marks is outside of the strings.
+    parts = text.replace(r"\\", "").replace(r"\"", "").split('"')
+    nested = re.sub(r"[^][{}]+", "", "".join(parts[::2])).replace("{", "[").replace("}", "]")
+    for _ in range(MAX_DEPTH):
+        if not nested:
+            return
+        nested = nested.replace("[]", "")
+    # Brackets without a partner are for the parser to refuse.
+    if "[]" in nested:
+        raise ValueError(f"it is nested more deeply than allowed: at most {MAX_DEPTH} levels")
 
 
 def jsonable(value: Any) -> Any:

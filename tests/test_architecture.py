@@ -20,6 +20,7 @@ EXTENSION = "fastbert._C"
 BELOW: dict[str, set[str]] = {
     "version": set(),
     "atomic_file": set(),
+    "checksum": set(),
     "json_file": {"atomic_file"},
     "config": {"json_file", "activations"},
     "activations": set(),
@@ -27,7 +28,7 @@ BELOW: dict[str, set[str]] = {
     "kernels": {"activations"},
     "ops": {"kernels", "reference", "activations"},
     "io": {"config", "json_file"},
-    "data": {"json_file", "atomic_file"},
+    "data": {"json_file", "atomic_file", "checksum"},
     "modules": {"ops", "config", "io", "activations"},
     "graphs": {"modules", "ops"},
     "inference": {"graphs", "modules", "data", "io"},
@@ -40,11 +41,11 @@ BELOW: dict[str, set[str]] = {
     },
     "training": {
         *("bench", "testing", "integrations", "graphs", "data", "modules", "io", "ops", "config"),
-        "atomic_file",
+        *("json_file", "atomic_file", "checksum"),
     },
     "jobs": {
         *("bench", "integrations", "inference", "data", "modules", "io", "config", "json_file"),
-        *("atomic_file", "version"),
+        *("atomic_file", "checksum", "version"),
     },
     "viewer": {"integrations", "data", "modules", "io", "config", "atomic_file"},
     "finetuning": {

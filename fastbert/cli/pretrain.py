@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fastbert import json_file
 from fastbert.cli.common import err, is_first_process, out, print_json
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ def parse_overrides(pairs: list[str]) -> dict[str, Any]:
         if not separator:
             raise ValueError(f"--config: got {pair!r}, allowed: KEY=VALUE, such as hidden_size=256")
         try:
-            overrides[key] = json.loads(text)
+            overrides[key] = json_file.parse(text)
         except ValueError:
             overrides[key] = text
     return overrides

@@ -11,7 +11,6 @@ separate paragraphs, and consecutive paragraphs are joined into documents.
 from __future__ import annotations
 
 import codecs
-import json
 import os
 import warnings
 from collections import Counter
@@ -20,6 +19,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TypeAlias
 
+from fastbert import json_file
 from fastbert.data.parquet_file import read_rows
 from fastbert.data.sentences import split_sentences
 
@@ -148,8 +148,8 @@ def _read_jsonl(path: Path) -> Iterator[Document]:
             if not line.strip():
                 continue
             try:
-                content = json.loads(line.decode("utf-8-sig"))
-            except (ValueError, RecursionError) as error:
+                content = json_file.parse(line.decode("utf-8-sig"))
+            except ValueError as error:
                 raise ValueError(f"{place}: not valid JSON in UTF-8: {error}") from error
             if not isinstance(content, dict):
                 got = type(content).__name__

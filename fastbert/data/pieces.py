@@ -6,11 +6,11 @@ exactly one piece.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from fastbert import json_file
 from fastbert.data.corpus import text_files
 from fastbert.data.parquet_file import read_rows, row_groups
 
@@ -181,8 +181,8 @@ def _read_jsonl(span: Span) -> Iterator[str]:
             continue
         text = _decode(span.path, place, line)
         try:
-            content = json.loads(text)
-        except (ValueError, RecursionError) as error:
+            content = json_file.parse(text)
+        except ValueError as error:
             raise _broken(span.path, place, f"not valid JSON: {error}") from error
         if not isinstance(content, dict) or not isinstance(content.get("text"), str):
             got = type(content).__name__

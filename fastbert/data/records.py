@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fastbert import json_file
 from fastbert.data.parquet_file import read_rows
 
 FORMATS = (".csv", ".tsv", ".jsonl", ".parquet")
@@ -126,8 +126,8 @@ def _objects(path: Path, fields: Sequence[str]) -> Iterator[Record]:
             continue
         place = f"{path}, line {number}"
         try:
-            content = json.loads(line)
-        except (ValueError, RecursionError) as error:
+            content = json_file.parse(line)
+        except ValueError as error:
             raise ValueError(f"{place}: not valid JSON: {error}") from error
         if not isinstance(content, dict):
             raise ValueError(f"{place}: got a {type(content).__name__}, allowed: an object")

@@ -78,7 +78,7 @@ def read_questions(path: Path, *, answered: bool = True) -> Iterator[Question]:
 
 
 def _articles(path: Path, answered: bool) -> Iterator[Question]:
-    articles = json_file.read(path).get("data")
+    articles = json_file.read(path, most=json_file.MAX_DATA_BYTES).get("data")
     if not isinstance(articles, list):
         raise ValueError(f"{path}: no list 'data', allowed: the layout of SQuAD")
     for a, article in enumerate(articles):

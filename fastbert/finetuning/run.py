@@ -221,13 +221,16 @@ class FinetuningRun(Run):
         """Continue where a checkpoint was written."""
         super().restore(found)
         content = found.content
-        self.counted, self.tokens = content["batches"], content["tokens"]
-        random = found.tensors("random")
-        self.losses.copy_(random.pop("losses"))
-        if "processes" not in content:
-            # The checkpoints of one process were once without a row for each process.
-            random = {name: tensor[None] for name, tensor in random.items()}
-        if content.get("processes", 1) == self.accelerator.num_processes:
-            self.restore_random(random)
-        else:
-            self.replace_random(self.options.seed)
+        with found.reading(state.STATE):
+            self.counted, self.tokens = content["batches"], content["tokens"]
+        with found.fitting("random") as random:
+            losses = random.pop("losses")
+            state.check_like("losses", losses, self.losses)
+            self.losses.copy_(losses)
+            if "processes" not in content:
+                # The checkpoints of one process were once without a row for each process.
+                random = {name: tensor[None] for name, tensor in random.items()}
+            if content.get("processes", 1) == self.accelerator.num_processes:
+                self.restore_random(random)
+            else:
+                self.replace_random(self.options.seed)

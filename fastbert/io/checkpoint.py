@@ -270,8 +270,9 @@ def _plain_name(index: Path, name: Any) -> str:
 
 def _read_pickled(path: Path) -> dict[str, Tensor]:
     try:
-        _refuse_compressed(path)
-        tensors = torch.load(path, map_location="cpu", weights_only=True)
+        # A zip file is mapped, so that tensors that do not fit the model are never read.
+        is_zip = _refuse_compressed(path)
+        tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except Exception as error:  # The unpickler raises any kind of error for a damaged file.
         if isinstance(error, OSError) and error.filename:
             raise
@@ -282,17 +283,20 @@ def _read_pickled(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _refuse_compressed(path: Path) -> None:
-    """Raise ValueError for compressed data, with which a small file could fill the memory.
+def _refuse_compressed(path: Path) -> bool:
+    """Return whether a file is a zip file; torch before 1.6 wrote another format.
 
-    ``torch.save`` does not compress.
+    Raises:
+        ValueError: If the data are compressed, with which a small file could fill the memory.
+            ``torch.save`` does not compress.
     """
     if not zipfile.is_zipfile(path):
-        return  # torch before 1.6 wrote another format.
+        return False
     with zipfile.ZipFile(path) as file:
         size = sum(entry.file_size for entry in file.infolist())
     if size > path.stat().st_size:
         raise ValueError(f"it unpacks to {size:,} bytes")
+    return True
 
 
 def _is_plain(name: object, tensor: object) -> bool:

@@ -1,14 +1,16 @@
 """Reading and writing one safetensors file; a damaged file raises ValueError.
 
 A file has the length of the header (8 bytes, little-endian), a JSON header
-``{name: {dtype, shape, data_offsets}}``, and the data. The safetensors library checks the header
-first, because it needs only milliseconds for any header. The library keeps the last of two equal
+``{name: {dtype, shape, data_offsets}}``, and the data. This module compares the size of the file
+with the last of the offsets before the file is mapped. The safetensors library then checks the
+header, because it needs only milliseconds for any header. The library keeps the last of two equal
 keys, so this module refuses equal keys.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import struct
 from collections import Counter
 from collections.abc import Mapping
@@ -21,6 +23,8 @@ from torch import Tensor
 
 # The safetensors library refuses a header of more bytes than this.
 MAX_HEADER = 100_000_000
+# The end of a tensor in the data; the library judges headers that are written in another way.
+_END = re.compile(rb'"data_offsets"\s*:\s*\[\s*\d{1,19}\s*,\s*(\d{1,19})\s*\]')
 
 
 def read(path: Path) -> dict[str, Tensor]:
@@ -36,13 +40,18 @@ def read(path: Path) -> dict[str, Tensor]:
         ValueError: If the file is damaged. The message names `path` and the reason.
     """
     length, size = _header_length(path)
+    with open(path, "rb") as file:
+        file.seek(8)
+        header = file.read(length)
+    ends = _END.findall(header)
+    if ends and 8 + length + max(map(int, ends)) != size:
+        raise _damaged(path, f"file not fully covered (the file has {size} bytes)")
     try:
         tensors = safetensors.torch.load_file(path, device="cpu")
     except safetensors.SafetensorError as error:
         raise _damaged(path, f"{error} (the file has {size} bytes)") from error
-    with open(path, "rb") as file:
-        file.seek(8)
-        header = file.read(length)
+    except (RuntimeError, MemoryError) as error:
+        raise ValueError(f"{path}: its {size:,} bytes cannot be mapped: {error}") from error
     try:
         json.loads(header, object_pairs_hook=_refuse_equal_keys)
     except ValueError as error:

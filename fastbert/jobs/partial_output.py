@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import shutil
 from collections import Counter
@@ -136,13 +135,13 @@ class PartialOutput:
                 f"OUT: {self.folder} holds {foreign[0]}, allowed: an unfinished run, or no folder"
             )
         try:
-            state = json.loads((self.folder / STATE).read_text(encoding="utf-8"))
+            state = json_file.read(self.folder / STATE)
             theirs, done, totals = state["fingerprint"], state["rows"], Counter(state["totals"])
             if not all(type(n) is int and n >= 0 for n in (done, *totals.values())):
                 return
             other = [name for name in self.fingerprint if theirs[name] != self.fingerprint[name]]
             whole = (self.folder / ROWS).stat().st_size >= self._size(done)
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        except (OSError, ValueError, KeyError, TypeError):
             return
         if not done:
             return

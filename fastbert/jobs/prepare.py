@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fastbert import json_file
+from fastbert.checksum import checksum
 from fastbert.data.passages import Dropped, passages
 from fastbert.data.pieces import Piece, cut, find_text, read_piece
 from fastbert.data.prepared.corpus import PreparedCorpus
@@ -29,7 +30,7 @@ from fastbert.data.prepared.manifest import (
     Manifest,
     read_manifest,
 )
-from fastbert.data.prepared.shards import ShardRecord, checksum, token_dtype
+from fastbert.data.prepared.shards import ShardRecord, token_dtype
 from fastbert.data.tokenizer import WordPieceTokenizer
 from fastbert.data.vocabulary import train_tokenizer
 from fastbert.jobs.corpus_summary import CHART, SUMMARY, draw, summarise

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fastbert import json_file
 from fastbert.jobs.reporter import SILENT, Reporter
 
 if TYPE_CHECKING:
@@ -100,8 +100,8 @@ class Texts:
     def _objects(self) -> Iterator[tuple[Any, ...]]:
         for (line,) in self._lines():
             try:
-                content = json.loads(line)
-            except (ValueError, RecursionError):
+                content = json_file.parse(line)
+            except ValueError:
                 content = None
             if not isinstance(content, dict):
                 content = {}

@@ -63,4 +63,5 @@ class WeightAverage:
     def restore(self, saved: Mapping[str, Tensor]) -> None:
         """Continue with an average that `tensors` returned."""
         for name, mean in self._means.items():
+            state.check_like(name, saved[name], mean)
             mean.copy_(state.shared_like(saved[name], mean))

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fastbert import json_file
 from fastbert.atomic_file import write_atomically
 
 LOG, CURVES = "log.jsonl", "curves.png"
@@ -72,23 +73,32 @@ def rows_until(path: Path, step: int) -> list[LogRow]:
     if not path.exists():
         return []
     whole, _, _ = path.read_bytes().rpartition(b"\n")
+    return [row for row in _parsed(path, whole) if row["step"] <= step]
+
+
+def read_log(path: str | os.PathLike[str]) -> list[LogRow]:
+    """Read the rows of a log that `RunLog` wrote.
+
+    Raises:
+        ValueError: If a line is damaged. The message names the file and the line.
+    """
+    return _parsed(Path(path), Path(path).read_bytes().removesuffix(b"\n"))
+
+
+def _parsed(path: Path, content: bytes) -> list[LogRow]:
     rows = []
-    for number, line in enumerate(whole.split(b"\n") if whole else (), 1):
+    for number, line in enumerate(content.split(b"\n") if content else (), 1):
         try:
-            row = json.loads(line)
-            if row["step"] <= step:
-                rows.append(row)
+            row = json_file.parse(line.decode())
+            if not isinstance(row["step"], int) or not isinstance(row["event"], str):
+                raise TypeError("a row has the number of its step and the name of its event")
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
                 f"{path}, line {number}: got {line!r:.80}, allowed: a row of the log as JSON; "
                 "without this line, the run can continue"
             ) from error
+        rows.append(row)
     return rows
-
-
-def read_log(path: str | os.PathLike[str]) -> list[LogRow]:
-    """Read the rows of a log that `RunLog` wrote."""
-    return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
 
 
 # The panels of the curves of a pre-training run: a name in the rows, and its title.

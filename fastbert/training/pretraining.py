@@ -331,20 +331,22 @@ class PretrainingRun(Run):
         super().restore(found)
         content = found.content
         if self.average is not None:
-            self.average.restore(found.tensors("average"))
-        taken = content["position"] * content["processes"]
-        self.epoch, self.position = content["epoch"], taken // self.accelerator.num_processes
-        self.tokens, self.evaluation = content["tokens"], content["evaluation"]
-        # Checkpoints were once without FLOPs.
-        self.flops = content.get("flops", 0.0)
-        saved = found.tensors("processes")
-        if content["processes"] == self.accelerator.num_processes:
-            self.meter.restore(saved["sums"][self.accelerator.process_index])
-            self.restore_random(saved)
-            return
-        self.replace_random(self.options.seed)
-        if self.first:
-            self.meter.restore(saved["sums"].sum(dim=0))
+            with found.fitting("average") as average:
+                self.average.restore(average)
+        with found.reading(state.STATE):
+            taken = content["position"] * content["processes"]
+            self.epoch, self.position = content["epoch"], taken // self.accelerator.num_processes
+            self.tokens, self.evaluation = content["tokens"], content["evaluation"]
+            # Checkpoints were once without FLOPs.
+            self.flops = content.get("flops", 0.0)
+        with found.fitting("processes") as saved:
+            if content["processes"] == self.accelerator.num_processes:
+                self.meter.restore(saved["sums"][self.accelerator.process_index])
+                self.restore_random(saved)
+                return
+            self.replace_random(self.options.seed)
+            if self.first:
+                self.meter.restore(saved["sums"].sum(dim=0))
 
 
 def _groups(batches: Iterable[Batch], size: int) -> Iterator[Batches]:

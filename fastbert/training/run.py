@@ -200,12 +200,14 @@ class Run(ABC):
         Args:
             saved: The states that `random_state` returned, with a row for each process.
         """
-        own = self.accelerator.process_index
+        own = {name: saved[name][self.accelerator.process_index] for name in self.random_state()}
+        for name, current in self.random_state().items():
+            state.check_like(name, own[name], current)
         # torch crashes with a state that is a row of a tensor.
-        torch.set_rng_state(saved["cpu"][own].clone())
+        torch.set_rng_state(own["cpu"].clone())
         if self.device.type != "cpu":
             module = torch.get_device_module(self.device)
-            module.set_rng_state(saved["device"][own].clone(), self.device)
+            module.set_rng_state(own["device"].clone(), self.device)
 
     def replace_random(self, seed: int) -> None:
         """Draw other random numbers than the run of another number of processes."""
@@ -299,10 +301,17 @@ class Run(ABC):
     def restore(self, found: state.Checkpoint) -> None:
         """Continue where a checkpoint was written."""
         content = found.content
+        if content["step"] > self.total:
+            raise ValueError(
+                f"{found.folder / state.STATE}: step: got {content['step']}, allowed: at most the "
+                f"{self.total} steps of the run"
+            )
         self.step = self.saved = content["step"]
         self.seconds, self.before = content["seconds"], content["before"]
-        state.restore_weights(self.model, found.tensors("weights"))
-        state.restore_moments(self.own_optimizer, found.tensors("optimizer"))
+        with found.fitting("weights") as weights:
+            state.restore_weights(self.model, weights)
+        with found.fitting("optimizer") as moments:
+            state.restore_moments(self.own_optimizer, moments)
         continue_schedule(self.schedule, self.step)
 
     @contextlib.contextmanager

@@ -18,22 +18,31 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import re
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor, nn
 
+from fastbert import json_file
+from fastbert.checksum import checksum
 from fastbert.data import WordPieceTokenizer
 from fastbert.io import commit, safetensors_file
 
+# The entries of AdamW and of LAMB for each parameter.
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 CHECKPOINTS, STATE = "checkpoints", "state.json"
 NAME = re.compile(r"step-(\d{8,})$")
 # The layout of the files; a checkpoint of another layout is refused.
 LAYOUT = 1
+# Every integer in a checkpoint is smaller. A 64-bit integer holds products of two of them that a
+# run computes, such as a position times a number of processes.
+MOST = 1 << 53
 
 
 class StoredTokenizer(Protocol):
@@ -56,8 +65,34 @@ class Checkpoint(NamedTuple):
     content: dict[str, Any]
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """Return the tensors of ``name.safetensors``, on the CPU."""
-        return safetensors_file.read(self.folder / f"{name}.safetensors")
+        """Return the tensors of ``name.safetensors``, on the CPU.
+
+        Raises:
+            ValueError: If the file is damaged or has no checksum.
+        """
+        path = self.folder / f"{name}.safetensors"
+        if path.name not in self.content["files"]:
+            raise ValueError(f"{self.folder / STATE}: files: {path.name} is missing")
+        return safetensors_file.read(path)
+
+    @contextlib.contextmanager
+    def fitting(self, name: str) -> Iterator[dict[str, Tensor]]:
+        """Yield the tensors of ``name.safetensors``; an error of the block names the file."""
+        with self.reading(f"{name}.safetensors"):
+            yield self.tensors(name)
+
+    @contextlib.contextmanager
+    def reading(self, name: str) -> Iterator[None]:
+        """Turn an error about the content of a file into a ValueError that names the file."""
+        try:
+            yield
+        except (LookupError, TypeError, AttributeError, RuntimeError, ValueError) as error:
+            if isinstance(error, ValueError) and str(self.folder) in str(error):
+                raise
+            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+            raise ValueError(
+                f"{self.folder / name}: it does not fit the run: {reason:.300}"
+            ) from error
 
     def tokenizer(self) -> WordPieceTokenizer:
         """Return the tokenizer of the run."""
@@ -95,7 +130,7 @@ def save(
         for stem, named in tensors.items():
             safetensors_file.write(new / f"{stem}.safetensors", named)
         tokenizer.save(new)
-        sums = {path.name: _checksum(path) for path in sorted(new.iterdir())}
+        sums = {path.name: checksum(path) for path in sorted(new.iterdir())}
         whole = {"layout": LAYOUT, "step": step, "files": sums, **content}
         text = json.dumps({**whole, "checksum": _checksum_of(whole)}, indent=1)
         (new / STATE).write_text(text, encoding="utf-8")
@@ -152,19 +187,58 @@ def read(folder: Path) -> Checkpoint:
         OSError: If a file cannot be read.
     """
     path = folder / STATE
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        checksum = content.pop("checksum")
-    except (ValueError, KeyError, AttributeError) as error:
-        raise ValueError(f"{path}: not the state of a run: {error}") from error
-    if checksum != _checksum_of(content):
+    content = json_file.read(path)
+    if content.pop("checksum", None) != _checksum_of(content):
         raise ValueError(f"{path}: its content has another checksum than it says")
-    if content["layout"] != LAYOUT:
-        raise ValueError(f"{path}: got the layout {content['layout']}, allowed: {LAYOUT}")
+    if content.get("layout") != LAYOUT:
+        raise ValueError(
+            f"{path}: got the layout {content.get('layout')!r:.100}, allowed: {LAYOUT}"
+        )
+    _check_content(path, content)
     for name, expected in content["files"].items():
-        if _checksum(folder / name) != expected:
+        if checksum(folder / name) != expected:
             raise ValueError(f"{folder / name}: its checksum is not the one in {STATE}")
     return Checkpoint(folder, content)
+
+
+# The least value of each integer. All tasks have a step; the others depend on the task.
+_INTEGERS = {
+    **dict.fromkeys(("step", "processes", "accumulate"), 1),
+    **dict.fromkeys(("epoch", "position", "tokens", "batches"), 0),
+}
+_NUMBERS = ("seconds", "before", "flops")
+_KINDS = {"files": dict, "options": dict, "task": str, "data": str, "documents": str}
+_REQUIRED = ("step", "seconds", "before", "files", "options")
+
+
+def _check_content(path: Path, content: Mapping[str, Any]) -> None:
+    """Raise ValueError if an entry that all tasks need is missing, or is of another kind."""
+
+    def refuse(name: str, allowed: str) -> ValueError:
+        return ValueError(f"{path}: {name}: got {content[name]!r:.100}, allowed: {allowed}")
+
+    for name in _REQUIRED:
+        if name not in content:
+            raise ValueError(f"{path}: {name}: got nothing, allowed: the state of a run")
+    for name in _INTEGERS.keys() & content.keys():
+        value, least = content[name], _INTEGERS[name]
+        if type(value) is not int or not least <= value < MOST:
+            raise refuse(name, f"an integer from {least} to {MOST - 1}")
+    for name in set(_NUMBERS) & content.keys():
+        value = content[name]
+        if type(value) not in (int, float) or not 0 <= value < math.inf:
+            raise refuse(name, "a finite number >= 0")
+    for name in _KINDS.keys() & content.keys():
+        if not isinstance(content[name], _KINDS[name]):
+            raise refuse(name, f"a {_KINDS[name].__name__}")
+    figures = content.get("evaluation")
+    if figures is not None and not (
+        isinstance(figures, dict) and all(type(v) in (int, float) for v in figures.values())
+    ):
+        raise refuse("evaluation", "null, or numbers by their names")
+    for name, value in content["files"].items():
+        if not isinstance(value, str) or name in (".", "..") or re.search(r"[/\\\0]", name):
+            raise refuse("files", "checksums by the names of files, without paths")
 
 
 def forget(output: Path) -> None:
@@ -220,7 +294,17 @@ def restore_weights(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
         other = sorted(named.keys() ^ saved.keys())
         raise ValueError(f"weights: got other names than the model has: {', '.join(other)}")
     for name, tensor in named.items():
+        check_like(name, saved[name], tensor)
         tensor.detach().copy_(shared_like(saved[name], tensor))
+
+
+def check_like(name: str, saved: Tensor, own: Tensor) -> None:
+    """Raise ValueError if a saved tensor has another shape or dtype than that of the run."""
+    if saved.shape != own.shape or saved.dtype != own.dtype:
+        raise ValueError(
+            f"{name}: got {saved.dtype} of shape {tuple(saved.shape)}, allowed: {own.dtype} of "
+            f"shape {tuple(own.shape)}"
+        )
 
 
 def moments_of(optimizer: Any) -> dict[str, Tensor]:
@@ -234,15 +318,26 @@ def moments_of(optimizer: Any) -> dict[str, Tensor]:
 
 
 def restore_moments(optimizer: Any, saved: Mapping[str, Tensor]) -> None:
-    """Give an optimizer the state that `moments_of` returned."""
+    """Give an optimizer the state that `moments_of` returned.
+
+    Raises:
+        ValueError: If an entry is not one of a parameter of the optimizer.
+    """
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     state: dict[int, dict[str, Tensor]] = {}
     for key, value in saved.items():
-        number, name = key.split(".", 1)
-        weight = weights[int(number)]
+        place, _, name = key.partition(".")
+        if name not in MOMENTS or not place.isdecimal() or int(place) >= len(weights):
+            raise ValueError(f"got {key!r:.100}, allowed: moments of {len(weights)} weights")
+        weight = weights[int(place)]
         # The count of the steps is not divided.
-        own = shared_like(value, weight) if value.shape == weight.shape else value
-        state.setdefault(int(number), {})[name] = own
+        counts = name == "step"
+        check_like(key, value, torch.zeros(()) if counts else weight)
+        own = value if counts else shared_like(value, weight)
+        state.setdefault(int(place), {})[name] = own
+    for number, entries in state.items():
+        if entries.keys() != set(MOMENTS):
+            raise ValueError(f"{number}: got {', '.join(entries)}, allowed: {', '.join(MOMENTS)}")
     groups = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
@@ -257,14 +352,6 @@ def _numbered(home: Path) -> list[tuple[int, Path]]:
 def _remove_empty(folder: Path) -> None:
     with contextlib.suppress(OSError):
         folder.rmdir()
-
-
-def _checksum(path: Path) -> str:
-    found = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(1 << 20):
-            found.update(block)
-    return found.hexdigest()
 
 
 def _checksum_of(content: Mapping[str, Any]) -> str:

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
+from fastbert.checksum import checksum
 from fastbert.data.prepared.manifest import MANIFEST, RUN, SHARDS, TOKENIZER, read_manifest
-from fastbert.data.prepared.shards import Shard, checksum
+from fastbert.data.prepared.shards import Shard
 from fastbert.data.tokenizer import WordPieceTokenizer
 
 

@@ -18,11 +18,11 @@ from typing import IO, Any
 import numpy as np
 
 from fastbert.atomic_file import sync
+from fastbert.checksum import checksum
 
 PARTS = ("tokens", "sentences", "documents")
 OFFSETS = "<u4"
 MOST_TOKENS = 2**32 - 1
-_BLOCK = 1 << 20
 
 
 def token_dtype(vocab_size: int) -> str:
@@ -192,15 +192,6 @@ class Shard:
                     f"{path}: its SHA-256 is not the one in the manifest; the file is damaged or "
                     "of another corpus"
                 )
-
-
-def checksum(path: Path) -> str:
-    """Return the SHA-256 of a file."""
-    found = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            found.update(block)
-    return found.hexdigest()
 
 
 def _map(path: Path, size: int, dtype: str) -> np.ndarray:

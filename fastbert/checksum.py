@@ -1,0 +1,24 @@
+"""The SHA-256 of a file."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+_BLOCK = 1 << 20
+
+
+def checksum(path: Path) -> str:
+    """Return the SHA-256 of a file as hexadecimal digits.
+
+    Raises:
+        OSError: If the file cannot be read.
+        ValueError: If `path` is a pipe or a device, which may have no end.
+    """
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise ValueError(f"{path}: got a pipe or a device, allowed: a file")
+    found = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            found.update(block)
+    return found.hexdigest()
