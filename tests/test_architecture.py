@@ -21,6 +21,7 @@ BELOW: dict[str, set[str]] = {
     "version": set(),
     "atomic_file": set(),
     "checksum": set(),
+    "folder_lock": set(),
     "json_file": {"atomic_file"},
     "config": {"json_file", "activations"},
     "activations": set(),
@@ -41,11 +42,11 @@ BELOW: dict[str, set[str]] = {
     },
     "training": {
         *("bench", "testing", "integrations", "graphs", "data", "modules", "io", "ops", "config"),
-        *("json_file", "atomic_file", "checksum"),
+        *("json_file", "atomic_file", "checksum", "folder_lock"),
     },
     "jobs": {
         *("bench", "integrations", "inference", "data", "modules", "io", "config", "json_file"),
-        *("atomic_file", "checksum", "version"),
+        *("atomic_file", "checksum", "folder_lock", "version"),
     },
     "viewer": {"integrations", "data", "modules", "io", "config", "atomic_file"},
     "finetuning": {

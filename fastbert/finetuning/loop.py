@@ -88,7 +88,7 @@ def finetune(options: FinetuneOptions, *, console: Console | None = None) -> Fin
     If the folder has a checkpoint of a run with the same options and the same data, the run
     continues after that step. Its final weights are the same bits as those of a run that was never
     stopped, on the same machine and with as many processes. With another number of processes,
-    dropout draws other masks.
+    dropout draws other masks. One run at a time writes into a folder.
 
     After SIGTERM or SIGINT (Ctrl-C), the run finishes its step, writes a checkpoint and raises
     SystemExit with status 143, or KeyboardInterrupt. A loss or a gradient that is not finite stops
@@ -104,9 +104,9 @@ def finetune(options: FinetuneOptions, *, console: Console | None = None) -> Fin
 
     Raises:
         FileNotFoundError: If the model or a data file does not exist.
-        ValueError: If the data, the model or the output folder is not usable, or if an earlier run
-            in the folder has other options; nothing has been written then. For data, the message
-            names the file and the line.
+        ValueError: If the data, the model or the output folder is not usable, if another run is
+            writing into the folder, or if an earlier run in the folder has other options; nothing
+            has been written then. For data, the message names the file and the line.
         ImportError: If accelerate or matplotlib is not installed, or pyarrow for a .parquet file.
         RuntimeError: If a loss or a gradient is not finite; the message names the batch.
         OSError: If the last checkpoint, the log or a figure could not be written.
@@ -116,6 +116,14 @@ def finetune(options: FinetuneOptions, *, console: Console | None = None) -> Fin
     accelerator = start_processes("fine-tuning", options.folder)
     if not accelerator.is_main_process:
         console = Console(quiet=True)
+    with resume.alone(options.folder, accelerator):
+        return _finetune(options, console, accelerator)
+
+
+def _finetune(
+    options: FinetuneOptions, console: Console, accelerator: Accelerator
+) -> FinetuneResult:
+    """Fine-tune a pre-trained BERT in a folder that no other run writes to."""
 
     def say(text: str) -> None:
         console.print(text, highlight=False, markup=False, soft_wrap=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastbert import json_file
+from fastbert.folder_lock import lock, unlock
 from fastbert.jobs.reporter import SILENT, Reporter
 
 if TYPE_CHECKING:
@@ -65,13 +66,12 @@ class PartialOutput:
 
     def __enter__(self) -> PartialOutput:
         """Lock the folder and take over the rows of an unfinished run, if there is one."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock = lock(self.folder)
+        self._lock = lock(self.folder, "OUT")
         try:
             self._resume()
             self._file = self._open()
         except BaseException:
-            os.close(self._lock)
+            unlock(self._lock)
             raise
         return self
 
@@ -85,7 +85,7 @@ class PartialOutput:
             )
         elif not self._removed:
             self.discard()
-        os.close(self._lock)
+        unlock(self._lock)
 
     def append(self, rows: NDArray[np.float32], **counts: int) -> None:
         """Append rows, which are on the disk when the call returns.
@@ -182,22 +182,3 @@ class PartialOutput:
 def _flush(file: Any) -> None:
     file.flush()
     os.fsync(file.fileno())
-
-
-def lock(folder: Path) -> int:
-    """Lock `folder` and return the open file that holds the lock.
-
-    The lock ends with the process, even if the process is killed.
-    """
-    import fcntl
-
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(handle)
-        raise ValueError(f"OUT: another run is writing into {folder}, allowed: one run") from error
-    except OSError:
-        # The file system has no locks, so the run goes on without a lock.
-        pass
-    return handle

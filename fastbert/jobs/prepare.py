@@ -33,8 +33,8 @@ from fastbert.data.prepared.manifest import (
 from fastbert.data.prepared.shards import ShardRecord, token_dtype
 from fastbert.data.tokenizer import WordPieceTokenizer
 from fastbert.data.vocabulary import train_tokenizer
+from fastbert.folder_lock import locked
 from fastbert.jobs.corpus_summary import CHART, SUMMARY, draw, summarise
-from fastbert.jobs.partial_output import lock
 from fastbert.jobs.prepare_piece import PieceRecord, pool_of, prepare_piece
 from fastbert.jobs.reporter import SILENT, Reporter
 
@@ -120,16 +120,12 @@ def prepare(options: PrepareOptions, reporter: Reporter = SILENT) -> dict[str, A
     given = None if options.tokenizer is None else WordPieceTokenizer.load(options.tokenizer)
     output = options.output
     _refuse_foreign(output)
-    output.mkdir(parents=True, exist_ok=True)
-    held = lock(output)
-    try:
+    with locked(output, "OUT"):
         if options.overwrite:
             _forget(output)
         _refuse_links(output)
         run = _Run(options, files, given, reporter)
         return run.verified() if (output / MANIFEST).exists() else run.work()
-    finally:
-        os.close(held)
 
 
 class _Run:

@@ -84,7 +84,8 @@ def pretrain(
     continues after that step. Its final weights are the same bits as those of a run that was never
     stopped, on the same machine and with as many processes; the number of `workers` may differ. A
     run may also continue with another number of processes, if a step has as many batches as before.
-    A checkpoint that is damaged is reported, and the one before it is used.
+    A checkpoint that is damaged is reported, and the one before it is used. One run at a time
+    writes into a folder.
 
     After SIGTERM or SIGINT (Ctrl-C), the run finishes its step, writes a checkpoint and raises
     SystemExit with status 143, or KeyboardInterrupt. A second signal, at least one second after the
@@ -104,8 +105,9 @@ def pretrain(
         Paths and figures of the run.
 
     Raises:
-        ValueError: If the corpus or the output folder is not usable, or if an earlier run in the
-            folder has other options; nothing has been written then.
+        ValueError: If the corpus or the output folder is not usable, if another run is writing into
+            the folder, or if an earlier run in the folder has other options; nothing has been
+            written then.
         ImportError: If accelerate, matplotlib or the tracker is not installed.
         RuntimeError: If a loss or a gradient is not finite.
         OSError: If the last checkpoint, the log or the curves could not be written.
@@ -116,6 +118,17 @@ def pretrain(
     accelerator = start_processes("pre-training", options.folder, tracker=options.tracker)
     if not accelerator.is_main_process:
         console = Console(quiet=True)
+    with resume.alone(options.folder, accelerator):
+        return _pretrain(options, documents, console, accelerator)
+
+
+def _pretrain(
+    options: PretrainOptions,
+    documents: Iterable[list[str]] | None,
+    console: Console,
+    accelerator: Accelerator,
+) -> TrainResult:
+    """Pre-train a BERT in a folder that no other run writes to."""
 
     def say(text: str) -> None:
         console.print(text, highlight=False, markup=False, soft_wrap=True)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fastbert import folder_lock
 from fastbert.training import meeting, state
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+
+# Seconds in which the attempt of a job before this one ends its processes.
+PATIENCE = 60.0
 
 
 def starts_anew(output: Path, overwrite: bool, accelerator: Accelerator) -> bool:
@@ -28,6 +33,26 @@ def starts_anew(output: Path, overwrite: bool, accelerator: Accelerator) -> bool
     """
     anew = overwrite and not (accelerator.is_main_process and meeting.begun_before(output))
     return bool(_of_the_first(int(anew), accelerator))
+
+
+@contextlib.contextmanager
+def alone(output: Path, accelerator: Accelerator) -> Iterator[None]:
+    """Let the first process lock the folder of a run during the block.
+
+    Args:
+        output: Folder of the run, which is created for the block if it does not exist.
+        accelerator: The processes of the run.
+
+    Raises:
+        ValueError: If another run holds the lock.
+    """
+    if not accelerator.is_main_process:
+        yield
+        return
+    # The processes of an earlier attempt of this job may be ending on another machine.
+    patience = PATIENCE if meeting.begun_before(output) else 0.0
+    with folder_lock.locked(output, "output", patience):
+        yield
 
 
 def find(

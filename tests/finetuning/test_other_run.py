@@ -10,6 +10,7 @@ from finetuning_problems import reviews, run, write_rows
 from rich.console import Console
 
 from fastbert.data import stories
+from fastbert.finetuning.run import FinetuningRun
 from fastbert.training import PretrainOptions, pretrain
 
 
@@ -57,3 +58,23 @@ def test_finetuning_refuses_a_folder_of_pretraining(classify, data, pretrain_in,
     with pytest.raises(ValueError, match=wanted):
         run(classify(data, epochs=1))
     assert contents(tmp_path / "out") == before
+
+
+def test_a_second_run_into_the_folder_of_a_run_is_refused(
+    classify, data, pretrain_in, tmp_path, monkeypatch
+):
+    options, original, refused = classify(data, epochs=1), FinetuningRun.update, []
+
+    def update(self, features):
+        if not refused:
+            before = contents(tmp_path / "out")
+            for second in (pretrain_in, lambda: run(options)):
+                with pytest.raises(ValueError, match=rf"^output: another run .*{tmp_path}/out, al"):
+                    second()
+                refused.append(second)
+            assert contents(tmp_path / "out") == before
+        return original(self, features)
+
+    monkeypatch.setattr(FinetuningRun, "update", update)
+    run(options)
+    assert len(refused) == 2
