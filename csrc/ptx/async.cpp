@@ -237,12 +237,12 @@ void copy_arrive(Warp& w, const Instr& i, Mask m) {
 // Registers
 // ---------------------------------------------------------------------------------------
 
-// setmaxnreg: arg 0 whether registers are taken. What warps give waits in the block for those that
-// take. A warp that ends gives nothing, because PTX does not say that others may count on it.
-void set_registers(Warp& w, const Instr& i, Mask m) {
+// setmaxnreg: arg 0 whether registers are taken, arg 1 how many a thread then has. What warps give
+// waits in the block for those that take. A warp that ends gives nothing, because PTX does not say
+// that others may count on it.
+void set_registers(Warp& w, const Instr& i, Mask) {
   Block& b = *w.block;
-  w.need(i.reg[0], m, "a number of registers");
-  const int32_t count = (int32_t)w.get(i.reg[0], __builtin_ctz(m));
+  const int32_t count = i.arg[1];
   const std::string wanted = std::to_string(count) + " registers of a thread";
   if (count < 24 || count > 256 || count % 8)
     fault("out of bounds", "setmaxnreg: " + wanted + ", allowed: multiples of 8 from 24 to 256");
@@ -260,110 +260,139 @@ void set_registers(Warp& w, const Instr& i, Mask m) {
     for (Warp& other : b.warps) other.polls = 0;
 }
 
-bool decode_registers(Instr& i, const Mnemonic& name) {
+Known decode_registers(Instr& i, const Mnemonic& name, const RawInstr& raw) {
   i.pipe = Pipe::control;
   i.flow = Flow::retry;
   i.aligned = true;
   i.arg[0] = name.has("inc");
   i.run = set_registers;
-  return name.any({"inc", "dec"});
+  i.arg[1] = (int)raw.operand(0).value;
+  if (!name.any({"inc", "dec"})) return kUnknown;
+  return Shape{constant(0, INT32_MAX)};
 }
 
-bool decode_copy(Instr& i, const Mnemonic& name, const RawInstr& raw) {
-  i.pipe = Pipe::global;
-  if (name.has("bulk")) return false;
-  if (name.has("commit_group")) return i.pipe = Pipe::sync, i.run = copy_commit, true;
-  if (name.has("wait_group"))
-    return i.pipe = Pipe::sync, i.arg[0] = (int)raw.operands[0].value, i.run = copy_wait, true;
-  if (name.has("wait_all")) return i.pipe = Pipe::sync, i.arg[0] = -1, i.run = copy_wait, true;
-  if (name.has("mbarrier"))
-    return i.pipe = Pipe::sync, i.arg[0] = name.has("noinc"), i.run = copy_arrive, true;
-  // [to], [from], bytes, then the bytes of the source or a predicate; a cache policy may come last.
-  if (raw.operands.size() < 3) return false;
-  i.arg[0] = (int)raw.operands[2].value;
-  const bool policy = name.has("L2::cache_hint");
-  if (raw.operands.size() - policy > 3) i.arg[1] = 1;
-  // Registers are the two addresses, then the size's constant, then the count: see decode.cpp.
-  i.run = copy;
-  return i.arg[0] == 4 || i.arg[0] == 8 || i.arg[0] == 16;
-}
-
-bool decode_barrier(Instr& i, const Mnemonic& name, const RawInstr& raw) {
+Known decode_copy(Instr& i, const Mnemonic& name, const RawInstr& raw) {
+  if (name.has("bulk")) return kUnknown;
   i.pipe = Pipe::sync;
-  if (name.has("cluster")) return false;
+  if (name.has("commit_group")) return i.run = copy_commit, Shape{};
+  if (name.has("wait_group")) {
+    i.arg[0] = (int)raw.operand(0).value;
+    i.run = copy_wait;
+    return Shape{constant(0, INT32_MAX)};
+  }
+  if (name.has("wait_all")) return i.arg[0] = -1, i.run = copy_wait, Shape{};
+  if (name.has("mbarrier")) {
+    i.arg[0] = name.has("noinc");
+    i.run = copy_arrive;
+    return Shape{address()};
+  }
+  // [to], [from], bytes, then the bytes of the source or a predicate; a cache policy may come last.
+  if (!name.any({"ca", "cg"})) return kUnknown;
+  i.pipe = Pipe::global;
+  const RawOperand& third = raw.operand(3);
+  const bool counted = raw.operands.size() > (name.has("L2::cache_hint") ? 4 : 3);
+  i.arg[0] = (int)raw.operand(2).value;
+  if (counted) i.arg[1] = third.bits == 1 ? 2 : 1;
+  // Registers are the two addresses, then the count: the size is a constant.
+  i.run = copy;
+  const Slot size = name.has("cg") ? constant(16, 16) : constant(4, 16).power_of_two();
+  Shape shape = {address(), address(), size};
+  if (counted) shape.push_back(source(third.bits == 1 ? 1 : 32));
+  return with_policy(std::move(shape), name);
+}
+
+Known decode_barrier(Instr& i, const Mnemonic& name, const RawInstr& raw) {
+  i.pipe = Pipe::sync;
+  if (name.any({"cluster", "warp"})) return kUnknown;
   const bool red = name.has("red"), arrive = name.has("arrive");
-  if (!red && !arrive && !name.has("sync")) return false;
+  if (!red && !arrive && !name.has("sync")) return kUnknown;
   i.arg[0] = red ? 2 : arrive ? 1 : 0;
   i.arg[1] = red ? 1 : 0;
-  if (red) {
-    i.arg[2] = name.has("popc") ? 0 : name.has("and") ? 1 : 2;
-    i.arg[4] = raw.operands.back().negated;
-    i.arg[3] = raw.operands.size() == 4;
-  } else {
-    i.arg[3] = raw.operands.size() == 2;
-  }
   i.flow = arrive ? Flow::next : Flow::barrier;
   i.aligned = name.base() == "bar" || name.has("aligned");
   i.run = barrier;
-  return true;
+  const Slot number = source(32), count = source(32);
+  if (!red) {
+    i.arg[3] = raw.operands.size() == 2;
+    return Shape{number, arrive ? count : count.if_given()};
+  }
+  if (!name.any({"popc", "and", "or"})) return kUnknown;
+  i.arg[2] = name.has("popc") ? 0 : name.has("and") ? 1 : 2;
+  i.arg[3] = raw.operands.size() == 4;
+  i.arg[4] = raw.operand(i.arg[3] ? 3 : 2).negated;
+  Shape shape = {result(i.arg[2] ? 1 : 32), number};
+  if (i.arg[3]) shape.push_back(count);
+  shape.push_back(source(1).or_not());
+  return shape;
 }
 
-bool decode_mbarrier(Instr& i, const Mnemonic& name, const RawInstr& raw) {
+Known decode_mbarrier(Instr& i, const Mnemonic& name, const RawInstr& raw) {
   i.pipe = Pipe::sync;
-  if (name.has("init")) return i.run = mbarrier_init, true;
-  if (name.has("inval")) return i.run = mbarrier_inval, true;
+  if (name.has("init")) return i.run = mbarrier_init, Shape{address(), source(32)};
+  if (name.has("inval")) return i.run = mbarrier_inval, Shape{address()};
   if (name.any({"try_wait", "test_wait"})) {
     i.arg[0] = name.has("parity");
     i.flow = Flow::poll;
     i.run = mbarrier_wait;
-    return true;
+    const Slot phase = i.arg[0] ? source(32) : held(64);
+    Shape shape = {result(1), address(), phase};
+    // How long the hardware may suspend the thread, in nanoseconds.
+    if (name.has("try_wait")) shape.push_back(source(32).if_given());
+    return shape;
   }
-  const bool state = raw.operands[0].kind != 'm';
+  const bool state = raw.operand(0).kind != 'm';
   i.arg[1] = state;
+  const bool expects = name.has("expect_tx");
   if (name.has("arrive"))
-    i.arg[0] = name.has("expect_tx") ? 1 : 0;
+    i.arg[0] = expects ? 1 : 0;
   else if (name.has("arrive_drop"))
     i.arg[0] = 4;
-  else if (name.has("expect_tx"))
+  else if (expects)
     i.arg[0] = 2;
   else if (name.has("complete_tx"))
     i.arg[0] = 3;
   else
-    return false;
+    return kUnknown;
+  if (i.arg[0] == 4 && expects) return kUnknown;
   i.arg[2] = raw.operands.size() == (size_t)(2 + state);
   i.run = mbarrier_arrive;
-  return !(i.arg[0] == 4 && name.has("expect_tx"));
+  const bool arrives = i.arg[0] == 0 || i.arg[0] == 1 || i.arg[0] == 4;
+  const Slot count = source(32);
+  Shape shape;
+  if (state && arrives) shape.push_back(result(64).or_sink());
+  shape.push_back(address());
+  shape.push_back(i.arg[0] == 0 || i.arg[0] == 4 ? count.if_given() : count);
+  return shape;
+}
+
+Known decode_fence(Instr& i, const Mnemonic& name) {
+  i.run = memory_fence;
+  if (name.base() == "membar") return Shape{};
+  if (name.has("mbarrier_init")) i.run = nothing;
+  if (name.any({"async", "proxy"})) {
+    i.run = nothing;
+    for (const std::string& part : name.parts)
+      if (part.rfind("async", 0) == 0) i.run = proxy_fence;
+  }
+  return Shape{};
 }
 
 }  // namespace
 
-bool decode_async(Instr& i, const Mnemonic& name, const RawInstr& raw) {
+Known decode_async(Instr& i, const Mnemonic& name, const RawInstr& raw) {
   const std::string& base = name.base();
   if (base == "cp") return decode_copy(i, name, raw);
   if (base == "mbarrier") return decode_mbarrier(i, name, raw);
-  if ((base == "bar" && !name.has("warp")) || base == "barrier")
-    return decode_barrier(i, name, raw);
-  if (base == "setmaxnreg") return decode_registers(i, name);
+  if (base == "bar" || base == "barrier") return decode_barrier(i, name, raw);
+  if (base == "setmaxnreg") return decode_registers(i, name, raw);
   i.pipe = Pipe::sync;
-  if (base == "fence" && name.has("proxy") && name.has("async")) return i.run = proxy_fence, true;
-  if (base == "fence" && name.any({"async", "proxy"})) {
-    i.run = nothing;
-    for (const std::string& part : name.parts)
-      if (part.rfind("async", 0) == 0) i.run = proxy_fence;
-    return true;
-  }
-  if (base == "fence" && name.has("mbarrier_init")) return i.run = nothing, true;
-  if (base == "fence" || base == "membar") return i.run = memory_fence, true;
-  static const char* quiet[] = {"griddepcontrol", "nanosleep", "pmevent", "createpolicy"};
-  for (const char* text : quiet)
-    if (base == text) {
-      if (base == "createpolicy") return false;
-      i.pipe = Pipe::control;
-      i.run = nothing;
-      return true;
-    }
-  if (base == "trap" || base == "brkpt") return i.run = trap, true;
-  return false;
+  if (base == "fence" || base == "membar") return decode_fence(i, name);
+  if (base == "trap" || base == "brkpt") return i.run = trap, Shape{};
+  i.pipe = Pipe::control;
+  i.run = nothing;
+  if (base == "nanosleep") return Shape{source(32)};
+  if (base == "pmevent") return Shape{constant(0, INT32_MAX)};
+  return Shape{};  // griddepcontrol
 }
 
 }  // namespace fastbert::ptx

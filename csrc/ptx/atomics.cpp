@@ -131,17 +131,26 @@ int32_t reduction_of(const Mnemonic& name) {
   return -1;
 }
 
-bool decode_atomic(Instr& i, const Mnemonic& name, const RawInstr&) {
-  const std::string& base = name.base();
-  if ((base != "atom" && base != "red") || name.has("async")) return false;
+Known decode_atomic(Instr& i, const Mnemonic& name, const RawInstr&) {
+  if (name.has("async")) return kUnknown;
   i.type = name.last();
   set_space(i, name);
   i.arg[3] = reduction_of(name);
   i.arg[1] = name.has("v2") ? 2 : name.has("v4") ? 4 : name.has("v8") ? 8 : 1;
   i.arg[2] = order_of(name, true);
-  i.arg[4] = base == "atom";
+  i.arg[4] = name.base() == "atom";
   i.run = atomic;
-  return i.arg[3] >= 0;
+  const Atom op = (Atom)i.arg[3];
+  const int bits = bits_of(i.type), n = i.arg[1];
+  if (i.arg[3] < 0 || bits < 16 || bits > 64 || bits * n > 128) return kUnknown;
+  if (is_float(i.type) && op != Atom::add && op != Atom::min && op != Atom::max) return kUnknown;
+  if (op == Atom::cas && (n > 1 || !i.arg[4])) return kUnknown;
+  Shape shape;
+  if (i.arg[4]) shape.push_back(vector(n, result(bits).or_sink()));
+  shape.push_back(address());
+  shape.push_back(vector(n, source(bits)));
+  if (op == Atom::cas) shape.push_back(source(bits));
+  return with_policy(std::move(shape), name);
 }
 
 }  // namespace fastbert::ptx

@@ -36,7 +36,7 @@ Program* decode_list(const py::list& code, const std::vector<int>& bits) {
     i.line = t[4].cast<int32_t>();
     raw.push_back(std::move(i));
   }
-  return decode(raw, bits);
+  return decode(std::move(raw), bits);
 }
 
 py::dict dict_of(const Counts& c) {
@@ -68,6 +68,7 @@ py::tuple run_launch(
     const std::vector<std::tuple<uint64_t, uint64_t, bool, std::string, bool>>& memory,
     uint64_t seed, double approximate, int accumulate, bool races, bool count, int64_t limit,
     int threads, const std::vector<uint32_t>& blocks, int registers) {
+  if (!program.runs()) throw std::invalid_argument("program: it has instructions that cannot run");
   Launch launch;
   launch.program = &program;
   launch.registers = registers;
@@ -108,9 +109,11 @@ py::tuple run_launch(
 
 void bind(py::module_& m) {
   py::class_<Program>(m, "PtxProgram", "A kernel that the PTX machine can run.")
-      .def_property_readonly("unsupported", [](const Program& p) { return p.unsupported; });
+      .def_property_readonly("unsupported", [](const Program& p) { return p.unsupported; })
+      .def_property_readonly("misfits", [](const Program& p) { return p.misfits; });
   m.def("ptx_decode", decode_list, py::arg("code"), py::arg("bits"),
-        "Lays out registers and finds handlers; see fastbert.testing.ptx.");
+        "Lays out registers, finds handlers and checks operands; see fastbert.testing.ptx.");
+  m.def("ptx_mnemonics", mnemonics, "Returns the first parts of all mnemonics.");
   m.def("ptx_run", run_launch, "Runs a launch; see fastbert.testing.ptx.");
 }
 

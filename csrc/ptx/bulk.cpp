@@ -258,9 +258,11 @@ void tensor(Warp& w, const Instr& i, Mask m) {
     }
     const uint64_t given =
         address(w, i.arg[0] ? i.reg[1 + rank] : i.reg[0], l, i.offsets[i.arg[0] ? 1 : 0]);
-    uint32_t bytes = map.element_bytes;
+    uint64_t bytes = map.element_bytes;
     for (int d = 0; d < rank; ++d) bytes *= map.box[d];
     const uint32_t align = 128;
+    // A swizzle stays within 128 bytes, and only within the copy if the copy has whole ones.
+    if (map.swizzle) bytes = (bytes + align - 1) / align * align;
     const uint32_t shared = b.shared_offset(given, bytes, 1);
     if ((shared + b.launch->shared_base) % align)
       fault("misaligned", "the shared address of a tensor copy is not a multiple of 128", l);
@@ -323,18 +325,35 @@ void Block::complete_load(size_t index) {
   check_phase(mb);
 }
 
-bool decode_bulk(Instr& i, const Mnemonic& name, const RawInstr& raw) {
-  if (name.base() != "cp" || !name.has("bulk")) return false;
-  i.pipe = Pipe::global;
-  if (name.has("commit_group")) return i.pipe = Pipe::sync, i.run = commit, true;
+namespace {
+
+// The dimensions of a tensor copy, or 0.
+int rank_of(const Mnemonic& name) {
+  static const char* ranks[] = {"1d", "2d", "3d", "4d", "5d"};
+  for (int d = 0; d < 5; ++d)
+    if (name.has(ranks[d])) return d + 1;
+  return 0;
+}
+
+}  // namespace
+
+Known decode_bulk(Instr& i, const Mnemonic& name, const RawInstr& raw) {
+  if (!name.has("bulk")) return kUnknown;
+  if (name.has("commit_group")) return i.pipe = Pipe::sync, i.run = commit, Shape{};
   if (name.has("wait_group")) {
     i.pipe = Pipe::sync;
-    i.arg[0] = (int)raw.operands[0].value;
+    i.arg[0] = (int)raw.operand(0).value;
     i.run = wait;
-    return true;
+    return Shape{constant(0, INT32_MAX)};
   }
-  if (name.has("prefetch")) return i.run = nothing, true;
-  if (name.any({"multicast::cluster", "im2col"})) return false;
+  i.pipe = Pipe::global;
+  const int rank = rank_of(name);
+  if (name.has("tensor") != (rank > 0) || name.any({"multicast::cluster", "im2col"}))
+    return kUnknown;
+  if (name.has("prefetch")) {
+    i.run = nothing;
+    return with_policy(rank ? Shape{address(rank)} : Shape{address(), source(32)}, name);
+  }
   // The destination's space comes first.
   for (const std::string& part : name.parts) {
     if (part == "global") i.arg[0] = 1;
@@ -343,16 +362,15 @@ bool decode_bulk(Instr& i, const Mnemonic& name, const RawInstr& raw) {
   i.arg[2] = -1;
   if (name.parts[1] == "reduce") {
     i.arg[2] = reduction_of(name), i.type = name.last();
-    if (!i.arg[0] || i.arg[2] < 0) return false;
+    // The elements of a tensor have the type of its map.
+    if (!i.arg[0] || i.arg[2] < 0 || (!rank && bytes_of(i.type) < 1)) return kUnknown;
   }
-  if (name.has("tensor")) {
-    const RawOperand& map = raw.operands[i.arg[0] ? 0 : 1];
-    i.arg[1] = map.parts.size() > 1 ? (int)map.parts[1].parts.size() : 0;
-    i.run = tensor;
-    return i.arg[1] >= 1;
-  }
-  i.run = bulk;
-  return true;
+  i.arg[1] = rank;
+  i.run = rank ? tensor : bulk;
+  Shape shape = {address(i.arg[0] ? rank : 0), address(i.arg[0] ? 0 : rank)};
+  if (!rank) shape.push_back(source(32));
+  if (!i.arg[0]) shape.push_back(address());
+  return with_policy(std::move(shape), name);
 }
 
 }  // namespace fastbert::ptx

@@ -89,8 +89,8 @@ void set_predicate(Warp& w, const Instr& i, Mask m) {
     auto combine = [&](Mask t) { return i.arg[1] == 1 ? t & c : i.arg[1] == 2 ? t | c : t ^ c; };
     bits = combine(bits), other = combine(other);
   }
-  put_predicate(w, i.reg[0], m, bits, valid);
-  if (i.arg[4]) put_predicate(w, i.reg[1], m, other, valid);
+  if (i.reg[0].id >= 0) put_predicate(w, i.reg[0], m, bits, valid);
+  if (i.arg[4] && i.reg[1].id >= 0) put_predicate(w, i.reg[1], m, other, valid);
 }
 
 // setp p|q on pairs: p is the comparison of the low halves, q that of the high ones.
@@ -200,33 +200,41 @@ struct SetW {
 
 }  // namespace
 
-bool decode_compare(Instr& i, const Mnemonic& name, const RawInstr& raw) {
+Known decode_compare(Instr& i, const Mnemonic& name, const RawInstr& raw) {
   const std::string& base = name.base();
   const Type type = name.last();
+  const int bits = bits_of(type);
   i.pipe = Pipe::alu;
   if (base == "selp") {
-    if (type == Type::pred) return i.run = select_predicate, true;
-    i.arg[2] = raw.operands.size() > 3 && raw.operands[3].negated;
-    i.run = bytes_of(type) == 8 ? select<uint64_t> : select<uint32_t>;
-    return type != Type::none;
+    if (type == Type::pred) {
+      i.run = select_predicate;
+      return Shape{result(1), source(1), source(1), source(1)};
+    }
+    i.arg[2] = raw.operand(3).negated;
+    i.run = bits == 64 ? select<uint64_t> : select<uint32_t>;
+    if (bits < 16 || bits > 64) return kUnknown;
+    return Shape{result(bits), source(bits), source(bits), source(1).or_not()};
   }
   if (base == "slct") {
     const bool f = type == Type::f32;
-    if (bytes_of(name.before()) == 8)
+    const int chosen = bits_of(name.before());
+    if ((!f && type != Type::s32) || chosen < 16 || chosen > 64) return kUnknown;
+    if (chosen == 64)
       i.run = f ? select_sign<uint64_t, true> : select_sign<uint64_t, false>;
     else
       i.run = f ? select_sign<uint32_t, true> : select_sign<uint32_t, false>;
-    return true;
+    return Shape{result(chosen), source(chosen), source(chosen), source(32)};
   }
   if (base == "testp") {
     static const char* names[] = {"finite",     "infinite", "number",
                                   "notanumber", "normal",   "subnormal"};
+    bool found = false;
     for (int k = 0; k < 6; ++k)
-      if (name.has(names[k])) i.arg[0] = k;
+      if (name.has(names[k])) i.arg[0] = k, found = true;
     i.run = test_property;
-    return type == Type::f32;
+    if (!found || type != Type::f32) return kUnknown;
+    return Shape{result(1), source(32)};
   }
-  if (base != "setp" && base != "set") return false;
   static const std::pair<const char*, Cmp> comparisons[] = {
       {"eq", Cmp::eq},   {"ne", Cmp::ne},   {"lt", Cmp::lt},   {"le", Cmp::le},   {"gt", Cmp::gt},
       {"ge", Cmp::ge},   {"lo", Cmp::lt},   {"ls", Cmp::le},   {"hi", Cmp::gt},   {"hs", Cmp::ge},
@@ -237,26 +245,32 @@ bool decode_compare(Instr& i, const Mnemonic& name, const RawInstr& raw) {
     if (name.has(text)) i.arg[0] = (int)cmp, found = true;
   i.arg[1] = name.has("and") ? 1 : name.has("or") ? 2 : name.has("xor") ? 3 : 0;
   i.arg[3] = name.has("ftz");
-  if (!found) return false;
-  if (base == "set" && (type == Type::f16x2 || type == Type::bf16x2)) {
-    const Type to = name.before();
-    i.arg[5] = to == Type::f16x2 ? 0x3c00 : to == Type::bf16x2 ? 0x3f80 : 0xffff;
-    i.run = type == Type::f16x2 ? set_halves<Half> : set_halves<Brain>;
-    return !i.arg[1];
-  }
+  if (!found) return kUnknown;
   if (base == "set") {
-    i.arg[5] = name.before() == Type::f32;
-    i.run = i.arg[1] ? nullptr : by_type<SetW>(type);
-    return i.run != nullptr;
+    const Type to = name.before();
+    const bool halves = type == Type::f16x2 || type == Type::bf16x2;
+    if (i.arg[1] || bits_of(to) != 32) return kUnknown;
+    if (halves) {
+      i.arg[5] = to == Type::f16x2 ? 0x3c00 : to == Type::bf16x2 ? 0x3f80 : 0xffff;
+      i.run = type == Type::f16x2 ? set_halves<Half> : set_halves<Brain>;
+    } else {
+      i.arg[5] = to == Type::f32;
+      i.run = by_type<SetW>(type);
+    }
+    if (!i.run) return kUnknown;
+    return Shape{result(32), source(bits), source(bits)};
   }
-  i.arg[4] = !raw.operands.empty() && raw.operands[0].kind == 'v';
-  if (i.arg[1]) i.arg[2] = raw.operands.back().negated;
+  i.arg[4] = raw.operand(0).kind == 'v';
+  const Slot one = result(1), two = pair(one.or_sink(), one.or_sink());
+  Shape shape = {i.arg[4] ? two : one, source(bits), source(bits)};
+  if (i.arg[1]) i.arg[2] = raw.operand(3).negated, shape.push_back(source(1).or_not());
   if (type == Type::f16x2 || type == Type::bf16x2) {
     i.run = type == Type::f16x2 ? set_pair<Half> : set_pair<Brain>;
-    return i.arg[4] && !i.arg[1];
+    shape[0] = two;
+    return i.arg[1] ? kUnknown : Known(shape);
   }
   i.run = by_type<SetP>(type);
-  return i.run != nullptr;
+  return i.run ? Known(shape) : kUnknown;
 }
 
 }  // namespace fastbert::ptx

@@ -183,6 +183,11 @@ uint64_t converted(Type to, Type from, uint64_t bits, Round round, int flags) {
   return r;
 }
 
+// Whether cvt has the type as that of one value.
+bool converts(Type type) {
+  return bytes_of(type) > 0 && bytes_of(type) <= 8 && type != Type::f16x2 && type != Type::bf16x2;
+}
+
 Type element_of(Type type) {
   return type == Type::f16x2 ? Type::f16 : type == Type::bf16x2 ? Type::bf16 : type;
 }
@@ -256,9 +261,7 @@ FASTBERT_PTX_SIMD void float_to_brains(Warp& w, const Instr& i, Mask m) {
 
 void move_predicate(Warp& w, const Instr& i, Mask m) {
   uint32_t& to = w.file[i.reg[0].at];
-  const uint32_t from =
-      i.reg[1].width == Width::pred ? w.file[i.reg[1].at] : (w.word(i.reg[1])[0] ? kAll : 0u);
-  to = (to & ~m) | (from & m);
+  to = (to & ~m) | (w.file[i.reg[1].at] & m);
   w.wrote(i.reg[0], m, w.ok(i.reg[1]));
 }
 
@@ -349,7 +352,7 @@ uint64_t window_of(const Mnemonic& name) {
   return 0;  // global, const
 }
 
-bool decode_cvt(Instr& i, const Mnemonic& name) {
+Known decode_cvt(Instr& i, const Mnemonic& name) {
   i.pipe = Pipe::convert;
   i.type = name.before(), i.source = name.last();
   const std::string* pair = nullptr;
@@ -370,65 +373,82 @@ bool decode_cvt(Instr& i, const Mnemonic& name) {
     const Type fp8 = *pair == "e4m3x2" ? Type::e4m3 : Type::e5m2;
     if (name.parts.back() == *pair) {
       i.source = fp8, i.run = widen_pair;
-      return name.has("f16x2");
+      if (!name.has("f16x2")) return kUnknown;
+      return Shape{result(32), source(16)};
     }
     i.type = fp8, i.source = name.last();
     i.run = i.source == Type::f16x2 ? narrow_pair : convert_pair;
-    return i.source == Type::f32 || i.source == Type::f16x2;
+    if (i.source == Type::f16x2) return Shape{result(16), source(32)};
+    if (i.source == Type::f32) return Shape{result(16), source(32), source(32)};
+    return kUnknown;
   }
   if (i.type == Type::f16x2 || i.type == Type::bf16x2) {
     i.run = i.type == Type::bf16x2 && round == Round::nearest && i.arg[1] == 0 ? float_to_brains
                                                                                : convert_pair;
-    return i.source == Type::f32;
+    if (i.source != Type::f32) return kUnknown;
+    return Shape{result(32), source(32), source(32)};
   }
-  if (i.type == Type::f32 && i.source == Type::bf16 && i.arg[1] == 0) {
-    i.run = brain_to_float;
-    return true;
+  const bool brain = i.type == Type::f32 && i.source == Type::bf16 && i.arg[1] == 0;
+  i.run = brain ? brain_to_float : convert;
+  if (!converts(i.type) || !converts(i.source) || i.source == Type::tf32) return kUnknown;
+  // Integers may be in registers that are wider than they are.
+  const auto sized = [](const Slot& slot, Type type) {
+    return is_float(type) ? slot : slot.or_more();
+  };
+  return Shape{sized(result(bits_of(i.type)), i.type), sized(source(bits_of(i.source)), i.source)};
+}
+
+Known decode_mov(Instr& i, const Mnemonic& name, const RawInstr& raw) {
+  i.type = name.last();
+  const int bits = bits_of(i.type);
+  if (i.type == Type::pred) {
+    i.run = move_predicate;
+    return Shape{result(1), source(1)};
   }
-  i.run = convert;
-  return i.type != Type::none && i.source != Type::none;
+  if (bits < 16 || bits > 64) return kUnknown;
+  for (int side = 0; side < 2; ++side) {
+    if (raw.operand(side).kind != 'v') continue;
+    // Two parts or four, of at least a byte.
+    const int parts = raw.operand(side).parts.size() == 4 && bits >= 32 ? 4 : 2,
+              each = bits / parts;
+    i.arg[0] = parts, i.arg[1] = each, i.arg[2] = side;
+    i.run = move_vector;
+    const auto sized = [&](const Slot& slot) { return each == 8 ? slot.or_more() : slot; };
+    if (side) return Shape{result(bits), vector(parts, sized(source(each)))};
+    return Shape{vector(parts, sized(result(each).or_sink())), source(bits)};
+  }
+  // A special register may be of another width.
+  const RawOperand& from = raw.operand(1);
+  const int from_bits = from.special ? from.bits : bits;
+  if ((from_bits == 64) != (bits == 64))
+    i.run = move_any;
+  else
+    i.run = bits == 64 ? move<uint64_t> : move<uint32_t>;
+  return Shape{result(bits), source(from_bits)};
 }
 
 }  // namespace
 
-bool decode_convert(Instr& i, const Mnemonic& name, const RawInstr& raw) {
+Known decode_convert(Instr& i, const Mnemonic& name, const RawInstr& raw) {
   const std::string& base = name.base();
   i.pipe = Pipe::alu;
-  if (base == "cvt" && name.has("pack")) return false;
-  if (base == "cvt") return decode_cvt(i, name);
+  if (base == "mov") return decode_mov(i, name, raw);
+  if (base == "cvt") return name.has("pack") ? kUnknown : decode_cvt(i, name);
+  const int bits = bits_of(name.last());
+  if (base == "isspacep") {
+    i.offset = (int64_t)window_of(name);
+    i.run = is_space;
+    return Shape{result(1), source(raw.operand(1).bits == 32 ? 32 : 64)};
+  }
+  if (bits != 32 && bits != 64) return kUnknown;
   if (base == "cvta") {
     i.arg[0] = name.has("to");
     i.offset = (int64_t)window_of(name);
     i.run = convert_address;
-    return true;
+    return Shape{result(bits), source(bits)};
   }
-  if (base == "isspacep") {
-    i.offset = (int64_t)window_of(name);
-    i.run = is_space;
-    return true;
-  }
-  if (base == "mapa") {
-    i.run = map_address;
-    return true;
-  }
-  if (base != "mov") return false;
-  i.type = name.last();
-  for (int side = 0; side < 2 && side < (int)raw.operands.size(); ++side) {
-    if (raw.operands[side].kind != 'v') continue;
-    i.arg[0] = (int)raw.operands[side].parts.size();
-    i.arg[1] = 8 * bytes_of(i.type) / i.arg[0];
-    i.arg[2] = side;
-    i.run = move_vector;
-    return i.type != Type::b128;
-  }
-  if (i.type == Type::pred) {
-    i.run = move_predicate;
-  } else if (i.reg[0].width != i.reg[1].width) {
-    i.run = move_any;
-  } else {
-    i.run = bytes_of(i.type) == 8 ? move<uint64_t> : move<uint32_t>;
-  }
-  return i.type != Type::none && i.type != Type::b128;
+  i.run = map_address;
+  return Shape{result(bits), source(bits), source(32)};
 }
 
 }  // namespace fastbert::ptx

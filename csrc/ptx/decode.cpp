@@ -91,6 +91,10 @@ Mnemonic split(const std::string& text) {
   }
 }
 
+Width width_of(int bits) {
+  return bits == 1 ? Width::pred : bits == 64 ? Width::wide : Width::narrow;
+}
+
 struct Builder {
   Program& program;
   std::map<std::pair<uint64_t, Width>, Reg> constants;
@@ -104,6 +108,7 @@ struct Builder {
   }
 
   Reg constant(uint64_t value, Width width) {
+    if (width == Width::pred) value = value != 0;
     auto [it, fresh] = constants.try_emplace({value, width});
     if (fresh) {
       it->second = place(width, width == Width::wide ? 64 : width == Width::pred ? 1 : 32);
@@ -112,69 +117,100 @@ struct Builder {
     return it->second;
   }
 
-  void add(std::vector<Reg>& to, const RawOperand& o, Width immediate) {
+  // Appends the registers of an operand that fits the slot.
+  void add(std::vector<Reg>& to, const RawOperand& o, const Slot& slot) {
+    if (slot.kind == Slot::Kind::constant) return;
     switch (o.kind) {
       case 'r':
         to.push_back(program.registers[(size_t)o.value]);
         break;
       case 'i':
-        to.push_back(constant((uint64_t)o.value, immediate));
+        to.push_back(constant((uint64_t)o.value, width_of(slot.bits)));
         break;
       case '_':
         to.push_back(Reg{});
         break;
       case 'v':
-        for (const RawOperand& part : o.parts) add(to, part, immediate);
+        for (size_t k = 0; k < o.parts.size(); ++k) add(to, o.parts[k], slot.parts[k]);
         break;
       case 'm':
-        for (const RawOperand& part : o.parts) add(to, part, Width::wide);
+        add(to, o.parts[0], source(64));
+        for (size_t k = 0; k < slot.parts.size(); ++k) add(to, o.parts[1].parts[k], slot.parts[k]);
         break;
       default:
         break;  // labels
     }
   }
+
+  // Lays out the operands of an instruction, which fit its shape.
+  void add(std::vector<Reg>& to, Instr& i, const RawInstr& raw, const Shape& shape) {
+    int addresses = 0;
+    for (size_t at = 0; at < raw.operands.size(); ++at) {
+      const RawOperand& o = raw.operands[at];
+      // A vector of one element may be written without braces.
+      const bool bare = shape[at].kind == Slot::Kind::vector && o.kind != 'v';
+      add(to, o, bare ? shape[at].parts[0] : shape[at]);
+      if (o.kind == 'm' && addresses < 4) i.offsets[addresses++] = o.offset;
+    }
+    if (addresses) i.offset = i.offsets[0];
+    i.reg = to.data();
+    i.regs = (int32_t)to.size();
+  }
 };
 
-// The width of an immediate as operand number `at`.
-Width immediate_width(const Mnemonic& name, size_t at) {
-  const std::string& base = name.base();
-  const Type type = name.last();
-  if ((base == "shl" || base == "shr" || base == "bfe" || base == "bfi") && at >= 2) {
-    if (base == "bfi" && at == 2) return bytes_of(type) == 8 ? Width::wide : Width::narrow;
-    return Width::narrow;
-  }
-  if (name.has("wide")) {
-    return at == 3 && bytes_of(type) == 4 ? Width::wide : Width::narrow;
-  }
-  if (base == "slct" && at == 3) return Width::narrow;
-  if (base == "slct") return bytes_of(name.before()) == 8 ? Width::wide : Width::narrow;
-  if (base == "mov" && type == Type::pred) return Width::narrow;
-  if (type == Type::pred) return Width::pred;
-  if (base == "cp" || base == "mbarrier" || base == "wgmma" || base == "mapa") return Width::narrow;
-  return bytes_of(type) == 8 ? Width::wide : Width::narrow;
-}
-
-bool decode_flow(Instr& i, const Mnemonic& name, const RawInstr& raw) {
+Known decode_flow(Instr& i, const Mnemonic& name, const RawInstr& raw) {
   i.pipe = Pipe::control;
   if (name.base() == "bra") {
     i.flow = Flow::branch;
-    i.target = (int32_t)raw.operands[0].value;
-    return true;
+    i.target = (int32_t)raw.operand(0).value;
+    return Shape{label()};
   }
-  if (name.base() == "ret" || name.base() == "exit") {
-    i.flow = Flow::exit;
-    return true;
-  }
-  return false;
+  i.flow = Flow::exit;
+  return Shape{};
 }
 
-bool find_handler(Instr& i, const Mnemonic& name, const RawInstr& raw) {
-  return decode_flow(i, name, raw) || decode_compare(i, name, raw) ||
-         decode_convert(i, name, raw) || decode_memory(i, name, raw) ||
-         decode_atomic(i, name, raw) || decode_ldmatrix(i, name, raw) || decode_mma(i, name, raw) ||
-         decode_wgmma(i, name, raw) || decode_wmma(i, name, raw) || decode_bulk(i, name, raw) ||
-         decode_tensor_map(i, name, raw) || decode_async(i, name, raw) ||
-         decode_warp(i, name, raw) || decode_float(i, name) || decode_integer(i, name);
+// The registry of instructions: the families, and the first parts of the mnemonics of each. A
+// family decides by the other parts whether it knows a mnemonic.
+struct Family {
+  Known (*decode)(Instr&, const Mnemonic&, const RawInstr&);
+  std::vector<std::string> names;
+};
+const Family kFamilies[] = {
+    {decode_flow, {"bra", "ret", "exit"}},
+    {decode_compare, {"selp", "slct", "testp", "setp", "set"}},
+    {decode_convert, {"cvt", "cvta", "isspacep", "mapa", "mov"}},
+    {decode_memory, {"ld", "ldu", "st", "prefetch", "prefetchu", "discard", "applypriority"}},
+    {decode_atomic, {"atom", "red"}},
+    {decode_ldmatrix, {"ldmatrix", "stmatrix"}},
+    {decode_mma, {"mma"}},
+    {decode_wgmma, {"wgmma"}},
+    {decode_wmma, {"wmma"}},
+    {decode_bulk, {"cp"}},
+    {decode_tensor_map, {"tensormap", "fence"}},
+    {decode_async,
+     {"cp", "mbarrier", "bar", "barrier", "setmaxnreg", "fence", "membar", "griddepcontrol",
+      "nanosleep", "pmevent", "trap", "brkpt"}},
+    {decode_warp, {"activemask", "shfl", "vote", "redux", "elect", "match", "bar"}},
+    {decode_float,
+     {"add", "sub", "mul", "fma", "mad", "div", "min", "max", "neg", "abs", "copysign", "rcp",
+      "sqrt", "rsqrt", "ex2", "lg2", "sin", "cos", "tanh"}},
+    {decode_integer,
+     {"add", "addc",  "sub",  "subc", "mul", "mad",  "madc", "div",  "rem", "min", "max",
+      "neg", "abs",   "sad",  "and",  "or",  "xor",  "not",  "cnot", "shl", "shr", "popc",
+      "clz", "bfind", "brev", "bfe",  "bfi", "prmt", "lop3", "bmsk", "shf", "dp4a"}},
+};
+
+Known find_handler(Instr& i, const Mnemonic& name, const RawInstr& raw) {
+  for (const Family& family : kFamilies) {
+    const auto& names = family.names;
+    if (std::find(names.begin(), names.end(), name.base()) == names.end()) continue;
+    Instr attempt = i;
+    Known shape = family.decode(attempt, name, raw);
+    if (!shape) continue;
+    i = attempt;
+    return shape;
+  }
+  return kUnknown;
 }
 
 // The fewest bytes that one write of shared (or global) memory fills.
@@ -189,7 +225,7 @@ void note_granule(Program& p, const Instr& i, const Mnemonic& name) {
     if (generic || name.has("global")) p.global_granule = std::min(p.global_granule, bytes);
     if (generic || !name.has("global")) p.granule = std::min(p.granule, bytes);
   }
-  if (name.base() == "cp" && !name.has("bulk") && i.arg[0] > 0)
+  if (name.base() == "cp" && i.pipe == Pipe::global && !name.has("bulk"))
     p.granule = std::min(p.granule, i.arg[0]);
   if (name.base() == "mbarrier" || name.has("bulk")) p.granule = std::min(p.granule, 8);
   if (name.base() == "tensormap") {
@@ -198,16 +234,34 @@ void note_granule(Program& p, const Instr& i, const Mnemonic& name) {
   }
 }
 
+// Fills in what the numbers of registers stand for.
+void describe(RawOperand& o, const Program& p, size_t declared) {
+  if (o.kind == 'r') {
+    o.bits = p.registers.at((size_t)o.value).bits;
+    o.special = (size_t)o.value >= declared;
+  }
+  for (RawOperand& part : o.parts) describe(part, p, declared);
+}
+
 }  // namespace
 
-Program* decode(const std::vector<RawInstr>& code, const std::vector<int>& bits) {
+const RawOperand& RawInstr::operand(size_t at) const {
+  static const RawOperand none{' ', 0, 0, {}, false, 0, false};
+  return at < operands.size() ? operands[at] : none;
+}
+
+std::vector<std::string> mnemonics() {
+  std::vector<std::string> found;
+  for (const Family& family : kFamilies)
+    for (const std::string& name : family.names)
+      if (std::find(found.begin(), found.end(), name) == found.end()) found.push_back(name);
+  return found;
+}
+
+Program* decode(std::vector<RawInstr> code, const std::vector<int>& bits) {
   auto program = std::make_unique<Program>();
   Builder builder{*program, {}};
-  for (int b : bits)
-    program->registers.push_back(builder.place(b == 1    ? Width::pred
-                                               : b == 64 ? Width::wide
-                                                         : Width::narrow,
-                                               (uint8_t)b));
+  for (int b : bits) program->registers.push_back(builder.place(width_of(b), (uint8_t)b));
   program->first_special = (int32_t)program->registers.size();
   for (int s = 0; s < kSpecials; ++s) {
     const bool wide = s == kClock64 || s == kGlobaltimer || s == kGridId;
@@ -217,31 +271,29 @@ Program* decode(const std::vector<RawInstr>& code, const std::vector<int>& bits)
   program->operands.resize(code.size());
   program->texts.reserve(code.size());
   for (size_t k = 0; k < code.size(); ++k) {
-    const RawInstr& raw = code[k];
+    RawInstr& raw = code[k];
     Instr& i = program->code[k];
     const Mnemonic name = split(raw.mnemonic);
     program->texts.push_back(raw.mnemonic);
     i.text = program->texts.back().c_str();
     i.line = raw.line;
     if (raw.guard >= 0) {
-      i.guard = program->registers[(size_t)raw.guard].at;
-      i.guard_id = program->registers[(size_t)raw.guard].id;
-      i.negated = raw.negated;
+      const Reg guard = program->registers.at((size_t)raw.guard);
+      i.guard = guard.at, i.guard_id = guard.id, i.negated = raw.negated;
+      raw.guard_bits = guard.bits;
     }
-    int addresses = 0;
-    for (size_t at = 0; at < raw.operands.size(); ++at) {
-      // The size of a cp.async is part of the instruction; that of a bulk copy may be a register.
-      if (name.base() == "cp" && at == 2 && raw.operands[at].kind == 'i' && !name.has("bulk"))
-        continue;
-      builder.add(program->operands[k], raw.operands[at], immediate_width(name, at));
-      if (raw.operands[at].kind == 'm' && addresses < 4)
-        i.offsets[addresses++] = raw.operands[at].offset;
+    for (RawOperand& o : raw.operands) describe(o, *program, bits.size());
+    const Known shape = find_handler(i, name, raw);
+    if (!shape) {
+      program->unsupported.emplace_back(raw.line, raw.mnemonic);
+      continue;
     }
-    i.offset = i.offsets[0];
-    i.reg = program->operands[k].data();
-    i.regs = (int32_t)program->operands[k].size();
-    if (!find_handler(i, name, raw))
-      program->unsupported.push_back("line " + std::to_string(raw.line) + ": " + raw.mnemonic);
+    const std::string wrong = mismatch(raw, *shape);
+    if (!wrong.empty()) {
+      program->misfits.emplace_back(raw.line, raw.mnemonic + ": " + wrong);
+      continue;
+    }
+    builder.add(program->operands[k], i, raw, *shape);
     note_granule(*program, i, name);
   }
   return program.release();

@@ -2,10 +2,11 @@
 
 #pragma once
 
+#include <optional>
 #include <string>
 #include <vector>
 
-#include "program.h"
+#include "shape.h"
 
 namespace fastbert::ptx {
 
@@ -20,21 +21,33 @@ struct Mnemonic {
   Type before() const;
 };
 
-// Each returns whether it knows the mnemonic; it then has set the handler and all modifiers. raw
-// gives the operands as they were written.
-bool decode_integer(Instr& instr, const Mnemonic& name);
-bool decode_float(Instr& instr, const Mnemonic& name);
-bool decode_compare(Instr& instr, const Mnemonic& name, const RawInstr& raw);
-bool decode_convert(Instr& instr, const Mnemonic& name, const RawInstr& raw);
-bool decode_warp(Instr& instr, const Mnemonic& name, const RawInstr& raw);
-bool decode_memory(Instr& instr, const Mnemonic& name, const RawInstr& raw);
-bool decode_atomic(Instr& instr, const Mnemonic& name, const RawInstr& raw);
-bool decode_ldmatrix(Instr& instr, const Mnemonic& name, const RawInstr& raw);
-bool decode_bulk(Instr& instr, const Mnemonic& name, const RawInstr& raw);
-bool decode_tensor_map(Instr& instr, const Mnemonic& name, const RawInstr& raw);
-bool decode_async(Instr& instr, const Mnemonic& name, const RawInstr& raw);
-bool decode_mma(Instr& instr, const Mnemonic& name, const RawInstr& raw);
-bool decode_wgmma(Instr& instr, const Mnemonic& name, const RawInstr& raw);
-bool decode_wmma(Instr& instr, const Mnemonic& name, const RawInstr& raw);
+// The bits of a register for a type; 1 for a predicate.
+inline int bits_of(Type type) { return type == Type::pred ? 1 : 8 * bytes_of(type); }
+
+// Adds the policy of a cache to the operands of an instruction that names one.
+inline Shape with_policy(Shape shape, const Mnemonic& name) {
+  if (name.has("L2::cache_hint")) shape.push_back(held(64));
+  return shape;
+}
+
+// Each returns the shape of the operands if it knows the mnemonic; it then has set the handler and
+// all modifiers. raw gives the operands as they were written. They are compared with the shape
+// afterwards, so that any of them may be missing or of another kind.
+using Known = std::optional<Shape>;
+constexpr std::nullopt_t kUnknown = std::nullopt;
+Known decode_integer(Instr& instr, const Mnemonic& name, const RawInstr& raw);
+Known decode_float(Instr& instr, const Mnemonic& name, const RawInstr& raw);
+Known decode_compare(Instr& instr, const Mnemonic& name, const RawInstr& raw);
+Known decode_convert(Instr& instr, const Mnemonic& name, const RawInstr& raw);
+Known decode_warp(Instr& instr, const Mnemonic& name, const RawInstr& raw);
+Known decode_memory(Instr& instr, const Mnemonic& name, const RawInstr& raw);
+Known decode_atomic(Instr& instr, const Mnemonic& name, const RawInstr& raw);
+Known decode_ldmatrix(Instr& instr, const Mnemonic& name, const RawInstr& raw);
+Known decode_bulk(Instr& instr, const Mnemonic& name, const RawInstr& raw);
+Known decode_tensor_map(Instr& instr, const Mnemonic& name, const RawInstr& raw);
+Known decode_async(Instr& instr, const Mnemonic& name, const RawInstr& raw);
+Known decode_mma(Instr& instr, const Mnemonic& name, const RawInstr& raw);
+Known decode_wgmma(Instr& instr, const Mnemonic& name, const RawInstr& raw);
+Known decode_wmma(Instr& instr, const Mnemonic& name, const RawInstr& raw);
 
 }  // namespace fastbert::ptx

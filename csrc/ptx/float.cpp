@@ -345,11 +345,13 @@ bool find_op(const std::string& base, Op& op, int& sources) {
 
 }  // namespace
 
-bool decode_float(Instr& i, const Mnemonic& name) {
+Known decode_float(Instr& i, const Mnemonic& name, const RawInstr&) {
   const Type type = name.last();
   Op op;
   int sources;
-  if (!is_float(type) || !find_op(name.base(), op, sources)) return false;
+  // add.f32.bf16 and its like, of sm_100, have operands of two types.
+  if (name.before() != Type::none) return kUnknown;
+  if (!is_float(type) || !find_op(name.base(), op, sources)) return kUnknown;
   i.pipe = Pipe::alu;
   if (op == Op::add || op == Op::sub || op == Op::mul || op == Op::fma) i.pipe = Pipe::fma;
   if (op >= Op::rcp) i.pipe = Pipe::mufu;
@@ -368,18 +370,21 @@ bool decode_float(Instr& i, const Mnemonic& name) {
   if (name.has("xorsign")) flags |= kXorsign;
   const bool half = type == Type::f16 || type == Type::f16x2;
   const bool brain = type == Type::bf16 || type == Type::bf16x2;
-  if ((half || brain) && round != Round::nearest) return false;
+  if ((half || brain) && round != Round::nearest) return kUnknown;
   if (flags == 0 && round == Round::nearest && (type == Type::f32 || type == Type::f64))
     i.run = type == Type::f32 ? plain<float>(op) : plain<double>(op);
-  if (i.run) return true;
   i.arg[0] = (int)op, i.arg[1] = (int)round, i.arg[2] = flags, i.arg[3] = sources;
   i.arg[4] = type == Type::f16x2 || type == Type::bf16x2 ? 2 : 1;
-  i.run = half                ? general<Half>
-          : brain             ? general<Brain>
-          : type == Type::f32 ? general<float>
-          : type == Type::f64 ? general<double>
-                              : nullptr;
-  return i.run != nullptr;
+  if (!i.run)
+    i.run = half                ? general<Half>
+            : brain             ? general<Brain>
+            : type == Type::f32 ? general<float>
+            : type == Type::f64 ? general<double>
+                                : nullptr;
+  if (!i.run) return kUnknown;
+  Shape shape = {result(bits_of(type))};
+  shape.insert(shape.end(), (size_t)sources, source(bits_of(type)));
+  return shape;
 }
 
 }  // namespace fastbert::ptx

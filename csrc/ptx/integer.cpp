@@ -442,96 +442,128 @@ struct Carry {
   static Handler handler() { return with_carry<T>; }
 };
 
-Handler logic(const std::string& base, Type type) {
-  if (type == Type::pred) {
-    if (base == "and") return predicate<And>;
-    if (base == "or") return predicate<Or>;
-    if (base == "xor") return predicate<Xor>;
-    return base == "not" ? predicate_not : nullptr;
-  }
-  if (base == "and") return by_integer_type<Same2<And>::Pick>(type);
-  if (base == "or") return by_integer_type<Same2<Or>::Pick>(type);
-  if (base == "xor") return by_integer_type<Same2<Xor>::Pick>(type);
-  if (base == "not") return by_integer_type<Same1<Not>::Pick>(type);
-  if (base == "cnot") return by_integer_type<Same1<CNot>::Pick>(type);
-  return nullptr;
+// A handler, or null, and the operands that it takes.
+struct Form {
+  Handler run = nullptr;
+  Shape shape;
+};
+
+// The result and so many sources have the type of the suffix.
+Form same(Handler run, Type type, int sources) {
+  Shape shape = {result(bits_of(type))};
+  shape.insert(shape.end(), (size_t)sources, source(bits_of(type)));
+  return {run, shape};
 }
 
-Handler arithmetic(const Mnemonic& name, Type type) {
+Form logic(const std::string& base, Type type) {
+  if (type == Type::pred) {
+    if (base == "and") return same(predicate<And>, type, 2);
+    if (base == "or") return same(predicate<Or>, type, 2);
+    if (base == "xor") return same(predicate<Xor>, type, 2);
+    return base == "not" ? same(predicate_not, type, 1) : Form{};
+  }
+  if (base == "and") return same(by_integer_type<Same2<And>::Pick>(type), type, 2);
+  if (base == "or") return same(by_integer_type<Same2<Or>::Pick>(type), type, 2);
+  if (base == "xor") return same(by_integer_type<Same2<Xor>::Pick>(type), type, 2);
+  if (base == "not") return same(by_integer_type<Same1<Not>::Pick>(type), type, 1);
+  if (base == "cnot") return same(by_integer_type<Same1<CNot>::Pick>(type), type, 1);
+  return {};
+}
+
+Form arithmetic(const Mnemonic& name, Type type) {
   const std::string& base = name.base();
-  if (base == "add") return by_integer_type<Same2<Add>::Pick>(type);
-  if (base == "sub") return by_integer_type<Same2<Sub>::Pick>(type);
-  if (base == "div") return by_integer_type<Same2<Div>::Pick>(type);
-  if (base == "rem") return by_integer_type<Same2<Rem>::Pick>(type);
-  if (base == "neg") return by_integer_type<Same1<Neg>::Pick>(type);
-  if (base == "abs") return by_integer_type<Same1<Abs>::Pick>(type);
-  if (base == "sad") return by_integer_type<Same3<Sad>::Pick>(type);
+  const int bits = bits_of(type);
+  if (base == "add") return same(by_integer_type<Same2<Add>::Pick>(type), type, 2);
+  if (base == "sub") return same(by_integer_type<Same2<Sub>::Pick>(type), type, 2);
+  if (base == "div") return same(by_integer_type<Same2<Div>::Pick>(type), type, 2);
+  if (base == "rem") return same(by_integer_type<Same2<Rem>::Pick>(type), type, 2);
+  if (base == "neg") return same(by_integer_type<Same1<Neg>::Pick>(type), type, 1);
+  if (base == "abs") return same(by_integer_type<Same1<Abs>::Pick>(type), type, 1);
+  if (base == "sad") return same(by_integer_type<Same3<Sad>::Pick>(type), type, 3);
   if (base == "min")
-    return name.has("relu") ? by_integer_type<Same2<MinRelu>::Pick>(type)
-                            : by_integer_type<Same2<Min>::Pick>(type);
+    return same(name.has("relu") ? by_integer_type<Same2<MinRelu>::Pick>(type)
+                                 : by_integer_type<Same2<Min>::Pick>(type),
+                type, 2);
   if (base == "max")
-    return name.has("relu") ? by_integer_type<Same2<MaxRelu>::Pick>(type)
-                            : by_integer_type<Same2<Max>::Pick>(type);
+    return same(name.has("relu") ? by_integer_type<Same2<MaxRelu>::Pick>(type)
+                                 : by_integer_type<Same2<Max>::Pick>(type),
+                type, 2);
   if (base == "mul") {
-    if (name.has("wide")) return by_integer_type<Wide2>(type);
-    return name.has("hi") ? by_integer_type<Same2<MulHigh>::Pick>(type)
-                          : by_integer_type<Same2<MulLow>::Pick>(type);
+    if (name.has("wide"))
+      return {by_integer_type<Wide2>(type), {result(2 * bits), source(bits), source(bits)}};
+    return same(name.has("hi") ? by_integer_type<Same2<MulHigh>::Pick>(type)
+                               : by_integer_type<Same2<MulLow>::Pick>(type),
+                type, 2);
   }
   if (base == "mad") {
-    if (name.has("wide")) return by_integer_type<Wide3>(type);
-    return name.has("hi") ? by_integer_type<Same3<MadHigh>::Pick>(type)
-                          : by_integer_type<Same3<MadLow>::Pick>(type);
+    if (name.has("wide"))
+      return {by_integer_type<Wide3>(type),
+              {result(2 * bits), source(bits), source(bits), source(2 * bits)}};
+    return same(name.has("hi") ? by_integer_type<Same3<MadHigh>::Pick>(type)
+                               : by_integer_type<Same3<MadLow>::Pick>(type),
+                type, 3);
   }
-  return nullptr;
+  return {};
 }
 
-Handler bits(const Mnemonic& name, Type type) {
+Form bits(const Mnemonic& name, Type type) {
   const std::string& base = name.base();
-  if (base == "shl") return by_integer_type<Shift<Shl>::Pick>(type);
-  if (base == "shr") return by_integer_type<Shift<Shr>::Pick>(type);
-  if (base == "popc") return by_integer_type<Count1<PopC>::Pick>(type);
-  if (base == "clz") return by_integer_type<Count1<CLZ>::Pick>(type);
+  const Slot to = result(bits_of(type)), from = source(bits_of(type)), word = source(32);
+  if (base == "shl") return {by_integer_type<Shift<Shl>::Pick>(type), {to, from, word}};
+  if (base == "shr") return {by_integer_type<Shift<Shr>::Pick>(type), {to, from, word}};
+  if (base == "popc") return {by_integer_type<Count1<PopC>::Pick>(type), {result(32), from}};
+  if (base == "clz") return {by_integer_type<Count1<CLZ>::Pick>(type), {result(32), from}};
   if (base == "bfind")
-    return name.has("shiftamt") ? by_integer_type<Count1<BFindShift>::Pick>(type)
-                                : by_integer_type<Count1<BFind>::Pick>(type);
-  if (base == "brev") return by_integer_type<Same1<BRev>::Pick>(type);
-  if (base == "bfe") return by_integer_type<Extract>(type);
-  if (base == "bfi") return by_integer_type<Insert>(type);
-  if (base == "prmt") return permute;
-  if (base == "lop3") return logic3;
-  if (base == "bmsk") return bit_mask;
-  if (base == "shf") return funnel;
-  if (base == "dp4a") return dot4;
-  return nullptr;
+    return {name.has("shiftamt") ? by_integer_type<Count1<BFindShift>::Pick>(type)
+                                 : by_integer_type<Count1<BFind>::Pick>(type),
+            {result(32), from}};
+  if (base == "brev") return same(by_integer_type<Same1<BRev>::Pick>(type), type, 1);
+  if (base == "bfe") return {by_integer_type<Extract>(type), {to, from, word, word}};
+  if (base == "bfi") return {by_integer_type<Insert>(type), {to, from, from, word, word}};
+  if (bits_of(type) != 32) return {};
+  if (base == "prmt") return same(permute, type, 3);
+  if (base == "lop3") return same(logic3, type, 4);
+  if (base == "bmsk") return same(bit_mask, type, 2);
+  if (base == "shf") return same(funnel, type, 3);
+  if (base == "dp4a") return same(dot4, type, 3);
+  return {};
+}
+
+// addc, subc and madc take the carry; .cc sets it.
+Known decode_carry(Instr& i, const Mnemonic& name, Type type) {
+  const std::string& base = name.base();
+  const bool product = base == "mad" || base == "madc";
+  if (product && !name.any({"lo", "hi"})) return kUnknown;
+  i.arg[0] = base == "sub" || base == "subc" ? 1 : !product ? 0 : name.has("lo") ? 2 : 3;
+  i.arg[1] = base.back() == 'c';
+  i.arg[2] = name.has("cc");
+  const bool known = i.arg[1] || base == "add" || base == "sub" || base == "mad";
+  i.run = known ? by_integer_type<Carry>(type) : nullptr;
+  if (!i.run) return kUnknown;
+  return same(i.run, type, product ? 3 : 2).shape;
 }
 
 }  // namespace
 
-bool decode_integer(Instr& i, const Mnemonic& name) {
+Known decode_integer(Instr& i, const Mnemonic& name, const RawInstr&) {
   const Type type = name.last();
-  if (is_float(type)) return false;
+  if (is_float(type)) return kUnknown;
   const std::string& base = name.base();
   i.pipe = Pipe::alu;
-  const bool takes = base == "addc" || base == "subc" || base == "madc";
-  if (name.has("cc") || takes) {
-    i.arg[0] = base == "sub" || base == "subc" ? 1 : name.has("lo") ? 2 : name.has("hi") ? 3 : 0;
-    i.arg[1] = takes;
-    i.arg[2] = name.has("cc");
-    const bool known = takes || base == "add" || base == "sub" || base == "mad";
-    i.run = known ? by_integer_type<Carry>(type) : nullptr;
-    return i.run != nullptr;
-  }
+  if (name.has("cc") || base == "addc" || base == "subc" || base == "madc")
+    return decode_carry(i, name, type);
   if (base == "prmt")
     for (int k = 0; k < 6; ++k)
       if (name.has(kModes[k])) i.arg[0] = k + 1;
-  i.run = logic(base, type);
-  if (!i.run) i.run = arithmetic(name, type);
-  if (!i.run) i.run = bits(name, type);
+  Form form = logic(base, type);
+  if (!form.run) form = arithmetic(name, type);
+  if (!form.run) form = bits(name, type);
   if (base == "shf") i.arg[0] = name.has("l"), i.arg[1] = name.has("clamp");
   if (base == "bmsk") i.arg[0] = name.has("clamp");
   if (base == "dp4a") i.arg[0] = is_signed(name.before()), i.arg[1] = is_signed(type);
   if (base == "mul" || base == "mad") i.pipe = Pipe::fma;
-  return i.run != nullptr;
+  i.run = form.run;
+  return i.run ? Known(form.shape) : kUnknown;
 }
 
 }  // namespace fastbert::ptx

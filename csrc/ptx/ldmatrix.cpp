@@ -69,17 +69,17 @@ void store_matrix(Warp& w, const Instr& i, Mask m) {
 
 }  // namespace
 
-bool decode_ldmatrix(Instr& i, const Mnemonic& name, const RawInstr&) {
-  const std::string& base = name.base();
-  if (base != "ldmatrix" && base != "stmatrix") return false;
+Known decode_ldmatrix(Instr& i, const Mnemonic& name, const RawInstr&) {
   i.type = name.last();
-  if (!name.has("b16") || !name.has("m8n8")) return false;
+  if (!name.has("b16") || !name.has("m8n8")) return kUnknown;
   i.arg[0] = name.has("x4") ? 4 : name.has("x2") ? 2 : 1;
   i.arg[1] = name.has("trans");
   i.aligned = true;
   i.pipe = Pipe::shared;
-  i.run = base == "ldmatrix" ? load_matrix : store_matrix;
-  return true;
+  const bool loads = name.base() == "ldmatrix";
+  i.run = loads ? load_matrix : store_matrix;
+  if (loads) return Shape{vector(i.arg[0], result(32)), address()};
+  return Shape{address(), vector(i.arg[0], held(32))};
 }
 
 }  // namespace fastbert::ptx

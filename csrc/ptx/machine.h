@@ -65,7 +65,7 @@ struct Allocation {
   std::unique_ptr<std::array<std::mutex, 64>> locks;
   std::vector<Cell> cells;
   bool holds(uint64_t address, uint64_t size) const {
-    return address >= begin && address + size <= begin + bytes;
+    return address >= begin && size <= bytes && address - begin <= bytes - size;
   }
 };
 

@@ -110,26 +110,24 @@ void store(Warp& w, const Instr& i, Mask m) {
 
 }  // namespace
 
-bool decode_memory(Instr& i, const Mnemonic& name, const RawInstr& raw) {
+Known decode_memory(Instr& i, const Mnemonic& name, const RawInstr& raw) {
   const std::string& base = name.base();
   i.type = name.last();
   if (base == "ld" || base == "st" || base == "ldu") {
+    const int bits = bits_of(i.type);
     set_space(i, name);
     i.arg[1] = name.has("v2") ? 2 : name.has("v4") ? 4 : name.has("v8") ? 8 : 1;
-    // An element in braces of its own, as { %r1 }, is a vector of one.
-    const size_t data = base == "st" ? 1 : 0;
-    if (raw.operands.size() != 2) return false;
-    const int given = raw.operands[data].kind == 'v' ? (int)raw.operands[data].parts.size() : 1;
-    if (given != i.arg[1]) return false;
     i.arg[2] = order_of(name, name.any({"volatile", "relaxed", "mmio"}));
     i.run = base == "st" ? store : load;
-    return i.type != Type::none && i.type != Type::b128;
+    if (bits < 8 || bits > 64 || bits * i.arg[1] > 256) return kUnknown;
+    // A register may be wider than what it holds of memory.
+    if (base == "st")
+      return with_policy({address(), vector(i.arg[1], source(bits).or_more())}, name);
+    return with_policy({vector(i.arg[1], result(bits).or_more().or_sink()), address()}, name);
   }
-  if (base == "prefetch" || base == "prefetchu" || base == "discard" || base == "applypriority") {
-    i.run = nothing, i.pipe = Pipe::control;
-    return true;
-  }
-  return false;
+  i.run = nothing, i.pipe = Pipe::control;
+  if (base == "prefetch" || base == "prefetchu") return with_policy({address()}, name);
+  return Shape{address(), constant(128, 128)};
 }
 
 }  // namespace fastbert::ptx

@@ -40,22 +40,31 @@ void mma(Warp& w, const Instr& i, Mask) {
 
 }  // namespace
 
-bool decode_mma(Instr& i, const Mnemonic& name, const RawInstr& raw) {
-  if (name.base() != "mma") return false;
-  Shape s;
+Known decode_mma(Instr& i, const Mnemonic& name, const RawInstr&) {
+  MatrixShape s;
   if (!shape_of(name, s) || s.m != 16 || s.n != 8 || !name.has("row") || !name.has("col"))
-    return false;
-  if (name.any({"sp", "sp::ordered_metadata", "b1", "s4", "u4", "f64"})) return false;
+    return kUnknown;
+  if (name.any({"sp", "sp::ordered_metadata", "b1", "s4", "u4", "f64"})) return kUnknown;
   const size_t types = name.parts.size();  // .d.a.b.c
+  if (types < 6) return kUnknown;
   i.type = type_of(name.parts[types - 3]), i.source = type_of(name.parts[types - 2]);
-  i.arg[0] = s.k, i.arg[1] = name.parts[types - 4] == "f16";
-  i.arg[2] = (int)raw.operands[1].parts.size();
-  i.arg[3] = raw.operands[2].kind == 'v' ? (int)raw.operands[2].parts.size() : 1;
-  i.arg[4] = name.parts[types - 4] == "s32", i.arg[5] = name.has("satfinite");
+  const std::string& sum = name.parts[types - 4];
+  const bool integers = sum == "s32";
+  if ((sum != "f16" && sum != "f32" && !integers) || sum != name.parts[types - 1]) return kUnknown;
+  if (!multiplies(i.type, i.source, integers)) return kUnknown;
+  // A row of A has 16 or 32 bytes.
+  const int bytes = s.k * element_bytes(i.type);
+  if (bytes != 16 && bytes != 32) return kUnknown;
+  i.arg[0] = s.k, i.arg[1] = sum == "f16";
+  i.arg[2] = bytes / 8;
+  i.arg[3] = bytes / 16;
+  i.arg[4] = integers, i.arg[5] = name.has("satfinite");
   i.aligned = true;
   i.pipe = Pipe::tensor;
   i.run = mma;
-  return i.type != Type::none && i.source != Type::none;
+  const int sums = i.arg[1] ? 2 : 4;
+  return Shape{vector(sums, result(32)), vector(i.arg[2], held(32)), vector(i.arg[3], held(32)),
+               vector(sums, held(32))};
 }
 
 }  // namespace fastbert::ptx

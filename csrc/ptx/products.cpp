@@ -68,7 +68,15 @@ void multiply_integers(const Operands& o, int32_t* d, bool saturate) {
     }
 }
 
-bool shape_of(const Mnemonic& name, Shape& s) {
+bool multiplies(Type a, Type b, bool integers) {
+  const auto whole = [](Type t) { return t == Type::s8 || t == Type::u8; };
+  const auto eight = [](Type t) { return t == Type::e4m3 || t == Type::e5m2; };
+  if (integers) return whole(a) && whole(b);
+  return (eight(a) && eight(b)) ||
+         (a == b && (a == Type::f16 || a == Type::bf16 || a == Type::tf32));
+}
+
+bool shape_of(const Mnemonic& name, MatrixShape& s) {
   for (const std::string& part : name.parts)
     if (std::sscanf(part.c_str(), "m%dn%dk%d", &s.m, &s.n, &s.k) == 3) return true;
   return false;

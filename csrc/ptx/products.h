@@ -33,10 +33,13 @@ inline int element_bytes(Type type) {
   return type == Type::tf32 ? 4 : type == Type::f16 || type == Type::bf16 ? 2 : 1;
 }
 
-struct Shape {
+struct MatrixShape {
   int m = 0, n = 0, k = 0;
 };
-bool shape_of(const Mnemonic& name, Shape& shape);
+bool shape_of(const Mnemonic& name, MatrixShape& shape);
+
+// Whether elements of these types of A and B are multiplied, as integers or as floats.
+bool multiplies(Type a, Type b, bool integers);
 
 // Reads n columns of accumulators, of 16 rows, into d (16, n) and, for each element, whether it is
 // valid.

@@ -113,14 +113,19 @@ struct RawOperand {
   int64_t offset = 0;             // of an address
   std::vector<RawOperand> parts;  // of a vector or an address
   bool negated = false;           // !%p as an operand
+  int32_t bits = 0;               // of a register; decode.cpp fills it in
+  bool special = false;           // a register that the machine fills in, such as %tid.x
 };
 
 struct RawInstr {
   std::string mnemonic;
   std::vector<RawOperand> operands;
   int32_t guard = -1;
+  int32_t guard_bits = 1;
   bool negated = false;
   int32_t line = 0;
+  // An operand by its number from 0. One that is missing has the kind ' ', which fits nothing.
+  const RawOperand& operand(size_t at) const;
 };
 
 // Registers that the machine fills in when a warp starts.
@@ -187,10 +192,17 @@ struct Program {
   int32_t granule = 16;  // bytes that every write of shared memory fills whole
   int32_t global_granule = 16;
   std::vector<std::string> texts;
-  std::vector<std::string> unsupported;  // "line 12: foo.bar"
+  // By line: instructions that the machine does not know, and operands that do not fit. A program
+  // that has any cannot run.
+  std::vector<std::pair<int32_t, std::string>> unsupported, misfits;
+  bool runs() const { return unsupported.empty() && misfits.empty(); }
 };
 
-// Lays out the registers and finds the handlers; widths holds bits per declared register.
-Program* decode(const std::vector<RawInstr>& code, const std::vector<int>& bits);
+// Lays out the registers, finds the handlers and checks the operands; bits holds those of each
+// declared register.
+Program* decode(std::vector<RawInstr> code, const std::vector<int>& bits);
+
+// The first parts of all mnemonics, such as "add".
+std::vector<std::string> mnemonics();
 
 }  // namespace fastbert::ptx

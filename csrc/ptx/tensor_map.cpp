@@ -144,24 +144,35 @@ void release_map(Warp& w, const Instr&, Mask m) {
 
 }  // namespace
 
-bool decode_tensor_map(Instr& i, const Mnemonic& name, const RawInstr& raw) {
+Known decode_tensor_map(Instr& i, const Mnemonic& name, const RawInstr&) {
   i.pipe = Pipe::sync;
-  if (name.base() == "fence" && name.has("tensormap::generic")) {
-    i.run = name.has("acquire") ? acquire_map : release_map;
-    return name.any({"acquire", "release"});
+  const Slot size = constant(128, 128);
+  if (name.base() == "fence") {
+    if (!name.has("tensormap::generic")) return kUnknown;
+    if (name.has("acquire")) return i.run = acquire_map, Shape{address(), size};
+    if (name.has("release")) return i.run = release_map, Shape{};
+    return kUnknown;
   }
-  if (name.base() != "tensormap") return false;
-  if (name.has("cp_fenceproxy")) return i.aligned = true, i.run = copy_map, true;
-  if (!name.has("replace")) return false;
+  if (name.has("cp_fenceproxy")) {
+    i.aligned = true;
+    i.run = copy_map;
+    return Shape{address(), address(), size};
+  }
+  const int bits = bits_of(name.last());
+  if (!name.has("replace") || (bits != 32 && bits != 64)) return kUnknown;
   bool found = false;
   for (const auto& [text, field] : kFields)
     if (name.has(text)) i.arg[0] = (int)field, found = true;
-  i.arg[1] = raw.operands.size() == 3;
+  if (!found) return kUnknown;
+  const Field field = (Field)i.arg[0];
+  i.arg[1] = field == Field::box || field == Field::size || field == Field::stride ||
+             field == Field::element_stride;
   i.arg[2] = name.any({"shared", "shared::cta"}) ? kElementShared
              : name.has("global")                ? kElementGlobal
                                                  : kElementGeneric;
   i.run = replace;
-  return found;
+  if (i.arg[1]) return Shape{address(), source(32), source(bits)};
+  return Shape{address(), source(bits)};
 }
 
 }  // namespace fastbert::ptx

@@ -164,48 +164,63 @@ void sync_warp(Warp& w, const Instr& i, Mask m) {
 
 }  // namespace
 
-bool decode_warp(Instr& i, const Mnemonic& name, const RawInstr& raw) {
+Known decode_warp(Instr& i, const Mnemonic& name, const RawInstr& raw) {
   const std::string& base = name.base();
   i.pipe = Pipe::shuffle;
-  const bool pair = !raw.operands.empty() && raw.operands[0].kind == 'v';
-  if (base == "activemask") return i.run = active_mask, i.pipe = Pipe::alu, true;
-  if (!name.has("sync")) return false;
+  const bool two = raw.operand(0).kind == 'v';
+  const Slot members = source(32);
+  if (base == "activemask") {
+    i.run = active_mask, i.pipe = Pipe::alu;
+    return Shape{result(32)};
+  }
+  if (!name.has("sync")) return kUnknown;
   i.flow = Flow::warp_sync;
   if (base == "shfl") {
     i.arg[0] = (int)(name.has("up")     ? Shuffle::up
                      : name.has("down") ? Shuffle::down
                      : name.has("bfly") ? Shuffle::bfly
                                         : Shuffle::idx);
-    i.arg[1] = pair;
+    i.arg[1] = two;
     i.run = shuffle;
-    i.target = -1;
-    return true;
+    const Slot d = result(32).or_sink();
+    return Shape{two ? pair(d, result(1)) : d, source(32), source(32), source(32), members};
   }
   if (base == "vote") {
     i.arg[0] = (int)(name.has("all")   ? Vote::all
                      : name.has("any") ? Vote::any
                      : name.has("uni") ? Vote::uni
                                        : Vote::ballot);
-    i.arg[1] = raw.operands.size() > 1 && raw.operands[1].negated;
+    i.arg[1] = raw.operand(1).negated;
     i.run = vote;
-    return true;
+    return Shape{result((Vote)i.arg[0] == Vote::ballot ? 32 : 1), source(1).or_not(), members};
   }
   if (base == "redux") {
     static const char* ops[] = {"add", "min", "max", "and", "or", "xor"};
+    bool found = false;
     for (int k = 0; k < 6; ++k)
-      if (name.has(ops[k])) i.arg[0] = k;
+      if (name.has(ops[k])) i.arg[0] = k, found = true;
     i.type = name.last();
     i.run = reduce;
-    return i.type == Type::s32 || i.type == Type::u32 || i.type == Type::b32;
+    if (!found || (i.type != Type::s32 && i.type != Type::u32 && i.type != Type::b32))
+      return kUnknown;
+    return Shape{result(32), source(32), members};
   }
-  if (base == "elect") return i.run = elect, pair;
-  if (base == "match") return i.arg[0] = name.has("all"), i.arg[1] = pair, i.run = match, true;
-  if (base == "bar" && name.has("warp")) {
-    i.pipe = Pipe::sync;
-    i.run = sync_warp;
-    return true;
+  if (base == "elect") {
+    i.run = elect;
+    return Shape{pair(result(32).or_sink(), result(1)), members};
   }
-  return false;
+  if (base == "match") {
+    const int bits = bits_of(name.last());
+    i.arg[0] = name.has("all"), i.arg[1] = two;
+    i.run = match;
+    if ((bits != 32 && bits != 64) || (!i.arg[0] && !name.has("any"))) return kUnknown;
+    const bool predicate = two && i.arg[0];
+    return Shape{predicate ? pair(result(32), result(1)) : result(32), source(bits), members};
+  }
+  if (!name.has("warp")) return kUnknown;
+  i.pipe = Pipe::sync;
+  i.run = sync_warp;
+  return Shape{members};
 }
 
 }  // namespace fastbert::ptx

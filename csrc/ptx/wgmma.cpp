@@ -239,41 +239,44 @@ std::vector<Type> types_of(const Mnemonic& name) {
 
 }  // namespace
 
-bool decode_wgmma(Instr& i, const Mnemonic& name, const RawInstr& raw) {
-  if (name.base() != "wgmma") return false;
+Known decode_wgmma(Instr& i, const Mnemonic& name, const RawInstr& raw) {
   i.aligned = true;
-  i.pipe = Pipe::tensor;
-  if (name.has("fence")) return i.pipe = Pipe::sync, i.run = mma_fence, true;
-  if (name.has("commit_group")) return i.pipe = Pipe::sync, i.run = mma_commit, true;
+  i.pipe = Pipe::sync;
+  if (name.has("fence")) return i.run = mma_fence, Shape{};
+  if (name.has("commit_group")) return i.run = mma_commit, Shape{};
   if (name.has("wait_group")) {
-    i.pipe = Pipe::sync;
-    i.arg[0] = (int)raw.operands[0].value;
+    i.arg[0] = (int)raw.operand(0).value;
     i.run = mma_wait;
-    return true;
+    return Shape{constant(0, 7)};
   }
-  Shape s;
-  if (!name.has("mma_async") || name.has("sp") || !shape_of(name, s)) return false;
-  i.arg[0] = s.n, i.arg[1] = s.k;
+  i.pipe = Pipe::tensor;
+  MatrixShape s;
+  if (!name.has("mma_async") || name.has("sp") || !shape_of(name, s)) return kUnknown;
+  if (s.m != 64 || s.n < 8 || s.n > 256 || s.n % 8) return kUnknown;
   const std::vector<Type> types = types_of(name);  // D, A, B
-  if (types.size() != 3) return false;
+  if (types.size() != 3) return kUnknown;
+  const bool integers = types[0] == Type::s32;
+  if (!integers && types[0] != Type::f16 && types[0] != Type::f32) return kUnknown;
   i.type = types[1], i.source = types[2];
+  if (!multiplies(i.type, i.source, integers) || s.k * element_bytes(i.type) != 32) return kUnknown;
+  i.arg[0] = s.n, i.arg[1] = s.k;
   i.arg[2] = types[0] == Type::f16;
-  i.arg[3] = raw.operands[1].kind == 'v';
-  i.arg[5] = types[0] != Type::s32 ? 0 : name.has("satfinite") ? 2 : 1;
-  auto immediate = [&](size_t at) {
-    return at < raw.operands.size() ? (int)raw.operands[at].value : 0;
-  };
-  if (immediate(4) == -1) i.arg[4] |= 4;
-  if (immediate(5) == -1) i.arg[4] |= 8;
+  i.arg[3] = raw.operand(1).kind == 'v';
+  i.arg[5] = !integers ? 0 : name.has("satfinite") ? 2 : 1;
+  if (raw.operand(4).value == -1) i.arg[4] |= 4;
+  if (raw.operand(5).value == -1) i.arg[4] |= 8;
   // A in registers has no flag of its own.
-  if (!i.arg[3] && immediate(6)) i.arg[4] |= 1;
-  if (immediate(i.arg[3] ? 6 : 7)) i.arg[4] |= 2;
+  if (!i.arg[3] && raw.operand(6).value) i.arg[4] |= 1;
+  if (raw.operand(i.arg[3] ? 6 : 7).value) i.arg[4] |= 2;
   i.run = issue;
-  if (i.arg[5])
-    return (i.type == Type::s8 || i.type == Type::u8) &&
-           (i.source == Type::s8 || i.source == Type::u8);
-  return i.type == Type::f16 || i.type == Type::bf16 || i.type == Type::tf32 ||
-         i.type == Type::e4m3 || i.type == Type::e5m2;
+  Shape shape = {vector(i.arg[2] ? s.n / 4 : s.n / 2, result(32)),
+                 i.arg[3] ? vector(4, held(32)) : held(64), held(64), source(1)};
+  if (integers) return shape;
+  const Slot sign = constant(-1, 1), transposes = constant(0, 1);
+  shape.insert(shape.end(), 2, sign);
+  // Only elements of 16 bits are transposed.
+  if (element_bytes(i.type) == 2) shape.insert(shape.end(), i.arg[3] ? 1 : 2, transposes);
+  return shape;
 }
 
 }  // namespace fastbert::ptx

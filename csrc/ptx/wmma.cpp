@@ -8,6 +8,12 @@ namespace {
 
 int fragment_elements(int rows, int columns) { return rows * columns / kLanes; }
 
+// The registers of a fragment of A or B (a factor), or of C or D.
+int fragment_registers(Type type, int rows, int columns, bool factor) {
+  if (factor && type == Type::f16) return 8;
+  return fragment_elements(rows, columns) * bytes_of(type) / 4;
+}
+
 // arg 0 rows, 1 columns of the fragment, 2 whether memory is column by column, 3 registers
 void wmma_load(Warp& w, const Instr& i, Mask m) {
   const Reg address = i.reg[i.arg[3]];
@@ -91,35 +97,46 @@ void wmma_mma(Warp& w, const Instr& i, Mask) {
 
 }  // namespace
 
-bool decode_wmma(Instr& i, const Mnemonic& name, const RawInstr& raw) {
-  if (name.base() != "wmma") return false;
-  Shape s;
-  if (!shape_of(name, s)) return false;
+Known decode_wmma(Instr& i, const Mnemonic& name, const RawInstr&) {
+  MatrixShape s;
+  if (!shape_of(name, s)) return kUnknown;
+  const bool wide = s.m * s.n == 256 && s.m >= 8 && s.m <= 32 && s.k == 16;
+  const bool tf32 = s.m == 16 && s.n == 16 && s.k == 8;
+  if (!wide && !tf32) return kUnknown;
   i.aligned = true;
   i.pipe = Pipe::tensor;
   if (name.has("mma")) {
     i.arg[0] = s.m, i.arg[1] = s.n, i.arg[2] = s.k;
-    i.arg[3] = (int)raw.operands[1].parts.size(), i.arg[4] = (int)raw.operands[2].parts.size();
     const size_t types = name.parts.size();
     // .f32.f32 or .d.f16.f16.c: without the types of A and B these are f16.
     const bool named = name.any({"bf16", "tf32"});
     i.type = name.has("tf32") ? Type::tf32 : name.has("bf16") ? Type::bf16 : Type::f16;
+    if (name.any({"s8", "u8", "s4", "u4", "b1"}) || tf32 != (i.type == Type::tf32)) return kUnknown;
+    i.arg[3] = fragment_registers(i.type, s.m, s.k, true);
+    i.arg[4] = fragment_registers(i.type, s.k, s.n, true);
     const std::string d = named ? "f32" : name.parts[types - 2], c = name.parts[types - 1];
+    if ((d != "f16" && d != "f32") || (c != "f16" && c != "f32")) return kUnknown;
     i.arg[5] = (c == "f16" ? 1 : 0) | (d == "f16" ? 2 : 0);
     i.run = wmma_mma;
-    return !name.any({"s8", "u8", "s4", "u4", "b1"});
+    return Shape{vector(d == "f16" ? 4 : 8, result(32)), vector(i.arg[3], held(32)),
+                 vector(i.arg[4], held(32)), vector(c == "f16" ? 4 : 8, held(32))};
   }
-  const bool is_a = name.has("a"), is_b = name.has("b");
+  const bool is_a = name.has("a"), is_b = name.has("b"), stores = name.has("store");
   i.arg[0] = is_b ? s.k : s.m, i.arg[1] = is_a ? s.k : s.n;
   i.arg[2] = name.has("col");
-  const bool stores = name.has("store");
-  i.arg[3] = (int)raw.operands[stores ? 1 : 0].parts.size();
+  i.type = name.last();
+  const int size = bytes_of(i.type);
+  if (is_a || is_b ? size < 1 || i.type == Type::f32 || i.type == Type::s32 : size < 2)
+    return kUnknown;
+  if (size > 4 || tf32 != (i.type == Type::tf32 || (size == 4 && s.k == 8))) return kUnknown;
+  i.arg[3] = fragment_registers(i.type, i.arg[0], i.arg[1], is_a || is_b);
   i.arg[4] = name.any({"shared", "shared::cta"}) ? kElementShared
              : name.has("global")                ? kElementGlobal
                                                  : kElementGeneric;
-  i.type = name.last();
   i.run = stores ? wmma_store : wmma_load;
-  return true;
+  const Slot stride = source(32).if_given();
+  if (stores) return Shape{address(), vector(i.arg[3], held(32)), stride};
+  return Shape{vector(i.arg[3], result(32)), address(), stride};
 }
 
 }  // namespace fastbert::ptx

@@ -1,9 +1,12 @@
 """A machine that executes PTX on the CPU and finds what only hardware would show.
 
 PTX is the documented virtual instruction set of NVIDIA GPUs. `load` reads the text that Triton or
-nvcc emits. `Module.launch` executes the text instruction by instruction on CPU tensors. It raises
-`PtxFault` for an access that is out of bounds or misaligned, for a value that nothing has written,
-for a race, for a deadlock, and for a part of a warp in an instruction of the whole warp.
+nvcc emits. `Module.launch` executes the text instruction by instruction on CPU tensors.
+
+Whatever is wrong with a text raises a `PtxError` that has the line of the text. It is a
+`PtxSyntaxError` if the machine cannot run the text. It is a `PtxFault` for an access that is out of
+bounds or misaligned, for a value that nothing has written, for a race, for a deadlock, and for a
+part of a warp in an instruction of the whole warp.
 
 Examples:
     >>> import torch
@@ -34,8 +37,8 @@ Examples:
 
 from __future__ import annotations
 
-from fastbert.testing.ptx.machine import Module, PtxFault, Report, load
-from fastbert.testing.ptx.parse import PtxSyntaxError
+from fastbert.testing.ptx.errors import PtxError, PtxFault, PtxSyntaxError
+from fastbert.testing.ptx.machine import Module, Report, load
 from fastbert.testing.ptx.tensor_map import tensor_map
 
-__all__ = ["Module", "PtxFault", "PtxSyntaxError", "Report", "load", "tensor_map"]
+__all__ = ["Module", "PtxError", "PtxFault", "PtxSyntaxError", "Report", "load", "tensor_map"]

@@ -19,7 +19,8 @@ from typing import Any
 from torch import Tensor
 
 from fastbert.testing.ptx import nvcc
-from fastbert.testing.ptx.machine import Module, PtxFault, Report, load
+from fastbert.testing.ptx.errors import PtxFault
+from fastbert.testing.ptx.machine import Module, Report, load
 
 _ON_LAUNCH = ctypes.CFUNCTYPE(
     ctypes.c_int, ctypes.c_char_p, ctypes.POINTER(ctypes.c_uint), ctypes.POINTER(ctypes.c_uint),

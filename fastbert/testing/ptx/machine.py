@@ -12,41 +12,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastbert.testing.ptx.parse import Kernel, Operand, Text, Variable, parse
+from fastbert.testing.ptx import limits
+from fastbert.testing.ptx.body import Kernel, Operand
+from fastbert.testing.ptx.declarations import Variable
+from fastbert.testing.ptx.errors import PtxFault, PtxSyntaxError
+from fastbert.testing.ptx.parse import Text, parse
 
 SHARED_BASE = 1024
 # The registers of a multiprocessor, and the most of a thread.
 REGISTERS, MOST_REGISTERS = 65_536, 256
+MOST_BLOCKS = 2**31 - 1
 ACCUMULATE = ("forward", "reverse", "exact", "truncate")
-
-
-class PtxFault(RuntimeError):
-    """A kernel did something that is wrong on a GPU.
-
-    Attributes:
-        kind: The kind of fault, for example ``"race"`` or ``"out of bounds"``.
-        kernel: Name of the kernel.
-        line: Line of the PTX text, or None.
-        source: ``file:line`` of the source, where the text gives one.
-        block, warp, lane: Where it happened; -1 where this is not known.
-    """
-
-    def __init__(
-        self, kind: str, message: str, kernel: str, text: str, line: int | None,
-        source: str | None, block: int, warp: int, lane: int,
-    ) -> None:  # fmt: skip
-        """Put the place of the fault into the message."""
-        where = f"{kernel}"
-        if line is not None:
-            where += f", PTX line {line} ({text})"
-        if source:
-            where += f", {source}"
-        for name, value in (("block", block), ("warp", warp), ("lane", lane)):
-            if value >= 0:
-                where += f", {name} {value}"
-        super().__init__(f"{kind}: {message} [{where}]")
-        self.kind, self.kernel, self.line, self.source = kind, kernel, line, source
-        self.block, self.warp, self.lane = block, warp, lane
 
 
 @dataclass(frozen=True)
@@ -86,8 +62,11 @@ class Module:
         self.text = text
         self._variables = {v.name: v for v in text.variables}
         self._globals: dict[str, Tensor] = {}
+        size = 0
         for variable in text.variables:
             if variable.space in ("global", "const") and not variable.external:
+                size += variable.size
+                limits.at_most(size, limits.GLOBAL, "bytes of variables", variable.line)
                 data = bytearray(max(variable.size, 1))
                 data[: len(variable.initial)] = variable.initial
                 self._globals[variable.name] = torch.frombuffer(data, dtype=torch.uint8)
@@ -149,17 +128,30 @@ class Module:
             The counts of the launch.
 
         Raises:
+            PtxSyntaxError: If the kernel cannot be read, if it has an instruction that the machine
+                does not know, or if operands do not fit their instruction.
             PtxFault: If the kernel does something wrong.
-            ValueError: If an argument does not fit, or if the kernel has an instruction that the
-                machine does not know. It is a PtxSyntaxError if the kernel cannot be read.
+            ValueError: If an argument does not fit.
         """
         if name not in self.text.kernels:
             raise ValueError(f"name: got {name!r}, allowed: {', '.join(self.kernels)}")
         if accumulate not in ACCUMULATE:
             raise ValueError(f"accumulate: got {accumulate!r}, allowed: {', '.join(ACCUMULATE)}")
+        if not isinstance(approximate, (int, float)) or not -1 <= approximate <= 1:
+            raise ValueError(f"approximate: got {approximate!r}, allowed: -1 to 1")
+        _whole(seed, "seed", 0, 2**64 - 1)
+        _whole(limit, "limit", 0, 2**63 - 1)
+        _whole(dynamic_shared, "dynamic_shared", 0, limits.SHARED)
+        if threads is not None:
+            _whole(threads, "threads", 1, 1024)
+        sizes = _three(grid, "grid")
+        if math.prod(sizes) > MOST_BLOCKS:
+            raise ValueError(f"grid: got {sizes}, allowed: at most {MOST_BLOCKS} blocks")
         kernel = self.text.kernels[name]
         program, static_shared, local = self._program(kernel)
         shape = _three(block if block is not None else kernel.threads or (1, 1, 1), "block")
+        if math.prod(shape) > limits.THREADS:
+            raise ValueError(f"block: got {shape}, allowed: at most {limits.THREADS} threads")
         if kernel.threads and shape != kernel.threads:
             raise ValueError(f"block: got {shape}, the kernel requires {kernel.threads}")
         if kernel.most_threads and math.prod(shape) > kernel.most_threads:
@@ -167,14 +159,14 @@ class Module:
                 f"block: got {shape}, the kernel allows at most {kernel.most_threads} threads"
             )
         params = _parameters(kernel, args)
-        size = math.prod(_three(grid, "grid"))
-        if not all(0 <= number < size for number in blocks):
+        size = math.prod(sizes)
+        if not all(isinstance(number, int) and 0 <= number < size for number in blocks):
             raise ValueError(f"blocks: got {list(blocks)}, allowed: 0 to {size - 1}")
         tensors = [a for a in args if isinstance(a, Tensor)] + list(memory)
         from fastbert import _C
 
         counts, found = _C.ptx_run(
-            program, _three(grid, "grid"), shape, params, static_shared + dynamic_shared,
+            program, sizes, shape, params, static_shared + dynamic_shared,
             static_shared, local, self._regions(tensors, empty), seed, float(approximate),
             ACCUMULATE.index(accumulate), races, count, limit,
             threads or len(os.sched_getaffinity(0)), list(blocks), _registers(kernel),
@@ -228,20 +220,22 @@ class Module:
         addresses.update({p.name: p.offset for p in kernel.parameters})
         in_parameters = {p.name for p in kernel.parameters}
 
-        def placed(o: Operand, *, moved: bool) -> Operand:
+        def placed(o: Operand, line: int, *, moved: bool) -> Operand:
             if o.kind == "s":
                 if o.value not in addresses:
-                    raise ValueError(f"{kernel.name}: the name {o.value} is not known")
+                    raise PtxSyntaxError(f"the name {o.value} is not known", line)
                 base = addresses[str(o.value)] + o.offset
-                return Operand("i", base | window if moved and o.value in in_parameters else base)
+                base = base | window if moved and o.value in in_parameters else base
+                return Operand("i", base, negated=o.negated)
             if o.parts:
-                return o._replace(parts=tuple(placed(p, moved=moved) for p in o.parts))
+                parts = tuple(placed(part, line, moved=moved) for part in o.parts)
+                return o._replace(parts=parts)
             return o
 
         code = [
             (
                 i.mnemonic,
-                [placed(o, moved=i.mnemonic.startswith("mov")) for o in i.operands],
+                [placed(o, i.line, moved=i.mnemonic.startswith("mov")) for o in i.operands],
                 i.guard,
                 i.negated,
                 i.line,
@@ -250,11 +244,15 @@ class Module:
         ]
         program = _C.ptx_decode(code, kernel.registers)
         if program.unsupported:
-            found = "; ".join(program.unsupported[:8])
-            raise ValueError(
+            found = "; ".join(f"line {line}: {text}" for line, text in program.unsupported[:8])
+            raise PtxSyntaxError(
                 f"{kernel.name}: the PTX machine does not know {len(program.unsupported)} "
-                f"instructions: {found}"
+                f"instructions: {found}",
+                program.unsupported[0][0],
             )
+        if program.misfits:
+            line, text = program.misfits[0]
+            raise PtxSyntaxError(text, line)
         self._programs[kernel.name] = program, places.dynamic, places.local
         return self._programs[kernel.name]
 
@@ -274,6 +272,9 @@ class Module:
                 at = -(-ends[variable.space] // variable.align) * variable.align
                 addresses[variable.name] = at
                 ends[variable.space] = at + variable.size
+                most = limits.MEMORY[variable.space] + (variable.space == "shared") * SHARED_BASE
+                what = f"bytes of .{variable.space} variables"
+                limits.at_most(ends[variable.space], most, what, variable.line)
         static = dynamic = ends["shared"] - SHARED_BASE
         if external:
             align = max(16, *(v.align for v in external))
@@ -295,6 +296,12 @@ def load(text: str) -> Module:
         PtxSyntaxError: If the text outside the kernels cannot be read.
     """
     return Module(parse(text))
+
+
+def _whole(value: int, name: str, low: int, high: int) -> None:
+    """Raise ValueError unless an argument is an integer in a range."""
+    if not isinstance(value, int) or not low <= value <= high:
+        raise ValueError(f"{name}: got {value!r}, allowed: integers from {low} to {high}")
 
 
 def _three(sizes: Sequence[int], name: str) -> tuple[int, int, int]:
@@ -337,7 +344,11 @@ def _parameters(kernel: Kernel, args: Sequence[Any]) -> bytes:
         elif isinstance(value, (bytes, bytearray)):
             raw = bytes(value)
         elif isinstance(value, float):
-            raw = struct.pack("<d" if parameter.size == 8 else "<f", value)
+            try:
+                raw = struct.pack("<d" if parameter.size == 8 else "<f", value)
+            except OverflowError:
+                message = f"args: got {value} for {parameter.name}, which has 32 bits"
+                raise ValueError(message) from None
         elif isinstance(value, int):
             raw = (int(value) % (1 << (8 * parameter.size))).to_bytes(parameter.size, "little")
         elif value is None:

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from fastbert.ops import backend as backends
 from fastbert.testing.ahead_of_time import specialise
-from fastbert.testing.ptx.machine import Module, PtxFault, Report, load
+from fastbert.testing.ptx.errors import PtxFault
+from fastbert.testing.ptx.machine import Module, Report, load
 
 STAND_IN = "the PTX machine"
 

@@ -1,0 +1,55 @@
+"""What may be wrong with a PTX text, and with what its kernels do."""
+
+from __future__ import annotations
+
+
+class PtxError(Exception):
+    """A PTX text is wrong, or a kernel does something that is wrong on a GPU.
+
+    Attributes:
+        line: Line of the PTX text, from 1, or None where the fault has no line.
+    """
+
+    line: int | None = None
+
+
+class PtxSyntaxError(PtxError, ValueError):
+    """The machine cannot run the text.
+
+    A statement cannot be read, an instruction is not known, operands do not fit their instruction,
+    or the text asks for more than the limits of the machine.
+    """
+
+    def __init__(self, message: str, line: int | None = None) -> None:
+        """Put the line before the message."""
+        super().__init__(message if line is None else f"line {line}: {message}")
+        self.line = line
+
+
+class PtxFault(PtxError, RuntimeError):
+    """A kernel did something that is wrong on a GPU.
+
+    Attributes:
+        kind: The kind of fault, for example ``"race"`` or ``"out of bounds"``.
+        kernel: Name of the kernel.
+        line: Line of the PTX text, or None.
+        source: ``file:line`` of the source, where the text gives one.
+        block, warp, lane: Where it happened; -1 where this is not known.
+    """
+
+    def __init__(
+        self, kind: str, message: str, kernel: str, text: str, line: int | None,
+        source: str | None, block: int, warp: int, lane: int,
+    ) -> None:  # fmt: skip
+        """Put the place of the fault into the message."""
+        where = f"{kernel}"
+        if line is not None:
+            where += f", PTX line {line} ({text})"
+        if source:
+            where += f", {source}"
+        for name, value in (("block", block), ("warp", warp), ("lane", lane)):
+            if value >= 0:
+                where += f", {name} {value}"
+        super().__init__(f"{kind}: {message} [{where}]")
+        self.kind, self.kernel, self.line, self.source = kind, kernel, line, source
+        self.block, self.warp, self.lane = block, warp, lane

@@ -1,0 +1,274 @@
+"""One instruction of each kind that the PTX machine executes, with operands that fit it.
+
+The registers are those of small_kernels.py: %p are predicates, %h have 16 bits, %r 32 and %d 64.
+"""
+
+from __future__ import annotations
+
+import re
+
+
+def _registers(prefix: str, count: int, first: int = 0) -> str:
+    return "{" + ", ".join(f"%{prefix}{first + n}" for n in range(count)) + "}"
+
+
+TWO, FOUR, EIGHT = (_registers("r", n, 8) for n in (2, 4, 8))
+SUMS, HALVES = _registers("c", 32), _registers("c", 16)
+INTEGERS, BITS = ("u16", "s16", "u32", "s32", "u64", "s64"), ("b16", "b32", "b64")
+FLOATS = ("f32", "f64", "f16", "f16x2", "bf16", "bf16x2")
+WIDTHS = {"16": "%h", "32": "%r", "64": "%d"}
+
+
+def _of(kind: str) -> str:
+    """Return the prefix of registers for a type."""
+    return "%r" if kind.endswith("x2") else WIDTHS[kind.lstrip("abcdefghijklmnopqrstuvwxyz")]
+
+
+def _same(mnemonics: str, kinds: tuple[str, ...], sources: int) -> list[str]:
+    """Return instructions whose result and sources all have the type of their suffix."""
+    return [
+        f"{mnemonic}.{kind} " + ", ".join(f"{_of(kind)}{n + 1}" for n in range(sources + 1))
+        for mnemonic in mnemonics.split()
+        for kind in kinds
+    ]
+
+
+ARITHMETIC = [
+    *_same("add sub mul.lo mul.hi div rem min max", INTEGERS, 2),
+    *_same("neg abs", ("s16", "s32", "s64"), 1),
+    *_same("mad.lo mad.hi sad", ("u16", "s32", "u64"), 3),
+    *_same("min.relu max.relu", ("s32",), 2),
+    *_same("and or xor", BITS, 2),
+    *_same("not cnot brev", BITS, 1),
+    *_same("add.cc addc subc.cc", ("u32", "s64"), 2),
+    *_same("mad.lo.cc madc.hi", ("u32",), 3),
+    *_same("prmt.b32.f4e shf.l.wrap shf.r.clamp", ("b32",), 3),
+    *_same("bmsk.wrap", ("b32",), 2),
+    "mul.wide.u16 %r1, %h2, %h3",
+    "mul.wide.s32 %d1, %r2, %r3",
+    "mad.wide.s16 %r1, %h2, %h3, %r4",
+    "mad.wide.u32 %d1, %r2, %r3, %d4",
+    "and.pred %p1, %p2, %p3",
+    "or.pred %p1, %p2, %p3",
+    "xor.pred %p1, %p2, %p3",
+    "not.pred %p1, %p2",
+    "shl.b16 %h1, %h2, %r3",
+    "shl.b64 %d1, %d2, %r3",
+    "shr.s32 %r1, %r2, %r3",
+    "popc.b32 %r1, %r2",
+    "popc.b64 %r1, %d2",
+    "clz.b64 %r1, %d2",
+    "bfind.u64 %r1, %d2",
+    "bfind.shiftamt.s32 %r1, %r2",
+    "bfe.u32 %r1, %r2, %r3, %r4",
+    "bfe.s64 %d1, %d2, %r3, %r4",
+    "bfi.b32 %r1, %r2, %r3, %r4, %r5",
+    "bfi.b64 %d1, %d2, %d3, %r4, %r5",
+    "prmt.b32 %r1, %r2, %r3, %r4",
+    "lop3.b32 %r1, %r2, %r3, %r4, 128",
+    "dp4a.u32.s32 %r1, %r2, %r3, %r4",
+]
+FLOAT = [
+    *_same("add sub mul min max min.NaN", FLOATS, 2),
+    *_same("fma.rn", FLOATS, 3),
+    *_same("neg abs", FLOATS, 1),
+    *_same("add.rz.ftz mul.sat div.full min.xorsign.abs", ("f32",), 2),
+    *_same("div.rn copysign", ("f32", "f64"), 2),
+    *_same("rcp.rn sqrt.rn rsqrt.approx", ("f32", "f64"), 1),
+    *_same("ex2.approx.ftz lg2.approx sin.approx cos.approx tanh.approx", ("f32",), 1),
+    *_same("ex2.approx tanh.approx", ("f16", "bf16x2"), 1),
+    "mad.rn.f32 %r1, %r2, %r3, %r4",
+]
+COMPARE = [
+    *(f"setp.lt.{kind} %p1, {_of(kind)}2, {_of(kind)}3" for kind in (*INTEGERS, "f32", "f64")),
+    "setp.eq.b16 %p1, %h2, %h3",
+    "setp.gtu.f16 %p1, %h2, %h3",
+    "setp.num.bf16 %p1, %h2, %h3",
+    "setp.ne.u32 %p1|%p2, %r2, %r3",
+    "setp.ge.and.s32 %p1, %r2, %r3, !%p3",
+    "setp.ge.or.f64 %p1|%p2, %d2, %d3, %p3",
+    "setp.le.f16x2 %p1|%p2, %r2, %r3",
+    "setp.eq.bf16x2 %p1|%p2, %r2, %r3",
+    "set.eq.u32.f32 %r1, %r2, %r3",
+    "set.lt.f32.s64 %r1, %d2, %d3",
+    "set.lt.f16x2.f16x2 %r1, %r2, %r3",
+    "set.gt.bf16x2.bf16x2 %r1, %r2, %r3",
+    "selp.b16 %h1, %h2, %h3, %p4",
+    "selp.f32 %r1, %r2, %r3, !%p4",
+    "selp.u64 %d1, %d2, %d3, %p4",
+    "slct.s32.f32 %r1, %r2, %r3, %r4",
+    "slct.u64.s32 %d1, %d2, %d3, %r4",
+    "testp.finite.f32 %p1, %r2",
+]
+CONVERT = [
+    "cvt.u32.u16 %r1, %h2",
+    "cvt.s64.s32 %d1, %r2",
+    "cvt.u8.u32 %h1, %r2",
+    "cvt.sat.s16.s32 %h1, %r2",
+    "cvt.rn.f32.s64 %r1, %d2",
+    "cvt.rzi.s32.f32 %r1, %r2",
+    "cvt.f64.f32 %d1, %r2",
+    "cvt.rn.f16.f32 %h1, %r2",
+    "cvt.f32.f16 %r1, %h2",
+    "cvt.f32.bf16 %r1, %h2",
+    "cvt.rna.tf32.f32 %r1, %r2",
+    "cvt.rn.f16x2.f32 %r1, %r2, %r3",
+    "cvt.rn.bf16x2.f32 %r1, %r2, %r3",
+    "cvt.rn.satfinite.e4m3x2.f32 %h1, %r2, %r3",
+    "cvt.rn.satfinite.e5m2x2.f16x2 %h1, %r2",
+    "cvt.rn.f16x2.e4m3x2 %r1, %h2",
+    "cvta.to.global.u64 %d1, %d2",
+    "cvta.shared.u64 %d1, %d2",
+    "isspacep.shared %p1, %d2",
+    "mapa.shared::cluster.u32 %r1, %r2, %r3",
+    "mov.b16 %h1, %h2",
+    "mov.u32 %r1, %r2",
+    "mov.u32 %r1, %tid.x",
+    "mov.b64 %d1, %d2",
+    "mov.pred %p1, %p2",
+    "mov.b32 %r1, {%h2, %h3}",
+    "mov.b32 {%h1, %h2}, %r3",
+    "mov.b64 %d1, {%r2, %r3}",
+    "mov.b64 {%h1, %h2, %h3, %h4}, %d5",
+]
+MEMORY = [
+    "ld.global.u8 %h1, [%d2]",
+    "ld.global.s32 %d1, [%d2+4]",
+    "ld.shared.b16 %h1, [%r2]",
+    "ld.param.u64 %d1, [p0]",
+    f"ld.global.nc.v4.b32 {FOUR}, [%d2]",
+    "ld.volatile.shared.v2.f64 {%d1, %d2}, [%r2]",
+    "ldu.global.u32 %r1, [%d2]",
+    "st.global.b8 [%d1], %h2",
+    "st.shared.f32 [%r1+4], %r2",
+    f"st.global.v4.b32 [%d1], {FOUR}",
+    "prefetch.global.L2 [%d1]",
+    "prefetchu.L1 [%d1]",
+    "discard.global.L2 [%d1], 128",
+    "applypriority.global.L2::evict_normal [%d1], 128",
+    "atom.global.add.u32 %r1, [%d2], %r3",
+    "atom.shared.exch.b64 %d1, [%r2], %d3",
+    "atom.global.cas.b32 %r1, [%d2], %r3, %r4",
+    "atom.global.add.noftz.f16x2 %r1, [%d2], %r3",
+    f"atom.global.v2.f32.add {TWO}, [%d2], {{%r1, %r2}}",
+    "red.global.add.f32 [%d1], %r2",
+    "red.shared.or.b32 [%r1], %r2",
+    f"red.global.v4.f32.add [%d1], {FOUR}",
+    "ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r1}, [%r2]",
+    f"ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {TWO}, [%r2]",
+    f"ldmatrix.sync.aligned.m8n8.x4.shared.b16 {FOUR}, [%r2]",
+    f"stmatrix.sync.aligned.m8n8.x4.shared.b16 [%r1], {FOUR}",
+]
+MATRIX = [
+    f"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {FOUR}, {FOUR}, {TWO}, {FOUR}",
+    f"mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {FOUR}, {FOUR}, {TWO}, {FOUR}",
+    f"mma.sync.aligned.m16n8k4.row.col.f32.tf32.tf32.f32 {FOUR}, {TWO}, {{%r1}}, {FOUR}",
+    f"mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16 {TWO}, {FOUR}, {TWO}, {TWO}",
+    f"mma.sync.aligned.m16n8k32.row.col.s32.s8.u8.s32 {FOUR}, {FOUR}, {TWO}, {FOUR}",
+    f"wmma.load.a.sync.aligned.m16n16k16.row.shared.f16 {EIGHT}, [%r1], %r2",
+    f"wmma.load.b.sync.aligned.m16n16k16.col.global.bf16 {FOUR}, [%d1], %r2",
+    f"wmma.load.c.sync.aligned.m16n16k16.row.global.f32 {EIGHT}, [%d1]",
+    f"wmma.store.d.sync.aligned.m16n16k16.row.global.f32 [%d1], {EIGHT}, %r2",
+    f"wmma.mma.sync.aligned.row.col.m16n16k16.f32.f32 {EIGHT}, {EIGHT}, {EIGHT}, {EIGHT}",
+    f"wmma.mma.sync.aligned.row.col.m16n16k16.f32.bf16.bf16.f32 {EIGHT}, {FOUR}, {FOUR}, {EIGHT}",
+    f"wmma.mma.sync.aligned.row.col.m16n16k16.f16.f16 {FOUR}, {EIGHT}, {EIGHT}, {FOUR}",
+    "wgmma.fence.sync.aligned",
+    "wgmma.commit_group.sync.aligned",
+    "wgmma.wait_group.sync.aligned 1",
+    f"wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {SUMS}, %d1, %d2, %p1, 1, -1, 0, 1",
+    f"wgmma.mma_async.sync.aligned.m64n64k16.f16.f16.f16 {HALVES}, {FOUR}, %d2, %p1, 1, 1, 0",
+    f"wgmma.mma_async.sync.aligned.m64n64k8.f32.tf32.tf32 {SUMS}, %d1, %d2, %p1, 1, 1",
+    f"wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8 {SUMS}, %d1, %d2, %p1",
+]
+BOX = "tensor.2d"
+ASYNC = [
+    "cp.async.ca.shared.global [%r1], [%d1], 8",
+    "cp.async.cg.shared.global [%r1], [%d1], 16, %r2",
+    "cp.async.ca.shared.global.L2::cache_hint [%r1], [%d1], 4, %d2",
+    "cp.async.commit_group",
+    "cp.async.wait_group 2",
+    "cp.async.wait_all",
+    "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%r1]",
+    "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r1], [%d1], %r2, [%r3]",
+    "cp.async.bulk.global.shared::cta.bulk_group [%d1], [%r1], %r2",
+    "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%d1], [%r1], %r2",
+    f"cp.async.bulk.{BOX}.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%r1],"
+    " [%d1, {%r2, %r3}], [%r4]",
+    f"cp.async.bulk.{BOX}.global.shared::cta.tile.bulk_group [%d1, {{%r2, %r3}}], [%r1]",
+    f"cp.reduce.async.bulk.{BOX}.global.shared::cta.add.tile.bulk_group [%d1, {{%r2, %r3}}], [%r1]",
+    "cp.async.bulk.prefetch.L2.global [%d1], %r2",
+    f"cp.async.bulk.prefetch.{BOX}.L2.global.tile [%d1, {{%r2, %r3}}]",
+    "cp.async.bulk.commit_group",
+    "cp.async.bulk.wait_group.read 0",
+    "bar.sync 0",
+    "bar.sync %r1, 64",
+    "bar.arrive 1, 64",
+    "bar.red.popc.u32 %r1, 0, !%p1",
+    "bar.red.and.pred %p1, 0, 32, %p2",
+    "barrier.sync.aligned 0",
+    "mbarrier.init.shared::cta.b64 [%r1], 32",
+    "mbarrier.inval.shared::cta.b64 [%r1]",
+    "mbarrier.arrive.shared::cta.b64 %d1, [%r1]",
+    "mbarrier.arrive.shared::cta.b64 _, [%r1], 2",
+    "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%r1], %r2",
+    "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r1], %r2",
+    "mbarrier.arrive_drop.shared::cta.b64 %d1, [%r1], 1",
+    "mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%r1], %r2",
+    "mbarrier.complete_tx.relaxed.cta.shared::cta.b64 [%r1], %r2",
+    "mbarrier.test_wait.shared::cta.b64 %p1, [%r1], %d1",
+    "mbarrier.try_wait.parity.shared::cta.b64 %p1, [%r1], %r2",
+    "mbarrier.try_wait.parity.shared::cta.b64 %p1, [%r1], %r2, %r3",
+    "fence.acq_rel.gpu",
+    "fence.proxy.async.shared::cta",
+    "fence.mbarrier_init.release.cluster",
+    "fence.proxy.tensormap::generic.acquire.gpu [%d1], 128",
+    "fence.proxy.tensormap::generic.release.gpu",
+    "membar.gl",
+    "tensormap.replace.tile.global_address.global.b1024.b64 [%d1], %d2",
+    "tensormap.replace.tile.rank.shared::cta.b1024.b32 [%r1], %r2",
+    "tensormap.replace.tile.box_dim.global.b1024.b32 [%d1], 1, %r2",
+    "tensormap.replace.tile.global_stride.global.b1024.b64 [%d1], 0, %d2",
+    "tensormap.replace.tile.swizzle_mode.global.b1024.b32 [%d1], 3",
+    "tensormap.cp_fenceproxy.global.shared::cta.tensormap::generic.release.gpu.sync.aligned"
+    " [%d1], [%r1], 128",
+    "setmaxnreg.inc.sync.aligned.u32 160",
+    "setmaxnreg.dec.sync.aligned.u32 40",
+    "griddepcontrol.wait",
+    "nanosleep.u32 20",
+    "pmevent 7",
+]
+WARP = [
+    "shfl.sync.idx.b32 %r1, %r2, %r3, 31, -1",
+    "shfl.sync.up.b32 %r1|%p1, %r2, 1, 0, -1",
+    "shfl.sync.down.b32 %r1, %r2, 1, 31, %r3",
+    "shfl.sync.bfly.b32 %r1, %r2, 1, 31, -1",
+    "vote.sync.ballot.b32 %r1, %p1, -1",
+    "vote.sync.any.pred %p1, !%p2, %r1",
+    "redux.sync.add.s32 %r1, %r2, -1",
+    "elect.sync %r1|%p1, -1",
+    "elect.sync _|%p1, %r1",
+    "match.any.sync.b32 %r1, %r2, -1",
+    "match.all.sync.b64 %r1|%p1, %d2, -1",
+    "bar.warp.sync -1",
+    "activemask.b32 %r1",
+]
+FLOW = ["bra END", "bra.uni END", "ret", "exit", "trap", "brkpt"]
+EXAMPLES = [
+    *ARITHMETIC, *FLOAT, *COMPARE, *CONVERT, *MEMORY, *MATRIX, *ASYNC, *WARP, *FLOW,
+]  # fmt: skip
+
+
+def split(operands: str) -> list[str]:
+    """Split operands at the commas outside brackets."""
+    return [part.strip() for part in re.split(r",(?![^{]*\})(?![^\[]*\])", operands) if part]
+
+
+def parts(example: str) -> tuple[str, list[str]]:
+    """Return the mnemonic and the operands of an example."""
+    mnemonic, _, operands = example.partition(" ")
+    return mnemonic, split(operands)
+
+
+def base(example: str) -> str:
+    """Return the part of the mnemonic before its first dot."""
+    return re.split(r"[. ]", example)[0]
