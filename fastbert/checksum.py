@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 
 _BLOCK = 1 << 20
 
 
-def checksum(path: Path) -> str:
+def checksum(path: Path, advance: Callable[[int], object] = lambda size: None) -> str:
     """Return the SHA-256 of a file as hexadecimal digits.
+
+    Args:
+        path: The file.
+        advance: Called with the number of bytes that were read since its last call.
 
     Raises:
         OSError: If the file cannot be read.
@@ -21,4 +26,5 @@ def checksum(path: Path) -> str:
     with path.open("rb") as file:
         while block := file.read(_BLOCK):
             found.update(block)
+            advance(len(block))
     return found.hexdigest()

@@ -9,11 +9,17 @@ from typing import Any
 
 import numpy as np
 
+from fastbert import json_file
 from fastbert.atomic_file import write_atomically
 from fastbert.data.prepared.manifest import Manifest
 from fastbert.jobs.prepare_piece import EDGES, PieceRecord
 
 SUMMARY, CHART = "summary.json", "lengths.png"
+COUNTS = (
+    *("files", "bytes", "shards", "documents", "sentences", "tokens", "vocabulary"),
+    "documents_without_passage",
+)
+MEANS = ("tokens_per_sentence", "tokens_per_document")
 
 
 def summarise(manifest: Manifest, records: Sequence[PieceRecord]) -> dict[str, Any]:
@@ -51,6 +57,25 @@ def _classes(records: Sequence[PieceRecord], part: str) -> dict[str, int]:
     counts = np.sum([record.lengths[part] for record in records], axis=0)
     first, last = np.flatnonzero(counts)[[0, -1]]
     return {str(EDGES[i]): int(counts[i]) for i in range(first, last + 1)}
+
+
+def read_summary(path: Path) -> dict[str, Any]:
+    """Read ``summary.json``.
+
+    Raises:
+        OSError: If the file cannot be read.
+        ValueError: If the file is damaged. The message names the file.
+    """
+    summary = json_file.read(path)
+    numbers = {name: summary.get(name) for name in COUNTS + MEANS}
+    numbers |= left if isinstance(left := summary.get("lines_left_out"), dict) else {"": left}
+    for name, value in numbers.items():
+        if type(value) not in ((int, float) if name in MEANS else (int,)):
+            raise ValueError(
+                f"{path}: {name or 'lines_left_out'}: got {value!r:.100}, allowed: a number; "
+                "--overwrite prepares the corpus again"
+            )
+    return summary
 
 
 def draw(summary: dict[str, Any], path: Path) -> None:

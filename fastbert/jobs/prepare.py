@@ -34,7 +34,7 @@ from fastbert.data.prepared.shards import ShardRecord, token_dtype
 from fastbert.data.tokenizer import WordPieceTokenizer
 from fastbert.data.vocabulary import train_tokenizer
 from fastbert.folder_lock import locked
-from fastbert.jobs.corpus_summary import CHART, SUMMARY, draw, summarise
+from fastbert.jobs.corpus_summary import CHART, SUMMARY, draw, read_summary, summarise
 from fastbert.jobs.prepare_piece import PieceRecord, pool_of, prepare_piece
 from fastbert.jobs.reporter import SILENT, Reporter
 
@@ -151,8 +151,10 @@ class _Run:
         # A run that was killed after its manifest has left its own files.
         self._clean()
         self.reporter.note(f"{self.output} is complete already; its checksums are compared")
-        PreparedCorpus(self.output).verify()
-        return json_file.read(self.output / SUMMARY)
+        corpus = PreparedCorpus(self.output)
+        with self.reporter.progress(sum(shard.bytes() for shard in corpus.shards), 0) as advance:
+            corpus.verify(advance)
+        return read_summary(self.output / SUMMARY)
 
     def work(self) -> dict[str, Any]:
         """Prepare the pieces that are missing, and finish the corpus."""
@@ -246,7 +248,7 @@ class _Run:
         for number, piece in enumerate(pieces):
             path = self._record(number)
             if path.exists():
-                record = PieceRecord(**json_file.read(path))
+                record = PieceRecord.load(path)
                 if record.key == _key(piece):
                     found[number] = record
         return found

@@ -22,7 +22,7 @@ from fastbert import json_file
 from fastbert.atomic_file import write_durably
 from fastbert.data.passages import passages
 from fastbert.data.pieces import Piece, read_piece
-from fastbert.data.prepared.shards import ShardWriter, token_dtype
+from fastbert.data.prepared.shards import ShardRecord, ShardWriter, token_dtype
 from fastbert.data.tokenizer import WordPieceTokenizer
 
 # Sentences that are encoded in one call.
@@ -49,6 +49,32 @@ class PieceRecord:
     read: int
     dropped: dict[str, int]
     lengths: dict[str, list[int]]
+
+    @classmethod
+    def load(cls, path: Path) -> PieceRecord:
+        """Read the record of a piece.
+
+        Raises:
+            OSError: If the file cannot be read.
+            ValueError: If the file is damaged. The message names the file.
+        """
+        content = json_file.read(path)
+        try:
+            record = cls(**content)
+            ShardRecord.of(record.shard)
+            counts = [record.read, *record.dropped.values()]
+            lengths = [record.lengths[part] for part in ("sentences", "documents")]
+            counts += [count for classes in lengths for count in classes]
+            if not isinstance(record.key, str) or any(len(c) != len(EDGES) for c in lengths):
+                raise ValueError("it has no key, or another number of classes of lengths")
+            if not all(type(count) is int and 0 <= count < 1 << 53 for count in counts):
+                raise ValueError("it has a count that is not an integer from 0 to 2**53 - 1")
+        except (LookupError, TypeError, AttributeError, ValueError) as error:
+            raise ValueError(
+                f"{path}: not the record of a piece: {error}; without this file, the same command "
+                "prepares the piece again"
+            ) from error
+        return record
 
 
 class Stopped(Exception):

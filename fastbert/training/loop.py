@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from fastbert.data.prepared.corpus import PreparedCorpus
 from fastbert.training import meeting, resume, state
 from fastbert.training.checkpoint import CHECKPOINT, refuse_existing
 from fastbert.training.log import CURVES, LOG, panels_of
@@ -21,6 +22,7 @@ from fastbert.training.progress import describe
 from fastbert.training.run import open_record
 from fastbert.training.signals import StopSignals
 from fastbert.training.trackers import Tracker, require_tracker
+from fastbert.training.verification import verify
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -134,6 +136,8 @@ def _pretrain(
         console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     gathered = gather_documents(options, documents)
+    if isinstance(gathered, PreparedCorpus):
+        verify(gathered, accelerator, console)
     text = fingerprint(gathered)
     anew = resume.starts_anew(options.folder, options.overwrite, accelerator)
     found = None if anew else _resumable(options, text, accelerator, say)

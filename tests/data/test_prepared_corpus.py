@@ -1,13 +1,17 @@
 """The files of a prepared corpus: what they hold, and how damage is found and named."""
 
+import dataclasses
+import hashlib
 import json
 import shutil
 
 import numpy as np
 import pytest
 
+from fastbert.data.prepared import shards
 from fastbert.data.prepared.corpus import PreparedCorpus, is_prepared
-from fastbert.data.prepared.shards import Shard, ShardWriter
+from fastbert.data.prepared.examples import PreparedExamples
+from fastbert.data.prepared.shards import PARTS, Shard, ShardWriter
 
 
 @pytest.fixture
@@ -75,8 +79,15 @@ def test_another_vocabulary_is_named_at_opening(copy):
     [
         ({"format": "zip"}, "got the format 'zip'"),
         ({"version": 2}, "got the version 2, allowed: 1"),
-        ({"dtype": "<u4"}, "its content has another fingerprint than it says"),
-        ({"shards": [{"name": "00000"}]}, "not a whole manifest"),
+        ({"options": {"a": 1}}, "its content has another fingerprint than it says"),
+        ({"dtype": "<u4"}, "not a whole manifest: dtype: got '<u4', allowed: '<u2'"),
+        ({"dtype": "O"}, "not a whole manifest: dtype: got 'O'"),
+        ({"shards": [{"name": "00000"}]}, "not a whole manifest: shard: got"),
+        ({"shards": 5}, "not a whole manifest: shards: got a int, allowed: a list"),
+        ({"vocabulary": []}, "not a whole manifest: vocabulary: got a list"),
+        ({"vocabulary": {}}, "not a whole manifest: vocabulary: size: got None"),
+        ({"vocabulary": {"size": 10**30}}, "not a whole manifest: vocabulary: size: got 1000"),
+        ({"source": None}, "not a whole manifest: source"),
     ],
 )
 def test_a_damaged_manifest_is_named(copy, change, message):
@@ -84,6 +95,88 @@ def test_a_damaged_manifest_is_named(copy, change, message):
     path.write_text(json.dumps({**json.loads(path.read_text(encoding="utf-8")), **change}))
     with pytest.raises(ValueError, match=f"{path}: {message}"):
         PreparedCorpus(copy)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("name", value) for value in ("../../00001", "/etc/passwd", "", None, "1", "0" * 300)),
+        *((p, v) for p in PARTS for v in (-1, 1.0, True, None, 1 << 32, 10**30, "5")),
+        ("documents", 1 << 31),
+        *(("sha256", value) for value in (None, {}, {"tokens": "a"}, [1], "x")),
+    ],
+)
+def test_no_shard_asks_for_more_than_files_can_have(copy, name, value):
+    """The fingerprint is right, as of a manifest that was made on purpose."""
+    path = copy / "manifest.json"
+    content = json.loads(path.read_text(encoding="utf-8"))
+    content["shards"][1][name] = value
+    del content["fingerprint"]
+    text = json.dumps(content, sort_keys=True)
+    content["fingerprint"] = hashlib.sha256(text.encode()).hexdigest()
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=f"{path}: not a whole manifest: .*{name}"):
+        PreparedCorpus(copy)
+
+
+def flip(path, place=0.5, bit=1):
+    content = bytearray(path.read_bytes())
+    content[int(len(content) * place)] ^= bit
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_flipped_bit_is_named_when_the_shard_is_first_used(copy, part):
+    corpus = PreparedCorpus(copy)
+    flip(copy / "shards" / f"00001.{part}")
+    message = f"00001.{part}: its SHA-256 is not the one in the manifest"
+    assert corpus[0]
+    first = corpus.shards[0].record.documents
+    with pytest.raises(ValueError, match=message):
+        corpus[first]
+    with pytest.raises(ValueError, match=message):
+        PreparedExamples(corpus, max_length=64, seed=0).epoch(0)
+    assert [shard.verified for shard in corpus.shards[:2]] == [True, False]
+
+
+@pytest.mark.parametrize("share", [(0, 3), (1, 3), (2, 3), (0, 1)])
+def test_the_shards_are_verified_once_in_shares(copy, monkeypatch, share):
+    corpus, read, sizes = PreparedCorpus(copy), [], []
+    monkeypatch.setattr(shards, "checksum", lambda path, advance: read.append(path) or "0")
+    with pytest.raises(ValueError, match="its SHA-256 is not the one in the manifest"):
+        corpus.verify(share=share)
+    assert not any(shard.verified for shard in corpus.shards)
+    monkeypatch.undo()
+    corpus.verify(sizes.append, share)
+    own = corpus.shards[share[0] :: share[1]]
+    assert sum(sizes) == sum(shard.bytes() for shard in own)
+    assert all(shard.verified for shard in corpus.shards)
+    (copy / "shards" / "00000.tokens").unlink()
+    assert corpus[0]
+
+
+@pytest.mark.parametrize(
+    ("documents", "change", "message"),
+    [
+        ([[[1, 2], [3]]], ("sentences", [0, 9, 3]), "a number is smaller than the one before it"),
+        ([[[1]], [[2]]], ("documents", [0, 7, 2]), "a number is smaller than the one before it"),
+        ([[[1, 8]]], None, "got the id 8, allowed: ids below 8, the size of the vocabulary"),
+    ],
+)
+def test_files_with_the_right_checksum_and_wrong_numbers_are_named(
+    tmp_path, documents, change, message
+):
+    with ShardWriter(tmp_path, "00000", "<u2") as writer:
+        writer.add(documents)
+        record = writer.finish()
+    if change is not None:
+        part, values = change
+        path = tmp_path / f"00000.{part}"
+        np.array(values, "<u4").tofile(path)
+        sums = {**record.sha256, part: hashlib.sha256(path.read_bytes()).hexdigest()}
+        record = dataclasses.replace(record, sha256=sums)
+    with pytest.raises(ValueError, match=message):
+        Shard(tmp_path, record, "<u2", 8).verify()
 
 
 @pytest.mark.parametrize("dtype", ["<u2", "<u4"])

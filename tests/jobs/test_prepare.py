@@ -20,6 +20,7 @@ from fastbert.data.prepared.corpus import PreparedCorpus, is_prepared
 from fastbert.data.prepared.shards import ShardWriter
 from fastbert.jobs import prepare as job
 from fastbert.jobs.prepare import PrepareOptions, prepare
+from fastbert.jobs.prepare_piece import EDGES
 from fastbert.jobs.reporter import Reporter
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -264,6 +265,42 @@ def test_a_folder_with_other_files_is_refused(options):
     for overwrite in (False, True):
         with pytest.raises(ValueError, match=r"OUT: .* has files of something else"):
             prepare(options(overwrite=overwrite))
+
+
+WRONG = ("[]", "{}", "{", "null", '{"key": 5}', "[" * 5000)
+
+
+@pytest.mark.parametrize("content", WRONG)
+def test_a_damaged_summary_is_named(options, content):
+    chosen = options()
+    prepare(chosen)
+    (chosen.output / "summary.json").write_text(content)
+    with pytest.raises(ValueError, match=rf"^{chosen.output}/summary\.json: "):
+        prepare(chosen)
+
+
+def test_a_damaged_record_of_a_piece_is_named(tmp_path):
+    edges = [0] * len(EDGES)
+    shard = {"name": "00000", "tokens": 3, "sentences": 2, "documents": 1}
+    shard["sha256"] = dict.fromkeys(("tokens", "sentences", "documents"), "0")
+    sound = {"key": "a", "shard": shard, "read": 1, "dropped": {"heading": 2}}
+    sound["lengths"] = {"sentences": edges, "documents": edges}
+    path = tmp_path / "00000.json"
+    path.write_text(json.dumps(sound))
+    assert job.PieceRecord.load(path).read == 1
+    changes = [
+        *({"shard": value} for value in (None, {}, [], {**shard, "tokens": 10**30})),
+        *({name: value} for name in ("read", "dropped") for value in (None, "1", -1, [1])),
+        *({"lengths": value} for value in (None, {}, {"sentences": edges}, {"sentences": 5})),
+        {"lengths": {"sentences": [*edges, 0], "documents": edges}},
+        {"lengths": {"sentences": [1.5, *edges[1:]], "documents": edges}},
+        {"key": 5},
+        {"more": 1},
+    ]
+    for text in (*WRONG, *(json.dumps({**sound, **change}) for change in changes)):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=rf"^{path}: "):
+            job.PieceRecord.load(path)
 
 
 @pytest.mark.parametrize("name", ["shards", "tokenizer"])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import re
+import shutil
 import subprocess
 import sys
 
@@ -163,6 +165,22 @@ def test_an_epoch_of_steps_takes_every_example_once(settings, monkeypatch):
     corpus = loop.gather_documents(options, None)
     prepared = loop.prepare(options, corpus, lambda line: None)
     assert sum(taken) == len(prepared.train.examples.epoch(0))
+
+
+@pytest.mark.parametrize("part", ["tokens", "sentences", "documents"])
+def test_a_flipped_bit_is_named_before_anything_is_written(settings, folder, tmp_path, part):
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    options = dataclasses.replace(settings(steps=2), corpus=copy)
+    _, text = run(options)
+    assert re.search(r"\d+ shards of [\d.]+ MB verified in [\d.]+ s", text)
+    path = copy / "shards" / f"00001.{part}"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0x80
+    path.write_bytes(content)
+    for changes in ({}, {"output": tmp_path / "new"}):
+        with pytest.raises(ValueError, match=rf"^{path}: its SHA-256 is not the one in the mani"):
+            run(dataclasses.replace(options, **changes))
+    assert not (tmp_path / "new").exists()
 
 
 def test_another_corpus_is_refused(settings, folder, tmp_path, documents):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 
@@ -35,8 +37,19 @@ def is_prepared(path: str | os.PathLike[str]) -> bool:
     return finished
 
 
+# More threads than this read no faster from most disks.
+THREADS = 8
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
 class PreparedCorpus:
     """The documents of a folder that ``fastbert prepare`` wrote, as ids in mapped files.
+
+    The checksums of a shard are compared when the shard is used for the first time, or before that
+    by `verify`.
 
     Attributes:
         folder: The folder.
@@ -63,7 +76,14 @@ class PreparedCorpus:
         self._check_vocabulary()
         self.tokenizer = WordPieceTokenizer.load(self.folder / TOKENIZER)
         home = self.folder / SHARDS
-        self.shards = [Shard(home, record, self.manifest.dtype) for record in self.manifest.shards]
+        size = self.tokenizer.vocab_size
+        if size != self.manifest.vocabulary["size"]:
+            raise ValueError(
+                f"{self.folder / MANIFEST}: vocabulary: size: got "
+                f"{self.manifest.vocabulary['size']}, allowed: {size}, that of the tokenizer"
+            )
+        dtype = self.manifest.dtype
+        self.shards = [Shard(home, record, dtype, size) for record in self.manifest.shards]
         self._starts = np.cumsum([0, *(record.documents for record in self.manifest.shards)])
 
     def __len__(self) -> int:
@@ -79,18 +99,42 @@ class PreparedCorpus:
         bounds = shard.sentences[first : last + 1].tolist()
         return [shard.tokens[a:b] for a, b in pairwise(bounds)]
 
-    def verify(self) -> None:
-        """Read all shards and compare their checksums with the manifest.
+    def verify(
+        self,
+        advance: Callable[[int], object] = lambda size: None,
+        share: tuple[int, int] = (0, 1),
+    ) -> None:
+        """Read all shards, several at a time, and compare their checksums with the manifest.
+
+        Processes can share the work. Each process verifies its own share, and takes the shares of
+        the others for verified; they must wait for each other before they use the shards.
+
+        Args:
+            advance: Called, in several threads, with the number of bytes that were verified since
+                its last call.
+            share: Number of this process and number of all processes.
 
         Raises:
-            ValueError: If a file was changed. The message names the file.
+            OSError: If a file cannot be read.
+            ValueError: If a file was changed, or has a number that no such file has. The message
+                names the file.
         """
+        index, count = share
+        # The checksums and the comparisons of arrays run without the lock of the interpreter.
+        with ThreadPoolExecutor(max(1, min(THREADS, _cores() // count))) as pool:
+            own = [pool.submit(shard.verify, advance) for shard in self.shards[index::count]]
+            try:
+                for future in own:
+                    future.result()
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
         for shard in self.shards:
-            shard.verify()
+            shard.verified = True
 
     def _check_vocabulary(self) -> None:
         path = self.folder / TOKENIZER / "tokenizer.json"
-        if checksum(path) != self.manifest.vocabulary["sha256"]:
+        if checksum(path) != self.manifest.vocabulary.get("sha256"):
             raise ValueError(
                 f"{path}: its SHA-256 is not the one in the manifest; the vocabulary was changed "
                 "or is of another corpus"

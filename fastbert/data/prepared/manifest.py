@@ -11,7 +11,7 @@ from typing import Any
 
 from fastbert import json_file
 from fastbert.atomic_file import write_durably
-from fastbert.data.prepared.shards import ShardRecord
+from fastbert.data.prepared.shards import ShardRecord, token_dtype
 
 MANIFEST, SHARDS, TOKENIZER = "manifest.json", "shards", "tokenizer"
 # The options of a preparation that is not finished; a finished corpus has no such file.
@@ -19,6 +19,8 @@ RUN = "run.json"
 FORMAT = "fastbert prepared corpus"
 # The layout of the files; a corpus of another layout is refused.
 VERSION = 1
+# Ids have 4 bytes.
+MOST_PIECES = 1 << 32
 
 
 @dataclass(frozen=True)
@@ -75,12 +77,27 @@ def read_manifest(folder: Path) -> Manifest:
     if content.get("version") != VERSION:
         raise ValueError(f"{path}: got the version {content.get('version')}, allowed: {VERSION}")
     try:
-        fields = {field.name: content[field.name] for field in dataclasses.fields(Manifest)}
-        fields["shards"] = [ShardRecord(**shard) for shard in fields["shards"]]
-        manifest = Manifest(**fields)
-        fingerprint = manifest.fingerprint
-    except (KeyError, TypeError) as error:
+        manifest = _of(content)
+    except ValueError as error:
         raise ValueError(f"{path}: not a whole manifest: {error}") from error
-    if fingerprint != content.get("fingerprint"):
+    if manifest.fingerprint != content.get("fingerprint"):
         raise ValueError(f"{path}: its content has another fingerprint than it says")
     return manifest
+
+
+def _of(content: dict[str, Any]) -> Manifest:
+    """Return the manifest with a content; raise ValueError for a value that no manifest has."""
+    kinds = {"options": dict, "source": dict, "vocabulary": dict, "dtype": str, "shards": list}
+    for name, kind in kinds.items():
+        if not isinstance(content.get(name), kind):
+            got = type(content.get(name)).__name__
+            raise ValueError(f"{name}: got a {got}, allowed: a {kind.__name__}")
+    size, dtype = content["vocabulary"].get("size"), content["dtype"]
+    if type(size) is not int or not 1 <= size <= MOST_PIECES:
+        raise ValueError(f"vocabulary: size: got {size!r:.100}, allowed: from 1 to {MOST_PIECES}")
+    if dtype != token_dtype(size):
+        raise ValueError(f"dtype: got {dtype!r:.100}, allowed: {token_dtype(size)!r}")
+    shards = [ShardRecord.of(shard) for shard in content["shards"]]
+    if len({shard.name for shard in shards}) < len(shards):
+        raise ValueError("shards: got the same name twice, allowed: different names")
+    return Manifest(**{**{name: content[name] for name in kinds}, "shards": shards})

@@ -7,9 +7,11 @@ sentence of each document, and last the number of sentences.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -23,6 +25,8 @@ from fastbert.checksum import checksum
 PARTS = ("tokens", "sentences", "documents")
 OFFSETS = "<u4"
 MOST_TOKENS = 2**32 - 1
+# Numbers that are checked in one step.
+_BLOCK = 1 << 20
 
 
 def token_dtype(vocab_size: int) -> str:
@@ -54,6 +58,34 @@ class ShardRecord:
             return self.tokens * np.dtype(dtype).itemsize
         count = self.sentences if part == "sentences" else self.documents
         return (count + 1) * np.dtype(OFFSETS).itemsize
+
+    @classmethod
+    def of(cls, content: Any) -> ShardRecord:
+        """Return the entry that has the content of JSON.
+
+        Raises:
+            ValueError: If a value is missing or of another kind, or if a shard cannot have it. The
+                message names the value.
+        """
+        names = [field.name for field in dataclasses.fields(cls)]
+        if not isinstance(content, dict) or content.keys() != set(names):
+            raise ValueError(f"shard: got {content!r:.100}, allowed: {', '.join(names)}")
+        name, sums = content["name"], content["sha256"]
+        # A name of digits has no path.
+        if not isinstance(name, str) or not re.fullmatch(r"[0-9]{5,12}", name):
+            raise ValueError(f"name: got {name!r:.100}, allowed: at least 5 digits")
+        most = MOST_TOKENS
+        for part in PARTS:
+            value = content[part]
+            if type(value) is not int or not 0 <= value <= most:
+                raise ValueError(
+                    f"shard {name}: {part}: got {value!r:.100}, allowed: from 0 to {most}"
+                )
+            # A sentence has at least one token, and a document at least one sentence.
+            most = value
+        if not isinstance(sums, dict) or any(not isinstance(sums.get(p), str) for p in PARTS):
+            raise ValueError(f"shard {name}: sha256: got {sums!r:.100}, allowed: one for each file")
+        return cls(**content)
 
 
 class ShardWriter:
@@ -146,19 +178,19 @@ class ShardWriter:
 class Shard:
     """The files of one shard, mapped into memory.
 
-    Attributes:
-        tokens: Ids of the tokens, of shape ``(T,)``.
-        sentences: Number of the first token of each sentence, and last T; of shape ``(S + 1,)``.
-        documents: Number of the first sentence of each document, and last S; of shape ``(D + 1,)``.
+    The files are verified when one of the three arrays is used for the first time.
     """
 
-    def __init__(self, folder: Path, record: ShardRecord, dtype: str) -> None:
+    def __init__(
+        self, folder: Path, record: ShardRecord, dtype: str, vocab_size: int | None = None
+    ) -> None:
         """Map the files after a comparison of their sizes and ends with the record.
 
         Args:
             folder: Folder of the files.
             record: The entry of the shard in the manifest.
             dtype: dtype of the ids.
+            vocab_size: Every id is smaller; None allows all ids.
 
         Raises:
             OSError: If a file cannot be read.
@@ -166,31 +198,86 @@ class Shard:
         """
         self.record = record
         self._paths = {part: folder / f"{record.name}.{part}" for part in PARTS}
-        self.tokens, self.sentences, self.documents = (
-            _map(path, record.bytes(part, dtype), dtype if part == "tokens" else OFFSETS)
+        self._vocab_size = vocab_size
+        # Whether the files are known to be those of the manifest.
+        self.verified = False
+        self._maps = {
+            part: _map(path, record.bytes(part, dtype), dtype if part == "tokens" else OFFSETS)
             for part, path in self._paths.items()
-        )
-        for part, values, end in (
-            ("sentences", self.sentences, record.tokens),
-            ("documents", self.documents, record.sentences),
-        ):
+        }
+        for part, end in (("sentences", record.tokens), ("documents", record.sentences)):
+            values = self._maps[part]
             if values[0] != 0 or values[-1] != end:
                 raise ValueError(
                     f"{self._paths[part]}: counts from {values[0]} to {values[-1]}, allowed: from "
                     f"0 to {end}, as in the manifest; the file is damaged or of another corpus"
                 )
 
-    def verify(self) -> None:
-        """Compare the checksums of the files with the record.
+    @property
+    def tokens(self) -> np.ndarray:
+        """Ids of the tokens, of shape ``(T,)``."""
+        return self._map("tokens")
+
+    @property
+    def sentences(self) -> np.ndarray:
+        """Number of the first token of each sentence, and last T; of shape ``(S + 1,)``."""
+        return self._map("sentences")
+
+    @property
+    def documents(self) -> np.ndarray:
+        """Number of the first sentence of each document, and last S; of shape ``(D + 1,)``."""
+        return self._map("documents")
+
+    def bytes(self) -> int:
+        """Return the size of the files in bytes."""
+        return sum(values.nbytes for values in self._maps.values())
+
+    def verify(self, advance: Callable[[int], object] = lambda size: None) -> None:
+        """Compare the checksums of the files with the record, and check the numbers in the files.
+
+        Args:
+            advance: Called with the number of bytes that were verified since its last call.
 
         Raises:
-            ValueError: If a file was changed. The message names the file.
+            OSError: If a file cannot be read.
+            ValueError: If a file was changed, if offsets decrease, or if an id is outside of the
+                vocabulary. The message names the file.
         """
         for part, path in self._paths.items():
-            if checksum(path) != self.record.sha256[part]:
+            if checksum(path, advance) != self.record.sha256[part]:
                 raise ValueError(
                     f"{path}: its SHA-256 is not the one in the manifest; the file is damaged or "
                     "of another corpus"
+                )
+        for part in ("sentences", "documents"):
+            self._check_order(part)
+        if self._vocab_size is not None:
+            self._check_ids(self._vocab_size)
+        self.verified = True
+
+    def _map(self, part: str) -> np.ndarray:
+        if not self.verified:
+            self.verify()
+        return self._maps[part]
+
+    def _check_order(self, part: str) -> None:
+        values = self._maps[part]
+        for start in range(0, len(values) - 1, _BLOCK):
+            block = values[start : start + _BLOCK + 1]
+            if (block[1:] < block[:-1]).any():
+                raise ValueError(
+                    f"{self._paths[part]}: a number is smaller than the one before it, allowed: "
+                    "offsets that do not decrease"
+                )
+
+    def _check_ids(self, vocab_size: int) -> None:
+        values = self._maps["tokens"]
+        for start in range(0, len(values), _BLOCK):
+            largest = int(values[start : start + _BLOCK].max())
+            if largest >= vocab_size:
+                raise ValueError(
+                    f"{self._paths['tokens']}: got the id {largest}, allowed: ids below "
+                    f"{vocab_size}, the size of the vocabulary"
                 )
 
 
