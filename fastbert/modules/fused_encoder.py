@@ -68,8 +68,6 @@ NORMS, LINEARS, LEAVES = _paths(LayerNorm), _paths(nn.Linear), _paths(LayerNorm,
 # These modules ask for a backend.
 ASKING, INT8_ASKING = _paths(OperationModule), _paths(OperationModule, nn.Linear)
 DROPPING = (ATTENTION, OUTPUT, *NORMS)
-# The place of an absent parameter among the parameters of a call.
-ABSENT = nn.Parameter(torch.empty(0), requires_grad=False)
 # The dictionary maps paths to the modules of a layer.
 Modules = dict[str, Any]
 
@@ -298,6 +296,17 @@ def _beyond_bert(found: list[Modules]) -> str | None:
     return None
 
 
+def _absent() -> nn.Parameter:
+    """Return what stands for an absent parameter among those of a call.
+
+    It is made for each plan, because a tensor of the module would have the device, the dtype and
+    the mode of the moment at which this file was imported first.
+    """
+    with torch.inference_mode(False):
+        nothing = torch.empty(0, dtype=torch.float32, device="cpu")
+        return nn.Parameter(nothing, requires_grad=False)
+
+
 def _arguments(
     found: list[Modules], device: str, dtype: torch.dtype, rows: int, length: int
 ) -> FusedCall | Choice:
@@ -318,7 +327,7 @@ def _arguments(
     beyond = _beyond_bert(found)
     if beyond is not None and (device != "cpu" or int8):
         return _one_by_one(beyond if device != "cpu" else f"a linear layer is int8, and {beyond}")
-    absent = ABSENT if device == "cpu" else None
+    absent = _absent() if device == "cpu" else None
     parameters, scales = _int8_tensors(found) if int8 else (_tensors(found, absent), [])
     if set(map(type, parameters)) != ({nn.Parameter, Tensor} if int8 else {nn.Parameter}):
         return _one_by_one("a parameter is missing or of a class of its own")

@@ -70,7 +70,8 @@ def linear_gelu(
     dtype = x.dtype if cast is None else cast
     request = _request(x, dtype, activation, weight, bias)
     choice = backends.resolve("linear_gelu", backend, request)
-    if request.transformed:
+    if request.transformed or x.shape[-1] == 0:
+        # A product over nothing needs no kernel.
         return reference.linear_gelu(x, weight, bias, approximate=approximate)
     weight, bias = parameters_for(choice.backend, dtype, weight, bias)
     save = needs_gradient(x, weight, bias)
@@ -139,7 +140,8 @@ def feed_forward(
     dtype = x.dtype if cast is None else cast
     request = _request(x, dtype, activation, w1, b1, w2, b2)
     choice = backends.resolve("feed_forward", backend, request)
-    if request.transformed:
+    if request.transformed or x.shape[-1] == 0:
+        # A product over nothing needs no kernel.
         return reference.feed_forward(
             x, w1, b1, w2, b2, activation=activation, return_residual=return_residual
         )

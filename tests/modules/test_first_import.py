@@ -1,0 +1,34 @@
+"""What is imported first under another device, dtype or mode of torch does not stay there."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from first_import import MODES
+from quick_cases import long_case
+
+PROGRAM = Path(__file__).with_name("first_import.py")
+
+
+def digest(mode: str) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(PROGRAM.parents[2])}
+    command = [sys.executable, str(PROGRAM), mode]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-4000:]
+    return run.stdout.strip()
+
+
+@pytest.fixture(scope="module")
+def expected() -> str:
+    return digest("none")
+
+
+@pytest.mark.parametrize(
+    "mode", [m if m == "device meta" else long_case(m) for m in MODES if m != "none"]
+)
+def test_an_ordinary_model_runs_as_after_an_ordinary_import(expected, mode):
+    assert digest(mode) == expected

@@ -1,0 +1,214 @@
+"""The samples with which torch tests its own operators, as calls of our operations.
+
+python tests/ops/_opinfo.py    # the number of samples by operation, and what is left out
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastbert.testing.cases import Inputs
+
+
+class Call(NamedTuple):
+    """A call of one of our operations, and a function of torch that takes the same arguments.
+
+    Attributes:
+        inputs: The arguments.
+        theirs: The function of torch.
+        refused: Name of the argument that our operation refuses on every backend; "" for none.
+    """
+
+    inputs: Inputs
+    theirs: Callable[..., Tensor]
+    refused: str = ""
+
+
+class LeftOut(ValueError):
+    """A sample that our operation cannot express; the message says why."""
+
+
+def calls(op: str) -> Iterator[Call]:
+    """Yield the samples of an operation that it can express, each dense and with gaps in memory."""
+    for sample in samples(op):
+        for given in (sample, sample.noncontiguous()):
+            try:
+                yield COUNTERPARTS[op][1](given)
+            except LeftOut:
+                break
+
+
+def samples(op: str) -> list[Any]:
+    """Return torch's samples of the counterpart of an operation."""
+    # The import takes seconds.
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    found = []
+    for info in op_db:
+        if info.name == COUNTERPARTS[op][0]:
+            found += info.sample_inputs("cpu", torch.float32, requires_grad=False)
+    return found
+
+
+def _call(theirs: Callable[..., Tensor], refused: str = "", **arguments: Any) -> Call:
+    """Return a call with positional tensors; a keyword argument begins with an underscore."""
+    keyword = {name[1:]: value for name, value in arguments.items() if name.startswith("_")}
+    positional = {name: value for name, value in arguments.items() if not name.startswith("_")}
+    differentiated = tuple(
+        name
+        for name, value in (positional | keyword).items()
+        if isinstance(value, Tensor) and value.is_floating_point()
+    )
+    return Call(Inputs(positional, keyword, differentiated), theirs, refused)
+
+
+def _norm(sample: Any) -> tuple[Tensor, list[Tensor | None], float | None]:
+    """Return the rows, weight and bias, and eps; the normalised dimensions become one."""
+    shape, *given = sample.args
+    parameters = [None if p is None else p.flatten() for p in (*given, None, None)[:2]]
+    if parameters[0] is None:
+        parameters[0] = torch.ones(math.prod(shape))
+    return sample.input.flatten(-len(shape)), parameters, sample.kwargs.get("eps")
+
+
+def _layer_norm(sample: Any) -> Call:
+    def theirs(x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float) -> Tensor:
+        return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+    x, (weight, bias), eps = _norm(sample)
+    eps = 1e-5 if eps is None else eps
+    return _call(theirs, "eps" if eps < 0 else "", x=x, weight=weight, bias=bias, _eps=eps)
+
+
+def _rms_norm(sample: Any) -> Call:
+    def theirs(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], weight, eps)
+
+    x, (weight, _), eps = _norm(sample)
+    eps = torch.finfo(x.dtype).eps if eps is None else eps
+    return _call(theirs, "eps" if eps < 0 else "", x=x, weight=weight, _eps=eps)
+
+
+def _linear(sample: Any) -> Call:
+    weight, bias = (*sample.args, None)[:2]
+    return _call(F.linear, x=sample.input, weight=weight, bias=bias)
+
+
+def _linear_gelu(sample: Any) -> Call:
+    def theirs(x: Tensor, weight: Tensor, bias: Tensor | None, *, approximate: str) -> Tensor:
+        h = F.linear(x, weight, bias)
+        return F.relu(h) if approximate == "relu" else F.gelu(h, approximate=approximate)
+
+    weight, bias = (*sample.args, None)[:2]
+    approximate = ("none", "tanh", "relu")[weight.shape[1] % 3]
+    return _call(theirs, x=sample.input, weight=weight, bias=bias, _approximate=approximate)
+
+
+def _feed_forward(sample: Any) -> Call:
+    def theirs(x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: None) -> Tensor:
+        return F.linear(F.gelu(F.linear(x, w1, b1)), w2, b2)
+
+    w1, b1 = (*sample.args, None)[:2]
+    return _call(theirs, x=sample.input, w1=w1, b1=b1, w2=w1.flip(0).t(), b2=None)
+
+
+def _attention(sample: Any) -> Call:
+    def theirs(q: Tensor, k: Tensor, v: Tensor, *, mask: Any = None, bias: Any = None) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask if bias is None else bias)
+
+    if sample.kwargs.get("dropout_p"):
+        raise LeftOut("torch draws another dropout mask")
+    if sample.kwargs.get("enable_gqa") and sample.args[0].shape[-3] != sample.input.shape[-3]:
+        raise LeftOut("keys and values are shared between heads")
+    batch = torch.broadcast_shapes(*(x.shape[:-2] for x in (sample.input, *sample.args[:2])))
+    q, k, v = (
+        x.expand(*batch, *x.shape[-2:]).reshape(-1, batch[-1], *x.shape[-2:])
+        for x in (sample.input, *sample.args[:2])
+    )
+    mask = bias = None
+    if sample.kwargs.get("is_causal"):
+        # torch counts positions from the first key, we count them from the last.
+        mask = torch.ones(1, 1, q.shape[2], k.shape[2], dtype=torch.bool).tril()
+    elif (given := sample.kwargs.get("attn_mask")) is not None:
+        # Our mask of two dimensions is one of keys.
+        given = given.expand(*[1] * (4 - given.dim()), *given.shape)
+        mask, bias = (given, None) if given.dtype == torch.bool else (None, given)
+    return _call(theirs, q=q, k=k, v=v, _mask=mask, _bias=bias)
+
+
+def _embedding(sample: Any) -> Call:
+    def theirs(ids, token_types, positions, words, types, places, weight, bias, *, eps) -> Tensor:
+        return F.layer_norm(F.embedding(ids, words), words.shape[1:], weight, bias, eps)
+
+    (ids,), table = sample.args, sample.input
+    row = torch.linspace(-1, 1, table.shape[1])
+    return _call(
+        theirs, ids=ids, token_types=None, positions=None, word_table=table, type_table=None,
+        position_table=None, weight=row + 2, bias=row, _eps=1e-5,
+    )  # fmt: skip
+
+
+def _linear_cross_entropy(sample: Any) -> Call:
+    def theirs(hidden, weight, bias, labels, *, reduction, ignore_index) -> Tensor:
+        logits = F.linear(hidden, weight, bias)
+        return F.cross_entropy(logits, labels, reduction=reduction, ignore_index=ignore_index)
+
+    weight, labels = sample.args
+    options = dict(sample.kwargs)
+    bias = options.pop("linear_bias", None)
+    options.pop("options", None)
+    reduction = options.pop("reduction", "mean")
+    ignore_index = options.pop("ignore_index", -100)
+    hidden = sample.input
+    if labels.is_floating_point():
+        raise LeftOut("the targets are probabilities")
+    if weight.dim() != 2:
+        raise LeftOut("a row has several targets")
+    for name, value in options.items():
+        if isinstance(value, Tensor) or value:
+            raise LeftOut(f"the argument {name}")
+    if hidden.dim() == 1:
+        hidden, labels = hidden[None], labels[None]
+    return _call(
+        theirs, hidden=hidden, weight=weight, bias=bias, labels=labels, _reduction=reduction,
+        _ignore_index=ignore_index,
+    )  # fmt: skip
+
+
+# Operation → the name of its counterpart in torch's list of operators, and what makes the call.
+COUNTERPARTS: dict[str, tuple[str, Callable[[Any], Call]]] = {
+    "attention": ("nn.functional.scaled_dot_product_attention", _attention),
+    "layer_norm": ("nn.functional.layer_norm", _layer_norm),
+    "rms_norm": ("nn.functional.rms_norm", _rms_norm),
+    "linear": ("nn.functional.linear", _linear),
+    "linear_gelu": ("nn.functional.linear", _linear_gelu),
+    "feed_forward": ("nn.functional.linear", _feed_forward),
+    "embedding": ("nn.functional.embedding", _embedding),
+    "linear_cross_entropy": ("nn.functional.linear_cross_entropy", _linear_cross_entropy),
+}
+
+
+def table() -> str:
+    """Return the samples of each operation: all, and those left out with the reason."""
+    rows = ["| operation | torch's samples | left out |", "|---|---|---|"]
+    for op, (_, convert) in COUNTERPARTS.items():
+        found, left = samples(op), Counter()
+        for sample in found:
+            try:
+                convert(sample)
+            except LeftOut as reason:
+                left[str(reason)] += 1
+        reasons = ", ".join(f"{count}: {reason}" for reason, count in left.items())
+        rows.append(f"| {op} | {len(found)} | {reasons or 'none'} |")
+    return "\n".join(rows)
+
+
+if __name__ == "__main__":
+    print(table())
