@@ -171,8 +171,13 @@ def try_all(faults: list[Fault], workers: int, clean: dict[str, bytes]) -> list[
     return outcomes
 
 
-def check_unbroken(nouns: set[str], workers: int) -> dict[str, bytes]:
+def check_unbroken(nouns: set[str], workers: int, every_case: bool) -> dict[str, bytes]:
     """Run the tests without a fault and return the objects of the C++ nouns.
+
+    Args:
+        nouns: The nouns whose tests run.
+        workers: The number of nouns at a time.
+        every_case: Whether all cases run, or those of `make test`.
 
     Raises:
         RuntimeError: If a test fails without a fault.
@@ -183,7 +188,7 @@ def check_unbroken(nouns: set[str], workers: int) -> dict[str, bytes]:
         with tempfile.TemporaryDirectory(prefix="fastbert-mutate-") as folder:
             tree = copy_tree(Path(folder))
             clean = build(tree, noun) if noun in COMPILED else b""
-            passed, by = run_tests(tree, noun, every_case=True)
+            passed, by = run_tests(tree, noun, every_case)
         if not passed:
             raise RuntimeError(f"{noun}: a test fails without a fault: {by}")
         print(f"{noun}: passes without a fault ({time.monotonic() - start:.0f} s)", flush=True)
@@ -199,7 +204,11 @@ def judge(kind: str, faults: list[Fault], workers: int) -> list[Outcome]:
     linked = {n for f in faults if f.noun in COMPILED for n in COMPILED[f.noun].linked}
     if linked:
         compile_all(sorted(linked), workers)
-    outcomes = try_all(faults, workers, check_unbroken({fault.noun for fault in faults}, workers))
+    clean = check_unbroken({fault.noun for fault in faults}, workers, every_case=False)
+    outcomes = try_all(faults, workers, clean)
+    # A failure of a long case proves something if all long cases pass without a fault.
+    long = {outcome.fault.noun for outcome in outcomes if outcome.caught and not outcome.quick}
+    check_unbroken(long, workers, every_case=True)
     tried = Counter(outcome.fault.file for outcome in outcomes)
     caught = Counter(outcome.fault.file for outcome in outcomes if outcome.caught)
     quick = sum(outcome.quick for outcome in outcomes)

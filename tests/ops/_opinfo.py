@@ -144,14 +144,22 @@ def _attention(sample: Any) -> Call:
 
 
 def _embedding(sample: Any) -> Call:
-    def theirs(ids, token_types, positions, words, types, places, weight, bias, *, eps) -> Tensor:
-        return F.layer_norm(F.embedding(ids, words), words.shape[1:], weight, bias, eps)
+    def theirs(
+        ids, token_types, positions, words, types, places, weight, bias, *, eps, padding_idx
+    ) -> Tensor:
+        y = F.embedding(ids, words, padding_idx)
+        return F.layer_norm(y, words.shape[1:], weight, bias, eps)
 
-    (ids,), table = sample.args, sample.input
+    (ids,), table, options = sample.args, sample.input, dict(sample.kwargs)
+    padding_idx = options.pop("padding_idx", None)
+    for name, value in options.items():
+        if value:
+            raise LeftOut(f"the argument {name}")
     row = torch.linspace(-1, 1, table.shape[1])
     return _call(
         theirs, ids=ids, token_types=None, positions=None, word_table=table, type_table=None,
         position_table=None, weight=row + 2, bias=row, _eps=1e-5,
+        _padding_idx=None if padding_idx is None else padding_idx % len(table),
     )  # fmt: skip
 
 

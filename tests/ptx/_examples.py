@@ -1,11 +1,14 @@
 """One instruction of each kind that the PTX machine executes, with operands that fit it.
 
-The registers are those of small_kernels.py: %p are predicates, %h have 16 bits, %r 32 and %d 64.
+The registers are those of small_kernels.py: %p are predicates, %h have 16 bits, %r 32 and %d 64. A
+question mark precedes an operand that may be missing. At the end, it stands for one that is.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from typing import NamedTuple
 
 
 def _registers(prefix: str, count: int, first: int = 0) -> str:
@@ -165,10 +168,10 @@ MATRIX = [
     f"mma.sync.aligned.m16n8k4.row.col.f32.tf32.tf32.f32 {FOUR}, {TWO}, {{%r1}}, {FOUR}",
     f"mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16 {TWO}, {FOUR}, {TWO}, {TWO}",
     f"mma.sync.aligned.m16n8k32.row.col.s32.s8.u8.s32 {FOUR}, {FOUR}, {TWO}, {FOUR}",
-    f"wmma.load.a.sync.aligned.m16n16k16.row.shared.f16 {EIGHT}, [%r1], %r2",
-    f"wmma.load.b.sync.aligned.m16n16k16.col.global.bf16 {FOUR}, [%d1], %r2",
-    f"wmma.load.c.sync.aligned.m16n16k16.row.global.f32 {EIGHT}, [%d1]",
-    f"wmma.store.d.sync.aligned.m16n16k16.row.global.f32 [%d1], {EIGHT}, %r2",
+    f"wmma.load.a.sync.aligned.m16n16k16.row.shared.f16 {EIGHT}, [%r1], ?%r2",
+    f"wmma.load.b.sync.aligned.m16n16k16.col.global.bf16 {FOUR}, [%d1], ?%r2",
+    f"wmma.load.c.sync.aligned.m16n16k16.row.global.f32 {EIGHT}, [%d1], ?",
+    f"wmma.store.d.sync.aligned.m16n16k16.row.global.f32 [%d1], {EIGHT}, ?%r2",
     f"wmma.mma.sync.aligned.row.col.m16n16k16.f32.f32 {EIGHT}, {EIGHT}, {EIGHT}, {EIGHT}",
     f"wmma.mma.sync.aligned.row.col.m16n16k16.f32.bf16.bf16.f32 {EIGHT}, {FOUR}, {FOUR}, {EIGHT}",
     f"wmma.mma.sync.aligned.row.col.m16n16k16.f16.f16 {FOUR}, {EIGHT}, {EIGHT}, {FOUR}",
@@ -182,8 +185,8 @@ MATRIX = [
 ]
 BOX = "tensor.2d"
 ASYNC = [
-    "cp.async.ca.shared.global [%r1], [%d1], 8",
-    "cp.async.cg.shared.global [%r1], [%d1], 16, %r2",
+    "cp.async.ca.shared.global [%r1], [%d1], 8, ?",
+    "cp.async.cg.shared.global [%r1], [%d1], 16, ?%r2",
     "cp.async.ca.shared.global.L2::cache_hint [%r1], [%d1], 4, %d2",
     "cp.async.commit_group",
     "cp.async.wait_group 2",
@@ -200,24 +203,24 @@ ASYNC = [
     f"cp.async.bulk.prefetch.{BOX}.L2.global.tile [%d1, {{%r2, %r3}}]",
     "cp.async.bulk.commit_group",
     "cp.async.bulk.wait_group.read 0",
-    "bar.sync 0",
-    "bar.sync %r1, 64",
+    "bar.sync 0, ?",
+    "bar.sync %r1, ?64",
     "bar.arrive 1, 64",
     "bar.red.popc.u32 %r1, 0, !%p1",
-    "bar.red.and.pred %p1, 0, 32, %p2",
-    "barrier.sync.aligned 0",
+    "bar.red.and.pred %p1, 0, ?32, %p2",
+    "barrier.sync.aligned 0, ?",
     "mbarrier.init.shared::cta.b64 [%r1], 32",
     "mbarrier.inval.shared::cta.b64 [%r1]",
-    "mbarrier.arrive.shared::cta.b64 %d1, [%r1]",
-    "mbarrier.arrive.shared::cta.b64 _, [%r1], 2",
-    "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%r1], %r2",
-    "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r1], %r2",
-    "mbarrier.arrive_drop.shared::cta.b64 %d1, [%r1], 1",
+    "mbarrier.arrive.shared::cta.b64 ?%d1, [%r1], ?",
+    "mbarrier.arrive.shared::cta.b64 ?_, [%r1], ?2",
+    "mbarrier.arrive.release.cluster.shared::cluster.b64 ?_, [%r1], ?%r2",
+    "mbarrier.arrive.expect_tx.shared::cta.b64 ?_, [%r1], %r2",
+    "mbarrier.arrive_drop.shared::cta.b64 ?%d1, [%r1], ?1",
     "mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%r1], %r2",
     "mbarrier.complete_tx.relaxed.cta.shared::cta.b64 [%r1], %r2",
     "mbarrier.test_wait.shared::cta.b64 %p1, [%r1], %d1",
-    "mbarrier.try_wait.parity.shared::cta.b64 %p1, [%r1], %r2",
-    "mbarrier.try_wait.parity.shared::cta.b64 %p1, [%r1], %r2, %r3",
+    "mbarrier.try_wait.parity.shared::cta.b64 %p1, [%r1], %r2, ?",
+    "mbarrier.try_wait.parity.shared::cta.b64 %p1, [%r1], %r2, ?%r3",
     "fence.acq_rel.gpu",
     "fence.proxy.async.shared::cta",
     "fence.mbarrier_init.release.cluster",
@@ -258,17 +261,82 @@ EXAMPLES = [
 ]  # fmt: skip
 
 
-def split(operands: str) -> list[str]:
-    """Split operands at the commas outside brackets."""
-    return [part.strip() for part in re.split(r",(?![^{]*\})(?![^\[]*\])", operands) if part]
+# A vector that no optional operand of the examples may be.
+TOO_MUCH = "{%r1, %r2, %r3, %r4, %r5, %r6, %r7}"
+# By prefix, a register that has too few bits to take the place of one with it, or another kind.
+NARROWER = {"%p": "%r1", "%h": "%p1", "%r": "%h1", "%d": "%h1", "%c": "%h1"}
 
 
-def parts(example: str) -> tuple[str, list[str]]:
-    """Return the mnemonic and the operands of an example."""
-    mnemonic, _, operands = example.partition(" ")
-    return mnemonic, split(operands)
+class Example(NamedTuple):
+    """The parts of an example.
+
+    Attributes:
+        mnemonic: The mnemonic.
+        operands: All operands.
+        required: The operands that may not be missing.
+        full: Whether no optional operand is missing.
+    """
+
+    mnemonic: str
+    operands: list[str]
+    required: list[str]
+    full: bool
+
+    def text(self, operands: list[str]) -> str:
+        """Return the instruction with other operands."""
+        return f"{self.mnemonic} {', '.join(operands)}".strip()
+
+    @property
+    def base(self) -> str:
+        """The part of the mnemonic before its first dot."""
+        return self.mnemonic.split(".")[0]
 
 
-def base(example: str) -> str:
-    """Return the part of the mnemonic before its first dot."""
-    return re.split(r"[. ]", example)[0]
+def read(example: str) -> Example:
+    """Return the parts of an example."""
+    mnemonic, _, rest = example.partition(" ")
+    given = [part.strip() for part in re.split(r",(?![^{]*\})(?![^\[]*\])", rest) if part.strip()]
+    operands = [part.lstrip("?") for part in given if part != "?"]
+    required = [part for part in given if not part.startswith("?")]
+    return Example(mnemonic, operands, required, "?" not in given)
+
+
+def misfits(example: str) -> Iterator[tuple[str, str]]:
+    """Return instructions with operands that do not fit, and what is wrong with each.
+
+    One operand is missing, there is one too many, or one is of another kind or too narrow.
+    """
+    known = read(example)
+    for n in range(len(known.required)):
+        yield "missing", known.text([*known.required[:n], *known.required[n + 1 :]])
+    yield "too many", known.text([*known.operands, "%r1" if known.full else TOO_MUCH])
+    for n, operand in enumerate(known.operands):
+        for other in _others(known, n, operand):
+            yield "kind", known.text([*known.operands[:n], other, *known.operands[n + 1 :]])
+
+
+def _others(known: Example, n: int, operand: str) -> list[str]:
+    """Return what may not take the place of an operand."""
+    if operand == "END":
+        return ["%r1", "7", "[%r1]"]
+    if operand == "_":
+        return ["[%d1]", "%h1", "7"]
+    if operand.startswith("["):
+        without = operand[1:-1].split(",")[0]
+        return ["%d1", "7", "END", "[%h1]", "[%p1]", f"[{without}, {{%r1, %r2, %r3, %r4}}]"]
+    if operand.startswith("{"):
+        parts = operand[1:-1].split(", ")
+        more, fewer = ", ".join([*parts, parts[0]]), ", ".join(parts[:-1])
+        narrow = ", ".join([*parts[:-1], NARROWER[parts[0][:2]]])
+        return [f"{{{more}}}", f"{{{fewer}}}", f"{{{narrow}}}", "[%d1]", "END"]
+    if "|" in operand:
+        first, second = operand.split("|")
+        return [f"{operand}|{second}", f"{first}|%h1", "[%d1]", "7"]
+    if not operand.startswith(("%", "!")):
+        return ["END", "[%r1]", "{%r1, %r2}"]
+    register = operand.lstrip("!")
+    narrow = NARROWER[register[:2]] if register != "%tid.x" else "%p1"
+    found = ["END", "[%d1]", TOO_MUCH, f"!{narrow}", narrow]
+    if n == 0 and known.base not in ("bar", "barrier", "nanosleep"):
+        found += ["7", "%tid.x", "%clock64"]  # in the place of a result
+    return found

@@ -202,7 +202,7 @@ class _Body:
 
     def _read(self, function: Function) -> None:
         """Cut the text of a function at semicolons, at labels and at the braces of scopes."""
-        outermost = len(self.scopes)
+        outermost, closed = len(self.scopes), False
         statement: list[str] = []
         start = function.first + 1
         for number in range(function.first, function.last + 1):
@@ -212,10 +212,14 @@ class _Body:
             if re.match(r"\.loc\s", rest):
                 rest = rest.split(",")[0] + ";"
             while rest:
+                if closed:
+                    message = f"cannot read {rest[:200]!r} after the end of a function"
+                    raise PtxSyntaxError(message, number + 1)
                 if not statement:
                     rest, start = rest.lstrip(), number + 1
-                    if after := self._opened(rest, outermost, start):
-                        rest = rest[after:]
+                    if after := self._opened(rest):
+                        rest = rest[after:].lstrip()
+                        closed = len(self.scopes) == outermost
                         continue
                 part, semicolon, rest = rest.partition(";")
                 if part.strip():
@@ -227,14 +231,12 @@ class _Body:
             text = " ".join(statement)[:200]
             raise PtxSyntaxError(f"a statement has no semicolon: {text!r}", start)
 
-    def _opened(self, text: str, outermost: int, line: int) -> int:
+    def _opened(self, text: str) -> int:
         """Read a brace or a label at the start of a text, and return its length; 0 for another."""
         if text.startswith("{"):
             self.scopes.append(_Scope())
             return 1
         if text.startswith("}"):
-            if len(self.scopes) == outermost:
-                raise PtxSyntaxError("a brace closes no scope", line)
             self.scopes.pop()
             return 1
         label = re.match(r"([\w$]+)\s*:(?!:)", text)
@@ -431,7 +433,7 @@ class _Body:
 
     def _address(self, text: str, line: int) -> Operand:
         """Read ``[base + offset]`` or, of a tensor, ``[map, {coordinates}]``."""
-        base, *more = _split(text[1:-1]) if text.endswith("]") else [""]
+        base, *more = _split(text[1:-1] if text.endswith("]") else "") or [""]
         match = re.fullmatch(
             r"([%\w$.]+(?:\[\w+\])?)\s*(?:\+\s*(-?\s*\w+)|(-\s*\w+))?", base.strip()
         )
