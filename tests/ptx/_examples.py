@@ -6,6 +6,7 @@ question mark precedes an operand that may be missing. At the end, it stands for
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -340,3 +341,59 @@ def _others(known: Example, n: int, operand: str) -> list[str]:
     if n == 0 and known.base not in ("bar", "barrier", "nanosleep"):
         found += ["7", "%tid.x", "%clock64"]  # in the place of a result
     return found
+
+
+VALUES = (
+    0, 1, 2, 3, 4, 5, 7, 8, 15, 16, 31, 32, 33, 63, 64, 100, 127, 128, 255, 256, 1023, 1024, 1040,
+    1088, 1152, 2048, 32767, 32768, 65535, 65536, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**53, 2**62,
+    2**63 - 1, 2**63, 2**64 - 16, 2**64 - 8, 2**64 - 1, 0x0100000000000400, 0x0200000000000000,
+    0x0400000000000000, 0x3F800000, 0x7F800000, 0xFF800000, 0x7FC00000, 0x3C003C00,
+)  # fmt: skip
+
+
+def with_values(example: str, seed: int) -> str:
+    """Return the body of a kernel that gives the registers of an example values and executes it.
+
+    A register in brackets mostly has an address of the tensor at %d0 or of `memory`, which has an
+    mbarrier at its start. Registers of 64 bits of wgmma mostly have a descriptor of `memory`. All
+    others have any values.
+    """
+    draw = random.Random(f"{example} {seed}")
+    known = read(example)
+    instruction = known.text(known.operands)
+    places = set(re.findall(r"\[(%[rd]\d+)", instruction))
+    lines = [
+        "mov.u32 %a2, memory;",
+        "setp.eq.u32 %p15, %r0, 0;",
+        f"@%p15 mbarrier.init.shared::cta.b64 [%a2], {draw.choice((1, 32, 128, 256))};",
+        "bar.sync 0;",
+    ]
+    for register in dict.fromkeys(re.findall(r"%[phrdc]\d+", instruction)):
+        kind, value = register[:2], draw.choice(VALUES)
+        if register in places and draw.random() < 0.9:
+            base, bits = ("%a2", 32) if kind == "%r" else ("%d0", 64)
+            step, offset = draw.choice((0, 0, 4, 8, 16)), draw.choice((0, 0, 16, 128, 1024, 3072))
+            lines += [
+                f"mul.lo.u32 %a1, %r0, {step};",
+                f"cvt.u{bits}.u32 {register}, %a1;",
+                f"add.u{bits} {register}, {register}, {base};",
+                f"add.u{bits} {register}, {register}, {offset};",
+            ]
+        elif kind == "%d" and known.base == "wgmma" and draw.random() < 0.7:
+            lines.append(f"mov.b64 {register}, {64 | 8 << 16 | 16 << 32};")
+        elif kind == "%r" and "bulk" in known.mnemonic and draw.random() < 0.7:
+            lines.append(f"mov.b32 {register}, {draw.choice((16, 32, 48, 128))};")
+        elif kind == "%p":
+            lines += [f"and.b32 %a1, %r0, {value % 4};", f"setp.eq.u32 {register}, %a1, 0;"]
+        else:
+            bits = {"%h": 16, "%d": 64}.get(kind, 32)
+            lines.append(f"mov.b{bits} {register}, {value % (1 << bits)};")
+    fence = ["wgmma.fence.sync.aligned;"] if known.base == "wgmma" else []
+    wait = [
+        "wgmma.commit_group.sync.aligned;",
+        "wgmma.wait_group.sync.aligned 0;",
+        "cp.async.bulk.commit_group;",
+        "cp.async.bulk.wait_group 0;",
+        "cp.async.wait_all;",
+    ]
+    return "\n".join([*lines, *fence, f"{instruction};", "END:", *wait])
