@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 SAY := @echo "fastbert:"
 SOURCES := setup.py $(shell find csrc -type f 2>/dev/null)
 
-.PHONY: help setup demo test every-case turn test-processors test-viewer viewer ahead-of-time emulate calibrate mutate mutate-viewer sanitize conformance check newest bench docs lint format gpu gpu-first wheel clean
+.PHONY: help setup demo test every-case turn test-processors test-viewer viewer ahead-of-time emulate calibrate mutate mutate-viewer sanitize soak conformance check newest bench docs lint format gpu gpu-first wheel clean
 
 help:
 	@echo "make setup            creates .venv, compiles the C++ kernels and installs fastbert in place"
@@ -28,6 +28,7 @@ help:
 	@echo "make mutate           puts one fault at a time into the kernels and counts those that a test catches (PART=3/16: a part)"
 	@echo "make mutate-viewer    puts one fault at a time into the page of fastbert view and counts those that a test catches"
 	@echo "make sanitize         runs the tests of the C++ operators under GCC's sanitizers (SANITIZERS=thread: a part)"
+	@echo "make soak             uses models in turns, and looks for growing memory, open files and threads (MINUTES=60)"
 	@echo "make conformance      runs transformers' own model tests, stock and accelerated (FAMILIES='bert': a part)"
 	@echo "make check            prints the errors of every operation, backend and dtype on this machine"
 	@echo "make newest           installs fastbert with the newest torch into .venv-newest, as README does, and runs make check there"
@@ -152,6 +153,9 @@ sanitize: $(addprefix sanitize-,$(SANITIZERS))
 
 sanitize-%: setup
 	$(BIN)/python tests/sanitizers/sanitize.py $*
+
+soak: setup
+	$(BIN)/python tests/soak/soak.py $(if $(MINUTES),--minutes $(MINUTES))
 
 .venv/conformance: .venv/fastbert
 	$(SAY) "Installing the test tools of transformers: a few seconds."

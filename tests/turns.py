@@ -72,8 +72,8 @@ ROOMS = {
     ),
     "modules": Room(
         ("fastbert/*.py", "fastbert/modules", "fastbert/inference", "fastbert/graphs"),
-        ("tests/modules", "tests/inference"),
-        ("test-processors", "conformance"),
+        ("tests/modules", "tests/inference", "tests/soak"),
+        ("test-processors", "conformance", "soak"),
     ),
     "integrations": Room(
         ("fastbert/integrations",),
@@ -116,6 +116,7 @@ GATES: dict[str, tuple[str, ...]] = {
     },
     **{f"mutate-{n}": ("mutate", f"PART={n}/{MUTATIONS}") for n in range(1, MUTATIONS + 1)},
     "mutate-viewer": ("mutate-viewer",),
+    "soak": ("soak", "MINUTES=5"),
     "check": ("check",),
     "newest": ("newest",),
 }
