@@ -2,8 +2,8 @@
 
 No other Python file reads the environment. ``FASTBERT_BACKEND`` is the preferred backend of calls
 that name none. Triton's own ``TRITON_INTERPRET=1`` lets Triton kernels run on CPU tensors. The
-extension reads ``FASTBERT_CPU_ISA``. torchrun sets ``TORCHELASTIC_RUN_ID`` and ``WORLD_SIZE``, the
-number of its processes.
+extension reads ``FASTBERT_CPU_ISA``. torchrun sets ``TORCHELASTIC_RUN_ID``, ``WORLD_SIZE``, the
+number of its processes, and ``LOCAL_WORLD_SIZE``, the number of those on this machine.
 
 A stand-in runs the kernels of a GPU backend on CPU tensors. There are two of them. Triton's
 interpreter runs the Python source of Triton kernels. The PTX machine (fastbert/testing/ptx) runs
@@ -196,6 +196,11 @@ def standing_in(name: str, backend: str) -> Iterator[None]:
             del _stand_ins[backend]
         else:
             _stand_ins[backend] = before
+
+
+def processes_here() -> int:
+    """Return the number of processes that torchrun runs on this machine, 1 without torchrun."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
 
 
 def compiler_environment(cache: Path | None = None) -> dict[str, str]:

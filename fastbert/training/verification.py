@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from typing import TYPE_CHECKING
 
@@ -10,6 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from fastbert.data.prepared.corpus import PreparedCorpus
+from fastbert.ops.backend import processes_here
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -28,8 +28,8 @@ def verify(corpus: PreparedCorpus, accelerator: Accelerator, console: Console) -
         ValueError: If a shard is damaged. The message names the file.
     """
     begun = time.perf_counter()
-    # Without this variable, the launcher does not say how many processes share the disk.
-    count = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    # Another launcher does not say how many processes share the disk, so each compares all.
+    count = processes_here()
     index = accelerator.local_process_index if count > 1 else 0
     size = sum(shard.bytes() for shard in corpus.shards)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
