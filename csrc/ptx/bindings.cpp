@@ -101,6 +101,8 @@ py::tuple run_launch(
     run(launch, threads);
   } catch (const Fault& f) {
     found = py::make_tuple(f.kind, std::string(f.what()), f.instr, f.block, f.warp, f.lane);
+  } catch (const std::bad_alloc&) {
+    found = py::make_tuple("memory", "the launch needs more memory than there is", -1, -1, -1, -1);
   }
   return py::make_tuple(dict_of(launch.counts), found);
 }

@@ -206,7 +206,9 @@ Known find_handler(Instr& i, const Mnemonic& name, const RawInstr& raw) {
     if (std::find(names.begin(), names.end(), name.base()) == names.end()) continue;
     Instr attempt = i;
     Known shape = family.decode(attempt, name, raw);
-    if (!shape) continue;
+    // Branches and exits have no handler.
+    const bool runs = attempt.run || attempt.flow == Flow::branch || attempt.flow == Flow::exit;
+    if (!shape || !runs) continue;
     i = attempt;
     return shape;
   }

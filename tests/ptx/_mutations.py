@@ -14,6 +14,8 @@ TEXTS = sorted(Path(__file__).with_name("texts").glob("*.ptx"))
 # Identifiers with their dots, numbers, blanks and single characters.
 TOKEN = re.compile(r"[%$.]?[A-Za-z_][\w$:.]*|\d[\w.]*|\s+|.", re.S)
 NUMBER = re.compile(r"\d[\w.]*")
+REGISTER = re.compile(r"(%[a-z]+)\d+")
+TYPE = re.compile(r"\.(?:pred|[busf](?:8|16|32|64)|bf16|b128|f16x2|bf16x2|v2|v4|x[124])\b")
 NUMBERS = (
     "0", "1", "2", "3", "5", "7", "8", "16", "31", "33", "64", "100", "255", "4096", "65536",
     "2147483648", "4294967295", "4294967296", "18446744073709551615", "18446744073709551616",
@@ -25,8 +27,8 @@ CHARACTERS = "{}[]()<>;,:.|!@%$_-+=*/\\\"'# \t\n0aZ\0é"
 def mutated(text: str, seed: int | str) -> str:
     """Return a text with one to three random changes.
 
-    A change deletes, repeats or exchanges tokens or lines, replaces a number, or inserts a
-    character.
+    A change deletes, repeats or exchanges tokens or lines, replaces a number, a register or a type,
+    or inserts a character.
 
     Args:
         text: PTX, or another text.
@@ -34,8 +36,8 @@ def mutated(text: str, seed: int | str) -> str:
     """
     draw = random.Random(f"{seed}")
     for _ in range(draw.choice((1, 1, 1, 2, 3))):
-        change = draw.choice((_tokens, _tokens, _tokens, _lines, _number, _number, _character))
-        text = change(text, draw)
+        changes = (_tokens, _tokens, _lines, _number, _number, _register, _register, _type)
+        text = draw.choice((*changes, _character))(text, draw)
     return text
 
 
@@ -73,6 +75,25 @@ def _number(text: str, draw: random.Random) -> str:
         return text
     chosen = draw.choice(numbers)
     return text[: chosen.start()] + draw.choice(NUMBERS) + text[chosen.end() :]
+
+
+def _register(text: str, draw: random.Random) -> str:
+    """Replace a register by another one, mostly of the same class."""
+    found = list(REGISTER.finditer(text))
+    if not found:
+        return text
+    chosen = draw.choice(found)
+    others = [other for other in found if other[1] == chosen[1] or draw.random() < 0.02]
+    return text[: chosen.start()] + draw.choice(others)[0] + text[chosen.end() :]
+
+
+def _type(text: str, draw: random.Random) -> str:
+    """Replace a type or the size of a vector by another one of the text."""
+    found = list(TYPE.finditer(text))
+    if not found:
+        return text
+    chosen = draw.choice(found)
+    return text[: chosen.start()] + draw.choice(found)[0] + text[chosen.end() :]
 
 
 def _character(text: str, draw: random.Random) -> str:

@@ -62,8 +62,13 @@ TOO_MUCH = {
     "an alignment of 0": (whole(" .shared .align 0 .b8 x[4];"), "allowed: powers of 2"),
     "a line": (whole(" " + "/" * 200_000), "characters of a line"),
     "calls": (chain(200), "calls inside each other"),
-    "calls that double": (doubling(40), "statements by calls and tables"),
+    "calls that double": (doubling(40), "statements by calls"),
     "tables": (table(1000), "registers of a kernel|statements by calls"),
+    "scopes": (whole("{\n" * 50_000 + "}\n" * 50_000), "scopes inside each other"),
+    "calls of many lines": (
+        doubling(12).replace("ret;", "\n" * 100 + "ret;"),
+        "statements by calls",
+    ),
     "threads": (
         whole("").replace("k()", "k()\n.reqntid 100000, 100000, 100000"),
         ".reqntid: got 100000",

@@ -194,14 +194,18 @@ class _Body:
         # By call that is being read: name of the function, and the label after its body.
         self.calls: list[tuple[str, str]] = []
         self.copies = 0  # of functions and of variables so far
-        self.inlined = 0  # statements by calls and by tables of branches
+        self.inlined = 0  # lines and statements by calls and by tables of branches
         self.local = 0  # bytes
+        self.shared: set[str] = set()
+        self.parameters: dict[str, list[str]] = {}  # of the functions that were called
         self.source: tuple[int, int] | None = None
         self._read(entry)
         self._resolve()
 
     def _read(self, function: Function) -> None:
         """Cut the text of a function at semicolons, at labels and at the braces of scopes."""
+        if self.calls:
+            self._inline(function.last - function.first, function.first + 1)
         outermost, closed = len(self.scopes), False
         statement: list[str] = []
         start = function.first + 1
@@ -217,7 +221,7 @@ class _Body:
                     raise PtxSyntaxError(message, number + 1)
                 if not statement:
                     rest, start = rest.lstrip(), number + 1
-                    if after := self._opened(rest):
+                    if after := self._opened(rest, start):
                         rest = rest[after:].lstrip()
                         closed = len(self.scopes) == outermost
                         continue
@@ -231,9 +235,10 @@ class _Body:
             text = " ".join(statement)[:200]
             raise PtxSyntaxError(f"a statement has no semicolon: {text!r}", start)
 
-    def _opened(self, text: str) -> int:
+    def _opened(self, text: str, line: int) -> int:
         """Read a brace or a label at the start of a text, and return its length; 0 for another."""
         if text.startswith("{"):
+            limits.at_most(len(self.scopes), limits.SCOPES, "scopes inside each other", line)
             self.scopes.append(_Scope())
             return 1
         if text.startswith("}"):
@@ -250,7 +255,7 @@ class _Body:
         if not statement:
             return
         if self.calls:
-            self._inline(line)
+            self._inline(1, line)
         if re.match(r"\.loc\s", statement):
             self._location(statement, line)
         elif statement.startswith(".reg"):
@@ -269,10 +274,10 @@ class _Body:
         else:
             self._instruction(statement, line)
 
-    def _inline(self, line: int) -> None:
-        """Count a statement that stands in the place of a call or of a table of branches."""
-        self.inlined += 1
-        limits.at_most(self.inlined, limits.INLINED, "statements by calls and tables", line)
+    def _inline(self, count: int, line: int) -> None:
+        """Count what stands in the place of a call or of a table of branches."""
+        self.inlined += count
+        limits.at_most(self.inlined, limits.INLINED, "lines and statements by calls", line)
 
     def _location(self, statement: str, line: int) -> None:
         match = re.match(r"\.loc\s+(\d{1,9})\s+(\d{1,9})\b", statement)
@@ -311,8 +316,10 @@ class _Body:
             self.local += declared.size + declared.align
             limits.at_most(self.local, limits.LOCAL, "bytes of local memory", declared.line)
             declared = replace(declared, name=name, space="local")
-        elif any(declared.name == known.name for known in self.kernel.variables):
+        elif declared.name in self.shared:
             return
+        else:
+            self.shared.add(declared.name)
         self.kernel.variables.append(declared)
 
     def _call(self, statement: str, line: int) -> None:
@@ -335,11 +342,12 @@ class _Body:
         if any(name == caller for caller, _ in self.calls):
             raise PtxSyntaxError(f"{name} calls itself, which is not supported", line)
         limits.at_most(len(self.calls) + 1, limits.CALLS, "calls inside each other", line)
-        self._inline(line)
         function = self.functions[name]
+        if name not in self.parameters:
+            self.parameters[name] = [parameter.name for parameter in function.parameters()]
         given = [part.strip() for part in f"{results or ''},{arguments or ''}".split(",")]
         given = [part for part in given if part]
-        declared = [parameter.name for parameter in function.parameters()]
+        declared = self.parameters[name]
         if len(given) != len(declared):
             message = f"{name} has {len(declared)} parameters, and the call has {len(given)}"
             raise PtxSyntaxError(message, line)
@@ -363,7 +371,7 @@ class _Body:
         if scope is None:
             raise PtxSyntaxError(f"cannot read {statement[:200]!r}: it has no table", line)
         for number, target in enumerate(scope.tables[table]):
-            self._inline(line)
+            self._inline(1, line)
             predicate = f"%index#{len(self.kernel.registers)}"
             self._register_of(predicate, 1, line)
             self._instruction(f"setp.eq.u32 {predicate}, {operands[0]}, {number}", line)

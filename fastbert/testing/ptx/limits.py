@@ -9,8 +9,9 @@ from fastbert.testing.ptx.errors import PtxSyntaxError
 
 LINE = 100_000  # characters
 REGISTERS = 65_536  # of a kernel with the functions that it calls
+SCOPES = 256  # braces inside each other
 CALLS = 64  # calls inside each other
-INLINED = 200_000  # statements that a kernel has by calls and by tables of branches
+INLINED = 100_000  # lines and statements that a kernel has by calls and by tables of branches
 THREADS = 1024  # of a block, as on GPUs
 # Bytes. Those of shared memory are what a multiprocessor has, those of parameters what CUDA allows.
 PARAMETERS = 32_764
