@@ -12,8 +12,8 @@ from faults import Fault
 PTX = "csrc/ptx"
 ROOMS = (
     "access", "async", "atomics", "bulk", "compare", "convert", "decode", "float", "integer",
-    "ldmatrix", "machine", "memory", "mma", "order", "products", "tensor_map", "warp", "wgmma",
-    "wmma",
+    "ldmatrix", "machine", "memory", "mma", "order", "products", "shape", "tensor_map", "warp",
+    "wgmma", "wmma",
 )  # fmt: skip
 OWN = "tests/ptx/test_"
 TRITON = "tests/ptx/calibration/test_triton_calibration.py"
@@ -50,6 +50,7 @@ PTX_SELECTIONS: dict[str, list[str]] = {
     ),
     "ptx_products": selected("matrices", triton="matmul"),
     "ptx_tensor_map": selected("tensor_copies", triton="the_kernel_makes"),
+    "ptx_shape": selected("operands"),
     "ptx_warp": selected("meetings", "machine_faults", "integers", triton="scans"),
     "ptx_wgmma": selected("matrices", triton="matmul"),
     "ptx_wmma": selected("matrices"),
@@ -339,6 +340,13 @@ PTX_FAULTS: list[Fault] = [
         "map.rank = (uint8_t)value;",
     ),
     fault("tensor_map", "swizzles of maps", "(uint8_t)(16 << value)", "(uint8_t)(8 << value)"),
+    # The operands of instructions.
+    fault("shape", "an operand may be missing", "given < least", "given + 1 < least"),
+    fault("shape", "a register may be wider", "return o.bits == s.bits", "return o.bits >= s.bits"),
+    fault("shape", "special registers are written", "(s.written && o.special)", "false"),
+    fault("shape", "any operand is negated", "if (o.negated && !s.negatable) return false;", ""),
+    fault("shape", "any operand is left out", "return s.sink && !o.negated;", "return true;"),
+    fault("shape", "constants of any size", "o.value >= s.low && o.value <= s.high &&", ""),
     # Happens-before.
     fault(
         "order",

@@ -7,6 +7,7 @@ process goes on with the next text.
 from __future__ import annotations
 
 import json
+import os
 import resource
 import signal
 import subprocess
@@ -20,6 +21,7 @@ import torch
 
 from fastbert.testing import ptx
 
+ROOT = Path(__file__).resolve().parents[2]
 # Bytes that the process may allocate beside what it has after its imports, and seconds for a text.
 SPACE = 3 << 30
 SECONDS = 20
@@ -63,6 +65,8 @@ def outcomes(texts: Sequence[str], **options) -> list[Outcome]:
             input=json.dumps([texts[len(found) :], options]),
             capture_output=True,
             text=True,
+            # `make mutate` runs the tests of a copy of the tree.
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
         )
         lines = child.stdout.splitlines()
         found += [Outcome(*json.loads(line)) for line in lines]

@@ -340,6 +340,8 @@ def _others(known: Example, n: int, operand: str) -> list[str]:
     found = ["END", "[%d1]", TOO_MUCH, f"!{narrow}", narrow]
     if n == 0 and known.base not in ("bar", "barrier", "nanosleep"):
         found += ["7", "%tid.x", "%clock64"]  # in the place of a result
+    if n > 0:
+        found.append("_")  # in the place of a source
     return found
 
 
