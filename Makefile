@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 SAY := @echo "fastbert:"
 SOURCES := setup.py $(shell find csrc -type f 2>/dev/null)
 
-.PHONY: help setup demo test every-case turn test-processors test-viewer viewer ahead-of-time emulate calibrate mutate mutate-viewer sanitize soak conformance check newest bench docs lint format gpu gpu-first wheel clean
+.PHONY: help setup demo test every-case turn test-processors test-viewer viewer ahead-of-time emulate calibrate mutate mutate-viewer sanitize soak conformance fuzz check newest bench docs lint format gpu gpu-first wheel clean
 
 help:
 	@echo "make setup            creates .venv, compiles the C++ kernels and installs fastbert in place"
@@ -30,6 +30,7 @@ help:
 	@echo "make sanitize         runs the tests of the C++ operators under GCC's sanitizers (SANITIZERS=thread: a part)"
 	@echo "make soak             uses models in turns, and looks for growing memory, open files and threads (MINUTES=60)"
 	@echo "make conformance      runs transformers' own model tests, stock and accelerated (FAMILIES='bert': a part)"
+	@echo "make fuzz             reads damaged models, tokenizers, checkpoints, corpora and data in processes with limits (SECONDS=600: that long)"
 	@echo "make check            prints the errors of every operation, backend and dtype on this machine"
 	@echo "make newest           installs fastbert with the newest torch into .venv-newest, as README does, and runs make check there"
 	@echo "make bench            times fastbert and other engines on the CPU, into $(OUT)/cpu (SECTIONS='training': a part)"
@@ -164,6 +165,11 @@ soak: setup
 
 conformance: .venv/conformance
 	$(BIN)/python tests/conformance/transformers_suite.py $(FAMILIES)
+
+# A case that fails is kept in $(OUT)/fuzz with the command that runs it again.
+SECONDS ?= 120
+fuzz: setup
+	$(BIN)/python tests/fuzz/fuzz.py --seconds $(SECONDS) --out $(OUT)/fuzz
 
 check: setup
 	$(BIN)/fastbert check

@@ -6,6 +6,8 @@ import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
+from fastbert.file_size import check_file
+
 _BLOCK = 1 << 20
 
 
@@ -20,8 +22,7 @@ def checksum(path: Path, advance: Callable[[int], object] = lambda size: None) -
         OSError: If the file cannot be read.
         ValueError: If `path` is a pipe or a device, which may have no end.
     """
-    if path.exists() and not path.is_file() and not path.is_dir():
-        raise ValueError(f"{path}: got a pipe or a device, allowed: a file")
+    check_file(path)
     found = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(_BLOCK):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fastbert.atomic_file import write_atomically
+from fastbert.file_size import check_file
 
 # The largest file of settings is the index of a sharded checkpoint, which has a few MB. Parsed JSON
 # needs up to 30 bytes of memory for each byte of the file.
@@ -36,11 +37,7 @@ def read(path: Path, kind: type = dict, *, most: int = MAX_BYTES) -> Any:
         ValueError: If the file is larger than `most`, is not JSON in UTF-8, has more values or
             levels than `parse` allows, or holds another kind of value. The message names the file.
     """
-    if path.exists() and not path.is_file() and not path.is_dir():
-        raise ValueError(f"{path}: got a pipe or a device, allowed: a file")
-    size = path.stat().st_size
-    if size > most:
-        raise ValueError(f"{path}: it has {size:,} bytes, allowed: at most {most:,}")
+    check_file(path, most)
     try:
         content = parse(path.read_text(encoding="utf-8"))
     except ValueError as error:

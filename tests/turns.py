@@ -80,10 +80,14 @@ ROOMS = {
         ("tests/integrations",),
         ("conformance", "newest"),
     ),
-    "training": Room(("fastbert/training",), ("tests/training",)),
-    "data": Room(("fastbert/data", "fastbert/finetuning"), ("tests/data", "tests/finetuning")),
+    "training": Room(("fastbert/training",), ("tests/training",), ("fuzz",)),
+    "data": Room(
+        ("fastbert/data", "fastbert/finetuning"), ("tests/data", "tests/finetuning"), ("fuzz",)
+    ),
     "files-and-commands": Room(
-        ("fastbert/cli", "fastbert/jobs", "fastbert/io"), ("tests/cli", "tests/jobs", "tests/io")
+        ("fastbert/cli", "fastbert/jobs", "fastbert/io"),
+        ("tests/cli", "tests/jobs", "tests/io", "tests/fuzz"),
+        ("fuzz",),
     ),
     "analysis": Room(
         ("fastbert/analysis", "fastbert/viewer"),
@@ -117,6 +121,7 @@ GATES: dict[str, tuple[str, ...]] = {
     **{f"mutate-{n}": ("mutate", f"PART={n}/{MUTATIONS}") for n in range(1, MUTATIONS + 1)},
     "mutate-viewer": ("mutate-viewer",),
     "soak": ("soak", "MINUTES=5"),
+    "fuzz": ("fuzz", "SECONDS=600"),
     "check": ("check",),
     "newest": ("newest",),
 }

@@ -40,6 +40,7 @@ NOT_ON_A_GPU = {
     "tests/csrc": "C++ for the CPU; tests/ops runs the CUDA kernels",
     "tests/data": "text and batches",
     "tests/docs": "the documentation",
+    "tests/fuzz": "damaged files",
     "tests/finetuning": "data, figures and small runs on the CPU",
     "tests/io": "files",
     "tests/jobs": "files",

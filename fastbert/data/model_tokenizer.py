@@ -11,7 +11,14 @@ from typing import NamedTuple
 from tokenizers import Encoding
 
 from fastbert.data.json_tokenizer import load_tokenizer
-from fastbert.data.tokenizer import CONFIG, Encoded, read_config, rust_errors
+from fastbert.data.tokenizer import (
+    CONFIG,
+    MOST_TOKENIZER_BYTES,
+    Encoded,
+    read_config,
+    rust_errors,
+)
+from fastbert.file_size import check_file
 
 FILES = ("tokenizer.json", "vocab.txt", "special_tokens_map.json", "added_tokens.json")
 LENGTH = "model_max_length"
@@ -74,9 +81,10 @@ class ModelTokenizer:
         self._backend = self._tokenizer.backend
         self._config = read_config(folder)
         self.size = max(self._backend.get_vocab().values()) + 1
-        self._files = {
-            name: (folder / name).read_bytes() for name in FILES if (folder / name).is_file()
-        }
+        paths = [folder / name for name in FILES if (folder / name).is_file()]
+        for path in paths:
+            check_file(path, MOST_TOKENIZER_BYTES)
+        self._files = {path.name: path.read_bytes() for path in paths}
         # A tokenizer without a post-processor adds no special tokens to a sentence.
         self._begin, self._end = self._special()
 

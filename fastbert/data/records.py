@@ -10,8 +10,11 @@ from typing import Any, NamedTuple
 
 from fastbert import json_file
 from fastbert.data.parquet_file import read_rows
+from fastbert.file_size import check_file
 
 FORMATS = (".csv", ".tsv", ".jsonl", ".parquet")
+# A file is in memory as a whole.
+MOST_BYTES = 1 << 33
 
 
 class Record(NamedTuple):
@@ -77,8 +80,12 @@ def read_text(path: Path) -> str:
         The text, with the line ends of the file.
 
     Raises:
-        ValueError: If the file is not UTF-8. The message names the file and the line.
+        ValueError: If the file is not UTF-8, or is larger than ``MOST_BYTES``. The message names
+            the file, and the line if there is one.
     """
+    # A pipe has no size, and is read to its end.
+    if path.is_file():
+        check_file(path, MOST_BYTES)
     content = path.read_bytes()
     try:
         return content.decode("utf-8-sig")

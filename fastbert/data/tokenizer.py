@@ -17,6 +17,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from fastbert import json_file
+from fastbert.file_size import check_file
 
 # Trained vocabularies begin with these tokens, in this order.
 SPECIAL_TOKENS = {
@@ -396,8 +397,13 @@ def _room(max_length: int, special: int) -> int:
     return max_length - special
 
 
+# The largest known tokenizer.json has 33 MB.
+MOST_TOKENIZER_BYTES = 1 << 28
+
+
 def read_tokenizer(path: Path) -> Tokenizer:
     """Read a ``tokenizer.json``; raise ValueError if it is broken."""
+    check_file(path, MOST_TOKENIZER_BYTES)
     with rust_errors(f"tokenizer: {path} is broken"):
         return Tokenizer.from_file(str(path))
 
@@ -427,6 +433,7 @@ def _flag(folder: Path, config: dict[str, Any], key: str, default: bool | None) 
 
 
 def _read_vocab(path: Path) -> dict[str, int]:
+    check_file(path, MOST_TOKENIZER_BYTES)
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except UnicodeDecodeError as error:

@@ -21,6 +21,8 @@ import safetensors
 import safetensors.torch
 from torch import Tensor
 
+from fastbert.file_size import check_file
+
 # The safetensors library refuses a header of more bytes than this.
 MAX_HEADER = 100_000_000
 # The end of a tensor in the data; the library judges headers that are written in another way.
@@ -39,13 +41,7 @@ def read(path: Path) -> dict[str, Tensor]:
     Raises:
         ValueError: If the file is damaged. The message names `path` and the reason.
     """
-    length, size = _header_length(path)
-    with open(path, "rb") as file:
-        file.seek(8)
-        header = file.read(length)
-    ends = _END.findall(header)
-    if ends and 8 + length + max(map(int, ends)) != size:
-        raise _damaged(path, f"file not fully covered (the file has {size} bytes)")
+    size, header = check_size(path)
     try:
         tensors = safetensors.torch.load_file(path, device="cpu")
     except safetensors.SafetensorError as error:
@@ -57,6 +53,29 @@ def read(path: Path) -> dict[str, Tensor]:
     except ValueError as error:
         raise _damaged(path, str(error)) from error
     return tensors
+
+
+def check_size(path: Path) -> tuple[int, bytes]:
+    """Compare the size of a file with its header, without reading the data.
+
+    Args:
+        path: Path of the file.
+
+    Returns:
+        The size in bytes and the header.
+
+    Raises:
+        OSError: If the file cannot be read.
+        ValueError: If the file is no file, or if the sizes differ. The message names `path`.
+    """
+    length, size = _header_length(path)
+    with open(path, "rb") as file:
+        file.seek(8)
+        header = file.read(length)
+    ends = _END.findall(header)
+    if ends and 8 + length + max(map(int, ends)) != size:
+        raise _damaged(path, f"file not fully covered (the file has {size} bytes)")
+    return size, header
 
 
 def write(path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -81,6 +100,7 @@ def write(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 def _header_length(path: Path) -> tuple[int, int]:
     """Return the sizes of the header and the file in bytes; raise ValueError if they do not fit."""
+    check_file(path)
     size = path.stat().st_size
     with open(path, "rb") as file:
         start = file.read(8)

@@ -10,8 +10,11 @@ from typing import Any
 
 from fastbert import json_file
 from fastbert.atomic_file import write_atomically
+from fastbert.file_size import check_file
 
 LOG, CURVES = "log.jsonl", "curves.png"
+# A log of a million rows has 300 MB.
+MOST_BYTES = 1 << 32
 
 LogRow = dict[str, Any]
 
@@ -72,6 +75,7 @@ def rows_until(path: Path, step: int) -> list[LogRow]:
     """
     if not path.exists():
         return []
+    check_file(path, MOST_BYTES)
     whole, _, _ = path.read_bytes().rpartition(b"\n")
     return [row for row in _parsed(path, whole) if row["step"] <= step]
 
@@ -82,6 +86,7 @@ def read_log(path: str | os.PathLike[str]) -> list[LogRow]:
     Raises:
         ValueError: If a line is damaged. The message names the file and the line.
     """
+    check_file(Path(path), MOST_BYTES)
     return _parsed(Path(path), Path(path).read_bytes().removesuffix(b"\n"))
 
 

@@ -32,6 +32,8 @@ from torch import Tensor, nn
 from fastbert import json_file
 from fastbert.checksum import checksum
 from fastbert.data import WordPieceTokenizer
+from fastbert.data.tokenizer import MOST_TOKENIZER_BYTES
+from fastbert.file_size import check_file
 from fastbert.io import commit, safetensors_file
 
 # The entries of AdamW and of LAMB for each parameter.
@@ -196,9 +198,18 @@ def read(folder: Path) -> Checkpoint:
         )
     _check_content(path, content)
     for name, expected in content["files"].items():
+        _check_size(folder / name)
         if checksum(folder / name) != expected:
             raise ValueError(f"{folder / name}: its checksum is not the one in {STATE}")
     return Checkpoint(folder, content)
+
+
+def _check_size(path: Path) -> None:
+    """Raise ValueError for a file whose checksum would take longer than that of a sound file."""
+    if path.suffix == ".safetensors":
+        safetensors_file.check_size(path)
+    else:
+        check_file(path, MOST_TOKENIZER_BYTES)
 
 
 # The least value of each integer. All tasks have a step; the others depend on the task.

@@ -1,0 +1,131 @@
+"""Runs a function in a forked process with limits of time and memory, and judges how it ends."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import pickle
+import resource
+import select
+import signal
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from typing import NamedTuple
+
+SECONDS = 10.0
+# Memory beyond that of the forked process, in bytes.
+MEMORY = 1 << 30
+
+
+class Limits(NamedTuple):
+    """The limits of a case: seconds of wall clock and of a processor, and bytes of memory."""
+
+    seconds: float = SECONDS
+    memory: int = MEMORY
+
+
+LIMITS = Limits()
+# The signature of a case that the limit of the clock or of the processor ended.
+LATE = "it did not end in time"
+
+
+class Verdict(NamedTuple):
+    """How a case ended: ``"success"``, ``"refused"`` or ``"failure"``, and the reason in words.
+
+    Two failures with the same signature have one cause.
+    """
+
+    kind: str
+    reason: str = ""
+    signature: str = ""
+
+
+def judged(case: Callable[[], object], named: str, limits: Limits = LIMITS) -> Verdict:
+    """Call `case` in a forked process.
+
+    Args:
+        case: Reads files.
+        named: Text that the message of an accepted error has.
+        limits: The limits.
+
+    Returns:
+        The verdict. Accepted are a return, and a ValueError, TypeError or OSError that has `named`.
+    """
+    reader, writer = os.pipe()
+    number = os.fork()
+    if number == 0:
+        # No handler of the forked process runs, whatever happens.
+        try:
+            os.close(reader)
+            _limit(limits)
+            os.write(writer, pickle.dumps(tuple(_outcome(case, named))))
+        finally:
+            os._exit(0)
+    os.close(writer)
+    try:
+        return _received(number, reader, limits)
+    finally:
+        os.close(reader)
+
+
+def _limit(limits: Limits) -> None:
+    # The process of a test prints the stacks of a crash.
+    faulthandler.disable()
+    # A reader may write to the standard output or, as Rust, to the standard error.
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for handle in (0, 1, 2):
+        os.dup2(nowhere, handle)
+    with open("/proc/self/statm", encoding="ascii") as file:
+        used = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + limits.memory,) * 2)
+    seconds = max(1, round(limits.seconds))
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGXCPU, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _outcome(case: Callable[[], object], named: str) -> Verdict:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            case()
+    except (ValueError, TypeError, OSError) as error:
+        if named in str(error):
+            return Verdict("refused", f"{type(error).__name__}: {error}"[:500])
+        return _failure(error, "the file is not named")
+    except BaseException as error:
+        return _failure(error, "not an accepted error")
+    return Verdict("success")
+
+
+def _failure(error: BaseException, what: str) -> Verdict:
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if "/fastbert/" in frame.filename] or frames
+    place = f"{os.path.basename(own[-1].filename)}:{own[-1].lineno}"
+    text = "".join(traceback.format_exception(error))[-4000:]
+    return Verdict("failure", f"{what}\n{text}", f"{type(error).__name__} at {place}, {what}")
+
+
+def _received(number: int, reader: int, limits: Limits) -> Verdict:
+    # A busy machine may give a process half of its time.
+    deadline = time.monotonic() + 2 * limits.seconds
+    parts = []
+    while True:
+        left = deadline - time.monotonic()
+        if left <= 0 or not select.select([reader], [], [], left)[0]:
+            os.kill(number, signal.SIGKILL)
+            os.waitpid(number, 0)
+            reason = f"no end within {2 * limits.seconds:.0f} s"
+            return Verdict("failure", reason, LATE)
+        part = os.read(reader, 1 << 16)
+        if not part:
+            break
+        parts.append(part)
+    status = os.waitstatus_to_exitcode(os.waitpid(number, 0)[1])
+    if parts:
+        return Verdict(*pickle.loads(b"".join(parts)))
+    reason = f"it ended by {signal.Signals(-status).name}" if status < 0 else f"status {status}"
+    return Verdict("failure", reason, LATE if status == -signal.SIGXCPU else reason)
