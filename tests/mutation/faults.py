@@ -580,8 +580,8 @@ FEED_FORWARD = (
         "relu_slope_of_zero",
         "feed_forward",
         "kernels/activation.py",
-        "slope = tl.where(x > 0.0, 1.0, 0.0)",
-        "slope = tl.where(x >= 0.0, 1.0, 0.0)",
+        "slope = tl.where(x <= 0.0, 0.0, 1.0)",
+        "slope = tl.where(x < 0.0, 0.0, 1.0)",
     ),
     Fault(
         "slope_of_a_huge_number_overflows",
