@@ -77,7 +77,7 @@ def rows_until(path: Path, step: int) -> list[LogRow]:
         return []
     check_file(path, MOST_BYTES)
     whole, _, _ = path.read_bytes().rpartition(b"\n")
-    return [row for row in _parsed(path, whole) if row["step"] <= step]
+    return [row for row in _parsed(path, whole, resumed=True) if row["step"] <= step]
 
 
 def read_log(path: str | os.PathLike[str]) -> list[LogRow]:
@@ -87,15 +87,18 @@ def read_log(path: str | os.PathLike[str]) -> list[LogRow]:
         ValueError: If a line is damaged. The message names the file and the line.
     """
     check_file(Path(path), MOST_BYTES)
-    return _parsed(Path(path), Path(path).read_bytes().removesuffix(b"\n"))
+    return _parsed(Path(path), Path(path).read_bytes().removesuffix(b"\n"), resumed=False)
 
 
-def _parsed(path: Path, content: bytes) -> list[LogRow]:
+def _parsed(path: Path, content: bytes, *, resumed: bool) -> list[LogRow]:
+    """Return the rows of a log; those that a resumed run continues have a step and an event."""
     rows = []
     for number, line in enumerate(content.split(b"\n") if content else (), 1):
         try:
             row = json_file.parse(line.decode())
-            if not isinstance(row["step"], int) or not isinstance(row["event"], str):
+            if not isinstance(row, dict):
+                raise TypeError("a row is an object")
+            if resumed and (type(row["step"]) is not int or not isinstance(row["event"], str)):
                 raise TypeError("a row has the number of its step and the name of its event")
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
