@@ -22,6 +22,7 @@ MAX_VALUES = 1 << 22
 # Settings have at most ten levels of arrays and objects. The functions that walk through parsed
 # settings call themselves once or a few times per level.
 MAX_DEPTH = 100
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def read(path: Path, kind: type = dict, *, most: int = MAX_BYTES) -> Any:
@@ -39,7 +40,11 @@ def read(path: Path, kind: type = dict, *, most: int = MAX_BYTES) -> Any:
     """
     check_file(path, most)
     try:
-        content = parse(path.read_text(encoding="utf-8"))
+        written = path.read_text(encoding="utf-8")
+        content = parse(written)
+        if _SURROGATE.search(written):
+            # Half of a pair is no text in UTF-8, and could not be saved again.
+            json.dumps(content, ensure_ascii=False).encode()
     except ValueError as error:
         raise ValueError(f"{path}: not valid JSON: {error}") from error
     if not isinstance(content, kind):

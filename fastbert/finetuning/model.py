@@ -82,6 +82,13 @@ class Source:
         """Return the names of the classes in ``config.json``."""
         return self._stored.architectures()
 
+    def labels(self) -> list[str]:
+        """Return the names of the labels; raise ValueError naming ``config.json`` without them."""
+        try:
+            return label_names(self.config)
+        except ValueError as error:
+            raise ValueError(f"{self.folder / checkpoint.CONFIG}: {error}") from error
+
     def build(self, task: Task, backend: str | None, *, whole: bool = False) -> BertPreTrainedModel:
         """Build the model of a task in fp32, with the weights of the checkpoint.
 
@@ -119,6 +126,6 @@ class Source:
     def _same_head(self, task: Task, config: BertConfig) -> bool:
         return (
             self.classes() == [task.kind.__name__]
-            and label_names(self.config) == label_names(config)
+            and self.labels() == label_names(config)
             and self.config.problem_type in (None, config.problem_type)
         )

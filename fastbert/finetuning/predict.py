@@ -17,7 +17,8 @@ from fastbert.finetuning.labels import Labels
 from fastbert.finetuning.model import Source
 from fastbert.finetuning.preparation import encode
 from fastbert.finetuning.tag import Tag
-from fastbert.finetuning.task import Task, label_names
+from fastbert.finetuning.task import Task
+from fastbert.io.commit import CONFIG
 from fastbert.json_file import jsonable
 
 # The classes in config.json whose models can predict.
@@ -105,17 +106,25 @@ def predict(
     return Prediction(output, task.name, len(examples), tokenizer.truncated, tokenizer.limit)
 
 
+def _labels(source: Source) -> Labels:
+    names = source.labels()
+    try:
+        return Labels(names)
+    except ValueError as error:
+        raise ValueError(f"{source.folder / CONFIG}: {error}") from error
+
+
 def _task(source: Source, text_field: str, pair_field: str | None, words_field: str) -> Task:
     """Return the task of a fine-tuned model."""
     found = source.classes()
     if found == [AnswerQuestions.kind.__name__]:
         return AnswerQuestions.of(source.config)
     if found == [Tag.kind.__name__]:
-        return Tag(words_field, "tags", Labels(label_names(source.config)))
+        return Tag(words_field, "tags", _labels(source))
     if found == [Classify.kind.__name__]:
         fields = (text_field,) if pair_field is None else (text_field, pair_field)
         regression = source.config.problem_type == "regression"
-        names = None if regression else Labels(label_names(source.config))
+        names = None if regression else _labels(source)
         return Classify(fields, "label", names, regression=regression)
     raise ValueError(
         f"model: {source.folder} is a {', '.join(found) or 'model without a class'}, allowed: "

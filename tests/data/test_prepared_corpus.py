@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import os
 import shutil
 
 import numpy as np
@@ -71,6 +72,13 @@ def test_another_vocabulary_is_named_at_opening(copy):
     path = copy / "tokenizer" / "tokenizer.json"
     path.write_text(path.read_text(encoding="utf-8") + "\n")
     with pytest.raises(ValueError, match=rf"{path}: its SHA-256 is not the one in the manifest"):
+        PreparedCorpus(copy)
+
+
+def test_a_vocabulary_of_a_terabyte_is_refused_before_its_checksum(copy):
+    path = copy / "tokenizer" / "tokenizer.json"
+    os.truncate(path, 1 << 40)
+    with pytest.raises(ValueError, match=rf"{path}: it has 1,099,511,627,776 bytes, allowed: at m"):
         PreparedCorpus(copy)
 
 

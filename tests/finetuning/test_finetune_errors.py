@@ -186,6 +186,17 @@ def test_a_model_without_a_head_cannot_predict(pretrained, tmp_path):
     assert not (tmp_path / "said.jsonl").exists()
 
 
+@pytest.mark.parametrize("names", [{"0": "a", "2": "b"}, {"0": "c", "1": "c"}, ["a", "b"], 5, "xy"])
+def test_labels_without_names_name_the_file_of_the_model(classify, tmp_path, names):
+    data = write_rows(tmp_path / "train.csv", GOOD)
+    model = run(classify(data, held_out=0.0, epochs=1))[0].model
+    path = model / "config.json"
+    content = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps({**content, "num_labels": 2, "id2label": names}))
+    with pytest.raises(ValueError, match=rf"^{path}: .*allowed: "):
+        predict(model, data, tmp_path / "said.jsonl")
+
+
 def test_a_head_that_lacks_a_weight_cannot_predict(classify, tmp_path):
     from fastbert.io import safetensors_file
 

@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -142,7 +142,7 @@ def opened(targets: Sequence[Target], out: Path, limits: Limits = LIMITS) -> Ite
         torch.set_num_threads(threads)
 
 
-def fuzz(fuzzing: Fuzz, seed: int, seconds: float, most: int, say=print) -> None:
+def fuzz(fuzzing: Fuzz, seed: int, seconds: float, most: int, say: Callable[[str], None]) -> None:
     """Run cases of all targets by turns, until `seconds` are over or there were `most` cases."""
     begun = told = time.monotonic()
     while fuzzing.cases < most and (now := time.monotonic()) - begun < seconds:
@@ -187,6 +187,11 @@ def _again(name: str, out: Path) -> int:
     return 0
 
 
+def tell(text: str) -> None:
+    """Print a line at once, even into a pipe."""
+    print(text, flush=True)
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -201,7 +206,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.case is not None:
         return _again(options.case, options.out)
     with opened([TARGETS[name] for name in options.targets], options.out) as fuzzing:
-        fuzz(fuzzing, options.seed, options.seconds, options.cases)
+        fuzz(fuzzing, options.seed, options.seconds, options.cases, tell)
         print(_table(fuzzing))
         for failure in fuzzing.failures.values():
             print(f"FAILED {failure.name}: {failure.verdict.signature}; kept in {failure.folder}")

@@ -41,7 +41,6 @@ from fastbert.data.records import read_records
 from fastbert.data.squad import read_questions
 from fastbert.finetuning.model import Source
 from fastbert.finetuning.predict import _task as task_of
-from fastbert.finetuning.task import label_names
 from fastbert.inference.embedder import read_recipe
 from fastbert.io import checkpoint, families, safetensors_file
 from fastbert.io import sentence_transformers_folder as stored
@@ -106,7 +105,7 @@ class Target:
             how = fuzz_mutations.something_else if special else fuzz_mutations.any_file
             try:
                 what = how(path, chance)
-            except (ValueError, LookupError, OSError, struct.error):
+            except (ValueError, LookupError, OSError, RecursionError, struct.error):
                 # The first change has made the file unreadable for the second.
                 what = "nothing"
             done.append(f"{path.relative_to(folder)}: {what}")
@@ -223,7 +222,7 @@ def build_finetuned(folder: Path) -> None:
 def read_finetuned(folder: Path) -> None:
     source = Source(folder)
     task = task_of(source, "text", None, "tokens")
-    label_names(source.config)
+    source.labels()
     source.tokenizer(source.max_length())
     source.build(task, None, whole=True)
 

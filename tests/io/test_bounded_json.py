@@ -107,6 +107,20 @@ def test_brackets_without_a_partner_are_no_json(text: str) -> None:
     assert time.process_time() - start < SECONDS
 
 
+@pytest.mark.parametrize("text", [r'{"a": "x\ud800y"}', r'{"a": {"\uDFFF": [1]}}'])
+def test_half_of_a_surrogate_pair_is_named(text: str, tmp_path: Path) -> None:
+    """No file in UTF-8 can hold such a text, so it could not be saved again."""
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=r"config\.json: not valid JSON: .*surrogate"):
+        json_file.read(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize("text", [r'{"a": "\ud83d\ude00"}', r'{"a": "\\ud800"}'])
+def test_a_whole_surrogate_pair_and_its_escape_are_text(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    assert json_file.read(tmp_path / "config.json") == json.loads(text)
+
+
 def test_a_sparse_file_of_settings(tmp_path: Path) -> None:
     (tmp_path / "config.json").touch()
     os.truncate(tmp_path / "config.json", 1 << 40)

@@ -13,7 +13,8 @@ import numpy as np
 from fastbert.checksum import checksum
 from fastbert.data.prepared.manifest import MANIFEST, RUN, SHARDS, TOKENIZER, read_manifest
 from fastbert.data.prepared.shards import Shard
-from fastbert.data.tokenizer import WordPieceTokenizer
+from fastbert.data.tokenizer import MOST_TOKENIZER_BYTES, WordPieceTokenizer
+from fastbert.file_size import check_file
 
 
 def is_prepared(path: str | os.PathLike[str]) -> bool:
@@ -134,6 +135,7 @@ class PreparedCorpus:
 
     def _check_vocabulary(self) -> None:
         path = self.folder / TOKENIZER / "tokenizer.json"
+        check_file(path, MOST_TOKENIZER_BYTES)
         if checksum(path) != self.manifest.vocabulary.get("sha256"):
             raise ValueError(
                 f"{path}: its SHA-256 is not the one in the manifest; the vocabulary was changed "
