@@ -46,6 +46,7 @@ NOT_ON_A_GPU = {
     "tests/jobs": "files",
     "tests/mutation": "faults in kernels need no GPU",
     "tests/ptx": "the PTX machine is a program for the CPU",
+    "tests/soak": "the memory of a process on the CPU",
     "tests/viewer": "a page for a browser, computed on the CPU",
     "tests/test_architecture.py": "the sources",
     "tests/test_docstrings.py": "the sources",

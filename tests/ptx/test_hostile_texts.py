@@ -128,7 +128,8 @@ def test_a_hostile_text_is_refused_at_once_with_its_line(hostile, name):
     assert found.line is not None
     assert found.message.startswith(f"line {found.line}: ")
     assert re.search(message, found.message)
-    assert found.seconds < 5
+    # The longest takes 3 s of a fast processor.
+    assert found.seconds < 10
 
 
 def test_texts_at_the_limits_run():
