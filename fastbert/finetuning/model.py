@@ -84,10 +84,8 @@ class Source:
 
     def labels(self) -> list[str]:
         """Return the names of the labels; raise ValueError naming ``config.json`` without them."""
-        try:
+        with checkpoint.naming_config(self.folder):
             return label_names(self.config)
-        except ValueError as error:
-            raise ValueError(f"{self.folder / checkpoint.CONFIG}: {error}") from error
 
     def build(self, task: Task, backend: str | None, *, whole: bool = False) -> BertPreTrainedModel:
         """Build the model of a task in fp32, with the weights of the checkpoint.

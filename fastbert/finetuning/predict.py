@@ -18,7 +18,7 @@ from fastbert.finetuning.model import Source
 from fastbert.finetuning.preparation import encode
 from fastbert.finetuning.tag import Tag
 from fastbert.finetuning.task import Task
-from fastbert.io.commit import CONFIG
+from fastbert.io.checkpoint import naming_config
 from fastbert.json_file import jsonable
 
 # The classes in config.json whose models can predict.
@@ -108,10 +108,8 @@ def predict(
 
 def _labels(source: Source) -> Labels:
     names = source.labels()
-    try:
+    with naming_config(source.folder):
         return Labels(names)
-    except ValueError as error:
-        raise ValueError(f"{source.folder / CONFIG}: {error}") from error
 
 
 def _task(source: Source, text_field: str, pair_field: str | None, words_field: str) -> Task:

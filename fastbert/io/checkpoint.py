@@ -5,12 +5,14 @@ Damaged files are refused with the name of the file. A save writes all files or 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import re
 import warnings
 import zipfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -123,6 +125,15 @@ class Stored:
 
 
 # Reading
+
+
+@contextlib.contextmanager
+def naming_config(folder: Path) -> Iterator[None]:
+    """Put the name of the folder's ``config.json`` before a ValueError about one of its values."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{folder / CONFIG}: {error}") from error
 
 
 def read(path_or_hub_id: str | os.PathLike[str]) -> Stored:

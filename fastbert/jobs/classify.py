@@ -49,10 +49,8 @@ class Classifier:
         if stored.is_cross_encoder(self.folder):
             settings = stored.read_cross_encoder(self.folder)
         config, _ = checkpoint.read_settings(settings.encoder)
-        try:
+        with checkpoint.naming_config(settings.encoder):
             self.labels = label_names(config)
-        except ValueError as error:
-            raise ValueError(f"{settings.encoder / checkpoint.CONFIG}: {error}") from error
         self.function = score_function(config, settings.activation)
         self.model = _load(settings.encoder, config, backend).to(self.device)
         settings = replace(settings, max_length=max_length or settings.max_length)

@@ -20,19 +20,10 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from small_model import CONFIG
 
 from fastbert import json_file, modules
-from fastbert.config import BertConfig
 from fastbert.io import checkpoint, safetensors_file
-
-CONFIG = BertConfig(
-    vocab_size=31,
-    hidden_size=8,
-    num_hidden_layers=1,
-    num_attention_heads=2,
-    intermediate_size=12,
-    max_position_embeddings=6,
-)
 
 
 @pytest.fixture

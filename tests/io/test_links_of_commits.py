@@ -9,19 +9,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from small_model import CONFIG
 
 from fastbert import modules
-from fastbert.config import BertConfig
 from fastbert.io import commit
 
-CONFIG = BertConfig(
-    vocab_size=31,
-    hidden_size=8,
-    num_hidden_layers=1,
-    num_attention_heads=2,
-    intermediate_size=12,
-    max_position_embeddings=6,
-)
 SECONDS = 5
 
 

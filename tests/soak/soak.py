@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import gc
 import random
+import resource
 import statistics
 import sys
 import tempfile
@@ -58,7 +59,7 @@ def usage() -> Usage:
     gc.collect()
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     files, threads = (len(list(Path("/proc/self", name).iterdir())) for name in ("fd", "task"))
-    return Usage(pages * 4096 / 2**20, files, threads)
+    return Usage(pages * resource.getpagesize() / 2**20, files, threads)
 
 
 def growth(seen: list[Usage]) -> list[str]:
