@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import sys
@@ -33,6 +34,7 @@ if importlib.util.find_spec("expecttest") is None:
 
 import pytest
 import quick_cases
+from _interpreter import replace_once_a_launch
 
 # The fixtures of the levels are not those of a folder, because a process has one handler of traps.
 pytest_plugins = ("_levels",)
@@ -42,6 +44,11 @@ pytest_plugins = ("_levels",)
 WIDTH = os.environ.pop("COLUMNS", "")
 for name in ("LINES", "NO_COLOR", "FORCE_COLOR", "PY_COLORS", "TTY_COMPATIBLE", "GITHUB_ACTIONS"):
     os.environ.pop(name, None)
+
+# A search for garbage looks at all that the modules of the tests hold, so it is made rarely.
+gc.set_threshold(50_000, 10, 20)
+if os.environ.get("TRITON_INTERPRET") == "1":
+    replace_once_a_launch()
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -189,6 +189,7 @@ def setup(*arguments: str, cwd: Path = ROOT, **environment: str):
     return run(sys.executable, "setup.py", *arguments, cwd=cwd, **environment)
 
 
+@pytest.mark.every_case
 def test_without_a_compiler_it_installs_and_says_so(tmp_path):
     source = checkout(tmp_path)
     pip = (
@@ -216,6 +217,7 @@ def test_without_a_compiler_it_installs_and_says_so(tmp_path):
     assert python(code, tmp_path, target).startswith("None the extension fastbert._C is missing")
 
 
+@pytest.mark.every_case
 @pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler on this machine")
 def test_a_compile_error_fails_the_build(tmp_path):
     source = checkout(tmp_path)

@@ -418,13 +418,12 @@ def _jobs(nouns: tuple[str, ...], only: str, arch: int) -> list[tuple[str, Any]]
 
 
 def _one_of_each(nouns: tuple[str, ...], only: str, arch: int) -> set[int]:
-    """Return the number of one launch of each name, with 16-bit inputs where there is one."""
-    found: dict[str, int] = {}
+    """Return the number of the first launch of each name, with 16-bit inputs where there is one."""
+    first: dict[tuple[str, bool], int] = {}
     for number, (_, launch) in enumerate(_jobs(nouns, only, arch)):
-        half = {"*fp16", "*bf16"} & set(specialise(launch)[0].values())
-        if half or launch.name not in found:
-            found[launch.name] = number
-    return set(found.values())
+        half = bool({"*fp16", "*bf16"} & set(specialise(launch)[0].values()))
+        first.setdefault((launch.name, half), number)
+    return {n for (name, half), n in first.items() if half or (name, True) not in first}
 
 
 def _compile_job(job: tuple[tuple[str, ...], str, int, int]) -> Compiled:

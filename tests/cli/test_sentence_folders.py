@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from quick_cases import long_case
 from torch import nn
 
 from fastbert.data import stories
@@ -385,7 +386,7 @@ def cross_encoder(model_folder: Path, folder: Path, labels: int, **options: Any)
     return sentence_transformers.CrossEncoder(str(folder / "bare"), device="cpu", **options)
 
 
-@pytest.mark.parametrize("labels", [1, 3])
+@pytest.mark.parametrize("labels", [1, long_case(3)])
 @pytest.mark.parametrize("activation", [nn.Sigmoid(), nn.Identity(), None])
 def test_scores_are_those_of_the_cross_encoder(
     labels, activation, run, model_folder, tmp_path, monkeypatch

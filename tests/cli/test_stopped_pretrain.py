@@ -97,7 +97,7 @@ def assert_whole(model: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "to"),
     [
-        ("SIGTERM", "process"),
+        long_case("SIGTERM", "process"),
         long_case("SIGINT", "group"),
         long_case("SIGTERM", "group"),
         long_case("SIGINT", "process"),

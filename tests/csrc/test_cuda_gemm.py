@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from _cuda_gemm import KERNELS, Problem, compiled_in
+from quick_cases import long_case
 
 from fastbert.testing.compare import assert_close
 from fastbert.testing.ptx.cuda_library import readable
@@ -14,7 +15,7 @@ pytestmark = pytest.mark.each_value
 NAMES = ("y", "h", "dh", "dbias", "a")
 
 
-@pytest.fixture(scope="module", params=[80, 90], ids=["sm_80", "sm_90"])
+@pytest.fixture(scope="module", params=[long_case(80, id="sm_80"), pytest.param(90, id="sm_90")])
 def compiled(request, tmp_path_factory):
     return compiled_in(tmp_path_factory.mktemp("gemm"), request.param)
 

@@ -7,6 +7,7 @@ import re
 import _machine_code
 import pytest
 from _nvcc import require_nvcc
+from quick_cases import long_case
 
 from fastbert.testing.ptx import cuda_gemm
 from fastbert.testing.wgmma_hazards import overwritten_operands
@@ -20,7 +21,7 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("code")
 
 
-@pytest.fixture(scope="module", params=[80, 90], ids=["sm_80", "sm_90"])
+@pytest.fixture(scope="module", params=[long_case(80, id="sm_80"), pytest.param(90, id="sm_90")])
 def compiled(request, folder):
     """The architecture, the disassembled kernels and the report of ptxas."""
     return request.param, *cuda_gemm.machine_code(folder, request.param)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from _broken_ptx import Fault, kernel_in, replaced
 from _nvcc import require_nvcc
+from quick_cases import long_case
 from torch import Tensor
 
 from fastbert import reference
@@ -41,7 +42,7 @@ class Places(Operators):
         return self.compiled.call(name, byref(params), memory=self.tensors, **self.options)
 
 
-@pytest.fixture(scope="module", params=[80, 90], ids=["sm_80", "sm_90"])
+@pytest.fixture(scope="module", params=[long_case(80, id="sm_80"), pytest.param(90, id="sm_90")])
 def places(request, tmp_path_factory):
     require_nvcc()
     return Places(tmp_path_factory.mktemp("varlen"), request.param)

@@ -62,7 +62,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # The other pages run by `make every-case`, because each trains or loads a model of its own.
-FIRST_PAGES = ("README.md", "docs/getting-started.md")
+FIRST_PAGES = ("README.md",)
 
 
 @pytest.mark.parametrize(

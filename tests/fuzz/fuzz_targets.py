@@ -6,12 +6,13 @@ not fit the files, give the target its own `mutate`: it receives the folder and 
 random numbers, changes files of the folder, and returns what it did. If the errors do not name a
 file, give the text that the message of every accepted error has as `named`; "" accepts any message.
 
-The texts of PTX are to be added here as such a target: its folder has one text per kernel,
-`mutate` draws from ``tests/ptx/_mutations.py``, and `read` parses the text.
+The texts of PTX are such a target: the mutations are those of ``tests/ptx/_mutations.py``, the one
+changed text is alone in its folder, and reading it launches its kernels.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import csv
 import dataclasses
@@ -19,6 +20,7 @@ import hashlib
 import json
 import shutil
 import struct
+import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -51,11 +53,16 @@ from fastbert.jobs.prepare_piece import PieceRecord
 from fastbert.jobs.texts import Texts
 from fastbert.modules import BertForSequenceClassification, BertModel
 from fastbert.modules.dense import Dense
+from fastbert.testing import ptx
 from fastbert.training import loop, state
 from fastbert.training.log import read_log, rows_until
 from fastbert.training.options import PretrainOptions
 from fastbert.training.preparation import fingerprint, prepare
 from fastbert.training.pretraining import PretrainingRun
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "ptx"))
+import _attempts
+import _mutations
 
 CONFIG = BertConfig(
     vocab_size=200,
@@ -437,6 +444,32 @@ def read_partial(folder: Path) -> None:
         assert 0 <= partial.done <= 4
 
 
+# Texts of PTX
+
+
+def build_ptx(folder: Path) -> None:
+    for name, text in _mutations.SOURCES.items():
+        (folder / f"{name}.ptx").write_text(text, encoding="utf-8")
+
+
+def mutate_ptx(folder: Path, chance: Random) -> str:
+    """Change one text, and delete the others, whose launches would take most of the time."""
+    chosen = chance.choice(sorted(folder.iterdir()))
+    for path in folder.iterdir():
+        if path != chosen:
+            path.unlink()
+    text = _mutations.mutated(chosen.read_text(encoding="utf-8"), chance.random())
+    chosen.write_text(text, encoding="utf-8")
+    return f"{chosen.name}: changed"
+
+
+def read_ptx(folder: Path) -> None:
+    """Launch the kernels; that a kernel does something wrong is as good an end as any."""
+    for path in sorted(folder.iterdir()):
+        with contextlib.suppress(ptx.PtxFault):
+            _attempts.launch_kernels(path.read_text(encoding="utf-8"))
+
+
 TARGETS = {
     target.name: target
     for target in (
@@ -462,5 +495,7 @@ TARGETS = {
         # A pipe is a legitimate file of data.
         Target("data", build_data, read_data, special=0.0),
         Target("partial-output", build_partial, read_partial, special=0.0),
+        # The machine receives a text and no path, so its errors name the line.
+        Target("ptx", build_ptx, read_ptx, mutate=mutate_ptx, named="line "),
     )
 }

@@ -14,6 +14,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from quick_cases import long_case
 
 from fastbert.data import stories
 from fastbert.data.prepared.corpus import PreparedCorpus, is_prepared
@@ -110,7 +111,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [long_case(1), 2])
 def test_a_killed_run_resumes_to_the_same_bytes(options, text, tmp_path, workers):
     script = tmp_path / "run.py"
     script.write_text(KILLED)

@@ -63,7 +63,7 @@ def cache(pytestconfig):
 @pytest.fixture(scope="module")
 def compiled(cache, pytestconfig):
     if not pytestconfig.getoption("--every-case"):
-        return list(compile_launches((90,), processes=2, cache=cache, one_of_each=True))
+        return list(compile_launches((90,), processes=1, cache=cache, one_of_each=True))
     return [
         *compile_launches(COMPLETE, processes=2, cache=cache),
         *compile_launches(OTHERS, processes=2, cache=cache, unlike=(80,)),

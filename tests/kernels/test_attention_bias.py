@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from kernel_cases import BRAIN, HALF, SINGLE, judge, normal, seed_tensor
+from quick_cases import long_case
 
 from fastbert import ops, reference
 from fastbert.kernels import attention_bias
@@ -27,11 +28,11 @@ def gradients(function, tensors, dout, **options):
     ("bias_shape", "dtype", "options"),
     [
         ((2, 2, 33, 70), HALF, {"dropout_p": 0.1}),
-        ((1, 2, 33, 70), BRAIN, {"mask": "pairs"}),
-        ((2, 1, 33, 70), HALF, {"window": (20, 5)}),
+        long_case((1, 2, 33, 70), BRAIN, {"mask": "pairs"}),
+        long_case((2, 1, 33, 70), HALF, {"window": (20, 5)}),
         ((1, 1, 33, 70), SINGLE, {"causal": True}),
         ((1, 2, 1, 70), HALF, {"mask": "keys", "dropout_p": 0.2}),
-        ((2, 1, 33, 1), SINGLE, {"mask": "keys"}),
+        long_case((2, 1, 33, 1), SINGLE, {"mask": "keys"}),
         ((70,), BRAIN, {}),
         ((2, 2, 1, 1), BRAIN, {"mask": "pairs"}),
         ((1, 1, 1, 1), HALF, {"window": (9, 40)}),

@@ -10,6 +10,7 @@ from collections import Counter
 
 import pytest
 import torch
+from quick_cases import long_case
 from torch import Tensor
 
 from fastbert import BertConfig, BertForPreTraining, BertModel
@@ -100,7 +101,9 @@ def encoder_launches(layers: int, training: bool, dtype: torch.dtype) -> tuple[L
 
 @pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
 @pytest.mark.parametrize(
-    ("dtype", "expected"), [(torch.float32, SINGLE), (torch.float16, HALF)], ids=["fp32", "fp16"]
+    ("dtype", "expected"),
+    [(torch.float32, SINGLE), long_case(torch.float16, HALF)],
+    ids=["fp32", "fp16"],
 )
 def test_a_layer_launches_our_kernels_and_gemms_only(training, dtype, expected):
     launched = encoder_launches(1, training, dtype)

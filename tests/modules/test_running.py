@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from quick_cases import long_case
 from torch import Tensor
 from transformers_pair import BATCH, LENGTH, SIZES, batch, gradients, pair
 
@@ -152,7 +153,7 @@ def test_backends_agree_on_the_dropout_mask() -> None:
     assert_close("loss", step(fast)["loss"], exact["loss"], yardstick["loss"])
 
 
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("masked", [long_case(False), True])
 def test_compiles_without_a_graph_break(masked: bool) -> None:
     plain = model()
     inputs = pretraining_batch()

@@ -106,7 +106,7 @@ def forms() -> dict[str, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize(
-    "form", [form if form in ("packed", "mask") else long_case(form) for form in forms()]
+    "form", [form if form == "packed" else long_case(form) for form in forms()]
 )
 @pytest.mark.parametrize(
     "mixed", [long_case(False, id="fp32"), pytest.param(True, id="bf16-autocast")]

@@ -76,6 +76,7 @@ OPERATORS = [
 ]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("case", "backend", "dtype", "device"), RUNS)
 def test_opcheck(case, backend, dtype, device, monkeypatch):
     calls = _record_calls(monkeypatch)
@@ -109,6 +110,7 @@ def test_opcheck_of_attention_weights(device):
             torch.library.opcheck(torch.ops.fastbert.attention_weights.default, arguments)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("case", "backend", "dtype", "device"), RUNS)
 def test_compiles_in_one_graph(case, backend, dtype, device):
     torch._dynamo.reset()  # The limit of recompilations counts the other cases of an operation.
@@ -136,9 +138,15 @@ def inductor(tmp_path, monkeypatch):
     monkeypatch.setattr(cpp_extension, "TORCH_LIB_PATH", str(link))
 
 
-def test_compiled_dropout_draws_a_new_mask_each_call(inductor, device):
+# The C++ code of inductor takes g++ 12 s.
+@pytest.mark.parametrize("compiler", ["aot_eager", long_case("inductor")])
+def test_compiled_dropout_draws_a_new_mask_each_call(inductor, compiler, device):
     q = torch.randn(1, 1, 16, 8, device=device)
-    compiled = torch.compile(lambda q: ops.attention(q, q, q, dropout_p=0.5), fullgraph=True)
+
+    @torch.compile(fullgraph=True, backend=compiler)
+    def compiled(q):
+        return ops.attention(q, q, q, dropout_p=0.5)
+
     assert not torch.equal(compiled(q), compiled(q))
 
 

@@ -9,8 +9,59 @@ import random
 import re
 from pathlib import Path
 
-# Kernels that Triton and nvcc have compiled, without their debug information.
-TEXTS = sorted(Path(__file__).with_name("texts").glob("*.ptx"))
+from small_kernels import HEADER, REGISTERS
+
+# A function, a branch over a table, an asynchronous copy and a shuffle.
+CALLS = f"""{HEADER}.global .align 4 .b32 numbers[4] = {{1, 2, 3, 4}};
+.func (.param .b32 out) twice(.param .b32 x)
+{{
+    .reg .b32 %r<4>;
+    ld.param.b32 %r1, [x];
+    add.s32 %r1, %r1, %r1;
+    st.param.b32 [out], %r1;
+    ret;
+}}
+.visible .entry k(.param .u64 p0)
+{{{REGISTERS}
+    .shared .align 16 .b8 memory[512];
+    .local .align 8 .b8 own[16];
+    ld.param.u64 %d0, [p0];
+    mov.u32 %r0, %tid.x;
+    and.b32 %r1, %r0, 3;
+TABLE: .branchtargets ZERO, ONE, ZERO, ONE;
+    brx.idx %r1, TABLE;
+ZERO:
+    mov.u64 %d2, numbers;
+    ld.global.b32 %r2, [%d2+4];
+    bra JOIN;
+ONE:
+    {{
+        .param .b32 given;
+        .param .b32 result;
+        st.param.b32 [given], %r0;
+        call.uni (result), twice, (given);
+        ld.param.b32 %r2, [result];
+    }}
+JOIN:
+    mov.u64 %d3, own;
+    st.local.b32 [%d3+8], %r2;
+    mov.u32 %r4, memory;
+    mad.lo.u32 %r5, %r0, 4, %r4;
+    cp.async.ca.shared.global [%r5], [%d0], 4;
+    cp.async.commit_group;
+    cp.async.wait_group 0;
+    bar.sync 0;
+    shfl.sync.bfly.b32 %r6|%p1, %r2, 1, 31, -1;
+    mad.wide.u32 %d4, %r0, 4, %d0;
+    @%p1 atom.global.add.u32 %r7, [%d4], %r6;
+    ret;
+}}
+"""
+# With kernels that Triton and nvcc have compiled, without their debug information.
+SOURCES = {
+    path.stem: path.read_text(encoding="utf-8")
+    for path in sorted(Path(__file__).with_name("texts").glob("*.ptx"))
+} | {"calls": CALLS}
 # Identifiers with their dots, numbers, blanks and single characters.
 TOKEN = re.compile(r"[%$.]?[A-Za-z_][\w$:.]*|\d[\w.]*|\s+|.", re.S)
 NUMBER = re.compile(r"\d[\w.]*")

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 from compiled_faults import FAULTS, KINDS, UNCAUGHT, CompiledFault
-from quick_cases import first_of_each
 
 from fastbert.ops import backend as backends
 
@@ -46,17 +45,14 @@ def outcomes(environment, request):
     return {line["name"]: line["found"] for line in lines}
 
 
-def parameters(faults: list[CompiledFault]) -> list:
-    """Return parameters, of which `make test` runs the first fault."""
-    return first_of_each([(fault,) for fault in faults], lambda fault: None, str)
-
-
-@pytest.mark.parametrize("fault", parameters(FAULTS))
+@pytest.mark.every_case
+@pytest.mark.parametrize("fault", FAULTS, ids=str)
 def test_a_fault_is_caught(outcomes, fault):
     assert outcomes[str(fault)]
 
 
-@pytest.mark.parametrize("fault", parameters(UNCAUGHT))
+@pytest.mark.every_case
+@pytest.mark.parametrize("fault", UNCAUGHT, ids=str)
 def test_a_harmless_change_is_not_taken_for_a_fault(outcomes, fault):
     """The reasons in `UNCAUGHT` hold."""
     assert outcomes[str(fault)] == ""

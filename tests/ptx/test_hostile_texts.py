@@ -4,8 +4,8 @@ import re
 
 import pytest
 from _attempts import outcomes
-from _mutations import TEXTS, mutated
-from small_kernels import HEADER, REGISTERS, kernel
+from _mutations import SOURCES, mutated
+from small_kernels import HEADER, kernel
 
 from fastbert.testing import ptx
 from fastbert.testing.ptx import limits
@@ -132,6 +132,7 @@ def test_a_hostile_text_is_refused_at_once_with_its_line(hostile, name):
     assert found.seconds < 10
 
 
+@pytest.mark.every_case
 def test_texts_at_the_limits_run():
     assert limits.CALLS >= 64
     texts = [
@@ -147,64 +148,16 @@ def test_texts_at_the_limits_run():
 
 def test_the_texts_that_are_mutated_run_or_are_refused_by_their_data():
     """The arguments are no tensor maps, so that a kernel which needs some faults."""
-    found = outcomes([path.read_text(encoding="utf-8") for path in TEXTS])
+    found = outcomes(list(SOURCES.values()))
     assert [outcome.kind for outcome in found].count("ran") >= 2
     assert {outcome.kind for outcome in found} <= {"ran", "PtxFault"}
 
 
-CALLS = f"""{HEADER}.global .align 4 .b32 numbers[4] = {{1, 2, 3, 4}};
-.func (.param .b32 out) twice(.param .b32 x)
-{{
-    .reg .b32 %r<4>;
-    ld.param.b32 %r1, [x];
-    add.s32 %r1, %r1, %r1;
-    st.param.b32 [out], %r1;
-    ret;
-}}
-.visible .entry k(.param .u64 p0)
-{{{REGISTERS}
-    .shared .align 16 .b8 memory[512];
-    .local .align 8 .b8 own[16];
-    ld.param.u64 %d0, [p0];
-    mov.u32 %r0, %tid.x;
-    and.b32 %r1, %r0, 3;
-TABLE: .branchtargets ZERO, ONE, ZERO, ONE;
-    brx.idx %r1, TABLE;
-ZERO:
-    mov.u64 %d2, numbers;
-    ld.global.b32 %r2, [%d2+4];
-    bra JOIN;
-ONE:
-    {{
-        .param .b32 given;
-        .param .b32 result;
-        st.param.b32 [given], %r0;
-        call.uni (result), twice, (given);
-        ld.param.b32 %r2, [result];
-    }}
-JOIN:
-    mov.u64 %d3, own;
-    st.local.b32 [%d3+8], %r2;
-    mov.u32 %r4, memory;
-    mad.lo.u32 %r5, %r0, 4, %r4;
-    cp.async.ca.shared.global [%r5], [%d0], 4;
-    cp.async.commit_group;
-    cp.async.wait_group 0;
-    bar.sync 0;
-    shfl.sync.bfly.b32 %r6|%p1, %r2, 1, 31, -1;
-    mad.wide.u32 %d4, %r0, 4, %d0;
-    @%p1 atom.global.add.u32 %r7, [%d4], %r6;
-    ret;
-}}
-"""
-
-
 def check_mutations(seeds: range) -> None:
     """Assert that mutated texts run or raise a PtxError, and that one of a text has a line."""
-    sources = {path.stem: path.read_text(encoding="utf-8") for path in TEXTS} | {"calls": CALLS}
-    names = list(sources)
+    names = list(SOURCES)
     chosen = [(names[seed % len(names)], seed) for seed in seeds]
-    found = outcomes([mutated(sources[name], seed) for name, seed in chosen])
+    found = outcomes([mutated(SOURCES[name], seed) for name, seed in chosen])
     bad = [
         f"{name}, seed {seed}: {outcome.kind} {outcome.message[:300]}"
         for (name, seed), outcome in zip(chosen, found, strict=True)
@@ -226,8 +179,8 @@ def test_many_mutated_texts():
 
 
 def test_a_mutation_depends_on_its_seed_alone():
-    assert mutated(CALLS, 1) == mutated(CALLS, 1)
-    assert len({mutated(CALLS, seed) for seed in range(50)}) > 40
+    assert mutated(SOURCES["calls"], 1) == mutated(SOURCES["calls"], 1)
+    assert len({mutated(SOURCES["calls"], seed) for seed in range(50)}) > 40
     assert mutated("", 3) == mutated("", 3)
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from _attempts import outcomes
 from _examples import EXAMPLES, misfits, read, with_values
+from quick_cases import long_case
 from small_kernels import kernel
 
 from fastbert import _C
@@ -35,9 +36,11 @@ def test_operands_that_fit(example):
     program(known.text(known.required))
 
 
-def test_operands_that_do_not_fit():
+# Each of the three parts takes 2 s.
+@pytest.mark.parametrize("part", [0, *map(long_case, (1, 2))])
+def test_operands_that_do_not_fit(part):
     """No text with an operand too few, too many or of another kind runs or ends the process."""
-    wrong = [(example, *misfit) for example in EXAMPLES for misfit in misfits(example)]
+    wrong = [(example, *misfit) for example in EXAMPLES for misfit in misfits(example)][part::3]
     found = outcomes([text_of(instruction) for _, _, instruction in wrong])
     bad = [
         f"{what}: {instruction}: {outcome.kind} {outcome.message[:200]}"
@@ -45,7 +48,7 @@ def test_operands_that_do_not_fit():
         if (outcome.kind, outcome.line) != ("PtxSyntaxError", LINE)
     ]
     assert bad == []
-    assert len(wrong) > 10 * len(EXAMPLES)
+    assert len(wrong) > 3 * len(EXAMPLES)
 
 
 @pytest.mark.parametrize(
@@ -113,9 +116,9 @@ def check_values(seeds: range) -> None:
 
 
 def test_instructions_with_any_values():
-    check_values(range(2))
+    check_values(range(1))
 
 
 @pytest.mark.every_case
 def test_instructions_with_many_values():
-    check_values(range(2, 22))
+    check_values(range(1, 22))

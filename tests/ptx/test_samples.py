@@ -86,6 +86,7 @@ print(json.dumps([
 """
 
 
+@pytest.mark.every_case
 @pytest.mark.skipif(not backends.HAS_TRITON, reason="needs triton")
 def test_the_counts_of_a_compiled_launch():
     """A process of its own, because Triton decides at its import whether it interprets."""
