@@ -68,17 +68,17 @@ ROOMS = {
     "ops": Room(
         ("fastbert/ops", "fastbert/reference", "fastbert/testing/*.py"),
         ("tests/ops", "tests/testing"),
-        ("test-processors",),
+        ("test-processors", "conformance-peers"),
     ),
     "modules": Room(
         ("fastbert/*.py", "fastbert/modules", "fastbert/inference", "fastbert/graphs"),
         ("tests/modules", "tests/inference", "tests/soak"),
-        ("test-processors", "conformance", "soak"),
+        ("test-processors", "conformance-transformers", "soak"),
     ),
     "integrations": Room(
         ("fastbert/integrations",),
         ("tests/integrations",),
-        ("conformance", "newest"),
+        ("conformance-transformers", "conformance-peers", "newest"),
     ),
     "training": Room(("fastbert/training",), ("tests/training",), ("fuzz",)),
     "data": Room(
@@ -115,9 +115,10 @@ GATES: dict[str, tuple[str, ...]] = {
     "sanitize-address": ("sanitize", "SANITIZERS=address"),
     "sanitize-thread": ("sanitize", "SANITIZERS=thread"),
     **{
-        f"conformance-{n}": ("conformance", f"FAMILIES={part}")
+        f"conformance-{n}": ("conformance-transformers", f"FAMILIES={part}")
         for n, part in enumerate(FAMILIES, 1)
     },
+    "conformance-peers": ("conformance-peers",),
     **{f"mutate-{n}": ("mutate", f"PART={n}/{MUTATIONS}") for n in range(1, MUTATIONS + 1)},
     "mutate-viewer": ("mutate-viewer",),
     "soak": ("soak", "MINUTES=5"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tarfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from pip._internal.commands import create_command
@@ -32,3 +34,31 @@ def fetch(name: str, version: str, folder: Path) -> Path:
         if hashes is not None:
             hashes.check_against_path(str(path))
     return path
+
+
+def unpacked(
+    name: str, version: str, cache: Path, parts: tuple[str, ...], stubs: Mapping[str, str]
+) -> Path:
+    """Return the folder with parts of a source distribution, which is taken once.
+
+    Args:
+        name: Name of the distribution.
+        version: Its version.
+        cache: Folder for distributions.
+        parts: Folders of the distribution.
+        stubs: Content of files that the distribution lacks, by their path.
+    """
+    folder = cache / f"{name.replace('-', '_')}-{version}"
+    if not (folder / "complete").exists():
+        archive = fetch(name, version, cache)
+        with tarfile.open(archive) as tar:
+            wanted = tuple(f"{folder.name}/{part}/" for part in parts)
+            members = [m for m in tar.getmembers() if m.name.startswith(wanted)]
+            tar.extractall(cache, members, filter="data")
+        for path, content in stubs.items():
+            stub = folder / path
+            stub.parent.mkdir(parents=True, exist_ok=True)
+            if not stub.exists():
+                stub.write_text(content, encoding="utf-8")
+        (folder / "complete").touch()
+    return folder
