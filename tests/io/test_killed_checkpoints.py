@@ -37,7 +37,8 @@ def test_kills_at_random_moments(tmp_path, tokenizer, kills):
 
     def save_on():
         for step in itertools.count(reached + 1):
-            state.save(tmp_path, step, {"epoch": step}, tensors_of(step), tokenizer, KEEP)
+            content = {"epoch": step, "seconds": 0.0, "before": 0.0, "options": {}}
+            state.save(tmp_path, step, content, tensors_of(step), tokenizer, KEEP)
             os.write(writer, step.to_bytes(8, "little"))
 
     midst = 0

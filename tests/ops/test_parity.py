@@ -10,7 +10,6 @@ from fastbert.testing.cases import CASES
 RUNS = parity.plan()
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("case", "backend", "dtype", "device"),
     [pytest.param(c, b, t, d, id=f"{c.op}-{c.name}-{b}-{str(t)[6:]}-{d}") for c, b, t, d in RUNS],
