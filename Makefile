@@ -30,7 +30,7 @@ help:
 	@echo "make sanitize         runs the tests of the C++ operators under GCC's sanitizers (SANITIZERS=thread: a part)"
 	@echo "make soak             uses models in turns, and looks for growing memory, open files and threads (MINUTES=60)"
 	@echo "make conformance      runs the tests of transformers (-transformers FAMILIES='bert': a part), of Liger and of PEFT (-peers) with fastbert"
-	@echo "make fuzz             reads damaged models, tokenizers, checkpoints, corpora and data in processes with limits (SECONDS=600: that long)"
+	@echo "make fuzz             reads damaged models, tokenizers, checkpoints, corpora, data and PTX texts in processes with limits (SECONDS=600: that long)"
 	@echo "make check            prints the errors of every operation, backend and dtype on this machine"
 	@echo "make newest           installs fastbert with the newest torch into .venv-newest, as README does, and runs make check there"
 	@echo "make bench            times fastbert and other engines on the CPU, into $(OUT)/cpu (SECTIONS='training': a part)"
