@@ -34,7 +34,7 @@ if importlib.util.find_spec("expecttest") is None:
 
 import pytest
 import quick_cases
-from _interpreter import replace_once_a_launch
+from _interpreter import save_repeated_work
 
 # The fixtures of the levels are not those of a folder, because a process has one handler of traps.
 pytest_plugins = ("_levels",)
@@ -48,7 +48,7 @@ for name in ("LINES", "NO_COLOR", "FORCE_COLOR", "PY_COLORS", "TTY_COMPATIBLE", 
 # A search for garbage looks at all that the modules of the tests hold, so it is made rarely.
 gc.set_threshold(50_000, 10, 20)
 if os.environ.get("TRITON_INTERPRET") == "1":
-    replace_once_a_launch()
+    save_repeated_work()
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

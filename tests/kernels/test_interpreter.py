@@ -1,10 +1,15 @@
-"""Triton's interpreter replaces Triton's functions once a launch, and puts them back after it."""
+"""What tests/_interpreter.py saves changes no result of Triton's interpreter.
+
+It replaces Triton's functions once a launch and puts them back after it, and shares descriptions of
+types.
+"""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from triton import language as tl
+from triton.language import core
 
 from fastbert.kernels.layer_norm import layer_norm_forward
 from fastbert.ops import backend as backends
@@ -39,3 +44,41 @@ def test_functions_are_replaced_once_a_launch(monkeypatch):
     launch()
     # The second time is for ``tl.sum``, whose own file knows Triton by another module, too.
     assert 1 <= replaced.count(tl) <= 2
+
+
+SIZES = (
+    [4],
+    [4, 8],
+    [1, core.constexpr(2)],
+    core.tuple([8, 4]),
+    core.block_type(core.int8, [2, 4]).shape,
+)
+ELEMENTS = (core.int32, core.float32, core.pointer_type(core.float16), core.pointer_type(core.int1))
+
+
+@pytest.mark.parametrize("element", ELEMENTS, ids=str)
+def test_types_are_described_once(element):
+    for size in SIZES:
+        expected = [core._unwrap_if_constexpr(x) for x in size]
+        for made in (core.block_type(element, size), core.block_type(element, size)):
+            assert made.shape.values == expected
+            assert made.numel == expected[0] * (expected[1] if len(expected) > 1 else 1)
+            assert made.name == f"<{[str(x) for x in expected]}, {element}>"
+            assert made.scalar is element
+            assert made == core.block_type(element, expected)
+            assert all(made != core.block_type(x, size) for x in ELEMENTS if x is not element)
+            tensor = core.tensor(None, made)
+            assert tensor.dtype is element
+            assert tensor.type is made
+            assert [type(x) for x in tensor.shape] == [core.constexpr] * len(expected)
+            assert [x.value for x in tensor.shape] == expected
+            assert tensor.numel.value == made.numel
+    number = core.tensor(None, element)
+    assert (list(number.shape), number.numel.value, number.type) == ([], 1, element)
+
+
+def test_types_with_a_wrong_shape_are_refused():
+    for shape, error in (([3], ValueError), ([], TypeError), ([2**21], ValueError)):
+        for _ in range(2):
+            with pytest.raises(error):
+                core.block_type(core.int32, shape)
