@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from _without_gradient import WithoutGradient
 from quick_cases import long_case
 from tiny_hosts import (
     LENGTHS,
@@ -18,6 +19,7 @@ from tiny_hosts import (
     Sides,
     agree,
     batch,
+    config,
     gradients,
     model,
     rows_computed,
@@ -62,6 +64,28 @@ def pair() -> Sides:
 def test_gradients(pair) -> None:
     check_step(pair)
     assert {n for n, p in pair.fast.named_parameters() if p.grad is None} == set()
+
+
+@pytest.mark.parametrize("kind", ["BertModel", "NomicBertModel", "ModernBertModel"])
+@pytest.mark.parametrize("without", ["one output", "all outputs"])
+def test_an_output_whose_gradient_is_none(kind, without) -> None:
+    """torch takes it for zero, and a parameter that no other output reaches has no gradient."""
+
+    real = batch()["attention_mask"].bool()
+
+    def slopes(side: nn.Module) -> dict[str, Tensor]:
+        side.zero_grad()
+        out = side.train()(**batch(), output_hidden_states=without == "one output")
+        used = WithoutGradient.apply(out.last_hidden_state).sum()
+        if without == "one output":
+            used = used + out.hidden_states[1][real].square().sum()
+        used.backward()
+        return {n: p.grad for n, p in side.named_parameters() if p.grad is not None}
+
+    pair = sides(model(kind, config(kind.removesuffix("Model"))))
+    found = pair.run(slopes)
+    assert bool(found[0]) == (without == "one output")
+    agree(*found, factor=3.0, reason=REASON)
 
 
 @pytest.mark.parametrize(

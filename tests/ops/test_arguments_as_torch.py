@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from _without_gradient import WithoutGradient
 from quick_cases import long_case
 from torch import Tensor
 
@@ -68,18 +69,6 @@ def test_a_vector_with_a_stride_gives_the_same_bits(case, backend, dtype, device
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert torch.equal(found[name], value), name
-
-
-class WithoutGradient(torch.autograd.Function):
-    """The identity, whose gradient is None."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> None:
-        return None
 
 
 # All backends share what comes before the gradient, and Triton's interpreter is slow.
