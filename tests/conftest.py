@@ -131,19 +131,23 @@ class LongTests:
 
 @pytest.fixture(autouse=True)
 def poisoned_memory():
-    """Fill new memory with NaN, so that a test sees an element that a kernel did not write."""
-    before = torch.are_deterministic_algorithms_enabled()
-    fill = torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    """Fill new memory with NaN, so that a test sees an element that a kernel did not write.
+
+    It stays so until a test changes it, because torch takes a millisecond to set it.
+    """
+    on = torch.are_deterministic_algorithms_enabled()
+    if not (on and torch.is_deterministic_algorithms_warn_only_enabled()):
+        torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
-    yield
-    torch.use_deterministic_algorithms(before)
-    torch.utils.deterministic.fill_uninitialized_memory = fill
 
 
 @pytest.fixture(autouse=True)
 def seeded():
-    torch.manual_seed(0)
+    if torch.cuda.is_available():
+        torch.manual_seed(0)
+    else:
+        # Beside this, `torch.manual_seed` notes the stack of the call for three kinds of devices.
+        torch.default_generator.manual_seed(0)
 
 
 @pytest.fixture

@@ -111,6 +111,7 @@ def test_processes_wait_for_the_first(source, tmp_path):
     assert log.read_text(encoding="utf-8") == "run\n"
 
 
+@pytest.mark.every_case
 def test_what_nobody_used_for_a_month_goes(source, tmp_path):
     compiled(source, "first")
     [old] = entries(tmp_path)

@@ -1,6 +1,6 @@
 """Triton kernels of the tutorials' constructions, which a program runs on the PTX machine.
 
-`make test` runs the first case, `make calibrate` all of triton_cases.py.
+`make calibrate` runs all of triton_cases.py, `make test` none of it.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from quick_cases import first_of_each
 
 from fastbert.ops.backend import HAS_TRITON, compiler_environment
+
+pytestmark = pytest.mark.every_case
 
 PROGRAM = Path(__file__).with_name("run_triton.py")
 REST = "all other cases"
@@ -51,10 +52,8 @@ CASES = [(80, name) for name in BOTH] + [(90, name) for name in BOTH + HOPPER]
 def pytest_generate_tests(metafunc):
     every = metafunc.config.getoption("--every-case")
     rest = [(arch, REST) for arch in (80, 90) if every]
-    cases = first_of_each(
-        CASES + rest, lambda arch, name: None, lambda arch, name: f"{arch}-{identifier(name)}"
-    )
-    metafunc.parametrize(("arch", "name"), cases)
+    ids = [f"{arch}-{identifier(name)}" for arch, name in CASES + rest]
+    metafunc.parametrize(("arch", "name"), CASES + rest, ids=ids)
 
 
 def identifier(name: str) -> str:
