@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 
 import pytest
@@ -98,13 +99,14 @@ def test_dropout_and_padding(isa, operators, dtype):
     assert not case.run(operators, 5)["dword"][5].any()
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(
-    ("types", "positions"), [(False, False), (True, False), (False, True), (True, True)]
-)
-def test_absent_tables_and_bias(isa, operators, types, positions, bias):
+OPTIONAL = ("types", "positions", "bias")
+
+
+# As one parameter, `make test` runs all of them at every level.
+@pytest.mark.parametrize("given", list(itertools.product((False, True), repeat=3)), ids=str)
+def test_absent_tables_and_bias(isa, operators, given):
+    present = dict(zip(OPTIONAL, given, strict=True))
     for dtype in DTYPES:
-        present = {"types": types, "positions": positions, "bias": bias}
         check(problem(37, 111, dtype, dropout_p=0.3, **present), operators, padding=5)
 
 

@@ -266,7 +266,7 @@ def test_matmul(isa, operators, a_transposed, b_transposed, dtype):
         t = torch.randn(shape).to(dtype)
         return t.t().contiguous().t() if transposed else t
 
-    for m, n, k in ((7, 111, 59), (40, 15, 700), (768, 40, 97)):
+    for m, n, k in ((2, 111, 59), (7, 111, 59), (40, 15, 700), (768, 40, 97)):
         a, b = stored((m, k), a_transposed), stored((k, n), b_transposed)
         for out in {dtype, torch.float32}:
             oracle = a.double() @ b.double()
@@ -322,15 +322,25 @@ def test_a_product_that_packs_its_weight_has_the_same_bits(isa, operators, n, k,
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_reruns_and_thread_counts_agree_bitwise(isa, operators, dtype):
-    cases = [draw(m, 300, 259, dtype) for m in (17, 300)]
-    expected = [results(operators, case) for case in cases]
+    # No task of the last ones has the size of the others, along rows and along columns.
+    shapes = ((17, 300, 259), (300, 300, 259), (331, 300, 67), (150, 1001, 67), (587, 49, 67))
+    cases = [draw(*shape, dtype) for shape in shapes]
+
+    def all_results() -> list[Tensor]:
+        found = []
+        for case in cases:
+            rows = case["weight"].t().contiguous()
+            found += [*results(operators, case), operators.matmul(case["x"], rows, None, dtype)]
+        return found
+
     threads = torch.get_num_threads()
     try:
+        torch.set_num_threads(1)
+        expected = all_results()
         for count in (1, 2, 3, 7):
             torch.set_num_threads(count)
-            for case, want in zip(cases, expected, strict=True):
-                for actual, e in zip(results(operators, case), want, strict=True):
-                    assert torch.equal(actual, e), count
+            for actual, want in zip(all_results(), expected, strict=True):
+                assert torch.equal(actual, want), count
     finally:
         torch.set_num_threads(threads)
 

@@ -308,7 +308,7 @@ GEMM = (
         "cpu_gemm_operands",
         f"{CPU}/gemm/gemm.cpp",
         "if (n % kNormUnit != 0) {",
-        "if (n % 8 != 0) {",
+        "if (n < 0) {",
     ),
     Fault(
         "the_last_outputs_of_a_turned_task_stay_unfinished",
