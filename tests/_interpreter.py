@@ -85,33 +85,32 @@ def _equal_if_same(equal: Any) -> Any:
 
 
 def _described_once(core: ModuleType) -> Any:
-    """Let types of the same elements and shape share their description, which nothing changes."""
+    """Let types share what follows from their shape and the name of their elements."""
     describe = core.block_type.__init__
     known: dict[tuple[Any, ...], dict[str, Any]] = {}
 
     def init(self: Any, element_ty: Any, shape: Any) -> None:
         sizes = (size.value if type(size) is core.constexpr else size for size in shape)
-        key = (type(element_ty), element_ty.name, *sizes)
-        found = known.get(key)
-        if found is None:
+        key = (element_ty.name, *sizes)
+        if key not in known:
             describe(self, element_ty, shape)
             known[key] = self.__dict__.copy()
-        else:
-            self.__dict__.update(found)
+        self.__dict__.update(known[key])
+        # Two types of pointers may differ in more than their name.
+        self.element_ty = element_ty
 
     return init
 
 
 def _of_a_described_type(core: ModuleType) -> Any:
     """Let tensors of the same shape share it."""
+    describe = core.tensor.__init__
 
     @functools.cache
     def described(*sizes: int) -> tuple[Any, Any]:
         probe = core.tensor.__new__(core.tensor)
         describe(probe, None, core.block_type(core.int32, list(sizes)) if sizes else core.int32)
         return probe.shape, probe.numel
-
-    describe = core.tensor.__init__
 
     def init(self: Any, handle: Any, type: Any) -> None:
         self.handle, self.type, self.dtype = handle, type, type.scalar

@@ -60,7 +60,7 @@ class BertPreTrainedModel(nn.Module):
         for part in module.modules():
             if isinstance(part, (nn.Linear, nn.Embedding)):
                 if part.weight.is_meta:
-                    continue  # There are no values, and torch would take a millisecond for each.
+                    continue  # There are no values, and torch would take 0.3 ms for each weight.
                 part.weight.normal_(0.0, self.config.initializer_range)
             if isinstance(part, nn.Linear) and part.bias is not None:
                 part.bias.zero_()

@@ -53,7 +53,13 @@ SIZES = (
     core.tuple([8, 4]),
     core.block_type(core.int8, [2, 4]).shape,
 )
-ELEMENTS = (core.int32, core.float32, core.pointer_type(core.float16), core.pointer_type(core.int1))
+ELEMENTS = (
+    core.int32,
+    core.float32,
+    core.pointer_type(core.float16),
+    # It has the name of the type before it.
+    core.pointer_type(core.float16, "shared"),
+)
 
 
 @pytest.mark.parametrize("element", ELEMENTS, ids=str)

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import first_import
 import pytest
-from first_import import MODES
 from quick_cases import long_case
 
-PROGRAM = Path(__file__).with_name("first_import.py")
+PROGRAM = Path(first_import.__file__)
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +21,9 @@ def expected() -> str:
     return first_import.digest()
 
 
-@pytest.mark.parametrize("mode", [m if m == "device meta" else long_case(m) for m in MODES])
+@pytest.mark.parametrize(
+    "mode", [m if m == "device meta" else long_case(m) for m in first_import.MODES]
+)
 def test_an_ordinary_model_runs_as_after_an_ordinary_import(expected, mode):
     environment = {**os.environ, "PYTHONPATH": str(PROGRAM.parents[2])}
     command = [sys.executable, str(PROGRAM), mode]

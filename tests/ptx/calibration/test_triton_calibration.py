@@ -49,13 +49,6 @@ HOPPER = (
 CASES = [(80, name) for name in BOTH] + [(90, name) for name in BOTH + HOPPER]
 
 
-def pytest_generate_tests(metafunc):
-    every = metafunc.config.getoption("--every-case")
-    rest = [(arch, REST) for arch in (80, 90) if every]
-    ids = [f"{arch}-{identifier(name)}" for arch, name in CASES + rest]
-    metafunc.parametrize(("arch", "name"), CASES + rest, ids=ids)
-
-
 def identifier(name: str) -> str:
     return re.sub(r"\W+", "_", name).strip("_")
 
@@ -85,6 +78,9 @@ def results(request) -> dict[tuple[int, str], dict[str, Any]]:
 
 
 @pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    ("arch", "name"), [*CASES, (80, REST), (90, REST)], ids=lambda value: identifier(str(value))
+)
 def test_a_kernel_that_is_right_on_gpus(results, arch, name):
     named = {case for of, case in CASES if of == arch}
     rows = [row for (of, case), row in results.items() if of == arch and case == name]
