@@ -16,7 +16,7 @@ SOURCES := setup.py $(shell find csrc -type f 2>/dev/null)
 help:
 	@echo "make setup            creates .venv, compiles the C++ kernels and installs fastbert in place"
 	@echo "make demo             pre-trains a small BERT, reopens it in transformers, writes $(OUT)/demo/report.md"
-	@echo "make test             runs a selection of the cases of every test: 9 minutes on two idle cores (TESTS='tests/ops': a part)"
+	@echo "make test             runs a selection of the cases of every test: 8 minutes on two idle cores (TESTS='tests/ops': a part)"
 	@echo "make every-case       runs all cases of all tests: 40 minutes on two idle cores (TESTS='tests/ops': a part)"
 	@echo "make turn             runs the slice of make every-case and the gate whose turn it is (NAMES='ops check': these; NAMES=--list: names)"
 	@echo "make test-processors  runs the numeric tests as older processors would judge them"
@@ -89,7 +89,7 @@ demo: setup
 PARALLEL := --numprocesses 2 --max-worker-restart 1 --no-loadscope-reorder --dist
 
 test: setup
-	$(SAY) "Running the cases of make test: 9 minutes on two idle cores. The last line says how long it took."
+	$(SAY) "Running the cases of make test: 8 minutes on two idle cores. The last line says how long it took."
 	$(BIN)/python -m pytest $(PARALLEL) loadscope $(TESTS)
 
 every-case: setup
