@@ -139,6 +139,7 @@ def main() -> None:
             learning_rate=rate,
             max_length=length,
             precision=options.precision,
+            keep_epoch="last",
             log_every=50,
         )
 

@@ -106,6 +106,7 @@ def main() -> None:
                 learning_rate=rate,
                 max_length=options.max_length,
                 precision=options.precision,
+                keep_epoch="last",
             ),
         )
         for name, folder, epochs, rate in runs

@@ -95,6 +95,23 @@ MOTIONS = {
     "matrix, arrow keys": Motion("matrix", _press("#view canvas", "ArrowRight")),
 }
 
+# A drawing of twice the work of the heaviest motion. A machine that does not show it at 60 frames
+# per second is too slow, or too busy, to judge the page by its rate alone.
+REFERENCE = Motion(
+    "",
+    """
+const pen = find('canvas').getContext('2d');
+pen.clearRect(0, 0, 1000, 800);
+for (let line = 0; line < 2000; line += 1) {
+  pen.strokeStyle = `rgb(${line % 255} 80 160 / ${line / 2000})`;
+  pen.beginPath();
+  pen.moveTo(100, (line * 37 + i) % 800);
+  pen.bezierCurveTo(400, line % 800, 600, i, 900, (line * 91) % 800);
+  pen.stroke();
+}""",
+)
+REFERENCE_PAGE = "data:text/html,<html data-ready><canvas width=1000 height=800></canvas>"
+
 RUN = """([body, frames]) => new Promise((done) => {
   const find = (selector) => document.querySelector(selector);
   const move = new Function('i', 'find', body);

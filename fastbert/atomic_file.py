@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -17,14 +18,32 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.stem}.{secrets.token_hex(4)}{path.suffix}")
     try:
-        write(temporary)
-        os.replace(temporary, path)
-    except OSError as error:
-        if error.errno is not None and error.filename is None:
-            error.filename = str(path)
-        raise
+        with naming(path):
+            write(temporary)
+            os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Give the name of a file to an OSError of the block that names none, as of a full disk.
+
+    Args:
+        path: The file that the block writes.
+
+    Raises:
+        OSError: The error of the block, with the name.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        if error.errno is None or len(error.args) < 2:
+            raise OSError(f"{path}: {error}") from error
+        error.filename = str(path)
+        raise
 
 
 def write_durably(path: Path, write: Callable[[Path], object]) -> None:

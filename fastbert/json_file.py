@@ -15,9 +15,7 @@ from fastbert.file_size import check_file
 # The largest file of settings is the index of a sharded checkpoint, which has a few MB. Parsed JSON
 # needs up to 30 bytes of memory for each byte of the file.
 MAX_BYTES = 1 << 23
-# The largest file of data is a training part in the layout of SQuAD, which has 42 MB.
-MAX_DATA_BYTES = 1 << 26
-# Such a file of data has 2,000,000 values. Each needs up to 120 bytes of memory.
+# Each value needs up to 120 bytes of memory.
 MAX_VALUES = 1 << 22
 # Settings have at most ten levels of arrays and objects. The functions that walk through parsed
 # settings call themselves once or a few times per level.
@@ -25,26 +23,22 @@ MAX_DEPTH = 100
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
-def read(path: Path, kind: type = dict, *, most: int = MAX_BYTES) -> Any:
+def read(path: Path, kind: type = dict) -> Any:
     """Return the content of a file that holds a JSON object (``dict``) or an array (``list``).
 
     Args:
         path: The file.
         kind: The kind of its value.
-        most: Largest size of the file in bytes.
 
     Raises:
         OSError: If the file cannot be read.
-        ValueError: If the file is larger than `most`, is not JSON in UTF-8, has more values or
-            levels than `parse` allows, or holds another kind of value. The message names the file.
+        ValueError: If the file is larger than ``MAX_BYTES``, is not JSON in UTF-8, has more values
+            or levels than `parse` allows, or holds another kind of value. The message names the
+            file.
     """
-    check_file(path, most)
+    check_file(path, MAX_BYTES)
     try:
-        written = path.read_text(encoding="utf-8")
-        content = parse(written)
-        if _SURROGATE.search(written):
-            # Half of a pair is no text in UTF-8, and could not be saved again.
-            json.dumps(content, ensure_ascii=False).encode()
+        content = parse(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path}: not valid JSON: {error}") from error
     if not isinstance(content, kind):
@@ -52,24 +46,42 @@ def read(path: Path, kind: type = dict, *, most: int = MAX_BYTES) -> Any:
     return content
 
 
-def parse(text: str) -> Any:
+def parse(text: str, most_values: int = MAX_VALUES) -> Any:
     """Return the value of a JSON text; the memory and the levels are bounded before it is parsed.
 
+    Args:
+        text: The text.
+        most_values: About the largest number of its values.
+
     Raises:
-        ValueError: If the text is not JSON, or if it has more than about ``MAX_VALUES`` values or
-            more than ``MAX_DEPTH`` levels of arrays and objects.
+        ValueError: If the text is not JSON, if it has more than `most_values` values or more than
+            ``MAX_DEPTH`` levels of arrays and objects, or if a string has half of a surrogate pair.
     """
     opened = text.count("[") + text.count("{")
     # Commas and brackets inside strings count too; texts have few of them.
     values = opened + text.count(",")
-    if values > MAX_VALUES:
-        raise ValueError(f"it has {values:,} values, allowed: at most {MAX_VALUES:,}")
+    if values > most_values:
+        raise ValueError(f"it has {values:,} values, allowed: at most {most_values:,}")
     if opened > MAX_DEPTH:
         _check_depth(text)
     try:
-        return json.loads(text)
+        content = json.loads(text)
     except RecursionError as error:
         raise ValueError(str(error)) from error
+    if _SURROGATE.search(text):
+        _check_text(content)
+    return content
+
+
+def _check_text(content: Any) -> None:
+    """Raise ValueError for half of a surrogate pair, which is no text in UTF-8."""
+    try:
+        json.dumps(content, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise ValueError(
+            f"a string has \\u{ord(half):04x}, half of a surrogate pair, which is no character"
+        ) from error
 
 
 def _check_depth(text: str) -> None:

@@ -21,6 +21,8 @@ BELOW: dict[str, set[str]] = {
     "version": set(),
     "atomic_file": set(),
     "file_size": set(),
+    "picture": {"atomic_file"},
+    "text_file": {"file_size"},
     "checksum": {"file_size"},
     "folder_lock": set(),
     "json_file": {"atomic_file", "file_size"},
@@ -30,7 +32,7 @@ BELOW: dict[str, set[str]] = {
     "kernels": {"activations"},
     "ops": {"kernels", "reference", "activations"},
     "io": {"config", "json_file", "file_size"},
-    "data": {"json_file", "atomic_file", "checksum", "file_size"},
+    "data": {"json_file", "atomic_file", "checksum", "file_size", "text_file"},
     "modules": {"ops", "config", "io", "activations"},
     "graphs": {"modules", "ops"},
     "inference": {"graphs", "modules", "data", "io"},
@@ -40,21 +42,24 @@ BELOW: dict[str, set[str]] = {
     },
     "bench": {
         *("testing", "inference", "integrations", "data", "modules", "ops", "config", "version"),
+        "picture",
     },
     "training": {
         *("bench", "testing", "integrations", "graphs", "data", "modules", "io", "ops", "config"),
-        *("json_file", "atomic_file", "checksum", "folder_lock", "file_size"),
+        *("json_file", "atomic_file", "checksum", "folder_lock", "file_size", "picture"),
     },
     "jobs": {
         *("bench", "integrations", "inference", "data", "modules", "io", "config", "json_file"),
-        *("atomic_file", "checksum", "folder_lock", "version"),
+        *("atomic_file", "checksum", "folder_lock", "version", "picture", "text_file"),
     },
     "viewer": {"integrations", "data", "modules", "io", "config", "atomic_file"},
     "finetuning": {
         *("training", "jobs", "inference", "data", "modules", "io", "ops", "config", "json_file"),
-        "atomic_file",
+        *("atomic_file", "picture", "text_file"),
     },
-    "analysis": {"jobs", "inference", "data", "modules", "io", "json_file", "atomic_file"},
+    "analysis": {
+        *("jobs", "inference", "data", "modules", "io", "json_file", "atomic_file", "text_file"),
+    },
     "cli": {
         *(
             "viewer",

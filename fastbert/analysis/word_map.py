@@ -13,8 +13,8 @@ from torch import Tensor
 
 from fastbert.analysis import page
 from fastbert.analysis.occurrences import ContextEncoder, places
-from fastbert.data.records import read_text
 from fastbert.data.sentences import split_sentences
+from fastbert.text_file import read_text
 
 WIDTH, HEIGHT, MARGIN = 800, 500, 25
 # A reader cannot see more points apart.

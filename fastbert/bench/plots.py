@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from fastbert.bench.encoder import EncoderRow
 from fastbert.bench.limits import FORWARD
 from fastbert.bench.machine import Machine
 from fastbert.bench.operations import OpRow
+from fastbert.picture import literal, picture
 
 OURS, THEIRS = "#2a6fbb", "#b0b0b0"
 
@@ -28,13 +30,12 @@ def plot_bench(
     """
     panels = [panel for panel in (_encoder_bars(encoder), _operation_bars(operations)) if panel]
     tallest = max((len(bars) for _, _, bars in panels), default=1)
-    figure = _figure(7.5 * max(1, len(panels)), 1.6 + 0.27 * tallest)
-    for axes, (title, unit, bars) in zip(
-        figure.subplots(1, max(1, len(panels)), squeeze=False).flat, panels, strict=False
-    ):
-        _draw(axes, title, unit, bars)
-    _head(figure, machine, 95 * max(1, len(panels)))
-    figure.savefig(path, dpi=130)
+    with _picture(path, 7.5 * max(1, len(panels)), 1.6 + 0.27 * tallest, 130) as figure:
+        for axes, (title, unit, bars) in zip(
+            figure.subplots(1, max(1, len(panels)), squeeze=False).flat, panels, strict=False
+        ):
+            _draw(axes, title, unit, bars)
+        _head(figure, machine, 95 * max(1, len(panels)))
 
 
 def plot_matches(path: Path, rows: Sequence[Mapping[str, Any]], machine: Machine) -> None:
@@ -52,14 +53,13 @@ def plot_matches(path: Path, rows: Sequence[Mapping[str, Any]], machine: Machine
             panels.setdefault(f"{row['series']}, {row['unit']}", []).append(row)
     columns = 2 if len(panels) > 1 else 1
     lines = -(-max(1, len(panels)) // columns)
-    figure = _figure(8.5 * columns, 1.0 + 3.4 * lines)
-    grid = figure.subplots(lines, columns, squeeze=False).flat
-    for axes, (title, found) in zip(grid, panels.items(), strict=False):
-        _draw_lines(axes, title, found)
-    for axes in list(grid)[len(panels) :]:
-        axes.set_visible(False)
-    _head(figure, machine, 110 * columns)
-    figure.savefig(path, dpi=100)
+    with _picture(path, 8.5 * columns, 1.0 + 3.4 * lines, 100) as figure:
+        grid = figure.subplots(lines, columns, squeeze=False).flat
+        for axes, (title, found) in zip(grid, panels.items(), strict=False):
+            _draw_lines(axes, title, found)
+        for axes in list(grid)[len(panels) :]:
+            axes.set_visible(False)
+        _head(figure, machine, 110 * columns)
 
 
 def _draw_lines(axes, title: str, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -78,37 +78,34 @@ def _draw_lines(axes, title: str, rows: Sequence[Mapping[str, Any]]) -> None:
             [row["rate"] for row in found],
             marker="o" if is_ours else "x",
             linewidth=2.0 if is_ours else 1.0,
-            label=engine,
+            label=literal(engine),
         )
     goals = {labels.index(row["label"]): row["goal"] for row in rows if row.get("goal")}
     if goals:
         axes.scatter(
             list(goals), list(goals.values()), marker="_", s=400, color="black", label="goal"
         )
-    axes.set_xticks(range(len(labels)), [textwrap.fill(label, 14) for label in labels], fontsize=6)
+    wrapped = ["\n".join(map(literal, textwrap.wrap(label, 14))) for label in labels]
+    axes.set_xticks(range(len(labels)), wrapped, fontsize=6)
     axes.set_ylim(bottom=0)
-    axes.set_title(title, fontsize=9)
+    axes.set_title(literal(title), fontsize=9)
     axes.tick_params(axis="y", labelsize=7)
     axes.legend(fontsize=6, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _figure(width: float, height: float) -> Any:
+def _picture(path: Path, width: float, height: float, dpi: int) -> AbstractContextManager[Any]:
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
+        import matplotlib  # noqa: F401
     except ImportError as error:
         raise ImportError("--plot needs matplotlib: pip install 'fastbert[train]'") from error
-
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
+    return picture(path, width, height, dpi=dpi)
 
 
 def _head(figure: Any, machine: Machine, width: int) -> None:
     """Write the machine above the panels, in lines of ``width`` characters."""
     header = [piece for line in machine.lines() for piece in textwrap.wrap(line, width)]
-    figure.suptitle("\n".join(header), fontsize=8, color="dimgray")
+    figure.suptitle("\n".join(map(literal, header)), fontsize=8, color="dimgray")
 
 
 Bar = tuple[str, float, str]  # label, length, text at the end of the bar
@@ -142,7 +139,7 @@ def _draw(axes, title: str, unit: str, bars: Sequence[Bar]) -> None:
     colors = [OURS if ": fastbert" in label else THEIRS for label in labels]
     drawn = axes.barh(range(len(bars)), lengths, color=colors)
     axes.bar_label(drawn, notes, padding=3, fontsize=7)
-    axes.set_yticks(range(len(bars)), labels, fontsize=7)
+    axes.set_yticks(range(len(bars)), list(map(literal, labels)), fontsize=7)
     axes.invert_yaxis()
     axes.set_xlim(0, max(lengths) * 1.25)
     axes.set_title(title, fontsize=9)

@@ -5,9 +5,6 @@ No file here imports torch before a command runs, so that ``fastbert --help`` an
 
 from __future__ import annotations
 
-import io
-import sys
-
 import typer
 
 from fastbert.cli.bench import bench
@@ -85,7 +82,4 @@ app.add_typer(finetune, name="finetune")
 
 def main() -> None:
     """Entry point of the ``fastbert`` script and of ``python -m fastbert``."""
-    # A character that the encoding of the output lacks is escaped there, as Python does on stderr.
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
     app()

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
+from fastbert.cli.arguments import typed_text
 from fastbert.cli.common import (
     BACKENDS,
     ConsoleReporter,
@@ -31,7 +32,8 @@ def classify(
     source: Annotated[
         Path | None,
         typer.Argument(
-            metavar="INPUT", help="A .txt with one text per line, a .jsonl or a .parquet."
+            metavar="INPUT",
+            help="A .txt with one text per line, a .jsonl, a .csv, a .tsv or a .parquet.",
         ),
     ] = None,
     target: Annotated[
@@ -42,14 +44,21 @@ def classify(
         ),
     ] = None,
     text: Annotated[
-        str | None, typer.Option(help="Classify this text instead of a file, and print its scores.")
+        str | None,
+        typer.Option(
+            help="Classify this text instead of a file, and print its scores.", callback=typed_text
+        ),
     ] = None,
     field: Annotated[
-        str, typer.Option(help="Field of the .jsonl, or column of the .parquet, that has the text.")
+        str, typer.Option(help="Field of the .jsonl, or column of another file, that has the text.")
     ] = "text",
     pair_field: Annotated[
         str | None,
         typer.Option(help="Field or column that has a second text; each line is then a pair."),
+    ] = None,
+    id_field: Annotated[
+        str | None,
+        typer.Option(help="Field or column of ids, texts or integers, which OUT then has as id."),
     ] = None,
     max_length: Annotated[
         int | None,
@@ -73,19 +82,21 @@ def classify(
 ) -> None:
     """Write the label and the scores of each line of INPUT to OUT, or print the result of --text.
 
-    Row i of OUT belongs to line i of INPUT; blank lines count, too. The label has
-    the largest score. By default, scores are a softmax over all labels. They are
+    Row i of OUT belongs to line i of INPUT. Blank lines of a .txt count, too; the
+    first line of a .csv or .tsv has the names of the columns and does not count. The
+    label has the largest score. By default, scores are a softmax over all labels. They are
     a sigmoid of each label if config.json says multi_label_classification or has
     a single label, and plain numbers for regression. For the folder of a
     cross-encoder, the activation function that the folder names applies.
 
-    OUT has label, score and scores, and nothing else. It appears when it is
+    OUT has label, score and scores, and id with --id-field. It appears when it is
     complete; until then OUT.partial keeps the finished rows. After an
     interruption, the same command continues from these rows.
     """
     one_of("--backend", backend, BACKENDS)
-    if text is not None and (source is not None or pair_field is not None):
-        given = "INPUT" if source is not None else "--pair-field"
+    others = {"INPUT": source, "--pair-field": pair_field, "--id-field": id_field}
+    if text is not None and any(value is not None for value in others.values()):
+        given = next(name for name, value in others.items() if value is not None)
         raise ValueError(f"--text: got a text and {given}, allowed: --text, or INPUT and OUT")
     if text is not None:
         result = job.classify_text(model, text, max_length=max_length, backend=backend)
@@ -97,7 +108,7 @@ def classify(
     check_output(target, source, (".jsonl", ".parquet"))
     reporter = ConsoleReporter()
     fields = (field,) if pair_field is None else (field, pair_field)
-    texts = Texts(source, fields, reporter)
+    texts = Texts(source, fields, reporter, id_field)
     summary = job.run(
         job.Classifier(model, max_length=max_length, backend=backend),
         texts,

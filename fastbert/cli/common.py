@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -17,11 +19,13 @@ from rich.table import Table
 from typer.core import TyperGroup
 
 from fastbert import json_file
+from fastbert.cli import streams
+from fastbert.cli.arguments import name_as_typed, typed_names
 from fastbert.jobs.reporter import Reporter
 
 # Results go to stdout. Progress, notes and errors go to stderr, so that `fastbert ... --json | jq`
 # reads JSON only. For a pipe or a file, rich would assume 80 columns, which are too few for tables.
-out = Console(width=None if sys.stdout.isatty() else 120)
+out = Console(width=None if sys.stdout is not None and sys.stdout.isatty() else 120)
 err = Console(stderr=True)
 
 # Copies of the names in fastbert.ops, whose import would import torch; a test compares them.
@@ -29,9 +33,10 @@ BACKENDS = ("reference", "triton", "cuda", "cpu")
 DTYPES = ("float32", "float16", "bfloat16")
 
 # A user can cause these errors, and one line explains them. Other errors are bugs and keep their
-# traceback.
-USER_ERRORS = (ValueError, OSError, ImportError)
-
+# traceback. FloatingPointError is a training that diverged.
+USER_ERRORS = (ValueError, OSError, ImportError, FloatingPointError)
+# The command that the user typed, in the data that all contexts of click share.
+COMMAND = "fastbert.command"
 
 Row = TypeVar("Row")
 
@@ -39,8 +44,18 @@ Row = TypeVar("Row")
 class FriendlyGroup(TyperGroup):
     """A command group that turns a user's mistake into one line on stderr and exit status 2.
 
-    Warnings become one-line notes on stderr, without their place in the source code.
+    Warnings become one-line notes on stderr, without their place in the source code. Messages name
+    arguments as the user typed them.
     """
+
+    def main(self, *arguments: Any, **options: Any) -> Any:
+        streams.prepare()
+        return super().main(*arguments, **options)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        found = super().resolve_command(ctx, args)
+        ctx.meta[COMMAND] = found[1]
+        return found
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -53,8 +68,8 @@ class FriendlyGroup(TyperGroup):
             if isinstance(error, ImportError) and (error.name or "").startswith("fastbert"):
                 raise  # A missing part of fastbert is not a mistake of the user.
             message = " ".join(str(error).split()) or type(error).__name__
-            # The user typed MODEL, for which the Python functions have another name.
-            message = message.replace("path_or_hub_id: ", "MODEL: ")
+            command = ctx.meta.get(COMMAND)
+            message = name_as_typed(message, typed_names(command.params if command else ()))
             err.print(
                 f"error: {message}", style="red", markup=False, highlight=False, soft_wrap=True
             )
@@ -68,7 +83,17 @@ def _print_warning(message: Warning | str, *_: Any, **__: Any) -> None:
 
 def print_json(value: Any) -> None:
     """Write ``value`` as JSON, and nothing else, to stdout."""
-    sys.stdout.write(json_file.text(value))
+    _write_json(json_file.text(value))
+
+
+def _write_json(text: str) -> None:
+    """Write JSON text; characters that the encoding of stdout lacks are escaped as JSON does."""
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        # In JSON text, such characters are inside strings only.
+        text = re.sub(r"[^\x00-\x7f]", lambda found: json.dumps(found[0])[1:-1], text)
+    sys.stdout.write(text)
 
 
 def print_json_rows(
@@ -88,13 +113,13 @@ def print_json_rows(
     """
     known: list[Row] = []
     for row in rows:
-        sys.stdout.write(",\n" if known else f"{{{json_file.line(name)}: [\n")
-        sys.stdout.write(f"{json_file.line(row)}\n")
+        _write_json(",\n" if known else f"{{{json_file.line(name)}: [\n")
+        _write_json(f"{json_file.line(row)}\n")
         sys.stdout.flush()
         known.append(row)
     if known:
         entries = (f"{json_file.line(k)}: {json_file.line(v)}" for k, v in rest(known).items())
-        sys.stdout.write("".join(["]", *(f",\n{entry}" for entry in entries), "}\n"]))
+        _write_json("".join(["]", *(f",\n{entry}" for entry in entries), "}\n"]))
     return known
 
 

@@ -33,21 +33,25 @@ def encode(
         Path,
         typer.Argument(
             metavar="INPUT",
-            help="A .txt with one text per line, a .jsonl or a .parquet; with --ray a folder of "
-            "such files.",
+            help="A .txt with one text per line, a .jsonl, a .csv, a .tsv or a .parquet; with "
+            "--ray a folder of such files.",
         ),
     ],
     target: Annotated[
         Path,
         typer.Argument(
             metavar="OUT",
-            help="A .npy with one float32 row per line, or a .parquet with the column embedding; "
-            "with --ray a folder.",
+            help="A .npy with one float32 row per line, or a .parquet with the column embedding, "
+            "and id with --id-field; with --ray a folder.",
         ),
     ],
     field: Annotated[
-        str, typer.Option(help="Field of the .jsonl, or column of the .parquet, that has the text.")
+        str, typer.Option(help="Field of the .jsonl, or column of another file, that has the text.")
     ] = "text",
+    id_field: Annotated[
+        str | None,
+        typer.Option(help="Field or column of ids, texts or integers, which OUT then has as id."),
+    ] = None,
     pooling: Annotated[
         str | None,
         typer.Option(help="Pooling mode, listed above; by default the folder's mode, else mean."),
@@ -102,7 +106,8 @@ def encode(
 ) -> None:
     """Write one embedding for each line of INPUT to OUT.
 
-    Row i of OUT belongs to line i of INPUT; blank lines count, too.
+    Row i of OUT belongs to line i of INPUT. Blank lines of a .txt count, too; the
+    first line of a .csv or .tsv has the names of the columns and does not count.
 
     A folder of sentence-transformers is followed as a whole: its Pooling, Dense
     and Normalize modules, its default prompt and its limit of tokens. A folder
@@ -112,7 +117,7 @@ def encode(
     --layers 9,10,11,12 pools the token vectors of the last four layers of a
     model with twelve layers, and --combine says how they become one vector.
 
-    OUT has the embeddings and nothing else. It appears when it is complete;
+    OUT has the embeddings, the ids of --id-field, and nothing else. It appears when it is complete;
     until then OUT.partial keeps the finished rows. After an interruption, the
     same command continues from these rows.
 
@@ -133,11 +138,16 @@ def encode(
         "backend": backend,
     }
     if ray is not None:
-        _encode_on_ray(model, source, target, ray, field, options, as_json=as_json)
+        _encode_on_ray(model, source, target, ray, field, id_field, options, as_json=as_json)
         return
     check_output(target, source, (".npy", ".parquet"))
+    if id_field is not None and target.suffix.lower() == ".npy":
+        raise ValueError(
+            f"--id-field: got {id_field!r} and OUT in .npy, which has no ids; allowed: OUT in "
+            ".parquet"
+        )
     reporter = ConsoleReporter()
-    texts = Texts(source, (field,), reporter)
+    texts = Texts(source, (field,), reporter, id_field)
     summary = job.run(model, texts, target, reporter=reporter, **options)
     of_layers = f", layers {layers}" if layers is not None else ""
     normalised = ", normalised" if summary["normalize"] else ""
@@ -162,14 +172,14 @@ def _encode_on_ray(
     target: Path,
     address: str,
     field: str,
+    id_field: str | None,
     options: dict[str, Any],
     *,
     as_json: bool,
 ) -> None:
     reporter = ConsoleReporter()
-    summary = job_on_ray.run(
-        model, source, target, address=address, field=field, reporter=reporter, **options
-    )
+    chosen = {"address": address, "field": field, "id_field": id_field, **options}
+    summary = job_on_ray.run(model, source, target, reporter=reporter, **chosen)
     if as_json:
         print_json(summary)
         return

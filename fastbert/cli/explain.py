@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
+from fastbert.cli.arguments import typed_text
 from fastbert.cli.common import err, new_table, out, print_json
 
 if TYPE_CHECKING:
@@ -21,8 +22,12 @@ def explain(
             metavar="MODEL", help="Folder (or hub id) of a checkpoint with a classification head."
         ),
     ],
-    text: Annotated[str, typer.Argument(metavar="TEXT", help="The text to classify.")],
-    pair: Annotated[str | None, typer.Option(help="The second text of a pair.")] = None,
+    text: Annotated[
+        str, typer.Argument(metavar="TEXT", help="The text to classify.", callback=typed_text)
+    ],
+    pair: Annotated[
+        str | None, typer.Option(help="The second text of a pair.", callback=typed_text)
+    ] = None,
     output: Annotated[
         Path | None,
         typer.Option("-o", "--output", help="A .html file that receives heat maps and tables."),

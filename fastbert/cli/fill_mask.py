@@ -8,6 +8,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from fastbert.cli.arguments import typed_text
 from fastbert.cli.common import BACKENDS, new_table, one_of, out, print_json
 from fastbert.jobs import fill_mask as job
 
@@ -19,7 +20,12 @@ def fill_mask(
             metavar="MODEL", help="Folder (or hub id) of a checkpoint with a masked-LM head."
         ),
     ],
-    text: Annotated[str, typer.Argument(metavar="TEXT", help="A text with at least one \\[MASK].")],
+    text: Annotated[
+        str,
+        typer.Argument(
+            metavar="TEXT", help="A text with at least one \\[MASK].", callback=typed_text
+        ),
+    ],
     top_k: Annotated[int, typer.Option(help="Number of tokens for each \\[MASK].", min=1)] = 5,
     backend: Annotated[
         str | None,

@@ -22,8 +22,8 @@ finetune = typer.Typer(
 )
 
 
-def _option(panel: str, text: str, *names: str) -> Any:
-    return typer.Option(*names, help=text, rich_help_panel=panel)
+def _option(panel: str, text: str, *names: str, metavar: str | None = None) -> Any:
+    return typer.Option(*names, help=text, rich_help_panel=panel, metavar=metavar)
 
 
 # The options that all tasks share. Their defaults are those of FinetuneOptions, whose import would
@@ -35,6 +35,15 @@ Model = Annotated[
 Output = Annotated[
     Path,
     _option(RUN, "Folder for model/, metrics.json, pictures, log and checkpoints/.", "-o", "--out"),
+]
+ClassWeights = Annotated[
+    str | None,
+    _option(
+        RUN,
+        "Weights of the labels in the loss: balanced makes all labels count equally, and "
+        "no=1,yes=4 gives weights by name; by default, all examples count equally.",
+        metavar="balanced|NAME=NUMBER,…",
+    ),
 ]
 Validation = Annotated[
     Path | None, _option(DATA, "The validation part; by default that in DATA, or --held-out.")
@@ -67,6 +76,22 @@ Precision = Annotated[str, _option(RUN, "fp32, or bf16 for autocast to bf16.")]
 Seed = Annotated[int, _option(RUN, "Seed of the data, the head and dropout.")]
 Backend = Annotated[
     str | None, _option(RUN, "reference, triton, cuda or cpu; by default each operation chooses.")
+]
+KeepEpoch = Annotated[
+    str,
+    _option(
+        RUN,
+        "best keeps the model after the best evaluation of the validation part, by accuracy, "
+        "Pearson correlation or F1, as the task has it; last keeps the model after the last step.",
+    ),
+]
+Patience = Annotated[
+    int | None,
+    _option(RUN, "Stop after this number of evaluations without a better one; by default never."),
+]
+EvalEvery = Annotated[
+    int | None,
+    _option(RUN, "Steps between two evaluations; by default one after each epoch."),
 ]
 LogEvery = Annotated[int, _option(RUN, "Steps between two rows of the log.")]
 SaveEvery = Annotated[
@@ -107,6 +132,19 @@ def classify(
     regression: Annotated[
         bool, _option(DATA, "Predict numbers instead of labels.", "--regression")
     ] = False,
+    multi_label: Annotated[
+        bool,
+        _option(
+            DATA,
+            "Predict any number of labels for each text; the data have a list, or a text in which "
+            "--label-separator stands between two labels.",
+            "--multi-label",
+        ),
+    ] = False,
+    label_separator: Annotated[
+        str, _option(DATA, "Text between two labels, with --multi-label.")
+    ] = ",",
+    class_weights: ClassWeights = None,
     validation: Validation = None,
     test: Test = None,
     held_out: HeldOut = 0.1,
@@ -122,6 +160,9 @@ def classify(
     precision: Precision = "fp32",
     seed: Seed = 0,
     backend: Backend = None,
+    keep_epoch: KeepEpoch = "best",
+    patience: Patience = None,
+    eval_every: EvalEvery = None,
     log_every: LogEvery = 10,
     save_every: SaveEvery = None,
     save_minutes: SaveMinutes = None,
@@ -151,15 +192,18 @@ def tag(
     ],
     output: Output,
     words_field: Annotated[
-        str, _option(DATA, "Field of a .jsonl or .parquet that has the words.")
+        str,
+        _option(DATA, "Field of a .jsonl or .parquet, or number of a column, that has the words."),
     ] = "tokens",
     tags_field: Annotated[
-        str, _option(DATA, "Field of a .jsonl or .parquet that has the tags.")
+        str,
+        _option(DATA, "Field of a .jsonl or .parquet, or number of a column, that has the tags."),
     ] = "tags",
     labels: Annotated[
         str | None,
         _option(DATA, "Names of the tags, separated by commas; by default those in DATA."),
     ] = None,
+    class_weights: ClassWeights = None,
     validation: Validation = None,
     test: Test = None,
     held_out: HeldOut = 0.1,
@@ -175,6 +219,9 @@ def tag(
     precision: Precision = "fp32",
     seed: Seed = 0,
     backend: Backend = None,
+    keep_epoch: KeepEpoch = "best",
+    patience: Patience = None,
+    eval_every: EvalEvery = None,
     log_every: LogEvery = 10,
     save_every: SaveEvery = None,
     save_minutes: SaveMinutes = None,
@@ -212,6 +259,14 @@ def qa(
         ),
     ] = 128,
     longest_answer: Annotated[int, _option(RUN, "Largest number of tokens of an answer.")] = 30,
+    no_answer_threshold: Annotated[
+        float,
+        _option(
+            RUN,
+            "Give no answer if its score is larger than that of the best answer by more than this; "
+            "kept with the model.",
+        ),
+    ] = 0.0,
     validation: Validation = None,
     test: Test = None,
     held_out: HeldOut = 0.1,
@@ -227,6 +282,9 @@ def qa(
     precision: Precision = "fp32",
     seed: Seed = 0,
     backend: Backend = None,
+    keep_epoch: KeepEpoch = "best",
+    patience: Patience = None,
+    eval_every: EvalEvery = None,
     log_every: LogEvery = 10,
     save_every: SaveEvery = None,
     save_minutes: SaveMinutes = None,
@@ -246,10 +304,13 @@ def qa(
 def _run(kind: type[FinetuneOptions], given: dict[str, Any]) -> None:
     """Fine-tune with the arguments of a command, and print the result."""
     from fastbert.finetuning import finetune as train
+    from fastbert.finetuning.class_weights import parse_class_weights
 
     as_json = given.pop("as_json")
     if "labels" in given:
-        given["labels"] = tuple(given["labels"].split(",")) if given["labels"] else ()
+        given["labels"] = _names(given["labels"])
+    if "class_weights" in given:
+        given["class_weights"] = parse_class_weights(given["class_weights"])
     result = train(kind(**given), console=err)
     if not is_first_process():
         return
@@ -257,6 +318,16 @@ def _run(kind: type[FinetuneOptions], given: dict[str, Any]) -> None:
         print_json(result)
     else:
         _print(result)
+
+
+def _names(text: str | None) -> tuple[str, ...]:
+    """Return the names in a text that separates them by commas, with or without blanks."""
+    names = tuple(name.strip() for name in text.split(",")) if text else ()
+    if not all(names):
+        raise ValueError(
+            f"labels: got {text!r}, allowed: names separated by commas, none of them empty"
+        )
+    return names
 
 
 def _print(result: FinetuneResult) -> None:

@@ -96,6 +96,8 @@ def _print(summary: dict[str, Any], output: Path, seconds: float) -> None:
     table.add_row("documents without a passage", f"{summary['documents_without_passage']:,}")
     for reason, count in summary["lines_left_out"].items():
         table.add_row(f"lines left out: {reason}", f"{count:,}")
+    for reason, count in summary.get("markup_left_out", {}).items():
+        table.add_row(f"left out: {reason}", f"{count:,}")
     out.print(table)
     out.print(
         f"{output} in {seconds:.1f} s; counts in summary.json, lengths in lengths.png",

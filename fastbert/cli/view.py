@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from fastbert.cli.arguments import typed_text
 from fastbert.cli.common import BACKENDS, one_of, out, print_json
 
 
@@ -15,8 +16,15 @@ def view(
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="Folder (or hub id) of a checkpoint.")
     ],
-    text: Annotated[str, typer.Argument(metavar="TEXT", help="The text; it may have a \\[MASK].")],
-    pair: Annotated[str | None, typer.Option(help="The second text of a pair.")] = None,
+    text: Annotated[
+        str,
+        typer.Argument(
+            metavar="TEXT", help="The text; it may have a \\[MASK].", callback=typed_text
+        ),
+    ],
+    pair: Annotated[
+        str | None, typer.Option(help="The second text of a pair.", callback=typed_text)
+    ] = None,
     output: Annotated[Path, typer.Option("-o", "--output", help="The HTML file to write.")] = Path(
         "attention.html"
     ),

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from fastbert.cli.arguments import typed_text
 from fastbert.cli.common import out, print_json
 
 
@@ -17,7 +18,7 @@ def word_map(
     texts: Annotated[
         Path, typer.Argument(metavar="TEXTS", help="A .txt file, or a folder of .txt files.")
     ],
-    word: Annotated[str, typer.Argument(metavar="WORD", help="A word.")],
+    word: Annotated[str, typer.Argument(metavar="WORD", help="A word.", callback=typed_text)],
     output: Annotated[
         Path, typer.Option("-o", "--output", help="A .html file that receives the map.")
     ],

@@ -2,24 +2,62 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections.abc import Iterator
+from itertools import chain, dropwhile
 from pathlib import Path
+from typing import NamedTuple
 
-from fastbert.data.records import Record, read_text
+from fastbert.data.records import DataWarning, NoField, Record
+from fastbert.text_file import read_text
 
 # A line of this kind separates documents (Tjong Kim Sang and De Meulder 2003).
 DOCUMENT = "-DOCSTART-"
+# A tag of the scheme IOB, IOBES or BILOU.
+_ENTITY = re.compile(r"O$|[BIESLU]-.")
+# CoNLL-U has ten columns. The second one is the word, and the fourth one is its part of speech.
+_CONLL_U = 10
+# The first column of CoNLL-U: a word, or a token of several words, or a word that is not written.
+_NUMBER = re.compile(r"(\d+)([-.]\d+)?$")
 
 
-def read_conll(path: Path, *, tagged: bool = True) -> Iterator[Record]:
+class _Line(NamedTuple):
+    number: int
+    fields: list[str]
+
+
+class Columns(NamedTuple):
+    """The columns of a CoNLL file that are read.
+
+    Attributes:
+        word: Number of the column of the words; the first column has the number 1.
+        tag: Number of the column of the tags.
+    """
+
+    word: int
+    tag: int
+
+
+def read_conll(
+    path: Path, *, tagged: bool = True, columns: Columns | None = None
+) -> Iterator[Record]:
     r"""Read the sentences of a CoNLL file.
 
-    The columns are separated by tabs or, if the line has no tab, by spaces. The first column is the
-    word, and the last column is its tag. Lines that begin with ``-DOCSTART-`` do not count.
+    The columns are separated by tabs or, if the line has no tab, by blanks. The first column is the
+    word, and the last column is its tag. If the first column counts the words of each sentence, the
+    second column is the word; in CoNLL-U the fourth column is its tag, and in GermEval 2014, which
+    has tags of names in the two last columns, the third. A note says which columns are read, unless
+    they are the first and the last one.
+
+    Lines that begin with ``-DOCSTART-`` do not count. A line that begins with ``#`` at the start of
+    a sentence is a comment if it has other columns than the words, or if its first column is ``#``
+    and its last one is no tag of another line.
 
     Args:
-        path: Path of the file.
-        tagged: Whether the last column is a tag; if not, one column is enough.
+        path: Path of the file, which may be compressed; see `read_text`.
+        tagged: Whether the tags are read; if not, one column is enough.
+        columns: The columns that are read; None finds them.
 
     Yields:
         Records with two values: the words and their tags, as lists of the same length. The place is
@@ -27,8 +65,9 @@ def read_conll(path: Path, *, tagged: bool = True) -> Iterator[Record]:
 
     Raises:
         FileNotFoundError: If there is no such file.
-        ValueError: If the file is not UTF-8 or has no sentence, or if a line has another number of
-            columns than the first one. The message names the file and the line.
+        ValueError: If the file is not UTF-8 or has no sentence, if a line has another number of
+            columns than the first one, or if the columns are not known. The message names the file
+            and the line.
 
     Examples:
         >>> import pathlib, tempfile
@@ -39,29 +78,112 @@ def read_conll(path: Path, *, tagged: bool = True) -> Iterator[Record]:
         ...     [record.values for record in read_conll(path)]
         [(['Ada', 'sings'], ['B-PER', 'O'])]
     """
-    columns = None
-    words: list[str] = []
-    tags: list[str] = []
-    start = 0
-    found = False
-    for number, line in enumerate([*read_text(path).split("\n"), ""], start=1):
-        fields = line.rstrip("\r").split("\t") if "\t" in line else line.split()
-        if not line.strip() or fields[0] == DOCUMENT:
-            if words:
-                found = True
-                yield Record(f"{path}, line {start}", (words, tags))
-                words, tags = [], []
-            continue
-        columns = columns or len(fields)
-        if len(fields) != columns or not all(fields):
-            got = f"{len(list(filter(None, fields)))} columns"
-            raise ValueError(f"{path}, line {number}: got {got}, allowed: {columns}")
-        if tagged and columns < 2:
-            raise ValueError(f"{path}, line {number}: got 1 column, allowed: a word and its tag")
-        if not words:
-            start = number
-        words.append(fields[0])
-        if tagged:
-            tags.append(fields[-1])
-    if not found:
+    text = read_text(path)
+    if text.startswith("#begin document") and columns is None:
+        raise ValueError(
+            f"{path}, line 1: the layout of CoNLL 2012, allowed: a word and its tag in each line, "
+            "or the numbers of their columns"
+        )
+    sentences = _without_comments(list(_sentences(text)))
+    if not sentences:
         raise ValueError(f"{path}: the file has no sentence, allowed: at least one")
+    width = _width(path, sentences)
+    numbered = columns is None and _are_numbered(sentences, 3 if tagged else 2)
+    if numbered:
+        # The lines of tokens of several words, and of words that are not written.
+        sentences = [[line for line in s if line.fields[0].isdecimal()] for s in sentences]
+    columns = columns or (_after_numbers(path, sentences, width) if numbered else Columns(1, width))
+    _check_columns(path, columns, sentences[0][0].number, width, tagged)
+    for sentence in sentences:
+        words = [line.fields[columns.word - 1] for line in sentence]
+        tags = [line.fields[columns.tag - 1] for line in sentence] if tagged else []
+        yield Record(f"{path}, line {sentence[0].number}", (words, tags))
+
+
+def _sentences(text: str) -> Iterator[list[_Line]]:
+    """Yield the lines between blank ones, divided into their columns."""
+    sentence: list[_Line] = []
+    for number, line in enumerate([*text.split("\n"), ""], start=1):
+        # Other white space, such as a no-break space, is a part of a word.
+        line = line.rstrip(" \t\r")
+        if "\t" in line:
+            fields = [field.strip(" ") for field in line.split("\t")]
+        else:
+            fields = list(filter(None, line.split(" ")))
+        if fields and fields[0] != DOCUMENT:
+            sentence.append(_Line(number, fields))
+        elif sentence:
+            yield sentence
+            sentence = []
+
+
+def _without_comments(sentences: list[list[_Line]]) -> list[list[_Line]]:
+    """Return the sentences without the comments at their start."""
+    words = [line.fields for lines in sentences for line in lines if line.fields[0][:1] != "#"]
+    width = len(words[0]) if words else 1
+    tags = {fields[-1] for fields in words} if width > 1 else {"#"}
+
+    def is_comment(line: _Line) -> bool:
+        first, last = line.fields[0], line.fields[-1]
+        other = len(line.fields) != width
+        return first.startswith("#") and (other or (first == "#" and last not in tags))
+
+    kept = [list(dropwhile(is_comment, lines)) for lines in sentences]
+    return list(filter(None, kept))
+
+
+def _width(path: Path, sentences: list[list[_Line]]) -> int:
+    """Return the number of columns; raise ValueError if a line has another one."""
+    width = len(sentences[0][0].fields)
+    for number, fields in chain.from_iterable(sentences):
+        if len(fields) != width or not all(fields):
+            got = f"{len(list(filter(None, fields)))} columns"
+            raise ValueError(f"{path}, line {number}: got {got}, allowed: {width}")
+    return width
+
+
+def _are_numbered(sentences: list[list[_Line]], columns: int) -> bool:
+    """Return whether the first of at least so many columns counts the words of each sentence."""
+    longest = 0
+    for sentence in sentences:
+        matches = [_NUMBER.match(line.fields[0]) for line in sentence]
+        counted = [int(match[1]) for match in matches if match and not match[2]]
+        if not all(matches) or counted != list(range(1, len(counted) + 1)) or not counted:
+            return False
+        longest = max(longest, len(counted))
+    return longest > 1 and len(sentences[0][0].fields) >= columns
+
+
+def _after_numbers(path: Path, sentences: list[list[_Line]], width: int) -> Columns:
+    """Return the columns of a file whose first column counts words."""
+    if width <= 3:
+        return Columns(2, width)
+    if width == 4:
+        lines = chain.from_iterable(sentences)
+        both = all(_ENTITY.match(field) for line in lines for field in line.fields[2:])
+        return Columns(2, 3 if both else 4)
+    if width == _CONLL_U:
+        return Columns(2, 4)
+    raise ValueError(
+        f"{path}, line {sentences[0][0].number}: the first of {width} columns counts words, and "
+        "which one has the tags is not known; allowed: 3 or 4 columns, the 10 of CoNLL-U, or the "
+        "numbers of the columns"
+    )
+
+
+def _check_columns(path: Path, columns: Columns, number: int, width: int, tagged: bool) -> None:
+    """Raise ValueError if the columns are not there, and note which of several ones are read."""
+    place = f"{path}, line {number}"
+    if tagged and width < 2:
+        raise NoField(f"{place}: got 1 column, allowed: a word and its tag", "tags")
+    read = columns if tagged else columns[:1]
+    for column in read:
+        if not 1 <= column <= width:
+            raise ValueError(f"{place}: no column {column}, allowed: 1 … {width}")
+    if width > 2:
+        tag = f", and column {columns.tag} has the tags" if tagged else ""
+        warnings.warn(
+            f"{path}: column {columns.word} of {width} has the words{tag}; the others are not read",
+            DataWarning,
+            stacklevel=2,
+        )

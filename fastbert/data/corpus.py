@@ -21,7 +21,8 @@ from typing import TypeAlias
 
 from fastbert import json_file
 from fastbert.data.parquet_file import read_rows
-from fastbert.data.sentences import split_sentences
+from fastbert.data.sentences import ends_sentence, split_sentences
+from fastbert.text_file import COMPRESSED, content_suffix, is_plain, lines_in_utf8, open_text
 
 Document: TypeAlias = list[str]
 
@@ -33,7 +34,7 @@ ALLOWED = ".txt, .jsonl, .parquet, or plain text (no suffix, " + ", ".join(PROSE
 # enough for a next-sentence pair, and one file gives several documents.
 PROSE_SENTENCES = 8
 NOT_UTF8 = "not UTF-8"
-_TERMINAL = (".", "!", "?", "…", "。", "！", "？", '"', "”", "’")
+_QUOTES = ('"', "”", "’")
 
 
 class CorpusWarning(UserWarning):
@@ -41,12 +42,18 @@ class CorpusWarning(UserWarning):
 
 
 def _is_text_name(path: Path) -> bool:
-    suffix = path.suffix.lower()
+    suffix = content_suffix(path)
     return suffix == ".txt" or suffix in PROSE_SUFFIXES or suffix[1:].isdigit()
 
 
+def _is_compressed(path: Path) -> bool:
+    return path.suffix.lower() in (*COMPRESSED, ".bz2", ".zip")
+
+
 def _problem(path: Path) -> str | None:
-    """Return the reason why `path` is not UTF-8 text, or None if it is."""
+    """Return the reason why `path` is not text in UTF-8 or marked UTF-16, or None if it is."""
+    if not is_plain(path):
+        return NOT_UTF8 if _bad_line(path) else None
     decoder = codecs.getincrementaldecoder("utf-8")()
     with path.open("rb") as file:
         while chunk := file.read(1 << 20):
@@ -66,13 +73,12 @@ def _problem(path: Path) -> str | None:
 
 
 def _bad_line(path: Path) -> int:
-    """Return the number of the first line that is not UTF-8, or 0."""
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                line.decode("utf-8")
-            except UnicodeDecodeError:
-                return number
+    """Return the number of the first line that is not text, or 0."""
+    for number, line in enumerate(lines_in_utf8(path), start=1):
+        try:
+            line.decode("utf-8")
+        except UnicodeDecodeError:
+            return number
     return 0
 
 
@@ -91,11 +97,11 @@ def text_files(folder: Path) -> Iterator[Path]:
 def _readable(folder: Path, skipped: Counter[str]) -> Iterator[Path]:
     """Yield the files of `folder` that are to be read, and count the other files in `skipped`."""
     for path in text_files(folder):
-        if path.suffix.lower() in (".jsonl", ".parquet"):
+        if content_suffix(path) in (".jsonl", ".parquet"):
             yield path
         elif not os.access(path, os.R_OK):
             skipped["not readable"] += 1
-        elif path.suffix.lower() in (".gz", ".xz", ".bz2", ".zst", ".zip"):
+        elif _is_compressed(path) and content_suffix(path) != ".txt":
             skipped["compressed"] += 1
         elif not _is_text_name(path):
             skipped["other suffix"] += 1
@@ -107,7 +113,7 @@ def _readable(folder: Path, skipped: Counter[str]) -> Iterator[Path]:
 
 def split_paragraph(lines: list[str]) -> Document:
     """Split consecutive lines into sentences; lines are joined unless each line ends a sentence."""
-    if all(line.rstrip().endswith(_TERMINAL) for line in lines):
+    if all(line.rstrip().endswith(_QUOTES) or ends_sentence(line.rstrip()) for line in lines):
         return [sentence for line in lines for sentence in split_sentences(line)]
     return split_sentences(" ".join(lines))
 
@@ -119,8 +125,8 @@ def _paragraphs(lines: Iterable[str]) -> Iterator[Document]:
 
 
 def _read_text(path: Path) -> Iterator[Document]:
-    with path.open(encoding="utf-8-sig") as file:
-        if path.suffix.lower() == ".txt":
+    with open_text(path) as file:
+        if content_suffix(path) == ".txt":
             yield from _paragraphs(file)
             return
         document: Document = []
@@ -142,22 +148,21 @@ def _record(text: object, place: str) -> Iterator[Document]:
 
 
 def _read_jsonl(path: Path) -> Iterator[Document]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            place = f"{path}, line {number}"
-            if not line.strip():
-                continue
-            try:
-                content = json_file.parse(line.decode("utf-8-sig"))
-            except ValueError as error:
-                raise ValueError(f"{place}: not valid JSON in UTF-8: {error}") from error
-            if not isinstance(content, dict):
-                got = type(content).__name__
-                raise ValueError(f'{place}: got a {got}, allowed: an object with a "text" field')
-            if "text" not in content:
-                got = ", ".join(sorted(content)) or "none"
-                raise ValueError(f'{place}: no "text" field; the fields are: {got:.200}')
-            yield from _record(content["text"], place)
+    for number, line in enumerate(lines_in_utf8(path), start=1):
+        place = f"{path}, line {number}"
+        if not line.strip():
+            continue
+        try:
+            content = json_file.parse(line.decode("utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{place}: not valid JSON in UTF-8: {error}") from error
+        if not isinstance(content, dict):
+            got = type(content).__name__
+            raise ValueError(f'{place}: got a {got}, allowed: an object with a "text" field')
+        if "text" not in content:
+            got = ", ".join(sorted(content)) or "none"
+            raise ValueError(f'{place}: no "text" field; the fields are: {got:.200}')
+        yield from _record(content["text"], place)
 
 
 def _read_parquet(path: Path) -> Iterator[Document]:
@@ -172,7 +177,7 @@ _READERS = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
 def _read_all(source: Path, files: Iterable[Path], skipped: Counter[str]) -> Iterator[Document]:
     found = False
     for path in files:
-        for document in _READERS.get(path.suffix.lower(), _read_text)(path):
+        for document in _READERS.get(content_suffix(path), _read_text)(path):
             found = True
             yield document
     reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items()))
@@ -187,9 +192,10 @@ def _read_all(source: Path, files: Iterable[Path], skipped: Counter[str]) -> Ite
 def read_documents(path: str | os.PathLike[str]) -> Iterator[Document]:
     r"""Read the documents of a file or folder; a document is a list of at least one sentence.
 
-    A folder is read recursively in sorted order. Its files that are not UTF-8 text, are compressed
-    or have an unknown suffix are skipped, and one `CorpusWarning` counts them at the end. If `path`
-    is a file, its suffix may be any, and the file must be readable.
+    A folder is read recursively in sorted order. Its files that are not text, or have an unknown
+    suffix, are skipped, and one `CorpusWarning` counts them at the end. If `path` is a file, its
+    suffix may be any, and the file must be readable. Files may be in UTF-16, and .txt and .jsonl
+    files may be compressed; see `read_text`.
 
     - A ``.txt`` file has a blank line between documents.
     - A ``.jsonl`` file has one object with the field ``text`` per line.
@@ -225,7 +231,7 @@ def read_documents(path: str | os.PathLike[str]) -> Iterator[Document]:
     skipped: Counter[str] = Counter()
     if source.is_dir():
         return _read_all(source, _readable(source, skipped), skipped)
-    if source.suffix.lower() not in _READERS and (problem := _problem(source)) is not None:
+    if content_suffix(source) not in _READERS and (problem := _problem(source)) is not None:
         line = f", line {_bad_line(source)}," if problem == NOT_UTF8 else ""
         raise ValueError(f"corpus: {source}{line} is {problem}, allowed: {ALLOWED}, in UTF-8")
     return _read_all(source, [source], skipped)

@@ -22,6 +22,13 @@ def row_groups(path: Path) -> list[tuple[int, int]]:
         return [(group.num_rows, group.total_byte_size) for group in groups]
 
 
+def column_names(path: Path) -> list[str]:
+    """Return the names of the columns of a file; errors as of `row_groups`."""
+    parquet_file = _parquet_file(path)
+    with _damage_named(path), parquet_file(path) as file:
+        return list(file.schema_arrow.names)
+
+
 def read_rows(
     path: Path, columns: Sequence[str], groups: Sequence[int] | None = None
 ) -> Iterator[tuple[Any, ...]]:

@@ -6,60 +6,21 @@ tables and headers. The rules here know the marks of HTML, Markdown and wikis, a
 
 from __future__ import annotations
 
-import html
 import re
 from collections import Counter
 from collections.abc import Iterator
 from itertools import groupby
 
 from fastbert.data.corpus import Document, split_paragraph
+from fastbert.data.markup import without_markup
+from fastbert.data.sentences import ends_sentence, has_mark, needs_no_mark
 
-
-def _tags(name: str) -> tuple[str, re.Pattern[str], re.Pattern[str]]:
-    opening = re.compile(rf"<{name}\b[^<>]{{0,300}}(?<!/)>", re.I)
-    return "</", opening, re.compile(rf"</{name}\s{{0,9}}>", re.I)
-
-
-# Blocks of several lines: a text that every such block has, its begin, its end, and its substitute.
-_FENCE = re.compile(r"^```", re.M)
-_BLOCKS = (
-    ("<!--", re.compile("<!--"), re.compile("-->"), ""),
-    *((*_tags(name), "") for name in ("ref", "math")),
-    *((*_tags(name), "\n\n") for name in ("table", "script", "style", "pre", "gallery")),
-    ("```", _FENCE, re.compile(r"^```[^\n]*$", re.M), ""),
-    ("{|", re.compile(r"^\{\|", re.M), re.compile(r"^\|\}", re.M), ""),
-)
-# A template of a wiki contains others, so the innermost templates are removed first.
-_TEMPLATE = re.compile(r"\{\{[^{}]{0,5000}\}\}")
-_TEMPLATES_DEEP = 4
-# A tag that ends a line, and tags that mark their line as a heading or as an item.
-_BREAK = re.compile(r"</?(?:p|br|div|tr|td|th|ul|ol|dl|blockquote|section)\b[^<>]{0,300}>", re.I)
-_HEADING_TAG = re.compile(r"<h[1-6]\b[^<>]{0,300}>", re.I)
-_ITEM_TAG = re.compile(r"<(?:li|dt|dd)\b[^<>]{0,300}>", re.I)
-_ITEM_END = re.compile(r"</(?:li|dt|dd|h[1-6])\s*>", re.I)
-_TAG = re.compile(r"</?[A-Za-z][^<>]{0,300}>")
-_INLINE: tuple[tuple[str, re.Pattern[str], str], ...] = (
-    ("[[", re.compile(r"\[\[(?:File|Image|Category):[^\[\]]{0,2000}\]\]", re.I), ""),
-    ("[[", re.compile(r"\[\[(?:[^\[\]|]{0,300}\|)?([^\[\]|]{0,300})\]\]"), r"\1"),
-    ("](", re.compile(r"!\[[^\[\]]{0,500}\]\([^()\s]{0,500}\)"), ""),
-    ("](", re.compile(r"\[([^\[\]]{0,500})\]\([^()\s]{0,500}\)"), r"\1"),
-    ("[http", re.compile(r"\[https?://[^\s\[\]]{0,500} ?([^\[\]]{0,300})\]"), r"\1"),
-    ("''", re.compile(r"'{2,5}"), ""),
-    ("**", re.compile(r"\*\*(?=\S)|(?<=\S)\*\*"), ""),
-    ("__", re.compile(r"\b__(?=\S)|(?<=\S)__\b"), ""),
-    ("`", re.compile(r"`"), ""),
-    # The number of a footnote, as in "in 1990.[12]".
-    ("[", re.compile(r"(?<=\S)\[\d{1,3}\]"), ""),
-)
 _RULE = re.compile(r"[\s=\-~*_+|:.#]*$")
 _HEADING = re.compile(r"\s*(?:#{1,6}\s|={2,6}[^=].*={2,6}\s*$)")
 _UNDERLINE = re.compile(r"\s{0,3}(?:={3,}|-{3,}|~{3,})\s*$")
 _ITEM = re.compile(r"\s*(?:[-*+•‣◦▪·]|\(?\d{1,3}[.)]|\(?[a-z]\)|[*#:;]{2,})\s+\S")
 _ROW = re.compile(r"\s*(?:[|!]|\{\|)")
 _QUOTE = re.compile(r"\s*>+\s?")
-_MARKS = ".!?…。！？"
-_SENTENCE_END = re.compile(rf"[{_MARKS}][\"'”’»)\]]*$")
-_HAS_END = re.compile(f"[{_MARKS}]")
 # A line without a mark at its end may be a heading if it is at most this long, in characters.
 _SHORT = 50
 
@@ -70,12 +31,13 @@ def passages(text: str, dropped: Dropped) -> Document:
     r"""Return the sentences of the passages of a document.
 
     These parts are left out: markup, code blocks, headings, items of lists, rows of tables, and
-    paragraphs without the mark of a sentence.
+    paragraphs without the mark of a sentence, unless their script has no such marks.
 
     Args:
         text: The document. Blank lines separate its paragraphs.
         dropped: Receives the number of lines that were left out, by reason: ``"headings"``,
-            ``"list items"``, ``"table rows"`` and ``"fragments"``.
+            ``"list items"``, ``"table rows"`` and ``"fragments"``; and that of ``"tags"`` and
+            ``"parts of markup"``, see `without_markup`.
 
     Returns:
         The sentences, which are none if the document has no passage.
@@ -87,9 +49,9 @@ def passages(text: str, dropped: Dropped) -> Document:
         >>> passages("# Title\n\nIt rains. <b>We</b> stay in.\n\n- one\n- two\n", dropped)
         ['It rains.', 'We stay in.']
         >>> sorted(dropped.items())
-        [('headings', 1), ('list items', 2)]
+        [('headings', 1), ('list items', 2), ('tags', 2)]
     """
-    lines = _without_markup(text).splitlines()
+    lines = without_markup(text, dropped).splitlines()
     sentences: Document = []
     for filled, block in groupby(lines, key=lambda line: bool(line.strip())):
         if not filled:
@@ -97,46 +59,13 @@ def passages(text: str, dropped: Dropped) -> Document:
         kept = list(_text_lines(list(block), dropped))
         if not kept:
             continue
-        if not any(_HAS_END.search(line) for line in kept):
-            dropped["headings" if len(kept) == 1 and len(kept[0]) <= _SHORT else "fragments"] += (
-                len(kept)
-            )
+        short = len(kept) == 1 and len(kept[0]) <= _SHORT
+        whole = any(map(has_mark, kept)) or (not short and all(map(needs_no_mark, kept)))
+        if not whole:
+            dropped["headings" if short else "fragments"] += len(kept)
             continue
         sentences += split_paragraph(kept)
     return sentences
-
-
-def _without_markup(text: str) -> str:
-    """Remove blocks and tags, and resolve links; the lines of headings and items keep a mark."""
-    for sign, begin, end, new in _BLOCKS:
-        if sign in text:
-            text = _without_blocks(text, begin, end, new)
-    for _ in range(_TEMPLATES_DEEP):
-        if "{{" not in text:
-            break
-        text = _TEMPLATE.sub("", text)
-    if "<" in text:
-        text = _HEADING_TAG.sub("\n# ", text)
-        text = _ITEM_TAG.sub("\n- ", text)
-        text = _ITEM_END.sub("\n", text)
-        text = _BREAK.sub("\n", text)
-        text = _TAG.sub("", text)
-    for sign, pattern, new in _INLINE:
-        if sign in text:
-            text = pattern.sub(new, text)
-    return html.unescape(text) if "&" in text else text
-
-
-def _without_blocks(text: str, begin: re.Pattern[str], end: re.Pattern[str], new: str) -> str:
-    """Replace each part from `begin` to the next `end`; a part without an end stays.
-
-    If one part has no end, later parts have none either, so the time is linear.
-    """
-    parts, place = [], 0
-    while (first := begin.search(text, place)) and (last := end.search(text, first.end())):
-        parts += [text[place : first.start()], new]
-        place = last.end()
-    return "".join([*parts, text[place:]])
 
 
 def _text_lines(lines: list[str], dropped: Dropped) -> Iterator[str]:
@@ -173,9 +102,11 @@ def _is_heading(line: str, following: str | None, before: str | None) -> bool:
 
     A line of wrapped text is longer, or the next line continues its sentence without a capital.
     """
-    if len(line) > _SHORT or line[-1] in ".!?…。！？,;:-–—\"'”’)" or line[:1].islower():
+    if len(line) > _SHORT or line[-1] in ",;:-–—\"'”’)" or line[:1].islower():
         return False
-    if before is not None and not _SENTENCE_END.search(before.rstrip()):
+    if ends_sentence(line):
+        return False
+    if before is not None and not ends_sentence(before.rstrip()):
         return False
     if following is None:
         return before is not None

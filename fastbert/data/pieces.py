@@ -6,6 +6,7 @@ exactly one piece.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -13,12 +14,17 @@ from typing import NamedTuple
 from fastbert import json_file
 from fastbert.data.corpus import text_files
 from fastbert.data.parquet_file import read_rows, row_groups
+from fastbert.text_file import COMPRESSED, content_suffix, is_plain, lines_in_utf8
 
 SUFFIXES = (".txt", ".jsonl", ".parquet")
 # A longer document of a .txt file is cut after a line, so that no document fills the memory. In
 # bytes.
 LONGEST = 4 << 20
 _BLOCK = 1 << 20
+# The end of a file that is compressed or not in UTF-8, whose text is read as a whole.
+_WHOLE = 1 << 62
+# Text has about so many bytes for each byte of a compressed file.
+_COMPRESSION = 4
 
 
 class Span(NamedTuple):
@@ -44,8 +50,8 @@ def find_text(source: Path) -> tuple[list[Path], int]:
     """Find the text files of a folder, at any depth and sorted, or check a single file.
 
     Args:
-        source: A .txt, .jsonl or .parquet file, or a folder. Files whose name begins with a dot are
-            not read.
+        source: A .txt, .jsonl or .parquet file, or a folder. The first two may be compressed and
+            in UTF-16; see `read_text`. Files whose name begins with a dot are not read.
 
     Returns:
         The files, and the number of files of another suffix.
@@ -57,7 +63,7 @@ def find_text(source: Path) -> tuple[list[Path], int]:
     if not source.exists():
         raise FileNotFoundError(f"text: {source} does not exist, allowed: a file or folder")
     found = list(text_files(source)) if source.is_dir() else [source]
-    texts = [path for path in found if path.suffix.lower() in SUFFIXES]
+    texts = [path for path in found if content_suffix(path) in SUFFIXES]
     if not texts:
         raise ValueError(f"text: {source} is or has no file of {', '.join(SUFFIXES)}")
     return texts, len(found) - len(texts)
@@ -69,7 +75,7 @@ def cut(files: Sequence[Path], piece_bytes: int) -> list[Piece]:
     Args:
         files: The files, in the order of the corpus.
         piece_bytes: Intended size of a piece in bytes. A row group of a .parquet file is never
-            divided.
+            divided, and neither is a file that is compressed or not in UTF-8.
 
     Returns:
         The pieces, which depend only on the order and the sizes of the files.
@@ -93,8 +99,12 @@ def cut(files: Sequence[Path], piece_bytes: int) -> list[Piece]:
 
 
 def _spans(path: Path, piece_bytes: int) -> Iterator[Span]:
-    if path.suffix.lower() != ".parquet":
+    if content_suffix(path) != ".parquet":
         size = path.stat().st_size
+        if not is_plain(path):
+            compressed = path.suffix.lower() in COMPRESSED
+            yield Span(path, 0, _WHOLE, size * _COMPRESSION if compressed else size)
+            return
         parts = max(1, -(-size // piece_bytes))
         for part in range(parts):
             start, end = size * part // parts, size * (part + 1) // parts
@@ -127,7 +137,7 @@ def read_piece(piece: Piece) -> Iterator[str]:
     """
     readers = {".txt": _read_txt, ".jsonl": _read_jsonl, ".parquet": _read_parquet}
     for span in piece:
-        yield from readers[span.path.suffix.lower()](span)
+        yield from readers[content_suffix(span.path)](span)
 
 
 def _lines(span: Span) -> Iterator[tuple[int, bytes]]:
@@ -135,6 +145,12 @@ def _lines(span: Span) -> Iterator[tuple[int, bytes]]:
 
     Each line has its first byte; lines that begin after the span are for the caller to refuse.
     """
+    if span.end == _WHOLE:
+        place = 0
+        for line in lines_in_utf8(span.path):
+            yield place, line
+            place += len(line)
+        return
     with span.path.open("rb") as file:
         place = span.start
         if place:
@@ -192,11 +208,6 @@ def _read_jsonl(span: Span) -> Iterator[str]:
                     got = f'"text" of the type {type(content["text"]).__name__}'
             allowed = 'an object with a string in the field "text"'
             raise _broken(span.path, place, f"got {got:.200}, allowed: {allowed}")
-        try:
-            content["text"].encode()
-        except UnicodeEncodeError as error:
-            what = f'"text" has half of a surrogate pair, which is no character: {error.reason}'
-            raise _broken(span.path, place, what) from error
         yield content["text"]
 
 
@@ -219,11 +230,19 @@ def _decode(path: Path, place: int, line: bytes) -> str:
 
 
 def _broken(path: Path, place: int, what: str) -> ValueError:
-    """Return the error of the line that begins at the byte `place`."""
-    number, left = 1, place
+    """Return the error of the line that begins at the byte `place` of the text."""
+    return ValueError(f"{path}, line {1 + _line_ends(path, place)}: {what}")
+
+
+def _line_ends(path: Path, place: int) -> int:
+    """Return the number of line ends in the first `place` bytes of the text in UTF-8."""
+    if not is_plain(path):
+        sizes = itertools.accumulate(map(len, lines_in_utf8(path)))
+        return sum(1 for _ in itertools.takewhile(lambda size: size <= place, sizes))
+    count = 0
     with path.open("rb") as file:
-        while left:
-            chunk = file.read(min(left, _BLOCK))
-            number += chunk.count(b"\n")
-            left -= len(chunk)
-    return ValueError(f"{path}, line {number}: {what}")
+        while place:
+            chunk = file.read(min(place, _BLOCK))
+            count += chunk.count(b"\n")
+            place -= len(chunk)
+    return count

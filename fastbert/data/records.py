@@ -4,17 +4,36 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from fastbert import json_file
-from fastbert.data.parquet_file import read_rows
-from fastbert.file_size import check_file
+from fastbert.data.parquet_file import column_names, read_rows
+from fastbert.text_file import MOST_BYTES, content_suffix, read_text
 
 FORMATS = (".csv", ".tsv", ".jsonl", ".parquet")
-# A file is in memory as a whole.
-MOST_BYTES = 1 << 33
+# The separators of .csv files: spreadsheets of some languages write a semicolon.
+SEPARATORS = (",", ";", "\t")
+
+
+class DataWarning(UserWarning):
+    """Data that were read may be other than their owner thinks."""
+
+
+class NoField(ValueError):
+    """A file has no column or field of a name.
+
+    Attributes:
+        field: The name.
+    """
+
+    def __init__(self, message: str, field: str) -> None:
+        """Keep the message and the name."""
+        super().__init__(message)
+        self.field = field
 
 
 class Record(NamedTuple):
@@ -30,23 +49,30 @@ class Record(NamedTuple):
     values: tuple[Any, ...]
 
 
-def read_records(path: Path, fields: Sequence[str]) -> Iterator[Record]:
+def read_records(
+    path: Path, fields: Sequence[str], optional: Sequence[str] = ()
+) -> Iterator[Record]:
     r"""Read some fields of each row of a file.
 
-    A .csv or .tsv file has the names of its columns in the first line. A .jsonl file has one object
-    per line; blank lines do not count.
+    A .csv or .tsv file has the names of its columns in the first line. If all `fields` are numbers
+    that are no names of columns, the file has no names, and the numbers count its columns from 1.
+    A .csv file is quoted as in RFC 4180, and separated by commas, semicolons or tabs. A .tsv file
+    has no quotation marks with a meaning (IANA text/tab-separated-values), unless all names of its
+    columns are in quotation marks. A .jsonl file has one object per line; blank lines do not count.
 
     Args:
-        path: A .csv, .tsv, .jsonl or .parquet file.
+        path: A .csv, .tsv, .jsonl or .parquet file. All but the last may be compressed, and may be
+            in UTF-16 with a byte order mark; see `read_text`.
         fields: Names of the columns or of the fields.
+        optional: Names of further ones, whose value is None where they are absent.
 
     Yields:
-        One record per row.
+        One record per row, with the values of `fields` and of `optional`.
 
     Raises:
         FileNotFoundError: If there is no such file.
         ValueError: If the file has another suffix, is not UTF-8 or has no rows, or if a row is
-            broken or lacks a field. The message names the file and the line.
+            broken or lacks a field (`NoField`). The message names the file and the line.
         ImportError: If the file is a .parquet file and pyarrow is not installed.
 
     Examples:
@@ -59,75 +85,131 @@ def read_records(path: Path, fields: Sequence[str]) -> Iterator[Record]:
         [('good, cheap', 'pos')]
     """
     readers = {".csv": _separated, ".tsv": _separated, ".jsonl": _objects, ".parquet": _table}
-    suffix = path.suffix.lower()
+    suffix = content_suffix(path)
     if suffix not in FORMATS:
         raise ValueError(f"{path}: got the suffix {suffix!r}, allowed: {', '.join(FORMATS)}")
     found = False
-    for record in readers[suffix](path, fields):
+    for record in readers[suffix](path, fields, optional):
         found = True
         yield record
     if not found:
         raise ValueError(f"{path}: the file has no rows, allowed: at least one")
 
 
-def read_text(path: Path) -> str:
-    """Return the text of a file in UTF-8, without a byte order mark.
-
-    Args:
-        path: Path of the file.
-
-    Returns:
-        The text, with the line ends of the file.
-
-    Raises:
-        ValueError: If the file is not UTF-8, or is larger than ``MOST_BYTES``. The message names
-            the file, and the line if there is one.
-    """
-    # A pipe has no size, and is read to its end.
-    if path.is_file():
-        check_file(path, MOST_BYTES)
-    content = path.read_bytes()
-    try:
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise ValueError(f"{path}, line {line}: not UTF-8: {error.reason}") from error
+class _Line(NamedTuple):
+    number: int
+    fields: list[str]
 
 
-def _separated(path: Path, fields: Sequence[str]) -> Iterator[Record]:
-    delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
+def _separated(path: Path, fields: Sequence[str], optional: Sequence[str]) -> Iterator[Record]:
+    text = read_text(path)
+    first = next((line for line in text.split("\n") if line.strip()), "").rstrip("\r")
+    if content_suffix(path) == ".tsv":
+        quoted = all(len(name) > 1 and name[0] == name[-1] == '"' for name in first.split("\t"))
+        lines = _quoted(path, text, "\t") if quoted else _unquoted(path, text)
+    else:
+        lines = _quoted(path, text, _separator(path, first, fields))
+    start = next(lines, None)
+    if start is None:
+        return
+    names = [name.strip() for name in start.fields]
+    rows = lines
+    if fields and all(field.isdecimal() and field not in names for field in fields):
+        # The file has no names of columns.
+        names = [str(number) for number in range(1, len(names) + 1)]
+        rows = itertools.chain([start], lines)
+    chosen: list[int | None] = [_column(path, names, field) for field in fields]
+    chosen += [names.index(field) if field in names else None for field in optional]
+    for number, values in rows:
+        if len(values) != len(names):
+            raise ValueError(
+                f"{path}, line {number}: got {len(values)} fields, allowed: {len(names)}, as in "
+                f"the first line{_cause(path, values)}"
+            )
+        yield Record(
+            f"{path}, line {number}", tuple(None if i is None else values[i] for i in chosen)
+        )
+
+
+def _separator(path: Path, first: str, fields: Sequence[str]) -> str:
+    """Return the separator with which the first line has all fields; otherwise a comma."""
+    for separator in SEPARATORS:
+        line = next(_quoted(path, first, separator), None)
+        names = [name.strip() for name in line.fields] if line else []
+        if len(names) > 1 and all(field in names for field in fields):
+            return separator
+    return ","
+
+
+def _quoted(path: Path, text: str, separator: str) -> Iterator[_Line]:
+    """Yield the rows of a text in which quotation marks enclose fields."""
     # Lines keep their ends, because a quoted field may contain line breaks.
-    lines = io.StringIO(read_text(path), newline="")
-    rows = csv.reader(lines, delimiter=delimiter, strict=True)
-    columns: list[str] | None = None
+    lines = io.StringIO(text, newline="")
+    rows = csv.reader(lines, delimiter=separator, strict=True)
     while True:
-        line = rows.line_num + 1
+        number = rows.line_num + 1
+        # The limit holds for the whole process, whose other parts may rely on it.
+        limit = csv.field_size_limit(MOST_BYTES)
         try:
             row = next(rows, None)
         except csv.Error as error:
-            raise ValueError(f"{path}, line {line}: a broken row: {error}") from error
+            raise ValueError(f"{path}, line {number}: a broken row: {error}") from error
+        finally:
+            csv.field_size_limit(limit)
         if row is None:
             return
-        if columns is None:
-            columns = row
-            chosen = [_column(path, columns, field) for field in fields]
-        elif row:
-            if len(row) != len(columns):
-                raise ValueError(
-                    f"{path}, line {line}: got {len(row)} fields, allowed: {len(columns)}, as in "
-                    "the first line"
-                )
-            yield Record(f"{path}, line {line}", tuple(row[i] for i in chosen))
+        if row:
+            yield _Line(number, row)
+
+
+def _unquoted(path: Path, text: str) -> Iterator[_Line]:
+    """Yield the rows of a text in which quotation marks have no meaning."""
+    enclosed = 0
+    for number, line in enumerate(text.split("\n"), start=1):
+        fields = line.rstrip("\r").split("\t")
+        if fields != [""]:
+            enclosed += any(map(_is_enclosed, fields))
+            yield _Line(number, fields)
+    if enclosed:
+        warnings.warn(
+            f'{path}: {enclosed:,} rows have fields such as "so ""quoted""", whose quotation marks '
+            "were read as text, as in every .tsv; if a program put them around its fields, let it "
+            "write a .csv",
+            DataWarning,
+            stacklevel=2,
+        )
+
+
+def _is_enclosed(field: str) -> bool:
+    """Return whether a field looks as if a program had enclosed it in quotation marks."""
+    inner = field[1:-1]
+    return (
+        len(field) > 1
+        and field[0] == field[-1] == '"'
+        and '""' in inner
+        and '"' not in inner.replace('""', "")
+    )
+
+
+def _cause(path: Path, values: Sequence[str]) -> str:
+    """Return what may have divided a row of a .tsv in the wrong place."""
+    if content_suffix(path) == ".tsv" and any('"' in value for value in values):
+        return (
+            "; quotation marks have no meaning in a .tsv: a text with a tab or a line break needs "
+            "a .csv"
+        )
+    return ""
 
 
 def _column(path: Path, columns: list[str], field: str) -> int:
     if (count := columns.count(field)) != 1:
         found = f"{count} columns" if count else "no column"
-        raise ValueError(f"{path}, line 1: {found} {field!r}, allowed: {', '.join(columns):.200}")
+        message = f"{path}, line 1: {found} {field!r}, allowed: {', '.join(columns):.200}"
+        raise NoField(message, field) if not count else ValueError(message)
     return columns.index(field)
 
 
-def _objects(path: Path, fields: Sequence[str]) -> Iterator[Record]:
+def _objects(path: Path, fields: Sequence[str], optional: Sequence[str]) -> Iterator[Record]:
     for number, line in enumerate(read_text(path).split("\n"), start=1):
         if not line.strip():
             continue
@@ -141,12 +223,21 @@ def _objects(path: Path, fields: Sequence[str]) -> Iterator[Record]:
         for field in fields:
             if field not in content:
                 names = ", ".join(content) or "none"
-                raise ValueError(f"{place}: no field {field!r}; the fields are: {names:.200}")
-        yield Record(place, tuple(content[field] for field in fields))
+                message = f"{place}: no field {field!r}; the fields are: {names:.200}"
+                raise NoField(message, field)
+        yield Record(place, tuple(content.get(field) for field in (*fields, *optional)))
 
 
-def _table(path: Path, fields: Sequence[str]) -> Iterator[Record]:
+def _table(path: Path, fields: Sequence[str], optional: Sequence[str]) -> Iterator[Record]:
     if not path.is_file():
         raise FileNotFoundError(f"{path}: there is no such file")
-    for number, values in enumerate(read_rows(path, fields), start=1):
-        yield Record(f"{path}, row {number}", values)
+    names = column_names(path)
+    for field in fields:
+        if field not in names:
+            message = f"{path} has no column {field!r}, allowed: {', '.join(names):.200}"
+            raise NoField(message, field)
+    there = [field for field in optional if field in names]
+    for number, values in enumerate(read_rows(path, (*fields, *there)), start=1):
+        found = dict(zip(there, values[len(fields) :], strict=True))
+        more = tuple(found.get(field) for field in optional)
+        yield Record(f"{path}, row {number}", (*values[: len(fields)], *more))

@@ -1,17 +1,39 @@
-"""Sentence splitting by rule: a sentence ends at a full stop, question or exclamation mark.
+"""Sentence splitting by rule: a sentence ends at a mark that ends sentences in its script.
 
-Space and a capital letter must follow the mark. The rules cover the exceptions of English prose:
-titles and abbreviations (Mr., e.g.), initials (J. R. Smith), decimals and versions (2.5), numbered
-headings (3. Scope) and closing quotes.
+The marks of all scripts are those of the property Sentence_Break of Unicode (UAX #29), from the
+package regex. Space and a capital letter must follow a full stop, a question mark and an
+exclamation mark. The rules cover the exceptions of English prose: titles and abbreviations (Mr.,
+e.g.), initials (J. R. Smith), decimals and versions (2.5), numbered headings (3. Scope) and closing
+quotes. In Thai and Lao, which have no such marks, a blank ends a sentence.
 """
 
 from __future__ import annotations
 
 import re
 
+import regex
+
+# The marks after which only a space and a capital letter begin a sentence. The Arabic full stop is
+# one because it divides abbreviations too.
+_WEAK = ".!?…\u06d4"
+# Marks that always end a sentence. Unicode leaves out that of Tibetan, which ends phrases too.
+_STRONG = rf"[[\p{{SB=STerm}}\p{{SB=ATerm}}\u0f0d-\u0f12]--[{_WEAK}\u2024\uff0e\ufe52]]"
+# A question mark, which has the form of a semicolon, after a Greek word.
+_GREEK = r"(?<=\p{Greek})[;\u037e](?=\s+\p{Lu})"
+# The blanks of scripts that have no marks of sentences.
+_BLANK = regex.compile(r"(?<=[\p{Thai}\p{Lao}]) (?=[\p{Thai}\p{Lao}])")
+_CLOSERS = r"""["'”’»)\]」』）]*"""
 # This matches a mark that may end a sentence, with the closing quotes and brackets after it. A run
-# of marks is matched only from its first mark, so that the time stays linear.
-_END = re.compile(r"""(?:(?<![.!?…])[.!?…]+["'”’»)\]]*(?=\s)|[。！？]+[”’」』）]*)\s*""")
+# of marks is matched only from its first mark, so that the time stays linear. The set at the start
+# halves the time.
+_END = regex.compile(
+    rf"(?=[[\p{{SB=STerm}}\p{{SB=ATerm}}\u0f0d-\u0f12{_WEAK};\u037e]])"
+    rf"(?:(?<![{_WEAK}])[{_WEAK}]+{_CLOSERS}(?=\s)|{_STRONG}+{_CLOSERS}|{_GREEK})\s*",
+    regex.VERSION1,
+)
+_MARK = regex.compile(rf"[{_WEAK}]|{_STRONG}|{_GREEK}", regex.VERSION1)
+# Words in these scripts are not divided by blanks, and many texts in them have no marks.
+_UNMARKED = regex.compile(r"[\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}\p{Tibetan}]")
 _OPENERS = "\"'“‘«([{*-–—"
 # Abbreviations are in lower case and without the final stop. Abbreviations that often end a
 # sentence (etc., inc.) are absent, so the capital letter after them decides.
@@ -22,13 +44,28 @@ _ABBREVIATION = re.compile(
 )
 
 
-def _is_boundary(text: str, start: int, match: re.Match[str], needs_capital: bool) -> bool:
+def has_mark(text: str) -> bool:
+    """Return whether a text has a mark that may end a sentence."""
+    return _MARK.search(text) is not None
+
+
+def needs_no_mark(text: str) -> bool:
+    """Return whether most of a text is in a script in which sentences may have no mark."""
+    return 2 * len(_UNMARKED.findall(text)) > len(text)
+
+
+def ends_sentence(text: str) -> bool:
+    """Return whether a text ends with a mark that ends sentences, and closing quotes after it."""
+    return _MARK.match(text.rstrip("\"'”’»)]」』）")[-1:]) is not None
+
+
+def _is_boundary(text: str, start: int, match: regex.Match[str], needs_capital: bool) -> bool:
     """Return whether the mark of `match`, before more text, ends the sentence from `start`.
 
     Only the words around the mark are read, so that the time does not depend on the sentence.
     """
     mark, end, resume = match.group().strip(), match.start(), match.end()
-    if mark[0] in "。！？":
+    if mark[0] not in _WEAK:
         return True
     while text[resume : resume + 1] and text[resume] in _OPENERS:
         resume += 1
@@ -60,4 +97,6 @@ def split_sentences(text: str) -> list[str]:
             sentences.append(text[start:resume].rstrip())
             start = resume
     sentences.append(text[start:])
+    if not text.isascii():
+        sentences = [part for sentence in sentences for part in _BLANK.split(sentence)]
     return [sentence for sentence in sentences if any(c.isalnum() for c in sentence)]

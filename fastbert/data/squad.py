@@ -7,10 +7,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fastbert import json_file
-from fastbert.data.records import read_records
+from fastbert.data.records import NoField, read_records
+from fastbert.text_file import content_suffix, read_text
 
 FORMATS = (".json", ".jsonl", ".parquet")
-FIELDS = ("id", "question", "context")
+FIELDS = ("question", "context")
+# The training part of SQuAD 1.1 has a value per 15 bytes. A value needs more memory than a byte, so
+# that denser data could fill it.
+BYTES_PER_VALUE = 8
 
 
 class Answer(NamedTuple):
@@ -30,14 +34,14 @@ class Question(NamedTuple):
 
     Attributes:
         place: The file, and the line or the paragraph, for error messages.
-        id: Identifier of the question.
+        id: Identifier of the question, as in the file.
         text: The question.
         context: The text in which the answer is.
         answers: The answers; empty if the context has no answer.
     """
 
     place: str
-    id: str
+    id: str | int
     text: str
     context: str
     answers: tuple[Answer, ...]
@@ -49,7 +53,8 @@ def read_questions(path: Path, *, answered: bool = True) -> Iterator[Question]:
     A .json file has the layout of SQuAD 1.1 or 2.0 (Rajpurkar et al. 2016, 2018): ``data``,
     ``paragraphs`` and ``qas``. A .jsonl or .parquet file has a row for each question, with the
     fields ``id``, ``question``, ``context`` and ``answers``; the last one is an object with the
-    lists ``text`` and ``answer_start``.
+    lists ``text`` and ``answer_start``. A question with ``is_impossible`` has no answer, whatever
+    ``answers`` has. A .json or .jsonl file may be compressed; see `read_text`.
 
     Args:
         path: Path of the file.
@@ -64,7 +69,7 @@ def read_questions(path: Path, *, answered: bool = True) -> Iterator[Question]:
             is not at its place in the context. The message names the file, and the line or the
             paragraph.
     """
-    suffix = path.suffix.lower()
+    suffix = content_suffix(path)
     if suffix not in FORMATS:
         raise ValueError(f"{path}: got the suffix {suffix!r}, allowed: {', '.join(FORMATS)}")
     found = False
@@ -78,7 +83,13 @@ def read_questions(path: Path, *, answered: bool = True) -> Iterator[Question]:
 
 
 def _articles(path: Path, answered: bool) -> Iterator[Question]:
-    articles = json_file.read(path, most=json_file.MAX_DATA_BYTES).get("data")
+    text = read_text(path)
+    most = max(json_file.MAX_VALUES, len(text) // BYTES_PER_VALUE)
+    try:
+        content = json_file.parse(text, most)
+    except ValueError as error:
+        raise ValueError(f"{path}: not valid JSON: {error}") from error
+    articles = content.get("data") if isinstance(content, dict) else None
     if not isinstance(articles, list):
         raise ValueError(f"{path}: no list 'data', allowed: the layout of SQuAD")
     for a, article in enumerate(articles):
@@ -87,9 +98,9 @@ def _articles(path: Path, answered: bool) -> Iterator[Question]:
             context = _of(path, place, paragraph, "context", str)
             for q, entry in enumerate(_of(path, place, paragraph, "qas", list)):
                 where = f"{place}, question {q}"
-                identifier = _of(path, where, entry, "id", str)
                 answers: tuple[Answer, ...] = ()
-                if answered and not entry.get("is_impossible"):
+                identifier = _identifier(f"{path}, {where}", entry)
+                if answered and not _impossible(f"{path}, {where}", entry):
                     answers = tuple(
                         Answer(
                             _of(path, where, answer, "text", str),
@@ -106,25 +117,45 @@ def _articles(path: Path, answered: bool) -> Iterator[Question]:
                 )
 
 
+def _identifier(place: str, entry: Any) -> str | int:
+    value = entry.get("id") if isinstance(entry, dict) else None
+    if not isinstance(value, (str, int)) or isinstance(value, bool):
+        got = "nothing" if value is None else f"a {type(value).__name__}"
+        raise ValueError(f"{place}: id: got {got}, allowed: a string or an integer")
+    return value
+
+
+def _impossible(place: str, entry: Any) -> bool:
+    """Return whether a question has no answer, although ``answers`` may name some."""
+    value = entry.get("is_impossible")
+    if value is not None and not isinstance(value, bool):
+        raise ValueError(f"{place}: is_impossible: got {value!r:.100}, allowed: true or false")
+    return bool(value)
+
+
 def _of(path: Path, where: str, content: Any, name: str, kind: type) -> Any:
     """Return the entry `name` of an object; raise ValueError if it is absent or of another type."""
     value = content.get(name) if isinstance(content, dict) else None
     if not isinstance(value, kind) or isinstance(value, bool):
         got = "nothing" if value is None else f"a {type(value).__name__}"
-        raise ValueError(f"{path}, {where}: {name}: got {got}, allowed: a {kind.__name__}")
+        message = f"{path}, {where}: {name}: got {got}, allowed: a {kind.__name__}"
+        raise NoField(message, name) if value is None else ValueError(message)
     return value
 
 
 def _rows(path: Path, answered: bool) -> Iterator[Question]:
-    fields = (*FIELDS, "answers") if answered else FIELDS
-    for place, values in read_records(path, fields):
-        for field, value in zip(FIELDS, values, strict=False):
-            if not isinstance(value, str):
-                got = type(value).__name__
+    fields = ("id", *FIELDS, *(("answers",) if answered else ()))
+    for place, values in read_records(path, fields, ("is_impossible",)):
+        entry = dict(zip((*fields, "is_impossible"), values, strict=True))
+        identifier = _identifier(place, entry)
+        for field in FIELDS:
+            if not isinstance(entry[field], str):
+                got = type(entry[field]).__name__
                 raise ValueError(f"{place}: {field}: got a {got}, allowed: a string")
-        identifier, question, context = values[:3]
-        answers = _answers(place, values[3]) if answered else ()
-        yield Question(f"{place} (id {identifier})", identifier, question, context, answers)
+        impossible = _impossible(place, entry)
+        answers = _answers(place, entry["answers"]) if answered and not impossible else ()
+        where = f"{place} (id {identifier})"
+        yield Question(where, identifier, entry["question"], entry["context"], answers)
 
 
 def _answers(place: str, content: Any) -> tuple[Answer, ...]:

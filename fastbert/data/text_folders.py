@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from fastbert.data.records import Record, read_text
+from fastbert.data.records import Record
+from fastbert.text_file import read_text
 
 # The IMDB reviews (Maas et al. 2011) have texts without a label in this subfolder.
 UNLABELLED = "unsup"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,16 +13,38 @@ from torch import Tensor
 from fastbert.config import BertConfig
 from fastbert.data import PackedCollatorForSequenceClassification
 from fastbert.data.model_tokenizer import ModelTokenizer, Window
+from fastbert.data.records import NoField
 from fastbert.data.squad import FORMATS, Answer, Question, read_questions
-from fastbert.finetuning.metrics import Figures, exact_match, word_f1
+from fastbert.finetuning.answer_figures import answer_figures
+from fastbert.finetuning.metrics import Figures
 from fastbert.finetuning.options import FinetuneOptions
 from fastbert.finetuning.task import Batch, Feature, Judgement, Task
 from fastbert.modules import BertForQuestionAnswering
-from fastbert.training.options import check, is_count
+from fastbert.training.options import check, is_count, is_number
 
-# The key of config.json that says whether a question may have no answer.
+# The keys of config.json that say whether a question may have no answer, and how answers are found.
+# The names are those of the options of transformers' example run_qa.py. Its models ignore the keys.
 UNANSWERED = "version_2_with_negative"
-STRIDE, LONGEST_ANSWER = 128, 30
+KEYS = {
+    "stride": "doc_stride",
+    "longest_answer": "max_answer_length",
+    "no_answer_threshold": "null_score_diff_threshold",
+}
+STRIDE, LONGEST_ANSWER, NO_ANSWER_THRESHOLD = 128, 30, 0.0
+DEFAULTS: dict[str, Any] = {
+    "stride": STRIDE,
+    "longest_answer": LONGEST_ANSWER,
+    "no_answer_threshold": NO_ANSWER_THRESHOLD,
+}
+
+
+def check_answering(stride: Any, longest_answer: Any, no_answer_threshold: Any) -> None:
+    """Raise ValueError if an option of `AnswerOptions` is not allowed; the message names it."""
+    sound = is_count(stride) or (stride == 0 and stride is not False)
+    check("stride", stride, "an integer >= 0", sound)
+    check("longest_answer", longest_answer, "an integer >= 1", is_count(longest_answer))
+    sound = is_number(no_answer_threshold)
+    check("no_answer_threshold", no_answer_threshold, "a finite number", sound)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,23 +59,27 @@ class AnswerOptions(FinetuneOptions):
         stride: Number of tokens that two consecutive windows of a long context share; at most a
             third of `max_length` is used.
         longest_answer: Largest number of tokens of an answer that the model gives.
+        no_answer_threshold: The model gives no answer if the score of no answer is larger than that
+            of the best answer by more than this number, which is a difference of sums of two
+            logits. It has no effect if all questions of the training part have an answer.
+
+    The model keeps these options in its ``config.json``.
     """
 
     stride: int = STRIDE
     longest_answer: int = LONGEST_ANSWER
+    no_answer_threshold: float = NO_ANSWER_THRESHOLD
 
     def __post_init__(self) -> None:
         """Check the options."""
         super().__post_init__()
-        stride = self.stride
-        sound = is_count(stride) or (stride == 0 and stride is not False)
-        check("stride", stride, "an integer >= 0", sound)
-        longest = self.longest_answer
-        check("longest_answer", longest, "an integer >= 1", is_count(longest))
+        check_answering(self.stride, self.longest_answer, self.no_answer_threshold)
 
     def task(self) -> AnswerQuestions:
         """Return the task."""
-        return AnswerQuestions(self.stride, self.longest_answer)
+        return AnswerQuestions(
+            self.stride, self.longest_answer, no_answer_threshold=self.no_answer_threshold
+        )
 
 
 class _Span(NamedTuple):
@@ -69,6 +95,20 @@ class _Span(NamedTuple):
     score: float
     first: int
     last: int
+    none: float
+
+
+class _Candidate(NamedTuple):
+    """The best answer to a question over all windows of its context, which is not empty.
+
+    Attributes:
+        text: The answer.
+        score: Its score, see `_Span`.
+        none: The smallest score of no answer in a window.
+    """
+
+    text: str
+    score: float
     none: float
 
 
@@ -88,19 +128,57 @@ class AnswerQuestions(Task):
     main = ("f1", "F1 of words")
     longest = 384
 
-    def __init__(self, stride: int, longest_answer: int, *, unanswered: bool = False) -> None:
+    def __init__(
+        self,
+        stride: int,
+        longest_answer: int,
+        *,
+        no_answer_threshold: float = NO_ANSWER_THRESHOLD,
+        unanswered: bool = False,
+    ) -> None:
         """Keep the options."""
         self.stride, self.longest_answer, self.unanswered = stride, longest_answer, unanswered
+        self.no_answer_threshold = no_answer_threshold
         self._collate = PackedCollatorForSequenceClassification()
 
     @classmethod
-    def of(cls, config: BertConfig) -> AnswerQuestions:
-        """Return the task of a fine-tuned model, with the default options."""
-        return cls(STRIDE, LONGEST_ANSWER, unanswered=bool(config.extra.get(UNANSWERED)))
+    def of(cls, config: BertConfig, given: Mapping[str, Any]) -> AnswerQuestions:
+        """Return the task of a fine-tuned model.
+
+        Args:
+            config: The configuration, with the options of the training if it has them.
+            given: Options of `AnswerOptions` that replace those of the training; None keeps an
+                option. A threshold allows questions without an answer.
+
+        Raises:
+            ValueError: If an option is not allowed.
+        """
+        stored = {name: config.extra.get(KEYS[name], value) for name, value in DEFAULTS.items()}
+        chosen = {name: value for name, value in given.items() if value is not None}
+        options = {**stored, **chosen}
+        check_answering(**options)
+        may_be_empty = bool(config.extra.get(UNANSWERED)) or "no_answer_threshold" in chosen
+        return cls(
+            options["stride"],
+            options["longest_answer"],
+            no_answer_threshold=options["no_answer_threshold"],
+            unanswered=may_be_empty,
+        )
 
     def read(self, path: Path, *, labelled: bool = True) -> list[Question]:
         """Read questions; see `Task.read`."""
         return list(read_questions(path, answered=labelled))
+
+    def unlabelled(self, path: Path) -> str | None:
+        """Look for answers; see `Task.unlabelled`."""
+        try:
+            answered = any(question.answers for question in read_questions(path))
+        except NoField as error:
+            if error.field != "answers":
+                raise
+            return str(error)
+        # With questions that have no answer in the training part, their absence is a label.
+        return None if answered or self.unanswered else f"{path}: no question has an answer"
 
     def learn(self, examples: Sequence[Question]) -> None:
         """Look whether the training part has questions without an answer."""
@@ -111,8 +189,9 @@ class AnswerQuestions(Task):
         return example.context
 
     def settings(self) -> dict[str, Any]:
-        """Return the two labels, start and end, and whether a question may have no answer."""
-        return {"num_labels": 2, UNANSWERED: self.unanswered}
+        """Return the two labels, start and end, and how answers are found."""
+        options = {key: getattr(self, name) for name, key in KEYS.items()}
+        return {"num_labels": 2, UNANSWERED: self.unanswered, **options}
 
     def features(self, example: Question, tokenizer: ModelTokenizer) -> list[Feature]:
         """Encode a question with each window of its context; see `Task.features`."""
@@ -142,21 +221,22 @@ class AnswerQuestions(Task):
         return {**self._collate(features), **positions}
 
     def rows(self, output: Any, lengths: list[int]) -> list[Tensor]:
-        """Return the logits of start and end of each sequence, of shape ``(2, length)``."""
-        both = torch.stack((output.start_logits, output.end_logits), dim=1)
-        return [row[:, :length] for row, length in zip(both, lengths, strict=True)]
+        """Return the logits of start and end of each sequence, of shape ``(length, 2)``."""
+        both = torch.stack((output.start_logits, output.end_logits), dim=-1)
+        return [row[:length] for row, length in zip(both, lengths, strict=True)]
 
     def judge(
         self, examples: Sequence[Question], features: Sequence[Feature], rows: Sequence[Tensor]
     ) -> Judgement:
-        """Compute exact match and F1 as the script of SQuAD does, as fractions."""
-        found = self.answers(examples, features, rows)
-        exact = f1 = 0.0
-        for example, said in zip(examples, found, strict=True):
-            truths = [answer.text for answer in example.answers]
-            exact += exact_match(said["answer"], truths)
-            f1 += word_f1(said["answer"], truths)
-        return Judgement({"exact_match": exact / len(examples), "f1": f1 / len(examples)}, None)
+        """Compute the figures of the script of SQuAD; see `answer_figures`."""
+        best = self._candidates(examples, features, rows)
+        figures = answer_figures(
+            [self._said(candidate) for candidate in best],
+            [candidate.text for candidate in best],
+            [candidate.none - candidate.score for candidate in best],
+            [[answer.text for answer in example.answers] for example in examples],
+        )
+        return Judgement(figures, None)
 
     def answers(
         self, examples: Sequence[Question], features: Sequence[Feature], rows: Sequence[Tensor]
@@ -165,8 +245,29 @@ class AnswerQuestions(Task):
 
         The score of an answer is the sum of the logits of its start and its end. ``no_answer`` is
         the smallest sum of the logits of ``[CLS]`` in a window; the answer is empty if questions
-        may have no answer and this number is larger than the score.
+        may have no answer and this number is larger than the score by more than the threshold.
         """
+        return [
+            {
+                "id": example.id,
+                "answer": self._said(candidate),
+                "score": candidate.score,
+                "no_answer": candidate.none,
+            }
+            for example, candidate in zip(
+                examples, self._candidates(examples, features, rows), strict=True
+            )
+        ]
+
+    def _said(self, candidate: _Candidate) -> str:
+        """Return the answer, which is empty if there is none."""
+        difference = candidate.none - candidate.score
+        return "" if self.unanswered and difference > self.no_answer_threshold else candidate.text
+
+    def _candidates(
+        self, examples: Sequence[Question], features: Sequence[Feature], rows: Sequence[Tensor]
+    ) -> list[_Candidate]:
+        """Return the best answer to each question. Arguments as `judge`."""
         best: list[tuple[float, str]] = [(-float("inf"), "")] * len(examples)
         none = [float("inf")] * len(examples)
         for feature, row in zip(features, rows, strict=True):
@@ -177,15 +278,20 @@ class AnswerQuestions(Task):
                 start = feature["offsets"][span.first][0]
                 end = feature["offsets"][span.last][1]
                 best[index] = (span.score, examples[index].context[start:end])
-        found = []
-        for example, (score, text), nothing in zip(examples, best, none, strict=True):
-            said = "" if self.unanswered and nothing > score else text
-            found.append({"id": example.id, "answer": said, "score": score, "no_answer": nothing})
-        return found
+        return [
+            _Candidate(text, score, nothing)
+            for (score, text), nothing in zip(best, none, strict=True)
+        ]
 
     def describe(self, figures: Figures) -> str:
-        """Format exact match and F1."""
-        return f"exact match {figures['exact_match']:.1%}, F1 {figures['f1']:.1%}"
+        """Format exact match and F1, and the figures of questions without an answer."""
+        text = f"exact match {figures['exact_match']:.1%}, F1 {figures['f1']:.1%}"
+        if "best_f1" not in figures:
+            return text
+        kinds = (("with an answer", "HasAns_f1"), ("without one", "NoAns_f1"))
+        parts = [f"{figures[name]:.1%} {kind}" for kind, name in kinds if name in figures]
+        threshold = f"{figures['best_f1']:.1%} at the threshold {figures['best_f1_thresh']:.3g}"
+        return f"{text} ({', '.join(parts)}; at best {threshold})"
 
 
 def _tokens(window: Window, answer: Answer | None) -> tuple[int, int]:
@@ -208,11 +314,11 @@ def _tokens(window: Window, answer: Answer | None) -> tuple[int, int]:
 def _best_span(row: Tensor, offsets: Sequence[Any], longest: int) -> _Span:
     """Return the best span of at most `longest` tokens of the context."""
     places = [index for index, offset in enumerate(offsets) if offset is not None]
-    none = float(row[0, 0] + row[1, 0])
+    none = float(row[0, 0] + row[0, 1])
     if not places:
         return _Span(-float("inf"), 0, 0, none)
     first, length = places[0], len(places)
-    start, end = (part[first : first + length] for part in row)
+    start, end = row[first : first + length].unbind(-1)
     sums = start.unsqueeze(1) + end.unsqueeze(0)
     allowed = torch.ones_like(sums, dtype=torch.bool).triu().tril(longest - 1)
     best = int(sums.masked_fill(~allowed, -float("inf")).argmax())

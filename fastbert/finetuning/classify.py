@@ -1,22 +1,25 @@
-"""Classification of texts or pairs of texts by one label, and regression to a number."""
+"""Classification of texts or pairs of texts by one or several labels, and regression."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from fastbert.data import PackedCollatorForSequenceClassification
 from fastbert.data.model_tokenizer import ModelTokenizer
-from fastbert.data.records import FORMATS, Record, read_records
+from fastbert.data.records import FORMATS, NoField, Record, read_records
 from fastbert.data.text_folders import read_text_folder
 from fastbert.finetuning import metrics
-from fastbert.finetuning.labels import Labels, Value, check_label, check_number
+from fastbert.finetuning.class_weights import ClassWeights, Given, check_class_weights
+from fastbert.finetuning.labels import NO_LABELS, Labels, Value, check_label, check_number
 from fastbert.finetuning.metrics import Figures
+from fastbert.finetuning.multi_label import SEPARATOR, MultiLabel, targets
 from fastbert.finetuning.options import FinetuneOptions
 from fastbert.finetuning.task import Batch, Confusion, Feature, Judgement, Task, label_settings
 from fastbert.modules import BertForSequenceClassification
@@ -35,8 +38,14 @@ class ClassifyOptions(FinetuneOptions):
         pair_field: Column or field that has a second text; None means single texts.
         label_field: Column or field that has the label.
         labels: Names of the labels in the order of their indices; empty takes the labels of the
-            training part, sorted. With names, the data may have indices instead of names.
+            training part, sorted. Only with names, the data may have indices instead of names.
         regression: Whether the labels are numbers that the model predicts.
+        multi_label: Whether an example has any number of labels, also none: a list, or a text in
+            which a separator stands between two labels.
+        label_separator: The separator of `multi_label`.
+        class_weights: Weights of the labels in the loss: ``"balanced"`` for weights that make all
+            labels count equally, or numbers > 0 by the names of labels, where a label without a
+            number has the weight 1; None weighs all examples equally.
     """
 
     text_field: str = "text"
@@ -44,10 +53,23 @@ class ClassifyOptions(FinetuneOptions):
     label_field: str = "label"
     labels: tuple[str, ...] = ()
     regression: bool = False
+    multi_label: bool = False
+    label_separator: str = SEPARATOR
+    class_weights: Given | None = None
 
     def __post_init__(self) -> None:
         """Check the options."""
         super().__post_init__()
+        check_class_weights(self.class_weights)
+        for name, value in (("regression", self.regression), ("multi_label", self.multi_label)):
+            both = self.class_weights is not None and value
+            given = (self.class_weights, value)
+            check(f"class_weights and {name}", given, "at most one of them", not both)
+        modes = (self.multi_label, self.regression)
+        check("multi_label and regression", modes, "at most one of them", not all(modes))
+        separator = self.label_separator
+        sound = isinstance(separator, str) and separator != ""
+        check("label_separator", separator, "a text that is not empty", sound)
         both = bool(self.labels) and self.regression
         check("labels and regression", (self.labels, both), "at most one of them", not both)
         if self.labels:
@@ -56,8 +78,16 @@ class ClassifyOptions(FinetuneOptions):
     def task(self) -> Classify:
         """Return the task."""
         fields = (self.text_field, *((self.pair_field,) if self.pair_field is not None else ()))
-        labels = Labels(self.labels) if self.labels else None
-        return Classify(fields, self.label_field, labels, regression=self.regression)
+        labels = Labels(self.labels, by_index=True) if self.labels else None
+        weights = ClassWeights(self.class_weights)
+        return Classify(
+            fields,
+            self.label_field,
+            labels,
+            regression=self.regression,
+            multi=MultiLabel(self.label_separator) if self.multi_label else None,
+            weights=weights,
+        )
 
 
 class Text(NamedTuple):
@@ -66,19 +96,21 @@ class Text(NamedTuple):
     Attributes:
         place: The file and the line.
         texts: One text or two.
-        label: The name or the index of the label, a number of a regression, or None.
+        label: The name or the index of the label, all labels of a task with several of them, a
+            number of a regression, or None.
     """
 
     place: str
     texts: tuple[str, ...]
-    label: Value | float | None
+    label: Value | float | tuple[Value, ...] | None
 
 
 class Classify(Task):
     """The task of `BertForSequenceClassification`.
 
     Attributes:
-        labels: The labels; None before `learn`, and in a regression.
+        labels: The labels; None before `learn`, and in the training of a regression.
+        multi: How several labels are read and chosen; None if an example has one label.
     """
 
     name = "classify"
@@ -88,17 +120,29 @@ class Classify(Task):
     head = ("classifier.",)
 
     def __init__(
-        self, fields: tuple[str, ...], label_field: str, labels: Labels | None, *, regression: bool
+        self,
+        fields: tuple[str, ...],
+        label_field: str,
+        labels: Labels | None,
+        *,
+        regression: bool,
+        multi: MultiLabel | None = None,
+        weights: ClassWeights | None = None,
     ) -> None:
         """Keep the names of the fields, and the labels if they are known."""
+        self.weights = weights or ClassWeights(None)
         self.fields, self.label_field = fields, label_field
-        self.labels, self.regression = labels, regression
-        self.main = ("pearson", "Pearson correlation") if regression else ("accuracy", "accuracy")
+        self.labels, self.regression, self.multi = labels, regression, multi
+        self.main = ("micro_f1", "micro F1") if multi else ("accuracy", "accuracy")
+        if regression:
+            self.main = ("pearson", "Pearson correlation")
         self._collate = PackedCollatorForSequenceClassification()
 
     def read(self, path: Path, *, labelled: bool = True) -> list[Text]:
         """Read texts; see `Task.read`."""
         if path.is_dir():
+            if self.multi is not None:
+                raise ValueError("multi_label: got True, allowed: False for a folder of texts")
             if len(self.fields) > 1:
                 raise ValueError(f"pair_field: got {self.fields[1]!r}, allowed: None for a folder")
             records = read_text_folder(path)
@@ -107,6 +151,19 @@ class Classify(Task):
             records = read_records(path, fields)
         return [self._text(record, labelled) for record in records]
 
+    def unlabelled(self, path: Path) -> str | None:
+        """Look for a field of labels that are not all absent or -1; see `Task.unlabelled`."""
+        if path.is_dir():
+            return None
+        try:
+            labels = {str(value) for _, (value,) in read_records(path, (self.label_field,))}
+        except NoField as error:
+            return str(error)
+        known = set(self.labels.names) if self.labels else set()
+        if labels - known <= NO_LABELS and not labels & known:
+            return f"{path}: {self.label_field} is {', '.join(sorted(labels))} everywhere"
+        return None
+
     def _text(self, record: Record, labelled: bool) -> Text:
         place, values = record
         texts = values[: len(self.fields)]
@@ -114,22 +171,33 @@ class Classify(Task):
             if not isinstance(text, str):
                 got = type(text).__name__
                 raise ValueError(f"{place}: {field}: got a {got}, allowed: a text")
-        label = None
-        if labelled:
+        label: Any = None
+        if labelled and self.multi is not None:
+            label = self.multi.values(values[-1], place)
+        elif labelled and isinstance(values[-1], (list, tuple)):
+            allowed = "one label, or several with multi_label (--multi-label)"
+            raise ValueError(f"{place}: got the labels {values[-1]!r:.100}, allowed: {allowed}")
+        elif labelled:
             label = (check_number if self.regression else check_label)(values[-1], place)
         return Text(place, texts, label)
 
     def learn(self, examples: Sequence[Text]) -> None:
         """Take the labels of the training part, unless they are known."""
         if self.labels is None and not self.regression:
-            self.labels = Labels.found_in(example.label for example in examples)  # type: ignore[misc]
+            self.labels = Labels.found_in(_labels_of(examples))
+
+    def weigh(self, examples: Sequence[Text]) -> str | None:
+        """Compute the weights of the labels; see `Task.weigh`."""
+        if self.labels is None:
+            return None
+        return self.weights.learn(self.labels.names, map(self._target, examples))
 
     def settings(self) -> dict[str, Any]:
         """Return the number and the names of the labels, and the kind of the loss."""
         if self.regression:
             return {**label_settings(["LABEL_0"]), "problem_type": "regression"}
         assert self.labels is not None
-        problem = "single_label_classification"
+        problem = f"{'multi' if self.multi else 'single'}_label_classification"
         return {**label_settings(self.labels.names), "problem_type": problem}
 
     def features(self, example: Text, tokenizer: ModelTokenizer) -> list[Feature]:
@@ -146,15 +214,31 @@ class Classify(Task):
         if self.regression:
             return float(label)  # type: ignore[arg-type]
         assert self.labels is not None
+        if self.multi is not None:
+            return targets(self.labels, label, example.place)  # type: ignore[arg-type]
         return self.labels.index(label, example.place)  # type: ignore[arg-type]
 
     def collate(self, features: Sequence[Feature]) -> Batch:
         """Build a packed batch."""
         return self._collate(features)
 
+    def output(self, model: Any, batch: Batch) -> Any:
+        """Call a model with a batch; its loss has the weights of the labels."""
+        return self.weights.output(model, batch)
+
+    def labels_in(self, features: Sequence[Feature]) -> float:
+        """Return the number of sequences, or the sum of the weights of their labels."""
+        if self.weights.values is None:
+            return len(features)
+        return self.weights.total(feature["labels"] for feature in features)
+
+    def size(self, feature: Feature) -> int:
+        """Return 1, because a sequence has one row of logits."""
+        return 1
+
     def rows(self, output: Any, lengths: list[int]) -> list[Tensor]:
-        """Return the logits of each sequence, of shape ``(num_labels,)``."""
-        return list(output.logits)
+        """Return the logits of each sequence, of shape ``(1, num_labels)``."""
+        return list(output.logits.split(1))
 
     def judge(
         self, examples: Sequence[Text], features: Sequence[Feature], rows: Sequence[Tensor]
@@ -165,22 +249,30 @@ class Classify(Task):
             predicted = np.array([float(row) for row in rows])
             return Judgement(metrics.regression(expected, predicted), None)
         assert self.labels is not None
-        predicted = np.array([int(row.argmax()) for row in rows])
         names = self.labels.names
+        if self.multi is not None:
+            chosen = self.multi.chosen(torch.cat(list(rows)))
+            return Judgement(metrics.multi_label(expected > 0, chosen, names), None)
+        predicted = np.array([int(row.argmax()) for row in rows])
         matrix = metrics.confusion_matrix(expected, predicted, len(names))
         return Judgement(metrics.classification(matrix, names), Confusion(matrix, names))
 
     def answers(
         self, examples: Sequence[Text], features: Sequence[Feature], rows: Sequence[Tensor]
     ) -> list[dict[str, Any]]:
-        """Return the label with its scores, or the number of a regression."""
-        if self.regression:
+        """Return the label with its scores, several labels, or the numbers of a regression."""
+        if self.regression and self.labels is None:
             return [{"score": float(row)} for row in rows]
         assert self.labels is not None
+        names = self.labels.names
+        if self.regression:
+            return [{"scores": dict(zip(names, row[0].tolist(), strict=True))} for row in rows]
+        if self.multi is not None:
+            return self.multi.answers(torch.cat(list(rows)), names)
         found = []
         for row in rows:
-            scores = dict(zip(self.labels.names, row.softmax(-1).tolist(), strict=True))
-            label = self.labels.names[int(row.argmax())]
+            scores = dict(zip(names, row[0].softmax(-1).tolist(), strict=True))
+            label = names[int(row.argmax())]
             found.append({"label": label, "score": scores[label], "scores": scores})
         return found
 
@@ -191,4 +283,16 @@ class Classify(Task):
                 f"Pearson {figures['pearson']:.3f}, Spearman {figures['spearman']:.3f}, "
                 f"mean squared error {figures['mean_squared_error']:.4g}"
             )
+        if self.multi is not None:
+            return (
+                f"micro F1 {figures['micro_f1']:.1%}, macro F1 {figures['macro_f1']:.1%}, "
+                f"subset accuracy {figures['subset_accuracy']:.1%}"
+            )
         return f"accuracy {figures['accuracy']:.1%}, macro F1 {figures['macro_f1']:.1%}"
+
+
+def _labels_of(examples: Iterable[Text]) -> Iterable[Value]:
+    """Yield each label of examples, which have one or several labels."""
+    for example in examples:
+        label: Any = example.label
+        yield from label if isinstance(label, tuple) else (label,)

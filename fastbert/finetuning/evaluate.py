@@ -36,7 +36,7 @@ class _Computed(NamedTuple):
 
     rows: list[tuple[int, Tensor]]
     loss: float
-    labels: int
+    labels: float
 
 
 def compute(
@@ -101,8 +101,8 @@ def _compute(
             chosen = [features[i] for i in indices]
             batch = to_device(task.collate(chosen), device)
             with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
-                output = model(**batch)
-            loss, labels = 0.0, 0
+                output = task.output(model, batch)
+            loss, labels = 0.0, 0.0
             if output.loss is not None and (labels := task.labels_in(chosen)):
                 loss = float(output.loss) * labels
             found = task.rows(output, [len(feature["input_ids"]) for feature in chosen])

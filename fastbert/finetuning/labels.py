@@ -9,6 +9,9 @@ Value = str | int
 # The loss of a regression is computed in fp32, whose largest number is 3e38, from squares.
 LARGEST_TARGET = 1e18
 
+# What a test part has instead of labels that its publisher keeps, as text.
+NO_LABELS = {"-1", "-1.0", "", "None", "_"}
+
 
 class Labels:
     """The labels of a task.
@@ -17,20 +20,25 @@ class Labels:
         names: The name of each label by its index.
     """
 
-    def __init__(self, names: Sequence[str]) -> None:
+    def __init__(self, names: Sequence[str], *, by_index: bool = False, least: int = 2) -> None:
         """Keep the names.
 
         Args:
-            names: The names, at least two.
+            names: The names.
+            by_index: Whether data may have the index of a label instead of its name, because the
+                user gave the order of the names. Labels that are numbers have no indices.
+            least: Smallest number of names.
 
         Raises:
-            ValueError: If there are fewer than two names, or if a name appears twice.
+            ValueError: If there are fewer than `least` names, or if a name appears twice.
         """
         self.names = list(names)
         self._indices = {name: index for index, name in enumerate(self.names)}
-        if len(self.names) < 2 or len(self._indices) < len(self.names):
+        if len(self.names) < least or len(self._indices) < len(self.names):
             found = ", ".join(self.names) or "none"
             raise ValueError(f"labels: got {found:.200}, allowed: at least two different names")
+        numbers = any(name.removeprefix("-").isdecimal() for name in self.names)
+        self._by_index = by_index and not numbers
 
     @classmethod
     def found_in(cls, values: Iterable[Value]) -> Labels:
@@ -43,8 +51,7 @@ class Labels:
         """Return the index of a label.
 
         Args:
-            value: The name of the label. If no label has this name, the value may also be the index
-                of the label.
+            value: The name of the label, or its index if the user gave the order of the names.
             place: File and line of the label, for the message.
 
         Returns:
@@ -56,12 +63,10 @@ class Labels:
         name = str(value)
         if name in self._indices:
             return self._indices[name]
-        # With names, a number is an index. Labels that are numbers are names themselves.
-        by_index = not any(known.removeprefix("-").isdecimal() for known in self.names)
-        if by_index and name.isdecimal() and int(name) < len(self.names):
+        if self._by_index and name.isdecimal() and int(name) < len(self.names):
             return int(name)
         allowed = ", ".join(self.names)
-        more = f", or an index from 0 to {len(self.names) - 1}" if by_index else ""
+        more = f", or an index from 0 to {len(self.names) - 1}" if self._by_index else ""
         raise ValueError(f"{place}: got the label {value!r:.100}, allowed: {allowed:.500}{more}")
 
 
@@ -73,11 +78,12 @@ def check_label(value: Any, place: str) -> Value:
         place: File and line, for the message.
 
     Returns:
-        The value.
+        The value, without white space around a name.
 
     Raises:
         ValueError: If the value is empty or of another type. The message names the place.
     """
+    value = value.strip() if isinstance(value, str) else value
     if not isinstance(value, (str, int)) or isinstance(value, bool) or value == "":
         raise ValueError(f"{place}: got the label {value!r:.100}, allowed: a name or an integer")
     return value

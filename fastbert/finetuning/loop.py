@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from fastbert import json_file
+from fastbert.finetuning.answer import NO_ANSWER_THRESHOLD
 from fastbert.finetuning.model import Source
+from fastbert.finetuning.multi_label import SEPARATOR
 from fastbert.finetuning.options import FinetuneOptions
 from fastbert.finetuning.plots import plot_confusion
 from fastbert.finetuning.preparation import Part, encode, fingerprint, read_parts
@@ -20,6 +22,7 @@ from fastbert.training import meeting, resume, state
 from fastbert.training.checkpoint import CHECKPOINT, refuse_existing
 from fastbert.training.log import CURVES, LOG
 from fastbert.training.meeting import start_processes
+from fastbert.training.options import check
 from fastbert.training.pretraining import TASK as PRETRAINING
 from fastbert.training.record import Record
 from fastbert.training.run import open_record
@@ -28,6 +31,13 @@ from fastbert.training.signals import StopSignals
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
+# Checkpoints were once without these options, and their runs did this.
+EARLIER = {
+    "keep_epoch": "last",
+    "multi_label": False,
+    "label_separator": SEPARATOR,
+    "no_answer_threshold": NO_ANSWER_THRESHOLD,
+}
 METRICS, CONFUSION = "metrics.json", "confusion.png"
 
 
@@ -40,9 +50,14 @@ class FinetuneResult:
         metrics: Path of ``metrics.json``.
         log: Path of ``log.jsonl``.
         curves: Path of ``curves.png``.
-        confusion: Path of ``confusion.png``; None for a task without labels.
+        confusion: Path of ``confusion.png``; None for a task without labels, and if it could not
+            be drawn.
         steps: Number of steps.
         seconds: Duration of the steps in seconds, without evaluations.
+        best: The best evaluation: the name of the ``figure``, its ``value``, the ``epoch`` (from 1)
+            and the ``step``. None without a validation part.
+        kept: The ``epoch`` (from 1) and the ``step`` of the model in ``model``.
+        stopped_early: Whether the run stopped because of ``options.patience``.
         figures: The figures of each part, ``"train"``, ``"validation"`` and ``"test"``, with
             ``examples``, the number of examples. A part that does not exist is absent.
         summary: The main figures of each part in one line.
@@ -55,6 +70,9 @@ class FinetuneResult:
     confusion: Path | None
     steps: int
     seconds: float
+    best: dict[str, Any] | None
+    kept: dict[str, int]
+    stopped_early: bool
     figures: dict[str, dict[str, Any]]
     summary: dict[str, str]
 
@@ -77,18 +95,20 @@ def finetune(options: FinetuneOptions, *, console: Console | None = None) -> Fin
     The folder ``options.output`` receives these results.
 
     - ``model/`` has the weights, configuration and tokenizer in the layout of Hugging Face, after
-      the last epoch. It is always either complete or absent.
-    - ``metrics.json`` has the figures of the training, validation and test parts.
+      the best epoch by the main figure of the task; see ``options.keep_epoch``. It is always either
+      complete or absent.
+    - ``metrics.json`` has the figures of this model on the training, validation and test parts.
     - ``log.jsonl`` has one JSON object per line. The event ``"train"`` has means since the last
-      such event, and the event ``"evaluation"`` has figures of the validation part.
-    - ``curves.png`` shows the loss and the main figure; ``confusion.png`` shows the confusion
-      matrix of the validation and test parts.
+      such event, and the event ``"evaluation"`` has figures of the validation part. The event
+      ``"stop"`` means that the run stopped early.
+    - ``curves.png`` shows the loss and the main figure, with the best epoch; ``confusion.png``
+      shows the confusion matrix of the validation and test parts.
     - ``checkpoints/`` has the last checkpoints from which the run can be resumed.
 
-    If the folder has a checkpoint of a run with the same options and the same data, the run
-    continues after that step. Its final weights are the same bits as those of a run that was never
-    stopped, on the same machine and with as many processes. With another number of processes,
-    dropout draws other masks. One run at a time writes into a folder.
+    If the folder has a checkpoint of a run with the same options, the same data and the same files
+    of the model, the run continues after that step. Its final weights are the same bits as those of
+    a run that was never stopped, on the same machine and with as many processes. With another
+    number of processes, dropout draws other masks. One run at a time writes into a folder.
 
     After SIGTERM or SIGINT (Ctrl-C), the run finishes its step, writes a checkpoint and raises
     SystemExit with status 143, or KeyboardInterrupt. A loss or a gradient that is not finite stops
@@ -130,10 +150,13 @@ def _finetune(
 
     task = options.task()
     examples = read_parts(task, options, say)
+    for name in () if "validation" in examples else ("patience", "eval_every"):
+        value = getattr(options, name)
+        check(name, value, "None without a validation part", value is None)
     data = fingerprint(examples)
     anew = resume.starts_anew(options.folder, options.overwrite, accelerator)
-    found = None if anew else _resumable(options, task, data, accelerator, say)
     source = Source(options.model)
+    found = None if anew else _resumable(options, task, data, source, accelerator, say)
     longest = min(task.longest or source.config.max_length, source.config.max_length)
     tokenizer = source.tokenizer(options.max_length or longest)
     parts = {name: Part(items, encode(task, items, tokenizer)) for name, items in examples.items()}
@@ -181,6 +204,10 @@ def _finish(run: FinetuningRun, record: Record, signals: StopSignals) -> Finetun
             stop = run.train(run.batches(), record, signals) or signals.received
         # The processes judge together, so that none may stop alone.
         stop = run.largest(stop)
+        if not stop:
+            record.progress.note(_kept(run))
+            # The figures are those of the model that the user receives.
+            run.best.apply()
         for name in () if stop else run.parts:
             judgement = run.judge(name)
             figures[name] = {
@@ -190,54 +217,82 @@ def _finish(run: FinetuningRun, record: Record, signals: StopSignals) -> Finetun
             if judgement.confusion is not None and name != "train":
                 confusions[name] = judgement.confusion
     run.end_if_stopped(stop, record)
+    best = run.best.found and run.best.found._asdict()
     content = {
         "task": task.name,
         "steps": run.step,
         "seconds": run.seconds,
+        "best": best,
+        "kept": run.kept(),
+        "stopped_early": run.stops_early(),
         "options": options.decisive(),
         "parts": figures,
     }
     if run.first:
         attempt(METRICS, lambda: json_file.write(options.folder / METRICS, content))
-    picture = options.folder / CONFUSION if confusions else None
-    if run.first and picture is not None:
-        attempt(CONFUSION, lambda: plot_confusion(confusions, picture))
+    picture = options.folder / CONFUSION
+    drawn = bool(confusions)
+    if run.first and drawn:
+        drawn = attempt.draw(CONFUSION, lambda: plot_confusion(confusions, picture))
     attempt.check(record.kept(run.saved))
     return FinetuneResult(
         model=options.folder / CHECKPOINT,
         metrics=options.folder / METRICS,
         log=options.folder / LOG,
         curves=options.folder / CURVES,
-        confusion=picture,
+        confusion=picture if drawn else None,
         steps=run.step,
         seconds=run.seconds,
+        best=best,
+        kept=run.kept(),
+        stopped_early=run.stops_early(),
         figures=figures,
         summary={name: task.describe(found) for name, found in figures.items()},
     )
+
+
+def _kept(run: FinetuningRun) -> str:
+    """Say which model a finished run keeps, and why."""
+    kept, found = run.kept(), run.best.found
+    model = f"kept: the model after epoch {kept['epoch']} of {run.options.epochs}"
+    if run.options.eval_every is not None:
+        model = f"kept: the model in epoch {kept['epoch']} of {run.options.epochs}"
+    model = f"{model} (step {kept['step']})"
+    if found is None:
+        return f"{model}, the last; no validation part says which is the best"
+    best = f"the best by {run.judging.main[1]}, {found.value:.4g}"
+    if run.best.weights is not None:
+        return f"{model}, {best}"
+    return f"{model}, the last; {best}, is that of epoch {found.epoch} (step {found.step})"
 
 
 def _resumable(
     options: FinetuneOptions,
     task: Task,
     data: str,
+    source: Source,
     accelerator: Accelerator,
     say: Callable[[str], None],
 ) -> state.Checkpoint | None:
     """Return the checkpoint that the run continues, or None.
 
     Raises:
-        ValueError: If the checkpoint is of a run with another task, other data or other options.
+        ValueError: If the checkpoint is of a run with another task, another model, other data or
+            other options.
     """
     found = resume.find(options.folder, say, accelerator)
     if found is None:
         return None
     content, name = found.content, "examples of the data, by their SHA-256"
-    given = {"task": task.name, name: data, **options.decisive()}
+    files = "files of the model, by their SHA-256"
+    given = {"task": task.name, name: data, **options.decisive(), files: source.digest}
     # Checkpoints of pre-training were once without a task.
     earlier = {
         "task": content.get("task", PRETRAINING),
         name: content.get("data"),
+        **EARLIER,
         **content["options"],
+        files: content.get("source"),
     }
     resume.refuse_another_run(options.folder, given, earlier)
     return found

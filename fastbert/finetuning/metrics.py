@@ -62,6 +62,38 @@ def classification(matrix: NDArray[np.int64], names: Sequence[str]) -> Figures:
     }
 
 
+def multi_label(
+    expected: NDArray[np.bool_], predicted: NDArray[np.bool_], names: Sequence[str]
+) -> Figures:
+    """Compute the figures of a classification by any number of labels.
+
+    Args:
+        expected: Whether an example has a label in the data, of shape ``(N, C)``.
+        predicted: Whether the model gives it the label, of shape ``(N, C)``.
+        names: The names of the labels.
+
+    Returns:
+        ``micro_f1``, ``micro_precision`` and ``micro_recall`` over all pairs of an example and a
+        label; ``macro_f1``, the mean of the F1 of all labels that are expected or predicted;
+        ``subset_accuracy``, the share of the examples whose labels are all right; and ``labels``
+        with ``precision``, ``recall``, ``f1`` and ``support`` by name. A quotient whose denominator
+        is 0 is 0.
+    """
+    hits, support, chosen = (expected & predicted).sum(0), expected.sum(0), predicted.sum(0)
+    by_name = {
+        name: {**_scores(int(hits[i]), int(chosen[i]), int(support[i])), "support": int(support[i])}
+        for i, name in enumerate(names)
+    }
+    f1 = [by_name[name]["f1"] for i, name in enumerate(names) if support[i] + chosen[i]]
+    micro = _scores(int(hits.sum()), int(chosen.sum()), int(support.sum()))
+    return {
+        **{f"micro_{name}": value for name, value in micro.items()},
+        "macro_f1": sum(f1) / max(1, len(f1)),
+        "subset_accuracy": float((expected == predicted).all(1).mean()),
+        "labels": by_name,
+    }
+
+
 def regression(expected: NDArray[np.float64], predicted: NDArray[np.float64]) -> Figures:
     """Compute the figures of a regression.
 
@@ -95,15 +127,21 @@ def _ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 # Token classification
 
-ENTITY = re.compile(r"([BIESLU])-(.+)$", re.DOTALL)
+# A tag of one letter marks entities of one type, which has no name.
+ENTITY = re.compile(r"([BIESLU])(?:-(.+))?$", re.DOTALL)
+# The name of this type.
+UNNAMED = "entity"
 Entity = tuple[str, int, int]
 
 
 def have_entities(names: Sequence[str]) -> bool:
-    """Return whether tags mark entities: ``O``, and tags such as ``B-PER`` and ``I-PER``."""
-    return all(name == "O" or ENTITY.match(name) for name in names) and any(
-        name != "O" for name in names
-    )
+    """Return whether tags mark entities: ``O``, and tags such as ``B-PER`` or ``B``."""
+    others = set(names) - {"O"}
+    if not others or not all(map(ENTITY.match, others)):
+        return False
+    # Letters without an ``O`` may be classes of words.
+    bare = any("-" not in name for name in others)
+    return not bare or ("O" in names and "B" in others)
 
 
 def entities(tags: Sequence[str]) -> list[Entity]:
@@ -128,7 +166,7 @@ def entities(tags: Sequence[str]) -> list[Entity]:
     kind, start, open_ = "", 0, False
     for index, tag in enumerate([*tags, "O"]):
         match = ENTITY.match(tag)
-        prefix, this = (match[1], match[2]) if match else ("O", "")
+        prefix, this = (match[1], match[2] or UNNAMED) if match else ("O", "")
         begins = prefix != "O" and (not open_ or this != kind or prefix in "BSU")
         if open_ and (begins or prefix == "O"):
             found.append((kind, start, index - 1))

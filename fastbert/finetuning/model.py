@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ from fastbert.data import model_max_length
 from fastbert.data.model_tokenizer import ModelTokenizer
 from fastbert.finetuning.task import Task, label_names
 from fastbert.io import checkpoint
+from fastbert.jobs.batch_job import digest_of_model
 from fastbert.modules import BertPreTrainedModel
 
 # These settings are fields of BertConfig; the others of a task are kept in its `extra`.
@@ -44,6 +46,11 @@ class Source:
                 f"model: {self.folder} has the model type {self.config.model_type!r}, allowed: "
                 "'bert'; fastbert.accelerate takes models of transformers for training"
             )
+
+    @cached_property
+    def digest(self) -> str:
+        """The SHA-256 of the files, by which a resumed run knows its model."""
+        return digest_of_model(self.folder)
 
     def max_length(self) -> int:
         """Return the largest number of tokens of the training, or the limit of the model."""
@@ -96,7 +103,7 @@ class Source:
         Args:
             task: The task.
             backend: Backend of every operation; None lets each operation choose.
-            whole: Whether the checkpoint must have all weights.
+            whole: Whether the checkpoint must have all weights, and its configuration decides.
 
         Returns:
             The model.
@@ -105,11 +112,12 @@ class Source:
             ValueError: If the weights do not fit the configuration, or if `whole` is True and a
                 weight is missing.
         """
-        settings = task.settings()
-        fields = {name: settings.pop(name) for name in FIELDS if name in settings}
-        config = self.config.replace(extra={**self.config.extra, **settings}, **fields)
-        stored = self._stored
-        if not self._same_head(task, config):
+        config, stored = self.config, self._stored
+        if not whole:
+            settings = task.settings()
+            fields = {name: settings.pop(name) for name in FIELDS if name in settings}
+            config = config.replace(extra={**config.extra, **settings}, **fields)
+        if not whole and not self._same_head(task, config):
             kept = {n: t for n, t in stored.tensors.items() if not n.startswith(task.head)}
             stored = checkpoint.Stored(stored.folder, stored.content, kept)
         with torch.device("meta"):

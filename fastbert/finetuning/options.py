@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from fastbert.finetuning.best import KEPT
 from fastbert.finetuning.task import Task
 from fastbert.ops.backend import validate
 from fastbert.training.options import PRECISIONS, check, is_count, is_number
@@ -51,6 +52,13 @@ class FinetuneOptions:
         seed: Seed of the held-out part, the weights of a new head, the batches and dropout.
         backend: ``"reference"``, ``"triton"``, ``"cuda"`` or ``"cpu"`` for all operations; None
             lets each operation choose.
+        keep_epoch: ``"best"`` keeps the model after the best evaluation, by the main figure of the
+            task; of equal evaluations, the first is the best. ``"last"`` keeps the model after the
+            last step. Without a validation part, the last model is kept.
+        patience: Number of evaluations without a better main figure after which the run stops;
+            None makes all steps. The learning rate falls as if all steps were made.
+        eval_every: Number of steps between two evaluations of the validation part; None evaluates
+            after each epoch.
         log_every: Number of steps between two rows of the log.
         save_every: Number of steps between two checkpoints; None writes a checkpoint after each
             epoch only.
@@ -80,6 +88,9 @@ class FinetuneOptions:
     precision: str = "fp32"
     seed: int = 0
     backend: str | None = None
+    keep_epoch: str = "best"
+    patience: int | None = None
+    eval_every: int | None = None
     log_every: int = 10
     save_every: int | None = None
     save_minutes: float | None = None
@@ -90,7 +101,7 @@ class FinetuneOptions:
         for name in ("epochs", "batch_size", "log_every", "keep_checkpoints"):
             value = getattr(self, name)
             check(name, value, "an integer >= 1", is_count(value))
-        for name in ("max_length", "save_every"):
+        for name in ("max_length", "patience", "eval_every", "save_every"):
             value = getattr(self, name)
             check(name, value, "None or an integer >= 1", value is None or is_count(value))
         for name in ("learning_rate", "clip_norm"):
@@ -107,6 +118,7 @@ class FinetuneOptions:
         seed = self.seed
         sound = is_count(seed) or (seed == 0 and seed is not False)
         check("seed", seed, "an integer in [0, 2**63)", sound and seed < 2**63)
+        check("keep_epoch", self.keep_epoch, ", ".join(KEPT), self.keep_epoch in KEPT)
         check("precision", self.precision, ", ".join(PRECISIONS), self.precision in PRECISIONS)
         validate(self.backend)
 

@@ -2,45 +2,154 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import textwrap
+import warnings
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from fastbert.atomic_file import write_atomically
+import numpy as np
+from numpy.typing import NDArray
+
 from fastbert.finetuning.task import Confusion
+from fastbert.picture import fonts_for, literal, picture, width_of
 
-# With more labels, the numbers would overlap.
-MOST_NUMBERS = 20
+# Rows of a matrix. With more labels, the numbers and the names would be too small to be read.
+MOST_ROWS = 30
+# Characters of a name; a longer name loses its middle.
+LONGEST_NAME = 32
+# Inches: the smallest cell, the smallest and the largest side of a matrix with horizontal names.
+CELL, SMALLEST, LARGEST = 0.45, 2.5, 6.0
 
 
 def plot_confusion(matrices: Mapping[str, Confusion], path: Path) -> None:
     """Draw the confusion matrix of each part, with the share of each row as the colour.
 
+    With more than 30 labels, the matrix has the 29 labels that are confused most often, and a row
+    and a column for all others together. A name is literal; a long name is shortened in its middle.
+    If no font of the machine has the characters of a name, the number of the label in
+    ``config.json`` replaces the name, and a warning names the labels.
+
     Args:
-        matrices: The matrices by the name of the part, at least one.
+        matrices: The matrices by the name of the part, at least one. Their labels are the same.
         path: The PNG file, which appears complete or not at all.
 
     Raises:
         OSError: If the file cannot be written.
     """
-    # The object interface with Agg needs no display and does not change pyplot's global state.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    names = next(iter(matrices.values())).names
+    counts = {part: matrix for part, (matrix, _) in matrices.items()}
+    chosen = _most_confused(list(counts.values()))
+    fonts, missing = fonts_for(names[i] for i in chosen)
+    shown = _shown([names[i] for i in chosen], chosen, missing)
+    undrawn = [i for i in chosen if missing & set(names[i])]
+    left_out = len(names) - len(chosen)
+    if left_out:
+        shown.append(f"{left_out:,} others")
+    if undrawn:
+        told = ", ".join(f"#{i} ({names[i]})" for i in undrawn)
+        warnings.warn(
+            f"{path.name} names these labels by their numbers, because no font of this machine "
+            f"has all of their characters: {told:.1000}; a font such as Noto Sans may have them",
+            stacklevel=2,
+        )
+    widest = max(width_of(name, fonts) for name in shown)
+    side, horizontal = _side(len(shown), widest)
+    width = (side + widest + 0.8) * len(counts)
+    height = side + 1.0 + (0.0 if horizontal else 0.7 * widest)
+    with picture(path, width, height, fonts=fonts) as figure:
+        panels = figure.subplots(1, len(counts), squeeze=False)[0]
+        for axes, (part, matrix) in zip(panels, counts.items(), strict=True):
+            title = part
+            if left_out:
+                title += f": {len(chosen)} of {len(names):,} labels, which are confused most often"
+            axes.set_title(title, fontsize=11)
+            _draw(axes, _merged(matrix, chosen), shown, left_out=bool(left_out))
+            turned = {"rotation": 45, "ha": "right", "rotation_mode": "anchor"}
+            axes.set_xticks(range(len(shown)), shown, **({} if horizontal else turned))
+        if undrawn:
+            note = "No font of this machine has the names of the labels with a #. config.json has "
+            note += "the names by these numbers."
+            wrapped = textwrap.fill(note, max(20, int(12 * width)))
+            figure.suptitle(wrapped, fontsize=9, color="dimgray")
 
-    labels = len(next(iter(matrices.values())).names)
-    side = min(14.0, 3.0 + 0.5 * labels)
-    figure = Figure(figsize=(side * len(matrices), side), layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(1, len(matrices), squeeze=False)[0]
-    for axes, (part, (matrix, names)) in zip(panels, matrices.items(), strict=True):
-        shares = matrix / matrix.sum(1, keepdims=True).clip(min=1)
-        axes.imshow(shares, cmap="Blues", vmin=0.0, vmax=1.0)
-        axes.set(title=part, xlabel="predicted", ylabel="expected")
-        axes.set_xticks(range(labels), names, rotation=90 if labels > 4 else 0)
-        axes.set_yticks(range(labels), names)
-        if labels <= MOST_NUMBERS:
-            for row in range(labels):
-                for column in range(labels):
-                    colour = "white" if shares[row, column] > 0.5 else "black"
-                    number = f"{matrix[row, column]:,}"
-                    axes.text(column, row, number, ha="center", va="center", color=colour)
-    write_atomically(path, lambda temporary: figure.savefig(temporary, dpi=120))
+
+def _most_confused(matrices: Sequence[NDArray[np.int64]]) -> list[int]:
+    """Return the labels that are shown, in their order: all, or those most often confused."""
+    total = np.sum(matrices, axis=0)
+    labels = len(total)
+    if labels <= MOST_ROWS:
+        return list(range(labels))
+    mistakes = np.triu(total + total.T, k=1)
+    first, second = np.nonzero(mistakes)
+    order = np.argsort(-mistakes[first, second], kind="stable")
+    pairs = np.stack([first, second], axis=1)[order]
+    # Without enough mistakes, the most frequent labels follow.
+    frequent = np.argsort(-total.sum(1), kind="stable")
+    ranked = dict.fromkeys([*pairs.ravel().tolist(), *frequent.tolist()])
+    return sorted(list(ranked)[: MOST_ROWS - 1])
+
+
+def _merged(matrix: NDArray[np.int64], chosen: Sequence[int]) -> NDArray[np.int64]:
+    """Return the counts of the chosen labels, with all others together as the last label."""
+    if len(chosen) == len(matrix):
+        return matrix
+    group = np.full(len(matrix), len(chosen))
+    group[chosen] = np.arange(len(chosen))
+    rows = np.zeros((len(chosen) + 1, len(matrix)), dtype=np.int64)
+    np.add.at(rows, group, matrix)
+    merged = np.zeros((len(chosen) + 1, len(chosen) + 1), dtype=np.int64)
+    np.add.at(merged.T, group, rows.T)
+    return merged
+
+
+def _shown(names: Sequence[str], numbers: Sequence[int], missing: set[str]) -> list[str]:
+    """Return the literal names, or the numbers of names that cannot be drawn or told apart."""
+    short = [name if len(name) <= LONGEST_NAME else _shortened(name) for name in names]
+    uses = Counter(short)
+    shown = []
+    for name, text, number in zip(names, short, numbers, strict=True):
+        if missing & set(name):
+            shown.append(f"#{number}")
+        else:
+            shown.append(literal(text if uses[text] == 1 else f"#{number} {text}"))
+    return shown
+
+
+def _shortened(name: str) -> str:
+    half = LONGEST_NAME // 2
+    return f"{name[:half]}…{name[1 - half :]}"
+
+
+def _side(labels: int, widest: float) -> tuple[float, bool]:
+    """Return the side of a matrix in inches, and whether names below it fit side by side."""
+    side, needed = max(SMALLEST, CELL * labels), labels * (widest + 0.15)
+    horizontal = needed <= max(side, LARGEST)
+    return (max(side, needed) if horizontal else side), horizontal
+
+
+def _draw(axes: Any, matrix: NDArray[np.int64], names: list[str], *, left_out: bool) -> None:
+    """Draw a matrix; the cell of other labels with other labels has no colour."""
+    from matplotlib import colormaps
+
+    shares = np.ma.array(matrix / matrix.sum(1, keepdims=True).clip(min=1))
+    if left_out:
+        shares[-1, -1] = np.ma.masked
+    blues = colormaps["Blues"].with_extremes(bad="0.9")
+    axes.imshow(shares, cmap=blues, vmin=0.0, vmax=1.0)
+    axes.set(xlabel="predicted", ylabel="expected")
+    axes.set_yticks(range(len(names)), names)
+    dark = shares.filled(0.0) > 0.5
+    for row, column in np.argwhere(matrix > 0 if len(names) > 10 else matrix >= 0).tolist():
+        number = f"{matrix[row, column]:,}"
+        size = min(10.0, 0.8 * 72 * CELL / (0.6 * max(3, len(number))))
+        axes.text(
+            *(column, row, number),
+            ha="center",
+            va="center",
+            fontsize=size,
+            color="white" if dark[row, column] else "black",
+            # The layout has no need to measure these texts.
+            in_layout=False,
+        )

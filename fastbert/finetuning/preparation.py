@@ -47,14 +47,24 @@ def read_parts(
         ValueError: If the data are not usable. The message names the file and the line.
     """
     paths = find_parts(Path(options.data), options.parts(), task.formats, folders=task.folders)
-    parts = {name: task.read(paths[name]) for name in PARTS if name in paths}
-    task.learn(parts["train"])
+    parts: dict[str, list[Example]] = {}
+    for name in (name for name in PARTS if name in paths):
+        reason = task.unlabelled(paths[name][0]) if name == "test" else None
+        if reason is not None:
+            say(f"test part: it is not judged, because it has no labels: {reason}")
+            continue
+        parts[name] = [example for path in paths[name] for example in task.read(path)]
+        if name == "train":
+            task.learn(parts["train"])
     if "validation" not in parts:
         parts["train"], held = hold_out(parts["train"], options.held_out, options.seed, task.group)
         if held:
             parts = {"train": parts["train"], "validation": held, **parts}
+    weights = task.weigh(parts["train"])
     counts = ", ".join(f"{len(examples):,} {name}" for name, examples in parts.items())
     say(f"examples: {counts}")
+    if weights is not None:
+        say(weights)
     return parts
 
 

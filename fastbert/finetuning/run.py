@@ -12,11 +12,13 @@ from torch import Tensor
 
 from fastbert.data.model_tokenizer import ModelTokenizer
 from fastbert.finetuning import evaluate
+from fastbert.finetuning.best import BestEvaluation, Evaluation
 from fastbert.finetuning.model import Source
 from fastbert.finetuning.options import FinetuneOptions
 from fastbert.finetuning.preparation import Part
 from fastbert.finetuning.task import Feature, Judgement, Task
 from fastbert.training import state
+from fastbert.training.divergence import Diverged
 from fastbert.training.evaluate import to_device
 from fastbert.training.log import LogRow
 from fastbert.training.optimizer import make_optimizer
@@ -29,7 +31,11 @@ if TYPE_CHECKING:
 
 
 class FinetuningRun(Run):
-    """The state that the steps of a fine-tuning run share."""
+    """The state that the steps of a fine-tuning run share.
+
+    Attributes:
+        best: The best evaluation of the validation part so far.
+    """
 
     options: FinetuneOptions
 
@@ -56,13 +62,15 @@ class FinetuningRun(Run):
         """
         super().__init__(options, accelerator)
         self.judging, self.parts, self.tokenizer = task, parts, tokenizer
-        self.task, self.data = task.name, data
+        self.task, self.data, self.source = task.name, data, source.digest
         torch.manual_seed(options.seed)
         self.model: Any = source.build(task, options.backend)
         if options.freeze:
             for part in (self.model.bert.embeddings, self.model.bert.encoder):
                 part.requires_grad_(False)
         self.parallel = Copies(accelerator, self.model)
+        keeps_best = options.keep_epoch == "best" and "validation" in parts
+        self.best = BestEvaluation(self.model, keeps_weights=keeps_best)
         self.features = parts["train"].features
         self.steps_per_epoch = math.ceil(len(self.features) / options.batch_size)
         self.total = options.epochs * self.steps_per_epoch
@@ -113,11 +121,8 @@ class FinetuningRun(Run):
         batch = to_device(self.judging.collate(own), self.device)
         bf16 = self.options.precision == "bf16"
         with torch.autocast(self.device.type, torch.bfloat16, enabled=bf16):
-            loss = self.parallel.model(**batch).loss
-        if processes > 1:
-            labels = self.judging.labels_in(features[index::processes])
-            # DDP divides the sum of the gradients by the number of processes.
-            loss = loss * (labels * processes / max(1, self.judging.labels_in(features)))
+            loss = self.judging.output(self.parallel.model, batch).loss
+        loss = self.share(features, loss)
         loss.backward()
         mean = self.accelerator.reduce(loss.detach(), "mean")
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.options.clip_norm)
@@ -131,16 +136,35 @@ class FinetuningRun(Run):
         self.tokens += sum(len(feature["input_ids"]) for feature in features)
         return norm
 
+    def share(self, features: list[Feature], loss: Tensor) -> Tensor:
+        """Weigh the loss of this process by its share of the labels.
+
+        Args:
+            features: The sequences of all processes.
+            loss: The loss of the sequences of this process, the mean over their labels.
+
+        Returns:
+            The loss whose mean over the processes is the loss of all sequences.
+        """
+        processes, index = self.accelerator.num_processes, self.accelerator.process_index
+        if processes == 1:
+            return loss
+        labels = self.judging.labels_in(features[index::processes])
+        # DDP divides the sum of the gradients by the number of processes. Without any label, the
+        # share is 0.
+        return loss * (labels * processes / (self.judging.labels_in(features) or 1))
+
     def refuse_divergence(self) -> None:
         """Raise RuntimeError if a loss was not finite; the weights are those before the update."""
         place = self.divergence.place()
         if place is not None:
             epoch, batch = place
-            raise RuntimeError(
+            raise Diverged(
                 f"the loss or the gradient of batch {batch} of epoch {epoch} is not finite at step "
                 f"{epoch * self.steps_per_epoch + batch + 1}: training diverged, and the weights "
                 f"were not updated; lower learning_rate ({self.options.learning_rate}) or raise "
-                f"warmup. The examples of the batch: {self._examples(epoch, batch)}"
+                f"warmup ({self.options.warmup}). The examples of the batch: "
+                f"{self._examples(epoch, batch)}"
             )
 
     def _examples(self, epoch: int, batch: int) -> str:
@@ -182,22 +206,52 @@ class FinetuningRun(Run):
 
     def evaluates(self) -> bool:
         """Return whether an evaluation follows the current step."""
-        return self.ends_epoch() and "validation" in self.parts
+        every = self.options.eval_every or self.steps_per_epoch
+        return self.is_due(every) and "validation" in self.parts
 
     def evaluate(self, record: Record) -> None:
         """Evaluate the model on the validation part, and record the figures."""
         figures = self.judge("validation").figures
         numbers = {name: value for name, value in figures.items() if isinstance(value, float)}
-        step = self.step + 1
-        record.write({"event": "evaluation", "step": step, "part": "validation", **numbers})
+        step, epoch, name = self.step + 1, self.epoch()[0] + 1, self.judging.main[0]
+        better = self.best.offer(Evaluation(name, figures[name], epoch, step))
+        row = {"event": "evaluation", "step": step, "part": "validation", **numbers}
+        record.write({**row, "best": better})
+        when = f"after epoch {epoch}" if self.ends_epoch() else f"in epoch {epoch}"
         record.progress.note(
-            f"step {step}, after epoch {self.epoch()[0] + 1}: validation "
-            f"loss {figures['loss']:.3f}, {self.judging.describe(figures)}"
+            f"step {step}, {when}: validation loss {figures['loss']:.3f}, "
+            f"{self.judging.describe(figures)}{'; the best so far' if better else ''}"
         )
+        if self.stops_early():
+            record.write({"event": "stop", "step": step, "patience": self.options.patience})
+            record.progress.note(
+                f"stopped early {when}: {self.best.misses} evaluations without a better "
+                f"{self.judging.main[1]}"
+            )
+
+    def stops_early(self) -> bool:
+        """Return whether the run stops because its last evaluations were not better."""
+        patience = self.options.patience
+        return patience is not None and self.best.misses >= patience
+
+    def has_ended(self) -> bool:
+        """Return whether no step is left to make."""
+        return super().has_ended() or self.stops_early()
 
     def saves(self) -> bool:
         """Return whether a checkpoint follows the current step."""
-        return self.ends_epoch() or super().saves()
+        return self.ends_epoch() or self.stops_early() or super().saves()
+
+    def export(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> Any:
+        """Return the model that the user receives, of the best evaluation or of this step."""
+        return self.best.model()
+
+    def kept(self) -> dict[str, int]:
+        """Return the step and the epoch, from 1, of the model that a finished run keeps."""
+        found = self.best.found
+        if self.best.weights is not None and found is not None:
+            return {"epoch": found.epoch, "step": found.step}
+        return {"epoch": (self.step - 1) // self.steps_per_epoch + 1, "step": self.step}
 
     def content(self) -> dict[str, Any]:
         """Return the sums that the host knows, and the facts of the run that must not change."""
@@ -205,7 +259,9 @@ class FinetuningRun(Run):
             "batches": self.counted,
             "tokens": self.tokens,
             "data": self.data,
+            "source": self.source,
             "processes": self.accelerator.num_processes,
+            "best": self.best.content(),
         }
 
     def tensors(self) -> dict[str, Mapping[str, Tensor]]:
@@ -215,11 +271,13 @@ class FinetuningRun(Run):
             "weights": state.weights_of(self.model),
             "optimizer": state.moments_of(self.own_optimizer),
             "random": random,
+            **self.best.tensors(),
         }
 
     def restore(self, found: state.Checkpoint) -> None:
         """Continue where a checkpoint was written."""
         super().restore(found)
+        self.best.restore(found)
         content = found.content
         with found.reading(state.STATE):
             self.counted, self.tokens = content["batches"], content["tokens"]

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
+
+from fastbert.text_file import content_name
 
 # The names that files and subfolders of each part may have.
 NAMES: dict[str, tuple[str, ...]] = {
@@ -13,16 +16,20 @@ NAMES: dict[str, tuple[str, ...]] = {
     "validation": ("validation", "valid", "val", "dev", "testa"),
     "test": ("test", "testb"),
 }
+# A shard of a part, as the library datasets names its files.
+_SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\..+)")
 Item = TypeVar("Item")
 
 
 def find_parts(
     data: Path, given: Mapping[str, Path | None], formats: Sequence[str], *, folders: bool
-) -> dict[str, Path]:
-    """Find the file or the folder of each part.
+) -> dict[str, list[Path]]:
+    """Find the files or the folder of each part.
 
-    A file is the training part. In a folder, a part is the file whose name begins with the name of
-    the part, such as ``train.csv`` or ``dev-v2.0.json``, or the subfolder with this name.
+    A file is the training part. In a folder, a part is the file whose name begins or ends with the
+    name of the part, such as ``train.csv``, ``dev-v2.0.json`` or ``de-train.conllu``, or the
+    subfolder with this name, or all its shards, such as ``train-00000-of-00002.parquet``. A file
+    may be compressed, as ``train.csv.gz``.
 
     Args:
         data: A file or a folder.
@@ -31,29 +38,29 @@ def find_parts(
         folders: Whether a part may be a folder.
 
     Returns:
-        The path of each part; the training part is always there.
+        The paths of each part, several only of shards; the training part is always there.
 
     Raises:
-        FileNotFoundError: If a path does not exist.
+        FileNotFoundError: If a path does not exist, or if a shard is missing.
         ValueError: If there is no training part, or if there are several candidates for a part.
     """
     for name, path in {"data": data, **given}.items():
         if path is not None and not path.exists():
             raise FileNotFoundError(f"{name}: {path} does not exist, allowed: a file or a folder")
-    parts = {} if data.is_dir() else {"train": data}
+    parts = {} if data.is_dir() else {"train": [data]}
     if data.is_dir():
         for part, names in NAMES.items():
             found = [path for path in sorted(data.iterdir()) if _is_part(path, names, formats)]
             found = [path for path in found if folders or path.is_file()]
-            if len(found) > 1:
+            if found and not _are_shards(found) and len(found) > 1:
                 listed = ", ".join(path.name for path in found)
                 raise ValueError(
                     f"data: {data} has several files for the part {part}: {listed}; allowed: one, "
-                    "or the path of the file itself"
+                    "its shards, or the path of the file itself"
                 )
             if found:
-                parts[part] = found[0]
-    parts |= {name: path for name, path in given.items() if path is not None}
+                parts[part] = found
+    parts |= {name: [path] for name, path in given.items() if path is not None}
     if "train" not in parts:
         kinds = ", ".join(f"train{suffix}" for suffix in formats)
         folder = ", or the folder train" if folders else ""
@@ -64,12 +71,29 @@ def find_parts(
 def _is_part(path: Path, names: Sequence[str], formats: Sequence[str]) -> bool:
     if path.is_dir():
         return path.name in names
-    stem, suffix = path.stem.lower(), path.suffix.lower()
+    name = Path(content_name(path).lower())
+    stem, suffix = name.stem, name.suffix
     # The files of CoNLL 2003 are named eng.train, eng.testa and eng.testb.
     if suffix[1:] in names:
         return suffix in formats
-    begins = any(stem == name or stem.startswith((f"{name}-", f"{name}_")) for name in names)
-    return begins and suffix in formats
+    first, *_, last = re.split(r"[-_.]", f"{stem}.{stem}")
+    word = first if any(first in others for others in NAMES.values()) else last
+    return word in names and suffix in formats
+
+
+def _are_shards(paths: Sequence[Path]) -> bool:
+    """Return whether files are the shards of one part; raise if one is missing."""
+    matches = [_SHARD.fullmatch(path.name) for path in paths]
+    names = {(match[1], match[3], match[4]) if match else None for match in matches}
+    if len(names) > 1 or None in names:
+        return False
+    ((stem, count, suffix),) = filter(None, names)
+    there = {int(match[2]) for match in matches if match}
+    for number in range(int(count)):
+        if number not in there:
+            name = f"{stem}-{number:05}-of-{count}{suffix}"
+            raise FileNotFoundError(f"data: the shard {paths[0].parent / name} is missing")
+    return len(paths) == int(count)
 
 
 def hold_out(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,21 +11,25 @@ import numpy as np
 from torch import Tensor
 
 from fastbert.data import PackedCollatorForTokenClassification
-from fastbert.data.conll import read_conll
+from fastbert.data.conll import DOCUMENT, Columns, read_conll
 from fastbert.data.model_tokenizer import ModelTokenizer
-from fastbert.data.records import Record, read_records
+from fastbert.data.records import NoField, Record, read_records
+from fastbert.data.words import split_words
 from fastbert.finetuning import metrics
-from fastbert.finetuning.labels import Labels, Value, check_label
+from fastbert.finetuning.class_weights import ClassWeights, Given, check_class_weights
+from fastbert.finetuning.labels import NO_LABELS, Labels, Value, check_label
 from fastbert.finetuning.metrics import Figures
 from fastbert.finetuning.options import FinetuneOptions
 from fastbert.finetuning.task import Batch, Confusion, Feature, Judgement, Task, label_settings
 from fastbert.modules import BertForTokenClassification
+from fastbert.text_file import content_suffix, read_text
+from fastbert.training.options import check
 
 # The label of tokens that do not begin a word, which the loss leaves out.
 IGNORED = -100
 ROWS = (".jsonl", ".parquet")
-# CoNLL 2003 names its files eng.train, eng.testa and eng.testb.
-CONLL = (".conll", ".txt", ".bio", ".iob", ".train", ".testa", ".testb")
+# CoNLL 2003 names its files eng.train, eng.testa and eng.testb, and GermEval 2014 writes .tsv.
+CONLL = (".conll", ".conllu", ".txt", ".tsv", ".bio", ".iob", ".train", ".testa", ".testb")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,26 +40,34 @@ class TagOptions(FinetuneOptions):
     each row.
 
     Args:
-        words_field: Field of a .jsonl or .parquet file that has the words.
-        tags_field: Field of a .jsonl or .parquet file that has the tags.
+        words_field: Field of a .jsonl or .parquet file that has the words, or number of the column
+            of a CoNLL file, from 1. The default finds the column.
+        tags_field: Field or number of the column that has the tags, as `words_field`.
         labels: Names of the tags in the order of their indices; empty takes the tags of the
-            training part, sorted. With names, the data may have indices instead of names.
+            training part, sorted. Only with names, the data may have indices instead of names.
+        class_weights: Weights of the tags in the loss, as in `ClassifyOptions`.
     """
 
     words_field: str = "tokens"
     tags_field: str = "tags"
     labels: tuple[str, ...] = ()
+    class_weights: Given | None = None
 
     def __post_init__(self) -> None:
         """Check the options."""
         super().__post_init__()
+        check_class_weights(self.class_weights)
+        fields = (self.words_field, self.tags_field)
+        numbers = {field.isdecimal() for field in fields}
+        allowed = "two names of fields, or two numbers of columns"
+        check("words_field and tags_field", fields, allowed, len(numbers) == 1)
         if self.labels:
             Labels(self.labels)
 
     def task(self) -> Tag:
         """Return the task."""
-        labels = Labels(self.labels) if self.labels else None
-        return Tag(self.words_field, self.tags_field, labels)
+        labels = Labels(self.labels, by_index=True) if self.labels else None
+        return Tag(self.words_field, self.tags_field, labels, ClassWeights(self.class_weights))
 
 
 class Sentence(NamedTuple):
@@ -70,6 +82,21 @@ class Sentence(NamedTuple):
     place: str
     words: list[str]
     tags: list[Value]
+
+
+class PlainSentence(NamedTuple):
+    """A sentence that was divided into words here; the first attributes are as of `Sentence`.
+
+    Attributes:
+        text: The sentence.
+        starts: Index of the first character of each word.
+    """
+
+    place: str
+    words: list[str]
+    tags: list[Value]
+    text: str
+    starts: list[int]
 
 
 class Tag(Task):
@@ -87,8 +114,15 @@ class Tag(Task):
     kind = BertForTokenClassification
     head = ("classifier.",)
 
-    def __init__(self, words_field: str, tags_field: str, labels: Labels | None) -> None:
+    def __init__(
+        self,
+        words_field: str,
+        tags_field: str,
+        labels: Labels | None,
+        weights: ClassWeights | None = None,
+    ) -> None:
         """Keep the names of the fields, and the labels if they are known."""
+        self.weights = weights or ClassWeights(None)
         self.fields, self.labels = (words_field, tags_field), labels
         self.main = ("accuracy", "accuracy")
         self._collate = PackedCollatorForTokenClassification()
@@ -98,21 +132,57 @@ class Tag(Task):
         if self.labels is not None and metrics.have_entities(self.labels.names):
             self.main = ("f1", "F1 of entities")
 
-    def read(self, path: Path, *, labelled: bool = True) -> list[Sentence]:
-        """Read sentences; see `Task.read`."""
-        suffix = path.suffix.lower()
-        if suffix in CONLL:
-            records = read_conll(path, tagged=labelled)
-        elif suffix in ROWS:
-            records = read_records(path, self.fields if labelled else self.fields[:1])
-        else:
-            raise ValueError(
-                f"{path}: got the suffix {suffix!r}, allowed: {', '.join(self.formats)}"
-            )
-        return [self._sentence(record, labelled) for record in records]
+    def read(self, path: Path, *, labelled: bool = True) -> list[Any]:
+        """Read sentences; see `Task.read`.
 
-    def _sentence(self, record: Record, labelled: bool) -> Sentence:
+        Without labels, a .txt file may have a plain sentence in each line, and a field of words may
+        be a plain sentence; they are divided by `split_words`.
+        """
+        if not labelled and self._is_plain(path):
+            return _plain_sentences(path)
+        return [self._sentence(record, labelled) for record in self._records(path, labelled)]
+
+    def _records(self, path: Path, labelled: bool) -> Iterator[Record]:
+        suffix = content_suffix(path)
+        if suffix in CONLL:
+            return read_conll(path, tagged=labelled, columns=self._columns())
+        if suffix in ROWS:
+            return read_records(path, self.fields if labelled else self.fields[:1])
+        allowed = ", ".join(self.formats)
+        raise ValueError(f"{path}: got the suffix {suffix!r}, allowed: {allowed}")
+
+    def _columns(self) -> Columns | None:
+        """Return the columns of a CoNLL file if the names of the fields are numbers."""
+        word, tag = self.fields
+        if not word.isdecimal():
+            return None
+        return Columns(int(word), int(tag) if tag.isdecimal() else 0)
+
+    def _is_plain(self, path: Path) -> bool:
+        """Return whether a .txt file has a sentence in each line rather than a word."""
+        if content_suffix(path) != ".txt" or self._columns() is not None:
+            return False
+        lines = [line.split() for line in read_text(path).split("\n")]
+        filled = [fields for fields in lines if fields and fields[0] != DOCUMENT]
+        widths = {len(fields) for fields in filled}
+        if widths <= {1}:
+            # Words have a blank line after each sentence.
+            return [] not in lines[:-1]
+        tagged = sum(fields[-1] in self._names() for fields in filled)
+        if len(widths) > 1 or not tagged:
+            return True
+        if tagged < len(filled):
+            raise ValueError(
+                f"{path}: {tagged:,} of {len(filled):,} lines end with a tag of the model, "
+                "allowed: all lines, or none if each line is a sentence; a file of columns may be "
+                "named .conll"
+            )
+        return False
+
+    def _sentence(self, record: Record, labelled: bool) -> Sentence | PlainSentence:
         place, (words, *rest) = record
+        if isinstance(words, str) and not labelled and words.strip():
+            return _plain_sentence(place, words)
         if not isinstance(words, list) or not words or not all(map(_is_word, words)):
             allowed = "a list of words that are not empty"
             raise ValueError(f"{place}: {self.fields[0]}: got {words!r:.100}, allowed: {allowed}")
@@ -130,11 +200,34 @@ class Tag(Task):
             )
         return Sentence(place, words, [check_label(tag, place) for tag in tags])
 
+    def unlabelled(self, path: Path) -> str | None:
+        """Look for tags that are not all absent or -1; see `Task.unlabelled`."""
+        try:
+            records = self._records(path, labelled=True)
+            tags = {str(tag) for record in records for tag in record.values[1] or [None]}
+        except NoField as error:
+            if error.field != self.fields[1] and content_suffix(path) in ROWS:
+                raise
+            return str(error)
+        if tags <= NO_LABELS and not tags & set(self._names()):
+            return f"{path}: the tags are {', '.join(sorted(tags))} everywhere"
+        return None
+
     def learn(self, examples: Sequence[Sentence]) -> None:
         """Take the tags of the training part, unless they are known."""
         if self.labels is None:
             self.labels = Labels.found_in(tag for example in examples for tag in example.tags)
             self._choose_main()
+
+    def weigh(self, examples: Sequence[Sentence]) -> str | None:
+        """Compute the weights of the tags; see `Task.weigh`."""
+        indices = (index for example in examples for index in self._indices(example))
+        return self.weights.learn(self._names(), indices)
+
+    def _indices(self, example: Sentence) -> list[int]:
+        """Return the index of each tag."""
+        assert self.labels is not None
+        return [self.labels.index(tag, example.place) for tag in example.tags]
 
     def settings(self) -> dict[str, Any]:
         """Return the number and the names of the tags."""
@@ -146,8 +239,7 @@ class Tag(Task):
 
     def features(self, example: Sentence, tokenizer: ModelTokenizer) -> list[Feature]:
         """Encode a sentence as one sequence, or as several if it is long; see `Task.features`."""
-        assert self.labels is not None
-        tags = [self.labels.index(tag, example.place) for tag in example.tags]
+        tags = self._indices(example)
         features = []
         for ids, first, places in tokenizer.encode_words(example.words):
             labels = [IGNORED] * len(ids)
@@ -163,9 +255,16 @@ class Tag(Task):
         """Build a packed batch."""
         return self._collate(features)
 
-    def labels_in(self, features: Sequence[Feature]) -> int:
-        """Return the number of words."""
-        return sum(len(feature["places"]) for feature in features)
+    def output(self, model: Any, batch: Batch) -> Any:
+        """Call a model with a batch; its loss has the weights of the tags."""
+        return self.weights.output(model, batch)
+
+    def labels_in(self, features: Sequence[Feature]) -> float:
+        """Return the number of words, or the sum of the weights of their tags."""
+        if self.weights.values is None:
+            return sum(len(feature["places"]) for feature in features)
+        labels = (feature["labels"][place] for feature in features for place in feature["places"])
+        return self.weights.total(labels)
 
     def rows(self, output: Any, lengths: list[int]) -> list[Tensor]:
         """Return the logits of each sequence, of shape ``(length, num_labels)``."""
@@ -187,9 +286,7 @@ class Tag(Task):
         assert self.labels is not None
         names = self.labels.names
         predicted = self._predicted(examples, features, rows)
-        expected = [
-            [self.labels.index(tag, example.place) for tag in example.tags] for example in examples
-        ]
+        expected = [self._indices(example) for example in examples]
         matrix = metrics.confusion_matrix(
             np.concatenate(expected), np.concatenate(predicted), len(names)
         )
@@ -211,10 +308,7 @@ class Tag(Task):
             tags = [names[index] for index in indices]
             answer: dict[str, Any] = {"words": example.words, "tags": tags}
             if metrics.have_entities(names):
-                answer["entities"] = [
-                    {"type": kind, "words": example.words[first : last + 1], "first": first}
-                    for kind, first, last in metrics.entities(tags)
-                ]
+                answer["entities"] = [_entity(example, *each) for each in metrics.entities(tags)]
             found.append(answer)
         return found
 
@@ -227,6 +321,30 @@ class Tag(Task):
             f"entities: precision {figures['precision']:.1%}, recall {figures['recall']:.1%}, "
             f"F1 {figures['f1']:.1%}; {accuracy}"
         )
+
+
+def _entity(example: Sentence | PlainSentence, kind: str, first: int, last: int) -> dict[str, Any]:
+    words = example.words[first : last + 1]
+    entity = {"type": kind, "words": words, "first": first}
+    if isinstance(example, PlainSentence):
+        start, end = example.starts[first], example.starts[last] + len(words[-1])
+        entity |= {"text": example.text[start:end], "start": start, "end": end}
+    return entity
+
+
+def _plain_sentences(path: Path) -> list[PlainSentence]:
+    lines = enumerate(read_text(path).split("\n"), start=1)
+    found = [
+        _plain_sentence(f"{path}, line {n}", line.strip()) for n, line in lines if line.strip()
+    ]
+    if not found:
+        raise ValueError(f"{path}: the file has no sentence, allowed: at least one")
+    return found
+
+
+def _plain_sentence(place: str, text: str) -> PlainSentence:
+    words = split_words(text)
+    return PlainSentence(place, [w.text for w in words], [], text, [w.start for w in words])
 
 
 def _is_word(word: Any) -> bool:

@@ -84,8 +84,29 @@ class Task(ABC):
             ValueError: If the data are not usable. The message names the file and the line.
         """
 
+    @abstractmethod
+    def unlabelled(self, path: Path) -> str | None:
+        """Return why a part has no labels by which a model can be judged; None if it has labels.
+
+        Test parts are often published so. `learn` was called before.
+
+        Args:
+            path: A file or folder.
+
+        Raises:
+            ValueError: If the data are not usable. The message names the file and the line.
+        """
+
     def learn(self, examples: Sequence[Example]) -> None:  # noqa: B027
         """Take over facts from the whole training part, such as the names of the labels."""
+
+    def weigh(self, examples: Sequence[Example]) -> str | None:
+        """Take over the weights of the labels from the training part without the held-out part.
+
+        Returns:
+            A line that shows the weights to the user; None without weights.
+        """
+        return None
 
     def group(self, example: Example) -> Hashable:
         """Return the group of an example; a group is held out as a whole."""
@@ -107,13 +128,29 @@ class Task(ABC):
     def collate(self, features: Sequence[Feature]) -> Batch:
         """Build a packed batch."""
 
-    def labels_in(self, features: Sequence[Feature]) -> int:
-        """Return the number of labels by which the loss of a batch of sequences is a mean."""
+    def output(self, model: Any, batch: Batch) -> Any:
+        """Call a model with a batch; the loss of its output is None without labels."""
+        return model(**batch)
+
+    def labels_in(self, features: Sequence[Feature]) -> float:
+        """Return the number or the weight of the labels of which the loss is a mean."""
         return len(features)
+
+    def size(self, feature: Feature) -> int:
+        """Return the number of rows of logits of a sequence, by default one for each token."""
+        return len(feature["input_ids"])
 
     @abstractmethod
     def rows(self, output: Any, lengths: list[int]) -> list[Tensor]:
-        """Divide the output of a model into a tensor for each sequence of the batch."""
+        """Divide the output of a model into the logits of each sequence of the batch.
+
+        Args:
+            output: The output of the model.
+            lengths: Numbers of tokens of the sequences.
+
+        Returns:
+            Tensors of shape ``(size, num_labels)``, where `size` gives the number of rows.
+        """
 
     @abstractmethod
     def judge(
@@ -124,7 +161,7 @@ class Task(ABC):
         Args:
             examples: The examples.
             features: Their sequences.
-            rows: The output for each sequence, in fp32 on the CPU.
+            rows: The logits of each sequence as `rows` returns them, in fp32 on the CPU.
 
         Returns:
             The figures, without the loss.

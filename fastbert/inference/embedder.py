@@ -41,7 +41,8 @@ class Embedder:
 
     Raises:
         ValueError: If the checkpoint cannot be loaded, if a file of the folder is not supported,
-            or if `layers` or `combine` is not allowed.
+            if `layers` or `combine` is not allowed, or if `max_length` exceeds the positions of the
+            model.
 
     Examples:
         >>> from fastbert.inference import Embedder
@@ -64,14 +65,14 @@ class Embedder:
     ) -> None:
         """Load the encoder, its tokenizer and the steps after it."""
         folder = checkpoint.find(model)
-        recipe = read_recipe(folder, pooling=pooling, normalize=normalize, max_length=max_length)
+        recipe = read_recipe(folder, pooling=pooling, normalize=normalize)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         with warnings.catch_warnings():
             # A checkpoint without a pooler needs no warning, because nothing reads its output.
             warnings.filterwarnings("ignore", ".*newly initialized: pooler")
             encoder = BertModel.from_pretrained(recipe.encoder, backend=backend)
         self.encoder = encoder.to(self.device).eval()
-        self.tokenizer = LimitedTokenizer(recipe, encoder.config.max_length)
+        self.tokenizer = LimitedTokenizer(recipe, encoder.config.max_length, max_length)
         self.states = LayerStates(layers, combine, len(encoder.encoder.running()) + 1)
         rows_width = self.states.factor * encoder.config.hidden_size
         prompt_length = self.tokenizer.prompt_length()
@@ -116,7 +117,6 @@ def read_recipe(
     *,
     pooling: str | None = None,
     normalize: bool | None = None,
-    max_length: int | None = None,
 ) -> SentenceFolder:
     """Read the steps that turn the rows of an encoder into an embedding.
 
@@ -128,7 +128,6 @@ def read_recipe(
         pooling: The pooling mode; None keeps the modes of the folder.
         normalize: Whether the last step scales the embedding to length 1; None keeps the steps of
             the folder.
-        max_length: Largest number of tokens of a text; None keeps the limit of the folder.
 
     Returns:
         The steps and the settings of the folder.
@@ -148,4 +147,4 @@ def read_recipe(
         others.append(stored.Normalize())
     elif normalize is False and ends_normalised:
         others.pop()
-    return replace(recipe, modules=(first, *others), max_length=max_length or recipe.max_length)
+    return replace(recipe, modules=(first, *others))

@@ -15,22 +15,32 @@ if TYPE_CHECKING:
 class LimitedTokenizer:
     """The tokenizer of a model folder, for texts and pairs, with a limit of tokens.
 
-    The attribute ``limit`` is ``settings.max_length``, or the maximum in
-    ``tokenizer_config.json``, but at most `positions`. The tokenizer puts ``settings.prompt``
-    before the first text. A call takes a tuple of one text or two, and returns an ``Encoded``.
+    The attribute ``limit`` is `max_length`. If it is None, the limit is ``settings.max_length``, or
+    the maximum in ``tokenizer_config.json``, but at most `positions`. The tokenizer puts
+    ``settings.prompt`` before the first text. A call takes a tuple of one text or two, and returns
+    an ``Encoded``.
 
     Args:
         settings: The settings of the model folder.
         positions: Number of positions of the model.
+        max_length: Largest number of tokens of a text.
 
     Raises:
-        ValueError: In a call, if a text has no tokens or if the tokenizer refuses the text.
+        ValueError: If `max_length` exceeds the positions of the model; and in a call, if a text has
+            no tokens or if the tokenizer refuses the text.
     """
 
-    def __init__(self, settings: SentenceFolder, positions: int) -> None:
+    def __init__(
+        self, settings: SentenceFolder, positions: int, max_length: int | None = None
+    ) -> None:
         """Load the tokenizer; warn if the folder has prompts and none of them is the default."""
         from fastbert.data import load_tokenizer, model_max_length
 
+        if max_length is not None and max_length > positions:
+            raise ValueError(
+                f"max_length: got {max_length}, allowed: at most {positions}, the positions of "
+                f"{settings.encoder}"
+            )
         self.folder, self.prompt = settings.encoder, settings.prompt
         if settings.other_prompts:
             names = ", ".join(settings.other_prompts)
@@ -42,7 +52,7 @@ class LimitedTokenizer:
         self.tokenizer: WordPieceTokenizer | JsonTokenizer = load_tokenizer(self.folder)
         if settings.lowercase:
             self.tokenizer.lowercase()
-        limit = settings.max_length or model_max_length(self.folder) or positions
+        limit = max_length or settings.max_length or model_max_length(self.folder) or positions
         self.limit = min(limit, positions)
 
     def __call__(self, texts: tuple[str, ...]) -> Encoded:

@@ -27,8 +27,9 @@ class Embed:
         >>> import ray  # doctest: +SKIP
         >>> from fastbert.integrations.ray import Embed
         >>> texts = ray.data.read_parquet("texts/")  # doctest: +SKIP
-        >>> arguments = {"fn_constructor_args": ("out/demo/model",), "concurrency": 2}
-        >>> texts.map_batches(Embed, batch_size=256, **arguments)  # doctest: +SKIP
+        >>> workers = ray.data.ActorPoolStrategy(size=2)  # doctest: +SKIP
+        >>> arguments = {"fn_constructor_args": ("out/demo/model",), "batch_size": 256}
+        >>> texts.map_batches(Embed, compute=workers, **arguments)  # doctest: +SKIP
     """
 
     def __init__(self, model: str, field: str = "text", **options: Any) -> None:

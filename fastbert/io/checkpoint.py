@@ -182,7 +182,10 @@ def read_settings(path_or_hub_id: str | os.PathLike[str]) -> tuple[BertConfig, l
 
 def _read_content(folder: Path) -> dict[str, Any]:
     if not (folder / CONFIG).is_file():
-        raise FileNotFoundError(f"{folder}: there is no {CONFIG} in this folder")
+        # A training run writes its model into a folder of its own.
+        inner = folder / "model"
+        hint = f"; allowed: {inner}, which has one" if (inner / CONFIG).exists() else ""
+        raise FileNotFoundError(f"{folder}: there is no {CONFIG} in this folder{hint}")
     return json_file.read(folder / CONFIG)
 
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from fastbert.jobs.partial_output import PartialOutput
 from fastbert.jobs.reporter import Reporter
@@ -22,12 +22,21 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-    from fastbert.data import Encoded
     from fastbert.inference.text_batches import LimitedTokenizer
 
 # Lines are sorted by length inside windows of about this many batches. The rows of a window are
 # stored once all of them are computed.
 WINDOW_BATCHES = 8
+
+Line = TypeVar("Line")
+
+
+class Digested(Protocol):
+    """The input of a job, which is known by its digest."""
+
+    @property
+    def digest(self) -> str:
+        """The SHA-256 of the input."""
 
 
 def compute(
@@ -109,21 +118,28 @@ def compute(
     }
 
 
-def windows(lines: Iterable[Encoded], tokens: int) -> Iterator[list[Encoded]]:
+def _tokens_of(line: Any) -> int:
+    return len(line.ids)
+
+
+def windows(
+    lines: Iterable[Line], tokens: int, tokens_of: Callable[[Line], int] = _tokens_of
+) -> Iterator[list[Line]]:
     """Cut consecutive lines into windows.
 
     Args:
         lines: The encoded lines.
         tokens: A window ends as soon as it has this many tokens.
+        tokens_of: Returns the number of tokens of a line; by default that of its ``ids``.
 
     Yields:
         The windows in order.
     """
-    window: list[Encoded] = []
+    window: list[Line] = []
     held = 0
     for line in lines:
         window.append(line)
-        held += len(line.ids)
+        held += tokens_of(line)
         if held >= tokens:
             yield window
             window, held = [], 0
@@ -131,12 +147,12 @@ def windows(lines: Iterable[Encoded], tokens: int) -> Iterator[list[Encoded]]:
         yield window
 
 
-def fingerprint(folders: tuple[Path, ...], texts: Texts, **options: Any) -> dict[str, Any]:
+def fingerprint(folders: tuple[Path, ...], texts: Digested, **options: Any) -> dict[str, Any]:
     """Collect the facts on which the rows of a job depend.
 
     Args:
         folders: The folders of the model, whose files are digested.
-        texts: The lines of INPUT.
+        texts: The lines of INPUT, of which only the digest is read.
         options: Options of the job.
 
     Returns:

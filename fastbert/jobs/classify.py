@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,7 @@ from fastbert import json_file
 from fastbert.jobs.batch_job import compute, fingerprint
 from fastbert.jobs.loading import load_whole, refuse_backend
 from fastbert.jobs.reporter import SILENT, Reporter
-from fastbert.jobs.texts import Texts, blocks, write_parquet
+from fastbert.jobs.texts import Id, Texts, blocks, id_column, write_parquet
 
 if TYPE_CHECKING:
     import numpy as np
@@ -32,7 +31,7 @@ class Classifier:
 
     Raises:
         ValueError: If the checkpoint has no classification head, or a setting that is not
-            supported.
+            supported, or if `max_length` exceeds the positions of the model.
     """
 
     def __init__(self, model: str, *, max_length: int | None, backend: str | None) -> None:
@@ -53,8 +52,7 @@ class Classifier:
             self.labels = label_names(config)
         self.function = score_function(config, settings.activation)
         self.model = _load(settings.encoder, config, backend).to(self.device)
-        settings = replace(settings, max_length=max_length or settings.max_length)
-        self.tokenizer = LimitedTokenizer(settings, config.max_length)
+        self.tokenizer = LimitedTokenizer(settings, config.max_length, max_length)
 
     def __call__(self, batch: dict[str, Any]) -> torch.Tensor:
         """Return the scores of a packed batch, fp32 of shape ``(B, labels)``."""
@@ -196,7 +194,7 @@ def run(
 
     def write(rows: NDArray[np.float32], path: Path) -> None:
         writer = write_jsonl if path.suffix.lower() == ".jsonl" else write_table
-        writer(rows, labels, path)
+        writer(rows, labels, path, texts if texts.id_field else None)
 
     summary = compute(
         texts,
@@ -221,15 +219,19 @@ def run(
     return {**summary, "labels": labels, "function": classifier.function}
 
 
-def results(rows: NDArray[np.float32], labels: list[str]) -> Iterator[dict[str, Any]]:
+def results(
+    rows: NDArray[np.float32], labels: list[str], ids: Iterator[Id] | None = None
+) -> Iterator[dict[str, Any]]:
     """Yield a record for each row of scores.
 
     Args:
         rows: Scores, fp32 of shape ``(count, labels)``.
         labels: The names of the labels.
+        ids: The ids of these rows and of later ones; None gives no ids.
 
     Yields:
-        The best ``label``, its ``score``, and the ``scores`` of all labels by name.
+        The ``id`` if there are ids, the best ``label``, its ``score``, and the ``scores`` of all
+        labels by name.
 
     Examples:
         >>> import numpy as np
@@ -239,31 +241,57 @@ def results(rows: NDArray[np.float32], labels: list[str]) -> Iterator[dict[str, 
     """
     for best, scores in zip(rows.argmax(-1).tolist(), rows.tolist(), strict=True):
         yield {
+            **({} if ids is None else {"id": next(ids)}),
             "label": labels[best],
             "score": scores[best],
             "scores": dict(zip(labels, scores, strict=True)),
         }
 
 
-def write_jsonl(rows: NDArray[np.float32], labels: list[str], path: Path) -> None:
-    """Write the records of `results` to a .jsonl file, one on each line."""
+def write_jsonl(
+    rows: NDArray[np.float32], labels: list[str], path: Path, ids: Texts | None = None
+) -> None:
+    """Write the records of `results` to a .jsonl file, one on each line.
+
+    Args:
+        rows: Scores, fp32 of shape ``(count, labels)``.
+        labels: The names of the labels.
+        path: Path of the file.
+        ids: The texts with the ids of the rows; None writes no ids.
+    """
     with path.open("w", encoding="utf-8") as file:
-        for block in blocks(rows):
-            for result in results(block, labels):
+        for block in _results_of(rows, labels, ids):
+            for result in block:
                 file.write(json.dumps(json_file.jsonable(result), ensure_ascii=False) + "\n")
 
 
-def write_table(rows: NDArray[np.float32], labels: list[str], path: Path) -> None:
+def write_table(
+    rows: NDArray[np.float32], labels: list[str], path: Path, ids: Texts | None = None
+) -> None:
     """Write the records of `results` to a parquet file.
 
-    The column ``scores`` is a struct with a field for each label.
+    The column ``scores`` is a struct with a field for each label. The arguments are those of
+    `write_jsonl`.
     """
     import pyarrow as pa
 
     scores = pa.struct({label: pa.float32() for label in labels})
-    schema = pa.schema({"label": pa.string(), "score": pa.float32(), "scores": scores})
+    rest = {"label": pa.string(), "score": pa.float32(), "scores": scores}
+    schema = pa.schema({**id_column(ids), **rest})
     batches = (
-        pa.RecordBatch.from_pylist(list(results(block, labels)), schema=schema)
-        for block in blocks(rows)
+        pa.RecordBatch.from_pylist(list(block), schema=schema)
+        for block in _results_of(rows, labels, ids)
     )
     write_parquet(path, schema, batches)
+
+
+def _results_of(
+    rows: NDArray[np.float32], labels: list[str], texts: Texts | None
+) -> Iterator[Iterator[dict[str, Any]]]:
+    """Yield the records of `results` in blocks."""
+    ids = None if texts is None else texts.ids()
+    for block in blocks(rows):
+        yield results(block, labels, ids)
+    # The end of the ids tells whether the file has changed.
+    for _ in ids or ():
+        raise AssertionError("each row has an id")

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from fastbert import json_file
-from fastbert.atomic_file import write_atomically
+from fastbert.data.markup import MARKUP
 from fastbert.data.prepared.manifest import Manifest
 from fastbert.jobs.prepare_piece import EDGES, PieceRecord
+from fastbert.picture import picture
 
 SUMMARY, CHART = "summary.json", "lengths.png"
 COUNTS = (
@@ -30,7 +31,8 @@ def summarise(manifest: Manifest, records: Sequence[PieceRecord]) -> dict[str, A
         records: The records of all pieces.
 
     Returns:
-        Counts; the number of lines that were left out, by reason; and for sentences and documents
+        Counts; the number of lines that were left out, by reason; that of the tags and of the parts
+        of markup; and for sentences and documents
         the mean of their lengths in tokens, and the number of each class of lengths. A class is
         named by its smallest length.
     """
@@ -45,6 +47,7 @@ def summarise(manifest: Manifest, records: Sequence[PieceRecord]) -> dict[str, A
         "shards": len(records),
         **counts,
         "documents_without_passage": read - counts["documents"],
+        "markup_left_out": {name: dropped.pop(name, 0) for name in MARKUP},
         "lines_left_out": dict(sorted(dropped.items())),
         "vocabulary": manifest.vocabulary["size"],
         "tokens_per_sentence": counts["tokens"] / counts["sentences"],
@@ -68,6 +71,7 @@ def read_summary(path: Path) -> dict[str, Any]:
     """
     summary = json_file.read(path)
     numbers = {name: summary.get(name) for name in COUNTS + MEANS}
+    numbers |= markup if isinstance(markup := summary.get("markup_left_out"), dict) else {}
     numbers |= left if isinstance(left := summary.get("lines_left_out"), dict) else {"": left}
     for name, value in numbers.items():
         if type(value) not in ((int, float) if name in MEANS else (int,)):
@@ -80,21 +84,16 @@ def read_summary(path: Path) -> dict[str, Any]:
 
 def draw(summary: dict[str, Any], path: Path) -> None:
     """Draw the lengths of sentences and documents as a PNG file."""
-    # The object interface with Agg needs no display and does not change pyplot's global state.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 3.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    for axes, part in zip(figure.subplots(1, 2), ("sentences", "documents"), strict=True):
-        classes = summary["lengths"][part]
-        starts = [int(start) for start in classes]
-        ends = [EDGES[EDGES.index(start) + 1] for start in starts]
-        widths = [end - start for start, end in zip(starts, ends, strict=True)]
-        axes.bar(starts, list(classes.values()), widths, align="edge", edgecolor="white")
-        mean = summary[f"tokens_per_{part[:-1]}"]
-        axes.axvline(mean, color="gray", linestyle=":", label=f"mean {mean:,.1f}")
-        axes.set(xscale="log", title=f"{summary[part]:,} {part}", xlabel="tokens", ylabel="number")
-        axes.grid(alpha=0.3)
-        axes.legend()
-    write_atomically(path, lambda temporary: figure.savefig(temporary, dpi=120))
+    with picture(path, 11, 3.5) as figure:
+        for axes, part in zip(figure.subplots(1, 2), ("sentences", "documents"), strict=True):
+            classes = summary["lengths"][part]
+            starts = [int(start) for start in classes]
+            ends = [EDGES[EDGES.index(start) + 1] for start in starts]
+            widths = [end - start for start, end in zip(starts, ends, strict=True)]
+            axes.bar(starts, list(classes.values()), widths, align="edge", edgecolor="white")
+            mean = summary[f"tokens_per_{part[:-1]}"]
+            axes.axvline(mean, color="gray", linestyle=":", label=f"mean {mean:,.1f}")
+            title = f"{summary[part]:,} {part}"
+            axes.set(xscale="log", title=title, xlabel="tokens", ylabel="number")
+            axes.grid(alpha=0.3)
+            axes.legend()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastbert.jobs.batch_job import compute, fingerprint
 from fastbert.jobs.reporter import SILENT, Reporter
-from fastbert.jobs.texts import Texts, blocks, write_parquet
+from fastbert.jobs.texts import Texts, blocks, id_column, write_parquet
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,7 +31,8 @@ def run(
     Args:
         model: Folder or hub id of a checkpoint.
         texts: The lines of INPUT, one text each.
-        target: A .npy or .parquet file. It appears once it is complete.
+        target: A .npy or .parquet file. It appears once it is complete. A .parquet has the column
+            ``id`` if the texts have ids.
         reporter: Receives notes and progress.
         options: The keyword arguments of `fastbert.inference.Embedder`.
 
@@ -45,6 +47,10 @@ def run(
 
     embedder = Embedder(model, **options)
     facts = facts_of(embedder, options.get("backend"))
+
+    def write(rows: NDArray[np.float32], path: Path) -> None:
+        write_embeddings(rows, path, texts if texts.id_field else None)
+
     summary = compute(
         texts,
         target,
@@ -59,7 +65,7 @@ def run(
             command="encode",
             **facts,
         ),
-        write=None if target.suffix.lower() == ".npy" else write_embeddings,
+        write=None if target.suffix.lower() == ".npy" else write,
         reporter=reporter,
     )
     told = {name: facts[name] for name in ("layers", "combine", "pooling", "normalize")}
@@ -87,32 +93,42 @@ def facts_of(embedder: Embedder, backend: str | None) -> dict[str, Any]:
     }
 
 
-def write_embeddings(rows: NDArray[np.float32], path: Path) -> None:
-    """Write embeddings to a parquet file with the column ``embedding``.
+def write_embeddings(rows: NDArray[np.float32], path: Path, ids: Texts | None = None) -> None:
+    """Write embeddings to a parquet file with the column ``embedding``, and ``id`` before it.
 
     Args:
         rows: Embeddings, fp32 of shape ``(count, width)``. A value of the column is a list of fp32
             of the fixed size ``width``.
         path: Path of the file.
+        ids: The texts with the ids of the rows; None writes no ids.
     """
-    write_parts(blocks(rows), rows.shape[1], path)
+    write_parts(blocks(rows), rows.shape[1], path, ids)
 
 
-def write_parts(parts: Iterable[NDArray[np.float32]], width: int, path: Path) -> None:
+def write_parts(
+    parts: Iterable[NDArray[np.float32]], width: int, path: Path, ids: Texts | None = None
+) -> None:
     """Write embeddings as `write_embeddings` does, one part after another.
 
     Args:
         parts: Consecutive embeddings, fp32 of shape ``(count, width)``.
         width: Number of values of an embedding.
         path: Path of the file.
+        ids: As in `write_embeddings`.
     """
     import pyarrow as pa
 
-    schema = pa.schema({"embedding": pa.list_(pa.float32(), width)})
+    named = id_column(ids)
+    schema = pa.schema({**named, "embedding": pa.list_(pa.float32(), width)})
 
     def batches() -> Iterator[Any]:
+        own = ids.ids() if ids is not None else iter(())
         for part in parts:
-            column = pa.FixedSizeListArray.from_arrays(pa.array(part.ravel()), width)
-            yield pa.record_batch([column], schema=schema)
+            columns = [pa.array(list(islice(own, len(part))), kind) for kind in named.values()]
+            columns.append(pa.FixedSizeListArray.from_arrays(pa.array(part.ravel()), width))
+            yield pa.record_batch(columns, schema=schema)
+        # The end of the ids tells whether the file has changed.
+        for _ in own:
+            raise AssertionError("each embedding has an id")
 
     write_parquet(path, schema, batches())

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,6 +18,7 @@ from fastbert.jobs.batch_job import digest_of_model
 from fastbert.jobs.encode import facts_of, write_parts
 from fastbert.jobs.reporter import SILENT, Reporter
 from fastbert.jobs.texts import FORMATS, Texts
+from fastbert.text_file import content_name, content_suffix
 from fastbert.version import __version__
 
 if TYPE_CHECKING:
@@ -32,12 +33,20 @@ WORKER_CORES = 2
 
 
 class Shard(NamedTuple):
-    """A file of texts: its path, the fields to read, the number of texts and their digest."""
+    """A file of texts: its path, the fields to read, the number of texts and their digest.
+
+    The digest is that of `Texts`, with the ids if there is a field of ids.
+    """
 
     path: Path
     fields: tuple[str, ...]
     texts: int
     digest: str
+
+    @classmethod
+    def of(cls, texts: Texts) -> Shard:
+        """Return the facts of a file that has been read."""
+        return cls(texts.path.resolve(), texts.fields, texts.count, texts.digest)
 
 
 def run(
@@ -47,6 +56,7 @@ def run(
     *,
     address: str = "auto",
     field: str = "text",
+    id_field: str | None = None,
     reporter: Reporter = SILENT,
     **options: Any,
 ) -> dict[str, Any]:
@@ -57,11 +67,14 @@ def run(
 
     Args:
         model: Folder or hub id of a checkpoint, which every machine of the cluster can read.
-        source: A folder of .txt, .jsonl and .parquet files, which every machine can read.
+        source: A folder of .txt, .jsonl, .csv, .tsv and .parquet files, which every machine can
+            read.
         target: The folder of the embeddings, and of manifest.json with the model and the options.
         address: The address of a cluster. ``auto`` is the running cluster, and a new one on this
             machine if there is none.
         field: Name of the field or column that has the text.
+        id_field: Name of the field or column of the ids, which the files of embeddings then have in
+            the column ``id``; None writes no ids.
         reporter: Receives notes and progress.
         options: The keyword arguments of `fastbert.inference.Embedder`.
 
@@ -77,7 +90,8 @@ def run(
     ray = _require_ray()
     from fastbert.inference import Embedder
 
-    shards = _shards(source, field, reporter)
+    texts = _texts(source, field, id_field, reporter)
+    shards = {name: Shard.of(found) for name, found in texts.items()}
     # A wrong model or option is an error before any work. The workers have models of their own.
     embedder = Embedder(model, **options)
     width, folders = embedder.width, embedder.folders
@@ -89,6 +103,7 @@ def run(
             "fastbert": __version__,
             "model": [digest_of_model(folder) for folder in dict.fromkeys(folders)],
             "field": field,
+            "id_field": id_field,
             **facts,
             "texts": {name: shard.digest for name, shard in shards.items()},
         },
@@ -103,12 +118,22 @@ def run(
     if missing:
         with _cluster(ray, address), reporter.progress(total, total - left) as advance:
             workers, resources = _workers(ray)
-            reporter.note(f"{workers} workers of Ray, each with {resources}")
-            rows = Rows(_embeddings(ray, missing, (model, field), options, workers, resources))
-            for name, shard in missing.items():
-                parts = rows.take(shard.texts, advance)
-                path = target / f"{name}.parquet"
-                atomic_file.write_atomically(path, _write(parts, width))
+            reserved = ", ".join(f"{name}={count}" for name, count in resources.items())
+            reporter.note(
+                f"{workers} workers of Ray with {reserved} load the model; Ray gives them a low "
+                "priority (niceness 15, unless RAY_worker_niceness is set), so that the first "
+                "texts may take minutes while other programs use the cores"
+            )
+            # Ray's iterator of the batches must end before the connection to the cluster does.
+            with closing(
+                _embeddings(ray, missing, (model, field), id_field, options, workers, resources)
+            ) as batches:
+                rows = Rows(batches)
+                for name, shard in missing.items():
+                    parts = rows.take(shard.texts, advance)
+                    path = target / f"{name}.parquet"
+                    ids = texts[name] if id_field else None
+                    atomic_file.write_atomically(path, _write(parts, width, ids))
     seconds = time.perf_counter() - start
     return {
         "output": target,
@@ -159,8 +184,10 @@ class Rows:
             advance(len(part))
 
 
-def _write(parts: Iterator[NDArray[np.float32]], width: int) -> Callable[[Path], None]:
-    return lambda path: write_parts(parts, width, path)
+def _write(
+    parts: Iterator[NDArray[np.float32]], width: int, ids: Texts | None
+) -> Callable[[Path], None]:
+    return lambda path: write_parts(parts, width, path, ids)
 
 
 def _require_ray() -> Any:
@@ -172,25 +199,25 @@ def _require_ray() -> Any:
     return ray
 
 
-def _shards(source: Path, field: str, reporter: Reporter) -> dict[str, Shard]:
+def _texts(source: Path, field: str, id_field: str | None, reporter: Reporter) -> dict[str, Texts]:
     """Check and count the texts of all files of INPUT, by their names without suffix, sorted."""
     if not source.is_dir():
         raise ValueError(f"INPUT: got {str(source)!r}, allowed with --ray: a folder of files")
-    shards: dict[str, Shard] = {}
+    found: dict[str, Texts] = {}
     for path in sorted(source.iterdir()):
-        suffix = path.suffix.lower()
+        suffix, stem = content_suffix(path), Path(content_name(path)).stem
         if suffix not in FORMATS or path.name.startswith("."):
             continue
-        if path.stem in shards:
+        if stem in found:
             raise ValueError(
-                f"INPUT: got {shards[path.stem].path.name} and {path.name} in {source}, allowed: "
+                f"INPUT: got {found[stem].path.name} and {path.name} in {source}, allowed: "
                 "names that differ without their suffixes, because each becomes a .parquet"
             )
-        texts = Texts(path, ("text",) if suffix == ".txt" else (field,), reporter)
-        shards[path.stem] = Shard(path.resolve(), texts.fields, texts.count, texts.digest)
-    if not shards:
+        fields = ("text",) if suffix == ".txt" else (field,)
+        found[stem] = Texts(path, fields, reporter, id_field)
+    if not found:
         raise ValueError(f"INPUT: {str(source)!r} has no {', '.join(FORMATS)} file, allowed: some")
-    return shards
+    return found
 
 
 def _begin(target: Path, facts: dict[str, Any]) -> None:
@@ -241,11 +268,12 @@ def _workers(ray: Any) -> tuple[int, dict[str, int]]:
     return cores // each, {"num_cpus": each}
 
 
-def read_shards(batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def read_shards(batch: dict[str, Any], id_field: str | None = None) -> Iterator[dict[str, Any]]:
     """Read the texts of some shards, in a worker.
 
     Args:
         batch: Columns with the values of `Shard`, and ``field``, the column of the texts.
+        id_field: As in `run`; the digests are those of the texts with these ids.
 
     Yields:
         Batches with the column of the texts.
@@ -256,7 +284,7 @@ def read_shards(batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
     for path, fields, field, digest in zip(
         batch["path"], batch["fields"], batch["field"], batch["digest"], strict=True
     ):
-        texts = Texts(Path(path), tuple(fields))
+        texts = Texts(Path(path), tuple(fields), id_field=id_field)
         if texts.digest != digest:
             raise ValueError(f"INPUT: {path} changed while it was read, allowed: no change")
         held: list[str] = []
@@ -273,10 +301,11 @@ def _embeddings(
     ray: Any,
     shards: dict[str, Shard],
     arguments: tuple[str, str],
+    id_field: str | None,
     options: dict[str, Any],
     workers: int,
     resources: dict[str, int],
-) -> Iterator[NDArray[np.float32]]:
+) -> Generator[NDArray[np.float32], None, None]:
     """Yield the embeddings of all texts of all shards in order, in batches."""
     from fastbert.integrations.ray import Embed
 
@@ -291,6 +320,7 @@ def _embeddings(
     embedded = texts.map_batches(
         # Reading reserves no core, because the workers have reserved all of them.
         read_shards,
+        fn_kwargs={"id_field": id_field},
         batch_size=1,
         num_cpus=0,
     ).map_batches(
@@ -298,7 +328,7 @@ def _embeddings(
         batch_size=BATCH_TEXTS,
         fn_constructor_args=arguments,
         fn_constructor_kwargs=options,
-        concurrency=workers,
+        compute=ray.data.ActorPoolStrategy(size=workers),
         **resources,
     )
     try:

@@ -7,10 +7,12 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastbert import json_file
+from fastbert.atomic_file import naming
 from fastbert.folder_lock import lock, unlock
 from fastbert.jobs.reporter import SILENT, Reporter
 
@@ -77,7 +79,9 @@ class PartialOutput:
 
     def __exit__(self, *_: Any) -> None:
         """Report kept rows, or remove a folder without valid rows, and unlock the folder."""
-        self._file.close()
+        # Rows in the buffer of the file, after a write that failed, are not among the valid rows.
+        with suppress(OSError):
+            self._file.close()
         if self.done:
             self.reporter.note(
                 f"stopped: {self.done:,} of {self.shape[0]:,} rows are kept in {self.folder}; "
@@ -93,9 +97,13 @@ class PartialOutput:
         Args:
             rows: fp32 of shape ``(n, width)``.
             counts: Numbers that are added to ``totals`` and stored with the rows.
+
+        Raises:
+            OSError: If the rows cannot be written. The error names the file.
         """
-        self._file.write(rows.tobytes())
-        _flush(self._file)
+        with naming(self.folder / ROWS):
+            self._file.write(rows.tobytes())
+            _flush(self._file)
         self.done += len(rows)
         self.totals.update(counts)
         self._write_state()
@@ -113,9 +121,10 @@ class PartialOutput:
         whole = self.folder / ROWS
         if write is not None:
             whole = self.folder / f"{WHOLE}{self.target.suffix}"
-            write(np.load(self.folder / ROWS, mmap_mode="r"), whole)
-            with whole.open("rb+") as file:
-                _flush(file)
+            with naming(whole):
+                write(np.load(self.folder / ROWS, mmap_mode="r"), whole)
+                with whole.open("rb+") as file:
+                    _flush(file)
         os.replace(whole, self.target)
         self.discard()
 
@@ -157,10 +166,12 @@ class PartialOutput:
     def _open(self) -> Any:
         """Open the .npy file with its header written, cut after the valid rows."""
         self._write_state()
-        file = (self.folder / ROWS).open("rb+" if self.done else "wb+")
-        file.write(self._header())
-        file.truncate(self._size(self.done))
-        file.seek(0, os.SEEK_END)
+        path = self.folder / ROWS
+        file = path.open("rb+" if self.done else "wb+")
+        with naming(path):
+            file.write(self._header())
+            file.truncate(self._size(self.done))
+            file.seek(0, os.SEEK_END)
         return file
 
     def _header(self) -> bytes:

@@ -5,36 +5,53 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastbert import json_file
 from fastbert.jobs.reporter import SILENT, Reporter
+from fastbert.text_file import content_suffix, lines_in_utf8
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-FORMATS = (".txt", ".jsonl", ".parquet")
+SEPARATED = (".csv", ".tsv")
+FORMATS = (".txt", ".jsonl", *SEPARATED, ".parquet")
+LARGEST_ID = 1 << 63
+
+Id = str | int
+
+
+class Row(NamedTuple):
+    """The values of a line that were asked for, and the file and line for messages."""
+
+    place: str
+    values: tuple[Any, ...]
 
 
 class Texts:
-    r"""The texts of a .txt, .jsonl or .parquet file.
+    r"""The texts of a .txt, .jsonl, .csv, .tsv or .parquet file, and the ids of its lines.
 
-    An iteration yields a tuple for each line, with a text for each field. It may be repeated, and
-    at most a block of lines is in memory. The attributes ``count`` and ``digest`` are the number of
-    lines and the SHA-256 digest of the texts in the last complete iteration. The first iteration
+    An iteration yields a tuple for each line, with a text for each field. It may be repeated. At
+    most a block of lines is in memory, except for a .csv or .tsv, which is in memory as a whole.
+    The attributes ``count`` and ``digest`` are the number of lines and the SHA-256 digest of the
+    texts, and of the ids if there are any, in the last complete iteration. The first iteration
     takes place in the constructor.
 
     Args:
-        path: Path of the file.
-        fields: Names of the fields of a .jsonl file or of the columns of a .parquet file. A .txt
-            file has the only field "text", which is its line.
+        path: Path of the file. All but a .parquet file may be compressed, and in UTF-16 with a byte
+            order mark; see `read_text`.
+        fields: Names of the fields of a .jsonl file or of the columns of a .csv, .tsv or .parquet
+            file. A .txt file has the only field "text", which is its line.
         reporter: Its ``reading`` is entered while the file is read for the first time.
+        id_field: Name of the field or column of the ids, which are texts or integers, but not both
+            in one file; None means that there are no ids. The attribute ``id_type`` is ``str`` or
+            ``int``, or None without ids.
 
     Raises:
         FileNotFoundError: If there is no such file.
-        ValueError: If the file has another suffix or no lines, or if a field is not a text in
-            Unicode. The message names the line.
+        ValueError: If the file has another suffix or no lines, if a field is not a text in Unicode,
+            or if an id is not allowed. The message names the line.
         ImportError: If the file is a .parquet file and pyarrow is not installed.
 
     Examples:
@@ -47,17 +64,25 @@ class Texts:
         [('one',), ('two',)]
     """
 
-    def __init__(self, path: Path, fields: tuple[str, ...], reporter: Reporter = SILENT) -> None:
+    def __init__(
+        self,
+        path: Path,
+        fields: tuple[str, ...],
+        reporter: Reporter = SILENT,
+        id_field: str | None = None,
+    ) -> None:
         """Check the arguments and read the file once."""
-        if path.suffix.lower() not in FORMATS:
+        if content_suffix(path) not in FORMATS:
             raise ValueError(f"INPUT: got {str(path)!r}, allowed: a {', '.join(FORMATS)} file")
-        if path.suffix.lower() == ".txt" and fields != ("text",):
+        if content_suffix(path) == ".txt" and (fields != ("text",) or id_field is not None):
+            given = ", ".join(fields if id_field is None else (*fields, id_field))
             raise ValueError(
-                f"--field, --pair-field: got {', '.join(fields)} of a .txt, "
-                "allowed: fields of a .jsonl or columns of a .parquet"
+                f"--field, --pair-field, --id-field: got {given} of a .txt, "
+                "allowed: fields of a .jsonl or columns of a .csv, .tsv or .parquet"
             )
-        self.path, self.fields = path, fields
+        self.path, self.fields, self.id_field = path, fields, id_field
         self.count, self.digest = 0, ""
+        self.id_type: type | None = None
         with reporter.reading(path):
             for _ in self:
                 pass
@@ -66,53 +91,107 @@ class Texts:
 
     def __iter__(self) -> Iterator[tuple[str, ...]]:
         """Yield the texts of each line; at the end, set ``count`` and ``digest``."""
-        readers = {".txt": self._lines, ".jsonl": self._objects, ".parquet": self._rows}
+        for texts, _ in self._read():
+            yield texts
+
+    def ids(self) -> Iterator[Id]:
+        """Yield the id of each line, from another iteration of the file.
+
+        Raises:
+            ValueError: At the end, if the file is not that of the last complete iteration.
+        """
+        digest = self.digest
+        for _, own in self._read():
+            assert own is not None
+            yield own
+        if self.digest != digest:
+            raise ValueError(f"INPUT: {self.path} changed while it was read, allowed: no change")
+
+    def _read(self) -> Iterator[tuple[tuple[str, ...], Id | None]]:
+        """Yield the checked texts of each line with its id."""
+        readers = {
+            ".txt": self._lines,
+            ".jsonl": self._objects,
+            ".parquet": self._rows,
+            **dict.fromkeys(SEPARATED, self._records),
+        }
+        # A column may be named twice, as the text and as the id.
+        names = dict.fromkeys((*self.fields, *([self.id_field] if self.id_field else ())))
+        columns = tuple(names)
         digest, count = hashlib.sha256(), 0
-        for count, values in enumerate(readers[self.path.suffix.lower()](), 1):
-            for field, value in zip(self.fields, values, strict=True):
-                digest.update(self._checked(field, value, count))
-            yield values
+        for count, row in enumerate(readers[content_suffix(self.path)](columns), 1):
+            found = dict(zip(columns, row.values, strict=True))
+            for field in self.fields:
+                digest.update(self._checked(row.place, field, found[field]))
+            own = None
+            if self.id_field is not None:
+                own = self._checked_id(row.place, found[self.id_field], first=count == 1)
+                digest.update(self._checked(row.place, self.id_field, str(own)))
+            yield tuple(found[field] for field in self.fields), own
         self.count, self.digest = count, digest.hexdigest()
 
-    def _checked(self, field: str, value: Any, number: int) -> bytes:
+    def _checked(self, place: str, field: str, value: Any) -> bytes:
         """Return a text in UTF-8 after its length, so that no two inputs give the same bytes."""
-        place = f"INPUT: {self.path}, line {number}"
         if not isinstance(value, str):
             wanted = "an object with a string field" if self._is_jsonl else "a string in the column"
-            raise ValueError(f"{place}: expected {wanted} {field}")
+            raise ValueError(f"INPUT: {place}: expected {wanted} {field}")
         try:
             text = value.encode()
         except UnicodeEncodeError as error:
-            raise ValueError(f"{place}: expected text in UTF-8") from error
+            raise ValueError(f"INPUT: {place}: expected text in UTF-8") from error
         return b"%d:%b" % (len(text), text)
+
+    def _checked_id(self, place: str, value: Any, *, first: bool) -> Id:
+        """Return an id; the first id decides whether all of them are texts or integers."""
+        kind = type(value)
+        sound = kind is str or (kind is int and -LARGEST_ID <= value < LARGEST_ID)
+        if first and sound:
+            self.id_type = kind
+        if not sound or kind is not self.id_type:
+            allowed = "a text or an integer of 64 bits, of one type in all lines"
+            raise ValueError(
+                f"INPUT: {place}: got {value!r:.100} in {self.id_field}, allowed: {allowed}"
+            )
+        return value
 
     @property
     def _is_jsonl(self) -> bool:
-        return self.path.suffix.lower() == ".jsonl"
+        return content_suffix(self.path) == ".jsonl"
 
-    def _lines(self) -> Iterator[tuple[str]]:
+    def _lines(self, _: tuple[str, ...]) -> Iterator[Row]:
         # Bytes that are not UTF-8 become surrogates, which `_checked` refuses with the number of
         # the line.
-        with self.path.open(encoding="utf-8-sig", errors="surrogateescape") as file:
-            for line in file:
-                yield (line.rstrip("\n"),)
+        for number, line in enumerate(lines_in_utf8(self.path), 1):
+            text = line.decode("utf-8", "surrogateescape")
+            yield Row(f"{self.path}, line {number}", (text.removesuffix("\n").removesuffix("\r"),))
 
-    def _objects(self) -> Iterator[tuple[Any, ...]]:
-        for (line,) in self._lines():
+    def _objects(self, fields: tuple[str, ...]) -> Iterator[Row]:
+        for place, (line,) in self._lines(fields):
             try:
                 content = json_file.parse(line)
-            except ValueError:
-                content = None
+            except ValueError as error:
+                wanted = f"expected an object with a string field {fields[0]}"
+                raise ValueError(f"INPUT: {place}: {wanted}: {error}") from error
             if not isinstance(content, dict):
                 content = {}
-            yield tuple(content.get(field) for field in self.fields)
+            yield Row(place, tuple(content.get(field) for field in fields))
 
-    def _rows(self) -> Iterator[tuple[Any, ...]]:
+    def _records(self, fields: tuple[str, ...]) -> Iterator[Row]:
+        from fastbert.data.records import read_records
+
+        try:
+            for place, values in read_records(self.path, fields):
+                yield Row(place, values)
+        except ValueError as error:
+            raise ValueError(f"INPUT: {error}") from error
+
+    def _rows(self, fields: tuple[str, ...]) -> Iterator[Row]:
         require_parquet("INPUT")
         from fastbert.data.parquet_file import read_rows
 
         try:
-            yield from read_rows(self.path, self.fields)
+            for number, values in enumerate(read_rows(self.path, fields), 1):
+                yield Row(f"{self.path}, line {number}", values)
         except ValueError as error:
             raise ValueError(f"INPUT: {error}") from error
 
@@ -131,11 +210,23 @@ def check_output(target: Path, source: Path, formats: tuple[str, ...]) -> None:
     """
     if target.suffix.lower() not in formats:
         raise ValueError(f"OUT: got {str(target)!r}, allowed: a name in {' or '.join(formats)}")
-    if target.is_dir() or target.resolve() == source.resolve():
-        what = "a folder" if target.is_dir() else "INPUT itself"
-        raise ValueError(f"OUT: got {str(target)!r}, {what}; allowed: another name")
+    refuse_replacing(target, source, "OUT", "INPUT itself")
     if target.suffix.lower() == ".parquet":
         require_parquet("OUT")
+
+
+def refuse_replacing(target: Path, source: Path, argument: str, itself: str) -> None:
+    """Raise ValueError if a file cannot be written without the loss of a folder or of its source.
+
+    Args:
+        target: The file that is written.
+        source: The file or folder that is read.
+        argument: Name of the argument `target`, for the message.
+        itself: What `source` is called in the message.
+    """
+    if target.is_dir() or target.resolve() == source.resolve():
+        what = "a folder" if target.is_dir() else itself
+        raise ValueError(f"{argument}: got {str(target)!r}, {what}; allowed: another name")
 
 
 def require_parquet(argument: str) -> Any:
@@ -157,6 +248,17 @@ def require_parquet(argument: str) -> Any:
             f"{argument}: parquet needs pyarrow; install it, or fastbert's extra 'train'"
         ) from error
     return parquet
+
+
+def id_column(ids: Texts | None) -> dict[str, Any]:
+    """Return the columns that the ids add to a parquet file, by name, with their types of pyarrow.
+
+    Args:
+        ids: The texts whose ids the file receives; None gives no column.
+    """
+    import pyarrow as pa
+
+    return {} if ids is None else {"id": pa.int64() if ids.id_type is int else pa.string()}
 
 
 def write_parquet(path: Path, schema: Any, batches: Iterable[Any]) -> None:

@@ -38,6 +38,22 @@ class Attempts:
         self.failures.pop(what, None)
         return True
 
+    def draw(self, what: str, draw: Callable[[], object]) -> bool:
+        """Call `draw` as `__call__` does; no error of the drawing itself ends the run.
+
+        Such an error is shown and not kept, because the results are complete without the picture.
+
+        Args:
+            what: Name of the picture, for messages.
+            draw: Draws the picture into its file.
+        """
+        try:
+            return self(what, draw)
+        except Exception as error:
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            self._say(f"{what} could not be drawn: {reason:.500}")
+            return False
+
     def check(self, kept: str) -> None:
         """Raise OSError if a target is not written; the message names it and the `kept` files."""
         if self.failures:

@@ -11,6 +11,14 @@ from torch import Tensor
 Place = tuple[int, int]
 
 
+class Diverged(RuntimeError, FloatingPointError):
+    """A loss or a gradient is not finite.
+
+    It is a RuntimeError for callers in Python, and the command line shows it as one line because it
+    is a FloatingPointError.
+    """
+
+
 class Divergence:
     """Watches the gradients of a run.
 

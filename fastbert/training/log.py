@@ -11,6 +11,7 @@ from typing import Any
 from fastbert import json_file
 from fastbert.atomic_file import write_atomically
 from fastbert.file_size import check_file
+from fastbert.picture import picture
 
 LOG, CURVES = "log.jsonl", "curves.png"
 # A log of a million rows has 300 MB.
@@ -133,34 +134,41 @@ def plot_curves(rows: list[LogRow], path: Path, panels: Mapping[str, str] = PANE
     """Draw figures of the log against the step.
 
     Args:
-        rows: The rows of the log. A row without the figure of a panel gives no point in it.
-        path: The PNG file.
+        rows: The rows of the log. A row without the figure of a panel gives no point in it. The
+            last row whose entry ``best`` is True, and a row with the event ``"stop"``, are marked
+            by vertical lines.
+        path: The PNG file, which appears complete or not at all.
         panels: The title of each panel by the name of its figure; their number is even.
     """
-    # The object interface with Agg needs no display and does not change pyplot's global state.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     lines = len(panels) // 2
-    figure = Figure(figsize=(11, 3.5 * lines), layout="constrained")
-    FigureCanvasAgg(figure)
-    for axes, (name, title) in zip(figure.subplots(lines, 2).flat, panels.items(), strict=True):
-        for event, style in (("train", "-"), ("evaluation", "o--")):
-            chosen = [row for row in rows if row["event"] == event and name in row]
-            points = [(row["step"], row[name]) for row in chosen]
-            if points:
-                label = "training" if event == "train" else "held-out"
-                axes.plot(*zip(*points, strict=True), style, label=label)
-        baselines = [row[BASELINE] for row in rows if BASELINE in row]
-        if name == "mlm_accuracy" and baselines:
-            axes.axhline(baselines[-1], color="gray", linestyle=":", label="most frequent token")
-        axes.set(title=title, xlabel="step")
-        axes.grid(alpha=0.3)
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend()
-    partial = path.with_suffix(".partial.png")
-    try:
-        figure.savefig(partial, dpi=120)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with picture(path, 11, 3.5 * lines) as figure:
+        for axes, (name, title) in zip(figure.subplots(lines, 2).flat, panels.items(), strict=True):
+            _draw_panel(axes, rows, name)
+            axes.set(title=title, xlabel="step")
+            axes.grid(alpha=0.3)
+            if axes.get_legend_handles_labels()[0]:
+                axes.legend()
+
+
+def _draw_panel(axes: Any, rows: list[LogRow], name: str) -> None:
+    for event, style in (("train", "C0-"), ("evaluation", "C1o--")):
+        chosen = [row for row in rows if row["event"] == event and name in row]
+        points = [(row["step"], row[name]) for row in chosen]
+        if points:
+            label = "training" if event == "train" else "held-out"
+            axes.plot(*zip(*points, strict=True), style, label=label)
+    baselines = [row[BASELINE] for row in rows if BASELINE in row]
+    if name == "mlm_accuracy" and baselines:
+        axes.axhline(baselines[-1], color="gray", linestyle=":", label="most frequent token")
+    for step, label, style in _marks(rows):
+        axes.axvline(step, color="black", linewidth=1.2, linestyle=style, label=label)
+
+
+def _marks(rows: list[LogRow]) -> list[tuple[int, str, str]]:
+    """Return the step, the label and the line style of each vertical line of the curves."""
+    best = [row["step"] for row in rows if row.get("best") is True]
+    stops = [row["step"] for row in rows if row["event"] == "stop"]
+    return [
+        *((step, f"best (step {step})", ":") for step in best[-1:]),
+        *((step, f"stopped early (step {step})", "-.") for step in stops),
+    ]

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from fastbert.modules import BertForMaskedLM, BertForPreTraining
 from fastbert.training import state
 from fastbert.training.average import WeightAverage
+from fastbert.training.divergence import Diverged
 from fastbert.training.evaluate import Batch, MaskedPredictions, evaluate, to_device
 from fastbert.training.graphs import GraphedStep, graphed_step
 from fastbert.training.log import LogRow
@@ -241,10 +242,10 @@ class PretrainingRun(Run):
             named = f"batch {batch}" if last == batch else f"batches {batch} to {last}"
             raise self._diverged(f"the gradient of {named} of epoch {epoch} is not finite")
 
-    def _diverged(self, what: str) -> RuntimeError:
-        return RuntimeError(
+    def _diverged(self, what: str) -> Diverged:
+        return Diverged(
             f"{what} at step {self.step + 1}: training diverged; lower learning_rate "
-            f"({self.options.learning_rate}) or raise warmup"
+            f"({self.options.learning_rate}) or raise warmup ({self.options.warmup})"
         )
 
     def row(self, norm: float) -> LogRow:

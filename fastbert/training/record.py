@@ -49,7 +49,8 @@ class Record:
         log = self.log
         if log is not None:
             self.attempt(LOG, log.close)
-            self.attempt(CURVES, lambda: plot_curves(log.rows, self.folder / CURVES, self.panels))
+            curves = self.folder / CURVES
+            self.attempt.draw(CURVES, lambda: plot_curves(log.rows, curves, self.panels))
 
     def kept(self, saved: int) -> str:
         """Name the files that the run leaves, for messages.

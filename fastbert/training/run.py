@@ -131,6 +131,10 @@ class Run(ABC):
     def evaluate(self, record: Record) -> None:
         """Evaluate the model after the current step, and record the figures."""
 
+    def has_ended(self) -> bool:
+        """Return whether no step is left to make."""
+        return self.step == self.total
+
     @abstractmethod
     def content(self) -> dict[str, Any]:
         """Return the plain data that a checkpoint needs."""
@@ -231,7 +235,7 @@ class Run(ABC):
         Returns:
             The number of the signal that stopped the run, or 0.
         """
-        if self.step == self.total:
+        if self.has_ended():
             self._complete(record.attempt)
             return 0
         self.train_mode()
@@ -254,7 +258,7 @@ class Run(ABC):
             if self.saves() or stop or self.is_late():
                 self.save(record.attempt)
             self.step += 1
-            if stop or self.step == self.total:
+            if stop or self.has_ended():
                 return stop
         raise AssertionError("the batches end before the steps")
 

@@ -5,6 +5,7 @@ A checkpoint has these files, none of which is a pickle:
 - ``weights.safetensors``: the parameters and buffers of the model.
 - ``optimizer.safetensors``: the state of the optimizer.
 - ``average.safetensors``: the moving average of the weights, if the run keeps one.
+- ``best.safetensors``: the weights after the best evaluation, if the run keeps them.
 - ``processes.safetensors``: random-number states and sums of the log, with a row per process.
 - the files of the tokenizer.
 - ``state.json``: everything else, with the SHA-256 of each file.

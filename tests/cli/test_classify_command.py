@@ -225,3 +225,45 @@ def test_labels_without_names(refused, classifier, names, message):
     content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     (folder / "config.json").write_text(json.dumps({**content, "id2label": names}))
     assert message in refused("classify", folder, "--text", "a")
+
+
+def test_a_full_disk_names_the_file(run, classifier, tmp_path):
+    """A limit on the size of a file fails as a full disk does."""
+    resource = pytest.importorskip("resource")
+    source, target = tmp_path / "texts.txt", tmp_path / "labels.jsonl"
+    source.write_text("the dog ran.\n" * 300)
+    folder, before = classifier(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+    try:
+        result = run("classify", folder, source, target)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert result.exit_code == 2
+    error = result.output.strip().splitlines()[-1]
+    assert error.startswith("error: [Errno 27]")
+    assert error.endswith(f": '{target}.partial/whole.jsonl'")
+    assert not target.exists()
+    assert "resuming after 300 of 300 rows" in run("classify", folder, source, target).output
+
+
+@pytest.mark.parametrize("target", ["labels.jsonl", "labels.parquet"])
+def test_a_csv_with_ids(run, refused, classifier, tmp_path, target):
+    folder, source = classifier(), tmp_path / "texts.csv"
+    rows = zip(TEXTS, SECONDS, strict=True)
+    lines = (f'{i}0,"{text}","{second}"\n' for i, (text, second) in enumerate(rows))
+    source.write_text("key,text,text_pair\n" + "".join(lines))
+    options = ("--pair-field", "text_pair")
+    result = run("classify", folder, source, tmp_path / target, *options, "--id-field", "key")
+    assert result.exit_code == 0, result.output
+    plain = write(tmp_path / "texts.jsonl", PAIRS)
+    assert run("classify", folder, plain, tmp_path / f"plain_{target}", *options).exit_code == 0
+    found, expected = (
+        parquet.read_table(path).to_pylist()
+        if path.suffix == ".parquet"
+        else [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        for path in (tmp_path / target, tmp_path / f"plain_{target}")
+    )
+    assert found == [{"id": f"{i}0", **row} for i, row in enumerate(expected)]
+    assert [next(iter(row)) for row in found] == ["id"] * len(TEXTS)
+    message = refused("classify", folder, "--text", "the dog", "--id-field", "key")
+    assert message == "error: --text: got a text and --id-field, allowed: --text, or INPUT and OUT"

@@ -70,9 +70,12 @@ def test_summary(run, model_folder, lines, tmp_path):
 
 
 def test_the_same_rows_from_every_format_into_every_format(run, model_folder, lines, tmp_path):
-    sources = [lines, tmp_path / "texts.jsonl", tmp_path / "texts.parquet"]
+    names = ("texts.jsonl", "texts.parquet", "texts.csv", "texts.tsv")
+    sources = [lines, *(tmp_path / name for name in names)]
     sources[1].write_text("".join(json.dumps({"id": 1, "body": t}) + "\n" for t in TEXTS))
     parquet.write_table(pa.table({"id": range(len(TEXTS)), "body": TEXTS}), sources[2])
+    sources[3].write_text("".join(f'{i},"{t}"\n' for i, t in enumerate(["body", *TEXTS])))
+    sources[4].write_text("".join(f"{i}\t{t}\n" for i, t in enumerate(["body", *TEXTS])))
     plain = tmp_path / "plain.npy"
     assert run("encode", model_folder, lines, plain).exit_code == 0
     for source in sources:
@@ -84,7 +87,77 @@ def test_the_same_rows_from_every_format_into_every_format(run, model_folder, li
         assert table.schema == pa.schema({"embedding": pa.list_(pa.float32(), 32)})
         rows = np.array(table["embedding"].to_pylist(), dtype=np.float32)
         assert np.array_equal(rows, np.load(plain))
-    assert len(list(tmp_path.iterdir())) == 3 + 1 + 3
+    assert len(list(tmp_path.iterdir())) == 5 + 1 + 5
+
+
+@pytest.mark.parametrize("kind", [int, str])
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".parquet"])
+def test_ids_are_carried_into_a_parquet(run, refused, model_folder, tmp_path, suffix, kind):
+    ids = [kind(7 * i) for i in range(len(TEXTS))]
+    source, target = tmp_path / f"texts{suffix}", tmp_path / "rows.parquet"
+    if suffix == ".jsonl":
+        rows = ({"key": key, "text": text} for key, text in zip(ids, TEXTS, strict=True))
+        source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    elif suffix == ".csv":
+        rows = zip(ids, TEXTS, strict=True)
+        source.write_text("key,text\n" + "".join(f'{key},"{text}"\n' for key, text in rows))
+        ids = [str(key) for key in ids]
+    else:
+        parquet.write_table(pa.table({"key": ids, "text": TEXTS}), source)
+    result = run("encode", model_folder, source, target, "--id-field", "key")
+    assert result.exit_code == 0, result.output
+    table = parquet.read_table(target)
+    assert table.column_names == ["id", "embedding"]
+    assert table["id"].to_pylist() == ids
+    plain = tmp_path / "plain.npy"
+    assert run("encode", model_folder, source, plain).exit_code == 0
+    assert np.array_equal(np.array(table["embedding"].to_pylist(), np.float32), np.load(plain))
+    message = refused("encode", model_folder, source, tmp_path / "a.npy", "--id-field", "key")
+    assert message.startswith("error: --id-field: got 'key' and OUT in .npy, which has no ids; all")
+
+
+@pytest.mark.parametrize("command", ["encode", "classify"])
+def test_a_length_above_the_positions_is_refused(
+    refused, model_folder, lines, tmp_path, command, monkeypatch
+):
+    target = tmp_path / ("rows.npy" if command == "encode" else "rows.jsonl")
+    monkeypatch.setattr("fastbert.jobs.classify.load_whole", lambda *_: torch.nn.Linear(1, 1))
+    message = refused(command, model_folder, lines, target, "--max-length", 41)
+    allowed = f"allowed: at most 40, the positions of {model_folder}"
+    assert message == f"error: --max-length: got 41, {allowed}"
+    assert not target.exists()
+
+
+@pytest.fixture
+def small_disk():
+    """Limit each file to 20 KB during a call; a larger file fails as it does on a full disk."""
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def call(function, *arguments):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+        try:
+            return function(*arguments)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    return call
+
+
+def test_a_full_disk_names_the_file_and_keeps_the_rows(run, model_folder, tmp_path, small_disk):
+    source, target = tmp_path / "texts.txt", tmp_path / "rows.npy"
+    source.write_text("the dog ran.\n" * 200)
+    command = ("encode", model_folder, source, target, "--tokens-per-batch", 64)
+    result = small_disk(run, *command)
+    assert result.exit_code == 2
+    note, error = result.output.strip().splitlines()[-2:]
+    assert error.startswith("error: [Errno 27]")
+    assert error.endswith(f": '{target}.partial/rows.npy'")
+    assert note.startswith("note: stopped: ")
+    assert not target.exists()
+    again = run(*command)
+    assert "resuming after" in again.output
+    assert np.load(target).shape == (200, 32)
 
 
 def test_npy_is_what_numpy_writes(run, model_folder, lines, tmp_path):
@@ -209,8 +282,8 @@ def test_a_plain_folder_is_pooled_by_mean(model_folder):
 
 def test_options_replace_what_a_folder_says(tmp_path):
     folder = sentence_folder(tmp_path, {"pooling_mode": "cls"})
-    changed = read_recipe(folder, pooling="max", normalize=False, max_length=9)
-    assert changed == SentenceFolder(folder, (Pooling(("max",)),), max_length=9)
+    changed = read_recipe(folder, pooling="max", normalize=False)
+    assert changed == SentenceFolder(folder, (Pooling(("max",)),), max_length=17)
     assert read_recipe(folder, normalize=True) == read_recipe(folder)
     assert set(POOLINGS) == set(pooling.POOLINGS)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from fastbert.data import stories
 from fastbert.integrations.ray import Embed
 from fastbert.jobs import encode_on_ray
 from fastbert.jobs.encode_on_ray import Rows, read_shards
+from fastbert.jobs.reporter import Reporter
 
 OPTIONS = ("--normalize", "--layers", "1,-1", "--combine", "sum")
 
@@ -98,6 +100,69 @@ def test_each_shard_becomes_the_file_of_the_plain_command(
     assert "begun with another texts" in message
 
 
+@pytest.mark.every_case
+def test_ids_are_carried_into_each_file(cluster, run, model_folder, tmp_path):
+    source, out = tmp_path / "texts", tmp_path / "out"
+    source.mkdir()
+    texts = sentences(600, 0)
+    rows = "".join(f'{i}x,"{text}"\n' for i, text in enumerate(texts))
+    (source / "a.csv").write_text("key,text\n" + rows)
+    lines = (json.dumps({"key": i, "text": text}) + "\n" for i, text in enumerate(texts))
+    (source / "b.jsonl").write_text("".join(lines))
+    result = run("encode", model_folder, source, out, "--ray", "auto", "--id-field", "key")
+    assert result.exit_code == 0, result.output
+    for name, kind in (("a", lambda i: f"{i}x"), ("b", int)):
+        table = parquet.read_table(out / f"{name}.parquet")
+        assert table["id"].to_pylist() == [kind(i) for i in range(600)]
+        assert table.column_names == ["id", "embedding"]
+    assert np.array_equal(embeddings(out / "a.parquet"), embeddings(out / "b.parquet"))
+    again = run("encode", model_folder, source, out, "--ray", "auto")
+    assert "begun with another --id-field, texts, allowed" in again.output
+
+
+@pytest.mark.every_case
+def test_a_run_on_a_new_cluster_ends_without_a_complaint(model_folder, shards, tmp_path):
+    out = tmp_path / "out"
+    # A cluster of the other tests, in the same process or not, is not joined.
+    code = (
+        "import ray; from fastbert.cli import app; begin = ray.init\n"
+        "ray.init = lambda address=None, **o: begin(num_cpus=2, include_dashboard=False, **o)\n"
+        "app()"
+    )
+    command = [sys.executable, "-c", code, "encode", model_folder, shards, out, "--ray", "auto"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr
+    assert "niceness 15" in done.stderr
+    for complaint in ("Traceback", "deprecated in Ray", "not initialized"):
+        assert complaint not in done.stderr
+
+
+def test_the_batches_end_before_the_cluster(model_folder, shards, tmp_path, monkeypatch):
+    events = []
+
+    class Ray:
+        is_initialized = staticmethod(lambda: False)
+        cluster_resources = staticmethod(lambda: {"CPU": 4.0})
+        init = staticmethod(lambda **_: events.append("init"))
+        shutdown = staticmethod(lambda: events.append("shutdown"))
+
+    def embeddings(*_):
+        try:
+            while True:
+                yield np.zeros((100, 32), dtype=np.float32)
+        finally:
+            events.append("batches end")
+
+    notes = []
+    reporter = Reporter()
+    monkeypatch.setattr(reporter, "note", notes.append)
+    monkeypatch.setattr(encode_on_ray, "_require_ray", lambda: Ray)
+    monkeypatch.setattr(encode_on_ray, "_embeddings", embeddings)
+    encode_on_ray.run(str(model_folder), shards, tmp_path / "out", reporter=reporter)
+    assert events == ["init", "batches end", "shutdown"]
+    assert notes[0].startswith("2 workers of Ray with num_cpus=2 load the model; Ray gives them a")
+
+
 @pytest.mark.parametrize("count", [3000, 25_000])
 @pytest.mark.every_case
 def test_a_killed_worker_costs_its_batch_only(
@@ -132,7 +197,12 @@ def test_a_killed_worker_costs_its_batch_only(
 def test_an_error_of_a_worker_names_the_text(cluster, refused, model_folder, shards, tmp_path):
     (shards / "d.txt").write_text("the dog ran.\n")
     folder = tmp_path / "out"
-    shard = {"path": [str(shards / "d.txt")], "fields": [["text"]], "field": ["text"]}
+    shard = {
+        "path": [str(shards / "d.txt")],
+        "fields": [["text"]],
+        "field": ["text"],
+        "id_field": [None],
+    }
     with pytest.raises(ValueError, match=r"d\.txt changed while it was read"):
         list(read_shards({**shard, "digest": ["another"]}))
     with pytest.raises(ValueError, match="field: got 'body', allowed: text"):
@@ -142,7 +212,9 @@ def test_an_error_of_a_worker_names_the_text(cluster, refused, model_folder, sha
     data = ray.data.from_items([{"body": 3}])
     with pytest.raises(ray.exceptions.RayTaskError) as caught:
         data.map_batches(
-            Embed, fn_constructor_args=(str(model_folder), "body"), concurrency=1
+            Embed,
+            fn_constructor_args=(str(model_folder), "body"),
+            compute=ray.data.ActorPoolStrategy(size=1),
         ).take_all()
     assert str(encode_on_ray.own_error(caught.value)) == "body: got np.int64(3), allowed: texts"
     assert not folder.exists()

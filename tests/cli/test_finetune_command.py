@@ -92,6 +92,8 @@ def test_trains_resumes_and_predicts(run, model_folder, reviews, tmp_path):
         (("--labels", "pos"), "labels: got pos, allowed: at least two different names"),
         (("--text-field", "words"), "reviews.csv, line 1: no column 'words', allowed: body, label"),
         (("--labels", "good,bad", "--text-field", "body"), "reviews.csv, line 2: got the label"),
+        (("--class-weights", "even"), "--class-weights: got 'even', allowed: 'balanced', or NAME="),
+        (("--keep-epoch", "first"), "--keep-epoch: got 'first', allowed: best, last"),
         (("--test", "nowhere.csv"), "test: nowhere.csv does not exist"),
     ],
 )
@@ -110,6 +112,35 @@ def test_a_mistake_is_one_line_and_writes_nothing(
 def test_predict_names_a_mistake(refused, model_folder, reviews, tmp_path):
     message = refused("predict", model_folder, reviews, tmp_path / "said.jsonl")
     assert "is a BertForMaskedLM, allowed: BertForSequenceClassification" in message
+
+
+def test_weights_and_patience_reach_the_run(run, model_folder, reviews, tmp_path):
+    command = ("finetune", "classify", model_folder, reviews, "-o", tmp_path / "out", "--json")
+    more = ("--text-field", "body", "--class-weights", "neg=1,pos=2", "--patience", 1)
+    result = run(*command, *more, "--epochs", 9, "--learning-rate", 1e-30)
+    assert result.exit_code == 0, result.output
+    content = json.loads(result.stdout)
+    assert content["stopped_early"]
+    # The weights barely change, so that the second evaluation is no better than the first.
+    assert content["kept"] == {"epoch": 1, "step": 1}
+    assert content["best"]["figure"] == "accuracy"
+    written = json.loads((tmp_path / "out" / "metrics.json").read_text(encoding="utf-8"))
+    assert written["options"]["class_weights"] == {"neg": 1.0, "pos": 2.0}
+
+
+def test_several_labels_are_trained_and_predicted(run, model_folder, tmp_path):
+    data = tmp_path / "train.tsv"
+    data.write_text("text\tlabel\n" + "old mill\ta;b\na dog\t\nmill\tb\nran\ta\n" * 4)
+    command = ("finetune", "classify", model_folder, data, "-o", tmp_path / "out", *FAST, "--json")
+    result = run(*command, "--multi-label", "--label-separator", ";")
+    assert result.exit_code == 0, result.output
+    assert "micro_f1" in json.loads(result.stdout)["figures"]["validation"]
+    said = tmp_path / "said.jsonl"
+    told = run("predict", tmp_path / "out" / "model", data, said, "--threshold", 0.01)
+    assert told.exit_code == 0, told.output
+    for line in map(json.loads, said.read_text(encoding="utf-8").splitlines()):
+        assert line["scores"].keys() == {"a", "b"}
+        assert line["labels"] == [name for name in "ab" if line["scores"][name] > 0.01]
 
 
 def test_tags_are_trained_and_predicted(run, model_folder, tmp_path):
@@ -145,6 +176,11 @@ def test_answers_are_trained_and_predicted(run, model_folder, tmp_path):
         for line in (tmp_path / "said.jsonl").read_text(encoding="utf-8").splitlines()
     ]
     assert [row["id"] for row in said] == [row["id"] for row in rows]
+    official = tmp_path / "said.json"
+    options = ("--stride", 2, "--longest-answer", 9, "--no-answer-threshold", 1000)
+    told = run("predict", tmp_path / "out" / "model", data, official, *options)
+    assert told.exit_code == 0, told.output
+    assert json.loads(official.read_text(encoding="utf-8")).keys() == {row["id"] for row in rows}
     for row, asked in zip(said, rows, strict=True):
         assert row["answer"]
         assert row["answer"] in asked["context"]

@@ -66,7 +66,7 @@ def test_a_broken_file_is_one_line_of_error(refused, text, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (("--vocab-size", "3"), "vocab_size: got 3, allowed: an integer >= 64"),
+        (("--vocab-size", "3"), "--vocab-size: got 3, allowed: an integer >= 64"),
         (("--workers", "0"), "workers: got 0, allowed"),
         (("--tokenizer", "nowhere"), "tokenizer: nowhere holds neither tokenizer.json nor vocab"),
     ],

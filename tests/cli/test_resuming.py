@@ -18,6 +18,7 @@ from fastbert.data import stories
 from fastbert.inference.after_encoder import AfterEncoder
 from fastbert.jobs import encode as job
 from fastbert.jobs.partial_output import PartialOutput
+from fastbert.jobs.texts import Row
 from fastbert.modules import BertForMaskedLM
 
 # The attribute ``encode`` of fastbert.cli is the command, not the module.
@@ -125,7 +126,7 @@ def test_stopped_before_the_first_window_leaves_nothing(encode, stop, tmp_path):
 
 
 def test_stopped_while_the_parquet_is_written(encode, monkeypatch, tmp_path):
-    def half(rows, path):
+    def half(rows, path, ids):
         path.write_bytes(b"PAR1")
         raise OSError("disk full")
 
@@ -249,10 +250,10 @@ def small_blocks(kind):
     """Return a class of texts that reads line by line, as from a file above Python's buffer."""
 
     class Small(kind):
-        def _lines(self):
+        def _lines(self, fields):
             index = 0
             while index < len(lines := self.path.read_text(encoding="utf-8").splitlines()):
-                yield (lines[index],)
+                yield Row(f"line {index + 1}", (lines[index],))
                 index += 1
 
     return Small

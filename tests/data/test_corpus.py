@@ -1,6 +1,7 @@
 import builtins
 import gzip
 import json
+import lzma
 import sys
 import warnings
 
@@ -168,8 +169,10 @@ def test_unreadable_files_of_a_folder_are_counted(tmp_path):
     ("name", "content", "message"),
     [
         ("a.txt", b"one\n\ncaf\xe9 au lait\n", r"a\.txt, line 3, is not UTF-8"),
-        ("a.txt", "text".encode("utf-16"), "not UTF-8|binary or UTF-16"),
-        ("a.gz", gzip.compress(b"text", mtime=0), "compressed"),
+        ("a.txt", "text".encode("utf-16-le"), "binary or UTF-16"),
+        ("a.txt", "text\n".encode("utf-16") + b"\x00\xd8", r"a\.txt, line 2, is not UTF-8"),
+        ("a", gzip.compress(b"text", mtime=0), "compressed"),
+        ("a.zip", b"PK\0", "binary"),
         ("a.txt", b"", "no text in"),
         ("a.txt", b"\n\n  \n", "no text in"),
         ("a.jsonl", b"", "no text in"),
@@ -182,6 +185,29 @@ def test_named_file_must_be_readable(tmp_path, name, content, message):
         read(path)
     assert str(path) in str(caught.value)
     assert ".jsonl, .parquet" in str(caught.value)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+@pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".md"])
+def test_the_same_documents_compressed_and_in_utf_16(tmp_path, suffix, encoding):
+    text = "Zwölf ran.\r\nIt is old.\n\nA fox slept.\n"
+    if suffix == ".jsonl":
+        text = "".join(json.dumps({"text": part}) + "\n" for part in text.split("\n\n"))
+    plain = tmp_path / f"plain{suffix}"
+    plain.write_bytes(text.encode())
+    documents = read(plain)
+    folder = tmp_path / "packed"
+    folder.mkdir()
+    for number, pack in enumerate((gzip.compress, lzma.compress)):
+        path = folder / f"{number}{suffix}{['.gz', '.xz'][number]}"
+        path.write_bytes(pack(text.encode(encoding)))
+        assert read(path) == documents
+    (folder / f"2{suffix}").write_bytes(text.encode(encoding))
+    if suffix == ".md":
+        with pytest.warns(CorpusWarning, match="2 compressed"):
+            assert read(folder) == documents
+    else:
+        assert read(folder) == documents * 3
 
 
 def test_named_file_is_read_whatever_its_suffix(tmp_path):

@@ -1,6 +1,8 @@
 """Pieces of files: a document is in exactly one piece, and errors name the file and the line."""
 
+import gzip
 import json
+import lzma
 import random
 
 import pyarrow as pa
@@ -8,6 +10,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from fastbert.data.pieces import LONGEST, cut, find_text, read_piece
+
+COMPRESS = {
+    "": lambda content: content,
+    ".gz": gzip.compress,
+    ".xz": lzma.compress,
+    ".zst": lambda content: pa.compress(content, "zstd", asbytes=True),
+}
 
 
 def read(path, piece_bytes):
@@ -39,6 +48,29 @@ def test_pieces_of_any_size_have_the_documents_in_order(tmp_path, texts, piece_b
     assert [text.strip() for part in found for text in part] == texts
     if piece_bytes == 40:
         assert sum(map(bool, found)) > 5
+
+
+@pytest.mark.parametrize("end", COMPRESS)
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16"])
+@pytest.mark.parametrize("suffix", [".txt", ".jsonl"])
+def test_the_same_text_compressed_and_in_utf_16(tmp_path, texts, suffix, encoding, end):
+    plain, path = tmp_path / f"plain{suffix}", tmp_path / f"a{suffix}{end}"
+    lines = [json.dumps({"text": t}) if suffix == ".jsonl" else f"{t}\r\n" for t in texts]
+    content = "\n".join(lines) + "\u2028\x0b" * (suffix == ".txt")
+    plain.write_bytes(content.encode())
+    path.write_bytes(COMPRESS[end](content.encode(encoding)))
+    assert find_text(tmp_path)[0] == [path, plain]
+    documents = [text for part in read(plain, 200) for text in part]
+    assert [text for part in read(path, 200) for text in part] == documents
+    broken = content + ("\n\nbad" if suffix == ".txt" else "\n[1]")
+    if encoding == "utf-16" and suffix == ".txt":
+        raw = broken.encode(encoding) + b"\x00\xd8\n\x00"  # half of a surrogate pair
+    else:
+        raw = broken.encode(encoding) + b"\xff" * (suffix == ".txt")
+    path.write_bytes(COMPRESS[end](raw))
+    number = broken.count("\n") + 1
+    with pytest.raises(ValueError, match=rf"^{path}, line {number}: (not UTF-8|got list)"):
+        read(path, 200)
 
 
 def test_small_files_share_a_piece_and_large_ones_are_divided(tmp_path):

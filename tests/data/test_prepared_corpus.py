@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -29,6 +30,17 @@ def test_documents_are_the_ids_of_their_sentences(corpus, documents):
     with pytest.raises(IndexError):
         corpus[len(corpus)]
     assert {shard.tokens.dtype.name for shard in corpus.shards} == {"uint16"}
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="only Linux lists them")
+def test_the_shards_keep_no_file_open(prepared):
+    """A process often has 1,024 descriptors, and a corpus of 11 GB has more files."""
+    before = set(os.listdir("/proc/self/fd"))
+    corpus = PreparedCorpus(prepared)
+    corpus.verify()
+    assert len(corpus.shards) > 1
+    assert corpus[len(corpus) - 1]
+    assert set(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_prepared_folder_is_recognised_by_its_manifest(prepared, tmp_path):

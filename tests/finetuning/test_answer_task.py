@@ -161,7 +161,7 @@ def test_broken_data_are_named(answer, tmp_path):
     for content, message in (
         ('{"data": []}', "has no question, allowed: at least one"),
         ('{"data": [{"paragraphs": [{"qas": []}]}]}', "data 0, paragraph 0: context: got nothing"),
-        ("[1]", "holds a JSON list, expected dict"),
+        ("[1]", "no list .data., allowed: the layout of SQuAD"),
         ("{", "not valid JSON"),
     ):
         (tmp_path / "c.json").write_text(content)

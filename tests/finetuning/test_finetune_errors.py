@@ -34,9 +34,24 @@ def test_an_unknown_label_names_its_line(refused, classify, tmp_path):
     data = write_rows(tmp_path / "train.csv", GOOD)
     other = write_rows(tmp_path / "other.csv", [*GOOD[:2], {"text": "a", "label": "plant"}])
     message = refused(classify(data, validation=other))
-    assert message == f"{other}, line 4: got the label 'plant', allowed: animal, place, or an " + (
-        "index from 0 to 1"
-    )
+    assert message == f"{other}, line 4: got the label 'plant', allowed: animal, place"
+
+
+@pytest.mark.parametrize(
+    ("there", "here"),
+    [(["no", "yes"], [0, 1]), (["1.0", "2.0"], ["1", "2"]), ([0, 1], ["no", "x"])],
+)
+def test_labels_of_two_parts_are_not_matched_by_their_order(
+    refused, classify, tmp_path, there, here
+):
+    def rows(labels):
+        return [{"text": "dog", "label": label} for label in labels]
+
+    data = write_rows(tmp_path / "train.jsonl", rows(there))
+    other = write_rows(tmp_path / "other.jsonl", rows(here))
+    message = refused(classify(data, validation=other))
+    allowed = ", ".join(map(str, there))
+    assert message == f"{other}, line 1: got the label {here[0]!r}, allowed: {allowed}"
 
 
 def test_an_index_out_of_range_names_its_line(refused, classify, tmp_path):
@@ -54,7 +69,7 @@ def test_numbers_that_are_labels_are_not_indices(refused, classify, tmp_path):
     assert message == f"{other}, line 1: got the label 0, allowed: 1, 2"
 
 
-@pytest.mark.parametrize("label", [None, "", 1.5, True, ["a"]])
+@pytest.mark.parametrize("label", [None, "", 1.5, True, {"a": 1}])
 def test_a_value_that_is_no_label_names_its_line(refused, classify, tmp_path, label):
     data = write_rows(tmp_path / "train.jsonl", [*GOOD, {"text": "dog", "label": label}])
     message = refused(classify(data))
@@ -181,7 +196,7 @@ def test_a_model_without_a_head_cannot_predict(pretrained, tmp_path):
     data = write_rows(tmp_path / "train.csv", GOOD)
     with pytest.raises(ValueError, match=r"is a BertForPreTraining, allowed: BertForSequenceCl"):
         predict(pretrained, data, tmp_path / "said.jsonl")
-    with pytest.raises(ValueError, match=r"output: got .*said.csv', allowed: a .jsonl file"):
+    with pytest.raises(ValueError, match=r"output: got .*said.csv', allowed: a .jsonl file, or"):
         predict(pretrained, data, tmp_path / "said.csv")
     assert not (tmp_path / "said.jsonl").exists()
 
@@ -195,6 +210,22 @@ def test_labels_without_names_name_the_file_of_the_model(classify, tmp_path, nam
     path.write_text(json.dumps({**content, "num_labels": 2, "id2label": names}))
     with pytest.raises(ValueError, match=rf"^{path}: .*allowed: "):
         predict(model, data, tmp_path / "said.jsonl")
+
+
+def test_predictions_do_not_replace_the_data(tmp_path):
+    data = write_rows(tmp_path / "mine.jsonl", GOOD)
+    before = data.read_bytes()
+    link = tmp_path / "link.jsonl"
+    link.symlink_to(data)
+    for output in (data, tmp_path / "." / "mine.jsonl", link):
+        with pytest.raises(ValueError, match=r"output: got .*, the data themselves; allowed: "):
+            predict("model", data, output)
+        with pytest.raises(ValueError, match=r"output: got .*, the data themselves; allowed: "):
+            predict("model", output, data)
+    (tmp_path / "folder.jsonl").mkdir()
+    with pytest.raises(ValueError, match=r"folder\.jsonl', a folder; allowed: another name"):
+        predict("model", data, tmp_path / "folder.jsonl")
+    assert data.read_bytes() == before
 
 
 def test_a_head_that_lacks_a_weight_cannot_predict(classify, tmp_path):

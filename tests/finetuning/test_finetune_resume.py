@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 from finetuning_problems import reviews, run, write_rows
 
@@ -129,6 +131,23 @@ def test_other_data_are_refused(classify, data):
         run(classify(data, **SETTINGS))
 
 
+def test_a_model_that_changed_under_its_path_is_refused(classify, data, pretrained, tmp_path):
+    model = Path(shutil.copytree(pretrained, tmp_path / "model"))
+    first, _ = run(classify(data, model=model, **SETTINGS))
+    path = model / "model.safetensors"
+    weights = safetensors.torch.load_file(path)
+    name = "bert.embeddings.word_embeddings.weight"
+    safetensors.torch.save_file({**weights, name: weights[name] + 1}, path, {"format": "pt"})
+    kept = first.metrics.read_bytes()
+    with pytest.raises(
+        ValueError, match=r"^files of the model, by their SHA-256: got '[0-9a-f]{64}'"
+    ):
+        run(classify(data, model=model, **SETTINGS))
+    assert first.metrics.read_bytes() == kept
+    run(classify(data, model=model, overwrite=True, **SETTINGS))
+    assert first.metrics.read_bytes() != kept
+
+
 def damage(path: Path) -> None:
     """Change one bit in the middle of a file."""
     content = bytearray(path.read_bytes())
@@ -187,6 +206,12 @@ def test_a_killed_process_is_resumed_by_the_same_command(pretrained, data, tmp_p
     assert second.returncode == 0, text
     assert "resumed after step " in text
     assert_same(final(output), final(tmp_path / "whole"))
+    # The best epoch is the one of the run that was never killed.
+    kept = [
+        json.loads((folder / "metrics.json").read_text()) for folder in (output, tmp_path / "whole")
+    ]
+    assert kept[0]["best"] == kept[1]["best"]
+    assert kept[0]["kept"] == kept[1]["kept"]
 
 
 def test_a_signal_ends_the_run_with_a_checkpoint_and_its_status(pretrained, data, tmp_path):

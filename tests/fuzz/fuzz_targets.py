@@ -228,7 +228,7 @@ def build_finetuned(folder: Path) -> None:
 
 def read_finetuned(folder: Path) -> None:
     source = Source(folder)
-    task = task_of(source, "text", None, "tokens")
+    task = task_of(source, "text", None, "tokens", {})
     source.labels()
     source.tokenizer(source.max_length())
     source.build(task, None, whole=True)

@@ -7,6 +7,7 @@ import contextlib
 import numpy as np
 import pytest
 
+from fastbert.jobs.encode import write_embeddings
 from fastbert.jobs.partial_output import PartialOutput
 from fastbert.jobs.reporter import Reporter
 
@@ -73,6 +74,30 @@ def test_a_link_to_a_file_elsewhere_is_refused_and_not_followed(tmp_path, name):
     with pytest.raises(ValueError, match=f"{name}, allowed: an unfinished run"):
         opened(tmp_path).__enter__()
     assert (tmp_path / "mine").read_bytes() == b"mine" * 100
+
+
+def test_a_full_disk_names_the_whole_file(tmp_path):
+    """A limit on the size of a file fails as a full disk does; the rows alone fit."""
+    resource = pytest.importorskip("resource")
+    rows = np.random.default_rng(0).normal(size=(155, 32)).astype(np.float32)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    partial = PartialOutput(tmp_path / "rows.parquet", rows.shape, {"model": "a"}, Notes())
+
+    def write():
+        with partial:
+            partial.append(rows)
+            partial.finish(write_embeddings)
+
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+    try:
+        with pytest.raises(OSError, match=r"rows\.parquet\.partial/whole\.parquet"):
+            write()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with partial:
+        assert partial.done == 155
+        partial.finish(write_embeddings)
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.parquet"]
 
 
 @pytest.mark.parametrize("end", ["finish", "discard"])

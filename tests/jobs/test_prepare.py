@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import lzma
 import os
 import resource
 import signal
@@ -71,6 +73,59 @@ def options(text, tmp_path):
 
 def content(folder):
     return {p.relative_to(folder): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+# A paragraph in each of eight scripts, and the number of its sentences, counted by hand.
+SCRIPTS = (
+    ("It rained. We stayed at home! Did you read? Mr. Smith did.", 4),
+    ("Шёл дождь. Он жил в 1990 г. в Москве.", 2),
+    ("بارش ہو رہی تھی۔ کیا تم نے کتاب پڑھی؟ ہاں میں نے پڑھی۔", 3),
+    ("बारिश हो रही थी। हम घर पर रहे। क्या तुमने किताब पढ़ी?", 3),
+    ("下雨了。我们在家！你读了书吗？", 3),
+    ("Անձրև էր գալիս։ Մենք տանը մնացինք։", 2),
+    ("ዝናብ ነበር። ቤት ቆየን። አዎ አነበብኩት።", 3),
+    ("เมื่อวานนี้ฝนตกหนักมาก เราจึงอยู่ที่บ้านทั้งวัน เธออ่านหนังสือหรือยัง", 3),
+)
+
+
+def test_a_corpus_of_eight_scripts_loses_no_language(tmp_path):
+    """The text is repeated, with another number, so that a vocabulary can be trained."""
+    text = tmp_path / "text"
+    text.mkdir()
+    for number, (paragraph, _) in enumerate(SCRIPTS):
+        (text / f"{number}.txt").write_text(f"{paragraph}\n\n" * 20, encoding="utf-8")
+    summary = prepare(PrepareOptions(text, tmp_path / "out", vocab_size=600, workers=1))
+    assert summary["sentences"] == 20 * sum(count for _, count in SCRIPTS) == 460
+    assert summary["documents"] == 20 * len(SCRIPTS)
+    assert summary["documents_without_passage"] == 0
+    assert summary["lines_left_out"] == {}
+    assert summary["markup_left_out"] == {"tags": 0, "parts of markup": 0}
+
+
+def test_markup_is_counted_and_text_with_its_form_is_kept(tmp_path):
+    text = tmp_path / "a.txt"
+    text.write_text("It <b>rains</b>.<ref>Old.</ref> A List<String> is p<q was, and r>s.\n\n" * 40)
+    summary = prepare(PrepareOptions(text, tmp_path / "out", vocab_size=300, workers=1))
+    assert summary["sentences"] == 80
+    assert summary["markup_left_out"] == {"tags": 80, "parts of markup": 40}
+    corpus = PreparedCorpus(tmp_path / "out")
+    sentence = "A List<String> is p<q was, and r>s."
+    assert [s.tolist() for s in corpus[0]][1:] == corpus.tokenizer.encode_sentences([sentence])
+
+
+@pytest.mark.parametrize("end", [".gz", ".xz"])
+def test_compressed_files_give_the_same_corpus(options, text, tmp_path, end):
+    prepare(options())
+    for path in (text / "a.txt", text / "b.jsonl"):
+        pack = gzip.compress if end == ".gz" else lzma.compress
+        path.with_name(path.name + end).write_bytes(pack(path.read_text().encode("utf-16")))
+        path.unlink()
+    prepare(options("packed"))
+    plain, packed = PreparedCorpus(options().output), PreparedCorpus(options("packed").output)
+    assert len(plain) == len(packed) == 240
+    for number in range(240):
+        first, second = plain[number], packed[number]
+        assert [s.tolist() for s in first] == [s.tolist() for s in second]
 
 
 def test_the_corpus_has_the_sentences_of_all_files(options, documents):

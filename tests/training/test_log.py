@@ -78,10 +78,16 @@ def test_a_write_that_fails_is_told_and_one_that_works_later_is_forgotten() -> N
         attempt.check(kept="the rest")
     with pytest.raises(RuntimeError):
         attempt("the checkpoint", lambda: (_ for _ in ()).throw(RuntimeError))
+    assert not attempt.draw("curves.png", full)
+    assert attempt.draw("curves.png", lambda: None)
+    assert not attempt.draw("curves.png", lambda: 1 / 0)
+    assert told[-1] == "curves.png could not be drawn: ZeroDivisionError: division by zero"
+    attempt.check(kept="all")
 
 
-def test_curves_that_cannot_be_written_leave_no_file(drawn, tmp_path) -> None:
-    (tmp_path / "curves.partial.png").symlink_to("/dev/full")
+def test_curves_that_cannot_be_written_leave_no_file(drawn, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("secrets.token_hex", lambda _: "0")
+    (tmp_path / ".curves.0.png").symlink_to("/dev/full")
     with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
         plot_curves([], tmp_path / "curves.png")
     assert not list(tmp_path.iterdir())

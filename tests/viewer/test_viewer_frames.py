@@ -13,7 +13,7 @@ from fastbert.viewer.text import tokenize
 
 sys.path.append(str(Path(__file__).parents[2]))
 
-from benchmarks.viewer_frames import MOTIONS, measure
+from benchmarks.viewer_frames import MOTIONS, REFERENCE, REFERENCE_PAGE, measure
 
 VIEWS = ("model", "head", "neuron", "text", "matrix")
 # Another program may take the processor for a while, so that the best of so many tries counts.
@@ -44,15 +44,23 @@ def test_512_tokens_open_and_every_view_is_drawn(open_page, large):
 @pytest.mark.every_case
 @pytest.mark.parametrize("name", MOTIONS)
 def test_a_motion_has_60_frames_per_second(open_page, large, name):
-    """The median frame is in time, and with it at least half of the frames."""
+    """The median frame is in time, and with it at least half of the frames.
+
+    A slow or busy machine shows the page at least as fast as a drawing of twice its work.
+    """
     opened = open_page(large)
     rates = []
     for _ in range(TRIES):
-        found = measure(opened.page, large.as_uri(), MOTIONS[name])
-        rates.append(found["rate"])
-        if found["rate"] > 55:
+        rate = measure(opened.page, large.as_uri(), MOTIONS[name])["rate"]
+        rates.append((rate, "of the page"))
+        if rate > 55:
             break
-    assert max(rates) > 55, rates
+        drawing = measure(opened.page, REFERENCE_PAGE, REFERENCE)["rate"]
+        rates.append((drawing, "of the reference"))
+        if rate >= 0.95 * drawing:
+            break
+    else:
+        pytest.fail(f"frames per second: {rates}")
     opened.check()
 
 

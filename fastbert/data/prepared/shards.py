@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import IO, Any
 
 import numpy as np
+import torch
 
 from fastbert.atomic_file import sync
 from fastbert.checksum import checksum
@@ -289,4 +290,13 @@ def _map(path: Path, size: int, dtype: str) -> np.ndarray:
             "truncated or of another corpus"
         )
     # A file without a byte cannot be mapped.
-    return np.memmap(path, dtype, "r") if size else np.empty(0, dtype)
+    if not size:
+        return np.empty(0, dtype)
+    try:
+        # np.memmap would keep a descriptor for each file, of which a process often has 1,024.
+        mapped = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
+    except RuntimeError as error:
+        raise OSError(f"{path}: it cannot be mapped into memory: {error}") from error
+    values = mapped.numpy().view(dtype)
+    values.flags.writeable = False
+    return values

@@ -1,0 +1,89 @@
+"""The names of arguments in messages: those that the user typed, not those of Python functions."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import typer
+
+# What Python functions call an argument of a command.
+ALIASES = {"path_or_hub_id": "MODEL"}
+
+
+def typed_text(parameter: typer.CallbackParam, text: str | None) -> str | None:
+    """Return a text of the command line, which Python may have decoded by a locale without Unicode.
+
+    Args:
+        parameter: The parameter of the command.
+        text: The text as Python decoded it, with surrogates for the bytes that the locale lacks.
+
+    Returns:
+        The text that the bytes are in UTF-8.
+
+    Raises:
+        ValueError: If the bytes are not UTF-8.
+    """
+    if text is None:
+        return None
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        try:
+            return os.fsencode(text).decode()
+        except UnicodeError as error:
+            name = typed_names([parameter])[str(parameter.name)]
+            raise ValueError(f"{name}: got {text!r}, allowed: text in UTF-8") from error
+    return text
+
+
+def typed_names(parameters: Sequence[Any]) -> dict[str, str]:
+    """Return how the user types each parameter of a command.
+
+    Args:
+        parameters: The parameters of a click command.
+
+    Returns:
+        The longest spelling of each option, such as ``--batch-size``, and the name of each argument
+        in the help, such as ``MODEL``, by the name of the parameter in Python.
+    """
+    names = dict(ALIASES)
+    for parameter in parameters:
+        spellings = [name for name in parameter.opts if name.startswith("--")]
+        typed = max(spellings, key=len, default=parameter.metavar)
+        if typed:
+            names[parameter.name] = typed
+    return names
+
+
+def name_as_typed(message: str, names: Mapping[str, str]) -> str:
+    """Replace the names of Python parameters in a message by the names that the user typed.
+
+    These names are at the start of a message, before a colon, or before a number in parentheses. A
+    name with an underscore is replaced everywhere except in a path, a quotation or another name.
+
+    Args:
+        message: The message.
+        names: The typed name of each parameter.
+
+    Returns:
+        The message.
+
+    Examples:
+        >>> from fastbert.cli.arguments import name_as_typed
+        >>> name_as_typed("top_k: got -1, see out", {"top_k": "--top-k", "out": "OUT"})
+        '--top-k: got -1, see out'
+    """
+    if not names:
+        return message
+    name = "(?:" + "|".join(sorted(map(re.escape, names), key=len, reverse=True)) + ")"
+    outside, after = r"(?<![\w./\\'\"=-])", r"(?![\w/\\'\"=-]|\.\w)"
+
+    def typed(match: re.Match[str]) -> str:
+        return re.sub(rf"\b{name}\b", lambda found: names[found[0]], match[0])
+
+    message = re.sub(rf"^{name}(?:(?:, | and ){name})*(?=: )", typed, message)
+    message = re.sub(rf"{outside}{name}(?= \([\d.]+(?:e[+-]?\d+)?\))", typed, message)
+    return re.sub(rf"{outside}{name}{after}", lambda m: typed(m) if "_" in m[0] else m[0], message)

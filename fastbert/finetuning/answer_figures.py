@@ -1,0 +1,79 @@
+"""The figures of the script of SQuAD 2.0 (Rajpurkar et al. 2018), as fractions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from fastbert.finetuning.metrics import Figures, exact_match, normal_words, word_f1
+
+
+def answer_figures(
+    answers: Sequence[str],
+    candidates: Sequence[str],
+    differences: Sequence[float],
+    truths: Sequence[Sequence[str]],
+) -> Figures:
+    """Compute the figures of the answers to questions, some of which may have no answer.
+
+    Args:
+        answers: The answers of the model, of which an empty one means that there is none.
+        candidates: The best answer of the model that is not empty, to each question.
+        differences: By how much the score of no answer is larger than that of the candidate.
+        truths: The right answers to each question; none means that it has no answer.
+
+    Returns:
+        ``exact_match`` (called ``exact`` in the script) and ``f1`` of all questions. If a question
+        has no answer, also ``NoAns_exact`` and ``NoAns_f1`` of such questions, ``HasAns_exact`` and
+        ``HasAns_f1`` of the others, if there are any, and their numbers ``NoAns_total`` and
+        ``HasAns_total``; and ``best_exact`` and ``best_f1`` with the thresholds
+        ``best_exact_thresh`` and ``best_f1_thresh``. With such a threshold, a question has no
+        answer if its difference is larger.
+    """
+    scores = {"exact": exact_match, "f1": word_f1}
+    kinds = {
+        "HasAns": [i for i, truth in enumerate(truths) if truth],
+        "NoAns": [i for i, truth in enumerate(truths) if not truth],
+    }
+    # As in the script, an answer of articles and punctuation only is not a right one.
+    wanted = [[text for text in truth if normal_words(text)] for truth in truths]
+    figures: Figures = {}
+    grouped: Figures = {}
+    best: Figures = {}
+    for name, score in scores.items():
+        given = [score(said, truth) for said, truth in zip(answers, wanted, strict=True)]
+        figures[{"exact": "exact_match"}.get(name, name)] = sum(given) / len(given)
+        for kind, chosen in kinds.items():
+            if chosen:
+                grouped[f"{kind}_{name}"] = sum(given[i] for i in chosen) / len(chosen)
+                grouped[f"{kind}_total"] = len(chosen)
+        answered = [score(said, truth) for said, truth in zip(candidates, wanted, strict=True)]
+        value, threshold = _best_threshold(answered, differences, [not truth for truth in truths])
+        best |= {f"best_{name}": value, f"best_{name}_thresh": threshold}
+    return {**figures, **grouped, **best} if kinds["NoAns"] else figures
+
+
+def _best_threshold(
+    answered: Sequence[float], differences: Sequence[float], empty: Sequence[bool]
+) -> tuple[float, float]:
+    """Return the best mean score, and the smallest threshold among the differences that gives it.
+
+    If it is best to give no answer at all, the threshold is just below the smallest difference. The
+    script of SQuAD says 0 then, because its numbers are probabilities.
+
+    Args:
+        answered: Score of each question if it is answered.
+        differences: A question is answered if its number is at most the threshold.
+        empty: Whether a question has no answer, so that it has the score 1 without one.
+    """
+    order = sorted(range(len(differences)), key=differences.__getitem__)
+    total = best = float(sum(empty))
+    threshold = math.nextafter(differences[order[0]], -math.inf)
+    for place, index in enumerate(order):
+        total += answered[index] - empty[index]
+        following = order[place + 1] if place + 1 < len(order) else None
+        # Questions with the same difference are answered together.
+        together = following is not None and differences[following] == differences[index]
+        if total > best and not together:
+            best, threshold = total, differences[index]
+    return best / len(order), threshold

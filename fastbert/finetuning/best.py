@@ -1,0 +1,130 @@
+"""The best evaluation of a run, and the weights of the model after it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fastbert.training import state
+
+# Which model of a run the user receives.
+KEPT = ("best", "last")
+
+
+class Evaluation(NamedTuple):
+    """An evaluation of the validation part.
+
+    Attributes:
+        figure: Name of the figure that compares evaluations.
+        value: The figure; larger is better.
+        epoch: The epoch, from 1, in which the evaluation took place.
+        step: Number of steps before the evaluation.
+    """
+
+    figure: str
+    value: float
+    epoch: int
+    step: int
+
+
+class BestEvaluation:
+    """The best of the evaluations so far, by one figure; of equal ones, the first is the best.
+
+    Attributes:
+        found: The best evaluation; None before the first one.
+        misses: Number of evaluations after the best one.
+        weights: Weights of the model after the best evaluation, on the CPU; None if they are not
+            kept, or before the first evaluation.
+    """
+
+    def __init__(self, model: nn.Module, *, keeps_weights: bool) -> None:
+        """Start before the first evaluation.
+
+        Args:
+            model: The model that is evaluated.
+            keeps_weights: Whether the weights of the best evaluation are kept.
+        """
+        self._model, self._keeps_weights = model, keeps_weights
+        self.found: Evaluation | None = None
+        self.misses = 0
+        self.weights: dict[str, Tensor] | None = None
+
+    def offer(self, evaluation: Evaluation) -> bool:
+        """Compare an evaluation with the best one, and return whether it is better.
+
+        Args:
+            evaluation: An evaluation of the model with its present weights.
+        """
+        if self.found is not None and not evaluation.value > self.found.value:
+            self.misses += 1
+            return False
+        self.found, self.misses = evaluation, 0
+        if self._keeps_weights:
+            # A tensor on the CPU would change with the next step.
+            present = state.weights_of(self._model)
+            self.weights = {name: tensor.clone() for name, tensor in present.items()}
+        return True
+
+    def content(self) -> dict[str, Any] | None:
+        """Return the plain data that a checkpoint needs; None before the first evaluation."""
+        if self.found is None:
+            return None
+        return {**self.found._asdict(), "misses": self.misses}
+
+    def tensors(self) -> dict[str, Mapping[str, Tensor]]:
+        """Return the tensors that a checkpoint needs, by the stem of their file."""
+        return {} if self.weights is None else {"best": self.weights}
+
+    def restore(self, found: state.Checkpoint) -> None:
+        """Continue with the best evaluation of a checkpoint.
+
+        Raises:
+            ValueError: If the checkpoint does not fit. The message names the file.
+        """
+        with found.reading(state.STATE):
+            # Checkpoints were once without the best evaluation.
+            content = found.content.get("best")
+            if content is None:
+                return
+            content = dict(content)
+            self.misses = _count(content, "misses", 0)
+            for name in ("epoch", "step"):
+                _count(content, name, 1)
+            figure, value = content["figure"], content["value"]
+            if not isinstance(figure, str) or type(value) is not float or math.isinf(value):
+                raise ValueError(f"best: got {content!r:.200}, allowed: a figure with its value")
+            self.found = Evaluation(figure, value, content["epoch"], content["step"])
+        if self._keeps_weights:
+            with found.fitting("best") as weights:
+                own = state.weights_of(self._model)
+                if weights.keys() != own.keys():
+                    raise ValueError("got other names than the model has")
+                for name, tensor in own.items():
+                    state.check_like(name, weights[name], tensor)
+                self.weights = weights
+
+    def model(self) -> Any:
+        """Return a new model with the best weights, or the model itself if none are kept."""
+        if self.weights is None:
+            return self._model
+        # The new model draws weights, which must not move the numbers of dropout.
+        with torch.random.fork_rng(devices=[]):
+            model = type(self._model)(self._model.config)
+        state.restore_weights(model, self.weights)
+        return model
+
+    def apply(self) -> None:
+        """Give the model the best weights, if they are kept."""
+        if self.weights is not None:
+            state.restore_weights(self._model, self.weights)
+
+
+def _count(content: dict[str, Any], name: str, least: int) -> int:
+    value = content[name]
+    if type(value) is not int or not least <= value < state.MOST:
+        raise ValueError(f"best: {name}: got {value!r:.100}, allowed: an integer >= {least}")
+    return value

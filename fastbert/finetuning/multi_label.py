@@ -1,0 +1,104 @@
+"""Classification by any number of labels: their values in data, the targets and the answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fastbert.finetuning.labels import Labels, Value, check_label
+from fastbert.training.options import check, is_number
+
+SEPARATOR, THRESHOLD = ",", 0.5
+
+
+def check_threshold(value: Any) -> None:
+    """Raise ValueError unless a value is a number between 0 and 1."""
+    sound = is_number(value) and 0 < value < 1
+    check("threshold", value, "a number between 0 and 1", sound)
+
+
+@dataclass(frozen=True)
+class MultiLabel:
+    """How a task with several labels per example reads them and chooses them.
+
+    Attributes:
+        separator: The text between two labels of a value that is a text.
+        threshold: A label is chosen if its score, a sigmoid, is larger.
+    """
+
+    separator: str = SEPARATOR
+    threshold: float = THRESHOLD
+
+    def values(self, value: Any, place: str) -> tuple[Value, ...]:
+        """Return the labels of an example, of which there may be none.
+
+        Args:
+            value: A list of names or indices, or a text with names or indices between separators.
+            place: File and line, for the message.
+
+        Returns:
+            The labels.
+
+        Raises:
+            ValueError: If the value is of another kind, or has a label that is empty. The message
+                names the place.
+        """
+        if isinstance(value, str):
+            text = value.strip()
+            if text.startswith("[") and text.endswith("]"):
+                allowed = f"labels with {self.separator!r} between them, without brackets"
+                raise ValueError(f"{place}: got the labels {value!r:.100}, allowed: {allowed}")
+            value = [part.strip() for part in text.split(self.separator)] if text else []
+        elif isinstance(value, int):
+            value = [value]
+        if not isinstance(value, (list, tuple)):
+            allowed = f"a list, or a text with {self.separator!r} between two labels"
+            raise ValueError(f"{place}: got the labels {value!r:.100}, allowed: {allowed}")
+        return tuple(check_label(label, place) for label in value)
+
+    def chosen(self, logits: Tensor) -> NDArray[np.bool_]:
+        """Return which labels the model gives to each example.
+
+        Args:
+            logits: The logits of all examples, fp32 of shape ``(N, C)``.
+
+        Returns:
+            Booleans of shape ``(N, C)``.
+        """
+        return (logits.sigmoid() > self.threshold).numpy()
+
+    def answers(self, logits: Tensor, names: Sequence[str]) -> list[dict[str, Any]]:
+        """Return the chosen ``labels`` and the ``scores`` of all labels, for each example.
+
+        Args:
+            logits: As in `chosen`.
+            names: The names of the labels.
+        """
+        found = []
+        for row, chosen in zip(logits.sigmoid().tolist(), self.chosen(logits), strict=True):
+            scores = dict(zip(names, row, strict=True))
+            labels = [name for name, is_chosen in zip(names, chosen, strict=True) if is_chosen]
+            found.append({"labels": labels, "scores": scores})
+        return found
+
+
+def targets(labels: Labels, values: Sequence[Value], place: str) -> list[float]:
+    """Return 1.0 for each label of an example and 0.0 for the others, by index.
+
+    Args:
+        labels: All labels.
+        values: Names or indices of the labels of the example.
+        place: File and line, for the message.
+
+    Raises:
+        ValueError: If there is no such label. The message names the place.
+    """
+    found = [0.0] * len(labels.names)
+    for value in values:
+        found[labels.index(value, place)] = 1.0
+    return found

@@ -1,0 +1,188 @@
+"""Pictures of matplotlib, in which text of the user is literal and no character is an empty box."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastbert.atomic_file import write_atomically
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from matplotlib.font_manager import FontEntry
+
+WEIGHT = 400
+
+
+@contextmanager
+def picture(
+    path: Path, width: float, height: float, *, dpi: int = 120, fonts: Sequence[str] = ()
+) -> Iterator[Figure]:
+    """Yield an empty figure, which is written to a file if the block ends without an error.
+
+    Args:
+        path: A PNG, SVG or PDF by its suffix. It appears complete or not at all.
+        width: Width in inches.
+        height: Height in inches.
+        dpi: Pixels of an inch.
+        fonts: Families for the characters that the default font lacks, from `fonts_for`.
+
+    Yields:
+        The figure, with a constrained layout.
+
+    Raises:
+        ImportError: If matplotlib is not installed.
+        OSError: If the file cannot be written.
+    """
+    from matplotlib import rc_context
+
+    # The object interface with Agg needs no display and does not change pyplot's global state.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    # TeX would read the text of the user as commands, and may not be installed.
+    settings: Any = {"text.usetex": False, "font.family": _families(fonts)}
+    with rc_context(settings):
+        figure = Figure(figsize=(width, height), layout="constrained")
+        FigureCanvasAgg(figure)
+        yield figure
+        write_atomically(path, lambda temporary: figure.savefig(temporary, dpi=dpi))
+
+
+def literal(text: str) -> str:
+    r"""Return a text as matplotlib must receive it, so that each character means itself.
+
+    A dollar sign would begin a formula. Control characters are escaped, characters for the
+    direction or the joining of others are left out, and every kind of space is a space.
+
+    Args:
+        text: Any text.
+
+    Returns:
+        The text on one line.
+
+    Examples:
+        >>> from fastbert.picture import literal
+        >>> print(literal("$5\t$x_1$"))
+        \$5\t\$x_1\$
+    """
+    return _visible(text).replace("$", r"\$")
+
+
+def fonts_for(texts: Iterable[str]) -> tuple[list[str], set[str]]:
+    """Find fonts of this machine for the characters that matplotlib's default font lacks.
+
+    Args:
+        texts: The texts.
+
+    Returns:
+        The families that are needed beside the default font, and the characters that no font has.
+        matplotlib would draw each of these characters as an empty box.
+    """
+    from matplotlib import font_manager
+
+    default = font_manager.findfont(font_manager.FontProperties())
+    missing = set("".join(map(_visible, texts)))
+    missing -= _drawn_by(default, missing)
+    families: list[str] = []
+    if not missing:
+        return families, missing
+    entries = _installed()
+    while missing:
+        found = {entry: _drawn_by(entry.fname, missing) for entry in entries}
+        best = max(entries, key=lambda entry: len(found[entry]), default=None)
+        if best is None or not found[best]:
+            break
+        families.append(best.name)
+        missing -= found[best]
+    return families, missing
+
+
+def width_of(text: str, fonts: Sequence[str], size: float = 10.0) -> float:
+    """Return the width of a text in a picture, in inches.
+
+    Args:
+        text: A text from `literal`.
+        fonts: Families from `fonts_for`.
+        size: Size of the font in points.
+    """
+    from matplotlib.font_manager import FontProperties
+    from matplotlib.textpath import TextPath
+
+    properties = FontProperties(family=_families(fonts))
+    extents = TextPath((0, 0), text, size=size, prop=properties, usetex=False).get_extents()
+    return float(extents.width) / 72 if text.strip() else 0.0
+
+
+def _families(fonts: Sequence[str]) -> list[str]:
+    from matplotlib import rcParams
+
+    return [*rcParams["font.family"], *fonts]
+
+
+def _visible(text: str) -> str:
+    """Return a text without invisible characters, and on one line."""
+    return "".join(_visible_character(character) for character in text)
+
+
+def _visible_character(character: str) -> str:
+    kind = unicodedata.category(character)
+    if kind == "Cf":
+        return ""
+    if kind == "Cc":
+        return character.encode("unicode_escape").decode()
+    return " " if kind.startswith("Z") else character
+
+
+def _installed() -> list[FontEntry]:
+    """Return the fonts of this machine, the upright ones of regular weight first."""
+    from matplotlib import font_manager, get_data_path
+
+    manager = font_manager.fontManager
+    # matplotlib keeps a list of the fonts, in which a font that was installed later is absent.
+    known = {Path(entry.fname) for entry in manager.ttflist}
+    for path in font_manager.findSystemFonts():
+        if Path(path) not in known:
+            try:
+                manager.addfont(path)
+            except (OSError, RuntimeError, ValueError):
+                continue  # The file is not a font that matplotlib can read.
+    # matplotlib's own fonts are for formulas, and one of them has a box for every character.
+    own = Path(get_data_path())
+    entries = [entry for entry in manager.ttflist if own not in Path(entry.fname).parents]
+    return sorted(
+        entries,
+        key=lambda entry: (
+            entry.style != "normal",
+            abs(int(entry.weight) - WEIGHT),
+            entry.name,
+            entry.fname,
+        ),
+    )
+
+
+def _drawn_by(path: str, characters: Iterable[str]) -> set[str]:
+    """Return those of the characters that a font can draw."""
+    from matplotlib.ft2font import FT2Font
+
+    try:
+        font = FT2Font(path)
+        # A font of coloured bitmaps has no outlines of this size.
+        font.set_size(10, 72)
+    except (OSError, RuntimeError, ValueError):
+        return set()
+    return {character for character in characters if _draws(font, character)}
+
+
+def _draws(font: Any, character: str) -> bool:
+    if not font.get_char_index(ord(character)):
+        return False
+    try:
+        glyph = font.load_char(ord(character))
+    except (OSError, RuntimeError, ValueError):
+        return False
+    # Some fonts have an empty glyph for every character.
+    return character == " " or glyph.width > 0
