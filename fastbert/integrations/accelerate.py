@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import threading
 import warnings
 from collections.abc import Iterator
 from typing import Any, TypeVar
@@ -19,12 +20,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from fastbert.integrations.bound_encoder import BoundEncoder
+from fastbert.integrations.bound_encoder import BOUND, BoundEncoder
 from fastbert.integrations.packing import restarts
 from fastbert.io.families import FAMILIES
 from fastbert.modules.batch_layout import BatchLayout
 from fastbert.modules.bert import Encoded
-from fastbert.modules.inputs import enter
+from fastbert.modules.inputs import EncoderInput, enter
 
 try:
     from transformers import PreTrainedModel, modeling_outputs
@@ -36,7 +37,6 @@ except ImportError as error:
 
 Model = TypeVar("Model")
 
-BOUND = "_fastbert_bound_encoder"
 POOLED = "BaseModelOutputWithPooling"
 CROSSED = "BaseModelOutputWithPoolingAndCrossAttentions"
 # Each encoder of transformers returns an output of this class.
@@ -63,8 +63,20 @@ REFUSED = (
     "encoder_attention_mask",
     "use_cache",
 )
+# Arguments that an accelerated encoder takes in addition to those of the stock encoder.
+TAKEN = (
+    *REFUSED,
+    *("output_attentions", "output_hidden_states", "return_dict"),
+    *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
+    # The Trainer passes the number of labels, which only a loss reads.
+    "num_items_in_batch",
+)
 # The arguments of `BertModel.encode_at_once`.
 AT_ONCE = {"input_ids", "attention_mask", "token_type_ids"}
+# The arguments that the embedding of an encoder of transformers may take.
+EMBEDDED = ("input_ids", "token_type_ids", "position_ids", "inputs_embeds")
+# Two threads that accelerate or restore one model must not do so at the same time.
+LOCK = threading.RLock()
 
 
 def accelerate(model: Model, *, strict: bool = True) -> Model:
@@ -111,21 +123,31 @@ def accelerate(model: Model, *, strict: bool = True) -> Model:
         ```
     """
     try:
-        found = list(_encoders(model))
-        if not found:
-            raise ValueError(_nothing_found(model))
-        plain = [(host, stock) for host, stock in found if not _accelerated(host)]
-        ready = [(host, stock, BoundEncoder(host)) for host, stock in plain]
+        with LOCK:
+            _accelerate(model)
     except ValueError as error:
         if strict:
             raise ValueError(f"accelerate: {error}") from error
         warnings.warn(f"accelerate: left {type(model).__name__} as it is: {error}", stacklevel=2)
-        return model
+    return model
+
+
+def _accelerate(model: Any) -> None:
+    found = list(_encoders(model))
+    if not found:
+        raise ValueError(_nothing_found(model))
+    plain = [(host, stock) for host, stock in found if not _accelerated(host)]
+    for host, stock in plain:
+        if "forward" in host.__dict__:
+            raise ValueError(
+                f"{stock.__name__} has a forward of its own, which accelerate's prepare and its "
+                "hooks add: call fastbert.accelerate before them"
+            )
+    ready = [(host, stock, BoundEncoder(host)) for host, stock in plain]
     for host, stock, bound in ready:
         kind: Any = type(host)
         host.__class__ = _fast_class(kind, stock)
         host.__dict__[BOUND] = bound
-    return model
 
 
 def restore(model: Model) -> Model:
@@ -142,10 +164,11 @@ def restore(model: Model) -> Model:
     Raises:
         TypeError: If `model` is neither a module nor a pipeline around a module.
     """
-    for module in _module(model).modules():
-        if _accelerated(module):
-            module.__class__ = type(module).fastbert_restores
-            module.__dict__.pop(BOUND, None)
+    with LOCK:
+        for module in _module(model).modules():
+            if _accelerated(module):
+                module.__class__ = type(module).fastbert_restores
+                module.__dict__.pop(BOUND, None)
     return model
 
 
@@ -207,15 +230,20 @@ def _fast_class(kind: Any, stock: Any) -> Any:
     """
     # The names leave out self and **kwargs.
     names = tuple(inspect.signature(stock.forward).parameters)[1:-1]
+    taken = {*names, *TAKEN}
 
     @functools.wraps(stock.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = dict(zip(names, args, strict=False)) | kwargs
-        if _exporting():
+        # A wrapper that keeps this method may outlive `restore`.
+        if _exporting() or not _accelerated(self):
             return stock.forward(self, *args, **kwargs)
         problem: Any = "there are hooks on all modules" if _has_any_global_hook() else None
         if "_is_replica" in self.__dict__:
             problem = "it is a replica of DataParallel, without parameters of its own"
+        for name in given.keys() - taken:
+            if given[name] is not None:
+                problem = f"{name}: got a {type(given[name]).__name__}, allowed: None"
         if problem is None:
             try:
                 bound = _bound(self)
@@ -228,7 +256,7 @@ def _fast_class(kind: Any, stock: Any) -> Any:
         return _run(self, bound, stock.__name__, given)
 
     def reduce(self: Any, protocol: Any) -> Any:
-        return _rebuild, (kind, stock), self.__dict__
+        return _rebuild, (kind, stock), self.__getstate__()
 
     own = {
         "forward": forward,
@@ -254,17 +282,21 @@ def _rebuild(kind: Any, stock: Any) -> Any:
 def _bound(host: Any) -> BoundEncoder:
     """Return the encoder that is bound to `host`, and bind one if there is none.
 
-    A copy, a replica and a model whose layers changed each bind an encoder of their own.
+    A copy and a replica each bind an encoder of their own.
     """
     bound = host.__dict__.get(BOUND)
-    if bound is None or bound.host is not host or not bound.fits():
+    if bound is None or bound.host is not host:
         bound = host.__dict__[BOUND] = BoundEncoder(host)
     return bound
 
 
 def _exporting() -> bool:
     compiler = torch.compiler
-    return compiler.is_exporting() or torch.onnx.is_in_onnx_export() or torch.jit.is_tracing()
+    if compiler.is_compiling():
+        return compiler.is_exporting()
+    # Tensors of a FakeTensorMode have no values, so no padding can be removed from them.
+    fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+    return fake or torch.onnx.is_in_onnx_export() or torch.jit.is_tracing()
 
 
 @functools.cache
@@ -286,18 +318,20 @@ def _run(host: Any, bound: BoundEncoder, stock: str, given: dict[str, Any]) -> A
     states = _flag(host, given, "output_hidden_states")
     weights = _flag(host, given, "output_attentions")
     arguments, packed = _arguments(bound, given)
-    bound.settle_dropout()
-    encoder = bound.model.encoder
-    encoder.gradient_checkpointing = _checkpointed(host)
+    recompute = bound.checkpoints and host.training and torch.is_grad_enabled()
+    bound.model.encoder.gradient_checkpointing = recompute
     encoded = None
     present = {name: value for name, value in arguments.items() if value is not None}
-    if not states and not weights and present.keys() <= AT_ONCE:
+    called = bound.whole or bound.calls_embedding
+    if not states and not weights and not called and present.keys() <= AT_ONCE:
         encoded = bound.model.encode_at_once(**present)
     if encoded is None:
-        tokens = enter(bound.model.config, **arguments)
+        tokens = enter(bound.model.config, **arguments, unpads=not bound.whole)
         if packed is not None:
             layout = dataclasses.replace(tokens.layout, shape=packed)
             tokens = tokens._replace(layout=layout)
+        if bound.calls_embedding:
+            tokens = tokens._replace(embedded=_embedded(bound, given, tokens))
         encoded = bound.model.encode_rows(
             tokens,
             list(weights) if isinstance(weights, (list, tuple)) else bool(weights),
@@ -322,6 +356,14 @@ def _run(host: Any, bound: BoundEncoder, stock: str, given: dict[str, Any]) -> A
     last, *others = out.to_tuple()
     absent = stock in TUPLES_WITH_POOLED and out.pooler_output is None
     return (last, None, *others) if absent else (last, *others)
+
+
+def _embedded(bound: BoundEncoder, given: dict[str, Any], tokens: EncoderInput) -> Tensor:
+    """Call the host's embedding, and return rows of shape ``(T, H)``."""
+    arguments = {name: given.get(name) for name in EMBEDDED}
+    if tokens.layout.shape is not None:
+        arguments["position_ids"] = tokens.positions.view(tokens.layout.shape)
+    return tokens.layout.rows(bound.embed(arguments))
 
 
 def _flag(host: Any, given: dict[str, Any], name: str) -> Any:
@@ -401,10 +443,3 @@ def _warn_once_of_left_padding(encoder: str) -> None:
         "a head that reads position 0 reads padding. Pad on the right",
         stacklevel=6,
     )
-
-
-def _checkpointed(host: Any) -> bool:
-    """Return whether the host uses gradient checkpointing in this call."""
-    if not (host.training and torch.is_grad_enabled()):
-        return False
-    return any(getattr(module, "gradient_checkpointing", False) for module in host.modules())

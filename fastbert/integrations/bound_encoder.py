@@ -1,26 +1,49 @@
 """An encoder of fastbert that computes with the parameters of a model of transformers.
 
 The model of transformers is called the host. Nothing is copied or moved, and the host keeps its
-modules. Before every call, the modules of fastbert receive the current parameters of the host's
+modules. Before a call, the modules of fastbert receive the current parameters of the host's
 modules. Therefore ``to``, an optimizer, ``load_state_dict``, PEFT and other tools still work on the
 host.
+
+A module of the host that deviates from the stock model is treated in one of three ways:
+
+- A linear layer inside a layer is called. It receives ``(B, L, H)`` as the host calls it, unless it
+  computes each row by itself; see `fastbert.integrations.row_wise`.
+- If a module of the embedding deviates, the host's embedding is called, and padding is removed
+  after it.
+- For every other module, the host runs its own code.
 
 In the names of this file, ``ours`` is a module of fastbert and ``theirs`` is a module of the host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+import sys
+import weakref
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from fastbert.integrations.host_parts import (
+    EMBEDDING,
+    Inside,
+    Leaf,
+    containers_of,
+    drops_of,
+    layers_of,
+    leaves_of,
+)
+from fastbert.integrations.row_wise import is_row_wise
 from fastbert.io import families
 from fastbert.modules import BertModel
 from fastbert.modules.joined_linear import JoinedLinear
 from fastbert.modules.layer_norm import LayerNorm
 from fastbert.modules.plain import deviation
+from fastbert.modules.snapshot import Snapshot
+from fastbert.ops import backend as backends
 
 try:
     from transformers.activations import ACT2FN
@@ -30,6 +53,8 @@ except ImportError as error:
         "pip install 'fastbert[transformers]'"
     ) from error
 
+# The attribute of a host that holds its bound encoder.
+BOUND = "_fastbert_bound_encoder"
 # The hooks of this module of transformers collect hidden states and attention weights. The bound
 # encoder returns both itself, so these hooks need not run.
 COLLECTING_HOOKS = "transformers.utils.output_capturing"
@@ -37,53 +62,8 @@ COLLECTING_HOOKS = "transformers.utils.output_capturing"
 KNOWN = ("transformers.", "torch.nn.modules.")
 
 
-class Place(NamedTuple):
-    """The place of a module: its parent and its name in the parent."""
-
-    parent: nn.Module
-    name: str
-
-    def get(self) -> nn.Module | None:
-        """Return the module that is at the place now, or None."""
-        return self.parent._modules.get(self.name)
-
-
-class Inside(NamedTuple):
-    """A module inside the host that is not called, with its path in the host and its place."""
-
-    path: str
-    place: Place
-    module: nn.Module
-
-
-class Leaf(NamedTuple):
-    """A module of fastbert with parameters, its place, and the places of the host's modules."""
-
-    ours: Place
-    module: nn.Module
-    theirs: tuple[Place, ...]
-
-
-class Drop(NamedTuple):
-    """A module of fastbert with a ``dropout_p``, and the source of its value in the host.
-
-    The source is the dropout module called ``name`` in ``theirs``, or a number of that name.
-    """
-
-    ours: Any
-    theirs: nn.Module
-    name: str
-
-    def probability(self) -> float:
-        """Return the host's dropout probability, which is 0 outside training mode."""
-        module = self.theirs._modules.get(self.name)
-        if module is None:
-            return getattr(self.theirs, self.name) if self.theirs.training else 0.0
-        return getattr(module, "p", 0.0) if module.training else 0.0
-
-
 class Watch(NamedTuple):
-    """The facts on which a binding depends, in a form that is quick to check.
+    """The facts on which a binding depends, in a form that ``torch.compile`` can trace.
 
     The facts are the host's modules with their places and classes, the hooks of these modules, and
     their attributes, among which a ``forward`` may appear. Further facts are the shared parameters
@@ -114,7 +94,7 @@ class Watch(NamedTuple):
             if ours_is_placed and len(leaf.theirs) == 1 and first is not None:
                 shared += [(ours, first._parameters, name) for name in ours]
         return cls(
-            [(place.parent._modules, place.name, child, type(child)) for place, child in found],
+            [(place.siblings, place.name, child, type(child)) for place, child in found],
             hooks,
             [module.__dict__ for module in modules],
             shared,
@@ -125,8 +105,8 @@ class Watch(NamedTuple):
         """Return whether the facts still hold and no module has a hook or a forward of its own."""
         return (
             all(
-                parent.get(name) is child and type(child) is kind
-                for parent, name, child, kind in self.modules
+                siblings.get(name) is child and type(child) is kind
+                for siblings, name, child, kind in self.modules
             )
             and not any(self.hooks)
             and not any("forward" in attributes for attributes in self.attributes)
@@ -135,13 +115,32 @@ class Watch(NamedTuple):
         )
 
 
+class Verdict(NamedTuple):
+    """The result of a comparison of a host with the stock model.
+
+    Attributes:
+        problem: The reason in words why the host must run its own code, or None.
+        facts: The facts on which the verdict depends, or None where they cannot be recorded.
+    """
+
+    problem: str | None
+    facts: Snapshot | None
+
+
 class BoundEncoder:
     """A ``BertModel`` of fastbert that shares the parameters of an encoder of transformers.
 
-    The attribute ``model`` is the ``BertModel``.
-
     Args:
-        host: The encoder of transformers.
+        host: The encoder of transformers. The bound encoder keeps a weak reference to it, so the
+            host is freed with its last other reference.
+
+    Attributes:
+        model: The ``BertModel``.
+        called: The modules of the host that are called because they deviate from the stock model:
+            the path of the module → the deviation in words.
+        whole: Whether a called module receives padding, so that no padding is removed.
+        calls_embedding: Whether the host's embedding is called, because a part of it deviates.
+        checkpoints: Whether gradient checkpointing is on in the host.
 
     Raises:
         ValueError: If fastbert cannot compute the host. The message names the obstacle.
@@ -149,22 +148,14 @@ class BoundEncoder:
 
     def __init__(self, host: nn.Module) -> None:
         """Build the ``BertModel`` without memory of its own, and bind it to `host`."""
-        self.host = host
-        content = host.config.to_dict()
-        config = families.read_config(content)
-        layers = self._layers(config)
-        if layers != max(config.architecture.order(config.num_hidden_layers)) + 1:
-            if config.architecture.rotary_bases or config.architecture.groups is not None:
-                raise ValueError(f"config: got {layers} layers, allowed: num_hidden_layers")
-            config = config.replace(num_hidden_layers=layers)
-        with torch.device("meta"):
-            self.model = BertModel(config, add_pooling_layer=False)
-        self.leaves = [self._leaf(ours, theirs) for ours, theirs in self._pairs()]
-        self.drops = list(self._drops())
-        self.inside = list(self._containers())
-        self.sizes = [(m, len(m._modules)) for m in (host, *(each.module for each in self.inside))]
-        self._check_activations()
+        self._host = weakref.ref(host)
+        self.called: dict[str, str] = {}
+        self.whole = self.calls_embedding = self.checkpoints = False
         self.watch: Watch | None = None
+        # One verdict for training mode and one for inference, and the one that is in effect.
+        self._verdicts: dict[bool, Verdict] = {}
+        self._in_effect: Verdict | None = None
+        self._build(host)
         problem = self.bind()
         if problem is not None:
             raise ValueError(problem)
@@ -173,10 +164,31 @@ class BoundEncoder:
         """Make every copy and every pickle None, because a copied host binds its own encoder."""
         return (_none, ())
 
-    def fits(self) -> bool:
+    @property
+    def host(self) -> nn.Module | None:
+        """The encoder of transformers, or None after it was freed."""
+        return self._host()
+
+    def _build(self, host: nn.Module) -> None:
+        """Build the ``BertModel`` and find the modules of `host`, or raise ValueError."""
+        config = families.read_config(host.config.to_dict())
+        layers = layers_of(host, config)
+        if layers != max(config.architecture.order(config.num_hidden_layers)) + 1:
+            if config.architecture.rotary_bases or config.architecture.groups is not None:
+                raise ValueError(f"config: got {layers} layers, allowed: num_hidden_layers")
+            config = config.replace(num_hidden_layers=layers)
+        with torch.device("meta"):
+            model = BertModel(config, add_pooling_layer=False)
+        leaves, drops = leaves_of(model, host), drops_of(model, host)
+        self.model, self.leaves, self.drops = model, leaves, drops
+        self.inside = list(containers_of(host, model, leaves))
+        parents = (host, *(each.module for each in self.inside))
+        self.sizes = [(module._modules, len(module._modules)) for module in parents]
+
+    def _fits(self) -> bool:
         """Return whether the host still has the same modules: none added, removed or replaced."""
         return all(place.get() is module for _, place, module in self.inside) and all(
-            len(module._modules) == size for module, size in self.sizes
+            len(modules) == size for modules, size in self.sizes
         )
 
     def bind(self) -> str | None:
@@ -185,31 +197,104 @@ class BoundEncoder:
         Returns:
             The obstacle in words, or None if the encoder is bound.
         """
-        if self.watch is not None and self.watch.unchanged():
+        host = self.host
+        assert host is not None
+        if torch.compiler.is_compiling() or backends.EXTENSION is None:
+            return self._bind_traced(host)
+        verdict = self._verdicts.get(host.training)
+        if verdict is not None and verdict.facts is not None and verdict.facts.holds(host):
+            if verdict is not self._in_effect and verdict.problem is None:
+                self._bind_anew(host)
+        else:
+            problem = self._bind_anew(host)
+            facts = Snapshot(host, BOUND, _others(host))
+            verdict = self._verdicts[host.training] = Verdict(problem, facts)
+        self._in_effect = verdict
+        if verdict.problem is None:
+            self._take_sizes()
+        return verdict.problem
+
+    def _bind_traced(self, host: nn.Module) -> str | None:
+        """Bind in a traced graph, where each fact that is read becomes a guard of the graph."""
+        if self._fits() and self.watch is not None and self.watch.unchanged():
+            self._settle_dropout()
             self._take_sizes()
             return None
-        self.watch = None
-        problem = self._bind_anew()
+        problem = self._bind_anew(host)
         if problem is None:
-            watch = Watch.over(self.inside, self.leaves)
-            # A module with hooks is bound in another way after its hooks are removed. The binding
-            # is therefore repeated at every call until then.
-            self.watch = watch if watch.unchanged() else None
+            self._take_sizes()
         return problem
 
-    def _bind_anew(self) -> str | None:
+    def _bind_anew(self, host: nn.Module) -> str | None:
+        try:
+            if not self._fits():
+                self._build(host)
+        except ValueError as error:
+            return str(error)
+        self.watch, self.called = None, {}
         for path, _, module in self.inside:
             reason = _called_from_outside(module)
-            if reason is not None:
+            if reason is not None and not path.startswith(EMBEDDING):
                 return f"{path} {reason}"
+            if reason is not None:
+                self.called[path] = reason
+        problem = self._activation_problem()
+        if problem is not None:
+            return problem
+        whole = False
         for leaf in self.leaves:
-            problem = _bind(leaf)
-            if problem is not None:
-                return problem
-        self._take_sizes()
+            problem = self._deviation(leaf)
+            if problem is not None and not leaf.embeds and isinstance(leaf.module, LayerNorm):
+                return f"{leaf.paths[0]} {problem}"
+            whole |= problem is not None and not leaf.embeds and not _are_row_wise(leaf)
+            _bind(leaf, self.called)
+        self.whole = whole
+        embedding = {path for leaf in self.leaves if leaf.embeds for path in leaf.paths}
+        self.calls_embedding = any(
+            path.startswith(EMBEDDING) or path in embedding for path in self.called
+        )
+        self.checkpoints = any(
+            getattr(module, "gradient_checkpointing", False) for module in host.modules()
+        )
+        self._settle_dropout()
+        watch = Watch.over(self.inside, self.leaves)
+        # A module with hooks is bound in another way after its hooks are removed. The binding is
+        # therefore repeated at every call until then.
+        self.watch = watch if not self.called and watch.unchanged() else None
         return None
 
-    def settle_dropout(self) -> None:
+    def _deviation(self, leaf: Leaf) -> str | None:
+        """Return how the host's modules of a leaf deviate, and enter them among the called."""
+        problem = None
+        for path, place in zip(leaf.paths, leaf.theirs, strict=True):
+            own = _leaf_deviation(leaf.module, place.get())
+            if own is not None:
+                self.called[path] = own
+                problem = problem or own
+        return problem
+
+    def embed(self, given: Mapping[str, Any]) -> Tensor:
+        """Call the host's embedding, as the host does.
+
+        Args:
+            given: The arguments of the host that its embedding may take, by name.
+
+        Returns:
+            The embedding output of shape ``(B, L, hidden_size)``.
+        """
+        host = self.host
+        assert host is not None
+        embedding: Any = host._modules[EMBEDDING]
+        names = inspect.signature(type(embedding).forward).parameters
+        embedded = embedding(**{name: given[name] for name in names if name in given})
+        for leaf in self.leaves:
+            if leaf.path == "embeddings.projection":
+                projection = leaf.theirs[0].get()
+                assert projection is not None
+                embedded = projection(embedded)
+        return embedded
+
+    def _settle_dropout(self) -> None:
         """Take over the current dropout probabilities of the host."""
         dropping = False
         for drop in self.drops:
@@ -217,7 +302,8 @@ class BoundEncoder:
             if drop.ours.dropout_p != probability:
                 drop.ours.dropout_p = probability
             dropping |= probability > 0.0
-        self.model.training = dropping
+        if self.model.training != dropping:
+            self.model.training = dropping
 
     def _take_sizes(self) -> None:
         """Take over the sizes of the host's tables, which may have grown."""
@@ -227,71 +313,13 @@ class BoundEncoder:
             ("max_position_embeddings", embeddings.position_embeddings),
             ("type_vocab_size", embeddings.token_type_embeddings),
         ):
-            if table is not None and table.weight.shape[0] != getattr(config, name):
-                self.model.config = config = config.replace(**{name: table.weight.shape[0]})
+            # A module in the place of a table may have no weight.
+            weight = None if table is None else getattr(table, "weight", None)
+            if isinstance(weight, Tensor) and weight.shape[0] != getattr(config, name):
+                self.model.config = config = config.replace(**{name: weight.shape[0]})
 
-    # The modules of fastbert and of the host
-
-    def _layers(self, config: Any) -> int:
-        """Return the number of stored layers of the host."""
-        family = families.family_of(config.model_type)
-        path = family.modules["encoder.layer.{layer}.output.dense"][0]
-        container = self.host.get_submodule(path.partition(".{")[0])
-        inner = config.architecture.group_size
-        return len(container) * inner
-
-    def _pairs(self) -> Iterator[tuple[str, tuple[str, ...]]]:
-        for ours, theirs in families.pairs(self.model.config):
-            parent, _, name = ours.rpartition(".")
-            if ours != "pooler.dense" and self.model.get_submodule(parent)._modules.get(name):
-                yield ours, theirs
-
-    def _leaf(self, ours: str, theirs: tuple[str, ...]) -> Leaf:
-        place = _place(self.model, ours)
-        places = tuple(_place(self.host, path) for path in theirs)
-        module = place.get()
-        if len(places) > 1:
-            module = JoinedLinear([nn.Identity() for _ in places])
-            place.parent._modules[place.name] = module
-        assert module is not None
-        return Leaf(place, module, places)
-
-    def _drops(self) -> Iterator[Drop]:
-        for module in self.model.modules():
-            if "dropout_p" in module.__dict__:
-                module.dropout_p = 0.0
-        config = self.model.config
-        names = families.family_of(config.model_type).dropouts
-        stored = range(len(self.model.encoder.layer))
-        for ours, theirs in names.items():
-            for layer in stored if "{layer}" in ours else (0,):
-                parent, name = _place(self.host, families.place(theirs, layer, config))
-                yield Drop(self.model.get_submodule(ours.format(layer=layer)), parent, name)
-
-    def _containers(self) -> Iterator[Inside]:
-        """Find the host's modules that are not called.
-
-        Four kinds of modules are left out: leaves, the modules inside leaves, the pooler, which is
-        called, and modules that a subclass added.
-        """
-        family = families.family_of(self.model.config.model_type)
-        paths = [path for theirs in family.modules.values() for path in theirs]
-        roots = {path.partition(".")[0] for path in (*paths, *family.dropouts.values())}
-        leaves = {id(place.get()) for leaf in self.leaves for place in leaf.theirs}
-
-        def walk(parent: nn.Module, before: str) -> Iterator[Inside]:
-            for name, child in parent._modules.items():
-                if child is None or id(child) in leaves or name.startswith("pooler"):
-                    continue
-                if parent is self.host and name not in roots:
-                    continue
-                yield Inside(before + name, Place(parent, name), child)
-                yield from walk(child, f"{before}{name}.")
-
-        return walk(self.host, "")
-
-    def _check_activations(self) -> None:
-        """Raise ValueError if a module without parameters is not of the class that is expected.
+    def _activation_problem(self) -> str | None:
+        """Return in words which module without parameters is not of the expected class, or None.
 
         The class of the activation is the class that ``config.json`` names.
         """
@@ -300,21 +328,19 @@ class BoundEncoder:
         for path, _, child in self.inside:
             lone = not child._modules and not child._parameters and not child._buffers
             if lone and not isinstance(child, plain):
-                raise ValueError(
-                    f"{path}: got {type(child).__name__}, allowed: {expected.__name__}"
-                )
+                return f"{path}: got {type(child).__name__}, allowed: {expected.__name__}"
+        return None
 
 
 def _none() -> None:
     return None
 
 
-def _place(root: nn.Module, path: str) -> Place:
-    parent, _, name = path.rpartition(".")
-    try:
-        return Place(root.get_submodule(parent), name)
-    except AttributeError as error:
-        raise ValueError(f"{parent}: {error}") from error
+def _others(host: nn.Module) -> list[Any]:
+    """Return the objects beside the modules of a host whose attributes are facts."""
+    names = {type(module).__module__ for module in host.modules()}
+    known = [sys.modules[name] for name in sorted(names) if name.startswith(KNOWN)]
+    return [host.config, *known]
 
 
 def _called_from_outside(module: nn.Module) -> str | None:
@@ -331,35 +357,66 @@ def _called_from_outside(module: nn.Module) -> str | None:
     return "has a forward of its own" if "forward" in module.__dict__ else None
 
 
-def _bind(leaf: Leaf) -> str | None:
-    ours, module, theirs = leaf
-    parts = [place.get() for place in theirs]
-    first = parts[0]
+def _leaf_deviation(ours: nn.Module, theirs: nn.Module | None) -> str | None:
+    """Return how a module of the host with parameters deviates from the stock module, or None."""
+    if theirs is None:
+        return "is missing"
+    if isinstance(ours, nn.Identity):
+        return None if type(theirs) is nn.Identity else "was replaced"
+    if isinstance(ours, LayerNorm):
+        problem = deviation(theirs, nn.LayerNorm)
+        if problem is not None or theirs._parameters.get("weight") is not None:
+            return problem
+        return "has no weight"
+    if isinstance(ours, nn.Embedding):
+        return deviation(theirs, nn.Embedding) or _option(theirs)
+    return deviation(theirs, nn.Linear) or _backward_hooks(theirs)
+
+
+def _backward_hooks(module: nn.Module) -> str | None:
+    hooks = module._backward_hooks or module._backward_pre_hooks
+    return "has backward hooks" if hooks else None
+
+
+def _option(table: Any) -> str | None:
+    """Return an option of an embedding table that the kernels do not have, or None."""
+    for name in ("max_norm", "scale_grad_by_freq", "sparse"):
+        if getattr(table, name):
+            return f"has {name}={getattr(table, name)}"
+    return _backward_hooks(table)
+
+
+def _are_row_wise(leaf: Leaf) -> bool:
+    """Return whether the host's modules of a leaf compute each row by itself."""
+    modules = [place.get() for place in leaf.theirs]
+    return all(
+        module is not None and (_leaf_deviation(leaf.module, module) is None or is_row_wise(module))
+        for module in modules
+    )
+
+
+def _bind(leaf: Leaf, called: Mapping[str, str]) -> None:
+    """Share the parameters of the host's modules, or put a module that is called in our place."""
+    module = leaf.module
+    parts = [place.get() for place in leaf.theirs]
     if isinstance(module, JoinedLinear):
         for number, part in enumerate(parts):
             if module.parts._modules[str(number)] is not part:
                 module.parts._modules[str(number)] = part
-        return None
+        return
     if isinstance(module, nn.Identity):
-        return None if type(first) is nn.Identity else f"{theirs[0].name} was replaced"
+        return
+    theirs = parts[0]
+    assert theirs is not None
+    if leaf.paths[0] in called:
+        leaf.ours.put(theirs)
+        return
+    leaf.ours.put(module)
     if isinstance(module, LayerNorm):
-        problem = deviation(first, nn.LayerNorm) if first is not None else "is missing"
-        if problem is None:
-            module.eps = first.eps  # type: ignore[union-attr]
-            _share(module, first)
-        return None if problem is None else f"{theirs[0].name} {problem}"
-    if first is None:
-        return f"{theirs[0].name} is missing"
-    kind = nn.Embedding if isinstance(module, nn.Embedding) else nn.Linear
-    plain = deviation(first, kind) is None
-    if not plain and kind is nn.Embedding and ours.name != "word_embeddings":
-        return f"{theirs[0].name} {deviation(first, kind)}"
-    placed = module if plain else first
-    if ours.get() is not placed:
-        ours.parent._modules[ours.name] = placed
-    if plain:
-        _share(module, first)
-    return None
+        module.eps = theirs.eps
+    if isinstance(module, nn.Embedding):
+        module.padding_idx = theirs.padding_idx
+    _share(module, theirs)
 
 
 def _share(ours: nn.Module, theirs: nn.Module) -> None:

@@ -12,6 +12,7 @@ from fastbert.config import BertConfig
 from fastbert.io.names import QKV
 from fastbert.modules.batch_layout import BatchLayout
 from fastbert.modules.dropout import NO_SEEDS, LayerSeeds, Probabilities
+from fastbert.modules.joined_linear import JoinedLinear
 from fastbert.modules.layer_norm import LayerNorm
 from fastbert.modules.linear import Linear
 from fastbert.modules.operation import OperationModule
@@ -20,6 +21,9 @@ from fastbert.modules.positions import Rotary
 from fastbert.modules.quantized_linear import QuantizedLinear
 from fastbert.ops.attention_context import attention_context
 from fastbert.ops.product import needs_gradient
+
+# These linear layers return their input too, for a residual connection around them.
+OURS = (Linear, QuantizedLinear)
 
 
 class BertSelfAttention(OperationModule):
@@ -77,9 +81,9 @@ class BertSelfAttention(OperationModule):
             around this module (see ``ops.linear``); and the softmax weights before dropout in the
             caller's layout, or None.
         """
-        qkv, residual = self.qkv(hidden, return_residual=True)
+        qkv, residual = self._project(hidden)
         uniform = layout.cu_seqlens is None
-        rows = (layout.batch, layout.length) if uniform else (hidden.shape[0],)
+        rows = (layout.batch, layout.length) if uniform else (-1,)
         near = None if self.window is None else layout.near(self.window)
         if self.rotary is not None:
             qkv = qkv.view(-1, 3 * self.heads, self.head_dim)
@@ -109,6 +113,16 @@ class BertSelfAttention(OperationModule):
         out, weights = result if isinstance(result, tuple) else (result, None)
         attended = out.view(hidden.shape)
         return attended, residual, None if weights is None else layout.weights(weights)
+
+    def _project(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Return q, k and v side by side, and `hidden` for the residual connection.
+
+        A projection that was replaced or has hooks is called as any linear layer is called.
+        """
+        kind = type(self.qkv)
+        if kind is JoinedLinear or (kind in OURS and deviation(self.qkv, kind) is None):
+            return self.qkv(hidden, return_residual=True)
+        return self.qkv(hidden), hidden
 
 
 def _through_weights(

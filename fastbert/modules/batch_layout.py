@@ -42,6 +42,8 @@ class BatchLayout:
             layout has padding; otherwise None.
         shape: Shape ``(R, C)`` of packed rows that the caller holds as ``(R, C, ...)``, with
             ``R * C = T``. None if the caller's shape is ``(T, ...)``.
+        whole: Whether the layers call their modules with the caller's shape ``(B, L, H)``, padding
+            included, instead of rows.
     """
 
     batch: int
@@ -55,6 +57,7 @@ class BatchLayout:
     places: Tensor | None = None
     tokens: Tensor | None = None
     shape: tuple[int, int] | None = None
+    whole: bool = False
 
     @property
     def packed(self) -> bool:
@@ -67,6 +70,15 @@ class BatchLayout:
             return x if self.shape is None else x.flatten(0, 1)
         x = x.expand(self.batch, self.length, *x.shape[2:]).flatten(0, 1)
         return x if self.indices is None else x.index_select(0, self.indices)
+
+    def seen(self, rows: Tensor) -> Tensor:
+        """View ``(T, ...)`` rows in the shape in which the layers call their modules.
+
+        The shape is ``(B, L, ...)`` if `whole` is set, and ``(T, ...)`` otherwise.
+        """
+        if not self.whole or (self.packed and self.shape is None):
+            return rows
+        return rows.view(*(self.shape or (self.batch, self.length)), *rows.shape[1:])
 
     def given(self, rows: Tensor) -> Tensor:
         """Convert ``(T, ...)`` rows to the caller's layout.

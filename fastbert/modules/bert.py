@@ -284,7 +284,9 @@ class BertModel(BertPreTrainedModel):
             TypeError: If one of them is neither a bool nor a sequence.
         """
         seeds = draw_seeds(self.config, self.training, tokens.positions.device)
-        embedded = self.embeddings(tokens, seeds.embeddings)
+        embedded = tokens.embedded
+        if embedded is None:
+            embedded = self.embeddings(tokens, seeds.embeddings)
         chosen = None
         if reads is not None and not output_attentions and not output_hidden_states:
             chosen = self.encoder.choose(embedded, tokens.layout, reads)

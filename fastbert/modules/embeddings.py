@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,8 +40,13 @@ class BertEmbeddings(OperationModule):
         self.word_embeddings = nn.Embedding(
             config.vocab_size, size, padding_idx=config.pad_token_id
         )
+        first = choices.first_position
         self.position_embeddings = (
-            nn.Embedding(config.max_position_embeddings, size) if choices.position_table else None
+            nn.Embedding(
+                config.max_position_embeddings, size, padding_idx=first - 1 if first else None
+            )
+            if choices.position_table
+            else None
         )
         self.token_type_embeddings = (
             nn.Embedding(config.type_vocab_size, size) if choices.type_table else None
@@ -102,7 +108,29 @@ def _look_up(
     index: Tensor | None, table: nn.Embedding | None
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the indices and the weight of a table, or None and None without a table."""
-    return (None, None) if table is None else (index, table.weight)
+    if table is None:
+        return None, None
+    weight = table.weight
+    if table.padding_idx is not None and weight.requires_grad and torch.is_grad_enabled():
+        weight = _FixedRow.apply(weight, table.padding_idx)
+    return index, weight
+
+
+class _FixedRow(torch.autograd.Function):
+    """A table whose gradient is 0 in one row, as ``nn.Embedding`` has it for its padding."""
+
+    @staticmethod
+    def forward(ctx: Any, table: Tensor, row: int) -> Tensor:
+        """Return the table."""
+        ctx.row = row
+        return table.view_as(table)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        """Set the gradient of the row to 0."""
+        gradient = gradient.clone()
+        gradient[ctx.row] = 0.0
+        return gradient, None
 
 
 def _promoted(*tables: Tensor | None) -> list[Tensor | None]:

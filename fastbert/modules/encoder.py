@@ -140,6 +140,8 @@ class BertEncoder(nn.Module):
         trained = None
         if torch.is_grad_enabled() and not (weighed or recompute):
             trained = _training(layers, hidden, layout, seeds, chosen)
+        if trained is None:
+            hidden = layout.seen(hidden)
         for i, layer in enumerate(layers):
             if chosen is not None and i == len(layers) - 1 and trained is None:
                 last = (layer, hidden, layout, chosen)
@@ -159,10 +161,11 @@ class BertEncoder(nn.Module):
             if self.final_norm is not None and i == len(layers) - 1:
                 hidden = self.final_norm(hidden)
             if stated:
-                hidden = _through(hidden, layout, states, i + 1 in stated)
+                rows = hidden.view(-1, hidden.shape[-1])
+                hidden = layout.seen(_through(rows, layout, states, i + 1 in stated))
             if weighed:
                 attentions.append(weights)
-        return hidden, states, attentions
+        return hidden.view(-1, hidden.shape[-1]), states, attentions
 
     def choose(self, hidden: Tensor, layout: BatchLayout, reads: Reads) -> ChosenRows | None:
         """Choose the rows of the last layer that a head reads.

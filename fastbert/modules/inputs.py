@@ -32,6 +32,8 @@ class EncoderInput(NamedTuple):
             of token types.
         positions: Positions, int64 or int32 of shape ``(T,)``.
         layout: Division of the rows into sequences.
+        embedded: Rows of shape ``(T, hidden_size)`` before the first layer, if the caller has
+            embedded the tokens; otherwise None.
     """
 
     ids: Tensor | None
@@ -39,6 +41,7 @@ class EncoderInput(NamedTuple):
     token_types: Tensor | None
     positions: Tensor
     layout: BatchLayout
+    embedded: Tensor | None = None
 
 
 def enter(
@@ -50,6 +53,8 @@ def enter(
     inputs_embeds: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
+    *,
+    unpads: bool = True,
 ) -> EncoderInput:
     """Check the arguments of ``BertModel.forward`` and lay the tokens out as rows.
 
@@ -63,9 +68,11 @@ def enter(
         inputs_embeds: As in ``BertModel.forward``.
         cu_seqlens: As in ``BertModel.encode``.
         max_seqlen: As in ``BertModel.encode``.
+        unpads: Whether padding is removed. If not, the layers compute padding as transformers does,
+            and `BatchLayout.whole` is set.
 
     Returns:
-        The tokens without padding.
+        The tokens, without padding if `unpads` is True.
 
     Raises:
         ValueError: If a shape or a value is not allowed. The message names the argument, its value
@@ -79,7 +86,9 @@ def enter(
     elif max_seqlen is not None:
         raise ValueError(f"max_seqlen: got {max_seqlen} without cu_seqlens, allowed: None")
     else:
-        layout = _padded_layout(given, attention_mask, config)
+        layout = _padded_layout(given, attention_mask, config, unpads)
+    if not unpads:
+        layout = dataclasses.replace(layout, whole=True)
     choices = config.architecture
     if choices.position_table:
         _check_length("input_ids" if inputs_embeds is None else "inputs_embeds", config, layout)
@@ -170,11 +179,15 @@ def _tokens(
 def _index(name: str, index: Tensor | None, shape: tuple[int, ...], size: int) -> Tensor | None:
     """Return an index after checks; None stays None.
 
-    In a padded batch, one row of shape ``(1, L)`` may stand for all sequences, as in transformers.
+    In a padded batch, an index may have the shape ``(L,)``, ``(1, L)`` or ``(B, 1)`` and then
+    stands for all sequences or all tokens of a sequence, as in transformers.
     """
     if index is None:
         return None
-    if len(shape) != 2 or tuple(index.shape) != (1, shape[1]):
+    shared = len(shape) == 2 and tuple(index.shape) in (
+        (shape[1],), (1, shape[1]), (shape[0], 1),
+    )  # fmt: skip
+    if not shared:
         require_shape(name, index, shape)
     check_range(name, index, size)
     return index
@@ -258,28 +271,33 @@ def _packed_layout(
     return BatchLayout(batch, max_seqlen, cu_seqlens, max_seqlen)
 
 
-def _padded_layout(given: Tensor, attention_mask: Tensor | None, config: BertConfig) -> BatchLayout:
+def _padded_layout(
+    given: Tensor, attention_mask: Tensor | None, config: BertConfig, unpads: bool
+) -> BatchLayout:
     """Return the layout of padded input."""
     batch, length = given.shape[:2]
     if attention_mask is None:
         return BatchLayout(batch, length)
     choices = config.architecture
-    if attention_mask.dim() == 2:
-        if torch.compiler.is_compiling() and (choices.distance_buckets or choices.windows):
-            # A graph cannot depend on whether the tokens of a row are adjacent.
-            require_shape("attention_mask", attention_mask, (batch, length))
+    if attention_mask.dim() <= 2:
+        attention_mask = _mask_of_tokens(attention_mask, batch, length)
+        # A graph cannot depend on whether the tokens of a row are adjacent.
+        measures = choices.distance_buckets or choices.windows
+        if not unpads or (torch.compiler.is_compiling() and measures):
             exists = attention_mask.bool()
             return BatchLayout(batch, length, mask=exists[:, None, None], tokens=exists)
         return _unpadded_layout(given, attention_mask)
     return _masked_layout(batch, length, attention_mask)
 
 
-def _unpadded_layout(given: Tensor, attention_mask: Tensor) -> BatchLayout:
-    """Return the layout of a mask ``(B, L)``, bool or 0 and 1.
+def _mask_of_tokens(attention_mask: Tensor, batch: int, length: int) -> Tensor:
+    """Return a mask of tokens with the shape ``(B, L)``, after checks.
 
-    A nonzero value means that the token exists.
+    The mask is bool or 0 and 1, and a nonzero value means that the token exists. A mask ``(L,)`` or
+    ``(1, L)`` stands for all sequences.
     """
-    batch, length = given.shape[:2]
+    if tuple(attention_mask.shape) in ((length,), (1, length)):
+        attention_mask = attention_mask.expand(batch, length)
     require_shape("attention_mask", attention_mask, (batch, length))
     if attention_mask.device.type == "cpu" and not torch.compiler.is_compiling():
         if attention_mask.dtype.is_floating_point:
@@ -293,6 +311,12 @@ def _unpadded_layout(given: Tensor, attention_mask: Tensor) -> BatchLayout:
                 f"attention_mask: got a value of {got}, allowed in a (B, L) mask: 0 and 1, or bool "
                 "(additive masks are (B, L, L) or 4-D)"
             )
+    return attention_mask
+
+
+def _unpadded_layout(given: Tensor, attention_mask: Tensor) -> BatchLayout:
+    """Return the layout of a mask of tokens ``(B, L)``."""
+    batch, length = given.shape[:2]
     indices, cu_seqlens, longest = unpad_indices(attention_mask)
     if not torch.compiler.is_compiling() and indices.shape[0] == batch * length:
         return BatchLayout(batch, length)

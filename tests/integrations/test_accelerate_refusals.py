@@ -100,7 +100,7 @@ MODELS: dict[str, tuple[Any, str]] = {
     ),
     "norm": (
         with_another_norm,
-        "LayerNorm is a torch.nn.modules.normalization.RMSNorm",
+        "encoder.layer.1.output.LayerNorm is a torch.nn.modules.normalization.RMSNorm",
     ),
     "hook": (with_a_hook, "encoder.layer.0 has forward hooks"),
     "one of two": (one_of_two, "is_decoder: got True, allowed: false for an encoder"),

@@ -1,0 +1,158 @@
+"""The modules of a host, a model of transformers, by their places beside the modules of fastbert.
+
+In the names of this file, ``ours`` is a module of fastbert and ``theirs`` is a module of the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from fastbert.io import families
+from fastbert.modules import BertModel
+from fastbert.modules.joined_linear import JoinedLinear
+
+# The host's module that embeds the tokens, in every family.
+EMBEDDING = "embeddings"
+
+
+class Place(NamedTuple):
+    """The place of a module: the dictionary of its parent's modules, and its name there.
+
+    A place holds no reference to the parent, so the host can be freed while places exist.
+    """
+
+    siblings: dict[str, nn.Module | None]
+    name: str
+
+    def get(self) -> nn.Module | None:
+        """Return the module that is at the place now, or None."""
+        return self.siblings.get(self.name)
+
+    def put(self, module: nn.Module) -> None:
+        """Put a module at the place."""
+        if self.siblings.get(self.name) is not module:
+            self.siblings[self.name] = module
+
+
+class Inside(NamedTuple):
+    """A module inside the host that is not called, with its path in the host and its place."""
+
+    path: str
+    place: Place
+    module: nn.Module
+
+
+class Leaf(NamedTuple):
+    """A module of fastbert with parameters, and the paths and places of the host's modules."""
+
+    path: str
+    ours: Place
+    module: nn.Module
+    paths: tuple[str, ...]
+    theirs: tuple[Place, ...]
+
+    @property
+    def embeds(self) -> bool:
+        """Whether the module is part of the embedding, a projection after it included."""
+        return self.path.startswith(EMBEDDING)
+
+
+class Drop(NamedTuple):
+    """A module of fastbert with a ``dropout_p``, and the source of its value in the host.
+
+    The source is the dropout module called ``name`` in ``theirs``, or a number of that name.
+    """
+
+    ours: Any
+    theirs: nn.Module
+    name: str
+
+    def probability(self) -> float:
+        """Return the host's dropout probability, which is 0 outside training mode."""
+        module = self.theirs._modules.get(self.name)
+        if module is None:
+            return getattr(self.theirs, self.name) if self.theirs.training else 0.0
+        return getattr(module, "p", 0.0) if module.training else 0.0
+
+
+def layers_of(host: nn.Module, config: Any) -> int:
+    """Return the number of stored layers of the host."""
+    family = families.family_of(config.model_type)
+    path = family.modules["encoder.layer.{layer}.output.dense"][0]
+    container = host.get_submodule(path.partition(".{")[0])
+    return len(container) * config.architecture.group_size
+
+
+def leaves_of(model: BertModel, host: nn.Module) -> list[Leaf]:
+    """Return the modules of fastbert that share the parameters of the host's modules.
+
+    A module of fastbert that stands for several modules of the host becomes a `JoinedLinear`.
+
+    Raises:
+        ValueError: If the host lacks a module.
+    """
+    found = []
+    for path, theirs in families.pairs(model.config):
+        parent, _, name = path.rpartition(".")
+        if path == "pooler.dense" or not model.get_submodule(parent)._modules.get(name):
+            continue
+        place, places = _place(model, path), tuple(_place(host, each) for each in theirs)
+        if len(places) > 1:
+            place.put(JoinedLinear([nn.Identity() for _ in places]))
+        module = place.get()
+        assert module is not None
+        found.append(Leaf(path, place, module, theirs, places))
+    return found
+
+
+def drops_of(model: BertModel, host: nn.Module) -> list[Drop]:
+    """Return the modules of fastbert with dropout, whose probability is now 0."""
+    for module in model.modules():
+        if "dropout_p" in module.__dict__:
+            module.dropout_p = 0.0
+    config = model.config
+    found = []
+    for path, theirs in families.family_of(config.model_type).dropouts.items():
+        for layer in range(len(model.encoder.layer)) if "{layer}" in path else (0,):
+            parent, _, name = families.place(theirs, layer, config).rpartition(".")
+            ours = model.get_submodule(path.format(layer=layer))
+            found.append(Drop(ours, _submodule(host, parent), name))
+    return found
+
+
+def containers_of(host: nn.Module, model: BertModel, leaves: list[Leaf]) -> Iterator[Inside]:
+    """Find the host's modules that are not called.
+
+    Four kinds of modules are left out: leaves, the modules inside leaves, the pooler, which is
+    called, and modules that a subclass added.
+    """
+    family = families.family_of(model.config.model_type)
+    paths = [path for theirs in family.modules.values() for path in theirs]
+    roots = {path.partition(".")[0] for path in (*paths, *family.dropouts.values())}
+    ends = {id(place.get()) for leaf in leaves for place in leaf.theirs}
+
+    def walk(parent: nn.Module, before: str) -> Iterator[Inside]:
+        for name, child in parent._modules.items():
+            if child is None or id(child) in ends or name.startswith("pooler"):
+                continue
+            if parent is host and name not in roots:
+                continue
+            yield Inside(before + name, Place(parent._modules, name), child)
+            yield from walk(child, f"{before}{name}.")
+
+    return walk(host, "")
+
+
+def _place(root: nn.Module, path: str) -> Place:
+    parent, _, name = path.rpartition(".")
+    return Place(_submodule(root, parent)._modules, name)
+
+
+def _submodule(root: nn.Module, path: str) -> nn.Module:
+    try:
+        return root.get_submodule(path)
+    except AttributeError as error:
+        raise ValueError(f"{path}: {error}") from error

@@ -1,0 +1,89 @@
+"""The linear layers of other libraries that compute each row of their input by itself.
+
+A module in the place of a linear layer may look at all rows that it receives, as dynamic
+quantization does, or at their division into sequences, as a hook may do. fastbert therefore calls
+such a module with ``(B, L, H)``, padding included, as the model of transformers does. A module that
+`is_row_wise` computes each row by itself, so the rows of padding can be left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+
+from fastbert.modules.quantized_linear import QuantizedLinear
+
+# Adapters of PEFT that add a function of each row to a linear layer, by the name of their class.
+ADAPTERS = (
+    "peft.tuners.lora.layer.Linear",
+    "peft.tuners.adalora.layer.SVDLinear",
+    "peft.tuners.ia3.layer.Linear",
+)
+# The classes of the modules inside these adapters.
+PARTS = (
+    "torch.nn.modules.linear.Linear",
+    "torch.nn.modules.linear.Identity",
+    "torch.nn.modules.dropout.Dropout",
+    "torch.nn.modules.container.ModuleDict",
+    "torch.nn.modules.container.ParameterDict",
+    "peft.tuners._buffer_dict.BufferDict",
+    "peft.tuners.lora.dora.DoraLinearLayer",
+)
+# Variants of LoRA that are functions of each row. Activated LoRA is none: it depends on positions.
+VARIANTS = ("DoraLinearVariant",)
+# Hooks that compute the weight before the layer runs, and do not look at the input.
+WEIGHT_HOOKS = (
+    "torch.nn.utils.prune",
+    "torch.nn.utils.weight_norm",
+    "torch.nn.utils.spectral_norm",
+)
+
+
+def is_row_wise(module: nn.Module) -> bool:
+    """Tell whether a module in the place of a linear layer computes each row by itself.
+
+    Args:
+        module: The module.
+
+    Returns:
+        True for LoRA, DoRA, AdaLoRA and IA3 of PEFT around a plain linear layer, for a linear layer
+        with pruning, weight norm or a parametrization, and for the int8 layer of fastbert. False
+        for every other module, and if the module or a module inside it has hooks.
+    """
+    kind = type(module)
+    if kind is QuantizedLinear:
+        return _is_plain([module])
+    if _name(kind) in ADAPTERS:
+        inside = [part for part in module.modules() if part is not module]
+        variants: Iterable[Any] = getattr(module, "lora_variant", {}).values()
+        return (
+            _is_plain(module.modules())
+            and all(_name(type(part)) in PARTS for part in inside)
+            and all(type(variant).__name__ in VARIANTS for variant in variants)
+        )
+    # A parametrization makes a subclass of the layer, and its weight is a property.
+    return (
+        isinstance(module, nn.Linear)
+        and kind.forward is nn.Linear.forward
+        and "forward" not in module.__dict__
+        and not module._forward_hooks
+        and all(
+            type(hook).__module__ in WEIGHT_HOOKS for hook in module._forward_pre_hooks.values()
+        )
+        and all(type(p) in (nn.Parameter, type(None)) for p in module._parameters.values())
+        and type(module.__dict__.get("weight")) in (Tensor, nn.Parameter, type(None))
+    )
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _is_plain(modules: Iterable[nn.Module]) -> bool:
+    """Return whether no module has forward hooks or a forward of its own."""
+    return not any(
+        module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__
+        for module in modules
+    )
