@@ -1,0 +1,106 @@
+"""The code objects in the files of Python modules, as the loaders of the modules give them."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import itertools
+import sys
+from collections.abc import Iterator
+from types import CodeType
+from typing import Any, NamedTuple
+
+MISSING = object()
+
+
+class Placed(NamedTuple):
+    """A code object of a file, the code object around it, and the outermost name around it."""
+
+    code: CodeType
+    parent: CodeType
+    outermost: str
+
+
+@functools.cache
+def file_of(name: str) -> tuple[dict[tuple[str, int], list[Placed]], CodeType] | None:
+    """Return the code objects of a module's file by name and first line, and the module's code."""
+    spec = getattr(sys.modules.get(name), "__spec__", None)
+    try:
+        whole = spec.loader.get_code(name)  # type: ignore[union-attr]
+    except (AttributeError, ImportError, OSError, SyntaxError):
+        whole = None
+    if whole is None:
+        return None
+    found: dict[tuple[str, int], list[Placed]] = {}
+    waiting = [(whole, "")]
+    while waiting:
+        parent, outermost = waiting.pop()
+        for child in parent.co_consts:
+            if isinstance(child, CodeType):
+                place = Placed(child, parent, outermost or child.co_name)
+                found.setdefault((child.co_name, child.co_firstlineno), []).append(place)
+                waiting.append((child, place.outermost))
+    return found, whole
+
+
+def placed(code: CodeType, module: str) -> Placed | None:
+    """Return the equal code object in the file of `module`, with its place, or None."""
+    file = file_of(module)
+    places = file[0].get((code.co_name, code.co_firstlineno), []) if file is not None else []
+    return next((place for place in places if place.code == code), None)
+
+
+def body_of(kind: type) -> CodeType | None:
+    """Return the code of the class statement in the file."""
+    file = file_of(kind.__module__)
+    for (name, _), places in (file[0] if file is not None else {}).items():
+        for place in places if name == kind.__name__ else ():
+            if "__qualname__" in place.code.co_names and kind.__qualname__ in place.code.co_consts:
+                return place.code
+    return None
+
+
+@functools.cache
+def constants_of(body: CodeType) -> dict[str, Any]:
+    """Return the constants that a class statement stores under names."""
+    found = {}
+    for before, step in itertools.pairwise(dis.get_instructions(body)):
+        constant = before.opname in ("LOAD_CONST", "LOAD_SMALL_INT")
+        if constant and step.opname == "STORE_NAME":
+            found[step.argval] = before.argval
+    return found
+
+
+def codes_inside(code: CodeType) -> Iterator[CodeType]:
+    """Yield a code object and all code objects inside it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from codes_inside(constant)
+
+
+@functools.cache
+def identifiers(code: CodeType) -> frozenset[str]:
+    """Return the names in a code object, and the strings in it that could be names."""
+    found: set[str] = set()
+    for each in codes_inside(code):
+        found.update(each.co_names)
+        found.update(c for c in each.co_consts if isinstance(c, str) and c.isidentifier())
+    return frozenset(found)
+
+
+def content(cell: Any) -> Any:
+    """Return the content of a closure cell, or MISSING if it has none."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return MISSING
+
+
+def same(a: Any, b: Any) -> bool:
+    """Return whether two values are the same, or equal constants of the same types."""
+    if isinstance(a, tuple):
+        return type(b) is tuple and len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, (int, float, str, bytes, type(None), type(Ellipsis))):
+        return type(a) is type(b) and a == b
+    return a is b
