@@ -1,0 +1,73 @@
+"""What the buffers of a stock encoder contain, by rule: a twin has no memory to compare with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def buffer_problem(name: str, buffer: Tensor | None, twin: nn.Module, config: Any) -> str | None:
+    """Return how a buffer of the host differs from what the stock code puts into it, or None.
+
+    The values of a buffer on the meta device do not exist, and are not compared.
+
+    Args:
+        name: Name of the buffer.
+        buffer: The host's buffer, or None.
+        twin: The twin's module, which has a buffer of this name with the right dtype and shape.
+        config: The host's config.
+    """
+    expected = twin._buffers.get(name)
+    if buffer is None or expected is None:
+        got, allowed = (None if b is None else "a buffer" for b in (buffer, expected))
+        return None if buffer is expected else f"got {got}, allowed: {allowed}"
+    if type(buffer) is not Tensor or buffer.layout is not torch.strided:
+        return f"got a {type(buffer).__name__} ({buffer.layout}), allowed: a strided Tensor"
+    if name in ("position_ids", "token_type_ids"):
+        return _integer_problem(name, buffer)
+    if name.endswith("inv_freq"):
+        return _frequency_problem(name, buffer, expected, config)
+    return "got a buffer, allowed: position_ids, token_type_ids and inverse frequencies"
+
+
+def _integer_problem(name: str, buffer: Tensor) -> str | None:
+    """Compare with 0, 1, 2, … or with zeros; the table of positions may have been resized."""
+    shape = tuple(buffer.shape)
+    if buffer.dtype != torch.int64 or len(shape) != 2 or shape[0] != 1:
+        return f"got {buffer.dtype} of shape {shape}, allowed: torch.int64 of shape (1, L)"
+    if buffer.is_meta:
+        return None
+    expected = torch.zeros_like(buffer)
+    if name == "position_ids":
+        expected = torch.arange(shape[1], device=buffer.device)[None]
+    wrong = (buffer != expected).nonzero()
+    if not len(wrong):
+        return None
+    place = int(wrong[0, 1])
+    allowed = int(expected[0, place])
+    return f"got {int(buffer[0, place])} at position {place}, allowed: {allowed}"
+
+
+def _frequency_problem(name: str, buffer: Tensor, expected: Tensor, config: Any) -> str | None:
+    """Compare with ``base ** (-2 i / dim)``, also after a rounding to a half precision and back.
+
+    The binding reads the buffer, so that a rounded buffer gives what the stock code gives.
+    """
+    if not buffer.is_floating_point() or buffer.shape != expected.shape:
+        shapes = f"shape {tuple(buffer.shape)}, allowed: floats of shape {tuple(expected.shape)}"
+        return f"got {buffer.dtype} of {shapes}"
+    if buffer.is_meta:
+        return None
+    rotary = config.rope_parameters
+    kind = name.removesuffix("inv_freq").removesuffix("original_").removesuffix("_")
+    base = float((rotary[kind] if kind else rotary)["rope_theta"])
+    dim = 2 * len(buffer)
+    exact = 1.0 / (base ** (torch.arange(0, dim, 2, dtype=torch.float) / dim))
+    found = buffer.detach().float().cpu()
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        if torch.allclose(found, exact.to(dtype).float(), rtol=1e-6, atol=0.0):
+            return None
+    place = int((found - exact).abs().argmax())
+    return f"got {float(found[place]):.6g} at {place}, allowed: {float(exact[place]):.6g}"

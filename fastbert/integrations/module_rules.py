@@ -1,0 +1,152 @@
+"""The rules by which one module of a host is compared with that of its twin."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastbert.integrations import stock_code
+from fastbert.integrations.stock_files import MISSING, placed
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+LEAVES = (nn.Linear, nn.LayerNorm, nn.Embedding)
+# The container of the tables: fastbert calls it as a whole if anything in it deviates.
+EMBEDDINGS = "embeddings"
+
+
+def is_embedding(path: str) -> bool:
+    """Return whether the path is that of the embeddings or of a module inside them."""
+    return path == EMBEDDINGS or path.startswith(f"{EMBEDDINGS}.")
+
+
+def kind_problem(kind: type, expected: type, code: stock_code.Code) -> str | None:
+    """Return why the class `kind` is not `expected` or a subclass that changes nothing.
+
+    Args:
+        kind: Class of the host's module.
+        expected: Class of the twin's module.
+        code: The code of `expected`.
+    """
+    dropouts = (nn.Dropout, nn.Identity)
+    if kind is expected or (kind in dropouts and expected in dropouts):
+        return None
+    title = f"{kind.__module__}.{kind.__qualname__}"
+    if not issubclass(kind, expected) or expected in (nn.ModuleList, *LEAVES):
+        return f"got a {title}, allowed: {expected.__name__}"
+    names = (code.own | stock_code.IMPLICIT) - {"__init__", "__module__", "__doc__"}
+    for base in kind.__mro__:
+        if base in expected.__mro__ or "fastbert_restores" in vars(base):
+            continue
+        for name in sorted(names & vars(base).keys()):
+            if not (name == "forward" and _only_checkpoints(base, expected)):
+                return f"got a {title} with its own {name}, allowed: {expected.__name__}"
+    return None
+
+
+def _only_checkpoints(kind: type, expected: Any) -> bool:
+    """Return whether the forward of `kind` is that of `expected`, wrapped for checkpointing."""
+    forward = vars(kind)["forward"]
+    cells = getattr(forward, "__closure__", None) or ()
+    if not any(cell.cell_contents is expected.forward for cell in cells):
+        return False
+    place = placed(forward.__code__, forward.__globals__["__name__"])
+    return place is not None and place.outermost == "GradientCheckpointingLayer"
+
+
+def is_own_forward(host: nn.Module, value: Any) -> bool:
+    """Return whether the value is the forward of the host's class, bound to the host."""
+    kind: Any = type(host)
+    bound = isinstance(value, MethodType) and value.__self__ is host
+    return bound and value.__func__ is kind.forward
+
+
+def honoured_problems(host: nn.Module, twin: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield the values of honoured attributes that cannot be honoured."""
+    for name in ("p", "attention_dropout"):
+        value = vars(host).get(name, 0.0)
+        if name in vars(twin) and (type(value) not in (int, float) or not 0.0 <= value <= 1.0):
+            yield name, f"got {value!r}, allowed: a number from 0 to 1"
+    function = vars(host).get("_gradient_checkpointing_func")
+    inner = getattr(function, "func", function)
+    if inner is not None:
+        title = f"{getattr(inner, '__module__', '')}.{getattr(inner, '__name__', inner)}"
+        if title != "torch.utils.checkpoint.checkpoint":
+            yield "_gradient_checkpointing_func", f"got {title}, allowed: torch's checkpoint"
+
+
+def hook_problems(path: str, host: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield the hooks of a module that are not among transformers' own."""
+    for name in HOOKS:
+        for hook in vars(host).get(name, {}).values():
+            if not _is_known_hook(path, hook):
+                yield name.strip("_"), f"got {shown(hook)}, allowed: no hook"
+
+
+def _is_known_hook(path: str, hook: Any) -> bool:
+    """Return whether a hook collects outputs or makes the embeddings' output require gradients."""
+    if not isinstance(hook, FunctionType):
+        return False
+    module = hook.__globals__.get("__name__", "")
+    place = placed(hook.__code__, module)
+    known = {"transformers.utils.output_capturing": "install_output_capuring_hook"}
+    if is_embedding(path):
+        known["transformers.modeling_utils"] = "PreTrainedModel"
+    return place is not None and known.get(module) == place.outermost
+
+
+def parameter_problem(parameter: Any, expected: Any, is_table: bool) -> str | None:
+    """Return how a parameter differs in type, dtype, layout, shape or stride, or None.
+
+    Args:
+        parameter: The host's parameter, or None.
+        expected: The twin's parameter, or None.
+        is_table: Whether the number of rows may differ.
+    """
+    if parameter is None or expected is None:
+        same = parameter is expected
+        return None if same else f"got {shown(parameter)}, allowed: {shown(expected)}"
+    if type(parameter) is not nn.Parameter:
+        return f"got a {type(parameter).__name__}, allowed: a Parameter"
+    if parameter.dtype not in DTYPES or parameter.layout is not torch.strided:
+        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+        return f"got {parameter.dtype} and {parameter.layout}, allowed: {allowed}, strided"
+    shape, allowed_shape = tuple(parameter.shape), tuple(expected.shape)
+    if shape[is_table:] != allowed_shape[is_table:] or len(shape) != len(allowed_shape):
+        return f"got shape {shape}, allowed: {allowed_shape}"
+    if not parameter.is_contiguous():
+        return f"got stride {parameter.stride()}, allowed: a contiguous parameter"
+    return None
+
+
+def equal(a: Any, b: Any) -> bool:
+    """Return whether two values of an attribute are equal, in their types as well."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(equal, a, b))
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
+    if isinstance(a, functools.partial):
+        return equal((a.func, a.args, a.keywords), (b.func, b.args, b.keywords))
+    plain = (int, float, str, bytes, frozenset, set, torch.dtype, torch.device)
+    return isinstance(a, plain) and bool(a == b)
+
+
+def shown(value: Any) -> str:
+    """Return a value in a few words."""
+    if value is MISSING:
+        return "nothing"
+    if isinstance(value, Tensor):
+        return f"a {type(value).__name__} of shape {tuple(value.shape)}"
+    if callable(value):
+        return getattr(value, "__qualname__", type(value).__name__)
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

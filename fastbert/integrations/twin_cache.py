@@ -1,0 +1,131 @@
+"""The twins of hosts: fresh stock models on the meta device, kept by class and config."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections import OrderedDict
+from types import BuiltinFunctionType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from fastbert.io.families import FAMILIES
+
+IMPLEMENTATIONS = ("eager", "sdpa")
+MODULES = {family.model: name.replace("-", "_") for name, family in FAMILIES.items()}
+# The classes of the activation functions that fastbert computes, by their names in a config.
+ACTIVATIONS = {
+    "gelu": "transformers.activations.GELUActivation",
+    "gelu_new": "transformers.activations.NewGELUActivation",
+    "gelu_pytorch_tanh": "transformers.activations.GELUTanh",
+    "relu": "torch.nn.modules.activation.ReLU",
+    "silu": "transformers.activations.SiLUActivation",
+}
+ACTIVATION_FIELDS = ("hidden_act", "activation", "hidden_activation")
+KEPT = 16
+
+
+class Twin(NamedTuple):
+    """A twin.
+
+    Attributes:
+        model: The fresh model, on the meta device.
+        kinds: The classes of its modules.
+        problem: Why the twin itself is not the model that fastbert implements, or None.
+    """
+
+    model: nn.Module
+    kinds: frozenset[type]
+    problem: str | None
+
+
+_twins: OrderedDict[Any, Twin] = OrderedDict()
+
+
+def twin_of(host: nn.Module) -> Twin | str:
+    """Return the twin of a host, or the reason why there is none.
+
+    Args:
+        host: An encoder of transformers.
+    """
+    stock = stock_class(type(host))
+    config = getattr(host, "config", None)
+    if stock is None or config is None:
+        return f"got a {type(host).__name__}, allowed: {', '.join(MODULES)}"
+    implementation = getattr(config, "_attn_implementation", None)
+    if implementation not in IMPLEMENTATIONS:
+        allowed = ", ".join(IMPLEMENTATIONS)
+        return f"config._attn_implementation: got {implementation!r}, allowed: {allowed}"
+    options = {}
+    if "add_pooling_layer" in inspect.signature(stock.__init__).parameters:
+        options["add_pooling_layer"] = host._modules.get("pooler") is not None
+    layers = _layers(host)
+    key = (stock, type(config), implementation, layers, *options.values(), repr(vars(config)))
+    twin = _twins.get(key)
+    if twin is None:
+        try:
+            twin = _build(stock, config, layers, options)
+        except Exception as error:
+            return f"config: got {type(error).__name__} ({error}), allowed: a config that builds"
+        _twins[key] = twin
+        while len(_twins) > KEPT:
+            _twins.popitem(last=False)
+    return twin
+
+
+def stock_class(kind: type) -> Any:
+    """Return the class of transformers that `kind` is or inherits from, or None."""
+    for base in kind.__mro__:
+        name = MODULES.get(base.__name__)
+        # A class of fastbert that replaces an accelerated host's class has the names of the class.
+        if name is None or "fastbert_restores" in vars(base):
+            continue
+        if base.__module__ == f"transformers.models.{name}.modeling_{name}":
+            return base
+    return None
+
+
+def _layers(host: nn.Module) -> int | None:
+    """Return the number of layers in the host, where it may differ from the config's."""
+    for path in ("encoder.layer", "transformer.layer"):
+        try:
+            layers = host.get_submodule(path)
+        except AttributeError:
+            continue
+        return len(layers._modules)
+    return None
+
+
+def _build(stock: Any, config: Any, layers: int | None, options: dict[str, bool]) -> Twin:
+    content = copy.deepcopy(config)
+    if layers is not None:
+        content.num_hidden_layers = layers
+    with torch.device("meta"):
+        model = stock(content, **options)
+    kinds = frozenset(type(module) for module in model.modules())
+    return Twin(model, kinds, _activation_problem(model, config))
+
+
+def _activation_problem(model: nn.Module, config: Any) -> str | None:
+    """Return why an activation of the twin is not the function that its name stands for."""
+    field = next(field for field in ACTIVATION_FIELDS if hasattr(config, field))
+    name = getattr(config, field)
+    expected = ACTIVATIONS.get(name) if isinstance(name, str) else None
+    if expected is None:
+        return f"config.{field}: got {name!r}, allowed: {', '.join(ACTIVATIONS)}"
+    for path, module in model.named_modules():
+        kind = f"{type(module).__module__}.{type(module).__qualname__}"
+        is_activation = not module._modules and not module._parameters and not module._buffers
+        if not is_activation or isinstance(module, (nn.Dropout, nn.Identity, nn.ModuleList)):
+            continue
+        if path.startswith("pooler"):
+            continue
+        if kind != expected:
+            return f"{path}: got a {kind}, allowed: {expected} for {name!r}"
+        function = getattr(vars(module).get("act"), "func", vars(module).get("act"))
+        builtin = isinstance(function, BuiltinFunctionType) and function.__name__ == "gelu"
+        if "act" in vars(module) and not builtin:
+            return f"{path}.act: got {function!r}, allowed: torch's gelu"
+    return None
