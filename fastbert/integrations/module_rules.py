@@ -100,13 +100,12 @@ def _is_known_hook(path: str, hook: Any) -> bool:
     return place is not None and known.get(module) == place.outermost
 
 
-def parameter_problem(parameter: Any, expected: Any, is_table: bool) -> str | None:
-    """Return how a parameter differs in type, dtype, layout, shape or stride, or None.
+def parameter_problem(parameter: Any, expected: Any) -> str | None:
+    """Return how a parameter differs in presence, type, dtype, layout or stride, or None.
 
     Args:
         parameter: The host's parameter, or None.
         expected: The twin's parameter, or None.
-        is_table: Whether the number of rows may differ.
     """
     if parameter is None or expected is None:
         same = parameter is expected
@@ -116,12 +115,24 @@ def parameter_problem(parameter: Any, expected: Any, is_table: bool) -> str | No
     if parameter.dtype not in DTYPES or parameter.layout is not torch.strided:
         allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
         return f"got {parameter.dtype} and {parameter.layout}, allowed: {allowed}, strided"
-    shape, allowed_shape = tuple(parameter.shape), tuple(expected.shape)
-    if shape[is_table:] != allowed_shape[is_table:] or len(shape) != len(allowed_shape):
-        return f"got shape {shape}, allowed: {allowed_shape}"
     if not parameter.is_contiguous():
         return f"got stride {parameter.stride()}, allowed: a contiguous parameter"
     return None
+
+
+def shape_problem(parameter: Any, expected: Any, is_table: bool) -> str | None:
+    """Return how the shape of a parameter differs, or None.
+
+    Args:
+        parameter: The host's parameter, or None.
+        expected: The twin's parameter, or None.
+        is_table: Whether the number of rows may differ.
+    """
+    if parameter is None or expected is None:
+        return None
+    shape, allowed = tuple(parameter.shape), tuple(expected.shape)
+    same = len(shape) == len(allowed) and shape[is_table:] == allowed[is_table:]
+    return None if same else f"got shape {shape}, allowed: {allowed}"
 
 
 def equal(a: Any, b: Any) -> bool:

@@ -50,6 +50,19 @@ IMPLICIT = frozenset(
         "__torch_function__",
     ]
 )
+# Python makes these attributes of every class.
+GENERATED = frozenset(
+    (
+        "__dict__",
+        "__weakref__",
+        "__module__",
+        "__doc__",
+        "__qualname__",
+        "__annotations__",
+        "__name__",
+        "__class__",
+    )
+)
 # The methods of nn.Module that are stored under two names.
 ALIASES = {"__call__": "_wrapped_call_impl", "forward": "_forward_unimplemented"}
 # The wrapper that torch puts around a function → the name of the decorator in a class body.
@@ -75,6 +88,9 @@ NOT_FOLLOWED = (
     "transformers.cache_utils",
     "transformers.generation",
 )
+# How far the comparison of a function goes: its code, the attributes that it reads as well, and the
+# functions that it calls as well.
+CODE, NAMES, FOLLOW = range(3)
 
 
 class Entry(NamedTuple):
@@ -131,7 +147,7 @@ class Code(NamedTuple):
     records: tuple[Record, ...]
 
 
-_records: dict[int, Record] = {}
+_records: dict[tuple[int, int], Record] = {}
 _codes: dict[type, Code] = {}
 
 
@@ -198,6 +214,10 @@ def facts(kinds: Iterable[type]) -> tuple[list[dict[str, Any]], list[type], list
     )
 
 
+def _within(module: str, packages: tuple[str, ...]) -> bool:
+    return f"{module}.".startswith(packages)
+
+
 def _facts(subject: Any) -> tuple[Any, ...]:
     if isinstance(subject, type):
         return (*subject.__mro__, *vars(subject), *vars(subject).values())
@@ -212,8 +232,9 @@ def _facts(subject: Any) -> tuple[Any, ...]:
 # Functions
 
 
-def _function_record(function: FunctionType, follow: bool = True) -> Record:
-    key = id(function) if follow else ~id(function)
+def _function_record(function: FunctionType, depth: int = FOLLOW) -> Record:
+    """Compare a function; `depth` is CODE, NAMES or FOLLOW."""
+    key = id(function), depth
     if key in _records and _records[key].subject is function:
         return _records[key]
     record = _records[key] = Record(function)
@@ -223,7 +244,7 @@ def _function_record(function: FunctionType, follow: bool = True) -> Record:
     if vars(sys.modules.get(module, builtins)) is not function.__globals__:
         record.problem = f"{title}: got a function with other globals, allowed: those of its module"
         return record
-    if not module.startswith(COMPARED):
+    if not _within(module, COMPARED):
         record.problem = f"{title}: got a function of {module}, allowed: transformers and torch"
         return record
     place = placed(code, module)
@@ -234,11 +255,12 @@ def _function_record(function: FunctionType, follow: bool = True) -> Record:
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         value = content(cell)
         if isinstance(value, FunctionType):
-            record.reached.append(_function_record(value, follow))
+            record.reached.append(_function_record(value, depth))
         elif callable(value) and not isinstance(value, type):
-            record.problem = record.problem or _loaded_problem(name, value, module, True)
-    if follow:
+            record.problem = record.problem or _loaded_problem(name, value, module)
+    if depth >= NAMES:
         record.names = identifiers(code)
+    if depth == FOLLOW:
         _follow_names(record, function, module)
     return record
 
@@ -272,7 +294,7 @@ def _named_values(function: FunctionType, parent: CodeType) -> Iterator[Any]:
 
 def _follow_names(record: Record, function: FunctionType, module: str) -> None:
     """Look up the names that a function contains, and record the functions they lead to."""
-    if not module.startswith(FOLLOWED) or module.startswith(NOT_FOLLOWED):
+    if not _within(module, FOLLOWED) or module.startswith(NOT_FOLLOWED):
         return
     names = {name for code in codes_inside(function.__code__) for name in code.co_names}
     waiting: list[dict[str, Any]] = [function.__globals__]
@@ -282,7 +304,7 @@ def _follow_names(record: Record, function: FunctionType, module: str) -> None:
         if id(space) in seen:
             continue
         seen.add(id(space))
-        for name in names & space.keys():
+        for name in sorted(names & space.keys()):
             value = space[name]
             record.entries.append(Entry(space, name, value))
             if isinstance(value, ModuleType):
@@ -291,20 +313,19 @@ def _follow_names(record: Record, function: FunctionType, module: str) -> None:
                 elif value.__name__.startswith(("torch", "transformers")):
                     waiting.append(vars(value))
                 continue
-            own = space is function.__globals__
-            problem = _loaded_problem(name, value, space.get("__name__", ""), own)
+            problem = _loaded_problem(name, value, space.get("__name__", ""))
             record.problem = record.problem or problem
             if isinstance(value, FunctionType) and problem is None:
-                record.reached.append(_function_record(value, own))
+                record.reached.append(_function_record(value))
             if type(value).__name__ in ENTRIES:
                 _follow_table(record, value)
 
 
-def _loaded_problem(name: str, value: Any, module: str, own: bool) -> str | None:
+def _loaded_problem(name: str, value: Any, module: str) -> str | None:
     """Return why `value` cannot be what a file of stock code binds to `name`, or None."""
     title = f"{module}.{name}"
     if isinstance(value, FunctionType):
-        return _named_function_problem(title, name, value, module) if own else None
+        return _named_function_problem(title, name, value, module)
     if isinstance(value, BuiltinFunctionType):
         known = value.__name__ in (name, name.lstrip("_"), f"_{name}")
         return None if known else f"{title}: got {value.__name__}, allowed: {name}"
@@ -316,7 +337,7 @@ def _loaded_problem(name: str, value: Any, module: str, own: bool) -> str | None
             return f"{title}: got {value!r}, allowed: a class that its module names"
         return None
     kind = type(value)
-    known = kind.__module__.startswith((*COMPARED, "torch", "functools", "typing", "builtins"))
+    known = _within(kind.__module__, (*COMPARED, "functools.", "typing.", "builtins."))
     if callable(value) and not known:
         return f"{title}: got a {kind.__module__}.{kind.__qualname__}, allowed: a stock function"
     return None
@@ -333,7 +354,7 @@ def _named_function_problem(title: str, name: str, value: FunctionType, module: 
         for place in places
     )
     allowed = module if defined else "transformers and torch"
-    right = home == module or value.__module__ == module if defined else home.startswith(COMPARED)
+    right = home == module or value.__module__ == module if defined else _within(home, COMPARED)
     if not right or (not defined and ".models." in home and home != module):
         return f"{title}: got a function of {home}, allowed: a function of {allowed}"
     if value.__name__ not in (name, name.lstrip("_")) and f"_{name}" != value.__name__:
@@ -370,10 +391,10 @@ def _class_record(kind: type) -> Record:
     bases = [base for base in kind.__mro__ if base is not object]
     record.reached += [Record(base) for base in bases[1:]]
     while not names <= done:
-        new = names - done
-        done |= new
+        new = names - done - GENERATED
+        done |= names
         for base in bases:
-            for name in new & vars(base).keys():
+            for name in sorted(new & vars(base).keys()):
                 reached, problem = _attribute(kind, base, name)
                 record.problem = record.problem or problem
                 record.reached += reached
@@ -400,7 +421,7 @@ def _attribute(kind: type, base: type, name: str) -> tuple[list[Record], str | N
     """Compare one attribute of a class with the class statement in its file."""
     value = vars(base)[name]
     title = f"{base.__module__}.{base.__qualname__}.{name}"
-    if not base.__module__.startswith(COMPARED):
+    if not _within(base.__module__, COMPARED):
         if base.__module__ in ("typing", "abc", "collections.abc"):
             return [], None
         return [], f"{title}: got a method of {base.__module__}, allowed: transformers and torch"
@@ -410,9 +431,9 @@ def _attribute(kind: type, base: type, name: str) -> tuple[list[Record], str | N
     functions = _functions(value)
     if functions is None:
         return [], _value_problem(body, name, value, title)
-    # An __init__ is compared, but the names that it loads are not: what it makes is compared.
-    follow = base is not nn.Module and name != "__init__"
-    records = [_function_record(function, follow) for function in functions]
+    # What an __init__ makes is compared, so that the names which it loads need not be.
+    depth = CODE if name == "__init__" else NAMES if base is nn.Module else FOLLOW
+    records = [_function_record(function, depth) for function in functions]
     problem = next((p for f in functions if (p := _method_problem(base, body, name, f))), None)
     return records, None if problem is None else f"{title}: {problem}"
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from types import FunctionType
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from fastbert.integrations import stock_code
@@ -26,6 +27,7 @@ from fastbert.integrations.module_rules import (
     is_own_forward,
     kind_problem,
     parameter_problem,
+    shape_problem,
     shown,
 )
 from fastbert.integrations.stock_files import MISSING
@@ -146,7 +148,8 @@ class _Comparison:
         self.host = host
         self.called: dict[str, str] = {}
         self.seen: dict[int, str] = {}
-        self.first: tuple[str, Tensor] | None = None
+        self.device: tuple[str, torch.device] | None = None
+        self.dtype: tuple[str, torch.dtype] | None = None
         self.config: Any = getattr(host, "config", None)
         self.fields: dict[tuple[int, type], str | None] = {}
 
@@ -164,7 +167,7 @@ class _Comparison:
 
     def report(self, path: str, name: str, text: str, twin: nn.Module) -> None:
         """Note that a module must be called, or raise if that would not help."""
-        words = f"{path}.{name}" if path and name else path or name
+        words = ".".join(part for part in (path, name) if part) or type(twin).__name__
         if not is_embedding(path) and type(twin) is not nn.Linear:
             raise _Differs(f"{words}: {text}")
         self.called.setdefault(path, f"{words}: {text}")
@@ -191,6 +194,10 @@ class _Comparison:
         """Yield the differences of one module: the attribute and the words about it."""
         problem = kind_problem(type(host), type(twin), code)
         if problem is not None:
+            for name in ("in_features", "out_features"):
+                got, allowed = getattr(host, name, None), getattr(twin, name, None)
+                if got is not None and got != allowed:
+                    raise _Differs(f"{path}.{name}: got {got}, allowed: {allowed}")
             yield "", problem
             # Nothing else of a module of another class can be compared.
             return
@@ -200,7 +207,7 @@ class _Comparison:
             yield from hook_problems(path, host)
         yield from self.attributes(path, host, twin, code)
         yield from self.parameters(path, host, twin, code)
-        for name in host._buffers.keys() | twin._buffers.keys():
+        for name in _either(host._buffers, twin._buffers):
             if name in twin._buffers or read(name, code):
                 text = buffer_problem(name, host._buffers.get(name), twin, self.config)
                 if text is not None:
@@ -214,8 +221,9 @@ class _Comparison:
         """Yield the differences of the attributes that the code of the class reads."""
         ours, theirs = vars(host), vars(twin)
         where = type(twin).__name__ if path else "root"
-        for name in (ours.keys() | theirs.keys()) - INTERNAL - _ANYWHERE:
-            if (name, where) in _PLACED or not read(name, code):
+        for name in _either(ours, theirs):
+            allowed_here = name in INTERNAL or name in _ANYWHERE or (name, where) in _PLACED
+            if allowed_here or not read(name, code):
                 continue
             got, allowed = ours.get(name, MISSING), theirs.get(name, MISSING)
             if name == "forward" and is_own_forward(host, got):
@@ -236,8 +244,9 @@ class _Comparison:
         if key not in self.fields:
             self.fields[key] = None
             ours, theirs = getattr(config, "__dict__", {}), vars(self.config)
-            for name in sorted((ours.keys() | theirs.keys()) & code.names):
-                got, allowed = ours.get(name, MISSING), theirs.get(name, MISSING)
+            read_here = sorted((ours.keys() | theirs.keys()) & code.names)
+            for name in ("_attn_implementation", *read_here):
+                got, allowed = (getattr(c, name, MISSING) for c in (config, self.config))
                 if not equal(got, allowed):
                     text = f"got {name}={shown(got)}, allowed: {shown(allowed)}"
                     self.fields[key] = text
@@ -252,38 +261,37 @@ class _Comparison:
                 yield name, f"got {shown(parameter)}, allowed: no such parameter"
         for name, expected in twin._parameters.items():
             parameter = host._parameters.get(name)
-            problem = parameter_problem(parameter, expected, path in TABLES)
-            if problem is not None:
-                yield name, problem
+            problem = parameter_problem(parameter, expected)
+            shape = shape_problem(parameter, expected, path in TABLES)
+            if shape is not None and not is_embedding(path):
+                # A module of another shape, such as one with fewer heads, cannot be called either.
+                raise _Differs(f"{path}.{name}: {shape}")
+            if problem is not None or shape is not None:
+                yield name, problem or str(shape)
             elif parameter is not None:
                 self.one_device(f"{path}.{name}", parameter)
                 self.one_dtype(f"{path}.{name}", parameter)
 
     def one_device(self, name: str, tensor: Tensor) -> None:
-        """Raise if a tensor is on another device than the first one."""
-        if self.first is None:
-            self.first = name, tensor
-        if tensor.device != self.first[1].device:
-            raise _Differs(
-                f"{name}: got device {tensor.device}, allowed: {self.first[1].device}, the device "
-                f"of {self.first[0]}"
-            )
+        """Raise if a tensor is on another device than the first tensor."""
+        self.device = self.device or (name, tensor.device)
+        first, device = self.device
+        if tensor.device != device:
+            text = f"got device {tensor.device}, allowed: {device}, the device of {first}"
+            raise _Differs(f"{name}: {text}")
 
     def one_dtype(self, name: str, tensor: Tensor) -> None:
-        """Raise if a parameter has another dtype than the first one."""
-        assert self.first is not None
-        if not self.first[1].is_floating_point():
-            self.first = name, tensor
-        if tensor.dtype != self.first[1].dtype:
-            raise _Differs(
-                f"{name}: got {tensor.dtype}, allowed: {self.first[1].dtype}, the dtype of "
-                f"{self.first[0]}"
-            )
+        """Raise if a parameter has another dtype than the first parameter."""
+        self.dtype = self.dtype or (name, tensor.dtype)
+        first, dtype = self.dtype
+        if tensor.dtype != dtype:
+            text = f"got {tensor.dtype}, allowed: {dtype}, the dtype of {first}"
+            raise _Differs(f"{name}: {text}")
 
     def children(self, path: str, host: nn.Module, twin: nn.Module, code: stock_code.Code) -> None:
         """Compare the modules inside a module. The pooler is called, so it may be anything."""
         every = isinstance(twin, nn.ModuleList)
-        for name in host._modules.keys() | twin._modules.keys():
+        for name in _either(host._modules, twin._modules):
             if not path and name.startswith("pooler"):
                 continue
             inner = f"{path}.{name}" if path else name
@@ -293,6 +301,11 @@ class _Comparison:
             elif host._modules[name] is not None and (every or read(name, code)):
                 kind = type(host._modules[name]).__name__
                 self.report(path, name, f"got {kind}, allowed: no module", twin)
+
+
+def _either(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, None]:
+    """Return the names in one of two dictionaries, in order."""
+    return dict.fromkeys((*ours, *theirs))
 
 
 def read(name: str, code: stock_code.Code) -> bool:
