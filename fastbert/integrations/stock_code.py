@@ -28,7 +28,7 @@ from fastbert.integrations.stock_files import (
     codes_inside,
     constants_of,
     content,
-    file_of,
+    defined_in,
     identifiers,
     placed,
     same,
@@ -149,6 +149,7 @@ class Code(NamedTuple):
 
 _records: dict[tuple[int, int], Record] = {}
 _codes: dict[type, Code] = {}
+_attributes: dict[tuple[type, str], tuple[list[Record], str | None]] = {}
 
 
 def code_of(kind: type) -> Code:
@@ -192,6 +193,7 @@ def refresh(kinds: Iterable[type]) -> None:
     if not all(record.holds() for record in records.values()):
         _records.clear()
         _codes.clear()
+        _attributes.clear()
 
 
 def facts(kinds: Iterable[type]) -> tuple[list[dict[str, Any]], list[type], list[FunctionType]]:
@@ -246,6 +248,10 @@ def _function_record(function: FunctionType, depth: int = FOLLOW) -> Record:
         return record
     if not _within(module, COMPARED):
         record.problem = f"{title}: got a function of {module}, allowed: transformers and torch"
+        return record
+    named = getattr(sys.modules[module], code.co_name, None) is function
+    if named and not function.__closure__ and not _within(module, FOLLOWED):
+        # A helper of torch outside torch.nn, such as handle_torch_function, is known by its place.
         return record
     place = placed(code, module)
     if place is None:
@@ -345,14 +351,8 @@ def _loaded_problem(name: str, value: Any, module: str) -> str | None:
 
 def _named_function_problem(title: str, name: str, value: FunctionType, module: str) -> str | None:
     """Return why the function cannot be the one that the file of `module` binds to `name`."""
-    file = file_of(module)
     home = value.__globals__.get("__name__", "")
-    defined = file is not None and any(
-        place.parent is file[1]
-        for (own, _), places in file[0].items()
-        if own == name
-        for place in places
-    )
+    defined = name in defined_in(module)
     allowed = module if defined else "transformers and torch"
     right = home == module or value.__module__ == module if defined else _within(home, COMPARED)
     if not right or (not defined and ".models." in home and home != module):
@@ -395,7 +395,9 @@ def _class_record(kind: type) -> Record:
         done |= names
         for base in bases:
             for name in sorted(new & vars(base).keys()):
-                reached, problem = _attribute(kind, base, name)
+                if (base, name) not in _attributes:
+                    _attributes[base, name] = _attribute(base, name)
+                reached, problem = _attributes[base, name]
                 record.problem = record.problem or problem
                 record.reached += reached
                 for each in _through_closures(reached):
@@ -417,7 +419,7 @@ def _through_closures(records: list[Record]) -> Iterator[Record]:
         waiting += [r for r in record.reached if id(r.subject) in inner]
 
 
-def _attribute(kind: type, base: type, name: str) -> tuple[list[Record], str | None]:
+def _attribute(base: type, name: str) -> tuple[list[Record], str | None]:
     """Compare one attribute of a class with the class statement in its file."""
     value = vars(base)[name]
     title = f"{base.__module__}.{base.__qualname__}.{name}"
@@ -462,7 +464,7 @@ def _value_problem(body: CodeType, name: str, value: Any, title: str) -> str | N
     return None
 
 
-def _method_problem(kind: type, body: CodeType, name: str, value: FunctionType) -> str | None:
+def _method_problem(base: type, body: CodeType, name: str, value: FunctionType) -> str | None:
     """Return why a method is not the one of the class statement, or None.
 
     A decorator's wrapper is allowed if the class statement names the decorator, or if it is the
@@ -473,10 +475,10 @@ def _method_problem(kind: type, body: CodeType, name: str, value: FunctionType) 
         place = placed(function.__code__, function.__globals__.get("__name__", ""))
         if place is None:
             return "got other code, allowed: the code of its file"
-        if ALIASES.get(name) == function.__code__.co_name and kind is nn.Module:
+        if ALIASES.get(name) == function.__code__.co_name and base is nn.Module:
             return None
         wrapper = WRAPPERS.get(place.outermost, place.outermost)
-        inherits = any(base.__name__ == wrapper for base in kind.__mro__)
+        inherits = any(each.__name__ == wrapper for each in base.__mro__)
         if wrapper not in body.co_names and not inherits:
             return f"got a function of {wrapper}, allowed: the function in its file"
         cells = [content(cell) for cell in function.__closure__ or ()]

@@ -43,6 +43,14 @@ def file_of(name: str) -> tuple[dict[tuple[str, int], list[Placed]], CodeType] |
     return found, whole
 
 
+@functools.cache
+def defined_in(module: str) -> frozenset[str]:
+    """Return the names of the functions and classes at the top of a module's file."""
+    file = file_of(module)
+    codes = file[1].co_consts if file is not None else ()
+    return frozenset(code.co_name for code in codes if isinstance(code, CodeType))
+
+
 def placed(code: CodeType, module: str) -> Placed | None:
     """Return the equal code object in the file of `module`, with its place, or None."""
     file = file_of(module)
@@ -50,6 +58,7 @@ def placed(code: CodeType, module: str) -> Placed | None:
     return next((place for place in places if place.code == code), None)
 
 
+@functools.cache
 def body_of(kind: type) -> CodeType | None:
     """Return the code of the class statement in the file."""
     file = file_of(kind.__module__)

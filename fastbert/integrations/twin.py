@@ -151,6 +151,7 @@ class _Comparison:
         self.device: tuple[str, torch.device] | None = None
         self.dtype: tuple[str, torch.dtype] | None = None
         self.config: Any = getattr(host, "config", None)
+        self.alike = False
         self.fields: dict[tuple[int, type], str | None] = {}
 
     def run(self) -> None:
@@ -163,6 +164,7 @@ class _Comparison:
             raise _Differs(twin.problem)
         if getattr(self.config, "is_causal", None):
             raise _Differs(f"config.is_causal: got {self.config.is_causal}, allowed: False")
+        self.alike = twin.alike
         self.walk("", self.host, twin.model)
 
     def report(self, path: str, name: str, text: str, twin: nn.Module) -> None:
@@ -296,6 +298,8 @@ class _Comparison:
                 continue
             inner = f"{path}.{name}" if path else name
             expected = twin._modules.get(name)
+            if self.alike and isinstance(twin, nn.ModuleList):
+                expected = twin._modules["0"]
             if expected is not None:
                 self.walk(inner, host._modules.get(name), expected)
             elif host._modules[name] is not None and (every or read(name, code)):

@@ -24,6 +24,10 @@ ACTIVATIONS = {
     "silu": "transformers.activations.SiLUActivation",
 }
 ACTIVATION_FIELDS = ("hidden_act", "activation", "hidden_activation")
+# The layers of these models differ in their numbers only, so that their twins have one layer.
+# ALBERT repeats groups of layers, and the layers of ModernBERT have two types of attention.
+ALIKE = frozenset(MODULES) - {"AlbertModel", "ModernBertModel"}
+# The twins that are kept, the last ones that were used.
 KEPT = 16
 
 
@@ -31,13 +35,15 @@ class Twin(NamedTuple):
     """A twin.
 
     Attributes:
-        model: The fresh model, on the meta device.
+        model: The fresh model, on the meta device; with one layer if all layers are alike.
         kinds: The classes of its modules.
+        alike: Whether its one layer stands for each layer of the host.
         problem: Why the twin itself is not the model that fastbert implements, or None.
     """
 
     model: nn.Module
     kinds: frozenset[type]
+    alike: bool
     problem: str | None
 
 
@@ -61,17 +67,17 @@ def twin_of(host: nn.Module) -> Twin | str:
     options = {}
     if "add_pooling_layer" in inspect.signature(stock.__init__).parameters:
         options["add_pooling_layer"] = host._modules.get("pooler") is not None
-    layers = _layers(host)
-    key = (stock, type(config), implementation, layers, *options.values(), repr(vars(config)))
-    twin = _twins.get(key)
+    alike = stock.__name__ in ALIKE
+    key = (stock, type(config), implementation, *options.values(), repr(vars(config)))
+    twin = _twins.pop(key, None)
     if twin is None:
         try:
-            twin = _build(stock, config, layers, options)
+            twin = _build(stock, config, alike, options)
         except Exception as error:
             return f"config: got {type(error).__name__} ({error}), allowed: a config that builds"
-        _twins[key] = twin
-        while len(_twins) > KEPT:
-            _twins.popitem(last=False)
+    _twins[key] = twin
+    while len(_twins) > KEPT:
+        _twins.popitem(last=False)
     return twin
 
 
@@ -87,25 +93,14 @@ def stock_class(kind: type) -> Any:
     return None
 
 
-def _layers(host: nn.Module) -> int | None:
-    """Return the number of layers in the host, where it may differ from the config's."""
-    for path in ("encoder.layer", "transformer.layer"):
-        try:
-            layers = host.get_submodule(path)
-        except AttributeError:
-            continue
-        return len(layers._modules)
-    return None
-
-
-def _build(stock: Any, config: Any, layers: int | None, options: dict[str, bool]) -> Twin:
+def _build(stock: Any, config: Any, alike: bool, options: dict[str, bool]) -> Twin:
     content = copy.deepcopy(config)
-    if layers is not None:
-        content.num_hidden_layers = layers
+    if alike:
+        content.num_hidden_layers = 1
     with torch.device("meta"):
         model = stock(content, **options)
     kinds = frozenset(type(module) for module in model.modules())
-    return Twin(model, kinds, _activation_problem(model, config))
+    return Twin(model, kinds, alike, _activation_problem(model, config))
 
 
 def _activation_problem(model: nn.Module, config: Any) -> str | None:
