@@ -48,10 +48,11 @@ struct Tags {
 };
 
 // Takes three entries for each dictionary: the dictionary, its keys and its values. Takes two for
-// each object, the object and its class; and two for each class, the class and its version.
+// each object, the object and its class; two for each class, the class and its version; and four
+// for each function: the function, its code, its defaults and its keyword defaults, None if absent.
 // Dictionaries that have other tags and the recorded items get their new tags.
 bool unchanged(const py::tuple& dicts, Tags& tags, const py::tuple& objects,
-               const py::tuple& classes) {
+               const py::tuple& classes, const py::tuple& functions) {
   PyObject* d = dicts.ptr();
   tags.seen.resize((size_t)PyTuple_GET_SIZE(d) / 3);
   for (size_t i = 0; i < tags.seen.size(); ++i) {
@@ -73,6 +74,17 @@ bool unchanged(const py::tuple& dicts, Tags& tags, const py::tuple& objects,
     if (!PyType_HasFeature(type, Py_TPFLAGS_VALID_VERSION_TAG)) return false;
     if (type->tp_version_tag != PyLong_AsUnsignedLong(PyTuple_GET_ITEM(c, i + 1))) return false;
   }
+  PyObject* f = functions.ptr();
+  for (Py_ssize_t i = 0; i + 3 < PyTuple_GET_SIZE(f); i += 4) {
+    PyObject* function = PyTuple_GET_ITEM(f, i);
+    const auto is = [&](PyObject* now, Py_ssize_t part) {
+      return (now ? now : Py_None) == PyTuple_GET_ITEM(f, i + part);
+    };
+    if (!is(PyFunction_GetCode(function), 1) || !is(PyFunction_GetDefaults(function), 2) ||
+        !is(PyFunction_GetKwDefaults(function), 3)) {
+      return false;
+    }
+  }
   return true;
 }
 
@@ -82,11 +94,15 @@ void bind_unchanged(py::module_& m) {
   m.def("version_of", version_of, py::arg("type"),
         "Returns a number that changes when an attribute of a class or of a base changes, or 0 if "
         "Python has none for the class.");
+  m.def(
+      "tag_of", [](const py::dict& dict) { return tag_of(dict.ptr()); }, py::arg("dict"),
+      "Returns a number that changes when a dictionary changes, or 0 if Python has none.");
   py::class_<Tags>(m, "Tags", "The tags of the dictionaries of one record.").def(py::init<>());
   m.def("unchanged", unchanged, py::arg("dicts"), py::arg("tags"), py::arg("objects"),
-        py::arg("classes"),
+        py::arg("classes"), py::arg("functions"),
         "Returns whether the dictionaries still have the recorded keys and values, the objects "
-        "their classes, and the classes their versions. Remembers the tags of the dictionaries.");
+        "their classes, the classes their versions, and the functions their code and defaults. "
+        "Remembers the tags of the dictionaries.");
 }
 
 }  // namespace fastbert

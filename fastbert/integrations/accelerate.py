@@ -143,11 +143,19 @@ def _accelerate(model: Any) -> None:
                 f"{stock.__name__} has a forward of its own, which accelerate's prepare and its "
                 "hooks add: call fastbert.accelerate before them"
             )
-    ready = [(host, stock, BoundEncoder(host)) for host, stock in plain]
-    for host, stock, bound in ready:
-        kind: Any = type(host)
-        host.__class__ = _fast_class(kind, stock)
-        host.__dict__[BOUND] = bound
+    changed: list[tuple[Any, Any]] = []
+    try:
+        for host, stock in plain:
+            kind: Any = type(host)
+            changed.append((host, kind))
+            # The facts of a binding include the class.
+            host.__class__ = _fast_class(kind, stock)
+            host.__dict__[BOUND] = BoundEncoder(host)
+    except ValueError:
+        for host, kind in changed:
+            host.__class__ = kind
+            host.__dict__.pop(BOUND, None)
+        raise
 
 
 def restore(model: Model) -> Model:
@@ -322,15 +330,16 @@ def _run(host: Any, bound: BoundEncoder, stock: str, given: dict[str, Any]) -> A
     bound.model.encoder.gradient_checkpointing = recompute
     encoded = None
     present = {name: value for name, value in arguments.items() if value is not None}
-    called = bound.whole or bound.calls_embedding
-    if not states and not weights and not called and present.keys() <= AT_ONCE:
+    embeds = bound.must_embed()
+    at_once = not (states or weights or embeds or bound.whole)
+    if at_once and present.keys() <= AT_ONCE:
         encoded = bound.model.encode_at_once(**present)
     if encoded is None:
         tokens = enter(bound.model.config, **arguments, unpads=not bound.whole)
         if packed is not None:
             layout = dataclasses.replace(tokens.layout, shape=packed)
             tokens = tokens._replace(layout=layout)
-        if bound.calls_embedding:
+        if embeds:
             tokens = tokens._replace(embedded=_embedded(bound, given, tokens))
         encoded = bound.model.encode_rows(
             tokens,

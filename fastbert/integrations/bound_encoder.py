@@ -19,7 +19,6 @@ In the names of this file, ``ours`` is a module of fastbert and ``theirs`` is a 
 from __future__ import annotations
 
 import inspect
-import sys
 import weakref
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -37,42 +36,29 @@ from fastbert.integrations.host_parts import (
     leaves_of,
 )
 from fastbert.integrations.row_wise import is_row_wise
+from fastbert.integrations.twin import compare, facts
 from fastbert.io import families
 from fastbert.modules import BertModel
 from fastbert.modules.joined_linear import JoinedLinear
 from fastbert.modules.layer_norm import LayerNorm
-from fastbert.modules.plain import deviation
 from fastbert.modules.snapshot import Snapshot
 from fastbert.ops import backend as backends
 
-try:
-    from transformers.activations import ACT2FN
-except ImportError as error:
-    raise ImportError(
-        f"fastbert.accelerate needs transformers >= 5 ({error}): "
-        "pip install 'fastbert[transformers]'"
-    ) from error
-
 # The attribute of a host that holds its bound encoder.
 BOUND = "_fastbert_bound_encoder"
-# The hooks of this module of transformers collect hidden states and attention weights. The bound
-# encoder returns both itself, so these hooks need not run.
-COLLECTING_HOOKS = "transformers.utils.output_capturing"
-# These packages define the classes of a stock model's modules.
-KNOWN = ("transformers.", "torch.nn.modules.")
 
 
 class Watch(NamedTuple):
     """The facts on which a binding depends, in a form that ``torch.compile`` can trace.
 
     The facts are the host's modules with their places and classes, the hooks of these modules, and
-    their attributes, among which a ``forward`` may appear. Further facts are the shared parameters
-    on both sides, and the norms on both sides, which have an ``eps``.
+    whether a module has a ``forward`` of its own. Further facts are the shared parameters on both
+    sides, and the norms on both sides, which have an ``eps``.
     """
 
     modules: list[tuple[dict[str, Any], str, nn.Module, type]]
-    hooks: list[dict[int, Any]]
-    attributes: list[dict[str, Any]]
+    hooks: list[tuple[dict[int, Any], list[Any]]]
+    attributes: list[tuple[dict[str, Any], bool]]
     parameters: list[tuple[dict[str, Any], dict[str, Any], str]]
     norms: list[tuple[Any, Any]]
 
@@ -93,23 +79,32 @@ class Watch(NamedTuple):
             ours_is_placed = leaf.ours.get() is leaf.module
             if ours_is_placed and len(leaf.theirs) == 1 and first is not None:
                 shared += [(ours, first._parameters, name) for name in ours]
+        norms = [
+            (leaf.module, leaf.theirs[0].get())
+            for leaf in leaves
+            if isinstance(leaf.module, LayerNorm) and not leaf.embeds
+        ]
         return cls(
             [(place.siblings, place.name, child, type(child)) for place, child in found],
-            hooks,
-            [module.__dict__ for module in modules],
+            [(each, list(each.values())) for each in hooks],
+            [(module.__dict__, "forward" in module.__dict__) for module in modules],
             shared,
-            [(x.module, x.theirs[0].get()) for x in leaves if isinstance(x.module, LayerNorm)],
+            norms,
         )
 
     def unchanged(self) -> bool:
-        """Return whether the facts still hold and no module has a hook or a forward of its own."""
+        """Return whether the facts still hold."""
         return (
             all(
                 siblings.get(name) is child and type(child) is kind
                 for siblings, name, child, kind in self.modules
             )
-            and not any(self.hooks)
-            and not any("forward" in attributes for attributes in self.attributes)
+            and all(
+                len(now) == len(then)
+                and all(a is b for a, b in zip(now.values(), then, strict=True))
+                for now, then in self.hooks
+            )
+            and all(("forward" in now) == then for now, then in self.attributes)
             and all(ours[name] is theirs.get(name) for ours, theirs, name in self.parameters)
             and all(ours.eps == theirs.eps for ours, theirs in self.norms)
         )
@@ -120,11 +115,11 @@ class Verdict(NamedTuple):
 
     Attributes:
         problem: The reason in words why the host must run its own code, or None.
-        facts: The facts on which the verdict depends, or None where they cannot be recorded.
+        facts: The facts on which the verdict depends.
     """
 
     problem: str | None
-    facts: Snapshot | None
+    facts: Snapshot
 
 
 class BoundEncoder:
@@ -141,6 +136,7 @@ class BoundEncoder:
         whole: Whether a called module receives padding, so that no padding is removed.
         calls_embedding: Whether the host's embedding is called, because a part of it deviates.
         checkpoints: Whether gradient checkpointing is on in the host.
+        asks_gradient: Whether a hook of transformers makes the embeddings require gradients.
 
     Raises:
         ValueError: If fastbert cannot compute the host. The message names the obstacle.
@@ -150,11 +146,19 @@ class BoundEncoder:
         """Build the ``BertModel`` without memory of its own, and bind it to `host`."""
         self._host = weakref.ref(host)
         self.called: dict[str, str] = {}
-        self.whole = self.calls_embedding = self.checkpoints = False
+        self.whole = self.calls_embedding = self.checkpoints = self.asks_gradient = False
         self.watch: Watch | None = None
         # One verdict for training mode and one for inference, and the one that is in effect.
         self._verdicts: dict[bool, Verdict] = {}
         self._in_effect: Verdict | None = None
+        self.tables: list[tuple[str, Tensor]] = []
+
+        @torch._dynamo.assume_constant_result
+        def bind_while_traced() -> str | None:
+            host = self.host
+            return None if host is None else self._bind_anew(host)
+
+        self._bind_while_traced = bind_while_traced
         self._build(host)
         problem = self.bind()
         if problem is not None:
@@ -202,13 +206,12 @@ class BoundEncoder:
         if torch.compiler.is_compiling() or backends.EXTENSION is None:
             return self._bind_traced(host)
         verdict = self._verdicts.get(host.training)
-        if verdict is not None and verdict.facts is not None and verdict.facts.holds(host):
+        if verdict is not None and verdict.facts.holds(host):
             if verdict is not self._in_effect and verdict.problem is None:
                 self._bind_anew(host)
         else:
             problem = self._bind_anew(host)
-            facts = Snapshot(host, BOUND, _others(host))
-            verdict = self._verdicts[host.training] = Verdict(problem, facts)
+            verdict = self._verdicts[host.training] = Verdict(problem, _snapshot(host))
         self._in_effect = verdict
         if verdict.problem is None:
             self._take_sizes()
@@ -216,62 +219,54 @@ class BoundEncoder:
 
     def _bind_traced(self, host: nn.Module) -> str | None:
         """Bind in a traced graph, where each fact that is read becomes a guard of the graph."""
-        if self._fits() and self.watch is not None and self.watch.unchanged():
-            self._settle_dropout()
-            self._take_sizes()
-            return None
-        problem = self._bind_anew(host)
-        if problem is None:
-            self._take_sizes()
-        return problem
+        if not (self._fits() and self.watch is not None and self.watch.unchanged()):
+            problem = self._bind_while_traced()
+            # The facts that are read here are guards, so that a change makes another graph.
+            if problem is not None or self.watch is None or not self.watch.unchanged():
+                return problem or "its modules change while a graph is traced"
+        self._settle_dropout()
+        self._take_sizes()
+        return None
 
     def _bind_anew(self, host: nn.Module) -> str | None:
-        try:
-            if not self._fits():
-                self._build(host)
-        except ValueError as error:
-            return str(error)
         self.watch, self.called = None, {}
-        for path, _, module in self.inside:
-            reason = _called_from_outside(module)
-            if reason is not None and not path.startswith(EMBEDDING):
-                return f"{path} {reason}"
-            if reason is not None:
-                self.called[path] = reason
-        problem = self._activation_problem()
-        if problem is not None:
-            return problem
-        whole = False
-        for leaf in self.leaves:
-            problem = self._deviation(leaf)
-            if problem is not None and not leaf.embeds and isinstance(leaf.module, LayerNorm):
-                return f"{leaf.paths[0]} {problem}"
-            whole |= problem is not None and not leaf.embeds and not _are_row_wise(leaf)
-            _bind(leaf, self.called)
-        self.whole = whole
+        reason, called = compare(host)
+        if reason is not None:
+            return reason
+        if not self._fits():
+            try:
+                self._build(host)
+            except ValueError as error:
+                return str(error)
+        self.called = called
         embedding = {path for leaf in self.leaves if leaf.embeds for path in leaf.paths}
         self.calls_embedding = any(
-            path.startswith(EMBEDDING) or path in embedding for path in self.called
+            path.partition(".")[0] == EMBEDDING or path in embedding for path in called
         )
+        # Any other hook is among the reasons of `called`.
+        tables = [place.get() for leaf in self.leaves if leaf.embeds for place in leaf.theirs]
+        self.asks_gradient = any(table is not None and table._forward_hooks for table in tables)
+        inner = [leaf for leaf in self.leaves if not leaf.embeds]
+        self.whole = not all(_are_row_wise(leaf, called) for leaf in inner)
+        for leaf in self.leaves:
+            _bind(leaf, called)
         self.checkpoints = any(
             getattr(module, "gradient_checkpointing", False) for module in host.modules()
         )
         self._settle_dropout()
-        watch = Watch.over(self.inside, self.leaves)
-        # A module with hooks is bound in another way after its hooks are removed. The binding is
-        # therefore repeated at every call until then.
-        self.watch = watch if not self.called and watch.unchanged() else None
+        self._find_tables()
+        self.watch = Watch.over(self.inside, self.leaves)
         return None
 
-    def _deviation(self, leaf: Leaf) -> str | None:
-        """Return how the host's modules of a leaf deviate, and enter them among the called."""
-        problem = None
-        for path, place in zip(leaf.paths, leaf.theirs, strict=True):
-            own = _leaf_deviation(leaf.module, place.get())
-            if own is not None:
-                self.called[path] = own
-                problem = problem or own
-        return problem
+    def must_embed(self) -> bool:
+        """Return whether the host's embedding must be called, because its hooks have an effect.
+
+        A hook of transformers makes the output of a frozen word table require gradients.
+        """
+        if self.calls_embedding or not torch.is_grad_enabled():
+            return self.calls_embedding
+        words: Any = self.model.embeddings.word_embeddings
+        return self.asks_gradient and not words.weight.requires_grad
 
     def embed(self, given: Mapping[str, Any]) -> Tensor:
         """Call the host's embedding, as the host does.
@@ -305,9 +300,10 @@ class BoundEncoder:
         if self.model.training != dropping:
             self.model.training = dropping
 
-    def _take_sizes(self) -> None:
-        """Take over the sizes of the host's tables, which may have grown."""
-        config, embeddings = self.model.config, self.model.embeddings
+    def _find_tables(self) -> None:
+        """Keep the host's tables, whose sizes are read before every call."""
+        embeddings = self.model.embeddings
+        self.tables = []
         for name, table in (
             ("vocab_size", embeddings.word_embeddings),
             ("max_position_embeddings", embeddings.position_embeddings),
@@ -315,84 +311,34 @@ class BoundEncoder:
         ):
             # A module in the place of a table may have no weight.
             weight = None if table is None else getattr(table, "weight", None)
-            if isinstance(weight, Tensor) and weight.shape[0] != getattr(config, name):
-                self.model.config = config = config.replace(**{name: weight.shape[0]})
+            if isinstance(weight, Tensor):
+                self.tables.append((name, weight))
 
-    def _activation_problem(self) -> str | None:
-        """Return in words which module without parameters is not of the expected class, or None.
-
-        The class of the activation is the class that ``config.json`` names.
-        """
-        expected = type(ACT2FN[self.model.config.hidden_act])
-        plain = (nn.Dropout, nn.Identity, nn.ModuleList, expected)
-        for path, _, child in self.inside:
-            lone = not child._modules and not child._parameters and not child._buffers
-            if lone and not isinstance(child, plain):
-                return f"{path}: got {type(child).__name__}, allowed: {expected.__name__}"
-        return None
+    def _take_sizes(self) -> None:
+        """Take over the sizes of the host's tables, which may have grown in place."""
+        config = self.model.config
+        for name, weight in self.tables:
+            if weight.shape[0] != getattr(config, name):
+                config = config.replace(**{name: weight.shape[0]})
+                self.model.config = config
 
 
 def _none() -> None:
     return None
 
 
-def _others(host: nn.Module) -> list[Any]:
-    """Return the objects beside the modules of a host whose attributes are facts."""
-    names = {type(module).__module__ for module in host.modules()}
-    known = [sys.modules[name] for name in sorted(names) if name.startswith(KNOWN)]
-    return [host.config, *known]
+def _snapshot(host: nn.Module) -> Snapshot:
+    """Record the facts on which the binding of a host depends."""
+    outside = facts(host)
+    dicts = [vars(host.config), *outside.dicts]
+    return Snapshot(host, BOUND, dicts, outside.classes, outside.functions)
 
 
-def _called_from_outside(module: nn.Module) -> str | None:
-    """Return the reason why `module` must be called, or None if there is no reason."""
-    kind = type(module)
-    if not kind.__module__.startswith(KNOWN):
-        return f"is a {kind.__module__}.{kind.__qualname__}"
-    for hooks in (module._forward_hooks, module._forward_pre_hooks):
-        for hook in hooks.values():
-            if getattr(hook, "__module__", None) != COLLECTING_HOOKS:
-                return "has forward hooks"
-    if module._backward_hooks or module._backward_pre_hooks:
-        return "has backward hooks"
-    return "has a forward of its own" if "forward" in module.__dict__ else None
-
-
-def _leaf_deviation(ours: nn.Module, theirs: nn.Module | None) -> str | None:
-    """Return how a module of the host with parameters deviates from the stock module, or None."""
-    if theirs is None:
-        return "is missing"
-    if isinstance(ours, nn.Identity):
-        return None if type(theirs) is nn.Identity else "was replaced"
-    if isinstance(ours, LayerNorm):
-        problem = deviation(theirs, nn.LayerNorm)
-        if problem is not None or theirs._parameters.get("weight") is not None:
-            return problem
-        return "has no weight"
-    if isinstance(ours, nn.Embedding):
-        return deviation(theirs, nn.Embedding) or _option(theirs)
-    return deviation(theirs, nn.Linear) or _backward_hooks(theirs)
-
-
-def _backward_hooks(module: nn.Module) -> str | None:
-    hooks = module._backward_hooks or module._backward_pre_hooks
-    return "has backward hooks" if hooks else None
-
-
-def _option(table: Any) -> str | None:
-    """Return an option of an embedding table that the kernels do not have, or None."""
-    for name in ("max_norm", "scale_grad_by_freq", "sparse"):
-        if getattr(table, name):
-            return f"has {name}={getattr(table, name)}"
-    return _backward_hooks(table)
-
-
-def _are_row_wise(leaf: Leaf) -> bool:
-    """Return whether the host's modules of a leaf compute each row by itself."""
-    modules = [place.get() for place in leaf.theirs]
-    return all(
-        module is not None and (_leaf_deviation(leaf.module, module) is None or is_row_wise(module))
-        for module in modules
-    )
+def _are_row_wise(leaf: Leaf, called: Mapping[str, str]) -> bool:
+    """Return whether the modules of a leaf that are called compute each row by itself."""
+    pairs = zip(leaf.paths, leaf.theirs, strict=True)
+    modules = [place.get() for path, place in pairs if path in called]
+    return all(module is not None and is_row_wise(module) for module in modules)
 
 
 def _bind(leaf: Leaf, called: Mapping[str, str]) -> None:

@@ -125,7 +125,7 @@ def _prepare(model: Any) -> tuple[Snapshot, tuple[Any, ...] | None] | None:
     """Return the arguments of the call, or None in their place, and the facts behind them."""
     if backends.EXTENSION is None:
         return None
-    return Snapshot(model, PreparedCall.HOLDER, (ops,)), _arguments(model)
+    return Snapshot(model, PreparedCall.HOLDER, [vars(ops)]), _arguments(model)
 
 
 def _arguments(model: Any) -> tuple[Any, ...] | None:

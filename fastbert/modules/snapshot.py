@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
+from types import FunctionType
 from typing import Any
 
 from torch import nn
@@ -38,10 +39,19 @@ class Snapshot:
     Args:
         root: The module. The snapshot holds no reference to `root`, which may hold the snapshot.
         holder: Name of the attribute of `root` that holds the snapshot, which is no fact.
-        others: Further objects whose attributes are facts, such as Python modules.
+        others: Further dictionaries that are facts, such as the names in a Python module.
+        classes: Further classes whose attributes are facts.
+        functions: Functions whose code and defaults are facts.
     """
 
-    def __init__(self, root: nn.Module, holder: str, others: Iterable[Any] = ()) -> None:
+    def __init__(
+        self,
+        root: nn.Module,
+        holder: str,
+        others: Iterable[dict[str, Any]] = (),
+        classes: Iterable[type] = (),
+        functions: Iterable[FunctionType] = (),
+    ) -> None:
         """Record the facts."""
         self._holder = holder
         inside = [module for module in root.modules() if module is not root]
@@ -49,28 +59,42 @@ class Snapshot:
         self._own = self._of_root(root)
         dicts: list[Any] = [d for module in inside for d in _dicts(module)]
         dicts += [value for value in self._own.values() if isinstance(value, dict)]
-        kinds = {self._kind, *map(type, inside)}
+        kinds = {self._kind, *map(type, inside), *classes}
         names = {kind.__module__ for kind in kinds}
         named = [vars(sys.modules[name]) for name in sorted(names) if name.startswith("fastbert")]
-        dicts += [*named, *(vars(other) for other in others), *GLOBAL_HOOKS]
+        dicts += [*named, *others, *GLOBAL_HOOKS]
         dicts += [vars(backends), backends.TABLES, *backends.TABLES.values(), backends._stand_ins]
         self._tags = backends.EXTENSION.Tags()
         self._dicts = _flat((d, tuple(d.keys()), tuple(d.values())) for d in dicts)
         self._objects = _flat((module, type(module)) for module in inside)
         version_of = backends.EXTENSION.version_of
         self._classes = _flat((kind, version_of(kind)) for kind in kinds)
+        self._functions = _flat(
+            (f, f.__code__, f.__defaults__, f.__kwdefaults__) for f in functions
+        )
+        self._tag = backends.EXTENSION.tag_of(vars(root))
 
     def holds(self, root: nn.Module) -> bool:
         """Return whether all facts about `root` are as recorded."""
         return (
             type(root) is self._kind
             and self._same(root)
-            and backends.EXTENSION.unchanged(self._dicts, self._tags, self._objects, self._classes)
+            and backends.EXTENSION.unchanged(
+                self._dicts, self._tags, self._objects, self._classes, self._functions
+            )
         )
 
     def _same(self, root: nn.Module) -> bool:
         own, now = self._own, vars(root)
-        return len(own) + 1 == len(now) and all(now.get(k) is v for k, v in own.items())
+        tag = backends.EXTENSION.tag_of(now)
+        if tag != 0 and tag == self._tag:
+            return True
+        # The attribute that holds the snapshot may be absent while the snapshot is made.
+        others = len(now) - (self._holder in now)
+        if len(own) != others or not all(now.get(k) is v for k, v in own.items()):
+            return False
+        self._tag = tag
+        return True
 
     def _of_root(self, root: nn.Module) -> dict[str, Any]:
         return {name: value for name, value in vars(root).items() if name != self._holder}

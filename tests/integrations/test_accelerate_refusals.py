@@ -88,7 +88,8 @@ MODELS: dict[str, tuple[Any, str]] = {
     ),
     "activation": (
         with_another_activation,
-        "encoder.layer.1.intermediate.intermediate_act_fn: got SiLU, allowed: GELUActivation",
+        "encoder.layer.1.intermediate.intermediate_act_fn: got a torch.nn.modules.activation.SiLU, "
+        "allowed: GELUActivation",
     ),
     "layer": (
         with_another_layer,
@@ -96,13 +97,18 @@ MODELS: dict[str, tuple[Any, str]] = {
     ),
     "a layer of one's own": (
         with_a_layer_of_ones_own,
-        f"encoder.layer.1.attention.output is a {__name__}.Shifted",
+        f"encoder.layer.1.attention.output: got a {__name__}.Shifted with its own forward, "
+        "allowed: BertSelfOutput",
     ),
     "norm": (
         with_another_norm,
-        "encoder.layer.1.output.LayerNorm is a torch.nn.modules.normalization.RMSNorm",
+        "encoder.layer.1.output.LayerNorm: got a torch.nn.modules.normalization.RMSNorm, "
+        "allowed: LayerNorm",
     ),
-    "hook": (with_a_hook, "encoder.layer.0 has forward hooks"),
+    "hook": (
+        with_a_hook,
+        "encoder.layer.0.forward_hooks: got with_a_hook.<locals>.<lambda>, allowed: no hook",
+    ),
     "one of two": (one_of_two, "is_decoder: got True, allowed: false for an encoder"),
 }
 
