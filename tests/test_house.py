@@ -66,7 +66,6 @@ def test_host_libraries_are_imported_in_one_place():
         for name in (
             "accelerate",
             "attention_interface",
-            "bound_encoder",
             "stock_heads",
             "stock_models",
         )

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from fastbert.integrations.bound_encoder import BOUND, BoundEncoder
+from fastbert.integrations.find_modules import find_modules
 from fastbert.integrations.packing import restarts
 from fastbert.io.families import FAMILIES
 from fastbert.modules.batch_layout import BatchLayout
@@ -103,7 +104,9 @@ def accelerate(model: Model, *, strict: bool = True) -> Model:
 
     Args:
         model: A model of transformers with any head or with none, a ``SentenceTransformer``, a
-            ``CrossEncoder``, a module of your own around such an encoder, or a pipeline.
+            ``CrossEncoder``, a module of your own around such an encoder, or any object that holds
+            one of these, such as a pipeline or ``HuggingFaceEmbeddings`` of langchain-huggingface.
+            `find_modules` says where the encoder may be.
         strict: Whether a model that cannot be served raises. With False, the function warns
             and returns the model unchanged.
 
@@ -111,9 +114,10 @@ def accelerate(model: Model, *, strict: bool = True) -> Model:
         `model` itself.
 
     Raises:
-        TypeError: If `model` is neither a module nor a pipeline around a module.
-        ValueError: If `strict` is True and `model` has no encoder, or an encoder that cannot be
-            served. The message names the reason, and nothing was changed.
+        TypeError: If no module is found in `model`.
+        ValueError: If `strict` is True and `model` has no encoder, encoders in several attributes,
+            or an encoder that cannot be served. The message names the reason, and nothing was
+            changed.
 
     Examples:
         ```python
@@ -133,9 +137,10 @@ def accelerate(model: Model, *, strict: bool = True) -> Model:
 
 
 def _accelerate(model: Any) -> None:
-    found = list(_encoders(model))
+    modules = _modules(model)
+    found = [pair for module in modules.values() for pair in _encoders(module)]
     if not found:
-        raise ValueError(_nothing_found(model))
+        raise ValueError(_nothing_found(model, modules))
     plain = [(host, stock) for host, stock in found if not _accelerated(host)]
     for host, stock in plain:
         if "forward" in host.__dict__:
@@ -164,19 +169,21 @@ def restore(model: Model) -> Model:
     The weights keep their current values. A model that is not accelerated stays unchanged.
 
     Args:
-        model: A module or a pipeline, as in `accelerate`.
+        model: A module or an object that holds one, as in `accelerate`.
 
     Returns:
         `model` itself.
 
     Raises:
-        TypeError: If `model` is neither a module nor a pipeline around a module.
+        TypeError: If no module is found in `model`.
+        ValueError: If encoders are in several attributes of `model`.
     """
     with LOCK:
-        for module in _module(model).modules():
-            if _accelerated(module):
-                module.__class__ = type(module).fastbert_restores
-                module.__dict__.pop(BOUND, None)
+        for outer in _modules(model).values():
+            for module in outer.modules():
+                if _accelerated(module):
+                    module.__class__ = type(module).fastbert_restores
+                    module.__dict__.pop(BOUND, None)
     return model
 
 
@@ -184,31 +191,34 @@ def bound_encoders(model: Any) -> dict[str, BoundEncoder]:
     """Return the encoders of fastbert that run inside an accelerated model.
 
     Args:
-        model: A module or a pipeline, as in `accelerate`.
+        model: A module or an object that holds one, as in `accelerate`.
 
     Returns:
-        The bound encoder of each accelerated module, by the name of the module. The dict is empty
-        if `model` is not accelerated.
+        The bound encoder of each accelerated module, by the path of the module in `model`, such as
+        ``"0.auto_model"`` in a ``SentenceTransformer``, and ``"_client.0.auto_model"`` in an object
+        that holds it. The dict is empty if `model` is not accelerated.
 
     Raises:
-        TypeError: If `model` is neither a module nor a pipeline around a module.
+        TypeError: If no module is found in `model`.
+        ValueError: If encoders are in several attributes of `model`.
     """
-    named = _module(model).named_modules()
-    return {name: _bound(module) for name, module in named if _accelerated(module)}
+    named = [
+        (f"{path}.{name}".strip("."), module)
+        for path, outer in _modules(model).items()
+        for name, module in outer.named_modules()
+    ]
+    return {path: _bound(module) for path, module in named if _accelerated(module)}
 
 
-def _module(model: Any) -> nn.Module:
-    """Return `model` itself if it is a module, or the module of a pipeline."""
-    for module in (model, getattr(model, "model", None)):
-        if isinstance(module, nn.Module):
-            return module
-    raise TypeError(f"accelerate: got {type(model).__name__}, allowed: a torch.nn.Module")
+def _modules(model: Any) -> dict[str, nn.Module]:
+    """Return the modules in `model` that hold its encoders, or the modules without encoders."""
+    return find_modules(model, lambda module: [host for host, _ in _encoders(module)])
 
 
-def _encoders(model: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield each encoder in `model` with its class in transformers."""
+def _encoders(outer: nn.Module) -> Iterator[tuple[Any, Any]]:
+    """Yield each encoder in a module with its class in transformers."""
     names = {family.model for family in FAMILIES.values()}
-    for module in _module(model).modules():
+    for module in outer.modules():
         for kind in type(module).__mro__:
             ours = kind.__name__ in names and kind.__module__.startswith("transformers.models.")
             if ours and "fastbert_restores" not in kind.__dict__:
@@ -216,10 +226,23 @@ def _encoders(model: Any) -> Iterator[tuple[Any, Any]]:
                 break
 
 
-def _nothing_found(model: Any) -> str:
-    kinds = [m for m in _module(model).modules() if isinstance(m, PreTrainedModel)]
-    got = ", ".join(f"{type(m).__name__} ({m.config.model_type})" for m in kinds)
-    return f"got {got or type(model).__name__}, allowed: an encoder of {', '.join(FAMILIES)}"
+def _nothing_found(model: Any, modules: dict[str, nn.Module]) -> str:
+    """Name what `model` holds instead of an encoder, with the paths of the modules in it."""
+    got = []
+    for path, outer in modules.items():
+        kinds = [m for m in outer.modules() if isinstance(m, PreTrainedModel)] or [outer]
+        got += [f"{_named(kind)}{f' in {path}' if path else ''}" for kind in kinds]
+    words = f"got {', '.join(got)}, allowed: an encoder of transformers: {', '.join(FAMILIES)}"
+    return words if isinstance(model, nn.Module) else f"{words}. Pass the attribute that holds one"
+
+
+def _named(module: nn.Module) -> str:
+    """Return the class of a module with what tells it from classes of the same name."""
+    kind = type(module)
+    package = kind.__module__.partition(".")[0]
+    if isinstance(module, PreTrainedModel):
+        return f"{kind.__name__} ({module.config.model_type})"
+    return f"{kind.__name__} of {package}"
 
 
 # The class

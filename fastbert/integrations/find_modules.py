@@ -1,0 +1,186 @@
+"""Find the modules with an encoder inside an object of another library.
+
+Libraries hold a model of transformers in an attribute of their own, often a private one, such as
+``HuggingFaceEmbeddings._client`` of langchain-huggingface. `find_modules` reads the stored state of
+an object and of the objects inside, breadth-first. The search computes nothing: it reads instance
+dictionaries, slots and the private attributes of pydantic, and calls neither properties nor
+methods.
+"""
+
+from __future__ import annotations
+
+import types
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+# Attributes between the object and a module. The items of a list, a tuple or a dict count as the
+# attribute that holds the container.
+DEPTH = 4
+# Largest number of objects that one search looks at, and of items that it takes from a container.
+OBJECTS = 10_000
+ITEMS = 1_000
+# Values of these types hold no module.
+PLAIN = (str, bytes, bytearray, int, float, complex, range, Tensor, type, types.ModuleType)
+# Objects of these packages lead to every thread or every logger of the process.
+SHARED = {"asyncio", "concurrent", "logging", "multiprocessing", "threading", "_thread"}
+# Slots of pydantic that hold attributes by name.
+NAMESPACES = ("__dict__", "__pydantic_private__", "__pydantic_extra__")
+
+Encoders = Callable[[nn.Module], Iterable[nn.Module]]
+
+
+class Reached(NamedTuple):
+    """An object that the search has reached.
+
+    Attributes:
+        path: The path from the first object, such as ``._client`` or ``._replicas[0].model``.
+        place: The path without the indices of containers.
+        value: The object.
+        depth: Number of attributes in the path.
+    """
+
+    path: str
+    place: str
+    value: Any
+    depth: int
+
+
+class Candidate(NamedTuple):
+    """A module with encoders: where the module is, and the ids of its encoders."""
+
+    reached: Reached
+    encoders: frozenset[int]
+
+
+def find_modules(wrapper: Any, encoders: Encoders) -> dict[str, nn.Module]:
+    """Find the modules with an encoder in an object.
+
+    A module with an encoder inside is the result itself. In any other object, the search follows at
+    most `DEPTH` attributes and looks at most at `OBJECTS` objects, each one once. Several modules
+    are returned together if their paths differ only in the indices of a container, such as the
+    replicas ``._replicas[0]`` and ``._replicas[1]``. A module whose encoders are all inside another
+    found module is left out.
+
+    Args:
+        wrapper: A module, a container, or any object that holds modules.
+        encoders: Returns the encoders inside a module.
+
+    Returns:
+        The found modules by their paths from `wrapper`; the path of `wrapper` itself is ``""``. If
+        no module contains an encoder, the outermost modules without one.
+
+    Raises:
+        TypeError: If there is no module at all.
+        ValueError: If encoders are in several attributes. The message names them.
+    """
+    found: list[Candidate] = []
+    others: dict[str, nn.Module] = {}
+    for reached, inside in _modules_in(wrapper, encoders):
+        if inside:
+            found.append(Candidate(reached, inside))
+        else:
+            others[reached.path] = reached.value
+    kept = _outermost(found)
+    if len({reached.place for reached in kept}) > 1:
+        places = ", ".join(f"{one.path} ({type(one.value).__name__})" for one in kept)
+        raise ValueError(
+            f"model: got a {type(wrapper).__name__} with encoders in {places}, allowed: encoders "
+            f"in one attribute. Pass one of these objects, such as the one in {kept[0].path}"
+        )
+    if not kept and not others:
+        is_class = isinstance(wrapper, type)
+        got = f"the class {wrapper.__name__}" if is_class else f"a {type(wrapper).__name__}"
+        raise TypeError(
+            f"model: got {got} without a module within {DEPTH} attributes, allowed: a "
+            "torch.nn.Module, or an object that holds one. Pass the attribute that holds the module"
+        )
+    return {one.path: one.value for one in kept} or others
+
+
+def _outermost(found: list[Candidate]) -> list[Reached]:
+    """Leave out each module whose encoders are all in a larger module, or in an earlier one."""
+    return [
+        reached
+        for i, (reached, inside) in enumerate(found)
+        if not any(inside < other.encoders for other in found)
+        and not any(inside == other.encoders for other in found[:i])
+    ]
+
+
+def _modules_in(wrapper: Any, encoders: Encoders) -> Iterator[tuple[Reached, frozenset[int]]]:
+    """Yield the outermost modules in an object, the nearest first, with the ids of their encoders.
+
+    The search does not enter a module with an encoder.
+    """
+    waiting = deque([Reached("", "", wrapper, 0)] if _may_hold_a_module(wrapper) else [])
+    # The values keep their objects alive, so that no two objects have the same id.
+    seen: dict[int, Any] = {id(wrapper): wrapper}
+    # Modules inside a module that has no encoder.
+    without: set[int] = set()
+    while waiting:
+        reached = waiting.popleft()
+        if issubclass(type(reached.value), nn.Module) and id(reached.value) not in without:
+            inside = frozenset(map(id, encoders(reached.value)))
+            yield reached, inside
+            if inside:
+                continue
+            without.update(map(id, reached.value.modules()))
+        for inner in _inside(reached):
+            if len(seen) < OBJECTS and id(inner.value) not in seen:
+                seen[id(inner.value)] = inner.value
+                waiting.append(inner)
+
+
+def _inside(reached: Reached) -> Iterator[Reached]:
+    """Yield what an object stores: the items of a container, or the attributes of an object."""
+    path, place, value, depth = reached
+    # The methods of the built-in classes, because a subclass may compute its items.
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, dict):
+        items = dict.items(value)
+    elif isinstance(value, list):
+        items = enumerate(list.__iter__(value))
+    elif isinstance(value, tuple):
+        items = enumerate(tuple.__iter__(value))
+    elif depth < DEPTH:
+        for name, item in _state(value):
+            if _may_hold_a_module(item):
+                yield Reached(f"{path}.{name}", f"{place}.{name}", item, depth + 1)
+    for key, item in list(islice(items, ITEMS)):
+        if _may_hold_a_module(item):
+            yield Reached(f"{path}[{key!r}]", place, item, depth)
+
+
+def _may_hold_a_module(value: Any) -> bool:
+    kind = type(value)
+    if value is None or issubclass(kind, PLAIN):
+        return False
+    if kind.__module__ == "builtins":
+        return issubclass(kind, (dict, list, tuple))
+    return kind.__module__.partition(".")[0] not in SHARED
+
+
+def _state(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the names and values that an object stores, without running its code."""
+    for name, content in _stored(value):
+        if name not in NAMESPACES:
+            yield name, content
+        elif isinstance(content, dict):
+            yield from list(content.items())
+
+
+def _stored(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the instance dictionary of an object, and the contents of its slots."""
+    for kind in type(value).__mro__:
+        for name, descriptor in list(kind.__dict__.items()):
+            is_dict = name == "__dict__" and isinstance(descriptor, types.GetSetDescriptorType)
+            if is_dict or isinstance(descriptor, types.MemberDescriptorType):
+                try:
+                    yield name, descriptor.__get__(value)
+                except AttributeError:
+                    # The slot is empty.
+                    continue
