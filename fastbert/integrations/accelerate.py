@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from fastbert.integrations.bound_encoder import BOUND, BoundEncoder
-from fastbert.integrations.find_modules import find_modules
+from fastbert.integrations.find_modules import find_modules, reader_of_padding
 from fastbert.integrations.packing import restarts
 from fastbert.io.families import FAMILIES
 from fastbert.modules.batch_layout import BatchLayout
@@ -141,6 +141,8 @@ def _accelerate(model: Any) -> None:
     found = [pair for module in modules.values() for pair in _encoders(module)]
     if not found:
         raise ValueError(_nothing_found(model, modules))
+    for problem in filter(None, map(reader_of_padding, modules.values())):
+        raise ValueError(problem)
     plain = [(host, stock) for host, stock in found if not _accelerated(host)]
     for host, stock in plain:
         if "forward" in host.__dict__:

@@ -101,6 +101,33 @@ def find_modules(wrapper: Any, encoders: Encoders) -> dict[str, nn.Module]:
     return {one.path: one.value for one in kept} or others
 
 
+def reader_of_padding(outer: nn.Module) -> str:
+    """Return which module in `outer` reads hidden states where the attention mask is 0.
+
+    An accelerated encoder computes no hidden states there. In a ``MultiVectorEncoder`` of
+    sentence-transformers, query expansion with ``attend=False`` appends mask tokens whose mask is
+    0, and the score of a query reads their hidden states, as in ColBERT.
+
+    Args:
+        outer: A module with an encoder inside.
+
+    Returns:
+        The reason in words, or ``""`` if no such module is known.
+    """
+    for name, module in outer.named_modules():
+        kinds = [kind.__module__.partition(".")[0] for kind in type(module).__mro__]
+        if "sentence_transformers" not in kinds:
+            continue
+        expansion = getattr(module, "query_expansion", None)
+        if isinstance(expansion, dict) and not expansion.get("attend"):
+            return (
+                f"{name}.query_expansion".lstrip(".") + ": got attend=False, with which the "
+                f"{type(outer).__name__} reads hidden states where the mask is 0, allowed: "
+                "attend=True or no query expansion"
+            )
+    return ""
+
+
 def _outermost(found: list[Candidate]) -> list[Reached]:
     """Leave out each module whose encoders are all in a larger module, or in an earlier one."""
     return [

@@ -172,3 +172,41 @@ def test_a_sentence_transformer_is_trained(sentence_transformers, tokenizer, tmp
         assert bool(rows) == fast
         found.append([p.grad for n, p in made.named_parameters() if "encoder" in n])
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("attend", [None, True, False])
+def test_query_expansion_that_reads_padding_is_refused_by_name(tokenizer, tmp_path, attend) -> None:
+    """The score of a query reads the hidden states of mask tokens, also if their mask is 0."""
+    sentence_transformers = pytest.importorskip("sentence_transformers", minversion="6")
+    model().save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    from sentence_transformers.base.modules import Transformer
+    from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
+
+    expansion = {"strategy": "fixed", "length": 16, "attend": attend}
+    parts = Transformer(str(tmp_path), query_expansion=None if attend is None else expansion)
+    made = sentence_transformers.MultiVectorEncoder(
+        modules=[parts, MultiVectorMask()], device="cpu"
+    )
+
+    def queries(side: Any) -> torch.Tensor:
+        return torch.cat(side.encode_query(SENTENCES))
+
+    oracle = queries(copy.deepcopy(made).double())
+    stock = copy.deepcopy(made)
+    yardstick = Yardstick(lambda: queries(stock))
+    if attend is False:
+        expected = (
+            r"^accelerate: 0\.query_expansion: got attend=False, with which the MultiVectorEncoder "
+            r"reads hidden states where the mask is 0, allowed: attend=True or no query expansion$"
+        )
+        with pytest.raises(ValueError, match=expected):
+            fastbert.accelerate(made)
+        with pytest.warns(UserWarning, match="left MultiVectorEncoder as it is: 0.query_expansion"):
+            fastbert.accelerate(made, strict=False)
+        assert bound_encoders(made) == {}
+        return
+    with rows_computed() as rows:
+        actual = queries(fastbert.accelerate(made))
+    assert rows
+    assert_close("query embeddings", actual, oracle, yardstick)
