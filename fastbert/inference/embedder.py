@@ -17,6 +17,7 @@ from fastbert.io import checkpoint
 from fastbert.io import sentence_transformers_folder as stored
 from fastbert.io.sentence_transformers_folder import SentenceFolder
 from fastbert.modules import BertModel
+from fastbert.modules.class_name import class_name
 
 
 class Embedder:
@@ -93,18 +94,26 @@ class Embedder:
         return self.after(self.states.rows(output.hidden_states), batch["cu_seqlens"])
 
     @torch.inference_mode()
-    def __call__(self, texts: Sequence[str]) -> Tensor:
+    def __call__(self, texts: Sequence[str] | str) -> Tensor:
         """Compute the embeddings of texts, in packed batches of similar lengths.
 
         Args:
-            texts: N texts.
+            texts: N texts, or one text.
 
         Returns:
-            The embeddings in the order of the texts, fp32 of shape ``(N, E)``, on the CPU.
+            The embeddings in the order of the texts, fp32 of shape ``(N, E)``, on the CPU; for one
+            text that is not in a list, its embedding of shape ``(E,)``.
 
         Raises:
+            TypeError: If `texts` contains something other than a str.
             ValueError: If a text has no tokens.
         """
+        if isinstance(texts, str):
+            return self([texts])[0]
+        texts = list(texts)
+        for number, text in enumerate(texts):
+            if not isinstance(text, str):
+                raise TypeError(f"texts[{number}]: got {class_name(text)}, allowed: a str")
         lines = [self.tokenizer((text,)) for text in texts]
         rows = torch.empty(len(lines), self.width)
         for batch in length_batches([len(line.ids) for line in lines], self.tokens_per_batch):

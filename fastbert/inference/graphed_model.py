@@ -22,6 +22,7 @@ from fastbert.graphs.recording import Recorder, Recording, Results, cuda_recorde
 from fastbert.graphs.static_batch import StaticBatch, StaticPadded, far_bucket, moved
 from fastbert.modules import BaseModelOutputWithPooling, BertModel
 from fastbert.modules.bert import Encoded
+from fastbert.modules.class_name import class_name
 from fastbert.modules.inputs import EncoderInput, enter
 from fastbert.modules.outputs import as_asked
 
@@ -67,8 +68,8 @@ def graphed(
     """
     if not isinstance(model, BertModel):
         raise TypeError(
-            f"graphed: got {type(model).__name__}, allowed: BertModel (the .bert of a model with "
-            "a head)"
+            f"graphed: got {class_name(model)}, allowed: BertModel of fastbert (the .bert of a "
+            "model with a head)"
         )
     choices = model.config.architecture
     if choices.rotary_bases or choices.windows or choices.distance_buckets:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from fastbert.modules import BertPreTrainedModel
+from fastbert.modules.class_name import class_name
 from fastbert.modules.layer import BertLayer
 from fastbert.modules.linear import Linear
 from fastbert.modules.plain import deviation
@@ -56,7 +57,7 @@ def quantize(model: BertPreTrainedModel, *, inplace: bool = False) -> BertPreTra
         torch.int8
     """
     if not isinstance(model, BertPreTrainedModel):
-        raise TypeError(f"quantize: got {type(model).__name__}, allowed: a model of fastbert")
+        raise TypeError(f"quantize: got {class_name(model)}, allowed: a model of fastbert")
     places = _places(model)
     _check(model, places)
     if not inplace:

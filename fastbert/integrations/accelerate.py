@@ -26,6 +26,7 @@ from fastbert.integrations.packing import restarts
 from fastbert.io.families import FAMILIES
 from fastbert.modules.batch_layout import BatchLayout
 from fastbert.modules.bert import Encoded
+from fastbert.modules.class_name import class_name
 from fastbert.modules.inputs import EncoderInput, enter
 
 try:
@@ -233,18 +234,9 @@ def _nothing_found(model: Any, modules: dict[str, nn.Module]) -> str:
     got = []
     for path, outer in modules.items():
         kinds = [m for m in outer.modules() if isinstance(m, PreTrainedModel)] or [outer]
-        got += [f"{_named(kind)}{f' in {path}' if path else ''}" for kind in kinds]
+        got += [f"{class_name(kind)}{f' in {path}' if path else ''}" for kind in kinds]
     words = f"got {', '.join(got)}, allowed: an encoder of transformers: {', '.join(FAMILIES)}"
     return words if isinstance(model, nn.Module) else f"{words}. Pass the attribute that holds one"
-
-
-def _named(module: nn.Module) -> str:
-    """Return the class of a module with what tells it from classes of the same name."""
-    kind = type(module)
-    package = kind.__module__.partition(".")[0]
-    if isinstance(module, PreTrainedModel):
-        return f"{kind.__name__} ({module.config.model_type})"
-    return f"{kind.__name__} of {package}"
 
 
 # The class

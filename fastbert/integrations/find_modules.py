@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from fastbert.modules.class_name import class_name
+
 # Attributes between the object and a module. The items of a list, a tuple or a dict count as the
 # attribute that holds the container.
 DEPTH = 4
@@ -86,17 +88,16 @@ def find_modules(wrapper: Any, encoders: Encoders) -> dict[str, nn.Module]:
             others[reached.path] = reached.value
     kept = _outermost(found)
     if len({reached.place for reached in kept}) > 1:
-        places = ", ".join(f"{one.path} ({type(one.value).__name__})" for one in kept)
+        places = ", ".join(f"{one.path} ({class_name(one.value)})" for one in kept)
         raise ValueError(
-            f"model: got a {type(wrapper).__name__} with encoders in {places}, allowed: encoders "
+            f"model: got {class_name(wrapper)} with encoders in {places}, allowed: encoders "
             f"in one attribute. Pass one of these objects, such as the one in {kept[0].path}"
         )
     if not kept and not others:
-        is_class = isinstance(wrapper, type)
-        got = f"the class {wrapper.__name__}" if is_class else f"a {type(wrapper).__name__}"
         raise TypeError(
-            f"model: got {got} without a module within {DEPTH} attributes, allowed: a "
-            "torch.nn.Module, or an object that holds one. Pass the attribute that holds the module"
+            f"model: got {class_name(wrapper)} without a module within {DEPTH} attributes, "
+            "allowed: a torch.nn.Module, or an object that holds one. Pass the attribute that "
+            "holds the module"
         )
     return {one.path: one.value for one in kept} or others
 

@@ -28,6 +28,7 @@ from fastbert.graphs.buckets import Bucket, Buckets, PaddedBucket
 from fastbert.graphs.cache import Autocast, GraphCache
 from fastbert.graphs.recording import Recorder, Recording, Results, cuda_recorder
 from fastbert.graphs.static_batch import far_bucket, moved
+from fastbert.modules.class_name import class_name
 from fastbert.modules.inputs import EncoderInput, enter
 from fastbert.modules.models.task_model import TaskModel
 from fastbert.training.step_input import LABELS, StepInput
@@ -104,7 +105,7 @@ def graphed_step(
     """
     if type(model) not in LABELS:
         allowed = ", ".join(kind.__name__ for kind in LABELS)
-        raise TypeError(f"model: got {type(model).__name__}, allowed: {allowed}")
+        raise TypeError(f"model: got {class_name(model)}, allowed: {allowed} of fastbert")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
             f"optimizer: got {type(optimizer).__name__}, allowed: a torch.optim.Optimizer"

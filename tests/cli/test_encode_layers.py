@@ -96,6 +96,9 @@ def test_parquet_python_and_ray_give_the_same_rows(run, model_folder, lines, tmp
     embedder = Embedder(str(model_folder), **options)
     assert embedder.width == 64
     assert np.array_equal(embedder(TEXTS), written)
+    assert np.array_equal(embedder(TEXTS[1]), written[1])
+    with pytest.raises(TypeError, match=r"texts\[1\]: got tuple, allowed: a str"):
+        embedder([TEXTS[0], (TEXTS[1], TEXTS[2])])
     ray = Embed(str(model_folder), **options)({"text": TEXTS})
     assert np.array_equal(ray["embedding"], written)
 

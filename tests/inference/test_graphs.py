@@ -460,7 +460,9 @@ def test_errors_say_what_is_missing():
             graphed(plain)
     assert fastbert.graphed is graphed
     masked = fastbert.BertForMaskedLM(CONFIG)
-    with pytest.raises(TypeError, match="graphed: got BertForMaskedLM, allowed: BertModel"):
+    with pytest.raises(
+        TypeError, match="graphed: got BertForMaskedLM of fastbert, allowed: BertModel of fastb"
+    ):
         graphed(masked)
     graphs = traced(plain)
     plain.train()

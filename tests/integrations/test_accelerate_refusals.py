@@ -14,6 +14,7 @@ from transformers.models.bert.modeling_bert import BertSelfOutput
 
 import fastbert
 from fastbert.integrations.accelerate import BOUND, bound_encoders
+from fastbert.modules.class_name import class_name
 
 ENCODERS = (
     "an encoder of transformers: bert, roberta, xlm-roberta, camembert, electra, albert, "
@@ -71,9 +72,9 @@ def one_of_two() -> nn.Module:
 
 
 MODELS: dict[str, tuple[Any, str]] = {
-    "gpt2": (gpt2, f"got GPT2Model (gpt2), allowed: {ENCODERS}"),
+    "gpt2": (gpt2, f"got GPT2Model of transformers, allowed: {ENCODERS}"),
     "linear": (lambda: nn.Linear(2, 2), f"got Linear of torch, allowed: {ENCODERS}"),
-    "deberta": (deberta, f"got DebertaV2Model (deberta-v2), allowed: {ENCODERS}"),
+    "deberta": (deberta, f"got DebertaV2Model of transformers, allowed: {ENCODERS}"),
     "decoder": (
         lambda: model(is_decoder=True),
         "is_decoder: got True, allowed: false for an encoder",
@@ -134,8 +135,7 @@ def test_a_model_that_cannot_be_served(name) -> None:
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize("thing", [3, None, "bert-base-uncased", transformers.BertModel])
 def test_what_is_no_model(thing, strict) -> None:
-    got = "the class BertModel" if isinstance(thing, type) else f"a {type(thing).__name__}"
-    expected = rf"^model: got {got} without a module .*, allowed: a torch\.nn\.Module"
+    expected = rf"^model: got {class_name(thing)} without a module .*, allowed: a torch\.nn\.Module"
     with pytest.raises(TypeError, match=expected):
         fastbert.accelerate(thing, strict=strict)
     with pytest.raises(TypeError, match=expected):

@@ -468,7 +468,9 @@ def test_an_optimizer_that_a_graph_cannot_contain(optimizer, message):
 
 def test_errors_of_the_wrapper_name_what_is_allowed():
     model = make()
-    with pytest.raises(TypeError, match="model: got BertModel, allowed: BertForPreTraining, "):
+    with pytest.raises(
+        TypeError, match="model: got BertModel of fastbert, allowed: BertForPreTraining, "
+    ):
         graphed_step(model.bert, adamw(model))
     with pytest.raises(TypeError, match="optimizer: got LambdaLR, allowed: a torch"):
         graphed_step(model, scheduled(adamw(model), float))

@@ -1,0 +1,23 @@
+"""The name of a class with the library that it is from, for messages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def class_name(value: Any) -> str:
+    """Return the class of a value and its library, such as ``BertModel of transformers``.
+
+    fastbert and transformers have classes of the same names, so the name alone does not say which
+    one a caller has passed. A class itself gives ``the class BertModel of transformers``.
+
+    Args:
+        value: Any value.
+
+    Returns:
+        The name; a built-in class has no library.
+    """
+    kind = value if isinstance(value, type) else type(value)
+    library = kind.__module__.partition(".")[0]
+    name = kind.__name__ if library == "builtins" else f"{kind.__name__} of {library}"
+    return f"the class {name}" if isinstance(value, type) else name
