@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 SAY := @echo "fastbert:"
 SOURCES := setup.py $(shell find csrc -type f 2>/dev/null)
 
-.PHONY: help setup demo test every-case turn test-processors test-viewer viewer ahead-of-time emulate calibrate mutate mutate-viewer sanitize soak conformance conformance-transformers conformance-peers fuzz check newest bench docs lint format gpu gpu-first wheel clean
+.PHONY: help setup demo test every-case turn test-processors test-viewer viewer ahead-of-time emulate calibrate mutate mutate-viewer sanitize soak conformance conformance-transformers conformance-peers conformance-wrappers fuzz check newest bench docs lint format gpu gpu-first wheel clean
 
 help:
 	@echo "make setup            creates .venv, compiles the C++ kernels and installs fastbert in place"
@@ -29,7 +29,7 @@ help:
 	@echo "make mutate-viewer    puts one fault at a time into the page of fastbert view and counts those that a test catches"
 	@echo "make sanitize         runs the tests of the C++ operators under GCC's sanitizers (SANITIZERS=thread: a part)"
 	@echo "make soak             uses models in turns, and looks for growing memory, open files and threads (MINUTES=60)"
-	@echo "make conformance      runs the tests of transformers (-transformers FAMILIES='bert': a part), of Liger and of PEFT (-peers) with fastbert"
+	@echo "make conformance      runs the tests of transformers (-transformers FAMILIES='bert': a part), of Liger and of PEFT (-peers) with fastbert, and libraries around encoders (-wrappers WRAPPERS='setfit': a part)"
 	@echo "make fuzz             reads damaged models, tokenizers, checkpoints, corpora, data and PTX texts in processes with limits (SECONDS=600: that long)"
 	@echo "make check            prints the errors of every operation, backend and dtype on this machine"
 	@echo "make newest           installs fastbert with the newest torch into .venv-newest, as README does, and runs make check there"
@@ -164,13 +164,16 @@ soak: setup
 	$(PIP) parameterized
 	@touch $@
 
-conformance: conformance-transformers conformance-peers
+conformance: conformance-transformers conformance-peers conformance-wrappers
 
 conformance-transformers: .venv/conformance
 	$(BIN)/python tests/conformance/transformers_suite.py $(FAMILIES)
 
 conformance-peers: .venv/conformance
 	$(BIN)/python tests/conformance/peers_suite.py $(PEERS)
+
+conformance-wrappers: .venv/conformance
+	$(BIN)/python tests/conformance/wrappers_suite.py $(WRAPPERS)
 
 # A case that fails is kept in $(OUT)/fuzz with the command that runs it again.
 SECONDS ?= 120

@@ -1,0 +1,101 @@
+"""Compare one object of another library with stock and with an accelerated encoder.
+
+    python tests/conformance/wrapper_on_fastbert.py NAME OUT
+
+Writes what was found into the file OUT as JSON. ``wrappers_suite.py`` calls this script in the
+environment of the library.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from tiny_hosts import rows_computed
+from torch import Tensor, nn
+from wrappers import WRAPPERS, folders
+
+import fastbert
+from fastbert.integrations.accelerate import bound_encoders
+
+# The embeddings and scores of MiniLM are at most a few units large, and cutting a module off
+# changes them by more than 1e-2.
+RTOL, ATOL = 1e-4, 1e-5
+
+
+def numbers(found: Any) -> Tensor:
+    """Return all numbers in a result."""
+    if isinstance(found, (list, tuple)):
+        return torch.cat([numbers(each) for each in found])
+    return torch.as_tensor(found).detach().double().flatten()
+
+
+def measured(run: Callable[[Any], Any], made: Any) -> tuple[Tensor, int]:
+    """Return the numbers of one run, and how many rows the layers of fastbert computed."""
+    with rows_computed() as rows:
+        found = numbers(run(made))
+    return found, sum(rows)
+
+
+def cut(module: nn.Module, given: Any, out: Tensor) -> Tensor:
+    """Clear positions of each sequence; a hook that gets rows would clear features instead."""
+    out = out.clone()
+    out[:, 1:4] = 0
+    return out
+
+
+def hook(encoder: nn.Module) -> None:
+    encoder.encoder.layer[1].output.dense.register_forward_hook(cut)  # type: ignore[union-attr]
+
+
+def compared(name: str, cache: Path) -> dict[str, Any]:
+    """Return the differences between stock and accelerated, without and with a hook."""
+    wrapper, given = WRAPPERS[name], folders(cache)
+    stock, fast = wrapper.build(given), wrapper.build(given)
+    expected, rows = measured(wrapper.run, stock)
+    assert rows == 0, "fastbert ran in the stock object"
+    fastbert.accelerate(fast)
+    bound = bound_encoders(fast)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        actual, rows = measured(wrapper.run, fast)
+    found: dict[str, Any] = {"paths": list(bound), "rows": rows}
+    found["plain"] = difference(actual, expected)
+    # The host of the stock object is at the same path as that of the accelerated object.
+    hook(next(iter(bound.values())).host)
+    fastbert.accelerate(stock)
+    host = next(iter(bound_encoders(stock).values())).host
+    fastbert.restore(stock)
+    assert host not in [one.host for one in bound.values()], "both objects share their encoder"
+    hook(host)
+    cut_off, _ = measured(wrapper.run, stock)
+    found["effect of the hook"] = float((cut_off - expected).abs().max())
+    with warnings.catch_warnings(record=True) as more:
+        warnings.simplefilter("always")
+        found["hooked"] = difference(measured(wrapper.run, fast)[0], cut_off)
+    texts = {str(one.message) for one in (*warned, *more)}
+    found["fallbacks"] = sorted(text for text in texts if text.startswith("fastbert:"))
+    return found
+
+
+def difference(actual: Tensor, expected: Tensor) -> dict[str, Any]:
+    """Return the largest difference, and whether it is allowed."""
+    if actual.shape != expected.shape:
+        return {"largest": float("inf"), "equal": False}
+    equal = torch.allclose(actual, expected, rtol=RTOL, atol=ATOL)
+    return {"largest": float((actual - expected).abs().max()), "equal": equal}
+
+
+def main() -> None:
+    name, out = sys.argv[1:]
+    found = compared(name, Path(out).parent)
+    Path(out).write_text(json.dumps(found), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
